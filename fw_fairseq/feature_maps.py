@@ -1,0 +1,194 @@
+"""Feature maps: what queries and keys pass through before they meet the memory. (..., head_dim) -> (..., out_dim).
+
+Each is an ``nn.Module`` built as ``FEATURE_MAPS[name](head_dim, **options)``; a new one is one class and one entry here.
+Exponentials and random projections are computed in fp32 whatever the input's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class FeatureMap(nn.Module):
+    """phi. ``out_dim``: its width; ``non_negative``: whether sum and attention normalisation make sense with it."""
+
+    equation = ""
+    non_negative = False
+
+    def __init__(self, head_dim: int, out_dim: int | None = None):
+        super().__init__()
+        self.head_dim = positive("head_dim", head_dim)
+        self.out_dim = head_dim if out_dim is None else positive("out_dim", out_dim)
+
+    def scaled(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Features and None, or features kept at most 1 with the log of the factor (...,) taken out of them.
+
+        The factor cancels in sum normalisation and, for queries, in attention normalisation; for keys under attention
+        normalisation it goes to ``fast_weight`` as ``key_log_scale``."""
+        return self(x), None
+
+    def redraw(self) -> None:
+        """Called once per training mini-batch; random maps draw new projections."""
+
+    def extra_repr(self) -> str:
+        return f"head_dim={self.head_dim}, out_dim={self.out_dim}"
+
+
+class Identity(FeatureMap):
+    equation = "x"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Elu(FeatureMap):
+    equation = "elu(x) + 1"
+    non_negative = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.elu(x) + 1
+
+
+class Tanh(FeatureMap):
+    equation = "tanh(x)"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+
+class LearnedRelu(FeatureMap):
+    """One learned map for queries and keys; with ``heads``, one for each head of (..., H, T, head_dim)."""
+
+    equation = "relu(W x + b), W and b learned per head"
+    non_negative = True
+
+    def __init__(self, head_dim: int, out_dim: int | None = None, heads: int | None = None):
+        super().__init__(head_dim, out_dim)
+        leading = () if heads is None else (positive("heads", heads),)
+        self.weight = nn.Parameter(torch.empty(*leading, self.head_dim, self.out_dim))
+        self.bias = nn.Parameter(torch.zeros(*leading, 1, self.out_dim))
+        for head in self.weight.view(-1, self.head_dim, self.out_dim):
+            nn.init.xavier_uniform_(head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x @ self.weight.to(x.dtype) + self.bias.to(x.dtype))
+
+
+class Dpfp(FeatureMap):
+    """Deterministic parameter-free projection: x' times its own rolls, so that few features are active at once."""
+
+    equation = "x' = [relu(x), relu(-x)]; cat over j = 1..nu of x' * roll(x', j)"
+    non_negative = True
+
+    def __init__(self, head_dim: int, nu: int = 1):
+        if not 1 <= nu < 2 * positive("head_dim", head_dim):
+            raise ValueError(f"nu is {nu}; it must be from 1 to 2 * head_dim - 1 = {2 * head_dim - 1}")
+        super().__init__(head_dim, 2 * nu * head_dim)
+        self.nu = nu
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([torch.relu(x), torch.relu(-x)], dim=-1)
+        return torch.cat([x * x.roll(j, dims=-1) for j in range(1, self.nu + 1)], dim=-1)
+
+
+class RandomFeatures(FeatureMap):
+    """``features`` random projections, fresh ones per training mini-batch; the ones of evaluation are drawn once and are part of
+    the checkpoint."""
+
+    def __init__(self, head_dim: int, features: int | None = None, orthogonal: bool = True):
+        features = positive("head_dim", head_dim) if features is None else positive("features", features)
+        super().__init__(head_dim, 2 * features)
+        self.features, self.orthogonal = features, orthogonal
+        self.register_buffer("projection", draw_projection(features, head_dim, orthogonal))
+        self.register_buffer("drawn", None, persistent=False)
+
+    def redraw(self) -> None:
+        if self.training:
+            self.drawn = draw_projection(self.features, self.head_dim, self.orthogonal, self.projection.device)
+
+    def project(self, x: Tensor) -> Tensor:
+        """R x (..., features) in fp32 at least."""
+        rows = self.drawn if self.training and self.drawn is not None else self.projection
+        with torch.autocast(x.device.type, enabled=False):
+            return x @ rows.to(x.dtype).mT
+
+
+class Favor(RandomFeatures):
+    """FAVOR+: positive random features whose products estimate exp(q . k). ``prescale`` multiplies x by head_dim^-1/4."""
+
+    equation = "exp(-|x|^2/2) / sqrt(2m) [exp(R x), exp(-R x)]"
+    non_negative = True
+
+    def __init__(self, head_dim: int, features: int | None = None, orthogonal: bool = True, prescale: bool = False):
+        super().__init__(head_dim, features, orthogonal)
+        self.prescale = prescale
+
+    def exponents(self, x: Tensor) -> Tensor:
+        x = wide(x) * (self.head_dim**-0.25 if self.prescale else 1.0)
+        projected = self.project(x)
+        return torch.cat([projected, -projected], dim=-1) - 0.5 * (x.square().sum(-1, keepdim=True) + math.log(self.out_dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.exponents(x).exp().to(x.dtype)
+
+    def scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        exponents = self.exponents(x)
+        top = exponents.amax(-1, keepdim=True)
+        return (exponents - top).exp().to(x.dtype), top.squeeze(-1)
+
+
+class Rfa(RandomFeatures):
+    """Random Fourier features of the unit vector of x, its coordinates times a learned scale."""
+
+    equation = "[sin(R (s * x/|x|)), cos(R (s * x/|x|))] / sqrt(m), s learned"
+
+    def __init__(self, head_dim: int, features: int | None = None, orthogonal: bool = True):
+        super().__init__(head_dim, features, orthogonal)
+        self.scale = nn.Parameter(torch.ones(head_dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        unit = F.normalize(wide(x), dim=-1)
+        projected = self.project(unit * self.scale.to(unit.dtype))
+        return (torch.cat([projected.sin(), projected.cos()], dim=-1) / math.sqrt(self.features)).to(x.dtype)
+
+
+FEATURE_MAPS: dict[str, type[FeatureMap]] = {
+    "identity": Identity,
+    "elu": Elu,
+    "relu": LearnedRelu,
+    "dpfp": Dpfp,
+    "favor": Favor,
+    "rfa": Rfa,
+    "tanh": Tanh,
+}
+
+
+def sum_normalise(features: Tensor, eps: float = 1e-6) -> Tensor:
+    """Non-negative features divided by their sum; a sum below eps counts as eps, so a zero vector stays zero, gradient finite."""
+    wide_features = wide(features)
+    return (wide_features / wide_features.sum(-1, keepdim=True).clamp(min=eps)).to(features.dtype)
+
+
+def draw_projection(rows: int, width: int, orthogonal: bool = True, device=None) -> Tensor:
+    """(rows, width) fp32, each row distributed as N(0, I); orthogonal: in blocks of ``width`` rows that are exactly orthogonal."""
+    gaussian = torch.randn(rows, width, device=device)
+    if not orthogonal:
+        return gaussian
+    blocks = [torch.linalg.qr(torch.randn(width, width, device=device))[0] for _ in range(-(-rows // width))]
+    signs = torch.randn(len(blocks), 1, width, device=device).sign()  # QR fixes signs; these make the direction uniform
+    directions = (torch.stack(blocks) * signs).mT.reshape(-1, width)[:rows]
+    return directions * gaussian.norm(dim=-1, keepdim=True)
+
+
+def wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def positive(name: str, value: int) -> int:
+    if value < 1:
+        raise ValueError(f"{name} is {value}; it must be at least 1")
+    return value

@@ -1,0 +1,118 @@
+"""Fast-weight layers as one differentiable operation. Imports torch and nothing of fairseq."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..rules import Coefficients, Rule
+from . import checks, normalisation
+from .chunkwise import chunk_form
+from .recurrent import scan, step_form
+from .state import FastWeightState
+
+__all__ = ["FastWeightState", "fast_weight"]
+
+
+def fast_weight(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: str = "delta",
+    gates: dict[str, Tensor] | None = None,
+    state: FastWeightState | None = None,
+    backend: str = "auto",
+    attention_norm: bool = False,
+    eps: float = 1e-6,
+    padding_mask: Tensor | None = None,
+    key_log_scale: Tensor | None = None,
+) -> tuple[Tensor, FastWeightState]:
+    """Writes keys and values into a fast-weight memory over time and reads it with the queries; causal, linear in T.
+
+    Args:
+        q, k: (B,H,T,K) after the feature map; v: (B,H,T,V). fp32, bf16, fp16 or float64, any strides.
+        rule: a name in ``fw_fairseq.rules.RULES``.
+        gates: the rule's gates by name, probabilities, (B,H,T), (B,H,T,K) or (B,H,T,V); in q's dtype or fp32.
+        state: what an earlier call returned, to go on from there; gradients flow through it.
+        backend: "recurrent" one token at a time, "chunkwise" matrix products, "cuda" the kernels, "auto" the best that runs.
+        attention_norm: divides y_t by n_t . q_t + eps, n_t the accumulated keys. For non-negative feature maps.
+        padding_mask: (B,T), True at padding: such a step leaves the state as it is and outputs 0.
+        key_log_scale: (B,H,T): the keys stand for k exp(key_log_scale); see ``FeatureMap.scaled``. With attention_norm only.
+
+    Returns:
+        y (B,H,T,V) in v's dtype, and the state after the last token, accumulated in fp32 (float64 for float64 inputs).
+    """
+    spec = checks.check_rule(rule)
+    shape = checks.check_tensors(q, k, v)
+    gates = checks.check_gates(rule, spec, gates, q, v)
+    checks.check_backend(backend)
+    if attention_norm:
+        checks.check_attention_norm(rule, spec, eps)
+    if key_log_scale is not None:
+        checks.check_key_log_scale(key_log_scale, rule, spec, attention_norm, q)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if state is None:
+        state = empty_state(shape, q.device, dtype, attention_norm, key_log_scale is not None)
+    else:
+        checks.check_state(state, q, v, dtype, attention_norm, key_log_scale is not None)
+    if padding_mask is not None:
+        checks.check_padding(padding_mask, q)
+        q, k, v = (x.masked_fill(padding_mask[:, None, :, None], 0) for x in (q, k, v))
+
+    with torch.autocast(q.device.type, enabled=False):
+        gates = {name: gate.to(dtype) for name, gate in gates.items()}
+        if spec.step is not None:
+            if backend == "chunkwise":
+                raise ValueError(f"rule {rule!r} has no chunk form, only steps; use backend='auto' or 'recurrent'")
+            y, memory = scan(spec.step, q, k, v, gates, state.memory, padding_mask)
+            return y, state._replace(memory=memory)
+        coefficients = spec.coefficients(**gates)
+        if padding_mask is not None:  # k = 0 there, so nothing is written or erased; only decay is left to stop
+            coefficients = coefficients._replace(f=_keep(coefficients.f, padding_mask), z=_keep(coefficients.z, padding_mask))
+            if key_log_scale is not None:
+                key_log_scale = key_log_scale.masked_fill(padding_mask[:, None], -torch.inf)
+        run = choose_form(backend, coefficients, tokens=q.shape[2])
+        if not attention_norm:
+            y, memory = run(q, k, v, coefficients, state.memory)
+            return y, state._replace(memory=memory)
+        return _normalised(run, q, k, v, coefficients, state, spec, eps, key_log_scale)
+
+
+def _normalised(run, q, k, v, coefficients, state, spec: Rule, eps: float, key_log_scale) -> tuple[Tensor, FastWeightState]:
+    if spec.normaliser == "keys":
+        read, recalled, normaliser = normalisation.sum_keys(q, k, state.normaliser)
+        coefficients = normalisation.normalise_erase(coefficients, recalled, eps)
+        y, memory = run(q, k, v.to(state.memory.dtype), coefficients, state.memory)
+        return (y / (read + eps).unsqueeze(-1)).to(v.dtype), FastWeightState(memory, normaliser)
+    log_scale = state.log_scale
+    if key_log_scale is not None:
+        coefficients, log_scale = normalisation.rescale_writes(coefficients, key_log_scale.to(log_scale.dtype), log_scale)
+    columns, memory = normalisation.append_column(v, state)
+    y, memory = run(q, k, columns, coefficients, memory)
+    y, memory, normaliser = normalisation.split_column(y, memory, eps)
+    return y.to(v.dtype), FastWeightState(memory, normaliser, log_scale)
+
+
+def empty_state(shape, device, dtype: torch.dtype, attention_norm: bool, log_scale: bool) -> FastWeightState:
+    """The state before the first token, for shape (B, H, T, K, V)."""
+    batch, heads, _, key_width, value_width = shape
+    memory = torch.zeros(batch, heads, key_width, value_width, device=device, dtype=dtype)
+    normaliser = torch.zeros(batch, heads, key_width, device=device, dtype=dtype) if attention_norm else None
+    scale = torch.full((batch, heads), -torch.inf, device=device, dtype=dtype) if log_scale else None
+    return FastWeightState(memory, normaliser, scale)
+
+
+def choose_form(backend: str, coefficients: Coefficients, tokens: int):
+    """The function to run. "auto": steps for one token and for what has no chunk form, chunks for everything else."""
+    if backend == "auto":
+        stepwise = tokens == 1 or (coefficients.z is not None and coefficients.e is not None)
+        return step_form if stepwise else chunk_form
+    return {"recurrent": step_form, "chunkwise": chunk_form}[backend]
+
+
+def _keep(decay: Tensor | None, padding_mask: Tensor) -> Tensor | None:
+    """1, no decay, at padding."""
+    if decay is None:
+        return None
+    mask = padding_mask[:, None]
+    return decay.masked_fill(mask if decay.dim() == 3 else mask.unsqueeze(-1), 1)

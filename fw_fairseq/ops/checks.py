@@ -1,0 +1,109 @@
+"""The one place where the public op looks at its arguments. Every mistake is a ValueError that names the argument, what it is
+and what is allowed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..rules import RULES, Rule
+from .state import FastWeightState
+
+BACKENDS = ("auto", "recurrent", "chunkwise", "cuda")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_rule(rule: str) -> Rule:
+    if rule not in RULES:
+        raise ValueError(f"rule is {rule!r}; allowed: {', '.join(RULES)}")
+    return RULES[rule]
+
+
+def check_backend(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
+    if backend == "cuda":
+        raise ValueError("backend='cuda' has no kernels in this version; use 'auto', 'chunkwise' or 'recurrent', on any device")
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
+    """Shapes, dtypes and devices of q, k, v; returns (B, H, T, K, V)."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have 4 dimensions, (B,H,T,{'V' if name == 'v' else 'K'})")
+        if x.dtype not in DTYPES:
+            raise ValueError(f"{name} has dtype {x.dtype}; allowed: {', '.join(map(str, DTYPES))}")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}; they must agree")
+    if k.shape != q.shape:
+        raise ValueError(f"k has shape {tuple(k.shape)} but q {tuple(q.shape)}; both must be (B,H,T,K)")
+    if v.shape[:3] != q.shape[:3]:
+        raise ValueError(f"v has shape {tuple(v.shape)} but q {tuple(q.shape)}; B, H and T must agree")
+    if 0 in q.shape[2:] or v.shape[3] == 0:
+        raise ValueError(f"q has shape {tuple(q.shape)} and v {tuple(v.shape)}; T, K and V must be at least 1")
+    return *q.shape, v.shape[3]
+
+
+def check_gates(rule_name: str, rule: Rule, gates, q: Tensor, v: Tensor) -> dict[str, Tensor]:
+    gates = dict(gates or {})
+    if set(gates) != set(rule.gates):
+        wanted = ", ".join(rule.gates) or "none"
+        raise ValueError(f"gates has {', '.join(map(str, gates)) or 'none'}; rule {rule_name!r} takes exactly: {wanted}")
+    widths = {None: (), "K": q.shape[3:], "V": v.shape[3:]}
+    for name, gate in gates.items():
+        axis = rule.gates[name].axis
+        shape = (*q.shape[:3], *widths[axis])
+        if not isinstance(gate, Tensor) or gate.shape != shape:
+            is_ = f"has shape {tuple(gate.shape)}" if isinstance(gate, Tensor) else f"is a {type(gate).__name__}"
+            raise ValueError(f"gates[{name!r}] {is_}; it must be a tensor of shape (B,H,T{',' + axis if axis else ''}) = {shape}")
+        if gate.device != q.device or gate.dtype not in (q.dtype, torch.float32):
+            raise ValueError(f"gates[{name!r}] is {gate.dtype} on {gate.device}; allowed: {q.dtype} or float32, on {q.device}")
+    return gates
+
+
+def check_state(state, q: Tensor, v: Tensor, dtype: torch.dtype, normaliser: bool, log_scale: bool) -> None:
+    """A state to go on from: what an earlier call with the same rule, widths and options returned."""
+    if not isinstance(state, FastWeightState):
+        raise ValueError(f"state is a {type(state).__name__}; it must be None or the state that an earlier call returned")
+    shape = (*q.shape[:2], q.shape[3], v.shape[3])
+    wanted = {"memory": shape, "normaliser": shape[:3] if normaliser else None, "log_scale": shape[:2] if log_scale else None}
+    for name, want in wanted.items():
+        x = getattr(state, name)
+        got = None if x is None else tuple(x.shape)
+        if got != want:
+            raise ValueError(f"state.{name} has shape {got}; with these inputs and options it must be {want}")
+        if x is not None and (x.dtype != dtype or x.device != q.device):
+            raise ValueError(f"state.{name} is {x.dtype} on {x.device}; it must be {dtype} on {q.device}")
+
+
+def check_padding(padding_mask, q: Tensor) -> None:
+    shape = (q.shape[0], q.shape[2])
+    if not isinstance(padding_mask, Tensor) or padding_mask.dtype != torch.bool or padding_mask.shape != shape:
+        is_ = (
+            f"{padding_mask.dtype} {tuple(padding_mask.shape)}" if isinstance(padding_mask, Tensor) else type(padding_mask).__name__
+        )
+        raise ValueError(f"padding_mask is {is_}; it must be a bool tensor of shape (B,T) = {shape}, True at padding")
+    if padding_mask.device != q.device:
+        raise ValueError(f"padding_mask is on {padding_mask.device}; it must be on {q.device} like q")
+
+
+def check_attention_norm(rule_name: str, rule: Rule, eps: float) -> None:
+    if rule.normaliser is None:
+        able = ", ".join(name for name, r in RULES.items() if r.normaliser)
+        raise ValueError(f"attention_norm=True is not defined for rule {rule_name!r}; it is for: {able}")
+    if not eps > 0:
+        raise ValueError(f"eps is {eps}; it must be above 0 with attention_norm=True")
+
+
+def check_key_log_scale(key_log_scale, rule_name: str, rule: Rule, attention_norm: bool, q: Tensor) -> None:
+    if not attention_norm or rule.normaliser != "write":
+        able = ", ".join(name for name, r in RULES.items() if r.normaliser == "write")
+        raise ValueError(
+            f"key_log_scale needs attention_norm=True and one of the rules {able} (a common scale of the keys cancels there);"
+            f" got attention_norm={attention_norm}, rule {rule_name!r}"
+        )
+    if not isinstance(key_log_scale, Tensor) or key_log_scale.shape != q.shape[:3]:
+        is_ = tuple(key_log_scale.shape) if isinstance(key_log_scale, Tensor) else type(key_log_scale).__name__
+        raise ValueError(f"key_log_scale is {is_}; it must be a tensor of shape (B,H,T) = {tuple(q.shape[:3])}")

@@ -1,0 +1,118 @@
+"""Update rules: each maps its gates to the coefficients of one recurrence.
+
+With W the memory (K, V), D_t = (f_t z_t^T) * W_{t-1} what is left of it after decay:
+
+    W_t = D_t - e_t k_t (k_t^T D_t) + w_t k_t v_t^T          (write)
+    y_t = W_t^T q_t                                          (read, after the write)
+
+A rule that fits is one entry in ``RULES``: the step form, the chunk form, state passing, gradients, padding, the tests and
+the benchmark all read this table. A rule that does not fit gives a ``step`` of its own and runs one token at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Coefficients(NamedTuple):
+    """The recurrence's coefficients over time; None stands for no decay (f, z), no erase (e) and full strength (w)."""
+
+    f: Tensor | None = None  # (B,H,T) or (B,H,T,K) in (0,1]: decay of the key side
+    z: Tensor | None = None  # (B,H,T,V) in (0,1]: decay of the value side
+    e: Tensor | None = None  # (B,H,T): erase strength
+    w: Tensor | None = None  # (B,H,T): write strength
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A gate in (0,1). ``axis``: what it varies over besides (B,H,T): None, "K" or "V".
+
+    ``bias`` is the initial bias of the sigmoid that makes it: a number, or "uniform" for uniform gate initialisation,
+    logit(U(1/n, 1 - 1/n)) over the n gates of a layer.
+    """
+
+    axis: str | None = None
+    bias: float | str = 0.0
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One update rule.
+
+    coefficients: maps the gates, given by name, to ``Coefficients``.
+    normaliser: how attention normalisation accumulates n_t: "write" follows the memory, n_t = f n_{t-1} + w k_t;
+        "keys" sums the keys, n_t = n_{t-1} + k_t, and also divides what an erase reads by n_{t-1}.k_t; None: not defined.
+    step: ``step(memory, q, k, v, **gates) -> (y, memory)`` of one token, for rules outside the recurrence.
+    """
+
+    equation: str
+    source: str
+    coefficients: Callable[..., Coefficients] | None = None
+    gates: Mapping[str, Gate] = field(default_factory=dict)
+    normaliser: str | None = None
+    step: Callable[..., tuple[Tensor, Tensor]] | None = None
+
+    def __post_init__(self):
+        if (self.coefficients is None) == (self.step is None):
+            raise ValueError("a Rule takes either coefficients (it fits the recurrence) or step (it does not), not both")
+        if self.normaliser not in (None, "write", "keys"):
+            raise ValueError(f"Rule.normaliser is {self.normaliser!r}; allowed: None, 'write', 'keys'")
+
+
+def fwm_step(memory: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """Delta write, a memory kept within the unit ball (Frobenius norm), and a layer-normalised read without parameters."""
+    recalled = torch.einsum("bhkv,bhk->bhv", memory, k)
+    memory = memory + torch.einsum("bhk,bhv->bhkv", k, beta.unsqueeze(-1) * (v - recalled))
+    norm = memory.flatten(-2).square().sum(-1).clamp(min=1.0).sqrt()  # relu(|W| - 1) + 1, smooth at W = 0
+    memory = memory / norm[..., None, None]
+    y = torch.einsum("bhkv,bhk->bhv", memory, q)
+    return torch.nn.functional.layer_norm(y, y.shape[-1:]), memory
+
+
+SCALAR = Gate()
+SMALL = Gate(bias=-5.0)  # starts near 0.007
+RULES: dict[str, Rule] = {
+    "sum": Rule(
+        equation="W_t = W_{t-1} + k_t v_t^T",
+        source="Schlag et al. 2021, eq. 17; Katharopoulos et al. 2020",
+        coefficients=lambda: Coefficients(),
+        normaliser="write",
+    ),
+    "gated": Rule(
+        equation="W_t = g_t W_{t-1} + (1 - g_t) k_t v_t^T",
+        source="Peng et al. 2021; Mao 2022, eq. 5",
+        gates={"g": SCALAR},
+        coefficients=lambda g: Coefficients(f=g, w=1 - g),
+        normaliser="write",
+    ),
+    "delta": Rule(
+        equation="W_t = W_{t-1} + beta_t k_t (v_t - W_{t-1}^T k_t)^T",
+        source="Schlag et al. 2021, eq. 24",
+        gates={"beta": SMALL},
+        coefficients=lambda beta: Coefficients(e=beta, w=beta),
+        normaliser="keys",
+    ),
+    "decay": Rule(
+        equation="W_t = (f_t z_t^T) * W_{t-1} + k_t v_t^T",
+        source="Mao 2022, eq. 7",
+        gates={"f": Gate("K", "uniform"), "z": Gate("V", "uniform")},
+        coefficients=lambda f, z: Coefficients(f=f, z=z),
+    ),
+    "gated_delta": Rule(
+        equation="W_t = g_t W_{t-1} + beta_t k_t (v_t - g_t W_{t-1}^T k_t)^T",
+        source="Yang et al. 2024 (Gated DeltaNet)",
+        gates={"g": SCALAR, "beta": SMALL},
+        coefficients=lambda g, beta: Coefficients(f=g, e=beta, w=beta),
+    ),
+    "fwm": Rule(
+        equation="W' = W_{t-1} + beta_t k_t (v_t - W_{t-1}^T k_t)^T; W_t = W' / max(|W'|, 1); y_t = LayerNorm(W_t^T q_t)",
+        source="Schlag et al. 2021, sec. 6.1.2 (Fast Weight Memory)",
+        gates={"beta": SCALAR},
+        step=fwm_step,
+    ),
+}

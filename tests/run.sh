@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# The test command. First run: makes .venv with pinned packages. Then: ruff and pytest; arguments go to pytest.
+#   tests/run.sh                    everything
+#   tests/run.sh -k chunk -x        some of it
+#   PYTHON=python3.12 tests/run.sh  another interpreter for a new .venv
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+stamp=.venv/installed
+wanted=$(cat setup.py pyproject.toml constraints.txt | sha256sum)
+if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
+    python=${PYTHON:-python3}
+    "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null ||
+        { echo "$python is not Python 3.11 or 3.12; set PYTHON to one that is" >&2; exit 2; }
+    echo "installing into .venv"
+    [ -x .venv/bin/python ] || "$python" -m venv .venv
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+    echo "$wanted" >"$stamp"
+fi
+
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+exec .venv/bin/python -m pytest "$@"

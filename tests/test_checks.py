@@ -1,0 +1,72 @@
+"""Every kind of mistake is one ValueError of one line that names the argument."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fw_fairseq.ops import FastWeightState, fast_weight
+from fw_fairseq.rules import Coefficients, Rule
+
+B, H, T, K, V = 2, 3, 4, 5, 6
+Q, KEYS, VALUES, BETA = torch.rand(B, H, T, K), torch.rand(B, H, T, K), torch.rand(B, H, T, V), torch.rand(B, H, T)
+STATE = FastWeightState(torch.zeros(B, H, K, V))
+CALL = dict(q=Q, k=KEYS, v=VALUES, rule="delta", gates={"beta": BETA})
+SUM = dict(rule="sum", gates=None)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(rule="dleta"), r"rule is 'dleta'; allowed: sum, gated, delta"),
+        (dict(backend="triton"), r"backend is 'triton'; allowed: auto, recurrent, chunkwise, cuda"),
+        (dict(backend="cuda"), r"backend='cuda' has no kernels"),
+        (dict(q=[1.0]), r"q is a list; it must be a torch.Tensor"),
+        (dict(q=Q[0]), r"q has shape \(3, 4, 5\); it must have 4 dimensions, \(B,H,T,K\)"),
+        (dict(v=VALUES[0]), r"v has shape .*\(B,H,T,V\)"),
+        (dict(q=Q.long()), r"q has dtype torch.int64; allowed: torch.float32"),
+        (dict(k=KEYS.double()), r"k is torch.float64 on cpu but q is torch.float32"),
+        (dict(v=VALUES.to("meta")), r"v is torch.float32 on meta but q is torch.float32 on cpu"),
+        (dict(k=KEYS[..., :3]), r"k has shape \(2, 3, 4, 3\) but q \(2, 3, 4, 5\)"),
+        (dict(v=VALUES[:, :, :2]), r"v has shape \(2, 3, 2, 6\) but q .*B, H and T must agree"),
+        (dict(q=Q[:, :, :0], k=KEYS[:, :, :0], v=VALUES[:, :, :0]), r"T, K and V must be at least 1"),
+        (dict(gates=None), r"gates has none; rule 'delta' takes exactly: beta"),
+        (dict(gates={"beta": BETA, "g": BETA}), r"gates has beta, g; rule 'delta' takes exactly: beta"),
+        (dict(gates={"beta": BETA[:1]}), r"gates\['beta'\] has shape \(1, 3, 4\); it must be .*\(B,H,T\) = \(2, 3, 4\)"),
+        (dict(gates={"beta": 0.5}), r"gates\['beta'\] is a float; it must be a tensor of shape"),
+        (dict(gates={"beta": BETA.half()}), r"gates\['beta'\] is torch.float16 .*allowed: torch.float32"),
+        (dict(state=torch.zeros(B, H, K, V)), r"state is a Tensor; it must be None or the state"),
+        (dict(state=FastWeightState(torch.zeros(B, H, V, K))), r"state.memory has shape \(2, 3, 6, 5\); .*\(2, 3, 5, 6\)"),
+        (dict(state=FastWeightState(STATE.memory.double())), r"state.memory is torch.float64 on cpu; it must be torch.float32"),
+        (dict(state=STATE, attention_norm=True), r"state.normaliser has shape None; .*\(2, 3, 5\)"),
+        (dict(state=STATE._replace(normaliser=torch.zeros(B, H, K))), r"state.normaliser has shape \(2, 3, 5\); .*None"),
+        (dict(padding_mask=torch.zeros(B, T)), r"padding_mask is torch.float32 \(2, 4\); it must be a bool tensor"),
+        (dict(padding_mask=torch.zeros(T, B, dtype=torch.bool)), r"padding_mask is .*\(4, 2\).*\(B,T\) = \(2, 4\)"),
+        (dict(attention_norm=True, eps=0.0), r"eps is 0.0; it must be above 0"),
+        (
+            dict(rule="decay", gates={"f": Q, "z": VALUES}, attention_norm=True),
+            r"not defined for rule 'decay'; it is for: sum, gated, delta",
+        ),
+        (dict(rule="gated_delta", gates={"g": BETA, "beta": BETA}, attention_norm=True), r"not defined for rule 'gated_delta'"),
+        (dict(rule="fwm", backend="chunkwise"), r"rule 'fwm' has no chunk form"),
+        (dict(key_log_scale=BETA, attention_norm=True), r"key_log_scale needs .* rules sum, gated"),
+        (dict(**SUM, key_log_scale=BETA), r"key_log_scale needs attention_norm=True"),
+        (dict(**SUM, key_log_scale=Q, attention_norm=True), r"key_log_scale is \(2, 3, 4, 5\); .*\(B,H,T\)"),
+    ],
+)
+def test_one_sentence_per_mistake(change, message):
+    with pytest.raises(ValueError, match=message) as error:
+        fast_weight(**(CALL | change))
+    assert "\n" not in str(error.value)
+
+
+def test_the_unchanged_call_works():
+    y, state = fast_weight(**CALL)
+    assert y.shape == VALUES.shape and state.memory.shape == (B, H, K, V)
+
+
+def test_a_rule_is_one_kind_or_the_other():
+    with pytest.raises(ValueError, match="either coefficients"):
+        Rule(equation="", source="")
+    with pytest.raises(ValueError, match="normaliser is 'sometimes'"):
+        Rule(equation="", source="", coefficients=Coefficients, normaliser="sometimes")

@@ -1,0 +1,83 @@
+"""The package as it is imported and installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fw_fairseq.feature_maps import FEATURE_MAPS
+from fw_fairseq.rules import RULES
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*command, cwd=None, **env):
+    clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    return subprocess.run(command, cwd=cwd, env=clean | env, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("module", ["fw_fairseq", "fw_fairseq.ops", "fw_fairseq.rules", "fw_fairseq.feature_maps"])
+def test_import_is_quiet_and_free_of_fairseq(module):
+    """No output, no fairseq, no compiler (PATH is empty), no GPU."""
+    code = f"import {module}, sys; assert not [m for m in sys.modules if m.split('.')[0] in ('fairseq', 'cupy', 'triton')]"
+    done = run(sys.executable, "-W", "error", "-c", code, PATH="", CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_user_dir_from_a_checkout(tmp_path):
+    """An interpreter that has fairseq but not this package: --user-dir is enough."""
+    code = (
+        "import sys; sys.path = [p for p in sys.path if p]; sys.meta_path = [f for f in sys.meta_path"
+        " if '__editable__' not in getattr(f, '__module__', '') + getattr(f, '__name__', '')];"
+        "from fairseq_cli.train import cli_main; cli_main()"
+    )
+    done = run(sys.executable, "-c", code, "data", "--user-dir", str(ROOT / "fw_fairseq"), "--help", cwd=tmp_path)
+    assert done.returncode == 0 and "--user-dir" in done.stdout, done.stderr
+
+
+def test_fairseq_checkpoints_load_safely(tmp_path):
+    """torch refuses the Namespace in a fairseq checkpoint until fairseq has imported this directory."""
+    code = (
+        "import argparse, torch, sys; torch.save({'args': argparse.Namespace(arch='x')}, 'a.pt');"
+        "from argparse import Namespace; from fairseq import utils;"
+        f"utils.import_user_module(Namespace(user_dir={str(ROOT / 'fw_fairseq')!r}));"
+        "print(torch.load('a.pt', weights_only=True)['args'].arch)"
+    )
+    done = run(sys.executable, "-c", code, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.split()[-1:] == ["x"], done.stderr
+
+
+def test_wheel_installs_and_runs(tmp_path):
+    """pip install . into a folder of its own: the op runs from there, away from the checkout."""
+    site = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+    copy = tmp_path / "source"
+    files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in files.stdout.split():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_bytes((ROOT / name).read_bytes())
+    done = run(*pip, "--target", str(site), str(copy))
+    assert done.returncode == 0, done.stderr
+    code = "import fw_fairseq; print(fw_fairseq.__file__); from fw_fairseq.ops import fast_weight"
+    done = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(site))
+    assert done.returncode == 0 and done.stdout.startswith(str(site)), done.stderr
+    assert (site / "bin" / "fw-bench").exists()
+
+
+@pytest.mark.parametrize("registry", [RULES, FEATURE_MAPS])
+def test_readme_has_every_equation(registry):
+    rows = (ROOT / "README.md").read_text().replace("\\|", "|").splitlines()
+    for name, entry in registry.items():
+        assert any(row.startswith(f"| `{name}` |") and f"`{entry.equation}`" in row for row in rows), name
+
+
+def test_readme_example_runs():
+    code = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    names = {}
+    exec(code, names)
+    assert torch.allclose(torch.cat([names["y1"], names["y2"]], 2), names["y"], atol=1e-5)
