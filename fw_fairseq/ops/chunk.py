@@ -1,0 +1,159 @@
+"""One chunk of the recurrence as matrix products, forward and backward.
+
+With U the rows actually written (``docs/chunk_form.md`` derives it):
+
+    U = w V                                          without erase
+    (I + tril(e K K^T, -1)) U = w V - e K W_0        with erase
+    Y = Q W_0 + tril(Q K^T) U,      W_C = W_0 + K^T U
+
+Decay by one gate per token weighs each product by what the tokens between its two sides leave of it (``Decay``). Decay by one gate
+per channel never gets here: ``frames`` takes it out by a change of variables.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Decay(NamedTuple):
+    """Products of one gate per token: between two tokens, since the chunk's start, until its end, over all of it."""
+
+    pair: Tensor  # (N,C,C), 0 above the diagonal
+    start: Tensor  # (N,C,1)
+    end: Tensor  # (N,C,1)
+    total: Tensor  # (N,1,1)
+
+    @classmethod
+    def of(cls, gate: Tensor, dtype: torch.dtype) -> Decay:
+        products = gate.cumprod(1)
+        last = products[:, -1:]
+        return cls((products / products.mT).to(dtype).tril_(), *(x.to(dtype) for x in (products, last / products, last)))
+
+
+def gate_gradient(dprefix: Tensor, dlast: Tensor, gate: Tensor) -> Tensor:
+    """The gradient of gates (N,C,X): dprefix (N,C,X or more) is that of their log prefix products, dlast (N,X or more) that of
+    the last product as it carries the memory on. A gate takes part in its own prefix product and in all later ones."""
+    dprefix[:, -1] += dlast
+    if gate.shape[-1] < dprefix.shape[-1]:
+        dprefix = dprefix.sum(-1, keepdim=True)
+    later = dprefix.new_ones(gate.shape[1], gate.shape[1]).triu_()
+    return torch.matmul(later, dprefix).div_(gate)
+
+
+class Chunk(NamedTuple):
+    """The operands of one chunk, in the dtype it is computed in, and what its scalar decay does to products."""
+
+    q: Tensor  # (N,C,K)
+    k: Tensor  # (N,C,K)
+    p: Tensor  # (N,C,K): the key that an erase reads with; k itself but in a moving frame
+    v: Tensor  # (N,C,V)
+    e: Tensor | None  # (N,C,1)
+    w: Tensor | None  # (N,C,1)
+    gate: Tensor | None  # (N,C,1) float64
+    decay: Decay | None
+
+    def pairs(self, products: Tensor, diagonal: int = 0) -> Tensor:
+        """Decayed products of token pairs. Pairs that look ahead are cut first: an infinite product there makes no NaN."""
+        products = products.tril_(diagonal)
+        return products if self.decay is None else products.mul_(self.decay.pair)
+
+    def since_start(self, rows: Tensor) -> Tensor:
+        return rows if self.decay is None else rows * self.decay.start
+
+    def until_end(self, rows: Tensor) -> Tensor:
+        return rows if self.decay is None else rows * self.decay.end
+
+    def carried_(self, memory: Tensor) -> Tensor:
+        return memory if self.decay is None else memory.mul_(self.decay.total)
+
+
+class Solved(NamedTuple):
+    """What the outputs and the gradients of a chunk are both made from."""
+
+    scores: Tensor  # (N,C,C): decayed tril(Q K^T)
+    written: Tensor  # (N,C,V): U
+    erase: Tensor | None = None  # (N,C,C): decayed tril(P K^T, -1)
+    inverse: Tensor | None = None  # (N,C,C): (I + e erase)^-1
+    recalled: Tensor | None = None  # (N,C,V): decayed P W_0
+
+
+class Grads(NamedTuple):
+    q: Tensor
+    k: Tensor
+    p: Tensor | None
+    v: Tensor
+    e: Tensor | None
+    w: Tensor | None
+    f: Tensor | None  # (N,C,1) of the gate of ``Decay``
+    memory: Tensor
+
+
+def solve(c: Chunk, memory: Tensor, inverse: Tensor | None = None) -> Solved:
+    scores = c.pairs(torch.bmm(c.q, c.k.mT))
+    written = c.v if c.w is None else c.w * c.v
+    if c.e is None:
+        return Solved(scores, written)
+    erase = c.pairs(torch.bmm(c.p, c.k.mT), diagonal=-1)
+    recalled = c.since_start(torch.bmm(c.p, memory))
+    if inverse is None:
+        eye = torch.eye(erase.shape[-1], dtype=erase.dtype, device=erase.device).expand_as(erase)
+        inverse = torch.linalg.solve_triangular(c.e * erase, eye, upper=False, unitriangular=True)
+    return Solved(scores, torch.bmm(inverse, written - c.e * recalled), erase, inverse, recalled)
+
+
+def outputs(c: Chunk, s: Solved, memory: Tensor) -> Tensor:
+    return torch.bmm(c.since_start(c.q), memory).baddbmm_(s.scores, s.written)
+
+
+def final_memory(c: Chunk, s: Solved, memory: Tensor) -> Tensor:
+    """In place."""
+    return c.carried_(memory).baddbmm_(c.until_end(c.k).mT, s.written)
+
+
+def backward(c: Chunk, s: Solved, memory: Tensor, dy: Tensor, dfinal: Tensor) -> Grads:
+    """Gradients of one chunk from those of its outputs, dy (N,C,V), and of its final memory, dfinal (N,K,V), which is used up."""
+    dwritten = torch.bmm(s.scores.mT, dy).baddbmm_(c.until_end(c.k), dfinal)
+    dsource = dwritten if c.e is None else torch.bmm(s.inverse.mT, dwritten)  # of w V - e recalled
+    dv = dsource if c.w is None else c.w * dsource
+    dw = None if c.w is None else (dsource * c.v).sum(-1)
+
+    dscores = torch.bmm(dy, s.written.mT)
+    dq_start = c.since_start(torch.bmm(dy, memory.mT))
+    dk_end = c.until_end(torch.bmm(s.written, dfinal.mT))
+    dp = de = df = derase = drecalled = None
+    if c.e is not None:
+        derase = torch.bmm(dsource, s.written.mT).neg_()
+        drecalled = -c.e * dsource
+        de = (derase * s.erase).sum(-1) - (dsource * s.recalled).sum(-1)
+        derase.mul_(c.e)
+    if c.decay is not None:
+        df = scalar_gate_gradient(c, s, memory, dfinal, dscores, dq_start, dk_end, derase, drecalled)
+
+    dmemory = c.carried_(dfinal).baddbmm_(c.since_start(c.q).mT, dy)
+    dscores = c.pairs(dscores)
+    dq = dq_start.baddbmm_(dscores, c.k)
+    dk = dk_end.baddbmm_(dscores.mT, c.q)
+    if c.e is not None:
+        dmemory.baddbmm_(c.since_start(c.p).mT, drecalled)
+        derase = c.pairs(derase, diagonal=-1)
+        dp = torch.bmm(c.since_start(drecalled), memory.mT).baddbmm_(derase, c.k)
+        dk.baddbmm_(derase.mT, c.p)
+    return Grads(dq, dk, dp, dv, de, dw, df, dmemory)
+
+
+def scalar_gate_gradient(c: Chunk, s: Solved, memory, dfinal, dscores, dq_start, dk_end, derase, drecalled):
+    """(N,C,1) in float64. Each decayed quantity adds gradient x itself where its span ends and takes it off where the
+    span starts; the same fp32 numbers in float64 sums, so that what does not span a gate cancels exactly and a gate of 1e-6
+    still gets its gradient right."""
+    pair = dscores * s.scores
+    starting = (dq_start * c.q).sum(-1).double()
+    if derase is not None:
+        pair += derase * s.erase
+        starting += (drecalled * s.recalled).sum(-1)
+    ending = (dk_end * c.k).sum(-1).double()
+    dprefix = pair.sum(-1, dtype=torch.float64) - pair.sum(-2, dtype=torch.float64) + starting - ending
+    carried = (memory * dfinal * c.decay.total).sum((-2, -1)).double()
+    return gate_gradient(dprefix.unsqueeze(-1), (ending.sum(1) + carried).unsqueeze(-1), c.gate)
