@@ -18,7 +18,7 @@ GATE64 = 1e-8  # a gate's gradient is a difference of float64 sums divided by th
 FLOAT32 = 2e-5  # fp32 sums over at most 200 tokens in another order; for gates also differences of them divided by 0.01
 HALF = {torch.bfloat16: 2e-2, torch.float16: 3e-3}  # a few roundings of the output and of its gradients to 8 or 11 bits
 CHUNKED_CASES = [(rule, norm) for rule, norm in CASES if rule in CHUNKED]
-SHAPE = (2, 3, 75, 6, 5)  # two whole chunks and a part
+SHAPE = (2, 3, 75, 6, 5)  # whole chunks and a part, of every way to run one
 
 
 def compare(rule, shape, tolerance, *, dtype=torch.float64, attention_norm=False, with_state=False, padding=False, extreme=False):
@@ -295,14 +295,14 @@ def test_one_token_runs_no_chunk_machinery(monkeypatch):
 
 
 def test_saved_memory_does_not_hold_every_state():
-    """What decay keeps for its backward: the inputs and one memory per 16 tokens, not one per token."""
+    """What decay keeps for its backward: the inputs and one memory per 32 tokens, not one per token."""
     T, K, V = 512, 16, 16
     inputs, gates = draw_inputs((1, 1, T, K, V), torch.float32), draw_gates(RULES["decay"], (1, 1, T, K, V), torch.float32)
     kept = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
         fast_weight(*inputs.values(), "decay", gates)
     floats = sum(x.numel() for x in kept.values())
-    assert floats <= 5 * T * K + T * K * V / 16
+    assert floats <= 5 * T * K + T * K * V / 32
 
 
 def test_a_new_rule_gets_everything(monkeypatch):
@@ -356,8 +356,8 @@ def test_autocast_does_not_lower_the_accumulation():
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_smallest_gates_that_run_in_fp32(share):
     """Per-channel gates of NARROW_GATE, all or half of them: the products of a half chunk still fit fp32. What a gate's gradient
-    loses is the rounding of the terms it is the difference of, over the gate: 1e-6 / 1e-3."""
-    shape = (1, 2, 96, 5, 4)
+    loses is the rounding of the terms it is the difference of, over the gate: 2e-6 / 1e-3."""
+    shape = (1, 2, 192, 5, 4)
     q, k, v = draw_inputs(shape, torch.float32).values()
     gates = {"f": torch.rand(*shape[:3], 5), "z": torch.rand(*shape[:3], 4)}
     gates = {n: torch.where(g < share, NARROW_GATE, 1 - NARROW_GATE).requires_grad_() for n, g in gates.items()}
@@ -370,17 +370,17 @@ def test_smallest_gates_that_run_in_fp32(share):
         everything = dict(zip("qkv", inputs)) | leaves
         return run_with_gradients(everything, lambda: fast_weight(*inputs, "decay", leaves, backend=backend))
 
-    assert_same(results(torch.float32, "chunkwise"), results(torch.float64, "recurrent"), 1e-3, smallest=1.0)
+    assert_same(results(torch.float32, "chunkwise"), results(torch.float64, "recurrent"), 2e-3, smallest=1.0)
 
 
 def test_plan_covers_every_token_once():
     """Chunks in fp32 where their gates allow, in float64 where one does not, and for the rest of an odd length."""
-    shape = (1, 1, 103, 2, 2)
+    shape = (1, 1, 163, 2, 2)
     q, k, v = draw_inputs(shape, torch.float32).values()
-    f, z = torch.full((1, 1, 103, 2), 0.5), torch.full((1, 1, 103, 2), 0.5)
+    f, z = torch.full((1, 1, 163, 2), 0.5), torch.full((1, 1, 163, 2), 0.5)
     z[0, 0, 40, 1] = 1e-5
     chunks = plan((q, k, v, f, z, None, None), torch.float32)
-    assert [t for span, _ in chunks for t in range(span.start, span.stop)] == list(range(103))
-    assert [way for _, way in chunks] == [Narrow, Narrow, Frame, Narrow, Narrow, Frame]
+    assert [t for span, _ in chunks for t in range(span.start, span.stop)] == list(range(163))
+    assert [way for _, way in chunks] == [Narrow, Frame, Narrow, Narrow, Narrow, Frame]
     assert {way for _, way in plan((q, k, v, f, z, None, None), torch.float64)} == {Frame}
     assert {way for _, way in plan((q, k, v, f[..., 0], None, None, None), torch.float32)} == {Still}

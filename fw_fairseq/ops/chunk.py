@@ -34,12 +34,12 @@ class Decay(NamedTuple):
 
 
 def gate_gradient(dprefix: Tensor, dlast: Tensor, gate: Tensor) -> Tensor:
-    """The gradient of gates (N,C,X): dprefix (N,C,X or more) is that of their log prefix products, dlast (N,X or more) that of
-    the last product as it carries the memory on. A gate takes part in its own prefix product and in all later ones."""
-    dprefix[:, -1] += dlast
+    """The gradient of gates (...,C,X): dprefix (...,C,X or more) is that of their log prefix products, dlast (...,X or more) that
+    of the last product as it carries the memory on. A gate takes part in its own prefix product and in all later ones."""
+    dprefix[..., -1, :] += dlast
     if gate.shape[-1] < dprefix.shape[-1]:
         dprefix = dprefix.sum(-1, keepdim=True)
-    later = dprefix.new_ones(gate.shape[1], gate.shape[1]).triu_()
+    later = dprefix.new_ones(gate.shape[-2], gate.shape[-2]).triu_()
     return torch.matmul(later, dprefix).div_(gate)
 
 

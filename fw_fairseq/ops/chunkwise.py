@@ -11,9 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..rules import Coefficients
-from .frames import NARROW_GATE, NARROW_LENGTH, Cut, Frame, Narrow, Still
-
-CHUNK = 32  # tokens; the products of as many gates on either side stay inside float64
+from .frames import CHUNK, NARROW_GATE, Cut, Frame, Narrow, Still
 
 
 class ChunkScan(torch.autograd.Function):
@@ -64,18 +62,18 @@ def cut(operands, span: slice) -> Cut:
 def plan(operands, dtype: torch.dtype) -> list[tuple[slice, type]]:
     """The chunks in order, each with the way to run it."""
     q, _, _, f, z, e, _ = operands
-    blocks = [slice(t, min(t + CHUNK, q.shape[2])) for t in range(0, q.shape[2], CHUNK)]
+    tokens = q.shape[2]
     if z is None and (f is None or f.dim() == 3):
-        return [(block, Still) for block in blocks]
+        return [(span, Still) for span in spans(tokens)]
     if e is not None or f is None or f.dim() == 3 or z is None or dtype == torch.float64:
-        return [(block, Frame) for block in blocks]
-    smallest = torch.minimum(f.amin((0, 1, 3)), z.amin((0, 1, 3)))  # (T,)
-    narrow = (smallest[: q.shape[2] // CHUNK * CHUNK].unflatten(0, (-1, CHUNK)).amin(1) >= NARROW_GATE).tolist()
-    chunks = []
-    for block, fits in zip(blocks, [*narrow, False]):
-        middle = block.start + NARROW_LENGTH
-        chunks += [(slice(block.start, middle), Narrow), (slice(middle, block.stop), Narrow)] if fits else [(block, Frame)]
-    return chunks
+        return [(span, Frame) for span in spans(tokens)]
+    smallest = torch.minimum(f.amin((0, 1, 3)), z.amin((0, 1, 3))).tolist()  # of each token
+    in_range = [span.stop - span.start == CHUNK and min(smallest[span]) >= NARROW_GATE for span in spans(tokens)]
+    return [(span, Narrow if fits else Frame) for span, fits in zip(spans(tokens), in_range)]
+
+
+def spans(tokens: int) -> list[slice]:
+    return [slice(t, min(t + CHUNK, tokens)) for t in range(0, tokens, CHUNK)]
 
 
 def chunk_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor) -> tuple[Tensor, Tensor]:

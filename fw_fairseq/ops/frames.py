@@ -15,7 +15,8 @@ from .chunk import Chunk, Decay, backward, final_memory, gate_gradient, outputs,
 
 SMALLEST_GATE = 1e-9  # smaller gates count as this: invisible in fp32, and their gradient stays right to 1e-6
 NARROW_GATE = 1e-3  # from here on fp32 holds the products of 8 gates, and their gradient to about 1e-6 / gate
-NARROW_LENGTH = 16
+CHUNK = 32  # tokens; the products of as many gates on either side stay inside float64
+NARROW_CHUNK = 16  # where it runs in fp32, two side by side
 
 
 class Cut(NamedTuple):
@@ -115,63 +116,75 @@ class Frame:
 
 
 class Products(NamedTuple):
-    """Products of fp32 gates over a short chunk: relative to its middle and back, since its start, until its end."""
+    """Products of fp32 gates over short chunks: relative to the middle and back, since the start, until the end, in all."""
 
-    middle: Tensor  # (N,C,X)
-    back: Tensor  # (N,C,X)
-    start: Tensor  # (N,C,X)
-    end: Tensor  # (N,C,X)
-    total: Tensor  # (N,1,X)
+    middle: Tensor  # (N,R,C,X)
+    back: Tensor  # (N,R,C,X)
+    start: Tensor  # (N,R,C,X)
+    end: Tensor  # (N,R,C,X)
+    total: Tensor  # (N,R,1,X)
 
     @classmethod
     def of(cls, *gates: Tensor) -> list[Products]:
         """Of several gates at once."""
-        halves = torch.cat(gates, dim=-1).unflatten(1, (2, -1)).cumprod(2)
-        first = halves[:, 0, -1:].clone()
-        halves[:, 0].div_(first)
-        middle = halves.flatten(1, 2)
-        back, last = middle.reciprocal(), middle[:, -1:]
+        halves = torch.cat(gates, dim=-1).unflatten(2, (2, -1)).cumprod(3)
+        first = halves[:, :, 0, -1:].clone()
+        halves[:, :, 0].div_(first)
+        middle = halves.flatten(2, 3)
+        back, last = middle.reciprocal(), middle[:, :, -1:]
         joint = (middle, back, middle * first, back * last, first * last)
         return [cls(*parts) for parts in zip(*(x.split([gate.shape[-1] for gate in gates], dim=-1) for x in joint))]
 
 
 class Narrow:
-    """One gate per channel, all of at least NARROW_GATE, without erase: fp32. Pairs of tokens in the chunk are weighed relative to
-    its middle; what comes from the memory or goes into it, relative to start and end, where no factor exceeds 1."""
+    """One gate per channel, all of at least NARROW_GATE, without erase: fp32, R chunks of NARROW_CHUNK tokens side by side. Pairs of
+    tokens in a chunk are weighed relative to its middle; what comes from the memory or goes into it, relative to start and end,
+    where no factor exceeds 1. Only the memory goes from chunk to chunk."""
 
-    @staticmethod
-    def forward(cut: Cut, memory: Tensor) -> tuple[Tensor, Tensor, None]:
-        q, k, v, f, z, _, w = cut.to(memory.dtype)
-        key, value = Products.of(f, z)
-        v = v if w is None else v * w
-        scores = torch.bmm(q * key.middle, (k * key.back).mT).tril_()
-        y = torch.bmm(scores, v * value.back).mul_(value.middle)
-        y.addcmul_(torch.bmm(q * key.start, memory), value.start)
-        final = (memory * key.total.mT).mul_(value.total)
-        return y, final.baddbmm_((k * key.end).mT, v * value.end), None
+    def __init__(self, cut: Cut, memory: Tensor):
+        opened = (None if x is None else x.unflatten(1, (-1, NARROW_CHUNK)) for x in cut.to(memory.dtype))
+        self.q, self.k, self.source, self.f, self.z, _, self.w = opened
+        self.v = self.source if self.w is None else self.source * self.w
+        self.key, self.value = Products.of(self.f, self.z)
+        self.q_middle, self.q_start = self.q * self.key.middle, self.q * self.key.start
+        self.k_back, self.k_end = self.k * self.key.back, self.k * self.key.end
+        self.v_back, self.v_end = self.v * self.value.back, self.v * self.value.end
+        self.scores = (self.q_middle @ self.k_back.mT).tril_()
+        self.starts, self.final = self.chain(memory, self.k_end.mT @ self.v_end)
 
-    @staticmethod
-    def backward(cut: Cut, memory: Tensor, _, dy: Tensor, dfinal: Tensor):
-        q, k, source, f, z, _, w = cut.to(memory.dtype)
-        key, value = Products.of(f, z)
-        v = source if w is None else source * w
-        q_middle, k_back, v_back = q * key.middle, k * key.back, v * value.back
-        q_start, k_end, v_end = q * key.start, k * key.end, v * value.end
+    def chain(self, memory: Tensor, added: Tensor, backwards: bool = False) -> tuple[Tensor, Tensor]:
+        """Carries a memory (N,K,V) over the chunks, each adding its share (N,R,K,V): what each chunk is given, and the last."""
+        given = torch.empty_like(added)
+        for r in reversed(range(added.shape[1])) if backwards else range(added.shape[1]):
+            given[:, r] = memory
+            memory = torch.addcmul(added[:, r], memory * self.key.total[:, r].mT, self.value.total[:, r])
+        return given, memory
+
+    @classmethod
+    def forward(cls, cut: Cut, memory: Tensor) -> tuple[Tensor, Tensor, None]:
+        c = cls(cut, memory)
+        y = (c.scores @ c.v_back).mul_(c.value.middle).addcmul_(c.q_start @ c.starts, c.value.start)
+        return y.flatten(1, 2), c.final, None
+
+    @classmethod
+    def backward(cls, cut: Cut, memory: Tensor, _, dy: Tensor, dfinal: Tensor):
+        c = cls(cut, memory)
+        key, value = c.key, c.value
+        dy = dy.unflatten(1, (-1, NARROW_CHUNK))
         dy_middle, dy_start = dy * value.middle, dy * value.start
+        dscores = (dy_middle @ c.v_back.mT).tril_()
+        dends, dmemory = c.chain(dfinal, c.q_start.mT @ dy_start, backwards=True)
 
-        scores = torch.bmm(q_middle, k_back.mT).tril_()
-        dscores = torch.bmm(dy_middle, v_back.mT).tril_()
-        y = torch.bmm(scores, v_back).mul_(dy_middle).addcmul_(torch.bmm(q_start, memory), dy_start)
-        dq = torch.bmm(dscores, k_back).mul_(key.middle).addcmul_(torch.bmm(dy_start, memory.mT), key.start)
-        dk_end = torch.bmm(v_end, dfinal.mT)
-        dk = torch.bmm(dscores.mT, q_middle).mul_(key.back).addcmul_(dk_end, key.end)
-        dv_end = torch.bmm(k_end, dfinal)
-        dv = torch.bmm(scores.mT, dy_middle).mul_(value.back).addcmul_(dv_end, value.end)
+        y = (c.scores @ c.v_back).mul_(dy_middle).addcmul_(c.q_start @ c.starts, dy_start)  # times its gradient
+        dq = (dscores @ c.k_back).mul_(key.middle).addcmul_(dy_start @ c.starts.mT, key.start)
+        dk_end, dv_end = c.v_end @ dends.mT, c.k_end @ dends
+        dk = (dscores.mT @ c.q_middle).mul_(key.back).addcmul_(dk_end, key.end)
+        dv = (c.scores.mT @ dy_middle).mul_(value.back).addcmul_(dv_end, value.end)
 
-        carried = (memory * dfinal).mul_(key.total.mT).mul_(value.total)
-        dkeys, dvalues = (q * dq).addcmul_(k, dk, value=-1), y.addcmul_(v, dv, value=-1)
-        df = gate_gradient(dkeys, carried.sum(-1) + (k_end * dk_end).sum(1), f)
-        dz = gate_gradient(dvalues, carried.sum(-2) + (v_end * dv_end).sum(1), z)
-        dmemory = (dfinal * key.total.mT).mul_(value.total).baddbmm_(q_start.mT, dy_start)
-        dw = None if w is None else (dv * source).sum(-1)
-        return (dq, dk, dv if w is None else dv * w, df, dz, None, dw), dmemory
+        carried = c.starts.mul_(dends).mul_(key.total.mT).mul_(value.total)
+        dkeys, dvalues = (c.q * dq).addcmul_(c.k, dk, value=-1), y.addcmul_(c.v, dv, value=-1)
+        df = gate_gradient(dkeys, carried.sum(-1) + dk_end.mul_(c.k_end).sum(2), c.f)
+        dz = gate_gradient(dvalues, carried.sum(-2) + dv_end.mul_(c.v_end).sum(2), c.z)
+        dw = None if c.w is None else (dv * c.source).sum(-1, keepdim=True)
+        grads = (dq, dk, dv if c.w is None else dv * c.w, df, dz, None, dw)
+        return tuple(None if g is None else g.flatten(1, 2) for g in grads), dmemory
