@@ -137,8 +137,8 @@ class Products(NamedTuple):
 
 
 class Narrow:
-    """One gate per channel, all of at least NARROW_GATE, without erase: fp32, R chunks of NARROW_CHUNK tokens side by side. Pairs of
-    tokens in a chunk are weighed relative to its middle; what comes from the memory or goes into it, relative to start and end,
+    """One gate per channel, all of at least NARROW_GATE, without erase: fp32, R chunks of NARROW_CHUNK tokens side by side. Pairs
+    of tokens in a chunk are weighed relative to its middle; what comes from the memory or goes into it, relative to start and end,
     where no factor exceeds 1. Only the memory goes from chunk to chunk."""
 
     def __init__(self, cut: Cut, memory: Tensor):

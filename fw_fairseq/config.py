@@ -1,0 +1,56 @@
+"""Every option of this project once, with its help text. Models add the group to fairseq's own options."""
+
+import re
+from dataclasses import dataclass, field
+
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+
+from .feature_maps import FEATURE_MAPS
+from .mixers import MIXERS
+from .ops.checks import BACKENDS
+from .rules import RULES
+
+FEATURE_NORMS = ("none", "sum", "l2")
+SOFTMAX = "softmax"
+
+
+def option(default, help_: str):
+    return field(default=default, metadata={"help": help_})
+
+
+@dataclass
+class FastWeightConfig(FairseqDataclass):
+    mixer: ChoiceEnum([*MIXERS, SOFTMAX]) = option("fast_weight", "what mixes tokens in every layer; softmax: fairseq's attention")
+    mixer_pattern: str = option(
+        "", "one mixer per layer, bottom first, with repeats: 'softmax,fast_weight*3'; a shorter pattern repeats; overrides --mixer"
+    )
+    update_rule: ChoiceEnum(list(RULES)) = option("delta", "how the fast-weight memory is written")
+    feature_map: ChoiceEnum(list(FEATURE_MAPS)) = option("elu", "what queries and keys pass through")
+    feature_dim: int = option(0, "width of queries and keys per head before the feature map; 0: that of the values")
+    feature_norm: ChoiceEnum(list(FEATURE_NORMS)) = option(
+        "sum", "features divided by their sum (of non-negative maps), by their length (l2), or neither"
+    )
+    attention_norm: bool = option(False, "divide what is read by the accumulated keys times the query")
+    dpfp_nu: int = option(1, "nu of the dpfp feature map; its width is 2 * nu * feature_dim")
+    favor_features: int = option(0, "m random features of favor and rfa, of width 2m; 0: feature_dim")
+    fast_weight_backend: ChoiceEnum(list(BACKENDS)) = option("auto", "what runs the recurrence")
+
+
+def option_name(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def layer_mixers(config: FastWeightConfig, layers: int) -> list[str]:
+    """The mixer of each layer, bottom first."""
+    if not config.mixer_pattern:
+        return [str(config.mixer)] * layers
+    names: list[str] = []
+    for part in config.mixer_pattern.split(","):
+        match = re.fullmatch(r"\s*(\w+)\s*(?:\*\s*(\d+))?\s*", part)
+        if not match or match[1] not in (*MIXERS, SOFTMAX) or match[2] == "0":
+            allowed = ", ".join([*MIXERS, SOFTMAX])
+            raise ValueError(f"--mixer-pattern has {part!r}; each part must be NAME or NAME*COUNT, NAME one of: {allowed}")
+        names += [match[1]] * int(match[2] or 1)
+    if len(names) > layers:
+        raise ValueError(f"--mixer-pattern names {len(names)} layers but the model has {layers}; name at most {layers}")
+    return [names[i % len(names)] for i in range(layers)]

@@ -1,0 +1,27 @@
+"""The one state protocol of every token mixer."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+class Mixer(nn.Module):
+    """``forward(x[0:T])`` equals ``forward(x[0:s])`` then ``forward(x[s:T], state)`` for every s, to rounding.
+
+    The same state serves one-token decoding, carrying the memory over segments, and taking a prompt in one pass. It has
+    ``index_select(order)`` along the batch and ``detach()``; its size does not depend on how many tokens were seen.
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int):
+        super().__init__()
+        if embed_dim % num_heads:
+            raise ValueError(f"--decoder-embed-dim is {embed_dim}; it must be a multiple of --decoder-attention-heads, {num_heads}")
+        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
+
+    def forward(self, x: Tensor, state=None, padding_mask: Tensor | None = None):
+        """x (T,B,C), padding_mask (B,T) True at padding -> y (T,B,C), state."""
+        raise NotImplementedError
+
+    def statistics(self) -> dict[str, Tensor]:
+        """Scalars of the last training forward worth logging, detached."""
+        return {}

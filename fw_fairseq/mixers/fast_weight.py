@@ -1,0 +1,129 @@
+"""Fast weights as a layer: projections, feature map, gates, memory, output projection."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..feature_maps import FEATURE_MAPS, FeatureMap, sum_normalise
+from ..ops import FastWeightState, fast_weight
+from ..rules import RULES
+from .base import Mixer
+
+
+class FastWeight(Mixer):
+    """One projection makes q, k, v and every gate of the rule; ``config`` is a FastWeightConfig."""
+
+    def __init__(self, embed_dim: int, num_heads: int, config):
+        super().__init__(embed_dim, num_heads)
+        self.rule_name, self.feature_norm = str(config.update_rule), str(config.feature_norm)
+        self.rule, self.attention_norm, self.backend = RULES[self.rule_name], config.attention_norm, str(config.fast_weight_backend)
+        self.feature_map = build_feature_map(config, self.head_dim, num_heads)
+        check_combination(config, self.feature_map)
+        key_dim, widths = self.feature_map.head_dim, {None: 1, "K": self.feature_map.out_dim, "V": self.head_dim}
+        self.sizes = {"q": num_heads * key_dim, "k": num_heads * key_dim, "v": embed_dim}
+        self.sizes |= {name: num_heads * widths[gate.axis] for name, gate in self.rule.gates.items()}
+        self.in_proj = nn.Linear(embed_dim, sum(self.sizes.values()))
+        self.out_proj = nn.Linear(embed_dim, embed_dim)
+        self.last_statistics: dict[str, Tensor] = {}
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """As fairseq's attention; gates start at the biases that their rule asks for."""
+        nn.init.zeros_(self.in_proj.bias)
+        parts = zip(
+            self.sizes, self.in_proj.weight.split(list(self.sizes.values())), self.in_proj.bias.split(list(self.sizes.values()))
+        )
+        for name, weight, bias in parts:
+            nn.init.xavier_uniform_(weight, gain=1 / math.sqrt(2))
+            gate = self.rule.gates.get(name)
+            if gate is not None:
+                bias.copy_(initial_bias(gate.bias, len(bias)))
+        nn.init.xavier_uniform_(self.out_proj.weight)
+        nn.init.zeros_(self.out_proj.bias)
+
+    def forward(self, x: Tensor, state: FastWeightState | None = None, padding_mask: Tensor | None = None):
+        if self.training and torch.is_grad_enabled():
+            self.feature_map.redraw()
+        split = self.in_proj(x).split(list(self.sizes.values()), dim=-1)
+        parts = {name: self.by_head(part) for name, part in zip(self.sizes, split)}
+        q, _ = self.features(parts.pop("q"))
+        k, key_log_scale = self.features(parts.pop("k"))
+        v = parts.pop("v")
+        gates = {name: torch.sigmoid(part.float()) for name, part in parts.items()}
+        gates = {n: g.squeeze(-1) if self.rule.gates[n].axis is None else g for n, g in gates.items()}
+        if key_log_scale is not None and not (self.attention_norm and self.rule.normaliser == "write"):
+            key_log_scale = None
+        y, state = fast_weight(
+            q, k, v, self.rule_name, gates, state, self.backend, self.attention_norm,
+            padding_mask=padding_mask, key_log_scale=key_log_scale,
+        )  # fmt: skip
+        if self.training:
+            self.last_statistics = self.measure(gates, state)
+        return self.out_proj(y.permute(2, 0, 1, 3).flatten(2)), state
+
+    def by_head(self, part: Tensor) -> Tensor:
+        """(T,B,H*X) -> (B,H,T,X), a view."""
+        return part.unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0, 3)
+
+    def features(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The mapped and normalised x, and the log of what was divided out if that does not cancel by itself."""
+        if self.feature_norm == "sum":
+            return sum_normalise(self.feature_map.scaled(x)[0]), None
+        if self.feature_norm == "l2":
+            return F.normalize(self.feature_map(x).float(), dim=-1).to(x.dtype), None
+        if self.attention_norm and self.rule.normaliser == "write":
+            return self.feature_map.scaled(x)
+        return self.feature_map(x), None
+
+    @torch.no_grad()
+    def measure(self, gates: dict[str, Tensor], state: FastWeightState) -> dict[str, Tensor]:
+        statistics = {f"gate_{name}": gate.mean() for name, gate in gates.items()}
+        if self.rule.coefficients is not None:
+            write = self.rule.coefficients(**gates).w
+            statistics["write_strength"] = torch.ones((), device=state.memory.device) if write is None else write.mean()
+        return statistics | {"state_norm": state.memory.flatten(2).norm(dim=-1).mean()}
+
+    def statistics(self) -> dict[str, Tensor]:
+        return self.last_statistics
+
+
+def build_feature_map(config, head_dim: int, num_heads: int) -> FeatureMap:
+    width = config.feature_dim or head_dim
+    options = {
+        "dpfp": {"nu": config.dpfp_nu},
+        "favor": {"features": config.favor_features or width},
+        "rfa": {"features": config.favor_features or width},
+        "relu": {"heads": num_heads},
+    }
+    return FEATURE_MAPS[str(config.feature_map)](width, **options.get(str(config.feature_map), {}))
+
+
+def check_combination(config, phi: FeatureMap) -> None:
+    """Refuses what cannot work, in one sentence that says what to use."""
+    name, norm, map_name = str(config.update_rule), str(config.feature_norm), str(config.feature_map)
+    rule = RULES[name]
+    if norm == "sum" and not phi.non_negative:
+        raise ValueError(f"--feature-norm sum needs a non-negative --feature-map, not {map_name}; use --feature-norm none or l2")
+    if config.attention_norm and rule.normaliser is None:
+        able = ", ".join(n for n, r in RULES.items() if r.normaliser)
+        raise ValueError(f"--attention-norm is not defined for --update-rule {name}; leave it out, or use one of: {able}")
+    if config.attention_norm and not phi.non_negative:
+        raise ValueError(
+            f"--attention-norm divides by sums of features, which {map_name} lets vanish; use elu, relu, dpfp or favor"
+        )
+    erases = rule.coefficients is not None and "beta" in rule.gates
+    if erases and norm == "none" and not config.attention_norm:
+        better = "sum" if phi.non_negative else "l2"
+        raise ValueError(f"--update-rule {name} diverges with keys longer than 1, as {map_name} gives; use --feature-norm {better}")
+
+
+def initial_bias(bias: float | str, count: int) -> Tensor:
+    """A constant, or uniform gate initialisation."""
+    if bias == "uniform":
+        return torch.logit(torch.empty(count).uniform_(1 / count, 1 - 1 / count)) if count > 2 else torch.zeros(count)
+    return torch.full((count,), float(bias))

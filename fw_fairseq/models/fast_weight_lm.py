@@ -1,0 +1,125 @@
+"""fast_weight_lm: fairseq's Transformer language model with fast weights in place of attention, layer by layer."""
+
+from dataclasses import dataclass, fields
+
+from fairseq.models import register_model, register_model_architecture
+from fairseq.models.transformer import TransformerDecoder
+from fairseq.models.transformer.transformer_config import TransformerConfig
+from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig, base_lm_architecture
+from fairseq.models.transformer_lm import transformer_lm_baevski_wiki103 as fairseq_baevski_wiki103
+from fairseq.modules.checkpoint_activations import checkpoint_wrapper
+from fairseq.utils import safe_getattr
+
+from ..config import SOFTMAX, FastWeightConfig, layer_mixers, option
+from ..modules import CarriedState, FastWeightDecoderLayer, MixerAttention
+
+
+@dataclass
+class FastWeightLanguageModelConfig(FastWeightConfig, TransformerLanguageModelConfig):
+    """Its defaults are the architecture fast_weight_lm, small enough for a laptop."""
+
+    decoder_layers: int = option(4, "num decoder layers")
+    decoder_embed_dim: int = option(128, "decoder embedding dimension")
+    decoder_input_dim: int = option(128, "decoder input dimension")
+    decoder_output_dim: int = option(128, "decoder output dimension")
+    decoder_ffn_embed_dim: int = option(512, "decoder embedding dimension for FFN")
+    decoder_attention_heads: int = option(8, "num decoder attention heads")
+
+
+class FastWeightDecoder(TransformerDecoder):
+    """fairseq's decoder; its layers mix tokens as the options say.
+
+    Incremental decoding takes a prompt of several tokens in one pass where every layer is recurrent and nothing was decoded yet.
+    With ``carried``, the layers start from the states there and leave their last ones there.
+    """
+
+    def __init__(self, args, dictionary, embed_tokens, no_encoder_attn=False, output_projection=None):
+        self.fast_weight_config = FastWeightConfig(
+            **{f.name: value for f in fields(FastWeightConfig) if (value := safe_getattr(args, f.name, None)) is not None}
+        )
+        self._mixers = iter(enumerate(layer_mixers(self.fast_weight_config, args.decoder_layers)))
+        self.recurrent = SOFTMAX not in layer_mixers(self.fast_weight_config, args.decoder_layers)
+        super().__init__(args, dictionary, embed_tokens, no_encoder_attn, output_projection)
+
+    def build_decoder_layer(self, args, no_encoder_attn=False):
+        index, mixer = next(self._mixers)
+        cfg = TransformerConfig.from_namespace(args)
+        layer = FastWeightDecoderLayer(cfg, self.fast_weight_config, mixer, index, no_encoder_attn)
+        return checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations) if cfg.checkpoint_activations else layer
+
+    def mixers(self) -> list[MixerAttention]:
+        return [module for module in self.modules() if isinstance(module, MixerAttention)]
+
+    def forward(self, prev_output_tokens, *args, incremental_state=None, carried: CarriedState | None = None, **kwargs):
+        if carried is not None:
+            carried.advance()
+        for mixer in self.mixers():
+            mixer.carried = carried
+        if self.starts_with_a_prompt(prev_output_tokens, incremental_state):
+            return self.take_prompt(prev_output_tokens, *args, incremental_state=incremental_state, **kwargs)
+        return super().forward(prev_output_tokens, *args, incremental_state=incremental_state, **kwargs)
+
+    def starts_with_a_prompt(self, tokens, incremental_state) -> bool:
+        return incremental_state is not None and self.recurrent and tokens.shape[1] > 1 and not incremental_state
+
+    def take_prompt(self, tokens, *args, incremental_state, **kwargs):
+        """One pass over all tokens; the states go into ``incremental_state``. Returns the outputs at every token."""
+        states = CarriedState()
+        output = self.forward(tokens, *args, carried=states, **kwargs)
+        for mixer in self.mixers():
+            mixer._set_input_buffer(incremental_state, states.after[mixer.layer])
+            mixer.carried = None
+        return output
+
+    def buffered_future_mask(self, tensor):
+        """T x T, and only softmax layers look at it."""
+        return None if self.recurrent else super().buffered_future_mask(tensor)
+
+
+@register_model("fast_weight_lm", dataclass=FastWeightLanguageModelConfig)
+class FastWeightLanguageModel(TransformerLanguageModel):
+    @classmethod
+    def build_model(cls, args, task):
+        model = super().build_model(args, task)
+        return cls(FastWeightDecoder(args, task.target_dictionary, model.decoder.embed_tokens, no_encoder_attn=True))
+
+    def forward(self, src_tokens, src_lengths=None, carried: CarriedState | None = None, **kwargs):
+        return self.decoder(src_tokens, carried=carried, **kwargs)
+
+
+def defaults(args, **values) -> None:
+    """Sets the options that were not given."""
+    for name, value in values.items():
+        setattr(args, name, safe_getattr(args, name, value))
+
+
+def wiki103(args, width: int) -> None:
+    """Schlag et al. 2021, sec. 6.3: 16 layers, 8 heads, the vocabulary's embeddings shared."""
+    defaults(args, decoder_layers=16, decoder_embed_dim=width, decoder_ffn_embed_dim=2048, decoder_attention_heads=8, dropout=0.1)
+    defaults(args, adaptive_input=True, adaptive_input_factor=1, adaptive_input_cutoff="20000,40000,200000")
+    defaults(args, adaptive_softmax_factor=1, adaptive_softmax_cutoff="20000,40000,200000", tie_adaptive_weights=True)
+    base_lm_architecture(args)
+
+
+@register_model_architecture("fast_weight_lm", "fast_weight_lm_wiki103_small")
+def fast_weight_lm_wiki103_small(args):
+    wiki103(args, width=128)
+
+
+@register_model_architecture("fast_weight_lm", "fast_weight_lm_wiki103_medium")
+def fast_weight_lm_wiki103_medium(args):
+    wiki103(args, width=256)
+
+
+@register_model_architecture("fast_weight_lm", "fast_weight_lm_baevski_auli")
+def fast_weight_lm_baevski_auli(args):
+    """The shape of fairseq's transformer_lm_wiki103."""
+    fairseq_baevski_wiki103(args)
+
+
+@register_model_architecture("fast_weight_lm", "fast_weight_lm_gpt2_small")
+def fast_weight_lm_gpt2_small(args):
+    """GPT-2 small, 124M parameters: 12 layers, 12 heads, width 768, learned positions, tied embeddings."""
+    defaults(args, decoder_layers=12, decoder_embed_dim=768, decoder_ffn_embed_dim=3072, decoder_attention_heads=12, dropout=0.1)
+    defaults(args, activation_fn="gelu", decoder_learned_pos=True, share_decoder_input_output_embed=True)
+    base_lm_architecture(args)

@@ -1,0 +1,81 @@
+"""A mixer behind the interface of fairseq's self-attention, and the decoder layer that holds it."""
+
+from __future__ import annotations
+
+from fairseq.incremental_decoding_utils import with_incremental_state
+from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
+from torch import Tensor, nn
+
+from ..config import SOFTMAX
+from ..mixers import MIXERS, Mixer
+
+
+class CarriedState:
+    """The mixers' states between consecutive segments of the same streams, by layer.
+
+    ``advance()`` makes what the last segment left what the next one starts from, without gradients. Until then a segment that is
+    computed again, as activation checkpointing does, starts from the same.
+    """
+
+    def __init__(self):
+        self.before: dict[int, object] = {}
+        self.after: dict[int, object] = {}
+
+    def advance(self) -> None:
+        self.before, self.after = {layer: state.detach() for layer, state in self.after.items()}, {}
+
+    def clear(self) -> None:
+        self.before, self.after = {}, {}
+
+    def __len__(self) -> int:
+        return len(self.after)
+
+
+@with_incremental_state
+class MixerAttention(nn.Module):
+    """Takes the place of fairseq's MultiheadAttention. ``carried``, if set, gives and takes the state of whole segments."""
+
+    def __init__(self, mixer: Mixer, layer: int):
+        super().__init__()
+        self.mixer, self.layer = mixer, layer
+        self.num_heads, self.head_dim = mixer.num_heads, mixer.head_dim
+        self.carried: CarriedState | None = None
+
+    def forward(self, query: Tensor, key_padding_mask: Tensor | None = None, incremental_state=None, **unused):
+        """query (T,B,C) -> y (T,B,C), no attention weights."""
+        if incremental_state is not None:
+            state = self._get_input_buffer(incremental_state)
+        else:
+            state = None if self.carried is None else self.carried.before.get(self.layer)
+        y, state = self.mixer(query, state, key_padding_mask)
+        if incremental_state is not None:
+            self._set_input_buffer(incremental_state, state)
+        elif self.carried is not None:
+            self.carried.after[self.layer] = state
+        return y, None
+
+    def _get_input_buffer(self, incremental_state):
+        return self.get_incremental_state(incremental_state, "mixer")
+
+    def _set_input_buffer(self, incremental_state, state) -> None:
+        self.set_incremental_state(incremental_state, "mixer", state)
+
+    def reorder_incremental_state(self, incremental_state, new_order: Tensor) -> None:
+        """Beam search: the state of each new hypothesis is that of the one it came from."""
+        state = self._get_input_buffer(incremental_state)
+        if state is not None:
+            self._set_input_buffer(incremental_state, state.index_select(new_order))
+
+
+class FastWeightDecoderLayer(TransformerDecoderLayerBase):
+    """fairseq's decoder layer; ``mixer`` names what takes the place of its self-attention, "softmax" leaves it there."""
+
+    def __init__(self, cfg, config, mixer: str, layer: int, no_encoder_attn: bool = False):
+        self._mixer = (config, mixer, layer)
+        super().__init__(cfg, no_encoder_attn)
+
+    def build_self_attention(self, embed_dim, cfg, add_bias_kv=False, add_zero_attn=False):
+        config, mixer, layer = self._mixer
+        if mixer == SOFTMAX:
+            return super().build_self_attention(embed_dim, cfg, add_bias_kv, add_zero_attn)
+        return MixerAttention(MIXERS[mixer](embed_dim, cfg.decoder.attention_heads, config), layer)
