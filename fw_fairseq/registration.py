@@ -7,4 +7,4 @@ import torch
 # torch 2.6 and newer load checkpoints without running their pickled code; the Namespace in fairseq's is plain data.
 torch.serialization.add_safe_globals([argparse.Namespace])
 
-from . import models  # noqa: E402, F401
+from . import criterions, models, tasks  # noqa: E402, F401

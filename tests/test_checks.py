@@ -42,6 +42,7 @@ SUM = dict(rule="sum", gates=None)
         (dict(state=STATE._replace(normaliser=torch.zeros(B, H, K))), r"state.normaliser has shape \(2, 3, 5\); .*None"),
         (dict(padding_mask=torch.zeros(B, T)), r"padding_mask is torch.float32 \(2, 4\); it must be a bool tensor"),
         (dict(padding_mask=torch.zeros(T, B, dtype=torch.bool)), r"padding_mask is .*\(4, 2\).*\(B,T\) = \(2, 4\)"),
+        (dict(reset_mask=torch.zeros(B, T)), r"reset_mask is torch.float32 \(2, 4\); it must be a bool tensor"),
         (dict(attention_norm=True, eps=0.0), r"eps is 0.0; it must be above 0"),
         (
             dict(rule="decay", gates={"f": Q, "z": VALUES}, attention_norm=True),

@@ -384,3 +384,28 @@ def test_plan_covers_every_token_once():
     assert [way for _, way in chunks] == [Narrow, Frame, Narrow, Narrow, Narrow, Frame]
     assert {way for _, way in plan((q, k, v, f, z, None, None), torch.float64)} == {Frame}
     assert {way for _, way in plan((q, k, v, f[..., 0], None, None, None), torch.float32)} == {Still}
+
+
+@pytest.mark.parametrize("rule, attention_norm", CASES)
+@pytest.mark.parametrize("backend", ["recurrent", "auto"])
+def test_reset_starts_a_new_text(rule, attention_norm, backend):
+    """A reset in the middle gives what the two texts give by themselves, in outputs, state and gradients."""
+    shape, cut = (2, 2, 75, 4, 3), 41
+    inputs, gates = draw_inputs(shape, positive=attention_norm), draw_gates(RULES[rule], shape)
+    mask = torch.zeros(shape[0], shape[2], dtype=torch.bool)
+    mask[:, cut] = True
+    options = dict(attention_norm=attention_norm, backend=backend)
+
+    def joined():
+        return fast_weight(*inputs.values(), rule, gates, reset_mask=mask, **options)
+
+    def apart():
+        pieces = [(slice(0, cut)), slice(cut, None)]
+        results = [
+            fast_weight(*(x[:, :, s] for x in inputs.values()), rule, {n: g[:, :, s] for n, g in gates.items()}, **options)
+            for s in pieces
+        ]
+        return torch.cat([y for y, _ in results], dim=2), results[1][1]
+
+    actual, expected = (run_with_gradients(inputs | gates, call) for call in (joined, apart))
+    assert_same(actual, expected, 1e-6)  # a reset is a gate of 1e-9

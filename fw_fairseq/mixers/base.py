@@ -18,8 +18,8 @@ class Mixer(nn.Module):
             raise ValueError(f"--decoder-embed-dim is {embed_dim}; it must be a multiple of --decoder-attention-heads, {num_heads}")
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
 
-    def forward(self, x: Tensor, state=None, padding_mask: Tensor | None = None):
-        """x (T,B,C), padding_mask (B,T) True at padding -> y (T,B,C), state."""
+    def forward(self, x: Tensor, state=None, padding_mask: Tensor | None = None, reset_mask: Tensor | None = None):
+        """x (T,B,C) -> y (T,B,C), state. padding_mask (B,T): True at padding; reset_mask (B,T): True where a new text begins."""
         raise NotImplementedError
 
     def statistics(self) -> dict[str, Tensor]:

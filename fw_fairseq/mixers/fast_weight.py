@@ -29,6 +29,7 @@ class FastWeight(Mixer):
         self.in_proj = nn.Linear(embed_dim, sum(self.sizes.values()))
         self.out_proj = nn.Linear(embed_dim, embed_dim)
         self.last_statistics: dict[str, Tensor] = {}
+        self.keeps_state_norm, self.state_norm = False, None  # with its gradient, for a criterion that asks for it
         self.reset_parameters()
 
     @torch.no_grad()
@@ -46,7 +47,7 @@ class FastWeight(Mixer):
         nn.init.xavier_uniform_(self.out_proj.weight)
         nn.init.zeros_(self.out_proj.bias)
 
-    def forward(self, x: Tensor, state: FastWeightState | None = None, padding_mask: Tensor | None = None):
+    def forward(self, x: Tensor, state: FastWeightState | None = None, padding_mask=None, reset_mask=None):
         if self.training and torch.is_grad_enabled():
             self.feature_map.redraw()
         split = self.in_proj(x).split(list(self.sizes.values()), dim=-1)
@@ -60,10 +61,11 @@ class FastWeight(Mixer):
             key_log_scale = None
         y, state = fast_weight(
             q, k, v, self.rule_name, gates, state, self.backend, self.attention_norm,
-            padding_mask=padding_mask, key_log_scale=key_log_scale,
+            padding_mask=padding_mask, key_log_scale=key_log_scale, reset_mask=reset_mask,
         )  # fmt: skip
         if self.training:
             self.last_statistics = self.measure(gates, state)
+            self.state_norm = state.memory.flatten(2).norm(dim=-1).mean() if self.keeps_state_norm else None
         return self.out_proj(y.permute(2, 0, 1, 3).flatten(2)), state
 
     def by_head(self, part: Tensor) -> Tensor:

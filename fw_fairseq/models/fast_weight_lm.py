@@ -13,6 +13,8 @@ from fairseq.utils import safe_getattr
 from ..config import SOFTMAX, FastWeightConfig, layer_mixers, option
 from ..modules import CarriedState, FastWeightDecoderLayer, MixerAttention
 
+UNLIMITED = 10**9
+
 
 @dataclass
 class FastWeightLanguageModelConfig(FastWeightConfig, TransformerLanguageModelConfig):
@@ -50,11 +52,12 @@ class FastWeightDecoder(TransformerDecoder):
     def mixers(self) -> list[MixerAttention]:
         return [module for module in self.modules() if isinstance(module, MixerAttention)]
 
-    def forward(self, prev_output_tokens, *args, incremental_state=None, carried: CarriedState | None = None, **kwargs):
+    def forward(self, prev_output_tokens, *args, incremental_state=None, carried=None, reset_mask=None, **kwargs):
         if carried is not None:
+            carried = carried.of(self)
             carried.advance()
         for mixer in self.mixers():
-            mixer.carried = carried
+            mixer.carried, mixer.reset_mask = carried, reset_mask
         if self.starts_with_a_prompt(prev_output_tokens, incremental_state):
             return self.take_prompt(prev_output_tokens, *args, incremental_state=incremental_state, **kwargs)
         return super().forward(prev_output_tokens, *args, incremental_state=incremental_state, **kwargs)
@@ -71,6 +74,10 @@ class FastWeightDecoder(TransformerDecoder):
             mixer.carried = None
         return output
 
+    def max_positions(self) -> int:
+        """Without positional embeddings and softmax nothing limits the length."""
+        return UNLIMITED if self.recurrent and self.embed_positions is None else super().max_positions()
+
     def buffered_future_mask(self, tensor):
         """T x T, and only softmax layers look at it."""
         return None if self.recurrent else super().buffered_future_mask(tensor)
@@ -83,8 +90,8 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         model = super().build_model(args, task)
         return cls(FastWeightDecoder(args, task.target_dictionary, model.decoder.embed_tokens, no_encoder_attn=True))
 
-    def forward(self, src_tokens, src_lengths=None, carried: CarriedState | None = None, **kwargs):
-        return self.decoder(src_tokens, carried=carried, **kwargs)
+    def forward(self, src_tokens, src_lengths=None, **kwargs):
+        return self.decoder(src_tokens, **kwargs)
 
 
 def defaults(args, **values) -> None:

@@ -20,26 +20,33 @@ class CarriedState:
     def __init__(self):
         self.before: dict[int, object] = {}
         self.after: dict[int, object] = {}
+        self.owner: object = None
+        self.others: dict[int, CarriedState] = {}
 
     def advance(self) -> None:
         self.before, self.after = {layer: state.detach() for layer, state in self.after.items()}, {}
 
     def clear(self) -> None:
-        self.before, self.after = {}, {}
+        self.before, self.after, self.others = {}, {}, {}
 
-    def __len__(self) -> int:
-        return len(self.after)
+    def of(self, owner) -> CarriedState:
+        """Itself for the first model that asks, one each for the other models of an ensemble."""
+        if self.owner is None:
+            self.owner = owner
+        return self if self.owner is owner else self.others.setdefault(id(owner), CarriedState())
 
 
 @with_incremental_state
 class MixerAttention(nn.Module):
-    """Takes the place of fairseq's MultiheadAttention. ``carried``, if set, gives and takes the state of whole segments."""
+    """Takes the place of fairseq's MultiheadAttention. Its decoder sets ``carried``, which gives and takes the state of whole
+    segments, and ``reset_mask``; they stay for the backward, where activation checkpointing runs the layer once more."""
 
     def __init__(self, mixer: Mixer, layer: int):
         super().__init__()
         self.mixer, self.layer = mixer, layer
         self.num_heads, self.head_dim = mixer.num_heads, mixer.head_dim
         self.carried: CarriedState | None = None
+        self.reset_mask: Tensor | None = None
 
     def forward(self, query: Tensor, key_padding_mask: Tensor | None = None, incremental_state=None, **unused):
         """query (T,B,C) -> y (T,B,C), no attention weights."""
@@ -47,7 +54,7 @@ class MixerAttention(nn.Module):
             state = self._get_input_buffer(incremental_state)
         else:
             state = None if self.carried is None else self.carried.before.get(self.layer)
-        y, state = self.mixer(query, state, key_padding_mask)
+        y, state = self.mixer(query, state, key_padding_mask, self.reset_mask)
         if incremental_state is not None:
             self._set_input_buffer(incremental_state, state)
         elif self.carried is not None:

@@ -26,6 +26,7 @@ def fast_weight(
     eps: float = 1e-6,
     padding_mask: Tensor | None = None,
     key_log_scale: Tensor | None = None,
+    reset_mask: Tensor | None = None,
 ) -> tuple[Tensor, FastWeightState]:
     """Writes keys and values into a fast-weight memory over time and reads it with the queries; causal, linear in T.
 
@@ -37,6 +38,7 @@ def fast_weight(
         backend: "recurrent" one token at a time, "chunkwise" matrix products, "cuda" the kernels, "auto" the best that runs.
         attention_norm: divides y_t by n_t . q_t + eps, n_t the accumulated keys. For non-negative feature maps.
         padding_mask: (B,T), True at padding: such a step leaves the state as it is and outputs 0.
+        reset_mask: (B,T), True where the memory is emptied before the step: the first token of a new text.
         key_log_scale: (B,H,T): the keys stand for k exp(key_log_scale); see ``FeatureMap.scaled``. With attention_norm only.
 
     Returns:
@@ -56,31 +58,39 @@ def fast_weight(
     else:
         checks.check_state(state, q, v, dtype, attention_norm, key_log_scale is not None)
     if padding_mask is not None:
-        checks.check_padding(padding_mask, q)
+        checks.check_mask("padding_mask", padding_mask, q, "at padding")
         q, k, v = (x.masked_fill(padding_mask[:, None, :, None], 0) for x in (q, k, v))
+
+    if reset_mask is not None:
+        checks.check_mask("reset_mask", reset_mask, q, "where a new text begins")
 
     with torch.autocast(q.device.type, enabled=False):
         gates = {name: gate.to(dtype) for name, gate in gates.items()}
         if spec.step is not None:
             if backend == "chunkwise":
                 raise ValueError(f"rule {rule!r} has no chunk form, only steps; use backend='auto' or 'recurrent'")
-            y, memory = scan(spec.step, q, k, v, gates, state.memory, padding_mask)
+            y, memory = scan(spec.step, q, k, v, gates, state.memory, padding_mask, reset_mask)
             return y, state._replace(memory=memory)
         coefficients = spec.coefficients(**gates)
         if padding_mask is not None:  # k = 0 there, so nothing is written or erased; only decay is left to stop
-            coefficients = coefficients._replace(f=_keep(coefficients.f, padding_mask), z=_keep(coefficients.z, padding_mask))
+            f, z = (_keep(decay, padding_mask) for decay in (coefficients.f, coefficients.z))
+            coefficients = coefficients._replace(f=f, z=z)
             if key_log_scale is not None:
                 key_log_scale = key_log_scale.masked_fill(padding_mask[:, None], -torch.inf)
+        if reset_mask is not None:
+            coefficients = coefficients._replace(f=_forget(coefficients.f, reset_mask, q))
         run = choose_form(backend, coefficients, tokens=q.shape[2])
         if not attention_norm:
             y, memory = run(q, k, v, coefficients, state.memory)
             return y, state._replace(memory=memory)
-        return _normalised(run, q, k, v, coefficients, state, spec, eps, key_log_scale)
+        return _normalised(run, q, k, v, coefficients, state, spec, eps, key_log_scale, reset_mask)
 
 
-def _normalised(run, q, k, v, coefficients, state, spec: Rule, eps: float, key_log_scale) -> tuple[Tensor, FastWeightState]:
+def _normalised(
+    run, q, k, v, coefficients, state, spec: Rule, eps: float, key_log_scale, reset_mask
+) -> tuple[Tensor, FastWeightState]:
     if spec.normaliser == "keys":
-        read, recalled, normaliser = normalisation.sum_keys(q, k, state.normaliser)
+        read, recalled, normaliser = normalisation.sum_keys(q, k, state.normaliser, reset_mask)
         coefficients = normalisation.normalise_erase(coefficients, recalled, eps)
         y, memory = run(q, k, v.to(state.memory.dtype), coefficients, state.memory)
         return (y / (read + eps).unsqueeze(-1)).to(v.dtype), FastWeightState(memory, normaliser)
@@ -108,6 +118,14 @@ def choose_form(backend: str, coefficients: Coefficients, tokens: int):
         stepwise = tokens == 1 or (coefficients.z is not None and coefficients.e is not None)
         return step_form if stepwise else chunk_form
     return {"recurrent": step_form, "chunkwise": chunk_form}[backend]
+
+
+def _forget(decay: Tensor | None, reset_mask: Tensor, q: Tensor) -> Tensor:
+    """0, nothing left, where a new text begins."""
+    mask = reset_mask[:, None].expand(q.shape[:3])
+    if decay is None:
+        return (~mask).to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return decay.masked_fill(mask if decay.dim() == 3 else mask.unsqueeze(-1), 0)
 
 
 def _keep(decay: Tensor | None, padding_mask: Tensor) -> Tensor | None:

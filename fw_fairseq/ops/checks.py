@@ -78,15 +78,13 @@ def check_state(state, q: Tensor, v: Tensor, dtype: torch.dtype, normaliser: boo
             raise ValueError(f"state.{name} is {x.dtype} on {x.device}; it must be {dtype} on {q.device}")
 
 
-def check_padding(padding_mask, q: Tensor) -> None:
+def check_mask(name: str, mask, q: Tensor, meaning: str) -> None:
     shape = (q.shape[0], q.shape[2])
-    if not isinstance(padding_mask, Tensor) or padding_mask.dtype != torch.bool or padding_mask.shape != shape:
-        is_ = (
-            f"{padding_mask.dtype} {tuple(padding_mask.shape)}" if isinstance(padding_mask, Tensor) else type(padding_mask).__name__
-        )
-        raise ValueError(f"padding_mask is {is_}; it must be a bool tensor of shape (B,T) = {shape}, True at padding")
-    if padding_mask.device != q.device:
-        raise ValueError(f"padding_mask is on {padding_mask.device}; it must be on {q.device} like q")
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != shape:
+        is_ = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"{name} is {is_}; it must be a bool tensor of shape (B,T) = {shape}, True {meaning}")
+    if mask.device != q.device:
+        raise ValueError(f"{name} is on {mask.device}; it must be on {q.device} like q")
 
 
 def check_attention_norm(rule_name: str, rule: Rule, eps: float) -> None:

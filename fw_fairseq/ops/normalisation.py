@@ -25,11 +25,18 @@ def split_column(y: Tensor, memory: Tensor, eps: float) -> tuple[Tensor, Tensor,
     return y[..., :-1] / (y[..., -1:] + eps), memory[..., :-1], memory[..., -1]
 
 
-def sum_keys(q: Tensor, k: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """n_t . q_t and n_{t-1} . k_t (B,H,T), and the last n (B,H,K), for n_t = n_{t-1} + k_t."""
+def sum_keys(q: Tensor, k: Tensor, normaliser: Tensor, reset_mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """n_t . q_t and n_{t-1} . k_t (B,H,T), and the last n (B,H,K), for n_t = n_{t-1} + k_t, from 0 again at each reset."""
     k = k.to(normaliser.dtype)
     sums = torch.cat([normaliser.unsqueeze(2), k], dim=2).cumsum(2)  # (B,H,T+1,K)
-    return (sums[:, :, 1:] * q).sum(-1), (sums[:, :, :-1] * k).sum(-1), sums[:, :, -1]
+    before, after = sums[:, :, :-1], sums[:, :, 1:]
+    if reset_mask is not None:
+        steps = torch.arange(k.shape[2], device=k.device)
+        last_reset = torch.where(reset_mask, steps, -1).cummax(-1).values  # (B,T), -1 where there was none
+        forgotten = before.gather(2, last_reset.clamp(min=0)[:, None, :, None].expand_as(k))
+        forgotten = forgotten.masked_fill((last_reset < 0)[:, None, :, None], 0)
+        before, after = before - forgotten, after - forgotten
+    return (after * q).sum(-1), (before * k).sum(-1), after[:, :, -1]
 
 
 def normalise_erase(coefficients: Coefficients, recalled: Tensor, eps: float) -> Coefficients:

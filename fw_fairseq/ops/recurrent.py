@@ -31,11 +31,13 @@ def step_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memor
     return scan(step, q, k, v, present, memory)
 
 
-def scan(step, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], memory: Tensor, frozen: Tensor | None = None):
-    """Runs ``step`` over time. ``frozen`` (B,T): True where the memory must stay as it is."""
+def scan(step, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], memory: Tensor, frozen=None, reset=None):
+    """Runs ``step`` over time. ``frozen`` (B,T): True where the memory must stay as it is; ``reset``: where it starts from 0."""
     over_time = [x.to(memory.dtype).unbind(2) for x in (q, k, v, *gates.values())]
     outputs = []
     for t, (q_t, k_t, v_t, *gates_t) in enumerate(zip(*over_time)):
+        if reset is not None:
+            memory = memory.masked_fill(reset[:, t, None, None, None], 0)
         y, written = step(memory, q_t, k_t, v_t, **dict(zip(gates, gates_t)))
         memory = written if frozen is None else torch.where(frozen[:, t, None, None, None], memory, written)
         outputs.append(y)

@@ -1,0 +1,90 @@
+"""stateful_language_modeling: the memory goes on from segment to segment, in training, validation and fairseq-eval-lm."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+from fairseq import utils
+from fairseq.data import data_utils
+from fairseq.tasks import register_task
+from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
+
+from ..config import option
+from ..modules import CarriedState
+from .streams import StreamDataset, StreamIterator, Text
+
+
+@dataclass
+class StatefulLanguageModelingConfig(LanguageModelingConfig):
+    reset_at_eos: bool = option(False, "empty the memory at every end of sentence or document, wherever it falls in a segment")
+
+
+@register_task("stateful_language_modeling", dataclass=StatefulLanguageModelingConfig)
+class StatefulLanguageModelingTask(LanguageModelingTask):
+    """Each row of a batch reads one continuous stream of the text; --tokens-per-sample is the segment, and the span of gradients,
+    --batch-size the number of streams of a worker. Dictionary, generation and scoring of single texts are language_modeling's."""
+
+    def __init__(self, args, dictionary, output_dictionary=None, targets=None):
+        super().__init__(args, dictionary, output_dictionary, targets)
+        if self.targets != ["future"]:
+            raise ValueError("stateful_language_modeling predicts the next token only; leave --self-target and --past-target out")
+        self.carried: dict[str, CarriedState] = {}  # by split
+
+    def load_dataset(self, split, epoch=1, combine=False, **kwargs):
+        paths = utils.split_paths(self.args.data)
+        path = os.path.join(paths[(epoch - 1) % len(paths)], split)
+        data = data_utils.load_indexed_dataset(path, self.dictionary, self.args.dataset_impl, combine=combine)
+        if data is None:
+            raise FileNotFoundError(f"Dataset not found: {split} ({path})")
+        self.datasets[split] = Text(torch.cat([data[i] for i in range(len(data))]), split)
+
+    def get_batch_iterator(
+        self, dataset, max_tokens=None, max_sentences=None, num_shards=1, shard_id=0, num_workers=0, epoch=1, data_buffer_size=0,
+        **unused,
+    ):  # fmt: skip
+        segment = self.args.tokens_per_sample
+        rows = max_sentences or max(1, (max_tokens or segment) // segment)
+        pad, eos = self.dictionary.pad(), self.dictionary.eos()
+        streams = StreamDataset(dataset, segment, rows, pad, eos, shard_id, num_shards)
+        carried = self.carried[dataset.split] = CarriedState()
+        return StreamIterator(streams, carried, shard_id, num_workers=num_workers, epoch=epoch, buffer_size=data_buffer_size)
+
+    def eval_lm_dataloader(self, dataset, max_tokens=36000, batch_size=None, context_window=0, **options):
+        """One pass over one stream, or over --batch-size streams side by side, the first token of each without context."""
+        if context_window:
+            raise ValueError("--context-window recomputes context, and this task carries all of it; leave it out")
+        batches = self.get_batch_iterator(dataset, max_sentences=batch_size or 1, **options).next_epoch_itr(shuffle=False)
+        return Brought(self, batches)
+
+    def train_step(self, sample, model, criterion, optimizer, update_num, ignore_grad=False):
+        if not ignore_grad:  # a dummy batch belongs to no stream
+            self.bring_state(sample)
+        return super().train_step(sample, model, criterion, optimizer, update_num, ignore_grad)
+
+    def valid_step(self, sample, model, criterion):
+        self.bring_state(sample)
+        return super().valid_step(sample, model, criterion)
+
+    def bring_state(self, sample) -> None:
+        """The streams' state goes with their next segment; the first segment starts from none."""
+        carried, net_input = self.carried[sample["split"]], sample["net_input"]
+        if sample["segment"] == 0:
+            carried.clear()
+        net_input["carried"] = carried
+        if self.args.reset_at_eos:
+            net_input["reset_mask"] = net_input["src_tokens"].eq(self.dictionary.eos())
+
+
+class Brought:
+    """Batches that bring their state, for a caller that runs the model itself."""
+
+    def __init__(self, task: StatefulLanguageModelingTask, batches):
+        self.task, self.batches = task, batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self):
+        for batch in self.batches:
+            self.task.bring_state(batch)
+            yield batch

@@ -1,0 +1,84 @@
+"""Text as parallel streams: row b of every batch goes on where row b of the batch before stopped."""
+
+from __future__ import annotations
+
+import torch
+from fairseq.data import FairseqDataset, iterators
+from torch import Tensor
+
+from ..modules import CarriedState
+from ..ops import FastWeightState
+
+
+class Text(FairseqDataset):
+    """All tokens of a split, not yet cut into streams."""
+
+    def __init__(self, tokens: Tensor, split: str):
+        self.tokens, self.split = tokens, split
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class StreamDataset(torch.utils.data.Dataset):
+    """Item s is the whole batch of segment s: ``rows`` streams of one worker, cut out of ``shards * rows`` equal parts of the text.
+
+    Every token is a target once; the first of a stream is predicted from ``eos``. Rows differ in length by at most one token,
+    which the last segment makes up with padding.
+    """
+
+    def __init__(self, text: Text, segment: int, rows: int, pad: int, eos: int, shard: int = 0, shards: int = 1):
+        tokens, parts = text.tokens, rows * shards
+        if len(tokens) < parts:
+            raise ValueError(
+                f"--batch-size is {rows} on {shards} workers but the text has {len(tokens)} tokens; use at most that many"
+            )
+        self.bounds = [(part * len(tokens) // parts, (part + 1) * len(tokens) // parts) for part in range(parts)]
+        self.tokens, self.split, self.segment, self.pad, self.eos = tokens, text.split, segment, pad, eos
+        self.rows = self.bounds[shard * rows : (shard + 1) * rows]
+        self.longest = max(stop - start for start, stop in self.bounds)
+
+    def __len__(self) -> int:
+        return -(-self.longest // self.segment)
+
+    def __getitem__(self, index: int) -> dict:
+        width = min(self.segment, self.longest - index * self.segment)
+        target = torch.full((len(self.rows), width), self.pad)
+        source = torch.full((len(self.rows), width), self.pad)
+        for row, (start, stop) in enumerate(self.rows):
+            first, last = start + index * self.segment, min(start + index * self.segment + width, stop)
+            before = self.tokens[first - 1 : first] if index else torch.tensor([self.eos])
+            target[row, : last - first] = self.tokens[first:last]
+            source[row, : last - first] = torch.cat([before, self.tokens[first : last - 1]])[: last - first]
+        return {
+            "id": torch.arange(len(self.rows)) + index * len(self.rows),
+            "split": self.split,
+            "segment": index,
+            "nsentences": len(self.rows),
+            "ntokens": int(target.ne(self.pad).sum()),
+            "net_input": {"src_tokens": source, "src_lengths": source.ne(self.pad).sum(1)},
+            "target": target,
+        }
+
+
+class StreamIterator(iterators.EpochBatchIterator):
+    """Segments in order. Its saved state is the position and what the streams' memories hold there."""
+
+    def __init__(self, dataset: StreamDataset, carried: CarriedState, shard: int = 0, **options):
+        batches = [[index] for index in range(len(dataset))]
+        super().__init__(dataset, collate_fn=take_only, batch_sampler=batches, disable_shuffling=True, **options)
+        self.carried, self.shard = carried, shard
+
+    def state_dict(self) -> dict:
+        states = {layer: tuple(state.detach().to("cpu")) for layer, state in self.carried.after.items()}
+        return super().state_dict() | {"carried": states, "shard": self.shard}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        self.carried.clear()
+        if state_dict.get("shard") == self.shard and state_dict.get("iterations_in_epoch", 0) > 0:
+            self.carried.after = {layer: FastWeightState(*state) for layer, state in state_dict.get("carried", {}).items()}
+
+
+def take_only(items: list[dict]) -> dict:
+    return items[0]

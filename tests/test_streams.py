@@ -1,0 +1,73 @@
+"""Text as parallel streams: every token once, in order, whatever the sizes; position and memory come back on resume."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fw_fairseq.modules import CarriedState
+from fw_fairseq.ops import FastWeightState
+from fw_fairseq.tasks.streams import StreamDataset, StreamIterator, Text
+
+PAD, EOS = 1, 2
+
+
+def streams(tokens, segment, rows, shard=0, shards=1):
+    return StreamDataset(Text(torch.arange(10, 10 + tokens), "train"), segment, rows, PAD, EOS, shard, shards)
+
+
+@settings(deadline=None, derandomize=True)
+@given(tokens=st.integers(1, 200), segment=st.integers(1, 40), rows=st.integers(1, 6), shards=st.integers(1, 3))
+def test_every_token_is_a_target_once_and_follows_its_source(tokens, segment, rows, shards):
+    if tokens < rows * shards:
+        with pytest.raises(ValueError, match="use at most that many"):
+            streams(tokens, segment, rows, shards=shards)
+        return
+    seen, lengths = [], set()
+    for shard in range(shards):
+        dataset = streams(tokens, segment, rows, shard, shards)
+        lengths.add(len(dataset))
+        batches = [dataset[i] for i in range(len(dataset))]
+        source = torch.cat([b["net_input"]["src_tokens"] for b in batches], dim=1)
+        target = torch.cat([b["target"] for b in batches], dim=1)
+        assert all(b["target"].shape[1] <= segment for b in batches)
+        assert sum(b["ntokens"] for b in batches) == target.ne(PAD).sum()
+        for sources, targets in zip(source, target):
+            length = int(targets.ne(PAD).sum())
+            assert sources[0] == EOS and torch.equal(sources[1:length], targets[: length - 1])
+            assert (sources[length:] == PAD).all() and (targets[length:] == PAD).all()
+            seen += targets[:length].tolist()
+    assert seen == list(range(10, 10 + tokens))
+    assert len(lengths) == 1  # every worker has as many batches
+
+
+def test_iterator_resumes_at_its_position_with_its_memory():
+    carried = CarriedState()
+    iterator = StreamIterator(streams(100, 7, 2), carried)
+    batches = iterator.next_epoch_itr(shuffle=True)
+    assert [next(batches)["segment"] for _ in range(3)] == [0, 1, 2]  # in order, though shuffling was asked for
+    carried.after = {0: FastWeightState(torch.randn(2, 1, 3, 3, requires_grad=True) * 2, torch.randn(2, 1, 3))}
+    saved = iterator.state_dict()
+    again = CarriedState()
+    resumed = StreamIterator(streams(100, 7, 2), again)
+    resumed.load_state_dict(saved)
+    assert next(resumed.next_epoch_itr())["segment"] == 3
+    assert torch.equal(again.after[0].memory, carried.after[0].memory) and not again.after[0].memory.requires_grad
+    assert torch.equal(again.after[0].normaliser, carried.after[0].normaliser)
+    other_worker = StreamIterator(streams(100, 7, 2, 1, 2), CarriedState(), shard=1)
+    other_worker.load_state_dict(saved)
+    assert not other_worker.carried.after  # those are another worker's streams
+
+
+def test_carried_state_starts_again_from_the_same_until_it_advances():
+    carried, first, second = CarriedState(), *(FastWeightState(torch.randn(1, 1, 2, 2)) for _ in range(2))
+    carried.after[0] = first
+    carried.advance()
+    carried.after[0] = second
+    assert torch.equal(carried.before[0].memory, first.memory)
+    carried.advance()
+    assert torch.equal(carried.before[0].memory, second.memory) and not carried.after
+    assert carried.of("a model") is carried and carried.of("a model") is carried
+    assert carried.of("another") is not carried and carried.of("another") is carried.of("another")
