@@ -126,6 +126,59 @@ def test_streaming_perplexity_does_not_depend_on_the_segment(data, trained, extr
         assert recomputed == results[0]  # the whole text as one sample
 
 
+@pytest.mark.parametrize("context", [0, 13])
+def test_sliding_windows_score_as_fairseqs_do(data, trained, context):
+    options = ["--tokens-per-sample", 16, "--context-window", context]
+    one_by_one = evaluate(data, trained[0], "--task", "language_modeling", *options)
+    at_once = evaluate(data, trained[0], "--task", "sliding_language_modeling", *options, "--batch-size", 7)
+    assert at_once[0] == one_by_one[0]
+    assert abs(at_once[1] - one_by_one[1]) < 2e-4
+
+
+def test_a_prompt_in_one_pass_goes_on_as_a_prompt_in_steps(data, trained):
+    """Prompts of unequal length, beam search; the generator that reads prompts at once against fairseq's own."""
+    prompts = "word1 word2 word3 word4\nword5 word6\n"
+
+    def continue_(task):
+        command = [sys.executable, "-m", "fairseq_cli.interactive", data, "--user-dir", ROOT / "fw_fairseq", "--path", trained[0]]
+        options = f"--task {task} --cpu --beam 3 --max-len-b 9 --buffer-size 2 --batch-size 2".split()
+        done = subprocess.run([*map(str, command), *options], input=prompts, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return [line for line in done.stdout.splitlines() if line[:2] in ("H-", "P-")]
+
+    lines = continue_("stateful_language_modeling")
+    assert lines == continue_("language_modeling")
+    assert "word1 word2 word3 word4 " in lines[0] and "word5 word6 " in lines[2]
+
+
+def test_a_prompt_is_read_once(monkeypatch):
+    """Two beams of a prompt of 30 tokens and 5 new ones: one pass over the prompt, then one token a step."""
+    from argparse import Namespace
+
+    from fairseq import utils
+    from fairseq.data import Dictionary
+
+    utils.import_user_module(Namespace(user_dir=str(ROOT / "fw_fairseq")))
+    from fw_fairseq.mixers import FastWeight
+    from fw_fairseq.models.fast_weight_lm import FastWeightDecoder, FastWeightLanguageModel, FastWeightLanguageModelConfig
+    from fw_fairseq.tasks.generation import PromptedGenerator
+
+    dictionary = Dictionary()
+    for i in range(20):
+        dictionary.add_symbol(f"word{i}")
+    args = Namespace(**{n: f.default for n, f in FastWeightLanguageModelConfig.__dataclass_fields__.items()})
+    args.no_token_positional_embeddings, args.max_target_positions, args.tokens_per_sample = True, 64, 64
+    args.decoder_layers_to_keep, args.decoder_layers = None, 1
+    embedding = torch.nn.Embedding(len(dictionary), args.decoder_embed_dim, dictionary.pad())
+    model = FastWeightLanguageModel(FastWeightDecoder(args, dictionary, embedding, no_encoder_attn=True)).eval()
+    lengths, forward = [], FastWeight.forward
+    monkeypatch.setattr(FastWeight, "forward", lambda self, x, *rest: lengths.append(len(x)) or forward(self, x, *rest))
+    generator = PromptedGenerator([model], dictionary, beam_size=2, max_len_a=0, max_len_b=36)
+    prompt = torch.randint(4, 24, (1, 30))
+    generator.generate([model], {"net_input": {"src_tokens": prompt, "src_lengths": torch.tensor([30])}}, prefix_tokens=prompt)
+    assert lengths[0] == 31 and set(lengths[1:]) == {1} and len(lengths) <= 8
+
+
 def test_penalty_and_accumulation_and_adaptive_softmax(data, tmp_path):
     free = train(data, tmp_path / "free", "--update-freq", 2, "--max-update", 3)
     held = train(data, tmp_path / "held", "--update-freq", 2, "--max-update", 3, "--state-norm-penalty", 10)

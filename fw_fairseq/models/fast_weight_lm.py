@@ -42,6 +42,7 @@ class FastWeightDecoder(TransformerDecoder):
         self._mixers = iter(enumerate(layer_mixers(self.fast_weight_config, args.decoder_layers)))
         self.recurrent = SOFTMAX not in layer_mixers(self.fast_weight_config, args.decoder_layers)
         super().__init__(args, dictionary, embed_tokens, no_encoder_attn, output_projection)
+        self.expect_prompt(None)
 
     def build_decoder_layer(self, args, no_encoder_attn=False):
         index, mixer = next(self._mixers)
@@ -52,14 +53,20 @@ class FastWeightDecoder(TransformerDecoder):
     def mixers(self) -> list[MixerAttention]:
         return [module for module in self.modules() if isinstance(module, MixerAttention)]
 
-    def forward(self, prev_output_tokens, *args, incremental_state=None, carried=None, reset_mask=None, **kwargs):
+    def forward(self, prev_output_tokens, *args, incremental_state=None, carried=None, reset_mask=None, score_last=0, **kwargs):
+        """fairseq's forward. carried, reset_mask: see MixerAttention; score_last: outputs at that many last tokens only."""
         if carried is not None:
             carried = carried.of(self)
             carried.advance()
         for mixer in self.mixers():
             mixer.carried, mixer.reset_mask = carried, reset_mask
+        if incremental_state is not None and self.prompt is not None and prev_output_tokens.shape[1] <= self.prompt.shape[1]:
+            return self.read_prompt(prev_output_tokens.shape[1], incremental_state)
         if self.starts_with_a_prompt(prev_output_tokens, incremental_state):
             return self.take_prompt(prev_output_tokens, *args, incremental_state=incremental_state, **kwargs)
+        if score_last:
+            features, extra = super().forward(prev_output_tokens, *args, **kwargs, features_only=True)
+            return self.output_layer(features[:, -score_last:]), extra
         return super().forward(prev_output_tokens, *args, incremental_state=incremental_state, **kwargs)
 
     def starts_with_a_prompt(self, tokens, incremental_state) -> bool:
@@ -73,6 +80,16 @@ class FastWeightDecoder(TransformerDecoder):
             mixer._set_input_buffer(incremental_state, states.after[mixer.layer])
             mixer.carried = None
         return output
+
+    def expect_prompt(self, prompt) -> None:
+        """The next incremental decoding begins with these tokens, (B,P), given in steps or not; None: no such promise."""
+        self.prompt, self.prompt_features = prompt, None
+
+    def read_prompt(self, tokens: int, incremental_state):
+        """The outputs at one of the prompt's tokens. The first call reads all of it in one pass."""
+        if self.prompt_features is None:
+            self.prompt_features, _ = self.take_prompt(self.prompt, incremental_state=incremental_state, features_only=True)
+        return self.output_layer(self.prompt_features[:, tokens - 1 : tokens]), {"attn": [None]}
 
     def max_positions(self) -> int:
         """Without positional embeddings and softmax nothing limits the length."""

@@ -1,17 +1,14 @@
 """stateful_language_modeling: the memory goes on from segment to segment, in training, validation and fairseq-eval-lm."""
 
-import os
 from dataclasses import dataclass
 
-import torch
-from fairseq import utils
-from fairseq.data import data_utils
 from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
 
 from ..config import option
 from ..modules import CarriedState
-from .streams import StreamDataset, StreamIterator, Text
+from .generation import PromptedGenerator
+from .streams import StreamDataset, StreamIterator, Text, load_text
 
 
 @dataclass
@@ -31,23 +28,21 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
         self.carried: dict[str, CarriedState] = {}  # by split
 
     def load_dataset(self, split, epoch=1, combine=False, **kwargs):
-        paths = utils.split_paths(self.args.data)
-        path = os.path.join(paths[(epoch - 1) % len(paths)], split)
-        data = data_utils.load_indexed_dataset(path, self.dictionary, self.args.dataset_impl, combine=combine)
-        if data is None:
-            raise FileNotFoundError(f"Dataset not found: {split} ({path})")
-        self.datasets[split] = Text(torch.cat([data[i] for i in range(len(data))]), split)
+        self.datasets[split] = load_text(self.args, self.dictionary, split, epoch, combine)
 
-    def get_batch_iterator(
-        self, dataset, max_tokens=None, max_sentences=None, num_shards=1, shard_id=0, num_workers=0, epoch=1, data_buffer_size=0,
-        **unused,
-    ):  # fmt: skip
+    def get_batch_iterator(self, dataset, max_tokens=None, max_sentences=None, num_shards=1, shard_id=0, epoch=1, **options):
+        if not isinstance(dataset, Text):  # single texts, for generation and scoring
+            options |= dict(
+                max_tokens=max_tokens, max_sentences=max_sentences, num_shards=num_shards, shard_id=shard_id, epoch=epoch
+            )
+            return super().get_batch_iterator(dataset, **options)
         segment = self.args.tokens_per_sample
         rows = max_sentences or max(1, (max_tokens or segment) // segment)
         pad, eos = self.dictionary.pad(), self.dictionary.eos()
         streams = StreamDataset(dataset, segment, rows, pad, eos, shard_id, num_shards)
         carried = self.carried[dataset.split] = CarriedState()
-        return StreamIterator(streams, carried, shard_id, num_workers=num_workers, epoch=epoch, buffer_size=data_buffer_size)
+        loading = dict(num_workers=options.get("num_workers", 0), buffer_size=options.get("data_buffer_size", 0))
+        return StreamIterator(streams, carried, shard_id, epoch=epoch, **loading)
 
     def eval_lm_dataloader(self, dataset, max_tokens=36000, batch_size=None, context_window=0, **options):
         """One pass over one stream, or over --batch-size streams side by side, the first token of each without context."""
@@ -55,6 +50,9 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
             raise ValueError("--context-window recomputes context, and this task carries all of it; leave it out")
         batches = self.get_batch_iterator(dataset, max_sentences=batch_size or 1, **options).next_epoch_itr(shuffle=False)
         return Brought(self, batches)
+
+    def build_generator(self, models, args, seq_gen_cls=None, **kwargs):
+        return super().build_generator(models, args, seq_gen_cls=seq_gen_cls or PromptedGenerator, **kwargs)
 
     def train_step(self, sample, model, criterion, optimizer, update_num, ignore_grad=False):
         if not ignore_grad:  # a dummy batch belongs to no stream

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
-from fairseq.data import FairseqDataset, iterators
+from fairseq import utils
+from fairseq.data import FairseqDataset, data_utils, iterators
 from torch import Tensor
 
 from ..modules import CarriedState
@@ -18,6 +21,15 @@ class Text(FairseqDataset):
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+
+def load_text(args, dictionary, split: str, epoch: int = 1, combine: bool = False) -> Text:
+    paths = utils.split_paths(args.data)
+    path = os.path.join(paths[(epoch - 1) % len(paths)], split)
+    data = data_utils.load_indexed_dataset(path, dictionary, args.dataset_impl, combine=combine)
+    if data is None:
+        raise FileNotFoundError(f"Dataset not found: {split} ({path})")
+    return Text(torch.cat([data[i] for i in range(len(data))]), split)
 
 
 class StreamDataset(torch.utils.data.Dataset):

@@ -1,0 +1,28 @@
+"""Generation that takes the prompt in one pass before it goes on token by token."""
+
+from __future__ import annotations
+
+import torch
+from fairseq.sequence_generator import SequenceGenerator
+from torch import Tensor
+
+
+class PromptedGenerator(SequenceGenerator):
+    """fairseq's generator feeds a prompt one token a step. Recurrent decoders are told of it first and read it at once."""
+
+    def _generate(self, sample, prefix_tokens=None, constraints=None, bos_token=None):
+        decoders = [model.decoder for model in self.model.models if getattr(model.decoder, "recurrent", False)]
+        if prefix_tokens is not None:
+            prompt = self.common_prompt(prefix_tokens, self.eos if bos_token is None else bos_token)
+            for decoder in decoders:
+                decoder.expect_prompt(prompt.repeat_interleave(self.beam_size, dim=0))
+        try:
+            return super()._generate(sample, prefix_tokens, constraints, bos_token)
+        finally:
+            for decoder in decoders:
+                decoder.expect_prompt(None)
+
+    def common_prompt(self, prefix_tokens: Tensor, first: int) -> Tensor:
+        """The first token and as much of the prompts as all of them have; longer ones go on token by token."""
+        shortest = int(prefix_tokens.ne(self.pad).sum(1).min())
+        return torch.cat([torch.full_like(prefix_tokens[:, :1], first), prefix_tokens[:, :shortest]], dim=1)
