@@ -31,6 +31,8 @@ SOFTMAX, CUMSUM = "softmax attention", "cumulative sum"
 
 
 def main(argv: list[str] | None = None) -> None:
+    from . import bench_model  # which imports this module
+
     parser = argparse.ArgumentParser(prog="fw-bench", description="Times fast weights against their peers.")
     commands = parser.add_subparsers(dest="command", required=True)
     ops = commands.add_parser(
@@ -39,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         description="Chunk form of every rule against its step loop, softmax attention and a plain cumulative sum.",
     )
-    ops.add_argument("--device", default="cpu", help="cpu or cuda")
+    ops.set_defaults(measure=bench_ops, table=table, draw=draw)
     ops.add_argument("--dtype", default="float32", choices=DTYPES)
     ops.add_argument("--rules", nargs="+", default=[n for n, r in RULES.items() if r.step is None], choices=RULES, metavar="RULE")
     ops.add_argument("--tokens", nargs="+", type=positive, default=[512, 1024, 8192], metavar="T")
@@ -47,26 +49,38 @@ def main(argv: list[str] | None = None) -> None:
     ops.add_argument("--heads", type=positive, default=8)
     ops.add_argument("--key-width", type=positive, default=64)
     ops.add_argument("--value-width", type=positive, default=64)
-    ops.add_argument("--rounds", type=positive, default=7, help="timed rounds, after one that is not timed")
     ops.add_argument("--loop-up-to", type=int, default=512, metavar="T", help="longest sequence for the step loop")
     ops.add_argument("--softmax-up-to", type=int, default=1024, metavar="T", help="longest sequence for softmax attention")
     ops.add_argument("--cumsum-up-to", type=int, default=512, metavar="T", help="longest sequence for the cumulative sum")
-    ops.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="CPU threads")
-    ops.add_argument("--json", type=Path, help="file for every figure")
-    ops.add_argument("--figure", type=Path, help="file for a plot of time against length (png, svg or pdf; needs matplotlib)")
+    model = commands.add_parser(
+        "model",
+        help="whole language models, training and generation",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="fast_weight_lm against fairseq's transformer_lm of the same size, with random weights on random tokens.",
+    )
+    model.set_defaults(measure=bench_model.bench_model, table=bench_model.table, draw=bench_model.draw)
+    bench_model.add_arguments(model)
+    for command, plot in (ops, "time against length"), (model, "time and state against context"):
+        command.add_argument("--device", default="cpu", help="cpu or cuda")
+        command.add_argument("--rounds", type=positive, default=7, help="timed rounds, after one that is not timed")
+        command.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="CPU threads")
+        command.add_argument("--json", type=Path, help="file for every figure")
+        command.add_argument("--figure", type=Path, help=f"file for a plot of {plot} (png, svg or pdf; needs matplotlib)")
     args = parser.parse_args(argv)
     if args.device != "cpu" and not torch.cuda.is_available():
         parser.error(f"--device {args.device} needs a CUDA device, and torch sees none; use --device cpu")
     for path in filter(None, (args.json, args.figure)):
         if not path.absolute().parent.is_dir():
             parser.error(f"{path.parent} is not a folder; make it first")
+    if args.command == "model" and args.width % args.heads:
+        parser.error(f"--width {args.width} is not a multiple of --heads {args.heads}")
     torch.set_num_threads(args.threads)
-    report = bench_ops(args)
-    print(table(report))
+    report = args.measure(args)
+    print(args.table(report))
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     if args.figure:
-        draw(report, args.figure)
+        args.draw(report, args.figure)
 
 
 def positive(text: str) -> int:

@@ -207,7 +207,8 @@ def test_padding_leaves_no_trace(rule, backend):
     mask[0, [0, 1, 20, 21, 22, 48, 49]] = True
     kept = ~mask[0]
     padded = [x.detach().masked_fill(mask[:, None, :, None], float("nan")) for x in inputs.values()]
-    y, state = fast_weight(*padded, rule, gates, padding_mask=mask, backend=backend)
+    garbage = {n: g.masked_fill(mask[:, None] if g.dim() == 3 else mask[:, None, :, None], float("nan")) for n, g in gates.items()}
+    y, state = fast_weight(*padded, rule, garbage, padding_mask=mask, backend=backend)
     plain = {n: g[:, :, kept] for n, g in gates.items()}
     want, final = fast_weight(*(x[:, :, kept] for x in inputs.values()), rule, plain, backend=backend)
     assert (y[:, :, mask[0]] == 0).all()

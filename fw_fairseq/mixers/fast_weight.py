@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..feature_maps import FEATURE_MAPS, FeatureMap, sum_normalise
+from ..feature_maps import FEATURE_MAPS, FeatureMap, sum_normalise, wide
 from ..ops import FastWeightState, fast_weight
 from ..rules import RULES
 from .base import Mixer
@@ -48,14 +48,13 @@ class FastWeight(Mixer):
         nn.init.zeros_(self.out_proj.bias)
 
     def forward(self, x: Tensor, state: FastWeightState | None = None, padding_mask=None, reset_mask=None):
-        if self.training and torch.is_grad_enabled():
-            self.feature_map.redraw()
+        self.feature_map.redraw()  # without gradients too: activation checkpointing runs this twice, on the same random numbers
         split = self.in_proj(x).split(list(self.sizes.values()), dim=-1)
         parts = {name: self.by_head(part) for name, part in zip(self.sizes, split)}
         q, _ = self.features(parts.pop("q"))
         k, key_log_scale = self.features(parts.pop("k"))
         v = parts.pop("v")
-        gates = {name: torch.sigmoid(part.float()) for name, part in parts.items()}
+        gates = {name: torch.sigmoid(wide(part)) for name, part in parts.items()}
         gates = {n: g.squeeze(-1) if self.rule.gates[n].axis is None else g for n, g in gates.items()}
         if key_log_scale is not None and not (self.attention_norm and self.rule.normaliser == "write"):
             key_log_scale = None
@@ -77,7 +76,7 @@ class FastWeight(Mixer):
         if self.feature_norm == "sum":
             return sum_normalise(self.feature_map.scaled(x)[0]), None
         if self.feature_norm == "l2":
-            return F.normalize(self.feature_map(x).float(), dim=-1).to(x.dtype), None
+            return F.normalize(wide(self.feature_map(x)), dim=-1).to(x.dtype), None
         if self.attention_norm and self.rule.normaliser == "write":
             return self.feature_map.scaled(x)
         return self.feature_map(x), None

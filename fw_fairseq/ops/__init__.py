@@ -35,7 +35,7 @@ def fast_weight(
         rule: a name in ``fw_fairseq.rules.RULES``.
         gates: the rule's gates by name, probabilities, (B,H,T), (B,H,T,K) or (B,H,T,V); in q's dtype or fp32.
         state: what an earlier call returned, to go on from there; gradients flow through it.
-        backend: "recurrent" one token at a time, "chunkwise" matrix products, "cuda" the kernels, "auto" the best that runs.
+        backend: "recurrent" one token at a time, "chunkwise" matrix products, "auto" the best that runs; "cuda" has no kernels yet.
         attention_norm: divides y_t by n_t . q_t + eps, n_t the accumulated keys. For non-negative feature maps.
         padding_mask: (B,T), True at padding: such a step leaves the state as it is and outputs 0.
         reset_mask: (B,T), True where the memory is emptied before the step: the first token of a new text.
@@ -59,8 +59,8 @@ def fast_weight(
         checks.check_state(state, q, v, dtype, attention_norm, key_log_scale is not None)
     if padding_mask is not None:
         checks.check_mask("padding_mask", padding_mask, q, "at padding")
-        q, k, v = (x.masked_fill(padding_mask[:, None, :, None], 0) for x in (q, k, v))
-
+        q, k, v = (_at(padding_mask, x, 0) for x in (q, k, v))
+        gates = {name: _at(padding_mask, gate, 1) for name, gate in gates.items()}
     if reset_mask is not None:
         checks.check_mask("reset_mask", reset_mask, q, "where a new text begins")
 
@@ -73,7 +73,7 @@ def fast_weight(
             return y, state._replace(memory=memory)
         coefficients = spec.coefficients(**gates)
         if padding_mask is not None:  # k = 0 there, so nothing is written or erased; only decay is left to stop
-            f, z = (_keep(decay, padding_mask) for decay in (coefficients.f, coefficients.z))
+            f, z = (_at(padding_mask, decay, 1) for decay in (coefficients.f, coefficients.z))
             coefficients = coefficients._replace(f=f, z=z)
             if key_log_scale is not None:
                 key_log_scale = key_log_scale.masked_fill(padding_mask[:, None], -torch.inf)
@@ -122,15 +122,11 @@ def choose_form(backend: str, coefficients: Coefficients, tokens: int):
 
 def _forget(decay: Tensor | None, reset_mask: Tensor, q: Tensor) -> Tensor:
     """0, nothing left, where a new text begins."""
-    mask = reset_mask[:, None].expand(q.shape[:3])
     if decay is None:
-        return (~mask).to(torch.float64 if q.dtype == torch.float64 else torch.float32)
-    return decay.masked_fill(mask if decay.dim() == 3 else mask.unsqueeze(-1), 0)
+        decay = torch.ones(q.shape[:3], device=q.device, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return _at(reset_mask, decay, 0)
 
 
-def _keep(decay: Tensor | None, padding_mask: Tensor) -> Tensor | None:
-    """1, no decay, at padding."""
-    if decay is None:
-        return None
-    mask = padding_mask[:, None]
-    return decay.masked_fill(mask if decay.dim() == 3 else mask.unsqueeze(-1), 1)
+def _at(mask: Tensor, x: Tensor | None, value: float) -> Tensor | None:
+    """x (B,H,T) or (B,H,T,X) with ``value`` where mask (B,T) is True."""
+    return None if x is None else x.masked_fill(mask[:, None] if x.dim() == 3 else mask[:, None, :, None], value)

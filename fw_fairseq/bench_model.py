@@ -1,0 +1,220 @@
+"""fw-bench model: fast_weight_lm against fairseq's transformer_lm, identical in size, with random weights on random tokens."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import statistics
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .bench import machine, positive, progress, timed
+from .rules import RULES
+
+TRANSFORMER = "transformer_lm"
+UNTIMED_STEPS = 3
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("--rules", nargs="+", default=["delta"], choices=RULES, metavar="RULE")
+    parser.add_argument("--layers", type=positive, default=4)
+    parser.add_argument("--width", type=positive, default=128)
+    parser.add_argument("--heads", type=positive, default=8)
+    parser.add_argument("--ffn", type=positive, default=512, help="width of the feed-forward layers")
+    parser.add_argument("--vocabulary", type=vocabulary, default=10000)
+    parser.add_argument("--batch", type=positive, default=1)
+    parser.add_argument("--tokens", nargs="+", type=positive, default=[512, 2048], metavar="T", help="lengths to train on")
+    parser.add_argument(
+        "--contexts", nargs="+", type=positive, default=[256, 1024, 4096], metavar="T", help="tokens before generation"
+    )
+    parser.add_argument("--steps", type=positive, default=16, help="timed tokens at each context")
+
+
+def vocabulary(text: str) -> int:
+    if (value := int(text)) < 5:
+        raise argparse.ArgumentTypeError(f"{value} leaves no room beside fairseq's 4 special symbols")
+    return value
+
+
+def bench_model(args) -> dict:
+    models = build_models(args)
+    training, generation = time_training(args, models), time_generation(args, models)
+    return {
+        "machine": machine(args),
+        "settings": {k: v for k, v in vars(args).items() if isinstance(v, (int, str, list))},
+        "parameters": [{"name": name, "parameters": sum(p.numel() for p in m.parameters())} for name, m in models.items()],
+        "training": [
+            {"tokens": t, "name": n, "tokens_per_second": args.batch * t / statistics.median(s), **spread(s)}
+            for (t, n), s in training.items()
+        ],
+        "generation": [
+            {"context": c, "name": n, "state_bytes": size, **spread(s)} for (c, n), (s, size) in generation.items()
+        ],
+        "ratios": ratios(training, generation),
+    }  # fmt: skip
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    return {"seconds": statistics.median(seconds), "min": min(seconds), "max": max(seconds)}
+
+
+def build_models(args) -> dict[str, nn.Module]:
+    logging.basicConfig(level=logging.WARNING)  # first, or fairseq's import makes every library log what it does
+    from fairseq.data import Dictionary  # here, because it takes seconds, and fw-bench ops does without
+    from fairseq.models.transformer_lm import TransformerLanguageModel, base_lm_architecture
+
+    from .models.fast_weight_lm import FastWeightLanguageModel
+
+    dictionary = Dictionary()
+    for index in range(args.vocabulary - len(dictionary)):
+        dictionary.add_symbol(str(index))
+    task = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
+
+    def build(kind, **options):
+        torch.manual_seed(0)
+        cfg = argparse.Namespace(
+            decoder_layers=args.layers, decoder_embed_dim=args.width, decoder_attention_heads=args.heads,
+            decoder_ffn_embed_dim=args.ffn, share_decoder_input_output_embed=True,
+            max_target_positions=max(*args.tokens, *(c + UNTIMED_STEPS + args.steps for c in args.contexts)), **options,
+        )  # fmt: skip
+        base_lm_architecture(cfg)
+        return kind.build_model(cfg, task).to(args.device)
+
+    models = {f"fast_weight_lm {rule}": build(FastWeightLanguageModel, update_rule=rule) for rule in args.rules}
+    return models | {TRANSFORMER: build(TransformerLanguageModel)}
+
+
+def draw_tokens(args, length: int) -> Tensor:
+    """(B,T), without special symbols."""
+    return torch.randint(4, args.vocabulary, (args.batch, length), device=args.device)
+
+
+def time_training(args, models) -> dict[tuple[int, str], list[float]]:
+    """Seconds of forward and backward by length and model, one a round."""
+    texts = {length: draw_tokens(args, length + 1) for length in args.tokens}
+    seconds: dict[tuple[int, str], list[float]] = {(length, name): [] for length in texts for name in models}
+    for round_ in range(args.rounds + 1):
+        for length, name in seconds:
+            elapsed = timed(lambda: forward_backward(models[name], texts[length]), args.device)  # noqa: B023
+            if round_:
+                seconds[length, name].append(elapsed)
+        progress(f"training, round {round_} of {args.rounds}")
+    return seconds
+
+
+def forward_backward(model, text: Tensor) -> None:
+    model.train()
+    model.zero_grad()
+    logits, _ = model(text[:, :-1])
+    F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()).backward()
+
+
+@torch.no_grad()
+def time_generation(args, models) -> dict[tuple[int, str], tuple[list[float], int]]:
+    """Seconds of each step and bytes of the state before the first, by context and model; the models take turns token by token."""
+    found = {}
+    for context in args.contexts:
+        progress(f"generation after {context} tokens")
+        text = draw_tokens(args, context + UNTIMED_STEPS + args.steps)
+        states = {name: fill_state(model.eval(), text[:, :context]) for name, model in models.items()}
+        sizes = {name: state_bytes(state) for name, state in states.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in models}
+        for length in range(context + 1, text.shape[1] + 1):
+            for name, model in models.items():
+                elapsed = timed(lambda: model.decoder(text[:, :length], incremental_state=states[name]), args.device)  # noqa: B023
+                seconds[name].append(elapsed)
+        found |= {(context, name): (s[UNTIMED_STEPS:], sizes[name]) for name, s in seconds.items()}
+    return found
+
+
+def fill_state(model, prompt: Tensor) -> dict:
+    """The incremental state after the prompt. Softmax attention gets random keys and values, whose time does not depend on them."""
+    state: dict = {}
+    if hasattr(model.decoder, "take_prompt"):
+        model.decoder(prompt, incremental_state=state)
+        return state
+    for layer in model.decoder.layers:
+        attention = layer.self_attn
+        shape = (prompt.shape[0], attention.num_heads, prompt.shape[1], attention.head_dim)
+        buffer = {name: torch.randn(shape, device=prompt.device) for name in ("prev_key", "prev_value")}
+        attention._set_input_buffer(state, buffer | {"prev_key_padding_mask": None})
+    return state
+
+
+def state_bytes(state) -> int:
+    """Of all tensors in there, however deep."""
+    if isinstance(state, Tensor):
+        return state.nbytes
+    if isinstance(state, dict):
+        return sum(map(state_bytes, state.values()))
+    return sum(map(state_bytes, state)) if isinstance(state, (tuple, list)) else 0
+
+
+def ratios(training, generation) -> list[dict]:
+    """How many times faster and smaller each fast-weight model is than transformer_lm."""
+    found = []
+    for (length, name), own in training.items():
+        if name != TRANSFORMER:
+            times = statistics.median(p / o for p, o in zip(training[length, TRANSFORMER], own))
+            found.append({"name": name, "what": "training", "tokens": length, "times_faster": times})
+    for (context, name), (own, size) in generation.items():
+        if name != TRANSFORMER:
+            peer, peer_size = generation[context, TRANSFORMER]
+            row = {"name": name, "what": "generation", "tokens": context}
+            times = statistics.median(p / o for p, o in zip(peer, own))
+            found.append(row | {"times_faster": times, "times_smaller": peer_size / size})
+    return found
+
+
+def table(report: dict) -> str:
+    """The report as Markdown."""
+    m, s = report["machine"], report["settings"]
+    lines = [
+        f"{m['device']}, {m['threads']} threads, torch {m['torch']}; {s['layers']} layers, width {s['width']}, {s['heads']} heads, "
+        f"ffn {s['ffn']}, vocabulary {s['vocabulary']}, batch {s['batch']}; medians of {s['rounds']} rounds, {s['steps']} tokens",
+        "",
+        "| model | parameters | " + " | ".join(f"training T={t}, tokens/s" for t in s["tokens"]) + " |",
+        "|---|---:|" + "---:|" * len(s["tokens"]),
+    ]
+    speeds = {(row["name"], row["tokens"]): row["tokens_per_second"] for row in report["training"]}
+    for row in report["parameters"]:
+        cells = (f"{speeds[row['name'], t]:.0f}" for t in s["tokens"])
+        lines.append(f"| {row['name']} | {row['parameters']} | " + " | ".join(cells) + " |")
+    lines += ["", "| generation | tokens before | ms per token | state, kB |", "|---|---:|---:|---:|"]
+    for row in report["generation"]:
+        lines.append(f"| {row['name']} | {row['context']} | {1e3 * row['seconds']:.2f} | {row['state_bytes'] / 1e3:.0f} |")
+    lines += ["", f"| model | T | against {TRANSFORMER} |", "|---|---:|---|"]
+    for row in report["ratios"]:
+        smaller = f", {row['times_smaller']:.3g} x smaller state" if "times_smaller" in row else ""
+        lines.append(f"| {row['name']} | {row['tokens']} | {row['what']} {row['times_faster']:.2f} x as fast{smaller} |")
+    return "\n".join(lines)
+
+
+def draw(report: dict, path: Path) -> None:
+    """Time per token and bytes of the state against context, told apart in grey by their markers."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
+    rows, whole_decades = report["generation"], ((min, math.floor), (max, math.ceil))
+    for axes, key, factor, label in zip(panels, ("seconds", "state_bytes"), (1e3, 1e-3), ("time per token, ms", "state, kB")):
+        for name, marker in zip(dict.fromkeys(row["name"] for row in rows), "osD^vPX*"):
+            points = [(row["context"], factor * row[key]) for row in rows if row["name"] == name]
+            thick = {"lw": 2, "ls": "--"} if name == TRANSFORMER else {"lw": 1}
+            axes.plot(*zip(*sorted(points)), marker=marker, ms=5, label=name, **thick)
+        ends = [10 ** rounded(math.log10(factor * end(row[key] for row in rows))) for end, rounded in whole_decades]
+        axes.set(xscale="log", yscale="log", xlabel="tokens before", ylabel=label, ylim=ends)
+        axes.set_xticks(ticks := report["settings"]["contexts"], [str(t) for t in ticks])
+        axes.xaxis.minorticks_off()
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.grid(alpha=0.3)
+    panels[0].legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=160)
+    pyplot.close(figure)

@@ -1,0 +1,87 @@
+"""What recipes/demo.sh measured, out of its logs: table.md and curves.png.
+
+python report.py FOLDER
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+MODELS = {"delta": ("fast_weight_lm delta", "o", "-", "0.35"), "transformer": ("transformer_lm", "s", "--", "0.75")}
+WAYS = {"segments": "segments of 128", "sliding": "sliding window", "streaming": "one stream"}
+
+
+def valid_curve(log: str) -> list[tuple[int, float]]:
+    """Perplexity by update; the last of those that a resumed run measured again."""
+    found = re.findall(r"valid on 'valid' subset .*\| ppl ([\d.]+) .*\| num_updates (\d+)", log)
+    return sorted({int(updates): float(perplexity) for perplexity, updates in found}.items())
+
+
+def test_result(log: Path) -> tuple[float, float] | None:
+    """Perplexity and tokens per second."""
+    if not log.exists():
+        return None
+    text = log.read_text()
+    return float(re.search(r"Perplexity: ([\d.]+)", text)[1]), float(re.search(r"\(([\d.]+) tokens/s\)", text)[1])
+
+
+def sample(log: str) -> str:
+    return re.search(r"^H-\d+\t\S+\t(.*)$", log, re.MULTILINE)[1]
+
+
+def main(folder: Path) -> None:
+    logs = {name: (folder / name / "train.log").read_text() for name in MODELS}
+    tests = {name: {way: test_result(folder / name / f"{way}.log") for way in WAYS} for name in MODELS}
+    table = write_table(folder, logs, tests)
+    (folder / "table.md").write_text(table, encoding="utf-8")
+    draw(folder / "curves.png", logs, tests)
+    print(table, end="")
+
+
+def write_table(folder: Path, logs, tests) -> str:
+    lines = ["| perplexity, test | parameters | " + " | ".join(WAYS.values()) + " |", "|---|---:|" + "---:|" * len(WAYS)]
+    for name, (label, *_) in MODELS.items():
+        size = re.findall(r"num\. shared model params: ([\d,]+)", logs[name])[-1]
+        cells = [f"{result[0]:.2f} ({result[1]:.0f} tokens/s)" if result else "" for result in tests[name].values()]
+        lines.append(f"| {label} | {size} | " + " | ".join(cells) + " |")
+    report = json.loads((folder / "generation.json").read_text())
+    contexts = report["settings"]["contexts"]
+    lines += ["", "| generation | " + " | ".join(f"after {c} tokens" for c in contexts) + " |", "|---|" + "---:|" * len(contexts)]
+    for label, *_ in MODELS.values():
+        rows = {row["context"]: row for row in report["generation"] if row["name"] == label}
+        cells = (f"{1e3 * rows[c]['seconds']:.2f} ms, {rows[c]['state_bytes'] / 1e3:.0f} kB" for c in contexts)
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    lines += [""] + [f"- {label}: {sample((folder / name / 'sample.log').read_text())}" for name, (label, *_) in MODELS.items()]
+    return "\n".join(lines) + "\n"
+
+
+def draw(path: Path, logs, tests) -> None:
+    """Valid perplexity against updates, and test perplexity by how much context each token has."""
+    figure, (curves, bars) = pyplot.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
+    for shift, (name, (label, marker, dashes, grey)) in enumerate(MODELS.items()):
+        curves.plot(*zip(*valid_curve(logs[name])), marker=marker, ls=dashes, color=grey, ms=5, label=label)
+        drawn = [(place, result[0]) for place, result in enumerate(tests[name].values()) if result]
+        places, heights = zip(*drawn)
+        boxes = bars.bar([p + 0.4 * shift - 0.2 for p in places], heights, 0.38, color=grey, edgecolor="black", label=label)
+        bars.bar_label(boxes, fmt="%.1f", fontsize=8)
+    curves.set(yscale="log", xlabel="updates", ylabel="perplexity, valid")
+    curves.yaxis.set_major_formatter("{x:g}")
+    curves.yaxis.set_minor_formatter("{x:g}")
+    curves.grid(alpha=0.3)
+    bars.set(ylabel="perplexity, test")
+    bars.set_xticks(range(len(WAYS)), list(WAYS.values()), fontsize=8)
+    bars.margins(y=0.3)
+    for axes in (curves, bars):
+        axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=160)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,314 @@
+"""fast_weight_lm through fairseq's own commands: train, resume, evaluate, generate, sweep, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fairseq import checkpoint_utils
+
+from fw_fairseq import registration  # noqa: F401
+from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModel
+
+ROOT = Path(__file__).parents[1]
+USER_DIR = ["--user-dir", ROOT / "fw_fairseq", "--cpu", "--num-workers", 0]
+TASK = ["--task", "language_modeling"]
+SMALL = (
+    "--arch fast_weight_lm --decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32"
+    " --decoder-ffn-embed-dim 64 --decoder-attention-heads 4 --dropout 0.1"
+)
+TRAIN = (
+    f"{SMALL} --task language_modeling --tokens-per-sample 32 --batch-size 8 --optimizer adam --lr 0.01 --seed 1"
+    " --log-format json --log-interval 1 --no-epoch-checkpoints"
+)
+GENERATE = "--task language_modeling --sample-break-mode eos --gen-subset test --batch-size 16 --prefix-size 3 --max-len-b 16"
+NOUNS = "cat dog bird fox horse child king queen farmer sailor doctor river tree stone house garden"
+VERBS = "sees finds follows paints carries leaves meets calls builds watches"
+ADJECTIVES = "old young small large red green quiet happy cold bright"
+PLACES = "forest town harbour valley kitchen castle market school field island"
+
+
+def run(*command, cwd=None):
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run([*map(str, command)], cwd=cwd, env=clean, capture_output=True, text=True, timeout=300)
+
+
+def fairseq(tool, *args, cwd=None):
+    return run(sys.executable, "-m", f"fairseq_cli.{tool}", *args, cwd=cwd)
+
+
+def succeed(done) -> str:
+    """What a command printed, logs included."""
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def train(data, folder, *args) -> str:
+    return succeed(fairseq("train", data, *USER_DIR, *TRAIN.split(), "--save-dir", folder, *args))
+
+
+def losses(log: str) -> dict[int, str]:
+    """Training loss by update."""
+    entries = (json.loads(line[line.index("{") :]) for line in log.splitlines() if "train_inner" in line)
+    return {int(entry["num_updates"]): entry["loss"] for entry in entries}
+
+
+def evaluate(data, checkpoint, *args) -> tuple[int, float]:
+    """Tokens and loss in bits."""
+    printed = succeed(fairseq("eval_lm", data, *USER_DIR, *TASK, "--path", checkpoint, *args))
+    count, loss = re.search(r"Evaluated ([\d,]+) tokens", printed)[1], re.search(r"Loss \(base 2\): ([\d.]+)", printed)[1]
+    return int(count.replace(",", "")), float(loss)
+
+
+def hypotheses(printed: str) -> dict[str, str]:
+    return dict(line.split("\t")[0::2] for line in printed.splitlines() if line.startswith("H-"))
+
+
+def parameters(folder) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "checkpoint_last.pt", weights_only=True)["model"]
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*")}
+
+
+def sentences(count: int, seed: int):
+    draw = random.Random(seed)
+    nouns, verbs, adjectives, places = (words.split() for words in (NOUNS, VERBS, ADJECTIVES, PLACES))
+    for _ in range(count):
+        words = ["the", draw.choice(adjectives), draw.choice(nouns), draw.choice(verbs), "a", draw.choice(nouns)]
+        yield " ".join(words + (["in", "the", draw.choice(places)] if draw.random() < 0.6 else []) + ["."])
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sentences")
+    for seed, (split, count) in enumerate({"train": 300, "valid": 50, "test": 50}.items()):
+        (folder / split).write_text("".join(line + "\n" for line in sentences(count, seed)))
+    prefixes = [part for split in ("train", "valid", "test") for part in (f"--{split}pref", folder / split)]
+    succeed(fairseq("preprocess", "--only-source", *prefixes, "--destdir", folder / "bin"))
+    return folder / "bin"
+
+
+@pytest.fixture(scope="session")
+def trained(data, tmp_path_factory):
+    """A folder with checkpoints after 6 updates, and the log. Random features and dropout: all that a resume must bring back."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, train(data, folder, "--feature-map", "favor", "--max-update", 6)
+
+
+@pytest.fixture(scope="session")
+def resumed(data, tmp_path_factory):
+    """The same with a stop after 3 updates, whose checkpoint is kept as third.pt."""
+    folder = tmp_path_factory.mktemp("parts")
+    train(data, folder, "--feature-map", "favor", "--max-update", 3)
+    shutil.copy(folder / "checkpoint_last.pt", folder / "third.pt")
+    return folder, train(data, folder, "--feature-map", "favor", "--max-update", 6)
+
+
+@pytest.fixture(scope="session")
+def both(trained, resumed, tmp_path_factory):
+    """A folder with two checkpoints."""
+    folder = tmp_path_factory.mktemp("both")
+    shutil.copy(trained[0] / "checkpoint_last.pt", folder / "a.pt")
+    shutil.copy(resumed[0] / "third.pt", folder / "b.pt")
+    return folder
+
+
+def load(folder, names, data):
+    return FastWeightLanguageModel.from_pretrained(str(folder), names, data_name_or_path=str(data)).eval()
+
+
+def test_training_learns_and_saves(trained):
+    folder, log = trained
+    assert sorted(contents(folder)) == ["checkpoint_best.pt", "checkpoint_last.pt"]
+    assert sorted(losses(log)) == [1, 2, 3, 4, 5, 6]
+    assert float(losses(log)[6]) < float(losses(log)[1]) - 1
+
+
+def test_a_resumed_run_is_the_same_run(trained, resumed):
+    (whole, whole_log), (parts, parts_log) = trained, resumed
+    assert losses(parts_log) == {update: loss for update, loss in losses(whole_log).items() if update > 3}
+    one, other = parameters(whole), parameters(parts)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--adaptive-input --adaptive-input-cutoff 20,40 --adaptive-input-factor 2 --adaptive-softmax-cutoff 20,40"
+        " --adaptive-softmax-factor 2 --tie-adaptive-weights --criterion adaptive_loss --ddp-backend legacy_ddp",
+        "--share-decoder-input-output-embed --decoder-layerdrop 0.4 --decoder-learned-pos --feature-map dpfp --dpfp-nu 2",
+        "--checkpoint-activations --no-token-positional-embeddings --update-rule gated --feature-norm none --attention-norm",
+        "--mixer-pattern softmax,fast_weight --update-rule gated_delta --feature-map rfa --feature-norm l2",
+        "--update-rule fwm --feature-map identity --feature-norm none --decoder-normalize-before",
+    ],
+    ids=["adaptive", "tied-layerdrop", "checkpointed-no-positions", "hybrid", "fwm"],
+)
+def test_fairseqs_options(options, data, tmp_path):
+    """Trains, and the loaded checkpoint gives what it generates the scores that it generated it with."""
+    first, *_, last = losses(train(data, tmp_path, *options.split(), "--max-update", 6)).values()
+    assert float(last) < float(first)
+    model = load(tmp_path, "checkpoint_last.pt", data)
+    prompts = [model.encode(text)[:-1] for text in ("the old cat", "the red")]
+    for prompt, [best, *_] in zip(prompts, model.generate(prompts, beam=3, max_len_b=16)):
+        assert best["tokens"][: len(prompt)].equal(prompt.to(best["tokens"]))
+        [[scored]] = model.generate([best["tokens"].cpu()], score_reference=True)
+        torch.testing.assert_close(scored["positional_scores"], best["positional_scores"][:-1], rtol=1e-4, atol=1e-4)
+
+
+def test_evaluation_of_blocks_is_the_validation_of_training(data, trained):
+    folder, log = trained
+    validation = re.search(r'"valid_loss": "([\d.]+)"', log)[1]
+    _, loss = evaluate(
+        data, folder / "checkpoint_last.pt", "--gen-subset", "valid", "--tokens-per-sample", 32, "--context-window", 0
+    )
+    assert loss == pytest.approx(float(validation), abs=2e-3)
+
+
+def test_evaluation_with_a_sliding_window(data, trained):
+    checkpoint = trained[0] / "checkpoint_last.pt"
+    blocks = evaluate(data, checkpoint, "--tokens-per-sample", 16)
+    sliding = evaluate(data, checkpoint, "--tokens-per-sample", 32, "--context-window", 16)
+    assert sliding[0] == blocks[0] == sum(len(line.split()) + 1 for line in sentences(50, 2)), "every token once"
+    assert 0 < abs(sliding[1] - blocks[1]) < 0.5
+
+
+def generate(data, paths, *options) -> dict[int, str]:
+    """What follows the first three words of each test sentence."""
+    path = ":".join(map(str, paths))
+    found = hypotheses(succeed(fairseq("generate", data, *USER_DIR, *GENERATE.split(), "--path", path, *options)))
+    texts, prompts = {int(name[2:]): text for name, text in found.items()}, list(sentences(50, 2))
+    assert len(texts) > 40
+    assert all(text.split()[:3] == prompts[i].split()[:3] for i, text in texts.items())
+    return texts
+
+
+def test_generation_samples(data, trained):
+    texts = generate(data, [trained[0] / "checkpoint_last.pt"], "--sampling", "--beam", 1, "--seed", 1)
+    assert len(set(texts.values())) > 40
+
+
+def test_generation_with_a_beam_and_an_ensemble(data, both):
+    texts = generate(data, [both / "a.pt", both / "b.pt"], "--beam", 3)
+    model = load(both, "a.pt:b.pt", data)
+    for i in sorted(texts)[:5]:
+        prompt = model.encode(" ".join(texts[i].split()[:3]))[:-1]
+        assert model.decode(model.generate(prompt, beam=3, max_len_b=16)[0]["tokens"]) == texts[i]
+
+
+def test_an_ensemble_averages_probabilities(data, both):
+    scores = (load(both, names, data).score("the old cat sees a dog .") for names in ("a.pt", "b.pt", "a.pt:b.pt"))
+    a, b, averaged = (score["positional_scores"].exp() for score in scores)
+    assert len(averaged) == 7
+    torch.testing.assert_close(averaged, (a + b) / 2)
+
+
+def test_interactive(data, trained):
+    command = [sys.executable, "-m", "fairseq_cli.interactive", data, *USER_DIR, *TASK, "--path", trained[0] / "checkpoint_last.pt"]
+    command = [*map(str, command), "--beam", "2", "--max-len-b", "12"]
+    done = subprocess.run(command, input="the old cat sees a\n", capture_output=True, text=True, timeout=300)
+    assert hypotheses(succeed(done))["H-0"].startswith("the old cat sees a ")
+
+
+def test_from_pretrained(data, trained):
+    model = load(trained[0], "checkpoint_last.pt", data)
+    one, other = model.sample(["the old cat", "a dog"], beam=1, sampling=True, max_len_b=12)
+    assert one.startswith("the old cat") and other.startswith("a dog")
+    ordered, shuffled = (model.score(text)["score"] for text in ("the old cat sees a dog .", "sees . dog the a cat old"))
+    assert ordered > shuffled
+
+
+def hydra(data, *args):
+    config = ["--config-dir", ROOT / "recipes" / "hydra", "--config-name", "fast_weight_lm"]
+    sweep, overrides = [x for x in args if x.startswith("--")], [x for x in args if not x.startswith("--")]
+    small = [
+        "task.tokens_per_sample=32",
+        "model.decoder_layers=2",
+        "lr_scheduler.warmup_updates=0",
+        "common.log_interval=1",
+        "dataset.num_workers=0",
+    ]
+    given = [f"common.user_dir={ROOT / 'fw_fairseq'}", f"task.data={data}", *small]
+    return succeed(fairseq("hydra_train", *config, *sweep, *given, *overrides, cwd=data.parent))
+
+
+def test_hydra_recipe(data, tmp_path):
+    log = hydra(data, "optimization.max_update=3", f"hydra.run.dir={tmp_path}", f"checkpoint.save_dir={tmp_path / 'saved'}")
+    first, *_, last = losses(log).values()
+    assert float(last) < float(first)
+    config = checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "saved" / "checkpoint_last.pt"))["cfg"]
+    assert (config["model"]["_name"], config["model"]["update_rule"], config["model"]["dpfp_nu"]) == ("fast_weight_lm", "delta", 1)
+
+
+def test_hydra_sweep(data, tmp_path):
+    hydra(data, "--multirun", "optimization.max_update=2", "model.update_rule=sum,delta", f"hydra.sweep.dir={tmp_path}")
+    shapes = [parameters(tmp_path / job / "checkpoints")["decoder.layers.0.self_attn.mixer.in_proj.weight"].shape for job in "01"]
+    assert shapes == [(3 * 128, 128), (3 * 128 + 8, 128)], "delta has one more output a head"
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--update-rule hebb", "argument --update-rule: invalid choice: 'hebb' (choose from 'sum', 'gated', "),
+        (
+            "--update-rule decay --attention-norm --feature-map identity --feature-norm none",
+            "ValueError: --attention-norm is not defined for --update-rule decay; leave it out, or use one of: sum, gated, delta",
+        ),
+    ],
+    ids=["rule", "combination"],
+)
+def test_refused_options(options, message, data, trained):
+    """In a folder with checkpoints, which stay as they are."""
+    folder, _ = trained
+    before = contents(folder)
+    done = fairseq("train", data, *USER_DIR, *TRAIN.split(), "--save-dir", folder, "--max-update", 9, *options.split())
+    assert done.returncode != 0
+    assert message in done.stderr.splitlines()[-1]
+    assert contents(folder) == before
+
+
+def test_missing_dictionary(tmp_path):
+    done = fairseq("train", tmp_path / "nowhere", *USER_DIR, *TRAIN.split(), "--save-dir", tmp_path / "saved", "--max-update", 1)
+    assert done.returncode != 0
+    assert "No such file or directory" in done.stderr.splitlines()[-1] and "nowhere/dict.txt" in done.stderr.splitlines()[-1]
+    assert contents(tmp_path / "saved") == {}
+
+
+def test_truncated_checkpoint(data, trained, tmp_path):
+    whole = (trained[0] / "checkpoint_last.pt").read_bytes()
+    (tmp_path / "half.pt").write_bytes(whole[: len(whole) // 2])
+    done = fairseq("eval_lm", data, *USER_DIR, *TASK, "--path", tmp_path / "half.pt")
+    assert done.returncode != 0
+    assert "checkpoint file is corrupted" in done.stderr.splitlines()[-1]
+    assert "loading model(s) from " + str(tmp_path / "half.pt") in done.stdout + done.stderr
+
+
+def test_training_from_the_installed_package(data, tmp_path):
+    """Not from the checkout: its editable install is taken out of the interpreter, and the place of the import is checked."""
+    source, site = tmp_path / "source", tmp_path / "site"
+    files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in filter(lambda name: (ROOT / name).exists(), files.stdout.split()):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes((ROOT / name).read_bytes())
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--target"]
+    succeed(run(*pip, site, source))
+    code = (
+        "import sys; sys.path = [p for p in sys.path if p]; sys.meta_path = [f for f in sys.meta_path"
+        " if '__editable__' not in getattr(f, '__module__', '') + getattr(f, '__name__', '')];"
+        "from fairseq_cli.train import cli_main; cli_main(); print('imported', sys.modules['fw_fairseq'].__file__)"
+    )
+    options = ["--user-dir", site / "fw_fairseq", *USER_DIR[2:], *TRAIN.split(), "--save-dir", "saved", "--max-update", 2]
+    printed = succeed(run(sys.executable, "-c", code, data, *options, cwd=tmp_path))
+    assert f"imported {site / 'fw_fairseq' / '__init__.py'}" in printed
+    assert sorted(losses(printed)) == [1, 2]
+    assert sorted(contents(tmp_path / "saved")) == ["checkpoint_best.pt", "checkpoint_last.pt"]

@@ -1,0 +1,291 @@
+"""fast_weight_lm in Python: every rule with every feature map, decoded, padded, carried and checkpointed."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import asdict
+
+import pytest
+import torch
+from fairseq import models as registered
+from fairseq.data import Dictionary
+
+from fw_fairseq import registration  # noqa: F401
+from fw_fairseq.config import FastWeightConfig, layer_mixers
+from fw_fairseq.feature_maps import FEATURE_MAPS
+from fw_fairseq.mixers import FastWeight
+from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModelConfig
+from fw_fairseq.modules import CarriedState
+from fw_fairseq.rules import RULES
+
+NON_NEGATIVE = [name for name, phi in FEATURE_MAPS.items() if phi.non_negative]
+ERASING = [name for name, rule in RULES.items() if rule.coefficients is not None and "beta" in rule.gates]
+SMALL = {
+    "decoder_layers": 2, "decoder_embed_dim": 32, "decoder_input_dim": 32, "decoder_output_dim": 32, "decoder_ffn_embed_dim": 48,
+    "decoder_attention_heads": 4, "dropout": 0.0, "tokens_per_sample": 64,
+}  # fmt: skip
+FROM_OTHER_GROUPS = {"add_bos_token": False, "tokens_per_sample": 64, "max_target_positions": None, "tpu": False}
+
+
+def combinations():
+    """Every rule and feature map with the options that suit them, then the same with attention norm where it is defined."""
+    for rule in RULES:
+        for phi in FEATURE_MAPS:
+            norm = "sum" if phi in NON_NEGATIVE else "l2" if rule in ERASING else "none"
+            yield {"update_rule": rule, "feature_map": phi, "feature_norm": norm}
+            if RULES[rule].normaliser and phi in NON_NEGATIVE:
+                yield {"update_rule": rule, "feature_map": phi, "feature_norm": norm, "attention_norm": True}
+                yield {"update_rule": rule, "feature_map": phi, "feature_norm": "none", "attention_norm": True}
+
+
+def label(options) -> str:
+    return "-".join("normalised" if value is True else str(value) for value in options.values())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """For tensors this small more threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+every_combination = pytest.mark.parametrize("options", list(combinations()), ids=label)
+
+
+def make_task(size: int) -> Namespace:
+    dictionary = Dictionary()
+    for i in range(size - len(dictionary)):
+        dictionary.add_symbol(f"w{i}")
+    return Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
+
+
+def options_of(arch: str, **given) -> Namespace:
+    """What fairseq-train makes of an architecture and the options given: its function first, then the defaults of the group."""
+    args = Namespace(**given)
+    registered.ARCH_CONFIG_REGISTRY[arch](args)
+    defaults = (
+        FastWeightLanguageModelConfig()
+        if arch.startswith("fast_weight")
+        else registered.MODEL_DATACLASS_REGISTRY["transformer_lm"]()
+    )
+    return Namespace(**{**asdict(defaults), **FROM_OTHER_GROUPS, **vars(args)})
+
+
+def build(task=None, **options):
+    args = options_of("fast_weight_lm", **{**SMALL, **options})
+    return registered.MODEL_REGISTRY["fast_weight_lm"].build_model(args, task or make_task(40)).double().eval()
+
+
+def draw(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(4, 40, (batch, length))
+
+
+def logits(model, tokens, **keywords):
+    return model(tokens, **keywords)[0]
+
+
+def decode(model, tokens, start: int = 0, incremental_state=None):
+    """The logits from token ``start`` on, taken one at a time."""
+    state = {} if incremental_state is None else incremental_state
+    steps = [logits(model, tokens[:, : t + 1], incremental_state=state) for t in range(start, tokens.shape[1])]
+    return torch.cat(steps, 1)
+
+
+def size_of(incremental_state) -> int:
+    return sum(x.numel() for state in incremental_state.values() for x in state if x is not None)
+
+
+def assert_close(actual, expected, tolerance: float = 1e-9):
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@every_combination
+def test_decoding_equals_the_full_pass(options):
+    model, tokens = build(**options), draw(3, 12)
+    expected = logits(model, tokens)
+    assert_close(decode(model, tokens), expected)
+    state = {}
+    assert_close(logits(model, tokens[:, :7], incremental_state=state), expected[:, :7])
+    assert_close(decode(model, tokens, 7, state), expected[:, 7:])
+
+
+@every_combination
+def test_the_state_does_not_grow(options):
+    model, tokens, sizes = build(**options), draw(2, 20), {}
+    state = {}
+    for t in range(20):
+        logits(model, tokens[:, : t + 1], incremental_state=state)
+        sizes[t + 1] = size_of(state)
+    assert sizes[1] == sizes[5] == sizes[20] > 0
+
+
+@every_combination
+def test_reordered_states_belong_to_the_reordered_sequences(options):
+    model, tokens, state = build(**options), draw(3, 6), {}
+    order, after = torch.tensor([2, 0, 0, 1]), draw(4, 3)
+    decode(model, tokens, incremental_state=state)
+    model.decoder.reorder_incremental_state_scripting(state, order)
+    whole = torch.cat([tokens[order], after], 1)
+    assert_close(decode(model, whole, 6, state), logits(model, whole)[:, 6:])
+
+
+@every_combination
+def test_no_token_reaches_an_earlier_one(options):
+    model, tokens = build(**options), draw(2, 10)
+    changed = tokens.clone()
+    changed[:, 6] = (tokens[:, 6] - 4 + 1) % 36 + 4
+    before, after = logits(model, tokens), logits(model, changed)
+    assert_close(after[:, :6], before[:, :6])
+    assert (after[:, 6:] - before[:, 6:]).abs().amax((0, 2)).min() > 1e-6
+
+
+@every_combination
+def test_padding_on_the_right_changes_nothing(options):
+    model, tokens = build(**options), draw(2, 11)
+    alone = logits(model, tokens[:1, :5])
+    tokens[0, 5:] = model.decoder.padding_idx
+    assert_close(logits(model, tokens)[:1, :5], alone)
+
+
+@every_combination
+def test_segments_with_carried_state_equal_the_whole(options):
+    model, tokens, carried = build(no_token_positional_embeddings=True, **options), draw(2, 14), CarriedState()
+    parts = [logits(model, part, carried=carried) for part in tokens.split([3, 1, 10], 1)]
+    assert_close(torch.cat(parts, 1), logits(model, tokens))
+
+
+@every_combination
+def test_activation_checkpointing_has_the_same_gradients(options):
+    """Random features are drawn once for a forward and its backward."""
+    gradients = {}
+    for checkpointed in (False, True):
+        torch.manual_seed(1)
+        model = build(no_token_positional_embeddings=True, checkpoint_activations=checkpointed, **options).train()
+        tokens, carried = draw(2, 9), CarriedState()
+        logits(model, tokens).square().sum().backward()
+        logits(model, tokens[:, :4], carried=carried)
+        logits(model, tokens[:, 4:], carried=carried).square().sum().backward()
+        gradients[checkpointed] = {name: p.grad for name, p in model.named_parameters()}
+    for name, expected in gradients[False].items():
+        assert expected.abs().max() > 0, name
+        assert_close(gradients[True][name], expected)
+
+
+@pytest.mark.parametrize("pattern", ["softmax,fast_weight", "fast_weight*2,softmax", "softmax"])
+def test_hybrids_decode_as_the_full_pass(pattern):
+    model, tokens = build(mixer_pattern=pattern, decoder_layers=4), draw(2, 12)
+    assert_close(decode(model, tokens), logits(model, tokens), 1e-5)  # fairseq's softmax is fp32
+
+
+def shapes(arch: str, words: int, **given) -> dict:
+    """Parameter shapes of an architecture at its full size, which takes no memory."""
+    with torch.device("meta"):
+        args = options_of(arch, tokens_per_sample=1024, **given)
+        model = registered.MODEL_REGISTRY[registered.ARCH_MODEL_NAME_REGISTRY[arch]].build_model(args, make_task(words))
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def outside_attention(named_shapes: dict) -> dict:
+    return {name: shape for name, shape in named_shapes.items() if ".self_attn." not in name}
+
+
+def count(named_shapes: dict) -> int:
+    return sum(torch.Size(shape).numel() for shape in named_shapes.values())
+
+
+@pytest.mark.parametrize("arch, width", [("small", 128), ("medium", 256)])
+def test_wiki103_architectures(arch, width):
+    args = options_of(f"fast_weight_lm_wiki103_{arch}")
+    assert (args.decoder_layers, args.decoder_attention_heads, args.decoder_ffn_embed_dim) == (16, 8, 2048)
+    assert (args.decoder_embed_dim, args.decoder_input_dim, args.decoder_output_dim) == (width, width, width)
+    built = shapes(f"fast_weight_lm_wiki103_{arch}", 267744)
+    embeddings = [shape for shape in built.values() if max(shape) > 10000]
+    assert sum(rows for rows, _ in embeddings) == 267744 and {columns for _, columns in embeddings} == {width}, "shared, one width"
+    assert built["decoder.layers.15.fc1.weight"] == (2048, width) and "decoder.layers.16.fc1.weight" not in built
+
+
+def test_baevski_auli_is_fairseqs_wiki103_outside_attention():
+    ours, theirs = (shapes(arch, 267744) for arch in ("fast_weight_lm_baevski_auli", "transformer_lm_wiki103"))
+    assert outside_attention(ours) == outside_attention(theirs)
+    assert ours["decoder.layers.15.self_attn.mixer.out_proj.weight"] == (1024, 1024)
+
+
+def test_gpt2_small_has_124_million_parameters():
+    args = options_of("fast_weight_lm_gpt2_small")
+    assert (args.decoder_layers, args.decoder_embed_dim, args.decoder_attention_heads) == (12, 768, 12)
+    gates = 12 * (768 * 12 + 12)
+    assert count(shapes("fast_weight_lm_gpt2_small", 50257)) - gates == 124_439_808 + 2 * 768  # fairseq's positions start at 2
+
+
+@pytest.mark.parametrize("arch", registered.ARCH_MODEL_INV_REGISTRY["fast_weight_lm"])
+def test_architectures_run(arch):
+    cutoffs = (
+        {name: "20,30" for name in ("adaptive_input_cutoff", "adaptive_softmax_cutoff")} if arch[15:] and "gpt" not in arch else {}
+    )
+    task = make_task(40)
+    model = registered.MODEL_REGISTRY["fast_weight_lm"].build_model(options_of(arch, decoder_layers=2, **cutoffs), task).eval()
+    tokens = draw(2, 5)
+    chances = model.get_normalized_probs(model(tokens), log_probs=False)
+    assert_close(chances.sum(-1), torch.ones(2, 5), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "pattern, expected",
+    [
+        ("", ["fast_weight"] * 4),
+        ("softmax", ["softmax"] * 4),
+        ("softmax,fast_weight", ["softmax", "fast_weight"] * 2),
+        ("softmax, fast_weight * 3", ["softmax"] + ["fast_weight"] * 3),
+        ("softmax*2,fast_weight", ["softmax", "softmax", "fast_weight", "softmax"]),
+    ],
+)
+def test_mixer_patterns(pattern, expected):
+    assert layer_mixers(FastWeightConfig(mixer_pattern=pattern), 4) == expected
+    mixers = [layer.self_attn for layer in build(mixer_pattern=pattern, decoder_layers=4).decoder.layers]
+    assert ["fast_weight" if hasattr(mixer, "mixer") else "softmax" for mixer in mixers] == expected
+
+
+@pytest.mark.parametrize(
+    "pattern, message",
+    [
+        ("softmax,attention", "--mixer-pattern has 'attention'; each part must be NAME or NAME\\*COUNT, NAME one of: "),
+        ("softmax*0", "has 'softmax\\*0'"),
+        ("softmax,,fast_weight", "has ''"),
+        ("softmax*-1", "has 'softmax\\*-1'"),
+        ("softmax*2,fast_weight*3", "names 5 layers but the model has 4; name at most 4"),
+    ],
+)
+def test_refused_mixer_patterns(pattern, message):
+    with pytest.raises(ValueError, match=message):
+        layer_mixers(FastWeightConfig(mixer_pattern=pattern), 4)
+
+
+@pytest.mark.parametrize(
+    "message, options",
+    [
+        ("--feature-norm sum needs a non-negative --feature-map, not tanh; use", {"feature_map": "tanh"}),
+        (
+            "--attention-norm is not defined for --update-rule decay; .* sum, gated, delta$",
+            {"update_rule": "decay", "attention_norm": True},
+        ),
+        (
+            "--attention-norm divides by sums of features, which identity lets vanish; use elu, relu, dpfp or favor",
+            {"feature_map": "identity", "attention_norm": True, "feature_norm": "none"},
+        ),
+        ("--update-rule delta diverges with keys longer than 1, as elu gives; use --feature-norm sum", {"feature_norm": "none"}),
+        (
+            "--update-rule gated_delta diverges .* as rfa gives; use --feature-norm l2",
+            {"update_rule": "gated_delta", "feature_map": "rfa", "feature_norm": "none"},
+        ),
+    ],
+)
+def test_refused_combinations(message, options):
+    with pytest.raises(ValueError, match=message):
+        FastWeight(32, 4, FastWeightConfig(**options))
+
+
+def test_refused_width():
+    with pytest.raises(ValueError, match="--decoder-embed-dim is 30; it must be a multiple of --decoder-attention-heads, 4"):
+        FastWeight(30, 4, FastWeightConfig())
