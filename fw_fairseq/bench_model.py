@@ -116,20 +116,32 @@ def forward_backward(model, text: Tensor) -> None:
 
 @torch.no_grad()
 def time_generation(args, models) -> dict[tuple[int, str], tuple[list[float], int]]:
-    """Seconds of each step and bytes of the state before the first, by context and model; the models take turns token by token."""
-    found = {}
+    """Seconds of a token, one a round, and bytes of the state, by context and model."""
+    found: dict[tuple[int, str], tuple[list[float], int]] = {}
     for context in args.contexts:
-        progress(f"generation after {context} tokens")
         text = draw_tokens(args, context + UNTIMED_STEPS + args.steps)
         states = {name: fill_state(model.eval(), text[:, :context]) for name, model in models.items()}
-        sizes = {name: state_bytes(state) for name, state in states.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in models}
-        for length in range(context + 1, text.shape[1] + 1):
+        found |= {(context, name): ([], state_bytes(state)) for name, state in states.items()}
+        for round_ in range(args.rounds + 1):
             for name, model in models.items():
-                elapsed = timed(lambda: model.decoder(text[:, :length], incremental_state=states[name]), args.device)  # noqa: B023
-                seconds[name].append(elapsed)
-        found |= {(context, name): (s[UNTIMED_STEPS:], sizes[name]) for name, s in seconds.items()}
+                elapsed = time_steps(args, model, text, context, states[name])
+                if round_:
+                    found[context, name][0].append(elapsed)
+            progress(f"generation after {context} tokens, round {round_} of {args.rounds}")
     return found
+
+
+def time_steps(args, model, text: Tensor, context: int, state: dict) -> float:
+    """Median seconds of the steps after ``context``; ``state`` stays as it is.
+
+    The turn of a model is all of its steps: taking turns token by token, each would find its weights pushed out of the processor's
+    cache by the other's keys and values.
+    """
+    state = {key: dict(entry) if isinstance(entry, dict) else entry for key, entry in state.items()}
+    seconds = []
+    for length in range(context + 1, text.shape[1] + 1):
+        seconds.append(timed(lambda: model.decoder(text[:, :length], incremental_state=state), args.device))  # noqa: B023
+    return statistics.median(seconds[UNTIMED_STEPS:])
 
 
 def fill_state(model, prompt: Tensor) -> dict:

@@ -42,6 +42,7 @@ class FastWeightDecoder(TransformerDecoder):
         self._mixers = iter(enumerate(layer_mixers(self.fast_weight_config, args.decoder_layers)))
         self.recurrent = SOFTMAX not in layer_mixers(self.fast_weight_config, args.decoder_layers)
         super().__init__(args, dictionary, embed_tokens, no_encoder_attn, output_projection)
+        self.mixers = [module for module in self.modules() if isinstance(module, MixerAttention)]
         self.expect_prompt(None)
 
     def build_decoder_layer(self, args, no_encoder_attn=False):
@@ -50,15 +51,12 @@ class FastWeightDecoder(TransformerDecoder):
         layer = FastWeightDecoderLayer(cfg, self.fast_weight_config, mixer, index, no_encoder_attn)
         return checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations) if cfg.checkpoint_activations else layer
 
-    def mixers(self) -> list[MixerAttention]:
-        return [module for module in self.modules() if isinstance(module, MixerAttention)]
-
     def forward(self, prev_output_tokens, *args, incremental_state=None, carried=None, reset_mask=None, score_last=0, **kwargs):
         """fairseq's forward. carried, reset_mask: see MixerAttention; score_last: outputs at that many last tokens only."""
         if carried is not None:
             carried = carried.of(self)
             carried.advance()
-        for mixer in self.mixers():
+        for mixer in self.mixers:
             mixer.carried, mixer.reset_mask = carried, reset_mask
         if incremental_state is not None and self.prompt is not None and prev_output_tokens.shape[1] <= self.prompt.shape[1]:
             return self.read_prompt(prev_output_tokens.shape[1], incremental_state)
@@ -76,7 +74,7 @@ class FastWeightDecoder(TransformerDecoder):
         """One pass over all tokens; the states go into ``incremental_state``. Returns the outputs at every token."""
         states = CarriedState()
         output = self.forward(tokens, *args, carried=states, **kwargs)
-        for mixer in self.mixers():
+        for mixer in self.mixers:
             mixer._set_input_buffer(incremental_state, states.after[mixer.layer])
             mixer.carried = None
         return output

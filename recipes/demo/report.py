@@ -76,6 +76,7 @@ def draw(path: Path, logs, tests) -> None:
     curves.grid(alpha=0.3)
     bars.set(ylabel="perplexity, test")
     bars.set_xticks(range(len(WAYS)), list(WAYS.values()), fontsize=8)
+    bars.set_xlim(-0.6, len(WAYS) - 0.4)
     bars.margins(y=0.3)
     for axes in (curves, bars):
         axes.legend(frameon=False, fontsize=8)
