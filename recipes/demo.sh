@@ -6,7 +6,7 @@
 #   Expected  DEMO/table.md, curves.png, generation.png. Test perplexity about 102 with delta, 103 with the Transformer; 106 where delta
 #             reads the text as one stream, its memory carried all along. Its state has one size at every length
 #   recipes/demo.sh                        goes on where an earlier run stopped
-#   DEMO=/tmp/demo UPDATES=400 recipes/demo.sh
+#   DEMO=outputs/demo UPDATES=400 recipes/demo.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
