@@ -230,10 +230,18 @@ def test_interactive(data, trained):
 
 
 def test_from_pretrained(data, trained):
-    model = load(trained[0], "checkpoint_last.pt", data)
-    one, other = model.sample(["the old cat", "a dog"], beam=1, sampling=True, max_len_b=12)
+    """In a script of its own that imports nothing else first."""
+    code = (
+        "import sys; from fw_fairseq.models import FastWeightLanguageModel\n"
+        "model = FastWeightLanguageModel.from_pretrained(sys.argv[1], 'checkpoint_last.pt', data_name_or_path=sys.argv[2]).eval()\n"
+        "print(*model.sample(['the old cat', 'a dog'], beam=1, sampling=True, max_len_b=12), sep='\\n')\n"
+        "print(*(float(model.score(text)['score']) for text in ('the old cat sees a dog .', 'sees . dog the a cat old')))"
+    )
+    done = run(sys.executable, "-c", code, trained[0], data)
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, other, scores = done.stdout.splitlines()[-3:]
     assert one.startswith("the old cat") and other.startswith("a dog")
-    ordered, shuffled = (model.score(text)["score"] for text in ("the old cat sees a dog .", "sees . dog the a cat old"))
+    ordered, shuffled = map(float, scores.split())
     assert ordered > shuffled
 
 
