@@ -56,8 +56,6 @@ class FastWeight(Mixer):
         v = parts.pop("v")
         gates = {name: torch.sigmoid(wide(part)) for name, part in parts.items()}
         gates = {n: g.squeeze(-1) if self.rule.gates[n].axis is None else g for n, g in gates.items()}
-        if key_log_scale is not None and not (self.attention_norm and self.rule.normaliser == "write"):
-            key_log_scale = None
         y, state = fast_weight(
             q, k, v, self.rule_name, gates, state, self.backend, self.attention_norm,
             padding_mask=padding_mask, key_log_scale=key_log_scale, reset_mask=reset_mask,

@@ -39,8 +39,8 @@ class FastWeightDecoder(TransformerDecoder):
         self.fast_weight_config = FastWeightConfig(
             **{f.name: value for f in fields(FastWeightConfig) if (value := safe_getattr(args, f.name, None)) is not None}
         )
-        self._mixers = iter(enumerate(layer_mixers(self.fast_weight_config, args.decoder_layers)))
-        self.recurrent = SOFTMAX not in layer_mixers(self.fast_weight_config, args.decoder_layers)
+        names = layer_mixers(self.fast_weight_config, args.decoder_layers)
+        self._mixers, self.recurrent = iter(enumerate(names)), SOFTMAX not in names
         super().__init__(args, dictionary, embed_tokens, no_encoder_attn, output_projection)
         self.mixers = [module for module in self.modules() if isinstance(module, MixerAttention)]
         self.expect_prompt(None)
