@@ -15,6 +15,15 @@ CASES = [(name, False) for name in RULES] + [(name, True) for name in NORMALISED
 EXTREMES = (1e-6, 1 - 1e-6)
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """For tensors this small more threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)

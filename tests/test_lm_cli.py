@@ -29,6 +29,8 @@ TRAIN = (
     f"{SMALL} --task language_modeling --tokens-per-sample 32 --batch-size 8 --optimizer adam --lr 0.01 --seed 1"
     " --log-format json --log-interval 1 --no-epoch-checkpoints"
 )
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 GENERATE = "--task language_modeling --sample-break-mode eos --gen-subset test --batch-size 16 --prefix-size 3 --max-len-b 16"
 NOUNS = "cat dog bird fox horse child king queen farmer sailor doctor river tree stone house garden"
 VERBS = "sees finds follows paints carries leaves meets calls builds watches"
@@ -86,15 +88,6 @@ def sentences(count: int, seed: int):
     for _ in range(count):
         words = ["the", draw.choice(adjectives), draw.choice(nouns), draw.choice(verbs), "a", draw.choice(nouns)]
         yield " ".join(words + (["in", "the", draw.choice(places)] if draw.random() < 0.6 else []) + ["."])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """For tensors this small more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,8 @@ from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModelConfig
 from fw_fairseq.modules import CarriedState
 from fw_fairseq.rules import RULES
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NON_NEGATIVE = [name for name, phi in FEATURE_MAPS.items() if phi.non_negative]
 ERASING = [name for name, rule in RULES.items() if rule.coefficients is not None and "beta" in rule.gates]
 SMALL = {
@@ -40,15 +42,6 @@ def combinations():
 
 def label(options) -> str:
     return "-".join("normalised" if value is True else str(value) for value in options.values())
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """For tensors this small more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 every_combination = pytest.mark.parametrize("options", list(combinations()), ids=label)
