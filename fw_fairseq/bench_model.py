@@ -27,8 +27,9 @@ def add_arguments(parser) -> None:
     parser.add_argument("--heads", type=positive, default=8)
     parser.add_argument("--ffn", type=positive, default=512, help="width of the feed-forward layers")
     parser.add_argument("--vocabulary", type=vocabulary, default=10000)
-    parser.add_argument("--batch", type=positive, default=1)
     parser.add_argument("--tokens", nargs="+", type=positive, default=[512, 2048], metavar="T", help="lengths to train on")
+    parser.add_argument("--max-tokens", type=positive, default=2048, help="tokens of a training batch")
+    parser.add_argument("--hypotheses", type=positive, default=5, help="sequences generated together; 5: fairseq's beam")
     parser.add_argument(
         "--contexts", nargs="+", type=positive, default=[256, 1024, 4096], metavar="T", help="tokens before generation"
     )
@@ -49,7 +50,7 @@ def bench_model(args) -> dict:
         "settings": {k: v for k, v in vars(args).items() if isinstance(v, (int, str, list))},
         "parameters": [{"name": name, "parameters": sum(p.numel() for p in m.parameters())} for name, m in models.items()],
         "training": [
-            {"tokens": t, "name": n, "tokens_per_second": args.batch * t / statistics.median(s), **spread(s)}
+            {"tokens": t, "name": n, "tokens_per_second": batch_rows(args, t) * t / statistics.median(s), **spread(s)}
             for (t, n), s in training.items()
         ],
         "generation": [
@@ -89,14 +90,19 @@ def build_models(args) -> dict[str, nn.Module]:
     return models | {TRANSFORMER: build(TransformerLanguageModel)}
 
 
-def draw_tokens(args, length: int) -> Tensor:
-    """(B,T), without special symbols."""
-    return torch.randint(4, args.vocabulary, (args.batch, length), device=args.device)
+def batch_rows(args, length: int) -> int:
+    """Of a training batch."""
+    return max(1, args.max_tokens // length)
+
+
+def draw_tokens(args, count: int, length: int) -> Tensor:
+    """(count, length), without special symbols."""
+    return torch.randint(4, args.vocabulary, (count, length), device=args.device)
 
 
 def time_training(args, models) -> dict[tuple[int, str], list[float]]:
     """Seconds of forward and backward by length and model, one a round."""
-    texts = {length: draw_tokens(args, length + 1) for length in args.tokens}
+    texts = {length: draw_tokens(args, batch_rows(args, length), length + 1) for length in args.tokens}
     seconds: dict[tuple[int, str], list[float]] = {(length, name): [] for length in texts for name in models}
     for round_ in range(args.rounds + 1):
         for length, name in seconds:
@@ -119,7 +125,7 @@ def time_generation(args, models) -> dict[tuple[int, str], tuple[list[float], in
     """Seconds of a token, one a round, and bytes of the state, by context and model."""
     found: dict[tuple[int, str], tuple[list[float], int]] = {}
     for context in args.contexts:
-        text = draw_tokens(args, context + UNTIMED_STEPS + args.steps)
+        text = draw_tokens(args, args.hypotheses, context + UNTIMED_STEPS + args.steps)
         states = {name: fill_state(model.eval(), text[:, :context]) for name, model in models.items()}
         found |= {(context, name): ([], state_bytes(state)) for name, state in states.items()}
         for round_ in range(args.rounds + 1):
@@ -188,7 +194,8 @@ def table(report: dict) -> str:
     m, s = report["machine"], report["settings"]
     lines = [
         f"{m['device']}, {m['threads']} threads, torch {m['torch']}; {s['layers']} layers, width {s['width']}, {s['heads']} heads, "
-        f"ffn {s['ffn']}, vocabulary {s['vocabulary']}, batch {s['batch']}; medians of {s['rounds']} rounds, {s['steps']} tokens",
+        f"ffn {s['ffn']}, {s['vocabulary']} words; training with {s['max_tokens']} tokens a batch, generation of {s['steps']} "
+        f"tokens for {s['hypotheses']} hypotheses; medians of {s['rounds']} rounds",
         "",
         "| model | parameters | " + " | ".join(f"training T={t}, tokens/s" for t in s["tokens"]) + " |",
         "|---|---:|" + "---:|" * len(s["tokens"]),

@@ -31,8 +31,8 @@ class FeatureMap(nn.Module):
         normalisation it goes to ``fast_weight`` as ``key_log_scale``."""
         return self(x), None
 
-    def redraw(self) -> None:
-        """Called once per training mini-batch; random maps draw new projections."""
+    def redraw(self, keep: bool = False) -> None:
+        """Called once per training mini-batch; random maps draw new projections, or with ``keep`` take those of evaluation."""
 
     def extra_repr(self) -> str:
         return f"head_dim={self.head_dim}, out_dim={self.out_dim}"
@@ -106,8 +106,10 @@ class RandomFeatures(FeatureMap):
         self.register_buffer("projection", draw_projection(features, head_dim, orthogonal))
         self.register_buffer("drawn", None, persistent=False)
 
-    def redraw(self) -> None:
-        if self.training:
+    def redraw(self, keep: bool = False) -> None:
+        if keep:
+            self.drawn = None
+        elif self.training:
             self.drawn = draw_projection(self.features, self.head_dim, self.orthogonal, self.projection.device)
 
     def project(self, x: Tensor) -> Tensor:

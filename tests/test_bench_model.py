@@ -22,7 +22,7 @@ def test_model_report(tmp_path, capsys):
     assert {(row["name"], row["context"]) for row in report["generation"]} == {(n, c) for n in NAMES for c in (8, 32, 64)}
     assert all(0 < row["min"] <= row["seconds"] <= row["max"] for row in report["training"] + report["generation"])
     state = {name: [row["state_bytes"] for row in report["generation"] if row["name"] == name] for name in NAMES}
-    keys_and_values = 2 * 16 * 4
+    keys_and_values = 2 * 16 * 4 * 5  # 5 hypotheses
     assert state.pop("transformer_lm") == [keys_and_values * context for context in (8, 32, 64)]
     assert all(sizes[0] > 0 and len(set(sizes)) == 1 for sizes in state.values())
     assert len(report["ratios"]) == 2 * (2 + 3)

@@ -166,6 +166,27 @@ def test_activation_checkpointing_has_the_same_gradients(options):
         assert_close(gradients[True][name], expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@every_combination
+def test_half_precision_stays_near_the_exact_model(options, dtype):
+    model, tokens = build(decoder_normalize_before=True, **options).float(), draw(2, 40)
+    exact = logits(model, tokens).detach()
+    rounded = logits(model.to(dtype), tokens)
+    rounded.float().square().mean().backward()
+    assert (rounded.float() - exact).abs().mean() < 0.05 * exact.abs().mean()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("phi", ["favor", "rfa"])
+def test_random_features_stay_while_a_memory_is_carried(phi):
+    model = build(update_rule="sum", feature_map=phi, feature_norm="none", no_token_positional_embeddings=True).train()
+    tokens, carried = draw(2, 14), CarriedState()
+    with torch.no_grad():
+        assert not torch.allclose(logits(model, tokens), logits(model, tokens)), "drawn anew each time without"
+        parts = [logits(model, part, carried=carried) for part in tokens.split([3, 11], 1)]
+        assert_close(torch.cat(parts, 1), logits(model.eval(), tokens))
+
+
 @pytest.mark.parametrize("pattern", ["softmax,fast_weight", "fast_weight*2,softmax", "softmax"])
 def test_hybrids_decode_as_the_full_pass(pattern):
     model, tokens = build(mixer_pattern=pattern, decoder_layers=4), draw(2, 12)

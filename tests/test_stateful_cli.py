@@ -5,74 +5,47 @@ from __future__ import annotations
 import json
 import random
 import re
-import subprocess
-import sys
-from pathlib import Path
+from argparse import Namespace
 
 import pytest
 import torch
+from commands import USER_DIR, fairseq, succeed, train_two_workers
+from fairseq.data import Dictionary
 
-ROOT = Path(__file__).parents[1]
-MODEL = [
-    "--arch",
-    "fast_weight_lm",
-    "--decoder-layers",
-    "2",
-    "--decoder-embed-dim",
-    "32",
-    "--decoder-input-dim",
-    "32",
-    "--decoder-output-dim",
-    "32",
-]
-MODEL += ["--decoder-ffn-embed-dim", "64", "--decoder-attention-heads", "4", "--no-token-positional-embeddings", "--dropout", "0.1"]
-TRAIN = [
-    "--task",
-    "stateful_language_modeling",
-    "--criterion",
-    "fast_weight_cross_entropy",
-    "--tokens-per-sample",
-    "16",
-    "--batch-size",
-    "4",
-]
-TRAIN += [
-    "--batch-size-valid",
-    "3",
-    "--optimizer",
-    "adam",
-    "--lr",
-    "0.01",
-    "--seed",
-    "3",
-    "--cpu",
-    "--log-format",
-    "json",
-    "--log-interval",
-    "1",
-]
-TRAIN += ["--no-epoch-checkpoints", "--max-update", "6"]
+from fw_fairseq import registration  # noqa: F401
+from fw_fairseq.mixers import FastWeight
+from fw_fairseq.models.fast_weight_lm import FastWeightDecoder, FastWeightLanguageModel, FastWeightLanguageModelConfig
+from fw_fairseq.tasks.generation import PromptedGenerator
+
+MODEL = (
+    "--arch fast_weight_lm --decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32"
+    " --decoder-ffn-embed-dim 64 --decoder-attention-heads 4 --no-token-positional-embeddings --dropout 0.1"
+)
+TRAIN = (
+    "--task stateful_language_modeling --criterion fast_weight_cross_entropy --tokens-per-sample 16 --batch-size 4"
+    " --batch-size-valid 3 --optimizer adam --lr 0.01 --seed 3 --log-format json --log-interval 1 --no-epoch-checkpoints"
+    " --max-update 6"
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def fairseq(tool, *args):
-    command = [sys.executable, "-m", f"fairseq_cli.{tool}", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+def training(data, folder, *args):
+    return [data, *MODEL.split(), *TRAIN.split(), "--save-dir", folder, *args]
+
+
+def updates(log: str) -> dict[int, dict]:
+    lines = [line[line.index("{") :] for line in log.splitlines() if "train_inner" in line and "{" in line]
+    return {int(entry["num_updates"]): entry for entry in map(json.loads, lines)}
 
 
 def train(data, folder, *args):
-    done = fairseq("train", data, "--user-dir", ROOT / "fw_fairseq", *MODEL, *TRAIN, "--save-dir", folder, *args)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [line[line.index("{") :] for line in done.stdout.splitlines() if "train_inner" in line and "{" in line]
-    return {int(log["num_updates"]): log for log in map(json.loads, lines)}
+    return updates(succeed(fairseq("train", *training(data, folder, *args), *USER_DIR)))
 
 
 def evaluate(data, checkpoint, *args):
-    options = ["--user-dir", ROOT / "fw_fairseq", "--path", checkpoint, "--gen-subset", "test", "--cpu", *args]
-    done = fairseq("eval_lm", data, *options)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return int(re.search(r"Evaluated ([\d,]+)", done.stderr)[1].replace(",", "")), float(
-        re.search(r"2\): ([\d.]+)", done.stderr)[1]
-    )
+    printed = succeed(fairseq("eval_lm", data, *USER_DIR, "--path", checkpoint, "--gen-subset", "test", *args))
+    return int(re.search(r"Evaluated ([\d,]+)", printed)[1].replace(",", "")), float(re.search(r"2\): ([\d.]+)", printed)[1])
 
 
 @pytest.fixture(scope="module")
@@ -93,17 +66,43 @@ def trained(data, tmp_path_factory):
     return folder / "checkpoint_last.pt", train(data, folder)
 
 
-def test_resume_goes_on_with_the_streams_memory(data, trained, tmp_path):
-    checkpoint, whole = trained
-    train(data, tmp_path, "--max-update", "3")
-    resumed = train(data, tmp_path)
-    assert sorted(resumed) == [4, 5, 6]
-    assert [resumed[n]["loss"] for n in (4, 5, 6)] == [whole[n]["loss"] for n in (4, 5, 6)]
-    torch.serialization.add_safe_globals([__import__("argparse").Namespace])
-    one, other = (torch.load(path, weights_only=True)["model"] for path in (checkpoint, tmp_path / "checkpoint_last.pt"))
+def losses(logs: dict[int, dict]) -> dict[int, str]:
+    return {update: entry["loss"] for update, entry in logs.items()}
+
+
+def parameters(folder):
+    return torch.load(folder / "checkpoint_last.pt", weights_only=True)["model"]
+
+
+def assert_resumed(whole, parts, first, second):
+    """A run of 6 updates in ``whole``, and one of 3 that went on to 6 in ``parts``, with their logs."""
+    assert losses(second) == {update: loss for update, loss in losses(first).items() if update > 3}
+    one, other = parameters(whole), parameters(parts)
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-    saved = torch.load(checkpoint, weights_only=True)["extra_state"]["train_iterator"]
-    assert sorted(saved["carried"]) == [0, 1] and saved["iterations_in_epoch"] == 6
+
+
+@pytest.mark.parametrize("options", ["", "--feature-map favor --update-rule sum --attention-norm --feature-norm none"])
+def test_resume_goes_on_with_the_streams_memory(options, data, tmp_path):
+    """With random features too: those that the memory was written with."""
+    first = train(data, tmp_path / "whole", *options.split())
+    train(data, tmp_path / "parts", *options.split(), "--max-update", 3)
+    assert_resumed(tmp_path / "whole", tmp_path / "parts", first, train(data, tmp_path / "parts", *options.split()))
+    saved = torch.load(tmp_path / "whole" / "checkpoint_last.pt", weights_only=True)["extra_state"]["train_iterator"]
+    assert [sorted(memories) for memories in saved["carried"]] == [[0, 1]] and saved["iterations_in_epoch"] == 6
+
+
+def test_two_workers_read_the_streams_of_one(data, tmp_path):
+    """2 workers with 4 streams are 1 worker with 8, and each resumes with its own memory."""
+    options = ["--dropout", 0, "--clip-norm", 1]
+    one = train(data, tmp_path / "one", *options, "--batch-size", 8)
+    two = updates(train_two_workers(*training(data, tmp_path / "two", *options)))
+    for update in one:
+        assert float(two[update]["loss"]) == pytest.approx(float(one[update]["loss"]), abs=2e-3)
+        assert float(two[update]["fw_1_state_norm"]) == pytest.approx(float(one[update]["fw_1_state_norm"]), rel=1e-3)
+    train_two_workers(*training(data, tmp_path / "parts", *options, "--max-update", 3))
+    assert_resumed(
+        tmp_path / "two", tmp_path / "parts", two, updates(train_two_workers(*training(data, tmp_path / "parts", *options)))
+    )
 
 
 def test_gates_and_state_norms_are_logged(trained):
@@ -140,10 +139,9 @@ def test_a_prompt_in_one_pass_goes_on_as_a_prompt_in_steps(data, trained):
     prompts = "word1 word2 word3 word4\nword5 word6\n"
 
     def continue_(task):
-        command = [sys.executable, "-m", "fairseq_cli.interactive", data, "--user-dir", ROOT / "fw_fairseq", "--path", trained[0]]
-        options = f"--task {task} --cpu --beam 3 --max-len-b 9 --buffer-size 2 --batch-size 2".split()
-        done = subprocess.run([*map(str, command), *options], input=prompts, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-2000:]
+        options = f"--path {trained[0]} --task {task} --beam 3 --max-len-b 9 --buffer-size 2 --batch-size 2".split()
+        done = fairseq("interactive", data, *USER_DIR, *options, input=prompts)
+        succeed(done)
         return [line for line in done.stdout.splitlines() if line[:2] in ("H-", "P-")]
 
     lines = continue_("stateful_language_modeling")
@@ -153,16 +151,6 @@ def test_a_prompt_in_one_pass_goes_on_as_a_prompt_in_steps(data, trained):
 
 def test_a_prompt_is_read_once(monkeypatch):
     """Two beams of a prompt of 30 tokens and 5 new ones: one pass over the prompt, then one token a step."""
-    from argparse import Namespace
-
-    from fairseq import utils
-    from fairseq.data import Dictionary
-
-    utils.import_user_module(Namespace(user_dir=str(ROOT / "fw_fairseq")))
-    from fw_fairseq.mixers import FastWeight
-    from fw_fairseq.models.fast_weight_lm import FastWeightDecoder, FastWeightLanguageModel, FastWeightLanguageModelConfig
-    from fw_fairseq.tasks.generation import PromptedGenerator
-
     dictionary = Dictionary()
     for i in range(20):
         dictionary.add_symbol(f"word{i}")
@@ -189,13 +177,11 @@ def test_penalty_and_accumulation_and_adaptive_softmax(data, tmp_path):
 
 
 def test_mistakes(data, trained, tmp_path):
-    options = ["--user-dir", ROOT / "fw_fairseq", "--task", "stateful_language_modeling", "--cpu"]
-    done = fairseq("eval_lm", data, *options, "--path", trained[0], "--tokens-per-sample", 32, "--context-window", 16)
+    task = ["--task", "stateful_language_modeling"]
+    done = fairseq("eval_lm", data, *USER_DIR, *task, "--path", trained[0], "--tokens-per-sample", 32, "--context-window", 16)
     assert done.returncode and "--context-window recomputes context" in done.stderr.splitlines()[-1]
-    done = fairseq("train", data, *options, *MODEL, *TRAIN, "--save-dir", tmp_path, "--batch-size", 9999)
+    done = fairseq("train", *training(data, tmp_path, "--batch-size", 9999), *USER_DIR)
     assert done.returncode and "--batch-size is 9999" in done.stderr.splitlines()[-1]
-    done = fairseq(
-        "train", data, *options, *MODEL, *TRAIN, "--save-dir", tmp_path, "--state-norm-penalty", 1, "--checkpoint-activations"
-    )
+    done = fairseq("train", *training(data, tmp_path, "--state-norm-penalty", 1, "--checkpoint-activations"), *USER_DIR)
     assert done.returncode and "does not work with --checkpoint-activations" in done.stderr.splitlines()[-1]
     assert not list(tmp_path.glob("checkpoint*.pt"))

@@ -43,7 +43,7 @@ def test_every_token_is_a_target_once_and_follows_its_source(tokens, segment, ro
     assert len(lengths) == 1  # every worker has as many batches
 
 
-def test_iterator_resumes_at_its_position_with_its_memory():
+def test_iterator_resumes_at_its_position_with_its_memory(caplog):
     carried = CarriedState()
     iterator = StreamIterator(streams(100, 7, 2), carried)
     batches = iterator.next_epoch_itr(shuffle=True)
@@ -56,9 +56,10 @@ def test_iterator_resumes_at_its_position_with_its_memory():
     assert next(resumed.next_epoch_itr())["segment"] == 3
     assert torch.equal(again.after[0].memory, carried.after[0].memory) and not again.after[0].memory.requires_grad
     assert torch.equal(again.after[0].normaliser, carried.after[0].normaliser)
-    other_worker = StreamIterator(streams(100, 7, 2, 1, 2), CarriedState(), shard=1)
+    other_worker = StreamIterator(streams(100, 7, 2, 1, 2), CarriedState(), shard=1, shards=2)
     other_worker.load_state_dict(saved)
-    assert not other_worker.carried.after  # those are another worker's streams
+    assert not other_worker.carried.after, "the streams of two workers are other streams"
+    assert "from 1 workers, not 2" in caplog.text
 
 
 def test_carried_state_starts_again_from_the_same_until_it_advances():

@@ -34,6 +34,7 @@ class FastWeightCrossEntropy(CrossEntropyCriterion):
     def forward(self, model, sample, reduce=True):
         mixers = [module for module in model.modules() if isinstance(module, MixerAttention)]
         for mixer in mixers:
+            mixer.mixer.watched = True
             mixer.mixer.keeps_state_norm = self.state_norm_penalty > 0
         if getattr(model.decoder, "adaptive_softmax", None) is None:
             loss, size, log = super().forward(model, sample, reduce)

@@ -17,11 +17,16 @@ class Mixer(nn.Module):
         if embed_dim % num_heads:
             raise ValueError(f"--decoder-embed-dim is {embed_dim}; it must be a multiple of --decoder-attention-heads, {num_heads}")
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
+        self.watched = False  # set by who wants ``statistics``
+        self.last_statistics: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor, state=None, padding_mask: Tensor | None = None, reset_mask: Tensor | None = None):
         """x (T,B,C) -> y (T,B,C), state. padding_mask (B,T): True at padding; reset_mask (B,T): True where a new text begins."""
         raise NotImplementedError
 
+    def redraw(self, keep: bool = False) -> None:
+        """Called before a forward: new random features for training, or with ``keep`` those that an earlier state was made with."""
+
     def statistics(self) -> dict[str, Tensor]:
-        """Scalars of the last training forward worth logging, detached."""
-        return {}
+        """Scalars of the last training forward while ``watched``, worth logging, detached."""
+        return self.last_statistics

@@ -28,7 +28,6 @@ class FastWeight(Mixer):
         self.sizes |= {name: num_heads * widths[gate.axis] for name, gate in self.rule.gates.items()}
         self.in_proj = nn.Linear(embed_dim, sum(self.sizes.values()))
         self.out_proj = nn.Linear(embed_dim, embed_dim)
-        self.last_statistics: dict[str, Tensor] = {}
         self.keeps_state_norm, self.state_norm = False, None  # with its gradient, for a criterion that asks for it
         self.reset_parameters()
 
@@ -48,26 +47,32 @@ class FastWeight(Mixer):
         nn.init.zeros_(self.out_proj.bias)
 
     def forward(self, x: Tensor, state: FastWeightState | None = None, padding_mask=None, reset_mask=None):
-        self.feature_map.redraw()  # without gradients too: activation checkpointing runs this twice, on the same random numbers
-        split = self.in_proj(x).split(list(self.sizes.values()), dim=-1)
-        parts = {name: self.by_head(part) for name, part in zip(self.sizes, split)}
-        q, _ = self.features(parts.pop("q"))
-        k, key_log_scale = self.features(parts.pop("k"))
-        v = parts.pop("v")
-        gates = {name: torch.sigmoid(wide(part)) for name, part in parts.items()}
-        gates = {n: g.squeeze(-1) if self.rule.gates[n].axis is None else g for n, g in gates.items()}
+        qk_size, _, *sizes = self.sizes.values()
+        qk, v, *gates = self.in_proj(x).split([2 * qk_size, *sizes], dim=-1)
+        (q, k), log_scale = self.features(qk.unflatten(-1, (2, self.num_heads, -1)).permute(2, 1, 3, 0, 4))  # (2,B,H,T,X)
+        key_log_scale = None if log_scale is None else log_scale[1]
+        v = self.by_head(v)
+        gates = {name: self.gate(name, part) for name, part in zip(self.rule.gates, gates)}
         y, state = fast_weight(
             q, k, v, self.rule_name, gates, state, self.backend, self.attention_norm,
             padding_mask=padding_mask, key_log_scale=key_log_scale, reset_mask=reset_mask,
         )  # fmt: skip
-        if self.training:
+        if self.training and self.watched:
             self.last_statistics = self.measure(gates, state)
             self.state_norm = state.memory.flatten(2).norm(dim=-1).mean() if self.keeps_state_norm else None
         return self.out_proj(y.permute(2, 0, 1, 3).flatten(2)), state
 
+    def redraw(self, keep: bool = False) -> None:
+        self.feature_map.redraw(keep)
+
     def by_head(self, part: Tensor) -> Tensor:
         """(T,B,H*X) -> (B,H,T,X), a view."""
         return part.unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0, 3)
+
+    def gate(self, name: str, part: Tensor) -> Tensor:
+        """(B,H,T), or with the gate's axis."""
+        part = part.permute(1, 2, 0) if self.rule.gates[name].axis is None else self.by_head(part)
+        return torch.sigmoid(wide(part))
 
     def features(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The mapped and normalised x, and the log of what was divided out if that does not cancel by itself."""
@@ -86,9 +91,6 @@ class FastWeight(Mixer):
             write = self.rule.coefficients(**gates).w
             statistics["write_strength"] = torch.ones((), device=state.memory.device) if write is None else write.mean()
         return statistics | {"state_norm": state.memory.flatten(2).norm(dim=-1).mean()}
-
-    def statistics(self) -> dict[str, Tensor]:
-        return self.last_statistics
 
 
 def build_feature_map(config, head_dim: int, num_heads: int) -> FeatureMap:

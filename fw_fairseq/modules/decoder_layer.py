@@ -54,6 +54,7 @@ class MixerAttention(nn.Module):
             state = self._get_input_buffer(incremental_state)
         else:
             state = None if self.carried is None else self.carried.before.get(self.layer)
+        self.mixer.redraw(keep=self.carried is not None)  # in here: what is checkpointed is run again with the same random numbers
         y, state = self.mixer(query, state, key_padding_mask, self.reset_mask)
         if incremental_state is not None:
             self._set_input_buffer(incremental_state, state)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..rules import Coefficients
-from .frames import CHUNK, NARROW_GATE, Cut, Frame, Narrow, Still
+from .frames import CHUNK, NARROW_GATE, UNGATED_CHUNK, Cut, Frame, Narrow, Still
 
 
 class ChunkScan(torch.autograd.Function):
@@ -63,7 +63,9 @@ def plan(operands, dtype: torch.dtype) -> list[tuple[slice, type]]:
     """The chunks in order, each with the way to run it."""
     q, _, _, f, z, e, _ = operands
     tokens = q.shape[2]
-    if z is None and (f is None or f.dim() == 3):
+    if z is None and f is None:
+        return [(span, Still) for span in spans(tokens, UNGATED_CHUNK)]
+    if z is None and f.dim() == 3:
         return [(span, Still) for span in spans(tokens)]
     if e is not None or f is None or f.dim() == 3 or z is None or dtype == torch.float64:
         return [(span, Frame) for span in spans(tokens)]
@@ -72,8 +74,8 @@ def plan(operands, dtype: torch.dtype) -> list[tuple[slice, type]]:
     return [(span, Narrow if fits else Frame) for span, fits in zip(spans(tokens), in_range)]
 
 
-def spans(tokens: int) -> list[slice]:
-    return [slice(t, min(t + CHUNK, tokens)) for t in range(0, tokens, CHUNK)]
+def spans(tokens: int, chunk: int = CHUNK) -> list[slice]:
+    return [slice(t, min(t + chunk, tokens)) for t in range(0, tokens, chunk)]
 
 
 def chunk_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ def step(memory: Tensor, q: Tensor, k: Tensor, v: Tensor, f=None, z=None, e=None
     if e is not None:
         recalled = (k[..., None, :] @ memory).squeeze(-2)
         update = update - e[..., None] * recalled
-    memory = memory + k[..., :, None] * update[..., None, :]
+    memory = torch.addcmul(memory, k[..., :, None], update[..., None, :])
     return (q[..., None, :] @ memory).squeeze(-2), memory
 
 
@@ -33,7 +33,12 @@ def step_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memor
 
 def scan(step, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], memory: Tensor, frozen=None, reset=None):
     """Runs ``step`` over time. ``frozen`` (B,T): True where the memory must stay as it is; ``reset``: where it starts from 0."""
-    over_time = [x.to(memory.dtype).unbind(2) for x in (q, k, v, *gates.values())]
+    inputs = [x.to(memory.dtype) for x in (q, k, v, *gates.values())]
+    if q.shape[2] == 1 and frozen is None and reset is None:  # decoding: nothing to take apart and put together again
+        q_t, k_t, v_t, *gates_t = (x.squeeze(2) for x in inputs)
+        y, memory = step(memory, q_t, k_t, v_t, **dict(zip(gates, gates_t)))
+        return y.unsqueeze(2).to(v.dtype), memory
+    over_time = [x.unbind(2) for x in inputs]
     outputs = []
     for t, (q_t, k_t, v_t, *gates_t) in enumerate(zip(*over_time)):
         if reset is not None:

@@ -42,7 +42,7 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
         streams = StreamDataset(dataset, segment, rows, pad, eos, shard_id, num_shards)
         carried = self.carried[dataset.split] = CarriedState()
         loading = dict(num_workers=options.get("num_workers", 0), buffer_size=options.get("data_buffer_size", 0))
-        return StreamIterator(streams, carried, shard_id, epoch=epoch, **loading)
+        return StreamIterator(streams, carried, shard_id, num_shards, epoch=epoch, **loading)
 
     def eval_lm_dataloader(self, dataset, max_tokens=36000, batch_size=None, context_window=0, **options):
         """One pass over one stream, or over --batch-size streams side by side, the first token of each without context."""

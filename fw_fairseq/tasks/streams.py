@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from ..modules import CarriedState
 from ..ops import FastWeightState
+
+logger = logging.getLogger(__name__)
 
 
 class Text(FairseqDataset):
@@ -74,22 +77,35 @@ class StreamDataset(torch.utils.data.Dataset):
 
 
 class StreamIterator(iterators.EpochBatchIterator):
-    """Segments in order. Its saved state is the position and what the streams' memories hold there."""
+    """Segments in order. Its saved state is the position and what the streams' memories hold there, those of every worker."""
 
-    def __init__(self, dataset: StreamDataset, carried: CarriedState, shard: int = 0, **options):
+    def __init__(self, dataset: StreamDataset, carried: CarriedState, shard: int = 0, shards: int = 1, **options):
         batches = [[index] for index in range(len(dataset))]
         super().__init__(dataset, collate_fn=take_only, batch_sampler=batches, disable_shuffling=True, **options)
-        self.carried, self.shard = carried, shard
+        self.carried, self.shard, self.shards = carried, shard, shards
+        self.collected: list[dict] = [{} for _ in range(shards)]  # by worker
+
+    def collect(self) -> None:
+        """Before ``state_dict``, which only one of several workers calls: brings their memories together."""
+        if self.shards > 1:
+            torch.distributed.all_gather_object(self.collected, self.memories())
+
+    def memories(self) -> dict[int, tuple]:
+        return {layer: tuple(state.detach().to("cpu")) for layer, state in self.carried.after.items()}
 
     def state_dict(self) -> dict:
-        states = {layer: tuple(state.detach().to("cpu")) for layer, state in self.carried.after.items()}
-        return super().state_dict() | {"carried": states, "shard": self.shard}
+        return super().state_dict() | {"carried": self.collected if self.shards > 1 else [self.memories()]}
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
         self.carried.clear()
-        if state_dict.get("shard") == self.shard and state_dict.get("iterations_in_epoch", 0) > 0:
-            self.carried.after = {layer: FastWeightState(*state) for layer, state in state_dict.get("carried", {}).items()}
+        memories = state_dict.get("carried", [])
+        if state_dict.get("iterations_in_epoch", 0) == 0:
+            return
+        if len(memories) != self.shards:
+            logger.warning("the checkpoint is from %d workers, not %d: all streams start empty", len(memories), self.shards)
+        else:
+            self.carried.after = {layer: FastWeightState(*state) for layer, state in memories[self.shard].items()}
 
 
 def take_only(items: list[dict]) -> dict:

@@ -1,0 +1,62 @@
+"""What fairseq 0.12 lacks on today's torch and NumPy, and what its tools leave undone. Applied once, by ``registration``."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import pickle
+import types
+
+import numpy
+import torch
+from fairseq import checkpoint_utils, distributed_utils, utils
+
+
+def apply() -> None:
+    # torch 2.6 and newer load checkpoints without running their pickled code; the Namespace in fairseq's is plain data.
+    torch.serialization.add_safe_globals([argparse.Namespace])
+    # fairseq generates and translates with numpy.compat.long, which NumPy 2 no longer has.
+    if not hasattr(numpy, "compat"):
+        numpy.compat = types.SimpleNamespace(long=int)  # noqa: NPY201
+    for module, change in CHANGES:
+        original = getattr(module, change.__name__)
+        if not hasattr(original, "__wrapped__"):
+            setattr(module, change.__name__, functools.wraps(original)(functools.partial(change, original)))
+
+
+def load_checkpoint_to_cpu(original, path, *args, **kwargs):
+    """A file that is cut short or something else is named."""
+    try:
+        return original(path, *args, **kwargs)
+    except (RuntimeError, EOFError, pickle.UnpicklingError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"{path} cannot be read as a fairseq checkpoint ({reason}); use another one of its folder") from error
+
+
+def load_model_ensemble_and_task(original, filenames, *args, **kwargs):
+    """fairseq-eval-lm hands over 'a.pt:b.pt' as one file; all of fairseq's other tools take it for an ensemble."""
+    split = [part for name in filenames for part in ([name] if os.path.exists(name) else utils.split_paths(name))]
+    return original(split, *args, **kwargs)
+
+
+def save_checkpoint(original, cfg, trainer, epoch_itr, val_loss):
+    """Every worker passes here, one writes: the moment to collect what each of them remembers."""
+    if hasattr(epoch_itr, "collect"):
+        epoch_itr.collect()
+    return original(cfg, trainer, epoch_itr, val_loss)
+
+
+def _broadcast_object_slow(original, obj, src_rank, group, dist_device):
+    """A resuming worker hands the checkpoint to the others by torch.load, which since torch 2.6 refuses the options in there."""
+    box = [obj]
+    torch.distributed.broadcast_object_list(box, src_rank, group, dist_device)
+    return box[0]
+
+
+CHANGES = (
+    (checkpoint_utils, load_checkpoint_to_cpu),
+    (checkpoint_utils, load_model_ensemble_and_task),
+    (checkpoint_utils, save_checkpoint),
+    (distributed_utils, _broadcast_object_slow),
+)
