@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from fairseq import checkpoint_utils
 from fairseq import models as registered
 from fairseq.data import Dictionary
 
@@ -15,7 +16,7 @@ from fw_fairseq.config import FastWeightConfig, layer_mixers
 from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.mixers import FastWeight
 from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModelConfig
-from fw_fairseq.modules import CarriedState
+from fw_fairseq.modules import CarriedState, MixerAttention
 from fw_fairseq.rules import RULES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -191,6 +192,16 @@ def test_random_features_stay_while_a_memory_is_carried(phi):
 def test_hybrids_decode_as_the_full_pass(pattern):
     model, tokens = build(mixer_pattern=pattern, decoder_layers=4), draw(2, 12)
     assert_close(decode(model, tokens), logits(model, tokens), 1e-5)  # fairseq's softmax is fp32
+
+
+def test_layers_that_are_kept_keep_their_mixers():
+    """As fairseq prunes a checkpoint: the parameters of layers 0, 2 and 3 are those of layers 0, 1 and 2."""
+    whole = build(mixer_pattern="softmax,fast_weight,fast_weight,softmax", decoder_layers=4).state_dict()
+    model_cfg = Namespace(arch="fast_weight_lm", encoder_layers_to_keep=None, decoder_layers_to_keep="0,3,2")
+    pruned = build(mixer_pattern="softmax,fast_weight,fast_weight,softmax", decoder_layers=4, decoder_layers_to_keep="0,3,2")
+    pruned.load_state_dict(checkpoint_utils.prune_state_dict(whole, model_cfg))
+    kept = [isinstance(layer.self_attn, MixerAttention) for layer in pruned.decoder.layers]
+    assert kept == [False, True, False]
 
 
 def shapes(arch: str, words: int, **given) -> dict:

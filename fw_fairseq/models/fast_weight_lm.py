@@ -39,7 +39,7 @@ class FastWeightDecoder(TransformerDecoder):
         self.fast_weight_config = FastWeightConfig(
             **{f.name: value for f in fields(FastWeightConfig) if (value := safe_getattr(args, f.name, None)) is not None}
         )
-        names = layer_mixers(self.fast_weight_config, args.decoder_layers)
+        names = layer_mixers(self.fast_weight_config, args.decoder_layers, safe_getattr(args, "decoder_layers_to_keep", None))
         self._mixers, self.recurrent = iter(enumerate(names)), SOFTMAX not in names
         super().__init__(args, dictionary, embed_tokens, no_encoder_attn, output_projection)
         self.mixers = [module for module in self.modules() if isinstance(module, MixerAttention)]
