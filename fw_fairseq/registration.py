@@ -4,4 +4,4 @@ from . import fairseq_fixes
 
 fairseq_fixes.apply()
 
-from . import criterions, models, tasks  # noqa: E402, F401
+from . import criterions, models, tasks, until_solved  # noqa: E402, F401

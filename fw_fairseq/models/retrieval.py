@@ -1,0 +1,81 @@
+"""retrieval: one head that stores pairs of keys and values and is asked for a value afterwards (Schlag et al. 2021, sec. 6.1)."""
+
+from dataclasses import dataclass
+
+import torch
+from fairseq.models import BaseFairseqModel, register_model
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..config import SOFTMAX, FastWeightConfig, option
+from ..feature_maps import sum_normalise
+from ..mixers.fast_weight import build_feature_map, check_combination, initial_bias
+from ..ops import fast_weight
+from ..ops.recall import recall
+from ..rules import RULES
+
+
+@dataclass
+class RetrievalConfig(FastWeightConfig):
+    key_dim: int = option(64, "width of keys and queries before the feature map")
+
+
+@register_model("retrieval", dataclass=RetrievalConfig)
+class RetrievalModel(BaseFairseqModel):
+    """Keys are made of the learned embedding of the key symbol and the one-hot value, queries of the embedding alone."""
+
+    def __init__(self, config: RetrievalConfig, symbols: int):
+        super().__init__()
+        self.softmax = str(config.mixer) == SOFTMAX
+        self.rule_name, self.feature_norm, self.attention_norm = (
+            str(config.update_rule),
+            str(config.feature_norm),
+            config.attention_norm,
+        )
+        self.rule, self.symbols = RULES[self.rule_name], symbols
+        self.feature_map = build_feature_map(config, config.key_dim, 1)
+        if not self.softmax and self.rule.step is None:
+            check_combination(config, self.feature_map)
+        width = int(1.1 * 2 * symbols)
+        self.embedding = nn.Embedding(symbols, width)
+        self.query_projection = nn.Linear(width, config.key_dim, bias=False)
+        self.key_projection = nn.Linear(width + symbols, config.key_dim, bias=False)
+        widths = {None: 1, "K": self.feature_map.out_dim, "V": symbols}
+        self.gates = nn.ModuleDict({name: nn.Linear(width + symbols, widths[g.axis]) for name, g in self.rule.gates.items()})
+        for name, gate in self.gates.items():
+            gate.bias.data.copy_(initial_bias(self.rule.gates[name].bias, len(gate.bias)))
+
+    @classmethod
+    def build_model(cls, cfg: RetrievalConfig, task):
+        return cls(cfg, task.cfg.symbols)
+
+    def forward(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
+        """keys, values (B,T), queries (B,Q) -> what is read for each query, (B,Q,S)."""
+        v = F.one_hot(values, self.symbols).to(self.embedding.weight)
+        inputs = torch.cat([self.embedding(keys), v], dim=-1)
+        k, q = self.key_projection(inputs).unsqueeze(1), self.query_projection(self.embedding(queries)).unsqueeze(1)
+        if self.softmax:
+            return F.scaled_dot_product_attention(q, k, v.unsqueeze(1)).squeeze(1)
+        self.feature_map.redraw()
+        gates = {name: torch.sigmoid(gate(inputs)).unsqueeze(1) for name, gate in self.gates.items()}
+        gates = {name: x.squeeze(-1) if self.rule.gates[name].axis is None else x for name, x in gates.items()}
+        return self.read(self.features(q), self.features(k), v.unsqueeze(1), gates).squeeze(1)
+
+    def features(self, x: Tensor) -> Tensor:
+        features = self.feature_map.scaled(x)[0] if self.feature_norm == "sum" else self.feature_map(x)
+        if self.feature_norm == "l2":
+            return F.normalize(features, dim=-1)
+        return sum_normalise(features) if self.feature_norm == "sum" else features
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor]) -> Tensor:
+        """(B,1,Q,S). Rules of the recurrence never build their memory; the others do, token by token."""
+        if self.rule.step is not None:
+            _, state = fast_weight(k, k, v, self.rule_name, gates)
+            return F.layer_norm(q @ state.memory, v.shape[-1:])
+        coefficients = self.rule.coefficients(**gates)
+        if not self.attention_norm:
+            return recall(q, k, v, coefficients)[0]
+        if self.rule.normaliser == "keys":
+            raise ValueError(f"--attention-norm is not for --update-rule {self.rule_name} in retrieval; use --feature-norm sum")
+        y, weights = recall(q, k, v, coefficients)
+        return y / (weights.sum(-1, keepdim=True) + 1e-6)

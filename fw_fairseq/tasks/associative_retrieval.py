@@ -1,0 +1,115 @@
+"""associative_retrieval: pairs of a key and a value, then a key: which value was its last? (Schlag et al. 2021, sec. 6.1)"""
+
+from dataclasses import dataclass
+
+import torch
+from fairseq.data import FairseqDataset, iterators
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.tasks import FairseqTask, register_task
+from omegaconf import II
+from torch import Tensor
+
+from ..config import option
+
+VALIDATION_SEQUENCES = 20
+SEED_OF = {"train": 0, "valid": 1, "test": 2}
+
+
+@dataclass
+class AssociativeRetrievalConfig(FairseqDataclass):
+    symbols: int = option(20, "S, the number of keys, and of values")
+    setting: ChoiceEnum(["1", "2"]) = option(
+        "1", "1: S pairs without replacement; 2: 2S pairs with replacement, the last one counts"
+    )
+    updates_per_epoch: int = option(100, "updates between two validations")
+    batch_size: int = II("dataset.batch_size")
+    seed: int = II("common.seed")
+
+
+def draw_pairs(count: int, keys: int, setting: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Keys and values, (B,T) each."""
+    if setting == "1":
+        return tuple(torch.rand(count, keys, generator=generator).argsort(1) for _ in range(2))
+    return tuple(torch.randint(keys, (count, 2 * keys), generator=generator) for _ in range(2))
+
+
+def last_values(keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
+    """(B,Q): the value of each query's last occurrence, -1 where it does not occur."""
+    steps = torch.arange(1, keys.shape[1] + 1)
+    last = ((keys[:, None] == queries[:, :, None]) * steps).amax(-1)
+    return values.gather(1, (last - 1).clamp(min=0)).masked_fill(last == 0, -1)
+
+
+class Pairs(FairseqDataset):
+    """Item i of an epoch is its i-th batch, always the same one. Training asks one query a sequence, validation all of them."""
+
+    def __init__(self, cfg: AssociativeRetrievalConfig, split: str):
+        self.cfg, self.split, self.epoch = cfg, split, 1
+
+    def __len__(self) -> int:
+        return self.cfg.updates_per_epoch if self.split == "train" else 1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> dict:
+        cfg, training = self.cfg, self.split == "train"
+        generator = torch.Generator()
+        draw = (self.epoch - 1) * len(self) + int(index) if training else 0
+        generator.manual_seed((cfg.seed * 3 + SEED_OF[self.split]) * 10**9 + draw)
+        count = cfg.batch_size if training else VALIDATION_SEQUENCES
+        keys, values = draw_pairs(count, cfg.symbols, str(cfg.setting), generator)
+        if training:
+            queries = keys.gather(1, torch.randint(keys.shape[1], (count, 1), generator=generator))
+        else:
+            queries = torch.arange(cfg.symbols).expand(count, -1)
+        target = last_values(keys, values, queries)
+        return {
+            "id": torch.arange(count),
+            "nsentences": count,
+            "ntokens": int(target.ge(0).sum()),
+            "net_input": {"keys": keys, "values": values, "queries": queries},
+            "target": target,
+        }
+
+    def collater(self, samples: list[dict]) -> dict:
+        return samples[0] if samples else {}
+
+
+@register_task("associative_retrieval", dataclass=AssociativeRetrievalConfig)
+class AssociativeRetrievalTask(FairseqTask):
+    """Draws its data: no dictionary, no files. An epoch is --updates-per-epoch batches of --batch-size sequences."""
+
+    def __init__(self, cfg: AssociativeRetrievalConfig):
+        if cfg.symbols < 2:
+            raise ValueError(f"--symbols is {cfg.symbols}; it must be at least 2")
+        if not cfg.batch_size:
+            raise ValueError("associative_retrieval needs --batch-size, the sequences of a mini-batch; the paper's is 32")
+        super().__init__(cfg)
+
+    def load_dataset(self, split, combine=False, **kwargs):
+        if split not in SEED_OF:
+            raise ValueError(f"associative_retrieval has no split {split!r}; it has: {', '.join(SEED_OF)}")
+        self.datasets[split] = Pairs(self.cfg, split)
+
+    def get_batch_iterator(self, dataset, epoch=1, num_shards=1, shard_id=0, num_workers=0, **unused):
+        dataset.set_epoch(epoch)
+        return iterators.EpochBatchIterator(
+            dataset,
+            collate_fn=dataset.collater,
+            batch_sampler=[[index] for index in range(len(dataset))],
+            seed=self.cfg.seed,
+            num_shards=num_shards,
+            shard_id=shard_id,
+            num_workers=num_workers,
+            epoch=epoch,
+        )
+
+    def max_positions(self):
+        return None
+
+    @property
+    def source_dictionary(self):
+        return None
+
+    target_dictionary = source_dictionary
