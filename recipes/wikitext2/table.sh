@@ -2,7 +2,7 @@
 # WikiText-2: softmax attention and the update rules under one budget, on a laptop.
 #
 # Data:     DATA=folder with train.txt, valid.txt, test.txt: WikiText-2, word level, <unk> kept (CC BY-SA). Not downloaded here.
-# Hardware: 2 CPU cores; about 10 minutes a row at 1500 updates of 1024 tokens, 600 MB.
+# Hardware: one CPU core; 6 minutes a row at 1500 updates of 1024 tokens, 700 MB.
 # Expect:   the table in docs/results/wikitext2.md.
 # usage:    DATA=folder [OUT=folder] [UPDATES=1500] [ROWS="softmax delta_elu"] recipes/wikitext2/table.sh
 #
