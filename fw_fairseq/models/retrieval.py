@@ -36,6 +36,8 @@ class RetrievalModel(BaseFairseqModel):
         self.feature_map = build_feature_map(config, config.key_dim, 1)
         if not self.softmax and self.rule.step is None:
             check_combination(config, self.feature_map)
+        if self.attention_norm and self.rule.normaliser == "keys":
+            raise ValueError(f"--attention-norm is not for --update-rule {self.rule_name} in retrieval; use --feature-norm sum")
         width = int(1.1 * 2 * symbols)
         self.embedding = nn.Embedding(symbols, width)
         self.query_projection = nn.Linear(width, config.key_dim, bias=False)
@@ -75,7 +77,5 @@ class RetrievalModel(BaseFairseqModel):
         coefficients = self.rule.coefficients(**gates)
         if not self.attention_norm:
             return recall(q, k, v, coefficients)[0]
-        if self.rule.normaliser == "keys":
-            raise ValueError(f"--attention-norm is not for --update-rule {self.rule_name} in retrieval; use --feature-norm sum")
         y, weights = recall(q, k, v, coefficients)
         return y / (weights.sum(-1, keepdim=True) + 1e-6)

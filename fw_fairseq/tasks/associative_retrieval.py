@@ -22,7 +22,7 @@ class AssociativeRetrievalConfig(FairseqDataclass):
         "1", "1: S pairs without replacement; 2: 2S pairs with replacement, the last one counts"
     )
     updates_per_epoch: int = option(100, "updates between two validations")
-    batch_size: int = II("dataset.batch_size")
+    batch_size: int | None = II("dataset.batch_size")
     seed: int = II("common.seed")
 
 
