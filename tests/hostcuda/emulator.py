@@ -1,0 +1,54 @@
+"""The project's ``launch`` on the emulator, and tensors that end at an unmapped page."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+from pathlib import Path
+
+import torch
+
+from .hostemu import HostModule
+
+KERNELS = Path(__file__).parents[2] / "cuda"
+BOUNDS = ("-fsanitize=bounds,alignment", "-fno-sanitize-recover=all")
+SCHEDULES = (("fifo", 0), ("reverse", 0), ("prio", 1), ("prio", 2), ("prio", 3))
+
+
+@functools.cache
+def module(path: Path, options: tuple[str, ...], flags: tuple[str, ...], tsan: bool) -> HostModule:
+    return HostModule(path=path, options=options, flags=flags, tsan=tsan)
+
+
+class EmulatorLaunch:
+    """launch(source_file, kernel_name, defines, grid, block, params, shared_bytes, device) as in fw_fairseq.ops.cuda, on the CPU.
+
+    policy, seed: the schedule of the threads (``SCHEDULES`` catch every missing barrier that was tried); tsan: race detection, in
+    a process started with the sanitizer's library; bounds: fixed arrays and alignment checked. ``calls`` lists what was launched.
+    """
+
+    def __init__(self, policy: str = "fifo", seed: int = 0, tsan: bool = False, bounds: bool = False, folder: Path = KERNELS):
+        self.schedule, self.folder = {"policy": policy, "seed": seed}, folder
+        self.flags, self.tsan = BOUNDS if bounds else (), tsan
+        self.calls: list[tuple[str, str, dict]] = []
+
+    def __call__(self, source_file, kernel_name, defines, grid, block, params, shared_bytes=0, device=None) -> None:
+        assert device is None or torch.device(device).type == "cpu", device
+        options = tuple(f"-D{name}={value}" for name, value in defines.items())
+        kernel = module(self.folder / source_file, options, self.flags, self.tsan).get_function(kernel_name)
+        self.calls.append((source_file, kernel_name, dict(defines)))
+        kernel(grid, block, (params,), shared_mem=shared_bytes, **self.schedule)
+
+
+def guarded(x: torch.Tensor) -> torch.Tensor:
+    """A copy that ends right before an unmapped page: any access past its end is caught."""
+    x = x.contiguous()
+    size = x.numel() * x.element_size()
+    pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    area = mmap.mmap(-1, pages + mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    assert protect(ctypes.c_void_p(start + pages), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    copy = torch.frombuffer(area, dtype=x.dtype, count=x.numel(), offset=pages - size).view(x.shape)
+    return copy.copy_(x)
