@@ -75,7 +75,8 @@ def fast_weight(
         gates = {name: gate.to(dtype) for name, gate in gates.items()}
         if spec.step is not None:
             if backend in ("chunkwise", "cuda"):
-                raise ValueError(f"rule {rule!r} has no {backend} form, only steps; use backend='auto' or 'recurrent'")
+                missing = {"chunkwise": "chunk form", "cuda": "kernel"}[backend]
+                raise ValueError(f"rule {rule!r} has no {missing}, only steps; use backend='auto' or 'recurrent'")
             y, memory = scan(spec.step, q, k, v, gates, state.memory, padding_mask, reset_mask)
             return y, state._replace(memory=memory)
         coefficients = spec.coefficients(**gates)

@@ -22,8 +22,8 @@ is faster and rounds the operands of products to 11 bits.
 
 from __future__ import annotations
 
-import importlib
 import os
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from torch import Tensor
 from ..rules import Coefficients
 from . import cuda_launch
 
-FAMILIES: dict[str, str] = {}  # by what the rule does, "decay" or "erase": a module beside this one
+FAMILIES: dict[str, ModuleType] = {}  # by what the rule does, "decay" or "erase"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PRECISIONS = ("exact", "tf32")
 LIBRARY = torch.library.Library("fw_fairseq", "FRAGMENT")
@@ -77,7 +77,7 @@ def family_name(e: Tensor | None) -> str:
 
 
 def family(e: Tensor | None):
-    return importlib.import_module(FAMILIES[family_name(e)], __package__)
+    return FAMILIES[family_name(e)]
 
 
 INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? f, Tensor? z, Tensor? e, Tensor? w, Tensor memory"
