@@ -29,6 +29,7 @@ def saved_like(q, k, v, f, z, e, w, memory, precision):
 
 def forward(launch, q, k, v, f, z, e, w, memory, precision, keep):
     PRECISIONS.append(precision)
+    ROWS.append(q.shape[0])
     y, final = chunk_form(q, k, v, Coefficients(f, z, e, w), memory)
     return y, final.contiguous(), (memory + 1,) if keep else ()
 
@@ -43,6 +44,7 @@ def backward(launch, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision)
 
 
 PRECISIONS: list[str] = []
+ROWS: list[int] = []
 
 
 @pytest.fixture
@@ -51,6 +53,7 @@ def stand_in(emulate, monkeypatch):
     family = SimpleNamespace(supported=supported, saved_like=saved_like, forward=forward, backward=backward)
     monkeypatch.setattr(cuda, "FAMILIES", {"decay": family, "erase": family})
     PRECISIONS.clear()
+    ROWS.clear()
     return emulate()
 
 
@@ -86,6 +89,16 @@ def test_public_op_equals_chunks(stand_in, rule, backend):
     PRECISIONS.clear()
     assert_same(results(backend), expected, 1e-6)
     assert PRECISIONS == ["exact"]
+
+
+def test_few_long_sequences_run_in_segments(stand_in, monkeypatch):
+    monkeypatch.setattr(stand_in, "blocks", 16, raising=False)
+    inputs = {name: x.detach() for name, x in draw_inputs((1, 2, 2100, 3, 2), torch.float32).items()}
+    y, state = fast_weight(**inputs, rule="sum", backend="cuda")
+    want, end = fast_weight(**inputs, rule="sum", backend="chunkwise")
+    assert ROWS == [8]
+    torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(state.memory, end.memory, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("used", ["y", "memory"])

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..rules import Coefficients
 from . import cuda_launch
+from .segments import choose_segments, run_segments
 
 FAMILIES: dict[str, ModuleType] = {}  # by what the rule does, "decay" or "erase"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,6 +40,14 @@ LIBRARY = torch.library.Library("fw_fairseq", "FRAGMENT")
 
 def cuda_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor) -> tuple[Tensor, Tensor]:
     """q, k (B,H,T,K), v (B,H,T,V), memory (B,H,K,V) -> y (B,H,T,V) in v's dtype, final memory in fp32."""
+    processors = cuda_launch.current().processors(q.device)
+    count = choose_segments(q.shape[0] * q.shape[1], q.shape[2], processors)
+    if count == 1:
+        return run_kernels(q, k, v, coefficients, memory)
+    return run_segments(run_kernels, count, q, k, v, coefficients, memory)
+
+
+def run_kernels(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor) -> tuple[Tensor, Tensor]:
     precision = choose_precision(v.dtype)
     operands = [dense(x.to(v.dtype)) for x in (q, k, v)] + [None if c is None else dense(c) for c in coefficients]
     memory = memory.contiguous()

@@ -49,6 +49,10 @@ class CupyLaunch:
             return f"backend='cuda' needs compute capability {OLDEST[0]}.{OLDEST[1]} or higher"
         return None
 
+    def processors(self, device: torch.device) -> int:
+        """How many blocks it takes to give every multiprocessor one."""
+        return torch.cuda.get_device_properties(device).multi_processor_count
+
     def __call__(self, source_file, kernel_name, defines, grid, block, params, shared_bytes, device) -> None:
         with torch.cuda.device(device):
             index = torch.cuda.current_device()

@@ -34,6 +34,7 @@ class EmulatorLaunch:
     """
 
     device_type = "cpu"
+    blocks = 1  # processors of the device that it stands for
 
     def __init__(self, policy: str = "fifo", seed: int = 0, bounds: bool = False, sanitizer: str | None = None, folder=KERNELS):
         self.schedule, self.folder = {"policy": policy, "seed": seed}, folder
@@ -42,6 +43,9 @@ class EmulatorLaunch:
 
     def why_not(self, device: torch.device) -> str | None:
         return None if device.type == "cpu" else f"the emulator takes tensors on the CPU; these are on {device}"
+
+    def processors(self, device: torch.device) -> int:
+        return self.blocks
 
     def __call__(self, source_file, kernel_name, defines, grid, block, params, shared_bytes=0, device=None) -> None:
         assert device is None or torch.device(device).type == "cpu", device
