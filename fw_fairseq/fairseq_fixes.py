@@ -29,7 +29,9 @@ def load_checkpoint_to_cpu(original, path, *args, **kwargs):
     """A file that is cut short or something else is named."""
     try:
         return original(path, *args, **kwargs)
-    except (RuntimeError, EOFError, pickle.UnpicklingError, KeyError) as error:
+    except (FileNotFoundError, PermissionError):
+        raise
+    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"{path} cannot be read as a fairseq checkpoint ({reason}); use another one of its folder") from error
 
