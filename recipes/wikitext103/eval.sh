@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Perplexity of a run of train.sh as the publication computes it: a sliding window that scores one word at a time, or, for rows with
+# carry-over, the whole text in one pass.
+#
+# Data:     OUT/bin of prepare.sh and the run's checkpoint_best.pt
+# Hardware: one GPU, or CPU=--cpu
+# Expect:   the row's number in the head of train.sh
+# usage:    [OUT=folder] [SPLIT=test] recipes/wikitext103/eval.sh SIZE ROW         prints | size | row | split | perplexity |
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+size=${1:?SIZE must be small or medium} row=${2:?ROW is missing; the head of train.sh lists them}
+out=${OUT:-outputs/wikitext103}
+bin=${BIN:-.venv/bin}
+split=${SPLIT:-test}
+checkpoint=${SAVE:-$out/runs/$size-$row}/checkpoint_best.pt
+[ -f "$checkpoint" ] || { echo "eval.sh: $checkpoint is missing; run recipes/wikitext103/train.sh $size $row first" >&2; exit 1; }
+length=256
+[ "$size" = small ] || length=384
+cpu=(${CPU:-})
+if [ -n "${TOY:-}" ]; then
+    length=32 cpu=(--cpu --num-workers 0)
+fi
+case $row in
+    *_stream) options=(--task stateful_language_modeling --tokens-per-sample "$length" --batch-size 1) ;;
+    *) options=(--task sliding_language_modeling --tokens-per-sample "$length" --context-window $((length - 1)) --batch-size 64) ;;
+esac
+printed=$("$bin/fairseq-eval-lm" "$out/bin" --user-dir "$PWD/fw_fairseq" --path "$checkpoint" --gen-subset "$split" \
+    "${options[@]}" "${cpu[@]}" 2>&1) || { echo "$printed" | tail -n 3 >&2; exit 1; }
+echo "| $size | $row | $split | $(echo "$printed" | sed -n 's/.*Perplexity: //p') |"
