@@ -10,7 +10,7 @@ import torch
 from conftest import assert_same, draw_gates, draw_inputs, draw_state, run_with_gradients
 
 from fw_fairseq import ops
-from fw_fairseq.ops import FastWeightState, cuda, fast_weight
+from fw_fairseq.ops import FastWeightState, cuda, cuda_launch, fast_weight
 from fw_fairseq.ops.chunkwise import chunk_form
 from fw_fairseq.rules import RULES, Coefficients
 
@@ -188,6 +188,7 @@ def test_a_family_that_is_missing(emulate, monkeypatch):
 
 def test_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    cuda_launch.look_up.cache_clear()
     inputs = draw_inputs(SHAPE, torch.float32)
     with pytest.raises(ValueError, match=r"^backend='cuda' needs a CUDA device, and torch sees none$"):
         fast_weight(**inputs, rule="sum", backend="cuda")

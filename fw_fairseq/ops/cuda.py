@@ -3,7 +3,8 @@
 The kernels of a family (``cuda/*.cu``) have one Python file each, named in ``FAMILIES``, with
 
     supported(q, k, v, f, z, e, w) -> str | None
-        None, or a sentence that says what about these inputs has no kernel.
+        None, or a sentence that says what about these inputs has no kernel: widths, gates, or with ``launch.capability(device)``
+        below (8, 0) what needs products of bf16 or tf32.
     saved_like(q, k, v, f, z, e, w, memory, precision) -> list of (shape, dtype)
         the tensors that forward keeps for backward; shapes may be symbolic, so no ``int()``.
     forward(launch, q, k, v, f, z, e, w, memory, precision, keep) -> (y, memory_out, saved)

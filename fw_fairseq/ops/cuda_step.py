@@ -35,7 +35,7 @@ def step(q, k, v, f, z, e, w, memory: Tensor, y: Tensor | None = None, memory_ou
             params[name] = (x.data_ptr(), x.stride(0), x.stride(1))
     params["H"], params["K"], params["V"] = heads, key, value
     rows = choose_rows(key)
-    grid, block = (-(-value // COLUMNS), batch * heads), (COLUMNS, -(-key // rows))
+    grid, block = (batch * heads, -(-value // COLUMNS)), (COLUMNS, -(-key // rows))
     cuda_launch.current()(SOURCE, "step", defines(v.dtype, f, z, e, w, rows), grid, block, params, 0, q.device)
     return y, memory_out
 
