@@ -64,9 +64,8 @@ def why_not(q: Tensor, v: Tensor) -> str | None:
 
 def step_cuda_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor) -> tuple[Tensor, Tensor]:
     """As ``chunk_form``, for one token and without gradients; the memory it is given stays as it is."""
-    token = [dense(x.to(v.dtype)).squeeze(2) for x in (q, k, v)]
-    gates = [None if c is None else dense(c).squeeze(2) for c in coefficients]
-    y, memory = torch.ops.fw_fairseq.step(*token, *gates, memory.contiguous())
+    token = [None if x is None else dense(x).squeeze(2) for x in (q, k, v, *coefficients)]
+    y, memory = torch.ops.fw_fairseq.step(*token, memory.contiguous())
     return y.unsqueeze(2), memory
 
 
