@@ -38,7 +38,7 @@ __device__ __forceinline__ void load_stage(Stage& s, const Params& p, const Plac
 
 static_assert(sizeof(ForwardShared) == FW_SHARED, "the host computes the same");
 
-extern "C" __global__ void __launch_bounds__(THREADS) delta_forward(const Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_forward(const Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
     ForwardShared& shared = *(ForwardShared*)bytes;
     const Place at(p);
@@ -58,12 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta_forward(const Params
         __syncthreads();
         for (int c = 0; c < CHUNKS && t0 + c * C < p.T; c++) {
             const int t = c * C;
-            if (p.borders && (t0 + t) % FW_SEGMENT == 0) {
-                float* saved = border(p, at, (t0 + t) / FW_SEGMENT);
-                each_element(at, w, [&](int k, int v, float& value) {
-                    if (v < ((p.V + 15) & ~15)) saved[(int64_t)v * FW_K + k] = value;
-                });
-            }
+            if (p.borders && (t0 + t) % FW_SEGMENT == 0) save_border(w, border(p, at, (t0 + t) / FW_SEGMENT));
             const Chunk chunk = {s.q + t * KEY_ROW, s.k + t * KEY_ROW, s.v + t * INPUT_ROW, shared.scores[c], shared.inverse[c],
                                  s.g.e + t,         s.g.w + t,         s.g.start + t,       s.g.end + t};
             float u[2][4], y[2][4];

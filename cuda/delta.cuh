@@ -37,7 +37,9 @@ struct View {  // (B,H,T) or (B,H,T,X) with X contiguous; strides in elements
 
 struct Params {
     View q, k, v, f, e, w, y, dy, dq, dk, dv;
-    float *memory, *final, *borders, *dfinal, *dmemory, *df, *de, *dw;
+    float *memory, *final;
+    void* borders;
+    float *dfinal, *dmemory, *df, *de, *dw;
     int64_t dkey_tile, dgate_tile;  // elements from one value tile's share of dq, dk and of df, de, dw to the next
     int32_t B, H, T, K, V;
 };
@@ -149,7 +151,13 @@ __device__ __forceinline__ void solve(Gates& g, int c, const Op* q, const Op* k,
     for (int t = 0; t < C; t++) {
         float sum = 0.f;
 #pragma unroll
-        for (int s = 0; s < t; s++) sum = fmaf(erase[t * SOLVE_ROW + s], x[s], sum);
+        for (int s = 0; s < t; s += 4) {
+            const float4 row = *(const float4*)(erase + t * SOLVE_ROW + s);
+            sum = fmaf(row.x, x[s], sum);
+            if (s + 1 < t) sum = fmaf(row.y, x[s + 1], sum);
+            if (s + 2 < t) sum = fmaf(row.z, x[s + 2], sum);
+            if (s + 3 < t) sum = fmaf(row.w, x[s + 3], sum);
+        }
         x[t] = (t == column ? 1.f : 0.f) - g.e[c * C + t] * sum;
     }
     __syncwarp();

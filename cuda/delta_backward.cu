@@ -63,8 +63,7 @@ __device__ __forceinline__ void load_segment(BackwardShared& s, const Params& p,
 // The segment forward from its saved memory: U and the memory before each chunk.
 __device__ __forceinline__ void run_forward(BackwardShared& s, const Params& p, const Place& at, int t0, int& turn) {
     float w[TILES][4];
-    const float* saved = border(p, at, t0 / FW_SEGMENT);
-    each_element(at, w, [&](int k, int v, float& x) { x = v < ((p.V + 15) & ~15) ? saved[(int64_t)v * FW_K + k] : 0.f; });
+    load_border(w, border(p, at, t0 / FW_SEGMENT));
     for (int c = 0; c < CHUNKS; c++) {
         float u[2][4], y[2][4];
         each_element(at, w, [&](int k, int v, float& x) { s.memory[c][(v - blockIdx.y * FW_V) * KEY_ROW + k] = from_float<Op>(x); });
@@ -244,7 +243,7 @@ __device__ __forceinline__ void gate_side(BackwardShared& s, const Params& p, co
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) delta_backward(const Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_backward(const Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
     BackwardShared& s = *(BackwardShared*)bytes;
     const Place at(p);

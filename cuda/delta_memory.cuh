@@ -50,10 +50,30 @@ __device__ __forceinline__ void store_memory(float (&x)[TILES][4], float* memory
     });
 }
 
-// Where segment s keeps its memory, transposed: (B*H, segments, V rounded up, FW_K).
-__device__ __forceinline__ float* border(const Params& p, const Place& at, int s) {
-    const int segments = (p.T + FW_SEGMENT - 1) / FW_SEGMENT, columns = (p.V + 15) & ~15;
-    return p.borders + ((int64_t)at.bh * segments + s) * columns * FW_K;
+// A warp's memory at the start of segment s, as its lanes hold it, in the operands' type: what is read from it is no different.
+struct __align__(4 * sizeof(Op)) Quad {
+    Op x[4];
+};
+
+__device__ __forceinline__ Quad* border(const Params& p, const Place& at, int s) {
+    const int64_t segments = (p.T + FW_SEGMENT - 1) / FW_SEGMENT, block = (at.bh * segments + s) * gridDim.y + blockIdx.y;
+    return (Quad*)p.borders + ((block * WARPS + at.warp) * TILES) * 32 + at.lane;
+}
+
+__device__ __forceinline__ void save_border(const float (&w)[TILES][4], Quad* saved) {
+#pragma unroll
+    for (int n = 0; n < TILES; n++) {
+        saved[n * 32] = {from_float<Op>(w[n][0]), from_float<Op>(w[n][1]), from_float<Op>(w[n][2]), from_float<Op>(w[n][3])};
+    }
+}
+
+__device__ __forceinline__ void load_border(float (&w)[TILES][4], const Quad* saved) {
+#pragma unroll
+    for (int n = 0; n < TILES; n++) {
+        const Quad q = saved[n * 32];
+#pragma unroll
+        for (int i = 0; i < 4; i++) w[n][i] = to_float(q.x[i]);
+    }
 }
 
 // Chunk c of a span in shared memory.

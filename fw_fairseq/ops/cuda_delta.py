@@ -16,6 +16,7 @@ SOURCE = "delta.cu"
 CHUNK = 16
 LARGEST_KEY = 512
 TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+OPERANDS = {2: torch.bfloat16, 4: torch.float32}
 PRECISIONS = {"bf16": 0, "tf32": 1, "exact": 2}
 VIEWS = ("q", "k", "v", "f", "e", "w", "y", "dy", "dq", "dk", "dv")
 POINTERS = ("memory", "final", "borders", "dfinal", "dmemory", "df", "de", "dw")
@@ -40,7 +41,7 @@ class Tiling(NamedTuple):
 
 # The widest key a row is for -> by bytes of an operand in shared memory.
 TABLE = {
-    (64, 2): Tiling(64, 1, 64, 64),
+    (64, 2): Tiling(64, 1, 64, 32),
     (128, 2): Tiling(64, 1, 32, 16),
     (256, 2): Tiling(32, 2, 32, 16),
     (512, 2): Tiling(16, 4, 16, 16),
@@ -82,7 +83,8 @@ def forward(launch, q, k, v, f, z, e, w, memory, precision: str, keep: bool = Tr
     call = Call(q, k, v, f, e, w, precision)
     B, H, T, K, V = call.sizes
     segments = -(-T // call.tiling.segment)
-    borders = memory.new_empty((B * H * segments, round_up(V, 16), call.key) if keep else 0)
+    size = (B * H * segments, call.tiles * call.tiling.value, call.key)
+    borders = memory.new_empty(size if keep else 0, dtype=OPERANDS[call.operand_bytes])
     y, final = torch.empty_like(call.views["v"]), torch.empty_like(memory, memory_format=torch.contiguous_format)
     pointers = {"memory": memory.contiguous(), "final": final, "borders": borders if keep else None}
     call.run(launch, "delta.cu", "delta_forward", forward_shared, call.tiling.span, {"y": y}, pointers)
