@@ -133,12 +133,13 @@ CH_NS static void shared_enter(void* p, size_t n) {            // poison once pe
   for (int i = 0; i < st.nsh; i++) if (st.sh[i].p == p) { if (st.sh[i].blk == st.blk) return; st.sh[i].blk = st.blk; goto poison; }
   if (st.nsh < 64) st.sh[st.nsh++] = {p, st.blk};
 poison: volatile char* c = (volatile char*)p; for (size_t i = 0; i < n; i++) c[i] = (char)0xFF; }
+CH_NS static char* make_stacks() {
+  char* p = (char*)mmap(nullptr, STACK * MAXT, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  for (int i = 0; i < MAXT; i++) mprotect(p + i * STACK, 4096, PROT_NONE);
+  return p; }
 CH_NS static int launch(void (*call)(void**), dim3 grid, dim3 block, size_t smem, void** args, int policy, uint64_t seed) {
   st.n = block.x * block.y * block.z; st.failed = false; st.err[0] = 0; st.switches = 0;
   if (st.n < 1 || st.n > MAXT) { snprintf(st.err, sizeof st.err, "block of %d threads", st.n); return 1; }
-  if (!st.stacks) {
-    st.stacks = (char*)mmap(nullptr, STACK * MAXT, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    for (int i = 0; i < MAXT; i++) mprotect(st.stacks + i * STACK, 4096, PROT_NONE); }
   if (smem > st.ndyn) { if (st.dyn) munmap(st.dyn, st.ndyn + 4096); size_t m = (smem + 4095) & ~4095ul; st.dyn = (char*)mmap(nullptr, m + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0); mprotect(st.dyn + m, 4096, PROT_NONE); st.ndyn = m; }
   st.call = call; st.args = args; st.bdim = block; st.gdim = grid; st.policy = policy; st.rng = seed * 0x9E3779B97F4A7C15ull + 0x1234567ull; rnd();
   stack_t alt{}, oldalt; static char altstk[64 << 10]; alt.ss_sp = altstk; alt.ss_size = sizeof altstk; sigaltstack(&alt, &oldalt);
@@ -240,7 +241,15 @@ inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 template <class T> inline T __ldg(const T* p) { return *p; }
 inline __nv_bfloat162 __hfma2(__nv_bfloat162 a, __nv_bfloat162 b, __nv_bfloat162 c) { float2 x = __bfloat1622float2(a), y = __bfloat1622float2(b), z = __bfloat1622float2(c); return __floats2bfloat162_rn(fmaf(x.x, y.x, z.x), fmaf(x.y, y.y, z.y)); }
 inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) { float2 x = __half22float2(a), y = __half22float2(b), z = __half22float2(c); return __floats2half2_rn(fmaf(x.x, y.x, z.x), fmaf(x.y, y.y, z.y)); }
-// ---- loader ABI
+// ---- what -fsanitize=bounds,alignment calls
+namespace cuhost { struct SourceLocation { const char* file; unsigned line, column; }; }
+extern "C" __attribute__((visibility("hidden"), used)) inline void __ubsan_handle_out_of_bounds_abort(void* where, void* index) {
+  cuhost::fail(((cuhost::SourceLocation*)where)->line, "index %ld is out of bounds", (long)index); }
+extern "C" __attribute__((visibility("hidden"), used)) inline void __ubsan_handle_type_mismatch_v1_abort(void* where, void* address) {
+  cuhost::fail(((cuhost::SourceLocation*)where)->line, "misaligned access at %p", address); }
+// ---- loader ABI; the fibers' stacks are the process's, shared by all modules
+extern "C" __attribute__((visibility("default"))) void* cuhost_make_stacks() { return cuhost::make_stacks(); }
+extern "C" __attribute__((visibility("default"))) void cuhost_use_stacks(void* p) { cuhost::st.stacks = (char*)p; }
 extern "C" __attribute__((visibility("default"))) const char* cuhost_error() { return cuhost::st.err; }
 extern "C" __attribute__((visibility("default"))) unsigned long long cuhost_switches() { return cuhost::st.switches; }
 #define CUHOST_KERNEL(ID, ...) extern "C" __attribute__((visibility("default"))) int cuhost_launch_##ID(const unsigned* g, const unsigned* b, size_t sm, void** a, int pol, unsigned long long seed) { \

@@ -13,30 +13,44 @@ from .hostemu import HostModule
 
 KERNELS = Path(__file__).parents[2] / "cuda"
 BOUNDS = ("-fsanitize=bounds,alignment", "-fno-sanitize-recover=all")
+SANITIZERS = {
+    None: (),
+    "thread": ("-fsanitize=thread",),
+    "address": ("-fsanitize=address", "--param=asan-stack=0", *BOUNDS),  # the fibers' stacks are not the process's own
+}
 SCHEDULES = (("fifo", 0), ("reverse", 0), ("prio", 1), ("prio", 2), ("prio", 3))
 
 
 @functools.cache
-def module(path: Path, options: tuple[str, ...], flags: tuple[str, ...], tsan: bool) -> HostModule:
-    return HostModule(path=path, options=options, flags=flags, tsan=tsan)
+def module(path: Path, options: tuple[str, ...], flags: tuple[str, ...]) -> HostModule:
+    return HostModule(path=path, options=options, flags=flags)
 
 
 class EmulatorLaunch:
     """launch(source_file, kernel_name, defines, grid, block, params, shared_bytes, device) as in fw_fairseq.ops.cuda, on the CPU.
 
-    policy, seed: the schedule of the threads (``SCHEDULES`` catch every missing barrier that was tried); tsan: race detection, in
-    a process started with the sanitizer's library; bounds: fixed arrays and alignment checked. ``calls`` lists what was launched.
+    policy, seed: the schedule of the threads (``SCHEDULES`` catch every missing barrier that was tried); bounds: indices of fixed
+    arrays and alignment are checked; sanitizer: see ``sanitize.run_sanitized``. ``calls`` lists what was launched.
     """
 
-    def __init__(self, policy: str = "fifo", seed: int = 0, tsan: bool = False, bounds: bool = False, folder: Path = KERNELS):
+    device_type = "cpu"
+    blocks = 1  # processors of the device that it stands for
+
+    def __init__(self, policy: str = "fifo", seed: int = 0, bounds: bool = False, sanitizer: str | None = None, folder=KERNELS):
         self.schedule, self.folder = {"policy": policy, "seed": seed}, folder
-        self.flags, self.tsan = BOUNDS if bounds else (), tsan
+        self.flags = BOUNDS if bounds else SANITIZERS[sanitizer]
         self.calls: list[tuple[str, str, dict]] = []
+
+    def why_not(self, device: torch.device) -> str | None:
+        return None if device.type == "cpu" else f"the emulator takes tensors on the CPU; these are on {device}"
+
+    def processors(self, device: torch.device) -> int:
+        return self.blocks
 
     def __call__(self, source_file, kernel_name, defines, grid, block, params, shared_bytes=0, device=None) -> None:
         assert device is None or torch.device(device).type == "cpu", device
         options = tuple(f"-D{name}={value}" for name, value in defines.items())
-        kernel = module(self.folder / source_file, options, self.flags, self.tsan).get_function(kernel_name)
+        kernel = module(self.folder / source_file, options, self.flags).get_function(kernel_name)
         self.calls.append((source_file, kernel_name, dict(defines)))
         kernel(grid, block, (params,), shared_mem=shared_bytes, **self.schedule)
 

@@ -24,6 +24,7 @@ HERE = Path(__file__).parent
 CACHE = Path(os.environ.get("HOSTEMU_CACHE", Path(tempfile.gettempdir()) / f"hostemu-{os.getuid()}"))
 POLICIES = {"fifo": 0, "reverse": 1, "random": 2, "prio": 3}
 COMPILE = "g++ -x c++ -std=c++17 -O2 -g -march=x86-64-v3 -fPIC -shared -fvisibility=hidden -fno-strict-aliasing -fno-gnu-unique -w"
+STACKS: list[ctypes.c_void_p] = []
 ALIGNMENT = r"(?:__align__\s*\(\w+\)\s*)?"
 KERNEL = r'extern\s+"C"\s+__global__\s+(?:void\s+)?(?:__launch_bounds__\s*\([^)]*\)\s*)?(?:void\s+)?(\w+)\s*\('
 
@@ -50,22 +51,31 @@ def translate(source: str) -> str:
 
 
 class HostModule:
-    """One compiled source. ``flags`` go to g++; ``tsan`` builds for the thread sanitizer."""
+    """One compiled source. ``flags`` go to g++."""
 
-    def __init__(self, code=None, path=None, options=(), name_expressions=(), flags=(), tsan=False):
+    def __init__(self, code=None, path=None, options=(), name_expressions=(), flags=()):
         code = Path(path).read_text() if code is None else code
         folder = HERE if path is None else Path(path).parent
         self.names = [*name_expressions, *re.findall(KERNEL, code)]
         launchers = "".join(f"CUHOST_KERNEL({i}, {name})\n" for i, name in enumerate(self.names))
         source = f'#line 1 "{path or "kernel.cu"}"\n{translate(code)}\n{launchers}'
         command = [*COMPILE.split(), f"-I{folder}", *cuda_includes(), "-include", str(HERE / "cuda_host.h")]
-        command += [*(["-fsanitize=thread"] if tsan else []), *flags, *(o for o in options if o[:2] in ("-D", "-I"))]
+        command += [*flags, *(o for o in options if o[:2] in ("-D", "-I"))]
         self.lib = ctypes.CDLL(str(build(source, command, folder)))
         self.lib.cuhost_error.restype = ctypes.c_char_p
         self.lib.cuhost_switches.restype = ctypes.c_ulonglong
+        self.lib.cuhost_use_stacks(stacks(self.lib))
 
     def get_function(self, name: str) -> HostKernel:
         return HostKernel(self, name)
+
+
+def stacks(lib: ctypes.CDLL) -> ctypes.c_void_p:
+    """The fibers' stacks, one area for all modules of the process: its guard pages count against the limit of mappings."""
+    if not STACKS:
+        lib.cuhost_make_stacks.restype = ctypes.c_void_p
+        STACKS.append(ctypes.c_void_p(lib.cuhost_make_stacks()))
+    return STACKS[0]
 
 
 def build(source: str, command: list[str], folder: Path) -> Path:
