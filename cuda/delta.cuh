@@ -33,15 +33,15 @@ constexpr bool same_type<A, A> = true;
 struct View {  // (B,H,T) or (B,H,T,X) with X contiguous; strides in elements
     void* p;
     int64_t b, h, t;
+    int64_t tile;  // from one value tile's share of a sum to the next
 };
 
 struct Params {
-    View q, k, v, f, e, w, y, dy, dq, dk, dv;
-    float *memory, *final;
+    View q, k, v, f, e, w, y, dy, dq, dk, dv, df, de, dw;
+    float *memory, *final;  // (B,H,K,V); memory and dfinal may be null, for 0
     void* borders;
-    float *dfinal, *dmemory, *df, *de, *dw;
-    int64_t dkey_tile, dgate_tile;  // elements from one value tile's share of dq, dk and of df, de, dw to the next
-    int32_t B, H, T, K, V;
+    float *dfinal, *dmemory;
+    int32_t H, T, K, V;
 };
 
 template <class T>

@@ -66,7 +66,7 @@ __device__ __forceinline__ void run_forward(BackwardShared& s, const Params& p, 
     load_border(w, border(p, at, t0 / FW_SEGMENT));
     for (int c = 0; c < CHUNKS; c++) {
         float u[2][4], y[2][4];
-        each_element(at, w, [&](int k, int v, float& x) { s.memory[c][(v - blockIdx.y * FW_V) * KEY_ROW + k] = from_float<Op>(x); });
+        each_couple(at, s.memory[c], w, [](Op* to, float x, float y) { put_couple(to, x, y); });
         recall<false>(at, chunk_of(s, c), w, u, y, s.sums, turn);
         if (at.first_part()) {
             each_token(at, u, [&](int, int t, int v, float& x) { s.u[(c * C + t) * VALUE_ROW + v] = from_float<Op>(x); });
@@ -79,12 +79,12 @@ __device__ __forceinline__ void run_forward(BackwardShared& s, const Params& p, 
 __device__ __forceinline__ void value_side(BackwardShared& s, const Place& at, int c, float (&dw)[TILES][4], int& turn) {
     const Chunk chunk = chunk_of(s, c);
     float carried = 0.f;
-    each_element(at, dw, [&](int k, int v, float& x) {
-        const int i = (v - blockIdx.y * FW_V) * KEY_ROW + k;
-        s.dmemory[i] = from_float<Op>(x);
-        if (FW_F) carried += x * to_float(s.memory[c][i]);
-    });
+    each_couple(at, s.dmemory, dw, [](Op* to, float x, float y) { put_couple(to, x, y); });
     if (FW_F) {
+        each_couple(at, s.memory[c], dw, [&](Op* from, float x, float y) {
+            const float2 w = couple(from);
+            carried += x * w.x + y * w.y;
+        });
         carried = warp_sum(carried);
         if (at.lane == 0) s.carried[c & 1][at.warp] = carried * chunk.start[C - 1];
     }
@@ -161,7 +161,7 @@ __device__ __forceinline__ void store_keys(const View& to, float (&x)[2][4], con
     using Out = KeyGradient<FW_PARTIAL>::type;
     each_pair(x, [&](int, int row, int k, float& value) {
         if (t + row >= p.T || column + k >= p.K) return;
-        ::at<Out>(to, at.b, at.h, t + row)[blockIdx.y * p.dkey_tile + column + k] = from_float<Out>(value);
+        ::at<Out>(to, at.b, at.h, t + row)[blockIdx.y * to.tile + column + k] = from_float<Out>(value);
     });
 }
 
@@ -219,10 +219,11 @@ __device__ __forceinline__ void gate_side(BackwardShared& s, const Params& p, co
     for (int i = 0; i < VALUE_WARPS; i++) dw += s.dw[c & 1][i][t];
     const int i = c * C + t;
     const float start = scale_of(s.g.start + i), e = s.g.e[i];
-    const int64_t out = blockIdx.y * p.dgate_tile + (int64_t)at.bh * p.T + t0 + i;
-    const bool inside = lane < C && t0 + i < p.T;
-    if (inside) p.de[out] = s.de[t] - start * sums[1];
-    if (inside && FW_W) p.dw[out] = dw;
+    const auto put = [&](const View& to, float x) {
+        if (lane < C && t0 + i < p.T) ::at<float>(to, at.b, at.h, t0 + i)[blockIdx.y * to.tile] = x;
+    };
+    put(p.de, s.de[t] - start * sums[1]);
+    if (FW_W) put(p.dw, dw);
     if (FW_F) {
         const float starting = start * (sums[0] - e * sums[1]), ending = s.g.end[i] * sums[2];
         float df = carried;
@@ -239,7 +240,7 @@ __device__ __forceinline__ void gate_side(BackwardShared& s, const Params& p, co
         }
         __syncwarp();
         for (int r = 0; r < C; r++) df += r >= t ? s.spans[0][r * SOLVE_ROW + t] : 0.f;
-        if (inside) p.df[out] = df / s.g.f[i];
+        put(p.df, df / s.g.f[i]);
     }
 }
 

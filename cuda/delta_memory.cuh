@@ -13,13 +13,37 @@ struct Place {
     __device__ bool first_part() const { return warp < VALUE_WARPS; }
 };
 
-// The warp's part of a memory: f(row of K, column of V, x).
+// The warp's part of a memory (B,H,K,V): f(index, x), or f(-1, x) for what is padding.
 template <class F>
-__device__ __forceinline__ void each_element(const Place& at, float (&x)[TILES][4], F f) {
+__device__ __forceinline__ void each_element(const Place& at, const Params& p, float (&x)[TILES][4], F f) {
 #pragma unroll
     for (int n = 0; n < TILES; n++) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) f(at.row + n * 8 + lane_column() + (i & 1), at.column + lane_row() + (i >> 1) * 8, x[n][i]);
+        for (int i = 0; i < 4; i++) {
+            const int k = at.row + n * 8 + lane_column() + (i & 1), v = at.column + lane_row() + (i >> 1) * 8;
+            f(k < p.K && v < p.V ? ((int64_t)at.bh * p.K + k) * p.V + v : -1, x[n][i]);
+        }
+    }
+}
+
+__device__ __forceinline__ void load_memory(float (&x)[TILES][4], const float* memory, const Place& at, const Params& p) {
+    each_element(at, p, x, [&](int64_t i, float& value) { value = memory && i >= 0 ? memory[i] : 0.f; });
+}
+
+__device__ __forceinline__ void store_memory(float (&x)[TILES][4], float* memory, const Place& at, const Params& p) {
+    each_element(at, p, x, [&](int64_t i, float& value) {
+        if (i >= 0) memory[i] = value;
+    });
+}
+
+// The warp's part of a transposed memory in shared memory, rows of KEY_ROW: f(two neighbours there, x, y).
+template <class F>
+__device__ __forceinline__ void each_couple(const Place& at, Op* shared, float (&x)[TILES][4], F f) {
+    Op* first = shared + (at.local() + lane_row()) * KEY_ROW + at.row + lane_column();
+#pragma unroll
+    for (int n = 0; n < TILES; n++) {
+        f(first + n * 8, x[n][0], x[n][1]);
+        f(first + 8 * KEY_ROW + n * 8, x[n][2], x[n][3]);
     }
 }
 
@@ -36,18 +60,6 @@ __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int o = 16; o > 0; o >>= 1) x += __shfl_xor_sync(~0u, x, o);
     return x;
-}
-
-__device__ __forceinline__ void load_memory(float (&x)[TILES][4], const float* memory, const Place& at, const Params& p) {
-    each_element(at, x, [&](int k, int v, float& value) {
-        value = memory && k < p.K && v < p.V ? memory[((int64_t)at.bh * p.K + k) * p.V + v] : 0.f;
-    });
-}
-
-__device__ __forceinline__ void store_memory(float (&x)[TILES][4], float* memory, const Place& at, const Params& p) {
-    each_element(at, x, [&](int k, int v, float& value) {
-        if (k < p.K && v < p.V) memory[((int64_t)at.bh * p.K + k) * p.V + v] = value;
-    });
 }
 
 // A warp's memory at the start of segment s, as its lanes hold it, in the operands' type: what is read from it is no different.

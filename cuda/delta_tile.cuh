@@ -59,6 +59,12 @@ __device__ __forceinline__ unsigned pack_bf16(float low, float high) {
     return *(const unsigned*)&both;
 }
 
+// Two neighbours in a tile, the first at an even place.
+__device__ __forceinline__ void put_couple(float* p, float x, float y) { *(float2*)p = make_float2(x, y); }
+__device__ __forceinline__ void put_couple(__nv_bfloat16* p, float x, float y) { *(unsigned*)p = pack_bf16(x, y); }
+__device__ __forceinline__ float2 couple(const float* p) { return *(const float2*)p; }
+__device__ __forceinline__ float2 couple(const __nv_bfloat16* p) { return __bfloat1622float2(*(const __nv_bfloat162*)p); }
+
 // Part h of a fragment, N values.
 template <int P, class F, int N>
 __device__ __forceinline__ void set_part(F& f, int h, const float (&v)[N]) {

@@ -1,7 +1,8 @@
-"""Launches the kernels of ``cuda/delta.cu``: rules with erase and at most one decay gate per token (delta, gated_delta).
+"""The kernels for rules with erase (delta, gated_delta), ``cuda/delta.cu`` and ``cuda/delta_backward.cu``: what they take, how a
+launch is cut into tiles, and its parameters. ``cuda`` has the contract of a family.
 
-``launch(source_file, kernel_name, defines, grid, block, params, shared_bytes, device)`` runs a kernel: CuPy on a GPU, the emulator
-in tests. Everything here is shapes, memory and the choice of a variant.
+fp16 inputs are multiplied in tf32, which holds them exactly: memories and gradients can leave the range of fp16, and bf16 would
+round its inputs once more.
 """
 
 from __future__ import annotations
@@ -12,26 +13,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SOURCE = "delta.cu"
 CHUNK = 16
 LARGEST_KEY = 512
+OLDEST = (8, 0)  # bf16 and tf32 products
 TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
-OPERANDS = {2: torch.bfloat16, 4: torch.float32}
 PRECISIONS = {"bf16": 0, "tf32": 1, "exact": 2}
-VIEWS = ("q", "k", "v", "f", "e", "w", "y", "dy", "dq", "dk", "dv")
-POINTERS = ("memory", "final", "borders", "dfinal", "dmemory", "df", "de", "dw")
-VIEW = np.dtype([("p", "u8"), ("b", "i8"), ("h", "i8"), ("t", "i8")])
-PARAMS = np.dtype(
-    [(name, VIEW) for name in VIEWS]
-    + [(name, "u8") for name in POINTERS]
-    + [("dkey_tile", "i8"), ("dgate_tile", "i8")]
-    + [(name, "i4") for name in "BHTKV"],
-    align=True,
-)
+VIEW = np.dtype([("p", "u8"), ("b", "i8"), ("h", "i8"), ("t", "i8"), ("tile", "i8")])
+VIEWS = ("q", "k", "v", "f", "e", "w", "y", "dy", "dq", "dk", "dv", "df", "de", "dw")
+SHARES = ("dq", "dk", "df", "de", "dw")  # outputs that each tile of V has a share of, along a first dimension
+POINTERS = ("memory", "final", "borders", "dfinal", "dmemory")
+PARAMS = np.dtype([(name, VIEW) for name in VIEWS] + [(name, "u8") for name in POINTERS] + [(n, "i4") for n in "HTKV"], align=True)
 
 
 class Tiling(NamedTuple):
-    """How a block is cut: FW_V columns of the memory, warps that share a column, tokens at a time forward and backward."""
+    """How a block is cut. ``value``: columns of the memory; ``ksplit``: warps that share 16 of them; ``span``: tokens in shared
+    memory at a time, twice, in the forward; ``segment``: tokens between two saved memories, in shared memory in the backward."""
 
     value: int
     ksplit: int
@@ -39,10 +35,11 @@ class Tiling(NamedTuple):
     segment: int
 
 
-# The widest key a row is for -> by bytes of an operand in shared memory.
+# The widest key a row is for, and bytes of an operand in shared memory. Up to 128 registers a thread for the memory and its
+# adjoint; shared memory below 99 KiB (what every device has) except in the last row, and for two blocks a multiprocessor or more.
 TABLE = {
     (64, 2): Tiling(64, 1, 64, 32),
-    (128, 2): Tiling(64, 1, 32, 16),
+    (128, 2): Tiling(64, 1, 32, 32),
     (256, 2): Tiling(32, 2, 32, 16),
     (512, 2): Tiling(16, 4, 16, 16),
     (64, 4): Tiling(64, 1, 32, 16),
@@ -52,119 +49,100 @@ TABLE = {
 }
 
 
-def round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
+def round_up(n, multiple: int):
+    return (n + multiple - 1) // multiple * multiple
 
 
-def choose_tiling(key: int, value: int, operand_bytes: int) -> tuple[int, Tiling]:
-    """(FW_K, Tiling) for widths key and value."""
-    widest = next(width for width, size in TABLE if size == operand_bytes and width >= key)
-    tiling = TABLE[widest, operand_bytes]
-    return round_up(key, 16 * tiling.ksplit), tiling._replace(value=min(tiling.value, round_up(value, 16)))
+class Variant(NamedTuple):
+    """A kernel's macros and what the host has to know of them."""
 
+    dtype: torch.dtype
+    key: int  # FW_K
+    tiling: Tiling
+    tiles: int  # of V
+    precision: int
+    f: bool
+    w: bool
 
-def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w) -> str | None:
-    """Why the kernels cannot run this, or None."""
-    if e is None:
-        return "the kernels of delta.cu are for rules with an erase e"
-    if z is not None:
-        return "a decay z on the value side together with an erase has no kernel"
-    if f is not None and f.dim() != 3:
-        return "one decay gate per key channel together with an erase has no kernel; one per token has"
-    if q.dtype not in TYPES:
-        return f"q, k, v are {q.dtype}; the kernels are for {', '.join(map(str, TYPES))}"
-    if q.shape[-1] > LARGEST_KEY:
-        return f"keys have {q.shape[-1]} features; the kernels take up to {LARGEST_KEY}"
-    return None
+    @classmethod
+    def of(cls, q, v, f, w, precision: str) -> Variant:
+        precision = "tf32" if precision == "bf16" and q.dtype == torch.float16 else precision
+        key, value = q.shape[3], v.shape[3]
+        tiling = next(row for (widest, size), row in TABLE.items() if widest >= key and size == (2 if precision == "bf16" else 4))
+        tiles = -(-value // tiling.value)
+        tiling = tiling._replace(value=round_up(-(-value // tiles), 16))
+        return cls(q.dtype, round_up(key, 16 * tiling.ksplit), tiling, tiles, PRECISIONS[precision], f is not None, w is not None)
 
+    @property
+    def operand(self) -> torch.dtype:
+        return torch.bfloat16 if self.precision == 0 else torch.float32
 
-def forward(launch, q, k, v, f, z, e, w, memory, precision: str, keep: bool = True) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """y (B,H,T,V), the final memory and, with ``keep``, what ``backward`` needs besides the arguments."""
-    call = Call(q, k, v, f, e, w, precision)
-    B, H, T, K, V = call.sizes
-    segments = -(-T // call.tiling.segment)
-    size = (B * H * segments, call.tiles * call.tiling.value, call.key)
-    borders = memory.new_empty(size if keep else 0, dtype=OPERANDS[call.operand_bytes])
-    y, final = torch.empty_like(call.views["v"]), torch.empty_like(memory, memory_format=torch.contiguous_format)
-    pointers = {"memory": memory.contiguous(), "final": final, "borders": borders if keep else None}
-    call.run(launch, "delta.cu", "delta_forward", forward_shared, call.tiling.span, {"y": y}, pointers)
-    return y, final, (borders,) if keep else ()
+    @property
+    def warps(self) -> int:
+        return self.tiling.value // 16 * self.tiling.ksplit
 
+    def tile_bytes(self, rows: int, width: int, dtype: torch.dtype) -> int:
+        """A tile in shared memory; each row is 16 bytes longer than its data."""
+        return rows * (width * dtype.itemsize + 16)
 
-def backward(launch, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str) -> tuple[Tensor | None, ...]:
-    """(dq, dk, dv, df, dz, de, dw, dmemory) from the gradients dy of y and dmemory of the final memory; None counts as 0."""
-    call = Call(q, k, v, f, e, w, precision)
-    B, H, T, K, _ = call.sizes
-    tiles = call.tiles
-    dy = torch.zeros_like(v) if dy is None else dy
-    gates = {name: memory.new_empty(tiles, B, H, T) for name in ("df", "de", "dw")}
-    if tiles > 1:
-        keys = {name: memory.new_empty(tiles, B, H, T, K) for name in ("dq", "dk")}
-    else:
-        keys = {name: torch.empty_like(call.views[name[1:]])[None] for name in ("dq", "dk")}
-    outputs = {name: x[0] for name, x in keys.items()} | {"dv": torch.empty_like(call.views["v"])}
-    before = torch.empty_like(memory, memory_format=torch.contiguous_format)
-    pointers = {name: x[0] for name, x in gates.items()} | {"dmemory": before, "borders": saved[0]}
-    pointers["dfinal"] = None if dmemory is None else dmemory.float().contiguous()
-    strides = {"dkey_tile": keys["dq"].stride(0), "dgate_tile": gates["df"].stride(0)}
-    views = outputs | {"dy": row_contiguous(dy.to(v.dtype))}
-    call.run(launch, "delta_backward.cu", "delta_backward", backward_shared, call.tiling.segment, views, pointers, strides)
-    dq, dk = (x[0] if tiles == 1 else x.sum(0).to(q.dtype) for x in keys.values())
-    df, de, dw = (None if x is None else gate[0] if tiles == 1 else gate.sum(0) for x, gate in zip((f, e, w), gates.values()))
-    return dq, dk, outputs["dv"], df, None, de, dw, before
+    def forward_bytes(self) -> int:
+        """sizeof(ForwardShared), which the kernel asserts."""
+        span, value = self.tiling.span, self.tiling.value
+        stage = 2 * self.tile_bytes(span, self.key, self.operand) + self.tile_bytes(span, value, self.dtype) + 20 * span
+        solved = self.tile_bytes(span, CHUNK, torch.float32) + self.tile_bytes(span, CHUNK, self.operand)
+        return 2 * stage + solved + self.sums_bytes(4)
 
+    def backward_bytes(self) -> int:
+        """sizeof(BackwardShared), which the kernel asserts."""
+        span, value, operand = self.tiling.segment, self.tiling.value, self.operand
+        inputs = 2 * self.tile_bytes(span, self.key, operand) + 2 * self.tile_bytes(span, value, operand)
+        inputs += self.tile_bytes(span, value, self.dtype)
+        memories = (span // CHUNK + 1) * self.tile_bytes(value, self.key, operand) + self.tile_bytes(CHUNK, value, operand)
+        pairs = self.tile_bytes(span + 2 * CHUNK, CHUNK, operand)
+        solved = self.tile_bytes(2 * span + (span if self.f else CHUNK) + 2 * CHUNK, CHUNK, torch.float32)
+        rows = 4 * (self.warps * 3 * CHUNK + CHUNK + 2 * (value + self.warps) + 5 * span)
+        return inputs + memories + pairs + solved + round_up(rows, 16) + self.sums_bytes(2)
 
-def row_contiguous(x: Tensor) -> Tensor:
-    """x with its last dimension contiguous."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    def sums_bytes(self, accumulators: int) -> int:
+        return 16 if self.tiling.ksplit == 1 else 2 * self.warps * accumulators * 32 * 16
 
+    def borders_shape(self, B, H, T):
+        return B * H * ((T + self.tiling.segment - 1) // self.tiling.segment), self.tiles * self.tiling.value, self.key
 
-def view(x: Tensor) -> tuple[int, int, int, int]:
-    return (x.data_ptr(), *x.stride()[:3])
-
-
-class Call:
-    """One launch: the variant that the arguments ask for, and the parameters."""
-
-    def __init__(self, q, k, v, f, e, w, precision: str):
-        self.sizes = (*q.shape, v.shape[3])
-        self.precision = PRECISIONS[precision]
-        self.operand_bytes = 2 if precision == "bf16" else 4
-        self.key, self.tiling = choose_tiling(q.shape[3], v.shape[3], self.operand_bytes)
-        self.tiles = -(-v.shape[3] // self.tiling.value)
-        self.views = {name: row_contiguous(x) for name, x in zip("qkv", (q, k, v))}
-        self.views |= {name: x for name, x in zip("few", (f, e, w)) if x is not None}
-        self.f, self.w = f is not None, w is not None
-
-    def run(self, launch, source, kernel, shared_bytes, span, views, pointers, strides=None):
-        B, H, T, K, V = self.sizes
-        views = self.views | views
-        tiling = self.tiling
+    def launch(self, launch, pass_: str, views: dict, pointers: dict) -> None:
+        source, span, shared = {
+            "forward": ("delta.cu", self.tiling.span, self.forward_bytes()),
+            "backward": ("delta_backward.cu", self.tiling.segment, self.backward_bytes()),
+        }[pass_]
+        q, v = views["q"], views["v"]
+        B, H, T, K = q.shape
         defines = {
-            "FW_IN": TYPES[views["q"].dtype],
+            "FW_IN": TYPES[self.dtype],
             "FW_K": self.key,
-            "FW_V": tiling.value,
+            "FW_V": self.tiling.value,
             "FW_F": int(self.f),
             "FW_W": int(self.w),
             "FW_PRECISION": self.precision,
-            "FW_KSPLIT": tiling.ksplit,
+            "FW_KSPLIT": self.tiling.ksplit,
             "FW_SPAN": span,
-            "FW_SEGMENT": tiling.segment,
-            "FW_ALIGNED": int(all(map(aligned, (x for x in views.values() if x.dim() == 4)))),
+            "FW_SEGMENT": self.tiling.segment,
+            "FW_ALIGNED": int(all(aligned(x) for name, x in views.items() if name in ("q", "k", "v", "y", "dy", "dv"))),
             "FW_PARTIAL": int(self.tiles > 1),
+            "FW_SHARED": shared,
         }
-        defines["FW_SHARED"] = shared_bytes(defines, views["q"].element_size(), self.operand_bytes)
         params = np.zeros((), PARAMS)
         for name, x in views.items():
-            params[name] = view(x)
+            if x is not None:
+                params[name] = view(x, leading_tile=name in SHARES)
         for name, x in pointers.items():
             params[name] = 0 if x is None else x.data_ptr()
-        for name, x in ({} if strides is None else strides).items():
-            params[name] = x
-        for name, size in zip("BHTKV", self.sizes):
-            params[name] = size
-        block = tiling.value // 16 * tiling.ksplit * 32
-        launch(source, kernel, defines, (B * H, self.tiles), (block,), params, defines["FW_SHARED"], views["q"].device)
+        params["H"], params["T"], params["K"], params["V"] = H, T, K, v.shape[3]
+        launch(source, f"delta_{pass_}", defines, (B * H, self.tiles), (32 * self.warps,), params, shared, q.device)
+
+
+def view(x: Tensor, leading_tile: bool) -> tuple[int, ...]:
+    strides = x.stride() if leading_tile else (0, *x.stride())
+    return (x.data_ptr(), *strides[1:4], strides[0])
 
 
 def aligned(x: Tensor) -> bool:
@@ -173,33 +151,56 @@ def aligned(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and all(n % unit == 0 for n in (*x.stride()[:3], x.shape[3]))
 
 
-def tile_bytes(rows: int, width: int, element: int) -> int:
-    return rows * (width + 16 // element) * element
+def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w) -> str | None:
+    if z is not None:
+        return "backend='cuda' has no kernel for a value-side decay z together with an erase"
+    if f is not None and f.dim() != 3:
+        return "backend='cuda' has no kernel for an erase with decay per channel, only with one gate per token"
+    if q.shape[-1] > LARGEST_KEY:
+        return f"backend='cuda' has kernels with erase for keys up to {LARGEST_KEY} wide, not {q.shape[-1]}"
+    return None if q.device.type != "cuda" else unsupported_device(q, v, f, w)
 
 
-def solved_bytes(d: dict, operand: int) -> int:
-    """The scores of a span."""
-    return d["FW_SPAN"] // CHUNK * tile_bytes(CHUNK, CHUNK, operand)
+def unsupported_device(q, v, f, w) -> str | None:
+    if torch.cuda.get_device_capability(q.device) < OLDEST:
+        return f"backend='cuda' has kernels with erase for compute capability {OLDEST[0]}.{OLDEST[1]} and higher only"
+    variant = Variant.of(q, v, f, w, "exact" if q.dtype == torch.float32 else "bf16")
+    needed = max(variant.forward_bytes(), variant.backward_bytes())
+    held = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
+    if needed > held:
+        return f"backend='cuda' needs {needed} bytes of shared memory for keys {q.shape[-1]} wide in {q.dtype}; this device has {held}"
+    return None
 
 
-def forward_shared(d: dict, element: int, operand: int) -> int:
-    """sizeof(ForwardShared), which the kernel asserts."""
-    stage = 2 * tile_bytes(d["FW_SPAN"], d["FW_K"], operand) + tile_bytes(d["FW_SPAN"], d["FW_V"], element) + 5 * 4 * d["FW_SPAN"]
-    solved = d["FW_SPAN"] // CHUNK * (tile_bytes(CHUNK, CHUNK, 4) + tile_bytes(CHUNK, CHUNK, operand))
-    return 2 * stage + solved + sums_bytes(d, 4)
+def saved_like(q, k, v, f, z, e, w, memory, precision: str):
+    variant = Variant.of(q, v, f, w, precision)
+    return [(variant.borders_shape(*q.shape[:3]), variant.operand)]
 
 
-def sums_bytes(d: dict, accumulators: int) -> int:
-    return 16 if d["FW_KSPLIT"] == 1 else 2 * d["FW_V"] // 16 * d["FW_KSPLIT"] * accumulators * 32 * 16
+def forward(launch, q, k, v, f, z, e, w, memory, precision: str, keep: bool = True):
+    variant = Variant.of(q, v, f, w, precision)
+    y, final = torch.empty_like(v), torch.empty_like(memory)
+    saved = (memory.new_empty(variant.borders_shape(*q.shape[:3]), dtype=variant.operand),) if keep else ()
+    pointers = {"memory": memory, "final": final, "borders": saved[0] if keep else None}
+    variant.launch(launch, "forward", dict(q=q, k=k, v=v, f=f, e=e, w=w, y=y), pointers)
+    return y, final, saved
 
 
-def backward_shared(d: dict, element: int, operand: int) -> int:
-    """sizeof(BackwardShared), which the kernel asserts."""
-    span, key, value, warps = d["FW_SPAN"], d["FW_K"], d["FW_V"], d["FW_V"] // 16 * d["FW_KSPLIT"]
-    chunks = span // CHUNK
-    inputs = 2 * tile_bytes(span, key, operand) + 2 * tile_bytes(span, value, operand) + tile_bytes(span, value, element)
-    memories = (chunks + 1) * tile_bytes(value, key, operand) + tile_bytes(CHUNK, value, operand)
-    pairs = (2 + chunks) * tile_bytes(CHUNK, CHUNK, operand)
-    solved = (2 * chunks + (chunks if d["FW_F"] else 1) + 2) * tile_bytes(CHUNK, CHUNK, 4)
-    rows = 4 * (warps * 3 * CHUNK + CHUNK + 2 * (value // 16 * CHUNK + warps) + 5 * span)
-    return inputs + memories + pairs + solved + round_up(rows, 16) + sums_bytes(d, 2)
+def backward(launch, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str):
+    variant = Variant.of(q, v, f, w, precision)
+    inputs = {"q": q, "k": k, "f": f, "e": e, "w": w}
+    shares = {f"d{name}": share(x, variant.tiles) for name, x in inputs.items() if x is not None}
+    dv, before = torch.empty_like(v), torch.empty_like(memory)
+    pointers = {"dfinal": dmemory, "dmemory": before, "borders": saved[0]}
+    variant.launch(launch, "backward", inputs | shares | {"v": v, "dy": dy, "dv": dv}, pointers)
+    sums = {name: summed(shares[f"d{name}"], x) for name, x in inputs.items() if x is not None}
+    return sums["q"], sums["k"], dv, sums.get("f"), None, sums["e"], sums.get("w"), before
+
+
+def share(x: Tensor, tiles: int) -> Tensor:
+    """Where the gradient of x goes: itself, or in fp32 a share for each tile of V."""
+    return torch.empty_like(x)[None] if tiles == 1 else x.new_empty((tiles, *x.shape), dtype=torch.float32)
+
+
+def summed(shares: Tensor, x: Tensor) -> Tensor:
+    return shares[0] if len(shares) == 1 else torch.empty_like(x).copy_(shares.sum(0))
