@@ -56,12 +56,14 @@ __device__ __forceinline__ void load_tile(To* tile, const View& x, int b, int h,
     const From* base = at<From>(x, b, h, 0);
 #if FW_ALIGNED
     constexpr int N = 16 / sizeof(From), PER_ROW = WIDTH / N;
+    constexpr bool COPIED = same_type<From, To>;
+#pragma unroll(COPIED ? 1 : 4)
     for (int i = threadIdx.x; i < ROWS * PER_ROW; i += THREADS) {
         const int row = i / PER_ROW, column = i % PER_ROW * N;
         const bool inside = t0 + row < T && c0 + column < columns;
         const From* from = inside ? base + (t0 + row) * x.t + c0 + column : base;
         To* to = tile + row * STRIDE + column;
-        if constexpr (same_type<From, To>) {
+        if constexpr (COPIED) {
             cp_async16(to, from, inside ? 16 : 0);
         } else {
             const uint4 raw = inside ? *(const uint4*)from : make_uint4(0, 0, 0, 0);

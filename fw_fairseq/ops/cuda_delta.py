@@ -168,7 +168,7 @@ def unsupported_device(q, v, f, w) -> str | None:
     needed = max(variant.forward_bytes(), variant.backward_bytes())
     held = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
     if needed > held:
-        return f"backend='cuda' needs {needed} bytes of shared memory for keys {q.shape[-1]} wide in {q.dtype}; this device has {held}"
+        return f"backend='cuda' needs {needed} bytes of shared memory for {q.dtype} keys {q.shape[-1]} wide; this device has {held}"
     return None
 
 
