@@ -225,34 +225,33 @@ inline void ldmatrix(void** p, unsigned arrived) {
     }
 }
 
-inline void run(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], const float (&c)[4], int op, cuhost::CollFn f, int line) {
+template <class A, class B, class C>
+inline void run(float (&d)[4], const A& a, const B& b, const C& c, int operation, cuhost::Combine multiply, int line) {
     Mma m{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, {c[0], c[1], c[2], c[3]}, {}};
-    cuhost::collective(~0u, op, &m, f, line);
+    cuhost::collective(~0u, operation, &m, multiply, line);
     for (int i = 0; i < 4; i++) d[i] = m.d[i];
 }
 
 // The copy lands at the latest moment that is legal, in cp_async_wait: a wait that is missing reads old data.
 inline void copy(void* shared, const void* global, int size, int bytes, int line) {
-    cuhost::Fiber* f = cuhost::cur;
+    cuhost::Fiber& f = *cuhost::current;
     if (((uintptr_t)shared | (uintptr_t)global) & (size - 1)) cuhost::fail(line, "cp.async of %d bytes: misaligned", size);
     if (bytes < 0 || bytes > size) cuhost::fail(line, "cp.async of %d bytes is told to read %d", size, bytes);
-    if (f->ncp == cuhost::MAX_COPIES) cuhost::fail(line, "more than %d cp.async in flight", cuhost::MAX_COPIES);
-    f->cp[f->ncp++] = {shared, global, size, bytes, f->cgrp};
+    if (f.copy_count == cuhost::MAX_COPIES) cuhost::fail(line, "more than %d cp.async in flight", cuhost::MAX_COPIES);
+    f.copies[f.copy_count++] = {shared, global, size, bytes, f.copy_group};
 }
 
 }  // namespace ptx_twin
 
-#define PTX_LINE int line = __builtin_LINE()
-
-inline void mma_bf16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], const float (&c)[4], PTX_LINE) {
+inline void mma_bf16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], const float (&c)[4], CUHOST_LINE) {
     ptx_twin::run(d, a, b, c, 20, ptx_twin::mma_16<ptx_twin::Bf16>, line);
 }
 
-inline void mma_f16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], const float (&c)[4], PTX_LINE) {
+inline void mma_f16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], const float (&c)[4], CUHOST_LINE) {
     ptx_twin::run(d, a, b, c, 21, ptx_twin::mma_16<ptx_twin::F16>, line);
 }
 
-inline void mma_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], const float (&c)[4], PTX_LINE) {
+inline void mma_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], const float (&c)[4], CUHOST_LINE) {
     ptx_twin::run(d, a, b, c, 22, ptx_twin::mma_8, line);
 }
 
@@ -262,43 +261,43 @@ inline unsigned to_tf32(float x) {
 }
 
 template <bool TRANS>
-inline void ldmatrix_x4(unsigned (&r)[4], const void* row, PTX_LINE) {
+inline void ldmatrix_x4(unsigned (&r)[4], const void* row, CUHOST_LINE) {
     ptx_twin::Rows rows{(const unsigned short*)row, {}};
     cuhost::collective(~0u, 23 + TRANS, &rows, ptx_twin::ldmatrix<TRANS, 4>, line);
     for (int i = 0; i < 4; i++) r[i] = rows.r[i];
 }
 
 template <bool TRANS>
-inline void ldmatrix_x2(unsigned (&r)[2], const void* row, PTX_LINE) {
+inline void ldmatrix_x2(unsigned (&r)[2], const void* row, CUHOST_LINE) {
     ptx_twin::Rows rows{(const unsigned short*)row, {}};
     cuhost::collective(~0u, 25 + TRANS, &rows, ptx_twin::ldmatrix<TRANS, 2>, line);
     for (int i = 0; i < 2; i++) r[i] = rows.r[i];
 }
 
-inline void cp_async16(void* shared, const void* global, int bytes = 16, PTX_LINE) {
+inline void cp_async16(void* shared, const void* global, int bytes = 16, CUHOST_LINE) {
     ptx_twin::copy(shared, global, 16, bytes, line);
 }
 
-inline void cp_async4(void* shared, const void* global, int bytes = 4, PTX_LINE) {
+inline void cp_async4(void* shared, const void* global, int bytes = 4, CUHOST_LINE) {
     ptx_twin::copy(shared, global, 4, bytes, line);
 }
 
-inline void cp_async_commit() { cuhost::cur->cgrp++; }
+inline void cp_async_commit() { cuhost::current->copy_group++; }
 
 template <int N>
 inline void cp_async_wait() {
-    cuhost::Fiber* f = cuhost::cur;
+    cuhost::Fiber& f = *cuhost::current;
     int kept = 0;
-    for (int i = 0; i < f->ncp; i++) {
-        cuhost::Copy copy = f->cp[i];
-        if (copy.grp < f->cgrp - N) {
-            memset(copy.d, 0, copy.size);
-            memcpy(copy.d, copy.s, copy.n);
+    for (int i = 0; i < f.copy_count; i++) {
+        cuhost::Copy copy = f.copies[i];
+        if (copy.group < f.copy_group - N) {
+            memset(copy.target, 0, copy.size);
+            memcpy(copy.target, copy.source, copy.read);
         } else {
-            f->cp[kept++] = copy;
+            f.copies[kept++] = copy;
         }
     }
-    f->ncp = kept;
+    f.copy_count = kept;
 }
 
 #endif

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hostcuda.emulator import KERNELS
+from hostcuda.hostemu import KERNELS
 
 from fw_fairseq.ops import cuda_launch
 from fw_fairseq.ops.cuda_launch import CupyLaunch

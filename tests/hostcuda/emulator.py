@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 
-from .hostemu import HostModule
+from .hostemu import KERNELS, HostModule
 
-KERNELS = Path(__file__).parents[2] / "cuda"
 BOUNDS = ("-fsanitize=bounds,alignment", "-fno-sanitize-recover=all")
 SANITIZERS = {
     None: (),

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 HERE = Path(__file__).parent
+KERNELS = HERE.parents[1] / "cuda"
 CACHE = Path(os.environ.get("HOSTEMU_CACHE", Path(tempfile.gettempdir()) / f"hostemu-{os.getuid()}"))
 POLICIES = {"fifo": 0, "reverse": 1, "random": 2, "prio": 3}
 COMPILE = "g++ -x c++ -std=c++17 -O2 -g -march=x86-64-v3 -fPIC -shared -fvisibility=hidden -fno-strict-aliasing -fno-gnu-unique -w"
@@ -45,7 +46,7 @@ def cuda_includes() -> list[str]:
 def translate(source: str) -> str:
     """Registers every __shared__ variable with the emulator. One variable per declaration."""
     dynamic = rf"extern\s+__shared__\s+{ALIGNMENT}([\w:<> ]+?)\s+(\w+)\s*\[\s*\]\s*;"
-    source = re.sub(dynamic, r"\1* \2 = CUHOST_DYN(\1);", source)
+    source = re.sub(dynamic, r"\1* \2 = CUHOST_DYNAMIC(\1);", source)
     fixed = rf"(?<!extern )(__shared__\s+{ALIGNMENT}[\w:<>, ]+?\s+(\w+)\s*((?:\[[^\];]*\]\s*)*);)"
     return re.sub(fixed, r"\1 CUHOST_SHARED(\2);", source)
 
@@ -55,15 +56,14 @@ class HostModule:
 
     def __init__(self, code=None, path=None, options=(), name_expressions=(), flags=()):
         code = Path(path).read_text() if code is None else code
-        folder = HERE if path is None else Path(path).parent
+        folder = KERNELS if path is None else Path(path).parent
         self.names = [*name_expressions, *re.findall(KERNEL, code)]
         launchers = "".join(f"CUHOST_KERNEL({i}, {name})\n" for i, name in enumerate(self.names))
         source = f'#line 1 "{path or "kernel.cu"}"\n{translate(code)}\n{launchers}'
-        command = [*COMPILE.split(), f"-I{folder}", *cuda_includes(), "-include", str(HERE / "cuda_host.h")]
+        command = [*COMPILE.split(), f"-I{folder}", f"-I{KERNELS}", *cuda_includes(), "-include", str(HERE / "cuda_host.h")]
         command += [*flags, *(o for o in options if o[:2] in ("-D", "-I"))]
         self.lib = ctypes.CDLL(str(build(source, command, folder)))
         self.lib.cuhost_error.restype = ctypes.c_char_p
-        self.lib.cuhost_switches.restype = ctypes.c_ulonglong
         self.lib.cuhost_use_stacks(stacks(self.lib))
 
     def get_function(self, name: str) -> HostKernel:
@@ -80,7 +80,7 @@ def stacks(lib: ctypes.CDLL) -> ctypes.c_void_p:
 
 def build(source: str, command: list[str], folder: Path) -> Path:
     """The shared library, built once per source, headers and command."""
-    headers = sorted({*HERE.glob("*.h"), *folder.glob("*.h"), *folder.glob("*.cuh")})
+    headers = sorted({*HERE.glob("*.h"), *folder.glob("*.cuh"), *KERNELS.glob("*.cuh")})
     content = source + "".join(h.read_text() for h in headers) + repr(command)
     library = CACHE / (hashlib.sha1(content.encode()).hexdigest() + ".so")
     if not library.exists():

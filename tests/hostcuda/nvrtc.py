@@ -6,7 +6,8 @@ import re
 import warnings
 from pathlib import Path
 
-KERNELS = Path(__file__).parents[2] / "cuda"
+from .hostemu import KERNELS
+
 ARCHITECTURES = ("75", "80", "86", "89", "90", "100", "120")
 
 
@@ -34,7 +35,8 @@ def cupy_options(folder) -> tuple[str, ...]:
     """What CuPy adds to the options of a RawModule."""
     from cupy._core import core
 
-    return (*core.assemble_cupy_compiler_options((f"-I{folder}",)), "-ftz=true", "--device-as-default-execution-space")
+    own = core.assemble_cupy_compiler_options(("-std=c++17", f"-I{folder}", f"-I{KERNELS}"))
+    return (*own, "-ftz=true", "--device-as-default-execution-space")
 
 
 def resources(log: str) -> dict[str, dict[str, int]]:
