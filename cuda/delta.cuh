@@ -148,19 +148,18 @@ __device__ __forceinline__ void solve(Gates& g, int c, const Op* q, const Op* k,
     each_pair(keys, [&](int, int t, int s, float& x) { erase[t * SOLVE_ROW + s] = x; });
     __syncwarp();
     const int column = threadIdx.x & 15;
-    float x[C];
+    float x[C] = {};  // row by row the sum over the rows above, then the solution
 #pragma unroll
-    for (int t = 0; t < C; t++) {
-        float sum = 0.f;
+    for (int s = 0; s < C; s += 4) {
 #pragma unroll
-        for (int s = 0; s < t; s += 4) {
+        for (int t = s; t < C; t++) {
             const float4 row = *(const float4*)(erase + t * SOLVE_ROW + s);
-            sum = fmaf(row.x, x[s], sum);
-            if (s + 1 < t) sum = fmaf(row.y, x[s + 1], sum);
-            if (s + 2 < t) sum = fmaf(row.z, x[s + 2], sum);
-            if (s + 3 < t) sum = fmaf(row.w, x[s + 3], sum);
+            if (t > s) x[t] = fmaf(row.x, x[s], x[t]);
+            if (t > s + 1) x[t] = fmaf(row.y, x[s + 1], x[t]);
+            if (t > s + 2) x[t] = fmaf(row.z, x[s + 2], x[t]);
+            if (t > s + 3) x[t] = fmaf(row.w, x[s + 3], x[t]);
+            if (t < s + 4) x[t] = (t == column ? 1.f : 0.f) - g.e[c * C + t] * x[t];
         }
-        x[t] = (t == column ? 1.f : 0.f) - g.e[c * C + t] * sum;
     }
     __syncwarp();
     if ((threadIdx.x & 31) < C) {

@@ -207,14 +207,26 @@ __device__ __forceinline__ void key_side(BackwardShared& s, const Params& p, con
     }
 }
 
+// Two rows of (C,C) added up; at t the sum of what is before t.
+__device__ __forceinline__ void sum_rows(float* to, const float* other) {
+    float before = 0.f;
+#pragma unroll
+    for (int t = 0; t < C; t += 4) {
+        const float4 x = *(const float4*)(to + t), y = *(const float4*)(other + t);
+        const float a = before + (x.x + y.x), b = a + (x.y + y.y), c = b + (x.z + y.z);
+        *(float4*)(to + t) = make_float4(before, a, b, c);
+        before = c + (x.w + y.w);
+    }
+}
+
 // One warp: the gradients of a chunk's gates.
 __device__ __forceinline__ void gate_side(BackwardShared& s, const Params& p, const Place& at, int c, int t0) {
     const int lane = at.lane, t = lane & 15;
-    float sums[3] = {}, dw = 0.f, carried = 0.f;
+    float sums[3] = {}, dw = 0.f, df = 0.f;
     for (int i = 0; i < WARPS; i++) {
 #pragma unroll
         for (int j = 0; j < 3; j++) sums[j] += s.rows[i][j][t];
-        if (FW_F) carried += s.carried[c & 1][i];
+        if (FW_F) df += s.carried[c & 1][i];
     }
     for (int i = 0; i < VALUE_WARPS; i++) dw += s.dw[c & 1][i][t];
     const int i = c * C + t;
@@ -225,19 +237,16 @@ __device__ __forceinline__ void gate_side(BackwardShared& s, const Params& p, co
     put(p.de, s.de[t] - start * sums[1]);
     if (FW_W) put(p.dw, dw);
     if (FW_F) {
-        const float starting = start * (sums[0] - e * sums[1]), ending = s.g.end[i] * sums[2];
-        float df = carried;
-        for (int r = 0; r < C; r++) {
-            const float from = __shfl_sync(~0u, starting, r), until = __shfl_sync(~0u, ending, r);
-            df += r >= t ? from : until;
+        float starting = start * (sums[0] - e * sums[1]), ending = s.g.end[i] * sums[2];
+#pragma unroll
+        for (int o = 1; o < C; o <<= 1) {  // starting: its sum from t on, ending: its sum up to t
+            const float later = __shfl_down_sync(~0u, starting, o, C), earlier = __shfl_up_sync(~0u, ending, o, C);
+            if (t + o < C) starting += later;
+            if (t >= o) ending += earlier;
         }
-        float before = 0.f;  // lane t takes row t: its sums over earlier tokens
-        for (int r = 0; r < C; r++) {
-            const float x = s.spans[0][t * SOLVE_ROW + r] + s.spans[1][t * SOLVE_ROW + r];
-            __syncwarp();
-            if (lane < C) s.spans[0][t * SOLVE_ROW + r] = before;
-            before += x;
-        }
+        ending = __shfl_up_sync(~0u, ending, 1, C);
+        df += starting + (t > 0 ? ending : 0.f);
+        if (lane < C) sum_rows(s.spans[0] + t * SOLVE_ROW, s.spans[1] + t * SOLVE_ROW);
         __syncwarp();
         for (int r = 0; r < C; r++) df += r >= t ? s.spans[0][r * SOLVE_ROW + t] : 0.f;
         put(p.df, df / s.g.f[i]);
