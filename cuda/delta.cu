@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_forward(const Par
         if (t0 + FW_SPAN < p.T) load_stage(shared.stage[now ^ 1], p, at, t0 + FW_SPAN);
         for (int c = at.warp; c < CHUNKS; c += WARPS) {
             float* inverse = shared.inverse[c];
-            solve(s.g, c, s.q + c * C * KEY_ROW, s.k + c * C * KEY_ROW, shared.scores[c], inverse, inverse, inverse);
+            solve(s.g, c, p.T - t0, s.q + c * C * KEY_ROW, s.k + c * C * KEY_ROW, shared.scores[c], inverse, inverse, inverse);
         }
         __syncthreads();
         for (int c = 0; c < CHUNKS && t0 + c * C < p.T; c++) {

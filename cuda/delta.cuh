@@ -81,6 +81,17 @@ __device__ __forceinline__ void load_tile(To* tile, const View& x, int b, int h,
 #endif
 }
 
+// Brings what load_tile will read into the L2 cache.
+template <class From, int ROWS, int WIDTH>
+__device__ __forceinline__ void prefetch_tile(const View& x, int b, int h, int t0, int T, int c0, int columns) {
+    constexpr int N = 128 / sizeof(From), PER_ROW = (WIDTH + N - 1) / N;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < ROWS * PER_ROW; i += THREADS) {
+        const int row = i / PER_ROW, column = i % PER_ROW * N;
+        if (t0 + row < T && c0 + column < columns) prefetch_l2(at<From>(x, b, h, t0 + row) + c0 + column);
+    }
+}
+
 // A warp's 16 columns of a tile of inputs, ROWS rows, to x.
 template <int ROWS>
 __device__ __forceinline__ void store_columns(const In* tile, const View& x, int b, int h, int t0, int T, int c0, int columns) {
@@ -103,18 +114,23 @@ struct Gates {
     float end[FW_SPAN];    // what is left at the chunk's end of what t wrote
 };
 
+// Complete after cp_async_wait. Beyond T: 0.
 __device__ __forceinline__ void load_gates(Gates& g, const Params& p, int b, int h, int t0) {
     for (int i = threadIdx.x; i < FW_SPAN; i += THREADS) {
         const bool inside = t0 + i < p.T;
-        g.e[i] = inside ? *at<float>(p.e, b, h, t0 + i) : 0.f;
-        g.w[i] = !inside ? 0.f : FW_W ? *at<float>(p.w, b, h, t0 + i) : 1.f;
-        if (FW_F) g.f[i] = inside ? fmaxf(*at<float>(p.f, b, h, t0 + i), SMALLEST) : 1.f;
+        const int t = inside ? t0 + i : 0, bytes = inside ? 4 : 0;
+        cp_async4(g.e + i, at<float>(p.e, b, h, t), bytes);
+        if (FW_W) cp_async4(g.w + i, at<float>(p.w, b, h, t), bytes);
+        else g.w[i] = 1.f;
+        if (FW_F) cp_async4(g.f + i, at<float>(p.f, b, h, t), bytes);
     }
 }
 
-// One warp: D of a chunk into pairs, and start and end.
-__device__ __forceinline__ void decay_pairs(Gates& g, int c, float* pairs) {
+// One warp: f of chunk c made safe, D into pairs, and start and end. `tokens` of the span are there.
+__device__ __forceinline__ void decay_pairs(Gates& g, int c, int tokens, float* pairs) {
     const int t = threadIdx.x & 31;
+    if (t < C) g.f[c * C + t] = c * C + t < tokens ? fmaxf(g.f[c * C + t], SMALLEST) : 1.f;
+    __syncwarp();
     if (t < C) {
         float left = 1.f;
 #pragma unroll
@@ -131,13 +147,14 @@ __device__ __forceinline__ void decay_pairs(Gates& g, int c, float* pairs) {
 // One warp, chunk c of the span: scores = tril(D q k^T), erase = strict tril(D k k^T), inverse = (I + e erase)^-1.
 // By forward substitution, which keeps its digits whatever the keys; a product of powers of the strict triangle would lose 4 of
 // them where keys repeat. pairs, erase and inverse may be the same memory.
-__device__ __forceinline__ void solve(Gates& g, int c, const Op* q, const Op* k, Op* scores, float* pairs, float* erase, float* inverse) {
+__device__ __forceinline__ void solve(Gates& g, int c, int tokens, const Op* q, const Op* k, Op* scores, float* pairs, float* erase,
+                                      float* inverse) {
     float read[2][4] = {}, keys[2][4] = {};
     for (int i = 0; i < FW_K; i += 16) {
         multiply_from<P, false>(read, left_from<P, false>(q + i, KEY_ROW), k + i, KEY_ROW);
         multiply_from<P, false>(keys, left_from<P, false>(k + i, KEY_ROW), k + i, KEY_ROW);
     }
-    if (FW_F) decay_pairs(g, c, pairs);
+    if (FW_F) decay_pairs(g, c, tokens, pairs);
     __syncwarp();
     each_pair(read, [&](int i, int t, int s, float& x) {
         const float d = FW_F ? pairs[t * SOLVE_ROW + s] : 1.f;

@@ -60,6 +60,18 @@ __device__ __forceinline__ void load_segment(BackwardShared& s, const Params& p,
     cp_async_wait<0>();
 }
 
+// There is no room for two segments; the next one's latency is that of the L2 cache.
+__device__ __forceinline__ void prefetch_segment(const Params& p, const Place& at, int t0) {
+    prefetch_tile<In, FW_SPAN, FW_K>(p.q, at.b, at.h, t0, p.T, 0, p.K);
+    prefetch_tile<In, FW_SPAN, FW_K>(p.k, at.b, at.h, t0, p.T, 0, p.K);
+    prefetch_tile<In, FW_SPAN, FW_V>(p.v, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
+    prefetch_tile<In, FW_SPAN, FW_V>(p.dy, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
+    if (at.lane * sizeof(Quad) % 128 == 0) {
+#pragma unroll 1
+        for (int n = 0; n < TILES; n++) prefetch_l2(border(p, at, t0 / FW_SEGMENT) + n * 32);
+    }
+}
+
 // The segment forward from its saved memory: U and the memory before each chunk.
 __device__ __forceinline__ void run_forward(BackwardShared& s, const Params& p, const Place& at, int t0, int& turn) {
     float w[TILES][4];
@@ -263,9 +275,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_backward(const Pa
     for (int t0 = (p.T - 1) / FW_SEGMENT * FW_SEGMENT; t0 >= 0; t0 -= FW_SEGMENT) {
         load_segment(s, p, at, t0);
         __syncthreads();
+        if (t0 > 0) prefetch_segment(p, at, t0 - FW_SEGMENT);
         for (int c = at.warp; c < CHUNKS; c += WARPS) {
             float* pairs = FW_F ? s.pairs[c] : nullptr;
-            solve(s.g, c, s.q + c * C * KEY_ROW, s.k + c * C * KEY_ROW, s.scores[c], pairs, s.erase[c], s.inverse[c]);
+            solve(s.g, c, p.T - t0, s.q + c * C * KEY_ROW, s.k + c * C * KEY_ROW, s.scores[c], pairs, s.erase[c], s.inverse[c]);
         }
         __syncthreads();
         run_forward(s, p, at, t0, turn);
