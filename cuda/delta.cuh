@@ -2,7 +2,8 @@
 //
 // Macros: FW_IN type of q, k, v, y; FW_K, FW_V padded widths of a block's memory, multiples of 16; FW_F, FW_W 1 where there is a
 // decay f, a write strength w; FW_PRECISION of the products; FW_KSPLIT warps share the rows of one column of the memory;
-// FW_SPAN tokens are in shared memory at a time, FW_SEGMENT between two saved memories; FW_ALIGNED rows start at 16 bytes.
+// FW_SPAN tokens are in shared memory at a time, FW_SEGMENT between two saved memories; FW_ALIGNED rows start at 16 bytes;
+// FW_PARTIAL there are several tiles of V, each with its share of the sums over V; FW_SHARED bytes of shared memory.
 #pragma once
 #include "delta_tile.cuh"
 
@@ -147,8 +148,8 @@ __device__ __forceinline__ void decay_pairs(Gates& g, int c, int tokens, float* 
 // One warp, chunk c of the span: scores = tril(D q k^T), erase = strict tril(D k k^T), inverse = (I + e erase)^-1.
 // By forward substitution, which keeps its digits whatever the keys; a product of powers of the strict triangle would lose 4 of
 // them where keys repeat. pairs, erase and inverse may be the same memory.
-__device__ __forceinline__ void solve(Gates& g, int c, int tokens, const Op* q, const Op* k, Op* scores, float* pairs, float* erase,
-                                      float* inverse) {
+__device__ __forceinline__ void solve(Gates& g, int c, int tokens, const Op* q, const Op* k, Op* scores, float* pairs,
+                                      float* erase, float* inverse) {
     float read[2][4] = {}, keys[2][4] = {};
     for (int i = 0; i < FW_K; i += 16) {
         multiply_from<P, false>(read, left_from<P, false>(q + i, KEY_ROW), k + i, KEY_ROW);
