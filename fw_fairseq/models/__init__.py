@@ -2,5 +2,6 @@
 
 from .. import registration  # noqa: F401  where a script imports a model first, before fairseq
 from .fast_weight_lm import FastWeightDecoder, FastWeightLanguageModel
+from .fast_weight_transformer import FastWeightTransformer
 
-__all__ = ["FastWeightDecoder", "FastWeightLanguageModel"]
+__all__ = ["FastWeightDecoder", "FastWeightLanguageModel", "FastWeightTransformer"]
