@@ -1,5 +1,6 @@
 """The criterions that fairseq finds under --criterion."""
 
 from .fast_weight_cross_entropy import FastWeightCrossEntropy
+from .fast_weight_label_smoothed_cross_entropy import FastWeightLabelSmoothedCrossEntropy
 
-__all__ = ["FastWeightCrossEntropy"]
+__all__ = ["FastWeightCrossEntropy", "FastWeightLabelSmoothedCrossEntropy"]

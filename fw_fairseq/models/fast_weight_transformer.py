@@ -1,5 +1,7 @@
 """fast_weight_transformer: fairseq's translation Transformer with linear attention in any of its three attentions."""
 
+import logging
+
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import register_model, register_model_architecture
 from fairseq.models.transformer import TransformerModel, transformer_iwslt_de_en
@@ -13,6 +15,8 @@ from fairseq.utils import safe_getattr
 from ..config import ATTENTIONS, SOFTMAX, FastWeightTransformerConfig, linear_attentions
 from ..modules import LinearEncoderLayer, TranslationDecoderLayer
 from .fast_weight_lm import FastWeightDecoder, defaults, read_config
+
+logger = logging.getLogger(__name__)
 
 
 class TranslationEncoder(TransformerEncoder):
@@ -81,6 +85,9 @@ class FastWeightTransformer(TransformerModel):
         for name in ("print_alignment", "replace_unk"):
             if getattr(cfg.generation, name, None) is not None:
                 refuse_alignments("--" + name.replace("_", "-"), self.decoder.fast_weight_config)
+        if getattr(cfg.generation, "retain_iter_history", False):
+            logger.warning("--retain-iter-history is for models that refine a translation in rounds; this one writes it once")
+            cfg.generation.retain_iter_history = False
         super().prepare_for_inference_(cfg)
 
     def load_state_dict(self, state_dict, *args, **kwargs):
