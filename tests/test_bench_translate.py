@@ -8,28 +8,8 @@ import pytest
 
 from fw_fairseq import bench
 
-TINY = [
-    "translate",
-    "--layers",
-    "1",
-    "--width",
-    "16",
-    "--heads",
-    "2",
-    "--ffn",
-    "16",
-    "--vocabulary",
-    "20",
-    "--sentences",
-    "2",
-    "--beam",
-    "3",
-    "--rounds",
-    "2",
-    "--lengths",
-    "4",
-    "16",
-]
+SIZES = ["--layers", "1", "--width", "16", "--heads", "2", "--ffn", "16", "--vocabulary", "20"]
+TINY = ["translate", *SIZES, "--sentences", "2", "--beam", "3", "--rounds", "2", "--lengths", "4", "16"]
 NAMES = {"fast_weight_transformer elu", "fast_weight_transformer dpfp", "transformer"}
 
 
