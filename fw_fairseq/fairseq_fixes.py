@@ -12,6 +12,7 @@ import numpy
 import torch
 from fairseq import checkpoint_utils, distributed_utils, utils
 from fairseq.data import data_utils
+from fairseq.search import DiverseBeamSearch
 
 
 def apply() -> None:
@@ -23,10 +24,20 @@ def apply() -> None:
     # fairseq generates and translates with numpy.compat.long, which NumPy 2 no longer has.
     if not hasattr(numpy, "compat"):
         numpy.compat = types.SimpleNamespace(long=int)  # noqa: NPY201
-    for module, change in CHANGES:
-        original = getattr(module, change.__name__)
+    for owner, change in CHANGES:
+        original = getattr(owner, change.__name__)
         if not hasattr(original, "__wrapped__"):
-            setattr(module, change.__name__, functools.wraps(original)(functools.partial(change, original)))
+            setattr(owner, change.__name__, changed(original, change))
+
+
+def changed(original, change):
+    """A function, which a class binds as its method."""
+
+    @functools.wraps(original)
+    def call(*args, **kwargs):
+        return change(original, *args, **kwargs)
+
+    return call
 
 
 def load_checkpoint_to_cpu(original, path, *args, **kwargs):
@@ -65,10 +76,20 @@ def batch_by_size(original, indices, *args, **kwargs):
     return batches + ([rest] if len(rest) else [])
 
 
+def step(original, search, step, lprobs, scores, prev_output_tokens=None, original_batch_idxs=None):
+    """Diverse beams look their overlaps up by the sentences' numbers in the data set; it is their rows in the batch they need."""
+    if original_batch_idxs is not None:
+        if step == 0:
+            search.first_idxs = original_batch_idxs
+        original_batch_idxs = original_batch_idxs.unsqueeze(1).eq(search.first_idxs).int().argmax(1)
+    return original(search, step, lprobs, scores, prev_output_tokens, original_batch_idxs)
+
+
 CHANGES = (
     (checkpoint_utils, load_checkpoint_to_cpu),
     (checkpoint_utils, load_model_ensemble_and_task),
     (checkpoint_utils, save_checkpoint),
     (distributed_utils, _broadcast_object_slow),
     (data_utils, batch_by_size),
+    (DiverseBeamSearch, step),
 )

@@ -153,10 +153,9 @@ def test_generation_does_not_depend_on_the_batch(both):
     [
         "--beam 4 --diverse-beam-groups 2 --diverse-beam-strength 0.5",
         "--beam 3 --nbest 3 --sampling --sampling-topk 5 --seed 1",
-        "--beam 4 --retain-iter-history --scoring sacrebleu",
-        "--beam 4 --no-repeat-ngram-size 2 --lenpen 0.6 --unkpen 1",
+        "--beam 4 --retain-iter-history --no-repeat-ngram-size 2 --lenpen 0.6 --unkpen 1 --scoring sacrebleu",
     ],
-    ids=["diverse", "sampling", "history", "lengths"],
+    ids=["diverse", "sampling", "history-lengths"],
 )
 def test_generation_options(options, both):
     printed = succeed(generate(both[0].parent, both[:1], *options.split()))
