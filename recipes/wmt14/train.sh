@@ -4,7 +4,7 @@
 # Data:     OUT/bin of prepare.sh
 # Hardware: 3 GPUs of 16 GB: batches of 3584 tokens a GPU, 16 accumulated, so 172,000 tokens an update. With N GPUs pass --update-freq
 #           48/N. Memory: 6+6 layers, width 1024, about 210 million parameters
-# Time:     published: 4 days on three V100. Not run at this size yet
+# Time:     published: 4 days on three V100. Not run at this size yet, nor on several GPUs
 # Expect:   published test BLEU: softmax 27.7, linear 26.8, performer32 24.4, performer128 25.3, performer256 27.7, dpfp2 26.9, dpfp4 27.1
 # usage:    [OUT=folder] recipes/wmt14/train.sh ROW [OPTION of fairseq-train]...      resumes from its last checkpoint
 #           ROW: softmax, linear (elu), performerM (M random features: 32, 128, 256), dpfpNU (2, 4)
