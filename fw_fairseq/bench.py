@@ -33,7 +33,7 @@ SOFTMAX, CUMSUM = "softmax attention", "cumulative sum"
 
 
 def main(argv: list[str] | None = None) -> None:
-    from . import bench_model  # which imports this module
+    from . import bench_model, bench_translate  # which import this module
 
     parser = argparse.ArgumentParser(prog="fw-bench", description="Times fast weights against their peers.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -63,7 +63,17 @@ def main(argv: list[str] | None = None) -> None:
     )
     model.set_defaults(measure=bench_model.bench_model, table=bench_model.table, draw=bench_model.draw)
     bench_model.add_arguments(model)
-    for command, plot in (ops, "time against length"), (model, "time and state against context"):
+    translate = commands.add_parser(
+        "translate",
+        help="beam search of translation models",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="fast_weight_transformer, all attentions linear, against fairseq's transformer of the same size, with random"
+        " weights, through fairseq's SequenceGenerator; sources are as long as their translations.",
+    )
+    translate.set_defaults(measure=bench_translate.bench_translate, table=bench_translate.table, draw=bench_translate.draw)
+    bench_translate.add_arguments(translate)
+    plots = {ops: "time against length", model: "time and state against context", translate: "speed against length"}
+    for command, plot in plots.items():
         command.add_argument("--device", default="cpu", help="cpu or cuda")
         command.add_argument("--rounds", type=positive, default=7, help="timed rounds, after one that is not timed")
         command.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="CPU threads")
@@ -75,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
     for path in filter(None, (args.json, args.figure)):
         if not path.absolute().parent.is_dir():
             parser.error(f"{path.parent} is not a folder; make it first")
-    if args.command == "model" and args.width % args.heads:
+    if args.command != "ops" and args.width % args.heads:
         parser.error(f"--width {args.width} is not a multiple of --heads {args.heads}")
     torch.set_num_threads(args.threads)
     report = args.measure(args)

@@ -18,15 +18,15 @@ from .rules import RULES
 
 TRANSFORMER = "transformer_lm"
 UNTIMED_STEPS = 3
+SIZES = {
+    "layers": "of encoder and decoder each, where there is an encoder", "width": "of the embeddings", "heads": "of each attention",
+    "ffn": "width of the feed-forward layers", "vocabulary": "words",
+}  # fmt: skip
 
 
 def add_arguments(parser) -> None:
     parser.add_argument("--rules", nargs="+", default=["delta"], choices=RULES, metavar="RULE")
-    parser.add_argument("--layers", type=positive, default=4)
-    parser.add_argument("--width", type=positive, default=128)
-    parser.add_argument("--heads", type=positive, default=8)
-    parser.add_argument("--ffn", type=positive, default=512, help="width of the feed-forward layers")
-    parser.add_argument("--vocabulary", type=vocabulary, default=10000)
+    add_sizes(parser, layers=4, width=128, heads=8, ffn=512, vocabulary=10000)
     parser.add_argument("--tokens", nargs="+", type=positive, default=[512, 2048], metavar="T", help="lengths to train on")
     parser.add_argument("--max-tokens", type=positive, default=2048, help="tokens of a training batch")
     parser.add_argument("--hypotheses", type=positive, default=5, help="sequences generated together; 5: fairseq's beam")
@@ -34,6 +34,11 @@ def add_arguments(parser) -> None:
         "--contexts", nargs="+", type=positive, default=[256, 1024, 4096], metavar="T", help="tokens before generation"
     )
     parser.add_argument("--steps", type=positive, default=16, help="timed tokens at each context")
+
+
+def add_sizes(parser, **defaults) -> None:
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=vocabulary if name == "vocabulary" else positive, default=default, help=SIZES[name])
 
 
 def vocabulary(text: str) -> int:
@@ -71,10 +76,7 @@ def build_models(args) -> dict[str, nn.Module]:
 
     from .models.fast_weight_lm import FastWeightLanguageModel
 
-    dictionary = Dictionary()
-    for index in range(args.vocabulary - len(dictionary)):
-        dictionary.add_symbol(str(index))
-    task = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
+    task = make_task(Dictionary(), args.vocabulary)
 
     def build(kind, **options):
         torch.manual_seed(0)
@@ -88,6 +90,13 @@ def build_models(args) -> dict[str, nn.Module]:
 
     models = {f"fast_weight_lm {rule}": build(FastWeightLanguageModel, update_rule=rule) for rule in args.rules}
     return models | {TRANSFORMER: build(TransformerLanguageModel)}
+
+
+def make_task(dictionary, words: int) -> SimpleNamespace:
+    """What a model asks of its task: here one dictionary for both sides."""
+    for index in range(words - len(dictionary)):
+        dictionary.add_symbol(str(index))
+    return SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
 
 
 def batch_rows(args, length: int) -> int:

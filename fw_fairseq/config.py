@@ -12,6 +12,7 @@ from .rules import RULES
 
 FEATURE_NORMS = ("none", "sum", "l2")
 SOFTMAX = "softmax"
+ATTENTIONS = ("encoder", "decoder", "cross")
 
 
 def option(default, help_: str):
@@ -34,6 +35,24 @@ class FastWeightConfig(FairseqDataclass):
     dpfp_nu: int = option(1, "nu of the dpfp feature map; its width is 2 * nu * feature_dim")
     favor_features: int = option(0, "m random features of favor and rfa, of width 2m; 0: feature_dim")
     fast_weight_backend: ChoiceEnum(list(BACKENDS)) = option("auto", "what runs the recurrence")
+
+
+@dataclass
+class FastWeightTransformerConfig(FastWeightConfig):
+    linear_attention: str = option(
+        ",".join(ATTENTIONS),
+        "which attentions are linear, of encoder, decoder and cross, separated by commas; '' is none. Update rule and mixers are"
+        " the decoder's; the feature map is that of all three",
+    )
+
+
+def linear_attentions(config: FastWeightTransformerConfig) -> list[str]:
+    """The names in --linear-attention."""
+    names = [name.strip() for name in config.linear_attention.split(",")] if config.linear_attention.strip() else []
+    for name in names:
+        if name not in ATTENTIONS:
+            raise ValueError(f"--linear-attention has {name!r}; allowed, separated by commas: {', '.join(ATTENTIONS)}")
+    return names
 
 
 def option_name(name: str) -> str:

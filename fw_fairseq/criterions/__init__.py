@@ -1,6 +1,7 @@
 """The criterions that fairseq finds under --criterion."""
 
 from .fast_weight_cross_entropy import FastWeightCrossEntropy
+from .fast_weight_label_smoothed_cross_entropy import FastWeightLabelSmoothedCrossEntropy
 from .retrieval_mse import RetrievalMse
 
-__all__ = ["FastWeightCrossEntropy", "RetrievalMse"]
+__all__ = ["FastWeightCrossEntropy", "FastWeightLabelSmoothedCrossEntropy", "RetrievalMse"]

@@ -76,13 +76,8 @@ class FastWeight(Mixer):
 
     def features(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The mapped and normalised x, and the log of what was divided out if that does not cancel by itself."""
-        if self.feature_norm == "sum":
-            return sum_normalise(self.feature_map.scaled(x)[0]), None
-        if self.feature_norm == "l2":
-            return F.normalize(wide(self.feature_map(x)), dim=-1).to(x.dtype), None
-        if self.attention_norm and self.rule.normaliser == "write":
-            return self.feature_map.scaled(x)
-        return self.feature_map(x), None
+        keep_scale = self.attention_norm and self.rule.normaliser == "write"
+        return normalised_features(self.feature_map, self.feature_norm, x, keep_scale)
 
     @torch.no_grad()
     def measure(self, gates: dict[str, Tensor], state: FastWeightState) -> dict[str, Tensor]:
@@ -91,6 +86,15 @@ class FastWeight(Mixer):
             write = self.rule.coefficients(**gates).w
             statistics["write_strength"] = torch.ones((), device=state.memory.device) if write is None else write.mean()
         return statistics | {"state_norm": state.memory.flatten(2).norm(dim=-1).mean()}
+
+
+def normalised_features(phi: FeatureMap, norm: str, x: Tensor, keep_scale: bool) -> tuple[Tensor, Tensor | None]:
+    """phi(x) after --feature-norm; with ``keep_scale``, and where no norm cancels it, the log of what was divided out."""
+    if norm == "sum":
+        return sum_normalise(phi.scaled(x)[0]), None
+    if norm == "l2":
+        return F.normalize(wide(phi(x)), dim=-1).to(x.dtype), None
+    return phi.scaled(x) if keep_scale else (phi(x), None)
 
 
 def build_feature_map(config, head_dim: int, num_heads: int) -> FeatureMap:

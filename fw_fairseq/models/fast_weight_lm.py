@@ -28,6 +28,11 @@ class FastWeightLanguageModelConfig(FastWeightConfig, TransformerLanguageModelCo
     decoder_attention_heads: int = option(8, "num decoder attention heads")
 
 
+def read_config(kind: type, args):
+    """The options of this project among all others."""
+    return kind(**{f.name: value for f in fields(kind) if (value := safe_getattr(args, f.name, None)) is not None})
+
+
 class FastWeightDecoder(TransformerDecoder):
     """fairseq's decoder; its layers mix tokens as the options say.
 
@@ -35,20 +40,23 @@ class FastWeightDecoder(TransformerDecoder):
     With ``carried``, the layers start from the states there and leave their last ones there.
     """
 
+    config_class, layer_class = FastWeightConfig, FastWeightDecoderLayer
+
     def __init__(self, args, dictionary, embed_tokens, no_encoder_attn=False, output_projection=None):
-        self.fast_weight_config = FastWeightConfig(
-            **{f.name: value for f in fields(FastWeightConfig) if (value := safe_getattr(args, f.name, None)) is not None}
-        )
-        names = layer_mixers(self.fast_weight_config, args.decoder_layers, safe_getattr(args, "decoder_layers_to_keep", None))
+        self.fast_weight_config = read_config(self.config_class, args)
+        names = self.mixer_names(args.decoder_layers, safe_getattr(args, "decoder_layers_to_keep", None))
         self._mixers, self.recurrent = iter(enumerate(names)), SOFTMAX not in names
         super().__init__(args, dictionary, embed_tokens, no_encoder_attn, output_projection)
         self.mixers = [module for module in self.modules() if isinstance(module, MixerAttention)]
         self.expect_prompt(None)
 
+    def mixer_names(self, layers: int, kept: str | None) -> list[str]:
+        return layer_mixers(self.fast_weight_config, layers, kept)
+
     def build_decoder_layer(self, args, no_encoder_attn=False):
         index, mixer = next(self._mixers)
         cfg = TransformerConfig.from_namespace(args)
-        layer = FastWeightDecoderLayer(cfg, self.fast_weight_config, mixer, index, no_encoder_attn)
+        layer = self.layer_class(cfg, self.fast_weight_config, mixer, index, no_encoder_attn)
         return checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations) if cfg.checkpoint_activations else layer
 
     def forward(self, prev_output_tokens, *args, incremental_state=None, carried=None, reset_mask=None, score_last=0, **kwargs):

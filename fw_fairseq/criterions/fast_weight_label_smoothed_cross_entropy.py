@@ -1,0 +1,25 @@
+"""fast_weight_label_smoothed_cross_entropy: fairseq's criterion of translation that also logs what the memories do."""
+
+from dataclasses import dataclass
+
+from fairseq.criterions import register_criterion
+from fairseq.criterions.label_smoothed_cross_entropy import (
+    LabelSmoothedCrossEntropyCriterion,
+    LabelSmoothedCrossEntropyCriterionConfig,
+)
+
+from ..config import option
+from .fast_weight_cross_entropy import PENALTY_HELP
+from .memory_logging import MemoryLogging
+
+
+@dataclass
+class FastWeightLabelSmoothedCrossEntropyConfig(LabelSmoothedCrossEntropyCriterionConfig):
+    state_norm_penalty: float = option(0.0, PENALTY_HELP)
+
+
+@register_criterion("fast_weight_label_smoothed_cross_entropy", dataclass=FastWeightLabelSmoothedCrossEntropyConfig)
+class FastWeightLabelSmoothedCrossEntropy(MemoryLogging, LabelSmoothedCrossEntropyCriterion):
+    def __init__(self, task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy, state_norm_penalty):
+        super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
+        self.state_norm_penalty = state_norm_penalty

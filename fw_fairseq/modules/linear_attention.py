@@ -1,0 +1,129 @@
+"""Attention to a whole sentence through one memory: what the encoder attends to itself with, and the decoder to the encoder."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from fairseq.incremental_decoding_utils import with_incremental_state
+from torch import Tensor, nn
+
+from ..feature_maps import wide
+from ..mixers.fast_weight import build_feature_map, check_combination, normalised_features
+
+EPS = 1e-6
+
+
+class Source(NamedTuple):
+    """What decoding keeps of B sentences, each with ``beam`` hypotheses in neighbouring rows."""
+
+    memory: Tensor  # (B,H,K,V)
+    normaliser: Tensor | None  # (B,H,K)
+    beam: int = 1
+
+    def index_select(self, order: Tensor) -> Source:
+        """Of the hypotheses ``order``. Within a sentence nothing changes places; otherwise each gets its own copy."""
+        sentences = order // self.beam
+        if len(order) % self.beam == 0 and (grouped := sentences.view(-1, self.beam)).eq(grouped[:, :1]).all():
+            sentences, beam = grouped[:, 0], self.beam
+            if len(sentences) == len(self.memory) and sentences.equal(torch.arange(len(sentences), device=order.device)):
+                return self
+        else:
+            beam = 1
+        normaliser = None if self.normaliser is None else self.normaliser.index_select(0, sentences)
+        return Source(self.memory.index_select(0, sentences), normaliser, beam)
+
+
+@with_incremental_state
+class LinearAttention(nn.Module):
+    """y_t = phi(q_t)^T W / phi(q_t).n with W = sum_s phi(k_s) v_s^T and n = sum_s phi(k_s) over the source's S positions.
+
+    Takes the place of fairseq's MultiheadAttention. W and n are all that decoding keeps of a source, whatever its length, and
+    they are accumulated in fp32. Features that can be negative have no such n: W is their mean over the source instead.
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, config, source_dim: int | None = None, name: str = "encoder"):
+        super().__init__()
+        if embed_dim % num_heads:
+            raise ValueError(f"--{name}-embed-dim is {embed_dim}; it must be a multiple of --{name}-attention-heads, {num_heads}")
+        self.num_heads, self.head_dim, self.feature_norm = num_heads, embed_dim // num_heads, str(config.feature_norm)
+        self.feature_map = build_feature_map(config, self.head_dim, num_heads)
+        check_combination(replace(config, update_rule="sum", attention_norm=False), self.feature_map)
+        key_size = num_heads * self.feature_map.head_dim
+        self.sizes = [key_size, embed_dim]
+        self.q_proj = nn.Linear(embed_dim, key_size)
+        self.kv_proj = nn.Linear(source_dim or embed_dim, sum(self.sizes))
+        self.out_proj = nn.Linear(embed_dim, embed_dim)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """As fairseq's attention."""
+        for weight in (self.q_proj.weight, *self.kv_proj.weight.split(self.sizes)):
+            nn.init.xavier_uniform_(weight, gain=1 / math.sqrt(2))
+        nn.init.xavier_uniform_(self.out_proj.weight)
+        for projection in (self.q_proj, self.kv_proj, self.out_proj):
+            nn.init.zeros_(projection.bias)
+
+    def forward(self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None = None, incremental_state=None, **unused):
+        """query (T,B,C), key (S,B,C') -> y (T,B,C), no attention weights. key_padding_mask (B,S): True at padding."""
+        self.feature_map.redraw()  # in here: what is checkpointed is run again with the same random numbers
+        state = None if incremental_state is None else self._get_input_buffer(incremental_state)
+        if state is None:
+            state = self.summarise(key, key_padding_mask)
+            state = state._replace(beam=query.shape[1] // len(state.memory))
+            if incremental_state is not None:
+                self._set_input_buffer(incremental_state, state)
+        return self.out_proj(self.read(query, state)), None
+
+    def summarise(self, source: Tensor, padding_mask: Tensor | None) -> Source:
+        if len(source) == 0:
+            raise ValueError("the source was let go after the first step of decoding; decode on with the same incremental state")
+        k, v = self.kv_proj(source).split(self.sizes, dim=-1)
+        (k, log_scale), v = self.features(k), wide(self.by_head(v))
+        if log_scale is not None:
+            log_scale = log_scale if padding_mask is None else log_scale.masked_fill(padding_mask[:, None], -torch.inf)
+            k = k * (log_scale - log_scale.detach().amax(-1, keepdim=True)).exp().unsqueeze(-1)
+        if padding_mask is not None:
+            k, v = (x.masked_fill(padding_mask[:, None, :, None], 0) for x in (k, v))
+        with torch.autocast(k.device.type, enabled=False):
+            memory = k.mT @ v
+        if self.feature_map.non_negative:
+            return Source(memory, k.sum(2))
+        count = len(source) if padding_mask is None else (~padding_mask).sum(1)[:, None, None, None]
+        return Source(memory / count, None)
+
+    def read(self, query: Tensor, source: Source) -> Tensor:
+        """The hypotheses of a sentence are so many more positions to read its memory at."""
+        rows = query.unflatten(1, (-1, source.beam)).transpose(1, 2)  # (T,beam,B,C)
+        q, _ = self.features(self.q_proj(rows.flatten(0, 1)))
+        with torch.autocast(q.device.type, enabled=False):
+            y = q @ source.memory
+            if source.normaliser is not None:
+                y = y / (q @ source.normaliser.unsqueeze(-1) + EPS)
+        y = y.to(query.dtype).permute(2, 0, 1, 3).flatten(2)  # (T*beam,B,C)
+        return y.unflatten(0, rows.shape[:2]).transpose(1, 2).flatten(1, 2)
+
+    def features(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(T,B,H*X) -> (B,H,T,K) in fp32, and the log of what was divided out of each, which cancels for queries."""
+        features, log_scale = normalised_features(
+            self.feature_map, self.feature_norm, self.by_head(x), self.feature_map.non_negative
+        )
+        return wide(features), log_scale
+
+    def by_head(self, x: Tensor) -> Tensor:
+        """(T,B,H*X) -> (B,H,T,X), a view."""
+        return x.unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0, 3)
+
+    def _get_input_buffer(self, incremental_state):
+        return self.get_incremental_state(incremental_state, "source")
+
+    def _set_input_buffer(self, incremental_state, state) -> None:
+        self.set_incremental_state(incremental_state, "source", state)
+
+    def reorder_incremental_state(self, incremental_state, new_order: Tensor) -> None:
+        state = self._get_input_buffer(incremental_state)
+        if state is not None:
+            self._set_input_buffer(incremental_state, state.index_select(new_order))
