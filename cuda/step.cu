@@ -35,8 +35,8 @@ extern "C" __global__ void __launch_bounds__(COLUMNS * MAX_WARPS) step(const Par
     __shared__ float read[MAX_WARPS][COLUMNS];
     __shared__ float overlap[MAX_WARPS];
     const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y;
-    const int b = blockIdx.y / p.H, h = blockIdx.y % p.H;
-    const int column = blockIdx.x * COLUMNS + lane, row = warp * FW_ROWS;
+    const int b = blockIdx.x / p.H, h = blockIdx.x % p.H;
+    const int column = blockIdx.y * COLUMNS + lane, row = warp * FW_ROWS;
     const bool inside = column < p.V;
 
     // Lane i has the numbers of row i of this warp; beyond K they are 0.

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_same, draw_gates, draw_inputs, draw_state, run_with_gradients
+from conftest import NORMALISED, assert_same, draw_gates, draw_inputs, draw_state, run_with_gradients
 
 from fw_fairseq import ops
-from fw_fairseq.ops import FastWeightState, cuda, fast_weight
+from fw_fairseq.ops import FastWeightState, cuda, cuda_launch, fast_weight
 from fw_fairseq.ops.chunkwise import chunk_form
 from fw_fairseq.rules import RULES, Coefficients
 
@@ -20,6 +20,7 @@ KERNEL_RULES = [name for name, rule in RULES.items() if rule.step is None]
 
 
 def supported(q, k, v, f, z, e, w):
+    assert q.dtype == k.dtype == v.dtype
     return "backend='cuda' has no kernel for keys wider than 8" if q.shape[-1] > 8 else None
 
 
@@ -89,6 +90,17 @@ def test_public_op_equals_chunks(stand_in, rule, backend):
     PRECISIONS.clear()
     assert_same(results(backend), expected, 1e-6)
     assert PRECISIONS == ["exact"]
+
+
+@pytest.mark.parametrize("rule", NORMALISED)
+def test_attention_normalised(stand_in, rule):
+    """The kernels get v as normalisation makes it, a column wider or in fp32, and q and k in v's type."""
+    q, k, v = (x.detach() for x in draw_inputs(SHAPE, torch.bfloat16, positive=True).values())
+    gates = {name: gate.detach() for name, gate in draw_gates(RULES[rule], SHAPE, torch.float32).items()}
+    y, _ = fast_weight(q, k, v, rule, gates, backend="cuda", attention_norm=True)
+    want, _ = fast_weight(q, k, v, rule, gates, backend="chunkwise", attention_norm=True)
+    torch.testing.assert_close(y, want, rtol=1e-2, atol=1e-2)
+    assert len(PRECISIONS) == 1
 
 
 def test_few_long_sequences_run_in_segments(stand_in, monkeypatch):
@@ -188,6 +200,7 @@ def test_a_family_that_is_missing(emulate, monkeypatch):
 
 def test_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    cuda_launch.look_up.cache_clear()
     inputs = draw_inputs(SHAPE, torch.float32)
     with pytest.raises(ValueError, match=r"^backend='cuda' needs a CUDA device, and torch sees none$"):
         fast_weight(**inputs, rule="sum", backend="cuda")

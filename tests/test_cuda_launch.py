@@ -111,6 +111,14 @@ def test_kernels_of_the_installed_package_come_first(monkeypatch, tmp_path):
         assert cuda_launch.kernel_folder() == folder
 
 
+@pytest.fixture
+def fresh():
+    """Nothing looked up yet, now and for the tests after."""
+    cuda_launch.look_up.cache_clear()
+    yield
+    cuda_launch.look_up.cache_clear()
+
+
 @pytest.mark.parametrize(
     "changes, reason",
     [
@@ -119,15 +127,25 @@ def test_kernels_of_the_installed_package_come_first(monkeypatch, tmp_path):
         ({}, None),
     ],
 )
-def test_why_not(monkeypatch, changes, reason):
+def test_why_not(fresh, monkeypatch, changes, reason):
     usual = dict(is_available=lambda: True, get_device_capability=lambda device: (9, 0))
     for name, value in (usual | changes).items():
         monkeypatch.setattr(torch.cuda, name, value)
     assert CupyLaunch().why_not(torch.device("cuda:0")) == reason
 
 
-def test_why_not_without_cupy_or_on_the_cpu(monkeypatch):
+def test_why_not_without_cupy_or_on_the_cpu(fresh, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "these are on cpu" in CupyLaunch().why_not(torch.device("cpu"))
     monkeypatch.setattr(cuda_launch.importlib.util, "find_spec", lambda name: None)
     assert CupyLaunch().why_not(torch.device("cuda:0")).startswith("backend='cuda' needs CuPy; install fw_fairseq with the extra")
+
+
+def test_asked_once_and_inside_a_graph(fresh):
+    launch = CupyLaunch()
+
+    def add(x):
+        return x + (1 if launch.why_not(x.device) else 2)
+
+    assert torch.compile(add, fullgraph=True, backend="eager")(torch.zeros(1)) == 1
+    assert add(torch.zeros(1)) == 1 and cuda_launch.look_up.cache_info().misses == 1

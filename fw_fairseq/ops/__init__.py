@@ -89,7 +89,7 @@ def fast_weight(
             coefficients = coefficients._replace(f=_forget(coefficients.f, reset_mask, q))
         leaves = (q, k, v, *gates.values(), *state, key_log_scale)
         learning = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
-        run = choose_form(backend, q, k, v, coefficients, learning)
+        run = functools.partial(run_form, backend, learning)
         if not attention_norm:
             y, memory = run(q, k, v, coefficients, state.memory)
             return y, state._replace(memory=memory)
@@ -122,19 +122,20 @@ def empty_state(shape, device, dtype: torch.dtype, attention_norm: bool, log_sca
     return FastWeightState(memory, normaliser, scale)
 
 
-def choose_form(backend: str, q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, learning: bool):
-    """The function to run. "auto": kernels where they run; else steps for one token and for what has no chunk form, else chunks."""
+def run_form(backend: str, learning: bool, q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor):
+    """As ``chunk_form``. "auto": kernels where they run; else steps for one token and for what has no chunk form, else chunks."""
     if backend in ("recurrent", "chunkwise"):
-        return {"recurrent": step_form, "chunkwise": chunk_form}[backend]
+        return {"recurrent": step_form, "chunkwise": chunk_form}[backend](q, k, v, coefficients, memory)
     if backend == "cuda" or q.device.type == cuda_launch.current().device_type:
+        q, k = q.to(v.dtype), k.to(v.dtype)  # normalisation makes v fp32
         form, reason = choose_kernel(q, k, v, coefficients, learning)
         if reason is None:
-            return form
+            return form(q, k, v, coefficients, memory)
         if backend == "cuda":
             raise ValueError(reason)
         log_once(reason)
     stepwise = q.shape[2] == 1 or (coefficients.z is not None and coefficients.e is not None)
-    return step_form if stepwise else chunk_form
+    return (step_form if stepwise else chunk_form)(q, k, v, coefficients, memory)
 
 
 def choose_kernel(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, learning: bool):

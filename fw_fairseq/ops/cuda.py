@@ -3,7 +3,8 @@
 The kernels of a family (``cuda/*.cu``) have one Python file each, named in ``FAMILIES``, with
 
     supported(q, k, v, f, z, e, w) -> str | None
-        None, or a sentence that says what about these inputs has no kernel.
+        None, or a sentence that says what about these inputs has no kernel: widths, gates, or with ``launch.capability(device)``
+        below (8, 0) what needs products of bf16 or tf32.
     saved_like(q, k, v, f, z, e, w, memory, precision) -> list of (shape, dtype)
         the tensors that forward keeps for backward; shapes may be symbolic, so no ``int()``.
     forward(launch, q, k, v, f, z, e, w, memory, precision, keep) -> (y, memory_out, saved)
@@ -39,7 +40,7 @@ LIBRARY = torch.library.Library("fw_fairseq", "FRAGMENT")
 
 
 def cuda_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """q, k (B,H,T,K), v (B,H,T,V), memory (B,H,K,V) -> y (B,H,T,V) in v's dtype, final memory in fp32."""
+    """q, k (B,H,T,K), v (B,H,T,V) of one dtype, memory (B,H,K,V) -> y (B,H,T,V) in that dtype, final memory in fp32."""
     processors = cuda_launch.current().processors(q.device)
     count = choose_segments(q.shape[0] * q.shape[1], q.shape[2], processors)
     if count == 1:
@@ -49,7 +50,7 @@ def cuda_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memor
 
 def run_kernels(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor) -> tuple[Tensor, Tensor]:
     precision = choose_precision(v.dtype)
-    operands = [dense(x.to(v.dtype)) for x in (q, k, v)] + [None if c is None else dense(c) for c in coefficients]
+    operands = [None if x is None else dense(x) for x in (q, k, v, *coefficients)]
     memory = memory.contiguous()
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*operands, memory))
     y, memory, _ = torch.ops.fw_fairseq.scan(*operands, memory, precision, keep)

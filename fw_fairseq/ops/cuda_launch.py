@@ -9,6 +9,7 @@ graph once its kernel has been compiled. ``current()`` is the launcher in use; t
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 from pathlib import Path
@@ -39,15 +40,10 @@ class CupyLaunch:
 
     def why_not(self, device: torch.device) -> str | None:
         """A sentence that says why kernels cannot run on ``device``; None where they can."""
-        if not torch.cuda.is_available():
-            return "backend='cuda' needs a CUDA device, and torch sees none"
-        if device.type != "cuda":
-            return f"backend='cuda' needs tensors on a CUDA device; these are on {device}"
-        if importlib.util.find_spec("cupy") is None:
-            return "backend='cuda' needs CuPy; install fw_fairseq with the extra [cuda13] or [cuda12]"
-        if torch.cuda.get_device_capability(device) < OLDEST:
-            return f"backend='cuda' needs compute capability {OLDEST[0]}.{OLDEST[1]} or higher"
-        return None
+        return missing(device)
+
+    def capability(self, device: torch.device) -> tuple[int, int]:
+        return torch.cuda.get_device_capability(device)
 
     def processors(self, device: torch.device) -> int:
         """How many blocks it takes to give every multiprocessor one."""
@@ -77,6 +73,25 @@ class CupyLaunch:
         except Exception as error:  # CuPy raises several kinds, by what went wrong in which library
             raise RuntimeError(compile_error(source_file, kernel_name, defines, error)) from error
         return kernel
+
+
+@torch.compiler.assume_constant_result  # or a graph breaks here
+def missing(device: torch.device) -> str | None:
+    """What this process lacks to run kernels on ``device``."""
+    return look_up(device)
+
+
+@functools.cache  # decoding asks for every token
+def look_up(device: torch.device) -> str | None:
+    if not torch.cuda.is_available():
+        return "backend='cuda' needs a CUDA device, and torch sees none"
+    if device.type != "cuda":
+        return f"backend='cuda' needs tensors on a CUDA device; these are on {device}"
+    if importlib.util.find_spec("cupy") is None:
+        return "backend='cuda' needs CuPy; install fw_fairseq with the extra [cuda13] or [cuda12]"
+    if torch.cuda.get_device_capability(device) < OLDEST:
+        return f"backend='cuda' needs compute capability {OLDEST[0]}.{OLDEST[1]} or higher"
+    return None
 
 
 def compile_error(source_file, kernel_name, defines, error) -> str:

@@ -35,7 +35,7 @@ def step(q, k, v, f, z, e, w, memory: Tensor, y: Tensor | None = None, memory_ou
             params[name] = (x.data_ptr(), x.stride(0), x.stride(1))
     params["H"], params["K"], params["V"] = heads, key, value
     rows = choose_rows(key)
-    grid, block = (-(-value // COLUMNS), batch * heads), (COLUMNS, -(-key // rows))
+    grid, block = (batch * heads, -(-value // COLUMNS)), (COLUMNS, -(-key // rows))
     cuda_launch.current()(SOURCE, "step", defines(v.dtype, f, z, e, w, rows), grid, block, params, 0, q.device)
     return y, memory_out
 
@@ -64,9 +64,8 @@ def why_not(q: Tensor, v: Tensor) -> str | None:
 
 def step_cuda_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor) -> tuple[Tensor, Tensor]:
     """As ``chunk_form``, for one token and without gradients; the memory it is given stays as it is."""
-    token = [dense(x.to(v.dtype)).squeeze(2) for x in (q, k, v)]
-    gates = [None if c is None else dense(c).squeeze(2) for c in coefficients]
-    y, memory = torch.ops.fw_fairseq.step(*token, *gates, memory.contiguous())
+    token = [None if x is None else dense(x).squeeze(2) for x in (q, k, v, *coefficients)]
+    y, memory = torch.ops.fw_fairseq.step(*token, memory.contiguous())
     return y.unsqueeze(2), memory
 
 

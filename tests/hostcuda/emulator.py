@@ -43,6 +43,9 @@ class EmulatorLaunch:
     def why_not(self, device: torch.device) -> str | None:
         return None if device.type == "cpu" else f"the emulator takes tensors on the CPU; these are on {device}"
 
+    def capability(self, device: torch.device) -> tuple[int, int]:
+        return (9, 0)
+
     def processors(self, device: torch.device) -> int:
         return self.blocks
 

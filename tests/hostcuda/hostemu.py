@@ -10,6 +10,7 @@ and warp operations; ``policy`` and ``seed`` choose the order.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import importlib.util
 import os
@@ -24,7 +25,17 @@ HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "cuda"
 CACHE = Path(os.environ.get("HOSTEMU_CACHE", Path(tempfile.gettempdir()) / f"hostemu-{os.getuid()}"))
 POLICIES = {"fifo": 0, "reverse": 1, "random": 2, "prio": 3}
-COMPILE = "g++ -x c++ -std=c++17 -O2 -g -march=x86-64-v3 -fPIC -shared -fvisibility=hidden -fno-strict-aliasing -fno-gnu-unique -w"
+COMPILE = [
+    "-std=c++17",
+    "-O2",
+    "-g",
+    "-march=x86-64-v3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-strict-aliasing",
+    "-fno-gnu-unique",
+    "-w",
+]
 STACKS: list[ctypes.c_void_p] = []
 ALIGNMENT = r"(?:__align__\s*\(\w+\)\s*)?"
 KERNEL = r'extern\s+"C"\s+__global__\s+(?:void\s+)?(?:__launch_bounds__\s*\([^)]*\)\s*)?(?:void\s+)?(\w+)\s*\('
@@ -60,8 +71,9 @@ class HostModule:
         self.names = [*name_expressions, *re.findall(KERNEL, code)]
         launchers = "".join(f"CUHOST_KERNEL({i}, {name})\n" for i, name in enumerate(self.names))
         source = f'#line 1 "{path or "kernel.cu"}"\n{translate(code)}\n{launchers}'
-        command = [*COMPILE.split(), f"-I{folder}", f"-I{KERNELS}", *cuda_includes(), "-include", str(HERE / "cuda_host.h")]
-        command += [*flags, *(o for o in options if o[:2] in ("-D", "-I"))]
+        command = ["g++", *COMPILE, *cuda_includes(), *flags]
+        command += ["-x", "c++", "-shared", "-include", str(precompiled(tuple(command))), f"-I{folder}", f"-I{KERNELS}"]
+        command += [o for o in options if o[:2] in ("-D", "-I")]
         self.lib = ctypes.CDLL(str(build(source, command, folder)))
         self.lib.cuhost_error.restype = ctypes.c_char_p
         self.lib.cuhost_use_stacks(stacks(self.lib))
@@ -78,6 +90,19 @@ def stacks(lib: ctypes.CDLL) -> ctypes.c_void_p:
     return STACKS[0]
 
 
+@functools.cache
+def precompiled(command: tuple[str, ...]) -> Path:
+    """cuda_host.h with all that it includes, compiled once per command: most of the time that a kernel takes."""
+    own = HERE / "cuda_host.h"
+    content = "".join(h.read_text() for h in sorted(HERE.glob("*.h"))) + repr(command)
+    header = CACHE / hashlib.sha1(content.encode()).hexdigest() / own.name
+    if not header.with_suffix(".h.gch").exists():
+        header.parent.mkdir(exist_ok=True, parents=True)
+        header.write_text(f'#include "{own}"\n')
+        compile_to(header.with_suffix(".h.gch"), [*command, "-x", "c++-header", str(header)])
+    return header
+
+
 def build(source: str, command: list[str], folder: Path) -> Path:
     """The shared library, built once per source, headers and command."""
     headers = sorted({*HERE.glob("*.h"), *folder.glob("*.cuh"), *KERNELS.glob("*.cuh")})
@@ -87,13 +112,20 @@ def build(source: str, command: list[str], folder: Path) -> Path:
         CACHE.mkdir(exist_ok=True, parents=True)
         translated = library.with_suffix(f".{os.getpid()}.cpp")
         translated.write_text(source)
-        unfinished = library.with_suffix(f".{os.getpid()}")
-        done = subprocess.run([*command, str(translated), "-o", str(unfinished)], capture_output=True, text=True)
-        translated.unlink()
-        if done.returncode:
-            raise HostError(done.stderr[:4000])
-        unfinished.replace(library)
+        try:
+            compile_to(library, [*command, str(translated)])
+        finally:
+            translated.unlink()
     return library
+
+
+def compile_to(target: Path, command: list[str]) -> None:
+    """Whole or not at all, also where two processes want the same."""
+    unfinished = target.with_suffix(f".{os.getpid()}")
+    done = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True)
+    if done.returncode:
+        raise HostError(done.stderr[:4000])
+    unfinished.replace(target)
 
 
 class HostKernel:
