@@ -134,6 +134,7 @@ __device__ __forceinline__ void key_side(BackwardShared& s, const Params& p, con
     float rows[3][2] = {};
     for (int j = at.warp * 16; j < FW_K; j += WARPS * 16) {
         float dq[2][4] = {}, erased[2][4] = {}, dk[2][4] = {};
+#pragma unroll(P == EXACT ? 1 : FW_V / 16)  // unrolled, fp32 has more fragments than registers
         for (int i = 0; i < FW_V; i += 16) {
             const Op *memory = s.memory[c] + i * KEY_ROW + j, *dmemory = s.dmemory + i * KEY_ROW + j;
             Right<P> b[2];

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import assert_same, emulated
@@ -173,6 +175,23 @@ def test_what_has_no_kernel(changes, message):
     assert reason is None if message is None else reason.startswith("backend='cuda' has ") and message in reason
 
 
+@pytest.mark.parametrize(
+    "capability, key, dtype, message",
+    [
+        ((7, 5), 64, torch.float16, "for compute capability 8.0 and higher only"),
+        ((8, 9), 512, torch.float32, "this device has 101376"),
+        ((8, 9), 512, torch.bfloat16, None),
+    ],
+)
+def test_device_that_is_too_small(monkeypatch, capability, key, dtype, message):
+    properties = SimpleNamespace(shared_memory_per_block_optin=cuda_delta.COMMON_SHARED)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    q = SimpleNamespace(shape=(1, 1, 2, key), dtype=dtype, device=torch.device("cuda"))
+    reason = cuda_delta.supported(q, q, q, None, None, None, None)
+    assert reason is None if message is None else reason.startswith("backend='cuda' ") and message in reason
+
+
 def launches(key: int, value: int, dtype: torch.dtype, precision: str):
     """(file, kernel, macros) of a forward and a backward."""
     calls = []
@@ -195,4 +214,4 @@ def test_compiles_without_spills(arch, width, dtype, precision):
     for source_file, kernel, defines in launches(width, width, dtype, precision):
         found = compile_check(source_file, defines, arch)[kernel]
         assert found["spill_stores"] == found["spill_loads"] == found["stack"] == 0, (kernel, found)
-        assert defines["FW_SHARED"] <= 99 * 1024
+        assert defines["FW_SHARED"] <= cuda_delta.COMMON_SHARED

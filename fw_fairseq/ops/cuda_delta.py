@@ -16,6 +16,7 @@ from torch import Tensor
 CHUNK = 16
 LARGEST_KEY = 512
 OLDEST = (8, 0)  # bf16 and tf32 products
+COMMON_SHARED = 99 * 1024  # bytes of shared memory that a block can have on any such device
 TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 PRECISIONS = {"bf16": 0, "tf32": 1, "exact": 2}
 VIEW = np.dtype([("p", "u8"), ("b", "i8"), ("h", "i8"), ("t", "i8"), ("tile", "i8")])
@@ -166,7 +167,7 @@ def unsupported_device(q, v, f, w) -> str | None:
         return f"backend='cuda' has kernels with erase for compute capability {OLDEST[0]}.{OLDEST[1]} and higher only"
     variant = Variant.of(q, v, f, w, "exact" if q.dtype == torch.float32 else "bf16")
     needed = max(variant.forward_bytes(), variant.backward_bytes())
-    held = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
+    held = getattr(torch.cuda.get_device_properties(q.device), "shared_memory_per_block_optin", COMMON_SHARED)  # torch before 2.5
     if needed > held:
         return f"backend='cuda' needs {needed} bytes of shared memory for {q.dtype} keys {q.shape[-1]} wide; this device has {held}"
     return None
