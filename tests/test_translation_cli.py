@@ -241,3 +241,13 @@ def test_training_mistakes(prepared, trained, tmp_path):
     message = last_line(train(out, tmp_path, "--linear-attention", "decoder", "--lr-scheduler", "inverse_sqrt", "--max-update", 99))
     assert "please ensure that the architectures match" in message
     assert os.listdir(tmp_path) == ["checkpoint_last.pt"]
+
+
+def test_multi30k_recipe(tmp_path):
+    """One row with a linear decoder only, two updates."""
+    parallel_text.write(tmp_path, train=60, val=4, test_2016_flickr=4)
+    given = {"DATA": tmp_path, "OUT": tmp_path / "out", "UPDATES": 2, "ROWS": "dpfp2:decoder"}
+    printed = succeed(recipe("../multi30k/table", **given))
+    assert re.search(r"^\| dpfp2-decoder-2 \| [\d.]+ \| [\d.]+ \| [\d.]+ \|$", printed, re.MULTILINE)
+    words = (tmp_path / "out/tok/train.en").read_text()
+    assert words == words.lower()
