@@ -1,8 +1,10 @@
 """Token mixers: (T,B,C) and a state to (T,B,C) and the next state. One file each; see ``Mixer`` for the protocol."""
 
+from .additive import Additive
 from .base import Mixer
 from .fast_weight import FastWeight
+from .leap import Leap
 
-MIXERS: dict[str, type[Mixer]] = {"fast_weight": FastWeight}
+MIXERS: dict[str, type[Mixer]] = {"fast_weight": FastWeight, "additive": Additive, "leap": Leap}
 
-__all__ = ["MIXERS", "FastWeight", "Mixer"]
+__all__ = ["MIXERS", "Additive", "FastWeight", "Leap", "Mixer"]

@@ -65,10 +65,6 @@ class FastWeight(Mixer):
     def redraw(self, keep: bool = False) -> None:
         self.feature_map.redraw(keep)
 
-    def by_head(self, part: Tensor) -> Tensor:
-        """(T,B,H*X) -> (B,H,T,X), a view."""
-        return part.unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0, 3)
-
     def gate(self, name: str, part: Tensor) -> Tensor:
         """(B,H,T), or with the gate's axis."""
         part = part.permute(1, 2, 0) if self.rule.gates[name].axis is None else self.by_head(part)

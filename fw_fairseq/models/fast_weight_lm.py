@@ -89,6 +89,9 @@ class FastWeightDecoder(TransformerDecoder):
             self.prompt_features, _ = self.take_prompt(self.prompt, incremental_state=incremental_state, features_only=True)
         return self.output_layer(self.prompt_features[:, tokens - 1 : tokens]), {"attn": [None]}
 
+    def output_layer(self, features):
+        return super().output_layer(features * features.shape[-1] ** -0.5 if self.fast_weight_config.scale_output else features)
+
     def max_positions(self) -> int:
         """Without positional embeddings and softmax nothing limits the length."""
         return UNLIMITED if self.recurrent and self.embed_positions is None else super().max_positions()

@@ -86,4 +86,5 @@ class FastWeightDecoderLayer(TransformerDecoderLayerBase):
         config, mixer, layer = self._mixer
         if mixer == SOFTMAX:
             return super().build_self_attention(embed_dim, cfg, add_bias_kv, add_zero_attn)
-        return MixerAttention(MIXERS[mixer](embed_dim, cfg.decoder.attention_heads, config), layer)
+        mixer = MIXERS[mixer].of_layer(embed_dim, cfg.decoder.attention_heads, config, layer, cfg.decoder.layers)
+        return MixerAttention(mixer, layer)

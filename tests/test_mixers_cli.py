@@ -1,0 +1,29 @@
+"""Every mixer but fast weights through fairseq's commands: train, stream, generate."""
+
+from __future__ import annotations
+
+import pytest
+from commands import USER_DIR, fairseq, succeed
+from test_stateful_cli import data, evaluate, losses, train  # noqa: F401
+
+from fw_fairseq import registration  # noqa: F401
+from fw_fairseq.mixers import MIXERS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("mixer", [name for name in MIXERS if name != "fast_weight"])
+def test_trains_streams_and_generates(data, tmp_path, mixer):  # noqa: F811
+    log = train(data, tmp_path, "--mixer", mixer)
+    assert float(losses(log)[6]) < float(losses(log)[1])
+    checkpoint, streaming = tmp_path / "checkpoint_last.pt", ["--task", "stateful_language_modeling", "--batch-size", 1]
+    short, long = (evaluate(data, checkpoint, *streaming, "--tokens-per-sample", length) for length in (7, 50))
+    assert short == long
+    generate = ["--gen-subset", "test", "--sample-break-mode", "eos", "--batch-size", 4, "--prefix-size", 2, "--max-len-b", 8]
+    task = ["--task", "language_modeling", "--path", checkpoint, *generate]
+    assert succeed(fairseq("generate", data, *USER_DIR, *task, "--beam", 3)).count("H-") == 12
+
+
+def test_windows_are_refused_in_one_sentence(data, tmp_path):  # noqa: F811
+    done = fairseq("train", data, *USER_DIR, "--arch", "additive_lm", "--task", "language_modeling", "--window-sizes", "4,x")
+    assert done.returncode and "--window-sizes has 'x'; each part must be a number of tokens" in done.stderr
