@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from commands import USER_DIR, fairseq, succeed
 from test_stateful_cli import data, evaluate, losses, train  # noqa: F401
@@ -13,15 +15,20 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("mixer", [name for name in MIXERS if name != "fast_weight"])
-def test_trains_streams_and_generates(data, tmp_path, mixer):  # noqa: F811
-    log = train(data, tmp_path, "--mixer", mixer)
+def test_trains_resumes_streams_and_generates(data, tmp_path, mixer):  # noqa: F811
+    options = ["--mixer", mixer]
+    log = train(data, tmp_path, *options)
+    train(data, tmp_path / "parts", *options, "--max-update", 2)
+    resumed = losses(train(data, tmp_path / "parts", *options))
+    assert resumed == {update: loss for update, loss in losses(log).items() if update > 2}
     assert float(losses(log)[6]) < float(losses(log)[1])
     checkpoint, streaming = tmp_path / "checkpoint_last.pt", ["--task", "stateful_language_modeling", "--batch-size", 1]
     short, long = (evaluate(data, checkpoint, *streaming, "--tokens-per-sample", length) for length in (7, 50))
     assert short == long
     generate = ["--gen-subset", "test", "--sample-break-mode", "eos", "--batch-size", 4, "--prefix-size", 2, "--max-len-b", 8]
     task = ["--task", "language_modeling", "--path", checkpoint, *generate]
-    assert succeed(fairseq("generate", data, *USER_DIR, *task, "--beam", 3)).count("H-") == 12
+    printed = succeed(fairseq("generate", data, *USER_DIR, *task, "--beam", 3))
+    assert printed.count("H-") == int(re.search(r"Translated (\d+) sentences", printed)[1]) > 5
 
 
 def test_windows_are_refused_in_one_sentence(data, tmp_path):  # noqa: F811

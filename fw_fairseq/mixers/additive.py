@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from ..feature_maps import wide
 from ..ops.pooling import PoolState, pool
+from ..ops.state import state as state_type
 from .base import Mixer
 
 
+@state_type
 class PooledState(NamedTuple):
     """What the two rounds of pooling remember."""
 
@@ -21,15 +23,11 @@ class PooledState(NamedTuple):
     key_scores: Tensor
     key_values: Tensor
 
-    def index_select(self, order: Tensor) -> PooledState:
-        return PooledState(*(x.index_select(0, order) for x in self))
-
-    def detach(self) -> PooledState:
-        return PooledState(*(x.detach() for x in self))
-
 
 class Additive(Mixer):
     """q' = pool(q); p = LayerNorm(x + q' k); p' = pool(p); y = W (p' v). The residual and the norm inside are for stability."""
+
+    state_type = PooledState
 
     def __init__(self, embed_dim: int, num_heads: int, config, window: int = 0):
         super().__init__(embed_dim, num_heads)

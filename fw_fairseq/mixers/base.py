@@ -12,6 +12,8 @@ class Mixer(nn.Module):
     ``index_select(order)`` along the batch and ``detach()``; its size does not depend on how many tokens were seen.
     """
 
+    state_type: type  # of ``ops.state``
+
     def __init__(self, embed_dim: int, num_heads: int):
         super().__init__()
         if embed_dim % num_heads:

@@ -17,6 +17,8 @@ from .base import Mixer
 class FastWeight(Mixer):
     """One projection makes q, k, v and every gate of the rule; ``config`` is a FastWeightConfig."""
 
+    state_type = FastWeightState
+
     def __init__(self, embed_dim: int, num_heads: int, config):
         super().__init__(embed_dim, num_heads)
         self.rule_name, self.feature_norm = str(config.update_rule), str(config.feature_norm)

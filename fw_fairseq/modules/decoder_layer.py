@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..config import SOFTMAX
 from ..mixers import MIXERS, Mixer
+from ..ops.state import SavedState
 
 
 class CarriedState:
@@ -54,6 +55,8 @@ class MixerAttention(nn.Module):
             state = self._get_input_buffer(incremental_state)
         else:
             state = None if self.carried is None else self.carried.before.get(self.layer)
+        if isinstance(state, SavedState):
+            state = self.mixer.state_type(*state).to(query.device)
         self.mixer.redraw(keep=self.carried is not None)  # in here: what is checkpointed is run again with the same random numbers
         y, state = self.mixer(query, state, key_padding_mask, self.reset_mask)
         if incremental_state is not None:

@@ -16,22 +16,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..feature_maps import wide
+from .state import state as state_type
 
 CHUNK, SHORTEST_BLOCK = 16, 16
 NOTHING = -1e30  # the score of no token at all; finite, so that differences of two of them are numbers
 
 
+@state_type
 class PoolState(NamedTuple):
     """The last ``window - 1`` tokens, or all of the past as one token; a score of NOTHING where there was none."""
 
     scores: Tensor  # (B,H,R), fp32 (float64 for float64 inputs)
     values: Tensor  # (B,H,R,V)
-
-    def index_select(self, order: Tensor) -> PoolState:
-        return PoolState(*(x.index_select(0, order) for x in self))
-
-    def detach(self) -> PoolState:
-        return PoolState(*(x.detach() for x in self))
 
 
 def pool(scores, values, window=0, state=None, padding_mask=None, reset_mask=None) -> tuple[Tensor, PoolState]:
