@@ -31,7 +31,7 @@ SOFTMAX, CUMSUM = "softmax attention", "cumulative sum"
 
 
 def main(argv: list[str] | None = None) -> None:
-    from . import bench_model  # which imports this module
+    from . import bench_mixers, bench_model  # which import this module
 
     parser = argparse.ArgumentParser(prog="fw-bench", description="Times fast weights against their peers.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -60,7 +60,15 @@ def main(argv: list[str] | None = None) -> None:
     )
     model.set_defaults(measure=bench_model.bench_model, table=bench_model.table, draw=bench_model.draw)
     bench_model.add_arguments(model)
-    for command, plot in (ops, "time against length"), (model, "time and state against context"):
+    mixers = commands.add_parser(
+        "mixers",
+        help="SRU against LSTM, additive attention against softmax attention",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Forward and backward of one layer: sru against torch's LSTM, additive and leap against softmax attention.",
+    )
+    mixers.set_defaults(measure=bench_mixers.bench_mixers, table=bench_mixers.table, draw=bench_mixers.draw)
+    bench_mixers.add_arguments(mixers)
+    for command, plot in (mixers, "time of each"), (ops, "time against length"), (model, "time and state against context"):
         command.add_argument("--device", default="cpu", help="cpu or cuda")
         command.add_argument("--rounds", type=positive, default=7, help="timed rounds, after one that is not timed")
         command.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="CPU threads")
@@ -72,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     for path in filter(None, (args.json, args.figure)):
         if not path.absolute().parent.is_dir():
             parser.error(f"{path.parent} is not a folder; make it first")
-    if args.command == "model" and args.width % args.heads:
+    if args.command in ("model", "mixers") and args.width % args.heads:
         parser.error(f"--width {args.width} is not a multiple of --heads {args.heads}")
     torch.set_num_threads(args.threads)
     report = args.measure(args)

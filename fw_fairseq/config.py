@@ -39,6 +39,8 @@ class FastWeightConfig(FairseqDataclass):
         "tokens that additive and leap see, per layer, bottom first: '4,8,0'; 0: all before; one number is for every layer;"
         " default: 4, 8, 16 and so on, the last layer 0",
     )
+    sru_projection: int = option(0, "width that sru's input passes through before the product with its weights; 0: none")
+    sru_highway_bias: float = option(-2.0, "bias of the gate between the state and the input of sru and srupp at the start")
     scale_output: bool = option(False, "divide what the output projection gives by the square root of its input's width")
 
 

@@ -27,7 +27,9 @@ SMALL = {
     "decoder_layers": 2, "decoder_embed_dim": 32, "decoder_input_dim": 32, "decoder_output_dim": 32, "decoder_ffn_embed_dim": 48,
     "decoder_attention_heads": 4, "dropout": 0.0, "tokens_per_sample": 64,
 }  # fmt: skip
-OTHER_MIXERS = {name: [{}, {"window_sizes": "3"}, {"window_sizes": "0"}] for name in ("additive", "leap")}
+OTHER_MIXERS = {name: [{}, {"window_sizes": "3"}, {"window_sizes": "0"}] for name in ("additive", "leap")} | {
+    "sru": [{}, {"sru_projection": 8}],
+}
 FROM_OTHER_GROUPS = {"add_bos_token": False, "tokens_per_sample": 64, "max_target_positions": None, "tpu": False}
 
 

@@ -4,7 +4,8 @@ from .additive import Additive
 from .base import Mixer
 from .fast_weight import FastWeight
 from .leap import Leap
+from .sru import Sru
 
-MIXERS: dict[str, type[Mixer]] = {"fast_weight": FastWeight, "additive": Additive, "leap": Leap}
+MIXERS: dict[str, type[Mixer]] = {"fast_weight": FastWeight, "additive": Additive, "leap": Leap, "sru": Sru}
 
-__all__ = ["MIXERS", "Additive", "FastWeight", "Leap", "Mixer"]
+__all__ = ["MIXERS", "Additive", "FastWeight", "Leap", "Mixer", "Sru"]

@@ -28,6 +28,14 @@ def leap_lm(args):
     additive_lm(args)
 
 
+@register_model_architecture("fast_weight_lm", "sru_lm")
+def sru_lm(args):
+    """6 layers of SRU of width 512."""
+    defaults(args, mixer="sru", decoder_layers=6, decoder_embed_dim=512, decoder_ffn_embed_dim=2048, decoder_attention_heads=1)
+    defaults(args, decoder_normalize_before=True, no_token_positional_embeddings=True, share_decoder_input_output_embed=True)
+    base_lm_architecture(args)
+
+
 def gpt2_like(args) -> None:
     """Norms before, learned positions, tied embeddings, logits divided by the square root of the width."""
     defaults(args, decoder_normalize_before=True, decoder_learned_pos=True, share_decoder_input_output_embed=True)
