@@ -41,6 +41,9 @@ class FastWeightConfig(FairseqDataclass):
     )
     sru_projection: int = option(0, "width that sru's input passes through before the product with its weights; 0: none")
     sru_highway_bias: float = option(-2.0, "bias of the gate between the state and the input of sru and srupp at the start")
+    srupp_width: int = option(0, "width of srupp's attention; 0: a quarter of the layer's")
+    srupp_heads: int = option(1, "heads of srupp's attention")
+    srupp_memory: int = option(512, "how many tokens before it each token sees in srupp's attention, of earlier segments too")
     scale_output: bool = option(False, "divide what the output projection gives by the square root of its input's width")
 
 

@@ -29,6 +29,7 @@ SMALL = {
 }  # fmt: skip
 OTHER_MIXERS = {name: [{}, {"window_sizes": "3"}, {"window_sizes": "0"}] for name in ("additive", "leap")} | {
     "sru": [{}, {"sru_projection": 8}],
+    "srupp": [{}, {"srupp_memory": 4, "srupp_heads": 2}, {"decoder_ffn_embed_dim": 0}],
 }
 FROM_OTHER_GROUPS = {"add_bos_token": False, "tokens_per_sample": 64, "max_target_positions": None, "tpu": False}
 
@@ -74,7 +75,11 @@ def options_of(arch: str, **given) -> Namespace:
 
 def build(task=None, **options):
     args = options_of("fast_weight_lm", **{**SMALL, **options})
-    return registered.MODEL_REGISTRY["fast_weight_lm"].build_model(args, task or make_task(40)).double().eval()
+    model = registered.MODEL_REGISTRY["fast_weight_lm"].build_model(args, task or make_task(40)).double().eval()
+    for name, p in model.named_parameters():
+        if name.endswith("alpha"):  # 0 at the start, and then what it multiplies has no gradient
+            torch.nn.init.constant_(p, 0.5)
+    return model
 
 
 def draw(batch: int, length: int) -> torch.Tensor:
@@ -193,7 +198,9 @@ def test_random_features_stay_while_a_memory_is_carried(phi):
         assert_close(torch.cat(parts, 1), logits(model.eval(), tokens))
 
 
-@pytest.mark.parametrize("pattern", ["softmax,fast_weight", "fast_weight*2,softmax", "softmax", "additive,leap,softmax"])
+@pytest.mark.parametrize(
+    "pattern", ["softmax,fast_weight", "fast_weight*2,softmax", "softmax", "additive,leap,softmax", "sru*3,srupp"]
+)
 def test_hybrids_decode_as_the_full_pass(pattern):
     model, tokens = build(mixer_pattern=pattern, decoder_layers=4), draw(2, 12)
     assert_close(decode(model, tokens), logits(model, tokens), 1e-5)  # fairseq's softmax is fp32
@@ -264,6 +271,11 @@ def test_additive_architectures():
     assert leap["decoder.layers.0.self_attn.mixer.in_proj.weight"] == (4 * 128, 128)
     gpt2 = options_of("additive_lm_gpt2_small")
     assert (gpt2.decoder_layers, gpt2.decoder_embed_dim, gpt2.decoder_attention_heads) == (12, 768, 12)
+
+
+def test_srupp_architectures_are_near_their_published_sizes():
+    assert count(shapes("srupp_lm_enwik8_base", 205)) == pytest.approx(108e6, rel=0.01)
+    assert count(shapes("srupp_lm_wiki103_base", 267744)) == pytest.approx(148e6, rel=0.03)
 
 
 def test_scaled_output():

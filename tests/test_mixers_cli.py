@@ -11,6 +11,7 @@ from test_stateful_cli import data, evaluate, losses, train  # noqa: F401
 from fw_fairseq import registration  # noqa: F401
 from fw_fairseq.mixers import MIXERS
 
+ADDITIVE = ["--arch", "additive_lm", "--batch-size", 2, "--tokens-per-sample", 16]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -32,5 +33,5 @@ def test_trains_resumes_streams_and_generates(data, tmp_path, mixer):  # noqa: F
 
 
 def test_windows_are_refused_in_one_sentence(data, tmp_path):  # noqa: F811
-    done = fairseq("train", data, *USER_DIR, "--arch", "additive_lm", "--task", "language_modeling", "--window-sizes", "4,x")
+    done = fairseq("train", data, *USER_DIR, *ADDITIVE, "--task", "language_modeling", "--window-sizes", "4,x")
     assert done.returncode and "--window-sizes has 'x'; each part must be a number of tokens" in done.stderr

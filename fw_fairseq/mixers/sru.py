@@ -28,18 +28,25 @@ class Sru(Mixer):
 
     def __init__(self, embed_dim: int, num_heads: int, config):
         super().__init__(embed_dim, num_heads)
-        self.highway_bias, width = config.sru_highway_bias, config.sru_projection or embed_dim
+        width = config.sru_projection or embed_dim
         if width < 0:
             raise ValueError(f"--sru-projection is {width}; it must be 0, for none, or a width")
-        self.scale = math.sqrt(1 + 2 * math.exp(self.highway_bias))
+        self.prepare(width, config.sru_highway_bias)
         self.down_proj = nn.Linear(embed_dim, width, bias=False) if config.sru_projection else None
-        self.in_proj = nn.Linear(width, 3 * embed_dim)
-        self.gate_weight = nn.Parameter(torch.empty(2, embed_dim))  # v_f, v_r
         self.reset_parameters()
+
+    def prepare(self, width: int, highway_bias: float) -> None:
+        """The recurrence, whose product reads ``width``."""
+        self.highway_bias, self.scale = highway_bias, math.sqrt(1 + 2 * math.exp(highway_bias))
+        self.in_proj = nn.Linear(width, 3 * self.embed_dim)
+        self.gate_weight = nn.Parameter(torch.empty(2, self.embed_dim))  # v_f, v_r
+
+    def linears(self) -> list[nn.Linear]:
+        return [self.in_proj] if self.down_proj is None else [self.down_proj, self.in_proj]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        for linear in filter(None, (self.down_proj, self.in_proj)):
+        for linear in self.linears():
             bound = math.sqrt(3 / linear.in_features)
             nn.init.uniform_(linear.weight, -bound, bound)
         self.in_proj.weight[self.embed_dim :] *= math.sqrt(0.5)

@@ -1,5 +1,6 @@
 """fast_weight_lm: fairseq's Transformer language model with fast weights in place of attention, layer by layer."""
 
+import copy
 from dataclasses import dataclass, fields
 
 from fairseq.models import register_model, register_model_architecture
@@ -41,6 +42,9 @@ class FastWeightDecoder(TransformerDecoder):
         )
         names = layer_mixers(self.fast_weight_config, args.decoder_layers, safe_getattr(args, "decoder_layers_to_keep", None))
         self._mixers, self.recurrent = iter(enumerate(names)), SOFTMAX not in names
+        if safe_getattr(args, "tie_adaptive_weights", False):
+            args = copy.copy(args)  # the input's projections, used backwards, start from the layers' width
+            args.decoder_output_dim = args.decoder_embed_dim
         super().__init__(args, dictionary, embed_tokens, no_encoder_attn, output_projection)
         self.mixers = [module for module in self.modules() if isinstance(module, MixerAttention)]
         self.expect_prompt(None)

@@ -36,6 +36,28 @@ def sru_lm(args):
     base_lm_architecture(args)
 
 
+@register_model_architecture("fast_weight_lm", "srupp_lm_enwik8_base")
+def srupp_lm_enwik8_base(args):
+    """SRU++ base of Lei 2021 on enwik8, 108M parameters: 10 layers of width 3072, each with attention of width 768."""
+    srupp_base(args)
+    base_lm_architecture(args)
+
+
+@register_model_architecture("fast_weight_lm", "srupp_lm_wiki103_base")
+def srupp_lm_wiki103_base(args):
+    """SRU++ base of Lei 2021 on WikiText-103, 152M parameters (148M there): as on enwik8, with adaptive embeddings of width 1024."""
+    defaults(args, adaptive_input=True, adaptive_input_factor=4, adaptive_input_cutoff="20000,40000,200000")
+    defaults(args, adaptive_softmax_factor=4, adaptive_softmax_cutoff="20000,40000,200000", tie_adaptive_weights=True)
+    defaults(args, decoder_input_dim=1024, decoder_output_dim=1024)
+    srupp_base(args)
+    base_lm_architecture(args)
+
+
+def srupp_base(args) -> None:
+    defaults(args, mixer="srupp", decoder_layers=10, decoder_embed_dim=3072, decoder_ffn_embed_dim=0, decoder_attention_heads=1)
+    defaults(args, srupp_width=768, no_token_positional_embeddings=True, decoder_normalize_before=True)
+
+
 def gpt2_like(args) -> None:
     """Norms before, learned positions, tied embeddings, logits divided by the square root of the width."""
     defaults(args, decoder_normalize_before=True, decoder_learned_pos=True, share_decoder_input_output_embed=True)
