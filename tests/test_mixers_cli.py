@@ -6,7 +6,7 @@ import re
 
 import pytest
 from commands import USER_DIR, fairseq, succeed
-from test_stateful_cli import data, evaluate, losses, train  # noqa: F401
+from test_stateful_cli import data, evaluate, losses, train, training  # noqa: F401
 
 from fw_fairseq import registration  # noqa: F401
 from fw_fairseq.mixers import MIXERS
@@ -30,6 +30,12 @@ def test_trains_resumes_streams_and_generates(data, tmp_path, mixer):  # noqa: F
     task = ["--task", "language_modeling", "--path", checkpoint, *generate]
     printed = succeed(fairseq("generate", data, *USER_DIR, *task, "--beam", 3))
     assert printed.count("H-") == int(re.search(r"Translated (\d+) sentences", printed)[1]) > 5
+
+
+def test_a_penalty_on_the_memories_needs_fast_weights(data, tmp_path):  # noqa: F811
+    options = [*training(data, tmp_path, "--mixer", "sru"), "--state-norm-penalty", 0.1]
+    done = fairseq("train", *options, *USER_DIR)
+    assert done.returncode and "--state-norm-penalty needs fast-weight layers" in done.stderr
 
 
 def test_windows_are_refused_in_one_sentence(data, tmp_path):  # noqa: F811

@@ -19,6 +19,7 @@ class Mixer(nn.Module):
         if embed_dim % num_heads:
             raise ValueError(f"--decoder-embed-dim is {embed_dim}; it must be a multiple of --decoder-attention-heads, {num_heads}")
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
+        self.state_norm: Tensor | None = None  # of fast weights, for a criterion that asks for it
         self.watched = False  # set by who wants ``statistics``
         self.last_statistics: dict[str, Tensor] = {}
 
