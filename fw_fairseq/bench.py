@@ -33,7 +33,7 @@ SOFTMAX, CUMSUM = "softmax attention", "cumulative sum"
 
 
 def main(argv: list[str] | None = None) -> None:
-    from . import bench_model, bench_translate  # which import this module
+    from . import bench_mixers, bench_model, bench_translate  # which import this module
 
     parser = argparse.ArgumentParser(prog="fw-bench", description="Times fast weights against their peers.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -63,6 +63,14 @@ def main(argv: list[str] | None = None) -> None:
     )
     model.set_defaults(measure=bench_model.bench_model, table=bench_model.table, draw=bench_model.draw)
     bench_model.add_arguments(model)
+    mixers = commands.add_parser(
+        "mixers",
+        help="SRU against LSTM, additive attention against softmax attention",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Forward and backward of one layer: sru against torch's LSTM, additive and leap against softmax attention.",
+    )
+    mixers.set_defaults(measure=bench_mixers.bench_mixers, table=bench_mixers.table, draw=bench_mixers.draw)
+    bench_mixers.add_arguments(mixers)
     translate = commands.add_parser(
         "translate",
         help="beam search of translation models",
@@ -72,7 +80,12 @@ def main(argv: list[str] | None = None) -> None:
     )
     translate.set_defaults(measure=bench_translate.bench_translate, table=bench_translate.table, draw=bench_translate.draw)
     bench_translate.add_arguments(translate)
-    plots = {ops: "time against length", model: "time and state against context", translate: "speed against length"}
+    plots = {
+        mixers: "time of each",
+        ops: "time against length",
+        model: "time and state against context",
+        translate: "speed against length",
+    }
     for command, plot in plots.items():
         command.add_argument("--device", default="cpu", help="cpu or cuda")
         command.add_argument("--rounds", type=positive, default=7, help="timed rounds, after one that is not timed")

@@ -35,6 +35,17 @@ class FastWeightConfig(FairseqDataclass):
     dpfp_nu: int = option(1, "nu of the dpfp feature map; its width is 2 * nu * feature_dim")
     favor_features: int = option(0, "m random features of favor and rfa, of width 2m; 0: feature_dim")
     fast_weight_backend: ChoiceEnum(list(BACKENDS)) = option("auto", "what runs the recurrence")
+    window_sizes: str = option(
+        "",
+        "tokens that additive and leap see, per layer, bottom first: '4,8,0'; 0: all before; one number is for every layer;"
+        " default: 4, 8, 16 and so on, the last layer 0",
+    )
+    sru_projection: int = option(0, "width that sru's input passes through before the product with its weights; 0: none")
+    sru_highway_bias: float = option(-2.0, "bias of the gate between the state and the input of sru and srupp at the start")
+    srupp_width: int = option(0, "width of srupp's attention; 0: a quarter of the layer's")
+    srupp_heads: int = option(1, "heads of srupp's attention")
+    srupp_memory: int = option(512, "how many tokens before it each token sees in srupp's attention, of earlier segments too")
+    scale_output: bool = option(False, "divide what the output projection gives by the square root of its input's width")
 
 
 @dataclass
@@ -75,3 +86,16 @@ def layer_mixers(config: FastWeightConfig, layers: int, kept: str | None = None)
     if len(names) > layers:
         raise ValueError(f"--mixer-pattern names {len(names)} layers but the model has {layers}; name at most {layers}")
     return [names[i % len(names)] for i in range(layers)]
+
+
+def layer_window(config: FastWeightConfig, layer: int, layers: int) -> int:
+    """How many tokens the mixer of a layer sees, 0 for all."""
+    if not config.window_sizes:
+        return 0 if layer == layers - 1 else 4 * 2**layer
+    sizes = [part.strip() for part in config.window_sizes.split(",")]
+    for part in sizes:
+        if not part.isdecimal():
+            raise ValueError(f"--window-sizes has {part!r}; each part must be a number of tokens, or 0 for all before")
+    if len(sizes) not in (1, layers):
+        raise ValueError(f"--window-sizes has {len(sizes)} numbers but the model has {layers} layers; give one, or one per layer")
+    return int(sizes[layer if len(sizes) > 1 else 0])

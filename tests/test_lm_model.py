@@ -12,9 +12,9 @@ from fairseq import models as registered
 from fairseq.data import Dictionary
 
 from fw_fairseq import registration  # noqa: F401
-from fw_fairseq.config import FastWeightConfig, layer_mixers
+from fw_fairseq.config import FastWeightConfig, layer_mixers, layer_window
 from fw_fairseq.feature_maps import FEATURE_MAPS
-from fw_fairseq.mixers import FastWeight
+from fw_fairseq.mixers import MIXERS, FastWeight
 from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModelConfig
 from fw_fairseq.modules import CarriedState, MixerAttention
 from fw_fairseq.rules import RULES
@@ -27,11 +27,15 @@ SMALL = {
     "decoder_layers": 2, "decoder_embed_dim": 32, "decoder_input_dim": 32, "decoder_output_dim": 32, "decoder_ffn_embed_dim": 48,
     "decoder_attention_heads": 4, "dropout": 0.0, "tokens_per_sample": 64,
 }  # fmt: skip
+OTHER_MIXERS = {name: [{}, {"window_sizes": "3"}, {"window_sizes": "0"}] for name in ("additive", "leap")} | {
+    "sru": [{}, {"sru_projection": 8}],
+    "srupp": [{}, {"srupp_memory": 4, "srupp_heads": 2}, {"decoder_ffn_embed_dim": 0}],
+}
 FROM_OTHER_GROUPS = {"add_bos_token": False, "tokens_per_sample": 64, "max_target_positions": None, "tpu": False}
 
 
 def combinations():
-    """Every rule and feature map with the options that suit them, then the same with attention norm where it is defined."""
+    """Every rule and feature map with the options that suit them, also with attention norm where defined; the other mixers."""
     for rule in RULES:
         for phi in FEATURE_MAPS:
             norm = "sum" if phi in NON_NEGATIVE else "l2" if rule in ERASING else "none"
@@ -39,6 +43,8 @@ def combinations():
             if RULES[rule].normaliser and phi in NON_NEGATIVE:
                 yield {"update_rule": rule, "feature_map": phi, "feature_norm": norm, "attention_norm": True}
                 yield {"update_rule": rule, "feature_map": phi, "feature_norm": "none", "attention_norm": True}
+    for name, kind in MIXERS.items():
+        yield from ({"mixer": name} | more for more in OTHER_MIXERS.get(name, [{}] if kind is not FastWeight else []))
 
 
 def label(options) -> str:
@@ -61,7 +67,7 @@ def options_of(arch: str, **given) -> Namespace:
     registered.ARCH_CONFIG_REGISTRY[arch](args)
     defaults = (
         FastWeightLanguageModelConfig()
-        if arch.startswith("fast_weight")
+        if arch in registered.ARCH_MODEL_INV_REGISTRY["fast_weight_lm"]
         else registered.MODEL_DATACLASS_REGISTRY["transformer_lm"]()
     )
     return Namespace(**{**asdict(defaults), **FROM_OTHER_GROUPS, **vars(args)})
@@ -69,7 +75,11 @@ def options_of(arch: str, **given) -> Namespace:
 
 def build(task=None, **options):
     args = options_of("fast_weight_lm", **{**SMALL, **options})
-    return registered.MODEL_REGISTRY["fast_weight_lm"].build_model(args, task or make_task(40)).double().eval()
+    model = registered.MODEL_REGISTRY["fast_weight_lm"].build_model(args, task or make_task(40)).double().eval()
+    for name, p in model.named_parameters():
+        if name.endswith("alpha"):  # 0 at the start, and then what it multiplies has no gradient
+            torch.nn.init.constant_(p, 0.5)
+    return model
 
 
 def draw(batch: int, length: int) -> torch.Tensor:
@@ -188,7 +198,9 @@ def test_random_features_stay_while_a_memory_is_carried(phi):
         assert_close(torch.cat(parts, 1), logits(model.eval(), tokens))
 
 
-@pytest.mark.parametrize("pattern", ["softmax,fast_weight", "fast_weight*2,softmax", "softmax"])
+@pytest.mark.parametrize(
+    "pattern", ["softmax,fast_weight", "fast_weight*2,softmax", "softmax", "additive,leap,softmax", "sru*3,srupp"]
+)
 def test_hybrids_decode_as_the_full_pass(pattern):
     model, tokens = build(mixer_pattern=pattern, decoder_layers=4), draw(2, 12)
     assert_close(decode(model, tokens), logits(model, tokens), 1e-5)  # fairseq's softmax is fp32
@@ -244,11 +256,57 @@ def test_gpt2_small_has_124_million_parameters():
     assert count(shapes("fast_weight_lm_gpt2_small", 50257)) - gates == 124_439_808 + 2 * 768  # fairseq's positions start at 2
 
 
+def test_additive_architectures():
+    args = options_of("additive_lm")
+    assert (args.decoder_layers, args.decoder_embed_dim, args.decoder_ffn_embed_dim, args.decoder_attention_heads) == (
+        6,
+        128,
+        512,
+        4,
+    )
+    assert args.decoder_normalize_before and args.decoder_learned_pos and args.share_decoder_input_output_embed
+    assert [layer_window(FastWeightConfig(), layer, 6) for layer in range(6)] == [4, 8, 16, 32, 64, 0]
+    additive, leap = (shapes(arch, 32100) for arch in ("additive_lm", "leap_lm"))
+    assert additive["decoder.layers.0.self_attn.mixer.in_proj.weight"] == (3 * 128, 128)
+    assert leap["decoder.layers.0.self_attn.mixer.in_proj.weight"] == (4 * 128, 128)
+    gpt2 = options_of("additive_lm_gpt2_small")
+    assert (gpt2.decoder_layers, gpt2.decoder_embed_dim, gpt2.decoder_attention_heads) == (12, 768, 12)
+
+
+def test_srupp_architectures_are_near_their_published_sizes():
+    assert count(shapes("srupp_lm_enwik8_base", 205)) == pytest.approx(108e6, rel=0.01)
+    assert count(shapes("srupp_lm_wiki103_base", 267744)) == pytest.approx(148e6, rel=0.03)
+
+
+def test_scaled_output():
+    tokens = draw(2, 5)
+    torch.manual_seed(1)
+    plain = build()
+    torch.manual_seed(1)
+    assert_close(logits(build(scale_output=True), tokens), logits(plain, tokens) / 32**0.5)
+
+
+@pytest.mark.parametrize("sizes, expected", [("", [4, 8, 0]), ("5", [5, 5, 5]), ("1, 0,7", [1, 0, 7])])
+def test_window_sizes(sizes, expected):
+    config = FastWeightConfig(window_sizes=sizes)
+    assert [layer_window(config, layer, 3) for layer in range(3)] == expected
+    layers = build(mixer_pattern="additive,leap", window_sizes=sizes, decoder_layers=3).decoder.layers
+    assert [layer.self_attn.mixer.window for layer in layers] == expected
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [("4,x", "--window-sizes has 'x'; each part must be a number"), ("-4", "has '-4'"), ("4,8", "has 2 numbers but .* 3 layers")],
+)
+def test_refused_window_sizes(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        layer_window(FastWeightConfig(window_sizes=sizes), 0, 3)
+
+
 @pytest.mark.parametrize("arch", registered.ARCH_MODEL_INV_REGISTRY["fast_weight_lm"])
 def test_architectures_run(arch):
-    cutoffs = (
-        {name: "20,30" for name in ("adaptive_input_cutoff", "adaptive_softmax_cutoff")} if arch[15:] and "gpt" not in arch else {}
-    )
+    names = ("adaptive_input_cutoff", "adaptive_softmax_cutoff")
+    cutoffs = {name: "20,30" for name in names if getattr(options_of(arch), name)}
     task = make_task(40)
     model = registered.MODEL_REGISTRY["fast_weight_lm"].build_model(options_of(arch, decoder_layers=2, **cutoffs), task).eval()
     tokens = draw(2, 5)

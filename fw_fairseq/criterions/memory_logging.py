@@ -34,7 +34,7 @@ class MemoryLogging:
 
     @staticmethod
     def mean_state_norm(mixers):
-        norms = [mixer.mixer.state_norm for mixer in mixers]
+        norms = [mixer.mixer.state_norm for mixer in mixers if mixer.mixer.state_norm is not None]
         if not norms or not all(norm.requires_grad for norm in norms):
             raise ValueError("--state-norm-penalty needs fast-weight layers and does not work with --checkpoint-activations")
         return torch.stack(norms).mean()

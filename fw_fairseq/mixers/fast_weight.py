@@ -17,6 +17,8 @@ from .base import Mixer
 class FastWeight(Mixer):
     """One projection makes q, k, v and every gate of the rule; ``config`` is a FastWeightConfig."""
 
+    state_type = FastWeightState
+
     def __init__(self, embed_dim: int, num_heads: int, config):
         super().__init__(embed_dim, num_heads)
         self.rule_name, self.feature_norm = str(config.update_rule), str(config.feature_norm)
@@ -64,10 +66,6 @@ class FastWeight(Mixer):
 
     def redraw(self, keep: bool = False) -> None:
         self.feature_map.redraw(keep)
-
-    def by_head(self, part: Tensor) -> Tensor:
-        """(T,B,H*X) -> (B,H,T,X), a view."""
-        return part.unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0, 3)
 
     def gate(self, name: str, part: Tensor) -> Tensor:
         """(B,H,T), or with the gate's axis."""

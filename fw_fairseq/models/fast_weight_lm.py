@@ -1,5 +1,6 @@
 """fast_weight_lm: fairseq's Transformer language model with fast weights in place of attention, layer by layer."""
 
+import copy
 from dataclasses import dataclass, fields
 
 from fairseq.models import register_model, register_model_architecture
@@ -46,6 +47,9 @@ class FastWeightDecoder(TransformerDecoder):
         self.fast_weight_config = read_config(self.config_class, args)
         names = self.mixer_names(args.decoder_layers, safe_getattr(args, "decoder_layers_to_keep", None))
         self._mixers, self.recurrent = iter(enumerate(names)), SOFTMAX not in names
+        if safe_getattr(args, "tie_adaptive_weights", False):
+            args = copy.copy(args)  # the input's projections, used backwards, start from the layers' width
+            args.decoder_output_dim = args.decoder_embed_dim
         super().__init__(args, dictionary, embed_tokens, no_encoder_attn, output_projection)
         self.mixers = [module for module in self.modules() if isinstance(module, MixerAttention)]
         self.expect_prompt(None)
@@ -96,6 +100,9 @@ class FastWeightDecoder(TransformerDecoder):
         if self.prompt_features is None:
             self.prompt_features, _ = self.take_prompt(self.prompt, incremental_state=incremental_state, features_only=True)
         return self.output_layer(self.prompt_features[:, tokens - 1 : tokens]), {"attn": [None]}
+
+    def output_layer(self, features):
+        return super().output_layer(features * features.shape[-1] ** -0.5 if self.fast_weight_config.scale_output else features)
 
     def max_positions(self) -> int:
         """Without positional embeddings and softmax nothing limits the length."""

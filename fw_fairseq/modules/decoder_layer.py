@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from fairseq.incremental_decoding_utils import with_incremental_state
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from torch import Tensor, nn
 
 from ..config import SOFTMAX
 from ..mixers import MIXERS, Mixer
+from ..ops.state import SavedState
 
 
 class CarriedState:
@@ -54,6 +56,8 @@ class MixerAttention(nn.Module):
             state = self._get_input_buffer(incremental_state)
         else:
             state = None if self.carried is None else self.carried.before.get(self.layer)
+        if isinstance(state, SavedState):
+            state = self.mixer.state_type(*state).to(query.device)
         self.mixer.redraw(keep=self.carried is not None)  # in here: what is checkpointed is run again with the same random numbers
         y, state = self.mixer(query, state, key_padding_mask, self.reset_mask)
         if incremental_state is not None:
@@ -75,15 +79,31 @@ class MixerAttention(nn.Module):
             self._set_input_buffer(incremental_state, state.index_select(new_order))
 
 
+class NoFeedForward(nn.Module):
+    """Adds nothing: --decoder-ffn-embed-dim 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+
 class FastWeightDecoderLayer(TransformerDecoderLayerBase):
     """fairseq's decoder layer; ``mixer`` names what takes the place of its self-attention, "softmax" leaves it there."""
 
     def __init__(self, cfg, config, mixer: str, layer: int, no_encoder_attn: bool = False):
         self._mixer = (config, mixer, layer)
         super().__init__(cfg, no_encoder_attn)
+        if cfg.decoder.ffn_embed_dim == 0:
+            self.fc1, self.fc2, self.final_layer_norm = nn.Identity(), NoFeedForward(), nn.Identity()
+
+    def build_fc1(self, input_dim, output_dim, *quantisation):
+        return super().build_fc1(input_dim, output_dim, *quantisation) if output_dim else None
+
+    def build_fc2(self, input_dim, output_dim, *quantisation):
+        return super().build_fc2(input_dim, output_dim, *quantisation) if input_dim else None
 
     def build_self_attention(self, embed_dim, cfg, add_bias_kv=False, add_zero_attn=False):
         config, mixer, layer = self._mixer
         if mixer == SOFTMAX:
             return super().build_self_attention(embed_dim, cfg, add_bias_kv, add_zero_attn)
-        return MixerAttention(MIXERS[mixer](embed_dim, cfg.decoder.attention_heads, config), layer)
+        mixer = MIXERS[mixer].of_layer(embed_dim, cfg.decoder.attention_heads, config, layer, cfg.decoder.layers)
+        return MixerAttention(mixer, layer)

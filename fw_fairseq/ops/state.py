@@ -1,4 +1,4 @@
-"""What a fast-weight layer remembers between calls."""
+"""What a layer remembers between calls."""
 
 from __future__ import annotations
 
@@ -7,22 +7,43 @@ from typing import NamedTuple
 from torch import Tensor
 
 
+def index_select(self, order: Tensor):
+    """The state of the sequences ``order`` (long, along B): beam reordering, batch compaction."""
+    return self._map(lambda x: x.index_select(0, order))
+
+
+def detach(self):
+    return self._map(lambda x: x.detach())
+
+
+def to(self, *args, **kwargs):
+    return self._map(lambda x: x.to(*args, **kwargs))
+
+
+def _map(self, change):
+    return type(self)(*(None if x is None else change(x) for x in self))
+
+
+def state(kind):
+    """Makes a NamedTuple of tensors, or None, that all begin with B one state: moved, reordered and detached as a whole."""
+    for method in (index_select, detach, to, _map):
+        setattr(kind, method.__name__, method)
+    return kind
+
+
+@state
 class FastWeightState(NamedTuple):
-    """Moved, reordered and detached as a whole; its size does not depend on how many tokens were seen."""
+    """Its size does not depend on how many tokens were seen."""
 
     memory: Tensor  # (B,H,K,V), fp32 (float64 for float64 inputs)
     normaliser: Tensor | None = None  # (B,H,K): n_t of attention normalisation
     log_scale: Tensor | None = None  # (B,H): memory and normaliser are kept divided by exp(log_scale)
 
-    def index_select(self, order: Tensor) -> FastWeightState:
-        """The state of the sequences ``order`` (long, along B): beam reordering, batch compaction."""
-        return self._map(lambda x: x.index_select(0, order))
 
-    def detach(self) -> FastWeightState:
-        return self._map(lambda x: x.detach())
+class SavedState(tuple):
+    """A state from a checkpoint, until its mixer makes its own kind of it."""
 
-    def to(self, *args, **kwargs) -> FastWeightState:
-        return self._map(lambda x: x.to(*args, **kwargs))
+    __slots__ = ()
 
-    def _map(self, change) -> FastWeightState:
-        return FastWeightState(*(None if x is None else change(x) for x in self))
+    def detach(self) -> SavedState:
+        return self

@@ -11,7 +11,7 @@ from fairseq.data import FairseqDataset, data_utils, iterators
 from torch import Tensor
 
 from ..modules import CarriedState
-from ..ops import FastWeightState
+from ..ops.state import SavedState
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class StreamIterator(iterators.EpochBatchIterator):
         if len(memories) != self.shards:
             logger.warning("the checkpoint is from %d workers, not %d: all streams start empty", len(memories), self.shards)
         else:
-            self.carried.after = {layer: FastWeightState(*state) for layer, state in memories[self.shard].items()}
+            self.carried.after = {layer: SavedState(state) for layer, state in memories[self.shard].items()}
 
 
 def take_only(items: list[dict]) -> dict:

@@ -1,0 +1,71 @@
+"""Additive attention: two rounds of pooling the past with one weight per token and head, over all of it or a window."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..feature_maps import wide
+from ..ops.pooling import PoolState, pool
+from ..ops.state import state as state_type
+from .base import Mixer
+
+
+@state_type
+class PooledState(NamedTuple):
+    """What the two rounds of pooling remember."""
+
+    query_scores: Tensor
+    query_values: Tensor
+    key_scores: Tensor
+    key_values: Tensor
+
+
+class Additive(Mixer):
+    """q' = pool(q); p = LayerNorm(x + q' k); p' = pool(p); y = W (p' v). The residual and the norm inside are for stability."""
+
+    state_type = PooledState
+
+    def __init__(self, embed_dim: int, num_heads: int, config, window: int = 0):
+        super().__init__(embed_dim, num_heads)
+        self.window = window
+        self.in_proj = nn.Linear(embed_dim, 3 * embed_dim, bias=False)
+        self.query_score = nn.Parameter(torch.empty(num_heads, self.head_dim))
+        self.key_score = nn.Parameter(torch.empty(num_heads, self.head_dim))
+        self.norm = nn.LayerNorm(embed_dim)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
+        self.reset_parameters()
+
+    @classmethod
+    def of_layer(cls, embed_dim, num_heads, config, layer, layers):
+        from ..config import layer_window  # which imports the mixers
+
+        return cls(embed_dim, num_heads, config, layer_window(config, layer, layers))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        for weight in self.in_proj.weight.chunk(3):
+            nn.init.xavier_uniform_(weight, gain=1 / math.sqrt(2))
+        for weight in (self.query_score, self.key_score):
+            nn.init.normal_(weight)
+        nn.init.xavier_uniform_(self.out_proj.weight)
+
+    def forward(self, x: Tensor, state: PooledState | None = None, padding_mask=None, reset_mask=None):
+        queries, keys = (None, None) if state is None else (PoolState(*state[:2]), PoolState(*state[2:]))
+        q, k, v = self.in_proj(x).chunk(3, -1)
+        q = self.by_head(q)
+        pooled, queries = pool(self.scores(q, self.query_score), q, self.window, queries, padding_mask, reset_mask)
+        p = self.by_head(self.norm(x + self.join(pooled) * k))
+        pooled, keys = pool(self.scores(p, self.key_score), p, self.window, keys, padding_mask, reset_mask)
+        return self.out_proj(self.join(pooled) * v), PooledState(*queries, *keys)
+
+    def scores(self, x: Tensor, weight: Tensor) -> Tensor:
+        """(B,H,T,X) -> (B,H,T), in fp32: they are exponents."""
+        return (wide(x) * wide(weight)[:, None]).sum(-1) * self.head_dim**-0.5
+
+    def join(self, x: Tensor) -> Tensor:
+        """(B,H,T,X) -> (T,B,C)"""
+        return x.permute(2, 0, 1, 3).flatten(2)

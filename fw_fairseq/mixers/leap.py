@@ -1,0 +1,52 @@
+"""LEAP, the later form of additive attention: keys and values in focus, read by a sigmoid."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..feature_maps import wide
+from ..ops.pooling import PoolState, pool
+from .base import Mixer
+
+
+class Leap(Mixer):
+    """w = elu(f k / sqrt(d)) + 1; k', v' = means of k and v weighted by w, over all of the past or a window;
+    y = W (sigmoid(q k' / sqrt(d)) v')."""
+
+    state_type = PoolState
+
+    def __init__(self, embed_dim: int, num_heads: int, config, window: int = 0):
+        super().__init__(embed_dim, num_heads)
+        self.window = window
+        self.in_proj = nn.Linear(embed_dim, 4 * embed_dim, bias=False)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
+        self.reset_parameters()
+
+    @classmethod
+    def of_layer(cls, embed_dim, num_heads, config, layer, layers):
+        from ..config import layer_window  # which imports the mixers
+
+        return cls(embed_dim, num_heads, config, layer_window(config, layer, layers))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        for weight in self.in_proj.weight.chunk(4):
+            nn.init.xavier_uniform_(weight, gain=1 / math.sqrt(2))
+        nn.init.xavier_uniform_(self.out_proj.weight)
+
+    def forward(self, x: Tensor, state: PoolState | None = None, padding_mask=None, reset_mask=None):
+        q, f, k, v = map(self.by_head, self.in_proj(x).chunk(4, -1))
+        scores = log_focus((wide(f) * wide(k)).sum(-1) * self.head_dim**-0.5)
+        focused, state = pool(scores, torch.cat([k, v], -1), self.window, state, padding_mask, reset_mask)
+        k, v = focused.chunk(2, -1)
+        read = torch.sigmoid((wide(q) * wide(k)).sum(-1, keepdim=True) * self.head_dim**-0.5).to(v.dtype)
+        return self.out_proj((read * v).permute(2, 0, 1, 3).flatten(2)), state
+
+
+def log_focus(x: Tensor) -> Tensor:
+    """log(elu(x) + 1)"""
+    return torch.where(x > 0, torch.log1p(F.relu(x)), x)

@@ -1,0 +1,65 @@
+"""Simple recurrent units: one product for all of time, then an elementwise recurrence."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.sru import sru
+from ..ops.state import state as state_type
+from .base import Mixer
+
+
+@state_type
+class SruState(NamedTuple):
+    cell: Tensor  # (B,C), fp32 (float64 for float64 inputs)
+
+
+class Sru(Mixer):
+    """Gates that read the state before, and a highway: h = r c + (1 - r) x scale. --sru-projection: a product of two factors.
+
+    Weights begin as published: variances are those of the input, the gates' halved; ``scale`` keeps them through the highway.
+    """
+
+    state_type = SruState
+
+    def __init__(self, embed_dim: int, num_heads: int, config):
+        super().__init__(embed_dim, num_heads)
+        width = config.sru_projection or embed_dim
+        if width < 0:
+            raise ValueError(f"--sru-projection is {width}; it must be 0, for none, or a width")
+        self.prepare(width, config.sru_highway_bias)
+        self.down_proj = nn.Linear(embed_dim, width, bias=False) if config.sru_projection else None
+        self.reset_parameters()
+
+    def prepare(self, width: int, highway_bias: float) -> None:
+        """The recurrence, whose product reads ``width``."""
+        self.highway_bias, self.scale = highway_bias, math.sqrt(1 + 2 * math.exp(highway_bias))
+        self.in_proj = nn.Linear(width, 3 * self.embed_dim)
+        self.gate_weight = nn.Parameter(torch.empty(2, self.embed_dim))  # v_f, v_r
+
+    def linears(self) -> list[nn.Linear]:
+        return [self.in_proj] if self.down_proj is None else [self.down_proj, self.in_proj]
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        for linear in self.linears():
+            bound = math.sqrt(3 / linear.in_features)
+            nn.init.uniform_(linear.weight, -bound, bound)
+        self.in_proj.weight[self.embed_dim :] *= math.sqrt(0.5)
+        nn.init.uniform_(self.gate_weight, -math.sqrt(1.5), math.sqrt(1.5))
+        nn.init.zeros_(self.in_proj.bias)
+        self.in_proj.bias[2 * self.embed_dim :] = self.highway_bias
+
+    def forward(self, x: Tensor, state: SruState | None = None, padding_mask=None, reset_mask=None):
+        inner = x if self.down_proj is None else self.down_proj(x)
+        return self.recur(inner, x, None if state is None else state.cell, padding_mask, reset_mask)
+
+    def recur(self, inner: Tensor, x: Tensor, cell: Tensor | None, padding_mask, reset_mask):
+        """inner (T,B,width) goes through the product, x (T,B,C) over the highway."""
+        u, forget, reset = self.in_proj(inner).chunk(3, -1)
+        h, cell = sru(u, forget, reset, x * self.scale, *self.gate_weight, cell, padding_mask, reset_mask)
+        return h, SruState(cell)

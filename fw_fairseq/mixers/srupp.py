@@ -1,0 +1,83 @@
+"""SRU++: a simple recurrent unit whose product reads attention of a small width over the last tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..ops.state import state as state_type
+from .base import Mixer
+from .sru import Sru
+
+
+@state_type
+class SruppState(NamedTuple):
+    cell: Tensor  # (B,C), fp32 (float64 for float64 inputs)
+    memory: Tensor  # (B,R,width): what attention reads of the last R tokens
+    filled: Tensor  # (B,R), False where there was none
+
+
+class Srupp(Sru):
+    """z = W_1 x; the product of SRU reads LayerNorm(z + alpha attention(z, W_k z, W_v z)), alpha = 0 at the start, no positions.
+
+    Every token sees itself and the ``--srupp-memory`` tokens before it, in whatever segments they came.
+    """
+
+    state_type = SruppState
+
+    def __init__(self, embed_dim: int, num_heads: int, config):
+        Mixer.__init__(self, embed_dim, num_heads)
+        width, self.memory, self.inner_heads = config.srupp_width or max(1, embed_dim // 4), config.srupp_memory, config.srupp_heads
+        if self.inner_heads < 1 or width % self.inner_heads:
+            raise ValueError(f"--srupp-heads is {self.inner_heads}; it must divide the width of the attention, {width}")
+        if self.memory < 1:
+            raise ValueError(f"--srupp-memory is {self.memory}; it must be a number of tokens, at least 1")
+        self.prepare(width, config.sru_highway_bias)
+        self.down_proj = nn.Linear(embed_dim, width, bias=False)
+        self.kv_proj = nn.Linear(width, 2 * width, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.alpha = nn.Parameter(torch.zeros(1))
+        self.reset_parameters()
+
+    def linears(self) -> list[nn.Linear]:
+        return [self.down_proj, self.kv_proj, self.in_proj]
+
+    def forward(self, x: Tensor, state: SruppState | None = None, padding_mask=None, reset_mask=None):
+        z = self.down_proj(x)
+        attended, memory, filled = self.attend(z.transpose(0, 1), state, padding_mask, reset_mask)
+        inner = self.norm(z + self.alpha * attended.transpose(0, 1))
+        h, state = self.recur(inner, x, None if state is None else state.cell, padding_mask, reset_mask)
+        return h, SruppState(state.cell, memory, filled)
+
+    def attend(self, z: Tensor, state: SruppState | None, padding_mask, reset_mask) -> tuple[Tensor, Tensor, Tensor]:
+        """z (B,T,width) -> what attention reads (B,T,width), the next memory and which of it is filled."""
+        batch, total = z.shape[:2]
+        real = torch.ones(batch, total, dtype=torch.bool, device=z.device) if padding_mask is None else ~padding_mask
+        texts = torch.zeros_like(real, dtype=torch.long) if reset_mask is None else reset_mask.long().cumsum(1)
+        keys = z
+        if state is not None:
+            keys, real = torch.cat([state.memory.to(z), z], 1), torch.cat([state.filled, real], 1)
+            texts = F.pad(texts, (self.memory, 0))
+        attended = self.read(z, keys, self.seen(real, texts, total))
+        real = real & (texts == texts[:, -1:])
+        missing = max(0, self.memory - keys.shape[1])
+        keys, real = F.pad(keys, (0, 0, missing, 0)), F.pad(real, (missing, 0))
+        last = real.long().argsort(dim=1, stable=True)[:, -self.memory :]
+        return attended, keys.gather(1, last[..., None].expand(-1, -1, keys.shape[2])), real.gather(1, last)
+
+    def seen(self, real: Tensor, texts: Tensor, total: int) -> Tensor:
+        """real, texts (B,S) -> (B,T,S): what each of the last ``total`` tokens sees."""
+        size = real.shape[1]
+        place = real.long().cumsum(1)  # padding takes none
+        near = place[:, -total:, None] - place[:, None] <= self.memory
+        order = torch.arange(size, device=real.device)
+        before = order[-total:, None] >= order
+        itself = order[-total:, None] == order  # also of padding, or its softmax would be over nothing
+        return itself | (near & before & real[:, None] & (texts[:, -total:, None] == texts[:, None]))
+
+    def read(self, queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(-1, (self.inner_heads, -1)).transpose(1, 2) for x in (queries, *self.kv_proj(keys).chunk(2, -1)))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None]).transpose(1, 2).flatten(2)

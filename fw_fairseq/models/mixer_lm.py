@@ -1,0 +1,65 @@
+"""Architectures of fast_weight_lm with another mixer than fast weights."""
+
+from fairseq.models import register_model_architecture
+from fairseq.models.transformer_lm import base_lm_architecture
+
+from .fast_weight_lm import defaults, fast_weight_lm_gpt2_small
+
+
+@register_model_architecture("fast_weight_lm", "additive_lm")
+def additive_lm(args):
+    """The size of "Additive Attention Is All You Need?" on WikiText-2, which trains with --tokens-per-sample 2048."""
+    defaults(args, mixer="additive", decoder_layers=6, decoder_embed_dim=128, decoder_ffn_embed_dim=512, decoder_attention_heads=4)
+    defaults(args, dropout=0.1, activation_dropout=0.1, activation_fn="gelu")
+    gpt2_like(args)
+
+
+@register_model_architecture("fast_weight_lm", "additive_lm_gpt2_small")
+def additive_lm_gpt2_small(args):
+    """GPT-2 small's shape with additive attention in place of softmax."""
+    defaults(args, mixer="additive", decoder_normalize_before=True, no_scale_embedding=True, scale_output=True)
+    fast_weight_lm_gpt2_small(args)
+
+
+@register_model_architecture("fast_weight_lm", "leap_lm")
+def leap_lm(args):
+    """The size of additive_lm."""
+    defaults(args, mixer="leap")
+    additive_lm(args)
+
+
+@register_model_architecture("fast_weight_lm", "sru_lm")
+def sru_lm(args):
+    """6 layers of SRU of width 512."""
+    defaults(args, mixer="sru", decoder_layers=6, decoder_embed_dim=512, decoder_ffn_embed_dim=2048, decoder_attention_heads=1)
+    defaults(args, decoder_normalize_before=True, no_token_positional_embeddings=True, share_decoder_input_output_embed=True)
+    base_lm_architecture(args)
+
+
+@register_model_architecture("fast_weight_lm", "srupp_lm_enwik8_base")
+def srupp_lm_enwik8_base(args):
+    """SRU++ base of Lei 2021 on enwik8, 108M parameters: 10 layers of width 3072, each with attention of width 768."""
+    srupp_base(args)
+    base_lm_architecture(args)
+
+
+@register_model_architecture("fast_weight_lm", "srupp_lm_wiki103_base")
+def srupp_lm_wiki103_base(args):
+    """SRU++ base of Lei 2021 on WikiText-103, 152M parameters (148M there): with adaptive embeddings of width 1024."""
+    defaults(args, adaptive_input=True, adaptive_input_factor=4, adaptive_input_cutoff="20000,40000,200000")
+    defaults(args, adaptive_softmax_factor=4, adaptive_softmax_cutoff="20000,40000,200000", tie_adaptive_weights=True)
+    defaults(args, decoder_input_dim=1024, decoder_output_dim=1024)
+    srupp_base(args)
+    base_lm_architecture(args)
+
+
+def srupp_base(args) -> None:
+    defaults(args, mixer="srupp", decoder_layers=10, decoder_embed_dim=3072, decoder_ffn_embed_dim=0, decoder_attention_heads=1)
+    defaults(args, srupp_width=768, no_token_positional_embeddings=True, decoder_normalize_before=True)
+
+
+def gpt2_like(args) -> None:
+    """Norms before, learned positions, tied embeddings, logits divided by the square root of the width."""
+    defaults(args, decoder_normalize_before=True, decoder_learned_pos=True, share_decoder_input_output_embed=True)
+    defaults(args, no_scale_embedding=True, scale_output=True)
+    base_lm_architecture(args)

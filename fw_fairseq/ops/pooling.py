@@ -1,0 +1,182 @@
+"""Softmax-weighted means of the past, over all of it or a window: additive attention. O(T) for every window, nothing subtracted.
+
+    g_t = sum_l exp(a_l) x_l / sum_l exp(a_l),    l the tokens up to t, at most ``window`` of them
+
+Some tokens together are again one token: its score is the log of their summed weights, its value their mean. So aggregates merge by
+a two-way softmax, which is associative and cannot overflow, and a prefix of chunks is a prefix of tokens.
+A window of k is one suffix of a block of k tokens merged with one prefix of the next block.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..feature_maps import wide
+from .state import state as state_type
+
+CHUNK, SHORTEST_BLOCK = 16, 16
+NOTHING = -1e30  # the score of no token at all; finite, so that differences of two of them are numbers
+
+
+@state_type
+class PoolState(NamedTuple):
+    """The last ``window - 1`` tokens, or all of the past as one token; a score of NOTHING where there was none."""
+
+    scores: Tensor  # (B,H,R), fp32 (float64 for float64 inputs)
+    values: Tensor  # (B,H,R,V)
+
+
+def pool(scores, values, window=0, state=None, padding_mask=None, reset_mask=None) -> tuple[Tensor, PoolState]:
+    """scores (B,H,T), values (B,H,T,V) -> means (B,H,T,V) in their dtype, state. window 0: all of the past.
+
+    A padded token (B,T) is as if it were not there, outputs 0, counts in no window; a reset begins a text that sees none before.
+    """
+    check(scores, values, window, state)
+    a, x, segments, order = wide(scores), wide(values), None, None
+    if reset_mask is not None:
+        segments = reset_mask.long().cumsum(1)
+    ends = None if segments is None else segments[:, -1]
+    if padding_mask is not None and padding_mask.any():
+        order = padding_mask.long().argsort(dim=1, stable=True)  # what is not padding first
+        a, x = a.gather(2, order[:, None].expand_as(a)), x.gather(2, order[:, None, :, None].expand_as(x))
+        segments = None if segments is None else segments.gather(1, order)
+    lengths = None if order is None else (~padding_mask).sum(1)
+    g, state = run(a, x, window, state, segments, lengths, ends)
+    if order is not None:
+        g = g.gather(2, order.argsort(dim=1)[:, None, :, None].expand_as(g)).masked_fill(padding_mask[:, None, :, None], 0)
+    return g.to(values.dtype), state
+
+
+def check(scores: Tensor, values: Tensor, window: int, state: PoolState | None) -> None:
+    if scores.dim() != 3 or values.shape[:-1] != scores.shape:
+        raise ValueError(f"scores are {tuple(scores.shape)} and values {tuple(values.shape)}; they must be (B,H,T) and (B,H,T,V)")
+    if window < 0:
+        raise ValueError(f"window is {window}; it must be 0, for all of the past, or the number of tokens in it")
+    size = window - 1 if window else 1
+    if state is not None and state.scores.shape[2] != size:
+        raise ValueError(f"state holds {state.scores.shape[2]} tokens and window {window} needs {size}; use one of this window")
+
+
+def run(a: Tensor, x: Tensor, window: int, state, segments, lengths, ends) -> tuple[Tensor, PoolState]:
+    """``pool`` of tokens without gaps; lengths (B,): how many of each row count, ends (B,): the text that the row ends in."""
+    batch, heads, total = a.shape
+    size = window - 1 if window else 1
+    before = 0 if state is None else size
+    if before:
+        a, x = torch.cat([state.scores.to(a), a], 2), torch.cat([state.values.to(x), x], 2)
+        segments = None if segments is None else F.pad(segments, (before, 0))
+    by_head = None if segments is None else segments[:, None].expand(batch, heads, -1)
+    if window and total == 1 and before and lengths is None:
+        if by_head is not None:
+            a = a.masked_fill(by_head != by_head[..., -1:], NOTHING)
+        return mean(a, x)[1][:, :, None], PoolState(a[:, :, 1:], x[:, :, 1:])
+    if not window or window >= a.shape[2]:
+        log_weights, g = prefix(a, x, by_head)
+    else:
+        log_weights, g = None, windowed(a, x, window, by_head)
+    if not window:
+        a, x = log_weights, g
+    state = last(a, x, size, before, segments, lengths, ends)
+    return g[:, :, before:], state
+
+
+def last(a: Tensor, x: Tensor, size: int, before: int, segments, lengths, ends) -> PoolState:
+    """The ``size`` tokens up to the last that counts in each row, those of other texts than the last one taken out."""
+    missing = max(0, size - before)
+    a, x = F.pad(a, (missing, 0), value=NOTHING), F.pad(x, (0, 0, missing, 0))
+    if segments is not None:
+        a = a.masked_fill((F.pad(segments, (missing, 0), value=-1) != ends[:, None])[:, None], NOTHING)
+    if lengths is None:
+        return PoolState(a[:, :, a.shape[2] - size :].contiguous(), x[:, :, x.shape[2] - size :].contiguous())
+    first = lengths + before + missing - size
+    index = (first[:, None] + torch.arange(size, device=a.device))[:, None].expand(-1, a.shape[1], -1)
+    return PoolState(a.gather(2, index), x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[3])))
+
+
+def mean(a: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(...,T), (...,T,V) -> the log of the summed weights (...), the mean (...,V)."""
+    log_weight = a.logsumexp(-1)
+    return log_weight, ((a - log_weight[..., None]).exp()[..., None, :] @ x).squeeze(-2)
+
+
+def merge(a: Tensor, x: Tensor, b: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The aggregate of two: log weights a, b (...), means x, y (...,V)."""
+    return torch.logaddexp(a, b), torch.lerp(y, x, torch.sigmoid(a - b)[..., None])
+
+
+def prefix(a: Tensor, x: Tensor, segments: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The aggregate (...,T), (...,T,V) of the tokens up to each one, of those in the same segment (...,T), which only increases."""
+    total = a.shape[-1]
+    if total <= CHUNK:
+        return masked(a, x, causal(total, a.device), segments, segments)
+    a, x, segments = blocks(a, x, segments, CHUNK)
+    a, x = masked(a, x, causal(CHUNK, a.device), segments, segments)
+    ends = None if segments is None else segments[..., -1]
+    earlier, means = prefix(a[..., -1], x[..., -1, :], ends)
+    earlier, means = F.pad(earlier[..., :-1], (1, 0), value=NOTHING), F.pad(means[..., :-1, :], (0, 0, 1, 0))
+    earlier = earlier[..., None].expand(a.shape)
+    if segments is not None:
+        earlier = earlier.masked_fill(F.pad(ends[..., :-1], (1, 0), value=-1)[..., None] != segments, NOTHING)
+    a, x = merge(earlier, means[..., None, :].expand(x.shape), a, x)
+    return a.flatten(-2)[..., :total], x.flatten(-3, -2)[..., :total, :]
+
+
+def windowed(a: Tensor, x: Tensor, window: int, segments: Tensor | None) -> Tensor:
+    """As ``prefix``, of at most ``window`` tokens, and the means alone."""
+    total, size = a.shape[-1], max(window, SHORTEST_BLOCK)
+    a, x, segments = blocks(a, x, segments, size)
+    if window <= CHUNK:
+        keys = None if segments is None else torch.cat([previous(segments, -1), segments], -1)
+        a, values = torch.cat([previous(a, NOTHING), a], -1), torch.cat([previous(x, 0), x], -2)
+        x = within(a, band(size, window, a.device), segments, keys).softmax(-1) @ values
+    else:
+        alone = a if segments is None else a.masked_fill(segments != segments[..., -1:], NOTHING)
+        b, y = prefix(alone[..., :, 1:].flip(-1), x[..., :, 1:, :].flip(-2))
+        b, y = F.pad(previous(b.flip(-1), NOTHING), (0, 1), value=NOTHING), F.pad(previous(y.flip(-2), 0), (0, 0, 0, 1))
+        if segments is not None:
+            b = b.masked_fill(previous(segments[..., -1:], -1) != segments, NOTHING)
+        _, x = merge(b, y, *prefix(a, x, segments))
+    return x.flatten(-3, -2)[..., :total, :]
+
+
+def previous(part: Tensor, fill: float) -> Tensor:
+    """(B,H,blocks,...): each block replaced by the one before."""
+    return torch.cat([torch.full_like(part[:, :, :1], fill), part[:, :, :-1]], 2)
+
+
+def blocks(a: Tensor, x: Tensor, segments, size: int):
+    """(...,T), (...,T,V) and segments in blocks of ``size``, the last one filled up with nothing."""
+    count = -(-a.shape[-1] // size)
+    fill = count * size - a.shape[-1]
+    a, x = F.pad(a, (0, fill), value=NOTHING), F.pad(x, (0, 0, 0, fill))
+    if segments is not None:
+        segments = torch.cat([segments, segments[..., -1:].expand(*segments.shape[:-1], fill)], -1).unflatten(-1, (count, size))
+    return a.unflatten(-1, (count, size)), x.unflatten(-2, (count, size)), segments
+
+
+def masked(a: Tensor, x: Tensor, seen: Tensor, queries, keys) -> tuple[Tensor, Tensor]:
+    """a (...,S), x (...,S,V), seen (T,S) -> (...,T), (...,T,V): the aggregate of the tokens that each sees in its segment."""
+    scores = within(a, seen, queries, keys)
+    log_weights = scores.logsumexp(-1)
+    return log_weights, (scores - log_weights[..., None]).exp() @ x
+
+
+def within(a: Tensor, seen: Tensor, queries, keys) -> Tensor:
+    """a (...,S) -> (...,T,S): the scores of what each token sees, -inf elsewhere."""
+    if queries is not None:
+        seen = seen & (queries[..., :, None] == keys[..., None, :])
+    return torch.where(seen, a[..., None, :], float("-inf"))
+
+
+def causal(size: int, device) -> Tensor:
+    return torch.ones(size, size, dtype=torch.bool, device=device).tril()
+
+
+def band(size: int, window: int, device) -> Tensor:
+    """(size, 2 size): of a block and the one before, the last ``window`` tokens up to each of the block."""
+    back = torch.arange(size, device=device)[:, None] + size - torch.arange(2 * size, device=device)
+    return (back >= 0) & (back < window)

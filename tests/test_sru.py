@@ -1,0 +1,81 @@
+"""The scan of simple recurrent units against its equations, one step at a time in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fw_fairseq.ops.sru import sru
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NAMES = ("u", "forget", "reset", "x", "v_forget", "v_reset", "state")
+
+
+def by_the_equations(u, forget, reset, x, v_forget, v_reset, state, padding=None, resets=None):
+    c, outputs = state, []
+    for t in range(len(u)):
+        if resets is not None:
+            c = torch.where(resets[:, t, None], 0.0, c)
+        f, r = (forget[t] + v_forget * c).sigmoid(), (reset[t] + v_reset * c).sigmoid()
+        new = f * c + (1 - f) * u[t]
+        h = r * new + (1 - r) * x[t]
+        skipped = torch.zeros(len(c), 1, dtype=torch.bool) if padding is None else padding[:, t, None]
+        c = torch.where(skipped, c, new)
+        outputs.append(torch.where(skipped, 0.0, h))
+    return torch.stack(outputs), c
+
+
+def draw(length=20, dtype=torch.float64):
+    shapes = [(length, 3, 5)] * 4 + [(5,)] * 2 + [(3, 5)]
+    return [torch.randn(shape, dtype=dtype).mul_(2).requires_grad_() for shape in shapes]
+
+
+def results(outputs, leaves):
+    generator = torch.Generator().manual_seed(1)
+    adjoints = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, adjoints)]
+
+
+@pytest.mark.parametrize("with_resets", [False, True], ids=["", "resets"])
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padding"])
+def test_outputs_states_and_gradients_are_those_of_the_equations(padded, with_resets):
+    leaves = draw()
+    masks = [torch.rand(3, 20) < 0.3 if wanted else None for wanted in (padded, with_resets)]
+    expected, actual = (results(form(*leaves, *masks), leaves) for form in (by_the_equations, sru))
+    for name, got, want in zip(("h", "c", *NAMES), actual, expected):
+        torch.testing.assert_close(got, want, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_parts_with_their_state_equal_the_whole():
+    leaves = draw()
+    expected = results(sru(*leaves), leaves)
+    *steps, v_forget, v_reset, c = leaves
+    parts = []
+    for part in torch.arange(20).split([1, 12, 7]):
+        h, c = sru(*(x[part] for x in steps), v_forget, v_reset, c)
+        parts.append(h)
+    torch.testing.assert_close(results((torch.cat(parts), c), leaves), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_keeps_a_wide_state(dtype):
+    leaves = draw(dtype=dtype)
+    (h, c), exact = sru(*leaves[:6]), sru(*(x.double() for x in leaves[:6]))
+    assert (h.dtype, c.dtype) == (dtype, torch.float32)
+    torch.testing.assert_close(h.double(), exact[0], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(c.double(), exact[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "index, shape, message",
+    [
+        (1, (20, 3, 4), r"forget is \(20, 3, 4\) and u \(20, 3, 5\); both must be \(T,B,D\)"),
+        (5, (4,), r"v_reset is \(4,\); it must be \(5,\)"),
+        (6, (2, 5), r"state is \(2, 5\); it must be \(3, 5\)"),
+    ],
+)
+def test_refused(index, shape, message):
+    leaves = draw()
+    leaves[index] = torch.zeros(shape)
+    with pytest.raises(ValueError, match=message):
+        sru(*leaves)
