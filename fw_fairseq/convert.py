@@ -168,7 +168,7 @@ def checkpoint(source: Source) -> dict:
         "optimizer_history": [history],
         "last_optimizer_state": None,
         "task_state": {},
-        "extra_state": {"epoch": 1, "train_iterator": iterator, "metrics": None, "previous_training_time": 0},
+        "extra_state": {"epoch": 1, "train_iterator": iterator},
     }
 
 
