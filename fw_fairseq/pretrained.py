@@ -78,7 +78,8 @@ def read_fairseq(path: Path) -> Source:
         raise ValueError(f"{path} holds a model of architecture {name!r}; fw-convert takes transformer_lm and its architectures")
     cfg = OmegaConf.to_container(state["cfg"], resolve=True, enum_to_str=True)
     given = Namespace(**(model if old is not None else cfg["model"]))
-    ARCH_CONFIG_REGISTRY.get(name, base_lm_architecture)(given)  # what old checkpoints leave to their architecture
+    if old is not None:  # what they leave to their architecture; that of transformer_lm itself does nothing today
+        (base_lm_architecture if name == "transformer_lm" else ARCH_CONFIG_REGISTRY[name])(given)
     options = lm_options(vars(given))
     if options["max_target_positions"] is None:
         options["max_target_positions"] = cfg["task"].get("max_target_positions") or options["tokens_per_sample"]

@@ -68,6 +68,9 @@ def save_format(tensors: dict, cfg=None, args=None) -> dict:
     return state | ({"cfg": cfg, "args": None} if args is None else {"args": args})
 
 
+LATER = ("no_decoder_final_norm", "tie_adaptive_proj", "decoder_normalize_before")
+
+
 def old_format(model, args) -> dict:
     """As checkpoints of 2018 are: one packed projection, norms by number, no norm after the last layer, options as a Namespace."""
     state = dict(model.state_dict())
@@ -78,7 +81,7 @@ def old_format(model, args) -> dict:
             state[f"{prefix}self_attn.in_proj_{kind}"] = torch.cat(packed)
             for number, name in ((0, "self_attn_layer_norm"), (2, "final_layer_norm")):
                 state[f"{prefix}layer_norms.{number}.{kind}"] = state.pop(f"{prefix}{name}.{kind}")
-    old = {name: value for name, value in vars(args).items() if name not in ("no_decoder_final_norm", "tie_adaptive_proj")}
+    old = {name: value for name, value in vars(args).items() if name not in LATER}
     state["decoder.embed_positions._float_tensor"] = torch.zeros(1)
     kept = ("arch", "task", "data", "tokens_per_sample", "max_target_positions", "add_bos_token", "criterion", "dropout")
     old = {name: value for name, value in old.items() if name in kept or name.startswith(("decoder_", "adaptive_", "tie_"))}
@@ -112,9 +115,10 @@ def test_softmax_reproduces_the_source(layout, dictionary, tmp_path):
     torch.testing.assert_close(logits(load(tmp_path / "out.pt", dictionary), tokens), logits(model, tokens), rtol=1e-5, atol=1e-5)
 
 
-def test_a_checkpoint_of_the_published_kind(dictionary, tmp_path):
+@pytest.mark.parametrize("arch", ["transformer_lm_wiki103", "transformer_lm --decoder-normalize-before"])
+def test_a_checkpoint_of_the_published_kind(arch, dictionary, tmp_path):
     """adaptive_lm_wiki103.v2: a Namespace that misses later options, packed attention, no final norm, tied projections."""
-    model, args, _ = source(f"--arch transformer_lm_wiki103 {ADAPTIVE} --tie-adaptive-proj --no-decoder-final-norm", dictionary)
+    model, args, _ = source(f"--arch {arch} {ADAPTIVE} --tie-adaptive-proj --no-decoder-final-norm", dictionary)
     convert(save(old_format(model, args), tmp_path), tmp_path / "out.pt", "softmax")
     converted, tokens = load(tmp_path / "out.pt", dictionary), torch.randint(4, 64, (3, 20))
     assert converted.decoder.layer_norm is None
