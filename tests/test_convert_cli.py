@@ -109,3 +109,14 @@ def test_the_yaml_beside_the_recipe_is_the_scripts_model():
     assert (
         config["optimization"] == {"lr": [1e-4], "clip_norm": 0.1, "max_update": 100000} and config["dataset"]["batch_size"] == 26
     )
+
+
+def test_the_wikitext103_recipe_at_toy_size(tmp_path):
+    environment = ENVIRONMENT | {"TOY": "1", "OUT": str(tmp_path), "PYTHON": sys.executable, "ROW": "delta_carry"}
+    command = ["bash", ROOT / "recipes" / "wikitext103" / "train.sh"]
+    printed = succeed(subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600))
+    assert re.search(r"delta_carry, small: test perplexity [\d.]+", printed)
+    model = torch.load(tmp_path / "delta_carry-small" / "checkpoint_last.pt", weights_only=True)["cfg"]["model"]
+    assert model["no_token_positional_embeddings"] and (model["update_rule"], model["dropout"]) == ("delta", 0.1)
+    refused = subprocess.run(command, env=environment | {"ROW": "gamma"}, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2 and "ROW is gamma" in refused.stderr
