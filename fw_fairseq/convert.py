@@ -1,272 +1,238 @@
-"""fw-convert: a pretrained softmax Transformer language model becomes a fast-weight one, to be fine-tuned.
+"""fw-convert: a pretrained softmax Transformer becomes a fast_weight_lm, all but its attention kept (Mao 2022; Kasai et al. 2021).
 
-Everything but attention is copied. In each layer (Mao 2022, sec. 3):
-
-- queries and keys keep their projections, the 1/sqrt(head width) of softmax attention in those of the queries; with --feature-dim
-  below the head width they are projected to it so that q . k changes least for all inputs (the linear map of eq. 8, subsumed);
-- values keep theirs, scaled so that the memory starts in range: by 1 - sigmoid(b_z) for decay, 1/512 for sum without a feature map;
-- gates are new, with the initial biases of the rule.
+Queries and keys keep their pretrained maps, through a random linear map W_phi where --feature-dim changes their width, and the
+1/sqrt(d) of the softmax is folded into the queries. Values keep theirs, made smaller where a memory would sum up too much. Gates
+start at their biases: their weights are zero.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
-from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-from fairseq.models.transformer_lm import TransformerLanguageModelConfig
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from . import registration  # noqa: F401
-from .config import FEATURE_NORMS, SOFTMAX, FastWeightConfig
-from .convert_source import Source, read_source
+from .config import FEATURE_NORMS, SOFTMAX, FastWeightConfig, layer_mixers
 from .feature_maps import FEATURE_MAPS
-from .mixers.fast_weight import FastWeight
-from .models.fast_weight_lm import FastWeightLanguageModel, FastWeightLanguageModelConfig
+from .mixers import MIXERS
+from .mixers.fast_weight import FastWeight, initial_bias
+from .pretrained import Source, read_pretrained
 from .rules import RULES
 
-SUM_SCALE = 1 / 512
-ATTENTION = re.compile(r"decoder\.layers\.(\d+)\.self_attn\.")
-BESIDE = re.compile(r"(version|_float_tensor)$")  # what fairseq keeps in a state dict beside parameters
+ATTENTION = [f"{part}_proj.{kind}" for part in ("q", "k", "v", "out") for kind in ("weight", "bias")]
+SUM_SCALE = 1 / 512  # Mao 2022, footnote 4
 
 
-class Row(NamedTuple):
-    """What became of a tensor; layers of one kind are one row of the table."""
+class Change(NamedTuple):
+    """One line of the report: tensors of all layers together."""
 
     name: str
-    action: str
-    numbers: int
+    what: str  # copied, changed or new
+    parameters: int
+    how: str
 
 
-@dataclass(frozen=True)
-class Options:
-    rule: str
-    feature_dim: int = 0
-    feature_map: str = "identity"
-    feature_norm: str = ""  # "" what suits the rule and the map
-    attention_norm: bool = False
+def convert(source, output, rule: str, *, force: bool = False, seed: int = 1, **options) -> list[Change]:
+    """Writes the checkpoint ``output`` and returns what became of every tensor.
 
-    def config(self) -> FastWeightConfig:
-        if self.rule == SOFTMAX:
-            return FastWeightConfig(mixer=SOFTMAX)
-        norm = self.feature_norm or self.usual_norm()
-        return FastWeightConfig(
-            update_rule=self.rule, feature_map=self.feature_map, feature_norm=norm, feature_dim=self.feature_dim,
-            attention_norm=self.attention_norm,
-        )  # fmt: skip
-
-    def usual_norm(self) -> str:
-        """Keys of unit length, or that sum to 1, where an erase would diverge with longer ones."""
-        erases = RULES[self.rule].coefficients is not None and "beta" in RULES[self.rule].gates
-        return "none" if not erases or self.attention_norm else "sum" if FEATURE_MAPS[self.feature_map].non_negative else "l2"
-
-
-def convert(source: str | Path, output: str | Path, options: Options, force: bool = False, seed: int = 1) -> list[Row]:
-    """Writes a fast_weight_lm checkpoint for --finetune-from-model or --restore-file; for GPT-2 a dict.txt beside it."""
+    options: feature_dim, feature_map, feature_norm, attention_norm and mixer_pattern, as fast_weight_lm has them. A GPT-2 also gets
+    dict.txt, its tokens as fairseq's symbols, in the folder of ``output``.
+    """
+    if rule not in (*RULES, SOFTMAX):
+        raise ValueError(f"--rule is {rule!r}; it must be one of: {', '.join([*RULES, SOFTMAX])}")
     output = Path(output)
-    taken = [path for path in (output, output.with_name("dict.txt")) if path.exists()]
-    found = read_source(Path(source))
-    for path in taken:
-        if not force and (path == output or found.dictionary):
-            raise ValueError(f"OUTPUT: {path} exists; give another name, or --force to replace it")
-    torch.manual_seed(seed)
-    config = options.config()
-    rows = convert_attention(found, options, config)
-    given = {f.name: found.options[f.name] for f in fields(TransformerLanguageModelConfig) if f.name in found.options}
-    chosen = {f.name: getattr(config, f.name) for f in fields(FastWeightConfig)}
-    model_options = FastWeightLanguageModelConfig(**given | chosen)
-    check_parameters(found, model_options)
-    write(output, lambda part: torch.save(checkpoint(found, model_options), part))
-    if found.dictionary:
-        write(output.with_name("dict.txt"), lambda part: part.write_text(found.dictionary))
-    return rows
+    if output.exists() and not force:
+        raise ValueError(f"OUTPUT {output} exists; name another file, or give --force to replace it")
+    read = read_pretrained(source)
+    config = fast_weight_config(rule, **options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        changes = convert_tensors(read, config)
+    read.options |= {name: value for name, value in asdict(config).items() if not name.startswith("_")}
+    write_symbols(read.symbols, output.parent, force)
+    write_atomically(output, lambda temporary: torch.save(checkpoint(read), temporary))
+    return merged(changes)
 
 
-def convert_attention(source: Source, options: Options, config: FastWeightConfig) -> list[Row]:
-    """In place, layer by layer, so that only one layer is there twice."""
-    rows = [
-        Row(name, "copied", x.numel())
-        for name, x in source.parameters.items()
-        if options.rule == SOFTMAX or not ATTENTION.match(name)
-    ]
-    if options.rule == SOFTMAX:
-        return rows
-    width, heads = source.options["decoder_embed_dim"], source.options["decoder_attention_heads"]
-    if options.feature_dim > width // heads:
-        raise ValueError(f"--feature-dim is {options.feature_dim}; it must be at most the width of a head, {width // heads}")
-    for layer in range(source.options["decoder_layers"]):
+def fast_weight_config(rule: str, feature_map=None, feature_norm=None, **options) -> FastWeightConfig:
+    """The rule's best setting of Mao 2022, table 1, where nothing else is given: learned ReLU features divided by their sum where
+    something is erased, plain features for the others."""
+    if rule == SOFTMAX:
+        given = {"--feature-map": feature_map, "--feature-norm": feature_norm}
+        given |= {"--" + name.replace("_", "-"): value for name, value in options.items()}
+        if named := [name for name, value in given.items() if value]:
+            raise ValueError(f"--rule softmax converts nothing; leave {', '.join(named)} out")
+        return FastWeightConfig(mixer=SOFTMAX)
+    erases = RULES[rule].coefficients is not None and "beta" in RULES[rule].gates
+    feature_map = feature_map or ("relu" if erases else "identity")
+    norm = feature_norm or (("sum" if FEATURE_MAPS[feature_map].non_negative else "l2") if erases else "none")
+    return FastWeightConfig(update_rule=rule, feature_map=feature_map, feature_norm=norm, **options)
+
+
+def convert_tensors(source: Source, config: FastWeightConfig) -> list[Change]:
+    """In place: each layer's attention leaves ``source.tensors`` before what replaces it comes in."""
+    tensors, options, changes = source.tensors, source.options, []
+    names = layer_mixers(config, options["decoder_layers"])
+    for layer, name in enumerate(names):
+        if name == SOFTMAX:
+            continue
         prefix = f"decoder.layers.{layer}.self_attn."
-        old = {
-            name.removeprefix(prefix): source.parameters.pop(name) for name in list(source.parameters) if name.startswith(prefix)
-        }
-        mixer, layer_rows = new_mixer(old, prefix, width, heads, options, config)
-        source.parameters.update({f"{prefix}mixer.{name}": x for name, x in mixer.state_dict().items()})
-        rows += [row._replace(name=f"{prefix}{row.name}") for row in layer_rows]
-    return rows
+        parts = {key: tensors.pop(prefix + key) for key in ATTENTION if prefix + key in tensors}
+        if left := next((key for key in tensors if key.startswith(prefix)), None):
+            raise ValueError(f"SOURCE has {left}, an option of attention that fast weights do not have")
+        mixer = MIXERS[name](options["decoder_embed_dim"], options["decoder_attention_heads"], config)
+        new, entries = convert_attention(parts, mixer)
+        changes += [Change(f"{prefix}mixer.{key}", *entry) for key, *entry in entries]
+        tensors |= {f"{prefix}mixer.{key}": x for key, x in new.items()}
+    tied = {x.data_ptr(): key for key, x in reversed(tensors.items())}
+    copied = [key for key, x in tensors.items() if ".self_attn.mixer." not in key and tied[x.data_ptr()] == key]
+    return [Change(key, "copied", tensors[key].numel(), "") for key in copied] + changes
 
 
 @torch.no_grad()
-def new_mixer(
-    old: dict[str, Tensor], prefix: str, width: int, heads: int, options: Options, config
-) -> tuple[FastWeight, list[Row]]:
-    mixer = FastWeight(width, heads, config)
-    parts = dict(zip(mixer.sizes, zip(*(x.split(list(mixer.sizes.values())) for x in (mixer.in_proj.weight, mixer.in_proj.bias)))))
-    given = {}
-    for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
-        weight, bias = old.pop(f"{part}.weight", None), old.pop(f"{part}.bias", None)
-        if weight is None or weight.shape != (width, width):
-            shape = "missing" if weight is None else f"of shape {tuple(weight.shape)}"
-            raise ValueError(f"SOURCE: {prefix}{part}.weight is {shape}; it must be {(width, width)}")
-        bias = torch.zeros(width) if bias is None else bias
-        given[part] = torch.cat([weight.float(), bias.float().unsqueeze(1)], dim=1)  # (width, width + 1)
-    if old:
-        raise ValueError(f"SOURCE: {prefix}{next(iter(old))} is not part of softmax attention as fairseq's transformer_lm has it")
-
-    q, k = given["q_proj"] * (width // heads) ** -0.5, given["k_proj"]
-    head_dim = mixer.feature_map.head_dim
-    narrower = head_dim < width // heads
-    if narrower:
-        q, k = project_heads(q, k, heads, head_dim)
-    scale = value_scale(options, config, parts)
-    new = {"q": q, "k": k, "v": given["v_proj"] * scale}
-    for name, x in new.items():
-        parts[name][0].copy_(x[:, :-1])
-        parts[name][1].copy_(x[:, -1])
-    mixer.out_proj.weight.copy_(given["out_proj"][:, :-1])
-    mixer.out_proj.bias.copy_(given["out_proj"][:, -1])
-    projected = f", projected from {width // heads} to {head_dim} a head" if narrower else ""
-    rows = [
-        Row("q_proj", f"changed: times {(width // heads) ** -0.5:.4g}{projected}", q.numel()),
-        Row("k_proj", f"changed: {projected[2:]}" if narrower else "copied", k.numel()),
-        Row("v_proj", "copied" if isinstance(scale, float) and scale == 1 else f"changed: {scale_name(options)}", new["v"].numel()),
-        Row("out_proj", "copied", given["out_proj"].numel()),
+def convert_attention(parts: dict[str, Tensor], mixer: FastWeight) -> tuple[dict[str, Tensor], list[tuple]]:
+    """The mixer's tensors out of those of softmax attention, and (name, what, parameters, how) of each of their pieces."""
+    dtype, heads, width = parts["q_proj.weight"].dtype, mixer.num_heads, mixer.sizes["q"] // mixer.num_heads
+    q, k, v = (torch.cat([parts[f"{x}_proj.weight"], parts[f"{x}_proj.bias"][:, None]], 1).float() for x in "qkv")
+    q, projected = q * mixer.head_dim**-0.5, ""
+    if width != mixer.head_dim:
+        phi = width_map(heads, width, mixer.head_dim)
+        q, k = ((phi @ x.unflatten(0, (heads, -1))).flatten(0, 1) for x in (q, k))
+        projected = f"width per head {mixer.head_dim} -> {width}"
+    gates = gate_rows(mixer)
+    scale, scaled = value_scale(mixer, gates)
+    rows = torch.cat([q, k, v * scale, *gates.values()]).to(dtype)
+    state = mixer.state_dict()
+    state |= {"in_proj.weight": rows[:, :-1].contiguous(), "in_proj.bias": rows[:, -1].contiguous()}
+    state |= {key: x for key, x in parts.items() if key.startswith("out_proj.")}
+    entries = [
+        ("in_proj q", "changed", q.numel(), ", ".join(filter(None, [f"times 1/sqrt({mixer.head_dim})", projected]))),
+        ("in_proj k", "changed" if projected else "copied", k.numel(), projected),
+        ("in_proj v", "changed" if scaled else "copied", v.numel(), scaled),
+        *((f"in_proj gate {name}", "new", x.numel(), f"starts {describe(x[:, -1])}") for name, x in gates.items()),
+        *((key, "copied", x.numel(), "") for key, x in parts.items() if key.startswith("out_proj.")),
     ]
-    rows += [Row(f"gate {name}", "new", sum(x.numel() for x in parts[name])) for name in mixer.rule.gates]
-    return mixer, rows + [Row(f"feature map {name}", "new", x.numel()) for name, x in mixer.feature_map.state_dict().items()]
+    for key in [key for key in state if key.startswith("feature_map.")]:
+        learned = key == "feature_map.weight"
+        state[key] = (torch.eye(width).repeat(heads, 1, 1) if learned else state[key]).to(dtype)
+        entries.append((key, "new", state[key].numel(), "starts as the identity" if learned else ""))
+    return state, entries
 
 
-def value_scale(options: Options, config: FastWeightConfig, parts) -> Tensor | float:
-    """Of each row of the value projection."""
-    if "z" in parts and RULES[options.rule].gates["z"].axis == "V":
-        return 1 - torch.sigmoid(parts["z"][1]).unsqueeze(1)
-    unmapped = options.rule == "sum" and options.feature_map == "identity" and config.feature_norm == "none"
-    return SUM_SCALE if unmapped else 1.0
+def width_map(heads: int, width: int, head_dim: int) -> Tensor:
+    """W_phi of Mao 2022, eq. 8, (H, width, head_dim), the same for queries and keys: orthogonal, and q.k is right on average."""
+    larger, smaller = max(width, head_dim), min(width, head_dim)
+    columns = torch.linalg.qr(torch.randn(heads, larger, smaller))[0]
+    return columns if width > head_dim else columns.transpose(1, 2) * math.sqrt(head_dim / width)
 
 
-def scale_name(options: Options) -> str:
-    return f"times {SUM_SCALE:.4g}" if options.rule == "sum" else "times 1 - sigmoid(b_z)"
+def gate_rows(mixer: FastWeight) -> dict[str, Tensor]:
+    """Zero weights, and the biases that the rule asks for; a scalar decay starts uniformly too instead of at 1/2."""
+    biases = dict(zip(mixer.sizes, mixer.in_proj.bias.split(list(mixer.sizes.values()))))
+    rows = {}
+    for name, gate in mixer.rule.gates.items():
+        bias = biases[name] if gate.bias else initial_bias("uniform", mixer.embed_dim)[: len(biases[name])]
+        rows[name] = torch.cat([torch.zeros(len(bias), mixer.embed_dim), bias[:, None]], 1)
+    return rows
 
 
-def project_heads(q: Tensor, k: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor]:
-    """(H D, E), biases as their last column -> (H M, E): in each head the best approximation of rank M to all products q . k."""
-    narrow_q, narrow_k = [], []
-    for head_q, head_k in zip(q.chunk(heads), k.chunk(heads)):
-        basis_q, small_q = torch.linalg.qr(head_q.mT)
-        basis_k, small_k = torch.linalg.qr(head_k.mT)
-        left, strength, right = torch.linalg.svd(small_q @ small_k.mT)
-        root = strength[:width].sqrt()
-        narrow_q.append((basis_q @ left[:, :width] * root).mT)
-        narrow_k.append((basis_k @ right[:width].mT * root).mT)
-    return torch.cat(narrow_q), torch.cat(narrow_k)
+def value_scale(mixer: FastWeight, gates: dict[str, Tensor]) -> tuple[Tensor | float, str]:
+    """What the rows of W_v are multiplied with, and how to say so: without it the first updates overflow (Mao 2022, sec. 3)."""
+    decay = [name for name, gate in mixer.rule.gates.items() if gate.axis == "V"]
+    if decay:
+        return 1 - torch.sigmoid(gates[decay[0]][:, -1:]), f"times 1 - sigmoid(bias of {decay[0]})"
+    keeps_all = not mixer.rule.gates and not mixer.attention_norm and mixer.feature_norm == "none"
+    return (SUM_SCALE, f"times 1/{round(1 / SUM_SCALE)}") if keeps_all else (1.0, "")
 
 
-class Words:
-    """A dictionary as far as building a model looks at it."""
-
-    def __init__(self, count: int):
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def pad(self) -> int:
-        return 1
+def describe(bias: Tensor) -> str:
+    return f"at {bias[0].sigmoid():.4f}" if bias.eq(bias[0]).all() else "by uniform gate initialisation"
 
 
-def check_parameters(source: Source, options: FastWeightLanguageModelConfig) -> None:
-    """The converted parameters are exactly those of the model, by name and shape."""
-    task = SimpleNamespace(source_dictionary=Words(source.words), target_dictionary=Words(source.words))
-    with torch.device("meta"):
-        model = FastWeightLanguageModel.build_model(options, task)
-    wanted = {name: tuple(x.shape) for name, x in model.state_dict().items() if not BESIDE.search(name)}
-    for name, x in source.parameters.items():
-        if not BESIDE.search(name) and wanted.pop(name, None) != tuple(x.shape):
-            raise ValueError(f"SOURCE: {name} of shape {tuple(x.shape)} has no place in the model that its options describe")
-    old = source.parameters.get("decoder.version", torch.ones(1)).item() <= 2  # then fairseq takes the last layer norm out
-    for name in wanted:
-        if old and name.startswith("decoder.layer_norm."):
-            continue
-        raise ValueError(f"SOURCE: {name} is missing")
-
-
-def checkpoint(source: Source, options: FastWeightLanguageModelConfig) -> dict:
-    """As fairseq-train writes them, before the first update."""
-    cfg = source.cfg
-    OmegaConf.set_struct(cfg, False)
-    cfg.model = OmegaConf.create({f.name: getattr(options, f.name) for f in fields(options)} | {"_name": "fast_weight_lm"})
-    cfg.model.arch = "fast_weight_lm"
-    start = {"version": 2, "epoch": 1, "iterations_in_epoch": 0, "shuffle": True}
+def checkpoint(source: Source) -> dict:
+    """As fairseq saves one before the first update: no optimizer state, so that every optimizer and criterion can go on from it."""
+    history = {"criterion_name": "", "optimizer_name": "", "lr_scheduler_state": {}, "num_updates": 0}
+    iterator = {"epoch": 1, "iterations_in_epoch": 0, "shuffle": True}
     return {
         "args": None,
-        "cfg": OmegaConf.to_container(cfg),
-        "model": source.parameters,
-        "optimizer_history": [{"criterion_name": "", "optimizer_name": "", "lr_scheduler_state": {}, "num_updates": 0}],
-        "extra_state": {"train_iterator": start, "val_loss": None},
-        "task_state": {},
+        "cfg": source.cfg | {"model": {"_name": "fast_weight_lm", **source.options}},
+        "model": source.tensors,
+        "optimizer_history": [history],
         "last_optimizer_state": None,
+        "task_state": {},
+        "extra_state": {"epoch": 1, "train_iterator": iterator},
     }
 
 
-def write(path: Path, save) -> None:
-    """The file appears whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
+def write_atomically(path: Path, write) -> None:
+    """``write(path)`` of a temporary file beside ``path``, which then takes its place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        save(part)
-        os.replace(part, path)
+        write(temporary)
+        os.replace(temporary, path)
     finally:
-        part.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
-def table(rows: list[Row]) -> str:
-    """Layers of one kind in one line."""
-    kinds, numbers = Counter(), Counter()
-    for row in rows:
-        kind = (re.sub(r"\.\d+\.", ".*.", row.name), row.action)
-        kinds[kind] += 1
-        numbers[kind] += row.numbers
-    lines = ["| parameters | | tensors | numbers |", "|---|---|---:|---:|"]
-    return "\n".join(lines + [f"| {name} | {action} | {n} | {numbers[name, action]} |" for (name, action), n in kinds.items()])
+def write_symbols(symbols: list[str] | None, folder: Path, force: bool) -> None:
+    if symbols is None:
+        return
+    path, text = folder / "dict.txt", "".join(f"{symbol} 1\n" for symbol in symbols)
+    if path.exists() and path.read_text() != text and not force:
+        raise ValueError(f"{path} is another model's dictionary; name an OUTPUT in another folder, or give --force to replace it")
+    write_atomically(path, lambda temporary: temporary.write_text(text))
 
 
-def main(arguments: list[str] | None = None) -> None:
+def merged(changes: list[Change]) -> list[Change]:
+    """All layers in one line."""
+    lines: dict[tuple, Change] = {}
+    for change in changes:
+        name = re.sub(r"\.\d+\.", ".*.", change.name)
+        before = lines.get((name, change.what, change.how))
+        lines[name, change.what, change.how] = change._replace(
+            name=name, parameters=change.parameters + (before.parameters if before else 0)
+        )
+    return sorted(lines.values(), key=lambda line: ("copied", "changed", "new").index(line.what))
+
+
+def table(changes: list[Change]) -> str:
+    rows = [(change.what, change.name, f"{change.parameters:,}", change.how) for change in changes]
+    for what in ("copied", "changed", "new"):
+        rows.append((what, "all", f"{sum(change.parameters for change in changes if change.what == what):,}", ""))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in rows)
+
+
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fw-convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "source", metavar="SOURCE", help="a checkpoint of fairseq's transformer_lm, or a folder with a Hugging Face GPT-2"
-    )
+    parser.add_argument("source", metavar="SOURCE", help="a checkpoint of fairseq's transformer_lm, or the folder of a GPT-2")
     parser.add_argument("output", metavar="OUTPUT", help="the checkpoint to write, for --finetune-from-model or --restore-file")
-    parser.add_argument("--rule", required=True, choices=[*RULES, SOFTMAX], help="softmax: nothing changes but the model's name")
-    parser.add_argument(
-        "--feature-dim", type=int, default=0, metavar="M", help="width of queries and keys per head; 0: that of the source"
-    )
-    parser.add_argument("--feature-map", default="identity", choices=[*FEATURE_MAPS])
-    parser.add_argument("--feature-norm", default="", choices=[*FEATURE_NORMS], help="default: what suits the rule and the map")
-    parser.add_argument("--attention-norm", action="store_true")
-    parser.add_argument("--force", action="store_true", help="replace OUTPUT")
-    parser.add_argument("--seed", type=int, default=1, help="of the new parameters")
-    args = parser.parse_args(arguments)
-    options = Options(args.rule, args.feature_dim, args.feature_map, args.feature_norm, args.attention_norm)
+    parser.add_argument("--rule", required=True, choices=[*RULES, SOFTMAX], help="softmax: nothing is converted, all is copied")
+    parser.add_argument("--feature-dim", type=int, default=0, help="width of queries and keys per head before the map; 0: as it is")
+    parser.add_argument("--feature-map", choices=list(FEATURE_MAPS), help="default: relu for rules that erase, identity for others")
+    parser.add_argument("--feature-norm", choices=FEATURE_NORMS, help="default: sum or l2 for rules that erase, none for others")
+    parser.add_argument("--attention-norm", action="store_true", help="divide what is read by the accumulated keys times the query")
+    parser.add_argument("--mixer-pattern", default="", help="one mixer per layer, as in training: 'softmax,fast_weight*3'")
+    parser.add_argument("--seed", type=int, default=1, help="of the new parameters and of W_phi")
+    parser.add_argument("--force", action="store_true", help="replace OUTPUT if it exists")
+    return parser
+
+
+def main(arguments=None) -> None:
+    args = vars(parser().parse_args(arguments))
     try:
-        print(table(convert(args.source, args.output, options, args.force, args.seed)))
-    except (OSError, ValueError) as error:
-        sys.exit(f"fw-convert: error: {error}")
+        print(table(convert(args.pop("source"), args.pop("output"), **args)))
+    except ValueError as error:
+        sys.exit(f"fw-convert: {error}")
 
 
 if __name__ == "__main__":

@@ -1,226 +1,245 @@
-"""fw-convert: what is copied is copied exactly, what is changed is changed as documented, and mistakes leave nothing behind."""
+"""fw-convert: checkpoints of every layout, GPT-2 folders, what is copied, scaled and new, and what is refused."""
 
 from __future__ import annotations
 
+import math
 import sys
 from argparse import Namespace
 
 import pytest
 import torch
-from commands import USER_DIR, fairseq, succeed
+from commands import ROOT, run, succeed
 from fairseq import checkpoint_utils, options, tasks
+from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
-from torch import nn
 
-from fw_fairseq import convert
-from fw_fairseq.convert import Options
+from fw_fairseq.convert import convert
 from fw_fairseq.rules import RULES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-WIDTH, HEADS, LAYERS = 32, 4, 2
-SMALL = (
-    "--arch transformer_lm --decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32"
-    " --decoder-ffn-embed-dim 48 --decoder-attention-heads 4 --tokens-per-sample 24 --task language_modeling"
+
+SHAPE = (
+    "--task language_modeling --tokens-per-sample 32 --decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32"
+    " --decoder-output-dim 32 --decoder-ffn-embed-dim 48 --decoder-attention-heads 4"
 )
-HISTORY = [{"criterion_name": "", "optimizer_name": "", "lr_scheduler_state": {}, "num_updates": 7}]
-CUTOFFS = "--adaptive-input-cutoff 10,20 --adaptive-softmax-cutoff 10,20 --adaptive-input-factor 2 --adaptive-softmax-factor 2"
-ADAPTIVE = f"--adaptive-input {CUTOFFS} --tie-adaptive-weights --criterion adaptive_loss"
-TIED = "--share-decoder-input-output-embed --decoder-learned-pos"
-LAYOUTS = {"plain": "--decoder-normalize-before", "tied": TIED, "adaptive": ADAPTIVE}
+ADAPTIVE = "--adaptive-input --adaptive-input-cutoff 20,40 --adaptive-input-factor 2 --adaptive-softmax-cutoff 20,40"
+ADAPTIVE += " --adaptive-softmax-factor 2 --tie-adaptive-weights --criterion adaptive_loss --ddp-backend legacy_ddp"
+LAYOUTS = {
+    "plain": "--arch transformer_lm",
+    "tied-learned-positions": "--arch transformer_lm_gpt --share-decoder-input-output-embed --decoder-learned-pos",
+    "input-width": "--arch transformer_lm --decoder-input-dim 16 --decoder-output-dim 24 --no-token-positional-embeddings",
+    "adaptive": f"--arch transformer_lm {ADAPTIVE}",
+    "baevski": f"--arch transformer_lm_wiki103 {ADAPTIVE} --tie-adaptive-proj",
+    "scaled": "--arch transformer_lm --layernorm-embedding --scale-fc --scale-resids --activation-fn gelu --no-scale-embedding",
+}
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("words")
-    words = [f"w{i}" for i in range(36)]
-    (folder / "dict.txt").write_text("".join(f"{word} 1\n" for word in words))
-    for split in ("train", "valid", "test"):
-        (folder / split).write_text("\n".join(" ".join(words[i % 36] for i in range(n, n + 9)) for n in range(40)) + "\n")
-    prefixes = [part for split in ("train", "valid", "test") for part in (f"--{split}pref", folder / split)]
-    succeed(fairseq("preprocess", "--only-source", *prefixes, "--srcdict", folder / "dict.txt", "--destdir", folder / "bin"))
-    return folder / "bin"
+def dictionary(tmp_path_factory):
+    """A data folder with nothing but its dictionary, 60 words."""
+    folder = tmp_path_factory.mktemp("dictionary")
+    words = Dictionary()
+    for i in range(60):
+        words.add_symbol(f"w{i}")
+    words.save(str(folder / "dict.txt"))
+    return folder
 
 
-def make_source(data, path, layout: str = "plain", old: bool = False) -> nn.Module:
-    """A transformer_lm with random weights, and its checkpoint; ``old``: as fairseq wrote them until 2019."""
-    torch.manual_seed(3)
-    parser = options.get_training_parser()
-    args = options.parse_args_and_arch(parser, [str(data), *SMALL.split(), *LAYOUTS[layout].split()])
-    model = tasks.setup_task(args).build_model(args).eval()
-    for name, x in model.named_parameters():  # biases are 0 at first
-        if name.endswith("bias"):
-            nn.init.normal_(x, std=0.1)
-    parameters = dict(model.state_dict())
-    state = {"args": None, "cfg": OmegaConf.to_container(convert_namespace_to_omegaconf(args)), "model": parameters}
-    if old:
-        state["cfg"], state["args"] = None, Namespace(**vars(args))
-        for layer in range(LAYERS):
-            for kind in ("weight", "bias"):
-                prefix = f"decoder.layers.{layer}.self_attn."
-                packed = [parameters.pop(f"{prefix}{part}_proj.{kind}") for part in "qkv"]
-                parameters[f"{prefix}in_proj_{kind}"] = torch.cat(packed)
-    torch.save(state | {"extra_state": {}, "optimizer_history": HISTORY, "last_optimizer_state": {"big": 1}}, path)
-    return model
+def parse(text: str, data) -> Namespace:
+    return options.parse_args_and_arch(options.get_training_parser(), [str(data), *f"{SHAPE} {text}".split(), "--dropout", "0.2"])
 
 
-def load(path):
-    [model], _, _ = checkpoint_utils.load_model_ensemble_and_task([str(path)])
-    return model.eval()
+def source(text: str, data):
+    """A transformer_lm with random numbers everywhere, norms and biases too, its args, and the state that fairseq saves of it."""
+    args = parse(text, data)
+    cfg = convert_namespace_to_omegaconf(args)
+    model = tasks.setup_task(cfg.task).build_model(cfg.model).eval()
+    with torch.no_grad():
+        for x in model.parameters():
+            x.copy_(torch.randn_like(x) / math.sqrt(x.shape[-1]) if x.dim() > 1 else x + 0.1 * torch.randn_like(x))
+    return model, args, save_format(model.state_dict(), cfg=OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
 
 
-def log_probabilities(model, tokens):
-    return model.get_normalized_probs(model(tokens), log_probs=True, sample={"target": tokens})
+def save_format(tensors: dict, cfg=None, args=None) -> dict:
+    history = {"criterion_name": "x", "optimizer_name": "x", "lr_scheduler_state": {}, "num_updates": 3}
+    extra = {"epoch": 1, "train_iterator": {"epoch": 1, "iterations_in_epoch": 3}}
+    state = {"model": tensors, "optimizer_history": [history], "extra_state": extra, "last_optimizer_state": {"big": torch.ones(9)}}
+    return state | ({"cfg": cfg, "args": None} if args is None else {"args": args})
 
 
-def draw_tokens(words: int = 40):
-    return torch.randint(4, words, (2, 17))
+LATER = ("no_decoder_final_norm", "tie_adaptive_proj", "decoder_normalize_before")
 
 
-@pytest.mark.parametrize("old", [False, True], ids=["new", "old"])
+def old_format(model, args) -> dict:
+    """As checkpoints of 2018 are: one packed projection, norms by number, no norm after the last layer, options as a Namespace."""
+    state = dict(model.state_dict())
+    for layer in range(2):
+        prefix = f"decoder.layers.{layer}."
+        for kind in ("weight", "bias"):
+            packed = [state.pop(f"{prefix}self_attn.{x}_proj.{kind}") for x in "qkv"]
+            state[f"{prefix}self_attn.in_proj_{kind}"] = torch.cat(packed)
+            for number, name in ((0, "self_attn_layer_norm"), (2, "final_layer_norm")):
+                state[f"{prefix}layer_norms.{number}.{kind}"] = state.pop(f"{prefix}{name}.{kind}")
+    old = {name: value for name, value in vars(args).items() if name not in LATER}
+    state["decoder.embed_positions._float_tensor"] = torch.zeros(1)
+    kept = ("arch", "task", "data", "tokens_per_sample", "max_target_positions", "add_bos_token", "criterion", "dropout")
+    old = {name: value for name, value in old.items() if name in kept or name.startswith(("decoder_", "adaptive_", "tie_"))}
+    return save_format(state, args=Namespace(**old, no_tie_adaptive_proj=False))
+
+
+def save(state: dict, folder):
+    torch.save(state, folder / "source.pt")
+    return folder / "source.pt"
+
+
+def load(path, data):
+    return checkpoint_utils.load_model_ensemble([str(path)], arg_overrides={"data": str(data)})[0][0].eval()
+
+
+def logits(model, tokens):
+    """Of every word, through the adaptive softmax where there is one."""
+    with torch.no_grad():
+        output = model(tokens)
+        adaptive = model.decoder.adaptive_softmax is not None
+        return model.get_normalized_probs(output, log_probs=True, sample=None) if adaptive else output[0]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_softmax_is_the_source(layout, old, data, tmp_path):
-    source, tokens = make_source(data, tmp_path / "source.pt", layout, old), draw_tokens()
-    rows = convert.convert(tmp_path / "source.pt", tmp_path / "out.pt", Options("softmax"))
-    torch.testing.assert_close(
-        log_probabilities(load(tmp_path / "out.pt"), tokens), log_probabilities(source, tokens), atol=1e-5, rtol=0
-    )
-    assert {row.action for row in rows} == {"copied"}
+def test_softmax_reproduces_the_source(layout, dictionary, tmp_path):
+    model, _, state = source(LAYOUTS[layout], dictionary)
+    changes = convert(save(state, tmp_path), tmp_path / "out.pt", "softmax")
+    assert {change.what for change in changes} == {"copied"}
+    assert sum(change.parameters for change in changes) >= sum(x.numel() for x in model.parameters())
+    tokens = torch.randint(4, 64, (3, 20))
+    torch.testing.assert_close(logits(load(tmp_path / "out.pt", dictionary), tokens), logits(model, tokens), rtol=1e-5, atol=1e-5)
 
 
-def test_gpt2_is_the_source(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchaudio", None)  # transformers imports it where it is there, and it may not fit this torch
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=50, n_positions=24, n_embd=WIDTH, n_layer=2, n_head=HEADS, eos_token_id=49, bos_token_id=49)
-    source, tokens = GPT2LMHeadModel(config).eval(), torch.randint(0, 50, (2, 17))
-    for name, x in source.named_parameters():
-        nn.init.normal_(x, std=0.2 if "wte" not in name else 1.0)
-    source.save_pretrained(tmp_path / "gpt2")
-    convert.convert(tmp_path / "gpt2", tmp_path / "out.pt", Options("softmax"))
-    assert (tmp_path / "dict.txt").read_text().splitlines()[:3] == ["0 1", "1 1", "2 1"]
-    [model], _, task = checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "out.pt")], {"data": str(tmp_path)})
-    assert task.dictionary.index("7") == 11 and len(task.dictionary) == 54
-    torch.testing.assert_close(model.eval()(tokens + 4)[0][..., 4:], source(tokens).logits, atol=1e-5, rtol=0)
-    convert.convert(tmp_path / "gpt2", tmp_path / "decay.pt", Options("decay", feature_dim=4), force=True)
-    decay = torch.load(tmp_path / "decay.pt", weights_only=True)["model"]
-    assert torch.equal(decay["decoder.layers.1.fc1.weight"], source.transformer.h[1].mlp.c_fc.weight.mT)
+@pytest.mark.parametrize("arch", ["transformer_lm_wiki103", "transformer_lm --decoder-normalize-before"])
+def test_a_checkpoint_of_the_published_kind(arch, dictionary, tmp_path):
+    """adaptive_lm_wiki103.v2: a Namespace that misses later options, packed attention, no final norm, tied projections."""
+    model, args, _ = source(f"--arch {arch} {ADAPTIVE} --tie-adaptive-proj --no-decoder-final-norm", dictionary)
+    convert(save(old_format(model, args), tmp_path), tmp_path / "out.pt", "softmax")
+    converted, tokens = load(tmp_path / "out.pt", dictionary), torch.randint(4, 64, (3, 20))
+    assert converted.decoder.layer_norm is None
+    torch.testing.assert_close(logits(converted, tokens), logits(model, tokens), rtol=1e-5, atol=1e-5)
+    lines = convert(tmp_path / "source.pt", tmp_path / "decay.pt", "decay", feature_dim=4)
+    assert any(line.what == "new" and line.name.endswith("gate z") for line in lines)
+    assert logits(load(tmp_path / "decay.pt", dictionary), tokens).isfinite().all()
 
 
-def parts_of(path, layer: int = 1) -> tuple[dict, nn.Module]:
-    """The rows of the fused projection, biases as their last column, and the mixer."""
-    mixer = load(path).decoder.layers[layer].self_attn.mixer
-    fused = torch.cat([mixer.in_proj.weight, mixer.in_proj.bias.unsqueeze(1)], 1).detach()
-    return dict(zip(mixer.sizes, fused.split(list(mixer.sizes.values())))), mixer
+@pytest.fixture(scope="module")
+def plain(dictionary, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain")
+    model, _, state = source("--arch transformer_lm", dictionary)
+    return model, save(state, folder)
 
 
-def with_bias(linear) -> torch.Tensor:
-    return torch.cat([linear.weight, linear.bias.unsqueeze(1)], 1).detach()
-
-
+@pytest.mark.parametrize("width", [0, 4, 16])
 @pytest.mark.parametrize("rule", RULES)
-def test_projections_are_kept_and_scaled(rule, data, tmp_path):
-    attention = make_source(data, tmp_path / "source.pt").decoder.layers[1].self_attn
-    rows = convert.convert(tmp_path / "source.pt", tmp_path / "out.pt", Options(rule))
-    parts, mixer = parts_of(tmp_path / "out.pt")
-    torch.testing.assert_close(parts["q"], with_bias(attention.q_proj) * 8**-0.5)
-    torch.testing.assert_close(parts["k"], with_bias(attention.k_proj))
-    scale = {"decay": 1 - torch.sigmoid(parts.get("z", parts["v"])[:, -1:]), "sum": 1 / 512}.get(rule, 1)
-    torch.testing.assert_close(parts["v"], with_bias(attention.v_proj) * scale)
-    torch.testing.assert_close(with_bias(mixer.out_proj), with_bias(attention.out_proj))
-    if rule in ("delta", "gated_delta"):
-        assert mixer.feature_norm == "l2" and torch.sigmoid(parts["beta"][:, -1]).mean().item() == pytest.approx(0.0067, abs=1e-4)
-    new = {row.name.split(".")[-1] for row in rows if row.action == "new"}
-    assert new == {f"self_attn.gate {gate}".split(".")[-1] for gate in RULES[rule].gates}
+def test_every_rule(rule, width, plain, dictionary, tmp_path):
+    """All but attention is the source's; the pieces of attention are what the report says."""
+    model, path = plain
+    convert(path, tmp_path / "out.pt", rule, feature_dim=width)
+    converted = load(tmp_path / "out.pt", dictionary)
+    mine, theirs = converted.state_dict(), model.state_dict()
+    assert all(torch.equal(mine[name], x) for name, x in theirs.items() if "self_attn." not in name)
+    layers = zip(converted.decoder.layers, model.decoder.layers)
+    for mixer, attention in ((layer.self_attn.mixer, other.self_attn) for layer, other in layers):
+        pieces = dict(zip(mixer.sizes, mixer.in_proj.weight.split(list(mixer.sizes.values()))))
+        biases = dict(zip(mixer.sizes, mixer.in_proj.bias.split(list(mixer.sizes.values()))))
+        assert torch.equal(mixer.out_proj.weight, attention.out_proj.weight)
+        products = [x.unflatten(0, (4, -1)) for x in (pieces["q"], pieces["k"])]
+        assert products[0].shape[1] == (width or 8)
+        if width != 4:  # nothing is lost: the products of queries and keys are those of the source
+            queries, keys = (x.weight.unflatten(0, (4, -1)) for x in (attention.q_proj, attention.k_proj))
+            torch.testing.assert_close(products[0].mT @ products[1], queries.mT @ keys / math.sqrt(8))
+        scale = 1 / 512 if rule == "sum" else 1 - torch.sigmoid(biases["z"])[:, None] if rule == "decay" else 1
+        torch.testing.assert_close(pieces["v"], attention.v_proj.weight * scale)
+        torch.testing.assert_close(biases["v"][:, None], attention.v_proj.bias[:, None] * scale)
+        gates = {name: biases[name].sigmoid() for name in mixer.rule.gates}
+        assert all(pieces[name].eq(0).all() for name in gates)
+        if "delta" in rule:
+            assert gates["beta"].allclose(torch.tensor(0.007), atol=5e-4)
+        if rule == "decay":
+            assert (gates["z"] >= 1 / 32).all() and gates["z"].std() > 0.2 and gates["f"].std() > 0.2
+    assert logits(converted, torch.randint(4, 64, (2, 32))).isfinite().all()
 
 
-def test_narrow_queries_and_keys_have_the_nearest_products(data, tmp_path):
-    attention = make_source(data, tmp_path / "source.pt").decoder.layers[1].self_attn
-    convert.convert(tmp_path / "source.pt", tmp_path / "out.pt", Options("decay", feature_dim=3))
-    parts, _ = parts_of(tmp_path / "out.pt")
-    sources = (with_bias(attention.q_proj) * 8**-0.5, with_bias(attention.k_proj))
-    for q, k, whole_q, whole_k in zip(parts["q"].chunk(HEADS), parts["k"].chunk(HEADS), *(x.chunk(HEADS) for x in sources)):
-        products = whole_q.mT @ whole_k
-        error, best = (products - q.mT @ k).norm(), torch.linalg.svdvals(products)[3:].norm()
-        assert q.shape == (3, WIDTH + 1) and error == pytest.approx(best.item(), rel=1e-3)
+def test_layers_that_stay_softmax(plain, dictionary, tmp_path):
+    convert(plain[1], tmp_path / "out.pt", "decay", mixer_pattern="softmax,fast_weight")
+    names = load(tmp_path / "out.pt", dictionary).state_dict()
+    assert "decoder.layers.0.self_attn.q_proj.weight" in names and "decoder.layers.1.self_attn.mixer.in_proj.weight" in names
 
 
-TUNE = (
-    "--update-rule decay --feature-map identity --feature-norm none --feature-dim 4 --optimizer adam --lr 0.001 --batch-size 4"
-    " --no-epoch-checkpoints --ddp-backend legacy_ddp"
-)
+def test_half_precision_stays(dictionary, tmp_path):
+    _, _, state = source("--arch transformer_lm", dictionary)
+    state["model"] = {name: x.half() for name, x in state["model"].items()}
+    convert(save(state, tmp_path), tmp_path / "out.pt", "decay")
+    tensors = torch.load(tmp_path / "out.pt", weights_only=True)["model"]
+    assert {x.dtype for name, x in tensors.items() if "self_attn" in name} == {torch.float16}
 
 
-def test_a_converted_model_is_fine_tuned_and_evaluated(data, tmp_path):
-    make_source(data, tmp_path / "source.pt", "adaptive")
-    convert.main([str(tmp_path / "source.pt"), str(tmp_path / "out.pt"), "--rule", "decay", "--feature-dim", "4"])
-    arguments = f"{SMALL.replace('transformer_lm', 'fast_weight_lm')} {ADAPTIVE} {TUNE}".split()
-    tuned = ["--finetune-from-model", tmp_path / "out.pt", "--save-dir", tmp_path / "tuned", "--max-update", 3]
-    assert f"loading pretrained model from {tmp_path / 'out.pt'}" in succeed(fairseq("train", data, *USER_DIR, *arguments, *tuned))
-    restored = ["--restore-file", tmp_path / "out.pt", "--save-dir", tmp_path / "restored", "--max-update", 1]
-    assert f"Loaded checkpoint {tmp_path / 'out.pt'}" in succeed(fairseq("train", data, *USER_DIR, *arguments, *restored))
-    for path in (tmp_path / "out.pt", tmp_path / "tuned" / "checkpoint_last.pt"):
-        assert "Perplexity" in succeed(fairseq("eval_lm", data, *USER_DIR, "--path", path, "--tokens-per-sample", 24))
+def drop(state):
+    del state["model"]["decoder.layers.1.fc1.bias"]
 
 
-def test_the_table_has_layers_of_a_kind_in_one_line(data, tmp_path, capsys):
-    make_source(data, tmp_path / "source.pt")
-    convert.main([str(tmp_path / "source.pt"), str(tmp_path / "out.pt"), "--rule", "decay", "--feature-dim", "4"])
-    printed = capsys.readouterr().out
-    assert "| decoder.layers.*.self_attn.q_proj | changed: times 0.3536, projected from 8 to 4 a head | 2 | 1056 |" in printed
-    assert "| decoder.layers.*.self_attn.v_proj | changed: times 1 - sigmoid(b_z) | 2 | 2112 |" in printed
-    assert "| decoder.layers.*.self_attn.gate f | new | 2 | 1056 |" in printed
-    assert "| decoder.layers.*.fc1.weight | copied | 2 | 3072 |" in printed
+def widen(state):
+    state["model"]["decoder.layers.0.fc1.weight"] = torch.zeros(50, 32)
 
 
-def broken(data, folder):
-    """Sources that are refused, by what is wrong with them."""
-    make_source(data, folder / "good.pt")
-    state = torch.load(folder / "good.pt", weights_only=True)
-    for name, change in {
-        "extra": lambda s: s["model"].update({"decoder.layers.0.self_attn.gate.weight": torch.zeros(2)}),
-        "missing": lambda s: s["model"].pop("decoder.layers.1.fc1.weight"),
-        "shape": lambda s: s["model"].update({"decoder.layers.1.fc1.weight": torch.zeros(2, 2)}),
-        "attention": lambda s: s["model"].pop("decoder.layers.1.self_attn.k_proj.weight"),
-        "kind": lambda s: s["cfg"]["model"].update(_name="lstm_lm"),
-    }.items():
-        changed = {**state, "model": dict(state["model"]), "cfg": {**state["cfg"], "model": dict(state["cfg"]["model"])}}
-        change(changed)
-        torch.save(changed, folder / f"{name}.pt")
-    (folder / "half.pt").write_bytes((folder / "good.pt").read_bytes()[:5000])
-    (folder / "empty").mkdir()
+def add(state):
+    state["model"]["decoder.layers.0.extra"] = torch.zeros(1)
+
+
+def rename(state):
+    state["cfg"]["model"]["_name"] = "fconv_lm"
 
 
 @pytest.mark.parametrize(
-    "source, more, message",
+    "change, said",
     [
-        ("extra.pt", [], "decoder.layers.0.self_attn.gate.weight is not part of softmax attention"),
-        ("missing.pt", [], "decoder.layers.1.fc1.weight is missing"),
-        ("shape.pt", [], r"decoder.layers.1.fc1.weight of shape \(2, 2\) has no place"),
-        ("attention.pt", [], r"self_attn.k_proj.weight is missing; it must be \(32, 32\)"),
-        ("kind.pt", [], "is a checkpoint of a lstm_lm; it must be of a transformer_lm"),
-        ("half.pt", [], "cannot be read as a fairseq checkpoint"),
-        ("empty", [], "has no config.json; it must be a folder with a Hugging Face GPT-2"),
-        ("nothing.pt", [], "does not exist"),
-        ("good.pt", ["--feature-dim", "9"], "--feature-dim is 9; it must be at most the width of a head, 8"),
-        ("good.pt", ["--attention-norm"], "--attention-norm is not defined for --update-rule decay"),
+        (drop, "lacks decoder.layers.1.fc1.bias"),
+        (widen, "fc1.weight of shape"),
+        (add, "decoder.layers.0.extra"),
+        (rename, "fconv_lm"),
     ],
 )
-def test_mistakes(source, more, message, data, tmp_path):
-    broken(data, tmp_path)
-    before = sorted(tmp_path.iterdir())
-    with pytest.raises(SystemExit, match=f"fw-convert: error: .*{message}"):
-        convert.main([str(tmp_path / source), str(tmp_path / "out.pt"), "--rule", "decay", *more])
-    assert sorted(tmp_path.iterdir()) == before
+def test_unknown_layouts_are_refused_by_their_first_key(change, said, dictionary, tmp_path):
+    _, _, state = source("--arch transformer_lm", dictionary)
+    change(state)
+    with pytest.raises(ValueError, match=said):
+        convert(save(state, tmp_path), tmp_path / "out.pt", "decay")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source.pt"]
 
 
-def test_nothing_is_overwritten_without_force(data, tmp_path):
-    make_source(data, tmp_path / "source.pt")
-    (tmp_path / "out.pt").write_text("precious")
-    arguments = [str(tmp_path / "source.pt"), str(tmp_path / "out.pt"), "--rule", "gated"]
-    with pytest.raises(SystemExit, match=r"out\.pt exists; give another name, or --force"):
-        convert.main(arguments)
-    assert (tmp_path / "out.pt").read_text() == "precious"
-    convert.main([*arguments, "--force"])
-    assert load(tmp_path / "out.pt").decoder.recurrent
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"rule": "decoy"}, "--rule"),
+        ({"rule": "softmax", "feature_dim": 4}, "--feature-dim"),
+        ({"rule": "decay", "attention_norm": True}, "--attention-norm"),
+        ({"rule": "delta", "feature_map": "identity", "feature_norm": "none"}, "--feature-norm"),
+    ],
+)
+def test_options_are_refused_by_name(given, said, plain, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        convert(plain[1], tmp_path / "out.pt", **given)
+
+
+def fw_convert(*args):
+    return run(sys.executable, "-m", "fw_fairseq.convert", *args, cwd=ROOT)
+
+
+def test_the_command_prints_a_table_and_overwrites_only_by_force(plain, tmp_path):
+    out = tmp_path / "out.pt"
+    printed = succeed(fw_convert(plain[1], out, "--rule", "decay", "--feature-dim", 4))
+    assert all(word in printed for word in ("copied", "changed", "new", "decoder.layers.*.self_attn.mixer.in_proj gate z"))
+    before = out.read_bytes()
+    refused = fw_convert(plain[1], out, "--rule", "sum")
+    assert refused.returncode and "--force" in refused.stderr and "Traceback" not in refused.stderr
+    assert out.read_bytes() == before
+    succeed(fw_convert(plain[1], out, "--rule", "sum", "--force"))
+    assert out.read_bytes() != before
+    missing = fw_convert(tmp_path / "none.pt", tmp_path / "x.pt", "--rule", "sum")
+    assert missing.returncode and "none.pt does not exist" in missing.stderr

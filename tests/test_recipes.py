@@ -57,13 +57,3 @@ def test_missing_text(tmp_path):
     done = recipe("wikitext103/prepare.sh", tmp_path / "out", DATA=str(tmp_path))
     assert done.returncode != 0 and "has neither train.txt nor wiki.train.tokens" in done.stderr
     assert not (tmp_path / "out" / "bin").exists()
-
-
-def test_baevski_auli_from_the_transformer_to_the_table(tmp_path):
-    for script in ("prepare.sh", "prepare.sh"):
-        succeed(recipe(f"baevski_auli/{script}", tmp_path))
-    assert "| new |" in succeed(recipe("baevski_auli/convert.sh", tmp_path, 4))
-    succeed(recipe("baevski_auli/finetune.sh", tmp_path, 4))
-    rows = {m: succeed(recipe("baevski_auli/eval.sh", tmp_path, m)).splitlines()[-1] for m in (4, "transformer")}
-    assert rows[4].startswith("| decay | 4 | ") and rows["transformer"].startswith("| transformer | - | ")
-    assert all(50 < x < 2000 for row in rows.values() for x in perplexities(row)) and len(perplexities(rows[4])) == 2

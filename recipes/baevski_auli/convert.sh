@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
-# The pretrained Transformer of prepare.sh as a fast-weight model, M features a head (Mao 2022, sec. 5: 32 and 64).
-#
-# Hardware: one CPU core, 2 GB
-# Time:     half a minute
-# usage:    [OUT=folder] [RULE=decay] recipes/baevski_auli/convert.sh M            writes OUT/RULE-M.pt; a finished one stays
-set -euo pipefail
-cd "$(dirname "$0")/../.."
+# The pretrained model with fast weights of m features in place of attention.
+#   Data      what prepare.sh left in OUT
+#   Hardware  a CPU; 2 GB of memory
+#   Time      half a minute for a checkpoint of this size without optimizer state
+#   recipes/baevski_auli/convert.sh
+#   M=64 recipes/baevski_auli/convert.sh
+#   RULE=delta MAP=relu NORM=sum recipes/baevski_auli/convert.sh
+source "$(dirname "$0")/settings.sh"
 
-m=${1:?M, the features of a head, is missing: 32 or 64}
-out=${OUT:-outputs/baevski_auli}
-rule=${RULE:-decay}
-[ -f "$out/model/model.pt" ] || { echo "convert.sh: $out/model/model.pt is missing; run recipes/baevski_auli/prepare.sh first" >&2; exit 1; }
-[ -f "$out/$rule-$m.pt" ] || "${BIN:-.venv/bin}/fw-convert" "$out/model/model.pt" "$out/$rule-$m.pt" --rule "$rule" --feature-dim "$m"
+mkdir -p "$OUT/$NAME"
+"$PYTHON" -m fw_fairseq.convert "$OUT/pretrained.pt" "$OUT/$NAME/start.pt" --rule "$RULE" --feature-dim "$M" \
+    --feature-map "$MAP" --feature-norm "$NORM" ${FORCE:+--force} | tee "$OUT/$NAME/convert.txt"

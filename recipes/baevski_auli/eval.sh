@@ -1,34 +1,21 @@
 #!/usr/bin/env bash
-# Test perplexity at context 0 and 480 of segments of 512, of a fine-tuned model or of the Transformer that it came from.
-#
-# Data:     OUT/bin of prepare.sh, a run of finetune.sh
-# Hardware: one GPU, or CPU=--cpu
-# Expect:   the numbers in the head of finetune.sh
-# usage:    [OUT=folder] [RULE=decay] recipes/baevski_auli/eval.sh M|transformer      prints | model | M | context 0 | context 480 |
-set -euo pipefail
-cd "$(dirname "$0")/../.."
+# Test perplexity at context 0 and 480: segments of 512 words, all scored, then windows of 512 whose last 32 are.
+#   Data      what finetune.sh left in OUT; MODEL=pretrained tests the softmax model it all began with
+#   Hardware  one GPU, or a CPU with patience
+#   Expected  see finetune.sh
+#   recipes/baevski_auli/eval.sh
+#   MODEL=pretrained recipes/baevski_auli/eval.sh
+source "$(dirname "$0")/settings.sh"
 
-m=${1:?M, the features of a head, or transformer is missing}
-out=${OUT:-outputs/baevski_auli}
-rule=${RULE:-decay}
-bin=${BIN:-.venv/bin}
-checkpoint=${SAVE:-$out/runs/$rule-$m}/checkpoint_last.pt
-sliding=(--task sliding_language_modeling --batch-size 16) # many windows at once
-if [ "$m" = transformer ]; then
-    rule=transformer m=- checkpoint=$out/model/model.pt sliding=(--task language_modeling)
-fi
-[ -f "$checkpoint" ] || { echo "eval.sh: $checkpoint is missing; run recipes/baevski_auli/finetune.sh $m first" >&2; exit 1; }
-length=512 context=480
-cpu=(${CPU:-})
-if [ -n "${TOY:-}" ]; then
-    length=32 context=24 cpu=(--cpu --num-workers 0)
-fi
-
-perplexity() { # OPTION...: on the test text
-    local printed
-    printed=$("$bin/fairseq-eval-lm" "$out/bin" --user-dir "$PWD/fw_fairseq" --path "$checkpoint" --gen-subset test \
-        --tokens-per-sample "$length" "${cpu[@]}" "$@" 2>&1) || { echo "$printed" | tail -n 3 >&2; exit 1; }
-    echo "$printed" | sed -n 's/.*Perplexity: //p'
-}
-
-echo "| $rule | $m | $(perplexity --task language_modeling) | $(perplexity "${sliding[@]}" --context-window "$context") |"
+MODEL=${MODEL:-$NAME}
+path=$OUT/$MODEL/checkpoint_last.pt
+[ "$MODEL" = pretrained ] && path=$OUT/pretrained.pt
+mkdir -p "$OUT/eval"
+for window in 0 $context; do
+    task=sliding_language_modeling
+    { [ "$window" = 0 ] || [ "$MODEL" = pretrained ]; } && task=language_modeling
+    fairseq eval_lm "$OUT/data" --user-dir fw_fairseq --task $task --path "$path" --gen-subset test "${machine[@]}" \
+        --tokens-per-sample $tokens --context-window "$window" --batch-size "${BATCH:-8}" >"$OUT/eval/$MODEL-$window.log" 2>&1 ||
+        { tail -n 20 "$OUT/eval/$MODEL-$window.log" >&2; exit 1; }
+    echo "$MODEL, context $window: $(sed -n 's/.*Perplexity: //p' "$OUT/eval/$MODEL-$window.log")"
+done

@@ -1,46 +1,62 @@
 #!/usr/bin/env bash
-# The published Transformer of Baevski and Auli 2019, and WikiText-103 in its dictionary.
-#
-# Data:     downloaded: adaptive_lm_wiki103.v2 (1 GB; fw-convert checks what is in it) and WikiText-103 (190 MB, checked by SHA-256).
-#           MODEL=folder with model.pt and dict.txt, and DATA=folder with the text, take what is there
-# Hardware: any CPU, 16 GB, 8 GB of disk
-# Expect:   OUT/model/model.pt, OUT/model/dict.txt, OUT/bin
-# usage:    [MODEL=folder] [DATA=folder] [OUT=folder] recipes/baevski_auli/prepare.sh       finished files stay: run it again to go on
-#           TOY=1 recipes/baevski_auli/prepare.sh       a tiny Transformer, trained here for some seconds, in its place
-set -euo pipefail
-cd "$(dirname "$0")/../.."
+# WikiText-103 and the checkpoint of Baevski and Auli 2019 (fairseq's transformer_lm.wiki103.adaptive), ready for convert.sh.
+#   Data      WikiText-103: 190 MB to download, 540 MB of text; the checkpoint: about 1 GB. Downloads resume.
+#   Hardware  any; 5 GB of disk
+#   recipes/baevski_auli/prepare.sh
+#   DATA=folder CHECKPOINT=model.pt DICT=dict.txt recipes/baevski_auli/prepare.sh    uses wiki.{train,valid,test}.tokens and a model
+#                                                                                    that are there; nothing is downloaded
+#   TOY=1 recipes/baevski_auli/prepare.sh    a few sentences, and a tiny transformer_lm_wiki103 trained on them
+# The text has a known checksum. The checkpoint has none that was published: the first download's is kept beside it and holds from
+# then on, unless MODEL_SHA256 gives one.
+source "$(dirname "$0")/settings.sh"
 
-export OUT=${OUT:-outputs/baevski_auli} BIN=${BIN:-.venv/bin}
-model=$OUT/model
-url=https://dl.fbaipublicfiles.com/fairseq/models/lm/adaptive_lm_wiki103.v2.tar.bz2
+TEXT_URL=${TEXT_URL:-https://wikitext.smerity.com/wikitext-103-v1.zip}
+TEXT_SHA256=${TEXT_SHA256:-242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590}
+MODEL_URL=${MODEL_URL:-https://dl.fbaipublicfiles.com/fairseq/models/lm/adaptive_lm_wiki103.v2.tar.bz2}
+MODEL_SHA256=${MODEL_SHA256:-}
+mkdir -p "$OUT"
 
-mkdir -p "$model"
-if [ -n "${TOY:-}" ]; then
-    bash recipes/wikitext103/prepare.sh
-    if [ ! -f "$model/model.pt" ]; then
-        "$BIN/fairseq-train" "$OUT/bin" --task language_modeling --arch transformer_lm --decoder-layers 2 --decoder-embed-dim 32 \
-            --decoder-input-dim 32 --decoder-output-dim 32 --decoder-ffn-embed-dim 64 --decoder-attention-heads 4 --decoder-normalize-before \
-            --adaptive-input --adaptive-input-cutoff 500,1000 --adaptive-softmax-cutoff 500,1000 --tie-adaptive-weights \
-            --criterion adaptive_loss --ddp-backend legacy_ddp --optimizer adam --lr 0.005 --tokens-per-sample 32 --batch-size 16 --max-update 60 --cpu \
-            --num-workers 0 --no-epoch-checkpoints --disable-validation --save-dir "$model" >"$OUT/toy.log" 2>&1 ||
-            { tail -n 3 "$OUT/toy.log" >&2; exit 1; }
-        cp "$OUT/bin/dict.txt" "$model/dict.txt"
-        mv "$model/checkpoint_last.pt" "$model/model.pt"
+download() { # URL FILE SHA256 ; an empty SHA256: that of the first download
+    local url=$1 file=$2 wanted=$3 found
+    if [ ! -f "$file" ]; then
+        curl --fail --location --retry 5 --continue-at - --output "$file.part" "$url"
+        mv "$file.part" "$file"
     fi
-    exit 0
+    found=$(sha256sum "$file" | cut -d ' ' -f 1)
+    [ -n "$wanted" ] || wanted=$(cat "$file.sha256" 2>/dev/null || echo "$found")
+    [ "$found" = "$wanted" ] || { echo "$file has SHA-256 $found instead of $wanted; remove it and start again" >&2; exit 1; }
+    echo "$found" >"$file.sha256"
+}
+
+if [ -n "$TOY" ]; then
+    DATA=$OUT/text
+    mkdir -p "$DATA"
+    for split in train valid test; do # words that count up
+        for i in $(seq 1 120); do
+            seq -s ' ' -f 'w%g' $((i * 7 % 40)) $((i * 7 % 40 + 8))
+        done >"$DATA/wiki.$split.tokens"
+    done
+    CHECKPOINT=$OUT/pretrained/checkpoint_last.pt DICT=
+elif [ -z "${DATA:-}" ]; then
+    download "$TEXT_URL" "$OUT/wikitext-103-v1.zip" "$TEXT_SHA256"
+    DATA=$OUT/wikitext-103
+    [ -f "$DATA/wiki.test.tokens" ] || "$PYTHON" -m zipfile -e "$OUT/wikitext-103-v1.zip" "$OUT"
 fi
-if [ -n "${MODEL:-}" ]; then
-    model=$MODEL
-elif [ ! -f "$model/model.pt" ]; then
-    curl --fail --location --continue-at - --output "$OUT/model.tar.bz2" "$url"
-    rm -rf "$model.part"
-    mkdir "$model.part"
-    tar -xjf "$OUT/model.tar.bz2" -C "$model.part" --strip-components 1
-    rm -r "$model"
-    mv "$model.part" "$model"
+if [ -z "${CHECKPOINT:-}" ]; then
+    download "$MODEL_URL" "$OUT/adaptive_lm_wiki103.v2.tar.bz2" "$MODEL_SHA256"
+    CHECKPOINT=$OUT/adaptive_lm_wiki103.v2/model.pt
+    [ -f "$CHECKPOINT" ] || tar -xjf "$OUT/adaptive_lm_wiki103.v2.tar.bz2" -C "$OUT"
 fi
-for file in model.pt dict.txt; do
-    [ -f "$model/$file" ] || { echo "prepare.sh: $model has no $file; MODEL must have model.pt and dict.txt" >&2; exit 1; }
-done
-[ "$model" = "$OUT/model" ] || cp "$model/model.pt" "$model/dict.txt" "$OUT/model/"
-DICT=$OUT/model/dict.txt bash recipes/wikitext103/prepare.sh
+DICT=${DICT-$(dirname "$CHECKPOINT")/dict.txt}
+
+if [ ! -f "$OUT/data/test.idx" ]; then
+    fairseq preprocess --only-source ${DICT:+--srcdict "$DICT"} --destdir "$OUT/data" --workers "${WORKERS:-1}" \
+        --trainpref "$DATA/wiki.train.tokens" --validpref "$DATA/wiki.valid.tokens" --testpref "$DATA/wiki.test.tokens"
+fi
+if [ -n "$TOY" ] && [ ! -f "$CHECKPOINT" ]; then
+    fairseq train "$OUT/data" --task language_modeling --arch transformer_lm_wiki103 "${shape[@]}" "${machine[@]}" \
+        --save-dir "$(dirname "$CHECKPOINT")" --criterion adaptive_loss --ddp-backend legacy_ddp --tokens-per-sample $tokens \
+        --batch-size 8 --optimizer adam --lr 0.01 --max-update 10 --no-epoch-checkpoints --seed 1
+fi
+ln -sfn "$(realpath "$CHECKPOINT")" "$OUT/pretrained.pt"
+echo "$OUT/data and $OUT/pretrained.pt are ready"

@@ -11,12 +11,11 @@
 #             transformer 34.1 29.6   linear 38.3 33.0   delta 35.5 31.5   performer 39.6 33.8   performer_delta 37.2 31.8
 #             medium: delta_norm 32.1   delta_nopos_norm 31.2   delta_nopos 31.1
 #             carry-over, medium: delta_stream 29.4   linear_stream (breaks: above 260)
-#             small, larger features: performer16   performer16_delta   dpfp1   dpfp1_delta
+#             small, larger features: performer16 38.8   performer16_delta 37.0   dpfp1 38.8   dpfp1_delta 35.0
 #           one machine:    LAUNCH="torchrun --nproc-per-node 2 -m fairseq_cli.train" BATCH=48 recipes/wikitext103/train.sh small delta
 #           Slurm, 2 nodes: srun --nodes 2 --ntasks-per-node 1 --gpus-per-node 4 env BATCH=12 recipes/wikitext103/train.sh small delta
 #                           --distributed-port 29500
 #           toy:            TOY=1 recipes/wikitext103/train.sh small delta         a tiny model on the CPU, after TOY=1 prepare.sh
-#           sweeps:         recipes/hydra/wikitext103_small.yaml with fairseq-hydra-train --multirun
 #
 # Batches of 96 (small) and 56 segments for about 120 and 70 epochs. The publication names the first learning rate and the warm-up, not
 # the schedule: cosine, here.
@@ -63,6 +62,6 @@ fi
 
 # shellcheck disable=SC2086
 exec $launch "$out/bin" --user-dir "$PWD/fw_fairseq" --task $task --save-dir "$save" --arch "fast_weight_lm_wiki103_$size" \
-    --decoder-normalize-before --tokens-per-sample $length --batch-size "$batch" --criterion fast_weight_cross_entropy \
+    --decoder-normalize-before --tokens-per-sample $length --batch-size "$batch" --required-batch-size-multiple 1 --criterion fast_weight_cross_entropy \
     --ddp-backend legacy_ddp --optimizer adam --lr 0.00025 --lr-scheduler cosine --warmup-updates 2000 --max-update $updates \
     --clip-norm 0.25 --keep-last-epochs 1 --log-format json --log-interval 100 --seed 1 "${model[@]}" "$@"

@@ -1,0 +1,109 @@
+"""fw-convert of a GPT-2 folder, against transformers itself, and its tokens as fairseq's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from fairseq import checkpoint_utils
+from fairseq.data import Dictionary
+from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
+
+from fw_fairseq.convert import convert
+
+sys.modules.setdefault("torchaudio", None)  # fairseq's, of another torch than ours: transformers would trip over it
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TEXT = "the other thing is there"
+MERGES = ["t h", "th e", "Ġ the"]
+END = "<|endoftext|>"
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    """A folder with GPT-2 of random numbers and a tokenizer of bytes and three merges; its end of text is not its last token."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    tokens = [*bytes_to_unicode().values(), END, *(merge.replace(" ", "") for merge in MERGES)]
+    (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *MERGES, ""]))
+    torch.manual_seed(1)
+    config = transformers.GPT2Config(
+        vocab_size=len(tokens), n_positions=24, n_embd=32, n_layer=2, n_head=4, bos_token_id=256, eos_token_id=256
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            x.add_(torch.randn_like(x) * (0.02 if "wte" in name else 0.1))
+    model.save_pretrained(folder)
+    return folder, model
+
+
+def load(path):
+    return checkpoint_utils.load_model_ensemble([str(path)], arg_overrides={"data": str(path.parent)})[0][0].eval()
+
+
+def ids_of(folder) -> list[int]:
+    return transformers.GPT2Tokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))(TEXT)["input_ids"]
+
+
+@pytest.mark.parametrize("stored", ["safetensors", "bin"])
+def test_logits_are_those_of_transformers(stored, gpt2, tmp_path):
+    folder, model = gpt2
+    if stored == "bin":
+        folder = shutil.copytree(folder, tmp_path / "bin", ignore=shutil.ignore_patterns("*.safetensors"))
+        torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    convert(folder, tmp_path / "out" / "gpt2.pt", "softmax")
+    symbols = Dictionary.load(str(tmp_path / "out" / "dict.txt"))
+    ids = ids_of(folder)
+    assert len(set(ids)) > 8 and 257 + MERGES.index("th e") in ids, "the merges were used"
+    mapped = [symbols.index(str(i)) for i in ids]
+    assert symbols.unk() not in mapped and len(symbols) == 4 + model.config.vocab_size - 1
+    with torch.no_grad():
+        want = model(torch.tensor([[256, *ids]])).logits[0]
+        got = load(tmp_path / "out" / "gpt2.pt")(torch.tensor([[symbols.eos(), *mapped]]))[0][0]
+    columns = [symbols.eos() if i == 256 else symbols.index(str(i)) for i in range(model.config.vocab_size)]
+    torch.testing.assert_close(got[:, columns], want, rtol=1e-5, atol=1e-5)
+
+
+def test_rules_start_from_it(gpt2, tmp_path):
+    lines = convert(gpt2[0], tmp_path / "decay.pt", "decay", feature_dim=4)
+    assert {line.what for line in lines} == {"copied", "changed", "new"}
+    assert load(tmp_path / "decay.pt")(torch.randint(4, 200, (2, 10)))[0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"model_type": "llama"}, "model_type"),
+        ({"activation_function": "silu"}, "activation_function"),
+        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon"),
+        ({"eos_token_id": 5000}, "eos_token_id"),
+        ({"n_layer": 3}, "decoder.layers.2"),
+    ],
+)
+def test_what_is_not_gpt2_is_refused(changed, said, gpt2, tmp_path):
+    folder = shutil.copytree(gpt2[0], tmp_path / "changed")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(ValueError, match=said):
+        convert(folder, tmp_path / "out.pt", "decay")
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_a_file_cut_short_is_refused(gpt2, tmp_path):
+    folder = shutil.copytree(gpt2[0], tmp_path / "cut")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="cut short"):
+        convert(folder, tmp_path / "out.pt", "decay")
+
+
+def test_another_models_dictionary_stays(gpt2, tmp_path):
+    (tmp_path / "dict.txt").write_text("word 1\n")
+    with pytest.raises(ValueError, match=r"dict\.txt"):
+        convert(gpt2[0], tmp_path / "out.pt", "decay")
+    assert (tmp_path / "dict.txt").read_text() == "word 1\n"
