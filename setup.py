@@ -1,3 +1,9 @@
-from setuptools import setup
+"""Metadata is in pyproject.toml; here is only what it cannot say: the kernels in cuda/ install as data of ``fw_fairseq.cuda``."""
 
-setup()
+from setuptools import find_packages, setup
+
+setup(
+    packages=[*find_packages(include=["fw_fairseq*"]), "fw_fairseq.cuda"],
+    package_dir={"fw_fairseq.cuda": "cuda"},
+    package_data={"fw_fairseq.cuda": ["*.cu", "*.cuh"]},
+)

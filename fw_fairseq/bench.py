@@ -23,7 +23,9 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import torch
 from torch.nn import functional as F
 
+from .bench_peers import fla_call, peer_name
 from .ops import fast_weight
+from .ops.checks import BACKENDS
 from .rules import RULES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -39,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
         "ops",
         help="the recurrence itself, forward and backward",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        description="Chunk form of every rule against its step loop, softmax attention and a plain cumulative sum.",
+        description="Every rule against its step loop, softmax attention, a cumulative sum and, on a GPU, flash-linear-attention.",
     )
     ops.set_defaults(measure=bench_ops, table=table, draw=draw)
     ops.add_argument("--dtype", default="float32", choices=DTYPES)
@@ -49,6 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     ops.add_argument("--heads", type=positive, default=8)
     ops.add_argument("--key-width", type=positive, default=64)
     ops.add_argument("--value-width", type=positive, default=64)
+    ops.add_argument("--backend", default="auto", choices=BACKENDS, help="what runs the rules; on a GPU their chunk form runs too")
     ops.add_argument("--loop-up-to", type=int, default=512, metavar="T", help="longest sequence for the step loop")
     ops.add_argument("--softmax-up-to", type=int, default=1024, metavar="T", help="longest sequence for softmax attention")
     ops.add_argument("--cumsum-up-to", type=int, default=512, metavar="T", help="longest sequence for the cumulative sum")
@@ -133,7 +136,11 @@ def forward_backward(args, rule: str, tokens: int, backend: str):
 
 
 def build_contenders(args, tokens: int) -> dict[str, object]:
-    calls = {rule: forward_backward(args, rule, tokens, "chunkwise") for rule in args.rules}
+    calls = {rule: forward_backward(args, rule, tokens, args.backend) for rule in args.rules}
+    if args.device != "cpu":
+        calls |= {f"{rule} chunks": forward_backward(args, rule, tokens, "chunkwise") for rule in args.rules}
+        found = {peer_name(rule): fla_call(rule, *draw_inputs(args, rule, tokens)) for rule in args.rules}
+        calls |= {name: call for name, call in found.items() if call is not None}
     if tokens <= args.loop_up_to:
         calls |= {f"{rule} step loop": forward_backward(args, rule, tokens, "recurrent") for rule in args.rules}
     q, k, v, _ = draw_inputs(args, "sum", tokens)
@@ -159,7 +166,7 @@ def ratios(args, seconds) -> list[dict]:
     for rule in args.rules:
         for tokens in args.tokens:
             own = seconds[tokens, rule]
-            for peer in (f"{rule} step loop", SOFTMAX, CUMSUM):
+            for peer in (f"{rule} step loop", f"{rule} chunks", SOFTMAX, CUMSUM, peer_name(rule)):
                 if (tokens, peer) in seconds and (peer != CUMSUM or rule == "sum"):
                     times = statistics.median(p / o for p, o in zip(seconds[tokens, peer], own))
                     found.append({"rule": rule, "tokens": tokens, "peer": peer, "times_faster": times})
@@ -218,13 +225,13 @@ def peak_memory(args, rule: str, tokens: int) -> dict:
 def measure_memory(args, rule: str, tokens: int) -> tuple[int, int]:
     cuda = args.device != "cpu"
     torch.set_num_threads(args.threads)
-    forward_backward(args, rule, 64, "chunkwise")()  # loads libraries
+    forward_backward(args, rule, 64, args.backend)()  # loads libraries
     q, k, v, gates = draw_inputs(args, rule, tokens)
     inputs = sum(x.nbytes for x in (q, k, v, *gates.values()))
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if cuda else process_memory("VmRSS")
-    y, _ = fast_weight(q, k, v, rule, gates, backend="chunkwise")
+    y, _ = fast_weight(q, k, v, rule, gates, backend=args.backend)
     torch.autograd.grad(y, (q, k, v, *gates.values()), torch.ones_like(y))
     after = torch.cuda.max_memory_allocated() if cuda else process_memory("VmHWM")
     return after - before, inputs

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
+from hostcuda import EmulatorLaunch
 from torch.nn import functional as F
 
-from fw_fairseq.ops import fast_weight
+from fw_fairseq.ops import cuda, cuda_launch, cuda_step, fast_weight
 from fw_fairseq.rules import RULES, Rule
 
 CHUNKED = [name for name, rule in RULES.items() if rule.step is None]
@@ -84,3 +87,24 @@ def assert_same(actual: dict, expected: dict, tolerance: float, smallest: float 
         assert got.isfinite().all(), name
         error = (got - want).abs().max() / want.abs().max().clamp(min=smallest)
         assert error <= tolerance, f"{name}: relative error {error:.1e} above {tolerance:.0e}"
+
+
+@pytest.fixture
+def emulate(one_thread):
+    """``emulate(policy, seed, ...)``: from now on kernels run on the emulator, for tensors on the CPU; returns the launcher."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*schedule, **options):
+            return stack.enter_context(emulated(EmulatorLaunch(*schedule, **options)))
+
+        yield start
+
+
+@contextlib.contextmanager
+def emulated(launcher):
+    """The operators on CPU tensors, launching with ``launcher``."""
+    with torch.library._scoped_library("fw_fairseq", "IMPL") as library, cuda_launch.use(launcher):
+        library.impl("scan", cuda.scan, "CPU")
+        library.impl("scan_backward", cuda.scan_backward, "CPU")
+        library.impl("step", cuda_step.step, "CPU")
+        yield launcher

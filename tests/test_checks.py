@@ -20,7 +20,6 @@ SUM = dict(rule="sum", gates=None)
     [
         (dict(rule="dleta"), r"rule is 'dleta'; allowed: sum, gated, delta"),
         (dict(backend="triton"), r"backend is 'triton'; allowed: auto, recurrent, chunkwise, cuda"),
-        (dict(backend="cuda"), r"backend='cuda' has no kernels"),
         (dict(q=[1.0]), r"q is a list; it must be a torch.Tensor"),
         (dict(q=Q[0]), r"q has shape \(3, 4, 5\); it must have 4 dimensions, \(B,H,T,K\)"),
         (dict(v=VALUES[0]), r"v has shape .*\(B,H,T,V\)"),

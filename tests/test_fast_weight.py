@@ -54,6 +54,17 @@ def test_gates_at_both_extremes(rule, dtype, tolerance):
 
 
 @pytest.mark.parametrize("rule", CHUNKED)
+def test_incoming_gradients_stay_as_they_are(rule):
+    """The gradient of the final memory belongs to the caller."""
+    inputs = draw_inputs(SHAPE, torch.float32)
+    _, state = fast_weight(**inputs, rule=rule, gates=draw_gates(RULES[rule], SHAPE, torch.float32), backend="chunkwise")
+    given = torch.randn_like(state.memory)
+    kept = given.clone()
+    torch.autograd.grad(state.memory, inputs["k"], given)
+    assert torch.equal(given, kept)
+
+
+@pytest.mark.parametrize("rule", CHUNKED)
 def test_gates_exactly_zero_and_one(rule):
     """Where a sigmoid saturates. Zeros count as 1e-9 and true gradients may be 0, hence the absolute tolerance."""
     shape = (1, 2, 70, 4, 4)

@@ -40,6 +40,15 @@ def test_user_dir_from_a_checkout(tmp_path):
     assert done.returncode == 0 and "--user-dir" in done.stdout, done.stderr
 
 
+@pytest.mark.parametrize("where", ["checkout", "elsewhere"])
+def test_editable_install_and_user_dir_find_the_kernels(tmp_path, where):
+    """Also with the checkout first on the path, as --user-dir puts it, CuPy's own ``cuda`` packages are found."""
+    code = "from fw_fairseq.ops import cuda_launch; print(cuda_launch.kernel_folder()); import cuda.pathfinder"
+    environment = {"PYTHONPATH": str(ROOT)} if where == "checkout" else {}
+    done = run(sys.executable, "-c", code, cwd=tmp_path, **environment)
+    assert (done.returncode, done.stdout.strip()) == (0, str(ROOT / "cuda")), done.stderr
+
+
 def test_fairseq_checkpoints_load_safely(tmp_path):
     """torch refuses the Namespace in a fairseq checkpoint until fairseq has imported this directory."""
     code = (
@@ -63,9 +72,14 @@ def test_wheel_installs_and_runs(tmp_path):
         (copy / name).write_bytes((ROOT / name).read_bytes())
     done = run(*pip, "--target", str(site), str(copy))
     assert done.returncode == 0, done.stderr
-    code = "import fw_fairseq; print(fw_fairseq.__file__); from fw_fairseq.ops import fast_weight"
+    code = (
+        "import fw_fairseq; print(fw_fairseq.__file__); from fw_fairseq.ops import cuda_launch; print(cuda_launch.kernel_folder())"
+    )
     done = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(site))
     assert done.returncode == 0 and done.stdout.startswith(str(site)), done.stderr
+    kernels = Path(done.stdout.splitlines()[1])
+    assert kernels == site / "fw_fairseq" / "cuda"
+    assert {path.name for path in kernels.glob("*.cu*")} == {path.name for path in (ROOT / "cuda").iterdir()}
     assert (site / "bin" / "fw-bench").exists()
 
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import torch
 from torch import Tensor
 
 from ..rules import Coefficients, Rule
-from . import checks, normalisation
+from . import checks, cuda_launch, normalisation
+from . import cuda as kernels
 from .chunkwise import chunk_form
+from .cuda_step import step_cuda_form
+from .cuda_step import why_not as why_no_step_kernel
 from .recurrent import scan, step_form
 from .state import FastWeightState
 
 __all__ = ["FastWeightState", "fast_weight"]
+logger = logging.getLogger(__name__)
 
 
 def fast_weight(
@@ -35,7 +42,7 @@ def fast_weight(
         rule: a name in ``fw_fairseq.rules.RULES``.
         gates: the rule's gates by name, probabilities, (B,H,T), (B,H,T,K) or (B,H,T,V); in q's dtype or fp32.
         state: what an earlier call returned, to go on from there; gradients flow through it.
-        backend: "recurrent" one token at a time, "chunkwise" matrix products, "auto" the best that runs; "cuda" has no kernels yet.
+        backend: "recurrent" one token at a time, "chunkwise" matrix products, "cuda" the kernels, "auto" the best that runs.
         attention_norm: divides y_t by n_t . q_t + eps, n_t the accumulated keys. For non-negative feature maps.
         padding_mask: (B,T), True at padding: such a step leaves the state as it is and outputs 0.
         reset_mask: (B,T), True where the memory is emptied before the step: the first token of a new text.
@@ -67,8 +74,9 @@ def fast_weight(
     with torch.autocast(q.device.type, enabled=False):
         gates = {name: gate.to(dtype) for name, gate in gates.items()}
         if spec.step is not None:
-            if backend == "chunkwise":
-                raise ValueError(f"rule {rule!r} has no chunk form, only steps; use backend='auto' or 'recurrent'")
+            if backend in ("chunkwise", "cuda"):
+                missing = {"chunkwise": "chunk form", "cuda": "kernel"}[backend]
+                raise ValueError(f"rule {rule!r} has no {missing}, only steps; use backend='auto' or 'recurrent'")
             y, memory = scan(spec.step, q, k, v, gates, state.memory, padding_mask, reset_mask)
             return y, state._replace(memory=memory)
         coefficients = spec.coefficients(**gates)
@@ -79,7 +87,9 @@ def fast_weight(
                 key_log_scale = key_log_scale.masked_fill(padding_mask[:, None], -torch.inf)
         if reset_mask is not None:
             coefficients = coefficients._replace(f=_forget(coefficients.f, reset_mask, q))
-        run = choose_form(backend, coefficients, tokens=q.shape[2])
+        leaves = (q, k, v, *gates.values(), *state, key_log_scale)
+        learning = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
+        run = functools.partial(run_form, backend, learning)
         if not attention_norm:
             y, memory = run(q, k, v, coefficients, state.memory)
             return y, state._replace(memory=memory)
@@ -112,12 +122,33 @@ def empty_state(shape, device, dtype: torch.dtype, attention_norm: bool, log_sca
     return FastWeightState(memory, normaliser, scale)
 
 
-def choose_form(backend: str, coefficients: Coefficients, tokens: int):
-    """The function to run. "auto": steps for one token and for what has no chunk form, chunks for everything else."""
-    if backend == "auto":
-        stepwise = tokens == 1 or (coefficients.z is not None and coefficients.e is not None)
-        return step_form if stepwise else chunk_form
-    return {"recurrent": step_form, "chunkwise": chunk_form}[backend]
+def run_form(backend: str, learning: bool, q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor):
+    """As ``chunk_form``. "auto": kernels where they run; else steps for one token and for what has no chunk form, else chunks."""
+    if backend in ("recurrent", "chunkwise"):
+        return {"recurrent": step_form, "chunkwise": chunk_form}[backend](q, k, v, coefficients, memory)
+    if backend == "cuda" or q.device.type == cuda_launch.current().device_type:
+        q, k = q.to(v.dtype), k.to(v.dtype)  # normalisation makes v fp32
+        form, reason = choose_kernel(q, k, v, coefficients, learning)
+        if reason is None:
+            return form(q, k, v, coefficients, memory)
+        if backend == "cuda":
+            raise ValueError(reason)
+        log_once(reason)
+    stepwise = q.shape[2] == 1 or (coefficients.z is not None and coefficients.e is not None)
+    return (step_form if stepwise else chunk_form)(q, k, v, coefficients, memory)
+
+
+def choose_kernel(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, learning: bool):
+    """(form, None), or (None, a sentence that says why there is no kernel for these inputs)."""
+    if q.shape[2] == 1 and not learning and why_no_step_kernel(q, v) is None:
+        return step_cuda_form, None
+    reason = kernels.why_not(q, k, v, coefficients)
+    return (kernels.cuda_form, None) if reason is None else (None, reason)
+
+
+@functools.cache
+def log_once(reason: str) -> None:
+    logger.warning(f"{reason}; running the PyTorch form instead")
 
 
 def _forget(decay: Tensor | None, reset_mask: Tensor, q: Tensor) -> Tensor:

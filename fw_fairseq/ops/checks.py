@@ -22,8 +22,6 @@ def check_rule(rule: str) -> Rule:
 def check_backend(backend: str) -> None:
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
-    if backend == "cuda":
-        raise ValueError("backend='cuda' has no kernels in this version; use 'auto', 'chunkwise' or 'recurrent', on any device")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:

@@ -42,7 +42,7 @@ class ChunkScan(torch.autograd.Function):
         memories, inverses = kept[: len(ctx.plan)], kept[len(ctx.plan) :]
         sequences, dtype = operands[0].shape[:2], memories[0].dtype
         grads = [None if x is None else torch.empty_like(x) for x in operands]
-        dmemory = torch.zeros_like(memories[0]) if dmemory is None else dmemory.flatten(0, 1)
+        dmemory = torch.zeros_like(memories[0]) if dmemory is None else dmemory.flatten(0, 1).clone()  # chunks use it up
         for (span, way), memory, inverse in zip(reversed(ctx.plan), reversed(memories), reversed(inverses)):
             chunk = cut(operands, span)
             work = torch.float64 if way is Frame else dtype

@@ -1,0 +1,137 @@
+"""Compiles and starts the kernels in ``cuda/``: CuPy compiles on first use, torch owns the memory, the stream and the device.
+
+A launcher is called as ``launch(source_file, kernel_name, defines, grid, block, params, shared_bytes, device)``: the file in
+``cuda/``, the kernel in it, its macros, the sizes as tuples, ONE structure passed by value (a numpy structured scalar whose dtype
+has ``align=True``), bytes of dynamic shared memory. Nothing is allocated and nothing waits, so a launch can be captured in a CUDA
+graph once its kernel has been compiled. ``current()`` is the launcher in use; tests put an emulator there with ``use``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+PACKAGE = Path(__file__).parents[1]
+WITHOUT_ASKING = 48 * 1024  # bytes of dynamic shared memory that a kernel gets without asking
+OLDEST = (7, 5)  # what the compiler of CUDA 13 still compiles for
+
+
+class Stream(NamedTuple):
+    """All that CuPy looks at when it is given a stream."""
+
+    ptr: int
+
+
+class CupyLaunch:
+    """The launcher on a GPU. One compiled kernel per (file, macros, device), on disk too, by CuPy."""
+
+    device_type = "cuda"
+
+    def __init__(self):
+        self.modules: dict[tuple, object] = {}
+        self.kernels: dict[tuple, object] = {}
+
+    def why_not(self, device: torch.device) -> str | None:
+        """A sentence that says why kernels cannot run on ``device``; None where they can."""
+        return missing(device)
+
+    def capability(self, device: torch.device) -> tuple[int, int]:
+        return torch.cuda.get_device_capability(device)
+
+    def processors(self, device: torch.device) -> int:
+        """How many blocks it takes to give every multiprocessor one."""
+        return torch.cuda.get_device_properties(device).multi_processor_count
+
+    def __call__(self, source_file, kernel_name, defines, grid, block, params, shared_bytes, device) -> None:
+        with torch.cuda.device(device):
+            index = torch.cuda.current_device()
+            key = (source_file, kernel_name, tuple(defines.items()), index)
+            kernel = self.kernels.get(key)
+            if kernel is None:
+                kernel = self.kernels[key] = self.compile(source_file, kernel_name, key[2], index, shared_bytes)
+            stream = Stream(torch.cuda.current_stream(index).cuda_stream)
+            kernel(grid, block, (np.asarray(params),), shared_mem=shared_bytes, stream=stream)
+
+    def compile(self, source_file, kernel_name, defines, index: int, shared_bytes: int):
+        import cupy
+
+        module = self.modules.get((source_file, defines, index))
+        if module is None:
+            module = cupy.RawModule(code=(kernel_folder() / source_file).read_text(), options=compile_options(defines))
+            self.modules[source_file, defines, index] = module
+        try:
+            kernel = module.get_function(kernel_name)
+            if shared_bytes > WITHOUT_ASKING:
+                kernel.max_dynamic_shared_size_bytes = shared_bytes
+        except Exception as error:  # CuPy raises several kinds, by what went wrong in which library
+            raise RuntimeError(compile_error(source_file, kernel_name, defines, error)) from error
+        return kernel
+
+
+@torch.compiler.assume_constant_result  # or a graph breaks here
+def missing(device: torch.device) -> str | None:
+    """What this process lacks to run kernels on ``device``."""
+    return look_up(device)
+
+
+@functools.cache  # decoding asks for every token
+def look_up(device: torch.device) -> str | None:
+    if not torch.cuda.is_available():
+        return "backend='cuda' needs a CUDA device, and torch sees none"
+    if device.type != "cuda":
+        return f"backend='cuda' needs tensors on a CUDA device; these are on {device}"
+    if importlib.util.find_spec("cupy") is None:
+        return "backend='cuda' needs CuPy; install fw_fairseq with the extra [cuda13] or [cuda12]"
+    if torch.cuda.get_device_capability(device) < OLDEST:
+        return f"backend='cuda' needs compute capability {OLDEST[0]}.{OLDEST[1]} or higher"
+    return None
+
+
+def compile_error(source_file, kernel_name, defines, error) -> str:
+    """One message: the kernel, its macros and the first lines that the compiler wrote."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    told = "\n".join(["", *lines[:4]]) if lines else f" {type(error).__name__}"
+    macros = " ".join(f"{name}={value}" for name, value in defines)
+    return f"kernel {kernel_name} of cuda/{source_file} ({macros}) does not compile:{told}"
+
+
+def kernel_folder() -> Path:
+    """``fw_fairseq/cuda`` where the package is installed, ``cuda/`` beside it in a checkout."""
+    folders = (PACKAGE / "cuda", PACKAGE.parent / "cuda")
+    for folder in folders:
+        if (folder / "common.cuh").is_file():
+            return folder
+    raise RuntimeError(f"the CUDA kernels are in none of {', '.join(map(str, folders))}; install fw_fairseq again")
+
+
+def compile_options(defines) -> tuple[str, ...]:
+    """With a fingerprint of the headers: CuPy's disk cache knows a kernel by its own text and its options only."""
+    folder = kernel_folder()
+    headers = b"".join(path.read_bytes() for path in sorted(folder.glob("*.cuh")))
+    fingerprint = hashlib.sha256(headers).hexdigest()[:16]
+    return ("-std=c++17", f"-I{folder}", f"-DFW_HEADERS=0x{fingerprint}", *(f"-D{name}={value}" for name, value in defines))
+
+
+_launcher = CupyLaunch()
+
+
+def current():
+    return _launcher
+
+
+@contextlib.contextmanager
+def use(launcher):
+    """``launcher`` instead of CuPy, for tests without a GPU."""
+    global _launcher
+    previous, _launcher = _launcher, launcher
+    try:
+        yield launcher
+    finally:
+        _launcher = previous

@@ -1,0 +1,8 @@
+"""CUDA kernels without a GPU: the same .cu files run on the CPU (``HostModule``, ``EmulatorLaunch``) and compiled for any
+architecture (``nvrtc.compile_check``)."""
+
+from .emulator import SCHEDULES, EmulatorLaunch, guarded
+from .hostemu import HostError, HostModule
+from .sanitize import run_sanitized, sanitized_launch
+
+__all__ = ["SCHEDULES", "EmulatorLaunch", "HostError", "HostModule", "guarded", "run_sanitized", "sanitized_launch"]

@@ -1,0 +1,57 @@
+"""Compiles kernels as CuPy would, for any architecture, without a device."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+
+from .hostemu import KERNELS
+
+ARCHITECTURES = ("75", "80", "86", "89", "90", "100", "120")
+
+
+def compile_check(source_file, defines=None, arch="80", options=(), folder=KERNELS) -> dict[str, dict[str, int]]:
+    """Compiles ``source_file`` and returns {kernel: {registers, shared, stack, spill_stores, spill_loads}}.
+
+    RuntimeError with the compiler's log where it does not compile.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Failed to detect number of GPUs")
+        from cupy.cuda import nvrtc
+    path = Path(folder) / source_file
+    flags = [f"-D{name}={value}" for name, value in (defines or {}).items()] + list(options)
+    program = nvrtc.createProgram(path.read_text(), str(path), (), ())
+    try:
+        nvrtc.compileProgram(program, (*cupy_options(folder), *flags, f"-arch=sm_{arch}", "--ptxas-options=-v"))
+        return resources(nvrtc.getProgramLog(program))
+    except nvrtc.NVRTCError as error:
+        raise RuntimeError(f"{source_file} for sm_{arch} with {flags}: {error}\n{nvrtc.getProgramLog(program)}") from None
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def cupy_options(folder) -> tuple[str, ...]:
+    """What CuPy adds to the options of a RawModule."""
+    from cupy._core import core
+
+    own = core.assemble_cupy_compiler_options(("-std=c++17", f"-I{folder}", f"-I{KERNELS}"))
+    return (*own, "-ftz=true", "--device-as-default-execution-space")
+
+
+def resources(log: str) -> dict[str, dict[str, int]]:
+    """The figures of ptxas' report, by kernel."""
+    found: dict[str, dict[str, int]] = {}
+    kernel = None
+    for line in log.splitlines():
+        if name := re.search(r"(?:entry function|Function properties for) '?([\w$]+)'?", line):
+            kernel = found.setdefault(name[1], {"registers": 0, "shared": 0, "stack": 0, "spill_stores": 0, "spill_loads": 0})
+        if kernel is None:
+            continue
+        if m := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            kernel.update(stack=int(m[1]), spill_stores=int(m[2]), spill_loads=int(m[3]))
+        if m := re.search(r"Used (\d+) registers", line):
+            kernel["registers"] = int(m[1])
+        if m := re.search(r"(\d+) bytes smem", line):
+            kernel["shared"] = int(m[1])
+    return found

@@ -1,0 +1,57 @@
+"""Peers of fw-bench: called as their authors say, with the numbers of the same recurrence. A stand-in for the package, no GPU."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from conftest import draw_gates, draw_inputs
+
+from fw_fairseq.bench_peers import FLA, fla_call
+from fw_fairseq.ops import fast_weight
+from fw_fairseq.rules import RULES
+
+SHAPE = (2, 3, 7, 4, 5)
+
+
+@pytest.fixture
+def fla(monkeypatch):
+    """Kernels that take (B,T,H,D) tensors and logarithms of gates, and answer with the recurrence."""
+    calls = []
+
+    def kernel(name, rule):
+        def run(q, k, v, scale, g=None, beta=None, **options):
+            assert scale == 1.0 and (options == {"normalize": False}) == (rule == "sum")
+            calls.append(name)
+            first, *rest = (x.transpose(1, 2) for x in (q, k, v))
+            gates = {"beta": beta.transpose(1, 2)} if beta is not None else {}
+            if g is not None:
+                gates |= {"f" if rule == "decay" else "g": g.exp().transpose(1, 2)}
+            if rule == "decay":
+                gates["z"] = torch.ones_like(rest[1])
+            y, state = fast_weight(first, *rest, rule, gates)
+            return y.transpose(1, 2), state
+
+        return run
+
+    for rule, (module, name) in FLA.items():
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
+        setattr(sys.modules[module], name, kernel(name, rule))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    return calls
+
+
+@pytest.mark.parametrize("rule", FLA)
+def test_called_with_its_own_layout(fla, rule):
+    inputs, gates = draw_inputs(SHAPE, torch.float32), draw_gates(RULES[rule], SHAPE, torch.float32)
+    grads = fla_call(rule, **inputs, gates=gates)()
+    assert fla == [FLA[rule][1]]
+    assert [g.shape for g in grads[:3]] == [x.transpose(1, 2).shape for x in inputs.values()]
+
+
+def test_where_there_is_none():
+    inputs = draw_inputs(SHAPE, torch.float32)
+    assert fla_call("sum", **inputs, gates={}) is None
