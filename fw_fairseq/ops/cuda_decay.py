@@ -11,16 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import cuda_launch
+
 CHUNK = 16
 LARGEST_K = 512
-MIN_ARCH = 80  # products of bf16 and tf32 start there
+OLDEST = (8, 0)  # products of bf16 and tf32 start there
+SHARED = 99 * 1024  # bytes of shared memory that every device since then gives a block
+SHARED_MORE = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024, (10, 3): 227 * 1024}
 TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 PRECISIONS = {"bf16": 0, "tf32": 1, "exact": 2}
 TENSOR = np.dtype([("data", "u8"), ("b", "i8"), ("h", "i8"), ("t", "i8"), ("part", "i8")])
 TENSORS = ("q", "k", "v", "f", "z", "w", "y", "dy", "dq", "dk", "dv", "df", "dz", "dw")
 MEMORIES = ("memory", "final_memory", "borders", "dfinal", "dmemory")
 SIZES = ("T", "K", "V", "segments")
-PARAMS = np.dtype([(n, TENSOR) for n in TENSORS] + [(n, "u8") for n in MEMORIES] + [(n, "i4") for n in SIZES])
+PARAMS = np.dtype([(n, TENSOR) for n in TENSORS] + [(n, "u8") for n in MEMORIES] + [(n, "i4") for n in SIZES], align=True)
 
 
 class Tile(NamedTuple):
@@ -67,8 +71,16 @@ def choose_tile(table: dict[int, Tile], K: int, V: int) -> Tile:
     return tile._replace(V=width, v_warps=min(tile.v_warps, width // 16))
 
 
-def choose_segment(K: int, V: int, precision: str) -> int:
-    return 64
+def choose_backward(K: int, V: int, precision: str, has_f: bool, has_z: bool) -> tuple[Tile, int]:
+    """The widest tile and the longest segment whose shared memory fits; the smallest of both where none does."""
+    tile = choose_tile(BACKWARD, K, V)
+    while True:
+        for segment in (64, 32):
+            if backward_shared(K, tile, segment, precision, has_f, has_z) <= SHARED:
+                return tile, segment
+        if tile.V == 16:
+            return tile, CHUNK
+        tile = tile._replace(V=tile.V // 2, v_warps=min(tile.v_warps, tile.V // 32))
 
 
 def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w) -> str | None:
@@ -79,43 +91,63 @@ def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w) -> str | None:
         return f"the kernels take float32, float16 and bfloat16, not {q.dtype}"
     if q.shape[-1] > LARGEST_K:
         return f"the kernels take keys of up to {LARGEST_K} channels after the feature map, not {q.shape[-1]}"
+    capability = cuda_launch.current().capability(q.device)
+    if capability < OLDEST:
+        return f"the kernels need compute capability {OLDEST[0]}.{OLDEST[1]} or higher, for products of bf16 and tf32"
+    precision = "bf16" if q.dtype.itemsize == 2 else "exact"
+    gates = f is not None, z is not None
+    tile, segment = choose_backward(q.shape[-1], v.shape[-1], precision, *gates)
+    if backward_shared(q.shape[-1], tile, segment, precision, *gates) > SHARED_MORE.get(capability, SHARED):
+        return f"the backward for {q.shape[-1]} key channels in {q.dtype} needs more shared memory than this device has"
     return None
+
+
+def saved_like(q, k, v, f, z, e, w, memory, precision: str):
+    """The memory before each segment but the first."""
+    _, segment = choose_backward(q.shape[-1], v.shape[-1], precision, f is not None, z is not None)
+    return [((*q.shape[:2], (q.shape[2] - 1) // segment, q.shape[3], v.shape[3]), torch.float32)]
 
 
 def forward(launch, q, k, v, f, z, e, w, memory, precision: str, keep: bool = True):
     """y, the final memory, and what ``backward`` needs; without ``keep`` that is nothing."""
-    q, k, v, f, z, w = (contiguous_channels(x) for x in (q, k, v, f, z, w))
-    memory = memory.contiguous()
-    K, V = q.shape[-1], v.shape[-1]
-    tile, segment = choose_tile(FORWARD, K, V), choose_segment(K, V, precision)
+    _, segment = choose_backward(q.shape[-1], v.shape[-1], precision, f is not None, z is not None)
     y, final_memory = torch.empty_like(v), torch.empty_like(memory)
-    later_segments = -(-q.shape[2] // segment) - 1
-    borders = memory.new_empty(*q.shape[:2], later_segments, K, V) if keep and later_segments else None
-    inputs = {"q": q, "k": k, "v": v, "f": f, "z": z, "w": w}
-    call = Call(tile, segment, precision, inputs | {"y": y}, {"memory": memory, "final_memory": final_memory, "borders": borders})
+    kept = saved_like(q, k, v, f, z, e, w, memory, precision) if keep else []
+    saved = tuple(memory.new_empty(shape, dtype=dtype) for shape, dtype in kept)
+    tensors = {"q": q, "k": k, "v": v, "f": f, "z": z, "w": w, "y": y}
+    memories = {"memory": memory, "final_memory": final_memory, "borders": saved[0] if keep else None}
+    call = Call(choose_tile(FORWARD, q.shape[-1], v.shape[-1]), segment, precision, tensors, memories, {})
     call.run(launch, "decay.cu", "decay_forward", forward_bytes(call))
-    return y, final_memory, (borders,)
+    return y, final_memory, saved
 
 
 def backward(launch, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str):
     """Gradients of q, k, v, f, z, e, w and memory; None for what is None."""
-    q, k, v, f, z, w, dy = (contiguous_channels(x) for x in (q, k, v, f, z, w, dy.to(v.dtype)))
     K, V = q.shape[-1], v.shape[-1]
-    tile, segment = choose_tile(BACKWARD, K, V), choose_segment(K, V, precision)
+    tile, segment = choose_backward(K, V, precision, f is not None, z is not None)
     parts = -(-V // tile.V)
-    dq, dk = (torch.empty_like(q)[None] if parts == 1 else q.new_empty(parts, *q.shape, dtype=torch.float32) for _ in "qk")
-    dv, dz = (None if x is None else torch.empty_like(x) for x in (v, z))
-    df = None if f is None else f.new_empty(parts * (1 if f.dim() == 4 else -(-padded(K) // 32)), *f.shape)
-    dw = None if w is None else w.new_empty(parts * -(-tile.V // 32), *w.shape)
-    dstart = memory.new_empty(memory.shape)
-    memories = {"memory": memory.contiguous(), "borders": saved[0], "dmemory": dstart}
-    memories["dfinal"] = None if dmemory is None else dmemory.contiguous()
-    inputs = {"q": q, "k": k, "v": v, "f": f, "z": z, "w": w, "dy": dy}
-    call = Call(tile, segment, precision, inputs | {"dv": dv, "dz": dz}, memories, {"dq": dq, "dk": dk, "df": df, "dw": dw})
+    dq, dk, dv, df, dz, dw, dstart = (None if x is None else torch.empty_like(x) for x in (q, k, v, f, z, w, memory))
+    shares = {
+        "dq": shares_of(dq, parts),
+        "dk": shares_of(dk, parts),
+        "df": shares_of(df, parts * (-(-padded(K) // 32) if f is not None and f.dim() == 3 else 1)),
+        "dw": shares_of(dw, parts * -(-tile.V // 32)),
+    }
+    tensors = {"q": q, "k": k, "v": v, "f": f, "z": z, "w": w, "dy": dy, "dv": dv, "dz": dz}
+    memories = {"memory": memory, "borders": saved[0], "dfinal": dmemory, "dmemory": dstart}
+    call = Call(tile, segment, precision, tensors, memories, shares)
     call.run(launch, "decay_backward.cu", "decay_backward", backward_bytes(call))
-    dq, dk = (x[0] if parts == 1 else x.sum(0).to(q.dtype) for x in (dq, dk))
-    df, dw = (None if x is None else x[0] if len(x) == 1 else x.sum(0) for x in (df, dw))
+    for whole, share in zip((dq, dk, df, dw), shares.values()):
+        if share is not None and len(share) > 1:
+            whole.copy_(share.sum(0))
     return dq, dk, dv, df, dz, None, dw, dstart
+
+
+def shares_of(whole: Tensor | None, count: int) -> Tensor | None:
+    """Room for ``count`` fp32 shares that sum to the tensor; the tensor itself for one."""
+    if whole is None or count == 1:
+        return None if whole is None else whole[None]
+    return whole.new_empty(count, *whole.shape, dtype=torch.float32)
 
 
 class Call(NamedTuple):
@@ -126,7 +158,7 @@ class Call(NamedTuple):
     precision: str
     tensors: dict[str, Tensor | None]
     memories: dict[str, Tensor | None]
-    shares: dict[str, Tensor | None] = {}  # noqa: RUF012 - never changed
+    shares: dict[str, Tensor | None]
 
     @property
     def K(self) -> int:
@@ -203,10 +235,6 @@ def scale_bytes(K: int, V: int) -> int:
 
 def operand_bytes(precision: str) -> int:
     return 2 if precision == "bf16" else 4
-
-
-def contiguous_channels(x: Tensor | None) -> Tensor | None:
-    return x if x is None or x.dim() == 3 or x.stride(-1) == 1 else x.contiguous()
 
 
 def in_pairs(x: Tensor) -> bool:
