@@ -241,64 +241,44 @@ __device__ __forceinline__ void add_spans(float (&log_gate)[8], const float (&af
     }
 }
 
-// A round's share of the gradients of this lane's columns.
-__device__ __forceinline__ void collect(Sums& sums, const Shared& s, const Job& job, const Columns& columns, int mode, int chunk) {
+// A round's share of the gradients of one of this lane's columns, C; one after the other, for the registers.
+template <int C>
+__device__ __forceinline__ void collect(Sums& sums, const Shared& s, const Job& job, const Columns& columns, int mode, float past) {
     const bool gated = job.key ? FW_F != 0 : FW_Z != 0;
     const int ld = job.key ? FW_LDK : FW_LDV;
-    const float* results = job.key ? s.key[0] : s.value[0];
+    const float* results = (job.key ? s.key[0] : s.value[0]) + job.column + C;
     const float* self = s.self[job.key];
-    const Operand *reads = job.key ? s.q : s.dy, *writes = job.key ? s.k : s.v;
-    Factors factors[2];
-    gate_factors(factors[0], mode, job.late, columns.gate[0]);
-    gate_factors(factors[1], mode, job.late, columns.gate[1]);
-    float after[2][8], before[2][8];
+    const Operand *reads = (job.key ? s.q : s.dy) + job.column + C, *writes = (job.key ? s.k : s.v) + job.column + C;
+    Factors factors;
+    gate_factors(factors, mode, job.late, columns.gate[C]);
+    float after[8], before[8];
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        int token = token_of(job.late, j), at = token * ld + job.column;
-        float2 zero = make_float2(0.f, 0.f), dwrite = zero, dread = zero, dpair = zero, read = zero, write = zero;
+        int token = token_of(job.late, j), at = token * ld;
+        float dwrite = 0.f, dread = 0.f, dpair = 0.f;
+        after[j] = before[j] = 0.f;
         if (job.active) {
-            dwrite = *(const float2*)(results + at);
-            if (job.key || gated) dread = *(const float2*)(results + 16 * ld + at);
+            dwrite = results[at];
+            if (job.key || gated) dread = results[16 * ld + at];
             if (gated) {
-                dpair = *(const float2*)(results + 32 * ld + at);
-                read = load_operands(reads + at);
-                write = load_operands(writes + at);
+                dpair = results[32 * ld + at];
+                float write = to_float(writes[at]), by_pairs = write * dpair;
+                after[j] = to_float(reads[at]) * dread - (mode < LEVEL16 ? by_pairs : 0.f);
+                before[j] = write * dwrite + (mode < LEVEL16 ? 0.f : by_pairs);
             }
         }
-        after[0][j] = read.x * dread.x;
-        after[1][j] = read.y * dread.y;
-        float2 by_pairs = make_float2(write.x * dpair.x, write.y * dpair.y);
-        if (mode < LEVEL16) {
-            after[0][j] -= by_pairs.x;
-            after[1][j] -= by_pairs.y;
-            by_pairs = zero;
-        }
-        before[0][j] = write.x * dwrite.x + by_pairs.x;
-        before[1][j] = write.y * dwrite.y + by_pairs.y;
-        sums.reads[0][j] += factors[0].reads[j] * dread.x;
-        sums.reads[1][j] += factors[1].reads[j] * dread.y;
-        sums.writes[0][j] += factors[0].writes[j] * (dwrite.x + dpair.x);
-        sums.writes[1][j] += factors[1].writes[j] * (dwrite.y + dpair.y);
+        sums.reads[C][j] += factors.reads[j] * dread;
+        sums.writes[C][j] += factors.writes[j] * (dwrite + dpair);
         if (does_self(mode)) {
             float2 x = to_float2(columns.reads[j]), y = to_float2(columns.writes[j]);
-            sums.writes[0][j] += self[token] * x.x;
-            sums.writes[1][j] += self[token] * x.y;
-            if (job.key) {
-                sums.reads[0][j] += self[token] * y.x;
-                sums.reads[1][j] += self[token] * y.y;
-            }
+            sums.writes[C][j] += self[token] * (C ? x.y : x.x);
+            if (job.key) sums.reads[C][j] += self[token] * (C ? y.y : y.x);
         }
     }
     if (!gated || mode == DIAGONAL) return;
-    add_spans(sums.log_gate[0], after[0], before[0], job.late, mode);
-    add_spans(sums.log_gate[1], after[1], before[1], job.late, mode);
-    if (!has_borders(mode)) return;
-    float2 past = through(s, job, mode, chunk);
+    add_spans(sums.log_gate[C], after, before, job.late, mode);
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-        sums.log_gate[0][j] += past.x;
-        sums.log_gate[1][j] += past.y;
-    }
+    for (int j = 0; j < 8; j++) sums.log_gate[C][j] += past;
 }
 
 // x summed over the lanes that hold this lane's token.
@@ -385,7 +365,14 @@ __device__ __forceinline__ float2 reverse_chunk(const Params& p, Shared& s, cons
             adjoint.add_outer(s.dy, s.q);
         }
         __syncthreads();
-        collect(sums, s, job, columns, mode, chunk);
+        // Loaded again: kept, the gates and their products would not fit the registers.
+        columns.load_gates(p, job, start, FW_NO_GATE);
+        columns.load_writes(p, job, start);
+        columns.load_reads(p, job, job.key ? p.q : p.dy, start);
+        bool spanned = has_borders(mode) && (job.key ? FW_F != 0 : FW_Z != 0);
+        float2 past = spanned ? through(s, job, mode, chunk) : make_float2(0.f, 0.f);
+        collect<0>(sums, s, job, columns, mode, past.x);
+        collect<1>(sums, s, job, columns, mode, past.y);
         if (next_mode(mode, tier) != DONE) __syncthreads();
     }
     if (job.key) {
