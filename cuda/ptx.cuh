@@ -125,6 +125,9 @@ __device__ __forceinline__ void ldmatrix_x2(unsigned (&r)[2], const void* row) {
     }
 }
 
+// Asks for the 128 bytes around an address that can be read; nothing waits for them.
+__device__ __forceinline__ void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
+
 // Barrier `id` (1..15) for `threads` threads, a multiple of 32: sync waits, arrive does not.
 __device__ __forceinline__ void named_bar_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -281,6 +284,8 @@ inline void cp_async16(void* shared, const void* global, int bytes = 16, CUHOST_
 inline void cp_async4(void* shared, const void* global, int bytes = 4, CUHOST_LINE) {
     ptx_twin::copy(shared, global, 4, bytes, line);
 }
+
+inline void prefetch_l2(const void* global) { (void)*(const volatile char*)global; }
 
 inline void cp_async_commit() { cuhost::current->copy_group++; }
 

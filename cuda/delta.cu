@@ -1,0 +1,75 @@
+// The fast-weight recurrence with erase (delta, gated_delta), forward and backward:
+//
+//     W_t = f_t W_{t-1} - e_t k_t (f_t W_{t-1}^T k_t)^T + w_t k_t v_t^T,    y_t = W_t^T q_t
+//
+// A block has one sequence and head and FW_V columns of the memory, which stay in the accumulators of its warps in fp32 from the
+// first token to the last, transposed: a warp's 16 columns are the rows of its tiles. In this form the memory is the left operand
+// of reads as it is, what is written is the left operand of the update as it is, and columns never meet: between two loads of
+// FW_SPAN tokens the warps of the forward do not wait for each other, unless FW_KSPLIT of them share a column. Chunks are 16 tokens:
+//
+//     R = w V - e start (K W_0),   U = (I + e E)^-1 R,   Y = start (Q W_0) + A U,   W_C = start_C W_0 + K^T (end U)
+//
+// with A = tril(D Q K^T), E = strict tril(D K K^T) and D, start, end the products of f between two tokens, since the chunk's start
+// and until its end (delta.cuh). What does not depend on W is computed for all chunks of a span at once, one warp each.
+//
+// Bound by memory traffic: q, k, v are read and y is written once. Saved for the backward: the memory every FW_SEGMENT tokens.
+#include "delta_memory.cuh"
+
+struct __align__(16) Stage {
+    Op q[FW_SPAN * KEY_ROW], k[FW_SPAN * KEY_ROW];
+    In v[FW_SPAN * INPUT_ROW];
+    Gates g;
+};
+
+struct __align__(16) ForwardShared {
+    Stage stage[2];
+    float inverse[CHUNKS][C * SOLVE_ROW];
+    Op scores[CHUNKS][C * PAIR_ROW];
+    float4 sums[FW_KSPLIT > 1 ? 2 * WARPS * 4 * 32 : 1];
+};
+
+__device__ __forceinline__ void load_stage(Stage& s, const Params& p, const Place& at, int t0) {
+    load_tile<In, Op, FW_SPAN, FW_K>(s.q, p.q, at.b, at.h, t0, p.T, 0, p.K);
+    load_tile<In, Op, FW_SPAN, FW_K>(s.k, p.k, at.b, at.h, t0, p.T, 0, p.K);
+    load_tile<In, In, FW_SPAN, FW_V>(s.v, p.v, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
+    load_gates(s.g, p, at.b, at.h, t0);
+    cp_async_commit();
+}
+
+static_assert(sizeof(ForwardShared) == FW_SHARED, "the host computes the same");
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_forward(const Params p) {
+    extern __shared__ __align__(16) unsigned char bytes[];
+    ForwardShared& shared = *(ForwardShared*)bytes;
+    const Place at(p);
+    float w[TILES][4];
+    int turn = 0;
+    load_memory(w, p.memory, at, p);
+    load_stage(shared.stage[0], p, at, 0);
+    for (int t0 = 0, now = 0; t0 < p.T; t0 += FW_SPAN, now ^= 1) {
+        Stage& s = shared.stage[now];
+        cp_async_wait<0>();
+        __syncthreads();
+        if (t0 + FW_SPAN < p.T) load_stage(shared.stage[now ^ 1], p, at, t0 + FW_SPAN);
+        for (int c = at.warp; c < CHUNKS; c += WARPS) {
+            float* inverse = shared.inverse[c];
+            solve(s.g, c, p.T - t0, s.q + c * C * KEY_ROW, s.k + c * C * KEY_ROW, shared.scores[c], inverse, inverse, inverse);
+        }
+        __syncthreads();
+        for (int c = 0; c < CHUNKS && t0 + c * C < p.T; c++) {
+            const int t = c * C;
+            if (p.borders && (t0 + t) % FW_SEGMENT == 0) save_border(w, border(p, at, (t0 + t) / FW_SEGMENT));
+            const Chunk chunk = {s.q + t * KEY_ROW, s.k + t * KEY_ROW, s.v + t * INPUT_ROW, shared.scores[c], shared.inverse[c],
+                                 s.g.e + t,         s.g.w + t,         s.g.start + t,       s.g.end + t};
+            float u[2][4], y[2][4];
+            recall<true>(at, chunk, w, u, y, shared.sums, turn);
+            if (at.first_part()) {  // y takes the place of v, element for element
+                each_token(at, y, [&](int, int r, int v, float& x) { s.v[(t + r) * INPUT_ROW + v] = from_float<In>(x); });
+            }
+            advance(at, chunk, w, u);
+        }
+        __syncwarp();
+        if (at.first_part()) store_columns<FW_SPAN>(s.v + at.local(), p.y, at.b, at.h, t0, p.T, at.column, p.V);
+    }
+    store_memory(w, p.final, at, p);
+}

@@ -1,0 +1,218 @@
+// The gradients of one chunk, in the order that delta_backward.cu takes them, and the shared memory that they meet in.
+#pragma once
+#include "delta_memory.cuh"
+
+static_assert(FW_SPAN == FW_SEGMENT, "a segment at a time");
+
+// dq and dk are whole sums, or a value tile's share of them.
+template <bool PARTIAL>
+struct KeyGradient {
+    using type = In;
+};
+template <>
+struct KeyGradient<true> {
+    using type = float;
+};
+
+struct __align__(16) BackwardShared {
+    Op q[FW_SPAN * KEY_ROW], k[FW_SPAN * KEY_ROW];
+    Op dy[FW_SPAN * VALUE_ROW], u[FW_SPAN * VALUE_ROW];
+    In v[FW_SPAN * INPUT_ROW];
+    Op memory[CHUNKS][FW_V * KEY_ROW];  // W_0 of each chunk, transposed
+    Op dmemory[FW_V * KEY_ROW];         // dW_C of the chunk at hand
+    Op dr[C * VALUE_ROW];
+    Op dscores[C * PAIR_ROW], dkeys[C * PAIR_ROW];  // D dA and X + X^T
+    Op scores[CHUNKS][C * PAIR_ROW];
+    float inverse[CHUNKS][C * SOLVE_ROW], erase[CHUNKS][C * SOLVE_ROW], pairs[FW_F ? CHUNKS : 1][C * SOLVE_ROW];
+    float spans[2][C * SOLVE_ROW];  // dA A and dL L
+    float rows[WARPS][3][C], de[C];
+    float dw[2][VALUE_WARPS][C], carried[2][WARPS];  // in turns: the next chunk's are written while the last one's are read
+    Gates g;
+    float4 sums[FW_KSPLIT > 1 ? 2 * WARPS * 2 * 32 : 1];
+};
+static_assert(sizeof(BackwardShared) == FW_SHARED, "the host computes the same");
+
+__device__ __forceinline__ Chunk chunk_of(BackwardShared& s, int c) {
+    const int t = c * C;
+    return {s.q + t * KEY_ROW, s.k + t * KEY_ROW, s.v + t * INPUT_ROW, s.scores[c],  s.inverse[c],
+            s.g.e + t,         s.g.w + t,         s.g.start + t,       s.g.end + t};
+}
+
+// What ends in columns of V: dR and dv of chunk c, and dW over it, which is left in s.dmemory as it was.
+__device__ __forceinline__ void value_side(BackwardShared& s, const Place& at, int c, float (&dw)[TILES][4], int& turn) {
+    const Chunk chunk = chunk_of(s, c);
+    float carried = 0.f;
+    each_couple(at, s.dmemory, dw, [](Op* to, float x, float y) { put_couple(to, x, y); });
+    if (FW_F) {
+        each_couple(at, s.memory[c], dw, [&](Op* from, float x, float y) {
+            const float2 w = couple(from);
+            carried += x * w.x + y * w.y;
+        });
+        carried = warp_sum(carried);
+        if (at.lane == 0) s.carried[c & 1][at.warp] = carried * chunk.start[C - 1];
+    }
+    float du[2][4] = {}, dy[2][4], dr[2][4] = {};
+#pragma unroll
+    for (int n = 0; n < TILES; n += 2) multiply_from<P, false>(du, left_of<P>(dw[n], dw[n + 1]), chunk.k + at.row + n * 8, KEY_ROW);
+    sum_parts(du, s.sums, turn);
+    each_token(at, dy, [&](int, int t, int v, float& x) { x = to_float(s.dy[(c * C + t) * VALUE_ROW + v]); });
+    each_token(at, du, [&](int, int t, int v, float& x) { x *= scale_of(chunk.end + t); });
+    multiply_from<P, true>(du, left_of<P>(dy[0], dy[1]), chunk.scores, PAIR_ROW);
+    multiply_from<SOLVE, true>(dr, left_of<SOLVE>(du[0], du[1]), chunk.inverse, SOLVE_ROW);
+
+    float dwrite[4] = {};  // of this lane's tokens
+    if (at.first_part()) {
+        each_token(at, dr, [&](int i, int t, int v, float& x) {
+            In* value = s.v + (c * C + t) * INPUT_ROW + v;
+            dwrite[(i & 1) + (i >> 2) * 2] += x * to_float(*value);
+            *value = from_float<In>(chunk.w[t] * x);  // dv takes the place of v
+            s.dr[t * VALUE_ROW + v] = from_float<Op>(x);
+        });
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            for (int o = 4; o < 32; o <<= 1) dwrite[i] += __shfl_xor_sync(~0u, dwrite[i], o);
+            if (at.lane < 4) s.dw[c & 1][at.warp][lane_column() + (i & 1) + (i >> 1) * 8] = dwrite[i];
+        }
+    }
+    each_token(at, dy, [&](int, int t, int, float& x) { x *= scale_of(chunk.start + t); });
+    each_token(at, dr, [&](int, int t, int, float& x) { x *= -chunk.e[t] * scale_of(chunk.start + t); });
+    if (FW_F) {
+#pragma unroll
+        for (int n = 0; n < TILES; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) dw[n][i] *= chunk.start[C - 1];
+        }
+    }
+    write(at, dw, dy, chunk.q);
+    write(at, dw, dr, chunk.k);
+}
+
+// One warp: dA of chunk c, as D dA.
+__device__ __forceinline__ void score_gradient(BackwardShared& s, int c) {
+    float d[2][4] = {};
+    const Op *dy = s.dy + c * C * VALUE_ROW, *u = s.u + c * C * VALUE_ROW;
+    for (int i = 0; i < FW_V; i += 16) multiply_from<P, false>(d, left_from<P, false>(dy + i, VALUE_ROW), u + i, VALUE_ROW);
+    each_pair(d, [&](int, int t, int earlier, float& x) {
+        if (FW_F) s.spans[0][t * SOLVE_ROW + earlier] = earlier < t ? x * to_float(s.scores[c][t * PAIR_ROW + earlier]) : 0.f;
+        const float kept = FW_F ? s.pairs[c][t * SOLVE_ROW + earlier] : 1.f;
+        s.dscores[t * PAIR_ROW + earlier] = from_float<Op>(earlier <= t ? x * kept : 0.f);
+    });
+}
+
+// One warp: dL of chunk c, as X + X^T, and what de has of it.
+__device__ __forceinline__ void erase_gradient(BackwardShared& s, int c) {
+    float d[2][4] = {}, de[2] = {};
+    const Op* u = s.u + c * C * VALUE_ROW;
+    for (int i = 0; i < FW_V; i += 16) multiply_from<P, false>(d, left_from<P, false>(s.dr + i, VALUE_ROW), u + i, VALUE_ROW);
+    each_pair(d, [&](int i, int t, int earlier, float& x) {
+        const float change = -x * s.erase[c][t * SOLVE_ROW + earlier], e = s.g.e[c * C + t];
+        de[i >> 1 & 1] += earlier < t ? change : 0.f;
+        if (FW_F) s.spans[1][t * SOLVE_ROW + earlier] = earlier < t ? e * change : 0.f;
+        const Op key = from_float<Op>(earlier < t ? -x * e * (FW_F ? s.pairs[c][t * SOLVE_ROW + earlier] : 1.f) : 0.f);
+        if (earlier <= t) s.dkeys[t * PAIR_ROW + earlier] = s.dkeys[earlier * PAIR_ROW + t] = key;
+    });
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        de[i] += __shfl_xor_sync(~0u, de[i], 1);
+        de[i] += __shfl_xor_sync(~0u, de[i], 2);
+        if ((threadIdx.x & 3) == 0) s.de[lane_row() + i * 8] = de[i];
+    }
+}
+
+// 16 tokens and columns of dq or dk from t and column on.
+__device__ __forceinline__ void store_keys(const View& to, float (&x)[2][4], const Params& p, const Place& at, int t, int column) {
+    using Out = KeyGradient<FW_PARTIAL>::type;
+    each_pair(x, [&](int, int row, int k, float& value) {
+        if (t + row >= p.T || column + k >= p.K) return;
+        ::at<Out>(to, at.b, at.h, t + row)[blockIdx.y * to.tile + column + k] = from_float<Out>(value);
+    });
+}
+
+// What ends in columns of K: dq and dk of chunk c, and for the gates' gradients q . (W_0 dy), k . (W_0 dR) and k . (dW_C u).
+__device__ __forceinline__ void key_side(BackwardShared& s, const Params& p, const Place& at, int c, int t0) {
+    const Chunk chunk = chunk_of(s, c);
+    float rows[3][2] = {};
+    for (int j = at.warp * 16; j < FW_K; j += WARPS * 16) {
+        float dq[2][4] = {}, erased[2][4] = {}, dk[2][4] = {};
+#pragma unroll(P == EXACT ? 1 : FW_V / 16)  // unrolled, fp32 has more fragments than registers
+        for (int i = 0; i < FW_V; i += 16) {
+            const Op *memory = s.memory[c] + i * KEY_ROW + j, *dmemory = s.dmemory + i * KEY_ROW + j;
+            Right<P> b[2];
+            right_from<P, true>(b, memory, KEY_ROW);
+            const Left<P> dy = left_from<P, false>(s.dy + c * C * VALUE_ROW + i, VALUE_ROW), dr = left_from<P, false>(s.dr + i, VALUE_ROW);
+            multiply<P>(dq[0], dy, b[0]);
+            multiply<P>(dq[1], dy, b[1]);
+            multiply<P>(erased[0], dr, b[0]);
+            multiply<P>(erased[1], dr, b[1]);
+            multiply_from<P, true>(dk, left_from<P, false>(s.u + c * C * VALUE_ROW + i, VALUE_ROW), dmemory, KEY_ROW);
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const int t = lane_row() + (i >> 1 & 1) * 8, column = j + lane_column() + (i & 1) + (i >> 2) * 8, n = i >> 2, m = i & 3;
+            const float q = to_float(chunk.q[t * KEY_ROW + column]), k = to_float(chunk.k[t * KEY_ROW + column]);
+            rows[0][i >> 1 & 1] += q * dq[n][m];
+            rows[1][i >> 1 & 1] += k * erased[n][m];
+            rows[2][i >> 1 & 1] += k * dk[n][m];
+            dq[n][m] *= scale_of(chunk.start + t);
+            dk[n][m] = scale_of(chunk.end + t) * dk[n][m] - chunk.e[t] * scale_of(chunk.start + t) * erased[n][m];
+        }
+        multiply_from<P, true>(dq, left_from<P, false>(s.dscores, PAIR_ROW), chunk.k + j, KEY_ROW);
+        multiply_from<P, true>(dk, left_from<P, true>(s.dscores, PAIR_ROW), chunk.q + j, KEY_ROW);
+        multiply_from<P, true>(dk, left_from<P, false>(s.dkeys, PAIR_ROW), chunk.k + j, KEY_ROW);
+        store_keys(p.dq, dq, p, at, t0 + c * C, j);
+        store_keys(p.dk, dk, p, at, t0 + c * C, j);
+    }
+#pragma unroll
+    for (int i = 0; i < 6; i++) {
+        float& sum = rows[i >> 1][i & 1];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        if ((at.lane & 3) == 0) s.rows[at.warp][i >> 1][lane_row() + (i & 1) * 8] = sum;
+    }
+}
+
+// Two rows of (C,C) added up; at t the sum of what is before t.
+__device__ __forceinline__ void sum_rows(float* to, const float* other) {
+    float before = 0.f;
+#pragma unroll
+    for (int t = 0; t < C; t += 4) {
+        const float4 x = *(const float4*)(to + t), y = *(const float4*)(other + t);
+        const float a = before + (x.x + y.x), b = a + (x.y + y.y), c = b + (x.z + y.z);
+        *(float4*)(to + t) = make_float4(before, a, b, c);
+        before = c + (x.w + y.w);
+    }
+}
+
+// One warp: the gradients of a chunk's gates.
+__device__ __forceinline__ void gate_side(BackwardShared& s, const Params& p, const Place& at, int c, int t0) {
+    const int lane = at.lane, t = lane & 15;
+    float sums[3] = {}, dw = 0.f, df = 0.f;
+    for (int i = 0; i < WARPS; i++) {
+#pragma unroll
+        for (int j = 0; j < 3; j++) sums[j] += s.rows[i][j][t];
+        if (FW_F) df += s.carried[c & 1][i];
+    }
+    for (int i = 0; i < VALUE_WARPS; i++) dw += s.dw[c & 1][i][t];
+    const int i = c * C + t;
+    const float start = scale_of(s.g.start + i), e = s.g.e[i];
+    const auto put = [&](const View& to, float x) {
+        if (lane < C && t0 + i < p.T) ::at<float>(to, at.b, at.h, t0 + i)[blockIdx.y * to.tile] = x;
+    };
+    put(p.de, s.de[t] - start * sums[1]);
+    if (FW_W) put(p.dw, dw);
+    if (FW_F) {
+        float starting = start * (sums[0] - e * sums[1]), ending = s.g.end[i] * sums[2];
+#pragma unroll
+        for (int o = 1; o < C; o <<= 1) {  // starting: its sum from t on, ending: its sum up to t
+            const float later = __shfl_down_sync(~0u, starting, o, C), earlier = __shfl_up_sync(~0u, ending, o, C);
+            if (t + o < C) starting += later;
+            if (t >= o) ending += earlier;
+        }
+        ending = __shfl_up_sync(~0u, ending, 1, C);
+        df += starting + (t > 0 ? ending : 0.f);
+        if (lane < C) sum_rows(s.spans[0] + t * SOLVE_ROW, s.spans[1] + t * SOLVE_ROW);
+        __syncwarp();
+        for (int r = 0; r < C; r++) df += r >= t ? s.spans[0][r * SOLVE_ROW + t] : 0.f;
+        put(p.df, df / s.g.f[i]);
+    }
+}

@@ -1,0 +1,153 @@
+// A block's part of the memory in the accumulators of its warps, and what a chunk of tokens does to it.
+#pragma once
+#include "delta.cuh"
+
+struct Place {
+    int b, h, bh, lane, warp, column, row;  // column: the warp's first of V; row: its first of K
+    __device__ Place(const Params& p)
+        : bh(blockIdx.x), lane(threadIdx.x & 31), warp(threadIdx.x >> 5), column(blockIdx.y * FW_V + warp % VALUE_WARPS * 16),
+          row(warp / VALUE_WARPS * PART) {
+        b = bh / p.H, h = bh % p.H;
+    }
+    __device__ int local() const { return warp % VALUE_WARPS * 16; }
+    __device__ bool first_part() const { return warp < VALUE_WARPS; }
+};
+
+// The warp's part of a memory (B,H,K,V): f(index, x), or f(-1, x) for what is padding.
+template <class F>
+__device__ __forceinline__ void each_element(const Place& at, const Params& p, float (&x)[TILES][4], F f) {
+#pragma unroll
+    for (int n = 0; n < TILES; n++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int k = at.row + n * 8 + lane_column() + (i & 1), v = at.column + lane_row() + (i >> 1) * 8;
+            f(k < p.K && v < p.V ? ((int64_t)at.bh * p.K + k) * p.V + v : -1, x[n][i]);
+        }
+    }
+}
+
+__device__ __forceinline__ void load_memory(float (&x)[TILES][4], const float* memory, const Place& at, const Params& p) {
+    each_element(at, p, x, [&](int64_t i, float& value) { value = memory && i >= 0 ? memory[i] : 0.f; });
+}
+
+__device__ __forceinline__ void store_memory(float (&x)[TILES][4], float* memory, const Place& at, const Params& p) {
+    each_element(at, p, x, [&](int64_t i, float& value) {
+        if (i >= 0) memory[i] = value;
+    });
+}
+
+// The warp's part of a transposed memory in shared memory, rows of KEY_ROW: f(two neighbours there, x, y).
+template <class F>
+__device__ __forceinline__ void each_couple(const Place& at, Op* shared, float (&x)[TILES][4], F f) {
+    Op* first = shared + (at.local() + lane_row()) * KEY_ROW + at.row + lane_column();
+#pragma unroll
+    for (int n = 0; n < TILES; n++) {
+        f(first + n * 8, x[n][0], x[n][1]);
+        f(first + 8 * KEY_ROW + n * 8, x[n][2], x[n][3]);
+    }
+}
+
+// The warp's 16 columns of a chunk, transposed in its accumulators: f(i, token, column in the block, x).
+template <class F>
+__device__ __forceinline__ void each_token(const Place& at, float (&x)[2][4], F f) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        f(i, lane_column() + (i & 1) + (i >> 2) * 8, at.local() + lane_row() + (i >> 1 & 1) * 8, x[i >> 2][i & 3]);
+    }
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int o = 16; o > 0; o >>= 1) x += __shfl_xor_sync(~0u, x, o);
+    return x;
+}
+
+// A warp's memory at the start of segment s, as its lanes hold it, in the operands' type: what is read from it is no different.
+struct __align__(4 * sizeof(Op)) Quad {
+    Op x[4];
+};
+
+__device__ __forceinline__ Quad* border(const Params& p, const Place& at, int s) {
+    const int64_t segments = (p.T + FW_SEGMENT - 1) / FW_SEGMENT, block = (at.bh * segments + s) * gridDim.y + blockIdx.y;
+    return (Quad*)p.borders + ((block * WARPS + at.warp) * TILES) * 32 + at.lane;
+}
+
+__device__ __forceinline__ void save_border(const float (&w)[TILES][4], Quad* saved) {
+#pragma unroll
+    for (int n = 0; n < TILES; n++) {
+        saved[n * 32] = {from_float<Op>(w[n][0]), from_float<Op>(w[n][1]), from_float<Op>(w[n][2]), from_float<Op>(w[n][3])};
+    }
+}
+
+__device__ __forceinline__ void load_border(float (&w)[TILES][4], const Quad* saved) {
+#pragma unroll
+    for (int n = 0; n < TILES; n++) {
+        const Quad q = saved[n * 32];
+#pragma unroll
+        for (int i = 0; i < 4; i++) w[n][i] = to_float(q.x[i]);
+    }
+}
+
+// Chunk c of a span in shared memory.
+struct Chunk {
+    const Op *q, *k;
+    const In* v;
+    const Op* scores;
+    const float *inverse, *e, *w, *start, *end;
+};
+
+__device__ __forceinline__ float scale_of(const float* gate) { return FW_F ? *gate : 1.f; }
+
+// Reads chunk c with the warp's part of W_0: y, if READ, and u, what is written.
+template <bool READ>
+__device__ __forceinline__ void recall(const Place& at, const Chunk& c, float (&w)[TILES][4], float (&u)[2][4], float (&y)[2][4],
+                                       float4* shared, int& turn) {
+    float x[READ ? 4 : 2][4] = {};  // (K W_0)^T and (Q W_0)^T
+#pragma unroll
+    for (int n = 0; n < TILES; n += 2) {
+        const Left<P> a = left_of<P>(w[n], w[n + 1]);
+        Right<P> b[2];
+        right_from<P, false>(b, c.k + at.row + n * 8, KEY_ROW);
+        multiply<P>(x[0], a, b[0]);
+        multiply<P>(x[1], a, b[1]);
+        if constexpr (READ) {
+            right_from<P, false>(b, c.q + at.row + n * 8, KEY_ROW);
+            multiply<P>(x[2], a, b[0]);
+            multiply<P>(x[3], a, b[1]);
+        }
+    }
+    float source[2][4];
+    each_token(at, source, [&](int, int t, int v, float& r) { r = c.w[t] * to_float(c.v[t * INPUT_ROW + v]); });
+    sum_parts(x, shared, turn);
+    each_token(at, source, [&](int i, int t, int, float& r) {
+        r -= c.e[t] * scale_of(c.start + t) * x[i >> 2][i & 3];
+        u[i >> 2][i & 3] = 0.f;
+        if constexpr (READ) y[i >> 2][i & 3] = scale_of(c.start + t) * x[2 + (i >> 2)][i & 3];
+    });
+    multiply_from<SOLVE, false>(u, left_of<SOLVE>(source[0], source[1]), c.inverse, SOLVE_ROW);
+    if constexpr (READ) multiply_from<P, false>(y, left_of<P>(u[0], u[1]), c.scores, PAIR_ROW);
+}
+
+// x += k^T r over a chunk, x and r transposed.
+__device__ __forceinline__ void write(const Place& at, float (&x)[TILES][4], const float (&r)[2][4], const Op* k) {
+    const Left<P> a = left_of<P>(r[0], r[1]);
+#pragma unroll
+    for (int n = 0; n < TILES; n += 2) {
+        Right<P> b[2];
+        right_from<P, true>(b, k + at.row + n * 8, KEY_ROW);
+        multiply<P>(x[n], a, b[0]);
+        multiply<P>(x[n + 1], a, b[1]);
+    }
+}
+
+__device__ __forceinline__ void advance(const Place& at, const Chunk& c, float (&w)[TILES][4], float (&u)[2][4]) {
+    if (FW_F) {
+        each_token(at, u, [&](int, int t, int, float& x) { x *= c.end[t]; });
+#pragma unroll
+        for (int n = 0; n < TILES; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) w[n][i] *= c.start[C - 1];
+        }
+    }
+    write(at, w, u, c.k);
+}

@@ -1,0 +1,174 @@
+// Fragments of m16n8k16 products in the chosen precision, from accumulators and from shared memory.
+//
+// Lane l of a warp has g = l / 4 and t = l % 4. An accumulator c[4] of a 16 x 8 tile holds (row g, columns 2t, 2t+1) and
+// (row g+8, the same columns). Two accumulators side by side are the left operand of the next product as they are. In tf32 the
+// 16 terms of a sum are taken in the order 2t, 2t+8 | 2t+1, 2t+9 that this needs; both operands agree on it.
+// Tiles in shared memory have rows of tile_stride elements: no bank conflicts in either direction for bf16, across rows for fp32.
+#pragma once
+#include "common.cuh"
+
+#define BF16 0
+#define TF32 1
+#define EXACT 2  // fp32 as two tf32 parts each, the product of the two lower parts left out: relative error about 2^-22
+
+template <int P>
+struct OperandOf {
+    using type = float;
+};
+template <>
+struct OperandOf<BF16> {
+    using type = __nv_bfloat16;
+};
+
+template <int P>
+struct Left {
+    unsigned x[2][4], low[2][4];
+};
+template <>
+struct Left<TF32> {
+    unsigned x[2][4];
+};
+template <>
+struct Left<BF16> {
+    unsigned x[4];
+};
+
+template <int P>
+struct Right {
+    unsigned x[2][2], low[2][2];
+};
+template <>
+struct Right<TF32> {
+    unsigned x[2][2];
+};
+template <>
+struct Right<BF16> {
+    unsigned x[2];
+};
+
+template <class T>
+__host__ __device__ constexpr int tile_stride(int width) {
+    return width + 16 / (int)sizeof(T);
+}
+
+__device__ __forceinline__ int lane_row() { return (threadIdx.x & 31) >> 2; }
+__device__ __forceinline__ int lane_column() { return 2 * (threadIdx.x & 3); }
+
+__device__ __forceinline__ unsigned pack_bf16(float low, float high) {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+    return *(const unsigned*)&both;
+}
+
+// Two neighbours in a tile, the first at an even place.
+__device__ __forceinline__ void put_couple(float* p, float x, float y) { *(float2*)p = make_float2(x, y); }
+__device__ __forceinline__ void put_couple(__nv_bfloat16* p, float x, float y) { *(unsigned*)p = pack_bf16(x, y); }
+__device__ __forceinline__ float2 couple(const float* p) { return *(const float2*)p; }
+__device__ __forceinline__ float2 couple(const __nv_bfloat16* p) { return __bfloat1622float2(*(const __nv_bfloat162*)p); }
+
+// Part h of a fragment, N values.
+template <int P, class F, int N>
+__device__ __forceinline__ void set_part(F& f, int h, const float (&v)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        f.x[h][i] = to_tf32(v[i]);
+        if constexpr (P == EXACT) f.low[h][i] = to_tf32(v[i] - __uint_as_float(f.x[h][i]));
+    }
+}
+
+template <int P>
+__device__ __forceinline__ void multiply(float (&d)[4], const Left<P>& a, const Right<P>& b) {
+    if constexpr (P == BF16) {
+        mma_bf16(d, a.x, b.x, d);
+    } else {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            if constexpr (P == EXACT) {
+                mma_tf32(d, a.low[h], b.x[h], d);
+                mma_tf32(d, a.x[h], b.low[h], d);
+            }
+            mma_tf32(d, a.x[h], b.x[h], d);
+        }
+    }
+}
+
+// The left operand that two accumulators, columns 0..7 and 8..15, are.
+template <int P>
+__device__ __forceinline__ Left<P> left_of(const float (&c0)[4], const float (&c1)[4]) {
+    Left<P> a;
+    if constexpr (P == BF16) {
+        a.x[0] = pack_bf16(c0[0], c0[1]), a.x[1] = pack_bf16(c0[2], c0[3]);
+        a.x[2] = pack_bf16(c1[0], c1[1]), a.x[3] = pack_bf16(c1[2], c1[3]);
+    } else {
+        const float v0[4] = {c0[0], c0[2], c0[1], c0[3]}, v1[4] = {c1[0], c1[2], c1[1], c1[3]};
+        set_part<P>(a, 0, v0);
+        set_part<P>(a, 1, v1);
+    }
+    return a;
+}
+
+// The left operand (16 rows, 16 terms) at p[row * stride + term], or with ACROSS at p[term * stride + row].
+template <int P, bool ACROSS, class T>
+__device__ __forceinline__ Left<P> left_from(const T* p, int stride) {
+    Left<P> a;
+    if constexpr (P == BF16) {
+        const int l = threadIdx.x & 31;
+        const int along = (l & 7) + (l >> 4) * 8, other = (l >> 3 & 1) * 8;
+        if constexpr (ACROSS) ldmatrix_x4<true>(a.x, p + along * stride + other);
+        else ldmatrix_x4<false>(a.x, p + (l & 15) * stride + (l >> 4) * 8);
+    } else {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float v[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int row = lane_row() + (i & 1) * 8, term = lane_column() + (i >> 1) + h * 8;
+                v[i] = ACROSS ? p[term * stride + row] : p[row * stride + term];
+            }
+            set_part<P>(a, h, v);
+        }
+    }
+    return a;
+}
+
+// Two right operands (16 terms, 8 columns each) at p[column * stride + term], or with ACROSS at p[term * stride + column].
+template <int P, bool ACROSS, class T>
+__device__ __forceinline__ void right_from(Right<P> (&b)[2], const T* p, int stride) {
+    if constexpr (P == BF16) {
+        const int l = threadIdx.x & 31;
+        const int along = (l & 7) + (l >> 4) * 8, other = (l >> 3 & 1) * 8;
+        unsigned r[4];
+        if constexpr (ACROSS) ldmatrix_x4<true>(r, p + (l & 15) * stride + (l >> 4) * 8);
+        else ldmatrix_x4<false>(r, p + along * stride + other);
+        b[0].x[0] = r[0], b[0].x[1] = r[1], b[1].x[0] = r[2], b[1].x[1] = r[3];
+    } else {
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float v[2];
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const int column = lane_row() + n * 8, term = lane_column() + i + h * 8;
+                    v[i] = ACROSS ? p[term * stride + column] : p[column * stride + term];
+                }
+                set_part<P>(b[n], h, v);
+            }
+        }
+    }
+}
+
+// d (16 x 16 as two accumulators) += a times the right operand at p.
+template <int P, bool ACROSS, class T>
+__device__ __forceinline__ void multiply_from(float (&d)[2][4], const Left<P>& a, const T* p, int stride) {
+    Right<P> b[2];
+    right_from<P, ACROSS>(b, p, stride);
+    multiply<P>(d[0], a, b[0]);
+    multiply<P>(d[1], a, b[1]);
+}
+
+// 16 x 16 accumulators, not transposed: f(i, row, column, x).
+template <class F>
+__device__ __forceinline__ void each_pair(float (&x)[2][4], F f) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) f(i, lane_row() + (i >> 1 & 1) * 8, lane_column() + (i & 1) + (i >> 2) * 8, x[i >> 2][i & 3]);
+}
