@@ -1,4 +1,4 @@
-"""The kernels without erase (sum, gated, decay), ``cuda/decay.cu`` and ``cuda/decay_backward.cu``: what they take, their tiles, their launch.
+"""The kernels without erase (sum, gated, decay): what ``cuda/decay*.cu`` take, their tiles, their launch.
 
 ``launch(source_file, kernel_name, defines, grid, block, params, shared_bytes, device)`` runs a kernel: on a GPU, or emulated.
 """
@@ -217,7 +217,8 @@ def forward_bytes(call: Call) -> int:
 
 
 def backward_bytes(call: Call) -> int:
-    return backward_shared(call.K, call.tile, call.segment, call.precision, call.tensors["f"] is not None, call.tensors["z"] is not None)
+    gates = (call.tensors[name] is not None for name in "fz")
+    return backward_shared(call.K, call.tile, call.segment, call.precision, *gates)
 
 
 def backward_shared(K: int, tile: Tile, segment: int, precision: str, has_f: bool, has_z: bool) -> int:
