@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 
 from ..rules import Coefficients
-from . import cuda_delta, cuda_launch
+from . import cuda_decay, cuda_delta, cuda_launch
 from .segments import choose_segments, run_segments
 
-FAMILIES: dict[str, ModuleType] = {"erase": cuda_delta}  # by what the rule does, "decay" or "erase"
+FAMILIES: dict[str, ModuleType] = {"decay": cuda_decay, "erase": cuda_delta}  # by what the rule does
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PRECISIONS = ("exact", "tf32")
 LIBRARY = torch.library.Library("fw_fairseq", "FRAGMENT")

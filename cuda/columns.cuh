@@ -1,0 +1,256 @@
+// The parameters of the family without erase, its tile, and how its threads own columns: who loads, scales and stores what.
+//
+// A warp takes 32 channels of the key side or of the value side, a lane two neighbouring ones over half a chunk, outward from the
+// middle; the lane 16 away has the other half.
+#pragma once
+
+#include "blocks.cuh"
+#include "gates.cuh"
+
+#define FW_KEY_JOBS ((FW_K + 31) / 32)
+#define FW_VALUE_JOBS ((FW_V + 31) / 32)
+#define FW_OWNERS (FW_K_WARPS * FW_V_WARPS)  // warps that hold a part of the memory
+#define FW_LDK (FW_K + 8)
+#define FW_LDV (FW_V + 8)
+
+// Columns are channels, contiguous; strides in elements. `part` counts value tiles where each adds its share.
+struct Tensor {
+    char* data;
+    int64_t b, h, t, part;
+};
+
+struct Params {
+    Tensor q, k, v, f, z, w, y;
+    Tensor dy, dq, dk, dv, df, dz, dw;
+    const float* memory;    // (B,H,K,V)
+    float* final_memory;    // (B,H,K,V)
+    float* borders;         // (B,H,segments-1,K,V): memory before each segment but the first; null where no backward follows
+    const float* dfinal;    // (B,H,K,V)
+    float* dmemory;         // (B,H,K,V)
+    int32_t T, K, V, segments;
+};
+
+template <class T>
+struct PairOf;
+template <>
+struct PairOf<float> {
+    typedef float2 type;
+};
+template <>
+struct PairOf<__half> {
+    typedef __half2 type;
+};
+template <>
+struct PairOf<__nv_bfloat16> {
+    typedef __nv_bfloat162 type;
+};
+typedef PairOf<FW_IN>::type Pair;
+
+template <class T>
+__device__ __forceinline__ float2 to_float2(T pair) {
+    return make_float2(to_float(pair.x), to_float(pair.y));
+}
+
+template <class T>
+__device__ __forceinline__ T* row_of(const Tensor& x, int t, int part = 0) {
+    return (T*)x.data + blockIdx.z * x.b + blockIdx.y * x.h + t * x.t + part * x.part;
+}
+
+// Channels column and column + 1 of a row with `width` of them; `other` where there are none.
+template <class T>
+__device__ __forceinline__ typename PairOf<T>::type load_pair(const T* row, int column, int width, bool valid, float other) {
+    typename PairOf<T>::type pair;
+#if FW_PAIRED
+    if (valid && column < width) return *(const typename PairOf<T>::type*)(row + column);
+    pair.x = pair.y = from_float<T>(other);
+#else
+    pair.x = valid && column < width ? row[column] : from_float<T>(other);
+    pair.y = valid && column + 1 < width ? row[column + 1] : from_float<T>(other);
+#endif
+    return pair;
+}
+
+template <class T>
+__device__ __forceinline__ void store_pair(T* row, int column, int width, bool valid, float x, float y) {
+    typename PairOf<T>::type pair;
+    pair.x = from_float<T>(x);
+    pair.y = from_float<T>(y);
+#if FW_PAIRED
+    if (valid && column < width) *(typename PairOf<T>::type*)(row + column) = pair;
+#else
+    if (valid && column < width) row[column] = pair.x;
+    if (valid && column + 1 < width) row[column + 1] = pair.y;
+#endif
+}
+
+// This lane's share of the work on columns.
+struct Job {
+    bool key;     // of q and k, else of v
+    bool active;  // the tile has this column
+    int late;     // which half of the chunk
+    int number;   // of its side's jobs
+    int column;   // in the tile
+    int first;    // channel of the tile's first column
+    int width;    // channels from there on
+
+    __device__ __forceinline__ Job(const Params& p) {
+        int warp = threadIdx.x >> 5, lane = lane_id();
+        key = warp < FW_KEY_JOBS;
+        number = key ? warp : warp - FW_KEY_JOBS;
+        column = number * 32 + 2 * (lane & 15);
+        active = key ? column < FW_K : number < FW_VALUE_JOBS && column < FW_V;
+        late = lane >> 4;
+        first = key ? 0 : blockIdx.x * FW_V;
+        width = key ? p.K : p.V - first;
+    }
+
+    template <class T>
+    __device__ __forceinline__ T* row(const Tensor& x, int t, int part = 0) const {
+        return row_of<T>(x, t, part) + first;
+    }
+};
+
+// Eight tokens of two channels, as they come from memory.
+struct Columns {
+    Pair reads[8], writes[8];  // q and k, or dy and v
+    float gate[2][8];
+    float strength[8];  // w, on the value side
+
+    __device__ __forceinline__ void load_gates(const Params& p, const Job& job, int start, float least = 0.f) {
+        const Tensor& gates = job.key ? p.f : p.z;
+        bool scalar = job.key && FW_F == 1;
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            int t = start + token_of(job.late, j);
+            bool valid = job.active && t < p.T;
+            gate[0][j] = gate[1][j] = 1.f;
+            if (!(job.key ? FW_F : FW_Z)) continue;
+            if (scalar) {
+                if (valid) gate[0][j] = gate[1][j] = fmaxf(*row_of<float>(gates, t), least);
+            } else {
+                float2 pair = load_pair(job.row<float>(gates, t), job.column, job.width, valid, 1.f);
+                gate[0][j] = fmaxf(pair.x, least);
+                gate[1][j] = fmaxf(pair.y, least);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void load_writes(const Params& p, const Job& job, int start) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            int t = start + token_of(job.late, j);
+            bool valid = job.active && t < p.T;
+            writes[j] = load_pair(job.row<FW_IN>(job.key ? p.k : p.v, t), job.column, job.width, valid, 0.f);
+            strength[j] = 1.f;
+#if FW_W
+            if (!job.key && valid) strength[j] = *row_of<float>(p.w, t);
+#endif
+        }
+    }
+
+    __device__ __forceinline__ void load_reads(const Params& p, const Job& job, const Tensor& x, int start) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            int t = start + token_of(job.late, j);
+            reads[j] = load_pair(job.row<FW_IN>(x, t), job.column, job.width, job.active && t < p.T, 0.f);
+        }
+    }
+
+    __device__ __forceinline__ float smallest() const { return fminf(half_product(gate[0]), half_product(gate[1])); }
+
+    // The half-chunk's operands into rows of a chunk's array.
+    template <bool READS>
+    __device__ __forceinline__ void put(Operand* at, int ld, const Job& job, const Factors (&factors)[2]) const {
+        if (!job.active) return;
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            float2 x = to_float2(READS ? reads[j] : writes[j]);
+            float x0 = READS ? factors[0].reads[j] : factors[0].writes[j] * strength[j];
+            float x1 = READS ? factors[1].reads[j] : factors[1].writes[j] * strength[j];
+            store_operands(at + token_of(job.late, j) * ld + job.column, x.x * x0, x.y * x1);
+        }
+    }
+};
+
+// What a chunk multiplies the memory by, per key and per value channel: before it (what the last chunk left to do), from its start
+// to the frame it is computed in, and in all.
+struct Scales {
+    float key[3][FW_K];
+    float value[3][FW_V];
+
+    __device__ __forceinline__ void put(const Job& job, float2 before, float2 into, float2 total) {
+        if (!job.active || job.late) return;
+        float* at = job.key ? key[0] : value[0];
+        int stride = job.key ? FW_K : FW_V;
+        *(float2*)(at + job.column) = before;
+        *(float2*)(at + stride + job.column) = into;
+        *(float2*)(at + 2 * stride + job.column) = total;
+    }
+};
+
+// A warp's part of the memory (or of its adjoint), transposed: rows are value channels, columns key channels.
+struct Memory {
+    static constexpr int ROWS = FW_V / 16 / FW_V_WARPS, COLUMNS = FW_K / 16 / FW_K_WARPS;
+    Acc part[ROWS][COLUMNS];
+
+    static __device__ __forceinline__ int first_row() { return (threadIdx.x >> 5) / FW_K_WARPS * ROWS * 16; }
+    static __device__ __forceinline__ int first_column() { return (threadIdx.x >> 5) % FW_K_WARPS * COLUMNS * 16; }
+
+    // f(element, row, column) for all elements of this lane.
+    template <class F>
+    __device__ __forceinline__ void each(F f) {
+        int g = lane_id() >> 2, t = lane_id() & 3;
+#pragma unroll
+        for (int r = 0; r < ROWS; r++)
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c++)
+#pragma unroll
+                for (int i = 0; i < 8; i++)
+                    f(part[r][c].c[i / 4][i % 4], first_row() + 16 * r + g + 8 * (i % 4 / 2),
+                      first_column() + 16 * c + 8 * (i / 4) + 2 * t + i % 2);
+    }
+
+    __device__ __forceinline__ void load(const float* from, const Params& p) {
+        int first = blockIdx.x * FW_V;
+        each([&](float& x, int row, int column) {
+            x = from && column < p.K && first + row < p.V ? from[(int64_t)column * p.V + first + row] : 0.f;
+        });
+    }
+
+    __device__ __forceinline__ void store(float* to, const Params& p) {
+        int first = blockIdx.x * FW_V;
+        each([&](float& x, int row, int column) {
+            if (column < p.K && first + row < p.V) to[(int64_t)column * p.V + first + row] = x;
+        });
+    }
+
+    __device__ __forceinline__ void scale(const Scales& s, int which) {
+        if constexpr (FW_F != 0 || FW_Z) {
+            each([&](float& x, int row, int column) { x *= (FW_F ? s.key[which][column] : 1.f) * (FW_Z ? s.value[which][row] : 1.f); });
+        }
+    }
+
+    // += values^T keys, both (16, channels) arrays of a chunk
+    __device__ __forceinline__ void add_outer(const Operand* values, const Operand* keys) {
+        Block left[ROWS];
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) load_block<true, true>(left[r], values + first_row() + 16 * r, FW_LDV);
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) {
+            Block right;
+            load_block<false, true>(right, keys + first_column() + 16 * c, FW_LDK);
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) multiply(part[r][c], left[r], right);
+        }
+    }
+};
+
+__device__ __forceinline__ bool is_owner() { return (threadIdx.x >> 5) < FW_OWNERS; }
+
+__device__ __forceinline__ int64_t sequence() { return (int64_t)blockIdx.z * gridDim.y + blockIdx.y; }
+
+// The memory of this block's sequence in a (B,H,n,K,V) array.
+template <class T>
+__device__ __forceinline__ T* memory_of(T* array, const Params& p, int n = 1, int i = 0) {
+    return array ? array + (sequence() * n + i) * p.K * p.V : nullptr;
+}

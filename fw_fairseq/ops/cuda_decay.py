@@ -1,0 +1,246 @@
+"""The kernels without erase (sum, gated, decay): what ``cuda/decay*.cu`` take, their tiles, their launch.
+
+``launch(source_file, kernel_name, defines, grid, block, params, shared_bytes, device)`` runs a kernel: on a GPU, or emulated.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import cuda_launch
+
+CHUNK = 16
+LARGEST_K = 512
+OLDEST = (8, 0)  # products of bf16 and tf32 start there
+SHARED = 99 * 1024  # bytes of shared memory that every device since then gives a block
+SHARED_MORE = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024, (10, 3): 227 * 1024}
+TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+PRECISIONS = {"bf16": 0, "tf32": 1, "exact": 2}
+TENSOR = np.dtype([("data", "u8"), ("b", "i8"), ("h", "i8"), ("t", "i8"), ("part", "i8")])
+TENSORS = ("q", "k", "v", "f", "z", "w", "y", "dy", "dq", "dk", "dv", "df", "dz", "dw")
+MEMORIES = ("memory", "final_memory", "borders", "dfinal", "dmemory")
+SIZES = ("T", "K", "V", "segments")
+PARAMS = np.dtype([(n, TENSOR) for n in TENSORS] + [(n, "u8") for n in MEMORIES] + [(n, "i4") for n in SIZES], align=True)
+
+
+class Tile(NamedTuple):
+    """How a block is laid out: V channels of its tile, warps that share the memory along K and along V, tokens between borders."""
+
+    V: int
+    k_warps: int
+    v_warps: int
+    segment: int = 64
+
+    def warps(self, K: int) -> int:
+        """Enough for the memory, and one for 32 columns."""
+        return max(self.k_warps * self.v_warps, -(-K // 32) + -(-self.V // 32))
+
+
+# By K, padded: the widest tile. A memory is 32 to 64 fp32 registers a thread.
+FORWARD = {
+    16: Tile(64, 1, 4),
+    32: Tile(64, 1, 4),
+    64: Tile(128, 1, 8),
+    128: Tile(128, 1, 8),
+    256: Tile(64, 2, 4),
+    512: Tile(32, 8, 2),
+}
+BACKWARD = {
+    16: Tile(64, 1, 4),
+    32: Tile(64, 1, 4),
+    64: Tile(64, 1, 4),
+    128: Tile(64, 2, 4),
+    256: Tile(32, 4, 2),
+    512: Tile(16, 16, 1),
+}
+
+
+def padded(width: int) -> int:
+    """The power of two from 16 on that has room."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def choose_tile(table: dict[int, Tile], K: int, V: int) -> Tile:
+    """The table's tile, no wider than V needs."""
+    tile = table[padded(K)]
+    width = min(tile.V, padded(V))
+    return tile._replace(V=width, v_warps=min(tile.v_warps, width // 16))
+
+
+def choose_backward(K: int, V: int, precision: str, has_f: bool, has_z: bool) -> tuple[Tile, int]:
+    """The widest tile and the longest segment whose shared memory fits; the smallest of both where none does."""
+    tile = choose_tile(BACKWARD, K, V)
+    while True:
+        for segment in (64, 32):
+            if backward_shared(K, tile, segment, precision, has_f, has_z) <= SHARED:
+                return tile, segment
+        if tile.V == 16:
+            return tile, CHUNK
+        tile = tile._replace(V=tile.V // 2, v_warps=min(tile.v_warps, tile.V // 32))
+
+
+def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w) -> str | None:
+    """Why the kernels cannot run this, or None."""
+    if e is not None:
+        return "the kernels for sum, gated and decay have no erase"
+    if q.dtype not in TYPES:
+        return f"the kernels take float32, float16 and bfloat16, not {q.dtype}"
+    if q.shape[-1] > LARGEST_K:
+        return f"the kernels take keys of up to {LARGEST_K} channels after the feature map, not {q.shape[-1]}"
+    capability = cuda_launch.current().capability(q.device)
+    if capability < OLDEST:
+        return f"the kernels need compute capability {OLDEST[0]}.{OLDEST[1]} or higher, for products of bf16 and tf32"
+    precision = "bf16" if q.dtype.itemsize == 2 else "exact"
+    gates = f is not None, z is not None
+    tile, segment = choose_backward(q.shape[-1], v.shape[-1], precision, *gates)
+    if backward_shared(q.shape[-1], tile, segment, precision, *gates) > SHARED_MORE.get(capability, SHARED):
+        return f"the backward for {q.shape[-1]} key channels in {q.dtype} needs more shared memory than this device has"
+    return None
+
+
+def saved_like(q, k, v, f, z, e, w, memory, precision: str):
+    """The memory before each segment but the first."""
+    _, segment = choose_backward(q.shape[-1], v.shape[-1], precision, f is not None, z is not None)
+    return [((*q.shape[:2], (q.shape[2] - 1) // segment, q.shape[3], v.shape[3]), torch.float32)]
+
+
+def forward(launch, q, k, v, f, z, e, w, memory, precision: str, keep: bool = True):
+    """y, the final memory, and what ``backward`` needs; without ``keep`` that is nothing."""
+    _, segment = choose_backward(q.shape[-1], v.shape[-1], precision, f is not None, z is not None)
+    y, final_memory = torch.empty_like(v), torch.empty_like(memory)
+    kept = saved_like(q, k, v, f, z, e, w, memory, precision) if keep else []
+    saved = tuple(memory.new_empty(shape, dtype=dtype) for shape, dtype in kept)
+    tensors = {"q": q, "k": k, "v": v, "f": f, "z": z, "w": w, "y": y}
+    memories = {"memory": memory, "final_memory": final_memory, "borders": saved[0] if keep else None}
+    call = Call(choose_tile(FORWARD, q.shape[-1], v.shape[-1]), segment, precision, tensors, memories, {})
+    call.run(launch, "decay.cu", "decay_forward", forward_bytes(call))
+    return y, final_memory, saved
+
+
+def backward(launch, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str):
+    """Gradients of q, k, v, f, z, e, w and memory; None for what is None."""
+    K, V = q.shape[-1], v.shape[-1]
+    tile, segment = choose_backward(K, V, precision, f is not None, z is not None)
+    parts = -(-V // tile.V)
+    dq, dk, dv, df, dz, dw, dstart = (None if x is None else torch.empty_like(x) for x in (q, k, v, f, z, w, memory))
+    shares = {
+        "dq": shares_of(dq, parts),
+        "dk": shares_of(dk, parts),
+        "df": shares_of(df, parts * (-(-padded(K) // 32) if f is not None and f.dim() == 3 else 1)),
+        "dw": shares_of(dw, parts * -(-tile.V // 32)),
+    }
+    tensors = {"q": q, "k": k, "v": v, "f": f, "z": z, "w": w, "dy": dy, "dv": dv, "dz": dz}
+    memories = {"memory": memory, "borders": saved[0], "dfinal": dmemory, "dmemory": dstart}
+    call = Call(tile, segment, precision, tensors, memories, shares)
+    call.run(launch, "decay_backward.cu", "decay_backward", backward_bytes(call))
+    for whole, share in zip((dq, dk, df, dw), shares.values()):
+        if share is not None and len(share) > 1:
+            whole.copy_(share.sum(0))
+    return dq, dk, dv, df, dz, None, dw, dstart
+
+
+def shares_of(whole: Tensor | None, count: int) -> Tensor | None:
+    """Room for ``count`` fp32 shares that sum to the tensor; the tensor itself for one."""
+    if whole is None or count == 1:
+        return None if whole is None else whole[None]
+    return whole.new_empty(count, *whole.shape, dtype=torch.float32)
+
+
+class Call(NamedTuple):
+    """One launch: its layout and its tensors; ``shares`` have a leading dimension of parts that sum to the result."""
+
+    tile: Tile
+    segment: int
+    precision: str
+    tensors: dict[str, Tensor | None]
+    memories: dict[str, Tensor | None]
+    shares: dict[str, Tensor | None]
+
+    @property
+    def K(self) -> int:
+        return self.tensors["q"].shape[-1]
+
+    def defines(self) -> dict[str, int | str]:
+        f, z, w, q = (self.tensors[n] for n in ("f", "z", "w", "q"))
+        tile = self.tile
+        return {
+            "FW_IN": TYPES[q.dtype],
+            "FW_K": padded(self.K),
+            "FW_V": tile.V,
+            "FW_F": 0 if f is None else 1 if f.dim() == 3 else 2,
+            "FW_Z": int(z is not None),
+            "FW_W": int(w is not None),
+            "FW_PRECISION": PRECISIONS[self.precision],
+            "FW_WARPS": tile.warps(padded(self.K)),
+            "FW_K_WARPS": tile.k_warps,
+            "FW_V_WARPS": tile.v_warps,
+            "FW_SEGMENT": self.segment,
+            "FW_PAIRED": int(all(in_pairs(x) for x in self.all_tensors() if x is not None)),
+            "FW_PARTIAL": int(len(self.shares.get("dq", ())) > 1),
+        }
+
+    def all_tensors(self):
+        return (*self.tensors.values(), *self.shares.values())
+
+    def params(self) -> np.ndarray:
+        params = np.zeros((), PARAMS)
+        for tensors, leading in ((self.tensors, 0), (self.shares, 1)):
+            for name, x in tensors.items():
+                if x is not None:
+                    part = x.stride(0) if leading else 0
+                    params[name] = (x.data_ptr(), *x.stride()[leading : leading + 3], part)
+        for name, x in self.memories.items():
+            params[name] = 0 if x is None else x.data_ptr()
+        q, v = self.tensors["q"], self.tensors["v"]
+        for name, size in zip(SIZES, (*q.shape[2:], v.shape[-1], -(-q.shape[2] // self.segment))):
+            params[name] = size
+        return params
+
+    def run(self, launch, source: str, kernel: str, shared_bytes: int) -> None:
+        v = self.tensors["v"]
+        grid = (-(-v.shape[-1] // self.tile.V), v.shape[1], v.shape[0])
+        block = (32 * self.tile.warps(padded(self.K)),)
+        launch(source, kernel, self.defines(), grid, block, self.params(), shared_bytes, v.device)
+
+
+def forward_bytes(call: Call) -> int:
+    """Of ``Shared`` in decay.cu."""
+    K, V = padded(call.K), call.tile.V
+    operands = (2 * 16 * (K + 8) + 16 * (V + 8)) * operand_bytes(call.precision)
+    y = 4 * call.tile.k_warps * 16 * (V + 8)
+    reads = 4 * (2 if call.tensors["z"] is None else 16 * (V + 8))
+    return operands + y + reads + scale_bytes(K, V)
+
+
+def backward_bytes(call: Call) -> int:
+    gates = (call.tensors[name] is not None for name in "fz")
+    return backward_shared(call.K, call.tile, call.segment, call.precision, *gates)
+
+
+def backward_shared(K: int, tile: Tile, segment: int, precision: str, has_f: bool, has_z: bool) -> int:
+    """Of ``Shared`` in decay_backward.cu."""
+    K, V = padded(K), tile.V
+    chunk = 2 * 16 * (K + 8) + 2 * 16 * (V + 8) + 2 * 16 * 24
+    memories = (segment // CHUNK + 1) * V * (K + 8)
+    sums = (3 if has_f else 2) * 16 * (K + 8) + (3 if has_z else 1) * 16 * (V + 8)
+    return (chunk + memories) * operand_bytes(precision) + 4 * (2 * 16 + sums) + scale_bytes(K, V)
+
+
+def scale_bytes(K: int, V: int) -> int:
+    return 4 * 3 * (K + V)
+
+
+def operand_bytes(precision: str) -> int:
+    return 2 if precision == "bf16" else 4
+
+
+def in_pairs(x: Tensor) -> bool:
+    """Whether two neighbouring channels can be moved at once, in every row."""
+    if x.dim() == 3:
+        return True
+    size = 2 * x.element_size()
+    return x.shape[-1] % 2 == 0 and x.data_ptr() % size == 0 and all(s % 2 == 0 for s in x.stride()[:-1])
