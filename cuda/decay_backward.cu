@@ -37,6 +37,7 @@ struct Shared {
     float value[FW_VALUE_SUMS][16 * FW_LDV];                           // dV^, Y^, dV^
     Scales scales;
 };
+static_assert(sizeof(Shared) == FW_SHARED, "the host counts other bytes");
 
 // Gradients of one lane's columns, summed over a chunk's rounds.
 struct Sums {
