@@ -236,7 +236,8 @@ def forward_bytes(call: Call) -> int:
 
 
 def backward_bytes(call: Call) -> int:
-    return backward_shared(call.K, call.tile, call.segment, call.precision, call.tensors["f"] is not None, call.tensors["z"] is not None)
+    gates = (call.tensors[name] is not None for name in "fz")
+    return backward_shared(call.K, call.tile, call.segment, call.precision, *gates)
 
 
 def backward_shared(K: int, tile: Tile, segment: int, precision: str, has_f: bool, has_z: bool) -> int:
