@@ -17,6 +17,7 @@ struct Shared {
     float reads[FW_Z ? 16 * FW_LDV : 2];  // factors of the value side
     Scales scales;
 };
+static_assert(sizeof(Shared) == FW_SHARED, "the host counts other bytes");
 
 // y (16 tokens, this warp's value channels): the share of this warp's key channels.
 __device__ __forceinline__ void read_chunk(Acc (&y)[Memory::ROWS], Memory& memory, const Shared& s, int mode) {

@@ -37,6 +37,7 @@ struct Shared {
     float value[FW_VALUE_SUMS][16 * FW_LDV];                           // dV^, Y^, dV^
     Scales scales;
 };
+static_assert(sizeof(Shared) == FW_SHARED, "the host counts other bytes");
 
 // Gradients of one lane's columns, summed over a chunk's rounds.
 struct Sums {
@@ -243,13 +244,28 @@ __device__ __forceinline__ void add_spans(float (&log_gate)[8], const float (&af
     }
 }
 
+// The pairs of a token with itself.
+__device__ __forceinline__ void collect_self(const Params& p, Sums& sums, const float* self, const Job& job, int start) {
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        int token = token_of(job.late, j), t = start + token;
+        bool valid = job.active && t < p.T;
+        float2 read = to_float2(load_pair(job.row<FW_IN>(job.key ? p.q : p.dy, t), job.column, job.width, valid, 0.f));
+        sums.writes[0][j] += self[token] * read.x;
+        sums.writes[1][j] += self[token] * read.y;
+        if (!job.key) continue;
+        float2 write = to_float2(load_pair(job.row<FW_IN>(p.k, t), job.column, job.width, valid, 0.f));
+        sums.reads[0][j] += self[token] * write.x;
+        sums.reads[1][j] += self[token] * write.y;
+    }
+}
+
 // A round's share of the gradients of one of this lane's columns, C; one after the other, for the registers.
 template <int C>
 __device__ __forceinline__ void collect(Sums& sums, const Shared& s, const Job& job, const Columns& columns, int mode, float past) {
     const bool gated = job.key ? FW_F != 0 : FW_Z != 0;
     const int ld = job.key ? FW_LDK : FW_LDV;
     const float* results = (job.key ? s.key[0] : s.value[0]) + job.column + C;
-    const float* self = s.self[job.key];
     const Operand *reads = (job.key ? s.q : s.dy) + job.column + C, *writes = (job.key ? s.k : s.v) + job.column + C;
     Factors factors;
     gate_factors(factors, mode, job.late, columns.gate[C]);
@@ -271,11 +287,6 @@ __device__ __forceinline__ void collect(Sums& sums, const Shared& s, const Job& 
         }
         sums.reads[C][j] += factors.reads[j] * dread;
         sums.writes[C][j] += factors.writes[j] * (dwrite + dpair);
-        if (does_self(mode)) {
-            float2 x = to_float2(columns.reads[j]), y = to_float2(columns.writes[j]);
-            sums.writes[C][j] += self[token] * (C ? x.y : x.x);
-            if (job.key) sums.reads[C][j] += self[token] * (C ? y.y : y.x);
-        }
     }
     if (!gated || mode == DIAGONAL) return;
     add_spans(sums.log_gate[C], after, before, job.late, mode);
@@ -367,19 +378,25 @@ __device__ __forceinline__ float2 reverse_chunk(const Params& p, Shared& s, cons
             adjoint.add_outer(s.dy, s.q);
         }
         __syncthreads();
-        // Loaded again: kept, the gates and their products would not fit the registers.
+        // Loaded again: kept, the gates, their products and addresses would not fit the registers.
+        start = unknown(start);
+        mode = unknown(mode);
+        if (does_self(mode)) collect_self(p, sums, s.self[job.key], job, start);
         columns.load_gates(p, job, start, FW_NO_GATE);
-        columns.load_writes(p, job, start);
-        columns.load_reads(p, job, job.key ? p.q : p.dy, start);
         bool spanned = has_borders(mode) && (job.key ? FW_F != 0 : FW_Z != 0);
         float2 past = spanned ? through(s, job, mode, chunk) : make_float2(0.f, 0.f);
         collect<0>(sums, s, job, columns, mode, past.x);
         collect<1>(sums, s, job, columns, mode, past.y);
-        if (next_mode(mode, tier) != DONE) __syncthreads();
+        if (next_mode(mode, tier) == DONE) break;
+        columns.load_writes(p, job, start);
+        columns.load_reads(p, job, job.key ? p.q : p.dy, start);
+        __syncthreads();
     }
+    start = unknown(start);
     if (job.key) {
         store_keys(p, job, columns, sums, start);
     } else {
+        if (FW_W) columns.load_writes(p, job, start);
         store_values(p, job, columns, sums, start);
     }
     return left_over;

@@ -13,8 +13,9 @@
 
 enum Mode { ALL, BORDERS, PAIRS, LEVEL16, LEVEL8, LEVEL4, LEVEL2, DIAGONAL, DONE };
 
-// What a chunk's smallest product of 8 gates allows. In ALL a factor of the key side meets one of the value side: 1e16 * 1e16.
-#define FW_ONE_FRAME 1e-16f
+// What a chunk's smallest product of 8 gates allows. In ALL a factor of the key side meets one of the value side,
+// 1e15 * 1e15, and the operands themselves.
+#define FW_ONE_FRAME 1e-15f
 #define FW_SPLIT_PAIRS 1e-30f
 
 __device__ __forceinline__ int first_mode(int tier) { return tier == 0 ? ALL : BORDERS; }

@@ -53,6 +53,12 @@ __device__ __forceinline__ void cp_async4(void* shared, const void* global, int 
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(s), "l"(global), "r"(bytes) : "memory");
 }
 
+// x, unknown to the compiler from here on: what is computed from it is not kept in registers from before.
+__device__ __forceinline__ int unknown(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most N of this thread's committed groups are in flight. Other threads see the data after a barrier.
@@ -286,6 +292,8 @@ inline void cp_async4(void* shared, const void* global, int bytes = 4, CUHOST_LI
 }
 
 inline void prefetch_l2(const void* global) { (void)*(const volatile char*)global; }
+
+inline int unknown(int x) { return x; }
 
 inline void cp_async_commit() { cuhost::current->copy_group++; }
 

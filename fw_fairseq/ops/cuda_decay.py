@@ -1,6 +1,8 @@
-"""The kernels without erase (sum, gated, decay): what ``cuda/decay*.cu`` take, their tiles, their launch.
+"""The kernels without erase (sum, gated, decay), ``cuda/decay.cu`` and ``cuda/decay_backward.cu``: what they take, how a launch is
+cut into tiles, and its parameters. ``cuda`` has the contract of a family.
 
-``launch(source_file, kernel_name, defines, grid, block, params, shared_bytes, device)`` runs a kernel: on a GPU, or emulated.
+fp16 inputs are multiplied in tf32, which holds them exactly: memories and gradients can leave the range of fp16, and bf16 would
+round its inputs once more.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from . import cuda_launch
 
 CHUNK = 16
 LARGEST_K = 512
+LARGEST_GRID = 65535  # along its second and third dimension
 OLDEST = (8, 0)  # products of bf16 and tf32 start there
 SHARED = 99 * 1024  # bytes of shared memory that every device since then gives a block
 SHARED_MORE = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024, (10, 3): 227 * 1024}
@@ -28,12 +31,11 @@ PARAMS = np.dtype([(n, TENSOR) for n in TENSORS] + [(n, "u8") for n in MEMORIES]
 
 
 class Tile(NamedTuple):
-    """How a block is laid out: V channels of its tile, warps that share the memory along K and along V, tokens between borders."""
+    """How a block is laid out: V channels of its tile, warps that share the memory along K and along V."""
 
     V: int
     k_warps: int
     v_warps: int
-    segment: int = 64
 
     def warps(self, K: int) -> int:
         """Enough for the memory, and one for 32 columns."""
@@ -60,8 +62,15 @@ BACKWARD = {
 
 
 def padded(width: int) -> int:
-    """The power of two from 16 on that has room."""
-    return max(16, 1 << (width - 1).bit_length())
+    """The power of two from 16 on that has room; of symbolic widths too."""
+    room = 16
+    while room < width:
+        room *= 2
+    return room
+
+
+def operands(dtype: torch.dtype, precision: str) -> str:
+    return "tf32" if dtype == torch.float16 else precision
 
 
 def choose_tile(table: dict[int, Tile], K: int, V: int) -> Tile:
@@ -69,6 +78,15 @@ def choose_tile(table: dict[int, Tile], K: int, V: int) -> Tile:
     tile = table[padded(K)]
     width = min(tile.V, padded(V))
     return tile._replace(V=width, v_warps=min(tile.v_warps, width // 16))
+
+
+def choose_forward(K: int, V: int, precision: str) -> Tile:
+    tile = choose_tile(FORWARD, K, V)
+    if precision == "bf16" or padded(K) != 128:
+        return tile
+    # Operands of 32 bits take more registers: less of the memory to a warp.
+    width = min(tile.V, 64)
+    return tile._replace(V=width, k_warps=2, v_warps=width // 16)
 
 
 def choose_backward(K: int, V: int, precision: str, has_f: bool, has_z: bool) -> tuple[Tile, int]:
@@ -84,46 +102,46 @@ def choose_backward(K: int, V: int, precision: str, has_f: bool, has_z: bool) ->
 
 
 def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w) -> str | None:
-    """Why the kernels cannot run this, or None."""
-    if e is not None:
-        return "the kernels for sum, gated and decay have no erase"
-    if q.dtype not in TYPES:
-        return f"the kernels take float32, float16 and bfloat16, not {q.dtype}"
-    if q.shape[-1] > LARGEST_K:
-        return f"the kernels take keys of up to {LARGEST_K} channels after the feature map, not {q.shape[-1]}"
+    K, V, (B, H) = q.shape[-1], v.shape[-1], q.shape[:2]
+    if K > LARGEST_K:
+        return f"backend='cuda' has kernels without erase for keys up to {LARGEST_K} wide, not {K}"
+    if B > LARGEST_GRID or H > LARGEST_GRID:
+        return f"backend='cuda' has kernels without erase for up to {LARGEST_GRID} sequences and heads, not {B} and {H}"
     capability = cuda_launch.current().capability(q.device)
     if capability < OLDEST:
-        return f"the kernels need compute capability {OLDEST[0]}.{OLDEST[1]} or higher, for products of bf16 and tf32"
-    precision = "bf16" if q.dtype.itemsize == 2 else "exact"
+        return f"backend='cuda' has kernels without erase for compute capability {OLDEST[0]}.{OLDEST[1]} and higher only"
     gates = f is not None, z is not None
-    tile, segment = choose_backward(q.shape[-1], v.shape[-1], precision, *gates)
-    if backward_shared(q.shape[-1], tile, segment, precision, *gates) > SHARED_MORE.get(capability, SHARED):
-        return f"the backward for {q.shape[-1]} key channels in {q.dtype} needs more shared memory than this device has"
+    precision = operands(q.dtype, "bf16" if q.dtype == torch.bfloat16 else "exact")
+    needed = backward_shared(K, *choose_backward(K, V, precision, *gates), precision, *gates)
+    held = SHARED_MORE.get(capability, SHARED)
+    if needed > held:
+        return f"backend='cuda' needs {needed} bytes of shared memory for {q.dtype} keys {K} wide; this device has {held}"
     return None
 
 
 def saved_like(q, k, v, f, z, e, w, memory, precision: str):
     """The memory before each segment but the first."""
-    _, segment = choose_backward(q.shape[-1], v.shape[-1], precision, f is not None, z is not None)
+    _, segment = choose_backward(q.shape[-1], v.shape[-1], operands(q.dtype, precision), f is not None, z is not None)
     return [((*q.shape[:2], (q.shape[2] - 1) // segment, q.shape[3], v.shape[3]), torch.float32)]
 
 
 def forward(launch, q, k, v, f, z, e, w, memory, precision: str, keep: bool = True):
     """y, the final memory, and what ``backward`` needs; without ``keep`` that is nothing."""
+    kept = saved_like(q, k, v, f, z, e, w, memory, precision) if keep else []
+    precision = operands(q.dtype, precision)
     _, segment = choose_backward(q.shape[-1], v.shape[-1], precision, f is not None, z is not None)
     y, final_memory = torch.empty_like(v), torch.empty_like(memory)
-    kept = saved_like(q, k, v, f, z, e, w, memory, precision) if keep else []
     saved = tuple(memory.new_empty(shape, dtype=dtype) for shape, dtype in kept)
     tensors = {"q": q, "k": k, "v": v, "f": f, "z": z, "w": w, "y": y}
     memories = {"memory": memory, "final_memory": final_memory, "borders": saved[0] if keep else None}
-    call = Call(choose_tile(FORWARD, q.shape[-1], v.shape[-1]), segment, precision, tensors, memories, {})
+    call = Call(choose_forward(q.shape[-1], v.shape[-1], precision), segment, precision, tensors, memories, {})
     call.run(launch, "decay.cu", "decay_forward", forward_bytes(call))
     return y, final_memory, saved
 
 
 def backward(launch, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str):
     """Gradients of q, k, v, f, z, e, w and memory; None for what is None."""
-    K, V = q.shape[-1], v.shape[-1]
+    K, V, precision = q.shape[-1], v.shape[-1], operands(q.dtype, precision)
     tile, segment = choose_backward(K, V, precision, f is not None, z is not None)
     parts = -(-V // tile.V)
     dq, dk, dv, df, dz, dw, dstart = (None if x is None else torch.empty_like(x) for x in (q, k, v, f, z, w, memory))
@@ -164,7 +182,7 @@ class Call(NamedTuple):
     def K(self) -> int:
         return self.tensors["q"].shape[-1]
 
-    def defines(self) -> dict[str, int | str]:
+    def defines(self, shared_bytes: int) -> dict[str, int | str]:
         f, z, w, q = (self.tensors[n] for n in ("f", "z", "w", "q"))
         tile = self.tile
         return {
@@ -180,6 +198,7 @@ class Call(NamedTuple):
             "FW_V_WARPS": tile.v_warps,
             "FW_SEGMENT": self.segment,
             "FW_PAIRED": int(all(in_pairs(x) for x in self.all_tensors() if x is not None)),
+            "FW_SHARED": shared_bytes,
             "FW_PARTIAL": int(len(self.shares.get("dq", ())) > 1),
         }
 
@@ -204,7 +223,7 @@ class Call(NamedTuple):
         v = self.tensors["v"]
         grid = (-(-v.shape[-1] // self.tile.V), v.shape[1], v.shape[0])
         block = (32 * self.tile.warps(padded(self.K)),)
-        launch(source, kernel, self.defines(), grid, block, self.params(), shared_bytes, v.device)
+        launch(source, kernel, self.defines(shared_bytes), grid, block, self.params(), shared_bytes, v.device)
 
 
 def forward_bytes(call: Call) -> int:
