@@ -121,7 +121,7 @@ __device__ __forceinline__ float2 put_chunk(Shared& s, const Columns& columns, c
     return mode == ALL ? second : make_float2(1.f, 1.f);
 }
 
-extern "C" __global__ void __launch_bounds__(FW_WARPS * 32) decay_forward(const Params p) {
+extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, 1) decay_forward(const Params p) {
     extern __shared__ __align__(16) unsigned char shared[];
     Shared& s = *(Shared*)shared;
     const Job job(p);

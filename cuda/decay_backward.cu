@@ -147,7 +147,7 @@ __device__ __forceinline__ void multiply_side(Shared& s, int mode, int chunk) {
         clear(writes);
         clear(pairs);
         if (has_borders(mode)) {
-#pragma unroll 2
+#pragma unroll 1
             for (int across = 0; across < ACROSS; across += 16) {
                 int at = KEY ? across * FW_LDK + own : own * FW_LDK + across;
                 if (READS) {
@@ -185,7 +185,7 @@ __device__ __forceinline__ float2 through(const Shared& s, const Job& job, int m
         const Operand *memory = s.memory[chunk], *adjoint = s.adjoint;
         bool weigh = mode == BORDERS;
         if (job.key) {
-#pragma unroll 4
+#pragma unroll 1
             for (int row = job.late * FW_V / 2; row < (job.late + 1) * FW_V / 2; row++) {
                 float2 x = load_operands(memory + row * FW_LDK + job.column), dx = load_operands(adjoint + row * FW_LDK + job.column);
                 float weight = weigh ? s.scales.value[2][row] : 1.f;
@@ -193,7 +193,7 @@ __device__ __forceinline__ float2 through(const Shared& s, const Job& job, int m
                 sum.y += x.y * dx.y * weight;
             }
         } else {
-#pragma unroll 2
+#pragma unroll 1
             for (int i = 0; i < FW_K / 2; i += 2) {
                 int column = job.late * FW_K / 2 + (i + 2 * (lane_id() & 15)) % (FW_K / 2);
                 int at = job.column * FW_LDK + column;
@@ -402,7 +402,7 @@ __device__ __forceinline__ float2 reverse_chunk(const Params& p, Shared& s, cons
     return left_over;
 }
 
-extern "C" __global__ void __launch_bounds__(FW_WARPS * 32) decay_backward(const Params p) {
+extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, 1) decay_backward(const Params p) {
     extern __shared__ __align__(16) unsigned char shared[];
     Shared& s = *(Shared*)shared;
     const Job job(p);

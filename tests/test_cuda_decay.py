@@ -6,18 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_same
+from conftest import assert_same, emulated
 from hostcuda import SCHEDULES, EmulatorLaunch, guarded, run_sanitized, sanitized_launch
-from hostcuda.nvrtc import compile_check
+from hostcuda.nvrtc import ARCHITECTURES, compile_check
 
-from fw_fairseq.ops import cuda_decay
+from fw_fairseq.ops import cuda_decay, fast_weight
 from fw_fairseq.ops.recurrent import step_form
 from fw_fairseq.rules import RULES, Coefficients
 
 WITHOUT_ERASE = ["sum", "gated", "decay"]
 # Of the largest entry, from inputs as rounded. Exact: fp32 sums in another order, gates' gradients differences of them.
 TOLERANCE = {"exact": 2e-5, "tf32": 2e-3, "bf16": 2e-2}
-PRECISION = {torch.float32: "exact", torch.bfloat16: "bf16", torch.float16: "bf16"}
+PRECISION = {torch.float32: "exact", torch.bfloat16: "bf16", torch.float16: "tf32"}
 GATES = {
     "uniform": lambda *size: torch.rand(*size) * 0.98 + 0.01,
     "resets": lambda *size: torch.where(torch.rand(*size) < 0.1, 0.0, torch.rand(*size)),
@@ -101,6 +101,8 @@ def test_any_gate_bf16(one_thread, gates):
         ("gated", 128, 128, torch.bfloat16),
         ("decay", 64, 128, torch.bfloat16),
         ("decay", 256, 32, torch.bfloat16),
+        ("decay", 512, 16, torch.bfloat16),
+        ("gated", 300, 20, torch.float32),
     ],
 )
 def test_widths_and_dtypes(one_thread, rule, K, V, dtype):
@@ -118,22 +120,91 @@ def test_nothing_outside_the_tensors(one_thread):
     assert_same(actual, by_definition(x, dy, dmemory), TOLERANCE["exact"])
 
 
-def run_tiny() -> None:
-    torch.set_num_threads(1)
-    x = draw("decay", (1, 1, 33, 32, 32), torch.bfloat16, "resets")
-    by_kernels(x, torch.randn_like(x["v"]), torch.randn_like(x["memory"]), "bf16", sanitized_launch())
+def test_large_operands(one_thread):
+    """Gates that nearly need the chunks' rounds, with entries as large as fp16's: no infinity on the way."""
+    x = draw("decay", (1, 1, 33, 16, 16))
+    x["f"], x["z"] = torch.full_like(x["f"], 0.0101), torch.full_like(x["z"], 0.0101)
+    x["q"] = x["q"] * 100
+    dy, dmemory = torch.randn_like(x["v"]) * 3e4, torch.randn_like(x["memory"])
+    actual = by_kernels(x, dy, dmemory, "exact", EmulatorLaunch())
+    assert_same(actual, by_definition(x, dy, dmemory), TOLERANCE["exact"])
 
 
-def test_no_races():
-    run_sanitized("thread", "test_cuda_decay:run_tiny")
+@pytest.mark.parametrize("rule, attention_norm", [("sum", True), ("gated", False), ("decay", False)])
+def test_public_op(emulate, rule, attention_norm):
+    """Through fast_weight: padding, resets, a state, attention normalisation; and that the kernels ran."""
+    launcher = emulate()
+    batch, tokens = 2, 37
+    x = draw("sum", (batch, 1, tokens, 32, 32))
+    leaves = {n: x[n].abs() + 0.1 if attention_norm else x[n] for n in "qkv"}
+    gates = {n: GATES["uniform"](batch, 1, tokens, *(() if g.axis is None else (32,))) for n, g in RULES[rule].gates.items()}
+    leaves = {n: t.detach().requires_grad_() for n, t in (leaves | gates).items()}
+    masks = {"padding_mask": torch.rand(batch, tokens) < 0.2, "reset_mask": torch.rand(batch, tokens) < 0.1}
+
+    def results(backend):
+        called = {n: leaves[n] for n in gates}
+        y, state = fast_weight(*(leaves[n] for n in "qkv"), rule, called, backend=backend, attention_norm=attention_norm, **masks)
+        torch.manual_seed(1)
+        grads = torch.autograd.grad((y, state.memory), list(leaves.values()), (torch.randn_like(y), torch.randn_like(state.memory)))
+        return {"y": y.detach(), "memory": state.memory.detach()} | dict(zip(leaves, grads))
+
+    assert_same(results("cuda"), results("recurrent"), 2e-5)
+    assert [call[1] for call in launcher.calls] == ["decay_forward", "decay_backward"]
 
 
-@pytest.mark.parametrize("arch", ["80", "86", "89", "90", "100", "120"])
-@pytest.mark.parametrize("width, dtype", [(64, torch.bfloat16), (128, torch.bfloat16), (64, torch.float32)])
-def test_compiles_without_spills(width, dtype, arch):
+def test_without_gradients_nothing_is_kept(one_thread):
+    x = draw("decay", (1, 1, 70, 32, 32)).values()
+    y, final, saved = cuda_decay.forward(EmulatorLaunch(), *x, "exact", keep=False)
+    want_y, want_final, _ = cuda_decay.forward(EmulatorLaunch(), *x, "exact", keep=True)
+    assert saved == () and torch.equal(y, want_y) and torch.equal(final, want_final)
+
+
+def test_symbolic_shapes(emulate):
+    emulate()
+    q, k, v, f, z, e, w, memory = draw("decay", (1, 2, 17, 32, 32)).values()
+    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (q, k, v, f, z, e, w, memory.requires_grad_(), "exact", True))
+
+
+def sanitized(rule: str) -> None:
+    with emulated(sanitized_launch()) as launch:
+        x = draw(rule, (1, 1, 33, 32, 32), torch.bfloat16, "resets")
+        by_kernels(x, torch.randn_like(x["v"]), torch.randn_like(x["memory"]), "bf16", launch)
+
+
+@pytest.mark.parametrize("kind", ["thread", "address"])
+def test_sanitizers(kind):
+    run_sanitized(kind, "test_cuda_decay:sanitized", "decay")
+
+
+@pytest.mark.parametrize(
+    "capability, key, dtype, message",
+    [
+        ((9, 0), 513, torch.bfloat16, "for keys up to 512 wide, not 513"),
+        ((7, 5), 64, torch.float16, "for compute capability 8.0 and higher only"),
+        ((8, 9), 512, torch.float32, "this device has 101376"),
+        ((9, 0), 512, torch.bfloat16, None),
+        ((9, 0), 256, torch.float32, None),
+        ((8, 9), 128, torch.float32, None),
+    ],
+)
+def test_what_has_no_kernel(emulate, monkeypatch, capability, key, dtype, message):
+    monkeypatch.setattr(emulate(), "capability", lambda device: capability)
+    q = torch.empty(1, 1, 2, key, dtype=dtype)
+    reason = cuda_decay.supported(q, q, q, q, q, None, None)
+    assert reason is None if message is None else reason.startswith("backend='cuda' ") and message in reason
+
+
+MAIN = [torch.bfloat16, torch.float32]
+COMPILED = [(arch, 64, dtype) for arch in ARCHITECTURES if arch != "75" for dtype in MAIN]
+COMPILED += [(arch, width, dtype) for arch in ("80", "90") for width in (32, 128) for dtype in MAIN]
+
+
+@pytest.mark.parametrize("arch, width, dtype", COMPILED)
+def test_compiles_without_spills(arch, width, dtype):
     for launched in launches("decay", (1, 1, 17, width, width), dtype):
-        used = compile_check(launched.source, launched.defines, arch)[launched.kernel]
-        assert (used["spill_stores"], used["spill_loads"]) == (0, 0), used
+        found = compile_check(launched.source, launched.defines, arch)[launched.kernel]
+        assert found["spill_stores"] == found["spill_loads"] == found["stack"] == 0, (launched.kernel, found)
+        assert launched.defines["FW_SHARED"] <= cuda_decay.SHARED
 
 
 def launches(rule, shape, dtype) -> list[SimpleNamespace]:
