@@ -54,8 +54,10 @@ def test_iterator_resumes_at_its_position_with_its_memory(caplog):
     resumed = StreamIterator(streams(100, 7, 2), again)
     resumed.load_state_dict(saved)
     assert next(resumed.next_epoch_itr())["segment"] == 3
-    assert torch.equal(again.after[0].memory, carried.after[0].memory) and not again.after[0].memory.requires_grad
-    assert torch.equal(again.after[0].normaliser, carried.after[0].normaliser)
+    loaded = FastWeightState(*again.after[0])
+    assert torch.equal(loaded.memory, carried.after[0].memory) and not loaded.memory.requires_grad
+    assert torch.equal(loaded.normaliser, carried.after[0].normaliser)
+    assert torch.equal(resumed.state_dict()["carried"][0][0][0], loaded.memory), "saved again before a step"
     other_worker = StreamIterator(streams(100, 7, 2, 1, 2), CarriedState(), shard=1, shards=2)
     other_worker.load_state_dict(saved)
     assert not other_worker.carried.after, "the streams of two workers are other streams"

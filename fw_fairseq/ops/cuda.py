@@ -63,9 +63,6 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients) -> str 
         return reason
     if v.dtype not in DTYPES:
         return f"backend='cuda' has kernels for {', '.join(map(str, DTYPES))}, not for {v.dtype}"
-    kind = family_name(coefficients.e)
-    if kind not in FAMILIES:
-        return f"backend='cuda' has no kernel for rules with {kind} in this version"
     return family(coefficients.e).supported(q, k, v, *coefficients)
 
 
@@ -82,12 +79,8 @@ def choose_precision(dtype: torch.dtype) -> str:
     return precision
 
 
-def family_name(e: Tensor | None) -> str:
-    return "decay" if e is None else "erase"
-
-
 def family(e: Tensor | None):
-    return FAMILIES[family_name(e)]
+    return FAMILIES["decay" if e is None else "erase"]
 
 
 INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? f, Tensor? z, Tensor? e, Tensor? w, Tensor memory"

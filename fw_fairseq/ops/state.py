@@ -47,3 +47,7 @@ class SavedState(tuple):
 
     def detach(self) -> SavedState:
         return self
+
+    def to(self, device: str) -> SavedState:
+        """It is on the CPU, where it is saved again if nothing was read in between."""
+        return self
