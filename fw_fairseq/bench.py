@@ -1,97 +1,84 @@
-"""fw-bench: how fast and how large, against the peers, in one run.
-
-Contenders take turns within each round, so that a drifting machine touches all of them alike; what is reported is the median
-time, and the median over rounds of the ratio of two contenders in the same round.
-"""
+"""fw-bench: how fast and how large, against the peers, in one run."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import platform
-import statistics
-import sys
-import time
-from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-# Huge pages for large tensors, of every contender: otherwise the kernel's page faults are a good part of what is timed.
+# Huge pages for every contender's large tensors, or page faults are a good part of what is timed. Before torch allocates.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import torch
-from torch.nn import functional as F
 
-from .bench_peers import fla_call, peer_name
-from .ops import fast_weight
-from .ops.checks import BACKENDS
-from .rules import RULES
+from . import bench_mixers, bench_model, bench_ops, bench_translate
+from .bench_tools import positive
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-SOFTMAX, CUMSUM = "softmax attention", "cumulative sum"
+
+class Command(NamedTuple):
+    module: object  # with add_arguments, table and draw
+    measure: object
+    help: str
+    description: str
+    plot: str
+
+
+COMMANDS = {
+    "ops": Command(
+        bench_ops,
+        bench_ops.bench_ops,
+        "the recurrence itself, forward and backward",
+        "Every rule against its step loop, softmax attention, a cumulative sum and, on a GPU, flash-linear-attention.",
+        "time against length",
+    ),
+    "model": Command(
+        bench_model,
+        bench_model.bench_model,
+        "whole language models, training and generation",
+        "fast_weight_lm against fairseq's transformer_lm of the same size, with random weights on random tokens.",
+        "time and state against context",
+    ),
+    "mixers": Command(
+        bench_mixers,
+        bench_mixers.bench_mixers,
+        "SRU against LSTM, additive attention against softmax attention",
+        "Forward and backward of one layer: sru against torch's LSTM, additive and leap against softmax attention.",
+        "time of each",
+    ),
+    "translate": Command(
+        bench_translate,
+        bench_translate.bench_translate,
+        "beam search of translation models",
+        "fast_weight_transformer, all attentions linear, against fairseq's transformer of the same size, with random weights,"
+        " through fairseq's SequenceGenerator; sources are as long as their translations.",
+        "speed against length",
+    ),
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fw-bench", description="Times fast weights against their peers.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(
+            name,
+            help=command.help,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            description=command.description,
+        )
+        command.module.add_arguments(sub)
+        sub.add_argument("--device", default="cpu", help="cpu or cuda")
+        sub.add_argument("--rounds", type=positive, default=7, help="timed rounds, after one that is not timed")
+        sub.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="CPU threads")
+        sub.add_argument("--json", type=Path, help="file for every figure")
+        sub.add_argument("--figure", type=Path, help=f"file for a plot of {command.plot} (png, svg or pdf; needs matplotlib)")
+    return parser
 
 
 def main(argv: list[str] | None = None) -> None:
-    from . import bench_mixers, bench_model, bench_translate  # which import this module
-
-    parser = argparse.ArgumentParser(prog="fw-bench", description="Times fast weights against their peers.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    ops = commands.add_parser(
-        "ops",
-        help="the recurrence itself, forward and backward",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        description="Every rule against its step loop, softmax attention, a cumulative sum and, on a GPU, flash-linear-attention.",
-    )
-    ops.set_defaults(measure=bench_ops, table=table, draw=draw)
-    ops.add_argument("--dtype", default="float32", choices=DTYPES)
-    ops.add_argument("--rules", nargs="+", default=[n for n, r in RULES.items() if r.step is None], choices=RULES, metavar="RULE")
-    ops.add_argument("--tokens", nargs="+", type=positive, default=[512, 1024, 8192], metavar="T")
-    ops.add_argument("--batch", type=positive, default=4)
-    ops.add_argument("--heads", type=positive, default=8)
-    ops.add_argument("--key-width", type=positive, default=64)
-    ops.add_argument("--value-width", type=positive, default=64)
-    ops.add_argument("--backend", default="auto", choices=BACKENDS, help="what runs the rules; on a GPU their chunk form runs too")
-    ops.add_argument("--loop-up-to", type=int, default=512, metavar="T", help="longest sequence for the step loop")
-    ops.add_argument("--softmax-up-to", type=int, default=1024, metavar="T", help="longest sequence for softmax attention")
-    ops.add_argument("--cumsum-up-to", type=int, default=512, metavar="T", help="longest sequence for the cumulative sum")
-    model = commands.add_parser(
-        "model",
-        help="whole language models, training and generation",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        description="fast_weight_lm against fairseq's transformer_lm of the same size, with random weights on random tokens.",
-    )
-    model.set_defaults(measure=bench_model.bench_model, table=bench_model.table, draw=bench_model.draw)
-    bench_model.add_arguments(model)
-    mixers = commands.add_parser(
-        "mixers",
-        help="SRU against LSTM, additive attention against softmax attention",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        description="Forward and backward of one layer: sru against torch's LSTM, additive and leap against softmax attention.",
-    )
-    mixers.set_defaults(measure=bench_mixers.bench_mixers, table=bench_mixers.table, draw=bench_mixers.draw)
-    bench_mixers.add_arguments(mixers)
-    translate = commands.add_parser(
-        "translate",
-        help="beam search of translation models",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        description="fast_weight_transformer, all attentions linear, against fairseq's transformer of the same size, with random"
-        " weights, through fairseq's SequenceGenerator; sources are as long as their translations.",
-    )
-    translate.set_defaults(measure=bench_translate.bench_translate, table=bench_translate.table, draw=bench_translate.draw)
-    bench_translate.add_arguments(translate)
-    plots = {
-        mixers: "time of each",
-        ops: "time against length",
-        model: "time and state against context",
-        translate: "speed against length",
-    }
-    for command, plot in plots.items():
-        command.add_argument("--device", default="cpu", help="cpu or cuda")
-        command.add_argument("--rounds", type=positive, default=7, help="timed rounds, after one that is not timed")
-        command.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="CPU threads")
-        command.add_argument("--json", type=Path, help="file for every figure")
-        command.add_argument("--figure", type=Path, help=f"file for a plot of {plot} (png, svg or pdf; needs matplotlib)")
+    parser = build_parser()
     args = parser.parse_args(argv)
     if args.device != "cpu" and not torch.cuda.is_available():
         parser.error(f"--device {args.device} needs a CUDA device, and torch sees none; use --device cpu")
@@ -101,238 +88,13 @@ def main(argv: list[str] | None = None) -> None:
     if args.command != "ops" and args.width % args.heads:
         parser.error(f"--width {args.width} is not a multiple of --heads {args.heads}")
     torch.set_num_threads(args.threads)
-    report = args.measure(args)
-    print(args.table(report))
+    command = COMMANDS[args.command]
+    report = command.measure(args)
+    print(command.module.table(report))
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     if args.figure:
-        args.draw(report, args.figure)
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
-
-
-def bench_ops(args) -> dict:
-    torch.manual_seed(0)
-    contenders = {(t, name): call for t in args.tokens for name, call in build_contenders(args, t).items()}
-    seconds: dict[tuple[int, str], list[float]] = {key: [] for key in contenders}
-    for round_ in range(args.rounds + 1):
-        for key, call in contenders.items():
-            elapsed = timed(call, args.device)
-            if round_:
-                seconds[key].append(elapsed)
-        progress(f"round {round_} of {args.rounds}")
-    contenders.clear()
-    longest = max(args.tokens)
-    return {
-        "machine": machine(args),
-        "settings": {k: v for k, v in vars(args).items() if isinstance(v, (int, str, list))},
-        "forward_backward": [
-            {"tokens": t, "name": n, "seconds": statistics.median(s), "min": min(s), "max": max(s)} for (t, n), s in seconds.items()
-        ],
-        "ratios": ratios(args, seconds),
-        "memory": [{"rule": r, "tokens": longest, **peak_memory(args, r, longest)} for r in args.rules],
-        "one_token": one_token(args),
-    }
-
-
-def draw_inputs(args, rule: str, tokens: int, grad: bool = True):
-    """q, unit keys, v and gates in the range of uniform gate initialisation."""
-    like = {"device": args.device, "dtype": DTYPES[args.dtype]}
-    leading, widths = (args.batch, args.heads, tokens), {None: (), "K": (args.key_width,), "V": (args.value_width,)}
-    q, v = torch.randn(*leading, args.key_width, **like), torch.randn(*leading, args.value_width, **like)
-    k = F.normalize(torch.randn(*leading, args.key_width, **like), dim=-1)
-    gates = {n: torch.rand(*leading, *widths[g.axis], **like) * 62 / 64 + 1 / 64 for n, g in RULES[rule].gates.items()}
-    for x in (q, k, v, *gates.values()):
-        x.requires_grad_(grad)
-    return q, k, v, gates
-
-
-def forward_backward(args, rule: str, tokens: int, backend: str):
-    q, k, v, gates = draw_inputs(args, rule, tokens)
-    dy = torch.randn_like(v)
-    return lambda: torch.autograd.grad(fast_weight(q, k, v, rule, gates, backend=backend)[0], (q, k, v, *gates.values()), dy)
-
-
-def build_contenders(args, tokens: int) -> dict[str, object]:
-    calls = {rule: forward_backward(args, rule, tokens, args.backend) for rule in args.rules}
-    if args.device != "cpu":
-        calls |= {f"{rule} chunks": forward_backward(args, rule, tokens, "chunkwise") for rule in args.rules}
-        found = {peer_name(rule): fla_call(rule, *draw_inputs(args, rule, tokens)) for rule in args.rules}
-        calls |= {name: call for name, call in found.items() if call is not None}
-    if tokens <= args.loop_up_to:
-        calls |= {f"{rule} step loop": forward_backward(args, rule, tokens, "recurrent") for rule in args.rules}
-    q, k, v, _ = draw_inputs(args, "sum", tokens)
-    dy = torch.randn_like(v)
-
-    def softmax():
-        return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), dy)
-
-    def cumulative_sum():
-        memories = torch.einsum("bhtk,bhtv->bhtkv", k, v).cumsum(2)
-        return torch.autograd.grad(torch.einsum("bhtk,bhtkv->bhtv", q, memories), (q, k, v), dy)
-
-    if tokens <= args.softmax_up_to:
-        calls[SOFTMAX] = softmax
-    if tokens <= args.cumsum_up_to and "sum" in args.rules:
-        calls[CUMSUM] = cumulative_sum
-    return calls
-
-
-def ratios(args, seconds) -> list[dict]:
-    """How many times faster each rule is than each peer, and how its time grows with length."""
-    found = []
-    for rule in args.rules:
-        for tokens in args.tokens:
-            own = seconds[tokens, rule]
-            for peer in (f"{rule} step loop", f"{rule} chunks", SOFTMAX, CUMSUM, peer_name(rule)):
-                if (tokens, peer) in seconds and (peer != CUMSUM or rule == "sum"):
-                    times = statistics.median(p / o for p, o in zip(seconds[tokens, peer], own))
-                    found.append({"rule": rule, "tokens": tokens, "peer": peer, "times_faster": times})
-        for short, long in zip(args.tokens, args.tokens[1:]):
-            growth = statistics.median(b / a for a, b in zip(seconds[short, rule], seconds[long, rule]))
-            found.append({"rule": rule, "tokens": long, "peer": f"itself at {short} tokens", "times_slower": growth})
-    return found
-
-
-def one_token(args) -> list[dict]:
-    """Microseconds to generate one token: update and read of the memory; softmax attention over a cache of each length."""
-    rows = []
-    with torch.no_grad():
-        for rule in args.rules:
-            q, k, v, gates = draw_inputs(args, rule, 1, grad=False)
-            _, state = fast_weight(q, k, v, rule, gates)
-            call = partial(fast_weight, q, k, v, rule, gates, state)
-            rows.append({"name": rule, "tokens": "any", "microseconds": repeated(call, args)})
-        for tokens in args.tokens:
-            q, k, v, _ = draw_inputs(args, "sum", tokens, grad=False)
-            call = partial(F.scaled_dot_product_attention, q[:, :, :1], k, v)
-            rows.append({"name": SOFTMAX, "tokens": tokens, "microseconds": repeated(call, args)})
-    return rows
-
-
-def repeated(call, args) -> float:
-    for _ in range(10):
-        call()
-    return 1e6 * statistics.median(timed(call, args.device) for _ in range(20 * args.rounds))
-
-
-def timed(call, device: str) -> float:
-    synchronise(device)
-    start = time.perf_counter()
-    call()
-    synchronise(device)
-    return time.perf_counter() - start
-
-
-def synchronise(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize()
-
-
-def peak_memory(args, rule: str, tokens: int) -> dict:
-    """Peak memory of forward and backward beyond the inputs, in bytes and as a multiple of the inputs' bytes."""
-    progress(f"memory of {rule}")
-    if args.device != "cpu":
-        peak, inputs = measure_memory(args, rule, tokens)
-    else:  # a process of its own: its high-water mark is that of this one call
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            peak, inputs = pool.apply(measure_memory, (args, rule, tokens))
-    return {"bytes": peak, "input_bytes": inputs, "times_inputs": peak / inputs}
-
-
-def measure_memory(args, rule: str, tokens: int) -> tuple[int, int]:
-    cuda = args.device != "cpu"
-    torch.set_num_threads(args.threads)
-    forward_backward(args, rule, 64, args.backend)()  # loads libraries
-    q, k, v, gates = draw_inputs(args, rule, tokens)
-    inputs = sum(x.nbytes for x in (q, k, v, *gates.values()))
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if cuda else process_memory("VmRSS")
-    y, _ = fast_weight(q, k, v, rule, gates, backend=args.backend)
-    torch.autograd.grad(y, (q, k, v, *gates.values()), torch.ones_like(y))
-    after = torch.cuda.max_memory_allocated() if cuda else process_memory("VmHWM")
-    return after - before, inputs
-
-
-def process_memory(field: str) -> int:
-    """Bytes that this process has (VmRSS) or had at most (VmHWM) in memory; Linux."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status[field].split()[0]) * 1024
-
-
-def machine(args) -> dict:
-    name = torch.cuda.get_device_name() if args.device != "cpu" else processor()
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return {"device": name, "threads": args.threads, "system": platform.system(), **versions}
-
-
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-
-
-def table(report: dict) -> str:
-    """The report as Markdown."""
-    m, s = report["machine"], report["settings"]
-    lines = [
-        f"{m['device']}, {m['threads']} threads, torch {m['torch']}; {s['dtype']}, B{s['batch']} H{s['heads']} "
-        f"K{s['key_width']} V{s['value_width']}; medians of {s['rounds']} rounds",
-        "",
-        "| forward + backward | " + " | ".join(f"T={t}, ms" for t in s["tokens"]) + " |",
-        "|---|" + "---:|" * len(s["tokens"]),
-    ]
-    times = {(row["name"], row["tokens"]): row["seconds"] for row in report["forward_backward"]}
-    for name in dict.fromkeys(name for name, _ in times):
-        cells = (f"{1e3 * times[name, t]:.1f}" if (name, t) in times else "" for t in s["tokens"])
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    lines += ["", "| rule | T | against | ratio |", "|---|---:|---|---:|"]
-    for row in report["ratios"]:
-        ratio = f"{row['times_faster']:.1f} x faster" if "times_faster" in row else f"{row['times_slower']:.1f} x the time"
-        lines.append(f"| {row['rule']} | {row['tokens']} | {row['peer']} | {ratio} |")
-    lines += ["", "| peak memory beyond the inputs | T | MB | times the inputs |", "|---|---:|---:|---:|"]
-    for row in report["memory"]:
-        lines.append(f"| {row['rule']} | {row['tokens']} | {row['bytes'] / 1e6:.0f} | {row['times_inputs']:.1f} |")
-    lines += ["", "| one token | history | us |", "|---|---:|---:|"]
-    lines += [f"| {row['name']} | {row['tokens']} | {row['microseconds']:.0f} |" for row in report["one_token"]]
-    return "\n".join(lines)
-
-
-def draw(report: dict, path: Path) -> None:
-    """Time of forward and backward against length, both axes logarithmic, told apart in grey by their markers."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(5, 3.6), layout="constrained")
-    rows = [row for row in report["forward_backward"] if "step loop" not in row["name"] and row["name"] != CUMSUM]
-    for name, marker in zip(dict.fromkeys(row["name"] for row in rows), "osD^vPX*"):
-        points = [(row["tokens"], 1e3 * row["seconds"]) for row in rows if row["name"] == name]
-        axes.plot(
-            *zip(*points), marker=marker, ms=5, lw=2 if name == SOFTMAX else 1, ls="--" if name == SOFTMAX else "-", label=name
-        )
-    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="forward + backward, ms")
-    ticks = report["settings"]["tokens"]
-    axes.set_xticks(ticks, [str(t) for t in ticks])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=160)
-    pyplot.close(figure)
-
-
-def progress(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+        command.module.draw(report, args.figure)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .bench import machine, positive, progress, timed
+from .bench_tools import machine, positive, progress, timed
 from .mixers import Additive, Leap, Sru
 
 LSTM, ATTENTION = "torch.nn.LSTM", "softmax attention"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .bench import machine, positive, progress, timed
+from .bench_tools import machine, positive, progress, timed
 from .rules import RULES
 
 TRANSFORMER = "transformer_lm"

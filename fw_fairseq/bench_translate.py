@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from .bench import machine, positive, progress, timed
 from .bench_model import add_sizes, draw_tokens, make_task, spread, state_bytes
+from .bench_tools import machine, positive, progress, timed
 from .feature_maps import FEATURE_MAPS
 
 TRANSFORMER = "transformer"

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fw_fairseq import bench
+from fw_fairseq import bench, bench_ops
 from fw_fairseq.rules import RULES
 
 TINY = [
@@ -72,4 +72,4 @@ def test_inputs_fit_every_rule(monkeypatch):
         device, dtype, batch, heads, key_width, value_width = "cpu", "float32", 1, 2, 4, 3
 
     for rule in RULES:
-        bench.forward_backward(Args, rule, 5, "auto")()
+        bench_ops.forward_backward(Args, rule, 5, "auto")()

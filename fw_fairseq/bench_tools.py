@@ -1,0 +1,61 @@
+"""What the parts of fw-bench share: clocks, the machine, progress.
+
+Contenders take turns within each round, so that a drifting machine touches all of them alike; what is reported is the median
+time, and the median over rounds of the ratio of two contenders in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def repeated(call, args) -> float:
+    for _ in range(10):
+        call()
+    return 1e6 * statistics.median(timed(call, args.device) for _ in range(20 * args.rounds))
+
+
+def timed(call, device: str) -> float:
+    synchronise(device)
+    start = time.perf_counter()
+    call()
+    synchronise(device)
+    return time.perf_counter() - start
+
+
+def synchronise(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def machine(args) -> dict:
+    name = torch.cuda.get_device_name() if args.device != "cpu" else processor()
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return {"device": name, "threads": args.threads, "system": platform.system(), **versions}
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
