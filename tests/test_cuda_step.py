@@ -103,7 +103,7 @@ def test_gradients_take_another_form(emulate):
     launcher = emulate()
     q, k, v = (torch.randn(1, 1, 1, 4, requires_grad=True) for _ in range(3))
     fast_weight(q, k, v, "sum")[0].sum().backward()
-    assert launcher.calls == [] and q.grad is not None
+    assert "step" not in [call[1] for call in launcher.calls] and q.grad is not None
 
 
 def test_opcheck(emulate):
