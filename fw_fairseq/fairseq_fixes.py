@@ -6,13 +6,19 @@ import argparse
 import functools
 import os
 import pickle
+import re
+import shutil
 import types
+import zipfile
+from pathlib import Path
 
 import numpy
 import torch
 from fairseq import checkpoint_utils, distributed_utils, utils
 from fairseq.data import data_utils
+from fairseq.file_io import PathManager
 from fairseq.search import DiverseBeamSearch
+from fairseq.tasks.fairseq_task import FairseqTask
 
 
 def apply() -> None:
@@ -41,14 +47,41 @@ def changed(original, change):
 
 
 def load_checkpoint_to_cpu(original, path, *args, **kwargs):
-    """A file that is cut short or something else is named."""
+    """A file that is cut short, altered or something else is refused, and another one of its folder offered."""
     try:
+        if zipfile.is_zipfile(path) and (damaged := zipfile.ZipFile(path).testzip()):  # torch does not look at check sums
+            raise RuntimeError(f"{damaged} in it is damaged")
         return original(path, *args, **kwargs)
     except (FileNotFoundError, PermissionError):
         raise
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"{path} cannot be read as a fairseq checkpoint ({reason}); use another one of its folder") from error
+    except UNREADABLE as error:
+        raise ValueError(f"{path} cannot be read as a fairseq checkpoint ({why(error)}); {offer(Path(path))}") from error
+
+
+UNREADABLE = (RuntimeError, OSError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError, ValueError, TypeError)
+
+
+def why(error: Exception) -> str:
+    if foreign := re.search(r"GLOBAL (\S+)", str(error)):
+        return f"it holds {foreign[1]}, which is neither a tensor nor an option, and is not run"
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def offer(path: Path) -> str:
+    """The newest other checkpoint of the folder that is whole."""
+    others = sorted(path.parent.glob("*.pt"), key=lambda other: other.stat().st_mtime, reverse=True)
+    whole = (other for other in others if other != path and zipfile.is_zipfile(other) and not zipfile.ZipFile(other).testzip())
+    found = next(whole, None)
+    return f"the newest whole one of its folder is {found.name}" if found else "its folder has no other one that is whole"
+
+
+def copy(original, source, target, overwrite=False):
+    """checkpoint_last.pt is a copy, which a kill could leave half written; a rename is all or nothing."""
+    if PathManager.path_requires_pathmanager(target):
+        return original(source, target, overwrite)
+    shutil.copyfile(source, f"{target}.tmp")
+    os.replace(f"{target}.tmp", target)
+    return True
 
 
 def load_model_ensemble_and_task(original, filenames, *args, **kwargs):
@@ -78,6 +111,20 @@ def batch_by_size(original, indices, *args, **kwargs):
     return batches + ([rest] if len(rest) else [])
 
 
+def get_batch_iterator(original, task, dataset, *args, epoch=1, **kwargs):
+    """fairseq composes a run's batches once, and differently in each epoch that a run can begin with: resumed after its first epoch
+    it was another run. Here all have the batches of the first."""
+    once = (
+        task.can_reuse_epoch_itr(dataset) and not kwargs.get("disable_iterator_cache") and not kwargs.get("update_epoch_batch_itr")
+    )
+    if not once or dataset in task.dataset_to_epoch_iter:
+        return original(task, dataset, *args, epoch=epoch, **kwargs)
+    iterator = original(task, dataset, *args, epoch=1, **kwargs)
+    iterator.epoch = max(epoch, 1)
+    dataset.set_epoch(epoch)
+    return iterator
+
+
 def step(original, search, step, lprobs, scores, prev_output_tokens=None, original_batch_idxs=None):
     """Diverse beams look their overlaps up by the sentences' numbers in the data set; it is their rows in the batch they need."""
     if original_batch_idxs is not None:
@@ -91,7 +138,9 @@ CHANGES = (
     (checkpoint_utils, load_checkpoint_to_cpu),
     (checkpoint_utils, load_model_ensemble_and_task),
     (checkpoint_utils, save_checkpoint),
+    (PathManager, copy),
     (distributed_utils, _broadcast_object_slow),
     (data_utils, batch_by_size),
+    (FairseqTask, get_batch_iterator),
     (DiverseBeamSearch, step),
 )

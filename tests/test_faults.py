@@ -1,0 +1,120 @@
+"""Runs that are killed, and checkpoints that are damaged or not what they should be."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import shutil
+import time
+
+import pytest
+import torch
+from commands import USER_DIR, Command, fairseq, succeed
+from fairseq import checkpoint_utils
+
+from fw_fairseq import registration  # noqa: F401
+
+TRAIN = (
+    "--arch fast_weight_lm --decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32"
+    " --decoder-ffn-embed-dim 64 --decoder-attention-heads 2 --feature-map favor --dropout 0.1 --tokens-per-sample 16 --batch-size 4"
+    " --optimizer adam --lr 0.01 --seed 3 --log-format simple --log-interval 1 --disable-validation --no-epoch-checkpoints"
+    " --save-interval-updates 1 --keep-interval-updates 2"
+)
+UPDATES, KILLS = 260, 20
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder, draw = tmp_path_factory.mktemp("data"), random.Random(0)
+    lines = [" ".join(f"word{draw.randrange(40)}" for _ in range(draw.randint(3, 15))) for _ in range(400)]
+    (folder / "train").write_text("\n".join(lines) + "\n")
+    succeed(fairseq("preprocess", "--only-source", "--trainpref", folder / "train", "--destdir", folder / "bin"))
+    return folder / "bin"
+
+
+def training(data, folder, task, updates):
+    return [data, *TRAIN.split(), "--task", task, "--save-dir", folder, "--max-update", updates, *USER_DIR]
+
+
+@pytest.mark.parametrize("task", ["language_modeling", "stateful_language_modeling"])
+def test_killed_twenty_times_it_is_the_same_run(task, data, tmp_path):
+    """Every update saves, so that kills fall into the writing of checkpoints too."""
+    succeed(fairseq("train", *training(data, tmp_path / "whole", task, UPDATES)))
+    draw, command = random.Random(1), training(data, tmp_path / "killed", task, UPDATES)
+    for _ in range(KILLS):
+        life = Command("train", *command)
+        while life.process.is_alive() and "num_updates" not in life.files[1].read_text():
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.2))
+        assert life.process.is_alive(), life.files[2].read_text()[-2000:]
+        life.process.kill()
+        life.wait()
+    succeed(fairseq("train", *command))
+    whole, killed = (torch.load(tmp_path / run / "checkpoint_last.pt", weights_only=True) for run in ("whole", "killed"))
+    assert killed["optimizer_history"][-1]["num_updates"] == UPDATES
+    for part in ("model", "last_optimizer_state"):
+        assert pickle.dumps(flat(killed[part])) == pickle.dumps(flat(whole[part]))
+
+
+def flat(x):
+    if isinstance(x, torch.Tensor):
+        return x.numpy().tobytes()
+    if isinstance(x, dict):
+        return {key: flat(value) for key, value in x.items()}
+    return [flat(value) for value in x] if isinstance(x, (list, tuple)) else x
+
+
+@pytest.fixture(scope="module")
+def saved(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    succeed(fairseq("train", *training(data, folder, "stateful_language_modeling", 2)))
+    return folder
+
+
+def test_a_damaged_checkpoint_is_named_and_another_one_offered(data, saved, tmp_path):
+    folder = shutil.copytree(saved, tmp_path / "run")
+    last = folder / "checkpoint_last.pt"
+    last.write_bytes(last.read_bytes()[:-5000])
+    os.utime(folder / "checkpoint_1_1.pt", (0, 0))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    done = fairseq("train", *training(data, folder, "stateful_language_modeling", 4))
+    sentence = done.stderr.strip().splitlines()[-1]
+    assert done.returncode != 0 and sentence.startswith(f"ValueError: {last} cannot be read as a fairseq checkpoint (")
+    assert sentence.endswith("; the newest whole one of its folder is checkpoint_1_2.pt")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_flipped_bytes_are_noticed(saved, tmp_path):
+    """Or do not matter: they fall into what is not read."""
+    whole, draw, refused = (saved / "checkpoint_last.pt").read_bytes(), random.Random(0), 0
+    expected = flat(checkpoint_utils.load_checkpoint_to_cpu(str(saved / "checkpoint_last.pt"))["model"])
+    path = tmp_path / "flipped.pt"
+    for _ in range(200):
+        content = bytearray(whole)
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        path.write_bytes(content)
+        try:
+            assert flat(checkpoint_utils.load_checkpoint_to_cpu(str(path))["model"]) == expected
+        except ValueError as error:
+            assert str(error).startswith(f"{path} cannot be read as a fairseq checkpoint ("), error
+            refused += 1
+    assert refused > 100
+
+
+class Foreign:
+    def __init__(self, command):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def test_foreign_code_is_not_run(saved, tmp_path):
+    state = torch.load(saved / "checkpoint_last.pt", weights_only=True)
+    torch.save(state | {"extra": Foreign(f"touch {tmp_path / 'ran'}")}, tmp_path / "foreign.pt")
+    with pytest.raises(ValueError, match=r"foreign.pt cannot be read .*it holds posix.system, which is neither a tensor nor"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "foreign.pt"))
+    assert not (tmp_path / "ran").exists()
