@@ -165,7 +165,7 @@ class BandedEmbedding(nn.Module):
 
 
 class BandedOutput(nn.Module):
-    """Log probabilities of the first band's words and of each other band, then of the words in that. ``tied``: the input's words."""
+    """Log probabilities: of the first band's words and of each other band, then of the words in that. ``tied``: the input's."""
 
     def __init__(self, bands, width: int, tied: bool):
         super().__init__()
