@@ -12,6 +12,7 @@ import types
 import zipfile
 from pathlib import Path
 
+import fairseq.trainer
 import numpy
 import torch
 from fairseq import checkpoint_utils, distributed_utils, utils
@@ -19,6 +20,9 @@ from fairseq.data import data_utils
 from fairseq.file_io import PathManager
 from fairseq.search import DiverseBeamSearch
 from fairseq.tasks.fairseq_task import FairseqTask
+from fairseq.trainer import Trainer
+
+from .non_finite import FirstNonFinite
 
 
 def apply() -> None:
@@ -30,9 +34,10 @@ def apply() -> None:
     # fairseq generates and translates with numpy.compat.long, which NumPy 2 no longer has.
     if not hasattr(numpy, "compat"):
         numpy.compat = types.SimpleNamespace(long=int)  # noqa: NPY201
+    fairseq.trainer.NanDetector = FirstNonFinite
     for owner, change in CHANGES:
         original = getattr(owner, change.__name__)
-        if not hasattr(original, "__wrapped__"):
+        if not hasattr(original, "changed_by"):
             setattr(owner, change.__name__, changed(original, change))
 
 
@@ -43,6 +48,7 @@ def changed(original, change):
     def call(*args, **kwargs):
         return change(original, *args, **kwargs)
 
+    call.changed_by = change
     return call
 
 
@@ -82,6 +88,15 @@ def copy(original, source, target, overwrite=False):
     shutil.copyfile(source, f"{target}.tmp")
     os.replace(f"{target}.tmp", target)
     return True
+
+
+def train_step(original, trainer, *args, **kwargs):
+    """A loss that is not a number says where it came from."""
+    try:
+        return original(trainer, *args, **kwargs)
+    except FloatingPointError as error:
+        where = f"{FirstNonFinite.sentence}, at update {trainer.get_num_updates() + 1}"
+        raise FloatingPointError(f"{error}; {where}; {trainer.cfg.checkpoint.save_dir}/crash.pt has the parameters") from None
 
 
 def load_model_ensemble_and_task(original, filenames, *args, **kwargs):
@@ -137,6 +152,7 @@ def step(original, search, step, lprobs, scores, prev_output_tokens=None, origin
 CHANGES = (
     (checkpoint_utils, load_checkpoint_to_cpu),
     (checkpoint_utils, load_model_ensemble_and_task),
+    (Trainer, train_step),
     (checkpoint_utils, save_checkpoint),
     (PathManager, copy),
     (distributed_utils, _broadcast_object_slow),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import re
 import shutil
 import time
 
@@ -12,8 +13,10 @@ import pytest
 import torch
 from commands import USER_DIR, Command, fairseq, succeed
 from fairseq import checkpoint_utils
+from torch import nn
 
 from fw_fairseq import registration  # noqa: F401
+from fw_fairseq.non_finite import FirstNonFinite
 
 TRAIN = (
     "--arch fast_weight_lm --decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32"
@@ -123,3 +126,37 @@ def test_foreign_code_is_not_run(saved, tmp_path):
     with pytest.raises(ValueError, match=r"foreign.pt cannot be read .*it holds posix.system, which is neither a tensor nor"):
         checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "foreign.pt"))
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "part, value, said",
+    [
+        (
+            "layers.1.self_attn.mixer.in_proj.weight",
+            (-1, 0),
+            r"the output of gate beta of layer 1 \(decoder.layers.1.self_attn.mixer",
+        ),
+        (
+            "layers.0.self_attn.mixer.in_proj.bias",
+            (33,),
+            r"the output of k of layer 0 \(decoder.layers.0.self_attn.mixer.in_proj\)",
+        ),
+        ("layers.1.fc2.weight", (0, 0), "the output of decoder.layers.1.fc2, whose weight is not finite"),
+    ],
+)
+def test_a_loss_that_is_not_a_number_says_where_from(part, value, said, data, saved, tmp_path):
+    state = torch.load(saved / "checkpoint_last.pt", weights_only=True)
+    state["model"][f"decoder.{part}"][value] = float("nan")
+    torch.save(state, tmp_path / "checkpoint_last.pt")
+    done = fairseq("train", *training(data, tmp_path, "stateful_language_modeling", 4))
+    assert done.returncode != 0
+    assert re.search(f"the first is {said}.*, at update 3; .*crash.pt has the parameters$", done.stderr.strip()), done.stderr[-900:]
+
+
+def test_the_first_gradient_that_is_not_finite_is_found():
+    """The one nearest to the loss."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    with FirstNonFinite(model) as found:
+        y = model(torch.zeros(4, 2))
+        (y - y.detach()).abs().sqrt().sum().backward()
+    assert found.sentence == "the first is the gradient of 1"
