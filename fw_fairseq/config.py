@@ -86,3 +86,13 @@ def layer_mixers(config: FastWeightConfig, layers: int, kept: str | None = None)
     if len(names) > layers:
         raise ValueError(f"--mixer-pattern names {len(names)} layers but the model has {layers}; name at most {layers}")
     return [names[i % len(names)] for i in range(layers)]
+
+
+LEAST = dict.fromkeys(("feature_dim", "favor_features", "sru_projection", "srupp_width"), 0)
+LEAST |= dict.fromkeys(("dpfp_nu", "srupp_heads", "srupp_memory"), 1)
+
+
+def check_numbers(config: FastWeightConfig) -> None:
+    for name, least in LEAST.items():
+        if getattr(config, name) < least:
+            raise ValueError(f"{option_name(name)} is {getattr(config, name)}; it must be at least {least}")

@@ -5,23 +5,20 @@ from __future__ import annotations
 import argparse
 import functools
 import os
-import pickle
-import re
 import shutil
 import types
-import zipfile
-from pathlib import Path
 
 import fairseq.trainer
 import numpy
 import torch
 from fairseq import checkpoint_utils, distributed_utils, utils
-from fairseq.data import data_utils
+from fairseq.data import Dictionary, data_utils, indexed_dataset
 from fairseq.file_io import PathManager
 from fairseq.search import DiverseBeamSearch
 from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq.trainer import Trainer
 
+from .damaged_files import add_from_file, load_checkpoint_to_cpu, make_dataset
 from .non_finite import FirstNonFinite
 
 
@@ -50,35 +47,6 @@ def changed(original, change):
 
     call.changed_by = change
     return call
-
-
-def load_checkpoint_to_cpu(original, path, *args, **kwargs):
-    """A file that is cut short, altered or something else is refused, and another one of its folder offered."""
-    try:
-        if zipfile.is_zipfile(path) and (damaged := zipfile.ZipFile(path).testzip()):  # torch does not look at check sums
-            raise RuntimeError(f"{damaged} in it is damaged")
-        return original(path, *args, **kwargs)
-    except (FileNotFoundError, PermissionError):
-        raise
-    except UNREADABLE as error:
-        raise ValueError(f"{path} cannot be read as a fairseq checkpoint ({why(error)}); {offer(Path(path))}") from error
-
-
-UNREADABLE = (RuntimeError, OSError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError, ValueError, TypeError)
-
-
-def why(error: Exception) -> str:
-    if foreign := re.search(r"GLOBAL (\S+)", str(error)):
-        return f"it holds {foreign[1]}, which is neither a tensor nor an option, and is not run"
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-def offer(path: Path) -> str:
-    """The newest other checkpoint of the folder that is whole."""
-    others = sorted(path.parent.glob("*.pt"), key=lambda other: other.stat().st_mtime, reverse=True)
-    whole = (other for other in others if other != path and zipfile.is_zipfile(other) and not zipfile.ZipFile(other).testzip())
-    found = next(whole, None)
-    return f"the newest whole one of its folder is {found.name}" if found else "its folder has no other one that is whole"
 
 
 def copy(original, source, target, overwrite=False):
@@ -156,6 +124,8 @@ CHANGES = (
     (checkpoint_utils, save_checkpoint),
     (PathManager, copy),
     (distributed_utils, _broadcast_object_slow),
+    (Dictionary, add_from_file),
+    (indexed_dataset, make_dataset),
     (data_utils, batch_by_size),
     (FairseqTask, get_batch_iterator),
     (DiverseBeamSearch, step),
