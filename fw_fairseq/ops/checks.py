@@ -96,7 +96,7 @@ def check_attention_norm(rule_name: str, rule: Rule, eps: float) -> None:
         able = ", ".join(name for name, r in RULES.items() if r.normaliser)
         raise ValueError(f"attention_norm=True is not defined for rule {rule_name!r}; it is for: {able}")
     if not isinstance(eps, (int, float)) or not eps > 0:
-        raise ValueError(f"eps is {eps!r:.40}; it must be a number above 0 with attention_norm=True")
+        raise ValueError(f"eps is {eps!r:.40}; it must be above 0 with attention_norm=True")
 
 
 def check_key_log_scale(key_log_scale, rule_name: str, rule: Rule, attention_norm: bool, q: Tensor) -> None:
