@@ -96,13 +96,18 @@ def batch_by_size(original, indices, *args, **kwargs):
 
 def get_batch_iterator(original, task, dataset, *args, epoch=1, **kwargs):
     """fairseq composes a run's batches once, and differently in each epoch that a run can begin with: resumed after its first epoch
-    it was another run. Here all have the batches of the first."""
+    it was another run. Here all have the batches of the first. And a text without a batch is not evaluated to perplexity 1."""
     once = (
         task.can_reuse_epoch_itr(dataset) and not kwargs.get("disable_iterator_cache") and not kwargs.get("update_epoch_batch_itr")
     )
     if not once or dataset in task.dataset_to_epoch_iter:
         return original(task, dataset, *args, epoch=epoch, **kwargs)
     iterator = original(task, dataset, *args, epoch=1, **kwargs)
+    if len(dataset) and not iterator.frozen_batches:
+        most = kwargs.get("max_positions")
+        raise ValueError(
+            f"all {len(dataset)} texts are longer than the model's {most} positions; give a shorter --tokens-per-sample"
+        )
     iterator.epoch = max(epoch, 1)
     dataset.set_epoch(epoch)
     return iterator

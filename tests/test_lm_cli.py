@@ -293,6 +293,12 @@ def test_refused_options(options, message, data, trained):
     assert contents(folder) == before
 
 
+def test_texts_longer_than_the_model_are_refused(data, trained):
+    done = fairseq("eval_lm", data, *USER_DIR, *TASK, "--path", trained[0] / "checkpoint_last.pt", "--tokens-per-sample", 100)
+    said = r"ValueError: all \d+ texts are longer than the model's 32 positions; give a shorter --tokens-per-sample$"
+    assert done.returncode != 0 and re.search(said, done.stderr.strip()), done.stderr[-900:]
+
+
 def test_missing_dictionary(tmp_path):
     done = fairseq("train", tmp_path / "nowhere", *USER_DIR, *TRAIN.split(), "--save-dir", tmp_path / "saved", "--max-update", 1)
     assert done.returncode != 0
