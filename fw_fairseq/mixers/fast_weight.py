@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..feature_maps import FEATURE_MAPS, FeatureMap, sum_normalise, wide
+from ..feature_maps import FEATURE_MAPS, FeatureMap, l2_normalise, sum_normalise, wide
 from ..ops import FastWeightState, fast_weight
 from ..rules import RULES
 from .base import Mixer
@@ -91,7 +91,7 @@ def normalised_features(phi: FeatureMap, norm: str, x: Tensor, keep_scale: bool)
     if norm == "sum":
         return sum_normalise(phi.scaled(x)[0]), None
     if norm == "l2":
-        return F.normalize(wide(phi(x)), dim=-1).to(x.dtype), None
+        return l2_normalise(phi(x)), None
     return phi.scaled(x) if keep_scale else (phi(x), None)
 
 
