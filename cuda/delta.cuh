@@ -94,36 +94,25 @@ __device__ __forceinline__ void load_tile(To* tile, const View& x, int b, int h,
 #endif
 }
 
+__device__ __forceinline__ int row_width(const Params& p) {
+#if FW_MAP
+    return FW_D;
+#else
+    return p.K;
+#endif
+}
+
 __device__ __forceinline__ void load_rows(Row* q, Row* k, const Params& p, int b, int h, int t0) {
-    load_tile<In, Row, FW_SPAN, ROW_WIDTH>(q, p.q, b, h, t0, p.T, 0, FW_MAP ? FW_D : p.K);
-    load_tile<In, Row, FW_SPAN, ROW_WIDTH>(k, p.k, b, h, t0, p.T, 0, FW_MAP ? FW_D : p.K);
+    load_tile<In, Row, FW_SPAN, ROW_WIDTH>(q, p.q, b, h, t0, p.T, 0, row_width(p));
+    load_tile<In, Row, FW_SPAN, ROW_WIDTH>(k, p.k, b, h, t0, p.T, 0, row_width(p));
 }
 
 #if FW_MAP
-// One warp: the features of a row into a tile; 0 for one that is not there.
-__device__ __forceinline__ void map_row(Op* to, const In* x, bool there) {
-    constexpr int COUPLES = (FW_K + 63) / 64;
-    float f[COUPLES][2], sum = 0.f;
-#pragma unroll
-    for (int n = 0; n < COUPLES * 2; n++) {
-        const int i = 2 * (threadIdx.x & 31) + n / 2 * 64 + n % 2;
-        const float x_i = i < FEATURES ? feature(x, i) : 0.f;
-        f[n / 2][n % 2] = x_i;
-        sum += FW_NORM == FW_L2 ? x_i * x_i : x_i;
-    }
-    const float scale = there ? 1.f / divisor(FW_NORM ? row_sum(sum) : sum) : 0.f;
-#pragma unroll
-    for (int n = 0; n < COUPLES; n++) {
-        const int i = 2 * (threadIdx.x & 31) + n * 64;
-        if (i < FW_K) put_couple(to + i, f[n][0] * scale, f[n][1] * scale);
-    }
-}
-
 // The features of a span; all threads.
 __device__ __forceinline__ void map_span(Op* q, Op* k, const In* rows_q, const In* rows_k, int tokens) {
     for (int i = threadIdx.x >> 5; i < 2 * FW_SPAN; i += WARPS) {
         const int t = i % FW_SPAN;
-        map_row((i < FW_SPAN ? q : k) + t * KEY_ROW, (i < FW_SPAN ? rows_q : rows_k) + t * ROW, t < tokens);
+        map_row<FW_K>((i < FW_SPAN ? q : k) + t * KEY_ROW, (i < FW_SPAN ? rows_q : rows_k) + t * ROW, t < tokens);
     }
 }
 #endif

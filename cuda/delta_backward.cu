@@ -29,8 +29,8 @@ __device__ __forceinline__ void load_segment(BackwardShared& s, const Params& p,
 
 // There is no room for two segments; the next one's latency is that of the L2 cache.
 __device__ __forceinline__ void prefetch_segment(const Params& p, const Place& at, int t0) {
-    prefetch_tile<In, FW_SPAN, ROW_WIDTH>(p.q, at.b, at.h, t0, p.T, 0, FW_MAP ? FW_D : p.K);
-    prefetch_tile<In, FW_SPAN, ROW_WIDTH>(p.k, at.b, at.h, t0, p.T, 0, FW_MAP ? FW_D : p.K);
+    prefetch_tile<In, FW_SPAN, ROW_WIDTH>(p.q, at.b, at.h, t0, p.T, 0, row_width(p));
+    prefetch_tile<In, FW_SPAN, ROW_WIDTH>(p.k, at.b, at.h, t0, p.T, 0, row_width(p));
     prefetch_tile<In, FW_SPAN, FW_V>(p.v, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
     prefetch_tile<In, FW_SPAN, FW_V>(p.dy, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
     if (at.lane * sizeof(Quad) % 128 == 0) {

@@ -55,13 +55,37 @@ __device__ __forceinline__ float divisor(float sum) {
 // What the norm multiplies the features of a row by.
 template <class T>
 __device__ __forceinline__ float row_scale(const T* x) {
-    if constexpr (FW_NORM == 0) return 1.f;
     float sum = 0.f;
-    for (int i = threadIdx.x & 31; i < FEATURES; i += 32) {
+    for (int i = threadIdx.x & 31; FW_NORM && i < FEATURES; i += 32) {
         const float f = feature(x, i);
         sum += FW_NORM == FW_L2 ? f * f : f;
     }
-    return 1.f / divisor(row_sum(sum));
+    return 1.f / divisor(FW_NORM ? row_sum(sum) : sum);
+}
+
+template <class T>
+struct __align__(2 * sizeof(T)) Couple {
+    T x, y;
+};
+
+// The features of a row into shared memory, with zeros up to WIDTH; nothing but zeros for a row that is not there.
+template <int WIDTH, class To, class T>
+__device__ __forceinline__ void map_row(To* to, const T* x, bool there) {
+    constexpr int COUPLES = (WIDTH + 63) / 64;
+    float f[COUPLES][2], sum = 0.f;
+#pragma unroll
+    for (int n = 0; n < COUPLES * 2; n++) {
+        const int i = 2 * (threadIdx.x & 31) + n / 2 * 64 + n % 2;
+        const float one = i < FEATURES ? feature(x, i) : 0.f;
+        f[n / 2][n % 2] = one;
+        sum += FW_NORM == FW_L2 ? one * one : one;
+    }
+    const float scale = there ? 1.f / divisor(FW_NORM ? row_sum(sum) : sum) : 0.f;
+#pragma unroll
+    for (int n = 0; n < COUPLES; n++) {
+        const int i = 2 * (threadIdx.x & 31) + n * 64;
+        if (i < WIDTH) *(Couple<To>*)(to + i) = {from_float<To>(f[n][0] * scale), from_float<To>(f[n][1] * scale)};
+    }
 }
 
 // The gradient of a row x from that of its features, df in shared memory: put(i, dx_i) by the lane that has i.

@@ -77,7 +77,10 @@ class Variant(NamedTuple):
         tiles = -(-value // tiling.value)
         tiling = tiling._replace(value=round_up(-(-value // tiles), 16))
         key, gates = round_up(key, 16 * tiling.ksplit), (f is not None, w is not None)
-        return cls(q.dtype, key, tiling, tiles, PRECISIONS[precision], *gates, row, row_map)
+        variant = cls(q.dtype, key, tiling, tiles, PRECISIONS[precision], *gates, row, row_map)
+        if variant.backward_bytes() > COMMON_SHARED:  # by its rows
+            variant = variant._replace(tiling=tiling._replace(segment=CHUNK))
+        return variant
 
     @property
     def operand(self) -> torch.dtype:
