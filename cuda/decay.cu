@@ -106,10 +106,15 @@ __device__ __forceinline__ void load_chunk(Columns& columns, const Params& p, co
     if (job.key) columns.load_reads(p, job, start);
 }
 
-// What can be on its way before the chunk's rows are there.
+// What is on its way while the last chunk is computed. With a map v comes as far as the cache: registers hold no more.
 __device__ __forceinline__ void load_early(Columns& columns, const Params& p, const Job& job, int start) {
     columns.load_gates(p, job, start);
-    if (!FW_MAP || !job.key) load_chunk(columns, p, job, start);
+#if FW_MAP
+    int t = start + lane_id() % 16;
+    if (!job.key && t < p.T && job.number * 32 < job.width) prefetch_l2(job.row<FW_IN>(p.v, t) + job.number * 32);
+#else
+    load_chunk(columns, p, job, start);
+#endif
 }
 
 #if FW_MAP
@@ -120,7 +125,7 @@ __device__ __forceinline__ void take_rows(Shared& s, Columns& columns, const Par
     if (start + FW_CHUNK < p.T) load_rows(s.rows, p, start + FW_CHUNK);
     map_chunk(s.features, s.rows, p, start, 32);
     __syncthreads();
-    if (job.key) load_chunk(columns, p, job, start);
+    load_chunk(columns, p, job, start);
 }
 #endif
 
