@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 
 class FeatureMap(nn.Module):
-    """phi. ``out_dim``: its width; ``non_negative``: whether sum and attention normalisation make sense with it; ``row_map``: the name
-    in ``ops.row_map`` of what it does to ``linear(x)``, where that has no parameters."""
+    """phi. ``out_dim``: its width; ``non_negative``: whether sum and attention normalisation make sense with it; ``row_map``: how
+    ``ops.row_map`` calls what it does to ``linear(x)``, if that has no parameters."""
 
     equation = ""
     non_negative = False

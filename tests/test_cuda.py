@@ -12,6 +12,7 @@ from conftest import NORMALISED, assert_same, draw_gates, draw_inputs, draw_stat
 from fw_fairseq import ops
 from fw_fairseq.ops import FastWeightState, cuda, cuda_launch, fast_weight
 from fw_fairseq.ops.chunkwise import chunk_form
+from fw_fairseq.ops.row_map import AS_IS
 from fw_fairseq.rules import RULES, Coefficients
 
 NAMES = ("q", "k", "v", "f", "z", "e", "w", "memory")
@@ -19,27 +20,27 @@ SHAPE = (2, 2, 37, 6, 5)
 KERNEL_RULES = [name for name, rule in RULES.items() if rule.step is None]
 
 
-def supported(q, k, v, f, z, e, w):
+def supported(q, k, v, f, z, e, w, row_map):
     assert q.dtype == k.dtype == v.dtype
     return "backend='cuda' has no kernel for keys wider than 8" if q.shape[-1] > 8 else None
 
 
-def saved_like(q, k, v, f, z, e, w, memory, precision):
+def saved_like(q, k, v, f, z, e, w, memory, precision, row_map):
     return [(memory.shape, torch.float32)]
 
 
-def forward(launch, q, k, v, f, z, e, w, memory, precision, keep):
+def forward(launch, q, k, v, f, z, e, w, memory, precision, keep, row_map):
     PRECISIONS.append(precision)
     ROWS.append(q.shape[0])
-    y, final = chunk_form(q, k, v, Coefficients(f, z, e, w), memory)
+    y, final = chunk_form(row_map(q), row_map(k), v, Coefficients(f, z, e, w), memory)
     return y, final.contiguous(), (memory + 1,) if keep else ()
 
 
-def backward(launch, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision):
+def backward(launch, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision, row_map):
     assert torch.equal(saved[0], memory + 1) and len(saved) == 1
     inputs = [None if x is None else x.detach().requires_grad_() for x in (q, k, v, f, z, e, w, memory)]
     with torch.enable_grad():
-        outputs = chunk_form(*inputs[:3], Coefficients(*inputs[3:7]), inputs[7])
+        outputs = chunk_form(row_map(inputs[0]), row_map(inputs[1]), inputs[2], Coefficients(*inputs[3:7]), inputs[7])
         grads = iter(torch.autograd.grad(outputs, [x for x in inputs if x is not None], (dy, dmemory)))
     return tuple(None if x is None else torch.empty_like(x).copy_(next(grads)) for x in inputs)
 
@@ -67,11 +68,11 @@ def operands(rule: str, shape=SHAPE, dtype=torch.float32):
 
 @pytest.mark.parametrize("rule", KERNEL_RULES)
 def test_opcheck(stand_in, rule):
-    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (*operands(rule), "exact", True))
+    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (*operands(rule), "exact", True, *AS_IS))
     inputs = [None if x is None else x.detach() for x in operands(rule)]
-    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (*inputs, "exact", False))
+    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (*inputs, "exact", False, *AS_IS))
     dy, dmemory = torch.randn_like(inputs[2]), torch.randn_like(inputs[7])
-    given = (*inputs, [inputs[7] + 1], dy, dmemory, "exact")
+    given = (*inputs, [inputs[7] + 1], dy, dmemory, "exact", *AS_IS)
     torch.library.opcheck(torch.ops.fw_fairseq.scan_backward.default, given)
 
 

@@ -12,6 +12,7 @@ from hostcuda.nvrtc import ARCHITECTURES, compile_check
 
 from fw_fairseq.ops import cuda_decay, fast_weight
 from fw_fairseq.ops.recurrent import step_form
+from fw_fairseq.ops.row_map import AS_IS
 from fw_fairseq.rules import RULES, Coefficients
 
 WITHOUT_ERASE = ["sum", "gated", "decay"]
@@ -162,7 +163,7 @@ def test_without_gradients_nothing_is_kept(one_thread):
 def test_symbolic_shapes(emulate):
     emulate()
     q, k, v, f, z, e, w, memory = draw("decay", (1, 2, 17, 32, 32)).values()
-    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (q, k, v, f, z, e, w, memory.requires_grad_(), "exact", True))
+    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (q, k, v, f, z, e, w, memory.requires_grad_(), "exact", True, *AS_IS))
 
 
 def sanitized(rule: str) -> None:
