@@ -51,7 +51,7 @@ class FastWeight(Mixer):
     def forward(self, x: Tensor, state: FastWeightState | None = None, padding_mask=None, reset_mask=None):
         qk_size, _, *sizes = self.sizes.values()
         qk, v, *gates = self.in_proj(x).split([2 * qk_size, *sizes], dim=-1)
-        (q, k), log_scale = self.features(qk.unflatten(-1, (2, self.num_heads, -1)).permute(2, 1, 3, 0, 4))  # (2,B,H,T,K or X)
+        (q, k), log_scale = self.features(qk.unflatten(-1, (2, self.num_heads, -1)).permute(2, 1, 3, 0, 4))  # (2,B,H,T,X)
         key_log_scale = None if log_scale is None else log_scale[1]
         v = self.by_head(v)
         gates = {name: self.gate(name, part) for name, part in zip(self.rule.gates, gates)}
@@ -73,8 +73,8 @@ class FastWeight(Mixer):
         return torch.sigmoid(wide(part))
 
     def features(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The mapped and normalised x, and the log of what was divided out if that does not cancel by itself; x as ``row_map`` takes
-        it if that does the rest."""
+        """The mapped and normalised x, and the log of what was divided out if that does not cancel by itself; or x for ``row_map``
+        to do that."""
         if self.row_map is not None:
             return self.feature_map.linear(x), None
         keep_scale = self.attention_norm and self.rule.normaliser == "write"
