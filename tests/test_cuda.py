@@ -12,7 +12,7 @@ from conftest import NORMALISED, assert_same, draw_gates, draw_inputs, draw_stat
 from fw_fairseq import ops
 from fw_fairseq.ops import FastWeightState, cuda, cuda_launch, fast_weight
 from fw_fairseq.ops.chunkwise import chunk_form
-from fw_fairseq.ops.row_map import AS_IS
+from fw_fairseq.ops.row_map import AS_IS, RowMap
 from fw_fairseq.rules import RULES, Coefficients
 
 NAMES = ("q", "k", "v", "f", "z", "e", "w", "memory")
@@ -76,6 +76,12 @@ def test_opcheck(stand_in, rule):
     torch.library.opcheck(torch.ops.fw_fairseq.scan_backward.default, given)
 
 
+def test_opcheck_with_a_map(stand_in):
+    q, k, *rest, memory = operands("gated")
+    memory = torch.randn(*SHAPE[:2], 4 * SHAPE[3], SHAPE[4]).requires_grad_()
+    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (q, k, *rest, memory, "exact", True, "dpfp", 2, "sum"))
+
+
 @pytest.mark.parametrize("backend", ["cuda", "auto"])
 @pytest.mark.parametrize("rule", KERNEL_RULES)
 def test_public_op_equals_chunks(stand_in, rule, backend):
@@ -104,14 +110,35 @@ def test_attention_normalised(stand_in, rule):
     assert len(PRECISIONS) == 1
 
 
-def test_few_long_sequences_run_in_segments(stand_in, monkeypatch):
+@pytest.mark.parametrize("row_map", [None, RowMap("elu")])
+def test_few_long_sequences_run_in_segments(stand_in, monkeypatch, row_map):
     monkeypatch.setattr(stand_in, "blocks", 16, raising=False)
     inputs = {name: x.detach() for name, x in draw_inputs((1, 2, 2100, 3, 2), torch.float32).items()}
-    y, state = fast_weight(**inputs, rule="sum", backend="cuda")
-    want, end = fast_weight(**inputs, rule="sum", backend="chunkwise")
+    y, state = fast_weight(**inputs, rule="sum", backend="cuda", feature_map=row_map)
+    want, end = fast_weight(**inputs, rule="sum", backend="chunkwise", feature_map=row_map)
     assert ROWS == [8]
     torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(state.memory, end.memory, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("attention_norm, refused, fused", [(False, False, True), (False, True, False), (True, False, False)])
+def test_where_the_map_is_applied(stand_in, monkeypatch, attention_norm, refused, fused):
+    """In the kernels, or before them where they do not take it, or where the normaliser of delta needs the features."""
+    row_map, seen = RowMap("dpfp", 2, "sum"), []
+
+    def supported(*inputs):
+        seen.append(inputs[-1])
+        return "no such map" if refused and inputs[-1] == row_map else None
+
+    monkeypatch.setattr(cuda.FAMILIES["erase"], "supported", supported)
+    inputs, gates = draw_inputs(SHAPE, torch.float32), draw_gates(RULES["delta"], SHAPE, torch.float32)
+    call = dict(rule="delta", gates=gates, feature_map=row_map, attention_norm=attention_norm)
+
+    def results(backend):
+        return run_with_gradients(inputs | gates, lambda: fast_weight(**inputs, **call, backend=backend))
+
+    assert_same(results("cuda"), results("chunkwise"), 1e-5)
+    assert seen[-1] == (row_map if fused else AS_IS)
 
 
 @pytest.mark.parametrize("used", ["y", "memory"])

@@ -30,15 +30,14 @@ def draw(row_map: RowMap, shape, dtype, present: str) -> dict[str, torch.Tensor 
     x |= {name.lower(): torch.rand(B, H, T, *size[name]) * 0.9 + 0.05 for name in present}
     x |= {"memory": torch.randn(B, H, key, V)}
     if row_map.name == "dpfp" and row_map.norm == "sum":
-        x["q"][:, :, 3] = x["k"][:, :, 5] = 0
+        x["q"][:, :, 3:4] = x["k"][:, :, 5:6] = 0
     return {name: x.get(name) for name in NAMES}
 
 
-def compare(family: str, row_map: RowMap, shape, dtype, present: str, launch=None, wrap=lambda x: x) -> None:
+def compare(family: str, row_map: RowMap, shape, dtype, present: str, launch) -> None:
     kernels, precision = FAMILIES[family], PRECISION[dtype]
-    x = {name: None if t is None else wrap(t) for name, t in draw(row_map, shape, dtype, present).items()}
-    dy, dmemory = wrap(torch.randn_like(x["v"])), wrap(torch.randn_like(x["memory"]))
-    launch = launch or EmulatorLaunch("prio", 1)
+    x = {name: None if t is None else guarded(t) for name, t in draw(row_map, shape, dtype, present).items()}
+    dy, dmemory = guarded(torch.randn_like(x["v"])), guarded(torch.randn_like(x["memory"]))
     y, final, saved = kernels.forward(launch, *x.values(), precision, row_map=row_map)
     kept = kernels.saved_like(*x.values(), precision, row_map)
     assert [(tuple(t.shape), t.dtype) for t in saved] == [(tuple(shape), dtype) for shape, dtype in kept]
@@ -59,32 +58,29 @@ def compare(family: str, row_map: RowMap, shape, dtype, present: str, launch=Non
     "family, row_map, d, value, dtype, present",
     [
         ("decay", RowMap("dpfp", 2, "sum"), 24, 40, torch.bfloat16, "Fzw"),
-        ("decay", RowMap("elu"), 20, 20, torch.float32, "f"),
+        ("decay", RowMap("identity", 1, "l2"), 20, 20, torch.float32, "f"),
         ("decay", RowMap("relu", 1, "l2"), 17, 16, torch.float16, ""),
         ("delta", RowMap("dpfp", 3, "sum"), 24, 40, torch.bfloat16, "few"),
-        ("delta", RowMap("elu", 1, "sum"), 20, 20, torch.float16, "e"),
-        ("delta", RowMap("identity", 1, "l2"), 17, 16, torch.float32, "ew"),
         ("delta", RowMap("dpfp", 4, "l2"), 7, 16, torch.float32, "few"),
     ],
 )
 def test_equals_the_map_and_the_steps(one_thread, family, row_map, d, value, dtype, present):
-    compare(family, row_map, (1, 2, 37, d, value), dtype, present)
+    compare(family, row_map, (1, 2, 37, d, value), dtype, present, EmulatorLaunch("prio", 1, bounds=True))
 
 
 def sanitized() -> None:
     with emulated(sanitized_launch()) as launch:
         for family, present in (("decay", "f"), ("delta", "fe")):
-            compare(family, RowMap("dpfp", 1, "sum"), (1, 1, 37, 10, 16), torch.bfloat16, present, launch, guarded)
+            compare(family, RowMap("dpfp", 1, "sum"), (1, 1, 37, 10, 16), torch.bfloat16, present, launch)
 
 
-@pytest.mark.parametrize("kind", ["thread", "address"])
-def test_sanitizers(kind):
-    run_sanitized(kind, "test_cuda_maps:sanitized")
+def test_races():
+    run_sanitized("thread", "test_cuda_maps:sanitized")
 
 
-@pytest.mark.parametrize("rule, norm, attention_norm", [("gated", "none", True), ("delta", "sum", False), ("delta", "sum", True)])
+@pytest.mark.parametrize("rule, norm, attention_norm", [("gated", "none", True), ("delta", "sum", False)])
 def test_public_op(emulate, rule, norm, attention_norm):
-    """Padding, where features of 0 are not 0, resets and a state; delta's attention normaliser needs the features themselves."""
+    """Padding, where features of 0 are not 0, resets and attention normalisation."""
     launcher, row_map, batch, tokens = emulate(), RowMap("elu", 1, norm), 2, 37
     x = draw(row_map, (batch, 1, tokens, 16, 15), torch.float32, "")
     leaves = {n: x[n].detach().requires_grad_() for n in "qkv"}
@@ -100,8 +96,7 @@ def test_public_op(emulate, rule, norm, attention_norm):
         return {"y": y.detach(), "memory": state.memory.detach()} | dict(zip(leaves, grads))
 
     assert_same(results("cuda"), results("recurrent"), 2e-5)
-    fused = [call[2].get("FW_MAP") for call in launcher.calls]
-    assert fused == ([None, None] if rule == "delta" and attention_norm else [2, 2])
+    assert [call[2].get("FW_MAP") for call in launcher.calls] == [2, 2]
 
 
 @pytest.mark.parametrize("row_map", [RowMap("dpfp", 3, "sum"), RowMap("elu", 1, "l2"), RowMap("relu")])
@@ -146,9 +141,8 @@ def launches(family: str, row_map: RowMap, d: int, value: int, dtype: torch.dtyp
     "arch, family, nu, d, present",
     [
         ("80", "decay", 1, 64, "f"),
-        ("120", "decay", 1, 32, "Fz"),
-        ("90", "delta", 1, 64, "ew"),
-        ("89", "delta", 3, 64, "few"),
+        ("90", "decay", 1, 32, "Fz"),
+        ("120", "delta", 3, 64, "few"),
     ],
 )
 def test_compiles_without_spills(arch, family, nu, d, present):
