@@ -30,10 +30,7 @@ SUM = dict(rule="sum", gates=None)
         (dict(v=VALUES[:, :, :2]), r"v has shape \(2, 3, 2, 6\) but q .*B, H and T must agree"),
         (dict(q=Q[:, :, :0], k=KEYS[:, :, :0], v=VALUES[:, :, :0]), r"T, K and V must be at least 1"),
         (dict(feature_map="dpfp"), r"feature_map is a str; it must be None or a RowMap"),
-        (
-            dict(feature_map=RowMap("dfpf")),
-            r"feature_map is RowMap\(name='dfpf'.*; allowed: name identity, elu, relu, dpfp, norm none",
-        ),
+        (dict(feature_map=RowMap("dfpf")), r"feature_map is RowMap\(name='dfpf'.*; allowed: name identity, elu, relu, dpfp, norm"),
         (dict(feature_map=RowMap("dpfp", 10)), r"feature_map has nu 10; it must be from 1 to 2 \* D - 1 = 9"),
         (dict(feature_map=RowMap(norm="sum")), r"feature_map has norm 'sum' with name 'identity'.*; use norm 'l2'"),
         (dict(feature_map=RowMap("dpfp"), state=STATE), r"state.memory has shape \(2, 3, 5, 6\); .*\(2, 3, 10, 6\)"),
