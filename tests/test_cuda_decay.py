@@ -184,7 +184,8 @@ def test_sanitizers(kind):
         ((7, 5), 64, torch.float16, "for compute capability 8.0 and higher only"),
         ((8, 9), 512, torch.float32, "this device has 101376"),
         ((9, 0), 512, torch.bfloat16, None),
-        ((9, 0), 256, torch.float32, None),
+        ((9, 0), 384, torch.float32, None),
+        ((9, 0), 512, torch.float32, "this device has 232448"),
         ((8, 9), 128, torch.float32, None),
     ],
 )

@@ -51,6 +51,7 @@ FORWARD = {
     64: Tile(128, 1, 8),
     128: Tile(128, 1, 8),
     256: Tile(64, 2, 4),
+    384: Tile(32, 6, 2),
     512: Tile(32, 8, 2),
 }
 BACKWARD = {
@@ -59,15 +60,16 @@ BACKWARD = {
     64: Tile(64, 2, 4),
     128: Tile(32, 4, 2),
     256: Tile(32, 4, 2),
+    384: Tile(16, 12, 1),
     512: Tile(16, 16, 1),
 }
 
 
 def padded(width: int) -> int:
-    """The power of two from 16 on that has room; of symbolic widths too."""
-    room = 16
-    while room < width:
-        room *= 2
+    """The least width of the tables that has room; of symbolic widths too."""
+    for room in FORWARD:
+        if width <= room:
+            break
     return room
 
 
