@@ -172,7 +172,8 @@ def test_compiled_by_torch(stand_in, rule):
 
     def loss(*leaves):
         q, k, v, *rest = leaves
-        y, state = fast_weight(q.sin(), k, v, rule, dict(zip(gates, rest)), backend="cuda")
+        call = dict(gates=dict(zip(gates, rest)), backend="cuda", feature_map=RowMap("elu", 1, "sum"))
+        y, state = fast_weight(q.sin(), k, v, rule, **call)
         return y.square().sum() + state.memory.sum()
 
     leaves = (*inputs.values(), *gates.values())

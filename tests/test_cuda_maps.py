@@ -65,7 +65,7 @@ def compare(family: str, row_map: RowMap, shape, dtype, present: str, launch) ->
     ],
 )
 def test_equals_the_map_and_the_steps(one_thread, family, row_map, d, value, dtype, present):
-    compare(family, row_map, (1, 2, 37, d, value), dtype, present, EmulatorLaunch("prio", 1))
+    compare(family, row_map, (1, 2, 70, d, value), dtype, present, EmulatorLaunch("prio", 1))
 
 
 def sanitized() -> None:
