@@ -58,6 +58,8 @@ def fast_weight(
     spec = checks.check_rule(rule)
     shape = checks.check_tensors(q, k, v)
     checks.check_backend(backend)
+    if not isinstance(attention_norm, bool):
+        raise ValueError(f"attention_norm is a {type(attention_norm).__name__}; it must be True or False")
     row_map = AS_IS if feature_map is None else checks.check_feature_map(feature_map, q)
     if not kernels_may_map(spec, q, backend, attention_norm):
         q, k, row_map = row_map(q), row_map(k), AS_IS
