@@ -6,6 +6,7 @@
 
 #include "blocks.cuh"
 #include "gates.cuh"
+#include "row_map.cuh"
 
 #define FW_KEY_JOBS ((FW_K + 31) / 32)
 #define FW_VALUE_JOBS ((FW_V + 31) / 32)
@@ -83,6 +84,48 @@ __device__ __forceinline__ void store_pair(T* row, int column, int width, bool v
 #endif
 }
 
+#if FW_MAP
+constexpr int ROW_UNIT = 16 / sizeof(FW_IN);  // elements of a copy
+constexpr int ROW = (FW_D + ROW_UNIT - 1) / ROW_UNIT * ROW_UNIT + ROW_UNIT;
+
+// What a chunk's features are made from, and they. The rows of FW_ROW_CHUNKS chunks are in shared memory, in turns.
+struct Rows {
+    FW_IN k[16 * ROW], q[16 * ROW];
+};
+struct Features {
+    FW_IN k[16 * FW_LDK], q[16 * FW_LDK];
+};
+
+// 0 beyond T. Complete after cp_async_wait.
+__device__ __forceinline__ void load_rows(Rows* all, const Params& p, int start) {
+    constexpr int UNITS = ROW / ROW_UNIT - 1;
+    Rows& rows = all[start / FW_CHUNK % FW_ROW_CHUNKS];
+#pragma unroll 1
+    for (int i = threadIdx.x; i < 32 * UNITS; i += FW_WARPS * 32) {
+        int token = i / UNITS % 16, column = i % UNITS * ROW_UNIT;
+        bool query = i >= 16 * UNITS, inside = start + token < p.T;
+        const FW_IN* from = row_of<const FW_IN>(query ? p.q : p.k, inside ? start + token : 0) + column;
+        FW_IN* to = (query ? rows.q : rows.k) + token * ROW + column;
+#if FW_ALIGNED
+        cp_async16(to, from, inside ? 16 : 0);
+#else
+        for (int n = 0; n < ROW_UNIT; n++) to[n] = inside && column + n < FW_D ? from[n] : from_float<FW_IN>(0.f);
+#endif
+    }
+    cp_async_commit();
+}
+
+// The features of the chunk from `start` on; all warps. The first 16 rows are k, then q.
+__device__ __forceinline__ void map_chunk(Features& to, const Rows* all, const Params& p, int start, int rows) {
+    const Rows& from = all[start / FW_CHUNK % FW_ROW_CHUNKS];
+#pragma unroll 1  // registers
+    for (int i = threadIdx.x >> 5; i < rows; i += FW_WARPS) {
+        int token = i % 16;
+        map_row<FW_K>((i < 16 ? to.k : to.q) + token * FW_LDK, (i < 16 ? from.k : from.q) + token * ROW, start + token < p.T);
+    }
+}
+#endif
+
 // This lane's share of the work on columns.
 struct Job {
     bool key;     // of q and k, else of v
@@ -92,6 +135,9 @@ struct Job {
     int column;   // in the tile
     int first;    // channel of the tile's first column
     int width;    // channels from there on
+#if FW_MAP
+    const Features* features;
+#endif
 
     __device__ __forceinline__ Job(const Params& p) {
         int warp = threadIdx.x >> 5, lane = lane_id();
@@ -107,6 +153,18 @@ struct Job {
     template <class T>
     __device__ __forceinline__ T* row(const Tensor& x, int t, int part = 0) const {
         return row_of<T>(x, t, part) + first;
+    }
+
+    // Token t of q (READS) or k, on the value side of x, in this lane's columns.
+    template <bool READS>
+    __device__ __forceinline__ Pair load(const Params& p, const Tensor& x, int t) const {
+#if FW_MAP
+        if (key) {
+            const FW_IN* from = (READS ? features->q : features->k) + t % FW_CHUNK * FW_LDK;
+            return load_pair(from, column, FW_K, true, 0.f);
+        }
+#endif
+        return load_pair(row<FW_IN>(key ? (READS ? p.q : p.k) : x, t), column, width, active && t < p.T, 0.f);
     }
 };
 
@@ -140,7 +198,7 @@ struct Columns {
         for (int j = 0; j < 8; j++) {
             int t = start + token_of(job.late, j);
             bool valid = job.active && t < p.T;
-            writes[j] = load_pair(job.row<FW_IN>(job.key ? p.k : p.v, t), job.column, job.width, valid, 0.f);
+            writes[j] = job.load<false>(p, p.v, t);
             strength[j] = 1.f;
 #if FW_W
             if (!job.key && valid) strength[j] = *row_of<float>(p.w, t);
@@ -148,11 +206,10 @@ struct Columns {
         }
     }
 
-    __device__ __forceinline__ void load_reads(const Params& p, const Job& job, const Tensor& x, int start) {
+    __device__ __forceinline__ void load_reads(const Params& p, const Job& job, int start) {
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            int t = start + token_of(job.late, j);
-            reads[j] = load_pair(job.row<FW_IN>(x, t), job.column, job.width, job.active && t < p.T, 0.f);
+            reads[j] = job.load<true>(p, p.dy, start + token_of(job.late, j));
         }
     }
 

@@ -12,6 +12,10 @@
 #include "columns.cuh"
 
 struct Shared {
+#if FW_MAP
+    Rows rows[FW_ROW_CHUNKS];
+    Features features;
+#endif
     Operand q[16 * FW_LDK], k[16 * FW_LDK], v[16 * FW_LDV];
     float y[FW_K_WARPS][16 * FW_LDV];
     float reads[FW_Z ? 16 * FW_LDV : 2];  // factors of the value side
@@ -98,10 +102,32 @@ __device__ __forceinline__ void store_y(const Params& p, const Shared& s, const 
 }
 
 __device__ __forceinline__ void load_chunk(Columns& columns, const Params& p, const Job& job, int start) {
-    columns.load_gates(p, job, start);
     columns.load_writes(p, job, start);
-    if (job.key) columns.load_reads(p, job, p.q, start);
+    if (job.key) columns.load_reads(p, job, start);
 }
+
+// What is on its way while the last chunk is computed. With a map v comes as far as the cache: registers hold no more.
+__device__ __forceinline__ void load_early(Columns& columns, const Params& p, const Job& job, int start) {
+    columns.load_gates(p, job, start);
+#if FW_MAP
+    int t = start + lane_id() % 16;
+    if (!job.key && t < p.T && job.number * 32 < job.width) prefetch_l2(job.row<FW_IN>(p.v, t) + job.number * 32);
+#else
+    load_chunk(columns, p, job, start);
+#endif
+}
+
+#if FW_MAP
+// The chunk's features, and the next chunk's rows on their way.
+__device__ __forceinline__ void take_rows(Shared& s, Columns& columns, const Params& p, const Job& job, int start) {
+    cp_async_wait<0>();
+    __syncthreads();
+    if (start + FW_CHUNK < p.T) load_rows(s.rows, p, start + FW_CHUNK);
+    map_chunk(s.features, s.rows, p, start, 32);
+    __syncthreads();
+    load_chunk(columns, p, job, start);
+}
+#endif
 
 // Scales this lane's columns for a round; returns what it leaves to do to the memory after it.
 __device__ __forceinline__ float2 put_chunk(Shared& s, const Columns& columns, const Job& job, int mode, float2 before) {
@@ -124,24 +150,34 @@ __device__ __forceinline__ float2 put_chunk(Shared& s, const Columns& columns, c
 extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, 1) decay_forward(const Params p) {
     extern __shared__ __align__(16) unsigned char shared[];
     Shared& s = *(Shared*)shared;
-    const Job job(p);
+    Job job(p);
     const bool owner = is_owner();
     Memory memory;
     Columns columns;
     float2 left_over = make_float2(1.f, 1.f);
 
+#if FW_MAP
+    job.features = &s.features;
+    load_rows(s.rows, p, 0);
+#endif
     if (owner) memory.load(memory_of(p.memory, p), p);
-    load_chunk(columns, p, job, 0);
+    load_early(columns, p, job, 0);
     for (int start = 0; start < p.T; start += FW_CHUNK) {
+#if FW_MAP
+        take_rows(s, columns, p, job, start);
+#endif
         int tier = FW_F || FW_Z ? vote_tier(columns.smallest()) : 0;
         Acc total[Memory::ROWS];
 #pragma unroll
         for (int r = 0; r < Memory::ROWS; r++) clear(total[r]);
         for (int mode = first_mode(tier); mode != DONE; mode = next_mode(mode, tier)) {
-            if (mode > BORDERS) load_chunk(columns, p, job, start);
+            if (mode > BORDERS) {
+                columns.load_gates(p, job, start);
+                load_chunk(columns, p, job, start);
+            }
             left_over = put_chunk(s, columns, job, mode, left_over);
             __syncthreads();
-            if (next_mode(mode, tier) == DONE) load_chunk(columns, p, job, start + FW_CHUNK);
+            if (next_mode(mode, tier) == DONE) load_early(columns, p, job, start + FW_CHUNK);
             if (owner) {
                 if (has_borders(mode)) {
                     memory.scale(s.scales, 0);

@@ -16,21 +16,23 @@
 #include "delta_memory.cuh"
 
 struct __align__(16) Stage {
-    Op q[FW_SPAN * KEY_ROW], k[FW_SPAN * KEY_ROW];
+    Row q[FW_SPAN * ROW], k[FW_SPAN * ROW];
     In v[FW_SPAN * INPUT_ROW];
     Gates g;
 };
 
 struct __align__(16) ForwardShared {
     Stage stage[2];
+#if FW_MAP
+    Op q[FW_SPAN * KEY_ROW], k[FW_SPAN * KEY_ROW];
+#endif
     float inverse[CHUNKS][C * SOLVE_ROW];
     Op scores[CHUNKS][C * PAIR_ROW];
     float4 sums[FW_KSPLIT > 1 ? 2 * WARPS * 4 * 32 : 1];
 };
 
 __device__ __forceinline__ void load_stage(Stage& s, const Params& p, const Place& at, int t0) {
-    load_tile<In, Op, FW_SPAN, FW_K>(s.q, p.q, at.b, at.h, t0, p.T, 0, p.K);
-    load_tile<In, Op, FW_SPAN, FW_K>(s.k, p.k, at.b, at.h, t0, p.T, 0, p.K);
+    load_rows(s.q, s.k, p, at.b, at.h, t0);
     load_tile<In, In, FW_SPAN, FW_V>(s.v, p.v, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
     load_gates(s.g, p, at.b, at.h, t0);
     cp_async_commit();
@@ -51,16 +53,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_forward(const Par
         cp_async_wait<0>();
         __syncthreads();
         if (t0 + FW_SPAN < p.T) load_stage(shared.stage[now ^ 1], p, at, t0 + FW_SPAN);
+#if FW_MAP
+        map_span(shared.q, shared.k, s.q, s.k, p.T - t0);
+        __syncthreads();
+        const Op *q = shared.q, *k = shared.k;
+#else
+        const Op *q = s.q, *k = s.k;
+#endif
         for (int c = at.warp; c < CHUNKS; c += WARPS) {
             float* inverse = shared.inverse[c];
-            solve(s.g, c, p.T - t0, s.q + c * C * KEY_ROW, s.k + c * C * KEY_ROW, shared.scores[c], inverse, inverse, inverse);
+            solve(s.g, c, p.T - t0, q + c * C * KEY_ROW, k + c * C * KEY_ROW, shared.scores[c], inverse, inverse, inverse);
         }
         __syncthreads();
         for (int c = 0; c < CHUNKS && t0 + c * C < p.T; c++) {
             const int t = c * C;
             if (p.borders && (t0 + t) % FW_SEGMENT == 0) save_border(w, border(p, at, (t0 + t) / FW_SEGMENT));
-            const Chunk chunk = {s.q + t * KEY_ROW, s.k + t * KEY_ROW, s.v + t * INPUT_ROW, shared.scores[c], shared.inverse[c],
-                                 s.g.e + t,         s.g.w + t,         s.g.start + t,       s.g.end + t};
+            const Chunk chunk = {q + t * KEY_ROW, k + t * KEY_ROW, s.v + t * INPUT_ROW, shared.scores[c], shared.inverse[c],
+                                 s.g.e + t,       s.g.w + t,       s.g.start + t,       s.g.end + t};
             float u[2][4], y[2][4];
             recall<true>(at, chunk, w, u, y, shared.sums, turn);
             if (at.first_part()) {  // y takes the place of v, element for element

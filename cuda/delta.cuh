@@ -3,9 +3,11 @@
 // Macros: FW_IN type of q, k, v, y; FW_K, FW_V padded widths of a block's memory, multiples of 16; FW_F, FW_W 1 where there is a
 // decay f, a write strength w; FW_PRECISION of the products; FW_KSPLIT warps share the rows of one column of the memory;
 // FW_SPAN tokens are in shared memory at a time, FW_SEGMENT between two saved memories; FW_ALIGNED rows start at 16 bytes;
-// FW_PARTIAL there are several tiles of V, each with its share of the sums over V; FW_SHARED bytes of shared memory.
+// FW_PARTIAL there are several tiles of V, each with its share of the sums over V; FW_SHARED bytes of shared memory; those of
+// row_map.cuh where q and k are rows to map.
 #pragma once
 #include "delta_tile.cuh"
+#include "row_map.cuh"
 
 constexpr int C = 16;  // tokens of a chunk
 constexpr int P = FW_PRECISION;
@@ -25,6 +27,16 @@ constexpr int VALUE_ROW = tile_stride<Op>(FW_V);
 constexpr int INPUT_ROW = tile_stride<In>(FW_V);
 constexpr int PAIR_ROW = tile_stride<Op>(C);  // of (C,C) operands
 constexpr int SOLVE_ROW = tile_stride<float>(C);
+
+// Rows of q and k as they are in memory: x where there is a feature map.
+#if FW_MAP
+using Row = In;
+constexpr int ROW_WIDTH = (FW_D + 16 / (int)sizeof(In) - 1) / (16 / (int)sizeof(In)) * (16 / (int)sizeof(In));
+#else
+using Row = Op;
+constexpr int ROW_WIDTH = FW_K;
+#endif
+constexpr int ROW = tile_stride<Row>(ROW_WIDTH);
 
 template <class A, class B>
 constexpr bool same_type = false;
@@ -81,6 +93,29 @@ __device__ __forceinline__ void load_tile(To* tile, const View& x, int b, int h,
     }
 #endif
 }
+
+__device__ __forceinline__ int row_width(const Params& p) {
+#if FW_MAP
+    return FW_D;
+#else
+    return p.K;
+#endif
+}
+
+__device__ __forceinline__ void load_rows(Row* q, Row* k, const Params& p, int b, int h, int t0) {
+    load_tile<In, Row, FW_SPAN, ROW_WIDTH>(q, p.q, b, h, t0, p.T, 0, row_width(p));
+    load_tile<In, Row, FW_SPAN, ROW_WIDTH>(k, p.k, b, h, t0, p.T, 0, row_width(p));
+}
+
+#if FW_MAP
+// The features of a span; all threads.
+__device__ __forceinline__ void map_span(Op* q, Op* k, const In* rows_q, const In* rows_k, int tokens) {
+    for (int i = threadIdx.x >> 5; i < 2 * FW_SPAN; i += WARPS) {
+        const int t = i % FW_SPAN;
+        map_row<FW_K>((i < FW_SPAN ? q : k) + t * KEY_ROW, (i < FW_SPAN ? rows_q : rows_k) + t * ROW, t < tokens);
+    }
+}
+#endif
 
 // Brings what load_tile will read into the L2 cache.
 template <class From, int ROWS, int WIDTH>

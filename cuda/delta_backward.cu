@@ -15,8 +15,11 @@
 #include "delta_gradients.cuh"
 
 __device__ __forceinline__ void load_segment(BackwardShared& s, const Params& p, const Place& at, int t0) {
-    load_tile<In, Op, FW_SPAN, FW_K>(s.q, p.q, at.b, at.h, t0, p.T, 0, p.K);
-    load_tile<In, Op, FW_SPAN, FW_K>(s.k, p.k, at.b, at.h, t0, p.T, 0, p.K);
+#if FW_MAP
+    load_rows(s.rows_q, s.rows_k, p, at.b, at.h, t0);
+#else
+    load_rows(s.q, s.k, p, at.b, at.h, t0);
+#endif
     load_tile<In, In, FW_SPAN, FW_V>(s.v, p.v, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
     load_tile<In, Op, FW_SPAN, FW_V>(s.dy, p.dy, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
     load_gates(s.g, p, at.b, at.h, t0);
@@ -26,8 +29,8 @@ __device__ __forceinline__ void load_segment(BackwardShared& s, const Params& p,
 
 // There is no room for two segments; the next one's latency is that of the L2 cache.
 __device__ __forceinline__ void prefetch_segment(const Params& p, const Place& at, int t0) {
-    prefetch_tile<In, FW_SPAN, FW_K>(p.q, at.b, at.h, t0, p.T, 0, p.K);
-    prefetch_tile<In, FW_SPAN, FW_K>(p.k, at.b, at.h, t0, p.T, 0, p.K);
+    prefetch_tile<In, FW_SPAN, ROW_WIDTH>(p.q, at.b, at.h, t0, p.T, 0, row_width(p));
+    prefetch_tile<In, FW_SPAN, ROW_WIDTH>(p.k, at.b, at.h, t0, p.T, 0, row_width(p));
     prefetch_tile<In, FW_SPAN, FW_V>(p.v, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
     prefetch_tile<In, FW_SPAN, FW_V>(p.dy, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
     if (at.lane * sizeof(Quad) % 128 == 0) {
@@ -62,6 +65,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_backward(const Pa
         load_segment(s, p, at, t0);
         __syncthreads();
         if (t0 > 0) prefetch_segment(p, at, t0 - FW_SEGMENT);
+#if FW_MAP
+        map_span(s.q, s.k, s.rows_q, s.rows_k, p.T - t0);
+        __syncthreads();
+#endif
         for (int c = at.warp; c < CHUNKS; c += WARPS) {
             float* pairs = FW_F ? s.pairs[c] : nullptr;
             solve(s.g, c, p.T - t0, s.q + c * C * KEY_ROW, s.k + c * C * KEY_ROW, s.scores[c], pairs, s.erase[c], s.inverse[c]);
@@ -77,6 +84,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_backward(const Pa
             key_side(s, p, at, c, t0);
             __syncthreads();
             if (at.warp == 0) gate_side(s, p, at, c, t0);
+#if FW_MAP
+            unmap_chunk(s, p, at, c, t0);
+#endif
         }
         if (at.first_part()) store_columns<FW_SPAN>(s.v + at.local(), p.dv, at.b, at.h, t0, p.T, at.column, p.V);
         __syncthreads();

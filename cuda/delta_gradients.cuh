@@ -16,6 +16,9 @@ struct KeyGradient<true> {
 
 struct __align__(16) BackwardShared {
     Op q[FW_SPAN * KEY_ROW], k[FW_SPAN * KEY_ROW];
+#if FW_MAP
+    Row rows_q[FW_SPAN * ROW], rows_k[FW_SPAN * ROW];
+#endif
     Op dy[FW_SPAN * VALUE_ROW], u[FW_SPAN * VALUE_ROW];
     In v[FW_SPAN * INPUT_ROW];
     Op memory[CHUNKS][FW_V * KEY_ROW];  // W_0 of each chunk, transposed
@@ -119,6 +122,27 @@ __device__ __forceinline__ void erase_gradient(BackwardShared& s, int c) {
     }
 }
 
+#if FW_MAP
+// 16 tokens and columns of dq or dk take the place of the features.
+__device__ __forceinline__ void keep_keys(Op* to, float (&x)[2][4]) {
+    each_pair(x, [&](int, int row, int k, float& value) { to[row * KEY_ROW + k] = from_float<Op>(value); });
+}
+
+// dq and dk of chunk c, from those of the features.
+__device__ __forceinline__ void unmap_chunk(BackwardShared& s, const Params& p, const Place& at, int c, int t0) {
+    using Out = KeyGradient<FW_PARTIAL>::type;
+    for (int i = at.warp; i < 2 * C; i += WARPS) {
+        const bool query = i < C;
+        const int t = c * C + i % C;
+        if (t0 + t >= p.T) continue;
+        const View& to = query ? p.dq : p.dk;
+        Out* row = ::at<Out>(to, at.b, at.h, t0 + t) + blockIdx.y * to.tile;
+        unmap_row((query ? s.rows_q : s.rows_k) + t * ROW, (query ? s.q : s.k) + t * KEY_ROW,
+                  [&](int i, float dx) { row[i] = from_float<Out>(dx); });
+    }
+}
+#endif
+
 // 16 tokens and columns of dq or dk from t and column on.
 __device__ __forceinline__ void store_keys(const View& to, float (&x)[2][4], const Params& p, const Place& at, int t, int column) {
     using Out = KeyGradient<FW_PARTIAL>::type;
@@ -159,8 +183,14 @@ __device__ __forceinline__ void key_side(BackwardShared& s, const Params& p, con
         multiply_from<P, true>(dq, left_from<P, false>(s.dscores, PAIR_ROW), chunk.k + j, KEY_ROW);
         multiply_from<P, true>(dk, left_from<P, true>(s.dscores, PAIR_ROW), chunk.q + j, KEY_ROW);
         multiply_from<P, true>(dk, left_from<P, false>(s.dkeys, PAIR_ROW), chunk.k + j, KEY_ROW);
+#if FW_MAP
+        __syncwarp();
+        keep_keys(s.q + c * C * KEY_ROW + j, dq);
+        keep_keys(s.k + c * C * KEY_ROW + j, dk);
+#else
         store_keys(p.dq, dq, p, at, t0 + c * C, j);
         store_keys(p.dk, dk, p, at, t0 + c * C, j);
+#endif
     }
 #pragma unroll
     for (int i = 0; i < 6; i++) {

@@ -9,8 +9,9 @@
 //
 // A block has one head's memory and 32 of its columns, one per lane; a warp has FW_ROWS consecutive rows, held in registers between
 // the read and the write. Macros: FW_IN (type of q, k, v, y), FW_F (decay of the key side: 0 none, 1 per token, 2 per key),
-// FW_Z (decay of the value side: 0, 1), FW_E, FW_W (erase and write strength: 0, 1), FW_ROWS (at most 32).
-#include "common.cuh"
+// FW_Z (decay of the value side: 0, 1), FW_E, FW_W (erase and write strength: 0, 1), FW_ROWS (at most 32); those of row_map.cuh where
+// q and k are rows to map.
+#include "row_map.cuh"
 
 struct View {  // element (b, h, i) is at p[b * stride_b + h * stride_h + i]; without i for numbers per token
     const void* p;
@@ -41,8 +42,20 @@ extern "C" __global__ void __launch_bounds__(COLUMNS * MAX_WARPS) step(const Par
 
     // Lane i has the numbers of row i of this warp; beyond K they are 0.
     const bool own = lane < FW_ROWS && row + lane < p.K;
+#if FW_MAP
+    __shared__ FW_IN rows[2][FW_D];
+    for (int i = warp * COLUMNS + lane; i < FW_D; i += warps * COLUMNS) {
+        rows[0][i] = at<const FW_IN>(p.q, b, h)[i];
+        rows[1][i] = at<const FW_IN>(p.k, b, h)[i];
+    }
+    __syncthreads();
+    const float q_scale = row_scale(rows[0]), k_scale = row_scale(rows[1]);
+    const float q = own ? q_scale * feature(rows[0], row + lane) : 0.f;
+    const float k = own ? k_scale * feature(rows[1], row + lane) : 0.f;
+#else
     const float q = own ? to_float(at<const FW_IN>(p.q, b, h)[row + lane]) : 0.f;
     const float k = own ? to_float(at<const FW_IN>(p.k, b, h)[row + lane]) : 0.f;
+#endif
 #if FW_F == 2
     const float f = own ? at<const float>(p.f, b, h)[row + lane] : 0.f;
 #elif FW_F == 1

@@ -12,12 +12,14 @@ from torch.nn import functional as F
 
 from .bench_peers import fla_call, peer_name
 from .bench_tools import machine, positive, progress, repeated, timed
-from .ops import fast_weight
+from .ops import RowMap, fast_weight
 from .ops.checks import BACKENDS
+from .ops.row_map import AS_IS, MAPS
 from .rules import RULES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SOFTMAX, CUMSUM = "softmax attention", "cumulative sum"
+PLACES = ("with", "after")  # a rule with the feature map in the operation, or after it
 
 
 def add_arguments(parser) -> None:
@@ -33,6 +35,10 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--backend", default="auto", choices=BACKENDS, help="what runs the rules; on a GPU their chunk form runs too"
     )
+    parser.add_argument(
+        "--feature-map", choices=MAPS, help="also every rule with this map, normalised, inside the operation, and before it"
+    )
+    parser.add_argument("--dpfp-nu", type=positive, default=1)
     parser.add_argument("--loop-up-to", type=int, default=512, metavar="T", help="longest sequence for the step loop")
     parser.add_argument("--softmax-up-to", type=int, default=1024, metavar="T", help="longest sequence for softmax attention")
     parser.add_argument("--cumsum-up-to", type=int, default=512, metavar="T", help="longest sequence for the cumulative sum")
@@ -62,10 +68,10 @@ def bench_ops(args) -> dict:
     }
 
 
-def draw_inputs(args, rule: str, tokens: int, grad: bool = True):
+def draw_inputs(args, rule: str, tokens: int, grad: bool = True, row_map: RowMap = AS_IS):
     """q, unit keys, v and gates in the range of uniform gate initialisation."""
-    like = {"device": args.device, "dtype": DTYPES[args.dtype]}
-    leading, widths = (args.batch, args.heads, tokens), {None: (), "K": (args.key_width,), "V": (args.value_width,)}
+    like, key = {"device": args.device, "dtype": DTYPES[args.dtype]}, row_map.width(args.key_width)
+    leading, widths = (args.batch, args.heads, tokens), {None: (), "K": (key,), "V": (args.value_width,)}
     q, v = torch.randn(*leading, args.key_width, **like), torch.randn(*leading, args.value_width, **like)
     k = F.normalize(torch.randn(*leading, args.key_width, **like), dim=-1)
     gates = {n: torch.rand(*leading, *widths[g.axis], **like) * 62 / 64 + 1 / 64 for n, g in RULES[rule].gates.items()}
@@ -80,12 +86,33 @@ def forward_backward(args, rule: str, tokens: int, backend: str):
     return lambda: torch.autograd.grad(fast_weight(q, k, v, rule, gates, backend=backend)[0], (q, k, v, *gates.values()), dy)
 
 
+def mapped(args, rule: str, tokens: int, inside: bool):
+    """Forward and backward from q and k as they are before the feature map."""
+    row_map = map_of(args)
+    q, k, v, gates = draw_inputs(args, rule, tokens, row_map=row_map)
+    dy = torch.randn_like(v)
+
+    def call():
+        features = (q, k) if inside else (row_map(q), row_map(k))
+        y, _ = fast_weight(*features, v, rule, gates, backend=args.backend, feature_map=row_map if inside else None)
+        return torch.autograd.grad(y, (q, k, v, *gates.values()), dy)
+
+    return call
+
+
+def map_of(args) -> RowMap:
+    return RowMap(args.feature_map, args.dpfp_nu, "l2" if args.feature_map == "identity" else "sum")
+
+
 def build_contenders(args, tokens: int) -> dict[str, object]:
     calls = {rule: forward_backward(args, rule, tokens, args.backend) for rule in args.rules}
     if args.device != "cpu":
         calls |= {f"{rule} chunks": forward_backward(args, rule, tokens, "chunkwise") for rule in args.rules}
         found = {peer_name(rule): fla_call(rule, *draw_inputs(args, rule, tokens)) for rule in args.rules}
         calls |= {name: call for name, call in found.items() if call is not None}
+    if args.feature_map:
+        for rule in args.rules:
+            calls |= {f"{rule} {place} {args.feature_map}": mapped(args, rule, tokens, place == "with") for place in PLACES}
     if tokens <= args.loop_up_to:
         calls |= {f"{rule} step loop": forward_backward(args, rule, tokens, "recurrent") for rule in args.rules}
     q, k, v, _ = draw_inputs(args, "sum", tokens)
@@ -115,6 +142,10 @@ def ratios(args, seconds) -> list[dict]:
                 if (tokens, peer) in seconds and (peer != CUMSUM or rule == "sum"):
                     times = statistics.median(p / o for p, o in zip(seconds[tokens, peer], own))
                     found.append({"rule": rule, "tokens": tokens, "peer": peer, "times_faster": times})
+            if args.feature_map:
+                inside, peer = (f"{rule} {place} {args.feature_map}" for place in PLACES)
+                times = statistics.median(p / o for p, o in zip(seconds[tokens, peer], seconds[tokens, inside]))
+                found.append({"rule": inside, "tokens": tokens, "peer": peer, "times_faster": times})
         for short, long in zip(args.tokens, args.tokens[1:]):
             growth = statistics.median(b / a for a, b in zip(seconds[short, rule], seconds[long, rule]))
             found.append({"rule": rule, "tokens": long, "peer": f"itself at {short} tokens", "times_slower": growth})
@@ -203,7 +234,8 @@ def draw(report: dict, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(5, 3.6), layout="constrained")
-    rows = [row for row in report["forward_backward"] if "step loop" not in row["name"] and row["name"] != CUMSUM]
+    left_out = ("step loop", CUMSUM, *(f" {place} " for place in PLACES))
+    rows = [row for row in report["forward_backward"] if not any(part in row["name"] for part in left_out)]
     for name, marker in zip(dict.fromkeys(row["name"] for row in rows), "osD^vPX*"):
         points = [(row["tokens"], 1e3 * row["seconds"]) for row in rows if row["name"] == name]
         axes.plot(

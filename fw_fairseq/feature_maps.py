@@ -14,10 +14,12 @@ from torch.nn import functional as F
 
 
 class FeatureMap(nn.Module):
-    """phi. ``out_dim``: its width; ``non_negative``: whether sum and attention normalisation make sense with it."""
+    """phi. ``out_dim``: its width; ``non_negative``: whether sum and attention normalisation make sense with it; ``row_map``: how
+    ``ops.row_map`` calls what it does to ``linear(x)``, if that has no parameters."""
 
     equation = ""
     non_negative = False
+    row_map: str | None = None
 
     def __init__(self, head_dim: int, out_dim: int | None = None):
         super().__init__()
@@ -31,6 +33,10 @@ class FeatureMap(nn.Module):
         normalisation it goes to ``fast_weight`` as ``key_log_scale``."""
         return self(x), None
 
+    def linear(self, x: Tensor) -> Tensor:
+        """The part that has parameters."""
+        return x
+
     def redraw(self, keep: bool = False) -> None:
         """Called once per training mini-batch; random maps draw new projections, or with ``keep`` take those of evaluation."""
 
@@ -40,6 +46,7 @@ class FeatureMap(nn.Module):
 
 class Identity(FeatureMap):
     equation = "x"
+    row_map = "identity"
 
     def forward(self, x: Tensor) -> Tensor:
         return x
@@ -48,9 +55,10 @@ class Identity(FeatureMap):
 class Elu(FeatureMap):
     equation = "elu(x) + 1"
     non_negative = True
+    row_map = "elu"
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.elu(x) + 1
+        return elu(x)
 
 
 class Tanh(FeatureMap):
@@ -65,6 +73,7 @@ class LearnedRelu(FeatureMap):
 
     equation = "relu(W x + b), W and b learned per head"
     non_negative = True
+    row_map = "relu"
 
     def __init__(self, head_dim: int, out_dim: int | None = None, heads: int | None = None):
         super().__init__(head_dim, out_dim)
@@ -74,8 +83,11 @@ class LearnedRelu(FeatureMap):
         for head in self.weight.view(-1, self.head_dim, self.out_dim):
             nn.init.xavier_uniform_(head)
 
+    def linear(self, x: Tensor) -> Tensor:
+        return x @ self.weight.to(x.dtype) + self.bias.to(x.dtype)
+
     def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(x @ self.weight.to(x.dtype) + self.bias.to(x.dtype))
+        return torch.relu(self.linear(x))
 
 
 class Dpfp(FeatureMap):
@@ -83,6 +95,7 @@ class Dpfp(FeatureMap):
 
     equation = "x' = [relu(x), relu(-x)]; cat over j = 1..nu of x' * roll(x', j)"
     non_negative = True
+    row_map = "dpfp"
 
     def __init__(self, head_dim: int, nu: int = 1):
         if not 1 <= nu < 2 * positive("head_dim", head_dim):
@@ -91,8 +104,7 @@ class Dpfp(FeatureMap):
         self.nu = nu
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.cat([torch.relu(x), torch.relu(-x)], dim=-1)
-        return torch.cat([x * x.roll(j, dims=-1) for j in range(1, self.nu + 1)], dim=-1)
+        return dpfp(x, self.nu)
 
 
 class RandomFeatures(FeatureMap):
@@ -169,10 +181,26 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
 }
 
 
+def elu(x: Tensor) -> Tensor:
+    return F.elu(x) + 1
+
+
+def dpfp(x: Tensor, nu: int = 1) -> Tensor:
+    x = torch.cat([torch.relu(x), torch.relu(-x)], dim=-1)
+    return torch.cat([x * x.roll(j, dims=-1) for j in range(1, nu + 1)], dim=-1)
+
+
 def sum_normalise(features: Tensor, eps: float = 1e-6) -> Tensor:
     """Non-negative features divided by their sum; a sum below eps counts as eps, so a zero vector stays zero, gradient finite."""
     wide_features = wide(features)
     return (wide_features / wide_features.sum(-1, keepdim=True).clamp(min=eps)).to(features.dtype)
+
+
+def l2_normalise(features: Tensor) -> Tensor:
+    return F.normalize(wide(features), dim=-1).to(features.dtype)
+
+
+NORMS = {"none": lambda features: features, "sum": sum_normalise, "l2": l2_normalise}
 
 
 def draw_projection(rows: int, width: int, orthogonal: bool = True, device=None) -> Tensor:

@@ -106,5 +106,5 @@ def emulated(launcher):
     with torch.library._scoped_library("fw_fairseq", "IMPL") as library, cuda_launch.use(launcher):
         library.impl("scan", cuda.scan, "CPU")
         library.impl("scan_backward", cuda.scan_backward, "CPU")
-        library.impl("step", cuda_step.step, "CPU")
+        library.impl("step", cuda_step.step_operator, "CPU")
         yield launcher

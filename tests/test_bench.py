@@ -28,10 +28,12 @@ TINY = [
 
 
 def test_ops_report(tmp_path, capsys):
-    bench.main([*TINY, "--rules", "sum", "decay", "--json", str(tmp_path / "ops.json"), "--figure", str(tmp_path / "ops.png")])
+    outputs = ["--json", str(tmp_path / "ops.json"), "--figure", str(tmp_path / "ops.png")]
+    bench.main([*TINY, "--rules", "sum", "decay", "--feature-map", "dpfp", *outputs])
     report = json.loads((tmp_path / "ops.json").read_text())
     timed = {(row["name"], row["tokens"]) for row in report["forward_backward"]}
     peers = {"softmax attention", "cumulative sum", "sum", "decay", "sum step loop", "decay step loop"}
+    peers |= {f"{rule} {place} dpfp" for rule in ("sum", "decay") for place in ("with", "after")}
     assert timed == {(name, tokens) for name in peers for tokens in (40, 80)}
     assert all(0 < row["min"] <= row["seconds"] <= row["max"] for row in report["forward_backward"])
     assert {(row["rule"], row["peer"]) for row in report["ratios"]} == {
@@ -43,7 +45,7 @@ def test_ops_report(tmp_path, capsys):
             "itself at 40 tokens",
             *(["cumulative sum"] if rule == "sum" else []),
         )
-    }
+    } | {(f"{rule} with dpfp", f"{rule} after dpfp") for rule in ("sum", "decay")}
     assert [row["rule"] for row in report["memory"]] == ["sum", "decay"]
     assert {row["name"] for row in report["one_token"]} == {"sum", "decay", "softmax attention"}
     assert (tmp_path / "ops.png").stat().st_size > 1000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fw_fairseq.ops import FastWeightState, fast_weight
+from fw_fairseq.ops import FastWeightState, RowMap, fast_weight
 from fw_fairseq.rules import Coefficients, Rule
 
 B, H, T, K, V = 2, 3, 4, 5, 6
@@ -29,6 +29,11 @@ SUM = dict(rule="sum", gates=None)
         (dict(k=KEYS[..., :3]), r"k has shape \(2, 3, 4, 3\) but q \(2, 3, 4, 5\)"),
         (dict(v=VALUES[:, :, :2]), r"v has shape \(2, 3, 2, 6\) but q .*B, H and T must agree"),
         (dict(q=Q[:, :, :0], k=KEYS[:, :, :0], v=VALUES[:, :, :0]), r"T, K and V must be at least 1"),
+        (dict(feature_map="dpfp"), r"feature_map is a str; it must be None or a RowMap"),
+        (dict(feature_map=RowMap("dfpf")), r"feature_map is RowMap\(name='dfpf'.*; allowed: name identity, elu, relu, dpfp, norm"),
+        (dict(feature_map=RowMap("dpfp", 10)), r"feature_map has nu 10; it must be from 1 to 2 \* D - 1 = 9"),
+        (dict(feature_map=RowMap(norm="sum")), r"feature_map has norm 'sum' with name 'identity'.*; use norm 'l2'"),
+        (dict(feature_map=RowMap("dpfp"), state=STATE), r"state.memory has shape \(2, 3, 5, 6\); .*\(2, 3, 10, 6\)"),
         (dict(gates=None), r"gates has none; rule 'delta' takes exactly: beta"),
         (dict(gates={"beta": BETA, "g": BETA}), r"gates has beta, g; rule 'delta' takes exactly: beta"),
         (dict(gates={"beta": BETA[:1]}), r"gates\['beta'\] has shape \(1, 3, 4\); it must be .*\(B,H,T\) = \(2, 3, 4\)"),

@@ -12,6 +12,7 @@ from conftest import NORMALISED, assert_same, draw_gates, draw_inputs, draw_stat
 from fw_fairseq import ops
 from fw_fairseq.ops import FastWeightState, cuda, cuda_launch, fast_weight
 from fw_fairseq.ops.chunkwise import chunk_form
+from fw_fairseq.ops.row_map import AS_IS, RowMap
 from fw_fairseq.rules import RULES, Coefficients
 
 NAMES = ("q", "k", "v", "f", "z", "e", "w", "memory")
@@ -19,27 +20,27 @@ SHAPE = (2, 2, 37, 6, 5)
 KERNEL_RULES = [name for name, rule in RULES.items() if rule.step is None]
 
 
-def supported(q, k, v, f, z, e, w):
+def supported(q, k, v, f, z, e, w, row_map):
     assert q.dtype == k.dtype == v.dtype
     return "backend='cuda' has no kernel for keys wider than 8" if q.shape[-1] > 8 else None
 
 
-def saved_like(q, k, v, f, z, e, w, memory, precision):
+def saved_like(q, k, v, f, z, e, w, memory, precision, row_map):
     return [(memory.shape, torch.float32)]
 
 
-def forward(launch, q, k, v, f, z, e, w, memory, precision, keep):
+def forward(launch, q, k, v, f, z, e, w, memory, precision, keep, row_map):
     PRECISIONS.append(precision)
     ROWS.append(q.shape[0])
-    y, final = chunk_form(q, k, v, Coefficients(f, z, e, w), memory)
+    y, final = chunk_form(row_map(q), row_map(k), v, Coefficients(f, z, e, w), memory)
     return y, final.contiguous(), (memory + 1,) if keep else ()
 
 
-def backward(launch, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision):
+def backward(launch, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision, row_map):
     assert torch.equal(saved[0], memory + 1) and len(saved) == 1
     inputs = [None if x is None else x.detach().requires_grad_() for x in (q, k, v, f, z, e, w, memory)]
     with torch.enable_grad():
-        outputs = chunk_form(*inputs[:3], Coefficients(*inputs[3:7]), inputs[7])
+        outputs = chunk_form(row_map(inputs[0]), row_map(inputs[1]), inputs[2], Coefficients(*inputs[3:7]), inputs[7])
         grads = iter(torch.autograd.grad(outputs, [x for x in inputs if x is not None], (dy, dmemory)))
     return tuple(None if x is None else torch.empty_like(x).copy_(next(grads)) for x in inputs)
 
@@ -67,12 +68,18 @@ def operands(rule: str, shape=SHAPE, dtype=torch.float32):
 
 @pytest.mark.parametrize("rule", KERNEL_RULES)
 def test_opcheck(stand_in, rule):
-    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (*operands(rule), "exact", True))
+    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (*operands(rule), "exact", True, *AS_IS))
     inputs = [None if x is None else x.detach() for x in operands(rule)]
-    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (*inputs, "exact", False))
+    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (*inputs, "exact", False, *AS_IS))
     dy, dmemory = torch.randn_like(inputs[2]), torch.randn_like(inputs[7])
-    given = (*inputs, [inputs[7] + 1], dy, dmemory, "exact")
+    given = (*inputs, [inputs[7] + 1], dy, dmemory, "exact", *AS_IS)
     torch.library.opcheck(torch.ops.fw_fairseq.scan_backward.default, given)
+
+
+def test_opcheck_with_a_map(stand_in):
+    q, k, *rest, memory = operands("gated")
+    memory = torch.randn(*SHAPE[:2], 4 * SHAPE[3], SHAPE[4]).requires_grad_()
+    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (q, k, *rest, memory, "exact", True, "dpfp", 2, "sum"))
 
 
 @pytest.mark.parametrize("backend", ["cuda", "auto"])
@@ -103,14 +110,35 @@ def test_attention_normalised(stand_in, rule):
     assert len(PRECISIONS) == 1
 
 
-def test_few_long_sequences_run_in_segments(stand_in, monkeypatch):
+@pytest.mark.parametrize("row_map", [None, RowMap("elu")])
+def test_few_long_sequences_run_in_segments(stand_in, monkeypatch, row_map):
     monkeypatch.setattr(stand_in, "blocks", 16, raising=False)
     inputs = {name: x.detach() for name, x in draw_inputs((1, 2, 2100, 3, 2), torch.float32).items()}
-    y, state = fast_weight(**inputs, rule="sum", backend="cuda")
-    want, end = fast_weight(**inputs, rule="sum", backend="chunkwise")
+    y, state = fast_weight(**inputs, rule="sum", backend="cuda", feature_map=row_map)
+    want, end = fast_weight(**inputs, rule="sum", backend="chunkwise", feature_map=row_map)
     assert ROWS == [8]
     torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(state.memory, end.memory, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("attention_norm, refused, fused", [(False, False, True), (False, True, False), (True, False, False)])
+def test_where_the_map_is_applied(stand_in, monkeypatch, attention_norm, refused, fused):
+    """In the kernels, or before them where they do not take it, or where the normaliser of delta needs the features."""
+    row_map, seen = RowMap("dpfp", 2, "sum"), []
+
+    def supported(*inputs):
+        seen.append(inputs[-1])
+        return "no such map" if refused and inputs[-1] == row_map else None
+
+    monkeypatch.setattr(cuda.FAMILIES["erase"], "supported", supported)
+    inputs, gates = draw_inputs(SHAPE, torch.float32), draw_gates(RULES["delta"], SHAPE, torch.float32)
+    call = dict(rule="delta", gates=gates, feature_map=row_map, attention_norm=attention_norm)
+
+    def results(backend):
+        return run_with_gradients(inputs | gates, lambda: fast_weight(**inputs, **call, backend=backend))
+
+    assert_same(results("cuda"), results("chunkwise"), 1e-5)
+    assert seen[-1] == (row_map if fused else AS_IS)
 
 
 @pytest.mark.parametrize("used", ["y", "memory"])
@@ -144,7 +172,8 @@ def test_compiled_by_torch(stand_in, rule):
 
     def loss(*leaves):
         q, k, v, *rest = leaves
-        y, state = fast_weight(q.sin(), k, v, rule, dict(zip(gates, rest)), backend="cuda")
+        call = dict(gates=dict(zip(gates, rest)), backend="cuda", feature_map=RowMap("elu", 1, "sum"))
+        y, state = fast_weight(q.sin(), k, v, rule, **call)
         return y.square().sum() + state.memory.sum()
 
     leaves = (*inputs.values(), *gates.values())

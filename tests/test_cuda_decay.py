@@ -12,6 +12,7 @@ from hostcuda.nvrtc import ARCHITECTURES, compile_check
 
 from fw_fairseq.ops import cuda_decay, fast_weight
 from fw_fairseq.ops.recurrent import step_form
+from fw_fairseq.ops.row_map import AS_IS
 from fw_fairseq.rules import RULES, Coefficients
 
 WITHOUT_ERASE = ["sum", "gated", "decay"]
@@ -162,7 +163,7 @@ def test_without_gradients_nothing_is_kept(one_thread):
 def test_symbolic_shapes(emulate):
     emulate()
     q, k, v, f, z, e, w, memory = draw("decay", (1, 2, 17, 32, 32)).values()
-    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (q, k, v, f, z, e, w, memory.requires_grad_(), "exact", True))
+    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (q, k, v, f, z, e, w, memory.requires_grad_(), "exact", True, *AS_IS))
 
 
 def sanitized(rule: str) -> None:
@@ -183,7 +184,8 @@ def test_sanitizers(kind):
         ((7, 5), 64, torch.float16, "for compute capability 8.0 and higher only"),
         ((8, 9), 512, torch.float32, "this device has 101376"),
         ((9, 0), 512, torch.bfloat16, None),
-        ((9, 0), 256, torch.float32, None),
+        ((9, 0), 384, torch.float32, None),
+        ((9, 0), 512, torch.float32, "this device has 232448"),
         ((8, 9), 128, torch.float32, None),
     ],
 )
@@ -196,7 +198,7 @@ def test_what_has_no_kernel(emulate, monkeypatch, capability, key, dtype, messag
 
 MAIN = [torch.bfloat16, torch.float32]
 COMPILED = [(arch, 64, dtype) for arch in ARCHITECTURES if arch != "75" for dtype in MAIN]
-COMPILED += [(arch, width, dtype) for arch in ("80", "90") for width in (32, 128) for dtype in MAIN]
+COMPILED += [(arch, width, dtype) for arch, width in (("90", 32), ("80", 128), ("90", 128)) for dtype in MAIN]
 
 
 @pytest.mark.parametrize("arch, width, dtype", COMPILED)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import assert_same, draw_gates, draw_inputs
 
-from fw_fairseq.ops import FastWeightState, cuda_step, fast_weight
+from fw_fairseq.ops import FastWeightState, RowMap, cuda_step, fast_weight
 from fw_fairseq.ops.cuda_launch import CupyLaunch
 from fw_fairseq.ops.recurrent import step as one_step
 from fw_fairseq.rules import RULES
@@ -27,18 +27,22 @@ def on_device(tensors, dtype=None):
     return {name: x.detach().to("cuda", dtype or x.dtype).requires_grad_() for name, x in tensors.items()}
 
 
+MAPS = [RowMap("dpfp", 1, "sum"), RowMap("dpfp", 3, "sum"), RowMap("elu", 1, "sum"), RowMap("relu", 1, "l2")]
+CASES = [(rule, width, RowMap()) for rule in KERNEL_RULES for width in (16, 64, 100, 128)]
+CASES += [(rule, 64, row_map) for rule in ("gated", "delta") for row_map in MAPS]
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("rule", KERNEL_RULES)
-@pytest.mark.parametrize("width", [16, 64, 100, 128])
-def test_kernels_equal_steps(rule, dtype, width):
-    """Outputs, states and gradients, against float64 steps on the same device."""
-    shape = (2, 2, 150, width, width)
-    leaves = on_device(draw_inputs(shape, dtype)) | on_device(draw_gates(RULES[rule], shape, torch.float32))
-    leaves["memory"] = torch.randn(*shape[:2], width, width, device="cuda").requires_grad_()
+@pytest.mark.parametrize("rule, width, row_map", CASES)
+def test_kernels_equal_steps(rule, dtype, width, row_map):
+    """Outputs, states and gradients, against float64 steps on the same device; also with maps inside the kernels."""
+    shape, key = (2, 2, 150, width, width), row_map.width(width)
+    leaves = on_device(draw_inputs(shape, dtype)) | on_device(draw_gates(RULES[rule], (*shape[:3], key, width), torch.float32))
+    leaves["memory"] = torch.randn(*shape[:2], key, width, device="cuda").requires_grad_()
 
     def results(leaves, backend):
         gates = {name: leaves[name] for name in RULES[rule].gates}
-        call = dict(rule=rule, gates=gates, state=FastWeightState(leaves["memory"]), backend=backend)
+        call = dict(rule=rule, gates=gates, state=FastWeightState(leaves["memory"]), backend=backend, feature_map=row_map)
         y, state = fast_weight(leaves["q"], leaves["k"], leaves["v"], **call)
         generator = torch.Generator().manual_seed(1)
         adjoints = [torch.randn(x.shape, generator=generator).to(x) for x in (y, state.memory)]

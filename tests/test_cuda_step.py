@@ -10,6 +10,7 @@ from hostcuda.nvrtc import ARCHITECTURES, compile_check
 
 from fw_fairseq.ops import cuda_step, fast_weight
 from fw_fairseq.ops.recurrent import step as one_step
+from fw_fairseq.ops.row_map import AS_IS
 from fw_fairseq.rules import RULES
 
 COEFFICIENTS = ["", "w", "fw", "Fz", "ew", "few", "Fzew"]  # F: per key
@@ -109,7 +110,7 @@ def test_gradients_take_another_form(emulate):
 def test_opcheck(emulate):
     emulate()
     inputs = draw("few", 8, 6)
-    torch.library.opcheck(torch.ops.fw_fairseq.step.default, tuple(inputs.values()))
+    torch.library.opcheck(torch.ops.fw_fairseq.step.default, (*inputs.values(), *AS_IS))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -6,10 +6,9 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from ..feature_maps import FEATURE_MAPS, FeatureMap, sum_normalise, wide
-from ..ops import FastWeightState, fast_weight
+from ..feature_maps import FEATURE_MAPS, FeatureMap, l2_normalise, sum_normalise, wide
+from ..ops import FastWeightState, RowMap, fast_weight
 from ..rules import RULES
 from .base import Mixer
 
@@ -25,6 +24,7 @@ class FastWeight(Mixer):
         self.rule, self.attention_norm, self.backend = RULES[self.rule_name], config.attention_norm, str(config.fast_weight_backend)
         self.feature_map = build_feature_map(config, self.head_dim, num_heads)
         check_combination(config, self.feature_map)
+        self.row_map = row_map_of(self.feature_map, self.feature_norm)
         key_dim, widths = self.feature_map.head_dim, {None: 1, "K": self.feature_map.out_dim, "V": self.head_dim}
         self.sizes = {"q": num_heads * key_dim, "k": num_heads * key_dim, "v": embed_dim}
         self.sizes |= {name: num_heads * widths[gate.axis] for name, gate in self.rule.gates.items()}
@@ -57,7 +57,7 @@ class FastWeight(Mixer):
         gates = {name: self.gate(name, part) for name, part in zip(self.rule.gates, gates)}
         y, state = fast_weight(
             q, k, v, self.rule_name, gates, state, self.backend, self.attention_norm,
-            padding_mask=padding_mask, key_log_scale=key_log_scale, reset_mask=reset_mask,
+            padding_mask=padding_mask, key_log_scale=key_log_scale, reset_mask=reset_mask, feature_map=self.row_map,
         )  # fmt: skip
         if self.training and self.watched:
             self.last_statistics = self.measure(gates, state)
@@ -73,7 +73,10 @@ class FastWeight(Mixer):
         return torch.sigmoid(wide(part))
 
     def features(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The mapped and normalised x, and the log of what was divided out if that does not cancel by itself."""
+        """The mapped and normalised x, and the log of what was divided out if that does not cancel by itself; or x for ``row_map``
+        to do that."""
+        if self.row_map is not None:
+            return self.feature_map.linear(x), None
         keep_scale = self.attention_norm and self.rule.normaliser == "write"
         return normalised_features(self.feature_map, self.feature_norm, x, keep_scale)
 
@@ -91,8 +94,13 @@ def normalised_features(phi: FeatureMap, norm: str, x: Tensor, keep_scale: bool)
     if norm == "sum":
         return sum_normalise(phi.scaled(x)[0]), None
     if norm == "l2":
-        return F.normalize(wide(phi(x)), dim=-1).to(x.dtype), None
+        return l2_normalise(phi(x)), None
     return phi.scaled(x) if keep_scale else (phi(x), None)
+
+
+def row_map_of(phi: FeatureMap, norm: str) -> RowMap | None:
+    """What ``fast_weight`` can do itself: everything after the part of phi that has parameters."""
+    return None if phi.row_map is None else RowMap(phi.row_map, getattr(phi, "nu", 1), norm)
 
 
 def build_feature_map(config, head_dim: int, num_heads: int) -> FeatureMap:

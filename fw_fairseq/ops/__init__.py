@@ -15,9 +15,10 @@ from .chunkwise import chunk_form
 from .cuda_step import step_cuda_form
 from .cuda_step import why_not as why_no_step_kernel
 from .recurrent import scan, step_form
+from .row_map import AS_IS, RowMap
 from .state import FastWeightState
 
-__all__ = ["FastWeightState", "fast_weight"]
+__all__ = ["FastWeightState", "RowMap", "fast_weight"]
 logger = logging.getLogger(__name__)
 
 
@@ -34,6 +35,7 @@ def fast_weight(
     padding_mask: Tensor | None = None,
     key_log_scale: Tensor | None = None,
     reset_mask: Tensor | None = None,
+    feature_map: RowMap | None = None,
 ) -> tuple[Tensor, FastWeightState]:
     """Writes keys and values into a fast-weight memory over time and reads it with the queries; causal, linear in T.
 
@@ -47,16 +49,22 @@ def fast_weight(
         padding_mask: (B,T), True at padding: such a step leaves the state as it is and outputs 0.
         reset_mask: (B,T), True where the memory is emptied before the step: the first token of a new text.
         key_log_scale: (B,H,T): the keys stand for k exp(key_log_scale); see ``FeatureMap.scaled``. With attention_norm only.
+        feature_map: q and k are (B,H,T,D), and this makes features of them; kernels do it as they load them, so that features
+            are never in memory.
 
     Returns:
         y (B,H,T,V) in v's dtype, and the state after the last token, accumulated in fp32 (float64 for float64 inputs).
     """
     spec = checks.check_rule(rule)
     shape = checks.check_tensors(q, k, v)
-    gates = checks.check_gates(rule, spec, gates, q, v)
     checks.check_backend(backend)
     if not isinstance(attention_norm, bool):
         raise ValueError(f"attention_norm is a {type(attention_norm).__name__}; it must be True or False")
+    row_map = AS_IS if feature_map is None else checks.check_feature_map(feature_map, q)
+    if not kernels_may_map(spec, q, backend, attention_norm):
+        q, k, row_map = row_map(q), row_map(k), AS_IS
+    shape = (*shape[:3], row_map.width(q.shape[3]), shape[4])
+    gates = checks.check_gates(rule, spec, gates, q, shape)
     if attention_norm:
         checks.check_attention_norm(rule, spec, eps)
     if key_log_scale is not None:
@@ -65,7 +73,7 @@ def fast_weight(
     if state is None:
         state = empty_state(shape, q.device, dtype, attention_norm, key_log_scale is not None)
     else:
-        checks.check_state(state, q, v, dtype, attention_norm, key_log_scale is not None)
+        checks.check_state(state, q, shape, dtype, attention_norm, key_log_scale is not None)
     if padding_mask is not None:
         checks.check_mask("padding_mask", padding_mask, q, "at padding")
         q, k, v = (_at(padding_mask, x, 0) for x in (q, k, v))
@@ -82,20 +90,30 @@ def fast_weight(
             y, memory = scan(spec.step, q, k, v, gates, state.memory, padding_mask, reset_mask)
             return y, state._replace(memory=memory)
         coefficients = spec.coefficients(**gates)
-        if padding_mask is not None:  # k = 0 there, so nothing is written or erased; only decay is left to stop
-            f, z = (_at(padding_mask, decay, 1) for decay in (coefficients.f, coefficients.z))
-            coefficients = coefficients._replace(f=f, z=z)
+        if padding_mask is not None:
+            coefficients = _paused(coefficients, padding_mask, q, row_map)
             if key_log_scale is not None:
                 key_log_scale = key_log_scale.masked_fill(padding_mask[:, None], -torch.inf)
         if reset_mask is not None:
             coefficients = coefficients._replace(f=_forget(coefficients.f, reset_mask, q))
         leaves = (q, k, v, *gates.values(), *state, key_log_scale)
         learning = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
-        run = functools.partial(run_form, backend, learning)
-        if not attention_norm:
+        run = functools.partial(run_form, backend, learning, row_map)
+        if attention_norm:
+            y, state = _normalised(run, q, k, v, coefficients, state, spec, eps, key_log_scale, reset_mask)
+        else:
             y, memory = run(q, k, v, coefficients, state.memory)
-            return y, state._replace(memory=memory)
-        return _normalised(run, q, k, v, coefficients, state, spec, eps, key_log_scale, reset_mask)
+            state = state._replace(memory=memory)
+        if padding_mask is not None and row_map != AS_IS:
+            y = _at(padding_mask, y, 0)
+        return y, state
+
+
+def kernels_may_map(spec: Rule, q: Tensor, backend: str, attention_norm: bool) -> bool:
+    """Whether only kernels will see q and k."""
+    sums_keys = attention_norm and spec.normaliser == "keys"
+    on_device = q.device.type == cuda_launch.current().device_type
+    return backend in ("auto", "cuda") and on_device and spec.step is None and not sums_keys
 
 
 def _normalised(
@@ -124,15 +142,18 @@ def empty_state(shape, device, dtype: torch.dtype, attention_norm: bool, log_sca
     return FastWeightState(memory, normaliser, scale)
 
 
-def run_form(backend: str, learning: bool, q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor):
+def run_form(backend: str, learning: bool, row_map: RowMap, q, k, v, coefficients: Coefficients, memory: Tensor):
     """As ``chunk_form``. "auto": kernels where they run; else steps for one token and for what has no chunk form, else chunks."""
     if backend in ("recurrent", "chunkwise"):
         return {"recurrent": step_form, "chunkwise": chunk_form}[backend](q, k, v, coefficients, memory)
     if backend == "cuda" or q.device.type == cuda_launch.current().device_type:
         q, k = q.to(v.dtype), k.to(v.dtype)  # normalisation makes v fp32
-        form, reason = choose_kernel(q, k, v, coefficients, learning)
+        form, reason = choose_kernel(q, k, v, coefficients, learning, row_map)
+        if reason is not None and row_map != AS_IS:
+            q, k, row_map = row_map(q), row_map(k), AS_IS
+            form, reason = choose_kernel(q, k, v, coefficients, learning, row_map)
         if reason is None:
-            return form(q, k, v, coefficients, memory)
+            return form(q, k, v, coefficients, memory, row_map)
         if backend == "cuda":
             raise ValueError(reason)
         log_once(reason)
@@ -140,11 +161,11 @@ def run_form(backend: str, learning: bool, q: Tensor, k: Tensor, v: Tensor, coef
     return (step_form if stepwise else chunk_form)(q, k, v, coefficients, memory)
 
 
-def choose_kernel(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, learning: bool):
+def choose_kernel(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, learning: bool, row_map: RowMap):
     """(form, None), or (None, a sentence that says why there is no kernel for these inputs)."""
-    if q.shape[2] == 1 and not learning and why_no_step_kernel(q, v) is None:
+    if q.shape[2] == 1 and not learning and why_no_step_kernel(q, v, row_map) is None:
         return step_cuda_form, None
-    reason = kernels.why_not(q, k, v, coefficients)
+    reason = kernels.why_not(q, k, v, coefficients, row_map)
     return (kernels.cuda_form, None) if reason is None else (None, reason)
 
 
@@ -153,11 +174,22 @@ def log_once(reason: str) -> None:
     logger.warning(f"{reason}; running the PyTorch form instead")
 
 
+def _paused(coefficients: Coefficients, padding_mask: Tensor, q: Tensor, row_map: RowMap) -> Coefficients:
+    """At padding nothing decays. Where k = 0 nothing is written or erased either; features of 0 have to be told."""
+    f, z, e, w = coefficients
+    f, z = _at(padding_mask, f, 1), _at(padding_mask, z, 1)
+    if row_map != AS_IS:
+        e, w = _at(padding_mask, e, 0), _at(padding_mask, _ones(q) if w is None else w, 0)
+    return Coefficients(f, z, e, w)
+
+
 def _forget(decay: Tensor | None, reset_mask: Tensor, q: Tensor) -> Tensor:
     """0, nothing left, where a new text begins."""
-    if decay is None:
-        decay = torch.ones(q.shape[:3], device=q.device, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-    return _at(reset_mask, decay, 0)
+    return _at(reset_mask, _ones(q) if decay is None else decay, 0)
+
+
+def _ones(q: Tensor) -> Tensor:
+    return torch.ones(q.shape[:3], device=q.device, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
 def _at(mask: Tensor, x: Tensor | None, value: float) -> Tensor | None:

@@ -6,7 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..feature_maps import NORMS
 from ..rules import RULES, Rule
+from .row_map import MAPS, RowMap
 from .state import FastWeightState
 
 BACKENDS = ("auto", "recurrent", "chunkwise", "cuda")
@@ -48,17 +50,31 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, 
     return *q.shape, v.shape[3]
 
 
-def check_gates(rule_name: str, rule: Rule, gates, q: Tensor, v: Tensor) -> dict[str, Tensor]:
+def check_feature_map(feature_map, q: Tensor) -> RowMap:
+    if not isinstance(feature_map, RowMap):
+        raise ValueError(f"feature_map is a {type(feature_map).__name__}; it must be None or a RowMap")
+    name, nu, norm = feature_map
+    if name not in tuple(MAPS) or norm not in tuple(NORMS):
+        raise ValueError(f"feature_map is {feature_map}; allowed: name {', '.join(MAPS)}, norm {', '.join(NORMS)}")
+    if name == "identity" and norm == "sum":
+        raise ValueError("feature_map has norm 'sum' with name 'identity', which can be negative; use norm 'l2'")
+    if name == "dpfp" and not (isinstance(nu, int) and 1 <= nu < 2 * q.shape[3]):
+        raise ValueError(f"feature_map has nu {nu}; it must be from 1 to 2 * D - 1 = {2 * q.shape[3] - 1}")
+    return feature_map
+
+
+def check_gates(rule_name: str, rule: Rule, gates, q: Tensor, sizes: tuple[int, ...]) -> dict[str, Tensor]:
+    """sizes: (B, H, T, K, V)."""
     gates = {} if gates is None else gates
     if not isinstance(gates, dict):
         raise ValueError(f"gates is a {type(gates).__name__}; it must be a dict of tensors by the names of the rule's gates")
     if set(gates) != set(rule.gates):
         wanted = ", ".join(rule.gates) or "none"
         raise ValueError(f"gates has {', '.join(map(str, gates)) or 'none'}; rule {rule_name!r} takes exactly: {wanted}")
-    widths = {None: (), "K": q.shape[3:], "V": v.shape[3:]}
+    widths = {None: (), "K": sizes[3:4], "V": sizes[4:]}
     for name, gate in gates.items():
         axis = rule.gates[name].axis
-        shape = (*q.shape[:3], *widths[axis])
+        shape = (*sizes[:3], *widths[axis])
         if not isinstance(gate, Tensor) or gate.shape != shape:
             is_ = f"has shape {tuple(gate.shape)}" if isinstance(gate, Tensor) else f"is a {type(gate).__name__}"
             raise ValueError(f"gates[{name!r}] {is_}; it must be a tensor of shape (B,H,T{',' + axis if axis else ''}) = {shape}")
@@ -67,11 +83,11 @@ def check_gates(rule_name: str, rule: Rule, gates, q: Tensor, v: Tensor) -> dict
     return gates
 
 
-def check_state(state, q: Tensor, v: Tensor, dtype: torch.dtype, normaliser: bool, log_scale: bool) -> None:
-    """A state to go on from: what an earlier call with the same rule, widths and options returned."""
+def check_state(state, q: Tensor, sizes: tuple[int, ...], dtype: torch.dtype, normaliser: bool, log_scale: bool) -> None:
+    """For sizes (B, H, T, K, V), a state to go on from: what an earlier call with the same rule, widths and options returned."""
     if not isinstance(state, FastWeightState):
         raise ValueError(f"state is a {type(state).__name__}; it must be None or the state that an earlier call returned")
-    shape = (*q.shape[:2], q.shape[3], v.shape[3])
+    shape = (*sizes[:2], *sizes[3:])
     wanted = {"memory": shape, "normaliser": shape[:3] if normaliser else None, "log_scale": shape[:2] if log_scale else None}
     for name, want in wanted.items():
         x = getattr(state, name)

@@ -2,20 +2,21 @@
 
 The kernels of a family (``cuda/*.cu``) have one Python file each, named in ``FAMILIES``, with
 
-    supported(q, k, v, f, z, e, w) -> str | None
+    supported(q, k, v, f, z, e, w, row_map) -> str | None
         None, or a sentence that says what about these inputs has no kernel: widths, gates, or with ``launch.capability(device)``
         below (8, 0) what needs products of bf16 or tf32.
-    saved_like(q, k, v, f, z, e, w, memory, precision) -> list of (shape, dtype)
+    saved_like(q, k, v, f, z, e, w, memory, precision, row_map) -> list of (shape, dtype)
         the tensors that forward keeps for backward; shapes may be symbolic, so no ``int()``.
-    forward(launch, q, k, v, f, z, e, w, memory, precision, keep) -> (y, memory_out, saved)
+    forward(launch, q, k, v, f, z, e, w, memory, precision, keep, row_map) -> (y, memory_out, saved)
         saved: a tuple as ``saved_like`` says, () without ``keep``; new tensors, none an input or an output.
-    backward(launch, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision) -> (dq, dk, dv, df, dz, de, dw, dmemory)
+    backward(launch, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision, row_map) -> (dq, dk, dv, df, dz, de, dw, dmemory)
         None where the input is None.
 
 What they can rely on: q, k (B,H,T,K) and v, y, dy (B,H,T,V) have one dtype, fp32, bf16 or fp16; f, z, e, w are fp32, None where
 absent; the last dimension of all is contiguous (of f (B,H,T), e and w too), other strides are anything; memory and dmemory
 (B,H,K,V) are fp32 and contiguous. What they must do: y and dv are ``torch.empty_like(v)``, and likewise the other gradients,
-contiguous or not; memory_out is contiguous. ``launch`` is described in ``cuda_launch``.
+contiguous or not; memory_out is contiguous. ``launch`` is described in ``cuda_launch``. With another row_map than ``AS_IS`` q and k
+are (B,H,T,D): it makes the features, inside the kernels, and dq and dk are those of the rows.
 
 precision: "bf16" for 16-bit inputs. For fp32, "exact" (as accurate as fp32) unless the environment has FW_FAIRSEQ_FP32=tf32, which
 is faster and rounds the operands of products to 11 bits.
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from ..rules import Coefficients
 from . import cuda_decay, cuda_delta, cuda_launch
+from .row_map import AS_IS, RowMap
 from .segments import choose_segments, run_segments
 
 FAMILIES: dict[str, ModuleType] = {"decay": cuda_decay, "erase": cuda_delta}  # by what the rule does
@@ -39,31 +41,35 @@ PRECISIONS = ("exact", "tf32")
 LIBRARY = torch.library.Library("fw_fairseq", "FRAGMENT")
 
 
-def cuda_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """q, k (B,H,T,K), v (B,H,T,V) of one dtype, memory (B,H,K,V) -> y (B,H,T,V) in that dtype, final memory in fp32."""
+def cuda_form(
+    q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor, row_map: RowMap = AS_IS
+) -> tuple[Tensor, Tensor]:
+    """q, k (B,H,T,K), v (B,H,T,V) of one dtype, memory (B,H,K,V) -> y (B,H,T,V) in that dtype, final memory in fp32.
+
+    With a ``row_map`` q and k are (B,H,T,D), and their features only ever exist inside the kernels, unless time is in segments."""
     processors = cuda_launch.current().processors(q.device)
     count = choose_segments(q.shape[0] * q.shape[1], q.shape[2], processors)
     if count == 1:
-        return run_kernels(q, k, v, coefficients, memory)
-    return run_segments(run_kernels, count, q, k, v, coefficients, memory)
+        return run_kernels(q, k, v, coefficients, memory, row_map)
+    return run_segments(run_kernels, count, row_map(q), row_map(k), v, coefficients, memory)
 
 
-def run_kernels(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor) -> tuple[Tensor, Tensor]:
+def run_kernels(q, k, v, coefficients: Coefficients, memory: Tensor, row_map: RowMap = AS_IS) -> tuple[Tensor, Tensor]:
     precision = choose_precision(v.dtype)
     operands = [None if x is None else dense(x) for x in (q, k, v, *coefficients)]
     memory = memory.contiguous()
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*operands, memory))
-    y, memory, _ = torch.ops.fw_fairseq.scan(*operands, memory, precision, keep)
+    y, memory, _ = torch.ops.fw_fairseq.scan(*operands, memory, precision, keep, *row_map)
     return y, memory
 
 
-def why_not(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients) -> str | None:
+def why_not(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, row_map: RowMap = AS_IS) -> str | None:
     """A sentence that says why ``cuda_form`` cannot run on these inputs; None where it can."""
     if reason := cuda_launch.current().why_not(q.device):
         return reason
     if v.dtype not in DTYPES:
         return f"backend='cuda' has kernels for {', '.join(map(str, DTYPES))}, not for {v.dtype}"
-    return family(coefficients.e).supported(q, k, v, *coefficients)
+    return family(coefficients.e).supported(q, k, v, *coefficients, row_map)
 
 
 def dense(x: Tensor) -> Tensor:
@@ -84,34 +90,38 @@ def family(e: Tensor | None):
 
 
 INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? f, Tensor? z, Tensor? e, Tensor? w, Tensor memory"
-LIBRARY.define(f"scan({INPUTS}, str precision, bool keep) -> (Tensor, Tensor, Tensor[])", tags=(torch.Tag.pt2_compliant_tag,))
+ROW_MAP = "str name, int nu, str norm"
 LIBRARY.define(
-    f"scan_backward({INPUTS}, Tensor[] saved, Tensor dy, Tensor dmemory, str precision) -> Tensor[]",
+    f"scan({INPUTS}, str precision, bool keep, {ROW_MAP}) -> (Tensor, Tensor, Tensor[])", tags=(torch.Tag.pt2_compliant_tag,)
+)
+LIBRARY.define(
+    f"scan_backward({INPUTS}, Tensor[] saved, Tensor dy, Tensor dmemory, str precision, {ROW_MAP}) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
-def scan(q, k, v, f, z, e, w, memory, precision: str, keep: bool):
-    y, memory, saved = family(e).forward(cuda_launch.current(), q, k, v, f, z, e, w, memory, precision, keep)
+def scan(q, k, v, f, z, e, w, memory, precision: str, keep: bool, *row_map):
+    inputs = (q, k, v, f, z, e, w, memory, precision, keep, RowMap(*row_map))
+    y, memory, saved = family(e).forward(cuda_launch.current(), *inputs)
     return y, memory, list(saved)
 
 
-def scan_fake(q, k, v, f, z, e, w, memory, precision: str, keep: bool):
-    kept = family(e).saved_like(q, k, v, f, z, e, w, memory, precision) if keep else []
+def scan_fake(q, k, v, f, z, e, w, memory, precision: str, keep: bool, *row_map):
+    kept = family(e).saved_like(q, k, v, f, z, e, w, memory, precision, RowMap(*row_map)) if keep else []
     return torch.empty_like(v), torch.empty_like(memory), [memory.new_empty(shape, dtype=dtype) for shape, dtype in kept]
 
 
-def scan_backward(q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str):
-    grads = family(e).backward(cuda_launch.current(), q, k, v, f, z, e, w, memory, tuple(saved), dy, dmemory, precision)
-    return [grad for grad in grads if grad is not None]
+def scan_backward(q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str, *row_map):
+    inputs = (q, k, v, f, z, e, w, memory, tuple(saved), dy, dmemory, precision, RowMap(*row_map))
+    return [grad for grad in family(e).backward(cuda_launch.current(), *inputs) if grad is not None]
 
 
-def scan_backward_fake(q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str):
+def scan_backward_fake(q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str, *row_map):
     return [torch.empty_like(x) for x in (q, k, v, f, z, e, w, memory) if x is not None]
 
 
 def setup_context(ctx, inputs, output) -> None:
-    *operands, ctx.precision, keep = inputs
+    operands, (ctx.precision, keep), ctx.row_map = inputs[:8], inputs[8:10], inputs[10:]
     saved = output[2]
     if not keep:
         raise RuntimeError("fw_fairseq::scan was called with keep=False on tensors that require gradients")
@@ -124,8 +134,8 @@ def backward(ctx, dy, dmemory, _dsaved):
     operands, saved = ctx.saved_tensors[:8], list(ctx.saved_tensors[8:])
     dy = torch.zeros_like(operands[2]) if dy is None else dense(dy)
     dmemory = torch.zeros_like(operands[7]) if dmemory is None else dmemory.contiguous()
-    grads = iter(torch.ops.fw_fairseq.scan_backward(*operands, saved, dy, dmemory, ctx.precision))
-    return *(None if x is None else next(grads) for x in operands), None, None
+    grads = iter(torch.ops.fw_fairseq.scan_backward(*operands, saved, dy, dmemory, ctx.precision, *ctx.row_map))
+    return *(None if x is None else next(grads) for x in operands), *[None] * (2 + len(ctx.row_map))
 
 
 LIBRARY.impl("scan", scan, "CUDA")

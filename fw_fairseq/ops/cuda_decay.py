@@ -7,6 +7,7 @@ round its inputs once more.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import cuda_launch
+from .row_map import AS_IS, RowMap
 
 CHUNK = 16
 LARGEST_K = 512
@@ -49,6 +51,7 @@ FORWARD = {
     64: Tile(128, 1, 8),
     128: Tile(128, 1, 8),
     256: Tile(64, 2, 4),
+    384: Tile(32, 6, 2),
     512: Tile(32, 8, 2),
 }
 BACKWARD = {
@@ -57,15 +60,16 @@ BACKWARD = {
     64: Tile(64, 2, 4),
     128: Tile(32, 4, 2),
     256: Tile(32, 4, 2),
+    384: Tile(16, 12, 1),
     512: Tile(16, 16, 1),
 }
 
 
 def padded(width: int) -> int:
-    """The power of two from 16 on that has room; of symbolic widths too."""
-    room = 16
-    while room < width:
-        room *= 2
+    """The least width of the tables that has room; of symbolic widths too."""
+    for room in FORWARD:
+        if width <= room:
+            break
     return room
 
 
@@ -89,20 +93,28 @@ def choose_forward(K: int, V: int, precision: str) -> Tile:
     return tile._replace(V=width, k_warps=2, v_warps=width // 16)
 
 
-def choose_backward(K: int, V: int, precision: str, has_f: bool, has_z: bool) -> tuple[Tile, int]:
+def choose_backward(K: int, V: int, precision: str, has_f: bool, has_z: bool, map_bytes) -> tuple[Tile, int]:
     """The widest tile and the longest segment whose shared memory fits; the smallest of both where none does."""
     tile = choose_tile(BACKWARD, K, V)
     while True:
         for segment in (64, 32):
-            if backward_shared(K, tile, segment, precision, has_f, has_z) <= SHARED:
+            if backward_shared(K, tile, segment, precision, has_f, has_z, map_bytes) <= SHARED:
                 return tile, segment
         if tile.V == 16:
             return tile, CHUNK
         tile = tile._replace(V=tile.V // 2, v_warps=min(tile.v_warps, tile.V // 32))
 
 
-def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w) -> str | None:
-    K, V, (B, H) = q.shape[-1], v.shape[-1], q.shape[:2]
+def map_bytes(q: Tensor, row_map: RowMap, chunks: int) -> int:
+    """Of the ``Rows`` of so many chunks and of ``Features``, in columns.cuh."""
+    if row_map == AS_IS:
+        return 0
+    d, unit = q.shape[-1], 16 // q.dtype.itemsize
+    return 2 * 16 * (chunks * (-(-d // unit) + 1) * 16 + (padded(row_map.width(d)) + 8) * q.dtype.itemsize)
+
+
+def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w, row_map: RowMap = AS_IS) -> str | None:
+    K, V, (B, H) = row_map.width(q.shape[-1]), v.shape[-1], q.shape[:2]
     if K > LARGEST_K:
         return f"backend='cuda' has kernels without erase for keys up to {LARGEST_K} wide, not {K}"
     if B > LARGEST_GRID or H > LARGEST_GRID:
@@ -111,38 +123,43 @@ def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w) -> str | None:
     if capability < OLDEST:
         return f"backend='cuda' has kernels without erase for compute capability {OLDEST[0]}.{OLDEST[1]} and higher only"
     gates = f is not None, z is not None
-    precision = operands(q.dtype, "bf16" if q.dtype == torch.bfloat16 else "exact")
-    needed = backward_shared(K, *choose_backward(K, V, precision, *gates), precision, *gates)
+    precision, mapping = operands(q.dtype, "bf16" if q.dtype == torch.bfloat16 else "exact"), partial(map_bytes, q, row_map)
+    needed = backward_shared(K, *choose_backward(K, V, precision, *gates, mapping), precision, *gates, mapping)
     held = SHARED_MORE.get(capability, SHARED)
     if needed > held:
         return f"backend='cuda' needs {needed} bytes of shared memory for {q.dtype} keys {K} wide; this device has {held}"
     return None
 
 
-def saved_like(q, k, v, f, z, e, w, memory, precision: str):
+def cut_backward(q, v, f, z, memory, precision: str, row_map: RowMap) -> tuple[Tile, int]:
+    gates, mapping = (f is not None, z is not None), partial(map_bytes, q, row_map)
+    return choose_backward(memory.shape[2], v.shape[3], operands(q.dtype, precision), *gates, mapping)
+
+
+def saved_like(q, k, v, f, z, e, w, memory, precision: str, row_map: RowMap = AS_IS):
     """The memory before each segment but the first."""
-    _, segment = choose_backward(q.shape[-1], v.shape[-1], operands(q.dtype, precision), f is not None, z is not None)
-    return [((*q.shape[:2], (q.shape[2] - 1) // segment, q.shape[3], v.shape[3]), torch.float32)]
+    _, segment = cut_backward(q, v, f, z, memory, precision, row_map)
+    return [((*q.shape[:2], (q.shape[2] - 1) // segment, *memory.shape[2:]), torch.float32)]
 
 
-def forward(launch, q, k, v, f, z, e, w, memory, precision: str, keep: bool = True):
+def forward(launch, q, k, v, f, z, e, w, memory, precision: str, keep: bool = True, row_map: RowMap = AS_IS):
     """y, the final memory, and what ``backward`` needs; without ``keep`` that is nothing."""
-    kept = saved_like(q, k, v, f, z, e, w, memory, precision) if keep else []
+    kept = saved_like(q, k, v, f, z, e, w, memory, precision, row_map) if keep else []
+    _, segment = cut_backward(q, v, f, z, memory, precision, row_map)
     precision = operands(q.dtype, precision)
-    _, segment = choose_backward(q.shape[-1], v.shape[-1], precision, f is not None, z is not None)
     y, final_memory = torch.empty_like(v), torch.empty_like(memory)
     saved = tuple(memory.new_empty(shape, dtype=dtype) for shape, dtype in kept)
     tensors = {"q": q, "k": k, "v": v, "f": f, "z": z, "w": w, "y": y}
     memories = {"memory": memory, "final_memory": final_memory, "borders": saved[0] if keep else None}
-    call = Call(choose_forward(q.shape[-1], v.shape[-1], precision), segment, precision, tensors, memories, {})
+    call = Call(choose_forward(memory.shape[2], v.shape[-1], precision), segment, precision, tensors, memories, {}, row_map)
     call.run(launch, "decay.cu", "decay_forward", forward_bytes(call))
     return y, final_memory, saved
 
 
-def backward(launch, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str):
+def backward(launch, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str, row_map: RowMap = AS_IS):
     """Gradients of q, k, v, f, z, e, w and memory; None for what is None."""
-    K, V, precision = q.shape[-1], v.shape[-1], operands(q.dtype, precision)
-    tile, segment = choose_backward(K, V, precision, f is not None, z is not None)
+    K, V = memory.shape[2:]
+    tile, segment = cut_backward(q, v, f, z, memory, precision, row_map)
     parts = -(-V // tile.V)
     dq, dk, dv, df, dz, dw, dstart = (None if x is None else torch.empty_like(x) for x in (q, k, v, f, z, w, memory))
     shares = {
@@ -153,7 +170,7 @@ def backward(launch, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision:
     }
     tensors = {"q": q, "k": k, "v": v, "f": f, "z": z, "w": w, "dy": dy, "dv": dv, "dz": dz}
     memories = {"memory": memory, "borders": saved[0], "dfinal": dmemory, "dmemory": dstart}
-    call = Call(tile, segment, precision, tensors, memories, shares)
+    call = Call(tile, segment, operands(q.dtype, precision), tensors, memories, shares, row_map)
     call.run(launch, "decay_backward.cu", "decay_backward", backward_bytes(call))
     for whole, share in zip((dq, dk, df, dw), shares.values()):
         if share is not None and len(share) > 1:
@@ -177,10 +194,16 @@ class Call(NamedTuple):
     tensors: dict[str, Tensor | None]
     memories: dict[str, Tensor | None]
     shares: dict[str, Tensor | None]
+    row_map: RowMap
 
     @property
     def K(self) -> int:
-        return self.tensors["q"].shape[-1]
+        return self.memories["memory"].shape[2]
+
+    @property
+    def row_chunks(self) -> int:
+        """How many chunks have their rows in shared memory: two in turns, or a segment's."""
+        return self.segment // CHUNK if self.shares else 2
 
     def defines(self, shared_bytes: int) -> dict[str, int | str]:
         f, z, w, q = (self.tensors[n] for n in ("f", "z", "w", "q"))
@@ -197,13 +220,24 @@ class Call(NamedTuple):
             "FW_K_WARPS": tile.k_warps,
             "FW_V_WARPS": tile.v_warps,
             "FW_SEGMENT": self.segment,
-            "FW_PAIRED": int(all(in_pairs(x) for x in self.all_tensors() if x is not None)),
+            "FW_PAIRED": int(all(in_pairs(x) for x in self.paired_tensors() if x is not None)),
             "FW_SHARED": shared_bytes,
             "FW_PARTIAL": int(len(self.shares.get("dq", ())) > 1),
+            **self.row_defines(),
         }
 
-    def all_tensors(self):
-        return (*self.tensors.values(), *self.shares.values())
+    def paired_tensors(self):
+        rows = () if self.row_map == AS_IS else ("q", "k", "dq", "dk")
+        return [x for name, x in (self.tensors | self.shares).items() if name not in rows]
+
+    def row_defines(self) -> dict[str, int]:
+        q, k = self.tensors["q"], self.tensors["k"]
+        if self.row_map == AS_IS:
+            return {}
+        return self.row_map.defines(q.shape[-1]) | {
+            "FW_ROW_CHUNKS": self.row_chunks,
+            "FW_ALIGNED": int(all(in_units(x) for x in (q, k))),
+        }
 
     def params(self) -> np.ndarray:
         params = np.zeros((), PARAMS)
@@ -214,8 +248,8 @@ class Call(NamedTuple):
                     params[name] = (x.data_ptr(), *x.stride()[leading : leading + 3], part)
         for name, x in self.memories.items():
             params[name] = 0 if x is None else x.data_ptr()
-        q, v = self.tensors["q"], self.tensors["v"]
-        for name, size in zip(SIZES, (*q.shape[2:], v.shape[-1], -(-q.shape[2] // self.segment))):
+        T = self.tensors["q"].shape[2]
+        for name, size in zip(SIZES, (T, *self.memories["memory"].shape[2:], -(-T // self.segment))):
             params[name] = size
         return params
 
@@ -232,21 +266,24 @@ def forward_bytes(call: Call) -> int:
     operands = (2 * 16 * (K + 8) + 16 * (V + 8)) * operand_bytes(call.precision)
     y = 4 * call.tile.k_warps * 16 * (V + 8)
     reads = 4 * (2 if call.tensors["z"] is None else 16 * (V + 8))
-    return operands + y + reads + scale_bytes(K, V)
+    mapping = map_bytes(call.tensors["q"], call.row_map, call.row_chunks)
+    return mapping + operands + y + reads + scale_bytes(K, V)
 
 
 def backward_bytes(call: Call) -> int:
     gates = (call.tensors[name] is not None for name in "fz")
-    return backward_shared(call.K, call.tile, call.segment, call.precision, *gates)
+    mapping = partial(map_bytes, call.tensors["q"], call.row_map)
+    return backward_shared(call.K, call.tile, call.segment, call.precision, *gates, mapping)
 
 
-def backward_shared(K: int, tile: Tile, segment: int, precision: str, has_f: bool, has_z: bool) -> int:
-    """Of ``Shared`` in decay_backward.cu."""
+def backward_shared(K: int, tile: Tile, segment: int, precision: str, has_f: bool, has_z: bool, map_bytes) -> int:
+    """Of ``Shared`` in decay_gradients.cuh; ``map_bytes`` says what so many chunks' maps add."""
     K, V = padded(K), tile.V
     chunk = 2 * 16 * (K + 8) + 2 * 16 * (V + 8) + 2 * 16 * 24
     memories = (segment // CHUNK + 1) * V * (K + 8)
     sums = (3 if has_f else 2) * 16 * (K + 8) + (3 if has_z else 1) * 16 * (V + 8)
-    return (chunk + memories) * operand_bytes(precision) + 4 * (2 * 16 + sums) + scale_bytes(K, V)
+    kept = (chunk + memories) * operand_bytes(precision) + 4 * (2 * 16 + sums) + scale_bytes(K, V)
+    return kept + map_bytes(segment // CHUNK)
 
 
 def scale_bytes(K: int, V: int) -> int:
@@ -255,6 +292,12 @@ def scale_bytes(K: int, V: int) -> int:
 
 def operand_bytes(precision: str) -> int:
     return 2 if precision == "bf16" else 4
+
+
+def in_units(x: Tensor) -> bool:
+    """Whether 16 bytes of a row can be moved at once, in every row."""
+    unit = 16 // x.element_size()
+    return x.data_ptr() % 16 == 0 and all(n % unit == 0 for n in (*x.stride()[:-1], x.shape[-1]))
 
 
 def in_pairs(x: Tensor) -> bool:

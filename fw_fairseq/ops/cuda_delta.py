@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .row_map import AS_IS, RowMap
+
 CHUNK = 16
 LARGEST_KEY = 512
 OLDEST = (8, 0)  # bf16 and tf32 products
@@ -64,15 +66,21 @@ class Variant(NamedTuple):
     precision: int
     f: bool
     w: bool
+    row: int  # width of q and k
+    row_map: RowMap
 
     @classmethod
-    def of(cls, q, v, f, w, precision: str) -> Variant:
+    def of(cls, q, v, f, w, precision: str, row_map: RowMap) -> Variant:
         precision = "tf32" if precision == "bf16" and q.dtype == torch.float16 else precision
-        key, value = q.shape[3], v.shape[3]
+        row, key, value = q.shape[3], row_map.width(q.shape[3]), v.shape[3]
         tiling = next(row for (widest, size), row in TABLE.items() if widest >= key and size == (2 if precision == "bf16" else 4))
         tiles = -(-value // tiling.value)
         tiling = tiling._replace(value=round_up(-(-value // tiles), 16))
-        return cls(q.dtype, round_up(key, 16 * tiling.ksplit), tiling, tiles, PRECISIONS[precision], f is not None, w is not None)
+        key, gates = round_up(key, 16 * tiling.ksplit), (f is not None, w is not None)
+        variant = cls(q.dtype, key, tiling, tiles, PRECISIONS[precision], *gates, row, row_map)
+        if variant.backward_bytes() > COMMON_SHARED:  # by its rows
+            variant = variant._replace(tiling=tiling._replace(segment=CHUNK))
+        return variant
 
     @property
     def operand(self) -> torch.dtype:
@@ -86,18 +94,24 @@ class Variant(NamedTuple):
         """A tile in shared memory; each row is 16 bytes longer than its data."""
         return rows * (width * dtype.itemsize + 16)
 
+    def rows_bytes(self, rows: int) -> int:
+        """Of rows of q and k that are to be mapped."""
+        return 2 * self.tile_bytes(rows, round_up(self.row, 16 // self.dtype.itemsize), self.dtype)
+
     def forward_bytes(self) -> int:
         """sizeof(ForwardShared), which the kernel asserts."""
         span, value = self.tiling.span, self.tiling.value
-        stage = 2 * self.tile_bytes(span, self.key, self.operand) + self.tile_bytes(span, value, self.dtype) + 20 * span
+        keys = 2 * self.tile_bytes(span, self.key, self.operand)
+        values = self.tile_bytes(span, value, self.dtype) + 20 * span
+        staged = 2 * (keys + values) if self.row_map == AS_IS else 2 * (self.rows_bytes(span) + values) + keys
         solved = self.tile_bytes(span, CHUNK, torch.float32) + self.tile_bytes(span, CHUNK, self.operand)
-        return 2 * stage + solved + self.sums_bytes(4)
+        return staged + solved + self.sums_bytes(4)
 
     def backward_bytes(self) -> int:
         """sizeof(BackwardShared), which the kernel asserts."""
         span, value, operand = self.tiling.segment, self.tiling.value, self.operand
         inputs = 2 * self.tile_bytes(span, self.key, operand) + 2 * self.tile_bytes(span, value, operand)
-        inputs += self.tile_bytes(span, value, self.dtype)
+        inputs += self.tile_bytes(span, value, self.dtype) + (0 if self.row_map == AS_IS else self.rows_bytes(span))
         memories = (span // CHUNK + 1) * self.tile_bytes(value, self.key, operand) + self.tile_bytes(CHUNK, value, operand)
         pairs = self.tile_bytes(span + 2 * CHUNK, CHUNK, operand)
         solved = self.tile_bytes(2 * span + (span if self.f else CHUNK) + 2 * CHUNK, CHUNK, torch.float32)
@@ -116,7 +130,7 @@ class Variant(NamedTuple):
             "backward": ("delta_backward.cu", self.tiling.segment, self.backward_bytes()),
         }[pass_]
         q, v = views["q"], views["v"]
-        B, H, T, K = q.shape
+        B, H, T, _ = q.shape
         defines = {
             "FW_IN": TYPES[self.dtype],
             "FW_K": self.key,
@@ -130,6 +144,7 @@ class Variant(NamedTuple):
             "FW_ALIGNED": int(all(aligned(x) for name, x in views.items() if name in ("q", "k", "v", "y", "dy", "dv"))),
             "FW_PARTIAL": int(self.tiles > 1),
             "FW_SHARED": shared,
+            **self.row_map.defines(self.row),
         }
         params = np.zeros((), PARAMS)
         for name, x in views.items():
@@ -137,7 +152,7 @@ class Variant(NamedTuple):
                 params[name] = view(x, leading_tile=name in SHARES)
         for name, x in pointers.items():
             params[name] = 0 if x is None else x.data_ptr()
-        params["H"], params["T"], params["K"], params["V"] = H, T, K, v.shape[3]
+        params["H"], params["T"], params["K"], params["V"] = H, T, self.row_map.width(self.row), v.shape[3]
         launch(source, f"delta_{pass_}", defines, (B * H, self.tiles), (32 * self.warps,), params, shared, q.device)
 
 
@@ -152,34 +167,36 @@ def aligned(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and all(n % unit == 0 for n in (*x.stride()[:3], x.shape[3]))
 
 
-def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w) -> str | None:
+def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w, row_map: RowMap = AS_IS) -> str | None:
     if z is not None:
         return "backend='cuda' has no kernel for a value-side decay z together with an erase"
     if f is not None and f.dim() != 3:
         return "backend='cuda' has no kernel for an erase with decay per channel, only with one gate per token"
-    if q.shape[-1] > LARGEST_KEY:
-        return f"backend='cuda' has kernels with erase for keys up to {LARGEST_KEY} wide, not {q.shape[-1]}"
-    return None if q.device.type != "cuda" else unsupported_device(q, v, f, w)
+    key = row_map.width(q.shape[-1])
+    if key > LARGEST_KEY:
+        return f"backend='cuda' has kernels with erase for keys up to {LARGEST_KEY} wide, not {key}"
+    return None if q.device.type != "cuda" else unsupported_device(q, v, f, w, row_map)
 
 
-def unsupported_device(q, v, f, w) -> str | None:
+def unsupported_device(q, v, f, w, row_map: RowMap = AS_IS) -> str | None:
     if torch.cuda.get_device_capability(q.device) < OLDEST:
         return f"backend='cuda' has kernels with erase for compute capability {OLDEST[0]}.{OLDEST[1]} and higher only"
-    variant = Variant.of(q, v, f, w, "exact" if q.dtype == torch.float32 else "bf16")
+    variant = Variant.of(q, v, f, w, "exact" if q.dtype == torch.float32 else "bf16", row_map)
     needed = max(variant.forward_bytes(), variant.backward_bytes())
     held = getattr(torch.cuda.get_device_properties(q.device), "shared_memory_per_block_optin", COMMON_SHARED)  # torch before 2.5
     if needed > held:
-        return f"backend='cuda' needs {needed} bytes of shared memory for {q.dtype} keys {q.shape[-1]} wide; this device has {held}"
+        key = row_map.width(q.shape[-1])
+        return f"backend='cuda' needs {needed} bytes of shared memory for {q.dtype} keys {key} wide; this device has {held}"
     return None
 
 
-def saved_like(q, k, v, f, z, e, w, memory, precision: str):
-    variant = Variant.of(q, v, f, w, precision)
+def saved_like(q, k, v, f, z, e, w, memory, precision: str, row_map: RowMap = AS_IS):
+    variant = Variant.of(q, v, f, w, precision, row_map)
     return [(variant.borders_shape(*q.shape[:3]), variant.operand)]
 
 
-def forward(launch, q, k, v, f, z, e, w, memory, precision: str, keep: bool = True):
-    variant = Variant.of(q, v, f, w, precision)
+def forward(launch, q, k, v, f, z, e, w, memory, precision: str, keep: bool = True, row_map: RowMap = AS_IS):
+    variant = Variant.of(q, v, f, w, precision, row_map)
     y, final = torch.empty_like(v), torch.empty_like(memory)
     saved = (memory.new_empty(variant.borders_shape(*q.shape[:3]), dtype=variant.operand),) if keep else ()
     pointers = {"memory": memory, "final": final, "borders": saved[0] if keep else None}
@@ -187,8 +204,8 @@ def forward(launch, q, k, v, f, z, e, w, memory, precision: str, keep: bool = Tr
     return y, final, saved
 
 
-def backward(launch, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str):
-    variant = Variant.of(q, v, f, w, precision)
+def backward(launch, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str, row_map: RowMap = AS_IS):
+    variant = Variant.of(q, v, f, w, precision, row_map)
     inputs = {"q": q, "k": k, "f": f, "e": e, "w": w}
     shares = {f"d{name}": share(x, variant.tiles) for name, x in inputs.items() if x is not None}
     dv, before = torch.empty_like(v), torch.empty_like(memory)

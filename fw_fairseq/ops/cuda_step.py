@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ..rules import Coefficients
 from . import cuda_launch
-from .cuda import DTYPES, INPUTS, LIBRARY, dense
+from .cuda import DTYPES, INPUTS, LIBRARY, ROW_MAP, dense
+from .row_map import AS_IS, RowMap
 
 SOURCE, COLUMNS, WARPS = "step.cu", 32, 16
 ROWS = (8, 16, 32)  # of the memory in the registers of a warp
@@ -19,15 +20,17 @@ VIEWS = ("q", "k", "v", "f", "z", "e", "w", "memory", "y", "memory_out")
 PARAMS = np.dtype([(name, VIEW) for name in VIEWS] + [(name, "i4") for name in "HKV"], align=True)
 
 
-def step(q, k, v, f, z, e, w, memory: Tensor, y: Tensor | None = None, memory_out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def step(
+    q, k, v, f, z, e, w, memory: Tensor, row_map: RowMap = AS_IS, y: Tensor | None = None, memory_out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """q, k (B,H,K), v (B,H,V), f (B,H) or (B,H,K), z (B,H,V), e, w (B,H), memory (B,H,K,V) fp32 -> y (B,H,V), the new memory.
 
-    memory_out: where the new memory goes, ``memory`` itself for an update in place. With y and memory_out given nothing is
-    allocated, and the call can be captured in a CUDA graph once it has run.
+    row_map: makes features of q and k, which are then (B,H,D). memory_out: where the new memory goes, ``memory`` itself for an
+    update in place. With y and memory_out given nothing is allocated, and the call can be captured in a CUDA graph once it has run.
     """
     y = torch.empty_like(v) if y is None else y
     memory_out = torch.empty_like(memory) if memory_out is None else memory_out
-    (batch, heads, key), value = q.shape, v.shape[-1]
+    batch, heads, key, value = memory.shape
     tensors = dict(zip(VIEWS, (q, k, v, f, z, e, w, memory, y, memory_out)))
     params = np.zeros((), PARAMS)
     for name, x in tensors.items():
@@ -36,7 +39,8 @@ def step(q, k, v, f, z, e, w, memory: Tensor, y: Tensor | None = None, memory_ou
     params["H"], params["K"], params["V"] = heads, key, value
     rows = choose_rows(key)
     grid, block = (batch * heads, -(-value // COLUMNS)), (COLUMNS, -(-key // rows))
-    cuda_launch.current()(SOURCE, "step", defines(v.dtype, f, z, e, w, rows), grid, block, params, 0, q.device)
+    macros = defines(v.dtype, f, z, e, w, rows) | row_map.defines(q.shape[-1])
+    cuda_launch.current()(SOURCE, "step", macros, grid, block, params, 0, q.device)
     return y, memory_out
 
 
@@ -51,28 +55,32 @@ def defines(dtype: torch.dtype, f, z, e, w, rows: int) -> dict[str, object]:
     return {"FW_IN": TYPES[dtype], "FW_F": 0 if f is None else f.dim() - 1, **present, "FW_ROWS": rows}
 
 
-def why_not(q: Tensor, v: Tensor) -> str | None:
+def why_not(q: Tensor, v: Tensor, row_map: RowMap = AS_IS) -> str | None:
     """A sentence that says why ``step_cuda_form`` cannot run on these inputs; None where it can."""
     if reason := cuda_launch.current().why_not(q.device):
         return reason
     if v.dtype not in DTYPES:
         return f"the decoding kernel takes {', '.join(map(str, DTYPES))}, not {v.dtype}"
-    if q.shape[-1] > LARGEST_KEY:
-        return f"the decoding kernel takes keys up to {LARGEST_KEY} wide, not {q.shape[-1]}"
+    if (key := row_map.width(q.shape[-1])) > LARGEST_KEY:
+        return f"the decoding kernel takes keys up to {LARGEST_KEY} wide, not {key}"
     return None
 
 
-def step_cuda_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """As ``chunk_form``, for one token and without gradients; the memory it is given stays as it is."""
+def step_cuda_form(q, k, v, coefficients: Coefficients, memory: Tensor, row_map: RowMap = AS_IS) -> tuple[Tensor, Tensor]:
+    """As ``cuda_form``, for one token and without gradients; the memory it is given stays as it is."""
     token = [None if x is None else dense(x).squeeze(2) for x in (q, k, v, *coefficients)]
-    y, memory = torch.ops.fw_fairseq.step(*token, memory.contiguous())
+    y, memory = torch.ops.fw_fairseq.step(*token, memory.contiguous(), *row_map)
     return y.unsqueeze(2), memory
 
 
-LIBRARY.define(f"step({INPUTS}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
-LIBRARY.impl("step", step, "CUDA")
+def step_operator(q, k, v, f, z, e, w, memory, *row_map):
+    return step(q, k, v, f, z, e, w, memory, RowMap(*row_map))
+
+
+LIBRARY.define(f"step({INPUTS}, {ROW_MAP}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY.impl("step", step_operator, "CUDA")
 torch.library.register_fake(
     "fw_fairseq::step",
-    lambda q, k, v, f, z, e, w, memory: (torch.empty_like(v), torch.empty_like(memory)),
+    lambda q, k, v, f, z, e, w, memory, *row_map: (torch.empty_like(v), torch.empty_like(memory)),
     lib=LIBRARY,
 )
