@@ -9,7 +9,7 @@ import torch
 from hostcuda import EmulatorLaunch
 from torch.nn import functional as F
 
-from fw_fairseq.ops import cuda, cuda_launch, cuda_step, fast_weight
+from fw_fairseq.ops import cuda, cuda_launch, cuda_sru, cuda_step, fast_weight
 from fw_fairseq.rules import RULES, Rule
 
 CHUNKED = [name for name, rule in RULES.items() if rule.step is None]
@@ -107,4 +107,6 @@ def emulated(launcher):
         library.impl("scan", cuda.scan, "CPU")
         library.impl("scan_backward", cuda.scan_backward, "CPU")
         library.impl("step", cuda_step.step, "CPU")
+        library.impl("sru", cuda_sru.forward, "CPU")
+        library.impl("sru_backward", cuda_sru.backward, "CPU")
         yield launcher

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from .recurrent import scan, step_form
 from .state import FastWeightState
 
 __all__ = ["FastWeightState", "fast_weight"]
-logger = logging.getLogger(__name__)
 
 
 def fast_weight(
@@ -133,7 +131,7 @@ def run_form(backend: str, learning: bool, q: Tensor, k: Tensor, v: Tensor, coef
             return form(q, k, v, coefficients, memory)
         if backend == "cuda":
             raise ValueError(reason)
-        log_once(reason)
+        cuda_launch.log_once(reason)
     stepwise = q.shape[2] == 1 or (coefficients.z is not None and coefficients.e is not None)
     return (step_form if stepwise else chunk_form)(q, k, v, coefficients, memory)
 
@@ -144,11 +142,6 @@ def choose_kernel(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, l
         return step_cuda_form, None
     reason = kernels.why_not(q, k, v, coefficients)
     return (kernels.cuda_form, None) if reason is None else (None, reason)
-
-
-@functools.cache
-def log_once(reason: str) -> None:
-    logger.warning(f"{reason}; running the PyTorch form instead")
 
 
 def _forget(decay: Tensor | None, reset_mask: Tensor, q: Tensor) -> Tensor:

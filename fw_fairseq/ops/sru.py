@@ -9,20 +9,29 @@ one product is known beforehand: dc_{t-1} = E_{t-1} + M_t dc_t with M_t = f_t + 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..feature_maps import wide
+from .cuda_launch import use_kernels
+from .cuda_sru import sru_cuda_form, why_not
 
 
-def sru(u, forget, reset, x, v_forget, v_reset, state=None, padding_mask=None, reset_mask=None) -> tuple[Tensor, Tensor]:
+def sru(
+    u, forget, reset, x, v_forget, v_reset, state=None, padding_mask=None, reset_mask=None, backend="auto"
+) -> tuple[Tensor, Tensor]:
     """u, F, R, x (T,B,D), v_f, v_r (D), state (B,D) -> h (T,B,D) in u's dtype, the last c (B,D) in fp32 (float64 for float64).
 
     A padded step (B,T) leaves c as it is and outputs 0; a text that begins at a reset starts from c = 0.
+    backend: "cuda" the kernels, "torch" PyTorch, "auto" the kernels where they run.
     """
     check(u, forget, reset, x, v_forget, v_reset, state)
     c = wide(u).new_zeros(u.shape[1:]) if state is None else state
+    if use_kernels(backend, u.device, partial(why_not, u, x)):
+        return sru_cuda_form(u, forget, reset, x, v_forget, v_reset, c, padding_mask, reset_mask)
     padded = None if padding_mask is None else padding_mask.t()[..., None]
     keep = None if reset_mask is None else (~reset_mask).t()[..., None].to(c.dtype)
     forget = wide(forget)

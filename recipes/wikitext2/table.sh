@@ -25,6 +25,11 @@ declare -A options=(
     [gated]="--update-rule gated --feature-map identity --feature-norm none"
     [decay]="--update-rule decay --feature-map identity --feature-norm none"
     [gated_delta]="--update-rule gated_delta --feature-map identity --feature-norm l2"
+    [additive]="--mixer additive"
+    [additive_all]="--mixer additive --window-sizes 0"
+    [leap]="--mixer leap"
+    [sru]="--mixer sru"
+    [srupp]="--mixer srupp"
 )
 
 mkdir -p "$out"
