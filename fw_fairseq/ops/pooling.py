@@ -9,6 +9,7 @@ A window of k is one suffix of a block of k tokens merged with one prefix of the
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..feature_maps import wide
+from .cuda_launch import use_kernels
+from .cuda_pooling import pool_cuda_form, why_not
 from .state import state as state_type
 
 CHUNK, SHORTEST_BLOCK = 16, 16
@@ -30,13 +33,15 @@ class PoolState(NamedTuple):
     values: Tensor  # (B,H,R,V)
 
 
-def pool(scores, values, window=0, state=None, padding_mask=None, reset_mask=None) -> tuple[Tensor, PoolState]:
+def pool(scores, values, window=0, state=None, padding_mask=None, reset_mask=None, backend="auto") -> tuple[Tensor, PoolState]:
     """scores (B,H,T), values (B,H,T,V) -> means (B,H,T,V) in their dtype, state. window 0: all of the past.
 
     A padded token (B,T) is as if it were not there, outputs 0, counts in no window; a reset begins a text that sees none before.
+    backend: "cuda" the kernels, "torch" PyTorch, "auto" the kernels where they run.
     """
     check(scores, values, window, state)
-    a, x, segments, order = wide(scores), wide(values), None, None
+    kernels = use_kernels(backend, values.device, partial(why_not, scores, values))
+    a, x, segments, order = wide(scores), values if kernels else wide(values), None, None
     if reset_mask is not None:
         segments = reset_mask.long().cumsum(1)
     ends = None if segments is None else segments[:, -1]
@@ -45,7 +50,7 @@ def pool(scores, values, window=0, state=None, padding_mask=None, reset_mask=Non
         a, x = a.gather(2, order[:, None].expand_as(a)), x.gather(2, order[:, None, :, None].expand_as(x))
         segments = None if segments is None else segments.gather(1, order)
     lengths = None if order is None else (~padding_mask).sum(1)
-    g, state = run(a, x, window, state, segments, lengths, ends)
+    g, state = run(a, x, window, state, segments, lengths, ends, kernels)
     if order is not None:
         g = g.gather(2, order.argsort(dim=1)[:, None, :, None].expand_as(g)).masked_fill(padding_mask[:, None, :, None], 0)
     return g.to(values.dtype), state
@@ -61,26 +66,31 @@ def check(scores: Tensor, values: Tensor, window: int, state: PoolState | None) 
         raise ValueError(f"state holds {state.scores.shape[2]} tokens and window {window} needs {size}; use one of this window")
 
 
-def run(a: Tensor, x: Tensor, window: int, state, segments, lengths, ends) -> tuple[Tensor, PoolState]:
+def run(a: Tensor, x: Tensor, window: int, state, segments, lengths, ends, kernels: bool) -> tuple[Tensor, PoolState]:
     """``pool`` of tokens without gaps; lengths (B,): how many of each row count, ends (B,): the text that the row ends in."""
     batch, heads, total = a.shape
     size = window - 1 if window else 1
     before = 0 if state is None else size
     if before:
+        x = x if window else wide(x)  # a window's state is tokens, which fit into the type that they had
         a, x = torch.cat([state.scores.to(a), a], 2), torch.cat([state.values.to(x), x], 2)
         segments = None if segments is None else F.pad(segments, (before, 0))
     by_head = None if segments is None else segments[:, None].expand(batch, heads, -1)
     if window and total == 1 and before and lengths is None:
         if by_head is not None:
             a = a.masked_fill(by_head != by_head[..., -1:], NOTHING)
+        x = wide(x)
         return mean(a, x)[1][:, :, None], PoolState(a[:, :, 1:], x[:, :, 1:])
-    if not window or window >= a.shape[2]:
+    whole = not window or window >= a.shape[2]
+    if kernels:
+        log_weights, g = pool_cuda_form(a, x, 0 if whole else window, segments)
+    elif whole:
         log_weights, g = prefix(a, x, by_head)
     else:
         log_weights, g = None, windowed(a, x, window, by_head)
     if not window:
         a, x = log_weights, g
-    state = last(a, x, size, before, segments, lengths, ends)
+    state = last(a, wide(x), size, before, segments, lengths, ends)
     return g[:, :, before:], state
 
 
