@@ -7,7 +7,7 @@ import test_cuda_sru
 import torch
 from conftest import assert_same, emulated
 from hostcuda import SCHEDULES, guarded, run_sanitized, sanitized_launch
-from hostcuda.nvrtc import ARCHITECTURES, compile_check
+from hostcuda.nvrtc import compile_check
 from test_pooling import by_definition
 
 from fw_fairseq.ops import cuda_pooling
@@ -120,13 +120,13 @@ def test_sanitizers(kind):
     run_sanitized(kind, "test_cuda_pooling:sanitized")
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", ["75", "80", "90", "120"])
 def test_compiles_without_spills(arch):
-    for dtype in (torch.float32, torch.bfloat16):
-        for window, backward in ((0, True), (8, False), (1024, True)):
-            macros = cuda_pooling.defines(dtype, dtype, window, window != 8, True, backward)
-            for kernel, used in compile_check("pooling.cu", macros, arch).items():
-                assert used["spill_stores"] == used["spill_loads"] == used["stack"] == 0, (kernel, used)
+    """The two that keep most in registers."""
+    for dtype, segments in ((torch.float32, True), (torch.bfloat16, False)):
+        macros = cuda_pooling.defines(dtype, torch.float32, 1024, True, segments, True)
+        for kernel, used in compile_check("pooling.cu", macros, arch).items():
+            assert used["spill_stores"] == used["spill_loads"] == used["stack"] == 0, (kernel, used)
 
 
 def test_refused(emulate):
