@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..feature_maps import wide
+from ..ops.recall import until_end
 from ..ops.sru import sru
 from ..ops.state import state as state_type
 from .base import Mixer
@@ -57,6 +59,20 @@ class Sru(Mixer):
     def forward(self, x: Tensor, state: SruState | None = None, padding_mask=None, reset_mask=None):
         inner = x if self.down_proj is None else self.down_proj(x)
         return self.recur(inner, x, None if state is None else state.cell, padding_mask, reset_mask)
+
+    def explain(self, x: Tensor) -> dict[str, Tensor]:
+        return self.explain_memory(x if self.down_proj is None else self.down_proj(x))
+
+    def explain_memory(self, inner: Tensor) -> dict[str, Tensor]:
+        """The last c is the sum of (1 - f_t) u_t times all later f: the mean of that factor over the units, and of 1 - f_t."""
+        u, forget, _ = wide(self.in_proj(inner)).chunk(3, -1)
+        c, gates = torch.zeros_like(u[0]), []
+        for u_t, forget_t in zip(u, forget):
+            gates.append(torch.sigmoid(forget_t + self.gate_weight[0] * c))
+            c = torch.lerp(u_t, c, gates[-1])
+        f = torch.stack(gates).transpose(0, 1)  # (1,T,C)
+        left = until_end(f[:, None])[:, 0].exp()
+        return {"memory": ((1 - f) * left).mean(-1), "write": (1 - f).mean(-1)}
 
     def recur(self, inner: Tensor, x: Tensor, cell: Tensor | None, padding_mask, reset_mask):
         """inner (T,B,width) goes through the product, x (T,B,C) over the highway."""

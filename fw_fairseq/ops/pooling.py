@@ -118,6 +118,13 @@ def merge(a: Tensor, x: Tensor, b: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return torch.logaddexp(a, b), torch.lerp(y, x, torch.sigmoid(a - b)[..., None])
 
 
+def last_weights(scores: Tensor, window: int) -> Tensor:
+    """(B,H,T) -> (B,H,T): the weight of each token in what the last one sees."""
+    total = scores.shape[-1]
+    unseen = torch.arange(total, device=scores.device) < (total - window if window else 0)
+    return scores.masked_fill(unseen, float("-inf")).softmax(-1)
+
+
 def prefix(a: Tensor, x: Tensor, segments: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The aggregate (...,T), (...,T,V) of the tokens up to each one, of those in the same segment (...,T), which only increases."""
     total = a.shape[-1]
