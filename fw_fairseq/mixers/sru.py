@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..feature_maps import wide
+from ..ops.linear import linear
 from ..ops.recall import until_end
 from ..ops.sru import sru
 from ..ops.state import state as state_type
@@ -76,6 +77,6 @@ class Sru(Mixer):
 
     def recur(self, inner: Tensor, x: Tensor, cell: Tensor | None, padding_mask, reset_mask):
         """inner (T,B,width) goes through the product, x (T,B,C) over the highway."""
-        u, forget, reset = self.in_proj(inner).chunk(3, -1)
+        u, forget, reset = linear(inner, self.in_proj.weight, self.in_proj.bias).chunk(3, -1)
         h, cell = sru(u, forget, reset, x * self.scale, *self.gate_weight, cell, padding_mask, reset_mask)
         return h, SruState(cell)

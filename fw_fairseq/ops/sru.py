@@ -89,9 +89,15 @@ class Scan(torch.autograd.Function):
             rows[t - 1].addcmul_(step_t, rows[t])
         d_forget = slope.mul_(dc)
         return (
-            dc * (1 - f), d_forget, d_reset, dx, (d_forget * past).sum((0, 1)), (d_reset * past).sum((0, 1)),
+            dc * (1 - f), d_forget, d_reset, dx, over_rows(d_forget * past), over_rows(d_reset * past),
             torch.addcmul(through_reset[0], step[0], dc[0]), None,
         )  # fmt: skip
+
+
+def over_rows(x: Tensor) -> Tensor:
+    """(T,B,D) -> (D): the sum, as a product, which is several times as fast."""
+    rows = x.flatten(0, 1)
+    return torch.mv(rows.t(), rows.new_ones(len(rows)))
 
 
 def earlier(c: Tensor, c0: Tensor, keep: Tensor | None) -> Tensor:
