@@ -49,9 +49,9 @@ class Sru(Mixer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        for linear in self.linears():
-            bound = math.sqrt(3 / linear.in_features)
-            nn.init.uniform_(linear.weight, -bound, bound)
+        for layer in self.linears():
+            bound = math.sqrt(3 / layer.in_features)
+            nn.init.uniform_(layer.weight, -bound, bound)
         self.in_proj.weight[self.embed_dim :] *= math.sqrt(0.5)
         nn.init.uniform_(self.gate_weight, -math.sqrt(1.5), math.sqrt(1.5))
         nn.init.zeros_(self.in_proj.bias)
