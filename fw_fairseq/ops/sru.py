@@ -74,24 +74,28 @@ class Scan(torch.autograd.Function):
     def backward(ctx, dh, dc_last):
         u, f, r, x, c, v_forget, v_reset, c0, keep = ctx.saved_tensors
         past = earlier(c, c0, keep)
-        dx = dh * (1 - r)
-        d_reset = (c - x).mul_(dx).mul_(r)
-        slope = (past - u).mul_(f).mul_(1 - f)  # of c_t in F_t
-        step = torch.addcmul(f, v_forget, slope)  # of c_t in c_{t-1}
-        through_reset = v_reset * d_reset  # what c_{t-1} gets by way of r_t
-        if keep is not None:
-            step, through_reset = step.mul_(keep), through_reset.mul_(keep)
         dc = dh * r
-        dc[:-1] += through_reset[1:]
+        dx = dh - dc
+        d_reset = through_sigmoid((c - x).mul_(dh), r)
+        slope = through_sigmoid(past - u, f)  # of c_t in F_t
+        step = torch.addcmul(f, v_forget, slope)  # of c_t in c_{t-1}
+        by_reset = v_reset.expand_as(c)  # of r_t's input in c_{t-1}
+        if keep is not None:
+            step, by_reset = step.mul_(keep), by_reset * keep
+        dc[:-1].addcmul_(by_reset[1:], d_reset[1:])
         dc[-1] += dc_last
         rows = dc.unbind()
         for t, step_t in reversed(list(enumerate(step.unbind()))[1:]):
             rows[t - 1].addcmul_(step_t, rows[t])
         d_forget = slope.mul_(dc)
-        return (
-            dc * (1 - f), d_forget, d_reset, dx, over_rows(d_forget * past), over_rows(d_reset * past),
-            torch.addcmul(through_reset[0], step[0], dc[0]), None,
-        )  # fmt: skip
+        dc0 = (step[0] * dc[0]).addcmul_(by_reset[0], d_reset[0])
+        du = torch.addcmul(dc, dc, f, value=-1)
+        return du, d_forget, d_reset, dx, over_rows(d_forget * past), over_rows(d_reset * past), dc0, None
+
+
+def through_sigmoid(gradient: Tensor, y: Tensor) -> Tensor:
+    """gradient y (1 - y), in one pass."""
+    return torch.ops.aten.sigmoid_backward(gradient, y)
 
 
 def over_rows(x: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# WikiText-2: softmax attention and the update rules under one budget, on a laptop.
+# WikiText-2: softmax attention, the update rules and the other mixers under one budget, on a laptop.
 #
 # Data:     DATA=folder with train.txt, valid.txt, test.txt: WikiText-2, word level, <unk> kept (CC BY-SA). Not downloaded here.
 # Hardware: one CPU core; 6 minutes a row at 1500 updates of 1024 tokens, 700 MB.
-# Expect:   the table in docs/results/wikitext2.md.
+# Expect:   the tables in docs/results/wikitext2.md and docs/results/mixers.md.
 # usage:    DATA=folder [OUT=folder] [UPDATES=1500] [ROWS="softmax delta_elu"] recipes/wikitext2/table.sh
 #
 # Each row resumes from its last checkpoint, and a finished one is only evaluated again. Prints one table row for each.
@@ -45,8 +45,8 @@ evaluate() { # CHECKPOINT ARGUMENTS...: perplexity on the test text
         sed -n 's/.*Perplexity: //p'
 }
 
-echo "| row | test perplexity, context 0 | sliding, context 192 | training words/s |"
-echo "|---|---:|---:|---:|"
+echo "| row | test perplexity, context 0 | sliding, context 192 | training words/s | numbers kept of 256 tokens |"
+echo "|---|---:|---:|---:|---:|"
 for row in $rows; do
     folder=$out/$row-$updates
     # shellcheck disable=SC2086
@@ -63,5 +63,6 @@ for row in $rows; do
     speed=$(sed -n 's/.*train_inner.* wps=\([0-9.]*\).*/\1/p' "$folder.log" | sort -n | awk '{v[NR]=$1} END {printf "%.0f", v[int((NR+1)/2)]}')
     plain=$(evaluate "$checkpoint" --task language_modeling --tokens-per-sample 256 --max-tokens 1024)
     sliding=$(evaluate "$checkpoint" --task sliding_language_modeling --tokens-per-sample 256 --context-window 192 --batch-size 16)
-    echo "| $row | $plain | $sliding | $speed |"
+    kept=$(PYTHONPATH=$here "$bin/python" recipes/wikitext2/state.py "$checkpoint" "$out/data" 256 2>>"$folder.log")
+    echo "| $row | $plain | $sliding | $speed | $kept |"
 done
