@@ -6,6 +6,8 @@
 # Expect:   the tables in docs/results/wikitext2.md and docs/results/mixers.md.
 # usage:    DATA=folder [OUT=folder] [UPDATES=1500] [ROWS="softmax delta_elu"] recipes/wikitext2/table.sh
 #
+#           SPEED=rounds ... trains nothing: times forward and backward of the rows in turns
+#
 # Each row resumes from its last checkpoint, and a finished one is only evaluated again. Prints one table row for each.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -31,11 +33,23 @@ declare -A options=(
     [sru]="--mixer sru"
     [srupp]="--mixer srupp"
 )
+model=(--arch fast_weight_lm --decoder-layers 4 --decoder-embed-dim 128 --decoder-ffn-embed-dim 512 --decoder-attention-heads 8
+    --decoder-normalize-before --adaptive-input --adaptive-input-cutoff 2000,10000 --adaptive-input-factor 2
+    --adaptive-softmax-cutoff 2000,10000 --adaptive-softmax-factor 2 --tie-adaptive-weights --dropout 0.1
+    --criterion adaptive_loss --ddp-backend legacy_ddp --tokens-per-sample 256)
 
 mkdir -p "$out"
 if [ ! -f "$out/data/test.bin" ]; then
     "$bin/fairseq-preprocess" --only-source --destdir "$out/data" --workers 2 \
         --trainpref "$data/train.txt" --validpref "$data/valid.txt" --testpref "$data/test.txt" >"$out/preprocess.log" 2>&1
+fi
+
+if [ -n "${SPEED:-}" ]; then
+    named=()
+    for row in $rows; do
+        named+=("$row=${options[$row]}")
+    done
+    PYTHONPATH=$here exec "$bin/python" recipes/wikitext2/speed.py "$out/data" "$SPEED" "${named[@]}" -- --user-dir "$here/fw_fairseq" "${model[@]}"
 fi
 
 evaluate() { # CHECKPOINT ARGUMENTS...: perplexity on the test text
@@ -51,10 +65,7 @@ for row in $rows; do
     folder=$out/$row-$updates
     # shellcheck disable=SC2086
     "$bin/fairseq-train" "$out/data" --user-dir "$here/fw_fairseq" --task language_modeling --save-dir "$folder" \
-        --arch fast_weight_lm --decoder-layers 4 --decoder-embed-dim 128 --decoder-ffn-embed-dim 512 --decoder-attention-heads 8 \
-        --decoder-normalize-before --adaptive-input --adaptive-input-cutoff 2000,10000 --adaptive-input-factor 2 \
-        --adaptive-softmax-cutoff 2000,10000 --adaptive-softmax-factor 2 --tie-adaptive-weights --dropout 0.1 ${options[$row]} \
-        --criterion adaptive_loss --ddp-backend legacy_ddp --tokens-per-sample 256 --max-tokens 1024 \
+        "${model[@]}" ${options[$row]} --max-tokens 1024 \
         --optimizer adam --adam-betas '(0.9, 0.98)' --weight-decay 0.01 --clip-norm 1.0 \
         --lr 0.003 --lr-scheduler polynomial_decay --warmup-updates 150 --total-num-update "$updates" --max-update "$updates" \
         --no-epoch-checkpoints --log-format simple --log-interval 50 --seed 1 >>"$folder.log" 2>&1 ||
