@@ -213,6 +213,21 @@ def test_interactive(data, trained):
     assert hypotheses(succeed(done))["H-0"].startswith("the old cat sees a ")
 
 
+def test_sixty_four_prompts_at_once_are_answered_as_one_by_one(data, trained):
+    """In Python and by fairseq-interactive, prompts of 1 to 8 words mixed."""
+    draw, model = random.Random(3), load(trained[0], "checkpoint_last.pt", data)
+    texts = [" ".join(text.split()[: draw.randint(1, 8)]) for text in sentences(64, 5)]
+    prompts = [model.encode(text)[:-1] for text in texts]
+    together = [best["tokens"] for best, *_ in model.generate(prompts, beam=2, max_len_b=16)]
+    for prompt, tokens in zip(prompts, together):
+        assert tokens.equal(model.generate([prompt], beam=2, max_len_b=16)[0][0]["tokens"])
+    options = [*USER_DIR, *TASK, "--path", trained[0] / "checkpoint_last.pt", "--beam", 2, "--max-len-b", 16]
+    told = ["--buffer-size", 64, "--batch-size", 64]
+    done = fairseq("interactive", data, *options, *told, input="".join(f"{text}\n" for text in texts))
+    printed = hypotheses(succeed(done))
+    assert [printed[f"H-{i}"] for i in range(64)] == [model.decode(tokens) for tokens in together]
+
+
 def test_from_pretrained(data, trained):
     """In a script of its own that imports nothing else first."""
     code = (
@@ -276,6 +291,12 @@ def test_refused_options(options, message, data, trained):
     assert done.returncode != 0
     assert message in done.stderr.splitlines()[-1]
     assert contents(folder) == before
+
+
+def test_texts_longer_than_the_model_are_refused(data, trained):
+    done = fairseq("eval_lm", data, *USER_DIR, *TASK, "--path", trained[0] / "checkpoint_last.pt", "--tokens-per-sample", 100)
+    said = r"ValueError: all \d+ texts are longer than the model's 32 positions; give a shorter --tokens-per-sample$"
+    assert done.returncode != 0 and re.search(said, done.stderr.strip()), done.stderr[-900:]
 
 
 def test_missing_dictionary(tmp_path):
