@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 from .bench_tools import machine, positive, progress, timed
 from .mixers import Additive, Leap, Sru
+from .ops.pooling import pool
+from .ops.sru import sru
 
 LSTM, ATTENTION = "torch.nn.LSTM", "softmax attention"
 
@@ -61,7 +63,35 @@ def bench_mixers(args) -> dict:
         "machine": machine(args),
         "settings": {k: v for k, v in vars(args).items() if isinstance(v, (int, str, list))},
         "layers": rows,
+        "scans": scans(args),
     }
+
+
+def scans(args) -> list[dict]:
+    """The elementwise scans alone, forward and backward, and the least that they have to move."""
+    shape = (args.length, args.batch, args.width)
+    unit = [torch.randn(shape, device=args.device, requires_grad=True) for _ in range(4)]
+    weights = [torch.randn(args.width, device=args.device, requires_grad=True) for _ in range(2)]
+    size = (1, args.heads, args.tokens)
+    scores = torch.randn(size, device=args.device, requires_grad=True)
+    values = torch.randn(*size, args.width // args.heads, device=args.device, requires_grad=True)
+    # sru reads 4, writes h and c; then reads those 4, c and the gradient of h, writes 4. pool: x, g; x, g, dg, dx.
+    calls = {"sru": (16 * unit[0].nbytes, partial(sru, *unit, *weights), [*unit, *weights])}
+    for window in args.windows:
+        calls[f"pool, {seen(window)}"] = (6 * values.nbytes, partial(pool, scores, values, window), [scores, values])
+    found = []
+    for name, (moved, call, leaves) in calls.items():
+        seconds = statistics.median(timed(partial(differentiate, call, leaves), args.device) for _ in range(args.rounds + 1))
+        found.append({"name": name, "seconds": seconds, "bytes": moved, "bytes_per_second": moved / seconds})
+    return found
+
+
+def differentiate(call, leaves) -> None:
+    torch.autograd.grad(call()[0].sum(), leaves)
+
+
+def seen(window: int) -> str:
+    return f"window {window}" if window else "all of the past"
 
 
 def contenders(args) -> dict[str, tuple[nn.Module, Tensor]]:
@@ -70,9 +100,8 @@ def contenders(args) -> dict[str, tuple[nn.Module, Tensor]]:
     config = SimpleNamespace(sru_projection=0, sru_highway_bias=-2.0)
     found = {"sru": (Sru(args.width, args.heads, config), short), LSTM: (nn.LSTM(args.width, args.width), short)}
     for window in args.windows:
-        seen = f"window {window}" if window else "all of the past"
-        found[f"additive, {seen}"] = (Additive(args.width, args.heads, config, window), long)
-        found[f"leap, {seen}"] = (Leap(args.width, args.heads, config, window), long)
+        found[f"additive, {seen(window)}"] = (Additive(args.width, args.heads, config, window), long)
+        found[f"leap, {seen(window)}"] = (Leap(args.width, args.heads, config, window), long)
     return found | {ATTENTION: (Attention(args.width, args.heads), long)}
 
 
@@ -94,6 +123,9 @@ def table(report: dict) -> str:
     ]
     for row in report["layers"]:
         lines.append(f"| {row['name']} | {1e3 * row['seconds']:.1f} | {row['peer']} | {row['times_faster']:.1f} |")
+    lines += ["", "| scan alone, forward + backward | ms | GB/s of the least it has to move |", "|---|---:|---:|"]
+    for row in report["scans"]:
+        lines.append(f"| {row['name']} | {1e3 * row['seconds']:.2f} | {row['bytes_per_second'] / 1e9:.1f} |")
     return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ import torch
 from hostcuda import EmulatorLaunch
 from torch.nn import functional as F
 
-from fw_fairseq.ops import cuda, cuda_launch, cuda_step, fast_weight
+from fw_fairseq.ops import cuda, cuda_launch, cuda_pooling, cuda_sru, cuda_step, fast_weight
 from fw_fairseq.rules import RULES, Rule
 
 CHUNKED = [name for name, rule in RULES.items() if rule.step is None]
@@ -107,4 +107,8 @@ def emulated(launcher):
         library.impl("scan", cuda.scan, "CPU")
         library.impl("scan_backward", cuda.scan_backward, "CPU")
         library.impl("step", cuda_step.step_operator, "CPU")
+        library.impl("sru", cuda_sru.forward, "CPU")
+        library.impl("sru_backward", cuda_sru.backward, "CPU")
+        library.impl("pool", cuda_pooling.forward, "CPU")
+        library.impl("pool_backward", cuda_pooling.backward, "CPU")
         yield launcher

@@ -19,7 +19,10 @@ def test_report(tmp_path, capsys):
     assert rows["sru"]["peer"] == "torch.nn.LSTM" and rows["additive, window 3"]["peer"] == "softmax attention"
     assert rows["softmax attention"]["times_faster"] == 1
     assert (tmp_path / "mixers.png").stat().st_size > 1000
-    assert "| sru |" in capsys.readouterr().out
+    scans = {row["name"]: row["bytes"] for row in json.loads((tmp_path / "mixers.json").read_text())["scans"]}
+    assert scans == {"sru": 16 * 4 * 5 * 2 * 8, "pool, window 3": 6 * 4 * 9 * 8, "pool, all of the past": 6 * 4 * 9 * 8}
+    printed = capsys.readouterr().out
+    assert "| sru |" in printed and "| pool, window 3 |" in printed
 
 
 def test_mistakes(capsys):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from conftest import NORMALISED, assert_same, draw_gates, draw_inputs, draw_state, run_with_gradients
 
-from fw_fairseq import ops
 from fw_fairseq.ops import FastWeightState, cuda, cuda_launch, fast_weight
 from fw_fairseq.ops.chunkwise import chunk_form
 from fw_fairseq.ops.row_map import AS_IS, RowMap
@@ -207,7 +206,7 @@ def test_what_has_no_kernel(stand_in, caplog):
     wide = draw_inputs((1, 1, 9, 12, 4), torch.float32)
     with pytest.raises(ValueError, match=r"^backend='cuda' has no kernel for keys wider than 8$"):
         fast_weight(**wide, rule="sum", backend="cuda")
-    ops.log_once.cache_clear()
+    cuda_launch.log_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             fast_weight(**wide, rule="sum")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import test_cuda_pooling
+import test_cuda_sru
 import torch
 from conftest import assert_same, draw_gates, draw_inputs
 
@@ -103,3 +105,24 @@ def test_the_device_of_the_tensors_is_used():
     want, _ = cuda_step.step(**inputs)
     got, _ = cuda_step.step(**{name: None if x is None else x.to("cuda:1") for name, x in inputs.items()})
     torch.testing.assert_close(got.cpu(), want.cpu())
+
+
+def to_device(tensors):
+    return [x.to("cuda") for x in tensors]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masks"])
+def test_sru_kernels(dtype, masked):
+    """Against the equations in float64, as on the emulator, at several sizes."""
+    for length, batch, width in ((1, 1, 1), (133, 3, 100), (40, 2, 256)):
+        test_cuda_sru.compare(to_device(test_cuda_sru.draw(length, batch, width, dtype)), masked, masked)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [0, 4, 100])
+def test_pooling_kernels(dtype, window):
+    for length, width in ((1, 1), (130, 64)):
+        a, x = to_device(test_cuda_pooling.draw(length, width, dtype))
+        test_cuda_pooling.compare(a, x, window)
+        test_cuda_pooling.compare(a, x, window, *(torch.rand(2, length, device="cuda") < 0.1 for _ in range(2)))

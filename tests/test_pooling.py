@@ -120,3 +120,16 @@ def test_refused(shapes, window, state, message):
     state = state and pooling.PoolState(torch.zeros(1, 2, state), torch.zeros(1, 2, state, 5))
     with pytest.raises(ValueError, match=message):
         pool(torch.zeros(shapes[0]), torch.zeros(shapes[1]), window, state)
+
+
+@pytest.mark.parametrize("with_resets", [False, True], ids=["", "resets"])
+@pytest.mark.parametrize("window", [4, 5, 8, 9, 12, 30, 65, 90])
+def test_windows_of_windows(monkeypatch, window, with_resets):
+    """With chunks so small that the chunks between are many, and have windows, and chunks between, themselves."""
+    monkeypatch.setattr(pooling, "CHUNK", 4)
+    monkeypatch.setattr(pooling, "DENSE", 4)
+    a, x = draw(101)
+    _, reset = masks(101, False, with_resets)
+    expected, (y, _) = by_definition(a, x, window, None, reset), pool(a, x, window, None, None, reset)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(gradients(y, a, x), gradients(expected, a, x))

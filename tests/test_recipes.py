@@ -43,14 +43,51 @@ def test_wikitext103(row, wikitext):
 @pytest.mark.parametrize(
     "name, args, message",
     [
-        ("wikitext103/train.sh", ["tiny", "delta"], "SIZE is tiny; it must be small or medium"),
+        ("wikitext103/train.sh", ["tiny", "delta"], "SIZE is tiny; it must be small, medium or base"),
         ("wikitext103/train.sh", ["small", "detla"], "ROW is detla"),
+        ("wikitext103/train.sh", ["small", "srupp"], "SIZE small has no ROW srupp; base goes with srupp and srupp5"),
         ("wikitext103/eval.sh", ["small", "linear"], "run recipes/wikitext103/train.sh small linear first"),
     ],
 )
 def test_mistakes(name, args, message, wikitext):
     done = recipe(name, wikitext, *args)
     assert done.returncode != 0 and message in done.stderr
+
+
+def test_srupp_on_wikitext103(wikitext):
+    succeed(recipe("wikitext103/train.sh", wikitext, "base", "srupp", "--max-update", 3, "--srupp-width", 8))
+    assert (wikitext / "runs" / "base-srupp" / "checkpoint_best.pt").is_file()
+
+
+def test_enwik8(tmp_path):
+    """Bytes and nothing but bytes, in order; bits per character."""
+    succeed(recipe("enwik8/prepare.sh", tmp_path))
+    texts = [(tmp_path / "bytes" / f"{split}.txt").read_text() for split in ("train", "valid", "test")]
+    restored = b"\n".join(bytes(map(int, line.split())) for line in texts[0].split("\n"))
+    original = (tmp_path / "enwik8").read_bytes()
+    assert len(original) == 20000 and original[:18000].removesuffix(b"\n") + b"\n" == restored
+    succeed(recipe("enwik8/train.sh", tmp_path, "srupp", "--lr", 0.01))
+    printed = succeed(recipe("enwik8/eval.sh", tmp_path, "srupp")).splitlines()[-1]
+    assert printed.startswith("| srupp | test | ") and 3 < perplexities(printed)[0] < 8
+    assert "ROW is gru; it must be" in recipe("enwik8/train.sh", tmp_path, "gru").stderr
+
+
+def test_enwik8_of_a_wrong_file(tmp_path):
+    (tmp_path / "text").write_bytes(b"short\n" * 20)
+    done = recipe("enwik8/prepare.sh", tmp_path / "out", DATA=str(tmp_path / "text"), SHA256="0" * 64)
+    assert done.returncode and "has another checksum than SHA256" in done.stderr and not (tmp_path / "out" / "bin").exists()
+
+
+def test_additive(tmp_path):
+    """Pieces of a vocabulary trained on the text; perplexity and bits per character, which is less than a byte's 8."""
+    succeed(recipe("additive/prepare.sh", tmp_path))
+    pieces = (tmp_path / "pieces" / "valid.txt").read_text().splitlines()
+    text = (tmp_path / "text" / "valid.txt").read_text().splitlines()
+    assert "".join(pieces[0].split()).replace("▁", " ").strip() == text[0] and len(pieces) == len(text)
+    succeed(recipe("additive/train.sh", tmp_path, "windowed", "--max-update", 10))
+    printed = succeed(recipe("additive/eval.sh", tmp_path, "windowed")).splitlines()[-1]
+    perplexity, bits = perplexities(printed)
+    assert printed.startswith("| windowed | valid | ") and 20 < perplexity < 700 and 1 < bits < 8
 
 
 def test_missing_text(tmp_path):

@@ -19,7 +19,7 @@ def by_the_equations(u, forget, reset, x, v_forget, v_reset, state, padding=None
         f, r = (forget[t] + v_forget * c).sigmoid(), (reset[t] + v_reset * c).sigmoid()
         new = f * c + (1 - f) * u[t]
         h = r * new + (1 - r) * x[t]
-        skipped = torch.zeros(len(c), 1, dtype=torch.bool) if padding is None else padding[:, t, None]
+        skipped = c.new_zeros(len(c), 1, dtype=torch.bool) if padding is None else padding[:, t, None]
         c = torch.where(skipped, c, new)
         outputs.append(torch.where(skipped, 0.0, h))
     return torch.stack(outputs), c

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..feature_maps import wide
-from ..ops.pooling import PoolState, pool
+from ..ops.pooling import PoolState, last_weights, pool
 from ..ops.state import state as state_type
 from .base import Mixer
 from .windows import layer_window
@@ -60,6 +60,14 @@ class Additive(Mixer):
         p = self.by_head(self.norm(x + self.join(pooled) * k))
         pooled, keys = pool(self.scores(p, self.key_score), p, self.window, keys, padding_mask, reset_mask)
         return self.out_proj(self.join(pooled) * v), PooledState(*queries, *keys)
+
+    def explain(self, x: Tensor) -> dict[str, Tensor]:
+        q, k, _ = self.in_proj(x).chunk(3, -1)
+        q = self.by_head(q)
+        queries = self.scores(q, self.query_score)
+        p = self.by_head(self.norm(x + self.join(pool(queries, q, self.window)[0]) * k))
+        keys = self.scores(p, self.key_score)
+        return {"query pooling": last_weights(queries, self.window)[0], "key pooling": last_weights(keys, self.window)[0]}
 
     def scores(self, x: Tensor, weight: Tensor) -> Tensor:
         """(B,H,T,X) -> (B,H,T), in fp32: they are exponents."""

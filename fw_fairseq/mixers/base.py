@@ -36,6 +36,10 @@ class Mixer(nn.Module):
         """x (T,B,C) -> y (T,B,C), state. padding_mask (B,T): True at padding; reset_mask (B,T): True where a new text begins."""
         raise NotImplementedError
 
+    def explain(self, x: Tensor) -> dict[str, Tensor]:
+        """x (T,1,C) -> the weights (heads,T) that the tokens have in what the last one gets, by what they are: docs/explain.md."""
+        raise NotImplementedError
+
     def by_head(self, part: Tensor) -> Tensor:
         """(T,B,H*X) -> (B,H,T,X), a view."""
         return part.unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0, 3)

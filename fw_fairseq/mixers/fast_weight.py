@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..feature_maps import FEATURE_MAPS, FeatureMap, l2_normalise, sum_normalise, wide
 from ..ops import FastWeightState, RowMap, fast_weight
+from ..ops.recall import until_end
 from ..rules import RULES
 from .base import Mixer
 
@@ -48,13 +49,17 @@ class FastWeight(Mixer):
         nn.init.xavier_uniform_(self.out_proj.weight)
         nn.init.zeros_(self.out_proj.bias)
 
-    def forward(self, x: Tensor, state: FastWeightState | None = None, padding_mask=None, reset_mask=None):
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor], Tensor | None]:
+        """q, k, v (B,H,T,...), gates and the log scale of keys, as ``fast_weight`` takes them."""
         qk_size, _, *sizes = self.sizes.values()
         qk, v, *gates = self.in_proj(x).split([2 * qk_size, *sizes], dim=-1)
         (q, k), log_scale = self.features(qk.unflatten(-1, (2, self.num_heads, -1)).permute(2, 1, 3, 0, 4))  # (2,B,H,T,X)
         key_log_scale = None if log_scale is None else log_scale[1]
         v = self.by_head(v)
-        gates = {name: self.gate(name, part) for name, part in zip(self.rule.gates, gates)}
+        return q, k, v, {name: self.gate(name, part) for name, part in zip(self.rule.gates, gates)}, key_log_scale
+
+    def forward(self, x: Tensor, state: FastWeightState | None = None, padding_mask=None, reset_mask=None):
+        q, k, v, gates, key_log_scale = self.operands(x)
         y, state = fast_weight(
             q, k, v, self.rule_name, gates, state, self.backend, self.attention_norm,
             padding_mask=padding_mask, key_log_scale=key_log_scale, reset_mask=reset_mask, feature_map=self.row_map,
@@ -63,6 +68,26 @@ class FastWeight(Mixer):
             self.last_statistics = self.measure(gates, state)
             self.state_norm = state.memory.flatten(2).norm(dim=-1).mean() if self.keeps_state_norm else None
         return self.out_proj(y.permute(2, 0, 1, 3).flatten(2)), state
+
+    def explain(self, x: Tensor) -> dict[str, Tensor]:
+        """What the last token reads is linear in the values: the weight of each comes from values of one channel per token."""
+        if self.rule.coefficients is None:
+            raise ValueError(
+                f"--update-rule {self.rule_name} has no weights of past tokens: its memory is not linear in the values"
+            )
+        q, k, _, gates, key_log_scale = self.operands(x)
+        decay = {name: gate for name, gate in gates.items() if self.rule.gates[name].axis == "V"}
+        ones = torch.eye(len(x), dtype=k.dtype, device=x.device).expand(*k.shape[:2], -1, -1)
+        plain = gates | {name: gate.new_ones(*gate.shape[:3], len(x)) for name, gate in decay.items()}
+        y, _ = fast_weight(
+            q, k, ones, self.rule_name, plain, None, self.backend, self.attention_norm,
+            key_log_scale=key_log_scale, feature_map=self.row_map,
+        )  # fmt: skip
+        coefficients = self.rule.coefficients(**gates)
+        read, write = y[0, :, -1], coefficients.w
+        if coefficients.z is not None:
+            read = read * until_end(coefficients.z)[0].exp().mean(-1)
+        return {"read": read, "write": torch.ones_like(read) if write is None else write[0]}
 
     def redraw(self, keep: bool = False) -> None:
         self.feature_map.redraw(keep)

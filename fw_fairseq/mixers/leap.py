@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..feature_maps import wide
-from ..ops.pooling import PoolState, pool
+from ..ops.pooling import PoolState, last_weights, pool
 from .base import Mixer
 from .windows import layer_window
 
@@ -39,11 +39,18 @@ class Leap(Mixer):
 
     def forward(self, x: Tensor, state: PoolState | None = None, padding_mask=None, reset_mask=None):
         q, f, k, v = map(self.by_head, self.in_proj(x).chunk(4, -1))
-        scores = log_focus((wide(f) * wide(k)).sum(-1) * self.head_dim**-0.5)
+        scores = self.scores(f, k)
         focused, state = pool(scores, torch.cat([k, v], -1), self.window, state, padding_mask, reset_mask)
         k, v = focused.chunk(2, -1)
         read = torch.sigmoid((wide(q) * wide(k)).sum(-1, keepdim=True) * self.head_dim**-0.5).to(v.dtype)
         return self.out_proj((read * v).permute(2, 0, 1, 3).flatten(2)), state
+
+    def scores(self, f: Tensor, k: Tensor) -> Tensor:
+        return log_focus((wide(f) * wide(k)).sum(-1) * self.head_dim**-0.5)
+
+    def explain(self, x: Tensor) -> dict[str, Tensor]:
+        _, f, k, _ = map(self.by_head, self.in_proj(x).chunk(4, -1))
+        return {"focus": last_weights(self.scores(f, k), self.window)[0]}
 
 
 def log_focus(x: Tensor) -> Tensor:

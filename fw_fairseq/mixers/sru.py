@@ -8,6 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..feature_maps import wide
+from ..ops.linear import linear
+from ..ops.recall import until_end
 from ..ops.sru import sru
 from ..ops.state import state as state_type
 from .base import Mixer
@@ -46,9 +49,9 @@ class Sru(Mixer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        for linear in self.linears():
-            bound = math.sqrt(3 / linear.in_features)
-            nn.init.uniform_(linear.weight, -bound, bound)
+        for layer in self.linears():
+            bound = math.sqrt(3 / layer.in_features)
+            nn.init.uniform_(layer.weight, -bound, bound)
         self.in_proj.weight[self.embed_dim :] *= math.sqrt(0.5)
         nn.init.uniform_(self.gate_weight, -math.sqrt(1.5), math.sqrt(1.5))
         nn.init.zeros_(self.in_proj.bias)
@@ -58,8 +61,22 @@ class Sru(Mixer):
         inner = x if self.down_proj is None else self.down_proj(x)
         return self.recur(inner, x, None if state is None else state.cell, padding_mask, reset_mask)
 
+    def explain(self, x: Tensor) -> dict[str, Tensor]:
+        return self.explain_memory(x if self.down_proj is None else self.down_proj(x))
+
+    def explain_memory(self, inner: Tensor) -> dict[str, Tensor]:
+        """The last c is the sum of (1 - f_t) u_t times all later f: the mean of that factor over the units, and of 1 - f_t."""
+        u, forget, _ = wide(self.in_proj(inner)).chunk(3, -1)
+        c, gates = torch.zeros_like(u[0]), []
+        for u_t, forget_t in zip(u, forget):
+            gates.append(torch.sigmoid(forget_t + self.gate_weight[0] * c))
+            c = torch.lerp(u_t, c, gates[-1])
+        f = torch.stack(gates).transpose(0, 1)  # (1,T,C)
+        left = until_end(f[:, None])[:, 0].exp()
+        return {"memory": ((1 - f) * left).mean(-1), "write": (1 - f).mean(-1)}
+
     def recur(self, inner: Tensor, x: Tensor, cell: Tensor | None, padding_mask, reset_mask):
         """inner (T,B,width) goes through the product, x (T,B,C) over the highway."""
-        u, forget, reset = self.in_proj(inner).chunk(3, -1)
+        u, forget, reset = linear(inner, self.in_proj.weight, self.in_proj.bias).chunk(3, -1)
         h, cell = sru(u, forget, reset, x * self.scale, *self.gate_weight, cell, padding_mask, reset_mask)
         return h, SruState(cell)

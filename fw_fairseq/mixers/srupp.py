@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..ops.pooling import last_weights
 from ..ops.state import state as state_type
 from .base import Mixer
 from .sru import Sru
@@ -51,6 +52,14 @@ class Srupp(Sru):
         inner = self.norm(z + self.alpha * attended.transpose(0, 1))
         h, state = self.recur(inner, x, None if state is None else state.cell, padding_mask, reset_mask)
         return h, SruppState(state.cell, memory, filled)
+
+    def explain(self, x: Tensor) -> dict[str, Tensor]:
+        z = self.down_proj(x)
+        attended, _, _ = self.attend(z.transpose(0, 1), None, None, None)
+        found = self.explain_memory(self.norm(z + self.alpha * attended.transpose(0, 1)))
+        q, k = (part.unflatten(-1, (self.inner_heads, -1)) for part in (z[-1, 0], self.kv_proj(z)[:, 0].chunk(2, -1)[0]))
+        scores = torch.einsum("hx,thx->ht", q, k) * q.shape[-1] ** -0.5
+        return {"attention": last_weights(scores[None], self.memory + 1)[0]} | found
 
     def attend(self, z: Tensor, state: SruppState | None, padding_mask, reset_mask) -> tuple[Tensor, Tensor, Tensor]:
         """z (B,T,width) -> what attention reads (B,T,width), the next memory and which of it is filled."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from .row_map import AS_IS, RowMap
 from .state import FastWeightState
 
 __all__ = ["FastWeightState", "RowMap", "fast_weight"]
-logger = logging.getLogger(__name__)
 
 
 def fast_weight(
@@ -156,7 +154,7 @@ def run_form(backend: str, learning: bool, row_map: RowMap, q, k, v, coefficient
             return form(q, k, v, coefficients, memory, row_map)
         if backend == "cuda":
             raise ValueError(reason)
-        log_once(reason)
+        cuda_launch.log_once(reason)
     stepwise = q.shape[2] == 1 or (coefficients.z is not None and coefficients.e is not None)
     return (step_form if stepwise else chunk_form)(q, k, v, coefficients, memory)
 
@@ -167,11 +165,6 @@ def choose_kernel(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, l
         return step_cuda_form, None
     reason = kernels.why_not(q, k, v, coefficients, row_map)
     return (kernels.cuda_form, None) if reason is None else (None, reason)
-
-
-@functools.cache
-def log_once(reason: str) -> None:
-    logger.warning(f"{reason}; running the PyTorch form instead")
 
 
 def _paused(coefficients: Coefficients, padding_mask: Tensor, q: Tensor, row_map: RowMap) -> Coefficients:

@@ -12,12 +12,14 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import logging
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+logger = logging.getLogger(__name__)
 PACKAGE = Path(__file__).parents[1]
 WITHOUT_ASKING = 48 * 1024  # bytes of dynamic shared memory that a kernel gets without asking
 OLDEST = (7, 5)  # what the compiler of CUDA 13 still compiles for
@@ -73,6 +75,25 @@ class CupyLaunch:
         except Exception as error:  # CuPy raises several kinds, by what went wrong in which library
             raise RuntimeError(compile_error(source_file, kernel_name, defines, error)) from error
         return kernel
+
+
+def use_kernels(backend: str, device: torch.device, why_not) -> bool:
+    """Whether an operation with kernels and one PyTorch form takes the kernels; ``why_not()`` says why it cannot, or None."""
+    if backend not in ("auto", "torch", "cuda"):
+        raise ValueError(f"backend is {backend!r}; allowed: auto, torch, cuda")
+    if backend == "torch" or (backend == "auto" and device.type != _launcher.device_type):
+        return False
+    reason = why_not()
+    if reason and backend == "cuda":
+        raise ValueError(reason)
+    if reason:
+        log_once(reason)
+    return not reason
+
+
+@functools.cache
+def log_once(reason: str) -> None:
+    logger.warning(f"{reason}; running the PyTorch form instead")
 
 
 @torch.compiler.assume_constant_result  # or a graph breaks here

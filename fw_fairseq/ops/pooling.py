@@ -4,11 +4,12 @@
 
 Some tokens together are again one token: its score is the log of their summed weights, its value their mean. So aggregates merge by
 a two-way softmax, which is associative and cannot overflow, and a prefix of chunks is a prefix of tokens.
-A window of k is one suffix of a block of k tokens merged with one prefix of the next block.
+A window is the tokens of a few chunks, those at its ends, and one token for all chunks between: a window of fewer chunks.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,9 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..feature_maps import wide
+from .cuda_launch import use_kernels
+from .cuda_pooling import pool_cuda_form, why_not
 from .state import state as state_type
 
-CHUNK, SHORTEST_BLOCK = 16, 16
+CHUNK, DENSE = 16, 128  # tokens that one product takes at most: of a long text, of a short one
 NOTHING = -1e30  # the score of no token at all; finite, so that differences of two of them are numbers
 
 
@@ -30,13 +33,15 @@ class PoolState(NamedTuple):
     values: Tensor  # (B,H,R,V)
 
 
-def pool(scores, values, window=0, state=None, padding_mask=None, reset_mask=None) -> tuple[Tensor, PoolState]:
+def pool(scores, values, window=0, state=None, padding_mask=None, reset_mask=None, backend="auto") -> tuple[Tensor, PoolState]:
     """scores (B,H,T), values (B,H,T,V) -> means (B,H,T,V) in their dtype, state. window 0: all of the past.
 
     A padded token (B,T) is as if it were not there, outputs 0, counts in no window; a reset begins a text that sees none before.
+    backend: "cuda" the kernels, "torch" PyTorch, "auto" the kernels where they run.
     """
     check(scores, values, window, state)
-    a, x, segments, order = wide(scores), wide(values), None, None
+    kernels = use_kernels(backend, values.device, partial(why_not, scores, values))
+    a, x, segments, order = wide(scores), values if kernels else wide(values), None, None
     if reset_mask is not None:
         segments = reset_mask.long().cumsum(1)
     ends = None if segments is None else segments[:, -1]
@@ -45,7 +50,7 @@ def pool(scores, values, window=0, state=None, padding_mask=None, reset_mask=Non
         a, x = a.gather(2, order[:, None].expand_as(a)), x.gather(2, order[:, None, :, None].expand_as(x))
         segments = None if segments is None else segments.gather(1, order)
     lengths = None if order is None else (~padding_mask).sum(1)
-    g, state = run(a, x, window, state, segments, lengths, ends)
+    g, state = run(a, x, window, state, segments, lengths, ends, kernels)
     if order is not None:
         g = g.gather(2, order.argsort(dim=1)[:, None, :, None].expand_as(g)).masked_fill(padding_mask[:, None, :, None], 0)
     return g.to(values.dtype), state
@@ -61,26 +66,31 @@ def check(scores: Tensor, values: Tensor, window: int, state: PoolState | None) 
         raise ValueError(f"state holds {state.scores.shape[2]} tokens and window {window} needs {size}; use one of this window")
 
 
-def run(a: Tensor, x: Tensor, window: int, state, segments, lengths, ends) -> tuple[Tensor, PoolState]:
+def run(a: Tensor, x: Tensor, window: int, state, segments, lengths, ends, kernels: bool) -> tuple[Tensor, PoolState]:
     """``pool`` of tokens without gaps; lengths (B,): how many of each row count, ends (B,): the text that the row ends in."""
     batch, heads, total = a.shape
     size = window - 1 if window else 1
     before = 0 if state is None else size
     if before:
+        x = x if window else wide(x)  # a window's state is tokens, which fit into the type that they had
         a, x = torch.cat([state.scores.to(a), a], 2), torch.cat([state.values.to(x), x], 2)
         segments = None if segments is None else F.pad(segments, (before, 0))
     by_head = None if segments is None else segments[:, None].expand(batch, heads, -1)
     if window and total == 1 and before and lengths is None:
         if by_head is not None:
             a = a.masked_fill(by_head != by_head[..., -1:], NOTHING)
+        x = wide(x)
         return mean(a, x)[1][:, :, None], PoolState(a[:, :, 1:], x[:, :, 1:])
-    if not window or window >= a.shape[2]:
+    whole = not window or window >= a.shape[2]
+    if kernels:
+        log_weights, g = pool_cuda_form(a, x, 0 if whole else window, segments)
+    elif whole:
         log_weights, g = prefix(a, x, by_head)
     else:
-        log_weights, g = None, windowed(a, x, window, by_head)
+        g = windowed(a, x, window, by_head)
     if not window:
         a, x = log_weights, g
-    state = last(a, x, size, before, segments, lengths, ends)
+    state = last(a, wide(x), size, before, segments, lengths, ends)
     return g[:, :, before:], state
 
 
@@ -108,6 +118,13 @@ def merge(a: Tensor, x: Tensor, b: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return torch.logaddexp(a, b), torch.lerp(y, x, torch.sigmoid(a - b)[..., None])
 
 
+def last_weights(scores: Tensor, window: int) -> Tensor:
+    """(B,H,T) -> (B,H,T): the weight of each token in what the last one sees."""
+    total = scores.shape[-1]
+    unseen = torch.arange(total, device=scores.device) < (total - window if window else 0)
+    return scores.masked_fill(unseen, float("-inf")).softmax(-1)
+
+
 def prefix(a: Tensor, x: Tensor, segments: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The aggregate (...,T), (...,T,V) of the tokens up to each one, of those in the same segment (...,T), which only increases."""
     total = a.shape[-1]
@@ -125,27 +142,52 @@ def prefix(a: Tensor, x: Tensor, segments: Tensor | None = None) -> tuple[Tensor
     return a.flatten(-2)[..., :total], x.flatten(-3, -2)[..., :total, :]
 
 
-def windowed(a: Tensor, x: Tensor, window: int, segments: Tensor | None) -> Tensor:
-    """As ``prefix``, of at most ``window`` tokens, and the means alone."""
-    total, size = a.shape[-1], max(window, SHORTEST_BLOCK)
-    a, x, segments = blocks(a, x, segments, size)
-    if window <= CHUNK:
-        keys = None if segments is None else torch.cat([previous(segments, -1), segments], -1)
-        a, values = torch.cat([previous(a, NOTHING), a], -1), torch.cat([previous(x, 0), x], -2)
-        x = within(a, band(size, window, a.device), segments, keys).softmax(-1) @ values
-    else:
-        alone = a if segments is None else a.masked_fill(segments != segments[..., -1:], NOTHING)
-        b, y = prefix(alone[..., :, 1:].flip(-1), x[..., :, 1:, :].flip(-2))
-        b, y = F.pad(previous(b.flip(-1), NOTHING), (0, 1), value=NOTHING), F.pad(previous(y.flip(-2), 0), (0, 0, 0, 1))
-        if segments is not None:
-            b = b.masked_fill(previous(segments[..., -1:], -1) != segments, NOTHING)
-        _, x = merge(b, y, *prefix(a, x, segments))
-    return x.flatten(-3, -2)[..., :total, :]
+def windowed(a: Tensor, x: Tensor, window: int, segments: Tensor | None, means_of=None):
+    """The means (B,H,T,V) of at most the last ``window`` tokens, with ``means_of=masked`` as ``prefix``.
+
+    Each chunk attends to itself, to the chunks where its windows begin, and to one token that stands for all chunks between.
+    """
+    total, means_of = a.shape[-1], means_of or means
+    if total <= DENSE:
+        return means_of(a, x, band(total, window, a.device), segments, segments)
+    a, x, segments = blocks(a, x, segments, CHUNK)
+    between, offset = divmod(window - 1, CHUNK)
+    parts = [earlier(count, a, x, segments) for count in ((between + 1, between) if between else (1,))]
+    parts.append((a, x, segments))
+    if between > 1:
+        ends = None if segments is None else segments[..., -1]
+        alone = a if ends is None else a.masked_fill(segments != ends[..., None], NOTHING)
+        b, y = windowed(*mean(alone, x), between - 1, ends, masked)
+        parts.append(earlier(1, b[..., None], y[..., None, :], None if ends is None else ends[..., None]))
+    scores, values, keys = zip(*parts)
+    keys = None if segments is None else torch.cat(keys, -1)
+    seen = reach(between, offset, a.device)
+    found = means_of(torch.cat(scores, -1), torch.cat(values, -2), seen, segments, keys)
+    if means_of is means:
+        return found.flatten(-3, -2)[..., :total, :]
+    return found[0].flatten(-2)[..., :total], found[1].flatten(-3, -2)[..., :total, :]
 
 
-def previous(part: Tensor, fill: float) -> Tensor:
-    """(B,H,blocks,...): each block replaced by the one before."""
-    return torch.cat([torch.full_like(part[:, :, :1], fill), part[:, :, :-1]], 2)
+def means(a: Tensor, x: Tensor, seen: Tensor, queries, keys) -> Tensor:
+    """As ``masked``, without the log weights: half of its exponentials."""
+    return within(a, seen, queries, keys).softmax(-1) @ x
+
+
+def reach(between: int, offset: int, device) -> Tensor:
+    """Which of the keys in ``windowed`` the tokens of a chunk see: those where windows begin, their own chunk's, all between."""
+    token = torch.arange(CHUNK, device=device)[:, None]
+    old = torch.arange(-CHUNK, CHUNK if between else 0, device=device)
+    back = token - token.t()
+    seen = [old >= token - offset, (back >= 0) & (back <= (offset if between == 0 else CHUNK))]
+    return torch.cat([*seen, torch.ones_like(token, dtype=torch.bool)] if between > 1 else seen, 1)
+
+
+def earlier(count: int, a: Tensor, x: Tensor, segments: Tensor | None):
+    """Each block (B,H,blocks,...) replaced by that ``count`` before it, by nothing where there is none."""
+    return tuple(
+        None if part is None else torch.cat([torch.full_like(part[:, :, :count], fill), part[:, :, :-count]], 2)
+        for part, fill in ((a, NOTHING), (x, 0), (segments, -1))
+    )
 
 
 def blocks(a: Tensor, x: Tensor, segments, size: int):
@@ -177,6 +219,5 @@ def causal(size: int, device) -> Tensor:
 
 
 def band(size: int, window: int, device) -> Tensor:
-    """(size, 2 size): of a block and the one before, the last ``window`` tokens up to each of the block."""
-    back = torch.arange(size, device=device)[:, None] + size - torch.arange(2 * size, device=device)
-    return (back >= 0) & (back < window)
+    """(size, size): the last ``window`` tokens up to each."""
+    return torch.ones(size, size, dtype=torch.bool, device=device).tril().triu(1 - window)

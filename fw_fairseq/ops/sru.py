@@ -9,20 +9,29 @@ one product is known beforehand: dc_{t-1} = E_{t-1} + M_t dc_t with M_t = f_t + 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..feature_maps import wide
+from .cuda_launch import use_kernels
+from .cuda_sru import sru_cuda_form, why_not
 
 
-def sru(u, forget, reset, x, v_forget, v_reset, state=None, padding_mask=None, reset_mask=None) -> tuple[Tensor, Tensor]:
+def sru(
+    u, forget, reset, x, v_forget, v_reset, state=None, padding_mask=None, reset_mask=None, backend="auto"
+) -> tuple[Tensor, Tensor]:
     """u, F, R, x (T,B,D), v_f, v_r (D), state (B,D) -> h (T,B,D) in u's dtype, the last c (B,D) in fp32 (float64 for float64).
 
     A padded step (B,T) leaves c as it is and outputs 0; a text that begins at a reset starts from c = 0.
+    backend: "cuda" the kernels, "torch" PyTorch, "auto" the kernels where they run.
     """
     check(u, forget, reset, x, v_forget, v_reset, state)
     c = wide(u).new_zeros(u.shape[1:]) if state is None else state
+    if use_kernels(backend, u.device, partial(why_not, u, x)):
+        return sru_cuda_form(u, forget, reset, x, v_forget, v_reset, c, padding_mask, reset_mask)
     padded = None if padding_mask is None else padding_mask.t()[..., None]
     keep = None if reset_mask is None else (~reset_mask).t()[..., None].to(c.dtype)
     forget = wide(forget)
@@ -65,24 +74,34 @@ class Scan(torch.autograd.Function):
     def backward(ctx, dh, dc_last):
         u, f, r, x, c, v_forget, v_reset, c0, keep = ctx.saved_tensors
         past = earlier(c, c0, keep)
-        dx = dh * (1 - r)
-        d_reset = (c - x).mul_(dx).mul_(r)
-        slope = (past - u).mul_(f).mul_(1 - f)  # of c_t in F_t
-        step = torch.addcmul(f, v_forget, slope)  # of c_t in c_{t-1}
-        through_reset = v_reset * d_reset  # what c_{t-1} gets by way of r_t
-        if keep is not None:
-            step, through_reset = step.mul_(keep), through_reset.mul_(keep)
         dc = dh * r
-        dc[:-1] += through_reset[1:]
+        dx = dh - dc
+        d_reset = through_sigmoid((c - x).mul_(dh), r)
+        slope = through_sigmoid(past - u, f)  # of c_t in F_t
+        step = torch.addcmul(f, v_forget, slope)  # of c_t in c_{t-1}
+        by_reset = v_reset.expand_as(c)  # of r_t's input in c_{t-1}
+        if keep is not None:
+            step, by_reset = step.mul_(keep), by_reset * keep
+        dc[:-1].addcmul_(by_reset[1:], d_reset[1:])
         dc[-1] += dc_last
         rows = dc.unbind()
         for t, step_t in reversed(list(enumerate(step.unbind()))[1:]):
             rows[t - 1].addcmul_(step_t, rows[t])
         d_forget = slope.mul_(dc)
-        return (
-            dc * (1 - f), d_forget, d_reset, dx, (d_forget * past).sum((0, 1)), (d_reset * past).sum((0, 1)),
-            torch.addcmul(through_reset[0], step[0], dc[0]), None,
-        )  # fmt: skip
+        dc0 = (step[0] * dc[0]).addcmul_(by_reset[0], d_reset[0])
+        du = torch.addcmul(dc, dc, f, value=-1)
+        return du, d_forget, d_reset, dx, over_rows(d_forget * past), over_rows(d_reset * past), dc0, None
+
+
+def through_sigmoid(gradient: Tensor, y: Tensor) -> Tensor:
+    """gradient y (1 - y), in one pass."""
+    return torch.ops.aten.sigmoid_backward(gradient, y)
+
+
+def over_rows(x: Tensor) -> Tensor:
+    """(T,B,D) -> (D): the sum, as a product, which is several times as fast."""
+    rows = x.flatten(0, 1)
+    return torch.mv(rows.t(), rows.new_ones(len(rows)))
 
 
 def earlier(c: Tensor, c0: Tensor, keep: Tensor | None) -> Tensor:

@@ -1,11 +1,13 @@
 """Every rule through the kernels once, small, and some with a feature map inside them: forward, backward and one token against the
-step form. For compute-sanitizer."""
+step form; then the scans of SRU and of additive attention against PyTorch's in float64. For compute-sanitizer."""
 
 from __future__ import annotations
 
 import torch
 
 from fw_fairseq.ops import FastWeightState, RowMap, fast_weight
+from fw_fairseq.ops.pooling import pool
+from fw_fairseq.ops.sru import sru
 from fw_fairseq.rules import RULES
 
 B, H, T, K, V = 2, 2, 37, 24, 40
@@ -48,6 +50,30 @@ def check(rule: str, dtype: torch.dtype, row_map: RowMap) -> float:
     return max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
 
+def check_scan(form, operands: list[torch.Tensor], *args, **masks) -> float:
+    """As ``check``, of ``sru`` or ``pool``."""
+    found = []
+    for backend, dtype in (("cuda", None), ("torch", torch.float64)):
+        leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in operands]
+        y, state = form(*leaves, *args, **masks, backend=backend)
+        state = state if isinstance(state, torch.Tensor) else state.values
+        loss = y.double().square().mean() + state.double().square().mean()
+        found.append([y, state, *torch.autograd.grad(loss, leaves)])
+    return max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(*found))
+
+
+def scans(dtype: torch.dtype) -> dict[str, float]:
+    steps = [*torch.randn(T, B, 3 * V, device="cuda", dtype=dtype).chunk(3, -1), torch.randn(T, B, V, device="cuda", dtype=dtype)]
+    unit = [*steps, *torch.randn(2, V, device="cuda"), torch.randn(B, V, device="cuda")]
+    pooled = [torch.randn(B, H, T, device="cuda"), torch.randn(B, H, T, V, device="cuda", dtype=dtype)]
+    masks = {name: torch.rand(B, T, device="cuda") < 0.1 for name in ("padding_mask", "reset_mask")}
+    errors = {"sru": check_scan(sru, unit), "sru, masks": check_scan(sru, unit, **masks)}
+    for window in (0, 3, 20):
+        errors[f"pool, window {window}"] = check_scan(pool, pooled, window)
+        errors[f"pool, window {window}, masks"] = check_scan(pool, pooled, window, **masks)
+    return errors
+
+
 def main() -> None:
     cases = [(rule, RowMap()) for rule, spec in RULES.items() if spec.step is None] + list(MAPS.items())
     for rule, row_map in cases:
@@ -56,6 +82,10 @@ def main() -> None:
             case = f"{rule} {'-'.join(map(str, row_map))} {dtype}: {error:.1e}"
             print(case)
             assert error < tolerance, f"{case} above {tolerance:.0e}"
+    for dtype, tolerance in TOLERANCE.items():
+        for name, error in scans(dtype).items():
+            print(f"{name} {dtype}: {error:.1e}")
+            assert error < tolerance, f"{name} {dtype}: {error:.1e} above {tolerance:.0e}"
 
 
 if __name__ == "__main__":

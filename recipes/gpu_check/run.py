@@ -17,6 +17,7 @@ from fw_fairseq.ops.cuda_launch import CupyLaunch
 HERE = Path(__file__).parent
 PACKAGES = ("torch", "numpy", "cupy-cuda13x", "cupy-cuda12x", "triton", "flash-linear-attention", "fw_fairseq")
 SANITIZER_TOOLS = ("memcheck", "racecheck")
+FIGURES = ("ops", "model", "mixers")
 
 
 def steps(out: Path) -> list[tuple[str, int, list[str]]]:
@@ -28,13 +29,15 @@ def steps(out: Path) -> list[tuple[str, int, list[str]]]:
     ops = ["ops", *device, "--dtype", "bfloat16", "--tokens", "512", "2048", "8192", "--batch", "8", "--cumsum-up-to", "512"]
     ops += ["--feature-map", "dpfp"]
     model = ["model", *device, "--rules", "delta", "decay", "--tokens", "512", "2048", "--contexts", "256", "4096", "--batch", "8"]
-    outputs = {name: ["--json", str(out / f"{name}.json"), "--figure", str(out / f"{name}.svg")] for name in ("ops", "model")}
+    mixers = ["mixers", *device, "--width", "1024", "--heads", "16", "--length", "512", "--tokens", "8192"]
+    outputs = {name: ["--json", str(out / f"{name}.json"), "--figure", str(out / f"{name}.svg")] for name in FIGURES}
     return [
-        ("tests", 150, [*python, "pytest", "-m", "gpu", "-rs", "tests"]),
+        ("tests", 140, [*python, "pytest", "-m", "gpu", "-rs", "tests"]),
         ("kernels", 40, kernels),
         *((tool, 60, [sanitizer, "--tool", tool, "--error-exitcode", "9", *kernels]) for tool in SANITIZER_TOOLS if sanitizer),
-        ("ops", 130, [*python, "fw_fairseq.bench", *ops, *outputs["ops"]]),
+        ("ops", 120, [*python, "fw_fairseq.bench", *ops, *outputs["ops"]]),
         ("model", 90, [*python, "fw_fairseq.bench", *model, *outputs["model"]]),
+        ("mixers", 25, [*python, "fw_fairseq.bench", *mixers, *outputs["mixers"]]),
     ]
 
 
@@ -89,7 +92,7 @@ def main(out: Path) -> int:
         print(f"== {name}, at most {limit} s", flush=True)
         report["steps"].append(run(name, limit, command, out))
         print("\n".join(report["steps"][-1]["tail"]))
-    for name in ("ops", "model"):
+    for name in FIGURES:
         figures = out / f"{name}.json"
         report[name] = json.loads(figures.read_text()) if figures.exists() else None
     (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-size=${1:?SIZE must be small or medium} row=${2:?ROW is missing; the head of train.sh lists them}
+size=${1:?SIZE must be small, medium or base} row=${2:?ROW is missing; the head of train.sh lists them}
 out=${OUT:-outputs/wikitext103}
 bin=${BIN:-.venv/bin}
 split=${SPLIT:-test}
@@ -22,7 +22,7 @@ if [ -n "${TOY:-}" ]; then
     length=32 cpu=(--cpu --num-workers 0)
 fi
 case $row in
-    *_stream) options=(--task stateful_language_modeling --tokens-per-sample "$length" --batch-size 1) ;;
+    *_stream | srupp*) options=(--task stateful_language_modeling --tokens-per-sample "$length" --batch-size 1) ;;
     *) options=(--task sliding_language_modeling --tokens-per-sample "$length" --context-window $((length - 1)) --batch-size 64) ;;
 esac
 printed=$("$bin/fairseq-eval-lm" "$out/bin" --user-dir "$PWD/fw_fairseq" --path "$checkpoint" --gen-subset "$split" \

@@ -12,6 +12,8 @@
 #             medium: delta_norm 32.1   delta_nopos_norm 31.2   delta_nopos 31.1
 #             carry-over, medium: delta_stream 29.4   linear_stream (breaks: above 260)
 #             small, larger features: performer16 38.8   performer16_delta 37.0   dpfp1 38.8   dpfp1_delta 35.0
+#           SIZE base, ROW srupp or srupp5: SRU++ base of Lei 2021 (published: 148M parameters, 18.3), memories carried along; the
+#             schedule is this file's, not the publication's
 #           one machine:    LAUNCH="torchrun --nproc-per-node 2 -m fairseq_cli.train" BATCH=48 recipes/wikitext103/train.sh small delta
 #           Slurm, 2 nodes: srun --nodes 2 --ntasks-per-node 1 --gpus-per-node 4 env BATCH=12 recipes/wikitext103/train.sh small delta
 #                           --distributed-port 29500
@@ -22,7 +24,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-size=${1:?SIZE must be small or medium} row=${2:?ROW is missing; the head of this file lists them}
+size=${1:?SIZE must be small, medium or base} row=${2:?ROW is missing; the head of this file lists them}
 shift 2
 out=${OUT:-outputs/wikitext103}
 save=${SAVE:-$out/runs/$size-$row}
@@ -33,7 +35,12 @@ launch=${LAUNCH:-$bin/fairseq-train}
 case $size in
     small) length=256 batch=${BATCH:-96} updates=500000 features=8 ;;
     medium) length=384 batch=${BATCH:-56} updates=335000 features=16 ;;
-    *) echo "train.sh: SIZE is $size; it must be small or medium" >&2; exit 2 ;;
+    base) length=512 batch=${BATCH:-16} updates=400000 features= arch=srupp_lm_wiki103_base ;;
+    *) echo "train.sh: SIZE is $size; it must be small, medium or base" >&2; exit 2 ;;
+esac
+case $size,$row in
+    base,srupp | base,srupp5) ;;
+    base,* | *,srupp | *,srupp5) echo "train.sh: SIZE $size has no ROW $row; base goes with srupp and srupp5, and they with base" >&2; exit 2 ;;
 esac
 linear=(--update-rule sum --feature-norm none --attention-norm)
 delta=(--update-rule delta --feature-norm sum)
@@ -49,19 +56,22 @@ case $row in
     performer16_delta) model=("${delta[@]}" --feature-map favor --favor-features 16) ;;
     dpfp1) model=("${linear[@]}" --feature-map dpfp --dpfp-nu 1) ;;
     dpfp1_delta) model=("${delta[@]}" --feature-map dpfp --dpfp-nu 1) ;;
+    srupp) model=() ;;
+    srupp5) model=(--mixer-pattern "sru*4,srupp" --sru-projection 768) ;;
     *) echo "train.sh: ROW is $row; the head of this file lists what there is" >&2; exit 2 ;;
 esac
 task=language_modeling
-case $row in *_stream) task=stateful_language_modeling ;; esac
+case $row in *_stream | srupp*) task=stateful_language_modeling ;; esac
 case $row in *_stream | *_nopos*) model+=(--no-token-positional-embeddings) ;; esac
 if [ -n "${TOY:-}" ]; then
     length=32 batch=8 updates=20
-    model+=(--decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32 --decoder-ffn-embed-dim 64)
+    model+=(--decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32)
+    [ "$size" = base ] || model+=(--decoder-ffn-embed-dim 64)
     model+=(--adaptive-input-cutoff 500,1000 --adaptive-softmax-cutoff 500,1000 --cpu --num-workers 0 --warmup-updates 5)
 fi
 
 # shellcheck disable=SC2086
-exec $launch "$out/bin" --user-dir "$PWD/fw_fairseq" --task $task --save-dir "$save" --arch "fast_weight_lm_wiki103_$size" \
+exec $launch "$out/bin" --user-dir "$PWD/fw_fairseq" --task $task --save-dir "$save" --arch "${arch:-fast_weight_lm_wiki103_$size}" \
     --decoder-normalize-before --tokens-per-sample $length --batch-size "$batch" --required-batch-size-multiple 1 --criterion fast_weight_cross_entropy \
     --ddp-backend legacy_ddp --optimizer adam --lr 0.00025 --lr-scheduler cosine --warmup-updates 2000 --max-update $updates \
     --clip-norm 0.25 --keep-last-epochs 1 --log-format json --log-interval 100 --seed 1 "${model[@]}" "$@"

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# WikiText-2: softmax attention and the update rules under one budget, on a laptop.
+# WikiText-2: softmax attention, the update rules and the other mixers under one budget, on a laptop.
 #
 # Data:     DATA=folder with train.txt, valid.txt, test.txt: WikiText-2, word level, <unk> kept (CC BY-SA). Not downloaded here.
 # Hardware: one CPU core; 6 minutes a row at 1500 updates of 1024 tokens, 700 MB.
-# Expect:   the table in docs/results/wikitext2.md.
+# Expect:   the tables in docs/results/wikitext2.md and docs/results/mixers.md.
 # usage:    DATA=folder [OUT=folder] [UPDATES=1500] [ROWS="softmax delta_elu"] recipes/wikitext2/table.sh
+#
+#           SPEED=rounds ... trains nothing: times forward and backward of the rows in turns
 #
 # Each row resumes from its last checkpoint, and a finished one is only evaluated again. Prints one table row for each.
 set -euo pipefail
@@ -25,12 +27,29 @@ declare -A options=(
     [gated]="--update-rule gated --feature-map identity --feature-norm none"
     [decay]="--update-rule decay --feature-map identity --feature-norm none"
     [gated_delta]="--update-rule gated_delta --feature-map identity --feature-norm l2"
+    [additive]="--mixer additive"
+    [additive_all]="--mixer additive --window-sizes 0"
+    [leap]="--mixer leap"
+    [sru]="--mixer sru"
+    [srupp]="--mixer srupp"
 )
+model=(--arch fast_weight_lm --decoder-layers 4 --decoder-embed-dim 128 --decoder-ffn-embed-dim 512 --decoder-attention-heads 8
+    --decoder-normalize-before --adaptive-input --adaptive-input-cutoff 2000,10000 --adaptive-input-factor 2
+    --adaptive-softmax-cutoff 2000,10000 --adaptive-softmax-factor 2 --tie-adaptive-weights --dropout 0.1
+    --criterion adaptive_loss --ddp-backend legacy_ddp --tokens-per-sample 256)
 
 mkdir -p "$out"
 if [ ! -f "$out/data/test.bin" ]; then
     "$bin/fairseq-preprocess" --only-source --destdir "$out/data" --workers 2 \
         --trainpref "$data/train.txt" --validpref "$data/valid.txt" --testpref "$data/test.txt" >"$out/preprocess.log" 2>&1
+fi
+
+if [ -n "${SPEED:-}" ]; then
+    named=()
+    for row in $rows; do
+        named+=("$row=${options[$row]}")
+    done
+    PYTHONPATH=$here exec "$bin/python" recipes/wikitext2/speed.py "$out/data" "$SPEED" "${named[@]}" -- --user-dir "$here/fw_fairseq" "${model[@]}"
 fi
 
 evaluate() { # CHECKPOINT ARGUMENTS...: perplexity on the test text
@@ -40,16 +59,13 @@ evaluate() { # CHECKPOINT ARGUMENTS...: perplexity on the test text
         sed -n 's/.*Perplexity: //p'
 }
 
-echo "| row | test perplexity, context 0 | sliding, context 192 | training words/s |"
-echo "|---|---:|---:|---:|"
+echo "| row | test perplexity, context 0 | sliding, context 192 | training words/s | numbers kept of 256 tokens |"
+echo "|---|---:|---:|---:|---:|"
 for row in $rows; do
     folder=$out/$row-$updates
     # shellcheck disable=SC2086
     "$bin/fairseq-train" "$out/data" --user-dir "$here/fw_fairseq" --task language_modeling --save-dir "$folder" \
-        --arch fast_weight_lm --decoder-layers 4 --decoder-embed-dim 128 --decoder-ffn-embed-dim 512 --decoder-attention-heads 8 \
-        --decoder-normalize-before --adaptive-input --adaptive-input-cutoff 2000,10000 --adaptive-input-factor 2 \
-        --adaptive-softmax-cutoff 2000,10000 --adaptive-softmax-factor 2 --tie-adaptive-weights --dropout 0.1 ${options[$row]} \
-        --criterion adaptive_loss --ddp-backend legacy_ddp --tokens-per-sample 256 --max-tokens 1024 \
+        "${model[@]}" ${options[$row]} --max-tokens 1024 \
         --optimizer adam --adam-betas '(0.9, 0.98)' --weight-decay 0.01 --clip-norm 1.0 \
         --lr 0.003 --lr-scheduler polynomial_decay --warmup-updates 150 --total-num-update "$updates" --max-update "$updates" \
         --no-epoch-checkpoints --log-format simple --log-interval 50 --seed 1 >>"$folder.log" 2>&1 ||
@@ -58,5 +74,6 @@ for row in $rows; do
     speed=$(sed -n 's/.*train_inner.* wps=\([0-9.]*\).*/\1/p' "$folder.log" | sort -n | awk '{v[NR]=$1} END {printf "%.0f", v[int((NR+1)/2)]}')
     plain=$(evaluate "$checkpoint" --task language_modeling --tokens-per-sample 256 --max-tokens 1024)
     sliding=$(evaluate "$checkpoint" --task sliding_language_modeling --tokens-per-sample 256 --context-window 192 --batch-size 16)
-    echo "| $row | $plain | $sliding | $speed |"
+    kept=$(PYTHONPATH=$here "$bin/python" recipes/wikitext2/state.py "$checkpoint" "$out/data" 256 2>>"$folder.log")
+    echo "| $row | $plain | $sliding | $speed | $kept |"
 done

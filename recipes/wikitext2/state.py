@@ -1,0 +1,27 @@
+"""How many numbers a model keeps of one text after N tokens, when it reads them one by one: state.py CHECKPOINT DATA N"""
+
+import sys
+
+import torch
+
+from fw_fairseq.explain import load
+
+
+def count(kept) -> int:
+    if isinstance(kept, torch.Tensor):
+        return kept.numel()
+    parts = kept.values() if isinstance(kept, dict) else kept if isinstance(kept, (tuple, list)) else ()
+    return sum(map(count, parts))
+
+
+@torch.no_grad()
+def main(checkpoint: str, data: str, length: int) -> None:
+    model, dictionary = load(checkpoint, data)
+    tokens, kept = torch.full((1, length), dictionary.eos()), {}
+    for end in range(1, length + 1):
+        model(tokens[:, :end], incremental_state=kept)
+    print(count(kept))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,127 @@
+"""The kernels of the SRU scan on the emulator, against its equations in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import assert_same, emulated
+from hostcuda import SCHEDULES, guarded, sanitized_launch
+from hostcuda.nvrtc import ARCHITECTURES, compile_check
+from test_sru import NAMES, by_the_equations
+
+from fw_fairseq.ops import cuda_sru
+from fw_fairseq.ops.sru import sru
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+MASKS = [(False, False), (True, False), (False, True), (True, True)]  # padding, resets
+
+
+def draw(length: int, batch: int, width: int, dtype=torch.float32) -> list[torch.Tensor]:
+    """u, F and R as views of one projection, as a layer has them."""
+    steps = [*torch.randn(length, batch, 3 * width).mul(2).to(dtype).chunk(3, -1), torch.randn(length, batch, width).to(dtype)]
+    return [*steps, torch.randn(width), torch.randn(width), torch.randn(batch, width)]
+
+
+def results(form, inputs, *masks, **options) -> dict[str, torch.Tensor]:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    h, c = form(*leaves, *masks, **options)
+    generator = torch.Generator().manual_seed(1)
+    adjoints = [torch.randn(x.shape, generator=generator).to(x) for x in (h, c)]
+    return {"h": h.detach(), "c": c.detach()} | dict(zip(NAMES, torch.autograd.grad((h, c), leaves, adjoints)))
+
+
+def compare(inputs, padded=False, with_resets=False) -> None:
+    length, batch = inputs[0].shape[:2]
+    masks = [torch.rand(batch, length, device=inputs[0].device) < 0.3 if wanted else None for wanted in (padded, with_resets)]
+    expected = results(by_the_equations, [x.double() for x in inputs], *masks)
+    assert_same(results(sru, inputs, *masks, backend="cuda"), expected, TOLERANCE[inputs[0].dtype])
+
+
+@pytest.mark.parametrize("padded, with_resets", MASKS)
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 20])
+def test_outputs_states_and_gradients_are_those_of_the_equations(emulate, length, padded, with_resets):
+    launcher = emulate(bounds=True)
+    compare(draw(length, 3, 21), padded, with_resets)
+    assert [kernel for _, kernel, _ in launcher.calls] == ["sru_forward", "sru_backward"]
+
+
+@pytest.mark.parametrize("policy, seed", SCHEDULES)
+def test_any_schedule(emulate, policy, seed):
+    emulate(policy, seed)
+    compare(draw(17, 2, 40), True, True)
+
+
+@pytest.mark.parametrize("x_dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_dtypes(emulate, dtype, x_dtype):
+    """Those of u and of x differ under autocast."""
+    emulate()
+    inputs = draw(10, 2, 16, dtype)
+    inputs[3] = inputs[3].to(x_dtype)
+    got = results(sru, inputs, backend="cuda")
+    expected = results(by_the_equations, [x.double() for x in inputs])
+    assert_same(got, expected, max(TOLERANCE[dtype], TOLERANCE[x_dtype]))
+    assert (got["h"].dtype, got["c"].dtype, got["u"].dtype, got["x"].dtype) == (dtype, torch.float32, dtype, x_dtype)
+
+
+def test_far_from_zero(emulate):
+    """Gates that are 0 or 1 to the last bit, and exponentials that overflow."""
+    emulate()
+    inputs = draw(12, 2, 8)
+    for index in (1, 2):
+        inputs[index] = inputs[index] * 100
+    compare(inputs)
+
+
+def test_only_what_is_asked_for(emulate):
+    """The public op without gradients keeps nothing, and "auto" finds the kernels."""
+    launcher = emulate()
+    inputs = draw(5, 2, 8)
+    h, c = sru(*inputs)
+    assert_same({"h": h, "c": c}, dict(zip("hc", sru(*inputs, backend="torch"))), 1e-5)
+    assert [(kernel, macros["FW_KEEP"]) for _, kernel, macros in launcher.calls] == [("sru_forward", 0)]
+    c = sru(*inputs[:6], inputs[6].requires_grad_())[1]
+    assert torch.autograd.grad(c.sum(), inputs[6])[0].isfinite().all()
+
+
+def test_nothing_past_the_end(emulate):
+    emulate()
+    compare([guarded(x) for x in draw(9, 3, 11)])
+
+
+def test_opcheck(emulate):
+    emulate()
+    inputs = [x.requires_grad_() for x in draw(4, 2, 8)]
+    masks = [torch.rand(2, 4) < 0.3 for _ in range(2)]
+    torch.library.opcheck(torch.ops.fw_fairseq.sru.default, (*inputs, *masks, True))
+
+
+def sanitized() -> None:
+    with emulated(sanitized_launch()):
+        compare(draw(9, 2, 20), True, True)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_compiles_without_spills(arch):
+    for dtype in (torch.float32, torch.bfloat16):
+        found = compile_check("sru.cu", cuda_sru.defines(dtype, dtype, True, True, True), arch)
+        assert found.keys() == {"sru_forward", "sru_backward"}
+        for kernel, used in found.items():
+            assert used["spill_stores"] == used["spill_loads"] == used["stack"] == 0, (kernel, used)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda x: (x, {"backend": "cpu"}), "backend is 'cpu'; allowed: auto, torch, cuda"),
+        (
+            lambda x: ([t.double() for t in x], {"backend": "cuda"}),
+            "has kernels for torch.float32, torch.bfloat16, torch.float16, not",
+        ),
+    ],
+)
+def test_refused(emulate, change, message):
+    emulate()
+    inputs, options = change(draw(2, 1, 4))
+    with pytest.raises(ValueError, match=message):
+        sru(*inputs, **options)
