@@ -36,6 +36,10 @@ class Mixer(nn.Module):
         """(T,B,H*X) -> (B,H,T,X), a view."""
         return part.unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0, 3)
 
+    def pretrained(self) -> dict[str, slice]:
+        """The rows of its parameters that fw-convert takes over from attention, as they are or scaled."""
+        return {}
+
     def redraw(self, keep: bool = False) -> None:
         """Called before a forward: new random features for training, or with ``keep`` those that an earlier state was made with."""
 
