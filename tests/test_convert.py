@@ -172,6 +172,15 @@ def test_layers_that_stay_softmax(plain, dictionary, tmp_path):
     assert "decoder.layers.0.self_attn.q_proj.weight" in names and "decoder.layers.1.self_attn.mixer.in_proj.weight" in names
 
 
+def test_local_attention_is_the_source_as_far_as_its_window(plain, dictionary, tmp_path):
+    changes = convert(plain[1], tmp_path / "out.pt", "local_attention")
+    assert {change.what for change in changes} == {"copied"}
+    tokens = torch.randint(4, 64, (2, 40))
+    source, local = (logits(model, tokens) for model in (plain[0], load(tmp_path / "out.pt", dictionary)))
+    torch.testing.assert_close(local[:, :32], source[:, :32], rtol=1e-5, atol=1e-5)
+    assert (local[:, 32:] - source[:, 32:]).abs().amax() > 1e-3
+
+
 def test_half_precision_stays(dictionary, tmp_path):
     _, _, state = source("--arch transformer_lm", dictionary)
     state["model"] = {name: x.half() for name, x in state["model"].items()}
@@ -218,6 +227,11 @@ def test_unknown_layouts_are_refused_by_their_first_key(change, said, dictionary
     [
         ({"rule": "decoy"}, "--rule"),
         ({"rule": "softmax", "feature_dim": 4}, "--feature-dim"),
+        ({"rule": "local_attention", "feature_norm": "l2"}, "--rule local_attention keeps .* leave --feature-norm out"),
+        (
+            {"rule": "decay", "mixer_pattern": "sru"},
+            "--mixer-pattern has sru; fw-convert makes: fast_weight, local_attention, softmax",
+        ),
         ({"rule": "decay", "attention_norm": True}, "--attention-norm"),
         ({"rule": "delta", "feature_map": "identity", "feature_norm": "none"}, "--feature-norm"),
     ],

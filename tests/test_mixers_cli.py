@@ -15,9 +15,13 @@ ADDITIVE = ["--arch", "additive_lm", "--batch-size", 2, "--tokens-per-sample", 1
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("mixer", [name for name in MIXERS if name != "fast_weight"])
-def test_trains_resumes_streams_and_generates(data, tmp_path, mixer):  # noqa: F811
-    options = ["--mixer", mixer]
+COMPARATORS = ["local_attention", "transformer_xl", "linformer", "abc"]  # all in one model
+CASES = [["--mixer", name] for name in MIXERS if name not in ("fast_weight", *COMPARATORS)]
+CASES += [["--mixer-pattern", ",".join(COMPARATORS), "--decoder-layers", 4, "--xl-memory", 20]]
+
+
+@pytest.mark.parametrize("options", CASES, ids=lambda options: options[1])
+def test_trains_resumes_streams_and_generates(data, tmp_path, options):  # noqa: F811
     log = train(data, tmp_path, *options)
     train(data, tmp_path / "parts", *options, "--max-update", 2)
     resumed = losses(train(data, tmp_path / "parts", *options))

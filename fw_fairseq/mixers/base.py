@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 
@@ -35,6 +36,12 @@ class Mixer(nn.Module):
     def by_head(self, part: Tensor) -> Tensor:
         """(T,B,H*X) -> (B,H,T,X), a view."""
         return part.unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0, 3)
+
+    @torch.no_grad()
+    def state_size(self) -> int:
+        """How many numbers it keeps of a sequence."""
+        _, state = self(next(self.parameters()).new_zeros(1, 1, self.embed_dim))
+        return sum(x.numel() for x in state if x is not None and x.is_floating_point())
 
     def pretrained(self) -> dict[str, slice]:
         """The rows of its parameters that fw-convert takes over from attention, as they are or scaled."""

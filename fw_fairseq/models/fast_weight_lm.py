@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import logging
 from dataclasses import dataclass, fields
 
 from fairseq.dataclass import ChoiceEnum
@@ -17,6 +18,7 @@ from ..config import SOFTMAX, FastWeightConfig, layer_mixers, option
 from ..modules import CarriedState, FastWeightDecoderLayer, MixerAttention
 
 UNLIMITED = 10**9
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -130,6 +132,8 @@ class FastWeightLanguageModel(TransformerLanguageModel):
         model = cls(FastWeightDecoder(args, task.target_dictionary, model.decoder.embed_tokens, no_encoder_attn=True))
         if safe_getattr(args, "train_only", "all") == "new":
             model.freeze_all_but_new()
+        if not next(model.parameters()).is_meta:
+            logger.info(model.state_size())
         return model
 
     def forward(self, src_tokens, src_lengths=None, **kwargs):
@@ -138,6 +142,12 @@ class FastWeightLanguageModel(TransformerLanguageModel):
     def set_num_updates(self, num_updates):
         super().set_num_updates(num_updates)
         self.num_updates = num_updates
+
+    def state_size(self) -> str:
+        """In millions of numbers, as Schlag et al. 2021 report it."""
+        kept, softmax = sum(x.mixer.state_size() for x in self.decoder.mixers), len(self.decoder.layers) - len(self.decoder.mixers)
+        growing = f", and {2 * softmax * self.decoder.embed_dim} numbers more with each token" if softmax else ""
+        return f"state size: {kept / 1e6:.4g} million numbers for a sequence{growing}"
 
     def freeze_all_but_new(self) -> None:
         """The optimizer holds what has new rows; the gradients of the other rows are 0."""
