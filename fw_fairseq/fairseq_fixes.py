@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import pickle
@@ -41,9 +42,15 @@ def changed(original, change):
 
 
 def load_checkpoint_to_cpu(original, path, *args, **kwargs):
+    with naming(path):
+        return original(path, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def naming(path):
     """A file that is cut short or something else is named."""
     try:
-        return original(path, *args, **kwargs)
+        yield
     except (FileNotFoundError, PermissionError):
         raise
     except (RuntimeError, OSError, EOFError, pickle.UnpicklingError, KeyError) as error:

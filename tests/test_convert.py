@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
 
 from fw_fairseq.convert import convert
+from fw_fairseq.pretrained import load_mapped
 from fw_fairseq.rules import RULES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -257,3 +260,21 @@ def test_the_command_prints_a_table_and_overwrites_only_by_force(plain, tmp_path
     assert out.read_bytes() != before
     missing = fw_convert(tmp_path / "none.pt", tmp_path / "x.pt", "--rule", "sum")
     assert missing.returncode and "none.pt does not exist" in missing.stderr
+
+
+def test_optimizer_state_stays_on_disk(dictionary, tmp_path):
+    """Read only where it is used; fairseq reads all of it."""
+    _, _, state = source("--arch transformer_lm", dictionary)
+    path = save(state | {"last_optimizer_state": torch.ones(10**7)}, tmp_path)
+    anonymous = []
+    for read in (load_mapped, checkpoint_utils.load_checkpoint_to_cpu):
+        before = anonymous_kilobytes()
+        state = read(path)
+        anonymous.append(anonymous_kilobytes() - before)
+        del state
+    assert anonymous[0] < 20_000 < 35_000 < anonymous[1]
+
+
+def anonymous_kilobytes() -> int:
+    """This process's memory, files that it maps left out."""
+    return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])
