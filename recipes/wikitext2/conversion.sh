@@ -4,7 +4,7 @@
 # Data:     DATA=folder with train.txt, valid.txt, test.txt: WikiText-2, word level, <unk> kept (CC BY-SA). Not downloaded here.
 # Hardware: one CPU core, 1 GB; TIME
 # Expect:   the table in docs/results/conversion.md.
-# usage:    DATA=folder [OUT=folder] [START_UPDATES=1600] [UPDATES=100] [ROWS="softmax decay-16"] recipes/wikitext2/conversion.sh
+# usage:    DATA=folder [OUT=folder] [START_UPDATES=1600] [UPDATES=60] [ROWS="softmax decay-16"] recipes/wikitext2/conversion.sh
 #
 # Rows are softmax, the same fine-tune of the model as it is, and RULE-M: M is the width of queries and keys per head. RULE-M-distilled
 # learns from the Transformer in the same number of updates: half of them match its layers, training what is new alone, half its words.
@@ -15,7 +15,7 @@ cd "$(dirname "$0")/../.."
 
 data=${DATA:?DATA must be the folder with train.txt, valid.txt and test.txt of WikiText-2}
 out=${OUT:-outputs/wikitext2_conversion}
-start_updates=${START_UPDATES:-1600} updates=${UPDATES:-100} lines=${TEST_LINES:-600}
+start_updates=${START_UPDATES:-1600} updates=${UPDATES:-60} lines=${TEST_LINES:-600}
 rules=(decay gated delta sum)
 rows=${ROWS:-softmax ${rules[*]/%/-16} ${rules[*]/%/-32} ${rules[*]/%/-4}}
 bin=${BIN:-.venv/bin}
@@ -78,14 +78,14 @@ for row in $rows; do
         mkdir -p "$folder"
         run "$folder.log" "$bin/python" -m fw_fairseq.convert "$start/finished.pt" "$folder/converted.pt" --rule "$rule" "${options[@]}"
     fi
-    tune=(0.001 15 cosine --min-lr 2e-6 --warmup-init-lr 1e-7 --arch fast_weight_lm "${trained[@]}")
+    tune=(10 cosine --min-lr 2e-6 --warmup-init-lr 1e-7 --arch fast_weight_lm "${trained[@]}")
     begin=$folder/converted.pt count=$updates criterion=(--criterion adaptive_loss)
     if [ -n "$distilled" ]; then
         count=$((updates / 2)) criterion=(--criterion t2r_distillation --teacher "$start/finished.pt")
-        train "$folder/warm" $count "${tune[@]}" "${criterion[@]}" --finetune-from-model "$begin" --match-updates $count --train-only new
+        train "$folder/warm" $count 0.001 "${tune[@]}" "${criterion[@]}" --finetune-from-model "$begin" --match-updates $count --train-only new
         begin=$folder/warm/finished.pt
     fi
-    train "$folder" $count "${tune[@]}" "${criterion[@]}" --finetune-from-model "$begin"
+    train "$folder" $count 0.0003 "${tune[@]}" "${criterion[@]}" --finetune-from-model "$begin"
     converted=$(perplexity "$folder/converted.pt") tuned=$(perplexity "$folder/finished.pt")
     softmax=$(cat "$start-softmax-$updates/finished.pt.perplexity" 2>/dev/null || true)
     echo "| $row | $converted | $tuned | ${softmax:+$(awk "BEGIN {printf \"%.1f%%\", 100 * $softmax / $tuned}")} |"
