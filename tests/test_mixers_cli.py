@@ -1,4 +1,4 @@
-"""Every mixer but fast weights through fairseq's commands: train, stream, generate."""
+"""Every mixer but fast weights through fairseq's commands, four in one model: train, stream, generate."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ ADDITIVE = ["--arch", "additive_lm", "--batch-size", 2, "--tokens-per-sample", 1
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-COMPARATORS = ["local_attention", "transformer_xl", "linformer", "abc"]  # all in one model
-CASES = [["--mixer", name] for name in MIXERS if name not in ("fast_weight", *COMPARATORS)]
-CASES += [["--mixer-pattern", ",".join(COMPARATORS), "--decoder-layers", 4, "--xl-memory", 20]]
+NAMES = [name for name in MIXERS if name != "fast_weight"]
+CASES = [
+    ["--mixer-pattern", ",".join(NAMES[i : i + 4]), "--decoder-layers", len(NAMES[i : i + 4])] for i in range(0, len(NAMES), 4)
+]
 
 
 @pytest.mark.parametrize("options", CASES, ids=lambda options: options[1])

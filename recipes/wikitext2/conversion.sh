@@ -5,6 +5,7 @@
 # Hardware: one CPU core, 1 GB; TIME
 # Expect:   the table in docs/results/conversion.md.
 # usage:    DATA=folder [OUT=folder] [START_UPDATES=1600] [UPDATES=60] [ROWS="softmax decay-16"] recipes/wikitext2/conversion.sh
+#           TOY=1 recipes/wikitext2/conversion.sh         a tiny model on the text of recipes/demo
 #
 # Rows are softmax, the same fine-tune of the model as it is, and RULE-M: M is the width of queries and keys per head. RULE-M-distilled
 # learns from the Transformer in the same number of updates: half of them match its layers, training what is new alone, half its words.
@@ -13,9 +14,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-data=${DATA:?DATA must be the folder with train.txt, valid.txt and test.txt of WikiText-2}
 out=${OUT:-outputs/wikitext2_conversion}
-start_updates=${START_UPDATES:-1600} updates=${UPDATES:-60} lines=${TEST_LINES:-600}
+start_updates=${START_UPDATES:-1600} updates=${UPDATES:-60} lines=${TEST_LINES:-600} machine=()
 rules=(decay gated delta sum)
 rows=${ROWS:-softmax ${rules[*]/%/-16} ${rules[*]/%/-32} ${rules[*]/%/-4}}
 bin=${BIN:-.venv/bin}
@@ -24,6 +24,13 @@ batch=(--tokens-per-sample 256 --max-tokens 1024)
 model=(--decoder-layers 4 --decoder-embed-dim 256 --decoder-input-dim 256 --decoder-output-dim 256 --decoder-ffn-embed-dim 1024
     --decoder-attention-heads 8 --decoder-normalize-before --adaptive-input --adaptive-input-cutoff 2000,10000
     --adaptive-input-factor 2 --adaptive-softmax-cutoff 2000,10000 --adaptive-softmax-factor 2 --tie-adaptive-weights)
+if [ -n "${TOY:-}" ]; then
+    DATA=$out/corpus start_updates=8 updates=8 lines=60 machine=(--cpu) batch=(--tokens-per-sample 32 --max-tokens 128)
+    model+=(--decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32 --decoder-ffn-embed-dim 64
+        --adaptive-input-cutoff 500,1000 --adaptive-softmax-cutoff 500,1000)
+    [ -d "$DATA" ] || "$bin/python" recipes/demo/corpus.py "$DATA"
+fi
+data=${DATA:?DATA must be the folder with train.txt, valid.txt and test.txt of WikiText-2}
 
 run() { # LOG COMMAND...: the end of the log where the command fails
     local log=$1
@@ -38,7 +45,7 @@ train() { # FOLDER UPDATES LR WARM-UP SCHEDULE ARGUMENTS...
         --dropout 0.1 --ddp-backend legacy_ddp "${batch[@]}" --optimizer adam --adam-betas '(0.9, 0.98)' --weight-decay 0.01 \
         --clip-norm 1.0 --lr "$3" --warmup-updates "$4" --lr-scheduler "$5" --max-update "$count" --disable-validation \
         --no-epoch-checkpoints --save-interval-updates 200 --keep-interval-updates 1 --num-workers 0 --log-format json --log-interval 25 \
-        --seed 1 "${@:6}"
+        --seed 1 "${machine[@]}" "${@:6}"
     mv "$folder/checkpoint_last.pt" "$folder/finished.pt"
     rm -f "$folder"/checkpoint*
 }
@@ -46,7 +53,7 @@ train() { # FOLDER UPDATES LR WARM-UP SCHEDULE ARGUMENTS...
 perplexity() { # CHECKPOINT: kept in a file beside it
     [ -f "$1.perplexity" ] || {
         "$bin/fairseq-eval-lm" "$out/data" --user-dir "$user_dir" --path "$1" --gen-subset test --task language_modeling \
-            "${batch[@]}" --num-workers 0 2>&1 | sed -n 's/.*Perplexity: //p' >"$1.part"
+            "${batch[@]}" "${machine[@]}" --num-workers 0 2>&1 | sed -n 's/.*Perplexity: //p' >"$1.part"
         mv "$1.part" "$1.perplexity"
     }
     cat "$1.perplexity"
