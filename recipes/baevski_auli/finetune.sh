@@ -8,7 +8,7 @@
 #   recipes/baevski_auli/finetune.sh                   goes on where it stopped
 #   M=64 recipes/baevski_auli/finetune.sh
 #   RULE=abc recipes/baevski_auli/finetune.sh          abc and linformer, the paper's comparators with M slots, start from nothing: no
-#                                                      convert.sh (published, trained longer: 21.9 and 20.5; linformer, M=64 27.2 and 30.7)
+#                                                      convert.sh (published 21.9 and 20.5; linformer with M=64 27.2 and 30.7)
 #   GPUS=2 LAUNCH="torchrun --nproc_per_node 2" recipes/baevski_auli/finetune.sh
 #   two nodes by Slurm, one task each:
 #   GPUS=2 srun --nodes 2 --ntasks-per-node 1 --gpus-per-node 1 bash -c 'LAUNCH="torchrun --nnodes 2 --nproc_per_node 1 --rdzv_backend
