@@ -118,8 +118,12 @@ def test_a_teacher_of_another_shape_is_refused(criterion):
         loss_of(criterion(softmax(**ADAPTIVE)), build(**DECAY, **ADAPTIVE | {"adaptive_softmax_cutoff": "20,30"}), batch)
     with pytest.raises(ValueError, match="--match attention does not work with --checkpoint-activations; use --match hidden"):
         loss_of(criterion(softmax(), match_updates=1, match="attention"), build(**DECAY, checkpoint_activations=True), batch)
+
+
+@pytest.mark.parametrize("mixer", ["softmax", "local_attention"])
+def test_what_was_copied_is_not_new(mixer):
     with pytest.raises(ValueError, match="--train-only new leaves nothing to train"):
-        build(mixer="softmax", train_only="new")
+        build(mixer=mixer, train_only="new")
 
 
 def changed(before: dict, after: dict) -> set[str]:

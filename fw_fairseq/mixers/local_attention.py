@@ -51,6 +51,9 @@ class LocalAttention(Mixer):
     def read(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=view.seen[:, None])
 
+    def pretrained(self) -> dict[str, slice]:
+        return {f"{linear}.{kind}": slice(None) for linear in ("in_proj", "out_proj") for kind in ("weight", "bias")}
+
     def state_size(self) -> int:
         """With the token that reads, as Schlag et al. 2021 count."""
         return 2 * self.embed_dim * (self.memory + 1)

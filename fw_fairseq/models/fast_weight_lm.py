@@ -160,8 +160,8 @@ class FastWeightLanguageModel(TransformerLanguageModel):
                     continue
                 parameter.requires_grad_(True)
                 parameter.register_hook(functools.partial(without_rows, rows=rows))
-        if not self.decoder.mixers:
-            raise ValueError("--train-only new leaves nothing to train: all layers have softmax attention")
+        if not any(parameter.requires_grad for parameter in self.parameters()):
+            raise ValueError("--train-only new leaves nothing to train: the attention of all layers is as it was")
 
 
 def without_rows(gradient, rows: slice):
