@@ -5,5 +5,5 @@
 
 import sys
 
-if "fairseq" in sys.modules:
+if sys.modules.get("fairseq"):
     from . import registration  # noqa: F401

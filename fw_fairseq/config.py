@@ -92,14 +92,11 @@ def layer_mixers(config: FastWeightConfig, layers: int, kept: str | None = None)
     return [names[i % len(names)] for i in range(layers)]
 
 
-def layer_window(config: FastWeightConfig, layer: int, layers: int) -> int:
-    """How many tokens the mixer of a layer sees, 0 for all."""
-    if not config.window_sizes:
-        return 0 if layer == layers - 1 else 4 * 2**layer
-    sizes = [part.strip() for part in config.window_sizes.split(",")]
-    for part in sizes:
-        if not part.isdecimal():
-            raise ValueError(f"--window-sizes has {part!r}; each part must be a number of tokens, or 0 for all before")
-    if len(sizes) not in (1, layers):
-        raise ValueError(f"--window-sizes has {len(sizes)} numbers but the model has {layers} layers; give one, or one per layer")
-    return int(sizes[layer if len(sizes) > 1 else 0])
+LEAST = dict.fromkeys(("feature_dim", "favor_features", "sru_projection", "srupp_width"), 0)
+LEAST |= dict.fromkeys(("dpfp_nu", "srupp_heads", "srupp_memory"), 1)
+
+
+def check_numbers(config: FastWeightConfig) -> None:
+    for name, least in LEAST.items():
+        if getattr(config, name) < least:
+            raise ValueError(f"{option_name(name)} is {getattr(config, name)}; it must be at least {least}")

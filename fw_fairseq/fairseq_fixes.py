@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import os
-import pickle
+import shutil
 import types
 
+import fairseq.trainer
 import numpy
 import torch
 from fairseq import checkpoint_utils, distributed_utils, utils
-from fairseq.data import data_utils
+from fairseq.data import Dictionary, data_utils, indexed_dataset
+from fairseq.file_io import PathManager
 from fairseq.search import DiverseBeamSearch
+from fairseq.tasks.fairseq_task import FairseqTask
+from fairseq.trainer import Trainer
+
+from .damaged_files import add_from_file, load_checkpoint_to_cpu, make_dataset
+from .non_finite import FirstNonFinite
 
 
 def apply() -> None:
@@ -25,9 +31,10 @@ def apply() -> None:
     # fairseq generates and translates with numpy.compat.long, which NumPy 2 no longer has.
     if not hasattr(numpy, "compat"):
         numpy.compat = types.SimpleNamespace(long=int)  # noqa: NPY201
+    fairseq.trainer.NanDetector = FirstNonFinite
     for owner, change in CHANGES:
         original = getattr(owner, change.__name__)
-        if not hasattr(original, "__wrapped__"):
+        if not hasattr(original, "changed_by"):
             setattr(owner, change.__name__, changed(original, change))
 
 
@@ -38,24 +45,26 @@ def changed(original, change):
     def call(*args, **kwargs):
         return change(original, *args, **kwargs)
 
+    call.changed_by = change
     return call
 
 
-def load_checkpoint_to_cpu(original, path, *args, **kwargs):
-    with naming(path):
-        return original(path, *args, **kwargs)
+def copy(original, source, target, overwrite=False):
+    """checkpoint_last.pt is a copy, which a kill could leave half written; a rename is all or nothing."""
+    if PathManager.path_requires_pathmanager(target):
+        return original(source, target, overwrite)
+    shutil.copyfile(source, f"{target}.tmp")
+    os.replace(f"{target}.tmp", target)
+    return True
 
 
-@contextlib.contextmanager
-def naming(path):
-    """A file that is cut short or something else is named."""
+def train_step(original, trainer, *args, **kwargs):
+    """A loss that is not a number says where it came from."""
     try:
-        yield
-    except (FileNotFoundError, PermissionError):
-        raise
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"{path} cannot be read as a fairseq checkpoint ({reason}); use another one of its folder") from error
+        return original(trainer, *args, **kwargs)
+    except FloatingPointError as error:
+        where = f"{FirstNonFinite.sentence}, at update {trainer.get_num_updates() + 1}"
+        raise FloatingPointError(f"{error}; {where}; {trainer.cfg.checkpoint.save_dir}/crash.pt has the parameters") from None
 
 
 def load_model_ensemble_and_task(original, filenames, *args, **kwargs):
@@ -85,6 +94,20 @@ def batch_by_size(original, indices, *args, **kwargs):
     return batches + ([rest] if len(rest) else [])
 
 
+def get_batch_iterator(original, task, dataset, *args, epoch=1, **kwargs):
+    """fairseq composes a run's batches once, and differently in each epoch that a run can begin with: resumed after its first epoch
+    it was another run. Here all have the batches of the first."""
+    once = (
+        task.can_reuse_epoch_itr(dataset) and not kwargs.get("disable_iterator_cache") and not kwargs.get("update_epoch_batch_itr")
+    )
+    if not once or dataset in task.dataset_to_epoch_iter:
+        return original(task, dataset, *args, epoch=epoch, **kwargs)
+    iterator = original(task, dataset, *args, epoch=1, **kwargs)
+    iterator.epoch = max(epoch, 1)
+    dataset.set_epoch(epoch)
+    return iterator
+
+
 def step(original, search, step, lprobs, scores, prev_output_tokens=None, original_batch_idxs=None):
     """Diverse beams look their overlaps up by the sentences' numbers in the data set; it is their rows in the batch they need."""
     if original_batch_idxs is not None:
@@ -97,8 +120,13 @@ def step(original, search, step, lprobs, scores, prev_output_tokens=None, origin
 CHANGES = (
     (checkpoint_utils, load_checkpoint_to_cpu),
     (checkpoint_utils, load_model_ensemble_and_task),
+    (Trainer, train_step),
     (checkpoint_utils, save_checkpoint),
+    (PathManager, copy),
     (distributed_utils, _broadcast_object_slow),
+    (Dictionary, add_from_file),
+    (indexed_dataset, make_dataset),
     (data_utils, batch_by_size),
+    (FairseqTask, get_batch_iterator),
     (DiverseBeamSearch, step),
 )

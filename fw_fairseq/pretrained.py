@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from .config import SOFTMAX, layer_mixers
-from .fairseq_fixes import naming
+from .damaged_files import load_checkpoint_to_cpu
 from .models.fast_weight_lm import FastWeightLanguageModel, FastWeightLanguageModelConfig
 
 SPECIAL = 4  # <s>, <pad>, </s>, <unk>: the first symbols of every fairseq dictionary
@@ -87,12 +87,15 @@ def read_fairseq(path: Path) -> Source:
 
 
 def load_mapped(path: Path) -> dict:
-    """As fairseq loads a checkpoint, but tensors stay on disk until they are used: Adam's moments, twice the model, never are."""
-    with naming(path):
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-        if state.get("cfg") is not None:
-            state["cfg"] = OmegaConf.create(state["cfg"], flags={"allow_objects": True})
-        return checkpoint_utils._upgrade_state_dict(state)
+    """As fairseq loads a checkpoint, but tensors stay on disk until they are used: Adam's moments, twice the model, to the end."""
+    return load_checkpoint_to_cpu(mapped, path)
+
+
+def mapped(path: Path) -> dict:
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    if state.get("cfg") is not None:
+        state["cfg"] = OmegaConf.create(state["cfg"], flags={"allow_objects": True})
+    return checkpoint_utils._upgrade_state_dict(state)
 
 
 def lm_options(given: dict) -> dict:

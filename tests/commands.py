@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import multiprocessing
 import os
 import socket
@@ -39,7 +40,8 @@ class Command:
     def __init__(self, tool, *args, cwd=None, input=""):
         self.args, self.folder = [f"fairseq_cli.{tool}", *map(str, args)], tempfile.TemporaryDirectory()
         self.files = [Path(self.folder.name, name) for name in ("stdin", "stdout", "stderr")]
-        self.files[0].write_text(input)
+        for path, text in zip(self.files, (input, "", "")):
+            path.write_text(text)
         self.process = preloaded().Process(target=run_here, args=(self.args, cwd or os.getcwd(), self.files))
         self.process.start()
 
@@ -58,8 +60,9 @@ def fairseq(tool, *args, **options) -> subprocess.CompletedProcess:
 
 def run_here(command: list[str], folder: str, files: list[Path]) -> None:
     for number, path in enumerate(files):
-        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
+        os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), number)
     sys.stdin = os.fdopen(0)  # multiprocessing has closed it
+    logging.root.handlers.clear()  # of imports; the command sets up its own
     os.chdir(folder)
     sys.argv = command
     importlib.import_module(command[0]).cli_main()

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# The test command. First run: makes .venv with pinned packages. Then: ruff and pytest; arguments go to pytest.
+# The test command. First run: makes .venv with pinned packages. Then: ruff and pytest on all cores; arguments go to pytest.
 #   tests/run.sh                    everything
 #   tests/run.sh -k chunk -x        some of it
+#   JOBS=1 tests/run.sh             on one core
 #   PYTHON=python3.12 tests/run.sh  another interpreter for a new .venv
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -20,4 +21,5 @@ fi
 
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-exec .venv/bin/python -m pytest "$@"
+export OMP_NUM_THREADS=1 # tensors in tests are too small for more, which would only wait for each other
+exec .venv/bin/python -m pytest --numprocesses "${JOBS:-auto}" --dist loadfile "$@"

@@ -421,3 +421,19 @@ def test_reset_starts_a_new_text(rule, attention_norm, backend):
 
     actual, expected = (run_with_gradients(inputs | gates, call) for call in (joined, apart))
     assert_same(actual, expected, 1e-6)  # a reset is a gate of 1e-9
+
+
+@pytest.mark.parametrize("rule", CHUNKED)
+@torch.no_grad()
+def test_a_long_stream_does_not_drift(rule):
+    """In fp32, carried from call to call, against float64: rounding, which does not grow where something is forgotten or erased."""
+    states, errors = {torch.float32: None, torch.float64: None}, []
+    for _ in range(16):
+        shape = (1, 1, 4096, 4, 4)
+        inputs, gates, outputs = draw_inputs(shape), draw_gates(RULES[rule], shape), []
+        for dtype, state in states.items():
+            given = {name: x.to(dtype) for name, x in inputs.items()}
+            y, states[dtype] = fast_weight(**given, rule=rule, gates={n: g.to(dtype) for n, g in gates.items()}, state=state)
+            outputs.append(y[:, :, -64:].double())
+        errors.append(float((outputs[0] - outputs[1]).abs().max() / outputs[1].abs().max()))
+    assert max(errors) < (1e-4 if rule == "sum" else 2e-6)

@@ -213,6 +213,21 @@ def test_interactive(data, trained):
     assert hypotheses(succeed(done))["H-0"].startswith("the old cat sees a ")
 
 
+def test_sixty_four_prompts_at_once_are_answered_as_one_by_one(data, trained):
+    """In Python and by fairseq-interactive, prompts of 1 to 8 words mixed."""
+    draw, model = random.Random(3), load(trained[0], "checkpoint_last.pt", data)
+    texts = [" ".join(text.split()[: draw.randint(1, 8)]) for text in sentences(64, 5)]
+    prompts = [model.encode(text)[:-1] for text in texts]
+    together = [best["tokens"] for best, *_ in model.generate(prompts, beam=2, max_len_b=16)]
+    for prompt, tokens in zip(prompts, together):
+        assert tokens.equal(model.generate([prompt], beam=2, max_len_b=16)[0][0]["tokens"])
+    options = [*USER_DIR, *TASK, "--path", trained[0] / "checkpoint_last.pt", "--beam", 2, "--max-len-b", 16]
+    told = ["--buffer-size", 64, "--batch-size", 64]
+    done = fairseq("interactive", data, *options, *told, input="".join(f"{text}\n" for text in texts))
+    printed = hypotheses(succeed(done))
+    assert [printed[f"H-{i}"] for i in range(64)] == [model.decode(tokens) for tokens in together]
+
+
 def test_from_pretrained(data, trained):
     """In a script of its own that imports nothing else first."""
     code = (

@@ -12,9 +12,10 @@ from fairseq import models as registered
 from fairseq.data import Dictionary
 
 from fw_fairseq import registration  # noqa: F401
-from fw_fairseq.config import FastWeightConfig, layer_mixers, layer_window
+from fw_fairseq.config import FastWeightConfig, layer_mixers
 from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.mixers import MIXERS, FastWeight
+from fw_fairseq.mixers.windows import layer_window
 from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModelConfig
 from fw_fairseq.modules import CarriedState, MixerAttention
 from fw_fairseq.rules import RULES

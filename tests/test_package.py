@@ -91,7 +91,7 @@ def test_readme_has_every_equation(registry):
 
 
 def test_readme_example_runs():
-    code = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    code = (ROOT / "README.md").read_text().split("## The operation")[1].split("```python\n")[1].split("```")[0]
     names = {}
     exec(code, names)
     assert torch.allclose(torch.cat([names["y1"], names["y2"]], 2), names["y"], atol=1e-5)

@@ -12,6 +12,7 @@ from ..feature_maps import wide
 from ..ops.pooling import PoolState, pool
 from ..ops.state import state as state_type
 from .base import Mixer
+from .windows import layer_window
 
 
 @state_type
@@ -41,8 +42,6 @@ class Additive(Mixer):
 
     @classmethod
     def of_layer(cls, embed_dim, num_heads, config, layer, layers):
-        from ..config import layer_window  # which imports the mixers
-
         return cls(embed_dim, num_heads, config, layer_window(config, layer, layers))
 
     @torch.no_grad()

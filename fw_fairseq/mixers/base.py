@@ -6,6 +6,11 @@ import torch
 from torch import Tensor, nn
 
 
+def check_heads(embed_dim: int, num_heads: int) -> None:
+    if num_heads < 1 or embed_dim % num_heads:
+        raise ValueError(f"--decoder-embed-dim is {embed_dim}; it must be a multiple of --decoder-attention-heads, {num_heads}")
+
+
 class Mixer(nn.Module):
     """``forward(x[0:T])`` equals ``forward(x[0:s])`` then ``forward(x[s:T], state)`` for every s, to rounding.
 
@@ -17,8 +22,7 @@ class Mixer(nn.Module):
 
     def __init__(self, embed_dim: int, num_heads: int):
         super().__init__()
-        if embed_dim % num_heads:
-            raise ValueError(f"--decoder-embed-dim is {embed_dim}; it must be a multiple of --decoder-attention-heads, {num_heads}")
+        check_heads(embed_dim, num_heads)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.state_norm: Tensor | None = None  # of fast weights, for a criterion that asks for it
         self.watched = False  # set by who wants ``statistics``

@@ -115,6 +115,8 @@ def check_combination(config, phi: FeatureMap) -> None:
     """Refuses what cannot work, in one sentence that says what to use."""
     name, norm, map_name = str(config.update_rule), str(config.feature_norm), str(config.feature_map)
     rule = RULES[name]
+    if rule.step is not None and str(config.fast_weight_backend) in ("chunkwise", "cuda"):
+        raise ValueError(f"--update-rule {name} runs in steps only; use --fast-weight-backend auto or recurrent")
     if norm == "sum" and not phi.non_negative:
         raise ValueError(f"--feature-norm sum needs a non-negative --feature-map, not {map_name}; use --feature-norm none or l2")
     if config.attention_norm and rule.normaliser is None:

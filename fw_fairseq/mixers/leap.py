@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from ..feature_maps import wide
 from ..ops.pooling import PoolState, pool
 from .base import Mixer
+from .windows import layer_window
 
 
 class Leap(Mixer):
@@ -28,8 +29,6 @@ class Leap(Mixer):
 
     @classmethod
     def of_layer(cls, embed_dim, num_heads, config, layer, layers):
-        from ..config import layer_window  # which imports the mixers
-
         return cls(embed_dim, num_heads, config, layer_window(config, layer, layers))
 
     @torch.no_grad()

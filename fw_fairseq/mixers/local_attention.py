@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .base import Mixer
-from .window import View, WindowState, look_back
+from .look_back import View, WindowState, look_back
 
 
 class LocalAttention(Mixer):

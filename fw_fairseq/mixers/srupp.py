@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from ..ops.state import state as state_type
 from .base import Mixer
+from .look_back import WindowState, look_back
 from .sru import Sru
-from .window import WindowState, look_back
 
 
 @state_type

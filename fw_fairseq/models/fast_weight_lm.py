@@ -14,7 +14,8 @@ from fairseq.models.transformer_lm import transformer_lm_baevski_wiki103 as fair
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.utils import safe_getattr
 
-from ..config import SOFTMAX, FastWeightConfig, layer_mixers, option
+from ..config import SOFTMAX, FastWeightConfig, check_numbers, layer_mixers, option
+from ..mixers.base import check_heads
 from ..modules import CarriedState, FastWeightDecoderLayer, MixerAttention
 
 UNLIMITED = 10**9
@@ -40,7 +41,9 @@ class FastWeightLanguageModelConfig(FastWeightConfig, TransformerLanguageModelCo
 
 def read_config(kind: type, args):
     """The options of this project among all others."""
-    return kind(**{f.name: value for f in fields(kind) if (value := safe_getattr(args, f.name, None)) is not None})
+    config = kind(**{f.name: value for f in fields(kind) if (value := safe_getattr(args, f.name, None)) is not None})
+    check_numbers(config)
+    return config
 
 
 class FastWeightDecoder(TransformerDecoder):
@@ -128,6 +131,7 @@ class FastWeightLanguageModel(TransformerLanguageModel):
 
     @classmethod
     def build_model(cls, args, task):
+        check_heads(args.decoder_embed_dim, args.decoder_attention_heads)  # before fairseq does, by an assertion
         model = super().build_model(args, task)
         model = cls(FastWeightDecoder(args, task.target_dictionary, model.decoder.embed_tokens, no_encoder_attn=True))
         if safe_getattr(args, "train_only", "all") == "new":

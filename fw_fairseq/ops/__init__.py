@@ -55,6 +55,8 @@ def fast_weight(
     shape = checks.check_tensors(q, k, v)
     gates = checks.check_gates(rule, spec, gates, q, v)
     checks.check_backend(backend)
+    if not isinstance(attention_norm, bool):
+        raise ValueError(f"attention_norm is a {type(attention_norm).__name__}; it must be True or False")
     if attention_norm:
         checks.check_attention_norm(rule, spec, eps)
     if key_log_scale is not None:

@@ -14,14 +14,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_rule(rule: str) -> Rule:
-    if rule not in RULES:
-        raise ValueError(f"rule is {rule!r}; allowed: {', '.join(RULES)}")
+    check_choice("rule", rule, RULES)
     return RULES[rule]
 
 
 def check_backend(backend: str) -> None:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
+    check_choice("backend", backend, BACKENDS)
+
+
+def check_choice(name: str, value, allowed) -> None:
+    if not isinstance(value, str) or value not in allowed:
+        is_ = repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
+        raise ValueError(f"{name} is {is_}; allowed: {', '.join(allowed)}")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
@@ -45,7 +49,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, 
 
 
 def check_gates(rule_name: str, rule: Rule, gates, q: Tensor, v: Tensor) -> dict[str, Tensor]:
-    gates = dict(gates or {})
+    gates = {} if gates is None else gates
+    if not isinstance(gates, dict):
+        raise ValueError(f"gates is a {type(gates).__name__}; it must be a dict of tensors by the names of the rule's gates")
     if set(gates) != set(rule.gates):
         wanted = ", ".join(rule.gates) or "none"
         raise ValueError(f"gates has {', '.join(map(str, gates)) or 'none'}; rule {rule_name!r} takes exactly: {wanted}")
@@ -89,8 +95,8 @@ def check_attention_norm(rule_name: str, rule: Rule, eps: float) -> None:
     if rule.normaliser is None:
         able = ", ".join(name for name, r in RULES.items() if r.normaliser)
         raise ValueError(f"attention_norm=True is not defined for rule {rule_name!r}; it is for: {able}")
-    if not eps > 0:
-        raise ValueError(f"eps is {eps}; it must be above 0 with attention_norm=True")
+    if not isinstance(eps, (int, float)) or not eps > 0:
+        raise ValueError(f"eps is {eps!r:.40}; it must be above 0 with attention_norm=True")
 
 
 def check_key_log_scale(key_log_scale, rule_name: str, rule: Rule, attention_norm: bool, q: Tensor) -> None:

@@ -1,0 +1,82 @@
+"""Checkpoints, dictionaries and binarised texts that are not what they should be: each is refused in one sentence that names it.
+``original`` is fairseq's reader."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import struct
+import zipfile
+from pathlib import Path
+
+import numpy
+
+
+def load_checkpoint_to_cpu(original, path, *args, **kwargs):
+    """A file that is cut short, altered or something else is refused, and another one of its folder offered."""
+    try:
+        if zipfile.is_zipfile(path) and (damaged := zipfile.ZipFile(path).testzip()):  # torch does not look at check sums
+            raise RuntimeError(f"{damaged} in it is damaged")
+        return original(path, *args, **kwargs)
+    except (FileNotFoundError, PermissionError):
+        raise
+    except UNREADABLE as error:
+        raise ValueError(f"{path} cannot be read as a fairseq checkpoint ({why(error)}); {offer(Path(path))}") from error
+
+
+UNREADABLE = (RuntimeError, OSError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError, ValueError, TypeError)
+
+
+def why(error: Exception) -> str:
+    if foreign := re.search(r"GLOBAL (\S+)", str(error)):
+        return f"it holds {foreign[1]}, which is neither a tensor nor an option, and is not run"
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def offer(path: Path) -> str:
+    """The newest other checkpoint of the folder that is whole."""
+    others = sorted(path.parent.glob("*.pt"), key=lambda other: other.stat().st_mtime, reverse=True)
+    whole = (other for other in others if other != path and zipfile.is_zipfile(other) and not zipfile.ZipFile(other).testzip())
+    found = next(whole, None)
+    return f"the newest whole one of its folder is {found.name}" if found else "its folder has no other one that is whole"
+
+
+def add_from_file(original, dictionary, file):
+    """A dictionary by its path, or as open text, where fairseq calls itself."""
+    if not isinstance(file, str):
+        return original(dictionary, file)
+    try:
+        return original(dictionary, file)
+    except (FileNotFoundError, PermissionError, IsADirectoryError):
+        raise
+    except Exception as error:
+        raise ValueError(f"{file} is not a dictionary, a line 'WORD COUNT' for each word ({why(error)})") from error
+
+
+def make_dataset(original, path, impl, fix_lua_indexing=False, dictionary=None):
+    """Binarised text whose index does not fit its tokens, or whose tokens are not the dictionary's, is refused before its use."""
+    try:
+        dataset = original(path, impl, fix_lua_indexing, dictionary)
+        if impl == "mmap" and dataset is not None:
+            check_text(dataset._index, path, dictionary)
+    except (AssertionError, AttributeError, KeyError, OverflowError, ValueError, struct.error) as error:
+        raise ValueError(
+            f"{path}.bin and {path}.idx are not a binarised text ({why(error)}); run fairseq-preprocess again"
+        ) from error
+    return dataset
+
+
+def check_text(index, path: str, dictionary) -> None:
+    dtype, sizes = numpy.dtype(index.dtype), index.sizes.astype(numpy.int64)
+    ends, content = sizes.cumsum() * dtype.itemsize, os.path.getsize(f"{path}.bin")
+    if (sizes < 0).any() or not numpy.array_equal(index._pointers, ends - sizes * dtype.itemsize):
+        raise ValueError("the index contradicts itself")
+    if content != (ends[-1] if len(ends) else 0):
+        raise ValueError(f"there are {content} bytes of tokens, and the index is of {ends[-1] if len(ends) else 0}")
+    if dictionary is None or not content:
+        return
+    tokens = numpy.memmap(f"{path}.bin", dtype=dtype, mode="r")
+    least, most = tokens.min(), tokens.max()
+    if least < 0 or most >= len(dictionary) or dtype.kind == "f":
+        raise ValueError(f"it has tokens from {least} to {most}, and the dictionary {len(dictionary)} words")

@@ -1,0 +1,279 @@
+"""fast_weight_lm for Hugging Face transformers, without fairseq. ``fw-export-hf`` fills it.
+
+Its cache is the mixers' state: ``generate`` spends the same time and memory on every token, and reads a prompt in one pass.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .mixers import MIXERS
+from .ops.state import state as state_type
+
+ACTIVATIONS = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_accurate": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_fast": lambda x: F.gelu(x, approximate="tanh"),
+    "relu_squared": lambda x: F.relu(x).square(),
+    "swish": F.silu,
+    "tanh": torch.tanh,
+    "linear": lambda x: x,
+}
+
+
+class FastWeightHFConfig(PretrainedConfig):
+    """``mixers``: one name per layer; ``mixer_options``: those of FastWeightConfig. Widths and norms as fairseq's decoder has them;
+    ``input_bands`` and ``output_bands``: (words, width) of each cluster of an adaptive vocabulary."""
+
+    model_type = "fw_fairseq"
+
+    def __init__(
+        self,
+        vocab_size=8,
+        hidden_size=8,
+        input_size=None,
+        output_size=None,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        mixers=("fast_weight",),
+        mixer_options=None,
+        activation="relu",
+        normalize_before=True,
+        final_norm=True,
+        embedding_norm=False,
+        embedding_scale=1.0,
+        output_scale=1.0,
+        positions="none",
+        max_position_embeddings=None,
+        first_position=0,
+        input_bands=None,
+        output_bands=None,
+        tie_word_embeddings=True,
+        **kwargs,
+    ):
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+        given = {name: value for name, value in locals().items() if name not in ("self", "kwargs", "__class__")}
+        for name, value in given.items():
+            setattr(self, name, value)
+        self.mixers, self.mixer_options = list(mixers), dict(mixer_options or {})
+
+
+@state_type
+class KeysAndValues(NamedTuple):
+    """All of softmax attention's, which grow with every token."""
+
+    keys: Tensor
+    values: Tensor
+    hidden: Tensor  # True at padding
+
+
+class SoftmaxAttention(nn.Module):
+    """fairseq's, for the softmax layers of a hybrid, with the mixers' interface."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor, state: KeysAndValues | None = None, padding_mask=None):
+        q, k, v = (
+            layer(x).unflatten(-1, (self.heads, -1)).permute(1, 2, 0, 3) for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        hidden = torch.zeros(x.shape[1], x.shape[0], dtype=torch.bool, device=x.device) if padding_mask is None else padding_mask
+        if state is not None:
+            before = (state.keys, state.values)
+            k, v = (torch.cat(pair, 2) for pair in zip(before, (k, v)))
+            hidden = torch.cat([state.hidden, hidden], 1)
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=x.device).tril(k.shape[2] - q.shape[2])
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen & ~hidden[:, None, None])
+        return self.out_proj(y.nan_to_num().permute(2, 0, 1, 3).flatten(2)), KeysAndValues(k, v, hidden)
+
+
+class Cache:
+    """What ``generate`` hands from token to token: each layer's state, and how many tokens each sequence has read."""
+
+    is_compileable = False
+
+    def __init__(self):
+        self.states: dict[int, object] = {}
+        self.tokens: Tensor | None = None  # (B,)
+        self.length = 0  # with padding
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+    def reorder_cache(self, order: Tensor) -> None:
+        self.states = {layer: state.index_select(order) for layer, state in self.states.items()}
+        self.tokens = self.tokens.index_select(0, order)
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.reorder_cache(torch.arange(len(self.tokens), device=self.tokens.device).repeat_interleave(repeats))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: FastWeightHFConfig, index: int):
+        super().__init__()
+        width, heads, inner, name = config.hidden_size, config.num_attention_heads, config.intermediate_size, config.mixers[index]
+        options = SimpleNamespace(**config.mixer_options)
+        softmax = name == "softmax"
+        self.self_attn = (
+            SoftmaxAttention(width, heads)
+            if softmax
+            else MIXERS[name].of_layer(width, heads, options, index, config.num_hidden_layers)
+        )
+        self.self_attn_layer_norm = nn.LayerNorm(width)
+        self.fc1, self.fc2 = (nn.Linear(width, inner), nn.Linear(inner, width)) if inner else (None, None)
+        self.final_layer_norm = nn.LayerNorm(width) if inner else None
+        self.activation, self.before = ACTIVATIONS[config.activation], config.normalize_before
+
+    def forward(self, x: Tensor, state, padding_mask: Tensor | None):
+        y, state = self.self_attn(self.self_attn_layer_norm(x) if self.before else x, state, padding_mask=padding_mask)
+        x = x + y if self.before else self.self_attn_layer_norm(x + y)
+        if self.fc1 is None:
+            return x, state
+        y = self.fc2(self.activation(self.fc1(self.final_layer_norm(x) if self.before else x)))
+        return x + y if self.before else self.final_layer_norm(x + y), state
+
+
+class BandedEmbedding(nn.Module):
+    """Frequent words wide, rare ones narrow; ids count through the bands."""
+
+    def __init__(self, bands, width: int):
+        super().__init__()
+        self.words = nn.ModuleList(nn.Embedding(count, size) for count, size in bands)
+        self.maps = nn.ModuleList(nn.Linear(size, width, bias=False) for _, size in bands)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        result, start = self.maps[0].weight.new_zeros(*ids.shape, self.maps[0].out_features), 0
+        for words, linear in zip(self.words, self.maps):
+            mine = (ids >= start) & (ids < start + words.num_embeddings)
+            result[mine] = linear(words(ids[mine] - start))
+            start += words.num_embeddings
+        return result
+
+
+class BandedOutput(nn.Module):
+    """Log probabilities: of the first band's words and of each other band, then of the words in that. ``tied``: the input's."""
+
+    def __init__(self, bands, width: int, tied: bool):
+        super().__init__()
+        self.maps = nn.ModuleList(
+            nn.Linear(width, size, bias=False) if size != width or i else None for i, (_, size) in enumerate(bands)
+        )
+        self.words = None if tied else nn.ModuleList(nn.Linear(size, count, bias=False) for count, size in bands)
+        self.bands = nn.Linear(width, len(bands) - 1, bias=False)
+
+    def forward(self, x: Tensor, embedding: BandedEmbedding) -> Tensor:
+        words = self.words if self.words is not None else embedding.words
+        scores = [F.linear(x if mapped is None else mapped(x), band.weight) for mapped, band in zip(self.maps, words)]
+        first = torch.cat([scores[0], self.bands(x)], -1).log_softmax(-1)
+        chosen = first[..., scores[0].shape[-1] :].split(1, dim=-1)
+        return torch.cat([first[..., : scores[0].shape[-1]], *(p + s.log_softmax(-1) for p, s in zip(chosen, scores[1:]))], -1)
+
+
+class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = FastWeightHFConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["Layer"]  # noqa: RUF012
+    _is_stateful = True  # what was read cannot be taken back: no assisted generation
+
+    def __init__(self, config: FastWeightHFConfig):
+        super().__init__(config)
+        width = config.hidden_size
+        size_in, size_out = config.input_size or width, config.output_size or width
+        words = config.vocab_size
+        self.embed_tokens = BandedEmbedding(config.input_bands, size_in) if config.input_bands else nn.Embedding(words, size_in)
+        self.project_in = nn.Linear(size_in, width, bias=False) if size_in != width else None
+        rows = config.first_position + (config.max_position_embeddings or 0)
+        self.embed_positions = nn.Embedding(rows, width) if config.positions == "learned" else None
+        self.embedding_norm = nn.LayerNorm(width) if config.embedding_norm else None
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
+        self.layer_norm = nn.LayerNorm(width) if config.final_norm else None
+        self.project_out = nn.Linear(width, size_out, bias=False) if size_out != width else None
+        tied = config.tie_word_embeddings
+        self.output = (
+            BandedOutput(config.output_bands, size_out, tied)
+            if config.output_bands
+            else None if tied else nn.Linear(size_out, words, bias=False)
+        )  # fmt: skip
+        self.post_init()
+
+    def _init_weights(self, module) -> None:
+        """Each module has drawn its own."""
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # it makes its own Cache
+
+    def get_input_embeddings(self):
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value) -> None:
+        self.embed_tokens = value
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        **unused,
+    ) -> CausalLMOutputWithPast:
+        """Logits of the next token; with an adaptive vocabulary they are log probabilities. attention_mask: 0 at padding, on
+        either side. Goes on from ``past_key_values``, whose tokens are not to be given again. labels: the ids, -100 for none."""
+        cache = past_key_values or Cache()
+        padding = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].eq(0)
+        padding = padding if padding is not None and padding.any() else None
+        x, tokens = self.embed(input_ids, padding, cache.tokens)
+        x, states = x.transpose(0, 1), {}
+        for i, layer in enumerate(self.layers):
+            x, states[i] = layer(x, cache.states.get(i), padding)
+        cache.states, cache.tokens, cache.length = states, tokens, cache.length + input_ids.shape[1]
+        x = x.transpose(0, 1)[:, -logits_to_keep:]
+        logits = self.scores(x if self.layer_norm is None else self.layer_norm(x))
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        kept = cache if (not self.training if use_cache is None else use_cache) else None
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=kept)
+
+    def embed(self, ids: Tensor, padding: Tensor | None, before: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(B,T,C), and how many tokens each sequence now has."""
+        real = torch.ones_like(ids) if padding is None else (~padding).long()
+        place = real.cumsum(1) + (0 if before is None else before[:, None])
+        x = self.embed_tokens(ids) * self.config.embedding_scale
+        x = x if self.project_in is None else self.project_in(x)
+        if self.config.positions != "none":
+            x = x + self.positions((place - 1).clamp(min=0) + self.config.first_position).to(x.dtype)
+        return x if self.embedding_norm is None else self.embedding_norm(x), place[:, -1]
+
+    def positions(self, place: Tensor) -> Tensor:
+        if self.embed_positions is not None:
+            if int(place.max()) >= self.embed_positions.num_embeddings:
+                limit = self.embed_positions.num_embeddings - self.config.first_position
+                raise ValueError(f"input_ids is longer than max_position_embeddings, {limit} tokens; give fewer")
+            return self.embed_positions(place)
+        half = self.config.hidden_size // 2
+        rates = torch.exp(torch.arange(half, device=place.device) * -(math.log(10000) / (half - 1)))
+        angles = place.unsqueeze(-1) * rates
+        return F.pad(torch.cat([angles.sin(), angles.cos()], -1), (0, self.config.hidden_size % 2))
+
+    def scores(self, x: Tensor) -> Tensor:
+        x = (x if self.project_out is None else self.project_out(x)) * self.config.output_scale
+        if isinstance(self.output, BandedOutput):
+            return self.output(x, self.embed_tokens)
+        return F.linear(x, self.embed_tokens.weight) if self.output is None else self.output(x)

@@ -1,0 +1,152 @@
+"""fw-export-hf, and what transformers makes of its folder."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from commands import run
+from test_convert import ADAPTIVE, dictionary, logits, save, source  # noqa: F401
+from test_convert_gpt2 import gpt2  # noqa: F401
+
+from fw_fairseq.convert import convert
+from fw_fairseq.export_hf import export
+from fw_fairseq.mixers import MIXERS
+
+sys.modules.setdefault("torchaudio", None)  # fairseq's, of another torch than ours: transformers would trip over it
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OPTIONS = {
+    "plain": "",
+    "adaptive": ADAPTIVE,
+    "adaptive-untied": ADAPTIVE.replace("--tie-adaptive-weights", "--decoder-normalize-before"),
+    "adaptive-tied-maps": f"{ADAPTIVE} --tie-adaptive-proj --decoder-input-dim 24 --decoder-output-dim 24",
+    "learned-positions": "--share-decoder-input-output-embed --decoder-learned-pos --activation-fn gelu --no-scale-embedding",
+    "other-widths": "--decoder-input-dim 16 --decoder-output-dim 24 --layernorm-embedding",
+    "decay": "--no-token-positional-embeddings --update-rule decay --feature-map identity --feature-norm none",
+    "favor": "--feature-map favor --feature-norm none --update-rule gated --attention-norm",
+    "relu": "--feature-map relu --feature-dim 6",
+    "hybrid": "--mixer-pattern softmax,fast_weight --update-rule gated_delta --feature-map dpfp",
+    "no-feed-forward": "--decoder-ffn-embed-dim 0 --scale-output --decoder-normalize-before --no-decoder-final-norm",
+} | {name: f"--mixer {name} --decoder-normalize-before" for name in MIXERS if name != "fast_weight"}
+
+
+def exported(options: str, data, folder):
+    """fairseq's model, and the one that transformers loads."""
+    model, _, state = source(f"--arch fast_weight_lm {options}", data)
+    export(save(state, folder), folder / "out", data=data)
+    return model, load(folder / "out")
+
+
+def load(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@torch.no_grad()
+def test_logits_are_fairseqs(name, dictionary, tmp_path):  # noqa: F811
+    """In one pass, in two, and of a padded batch."""
+    fairseqs, model = exported(OPTIONS[name], dictionary, tmp_path)
+    tokens = torch.randint(4, 64, (2, 9))
+    expected = logits(fairseqs, tokens)
+    torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-5)
+    first = model(tokens[:, :5], use_cache=True)
+    second = model(tokens[:, 5:], past_key_values=first.past_key_values)
+    torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), expected, rtol=1e-4, atol=1e-5)
+    padded = torch.cat([torch.full((2, 3), 1), tokens], 1)
+    mask = padded.ne(1).long()
+    torch.testing.assert_close(model(padded, attention_mask=mask).logits[:, 3:], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def folder(dictionary, tmp_path_factory):  # noqa: F811
+    path = tmp_path_factory.mktemp("exported")
+    exported(OPTIONS["hybrid"], dictionary, path)
+    return path / "out"
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}])
+def test_generation_with_the_state_is_generation_without(options, folder):
+    """And one by one as in a batch."""
+    model, tokenizer = load(folder), transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    texts = ["w1 w2 w3", "w4", "w5 w6 w7 w8 w9 unheard"]
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    assert batch["input_ids"][0].tolist() == [1, 1, 1, 2, 5, 6, 7] and batch["input_ids"][2, -1] == 3
+    options = options | {"max_new_tokens": 12, "min_new_tokens": 12}
+    together = model.generate(**batch, **options)
+    torch.testing.assert_close(model.generate(**batch, **options, use_cache=False), together)
+    rows = together.split(options.get("num_return_sequences", 1))
+    for text, row in zip(texts, rows):
+        alone = model.generate(**tokenizer(text, return_tensors="pt"), **options)
+        assert tokenizer.batch_decode(alone, skip_special_tokens=True) == tokenizer.batch_decode(row, skip_special_tokens=True)
+
+
+def test_a_token_at_a_time_reads_one_token(folder, monkeypatch):
+    model = load(folder)
+    widths = []
+    embed = type(model).embed
+    monkeypatch.setattr(type(model), "embed", lambda self, ids, *rest: widths.append(ids.shape[1]) or embed(self, ids, *rest))
+    model.generate(torch.tensor([[2, 5, 6, 7]]), max_new_tokens=5, min_new_tokens=5)
+    assert widths == [4, 1, 1, 1, 1]
+
+
+def test_it_trains_and_is_saved_again(folder, tmp_path):
+    model = load(folder).train()
+    tokens = torch.randint(4, 64, (4, 12))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(10):
+        loss = model(tokens, labels=tokens).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.5
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert load(tmp_path)(tokens).logits.equal(model.eval()(tokens).logits)
+
+
+def test_fairseq_is_not_needed(folder):
+    code = (
+        "import sys; sys.modules['torchaudio'] = sys.modules['fairseq'] = None\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
+        "tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
+        "tokens = model.generate(**tokenizer('w1 w2', return_tensors='pt'), max_new_tokens=3, min_new_tokens=3)\n"
+        "print(tokenizer.decode(tokens[0]))"
+    )
+    done = run(sys.executable, "-c", code, folder)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1].startswith("</s> w1 w2 ") and len(done.stdout.splitlines()[-1].split()) == 6
+
+
+@torch.no_grad()
+def test_a_gpt2_comes_back(gpt2, tmp_path):  # noqa: F811
+    """To fairseq and back: its tokenizer, its ids, and its logits where nothing was converted."""
+    folder, original = gpt2
+    convert(folder, tmp_path / "gpt2.pt", "softmax")
+    export(tmp_path / "gpt2.pt", tmp_path / "out", data=tmp_path, tokenizer=folder)
+    ids = transformers.GPT2Tokenizer.from_pretrained(tmp_path / "out")("the other thing", return_tensors="pt")["input_ids"]
+    assert ids.equal(transformers.GPT2Tokenizer.from_pretrained(folder)("the other thing", return_tensors="pt")["input_ids"])
+    model = load(tmp_path / "out")
+    torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=1e-4, atol=1e-5)
+    same = dict(max_new_tokens=8, do_sample=False)
+    assert model.generate(ids, **same).equal(original.generate(ids, **same))
+
+
+def test_mistakes_leave_what_is_there(dictionary, folder, tmp_path):  # noqa: F811
+    _, _, state = source("--arch transformer_lm", dictionary)
+    before = sorted(path.name for path in folder.iterdir())
+    with pytest.raises(ValueError, match=r"OUTPUT .* exists; name another folder, or give --force"):
+        export(save(state, tmp_path), folder, data=dictionary)
+    with pytest.raises(ValueError, match="holds a TransformerLanguageModel; fw-export-hf takes fast_weight_lm"):
+        export(tmp_path / "source.pt", tmp_path / "out", data=dictionary)
+    with pytest.raises(ValueError, match=r"CHECKPOINT .*nowhere\.pt does not exist"):
+        export(tmp_path / "nowhere.pt", tmp_path / "out")
+    _, _, state = source("--arch fast_weight_lm", dictionary)
+    with pytest.raises(ValueError, match=r"no dictionary at .*; name the folder of dict.txt by --data"):
+        export(save(state, tmp_path), tmp_path / "out", data=tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == before and not (tmp_path / "out").exists()

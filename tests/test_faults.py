@@ -1,0 +1,162 @@
+"""Runs that are killed, and checkpoints that are damaged or not what they should be."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import re
+import shutil
+import time
+
+import pytest
+import torch
+from commands import USER_DIR, Command, fairseq, succeed
+from fairseq import checkpoint_utils
+from torch import nn
+
+from fw_fairseq import registration  # noqa: F401
+from fw_fairseq.non_finite import FirstNonFinite
+
+TRAIN = (
+    "--arch fast_weight_lm --decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32"
+    " --decoder-ffn-embed-dim 64 --decoder-attention-heads 2 --feature-map favor --dropout 0.1 --tokens-per-sample 16"
+    " --batch-size 4 --optimizer adam --lr 0.01 --seed 3 --log-format simple --log-interval 1 --disable-validation"
+    " --no-epoch-checkpoints --save-interval-updates 1 --keep-interval-updates 2"
+)
+UPDATES = 260
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder, draw = tmp_path_factory.mktemp("data"), random.Random(0)
+    lines = [" ".join(f"word{draw.randrange(40)}" for _ in range(draw.randint(3, 15))) for _ in range(400)]
+    (folder / "train").write_text("\n".join(lines) + "\n")
+    succeed(fairseq("preprocess", "--only-source", "--trainpref", folder / "train", "--destdir", folder / "bin"))
+    return folder / "bin"
+
+
+def training(data, folder, task, updates):
+    return [data, *TRAIN.split(), "--task", task, "--save-dir", folder, "--max-update", updates, *USER_DIR]
+
+
+@pytest.mark.parametrize("task, kills", [("language_modeling", 10), ("stateful_language_modeling", 20)])
+def test_a_run_that_is_killed_again_and_again_is_the_same_run(task, kills, data, tmp_path):
+    """Every update saves, so that kills fall into the writing of checkpoints too; there are four epochs."""
+    succeed(fairseq("train", *training(data, tmp_path / "whole", task, UPDATES)))
+    draw, command = random.Random(1), training(data, tmp_path / "killed", task, UPDATES)
+    for _ in range(kills):
+        life = Command("train", *command)
+        while life.process.is_alive() and "num_updates" not in life.files[1].read_text():
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.2))
+        assert life.process.is_alive(), life.files[2].read_text()[-2000:]
+        life.process.kill()
+        life.wait()
+    succeed(fairseq("train", *command))
+    whole, killed = (torch.load(tmp_path / run / "checkpoint_last.pt", weights_only=True) for run in ("whole", "killed"))
+    assert killed["optimizer_history"][-1]["num_updates"] == UPDATES
+    for part in ("model", "last_optimizer_state"):
+        assert pickle.dumps(flat(killed[part])) == pickle.dumps(flat(whole[part]))
+
+
+def flat(x):
+    if isinstance(x, torch.Tensor):
+        return x.numpy().tobytes()
+    if isinstance(x, dict):
+        return {key: flat(value) for key, value in x.items()}
+    return [flat(value) for value in x] if isinstance(x, (list, tuple)) else x
+
+
+@pytest.fixture(scope="module")
+def saved(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    succeed(fairseq("train", *training(data, folder, "stateful_language_modeling", 2)))
+    return folder
+
+
+def test_a_damaged_checkpoint_is_named_and_another_one_offered(data, saved, tmp_path):
+    folder = shutil.copytree(saved, tmp_path / "run")
+    last = folder / "checkpoint_last.pt"
+    last.write_bytes(last.read_bytes()[:-5000])
+    os.utime(folder / "checkpoint_1_1.pt", (0, 0))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    done = fairseq("train", *training(data, folder, "stateful_language_modeling", 4))
+    sentence = done.stderr.strip().splitlines()[-1]
+    assert done.returncode != 0 and sentence.startswith(f"ValueError: {last} cannot be read as a fairseq checkpoint (")
+    assert sentence.endswith("; the newest whole one of its folder is checkpoint_1_2.pt")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def loaded(path) -> tuple[object, str]:
+    """The model, or why not."""
+    try:
+        return flat(checkpoint_utils.load_checkpoint_to_cpu(str(path))["model"]), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def test_flipped_bytes_are_noticed(saved, tmp_path):
+    """Or do not matter: they fall into what is not read."""
+    draw, whole = random.Random(0), (saved / "checkpoint_last.pt").read_bytes()
+    expected, path, said = loaded(saved / "checkpoint_last.pt")[0], tmp_path / "flipped.pt", []
+    for _ in range(300):
+        content = bytearray(whole)
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        path.write_bytes(content)
+        model, why = loaded(path)
+        assert model == expected or (model is None and why.startswith(f"{path} cannot be read as a fairseq checkpoint ("))
+        said.append(why)
+    assert sum(map(bool, said)) > 150
+
+
+class Foreign:
+    def __init__(self, command):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def test_foreign_code_is_not_run(saved, tmp_path):
+    state = torch.load(saved / "checkpoint_last.pt", weights_only=True)
+    torch.save(state | {"extra": Foreign(f"touch {tmp_path / 'ran'}")}, tmp_path / "foreign.pt")
+    with pytest.raises(ValueError, match=r"foreign.pt cannot be read .*it holds posix.system, which is neither a tensor nor"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "foreign.pt"))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "part, value, said",
+    [
+        (
+            "layers.1.self_attn.mixer.in_proj.weight",
+            (-1, 0),
+            r"the output of gate beta of layer 1 \(decoder.layers.1.self_attn.mixer",
+        ),
+        (
+            "layers.0.self_attn.mixer.in_proj.bias",
+            (33,),
+            r"the output of k of layer 0 \(decoder.layers.0.self_attn.mixer.in_proj\)",
+        ),
+        ("layers.1.fc2.weight", (0, 0), "the output of decoder.layers.1.fc2, whose weight is not finite"),
+    ],
+)
+def test_a_loss_that_is_not_a_number_says_where_from(part, value, said, data, saved, tmp_path):
+    state = torch.load(saved / "checkpoint_last.pt", weights_only=True)
+    state["model"][f"decoder.{part}"][value] = float("nan")
+    torch.save(state, tmp_path / "checkpoint_last.pt")
+    done = fairseq("train", *training(data, tmp_path, "stateful_language_modeling", 4))
+    assert done.returncode != 0
+    assert re.search(f"the first is {said}.*, at update 3; .*crash.pt has the parameters$", done.stderr.strip()), done.stderr[-900:]
+
+
+def test_the_first_gradient_that_is_not_finite_is_found():
+    """The one nearest to the loss."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    with FirstNonFinite(model) as found:
+        y = model(torch.zeros(4, 2))
+        (y - y.detach()).abs().sqrt().sum().backward()
+    assert found.sentence == "the first is the gradient of 1"
