@@ -45,6 +45,10 @@ class FastWeightConfig(FairseqDataclass):
     srupp_width: int = option(0, "width of srupp's attention; 0: a quarter of the layer's")
     srupp_heads: int = option(1, "heads of srupp's attention")
     srupp_memory: int = option(512, "how many tokens before it each token sees in srupp's attention, of earlier segments too")
+    local_window: int = option(32, "how many tokens each token sees in local_attention, itself among them")
+    xl_memory: int = option(256, "how many tokens before it each token sees in transformer_xl; evaluation may have another number")
+    slots: int = option(32, "vectors of keys, and as many of values, that a head of abc and linformer keeps")
+    slot_positions: int = option(1024, "positions that linformer has weights for; later ones have the last one's")
     scale_output: bool = option(False, "divide what the output projection gives by the square root of its input's width")
 
 

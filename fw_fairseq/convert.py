@@ -22,12 +22,14 @@ from torch import Tensor
 from . import registration  # noqa: F401
 from .config import FEATURE_NORMS, SOFTMAX, FastWeightConfig, layer_mixers
 from .feature_maps import FEATURE_MAPS
-from .mixers import MIXERS
+from .mixers import MIXERS, Mixer
 from .mixers.fast_weight import FastWeight, initial_bias
 from .pretrained import Source, read_pretrained
 from .rules import RULES
 
+LOCAL = "local_attention"
 ATTENTION = [f"{part}_proj.{kind}" for part in ("q", "k", "v", "out") for kind in ("weight", "bias")]
+TARGETS = [*RULES, LOCAL, SOFTMAX]
 SUM_SCALE = 1 / 512  # Mao 2022, footnote 4
 
 
@@ -46,8 +48,8 @@ def convert(source, output, rule: str, *, force: bool = False, seed: int = 1, **
     options: feature_dim, feature_map, feature_norm, attention_norm and mixer_pattern, as fast_weight_lm has them. A GPT-2 also gets
     dict.txt, its tokens as fairseq's symbols, in the folder of ``output``.
     """
-    if rule not in (*RULES, SOFTMAX):
-        raise ValueError(f"--rule is {rule!r}; it must be one of: {', '.join([*RULES, SOFTMAX])}")
+    if rule not in TARGETS:
+        raise ValueError(f"--rule is {rule!r}; it must be one of: {', '.join(TARGETS)}")
     output = Path(output)
     if output.exists() and not force:
         raise ValueError(f"OUTPUT {output} exists; name another file, or give --force to replace it")
@@ -65,12 +67,12 @@ def convert(source, output, rule: str, *, force: bool = False, seed: int = 1, **
 def fast_weight_config(rule: str, feature_map=None, feature_norm=None, **options) -> FastWeightConfig:
     """The rule's best setting of Mao 2022, table 1, where nothing else is given: learned ReLU features divided by their sum where
     something is erased, plain features for the others."""
-    if rule == SOFTMAX:
+    if rule in (LOCAL, SOFTMAX):
         given = {"--feature-map": feature_map, "--feature-norm": feature_norm}
         given |= {"--" + name.replace("_", "-"): value for name, value in options.items()}
         if named := [name for name, value in given.items() if value]:
-            raise ValueError(f"--rule softmax converts nothing; leave {', '.join(named)} out")
-        return FastWeightConfig(mixer=SOFTMAX)
+            raise ValueError(f"--rule {rule} keeps queries and keys as they are; leave {', '.join(named)} out")
+        return FastWeightConfig(mixer=rule)
     erases = RULES[rule].coefficients is not None and "beta" in RULES[rule].gates
     feature_map = feature_map or ("relu" if erases else "identity")
     norm = feature_norm or (("sum" if FEATURE_MAPS[feature_map].non_negative else "l2") if erases else "none")
@@ -88,8 +90,10 @@ def convert_tensors(source: Source, config: FastWeightConfig) -> list[Change]:
         parts = {key: tensors.pop(prefix + key) for key in ATTENTION if prefix + key in tensors}
         if left := next((key for key in tensors if key.startswith(prefix)), None):
             raise ValueError(f"SOURCE has {left}, an option of attention that fast weights do not have")
+        if name not in CONVERSIONS:
+            raise ValueError(f"--mixer-pattern has {name}; fw-convert makes: {', '.join([*CONVERSIONS, SOFTMAX])}")
         mixer = MIXERS[name](options["decoder_embed_dim"], options["decoder_attention_heads"], config)
-        new, entries = convert_attention(parts, mixer)
+        new, entries = CONVERSIONS[name](parts, mixer)
         changes += [Change(f"{prefix}mixer.{key}", *entry) for key, *entry in entries]
         tensors |= {f"{prefix}mixer.{key}": x for key, x in new.items()}
     tied = {x.data_ptr(): key for key, x in reversed(tensors.items())}
@@ -125,6 +129,16 @@ def convert_attention(parts: dict[str, Tensor], mixer: FastWeight) -> tuple[dict
         state[key] = (torch.eye(width).repeat(heads, 1, 1) if learned else state[key]).to(dtype)
         entries.append((key, "new", state[key].numel(), "starts as the identity" if learned else ""))
     return state, entries
+
+
+def convert_to_local(parts: dict[str, Tensor], mixer: Mixer) -> tuple[dict[str, Tensor], list[tuple]]:
+    """Queries, keys and values in one matrix, all as they are."""
+    state = {f"in_proj.{kind}": torch.cat([parts[f"{x}_proj.{kind}"] for x in "qkv"]) for kind in ("weight", "bias")}
+    state |= {key: x for key, x in parts.items() if key.startswith("out_proj.")}
+    return state, [(key, "copied", x.numel(), "") for key, x in state.items()]
+
+
+CONVERSIONS = {"fast_weight": convert_attention, LOCAL: convert_to_local}
 
 
 def width_map(heads: int, width: int, head_dim: int) -> Tensor:
@@ -216,7 +230,9 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fw-convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="SOURCE", help="a checkpoint of fairseq's transformer_lm, or the folder of a GPT-2")
     parser.add_argument("output", metavar="OUTPUT", help="the checkpoint to write, for --finetune-from-model or --restore-file")
-    parser.add_argument("--rule", required=True, choices=[*RULES, SOFTMAX], help="softmax: nothing is converted, all is copied")
+    parser.add_argument(
+        "--rule", required=True, choices=TARGETS, help="local_attention: a window of it; softmax: nothing is converted"
+    )
     parser.add_argument("--feature-dim", type=int, default=0, help="width of queries and keys per head before the map; 0: as it is")
     parser.add_argument("--feature-map", choices=list(FEATURE_MAPS), help="default: relu for rules that erase, identity for others")
     parser.add_argument("--feature-norm", choices=FEATURE_NORMS, help="default: sum or l2 for rules that erase, none for others")

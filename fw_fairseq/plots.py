@@ -1,4 +1,4 @@
-"""fw-plot: the papers' figures from logged results. Vector or pixels by the ending of --out; lines differ without colours too."""
+"""fw-plot: figures and tables of the papers from logs. Figures by the ending of --out; lines differ without colours too."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 import os
 import sys
 from pathlib import Path
+
+from . import tables
 
 LINE_STYLES, MARKERS = ("-", "--", ":", "-."), "osD^vPX*<>hd"
 COLUMN, HEIGHT = 4.6, 3.2  # inches
@@ -42,8 +44,13 @@ def main(arguments: list[str] | None = None) -> None:
     curves.add_argument("--log-axis", action="store_true", help="logarithmic values")
     for command in commands.choices.values():
         command.add_argument("--out", type=Path, nargs="+", required=True, help="files to write, .svg, .pdf or .png")
+    tables.add_arguments(
+        commands.add_parser("tables", help="finished runs of recipes in the papers' tables, beside what was published")
+    )
     args = parser.parse_args(arguments)
     try:
+        if args.command == "tables":
+            return tables.main(args)
         draw = draw_curves if args.command == "curves" else draw_retrieval
         save(draw(args), args.out)
     except (OSError, ValueError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import zipfile
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -20,6 +21,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from .config import SOFTMAX, layer_mixers
+from .damaged_files import load_checkpoint_to_cpu
 from .models.fast_weight_lm import FastWeightLanguageModel, FastWeightLanguageModelConfig
 
 SPECIAL = 4  # <s>, <pad>, </s>, <unk>: the first symbols of every fairseq dictionary
@@ -66,9 +68,7 @@ def read_pretrained(path) -> Source:
 
 
 def read_fairseq(path: Path) -> Source:
-    state = checkpoint_utils.load_checkpoint_to_cpu(str(path))
-    for unused in ("last_optimizer_state", "optimizer_history", "extra_state"):
-        state.pop(unused, None)  # the moments of Adam are twice the size of the model
+    state = load_mapped(path)
     if not isinstance(state.get("model"), dict) or state.get("cfg") is None:
         raise ValueError(f"{path} holds no fairseq model with its options; SOURCE must be a checkpoint that fairseq-train saved")
     old = state.get("args")
@@ -84,6 +84,18 @@ def read_fairseq(path: Path) -> Source:
     if options["max_target_positions"] is None:
         options["max_target_positions"] = cfg["task"].get("max_target_positions") or options["tokens_per_sample"]
     return Source(options, state["model"], cfg)
+
+
+def load_mapped(path: Path) -> dict:
+    """As fairseq loads a checkpoint, but tensors stay on disk until they are used: Adam's moments, twice the model, to the end."""
+    return load_checkpoint_to_cpu(mapped, path)
+
+
+def mapped(path: Path) -> dict:
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    if state.get("cfg") is not None:
+        state["cfg"] = OmegaConf.create(state["cfg"], flags={"allow_objects": True})
+    return checkpoint_utils._upgrade_state_dict(state)
 
 
 def lm_options(given: dict) -> dict:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
 
 from fw_fairseq.convert import convert
+from fw_fairseq.pretrained import load_mapped
 from fw_fairseq.rules import RULES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -172,6 +175,15 @@ def test_layers_that_stay_softmax(plain, dictionary, tmp_path):
     assert "decoder.layers.0.self_attn.q_proj.weight" in names and "decoder.layers.1.self_attn.mixer.in_proj.weight" in names
 
 
+def test_local_attention_is_the_source_as_far_as_its_window(plain, dictionary, tmp_path):
+    changes = convert(plain[1], tmp_path / "out.pt", "local_attention")
+    assert {change.what for change in changes} == {"copied"}
+    tokens = torch.randint(4, 64, (2, 40))
+    source, local = (logits(model, tokens) for model in (plain[0], load(tmp_path / "out.pt", dictionary)))
+    torch.testing.assert_close(local[:, :32], source[:, :32], rtol=1e-5, atol=1e-5)
+    assert (local[:, 32:] - source[:, 32:]).abs().amax() > 1e-3
+
+
 def test_half_precision_stays(dictionary, tmp_path):
     _, _, state = source("--arch transformer_lm", dictionary)
     state["model"] = {name: x.half() for name, x in state["model"].items()}
@@ -218,6 +230,11 @@ def test_unknown_layouts_are_refused_by_their_first_key(change, said, dictionary
     [
         ({"rule": "decoy"}, "--rule"),
         ({"rule": "softmax", "feature_dim": 4}, "--feature-dim"),
+        ({"rule": "local_attention", "feature_norm": "l2"}, "--rule local_attention keeps .* leave --feature-norm out"),
+        (
+            {"rule": "decay", "mixer_pattern": "sru"},
+            "--mixer-pattern has sru; fw-convert makes: fast_weight, local_attention, softmax",
+        ),
         ({"rule": "decay", "attention_norm": True}, "--attention-norm"),
         ({"rule": "delta", "feature_map": "identity", "feature_norm": "none"}, "--feature-norm"),
     ],
@@ -243,3 +260,21 @@ def test_the_command_prints_a_table_and_overwrites_only_by_force(plain, tmp_path
     assert out.read_bytes() != before
     missing = fw_convert(tmp_path / "none.pt", tmp_path / "x.pt", "--rule", "sum")
     assert missing.returncode and "none.pt does not exist" in missing.stderr
+
+
+def test_optimizer_state_stays_on_disk(dictionary, tmp_path):
+    """Read only where it is used; fairseq reads all of it."""
+    _, _, state = source("--arch transformer_lm", dictionary)
+    path = save(state | {"last_optimizer_state": torch.ones(10**7)}, tmp_path)
+    anonymous = []
+    for read in (load_mapped, checkpoint_utils.load_checkpoint_to_cpu):
+        before = anonymous_kilobytes()
+        state = read(path)
+        anonymous.append(anonymous_kilobytes() - before)
+        del state
+    assert anonymous[0] < 20_000 < 35_000 < anonymous[1]
+
+
+def anonymous_kilobytes() -> int:
+    """This process's memory, files that it maps left out."""
+    return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])

@@ -13,7 +13,8 @@ from torch import nn
 
 from fw_fairseq import explain, explain_page, registration  # noqa: F401
 from fw_fairseq.config import FastWeightConfig
-from fw_fairseq.mixers import Additive, FastWeight, Leap, Sru, Srupp
+from fw_fairseq.mixers import Abc, Additive, FastWeight, Leap, LocalAttention, Sru, Srupp, TransformerXl
+from fw_fairseq.mixers.look_back import look_back
 from fw_fairseq.ops.pooling import pool
 from fw_fairseq.rules import RULES
 
@@ -89,9 +90,24 @@ def test_sru_memory(kind):
     torch.testing.assert_close(found["memory"][0, -1], found["write"][0, -1])
     if kind is Srupp:
         z = mixer.down_proj(x)
-        attended, _, _ = mixer.attend(z.transpose(0, 1), None, None, None)
+        view, _ = look_back(z.transpose(0, 1), None, 12, None, None)
+        attended = mixer.read(z.transpose(0, 1), view.tokens, view.seen)
         values = mixer.kv_proj(z)[:, 0].chunk(2, -1)[1].unflatten(-1, (2, -1))
         torch.testing.assert_close(torch.einsum("ht,thv->hv", found["attention"], values).flatten(), attended[0, -1])
+
+
+@pytest.mark.parametrize("kind", [LocalAttention, TransformerXl])
+def test_attention_to_the_last_tokens(kind):
+    mixer, x = kind(C, HEADS, FastWeightConfig(local_window=8, xl_memory=7)), text()
+    mixer.out_proj = nn.Identity()
+    weights, values = mixer.explain(x)["attention"], mixer.by_head(mixer.in_proj(x).chunk(3, -1)[2])[0]
+    assert weights[:, :-8].eq(0).all() and weights[:, -8:].gt(0).all()
+    torch.testing.assert_close(torch.einsum("ht,htv->hv", weights, values).flatten(), mixer(x)[0][-1, 0])
+
+
+def test_a_mixer_that_cannot_say_is_refused():
+    with pytest.raises(ValueError, match="fw-explain cannot say what a layer of Abc takes from which token"):
+        Abc(C, HEADS, FastWeightConfig()).explain(text())
 
 
 class Words(HTMLParser):

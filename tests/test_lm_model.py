@@ -31,6 +31,10 @@ SMALL = {
 OTHER_MIXERS = {name: [{}, {"window_sizes": "3"}, {"window_sizes": "0"}] for name in ("additive", "leap")} | {
     "sru": [{}, {"sru_projection": 8}],
     "srupp": [{}, {"srupp_memory": 4, "srupp_heads": 2}, {"decoder_ffn_embed_dim": 0}],
+    "local_attention": [{"local_window": 4}],
+    "transformer_xl": [{"xl_memory": 4}],
+    "linformer": [{"slots": 3, "slot_positions": 6}],
+    "abc": [{"slots": 3}],
 }
 FROM_OTHER_GROUPS = {"add_bos_token": False, "tokens_per_sample": 64, "max_target_positions": None, "tpu": False}
 

@@ -1,4 +1,4 @@
-"""Every mixer but fast weights through fairseq's commands: train, stream, generate."""
+"""Every mixer but fast weights through fairseq's commands, four in one model: train, stream, generate."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ ADDITIVE = ["--arch", "additive_lm", "--batch-size", 2, "--tokens-per-sample", 1
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("mixer", [name for name in MIXERS if name != "fast_weight"])
-def test_trains_resumes_streams_and_generates(data, tmp_path, mixer):  # noqa: F811
-    options = ["--mixer", mixer]
+NAMES = [name for name in MIXERS if name != "fast_weight"]
+CASES = [
+    ["--mixer-pattern", ",".join(NAMES[i : i + 4]), "--decoder-layers", len(NAMES[i : i + 4])] for i in range(0, len(NAMES), 4)
+]
+
+
+@pytest.mark.parametrize("options", CASES, ids=lambda options: options[1])
+def test_trains_resumes_streams_and_generates(data, tmp_path, options):  # noqa: F811
     log = train(data, tmp_path, *options)
     train(data, tmp_path / "parts", *options, "--max-update", 2)
     resumed = losses(train(data, tmp_path / "parts", *options))

@@ -8,7 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 from commands import ENVIRONMENT, ROOT, succeed
+from test_lm_model import options_of
+
+from fw_fairseq import plots
 
 BIN = str(Path(sys.executable).parent)
 
@@ -18,6 +23,55 @@ def recipe(name: str, out, *args, **environment):
     return subprocess.run(
         ["bash", str(ROOT / "recipes" / name), *map(str, args)], env=variables, capture_output=True, text=True, timeout=600
     )
+
+
+def test_conversion_on_wikitext2(tmp_path):
+    """Start, warm start and fine-tune; a second call only prints."""
+    printed = succeed(recipe("wikitext2/conversion.sh", tmp_path, ROWS="delta-4-distilled"))
+    [row] = [line for line in printed.splitlines() if line.startswith("| delta-4-distilled | ")]
+    assert all(50 < value < 5000 for value in perplexities(row)) and len(perplexities(row)) == 2
+    [log] = [path.read_text() for path in tmp_path.glob("start-8-delta-4-distilled-8/warm.log")]
+    assert '"train_distil_match"' in log and '"train_num_updates": "4"' in log
+    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.pt")}
+    assert row in succeed(recipe("wikitext2/conversion.sh", tmp_path, ROWS="delta-4-distilled"))
+    assert stamps == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.pt")}
+
+
+def test_gpt2(tmp_path):
+    """The four scripts as they are."""
+    variables = {"PYTHON": sys.executable, "RULE": "delta", "M": "4", "VARIANT": "norm"}
+    for script in ("prepare", "convert", "finetune", "eval"):
+        printed = succeed(recipe(f"gpt2/{script}.sh", tmp_path, **variables))
+    assert 100 < float(re.fullmatch(r"delta-4-norm, valid, context 0: ([\d.]+)", printed.splitlines()[-1])[1]) < 1000
+    plots.main(["tables", "mao1", str(tmp_path), "--out", str(tmp_path / "table.csv")])
+    [row] = [line for line in (tmp_path / "table.csv").read_text().splitlines() if line.startswith("Delta,norm,20.1,")]
+    updates, state = row.split(",")[4:]
+    assert (updates, float(state)) == ("6", 2 * 4 * 4 * 8 / 1e6)
+    options = torch.load(tmp_path / "delta-4-norm" / "checkpoint_last.pt", weights_only=True)["cfg"]
+    assert (options["lr_scheduler"]["_name"], options["optimization"]["clip_norm"], options["optimization"]["lr"]) == (
+        "cosine",
+        1.0,
+        [6e-4],
+    )
+    model = options["model"]
+    assert (model["feature_map"], model["feature_norm"], model["attention_norm"]) == ("relu", "sum", False)
+
+
+@pytest.mark.parametrize(
+    "recipe_yaml, arch, extra, batch",
+    [
+        ("gpt2/finetune.yaml", "fast_weight_lm_gpt2_small", {"no_scale_embedding": True, "activation_fn": "gelu_accurate"}, 32),
+        ("wikitext103/train.yaml", "fast_weight_lm_wiki103_small", {}, 96),
+    ],
+)
+def test_yaml_is_the_scripts_model(recipe_yaml, arch, extra, batch):
+    config = yaml.safe_load((ROOT / "recipes" / recipe_yaml).read_text())
+    own = {"_name", "mixer", "update_rule", "feature_dim", "feature_map", "feature_norm", "attention_norm"}
+    expected = vars(options_of(arch, **extra))
+    assert {name: value for name, value in config["model"].items() if name not in own} == {
+        name: expected[name] for name in config["model"] if name not in own
+    }
+    assert config["dataset"]["batch_size"] == batch
 
 
 def perplexities(row: str) -> list[float]:
@@ -31,13 +85,14 @@ def wikitext(tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("row", ["delta", "delta_stream"])
+@pytest.mark.parametrize("row", ["delta", "transformer_xl_stream"])
 def test_wikitext103(row, wikitext):
     succeed(recipe("wikitext103/train.sh", wikitext, "small", row, "--max-update", 4))
     log = succeed(recipe("wikitext103/train.sh", wikitext, "small", row, "--max-update", 6))
     assert 'num_updates": "6"' in log and "Loaded checkpoint" in log, "goes on from its last checkpoint"
-    printed = succeed(recipe("wikitext103/eval.sh", wikitext, "small", row, SPLIT="valid")).splitlines()[-1]
-    assert printed.startswith(f"| small | {row} | valid | ") and 50 < perplexities(printed)[0] < 5000
+    memory = {"XL_MEMORY": "15"} if "xl" in row else {}
+    printed = succeed(recipe("wikitext103/eval.sh", wikitext, "small", row, SPLIT="valid", **memory)).splitlines()[-1]
+    assert printed.startswith(f"| small | {row}{', memory 15' * len(memory)} | valid | ") and 50 < perplexities(printed)[0] < 5000
 
 
 @pytest.mark.parametrize(
@@ -46,11 +101,12 @@ def test_wikitext103(row, wikitext):
         ("wikitext103/train.sh", ["tiny", "delta"], "SIZE is tiny; it must be small, medium or base"),
         ("wikitext103/train.sh", ["small", "detla"], "ROW is detla"),
         ("wikitext103/train.sh", ["small", "srupp"], "SIZE small has no ROW srupp; base goes with srupp and srupp5"),
+        ("gpt2/convert.sh", [], "RULE delta diverges without a feature map"),
         ("wikitext103/eval.sh", ["small", "linear"], "run recipes/wikitext103/train.sh small linear first"),
     ],
 )
 def test_mistakes(name, args, message, wikitext):
-    done = recipe(name, wikitext, *args)
+    done = recipe(name, wikitext, *args, RULE="delta")
     assert done.returncode != 0 and message in done.stderr
 
 

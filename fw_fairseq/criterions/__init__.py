@@ -3,5 +3,6 @@
 from .fast_weight_cross_entropy import FastWeightCrossEntropy
 from .fast_weight_label_smoothed_cross_entropy import FastWeightLabelSmoothedCrossEntropy
 from .retrieval_mse import RetrievalMse
+from .t2r_distillation import T2rDistillation
 
-__all__ = ["FastWeightCrossEntropy", "FastWeightLabelSmoothedCrossEntropy", "RetrievalMse"]
+__all__ = ["FastWeightCrossEntropy", "FastWeightLabelSmoothedCrossEntropy", "RetrievalMse", "T2rDistillation"]

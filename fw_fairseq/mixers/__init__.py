@@ -2,11 +2,35 @@
 
 from .additive import Additive
 from .base import Mixer
+from .bounded import Abc, Linformer
 from .fast_weight import FastWeight
 from .leap import Leap
+from .local_attention import LocalAttention, TransformerXl
 from .sru import Sru
 from .srupp import Srupp
 
-MIXERS: dict[str, type[Mixer]] = {"fast_weight": FastWeight, "additive": Additive, "leap": Leap, "sru": Sru, "srupp": Srupp}
+MIXERS: dict[str, type[Mixer]] = {
+    "fast_weight": FastWeight,
+    "additive": Additive,
+    "leap": Leap,
+    "sru": Sru,
+    "srupp": Srupp,
+    "local_attention": LocalAttention,
+    "transformer_xl": TransformerXl,
+    "linformer": Linformer,
+    "abc": Abc,
+}
 
-__all__ = ["MIXERS", "Additive", "FastWeight", "Leap", "Mixer", "Sru", "Srupp"]
+__all__ = [
+    "MIXERS",
+    "Abc",
+    "Additive",
+    "FastWeight",
+    "Leap",
+    "Linformer",
+    "LocalAttention",
+    "Mixer",
+    "Sru",
+    "Srupp",
+    "TransformerXl",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 
@@ -38,11 +39,21 @@ class Mixer(nn.Module):
 
     def explain(self, x: Tensor) -> dict[str, Tensor]:
         """x (T,1,C) -> the weights (heads,T) that the tokens have in what the last one gets, by what they are: docs/explain.md."""
-        raise NotImplementedError
+        raise ValueError(f"fw-explain cannot say what a layer of {type(self).__name__} takes from which token")
 
     def by_head(self, part: Tensor) -> Tensor:
         """(T,B,H*X) -> (B,H,T,X), a view."""
         return part.unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0, 3)
+
+    @torch.no_grad()
+    def state_size(self) -> int:
+        """How many numbers it keeps of a sequence."""
+        _, state = self(next(self.parameters()).new_zeros(1, 1, self.embed_dim))
+        return sum(x.numel() for x in state if x is not None and x.is_floating_point())
+
+    def pretrained(self) -> dict[str, slice]:
+        """The rows of its parameters that fw-convert takes over from attention, as they are or scaled."""
+        return {}
 
     def redraw(self, keep: bool = False) -> None:
         """Called before a forward: new random features for training, or with ``keep`` those that an earlier state was made with."""

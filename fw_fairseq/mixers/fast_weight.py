@@ -69,6 +69,11 @@ class FastWeight(Mixer):
             self.state_norm = state.memory.flatten(2).norm(dim=-1).mean() if self.keeps_state_norm else None
         return self.out_proj(y.permute(2, 0, 1, 3).flatten(2)), state
 
+    def pretrained(self) -> dict[str, slice]:
+        start = self.sizes["q"] + self.sizes["k"]
+        values, whole = slice(start, start + self.sizes["v"]), slice(None)
+        return {"in_proj.weight": values, "in_proj.bias": values, "out_proj.weight": whole, "out_proj.bias": whole}
+
     def explain(self, x: Tensor) -> dict[str, Tensor]:
         """What the last token reads is linear in the values: the weight of each comes from values of one channel per token."""
         if self.rule.coefficients is None:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from ..ops.pooling import last_weights
 from ..ops.state import state as state_type
 from .base import Mixer
+from .look_back import WindowState, look_back
 from .sru import Sru
 
 
@@ -48,44 +49,21 @@ class Srupp(Sru):
 
     def forward(self, x: Tensor, state: SruppState | None = None, padding_mask=None, reset_mask=None):
         z = self.down_proj(x)
-        attended, memory, filled = self.attend(z.transpose(0, 1), state, padding_mask, reset_mask)
+        memory = None if state is None else WindowState(*state[1:])
+        view, memory = look_back(z.transpose(0, 1), memory, self.memory, padding_mask, reset_mask)
+        attended = self.read(z.transpose(0, 1), view.tokens, view.seen)
         inner = self.norm(z + self.alpha * attended.transpose(0, 1))
         h, state = self.recur(inner, x, None if state is None else state.cell, padding_mask, reset_mask)
-        return h, SruppState(state.cell, memory, filled)
+        return h, SruppState(state.cell, *memory)
 
     def explain(self, x: Tensor) -> dict[str, Tensor]:
         z = self.down_proj(x)
-        attended, _, _ = self.attend(z.transpose(0, 1), None, None, None)
+        view, _ = look_back(z.transpose(0, 1), None, self.memory, None, None)
+        attended = self.read(z.transpose(0, 1), view.tokens, view.seen)
         found = self.explain_memory(self.norm(z + self.alpha * attended.transpose(0, 1)))
         q, k = (part.unflatten(-1, (self.inner_heads, -1)) for part in (z[-1, 0], self.kv_proj(z)[:, 0].chunk(2, -1)[0]))
         scores = torch.einsum("hx,thx->ht", q, k) * q.shape[-1] ** -0.5
         return {"attention": last_weights(scores[None], self.memory + 1)[0]} | found
-
-    def attend(self, z: Tensor, state: SruppState | None, padding_mask, reset_mask) -> tuple[Tensor, Tensor, Tensor]:
-        """z (B,T,width) -> what attention reads (B,T,width), the next memory and which of it is filled."""
-        batch, total = z.shape[:2]
-        real = torch.ones(batch, total, dtype=torch.bool, device=z.device) if padding_mask is None else ~padding_mask
-        texts = torch.zeros_like(real, dtype=torch.long) if reset_mask is None else reset_mask.long().cumsum(1)
-        keys = z
-        if state is not None:
-            keys, real = torch.cat([state.memory.to(z), z], 1), torch.cat([state.filled, real], 1)
-            texts = F.pad(texts, (self.memory, 0))
-        attended = self.read(z, keys, self.seen(real, texts, total))
-        real = real & (texts == texts[:, -1:])
-        missing = max(0, self.memory - keys.shape[1])
-        keys, real = F.pad(keys, (0, 0, missing, 0)), F.pad(real, (missing, 0))
-        last = real.long().argsort(dim=1, stable=True)[:, -self.memory :]
-        return attended, keys.gather(1, last[..., None].expand(-1, -1, keys.shape[2])), real.gather(1, last)
-
-    def seen(self, real: Tensor, texts: Tensor, total: int) -> Tensor:
-        """real, texts (B,S) -> (B,T,S): what each of the last ``total`` tokens sees."""
-        size = real.shape[1]
-        place = real.long().cumsum(1)  # padding takes none
-        near = place[:, -total:, None] - place[:, None] <= self.memory
-        order = torch.arange(size, device=real.device)
-        before = order[-total:, None] >= order
-        itself = order[-total:, None] == order  # also of padding, or its softmax would be over nothing
-        return itself | (near & before & real[:, None] & (texts[:, -total:, None] == texts[:, None]))
 
     def read(self, queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
         q, k, v = (x.unflatten(-1, (self.inner_heads, -1)).transpose(1, 2) for x in (queries, *self.kv_proj(keys).chunk(2, -1)))

@@ -1,8 +1,11 @@
 """fast_weight_lm: fairseq's Transformer language model with fast weights in place of attention, layer by layer."""
 
 import copy
+import functools
+import logging
 from dataclasses import dataclass, fields
 
+from fairseq.dataclass import ChoiceEnum
 from fairseq.models import register_model, register_model_architecture
 from fairseq.models.transformer import TransformerDecoder
 from fairseq.models.transformer.transformer_config import TransformerConfig
@@ -16,6 +19,7 @@ from ..mixers.base import check_heads
 from ..modules import CarriedState, FastWeightDecoderLayer, MixerAttention
 
 UNLIMITED = 10**9
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -28,6 +32,11 @@ class FastWeightLanguageModelConfig(FastWeightConfig, TransformerLanguageModelCo
     decoder_output_dim: int = option(128, "decoder output dimension")
     decoder_ffn_embed_dim: int = option(512, "decoder embedding dimension for FFN")
     decoder_attention_heads: int = option(8, "num decoder attention heads")
+    train_only: ChoiceEnum(["all", "new"]) = option(
+        "all",
+        "new: only what fw-convert makes anew, query and key projections, gates and feature maps; the rest stays as it is"
+        " (values shrink with --weight-decay)",
+    )
 
 
 def read_config(kind: type, args):
@@ -118,14 +127,51 @@ class FastWeightDecoder(TransformerDecoder):
 
 @register_model("fast_weight_lm", dataclass=FastWeightLanguageModelConfig)
 class FastWeightLanguageModel(TransformerLanguageModel):
+    num_updates = 0  # for criterions that change on the way
+
     @classmethod
     def build_model(cls, args, task):
         check_heads(args.decoder_embed_dim, args.decoder_attention_heads)  # before fairseq does, by an assertion
         model = super().build_model(args, task)
-        return cls(FastWeightDecoder(args, task.target_dictionary, model.decoder.embed_tokens, no_encoder_attn=True))
+        model = cls(FastWeightDecoder(args, task.target_dictionary, model.decoder.embed_tokens, no_encoder_attn=True))
+        if safe_getattr(args, "train_only", "all") == "new":
+            model.freeze_all_but_new()
+        if not next(model.parameters()).is_meta:
+            logger.info(model.state_size())
+        return model
 
     def forward(self, src_tokens, src_lengths=None, **kwargs):
         return self.decoder(src_tokens, **kwargs)
+
+    def set_num_updates(self, num_updates):
+        super().set_num_updates(num_updates)
+        self.num_updates = num_updates
+
+    def state_size(self) -> str:
+        """In millions of numbers, as Schlag et al. 2021 report it."""
+        kept, softmax = sum(x.mixer.state_size() for x in self.decoder.mixers), len(self.decoder.layers) - len(self.decoder.mixers)
+        growing = f", and {2 * softmax * self.decoder.embed_dim} numbers more with each token" if softmax else ""
+        return f"state size: {kept / 1e6:.4g} million numbers for a sequence{growing}"
+
+    def freeze_all_but_new(self) -> None:
+        """The optimizer holds what has new rows; the gradients of the other rows are 0."""
+        self.requires_grad_(False)
+        for attention in self.decoder.mixers:
+            pretrained = attention.mixer.pretrained()
+            for name, parameter in attention.mixer.named_parameters():
+                rows = pretrained.get(name, slice(0))
+                if rows == slice(None):
+                    continue
+                parameter.requires_grad_(True)
+                parameter.register_hook(functools.partial(without_rows, rows=rows))
+        if not any(parameter.requires_grad for parameter in self.parameters()):
+            raise ValueError("--train-only new leaves nothing to train: the attention of all layers is as it was")
+
+
+def without_rows(gradient, rows: slice):
+    gradient = gradient.clone()
+    gradient[rows] = 0
+    return gradient
 
 
 def defaults(args, **values) -> None:

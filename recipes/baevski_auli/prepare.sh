@@ -9,24 +9,13 @@
 # The text has a known checksum. The checkpoint has none that was published: the first download's is kept beside it and holds from
 # then on, unless MODEL_SHA256 gives one.
 source "$(dirname "$0")/settings.sh"
+source recipes/download.sh
 
 TEXT_URL=${TEXT_URL:-https://wikitext.smerity.com/wikitext-103-v1.zip}
 TEXT_SHA256=${TEXT_SHA256:-242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590}
 MODEL_URL=${MODEL_URL:-https://dl.fbaipublicfiles.com/fairseq/models/lm/adaptive_lm_wiki103.v2.tar.bz2}
 MODEL_SHA256=${MODEL_SHA256:-}
 mkdir -p "$OUT"
-
-download() { # URL FILE SHA256 ; an empty SHA256: that of the first download
-    local url=$1 file=$2 wanted=$3 found
-    if [ ! -f "$file" ]; then
-        curl --fail --location --retry 5 --continue-at - --output "$file.part" "$url"
-        mv "$file.part" "$file"
-    fi
-    found=$(sha256sum "$file" | cut -d ' ' -f 1)
-    [ -n "$wanted" ] || wanted=$(cat "$file.sha256" 2>/dev/null || echo "$found")
-    [ "$found" = "$wanted" ] || { echo "$file has SHA-256 $found instead of $wanted; remove it and start again" >&2; exit 1; }
-    echo "$found" >"$file.sha256"
-}
 
 if [ -n "$TOY" ]; then
     DATA=$OUT/text

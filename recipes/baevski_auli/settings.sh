@@ -4,7 +4,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 TOY=${TOY:-}
 OUT=${OUT:-outputs/baevski_auli${TOY:+_toy}}
-RULE=${RULE:-decay}                 # of fw-convert --rule
+RULE=${RULE:-decay}                 # of fw-convert --rule, or abc or linformer, which are not converted
 M=${M:-${TOY:+4}}                   # width of queries and keys per head; 32 and 64 in the paper's table 3
 M=${M:-32}
 MAP=${MAP:-identity} NORM=${NORM:-none} # relu and sum for RULE=delta

@@ -11,6 +11,8 @@
 #             transformer 34.1 29.6   linear 38.3 33.0   delta 35.5 31.5   performer 39.6 33.8   performer_delta 37.2 31.8
 #             medium: delta_norm 32.1   delta_nopos_norm 31.2   delta_nopos 31.1
 #             carry-over, medium: delta_stream 29.4   linear_stream (breaks: above 260)
+#               transformer_xl_stream, evaluated by XL_MEMORY=n: 15 65.5   127 30.1   255 27.4   767 25.5
+#             local_attention, abc, linformer: comparators that are not in these tables
 #             small, larger features: performer16 38.8   performer16_delta 37.0   dpfp1 38.8   dpfp1_delta 35.0
 #           SIZE base, ROW srupp or srupp5: SRU++ base of Lei 2021 (published: 148M parameters, 18.3), memories carried along; the
 #             schedule is this file's, not the publication's
@@ -58,6 +60,8 @@ case $row in
     dpfp1_delta) model=("${delta[@]}" --feature-map dpfp --dpfp-nu 1) ;;
     srupp) model=() ;;
     srupp5) model=(--mixer-pattern "sru*4,srupp" --sru-projection 768) ;;
+    transformer_xl_stream) model=(--mixer transformer_xl --xl-memory $length) ;;
+    local_attention | abc | linformer) model=(--mixer "$row") ;;
     *) echo "train.sh: ROW is $row; the head of this file lists what there is" >&2; exit 2 ;;
 esac
 task=language_modeling
@@ -70,8 +74,9 @@ if [ -n "${TOY:-}" ]; then
     model+=(--adaptive-input-cutoff 500,1000 --adaptive-softmax-cutoff 500,1000 --cpu --num-workers 0 --warmup-updates 5)
 fi
 
+mkdir -p "$save"
 # shellcheck disable=SC2086
-exec $launch "$out/bin" --user-dir "$PWD/fw_fairseq" --task $task --save-dir "$save" --arch "${arch:-fast_weight_lm_wiki103_$size}" \
+$launch "$out/bin" --user-dir "$PWD/fw_fairseq" --task $task --save-dir "$save" --arch "${arch:-fast_weight_lm_wiki103_$size}" \
     --decoder-normalize-before --tokens-per-sample $length --batch-size "$batch" --required-batch-size-multiple 1 --criterion fast_weight_cross_entropy \
     --ddp-backend legacy_ddp --optimizer adam --lr 0.00025 --lr-scheduler cosine --warmup-updates 2000 --max-update $updates \
-    --clip-norm 0.25 --keep-last-epochs 1 --log-format json --log-interval 100 --seed 1 "${model[@]}" "$@"
+    --clip-norm 0.25 --keep-last-epochs 1 --log-format json --log-interval 100 --seed 1 "${model[@]}" "$@" 2>&1 | tee -a "$save/train.log"

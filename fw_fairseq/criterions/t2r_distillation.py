@@ -1,0 +1,161 @@
+"""t2r_distillation: a converted Transformer learns from the one it came from, layer by layer first, then word by word."""
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+from fairseq import checkpoint_utils
+from fairseq.criterions import register_criterion
+from fairseq.dataclass import ChoiceEnum
+from fairseq.logging import metrics
+from fairseq.utils import item
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..config import option
+from .fast_weight_cross_entropy import FastWeightCrossEntropyConfig, PlainOrAdaptive
+from .memory_logging import MemoryLogging
+
+MATCHES = ["hidden", "attention"]
+
+
+@dataclass
+class T2rDistillationConfig(FastWeightCrossEntropyConfig):
+    teacher: str = option("", "checkpoint of the Transformer with softmax attention to learn from")
+    match: ChoiceEnum(MATCHES) = option(
+        "hidden",
+        "what is matched of each layer first: its output, or what its attention gives on the teacher's input of that layer",
+    )
+    match_updates: int = option(0, "updates that match layers; those after it match the teacher's words")
+    teacher_weight: float = option(0.5, "share of the teacher's words in the loss after --match-updates; the text has the rest")
+
+
+class Distillation(PlainOrAdaptive):
+    def __init__(self, task, sentence_avg, ddp_backend, state_norm_penalty, teacher, match, match_updates, teacher_weight):
+        super().__init__(task, sentence_avg, ddp_backend)
+        if not teacher:
+            raise ValueError("--teacher is missing; it is the checkpoint that fw-convert started from")
+        if not 0 <= teacher_weight <= 1:
+            raise ValueError(f"--teacher-weight is {teacher_weight}; it must be from 0 to 1")
+        [model], _ = checkpoint_utils.load_model_ensemble([teacher], task=task)
+        self._teacher = [model.eval().requires_grad_(False)]  # in a list, for it is no part of what is trained and saved
+        self.match, self.match_updates, self.teacher_weight = str(match), match_updates, teacher_weight
+        self.state_norm_penalty = state_norm_penalty
+
+    def forward(self, model, sample, reduce=True):
+        """Validation is the plain loss: what can be compared with other runs."""
+        if not model.training:
+            return super().forward(model, sample, reduce)
+        if not hasattr(model, "num_updates"):
+            raise ValueError("--criterion t2r_distillation trains fast_weight_lm and its architectures; use one of them")
+        teacher = self.teacher_for(model)
+        matching = model.num_updates < self.match_updates
+        target = model.get_targets(sample, None)
+        real = target.ne(self.padding_idx)
+        if matching:
+            losses = {"match": real.sum() * self.match_layers(model, teacher, sample["net_input"], real)}
+            loss = losses["match"]
+        else:
+            losses = self.match_words(model, teacher, sample["net_input"], target)
+            loss = self.teacher_weight * losses["teacher"] + (1 - self.teacher_weight) * losses["text"]
+        count = int(real.sum())
+        size = len(target) if self.sentence_avg else count
+        log = {"loss": losses.get("text", loss).detach(), "ntokens": count, "nsentences": len(target), "sample_size": size}
+        return loss, size, log | {f"distil_{name}": value.detach() for name, value in losses.items() if name != "text"}
+
+    def teacher_for(self, model):
+        """The teacher where the model is and in its precision."""
+        like = next(model.parameters())
+        [teacher] = self._teacher
+        if next(teacher.parameters()).device != like.device or next(teacher.parameters()).dtype != like.dtype:
+            teacher = self._teacher[0] = teacher.to(device=like.device, dtype=like.dtype)
+        return teacher
+
+    def match_layers(self, model, teacher, net_input, real) -> Tensor:
+        """The mean over layers and tokens of the squared distance, in units of the teacher's mean square."""
+        if self.match == "hidden":
+            with torch.no_grad():
+                wanted = hidden(teacher, plain(net_input))
+            given = hidden(model, net_input)
+        else:
+            with torch.no_grad(), attention(teacher) as (inputs, wanted):
+                hidden(teacher, plain(net_input))
+            with attention(model, inputs) as (_, given):
+                hidden(model, net_input)
+            if not all(x.requires_grad for x in given):
+                raise ValueError("--match attention does not work with --checkpoint-activations; use --match hidden")
+        if [x.shape for x in given] != [x.shape for x in wanted]:
+            raise ValueError(
+                f"--teacher has {len(wanted)} layers of width {wanted[0].shape[-1]}, the model {len(given)} of"
+                f" {given[0].shape[-1]}; they must be the same (and --decoder-layerdrop 0)"
+            )
+        rows = real.t()  # (T,B), as the layers are
+        pairs = [(x[rows].float(), y[rows].float()) for x, y in zip(given, wanted)]
+        return torch.stack([(x - y).square().mean() / y.square().mean().clamp(min=1e-12) for x, y in pairs]).mean()
+
+    def match_words(self, model, teacher, net_input, target) -> dict[str, Tensor]:
+        """The text's cross entropy and the divergence from the teacher's probabilities, summed over tokens."""
+        with torch.no_grad():
+            wanted, _ = words(teacher, teacher(**plain(net_input))[0], target)
+        given, targets = words(model, model(**net_input)[0], target)
+        losses = {"text": 0.0, "teacher": 0.0}
+        for number, (x, y, t) in enumerate(zip(given, wanted, targets)):
+            if t is None:
+                continue
+            if x.shape != y.shape:
+                raise ValueError("--teacher has another vocabulary, or other cutoffs of it, than the model; they must be the same")
+            if number == 0:  # padding is among the frequent words
+                x, y, t = (part[target.view(-1) != self.padding_idx] for part in (x, y, t))
+            x = F.log_softmax(x.float(), -1)
+            losses["text"] += F.nll_loss(x, t, reduction="sum")
+            losses["teacher"] += F.kl_div(x, F.log_softmax(y.float(), -1), reduction="sum", log_target=True)
+        return losses
+
+
+def plain(net_input: dict) -> dict:
+    """Without the memories that a stream carries, which the teacher does not have."""
+    return {name: net_input[name] for name in ("src_tokens", "src_lengths")}
+
+
+def hidden(model, net_input) -> list[Tensor]:
+    """What each layer gives, (T,B,C); the words are left out."""
+    return model(**net_input, features_only=True)[1]["inner_states"][1:]
+
+
+def words(model, output: Tensor, target: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Logits (N,V) and targets (N); of an adaptive softmax those of the frequent words, then of each cluster with its words."""
+    adaptive = getattr(model.decoder, "adaptive_softmax", None)
+    if adaptive is None:
+        return [output.flatten(0, 1)], [target.view(-1)]
+    return adaptive(output, target.view(-1))
+
+
+@contextlib.contextmanager
+def attention(model, given: list[Tensor] | None = None):
+    """Collects inputs and outputs of every layer's self-attention in the next forward; ``given``: inputs that take their place."""
+    inputs, outputs, handles = [], [], []
+
+    def before(module, args, kwargs):
+        if given is not None:
+            kwargs = kwargs | dict.fromkeys(("query", "key", "value"), given[len(inputs)])
+        inputs.append(kwargs["query"])
+        return args, kwargs
+
+    for layer in model.decoder.layers:
+        handles.append(layer.self_attn.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(layer.self_attn.register_forward_hook(lambda module, args, output: outputs.append(output[0])))
+    try:
+        yield inputs, outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@register_criterion("t2r_distillation", dataclass=T2rDistillationConfig)
+class T2rDistillation(MemoryLogging, Distillation):
+    @classmethod
+    def reduce_metrics(cls, logging_outputs) -> None:
+        super().reduce_metrics(logging_outputs)
+        tokens = item(sum(log.get("ntokens", 0) for log in logging_outputs))
+        for key in dict.fromkeys(key for log in logging_outputs for key in log if key.startswith("distil_")):
+            metrics.log_scalar(key, item(sum(log.get(key, 0) for log in logging_outputs)) / tokens, tokens, round=4)

@@ -1,0 +1,108 @@
+"""Attention to a fixed number of slots that keys and values are summed up in: ABC (Peng et al. 2022) and a causal Linformer."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..feature_maps import wide
+from ..ops import FastWeightState, fast_weight
+from ..ops.state import state as state_type
+from .base import Mixer
+
+LIMIT = 20.0  # of the exponents: a slot's weights differ by a factor of up to exp(40), and their sums stay within fp32
+
+
+@state_type
+class BoundedState(NamedTuple):
+    keys: Tensor  # (B,H,D,N): sums over tokens of k_t w_t^T
+    values: Tensor  # (B,H,N,D): of w_t v_t^T
+    weights: Tensor | None = None  # (B,H,1,N): of w_t
+    position: Tensor | None = None  # (B): how many tokens there were
+
+
+class Bounded(Mixer):
+    """y_t = W V_t^T softmax(K_t q_t / sqrt(d)), with N slots of keys and values, K_t = sum_{s<=t} w_s k_s^T, V_t likewise.
+
+    Reading takes two passes of the sum rule: what a query finds in the slots' keys, then what those shares find in their values.
+    """
+
+    state_type = BoundedState
+
+    def __init__(self, embed_dim: int, num_heads: int, config, extra: int = 0):
+        super().__init__(embed_dim, num_heads)
+        if config.slots < 1:
+            raise ValueError(f"--slots is {config.slots}; it must be a number of vectors per head, at least 1")
+        self.slots, self.backend = config.slots, str(config.fast_weight_backend)
+        self.in_proj, self.out_proj = nn.Linear(embed_dim, 3 * embed_dim + extra), nn.Linear(embed_dim, embed_dim)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        for weight in self.in_proj.weight.split(self.embed_dim):
+            nn.init.xavier_uniform_(weight, gain=1 / math.sqrt(2))
+        nn.init.xavier_uniform_(self.out_proj.weight)
+        for linear in (self.in_proj, self.out_proj):
+            nn.init.zeros_(linear.bias)
+
+    def read(self, parts: list[Tensor], weights: Tensor, state: BoundedState | None, masks: dict, means: bool):
+        """q, k, v (T,B,C) and weights (B,H,T,N) -> y (T,B,C) and the state; ``means``: slots are means and not sums."""
+        q, k, v = (wide(self.by_head(part)) for part in parts)
+        keys, values, totals = (None, None, None) if state is None else state[:3]
+        scores, keys = self.sums(q * self.head_dim**-0.5, k, weights, keys, masks)
+        if means:
+            ones = torch.ones_like(q[..., :1])
+            total, totals = self.sums(ones, ones, weights, totals, masks)
+            total = torch.where(total > 0, total, 1)  # 0 before the first token, at padding
+            scores = scores / total
+        shares = scores.softmax(-1)
+        y, values = self.sums(shares / total if means else shares, weights, v, values, masks)
+        y = y.to(parts[0].dtype).permute(2, 0, 1, 3).flatten(2)
+        return self.out_proj(y), BoundedState(keys, values, totals if means else None)
+
+    def sums(self, q: Tensor, k: Tensor, v: Tensor, memory: Tensor | None, masks: dict) -> tuple[Tensor, Tensor]:
+        y, state = fast_weight(q, k, v, "sum", {}, None if memory is None else FastWeightState(memory), self.backend, **masks)
+        return y, state.memory
+
+
+class Abc(Bounded):
+    """ABC_MLP: w_t = exp(W_w x_t), and slots are means weighted by it."""
+
+    def __init__(self, embed_dim: int, num_heads: int, config):
+        super().__init__(embed_dim, num_heads, config, extra=num_heads * config.slots)
+
+    def forward(self, x: Tensor, state: BoundedState | None = None, padding_mask=None, reset_mask=None):
+        *parts, scores = self.in_proj(x).split([self.embed_dim] * 3 + [self.num_heads * self.slots], -1)
+        weights = wide(self.by_head(scores)).clamp(-LIMIT, LIMIT).exp()
+        return self.read(parts, weights, state, {"padding_mask": padding_mask, "reset_mask": reset_mask}, means=True)
+
+
+class Linformer(Bounded):
+    """w_t: a learned vector for each position, the last of ``--slot-positions`` for all after it."""
+
+    def __init__(self, embed_dim: int, num_heads: int, config):
+        super().__init__(embed_dim, num_heads, config)
+        if config.slot_positions < 1:
+            raise ValueError(f"--slot-positions is {config.slot_positions}; it must be a number of tokens, at least 1")
+        self.position_weight = nn.Parameter(torch.randn(config.slot_positions, num_heads, self.slots) / math.sqrt(self.slots))
+
+    def forward(self, x: Tensor, state: BoundedState | None = None, padding_mask=None, reset_mask=None):
+        start = x.new_zeros(x.shape[1], dtype=torch.long) if state is None else state.position
+        places, end = positions(start, x.shape[0], padding_mask, reset_mask)
+        weights = wide(self.position_weight)[places.clamp(max=len(self.position_weight) - 1)].transpose(1, 2)  # (B,H,T,N)
+        masks = {"padding_mask": padding_mask, "reset_mask": reset_mask}
+        y, state = self.read(list(self.in_proj(x).chunk(3, -1)), weights, state, masks, means=False)
+        return y, state._replace(position=end)
+
+
+def positions(start: Tensor, total: int, padding_mask, reset_mask) -> tuple[Tensor, Tensor]:
+    """start (B) -> the place of each token in its text (B,T), and of the next one (B). Padding takes none."""
+    real = start.new_ones(len(start), total) if padding_mask is None else (~padding_mask).long()
+    before = real.cumsum(1) - real
+    first = -start[:, None].expand_as(before)
+    if reset_mask is not None:
+        first = torch.where(reset_mask, before, first).cummax(1).values
+    return before - first, before[:, -1] - first[:, -1] + real[:, -1]

@@ -1,0 +1,102 @@
+"""Softmax attention to a window: plain, and with the relative positions of Transformer-XL."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .base import Mixer
+from .look_back import View, WindowState, look_back
+
+
+class LocalAttention(Mixer):
+    """y_t = W sum_s softmax(q_t k_s / sqrt(d)) v_s over the ``--local-window`` last tokens s, t among them.
+
+    Keys and values of the window go on into the next segment, without gradients.
+    """
+
+    state_type = WindowState
+
+    def __init__(self, embed_dim: int, num_heads: int, config):
+        super().__init__(embed_dim, num_heads)
+        self.memory = self.memory_of(config)
+        self.in_proj, self.out_proj = nn.Linear(embed_dim, 3 * embed_dim), nn.Linear(embed_dim, embed_dim)
+        self.reset_parameters()
+
+    @staticmethod
+    def memory_of(config) -> int:
+        """The tokens that each one sees before itself."""
+        if config.local_window < 2:
+            raise ValueError(f"--local-window is {config.local_window}; it must be a number of tokens, at least 2")
+        return config.local_window - 1
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """As fairseq's attention."""
+        for weight in self.in_proj.weight.chunk(3):
+            nn.init.xavier_uniform_(weight, gain=1 / math.sqrt(2))
+        nn.init.xavier_uniform_(self.out_proj.weight)
+        for linear in (self.in_proj, self.out_proj):
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, x: Tensor, state: WindowState | None = None, padding_mask=None, reset_mask=None):
+        q, kv = self.in_proj(x).split([self.embed_dim, 2 * self.embed_dim], -1)
+        view, state = look_back(kv.transpose(0, 1), state, self.memory, padding_mask, reset_mask)
+        k, v = map(self.by_head, view.tokens.transpose(0, 1).chunk(2, -1))
+        return self.out_proj(self.read(self.by_head(q), k, v, view).permute(2, 0, 1, 3).flatten(2)), state
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=view.seen[:, None])
+
+    def explain(self, x: Tensor) -> dict[str, Tensor]:
+        """What is read of values that have one channel per token."""
+        q, kv = self.in_proj(x).split([self.embed_dim, 2 * self.embed_dim], -1)
+        view, _ = look_back(kv.transpose(0, 1), None, self.memory, None, None)
+        k, _ = map(self.by_head, kv.chunk(2, -1))
+        each = torch.eye(len(x), dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
+        return {"attention": self.read(self.by_head(q), k, each, view)[0, :, -1]}
+
+    def pretrained(self) -> dict[str, slice]:
+        return {f"{linear}.{kind}": slice(None) for linear in ("in_proj", "out_proj") for kind in ("weight", "bias")}
+
+    def state_size(self) -> int:
+        """With the token that reads, as Schlag et al. 2021 count."""
+        return 2 * self.embed_dim * (self.memory + 1)
+
+
+class TransformerXl(LocalAttention):
+    """Dai et al. 2019: scores (q_t + a) k_s + (q_t + b) W_r r_{t-s}, r sinusoids of the distance.
+
+    Each token sees the ``--xl-memory`` tokens before it, however the text is cut. No parameter depends on that number, so that
+    another one can be tried in evaluation: fairseq-eval-lm --model-overrides "{'xl_memory': 128}".
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, config):
+        super().__init__(embed_dim, num_heads, config)
+        self.position_proj = nn.Linear(embed_dim, embed_dim, bias=False)
+        nn.init.xavier_uniform_(self.position_proj.weight, gain=1 / math.sqrt(2))
+        self.content_bias, self.position_bias = (nn.Parameter(torch.zeros(num_heads, 1, self.head_dim)) for _ in range(2))
+
+    @staticmethod
+    def memory_of(config) -> int:
+        if config.xl_memory < 1:
+            raise ValueError(f"--xl-memory is {config.xl_memory}; it must be a number of tokens, at least 1")
+        return config.xl_memory
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
+        distances = sinusoids(self.memory + 1, self.embed_dim, q.device).to(q.dtype)
+        r = self.position_proj(distances).unflatten(-1, (self.num_heads, -1)).transpose(0, 1)  # (H,R+1,D)
+        by_distance = (q + self.position_bias) @ r.mT * self.head_dim**-0.5  # (B,H,T,R+1)
+        back = view.distance.clamp(0, self.memory)[:, None].expand(-1, self.num_heads, -1, -1)
+        scores = by_distance.gather(3, back).masked_fill(~view.seen[:, None], -torch.inf)
+        return F.scaled_dot_product_attention(q + self.content_bias, k, v, attn_mask=scores)
+
+
+def sinusoids(count: int, width: int, device) -> Tensor:
+    """(count, width), fp32"""
+    frequencies = 10000 ** -(torch.arange(0, width, 2, device=device) / width)
+    angles = torch.arange(count, device=device)[:, None] * frequencies
+    return torch.cat([angles.sin(), angles.cos()], 1)[:, :width]

@@ -1,0 +1,142 @@
+"""Attention to a window, Transformer-XL, ABC and Linformer against their definitions, one token after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_lm_model import build
+
+from fw_fairseq.config import FastWeightConfig
+from fw_fairseq.mixers import MIXERS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WIDTH, HEADS, LENGTH, BATCH = 12, 2, 9, 3
+HEAD = WIDTH // HEADS
+
+
+def mixer_of(name: str, **options):
+    mixer = MIXERS[name](WIDTH, HEADS, FastWeightConfig(mixer=name, **options)).double()
+    for parameter in mixer.parameters():  # biases too
+        torch.nn.init.normal_(parameter, std=0.5)
+    return mixer
+
+
+def by_head(x):
+    """(T,B,C) -> (T,B,H,X)"""
+    return x.unflatten(-1, (HEADS, -1))
+
+
+def attend(q, k, v, more=0.0):
+    """q (B,H,D), k and v (S,B,H,D) -> (B,C)"""
+    scores = torch.einsum("bhd,sbhd->sbh", q, k) * HEAD**-0.5 + more
+    return torch.einsum("sbh,sbhd->bhd", scores.softmax(0), v).flatten(1)
+
+
+def step_by_step(mixer, x, read):
+    """``read(t, q, k, v)`` is what token t reads."""
+    q, k, v = map(by_head, mixer.in_proj(x).split(WIDTH, -1)[:3])
+    return mixer.out_proj(torch.stack([read(t, q, k, v) for t in range(len(x))]))
+
+
+def test_local_attention_sees_its_window():
+    mixer, x = mixer_of("local_attention", local_window=4), torch.randn(LENGTH, BATCH, WIDTH, dtype=torch.float64)
+    expected = step_by_step(mixer, x, lambda t, q, k, v: attend(q[t], *(z[max(0, t - 3) : t + 1] for z in (k, v))))
+    torch.testing.assert_close(mixer(x)[0], expected)
+
+
+def test_transformer_xl_scores_contents_and_distances():
+    mixer, x = mixer_of("transformer_xl", xl_memory=5), torch.randn(LENGTH, BATCH, WIDTH, dtype=torch.float64)
+    frequencies = 10000 ** -(torch.arange(0, WIDTH, 2) / WIDTH)
+
+    def read(t, q, k, v):
+        first = max(0, t - 5)
+        angles = torch.arange(t - first, -1, -1)[:, None] * frequencies
+        r = by_head(mixer.position_proj(torch.cat([angles.sin(), angles.cos()], 1).double()))
+        content, position = (bias[:, 0] for bias in (mixer.content_bias, mixer.position_bias))
+        distances = torch.einsum("bhd,shd->sbh", q[t] + position, r) * HEAD**-0.5
+        return attend(q[t] + content, k[first : t + 1], v[first : t + 1], distances)
+
+    torch.testing.assert_close(mixer(x)[0], step_by_step(mixer, x, read))
+
+
+def slots(t, weights, x):
+    """(N,B,H,D): weighted sums of the tokens up to t."""
+    return torch.einsum("sbhn,sbhd->nbhd", weights[: t + 1], x[: t + 1])
+
+
+def test_abc_reads_means_in_slots():
+    mixer, x = mixer_of("abc", slots=3), torch.randn(LENGTH, BATCH, WIDTH, dtype=torch.float64)
+    weights = by_head(mixer.in_proj(x)[..., 3 * WIDTH :]).exp()
+
+    def read(t, q, k, v):
+        share = weights[: t + 1] / weights[: t + 1].sum(0)
+        return attend(q[t], slots(t, share, k), slots(t, share, v))
+
+    torch.testing.assert_close(mixer(x)[0], step_by_step(mixer, x, read))
+
+
+def test_linformer_weighs_by_position():
+    mixer, x = mixer_of("linformer", slots=3, slot_positions=5), torch.randn(LENGTH, BATCH, WIDTH, dtype=torch.float64)
+    weights = mixer.position_weight[[0, 1, 2, 3, 4, 4, 4, 4, 4], None].expand(-1, BATCH, -1, -1)
+    expected = step_by_step(mixer, x, lambda t, q, k, v: attend(q[t], slots(t, weights, k), slots(t, weights, v)))
+    torch.testing.assert_close(mixer(x)[0], expected)
+
+
+@pytest.mark.parametrize("name", ["local_attention", "transformer_xl", "linformer", "abc"])
+def test_texts_and_padding_keep_to_themselves(name):
+    """A reset starts anew; padding on the left is as if it were not there, and leaves the state alone."""
+    mixer, x = mixer_of(name, slots=3, slot_positions=6, local_window=4, xl_memory=4), torch.randn(8, 2, WIDTH).double()
+    reset, padding = torch.zeros(2, 5, dtype=torch.bool), torch.zeros(2, 5, dtype=torch.bool)
+    reset[0, 2], padding[1, :2] = True, True
+    _, state = mixer(x[:3])
+    y, after = mixer(x[3:], state, padding, reset)
+    torch.testing.assert_close(y[2:, :1], mixer(x[5:, :1])[0])
+    alone, after_alone = mixer(x[5:, 1:], state.index_select(torch.tensor([1])))
+    torch.testing.assert_close(y[2:, 1:], alone)
+    again = torch.randn(1, 1, WIDTH).double()
+    torch.testing.assert_close(mixer(again, after.index_select(torch.tensor([1])))[0], mixer(again, after_alone)[0])
+
+
+def test_exponents_of_any_size_stay_finite():
+    mixer, x = mixer_of("abc", slots=3), 1000 * torch.randn(LENGTH, BATCH, WIDTH).double()
+    y, _ = mixer.float()(x.float())
+    y.sum().backward()
+    assert y.isfinite().all() and all(p.grad.isfinite().all() for p in mixer.parameters())
+
+
+@pytest.mark.parametrize(
+    "options, millions",
+    [
+        ({"update_rule": "delta", "feature_map": "elu"}, 0.131072),
+        ({"mixer": "transformer_xl", "xl_memory": 15}, 0.131072),
+        ({"mixer": "transformer_xl", "xl_memory": 127}, 1.048576),
+        ({"mixer": "local_attention"}, 0.262144),
+        ({"mixer": "abc"}, 16 * (2 * 32 * 256 + 8 * 32) / 1e6),
+        ({"mixer": "linformer", "slots": 64}, 16 * 2 * 64 * 256 / 1e6),
+    ],
+)
+def test_state_sizes_are_those_of_table_4(options, millions):
+    """Schlag et al. 2021, medium: 0.13 for fast weights and for Transformer-XL that sees 15 tokens back, 1.05 for 127."""
+    sizes = dict.fromkeys(("decoder_embed_dim", "decoder_input_dim", "decoder_output_dim"), 256)
+    model = build(decoder_layers=16, decoder_attention_heads=8, **sizes, **options)
+    assert sum(layer.mixer.state_size() for layer in model.decoder.mixers) == pytest.approx(millions * 1e6)
+    assert model.state_size() == f"state size: {millions:.4g} million numbers for a sequence"
+
+
+def test_the_state_of_a_hybrid_grows_with_its_softmax():
+    assert build(mixer_pattern="softmax,fast_weight").state_size().endswith("and 64 numbers more with each token")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"mixer": "local_attention", "local_window": 1}, "--local-window is 1; it must be a number of tokens, at least 2"),
+        ({"mixer": "transformer_xl", "xl_memory": 0}, "--xl-memory is 0; it must be a number of tokens, at least 1"),
+        ({"mixer": "abc", "slots": 0}, "--slots is 0; it must be a number of vectors per head, at least 1"),
+        ({"mixer": "linformer", "slot_positions": 0}, "--slot-positions is 0; it must be a number of tokens, at least 1"),
+    ],
+)
+def test_refused_sizes(options, message):
+    with pytest.raises(ValueError, match=message):
+        build(**options)
