@@ -14,6 +14,7 @@ from . import cuda as kernels
 from .chunkwise import chunk_form
 from .cuda_step import step_cuda_form
 from .cuda_step import why_not as why_no_step_kernel
+from .factored import Factors, factored_form, no_factors
 from .recurrent import scan, step_form
 from .state import FastWeightState
 
@@ -34,6 +35,7 @@ def fast_weight(
     padding_mask: Tensor | None = None,
     key_log_scale: Tensor | None = None,
     reset_mask: Tensor | None = None,
+    decoding: bool = False,
 ) -> tuple[Tensor, FastWeightState]:
     """Writes keys and values into a fast-weight memory over time and reads it with the queries; causal, linear in T.
 
@@ -47,6 +49,8 @@ def fast_weight(
         padding_mask: (B,T), True at padding: such a step leaves the state as it is and outputs 0.
         reset_mask: (B,T), True where the memory is emptied before the step: the first token of a new text.
         key_log_scale: (B,H,T): the keys stand for k exp(key_log_scale); see ``FeatureMap.scaled``. With attention_norm only.
+        decoding: one token at a time follows: with backend "auto" and no kernel, the state starts as ``Factors`` of the memory
+            and becomes the memory when that is no larger.
 
     Returns:
         y (B,H,T,V) in v's dtype, and the state after the last token, accumulated in fp32 (float64 for float64 inputs).
@@ -61,9 +65,12 @@ def fast_weight(
         checks.check_key_log_scale(key_log_scale, rule, spec, attention_norm, q)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if state is None:
-        state = empty_state(shape, q.device, dtype, attention_norm, key_log_scale is not None)
+        factored = decoding and backend == "auto" and spec.coefficients is not None and not has_kernels(q)
+        state = empty_state(shape, q.device, dtype, attention_norm, key_log_scale is not None, factored)
     else:
         checks.check_state(state, q, v, dtype, attention_norm, key_log_scale is not None)
+        if isinstance(state.memory, Factors) and q.shape[2] > 1:
+            state = state._replace(memory=state.memory.dense())
     if padding_mask is not None:
         checks.check_mask("padding_mask", padding_mask, q, "at padding")
         q, k, v = (_at(padding_mask, x, 0) for x in (q, k, v))
@@ -107,16 +114,24 @@ def _normalised(
     log_scale = state.log_scale
     if key_log_scale is not None:
         coefficients, log_scale = normalisation.rescale_writes(coefficients, key_log_scale.to(log_scale.dtype), log_scale)
+    if q.shape[2] == 1 and not has_kernels(q):  # a column would copy the memory for one token
+        one = torch.ones_like(v[..., :1], dtype=state.memory.dtype)
+        read, normaliser = step_form(q, k, one, coefficients, state.normaliser.unsqueeze(-1))
+        y, memory = run(q, k, v.to(state.memory.dtype), coefficients, state.memory)
+        return (y / (read + eps)).to(v.dtype), FastWeightState(memory, normaliser.squeeze(-1), log_scale)
     columns, memory = normalisation.append_column(v, state)
     y, memory = run(q, k, columns, coefficients, memory)
     y, memory, normaliser = normalisation.split_column(y, memory, eps)
     return y.to(v.dtype), FastWeightState(memory, normaliser, log_scale)
 
 
-def empty_state(shape, device, dtype: torch.dtype, attention_norm: bool, log_scale: bool) -> FastWeightState:
+def empty_state(
+    shape, device, dtype: torch.dtype, attention_norm: bool, log_scale: bool, factored: bool = False
+) -> FastWeightState:
     """The state before the first token, for shape (B, H, T, K, V)."""
     batch, heads, _, key_width, value_width = shape
-    memory = torch.zeros(batch, heads, key_width, value_width, device=device, dtype=dtype)
+    zeros = no_factors if factored else torch.zeros
+    memory = zeros(batch, heads, key_width, value_width, device=device, dtype=dtype)
     normaliser = torch.zeros(batch, heads, key_width, device=device, dtype=dtype) if attention_norm else None
     scale = torch.full((batch, heads), -torch.inf, device=device, dtype=dtype) if log_scale else None
     return FastWeightState(memory, normaliser, scale)
@@ -124,9 +139,11 @@ def empty_state(shape, device, dtype: torch.dtype, attention_norm: bool, log_sca
 
 def run_form(backend: str, learning: bool, q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor):
     """As ``chunk_form``. "auto": kernels where they run; else steps for one token and for what has no chunk form, else chunks."""
+    if isinstance(memory, Factors):
+        return factored_form(q, k, v, coefficients, memory)
     if backend in ("recurrent", "chunkwise"):
         return {"recurrent": step_form, "chunkwise": chunk_form}[backend](q, k, v, coefficients, memory)
-    if backend == "cuda" or q.device.type == cuda_launch.current().device_type:
+    if backend == "cuda" or has_kernels(q):
         q, k = q.to(v.dtype), k.to(v.dtype)  # normalisation makes v fp32
         form, reason = choose_kernel(q, k, v, coefficients, learning)
         if reason is None:
@@ -136,6 +153,10 @@ def run_form(backend: str, learning: bool, q: Tensor, k: Tensor, v: Tensor, coef
         log_once(reason)
     stepwise = q.shape[2] == 1 or (coefficients.z is not None and coefficients.e is not None)
     return (step_form if stepwise else chunk_form)(q, k, v, coefficients, memory)
+
+
+def has_kernels(q: Tensor) -> bool:
+    return q.device.type == cuda_launch.current().device_type
 
 
 def choose_kernel(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, learning: bool):
