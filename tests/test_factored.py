@@ -84,6 +84,10 @@ def test_a_longer_piece_and_explicit_backends_have_the_memory_itself():
     whole, final = fast_weight(q, k, v, "delta", gates)
     torch.testing.assert_close(y, whole[:, :, 1:], rtol=TOLERANCE, atol=TOLERANCE)
     torch.testing.assert_close(state.memory, final.memory, rtol=TOLERANCE, atol=TOLERANCE)
+    _, state = fast_weight(q, k, v, "delta", gates, decoding=True)
+    torch.testing.assert_close(state.memory, final.memory, rtol=TOLERANCE, atol=TOLERANCE)
+    one = [x[:, :, :1] for x in (q, k, v)]
     for backend, rule in (("recurrent", "sum"), ("auto", "fwm")):
-        _, state = fast_weight(*inputs.values(), rule, draw_gates(RULES[rule], SHAPE), backend=backend, decoding=True)
+        now = {name: x[:, :, :1] for name, x in draw_gates(RULES[rule], SHAPE).items()}
+        _, state = fast_weight(*one, rule, now, backend=backend, decoding=True)
         assert isinstance(state.memory, Tensor)

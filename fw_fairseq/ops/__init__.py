@@ -49,8 +49,8 @@ def fast_weight(
         padding_mask: (B,T), True at padding: such a step leaves the state as it is and outputs 0.
         reset_mask: (B,T), True where the memory is emptied before the step: the first token of a new text.
         key_log_scale: (B,H,T): the keys stand for k exp(key_log_scale); see ``FeatureMap.scaled``. With attention_norm only.
-        decoding: one token at a time follows: with backend "auto" and no kernel, the state starts as ``Factors`` of the memory
-            and becomes the memory when that is no larger.
+        decoding: the tokens come one at a time; with backend "auto" and no kernel the state then starts as ``Factors`` of the
+            memory and becomes the memory when that is no larger.
 
     Returns:
         y (B,H,T,V) in v's dtype, and the state after the last token, accumulated in fp32 (float64 for float64 inputs).
@@ -65,7 +65,7 @@ def fast_weight(
         checks.check_key_log_scale(key_log_scale, rule, spec, attention_norm, q)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if state is None:
-        factored = decoding and backend == "auto" and spec.coefficients is not None and not has_kernels(q)
+        factored = decoding and q.shape[2] == 1 and backend == "auto" and spec.coefficients is not None and not has_kernels(q)
         state = empty_state(shape, q.device, dtype, attention_norm, key_log_scale is not None, factored)
     else:
         checks.check_state(state, q, v, dtype, attention_norm, key_log_scale is not None)
@@ -137,7 +137,7 @@ def empty_state(
     return FastWeightState(memory, normaliser, scale)
 
 
-def run_form(backend: str, learning: bool, q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor):
+def run_form(backend: str, learning: bool, q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor | Factors):
     """As ``chunk_form``. "auto": kernels where they run; else steps for one token and for what has no chunk form, else chunks."""
     if isinstance(memory, Factors):
         return factored_form(q, k, v, coefficients, memory)
@@ -156,6 +156,7 @@ def run_form(backend: str, learning: bool, q: Tensor, k: Tensor, v: Tensor, coef
 
 
 def has_kernels(q: Tensor) -> bool:
+    """On its device, that is; whether one fits is for ``choose_kernel`` to say."""
     return q.device.type == cuda_launch.current().device_type
 
 

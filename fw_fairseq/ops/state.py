@@ -35,7 +35,7 @@ def state(kind):
 
 @state
 class FastWeightState(NamedTuple):
-    """Its size does not depend on how many tokens were seen."""
+    """However many tokens were seen, it is never larger than the memory."""
 
     memory: Tensor | Factors  # (B,H,K,V), fp32 (float64 for float64 inputs); Factors where decoding asked for them
     normaliser: Tensor | None = None  # (B,H,K): n_t of attention normalisation

@@ -2,7 +2,7 @@
 # Multi30k English-German: softmax attention and linear attention under one budget, on a laptop, with the recipe of WMT14.
 #
 # Data:     DATA=folder with train, val and test_2016_flickr, each .en and .de (29,000 sentences of image captions). Not downloaded here.
-# Hardware: a CPU core, 1 GB; a row of 1400 updates of 1024 tokens takes 13 (softmax) to 22 minutes (dpfp2) of processor time
+# Hardware: a CPU core, 1 GB; a row of 1400 updates of 1024 tokens takes about 13 (softmax) to 22 minutes (dpfp2) of processor time
 # Expect:   the table in docs/results/multi30k.md
 # usage:    DATA=folder [OUT=folder] [UPDATES=1400] [ROWS="softmax dpfp2 dpfp2:decoder"] recipes/multi30k/table.sh
 #
