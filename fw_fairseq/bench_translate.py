@@ -22,6 +22,7 @@ RULE = "sum"
 def add_arguments(parser) -> None:
     maps = [name for name, phi in FEATURE_MAPS.items() if phi.non_negative]
     parser.add_argument("--feature-maps", nargs="+", default=["elu", "dpfp"], choices=maps, metavar="MAP")
+    parser.add_argument("--dpfp-nu", type=positive, default=1, help="nu of dpfp")
     add_sizes(parser, layers=3, width=256, heads=4, ffn=512, vocabulary=8000)
     parser.add_argument(
         "--lengths", nargs="+", type=positive, default=[30, 200, 1000], metavar="T", help="tokens of each translation"
@@ -69,7 +70,7 @@ def build_models(args) -> tuple[Namespace, dict[str, nn.Module]]:
         base_architecture(cfg)
         return kind.build_model(cfg, task).eval().to(args.device)
 
-    linear = partial(build, FastWeightTransformer, update_rule=RULE, feature_norm="none", attention_norm=True)
+    linear = partial(build, FastWeightTransformer, update_rule=RULE, feature_norm="none", attention_norm=True, dpfp_nu=args.dpfp_nu)
     models = {f"fast_weight_transformer {name}": linear(feature_map=name) for name in args.feature_maps}
     return task, models | {TRANSFORMER: build(TransformerModel)}
 

@@ -9,7 +9,7 @@ import pytest
 from fw_fairseq import bench
 
 SIZES = ["--layers", "1", "--width", "16", "--heads", "2", "--ffn", "16", "--vocabulary", "20"]
-TINY = ["translate", *SIZES, "--sentences", "2", "--beam", "3", "--rounds", "2", "--lengths", "4", "16"]
+TINY = ["translate", *SIZES, "--sentences", "2", "--beam", "3", "--rounds", "2", "--dpfp-nu", "2", "--lengths", "4", "16"]
 NAMES = {"fast_weight_transformer elu", "fast_weight_transformer dpfp", "transformer"}
 
 
@@ -24,6 +24,9 @@ def test_translate_report(tmp_path, capsys):
     hypotheses, head = 2 * 3, 8
     decoder, cross = (rows * 2 * (head * head + head) * 4 for rows in (hypotheses, 2))
     assert state["fast_weight_transformer elu"] == [decoder + cross] * 2, "one summary a sentence, whatever the length"
+    width = 4 * head  # of dpfp: 6 tokens are smaller as keys and values
+    short, full = state["fast_weight_transformer dpfp"]
+    assert short < full == (hypotheses + 2) * 2 * (width * head + width) * 4
     assert state["transformer"][0] < state["transformer"][1]
     assert len(report["ratios"]) == 2 * 2
     assert (tmp_path / "translate.png").stat().st_size > 1000

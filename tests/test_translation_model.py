@@ -11,6 +11,7 @@ from fairseq import models as registered
 from fairseq.sequence_generator import SequenceGenerator
 from test_lm_model import ERASING, NON_NEGATIVE, assert_close, make_task
 
+from fw_fairseq.bench_model import state_bytes
 from fw_fairseq.config import ATTENTIONS, FastWeightTransformerConfig, linear_attentions
 from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.modules import LinearAttention
@@ -157,15 +158,12 @@ def test_a_batch_generates_what_each_sentence_generates_alone(subset):
 
 
 def kept(model, length) -> int:
-    """Numbers kept for a sentence with 2 hypotheses after 5 steps: in the decoder's state and in the encoder's output."""
+    """Bytes kept for a sentence with 2 hypotheses after 5 steps: in the decoder's state and in the encoder's output."""
     order, state = torch.tensor([0, 0]), {}
     encoded = model.encoder.reorder_encoder_out(model.encoder(draw(length)), order)
     decode(model, None, draw(5, 5), 0, state, encoded)
     encoded = model.encoder.reorder_encoder_out(encoded, order)
-    tensors = [x for entry in encoded.values() for x in entry]
-    for entry in state.values():
-        tensors += entry.values() if isinstance(entry, dict) else [x for x in entry if torch.is_tensor(x)]
-    return sum(x.numel() for x in tensors if x is not None)
+    return state_bytes(encoded) + state_bytes(state)
 
 
 def test_memory_of_decoding_does_not_depend_on_the_length_of_the_source():

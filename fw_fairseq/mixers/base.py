@@ -26,6 +26,7 @@ class Mixer(nn.Module):
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.state_norm: Tensor | None = None  # of fast weights, for a criterion that asks for it
         self.watched = False  # set by who wants ``statistics``
+        self.decoding = False  # set where the tokens come one at a time: a state may then be kept in whatever form is smaller
         self.last_statistics: dict[str, Tensor] = {}
 
     @classmethod

@@ -63,6 +63,7 @@ class FastWeight(Mixer):
         y, state = fast_weight(
             q, k, v, self.rule_name, gates, state, self.backend, self.attention_norm,
             padding_mask=padding_mask, key_log_scale=key_log_scale, reset_mask=reset_mask, feature_map=self.row_map,
+            decoding=self.decoding,
         )  # fmt: skip
         if self.training and self.watched:
             self.last_statistics = self.measure(gates, state)

@@ -59,6 +59,7 @@ class MixerAttention(nn.Module):
         if isinstance(state, SavedState):
             state = self.mixer.state_type(*state).to(query.device)
         self.mixer.redraw(keep=self.carried is not None)  # in here: what is checkpointed is run again with the same random numbers
+        self.mixer.decoding = incremental_state is not None
         y, state = self.mixer(query, state, key_padding_mask, self.reset_mask)
         if incremental_state is not None:
             self._set_input_buffer(incremental_state, state)

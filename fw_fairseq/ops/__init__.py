@@ -13,6 +13,7 @@ from . import cuda as kernels
 from .chunkwise import chunk_form
 from .cuda_step import step_cuda_form
 from .cuda_step import why_not as why_no_step_kernel
+from .factored import Factors, factored_form, no_factors
 from .recurrent import scan, step_form
 from .row_map import AS_IS, RowMap
 from .state import FastWeightState
@@ -34,6 +35,7 @@ def fast_weight(
     key_log_scale: Tensor | None = None,
     reset_mask: Tensor | None = None,
     feature_map: RowMap | None = None,
+    decoding: bool = False,
 ) -> tuple[Tensor, FastWeightState]:
     """Writes keys and values into a fast-weight memory over time and reads it with the queries; causal, linear in T.
 
@@ -49,6 +51,8 @@ def fast_weight(
         key_log_scale: (B,H,T): the keys stand for k exp(key_log_scale); see ``FeatureMap.scaled``. With attention_norm only.
         feature_map: q and k are (B,H,T,D), and this makes features of them; kernels do it as they load them, so that features
             are never in memory.
+        decoding: the tokens come one at a time; with backend "auto" and no kernel the state then starts as ``Factors`` of the
+            memory and becomes the memory when that is no larger.
 
     Returns:
         y (B,H,T,V) in v's dtype, and the state after the last token, accumulated in fp32 (float64 for float64 inputs).
@@ -69,9 +73,12 @@ def fast_weight(
         checks.check_key_log_scale(key_log_scale, rule, spec, attention_norm, q)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if state is None:
-        state = empty_state(shape, q.device, dtype, attention_norm, key_log_scale is not None)
+        factored = decoding and q.shape[2] == 1 and backend == "auto" and spec.coefficients is not None and not has_kernels(q)
+        state = empty_state(shape, q.device, dtype, attention_norm, key_log_scale is not None, factored)
     else:
         checks.check_state(state, q, shape, dtype, attention_norm, key_log_scale is not None)
+        if isinstance(state.memory, Factors) and q.shape[2] > 1:
+            state = state._replace(memory=state.memory.dense())
     if padding_mask is not None:
         checks.check_mask("padding_mask", padding_mask, q, "at padding")
         q, k, v = (_at(padding_mask, x, 0) for x in (q, k, v))
@@ -110,8 +117,7 @@ def fast_weight(
 def kernels_may_map(spec: Rule, q: Tensor, backend: str, attention_norm: bool) -> bool:
     """Whether only kernels will see q and k."""
     sums_keys = attention_norm and spec.normaliser == "keys"
-    on_device = q.device.type == cuda_launch.current().device_type
-    return backend in ("auto", "cuda") and on_device and spec.step is None and not sums_keys
+    return backend in ("auto", "cuda") and has_kernels(q) and spec.step is None and not sums_keys
 
 
 def _normalised(
@@ -125,26 +131,36 @@ def _normalised(
     log_scale = state.log_scale
     if key_log_scale is not None:
         coefficients, log_scale = normalisation.rescale_writes(coefficients, key_log_scale.to(log_scale.dtype), log_scale)
+    if q.shape[2] == 1 and not has_kernels(q):  # a column would copy the memory for one token
+        one = torch.ones_like(v[..., :1], dtype=state.memory.dtype)
+        read, normaliser = step_form(q, k, one, coefficients, state.normaliser.unsqueeze(-1))
+        y, memory = run(q, k, v.to(state.memory.dtype), coefficients, state.memory)
+        return (y / (read + eps)).to(v.dtype), FastWeightState(memory, normaliser.squeeze(-1), log_scale)
     columns, memory = normalisation.append_column(v, state)
     y, memory = run(q, k, columns, coefficients, memory)
     y, memory, normaliser = normalisation.split_column(y, memory, eps)
     return y.to(v.dtype), FastWeightState(memory, normaliser, log_scale)
 
 
-def empty_state(shape, device, dtype: torch.dtype, attention_norm: bool, log_scale: bool) -> FastWeightState:
+def empty_state(
+    shape, device, dtype: torch.dtype, attention_norm: bool, log_scale: bool, factored: bool = False
+) -> FastWeightState:
     """The state before the first token, for shape (B, H, T, K, V)."""
     batch, heads, _, key_width, value_width = shape
-    memory = torch.zeros(batch, heads, key_width, value_width, device=device, dtype=dtype)
+    zeros = no_factors if factored else torch.zeros
+    memory = zeros(batch, heads, key_width, value_width, device=device, dtype=dtype)
     normaliser = torch.zeros(batch, heads, key_width, device=device, dtype=dtype) if attention_norm else None
     scale = torch.full((batch, heads), -torch.inf, device=device, dtype=dtype) if log_scale else None
     return FastWeightState(memory, normaliser, scale)
 
 
-def run_form(backend: str, learning: bool, row_map: RowMap, q, k, v, coefficients: Coefficients, memory: Tensor):
+def run_form(backend: str, learning: bool, row_map: RowMap, q, k, v, coefficients: Coefficients, memory):
     """As ``chunk_form``. "auto": kernels where they run; else steps for one token and for what has no chunk form, else chunks."""
+    if isinstance(memory, Factors):
+        return factored_form(row_map(q), row_map(k), v, coefficients, memory)
     if backend in ("recurrent", "chunkwise"):
         return {"recurrent": step_form, "chunkwise": chunk_form}[backend](q, k, v, coefficients, memory)
-    if backend == "cuda" or q.device.type == cuda_launch.current().device_type:
+    if backend == "cuda" or has_kernels(q):
         q, k = q.to(v.dtype), k.to(v.dtype)  # normalisation makes v fp32
         form, reason = choose_kernel(q, k, v, coefficients, learning, row_map)
         if reason is not None and row_map != AS_IS:
@@ -157,6 +173,11 @@ def run_form(backend: str, learning: bool, row_map: RowMap, q, k, v, coefficient
         cuda_launch.log_once(reason)
     stepwise = q.shape[2] == 1 or (coefficients.z is not None and coefficients.e is not None)
     return (step_form if stepwise else chunk_form)(q, k, v, coefficients, memory)
+
+
+def has_kernels(q: Tensor) -> bool:
+    """On its device, that is; whether one fits is for ``choose_kernel`` to say."""
+    return q.device.type == cuda_launch.current().device_type
 
 
 def choose_kernel(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, learning: bool, row_map: RowMap):

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .factored import Factors
+
 
 def index_select(self, order: Tensor):
     """The state of the sequences ``order`` (long, along B): beam reordering, batch compaction."""
@@ -33,9 +35,9 @@ def state(kind):
 
 @state
 class FastWeightState(NamedTuple):
-    """Its size does not depend on how many tokens were seen."""
+    """However many tokens were seen, it is never larger than the memory."""
 
-    memory: Tensor  # (B,H,K,V), fp32 (float64 for float64 inputs)
+    memory: Tensor | Factors  # (B,H,K,V), fp32 (float64 for float64 inputs); Factors where decoding asked for them
     normaliser: Tensor | None = None  # (B,H,K): n_t of attention normalisation
     log_scale: Tensor | None = None  # (B,H): memory and normaliser are kept divided by exp(log_scale)
 
