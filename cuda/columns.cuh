@@ -198,7 +198,11 @@ struct Columns {
         for (int j = 0; j < 8; j++) {
             int t = start + token_of(job.late, j);
             bool valid = job.active && t < p.T;
+#if FW_MAP
             writes[j] = job.load<false>(p, p.v, t);
+#else  // the same, but compiled within the registers of sm_120
+            writes[j] = load_pair(job.row<FW_IN>(job.key ? p.k : p.v, t), job.column, job.width, valid, 0.f);
+#endif
             strength[j] = 1.f;
 #if FW_W
             if (!job.key && valid) strength[j] = *row_of<float>(p.w, t);
@@ -209,7 +213,12 @@ struct Columns {
     __device__ __forceinline__ void load_reads(const Params& p, const Job& job, int start) {
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            reads[j] = job.load<true>(p, p.dy, start + token_of(job.late, j));
+            int t = start + token_of(job.late, j);
+#if FW_MAP
+            reads[j] = job.load<true>(p, p.dy, t);
+#else
+            reads[j] = load_pair(job.row<FW_IN>(job.key ? p.q : p.dy, t), job.column, job.width, job.active && t < p.T, 0.f);
+#endif
         }
     }
 

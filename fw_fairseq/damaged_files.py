@@ -31,7 +31,8 @@ UNREADABLE = (RuntimeError, OSError, EOFError, pickle.UnpicklingError, zipfile.B
 def why(error: Exception) -> str:
     if foreign := re.search(r"GLOBAL (\S+)", str(error)):
         return f"it holds {foreign[1]}, which is neither a tensor nor an option, and is not run"
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    lines = str(error).strip().splitlines()
+    return lines[0].split(". ")[0] if lines else type(error).__name__
 
 
 def offer(path: Path) -> str:
