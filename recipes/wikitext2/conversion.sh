@@ -16,7 +16,7 @@ cd "$(dirname "$0")/../.."
 
 out=${OUT:-outputs/wikitext2_conversion}
 start_updates=${START_UPDATES:-1600} updates=${UPDATES:-60} lines=${TEST_LINES:-600} machine=()
-rules=(decay gated delta sum)
+rules=(decay gated delta sum gated_delta)
 rows=${ROWS:-softmax ${rules[*]/%/-16} decay-16-distilled ${rules[*]/%/-32} ${rules[*]/%/-4}}
 bin=${BIN:-.venv/bin}
 user_dir=$PWD/fw_fairseq
