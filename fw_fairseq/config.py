@@ -34,6 +34,9 @@ class FastWeightConfig(FairseqDataclass):
     attention_norm: bool = option(False, "divide what is read by the accumulated keys times the query")
     dpfp_nu: int = option(1, "nu of the dpfp feature map; its width is 2 * nu * feature_dim")
     favor_features: int = option(0, "m random features of favor and rfa, of width 2m; 0: feature_dim")
+    favor_prescale: bool = option(
+        False, "favor estimates exp(q.k / sqrt(feature_dim)), as softmax attention weighs, and not exp(q.k): fewer features do"
+    )
     fast_weight_backend: ChoiceEnum(list(BACKENDS)) = option("auto", "what runs the recurrence")
     window_sizes: str = option(
         "",

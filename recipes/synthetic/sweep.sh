@@ -40,9 +40,12 @@ export -f point
 for size in $sizes; do
     for model in $models; do echo "$setting $model $size"; done
 done >"$results.points"
-total=$(wc -l <"$results.points")
+ended=0 total=$(wc -l <"$results.points")
 xargs -P "${JOBS:-$(nproc)}" -L 1 bash -c 'point "$@"' point <"$results.points" |
-    awk -v total="$total" '{print; printf "%d of %d: %s\n", NR, total, $0 >"/dev/stderr"}' >"$results.part"
+    while read -r line; do
+        echo "$line"
+        echo "$((ended += 1)) of $total: $line" >&2
+    done >"$results.part"
 sort -k1,1 -k2,2n "$results.part" >"$results"
 rm "$results.part" "$results.points"
 cat "$results"
