@@ -126,17 +126,3 @@ def test_state_sizes_are_those_of_table_4(options, millions):
 
 def test_the_state_of_a_hybrid_grows_with_its_softmax():
     assert build(mixer_pattern="softmax,fast_weight").state_size().endswith("and 64 numbers more with each token")
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"mixer": "local_attention", "local_window": 1}, "--local-window is 1; it must be a number of tokens, at least 2"),
-        ({"mixer": "transformer_xl", "xl_memory": 0}, "--xl-memory is 0; it must be a number of tokens, at least 1"),
-        ({"mixer": "abc", "slots": 0}, "--slots is 0; it must be a number of vectors per head, at least 1"),
-        ({"mixer": "linformer", "slot_positions": 0}, "--slot-positions is 0; it must be a number of tokens, at least 1"),
-    ],
-)
-def test_refused_sizes(options, message):
-    with pytest.raises(ValueError, match=message):
-        build(**options)

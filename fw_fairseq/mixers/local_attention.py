@@ -29,8 +29,6 @@ class LocalAttention(Mixer):
     @staticmethod
     def memory_of(config) -> int:
         """The tokens that each one sees before itself."""
-        if config.local_window < 2:
-            raise ValueError(f"--local-window is {config.local_window}; it must be a number of tokens, at least 2")
         return config.local_window - 1
 
     @torch.no_grad()
@@ -82,8 +80,6 @@ class TransformerXl(LocalAttention):
 
     @staticmethod
     def memory_of(config) -> int:
-        if config.xl_memory < 1:
-            raise ValueError(f"--xl-memory is {config.xl_memory}; it must be a number of tokens, at least 1")
         return config.xl_memory
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:

@@ -32,8 +32,6 @@ class Sru(Mixer):
     def __init__(self, embed_dim: int, num_heads: int, config):
         super().__init__(embed_dim, num_heads)
         width = config.sru_projection or embed_dim
-        if width < 0:
-            raise ValueError(f"--sru-projection is {width}; it must be 0, for none, or a width")
         self.prepare(width, config.sru_highway_bias)
         self.down_proj = nn.Linear(embed_dim, width, bias=False) if config.sru_projection else None
         self.reset_parameters()

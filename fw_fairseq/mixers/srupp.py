@@ -33,10 +33,8 @@ class Srupp(Sru):
     def __init__(self, embed_dim: int, num_heads: int, config):
         Mixer.__init__(self, embed_dim, num_heads)
         width, self.memory, self.inner_heads = config.srupp_width or max(1, embed_dim // 4), config.srupp_memory, config.srupp_heads
-        if self.inner_heads < 1 or width % self.inner_heads:
+        if width % self.inner_heads:
             raise ValueError(f"--srupp-heads is {self.inner_heads}; it must divide the width of the attention, {width}")
-        if self.memory < 1:
-            raise ValueError(f"--srupp-memory is {self.memory}; it must be a number of tokens, at least 1")
         self.prepare(width, config.sru_highway_bias)
         self.down_proj = nn.Linear(embed_dim, width, bias=False)
         self.kv_proj = nn.Linear(width, 2 * width, bias=False)
