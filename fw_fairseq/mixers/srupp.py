@@ -6,12 +6,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..ops.pooling import last_weights
 from ..ops.state import state as state_type
 from .base import Mixer
-from .look_back import WindowState, look_back
+from .look_back import View, WindowState, attend, look_back
 from .sru import Sru
 
 
@@ -49,7 +48,7 @@ class Srupp(Sru):
         z = self.down_proj(x)
         memory = None if state is None else WindowState(*state[1:])
         view, memory = look_back(z.transpose(0, 1), memory, self.memory, padding_mask, reset_mask)
-        attended = self.read(z.transpose(0, 1), view.tokens, view.seen)
+        attended = self.read(z.transpose(0, 1), view)
         inner = self.norm(z + self.alpha * attended.transpose(0, 1))
         h, state = self.recur(inner, x, None if state is None else state.cell, padding_mask, reset_mask)
         return h, SruppState(state.cell, *memory)
@@ -57,12 +56,13 @@ class Srupp(Sru):
     def explain(self, x: Tensor) -> dict[str, Tensor]:
         z = self.down_proj(x)
         view, _ = look_back(z.transpose(0, 1), None, self.memory, None, None)
-        attended = self.read(z.transpose(0, 1), view.tokens, view.seen)
+        attended = self.read(z.transpose(0, 1), view)
         found = self.explain_memory(self.norm(z + self.alpha * attended.transpose(0, 1)))
         q, k = (part.unflatten(-1, (self.inner_heads, -1)) for part in (z[-1, 0], self.kv_proj(z)[:, 0].chunk(2, -1)[0]))
         scores = torch.einsum("hx,thx->ht", q, k) * q.shape[-1] ** -0.5
         return {"attention": last_weights(scores[None], self.memory + 1)[0]} | found
 
-    def read(self, queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
-        q, k, v = (x.unflatten(-1, (self.inner_heads, -1)).transpose(1, 2) for x in (queries, *self.kv_proj(keys).chunk(2, -1)))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None]).transpose(1, 2).flatten(2)
+    def read(self, queries: Tensor, view: View) -> Tensor:
+        parts = (queries, *self.kv_proj(view.tokens).chunk(2, -1))
+        q, k, v = (x.unflatten(-1, (self.inner_heads, -1)).transpose(1, 2) for x in parts)
+        return attend(q, k, v, view).transpose(1, 2).flatten(2)
