@@ -44,10 +44,9 @@ def test_outputs_and_gradients_are_those_of_the_equations():
     y, _ = mixer(x, None, padding, resets)
     z = mixer.down_proj(x)
     inner = mixer.norm(z + mixer.alpha * attention_by_definition(mixer, z, padding, resets))
-    parts = mixer.in_proj(inner).chunk(3, -1)
     scale = (1 + 2 * torch.tensor(-2.0, dtype=torch.float64).exp()) ** 0.5
     start = torch.zeros(3, 8, dtype=torch.float64)
-    expected, _ = by_the_equations(*parts, x * scale, *mixer.gate_weight, start, padding, resets)
+    expected, _ = by_the_equations(mixer.in_proj(inner), x, *mixer.gate_weight, start, padding, resets, scale)
     torch.testing.assert_close(y, expected)
     leaves, adjoint = [x, *mixer.parameters()], torch.randn_like(y)
     gradients = (torch.autograd.grad(out, leaves, adjoint, retain_graph=True) for out in (y, expected))

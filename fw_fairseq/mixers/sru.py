@@ -75,6 +75,6 @@ class Sru(Mixer):
 
     def recur(self, inner: Tensor, x: Tensor, cell: Tensor | None, padding_mask, reset_mask):
         """inner (T,B,width) goes through the product, x (T,B,C) over the highway."""
-        u, forget, reset = linear(inner, self.in_proj.weight, self.in_proj.bias).chunk(3, -1)
-        h, cell = sru(u, forget, reset, x * self.scale, *self.gate_weight, cell, padding_mask, reset_mask)
+        product = linear(inner, self.in_proj.weight, self.in_proj.bias)
+        h, cell = sru(product, x, *self.gate_weight, cell, padding_mask, reset_mask, self.scale)
         return h, SruState(cell)
