@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..ops.linear import Linear
 from ..ops.pooling import last_weights
 from ..ops.state import state as state_type
 from .base import Mixer
@@ -35,8 +36,8 @@ class Srupp(Sru):
         if width % self.inner_heads:
             raise ValueError(f"--srupp-heads is {self.inner_heads}; it must divide the width of the attention, {width}")
         self.prepare(width, config.sru_highway_bias)
-        self.down_proj = nn.Linear(embed_dim, width, bias=False)
-        self.kv_proj = nn.Linear(width, 2 * width, bias=False)
+        self.down_proj = Linear(embed_dim, width, bias=False)
+        self.kv_proj = Linear(width, 2 * width, bias=False)
         self.norm = nn.LayerNorm(width)
         self.alpha = nn.Parameter(torch.zeros(1))
         self.reset_parameters()
