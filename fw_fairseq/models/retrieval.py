@@ -7,7 +7,7 @@ from fairseq.models import BaseFairseqModel, register_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..config import SOFTMAX, FastWeightConfig, option
+from ..config import SOFTMAX, FastWeightConfig, check_numbers, option
 from ..feature_maps import sum_normalise
 from ..mixers.fast_weight import build_feature_map, check_combination, initial_bias
 from ..ops import fast_weight
@@ -17,7 +17,7 @@ from ..rules import RULES
 
 @dataclass
 class RetrievalConfig(FastWeightConfig):
-    key_dim: int = option(64, "width of keys and queries before the feature map")
+    key_dim: int = option(64, "width of keys and queries before the feature map", least=1)
 
 
 @register_model("retrieval", dataclass=RetrievalConfig)
@@ -49,6 +49,7 @@ class RetrievalModel(BaseFairseqModel):
 
     @classmethod
     def build_model(cls, cfg: RetrievalConfig, task):
+        check_numbers(cfg)
         return cls(cfg, task.cfg.symbols)
 
     def forward(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
