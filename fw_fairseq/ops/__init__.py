@@ -17,6 +17,7 @@ from .factored import Factors, factored_form, no_factors
 from .recurrent import scan, step_form
 from .row_map import AS_IS, RowMap
 from .state import FastWeightState
+from .workers import largest_scales, run_across, sum_keys_across
 
 __all__ = ["FastWeightState", "RowMap", "fast_weight"]
 
@@ -36,6 +37,7 @@ def fast_weight(
     reset_mask: Tensor | None = None,
     feature_map: RowMap | None = None,
     decoding: bool = False,
+    group=None,
 ) -> tuple[Tensor, FastWeightState]:
     """Writes keys and values into a fast-weight memory over time and reads it with the queries; causal, linear in T.
 
@@ -53,6 +55,9 @@ def fast_weight(
             are never in memory.
         decoding: the tokens come one at a time; with backend "auto" and no kernel the state then starts as ``Factors`` of the
             memory and becomes the memory when that is no larger.
+        group: a ``torch.distributed`` group whose workers hold consecutive parts of the tokens, in the order of their ranks. All
+            call this at the same time, each with its part and all with the same state, and get their part of y and the state after
+            the last worker's last token. Gradients are those of the sum of all workers' losses.
 
     Returns:
         y (B,H,T,V) in v's dtype, and the state after the last token, accumulated in fp32 (float64 for float64 inputs).
@@ -63,7 +68,9 @@ def fast_weight(
     if not isinstance(attention_norm, bool):
         raise ValueError(f"attention_norm is a {type(attention_norm).__name__}; it must be True or False")
     row_map = AS_IS if feature_map is None else checks.check_feature_map(feature_map, q)
-    if not kernels_may_map(spec, q, backend, attention_norm):
+    if group is not None:
+        checks.check_group(group, rule, spec)
+    if group is not None or not kernels_may_map(spec, q, backend, attention_norm):
         q, k, row_map = row_map(q), row_map(k), AS_IS
     shape = (*shape[:3], row_map.width(q.shape[3]), shape[4])
     gates = checks.check_gates(rule, spec, gates, q, shape)
@@ -73,11 +80,12 @@ def fast_weight(
         checks.check_key_log_scale(key_log_scale, rule, spec, attention_norm, q)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if state is None:
-        factored = decoding and q.shape[2] == 1 and backend == "auto" and spec.coefficients is not None and not has_kernels(q)
+        factored = decoding and q.shape[2] == 1 and backend == "auto" and group is None and spec.coefficients is not None
+        factored = factored and not has_kernels(q)
         state = empty_state(shape, q.device, dtype, attention_norm, key_log_scale is not None, factored)
     else:
         checks.check_state(state, q, shape, dtype, attention_norm, key_log_scale is not None)
-        if isinstance(state.memory, Factors) and q.shape[2] > 1:
+        if isinstance(state.memory, Factors) and (q.shape[2] > 1 or group is not None):
             state = state._replace(memory=state.memory.dense())
     if padding_mask is not None:
         checks.check_mask("padding_mask", padding_mask, q, "at padding")
@@ -104,8 +112,10 @@ def fast_weight(
         leaves = (q, k, v, *gates.values(), *state, key_log_scale)
         learning = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
         run = functools.partial(run_form, backend, learning, row_map)
+        if group is not None:
+            run = functools.partial(run_across, group, run)
         if attention_norm:
-            y, state = _normalised(run, q, k, v, coefficients, state, spec, eps, key_log_scale, reset_mask)
+            y, state = _normalised(run, q, k, v, coefficients, state, spec, eps, key_log_scale, reset_mask, group)
         else:
             y, memory = run(q, k, v, coefficients, state.memory)
             state = state._replace(memory=memory)
@@ -121,17 +131,22 @@ def kernels_may_map(spec: Rule, q: Tensor, backend: str, attention_norm: bool) -
 
 
 def _normalised(
-    run, q, k, v, coefficients, state, spec: Rule, eps: float, key_log_scale, reset_mask
+    run, q, k, v, coefficients, state, spec: Rule, eps: float, key_log_scale, reset_mask, group
 ) -> tuple[Tensor, FastWeightState]:
     if spec.normaliser == "keys":
-        read, recalled, normaliser = normalisation.sum_keys(q, k, state.normaliser, reset_mask)
+        sum_keys = normalisation.sum_keys if group is None else functools.partial(sum_keys_across, group)
+        read, recalled, normaliser = sum_keys(q, k, state.normaliser, reset_mask)
         coefficients = normalisation.normalise_erase(coefficients, recalled, eps)
         y, memory = run(q, k, v.to(state.memory.dtype), coefficients, state.memory)
         return (y / (read + eps).unsqueeze(-1)).to(v.dtype), FastWeightState(memory, normaliser)
     log_scale = state.log_scale
     if key_log_scale is not None:
-        coefficients, log_scale = normalisation.rescale_writes(coefficients, key_log_scale.to(log_scale.dtype), log_scale)
-    if q.shape[2] == 1 and not has_kernels(q):  # a column would copy the memory for one token
+        key_log_scale, last = key_log_scale.to(log_scale.dtype), None
+        if group is not None:
+            log_scale, last = largest_scales(group, key_log_scale, log_scale)
+        coefficients, log_scale = normalisation.rescale_writes(coefficients, key_log_scale, log_scale)
+        log_scale = log_scale if last is None else last
+    if q.shape[2] == 1 and group is None and not has_kernels(q):  # a column would copy the memory for one token
         one = torch.ones_like(v[..., :1], dtype=state.memory.dtype)
         read, normaliser = step_form(q, k, one, coefficients, state.normaliser.unsqueeze(-1))
         y, memory = run(q, k, v.to(state.memory.dtype), coefficients, state.memory)
