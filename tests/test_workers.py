@@ -31,7 +31,7 @@ def draw(rule, attention_norm, options, dtype=torch.float64):
     masks, state, scale = {}, None, None
     if "padding" in options:
         masks["padding_mask"] = torch.zeros(2, SHAPE[2], dtype=torch.bool)
-        masks["padding_mask"][0, 60:] = masks["padding_mask"][1, 15:24] = True
+        masks["padding_mask"][:, 57:] = masks["padding_mask"][1, 15:24] = True  # all of what the last worker has
     if "reset" in options:
         masks["reset_mask"] = torch.zeros(2, SHAPE[2], dtype=torch.bool)
         masks["reset_mask"][0, [5, 40]] = True
