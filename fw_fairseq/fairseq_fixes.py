@@ -99,6 +99,13 @@ def infer_init_method(original, cfg, *args, **kwargs):
     return original(cfg, *args, **kwargs)
 
 
+def call_main(original, cfg, main, **kwargs):
+    """fairscale, which shards for fairseq, asks for a GPU in the middle of its work."""
+    if cfg.distributed_training.ddp_backend == "fully_sharded" and (cfg.common.cpu or not torch.cuda.is_available()):
+        raise ValueError("--ddp-backend fully_sharded shards over GPUs only; on CPUs use pytorch_ddp or legacy_ddp")
+    return original(cfg, main, **kwargs)
+
+
 def DistributedDataParallel(original, module, device_ids, output_device, **options):
     """fairseq gives the number of a GPU on CPUs too, which torch refuses."""
     if next(module.parameters()).device.type == "cpu":
@@ -149,6 +156,7 @@ CHANGES = (
     (PathManager, copy),
     (distributed_utils, _broadcast_object_slow),
     (distributed_utils, infer_init_method),
+    (distributed_utils, call_main),
     (distributed_fairseq_model, DistributedDataParallel),
     (Dictionary, add_from_file),
     (indexed_dataset, make_dataset),

@@ -65,9 +65,8 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
         if count == 1:
             return 1
         if count < 1 or workers % count or segment % count:
-            raise ValueError(
-                f"--sequence-parallel is {count}; it must divide the {workers} workers and --tokens-per-sample {segment}"
-            )
+            wanted = f"it must divide the number of workers ({workers}) and --tokens-per-sample ({segment})"
+            raise ValueError(f"--sequence-parallel is {count}; {wanted}")
         if self.args.sentence_avg:
             raise ValueError("--sequence-parallel cuts streams into parts, which are no sentences; leave --sentence-avg out")
         if self.group is None:
