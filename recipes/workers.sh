@@ -23,35 +23,30 @@ if [ ! -f "$out/data/valid.idx" ]; then
         --validpref "$out/text/valid.txt" >"$out/preprocess.log" 2>&1
 fi
 
-speed() { # WORKERS RULE OPTION... ; tokens per second
-    local workers=$1 log
-    log=$out/train-$1-$2.log
-    set -- --update-rule "${@:2}"
+given=("$@")
+speed() { # WORKERS OPTION... ; tokens per second
+    local workers=$1 log=$out/train.log
     "$bin/torchrun" --standalone --nproc-per-node "$workers" -m fairseq_cli.train "$out/data" --user-dir fw_fairseq --cpu \
-        --distributed-backend gloo --ddp-backend legacy_ddp --distributed-world-size "$workers" --num-workers 0 \
-        --task stateful_language_modeling --arch fast_weight_lm --no-token-positional-embeddings --decoder-layers 3 \
-        --decoder-embed-dim 256 --decoder-input-dim 256 --decoder-output-dim 256 --decoder-ffn-embed-dim 1024 \
-        --share-decoder-input-output-embed --dropout 0 --optimizer adam --lr 1e-3 --clip-norm 1 --max-update "$updates" \
-        --no-save --disable-validation --log-format json --log-interval 5 "$@" >"$log" 2>&1 || { tail -n 20 "$log" >&2; exit 1; }
+        --distributed-backend gloo --ddp-backend legacy_ddp --num-workers 0 --task stateful_language_modeling --arch fast_weight_lm \
+        --no-token-positional-embeddings --decoder-layers 3 --decoder-embed-dim 256 --decoder-input-dim 256 --decoder-output-dim 256 \
+        --decoder-ffn-embed-dim 1024 --share-decoder-input-output-embed --dropout 0 --optimizer adam --lr 1e-3 --clip-norm 1 \
+        --max-update "$updates" --no-save --disable-validation --log-format json --log-interval 5 "${@:2}" "${given[@]}" >"$log" 2>&1 ||
+        { tail -n 20 "$log" >&2; exit 1; }
     grep -oE '"wps": "[0-9.]+"' "$log" | grep -oE '[0-9.]+' | tail -n +2 | sort -n | awk '{x[NR] = $1} END {print x[int((NR + 1) / 2)]}'
+}
+
+row() { # RULE WHAT OPTIONS_OF_ONE OPTIONS_OF_TWO
+    local one two
+    # shellcheck disable=SC2086
+    one=$(speed 1 --update-rule "$1" $3) two=$(speed 2 --update-rule "$1" $4)
+    awk -v row="| $1 | $2 |" -v a="$one" -v b="$two" 'BEGIN {printf "%s %.0f | %.0f | %.2f |\n", row, a, b, b / a}'
 }
 
 echo "| rule | what | one worker, tokens/s | two workers, tokens/s | times as fast |"
 echo "|---|---|---:|---:|---:|"
-row() { # RULE WHAT OPTION... -- OPTIONS of one -- OPTIONS of two
-    local rule=$1 what=$2 one two
-    one=$(speed 1 "$rule" "${common[@]}" "${single[@]}" "${given[@]}")
-    two=$(speed 2 "$rule" "${common[@]}" "${double[@]}" "${given[@]}")
-    awk -v r="$rule" -v w="$what" -v a="$one" -v b="$two" 'BEGIN {printf "| %s | %s | %.0f | %.0f | %.2f |\n", r, w, a, b, b / a}'
-}
-
-given=("$@")
 for rule in $rules; do
-    common=(--tokens-per-sample 256)
-    single=(--batch-size 16) double=(--batch-size 8)
-    row "$rule" batches
-    double=(--batch-size 16 --sequence-parallel 2)
-    row "$rule" streams
-    common=(--tokens-per-sample 4096 --batch-size 1) single=() double=(--sequence-parallel 2)
-    row "$rule" long
+    many="--tokens-per-sample 256 --batch-size 16" long="--tokens-per-sample 4096 --batch-size 1"
+    row "$rule" batches "$many" "$many --batch-size 8"
+    row "$rule" streams "$many" "$many --sequence-parallel 2"
+    row "$rule" long "$long" "$long --sequence-parallel 2"
 done

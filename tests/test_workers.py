@@ -10,7 +10,7 @@ from commands import preloaded
 from conftest import CASES, CHUNKED, assert_same, draw_gates, draw_inputs, draw_state
 from torch import distributed
 
-from fw_fairseq.ops import FastWeightState, fast_weight
+from fw_fairseq.ops import FastWeightState, RowMap, fast_weight
 from fw_fairseq.rules import RULES
 
 ENDS = [0, 21, 57, 70]  # where the parts of three workers begin and end
@@ -126,3 +126,20 @@ def test_mistakes(tmp_path):
         fast_weight(q, q, q, "sum", group="workers")
     with worker_of(0, 1, tmp_path) as group, pytest.raises(ValueError, match="rule 'fwm' has steps of its own"):
         fast_weight(q, q, q, "fwm", {"beta": q[..., 0]}, group=group)
+
+
+def test_by_kernels(emulate, tmp_path):
+    """They, on the emulator, take the columns that the transfer adds, and feature maps before them."""
+    shape = (1, 1, 40, 16, 8)
+    inputs, gates = draw_inputs(shape, torch.float32), draw_gates(RULES["delta"], shape, torch.float32)
+
+    def results(**options):
+        y, state = fast_weight(*inputs.values(), "delta", gates, feature_map=RowMap("elu", norm="sum"), **options)
+        leaves = inputs | gates
+        gradients = torch.autograd.grad(y.square().sum() + state.memory.square().sum(), list(leaves.values()))
+        return {"y": y.detach(), "memory": state.memory.detach()} | dict(zip(leaves, gradients))
+
+    want = results(backend="chunkwise")
+    emulate()
+    with worker_of(0, 1, tmp_path) as group:
+        assert_same(results(backend="cuda", group=group), want, 2e-5)

@@ -45,8 +45,15 @@ def by_worker(group, *tensors: Tensor | None) -> list[Tensor | None]:
 def run_across(group, form, q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor):
     """``form(q, k, v, coefficients, memory)`` of the tokens of all workers: this one's y, and the memory after the last one's."""
     f, z, e, _ = coefficients
-    y, own = form(q, k, v, coefficients, torch.zeros_like(memory))
-    seen, transfer = seen_from_start(form, q.to(v.dtype), k.to(v.dtype), f, e, memory.dtype)  # normalisation makes v fp32
+    empty = torch.zeros_like(memory)
+    if e is not None and z is None:  # both runs in one: the identity as more columns, which nothing is written to
+        identity = torch.eye(k.shape[-1], dtype=memory.dtype, device=k.device).expand(*memory.shape[:2], -1, -1)
+        columns, widths = torch.cat([v, torch.zeros_like(k, dtype=v.dtype)], -1), [v.shape[-1], k.shape[-1]]
+        y, ends = form(q, k, columns, coefficients, torch.cat([empty, identity], -1))
+        (y, seen), (own, transfer) = y.split(widths, -1), ends.split(widths, -1)
+    else:
+        y, own = form(q, k, v, coefficients, empty)
+        seen, transfer = seen_from_start(form, q.to(v.dtype), k.to(v.dtype), f, e, memory.dtype)  # normalisation makes v fp32
     value_decay = None if z is None else z.cumprod(2)
     end_decay = None if z is None else value_decay[:, :, -1:]
     # Every worker's start is computed on each of them: so all take part in the exchange of gradients.
