@@ -29,7 +29,7 @@ TRAIN = (
 
 SHARED = {  # with --sequence-parallel
     "sum": "--attention-norm --feature-norm none --feature-map favor --positions",
-    "decay": "--checkpoint-activations",
+    "decay": "--checkpoint-activations --batch-size 4 --tokens-per-sample 146",  # of the last segment the second worker has nothing
     "delta": "--attention-norm --reset-at-eos",
     "gated_delta": "--state-norm-penalty 0.1 --decoder-learned-pos --positions",
 }
@@ -117,8 +117,10 @@ def test_two_workers_read_the_streams_of_one(data, tmp_path):
 def test_two_workers_share_each_stream(rule, data, tmp_path):
     """Each takes its half of every segment, and together they are one worker: loss, gradients, parameters and memories, over the
     segments of two epochs; and one worker goes on where two stopped."""
-    options = f"--update-rule {rule} {SHARED[rule]} --batch-size 3 --tokens-per-sample 48 --max-epoch 2 --max-update 99"
-    options = f"{options} --dropout 0 --clip-norm 1 --optimizer sgd --lr 0.5".split()
+    options = (
+        "--batch-size 3 --tokens-per-sample 48 --max-epoch 2 --max-update 99 --dropout 0 --clip-norm 1 --optimizer sgd --lr 0.5"
+    )
+    options = f"{options} --update-rule {rule} {SHARED[rule]}".split()
     positions = "--positions" in options
     options = [x for x in options if x != "--positions"]
     one, two = (training(data, tmp_path / name, *options, positions=positions) for name in ("one", "two"))
@@ -127,7 +129,7 @@ def test_two_workers_share_each_stream(rule, data, tmp_path):
     second = updates(train_two_workers(*two, "--sequence-parallel", 2, "--max-update", stop))
     if rule == "delta":
         second |= updates(succeed(fairseq("train", *two, *USER_DIR)))
-    assert first.keys() == second.keys() and len(first) > 8
+    assert first.keys() == second.keys() and len(first) >= 4
     for update, logs in first.items():
         for key in ("loss", "gnorm", "fw_0_state_norm", "fw_1_state_norm"):
             assert float(second[update][key]) == pytest.approx(float(logs[key]), abs=2e-3, rel=1e-3), (update, key)
