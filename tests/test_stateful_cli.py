@@ -31,7 +31,7 @@ SHARED = {  # with --sequence-parallel
     "sum": "--attention-norm --feature-norm none --feature-map favor --positions",
     "decay": "--checkpoint-activations --batch-size 4 --tokens-per-sample 146",  # of the last segment the second worker has nothing
     "delta": "--attention-norm --reset-at-eos",
-    "gated_delta": "--state-norm-penalty 0.1 --decoder-learned-pos --positions",
+    "gated_delta": "--state-norm-penalty 0.1 --decoder-learned-pos --positions --ddp-backend pytorch_ddp",
 }
 
 pytestmark = pytest.mark.usefixtures("one_thread")

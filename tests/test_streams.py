@@ -44,9 +44,9 @@ def test_every_token_is_a_target_once_and_follows_its_source(tokens, segment, ro
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 12, 13, 19])
-def test_parts_of_a_segment_are_the_segment(tokens):
+def test_shares_of_a_segment_are_the_segment(tokens):
     """All as wide, also where the last segment is shorter than there are parts; what is made up with is padding."""
-    whole, parts = streams(tokens, 12, 1), [streams(tokens, 12, 1, part=(part, 4)) for part in range(4)]
+    whole, parts = streams(tokens, 12, 1), [streams(tokens, 12, 1, share=(i, 4)) for i in range(4)]
     assert [len(part) for part in parts] == [len(whole)] * 4
     for index in range(len(whole)):
         want, got = whole[index], [part[index] for part in parts]

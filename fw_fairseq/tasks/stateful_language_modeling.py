@@ -52,9 +52,9 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
         segment = self.args.tokens_per_sample
         rows = max_sentences or max(1, (max_tokens or segment) // segment)
         pad, eos = self.dictionary.pad(), self.dictionary.eos()
-        workers, (shard_id, part) = self.sequence_workers(num_shards), divmod(shard_id, self.args.sequence_parallel)
+        workers, (shard_id, share) = self.sequence_workers(num_shards), divmod(shard_id, self.args.sequence_parallel)
         num_shards //= workers
-        streams = StreamDataset(dataset, segment, rows, pad, eos, shard_id, num_shards, (part, workers))
+        streams = StreamDataset(dataset, segment, rows, pad, eos, shard_id, num_shards, (share, workers))
         carried = self.carried[dataset.split] = CarriedState(self.group)
         loading = dict(num_workers=options.get("num_workers", 0), buffer_size=options.get("data_buffer_size", 0))
         return StreamIterator(streams, carried, shard_id, num_shards, epoch=epoch, **loading)
