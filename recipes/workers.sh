@@ -4,14 +4,14 @@
 #
 # Data:     Python's own language reference out of the interpreter; nothing is downloaded
 # Hardware: 2 free CPU cores
-# Time:     about 5 minutes on them, DATA prepared once included
-# Expect:   a table in Markdown; medians of the speeds that fairseq logs, without the first
-# usage:    [OUT=folder] [UPDATES=50] [RULES="sum delta"] recipes/workers.sh [OPTION of fairseq-train]...
+# Time:     some minutes on them
+# Expect:   a table in Markdown; medians of the speeds that fairseq logs every 5 updates, without the first
+# usage:    [OUT=folder] [UPDATES=30] [RULES="sum delta"] recipes/workers.sh [OPTION of fairseq-train]...
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 out=${OUT:-outputs/workers}
-updates=${UPDATES:-50}
+updates=${UPDATES:-30}
 rules=${RULES:-sum delta}
 bin=${BIN:-.venv/bin}
 export OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
