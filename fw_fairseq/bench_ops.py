@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from .bench_peers import fla_call, peer_name
-from .bench_tools import machine, positive, progress, repeated, timed
+from .bench_tools import machine, positive, process_memory, progress, repeated, timed
 from .ops import RowMap, fast_weight
 from .ops.checks import BACKENDS
 from .ops.row_map import AS_IS, MAPS
@@ -194,12 +194,6 @@ def measure_memory(args, rule: str, tokens: int) -> tuple[int, int]:
     return after - before, inputs
 
 
-def process_memory(field: str) -> int:
-    """Bytes that this process has (VmRSS) or had at most (VmHWM) in memory; Linux."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status[field].split()[0]) * 1024
-
-
 def table(report: dict) -> str:
     """The report as Markdown."""
     m, s = report["machine"], report["settings"]
@@ -227,25 +221,10 @@ def table(report: dict) -> str:
 
 
 def draw(report: dict, path: Path) -> None:
-    """Time of forward and backward against length, both axes logarithmic, told apart in grey by their markers."""
-    import matplotlib
+    """Time of forward and backward against length, both axes logarithmic."""
+    from .figure_style import save
+    from .plot_cost import Panel, draw_rows
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(5, 3.6), layout="constrained")
     left_out = ("step loop", CUMSUM, *(f" {place} " for place in PLACES))
     rows = [row for row in report["forward_backward"] if not any(part in row["name"] for part in left_out)]
-    for name, marker in zip(dict.fromkeys(row["name"] for row in rows), "osD^vPX*"):
-        points = [(row["tokens"], 1e3 * row["seconds"]) for row in rows if row["name"] == name]
-        axes.plot(
-            *zip(*points), marker=marker, ms=5, lw=2 if name == SOFTMAX else 1, ls="--" if name == SOFTMAX else "-", label=name
-        )
-    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="forward + backward, ms")
-    ticks = report["settings"]["tokens"]
-    axes.set_xticks(ticks, [str(t) for t in ticks])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=160)
-    pyplot.close(figure)
+    save(draw_rows(rows, "tokens", [Panel("seconds", 1e3, "forward + backward, ms")], SOFTMAX), [path])
