@@ -7,6 +7,7 @@ import json
 import statistics
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from .bench_lm import ALL, TRANSFORMER, batch_rows, build_model, model_names, peak_memory, time_generation, time_training
 from .bench_tools import machine, positive, write_json
@@ -17,6 +18,26 @@ SIZES = {
     "layers": "of encoder and decoder each, where there is an encoder", "width": "of the embeddings", "heads": "of each attention",
     "ffn": "width of the feed-forward layers", "vocabulary": "words",
 }  # fmt: skip
+
+
+class Part(NamedTuple):
+    """A table of the report."""
+
+    what: str
+    length: str
+    key: str
+    factor: float
+    digits: str
+    title: str
+    ratio: str
+
+
+PARTS = (
+    Part("generation", "context", "seconds", 1e3, ".2f", "generation, ms per token", "times_faster"),
+    Part("generation", "context", "state_bytes", 1e-3, ".0f", "generation, state in kB", "times_smaller"),
+    Part("training", "tokens", "tokens_per_second", 1, ".0f", "training, tokens/s", "times_faster"),
+    Part("training", "tokens", "peak_bytes", 1e-6, ".0f", "training, peak memory in MB", "times_smaller"),
+)
 UNSET = ("resume", "json", "figure")  # what changes no figure
 
 
@@ -127,23 +148,26 @@ def table(report: dict) -> str:
         f"tokens for {s['hypotheses']} hypotheses; medians of {s['rounds']} rounds; "
         f"in brackets: times as fast, or as small, as {TRANSFORMER}",
     ]
-    parts = [
-        ("generation", "context", "seconds", 1e3, ".2f", "ms per token", "times_faster"),
-        ("generation", "context", "state_bytes", 1e-3, ".0f", "state in kB", "times_smaller"),
-        ("training", "tokens", "tokens_per_second", 1, ".0f", "tokens/s", "times_faster"),
-        ("training", "tokens", "peak_bytes", 1e-6, ".0f", "peak memory beyond the parameters in MB", "times_smaller"),
-    ]
-    for what, length, key, factor, digits, title, ratio in parts:
-        cells = {(row["name"], row[length]): format(factor * row[key], digits) for row in report[what]}
-        for row in report["ratios"]:
-            if row["what"] == what:
-                cells[row["name"], row["tokens"]] += f" ({round_off(row[ratio])} x)"
-        lengths = list(dict.fromkeys(row[length] for row in report[what]))
-        head = f"| {what}, {title} | " + " | ".join(f"{'after ' * (length == 'context')}{t} tokens" for t in lengths)
-        lines += ["", head + " |", "|---|" + "---:|" * len(lengths)]
-        for name in dict.fromkeys(row["name"] for row in report[what]):
-            lines.append(f"| {name} | " + " | ".join(cells[name, t] for t in lengths) + " |")
+    for part in PARTS:
+        lines += ["", *part_table(report, part)]
+    lines += ["", "| model | parameters |", "|---|---:|"]
+    lines += [f"| {row['name']} | {row['parameters']:,} |" for row in report["parameters"]]
     return "\n".join(lines)
+
+
+def part_table(report: dict, part: Part) -> list[str]:
+    """A row for each model, a column for each length."""
+    rows = report[part.what]
+    cells = {(row["name"], row[part.length]): format(part.factor * row[part.key], part.digits) for row in rows}
+    for row in report["ratios"]:
+        if row["what"] == part.what:
+            cells[row["name"], row["tokens"]] += f" ({round_off(row[part.ratio])} x)"
+    lengths = list(dict.fromkeys(row[part.length] for row in rows))
+    after = "after " if part.length == "context" else ""
+    lines = [" | ".join([f"| {part.title}", *(f"{after}{t} tokens" for t in lengths)]) + " |", "|---|" + "---:|" * len(lengths)]
+    for name in dict.fromkeys(row["name"] for row in rows):
+        lines.append(" | ".join([f"| {name}", *(cells[name, t] for t in lengths)]) + " |")
+    return lines
 
 
 def round_off(ratio: float) -> str:
