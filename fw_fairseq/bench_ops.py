@@ -208,16 +208,23 @@ def table(report: dict) -> str:
     for name in dict.fromkeys(name for name, _ in times):
         cells = (f"{1e3 * times[name, t]:.1f}" if (name, t) in times else "" for t in s["tokens"])
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    lines += ["", "| rule | T | against | ratio |", "|---|---:|---|---:|"]
-    for row in report["ratios"]:
-        ratio = f"{row['times_faster']:.1f} x faster" if "times_faster" in row else f"{row['times_slower']:.1f} x the time"
-        lines.append(f"| {row['rule']} | {row['tokens']} | {row['peer']} | {ratio} |")
+    for key, title in (("times_faster", "times as fast"), ("times_slower", "times the time at the length before")):
+        cells = {(contest(row), row["tokens"]): f"{row[key]:.1f}" for row in report["ratios"] if key in row}
+        lengths = sorted({t for _, t in cells})
+        lines += ["", f"| {title} | " + " | ".join(f"T={t}" for t in lengths) + " |", "|---|" + "---:|" * len(lengths)]
+        for name in dict.fromkeys(name for name, _ in cells):
+            lines.append(f"| {name} | " + " | ".join(cells.get((name, t), "") for t in lengths) + " |")
     lines += ["", "| peak memory beyond the inputs | T | MB | times the inputs |", "|---|---:|---:|---:|"]
     for row in report["memory"]:
         lines.append(f"| {row['rule']} | {row['tokens']} | {row['bytes'] / 1e6:.0f} | {row['times_inputs']:.1f} |")
     lines += ["", "| one token | history | us |", "|---|---:|---:|"]
     lines += [f"| {row['name']} | {row['tokens']} | {row['microseconds']:.0f} |" for row in report["one_token"]]
     return "\n".join(lines)
+
+
+def contest(row: dict) -> str:
+    """Who against whom."""
+    return f"{row['rule']} against {row['peer'].removeprefix(row['rule'] + ' ')}" if "times_faster" in row else row["rule"]
 
 
 def draw(report: dict, path: Path) -> None:
