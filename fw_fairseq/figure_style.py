@@ -50,8 +50,8 @@ def canvas(height: float = 2.3, panels: int = 1, **layout):
 
 
 def plot(axes, look: Look, label: str, points: dict, **style) -> None:
-    """A line with at most a dozen markers."""
-    style = {"markevery": max(1, len(points) // 12)} | look._asdict() | style
+    """A line with a marker at each point, or where there are many at even distances."""
+    style = {"markevery": 1 if len(points) <= 12 else 0.07} | look._asdict() | style
     axes.plot(*zip(*sorted(points.items())), label=label, **style)
 
 
@@ -62,15 +62,16 @@ def log_lengths(axes, lengths: Iterable[int]) -> None:
     axes.xaxis.minorticks_off()
 
 
-def log_values(axes) -> None:
+def log_values(axes, name: str = "y") -> None:
     """A logarithmic axis with plain numbers, and more of them where it spans little."""
     from matplotlib.ticker import LogLocator, NullLocator
 
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set(**{f"{name}scale": "log"})
+    axis = getattr(axes, f"{name}axis")
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:g}")
 
 
 def legend(figure, axes, columns: int = 3) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from .figure_style import canvas, legend, log_values, look, plot
+from .figure_style import Look, canvas, legend, log_values, look, plot
 
 # Schlag et al. 2021: best evaluation loss by number of keys, from the logs that they published.
 PUBLISHED = {
@@ -22,12 +23,12 @@ PUBLISHED = {
         "fwm:tanh": {20: 1.5, 60: 9, 100: 42, 200: 96},
     },
 }
-# A model has the same line whatever else is in the figure; others follow.
+# In the order of their lines.
 KNOWN = {
     "capacity": ["softmax", "elu", "dpfp1", "dpfp2", "dpfp3", "favor64", "favor128", "favor512"],
     "updates": ["sum:dpfp1", "delta:dpfp1", "fwm:tanh", "fwm:dpfp1", "gated:dpfp1", "decay:dpfp1", "gated_delta:dpfp1"],
 }
-MAPS = {"elu": "linear (ELU)", "dpfp": "DPFP", "favor": "FAVOR+"}
+MAPS, RULES = {"elu": "linear (ELU)", "dpfp": "DPFP", "favor": "FAVOR+"}, {"fwm": "FWM", "gated_delta": "gated delta"}
 SOLVED = 0.001
 
 
@@ -45,17 +46,31 @@ def read_results(path: Path) -> dict[str, dict[int, float]]:
     return found
 
 
-def in_order(models, command: str) -> list[str]:
-    known = KNOWN[command]
-    return [m for m in known if m in models] + [m for m in models if m not in known]
-
-
 def title(model: str) -> str:
     """dpfp1 -> DPFP-1; delta:favor64 -> delta, FAVOR+ 64."""
     rule, _, name = model.rpartition(":")
     letters = name.rstrip("0123456789")
     number, joint = name[len(letters) :], "-" if letters == "dpfp" else " "
-    return (f"{rule}, " if rule else "") + MAPS.get(letters, letters) + (joint + number if number else "")
+    return (f"{RULES.get(rule, rule)}, " if rule else "") + MAPS.get(letters, letters) + (joint + number if number else "")
+
+
+def rank(figure: str, model: str) -> int:
+    known = KNOWN[figure]
+    return known.index(model) if model in known else len(known) + sum(map(ord, model))
+
+
+def look_of(figure: str, model: str) -> Look:
+    """A model's own, whatever else is drawn."""
+    return look(rank(figure, model))
+
+
+def point_of_log(path: Path) -> tuple[str, str] | None:
+    """The figure and the model, of a log of recipes/synthetic/point.sh by its name."""
+    found = re.fullmatch(r"setting([12])-\d+-([a-z_]+)-([a-z]+)_(?:--(?:dpfp-nu|favor-features)_(\d+))?", path.stem)
+    if not found:
+        return None
+    setting, rule, name, number = found.groups()
+    return ("capacity", name + (number or "")) if setting == "1" else ("updates", f"{rule}:{name}{number or ''}")
 
 
 def draw(args):
@@ -63,10 +78,9 @@ def draw(args):
     published = PUBLISHED[args.command] if args.published else {}
     lines = read_results(args.results)
     figure, [axes] = canvas(2.9)
-    order = in_order(lines, args.command)
+    order = sorted(lines, key=lambda model: rank(args.command, model))
     for model in order:
-        index = KNOWN[args.command].index(model) if model in KNOWN[args.command] else len(KNOWN[args.command]) + order.index(model)
-        style = look(index)
+        style = look_of(args.command, model)
         plot(axes, style, title(model), lines[model], markevery=1)
         if model in published:
             hollow = {"mfc": "none", "ms": 5, "ls": ":", "lw": 0.5, "mew": 0.8, "color": style.color, "marker": style.marker}
@@ -85,7 +99,7 @@ def table(args) -> str:
     """Markdown: a column for each number of keys, what was published in a row of its own."""
     lines = read_results(args.results)
     published = PUBLISHED[args.command] if args.published else {}
-    order = in_order(lines, args.command)
+    order = sorted(lines, key=lambda model: rank(args.command, model))
     sizes = sorted({keys for model in order for keys in (*lines[model], *published.get(model, ()))})
     found = ["| best evaluation loss | " + " | ".join(map(str, sizes)) + " |", "|---|" + "---:|" * len(sizes)]
     for model in order:

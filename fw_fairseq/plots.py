@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from . import plot_cost, plot_retrieval, tables
-from .figure_style import canvas, legend, log_values, look, plot, save
+from .figure_style import Look, canvas, legend, log_values, look, plot, save
 from .plot_logs import read_log
 from .plot_perplexity import draw_state
 
@@ -51,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--metric", default="valid_loss", help="as in JSON logs: valid_loss, valid_ppl, train_loss; ppl: of train_inner"
     )
     curves.add_argument("--log-axis", action="store_true", help="logarithmic values")
+    curves.add_argument("--log-updates", action="store_true", help="logarithmic updates")
     for name, what in plot_cost.FIGURES.items():
         command = add(name, plot_cost.draw, what.help)
         command.add_argument("report", type=Path, help="what fw-bench model --json wrote")
@@ -70,15 +71,28 @@ def check_endings(paths: list[Path]) -> None:
 
 def draw_curves(args):
     figure, [axes] = canvas(2.5)
-    for index, text in enumerate(args.logs):
-        name, _, path = text.rpartition("=")
-        plot(axes, look(index), name or Path(path).stem, read_log(Path(path), args.metric))
+    for name, style, path in runs(args.logs):
+        plot(axes, style, name, read_log(path, args.metric))
     label = NAMES.get(args.metric, args.metric.replace("_", " "))
     axes.set(xlabel="updates", ylabel=label)
     if args.log_axis:
         log_values(axes)
+    if args.log_updates:
+        log_values(axes, "x")
     legend(figure, axes)
     return figure
+
+
+def runs(logs: list[str]) -> list[tuple[str, Look, Path]]:
+    """Name, line and file of each; logs of retrieval as in its other figures."""
+    named = [(name, Path(path)) for name, _, path in (text.rpartition("=") for text in logs)]
+    points = {plot_retrieval.point_of_log(path): path for name, path in named if not name}
+    if None not in points and len(points) == len(named) and len({figure for figure, _ in points}) == 1:
+        drawn = sorted(points, key=lambda point: plot_retrieval.rank(*point))
+        return [
+            (plot_retrieval.title(model), plot_retrieval.look_of(figure, model), points[figure, model]) for figure, model in drawn
+        ]
+    return [(name or path.stem, look(index), path) for index, (name, path) in enumerate(named)]
 
 
 if __name__ == "__main__":

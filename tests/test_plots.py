@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ from fw_fairseq import plots
 from fw_fairseq.figure_style import look, spread_out
 from fw_fairseq.plot_logs import read_log
 from fw_fairseq.plot_perplexity import read_table
-from fw_fairseq.plot_retrieval import read_results
+from fw_fairseq.plot_retrieval import point_of_log, read_results
 
 RESULTS = "dpfp1 20 0.0008\ndpfp1 40 0.2\nelu 20 0.001\nelu 40 0.3\n"
 UPDATES = "delta:dpfp1 20 0.0002\nother:map 20 30\n"
@@ -49,6 +50,7 @@ REPORT = {
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     texts = {"capacity.txt": RESULTS, "updates.txt": UPDATES, "a.log": LOG, "simple.log": SIMPLE, "page.md": PAGE}
+    texts |= dict.fromkeys(("setting2-20-gated_delta-dpfp_--dpfp-nu_1.log", "setting2-20-fwm-tanh_.log"), LOG)
     for name, text in (texts | {"report.json": json.dumps(REPORT)}).items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -61,7 +63,8 @@ def files(tmp_path, monkeypatch):
         ("capacity capacity.txt --published", ["linear (ELU)", "DPFP-1", "published (hollow)"]),
         ("updates updates.txt", ["delta, DPFP-1", "other, map"]),
         ("curves a.log", [">a<", "evaluation loss"]),
-        ("curves json=a.log other=simple.log --log-axis", [">json<", ">other<", "updates"]),
+        ("curves json=a.log other=simple.log --log-axis --log-updates", [">json<", ">other<", "updates"]),
+        ("curves setting2-20-gated_delta-dpfp_--dpfp-nu_1.log setting2-20-fwm-tanh_.log", [">FWM, tanh<", ">gated delta, DPFP-1<"]),
         ("generation report.json", [">delta<", ">softmax<", "ms per token", "state, MB"]),
         ("training report.json", [">abc<", ">sru<", "tokens/s"]),
         ("state page.md", ["delta elu", "softmax", "numbers kept"]),
@@ -83,6 +86,18 @@ def test_logs_are_read_by_metric(files):
     assert read_log(files / "simple.log", "valid_ppl") == {60: 362.04}
     assert read_log(files / "simple.log", "train_ppl") == {60: 512.0}
     assert read_log(files / "simple.log", "ppl") == {50: 17000.5}
+
+
+def test_logs_of_retrieval_are_known():
+    names = {
+        "setting1-60-sum-elu_": ("capacity", "elu"), "setting1-100-sum-dpfp_--dpfp-nu_2": ("capacity", "dpfp2"),
+        "setting2-20-gated_delta-favor_--favor-features_64": ("updates", "gated_delta:favor64"), "train": None,
+        "setting1-60-sum-elu_--max-update_500": None,
+    }  # fmt: skip
+    assert {name: point_of_log(Path(f"out/{name}.log")) for name in names} == names
+    point, other = (f"out/setting1-{keys}-sum-elu_.log" for keys in (60, 80))
+    assert [name for name, _, _ in plots.runs([point, other])] == [Path(point).stem, Path(other).stem]
+    assert [name for name, _, _ in plots.runs([point, f"mine={other}"])] == [Path(point).stem, "mine"]
 
 
 def test_results_are_read_by_model(files):
