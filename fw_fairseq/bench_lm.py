@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import statistics
+import sys
 from types import SimpleNamespace
 
 import torch
@@ -82,7 +83,7 @@ def peak_memory(args, models: dict[str, nn.Module], length: int) -> dict[str, in
     if args.device != "cpu":
         return {name: measure_memory(args, model, length) for name, model in models.items()}
     found = {}  # a process for each: its high-water mark is that of this one pass
-    context = multiprocessing.get_context("forkserver")
+    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
     context.set_forkserver_preload(["fw_fairseq.bench_fairseq"])  # once for all
     with context.Pool(1, maxtasksperchild=1) as pool:
         for name in models:
@@ -98,8 +99,8 @@ def measure_alone(args, name: str, length: int) -> int:
 
 def measure_memory(args, model: nn.Module, length: int) -> int:
     cuda = args.device != "cpu"
-    forward_backward(model, draw_tokens(args, 1, 9))  # loads libraries, makes the gradients
-    model.zero_grad(set_to_none=True)
+    forward_backward(model, draw_tokens(args, 1, 9))  # loads libraries
+    model.zero_grad()
     text = draw_tokens(args, batch_rows(args, length), length + 1)
     if cuda:
         torch.cuda.reset_peak_memory_stats()

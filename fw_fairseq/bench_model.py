@@ -38,7 +38,6 @@ PARTS = (
     Part("training", "tokens", "tokens_per_second", 1, ".0f", "training, tokens/s", "times_faster"),
     Part("training", "tokens", "peak_bytes", 1e-6, ".0f", "training, peak memory in MB", "times_smaller"),
 )
-UNSET = ("resume", "json", "figure")  # what changes no figure
 
 
 def add_arguments(parser) -> None:
@@ -70,8 +69,7 @@ def vocabulary(text: str) -> int:
 
 
 def bench_model(args) -> dict:
-    if "all" in args.mixers:
-        args.mixers = ALL
+    args.mixers = list(dict.fromkeys(name for given in args.mixers for name in (ALL if given == "all" else [given])))
     report = begin(args)
     models = {name: build_model(args, name) for name in model_names(args)}
     report["parameters"] = [{"name": name, "parameters": sum(p.numel() for p in m.parameters())} for name, m in models.items()]
@@ -95,7 +93,7 @@ def bench_model(args) -> dict:
 
 def begin(args) -> dict:
     """An empty report, or with --resume what the file holds."""
-    settings = {k: v for k, v in vars(args).items() if isinstance(v, (int, str, list)) and k not in UNSET}
+    settings = {k: v for k, v in vars(args).items() if isinstance(v, (int, str, list)) and k != "resume"}
     empty = {"machine": machine(args), "settings": settings, "parameters": [], "training": [], "generation": [], "ratios": []}
     if not args.resume or args.json is None or not args.json.exists():
         return empty

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import statistics
 import sys
 import time
@@ -64,7 +65,9 @@ def progress(text: str) -> None:
 
 
 def process_memory(field: str) -> int:
-    """Bytes that this process has (VmRSS) or had at most (VmHWM) in memory; Linux."""
+    """Bytes that this process has (VmRSS) or had at most (VmHWM) in memory; the latter for both where it is not Linux."""
+    if sys.platform != "linux":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status[field].split()[0]) * 1024
 

@@ -8,10 +8,11 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
-COLUMN = 3.4  # inches, a column of a two-column page
+COLUMN = 3.3  # inches, a column of a two-column page
 SMALL, TEXT = 6.5, 7.5  # points
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#8C4FA8", "#B8860B", "#5B5B5B")
 DASHES, MARKERS = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.2, 1, 1.2))), "osD^vPX*<>hd"
+UNDATED = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 SETTINGS = {
     "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans", "Arial", "Helvetica"], "font.size": TEXT,
     "axes.labelsize": TEXT, "xtick.labelsize": SMALL, "ytick.labelsize": SMALL, "legend.fontsize": SMALL,
@@ -83,16 +84,13 @@ def legend(figure, axes, columns: int = 3) -> None:
 
 def label_ends(axes, ends: list[tuple[str, tuple[float, float], str]]) -> None:
     """Names right of the axes, (label, last point, colour), in the order of their heights and none over another."""
-    from matplotlib.transforms import blended_transform_factory
-
     height = 72 * axes.get_window_extent().height / axes.figure.dpi
     to_axes = axes.transData + axes.transAxes.inverted()
     wanted = [to_axes.transform(point)[1] for _, point, _ in ends]
-    beside = blended_transform_factory(axes.transAxes, axes.transAxes)
     for (label, point, colour), at in zip(ends, spread_out(wanted, 1.15 * SMALL / height, 0.02, 0.98)):
         leader = {"arrowstyle": "-", "lw": 0.4, "color": colour, "relpos": (0, 0.5), "shrinkA": 0.5, "shrinkB": 2.5}
         axes.annotate(
-            label, point, (1.07, at), textcoords=beside, va="center", fontsize=SMALL, color=colour, arrowprops=leader,
+            label, point, (1.07, at), textcoords="axes fraction", va="center", fontsize=SMALL, color=colour, arrowprops=leader,
             annotation_clip=False,
         )  # fmt: skip
 
@@ -120,7 +118,7 @@ def save(figure, paths: list[Path]) -> None:
 
     for path in paths:
         part = path.with_name(f".{path.stem}.part{path.suffix}")
-        figure.savefig(part, dpi=300, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.savefig(part, dpi=300, metadata=UNDATED.get(path.suffix))
         os.replace(part, path)
         print(path)
     pyplot.close(figure)

@@ -61,7 +61,9 @@ def draw_rows(rows: list[dict], length: str, panels, peer: str = TRANSFORMER, la
     for axis, panel in zip(axes, panels):
         ends = []
         for name in names:
-            points = {row[length]: panel.factor * row[panel.key] for row in rows if row["name"] == name and panel.key in row}
+            points = {
+                row[length]: panel.factor * row[panel.key] for row in rows if row["name"] == name and row.get(panel.key, 0) > 0
+            }
             if points:
                 style = look_of(name, names, peer)
                 plot(axis, style, name, points, lw=1.6 if name == peer else 1)
