@@ -9,7 +9,7 @@ from pathlib import Path
 from . import plot_cost, plot_retrieval, tables
 from .figure_style import Look, canvas, legend, log_values, look, plot, save
 from .plot_logs import read_log
-from .plot_perplexity import draw_state
+from .plot_tables import draw_conversion, draw_state
 
 NAMES = {"valid_loss": "evaluation loss", "valid_ppl": "validation perplexity", "ppl": "training perplexity"}
 
@@ -57,6 +57,10 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("report", type=Path, help="what fw-bench model --json wrote")
     state = add("state", draw_state, "perplexity against the size of the state, one point for each model")
     state.add_argument("page", type=Path, help="the table that recipes/wikitext2/table.sh printed, or a page that holds it")
+    conversion = add("conversion", draw_conversion, "what is left of a Transformer's performance after conversion, against m")
+    conversion.add_argument(
+        "page", type=Path, help="the table that recipes/wikitext2/conversion.sh printed, or a page that holds it"
+    )
     tables.add_arguments(
         commands.add_parser("tables", help="finished runs of recipes in the papers' tables, beside what was published")
     )

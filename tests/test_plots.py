@@ -10,7 +10,7 @@ import pytest
 from fw_fairseq import plots
 from fw_fairseq.figure_style import look, spread_out
 from fw_fairseq.plot_logs import read_log
-from fw_fairseq.plot_perplexity import read_table
+from fw_fairseq.plot_tables import read_table
 from fw_fairseq.plot_retrieval import point_of_log, read_results
 
 RESULTS = "dpfp1 20 0.0008\ndpfp1 40 0.2\nelu 20 0.001\nelu 40 0.3\n"
@@ -40,6 +40,15 @@ PAGE = """# Page
 |---|---|---|
 | later | 1 | 1 |
 """
+CONVERTED = """| row of the recipe | converted | of the softmax row's performance |
+|---|---:|---:|
+| `softmax` | 221.47 | 100.0% |
+| `decay-4` | 624.31 | 70.1% |
+| `decay-16` | 448.19 | 77.1% |
+| `decay-16-distilled` | 448.19 | 82.2% |
+| `gated_delta-4` | | |
+| `gated_delta-16` | 359.00 | 71.0% |
+"""
 MODELS = ("fast_weight_lm delta", "fast_weight_lm sru", "fast_weight_lm abc", "transformer_lm")
 REPORT = {
     "generation": [{"context": t, "name": n, "seconds": t * 1e-6, "state_bytes": 100 * t} for n in MODELS for t in (8, 64)],
@@ -49,7 +58,14 @@ REPORT = {
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    texts = {"capacity.txt": RESULTS, "updates.txt": UPDATES, "a.log": LOG, "simple.log": SIMPLE, "page.md": PAGE}
+    texts = {
+        "capacity.txt": RESULTS,
+        "updates.txt": UPDATES,
+        "a.log": LOG,
+        "simple.log": SIMPLE,
+        "page.md": PAGE,
+        "converted.md": CONVERTED,
+    }
     texts |= dict.fromkeys(("setting2-20-gated_delta-dpfp_--dpfp-nu_1.log", "setting2-20-fwm-tanh_.log"), LOG)
     for name, text in (texts | {"report.json": json.dumps(REPORT)}).items():
         (tmp_path / name).write_text(text)
@@ -67,6 +83,7 @@ def files(tmp_path, monkeypatch):
         ("curves setting2-20-gated_delta-dpfp_--dpfp-nu_1.log setting2-20-fwm-tanh_.log", [">FWM, tanh<", ">gated delta, DPFP-1<"]),
         ("generation report.json", [">delta<", ">softmax<", "ms per token", "state, MB"]),
         ("training report.json", [">abc<", ">sru<", "tokens/s"]),
+        ("conversion converted.md", [">gated delta<", ">decay<", ">decay, distilled<", "% of softmax"]),
         ("state page.md", ["delta elu", "softmax", "numbers kept"]),
     ],
 )
@@ -105,7 +122,10 @@ def test_results_are_read_by_model(files):
 
 
 def test_the_first_table_with_sizes_is_read(files):
-    assert read_table(files / "page.md") == {"delta_elu": (8192, 228.88), "softmax": (262144, 253.04)}
+    assert read_table(files / "page.md", "numbers kept", "test perplexity") == {
+        "delta_elu": (8192, 228.88),
+        "softmax": (262144, 253.04),
+    }
 
 
 def test_results_as_a_table(files, capsys):
@@ -137,7 +157,8 @@ def test_no_two_lines_are_alike_in_grey():
         ("curves a.log --metric ppl", "a.log has no ppl; train with --log-format json or simple"),
         ("curves capacity.txt", "capacity.txt has no valid_loss"),
         ("generation a.log", "a.log is not what fw-bench model --json writes"),
-        ("state a.log", "a.log has no table with the columns row, test perplexity, numbers kept"),
+        ("conversion page.md", "page.md has no table with the columns row, of the softmax row's performance"),
+        ("state a.log", "a.log has no table with the columns row, numbers kept, test perplexity"),
     ],
 )
 def test_mistakes(command, message, files):
