@@ -10,8 +10,8 @@ import pytest
 from fw_fairseq import plots
 from fw_fairseq.figure_style import look, spread_out
 from fw_fairseq.plot_logs import read_log
-from fw_fairseq.plot_tables import read_table
 from fw_fairseq.plot_retrieval import point_of_log, read_results
+from fw_fairseq.plot_tables import read_table
 
 RESULTS = "dpfp1 20 0.0008\ndpfp1 40 0.2\nelu 20 0.001\nelu 40 0.3\n"
 UPDATES = "delta:dpfp1 20 0.0002\nother:map 20 30\n"
