@@ -86,6 +86,8 @@ def main(argv: list[str] | None = None) -> None:
             parser.error(f"{path.parent} is not a folder; make it first")
     if args.command != "ops" and args.width % args.heads:
         parser.error(f"--width {args.width} is not a multiple of --heads {args.heads}")
+    if getattr(args, "resume", False) and not args.json:
+        parser.error("--resume needs --json, the file to go on with")
     torch.set_num_threads(args.threads)
     command = COMMANDS[args.command]
     report = command.measure(args)

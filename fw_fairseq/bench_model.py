@@ -95,7 +95,7 @@ def begin(args) -> dict:
     """An empty report, or with --resume what the file holds."""
     settings = {k: v for k, v in vars(args).items() if isinstance(v, (int, str, list)) and k != "resume"}
     empty = {"machine": machine(args), "settings": settings, "parameters": [], "training": [], "generation": [], "ratios": []}
-    if not args.resume or args.json is None or not args.json.exists():
+    if not args.resume or not args.json.exists():
         return empty
     try:
         report = json.loads(args.json.read_text())

@@ -67,6 +67,7 @@ def test_model_report(tmp_path, capsys):
         (["--heads", "3"], "--width 16 is not a multiple of --heads 3"),
         (["--vocabulary", "4"], "4 leaves no room beside fairseq's 4 special symbols"),
         (["--figure", "no/such/folder/x.png"], "no/such/folder is not a folder"),
+        (["--resume"], "--resume needs --json"),
         (["--device", "cuda"], "needs a CUDA device"),
     ],
 )
