@@ -37,7 +37,7 @@ def draw_state(args):
     for name, point in rows.items():
         axes.plot(*point, ls="", ms=4.2, marker=kind(name).marker, color=kind(name).color)
     sizes = sorted(size for size, _ in rows.values())
-    axes.set(xscale="log", xlabel="numbers kept of a text", ylabel="test perplexity", xlim=(sizes[0] / 6, sizes[-1] * 6))
+    axes.set(xscale="log", xlabel="numbers kept of a text", ylabel="test perplexity", xlim=(sizes[0] / 6, sizes[-1] * 12))
     figure.draw_without_rendering()
     low, high = axes.get_ylim()
     gap = (high - low) * 1.2 * SMALL / (72 * axes.get_window_extent().height / figure.dpi)
