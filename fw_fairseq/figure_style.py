@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterable
 from math import inf
@@ -36,6 +37,8 @@ def look(index: int) -> Look:
 
 def canvas(height: float = 2.3, panels: int = 1, **layout):
     """A figure of one column and its axes, one above the other; ``layout``: fixed margins as in subplots_adjust, or none."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("figures need matplotlib; install fw_fairseq with the extra [plots]")
     import matplotlib
 
     matplotlib.use("Agg")

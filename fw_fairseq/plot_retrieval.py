@@ -25,8 +25,8 @@ PUBLISHED = {
 }
 # In the order of their lines.
 KNOWN = {
-    "capacity": ["softmax", "elu", "dpfp1", "dpfp2", "dpfp3", "favor64", "favor128", "favor512"],
-    "updates": ["sum:dpfp1", "delta:dpfp1", "fwm:tanh", "fwm:dpfp1", "gated:dpfp1", "decay:dpfp1", "gated_delta:dpfp1"],
+    "capacity": "softmax elu dpfp1 dpfp2 dpfp3 favor64 favor128 favor512".split(),
+    "updates": "sum:dpfp1 delta:dpfp1 fwm:tanh fwm:dpfp1 gated:dpfp1 decay:dpfp1 gated_delta:dpfp1 delta:elu delta:favor64".split(),
 }
 MAPS, RULES = {"elu": "linear (ELU)", "dpfp": "DPFP", "favor": "FAVOR+"}, {"fwm": "FWM", "gated_delta": "gated delta"}
 SOLVED = 0.001
@@ -55,6 +55,7 @@ def title(model: str) -> str:
 
 
 def rank(figure: str, model: str) -> int:
+    """A number of its own for each model."""
     known = KNOWN[figure]
     return known.index(model) if model in known else len(known) + sum(map(ord, model))
 

@@ -172,3 +172,9 @@ def test_no_file_to_write(out, message, files):
     with pytest.raises(SystemExit, match="fw-plot: error: ") as exit_:
         plots.main(["capacity", "capacity.txt", *out])
     assert message in str(exit_.value)
+
+
+def test_without_matplotlib(files, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"fw-plot: error: figures need matplotlib; install fw_fairseq with the extra \[plots\]"):
+        plots.main(["capacity", "capacity.txt", "--out", "x.svg"])
