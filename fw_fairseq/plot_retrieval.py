@@ -25,8 +25,18 @@ PUBLISHED = {
 }
 # In the order of their lines.
 KNOWN = {
-    "capacity": "softmax elu dpfp1 dpfp2 dpfp3 favor64 favor128 favor512".split(),
-    "updates": "sum:dpfp1 delta:dpfp1 fwm:tanh fwm:dpfp1 gated:dpfp1 decay:dpfp1 gated_delta:dpfp1 delta:elu delta:favor64".split(),
+    "capacity": ["softmax", "elu", "dpfp1", "dpfp2", "dpfp3", "favor64", "favor128", "favor512"],
+    "updates": [
+        "sum:dpfp1",
+        "delta:dpfp1",
+        "fwm:tanh",
+        "fwm:dpfp1",
+        "gated:dpfp1",
+        "decay:dpfp1",
+        "gated_delta:dpfp1",
+        "delta:elu",
+        "delta:favor64",
+    ],
 }
 MAPS, RULES = {"elu": "linear (ELU)", "dpfp": "DPFP", "favor": "FAVOR+"}, {"fwm": "FWM", "gated_delta": "gated delta"}
 SOLVED = 0.001
