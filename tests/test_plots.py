@@ -87,14 +87,18 @@ def files(tmp_path, monkeypatch):
         ("state page.md", ["delta elu", "softmax", "numbers kept"]),
     ],
 )
-def test_figures(command, words, files, capsys):
-    plots.main([*command.split(), "--out", "x.svg", "x.png", "x.pdf"])
+def test_figures(command, words, files):
+    plots.main([*command.split(), "--out", "x.svg"])
     svg = (files / "x.svg").read_text()
     assert all(word in svg for word in words) and "later" not in svg
-    assert (files / "x.png").read_bytes().startswith(b"\x89PNG") and (files / "x.pdf").read_bytes().startswith(b"%PDF")
-    assert capsys.readouterr().out.split() == ["x.svg", "x.png", "x.pdf"] and not list(files.glob(".*"))
     plots.main([*command.split(), "--out", "y.svg"])
     assert (files / "y.svg").read_text() == svg
+
+
+def test_endings(files, capsys):
+    plots.main(["capacity", "capacity.txt", "--out", "x.png", "x.pdf"])
+    assert (files / "x.png").read_bytes().startswith(b"\x89PNG") and (files / "x.pdf").read_bytes().startswith(b"%PDF")
+    assert capsys.readouterr().out.split() == ["x.png", "x.pdf"] and not list(files.glob(".*"))
 
 
 def test_logs_are_read_by_metric(files):
