@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterable
-from math import inf
+from math import ceil, inf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,11 +78,18 @@ def log_values(axes, name: str = "y") -> None:
     axis.set_major_formatter("{x:g}")
 
 
-def legend(figure, axes, columns: int = 3) -> None:
-    """Below the axes, where it covers nothing."""
+def legend(figure, axes) -> None:
+    """Below the axes, where it covers nothing, in as many columns as fit; the figure grows with its lines."""
     handles, labels = axes.get_legend_handles_labels()
-    columns = min(columns, len(labels))
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, handlelength=2.6, columnspacing=1.2)
+    for columns in range(min(3, len(labels)), 0, -1):
+        drawn = figure.legend(
+            handles, labels, loc="outside lower center", ncols=columns, frameon=False, handlelength=2.6, columnspacing=1.2
+        )
+        figure.draw_without_rendering()
+        if drawn.get_window_extent().width <= figure.bbox.width or columns == 1:
+            break
+        drawn.remove()
+    figure.set_figheight(figure.get_figheight() + 1.5 * SMALL / 72 * ceil(len(labels) / columns))
 
 
 def label_ends(axes, ends: list[tuple[str, tuple[float, float], str]]) -> None:

@@ -38,7 +38,7 @@ KNOWN = {
         "delta:favor64",
     ],
 }
-MAPS, RULES = {"elu": "linear (ELU)", "dpfp": "DPFP", "favor": "FAVOR+"}, {"fwm": "FWM", "gated_delta": "gated delta"}
+MAPS, RULES = {"elu": "ELU", "dpfp": "DPFP", "favor": "FAVOR+"}, {"fwm": "FWM", "gated_delta": "gated delta"}
 SOLVED = 0.001
 
 
@@ -58,6 +58,8 @@ def read_results(path: Path) -> dict[str, dict[int, float]]:
 
 def title(model: str) -> str:
     """dpfp1 -> DPFP-1; delta:favor64 -> delta, FAVOR+ 64."""
+    if model == "elu":
+        return "linear (ELU)"
     rule, _, name = model.rpartition(":")
     letters = name.rstrip("0123456789")
     number, joint = name[len(letters) :], "-" if letters == "dpfp" else " "
@@ -88,7 +90,7 @@ def draw(args):
     """What was measured as lines with full markers, what was published as the same markers, hollow and alone."""
     published = PUBLISHED[args.command] if args.published else {}
     lines = read_results(args.results)
-    figure, [axes] = canvas(2.9)
+    figure, [axes] = canvas(2.4)
     order = sorted(lines, key=lambda model: rank(args.command, model))
     for model in order:
         style = look_of(args.command, model)
@@ -121,5 +123,5 @@ def table(args) -> str:
 
 
 def number(loss: float | None) -> str:
-    """As few digits as tell it from its neighbours."""
-    return "" if loss is None else f"{loss:.4f}" if SOLVED / 10 <= loss < 0.1 else f"{loss:.3g}"
+    """Four digits behind the point, of what is no smaller."""
+    return "" if loss is None else f"{round(loss, 4):.3g}" if loss >= SOLVED / 10 else f"{loss:.1g}"

@@ -74,7 +74,7 @@ def check_endings(paths: list[Path]) -> None:
 
 
 def draw_curves(args):
-    figure, [axes] = canvas(2.5)
+    figure, [axes] = canvas(2.2)
     for name, style, path in runs(args.logs):
         plot(axes, style, name, read_log(path, args.metric))
     label = NAMES.get(args.metric, args.metric.replace("_", " "))
