@@ -102,9 +102,9 @@ def layer_mixers(config: FastWeightConfig, layers: int, kept: str | None = None)
     return [names[i % len(names)] for i in range(layers)]
 
 
-def check_numbers(config: FastWeightConfig) -> None:
-    """No mixer looks at its numbers again: whoever builds a model comes here first."""
-    for f in fields(config):
+def check_numbers(config: FastWeightConfig, kind: type | None = None) -> None:
+    """No mixer looks at its numbers again: who builds a model comes here first. ``kind``: its class, where it is a DictConfig."""
+    for f in fields(kind or config):
         least, value = f.metadata.get("least"), getattr(config, f.name)
         if least is not None and value < least:
             raise ValueError(f"{option_name(f.name)} is {value}; it must be at least {least}")

@@ -12,7 +12,7 @@ from fairseq import models as registered
 from fairseq.data import Dictionary
 
 from fw_fairseq import registration  # noqa: F401
-from fw_fairseq.bench_model import state_bytes
+from fw_fairseq.bench_lm import state_bytes
 from fw_fairseq.config import FastWeightConfig, layer_mixers
 from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.mixers import MIXERS, FastWeight

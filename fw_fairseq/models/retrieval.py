@@ -49,7 +49,7 @@ class RetrievalModel(BaseFairseqModel):
 
     @classmethod
     def build_model(cls, cfg: RetrievalConfig, task):
-        check_numbers(cfg)
+        check_numbers(cfg, RetrievalConfig)
         return cls(cfg, task.cfg.symbols)
 
     def forward(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
