@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..feature_maps import wide
+from .autograd import as_written
 from .cuda_launch import use_kernels
 from .cuda_pooling import pool_cuda_form, why_not
 from .state import state as state_type
@@ -63,6 +64,8 @@ def pool(scores, values, window=0, state=None, padding_mask=None, reset_mask=Non
 def check(scores: Tensor, values: Tensor, window: int, state: PoolState | None) -> None:
     if scores.dim() != 3 or values.shape[:-1] != scores.shape:
         raise ValueError(f"scores are {tuple(scores.shape)} and values {tuple(values.shape)}; they must be (B,H,T) and (B,H,T,V)")
+    if scores.shape[2] == 0:
+        raise ValueError(f"scores are {tuple(scores.shape)}; T must be at least 1")
     if window < 0:
         raise ValueError(f"window is {window}; it must be 0, for all of the past, or the number of tokens in it")
     size = window - 1 if window else 1
@@ -104,6 +107,7 @@ class Pool(torch.autograd.Function):
     """
 
     @staticmethod
+    @as_written
     def forward(ctx, a, x, window: int, segments):
         log_weights, means = aggregate(a, x, window, segments)
         ctx.window = window
@@ -112,6 +116,7 @@ class Pool(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @as_written
     def backward(ctx, dlog_weights, dmeans):
         a, x, segments, log_weights, means = ctx.saved_tensors
         shared = (dmeans * means).sum(-1, keepdim=True) - dlog_weights[..., None]
