@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +13,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import torch
 
 from . import bench_mixers, bench_model, bench_ops, bench_translate
-from .bench_tools import positive
+from .bench_tools import positive, write_json
 
 
 class Command(NamedTuple):
@@ -36,8 +35,8 @@ COMMANDS = {
     "model": Command(
         bench_model,
         bench_model.bench_model,
-        "whole language models, training and generation",
-        "fast_weight_lm against fairseq's transformer_lm of the same size, with random weights on random tokens.",
+        "whole language models, training and generation: time and memory of any rule or mixer",
+        "fast_weight_lm with any rules and mixers against fairseq's transformer_lm of the same size, with random weights.",
         "time and state against context",
     ),
     "mixers": Command(
@@ -87,12 +86,14 @@ def main(argv: list[str] | None = None) -> None:
             parser.error(f"{path.parent} is not a folder; make it first")
     if args.command != "ops" and args.width % args.heads:
         parser.error(f"--width {args.width} is not a multiple of --heads {args.heads}")
+    if getattr(args, "resume", False) and not args.json:
+        parser.error("--resume needs --json, the file to go on with")
     torch.set_num_threads(args.threads)
     command = COMMANDS[args.command]
     report = command.measure(args)
     print(command.module.table(report))
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(args.json, report)
     if args.figure:
         command.module.draw(report, args.figure)
 

@@ -131,14 +131,11 @@ def table(report: dict) -> str:
 
 def draw(report: dict, path: Path) -> None:
     """One bar for each layer."""
-    import matplotlib
+    from .figure_style import canvas, save
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 3.2), layout="constrained")
+    figure, [axes] = canvas(2.2)
     rows = report["layers"][::-1]
-    axes.barh([row["name"] for row in rows], [1e3 * row["seconds"] for row in rows], color="0.6")
+    axes.barh([row["name"] for row in rows], [1e3 * row["seconds"] for row in rows], color="0.6", height=0.7)
     axes.set(xlabel="forward + backward, ms")
-    figure.savefig(path, dpi=160)
-    pyplot.close(figure)
+    axes.grid(visible=False, axis="y")
+    save(figure, [path])

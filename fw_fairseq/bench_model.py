@@ -1,31 +1,51 @@
-"""fw-bench model: fast_weight_lm against fairseq's transformer_lm, identical in size, with random weights on random tokens."""
+"""fw-bench model: fast_weight_lm with its rules and mixers against fairseq's transformer_lm of the same size, and its report."""
 
 from __future__ import annotations
 
 import argparse
-import logging
-import math
+import json
 import statistics
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-from .bench_tools import machine, positive, progress, timed
+from .bench_lm import ALL, TRANSFORMER, batch_rows, build_model, model_names, peak_memory, time_generation, time_training
+from .bench_tools import machine, positive, write_json
+from .mixers import MIXERS
 from .rules import RULES
 
-TRANSFORMER = "transformer_lm"
-UNTIMED_STEPS = 3
 SIZES = {
     "layers": "of encoder and decoder each, where there is an encoder", "width": "of the embeddings", "heads": "of each attention",
     "ffn": "width of the feed-forward layers", "vocabulary": "words",
 }  # fmt: skip
 
 
+class Part(NamedTuple):
+    """A table of the report."""
+
+    what: str
+    length: str
+    key: str
+    factor: float
+    digits: str
+    title: str
+    ratio: str
+
+
+PARTS = (
+    Part("generation", "context", "seconds", 1e3, ".2f", "generation, ms per token", "times_faster"),
+    Part("generation", "context", "state_bytes", 1e-3, ".0f", "generation, state in kB", "times_smaller"),
+    Part("training", "tokens", "tokens_per_second", 1, ".0f", "training, tokens/s", "times_faster"),
+    Part("training", "tokens", "peak_bytes", 1e-6, ".0f", "training, peak memory in MB", "times_smaller"),
+)
+
+
 def add_arguments(parser) -> None:
-    parser.add_argument("--rules", nargs="+", default=["delta"], choices=RULES, metavar="RULE")
+    names = [*RULES, *(name for name in MIXERS if name != "fast_weight")]
+    parser.add_argument(
+        "--mixers", nargs="+", default=["delta"], choices=[*names, "all"], metavar="NAME",
+        help=f"update rules and other mixers, each a model: {', '.join(names)}; all: all but fwm",
+    )  # fmt: skip
     add_sizes(parser, layers=4, width=128, heads=8, ffn=512, vocabulary=10000)
     parser.add_argument("--tokens", nargs="+", type=positive, default=[512, 2048], metavar="T", help="lengths to train on")
     parser.add_argument("--max-tokens", type=positive, default=2048, help="tokens of a training batch")
@@ -34,6 +54,7 @@ def add_arguments(parser) -> None:
         "--contexts", nargs="+", type=positive, default=[256, 1024, 4096], metavar="T", help="tokens before generation"
     )
     parser.add_argument("--steps", type=positive, default=16, help="timed tokens at each context")
+    parser.add_argument("--resume", action="store_true", help="go on with what --json holds; it is written after each length")
 
 
 def add_sizes(parser, **defaults) -> None:
@@ -48,154 +69,72 @@ def vocabulary(text: str) -> int:
 
 
 def bench_model(args) -> dict:
-    models = build_models(args)
-    training, generation = time_training(args, models), time_generation(args, models)
-    return {
-        "machine": machine(args),
-        "settings": {k: v for k, v in vars(args).items() if isinstance(v, (int, str, list))},
-        "parameters": [{"name": name, "parameters": sum(p.numel() for p in m.parameters())} for name, m in models.items()],
-        "training": [
-            {"tokens": t, "name": n, "tokens_per_second": batch_rows(args, t) * t / statistics.median(s), **spread(s)}
-            for (t, n), s in training.items()
-        ],
-        "generation": [
-            {"context": c, "name": n, "state_bytes": size, **spread(s)} for (c, n), (s, size) in generation.items()
-        ],
-        "ratios": ratios(training, generation),
-    }  # fmt: skip
+    args.mixers = list(dict.fromkeys(name for given in args.mixers for name in (ALL if given == "all" else [given])))
+    report = begin(args)
+    models = {name: build_model(args, name) for name in model_names(args)}
+    report["parameters"] = [{"name": name, "parameters": sum(p.numel() for p in m.parameters())} for name, m in models.items()]
+    for length in missing(report["training"], "tokens", args.tokens):
+        sizes, seconds = peak_memory(args, models, length), time_training(args, models, length)
+        tokens = batch_rows(args, length) * length
+        report["training"] += [
+            {"tokens": length, "name": n, "tokens_per_second": tokens / statistics.median(s), "peak_bytes": sizes[n], **spread(s)}
+            for n, s in seconds.items()
+        ]
+        report["ratios"] += ratios("training", length, seconds, sizes)
+        finish_length(args, report, f"training with {length} tokens")
+    for context in missing(report["generation"], "context", args.contexts):
+        found = time_generation(args, models, context)
+        seconds, sizes = ({name: pair[i] for name, pair in found.items()} for i in (0, 1))
+        report["generation"] += [{"context": context, "name": n, "state_bytes": sizes[n], **spread(s)} for n, s in seconds.items()]
+        report["ratios"] += ratios("generation", context, seconds, sizes)
+        finish_length(args, report, f"generation after {context} tokens")
+    return report
+
+
+def begin(args) -> dict:
+    """An empty report, or with --resume what the file holds."""
+    settings = {k: v for k, v in vars(args).items() if isinstance(v, (int, str, list)) and k != "resume"}
+    empty = {"machine": machine(args), "settings": settings, "parameters": [], "training": [], "generation": [], "ratios": []}
+    if not args.resume or not args.json.exists():
+        return empty
+    try:
+        report = json.loads(args.json.read_text())
+        before = report["settings"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        sys.exit(f"fw-bench: error: --resume: {args.json} is not what fw-bench model --json writes; name another file")
+    for name in sorted(settings.keys() | before.keys()):
+        if settings.get(name) != before.get(name):
+            sys.exit(
+                f"fw-bench: error: --resume: {args.json} was measured with {name} {before.get(name)}, not {settings.get(name)};"
+                " repeat its options, or name another file"
+            )
+    return report
+
+
+def missing(rows: list[dict], key: str, lengths: list[int]) -> list[int]:
+    return [length for length in lengths if length not in {row[key] for row in rows}]
+
+
+def finish_length(args, report: dict, what: str) -> None:
+    print(f"{what}: done", file=sys.stderr)
+    if args.json:
+        write_json(args.json, report)
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
     return {"seconds": statistics.median(seconds), "min": min(seconds), "max": max(seconds)}
 
 
-def build_models(args) -> dict[str, nn.Module]:
-    logging.basicConfig(level=logging.WARNING)  # first, or fairseq's import makes every library log what it does
-    from fairseq.data import Dictionary  # here, because it takes seconds, and fw-bench ops does without
-    from fairseq.models.transformer_lm import TransformerLanguageModel, base_lm_architecture
-
-    from .models.fast_weight_lm import FastWeightLanguageModel
-
-    task = make_task(Dictionary(), args.vocabulary)
-
-    def build(kind, **options):
-        torch.manual_seed(0)
-        cfg = argparse.Namespace(
-            decoder_layers=args.layers, decoder_embed_dim=args.width, decoder_attention_heads=args.heads,
-            decoder_ffn_embed_dim=args.ffn, share_decoder_input_output_embed=True,
-            max_target_positions=max(*args.tokens, *(c + UNTIMED_STEPS + args.steps for c in args.contexts)), **options,
-        )  # fmt: skip
-        base_lm_architecture(cfg)
-        return kind.build_model(cfg, task).to(args.device)
-
-    models = {f"fast_weight_lm {rule}": build(FastWeightLanguageModel, update_rule=rule) for rule in args.rules}
-    return models | {TRANSFORMER: build(TransformerLanguageModel)}
-
-
-def make_task(dictionary, words: int) -> SimpleNamespace:
-    """What a model asks of its task: here one dictionary for both sides."""
-    for index in range(words - len(dictionary)):
-        dictionary.add_symbol(str(index))
-    return SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
-
-
-def batch_rows(args, length: int) -> int:
-    """Of a training batch."""
-    return max(1, args.max_tokens // length)
-
-
-def draw_tokens(args, count: int, length: int) -> Tensor:
-    """(count, length), without special symbols."""
-    return torch.randint(4, args.vocabulary, (count, length), device=args.device)
-
-
-def time_training(args, models) -> dict[tuple[int, str], list[float]]:
-    """Seconds of forward and backward by length and model, one a round."""
-    texts = {length: draw_tokens(args, batch_rows(args, length), length + 1) for length in args.tokens}
-    seconds: dict[tuple[int, str], list[float]] = {(length, name): [] for length in texts for name in models}
-    for round_ in range(args.rounds + 1):
-        for length, name in seconds:
-            elapsed = timed(lambda: forward_backward(models[name], texts[length]), args.device)  # noqa: B023
-            if round_:
-                seconds[length, name].append(elapsed)
-        progress(f"training, round {round_} of {args.rounds}")
-    return seconds
-
-
-def forward_backward(model, text: Tensor) -> None:
-    model.train()
-    model.zero_grad()
-    logits, _ = model(text[:, :-1])
-    F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()).backward()
-
-
-@torch.no_grad()
-def time_generation(args, models) -> dict[tuple[int, str], tuple[list[float], int]]:
-    """Seconds of a token, one a round, and bytes of the state, by context and model."""
-    found: dict[tuple[int, str], tuple[list[float], int]] = {}
-    for context in args.contexts:
-        text = draw_tokens(args, args.hypotheses, context + UNTIMED_STEPS + args.steps)
-        states = {name: fill_state(model.eval(), text[:, :context]) for name, model in models.items()}
-        found |= {(context, name): ([], state_bytes(state)) for name, state in states.items()}
-        for round_ in range(args.rounds + 1):
-            for name, model in models.items():
-                elapsed = time_steps(args, model, text, context, states[name])
-                if round_:
-                    found[context, name][0].append(elapsed)
-            progress(f"generation after {context} tokens, round {round_} of {args.rounds}")
-    return found
-
-
-def time_steps(args, model, text: Tensor, context: int, state: dict) -> float:
-    """Median seconds of the steps after ``context``; ``state`` stays as it is.
-
-    The turn of a model is all of its steps: taking turns token by token, each would find its weights pushed out of the processor's
-    cache by the other's keys and values.
-    """
-    state = {key: dict(entry) if isinstance(entry, dict) else entry for key, entry in state.items()}
-    seconds = []
-    for length in range(context + 1, text.shape[1] + 1):
-        seconds.append(timed(lambda: model.decoder(text[:, :length], incremental_state=state), args.device))  # noqa: B023
-    return statistics.median(seconds[UNTIMED_STEPS:])
-
-
-def fill_state(model, prompt: Tensor) -> dict:
-    """The incremental state after the prompt. Softmax attention gets random keys and values, whose time does not depend on them."""
-    state: dict = {}
-    if hasattr(model.decoder, "take_prompt"):
-        model.decoder(prompt, incremental_state=state)
-        return state
-    for layer in model.decoder.layers:
-        attention = layer.self_attn
-        shape = (prompt.shape[0], attention.num_heads, prompt.shape[1], attention.head_dim)
-        buffer = {name: torch.randn(shape, device=prompt.device) for name in ("prev_key", "prev_value")}
-        attention._set_input_buffer(state, buffer | {"prev_key_padding_mask": None})
-    return state
-
-
-def state_bytes(state) -> int:
-    """Of all tensors in there, however deep."""
-    if isinstance(state, Tensor):
-        return state.nbytes
-    if isinstance(state, dict):
-        return sum(map(state_bytes, state.values()))
-    return sum(map(state_bytes, state)) if isinstance(state, (tuple, list)) else 0
-
-
-def ratios(training, generation) -> list[dict]:
-    """How many times faster and smaller each fast-weight model is than transformer_lm."""
-    found = []
-    for (length, name), own in training.items():
-        if name != TRANSFORMER:
-            times = statistics.median(p / o for p, o in zip(training[length, TRANSFORMER], own))
-            found.append({"name": name, "what": "training", "tokens": length, "times_faster": times})
-    for (context, name), (own, size) in generation.items():
-        if name != TRANSFORMER:
-            peer, peer_size = generation[context, TRANSFORMER]
-            row = {"name": name, "what": "generation", "tokens": context}
-            times = statistics.median(p / o for p, o in zip(peer, own))
-            found.append(row | {"times_faster": times, "times_smaller": peer_size / size})
-    return found
+def ratios(what: str, length: int, seconds: dict[str, list[float]], sizes: dict[str, int]) -> list[dict]:
+    """How many times faster (the median over rounds) and smaller each model is than transformer_lm."""
+    peer, peer_size = seconds[TRANSFORMER], sizes[TRANSFORMER]
+    return [
+        {
+            "name": name, "what": what, "tokens": length, "times_smaller": peer_size / max(1, sizes[name]),
+            "times_faster": statistics.median(p / o for p, o in zip(peer, own)),
+        }
+        for name, own in seconds.items() if name != TRANSFORMER
+    ]  # fmt: skip
 
 
 def table(report: dict) -> str:
@@ -204,45 +143,39 @@ def table(report: dict) -> str:
     lines = [
         f"{m['device']}, {m['threads']} threads, torch {m['torch']}; {s['layers']} layers, width {s['width']}, {s['heads']} heads, "
         f"ffn {s['ffn']}, {s['vocabulary']} words; training with {s['max_tokens']} tokens a batch, generation of {s['steps']} "
-        f"tokens for {s['hypotheses']} hypotheses; medians of {s['rounds']} rounds",
-        "",
-        "| model | parameters | " + " | ".join(f"training T={t}, tokens/s" for t in s["tokens"]) + " |",
-        "|---|---:|" + "---:|" * len(s["tokens"]),
+        f"tokens for {s['hypotheses']} hypotheses; medians of {s['rounds']} rounds; "
+        f"in brackets: times as fast, or as small, as {TRANSFORMER}",
     ]
-    speeds = {(row["name"], row["tokens"]): row["tokens_per_second"] for row in report["training"]}
-    for row in report["parameters"]:
-        cells = (f"{speeds[row['name'], t]:.0f}" for t in s["tokens"])
-        lines.append(f"| {row['name']} | {row['parameters']} | " + " | ".join(cells) + " |")
-    lines += ["", "| generation | tokens before | ms per token | state, kB |", "|---|---:|---:|---:|"]
-    for row in report["generation"]:
-        lines.append(f"| {row['name']} | {row['context']} | {1e3 * row['seconds']:.2f} | {row['state_bytes'] / 1e3:.0f} |")
-    lines += ["", f"| model | T | against {TRANSFORMER} |", "|---|---:|---|"]
-    for row in report["ratios"]:
-        smaller = f", {row['times_smaller']:.3g} x smaller state" if "times_smaller" in row else ""
-        lines.append(f"| {row['name']} | {row['tokens']} | {row['what']} {row['times_faster']:.2f} x as fast{smaller} |")
+    for part in PARTS:
+        lines += ["", *part_table(report, part)]
+    lines += ["", "| model | parameters |", "|---|---:|"]
+    lines += [f"| {row['name']} | {row['parameters']:,} |" for row in report["parameters"]]
     return "\n".join(lines)
 
 
+def part_table(report: dict, part: Part) -> list[str]:
+    """A row for each model, a column for each length."""
+    rows = report[part.what]
+    cells = {(row["name"], row[part.length]): format(part.factor * row[part.key], part.digits) for row in rows}
+    for row in report["ratios"]:
+        if row["what"] == part.what:
+            cells[row["name"], row["tokens"]] += f" ({round_off(row[part.ratio])} x)"
+    lengths = list(dict.fromkeys(row[part.length] for row in rows))
+    after = "after " if part.length == "context" else ""
+    lines = [" | ".join([f"| {part.title}", *(f"{after}{t} tokens" for t in lengths)]) + " |", "|---|" + "---:|" * len(lengths)]
+    for name in dict.fromkeys(row["name"] for row in rows):
+        lines.append(" | ".join([f"| {name}", *(cells[name, t] for t in lengths)]) + " |")
+    return lines
+
+
+def round_off(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"
+
+
 def draw(report: dict, path: Path) -> None:
-    """Time per token and bytes of the state against context, told apart in grey by their markers."""
-    import matplotlib
+    """Time per token and bytes of the state against context."""
+    from .figure_style import save
+    from .plot_cost import FIGURES, draw_rows
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
-    rows, whole_decades = report["generation"], ((min, math.floor), (max, math.ceil))
-    for axes, key, factor, label in zip(panels, ("seconds", "state_bytes"), (1e3, 1e-3), ("time per token, ms", "state, kB")):
-        for name, marker in zip(dict.fromkeys(row["name"] for row in rows), "osD^vPX*"):
-            points = [(row["context"], factor * row[key]) for row in rows if row["name"] == name]
-            thick = {"lw": 2, "ls": "--"} if name == TRANSFORMER else {"lw": 1}
-            axes.plot(*zip(*sorted(points)), marker=marker, ms=5, label=name, **thick)
-        ends = [10 ** rounded(math.log10(factor * end(row[key] for row in rows))) for end, rounded in whole_decades]
-        axes.set(xscale="log", yscale="log", xlabel="tokens before", ylabel=label, ylim=ends)
-        axes.set_xticks(ticks := report["settings"]["contexts"], [str(t) for t in ticks])
-        axes.xaxis.minorticks_off()
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.grid(alpha=0.3)
-    panels[0].legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=160)
-    pyplot.close(figure)
+    what = FIGURES["generation"]
+    save(draw_rows(report["generation"], what.length, what.panels, label=what.label), [path])

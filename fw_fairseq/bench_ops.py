@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from .bench_peers import fla_call, peer_name
-from .bench_tools import machine, positive, progress, repeated, timed
+from .bench_tools import machine, positive, process_memory, progress, repeated, timed
 from .ops import RowMap, fast_weight
 from .ops.checks import BACKENDS
 from .ops.row_map import AS_IS, MAPS
@@ -194,12 +194,6 @@ def measure_memory(args, rule: str, tokens: int) -> tuple[int, int]:
     return after - before, inputs
 
 
-def process_memory(field: str) -> int:
-    """Bytes that this process has (VmRSS) or had at most (VmHWM) in memory; Linux."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status[field].split()[0]) * 1024
-
-
 def table(report: dict) -> str:
     """The report as Markdown."""
     m, s = report["machine"], report["settings"]
@@ -214,10 +208,12 @@ def table(report: dict) -> str:
     for name in dict.fromkeys(name for name, _ in times):
         cells = (f"{1e3 * times[name, t]:.1f}" if (name, t) in times else "" for t in s["tokens"])
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    lines += ["", "| rule | T | against | ratio |", "|---|---:|---|---:|"]
-    for row in report["ratios"]:
-        ratio = f"{row['times_faster']:.1f} x faster" if "times_faster" in row else f"{row['times_slower']:.1f} x the time"
-        lines.append(f"| {row['rule']} | {row['tokens']} | {row['peer']} | {ratio} |")
+    for key, title in (("times_faster", "times as fast"), ("times_slower", "times the time at the length before")):
+        cells = {(contest(row), row["tokens"]): f"{row[key]:.1f}" for row in report["ratios"] if key in row}
+        lengths = sorted({t for _, t in cells})
+        lines += ["", f"| {title} | " + " | ".join(f"T={t}" for t in lengths) + " |", "|---|" + "---:|" * len(lengths)]
+        for name in dict.fromkeys(name for name, _ in cells):
+            lines.append(f"| {name} | " + " | ".join(cells.get((name, t), "") for t in lengths) + " |")
     lines += ["", "| peak memory beyond the inputs | T | MB | times the inputs |", "|---|---:|---:|---:|"]
     for row in report["memory"]:
         lines.append(f"| {row['rule']} | {row['tokens']} | {row['bytes'] / 1e6:.0f} | {row['times_inputs']:.1f} |")
@@ -226,26 +222,16 @@ def table(report: dict) -> str:
     return "\n".join(lines)
 
 
+def contest(row: dict) -> str:
+    """Who against whom."""
+    return f"{row['rule']} against {row['peer'].removeprefix(row['rule'] + ' ')}" if "times_faster" in row else row["rule"]
+
+
 def draw(report: dict, path: Path) -> None:
-    """Time of forward and backward against length, both axes logarithmic, told apart in grey by their markers."""
-    import matplotlib
+    """Time of forward and backward against length, both axes logarithmic."""
+    from .figure_style import save
+    from .plot_cost import Panel, draw_rows
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(5, 3.6), layout="constrained")
     left_out = ("step loop", CUMSUM, *(f" {place} " for place in PLACES))
     rows = [row for row in report["forward_backward"] if not any(part in row["name"] for part in left_out)]
-    for name, marker in zip(dict.fromkeys(row["name"] for row in rows), "osD^vPX*"):
-        points = [(row["tokens"], 1e3 * row["seconds"]) for row in rows if row["name"] == name]
-        axes.plot(
-            *zip(*points), marker=marker, ms=5, lw=2 if name == SOFTMAX else 1, ls="--" if name == SOFTMAX else "-", label=name
-        )
-    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="forward + backward, ms")
-    ticks = report["settings"]["tokens"]
-    axes.set_xticks(ticks, [str(t) for t in ticks])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=160)
-    pyplot.close(figure)
+    save(draw_rows(rows, "tokens", [Panel("seconds", 1e3, "forward + backward, ms")], SOFTMAX), [path])

@@ -7,7 +7,10 @@ time, and the median over rounds of the ratio of two contenders in the same roun
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import platform
+import resource
 import statistics
 import sys
 import time
@@ -59,3 +62,18 @@ def processor() -> str:
 def progress(text: str) -> None:
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def process_memory(field: str) -> int:
+    """Bytes that this process has (VmRSS) or had at most (VmHWM) in memory; the latter for both where it is not Linux."""
+    if sys.platform != "linux":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status[field].split()[0]) * 1024
+
+
+def write_json(path: Path, report: dict) -> None:
+    """Whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(report, indent=1) + "\n")
+    os.replace(part, path)

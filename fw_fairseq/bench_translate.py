@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import statistics
 from argparse import Namespace
 from functools import partial
@@ -11,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from .bench_model import add_sizes, draw_tokens, make_task, spread, state_bytes
+from .bench_lm import draw_tokens, make_task, state_bytes
+from .bench_model import add_sizes, spread
 from .bench_tools import machine, positive, progress, timed
 from .feature_maps import FEATURE_MAPS
 
@@ -53,11 +53,7 @@ def bench_translate(args) -> dict:
 
 
 def build_models(args) -> tuple[Namespace, dict[str, nn.Module]]:
-    logging.basicConfig(level=logging.WARNING)  # first, or fairseq's import makes every library log what it does
-    from fairseq.data import Dictionary  # here, because it takes seconds, and fw-bench ops does without
-    from fairseq.models.transformer import TransformerModel, base_architecture
-
-    from .models import FastWeightTransformer
+    from .bench_fairseq import Dictionary, FastWeightTransformer, TransformerModel, transformer_base
 
     task = make_task(Dictionary(), args.vocabulary)
 
@@ -67,7 +63,7 @@ def build_models(args) -> tuple[Namespace, dict[str, nn.Module]]:
         positions = {f"max_{side}_positions": max(args.lengths) + 3 for side in ("source", "target")}
         sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in sizes.items()}
         cfg = Namespace(share_all_embeddings=True, **positions, **sides, **options)
-        base_architecture(cfg)
+        transformer_base(cfg)
         return kind.build_model(cfg, task).eval().to(args.device)
 
     linear = partial(build, FastWeightTransformer, update_rule=RULE, feature_norm="none", attention_norm=True, dpfp_nu=args.dpfp_nu)
@@ -92,7 +88,7 @@ def time_decoding(args, task, models) -> dict[tuple[int, str], tuple[list[float]
 
 def decode(args, task, models, length: int) -> dict[str, tuple[float, int]]:
     """Each model in its turn: seconds, and bytes of the state after the last token."""
-    from fairseq.sequence_generator import SequenceGenerator
+    from .bench_fairseq import SequenceGenerator
 
     source, rows = draw_tokens(args, args.sentences, length), {}
     sample = {"net_input": {"src_tokens": source, "src_lengths": torch.full((args.sentences,), length, device=args.device)}}
@@ -154,22 +150,9 @@ def table(report: dict) -> str:
 
 
 def draw(report: dict, path: Path) -> None:
-    """Sentences per second against length, both axes logarithmic, told apart in grey by their markers."""
-    import matplotlib
+    """Sentences per second against length, both axes logarithmic."""
+    from .figure_style import save
+    from .plot_cost import Panel, draw_rows
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(5, 3.6), layout="constrained")
-    rows = report["decoding"]
-    for name, marker in zip(dict.fromkeys(row["name"] for row in rows), "osD^vPX*"):
-        points = [(row["tokens"], row["sentences_per_second"]) for row in rows if row["name"] == name]
-        thick = {"lw": 2, "ls": "--"} if name == TRANSFORMER else {"lw": 1}
-        axes.plot(*zip(*sorted(points)), marker=marker, ms=5, label=name, **thick)
-    axes.set(xscale="log", yscale="log", xlabel="tokens of source and translation", ylabel="sentences/s")
-    axes.set_xticks(ticks := report["settings"]["lengths"], [str(t) for t in ticks])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=160)
-    pyplot.close(figure)
+    panels = [Panel("sentences_per_second", 1, "sentences/s"), Panel("state_bytes", 1e-6, "state in the end, MB")]
+    save(draw_rows(report["decoding"], "tokens", panels, TRANSFORMER, "tokens of source and translation"), [path])

@@ -35,6 +35,9 @@ class FastWeightConfig(FairseqDataclass):
     attention_norm: bool = option(False, "divide what is read by the accumulated keys times the query")
     dpfp_nu: int = option(1, "nu of the dpfp feature map; its width is 2 * nu * feature_dim", least=1)
     favor_features: int = option(0, "m random features of favor and rfa, of width 2m; 0: feature_dim", least=0)
+    favor_prescale: bool = option(
+        False, "favor estimates exp(q.k / sqrt(feature_dim)), as softmax attention weighs, and not exp(q.k): fewer features do"
+    )
     fast_weight_backend: ChoiceEnum(list(BACKENDS)) = option("auto", "what runs the recurrence")
     window_sizes: str = option(
         "",
@@ -99,9 +102,9 @@ def layer_mixers(config: FastWeightConfig, layers: int, kept: str | None = None)
     return [names[i % len(names)] for i in range(layers)]
 
 
-def check_numbers(config: FastWeightConfig) -> None:
-    """No mixer looks at its numbers again: whoever builds a model comes here first."""
-    for f in fields(config):
+def check_numbers(config: FastWeightConfig, kind: type | None = None) -> None:
+    """No mixer looks at its numbers again: who builds a model comes here first. ``kind``: its class, where it is a DictConfig."""
+    for f in fields(kind or config):
         least, value = f.metadata.get("least"), getattr(config, f.name)
         if least is not None and value < least:
             raise ValueError(f"{option_name(f.name)} is {value}; it must be at least {least}")

@@ -14,6 +14,7 @@ import torch
 from fairseq import checkpoint_utils, distributed_utils, utils
 from fairseq.data import Dictionary, data_utils, indexed_dataset
 from fairseq.file_io import PathManager
+from fairseq.models import distributed_fairseq_model
 from fairseq.search import DiverseBeamSearch
 from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq.trainer import Trainer
@@ -87,6 +88,31 @@ def _broadcast_object_slow(original, obj, src_rank, group, dist_device):
     return box[0]
 
 
+def infer_init_method(original, cfg, *args, **kwargs):
+    """Under torchrun fairseq counts GPUs for workers: without them each would train alone, over the others' checkpoints."""
+    if cfg.distributed_init_method is None and torch.distributed.is_torchelastic_launched():
+        cfg.distributed_world_size = int(os.environ["WORLD_SIZE"])
+        if cfg.distributed_world_size > 1 and not torch.cuda.device_count():
+            cfg.distributed_init_method, cfg.distributed_rank = "env://", int(os.environ["RANK"])
+            cfg.distributed_no_spawn = True
+            return None
+    return original(cfg, *args, **kwargs)
+
+
+def call_main(original, cfg, main, **kwargs):
+    """fairscale, which shards for fairseq, asks for a GPU in the middle of its work."""
+    if cfg.distributed_training.ddp_backend == "fully_sharded" and (cfg.common.cpu or not torch.cuda.is_available()):
+        raise ValueError("--ddp-backend fully_sharded shards over GPUs only; on CPUs use pytorch_ddp or legacy_ddp")
+    return original(cfg, main, **kwargs)
+
+
+def DistributedDataParallel(original, module, device_ids, output_device, **options):
+    """fairseq gives the number of a GPU on CPUs too, which torch refuses."""
+    if next(module.parameters()).device.type == "cpu":
+        device_ids = output_device = None
+    return original(module=module, device_ids=device_ids, output_device=output_device, **options)
+
+
 def batch_by_size(original, indices, *args, **kwargs):
     """fairseq 0.12.3 leaves out the last batch if its size is not a multiple of 8: sentences never translated, never scored."""
     batches = list(original(indices, *args, **kwargs))
@@ -129,6 +155,9 @@ CHANGES = (
     (checkpoint_utils, save_checkpoint),
     (PathManager, copy),
     (distributed_utils, _broadcast_object_slow),
+    (distributed_utils, infer_init_method),
+    (distributed_utils, call_main),
+    (distributed_fairseq_model, DistributedDataParallel),
     (Dictionary, add_from_file),
     (indexed_dataset, make_dataset),
     (data_utils, batch_by_size),

@@ -1,147 +1,102 @@
-"""fw-plot: figures and tables of the papers from logs. Figures by the ending of --out; lines differ without colours too."""
+"""fw-plot: the papers' figures and tables from logs and reports. Figures by the ending of --out; readable in grey too."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from pathlib import Path
 
-from . import tables
+from . import plot_cost, plot_retrieval, tables
+from .figure_style import Look, canvas, legend, log_values, look, plot, save
+from .plot_logs import read_log
+from .plot_tables import draw_conversion, draw_state
 
-LINE_STYLES, MARKERS = ("-", "--", ":", "-."), "osD^vPX*<>hd"
-COLUMN, HEIGHT = 4.6, 3.2  # inches
-
-# Schlag et al. 2021: best evaluation loss by number of keys, from the logs that they published.
-PUBLISHED = {
-    "capacity": {
-        "softmax": {100: 2e-5, 200: 9e-6, 300: 6e-6, 400: 3e-6},
-        "elu": {100: 0.16, 200: 0.34, 300: 0.40, 400: 0.42},
-        "favor64": {100: 0.5, 200: 0.5, 300: 0.5, 400: 0.5},
-        "dpfp1": {100: 0.0002, 200: 0.17, 300: 0.29, 400: 0.34},
-        "dpfp2": {100: 0.0005, 200: 0.0004, 300: 0.068, 400: 0.16},
-        "dpfp3": {100: 0.0005, 200: 0.0009, 300: 0.0003, 400: 0.036},
-    },
-    "updates": {
-        "delta:dpfp1": {20: 0.0008, 60: 0.0049, 100: 0.0001, 200: 0.17},
-        "sum:dpfp1": {20: 0.097, 60: 0.10, 100: 0.11, 200: 0.23},
-        "fwm:tanh": {20: 1.5, 60: 9, 100: 42, 200: 96},
-    },
-}
+NAMES = {"valid_loss": "evaluation loss", "valid_ppl": "validation perplexity", "ppl": "training perplexity"}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="fw-plot", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, what in (("capacity", "without replacement, linear axis"), ("updates", "with replacement, logarithmic axis")):
-        command = commands.add_parser(name, help=f"evaluation loss of associative retrieval against the number of keys, {what}")
-        command.add_argument("results", type=Path, help="what recipes/synthetic/sweep.sh wrote: lines of MODEL KEYS LOSS")
-        command.add_argument("--published", action="store_true", help="the published values beside, as crosses")
-    curves = commands.add_parser("curves", help="a metric against updates, one line for each run")
-    curves.add_argument("logs", nargs="+", type=Path, help="logs of fairseq-train --log-format json; named by their files")
-    curves.add_argument("--metric", default="valid_loss", help="a key of the logs, default valid_loss")
-    curves.add_argument("--log-axis", action="store_true", help="logarithmic values")
-    for command in commands.choices.values():
-        command.add_argument("--out", type=Path, nargs="+", required=True, help="files to write, .svg, .pdf or .png")
-    tables.add_arguments(
-        commands.add_parser("tables", help="finished runs of recipes in the papers' tables, beside what was published")
-    )
-    args = parser.parse_args(arguments)
+    args = build_parser().parse_args(arguments)
     try:
         if args.command == "tables":
             return tables.main(args)
-        draw = draw_curves if args.command == "curves" else draw_retrieval
-        save(draw(args), args.out)
+        if getattr(args, "table", False):
+            print(plot_retrieval.table(args))
+        elif not args.out:
+            raise ValueError("--out is missing: the files to write, .svg, .pdf or .png")
+        if args.out:
+            check_endings(args.out)
+            save(args.draw(args), args.out)
     except (OSError, ValueError) as error:
         sys.exit(f"fw-plot: error: {error}")
 
 
-def read_results(path: Path) -> dict[str, dict[int, float]]:
-    """Loss by model and number of keys."""
-    found: dict[str, dict[int, float]] = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
-            model, keys, loss = line.split()
-            found.setdefault(model, {})[int(keys)] = float(loss)
-        except ValueError:
-            raise ValueError(f"{path}, line {number} is {line!r}; it must be MODEL KEYS LOSS") from None
-    if not found:
-        raise ValueError(f"{path} has no results")
-    return found
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fw-plot", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def add(name: str, draw, help_: str):
+        command = commands.add_parser(name, help=help_, description=help_[0].upper() + help_[1:] + ".")
+        command.set_defaults(draw=draw)
+        command.add_argument("--out", type=Path, nargs="+", default=[], help="files to write, .svg, .pdf or .png")
+        return command
+
+    for name, what in (("capacity", "without replacement, linear axis"), ("updates", "with replacement, logarithmic axis")):
+        command = add(name, plot_retrieval.draw, f"evaluation loss of associative retrieval against the number of keys, {what}")
+        command.add_argument("results", type=Path, help="what recipes/synthetic/sweep.sh wrote: lines of MODEL KEYS LOSS")
+        command.add_argument("--published", action="store_true", help="the published values beside")
+        command.add_argument("--table", action="store_true", help="print the same as Markdown; --out may then be left out")
+    curves = add("curves", draw_curves, "a metric of fairseq's logs against updates, one line for each run")
+    curves.add_argument("logs", nargs="+", metavar="[NAME=]LOG", help="logs of fairseq-train, JSON or simple; named by their files")
+    curves.add_argument(
+        "--metric", default="valid_loss", help="as in JSON logs: valid_loss, valid_ppl, train_loss; ppl: of train_inner"
+    )
+    curves.add_argument("--log-axis", action="store_true", help="logarithmic values")
+    curves.add_argument("--log-updates", action="store_true", help="logarithmic updates")
+    for name, what in plot_cost.FIGURES.items():
+        command = add(name, plot_cost.draw, what.help)
+        command.add_argument("report", type=Path, help="what fw-bench model --json wrote")
+    state = add("state", draw_state, "perplexity against the size of the state, one point for each model")
+    state.add_argument("page", type=Path, help="the table that recipes/wikitext2/table.sh printed, or a page that holds it")
+    conversion = add("conversion", draw_conversion, "what is left of a Transformer's performance after conversion, against m")
+    conversion.add_argument(
+        "page", type=Path, help="the table that recipes/wikitext2/conversion.sh printed, or a page that holds it"
+    )
+    tables.add_arguments(
+        commands.add_parser("tables", help="finished runs of recipes in the papers' tables, beside what was published")
+    )
+    return parser
 
 
-def read_log(path: Path, metric: str) -> dict[int, float]:
-    """The metric by update. fairseq logs it under its name in lines of their own kind: train_inner, train, valid."""
-    values = {}
-    for line in path.read_text().splitlines():
-        start = line.find("{")
-        try:
-            entry = json.loads(line[start:]) if start >= 0 else {}
-        except json.JSONDecodeError:
-            continue
-        prefix = metric.split("_")[0]
-        update = entry.get(f"{prefix}_num_updates", entry.get("num_updates"))
-        if metric in entry and update is not None:
-            values[int(update)] = float(entry[metric])
-    if not values:
-        raise ValueError(f"{path} has no {metric}; train with --log-format json")
-    return values
-
-
-def draw_retrieval(args):
-    published = PUBLISHED[args.command] if args.published else {}
-    lines = read_results(args.results)
-    figure, axes = canvas()
-    for index, (model, points) in enumerate(lines.items()):
-        colour = plot_line(axes, index, model, points)
-        if model in published:
-            axes.plot(*zip(*sorted(published[model].items())), "x", color=colour, ms=7, label="_")
-    if published:
-        axes.plot([], [], "x", color="black", ms=7, label="published")
-    axes.axhline(0.001, color="black", lw=0.6)
-    axes.set(xlabel="keys", ylabel="evaluation loss", **({"yscale": "log"} if args.command == "updates" else {}))
-    finish(axes)
-    return figure
+def check_endings(paths: list[Path]) -> None:
+    for path in paths:
+        if path.suffix not in (".svg", ".pdf", ".png"):
+            raise ValueError(f"--out is {path}; it must end in .svg, .pdf or .png")
 
 
 def draw_curves(args):
-    figure, axes = canvas()
-    for index, path in enumerate(args.logs):
-        plot_line(axes, index, path.stem, read_log(path, args.metric))
-    axes.set(xlabel="updates", ylabel=args.metric.replace("_", " "), yscale="log" if args.log_axis else "linear")
-    finish(axes)
+    figure, [axes] = canvas(2.2)
+    for name, style, path in runs(args.logs):
+        plot(axes, style, name, read_log(path, args.metric))
+    label = NAMES.get(args.metric, args.metric.replace("_", " "))
+    axes.set(xlabel="updates", ylabel=label)
+    if args.log_axis:
+        log_values(axes)
+    if args.log_updates:
+        log_values(axes, "x")
+    legend(figure, axes)
     return figure
 
 
-def canvas():
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot.subplots(figsize=(COLUMN, HEIGHT), layout="constrained")
-
-
-def plot_line(axes, index: int, label: str, points: dict[int, float]):
-    style = {"ls": LINE_STYLES[index % len(LINE_STYLES)], "marker": MARKERS[index % len(MARKERS)], "ms": 3.5, "lw": 1.1}
-    [line] = axes.plot(*zip(*sorted(points.items())), label=label, **style, markevery=max(1, len(points) // 12))
-    return line.get_color()
-
-
-def finish(axes) -> None:
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=7)
-
-
-def save(figure, paths: list[Path]) -> None:
-    """Each file appears whole or not at all."""
-    for path in paths:
-        part = path.with_name(f".{path.stem}.part{path.suffix}")
-        figure.savefig(part, dpi=200)
-        os.replace(part, path)
-        print(path)
+def runs(logs: list[str]) -> list[tuple[str, Look, Path]]:
+    """Name, line and file of each; logs of retrieval as in its other figures."""
+    named = [(name, Path(path)) for name, _, path in (text.rpartition("=") for text in logs)]
+    points = {plot_retrieval.point_of_log(path): path for name, path in named if not name}
+    if None not in points and len(points) == len(named) and len({figure for figure, _ in points}) == 1:
+        drawn = sorted(points, key=lambda point: plot_retrieval.rank(*point))
+        return [
+            (plot_retrieval.title(model), plot_retrieval.look_of(figure, model), points[figure, model]) for figure, model in drawn
+        ]
+    return [(name or path.stem, look(index), path) for index, (name, path) in enumerate(named)]
 
 
 if __name__ == "__main__":

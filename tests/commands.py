@@ -79,8 +79,8 @@ def train_two_workers(*args) -> str:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    options = "--distributed-no-spawn --distributed-backend gloo --ddp-backend legacy_ddp --distributed-world-size 2"
-    options = [*options.split(), "--distributed-init-method", f"tcp://localhost:{port}", "--distributed-rank"]
-    workers = [Command("train", *args, *USER_DIR, *options, rank) for rank in "01"]
+    options = "--distributed-no-spawn --distributed-backend gloo --distributed-world-size 2 --distributed-rank"
+    options = ["--ddp-backend", "legacy_ddp", *args, "--distributed-init-method", f"tcp://localhost:{port}", *options.split()]
+    workers = [Command("train", *options, rank, *USER_DIR) for rank in "01"]
     first, _ = [succeed(worker.wait()) for worker in workers]
     return first

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from fw_fairseq import bench
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -35,8 +37,7 @@ def test_steps_stay_under_nine_minutes(recipe, tmp_path, monkeypatch):
     assert [name for name, _, _ in steps] == ["tests", "kernels", "memcheck", "racecheck", "ops", "model", "mixers"]
     assert sum(limit for _, limit, _ in steps) < 540
     for name, _, command in steps[-3:]:  # fw-bench knows every option
-        done = subprocess.run([*command, "--help"], capture_output=True, text=True, cwd=ROOT)
-        assert done.returncode == 0 and f"fw-bench {name}" in done.stdout
+        assert bench.build_parser().parse_args(command[3:]).command == name
 
 
 @pytest.mark.parametrize("failing", [None, "ops"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,12 @@ def test_readme_has_every_equation(registry):
     rows = (ROOT / "README.md").read_text().replace("\\|", "|").splitlines()
     for name, entry in registry.items():
         assert any(row.startswith(f"| `{name}` |") and f"`{entry.equation}`" in row for row in rows), name
+
+
+def test_links_in_the_documentation_lead_somewhere():
+    pages = [page for page in ROOT.rglob("*.md") if not {".venv", "outputs", "demo"} & set(page.relative_to(ROOT).parts)]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([\w./-]+)[)#]", page.read_text())]
+    assert len(links) > 50 and not [(page.name, link) for page, link in links if not (page.parent / link).exists()]
 
 
 def test_readme_example_runs():

@@ -19,7 +19,7 @@ from fw_fairseq.tasks.generation import PromptedGenerator
 
 MODEL = (
     "--arch fast_weight_lm --decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32"
-    " --decoder-ffn-embed-dim 64 --decoder-attention-heads 4 --no-token-positional-embeddings --dropout 0.1"
+    " --decoder-ffn-embed-dim 64 --decoder-attention-heads 4 --dropout 0.1"
 )
 TRAIN = (
     "--task stateful_language_modeling --criterion fast_weight_cross_entropy --tokens-per-sample 16 --batch-size 4"
@@ -27,11 +27,19 @@ TRAIN = (
     " --max-update 6"
 )
 
+SHARED = {  # with --sequence-parallel
+    "sum": "--attention-norm --feature-norm none --feature-map favor --positions",
+    "decay": "--checkpoint-activations --batch-size 4 --tokens-per-sample 146",  # of the last segment the second worker has nothing
+    "delta": "--attention-norm --reset-at-eos",
+    "gated_delta": "--state-norm-penalty 0.1 --decoder-learned-pos --positions --ddp-backend pytorch_ddp",
+}
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def training(data, folder, *args):
-    return [data, *MODEL.split(), *TRAIN.split(), "--save-dir", folder, *args]
+def training(data, folder, *args, positions=False):
+    positions = [] if positions else ["--no-token-positional-embeddings"]
+    return [data, *MODEL.split(), *positions, *TRAIN.split(), "--save-dir", folder, *args]
 
 
 def updates(log: str) -> dict[int, dict]:
@@ -103,6 +111,31 @@ def test_two_workers_read_the_streams_of_one(data, tmp_path):
     assert_resumed(
         tmp_path / "two", tmp_path / "parts", two, updates(train_two_workers(*training(data, tmp_path / "parts", *options)))
     )
+
+
+@pytest.mark.parametrize("rule", SHARED)
+def test_two_workers_share_each_stream(rule, data, tmp_path):
+    """Each takes its half of every segment, and together they are one worker: loss, gradients, parameters and memories, over the
+    segments of two epochs; and one worker goes on where two stopped."""
+    options = (
+        "--batch-size 3 --tokens-per-sample 48 --max-epoch 2 --max-update 99 --dropout 0 --clip-norm 1 --optimizer sgd --lr 0.5"
+    )
+    options = f"{options} --update-rule {rule} {SHARED[rule]}".split()
+    positions = "--positions" in options
+    options = [x for x in options if x != "--positions"]
+    one, two = (training(data, tmp_path / name, *options, positions=positions) for name in ("one", "two"))
+    first = updates(succeed(fairseq("train", *one, *USER_DIR)))
+    stop = 7 if rule == "delta" else 99
+    second = updates(train_two_workers(*two, "--sequence-parallel", 2, "--max-update", stop))
+    if rule == "delta":
+        second |= updates(succeed(fairseq("train", *two, *USER_DIR)))
+    assert first.keys() == second.keys() and len(first) >= 4
+    for update, logs in first.items():
+        for key in ("loss", "gnorm", "fw_0_state_norm", "fw_1_state_norm"):
+            assert float(second[update][key]) == pytest.approx(float(logs[key]), abs=2e-3, rel=1e-3), (update, key)
+    one, two = (parameters(tmp_path / name) for name in ("one", "two"))
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=0, atol=1e-5)
 
 
 def test_gates_and_state_norms_are_logged(trained):
@@ -184,4 +217,10 @@ def test_mistakes(data, trained, tmp_path):
     assert done.returncode and "--batch-size is 9999" in done.stderr.splitlines()[-1]
     done = fairseq("train", *training(data, tmp_path, "--state-norm-penalty", 1, "--checkpoint-activations"), *USER_DIR)
     assert done.returncode and "does not work with --checkpoint-activations" in done.stderr.splitlines()[-1]
+    done = fairseq("train", *training(data, tmp_path, "--sequence-parallel", 2), *USER_DIR)
+    assert done.returncode and "must divide the number of workers (1)" in done.stderr.splitlines()[-1]
+    done = fairseq("train", *training(data, tmp_path, "--sequence-parallel", 2, "--mixer-pattern", "fast_weight,sru"), *USER_DIR)
+    assert done.returncode and "the memory of Sru does not pass from worker to worker" in done.stderr.splitlines()[-1]
+    done = fairseq("train", *training(data, tmp_path, "--ddp-backend", "fully_sharded"), *USER_DIR)
+    assert done.returncode and "fully_sharded shards over GPUs only" in done.stderr.splitlines()[-1]
     assert not list(tmp_path.glob("checkpoint*.pt"))

@@ -14,8 +14,8 @@ from fw_fairseq.tasks.streams import StreamDataset, StreamIterator, Text
 PAD, EOS = 1, 2
 
 
-def streams(tokens, segment, rows, shard=0, shards=1):
-    return StreamDataset(Text(torch.arange(10, 10 + tokens), "train"), segment, rows, PAD, EOS, shard, shards)
+def streams(tokens, segment, rows, shard=0, shards=1, **options):
+    return StreamDataset(Text(torch.arange(10, 10 + tokens), "train"), segment, rows, PAD, EOS, shard, shards, **options)
 
 
 @settings(deadline=None, derandomize=True)
@@ -43,6 +43,24 @@ def test_every_token_is_a_target_once_and_follows_its_source(tokens, segment, ro
     assert len(lengths) == 1  # every worker has as many batches
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 12, 13, 19])
+def test_shares_of_a_segment_are_the_segment(tokens):
+    """All as wide, also where the last segment is shorter than there are parts; what is made up with is padding."""
+    whole, parts = streams(tokens, 12, 1), [streams(tokens, 12, 1, share=(i, 4)) for i in range(4)]
+    assert [len(part) for part in parts] == [len(whole)] * 4
+    for index in range(len(whole)):
+        want, got = whole[index], [part[index] for part in parts]
+        width = want["target"].shape[1]
+        assert len({batch["target"].shape for batch in got}) == 1 and sum(batch["ntokens"] for batch in got) == want["ntokens"]
+        for found, wanted in zip(zip(*map(tensors, got)), tensors(want)):
+            found = torch.cat(found, 1)
+            assert torch.equal(found[:, :width], wanted) and (found[:, width:] == PAD).all()
+
+
+def tensors(batch):
+    return batch["target"], batch["net_input"]["src_tokens"]
+
+
 def test_iterator_resumes_at_its_position_with_its_memory(caplog):
     carried = CarriedState()
     iterator = StreamIterator(streams(100, 7, 2), carried)
@@ -61,7 +79,7 @@ def test_iterator_resumes_at_its_position_with_its_memory(caplog):
     other_worker = StreamIterator(streams(100, 7, 2, 1, 2), CarriedState(), shard=1, shards=2)
     other_worker.load_state_dict(saved)
     assert not other_worker.carried.after, "the streams of two workers are other streams"
-    assert "from 1 workers, not 2" in caplog.text
+    assert "has 1 sets of streams, not 2" in caplog.text
 
 
 def test_carried_state_starts_again_from_the_same_until_it_advances():

@@ -11,7 +11,7 @@ from fairseq import models as registered
 from fairseq.sequence_generator import SequenceGenerator
 from test_lm_model import ERASING, NON_NEGATIVE, assert_close, make_task
 
-from fw_fairseq.bench_model import state_bytes
+from fw_fairseq.bench_lm import state_bytes
 from fw_fairseq.config import ATTENTIONS, FastWeightTransformerConfig, linear_attentions
 from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.modules import LinearAttention

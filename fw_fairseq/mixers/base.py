@@ -27,6 +27,7 @@ class Mixer(nn.Module):
         self.state_norm: Tensor | None = None  # of fast weights, for a criterion that asks for it
         self.watched = False  # set by who wants ``statistics``
         self.decoding = False  # set where the tokens come one at a time: a state may then be kept in whatever form is smaller
+        self.group = None  # of torch.distributed: set where its workers hold consecutive parts of the tokens
         self.last_statistics: dict[str, Tensor] = {}
 
     @classmethod
@@ -58,6 +59,10 @@ class Mixer(nn.Module):
 
     def redraw(self, keep: bool = False) -> None:
         """Called before a forward: new random features for training, or with ``keep`` those that an earlier state was made with."""
+
+    def why_not_across_workers(self) -> str | None:
+        """Why it can't go on from the memory of the worker before it, in ``group``; None if it can."""
+        return f"the memory of {type(self).__name__} does not pass from worker to worker; use --mixer fast_weight"
 
     def statistics(self) -> dict[str, Tensor]:
         """Scalars of the last training forward while ``watched``, worth logging, detached."""

@@ -68,7 +68,7 @@ class FastWeight(Mixer):
         y, state = fast_weight(
             q, k, v, self.rule_name, gates, state, self.backend, self.attention_norm,
             padding_mask=padding_mask, key_log_scale=key_log_scale, reset_mask=reset_mask, feature_map=self.row_map,
-            decoding=self.decoding,
+            decoding=self.decoding, group=self.group,
         )  # fmt: skip
         if self.training and self.watched:
             self.last_statistics = self.measure(gates, state)
@@ -99,6 +99,11 @@ class FastWeight(Mixer):
         if coefficients.z is not None:
             read = read * until_end(coefficients.z)[0].exp().mean(-1)
         return {"read": read, "write": torch.ones_like(read) if write is None else write[0]}
+
+    def why_not_across_workers(self) -> str | None:
+        if self.rule.coefficients is None:
+            return f"--update-rule {self.rule_name} has steps of its own, which workers cannot take apart"
+        return None
 
     def redraw(self, keep: bool = False) -> None:
         self.feature_map.redraw(keep)
@@ -143,7 +148,7 @@ def build_feature_map(config, head_dim: int, num_heads: int) -> FeatureMap:
     width = config.feature_dim or head_dim
     options = {
         "dpfp": {"nu": config.dpfp_nu},
-        "favor": {"features": config.favor_features or width},
+        "favor": {"features": config.favor_features or width, "prescale": config.favor_prescale},
         "rfa": {"features": config.favor_features or width},
         "relu": {"heads": num_heads},
     }

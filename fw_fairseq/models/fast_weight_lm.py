@@ -1,10 +1,12 @@
 """fast_weight_lm: fairseq's Transformer language model with fast weights in place of attention, layer by layer."""
 
+import contextlib
 import copy
 import functools
 import logging
 from dataclasses import dataclass, fields
 
+import torch
 from fairseq.dataclass import ChoiceEnum
 from fairseq.models import register_model, register_model_architecture
 from fairseq.models.transformer import TransformerDecoder
@@ -86,6 +88,9 @@ class FastWeightDecoder(TransformerDecoder):
             return self.read_prompt(prev_output_tokens.shape[1], incremental_state)
         if self.starts_with_a_prompt(prev_output_tokens, incremental_state):
             return self.take_prompt(prev_output_tokens, *args, incremental_state=incremental_state, **kwargs)
+        if carried is not None and carried.group is not None:
+            with counted_from(self.embed_positions, carried.group.rank() * prev_output_tokens.shape[1]):
+                return super().forward(prev_output_tokens, *args, **kwargs)
         if score_last:
             features, extra = super().forward(prev_output_tokens, *args, **kwargs, features_only=True)
             return self.output_layer(features[:, -score_last:]), extra
@@ -123,6 +128,28 @@ class FastWeightDecoder(TransformerDecoder):
     def buffered_future_mask(self, tensor):
         """T x T, and only softmax layers look at it."""
         return None if self.recurrent else super().buffered_future_mask(tensor)
+
+
+@contextlib.contextmanager
+def counted_from(embed_positions, start: int):
+    """Tokens get the positions that they have after ``start`` others."""
+    if embed_positions is None or start == 0:
+        yield
+        return
+
+    def with_others(module, inputs):
+        (tokens,) = inputs
+        return (torch.cat([torch.full_like(tokens[:, :1], module.padding_idx + 1).expand(-1, start), tokens], dim=1),)
+
+    hooks = [
+        embed_positions.register_forward_pre_hook(with_others),
+        embed_positions.register_forward_hook(lambda module, inputs, output: output[:, start:]),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @register_model("fast_weight_lm", dataclass=FastWeightLanguageModelConfig)

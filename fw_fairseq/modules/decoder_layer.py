@@ -16,10 +16,12 @@ class CarriedState:
     """The mixers' states between consecutive segments of the same streams, by layer.
 
     ``advance()`` makes what the last segment left what the next one starts from, without gradients. Until then a segment that is
-    computed again, as activation checkpointing does, starts from the same.
+    computed again, as activation checkpointing does, starts from the same. ``group``: the workers that hold consecutive parts of
+    each segment, each of them all of the states.
     """
 
-    def __init__(self):
+    def __init__(self, group=None):
+        self.group = group
         self.before: dict[int, object] = {}
         self.after: dict[int, object] = {}
         self.owner: object = None
@@ -35,7 +37,7 @@ class CarriedState:
         """Itself for the first model that asks, one each for the other models of an ensemble."""
         if self.owner is None:
             self.owner = owner
-        return self if self.owner is owner else self.others.setdefault(id(owner), CarriedState())
+        return self if self.owner is owner else self.others.setdefault(id(owner), CarriedState(self.group))
 
 
 @with_incremental_state
@@ -60,6 +62,7 @@ class MixerAttention(nn.Module):
             state = self.mixer.state_type(*state).to(query.device)
         self.mixer.redraw(keep=self.carried is not None)  # in here: what is checkpointed is run again with the same random numbers
         self.mixer.decoding = incremental_state is not None
+        self.mixer.group = self.carried.group if self.carried is not None and not self.mixer.decoding else None
         y, state = self.mixer(query, state, key_padding_mask, self.reset_mask)
         if incremental_state is not None:
             self._set_input_buffer(incremental_state, state)

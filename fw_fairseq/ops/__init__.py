@@ -17,6 +17,7 @@ from .factored import Factors, factored_form, no_factors
 from .recurrent import scan, step_form
 from .row_map import AS_IS, RowMap
 from .state import FastWeightState
+from .workers import largest_scales, run_across, sum_keys_across
 
 __all__ = ["FastWeightState", "RowMap", "fast_weight"]
 
@@ -36,6 +37,7 @@ def fast_weight(
     reset_mask: Tensor | None = None,
     feature_map: RowMap | None = None,
     decoding: bool = False,
+    group=None,
 ) -> tuple[Tensor, FastWeightState]:
     """Writes keys and values into a fast-weight memory over time and reads it with the queries; causal, linear in T.
 
@@ -53,18 +55,25 @@ def fast_weight(
             are never in memory.
         decoding: the tokens come one at a time; with backend "auto" and no kernel the state then starts as ``Factors`` of the
             memory and becomes the memory when that is no larger.
+        group: a ``torch.distributed`` group whose workers hold consecutive parts of the tokens, in the order of their ranks. All
+            call this at the same time, each with its part and all with the same state, and get their part of y and the state after
+            the last worker's last token. Gradients are those of the sum of all workers' losses.
 
     Returns:
         y (B,H,T,V) in v's dtype, and the state after the last token, accumulated in fp32 (float64 for float64 inputs).
     """
     spec = checks.check_call(rule, q, k, v, backend, attention_norm, eps, key_log_scale, padding_mask, reset_mask, feature_map)
     row_map = AS_IS if feature_map is None else feature_map
-    if not kernels_may_map(spec, q, backend, attention_norm):
+    if group is not None:
+        checks.check_group(group, rule, spec)
+    if group is not None or not kernels_may_map(spec, q, backend, attention_norm):
         q, k, row_map = row_map(q), row_map(k), AS_IS
     shape = (*q.shape[:3], row_map.width(q.shape[3]), v.shape[3])
     gates = checks.check_gates(rule, spec, gates, q, shape)
-    factored = decoding and backend == "auto" and spec.coefficients is not None and not has_kernels(q)
+    factored = decoding and backend == "auto" and group is None and spec.coefficients is not None and not has_kernels(q)
     state = start(state, q, shape, attention_norm, key_log_scale is not None, factored)
+    if group is not None and isinstance(state.memory, Factors):
+        state = state._replace(memory=state.memory.dense())
     if padding_mask is not None:
         q, k, v = (masks.at(padding_mask, x, 0) for x in (q, k, v))
         gates = {name: masks.at(padding_mask, gate, 1) for name, gate in gates.items()}
@@ -80,8 +89,10 @@ def fast_weight(
         if reset_mask is not None:
             coefficients = masks.forget(coefficients, reset_mask, q)
         run = functools.partial(run_form, backend, row_map)
+        if group is not None:
+            run = functools.partial(run_across, group, run)
         if attention_norm:
-            y, state = normalised(run, q, k, v, coefficients, state, spec, eps, key_log_scale, reset_mask)
+            y, state = normalised(run, q, k, v, coefficients, state, spec, eps, key_log_scale, reset_mask, group)
         else:
             y, memory = run(q, k, v, coefficients, state.memory)
             state = state._replace(memory=memory)
@@ -108,17 +119,22 @@ def kernels_may_map(spec: Rule, q: Tensor, backend: str, attention_norm: bool) -
 
 
 def normalised(
-    run, q, k, v, coefficients, state, spec: Rule, eps: float, key_log_scale, reset_mask
+    run, q, k, v, coefficients, state, spec: Rule, eps: float, key_log_scale, reset_mask, group
 ) -> tuple[Tensor, FastWeightState]:
     if spec.normaliser == "keys":
-        read, recalled, normaliser = normalisation.sum_keys(q, k, state.normaliser, reset_mask)
+        sum_keys = normalisation.sum_keys if group is None else functools.partial(sum_keys_across, group)
+        read, recalled, normaliser = sum_keys(q, k, state.normaliser, reset_mask)
         coefficients = normalisation.normalise_erase(coefficients, recalled, eps)
         y, memory = run(q, k, v.to(state.memory.dtype), coefficients, state.memory)
         return (y / (read + eps).unsqueeze(-1)).to(v.dtype), FastWeightState(memory, normaliser)
     log_scale = state.log_scale
     if key_log_scale is not None:
-        coefficients, log_scale = normalisation.rescale_writes(coefficients, key_log_scale.to(log_scale.dtype), log_scale)
-    if q.shape[2] == 1 and not has_kernels(q):  # a column would copy the memory for one token
+        key_log_scale, last = key_log_scale.to(log_scale.dtype), None
+        if group is not None:
+            log_scale, last = largest_scales(group, key_log_scale, log_scale)
+        coefficients, log_scale = normalisation.rescale_writes(coefficients, key_log_scale, log_scale)
+        log_scale = log_scale if last is None else last
+    if q.shape[2] == 1 and group is None and not has_kernels(q):  # a column would copy the memory for one token
         one = torch.ones_like(v[..., :1], dtype=state.memory.dtype)
         read, normaliser = step_form(q, k, one, coefficients, state.normaliser.unsqueeze(-1))
         y, memory = run(q, k, v.to(state.memory.dtype), coefficients, state.memory)

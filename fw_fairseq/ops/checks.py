@@ -4,7 +4,7 @@ and what is allowed."""
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from ..feature_maps import NORMS
 from ..rules import RULES, Rule
@@ -128,6 +128,15 @@ def check_attention_norm(rule_name: str, rule: Rule, eps: float) -> None:
         raise ValueError(f"attention_norm=True is not defined for rule {rule_name!r}; it is for: {able}")
     if not isinstance(eps, (int, float)) or not eps > 0:
         raise ValueError(f"eps is {eps!r:.40}; it must be above 0 with attention_norm=True")
+
+
+def check_group(group, rule_name: str, rule: Rule) -> None:
+    if not distributed.is_available() or not isinstance(group, distributed.ProcessGroup):
+        raise ValueError(
+            f"group is a {type(group).__name__}; it must be None or a torch.distributed.ProcessGroup that this worker is in"
+        )
+    if rule.coefficients is None:
+        raise ValueError(f"rule {rule_name!r} has steps of its own, which workers cannot take apart; use another, or group=None")
 
 
 def check_key_log_scale(key_log_scale, rule_name: str, rule: Rule, attention_norm: bool, q: Tensor) -> None:

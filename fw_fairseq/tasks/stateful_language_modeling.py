@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+import torch
 from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
+from omegaconf import II
 
 from ..config import option
 from ..modules import CarriedState
@@ -14,6 +16,10 @@ from .streams import StreamDataset, StreamIterator, Text, load_text
 @dataclass
 class StatefulLanguageModelingConfig(LanguageModelingConfig):
     reset_at_eos: bool = option(False, "empty the memory at every end of sentence or document, wherever it falls in a segment")
+    sequence_parallel: int = option(
+        1, "so many neighbouring workers share their streams, each takes its part of every segment: --tokens-per-sample / this"
+    )
+    sentence_avg: bool = II("optimization.sentence_avg")
 
 
 @register_task("stateful_language_modeling", dataclass=StatefulLanguageModelingConfig)
@@ -26,6 +32,13 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
         if self.targets != ["future"]:
             raise ValueError("stateful_language_modeling predicts the next token only; leave --self-target and --past-target out")
         self.carried: dict[str, CarriedState] = {}  # by split
+        self.group = None  # of the workers that share this one's streams
+
+    def build_model(self, args, from_checkpoint=False):
+        model = super().build_model(args, from_checkpoint)
+        if self.args.sequence_parallel > 1:
+            check_across_workers(model)
+        return model
 
     def load_dataset(self, split, epoch=1, combine=False, **kwargs):
         self.datasets[split] = load_text(self.args, self.dictionary, split, epoch, combine)
@@ -39,10 +52,26 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
         segment = self.args.tokens_per_sample
         rows = max_sentences or max(1, (max_tokens or segment) // segment)
         pad, eos = self.dictionary.pad(), self.dictionary.eos()
-        streams = StreamDataset(dataset, segment, rows, pad, eos, shard_id, num_shards)
-        carried = self.carried[dataset.split] = CarriedState()
+        workers, (shard_id, share) = self.sequence_workers(num_shards), divmod(shard_id, self.args.sequence_parallel)
+        num_shards //= workers
+        streams = StreamDataset(dataset, segment, rows, pad, eos, shard_id, num_shards, (share, workers))
+        carried = self.carried[dataset.split] = CarriedState(self.group)
         loading = dict(num_workers=options.get("num_workers", 0), buffer_size=options.get("data_buffer_size", 0))
         return StreamIterator(streams, carried, shard_id, num_shards, epoch=epoch, **loading)
+
+    def sequence_workers(self, workers: int) -> int:
+        """How many share a stream; their group is made when it is first needed."""
+        count, segment = self.args.sequence_parallel, self.args.tokens_per_sample
+        if count == 1:
+            return 1
+        if count < 1 or workers % count or segment % count:
+            wanted = f"it must divide the number of workers ({workers}) and --tokens-per-sample ({segment})"
+            raise ValueError(f"--sequence-parallel is {count}; {wanted}")
+        if self.args.sentence_avg:
+            raise ValueError("--sequence-parallel cuts streams into parts, which are no sentences; leave --sentence-avg out")
+        if self.group is None:
+            self.group, _ = torch.distributed.new_subgroups(count)
+        return count
 
     def eval_lm_dataloader(self, dataset, max_tokens=36000, batch_size=None, context_window=0, **options):
         """One pass over one stream, or over --batch-size streams side by side, the first token of each without context."""
@@ -71,6 +100,15 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
         net_input["carried"] = carried
         if self.args.reset_at_eos:
             net_input["reset_mask"] = net_input["src_tokens"].eq(self.dictionary.eos())
+
+
+def check_across_workers(model) -> None:
+    """Whether every layer can go on from the memory of the worker before."""
+    softmax = "softmax attention sees only its own worker's tokens; use --mixer fast_weight"
+    reasons = [] if getattr(model.decoder, "recurrent", False) else [softmax]
+    reasons += [attention.mixer.why_not_across_workers() for attention in getattr(model.decoder, "mixers", [])]
+    for reason in filter(None, reasons):
+        raise ValueError(f"--sequence-parallel: {reason}")
 
 
 class Brought:

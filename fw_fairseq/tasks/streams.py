@@ -39,10 +39,10 @@ class StreamDataset(torch.utils.data.Dataset):
     """Item s is the whole batch of segment s: ``rows`` streams of one worker, cut out of ``shards * rows`` equal parts of the text.
 
     Every token is a target once; the first of a stream is predicted from ``eos``. Rows differ in length by at most one token,
-    which the last segment makes up with padding.
+    which the last segment makes up with padding. ``share`` (i, n): only share i, from 0, of n equal ones of each segment.
     """
 
-    def __init__(self, text: Text, segment: int, rows: int, pad: int, eos: int, shard: int = 0, shards: int = 1):
+    def __init__(self, text: Text, segment: int, rows: int, pad: int, eos: int, shard: int = 0, shards: int = 1, share=(0, 1)):
         tokens, parts = text.tokens, rows * shards
         if len(tokens) < parts:
             raise ValueError(
@@ -51,13 +51,14 @@ class StreamDataset(torch.utils.data.Dataset):
         self.bounds = [(part * len(tokens) // parts, (part + 1) * len(tokens) // parts) for part in range(parts)]
         self.tokens, self.split, self.segment, self.pad, self.eos = tokens, text.split, segment, pad, eos
         self.rows = self.bounds[shard * rows : (shard + 1) * rows]
+        self.share, self.shares = share
         self.longest = max(stop - start for start, stop in self.bounds)
 
     def __len__(self) -> int:
         return -(-self.longest // self.segment)
 
     def __getitem__(self, index: int) -> dict:
-        width = min(self.segment, self.longest - index * self.segment)
+        width = -(-min(self.segment, self.longest - index * self.segment) // self.shares) * self.shares
         target = torch.full((len(self.rows), width), self.pad)
         source = torch.full((len(self.rows), width), self.pad)
         for row, (start, stop) in enumerate(self.rows):
@@ -65,6 +66,7 @@ class StreamDataset(torch.utils.data.Dataset):
             before = self.tokens[first - 1 : first] if index else torch.tensor([self.eos])
             target[row, : last - first] = self.tokens[first:last]
             source[row, : last - first] = torch.cat([before, self.tokens[first : last - 1]])[: last - first]
+        target, source = (x.chunk(self.shares, 1)[self.share].contiguous() for x in (target, source))
         return {
             "id": torch.arange(len(self.rows)) + index * len(self.rows),
             "split": self.split,
@@ -77,18 +79,20 @@ class StreamDataset(torch.utils.data.Dataset):
 
 
 class StreamIterator(iterators.EpochBatchIterator):
-    """Segments in order. Its saved state is the position and what the streams' memories hold there, those of every worker."""
+    """Segments in order. Its saved state is the position and what the streams' memories hold there, those of every shard."""
 
     def __init__(self, dataset: StreamDataset, carried: CarriedState, shard: int = 0, shards: int = 1, **options):
         batches = [[index] for index in range(len(dataset))]
         super().__init__(dataset, collate_fn=take_only, batch_sampler=batches, disable_shuffling=True, **options)
-        self.carried, self.shard, self.shards = carried, shard, shards
-        self.collected: list[dict] = [{} for _ in range(shards)]  # by worker
+        self.carried, self.shard, self.shards, self.shares = carried, shard, shards, dataset.shares
+        self.collected: list[dict] = [{} for _ in range(shards)]
 
     def collect(self) -> None:
         """Before ``state_dict``, which only one of several workers calls: brings their memories together."""
         if self.shards > 1:
-            torch.distributed.all_gather_object(self.collected, self.memories())
+            by_worker: list[dict] = [{}] * (self.shards * self.shares)
+            torch.distributed.all_gather_object(by_worker, self.memories())
+            self.collected = by_worker[:: self.shares]
 
     def memories(self) -> dict[int, tuple]:
         return {layer: tuple(state.detach().to("cpu")) for layer, state in self.carried.after.items()}
@@ -103,7 +107,7 @@ class StreamIterator(iterators.EpochBatchIterator):
         if state_dict.get("iterations_in_epoch", 0) == 0:
             return
         if len(memories) != self.shards:
-            logger.warning("the checkpoint is from %d workers, not %d: all streams start empty", len(memories), self.shards)
+            logger.warning("the checkpoint has %d sets of streams, not %d: all start empty", len(memories), self.shards)
         else:
             self.carried.after = {layer: SavedState(state) for layer, state in memories[self.shard].items()}
 

@@ -28,7 +28,8 @@ def steps(out: Path) -> list[tuple[str, int, list[str]]]:
     kernels = [sys.executable, str(HERE / "kernels.py")]
     ops = ["ops", *device, "--dtype", "bfloat16", "--tokens", "512", "2048", "8192", "--batch", "8", "--cumsum-up-to", "512"]
     ops += ["--feature-map", "dpfp"]
-    model = ["model", *device, "--rules", "delta", "decay", "--tokens", "512", "2048", "--contexts", "256", "4096", "--batch", "8"]
+    model = ["model", *device, "--mixers", "delta", "decay", "--tokens", "512", "2048", "--contexts", "256", "4096"]
+    model += ["--hypotheses", "8"]
     mixers = ["mixers", *device, "--width", "1024", "--heads", "16", "--length", "512", "--tokens", "8192"]
     outputs = {name: ["--json", str(out / f"{name}.json"), "--figure", str(out / f"{name}.svg")] for name in FIGURES}
     return [

@@ -3,7 +3,7 @@
 #
 # Data:     DATA=folder with train.txt, valid.txt, test.txt: WikiText-2, word level, <unk> kept (CC BY-SA). Not downloaded here.
 # Hardware: one CPU core; 6 minutes a row at 1500 updates of 1024 tokens, 700 MB.
-# Expect:   the tables in docs/results/wikitext2.md and docs/results/mixers.md.
+# Expect:   the tables in docs/results/wikitext2.md.
 # usage:    DATA=folder [OUT=folder] [UPDATES=1500] [ROWS="softmax delta_elu"] recipes/wikitext2/table.sh
 #
 #           SPEED=rounds ... trains nothing: times forward and backward of the rows in turns

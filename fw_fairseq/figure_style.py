@@ -1,0 +1,134 @@
+"""How every figure looks: one column wide, text as text, each line told by its marker and dashes where colours are gone."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterable
+from math import ceil, inf
+from pathlib import Path
+from typing import NamedTuple
+
+COLUMN = 3.3  # inches, a column of a two-column page
+SMALL, TEXT = 6.5, 7.5  # points
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#8C4FA8", "#B8860B", "#5B5B5B")
+DASHES, MARKERS = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.2, 1, 1.2))), "osD^vPX*<>hd"
+UNDATED = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+SETTINGS = {
+    "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans", "Arial", "Helvetica"], "font.size": TEXT,
+    "axes.labelsize": TEXT, "xtick.labelsize": SMALL, "ytick.labelsize": SMALL, "legend.fontsize": SMALL,
+    "axes.linewidth": 0.6, "xtick.major.width": 0.6, "ytick.major.width": 0.6, "xtick.major.size": 2.5, "ytick.major.size": 2.5,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "0.88", "grid.linewidth": 0.5,
+    "axes.axisbelow": True, "lines.linewidth": 1.1, "lines.markersize": 3.6, "svg.fonttype": "none", "pdf.fonttype": 42,
+    "svg.hashsalt": "fw_fairseq",
+}  # fmt: skip
+
+
+class Look(NamedTuple):
+    color: str
+    linestyle: object
+    marker: str
+
+
+def look(index: int) -> Look:
+    """No two alike below 84, and no two of the first seven of one colour."""
+    return Look(COLOURS[index % len(COLOURS)], DASHES[index % len(DASHES)], MARKERS[index % len(MARKERS)])
+
+
+def canvas(height: float = 2.3, panels: int = 1, **layout):
+    """A figure of one column and its axes, one above the other; ``layout``: fixed margins as in subplots_adjust, or none."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("figures need matplotlib; install fw_fairseq with the extra [plots]")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams.update(SETTINGS)
+    figure, axes = pyplot.subplots(
+        panels, 1, figsize=(COLUMN, height), squeeze=False, sharex=True, layout=None if layout else "constrained"
+    )
+    if layout:
+        figure.subplots_adjust(**layout)
+    return figure, list(axes[:, 0])
+
+
+def plot(axes, look: Look, label: str, points: dict, **style) -> None:
+    """A line with a marker at each point, or where there are many at even distances."""
+    style = {"markevery": 1 if len(points) <= 12 else 0.07} | look._asdict() | style
+    axes.plot(*zip(*sorted(points.items())), label=label, **style)
+
+
+def log_lengths(axes, lengths: Iterable[int]) -> None:
+    """A logarithmic axis with these lengths, and no others, on it."""
+    axes.set_xscale("log")
+    axes.set_xticks(ticks := sorted(set(lengths)), [str(tick) for tick in ticks])
+    axes.xaxis.minorticks_off()
+
+
+def log_values(axes, name: str = "y") -> None:
+    """A logarithmic axis with plain numbers, and more of them where it spans little."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axes.set(**{f"{name}scale": "log"})
+    axis = getattr(axes, f"{name}axis")
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:g}")
+
+
+def legend(figure, axes) -> None:
+    """Below the axes, where it covers nothing, in as many columns as fit; the figure grows with its lines."""
+    handles, labels = axes.get_legend_handles_labels()
+    for columns in range(min(3, len(labels)), 0, -1):
+        drawn = figure.legend(
+            handles, labels, loc="outside lower center", ncols=columns, frameon=False, handlelength=2.6, columnspacing=1.2
+        )
+        figure.draw_without_rendering()
+        if drawn.get_window_extent().width <= figure.bbox.width or columns == 1:
+            break
+        drawn.remove()
+    figure.set_figheight(figure.get_figheight() + 1.5 * SMALL / 72 * ceil(len(labels) / columns))
+
+
+def label_ends(axes, ends: list[tuple[str, tuple[float, float], str]]) -> None:
+    """Names right of the axes, (label, last point, colour), in the order of their heights and none over another."""
+    height = 72 * axes.get_window_extent().height / axes.figure.dpi
+    to_axes = axes.transData + axes.transAxes.inverted()
+    wanted = [to_axes.transform(point)[1] for _, point, _ in ends]
+    for (label, point, colour), at in zip(ends, spread_out(wanted, 1.15 * SMALL / height, 0.02, 0.98)):
+        leader = {"arrowstyle": "-", "lw": 0.4, "color": colour, "relpos": (0, 0.5), "shrinkA": 0.5, "shrinkB": 2.5}
+        axes.annotate(
+            label, point, (1.07, at), textcoords="axes fraction", va="center", fontsize=SMALL, color=colour, arrowprops=leader,
+            annotation_clip=False,
+        )  # fmt: skip
+
+
+def spread_out(wanted: list[float], gap: float, low: float = -inf, high: float = inf) -> list[float]:
+    """The same order, at least ``gap`` apart, neighbours that touch around their mean, all within the bounds if they fit."""
+    groups: list[list[int]] = []
+
+    def places(group):
+        middle = sum(wanted[i] for i in group) / len(group)
+        return [middle + gap * (n - (len(group) - 1) / 2) for n in range(len(group))]
+
+    for index in sorted(range(len(wanted)), key=lambda i: wanted[i]):
+        groups.append([index])
+        while len(groups) > 1 and places(groups[-1])[0] - places(groups[-2])[-1] < gap:
+            groups[-2:] = [groups[-2] + groups[-1]]
+    order = [(i, at) for group in groups for i, at in zip(group, places(group))]
+    inside = [max(min(at, high - gap * (len(order) - 1 - n)), low + gap * n) for n, (_, at) in enumerate(order)]
+    return [at for _, at in sorted(zip((i for i, _ in order), inside))]
+
+
+def save(figure, paths: list[Path]) -> None:
+    """Each file appears whole or not at all, the same for the same figures."""
+    from matplotlib import pyplot
+
+    for path in paths:
+        part = path.with_name(f".{path.stem}.part{path.suffix}")
+        figure.savefig(part, dpi=300, metadata=UNDATED.get(path.suffix))
+        os.replace(part, path)
+        print(path)
+    pyplot.close(figure)

@@ -1,0 +1,38 @@
+"""Metrics out of logs of fairseq-train, written with --log-format json or simple."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+SIMPLE = re.compile(r"\| INFO \| (\w+) \| (epoch \d+.*)")
+PAIR = re.compile(r"(?:\| |[ ,])(\w+)[ =]([-+\d.eE]+|nan|-?inf)(?=,| \||$)")
+
+
+def read_log(path: Path, metric: str) -> dict[int, float]:
+    """The metric by update. fairseq logs it under its name in lines of their own kind: train_inner, train, valid."""
+    values = {}
+    prefix = metric.split("_")[0]
+    for line in path.read_text().splitlines():
+        entry = read_line(line)
+        update = entry.get(f"{prefix}_num_updates", entry.get("num_updates"))
+        if metric in entry and update is not None:
+            values[int(update)] = float(entry[metric])
+    if not values:
+        raise ValueError(f"{path} has no {metric}; train with --log-format json or simple")
+    return values
+
+
+def read_line(line: str) -> dict:
+    """What a line logs, by the names that JSON has: those of train_inner as they are, valid_loss and so on for others."""
+    if found := SIMPLE.search(line):
+        kind, text = found.groups()
+        prefix = "" if kind == "train_inner" else f"{kind}_"
+        return {prefix + name: value for name, value in PAIR.findall(text)}
+    start = line.find("{")
+    try:
+        entry = json.loads(line[start:]) if start >= 0 else {}
+    except json.JSONDecodeError:
+        return {}
+    return entry if isinstance(entry, dict) else {}
