@@ -86,6 +86,8 @@ class Linformer(Bounded):
         self.position_weight = nn.Parameter(torch.randn(config.slot_positions, num_heads, self.slots) / math.sqrt(self.slots))
 
     def forward(self, x: Tensor, state: BoundedState | None = None, padding_mask=None, reset_mask=None):
+        if len(x) == 0:
+            raise ValueError(f"x is {tuple(x.shape)}; T must be at least 1")
         start = x.new_zeros(x.shape[1], dtype=torch.long) if state is None else state.position
         places, end = positions(start, x.shape[0], padding_mask, reset_mask)
         weights = wide(self.position_weight)[places.clamp(max=len(self.position_weight) - 1)].transpose(1, 2)  # (B,H,T,N)

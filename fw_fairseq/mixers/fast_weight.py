@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..feature_maps import FEATURE_MAPS, FeatureMap, l2_normalise, sum_normalise, wide
 from ..ops import FastWeightState, RowMap, fast_weight
 from ..ops.recall import until_end
-from ..rules import RULES
+from ..rules import RULES, Rule
 from .base import Mixer
 
 
@@ -22,7 +22,7 @@ class FastWeight(Mixer):
     def __init__(self, embed_dim: int, num_heads: int, config):
         super().__init__(embed_dim, num_heads)
         self.rule_name, self.feature_norm = str(config.update_rule), str(config.feature_norm)
-        self.rule, self.attention_norm, self.backend = RULES[self.rule_name], config.attention_norm, str(config.fast_weight_backend)
+        self.attention_norm, self.backend = config.attention_norm, str(config.fast_weight_backend)
         self.feature_map = build_feature_map(config, self.head_dim, num_heads)
         check_combination(config, self.feature_map)
         self.row_map = row_map_of(self.feature_map, self.feature_norm)
@@ -33,6 +33,11 @@ class FastWeight(Mixer):
         self.out_proj = nn.Linear(embed_dim, embed_dim)
         self.keeps_state_norm, self.state_norm = False, None  # with its gradient, for a criterion that asks for it
         self.reset_parameters()
+
+    @property
+    def rule(self) -> Rule:
+        """Not kept: it has functions, which do not pickle."""
+        return RULES[self.rule_name]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

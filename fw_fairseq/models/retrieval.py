@@ -12,7 +12,7 @@ from ..feature_maps import sum_normalise
 from ..mixers.fast_weight import build_feature_map, check_combination, initial_bias
 from ..ops import fast_weight
 from ..ops.recall import recall
-from ..rules import RULES
+from ..rules import RULES, Rule
 
 
 @dataclass
@@ -32,7 +32,7 @@ class RetrievalModel(BaseFairseqModel):
             str(config.feature_norm),
             config.attention_norm,
         )
-        self.rule, self.symbols = RULES[self.rule_name], symbols
+        self.symbols = symbols
         self.feature_map = build_feature_map(config, config.key_dim, 1)
         if not self.softmax and self.rule.step is None:
             check_combination(config, self.feature_map)
@@ -46,6 +46,10 @@ class RetrievalModel(BaseFairseqModel):
         self.gates = nn.ModuleDict({name: nn.Linear(width + symbols, widths[g.axis]) for name, g in self.rule.gates.items()})
         for name, gate in self.gates.items():
             gate.bias.data.copy_(initial_bias(self.rule.gates[name].bias, len(gate.bias)))
+
+    @property
+    def rule(self) -> Rule:
+        return RULES[self.rule_name]
 
     @classmethod
     def build_model(cls, cfg: RetrievalConfig, task):

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..rules import Coefficients
+from .autograd import as_written
 from .frames import CHUNK, NARROW_GATE, UNGATED_CHUNK, Cut, Frame, Narrow, Still
 
 
@@ -18,6 +19,7 @@ class ChunkScan(torch.autograd.Function):
     """The recurrence over T. Keeps the inputs, and per chunk the memory before it and the inverse that its erase needed."""
 
     @staticmethod
+    @as_written
     def forward(ctx, q, k, v, f, z, e, w, memory, keep: bool):
         operands = (q, k, v, f, z, e, w)
         ctx.plan = plan(operands, memory.dtype)
@@ -37,6 +39,7 @@ class ChunkScan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @as_written
     def backward(ctx, dy, dmemory):
         operands, kept = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
         memories, inverses = kept[: len(ctx.plan)], kept[len(ctx.plan) :]
@@ -67,7 +70,7 @@ def plan(operands, dtype: torch.dtype) -> list[tuple[slice, type]]:
         return [(span, Still) for span in spans(tokens, UNGATED_CHUNK)]
     if z is None and f.dim() == 3:
         return [(span, Still) for span in spans(tokens)]
-    if e is not None or f is None or f.dim() == 3 or z is None or dtype == torch.float64:
+    if e is not None or f is None or f.dim() == 3 or z is None or dtype == torch.float64 or not f.numel():
         return [(span, Frame) for span in spans(tokens)]
     smallest = torch.minimum(f.amin((0, 1, 3)), z.amin((0, 1, 3))).tolist()  # of each token
     in_range = [span.stop - span.start == CHUNK and min(smallest[span]) >= NARROW_GATE for span in spans(tokens)]

@@ -4,24 +4,29 @@
 
 Some tokens together are again one token: its score is the log of their summed weights, its value their mean. So aggregates merge by
 a two-way softmax, which is associative and cannot overflow, and a prefix of chunks is a prefix of tokens.
-A window is the tokens of a few chunks, those at its ends, and one token for all chunks between: a window of fewer chunks.
+A window is the end of one chunk, the chunks between, and the beginning of another: ends and beginnings of all chunks are products,
+and the chunks between are a window of fewer tokens.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..feature_maps import wide
+from .autograd import as_written
 from .cuda_launch import use_kernels
 from .cuda_pooling import pool_cuda_form, why_not
 from .state import state as state_type
 
 CHUNK, DENSE = 16, 128  # tokens that one product takes at most: of a long text, of a short one
+LOG2_E = 1 / math.log(2)
 NOTHING = -1e30  # the score of no token at all; finite, so that differences of two of them are numbers
 
 
@@ -59,6 +64,8 @@ def pool(scores, values, window=0, state=None, padding_mask=None, reset_mask=Non
 def check(scores: Tensor, values: Tensor, window: int, state: PoolState | None) -> None:
     if scores.dim() != 3 or values.shape[:-1] != scores.shape:
         raise ValueError(f"scores are {tuple(scores.shape)} and values {tuple(values.shape)}; they must be (B,H,T) and (B,H,T,V)")
+    if scores.shape[2] == 0:
+        raise ValueError(f"scores are {tuple(scores.shape)}; T must be at least 1")
     if window < 0:
         raise ValueError(f"window is {window}; it must be 0, for all of the past, or the number of tokens in it")
     size = window - 1 if window else 1
@@ -84,14 +91,45 @@ def run(a: Tensor, x: Tensor, window: int, state, segments, lengths, ends, kerne
     whole = not window or window >= a.shape[2]
     if kernels:
         log_weights, g = pool_cuda_form(a, x, 0 if whole else window, segments)
-    elif whole:
-        log_weights, g = prefix(a, x, by_head)
     else:
-        g = windowed(a, x, window, by_head)
+        log_weights, g = Pool.apply(a, x, 0 if whole else window, by_head)
     if not window:
         a, x = log_weights, g
     state = last(a, wide(x), size, before, segments, lengths, ends)
     return g[:, :, before:], state
+
+
+class Pool(torch.autograd.Function):
+    """a (B,H,T), x (B,H,T,V) -> logs of the summed weights (B,H,T), means (B,H,T,V).
+
+    The gradient of x_l is exp(a_l) sum_t exp(-L_t) dg_t over the t that see l, L_t the log of t's summed weights: again sums over
+    windows, of time that runs backwards, with scores -L_t. What a_l takes away from the other tokens is one more channel of them.
+    """
+
+    @staticmethod
+    @as_written
+    def forward(ctx, a, x, window: int, segments):
+        log_weights, means = aggregate(a, x, window, segments)
+        ctx.window = window
+        ctx.save_for_backward(a, x, segments, log_weights, means)
+        return log_weights, means
+
+    @staticmethod
+    @once_differentiable
+    @as_written
+    def backward(ctx, dlog_weights, dmeans):
+        a, x, segments, log_weights, means = ctx.saved_tensors
+        shared = (dmeans * means).sum(-1, keepdim=True) - dlog_weights[..., None]
+        scores = torch.where(log_weights > NOTHING / 2, -log_weights, NOTHING)  # what saw nothing gives nothing back
+        back = scores.flip(2), torch.cat([dmeans, shared], -1).flip(2), None if segments is None else segments.flip(2)
+        log_sums, sums = (part.flip(2) for part in aggregate(*back[:2], ctx.window, back[2]))
+        sums.mul_((a + log_sums).exp()[..., None])
+        dx = sums[..., :-1]
+        return (x * dx).sum(-1) - sums[..., -1], dx, None, None
+
+
+def aggregate(a: Tensor, x: Tensor, window: int, segments: Tensor | None) -> tuple[Tensor, Tensor]:
+    return windowed(a, x, window, segments) if 0 < window < a.shape[-1] else prefix(a, x, segments)
 
 
 def last(a: Tensor, x: Tensor, size: int, before: int, segments, lengths, ends) -> PoolState:
@@ -142,44 +180,63 @@ def prefix(a: Tensor, x: Tensor, segments: Tensor | None = None) -> tuple[Tensor
     return a.flatten(-2)[..., :total], x.flatten(-3, -2)[..., :total, :]
 
 
-def windowed(a: Tensor, x: Tensor, window: int, segments: Tensor | None, means_of=None):
-    """The means (B,H,T,V) of at most the last ``window`` tokens, with ``means_of=masked`` as ``prefix``.
-
-    Each chunk attends to itself, to the chunks where its windows begin, and to one token that stands for all chunks between.
-    """
-    total, means_of = a.shape[-1], means_of or means
+def windowed(a: Tensor, x: Tensor, window: int, segments: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As ``prefix``, of at most the last ``window`` tokens: those of the chunk where the window begins, of all chunks between, and
+    of its own chunk, each one token by then."""
+    total = a.shape[-1]
     if total <= DENSE:
-        return means_of(a, x, band(total, window, a.device), segments, segments)
+        return masked(a, x, band(total, window, a.device), segments, segments)
     a, x, segments = blocks(a, x, segments, CHUNK)
-    between, offset = divmod(window - 1, CHUNK)
-    parts = [earlier(count, a, x, segments) for count in ((between + 1, between) if between else (1,))]
-    parts.append((a, x, segments))
-    if between > 1:
-        ends = None if segments is None else segments[..., -1]
-        alone = a if ends is None else a.masked_fill(segments != ends[..., None], NOTHING)
-        b, y = windowed(*mean(alone, x), between - 1, ends, masked)
-        parts.append(earlier(1, b[..., None], y[..., None, :], None if ends is None else ends[..., None]))
-    scores, values, keys = zip(*parts)
-    keys = None if segments is None else torch.cat(keys, -1)
-    seen = reach(between, offset, a.device)
-    found = means_of(torch.cat(scores, -1), torch.cat(values, -2), seen, segments, keys)
-    if means_of is means:
-        return found.flatten(-3, -2)[..., :total, :]
-    return found[0].flatten(-2)[..., :total], found[1].flatten(-3, -2)[..., :total, :]
+    if window <= CHUNK:
+        scores, values, keys = zip(earlier(1, a, x, segments), (a, x, segments))
+        keys = None if segments is None else torch.cat(keys, -1)
+        seen = band(2 * CHUNK, window, a.device)[CHUNK:]
+        a, x = masked(torch.cat(scores, -1), torch.cat(values, -2), seen, segments, keys)
+    else:
+        a, x = over_chunks(a, x, window, segments)
+    return a.flatten(-2)[..., :total], x.flatten(-3, -2)[..., :total, :]
 
 
-def means(a: Tensor, x: Tensor, seen: Tensor, queries, keys) -> Tensor:
-    """As ``masked``, without the log weights: half of its exponentials."""
-    return within(a, seen, queries, keys).softmax(-1) @ x
+def over_chunks(a: Tensor, x: Tensor, window: int, segments: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Chunks (...,N,C), (...,N,C,V), and windows that begin in an earlier chunk than they end in."""
+    ends = None if segments is None else segments[..., -1]
+    of_ends = None if ends is None else ends[..., None].expand_as(segments)
+    own, sums, means = weighted(a, x, causal(CHUNK, a.device), segments, segments)
+    rest, rest_sums, olds = weighted(a, x, causal(CHUNK, a.device).t(), of_ends, segments)
+    before, (between, offset) = window - 1, divmod(window - 1, CHUNK)  # tokens below the offset see one chunk more between
+    whole = own[..., -1] + sums[..., -1].log(), means[..., -1, :] / sums[..., -1, None]
+    more, fewer = between_chunks(*whole, between, ends)
+    middle = torch.cat([part[0][..., None].expand(*part[0].shape, n) for part, n in ((more, offset), (fewer, CHUNK - offset))], -1)
+    rest, rest_sums = later(rest, before, NOTHING), later(rest_sums, before, 0)
+    if ends is not None:
+        middle = middle.masked_fill(F.pad(ends[..., :-1], (1, 0), value=-1)[..., None] != segments, NOTHING)
+        rest = rest.masked_fill(later(of_ends, before, -1) != segments, NOTHING)
+    top = torch.maximum(torch.maximum(own, rest), middle)
+    own, rest, middle = (exp(part - top) for part in (own, rest, middle))
+    total = own * sums + rest * rest_sums + middle
+    share, share_rest, share_middle = ((part / total)[..., None] for part in (own, rest, middle))
+    means.mul_(share)
+    means[..., :offset, :].addcmul_(share_middle[..., :offset, :], more[1][..., None, :])
+    means[..., offset:, :].addcmul_(share_middle[..., offset:, :], fewer[1][..., None, :])
+    flat, share_rest = means.flatten(-3, -2), share_rest.flatten(-3, -2)
+    flat[..., before:, :].addcmul_(share_rest[..., before:, :], olds.flatten(-3, -2)[..., :-before, :])
+    return top + total.log(), means
 
 
-def reach(between: int, offset: int, device) -> Tensor:
-    """Which of the keys in ``windowed`` the tokens of a chunk see: those where windows begin, their own chunk's, all between."""
-    token = torch.arange(CHUNK, device=device)[:, None]
-    old = torch.arange(-CHUNK, CHUNK if between else 0, device=device)
-    back = token - token.t()
-    seen = [old >= token - offset, (back >= 0) & (back <= (offset if between == 0 else CHUNK))]
-    return torch.cat([*seen, torch.ones_like(token, dtype=torch.bool)] if between > 1 else seen, 1)
+def later(x: Tensor, count: int, fill: float) -> Tensor:
+    """Chunks (...,N,C) of what belongs to tokens, each moved ``count`` tokens on."""
+    return F.pad(x.flatten(-2)[..., :-count], (count, 0), value=fill).view(x.shape)
+
+
+def between_chunks(a: Tensor, x: Tensor, count: int, ends: Tensor | None):
+    """Chunks (...,N), (...,N,V) that are one token each -> the aggregates of the ``count`` before each, and of one less."""
+    far, values, far_ends = earlier(count, a, x, ends)
+    if ends is not None:
+        far = far.masked_fill(far_ends != F.pad(ends[..., :-1], (1, 0), value=-1), NOTHING)
+    if count == 1:
+        return (far, values), (torch.full_like(far, NOTHING), torch.zeros_like(values))
+    near = earlier(1, *aggregate(a, x, count - 1, ends), None)[:2]
+    return merge(*near, far, values), near
 
 
 def earlier(count: int, a: Tensor, x: Tensor, segments: Tensor | None):
@@ -202,16 +259,23 @@ def blocks(a: Tensor, x: Tensor, segments, size: int):
 
 def masked(a: Tensor, x: Tensor, seen: Tensor, queries, keys) -> tuple[Tensor, Tensor]:
     """a (...,S), x (...,S,V), seen (T,S) -> (...,T), (...,T,V): the aggregate of the tokens that each sees in its segment."""
-    scores = within(a, seen, queries, keys)
-    log_weights = scores.logsumexp(-1)
-    return log_weights, (scores - log_weights[..., None]).exp() @ x
+    top, sums, values = weighted(a, x, seen, queries, keys)
+    return top + sums.log(), values.div_(sums[..., None])
 
 
-def within(a: Tensor, seen: Tensor, queries, keys) -> Tensor:
-    """a (...,S) -> (...,T,S): the scores of what each token sees, -inf elsewhere."""
+def weighted(a: Tensor, x: Tensor, seen: Tensor, queries, keys) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``masked``: the largest scores (...,T), the sums of weights relative to those (...,T) and of weighted x (...,T,V)."""
+    scores = a[..., None, :] + torch.zeros_like(seen, dtype=a.dtype).masked_fill_(~seen, float("-inf"))
     if queries is not None:
-        seen = seen & (queries[..., :, None] == keys[..., None, :])
-    return torch.where(seen, a[..., None, :], float("-inf"))
+        scores.masked_fill_(queries[..., :, None] != keys[..., None, :], float("-inf"))
+    top = scores.amax(-1, keepdim=True)
+    weights = exp(scores.sub_(top))
+    return top.squeeze(-1), weights.sum(-1), weights @ x
+
+
+def exp(x: Tensor) -> Tensor:
+    """In place of what is known to be at most 0: as exp2, which is many times as fast, most of all where 0 results."""
+    return x.mul_(LOG2_E).exp2_()
 
 
 def causal(size: int, device) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..feature_maps import wide
+from .autograd import as_written
 from .cuda_launch import use_kernels
 from .cuda_sru import sru_cuda_form, why_not
 
@@ -45,8 +46,8 @@ def sru(
 def check(product, x, v_forget, v_reset, state) -> None:
     if x.dim() != 3 or product.shape != (*x.shape[:2], 3 * x.shape[2]):
         raise ValueError(f"product is {tuple(product.shape)} and x {tuple(x.shape)}; they must be (T,B,3D) and (T,B,D)")
-    if 0 in x.shape:
-        raise ValueError(f"x is {tuple(x.shape)}; T, B and D must be at least 1")
+    if len(x) == 0:
+        raise ValueError(f"x is {tuple(x.shape)}; T must be at least 1")
     for name, part in (("v_forget", v_forget), ("v_reset", v_reset)):
         if part.shape != x.shape[2:]:
             raise ValueError(f"{name} is {tuple(part.shape)}; it must be {tuple(x.shape[2:])}")
@@ -56,6 +57,7 @@ def check(product, x, v_forget, v_reset, state) -> None:
 
 class Scan(torch.autograd.Function):
     @staticmethod
+    @as_written
     def forward(ctx, product, x, v_forget, v_reset, c0, padded, keep, scale):
         steps = Steps(product, v_forget, v_reset, padded, keep, c0.new_empty(len(x) + 1, *c0.shape))
         steps.c[0] = before = c0
@@ -75,6 +77,7 @@ class Scan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @as_written
     def backward(ctx, dh, dc):
         product, x, *others, c, forgets, resets = ctx.saved_tensors
         steps, (_, _, padded, keep) = Steps(product, *others, c), others
@@ -114,7 +117,7 @@ class Steps:
         self.v_forget, self.v_reset = (v.expand(c.shape[1:]).contiguous() for v in (v_forget, v_reset))
 
     def spans(self) -> list[slice]:
-        total, length = len(self.c) - 1, max(1, BLOCK // self.c[0].numel())
+        total, length = len(self.c) - 1, max(1, BLOCK // max(1, self.c[0].numel()))
         return [slice(t, min(t + length, total)) for t in range(0, total, length)]
 
     def u(self, span: slice) -> Tensor:

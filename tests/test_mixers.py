@@ -1,0 +1,90 @@
+"""What every mixer takes: any layout and type of its input, one token, no sequence at all, autocast around all of it, copies."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from fw_fairseq.config import FastWeightConfig
+from fw_fairseq.mixers import MIXERS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+WIDTH, SIZES = 16, dict(local_window=4, xl_memory=4, srupp_memory=4, slots=3)
+FAST_WEIGHTS = [dict(update_rule="decay", feature_norm="none"), dict(update_rule="gated_delta", feature_map="relu")]
+CASES = [(name, {}) for name in MIXERS] + [("fast_weight", options) for options in FAST_WEIGHTS]
+
+
+@pytest.fixture(params=CASES, ids=lambda case: "-".join(map(str, [case[0], *case[1].values()])))
+def mixer(request):
+    name, options = request.param
+    return MIXERS[name].of_layer(WIDTH, 2, FastWeightConfig(mixer=name, **SIZES, **options), 0, 2)
+
+
+def close(actual, expected, tolerance=1e-5):
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+def test_any_layout_and_no_gradients(mixer):
+    x = torch.randn(3, WIDTH, 20).permute(2, 0, 1)
+    y, _ = mixer(x)
+    close(mixer(x.contiguous())[0], y)
+    close(mixer(x[:, 1:2])[0], y[:, 1:2])
+    with torch.inference_mode():
+        close(mixer(x)[0], y)
+
+
+def test_copies(mixer):
+    x = torch.randn(9, 2, WIDTH)
+    y, state = mixer(x)
+    for again in (copy.deepcopy(mixer), pickle.loads(pickle.dumps(mixer))):
+        close(again(x, pickle.loads(pickle.dumps(state)))[0], mixer(x, state)[0])
+        close(again(x)[0], y)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(mixer, dtype):
+    x = torch.randn(20, 3, WIDTH)
+    y, half = mixer(x)[0], copy.deepcopy(mixer).to(dtype)
+    leaf = x.to(dtype).requires_grad_()
+    first, state = half(leaf[:7])
+    rest, _ = half(leaf[7:], state)
+    torch.cat([first, rest]).float().sum().backward()
+    assert rest.dtype == dtype and leaf.grad.isfinite().all()
+    close(torch.cat([first, rest]), y, 0.1)
+
+
+def test_autocast_around_forward_and_backward(mixer):
+    x = torch.randn(20, 3, WIDTH)
+    y, _ = mixer(x)
+    expected = torch.autograd.grad(y.sum(), mixer.in_proj.weight)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = mixer(x)
+        close(torch.autograd.grad(y.sum(), mixer.in_proj.weight)[0], expected, 0.03 * expected.abs().max().item())
+
+
+def test_a_row_of_padding_leaves_an_empty_state(mixer):
+    x, padding = torch.randn(12, 3, WIDTH), torch.zeros(3, 12, dtype=torch.bool)
+    padding[1] = True
+    y, state = mixer(x, None, padding)
+    y.sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in mixer.parameters())
+    whole, _ = mixer(x)
+    close(y[:, ::2], whole[:, ::2])
+    close(mixer(x[:, 1:2], state.index_select(torch.tensor([1])))[0], whole[:, 1:2])
+
+
+def test_no_sequence_and_no_token(mixer):
+    y, state = mixer(torch.randn(5, 0, WIDTH))
+    assert y.shape == (5, 0, WIDTH) and state[0].shape[0] == 0
+    with pytest.raises(ValueError, match=r"T.* must be at least 1"):
+        mixer(torch.randn(0, 3, WIDTH))
+
+
+@pytest.mark.parametrize("name", ["fast_weight", "additive", "sru"])
+def test_exported(name):
+    mixer, x = MIXERS[name](WIDTH, 2, FastWeightConfig()).eval(), torch.randn(20, 3, WIDTH)
+    exported = torch.export.export(mixer, (x,), strict=False).module()
+    close(exported(x)[0], mixer(x)[0])
