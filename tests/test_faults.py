@@ -16,6 +16,7 @@ from fairseq import checkpoint_utils
 from torch import nn
 
 from fw_fairseq import registration  # noqa: F401
+from fw_fairseq.mistakes import sentence
 from fw_fairseq.non_finite import FirstNonFinite
 
 TRAIN = (
@@ -85,7 +86,7 @@ def test_a_damaged_checkpoint_is_named_and_another_one_offered(data, saved, tmp_
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     done = fairseq("train", *training(data, folder, "stateful_language_modeling", 4))
     sentence = done.stderr.strip().splitlines()[-1]
-    assert done.returncode != 0 and sentence.startswith(f"ValueError: {last} cannot be read as a fairseq checkpoint (")
+    assert done.returncode != 0 and sentence.startswith(f"fairseq_cli.train: {last} cannot be read as a fairseq checkpoint (")
     assert sentence.endswith("; the newest whole one of its folder is checkpoint_1_2.pt")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
@@ -95,7 +96,7 @@ def loaded(path) -> tuple[object, str]:
     try:
         return flat(checkpoint_utils.load_checkpoint_to_cpu(str(path))["model"]), ""
     except ValueError as error:
-        return None, str(error)
+        return None, sentence(error)
 
 
 def test_flipped_bytes_are_noticed(saved, tmp_path):
