@@ -87,6 +87,12 @@ def _broadcast_object_slow(original, obj, src_rank, group, dist_device):
     return box[0]
 
 
+def __del__(original, text):
+    """Of a binarised text that could not be opened: there is nothing to close."""
+    if hasattr(text, "_bin_buffer_mmap"):
+        original(text)
+
+
 def batch_by_size(original, indices, *args, **kwargs):
     """fairseq 0.12.3 leaves out the last batch if its size is not a multiple of 8: sentences never translated, never scored."""
     batches = list(original(indices, *args, **kwargs))
@@ -131,6 +137,8 @@ CHANGES = (
     (distributed_utils, _broadcast_object_slow),
     (Dictionary, add_from_file),
     (indexed_dataset, make_dataset),
+    (indexed_dataset.MMapIndexedDataset, __del__),
+    (indexed_dataset.MMapIndexedDataset.Index, __del__),
     (data_utils, batch_by_size),
     (FairseqTask, get_batch_iterator),
     (DiverseBeamSearch, step),

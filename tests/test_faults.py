@@ -83,6 +83,9 @@ def test_a_damaged_checkpoint_is_named_and_another_one_offered(data, saved, tmp_
     last = folder / "checkpoint_last.pt"
     last.write_bytes(last.read_bytes()[:-5000])
     os.utime(folder / "checkpoint_1_1.pt", (0, 0))
+    content = bytearray(last.with_name("checkpoint_1_2.pt").read_bytes())
+    content[content.rindex(b"PK\x01\x02") + 1] ^= 1  # an entry of the list of contents
+    (folder / "newest.pt").write_bytes(content)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     done = fairseq("train", *training(data, folder, "stateful_language_modeling", 4))
     sentence = done.stderr.strip().splitlines()[-1]

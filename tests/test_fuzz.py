@@ -167,6 +167,7 @@ def test_dictionaries(tmp_path):
     assert 50 < refused < 250
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_binarised_text(tmp_path):
     dictionary, draw, refused = Dictionary(), random.Random(0), 0
     for word in WORDS:
