@@ -3,10 +3,9 @@
 import sys
 from pathlib import Path
 
-print("| model | tokens | memory after the first marks, MB | at the end | largest / smallest from the second mark on |")
-print("|---|---:|---:|---:|---:|")
-for name in sys.argv[1:]:
-    marks = [tuple(map(int, line.split())) for line in Path(name).read_text().splitlines()]
-    sizes = [resident for _, resident, _ in marks]
-    first, second, last = (f"{size / 1e6:.1f}" for size in (sizes[0], sizes[1], sizes[-1]))
-    print(f"| {Path(name).stem} | {marks[-1][0]:,} | {first}, {second} | {last} | {max(sizes[1:]) / min(sizes[1:]):.4f} |")
+print("| model | tokens | marks | least, MB | most, MB | most / least |")
+print("|---|---:|---:|---:|---:|---:|")
+for name in map(Path, sys.argv[1:]):
+    tokens, resident, _ = zip(*(map(int, line.split()) for line in name.read_text().splitlines()))
+    least, most = min(resident), max(resident)
+    print(f"| {name.stem} | {tokens[-1]:,} | {len(tokens)} | {least / 1e6:.2f} | {most / 1e6:.2f} | {most / least:.4f} |")
