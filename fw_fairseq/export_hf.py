@@ -261,7 +261,7 @@ def main(arguments=None) -> None:
         sys.exit("fw-export-hf: needs transformers; install fw_fairseq with the extra huggingface")
     try:
         model = export(**args)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"fw-export-hf: {error}")
     print(f"{args['output']}: {model.num_parameters():,} parameters, {', '.join(dict.fromkeys(model.config.mixers))}")
 

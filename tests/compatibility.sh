@@ -3,7 +3,7 @@
 # that comes without further ado is made for CUDA, 3 GB to download and 6 GB on disk.
 #   PYTHON=python3.12 tests/compatibility.sh          arguments go to pytest
 #   JOBS=1 tests/compatibility.sh                     on one core
-# A torch for the CPU: make the environment first, and install torch and torchaudio of oldest.txt into it from PyTorch's CPU index.
+# Smaller with a torch for the CPU: make the environment first, and install that torch of the same version into it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
