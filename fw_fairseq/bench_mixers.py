@@ -69,14 +69,14 @@ def bench_mixers(args) -> dict:
 
 def scans(args) -> list[dict]:
     """The elementwise scans alone, forward and backward, and the least that they have to move."""
-    shape = (args.length, args.batch, args.width)
-    unit = [torch.randn(shape, device=args.device, requires_grad=True) for _ in range(4)]
+    shape = (args.length, args.batch)
+    unit = [torch.randn(*shape, width, device=args.device, requires_grad=True) for width in (3 * args.width, args.width)]
     weights = [torch.randn(args.width, device=args.device, requires_grad=True) for _ in range(2)]
     size = (1, args.heads, args.tokens)
     scores = torch.randn(size, device=args.device, requires_grad=True)
     values = torch.randn(*size, args.width // args.heads, device=args.device, requires_grad=True)
-    # sru reads 4, writes h and c; then reads those 4, c and the gradient of h, writes 4. pool: x, g; x, g, dg, dx.
-    calls = {"sru": (16 * unit[0].nbytes, partial(sru, *unit, *weights), [*unit, *weights])}
+    # sru reads u, F, R and x, writes h and c; then reads those 4, c and the gradient of h, writes 4. pool: x, g; x, g, dg, dx.
+    calls = {"sru": (16 * unit[1].nbytes, partial(sru, *unit, *weights), [*unit, *weights])}
     for window in args.windows:
         calls[f"pool, {seen(window)}"] = (6 * values.nbytes, partial(pool, scores, values, window), [scores, values])
     found = []

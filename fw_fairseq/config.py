@@ -1,7 +1,7 @@
 """Every option of this project once, with its help text. Models add the group to fairseq's own options."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 
@@ -15,8 +15,9 @@ SOFTMAX = "softmax"
 ATTENTIONS = ("encoder", "decoder", "cross")
 
 
-def option(default, help_: str):
-    return field(default=default, metadata={"help": help_})
+def option(default, help_: str, least: int | None = None):
+    """``least``: the smallest number that it may be."""
+    return field(default=default, metadata={"help": help_} | ({} if least is None else {"least": least}))
 
 
 @dataclass
@@ -27,28 +28,37 @@ class FastWeightConfig(FairseqDataclass):
     )
     update_rule: ChoiceEnum(list(RULES)) = option("delta", "how the fast-weight memory is written")
     feature_map: ChoiceEnum(list(FEATURE_MAPS)) = option("elu", "what queries and keys pass through")
-    feature_dim: int = option(0, "width of queries and keys per head before the feature map; 0: that of the values")
+    feature_dim: int = option(0, "width of queries and keys per head before the feature map; 0: that of the values", least=0)
     feature_norm: ChoiceEnum(list(FEATURE_NORMS)) = option(
         "sum", "features divided by their sum (of non-negative maps), by their length (l2), or neither"
     )
     attention_norm: bool = option(False, "divide what is read by the accumulated keys times the query")
-    dpfp_nu: int = option(1, "nu of the dpfp feature map; its width is 2 * nu * feature_dim")
-    favor_features: int = option(0, "m random features of favor and rfa, of width 2m; 0: feature_dim")
+    dpfp_nu: int = option(1, "nu of the dpfp feature map; its width is 2 * nu * feature_dim", least=1)
+    favor_features: int = option(0, "m random features of favor and rfa, of width 2m; 0: feature_dim", least=0)
+    favor_prescale: bool = option(
+        False, "favor estimates exp(q.k / sqrt(feature_dim)), as softmax attention weighs, and not exp(q.k): fewer features do"
+    )
     fast_weight_backend: ChoiceEnum(list(BACKENDS)) = option("auto", "what runs the recurrence")
     window_sizes: str = option(
         "",
         "tokens that additive and leap see, per layer, bottom first: '4,8,0'; 0: all before; one number is for every layer;"
         " default: 4, 8, 16 and so on, the last layer 0",
     )
-    sru_projection: int = option(0, "width that sru's input passes through before the product with its weights; 0: none")
+    sru_projection: int = option(0, "width that sru's input passes through before the product with its weights; 0: none", least=0)
     sru_highway_bias: float = option(-2.0, "bias of the gate between the state and the input of sru and srupp at the start")
-    srupp_width: int = option(0, "width of srupp's attention; 0: a quarter of the layer's")
-    srupp_heads: int = option(1, "heads of srupp's attention")
-    srupp_memory: int = option(512, "how many tokens before it each token sees in srupp's attention, of earlier segments too")
-    local_window: int = option(32, "how many tokens each token sees in local_attention, itself among them")
-    xl_memory: int = option(256, "how many tokens before it each token sees in transformer_xl; evaluation may have another number")
-    slots: int = option(32, "vectors of keys, and as many of values, that a head of abc and linformer keeps")
-    slot_positions: int = option(1024, "positions that linformer has weights for; later ones have the last one's")
+    srupp_width: int = option(0, "width of srupp's attention; 0: a quarter of the layer's", least=0)
+    srupp_heads: int = option(1, "heads of srupp's attention", least=1)
+    srupp_memory: int = option(
+        512,
+        "how many tokens before it each token sees in srupp's attention, earlier segments' too; evaluation may have another number",
+        least=1,
+    )
+    local_window: int = option(32, "how many tokens each token sees in local_attention, itself among them", least=2)
+    xl_memory: int = option(
+        256, "how many tokens before it each token sees in transformer_xl; evaluation may have another number", least=1
+    )
+    slots: int = option(32, "vectors of keys, and as many of values, that a head of abc and linformer keeps", least=1)
+    slot_positions: int = option(1024, "positions that linformer has weights for; later ones have the last one's", least=1)
     scale_output: bool = option(False, "divide what the output projection gives by the square root of its input's width")
 
 
@@ -92,11 +102,9 @@ def layer_mixers(config: FastWeightConfig, layers: int, kept: str | None = None)
     return [names[i % len(names)] for i in range(layers)]
 
 
-LEAST = dict.fromkeys(("feature_dim", "favor_features", "sru_projection", "srupp_width"), 0)
-LEAST |= dict.fromkeys(("dpfp_nu", "srupp_heads", "srupp_memory"), 1)
-
-
 def check_numbers(config: FastWeightConfig) -> None:
-    for name, least in LEAST.items():
-        if getattr(config, name) < least:
-            raise ValueError(f"{option_name(name)} is {getattr(config, name)}; it must be at least {least}")
+    """No mixer looks at its numbers again: whoever builds a model comes here first."""
+    for f in fields(config):
+        least, value = f.metadata.get("least"), getattr(config, f.name)
+        if least is not None and value < least:
+            raise ValueError(f"{option_name(f.name)} is {value}; it must be at least {least}")

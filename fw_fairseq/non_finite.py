@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
+from .feature_maps import FeatureMap
 from .modules import MixerAttention
 
 
@@ -20,6 +23,9 @@ class FirstNonFinite:
         self.found = ""
         leaves = [module for module in self.names if next(module.parameters(recurse=False), None) is not None]
         self.hooks = [module.register_forward_hook(self.after_forward) for module in leaves]
+        self.maps = [module for module in leaves if isinstance(module, FeatureMap)]
+        for phi in self.maps:  # their learned part is called by itself, which no hook sees
+            phi.linear = partial(self.linear, phi, phi.linear)
 
     def __enter__(self) -> FirstNonFinite:
         return self
@@ -27,6 +33,8 @@ class FirstNonFinite:
     def __exit__(self, *error) -> None:
         for hook in self.hooks:
             hook.remove()
+        for phi in self.maps:
+            del phi.linear
         if not self.found:
             gradients = ((module, non_finite_gradient(module)) for module in reversed(self.ran))
             module, gradient = next(((module, gradient) for module, gradient in gradients if gradient is not None), (None, None))
@@ -34,17 +42,24 @@ class FirstNonFinite:
                 self.found = f"the gradient of {self.place(module, gradient)}"
         FirstNonFinite.sentence = f"the first is {self.found}" if self.found else FirstNonFinite.sentence
 
+    def linear(self, phi: FeatureMap, original, x: Tensor) -> Tensor:
+        y = original(x)
+        self.after_forward(phi, (x,), y)
+        return y
+
     def after_forward(self, module: nn.Module, inputs, output) -> None:
         self.ran.append(module)
+        output = output[0] if isinstance(output, tuple) else output  # a mixer's, without its state
         if self.found or not isinstance(output, Tensor):
             return
         if bad(inputs[0]):
             owner = self.mixers.get(module)
-            what = f"what the memory of layer {owner.layer} gives to" if owner is not None else "what comes into"
-            self.found = f"{what} {self.names[module]}"
+            what = "what comes into" if owner is None else f"what the memory of layer {owner.layer} gives to"
+            weight = None if owner is None else bad_weight(owner.mixer)
+            self.found = f"{what} {self.names[module]}" + (f"; {weight} of that layer is not finite" if weight else "")
         elif bad(output):
-            weights = [name for name, x in module.named_parameters(recurse=False) if bad(x)]
-            of = f", whose {weights[0]} is not finite" if weights else ""
+            weight = bad_weight(module)
+            of = f", whose {weight} is not finite" if weight else ""
             self.found = f"the output of {self.place(module, output.flatten(0, -2).t())}{of}"
 
     def place(self, module: nn.Module, rows: Tensor) -> str:
@@ -60,6 +75,10 @@ class FirstNonFinite:
 
 def bad(x) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point() and not bool(torch.isfinite(x).all())
+
+
+def bad_weight(module: nn.Module) -> str | None:
+    return next((name for name, x in module.named_parameters(recurse=False) if bad(x)), None)
 
 
 def non_finite_gradient(module: nn.Module) -> Tensor | None:

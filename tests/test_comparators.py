@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from test_lm_model import build
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fw_fairseq.config import FastWeightConfig
-from fw_fairseq.mixers import MIXERS
+from fw_fairseq.mixers import MIXERS, look_back
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -83,6 +84,24 @@ def test_linformer_weighs_by_position():
     torch.testing.assert_close(mixer(x)[0], expected)
 
 
+@pytest.mark.parametrize("name", ["local_attention", "transformer_xl", "srupp"])
+@pytest.mark.parametrize("masks", ["", "padding", "resets", "padding resets"])
+def test_blocks_of_queries_are_all_of_them_at_once(monkeypatch, name, masks):
+    """With and without tokens of an earlier segment; outputs, gradients and the next state."""
+    mixer, length = mixer_of(name, local_window=4, xl_memory=3, srupp_memory=3, srupp_width=4), 40
+    x = torch.randn(length, BATCH, WIDTH, dtype=torch.float64, requires_grad=True)
+    padding = torch.rand(BATCH, length) < 0.4 if "padding" in masks else None
+    reset = torch.rand(BATCH, length) < 0.1 if "resets" in masks else None
+    _, earlier = mixer(torch.randn(2, BATCH, WIDTH, dtype=torch.float64))
+    for state in (None, earlier.detach()):
+        found = []
+        for block in (1000, 5):
+            monkeypatch.setattr(look_back, "BLOCK", block)
+            y, after = mixer(x, state, padding, reset)
+            found.append([y, *after, *torch.autograd.grad(y.square().sum(), [x, *mixer.parameters()])])
+        torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("name", ["local_attention", "transformer_xl", "linformer", "abc"])
 def test_texts_and_padding_keep_to_themselves(name):
     """A reset starts anew; padding on the left is as if it were not there, and leaves the state alone."""
@@ -128,15 +147,27 @@ def test_the_state_of_a_hybrid_grows_with_its_softmax():
     assert build(mixer_pattern="softmax,fast_weight").state_size().endswith("and 64 numbers more with each token")
 
 
+class Largest(TorchDispatchMode):
+    """The most numbers that one result holds."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        tensors = [x for x in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(x, torch.Tensor)]
+        self.numbers = max(self.numbers, *(x.untyped_storage().nbytes() // x.element_size() for x in tensors), 0)
+        return result
+
+
 @pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"mixer": "local_attention", "local_window": 1}, "--local-window is 1; it must be a number of tokens, at least 2"),
-        ({"mixer": "transformer_xl", "xl_memory": 0}, "--xl-memory is 0; it must be a number of tokens, at least 1"),
-        ({"mixer": "abc", "slots": 0}, "--slots is 0; it must be a number of vectors per head, at least 1"),
-        ({"mixer": "linformer", "slot_positions": 0}, "--slot-positions is 0; it must be a number of tokens, at least 1"),
-    ],
+    "name, memory", [("local_attention", "local_window"), ("transformer_xl", "xl_memory"), ("srupp", "srupp_memory")]
 )
-def test_refused_sizes(options, message):
-    with pytest.raises(ValueError, match=message):
-        build(**options)
+@pytest.mark.parametrize("padded", [False, True])
+def test_attention_to_the_last_tokens_takes_memory_for_each_token_not_for_each_pair(name, memory, padded):
+    length, seen = 3000, 20
+    mixer = MIXERS[name](WIDTH, HEADS, FastWeightConfig(**{memory: seen}))
+    x, padding = torch.randn(length, 2, WIDTH, requires_grad=True), torch.rand(2, length) < 0.2 if padded else None
+    _, state = mixer(x[:5])
+    with Largest() as largest:
+        mixer(x, state, padding)[0].sum().backward()
+    assert length * WIDTH < largest.numbers < length * length / 10

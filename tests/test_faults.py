@@ -13,6 +13,7 @@ import pytest
 import torch
 from commands import USER_DIR, Command, fairseq, succeed
 from fairseq import checkpoint_utils
+from test_lm_model import build
 from torch import nn
 
 from fw_fairseq import registration  # noqa: F401
@@ -155,6 +156,28 @@ def test_a_loss_that_is_not_a_number_says_where_from(part, value, said, data, sa
     done = fairseq("train", *training(data, tmp_path, "stateful_language_modeling", 4))
     assert done.returncode != 0
     assert re.search(f"the first is {said}.*, at update 3; .*crash.pt has the parameters$", done.stderr.strip()), done.stderr[-900:]
+
+
+@pytest.mark.parametrize(
+    "options, part, said",
+    [
+        ({"feature_map": "relu"}, "feature_map.weight", "the output of {}.feature_map, whose weight is not finite"),
+        ({"mixer": "sru"}, "gate_weight", "the output of {}, whose gate_weight is not finite"),
+        (
+            {"mixer": "additive"},
+            "query_score",
+            "what the memory of layer 1 gives to {}.norm; query_score of that layer is not finite",
+        ),
+    ],
+)
+def test_parameters_that_a_mixer_uses_itself_are_named(options, part, said):
+    model = build(**options)
+    name = "decoder.layers.1.self_attn.mixer"
+    model.get_parameter(f"{name}.{part}").data.view(-1)[0] = float("inf")
+    with FirstNonFinite(model) as found:
+        model(torch.randint(4, 40, (2, 9)))
+    assert found.sentence == f"the first is {said.format(name)}"
+    assert "linear" not in vars(getattr(model.get_submodule(name), "feature_map", model))
 
 
 def test_the_first_gradient_that_is_not_finite_is_found():

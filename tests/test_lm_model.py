@@ -375,3 +375,12 @@ def test_refused_combinations(message, options):
 def test_refused_width():
     with pytest.raises(ValueError, match="--decoder-embed-dim is 30; it must be a multiple of --decoder-attention-heads, 4"):
         FastWeight(30, 4, FastWeightConfig())
+
+
+@pytest.mark.parametrize("prescale", [False, True])
+def test_favor_estimates_the_kernel_that_is_asked_for(prescale):
+    mixer = FastWeight(16, 1, FastWeightConfig(feature_map="favor", favor_features=20000, favor_prescale=prescale))
+    q, k = (torch.randn(1, 1, 1, 16) * 0.4 for _ in range(2))
+    exponent = (q * k).sum() / (4 if prescale else 1)
+    phi_q, phi_k = mixer.feature_map(q), mixer.feature_map(k)
+    torch.testing.assert_close((phi_q * phi_k).sum(), exponent.exp(), rtol=0.05, atol=0)

@@ -108,6 +108,13 @@ def test_readme_has_every_equation(registry):
         assert any(row.startswith(f"| `{name}` |") and f"`{entry.equation}`" in row for row in rows), name
 
 
+def test_links_in_the_documentation_lead_somewhere():
+    made = (".", "outputs", "demo")
+    pages = [page for page in ROOT.rglob("*.md") if not page.relative_to(ROOT).parts[0].startswith(made)]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([\w./-]+)[)#]", page.read_text())]
+    assert len(links) > 50 and not [(page.name, link) for page, link in links if not (page.parent / link).exists()]
+
+
 def test_readme_example_runs():
     code = (ROOT / "README.md").read_text().split("## The operation")[1].split("```python\n")[1].split("```")[0]
     names = {}

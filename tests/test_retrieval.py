@@ -110,6 +110,12 @@ def test_a_sweep_goes_through_its_points(tmp_path):
     assert done.stdout == (tmp_path / "capacity.txt").read_text()
 
 
+def test_a_sweep_keeps_what_it_has_when_a_point_fails(tmp_path):
+    done = recipe("sweep.sh", tmp_path, "capacity", MODELS="hebb:elu softmax", SIZES="2", JOBS="1")
+    assert done.returncode != 0 and "hebb:elu 2: failed" in done.stderr and "not all points have a result" in done.stderr
+    assert done.stdout.split()[:2] == ["softmax", "2"]
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

@@ -5,20 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fw_fairseq.ops import sru as ops
 from fw_fairseq.ops.sru import sru
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-NAMES = ("u", "forget", "reset", "x", "v_forget", "v_reset", "state")
+NAMES = ("product", "x", "v_forget", "v_reset", "state")
 
 
-def by_the_equations(u, forget, reset, x, v_forget, v_reset, state, padding=None, resets=None):
-    c, outputs = state, []
+def by_the_equations(product, x, v_forget, v_reset, state, padding=None, resets=None, scale=1.0):
+    (u, forget, reset), c, outputs = product.chunk(3, -1), state, []
     for t in range(len(u)):
         if resets is not None:
             c = torch.where(resets[:, t, None], 0.0, c)
         f, r = (forget[t] + v_forget * c).sigmoid(), (reset[t] + v_reset * c).sigmoid()
         new = f * c + (1 - f) * u[t]
-        h = r * new + (1 - r) * x[t]
+        h = r * new + (1 - r) * scale * x[t]
         skipped = c.new_zeros(len(c), 1, dtype=torch.bool) if padding is None else padding[:, t, None]
         c = torch.where(skipped, c, new)
         outputs.append(torch.where(skipped, 0.0, h))
@@ -26,7 +27,7 @@ def by_the_equations(u, forget, reset, x, v_forget, v_reset, state, padding=None
 
 
 def draw(length=20, dtype=torch.float64):
-    shapes = [(length, 3, 5)] * 4 + [(5,)] * 2 + [(3, 5)]
+    shapes = [(length, 3, 15), (length, 3, 5), (5,), (5,), (3, 5)]
     return [torch.randn(shape, dtype=dtype).mul_(2).requires_grad_() for shape in shapes]
 
 
@@ -38,10 +39,12 @@ def results(outputs, leaves):
 
 @pytest.mark.parametrize("with_resets", [False, True], ids=["", "resets"])
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padding"])
-def test_outputs_states_and_gradients_are_those_of_the_equations(padded, with_resets):
+@pytest.mark.parametrize("block", [15, 100, 1000], ids=["steps", "blocks", "at once"])
+def test_outputs_states_and_gradients_are_those_of_the_equations(monkeypatch, block, padded, with_resets):
+    monkeypatch.setattr(ops, "BLOCK", block)
     leaves = draw()
     masks = [torch.rand(3, 20) < 0.3 if wanted else None for wanted in (padded, with_resets)]
-    expected, actual = (results(form(*leaves, *masks), leaves) for form in (by_the_equations, sru))
+    expected, actual = (results(form(*leaves, *masks, scale=1.3), leaves) for form in (by_the_equations, sru))
     for name, got, want in zip(("h", "c", *NAMES), actual, expected):
         torch.testing.assert_close(got, want, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -60,7 +63,7 @@ def test_parts_with_their_state_equal_the_whole():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_keeps_a_wide_state(dtype):
     leaves = draw(dtype=dtype)
-    (h, c), exact = sru(*leaves[:6]), sru(*(x.double() for x in leaves[:6]))
+    (h, c), exact = sru(*leaves[:4]), sru(*(x.double() for x in leaves[:4]))
     assert (h.dtype, c.dtype) == (dtype, torch.float32)
     torch.testing.assert_close(h.double(), exact[0], rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(c.double(), exact[1], rtol=1e-5, atol=1e-5)
@@ -69,9 +72,10 @@ def test_half_precision_keeps_a_wide_state(dtype):
 @pytest.mark.parametrize(
     "index, shape, message",
     [
-        (1, (20, 3, 4), r"forget is \(20, 3, 4\) and u \(20, 3, 5\); both must be \(T,B,D\)"),
-        (5, (4,), r"v_reset is \(4,\); it must be \(5,\)"),
-        (6, (2, 5), r"state is \(2, 5\); it must be \(3, 5\)"),
+        (0, (20, 3, 5), r"product is \(20, 3, 5\) and x \(20, 3, 5\); they must be \(T,B,3D\) and \(T,B,D\)"),
+        (1, (20, 3, 4), r"product is \(20, 3, 15\) and x \(20, 3, 4\)"),
+        (3, (4,), r"v_reset is \(4,\); it must be \(5,\)"),
+        (4, (2, 5), r"state is \(2, 5\); it must be \(3, 5\)"),
     ],
 )
 def test_refused(index, shape, message):

@@ -34,8 +34,6 @@ class Bounded(Mixer):
 
     def __init__(self, embed_dim: int, num_heads: int, config, extra: int = 0):
         super().__init__(embed_dim, num_heads)
-        if config.slots < 1:
-            raise ValueError(f"--slots is {config.slots}; it must be a number of vectors per head, at least 1")
         self.slots, self.backend = config.slots, str(config.fast_weight_backend)
         self.in_proj, self.out_proj = nn.Linear(embed_dim, 3 * embed_dim + extra), nn.Linear(embed_dim, embed_dim)
         self.reset_parameters()
@@ -85,8 +83,6 @@ class Linformer(Bounded):
 
     def __init__(self, embed_dim: int, num_heads: int, config):
         super().__init__(embed_dim, num_heads, config)
-        if config.slot_positions < 1:
-            raise ValueError(f"--slot-positions is {config.slot_positions}; it must be a number of tokens, at least 1")
         self.position_weight = nn.Parameter(torch.randn(config.slot_positions, num_heads, self.slots) / math.sqrt(self.slots))
 
     def forward(self, x: Tensor, state: BoundedState | None = None, padding_mask=None, reset_mask=None):

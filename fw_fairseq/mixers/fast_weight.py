@@ -138,7 +138,7 @@ def build_feature_map(config, head_dim: int, num_heads: int) -> FeatureMap:
     width = config.feature_dim or head_dim
     options = {
         "dpfp": {"nu": config.dpfp_nu},
-        "favor": {"features": config.favor_features or width},
+        "favor": {"features": config.favor_features or width, "prescale": config.favor_prescale},
         "rfa": {"features": config.favor_features or width},
         "relu": {"heads": num_heads},
     }

@@ -6,10 +6,9 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from .base import Mixer
-from .look_back import View, WindowState, look_back
+from .look_back import View, WindowState, attend, look_back
 
 
 class LocalAttention(Mixer):
@@ -29,8 +28,6 @@ class LocalAttention(Mixer):
     @staticmethod
     def memory_of(config) -> int:
         """The tokens that each one sees before itself."""
-        if config.local_window < 2:
-            raise ValueError(f"--local-window is {config.local_window}; it must be a number of tokens, at least 2")
         return config.local_window - 1
 
     @torch.no_grad()
@@ -49,7 +46,7 @@ class LocalAttention(Mixer):
         return self.out_proj(self.read(self.by_head(q), k, v, view).permute(2, 0, 1, 3).flatten(2)), state
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=view.seen[:, None])
+        return attend(q, k, v, view)
 
     def explain(self, x: Tensor) -> dict[str, Tensor]:
         """What is read of values that have one channel per token."""
@@ -82,17 +79,18 @@ class TransformerXl(LocalAttention):
 
     @staticmethod
     def memory_of(config) -> int:
-        if config.xl_memory < 1:
-            raise ValueError(f"--xl-memory is {config.xl_memory}; it must be a number of tokens, at least 1")
         return config.xl_memory
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
         distances = sinusoids(self.memory + 1, self.embed_dim, q.device).to(q.dtype)
         r = self.position_proj(distances).unflatten(-1, (self.num_heads, -1)).transpose(0, 1)  # (H,R+1,D)
-        by_distance = (q + self.position_bias) @ r.mT * self.head_dim**-0.5  # (B,H,T,R+1)
-        back = view.distance.clamp(0, self.memory)[:, None].expand(-1, self.num_heads, -1, -1)
-        scores = by_distance.gather(3, back).masked_fill(~view.seen[:, None], -torch.inf)
-        return F.scaled_dot_product_attention(q + self.content_bias, k, v, attn_mask=scores)
+        between = self.position_bias - self.content_bias
+
+        def by_distance(q: Tensor, back: Tensor) -> Tensor:
+            scores = (q + between) @ r.mT * self.head_dim**-0.5  # (B,H,t,R+1)
+            return scores.gather(3, back.clamp(0, self.memory)[:, None].expand(*scores.shape[:2], -1, -1))
+
+        return attend(q + self.content_bias, k, v, view, by_distance)
 
 
 def sinusoids(count: int, width: int, device) -> Tensor:

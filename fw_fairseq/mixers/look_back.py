@@ -1,7 +1,9 @@
-"""What mixers that attend to the last tokens share: which tokens each one sees, in whatever segments they came."""
+"""What mixers that attend to the last tokens share: which tokens each one sees, in whatever segments they came, and attention to
+them in blocks, so that memory grows with T and not with its square."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -9,6 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..ops.state import state as state_type
+
+BLOCK = 128  # at least so many queries at once, or as many as they see tokens before them
 
 
 @state_type
@@ -18,11 +22,43 @@ class WindowState(NamedTuple):
 
 
 class View(NamedTuple):
-    """T tokens and the S - T before them."""
+    """T tokens and the S - T before them; each sees itself and the ``size`` before it, of its own text."""
 
     tokens: Tensor  # (B,S,X)
-    seen: Tensor  # (B,T,S)
-    distance: Tensor  # (B,T,S): how many tokens back, where seen
+    total: int  # T
+    size: int
+    texts: Tensor | None  # (B,S): the number of its text, -1 for no token; None: all of them are one text
+    places: Tensor | None  # (B,S): padding takes none; None: there is no padding
+
+    def blocks(self) -> Iterator[tuple[slice, slice]]:
+        """Queries, of T, in turns, and the keys, of S, that they may see."""
+        length, before = max(BLOCK, self.size), self.tokens.shape[1] - self.total
+        for start in range(0, self.total, length):
+            stop = min(start + length, self.total)
+            yield slice(start, stop), slice(self.first_seen(before + start), before + stop)
+
+    def first_seen(self, query: int) -> int:
+        if self.places is None or query <= self.size:
+            return max(0, query - self.size)
+        return int((self.places >= self.places[:, query, None] - self.size).long().argmax(1).min())
+
+    def distances(self, queries: slice, keys: slice) -> Tensor:
+        """(B or 1,t,s): how many tokens back, where it is seen."""
+        places = torch.arange(self.tokens.shape[1], device=self.tokens.device)[None] if self.places is None else self.places
+        return self.of_queries(places, queries)[..., None] - places[:, None, keys]
+
+    def seen(self, queries: slice, keys: slice) -> Tensor:
+        """(B or 1,t,s)"""
+        order = torch.arange(self.tokens.shape[1], device=self.tokens.device)[None]
+        back = self.of_queries(order, queries)[..., None] - order[:, None, keys]
+        seen = (back >= 0) & (self.distances(queries, keys) <= self.size)
+        if self.texts is not None:
+            texts = self.texts[:, None, keys]
+            seen = seen & (texts >= 0) & (texts == self.of_queries(self.texts, queries)[..., None])
+        return seen | (back == 0)  # padding sees itself: a softmax needs something to see
+
+    def of_queries(self, x: Tensor, queries: slice) -> Tensor:
+        return x[:, self.tokens.shape[1] - self.total :][:, queries]
 
 
 def look_back(x: Tensor, state: WindowState | None, size: int, padding_mask, reset_mask) -> tuple[View, WindowState]:
@@ -33,14 +69,25 @@ def look_back(x: Tensor, state: WindowState | None, size: int, padding_mask, res
     if state is not None:
         x, real = torch.cat([state.memory.to(x), x], 1), torch.cat([state.filled, real], 1)
         texts = F.pad(texts, (size, 0))
-    order, place = torch.arange(x.shape[1], device=x.device), real.long().cumsum(1)  # padding takes no place
-    distance = place[:, -total:, None] - place[:, None]
-    before, itself = order[-total:, None] >= order, order[-total:, None] == order
-    same_text = texts[:, -total:, None] == texts[:, None]
-    seen = itself | ((distance <= size) & before & real[:, None] & same_text)  # padding itself: a softmax needs something to see
-    real = real & (texts == texts[:, -1:])
+    one_text = state is None and padding_mask is None and reset_mask is None
+    places = None if padding_mask is None else real.long().cumsum(1)
+    view = View(x, total, size, None if one_text else texts.masked_fill(~real, -1), places)
     missing = max(0, size - x.shape[1])
-    kept, filled = F.pad(x, (0, 0, missing, 0)), F.pad(real, (missing, 0))
+    kept, filled = F.pad(x, (0, 0, missing, 0)), F.pad(real & (texts == texts[:, -1:]), (missing, 0))
+    if padding_mask is None:
+        return view, WindowState(kept[:, -size:].clone(), filled[:, -size:].clone())  # not views of the whole segment
     last = filled.long().argsort(dim=1, stable=True)[:, -size:]
-    state = WindowState(kept.gather(1, last[..., None].expand(-1, -1, x.shape[2])), filled.gather(1, last))
-    return View(x, seen, distance), state
+    return view, WindowState(kept.gather(1, last[..., None].expand(-1, -1, x.shape[2])), filled.gather(1, last))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, view: View, bias: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+    """q (B,H,T,D), k (B,H,S,D), v (B,H,S,X) -> (B,H,T,X); bias(some q, their distances (B or 1,t,s)): added to the scores."""
+    if bias is None and view.texts is None and view.total <= view.size + 1:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    outputs = []
+    for queries, keys in view.blocks():
+        part, mask = q[:, :, queries], view.seen(queries, keys)[:, None]
+        if bias is not None:
+            mask = bias(part, view.distances(queries, keys)).masked_fill(~mask, -torch.inf)
+        outputs.append(F.scaled_dot_product_attention(part, k[:, :, keys], v[:, :, keys], attn_mask=mask))
+    return torch.cat(outputs, 2)

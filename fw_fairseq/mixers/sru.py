@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..feature_maps import wide
-from ..ops.linear import linear
+from ..ops.linear import Linear
 from ..ops.recall import until_end
 from ..ops.sru import sru
 from ..ops.state import state as state_type
@@ -32,16 +32,14 @@ class Sru(Mixer):
     def __init__(self, embed_dim: int, num_heads: int, config):
         super().__init__(embed_dim, num_heads)
         width = config.sru_projection or embed_dim
-        if width < 0:
-            raise ValueError(f"--sru-projection is {width}; it must be 0, for none, or a width")
         self.prepare(width, config.sru_highway_bias)
-        self.down_proj = nn.Linear(embed_dim, width, bias=False) if config.sru_projection else None
+        self.down_proj = Linear(embed_dim, width, bias=False) if config.sru_projection else None
         self.reset_parameters()
 
     def prepare(self, width: int, highway_bias: float) -> None:
         """The recurrence, whose product reads ``width``."""
         self.highway_bias, self.scale = highway_bias, math.sqrt(1 + 2 * math.exp(highway_bias))
-        self.in_proj = nn.Linear(width, 3 * self.embed_dim)
+        self.in_proj = Linear(width, 3 * self.embed_dim)
         self.gate_weight = nn.Parameter(torch.empty(2, self.embed_dim))  # v_f, v_r
 
     def linears(self) -> list[nn.Linear]:
@@ -77,6 +75,5 @@ class Sru(Mixer):
 
     def recur(self, inner: Tensor, x: Tensor, cell: Tensor | None, padding_mask, reset_mask):
         """inner (T,B,width) goes through the product, x (T,B,C) over the highway."""
-        u, forget, reset = linear(inner, self.in_proj.weight, self.in_proj.bias).chunk(3, -1)
-        h, cell = sru(u, forget, reset, x * self.scale, *self.gate_weight, cell, padding_mask, reset_mask)
+        h, cell = sru(self.in_proj(inner), x, *self.gate_weight, cell, padding_mask, reset_mask, self.scale)
         return h, SruState(cell)

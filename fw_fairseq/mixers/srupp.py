@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from ..ops.linear import Linear
 from ..ops.pooling import last_weights
 from ..ops.state import state as state_type
 from .base import Mixer
-from .look_back import WindowState, look_back
+from .look_back import View, WindowState, attend, look_back
 from .sru import Sru
 
 
@@ -33,13 +33,11 @@ class Srupp(Sru):
     def __init__(self, embed_dim: int, num_heads: int, config):
         Mixer.__init__(self, embed_dim, num_heads)
         width, self.memory, self.inner_heads = config.srupp_width or max(1, embed_dim // 4), config.srupp_memory, config.srupp_heads
-        if self.inner_heads < 1 or width % self.inner_heads:
+        if width % self.inner_heads:
             raise ValueError(f"--srupp-heads is {self.inner_heads}; it must divide the width of the attention, {width}")
-        if self.memory < 1:
-            raise ValueError(f"--srupp-memory is {self.memory}; it must be a number of tokens, at least 1")
         self.prepare(width, config.sru_highway_bias)
-        self.down_proj = nn.Linear(embed_dim, width, bias=False)
-        self.kv_proj = nn.Linear(width, 2 * width, bias=False)
+        self.down_proj = Linear(embed_dim, width, bias=False)
+        self.kv_proj = Linear(width, 2 * width, bias=False)
         self.norm = nn.LayerNorm(width)
         self.alpha = nn.Parameter(torch.zeros(1))
         self.reset_parameters()
@@ -51,7 +49,7 @@ class Srupp(Sru):
         z = self.down_proj(x)
         memory = None if state is None else WindowState(*state[1:])
         view, memory = look_back(z.transpose(0, 1), memory, self.memory, padding_mask, reset_mask)
-        attended = self.read(z.transpose(0, 1), view.tokens, view.seen)
+        attended = self.read(z.transpose(0, 1), view)
         inner = self.norm(z + self.alpha * attended.transpose(0, 1))
         h, state = self.recur(inner, x, None if state is None else state.cell, padding_mask, reset_mask)
         return h, SruppState(state.cell, *memory)
@@ -59,12 +57,13 @@ class Srupp(Sru):
     def explain(self, x: Tensor) -> dict[str, Tensor]:
         z = self.down_proj(x)
         view, _ = look_back(z.transpose(0, 1), None, self.memory, None, None)
-        attended = self.read(z.transpose(0, 1), view.tokens, view.seen)
+        attended = self.read(z.transpose(0, 1), view)
         found = self.explain_memory(self.norm(z + self.alpha * attended.transpose(0, 1)))
         q, k = (part.unflatten(-1, (self.inner_heads, -1)) for part in (z[-1, 0], self.kv_proj(z)[:, 0].chunk(2, -1)[0]))
         scores = torch.einsum("hx,thx->ht", q, k) * q.shape[-1] ** -0.5
         return {"attention": last_weights(scores[None], self.memory + 1)[0]} | found
 
-    def read(self, queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
-        q, k, v = (x.unflatten(-1, (self.inner_heads, -1)).transpose(1, 2) for x in (queries, *self.kv_proj(keys).chunk(2, -1)))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None]).transpose(1, 2).flatten(2)
+    def read(self, queries: Tensor, view: View) -> Tensor:
+        parts = (queries, *self.kv_proj(view.tokens).chunk(2, -1))
+        q, k, v = (x.unflatten(-1, (self.inner_heads, -1)).transpose(1, 2) for x in parts)
+        return attend(q, k, v, view).transpose(1, 2).flatten(2)

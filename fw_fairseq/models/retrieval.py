@@ -7,7 +7,7 @@ from fairseq.models import BaseFairseqModel, register_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..config import SOFTMAX, FastWeightConfig, option
+from ..config import SOFTMAX, FastWeightConfig, check_numbers, option
 from ..feature_maps import sum_normalise
 from ..mixers.fast_weight import build_feature_map, check_combination, initial_bias
 from ..ops import fast_weight
@@ -17,7 +17,7 @@ from ..rules import RULES
 
 @dataclass
 class RetrievalConfig(FastWeightConfig):
-    key_dim: int = option(64, "width of keys and queries before the feature map")
+    key_dim: int = option(64, "width of keys and queries before the feature map", least=1)
 
 
 @register_model("retrieval", dataclass=RetrievalConfig)
@@ -49,19 +49,25 @@ class RetrievalModel(BaseFairseqModel):
 
     @classmethod
     def build_model(cls, cfg: RetrievalConfig, task):
+        check_numbers(cfg)
         return cls(cfg, task.cfg.symbols)
 
     def forward(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
         """keys, values (B,T), queries (B,Q) -> what is read for each query, (B,Q,S)."""
         v = F.one_hot(values, self.symbols).to(self.embedding.weight)
-        inputs = torch.cat([self.embedding(keys), v], dim=-1)
-        k, q = self.key_projection(inputs).unsqueeze(1), self.query_projection(self.embedding(queries)).unsqueeze(1)
+        k = self.of_pairs(self.key_projection, keys, values).unsqueeze(1)
+        q = F.embedding(queries, self.query_projection(self.embedding.weight)).unsqueeze(1)
         if self.softmax:
             return F.scaled_dot_product_attention(q, k, v.unsqueeze(1)).squeeze(1)
         self.feature_map.redraw()
-        gates = {name: torch.sigmoid(gate(inputs)).unsqueeze(1) for name, gate in self.gates.items()}
+        gates = {name: torch.sigmoid(self.of_pairs(gate, keys, values)).unsqueeze(1) for name, gate in self.gates.items()}
         gates = {name: x.squeeze(-1) if self.rule.gates[name].axis is None else x for name, x in gates.items()}
         return self.read(self.features(q), self.features(k), v.unsqueeze(1), gates).squeeze(1)
+
+    def of_pairs(self, projection: nn.Linear, keys: Tensor, values: Tensor) -> Tensor:
+        """projection([embedding of the key; one-hot value]) of each pair, looked up: there are only so many keys and values."""
+        of_keys, of_values = projection.weight.split([self.embedding.embedding_dim, self.symbols], dim=1)
+        return F.embedding(keys, F.linear(self.embedding.weight, of_keys, projection.bias)) + F.embedding(values, of_values.mT)
 
     def features(self, x: Tensor) -> Tensor:
         features = self.feature_map.scaled(x)[0] if self.feature_norm == "sum" else self.feature_map(x)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..rules import Coefficients, Rule
-from . import checks, cuda_launch, normalisation
+from . import checks, cuda_launch, masks, normalisation
 from . import cuda as kernels
 from .chunkwise import chunk_form
 from .cuda_step import step_cuda_form
@@ -57,61 +57,48 @@ def fast_weight(
     Returns:
         y (B,H,T,V) in v's dtype, and the state after the last token, accumulated in fp32 (float64 for float64 inputs).
     """
-    spec = checks.check_rule(rule)
-    shape = checks.check_tensors(q, k, v)
-    checks.check_backend(backend)
-    if not isinstance(attention_norm, bool):
-        raise ValueError(f"attention_norm is a {type(attention_norm).__name__}; it must be True or False")
-    row_map = AS_IS if feature_map is None else checks.check_feature_map(feature_map, q)
+    spec = checks.check_call(rule, q, k, v, backend, attention_norm, eps, key_log_scale, padding_mask, reset_mask, feature_map)
+    row_map = AS_IS if feature_map is None else feature_map
     if not kernels_may_map(spec, q, backend, attention_norm):
         q, k, row_map = row_map(q), row_map(k), AS_IS
-    shape = (*shape[:3], row_map.width(q.shape[3]), shape[4])
+    shape = (*q.shape[:3], row_map.width(q.shape[3]), v.shape[3])
     gates = checks.check_gates(rule, spec, gates, q, shape)
-    if attention_norm:
-        checks.check_attention_norm(rule, spec, eps)
-    if key_log_scale is not None:
-        checks.check_key_log_scale(key_log_scale, rule, spec, attention_norm, q)
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if state is None:
-        factored = decoding and q.shape[2] == 1 and backend == "auto" and spec.coefficients is not None and not has_kernels(q)
-        state = empty_state(shape, q.device, dtype, attention_norm, key_log_scale is not None, factored)
-    else:
-        checks.check_state(state, q, shape, dtype, attention_norm, key_log_scale is not None)
-        if isinstance(state.memory, Factors) and q.shape[2] > 1:
-            state = state._replace(memory=state.memory.dense())
+    factored = decoding and backend == "auto" and spec.coefficients is not None and not has_kernels(q)
+    state = start(state, q, shape, attention_norm, key_log_scale is not None, factored)
     if padding_mask is not None:
-        checks.check_mask("padding_mask", padding_mask, q, "at padding")
-        q, k, v = (_at(padding_mask, x, 0) for x in (q, k, v))
-        gates = {name: _at(padding_mask, gate, 1) for name, gate in gates.items()}
-    if reset_mask is not None:
-        checks.check_mask("reset_mask", reset_mask, q, "where a new text begins")
-
+        q, k, v = (masks.at(padding_mask, x, 0) for x in (q, k, v))
+        gates = {name: masks.at(padding_mask, gate, 1) for name, gate in gates.items()}
     with torch.autocast(q.device.type, enabled=False):
-        gates = {name: gate.to(dtype) for name, gate in gates.items()}
+        gates = {name: gate.to(state.memory.dtype) for name, gate in gates.items()}
         if spec.step is not None:
-            if backend in ("chunkwise", "cuda"):
-                missing = {"chunkwise": "chunk form", "cuda": "kernel"}[backend]
-                raise ValueError(f"rule {rule!r} has no {missing}, only steps; use backend='auto' or 'recurrent'")
             y, memory = scan(spec.step, q, k, v, gates, state.memory, padding_mask, reset_mask)
             return y, state._replace(memory=memory)
         coefficients = spec.coefficients(**gates)
         if padding_mask is not None:
-            coefficients = _paused(coefficients, padding_mask, q, row_map)
-            if key_log_scale is not None:
-                key_log_scale = key_log_scale.masked_fill(padding_mask[:, None], -torch.inf)
+            coefficients = masks.pause(coefficients, padding_mask, q, row_map)
+            key_log_scale = masks.at(padding_mask, key_log_scale, -torch.inf)
         if reset_mask is not None:
-            coefficients = coefficients._replace(f=_forget(coefficients.f, reset_mask, q))
-        leaves = (q, k, v, *gates.values(), *state, key_log_scale)
-        learning = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
-        run = functools.partial(run_form, backend, learning, row_map)
+            coefficients = masks.forget(coefficients, reset_mask, q)
+        run = functools.partial(run_form, backend, row_map)
         if attention_norm:
-            y, state = _normalised(run, q, k, v, coefficients, state, spec, eps, key_log_scale, reset_mask)
+            y, state = normalised(run, q, k, v, coefficients, state, spec, eps, key_log_scale, reset_mask)
         else:
             y, memory = run(q, k, v, coefficients, state.memory)
             state = state._replace(memory=memory)
         if padding_mask is not None and row_map != AS_IS:
-            y = _at(padding_mask, y, 0)
+            y = masks.at(padding_mask, y, 0)
         return y, state
+
+
+def start(state: FastWeightState | None, q: Tensor, shape, attention_norm: bool, scaled: bool, factored: bool) -> FastWeightState:
+    """The state to go on from, an empty one for None; factored: that may start as ``Factors``, which take one token at a time."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if state is None:
+        return empty_state(shape, q.device, dtype, attention_norm, scaled, factored and q.shape[2] == 1)
+    checks.check_state(state, q, shape, dtype, attention_norm, scaled)
+    if isinstance(state.memory, Factors) and q.shape[2] > 1:
+        return state._replace(memory=state.memory.dense())
+    return state
 
 
 def kernels_may_map(spec: Rule, q: Tensor, backend: str, attention_norm: bool) -> bool:
@@ -120,7 +107,7 @@ def kernels_may_map(spec: Rule, q: Tensor, backend: str, attention_norm: bool) -
     return backend in ("auto", "cuda") and has_kernels(q) and spec.step is None and not sums_keys
 
 
-def _normalised(
+def normalised(
     run, q, k, v, coefficients, state, spec: Rule, eps: float, key_log_scale, reset_mask
 ) -> tuple[Tensor, FastWeightState]:
     if spec.normaliser == "keys":
@@ -154,7 +141,7 @@ def empty_state(
     return FastWeightState(memory, normaliser, scale)
 
 
-def run_form(backend: str, learning: bool, row_map: RowMap, q, k, v, coefficients: Coefficients, memory):
+def run_form(backend: str, row_map: RowMap, q, k, v, coefficients: Coefficients, memory):
     """As ``chunk_form``. "auto": kernels where they run; else steps for one token and for what has no chunk form, else chunks."""
     if isinstance(memory, Factors):
         return factored_form(row_map(q), row_map(k), v, coefficients, memory)
@@ -162,6 +149,8 @@ def run_form(backend: str, learning: bool, row_map: RowMap, q, k, v, coefficient
         return {"recurrent": step_form, "chunkwise": chunk_form}[backend](q, k, v, coefficients, memory)
     if backend == "cuda" or has_kernels(q):
         q, k = q.to(v.dtype), k.to(v.dtype)  # normalisation makes v fp32
+        leaves = (q, k, v, *coefficients, memory)
+        learning = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
         form, reason = choose_kernel(q, k, v, coefficients, learning, row_map)
         if reason is not None and row_map != AS_IS:
             q, k, row_map = row_map(q), row_map(k), AS_IS
@@ -186,26 +175,3 @@ def choose_kernel(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, l
         return step_cuda_form, None
     reason = kernels.why_not(q, k, v, coefficients, row_map)
     return (kernels.cuda_form, None) if reason is None else (None, reason)
-
-
-def _paused(coefficients: Coefficients, padding_mask: Tensor, q: Tensor, row_map: RowMap) -> Coefficients:
-    """At padding nothing decays. Where k = 0 nothing is written or erased either; features of 0 have to be told."""
-    f, z, e, w = coefficients
-    f, z = _at(padding_mask, f, 1), _at(padding_mask, z, 1)
-    if row_map != AS_IS:
-        e, w = _at(padding_mask, e, 0), _at(padding_mask, _ones(q) if w is None else w, 0)
-    return Coefficients(f, z, e, w)
-
-
-def _forget(decay: Tensor | None, reset_mask: Tensor, q: Tensor) -> Tensor:
-    """0, nothing left, where a new text begins."""
-    return _at(reset_mask, _ones(q) if decay is None else decay, 0)
-
-
-def _ones(q: Tensor) -> Tensor:
-    return torch.ones(q.shape[:3], device=q.device, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-
-
-def _at(mask: Tensor, x: Tensor | None, value: float) -> Tensor | None:
-    """x (B,H,T) or (B,H,T,X) with ``value`` where mask (B,T) is True."""
-    return None if x is None else x.masked_fill(mask[:, None] if x.dim() == 3 else mask[:, None, :, None], value)

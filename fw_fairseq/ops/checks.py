@@ -15,13 +15,30 @@ BACKENDS = ("auto", "recurrent", "chunkwise", "cuda")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def check_rule(rule: str) -> Rule:
+def check_call(rule, q, k, v, backend, attention_norm, eps, key_log_scale, padding_mask, reset_mask, feature_map) -> Rule:
+    """All arguments of ``fast_weight`` but those whose shapes depend on the features: ``check_gates``, ``check_state``."""
     check_choice("rule", rule, RULES)
-    return RULES[rule]
-
-
-def check_backend(backend: str) -> None:
+    spec = RULES[rule]
+    check_tensors(q, k, v)
     check_choice("backend", backend, BACKENDS)
+    if spec.step is not None and backend in ("chunkwise", "cuda"):
+        missing = {"chunkwise": "chunk form", "cuda": "kernel"}[backend]
+        raise ValueError(f"rule {rule!r} has no {missing}, only steps; use backend='auto' or 'recurrent'")
+    if not isinstance(attention_norm, bool):
+        raise ValueError(f"attention_norm is a {type(attention_norm).__name__}; it must be True or False")
+    if feature_map is not None:
+        check_feature_map(feature_map, q)
+    if attention_norm:
+        check_attention_norm(rule, spec, eps)
+    if key_log_scale is not None:
+        check_key_log_scale(key_log_scale, rule, spec, attention_norm, q)
+    for name, mask, meaning in (
+        ("padding_mask", padding_mask, "at padding"),
+        ("reset_mask", reset_mask, "where a new text begins"),
+    ):
+        if mask is not None:
+            check_mask(name, mask, q, meaning)
+    return spec
 
 
 def check_choice(name: str, value, allowed) -> None:
@@ -30,8 +47,8 @@ def check_choice(name: str, value, allowed) -> None:
         raise ValueError(f"{name} is {is_}; allowed: {', '.join(allowed)}")
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
-    """Shapes, dtypes and devices of q, k, v; returns (B, H, T, K, V)."""
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Shapes, dtypes and devices."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
@@ -47,10 +64,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, 
         raise ValueError(f"v has shape {tuple(v.shape)} but q {tuple(q.shape)}; B, H and T must agree")
     if 0 in q.shape[2:] or v.shape[3] == 0:
         raise ValueError(f"q has shape {tuple(q.shape)} and v {tuple(v.shape)}; T, K and V must be at least 1")
-    return *q.shape, v.shape[3]
 
 
-def check_feature_map(feature_map, q: Tensor) -> RowMap:
+def check_feature_map(feature_map, q: Tensor) -> None:
     if not isinstance(feature_map, RowMap):
         raise ValueError(f"feature_map is a {type(feature_map).__name__}; it must be None or a RowMap")
     name, nu, norm = feature_map
@@ -60,7 +76,6 @@ def check_feature_map(feature_map, q: Tensor) -> RowMap:
         raise ValueError("feature_map has norm 'sum' with name 'identity', which can be negative; use norm 'l2'")
     if name == "dpfp" and not (isinstance(nu, int) and 1 <= nu < 2 * q.shape[3]):
         raise ValueError(f"feature_map has nu {nu}; it must be from 1 to 2 * D - 1 = {2 * q.shape[3] - 1}")
-    return feature_map
 
 
 def check_gates(rule_name: str, rule: Rule, gates, q: Tensor, sizes: tuple[int, ...]) -> dict[str, Tensor]:

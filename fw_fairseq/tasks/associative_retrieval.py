@@ -9,7 +9,7 @@ from fairseq.tasks import FairseqTask, register_task
 from omegaconf import II
 from torch import Tensor
 
-from ..config import option
+from ..config import check_numbers, option
 
 VALIDATION_SEQUENCES = 20
 SEED_OF = {"train": 0, "valid": 1, "test": 2}
@@ -17,11 +17,11 @@ SEED_OF = {"train": 0, "valid": 1, "test": 2}
 
 @dataclass
 class AssociativeRetrievalConfig(FairseqDataclass):
-    symbols: int = option(20, "S, the number of keys, and of values")
+    symbols: int = option(20, "S, the number of keys, and of values", least=2)
     setting: ChoiceEnum(["1", "2"]) = option(
         "1", "1: S pairs without replacement; 2: 2S pairs with replacement, the last one counts"
     )
-    updates_per_epoch: int = option(100, "updates between two validations")
+    updates_per_epoch: int = option(100, "updates between two validations", least=1)
     batch_size: int | None = II("dataset.batch_size")
     seed: int = II("common.seed")
 
@@ -81,8 +81,7 @@ class AssociativeRetrievalTask(FairseqTask):
     """Draws its data: no dictionary, no files. An epoch is --updates-per-epoch batches of --batch-size sequences."""
 
     def __init__(self, cfg: AssociativeRetrievalConfig):
-        if cfg.symbols < 2:
-            raise ValueError(f"--symbols is {cfg.symbols}; it must be at least 2")
+        check_numbers(cfg)
         if not cfg.batch_size:
             raise ValueError("associative_retrieval needs --batch-size, the sequences of a mini-batch; the paper's is 32")
         super().__init__(cfg)

@@ -4,7 +4,10 @@
 # Data:     OUT/bin of prepare.sh and the run's checkpoint_best.pt
 # Hardware: one GPU, or CPU=--cpu
 # Expect:   the row's number in the head of train.sh
-# usage:    [OUT=folder] [SPLIT=test] recipes/enwik8/eval.sh ROW         prints | row | split | bits per character |
+# usage:    [OUT=folder] [SPLIT=test] [SRUPP_MEMORY=n] recipes/enwik8/eval.sh ROW
+#           prints | row | split | bits per character |
+#
+# SRUPP_MEMORY: how many bytes before it each byte sees in the attention of srupp and srupp5; 512 as in training if not given.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -18,7 +21,9 @@ length=512 cpu=(${CPU:-})
 if [ -n "${TOY:-}" ]; then
     length=32 cpu=(--cpu --num-workers 0)
 fi
+memory=()
+[ -z "${SRUPP_MEMORY:-}" ] || memory=(--model-overrides "{'srupp_memory': $SRUPP_MEMORY}")
 printed=$("$bin/fairseq-eval-lm" "$out/bin" --user-dir "$PWD/fw_fairseq" --path "$checkpoint" --gen-subset "$split" \
-    --task stateful_language_modeling --tokens-per-sample $length --batch-size 1 "${cpu[@]}" 2>&1) ||
+    --task stateful_language_modeling --tokens-per-sample $length --batch-size 1 "${memory[@]}" "${cpu[@]}" 2>&1) ||
     { echo "$printed" | tail -n 3 >&2; exit 1; }
-echo "| $row | $split | $(echo "$printed" | sed -n 's/.*Loss (base 2): \([0-9.]*\).*/\1/p') |"
+echo "| $row${SRUPP_MEMORY:+, memory $SRUPP_MEMORY} | $split | $(echo "$printed" | sed -n 's/.*Loss (base 2): \([0-9.]*\).*/\1/p') |"

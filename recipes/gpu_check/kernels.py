@@ -63,7 +63,7 @@ def check_scan(form, operands: list[torch.Tensor], *args, **masks) -> float:
 
 
 def scans(dtype: torch.dtype) -> dict[str, float]:
-    steps = [*torch.randn(T, B, 3 * V, device="cuda", dtype=dtype).chunk(3, -1), torch.randn(T, B, V, device="cuda", dtype=dtype)]
+    steps = [torch.randn(T, B, width, device="cuda", dtype=dtype) for width in (3 * V, V)]
     unit = [*steps, *torch.randn(2, V, device="cuda"), torch.randn(B, V, device="cuda")]
     pooled = [torch.randn(B, H, T, device="cuda"), torch.randn(B, H, T, V, device="cuda", dtype=dtype)]
     masks = {name: torch.rand(B, T, device="cuda") < 0.1 for name in ("padding_mask", "reset_mask")}

@@ -32,7 +32,7 @@ point() { # SETTING MODEL KEYS; a model is RULE:MAP or MAP, a map NAME or NAME a
     local options=(--setting "$1" --keys "$3" --rule "$rule" --feature-map "$map")
     [ "$map" != dpfp ] || options+=(--dpfp-nu "${number:-1}")
     [ "$map" != favor ] || options+=(--favor-features "${number:-64}")
-    loss=$(bash recipes/synthetic/point.sh "${options[@]}")
+    loss=$(bash recipes/synthetic/point.sh "${options[@]}") || { echo "$2 $3: failed" >&2; return 1; }
     echo "$2 $3 ${loss#best_eval_loss=}"
 }
 export -f point
@@ -40,9 +40,13 @@ export -f point
 for size in $sizes; do
     for model in $models; do echo "$setting $model $size"; done
 done >"$results.points"
-total=$(wc -l <"$results.points")
+ended=0 total=$(wc -l <"$results.points")
 xargs -P "${JOBS:-$(nproc)}" -L 1 bash -c 'point "$@"' point <"$results.points" |
-    awk -v total="$total" '{print; printf "%d of %d: %s\n", NR, total, $0 >"/dev/stderr"}' >"$results.part"
+    while read -r line; do
+        echo "$line"
+        echo "$((ended += 1)) of $total: $line" >&2
+    done >"$results.part" || failed=yes
 sort -k1,1 -k2,2n "$results.part" >"$results"
 rm "$results.part" "$results.points"
 cat "$results"
+[ -z "${failed:-}" ] || { echo "$0: not all points have a result" >&2; exit 1; }

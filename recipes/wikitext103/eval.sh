@@ -5,9 +5,10 @@
 # Data:     OUT/bin of prepare.sh and the run's checkpoint_best.pt
 # Hardware: one GPU, or CPU=--cpu
 # Expect:   the row's number in the head of train.sh
-# usage:    [OUT=folder] [SPLIT=test] [XL_MEMORY=n] recipes/wikitext103/eval.sh SIZE ROW         prints | size | row | split | perplexity |
+# usage:    [OUT=folder] [SPLIT=test] [XL_MEMORY=n] [SRUPP_MEMORY=n] recipes/wikitext103/eval.sh SIZE ROW
+#           prints | size | row | split | perplexity |
 #
-# XL_MEMORY: how many tokens back transformer_xl sees, the length of a segment as in training if not given. What was printed is kept in
+# XL_MEMORY, SRUPP_MEMORY: how many tokens back transformer_xl and srupp see; as in training if not given. What was printed is kept in
 # the run's folder, where fw-plot tables schlag2 OUT (to schlag5) collects it.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -28,9 +29,13 @@ case $row in
     *_stream | srupp*) options=(--task stateful_language_modeling --tokens-per-sample "$length" --batch-size 1) ;;
     *) options=(--task sliding_language_modeling --tokens-per-sample "$length" --context-window $((length - 1)) --batch-size 64) ;;
 esac
-[ -z "${XL_MEMORY:-}" ] || options+=(--model-overrides "{'xl_memory': $XL_MEMORY}")
-log=${checkpoint%/*}/eval-$split${XL_MEMORY:+-memory$XL_MEMORY}.log
+case $row in
+    srupp*) option=srupp_memory memory=${SRUPP_MEMORY:-} ;;
+    *) option=xl_memory memory=${XL_MEMORY:-} ;;
+esac
+[ -z "$memory" ] || options+=(--model-overrides "{'$option': $memory}")
+log=${checkpoint%/*}/eval-$split${memory:+-memory$memory}.log
 "$bin/fairseq-eval-lm" "$out/bin" --user-dir "$PWD/fw_fairseq" --path "$checkpoint" --gen-subset "$split" \
     "${options[@]}" "${cpu[@]}" >"$log.part" 2>&1 || { tail -n 3 "$log.part" >&2; exit 1; }
 mv "$log.part" "$log"
-echo "| $size | $row${XL_MEMORY:+, memory $XL_MEMORY} | $split | $(sed -n 's/.*Perplexity: //p' "$log") |"
+echo "| $size | $row${memory:+, memory $memory} | $split | $(sed -n 's/.*Perplexity: //p' "$log") |"

@@ -14,8 +14,8 @@
 #               transformer_xl_stream, evaluated by XL_MEMORY=n: 15 65.5   127 30.1   255 27.4   767 25.5
 #             local_attention, abc, linformer: comparators that are not in these tables
 #             small, larger features: performer16 38.8   performer16_delta 37.0   dpfp1 38.8   dpfp1_delta 35.0
-#           SIZE base, ROW srupp or srupp5: SRU++ base of Lei 2021 (published: 148M parameters, 18.3), memories carried along; the
-#             schedule is this file's, not the publication's
+#           SIZE base, ROW srupp or srupp5: SRU++ base of Lei 2021, memories carried along; the schedule is this file's, not the
+#             publication's. Published for srupp: 148M parameters, 18.3 with 2560 tokens of attention (SRUPP_MEMORY=2560 eval.sh)
 #           one machine:    LAUNCH="torchrun --nproc-per-node 2 -m fairseq_cli.train" BATCH=48 recipes/wikitext103/train.sh small delta
 #           Slurm, 2 nodes: srun --nodes 2 --ntasks-per-node 1 --gpus-per-node 4 env BATCH=12 recipes/wikitext103/train.sh small delta
 #                           --distributed-port 29500

@@ -31,7 +31,7 @@ linear=(--arch "fast_weight_transformer_$shape" --linear-attention "$attentions"
 case $row in
     softmax) model=(--arch "transformer_$shape") ;;
     linear) model=("${linear[@]}" --feature-map elu) ;;
-    performer[1-9]*) model=("${linear[@]}" --feature-map favor --favor-features "${row#performer}") ;;
+    performer[1-9]*) model=("${linear[@]}" --feature-map favor --favor-prescale --favor-features "${row#performer}") ;;
     dpfp[1-9]*) model=("${linear[@]}" --feature-map dpfp --dpfp-nu "${row#dpfp}") ;;
     *) echo "train.sh: ROW is $row; it must be softmax, linear, performerM or dpfpNU" >&2; exit 2 ;;
 esac
