@@ -50,7 +50,7 @@ def shortened(original):
     @functools.wraps(original)
     def show(kind, value, tb) -> None:
         said = None if any(os.environ.get(name) == "1" for name in FULL) else sentence(value)
-        if said is None:
+        if not said:
             original(kind, value, tb)
         else:
             print(f"{Path(sys.argv[0]).name}: {said}", file=sys.stderr)
