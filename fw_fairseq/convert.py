@@ -247,7 +247,7 @@ def main(arguments=None) -> None:
     args = vars(parser().parse_args(arguments))
     try:
         print(table(convert(args.pop("source"), args.pop("output"), **args)))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"fw-convert: {error}")
 
 

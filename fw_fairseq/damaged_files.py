@@ -16,7 +16,7 @@ import numpy
 def load_checkpoint_to_cpu(original, path, *args, **kwargs):
     """A file that is cut short, altered or something else is refused, and another one of its folder offered."""
     try:
-        if zipfile.is_zipfile(path) and (damaged := zipfile.ZipFile(path).testzip()):  # torch does not look at check sums
+        if damaged := damaged_part(path):  # torch does not look at check sums
             raise RuntimeError(f"{damaged} in it is damaged")
         return original(path, *args, **kwargs)
     except (FileNotFoundError, PermissionError):
@@ -26,6 +26,14 @@ def load_checkpoint_to_cpu(original, path, *args, **kwargs):
 
 
 UNREADABLE = (RuntimeError, OSError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError, ValueError, TypeError)
+
+
+def damaged_part(path) -> str | None:
+    """The first part of a zip file, as torch writes them, that does not have its check sum."""
+    if not zipfile.is_zipfile(path):
+        return None
+    with zipfile.ZipFile(path) as file:
+        return file.testzip()
 
 
 def why(error: Exception) -> str:
@@ -38,9 +46,15 @@ def why(error: Exception) -> str:
 def offer(path: Path) -> str:
     """The newest other checkpoint of the folder that is whole."""
     others = sorted(path.parent.glob("*.pt"), key=lambda other: other.stat().st_mtime, reverse=True)
-    whole = (other for other in others if other != path and zipfile.is_zipfile(other) and not zipfile.ZipFile(other).testzip())
-    found = next(whole, None)
+    found = next((other for other in others if other != path and is_whole(other)), None)
     return f"the newest whole one of its folder is {found.name}" if found else "its folder has no other one that is whole"
+
+
+def is_whole(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path) and not damaged_part(path)
+    except UNREADABLE:
+        return False
 
 
 def add_from_file(original, dictionary, file):

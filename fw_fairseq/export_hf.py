@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from fairseq import checkpoint_utils
 from torch import Tensor, nn
 
 from . import registration  # noqa: F401
@@ -74,8 +75,6 @@ def export(checkpoint, output, data=None, tokenizer=None, force: bool = False):
 
 
 def load(checkpoint, data):
-    from fairseq import checkpoint_utils
-
     if not Path(checkpoint).is_file():
         raise ValueError(f"CHECKPOINT {checkpoint} does not exist; it is a file that fairseq-train or fw-convert wrote")
     overrides = {} if data is None else {"data": str(data)}
@@ -262,7 +261,7 @@ def main(arguments=None) -> None:
         sys.exit("fw-export-hf: needs transformers; install fw_fairseq with the extra huggingface")
     try:
         model = export(**args)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"fw-export-hf: {error}")
     print(f"{args['output']}: {model.num_parameters():,} parameters, {', '.join(dict.fromkeys(model.config.mixers))}")
 

@@ -113,6 +113,12 @@ def DistributedDataParallel(original, module, device_ids, output_device, **optio
     return original(module=module, device_ids=device_ids, output_device=output_device, **options)
 
 
+def __del__(original, text):
+    """Of a binarised text that could not be opened: there is nothing to close."""
+    if hasattr(text, "_bin_buffer_mmap"):
+        original(text)
+
+
 def batch_by_size(original, indices, *args, **kwargs):
     """fairseq 0.12.3 leaves out the last batch if its size is not a multiple of 8: sentences never translated, never scored."""
     batches = list(original(indices, *args, **kwargs))
@@ -160,6 +166,8 @@ CHANGES = (
     (distributed_fairseq_model, DistributedDataParallel),
     (Dictionary, add_from_file),
     (indexed_dataset, make_dataset),
+    (indexed_dataset.MMapIndexedDataset, __del__),
+    (indexed_dataset.MMapIndexedDataset.Index, __del__),
     (data_utils, batch_by_size),
     (FairseqTask, get_batch_iterator),
     (DiverseBeamSearch, step),

@@ -7,6 +7,7 @@ import importlib
 import logging
 import multiprocessing
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -22,6 +23,21 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYT
 
 def run(*command, cwd=None, **options):
     return subprocess.run([*map(str, command)], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, **options)
+
+
+def install_sdist(folder: Path) -> Path:
+    """The package as it is distributed, made of what git has here and installed without its dependencies."""
+    source, site = folder / "source", folder / "site"
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in filter(lambda name: (ROOT / name).is_file(), listed.stdout.split()):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
+    succeed(run(sys.executable, "-c", build, cwd=source))
+    [sdist] = folder.glob("*.tar.gz")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    succeed(run(*pip, "--target", site, sdist))
+    return site
 
 
 @functools.cache
@@ -65,7 +81,11 @@ def run_here(command: list[str], folder: str, files: list[Path]) -> None:
     logging.root.handlers.clear()  # of imports; the command sets up its own
     os.chdir(folder)
     sys.argv = command
-    importlib.import_module(command[0]).cli_main()
+    try:
+        importlib.import_module(command[0]).cli_main()
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # multiprocessing would show it its own way
+        sys.exit(1)
 
 
 def succeed(done) -> str:

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The test command. First run: makes .venv with pinned packages. Then: ruff and pytest on all cores; arguments go to pytest.
+# The test command. First run: makes .venv with pinned packages whose hashes are checked. Then: ruff and pytest on all cores;
+# arguments go to pytest.
 #   tests/run.sh                    everything
 #   tests/run.sh -k chunk -x        some of it
 #   JOBS=1 tests/run.sh             on one core
@@ -8,14 +9,17 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 stamp=.venv/installed
-wanted=$(cat setup.py pyproject.toml constraints.txt | sha256sum)
+wanted=$(cat setup.py pyproject.toml constraints.txt requirements/*.txt | sha256sum)
 if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
     python=${PYTHON:-python3}
     "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null ||
         { echo "$python is not Python 3.11 or 3.12; set PYTHON to one that is" >&2; exit 2; }
     echo "installing into .venv"
     [ -x .venv/bin/python ] || "$python" -m venv .venv
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+    install=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
+    "${install[@]}" --require-hashes -r requirements/build.txt
+    "${install[@]}" --require-hashes -r requirements/test.txt --no-deps --no-build-isolation
+    "${install[@]}" -c constraints.txt --no-build-isolation -e '.[test]' # torch, and what that torch needs
     echo "$wanted" >"$stamp"
 fi
 

@@ -83,6 +83,15 @@ def test_generation_with_the_state_is_generation_without(options, folder):
         assert tokenizer.batch_decode(alone, skip_special_tokens=True) == tokenizer.batch_decode(row, skip_special_tokens=True)
 
 
+def test_samples_with_the_state_are_samples_without(folder):
+    """Of the most likely words, the same draws; a batch of unequal lengths."""
+    model, tokenizer = load(folder), transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    batch = tokenizer(["w1 w2 w3", "w4"], return_tensors="pt", padding=True)
+    options = dict(do_sample=True, top_k=8, num_return_sequences=3, max_new_tokens=12, min_new_tokens=12)
+    drawn = [torch.manual_seed(0) and model.generate(**batch, **options, use_cache=cached) for cached in (True, False)]
+    assert drawn[0].equal(drawn[1]) and len(drawn[0].unique(dim=0)) > 2
+
+
 def test_a_token_at_a_time_reads_one_token(folder, monkeypatch):
     model = load(folder)
     widths = []

@@ -17,6 +17,7 @@ from test_lm_model import build
 from torch import nn
 
 from fw_fairseq import registration  # noqa: F401
+from fw_fairseq.mistakes import sentence
 from fw_fairseq.non_finite import FirstNonFinite
 
 TRAIN = (
@@ -83,10 +84,13 @@ def test_a_damaged_checkpoint_is_named_and_another_one_offered(data, saved, tmp_
     last = folder / "checkpoint_last.pt"
     last.write_bytes(last.read_bytes()[:-5000])
     os.utime(folder / "checkpoint_1_1.pt", (0, 0))
+    content = bytearray(last.with_name("checkpoint_1_2.pt").read_bytes())
+    content[content.rindex(b"PK\x01\x02") + 1] ^= 1  # an entry of the list of contents
+    (folder / "newest.pt").write_bytes(content)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     done = fairseq("train", *training(data, folder, "stateful_language_modeling", 4))
     sentence = done.stderr.strip().splitlines()[-1]
-    assert done.returncode != 0 and sentence.startswith(f"ValueError: {last} cannot be read as a fairseq checkpoint (")
+    assert done.returncode != 0 and sentence.startswith(f"fairseq_cli.train: {last} cannot be read as a fairseq checkpoint (")
     assert sentence.endswith("; the newest whole one of its folder is checkpoint_1_2.pt")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
@@ -96,7 +100,7 @@ def loaded(path) -> tuple[object, str]:
     try:
         return flat(checkpoint_utils.load_checkpoint_to_cpu(str(path))["model"]), ""
     except ValueError as error:
-        return None, str(error)
+        return None, sentence(error)
 
 
 def test_flipped_bytes_are_noticed(saved, tmp_path):

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from fw_fairseq import registration  # noqa: F401
 from fw_fairseq.config import FEATURE_NORMS, FastWeightConfig
 from fw_fairseq.feature_maps import FEATURE_MAPS
+from fw_fairseq.mistakes import sentence
 from fw_fairseq.mixers import MIXERS
 from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModel
 from fw_fairseq.ops import fast_weight
@@ -26,11 +27,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def attempt(call):
-    """What it returns, or the sentence that says why not."""
+    """What it returns, or the sentence that fairseq's commands show instead of a traceback."""
     try:
         return call(), ""
     except ValueError as error:
-        text = str(error)
+        text = sentence(error)
     assert text and "\n" not in text and len(text) < 400, text
     return None, text
 
@@ -166,6 +167,7 @@ def test_dictionaries(tmp_path):
     assert 50 < refused < 250
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_binarised_text(tmp_path):
     dictionary, draw, refused = Dictionary(), random.Random(0), 0
     for word in WORDS:

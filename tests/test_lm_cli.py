@@ -6,12 +6,11 @@ import json
 import random
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
 import torch
-from commands import ROOT, USER_DIR, fairseq, run, succeed
+from commands import ROOT, USER_DIR, fairseq, install_sdist, run, succeed
 from fairseq import checkpoint_utils
 
 from fw_fairseq import registration  # noqa: F401
@@ -255,11 +254,12 @@ def hydra(data, *args):
         "dataset.num_workers=0",
     ]
     given = [f"common.user_dir={ROOT / 'fw_fairseq'}", f"task.data={data}", *small]
-    return succeed(fairseq("hydra_train", *config, *sweep, *given, *overrides, cwd=data.parent))
+    return fairseq("hydra_train", *config, *sweep, *given, *overrides, cwd=data.parent)
 
 
 def test_hydra_recipe(data, tmp_path):
-    log = hydra(data, "optimization.max_update=3", f"hydra.run.dir={tmp_path}", f"checkpoint.save_dir={tmp_path / 'saved'}")
+    done = hydra(data, "optimization.max_update=3", f"hydra.run.dir={tmp_path}", f"checkpoint.save_dir={tmp_path / 'saved'}")
+    log = succeed(done)
     first, *_, last = losses(log).values()
     assert float(last) < float(first)
     config = checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "saved" / "checkpoint_last.pt"))["cfg"]
@@ -267,9 +267,15 @@ def test_hydra_recipe(data, tmp_path):
 
 
 def test_hydra_sweep(data, tmp_path):
-    hydra(data, "--multirun", "optimization.max_update=2", "model.update_rule=sum,delta", f"hydra.sweep.dir={tmp_path}")
+    succeed(hydra(data, "--multirun", "optimization.max_update=2", "model.update_rule=sum,delta", f"hydra.sweep.dir={tmp_path}"))
     shapes = [parameters(tmp_path / job / "checkpoints")["decoder.layers.0.self_attn.mixer.in_proj.weight"].shape for job in "01"]
     assert shapes == [(3 * 128, 128), (3 * 128 + 8, 128)], "delta has one more output a head"
+
+
+def test_hydra_shows_a_mistake_as_a_sentence(data, tmp_path):
+    done = hydra(data, "model.update_rule=decay", "model.attention_norm=true", f"hydra.run.dir={tmp_path}")
+    assert done.returncode != 0 and "hydra_train: --attention-norm is not defined for --update-rule decay" in done.stderr
+    assert "Traceback" not in done.stderr and "HYDRA_FULL_ERROR=1" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -278,7 +284,7 @@ def test_hydra_sweep(data, tmp_path):
         ("--update-rule hebb", "argument --update-rule: invalid choice: 'hebb' (choose from 'sum', 'gated', "),
         (
             "--update-rule decay --attention-norm --feature-map identity --feature-norm none",
-            "ValueError: --attention-norm is not defined for --update-rule decay; leave it out, or use one of: sum, gated, delta",
+            "train: --attention-norm is not defined for --update-rule decay; leave it out, or use one of: sum, gated, delta",
         ),
     ],
     ids=["rule", "combination"],
@@ -289,13 +295,13 @@ def test_refused_options(options, message, data, trained):
     before = contents(folder)
     done = fairseq("train", data, *USER_DIR, *TRAIN.split(), "--save-dir", folder, "--max-update", 9, *options.split())
     assert done.returncode != 0
-    assert message in done.stderr.splitlines()[-1]
+    assert message in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
     assert contents(folder) == before
 
 
 def test_texts_longer_than_the_model_are_refused(data, trained):
     done = fairseq("eval_lm", data, *USER_DIR, *TASK, "--path", trained[0] / "checkpoint_last.pt", "--tokens-per-sample", 100)
-    said = r"ValueError: all \d+ texts are longer than the model's 32 positions; give a shorter --tokens-per-sample$"
+    said = r"eval_lm: all \d+ texts are longer than the model's 32 positions; give a shorter --tokens-per-sample$"
     assert done.returncode != 0 and re.search(said, done.stderr.strip()), done.stderr[-900:]
 
 
@@ -311,18 +317,12 @@ def test_truncated_checkpoint(data, trained, tmp_path):
     (tmp_path / "half.pt").write_bytes(whole[: len(whole) // 2])
     done = fairseq("eval_lm", data, *USER_DIR, *TASK, "--path", tmp_path / "half.pt")
     assert done.returncode != 0
-    assert f"ValueError: {tmp_path / 'half.pt'} cannot be read as a fairseq checkpoint (" in done.stderr.splitlines()[-1]
+    assert f"eval_lm: {tmp_path / 'half.pt'} cannot be read as a fairseq checkpoint (" in done.stderr.splitlines()[-1]
 
 
 def test_training_from_the_installed_package(data, tmp_path):
     """Not from the checkout: its editable install is taken out of the interpreter, and the place of the import is checked."""
-    source, site = tmp_path / "source", tmp_path / "site"
-    files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for name in filter(lambda name: (ROOT / name).exists(), files.stdout.split()):
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        (source / name).write_bytes((ROOT / name).read_bytes())
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--target"]
-    succeed(run(*pip, site, source))
+    site = install_sdist(tmp_path)
     code = (
         "import sys; sys.path = [p for p in sys.path if p]; sys.meta_path = [f for f in sys.meta_path"
         " if '__editable__' not in getattr(f, '__module__', '') + getattr(f, '__name__', '')];"

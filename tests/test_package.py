@@ -6,10 +6,13 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
+from commands import install_sdist
 
 from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.rules import RULES
@@ -56,23 +59,20 @@ def test_fairseq_checkpoints_load_safely(tmp_path):
         "import argparse, torch, sys; torch.save({'args': argparse.Namespace(arch='x')}, 'a.pt');"
         "from argparse import Namespace; from fairseq import utils;"
         f"utils.import_user_module(Namespace(user_dir={str(ROOT / 'fw_fairseq')!r}));"
+        "assert sys.excepthook is sys.__excepthook__;"  # a program of one's own keeps its way to show errors
         "print(torch.load('a.pt', weights_only=True)['args'].arch)"
     )
     done = run(sys.executable, "-c", code, cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.split()[-1:] == ["x"], done.stderr
 
 
-def test_wheel_installs_and_runs(tmp_path):
-    """pip install . into a folder of its own: the op runs from there, away from the checkout."""
-    site = tmp_path / "site"
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-    copy = tmp_path / "source"
-    files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for name in files.stdout.split():
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        (copy / name).write_bytes((ROOT / name).read_bytes())
-    done = run(*pip, "--target", str(site), str(copy))
-    assert done.returncode == 0, done.stderr
+def test_sdist_installs_and_runs(tmp_path):
+    """The source distribution has everything, and what pip installs of it into a folder of its own runs from there."""
+    site = install_sdist(tmp_path)
+    with tarfile.open(*tmp_path.glob("*.tar.gz")) as sdist:
+        packed = {name.partition("/")[2] for name in sdist.getnames()}
+    files = {str(path.relative_to(tmp_path / "source")) for path in (tmp_path / "source").rglob("*") if path.is_file()}
+    assert {name for name in files - packed if not name.startswith(".") and ".egg-info/" not in name} == set()
     code = (
         "import fw_fairseq; print(fw_fairseq.__file__); from fw_fairseq.ops import cuda_launch; print(cuda_launch.kernel_folder())"
     )
@@ -81,7 +81,24 @@ def test_wheel_installs_and_runs(tmp_path):
     kernels = Path(done.stdout.splitlines()[1])
     assert kernels == site / "fw_fairseq" / "cuda"
     assert {path.name for path in kernels.glob("*.cu*")} == {path.name for path in (ROOT / "cuda").iterdir()}
-    assert (site / "bin" / "fw-bench").exists()
+    modules = {path.relative_to(ROOT) for path in (ROOT / "fw_fairseq").rglob("*.py")}
+    assert modules == {path.relative_to(site) for path in (site / "fw_fairseq").rglob("*.py")}
+    commands = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert commands.keys() == {path.name for path in (site / "bin").iterdir()}
+    assert "usage: fw-bench" in run(site / "bin" / "fw-bench", "--help", cwd=tmp_path, PYTHONPATH=str(site)).stdout
+
+
+def test_every_pinned_version_has_hashes():
+    """All but torch, which is another file for a CPU and for each CUDA; ``requirements/renew.sh`` writes them."""
+    pinned = re.findall(r"^(\S+==\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    entries = [x for name in ("build", "test") for x in re.split(r"\n(?=\w)", (ROOT / "requirements" / f"{name}.txt").read_text())]
+    hashed = {entry.split()[0] for entry in entries if re.search(r"--hash=sha256:[0-9a-f]{64}", entry)}
+    unhashed = {normal(pin) for pin in pinned} ^ {normal(pin) for pin in hashed}
+    assert len(unhashed) == 1 and unhashed.pop().startswith("torch==")
+
+
+def normal(pin: str) -> str:
+    return re.sub(r"[-_.]+(?=.*==)", "-", pin).lower()
 
 
 @pytest.mark.parametrize("registry", [RULES, FEATURE_MAPS])
@@ -92,7 +109,8 @@ def test_readme_has_every_equation(registry):
 
 
 def test_links_in_the_documentation_lead_somewhere():
-    pages = [page for page in ROOT.rglob("*.md") if not {".venv", "outputs", "demo"} & set(page.relative_to(ROOT).parts)]
+    made = (".", "outputs", "demo")
+    pages = [page for page in ROOT.rglob("*.md") if not page.relative_to(ROOT).parts[0].startswith(made)]
     links = [(page, link) for page in pages for link in re.findall(r"\]\(([\w./-]+)[)#]", page.read_text())]
     assert len(links) > 50 and not [(page.name, link) for page, link in links if not (page.parent / link).exists()]
 

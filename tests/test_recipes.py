@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import sys
@@ -132,6 +133,31 @@ def test_enwik8_of_a_wrong_file(tmp_path):
     (tmp_path / "text").write_bytes(b"short\n" * 20)
     done = recipe("enwik8/prepare.sh", tmp_path / "out", DATA=str(tmp_path / "text"), SHA256="0" * 64)
     assert done.returncode and "has another checksum than SHA256" in done.stderr and not (tmp_path / "out" / "bin").exists()
+
+
+def test_download(tmp_path):
+    """Goes on with what is there, keeps what is whole, and refuses what is not what it should be, or no longer what it was."""
+    content = b"".join(b"%d\n" % i for i in range(9999))
+    wanted, file = hashlib.sha256(content).hexdigest(), tmp_path / "file"
+    (tmp_path / "source").write_bytes(content)
+
+    def download(source, *sums):
+        script = f"source recipes/download.sh; download file://{tmp_path / source} {file} '{' '.join(sums)}'"
+        return subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    (tmp_path / "file.part").write_bytes(b"another start")
+    done = download("source", wanted)
+    assert done.returncode == 1 and f"{file} has SHA-256 " in done.stderr and file.read_bytes() != content
+    assert file.read_bytes()[13:] == content[13:], "the rest of it came"
+    file.unlink()
+    (tmp_path / "file.part").write_bytes(content[:5000])
+    succeed(download("source", wanted))
+    assert file.read_bytes() == content
+    succeed(download("nowhere"))
+    file.write_bytes(content[:-1])
+    assert download("nowhere").returncode == 1
+    file.unlink()
+    assert download("nowhere").returncode != 0 and not file.exists()
 
 
 def test_additive(tmp_path):

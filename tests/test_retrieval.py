@@ -128,7 +128,7 @@ def test_a_sweep_keeps_what_it_has_when_a_point_fails(tmp_path):
 def test_mistakes(options, message, tmp_path):
     task = ["--task", "associative_retrieval", "--arch", "retrieval", "--criterion", "retrieval_mse", "--optimizer", "adam"]
     done = fairseq("train", *USER_DIR, *task, *options.split(), "--no-save", "--save-dir", tmp_path)
-    assert done.returncode != 0 and f"ValueError: {message}" in done.stderr.splitlines()[-1]
+    assert done.returncode != 0 and f"train: {message}" in done.stderr.splitlines()[-1]
 
 
 def test_a_mistaken_point_says_why(tmp_path):

@@ -9,6 +9,7 @@
 #           TOY=1 recipes/enwik8/prepare.sh          the text of recipes/demo instead, to try all of this in a minute
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+source recipes/download.sh
 
 out=${OUT:-outputs/enwik8}
 bin=${BIN:-.venv/bin}
@@ -26,10 +27,10 @@ if [ -z "$data" ]; then
         "$bin/python" recipes/demo/corpus.py "$out/text"
         head -c 20000 "$out/text/train.txt" >"$data"
     elif [ ! -f "$data" ]; then
-        curl --fail --location --continue-at - --output "$out/download.zip" "$url"
-        "$bin/python" -m zipfile -t "$out/download.zip" >/dev/null && "$bin/python" -m zipfile -e "$out/download.zip" "$out/part" &&
-            [ "$(wc -c <"$out/part/enwik8")" = $size ] ||
-            { rm -rf "$out/download.zip" "$out/part"; echo "prepare.sh: $url is not the file it was, or arrived broken; run it again" >&2; exit 1; }
+        download "$url" "$out/download.zip" ""
+        rm -rf "$out/part"
+        "$bin/python" -m zipfile -e "$out/download.zip" "$out/part"
+        [ "$(wc -c <"$out/part/enwik8")" = $size ] || { echo "prepare.sh: $url is not the $size bytes that it was" >&2; exit 1; }
         mv "$out/part/enwik8" "$data"
     fi
 fi

@@ -11,6 +11,7 @@
 # DICT: a dictionary to keep to, that of a pretrained model.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+source recipes/download.sh
 
 out=${OUT:-outputs/wikitext103}
 bin=${BIN:-.venv/bin}
@@ -27,9 +28,7 @@ if [ -z "$data" ]; then
     if [ -n "${TOY:-}" ]; then
         "$bin/python" recipes/demo/corpus.py "$data"
     elif [ ! -d "$data" ]; then
-        curl --fail --location --continue-at - --output "$out/download.zip" "$url"
-        echo "$sum  $out/download.zip" | sha256sum --check --quiet ||
-            { rm "$out/download.zip"; echo "prepare.sh: $url is not the file it was, or arrived broken; run it again" >&2; exit 1; }
+        download "$url" "$out/download.zip" "$sum"
         rm -rf "$data.part"
         "$bin/python" -m zipfile -e "$out/download.zip" "$data.part"
         mv "$data.part/wikitext-103" "$data"
