@@ -17,7 +17,7 @@ PYTHON=${PYTHON:-python3}
 
 step() { printf '\n== %s\n' "$*"; }
 
-wanted=$(cat setup.py pyproject.toml constraints.txt | sha256sum)
+wanted=$(cat setup.py pyproject.toml constraints.txt requirements/*.txt | sha256sum) # as tests/run.sh has it
 have() { [ -f "$1" ] && [ "$(cat "$1")" = "$wanted" ]; }
 if ! have .venv/installed && ! have .venv/installed-plots; then # the first is that of tests/run.sh, whose packages are more
     step "installing into .venv"
