@@ -123,5 +123,4 @@ def table(args) -> str:
 
 
 def number(loss: float | None) -> str:
-    """Four digits behind the point, of what is no smaller."""
-    return "" if loss is None else f"{round(loss, 4):.3g}" if loss >= SOLVED / 10 else f"{loss:.1g}"
+    return "" if loss is None else f"{loss:.2g}" if loss < 0.1 else f"{loss:.3g}"
