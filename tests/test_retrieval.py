@@ -22,9 +22,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NON_NEGATIVE = [name for name, phi in FEATURE_MAPS.items() if phi.non_negative]
 
 
-def batches(split: str, setting: str, epoch: int = 1, symbols: int = 7, count: int = 5):
+def batches(split: str, setting: str, epoch: int = 1, symbols: int = 7, count: int = 5, **options):
     task = AssociativeRetrievalTask(
-        AssociativeRetrievalConfig(symbols=symbols, setting=setting, batch_size=count, updates_per_epoch=3, seed=1)
+        AssociativeRetrievalConfig(symbols=symbols, setting=setting, batch_size=count, updates_per_epoch=3, seed=1, **options)
     )
     task.load_dataset(split)
     return list(task.get_batch_iterator(task.dataset(split), epoch=epoch).next_epoch_itr(shuffle=False))
@@ -35,10 +35,18 @@ def options_of(rule: str, phi: str) -> dict:
     return {"update_rule": rule, "feature_map": phi, "feature_norm": norm}
 
 
-@pytest.mark.parametrize("setting, length", [("1", 7), ("2", 14)])
-@pytest.mark.parametrize("split, sequences", [("train", 5), ("valid", 20)])
-def test_the_answer_is_the_last_value_of_the_key(split, sequences, setting, length):
-    for batch in batches(split, setting):
+@pytest.mark.parametrize(
+    "split, sequences, setting, length, options",
+    [
+        ("train", 5, "1", 7, {}),
+        ("valid", 20, "1", 7, {"evaluation_pairs": 9}),
+        ("train", 5, "2", 14, {"evaluation_pairs": 9}),
+        ("valid", 20, "2", 7, {}),
+        ("valid", 20, "2", 9, {"evaluation_pairs": 9}),
+    ],
+)
+def test_the_answer_is_the_last_value_of_the_key(split, sequences, setting, length, options):
+    for batch in batches(split, setting, **options):
         keys, values, queries = batch["net_input"].values()
         assert keys.shape == values.shape == (sequences, length)
         for row in range(sequences):

@@ -21,16 +21,19 @@ class AssociativeRetrievalConfig(FairseqDataclass):
     setting: ChoiceEnum(["1", "2"]) = option(
         "1", "1: S pairs without replacement; 2: 2S pairs with replacement, the last one counts"
     )
+    evaluation_pairs: int = option(
+        0, "pairs of a sequence that setting 2 is evaluated with; 0: S, as Schlag et al. 2021 published it", least=0
+    )
     updates_per_epoch: int = option(100, "updates between two validations", least=1)
     batch_size: int | None = II("dataset.batch_size")
     seed: int = II("common.seed")
 
 
-def draw_pairs(count: int, keys: int, setting: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Keys and values, (B,T) each."""
-    if setting == "1":
+def draw_pairs(count: int, keys: int, pairs: int | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Keys and values, (B,T) each: so many pairs with replacement, or None, every key and value once."""
+    if pairs is None:
         return tuple(torch.rand(count, keys, generator=generator).argsort(1) for _ in range(2))
-    return tuple(torch.randint(keys, (count, 2 * keys), generator=generator) for _ in range(2))
+    return tuple(torch.randint(keys, (count, pairs), generator=generator) for _ in range(2))
 
 
 def last_values(keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
@@ -58,7 +61,8 @@ class Pairs(FairseqDataset):
         draw = (self.epoch - 1) * len(self) + int(index) if training else 0
         generator.manual_seed((cfg.seed * 3 + SEED_OF[self.split]) * 10**9 + draw)
         count = cfg.batch_size if training else VALIDATION_SEQUENCES
-        keys, values = draw_pairs(count, cfg.symbols, str(cfg.setting), generator)
+        pairs = None if str(cfg.setting) == "1" else 2 * cfg.symbols if training else cfg.evaluation_pairs or cfg.symbols
+        keys, values = draw_pairs(count, cfg.symbols, pairs, generator)
         if training:
             queries = keys.gather(1, torch.randint(keys.shape[1], (count, 1), generator=generator))
         else:
