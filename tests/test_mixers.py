@@ -78,6 +78,7 @@ def test_a_row_of_padding_leaves_an_empty_state(mixer):
 
 def test_no_sequence_and_no_token(mixer):
     y, state = mixer(torch.randn(5, 0, WIDTH))
+    y.sum().backward()
     assert y.shape == (5, 0, WIDTH) and state[0].shape[0] == 0
     with pytest.raises(ValueError, match=r"T.* must be at least 1"):
         mixer(torch.randn(0, 3, WIDTH))

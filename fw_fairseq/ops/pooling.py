@@ -83,11 +83,12 @@ def run(a: Tensor, x: Tensor, window: int, state, segments, lengths, ends, kerne
         a, x = torch.cat([state.scores.to(a), a], 2), torch.cat([state.values.to(x), x], 2)
         segments = None if segments is None else F.pad(segments, (before, 0))
     by_head = None if segments is None else segments[:, None].expand(batch, heads, -1)
-    if window and total == 1 and before and lengths is None:
+    if total == 1 and before and lengths is None:
         if by_head is not None:
             a = a.masked_fill(by_head != by_head[..., -1:], NOTHING)
         x = wide(x)
-        return mean(a, x)[1][:, :, None], PoolState(a[:, :, 1:], x[:, :, 1:])
+        log_weight, g = (part[:, :, None] for part in mean(a, x))
+        return g, PoolState(a[:, :, 1:], x[:, :, 1:]) if window else PoolState(log_weight, g)
     whole = not window or window >= a.shape[2]
     if kernels:
         log_weights, g = pool_cuda_form(a, x, 0 if whole else window, segments)

@@ -4,8 +4,8 @@
     r_t = sigmoid(R_t + v_r c_{t-1})        h_t = r_t c_t + (1 - r_t) s x_t
 
 Only f waits for the step before: three operations on (B,D) a step; r and h follow for many steps at once. In the backward all but
-one product is known beforehand: dc_{t-1} = E_{t-1} + M_t dc_t with M_t = f_t + v_f (c_{t-1} - u_t) f_t (1 - f_t). It keeps inputs
-and c, and makes the gates again. Blocks of steps, so that what is made on the way stays in the processor's cache.
+one product is known beforehand: dc_{t-1} = E_{t-1} + M_t dc_t with M_t = f_t + v_f (c_{t-1} - u_t) f_t (1 - f_t). Both go in blocks
+of steps, so that what is made on the way stays in the processor's cache.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Scan(torch.autograd.Function):
         steps, (_, _, padded, keep) = Steps(product, *others, c), others
         dproduct, dx = (torch.empty_like(part, dtype=c.dtype) for part in (product, x))
         du, dforget, dreset = dproduct.chunk(3, -1)
-        dv_forget, dv_reset = torch.zeros_like(c[0, 0]), torch.zeros_like(c[0, 0])
+        dv_forget, dv_reset = c.new_zeros(x.shape[2]), c.new_zeros(x.shape[2])
         dh = dh if padded is None else dh.masked_fill(padded, 0)
         for span in reversed(steps.spans()):
             past, now, dh_now = steps.past(span), c[1:][span], dh[span].to(c.dtype)
