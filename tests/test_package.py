@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -27,9 +28,11 @@ def run(*command, cwd=None, **env):
 
 @pytest.mark.parametrize("module", ["fw_fairseq", "fw_fairseq.ops", "fw_fairseq.rules", "fw_fairseq.feature_maps"])
 def test_import_is_quiet_and_free_of_fairseq(module):
-    """No output, no fairseq, no compiler (PATH is empty), no GPU."""
-    code = f"import {module}, sys; assert not [m for m in sys.modules if m.split('.')[0] in ('fairseq', 'cupy', 'triton')]"
-    done = run(sys.executable, "-W", "error", "-c", code, PATH="", CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT))
+    """No output, no fairseq, no compiler (PATH is empty; nor torch's, which takes a second), no GPU."""
+    unwanted = "{'fairseq', 'cupy', 'triton', 'torch._dynamo'}"
+    code = f"import {module}, sys; assert not {unwanted} & set(sys.modules)"
+    warnings = ("-W", "error", "-W", "ignore::ResourceWarning")  # torch 2.6 leaves a folder to be cleaned up
+    done = run(sys.executable, *warnings, "-c", code, PATH="", CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -47,7 +50,9 @@ def test_user_dir_from_a_checkout(tmp_path):
 @pytest.mark.parametrize("where", ["checkout", "elsewhere"])
 def test_editable_install_and_user_dir_find_the_kernels(tmp_path, where):
     """Also with the checkout first on the path, as --user-dir puts it, CuPy's own ``cuda`` packages are found."""
-    code = "from fw_fairseq.ops import cuda_launch; print(cuda_launch.kernel_folder()); import cuda.pathfinder"
+    code = "from fw_fairseq.ops import cuda_launch; print(cuda_launch.kernel_folder())"
+    if "cuda-pathfinder" in {package.name for package in importlib.metadata.distributions()}:  # CuPy 14 brings it
+        code += "; import cuda.pathfinder"
     environment = {"PYTHONPATH": str(ROOT)} if where == "checkout" else {}
     done = run(sys.executable, "-c", code, cwd=tmp_path, **environment)
     assert (done.returncode, done.stdout.strip()) == (0, str(ROOT / "cuda")), done.stderr

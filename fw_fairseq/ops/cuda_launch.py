@@ -96,10 +96,13 @@ def log_once(reason: str) -> None:
     logger.warning(f"{reason}; running the PyTorch form instead")
 
 
-@torch.compiler.assume_constant_result  # or a graph breaks here
 def missing(device: torch.device) -> str | None:
     """What this process lacks to run kernels on ``device``."""
     return look_up(device)
+
+
+# torch.compiler.assume_constant_result, which would import the compiler first, and with it triton; else a graph breaks there.
+missing._dynamo_marked_constant = True
 
 
 @functools.cache  # decoding asks for every token
