@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 import subprocess
@@ -50,9 +49,7 @@ def test_user_dir_from_a_checkout(tmp_path):
 @pytest.mark.parametrize("where", ["checkout", "elsewhere"])
 def test_editable_install_and_user_dir_find_the_kernels(tmp_path, where):
     """Also with the checkout first on the path, as --user-dir puts it, CuPy's own ``cuda`` packages are found."""
-    code = "from fw_fairseq.ops import cuda_launch; print(cuda_launch.kernel_folder())"
-    if "cuda-pathfinder" in {package.name for package in importlib.metadata.distributions()}:  # CuPy 14 brings it
-        code += "; import cuda.pathfinder"
+    code = "from fw_fairseq.ops import cuda_launch; print(cuda_launch.kernel_folder()); import cuda.pathfinder"
     environment = {"PYTHONPATH": str(ROOT)} if where == "checkout" else {}
     done = run(sys.executable, "-c", code, cwd=tmp_path, **environment)
     assert (done.returncode, done.stdout.strip()) == (0, str(ROOT / "cuda")), done.stderr
