@@ -135,11 +135,11 @@ def test_the_first_table_with_sizes_is_read(files):
 def test_results_as_a_table(files, capsys):
     plots.main(["updates", "updates.txt", "--published", "--table"])
     assert capsys.readouterr().out.splitlines() == [
-        "| best evaluation loss | 20 | 60 | 100 | 200 |",
-        "|---|---:|---:|---:|---:|",
-        "| delta, DPFP-1 | 0.0002 |  |  |  |",
-        "| delta, DPFP-1, published | 0.0008 | 0.0049 | 0.0001 | 0.17 |",
-        "| other, map | 30 |  |  |  |",
+        "| best evaluation loss | 20 | 40 | 60 | 80 | 100 | 120 | 140 | 160 | 180 | 200 |",
+        "|---" + 10 * "|---:" + "|",
+        "| delta, DPFP-1 | 0.0002" + 9 * " | " + " |",
+        "| delta, DPFP-1, published | 0.00077 | 0.00097 | 0.0049 | 0.0063 | 8.6e-05 | 0.014 | 0.047 | 0.1 | 0.13 | 0.17 |",
+        "| other, map | 30" + 9 * " | " + " |",
     ]
 
 

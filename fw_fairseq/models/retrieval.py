@@ -45,7 +45,8 @@ class RetrievalModel(BaseFairseqModel):
         widths = {None: 1, "K": self.feature_map.out_dim, "V": symbols}
         self.gates = nn.ModuleDict({name: nn.Linear(width + symbols, widths[g.axis]) for name, g in self.rule.gates.items()})
         for name, gate in self.gates.items():
-            gate.bias.data.copy_(initial_bias(self.rule.gates[name].bias, len(gate.bias)))
+            if self.rule.gates[name].bias == "uniform":  # the others start around 1/2, as published
+                gate.bias.data.copy_(initial_bias("uniform", len(gate.bias)))
 
     @property
     def rule(self) -> Rule:
