@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from argparse import Namespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from fairseq_cli.eval_lm import eval_lm
 from test_lm_model import build, make_task
 
 from fw_fairseq.mixers import MIXERS
-from fw_fairseq.tasks.stateful_language_modeling import StatefulLanguageModelingTask
+from fw_fairseq.tasks.stateful_language_modeling import StatefulLanguageModelingConfig, StatefulLanguageModelingTask
 from fw_fairseq.tasks.streams import Text
 
 TOKENS, SEGMENT = 10_000, 100
@@ -37,7 +36,7 @@ def only_new_objects():
 @torch.no_grad()
 def test_streaming_holds_as_much_at_the_end_as_at_the_start(mixer):
     dictionary = make_task(40).source_dictionary
-    task = StatefulLanguageModelingTask(Namespace(tokens_per_sample=SEGMENT, reset_at_eos=False), dictionary)
+    task = StatefulLanguageModelingTask(StatefulLanguageModelingConfig(tokens_per_sample=SEGMENT), dictionary)
     model = build(mixer=mixer, decoder_layers=1, no_token_positional_embeddings=True)
     batches, held = task.eval_lm_dataloader(Text(torch.randint(4, 40, (TOKENS,)), "test")), {}
 
