@@ -56,7 +56,7 @@ def draw_rows(rows: list[dict], length: str, panels, peer: str = TRANSFORMER, la
     """``rows`` against their ``length``, both axes logarithmic, one panel above the other, names at the ends of the lines."""
     panels = [panel for panel in panels if any(panel.key in row for row in rows)]
     height = 0.45 + 1.75 * len(panels)
-    figure, axes = canvas(height, len(panels), left=0.155, right=0.74, top=1 - 0.06 / height, bottom=0.4 / height, hspace=0.1)
+    figure, axes = canvas(height, len(panels), left=0.17, right=0.75, top=1 - 0.06 / height, bottom=0.4 / height, hspace=0.1)
     names = list(dict.fromkeys(row["name"] for row in rows))
     for axis, panel in zip(axes, panels):
         ends = []
