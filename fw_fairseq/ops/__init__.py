@@ -70,10 +70,9 @@ def fast_weight(
         q, k, row_map = row_map(q), row_map(k), AS_IS
     shape = (*q.shape[:3], row_map.width(q.shape[3]), v.shape[3])
     gates = checks.check_gates(rule, spec, gates, q, shape)
-    factored = decoding and backend == "auto" and group is None and spec.coefficients is not None and not has_kernels(q)
-    state = start(state, q, shape, attention_norm, key_log_scale is not None, factored)
-    if group is not None and isinstance(state.memory, Factors):
-        state = state._replace(memory=state.memory.dense())
+    one = q.shape[2] == 1 and group is None
+    factored = one and decoding and backend == "auto" and spec.coefficients is not None and not has_kernels(q)
+    state = start(state, q, shape, attention_norm, key_log_scale is not None, one, factored)
     if padding_mask is not None:
         q, k, v = (masks.at(padding_mask, x, 0) for x in (q, k, v))
         gates = {name: masks.at(padding_mask, gate, 1) for name, gate in gates.items()}
@@ -101,13 +100,15 @@ def fast_weight(
         return y, state
 
 
-def start(state: FastWeightState | None, q: Tensor, shape, attention_norm: bool, scaled: bool, factored: bool) -> FastWeightState:
-    """The state to go on from, an empty one for None; factored: that may start as ``Factors``, which take one token at a time."""
+def start(
+    state: FastWeightState | None, q: Tensor, shape, attention_norm: bool, scaled: bool, one: bool, factored: bool
+) -> FastWeightState:
+    """The state to go on from, an empty one for None, as ``Factors`` if factored; those take one token at a time."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if state is None:
-        return empty_state(shape, q.device, dtype, attention_norm, scaled, factored and q.shape[2] == 1)
+        return empty_state(shape, q.device, dtype, attention_norm, scaled, factored)
     checks.check_state(state, q, shape, dtype, attention_norm, scaled)
-    if isinstance(state.memory, Factors) and q.shape[2] > 1:
+    if isinstance(state.memory, Factors) and not one:
         return state._replace(memory=state.memory.dense())
     return state
 
