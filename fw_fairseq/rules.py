@@ -6,7 +6,8 @@ With W the memory (K, V), D_t = (f_t z_t^T) * W_{t-1} what is left of it after d
     y_t = W_t^T q_t                                          (read, after the write)
 
 A rule that fits is one entry in ``RULES``: the step form, the chunk form, state passing, gradients, padding, the tests and
-the benchmark all read this table. A rule that does not fit gives a ``step`` of its own and runs one token at a time.
+the benchmark all read this table. A rule that does not fit gives a ``step`` of its own, and a ``sequence`` if it has a faster way
+to run many tokens.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
+
+from .fwm import fwm_sequence, fwm_step
 
 
 class Coefficients(NamedTuple):
@@ -48,6 +50,8 @@ class Rule:
     normaliser: how attention normalisation accumulates n_t: "write" follows the memory, n_t = f n_{t-1} + w k_t;
         "keys" sums the keys, n_t = n_{t-1} + k_t, and also divides what an erase reads by n_{t-1}.k_t; None: not defined.
     step: ``step(memory, q, k, v, **gates) -> (y, memory)`` of one token, for rules outside the recurrence.
+    sequence: ``sequence(q, k, v, memory, padding_mask, reset_mask, **gates) -> (y, memory)`` of all tokens: what ``step`` gives one
+        by one, with the memory left as it is at padding, where q, k and v are 0, and emptied before a reset.
     """
 
     equation: str
@@ -56,22 +60,13 @@ class Rule:
     gates: Mapping[str, Gate] = field(default_factory=dict)
     normaliser: str | None = None
     step: Callable[..., tuple[Tensor, Tensor]] | None = None
+    sequence: Callable[..., tuple[Tensor, Tensor]] | None = None
 
     def __post_init__(self):
         if (self.coefficients is None) == (self.step is None):
             raise ValueError("a Rule takes either coefficients (it fits the recurrence) or step (it does not), not both")
         if self.normaliser not in (None, "write", "keys"):
             raise ValueError(f"Rule.normaliser is {self.normaliser!r}; allowed: None, 'write', 'keys'")
-
-
-def fwm_step(memory: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Delta write, a memory kept within the unit ball (Frobenius norm), and a layer-normalised read without parameters."""
-    recalled = torch.einsum("bhkv,bhk->bhv", memory, k)
-    memory = memory + torch.einsum("bhk,bhv->bhkv", k, beta.unsqueeze(-1) * (v - recalled))
-    norm = memory.flatten(-2).square().sum(-1).clamp(min=1.0).sqrt()  # relu(|W| - 1) + 1, smooth at W = 0
-    memory = memory / norm[..., None, None]
-    y = torch.einsum("bhkv,bhk->bhv", memory, q)
-    return torch.nn.functional.layer_norm(y, y.shape[-1:]), memory
 
 
 SCALAR = Gate()
@@ -114,5 +109,6 @@ RULES: dict[str, Rule] = {
         source="Schlag et al. 2021, sec. 6.1.2 (Fast Weight Memory)",
         gates={"beta": SCALAR},
         step=fwm_step,
+        sequence=fwm_sequence,
     ),
 }

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from fw_fairseq.ops import cuda, cuda_launch, cuda_pooling, cuda_sru, cuda_step, fast_weight
 from fw_fairseq.rules import RULES, Rule
 
-CHUNKED = [name for name, rule in RULES.items() if rule.step is None]
+FITTING = [name for name, rule in RULES.items() if rule.step is None]  # the recurrence
+CHUNKED = [name for name, rule in RULES.items() if rule.step is None or rule.sequence is not None]
 NORMALISED = [name for name, rule in RULES.items() if rule.normaliser]
 CASES = [(name, False) for name in RULES] + [(name, True) for name in NORMALISED]  # rule, attention_norm
 EXTREMES = (1e-6, 1 - 1e-6)

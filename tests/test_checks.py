@@ -53,7 +53,7 @@ SUM = dict(rule="sum", gates=None)
             r"not defined for rule 'decay'; it is for: sum, gated, delta",
         ),
         (dict(rule="gated_delta", gates={"g": BETA, "beta": BETA}, attention_norm=True), r"not defined for rule 'gated_delta'"),
-        (dict(rule="fwm", backend="chunkwise"), r"rule 'fwm' has no chunk form"),
+        (dict(rule="fwm", gates={"beta": BETA}, backend="cuda"), r"rule 'fwm' has no kernel; use backend='auto'"),
         (dict(key_log_scale=BETA, attention_norm=True), r"key_log_scale needs .* rules sum, gated"),
         (dict(**SUM, key_log_scale=BETA), r"key_log_scale needs attention_norm=True"),
         (dict(**SUM, key_log_scale=Q, attention_norm=True), r"key_log_scale is \(2, 3, 4, 5\); .*\(B,H,T\)"),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import NORMALISED, assert_same, draw_gates, draw_inputs, draw_state, run_with_gradients
+from conftest import FITTING, NORMALISED, assert_same, draw_gates, draw_inputs, draw_state, run_with_gradients
 
 from fw_fairseq.ops import FastWeightState, cuda, cuda_launch, fast_weight
 from fw_fairseq.ops.chunkwise import chunk_form
@@ -16,7 +16,7 @@ from fw_fairseq.rules import RULES, Coefficients
 
 NAMES = ("q", "k", "v", "f", "z", "e", "w", "memory")
 SHAPE = (2, 2, 37, 6, 5)
-KERNEL_RULES = [name for name, rule in RULES.items() if rule.step is None]
+KERNEL_RULES = FITTING
 
 
 def supported(q, k, v, f, z, e, w, row_map):
@@ -215,7 +215,7 @@ def test_what_has_no_kernel(stand_in, caplog):
     ) == 1
     with pytest.raises(ValueError, match="float64"):
         fast_weight(**draw_inputs(SHAPE), rule="sum", backend="cuda")
-    with pytest.raises(ValueError, match="only steps"):
+    with pytest.raises(ValueError, match="rule 'fwm' has no kernel"):
         fast_weight(**draw_inputs(SHAPE), rule="fwm", gates=draw_gates(RULES["fwm"], SHAPE), backend="cuda")
 
 

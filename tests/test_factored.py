@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import CASES, CHUNKED, assert_same, draw_gates, draw_inputs, run_with_gradients
+from conftest import CASES, FITTING, assert_same, draw_gates, draw_inputs, run_with_gradients
 from torch import Tensor
 
 from fw_fairseq.ops import Factors, fast_weight
@@ -13,7 +13,7 @@ from fw_fairseq.rules import RULES
 K, V, TOKENS = 12, 6, 9  # 4 tokens are smaller as factors
 SHAPE = (3, 2, TOKENS, K, V)
 TOLERANCE = 1e-10  # float64 sums in another order
-FACTORED = [(rule, norm) for rule, norm in CASES if rule in CHUNKED]
+FACTORED = [(rule, norm) for rule, norm in CASES if rule in FITTING]
 
 
 def decode(rule, inputs, gates, masks=None, between=lambda state: state, **options):

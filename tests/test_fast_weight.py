@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import CASES, CHUNKED, NORMALISED, assert_same, draw_gates, draw_inputs, draw_state, run_with_gradients
+from conftest import CASES, CHUNKED, FITTING, NORMALISED, assert_same, draw_gates, draw_inputs, draw_state, run_with_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,8 +48,9 @@ def test_chunk_form_equals_step_form(rule, attention_norm, with_state, padding):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, GATE64), (torch.float32, FLOAT32)])
-@pytest.mark.parametrize("rule", CHUNKED)
+@pytest.mark.parametrize("rule", FITTING)
 def test_gates_at_both_extremes(rule, dtype, tolerance):
+    """Not for fwm, whose gradient jumps where the memory reaches the ball: rounding decides on which side it is."""
     compare(rule, (2, 2, 150, 4, 5), tolerance, dtype=dtype, with_state=True, extreme=True)
 
 
@@ -130,7 +131,7 @@ def test_any_strides(rule, order, step, seed):
     assert_same(results({n: strided(x) for n, x in inputs.items()}), results(inputs), FLOAT64)
 
 
-@pytest.mark.parametrize("rule", CHUNKED)
+@pytest.mark.parametrize("rule", FITTING)
 def test_fairseq_layout_is_not_copied(rule):
     """q, k, v as slices of one (T,B,C) projection: y comes back in the layout of v, ready for the output projection."""
     T, B, H, D = 40, 2, 3, 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import CHUNKED, assert_same, draw_gates, draw_inputs
+from conftest import FITTING, assert_same, draw_gates, draw_inputs
 
 from fw_fairseq.ops import fast_weight
 from fw_fairseq.ops.recall import recall
@@ -14,7 +14,7 @@ SHAPE = (2, 3, 17, 5, 4)
 
 
 @pytest.mark.parametrize("extreme", [False, True])
-@pytest.mark.parametrize("rule", CHUNKED)
+@pytest.mark.parametrize("rule", FITTING)
 def test_recall_is_the_last_read_of_the_recurrence(rule, extreme):
     inputs, gates = draw_inputs(SHAPE), draw_gates(RULES[rule], SHAPE, extreme=extreme)
     leaves = inputs | gates

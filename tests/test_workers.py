@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 from commands import preloaded
-from conftest import CASES, CHUNKED, assert_same, draw_gates, draw_inputs, draw_state
+from conftest import CASES, FITTING, assert_same, draw_gates, draw_inputs, draw_state
 from torch import distributed
 
 from fw_fairseq.ops import FastWeightState, RowMap, fast_weight
@@ -15,7 +15,7 @@ from fw_fairseq.rules import RULES
 
 ENDS = [0, 21, 57, 70]  # where the parts of three workers begin and end
 SHAPE = (2, 2, ENDS[-1], 4, 3)
-ACROSS = [(rule, norm, options) for rule, norm in CASES if rule in CHUNKED for options in ("", "state", "state padding reset")]
+ACROSS = [(rule, norm, options) for rule, norm in CASES if rule in FITTING for options in ("", "state", "state padding reset")]
 ACROSS += [(rule, True, "scale state reset") for rule, entry in RULES.items() if entry.normaliser == "write"]
 LOWER = [("delta", True, "state", torch.bfloat16), ("gated_delta", False, "state", torch.float32)]
 

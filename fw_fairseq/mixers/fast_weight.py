@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..feature_maps import FEATURE_MAPS, FeatureMap, l2_normalise, sum_normalise, wide
 from ..ops import FastWeightState, RowMap, fast_weight
+from ..ops.checks import missing_form
 from ..ops.recall import until_end
 from ..rules import RULES, Rule
 from .base import Mixer
@@ -159,8 +160,9 @@ def check_combination(config, phi: FeatureMap) -> None:
     """Refuses what cannot work, in one sentence that says what to use."""
     name, norm, map_name = str(config.update_rule), str(config.feature_norm), str(config.feature_map)
     rule = RULES[name]
-    if rule.step is not None and str(config.fast_weight_backend) in ("chunkwise", "cuda"):
-        raise ValueError(f"--update-rule {name} runs in steps only; use --fast-weight-backend auto or recurrent")
+    missing = missing_form(rule, str(config.fast_weight_backend))
+    if missing is not None:
+        raise ValueError(f"--update-rule {name} has no {missing}; use --fast-weight-backend auto or recurrent")
     if norm == "sum" and not phi.non_negative:
         raise ValueError(f"--feature-norm sum needs a non-negative --feature-map, not {map_name}; use --feature-norm none or l2")
     if config.attention_norm and rule.normaliser is None:

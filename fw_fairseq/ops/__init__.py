@@ -79,7 +79,7 @@ def fast_weight(
     with torch.autocast(q.device.type, enabled=False):
         gates = {name: gate.to(state.memory.dtype) for name, gate in gates.items()}
         if spec.step is not None:
-            y, memory = scan(spec.step, q, k, v, gates, state.memory, padding_mask, reset_mask)
+            y, memory = own_form(spec, backend, q, k, v, gates, state.memory, padding_mask, reset_mask)
             return y, state._replace(memory=memory)
         coefficients = spec.coefficients(**gates)
         if padding_mask is not None:
@@ -156,6 +156,14 @@ def empty_state(
     normaliser = torch.zeros(batch, heads, key_width, device=device, dtype=dtype) if attention_norm else None
     scale = torch.full((batch, heads), -torch.inf, device=device, dtype=dtype) if log_scale else None
     return FastWeightState(memory, normaliser, scale)
+
+
+def own_form(spec: Rule, backend: str, q, k, v, gates, memory, padding_mask, reset_mask) -> tuple[Tensor, Tensor]:
+    """Of a rule outside the recurrence."""
+    if spec.sequence is None or backend == "recurrent" or q.shape[2] == 1:
+        return scan(spec.step, q, k, v, gates, memory, padding_mask, reset_mask)
+    y, memory = spec.sequence(*(x.to(memory.dtype) for x in (q, k, v)), memory, padding_mask, reset_mask, **gates)
+    return y.to(v.dtype), memory
 
 
 def run_form(backend: str, row_map: RowMap, q, k, v, coefficients: Coefficients, memory):

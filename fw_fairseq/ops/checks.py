@@ -21,9 +21,9 @@ def check_call(rule, q, k, v, backend, attention_norm, eps, key_log_scale, paddi
     spec = RULES[rule]
     check_tensors(q, k, v)
     check_choice("backend", backend, BACKENDS)
-    if spec.step is not None and backend in ("chunkwise", "cuda"):
-        missing = {"chunkwise": "chunk form", "cuda": "kernel"}[backend]
-        raise ValueError(f"rule {rule!r} has no {missing}, only steps; use backend='auto' or 'recurrent'")
+    missing = missing_form(spec, backend)
+    if missing is not None:
+        raise ValueError(f"rule {rule!r} has no {missing}; use backend='auto' or 'recurrent'")
     if not isinstance(attention_norm, bool):
         raise ValueError(f"attention_norm is a {type(attention_norm).__name__}; it must be True or False")
     if feature_map is not None:
@@ -39,6 +39,13 @@ def check_call(rule, q, k, v, backend, attention_norm, eps, key_log_scale, paddi
         if mask is not None:
             check_mask(name, mask, q, meaning)
     return spec
+
+
+def missing_form(rule: Rule, backend: str) -> str | None:
+    """What a rule outside the recurrence lacks for this backend."""
+    if backend == "cuda" and rule.step is not None:
+        return "kernel"
+    return "chunk form" if backend == "chunkwise" and rule.step is not None and rule.sequence is None else None
 
 
 def check_choice(name: str, value, allowed) -> None:
