@@ -38,6 +38,22 @@ def test_conversion_on_wikitext2(tmp_path):
     assert stamps == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.pt")}
 
 
+def test_table_of_several_seeds(tmp_path):
+    """Mean and standard deviation of what each seed reached."""
+    words = [f"w{i}" for i in range(12000)]  # more than the cutoffs of the adaptive softmax
+    for split, count in (("train", 12000), ("valid", 300), ("test", 300)):
+        (tmp_path / f"{split}.txt").write_text("".join(" ".join(words[i : i + 30]) + "\n" for i in range(0, count, 30)))
+    done = recipe("wikitext2/table.sh", tmp_path / "out", DATA=str(tmp_path), UPDATES="2", ROWS="sru", SEEDS="1 2")
+    [row] = [line for line in succeed(done).splitlines() if line.startswith("| sru | ")]
+    reached = [[float(number) for number in re.findall(r"[\d.]+", line)[1:]] for line in done.stderr.splitlines() if "seed" in line]
+    assert len(reached) == 2 and reached[0] != reached[1]
+    for cell, (one, other) in zip(row.split(" | ")[1:3], zip(*reached)):
+        mean, deviation = map(float, cell.split(" ± "))
+        assert mean == pytest.approx((one + other) / 2, abs=0.01) and deviation == pytest.approx(
+            abs(one - other) / 2**0.5, abs=0.01
+        )
+
+
 def test_gpt2(tmp_path):
     """The four scripts as they are."""
     variables = {"PYTHON": sys.executable, "RULE": "delta", "M": "4", "VARIANT": "norm"}

@@ -4,17 +4,19 @@
 # Data:     DATA=folder with train.txt, valid.txt, test.txt: WikiText-2, word level, <unk> kept (CC BY-SA). Not downloaded here.
 # Hardware: one CPU core; 6 minutes a row at 1500 updates of 1024 tokens, 700 MB.
 # Expect:   the tables in docs/results/wikitext2.md.
-# usage:    DATA=folder [OUT=folder] [UPDATES=1500] [ROWS="softmax delta_elu"] recipes/wikitext2/table.sh
+# usage:    DATA=folder [OUT=folder] [UPDATES=1500] [ROWS="softmax delta_elu"] [SEEDS="1 2 3"] recipes/wikitext2/table.sh
 #
 #           SPEED=rounds ... trains nothing: times forward and backward of the rows in turns
 #
-# Each row resumes from its last checkpoint, and a finished one is only evaluated again. Prints one table row for each.
+# Each run resumes from its last checkpoint, and a finished one is only evaluated again. Prints one table row for each row: with
+# several seeds perplexities are mean and standard deviation.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 data=${DATA:?DATA must be the folder with train.txt, valid.txt and test.txt of WikiText-2}
 out=${OUT:-outputs/wikitext2}
 updates=${UPDATES:-1500}
+seeds=${SEEDS:-1}
 rows=${ROWS:-softmax sum_elu delta_elu delta_dpfp gated decay gated_delta}
 bin=${BIN:-.venv/bin}
 here=$PWD
@@ -59,21 +61,30 @@ evaluate() { # CHECKPOINT ARGUMENTS...: perplexity on the test text
         sed -n 's/.*Perplexity: //p'
 }
 
+summary() { # NUMBERS...: the mean, and how far they spread
+    printf '%s\n' "$@" | awk '{ sum += $1; squares += $1 * $1 }
+        END { printf "%.2f", sum / NR; if (NR > 1) { d = (squares - sum * sum / NR) / (NR - 1); printf " ± %.2f", sqrt(d > 0 ? d : 0) } }'
+}
+
 echo "| row | test perplexity, context 0 | sliding, context 192 | training words/s | numbers kept of 256 tokens |"
 echo "|---|---:|---:|---:|---:|"
 for row in $rows; do
-    folder=$out/$row-$updates
-    # shellcheck disable=SC2086
-    "$bin/fairseq-train" "$out/data" --user-dir "$here/fw_fairseq" --task language_modeling --save-dir "$folder" \
-        "${model[@]}" ${options[$row]} --max-tokens 1024 \
-        --optimizer adam --adam-betas '(0.9, 0.98)' --weight-decay 0.01 --clip-norm 1.0 \
-        --lr 0.003 --lr-scheduler polynomial_decay --warmup-updates 150 --total-num-update "$updates" --max-update "$updates" \
-        --no-epoch-checkpoints --log-format simple --log-interval 50 --seed 1 >>"$folder.log" 2>&1 ||
-        { tail -n 3 "$folder.log" >&2; exit 1; }
-    checkpoint=$folder/checkpoint_last.pt
+    plain=() sliding=()
+    for seed in $seeds; do
+        folder=$out/$row-$updates-$seed
+        # shellcheck disable=SC2086
+        "$bin/fairseq-train" "$out/data" --user-dir "$here/fw_fairseq" --task language_modeling --save-dir "$folder" \
+            "${model[@]}" ${options[$row]} --max-tokens 1024 \
+            --optimizer adam --adam-betas '(0.9, 0.98)' --weight-decay 0.01 --clip-norm 1.0 \
+            --lr 0.003 --lr-scheduler polynomial_decay --warmup-updates 150 --total-num-update "$updates" --max-update "$updates" \
+            --no-epoch-checkpoints --log-format simple --log-interval 50 --seed "$seed" >>"$folder.log" 2>&1 ||
+            { tail -n 3 "$folder.log" >&2; exit 1; }
+        checkpoint=$folder/checkpoint_last.pt
+        plain+=("$(evaluate "$checkpoint" --task language_modeling --tokens-per-sample 256 --max-tokens 1024)")
+        sliding+=("$(evaluate "$checkpoint" --task sliding_language_modeling --tokens-per-sample 256 --context-window 192 --batch-size 16)")
+        echo "$row, seed $seed: ${plain[-1]}, sliding ${sliding[-1]}" >&2
+    done
     speed=$(sed -n 's/.*train_inner.* wps=\([0-9.]*\).*/\1/p' "$folder.log" | sort -n | awk '{v[NR]=$1} END {printf "%.0f", v[int((NR+1)/2)]}')
-    plain=$(evaluate "$checkpoint" --task language_modeling --tokens-per-sample 256 --max-tokens 1024)
-    sliding=$(evaluate "$checkpoint" --task sliding_language_modeling --tokens-per-sample 256 --context-window 192 --batch-size 16)
     kept=$(PYTHONPATH=$here "$bin/python" recipes/wikitext2/state.py "$checkpoint" "$out/data" 256 2>>"$folder.log")
-    echo "| $row | $plain | $sliding | $speed | $kept |"
+    echo "| $row | $(summary "${plain[@]}") | $(summary "${sliding[@]}") | $speed | $kept |"
 done
