@@ -1,9 +1,14 @@
 """Fast weights and linear attention for fairseq (``--user-dir fw_fairseq``).
 
-``fw_fairseq.ops``, ``rules`` and ``feature_maps`` need torch alone. fairseq is set up only where fairseq itself does the import.
+``fw_fairseq.ops``, ``rules`` and ``feature_maps`` need torch alone. What fairseq
+needs is registered where fairseq does the import, or as soon as it is imported itself.
 """
 
 import sys
 
 if sys.modules.get("fairseq"):
     from . import registration  # noqa: F401
+else:
+    from .late_registration import WithFairseq
+
+    sys.meta_path.insert(0, WithFairseq())

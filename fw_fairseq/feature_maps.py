@@ -14,17 +14,17 @@ from torch.nn import functional as F
 
 
 class FeatureMap(nn.Module):
-    """phi. ``out_dim``: its width; ``non_negative``: whether sum and attention normalisation make sense with it; ``row_map``: how
-    ``ops.row_map`` calls what it does to ``linear(x)``, if that has no parameters."""
+    """phi. ``out_dim``: its width; ``non_negative``: whether sum and attention normalisation make sense with it; ``at_most_one``:
+    whether no phi(x) is longer than 1; ``row_map``: how ``ops.row_map`` calls what it does to ``linear(x)``, if that has no
+    parameters."""
 
     equation = ""
-    non_negative = False
+    non_negative = at_most_one = False
     row_map: str | None = None
 
-    def __init__(self, head_dim: int, out_dim: int | None = None):
+    def __init__(self, head_dim: int, out_dim: int):
         super().__init__()
-        self.head_dim = positive("head_dim", head_dim)
-        self.out_dim = head_dim if out_dim is None else positive("out_dim", out_dim)
+        self.head_dim, self.out_dim = positive("head_dim", head_dim), positive("out_dim", out_dim)
 
     def scaled(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Features and None, or features kept at most 1 with the log of the factor (...,) taken out of them.
@@ -44,7 +44,12 @@ class FeatureMap(nn.Module):
         return f"head_dim={self.head_dim}, out_dim={self.out_dim}"
 
 
-class Identity(FeatureMap):
+class Elementwise(FeatureMap):
+    def __init__(self, head_dim: int):
+        super().__init__(head_dim, head_dim)
+
+
+class Identity(Elementwise):
     equation = "x"
     row_map = "identity"
 
@@ -52,7 +57,7 @@ class Identity(FeatureMap):
         return x
 
 
-class Elu(FeatureMap):
+class Elu(Elementwise):
     equation = "elu(x) + 1"
     non_negative = True
     row_map = "elu"
@@ -61,7 +66,7 @@ class Elu(FeatureMap):
         return elu(x)
 
 
-class Tanh(FeatureMap):
+class Tanh(Elementwise):
     equation = "tanh(x)"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,10 +81,10 @@ class LearnedRelu(FeatureMap):
     row_map = "relu"
 
     def __init__(self, head_dim: int, out_dim: int | None = None, heads: int | None = None):
-        super().__init__(head_dim, out_dim)
-        leading = () if heads is None else (positive("heads", heads),)
-        self.weight = nn.Parameter(torch.empty(*leading, self.head_dim, self.out_dim))
-        self.bias = nn.Parameter(torch.zeros(*leading, 1, self.out_dim))
+        super().__init__(head_dim, head_dim if out_dim is None else out_dim)
+        heads = () if heads is None else (positive("heads", heads),)
+        self.weight = nn.Parameter(torch.empty(*heads, self.head_dim, self.out_dim))
+        self.bias = nn.Parameter(torch.zeros(*heads, *(1 for _ in heads), self.out_dim))
         for head in self.weight.view(-1, self.head_dim, self.out_dim):
             nn.init.xavier_uniform_(head)
 
@@ -98,7 +103,7 @@ class Dpfp(FeatureMap):
     row_map = "dpfp"
 
     def __init__(self, head_dim: int, nu: int = 1):
-        if not 1 <= nu < 2 * positive("head_dim", head_dim):
+        if positive("nu", nu) >= 2 * positive("head_dim", head_dim):
             raise ValueError(f"nu is {nu}; it must be from 1 to 2 * head_dim - 1 = {2 * head_dim - 1}")
         super().__init__(head_dim, 2 * nu * head_dim)
         self.nu = nu
@@ -159,6 +164,7 @@ class Rfa(RandomFeatures):
     """Random Fourier features of the unit vector of x, its coordinates times a learned scale."""
 
     equation = "[sin(R (s * x/|x|)), cos(R (s * x/|x|))] / sqrt(m), s learned"
+    at_most_one = True
 
     def __init__(self, head_dim: int, features: int | None = None, orthogonal: bool = True):
         super().__init__(head_dim, features, orthogonal)
@@ -193,7 +199,8 @@ def dpfp(x: Tensor, nu: int = 1) -> Tensor:
 def sum_normalise(features: Tensor, eps: float = 1e-6) -> Tensor:
     """Non-negative features divided by their sum; a sum below eps counts as eps, so a zero vector stays zero, gradient finite."""
     wide_features = wide(features)
-    return (wide_features / wide_features.sum(-1, keepdim=True).clamp(min=eps)).to(features.dtype)
+    total = wide_features.sum(-1, keepdim=True)
+    return (wide_features / total.clamp(min=eps).masked_fill(total == 0, 1)).to(features.dtype)  # fp16 does not hold 1 / eps
 
 
 def l2_normalise(features: Tensor) -> Tensor:
@@ -219,6 +226,6 @@ def wide(x: Tensor) -> Tensor:
 
 
 def positive(name: str, value: int) -> int:
-    if value < 1:
-        raise ValueError(f"{name} is {value}; it must be at least 1")
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
     return value

@@ -54,6 +54,21 @@ def test_gates_at_both_extremes(rule, dtype, tolerance):
     compare(rule, (2, 2, 150, 4, 5), tolerance, dtype=dtype, with_state=True, extreme=True)
 
 
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, GATE64), (torch.float32, FLOAT32)])
+@pytest.mark.parametrize("rule", FITTING)
+def test_small_gates_everywhere(rule, dtype, tolerance):
+    """Gradients are then small differences of what no gate decays, unless that is left out."""
+    inputs = draw_inputs(SHAPE, dtype)
+    gates = {n: (g.detach() * 9e-3 + 1e-3).requires_grad_() for n, g in draw_gates(RULES[rule], SHAPE, dtype).items()}
+
+    def results(to, backend):
+        leaves = {n: x.detach().to(to).requires_grad_() for n, x in (inputs | gates).items()}
+        q, k, v = (leaves[n] for n in "qkv")
+        return run_with_gradients(leaves, lambda: fast_weight(q, k, v, rule, {n: leaves[n] for n in gates}, backend=backend))
+
+    assert_same(results(dtype, "chunkwise"), results(torch.float64, "recurrent"), tolerance)
+
+
 @pytest.mark.parametrize("rule", CHUNKED)
 def test_incoming_gradients_stay_as_they_are(rule):
     """The gradient of the final memory belongs to the caller."""

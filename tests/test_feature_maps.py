@@ -176,5 +176,24 @@ def test_bad_options(name, options, message):
 
 @pytest.mark.parametrize("name", FEATURE_MAPS)
 def test_bad_width(name):
-    with pytest.raises(ValueError, match="head_dim is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match="head_dim is 0; it must be an integer of at least 1"):
         FEATURE_MAPS[name](0)
+
+
+@pytest.mark.parametrize("name", FEATURE_MAPS)
+def test_a_single_vector(name):
+    phi = FEATURE_MAPS[name](6)
+    assert phi(torch.randn(6)).shape == (phi.out_dim,)
+    assert not phi.at_most_one or (phi(torch.randn(9, 6) * 5).norm(dim=-1) <= 1 + 1e-5).all()
+
+
+@pytest.mark.parametrize("name", ["identity", "elu", "tanh"])
+def test_elementwise_maps_have_no_other_width(name):
+    with pytest.raises(TypeError):
+        FEATURE_MAPS[name](6, out_dim=3)
+
+
+def test_sum_normalisation_has_a_gradient_at_zero_in_half_precision():
+    x = torch.tensor([[1.0, 0.0, 0.0, 0.0]], dtype=torch.float16, requires_grad=True)
+    sum_normalise(FEATURE_MAPS["dpfp"](4)(x)).sum().backward()
+    assert x.grad.isfinite().all()

@@ -35,6 +35,17 @@ def test_import_is_quiet_and_free_of_fairseq(module):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_fairseq_after_the_operation():
+    """Who imports the operation first finds everything registered with fairseq later."""
+    code = (
+        "from fw_fairseq.ops import fast_weight; import fairseq; from fairseq.models import ARCH_MODEL_REGISTRY as models;"
+        "from fairseq.tasks import TASK_REGISTRY as tasks; from fairseq.criterions import CRITERION_REGISTRY as criterions;"
+        "assert 'fast_weight_lm' in models and 'associative_retrieval' in tasks and 'retrieval_mse' in criterions"
+    )
+    done = run(sys.executable, "-c", code, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+
+
 def test_user_dir_from_a_checkout(tmp_path):
     """An interpreter that has fairseq but not this package: --user-dir is enough."""
     code = (

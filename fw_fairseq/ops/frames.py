@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .chunk import Chunk, Decay, backward, final_memory, gate_gradient, outputs, solve
 
-SMALLEST_GATE = 1e-9  # smaller gates count as this: invisible in fp32, and their gradient stays right to 1e-6
+SMALLEST_GATE = 1e-9  # smaller gates count as this: invisible in fp32, and the error of their gradient below 1e-6
 NARROW_GATE = 1e-3  # from here on fp32 holds the products of 8 gates, and their gradient to about 1e-6 / gate
 CHUNK = 32  # tokens; the products of as many gates on either side stay inside float64
 UNGATED_CHUNK = 64  # without gates nothing limits it; the fastest of 32, 64 and 128 on a CPU
@@ -173,19 +173,27 @@ class Narrow:
         key, value = c.key, c.value
         dy = dy.unflatten(1, (-1, NARROW_CHUNK))
         dy_middle, dy_start = dy * value.middle, dy * value.start
-        dscores = (dy_middle @ c.v_back.mT).tril_()
+        dscores = (dy_middle @ c.v_back.mT).tril_(-1)
         dends, dmemory = c.chain(dfinal, c.q_start.mT @ dy_start, backwards=True)
+        own, scores = c.scores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1), c.scores.tril(-1)
 
-        y = (c.scores @ c.v_back).mul_(dy_middle).addcmul_(c.q_start @ c.starts, dy_start)  # times its gradient
+        # What no gate decays, a token's read of itself and the last one's place in the memory, is nothing to the gates: it comes last.
+        y = (scores @ c.v_back).mul_(dy_middle).addcmul_(c.q_start @ c.starts, dy_start)  # times its gradient
         dq = (dscores @ c.k_back).mul_(key.middle).addcmul_(dy_start @ c.starts.mT, key.start)
+        dk = (dscores.mT @ c.q_middle).mul_(key.back)
+        dv = (scores.mT @ dy_middle).mul_(value.back)
         dk_end, dv_end = c.v_end @ dends.mT, c.k_end @ dends
-        dk = (dscores.mT @ c.q_middle).mul_(key.back).addcmul_(dk_end, key.end)
-        dv = (c.scores.mT @ dy_middle).mul_(value.back).addcmul_(dv_end, value.end)
-
+        key_ends, value_ends = dk_end * c.k_end, dv_end * c.v_end
+        key_ends[..., -1, :], value_ends[..., -1, :] = 0, 0
         carried = c.starts.mul_(dends).mul_(key.total.mT).mul_(value.total)
-        dkeys, dvalues = (c.q * dq).addcmul_(c.k, dk, value=-1), y.addcmul_(c.v, dv, value=-1)
-        df = gate_gradient(dkeys, carried.sum(-1) + dk_end.mul_(c.k_end).sum(2), c.f)
-        dz = gate_gradient(dvalues, carried.sum(-2) + dv_end.mul_(c.v_end).sum(2), c.z)
+        dkeys, dvalues = (c.q * dq).addcmul_(c.k, dk, value=-1).sub_(key_ends), y.addcmul_(c.v, dv, value=-1).sub_(value_ends)
+        df = gate_gradient(dkeys, carried.sum(-1) + key_ends.sum(2), c.f)
+        dz = gate_gradient(dvalues, carried.sum(-2) + value_ends.sum(2), c.z)
+
+        down = (dy * c.v).sum(-1, keepdim=True)
+        dq.addcmul_(down, c.k)
+        dk.addcmul_(dk_end, key.end).addcmul_(down, c.q)
+        dv.addcmul_(dv_end, value.end).addcmul_(own, dy)
         dw = None if c.w is None else (dv * c.source).sum(-1, keepdim=True)
         grads = (dq, dk, dv if c.w is None else dv * c.w, df, dz, None, dw)
         return tuple(None if g is None else g.flatten(1, 2) for g in grads), dmemory
