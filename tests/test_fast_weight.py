@@ -285,6 +285,59 @@ def test_key_log_scale(rule):
     assert y.isfinite().all()
 
 
+@pytest.mark.parametrize("backend", ["recurrent", "auto"])
+@pytest.mark.parametrize("rule", [r for r in NORMALISED if RULES[r].normaliser == "write"])
+def test_a_scale_does_not_outlive_its_keys(rule, backend):
+    """A new text, and what is left after gates of 1/2, are as if a key 30 nats larger had never been."""
+    q, k, v = (x.detach().float() for x in draw_inputs(SHAPE, positive=True).values())
+    gates = {n: torch.full_like(g, 0.5, dtype=torch.float32) for n, g in draw_gates(RULES[rule], SHAPE).items()}
+    mask = torch.zeros(SHAPE[0], SHAPE[2], dtype=torch.bool)
+    mask[:, 40] = rule == "sum"
+    plain, large = torch.zeros(2, *SHAPE[:3])
+    large[:, :, 0] = 30
+    results = [
+        fast_weight(q, k, v, rule, gates, attention_norm=True, key_log_scale=scale, reset_mask=mask, backend=backend)
+        for scale in (large, plain)
+    ]
+    (y, state), (want, final) = results
+    rows = slice(40 if rule == "sum" else 74, None)
+    torch.testing.assert_close(y[:, :, rows], want[:, :, rows], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state.log_scale, final.log_scale)
+
+
+def test_delta_attention_norm_after_a_text_of_large_keys():
+    q, k, v = (x.detach().float() for x in draw_inputs(SHAPE, positive=True).values())
+    beta = {"beta": torch.rand(SHAPE[:3])}
+    mask = torch.zeros(SHAPE[0], SHAPE[2], dtype=torch.bool)
+    mask[:, 40] = True
+    large = torch.where(torch.arange(SHAPE[2]) < 40, 1e5, 1.0)[:, None]
+    y, state = fast_weight(q, k * large, v, "delta", beta, attention_norm=True, reset_mask=mask, backend="recurrent")
+    second = [x[:, :, 40:] for x in (q, k, v)]
+    want, final = fast_weight(*second, "delta", {"beta": beta["beta"][:, :, 40:]}, attention_norm=True, backend="recurrent")
+    torch.testing.assert_close(y[:, :, 40:], want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state.normaliser, final.normaliser)
+
+
+@pytest.mark.parametrize("rule", ["sum", "gated", "delta", "gated_delta"])
+def test_a_graph_of_the_whole_operation(rule):
+    """Not with gates per channel: how a chunk runs depends on their values."""
+    torch.compiler.reset()
+    inputs, gates = draw_inputs(SHAPE, torch.float32), draw_gates(RULES[rule], SHAPE, torch.float32)
+
+    def call(q, k, v, gates):
+        return fast_weight(q, k, v, rule, gates)[0]
+
+    y = torch.compile(call, fullgraph=True, backend="eager")(*inputs.values(), gates)
+    torch.testing.assert_close(y, call(*inputs.values(), gates))
+    assert all(g is not None for g in torch.autograd.grad(y.sum(), [*inputs.values(), *gates.values()]))
+
+
+def test_a_state_holds_no_other_tokens():
+    inputs = draw_inputs((1, 1, 500, 4, 4), positive=True)
+    _, state = fast_weight(**inputs, rule="delta", gates={"beta": torch.rand(1, 1, 500)}, attention_norm=True)
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in state if x is not None)
+
+
 def test_delta_attention_norm_is_the_papers():
     """Eq. 24 to 28 written out, one step after the other."""
     q, k, v = (x[0, 0].detach() for x in draw_inputs((1, 1, 12, 4, 3), positive=True).values())

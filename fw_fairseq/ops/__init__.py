@@ -131,9 +131,10 @@ def normalised(
     log_scale = state.log_scale
     if key_log_scale is not None:
         key_log_scale, last = key_log_scale.to(log_scale.dtype), None
+        left = normalisation.log_left(coefficients.f, key_log_scale, reset_mask)
         if group is not None:
-            log_scale, last = largest_scales(group, key_log_scale, log_scale)
-        coefficients, log_scale = normalisation.rescale_writes(coefficients, key_log_scale, log_scale)
+            log_scale, last = largest_scales(group, key_log_scale, log_scale, left)
+        coefficients, log_scale = normalisation.rescale_writes(coefficients, key_log_scale, log_scale, left)
         log_scale = log_scale if last is None else last
     if q.shape[2] == 1 and group is None and not has_kernels(q):  # a column would copy the memory for one token
         one = torch.ones_like(v[..., :1], dtype=state.memory.dtype)

@@ -85,6 +85,8 @@ def chunk_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memo
     """q, k (B,H,T,K), v (B,H,T,V), memory (B,H,K,V) -> y (B,H,T,V) in v's dtype, final memory; computed in memory's dtype."""
     if coefficients.z is not None and coefficients.e is not None:
         raise ValueError("a rule with both a value-side decay z and an erase e has no chunk form; use backend='recurrent'")
+    if coefficients.w is not None and coefficients.w is coefficients.e:  # torch.compile wants no input twice
+        coefficients = coefficients._replace(w=coefficients.w.view_as(coefficients.w))
     inputs = (q, k, v, *coefficients, memory)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     return ChunkScan.apply(*inputs, keep)

@@ -177,7 +177,7 @@ class Narrow:
         dends, dmemory = c.chain(dfinal, c.q_start.mT @ dy_start, backwards=True)
         own, scores = c.scores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1), c.scores.tril(-1)
 
-        # What no gate decays, a token's read of itself and the last one's place in the memory, is nothing to the gates: it comes last.
+        # What no gate decays, a token's read of itself and the last one's write into the memory, is nothing to the gates.
         y = (scores @ c.v_back).mul_(dy_middle).addcmul_(c.q_start @ c.starts, dy_start)  # times its gradient
         dq = (dscores @ c.k_back).mul_(key.middle).addcmul_(dy_start @ c.starts.mT, key.start)
         dk = (dscores.mT @ c.q_middle).mul_(key.back)
