@@ -49,7 +49,7 @@ def fast_weight(
         backend: "recurrent" one token at a time, "chunkwise" matrix products, "cuda" the kernels, "auto" the best that runs.
         attention_norm: divides y_t by n_t . q_t + eps, n_t the accumulated keys. For non-negative feature maps.
         padding_mask: (B,T), True at padding: such a step leaves the state as it is and outputs 0.
-        reset_mask: (B,T), True where the memory is emptied before the step: the first token of a new text.
+        reset_mask: (B,T), True where the memory is emptied before the step, at the first token of a new text; chunks leave 1e-9.
         key_log_scale: (B,H,T): the keys stand for k exp(key_log_scale); see ``FeatureMap.scaled``. With attention_norm only.
         feature_map: q and k are (B,H,T,D), and this makes features of them; kernels do it as they load them, so that features
             are never in memory.

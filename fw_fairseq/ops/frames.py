@@ -15,8 +15,7 @@ from .chunk import Chunk, Decay, backward, final_memory, gate_gradient, outputs,
 
 SMALLEST_GATE = 1e-9  # smaller gates count as this: invisible in fp32, and the error of their gradient below 1e-6
 NARROW_GATE = 1e-3  # from here on fp32 holds the products of 8 gates, and their gradient to about 1e-6 / gate
-CHUNK = 32  # tokens; the products of as many gates on either side stay inside float64
-UNGATED_CHUNK = 64  # without gates nothing limits it; the fastest of 32, 64 and 128 on a CPU
+CHUNK = 32  # tokens; the products of as many gates on either side stay inside float64, and the fastest without gates on a CPU
 NARROW_CHUNK = 16  # where it runs in fp32, two side by side
 
 
