@@ -1,14 +1,16 @@
-"""For a program that imports the operation first and fairseq later."""
+"""For a program that imports the operation first and has fairseq import this directory later: fairseq then takes it for done."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from importlib.abc import MetaPathFinder
+from pathlib import Path
 
 
 class WithFairseq(MetaPathFinder):
-    """Once: when fairseq has been imported, what fairseq finds in this directory is registered."""
+    """Once, when fairseq is imported: from then on its ``import_user_module`` registers what is here."""
 
     def find_spec(self, name: str, path, target=None):
         if name != "fairseq" or self not in sys.meta_path:
@@ -18,9 +20,23 @@ class WithFairseq(MetaPathFinder):
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
-            def load_and_register(module) -> None:
+            def load_and_wrap(module) -> None:
                 load(module)
-                importlib.import_module(".registration", __package__)
+                wrap_import()
 
-            spec.loader.exec_module = load_and_register
+            spec.loader.exec_module = load_and_wrap
         return spec
+
+
+def wrap_import() -> None:
+    from fairseq import utils
+
+    import_user_module = utils.import_user_module
+
+    @functools.wraps(import_user_module)
+    def and_register(args) -> None:
+        import_user_module(args)
+        if getattr(args, "user_dir", None) and Path(args.user_dir).name == __package__:
+            importlib.import_module(".registration", __package__)
+
+    utils.import_user_module = and_register

@@ -35,13 +35,16 @@ def test_import_is_quiet_and_free_of_fairseq(module):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_fairseq_after_the_operation():
-    """Who imports the operation first finds everything registered with fairseq later."""
+@pytest.mark.parametrize("first", ["ops import fast_weight", "mixers.fast_weight import FastWeight"])
+def test_fairseq_after_the_operation(first):
+    """Who imports the operation first, or a part that needs fairseq itself, finds everything registered by --user-dir later."""
     code = (
-        "from fw_fairseq.ops import fast_weight; import fairseq; from fairseq.models import ARCH_MODEL_REGISTRY as models;"
+        "from argparse import Namespace; from fw_fairseq.{}; from fairseq import utils;"
+        f"utils.import_user_module(Namespace(user_dir={str(ROOT / 'fw_fairseq')!r}));"
+        "from fairseq.models import ARCH_MODEL_REGISTRY as models;"
         "from fairseq.tasks import TASK_REGISTRY as tasks; from fairseq.criterions import CRITERION_REGISTRY as criterions;"
         "assert 'fast_weight_lm' in models and 'associative_retrieval' in tasks and 'retrieval_mse' in criterions"
-    )
+    ).format(first)
     done = run(sys.executable, "-c", code, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
 
