@@ -6,8 +6,6 @@ and its autograd. The backward keeps the inputs and one memory per chunk, and re
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -15,33 +13,6 @@ from torch.autograd.function import once_differentiable
 from ..rules import Coefficients
 from .autograd import as_written
 from .frames import CHUNK, NARROW_GATE, Cut, Frame, Narrow, Still
-
-
-class Step(NamedTuple):
-    """A chunk of some of the sequences."""
-
-    span: slice
-    way: type
-    sequences: Tensor | None  # their numbers among all (B,H); None: all
-
-    def cut(self, x: Tensor) -> Tensor:
-        """(B,H,T,...) -> (N,C,...)"""
-        return self.of(x[:, :, self.span].flatten(0, 1))
-
-    def of(self, x: Tensor) -> Tensor:
-        return x if self.sequences is None else x[self.sequences]
-
-    def put(self, part: Tensor, whole: Tensor) -> None:
-        """Into (B,H,T,...), in place."""
-        if self.sequences is None:
-            whole[:, :, self.span] = part.unflatten(0, whole.shape[:2])
-        else:
-            heads = whole.shape[1]
-            whole[self.sequences // heads, self.sequences % heads, self.span] = part.to(whole.dtype)
-
-    def carry(self, part: Tensor, memory: Tensor) -> Tensor:
-        """The memory of all sequences with that of these."""
-        return part if self.sequences is None else memory.index_copy(0, self.sequences, part.to(memory.dtype))
 
 
 class ChunkScan(torch.autograd.Function):
@@ -54,13 +25,12 @@ class ChunkScan(torch.autograd.Function):
         ctx.plan = plan(operands, memory.dtype)
         y, memories, inverses = torch.empty_like(v), [], []
         carried = memory.flatten(0, 1)
-        for step in ctx.plan:
-            start = step.of(carried)
+        for span, way in ctx.plan:
             if keep:
-                memories.append(start)
-            y_chunk, end, inverse = step.way.forward(cut(operands, step), start)
-            step.put(y_chunk, y)
-            carried = step.carry(end.to(memory.dtype), carried)
+                memories.append(carried)
+            y_chunk, carried, inverse = way.forward(cut(operands, span), carried)
+            y[:, :, span] = y_chunk.unflatten(0, v.shape[:2])
+            carried = carried.to(memory.dtype)
             inverses.append(inverse)
         if keep:
             ctx.save_for_backward(*operands, *memories, *inverses)
@@ -75,44 +45,34 @@ class ChunkScan(torch.autograd.Function):
         memories, inverses = kept[: len(ctx.plan)], kept[len(ctx.plan) :]
         sequences, dtype = operands[0].shape[:2], memories[0].dtype
         grads = [None if x is None else torch.empty_like(x) for x in operands]
-        if dmemory is None:
-            dmemory = memories[0].new_zeros(sequences.numel(), *memories[0].shape[1:])
-        else:
-            dmemory = dmemory.flatten(0, 1).clone()  # chunks use it up
-        for step, memory, inverse in zip(reversed(ctx.plan), reversed(memories), reversed(inverses)):
-            chunk = cut(operands, step)
-            work = torch.float64 if step.way is Frame else dtype
-            dy_chunk = torch.zeros_like(chunk.v, dtype=work) if dy is None else step.cut(dy).to(work)
-            parts, dstart = step.way.backward(chunk, memory, inverse, dy_chunk, step.of(dmemory).to(work))
+        dmemory = torch.zeros_like(memories[0]) if dmemory is None else dmemory.flatten(0, 1).clone()  # chunks use it up
+        for (span, way), memory, inverse in zip(reversed(ctx.plan), reversed(memories), reversed(inverses)):
+            chunk = cut(operands, span)
+            work = torch.float64 if way is Frame else dtype
+            dy_chunk = torch.zeros_like(chunk.v, dtype=work) if dy is None else dy[:, :, span].flatten(0, 1).to(work)
+            parts, dmemory = way.backward(chunk, memory, inverse, dy_chunk, dmemory.to(work))
             for grad, part in zip(grads, parts):
                 if grad is not None:
-                    step.put(part if grad.dim() == part.dim() + 1 else part.squeeze(-1), grad)
-            dmemory = step.carry(dstart, dmemory)
+                    part = part.unflatten(0, sequences)
+                    grad[:, :, span] = part if grad.dim() == part.dim() else part.squeeze(-1)
         return *grads, dmemory.to(dtype).unflatten(0, sequences), None
 
 
-def cut(operands, step: Step) -> Cut:
-    return Cut(*(None if x is None else step.cut(x) for x in operands))
+def cut(operands, span: slice) -> Cut:
+    return Cut(*(None if x is None else x[:, :, span].flatten(0, 1) for x in operands))
 
 
-def plan(operands, dtype: torch.dtype) -> list[Step]:
+def plan(operands, dtype: torch.dtype) -> list[tuple[slice, type]]:
     """The chunks in order, each with the way to run it."""
     q, _, _, f, z, e, _ = operands
-    chunks = spans(q.shape[2])
+    tokens = q.shape[2]
     if z is None and (f is None or f.dim() == 3):
-        return [Step(span, Still, None) for span in chunks]
+        return [(span, Still) for span in spans(tokens)]
     if e is not None or f is None or f.dim() == 3 or z is None or dtype == torch.float64 or not f.numel():
-        return [Step(span, Frame, None) for span in chunks]
-    smallest = torch.minimum(f.amin(3), z.amin(3)).flatten(0, 1)  # of each token
-    whole = smallest.shape[1] // CHUNK
-    fits = smallest[:, : whole * CHUNK].unflatten(1, (whole, CHUNK)).amin(2).mT >= NARROW_GATE  # chunk by sequence
-    steps = []
-    for span, narrow, count in zip(chunks, fits, fits.sum(1).tolist()):
-        if 0 < count < len(narrow):
-            steps += [Step(span, Narrow, narrow.nonzero().squeeze(1)), Step(span, Frame, (~narrow).nonzero().squeeze(1))]
-        else:
-            steps.append(Step(span, Narrow if count else Frame, None))
-    return steps + [Step(span, Frame, None) for span in chunks[whole:]]
+        return [(span, Frame) for span in spans(tokens)]
+    smallest = torch.minimum(f.amin((0, 1, 3)), z.amin((0, 1, 3))).tolist()  # of each token
+    in_range = [span.stop - span.start == CHUNK and min(smallest[span]) >= NARROW_GATE for span in spans(tokens)]
+    return [(span, Narrow if fits else Frame) for span, fits in zip(spans(tokens), in_range)]
 
 
 def spans(tokens: int) -> list[slice]:
