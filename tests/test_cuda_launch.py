@@ -73,6 +73,13 @@ def test_compiles_once_and_launches_on_the_current_stream(cupy):
     assert len(cupy.modules) == 2
 
 
+@pytest.mark.parametrize("grid", [(0,), (2, 0), (1, 2, 0)])
+def test_nothing_to_do(cupy, grid):
+    """CUDA refuses a grid without blocks."""
+    start(CupyLaunch(), grid=grid)
+    assert not cupy.modules
+
+
 def test_large_shared_memory_is_asked_for(cupy):
     launch = CupyLaunch()
     start(launch, shared_bytes=48 * 1024)

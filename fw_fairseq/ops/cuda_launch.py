@@ -52,6 +52,8 @@ class CupyLaunch:
         return torch.cuda.get_device_properties(device).multi_processor_count
 
     def __call__(self, source_file, kernel_name, defines, grid, block, params, shared_bytes, device) -> None:
+        if 0 in grid:  # an empty batch, which CUDA refuses
+            return
         with torch.cuda.device(device):
             index = torch.cuda.current_device()
             key = (source_file, kernel_name, tuple(defines.items()), index)
