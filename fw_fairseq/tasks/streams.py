@@ -98,18 +98,32 @@ class StreamIterator(iterators.EpochBatchIterator):
         return {layer: tuple(state.detach().to("cpu")) for layer, state in self.carried.after.items()}
 
     def state_dict(self) -> dict:
-        return super().state_dict() | {"carried": self.collected if self.shards > 1 else [self.memories()]}
+        cut = {"segment": self.dataset.segment, "rows": len(self.dataset.rows)}
+        return super().state_dict() | cut | {"carried": self.collected if self.shards > 1 else [self.memories()]}
 
     def load_state_dict(self, state_dict: dict) -> None:
+        memories, within = state_dict.get("carried", []), state_dict.get("iterations_in_epoch", 0) > 0
+        if within:
+            self.check_cut(state_dict, len(memories))
         super().load_state_dict(state_dict)
         self.carried.clear()
-        memories = state_dict.get("carried", [])
-        if state_dict.get("iterations_in_epoch", 0) == 0:
+        if not within:
             return
         if len(memories) != self.shards:
             logger.warning("the checkpoint has %d sets of streams, not %d: all start empty", len(memories), self.shards)
         else:
             self.carried.after = {layer: SavedState(state) for layer, state in memories[self.shard].items()}
+
+    def check_cut(self, state_dict: dict, shards: int) -> None:
+        """The position is a number of segments: of others it is another place in the text, which the memories have not read to."""
+        cut = [("--tokens-per-sample", "segment", self.dataset.segment)]
+        if shards == self.shards:
+            cut.append(("--batch-size, the streams of a worker,", "rows", len(self.dataset.rows)))
+        for option, name, now in cut:
+            saved = state_dict.get(name, now)
+            if saved != now:
+                help_ = f"go on with {saved}, or read the text from its start with --reset-dataloader"
+                raise ValueError(f"{option} is {now}, but the checkpoint stopped within the text with {saved}; {help_}")
 
 
 def take_only(items: list[dict]) -> dict:
