@@ -219,6 +219,17 @@ def test_layers_that_are_kept_keep_their_mixers():
     assert kept == [False, True, False]
 
 
+@pytest.mark.parametrize("sizes, expected", [("", [4, 16, 0]), ("7,8,9,10", [7, 9, 10]), ("5", [5, 5, 5])])
+def test_layers_that_are_kept_keep_their_windows(sizes, expected):
+    layers = build(mixer="additive", window_sizes=sizes, decoder_layers=4, decoder_layers_to_keep="0,3,2").decoder.layers
+    assert [layer.self_attn.mixer.window for layer in layers] == expected
+
+
+def test_layers_to_keep_must_be_there():
+    with pytest.raises(ValueError, match="--decoder-layers-to-keep is '0,4'; the model has layers 0 to 3"):
+        build(decoder_layers=4, decoder_layers_to_keep="0,4")
+
+
 def shapes(arch: str, words: int, **given) -> dict:
     """Parameter shapes of an architecture at its full size, which takes no memory."""
     with torch.device("meta"):
