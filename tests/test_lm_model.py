@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from argparse import Namespace
 from dataclasses import asdict
 
@@ -161,6 +162,36 @@ def test_segments_with_carried_state_equal_the_whole(options):
     model, tokens, carried = build(no_token_positional_embeddings=True, **options), draw(2, 14), CarriedState()
     parts = [logits(model, part, carried=carried) for part in tokens.split([3, 1, 10], 1)]
     assert_close(torch.cat(parts, 1), logits(model, tokens))
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_a_layer_that_is_left_out_keeps_its_memory(resets, monkeypatch):
+    """Where texts end in segments it may be another text's, and starts empty."""
+    model, carried = build(decoder_layerdrop=0.5, no_token_positional_embeddings=True).train(), CarriedState()
+    mask = torch.zeros(2, 5, dtype=torch.bool) if resets else None
+    for left_out in ([], [1], [], [0, 1]):
+        before = carried.last()
+        monkeypatch.setattr(torch.Tensor, "uniform_", lambda x: x.copy_(torch.tensor([float(i not in left_out) for i in range(2)])))
+        logits(model, draw(2, 5), carried=carried, reset_mask=mask)
+        assert {*carried.last()} == {0, 1} - {*(left_out if resets else [])}
+        assert all(torch.equal(carried.last()[i].memory, before[i].memory) for i in left_out if not resets)
+
+
+def test_a_model_in_the_middle_of_a_stream_can_be_copied():
+    """As --store-ema does after the first update; the copy reads no stream."""
+    model, tokens, carried = build(no_token_positional_embeddings=True).train(), draw(2, 9), CarriedState()
+    for part in tokens.split(3, 1):
+        logits(model, part, carried=carried).sum().backward()
+    again = copy.deepcopy(model)
+    assert all(mixer.carried is None for mixer in again.decoder.mixers)
+    assert_close(logits(again.eval(), tokens), logits(model.eval(), tokens))
+
+
+def test_the_state_size_after_decoding():
+    model, state = build(), {}
+    before = model.state_size()
+    logits(model, draw(2, 1), incremental_state=state)
+    assert model.state_size() == before
 
 
 @every_combination

@@ -96,6 +96,7 @@ class FastWeightDecoder(TransformerDecoder):
         if carried is not None:
             carried = carried.of(self)
             carried.advance()
+            carried.resets = reset_mask is not None
         for mixer in self.mixers:
             mixer.carried, mixer.reset_mask = carried, reset_mask
         if incremental_state is not None and self.prompt is not None and prev_output_tokens.shape[1] <= self.prompt.shape[1]:
