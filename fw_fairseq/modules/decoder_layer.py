@@ -16,8 +16,9 @@ class CarriedState:
     """The mixers' states between consecutive segments of the same streams, by layer.
 
     ``advance()`` makes what the last segment left what the next one starts from, without gradients. Until then a segment that is
-    computed again, as activation checkpointing does, starts from the same. A layer that LayerDrop left out keeps its state, unless ``resets``: texts may have ended in the segment.
-    ``group``: the workers that hold consecutive parts of each segment, each of them all of the states.
+    computed again, as activation checkpointing does, starts from the same. A layer that LayerDrop left out keeps its state, unless
+    ``resets``: texts may have ended in the segment. ``group``: the workers that hold consecutive parts of each segment, each of
+    them all of the states.
     """
 
     def __init__(self, group=None):
