@@ -84,8 +84,8 @@ def option_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def layer_mixers(config: FastWeightConfig, layers: int, kept: str | None = None) -> list[str]:
-    """The mixer of each layer, bottom first. ``kept``: the numbers of those that are left of a model with more layers."""
+def layer_mixers(config: FastWeightConfig, layers: int) -> list[str]:
+    """The mixer of each layer, bottom first."""
     if not config.mixer_pattern:
         return [str(config.mixer)] * layers
     names: list[str] = []
@@ -95,8 +95,6 @@ def layer_mixers(config: FastWeightConfig, layers: int, kept: str | None = None)
             allowed = ", ".join([*MIXERS, SOFTMAX])
             raise ValueError(f"--mixer-pattern has {part!r}; each part must be NAME or NAME*COUNT, NAME one of: {allowed}")
         names += [match[1]] * int(match[2] or 1)
-    if kept:
-        return [names[i % len(names)] for i in sorted(map(int, kept.split(",")))]
     if len(names) > layers:
         raise ValueError(f"--mixer-pattern names {len(names)} layers but the model has {layers}; name at most {layers}")
     return [names[i % len(names)] for i in range(layers)]

@@ -18,6 +18,7 @@ from fairseq.utils import safe_getattr
 
 from ..config import SOFTMAX, FastWeightConfig, check_numbers, layer_mixers, option
 from ..mixers.base import check_heads
+from ..mixers.windows import layer_window
 from ..modules import CarriedState, FastWeightDecoderLayer, MixerAttention
 
 UNLIMITED = 10**9
@@ -41,6 +42,19 @@ class FastWeightLanguageModelConfig(FastWeightConfig, TransformerLanguageModelCo
     )
 
 
+def keep_layers(args, kind: type = FastWeightConfig) -> None:
+    """What --decoder-layers-to-keep leaves of a larger model has its mixers and windows still. Before fairseq counts its layers."""
+    kept, layers = safe_getattr(args, "decoder_layers_to_keep", None), args.decoder_layers
+    if not kept or len(kept.split(",")) == layers:
+        return
+    numbers, config = sorted(map(int, kept.split(","))), read_config(kind, args)
+    if not {*numbers} <= {*range(layers)}:
+        raise ValueError(f"--decoder-layers-to-keep is {kept!r}; the model has layers 0 to {layers - 1}")
+    mixers = layer_mixers(config, layers)
+    args.mixer_pattern = ",".join(mixers[number] for number in numbers)
+    args.window_sizes = ",".join(str(layer_window(config, number, layers)) for number in numbers)
+
+
 def read_config(kind: type, args):
     """The options of this project among all others."""
     config = kind(**{f.name: value for f in fields(kind) if (value := safe_getattr(args, f.name, None)) is not None})
@@ -59,7 +73,7 @@ class FastWeightDecoder(TransformerDecoder):
 
     def __init__(self, args, dictionary, embed_tokens, no_encoder_attn=False, output_projection=None):
         self.fast_weight_config = read_config(self.config_class, args)
-        names = self.mixer_names(args.decoder_layers, safe_getattr(args, "decoder_layers_to_keep", None))
+        names = self.mixer_names(args.decoder_layers)
         self._mixers, self.recurrent = iter(enumerate(names)), SOFTMAX not in names
         if safe_getattr(args, "tie_adaptive_weights", False):
             args = copy.copy(args)  # the input's projections, used backwards, start from the layers' width
@@ -68,8 +82,8 @@ class FastWeightDecoder(TransformerDecoder):
         self.mixers = [module for module in self.modules() if isinstance(module, MixerAttention)]
         self.expect_prompt(None)
 
-    def mixer_names(self, layers: int, kept: str | None) -> list[str]:
-        return layer_mixers(self.fast_weight_config, layers, kept)
+    def mixer_names(self, layers: int) -> list[str]:
+        return layer_mixers(self.fast_weight_config, layers)
 
     def build_decoder_layer(self, args, no_encoder_attn=False):
         index, mixer = next(self._mixers)
@@ -82,6 +96,7 @@ class FastWeightDecoder(TransformerDecoder):
         if carried is not None:
             carried = carried.of(self)
             carried.advance()
+            carried.resets = reset_mask is not None
         for mixer in self.mixers:
             mixer.carried, mixer.reset_mask = carried, reset_mask
         if incremental_state is not None and self.prompt is not None and prev_output_tokens.shape[1] <= self.prompt.shape[1]:
@@ -159,6 +174,7 @@ class FastWeightLanguageModel(TransformerLanguageModel):
     @classmethod
     def build_model(cls, args, task):
         check_heads(args.decoder_embed_dim, args.decoder_attention_heads)  # before fairseq does, by an assertion
+        keep_layers(args)
         model = super().build_model(args, task)
         model = cls(FastWeightDecoder(args, task.target_dictionary, model.decoder.embed_tokens, no_encoder_attn=True))
         if safe_getattr(args, "train_only", "all") == "new":

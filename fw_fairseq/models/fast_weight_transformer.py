@@ -14,7 +14,7 @@ from fairseq.utils import safe_getattr
 
 from ..config import ATTENTIONS, SOFTMAX, FastWeightTransformerConfig, linear_attentions
 from ..modules import LinearEncoderLayer, TranslationDecoderLayer
-from .fast_weight_lm import FastWeightDecoder, defaults, read_config
+from .fast_weight_lm import FastWeightDecoder, defaults, keep_layers, read_config
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +50,9 @@ class TranslationEncoder(TransformerEncoder):
 class TranslationDecoder(FastWeightDecoder):
     config_class, layer_class = FastWeightTransformerConfig, TranslationDecoderLayer
 
-    def mixer_names(self, layers: int, kept: str | None) -> list[str]:
+    def mixer_names(self, layers: int) -> list[str]:
         linear = "decoder" in linear_attentions(self.fast_weight_config)
-        return super().mixer_names(layers, kept) if linear else [SOFTMAX] * layers
+        return super().mixer_names(layers) if linear else [SOFTMAX] * layers
 
     def forward(self, prev_output_tokens, *args, alignment_layer=None, alignment_heads=None, **kwargs):
         if alignment_layer is not None or alignment_heads is not None:
@@ -71,6 +71,7 @@ class FastWeightTransformer(TransformerModel):
     @classmethod
     def build_model(cls, args, task):
         check_options(args)
+        keep_layers(args, FastWeightTransformerConfig)
         return super().build_model(args, task)
 
     @classmethod

@@ -95,7 +95,7 @@ class StreamIterator(iterators.EpochBatchIterator):
             self.collected = by_worker[:: self.shares]
 
     def memories(self) -> dict[int, tuple]:
-        return {layer: tuple(state.detach().to("cpu")) for layer, state in self.carried.after.items()}
+        return {layer: tuple(state.detach().to("cpu")) for layer, state in self.carried.last().items()}
 
     def state_dict(self) -> dict:
         cut = {"segment": self.dataset.segment, "rows": len(self.dataset.rows)}
