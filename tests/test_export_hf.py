@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 
 import pytest
@@ -10,6 +12,7 @@ from commands import run
 from test_convert import ADAPTIVE, dictionary, logits, save, source  # noqa: F401
 from test_convert_gpt2 import gpt2  # noqa: F401
 
+from fw_fairseq import export_hf
 from fw_fairseq.convert import convert
 from fw_fairseq.export_hf import export
 from fw_fairseq.mixers import MIXERS
@@ -144,6 +147,35 @@ def test_a_gpt2_comes_back(gpt2, tmp_path):  # noqa: F811
     torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=1e-4, atol=1e-5)
     same = dict(max_new_tokens=8, do_sample=False)
     assert model.generate(ids, **same).equal(original.generate(ids, **same))
+
+
+def test_force_replaces_an_earlier_export_and_nothing_else(dictionary, tmp_path, monkeypatch):  # noqa: F811
+    _, _, state = source("--arch fast_weight_lm", dictionary)
+    checkpoint, out = save(state, tmp_path), tmp_path / "out"
+    out.mkdir()
+    export(checkpoint, out, data=dictionary, force=True)
+    (out / "model.safetensors").write_bytes(b"old")
+    data = tmp_path / "data"
+    shutil.copytree(dictionary, data)
+    with monkeypatch.context() as patch:
+        patch.setattr(export_hf, "load", lambda *_: pytest.fail("it must be refused first"))
+        for mistaken in (data, checkpoint):
+            with pytest.raises(ValueError, match=r"OUTPUT .* is no earlier export"):
+                export(checkpoint, mistaken, data=data, force=True)
+    assert (data / "dict.txt").exists() and checkpoint.exists()
+    move = os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: move(a, b) if ".old" in f"{a}{b}" else full_disk())
+    with pytest.raises(OSError, match="disk full"):
+        export(checkpoint, out, data=dictionary, force=True)
+    assert (out / "model.safetensors").read_bytes() == b"old"
+    monkeypatch.undo()
+    export(checkpoint, out, data=dictionary, force=True)
+    assert load(out).config.vocab_size == 64
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "out", "source.pt"]
+
+
+def full_disk():
+    raise OSError("disk full")
 
 
 def test_mistakes_leave_what_is_there(dictionary, folder, tmp_path):  # noqa: F811
