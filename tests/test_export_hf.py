@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -13,12 +14,15 @@ from test_convert import ADAPTIVE, dictionary, logits, save, source  # noqa: F40
 from test_convert_gpt2 import gpt2  # noqa: F401
 
 from fw_fairseq import export_hf
+from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.convert import convert
 from fw_fairseq.export_hf import export
 from fw_fairseq.mixers import MIXERS
 
 sys.modules.setdefault("torchaudio", None)  # fairseq's, of another torch than ours: transformers would trip over it
 transformers = pytest.importorskip("transformers")
+from fw_fairseq.huggingface import FastWeightForCausalLM, FastWeightHFConfig  # noqa: E402
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 OPTIONS = {
@@ -119,6 +123,34 @@ def test_it_trains_and_is_saved_again(folder, tmp_path):
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         assert load(tmp_path)(tokens).logits.equal(model.eval()(tokens).logits)
+
+
+def small(**options):
+    return FastWeightForCausalLM(FastWeightHFConfig(mixer_options=asdict(FastWeightConfig()), vocab_size=16, **options))
+
+
+def test_trainer_is_to_divide_the_loss_by_accumulated_steps():
+    """It looks at the signature of ``forward`` otherwise, and takes ``**unused`` for the number of items in the batch."""
+    assert FastWeightForCausalLM.accepts_loss_kwargs is False
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@torch.no_grad()
+def test_another_number_of_words(tied):
+    model, tokens = small(tie_word_embeddings=tied).eval(), torch.arange(16)[None]
+    before = model(tokens).logits
+    model.resize_token_embeddings(20)
+    after = model(torch.cat([tokens, tokens + 4], 1)).logits
+    assert after.shape == (1, 32, 20) and model.config.vocab_size == 20
+    torch.testing.assert_close(after[:, :16, :16], before)
+
+
+def test_what_transformers_asks_for_in_vain():
+    bands = {"input_bands": [[10, 8], [6, 4]], "output_bands": [[10, 8], [6, 4]]}
+    with pytest.raises(ValueError, match="new_num_tokens is 20; an adaptive vocabulary keeps its size, 16"):
+        small(**bands).resize_token_embeddings(20)
+    with pytest.raises(ValueError, match="logits_to_keep is 1; labels need the logits of all tokens"):
+        small()(torch.ones(1, 4).long(), labels=torch.ones(1, 4).long(), logits_to_keep=1)
 
 
 def test_fairseq_is_not_needed(folder):
