@@ -35,10 +35,11 @@ def test_import_is_quiet_and_free_of_fairseq(module):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_fairseq_after_the_operation():
-    """Who imports the operation first finds everything registered with fairseq later."""
+@pytest.mark.parametrize("first", ["fw_fairseq.ops", "fw_fairseq.config", "fw_fairseq.modules"])
+def test_fairseq_after_a_part_of_the_package(first):
+    """Who imports the operation first finds everything registered with fairseq later; and who imports what imports fairseq."""
     code = (
-        "from fw_fairseq.ops import fast_weight; import fairseq; from fairseq.models import ARCH_MODEL_REGISTRY as models;"
+        f"import {first}, fairseq, fairseq_cli.train; from fairseq.models import ARCH_MODEL_REGISTRY as models;"
         "from fairseq.tasks import TASK_REGISTRY as tasks; from fairseq.criterions import CRITERION_REGISTRY as criterions;"
         "assert 'fast_weight_lm' in models and 'associative_retrieval' in tasks and 'retrieval_mse' in criterions"
     )
