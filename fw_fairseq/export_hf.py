@@ -23,6 +23,7 @@ from .config import SOFTMAX
 from .mixers import MIXERS
 from .models.fast_weight_lm import FastWeightDecoder
 
+CODE_FILE = "modeling_fw_fairseq.py"
 REMOTE_CODE = '''"""The classes are those of the package fw_fairseq; transformers looks for them here."""
 
 from fw_fairseq import huggingface
@@ -52,9 +53,8 @@ def export(checkpoint, output, data=None, tokenizer=None, force: bool = False):
     data: the folder with dict.txt, default that of the training. tokenizer: a folder with the GPT-2 tokenizer that the dictionary's
     symbols are numbers of, as fw-convert leaves them; without it the words of dict.txt become a tokenizer.
     """
-    output = Path(output)
-    if output.exists() and not force:
-        raise ValueError(f"OUTPUT {output} exists; name another folder, or give --force to replace it")
+    output = Path(output).resolve()
+    check_output(output, force)
     source, dictionary = load(checkpoint, data)
     model = build(source.decoder)
     difference = compare(source, model, len(dictionary))
@@ -66,12 +66,37 @@ def export(checkpoint, output, data=None, tokenizer=None, force: bool = False):
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
         write(model, dictionary, tokenizer, temporary)
-        if output.exists():
-            shutil.rmtree(output)
-        os.replace(temporary, output)
+        check_output(output, force)
+        replace(temporary, output)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return model
+
+
+def check_output(output: Path, force: bool) -> None:
+    """--force replaces nothing but what this command wrote."""
+    if not output.exists():
+        return
+    if not force:
+        raise ValueError(f"OUTPUT {output} exists; name another folder, or give --force to replace an earlier export")
+    if not output.is_dir() or (any(output.iterdir()) and not (output / CODE_FILE).exists()):
+        raise ValueError(
+            f"OUTPUT {output} is no earlier export, as it has no {CODE_FILE}; --force would delete it: name another folder"
+        )
+
+
+def replace(new: Path, folder: Path) -> None:
+    """``folder`` goes only when ``new`` is in its place."""
+    old = new.with_suffix(".old")
+    if folder.exists():
+        os.replace(folder, old)
+    try:
+        os.replace(new, folder)
+    except OSError:
+        if old.exists():
+            os.replace(old, folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def load(checkpoint, data):
@@ -221,7 +246,7 @@ def write(model, dictionary, tokenizer, folder: Path) -> None:
         if name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(model.generation_config, name, value)
     model.save_pretrained(folder)
-    (folder / "modeling_fw_fairseq.py").write_text(REMOTE_CODE)
+    (folder / CODE_FILE).write_text(REMOTE_CODE)
     if tokenizer is None:
         word_tokenizer(dictionary).save_pretrained(folder)
     else:
@@ -249,7 +274,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("output", metavar="OUTPUT", help="the folder to write")
     parser.add_argument("--data", metavar="FOLDER", help="where dict.txt is; default: where it was in training")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="the tokenizer of the GPT-2 that fw-convert made CHECKPOINT of")
-    parser.add_argument("--force", action="store_true", help="replace OUTPUT if it exists")
+    parser.add_argument("--force", action="store_true", help="replace OUTPUT if it is an earlier export")
     return parser
 
 

@@ -116,11 +116,6 @@ class Cache:
         self.states = {layer: state.index_select(order) for layer, state in self.states.items()}
         self.tokens = self.tokens.index_select(0, order)
 
-    batch_select_indices = reorder_cache
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.reorder_cache(torch.arange(len(self.tokens), device=self.tokens.device).repeat_interleave(repeats))
-
 
 class Layer(nn.Module):
     def __init__(self, config: FastWeightHFConfig, index: int):
@@ -188,6 +183,7 @@ class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "model"
     _no_split_modules = ["Layer"]  # noqa: RUF012
     _is_stateful = True  # what was read cannot be taken back: no assisted generation
+    accepts_loss_kwargs = False  # the loss is a mean: Trainer is to divide it by the steps that it accumulates gradients of
 
     def __init__(self, config: FastWeightHFConfig):
         super().__init__(config)
@@ -223,6 +219,17 @@ class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
     def set_input_embeddings(self, value) -> None:
         self.embed_tokens = value
 
+    def get_output_embeddings(self):
+        return self.output  # None: the input's
+
+    def set_output_embeddings(self, value) -> None:
+        self.output = value
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args, **kwargs):
+        if new_num_tokens is not None and (self.config.input_bands or self.config.output_bands):
+            raise ValueError(f"new_num_tokens is {new_num_tokens}; an adaptive vocabulary keeps its size, {self.config.vocab_size}")
+        return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+
     def forward(
         self,
         input_ids: Tensor,
@@ -235,6 +242,8 @@ class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Logits of the next token; with an adaptive vocabulary they are log probabilities. attention_mask: 0 at padding, on
         either side. Goes on from ``past_key_values``, whose tokens are not to be given again. labels: the ids, -100 for none."""
+        if labels is not None and logits_to_keep:
+            raise ValueError(f"logits_to_keep is {logits_to_keep}; labels need the logits of all tokens, so leave it at 0")
         cache = past_key_values or Cache()
         padding = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].eq(0)
         padding = padding if padding is not None and padding.any() else None

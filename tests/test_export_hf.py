@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -10,12 +13,16 @@ from commands import run
 from test_convert import ADAPTIVE, dictionary, logits, save, source  # noqa: F401
 from test_convert_gpt2 import gpt2  # noqa: F401
 
+from fw_fairseq import export_hf
+from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.convert import convert
 from fw_fairseq.export_hf import export
 from fw_fairseq.mixers import MIXERS
 
 sys.modules.setdefault("torchaudio", None)  # fairseq's, of another torch than ours: transformers would trip over it
 transformers = pytest.importorskip("transformers")
+from fw_fairseq.huggingface import FastWeightForCausalLM, FastWeightHFConfig  # noqa: E402
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 OPTIONS = {
@@ -118,6 +125,34 @@ def test_it_trains_and_is_saved_again(folder, tmp_path):
         assert load(tmp_path)(tokens).logits.equal(model.eval()(tokens).logits)
 
 
+def small(**options):
+    return FastWeightForCausalLM(FastWeightHFConfig(mixer_options=asdict(FastWeightConfig()), vocab_size=16, **options))
+
+
+def test_trainer_is_to_divide_the_loss_by_accumulated_steps():
+    """It looks at the signature of ``forward`` otherwise, and takes ``**unused`` for the number of items in the batch."""
+    assert FastWeightForCausalLM.accepts_loss_kwargs is False
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@torch.no_grad()
+def test_another_number_of_words(tied):
+    model, tokens = small(tie_word_embeddings=tied).eval(), torch.arange(16)[None]
+    before = model(tokens).logits
+    model.resize_token_embeddings(20)
+    after = model(torch.cat([tokens, tokens + 4], 1)).logits
+    assert after.shape == (1, 32, 20) and model.config.vocab_size == 20
+    torch.testing.assert_close(after[:, :16, :16], before)
+
+
+def test_what_transformers_asks_for_in_vain():
+    bands = {"input_bands": [[10, 8], [6, 4]], "output_bands": [[10, 8], [6, 4]]}
+    with pytest.raises(ValueError, match="new_num_tokens is 20; an adaptive vocabulary keeps its size, 16"):
+        small(**bands).resize_token_embeddings(20)
+    with pytest.raises(ValueError, match="logits_to_keep is 1; labels need the logits of all tokens"):
+        small()(torch.ones(1, 4).long(), labels=torch.ones(1, 4).long(), logits_to_keep=1)
+
+
 def test_fairseq_is_not_needed(folder):
     code = (
         "import sys; sys.modules['torchaudio'] = sys.modules['fairseq'] = None\n"
@@ -144,6 +179,35 @@ def test_a_gpt2_comes_back(gpt2, tmp_path):  # noqa: F811
     torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=1e-4, atol=1e-5)
     same = dict(max_new_tokens=8, do_sample=False)
     assert model.generate(ids, **same).equal(original.generate(ids, **same))
+
+
+def test_force_replaces_an_earlier_export_and_nothing_else(dictionary, tmp_path, monkeypatch):  # noqa: F811
+    _, _, state = source("--arch fast_weight_lm", dictionary)
+    checkpoint, out = save(state, tmp_path), tmp_path / "out"
+    out.mkdir()
+    export(checkpoint, out, data=dictionary, force=True)
+    (out / "model.safetensors").write_bytes(b"old")
+    data = tmp_path / "data"
+    shutil.copytree(dictionary, data)
+    with monkeypatch.context() as patch:
+        patch.setattr(export_hf, "load", lambda *_: pytest.fail("it must be refused first"))
+        for mistaken in (data, checkpoint):
+            with pytest.raises(ValueError, match=r"OUTPUT .* is no earlier export"):
+                export(checkpoint, mistaken, data=data, force=True)
+    assert (data / "dict.txt").exists() and checkpoint.exists()
+    move = os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: move(a, b) if ".old" in f"{a}{b}" else full_disk())
+    with pytest.raises(OSError, match="disk full"):
+        export(checkpoint, out, data=dictionary, force=True)
+    assert (out / "model.safetensors").read_bytes() == b"old"
+    monkeypatch.undo()
+    export(checkpoint, out, data=dictionary, force=True)
+    assert load(out).config.vocab_size == 64
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "out", "source.pt"]
+
+
+def full_disk():
+    raise OSError("disk full")
 
 
 def test_mistakes_leave_what_is_there(dictionary, folder, tmp_path):  # noqa: F811
