@@ -66,7 +66,10 @@ def run_across(group, form, q: Tensor, k: Tensor, v: Tensor, coefficients: Coeff
 
 def sum_keys_across(group, q: Tensor, k: Tensor, normaliser: Tensor, reset_mask: Tensor | None):
     """``normalisation.sum_keys`` of the tokens of all workers: sums of this one's, and the last n after the last one's."""
-    *_, own = normalisation.sum_keys(q, k, torch.zeros_like(normaliser), reset_mask)
+    if reset_mask is None:
+        own = k.sum(2, dtype=normaliser.dtype)
+    else:
+        *_, own = normalisation.sum_keys(q, k, torch.zeros_like(normaliser), reset_mask)
     kept = None if reset_mask is None else (~reset_mask.any(1)).to(own.dtype)[:, None, None].expand(*own.shape[:2], 1)
     own, kept = by_worker(group, own.unsqueeze(-1), kept)
     starts, end = chain(own, kept, None, normaliser.unsqueeze(-1))
