@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from commands import ENVIRONMENT, ROOT, USER_DIR, fairseq
+from fairseq.tasks import setup_task
 from torch.nn import functional as F
 
 from fw_fairseq import registration  # noqa: F401
@@ -60,6 +61,12 @@ def test_data_is_drawn_anew_each_epoch_and_the_same_in_each_run():
     drawn = [[batch["net_input"]["keys"] for batch in batches("train", "2", epoch)] for epoch in (1, 1, 2)]
     assert all(torch.equal(one, same) and not torch.equal(one, other) for one, same, other in zip(*drawn))
     assert not torch.equal(drawn[0][0], drawn[0][1])
+
+
+def test_the_task_of_a_checkpoint():
+    """As fairseq's loader of checkpoints sets it up, for fairseq-validate."""
+    task = setup_task(AssociativeRetrievalConfig(_name="associative_retrieval", symbols=7, batch_size=2), from_checkpoint=True)
+    assert task.cfg.symbols == 7
 
 
 @pytest.mark.parametrize("attention_norm", [False, True])
