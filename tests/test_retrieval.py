@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 from commands import ENVIRONMENT, ROOT, USER_DIR, fairseq
-from fairseq.tasks import setup_task
 from torch.nn import functional as F
 
 from fw_fairseq import registration  # noqa: F401
@@ -65,8 +64,8 @@ def test_data_is_drawn_anew_each_epoch_and_the_same_in_each_run():
 
 def test_the_task_of_a_checkpoint():
     """As fairseq's loader of checkpoints sets it up, for fairseq-validate."""
-    task = setup_task(AssociativeRetrievalConfig(_name="associative_retrieval", symbols=7, batch_size=2), from_checkpoint=True)
-    assert task.cfg.symbols == 7
+    config = AssociativeRetrievalConfig(symbols=7, batch_size=2)
+    assert AssociativeRetrievalTask.setup_task(config, from_checkpoint=True).cfg is config
 
 
 @pytest.mark.parametrize("attention_norm", [False, True])
