@@ -6,6 +6,7 @@ from itertools import chain
 
 import pytest
 import torch
+from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.tasks.language_modeling import LanguageModelingConfig
 from test_lm_model import build, make_task
@@ -13,6 +14,7 @@ from test_lm_model import build, make_task
 from fw_fairseq import registration  # noqa: F401
 from fw_fairseq.tasks.generation import PromptedGenerator
 from fw_fairseq.tasks.sliding_language_modeling import SlidingLanguageModelingTask
+from fw_fairseq.tasks.stateful_language_modeling import StatefulLanguageModelingConfig, StatefulLanguageModelingTask
 from fw_fairseq.tasks.streams import Text
 
 EOS = 2
@@ -46,6 +48,24 @@ def test_the_shards_of_the_windows_score_every_token_once(shards):
     batches = [batch for loader in loaders for batch in loader]
     assert torch.equal(torch.cat([batch["target"].flatten() for batch in batches]), torch.arange(138))
     assert max(len(batch["id"]) for batch in batches) == (1 if shards == 60 else 50 // 8)
+
+
+def test_validation_on_the_text_of_training_has_memories_of_its_own():
+    """With fewer rows, and in the middle of the training text."""
+    task = StatefulLanguageModelingTask(StatefulLanguageModelingConfig(tokens_per_sample=8), make_task(40).source_dictionary)
+    model, text = build(no_token_positional_embeddings=True), Text(torch.randint(4, 40, (100,)), "train")
+
+    def losses(validate):
+        iterator = task.get_batch_iterator(text, max_sentences=4)
+        criterion = CrossEntropyCriterion(task, sentence_avg=False)
+        batches = iterator.next_epoch_itr()
+        for number, batch in enumerate(batches):
+            if validate and number == 2:
+                for other in task.get_batch_iterator(text, max_sentences=2).next_epoch_itr():
+                    task.valid_step(other, model, criterion)
+            yield float(task.valid_step(batch, model, criterion)[0])
+
+    assert list(losses(validate=True)) == list(losses(validate=False))
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,12 @@ def test_data_is_drawn_anew_each_epoch_and_the_same_in_each_run():
     assert not torch.equal(drawn[0][0], drawn[0][1])
 
 
+def test_the_task_of_a_checkpoint():
+    """As fairseq's loader of checkpoints sets it up, for fairseq-validate."""
+    config = AssociativeRetrievalConfig(symbols=7, batch_size=2)
+    assert AssociativeRetrievalTask.setup_task(config, from_checkpoint=True).cfg is config
+
+
 @pytest.mark.parametrize("attention_norm", [False, True])
 @pytest.mark.parametrize("rule", RULES)
 def test_what_is_read_is_in_the_memory(rule, attention_norm):
