@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, field, fields
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.utils import safe_getattr
 
 from .feature_maps import FEATURE_MAPS
 from .mixers import MIXERS
@@ -106,3 +107,10 @@ def check_numbers(config: FastWeightConfig, kind: type | None = None) -> None:
         least, value = f.metadata.get("least"), getattr(config, f.name)
         if least is not None and value < least:
             raise ValueError(f"{option_name(f.name)} is {value}; it must be at least {least}")
+
+
+def read_config(kind: type, args):
+    """The options of this project among all others."""
+    config = kind(**{f.name: value for f in fields(kind) if (value := safe_getattr(args, f.name, None)) is not None})
+    check_numbers(config)
+    return config

@@ -156,7 +156,7 @@ def test_mistakes(options, message, tmp_path):
 @pytest.mark.parametrize("losses, best", [("nan 0.5 nan 0.25 inf", "0.25"), ("nan inf", "inf"), ("nan nan", "nan")])
 def test_the_best_of_a_point_is_a_number_if_there_is_one(losses, best, tmp_path):
     train = tmp_path / "fairseq-train"
-    train.write_text("#!/bin/sh\n" + "".join(f"echo '{{\"valid_loss\": \"{loss}\"}}'\n" for loss in losses.split()))
+    train.write_text("#!/bin/sh\n" + "".join(f'echo \'{{"valid_loss": "{loss}"}}\'\n' for loss in losses.split()))
     train.chmod(0o755)
     done = recipe("point.sh", tmp_path / "out", "--keys", 3, BIN=str(tmp_path))
     assert (done.returncode, done.stdout) == (0, f"best_eval_loss={best}\n")
