@@ -27,7 +27,7 @@ def test_a_number_below_the_least_is_refused(name):
 
 
 def test_a_share_stays_below_one():
-    with pytest.raises(ValueError, match="^--srupp-dropout is 1; it must be at least 0 and below 1$"):
+    with pytest.raises(ValueError, match=r"^--srupp-dropout is 1; it must be at least 0 and below 1$"):
         build(srupp_dropout=1)
 
 
