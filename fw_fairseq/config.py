@@ -1,9 +1,11 @@
 """Every option of this project once, with its help text. Models add the group to fairseq's own options."""
 
+import math
 import re
 from dataclasses import dataclass, field, fields
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.utils import safe_getattr
 
 from .feature_maps import FEATURE_MAPS
 from .mixers import MIXERS
@@ -15,9 +17,10 @@ SOFTMAX = "softmax"
 ATTENTIONS = ("encoder", "decoder", "cross")
 
 
-def option(default, help_: str, least: int | None = None):
-    """``least``: the smallest number that it may be."""
-    return field(default=default, metadata={"help": help_} | ({} if least is None else {"least": least}))
+def option(default, help_: str, least: int | None = None, below: int | None = None):
+    """``least``: the smallest number that it may be; ``below``: one that it may not reach."""
+    bounds = {name: bound for name, bound in {"least": least, "below": below}.items() if bound is not None}
+    return field(default=default, metadata={"help": help_} | bounds)
 
 
 @dataclass
@@ -52,6 +55,12 @@ class FastWeightConfig(FairseqDataclass):
         512,
         "how many tokens before it each token sees in srupp's attention, earlier segments' too; evaluation may have another number",
         least=1,
+    )
+    srupp_dropout: float = option(
+        0.0,
+        "share of the numbers that srupp drops, in training, of what its product reads; published: that of --dropout",
+        0,
+        below=1,
     )
     local_window: int = option(32, "how many tokens each token sees in local_attention, itself among them", least=2)
     xl_memory: int = option(
@@ -103,6 +112,14 @@ def layer_mixers(config: FastWeightConfig, layers: int) -> list[str]:
 def check_numbers(config: FastWeightConfig, kind: type | None = None) -> None:
     """No mixer looks at its numbers again: who builds a model comes here first. ``kind``: its class, where it is a DictConfig."""
     for f in fields(kind or config):
-        least, value = f.metadata.get("least"), getattr(config, f.name)
-        if least is not None and value < least:
-            raise ValueError(f"{option_name(f.name)} is {value}; it must be at least {least}")
+        least, below, value = f.metadata.get("least"), f.metadata.get("below"), getattr(config, f.name)
+        if least is not None and not least <= value < (below or math.inf):
+            allowed = f"at least {least}" + (f" and below {below}" if below else "")
+            raise ValueError(f"{option_name(f.name)} is {value}; it must be {allowed}")
+
+
+def read_config(kind: type, args):
+    """The options of this project among all others."""
+    config = kind(**{f.name: value for f in fields(kind) if (value := safe_getattr(args, f.name, None)) is not None})
+    check_numbers(config)
+    return config

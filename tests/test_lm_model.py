@@ -325,6 +325,14 @@ def test_srupp_architectures_are_near_their_published_sizes():
     assert count(shapes("srupp_lm_wiki103_base", 267744)) == pytest.approx(148e6, rel=0.03)
 
 
+def test_transformer_xl_is_near_its_published_size():
+    args = options_of("transformer_xl_lm")
+    assert (args.decoder_layers, args.decoder_embed_dim, args.decoder_attention_heads, args.xl_memory) == (16, 410, 10, 150)
+    built = shapes("transformer_xl_lm", 267735)
+    assert count(built) == pytest.approx(151e6, rel=0.01)
+    assert built["decoder.layers.15.fc1.weight"] == (2100, 410) and not any("embed_positions" in name for name in built)
+
+
 def test_scaled_output():
     tokens = draw(2, 5)
     torch.manual_seed(1)

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import functools
 import logging
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from fairseq.dataclass import ChoiceEnum
@@ -16,10 +16,10 @@ from fairseq.models.transformer_lm import transformer_lm_baevski_wiki103 as fair
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.utils import safe_getattr
 
-from ..config import SOFTMAX, FastWeightConfig, check_numbers, layer_mixers, option
+from ..config import SOFTMAX, FastWeightConfig, layer_mixers, option, read_config
 from ..mixers.base import check_heads
-from ..mixers.windows import layer_window
 from ..modules import CarriedState, FastWeightDecoderLayer, MixerAttention
+from .other_options import NamesWhatDiffers, keep_layers
 
 UNLIMITED = 10**9
 logger = logging.getLogger(__name__)
@@ -40,26 +40,6 @@ class FastWeightLanguageModelConfig(FastWeightConfig, TransformerLanguageModelCo
         "new: only what fw-convert makes anew, query and key projections, gates and feature maps; the rest stays as it is"
         " (values shrink with --weight-decay)",
     )
-
-
-def keep_layers(args, kind: type = FastWeightConfig) -> None:
-    """What --decoder-layers-to-keep leaves of a larger model has its mixers and windows still. Before fairseq counts its layers."""
-    kept, layers = safe_getattr(args, "decoder_layers_to_keep", None), args.decoder_layers
-    if not kept or len(kept.split(",")) == layers:
-        return
-    numbers, config = sorted(map(int, kept.split(","))), read_config(kind, args)
-    if not {*numbers} <= {*range(layers)}:
-        raise ValueError(f"--decoder-layers-to-keep is {kept!r}; the model has layers 0 to {layers - 1}")
-    mixers = layer_mixers(config, layers)
-    args.mixer_pattern = ",".join(mixers[number] for number in numbers)
-    args.window_sizes = ",".join(str(layer_window(config, number, layers)) for number in numbers)
-
-
-def read_config(kind: type, args):
-    """The options of this project among all others."""
-    config = kind(**{f.name: value for f in fields(kind) if (value := safe_getattr(args, f.name, None)) is not None})
-    check_numbers(config)
-    return config
 
 
 class FastWeightDecoder(TransformerDecoder):
@@ -168,7 +148,7 @@ def counted_from(embed_positions, start: int):
 
 
 @register_model("fast_weight_lm", dataclass=FastWeightLanguageModelConfig)
-class FastWeightLanguageModel(TransformerLanguageModel):
+class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
     num_updates = 0  # for criterions that change on the way
 
     @classmethod
