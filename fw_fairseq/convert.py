@@ -73,7 +73,7 @@ def fast_weight_config(rule: str, feature_map=None, feature_norm=None, **options
         if named := [name for name, value in given.items() if value]:
             raise ValueError(f"--rule {rule} keeps queries and keys as they are; leave {', '.join(named)} out")
         return FastWeightConfig(mixer=rule)
-    erases = RULES[rule].coefficients is not None and "beta" in RULES[rule].gates
+    erases = RULES[rule].erases
     feature_map = feature_map or ("relu" if erases else "identity")
     norm = feature_norm or (("sum" if FEATURE_MAPS[feature_map].non_negative else "l2") if erases else "none")
     return FastWeightConfig(update_rule=rule, feature_map=feature_map, feature_norm=norm, **options)

@@ -35,7 +35,7 @@ def text() -> torch.Tensor:
 
 @pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.coefficients is not None])
 def test_the_answer_of_fast_weights_is_the_weighted_values(rule):
-    mixer, x = FastWeight(C, HEADS, FastWeightConfig(update_rule=rule, **OPTIONS[rule])), text()
+    mixer, x = FastWeight(C, HEADS, FastWeightConfig(update_rule=rule, **OPTIONS.get(rule, {}))), text()
     mixer.out_proj = nn.Identity()
     *_, v, gates, _ = mixer.operands(x)
     found = mixer.explain(x)
@@ -45,10 +45,8 @@ def test_the_answer_of_fast_weights_is_the_weighted_values(rule):
     answer = torch.einsum("ht,htv->hv", found["read"], v[0]).flatten()
     torch.testing.assert_close(answer, mixer(x)[0][-1, 0], rtol=1e-4, atol=1e-5)
     assert found["write"].shape == (HEADS, T)
-    name = {"delta": "beta", "gated_delta": "beta"}.get(rule)
-    torch.testing.assert_close(
-        found["write"], gates[name][0] if name else 1 - gates["g"][0] if rule == "gated" else torch.ones(HEADS, T)
-    )
+    strength = RULES[rule].coefficients(**gates).w
+    torch.testing.assert_close(found["write"], torch.ones(HEADS, T) if strength is None else strength[0])
 
 
 def test_a_rule_without_weights_is_refused():
