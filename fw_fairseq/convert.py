@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 import sys
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from torch import Tensor
 from . import registration  # noqa: F401
 from .config import FEATURE_NORMS, SOFTMAX, FastWeightConfig, layer_mixers
 from .feature_maps import FEATURE_MAPS
+from .files import write_atomically
 from .mixers import MIXERS, Mixer
 from .mixers.fast_weight import FastWeight, initial_bias
 from .pretrained import Source, read_pretrained
@@ -184,17 +184,6 @@ def checkpoint(source: Source) -> dict:
         "task_state": {},
         "extra_state": {"epoch": 1, "train_iterator": iterator},
     }
-
-
-def write_atomically(path: Path, write) -> None:
-    """``write(path)`` of a temporary file beside ``path``, which then takes its place."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_symbols(symbols: list[str] | None, folder: Path, force: bool) -> None:

@@ -78,7 +78,7 @@ class Rule:
 
     @property
     def erases(self) -> bool:
-        """Whether a write takes away what its key reads, which diverges with keys longer than 1. A ``step`` of its own sees to that."""
+        """Whether a write takes away what its key reads, which diverges with keys longer than 1; a ``step`` sees to that itself."""
         if self.coefficients is None:
             return False
         gates = {name: torch.full((1, 1, 1) if gate.axis is None else (1, 1, 1, 1), 0.5) for name, gate in self.gates.items()}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from commands import USER_DIR, fairseq, succeed
 from fairseq.modules import MultiheadAttention
+from test_convert import dictionary, save, source  # noqa: F401
 from test_stateful_cli import data, training  # noqa: F401
 from torch import nn
 
@@ -151,15 +152,32 @@ def test_the_command(data, tmp_path, capsys):  # noqa: F811
     (tmp_path / "text").write_text("w1\nw2\n")
     explain.main([checkpoint, str(tmp_path / "text"), "--html", html])
     assert 'title="2: ' in (tmp_path / "page.html").read_text()
+    full = tmp_path / "full"
+    full.symlink_to("/dev/full")
     for arguments, message in (
         (["w1"], "nothing to write; give --html, --png or both"),
         (["w1", "--last", "2", "--html", html], "--last is 2; TEXT has tokens 1 to 1"),
         (["w1 " * 5000, "--html", html], "TEXT has 5001 tokens, </s> included; the model takes at most"),
         (["", "--html", html], "TEXT has no words"),
-        (["w1", "--html", html, "--data", str(tmp_path / "none")], "--data must be a folder with the model's dict.txt"),
+        (["w1", "--html", html, "--data", str(tmp_path / "none")], "there is no dictionary at .*none"),
+        (["w1", "--html", str(full)], f"{full} cannot be written .No space left on device"),
     ):
         with pytest.raises(SystemExit, match=f"fw-explain: error: {message}"):
             explain.main([checkpoint, *arguments])
+
+
+def test_other_models_and_texts_are_refused(dictionary, tmp_path, monkeypatch):  # noqa: F811
+    """A page that is not written leaves the one before."""
+    transformer = save(source("--arch transformer_lm", dictionary)[2], dictionary)
+    monkeypatch.setattr("test_convert.SHAPE", "--task language_modeling")
+    lstm = save(source("--arch lstm_lm --decoder-embed-dim 8 --decoder-hidden-size 8", dictionary)[2], tmp_path)
+    (tmp_path / "latin").write_bytes("größer".encode("latin-1"))
+    messages = ["holds a LSTMLanguageModel; fw-explain takes fast_weight_lm and transformer_lm", "latin cannot be read as a text"]
+    (tmp_path / "page.html").write_text("before")
+    for (checkpoint, text), message in zip([(lstm, "a"), (transformer, tmp_path / "latin")], messages):
+        with pytest.raises(SystemExit, match=message):
+            explain.main([str(checkpoint), str(text), "--data", str(dictionary), "--html", str(tmp_path / "page.html")])
+    assert (tmp_path / "page.html").read_text() == "before"
 
 
 @pytest.mark.parametrize("tokens", [10, 95])
