@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 import sys
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from torch import Tensor
 from . import registration  # noqa: F401
 from .config import FEATURE_NORMS, SOFTMAX, FastWeightConfig, layer_mixers
 from .feature_maps import FEATURE_MAPS
+from .files import write_atomically
 from .mixers import MIXERS, Mixer
 from .mixers.fast_weight import FastWeight, initial_bias
 from .pretrained import Source, read_pretrained
@@ -73,7 +73,7 @@ def fast_weight_config(rule: str, feature_map=None, feature_norm=None, **options
         if named := [name for name, value in given.items() if value]:
             raise ValueError(f"--rule {rule} keeps queries and keys as they are; leave {', '.join(named)} out")
         return FastWeightConfig(mixer=rule)
-    erases = RULES[rule].coefficients is not None and "beta" in RULES[rule].gates
+    erases = RULES[rule].erases
     feature_map = feature_map or ("relu" if erases else "identity")
     norm = feature_norm or (("sum" if FEATURE_MAPS[feature_map].non_negative else "l2") if erases else "none")
     return FastWeightConfig(update_rule=rule, feature_map=feature_map, feature_norm=norm, **options)
@@ -184,17 +184,6 @@ def checkpoint(source: Source) -> dict:
         "task_state": {},
         "extra_state": {"epoch": 1, "train_iterator": iterator},
     }
-
-
-def write_atomically(path: Path, write) -> None:
-    """``write(path)`` of a temporary file beside ``path``, which then takes its place."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_symbols(symbols: list[str] | None, folder: Path, force: bool) -> None:

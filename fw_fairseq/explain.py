@@ -7,8 +7,8 @@ why the model answers as it does. What is shown for each mixer: docs/explain.md.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .files import load_language_model, reading, write_atomically
 from .mixers import MIXERS
 
 START = "</s>"  # what every text begins after
@@ -42,30 +43,11 @@ def relative(weights: Tensor) -> Tensor:
     return weights / weights.abs().amax(-1, keepdim=True).clamp(min=1e-30)
 
 
-def load(checkpoint: str, data: str | None):
-    """A language model in evaluation mode and its dictionary."""
-    from fairseq import checkpoint_utils
-
-    from . import registration  # noqa: F401
-
-    logging.getLogger().setLevel(logging.WARNING)  # fairseq opens it for everything
-    if not Path(checkpoint).is_file():
-        raise ValueError(f"CHECKPOINT is {checkpoint}, which is not a file")
-    overrides = {} if data is None else {"data": data}
-    try:
-        [model], _, task = checkpoint_utils.load_model_ensemble_and_task([checkpoint], arg_overrides=overrides)
-    except FileNotFoundError as error:
-        raise ValueError(f"--data must be a folder with the model's dict.txt: {error}") from None
-    if hasattr(model, "encoder"):
-        raise ValueError(f"CHECKPOINT is a {type(model).__name__}; fw-explain takes language models")
-    return model.eval(), task.source_dictionary
-
-
 def read_text(text: str, dictionary) -> tuple[list[str], Tensor]:
     """Tokens and their numbers (T), after the symbol that every text begins with. ``text`` is a sentence or a file's name."""
-    path = Path(text)
-    with contextlib.suppress(OSError):  # a sentence too long for a file's name
-        text = path.read_text() if path.is_file() else text
+    if os.path.isfile(text):  # which Path.is_file does not answer for a sentence too long for a name
+        with reading(Path(text), "a text"):
+            text = Path(text).read_text(encoding="utf-8")
     words = text.split()
     if not words:
         raise ValueError("TEXT has no words")
@@ -126,7 +108,8 @@ def main(arguments: list[str] | None = None) -> None:
 
         if args.png:
             require_matplotlib()
-        model, dictionary = load(args.checkpoint, args.data)
+        logging.getLogger().setLevel(logging.WARNING)  # fairseq opens it for everything
+        model, dictionary = load_language_model(args.checkpoint, args.data, "fw-explain", ("fast_weight_lm", "transformer_lm"))
         words, tokens = read_text(args.text, dictionary)
         last = len(words) - 1 if args.last is None else args.last
         if not 0 < last < len(words):
@@ -136,7 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
         parts = explain(model, tokens)
         title = f"What “{words[-1]}” reads, {Path(args.checkpoint).name}"
         if args.html:
-            args.html.write_text(page(title, words, parts))
+            write_atomically(args.html, lambda part: part.write_text(page(title, words, parts), encoding="utf-8"))
             print(args.html)
         if args.png:
             draw(title, words, parts, args.png)

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from .explain import relative
+from .files import write_atomically
 
 SHORT = 40  # tokens; longer texts are drawn in lines of this many, without heads
 STRONGEST = 5
@@ -83,7 +84,7 @@ def draw(title: str, words: list[str], parts: list, path: Path) -> None:
         axis.spines[:].set_visible(False)
         axis.hlines([border - 0.5 for border in borders], -0.5, len(shown) - 0.5, color="black", lw=0.5)
     figure.suptitle(plain(title), fontsize=10)
-    figure.savefig(path, dpi=130)
+    write_atomically(path, lambda part: figure.savefig(part, dpi=130, format=path.suffix[1:] or "png"))
     pyplot.close(figure)
 
 

@@ -15,11 +15,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from fairseq import checkpoint_utils
 from torch import Tensor, nn
 
-from . import registration  # noqa: F401
 from .config import SOFTMAX
+from .files import load_language_model
 from .mixers import MIXERS
 from .models.fast_weight_lm import FastWeightDecoder
 
@@ -55,7 +54,7 @@ def export(checkpoint, output, data=None, tokenizer=None, force: bool = False):
     """
     output = Path(output).resolve()
     check_output(output, force)
-    source, dictionary = load(checkpoint, data)
+    source, dictionary = load_language_model(checkpoint, data, "fw-export-hf", ("fast_weight_lm",))
     model = build(source.decoder)
     difference = compare(source, model, len(dictionary))
     if not difference <= TOLERANCE:
@@ -97,19 +96,6 @@ def replace(new: Path, folder: Path) -> None:
             os.replace(old, folder)
         raise
     shutil.rmtree(old, ignore_errors=True)
-
-
-def load(checkpoint, data):
-    if not Path(checkpoint).is_file():
-        raise ValueError(f"CHECKPOINT {checkpoint} does not exist; it is a file that fairseq-train or fw-convert wrote")
-    overrides = {} if data is None else {"data": str(data)}
-    try:
-        [model], _, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], arg_overrides=overrides)
-    except FileNotFoundError as error:
-        raise ValueError(f"there is no dictionary at {error.filename}; name the folder of dict.txt by --data") from error
-    if not isinstance(getattr(model, "decoder", None), FastWeightDecoder) or hasattr(model, "encoder"):
-        raise ValueError(f"CHECKPOINT {checkpoint} holds a {type(model).__name__}; fw-export-hf takes fast_weight_lm")
-    return model.eval(), task.source_dictionary
 
 
 def build(decoder: FastWeightDecoder):

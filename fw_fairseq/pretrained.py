@@ -22,12 +22,11 @@ from torch import Tensor
 
 from .config import SOFTMAX, layer_mixers
 from .damaged_files import load_checkpoint_to_cpu
+from .files import pickled, reading, safetensors
 from .models.fast_weight_lm import FastWeightLanguageModel, FastWeightLanguageModelConfig
 
 SPECIAL = 4  # <s>, <pad>, </s>, <unk>: the first symbols of every fairseq dictionary
 PADDING = 1
-SAFETENSORS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool,
-               "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}  # fmt: skip
 ACTIVATIONS = {"gelu_new": "gelu_accurate", "gelu_pytorch_tanh": "gelu_accurate", "gelu": "gelu", "relu": "relu"}
 GPT2_NAMES = {"ln_1": "self_attn_layer_norm", "ln_2": "final_layer_norm", "attn.c_proj": "self_attn.out_proj",
               "mlp.c_fc": "fc1", "mlp.c_proj": "fc2"}  # fmt: skip
@@ -138,7 +137,13 @@ def gpt2_config(folder: Path) -> dict:
     path = folder / "config.json"
     if not path.exists():
         raise ValueError(f"SOURCE {folder} has no config.json; a folder must hold a Hugging Face GPT-2 (config.json and weights)")
-    config = {"n_positions": 1024, "activation_function": "gelu_new", "eos_token_id": 50256} | json.loads(path.read_text())
+    with reading(path, "a configuration"):
+        config = {"n_positions": 1024, "activation_function": "gelu_new", "eos_token_id": 50256} | json.loads(path.read_text())
+    for name in ("n_embd", "n_layer", "n_head", "n_positions", "vocab_size"):
+        if not isinstance(config.get(name), int) or config[name] < 1:
+            raise ValueError(f"{path} has {name} = {config.get(name)!r}; it must be a number of at least 1")
+    if config["n_embd"] % config["n_head"]:
+        raise ValueError(f"{path} has n_embd = {config['n_embd']}; it must be a multiple of n_head, {config['n_head']}")
     needed = {
         "model_type": ("gpt2",),
         "activation_function": tuple(ACTIVATIONS),
@@ -147,7 +152,7 @@ def gpt2_config(folder: Path) -> dict:
         "scale_attn_by_inverse_layer_idx": (False, None),
         "add_cross_attention": (False, None),
         "tie_word_embeddings": (True, None),
-        "eos_token_id": range(config.get("vocab_size", 0)),
+        "eos_token_id": range(config["vocab_size"]),
     }
     for name, allowed in needed.items():
         if config.get(name) not in allowed:
@@ -158,32 +163,12 @@ def gpt2_config(folder: Path) -> dict:
 
 def gpt2_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """One at a time out of the mapped file. Neither format runs code here."""
-    files = sorted(folder.glob("*.safetensors"))
-    if files:
-        for file in files:
-            yield from safetensors(file)
-        return
-    files = sorted(folder.glob("pytorch_model*.bin"))
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     if not files:
         raise ValueError(f"SOURCE {folder} has no weights; it needs *.safetensors or pytorch_model.bin")
     for file in files:
-        yield from torch.load(file, map_location="cpu", weights_only=True).items()
-
-
-def safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """The format is a length, a JSON header with each tensor's place, and the tensors."""
-    size = file.stat().st_size
-    content = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
-    start = 8 + int.from_bytes(bytes(content[:8].tolist()), "little")
-    if size < 8 or start > size:
-        raise ValueError(f"{file} is cut short or not a safetensors file; download it again")
-    for name, entry in json.loads(bytes(content[8:start].numpy())).items():
-        if name == "__metadata__":
-            continue
-        begin, end = entry["data_offsets"]
-        if start + end > size:
-            raise ValueError(f"{file} is cut short within {name}; download it again")
-        yield name, content[start + begin : start + end].clone().view(SAFETENSORS[entry["dtype"]]).view(entry["shape"])
+        with reading(file, "a model's weights"):
+            yield from safetensors(file) if file.suffix == ".safetensors" else pickled(file)
 
 
 def gpt2_to_fairseq(name: str, tensor: Tensor, eos: int) -> dict[str, Tensor]:

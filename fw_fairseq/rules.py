@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .fwm import fwm_sequence, fwm_step
@@ -42,6 +43,9 @@ class Gate:
     bias: float | str = 0.0
 
 
+OPERANDS = ("q", "k", "v", "memory", "padding_mask", "reset_mask")
+
+
 @dataclass(frozen=True)
 class Rule:
     """One update rule.
@@ -65,8 +69,20 @@ class Rule:
     def __post_init__(self):
         if (self.coefficients is None) == (self.step is None):
             raise ValueError("a Rule takes either coefficients (it fits the recurrence) or step (it does not), not both")
+        if self.sequence is not None and self.step is None:
+            raise ValueError("Rule.sequence is a faster way to run step, and there is none; give step too")
+        if taken := [name for name in self.gates if name in OPERANDS]:
+            raise ValueError(f"Rule.gates has {taken[0]!r}, which is an argument already; taken are: {', '.join(OPERANDS)}")
         if self.normaliser not in (None, "write", "keys"):
             raise ValueError(f"Rule.normaliser is {self.normaliser!r}; allowed: None, 'write', 'keys'")
+
+    @property
+    def erases(self) -> bool:
+        """Whether a write takes away what its key reads, which diverges with keys longer than 1; a ``step`` sees to that itself."""
+        if self.coefficients is None:
+            return False
+        gates = {name: torch.full((1, 1, 1) if gate.axis is None else (1, 1, 1, 1), 0.5) for name, gate in self.gates.items()}
+        return self.coefficients(**gates).e is not None
 
 
 SCALAR = Gate()

@@ -83,6 +83,8 @@ def test_rules_start_from_it(gpt2, tmp_path):
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon"),
         ({"eos_token_id": 5000}, "eos_token_id"),
         ({"n_layer": 3}, "decoder.layers.2"),
+        ({"n_embd": None}, "config.json has n_embd = None; it must be a number of at least 1"),
+        ({"n_head": 5}, "config.json has n_embd = 32; it must be a multiple of n_head, 5"),
     ],
 )
 def test_what_is_not_gpt2_is_refused(changed, said, gpt2, tmp_path):
@@ -94,11 +96,39 @@ def test_what_is_not_gpt2_is_refused(changed, said, gpt2, tmp_path):
     assert not (tmp_path / "out.pt").exists()
 
 
-def test_a_file_cut_short_is_refused(gpt2, tmp_path):
-    folder = shutil.copytree(gpt2[0], tmp_path / "cut")
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="cut short"):
+def cut(file, count: int) -> None:
+    file.write_bytes(file.read_bytes()[:-count])
+
+
+def as_bin(folder):
+    (folder / "model.safetensors").unlink()
+    torch.save({"wte.weight": torch.zeros(9, 9)}, folder / "pytorch_model.bin")
+    return folder / "pytorch_model.bin"
+
+
+def header_with(file, dtype: str) -> None:
+    file.write_bytes(file.read_bytes().replace(b'"F32"', dtype.encode(), 1))
+
+
+DAMAGED = {
+    "short safetensors": (lambda folder: cut(folder / "model.safetensors", 100), r"model\.safetensors .*it is cut short within"),
+    "empty safetensors": (lambda folder: (folder / "model.safetensors").write_bytes(b""), r"model\.safetensors cannot be read"),
+    "unknown type": (
+        lambda folder: header_with(folder / "model.safetensors", '"F8" '),
+        r"model\.safetensors .* has dtype F8; fw-conv",
+    ),
+    "broken header": (lambda folder: header_with(folder / "model.safetensors", '"F32,'), r"model\.safetensors cannot be read"),
+    "short bin": (lambda folder: cut(as_bin(folder), 100), r"pytorch_model\.bin cannot be read as a model's weights"),
+    "list for a model": (lambda folder: torch.save([1], as_bin(folder)), r"pytorch_model\.bin cannot be read as a model's weights"),
+    "broken configuration": (lambda folder: cut(folder / "config.json", 20), r"config\.json cannot be read as a configuration"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_damaged_files_are_refused_by_name(what, gpt2, tmp_path):
+    folder, (damage, message) = shutil.copytree(gpt2[0], tmp_path / "damaged"), DAMAGED[what]
+    damage(folder)
+    with pytest.raises(ValueError, match=message):
         convert(folder, tmp_path / "out.pt", "decay")
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from commands import USER_DIR, fairseq, succeed
 from fairseq.modules import MultiheadAttention
+from test_convert import dictionary, save, source  # noqa: F401
 from test_stateful_cli import data, training  # noqa: F401
 from torch import nn
 
@@ -35,7 +36,7 @@ def text() -> torch.Tensor:
 
 @pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.coefficients is not None])
 def test_the_answer_of_fast_weights_is_the_weighted_values(rule):
-    mixer, x = FastWeight(C, HEADS, FastWeightConfig(update_rule=rule, **OPTIONS[rule])), text()
+    mixer, x = FastWeight(C, HEADS, FastWeightConfig(update_rule=rule, **OPTIONS.get(rule, {}))), text()
     mixer.out_proj = nn.Identity()
     *_, v, gates, _ = mixer.operands(x)
     found = mixer.explain(x)
@@ -45,10 +46,8 @@ def test_the_answer_of_fast_weights_is_the_weighted_values(rule):
     answer = torch.einsum("ht,htv->hv", found["read"], v[0]).flatten()
     torch.testing.assert_close(answer, mixer(x)[0][-1, 0], rtol=1e-4, atol=1e-5)
     assert found["write"].shape == (HEADS, T)
-    name = {"delta": "beta", "gated_delta": "beta"}.get(rule)
-    torch.testing.assert_close(
-        found["write"], gates[name][0] if name else 1 - gates["g"][0] if rule == "gated" else torch.ones(HEADS, T)
-    )
+    strength = RULES[rule].coefficients(**gates).w
+    torch.testing.assert_close(found["write"], torch.ones(HEADS, T) if strength is None else strength[0])
 
 
 def test_a_rule_without_weights_is_refused():
@@ -153,15 +152,32 @@ def test_the_command(data, tmp_path, capsys):  # noqa: F811
     (tmp_path / "text").write_text("w1\nw2\n")
     explain.main([checkpoint, str(tmp_path / "text"), "--html", html])
     assert 'title="2: ' in (tmp_path / "page.html").read_text()
+    full = tmp_path / "full"
+    full.symlink_to("/dev/full")
     for arguments, message in (
         (["w1"], "nothing to write; give --html, --png or both"),
         (["w1", "--last", "2", "--html", html], "--last is 2; TEXT has tokens 1 to 1"),
         (["w1 " * 5000, "--html", html], "TEXT has 5001 tokens, </s> included; the model takes at most"),
         (["", "--html", html], "TEXT has no words"),
-        (["w1", "--html", html, "--data", str(tmp_path / "none")], "--data must be a folder with the model's dict.txt"),
+        (["w1", "--html", html, "--data", str(tmp_path / "none")], "there is no dictionary at .*none"),
+        (["w1", "--html", str(full)], f"{full} cannot be written .No space left on device"),
     ):
         with pytest.raises(SystemExit, match=f"fw-explain: error: {message}"):
             explain.main([checkpoint, *arguments])
+
+
+def test_other_models_and_texts_are_refused(dictionary, tmp_path, monkeypatch):  # noqa: F811
+    """A page that is not written leaves the one before."""
+    transformer = save(source("--arch transformer_lm", dictionary)[2], dictionary)
+    monkeypatch.setattr("test_convert.SHAPE", "--task language_modeling")
+    lstm = save(source("--arch lstm_lm --decoder-embed-dim 8 --decoder-hidden-size 8", dictionary)[2], tmp_path)
+    (tmp_path / "latin").write_bytes("größer".encode("latin-1"))
+    messages = ["holds a LSTMLanguageModel; fw-explain takes fast_weight_lm and transformer_lm", "latin cannot be read as a text"]
+    (tmp_path / "page.html").write_text("before")
+    for (checkpoint, text), message in zip([(lstm, "a"), (transformer, tmp_path / "latin")], messages):
+        with pytest.raises(SystemExit, match=message):
+            explain.main([str(checkpoint), str(text), "--data", str(dictionary), "--html", str(tmp_path / "page.html")])
+    assert (tmp_path / "page.html").read_text() == "before"
 
 
 @pytest.mark.parametrize("tokens", [10, 95])

@@ -190,7 +190,7 @@ def test_force_replaces_an_earlier_export_and_nothing_else(dictionary, tmp_path,
     data = tmp_path / "data"
     shutil.copytree(dictionary, data)
     with monkeypatch.context() as patch:
-        patch.setattr(export_hf, "load", lambda *_: pytest.fail("it must be refused first"))
+        patch.setattr(export_hf, "load_language_model", lambda *_: pytest.fail("it must be refused first"))
         for mistaken in (data, checkpoint):
             with pytest.raises(ValueError, match=r"OUTPUT .* is no earlier export"):
                 export(checkpoint, mistaken, data=data, force=True)
@@ -217,7 +217,7 @@ def test_mistakes_leave_what_is_there(dictionary, folder, tmp_path):  # noqa: F8
         export(save(state, tmp_path), folder, data=dictionary)
     with pytest.raises(ValueError, match="holds a TransformerLanguageModel; fw-export-hf takes fast_weight_lm"):
         export(tmp_path / "source.pt", tmp_path / "out", data=dictionary)
-    with pytest.raises(ValueError, match=r"CHECKPOINT .*nowhere\.pt does not exist"):
+    with pytest.raises(ValueError, match=r"CHECKPOINT .*nowhere\.pt is not a file"):
         export(tmp_path / "nowhere.pt", tmp_path / "out")
     _, _, state = source("--arch fast_weight_lm", dictionary)
     with pytest.raises(ValueError, match=r"no dictionary at .*; name the folder of dict.txt by --data"):

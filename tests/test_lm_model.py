@@ -25,7 +25,7 @@ from fw_fairseq.rules import RULES
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NON_NEGATIVE = [name for name, phi in FEATURE_MAPS.items() if phi.non_negative]
-ERASING = [name for name, rule in RULES.items() if rule.coefficients is not None and "beta" in rule.gates]
+ERASING = [name for name, rule in RULES.items() if rule.erases]
 SMALL = {
     "decoder_layers": 2, "decoder_embed_dim": 32, "decoder_input_dim": 32, "decoder_output_dim": 32, "decoder_ffn_embed_dim": 48,
     "decoder_attention_heads": 4, "dropout": 0.0, "tokens_per_sample": 64,

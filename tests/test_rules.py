@@ -6,8 +6,12 @@ import pytest
 import torch
 from conftest import draw_gates, draw_inputs
 
+from fw_fairseq.config import FastWeightConfig
+from fw_fairseq.convert import fast_weight_config
+from fw_fairseq.fwm import fwm_sequence, fwm_step
+from fw_fairseq.mixers import FastWeight
 from fw_fairseq.ops import fast_weight
-from fw_fairseq.rules import RULES
+from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
 
 EQUATIONS = {
     "sum": lambda W, k, v: W + torch.outer(k, v),
@@ -21,6 +25,7 @@ EQUATIONS = {
 
 @pytest.mark.parametrize("rule", RULES)
 def test_equation(rule):
+    assert rule in EQUATIONS, f"the rule {rule} is not tested: write its equation with outer products into EQUATIONS"
     shape = (1, 1, 20, 4, 3)
     inputs, gates = draw_inputs(shape), draw_gates(RULES[rule], shape)
     memory, outputs = torch.zeros(4, 3, dtype=torch.float64), []
@@ -55,3 +60,28 @@ def test_delta_replaces_what_is_stored_under_a_key():
     torch.testing.assert_close(reads @ delta.memory[0, 0], v[0, 0, [0, 2]])
     _, gated = fast_weight(k, k, v, "gated", {"g": torch.full((1, 1, 3), 0.5, dtype=torch.float64)})
     assert not torch.allclose(reads @ gated.memory[0, 0], v[0, 0, [0, 2]])
+
+
+def test_rules_that_erase_are_known_whatever_their_gates_are_called(monkeypatch):
+    assert [name for name, rule in RULES.items() if rule.erases] == ["delta", "gated_delta"]
+    eta = Rule(equation="", source="", gates={"eta": Gate()}, coefficients=lambda eta: Coefficients(e=eta, w=eta))
+    monkeypatch.setitem(RULES, "eta", eta)
+    with pytest.raises(ValueError, match="--update-rule eta diverges with keys longer than 1"):
+        FastWeight(8, 2, FastWeightConfig(update_rule="eta", feature_map="identity", feature_norm="none"))
+    converted = fast_weight_config("eta")
+    assert (converted.feature_map, converted.feature_norm) == ("relu", "sum")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({}, "either coefficients .* or step .*, not both"),
+        ({"coefficients": Coefficients, "step": fwm_step}, "either coefficients .* or step .*, not both"),
+        ({"coefficients": Coefficients, "sequence": fwm_sequence}, "Rule.sequence .* give step too"),
+        ({"coefficients": Coefficients, "gates": {"k": Gate()}}, "Rule.gates has 'k', which is an argument already"),
+        ({"coefficients": Coefficients, "normaliser": "values"}, "Rule.normaliser is 'values'; allowed: None, 'write', 'keys'"),
+    ],
+)
+def test_rules_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        Rule(equation="", source="", **options)

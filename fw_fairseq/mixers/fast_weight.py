@@ -173,8 +173,7 @@ def check_combination(config, phi: FeatureMap) -> None:
         raise ValueError(
             f"--attention-norm divides by sums of features, which {map_name} lets vanish; use elu, relu, dpfp or favor"
         )
-    erases = rule.coefficients is not None and "beta" in rule.gates
-    if erases and norm == "none" and not config.attention_norm and not phi.at_most_one:
+    if rule.erases and norm == "none" and not config.attention_norm and not phi.at_most_one:
         better = "sum" if phi.non_negative else "l2"
         raise ValueError(f"--update-rule {name} diverges with keys longer than 1, as {map_name} gives; use --feature-norm {better}")
 

@@ -1,0 +1,89 @@
+"""Files that the commands read and write: what is wrong with one is said in a sentence with its name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .damaged_files import UNREADABLE, damaged_part, why
+
+SAFETENSORS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool,
+               "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}  # fmt: skip
+
+
+def load_language_model(checkpoint, data, command: str, architectures: tuple[str, ...]):
+    """A model of one of the registered names, in evaluation mode, and its dictionary. ``data``: the folder of a moved dict.txt."""
+    from fairseq import checkpoint_utils
+    from fairseq.models import MODEL_REGISTRY
+
+    from . import registration  # noqa: F401
+
+    if not Path(checkpoint).is_file():
+        raise ValueError(f"CHECKPOINT {checkpoint} is not a file; name one that fairseq-train or fw-convert wrote")
+    overrides = {} if data is None else {"data": str(data)}
+    try:
+        [model], _, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], arg_overrides=overrides)
+    except FileNotFoundError as error:
+        raise ValueError(f"there is no dictionary at {error.filename}; name the folder of dict.txt by --data") from error
+    if not isinstance(model, tuple(MODEL_REGISTRY[name] for name in architectures)):
+        raise ValueError(f"CHECKPOINT {checkpoint} holds a {type(model).__name__}; {command} takes {' and '.join(architectures)}")
+    return model.eval(), task.source_dictionary
+
+
+@contextlib.contextmanager
+def reading(file: Path, what: str) -> Iterator[None]:
+    """What is wrong with a file is said with its name."""
+    try:
+        yield
+    except (FileNotFoundError, PermissionError):
+        raise
+    except (*UNREADABLE, AttributeError) as error:
+        raise ValueError(f"{file} cannot be read as {what} ({why(error)}); download it again if it is damaged") from error
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """``write(path)`` of a temporary file beside ``path``, which then takes its place. A device or a pipe is written itself."""
+    itself = path.exists() and not path.is_file()
+    place = path if itself else path.resolve()  # a link stays one
+    temporary = path if itself else place.with_name(f".{place.name}.{os.getpid()}.tmp")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        if not itself:
+            os.replace(temporary, place)
+    except (OSError, RuntimeError) as error:  # torch's
+        raise ValueError(f"{path} cannot be written ({getattr(error, 'strerror', None) or why(error)})") from error
+    finally:
+        if not itself:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+
+
+def pickled(file: Path) -> Iterator[tuple[str, Tensor]]:
+    if damaged := damaged_part(file):  # torch does not look at check sums
+        raise ValueError(f"{damaged} in it is damaged")
+    yield from torch.load(file, map_location="cpu", weights_only=True).items()
+
+
+def safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """The format is a length, a JSON header with each tensor's place, and the tensors."""
+    size = file.stat().st_size
+    content = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
+    start = 8 + int.from_bytes(bytes(content[:8].tolist()), "little")
+    if size < 8 or start > size:
+        raise ValueError("it is cut short or not a safetensors file")
+    for name, entry in json.loads(bytes(content[8:start].numpy())).items():
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        if start + end > size:
+            raise ValueError(f"it is cut short within {name}")
+        if entry["dtype"] not in SAFETENSORS:
+            raise ValueError(f"{name} has dtype {entry['dtype']}; fw-convert takes: {', '.join(SAFETENSORS)}")
+        yield name, content[start + begin : start + end].clone().view(SAFETENSORS[entry["dtype"]]).view(entry["shape"])
