@@ -414,8 +414,8 @@ def test_refused_mixer_patterns(pattern, message):
         ),
         ("--update-rule delta diverges with keys longer than 1, as elu gives; use --feature-norm sum", {"feature_norm": "none"}),
         (
-            "--update-rule gated_delta diverges .* as rfa gives; use --feature-norm l2",
-            {"update_rule": "gated_delta", "feature_map": "rfa", "feature_norm": "none"},
+            "--update-rule gated_delta diverges .* as tanh gives; use --feature-norm l2",
+            {"update_rule": "gated_delta", "feature_map": "tanh", "feature_norm": "none"},
         ),
     ],
 )
