@@ -10,7 +10,7 @@ from conftest import assert_same, emulated
 from hostcuda import SCHEDULES, EmulatorLaunch, guarded, run_sanitized, sanitized_launch
 from hostcuda.nvrtc import ARCHITECTURES, compile_check
 
-from fw_fairseq.ops import cuda_decay, fast_weight
+from fw_fairseq.ops import cuda_common, cuda_decay, fast_weight
 from fw_fairseq.ops.recurrent import step_form
 from fw_fairseq.ops.row_map import AS_IS
 from fw_fairseq.rules import RULES, Coefficients
@@ -207,7 +207,7 @@ def test_compiles_without_spills(arch, width, dtype):
         found = compile_check(launched.source, launched.defines, arch)[launched.kernel]
         most = 0 if arch in ("80", "90") else 8  # bytes; sm_120 spills a register
         assert max(found["spill_stores"], found["spill_loads"], found["stack"]) <= most, (launched.kernel, found)
-        assert launched.defines["FW_SHARED"] <= cuda_decay.SHARED
+        assert launched.defines["FW_SHARED"] <= cuda_common.SHARED
 
 
 @pytest.mark.parametrize("rule", ["sum", "gated"])

@@ -10,7 +10,7 @@ from conftest import assert_same, emulated
 from hostcuda import SCHEDULES, EmulatorLaunch, guarded, run_sanitized, sanitized_launch
 from hostcuda.nvrtc import ARCHITECTURES, compile_check
 
-from fw_fairseq.ops import cuda_delta, fast_weight
+from fw_fairseq.ops import cuda_common, cuda_delta, fast_weight
 from fw_fairseq.ops.recurrent import step_form
 from fw_fairseq.rules import Coefficients
 
@@ -184,7 +184,7 @@ def test_what_has_no_kernel(changes, message):
     ],
 )
 def test_device_that_is_too_small(monkeypatch, capability, key, dtype, message):
-    properties = SimpleNamespace(shared_memory_per_block_optin=cuda_delta.COMMON_SHARED)
+    properties = SimpleNamespace(shared_memory_per_block_optin=cuda_common.SHARED)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     q = SimpleNamespace(shape=(1, 1, 2, key), dtype=dtype, device=torch.device("cuda"))
@@ -214,4 +214,4 @@ def test_compiles_without_spills(arch, width, dtype, precision):
     for source_file, kernel, defines in launches(width, width, dtype, precision):
         found = compile_check(source_file, defines, arch)[kernel]
         assert found["spill_stores"] == found["spill_loads"] == found["stack"] == 0, (kernel, found)
-        assert defines["FW_SHARED"] <= cuda_delta.COMMON_SHARED
+        assert defines["FW_SHARED"] <= cuda_common.SHARED

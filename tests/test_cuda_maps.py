@@ -10,7 +10,7 @@ from hostcuda.nvrtc import compile_check
 
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers.fast_weight import FastWeight
-from fw_fairseq.ops import RowMap, cuda_decay, cuda_delta, cuda_step, fast_weight
+from fw_fairseq.ops import RowMap, cuda_common, cuda_decay, cuda_delta, cuda_step, fast_weight
 from fw_fairseq.ops.recurrent import step as one_step
 from fw_fairseq.ops.recurrent import step_form
 from fw_fairseq.rules import RULES, Coefficients
@@ -149,4 +149,4 @@ def test_compiles_without_spills(arch, family, nu, d, present):
     for source, kernel, defines in launches(family, RowMap("dpfp", nu, "sum"), d, 64, torch.bfloat16, present):
         found = compile_check(source, defines, arch)[kernel]
         assert found["spill_stores"] == found["spill_loads"] == found["stack"] == 0, (kernel, found)
-        assert defines["FW_SHARED"] <= cuda_delta.COMMON_SHARED
+        assert defines["FW_SHARED"] <= cuda_common.SHARED

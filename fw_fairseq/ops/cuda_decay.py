@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from . import cuda_launch
+from .cuda_common import OLDEST, PRECISIONS, SHARED, TYPES, add_up, in_units, shares_of
 from .cuda_decay_tiles import (
     CHUNK,
-    SHARED,
     Tile,
     backward_shared,
     choose_backward,
@@ -32,10 +32,7 @@ from .row_map import AS_IS, RowMap
 
 LARGEST_K = 512
 LARGEST_GRID = 65535  # along its second and third dimension
-OLDEST = (8, 0)  # products of bf16 and tf32 start there
 SHARED_MORE = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024, (10, 3): 227 * 1024}
-TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
-PRECISIONS = {"bf16": 0, "tf32": 1, "exact": 2}
 TENSOR = np.dtype([("data", "u8"), ("b", "i8"), ("h", "i8"), ("t", "i8"), ("part", "i8")])
 TENSORS = ("q", "k", "v", "f", "z", "w", "y", "dy", "dq", "dk", "dv", "df", "dz", "dw")
 MEMORIES = ("memory", "final_memory", "borders", "dfinal", "dmemory")
@@ -103,16 +100,8 @@ def backward(launch, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision:
     call = Call(tile, segment, operands(q.dtype, precision), tensors, memories, shares, row_map)
     call.run(launch, "decay_backward.cu", "decay_backward", backward_bytes(call))
     for whole, share in zip((dq, dk, df, dw), shares.values()):
-        if share is not None and len(share) > 1:
-            whole.copy_(share.sum(0))
+        add_up(whole, share)
     return dq, dk, dv, df, dz, None, dw, dstart
-
-
-def shares_of(whole: Tensor | None, count: int) -> Tensor | None:
-    """Room for ``count`` fp32 shares that sum to the tensor; the tensor itself for one."""
-    if whole is None or count == 1:
-        return None if whole is None else whole[None]
-    return whole.new_empty(count, *whole.shape, dtype=torch.float32)
 
 
 class Call(NamedTuple):
@@ -205,12 +194,6 @@ def backward_bytes(call: Call) -> int:
     gates = (call.tensors[name] is not None for name in "fz")
     mapping = partial(map_bytes, call.tensors["q"], call.row_map)
     return backward_shared(call.K, call.tile, call.segment, call.precision, *gates, mapping)
-
-
-def in_units(x: Tensor) -> bool:
-    """Whether 16 bytes of a row can be moved at once, in every row."""
-    unit = 16 // x.element_size()
-    return x.data_ptr() % 16 == 0 and all(n % unit == 0 for n in (*x.stride()[:-1], x.shape[-1]))
 
 
 def in_pairs(x: Tensor) -> bool:

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .cuda_common import SHARED
 from .row_map import AS_IS, RowMap
 
 CHUNK = 16
-SHARED = 99 * 1024  # bytes of shared memory that every device since compute capability 8.0 gives a block
 
 
 class Tile(NamedTuple):

@@ -13,14 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import cuda_launch
+from .cuda_common import OLDEST, PRECISIONS, SHARED, TYPES, add_up, in_units, shares_of
 from .row_map import AS_IS, RowMap
 
 CHUNK = 16
 LARGEST_KEY = 512
-OLDEST = (8, 0)  # bf16 and tf32 products
-COMMON_SHARED = 99 * 1024  # bytes of shared memory that a block can have on any such device
-TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
-PRECISIONS = {"bf16": 0, "tf32": 1, "exact": 2}
 VIEW = np.dtype([("p", "u8"), ("b", "i8"), ("h", "i8"), ("t", "i8"), ("tile", "i8")])
 VIEWS = ("q", "k", "v", "f", "e", "w", "y", "dy", "dq", "dk", "dv", "df", "de", "dw")
 SHARES = ("dq", "dk", "df", "de", "dw")  # outputs that each tile of V has a share of, along a first dimension
@@ -78,7 +76,7 @@ class Variant(NamedTuple):
         tiling = tiling._replace(value=round_up(-(-value // tiles), 16))
         key, gates = round_up(key, 16 * tiling.ksplit), (f is not None, w is not None)
         variant = cls(q.dtype, key, tiling, tiles, PRECISIONS[precision], *gates, row, row_map)
-        if variant.backward_bytes() > COMMON_SHARED:  # by its rows
+        if variant.backward_bytes() > SHARED:  # by its rows
             variant = variant._replace(tiling=tiling._replace(segment=CHUNK))
         return variant
 
@@ -141,7 +139,7 @@ class Variant(NamedTuple):
             "FW_KSPLIT": self.tiling.ksplit,
             "FW_SPAN": span,
             "FW_SEGMENT": self.tiling.segment,
-            "FW_ALIGNED": int(all(aligned(x) for name, x in views.items() if name in ("q", "k", "v", "y", "dy", "dv"))),
+            "FW_ALIGNED": int(all(in_units(x) for name, x in views.items() if name in ("q", "k", "v", "y", "dy", "dv"))),
             "FW_PARTIAL": int(self.tiles > 1),
             "FW_SHARED": shared,
             **self.row_map.defines(self.row),
@@ -161,12 +159,6 @@ def view(x: Tensor, leading_tile: bool) -> tuple[int, ...]:
     return (x.data_ptr(), *strides[1:4], strides[0])
 
 
-def aligned(x: Tensor) -> bool:
-    """Every row starts at a multiple of 16 bytes and is as many long."""
-    unit = 16 // x.element_size()
-    return x.data_ptr() % 16 == 0 and all(n % unit == 0 for n in (*x.stride()[:3], x.shape[3]))
-
-
 def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w, row_map: RowMap = AS_IS) -> str | None:
     if z is not None:
         return "backend='cuda' has no kernel for a value-side decay z together with an erase"
@@ -179,11 +171,11 @@ def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w, row_map: RowMap = AS_
 
 
 def unsupported_device(q, v, f, w, row_map: RowMap = AS_IS) -> str | None:
-    if torch.cuda.get_device_capability(q.device) < OLDEST:
+    if cuda_launch.current().capability(q.device) < OLDEST:
         return f"backend='cuda' has kernels with erase for compute capability {OLDEST[0]}.{OLDEST[1]} and higher only"
     variant = Variant.of(q, v, f, w, "exact" if q.dtype == torch.float32 else "bf16", row_map)
     needed = max(variant.forward_bytes(), variant.backward_bytes())
-    held = getattr(torch.cuda.get_device_properties(q.device), "shared_memory_per_block_optin", COMMON_SHARED)  # torch before 2.5
+    held = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
     if needed > held:
         key = row_map.width(q.shape[-1])
         return f"backend='cuda' needs {needed} bytes of shared memory for {q.dtype} keys {key} wide; this device has {held}"
@@ -207,18 +199,11 @@ def forward(launch, q, k, v, f, z, e, w, memory, precision: str, keep: bool = Tr
 def backward(launch, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str, row_map: RowMap = AS_IS):
     variant = Variant.of(q, v, f, w, precision, row_map)
     inputs = {"q": q, "k": k, "f": f, "e": e, "w": w}
-    shares = {f"d{name}": share(x, variant.tiles) for name, x in inputs.items() if x is not None}
+    grads = {f"d{name}": torch.empty_like(x) for name, x in inputs.items() if x is not None}
+    shares = {name: shares_of(grad, variant.tiles) for name, grad in grads.items()}
     dv, before = torch.empty_like(v), torch.empty_like(memory)
     pointers = {"dfinal": dmemory, "dmemory": before, "borders": saved[0]}
     variant.launch(launch, "backward", inputs | shares | {"v": v, "dy": dy, "dv": dv}, pointers)
-    sums = {name: summed(shares[f"d{name}"], x) for name, x in inputs.items() if x is not None}
-    return sums["q"], sums["k"], dv, sums.get("f"), None, sums["e"], sums.get("w"), before
-
-
-def share(x: Tensor, tiles: int) -> Tensor:
-    """Where the gradient of x goes: itself, or in fp32 a share for each tile of V."""
-    return torch.empty_like(x)[None] if tiles == 1 else x.new_empty((tiles, *x.shape), dtype=torch.float32)
-
-
-def summed(shares: Tensor, x: Tensor) -> Tensor:
-    return shares[0] if len(shares) == 1 else torch.empty_like(x).copy_(shares.sum(0))
+    for name, grad in grads.items():
+        add_up(grad, shares[name])
+    return grads["dq"], grads["dk"], dv, grads.get("df"), None, grads["de"], grads.get("dw"), before

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from . import cuda_launch
 from .cuda import DTYPES, LIBRARY, dense
+from .cuda_common import TYPES
 
 SOURCE, THREADS = "pooling.cu", 128
 CHUNK, SHORT_CHUNKS = 16, (4, 8)  # tokens of a thread
-TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 VIEW = np.dtype([("p", "u8"), ("stride_b", "i8"), ("stride_h", "i8"), ("stride_t", "i8")])
 VIEWS = ("scores", "values", "out", "out_scores", "own", "extra", "segments")
 POINTERS = ("sums", "borders")

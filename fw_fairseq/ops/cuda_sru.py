@@ -8,9 +8,9 @@ from torch import Tensor
 
 from . import cuda_launch
 from .cuda import DTYPES, LIBRARY, dense
+from .cuda_common import TYPES
 
 SOURCE, UNITS, STEPS = "sru.cu", 32, 8
-TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 VIEW = np.dtype([("p", "u8"), ("stride_t", "i8"), ("stride_b", "i8")])
 VIEWS = ("u", "forget", "reset", "x", "h", "c", "du", "dforget", "dreset", "dx", "dh", "padding", "resets")
 POINTERS = ("v_forget", "v_reset", "first", "last", "dfirst", "dv_forget", "dv_reset", "dlast")

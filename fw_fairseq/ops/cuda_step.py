@@ -9,12 +9,12 @@ from torch import Tensor
 from ..rules import Coefficients
 from . import cuda_launch
 from .cuda import DTYPES, INPUTS, LIBRARY, ROW_MAP, dense
+from .cuda_common import TYPES
 from .row_map import AS_IS, RowMap
 
 SOURCE, COLUMNS, WARPS = "step.cu", 32, 16
 ROWS = (8, 16, 32)  # of the memory in the registers of a warp
 LARGEST_KEY = WARPS * ROWS[-1]
-TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 VIEW = np.dtype([("p", "u8"), ("stride_b", "i8"), ("stride_h", "i8")])
 VIEWS = ("q", "k", "v", "f", "z", "e", "w", "memory", "y", "memory_out")
 PARAMS = np.dtype([(name, VIEW) for name in VIEWS] + [(name, "i4") for name in "HKV"], align=True)
