@@ -10,7 +10,7 @@ from omegaconf import II
 from ..config import option
 from ..modules import CarriedState
 from .generation import PromptedGenerator
-from .streams import StreamDataset, StreamIterator, Text, load_text
+from .streams import StreamDataset, StreamIterator, Text, check_positions, load_text, takes
 
 
 @dataclass
@@ -35,25 +35,34 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
 
     def build_model(self, args, from_checkpoint=False):
         model = super().build_model(args, from_checkpoint)
+        if not takes(model, "carried"):
+            model.register_forward_pre_hook(refuse_memory, with_kwargs=True)
         if self.args.sequence_parallel > 1:
             check_across_workers(model)
         return model
 
     def load_dataset(self, split, epoch=1, combine=False, **kwargs):
-        self.datasets[split] = load_text(self.args, self.dictionary, split, epoch, combine)
+        self.datasets[split] = load_text(self, split, epoch, combine)
 
-    def get_batch_iterator(self, dataset, max_tokens=None, max_sentences=None, num_shards=1, shard_id=0, epoch=1, **options):
-        if not isinstance(dataset, Text):  # single texts, for generation and scoring
-            options |= dict(
-                max_tokens=max_tokens, max_sentences=max_sentences, num_shards=num_shards, shard_id=shard_id, epoch=epoch
-            )
-            return super().get_batch_iterator(dataset, **options)
+    def get_batch_iterator(self, dataset, *args, **options):
+        if isinstance(dataset, Text):
+            return self.streams(dataset, *args, **options)
+        return super().get_batch_iterator(dataset, *args, **options)  # single texts, for generation and scoring
+
+    def streams(
+        self, text, max_tokens=None, max_sentences=None, max_positions=None, num_shards=1, shard_id=0, epoch=1, **options
+    ) -> StreamIterator:
         segment = self.args.tokens_per_sample
-        rows = max_sentences or max(1, (max_tokens or segment) // segment)
+        if segment < 1:
+            raise ValueError(f"--tokens-per-sample is {segment}; it must be at least 1")
+        if max_tokens and max_tokens < segment:
+            raise ValueError(f"--max-tokens is {max_tokens}; it must be at least --tokens-per-sample, {segment}")
+        rows = max_sentences or (max_tokens or segment) // segment
         pad, eos = self.dictionary.pad(), self.dictionary.eos()
         workers, (shard_id, share) = self.sequence_workers(num_shards), divmod(shard_id, self.args.sequence_parallel)
         num_shards //= workers
-        streams = StreamDataset(dataset, segment, rows, pad, eos, shard_id, num_shards, (share, workers))
+        streams = StreamDataset(text, segment, rows, pad, eos, shard_id, num_shards, (share, workers))
+        check_positions(min(segment, streams.longest), max_positions)
         loading = dict(num_workers=options.get("num_workers", 0), buffer_size=options.get("data_buffer_size", 0))
         return StreamIterator(streams, CarriedState(self.group), shard_id, num_shards, epoch=epoch, **loading)
 
@@ -99,6 +108,13 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
         net_input["carried"] = carried
         if self.args.reset_at_eos:
             net_input["reset_mask"] = net_input["src_tokens"].eq(self.dictionary.eos())
+
+
+def refuse_memory(model, args, kwargs) -> None:
+    """Where it is given one, and not before: single texts, and the teacher of a distillation, need none."""
+    if "carried" in kwargs:
+        name = type(model).__name__
+        raise ValueError(f"stateful_language_modeling carries memories, and {name} has none; use --task language_modeling")
 
 
 def check_across_workers(model) -> None:
