@@ -136,8 +136,8 @@ def test_words_without_an_output_are_predicted_as_unknown(task, monkeypatch):
     assert torch.cat([x["net_input"]["src_tokens"].flatten() for x in batches]).tolist() == [EOS, *range(4, 39)]
 
 
-def of_fairseq(arch: str, task):
-    return task.build_model(Namespace(arch=arch, criterion="cross_entropy", **vars(options_of(arch, **SMALL)))).eval()
+def of_fairseq(arch: str, task, **options):
+    return task.build_model(Namespace(arch=arch, criterion="cross_entropy", **vars(options_of(arch, **SMALL))), **options).eval()
 
 
 def test_windows_take_any_model():
@@ -153,9 +153,16 @@ def test_windows_take_any_model():
     assert eval_lm(models, task.dictionary, batches)["perplexity"] > 1
 
 
+def test_streams_of_a_shard_that_is_not_there():
+    with pytest.raises(ValueError, match="--shard-id is 2; it must be at least 0 and less than --num-shards, 2"):
+        stateful(tokens_per_sample=8).eval_lm_dataloader(random_text(), num_shards=2, shard_id=2)
+
+
 def test_streams_need_a_model_with_memories():
-    task = stateful(tokens_per_sample=8)
-    model = of_fairseq("transformer_lm", task)
+    task, message = stateful(tokens_per_sample=8), "TransformerLanguageModel has none; use --task language_modeling"
+    with pytest.raises(ValueError, match=message):
+        of_fairseq("transformer_lm", task)
+    model = of_fairseq("transformer_lm", task, from_checkpoint=True)
     model(torch.ones(1, 5, dtype=torch.long))  # single texts
-    with pytest.raises(ValueError, match="carries memories, and TransformerLanguageModel has none; use --task language_modeling"):
+    with pytest.raises(ValueError, match=message):
         eval_lm([model], task.dictionary, task.eval_lm_dataloader(random_text()))

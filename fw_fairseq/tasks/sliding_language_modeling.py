@@ -6,7 +6,7 @@ import torch
 from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
 
-from .streams import Text, check_positions, load_text, takes
+from .streams import Text, check_positions, check_shard, load_text, takes
 
 
 class SlidingWindows(torch.utils.data.Dataset):
@@ -80,8 +80,7 @@ class SlidingLanguageModelingTask(LanguageModelingTask):
         if stride <= 0:
             given = stride + context_window
             raise ValueError(f"--tokens-per-sample is {given}; it must be larger than --context-window, {context_window}")
-        if not 0 <= shard_id < num_shards:
-            raise ValueError(f"--shard-id is {shard_id}; it must be at least 0 and less than --num-shards, {num_shards}")
+        check_shard(shard_id, num_shards)
         check_positions(min(context_window + stride, len(dataset)), max_positions)
         windows = SlidingWindows(dataset, context_window, stride, self.dictionary.eos())
         at_once = min(batch_size or 64, max(1, max_tokens // (context_window + stride)))

@@ -10,7 +10,7 @@ from omegaconf import II
 from ..config import option
 from ..modules import CarriedState
 from .generation import PromptedGenerator
-from .streams import StreamDataset, StreamIterator, Text, check_positions, load_text, takes
+from .streams import StreamDataset, StreamIterator, Text, check_positions, check_shard, load_text, takes
 
 
 @dataclass
@@ -37,6 +37,8 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
         model = super().build_model(args, from_checkpoint)
         if not takes(model, "carried"):
             model.register_forward_pre_hook(refuse_memory, with_kwargs=True)
+            if not from_checkpoint:  # it is to be trained, on streams
+                refuse_memory(model, (), {"carried": None})
         if self.args.sequence_parallel > 1:
             check_across_workers(model)
         return model
@@ -82,6 +84,7 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
 
     def eval_lm_dataloader(self, dataset, max_tokens=36000, batch_size=None, context_window=0, **options):
         """One pass over one stream, or over --batch-size streams side by side, the first token of each without context."""
+        check_shard(options.get("shard_id", 0), options.get("num_shards", 1))
         if context_window:
             raise ValueError("--context-window recomputes context, and this task carries all of it; leave it out")
         batches = self.get_batch_iterator(dataset, max_sentences=batch_size or 1, **options).next_epoch_itr(shuffle=False)
@@ -111,7 +114,7 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
 
 
 def refuse_memory(model, args, kwargs) -> None:
-    """Where it is given one, and not before: single texts, and the teacher of a distillation, need none."""
+    """A loaded model only where it is given one: single texts, and the teacher of a distillation, need none."""
     if "carried" in kwargs:
         name = type(model).__name__
         raise ValueError(f"stateful_language_modeling carries memories, and {name} has none; use --task language_modeling")

@@ -55,6 +55,11 @@ def check_positions(tokens: int, most) -> None:
         raise ValueError(f"{tokens} tokens at once are more than the model's {most} positions; give a shorter --tokens-per-sample")
 
 
+def check_shard(shard: int, shards: int) -> None:
+    if not 0 <= shard < shards:
+        raise ValueError(f"--shard-id is {shard}; it must be at least 0 and less than --num-shards, {shards}")
+
+
 def takes(model, name: str) -> bool:
     """Whether its forward has this keyword, which fairseq's own models do not."""
     return name in inspect.signature(getattr(model, "decoder", model).forward).parameters
