@@ -1,17 +1,19 @@
 """sliding_language_modeling: fairseq-eval-lm --context-window, many windows at once, only their last positions scored."""
 
+import functools
+
 import torch
 from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
 
-from .streams import Text, load_text
+from .streams import Text, check_positions, check_shard, load_text, takes
 
 
 class SlidingWindows(torch.utils.data.Dataset):
     """Windows of ``context`` + ``stride`` tokens; each scores its last ``stride``, the first one all of its tokens."""
 
     def __init__(self, text: Text, context: int, stride: int, eos: int):
-        self.target, self.context, self.stride = text.tokens, context, stride
+        self.target, self.context, self.stride = text.targets, context, stride
         self.source = torch.cat([torch.tensor([eos]), text.tokens[:-1]])
         self.starts = [0, *range(context + stride, len(text.tokens), stride)]  # of what each scores
 
@@ -48,14 +50,29 @@ class SlidingLanguageModelingTask(LanguageModelingTask):
     """For evaluation with the options of language_modeling. --batch-size: windows at once, 64 if not given; --max-tokens may make
     them fewer."""
 
+    def build_model(self, args, from_checkpoint=False):
+        model = super().build_model(args, from_checkpoint)
+        if not takes(model, "score_last"):
+            model.forward = only_last(model.forward)
+        return model
+
     def load_dataset(self, split, epoch=1, combine=False, **kwargs):
-        self.datasets[split] = load_text(self.args, self.dictionary, split, epoch, combine)
+        self.datasets[split] = load_text(self, split, epoch, combine)
 
     def get_batch_iterator(self, *args, **kwargs):
         raise ValueError("sliding_language_modeling is for fairseq-eval-lm; train with --task language_modeling")
 
     def eval_lm_dataloader(
-        self, dataset, max_tokens=36000, batch_size=None, num_shards=1, shard_id=0, num_workers=0, context_window=0, **unused
+        self,
+        dataset,
+        max_tokens=36000,
+        batch_size=None,
+        max_positions=None,
+        num_shards=1,
+        shard_id=0,
+        num_workers=0,
+        context_window=0,
+        **unused,
     ):
         stride = self.args.tokens_per_sample  # fairseq-eval-lm has already taken the context off
         if context_window < 0:
@@ -63,8 +80,8 @@ class SlidingLanguageModelingTask(LanguageModelingTask):
         if stride <= 0:
             given = stride + context_window
             raise ValueError(f"--tokens-per-sample is {given}; it must be larger than --context-window, {context_window}")
-        if not 0 <= shard_id < num_shards:
-            raise ValueError(f"--shard-id is {shard_id}; it must be at least 0 and less than --num-shards, {num_shards}")
+        check_shard(shard_id, num_shards)
+        check_positions(min(context_window + stride, len(dataset)), max_positions)
         windows = SlidingWindows(dataset, context_window, stride, self.dictionary.eos())
         at_once = min(batch_size or 64, max(1, max_tokens // (context_window + stride)))
         return torch.utils.data.DataLoader(
@@ -73,3 +90,14 @@ class SlidingLanguageModelingTask(LanguageModelingTask):
             collate_fn=windows.collater,
             num_workers=num_workers,
         )
+
+
+def only_last(forward):
+    """``score_last`` for a forward that knows only outputs at every token."""
+
+    @functools.wraps(forward)
+    def cut(*args, score_last=0, **kwargs):
+        output, *extra = forward(*args, **kwargs)
+        return output[:, -score_last:], *extra
+
+    return cut

@@ -10,7 +10,7 @@ from omegaconf import II
 from ..config import option
 from ..modules import CarriedState
 from .generation import PromptedGenerator
-from .streams import StreamDataset, StreamIterator, Text, load_text
+from .streams import StreamDataset, StreamIterator, Text, check_positions, check_shard, load_text, takes
 
 
 @dataclass
@@ -35,25 +35,36 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
 
     def build_model(self, args, from_checkpoint=False):
         model = super().build_model(args, from_checkpoint)
+        if not takes(model, "carried"):
+            model.register_forward_pre_hook(refuse_memory, with_kwargs=True)
+            if not from_checkpoint:  # it is to be trained, on streams
+                refuse_memory(model, (), {"carried": None})
         if self.args.sequence_parallel > 1:
             check_across_workers(model)
         return model
 
     def load_dataset(self, split, epoch=1, combine=False, **kwargs):
-        self.datasets[split] = load_text(self.args, self.dictionary, split, epoch, combine)
+        self.datasets[split] = load_text(self, split, epoch, combine)
 
-    def get_batch_iterator(self, dataset, max_tokens=None, max_sentences=None, num_shards=1, shard_id=0, epoch=1, **options):
-        if not isinstance(dataset, Text):  # single texts, for generation and scoring
-            options |= dict(
-                max_tokens=max_tokens, max_sentences=max_sentences, num_shards=num_shards, shard_id=shard_id, epoch=epoch
-            )
-            return super().get_batch_iterator(dataset, **options)
+    def get_batch_iterator(self, dataset, *args, **options):
+        if isinstance(dataset, Text):
+            return self.streams(dataset, *args, **options)
+        return super().get_batch_iterator(dataset, *args, **options)  # single texts, for generation and scoring
+
+    def streams(
+        self, text, max_tokens=None, max_sentences=None, max_positions=None, num_shards=1, shard_id=0, epoch=1, **options
+    ) -> StreamIterator:
         segment = self.args.tokens_per_sample
-        rows = max_sentences or max(1, (max_tokens or segment) // segment)
+        if segment < 1:
+            raise ValueError(f"--tokens-per-sample is {segment}; it must be at least 1")
+        if max_tokens and max_tokens < segment:
+            raise ValueError(f"--max-tokens is {max_tokens}; it must be at least --tokens-per-sample, {segment}")
+        rows = max_sentences or (max_tokens or segment) // segment
         pad, eos = self.dictionary.pad(), self.dictionary.eos()
         workers, (shard_id, share) = self.sequence_workers(num_shards), divmod(shard_id, self.args.sequence_parallel)
         num_shards //= workers
-        streams = StreamDataset(dataset, segment, rows, pad, eos, shard_id, num_shards, (share, workers))
+        streams = StreamDataset(text, segment, rows, pad, eos, shard_id, num_shards, (share, workers))
+        check_positions(min(segment, streams.longest), max_positions)
         loading = dict(num_workers=options.get("num_workers", 0), buffer_size=options.get("data_buffer_size", 0))
         return StreamIterator(streams, CarriedState(self.group), shard_id, num_shards, epoch=epoch, **loading)
 
@@ -73,6 +84,7 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
 
     def eval_lm_dataloader(self, dataset, max_tokens=36000, batch_size=None, context_window=0, **options):
         """One pass over one stream, or over --batch-size streams side by side, the first token of each without context."""
+        check_shard(options.get("shard_id", 0), options.get("num_shards", 1))
         if context_window:
             raise ValueError("--context-window recomputes context, and this task carries all of it; leave it out")
         batches = self.get_batch_iterator(dataset, max_sentences=batch_size or 1, **options).next_epoch_itr(shuffle=False)
@@ -99,6 +111,13 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
         net_input["carried"] = carried
         if self.args.reset_at_eos:
             net_input["reset_mask"] = net_input["src_tokens"].eq(self.dictionary.eos())
+
+
+def refuse_memory(model, args, kwargs) -> None:
+    """A loaded model only where it is given one: single texts, and the teacher of a distillation, need none."""
+    if "carried" in kwargs:
+        name = type(model).__name__
+        raise ValueError(f"stateful_language_modeling carries memories, and {name} has none; use --task language_modeling")
 
 
 def check_across_workers(model) -> None:
