@@ -133,6 +133,14 @@ def test_rfa_estimates_the_gaussian_kernel():
 
 
 @pytest.mark.parametrize("name", ["favor", "rfa"])
+def test_random_features_are_those_of_fp32_under_autocast(name):
+    phi, x = FEATURE_MAPS[name](8), torch.randn(5, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        features = phi(x)
+    assert torch.equal(features, phi(x))
+
+
+@pytest.mark.parametrize("name", ["favor", "rfa"])
 def test_random_features_are_redrawn_in_training_and_kept_for_evaluation(name):
     phi, x = FEATURE_MAPS[name](8, features=6), torch.randn(4, 8)
     kept = phi.eval()(x)
