@@ -147,6 +147,8 @@ def row_map_of(phi: FeatureMap, norm: str) -> RowMap | None:
 
 def build_feature_map(config, head_dim: int, num_heads: int) -> FeatureMap:
     width = config.feature_dim or head_dim
+    if str(config.feature_map) == "dpfp" and config.dpfp_nu >= 2 * width:
+        raise ValueError(f"--dpfp-nu is {config.dpfp_nu}; with keys of width {width} per head it must be at most {2 * width - 1}")
     options = {
         "dpfp": {"nu": config.dpfp_nu},
         "favor": {"features": config.favor_features or width, "prescale": config.favor_prescale},
