@@ -1,7 +1,6 @@
 """Fast weights and linear attention for fairseq (``--user-dir fw_fairseq``).
 
-``fw_fairseq.ops``, ``rules`` and ``feature_maps`` need torch alone. What fairseq
-needs is registered where fairseq does the import, or as soon as it is imported itself.
+``fw_fairseq.ops``, ``rules`` and ``feature_maps`` need torch alone. What fairseq needs is registered where fairseq imports this.
 """
 
 import sys

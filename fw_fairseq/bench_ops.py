@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from .bench_peers import fla_call, peer_name
+from .bench_peers import peer_name, running_peers
 from .bench_tools import machine, positive, process_memory, progress, repeated, timed
 from .ops import RowMap, fast_weight
 from .ops.checks import BACKENDS
@@ -39,6 +39,9 @@ def add_arguments(parser) -> None:
         "--feature-map", choices=MAPS, help="also every rule with this map, normalised, inside the operation, and before it"
     )
     parser.add_argument("--dpfp-nu", type=positive, default=1)
+    parser.add_argument(
+        "--no-peers", action="store_true", help="without flash-linear-attention, whose kernels may be tuned for minutes at first"
+    )
     parser.add_argument("--loop-up-to", type=int, default=512, metavar="T", help="longest sequence for the step loop")
     parser.add_argument("--softmax-up-to", type=int, default=1024, metavar="T", help="longest sequence for softmax attention")
     parser.add_argument("--cumsum-up-to", type=int, default=512, metavar="T", help="longest sequence for the cumulative sum")
@@ -46,7 +49,8 @@ def add_arguments(parser) -> None:
 
 def bench_ops(args) -> dict:
     torch.manual_seed(0)
-    contenders = {(t, name): call for t in args.tokens for name, call in build_contenders(args, t).items()}
+    refused: list[dict] = []
+    contenders = {(t, name): call for t in args.tokens for name, call in build_contenders(args, t, refused).items()}
     seconds: dict[tuple[int, str], list[float]] = {key: [] for key in contenders}
     for round_ in range(args.rounds + 1):
         for key, call in contenders.items():
@@ -62,6 +66,7 @@ def bench_ops(args) -> dict:
         "forward_backward": [
             {"tokens": t, "name": n, "seconds": statistics.median(s), "min": min(s), "max": max(s)} for (t, n), s in seconds.items()
         ],
+        "not_measured": refused,
         "ratios": ratios(args, seconds),
         "memory": [{"rule": r, "tokens": longest, **peak_memory(args, r, longest)} for r in args.rules],
         "one_token": one_token(args),
@@ -104,12 +109,15 @@ def map_of(args) -> RowMap:
     return RowMap(args.feature_map, args.dpfp_nu, "l2" if args.feature_map == "identity" else "sum")
 
 
-def build_contenders(args, tokens: int) -> dict[str, object]:
+def build_contenders(args, tokens: int, refused: list[dict]) -> dict[str, object]:
+    """``refused`` collects the peers that do not run, and why."""
     calls = {rule: forward_backward(args, rule, tokens, args.backend) for rule in args.rules}
     if args.device != "cpu":
         calls |= {f"{rule} chunks": forward_backward(args, rule, tokens, "chunkwise") for rule in args.rules}
-        found = {peer_name(rule): fla_call(rule, *draw_inputs(args, rule, tokens)) for rule in args.rules}
-        calls |= {name: call for name, call in found.items() if call is not None}
+    if args.device != "cpu" and not args.no_peers:
+        found, errors = running_peers(args.rules, partial(draw_inputs, args, tokens=tokens), args.device)
+        calls |= found
+        refused += [{"name": name, "tokens": tokens, "error": error} for name, error in errors.items()]
     if args.feature_map:
         for rule in args.rules:
             calls |= {f"{rule} {place} {args.feature_map}": mapped(args, rule, tokens, place == "with") for place in PLACES}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 
 import torch
 from torch import Tensor
+
+from .bench_tools import timed
 
 # rule -> (module of flash-linear-attention, function). "decay" has its key-side decay only: nobody has z.
 FLA = {
@@ -20,6 +23,22 @@ FLA = {
 
 def peer_name(rule: str) -> str:
     return f"fla {FLA[rule][1]}" if rule in FLA else ""
+
+
+def running_peers(rules: list[str], draw, device: str) -> tuple[dict[str, object], dict[str, str]]:
+    """The calls of the peers that run, and why others do not: some devices and compilers they refuse, at the first call.
+    ``draw(rule)`` makes their inputs."""
+    calls, refused = {}, {}
+    for rule in rules:
+        inputs = draw(rule)
+        try:
+            if call := fla_call(rule, *inputs):
+                timed(call, device)
+                calls[peer_name(rule)] = call
+        except Exception as error:  # of any kind: it is their code
+            reason = refused[peer_name(rule)] = f"{type(error).__name__}: {error}".split("\n")[0]
+            print(f"{peer_name(rule)}: not measured: {reason}", file=sys.stderr)
+    return calls, refused
 
 
 def fla_call(rule: str, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor]):

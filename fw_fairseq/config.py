@@ -1,9 +1,11 @@
 """Every option of this project once, with its help text. Models add the group to fairseq's own options."""
 
+import math
 import re
 from dataclasses import dataclass, field, fields
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.utils import safe_getattr
 
 from .feature_maps import FEATURE_MAPS, NORMS
 from .mixers import MIXERS
@@ -14,9 +16,10 @@ SOFTMAX = "softmax"
 ATTENTIONS = ("encoder", "decoder", "cross")
 
 
-def option(default, help_: str, least: int | None = None):
-    """``least``: the smallest number that it may be."""
-    return field(default=default, metadata={"help": help_} | ({} if least is None else {"least": least}))
+def option(default, help_: str, least: int | None = None, below: int | None = None):
+    """``least``: the smallest number that it may be; ``below``: one that it may not reach."""
+    bounds = {name: bound for name, bound in {"least": least, "below": below}.items() if bound is not None}
+    return field(default=default, metadata={"help": help_} | bounds)
 
 
 @dataclass
@@ -52,6 +55,12 @@ class FastWeightConfig(FairseqDataclass):
         "how many tokens before it each token sees in srupp's attention, earlier segments' too; evaluation may have another number",
         least=1,
     )
+    srupp_dropout: float = option(
+        0.0,
+        "share of the numbers that srupp drops, in training, of what its product reads; published: that of --dropout",
+        0,
+        below=1,
+    )
     local_window: int = option(32, "how many tokens each token sees in local_attention, itself among them", least=2)
     xl_memory: int = option(
         256, "how many tokens before it each token sees in transformer_xl; evaluation may have another number", least=1
@@ -83,8 +92,8 @@ def option_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def layer_mixers(config: FastWeightConfig, layers: int, kept: str | None = None) -> list[str]:
-    """The mixer of each layer, bottom first. ``kept``: the numbers of those that are left of a model with more layers."""
+def layer_mixers(config: FastWeightConfig, layers: int) -> list[str]:
+    """The mixer of each layer, bottom first."""
     if not config.mixer_pattern:
         return [str(config.mixer)] * layers
     names: list[str] = []
@@ -94,8 +103,6 @@ def layer_mixers(config: FastWeightConfig, layers: int, kept: str | None = None)
             allowed = ", ".join([*MIXERS, SOFTMAX])
             raise ValueError(f"--mixer-pattern has {part!r}; each part must be NAME or NAME*COUNT, NAME one of: {allowed}")
         names += [match[1]] * int(match[2] or 1)
-    if kept:
-        return [names[i % len(names)] for i in sorted(map(int, kept.split(",")))]
     if len(names) > layers:
         raise ValueError(f"--mixer-pattern names {len(names)} layers but the model has {layers}; name at most {layers}")
     return [names[i % len(names)] for i in range(layers)]
@@ -104,6 +111,14 @@ def layer_mixers(config: FastWeightConfig, layers: int, kept: str | None = None)
 def check_numbers(config: FastWeightConfig, kind: type | None = None) -> None:
     """No mixer looks at its numbers again: who builds a model comes here first. ``kind``: its class, where it is a DictConfig."""
     for f in fields(kind or config):
-        least, value = f.metadata.get("least"), getattr(config, f.name)
-        if least is not None and value < least:
-            raise ValueError(f"{option_name(f.name)} is {value}; it must be at least {least}")
+        least, below, value = f.metadata.get("least"), f.metadata.get("below"), getattr(config, f.name)
+        if least is not None and not least <= value < (below or math.inf):
+            allowed = f"at least {least}" + (f" and below {below}" if below else "")
+            raise ValueError(f"{option_name(f.name)} is {value}; it must be {allowed}")
+
+
+def read_config(kind: type, args):
+    """The options of this project among all others."""
+    config = kind(**{f.name: value for f in fields(kind) if (value := safe_getattr(args, f.name, None)) is not None})
+    check_numbers(config)
+    return config

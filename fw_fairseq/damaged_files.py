@@ -71,6 +71,8 @@ def add_from_file(original, dictionary, file):
 
 def make_dataset(original, path, impl, fix_lua_indexing=False, dictionary=None):
     """Binarised text whose index does not fit its tokens, or whose tokens are not the dictionary's, is refused before its use."""
+    if impl == "mmap" and is_empty(path):
+        raise ValueError(f"{path}.bin has no text: what fairseq-preprocess read for {os.path.basename(path)} was empty")
     try:
         dataset = original(path, impl, fix_lua_indexing, dictionary)
         if impl == "mmap" and dataset is not None:
@@ -80,6 +82,14 @@ def make_dataset(original, path, impl, fix_lua_indexing=False, dictionary=None):
             f"{path}.bin and {path}.idx are not a binarised text ({why(error)}); run fairseq-preprocess again"
         ) from error
     return dataset
+
+
+def is_empty(path: str) -> bool:
+    """No tokens, and an index of no lines: the number of them comes after its name, its version and the type of its tokens."""
+    files = f"{path}.bin", f"{path}.idx"
+    if not all(map(os.path.exists, files)) or os.path.getsize(files[0]):
+        return False
+    return Path(files[1]).read_bytes()[:26][18:] == bytes(8)
 
 
 def check_text(index, path: str, dictionary) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import shutil
@@ -19,7 +20,7 @@ from fairseq.search import DiverseBeamSearch
 from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq.trainer import Trainer
 
-from .damaged_files import add_from_file, load_checkpoint_to_cpu, make_dataset
+from .damaged_files import add_from_file, load_checkpoint_to_cpu, make_dataset, why
 from .non_finite import FirstNonFinite
 
 
@@ -54,9 +55,30 @@ def copy(original, source, target, overwrite=False):
     """checkpoint_last.pt is a copy, which a kill could leave half written; a rename is all or nothing."""
     if PathManager.path_requires_pathmanager(target):
         return original(source, target, overwrite)
-    shutil.copyfile(source, f"{target}.tmp")
+    if os.path.exists(target) and not overwrite:
+        return False
+    with named_if_not_written(target):
+        shutil.copyfile(source, f"{target}.tmp")
     os.replace(f"{target}.tmp", target)
     return True
+
+
+def torch_persistent_save(original, obj, filename, *args, **kwargs):
+    with named_if_not_written(filename):
+        return original(obj, filename, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def named_if_not_written(path):
+    """Of a full disk the system and torch say neither what did not fit, nor do they take its first part away."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
+            raise
+        with contextlib.suppress(OSError):
+            os.remove(f"{path}.tmp")
+        raise OSError(f"{path} cannot be written ({why(error)})") from error
 
 
 def train_step(original, trainer, *args, **kwargs):
@@ -66,6 +88,26 @@ def train_step(original, trainer, *args, **kwargs):
     except FloatingPointError as error:
         where = f"{FirstNonFinite.sentence}, at update {trainer.get_num_updates() + 1}"
         raise FloatingPointError(f"{error}; {where}; {trainer.cfg.checkpoint.save_dir}/crash.pt has the parameters") from None
+
+
+def __init__(original, trainer, cfg, *args, **kwargs):
+    """fairseq trains in half precision on GPUs, and asks for one in the middle of its work; without any it takes bf16 for a TPU."""
+    halves = ("memory_efficient_fp16", "memory_efficient_bf16", "fp16", "bf16")
+    given = next((name for name in halves if getattr(cfg.common, name)), None)
+    tpu = cfg.common.tpu and utils.xm is not None
+    if given and not tpu and (cfg.common.cpu or not torch.cuda.is_available()):
+        raise ValueError(f"--{given.replace('_', '-')} trains on GPUs only; leave it out, or use --amp")
+    original(trainer, cfg, *args, **kwargs)
+
+
+def load_checkpoint(original, trainer, filename, *args, **kwargs):
+    """fairseq has words of its own in place of what the model says of parameters that do not fit."""
+    try:
+        return original(trainer, filename, *args, **kwargs)
+    except Exception as error:
+        if type(error) is Exception and isinstance(error.__context__, ValueError):
+            raise ValueError(f"{filename}: {error.__context__}") from error
+        raise
 
 
 def load_model_ensemble_and_task(original, filenames, *args, **kwargs):
@@ -121,8 +163,11 @@ def __del__(original, text):
 
 def batch_by_size(original, indices, *args, **kwargs):
     """fairseq 0.12.3 leaves out the last batch if its size is not a multiple of 8: sentences never translated, never scored."""
+    indices = numpy.fromiter(indices, dtype=numpy.int64)
+    if not len(indices):
+        return []  # it would look for the last batch
     batches = list(original(indices, *args, **kwargs))
-    rest = numpy.fromiter(indices, dtype=numpy.int64)[sum(map(len, batches)) :]
+    rest = indices[sum(map(len, batches)) :]
     return batches + ([rest] if len(rest) else [])
 
 
@@ -157,6 +202,9 @@ def step(original, search, step, lprobs, scores, prev_output_tokens=None, origin
 CHANGES = (
     (checkpoint_utils, load_checkpoint_to_cpu),
     (checkpoint_utils, load_model_ensemble_and_task),
+    (checkpoint_utils, torch_persistent_save),
+    (Trainer, __init__),
+    (Trainer, load_checkpoint),
     (Trainer, train_step),
     (checkpoint_utils, save_checkpoint),
     (PathManager, copy),

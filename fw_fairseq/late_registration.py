@@ -1,21 +1,18 @@
-"""For a program that imports the operation first and fairseq later."""
+"""For a program that imports the operation first and has fairseq import this directory later: fairseq then takes it for done."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from importlib.abc import MetaPathFinder
+from pathlib import Path
 
 
 class WithFairseq(MetaPathFinder):
-    """Once: when fairseq has been imported, what fairseq finds in this directory is registered. Where a module of this package
-    imports fairseq, that waits until it is complete: registration needs it."""
-
-    waiting = False
+    """Once, when fairseq is imported: from then on its ``import_user_module`` registers what is here."""
 
     def find_spec(self, name: str, path, target=None):
-        if self.waiting:
-            self.register()
         if name != "fairseq" or self not in sys.meta_path:
             return None
         sys.meta_path.remove(self)
@@ -23,21 +20,23 @@ class WithFairseq(MetaPathFinder):
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
-            def load_and_register(module) -> None:
+            def load_and_wrap(module) -> None:
                 load(module)
-                self.register()
+                wrap_import()
 
-            spec.loader.exec_module = load_and_register
+            spec.loader.exec_module = load_and_wrap
         return spec
 
-    def register(self) -> None:
-        """At once, or when the next module is looked for."""
-        own = [module for name, module in sys.modules.items() if name.startswith(f"{__package__}.")]
-        incomplete = any(getattr(module.__spec__, "_initializing", False) for module in own)
-        if incomplete and not self.waiting:
-            sys.meta_path.insert(0, self)
-        elif self.waiting and not incomplete:
-            sys.meta_path.remove(self)
-        self.waiting = incomplete
-        if not incomplete:
+
+def wrap_import() -> None:
+    from fairseq import utils
+
+    import_user_module = utils.import_user_module
+
+    @functools.wraps(import_user_module)
+    def and_register(args) -> None:
+        import_user_module(args)
+        if getattr(args, "user_dir", None) and Path(args.user_dir).name == __package__:
             importlib.import_module(".registration", __package__)
+
+    utils.import_user_module = and_register

@@ -109,6 +109,23 @@ def test_attention_normalised(stand_in, rule):
     assert len(PRECISIONS) == 1
 
 
+@pytest.mark.parametrize("batch, heads", [(0, 2), (2, 0)])
+@pytest.mark.parametrize("rule", KERNEL_RULES)
+def test_empty_batch(emulate, rule, batch, heads):
+    """Outputs, states and gradients without entries, of many tokens and of one."""
+    emulate()
+    shape = (batch, heads, 37, 6, 5)
+    inputs, gates = draw_inputs(shape, torch.float32), draw_gates(RULES[rule], shape, torch.float32)
+    y, state = fast_weight(**inputs, rule=rule, gates=gates, backend="cuda")
+    leaves = [*inputs.values(), *gates.values()]
+    gradients = torch.autograd.grad((y, state.memory), leaves, (torch.ones_like(y), torch.ones_like(state.memory)))
+    assert y.shape == (batch, heads, 37, 5) and [g.shape for g in gradients] == [x.shape for x in leaves]
+    with torch.no_grad():
+        token = {name: x[:, :, :1] for name, x in inputs.items()}
+        y, after = fast_weight(**token, rule=rule, gates={n: g[:, :, :1] for n, g in gates.items()}, state=state, backend="cuda")
+    assert y.shape == (batch, heads, 1, 5) and after.memory.shape == state.memory.shape
+
+
 @pytest.mark.parametrize("row_map", [None, RowMap("elu")])
 def test_few_long_sequences_run_in_segments(stand_in, monkeypatch, row_map):
     monkeypatch.setattr(stand_in, "blocks", 16, raising=False)

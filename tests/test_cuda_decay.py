@@ -210,6 +210,13 @@ def test_compiles_without_spills(arch, width, dtype):
         assert launched.defines["FW_SHARED"] <= cuda_decay.SHARED
 
 
+@pytest.mark.parametrize("rule", ["sum", "gated"])
+def test_odd_lengths_take_the_same_kernels(rule):
+    """Gates per token are moved one by one: their rows need not be even."""
+    odd, even = (launches(rule, (1, 1, tokens, 64, 64), torch.bfloat16) for tokens in (511, 512))
+    assert [call.defines for call in odd] == [call.defines for call in even]
+
+
 def launches(rule, shape, dtype) -> list[SimpleNamespace]:
     """What would be launched, without running it."""
     seen = []

@@ -73,6 +73,13 @@ def test_compiles_once_and_launches_on_the_current_stream(cupy):
     assert len(cupy.modules) == 2
 
 
+@pytest.mark.parametrize("grid", [(0,), (2, 0), (1, 2, 0)])
+def test_nothing_to_do(cupy, grid):
+    """CUDA refuses a grid without blocks."""
+    start(CupyLaunch(), grid=grid)
+    assert not cupy.modules
+
+
 def test_large_shared_memory_is_asked_for(cupy):
     launch = CupyLaunch()
     start(launch, shared_bytes=48 * 1024)
@@ -81,14 +88,41 @@ def test_large_shared_memory_is_asked_for(cupy):
     assert cupy.kernels[1].max_dynamic_shared_size_bytes == 48 * 1024 + 16
 
 
-def test_compile_error(cupy):
-    cupy.error = ValueError("step.cu(3): error: one\n\n two\nthree\nfour\nfive")
+STEP = "kernel step of cuda/step.cu (FW_IN=float FW_ROWS=8)"
+
+
+class CompileException(Exception):
+    """As CuPy names it."""
+
+
+def message(**changes) -> list[str]:
     with pytest.raises(RuntimeError) as raised:
-        start(CupyLaunch())
-    assert str(raised.value).splitlines() == [
-        "kernel step of cuda/step.cu (FW_IN=float FW_ROWS=8) does not compile:",
-        *("step.cu(3): error: one", " two", "three", "four"),
-    ]
+        start(CupyLaunch(), **changes)
+    return str(raised.value).splitlines()
+
+
+def test_compile_error(cupy):
+    cupy.error = CompileException("step.cu(3): error: one\n\n two\nthree\nfour\nfive")
+    assert message() == [f"{STEP} does not compile:", "step.cu(3): error: one", " two", "three", "four"]
+
+
+def test_a_kernel_that_does_not_load(cupy):
+    cupy.error = ValueError("CUDA_ERROR_OUT_OF_MEMORY")
+    assert message() == [f"{STEP} cannot be loaded:", "CUDA_ERROR_OUT_OF_MEMORY"]
+
+
+def test_too_much_shared_memory(cupy, monkeypatch):
+    def refuse(self, value):
+        raise ValueError("CUDA_ERROR_INVALID_VALUE")
+
+    monkeypatch.setattr(Kernel, "max_dynamic_shared_size_bytes", property(fset=refuse), raising=False)
+    assert message(shared_bytes=1 << 20) == [f"{STEP} cannot have 1048576 bytes of shared memory:", "CUDA_ERROR_INVALID_VALUE"]
+
+
+def test_cupy_that_does_not_import(cupy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    sentence, reason = message()
+    assert sentence == "CuPy, which compiles the kernels, cannot be imported:" and "cupy" in reason
 
 
 def test_a_changed_header_is_another_kernel(monkeypatch, tmp_path):

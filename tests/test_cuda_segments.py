@@ -106,6 +106,7 @@ def test_one_sequence_is_not_copied():
         (1, 512, 132, 1),  # too short
         (132, 100000, 132, 1),
         (500, 100000, 132, 1),
+        (0, 100000, 132, 1),  # an empty batch
     ],
 )
 def test_choice(sequences, tokens, processors, count):

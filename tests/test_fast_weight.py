@@ -285,6 +285,59 @@ def test_key_log_scale(rule):
     assert y.isfinite().all()
 
 
+@pytest.mark.parametrize("backend", ["recurrent", "auto"])
+@pytest.mark.parametrize("rule", [r for r in NORMALISED if RULES[r].normaliser == "write"])
+def test_a_scale_does_not_outlive_its_keys(rule, backend):
+    """A new text, and what is left after gates of 1/2, are as if a key 30 nats larger had never been."""
+    q, k, v = (x.detach().float() for x in draw_inputs(SHAPE, positive=True).values())
+    gates = {n: torch.full_like(g, 0.5, dtype=torch.float32) for n, g in draw_gates(RULES[rule], SHAPE).items()}
+    mask = torch.zeros(SHAPE[0], SHAPE[2], dtype=torch.bool)
+    mask[:, 40] = rule == "sum"
+    plain, large = torch.zeros(2, *SHAPE[:3])
+    large[:, :, 0] = 30
+    results = [
+        fast_weight(q, k, v, rule, gates, attention_norm=True, key_log_scale=scale, reset_mask=mask, backend=backend)
+        for scale in (large, plain)
+    ]
+    (y, state), (want, final) = results
+    rows = slice(40 if rule == "sum" else 74, None)
+    torch.testing.assert_close(y[:, :, rows], want[:, :, rows], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state.log_scale, final.log_scale)
+
+
+def test_delta_attention_norm_after_a_text_of_large_keys():
+    q, k, v = (x.detach().float() for x in draw_inputs(SHAPE, positive=True).values())
+    beta = {"beta": torch.rand(SHAPE[:3])}
+    mask = torch.zeros(SHAPE[0], SHAPE[2], dtype=torch.bool)
+    mask[:, 40] = True
+    large = torch.where(torch.arange(SHAPE[2]) < 40, 1e5, 1.0)[:, None]
+    y, state = fast_weight(q, k * large, v, "delta", beta, attention_norm=True, reset_mask=mask, backend="recurrent")
+    second = [x[:, :, 40:] for x in (q, k, v)]
+    want, final = fast_weight(*second, "delta", {"beta": beta["beta"][:, :, 40:]}, attention_norm=True, backend="recurrent")
+    torch.testing.assert_close(y[:, :, 40:], want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state.normaliser, final.normaliser)
+
+
+@pytest.mark.parametrize("rule", ["sum", "gated", "delta", "gated_delta"])
+def test_a_graph_of_the_whole_operation(rule):
+    """Not with gates per channel: how a chunk runs depends on their values."""
+    torch.compiler.reset()
+    inputs, gates = draw_inputs(SHAPE, torch.float32), draw_gates(RULES[rule], SHAPE, torch.float32)
+
+    def call(q, k, v, gates):
+        return fast_weight(q, k, v, rule, gates)[0]
+
+    y = torch.compile(call, fullgraph=True, backend="eager")(*inputs.values(), gates)
+    torch.testing.assert_close(y, call(*inputs.values(), gates))
+    assert all(g is not None for g in torch.autograd.grad(y.sum(), [*inputs.values(), *gates.values()]))
+
+
+def test_a_state_holds_no_other_tokens():
+    inputs = draw_inputs((1, 1, 500, 4, 4), positive=True)
+    _, state = fast_weight(**inputs, rule="delta", gates={"beta": torch.rand(1, 1, 500)}, attention_norm=True)
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in state if x is not None)
+
+
 def test_delta_attention_norm_is_the_papers():
     """Eq. 24 to 28 written out, one step after the other."""
     q, k, v = (x[0, 0].detach() for x in draw_inputs((1, 1, 12, 4, 3), positive=True).values())
@@ -386,7 +439,7 @@ def test_autocast_does_not_lower_the_accumulation(rule, attention_norm, backend)
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_smallest_gates_that_run_in_fp32(share):
     """Per-channel gates of NARROW_GATE, all or half of them: the products of a half chunk still fit fp32. What a gate's gradient
-    loses is the rounding of the terms it is the difference of, over the gate: 2e-6 / 1e-3."""
+    loses is the rounding of the terms it is the difference of, over the gate."""
     shape = (1, 2, 192, 5, 4)
     q, k, v = draw_inputs(shape, torch.float32).values()
     gates = {"f": torch.rand(*shape[:3], 5), "z": torch.rand(*shape[:3], 4)}
@@ -400,7 +453,7 @@ def test_smallest_gates_that_run_in_fp32(share):
         everything = dict(zip("qkv", inputs)) | leaves
         return run_with_gradients(everything, lambda: fast_weight(*inputs, "decay", leaves, backend=backend))
 
-    assert_same(results(torch.float32, "chunkwise"), results(torch.float64, "recurrent"), 2e-3, smallest=1.0)
+    assert_same(results(torch.float32, "chunkwise"), results(torch.float64, "recurrent"), 2e-4, smallest=1.0)
 
 
 def test_plan_covers_every_token_once():

@@ -8,15 +8,20 @@ import random
 import re
 import shutil
 import time
+from argparse import Namespace
 
 import pytest
 import torch
 from commands import USER_DIR, Command, fairseq, succeed
 from fairseq import checkpoint_utils
+from fairseq.data import data_utils, indexed_dataset
+from fairseq.file_io import PathManager
+from fairseq.trainer import Trainer
 from test_lm_model import build
 from torch import nn
 
 from fw_fairseq import registration  # noqa: F401
+from fw_fairseq.fairseq_fixes import load_checkpoint
 from fw_fairseq.mistakes import sentence
 from fw_fairseq.non_finite import FirstNonFinite
 
@@ -187,3 +192,65 @@ def test_the_first_gradient_that_is_not_finite_is_found():
         y = model(torch.zeros(4, 2))
         (y - y.detach()).abs().sqrt().sum().backward()
     assert found.sentence == "the first is the gradient of 1"
+
+
+def fill_disk(path):
+    """Half of a file, then no room."""
+    path.write_text("half")
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_is_named_and_keeps_no_half_files(tmp_path, monkeypatch):
+    target, half = tmp_path / "checkpoint_best.pt", tmp_path / "checkpoint_best.pt.tmp"
+    monkeypatch.setattr(checkpoint_utils, "_torch_persistent_save", lambda *args: fill_disk(half))
+    monkeypatch.setattr(shutil, "copyfile", lambda *args: fill_disk(half))
+    for write in (lambda: checkpoint_utils.torch_persistent_save({}, str(target)), lambda: PathManager.copy("a.pt", str(target))):
+        with pytest.raises(OSError, match="No space left") as caught:
+            write()
+        assert sentence(caught.value) == f"{target} cannot be written ([Errno 28] No space left on device)"
+        assert not half.exists()
+
+
+def test_a_copy_takes_the_place_of_a_file_only_if_told_to(tmp_path):
+    for name in "ab":
+        (tmp_path / name).write_text(name)
+    assert not PathManager.copy(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert (tmp_path / "b").read_text() == "b"
+    assert PathManager.copy(str(tmp_path / "a"), str(tmp_path / "b"), overwrite=True)
+    assert (tmp_path / "b").read_text() == "a"
+
+
+def test_an_empty_split_is_called_empty(tmp_path):
+    builder = indexed_dataset.MMapIndexedDatasetBuilder(str(tmp_path / "test.bin"))
+    builder.finalize(str(tmp_path / "test.idx"))
+    with pytest.raises(ValueError, match=r"test.bin has no text: what fairseq-preprocess read for test was empty$"):
+        indexed_dataset.make_dataset(str(tmp_path / "test"), "mmap")
+
+
+def test_no_texts_make_no_batches():
+    assert data_utils.batch_by_size([], lambda i: 1, max_sentences=4, required_batch_size_multiple=8) == []
+
+
+@pytest.mark.parametrize("option", ["fp16", "bf16", "memory_efficient_fp16", "memory_efficient_bf16"])
+def test_half_precision_needs_a_gpu(option):
+    common = dict.fromkeys(("fp16", "bf16", "memory_efficient_fp16", "memory_efficient_bf16"), False)
+    common |= {option: True, option[-4:]: True, "cpu": True, "tpu": option[-4:] == "bf16"}  # as fairseq sets them
+    with pytest.raises(ValueError, match=f"^--{option.replace('_', '-')} trains on GPUs only; leave it out, or use --amp$"):
+        Trainer(Namespace(common=Namespace(**common)), None, None, None)
+
+
+def test_a_checkpoint_of_another_rule_says_so_when_a_run_goes_on():
+    """fairseq says only that the architectures should match."""
+    saved, model = build(update_rule="sum").state_dict(), build()
+
+    def original(trainer, filename):
+        try:
+            model.load_state_dict(saved)
+        except Exception:
+            raise Exception("please ensure that the architectures match.")  # noqa: B904
+
+    with pytest.raises(
+        ValueError, match=r"^a.pt: .*differ in decoder.layers.0.self_attn.mixer.in_proj.weight and 3 more"
+    ) as caught:
+        load_checkpoint(original, None, "a.pt")
+    assert sentence(caught.value)

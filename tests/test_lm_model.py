@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from argparse import Namespace
 from dataclasses import asdict
 
@@ -163,6 +164,38 @@ def test_segments_with_carried_state_equal_the_whole(options):
     assert_close(torch.cat(parts, 1), logits(model, tokens))
 
 
+@pytest.mark.parametrize("resets", [False, True])
+def test_a_layer_that_is_left_out_keeps_its_memory(resets, monkeypatch):
+    """Where texts end in segments it may be another text's, and starts empty."""
+    model, carried = build(decoder_layerdrop=0.5, no_token_positional_embeddings=True).train(), CarriedState()
+    mask = torch.zeros(2, 5, dtype=torch.bool) if resets else None
+    drawn = torch.empty(2)
+    monkeypatch.setattr(torch.Tensor, "uniform_", lambda x: x.copy_(drawn))
+    for left_out in ([], [1], [], [0, 1]):
+        before = carried.last()
+        drawn.fill_(1)[left_out] = 0
+        logits(model, draw(2, 5), carried=carried, reset_mask=mask)
+        assert {*carried.last()} == {0, 1} - {*(left_out if resets else [])}
+        assert all(torch.equal(carried.last()[i].memory, before[i].memory) for i in left_out if not resets)
+
+
+def test_a_model_in_the_middle_of_a_stream_can_be_copied():
+    """As --store-ema does after the first update; the copy reads no stream."""
+    model, tokens, carried = build(no_token_positional_embeddings=True).train(), draw(2, 9), CarriedState()
+    for part in tokens.split(3, 1):
+        logits(model, part, carried=carried).sum().backward()
+    again = copy.deepcopy(model)
+    assert all(mixer.carried is None for mixer in again.decoder.mixers)
+    assert_close(logits(again.eval(), tokens), logits(model.eval(), tokens))
+
+
+def test_the_state_size_after_decoding():
+    model, state = build(), {}
+    before = model.state_size()
+    logits(model, draw(2, 1), incremental_state=state)
+    assert model.state_size() == before
+
+
 @every_combination
 def test_activation_checkpointing_has_the_same_gradients(options):
     """Random features are drawn once for a forward and its backward."""
@@ -217,6 +250,17 @@ def test_layers_that_are_kept_keep_their_mixers():
     pruned.load_state_dict(checkpoint_utils.prune_state_dict(whole, model_cfg))
     kept = [isinstance(layer.self_attn, MixerAttention) for layer in pruned.decoder.layers]
     assert kept == [False, True, False]
+
+
+@pytest.mark.parametrize("sizes, expected", [("", [4, 16, 0]), ("7,8,9,10", [7, 9, 10]), ("5", [5, 5, 5])])
+def test_layers_that_are_kept_keep_their_windows(sizes, expected):
+    layers = build(mixer="additive", window_sizes=sizes, decoder_layers=4, decoder_layers_to_keep="0,3,2").decoder.layers
+    assert [layer.self_attn.mixer.window for layer in layers] == expected
+
+
+def test_layers_to_keep_must_be_there():
+    with pytest.raises(ValueError, match="--decoder-layers-to-keep is '0,4'; the model has layers 0 to 3"):
+        build(decoder_layers=4, decoder_layers_to_keep="0,4")
 
 
 def shapes(arch: str, words: int, **given) -> dict:
@@ -279,6 +323,14 @@ def test_additive_architectures():
 def test_srupp_architectures_are_near_their_published_sizes():
     assert count(shapes("srupp_lm_enwik8_base", 205)) == pytest.approx(108e6, rel=0.01)
     assert count(shapes("srupp_lm_wiki103_base", 267744)) == pytest.approx(148e6, rel=0.03)
+
+
+def test_transformer_xl_is_near_its_published_size():
+    args = options_of("transformer_xl_lm")
+    assert (args.decoder_layers, args.decoder_embed_dim, args.decoder_attention_heads, args.xl_memory) == (16, 410, 10, 150)
+    built = shapes("transformer_xl_lm", 267735)
+    assert count(built) == pytest.approx(151e6, rel=0.01)
+    assert built["decoder.layers.15.fc1.weight"] == (2100, 410) and not any("embed_positions" in name for name in built)
 
 
 def test_scaled_output():
@@ -362,8 +414,8 @@ def test_refused_mixer_patterns(pattern, message):
         ),
         ("--update-rule delta diverges with keys longer than 1, as elu gives; use --feature-norm sum", {"feature_norm": "none"}),
         (
-            "--update-rule gated_delta diverges .* as rfa gives; use --feature-norm l2",
-            {"update_rule": "gated_delta", "feature_map": "rfa", "feature_norm": "none"},
+            "--update-rule gated_delta diverges .* as tanh gives; use --feature-norm l2",
+            {"update_rule": "gated_delta", "feature_map": "tanh", "feature_norm": "none"},
         ),
     ],
 )

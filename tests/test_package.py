@@ -35,14 +35,16 @@ def test_import_is_quiet_and_free_of_fairseq(module):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("first", ["fw_fairseq.ops", "fw_fairseq.config", "fw_fairseq.modules"])
-def test_fairseq_after_a_part_of_the_package(first):
-    """Who imports the operation first finds everything registered with fairseq later; and who imports what imports fairseq."""
+@pytest.mark.parametrize("first", ["ops import fast_weight", "mixers.fast_weight import FastWeight"])
+def test_fairseq_after_the_operation(first):
+    """Who imports the operation first, or a part that needs fairseq itself, finds everything registered by --user-dir later."""
     code = (
-        f"import {first}, fairseq, fairseq_cli.train; from fairseq.models import ARCH_MODEL_REGISTRY as models;"
+        "from argparse import Namespace; from fw_fairseq.{}; from fairseq import utils;"
+        f"utils.import_user_module(Namespace(user_dir={str(ROOT / 'fw_fairseq')!r}));"
+        "from fairseq.models import ARCH_MODEL_REGISTRY as models;"
         "from fairseq.tasks import TASK_REGISTRY as tasks; from fairseq.criterions import CRITERION_REGISTRY as criterions;"
         "assert 'fast_weight_lm' in models and 'associative_retrieval' in tasks and 'retrieval_mse' in criterions"
-    )
+    ).format(first)
     done = run(sys.executable, "-c", code, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
 

@@ -62,6 +62,12 @@ def test_data_is_drawn_anew_each_epoch_and_the_same_in_each_run():
     assert not torch.equal(drawn[0][0], drawn[0][1])
 
 
+def test_the_task_of_a_checkpoint():
+    """As fairseq's loader of checkpoints sets it up, for fairseq-validate."""
+    config = AssociativeRetrievalConfig(symbols=7, batch_size=2)
+    assert AssociativeRetrievalTask.setup_task(config, from_checkpoint=True).cfg is config
+
+
 @pytest.mark.parametrize("attention_norm", [False, True])
 @pytest.mark.parametrize("rule", RULES)
 def test_what_is_read_is_in_the_memory(rule, attention_norm):
@@ -89,6 +95,20 @@ def test_no_combination_gives_nan_with_many_keys(rule, phi):
     read = model(**batch["net_input"])
     (read - F.one_hot(batch["target"], 150)).square().sum().backward()
     assert read.isfinite().all() and all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"mixer": "sru"}, "--mixer is sru; retrieval has one head of fast_weight or softmax"),
+        ({"mixer_pattern": "softmax"}, "--mixer-pattern is 'softmax'; retrieval has no layers"),
+        ({"update_rule": "fwm", "feature_map": "tanh"}, "--feature-norm sum needs a non-negative --feature-map, not tanh"),
+        ({"update_rule": "fwm", "attention_norm": True}, "--attention-norm is not defined for --update-rule fwm"),
+    ],
+)
+def test_refused_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        RetrievalModel(RetrievalConfig(**options), 7)
 
 
 def recipe(name: str, out, *args, **environment):
@@ -137,6 +157,15 @@ def test_mistakes(options, message, tmp_path):
     task = ["--task", "associative_retrieval", "--arch", "retrieval", "--criterion", "retrieval_mse", "--optimizer", "adam"]
     done = fairseq("train", *USER_DIR, *task, *options.split(), "--no-save", "--save-dir", tmp_path)
     assert done.returncode != 0 and f"train: {message}" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("losses, best", [("nan 0.5 nan 0.25 inf", "0.25"), ("nan inf", "inf"), ("nan nan", "nan")])
+def test_the_best_of_a_point_is_a_number_if_there_is_one(losses, best, tmp_path):
+    train = tmp_path / "fairseq-train"
+    train.write_text("#!/bin/sh\n" + "".join(f'echo \'{{"valid_loss": "{loss}"}}\'\n' for loss in losses.split()))
+    train.chmod(0o755)
+    done = recipe("point.sh", tmp_path / "out", "--keys", 3, BIN=str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, f"best_eval_loss={best}\n")
 
 
 def test_a_mistaken_point_says_why(tmp_path):

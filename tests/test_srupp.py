@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def build(alpha=0.7, **changed):
-    options = {"sru_highway_bias": -2.0, "srupp_width": 6, "srupp_heads": 2, "srupp_memory": 4} | changed
+    options = {"sru_highway_bias": -2.0, "srupp_width": 6, "srupp_heads": 2, "srupp_memory": 4, "srupp_dropout": 0.0} | changed
     mixer = Srupp(8, 1, SimpleNamespace(**options)).double()
     torch.nn.init.constant_(mixer.alpha, alpha)
     return mixer
@@ -65,12 +65,23 @@ def test_parts_with_their_state_equal_the_whole():
 
 
 def test_it_starts_without_attention():
-    config = SimpleNamespace(sru_highway_bias=-2.0, srupp_width=0, srupp_heads=1, srupp_memory=4)
+    config = SimpleNamespace(sru_highway_bias=-2.0, srupp_width=0, srupp_heads=1, srupp_memory=4, srupp_dropout=0.0)
     mixer, x = Srupp(8, 1, config), torch.randn(5, 2, 8)
     assert mixer.alpha.item() == 0 and mixer.down_proj.out_features == 2
     before = mixer(x)[0]
     torch.nn.init.normal_(mixer.kv_proj.weight)
     assert torch.equal(mixer(x)[0], before)
+
+
+def test_training_drops_what_the_product_reads():
+    mixer, x = build(srupp_dropout=0.5), torch.randn(9, 2, 8, dtype=torch.float64)
+    read = []
+    mixer.in_proj.register_forward_pre_hook(lambda module, args: read.append(args[0]))
+    for training in (False, True):
+        mixer.train(training)(x)
+    kept = read[1] != 0
+    assert 0.2 < kept.double().mean() < 0.8
+    torch.testing.assert_close(read[1][kept], 2 * read[0][kept])
 
 
 def test_heads_that_do_not_fit_are_refused():

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fw_fairseq import registration  # noqa: F401
 from fw_fairseq.modules import CarriedState
 from fw_fairseq.ops import FastWeightState
 from fw_fairseq.tasks.streams import StreamDataset, StreamIterator, Text
@@ -80,6 +81,29 @@ def test_iterator_resumes_at_its_position_with_its_memory(caplog):
     other_worker.load_state_dict(saved)
     assert not other_worker.carried.after, "the streams of two workers are other streams"
     assert "has 1 sets of streams, not 2" in caplog.text
+
+
+def test_another_cut_of_the_text_does_not_resume_within_it():
+    def stopped(batches, *cut):
+        iterator = StreamIterator(streams(100, *cut), CarriedState())
+        at = iterator.next_epoch_itr()
+        [next(at) for _ in range(batches)]
+        return iterator.state_dict()
+
+    saved = stopped(3, 7, 2)
+    for cut, message in [
+        ((5, 2), "--tokens-per-sample is 5, but the checkpoint stopped within the text with 7; go on with 7, or"),
+        ((50, 2), "--tokens-per-sample is 50, "),
+        ((7, 4), "--batch-size, the streams of a worker, is 4, but .* with 2; go on with 2, .* --reset-dataloader"),
+    ]:
+        resumed = StreamIterator(streams(100, *cut), CarriedState())
+        with pytest.raises(ValueError, match=message):
+            resumed.load_state_dict(saved)
+        resumed.load_state_dict(stopped(8, 7, 2))  # at the end of the epoch
+    before = {name: value for name, value in saved.items() if name not in ("segment", "rows")}  # of an older version
+    resumed = StreamIterator(streams(100, 5, 2), CarriedState())
+    resumed.load_state_dict(before)
+    assert next(resumed.next_epoch_itr())["segment"] == 3
 
 
 def test_carried_state_starts_again_from_the_same_until_it_advances():

@@ -335,3 +335,10 @@ def test_autocast_does_not_lower_the_accumulation(phi):
 def test_names_with_spaces_and_none():
     assert linear_attentions(FastWeightTransformerConfig(linear_attention="cross, encoder")) == ["cross", "encoder"]
     assert linear_attentions(FastWeightTransformerConfig(linear_attention=" ")) == []
+
+
+def test_decoder_layers_that_are_kept_keep_mixers_and_windows():
+    kept = {"decoder_layers": 4, "decoder_layers_to_keep": "0,2,3", "mixer_pattern": "leap*2,additive*2"}
+    layers = build(**kept).decoder.layers
+    assert [type(layer.self_attn.mixer).__name__ for layer in layers] == ["Leap", "Additive", "Additive"]
+    assert [layer.self_attn.mixer.window for layer in layers] == [4, 16, 0]

@@ -9,7 +9,7 @@ from fairseq.criterions.cross_entropy import CrossEntropyCriterion, CrossEntropy
 from omegaconf import II
 
 from ..config import option
-from .memory_logging import MemoryLogging
+from .memory_logging import MemoryLogging, checked_penalty
 
 PENALTY_HELP = "weight of the mean norm of the layers' memories in the loss of a token"
 
@@ -39,4 +39,4 @@ class PlainOrAdaptive(CrossEntropyCriterion):
 class FastWeightCrossEntropy(MemoryLogging, PlainOrAdaptive):
     def __init__(self, task, sentence_avg, ddp_backend, state_norm_penalty):
         super().__init__(task, sentence_avg, ddp_backend)
-        self.state_norm_penalty = state_norm_penalty
+        self.state_norm_penalty = checked_penalty(state_norm_penalty)

@@ -10,7 +10,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 
 from ..config import option
 from .fast_weight_cross_entropy import PENALTY_HELP
-from .memory_logging import MemoryLogging
+from .memory_logging import MemoryLogging, checked_penalty
 
 
 @dataclass
@@ -22,4 +22,4 @@ class FastWeightLabelSmoothedCrossEntropyConfig(LabelSmoothedCrossEntropyCriteri
 class FastWeightLabelSmoothedCrossEntropy(MemoryLogging, LabelSmoothedCrossEntropyCriterion):
     def __init__(self, task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy, state_norm_penalty):
         super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
-        self.state_norm_penalty = state_norm_penalty
+        self.state_norm_penalty = checked_penalty(state_norm_penalty)

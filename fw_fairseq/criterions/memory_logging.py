@@ -6,9 +6,16 @@ import torch
 from fairseq import utils
 from fairseq.logging import metrics
 
+from ..mixers import FastWeight
 from ..modules import MixerAttention
 
-PREFIX = "fw_"
+PREFIX, RAN = "fw_", "ran_"
+
+
+def checked_penalty(value: float) -> float:
+    if not value >= 0:
+        raise ValueError(f"--state-norm-penalty is {value}; it must be at least 0")
+    return value
 
 
 class MemoryLogging:
@@ -20,29 +27,43 @@ class MemoryLogging:
     def forward(self, model, sample, reduce=True):
         mixers = [module for module in model.modules() if isinstance(module, MixerAttention)]
         for mixer in mixers:
-            mixer.mixer.watched = True
-            mixer.mixer.keeps_state_norm = self.state_norm_penalty > 0
+            mixer.mixer.watch(self.state_norm_penalty > 0)
         loss, size, log = super().forward(model, sample, reduce)
         if not model.training:
             return loss, size, log
         for mixer in mixers:
-            for name, value in mixer.mixer.statistics().items():
-                log[f"{PREFIX}{mixer.layer}_{name}"] = value * log["ntokens"]
+            self.log_statistics(mixer, loss, log)
         if self.state_norm_penalty and reduce:
-            loss = loss + self.state_norm_penalty * size * self.mean_state_norm(mixers)
+            loss = loss + self.state_norm_penalty * size * self.mean_state_norm(mixers, loss)
+        for mixer in mixers:
+            mixer.mixer.state_norm = None  # in a graph, which cannot be copied with the model
         return loss, size, log
 
     @staticmethod
-    def mean_state_norm(mixers):
-        norms = [mixer.mixer.state_norm for mixer in mixers if mixer.mixer.state_norm is not None]
-        if not norms or not all(norm.requires_grad for norm in norms):
-            raise ValueError("--state-norm-penalty needs fast-weight layers and does not work with --checkpoint-activations")
-        return torch.stack(norms).mean()
+    def log_statistics(mixer, loss, log) -> None:
+        """Workers add their logs up, entry by entry: what LayerDrop left out has entries too, 0 of 0 tokens."""
+        statistics = mixer.mixer.statistics()
+        for name, value in statistics.items():
+            log[f"{PREFIX}{mixer.layer}_{name}"] = loss.new_zeros(()) if value is None else value * log["ntokens"]
+        if statistics:
+            log[f"{RAN}{mixer.layer}"] = 0 if None in statistics.values() else log["ntokens"]
+
+    @staticmethod
+    def mean_state_norm(mixers, loss):
+        """Of the layers that LayerDrop did not leave out."""
+        memories = [mixer.mixer for mixer in mixers if isinstance(mixer.mixer, FastWeight)]
+        if not memories:
+            raise ValueError("--state-norm-penalty needs fast-weight layers, and the model has none; leave it out")
+        norms = [memory.state_norm for memory in memories if memory.state_norm is not None]
+        if not all(norm.requires_grad for norm in norms):
+            raise ValueError("--state-norm-penalty does not work with --checkpoint-activations; leave one of them out")
+        return torch.stack(norms).mean() if norms else loss.new_zeros(())
 
     @classmethod
     def reduce_metrics(cls, logging_outputs) -> None:
         super().reduce_metrics(logging_outputs)
-        tokens = utils.item(sum(log.get("ntokens", 0) for log in logging_outputs))
         for key in dict.fromkeys(key for log in logging_outputs for key in log if key.startswith(PREFIX)):
-            total = utils.item(sum(log.get(key, 0) for log in logging_outputs))
-            metrics.log_scalar(key, total / tokens, tokens, round=4)
+            layer = key[len(PREFIX) :].partition("_")[0]
+            total, tokens = (utils.item(sum(log.get(name, 0) for log in logging_outputs)) for name in (key, RAN + layer))
+            if tokens:
+                metrics.log_scalar(key, total / tokens, tokens, round=4)

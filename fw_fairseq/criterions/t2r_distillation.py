@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ..config import option
 from .fast_weight_cross_entropy import FastWeightCrossEntropyConfig, PlainOrAdaptive
-from .memory_logging import MemoryLogging
+from .memory_logging import MemoryLogging, checked_penalty
 
 MATCHES = ["hidden", "attention"]
 
@@ -40,7 +40,7 @@ class Distillation(PlainOrAdaptive):
         [model], _ = checkpoint_utils.load_model_ensemble([teacher], task=task)
         self._teacher = [model.eval().requires_grad_(False)]  # in a list, for it is no part of what is trained and saved
         self.match, self.match_updates, self.teacher_weight = str(match), match_updates, teacher_weight
-        self.state_norm_penalty = state_norm_penalty
+        self.state_norm_penalty = checked_penalty(state_norm_penalty)
 
     def forward(self, model, sample, reduce=True):
         """Validation is the plain loss: what can be compared with other runs."""

@@ -24,11 +24,11 @@ class Mixer(nn.Module):
         super().__init__()
         check_heads(embed_dim, num_heads)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
-        self.state_norm: Tensor | None = None  # of fast weights, for a criterion that asks for it
-        self.watched = False  # set by who wants ``statistics``
+        self.watched, self.keeps_state_norm = False, False  # see ``watch``
+        self.state_norm: Tensor | None = None  # of fast weights, with its gradient
         self.decoding = False  # set where the tokens come one at a time: a state may then be kept in whatever form is smaller
         self.group = None  # of torch.distributed: set where its workers hold consecutive parts of the tokens
-        self.last_statistics: dict[str, Tensor] = {}
+        self.last_statistics: dict[str, Tensor | None] = {}
 
     @classmethod
     def of_layer(cls, embed_dim: int, num_heads: int, config, layer: int, layers: int) -> Mixer:
@@ -64,6 +64,11 @@ class Mixer(nn.Module):
         """Why it can't go on from the memory of the worker before it, in ``group``; None if it can."""
         return f"the memory of {type(self).__name__} does not pass from worker to worker; use --mixer fast_weight"
 
-    def statistics(self) -> dict[str, Tensor]:
-        """Scalars of the last training forward while ``watched``, worth logging, detached."""
+    def watch(self, keeps_state_norm: bool) -> None:
+        """Before a training forward whose ``statistics`` are wanted, and ``state_norm`` if asked for."""
+        self.watched, self.keeps_state_norm = True, keeps_state_norm
+        self.last_statistics, self.state_norm = dict.fromkeys(self.last_statistics), None
+
+    def statistics(self) -> dict[str, Tensor | None]:
+        """Scalars of the forward after ``watch``, worth logging, detached; None if LayerDrop left it out."""
         return self.last_statistics

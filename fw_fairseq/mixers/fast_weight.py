@@ -32,7 +32,8 @@ class FastWeight(Mixer):
         self.sizes |= {name: num_heads * widths[gate.axis] for name, gate in self.rule.gates.items()}
         self.in_proj = nn.Linear(embed_dim, sum(self.sizes.values()))
         self.out_proj = nn.Linear(embed_dim, embed_dim)
-        self.keeps_state_norm, self.state_norm = False, None  # with its gradient, for a criterion that asks for it
+        strength = [] if self.rule.coefficients is None else ["write_strength"]
+        self.last_statistics = dict.fromkeys([*(f"gate_{name}" for name in self.rule.gates), *strength, "state_norm"])
         self.reset_parameters()
 
     @property

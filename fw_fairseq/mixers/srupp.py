@@ -23,7 +23,8 @@ class SruppState(NamedTuple):
 
 
 class Srupp(Sru):
-    """z = W_1 x; the product of SRU reads LayerNorm(z + alpha attention(z, W_k z, W_v z)), alpha = 0 at the start, no positions.
+    """z = W_1 x; the product of SRU reads drop(LayerNorm(z + alpha attention(z, W_k z, W_v z))), alpha = 0 at the start, no
+    positions.
 
     Every token sees itself and the ``--srupp-memory`` tokens before it, in whatever segments they came.
     """
@@ -38,7 +39,7 @@ class Srupp(Sru):
         self.prepare(width, config.sru_highway_bias)
         self.down_proj = Linear(embed_dim, width, bias=False)
         self.kv_proj = Linear(width, 2 * width, bias=False)
-        self.norm = nn.LayerNorm(width)
+        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(config.srupp_dropout)
         self.alpha = nn.Parameter(torch.zeros(1))
         self.reset_parameters()
 
@@ -50,7 +51,7 @@ class Srupp(Sru):
         memory = None if state is None else WindowState(*state[1:])
         view, memory = look_back(z.transpose(0, 1), memory, self.memory, padding_mask, reset_mask)
         attended = self.read(z.transpose(0, 1), view)
-        inner = self.norm(z + self.alpha * attended.transpose(0, 1))
+        inner = self.dropout(self.norm(z + self.alpha * attended.transpose(0, 1)))
         h, state = self.recur(inner, x, None if state is None else state.cell, padding_mask, reset_mask)
         return h, SruppState(state.cell, *memory)
 

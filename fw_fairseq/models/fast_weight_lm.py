@@ -4,7 +4,7 @@ import contextlib
 import copy
 import functools
 import logging
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from fairseq.dataclass import ChoiceEnum
@@ -16,9 +16,10 @@ from fairseq.models.transformer_lm import transformer_lm_baevski_wiki103 as fair
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.utils import safe_getattr
 
-from ..config import SOFTMAX, FastWeightConfig, check_numbers, layer_mixers, option
+from ..config import SOFTMAX, FastWeightConfig, layer_mixers, option, read_config
 from ..mixers.base import check_heads
 from ..modules import CarriedState, FastWeightDecoderLayer, MixerAttention
+from .other_options import NamesWhatDiffers, keep_layers
 
 UNLIMITED = 10**9
 logger = logging.getLogger(__name__)
@@ -41,13 +42,6 @@ class FastWeightLanguageModelConfig(FastWeightConfig, TransformerLanguageModelCo
     )
 
 
-def read_config(kind: type, args):
-    """The options of this project among all others."""
-    config = kind(**{f.name: value for f in fields(kind) if (value := safe_getattr(args, f.name, None)) is not None})
-    check_numbers(config)
-    return config
-
-
 class FastWeightDecoder(TransformerDecoder):
     """fairseq's decoder; its layers mix tokens as the options say.
 
@@ -59,7 +53,7 @@ class FastWeightDecoder(TransformerDecoder):
 
     def __init__(self, args, dictionary, embed_tokens, no_encoder_attn=False, output_projection=None):
         self.fast_weight_config = read_config(self.config_class, args)
-        names = self.mixer_names(args.decoder_layers, safe_getattr(args, "decoder_layers_to_keep", None))
+        names = self.mixer_names(args.decoder_layers)
         self._mixers, self.recurrent = iter(enumerate(names)), SOFTMAX not in names
         if safe_getattr(args, "tie_adaptive_weights", False):
             args = copy.copy(args)  # the input's projections, used backwards, start from the layers' width
@@ -68,8 +62,8 @@ class FastWeightDecoder(TransformerDecoder):
         self.mixers = [module for module in self.modules() if isinstance(module, MixerAttention)]
         self.expect_prompt(None)
 
-    def mixer_names(self, layers: int, kept: str | None) -> list[str]:
-        return layer_mixers(self.fast_weight_config, layers, kept)
+    def mixer_names(self, layers: int) -> list[str]:
+        return layer_mixers(self.fast_weight_config, layers)
 
     def build_decoder_layer(self, args, no_encoder_attn=False):
         index, mixer = next(self._mixers)
@@ -82,6 +76,7 @@ class FastWeightDecoder(TransformerDecoder):
         if carried is not None:
             carried = carried.of(self)
             carried.advance()
+            carried.resets = reset_mask is not None
         for mixer in self.mixers:
             mixer.carried, mixer.reset_mask = carried, reset_mask
         if incremental_state is not None and self.prompt is not None and prev_output_tokens.shape[1] <= self.prompt.shape[1]:
@@ -153,12 +148,13 @@ def counted_from(embed_positions, start: int):
 
 
 @register_model("fast_weight_lm", dataclass=FastWeightLanguageModelConfig)
-class FastWeightLanguageModel(TransformerLanguageModel):
+class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
     num_updates = 0  # for criterions that change on the way
 
     @classmethod
     def build_model(cls, args, task):
         check_heads(args.decoder_embed_dim, args.decoder_attention_heads)  # before fairseq does, by an assertion
+        keep_layers(args)
         model = super().build_model(args, task)
         model = cls(FastWeightDecoder(args, task.target_dictionary, model.decoder.embed_tokens, no_encoder_attn=True))
         if safe_getattr(args, "train_only", "all") == "new":

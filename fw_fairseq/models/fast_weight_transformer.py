@@ -12,9 +12,10 @@ from fairseq.models.transformer.transformer_legacy import transformer_vaswani_wm
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.utils import safe_getattr
 
-from ..config import ATTENTIONS, SOFTMAX, FastWeightTransformerConfig, linear_attentions
+from ..config import ATTENTIONS, SOFTMAX, FastWeightTransformerConfig, linear_attentions, read_config
 from ..modules import LinearEncoderLayer, TranslationDecoderLayer
-from .fast_weight_lm import FastWeightDecoder, defaults, read_config
+from .fast_weight_lm import FastWeightDecoder, defaults
+from .other_options import NamesWhatDiffers, keep_layers
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +51,9 @@ class TranslationEncoder(TransformerEncoder):
 class TranslationDecoder(FastWeightDecoder):
     config_class, layer_class = FastWeightTransformerConfig, TranslationDecoderLayer
 
-    def mixer_names(self, layers: int, kept: str | None) -> list[str]:
+    def mixer_names(self, layers: int) -> list[str]:
         linear = "decoder" in linear_attentions(self.fast_weight_config)
-        return super().mixer_names(layers, kept) if linear else [SOFTMAX] * layers
+        return super().mixer_names(layers) if linear else [SOFTMAX] * layers
 
     def forward(self, prev_output_tokens, *args, alignment_layer=None, alignment_heads=None, **kwargs):
         if alignment_layer is not None or alignment_heads is not None:
@@ -62,7 +63,7 @@ class TranslationDecoder(FastWeightDecoder):
 
 
 @register_model("fast_weight_transformer")
-class FastWeightTransformer(TransformerModel):
+class FastWeightTransformer(NamesWhatDiffers, TransformerModel):
     @classmethod
     def add_args(cls, parser):
         super().add_args(parser)
@@ -71,6 +72,7 @@ class FastWeightTransformer(TransformerModel):
     @classmethod
     def build_model(cls, args, task):
         check_options(args)
+        keep_layers(args, FastWeightTransformerConfig)
         return super().build_model(args, task)
 
     @classmethod
@@ -89,17 +91,6 @@ class FastWeightTransformer(TransformerModel):
             logger.warning("--retain-iter-history is for models that refine a translation in rounds; this one writes it once")
             cfg.generation.retain_iter_history = False
         super().prepare_for_inference_(cfg)
-
-    def load_state_dict(self, state_dict, *args, **kwargs):
-        try:
-            return super().load_state_dict(state_dict, *args, **kwargs)
-        except RuntimeError as error:
-            own, theirs = ({name: x.shape for name, x in state.items()} for state in (self.state_dict(), state_dict))
-            differing = [name for name in own | theirs if own.get(name) != theirs.get(name)]
-            raise ValueError(
-                f"the checkpoint was trained with other options: it and the model differ in {differing[0]} and {len(differing) - 1}"
-                " more; give the options it was trained with"
-            ) from error
 
 
 def refuse_alignments(option: str, config) -> None:

@@ -3,7 +3,7 @@
 from fairseq.models import register_model_architecture
 from fairseq.models.transformer_lm import base_lm_architecture
 
-from .fast_weight_lm import defaults, fast_weight_lm_gpt2_small
+from .fast_weight_lm import defaults, fast_weight_lm_gpt2_small, wiki103
 
 
 @register_model_architecture("fast_weight_lm", "additive_lm")
@@ -53,6 +53,15 @@ def srupp_lm_wiki103_base(args):
     defaults(args, tie_adaptive_proj=True, decoder_input_dim=1024, decoder_output_dim=1024)
     srupp_base(args)
     base_lm_architecture(args)
+
+
+@register_model_architecture("fast_weight_lm", "transformer_xl_lm")
+def transformer_xl_lm(args):
+    """Transformer-XL standard of Dai et al. 2019 on WikiText-103, 151M parameters. It trains with --task stateful_language_modeling
+    --tokens-per-sample 150: the segment is as long as the memory."""
+    defaults(args, mixer="transformer_xl", xl_memory=150, no_token_positional_embeddings=True)
+    defaults(args, decoder_ffn_embed_dim=2100, decoder_attention_heads=10)
+    wiki103(args, width=410)
 
 
 def srupp_base(args) -> None:

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..config import SOFTMAX, FastWeightConfig, check_numbers, option
-from ..feature_maps import sum_normalise
-from ..mixers.fast_weight import build_feature_map, check_combination, initial_bias
+from ..mixers.fast_weight import build_feature_map, check_combination, initial_bias, normalised_features
 from ..ops import fast_weight
 from ..ops.recall import recall
 from ..rules import RULES, Rule
@@ -26,6 +25,10 @@ class RetrievalModel(BaseFairseqModel):
 
     def __init__(self, config: RetrievalConfig, symbols: int):
         super().__init__()
+        if str(config.mixer) not in ("fast_weight", SOFTMAX):
+            raise ValueError(f"--mixer is {config.mixer}; retrieval has one head of fast_weight or {SOFTMAX}")
+        if config.mixer_pattern:
+            raise ValueError(f"--mixer-pattern is {config.mixer_pattern!r}; retrieval has no layers: leave it out")
         self.softmax = str(config.mixer) == SOFTMAX
         self.rule_name, self.feature_norm, self.attention_norm = (
             str(config.update_rule),
@@ -34,7 +37,7 @@ class RetrievalModel(BaseFairseqModel):
         )
         self.symbols = symbols
         self.feature_map = build_feature_map(config, config.key_dim, 1)
-        if not self.softmax and self.rule.step is None:
+        if not self.softmax:
             check_combination(config, self.feature_map)
         if self.attention_norm and self.rule.normaliser == "keys":
             raise ValueError(f"--attention-norm is not for --update-rule {self.rule_name} in retrieval; use --feature-norm sum")
@@ -75,10 +78,7 @@ class RetrievalModel(BaseFairseqModel):
         return F.embedding(keys, F.linear(self.embedding.weight, of_keys, projection.bias)) + F.embedding(values, of_values.mT)
 
     def features(self, x: Tensor) -> Tensor:
-        features = self.feature_map.scaled(x)[0] if self.feature_norm == "sum" else self.feature_map(x)
-        if self.feature_norm == "l2":
-            return F.normalize(features, dim=-1)
-        return sum_normalise(features) if self.feature_norm == "sum" else features
+        return normalised_features(self.feature_map, self.feature_norm, x, False)[0]
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor]) -> Tensor:
         """(B,1,Q,S). Rules of the recurrence never build their memory; the others do, token by token."""

@@ -16,19 +16,24 @@ class CarriedState:
     """The mixers' states between consecutive segments of the same streams, by layer.
 
     ``advance()`` makes what the last segment left what the next one starts from, without gradients. Until then a segment that is
-    computed again, as activation checkpointing does, starts from the same. ``group``: the workers that hold consecutive parts of
-    each segment, each of them all of the states.
+    computed again, as activation checkpointing does, starts from the same. A layer that LayerDrop left out keeps its state, unless
+    ``resets``: texts may have ended in the segment. ``group``: the workers that hold consecutive parts of each segment, each of
+    them all of the states.
     """
 
     def __init__(self, group=None):
-        self.group = group
+        self.group, self.resets = group, False
         self.before: dict[int, object] = {}
         self.after: dict[int, object] = {}
         self.owner: object = None
         self.others: dict[int, CarriedState] = {}
 
     def advance(self) -> None:
-        self.before, self.after = {layer: state.detach() for layer, state in self.after.items()}, {}
+        self.before, self.after = {layer: state.detach() for layer, state in self.last().items()}, {}
+
+    def last(self) -> dict[int, object]:
+        """Of each layer: what the next segment starts from."""
+        return self.after if self.resets else self.before | self.after
 
     def clear(self) -> None:
         self.before, self.after, self.others = {}, {}, {}
@@ -64,11 +69,16 @@ class MixerAttention(nn.Module):
         self.mixer.decoding = incremental_state is not None
         self.mixer.group = self.carried.group if self.carried is not None and not self.mixer.decoding else None
         y, state = self.mixer(query, state, key_padding_mask, self.reset_mask)
+        self.mixer.decoding, self.mixer.group = False, None  # who calls the mixer itself does neither
         if incremental_state is not None:
             self._set_input_buffer(incremental_state, state)
         elif self.carried is not None:
             self.carried.after[self.layer] = state
         return y, None
+
+    def __getstate__(self) -> dict:
+        """A copy of the model, as --store-ema makes one, reads no stream: the states are in a graph, which has no copies."""
+        return self.__dict__ | {"carried": None, "reset_mask": None}
 
     def _get_input_buffer(self, incremental_state):
         return self.get_incremental_state(incremental_state, "mixer")

@@ -49,7 +49,7 @@ def fast_weight(
         backend: "recurrent" one token at a time, "chunkwise" matrix products, "cuda" the kernels, "auto" the best that runs.
         attention_norm: divides y_t by n_t . q_t + eps, n_t the accumulated keys. For non-negative feature maps.
         padding_mask: (B,T), True at padding: such a step leaves the state as it is and outputs 0.
-        reset_mask: (B,T), True where the memory is emptied before the step: the first token of a new text.
+        reset_mask: (B,T), True where the memory is emptied before the step, at the first token of a new text; chunks leave 1e-9.
         key_log_scale: (B,H,T): the keys stand for k exp(key_log_scale); see ``FeatureMap.scaled``. With attention_norm only.
         feature_map: q and k are (B,H,T,D), and this makes features of them; kernels do it as they load them, so that features
             are never in memory.
@@ -131,9 +131,10 @@ def normalised(
     log_scale = state.log_scale
     if key_log_scale is not None:
         key_log_scale, last = key_log_scale.to(log_scale.dtype), None
+        left = normalisation.log_left(coefficients.f, key_log_scale, reset_mask)
         if group is not None:
-            log_scale, last = largest_scales(group, key_log_scale, log_scale)
-        coefficients, log_scale = normalisation.rescale_writes(coefficients, key_log_scale, log_scale)
+            log_scale, last = largest_scales(group, key_log_scale, log_scale, left)
+        coefficients, log_scale = normalisation.rescale_writes(coefficients, key_log_scale, log_scale, left)
         log_scale = log_scale if last is None else last
     if q.shape[2] == 1 and group is None and not has_kernels(q):  # a column would copy the memory for one token
         one = torch.ones_like(v[..., :1], dtype=state.memory.dtype)

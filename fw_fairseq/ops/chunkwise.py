@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ..rules import Coefficients
 from .autograd import as_written
-from .frames import CHUNK, NARROW_GATE, UNGATED_CHUNK, Cut, Frame, Narrow, Still
+from .frames import CHUNK, NARROW_GATE, Cut, Frame, Narrow, Still
 
 
 class ChunkScan(torch.autograd.Function):
@@ -66,9 +66,7 @@ def plan(operands, dtype: torch.dtype) -> list[tuple[slice, type]]:
     """The chunks in order, each with the way to run it."""
     q, _, _, f, z, e, _ = operands
     tokens = q.shape[2]
-    if z is None and f is None:
-        return [(span, Still) for span in spans(tokens, UNGATED_CHUNK)]
-    if z is None and f.dim() == 3:
+    if z is None and (f is None or f.dim() == 3):
         return [(span, Still) for span in spans(tokens)]
     if e is not None or f is None or f.dim() == 3 or z is None or dtype == torch.float64 or not f.numel():
         return [(span, Frame) for span in spans(tokens)]
@@ -77,14 +75,16 @@ def plan(operands, dtype: torch.dtype) -> list[tuple[slice, type]]:
     return [(span, Narrow if fits else Frame) for span, fits in zip(spans(tokens), in_range)]
 
 
-def spans(tokens: int, chunk: int = CHUNK) -> list[slice]:
-    return [slice(t, min(t + chunk, tokens)) for t in range(0, tokens, chunk)]
+def spans(tokens: int) -> list[slice]:
+    return [slice(t, min(t + CHUNK, tokens)) for t in range(0, tokens, CHUNK)]
 
 
 def chunk_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor) -> tuple[Tensor, Tensor]:
     """q, k (B,H,T,K), v (B,H,T,V), memory (B,H,K,V) -> y (B,H,T,V) in v's dtype, final memory; computed in memory's dtype."""
     if coefficients.z is not None and coefficients.e is not None:
         raise ValueError("a rule with both a value-side decay z and an erase e has no chunk form; use backend='recurrent'")
+    if coefficients.w is not None and coefficients.w is coefficients.e:  # torch.compile wants no input twice
+        coefficients = coefficients._replace(w=coefficients.w.view_as(coefficients.w))
     inputs = (q, k, v, *coefficients, memory)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     return ChunkScan.apply(*inputs, keep)

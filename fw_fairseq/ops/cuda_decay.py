@@ -158,7 +158,8 @@ class Call(NamedTuple):
 
     def paired_tensors(self):
         rows = () if self.row_map == AS_IS else ("q", "k", "dq", "dk")
-        return [x for name, x in (self.tensors | self.shares).items() if name not in rows]
+        shares = {name: None if x is None else x[0] for name, x in self.shares.items()}
+        return [x for name, x in (self.tensors | shares).items() if name not in rows]
 
     def row_defines(self) -> dict[str, int]:
         q, k = self.tensors["q"], self.tensors["k"]

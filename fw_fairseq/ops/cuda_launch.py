@@ -22,6 +22,7 @@ import torch
 logger = logging.getLogger(__name__)
 PACKAGE = Path(__file__).parents[1]
 WITHOUT_ASKING = 48 * 1024  # bytes of dynamic shared memory that a kernel gets without asking
+COMPILER_ERRORS = ("CompileException", "NVRTCError")  # CuPy's
 OLDEST = (7, 5)  # what the compiler of CUDA 13 still compiles for
 
 
@@ -52,6 +53,8 @@ class CupyLaunch:
         return torch.cuda.get_device_properties(device).multi_processor_count
 
     def __call__(self, source_file, kernel_name, defines, grid, block, params, shared_bytes, device) -> None:
+        if 0 in grid:  # an empty batch, which CUDA refuses
+            return
         with torch.cuda.device(device):
             index = torch.cuda.current_device()
             key = (source_file, kernel_name, tuple(defines.items()), index)
@@ -62,18 +65,19 @@ class CupyLaunch:
             kernel(grid, block, (np.asarray(params),), shared_mem=shared_bytes, stream=stream)
 
     def compile(self, source_file, kernel_name, defines, index: int, shared_bytes: int):
-        import cupy
-
+        with said("CuPy, which compiles the kernels, cannot be imported"):
+            import cupy
         module = self.modules.get((source_file, defines, index))
         if module is None:
             module = cupy.RawModule(code=(kernel_folder() / source_file).read_text(), options=compile_options(defines))
             self.modules[source_file, defines, index] = module
-        try:
+        macros = " ".join(f"{name}={value}" for name, value in defines)
+        described = f"kernel {kernel_name} of cuda/{source_file} ({macros})"
+        with said(f"{described} does not compile", f"{described} cannot be loaded"):
             kernel = module.get_function(kernel_name)
-            if shared_bytes > WITHOUT_ASKING:
+        if shared_bytes > WITHOUT_ASKING:
+            with said(f"{described} cannot have {shared_bytes} bytes of shared memory"):
                 kernel.max_dynamic_shared_size_bytes = shared_bytes
-        except Exception as error:  # CuPy raises several kinds, by what went wrong in which library
-            raise RuntimeError(compile_error(source_file, kernel_name, defines, error)) from error
         return kernel
 
 
@@ -118,12 +122,17 @@ def look_up(device: torch.device) -> str | None:
     return None
 
 
-def compile_error(source_file, kernel_name, defines, error) -> str:
-    """One message: the kernel, its macros and the first lines that the compiler wrote."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    told = "\n".join(["", *lines[:4]]) if lines else f" {type(error).__name__}"
-    macros = " ".join(f"{name}={value}" for name, value in defines)
-    return f"kernel {kernel_name} of cuda/{source_file} ({macros}) does not compile:{told}"
+@contextlib.contextmanager
+def said(what: str, otherwise: str | None = None):
+    """What goes wrong in CuPy, which raises several kinds of errors, as one RuntimeError: ``what``, or ``otherwise`` where there is
+    one and the compiler is not to blame, and the first lines that were written."""
+    try:
+        yield
+    except Exception as error:
+        what = what if otherwise is None or type(error).__name__ in COMPILER_ERRORS else otherwise
+        lines = [line for line in str(error).splitlines() if line.strip("= ")]
+        told = "\n".join(["", *lines[:4]]) if lines else f" {type(error).__name__}"
+        raise RuntimeError(f"{what}:{told}") from error
 
 
 def kernel_folder() -> Path:

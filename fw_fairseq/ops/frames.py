@@ -15,8 +15,7 @@ from .chunk import Chunk, Decay, backward, final_memory, gate_gradient, outputs,
 
 SMALLEST_GATE = 1e-9  # smaller gates count as this: invisible in fp32, and the error of their gradient below 1e-6
 NARROW_GATE = 1e-3  # from here on fp32 holds the products of 8 gates, and their gradient to about 1e-6 / gate
-CHUNK = 32  # tokens; the products of as many gates on either side stay inside float64
-UNGATED_CHUNK = 64  # without gates nothing limits it; the fastest of 32, 64 and 128 on a CPU
+CHUNK = 32  # tokens; the products of as many gates on either side stay inside float64, and the fastest without gates on a CPU
 NARROW_CHUNK = 16  # where it runs in fp32, two side by side
 
 
@@ -177,7 +176,7 @@ class Narrow:
         dends, dmemory = c.chain(dfinal, c.q_start.mT @ dy_start, backwards=True)
         own, scores = c.scores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1), c.scores.tril(-1)
 
-        # What no gate decays, a token's read of itself and the last one's place in the memory, is nothing to the gates: it comes last.
+        # What no gate decays, a token's read of itself and the last one's write into the memory, is nothing to the gates.
         y = (scores @ c.v_back).mul_(dy_middle).addcmul_(c.q_start @ c.starts, dy_start)  # times its gradient
         dq = (dscores @ c.k_back).mul_(key.middle).addcmul_(dy_start @ c.starts.mT, key.start)
         dk = (dscores.mT @ c.q_middle).mul_(key.back)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..rules import Coefficients
+from .frames import SMALLEST_GATE
 from .state import FastWeightState
 
 
@@ -27,16 +29,18 @@ def split_column(y: Tensor, memory: Tensor, eps: float) -> tuple[Tensor, Tensor,
 
 def sum_keys(q: Tensor, k: Tensor, normaliser: Tensor, reset_mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """n_t . q_t and n_{t-1} . k_t (B,H,T), and the last n (B,H,K), for n_t = n_{t-1} + k_t, from 0 again at each reset."""
-    k = k.to(normaliser.dtype)
-    sums = torch.cat([normaliser.unsqueeze(2), k], dim=2).cumsum(2)  # (B,H,T+1,K)
+    dtype = normaliser.dtype
+    k = k.to(dtype)
+    # Sums of one text are differences of those of all texts: fp32 is not enough.
+    sums = torch.cat([normaliser.unsqueeze(2), k], dim=2).cumsum(2, dtype=dtype if reset_mask is None else torch.float64)
     before, after = sums[:, :, :-1], sums[:, :, 1:]
     if reset_mask is not None:
         steps = torch.arange(k.shape[2], device=k.device)
         last_reset = torch.where(reset_mask, steps, -1).cummax(-1).values  # (B,T), -1 where there was none
         forgotten = before.gather(2, last_reset.clamp(min=0)[:, None, :, None].expand_as(k))
         forgotten = forgotten.masked_fill((last_reset < 0)[:, None, :, None], 0)
-        before, after = before - forgotten, after - forgotten
-    return (after * q).sum(-1), (before * k).sum(-1), after[:, :, -1]
+        before, after = ((x - forgotten).to(dtype) for x in (before, after))
+    return (after * q).sum(-1), (before * k).sum(-1), after[:, :, -1].clone()  # not the others with it
 
 
 def normalise_erase(coefficients: Coefficients, recalled: Tensor, eps: float) -> Coefficients:
@@ -46,17 +50,38 @@ def normalise_erase(coefficients: Coefficients, recalled: Tensor, eps: float) ->
     return coefficients._replace(e=e)
 
 
-def rescale_writes(coefficients: Coefficients, key_log_scale: Tensor, log_scale: Tensor) -> tuple[Coefficients, Tensor]:
-    """Keys that stand for k_t exp(key_log_scale_t), kept relative to the largest scale so far so that nothing overflows.
+def rescale_writes(
+    coefficients: Coefficients, key_log_scale: Tensor, log_scale: Tensor, left: Tensor
+) -> tuple[Coefficients, Tensor]:
+    """Keys that stand for k_t exp(key_log_scale_t), kept relative to m_t, the largest scale that is left: nothing overflows.
 
-    The running maximum sees no later token. Its changes are one more scalar gate, exp(m_{t-1} - m_t) <= 1, and the write strength
-    becomes exp(key_log_scale_t - m_t) <= 1. The maximum itself carries no gradient: outputs do not depend on it.
+    m_t sees no later token. Its changes are one more scalar gate, which with f is at most 1, and the write strength becomes
+    exp(key_log_scale_t - m_t) <= 1. It carries no gradient: outputs do not depend on it.
     """
-    scale = torch.cat([log_scale.unsqueeze(-1), key_log_scale], dim=-1)
-    running = scale.detach().cummax(-1).values
+    running = running_scale(key_log_scale, left, log_scale)
     seen = running.masked_fill(running == -torch.inf, 0.0)
-    shrink = torch.where(running[..., :-1] == -torch.inf, 1.0, (running[..., :-1] - seen[..., 1:]).exp())
-    strength = (key_log_scale - seen[..., 1:]).exp()
-    f = shrink if coefficients.f is None else coefficients.f * shrink
+    before, now = running[..., :-1], seen[..., 1:]
+    nothing = (before == -torch.inf) | (left == -torch.inf)
+    shrink = torch.where(nothing, 1.0, (before - now).exp()).to(log_scale.dtype)
+    strength = (key_log_scale - now).exp().to(log_scale.dtype)
+    f = shrink if coefficients.f is None else coefficients.f * (shrink if coefficients.f.dim() == 3 else shrink.unsqueeze(-1))
     w = strength if coefficients.w is None else coefficients.w * strength
-    return coefficients._replace(f=f, w=w), running[..., -1]
+    return coefficients._replace(f=f, w=w), running[..., -1].to(log_scale.dtype)
+
+
+def log_left(f: Tensor | None, key_log_scale: Tensor, reset_mask: Tensor | None) -> Tensor:
+    """(B,H,T) in float64, without gradients: log of what a token leaves of the writes before it, in the channel that keeps most."""
+    if f is None:
+        left = torch.zeros_like(key_log_scale, dtype=torch.float64)
+    else:
+        left = (f if f.dim() == 3 else f.amax(-1)).detach().double().clamp(min=SMALLEST_GATE).log()
+    return left if reset_mask is None else left.masked_fill(reset_mask[:, None], -torch.inf)
+
+
+def running_scale(key_log_scale: Tensor, left: Tensor, start: Tensor) -> Tensor:
+    """m_t = max(m_{t-1} + left_t, key_log_scale_t), from m_0 = start (B,H) on: (B,H,T+1) in float64."""
+    scale = torch.cat([start.unsqueeze(-1), key_log_scale.detach()], dim=-1).double()
+    known = scale.nan_to_num(neginf=0.0)
+    left = left.masked_fill(left == -torch.inf, known.min() - known.max() - 1)  # enough for no scale to outlive its text
+    lost = F.pad(left.cumsum(-1), (1, 0))
+    return lost + (scale - lost).cummax(-1).values

@@ -140,7 +140,7 @@ def last(a: Tensor, x: Tensor, size: int, before: int, segments, lengths, ends) 
     if segments is not None:
         a = a.masked_fill((F.pad(segments, (missing, 0), value=-1) != ends[:, None])[:, None], NOTHING)
     if lengths is None:
-        return PoolState(a[:, :, a.shape[2] - size :].contiguous(), x[:, :, x.shape[2] - size :].contiguous())
+        return PoolState(a[:, :, a.shape[2] - size :].clone(), x[:, :, x.shape[2] - size :].clone())
     first = lengths + before + missing - size
     index = (first[:, None] + torch.arange(size, device=a.device))[:, None].expand(-1, a.shape[1], -1)
     return PoolState(a.gather(2, index), x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[3])))

@@ -25,7 +25,7 @@ FEWEST = 4  # putting outputs right costs about another run or two, so less than
 
 def choose_segments(sequences: int, tokens: int, processors: int) -> int:
     """How many segments: enough that every processor of the device has a sequence; 1 where that does not pay."""
-    count = min(processors // sequences, tokens // SHORTEST)
+    count = min(processors // sequences, tokens // SHORTEST) if sequences else 1
     return count if count >= FEWEST else 1
 
 

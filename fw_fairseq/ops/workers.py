@@ -66,7 +66,10 @@ def run_across(group, form, q: Tensor, k: Tensor, v: Tensor, coefficients: Coeff
 
 def sum_keys_across(group, q: Tensor, k: Tensor, normaliser: Tensor, reset_mask: Tensor | None):
     """``normalisation.sum_keys`` of the tokens of all workers: sums of this one's, and the last n after the last one's."""
-    *_, own = normalisation.sum_keys(q, k, torch.zeros_like(normaliser), reset_mask)
+    if reset_mask is None:
+        own = k.sum(2, dtype=normaliser.dtype)
+    else:
+        *_, own = normalisation.sum_keys(q, k, torch.zeros_like(normaliser), reset_mask)
     kept = None if reset_mask is None else (~reset_mask.any(1)).to(own.dtype)[:, None, None].expand(*own.shape[:2], 1)
     own, kept = by_worker(group, own.unsqueeze(-1), kept)
     starts, end = chain(own, kept, None, normaliser.unsqueeze(-1))
@@ -74,8 +77,11 @@ def sum_keys_across(group, q: Tensor, k: Tensor, normaliser: Tensor, reset_mask:
     return read, recalled, end.squeeze(-1)
 
 
-def largest_scales(group, key_log_scale: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest scale of the keys before this worker's, (B,H), and after the last one's. Without gradients, as in one run."""
-    (largest,) = by_worker(group, key_log_scale.detach().amax(-1))
-    running = torch.cat([log_scale.unsqueeze(1), largest], dim=1).cummax(1).values
-    return running[:, group.rank()], running[:, -1]
+def largest_scales(group, key_log_scale: Tensor, log_scale: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+    """What ``normalisation.running_scale`` starts from on this worker, (B,H), and where it ends on the last one."""
+    own = normalisation.running_scale(key_log_scale, left, torch.full_like(log_scale, -torch.inf))[..., -1]
+    owns, lefts = by_worker(group, own, left.sum(-1))
+    scales = [log_scale.double()]
+    for worker in range(group.size()):
+        scales.append(torch.maximum(scales[-1] + lefts[:, worker], owns[:, worker]))
+    return scales[group.rank()].to(log_scale.dtype), scales[-1].to(log_scale.dtype)

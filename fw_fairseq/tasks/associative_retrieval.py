@@ -84,7 +84,7 @@ class Pairs(FairseqDataset):
 class AssociativeRetrievalTask(FairseqTask):
     """Draws its data: no dictionary, no files. An epoch is --updates-per-epoch batches of --batch-size sequences."""
 
-    def __init__(self, cfg: AssociativeRetrievalConfig):
+    def __init__(self, cfg: AssociativeRetrievalConfig, **unused):
         check_numbers(cfg, AssociativeRetrievalConfig)
         if not cfg.batch_size:
             raise ValueError("associative_retrieval needs --batch-size, the sequences of a mini-batch; the paper's is 32")

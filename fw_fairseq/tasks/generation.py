@@ -23,6 +23,8 @@ class PromptedGenerator(SequenceGenerator):
                 decoder.expect_prompt(None)
 
     def common_prompt(self, prefix_tokens: Tensor, first: int) -> Tensor:
-        """The first token and as much of the prompts as all of them have; longer ones go on token by token."""
-        shortest = int(prefix_tokens.ne(self.pad).sum(1).min())
+        """The first token and as much of the prompts as all of them have; longer ones go on token by token. An end of sentence
+        in a prompt finishes it and takes its row out of the batch: what is read at once stops before the first one."""
+        inside = prefix_tokens.ne(self.pad) & prefix_tokens.ne(self.eos)
+        shortest = int(inside.long().cumprod(1).sum(1).min())
         return torch.cat([torch.full_like(prefix_tokens[:, :1], first), prefix_tokens[:, :shortest]], dim=1)

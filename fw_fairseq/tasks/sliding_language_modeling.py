@@ -1,18 +1,17 @@
 """sliding_language_modeling: fairseq-eval-lm --context-window, many windows at once, only their last positions scored."""
 
 import torch
-from fairseq.data import FairseqDataset
 from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
 
 from .streams import Text, load_text
 
 
-class SlidingWindows(FairseqDataset):
+class SlidingWindows(torch.utils.data.Dataset):
     """Windows of ``context`` + ``stride`` tokens; each scores its last ``stride``, the first one all of its tokens."""
 
-    def __init__(self, text: Text, context: int, stride: int, pad: int, eos: int):
-        self.target, self.context, self.stride, self.pad = text.tokens, context, stride, pad
+    def __init__(self, text: Text, context: int, stride: int, eos: int):
+        self.target, self.context, self.stride = text.tokens, context, stride
         self.source = torch.cat([torch.tensor([eos]), text.tokens[:-1]])
         self.starts = [0, *range(context + stride, len(text.tokens), stride)]  # of what each scores
 
@@ -24,16 +23,12 @@ class SlidingWindows(FairseqDataset):
         stop = start + (self.stride if index else self.context + self.stride)
         return index, self.source[max(0, start - self.context) : stop], self.target[start:stop]
 
-    def num_tokens(self, index: int) -> int:
-        return self.context + self.stride
-
-    size = num_tokens
-
-    def batches(self, windows: int) -> list[list[int]]:
-        """The first and a shorter last window by themselves, all others have one length."""
-        middle = range(1, len(self) - 1)
-        grouped = [list(middle[i : i + windows]) for i in range(0, len(middle), windows)]
-        return [[0], *grouped, *([[len(self) - 1]] if len(self) > 1 else [])]
+    def batches(self, windows: int, shard: int = 0, shards: int = 1) -> list[list[int]]:
+        """The first and a shorter last window by themselves, all others have one length. A shard has neighbouring windows."""
+        own, ends = range(len(self) * shard // shards, len(self) * (shard + 1) // shards), (0, len(self) - 1)
+        middle = [i for i in own if i not in ends]
+        grouped = [middle[i : i + windows] for i in range(0, len(middle), windows)]
+        return sorted(grouped + [[i] for i in own if i in ends])
 
     def collater(self, samples) -> dict:
         ids, source, target = zip(*samples)
@@ -50,7 +45,8 @@ class SlidingWindows(FairseqDataset):
 
 @register_task("sliding_language_modeling", dataclass=LanguageModelingConfig)
 class SlidingLanguageModelingTask(LanguageModelingTask):
-    """For evaluation with the options of language_modeling. --batch-size: windows at once, 64 if not given."""
+    """For evaluation with the options of language_modeling. --batch-size: windows at once, 64 if not given; --max-tokens may make
+    them fewer."""
 
     def load_dataset(self, split, epoch=1, combine=False, **kwargs):
         self.datasets[split] = load_text(self.args, self.dictionary, split, epoch, combine)
@@ -58,8 +54,22 @@ class SlidingLanguageModelingTask(LanguageModelingTask):
     def get_batch_iterator(self, *args, **kwargs):
         raise ValueError("sliding_language_modeling is for fairseq-eval-lm; train with --task language_modeling")
 
-    def eval_lm_dataloader(self, dataset, max_tokens=36000, batch_size=None, num_workers=0, context_window=0, **unused):
-        windows = SlidingWindows(dataset, context_window, self.args.tokens_per_sample, self.dictionary.pad(), self.dictionary.eos())
+    def eval_lm_dataloader(
+        self, dataset, max_tokens=36000, batch_size=None, num_shards=1, shard_id=0, num_workers=0, context_window=0, **unused
+    ):
+        stride = self.args.tokens_per_sample  # fairseq-eval-lm has already taken the context off
+        if context_window < 0:
+            raise ValueError(f"--context-window is {context_window}; it must be at least 0")
+        if stride <= 0:
+            given = stride + context_window
+            raise ValueError(f"--tokens-per-sample is {given}; it must be larger than --context-window, {context_window}")
+        if not 0 <= shard_id < num_shards:
+            raise ValueError(f"--shard-id is {shard_id}; it must be at least 0 and less than --num-shards, {num_shards}")
+        windows = SlidingWindows(dataset, context_window, stride, self.dictionary.eos())
+        at_once = min(batch_size or 64, max(1, max_tokens // (context_window + stride)))
         return torch.utils.data.DataLoader(
-            windows, batch_sampler=windows.batches(batch_size or 64), collate_fn=windows.collater, num_workers=num_workers
+            windows,
+            batch_sampler=windows.batches(at_once, shard_id, num_shards),
+            collate_fn=windows.collater,
+            num_workers=num_workers,
         )

@@ -31,7 +31,6 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
         super().__init__(args, dictionary, output_dictionary, targets)
         if self.targets != ["future"]:
             raise ValueError("stateful_language_modeling predicts the next token only; leave --self-target and --past-target out")
-        self.carried: dict[str, CarriedState] = {}  # by split
         self.group = None  # of the workers that share this one's streams
 
     def build_model(self, args, from_checkpoint=False):
@@ -55,9 +54,8 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
         workers, (shard_id, share) = self.sequence_workers(num_shards), divmod(shard_id, self.args.sequence_parallel)
         num_shards //= workers
         streams = StreamDataset(dataset, segment, rows, pad, eos, shard_id, num_shards, (share, workers))
-        carried = self.carried[dataset.split] = CarriedState(self.group)
         loading = dict(num_workers=options.get("num_workers", 0), buffer_size=options.get("data_buffer_size", 0))
-        return StreamIterator(streams, carried, shard_id, num_shards, epoch=epoch, **loading)
+        return StreamIterator(streams, CarriedState(self.group), shard_id, num_shards, epoch=epoch, **loading)
 
     def sequence_workers(self, workers: int) -> int:
         """How many share a stream; their group is made when it is first needed."""
@@ -84,8 +82,7 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
         return super().build_generator(models, args, seq_gen_cls=seq_gen_cls or PromptedGenerator, **kwargs)
 
     def train_step(self, sample, model, criterion, optimizer, update_num, ignore_grad=False):
-        if not ignore_grad:  # a dummy batch belongs to no stream
-            self.bring_state(sample)
+        self.bring_state(sample)
         return super().train_step(sample, model, criterion, optimizer, update_num, ignore_grad)
 
     def valid_step(self, sample, model, criterion):
@@ -93,8 +90,10 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
         return super().valid_step(sample, model, criterion)
 
     def bring_state(self, sample) -> None:
-        """The streams' state goes with their next segment; the first segment starts from none."""
-        carried, net_input = self.carried[sample["split"]], sample["net_input"]
+        """The streams' state goes with their next segment; the first segment starts from none. A dummy batch has no streams."""
+        carried, net_input = sample.get("carried"), sample["net_input"]
+        if carried is None:
+            return
         if sample["segment"] == 0:
             carried.clear()
         net_input["carried"] = carried

@@ -37,6 +37,6 @@ fi
 
 # shellcheck disable=SC2086
 exec $launch "$out/bin" --user-dir "$PWD/fw_fairseq" --task stateful_language_modeling --save-dir "${SAVE:-$out/runs/$row}" "${model[@]}" \
-    --tokens-per-sample $length --batch-size "$batch" --criterion fast_weight_cross_entropy --dropout 0.2 \
+    --tokens-per-sample $length --batch-size "$batch" --criterion fast_weight_cross_entropy --dropout 0.2 --srupp-dropout 0.2 \
     --optimizer adam --adam-betas '(0.9, 0.999)' --weight-decay 0.1 --lr 0.0003 --lr-scheduler cosine --warmup-updates $warmup \
     --max-update $updates --clip-norm 1.0 --keep-last-epochs 1 --log-format json --log-interval 100 --seed 1 "$@"

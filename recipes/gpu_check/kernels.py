@@ -1,7 +1,16 @@
 """Every rule through the kernels once, small, and some with a feature map inside them: forward, backward and one token against the
-step form; then the scans of SRU and of additive attention against PyTorch's in float64. For compute-sanitizer."""
+step form; then the scans of SRU and of additive attention against PyTorch's. What they are compared with is computed on the CPU, so
+that compute-sanitizer sees little but the kernels.
+
+    python recipes/gpu_check/kernels.py [PROCESSES]        one by default; several compile side by side
+"""
 
 from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import sys
+from functools import partial
 
 import torch
 
@@ -13,14 +22,19 @@ from fw_fairseq.rules import RULES
 B, H, T, K, V = 2, 2, 37, 24, 40
 MAPS = {"gated": RowMap("dpfp", 2, "sum"), "decay": RowMap("elu", 1, "l2"), "delta": RowMap("dpfp", 3, "sum")}
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+WINDOWS = (0, 3, 20)
 
 
 def draw(rule: str, dtype: torch.dtype, row_map: RowMap) -> dict[str, torch.Tensor]:
     widths = {None: (), "K": (row_map.width(K),), "V": (V,)}
-    x = {name: torch.randn(B, H, T, width, device="cuda", dtype=dtype) for name, width in zip("qkv", (K, K, V))}
+    x = {name: torch.randn(B, H, T, width, dtype=dtype) for name, width in zip("qkv", (K, K, V))}
     x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
-    x |= {name: torch.rand(B, H, T, *widths[gate.axis], device="cuda") * 0.9 + 0.05 for name, gate in RULES[rule].gates.items()}
-    return {name: t.requires_grad_() for name, t in x.items()}
+    return x | {name: torch.rand(B, H, T, *widths[gate.axis]) * 0.9 + 0.05 for name, gate in RULES[rule].gates.items()}
+
+
+def placed(tensors: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
+    """As they are on a GPU, in float64 on the CPU."""
+    return {n: x.detach().to(device, torch.float64 if device == "cpu" else None).requires_grad_() for n, x in tensors.items()}
 
 
 def run(leaves: dict[str, torch.Tensor], rule: str, row_map: RowMap, state=None, backend="auto"):
@@ -34,59 +48,99 @@ def results(leaves: dict[str, torch.Tensor], rule: str, row_map: RowMap, backend
     return [y, state.memory, *torch.autograd.grad(loss, list(leaves.values()))]
 
 
-def check(rule: str, dtype: torch.dtype, row_map: RowMap) -> float:
+def check_rule(rule: str, dtype: torch.dtype, row_map: RowMap) -> float:
     """The largest error relative to the largest entry."""
-    leaves = draw(rule, dtype, row_map)
-    exact = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
+    drawn = draw(rule, dtype, row_map)
+    leaves, exact = placed(drawn, "cuda"), placed(drawn, "cpu")
     got, want = results(leaves, rule, row_map, "cuda"), results(exact, rule, row_map, "recurrent")
     with torch.no_grad():
-        now = {name: x[:, :, :1] for name, x in leaves.items()}
-        state = FastWeightState(got[1].detach())
-        step = run(now, rule, row_map, state)
-        now = {name: x.double() for name, x in now.items()}
-        state = FastWeightState(state.memory.double())
-        true = run(now, rule, row_map, state, "recurrent")
-    pairs = [*zip(got, want), (step[0], true[0]), (step[1].memory, true[1].memory)]
-    return max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+        memory = got[1].detach()
+        step = run({name: x[:, :, :1] for name, x in leaves.items()}, rule, row_map, FastWeightState(memory))
+        state = FastWeightState(memory.cpu().double())
+        true = run({name: x[:, :, :1] for name, x in exact.items()}, rule, row_map, state, "recurrent")
+    return largest_error([*got, step[0], step[1].memory], [*want, true[0], true[1].memory])
 
 
-def check_scan(form, operands: list[torch.Tensor], *args, **masks) -> float:
-    """As ``check``, of ``sru`` or ``pool``."""
+def largest_error(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
+    """NaN where there is one."""
+    errors = [(a.cpu().double() - b).abs().max() / b.abs().max().clamp(min=1e-12) for a, b in zip(got, want)]
+    return torch.stack(errors).max().item()
+
+
+def check_scan(form, operands: dict[str, torch.Tensor], *args, masks: dict[str, torch.Tensor]) -> float:
+    """As ``check_rule``, of ``sru`` or ``pool``."""
     found = []
-    for backend, dtype in (("cuda", None), ("torch", torch.float64)):
-        leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in operands]
-        y, state = form(*leaves, *args, **masks, backend=backend)
+    for device, backend in (("cuda", "cuda"), ("cpu", "torch")):
+        leaves = list(placed(operands, device).values())
+        y, state = form(*leaves, *args, **{name: mask.to(device) for name, mask in masks.items()}, backend=backend)
         state = state if isinstance(state, torch.Tensor) else state.values
         loss = y.double().square().mean() + state.double().square().mean()
         found.append([y, state, *torch.autograd.grad(loss, leaves)])
-    return max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(*found))
+    return largest_error(*found)
 
 
-def scans(dtype: torch.dtype) -> dict[str, float]:
-    steps = [torch.randn(T, B, width, device="cuda", dtype=dtype) for width in (3 * V, V)]
-    unit = [*steps, *torch.randn(2, V, device="cuda"), torch.randn(B, V, device="cuda")]
-    pooled = [torch.randn(B, H, T, device="cuda"), torch.randn(B, H, T, V, device="cuda", dtype=dtype)]
-    masks = {name: torch.rand(B, T, device="cuda") < 0.1 for name in ("padding_mask", "reset_mask")}
-    errors = {"sru": check_scan(sru, unit), "sru, masks": check_scan(sru, unit, **masks)}
-    for window in (0, 3, 20):
-        errors[f"pool, window {window}"] = check_scan(pool, pooled, window)
-        errors[f"pool, window {window}, masks"] = check_scan(pool, pooled, window, **masks)
-    return errors
+def check_sru(dtype: torch.dtype, masked: bool) -> float:
+    steps = {name: torch.randn(T, B, width, dtype=dtype) for name, width in (("product", 3 * V), ("x", V))}
+    unit = steps | {name: torch.randn(V) for name in ("v_forget", "v_reset")} | {"state": torch.randn(B, V)}
+    return check_scan(sru, unit, masks=draw_masks(masked))
 
 
-def main() -> None:
-    cases = [(rule, RowMap()) for rule, spec in RULES.items() if spec.step is None] + list(MAPS.items())
-    for rule, row_map in cases:
-        for dtype, tolerance in TOLERANCE.items():
-            error = check(rule, dtype, row_map)
-            case = f"{rule} {'-'.join(map(str, row_map))} {dtype}: {error:.1e}"
-            print(case)
-            assert error < tolerance, f"{case} above {tolerance:.0e}"
+def check_pool(dtype: torch.dtype, window: int, masked: bool) -> float:
+    operands = {"scores": torch.randn(B, H, T), "values": torch.randn(B, H, T, V, dtype=dtype)}
+    return check_scan(pool, operands, window, masks=draw_masks(masked))
+
+
+def draw_masks(masked: bool) -> dict[str, torch.Tensor]:
+    return {name: torch.rand(B, T) < 0.1 for name in ("padding_mask", "reset_mask")} if masked else {}
+
+
+def cases() -> dict[str, tuple]:
+    """What each is called -> its tolerance, its check."""
+    found = {}
+    mapped = [(rule, RowMap()) for rule, spec in RULES.items() if spec.step is None] + list(MAPS.items())
     for dtype, tolerance in TOLERANCE.items():
-        for name, error in scans(dtype).items():
-            print(f"{name} {dtype}: {error:.1e}")
-            assert error < tolerance, f"{name} {dtype}: {error:.1e} above {tolerance:.0e}"
+        for rule, row_map in mapped:
+            found[f"{rule} {'-'.join(map(str, row_map))} {dtype}"] = tolerance, partial(check_rule, rule, dtype, row_map)
+        for masked in (False, True):
+            masks = ", masks" if masked else ""
+            found[f"sru{masks} {dtype}"] = tolerance, partial(check_sru, dtype, masked)
+            for window in WINDOWS:
+                found[f"pool, window {window}{masks} {dtype}"] = tolerance, partial(check_pool, dtype, window, masked)
+    return found
+
+
+def outcome(name: str) -> tuple[str, bool]:
+    """A line that says how far off it is, or what went wrong; and whether it is well."""
+    tolerance, check = cases()[name]
+    torch.manual_seed(0)
+    try:
+        error = check()
+    except Exception as failure:  # the other cases are worth knowing too
+        return f"{name}: {type(failure).__name__}: {failure}", False
+    well = error < tolerance
+    return f"{name}: {error:.1e}" + ("" if well else f", above {tolerance:.0e}"), well
+
+
+def main(processes: int) -> int:
+    if processes > 1:
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool_:
+            outcomes = report(pool_.map(outcome, cases()))
+    else:
+        outcomes = report(map(outcome, cases()))
+    failed = [line for line, well in outcomes if not well]
+    print("\n".join([f"{len(failed)} of {len(outcomes)} went wrong", *failed]))
+    return bool(failed)
+
+
+def report(outcomes) -> list[tuple[str, bool]]:
+    """Each printed as it comes, for the log of a run that is stopped."""
+    found = []
+    for line, well in outcomes:
+        print(line, flush=True)
+        found.append((line, well))
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 1))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import importlib.util
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -15,42 +19,72 @@ import torch
 from fw_fairseq.ops.cuda_launch import CupyLaunch
 
 HERE = Path(__file__).parent
+TOOLKIT = "/usr/local/cuda/bin"  # often not in PATH
 PACKAGES = ("torch", "numpy", "cupy-cuda13x", "cupy-cuda12x", "triton", "flash-linear-attention", "fw_fairseq")
-SANITIZER_TOOLS = ("memcheck", "racecheck")
-FIGURES = ("ops", "model", "mixers")
+SANITIZER_TOOLS = {"memcheck": ["--report-api-errors", "no"], "racecheck": []}  # torch and CuPy try calls that fail, and go on
+FIGURES = ("ops", "model", "mixers", "ops_32", "peers")
+TOTAL = 540  # seconds for all steps
+PROCESSES = min(12, os.cpu_count() or 1)  # that compile side by side
 
 
 def steps(out: Path) -> list[tuple[str, int, list[str]]]:
-    """(name, seconds that it may take, command). Together under 9 minutes."""
+    """(name, seconds that it may take, command). What kernels.py compiles in several processes the sanitizers find in CuPy's cache.
+    The last two go without where the others took their time."""
     device = ["--device", "cuda", "--rounds", "5"]
     python = [sys.executable, "-m"]
-    sanitizer = shutil.which("compute-sanitizer")
+    bench = [*python, "fw_fairseq.bench"]
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=TOOLKIT)
+    workers = ["-n", str(PROCESSES)] if importlib.util.find_spec("xdist") else []
     kernels = [sys.executable, str(HERE / "kernels.py")]
-    ops = ["ops", *device, "--dtype", "bfloat16", "--tokens", "512", "2048", "8192", "--batch", "8", "--cumsum-up-to", "512"]
-    ops += ["--feature-map", "dpfp"]
+    ops = ["ops", *device, "--dtype", "bfloat16"]
+    few = [*ops, "--no-peers", "--tokens", "512", "2048", "8192", "--batch", "8", "--cumsum-up-to", "512", "--feature-map", "dpfp"]
+    full = [*ops, "--batch", "32", "--loop-up-to", "0", "--cumsum-up-to", "0", "--softmax-up-to", "2048"]  # no processor is idle
+    many, peers = [*full, "--no-peers", "--tokens", "512", "2048"], [*full, "--tokens", "2048"]
     model = ["model", *device, "--mixers", "delta", "decay", "--tokens", "512", "2048", "--contexts", "256", "4096"]
     model += ["--hypotheses", "8"]
     mixers = ["mixers", *device, "--width", "1024", "--heads", "16", "--length", "512", "--tokens", "8192"]
     outputs = {name: ["--json", str(out / f"{name}.json"), "--figure", str(out / f"{name}.svg")] for name in FIGURES}
-    return [
-        ("tests", 140, [*python, "pytest", "-m", "gpu", "-rs", "tests"]),
-        ("kernels", 40, kernels),
-        *((tool, 60, [sanitizer, "--tool", tool, "--error-exitcode", "9", *kernels]) for tool in SANITIZER_TOOLS if sanitizer),
-        ("ops", 120, [*python, "fw_fairseq.bench", *ops, *outputs["ops"]]),
-        ("model", 90, [*python, "fw_fairseq.bench", *model, *outputs["model"]]),
-        ("mixers", 25, [*python, "fw_fairseq.bench", *mixers, *outputs["mixers"]]),
+    found = [
+        ("tests", 120, [*python, "pytest", "-m", "gpu", "-rs", *workers, "tests/test_cuda_gpu.py"]),
+        ("kernels", 70, [*kernels, str(PROCESSES)]),
+        *((tool, 60, sanitized(sanitizer, tool, kernels)) for tool in SANITIZER_TOOLS if sanitizer),
+        ("ops", 110, [*bench, *few, *outputs["ops"]]),
+        ("model", 80, [*bench, *model, *outputs["model"]]),
+        ("mixers", 35, [*bench, *mixers, *outputs["mixers"]]),
+        ("ops_32", 60, [*bench, *many, *outputs["ops_32"]]),
     ]
+    if importlib.util.find_spec("fla"):  # tunes its kernels first, perhaps for minutes
+        found.append(("peers", 300, [*bench, *peers, *outputs["peers"]]))
+    return found
+
+
+def sanitized(sanitizer: str, tool: str, command: list[str]) -> list[str]:
+    """Each tensor in an allocation of its own: what is between two tensors of torch's cache counts as allocated."""
+    options = ["--tool", tool, "--error-exitcode", "9", *SANITIZER_TOOLS[tool]]
+    return ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", sanitizer, *options, *command]
 
 
 def run(name: str, limit: int, command: list[str], out: Path) -> dict:
     start = time.monotonic()
     with (out / f"{name}.log").open("w") as log:
-        try:
-            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=limit).returncode
-        except subprocess.TimeoutExpired:
-            code = f"stopped after {limit} s"
-    tail = (out / f"{name}.log").read_text().splitlines()[-5:]
+        code = f"stopped after {limit} s" if limit > 0 else "no time left"
+        if limit > 0:
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            with contextlib.suppress(subprocess.TimeoutExpired), ended(process):
+                code = process.wait(limit)
+    tail = (out / f"{name}.log").read_text(errors="replace").splitlines()[-5:]
     return {"step": name, "code": code, "seconds": round(time.monotonic() - start, 1), "tail": tail}
+
+
+@contextlib.contextmanager
+def ended(process: subprocess.Popen):
+    """With all processes that it started, which would share the GPU with what is timed next."""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def machine() -> dict:
@@ -84,19 +118,30 @@ def versions() -> dict[str, str]:
     return {"python": sys.version.split()[0]} | {p: installed[p.lower()] for p in PACKAGES if p.lower() in installed}
 
 
+def read(path: Path):
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def outcome(code) -> str:
+    return "went well" if code == 0 else code if isinstance(code, str) else f"FAILED with {code}"
+
+
 def main(out: Path) -> int:
     if reason := CupyLaunch().why_not(torch.device("cuda")):
         print("gpu_check" + reason.removeprefix("backend='cuda'"), file=sys.stderr)
         return 3
     report = {"machine": machine(), "versions": versions(), "steps": []}
+    for name in FIGURES:  # of an earlier run
+        (out / f"{name}.json").unlink(missing_ok=True)
+    end = time.monotonic() + TOTAL
     for name, limit, command in steps(out):
-        print(f"== {name}, at most {limit} s", flush=True)
-        report["steps"].append(run(name, limit, command, out))
-        print("\n".join(report["steps"][-1]["tail"]))
-    for name in FIGURES:
-        figures = out / f"{name}.json"
-        report[name] = json.loads(figures.read_text()) if figures.exists() else None
-    (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        limit = min(limit, int(end - time.monotonic()))
+        print(f"== {name}, at most {max(limit, 0)} s", flush=True)
+        step = run(name, limit, command, out)
+        report["steps"].append(step)
+        report |= {name: read(out / f"{name}.json") for name in FIGURES}
+        (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        print("\n".join([*step["tail"], f"{name}: {outcome(step['code'])}, {step['seconds']} s"]), flush=True)
     failed = [step["step"] for step in report["steps"] if step["code"] != 0]
     print(f"{out / 'report.json'}: " + (f"FAILED: {', '.join(failed)}" if failed else "every step went well"))
     return bool(failed)

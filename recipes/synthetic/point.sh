@@ -50,7 +50,8 @@ if ! grep -qs '^best_eval_loss=' "$log"; then
         --optimizer adam --adam-betas '(0.9, 0.999)' --lr $rate --lr-scheduler until_solved --stop-min-lr 0 --patience 10 \
         --no-save --save-dir "$out" --log-format json --log-interval 1000000 "${more[@]}" >"$log.part" 2>&1 ||
         { tail -n 1 "$log.part" >&2; exit 1; }
-    sed -n 's/.*"valid_loss": "\([^"]*\)".*/\1/p' "$log.part" | sort -g | sed -n '1s/^/best_eval_loss=/p' >>"$log.part"
+    sed -n 's/.*"valid_loss": "\([^"]*\)".*/\1/p' "$log.part" | sort -g |
+        awk '!number { best = $0 } !/nan/ { number = 1 } END { if (NR) print "best_eval_loss=" best }' >>"$log.part" # nan is sorted first
     mv "$log.part" "$log"
 fi
 tail -n 1 "$log"

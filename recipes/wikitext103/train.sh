@@ -58,8 +58,8 @@ case $row in
     performer16_delta) model=("${delta[@]}" --feature-map favor --favor-features 16) ;;
     dpfp1) model=("${linear[@]}" --feature-map dpfp --dpfp-nu 1) ;;
     dpfp1_delta) model=("${delta[@]}" --feature-map dpfp --dpfp-nu 1) ;;
-    srupp) model=() ;;
-    srupp5) model=(--mixer-pattern "sru*4,srupp" --sru-projection 768) ;;
+    srupp) model=(--srupp-dropout 0.1) ;;
+    srupp5) model=(--mixer-pattern "sru*4,srupp" --sru-projection 768 --srupp-dropout 0.1) ;;
     transformer_xl_stream) model=(--mixer transformer_xl --xl-memory $length) ;;
     local_attention | abc | linformer) model=(--mixer "$row") ;;
     *) echo "train.sh: ROW is $row; the head of this file lists what there is" >&2; exit 2 ;;
