@@ -75,7 +75,7 @@ class FastWeight(Mixer):
         if self.training and self.watched:
             self.last_statistics = self.measure(gates, state)
             self.state_norm = state.memory.flatten(2).norm(dim=-1).mean() if self.keeps_state_norm else None
-        return self.out_proj(y.permute(2, 0, 1, 3).flatten(2)), state
+        return self.out_proj(self.join(y)), state
 
     def pretrained(self) -> dict[str, slice]:
         start = self.sizes["q"] + self.sizes["k"]
