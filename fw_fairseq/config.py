@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, fields
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.utils import safe_getattr
 
-from .feature_maps import FEATURE_MAPS
+from .feature_maps import FEATURE_MAPS, NORMS
 from .mixers import MIXERS
 from .ops.checks import BACKENDS
 from .rules import RULES
 
-FEATURE_NORMS = ("none", "sum", "l2")
 SOFTMAX = "softmax"
 ATTENTIONS = ("encoder", "decoder", "cross")
 
@@ -32,7 +31,7 @@ class FastWeightConfig(FairseqDataclass):
     update_rule: ChoiceEnum(list(RULES)) = option("delta", "how the fast-weight memory is written")
     feature_map: ChoiceEnum(list(FEATURE_MAPS)) = option("elu", "what queries and keys pass through")
     feature_dim: int = option(0, "width of queries and keys per head before the feature map; 0: that of the values", least=0)
-    feature_norm: ChoiceEnum(list(FEATURE_NORMS)) = option(
+    feature_norm: ChoiceEnum(list(NORMS)) = option(
         "sum", "features divided by their sum (of non-negative maps), by their length (l2), or neither"
     )
     attention_norm: bool = option(False, "divide what is read by the accumulated keys times the query")

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from . import registration  # noqa: F401
-from .config import FEATURE_NORMS, SOFTMAX, FastWeightConfig, layer_mixers
-from .feature_maps import FEATURE_MAPS
+from .config import SOFTMAX, FastWeightConfig, layer_mixers
+from .feature_maps import FEATURE_MAPS, NORMS
 from .files import write_atomically
 from .mixers import MIXERS, Mixer
 from .mixers.fast_weight import FastWeight, initial_bias
@@ -224,7 +224,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--feature-dim", type=int, default=0, help="width of queries and keys per head before the map; 0: as it is")
     parser.add_argument("--feature-map", choices=list(FEATURE_MAPS), help="default: relu for rules that erase, identity for others")
-    parser.add_argument("--feature-norm", choices=FEATURE_NORMS, help="default: sum or l2 for rules that erase, none for others")
+    parser.add_argument("--feature-norm", choices=list(NORMS), help="default: sum or l2 for rules that erase, none for others")
     parser.add_argument("--attention-norm", action="store_true", help="divide what is read by the accumulated keys times the query")
     parser.add_argument("--mixer-pattern", default="", help="one mixer per layer, as in training: 'softmax,fast_weight*3'")
     parser.add_argument("--seed", type=int, default=1, help="of the new parameters and of W_phi")

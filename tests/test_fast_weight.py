@@ -425,12 +425,14 @@ def test_value_decay_with_erase_runs_stepwise(monkeypatch):
         fast_weight(*inputs.values(), "both", gates, backend="chunkwise")
 
 
-def test_autocast_does_not_lower_the_accumulation():
-    q, k, v = (x.detach().float() for x in draw_inputs(SHAPE).values())
-    gates = draw_gates(RULES["delta"], SHAPE, torch.float32)
-    want, _ = fast_weight(q, k, v, "delta", gates)
+@pytest.mark.parametrize("backend", ["recurrent", "auto"])
+@pytest.mark.parametrize("rule, attention_norm", CASES)
+def test_autocast_does_not_lower_the_accumulation(rule, attention_norm, backend):
+    q, k, v = (x.detach().float() for x in draw_inputs(SHAPE, positive=attention_norm).values())
+    gates = draw_gates(RULES[rule], SHAPE, torch.float32)
+    want, _ = fast_weight(q, k, v, rule, gates, None, backend, attention_norm)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got, state = fast_weight(q, k, v, "delta", gates)
+        got, state = fast_weight(q, k, v, rule, gates, None, backend, attention_norm)
     assert torch.equal(got, want) and state.memory.dtype == torch.float32
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.feature_maps import FEATURE_MAPS, draw_projection, sum_normalise
+from fw_fairseq.mixers.fast_weight import build_feature_map
 from fw_fairseq.ops import fast_weight
 
 NON_NEGATIVE = [name for name, phi in FEATURE_MAPS.items() if phi.non_negative]
@@ -133,6 +135,14 @@ def test_rfa_estimates_the_gaussian_kernel():
 
 
 @pytest.mark.parametrize("name", ["favor", "rfa"])
+def test_random_features_are_those_of_fp32_under_autocast(name):
+    phi, x = FEATURE_MAPS[name](8), torch.randn(5, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        features = phi(x)
+    assert torch.equal(features, phi(x))
+
+
+@pytest.mark.parametrize("name", ["favor", "rfa"])
 def test_random_features_are_redrawn_in_training_and_kept_for_evaluation(name):
     phi, x = FEATURE_MAPS[name](8, features=6), torch.randn(4, 8)
     kept = phi.eval()(x)
@@ -172,6 +182,12 @@ def test_scaled_features_times_their_scale_are_the_features():
 def test_bad_options(name, options, message):
     with pytest.raises(ValueError, match=message):
         FEATURE_MAPS[name](8, **options)
+
+
+def test_a_nu_too_large_is_refused_by_its_option():
+    config = FastWeightConfig(feature_map="dpfp", dpfp_nu=99)
+    with pytest.raises(ValueError, match="--dpfp-nu is 99; with keys of width 8 per head it must be at most 15"):
+        build_feature_map(config, 8, 2)
 
 
 @pytest.mark.parametrize("name", FEATURE_MAPS)

@@ -13,8 +13,8 @@ from fairseq.data import Dictionary, data_utils, indexed_dataset
 from omegaconf import OmegaConf
 
 from fw_fairseq import registration  # noqa: F401
-from fw_fairseq.config import FEATURE_NORMS, FastWeightConfig
-from fw_fairseq.feature_maps import FEATURE_MAPS
+from fw_fairseq.config import FastWeightConfig
+from fw_fairseq.feature_maps import FEATURE_MAPS, NORMS
 from fw_fairseq.mistakes import sentence
 from fw_fairseq.mixers import MIXERS
 from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModel
@@ -110,7 +110,7 @@ def test_the_operation():
 # The options
 
 CHOICES = {
-    "mixer": [*MIXERS, "softmax"], "update_rule": list(RULES), "feature_map": list(FEATURE_MAPS), "feature_norm": FEATURE_NORMS,
+    "mixer": [*MIXERS, "softmax"], "update_rule": list(RULES), "feature_map": list(FEATURE_MAPS), "feature_norm": list(NORMS),
     "fast_weight_backend": BACKENDS,
     "mixer_pattern": ["", "softmax,fast_weight", "sru*2", "sru*0", "nothing", "sru,", "fast_weight*3"],
     "window_sizes": ["", "4", "4,0", "4,x", "1,2,3", "-1"], "attention_norm": [False, True], "scale_output": [False, True],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fw_fairseq.config import FastWeightConfig
+from fw_fairseq.mixers import Sru
 from fw_fairseq.ops import sru as ops
 from fw_fairseq.ops.sru import sru
 
@@ -83,3 +85,11 @@ def test_refused(index, shape, message):
     leaves[index] = torch.zeros(shape)
     with pytest.raises(ValueError, match=message):
         sru(*leaves)
+
+
+def test_weights_begin_with_the_variances_of_the_input_and_those_of_gates_halved():
+    mixer = Sru(256, 1, FastWeightConfig(sru_highway_bias=-1.5))
+    parts = mixer.in_proj.weight.detach().split(256)
+    for part, variance in zip((*parts, mixer.gate_weight.detach()), (1 / 256, 0.5 / 256, 0.5 / 256, 0.5)):
+        assert abs(part.var() / variance - 1) < 0.1
+    assert [bias.unique().tolist() for bias in mixer.in_proj.bias.split(256)] == [[0], [0], [-1.5]]

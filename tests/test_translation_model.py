@@ -315,6 +315,23 @@ def test_a_source_that_was_let_go_is_missed():
         decode(model, None, draw(3, 3), encoded=encoded)
 
 
+@pytest.mark.parametrize("phi", ["elu", "tanh"])
+def test_autocast_does_not_lower_the_accumulation(phi):
+    """The same queries, keys and values in bfloat16, summed with and without it."""
+    options = {"feature_map": phi, "feature_norm": "sum" if phi in NON_NEGATIVE else "none"}
+    module = LinearAttention(32, 4, FastWeightTransformerConfig(**options)).eval()
+    query, source = torch.randn(3, 2, 32), torch.randn(9, 2, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        state = module.summarise(source, None)
+        read = module.read(query, state)
+        projected = (module.q_proj(query), module.kv_proj(source))
+    for linear, x in zip((module.q_proj, module.kv_proj), projected):
+        linear.forward = lambda _, x=x: x
+    want = module.summarise(source, None)
+    torch.testing.assert_close(state.memory, want.memory)
+    torch.testing.assert_close(read, module.read(query, want))
+
+
 def test_names_with_spaces_and_none():
     assert linear_attentions(FastWeightTransformerConfig(linear_attention="cross, encoder")) == ["cross", "encoder"]
     assert linear_attentions(FastWeightTransformerConfig(linear_attention=" ")) == []

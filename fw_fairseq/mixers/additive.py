@@ -72,7 +72,3 @@ class Additive(Mixer):
     def scores(self, x: Tensor, weight: Tensor) -> Tensor:
         """(B,H,T,X) -> (B,H,T), in fp32: they are exponents."""
         return (wide(x) * wide(weight)[:, None]).sum(-1) * self.head_dim**-0.5
-
-    def join(self, x: Tensor) -> Tensor:
-        """(B,H,T,X) -> (T,B,C)"""
-        return x.permute(2, 0, 1, 3).flatten(2)

@@ -47,6 +47,10 @@ class Mixer(nn.Module):
         """(T,B,H*X) -> (B,H,T,X), a view."""
         return part.unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0, 3)
 
+    def join(self, heads: Tensor) -> Tensor:
+        """(B,H,T,X) -> (T,B,H*X)"""
+        return heads.permute(2, 0, 1, 3).flatten(2)
+
     @torch.no_grad()
     def state_size(self) -> int:
         """How many numbers it keeps of a sequence."""

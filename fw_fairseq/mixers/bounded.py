@@ -58,8 +58,7 @@ class Bounded(Mixer):
             scores = scores / total
         shares = scores.softmax(-1)
         y, values = self.sums(shares / total if means else shares, weights, v, values, masks)
-        y = y.to(parts[0].dtype).permute(2, 0, 1, 3).flatten(2)
-        return self.out_proj(y), BoundedState(keys, values, totals if means else None)
+        return self.out_proj(self.join(y.to(parts[0].dtype))), BoundedState(keys, values, totals if means else None)
 
     def sums(self, q: Tensor, k: Tensor, v: Tensor, memory: Tensor | None, masks: dict) -> tuple[Tensor, Tensor]:
         y, state = fast_weight(q, k, v, "sum", {}, None if memory is None else FastWeightState(memory), self.backend, **masks)

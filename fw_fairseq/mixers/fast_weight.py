@@ -75,7 +75,7 @@ class FastWeight(Mixer):
         if self.training and self.watched:
             self.last_statistics = self.measure(gates, state)
             self.state_norm = state.memory.flatten(2).norm(dim=-1).mean() if self.keeps_state_norm else None
-        return self.out_proj(y.permute(2, 0, 1, 3).flatten(2)), state
+        return self.out_proj(self.join(y)), state
 
     def pretrained(self) -> dict[str, slice]:
         start = self.sizes["q"] + self.sizes["k"]
@@ -148,6 +148,8 @@ def row_map_of(phi: FeatureMap, norm: str) -> RowMap | None:
 
 def build_feature_map(config, head_dim: int, num_heads: int) -> FeatureMap:
     width = config.feature_dim or head_dim
+    if str(config.feature_map) == "dpfp" and config.dpfp_nu >= 2 * width:
+        raise ValueError(f"--dpfp-nu is {config.dpfp_nu}; with keys of width {width} per head it must be at most {2 * width - 1}")
     options = {
         "dpfp": {"nu": config.dpfp_nu},
         "favor": {"features": config.favor_features or width, "prescale": config.favor_prescale},

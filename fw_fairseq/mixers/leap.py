@@ -43,7 +43,7 @@ class Leap(Mixer):
         focused, state = pool(scores, torch.cat([k, v], -1), self.window, state, padding_mask, reset_mask)
         k, v = focused.chunk(2, -1)
         read = torch.sigmoid((wide(q) * wide(k)).sum(-1, keepdim=True) * self.head_dim**-0.5).to(v.dtype)
-        return self.out_proj((read * v).permute(2, 0, 1, 3).flatten(2)), state
+        return self.out_proj(self.join(read * v)), state
 
     def scores(self, f: Tensor, k: Tensor) -> Tensor:
         return log_focus((wide(f) * wide(k)).sum(-1) * self.head_dim**-0.5)

@@ -43,7 +43,7 @@ class LocalAttention(Mixer):
         q, kv = self.in_proj(x).split([self.embed_dim, 2 * self.embed_dim], -1)
         view, state = look_back(kv.transpose(0, 1), state, self.memory, padding_mask, reset_mask)
         k, v = map(self.by_head, view.tokens.transpose(0, 1).chunk(2, -1))
-        return self.out_proj(self.read(self.by_head(q), k, v, view).permute(2, 0, 1, 3).flatten(2)), state
+        return self.out_proj(self.join(self.read(self.by_head(q), k, v, view))), state
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
         return attend(q, k, v, view)
