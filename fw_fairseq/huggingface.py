@@ -16,7 +16,7 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .mixers import MIXERS
-from .ops.state import state as state_type
+from .ops.state import state as tensor_state
 
 ACTIVATIONS = {
     "relu": F.relu,
@@ -68,7 +68,7 @@ class FastWeightHFConfig(PretrainedConfig):
         self.mixers, self.mixer_options = list(mixers), dict(mixer_options or {})
 
 
-@state_type
+@tensor_state
 class KeysAndValues(NamedTuple):
     """All of softmax attention's, which grow with every token."""
 

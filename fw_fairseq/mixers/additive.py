@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from ..feature_maps import wide
 from ..ops.pooling import PoolState, last_weights, pool
-from ..ops.state import state as state_type
+from ..ops.state import state as tensor_state
 from .base import Mixer
 from .windows import layer_window
 
 
-@state_type
+@tensor_state
 class PooledState(NamedTuple):
     """What the two rounds of pooling remember."""
 

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from ..feature_maps import wide
 from ..ops import FastWeightState, fast_weight
-from ..ops.state import state as state_type
+from ..ops.state import state as tensor_state
 from .base import Mixer
 
 LIMIT = 20.0  # of the exponents: a slot's weights differ by a factor of up to exp(40), and their sums stay within fp32
 
 
-@state_type
+@tensor_state
 class BoundedState(NamedTuple):
     keys: Tensor  # (B,H,D,N): sums over tokens of k_t w_t^T
     values: Tensor  # (B,H,N,D): of w_t v_t^T

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..ops.state import state as state_type
+from ..ops.state import state as tensor_state
 
 BLOCK = 128  # at least so many queries at once, or as many as they see tokens before them
 
 
-@state_type
+@tensor_state
 class WindowState(NamedTuple):
     memory: Tensor  # (B,R,X): what is read of the last R tokens
     filled: Tensor  # (B,R), False where there was none

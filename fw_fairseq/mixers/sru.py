@@ -12,11 +12,11 @@ from ..feature_maps import wide
 from ..ops.linear import Linear
 from ..ops.recall import until_end
 from ..ops.sru import sru
-from ..ops.state import state as state_type
+from ..ops.state import state as tensor_state
 from .base import Mixer
 
 
-@state_type
+@tensor_state
 class SruState(NamedTuple):
     cell: Tensor  # (B,C), fp32 (float64 for float64 inputs)
 

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from ..ops.linear import Linear
 from ..ops.pooling import last_weights
-from ..ops.state import state as state_type
+from ..ops.state import state as tensor_state
 from .base import Mixer
 from .look_back import View, WindowState, attend, look_back
 from .sru import Sru
 
 
-@state_type
+@tensor_state
 class SruppState(NamedTuple):
     cell: Tensor  # (B,C), fp32 (float64 for float64 inputs)
     memory: Tensor  # (B,R,width): what attention reads of the last R tokens

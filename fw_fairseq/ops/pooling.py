@@ -23,14 +23,14 @@ from ..feature_maps import wide
 from .autograd import as_written
 from .cuda_launch import use_kernels
 from .cuda_pooling import pool_cuda_form, why_not
-from .state import state as state_type
+from .state import state as tensor_state
 
 CHUNK, DENSE = 16, 128  # tokens that one product takes at most: of a long text, of a short one
 LOG2_E = 1 / math.log(2)
 NOTHING = -1e30  # the score of no token at all; finite, so that differences of two of them are numbers
 
 
-@state_type
+@tensor_state
 class PoolState(NamedTuple):
     """The last ``window - 1`` tokens, or all of the past as one token; a score of NOTHING where there was none."""
 
