@@ -239,7 +239,7 @@ def test_training_mistakes(prepared, trained, tmp_path):
     )
     shutil.copy(out / "runs/dpfp2/checkpoint_best.pt", tmp_path / "checkpoint_last.pt")
     message = last_line(train(out, tmp_path, "--linear-attention", "decoder", "--lr-scheduler", "inverse_sqrt", "--max-update", 99))
-    assert "please ensure that the architectures match" in message
+    assert "give the options it was trained with" in message and "checkpoint_last.pt" in message
     assert os.listdir(tmp_path) == ["checkpoint_last.pt"]
 
 

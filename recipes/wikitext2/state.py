@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from fw_fairseq.explain import load
+from fw_fairseq.files import load_language_model
 
 
 def count(kept) -> int:
@@ -16,7 +16,7 @@ def count(kept) -> int:
 
 @torch.no_grad()
 def main(checkpoint: str, data: str, length: int) -> None:
-    model, dictionary = load(checkpoint, data)
+    model, dictionary = load_language_model(checkpoint, data, "state.py", ("fast_weight_lm", "transformer_lm"))
     tokens, kept = torch.full((1, length), dictionary.eos()), {}
     for end in range(1, length + 1):
         model(tokens[:, :end], incremental_state=kept)
