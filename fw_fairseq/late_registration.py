@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import sys
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 
 class WithFairseq(MetaPathFinder):
-    """Once, when fairseq is imported: from then on its ``import_user_module`` registers what is here."""
+    """From when fairseq is imported on, its ``import_user_module`` registers what is here. To look for fairseq changes nothing."""
 
     def find_spec(self, name: str, path, target=None):
-        if name != "fairseq" or self not in sys.meta_path:
+        if name != "fairseq":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 

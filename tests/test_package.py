@@ -35,11 +35,13 @@ def test_import_is_quiet_and_free_of_fairseq(module):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("first", ["ops import fast_weight", "mixers.fast_weight import FastWeight"])
+@pytest.mark.parametrize(
+    "first", ["ops import fast_weight", "mixers.fast_weight import FastWeight", "ops import fast_weight; find_spec('fairseq')"]
+)
 def test_fairseq_after_the_operation(first):
     """Who imports the operation first, or a part that needs fairseq itself, finds everything registered by --user-dir later."""
     code = (
-        "from argparse import Namespace; from fw_fairseq.{}; from fairseq import utils;"
+        "from argparse import Namespace; from importlib.util import find_spec; from fw_fairseq.{}; from fairseq import utils;"
         f"utils.import_user_module(Namespace(user_dir={str(ROOT / 'fw_fairseq')!r}));"
         "from fairseq.models import ARCH_MODEL_REGISTRY as models;"
         "from fairseq.tasks import TASK_REGISTRY as tasks; from fairseq.criterions import CRITERION_REGISTRY as criterions;"
