@@ -10,10 +10,11 @@ from hostcuda import EmulatorLaunch
 from torch.nn import functional as F
 
 from fw_fairseq.ops import cuda, cuda_launch, cuda_pooling, cuda_sru, cuda_step, fast_weight
+from fw_fairseq.ops.checks import missing_form
 from fw_fairseq.rules import RULES, Rule
 
 FITTING = [name for name, rule in RULES.items() if rule.step is None]  # the recurrence
-CHUNKED = [name for name, rule in RULES.items() if rule.step is None or rule.sequence is not None]
+CHUNKED = [name for name, rule in RULES.items() if missing_form(rule, "chunkwise") is None]
 NORMALISED = [name for name, rule in RULES.items() if rule.normaliser]
 CASES = [(name, False) for name in RULES] + [(name, True) for name in NORMALISED]  # rule, attention_norm
 EXTREMES = (1e-6, 1 - 1e-6)

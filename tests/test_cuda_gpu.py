@@ -6,7 +6,7 @@ import pytest
 import test_cuda_pooling
 import test_cuda_sru
 import torch
-from conftest import assert_same, draw_gates, draw_inputs
+from conftest import FITTING, assert_same, draw_gates, draw_inputs
 
 from fw_fairseq.ops import FastWeightState, RowMap, cuda_step, fast_weight
 from fw_fairseq.ops.cuda_launch import CupyLaunch
@@ -15,7 +15,7 @@ from fw_fairseq.rules import RULES
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-KERNEL_RULES = [name for name, rule in RULES.items() if rule.step is None]
+KERNEL_RULES = FITTING
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import assert_same, draw_gates, draw_inputs, run_with_gradients
+from conftest import FITTING, assert_same, draw_gates, draw_inputs, run_with_gradients
 
 from fw_fairseq.ops import FastWeightState
 from fw_fairseq.ops.chunkwise import chunk_form
@@ -12,7 +12,7 @@ from fw_fairseq.ops.recurrent import step_form
 from fw_fairseq.ops.segments import choose_segments, run_segments
 from fw_fairseq.rules import RULES, Coefficients
 
-CASES = [name for name, rule in RULES.items() if rule.step is None] + ["erase and both decays"]
+CASES = [*FITTING, "erase and both decays"]
 
 
 def draw(rule: str, shape, dtype=torch.float64, resets: float = 0.0):

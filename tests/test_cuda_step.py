@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import emulated
+from conftest import FITTING, emulated
 from hostcuda import SCHEDULES, guarded, run_sanitized, sanitized_launch
 from hostcuda.nvrtc import ARCHITECTURES, compile_check
 
@@ -83,7 +83,7 @@ def test_sanitizers(kind):
     run_sanitized(kind, "test_cuda_step:sanitized_step", "20", "40")
 
 
-@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.step is None])
+@pytest.mark.parametrize("rule", FITTING)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_decoding_uses_it(emulate, rule, dtype):
     """Through the public op: "auto" with one token and no gradients, the state handed on."""

@@ -81,7 +81,7 @@ class RetrievalModel(BaseFairseqModel):
         return normalised_features(self.feature_map, self.feature_norm, x, False)[0]
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor]) -> Tensor:
-        """(B,1,Q,S). Rules of the recurrence never build their memory; the others do, token by token."""
+        """(B,1,Q,S). Rules of the recurrence never build their memory; the others do."""
         if self.rule.step is not None:
             _, state = fast_weight(k, k, v, self.rule_name, gates)
             return F.layer_norm(q @ state.memory, v.shape[-1:])
