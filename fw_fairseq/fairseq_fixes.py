@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import os
@@ -12,7 +11,7 @@ import types
 import fairseq.trainer
 import numpy
 import torch
-from fairseq import checkpoint_utils, distributed_utils, utils
+from fairseq import checkpoint_utils, distributed_utils, models, utils
 from fairseq.data import Dictionary, data_utils, indexed_dataset
 from fairseq.file_io import PathManager
 from fairseq.models import distributed_fairseq_model
@@ -20,16 +19,13 @@ from fairseq.search import DiverseBeamSearch
 from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq.trainer import Trainer
 
-from .damaged_files import add_from_file, load_checkpoint_to_cpu, make_dataset, why
+from .damaged_files import add_from_file, load_checkpoint_to_cpu, load_ema_from_checkpoint, make_dataset, why
+from .literals import naming, replace_eval
 from .non_finite import FirstNonFinite
 
 
 def apply() -> None:
-    # torch 2.6 and newer load checkpoints without running their pickled code; what fairseq's hold is plain data: the options in a
-    # Namespace, and with --eval-bleu NumPy's numbers.
-    rebuilding = [x.__reduce__()[0] for x in (numpy.zeros(1), numpy.float64(0))]
-    types_ = [numpy.ndarray, numpy.dtype, *(type(numpy.dtype(kind)) for kind in (float, int))]
-    torch.serialization.add_safe_globals([argparse.Namespace, *rebuilding, *types_])
+    replace_eval()
     # fairseq generates and translates with numpy.compat.long, which NumPy 2 no longer has.
     if not hasattr(numpy, "compat"):
         numpy.compat = types.SimpleNamespace(long=int)  # noqa: NPY201
@@ -114,6 +110,12 @@ def load_model_ensemble_and_task(original, filenames, *args, **kwargs):
     """fairseq-eval-lm hands over 'a.pt:b.pt' as one file; all of fairseq's other tools take it for an ensemble."""
     split = [part for name in filenames for part in ([name] if os.path.exists(name) else utils.split_paths(name))]
     return original(split, *args, **kwargs)
+
+
+def build_model(original, cfg, *args, **kwargs):
+    """An option that is no literal is refused by its name."""
+    with naming(cfg):
+        return original(cfg, *args, **kwargs)
 
 
 def save_checkpoint(original, cfg, trainer, epoch_itr, val_loss):
@@ -201,12 +203,14 @@ def step(original, search, step, lprobs, scores, prev_output_tokens=None, origin
 
 CHANGES = (
     (checkpoint_utils, load_checkpoint_to_cpu),
+    (checkpoint_utils, load_ema_from_checkpoint),
     (checkpoint_utils, load_model_ensemble_and_task),
     (checkpoint_utils, torch_persistent_save),
     (Trainer, __init__),
     (Trainer, load_checkpoint),
     (Trainer, train_step),
     (checkpoint_utils, save_checkpoint),
+    (models, build_model),
     (PathManager, copy),
     (distributed_utils, _broadcast_object_slow),
     (distributed_utils, infer_init_method),

@@ -23,6 +23,7 @@ from torch import Tensor
 from .config import SOFTMAX, layer_mixers
 from .damaged_files import load_checkpoint_to_cpu
 from .files import pickled, reading, safetensors
+from .literals import naming
 from .models.fast_weight_lm import FastWeightLanguageModel, FastWeightLanguageModelConfig
 
 SPECIAL = 4  # <s>, <pad>, </s>, <unk>: the first symbols of every fairseq dictionary
@@ -201,7 +202,7 @@ def skeleton(options: dict, tensors: dict[str, Tensor]) -> FastWeightLanguageMod
     """The model without its numbers; its vocabulary is as large as the embeddings say."""
     pattern = r"decoder\.embed_tokens\.(weight|embeddings\.\d+\.0\.weight)"
     dictionary = Vocabulary(sum(len(x) for name, x in tensors.items() if re.fullmatch(pattern, name)))
-    with torch.device("meta"):
+    with torch.device("meta"), naming(options):
         task = Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
         return FastWeightLanguageModel.build_model(OmegaConf.create(options), task)
 

@@ -72,13 +72,15 @@ def test_editable_install_and_user_dir_find_the_kernels(tmp_path, where):
 
 
 def test_fairseq_checkpoints_load_safely(tmp_path):
-    """torch refuses the Namespace in a fairseq checkpoint until fairseq has imported this directory."""
+    """torch refuses the Namespace in a fairseq checkpoint; fairseq takes it once it has imported this directory."""
     code = (
-        "import argparse, torch, sys; torch.save({'args': argparse.Namespace(arch='x')}, 'a.pt');"
-        "from argparse import Namespace; from fairseq import utils;"
+        "import argparse, torch, sys; history = {'optimizer_name': 'x', 'lr_scheduler_state': {}, 'num_updates': 1};"
+        "state = {'optimizer_history': [history], 'extra_state': {'train_iterator': {}}, 'extra': argparse.Namespace(arch='x')};"
+        "torch.save(state, 'a.pt');"
+        "from argparse import Namespace; from fairseq import checkpoint_utils, utils;"
         f"utils.import_user_module(Namespace(user_dir={str(ROOT / 'fw_fairseq')!r}));"
         "assert sys.excepthook is sys.__excepthook__;"  # a program of one's own keeps its way to show errors
-        "print(torch.load('a.pt', weights_only=True)['args'].arch)"
+        "print(checkpoint_utils.load_checkpoint_to_cpu('a.pt')['extra'].arch)"
     )
     done = run(sys.executable, "-c", code, cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.split()[-1:] == ["x"], done.stderr

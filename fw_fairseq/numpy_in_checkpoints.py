@@ -1,0 +1,134 @@
+"""NumPy's numbers and arrays of numbers in a checkpoint: torch's unpickler gets stand-ins for the functions that rebuild them.
+
+NumPy's own would build objects out of any bytes, and arrays that reach beyond theirs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import re
+from collections.abc import Iterator
+
+import numpy
+import torch
+
+MODULES = "numpy.core.multiarray", "numpy._core.multiarray"  # NumPy 1 and 2
+
+
+class NumberType:
+    """Stands for ``numpy.dtype``: a kind of numbers with its size in bytes, and their byte order."""
+
+    __slots__ = ("code", "order")
+
+    def __init__(self, code: object, *_: object):
+        if type(code) is not str or not re.fullmatch(r"[biufc]\d{1,2}", code, re.ASCII):
+            raise ValueError("it holds NumPy's data of another kind than numbers")
+        self.code, self.order = code, "="
+
+    def __setstate__(self, state: object) -> None:
+        numbers = type(state) is tuple and len(state) >= 5 and all(part is None for part in state[2:5])  # no fields of a record
+        if not numbers or type(state[1]) is not str or state[1] not in ("<", ">", "|", "="):
+            raise ValueError("it holds NumPy's data of another kind than numbers")
+        self.order = state[1]
+
+    def dtype(self) -> numpy.dtype:
+        return numpy.dtype(self.code).newbyteorder(self.order)
+
+
+class Array:
+    """Stands for ``numpy.ndarray``: the array of numbers that its state describes."""
+
+    __slots__ = ("numbers",)
+
+    def __init__(self, *arguments: object):
+        if arguments:
+            raise ValueError("it holds a call of numpy.ndarray, which is not run")
+        self.numbers = numpy.empty(0)
+
+    def __setstate__(self, state: object) -> None:
+        if type(state) is not tuple or len(state) != 5 or type(state[1]) is not tuple:
+            raise ValueError("it holds a NumPy array of unknown layout")
+        _, shape, kind, fortran, data = state
+        if not all(type(size) is int and size >= 0 for size in shape):
+            raise ValueError("it holds a NumPy array of unknown shape")
+        numbers = read_numbers(kind, data, math.prod(shape))
+        self.numbers = numbers.reshape(shape, order="F" if fortran is True else "C")
+
+
+def read_numbers(kind: object, data: object, count: int) -> numpy.ndarray:
+    if type(kind) is not NumberType or type(data) is not bytes:
+        raise ValueError("it holds NumPy's data of another kind than numbers")
+    dtype = kind.dtype()
+    if len(data) != count * dtype.itemsize:
+        raise ValueError(f"it holds {len(data)} bytes for {count} NumPy numbers of {dtype.itemsize} bytes")
+    return numpy.frombuffer(bytearray(data), dtype) if data else numpy.empty(0, dtype)
+
+
+def empty_array(kind: object, *_: object) -> Array:
+    """Stands for NumPy's ``_reconstruct``: the array gets its numbers with its state."""
+    if kind is not Array:
+        raise ValueError("it holds a NumPy array of unknown type")
+    return Array()
+
+
+def number(kind: object, data: object) -> numpy.number | numpy.bool_:
+    """Stands for NumPy's ``scalar``."""
+    return read_numbers(kind, data, 1)[0]
+
+
+def no_bytes() -> bytes:
+    """Stands for ``bytes``: an array without numbers has none."""
+    return b""
+
+
+STAND_INS = [
+    (argparse.Namespace, "argparse.Namespace"),
+    (NumberType, "numpy.dtype"),
+    (Array, "numpy.ndarray"),
+    (no_bytes, "builtins.bytes"),
+    *((empty_array, f"{module}._reconstruct") for module in MODULES),
+    *((number, f"{module}.scalar") for module in MODULES),
+]
+
+
+@contextlib.contextmanager
+def allowed() -> Iterator[None]:
+    """Beside torch's own list, which is afterwards as it was. A program's own entries of the same names are set aside meanwhile."""
+    names = {name for _, name in STAND_INS}
+    hidden = [given for given in torch.serialization.get_safe_globals() if full_path(given) in names]
+    change_allowed(hidden, STAND_INS)
+    try:
+        yield
+    finally:
+        change_allowed(STAND_INS, hidden)
+
+
+def change_allowed(remove: list, add: list) -> None:
+    kept = [given for given in torch.serialization.get_safe_globals() if given not in remove]
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals([*kept, *add])
+
+
+def full_path(given: object) -> str:
+    return given[1] if isinstance(given, tuple) else f"{given.__module__}.{given.__qualname__}"
+
+
+def without_stand_ins(content: object, seen: dict | None = None) -> object:
+    """What was loaded, with NumPy's arrays; containers that can change keep their identity."""
+    seen = {} if seen is None else seen
+    if isinstance(content, Array | NumberType):
+        return content.numbers if isinstance(content, Array) else content.dtype()
+    if id(content) in seen or not isinstance(content, dict | list | tuple | argparse.Namespace):
+        return seen.get(id(content), content)
+    seen[id(content)] = content
+    if isinstance(content, tuple):
+        parts = [without_stand_ins(part, seen) for part in content]
+        if any(new is not old for new, old in zip(parts, content)):
+            seen[id(content)] = tuple(parts)
+        return seen[id(content)]
+    target = vars(content) if isinstance(content, argparse.Namespace) else content
+    for key, part in list(enumerate(target) if isinstance(target, list) else target.items()):
+        target[key] = without_stand_ins(part, seen)
+    return content
