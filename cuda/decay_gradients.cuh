@@ -7,7 +7,7 @@
 #define FW_KEY_SUMS (FW_F ? 3 : 2)
 #define FW_VALUE_SUMS (FW_Z ? 3 : 1)
 #define FW_SMALL_GATE (FW_PRECISION == 2 ? 1e-2f : 1e-4f)
-#define FW_NO_GATE 1e-12f  // counts as this, for a gradient with respect to a gate of 0
+#define FW_NO_GATE 1e-30f  // a smaller gate counts as this, for its own gradient; the forward takes it as it is
 
 #if FW_PARTIAL
 typedef float Share;

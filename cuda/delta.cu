@@ -13,6 +13,7 @@
 // and until its end (delta.cuh). What does not depend on W is computed for all chunks of a span at once, one warp each.
 //
 // Bound by memory traffic: q, k, v are read and y is written once. Saved for the backward: the memory every FW_SEGMENT tokens.
+#define FW_NO_GATE 0.f
 #include "delta_memory.cuh"
 
 struct __align__(16) Stage {

@@ -18,7 +18,7 @@ constexpr int WARPS = VALUE_WARPS * FW_KSPLIT;
 constexpr int THREADS = WARPS * 32;
 constexpr int PART = FW_K / FW_KSPLIT;  // rows of the memory that a warp holds
 constexpr int TILES = PART / 8;         // its accumulators
-constexpr float SMALLEST = 1e-12f;      // a smaller f counts as this: nothing is left of the memory, and its gradient is right
+constexpr float SMALLEST = FW_NO_GATE;  // a smaller f counts as this: 0 in the forward, where nothing divides by it
 
 using In = FW_IN;
 using Op = OperandOf<P>::type;

@@ -1,5 +1,6 @@
 // The gradients of one chunk, in the order that delta_backward.cu takes them, and the shared memory that they meet in.
 #pragma once
+#define FW_NO_GATE 1e-30f  // for its gradient
 #include "delta_memory.cuh"
 
 static_assert(FW_SPAN == FW_SEGMENT, "a segment at a time");

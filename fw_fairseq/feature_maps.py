@@ -19,6 +19,7 @@ class FeatureMap(nn.Module):
     parameters."""
 
     equation = ""
+    eps = 1e-6  # in the divisor of attention normalisation: small beside any phi(q) . phi(k) that counts
     non_negative = at_most_one = False
     row_map: str | None = None
 
@@ -140,6 +141,7 @@ class Favor(RandomFeatures):
     """FAVOR+: positive random features whose products estimate exp(q . k). ``prescale`` multiplies x by head_dim^-1/4."""
 
     equation = "exp(-|x|^2/2) / sqrt(2m) [exp(R x), exp(-R x)]"
+    eps = 1e-30  # kept at most 1 or summing to 1, its features have products of any size
     non_negative = True
 
     def __init__(self, head_dim: int, features: int | None = None, orthogonal: bool = True, prescale: bool = False):

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from fw_fairseq.config import FastWeightConfig
-from fw_fairseq.feature_maps import FEATURE_MAPS, draw_projection, sum_normalise
+from fw_fairseq.feature_maps import FEATURE_MAPS, draw_projection, sum_normalise, wide
 from fw_fairseq.mixers.fast_weight import build_feature_map
 from fw_fairseq.ops import fast_weight
 
@@ -115,9 +115,9 @@ def test_favor_with_the_causal_stabiliser_in_half_precision(dtype):
     k[:, :, 30] = phi.projection[0] * 0.9  # one exponent far above all others
 
     def run(dtype, k):
-        queries, _ = phi.scaled(q.to(dtype))
-        keys, log_scale = phi.scaled(k.to(dtype))
-        return fast_weight(queries, keys, v.to(dtype), "sum", attention_norm=True, key_log_scale=log_scale, eps=1e-12)[0]
+        queries, _ = phi.scaled(wide(q.to(dtype)))  # as the layers do it: 16 bits do not hold the features
+        keys, log_scale = phi.scaled(wide(k.to(dtype)))
+        return fast_weight(queries, keys, wide(v.to(dtype)), "sum", attention_norm=True, key_log_scale=log_scale)[0].to(dtype)
 
     got, want = run(dtype, k), run(torch.float64, k)
     assert got.isfinite().all()

@@ -68,14 +68,19 @@ class FastWeight(Mixer):
     def forward(self, x: Tensor, state: FastWeightState | None = None, padding_mask=None, reset_mask=None):
         q, k, v, gates, key_log_scale = self.operands(x)
         y, state = fast_weight(
-            q, k, v, self.rule_name, gates, state, self.backend, self.attention_norm,
+            q, k, v.to(q.dtype), self.rule_name, gates, state, self.backend, self.attention_norm, self.eps,
             padding_mask=padding_mask, key_log_scale=key_log_scale, reset_mask=reset_mask, feature_map=self.row_map,
             decoding=self.decoding, group=self.group,
         )  # fmt: skip
         if self.training and self.watched:
             self.last_statistics = self.measure(gates, state)
             self.state_norm = state.memory.flatten(2).norm(dim=-1).mean() if self.keeps_state_norm else None
-        return self.out_proj(self.join(y)), state
+        return self.out_proj(self.join(y.to(v.dtype))), state
+
+    @property
+    def eps(self) -> float | None:
+        """The map's, where common scales of keys cancel in what is read; an erase divides by the operation's own."""
+        return self.feature_map.eps if self.rule.normaliser == "write" else None
 
     def pretrained(self) -> dict[str, slice]:
         start = self.sizes["q"] + self.sizes["k"]
@@ -93,7 +98,7 @@ class FastWeight(Mixer):
         ones = torch.eye(len(x), dtype=k.dtype, device=x.device).expand(*k.shape[:2], -1, -1)
         plain = gates | {name: gate.new_ones(*gate.shape[:3], len(x)) for name, gate in decay.items()}
         y, _ = fast_weight(
-            q, k, ones, self.rule_name, plain, None, self.backend, self.attention_norm,
+            q, k, ones, self.rule_name, plain, None, self.backend, self.attention_norm, self.eps,
             key_log_scale=key_log_scale, feature_map=self.row_map,
         )  # fmt: skip
         coefficients = self.rule.coefficients(**gates)
@@ -134,6 +139,8 @@ class FastWeight(Mixer):
 
 def normalised_features(phi: FeatureMap, norm: str, x: Tensor, keep_scale: bool) -> tuple[Tensor, Tensor | None]:
     """phi(x) after --feature-norm; with ``keep_scale``, and where no norm cancels it, the log of what was divided out."""
+    if keep_scale and phi.eps < FeatureMap.eps:
+        x = wide(x)  # 16 bits do not hold features that small
     if norm == "sum":
         return sum_normalise(phi.scaled(x)[0]), None
     if norm == "l2":

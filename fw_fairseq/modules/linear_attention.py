@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from ..feature_maps import wide
 from ..mixers.fast_weight import build_feature_map, check_combination, normalised_features
-
-EPS = 1e-6
+from ..ops.normalisation import divide
 
 
 class Source(NamedTuple):
@@ -102,7 +101,7 @@ class LinearAttention(nn.Module):
         with torch.autocast(q.device.type, enabled=False):
             y = q @ source.memory
             if source.normaliser is not None:
-                y = y / (q @ source.normaliser.unsqueeze(-1) + EPS)
+                y = divide(y, q @ source.normaliser.unsqueeze(-1), self.feature_map.eps)
         y = y.to(query.dtype).permute(2, 0, 1, 3).flatten(2)  # (T*beam,B,C)
         return y.unflatten(0, rows.shape[:2]).transpose(1, 2).flatten(1, 2)
 

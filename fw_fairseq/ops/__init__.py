@@ -31,7 +31,7 @@ def fast_weight(
     state: FastWeightState | None = None,
     backend: str = "auto",
     attention_norm: bool = False,
-    eps: float = 1e-6,
+    eps: float | None = None,
     padding_mask: Tensor | None = None,
     key_log_scale: Tensor | None = None,
     reset_mask: Tensor | None = None,
@@ -48,8 +48,9 @@ def fast_weight(
         state: what an earlier call returned, to go on from there; gradients flow through it.
         backend: "recurrent" one token at a time, "chunkwise" matrix products, "cuda" the kernels, "auto" the best that runs.
         attention_norm: divides y_t by n_t . q_t + eps, n_t the accumulated keys. For non-negative feature maps.
+        eps: None for 1e-6, or with key_log_scale for 1e-30: reads relative to the largest key are often smaller than 1e-6.
         padding_mask: (B,T), True at padding: such a step leaves the state as it is and outputs 0.
-        reset_mask: (B,T), True where the memory is emptied before the step, at the first token of a new text; chunks leave 1e-9.
+        reset_mask: (B,T), True where the memory is emptied before the step, at the first token of a new text. Nothing passes it.
         key_log_scale: (B,H,T): the keys stand for k exp(key_log_scale); see ``FeatureMap.scaled``. With attention_norm only.
         feature_map: q and k are (B,H,T,D), and this makes features of them; kernels do it as they load them, so that features
             are never in memory.
@@ -62,6 +63,8 @@ def fast_weight(
     Returns:
         y (B,H,T,V) in v's dtype, and the state after the last token, accumulated in fp32 (float64 for float64 inputs).
     """
+    if eps is None:
+        eps = normalisation.EPS if key_log_scale is None else normalisation.SCALED_EPS
     spec = checks.check_call(rule, q, k, v, backend, attention_norm, eps, key_log_scale, padding_mask, reset_mask, feature_map)
     row_map = AS_IS if feature_map is None else feature_map
     if group is not None:
@@ -127,7 +130,7 @@ def normalised(
         read, recalled, normaliser = sum_keys(q, k, state.normaliser, reset_mask)
         coefficients = normalisation.normalise_erase(coefficients, recalled, eps)
         y, memory = run(q, k, v.to(state.memory.dtype), coefficients, state.memory)
-        return (y / (read + eps).unsqueeze(-1)).to(v.dtype), FastWeightState(memory, normaliser)
+        return normalisation.divide(y, read.unsqueeze(-1), eps).to(v.dtype), FastWeightState(memory, normaliser)
     log_scale = state.log_scale
     if key_log_scale is not None:
         key_log_scale, last = key_log_scale.to(log_scale.dtype), None
@@ -140,7 +143,7 @@ def normalised(
         one = torch.ones_like(v[..., :1], dtype=state.memory.dtype)
         read, normaliser = step_form(q, k, one, coefficients, state.normaliser.unsqueeze(-1))
         y, memory = run(q, k, v.to(state.memory.dtype), coefficients, state.memory)
-        return (y / (read + eps)).to(v.dtype), FastWeightState(memory, normaliser.squeeze(-1), log_scale)
+        return normalisation.divide(y, read, eps).to(v.dtype), FastWeightState(memory, normaliser.squeeze(-1), log_scale)
     columns, memory = normalisation.append_column(v, state)
     y, memory = run(q, k, columns, coefficients, memory)
     y, memory, normaliser = normalisation.split_column(y, memory, eps)

@@ -32,14 +32,50 @@ class Decay(NamedTuple):
         last = products[:, -1:]
         return cls((products / products.mT).to(dtype).tril_(), *(x.to(dtype) for x in (products, last / products, last)))
 
+    @classmethod
+    def of_small(cls, gate: Tensor, dtype: torch.dtype) -> Decay:
+        """For gates of any size above 0: by sums of logarithms, which leave no range."""
+        logs = gate.log().cumsum(1)
+        last = logs[:, -1:]
+        return cls((logs - logs.mT).exp().to(dtype).tril_(), *(x.exp().to(dtype) for x in (logs, last - logs, last)))
 
-def gate_gradient(dprefix: Tensor, dlast: Tensor, gate: Tensor) -> Tensor:
+    def across(self, text: Tensor, zeros: int) -> Decay:
+        """Those that span so many gates of 0, for ``text`` (N,C,1) the number of such gates up to each token; 0 for the others."""
+        last = text[:, -1:]
+        spanned = (text - text.mT, text, last - text, last)
+        return Decay(*(torch.where(count == zeros, x, 0.0) for count, x in zip(spanned, self)))
+
+
+class Emptied(NamedTuple):
+    """Where gates of exactly 0, or too small to divide by, leave nothing of the memory or next to nothing. They count as 1 in
+    ``Chunk.gate``, and ``once`` has the products across one of them: what their gradients are made of."""
+
+    text: Tensor  # (N,C,1): how many gates of 0 there were, up to each token; ``Chunk.decay`` has no product across one
+    small: Tensor  # (N,C,1): the same with those too small
+    once: Decay
+
+    @classmethod
+    def of(cls, zero: Tensor, small: Tensor, products: Decay) -> Emptied:
+        """For zero and small (N,C,1), and the products of the other gates."""
+        small = small.cumsum(1)
+        return cls(zero.cumsum(1), small, products.across(small, 1))
+
+    def gradient(self, spanning: Tensor, ending: Tensor) -> Tensor:
+        """From what each token reads across a zero (N,C,X) and what goes on across the last one (N,1,X): right at the zeros."""
+        within = torch.bmm((self.small == self.small.mT).to(spanning.dtype), spanning)
+        return torch.where(self.small == self.small[:, -1:], within + ending, within)
+
+
+def gate_gradient(dprefix: Tensor, dlast: Tensor, gate: Tensor, emptied: Emptied | None = None) -> Tensor:
     """The gradient of gates (...,C,X): dprefix (...,C,X or more) is that of their log prefix products, dlast (...,X or more) that
-    of the last product as it carries the memory on. A gate takes part in its own prefix product and in all later ones."""
+    of the last product as it carries the memory on. A gate takes part in its own prefix product and in all later ones of its
+    text."""
     dprefix[..., -1, :] += dlast
     if gate.shape[-1] < dprefix.shape[-1]:
         dprefix = dprefix.sum(-1, keepdim=True)
     later = dprefix.new_ones(gate.shape[-2], gate.shape[-2]).triu_()
+    if emptied is not None:
+        later = torch.where(emptied.text == emptied.text.mT, later, 0.0)
     return torch.matmul(later, dprefix).div_(gate)
 
 
@@ -52,8 +88,9 @@ class Chunk(NamedTuple):
     v: Tensor  # (N,C,V)
     e: Tensor | None  # (N,C,1)
     w: Tensor | None  # (N,C,1)
-    gate: Tensor | None  # (N,C,1) float64
-    decay: Decay | None
+    gate: Tensor | None = None  # (N,C,1) float64
+    decay: Decay | None = None
+    emptied: Emptied | None = None
 
     def pairs(self, products: Tensor, diagonal: int = 0) -> Tensor:
         """Decayed products of token pairs. Pairs that look ahead are cut first: an infinite product there makes no NaN."""
@@ -89,6 +126,7 @@ class Grads(NamedTuple):
     w: Tensor | None
     f: Tensor | None  # (N,C,1) of the gate of ``Decay``
     memory: Tensor
+    zeros: tuple[Tensor, Tensor] | None  # (N,C,K) and (N,C,V): of gates of 0 on either side, where ``Emptied`` says that they are
 
 
 def solve(c: Chunk, memory: Tensor, inverse: Tensor | None = None) -> Solved:
@@ -123,13 +161,15 @@ def backward(c: Chunk, s: Solved, memory: Tensor, dy: Tensor, dfinal: Tensor) ->
     dscores = torch.bmm(dy, s.written.mT)
     dq_start = c.since_start(torch.bmm(dy, memory.mT))
     dk_end = c.until_end(torch.bmm(s.written, dfinal.mT))
-    dp = de = df = derase = drecalled = None
+    dp = de = df = derase = drecalled = zeros = None
     if c.e is not None:
         derase = torch.bmm(dsource, s.written.mT).neg_()
         drecalled = -c.e * dsource
         de = (derase * s.erase).sum(-1) - (dsource * s.recalled).sum(-1)
         derase.mul_(c.e)
-    if c.decay is not None:
+    if c.emptied is not None:
+        zeros = zero_gradients(c, s, memory, dy, dfinal, dscores, derase, drecalled)
+    if c.gate is not None:
         df = scalar_gate_gradient(c, s, memory, dfinal, dscores, dq_start, dk_end, derase, drecalled)
 
     dmemory = c.carried_(dfinal).baddbmm_(c.since_start(c.q).mT, dy)
@@ -141,7 +181,22 @@ def backward(c: Chunk, s: Solved, memory: Tensor, dy: Tensor, dfinal: Tensor) ->
         derase = c.pairs(derase, diagonal=-1)
         dp = torch.bmm(c.since_start(drecalled), memory.mT).baddbmm_(derase, c.k)
         dk.baddbmm_(derase.mT, c.p)
-    return Grads(dq, dk, dp, dv, de, dw, df, dmemory)
+    return Grads(dq, dk, dp, dv, de, dw, df, dmemory, zeros)
+
+
+def zero_gradients(c: Chunk, s: Solved, memory, dy, dfinal, dscores, derase, drecalled) -> tuple[Tensor, Tensor]:
+    """Of gates of 0 on the key side and, for a chunk that erases nothing, on the value side: sums of every product that spans one
+    such gate and no other."""
+    once = c.emptied.once
+    keys = c.q * torch.bmm(dscores.tril() * once.pair, c.k).add_(once.start * torch.bmm(dy, memory.mT))
+    if derase is not None:
+        keys += c.p * torch.bmm(derase.tril(-1) * once.pair, c.k).add_(once.start * torch.bmm(drecalled, memory.mT))
+    carried = once.total * memory * dfinal
+    key_ends = (once.end * c.k * torch.bmm(s.written, dfinal.mT)).sum(1, keepdim=True) + carried.sum(-1).unsqueeze(1)
+    scores = torch.bmm(c.q, c.k.mT).tril_() * once.pair
+    values = dy * torch.bmm(scores, s.written).add_(once.start * torch.bmm(c.q, memory))
+    value_ends = (once.end * s.written * torch.bmm(c.k, dfinal)).sum(1, keepdim=True) + carried.sum(-2).unsqueeze(1)
+    return c.emptied.gradient(keys, key_ends), c.emptied.gradient(values, value_ends)
 
 
 def scalar_gate_gradient(c: Chunk, s: Solved, memory, dfinal, dscores, dq_start, dk_end, derase, drecalled):
@@ -156,4 +211,4 @@ def scalar_gate_gradient(c: Chunk, s: Solved, memory, dfinal, dscores, dq_start,
     ending = (dk_end * c.k).sum(-1).double()
     dprefix = pair.sum(-1, dtype=torch.float64) - pair.sum(-2, dtype=torch.float64) + starting - ending
     carried = (memory * dfinal * c.decay.total).sum((-2, -1)).double()
-    return gate_gradient(dprefix.unsqueeze(-1), (ending.sum(1) + carried).unsqueeze(-1), c.gate)
+    return gate_gradient(dprefix.unsqueeze(-1), (ending.sum(1) + carried).unsqueeze(-1), c.gate, c.emptied)

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ..rules import Coefficients
 from .autograd import as_written
-from .frames import CHUNK, NARROW_GATE, Cut, Frame, Narrow, Still
+from .frames import CHUNK, NARROW_GATE, SMALLEST_GATE, Cut, EmptyingFrame, EmptyingStill, Frame, Narrow, Steps, Still
 
 
 class ChunkScan(torch.autograd.Function):
@@ -48,7 +48,7 @@ class ChunkScan(torch.autograd.Function):
         dmemory = torch.zeros_like(memories[0]) if dmemory is None else dmemory.flatten(0, 1).clone()  # chunks use it up
         for (span, way), memory, inverse in zip(reversed(ctx.plan), reversed(memories), reversed(inverses)):
             chunk = cut(operands, span)
-            work = torch.float64 if way is Frame else dtype
+            work = torch.float64 if issubclass(way, Frame) else dtype
             dy_chunk = torch.zeros_like(chunk.v, dtype=work) if dy is None else dy[:, :, span].flatten(0, 1).to(work)
             parts, dmemory = way.backward(chunk, memory, inverse, dy_chunk, dmemory.to(work))
             for grad, part in zip(grads, parts):
@@ -63,16 +63,36 @@ def cut(operands, span: slice) -> Cut:
 
 
 def plan(operands, dtype: torch.dtype) -> list[tuple[slice, type]]:
-    """The chunks in order, each with the way to run it."""
+    """The chunks in order, each with the way to run it. Looks at the gates once, but at one gate per token in no graph that is
+    being traced: there each chunk is ready for those of 0."""
     q, _, _, f, z, e, _ = operands
-    tokens = q.shape[2]
+    cuts = spans(q.shape[2])
     if z is None and (f is None or f.dim() == 3):
-        return [(span, Still) for span in spans(tokens)]
-    if e is not None or f is None or f.dim() == 3 or z is None or dtype == torch.float64 or not f.numel():
-        return [(span, Frame) for span in spans(tokens)]
-    smallest = torch.minimum(f.amin((0, 1, 3)), z.amin((0, 1, 3))).tolist()  # of each token
-    in_range = [span.stop - span.start == CHUNK and min(smallest[span]) >= NARROW_GATE for span in spans(tokens)]
-    return [(span, Narrow if fits else Frame) for span, fits in zip(spans(tokens), in_range)]
+        if f is None:
+            return [(span, Still) for span in cuts]
+        traced = torch.compiler.is_compiling()
+        small = [True] * q.shape[2] if traced else (f < SMALLEST_GATE).flatten(0, 1).any(0).tolist()  # of each token
+        return [(span, EmptyingStill if any(small[span]) else Still) for span in cuts]
+    if not q.numel():
+        return [(span, Frame) for span in cuts]
+    mins = [x.amin((0, 1, *range(3, x.dim()))) for x in (f, z) if x is not None]
+    smallest = (mins[0] if len(mins) == 1 else torch.minimum(*mins)).tolist()  # of each token
+    narrow = e is None and f is not None and f.dim() == 4 and z is not None and dtype != torch.float64
+    ways = []
+    for span in cuts:
+        least = min(smallest[span])
+        fits = narrow and span.stop - span.start == CHUNK and least >= NARROW_GATE
+        ways.append(Narrow if fits else Frame if least > 0 else way_with_zeros(f, z, span))
+    return list(zip(cuts, ways))
+
+
+def way_with_zeros(f: Tensor | None, z: Tensor | None, span: slice) -> type:
+    """The frame where a token's zeros are all the gates of one side, steps where they are some of them or those of both sides."""
+    zeros = [(x[:, :, span] if x.dim() == 4 else x[:, :, span, None]) == 0 for x in (f, z) if x is not None]
+    sides = [x.all(-1) for x in zeros]
+    some = [(x.any(-1) & ~side).any() for x, side in zip(zeros, sides)]
+    both = [(sides[0] & sides[1]).any()] if len(sides) == 2 else []
+    return Steps if torch.stack(some + both).any() else EmptyingFrame
 
 
 def spans(tokens: int) -> list[slice]:

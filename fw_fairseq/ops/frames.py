@@ -1,7 +1,9 @@
-"""How the gates of a chunk are taken care of: three ways to run a chunk, the same interface.
+"""How the gates of a chunk are taken care of: the ways to run a chunk, the same interface.
 
 ``forward(cut, memory)`` gives y, the final memory and the inverse to keep; ``backward(cut, memory, inverse, dy, dfinal)`` the
-gradients in the order of ``Cut`` and that of the memory. None overflows for any gate in its range.
+gradients in the order of ``Cut`` and that of the memory. None overflows for any gate in its range. A gate of exactly 0 leaves
+exactly nothing: those that empty the whole memory cut a chunk into texts (``Still.emptying``, ``Frame.emptying``), and those that
+empty some of its channels have ``Steps``.
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .chunk import Chunk, Decay, backward, final_memory, gate_gradient, outputs, solve
+from ..rules import Coefficients
+from .chunk import Chunk, Decay, Emptied, backward, final_memory, gate_gradient, outputs, solve
+from .recurrent import step_form
 
-SMALLEST_GATE = 1e-9  # smaller gates count as this: invisible in fp32, and the error of their gradient below 1e-6
+SMALLEST_GATE = 1e-9  # of those per channel smaller ones but 0 count as this: invisible in fp32, and their gradient right to 1e-6
 NARROW_GATE = 1e-3  # from here on fp32 holds the products of 8 gates, and their gradient to about 1e-6 / gate
 CHUNK = 32  # tokens; the products of as many gates on either side stay inside float64, and the fastest without gates on a CPU
 NARROW_CHUNK = 16  # where it runs in fp32, two side by side
@@ -46,13 +50,21 @@ def kept_from_zero(gate: Tensor) -> Tensor:
 class Still:
     """At most one gate per token: no change of variables, the dtype of the memory."""
 
-    @staticmethod
-    def open(cut: Cut, memory: Tensor) -> Chunk:
+    emptying = False  # whether gates may be 0, or below SMALLEST_GATE
+
+    @classmethod
+    def open(cls, cut: Cut, memory: Tensor) -> Chunk:
         q, k, v, f, _, e, w = cut.to(memory.dtype)
         if f is None:
-            return Chunk(q, k, k, v, e, w, None, None)
-        f = kept_from_zero(f)
-        return Chunk(q, k, k, v, e, w, f, Decay.of(f, memory.dtype))
+            return Chunk(q, k, k, v, e, w)
+        if not cls.emptying:
+            f = kept_from_zero(f)
+            return Chunk(q, k, k, v, e, w, f, Decay.of(f, memory.dtype))
+        zero, small = f == 0, f < SMALLEST_GATE
+        gate = f.masked_fill(small, 1)
+        emptied = Emptied.of(zero, small, Decay.of(gate, memory.dtype))
+        decay = Decay.of_small(f.masked_fill(zero, 1), memory.dtype).across(emptied.text, 0)
+        return Chunk(q, k, k, v, e, w, gate, decay, emptied)
 
     @classmethod
     def forward(cls, cut: Cut, memory: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -65,16 +77,33 @@ class Still:
         chunk = cls.open(cut, memory)
         g = backward(chunk, solve(chunk, memory, inverse), memory, dy, dfinal)
         dk = g.k if g.p is None else g.k.add_(g.p)
-        return (g.q, dk, g.v, g.f, None, g.e, g.w), g.memory
+        df = g.f if g.zeros is None else at_zeros(g.f, g.zeros[0], cut.f.unsqueeze(-1) < SMALLEST_GATE)
+        return (g.q, dk, g.v, df, None, g.e, g.w), g.memory
+
+
+class EmptyingStill(Still):
+    emptying = True
+
+
+def at_zeros(gradient: Tensor, zeros: Tensor, where: Tensor) -> Tensor:
+    """The gradient of gates (N,C,X), with that of gates of 0 where they are; zeros (N,C,X or more)."""
+    if gradient.shape[-1] < zeros.shape[-1]:
+        zeros = zeros.sum(-1, keepdim=True)
+    return torch.where(where, zeros.to(gradient.dtype), gradient)
 
 
 class Frame:
     """The moving frame of one gate per channel: keys measured by what is left of them at the chunk's end, values by what they
     were worth at its start, so that no product of the two leaves the range of float64."""
 
+    emptying = False  # whether gates may be 0; then all of a token's on one of the two sides are
+
     def __init__(self, f: Tensor | None, z: Tensor | None):
         still = torch.ones_like((f if z is None else z)[:1, :, :1])
         self.f, self.z = (still if x is None else kept_from_zero(x) for x in (f, z))
+        if self.emptying:
+            self.no_f, self.no_z = (None if x is None else x[..., :1] == 0 for x in (f, z))
+            self.f, self.z = (x if no is None else x.masked_fill(no, 1) for x, no in ((self.f, self.no_f), (self.z, self.no_z)))
         products = self.f.cumprod(1)
         self.carried_keys = products[:, -1:].mT  # (N,K,1)
         self.keys = products[:, -1:] / products
@@ -86,8 +115,19 @@ class Frame:
         q, k, v, f, z, e, w = cut.to(torch.float64)
         frame = cls(f, z)
         p = k if e is None else k / frame.keys
-        chunk = Chunk(q / frame.keys, k * frame.keys, p, v / frame.values, e, w, None, None)
+        chunk = Chunk(q / frame.keys, k * frame.keys, p, v / frame.values, e, w, *frame.texts(k))
         return frame, chunk, memory.double() * frame.carried_keys
+
+    def texts(self, k: Tensor) -> tuple[None, Decay | None, Emptied | None]:
+        """What ``Chunk`` has of decay besides the frame's: none but where the memory is emptied."""
+        if not self.emptying:
+            return None, None, None
+        zero = torch.zeros_like(k[..., :1], dtype=torch.bool)
+        for no in (self.no_f, self.no_z):
+            zero = zero if no is None else zero | no
+        products = Decay.of(torch.ones_like(k[..., :1]), k.dtype)
+        emptied = Emptied.of(zero, zero, products)
+        return None, products.across(emptied.text, 0), emptied
 
     @classmethod
     def forward(cls, cut: Cut, memory: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -109,10 +149,41 @@ class Frame:
         if g.p is not None:
             dkeys.addcmul_(c.p, g.p)
             dk += g.p / frame.keys
-        df = None if cut.f is None else gate_gradient(dkeys, final.sum(-1), frame.f)
-        dz = None if cut.z is None else gate_gradient(dvalues, final.sum(-2), frame.z)
+        df = None if cut.f is None else gate_gradient(dkeys, final.sum(-1), frame.f, c.emptied)
+        dz = None if cut.z is None else gate_gradient(dvalues, final.sum(-2), frame.z, c.emptied)
+        if g.zeros is not None:
+            df = None if df is None else at_zeros(df, g.zeros[0], frame.no_f)
+            dz = None if dz is None else at_zeros(dz, g.zeros[1], frame.no_z)
         grads = (g.q.div_(frame.keys), dk, g.v.div_(frame.values), df, dz, g.e, g.w)
         return grads, g.memory.mul_(frame.carried_keys)
+
+
+class EmptyingFrame(Frame):
+    emptying = True
+
+
+class Steps:
+    """One token at a time, and gradients by autograd, for gates that empty some channels of the memory and not the others."""
+
+    @staticmethod
+    def run(cut: Cut, memory: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v, *coefficients = (None if x is None else x.unsqueeze(1) for x in cut)
+        y, memory = step_form(q, k, v.to(memory.dtype), Coefficients(*coefficients), memory.unsqueeze(1))
+        return y.squeeze(1), memory.squeeze(1)
+
+    @classmethod
+    def forward(cls, cut: Cut, memory: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *cls.run(cut, memory), None
+
+    @classmethod
+    def backward(cls, cut: Cut, memory: Tensor, _, dy: Tensor, dfinal: Tensor):
+        with torch.enable_grad():
+            leaves = [None if x is None else x.detach().requires_grad_() for x in (*cut, memory)]
+            results = cls.run(Cut(*leaves[:-1]), leaves[-1])
+        given = [x for x in leaves if x is not None]
+        grads = iter(torch.autograd.grad(results, given, (dy.to(memory.dtype), dfinal.to(memory.dtype))))
+        grads = [None if x is None else next(grads) for x in leaves]
+        return [None if x is None else x.unsqueeze(-1) if x.dim() == 2 else x for x in grads[:-1]], grads[-1]
 
 
 class Products(NamedTuple):

@@ -14,6 +14,9 @@ from ..rules import Coefficients
 from .frames import SMALLEST_GATE
 from .state import FastWeightState
 
+EPS = 1e-6
+SCALED_EPS = 1e-30  # for features at most 1, whose products can be that small; fp32 holds its inverse times any value
+
 
 def append_column(v: Tensor, state: FastWeightState) -> tuple[Tensor, Tensor]:
     """v and memory with the normaliser as their last column; v in the memory's dtype, so that the column is read back in it."""
@@ -24,23 +27,33 @@ def append_column(v: Tensor, state: FastWeightState) -> tuple[Tensor, Tensor]:
 
 def split_column(y: Tensor, memory: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Normalised y, memory and normaliser from those with the column."""
-    return y[..., :-1] / (y[..., -1:] + eps), memory[..., :-1], memory[..., -1]
+    return divide(y[..., :-1], y[..., -1:], eps), memory[..., :-1], memory[..., -1]
+
+
+def divide(y: Tensor, read: Tensor, eps: float) -> Tensor:
+    """y / (read + eps). Where nothing is read y is 0, and so is the quotient, with a gradient that is finite whatever eps is."""
+    return y / (read + eps).masked_fill(read == 0, max(eps, EPS))
 
 
 def sum_keys(q: Tensor, k: Tensor, normaliser: Tensor, reset_mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """n_t . q_t and n_{t-1} . k_t (B,H,T), and the last n (B,H,K), for n_t = n_{t-1} + k_t, from 0 again at each reset."""
-    dtype = normaliser.dtype
-    k = k.to(dtype)
-    # Sums of one text are differences of those of all texts: fp32 is not enough.
-    sums = torch.cat([normaliser.unsqueeze(2), k], dim=2).cumsum(2, dtype=dtype if reset_mask is None else torch.float64)
+    k = k.to(normaliser.dtype)
+    terms = torch.cat([normaliser.unsqueeze(2), k], dim=2)
+    sums = terms.cumsum(2) if reset_mask is None else sum_texts(terms, F.pad(reset_mask, (1, 0)))
     before, after = sums[:, :, :-1], sums[:, :, 1:]
     if reset_mask is not None:
-        steps = torch.arange(k.shape[2], device=k.device)
-        last_reset = torch.where(reset_mask, steps, -1).cummax(-1).values  # (B,T), -1 where there was none
-        forgotten = before.gather(2, last_reset.clamp(min=0)[:, None, :, None].expand_as(k))
-        forgotten = forgotten.masked_fill((last_reset < 0)[:, None, :, None], 0)
-        before, after = ((x - forgotten).to(dtype) for x in (before, after))
+        before = before.masked_fill(reset_mask[:, None, :, None], 0)
     return (after * q).sum(-1), (before * k).sum(-1), after[:, :, -1].clone()  # not the others with it
+
+
+def sum_texts(terms: Tensor, reset_mask: Tensor) -> Tensor:
+    """Sums (B,H,T,K) over the terms since the last reset, (B,T); twice as many terms at each step, none of another text."""
+    text, reach, tokens = reset_mask.cumsum(1), 1, terms.shape[2]
+    while reach < tokens:
+        same = (text[:, reach:] == text[:, :-reach])[:, None, :, None]
+        terms = terms + F.pad(torch.where(same, terms[:, :, :-reach], 0.0), (0, 0, reach, 0))
+        reach *= 2
+    return terms
 
 
 def normalise_erase(coefficients: Coefficients, recalled: Tensor, eps: float) -> Coefficients:
@@ -74,7 +87,8 @@ def log_left(f: Tensor | None, key_log_scale: Tensor, reset_mask: Tensor | None)
     if f is None:
         left = torch.zeros_like(key_log_scale, dtype=torch.float64)
     else:
-        left = (f if f.dim() == 3 else f.amax(-1)).detach().double().clamp(min=SMALLEST_GATE).log()
+        most = (f if f.dim() == 3 else f.amax(-1)).detach().double()
+        left = most.clamp(min=SMALLEST_GATE).log().masked_fill(most == 0, -torch.inf)
     return left if reset_mask is None else left.masked_fill(reset_mask[:, None], -torch.inf)
 
 

@@ -1,0 +1,124 @@
+"""FAVOR+ under attention normalisation is the weighted mean of values that its kernel gives, at any size of queries and keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from fw_fairseq.config import FastWeightConfig
+from fw_fairseq.feature_maps import FEATURE_MAPS
+from fw_fairseq.mixers.fast_weight import FastWeight
+from fw_fairseq.modules.linear_attention import LinearAttention
+from fw_fairseq.ops import fast_weight
+
+T = 256
+SIZES = [(16, 8, 0.3), (16, 256, 1.5), (32, 16, 1.5), (64, 8, 1.5), (64, 256, 0.3), (64, 256, 1.0), (64, 256, 1.5)]  # d, m, std
+
+
+def log_features(phi, x, norm="none"):
+    """Eqs. 31 and 32 of Schlag et al. 2021 in float64: log phi(x)."""
+    x, rows = x.double(), phi.projection.double()
+    projected = x @ rows.mT
+    logs = torch.cat([projected, -projected], -1) - 0.5 * x.square().sum(-1, keepdim=True)
+    return logs - logs.logsumexp(-1, keepdim=True) if norm == "sum" else logs
+
+
+def weighted_mean(log_q, log_k, v, causal=True, g=None):
+    """Values (B,H,T,V) weighed by phi(q_t) . phi(k_s), and by the gates of the rule gated."""
+    scores = torch.stack([(log_q[:, :, t, None] + log_k).logsumexp(-1) for t in range(log_q.shape[2])], dim=2)
+    if g is not None:
+        left = g.double().log().cumsum(-1)
+        scores = scores + left.unsqueeze(-1) - left.unsqueeze(-2) + (1 - g.double()).log().unsqueeze(-2)
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    return scores.softmax(-1) @ v.double()
+
+
+def assert_mean(got, want, tolerance=1e-3):
+    """99.9% of the outputs; values are of size 1."""
+    assert got.isfinite().all()
+    wrong = ((got.double() - want).abs() > tolerance * want.abs().clamp(min=0.1)).double().mean()
+    assert wrong <= 1e-3, f"{wrong:.1%} of the outputs"
+
+
+@pytest.mark.parametrize("d, m, std", SIZES)
+@pytest.mark.parametrize("rule", ["sum", "gated"])
+@pytest.mark.parametrize("backend", ["recurrent", "chunkwise"])
+def test_operation(d, m, std, rule, backend):
+    phi = FEATURE_MAPS["favor"](d, features=m)
+    q, k = torch.randn(2, 1, 2, T, d) * std
+    v, g = torch.randn(1, 2, T, 8), torch.rand(1, 2, T) * 0.5 + 0.4
+    gates = {"g": g} if rule == "gated" else {}
+    (features_q, _), (features_k, scale) = phi.scaled(q), phi.scaled(k)
+    y, _ = fast_weight(features_q, features_k, v, rule, gates, None, backend, attention_norm=True, key_log_scale=scale)
+    assert_mean(y, weighted_mean(log_features(phi, q), log_features(phi, k), v, g=gates.get("g")))
+
+
+def build(cls, d, m, std, norm, heads=2, **options):
+    """A layer whose queries and keys of inputs N(0, 1) have about the given size, and whose values come out as they are."""
+    config = FastWeightConfig(feature_map="favor", favor_features=m, feature_norm=norm, update_rule="sum", **options)
+    layer = cls(heads * d, heads, OmegaConf.to_object(OmegaConf.structured(config))).eval()
+    with torch.no_grad():
+        layer.out_proj.weight.copy_(torch.eye(heads * d))
+        projections = [layer.in_proj] if cls is FastWeight else [layer.q_proj, layer.kv_proj]
+        keys = 2 * heads * d if cls is FastWeight else heads * d
+        for projection in projections:
+            nn.init.normal_(projection.weight[:keys], std=std / (heads * d) ** 0.5)
+            nn.init.normal_(projection.weight[keys:], std=1 / (heads * d) ** 0.5)
+    return layer
+
+
+def by_head(x, heads=2):
+    return x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
+
+
+@pytest.mark.parametrize("norm", ["none", "sum"])
+@pytest.mark.parametrize("d, m, std", SIZES)
+@torch.no_grad()
+def test_layer(d, m, std, norm):
+    layer, x = build(FastWeight, d, m, std, norm, attention_norm=True), torch.randn(T, 1, 2 * d)
+    q, k, v = (by_head(part) for part in layer.in_proj(x).split(2 * d, dim=-1))
+    want = weighted_mean(log_features(layer.feature_map, q, norm), log_features(layer.feature_map, k, norm), v)
+    y, _ = layer(x)
+    assert_mean(by_head(y), want)
+    state, steps = None, []
+    layer.decoding = True
+    for t in range(T):
+        y_t, state = layer(x[t : t + 1], state)
+        steps.append(y_t)
+    assert_mean(by_head(torch.cat(steps)), want)
+
+
+@pytest.mark.parametrize("norm", ["none", "sum"])
+@pytest.mark.parametrize("d, m, std", SIZES)
+@torch.no_grad()
+def test_linear_attention(d, m, std, norm):
+    layer, query, source = build(LinearAttention, d, m, std, norm), torch.randn(T, 1, 2 * d), torch.randn(T, 1, 2 * d)
+    mask = torch.arange(T)[None] >= T - 20
+    q, (k, v) = by_head(layer.q_proj(query)), (by_head(x[: T - 20]) for x in layer.kv_proj(source).split(2 * d, dim=-1))
+    want = weighted_mean(log_features(layer.feature_map, q, norm), log_features(layer.feature_map, k, norm), v, causal=False)
+    assert_mean(by_head(layer(query, source, mask)[0]), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cls", [FastWeight, LinearAttention])
+@pytest.mark.parametrize("d, m, std", [(16, 8, 1.5), (64, 256, 1.5)])
+def test_gradients_are_finite(cls, d, m, std, dtype):
+    layer = build(cls, d, m, std, "none", **({"attention_norm": True} if cls is FastWeight else {})).to(dtype)
+    x = torch.randn(60, 2, 2 * d).to(dtype).requires_grad_()
+    mask = torch.arange(60)[None] >= torch.tensor([[60], [45]])
+    y = layer(x, None, mask)[0] if cls is FastWeight else layer(x, x, mask)[0]
+    y.float().square().sum().backward()
+    assert y.isfinite().all() and y.dtype == dtype
+    assert all(p.grad.isfinite().all() for p in (x, *layer.parameters()) if p.grad is not None)
+
+
+@pytest.mark.parametrize("backend", ["recurrent", "chunkwise"])
+def test_a_query_of_zeros_reads_zero(backend):
+    q, k, v = (torch.rand(1, 1, 40, 8).requires_grad_() for _ in range(3))
+    rows = (torch.arange(40) % 3 > 0)[:, None]
+    y, _ = fast_weight(q * rows, k, v, "sum", None, None, backend, attention_norm=True, key_log_scale=torch.zeros(1, 1, 40))
+    assert (y[:, :, ::3] == 0).all()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(y.square().sum(), (q, k, v)))
