@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import SOFTMAX
-from .files import load_language_model
+from .files import load_language_model, tokenizer_size
 from .mixers import MIXERS
 from .models.fast_weight_lm import FastWeightDecoder
 
@@ -211,15 +211,19 @@ def renumber(model, dictionary, tokenizer: Path) -> None:
         raise ValueError(
             f"--tokenizer {tokenizer} has neither vocab.json nor tokenizer.json; it must be a GPT-2 tokenizer's folder"
         )
-    numbers = {int(symbol) for symbol in dictionary.symbols if symbol.isdecimal()}
-    missing = sorted(set(range(len(numbers) + 1)) - numbers)
+    numbers = dictionary.symbols[dictionary.nspecial :]
+    size = len(numbers) + 1
+    missing = sorted(set(map(str, range(size))).difference(numbers), key=int)
     if model.config.input_bands or model.config.output_bands or len(missing) != 1:
         raise ValueError("--tokenizer needs a checkpoint that fw-convert made of a GPT-2; leave it out for the words of dict.txt")
-    order = torch.tensor([dictionary.eos() if i in missing else dictionary.index(str(i)) for i in range(len(numbers) + 1)])
+    if (found := tokenizer_size(tokenizer)) != size:
+        raise ValueError(f"--tokenizer {tokenizer} has {found} tokens; it must be that of CHECKPOINT's GPT-2, which has {size}")
+    end = int(missing[0])
+    order = torch.tensor([dictionary.eos() if i == end else dictionary.index(str(i)) for i in range(size)])
     model.embed_tokens = nn.Embedding.from_pretrained(model.embed_tokens.weight[order].detach(), freeze=False)
     if model.output is not None:
         model.output.weight = nn.Parameter(model.output.weight[order].detach())
-    model.config.update({"vocab_size": len(order), "bos_token_id": missing[0], "eos_token_id": missing[0], "pad_token_id": None})
+    model.config.update({"vocab_size": size, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None})
 
 
 def write(model, dictionary, tokenizer, folder: Path) -> None:

@@ -65,6 +65,17 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
                 temporary.unlink()
 
 
+def tokenizer_size(folder: Path) -> int:
+    """How many tokens a tokenizer of GPT-2's kind has, with those added to its vocabulary."""
+    whole, tokens = folder / "tokenizer.json", set()
+    for file in [whole] if whole.exists() else filter(Path.exists, (folder / "vocab.json", folder / "added_tokens.json")):
+        with reading(file, "a tokenizer"):
+            content = json.loads(file.read_text(encoding="utf-8"))
+            added = [token["content"] for token in content["added_tokens"]] if file == whole else []
+            tokens |= {*added, *(content["model"]["vocab"] if file == whole else content)}
+    return len(tokens)
+
+
 def pickled(file: Path) -> Iterator[tuple[str, Tensor]]:
     if damaged := damaged_part(file):  # torch does not look at check sums
         raise ValueError(f"{damaged} in it is damaged")

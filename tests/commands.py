@@ -17,7 +17,7 @@ from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).parents[1]
-USER_DIR = ["--user-dir", ROOT / "fw_fairseq", "--cpu", "--num-workers", 0]
+USER_DIR = ["--user-dir", ROOT / "fw_fairseq", "--cpu"]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
 
 
@@ -53,12 +53,12 @@ def preloaded():
 class Command:
     """``python -m fairseq_cli.TOOL ARGS``, running."""
 
-    def __init__(self, tool, *args, cwd=None, input=""):
+    def __init__(self, tool, *args, cwd=None, input="", target=None):
         self.args, self.folder = [f"fairseq_cli.{tool}", *map(str, args)], tempfile.TemporaryDirectory()
         self.files = [Path(self.folder.name, name) for name in ("stdin", "stdout", "stderr")]
         for path, text in zip(self.files, (input, "", "")):
             path.write_text(text)
-        self.process = preloaded().Process(target=run_here, args=(self.args, cwd or os.getcwd(), self.files))
+        self.process = preloaded().Process(target=target or run_here, args=(self.args, cwd or os.getcwd(), self.files))
         self.process.start()
 
     def wait(self, timeout=300) -> subprocess.CompletedProcess:
@@ -78,6 +78,7 @@ def run_here(command: list[str], folder: str, files: list[Path]) -> None:
     for number, path in enumerate(files):
         os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), number)
     sys.stdin = os.fdopen(0)  # multiprocessing has closed it
+    multiprocessing.set_start_method("fork", force=True)  # for processes of its own, as in a shell
     logging.root.handlers.clear()  # of imports; the command sets up its own
     os.chdir(folder)
     sys.argv = command

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -176,9 +177,49 @@ def test_a_gpt2_comes_back(gpt2, tmp_path):  # noqa: F811
     ids = transformers.GPT2Tokenizer.from_pretrained(tmp_path / "out")("the other thing", return_tensors="pt")["input_ids"]
     assert ids.equal(transformers.GPT2Tokenizer.from_pretrained(folder)("the other thing", return_tensors="pt")["input_ids"])
     model = load(tmp_path / "out")
+    assert model.config.vocab_size == original.config.vocab_size == model(ids).logits.shape[-1]
     torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=1e-4, atol=1e-5)
     same = dict(max_new_tokens=8, do_sample=False)
     assert model.generate(ids, **same).equal(original.generate(ids, **same))
+
+
+def words_file(name: str, count: int) -> dict[str, str]:
+    vocabulary, added = {f"w{i}": i for i in range(count)}, [{"id": count, "content": "<end>"}]
+    whole = {"model": {"vocab": vocabulary}, "added_tokens": added}
+    return {name: json.dumps(whole if name == "tokenizer.json" else vocabulary | {"<end>": count})}
+
+
+def test_words_are_not_a_tokenizers_numbers(dictionary, tmp_path):  # noqa: F811
+    """Nor are words and numbers."""
+    _, _, state = source("--arch fast_weight_lm", dictionary)
+    checkpoint, out = save(state, tmp_path), tmp_path / "out"
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    (mixed / "dict.txt").write_text("".join(f"{word} 1\n" for word in [*range(1, 31), *(f"w{i}" for i in range(30))]))
+    for data, count in ((dictionary, 60), (mixed, 30)):
+        for file, text in words_file("vocab.json", count).items():
+            (tmp_path / file).write_text(text)
+        done = run(sys.executable, "-m", "fw_fairseq.export_hf", checkpoint, out, "--data", data, "--tokenizer", tmp_path)
+        assert done.returncode != 0 and "--tokenizer needs a checkpoint that fw-convert made of a GPT-2" in done.stderr
+        assert not out.exists()
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "tokenizer.json"])
+def test_a_tokenizer_of_another_size_is_refused(name, gpt2, tmp_path):  # noqa: F811
+    convert(gpt2[0], tmp_path / "gpt2.pt", "decay")
+    other, tokens = tmp_path / "other", gpt2[1].config.vocab_size
+    other.mkdir()
+    for count, wrong in ((tokens - 2, True), (tokens, True), (tokens - 1, False)):
+        for file, text in words_file(name, count).items():
+            (other / file).write_text(text)
+        if wrong:
+            with pytest.raises(ValueError, match=f"--tokenizer .*other has {count + 1} tokens; .*, which has {tokens}$"):
+                export(tmp_path / "gpt2.pt", tmp_path / "out", data=tmp_path, tokenizer=other)
+            assert not (tmp_path / "out").exists()
+    export(tmp_path / "gpt2.pt", tmp_path / "out", data=tmp_path, tokenizer=other)
+    (other / name).write_text("{")
+    with pytest.raises(ValueError, match=rf"{name} cannot be read as a tokenizer"):
+        export(tmp_path / "gpt2.pt", tmp_path / "again", data=tmp_path, tokenizer=other)
 
 
 def test_force_replaces_an_earlier_export_and_nothing_else(dictionary, tmp_path, monkeypatch):  # noqa: F811

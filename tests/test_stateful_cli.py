@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import multiprocessing
 import random
 import re
+import sys
 from argparse import Namespace
+from unittest import mock
 
 import pytest
 import torch
-from commands import USER_DIR, fairseq, succeed, train_two_workers
+from commands import USER_DIR, Command, fairseq, run_here, succeed, train_two_workers
 from fairseq.data import Dictionary
 
 from fw_fairseq import registration  # noqa: F401
@@ -25,6 +29,11 @@ TRAIN = (
     "--task stateful_language_modeling --criterion fast_weight_cross_entropy --tokens-per-sample 16 --batch-size 4"
     " --batch-size-valid 3 --optimizer adam --lr 0.01 --seed 3 --log-format json --log-interval 1 --no-epoch-checkpoints"
     " --max-update 6"
+)
+
+RETRIEVAL = (
+    "--task associative_retrieval --arch retrieval --criterion retrieval_mse --symbols 4 --batch-size 4 --optimizer adam"
+    " --max-update 6 --no-epoch-checkpoints"
 )
 
 SHARED = {  # with --sequence-parallel
@@ -89,14 +98,45 @@ def assert_resumed(whole, parts, first, second):
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("options", ["", "--feature-map favor --update-rule sum --attention-norm --feature-norm none"])
+@pytest.mark.parametrize(
+    "options", ["--num-workers 2", "--feature-map favor --update-rule sum --attention-norm --feature-norm none"]
+)
 def test_resume_goes_on_with_the_streams_memory(options, data, tmp_path):
-    """With random features too: those that the memory was written with."""
+    """However many processes load segments ahead; with random features too: those that the memory was written with."""
     first = train(data, tmp_path / "whole", *options.split())
     train(data, tmp_path / "parts", *options.split(), "--max-update", 3)
     assert_resumed(tmp_path / "whole", tmp_path / "parts", first, train(data, tmp_path / "parts", *options.split()))
     saved = torch.load(tmp_path / "whole" / "checkpoint_last.pt", weights_only=True)["extra_state"]["train_iterator"]
     assert [sorted(memories) for memories in saved["carried"]] == [[0, 1]] and saved["iterations_in_epoch"] == 6
+
+
+def run_counting(command, folder, files) -> None:
+    """Prints how many processes there are after each validation. Nothing waits for the search for circles of references."""
+    gc.disable()
+    from fairseq_cli import train as fairseq_train
+
+    validate = fairseq_train.validate
+
+    def counting(*args):
+        losses = validate(*args)
+        print("processes:", len(multiprocessing.active_children()), file=sys.stderr)
+        return losses
+
+    with mock.patch.object(fairseq_train, "validate", counting):
+        run_here(command, folder, files)
+
+
+@pytest.mark.parametrize("options", ["", "--num-workers 2 --max-valid-steps 1"])
+@pytest.mark.parametrize("task", ["streams", "retrieval"])
+def test_no_validation_leaves_processes_behind(task, options, data, tmp_path):
+    """Read to its end or not, in the middle of an epoch or at its end."""
+    if task == "streams":
+        command = [*training(data, tmp_path), "--validate-interval-updates", 1]
+    else:
+        command = [*RETRIEVAL.split(), "--updates-per-epoch", 1, "--save-dir", tmp_path]
+    log = succeed(Command("train", *command, *options.split(), *USER_DIR, target=run_counting).wait())
+    counts = [int(count) for count in re.findall(r"processes: (\d+)", log)]
+    assert len(counts) == 6 and max(counts) == counts[0]
 
 
 def test_two_workers_read_the_streams_of_one(data, tmp_path):

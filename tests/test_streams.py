@@ -62,21 +62,25 @@ def tensors(batch):
     return batch["target"], batch["net_input"]["src_tokens"]
 
 
-def test_iterator_resumes_at_its_position_with_its_memory(caplog):
+@pytest.mark.parametrize("loading", [{}, {"num_workers": 1, "buffer_size": 10}, {"num_workers": 2}], ids=str)
+def test_iterator_resumes_at_its_position_with_its_memory(loading, caplog):
+    """However many segments the loader's processes are ahead."""
     carried = CarriedState()
-    iterator = StreamIterator(streams(100, 7, 2), carried)
+    iterator = StreamIterator(streams(100, 7, 2), carried, **loading)
     batches = iterator.next_epoch_itr(shuffle=True)
     assert [next(batches)["segment"] for _ in range(3)] == [0, 1, 2]  # in order, though shuffling was asked for
     carried.after = {0: FastWeightState(torch.randn(2, 1, 3, 3, requires_grad=True) * 2, torch.randn(2, 1, 3))}
     saved = iterator.state_dict()
     again = CarriedState()
-    resumed = StreamIterator(streams(100, 7, 2), again)
+    resumed = StreamIterator(streams(100, 7, 2), again, **loading)
     resumed.load_state_dict(saved)
-    assert next(resumed.next_epoch_itr())["segment"] == 3
+    batch = next(resumed.next_epoch_itr())
+    assert batch["segment"] == 3 and batch["carried"] is again
     loaded = FastWeightState(*again.after[0])
     assert torch.equal(loaded.memory, carried.after[0].memory) and not loaded.memory.requires_grad
     assert torch.equal(loaded.normaliser, carried.after[0].normaliser)
     assert torch.equal(resumed.state_dict()["carried"][0][0][0], loaded.memory), "saved again before a step"
+    assert [batch["segment"] for batch in resumed._cur_epoch_itr] == [4, 5, 6, 7]
     other_worker = StreamIterator(streams(100, 7, 2, 1, 2), CarriedState(), shard=1, shards=2)
     other_worker.load_state_dict(saved)
     assert not other_worker.carried.after, "the streams of two workers are other streams"

@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 
 import torch
-from fairseq.data import FairseqDataset, iterators
+from fairseq.data import FairseqDataset
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.tasks import FairseqTask, register_task
 from omegaconf import II
 from torch import Tensor
 
 from ..config import check_numbers, option
+from .loading import BatchIterator
 
 VALIDATION_SEQUENCES = 20
 SEED_OF = {"train": 0, "valid": 1, "test": 2}
@@ -97,7 +98,7 @@ class AssociativeRetrievalTask(FairseqTask):
 
     def get_batch_iterator(self, dataset, epoch=1, num_shards=1, shard_id=0, num_workers=0, **unused):
         dataset.set_epoch(epoch)
-        return iterators.EpochBatchIterator(
+        return BatchIterator(
             dataset,
             collate_fn=dataset.collater,
             batch_sampler=[[index] for index in range(len(dataset))],

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..config import option_name
 from ..modules import CarriedState
 from ..ops.state import SavedState
+from .loading import BatchIterator
 
 CUTTING = ("sample_break_mode", "add_bos_token", "shorten_method", "pad_to_fixed_length", "pad_to_fixed_bsz")
 logger = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class StreamDataset(torch.utils.data.Dataset):
         }
 
 
-class StreamIterator(iterators.EpochBatchIterator):
+class StreamIterator(BatchIterator):
     """Segments in order, with the memories of their streams: training and validation may read one text. Its saved state is the
     position and what the memories hold there, those of every shard."""
 
