@@ -6,7 +6,7 @@
 import sys
 
 if sys.modules.get("fairseq"):
-    from . import registration  # noqa: F401
+    from . import models  # noqa: F401
 else:
     from .late_registration import WithFairseq
 

@@ -5,35 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
+import re
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .damaged_files import UNREADABLE, damaged_part, why
-
 SAFETENSORS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool,
                "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}  # fmt: skip
-
-
-def load_language_model(checkpoint, data, command: str, architectures: tuple[str, ...]):
-    """A model of one of the registered names, in evaluation mode, and its dictionary. ``data``: the folder of a moved dict.txt."""
-    from fairseq import checkpoint_utils
-    from fairseq.models import MODEL_REGISTRY
-
-    from . import registration  # noqa: F401
-
-    if not Path(checkpoint).is_file():
-        raise ValueError(f"CHECKPOINT {checkpoint} is not a file; name one that fairseq-train or fw-convert wrote")
-    overrides = {} if data is None else {"data": str(data)}
-    try:
-        [model], _, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], arg_overrides=overrides)
-    except FileNotFoundError as error:
-        raise ValueError(f"there is no dictionary at {error.filename}; name the folder of dict.txt by --data") from error
-    if not isinstance(model, tuple(MODEL_REGISTRY[name] for name in architectures)):
-        raise ValueError(f"CHECKPOINT {checkpoint} holds a {type(model).__name__}; {command} takes {' and '.join(architectures)}")
-    return model.eval(), task.source_dictionary
 
 
 @contextlib.contextmanager
@@ -98,3 +80,35 @@ def safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
         if entry["dtype"] not in SAFETENSORS:
             raise ValueError(f"{name} has dtype {entry['dtype']}; fw-convert takes: {', '.join(SAFETENSORS)}")
         yield name, content[start + begin : start + end].clone().view(SAFETENSORS[entry["dtype"]]).view(entry["shape"])
+
+
+UNREADABLE = (RuntimeError, OSError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError, ValueError, TypeError)
+
+
+def damaged_part(path) -> str | None:
+    """The first part of a zip file, as torch writes them, that does not have its check sum."""
+    if not zipfile.is_zipfile(path):
+        return None
+    with zipfile.ZipFile(path) as file:
+        return file.testzip()
+
+
+def why(error: Exception) -> str:
+    if foreign := re.search(r"GLOBAL (\S+)", str(error)):
+        return f"it holds {foreign[1]}, which is neither a tensor nor an option, and is not run"
+    lines = str(error).strip().splitlines()
+    return lines[0].split(". ")[0] if lines else type(error).__name__
+
+
+def offer(path: Path) -> str:
+    """The newest other checkpoint of the folder that is whole."""
+    others = sorted(path.parent.glob("*.pt"), key=lambda other: other.stat().st_mtime, reverse=True)
+    found = next((other for other in others if other != path and is_whole(other)), None)
+    return f"the newest whole one of its folder is {found.name}" if found else "its folder has no other one that is whole"
+
+
+def is_whole(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path) and not damaged_part(path)
+    except UNREADABLE:
+        return False

@@ -37,6 +37,6 @@ def wrap_import() -> None:
     def and_register(args) -> None:
         import_user_module(args)
         if getattr(args, "user_dir", None) and Path(args.user_dir).name == __package__:
-            importlib.import_module(".registration", __package__)
+            importlib.import_module(".models", __package__)
 
     utils.import_user_module = and_register

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import ROOT, USER_DIR, fairseq, succeed
 from fairseq import checkpoint_utils, utils
 from fairseq.models import MODEL_REGISTRY
+from support.commands import ROOT, USER_DIR, fairseq, succeed
 
 FILES = Path(__file__).parent / "files" / "first_generation"
 LANGUAGE_MODELS = """delta_dpfp decay_adaptive gated_delta_softmax gated_relu sum_favor fwm additive_leap sru_srupp local_xl

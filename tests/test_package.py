@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import install_sdist
+from support.commands import install_sdist
 
 from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.rules import RULES

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..feature_maps import wide
-from ..ops.pooling import PoolState, last_weights, pool
 from ..ops.state import state as tensor_state
+from ..ops.vectors.pooling import PoolState, last_weights, pool
 from .base import Mixer
-from .windows import layer_window
+from .pooled import layer_window
 
 
 @tensor_state

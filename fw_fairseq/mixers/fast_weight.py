@@ -7,12 +7,12 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..feature_maps import FEATURE_MAPS, FeatureMap, l2_normalise, sum_normalise, wide
-from ..ops import FastWeightState, RowMap, fast_weight
-from ..ops.checks import missing_form
+from ..feature_maps import wide
+from ..ops import FastWeightState, fast_weight
 from ..ops.recall import until_end
 from ..rules import RULES, Rule
 from .base import Mixer
+from .features import build_feature_map, check_combination, initial_bias, normalised_features, row_map_of
 
 
 class FastWeight(Mixer):
@@ -135,60 +135,3 @@ class FastWeight(Mixer):
             write = self.rule.coefficients(**gates).w
             statistics["write_strength"] = torch.ones((), device=state.memory.device) if write is None else write.mean()
         return statistics | {"state_norm": state.memory.flatten(2).norm(dim=-1).mean()}
-
-
-def normalised_features(phi: FeatureMap, norm: str, x: Tensor, keep_scale: bool) -> tuple[Tensor, Tensor | None]:
-    """phi(x) after --feature-norm; with ``keep_scale``, and where no norm cancels it, the log of what was divided out."""
-    if keep_scale and phi.eps < FeatureMap.eps:
-        x = wide(x)  # 16 bits do not hold features that small
-    if norm == "sum":
-        return sum_normalise(phi.scaled(x)[0]), None
-    if norm == "l2":
-        return l2_normalise(phi(x)), None
-    return phi.scaled(x) if keep_scale else (phi(x), None)
-
-
-def row_map_of(phi: FeatureMap, norm: str) -> RowMap | None:
-    """What ``fast_weight`` can do itself: everything after the part of phi that has parameters."""
-    return None if phi.row_map is None else RowMap(phi.row_map, getattr(phi, "nu", 1), norm)
-
-
-def build_feature_map(config, head_dim: int, num_heads: int) -> FeatureMap:
-    width = config.feature_dim or head_dim
-    if str(config.feature_map) == "dpfp" and config.dpfp_nu >= 2 * width:
-        raise ValueError(f"--dpfp-nu is {config.dpfp_nu}; with keys of width {width} per head it must be at most {2 * width - 1}")
-    options = {
-        "dpfp": {"nu": config.dpfp_nu},
-        "favor": {"features": config.favor_features or width, "prescale": config.favor_prescale},
-        "rfa": {"features": config.favor_features or width},
-        "relu": {"heads": num_heads},
-    }
-    return FEATURE_MAPS[str(config.feature_map)](width, **options.get(str(config.feature_map), {}))
-
-
-def check_combination(config, phi: FeatureMap) -> None:
-    """Refuses what cannot work, in one sentence that says what to use."""
-    name, norm, map_name = str(config.update_rule), str(config.feature_norm), str(config.feature_map)
-    rule = RULES[name]
-    missing = missing_form(rule, str(config.fast_weight_backend))
-    if missing is not None:
-        raise ValueError(f"--update-rule {name} has no {missing}; use --fast-weight-backend auto or recurrent")
-    if norm == "sum" and not phi.non_negative:
-        raise ValueError(f"--feature-norm sum needs a non-negative --feature-map, not {map_name}; use --feature-norm none or l2")
-    if config.attention_norm and rule.normaliser is None:
-        able = ", ".join(n for n, r in RULES.items() if r.normaliser)
-        raise ValueError(f"--attention-norm is not defined for --update-rule {name}; leave it out, or use one of: {able}")
-    if config.attention_norm and not phi.non_negative:
-        raise ValueError(
-            f"--attention-norm divides by sums of features, which {map_name} lets vanish; use elu, relu, dpfp or favor"
-        )
-    if rule.erases and norm == "none" and not config.attention_norm and not phi.at_most_one:
-        better = "sum" if phi.non_negative else "l2"
-        raise ValueError(f"--update-rule {name} diverges with keys longer than 1, as {map_name} gives; use --feature-norm {better}")
-
-
-def initial_bias(bias: float | str, count: int) -> Tensor:
-    """A constant, or uniform gate initialisation."""
-    if bias == "uniform":
-        return torch.logit(torch.empty(count).uniform_(1 / count, 1 - 1 / count)) if count > 2 else torch.zeros(count)
-    return torch.full((count,), float(bias))

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..feature_maps import wide
-from ..ops.pooling import PoolState, last_weights, pool
+from ..ops.vectors.pooling import PoolState, last_weights, pool
 from .base import Mixer
-from .windows import layer_window
+from .pooled import layer_window
 
 
 class Leap(Mixer):

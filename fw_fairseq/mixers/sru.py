@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..feature_maps import wide
-from ..ops.linear import Linear
+from ..ops.onednn import Linear
 from ..ops.recall import until_end
-from ..ops.sru import sru
 from ..ops.state import state as tensor_state
+from ..ops.vectors.sru import sru
 from .base import Mixer
 
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..ops.linear import Linear
-from ..ops.pooling import last_weights
+from ..ops.onednn import Linear
 from ..ops.state import state as tensor_state
+from ..ops.vectors.pooling import last_weights
 from .base import Mixer
 from .look_back import View, WindowState, attend, look_back
 from .sru import Sru

@@ -1,9 +1,27 @@
-"""The models that fairseq finds under --arch."""
+"""The models that fairseq finds under --arch. Importing them makes fairseq ready: its patches are applied and the tasks,
+criterions and schedules registered, so that a script may import a model before fairseq imports the user directory."""
 
-from .. import registration  # noqa: F401  where a script imports a model first, before fairseq
-from . import mixer_lm  # noqa: F401
-from .fast_weight_lm import FastWeightDecoder, FastWeightLanguageModel
-from .fast_weight_transformer import FastWeightTransformer
-from .retrieval import RetrievalModel
+from ..patches import apply
+from ..patches.mistakes import shorten
 
-__all__ = ["FastWeightDecoder", "FastWeightLanguageModel", "FastWeightTransformer", "RetrievalModel"]
+apply()
+shorten()
+
+from .. import criterions, tasks  # noqa: E402
+from ..optim import until_solved  # noqa: E402
+from . import lm_architectures  # noqa: E402
+from .fast_weight_decoder import FastWeightDecoder  # noqa: E402
+from .fast_weight_lm import FastWeightLanguageModel  # noqa: E402
+from .fast_weight_transformer import FastWeightTransformer  # noqa: E402
+from .retrieval import RetrievalModel  # noqa: E402
+
+__all__ = [
+    "FastWeightDecoder",
+    "FastWeightLanguageModel",
+    "FastWeightTransformer",
+    "RetrievalModel",
+    "criterions",
+    "lm_architectures",
+    "tasks",
+    "until_solved",
+]

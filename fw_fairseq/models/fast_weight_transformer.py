@@ -14,8 +14,9 @@ from fairseq.utils import safe_getattr
 
 from ..config import ATTENTIONS, SOFTMAX, FastWeightTransformerConfig, linear_attentions, read_config
 from ..modules import LinearEncoderLayer, TranslationDecoderLayer
-from .fast_weight_lm import FastWeightDecoder, defaults
-from .other_options import NamesWhatDiffers, keep_layers
+from .checkpoint_options import NamesWhatDiffers, keep_layers
+from .fast_weight_decoder import FastWeightDecoder
+from .lm_architectures import defaults
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..config import SOFTMAX, FastWeightConfig, check_numbers, option
-from ..mixers.fast_weight import build_feature_map, check_combination, initial_bias, normalised_features
+from ..mixers.features import build_feature_map, check_combination, initial_bias, normalised_features
 from ..ops import fast_weight
 from ..ops.recall import recall
 from ..rules import RULES, Rule

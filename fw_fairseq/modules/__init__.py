@@ -1,7 +1,8 @@
 """fairseq's layers with a mixer or linear attention in place of attention."""
 
-from .decoder_layer import CarriedState, FastWeightDecoderLayer, MixerAttention
+from .decoder_layer import FastWeightDecoderLayer
 from .linear_attention import LinearAttention
+from .mixer_attention import CarriedState, MixerAttention
 from .translation_layers import LinearEncoderLayer, TranslationDecoderLayer
 
 __all__ = [

@@ -11,7 +11,7 @@ from fairseq.incremental_decoding_utils import with_incremental_state
 from torch import Tensor, nn
 
 from ..feature_maps import wide
-from ..mixers.fast_weight import build_feature_map, check_combination, normalised_features
+from ..mixers.features import build_feature_map, check_combination, normalised_features
 from ..ops.normalisation import divide
 
 

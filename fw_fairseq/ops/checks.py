@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, distributed
 
 from ..feature_maps import NORMS
+from ..row_map import MAPS, RowMap
 from ..rules import RULES, Rule
-from .row_map import MAPS, RowMap
 from .state import FastWeightState
 
 BACKENDS = ("auto", "recurrent", "chunkwise", "cuda")

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..row_map import AS_IS, RowMap
 from ..rules import Coefficients
-from .row_map import AS_IS, RowMap
 
 
 def at(mask: Tensor, x: Tensor | None, value: float) -> Tensor | None:

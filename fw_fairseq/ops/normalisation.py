@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..rules import Coefficients
-from .frames import SMALLEST_GATE
+from .chunkwise.frames import SMALLEST_GATE
 from .state import FastWeightState
 
 EPS = 1e-6

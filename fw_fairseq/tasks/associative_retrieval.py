@@ -10,7 +10,7 @@ from omegaconf import II
 from torch import Tensor
 
 from ..config import check_numbers, option
-from .loading import BatchIterator
+from ..data.loading import BatchIterator
 
 VALIDATION_SEQUENCES = 20
 SEED_OF = {"train": 0, "valid": 1, "test": 2}

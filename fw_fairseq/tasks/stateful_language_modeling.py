@@ -8,9 +8,10 @@ from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageMode
 from omegaconf import II
 
 from ..config import option
+from ..data.streams import StreamDataset, StreamIterator
+from ..data.text import Text, check_positions, check_shard, load_text, takes
 from ..modules import CarriedState
 from .generation import PromptedGenerator
-from .streams import StreamDataset, StreamIterator, Text, check_positions, check_shard, load_text, takes
 
 
 @dataclass

@@ -9,5 +9,5 @@
 source "$(dirname "$0")/settings.sh"
 
 mkdir -p "$OUT/$NAME"
-"$PYTHON" -m fw_fairseq.convert "$OUT/pretrained.pt" "$OUT/$NAME/start.pt" --rule "$RULE" --feature-dim "$M" \
+"$PYTHON" -m fw_fairseq.tools.convert "$OUT/pretrained.pt" "$OUT/$NAME/start.pt" --rule "$RULE" --feature-dim "$M" \
     --feature-map "$MAP" --feature-norm "$NORM" ${FORCE:+--force} | tee "$OUT/$NAME/convert.txt"

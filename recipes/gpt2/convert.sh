@@ -7,5 +7,5 @@
 source "$(dirname "$0")/settings.sh"
 
 mkdir -p "$OUT/$NAME"
-"$PYTHON" -m fw_fairseq.convert "$OUT/pretrained" "$OUT/$NAME/start.pt" --rule "$RULE" "${attention[@]}" ${FORCE:+--force} |
+"$PYTHON" -m fw_fairseq.tools.convert "$OUT/pretrained" "$OUT/$NAME/start.pt" --rule "$RULE" "${attention[@]}" ${FORCE:+--force} |
     tee "$OUT/$NAME/convert.txt"

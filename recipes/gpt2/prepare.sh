@@ -30,7 +30,7 @@ if [ -z "${MODEL:-}" ]; then
 fi
 ln -sfn "$(realpath "$MODEL")" "$OUT/pretrained"
 [ -f "$OUT/dictionary/dict.txt" ] ||
-    "$PYTHON" -m fw_fairseq.convert "$MODEL" "$OUT/dictionary/softmax.pt" --rule softmax --force >"$OUT/convert.log"
+    "$PYTHON" -m fw_fairseq.tools.convert "$MODEL" "$OUT/dictionary/softmax.pt" --rule softmax --force >"$OUT/convert.log"
 if [ ! -d "$OUT/data" ]; then
     "$PYTHON" recipes/gpt2/encode.py "$MODEL" "$DATA" "$OUT/tokens"
     rm -rf "$OUT/data.part"

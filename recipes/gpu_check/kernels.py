@@ -15,8 +15,8 @@ from functools import partial
 import torch
 
 from fw_fairseq.ops import FastWeightState, RowMap, fast_weight
-from fw_fairseq.ops.pooling import pool
-from fw_fairseq.ops.sru import sru
+from fw_fairseq.ops.vectors.pooling import pool
+from fw_fairseq.ops.vectors.sru import sru
 from fw_fairseq.rules import RULES
 
 B, H, T, K, V = 2, 2, 37, 24, 40

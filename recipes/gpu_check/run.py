@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from fw_fairseq.ops.cuda_launch import CupyLaunch
+from fw_fairseq.ops.kernels.launch import CupyLaunch
 
 HERE = Path(__file__).parent
 TOOLKIT = "/usr/local/cuda/bin"  # often not in PATH
@@ -32,7 +32,7 @@ def steps(out: Path) -> list[tuple[str, int, list[str]]]:
     The last two go without where the others took their time."""
     device = ["--device", "cuda", "--rounds", "5"]
     python = [sys.executable, "-m"]
-    bench = [*python, "fw_fairseq.bench"]
+    bench = [*python, "fw_fairseq.tools.bench"]
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=TOOLKIT)
     workers = ["-n", str(PROCESSES)] if importlib.util.find_spec("xdist") else []
     kernels = [sys.executable, str(HERE / "kernels.py")]

@@ -7,7 +7,7 @@ from fairseq.models import FairseqLanguageModel
 from fairseq_cli.eval_lm import cli_main
 from torch.nn.modules.module import register_module_forward_hook
 
-from fw_fairseq.bench_tools import process_memory
+from fw_fairseq.tools.bench.contest import process_memory
 
 
 class Watch:

@@ -83,7 +83,7 @@ for row in $rows; do
     [ "$rule" = softmax ] || trained=(--update-rule "$rule" "${options[@]}")
     if [ ! -f "$folder/converted.pt" ]; then
         mkdir -p "$folder"
-        run "$folder.log" "$bin/python" -m fw_fairseq.convert "$start/finished.pt" "$folder/converted.pt" --rule "$rule" "${options[@]}"
+        run "$folder.log" "$bin/python" -m fw_fairseq.tools.convert "$start/finished.pt" "$folder/converted.pt" --rule "$rule" "${options[@]}"
     fi
     tune=(10 cosine --min-lr 2e-6 --warmup-init-lr 1e-7 --arch fast_weight_lm "${trained[@]}")
     begin=$folder/converted.pt count=$updates criterion=(--criterion adaptive_loss)

@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from fw_fairseq.files import load_language_model
+from fw_fairseq.tools.checkpoints import load_language_model
 
 
 def count(kept) -> int:

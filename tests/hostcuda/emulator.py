@@ -26,7 +26,7 @@ def module(path: Path, options: tuple[str, ...], flags: tuple[str, ...]) -> Host
 
 
 class EmulatorLaunch:
-    """launch(source_file, kernel_name, defines, grid, block, params, shared_bytes, device) as in fw_fairseq.ops.cuda, on the CPU.
+    """launch(source_file, kernel_name, defines, grid, block, params, shared_bytes, device) as in ``ops.kernels``, on the CPU.
 
     policy, seed: the schedule of the threads (``SCHEDULES`` catch every missing barrier that was tried); bounds: indices of fixed
     arrays and alignment are checked; sanitizer: see ``sanitize.run_sanitized``. ``calls`` lists what was launched.

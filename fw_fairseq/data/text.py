@@ -1,0 +1,61 @@
+"""The tokens of one split, and the checks that every task that reads them shares."""
+
+from __future__ import annotations
+
+import inspect
+import os
+
+import torch
+from fairseq import utils
+from fairseq.data import FairseqDataset, data_utils
+from fairseq.tasks.language_modeling import LanguageModelingConfig
+from torch import Tensor
+
+from ..config import option_name
+
+CUTTING = ("sample_break_mode", "add_bos_token", "shorten_method", "pad_to_fixed_length", "pad_to_fixed_bsz")
+
+
+class Text(FairseqDataset):
+    """All tokens of a split, not yet cut into streams. ``targets``: what the model is to predict, words without an output as
+    unknown ones."""
+
+    def __init__(self, tokens: Tensor, split: str, targets: Tensor | None = None):
+        self.tokens, self.split, self.targets = tokens, split, tokens if targets is None else targets
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def load_text(task, split: str, epoch: int = 1, combine: bool = False) -> Text:
+    """Of a task like language_modeling, whose options that cut a text into samples are refused."""
+    for name in CUTTING:
+        value = getattr(task.args, name, None)
+        if value is not None and str(value) != str(getattr(LanguageModelingConfig, name)):
+            raise ValueError(f"{option_name(name)} is {value}; this task reads all of {split} as one text, leave the option out")
+    paths = utils.split_paths(task.args.data)
+    path = os.path.join(paths[(epoch - 1) % len(paths)], split)
+    data = data_utils.load_indexed_dataset(path, task.dictionary, task.args.dataset_impl, combine=combine)
+    if data is None:
+        raise FileNotFoundError(f"Dataset not found: {split} ({path})")
+    tokens = torch.cat([data[i] for i in range(len(data))])
+    predicted = task.output_dictionary
+    if len(predicted) == len(task.dictionary):
+        return Text(tokens, split)
+    return Text(tokens, split, tokens.where(tokens < len(predicted), predicted.unk()))
+
+
+def check_positions(tokens: int, most) -> None:
+    """fairseq compares the samples that it cuts with the model's positions; what is cut here comes here first."""
+    if isinstance(most, int) and tokens > most:
+        raise ValueError(f"{tokens} tokens at once are more than the model's {most} positions; give a shorter --tokens-per-sample")
+
+
+def check_shard(shard: int, shards: int) -> None:
+    if not 0 <= shard < shards:
+        raise ValueError(f"--shard-id is {shard}; it must be at least 0 and less than --num-shards, {shards}")
+
+
+def takes(model, name: str) -> bool:
+    """Whether its forward has this keyword, which fairseq's own models do not."""
+    return name in inspect.signature(getattr(model, "decoder", model).forward).parameters

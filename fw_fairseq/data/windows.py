@@ -1,0 +1,43 @@
+"""Overlapping windows of a text, for evaluation with a sliding context."""
+
+from __future__ import annotations
+
+import torch
+
+from .text import Text
+
+
+class SlidingWindows(torch.utils.data.Dataset):
+    """Windows of ``context`` + ``stride`` tokens; each scores its last ``stride``, the first one all of its tokens."""
+
+    def __init__(self, text: Text, context: int, stride: int, eos: int):
+        self.target, self.context, self.stride = text.targets, context, stride
+        self.source = torch.cat([torch.tensor([eos]), text.tokens[:-1]])
+        self.starts = [0, *range(context + stride, len(text.tokens), stride)]  # of what each scores
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+        start = self.starts[index]
+        stop = start + (self.stride if index else self.context + self.stride)
+        return index, self.source[max(0, start - self.context) : stop], self.target[start:stop]
+
+    def batches(self, windows: int, shard: int = 0, shards: int = 1) -> list[list[int]]:
+        """The first and a shorter last window by themselves, all others have one length. A shard has neighbouring windows."""
+        own, ends = range(len(self) * shard // shards, len(self) * (shard + 1) // shards), (0, len(self) - 1)
+        middle = [i for i in own if i not in ends]
+        grouped = [middle[i : i + windows] for i in range(0, len(middle), windows)]
+        return sorted(grouped + [[i] for i in own if i in ends])
+
+    def collater(self, samples) -> dict:
+        ids, source, target = zip(*samples)
+        source, target = torch.stack(source), torch.stack(target)
+        net_input = {"src_tokens": source, "score_last": target.shape[1]}
+        return {
+            "id": torch.tensor(ids),
+            "nsentences": len(ids),
+            "ntokens": target.numel(),
+            "net_input": net_input,
+            "target": target,
+        }

@@ -1,0 +1,1 @@
+"""The recurrence in chunks of tokens (docs/chunk_form.md)."""

@@ -1,0 +1,114 @@
+"""How the kernels without erase are cut: the tile of a block, the segments of the backward, and the shared memory that both take.
+``cuda_decay`` launches them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...row_map import AS_IS, RowMap
+from .common import SHARED
+
+CHUNK = 16
+
+
+class Tile(NamedTuple):
+    """How a block is laid out: V channels of its tile, warps that share the memory along K and along V."""
+
+    V: int
+    k_warps: int
+    v_warps: int
+
+    def warps(self, K: int) -> int:
+        """Enough for the memory, and one for 32 columns."""
+        return max(self.k_warps * self.v_warps, -(-K // 32) + -(-self.V // 32))
+
+
+# By K, padded: the widest tile. A memory is 32 to 64 fp32 registers a thread, its adjoint 16: no spills to K = 64. At K = V =
+# 128 in bf16 the forward of sum spills up to 272 bytes a thread (sm_90), the backward with one gate up to 16 (sm_80).
+FORWARD = {
+    16: Tile(64, 1, 4),
+    32: Tile(64, 1, 4),
+    64: Tile(128, 1, 8),
+    128: Tile(128, 1, 8),
+    256: Tile(64, 2, 4),
+    384: Tile(32, 6, 2),
+    512: Tile(32, 8, 2),
+}
+BACKWARD = {
+    16: Tile(64, 1, 4),
+    32: Tile(64, 1, 4),
+    64: Tile(64, 2, 4),
+    128: Tile(32, 4, 2),
+    256: Tile(32, 4, 2),
+    384: Tile(16, 12, 1),
+    512: Tile(16, 16, 1),
+}
+
+
+def padded(width: int) -> int:
+    """The least width of the tables that has room; of symbolic widths too."""
+    for room in FORWARD:
+        if width <= room:
+            break
+    return room
+
+
+def operands(dtype: torch.dtype, precision: str) -> str:
+    return "tf32" if dtype == torch.float16 else precision
+
+
+def choose_tile(table: dict[int, Tile], K: int, V: int) -> Tile:
+    """The table's tile, no wider than V needs."""
+    tile = table[padded(K)]
+    width = min(tile.V, padded(V))
+    return tile._replace(V=width, v_warps=min(tile.v_warps, width // 16))
+
+
+def choose_forward(K: int, V: int, precision: str) -> Tile:
+    tile = choose_tile(FORWARD, K, V)
+    if precision == "bf16" or padded(K) not in (64, 128):
+        return tile
+    # Operands of 32 bits take more registers: less of the memory to a warp.
+    width = min(tile.V, 64)
+    return tile._replace(V=width, k_warps=2, v_warps=width // 16)
+
+
+def choose_backward(K: int, V: int, precision: str, has_f: bool, has_z: bool, map_bytes) -> tuple[Tile, int]:
+    """The widest tile and the longest segment whose shared memory fits; the smallest of both where none does."""
+    tile = choose_tile(BACKWARD, K, V)
+    while True:
+        for segment in (64, 32):
+            if backward_shared(K, tile, segment, precision, has_f, has_z, map_bytes) <= SHARED:
+                return tile, segment
+        if tile.V == 16:
+            return tile, CHUNK
+        tile = tile._replace(V=tile.V // 2, v_warps=min(tile.v_warps, tile.V // 32))
+
+
+def map_bytes(q: Tensor, row_map: RowMap, chunks: int) -> int:
+    """Of the ``Rows`` of so many chunks and of ``Features``, in columns.cuh."""
+    if row_map == AS_IS:
+        return 0
+    d, unit = q.shape[-1], 16 // q.dtype.itemsize
+    return 2 * 16 * (chunks * (-(-d // unit) + 1) * 16 + (padded(row_map.width(d)) + 8) * q.dtype.itemsize)
+
+
+def backward_shared(K: int, tile: Tile, segment: int, precision: str, has_f: bool, has_z: bool, map_bytes) -> int:
+    """Of ``Shared`` in decay_gradients.cuh; ``map_bytes`` says what so many chunks' maps add."""
+    K, V = padded(K), tile.V
+    chunk = 2 * 16 * (K + 8) + 2 * 16 * (V + 8) + 2 * 16 * 24
+    memories = (segment // CHUNK + 1) * V * (K + 8)
+    sums = (3 if has_f else 2) * 16 * (K + 8) + (3 if has_z else 1) * 16 * (V + 8)
+    kept = (chunk + memories) * operand_bytes(precision) + 4 * (2 * 16 + sums) + scale_bytes(K, V)
+    return kept + map_bytes(segment // CHUNK)
+
+
+def scale_bytes(K: int, V: int) -> int:
+    return 4 * 3 * (K + V)
+
+
+def operand_bytes(precision: str) -> int:
+    return 2 if precision == "bf16" else 4

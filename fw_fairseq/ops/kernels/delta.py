@@ -1,0 +1,209 @@
+"""The kernels for rules with erase (delta, gated_delta), ``cuda/delta.cu`` and ``cuda/delta_backward.cu``: what they take, how a
+launch is cut into tiles, and its parameters. ``cuda`` has the contract of a family.
+
+fp16 inputs are multiplied in tf32, which holds them exactly: memories and gradients can leave the range of fp16, and bf16 would
+round its inputs once more.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...row_map import AS_IS, RowMap
+from . import launch as cuda_launch
+from .common import OLDEST, PRECISIONS, SHARED, TYPES, add_up, in_units, shares_of
+
+CHUNK = 16
+LARGEST_KEY = 512
+VIEW = np.dtype([("p", "u8"), ("b", "i8"), ("h", "i8"), ("t", "i8"), ("tile", "i8")])
+VIEWS = ("q", "k", "v", "f", "e", "w", "y", "dy", "dq", "dk", "dv", "df", "de", "dw")
+SHARES = ("dq", "dk", "df", "de", "dw")  # outputs that each tile of V has a share of, along a first dimension
+POINTERS = ("memory", "final", "borders", "dfinal", "dmemory")
+PARAMS = np.dtype([(name, VIEW) for name in VIEWS] + [(name, "u8") for name in POINTERS] + [(n, "i4") for n in "HTKV"], align=True)
+
+
+class Tiling(NamedTuple):
+    """How a block is cut. ``value``: columns of the memory; ``ksplit``: warps that share 16 of them; ``span``: tokens in shared
+    memory at a time, twice, in the forward; ``segment``: tokens between two saved memories, in shared memory in the backward."""
+
+    value: int
+    ksplit: int
+    span: int
+    segment: int
+
+
+# The widest key a row is for, and bytes of an operand in shared memory. Up to 128 registers a thread for the memory and its
+# adjoint; shared memory below 99 KiB (what every device has) except in the last row, and for two blocks a multiprocessor or more.
+TABLE = {
+    (64, 2): Tiling(64, 1, 64, 32),
+    (128, 2): Tiling(64, 1, 32, 32),
+    (256, 2): Tiling(32, 2, 32, 16),
+    (512, 2): Tiling(16, 4, 16, 16),
+    (64, 4): Tiling(64, 1, 32, 16),
+    (128, 4): Tiling(32, 2, 32, 16),
+    (256, 4): Tiling(16, 4, 16, 16),
+    (512, 4): Tiling(16, 4, 16, 16),
+}
+
+
+def round_up(n, multiple: int):
+    return (n + multiple - 1) // multiple * multiple
+
+
+class Variant(NamedTuple):
+    """A kernel's macros and what the host has to know of them."""
+
+    dtype: torch.dtype
+    key: int  # FW_K
+    tiling: Tiling
+    tiles: int  # of V
+    precision: int
+    f: bool
+    w: bool
+    row: int  # width of q and k
+    row_map: RowMap
+
+    @classmethod
+    def of(cls, q, v, f, w, precision: str, row_map: RowMap) -> Variant:
+        precision = "tf32" if precision == "bf16" and q.dtype == torch.float16 else precision
+        row, key, value = q.shape[3], row_map.width(q.shape[3]), v.shape[3]
+        tiling = next(row for (widest, size), row in TABLE.items() if widest >= key and size == (2 if precision == "bf16" else 4))
+        tiles = -(-value // tiling.value)
+        tiling = tiling._replace(value=round_up(-(-value // tiles), 16))
+        key, gates = round_up(key, 16 * tiling.ksplit), (f is not None, w is not None)
+        variant = cls(q.dtype, key, tiling, tiles, PRECISIONS[precision], *gates, row, row_map)
+        if variant.backward_bytes() > SHARED:  # by its rows
+            variant = variant._replace(tiling=tiling._replace(segment=CHUNK))
+        return variant
+
+    @property
+    def operand(self) -> torch.dtype:
+        return torch.bfloat16 if self.precision == 0 else torch.float32
+
+    @property
+    def warps(self) -> int:
+        return self.tiling.value // 16 * self.tiling.ksplit
+
+    def tile_bytes(self, rows: int, width: int, dtype: torch.dtype) -> int:
+        """A tile in shared memory; each row is 16 bytes longer than its data."""
+        return rows * (width * dtype.itemsize + 16)
+
+    def rows_bytes(self, rows: int) -> int:
+        """Of rows of q and k that are to be mapped."""
+        return 2 * self.tile_bytes(rows, round_up(self.row, 16 // self.dtype.itemsize), self.dtype)
+
+    def forward_bytes(self) -> int:
+        """sizeof(ForwardShared), which the kernel asserts."""
+        span, value = self.tiling.span, self.tiling.value
+        keys = 2 * self.tile_bytes(span, self.key, self.operand)
+        values = self.tile_bytes(span, value, self.dtype) + 20 * span
+        staged = 2 * (keys + values) if self.row_map == AS_IS else 2 * (self.rows_bytes(span) + values) + keys
+        solved = self.tile_bytes(span, CHUNK, torch.float32) + self.tile_bytes(span, CHUNK, self.operand)
+        return staged + solved + self.sums_bytes(4)
+
+    def backward_bytes(self) -> int:
+        """sizeof(BackwardShared), which the kernel asserts."""
+        span, value, operand = self.tiling.segment, self.tiling.value, self.operand
+        inputs = 2 * self.tile_bytes(span, self.key, operand) + 2 * self.tile_bytes(span, value, operand)
+        inputs += self.tile_bytes(span, value, self.dtype) + (0 if self.row_map == AS_IS else self.rows_bytes(span))
+        memories = (span // CHUNK + 1) * self.tile_bytes(value, self.key, operand) + self.tile_bytes(CHUNK, value, operand)
+        pairs = self.tile_bytes(span + 2 * CHUNK, CHUNK, operand)
+        solved = self.tile_bytes(2 * span + (span if self.f else CHUNK) + 2 * CHUNK, CHUNK, torch.float32)
+        rows = 4 * (self.warps * 3 * CHUNK + CHUNK + 2 * (value + self.warps) + 5 * span)
+        return inputs + memories + pairs + solved + round_up(rows, 16) + self.sums_bytes(2)
+
+    def sums_bytes(self, accumulators: int) -> int:
+        return 16 if self.tiling.ksplit == 1 else 2 * self.warps * accumulators * 32 * 16
+
+    def borders_shape(self, B, H, T):
+        return B * H * ((T + self.tiling.segment - 1) // self.tiling.segment), self.tiles * self.tiling.value, self.key
+
+    def launch(self, launch, pass_: str, views: dict, pointers: dict) -> None:
+        source, span, shared = {
+            "forward": ("delta.cu", self.tiling.span, self.forward_bytes()),
+            "backward": ("delta_backward.cu", self.tiling.segment, self.backward_bytes()),
+        }[pass_]
+        q, v = views["q"], views["v"]
+        B, H, T, _ = q.shape
+        defines = {
+            "FW_IN": TYPES[self.dtype],
+            "FW_K": self.key,
+            "FW_V": self.tiling.value,
+            "FW_F": int(self.f),
+            "FW_W": int(self.w),
+            "FW_PRECISION": self.precision,
+            "FW_KSPLIT": self.tiling.ksplit,
+            "FW_SPAN": span,
+            "FW_SEGMENT": self.tiling.segment,
+            "FW_ALIGNED": int(all(in_units(x) for name, x in views.items() if name in ("q", "k", "v", "y", "dy", "dv"))),
+            "FW_PARTIAL": int(self.tiles > 1),
+            "FW_SHARED": shared,
+            **self.row_map.defines(self.row),
+        }
+        params = np.zeros((), PARAMS)
+        for name, x in views.items():
+            if x is not None:
+                params[name] = view(x, leading_tile=name in SHARES)
+        for name, x in pointers.items():
+            params[name] = 0 if x is None else x.data_ptr()
+        params["H"], params["T"], params["K"], params["V"] = H, T, self.row_map.width(self.row), v.shape[3]
+        launch(source, f"delta_{pass_}", defines, (B * H, self.tiles), (32 * self.warps,), params, shared, q.device)
+
+
+def view(x: Tensor, leading_tile: bool) -> tuple[int, ...]:
+    strides = x.stride() if leading_tile else (0, *x.stride())
+    return (x.data_ptr(), *strides[1:4], strides[0])
+
+
+def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w, row_map: RowMap = AS_IS) -> str | None:
+    if z is not None:
+        return "backend='cuda' has no kernel for a value-side decay z together with an erase"
+    if f is not None and f.dim() != 3:
+        return "backend='cuda' has no kernel for an erase with decay per channel, only with one gate per token"
+    key = row_map.width(q.shape[-1])
+    if key > LARGEST_KEY:
+        return f"backend='cuda' has kernels with erase for keys up to {LARGEST_KEY} wide, not {key}"
+    return None if q.device.type != "cuda" else unsupported_device(q, v, f, w, row_map)
+
+
+def unsupported_device(q, v, f, w, row_map: RowMap = AS_IS) -> str | None:
+    if cuda_launch.current().capability(q.device) < OLDEST:
+        return f"backend='cuda' has kernels with erase for compute capability {OLDEST[0]}.{OLDEST[1]} and higher only"
+    variant = Variant.of(q, v, f, w, "exact" if q.dtype == torch.float32 else "bf16", row_map)
+    needed = max(variant.forward_bytes(), variant.backward_bytes())
+    held = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
+    if needed > held:
+        key = row_map.width(q.shape[-1])
+        return f"backend='cuda' needs {needed} bytes of shared memory for {q.dtype} keys {key} wide; this device has {held}"
+    return None
+
+
+def saved_like(q, k, v, f, z, e, w, memory, precision: str, row_map: RowMap = AS_IS):
+    variant = Variant.of(q, v, f, w, precision, row_map)
+    return [(variant.borders_shape(*q.shape[:3]), variant.operand)]
+
+
+def forward(launch, q, k, v, f, z, e, w, memory, precision: str, keep: bool = True, row_map: RowMap = AS_IS):
+    variant = Variant.of(q, v, f, w, precision, row_map)
+    y, final = torch.empty_like(v), torch.empty_like(memory)
+    saved = (memory.new_empty(variant.borders_shape(*q.shape[:3]), dtype=variant.operand),) if keep else ()
+    pointers = {"memory": memory, "final": final, "borders": saved[0] if keep else None}
+    variant.launch(launch, "forward", dict(q=q, k=k, v=v, f=f, e=e, w=w, y=y), pointers)
+    return y, final, saved
+
+
+def backward(launch, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str, row_map: RowMap = AS_IS):
+    variant = Variant.of(q, v, f, w, precision, row_map)
+    inputs = {"q": q, "k": k, "f": f, "e": e, "w": w}
+    grads = {f"d{name}": torch.empty_like(x) for name, x in inputs.items() if x is not None}
+    shares = {name: shares_of(grad, variant.tiles) for name, grad in grads.items()}
+    dv, before = torch.empty_like(v), torch.empty_like(memory)
+    pointers = {"dfinal": dmemory, "dmemory": before, "borders": saved[0]}
+    variant.launch(launch, "backward", inputs | shares | {"v": v, "dy": dy, "dv": dv}, pointers)
+    for name, grad in grads.items():
+        add_up(grad, shares[name])
+    return grads["dq"], grads["dk"], dv, grads.get("df"), None, grads["de"], grads.get("dw"), before

@@ -1,0 +1,170 @@
+"""Compiles and starts the kernels in ``cuda/``: CuPy compiles on first use, torch owns the memory, the stream and the device.
+
+A launcher is called as ``launch(source_file, kernel_name, defines, grid, block, params, shared_bytes, device)``: the file in
+``cuda/``, the kernel in it, its macros, the sizes as tuples, ONE structure passed by value (a numpy structured scalar whose dtype
+has ``align=True``), bytes of dynamic shared memory. Nothing is allocated and nothing waits, so a launch can be captured in a CUDA
+graph once its kernel has been compiled. ``current()`` is the launcher in use; tests put an emulator there with ``use``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+logger = logging.getLogger(__name__)
+PACKAGE = Path(__file__).parents[2]
+WITHOUT_ASKING = 48 * 1024  # bytes of dynamic shared memory that a kernel gets without asking
+COMPILER_ERRORS = ("CompileException", "NVRTCError")  # CuPy's
+OLDEST = (7, 5)  # what the compiler of CUDA 13 still compiles for
+
+
+class Stream(NamedTuple):
+    """All that CuPy looks at when it is given a stream."""
+
+    ptr: int
+
+
+class CupyLaunch:
+    """The launcher on a GPU. One compiled kernel per (file, macros, device), on disk too, by CuPy."""
+
+    device_type = "cuda"
+
+    def __init__(self):
+        self.modules: dict[tuple, object] = {}
+        self.kernels: dict[tuple, object] = {}
+
+    def why_not(self, device: torch.device) -> str | None:
+        """A sentence that says why kernels cannot run on ``device``; None where they can."""
+        return missing(device)
+
+    def capability(self, device: torch.device) -> tuple[int, int]:
+        return torch.cuda.get_device_capability(device)
+
+    def processors(self, device: torch.device) -> int:
+        """How many blocks it takes to give every multiprocessor one."""
+        return torch.cuda.get_device_properties(device).multi_processor_count
+
+    def __call__(self, source_file, kernel_name, defines, grid, block, params, shared_bytes, device) -> None:
+        if 0 in grid:  # an empty batch, which CUDA refuses
+            return
+        with torch.cuda.device(device):
+            index = torch.cuda.current_device()
+            key = (source_file, kernel_name, tuple(defines.items()), index)
+            kernel = self.kernels.get(key)
+            if kernel is None:
+                kernel = self.kernels[key] = self.compile(source_file, kernel_name, key[2], index, shared_bytes)
+            stream = Stream(torch.cuda.current_stream(index).cuda_stream)
+            kernel(grid, block, (np.asarray(params),), shared_mem=shared_bytes, stream=stream)
+
+    def compile(self, source_file, kernel_name, defines, index: int, shared_bytes: int):
+        with said("CuPy, which compiles the kernels, cannot be imported"):
+            import cupy
+        module = self.modules.get((source_file, defines, index))
+        if module is None:
+            module = cupy.RawModule(code=(kernel_folder() / source_file).read_text(), options=compile_options(defines))
+            self.modules[source_file, defines, index] = module
+        macros = " ".join(f"{name}={value}" for name, value in defines)
+        described = f"kernel {kernel_name} of cuda/{source_file} ({macros})"
+        with said(f"{described} does not compile", f"{described} cannot be loaded"):
+            kernel = module.get_function(kernel_name)
+        if shared_bytes > WITHOUT_ASKING:
+            with said(f"{described} cannot have {shared_bytes} bytes of shared memory"):
+                kernel.max_dynamic_shared_size_bytes = shared_bytes
+        return kernel
+
+
+def use_kernels(backend: str, device: torch.device, why_not) -> bool:
+    """Whether an operation with kernels and one PyTorch form takes the kernels; ``why_not()`` says why it cannot, or None."""
+    if backend not in ("auto", "torch", "cuda"):
+        raise ValueError(f"backend is {backend!r}; allowed: auto, torch, cuda")
+    if backend == "torch" or (backend == "auto" and device.type != _launcher.device_type):
+        return False
+    reason = why_not()
+    if reason and backend == "cuda":
+        raise ValueError(reason)
+    if reason:
+        log_once(reason)
+    return not reason
+
+
+@functools.cache
+def log_once(reason: str) -> None:
+    logger.warning(f"{reason}; running the PyTorch form instead")
+
+
+def missing(device: torch.device) -> str | None:
+    """What this process lacks to run kernels on ``device``."""
+    return look_up(device)
+
+
+# torch.compiler.assume_constant_result, which would import the compiler first, and with it triton; else a graph breaks there.
+missing._dynamo_marked_constant = True
+
+
+@functools.cache  # decoding asks for every token
+def look_up(device: torch.device) -> str | None:
+    if not torch.cuda.is_available():
+        return "backend='cuda' needs a CUDA device, and torch sees none"
+    if device.type != "cuda":
+        return f"backend='cuda' needs tensors on a CUDA device; these are on {device}"
+    if importlib.util.find_spec("cupy") is None:
+        return "backend='cuda' needs CuPy; install fw_fairseq with the extra [cuda13] or [cuda12]"
+    if torch.cuda.get_device_capability(device) < OLDEST:
+        return f"backend='cuda' needs compute capability {OLDEST[0]}.{OLDEST[1]} or higher"
+    return None
+
+
+@contextlib.contextmanager
+def said(what: str, otherwise: str | None = None):
+    """What goes wrong in CuPy, which raises several kinds of errors, as one RuntimeError: ``what``, or ``otherwise`` where there is
+    one and the compiler is not to blame, and the first lines that were written."""
+    try:
+        yield
+    except Exception as error:
+        what = what if otherwise is None or type(error).__name__ in COMPILER_ERRORS else otherwise
+        lines = [line for line in str(error).splitlines() if line.strip("= ")]
+        told = "\n".join(["", *lines[:4]]) if lines else f" {type(error).__name__}"
+        raise RuntimeError(f"{what}:{told}") from error
+
+
+def kernel_folder() -> Path:
+    """``fw_fairseq/cuda`` where the package is installed, ``cuda/`` beside it in a checkout."""
+    folders = (PACKAGE / "cuda", PACKAGE.parent / "cuda")
+    for folder in folders:
+        if (folder / "common.cuh").is_file():
+            return folder
+    raise RuntimeError(f"the CUDA kernels are in none of {', '.join(map(str, folders))}; install fw_fairseq again")
+
+
+def compile_options(defines) -> tuple[str, ...]:
+    """With a fingerprint of the headers: CuPy's disk cache knows a kernel by its own text and its options only."""
+    folder = kernel_folder()
+    headers = b"".join(path.read_bytes() for path in sorted(folder.glob("*.cuh")))
+    fingerprint = hashlib.sha256(headers).hexdigest()[:16]
+    return ("-std=c++17", f"-I{folder}", f"-DFW_HEADERS=0x{fingerprint}", *(f"-D{name}={value}" for name, value in defines))
+
+
+_launcher = CupyLaunch()
+
+
+def current():
+    return _launcher
+
+
+@contextlib.contextmanager
+def use(launcher):
+    """``launcher`` instead of CuPy, for tests without a GPU."""
+    global _launcher
+    previous, _launcher = _launcher, launcher
+    try:
+        yield launcher
+    finally:
+        _launcher = previous

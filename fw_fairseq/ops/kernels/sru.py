@@ -1,0 +1,120 @@
+"""The scan of simple recurrent units in kernels, ``cuda/sru.cu``; ``sru`` has the equations."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import launch as cuda_launch
+from .common import TYPES
+from .recurrence import DTYPES, LIBRARY, dense
+
+SOURCE, UNITS, STEPS = "sru.cu", 32, 8
+VIEW = np.dtype([("p", "u8"), ("stride_t", "i8"), ("stride_b", "i8")])
+VIEWS = ("u", "forget", "reset", "x", "h", "c", "du", "dforget", "dreset", "dx", "dh", "padding", "resets")
+POINTERS = ("v_forget", "v_reset", "first", "last", "dfirst", "dv_forget", "dv_reset", "dlast")
+SIZES = ("T", "B", "D")
+PARAMS = np.dtype([(n, VIEW) for n in VIEWS] + [(n, "u8") for n in POINTERS] + [(n, "i4") for n in SIZES], align=True)
+NAMES = ("u", "forget", "reset", "x", "v_forget", "v_reset", "first")
+INPUTS = ", ".join(f"Tensor {name}" for name in NAMES) + ", Tensor? padding, Tensor? resets"
+
+
+def sru_cuda_form(u, forget, reset, x, v_forget, v_reset, first, padding=None, resets=None) -> tuple[Tensor, Tensor]:
+    """u, F, R (T,B,D) of one dtype, x (T,B,D), v_f, v_r (D), first (B,D), masks (B,T) -> h in u's dtype, the last c in fp32."""
+    steps = [dense(part) for part in (u, forget.to(u.dtype), reset.to(u.dtype), x)]
+    wide = [part.float().contiguous() for part in (v_forget, v_reset, first)]
+    keep = torch.is_grad_enabled() and any(part.requires_grad for part in (*steps, *wide))
+    h, last, _ = torch.ops.fw_fairseq.sru(*steps, *wide, padding, resets, keep)
+    return h, last
+
+
+def why_not(u: Tensor, x: Tensor) -> str | None:
+    """A sentence that says why ``sru_cuda_form`` cannot run on these inputs; None where it can."""
+    if reason := cuda_launch.current().why_not(u.device):
+        return reason
+    for part in (u, x):
+        if part.dtype not in DTYPES:
+            return f"backend='cuda' has kernels for {', '.join(map(str, DTYPES))}, not for {part.dtype}"
+    return None
+
+
+def start(kernel: str, keep: bool, tensors: dict[str, Tensor | None]) -> None:
+    """Masks are (B,T), everything else with two strides (T,B,D)."""
+    u, x = tensors["u"], tensors["x"]
+    params = np.zeros((), PARAMS)
+    params["T"], params["B"], params["D"] = u.shape
+    for name, part in tensors.items():
+        if part is None:
+            continue
+        if name in POINTERS:
+            params[name] = part.data_ptr()
+        else:
+            time, batch = (1, 0) if name in ("padding", "resets") else (0, 1)
+            params[name] = (part.data_ptr(), part.stride(time), part.stride(batch))
+    grid = (-(-u.shape[1] * u.shape[2] // UNITS),)
+    macros = defines(u.dtype, x.dtype, tensors["padding"] is not None, tensors["resets"] is not None, keep)
+    cuda_launch.current()(SOURCE, kernel, macros, grid, (UNITS,), params, 0, u.device)
+
+
+def defines(dtype: torch.dtype, x_dtype: torch.dtype, padding: bool, resets: bool, keep: bool) -> dict[str, object]:
+    """The macros of ``cuda/sru.cu``."""
+    flags = {"FW_PADDING": int(padding), "FW_RESETS": int(resets), "FW_KEEP": int(keep)}
+    return {"FW_IN": TYPES[dtype], "FW_X": TYPES[x_dtype], **flags, "FW_STEPS": STEPS}
+
+
+def packed(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def forward(u, forget, reset, x, v_forget, v_reset, first, padding, resets, keep: bool):
+    tensors = dict(u=u, forget=forget, reset=reset, x=x, v_forget=v_forget, v_reset=v_reset, first=first)
+    h, last, saved = forward_fake(u, forget, reset, x, v_forget, v_reset, first, padding, resets, keep)
+    c = saved[0] if keep else None
+    start("sru_forward", keep, tensors | dict(padding=padding, resets=resets, h=h, last=last, c=c))
+    return h, last, saved
+
+
+def forward_fake(u, forget, reset, x, v_forget, v_reset, first, padding, resets, keep: bool):
+    return packed(u), torch.empty_like(first), [first.new_empty(u.shape)] if keep else []
+
+
+def backward(u, forget, reset, x, v_forget, v_reset, first, padding, resets, c, dh, dlast):
+    tensors = dict(u=u, forget=forget, reset=reset, x=x, v_forget=v_forget, v_reset=v_reset, first=first, last=c[-1])
+    tensors |= dict(padding=padding, resets=resets, c=c, dh=dh, dlast=dlast)
+    outputs = dict(du=packed(u), dforget=packed(u), dreset=packed(u), dx=packed(x))
+    outputs |= {name: torch.empty_like(first) for name in ("dv_forget", "dv_reset", "dfirst")}
+    start("sru_backward", True, tensors | outputs)
+    outputs |= {name: outputs[name].sum(0) for name in ("dv_forget", "dv_reset")}
+    return list(outputs.values())
+
+
+def backward_fake(u, forget, reset, x, v_forget, v_reset, first, padding, resets, c, dh, dlast):
+    return [*map(packed, (u, forget, reset, x)), *map(torch.empty_like, (v_forget, v_reset, first))]
+
+
+def setup_context(ctx, inputs, output) -> None:
+    *operands, keep = inputs
+    if not keep:
+        raise RuntimeError("fw_fairseq::sru was called with keep=False on tensors that require gradients")
+    [c] = output[2]
+    ctx.mark_non_differentiable(c)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*operands, c)
+
+
+def differentiate(ctx, dh, dlast, _dsaved):
+    u, *_, first, _padding, _resets, _c = ctx.saved_tensors
+    dh = torch.zeros_like(u) if dh is None else dense(dh)
+    dlast = torch.zeros_like(first) if dlast is None else dlast.contiguous()
+    return *torch.ops.fw_fairseq.sru_backward(*ctx.saved_tensors, dh, dlast), None, None, None
+
+
+TAGS = (torch.Tag.pt2_compliant_tag,)
+LIBRARY.define(f"sru({INPUTS}, bool keep) -> (Tensor, Tensor, Tensor[])", tags=TAGS)
+LIBRARY.define(f"sru_backward({INPUTS}, Tensor c, Tensor dh, Tensor dlast) -> Tensor[]", tags=TAGS)
+LIBRARY.impl("sru", forward, "CUDA")
+LIBRARY.impl("sru_backward", backward, "CUDA")
+torch.library.register_fake("fw_fairseq::sru", forward_fake, lib=LIBRARY)
+torch.library.register_fake("fw_fairseq::sru_backward", backward_fake, lib=LIBRARY)
+torch.library.register_autograd("fw_fairseq::sru", differentiate, setup_context=setup_context, lib=LIBRARY)

@@ -1,0 +1,86 @@
+"""One token of the recurrence in one kernel, ``cuda/step.cu``: for decoding, without gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...row_map import AS_IS, RowMap
+from ...rules import Coefficients
+from . import launch as cuda_launch
+from .common import TYPES
+from .recurrence import DTYPES, INPUTS, LIBRARY, ROW_MAP, dense
+
+SOURCE, COLUMNS, WARPS = "step.cu", 32, 16
+ROWS = (8, 16, 32)  # of the memory in the registers of a warp
+LARGEST_KEY = WARPS * ROWS[-1]
+VIEW = np.dtype([("p", "u8"), ("stride_b", "i8"), ("stride_h", "i8")])
+VIEWS = ("q", "k", "v", "f", "z", "e", "w", "memory", "y", "memory_out")
+PARAMS = np.dtype([(name, VIEW) for name in VIEWS] + [(name, "i4") for name in "HKV"], align=True)
+
+
+def step(
+    q, k, v, f, z, e, w, memory: Tensor, row_map: RowMap = AS_IS, y: Tensor | None = None, memory_out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """q, k (B,H,K), v (B,H,V), f (B,H) or (B,H,K), z (B,H,V), e, w (B,H), memory (B,H,K,V) fp32 -> y (B,H,V), the new memory.
+
+    row_map: makes features of q and k, which are then (B,H,D). memory_out: where the new memory goes, ``memory`` itself for an
+    update in place. With y and memory_out given nothing is allocated, and the call can be captured in a CUDA graph once it has run.
+    """
+    y = torch.empty_like(v) if y is None else y
+    memory_out = torch.empty_like(memory) if memory_out is None else memory_out
+    batch, heads, key, value = memory.shape
+    tensors = dict(zip(VIEWS, (q, k, v, f, z, e, w, memory, y, memory_out)))
+    params = np.zeros((), PARAMS)
+    for name, x in tensors.items():
+        if x is not None:
+            params[name] = (x.data_ptr(), x.stride(0), x.stride(1))
+    params["H"], params["K"], params["V"] = heads, key, value
+    rows = choose_rows(key)
+    grid, block = (batch * heads, -(-value // COLUMNS)), (COLUMNS, -(-key // rows))
+    macros = defines(v.dtype, f, z, e, w, rows) | row_map.defines(q.shape[-1])
+    cuda_launch.current()(SOURCE, "step", macros, grid, block, params, 0, q.device)
+    return y, memory_out
+
+
+def choose_rows(key: int) -> int:
+    """The fewest rows a warp with at most ``WARPS`` warps: more warps hide more of the memory's latency."""
+    return next(rows for rows in ROWS if rows * WARPS >= key)
+
+
+def defines(dtype: torch.dtype, f, z, e, w, rows: int) -> dict[str, object]:
+    """The macros of ``cuda/step.cu``."""
+    present = {f"FW_{name}": int(x is not None) for name, x in (("Z", z), ("E", e), ("W", w))}
+    return {"FW_IN": TYPES[dtype], "FW_F": 0 if f is None else f.dim() - 1, **present, "FW_ROWS": rows}
+
+
+def why_not(q: Tensor, v: Tensor, row_map: RowMap = AS_IS) -> str | None:
+    """A sentence that says why ``step_cuda_form`` cannot run on these inputs; None where it can."""
+    if reason := cuda_launch.current().why_not(q.device):
+        return reason
+    if v.dtype not in DTYPES:
+        return f"the decoding kernel takes {', '.join(map(str, DTYPES))}, not {v.dtype}"
+    if (key := row_map.width(q.shape[-1])) > LARGEST_KEY:
+        return f"the decoding kernel takes keys up to {LARGEST_KEY} wide, not {key}"
+    return None
+
+
+def step_cuda_form(q, k, v, coefficients: Coefficients, memory: Tensor, row_map: RowMap = AS_IS) -> tuple[Tensor, Tensor]:
+    """As ``cuda_form``, for one token and without gradients; the memory it is given stays as it is."""
+    token = [None if x is None else dense(x).squeeze(2) for x in (q, k, v, *coefficients)]
+    y, memory = torch.ops.fw_fairseq.step(*token, memory.contiguous(), *row_map)
+    return y.unsqueeze(2), memory
+
+
+def step_operator(q, k, v, f, z, e, w, memory, *row_map):
+    return step(q, k, v, f, z, e, w, memory, RowMap(*row_map))
+
+
+LIBRARY.define(f"step({INPUTS}, {ROW_MAP}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY.impl("step", step_operator, "CUDA")
+torch.library.register_fake(
+    "fw_fairseq::step",
+    lambda q, k, v, f, z, e, w, memory, *row_map: (torch.empty_like(v), torch.empty_like(memory)),
+    lib=LIBRARY,
+)

@@ -1,0 +1,1 @@
+"""The recurrence over parts of one sequence: segments of a kernel launch, and workers (docs/distributed.md)."""

@@ -1,0 +1,149 @@
+"""The elementwise scan of simple recurrent units, over time, parallel in batch and width.
+
+    f_t = sigmoid(F_t + v_f c_{t-1})        c_t = f_t c_{t-1} + (1 - f_t) u_t
+    r_t = sigmoid(R_t + v_r c_{t-1})        h_t = r_t c_t + (1 - r_t) s x_t
+
+Only f waits for the step before: three operations on (B,D) a step; r and h follow for many steps at once. In the backward all but
+one product is known beforehand: dc_{t-1} = E_{t-1} + M_t dc_t with M_t = f_t + v_f (c_{t-1} - u_t) f_t (1 - f_t). Both go in blocks
+of steps, so that what is made on the way stays in the processor's cache.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...feature_maps import wide
+from ..autograd import as_written
+from ..kernels.launch import use_kernels
+from ..kernels.sru import sru_cuda_form, why_not
+
+BLOCK = 2**17  # numbers of each tensor at a time
+
+
+def sru(
+    product, x, v_forget, v_reset, state=None, padding_mask=None, reset_mask=None, scale=1.0, backend="auto"
+) -> tuple[Tensor, Tensor]:
+    """product (T,B,3D): u, F and R; x (T,B,D), v_f, v_r (D), state (B,D), scale s -> h (T,B,D) in the product's dtype, the last c
+    (B,D) in fp32 (float64 for float64).
+
+    A padded step (B,T) leaves c as it is and outputs 0; a text that begins at a reset starts from c = 0.
+    backend: "cuda" the kernels, "torch" PyTorch, "auto" the kernels where they run.
+    """
+    check(product, x, v_forget, v_reset, state)
+    dtype = torch.float64 if product.dtype == torch.float64 else torch.float32
+    c = product.new_zeros(x.shape[1:], dtype=dtype) if state is None else state
+    if use_kernels(backend, product.device, partial(why_not, product, x)):
+        return sru_cuda_form(*product.chunk(3, -1), x * scale, v_forget, v_reset, c, padding_mask, reset_mask)
+    padded = None if padding_mask is None else padding_mask.t()[..., None]
+    keep = None if reset_mask is None else (~reset_mask).t()[..., None].to(dtype)
+    return Scan.apply(product, x, wide(v_forget), wide(v_reset), c, padded, keep, scale)
+
+
+def check(product, x, v_forget, v_reset, state) -> None:
+    if x.dim() != 3 or product.shape != (*x.shape[:2], 3 * x.shape[2]):
+        raise ValueError(f"product is {tuple(product.shape)} and x {tuple(x.shape)}; they must be (T,B,3D) and (T,B,D)")
+    if len(x) == 0:
+        raise ValueError(f"x is {tuple(x.shape)}; T must be at least 1")
+    for name, part in (("v_forget", v_forget), ("v_reset", v_reset)):
+        if part.shape != x.shape[2:]:
+            raise ValueError(f"{name} is {tuple(part.shape)}; it must be {tuple(x.shape[2:])}")
+    if state is not None and state.shape != x.shape[1:]:
+        raise ValueError(f"state is {tuple(state.shape)}; it must be {tuple(x.shape[1:])}")
+
+
+class Scan(torch.autograd.Function):
+    @staticmethod
+    @as_written
+    def forward(ctx, product, x, v_forget, v_reset, c0, padded, keep, scale):
+        steps = Steps(product, v_forget, v_reset, padded, keep, c0.new_empty(len(x) + 1, *c0.shape))
+        steps.c[0] = before = c0
+        h, f, r = (torch.empty_like(x, dtype=c0.dtype) for _ in range(3))
+        for span in steps.spans():
+            rows = zip(steps.forget(span).unbind(), steps.u(span).unbind(), f[span].unbind(), steps.c[1:][span].unbind())
+            for t, (forget, u, f_t, c) in enumerate(rows, span.start):
+                before = before if keep is None else before * keep[t]
+                before = torch.lerp(u, before, torch.addcmul(forget, steps.v_forget, before, out=f_t).sigmoid_(), out=c)
+            steps.reset(span, out=r[span]).sigmoid_()
+            torch.lerp(torch.mul(x[span].to(h.dtype), scale), steps.c[1:][span], r[span], out=h[span])
+        if padded is not None:
+            h.masked_fill_(padded, 0)
+        ctx.save_for_backward(product, x, v_forget, v_reset, padded, keep, steps.c, f, r)
+        ctx.scale = scale
+        return h.to(product.dtype), before.clone()
+
+    @staticmethod
+    @once_differentiable
+    @as_written
+    def backward(ctx, dh, dc):
+        product, x, *others, c, forgets, resets = ctx.saved_tensors
+        steps, (_, _, padded, keep) = Steps(product, *others, c), others
+        dproduct, dx = (torch.empty_like(part, dtype=c.dtype) for part in (product, x))
+        du, dforget, dreset = dproduct.chunk(3, -1)
+        dv_forget, dv_reset = c.new_zeros(x.shape[2]), c.new_zeros(x.shape[2])
+        dh = dh if padded is None else dh.masked_fill(padded, 0)
+        for span in reversed(steps.spans()):
+            past, now, dh_now = steps.past(span), c[1:][span], dh[span].to(c.dtype)
+            f, r = forgets[span], resets[span]
+            of_reset = through_sigmoid(torch.add(now, x[span], alpha=-ctx.scale).mul_(dh_now), r)
+            slope = through_sigmoid(past - steps.u(span), f)  # of c_t in F_t
+            step = torch.addcmul(f, steps.v_forget, slope)  # of c_t in c_{t-1}
+            of_past = of_reset * steps.v_reset  # through r
+            if keep is not None:
+                step, of_past = step.mul_(keep[span]), of_past.mul_(keep[span])
+            rows = r * dh_now  # of c_t through h_t; then all of it
+            torch.add(dh_now * ctx.scale, rows, alpha=-ctx.scale, out=dx[span])
+            rows[:-1] += of_past[1:]
+            rows[-1] += dc
+            after, *earlier = reversed(rows.unbind())
+            for row, step_after in zip(earlier, reversed(step.unbind())):
+                after = row.addcmul_(step_after, after)
+            dc = of_past[0].addcmul(step[0], after)
+            torch.addcmul(rows, rows, f, value=-1, out=du[span])
+            dforget[span], dreset[span] = slope.mul_(rows), of_reset
+            dv_forget += over_rows(slope.mul_(past))
+            dv_reset += over_rows(of_reset.mul_(past))
+        return dproduct.to(product.dtype), dx.to(x.dtype), dv_forget, dv_reset, dc, None, None, None
+
+
+class Steps:
+    """What a block of steps reads, in c's dtype."""
+
+    def __init__(self, product, v_forget, v_reset, padded, keep, c):
+        self.parts, self.padded, self.keep, self.c = product.chunk(3, -1), padded, keep, c  # c: the first one, then each step's
+        self.v_forget, self.v_reset = (v.expand(c.shape[1:]).contiguous() for v in (v_forget, v_reset))
+
+    def spans(self) -> list[slice]:
+        total, length = len(self.c) - 1, max(1, BLOCK // max(1, self.c[0].numel()))
+        return [slice(t, min(t + length, total)) for t in range(0, total, length)]
+
+    def u(self, span: slice) -> Tensor:
+        return self.parts[0][span].to(self.c.dtype)
+
+    def forget(self, span: slice) -> Tensor:
+        """F; a padded step keeps everything."""
+        forget = self.parts[1][span].to(self.c.dtype)
+        return forget if self.padded is None else forget.masked_fill(self.padded[span], float("inf"))
+
+    def reset(self, span: slice, out: Tensor) -> Tensor:
+        """What r is the sigmoid of."""
+        return torch.addcmul(self.parts[2][span].to(self.c.dtype), self.v_reset, self.past(span), out=out)
+
+    def past(self, span: slice) -> Tensor:
+        """c_{t-1} as step t sees it."""
+        past = self.c[:-1][span]
+        return past if self.keep is None else past * self.keep[span]
+
+
+def through_sigmoid(gradient: Tensor, y: Tensor) -> Tensor:
+    """gradient y (1 - y), in one pass."""
+    return torch.ops.aten.sigmoid_backward(gradient, y)
+
+
+def over_rows(x: Tensor) -> Tensor:
+    """(T,B,D) -> (D): the sum, as a product, which is several times as fast."""
+    rows = x.flatten(0, 1)
+    return torch.mv(rows.t(), rows.new_ones(len(rows)))

@@ -1,0 +1,1 @@
+"""The learning-rate schedules that fairseq finds under --lr-scheduler."""

@@ -1,0 +1,29 @@
+"""until_solved: a constant learning rate until the validation loss is good enough, then 0, which ends fairseq-train
+with --stop-min-lr 0."""
+
+from dataclasses import dataclass, field
+
+from fairseq.dataclass import FairseqDataclass
+from fairseq.optim.lr_scheduler import FairseqLRScheduler, register_lr_scheduler
+from omegaconf import II
+
+from ..config import option
+
+
+@dataclass
+class UntilSolvedConfig(FairseqDataclass):
+    target_loss: float = option(0.001, "training ends when the validation loss falls below this")
+    lr: list[float] = field(default_factory=lambda: II("optimization.lr"))
+
+
+@register_lr_scheduler("until_solved", dataclass=UntilSolvedConfig)
+class UntilSolved(FairseqLRScheduler):
+    def __init__(self, cfg: UntilSolvedConfig, optimizer):
+        super().__init__(cfg, optimizer)
+        self.optimizer.set_lr(cfg.lr[0])
+
+    def step(self, epoch, val_loss=None):
+        super().step(epoch, val_loss)
+        if val_loss is not None and val_loss < self.cfg.target_loss:
+            self.optimizer.set_lr(0.0)
+        return self.optimizer.get_lr()

@@ -1,0 +1,105 @@
+"""fw-bench: how fast and how large, against the peers, in one run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+# Huge pages for every contender's large tensors, or page faults are a good part of what is timed. Before torch allocates.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+import torch
+
+from . import language_models as bench_model
+from . import layers as bench_mixers
+from . import ops as bench_ops
+from . import translation as bench_translate
+from .contest import positive, write_json
+
+
+class Command(NamedTuple):
+    module: object  # with add_arguments, table and draw
+    measure: object
+    help: str
+    description: str
+    plot: str
+
+
+COMMANDS = {
+    "ops": Command(
+        bench_ops,
+        bench_ops.bench_ops,
+        "the recurrence itself, forward and backward",
+        "Every rule against its step loop, softmax attention, a cumulative sum and, on a GPU, flash-linear-attention.",
+        "time against length",
+    ),
+    "model": Command(
+        bench_model,
+        bench_model.bench_model,
+        "whole language models, training and generation: time and memory of any rule or mixer",
+        "fast_weight_lm with any rules and mixers against fairseq's transformer_lm of the same size, with random weights.",
+        "time and state against context",
+    ),
+    "mixers": Command(
+        bench_mixers,
+        bench_mixers.bench_mixers,
+        "SRU against LSTM, additive attention against softmax attention",
+        "Forward and backward of one layer: sru against torch's LSTM, additive and leap against softmax attention.",
+        "time of each",
+    ),
+    "translate": Command(
+        bench_translate,
+        bench_translate.bench_translate,
+        "beam search of translation models",
+        "fast_weight_transformer, all attentions linear, against fairseq's transformer of the same size, with random weights,"
+        " through fairseq's SequenceGenerator; sources are as long as their translations.",
+        "speed against length",
+    ),
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fw-bench", description="Times fast weights against their peers.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(
+            name,
+            help=command.help,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            description=command.description,
+        )
+        command.module.add_arguments(sub)
+        sub.add_argument("--device", default="cpu", help="cpu or cuda")
+        sub.add_argument("--rounds", type=positive, default=7, help="timed rounds, after one that is not timed")
+        sub.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="CPU threads")
+        sub.add_argument("--json", type=Path, help="file for every figure")
+        sub.add_argument("--figure", type=Path, help=f"file for a plot of {command.plot} (png, svg or pdf; needs matplotlib)")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.device != "cpu" and not torch.cuda.is_available():
+        parser.error(f"--device {args.device} needs a CUDA device, and torch sees none; use --device cpu")
+    for path in filter(None, (args.json, args.figure)):
+        if not path.absolute().parent.is_dir():
+            parser.error(f"{path.parent} is not a folder; make it first")
+    if args.command != "ops" and args.width % args.heads:
+        parser.error(f"--width {args.width} is not a multiple of --heads {args.heads}")
+    if getattr(args, "resume", False) and not args.json:
+        parser.error("--resume needs --json, the file to go on with")
+    torch.set_num_threads(args.threads)
+    command = COMMANDS[args.command]
+    report = command.measure(args)
+    print(command.module.table(report))
+    if args.json:
+        write_json(args.json, report)
+    if args.figure:
+        command.module.draw(report, args.figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""fw-bench model: fast_weight_lm with its rules and mixers against fairseq's transformer_lm of the same size, and its report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from ...mixers import MIXERS
+from ...rules import RULES
+from .contest import machine, positive, write_json
+from .measure import ALL, TRANSFORMER, batch_rows, build_model, model_names, peak_memory, time_generation, time_training
+
+SIZES = {
+    "layers": "of encoder and decoder each, where there is an encoder", "width": "of the embeddings", "heads": "of each attention",
+    "ffn": "width of the feed-forward layers", "vocabulary": "words",
+}  # fmt: skip
+
+
+class Part(NamedTuple):
+    """A table of the report."""
+
+    what: str
+    length: str
+    key: str
+    factor: float
+    digits: str
+    title: str
+    ratio: str
+
+
+PARTS = (
+    Part("generation", "context", "seconds", 1e3, ".2f", "generation, ms per token", "times_faster"),
+    Part("generation", "context", "state_bytes", 1e-3, ".0f", "generation, state in kB", "times_smaller"),
+    Part("training", "tokens", "tokens_per_second", 1, ".0f", "training, tokens/s", "times_faster"),
+    Part("training", "tokens", "peak_bytes", 1e-6, ".0f", "training, peak memory in MB", "times_smaller"),
+)
+
+
+def add_arguments(parser) -> None:
+    names = [*RULES, *(name for name in MIXERS if name != "fast_weight")]
+    parser.add_argument(
+        "--mixers", nargs="+", default=["delta"], choices=[*names, "all"], metavar="NAME",
+        help=f"update rules and other mixers, each a model: {', '.join(names)}; all: all but fwm",
+    )  # fmt: skip
+    add_sizes(parser, layers=4, width=128, heads=8, ffn=512, vocabulary=10000)
+    parser.add_argument("--tokens", nargs="+", type=positive, default=[512, 2048], metavar="T", help="lengths to train on")
+    parser.add_argument("--max-tokens", type=positive, default=2048, help="tokens of a training batch")
+    parser.add_argument("--hypotheses", type=positive, default=5, help="sequences generated together; 5: fairseq's beam")
+    parser.add_argument(
+        "--contexts", nargs="+", type=positive, default=[256, 1024, 4096], metavar="T", help="tokens before generation"
+    )
+    parser.add_argument("--steps", type=positive, default=16, help="timed tokens at each context")
+    parser.add_argument("--resume", action="store_true", help="go on with what --json holds; it is written after each length")
+
+
+def add_sizes(parser, **defaults) -> None:
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=vocabulary if name == "vocabulary" else positive, default=default, help=SIZES[name])
+
+
+def vocabulary(text: str) -> int:
+    if (value := int(text)) < 5:
+        raise argparse.ArgumentTypeError(f"{value} leaves no room beside fairseq's 4 special symbols")
+    return value
+
+
+def bench_model(args) -> dict:
+    args.mixers = list(dict.fromkeys(name for given in args.mixers for name in (ALL if given == "all" else [given])))
+    report = begin(args)
+    models = {name: build_model(args, name) for name in model_names(args)}
+    report["parameters"] = [{"name": name, "parameters": sum(p.numel() for p in m.parameters())} for name, m in models.items()]
+    for length in missing(report["training"], "tokens", args.tokens):
+        sizes, seconds = peak_memory(args, models, length), time_training(args, models, length)
+        tokens = batch_rows(args, length) * length
+        report["training"] += [
+            {"tokens": length, "name": n, "tokens_per_second": tokens / statistics.median(s), "peak_bytes": sizes[n], **spread(s)}
+            for n, s in seconds.items()
+        ]
+        report["ratios"] += ratios("training", length, seconds, sizes)
+        finish_length(args, report, f"training with {length} tokens")
+    for context in missing(report["generation"], "context", args.contexts):
+        found = time_generation(args, models, context)
+        seconds, sizes = ({name: pair[i] for name, pair in found.items()} for i in (0, 1))
+        report["generation"] += [{"context": context, "name": n, "state_bytes": sizes[n], **spread(s)} for n, s in seconds.items()]
+        report["ratios"] += ratios("generation", context, seconds, sizes)
+        finish_length(args, report, f"generation after {context} tokens")
+    return report
+
+
+def begin(args) -> dict:
+    """An empty report, or with --resume what the file holds."""
+    settings = {k: v for k, v in vars(args).items() if isinstance(v, (int, str, list)) and k != "resume"}
+    empty = {"machine": machine(args), "settings": settings, "parameters": [], "training": [], "generation": [], "ratios": []}
+    if not args.resume or not args.json.exists():
+        return empty
+    try:
+        report = json.loads(args.json.read_text())
+        before = report["settings"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        sys.exit(f"fw-bench: error: --resume: {args.json} is not what fw-bench model --json writes; name another file")
+    for name in sorted(settings.keys() | before.keys()):
+        if settings.get(name) != before.get(name):
+            sys.exit(
+                f"fw-bench: error: --resume: {args.json} was measured with {name} {before.get(name)}, not {settings.get(name)};"
+                " repeat its options, or name another file"
+            )
+    return report
+
+
+def missing(rows: list[dict], key: str, lengths: list[int]) -> list[int]:
+    return [length for length in lengths if length not in {row[key] for row in rows}]
+
+
+def finish_length(args, report: dict, what: str) -> None:
+    print(f"{what}: done", file=sys.stderr)
+    if args.json:
+        write_json(args.json, report)
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    return {"seconds": statistics.median(seconds), "min": min(seconds), "max": max(seconds)}
+
+
+def ratios(what: str, length: int, seconds: dict[str, list[float]], sizes: dict[str, int]) -> list[dict]:
+    """How many times faster (the median over rounds) and smaller each model is than transformer_lm."""
+    peer, peer_size = seconds[TRANSFORMER], sizes[TRANSFORMER]
+    return [
+        {
+            "name": name, "what": what, "tokens": length, "times_smaller": peer_size / max(1, sizes[name]),
+            "times_faster": statistics.median(p / o for p, o in zip(peer, own)),
+        }
+        for name, own in seconds.items() if name != TRANSFORMER
+    ]  # fmt: skip
+
+
+def table(report: dict) -> str:
+    """The report as Markdown."""
+    m, s = report["machine"], report["settings"]
+    lines = [
+        f"{m['device']}, {m['threads']} threads, torch {m['torch']}; {s['layers']} layers, width {s['width']}, {s['heads']} heads, "
+        f"ffn {s['ffn']}, {s['vocabulary']} words; training with {s['max_tokens']} tokens a batch, generation of {s['steps']} "
+        f"tokens for {s['hypotheses']} hypotheses; medians of {s['rounds']} rounds; "
+        f"in brackets: times as fast, or as small, as {TRANSFORMER}",
+    ]
+    for part in PARTS:
+        lines += ["", *part_table(report, part)]
+    lines += ["", "| model | parameters |", "|---|---:|"]
+    lines += [f"| {row['name']} | {row['parameters']:,} |" for row in report["parameters"]]
+    return "\n".join(lines)
+
+
+def part_table(report: dict, part: Part) -> list[str]:
+    """A row for each model, a column for each length."""
+    rows = report[part.what]
+    cells = {(row["name"], row[part.length]): format(part.factor * row[part.key], part.digits) for row in rows}
+    for row in report["ratios"]:
+        if row["what"] == part.what:
+            cells[row["name"], row["tokens"]] += f" ({round_off(row[part.ratio])} x)"
+    lengths = list(dict.fromkeys(row[part.length] for row in rows))
+    after = "after " if part.length == "context" else ""
+    lines = [" | ".join([f"| {part.title}", *(f"{after}{t} tokens" for t in lengths)]) + " |", "|---|" + "---:|" * len(lengths)]
+    for name in dict.fromkeys(row["name"] for row in rows):
+        lines.append(" | ".join([f"| {name}", *(cells[name, t] for t in lengths)]) + " |")
+    return lines
+
+
+def round_off(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"
+
+
+def draw(report: dict, path: Path) -> None:
+    """Time per token and bytes of the state against context."""
+    from ..plot.cost import FIGURES, draw_rows
+    from ..plot.style import save
+
+    what = FIGURES["generation"]
+    save(draw_rows(report["generation"], what.length, what.panels, label=what.label), [path])

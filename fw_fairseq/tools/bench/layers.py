@@ -1,0 +1,141 @@
+"""fw-bench mixers: one layer each, forward and backward, against the peer of the same width in the same rounds."""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...mixers import Additive, Leap, Sru
+from ...ops.vectors.pooling import pool
+from ...ops.vectors.sru import sru
+from .contest import machine, positive, progress, timed
+
+LSTM, ATTENTION = "torch.nn.LSTM", "softmax attention"
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("--width", type=positive, default=128)
+    parser.add_argument("--heads", type=positive, default=4)
+    parser.add_argument("--batch", type=positive, default=32, help="sequences for sru and the LSTM")
+    parser.add_argument("--length", type=positive, default=128, help="their tokens")
+    parser.add_argument("--tokens", type=positive, default=2048, metavar="T", help="tokens of one sequence for the others")
+    parser.add_argument("--windows", type=int, nargs="+", default=[4, 1024, 0], help="of additive; 0: all of the past")
+
+
+class Attention(nn.Module):
+    """Causal softmax attention without bias, as (T,B,C) -> (T,B,C)."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads, self.in_proj = heads, nn.Linear(width, 3 * width, bias=False)
+        self.out_proj = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).permute(1, 2, 0, 3) for part in self.in_proj(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out_proj(y.permute(2, 0, 1, 3).flatten(2)), None
+
+
+def bench_mixers(args) -> dict:
+    torch.manual_seed(0)
+    calls = {name: partial(forward_backward, layer.to(args.device), x) for name, (layer, x) in contenders(args).items()}
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for round_ in range(args.rounds + 1):
+        for name, call in calls.items():
+            elapsed = timed(call, args.device)
+            if round_:
+                seconds[name].append(elapsed)
+        progress(f"round {round_} of {args.rounds}")
+    rows = [
+        {
+            "name": name, "peer": (peer := LSTM if name in ("sru", LSTM) else ATTENTION), "seconds": statistics.median(s),
+            "min": min(s), "max": max(s), "times_faster": statistics.median(p / o for p, o in zip(seconds[peer], s)),
+        }
+        for name, s in seconds.items()
+    ]  # fmt: skip
+    return {
+        "machine": machine(args),
+        "settings": {k: v for k, v in vars(args).items() if isinstance(v, (int, str, list))},
+        "layers": rows,
+        "scans": scans(args),
+    }
+
+
+def scans(args) -> list[dict]:
+    """The elementwise scans alone, forward and backward, and the least that they have to move."""
+    shape = (args.length, args.batch)
+    unit = [torch.randn(*shape, width, device=args.device, requires_grad=True) for width in (3 * args.width, args.width)]
+    weights = [torch.randn(args.width, device=args.device, requires_grad=True) for _ in range(2)]
+    size = (1, args.heads, args.tokens)
+    scores = torch.randn(size, device=args.device, requires_grad=True)
+    values = torch.randn(*size, args.width // args.heads, device=args.device, requires_grad=True)
+    # sru reads u, F, R and x, writes h and c; then reads those 4, c and the gradient of h, writes 4. pool: x, g; x, g, dg, dx.
+    calls = {"sru": (16 * unit[1].nbytes, partial(sru, *unit, *weights), [*unit, *weights])}
+    for window in args.windows:
+        calls[f"pool, {seen(window)}"] = (6 * values.nbytes, partial(pool, scores, values, window), [scores, values])
+    found = []
+    for name, (moved, call, leaves) in calls.items():
+        seconds = statistics.median(timed(partial(differentiate, call, leaves), args.device) for _ in range(args.rounds + 1))
+        found.append({"name": name, "seconds": seconds, "bytes": moved, "bytes_per_second": moved / seconds})
+    return found
+
+
+def differentiate(call, leaves) -> None:
+    torch.autograd.grad(call()[0].sum(), leaves)
+
+
+def seen(window: int) -> str:
+    return f"window {window}" if window else "all of the past"
+
+
+def contenders(args) -> dict[str, tuple[nn.Module, Tensor]]:
+    short = torch.randn(args.length, args.batch, args.width, device=args.device, requires_grad=True)
+    long = torch.randn(args.tokens, 1, args.width, device=args.device, requires_grad=True)
+    config = SimpleNamespace(sru_projection=0, sru_highway_bias=-2.0)
+    found = {"sru": (Sru(args.width, args.heads, config), short), LSTM: (nn.LSTM(args.width, args.width), short)}
+    for window in args.windows:
+        found[f"additive, {seen(window)}"] = (Additive(args.width, args.heads, config, window), long)
+        found[f"leap, {seen(window)}"] = (Leap(args.width, args.heads, config, window), long)
+    return found | {ATTENTION: (Attention(args.width, args.heads), long)}
+
+
+def forward_backward(layer: nn.Module, x: Tensor) -> None:
+    layer.zero_grad()
+    x.grad = None
+    layer(x)[0].sum().backward()
+
+
+def table(report: dict) -> str:
+    """The report as Markdown."""
+    m, s = report["machine"], report["settings"]
+    lines = [
+        f"{m['device']}, {m['threads']} threads, torch {m['torch']}; width {s['width']}; sru and LSTM: batch {s['batch']}, "
+        f"length {s['length']}; the others: one sequence of {s['tokens']}, {s['heads']} heads; medians of {s['rounds']} rounds",
+        "",
+        "| forward + backward | ms | against | times as fast |",
+        "|---|---:|---|---:|",
+    ]
+    for row in report["layers"]:
+        lines.append(f"| {row['name']} | {1e3 * row['seconds']:.1f} | {row['peer']} | {row['times_faster']:.1f} |")
+    lines += ["", "| scan alone, forward + backward | ms | GB/s of the least it has to move |", "|---|---:|---:|"]
+    for row in report["scans"]:
+        lines.append(f"| {row['name']} | {1e3 * row['seconds']:.2f} | {row['bytes_per_second'] / 1e9:.1f} |")
+    return "\n".join(lines)
+
+
+def draw(report: dict, path: Path) -> None:
+    """One bar for each layer."""
+    from ..plot.style import canvas, save
+
+    figure, [axes] = canvas(2.2)
+    rows = report["layers"][::-1]
+    axes.barh([row["name"] for row in rows], [1e3 * row["seconds"] for row in rows], color="0.6", height=0.7)
+    axes.set(xlabel="forward + backward, ms")
+    axes.grid(visible=False, axis="y")
+    save(figure, [path])

@@ -1,0 +1,1 @@
+"""fw-convert: a pretrained softmax Transformer becomes a fast_weight_lm."""

@@ -1,0 +1,208 @@
+"""The conversion of a softmax Transformer's parameters into those of a fast_weight_lm."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...config import SOFTMAX, FastWeightConfig, layer_mixers
+from ...feature_maps import FEATURE_MAPS
+from ...files import write_atomically
+from ...mixers import MIXERS, Mixer
+from ...mixers.fast_weight import FastWeight
+from ...mixers.features import initial_bias
+from ...rules import RULES
+from .pretrained import Source, read_pretrained
+
+LOCAL = "local_attention"
+ATTENTION = [f"{part}_proj.{kind}" for part in ("q", "k", "v", "out") for kind in ("weight", "bias")]
+TARGETS = [*RULES, LOCAL, SOFTMAX]
+SUM_SCALE = 1 / 512  # Mao 2022, footnote 4
+
+
+class Change(NamedTuple):
+    """One line of the report: tensors of all layers together."""
+
+    name: str
+    what: str  # copied, changed or new
+    parameters: int
+    how: str
+
+
+def convert(source, output, rule: str, *, force: bool = False, seed: int = 1, **options) -> list[Change]:
+    """Writes the checkpoint ``output`` and returns what became of every tensor.
+
+    options: feature_dim, feature_map, feature_norm, attention_norm and mixer_pattern, as fast_weight_lm has them. A GPT-2 also gets
+    dict.txt, its tokens as fairseq's symbols, in the folder of ``output``.
+    """
+    if rule not in TARGETS:
+        raise ValueError(f"--rule is {rule!r}; it must be one of: {', '.join(TARGETS)}")
+    output = Path(output)
+    if output.exists() and not force:
+        raise ValueError(f"OUTPUT {output} exists; name another file, or give --force to replace it")
+    read = read_pretrained(source)
+    config = fast_weight_config(rule, **options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        changes = convert_tensors(read, config)
+    read.options |= {name: value for name, value in asdict(config).items() if not name.startswith("_")}
+    write_symbols(read.symbols, output.parent, force)
+    write_atomically(output, lambda temporary: torch.save(checkpoint(read), temporary))
+    return merged(changes)
+
+
+def fast_weight_config(rule: str, feature_map=None, feature_norm=None, **options) -> FastWeightConfig:
+    """The rule's best setting of Mao 2022, table 1, where nothing else is given: learned ReLU features divided by their sum where
+    something is erased, plain features for the others."""
+    if rule in (LOCAL, SOFTMAX):
+        given = {"--feature-map": feature_map, "--feature-norm": feature_norm}
+        given |= {"--" + name.replace("_", "-"): value for name, value in options.items()}
+        if named := [name for name, value in given.items() if value]:
+            raise ValueError(f"--rule {rule} keeps queries and keys as they are; leave {', '.join(named)} out")
+        return FastWeightConfig(mixer=rule)
+    erases = RULES[rule].erases
+    feature_map = feature_map or ("relu" if erases else "identity")
+    norm = feature_norm or (("sum" if FEATURE_MAPS[feature_map].non_negative else "l2") if erases else "none")
+    return FastWeightConfig(update_rule=rule, feature_map=feature_map, feature_norm=norm, **options)
+
+
+def convert_tensors(source: Source, config: FastWeightConfig) -> list[Change]:
+    """In place: each layer's attention leaves ``source.tensors`` before what replaces it comes in."""
+    tensors, options, changes = source.tensors, source.options, []
+    names = layer_mixers(config, options["decoder_layers"])
+    for layer, name in enumerate(names):
+        if name == SOFTMAX:
+            continue
+        prefix = f"decoder.layers.{layer}.self_attn."
+        parts = {key: tensors.pop(prefix + key) for key in ATTENTION if prefix + key in tensors}
+        if left := next((key for key in tensors if key.startswith(prefix)), None):
+            raise ValueError(f"SOURCE has {left}, an option of attention that fast weights do not have")
+        if name not in CONVERSIONS:
+            raise ValueError(f"--mixer-pattern has {name}; fw-convert makes: {', '.join([*CONVERSIONS, SOFTMAX])}")
+        mixer = MIXERS[name](options["decoder_embed_dim"], options["decoder_attention_heads"], config)
+        new, entries = CONVERSIONS[name](parts, mixer)
+        changes += [Change(f"{prefix}mixer.{key}", *entry) for key, *entry in entries]
+        tensors |= {f"{prefix}mixer.{key}": x for key, x in new.items()}
+    tied = {x.data_ptr(): key for key, x in reversed(tensors.items())}
+    copied = [key for key, x in tensors.items() if ".self_attn.mixer." not in key and tied[x.data_ptr()] == key]
+    return [Change(key, "copied", tensors[key].numel(), "") for key in copied] + changes
+
+
+@torch.no_grad()
+def convert_attention(parts: dict[str, Tensor], mixer: FastWeight) -> tuple[dict[str, Tensor], list[tuple]]:
+    """The mixer's tensors out of those of softmax attention, and (name, what, parameters, how) of each of their pieces."""
+    dtype, heads, width = parts["q_proj.weight"].dtype, mixer.num_heads, mixer.sizes["q"] // mixer.num_heads
+    q, k, v = (torch.cat([parts[f"{x}_proj.weight"], parts[f"{x}_proj.bias"][:, None]], 1).float() for x in "qkv")
+    q, projected = q * mixer.head_dim**-0.5, ""
+    if width != mixer.head_dim:
+        phi = width_map(heads, width, mixer.head_dim)
+        q, k = ((phi @ x.unflatten(0, (heads, -1))).flatten(0, 1) for x in (q, k))
+        projected = f"width per head {mixer.head_dim} -> {width}"
+    gates = gate_rows(mixer)
+    scale, scaled = value_scale(mixer, gates)
+    rows = torch.cat([q, k, v * scale, *gates.values()]).to(dtype)
+    state = mixer.state_dict()
+    state |= {"in_proj.weight": rows[:, :-1].contiguous(), "in_proj.bias": rows[:, -1].contiguous()}
+    state |= {key: x for key, x in parts.items() if key.startswith("out_proj.")}
+    entries = [
+        ("in_proj q", "changed", q.numel(), ", ".join(filter(None, [f"times 1/sqrt({mixer.head_dim})", projected]))),
+        ("in_proj k", "changed" if projected else "copied", k.numel(), projected),
+        ("in_proj v", "changed" if scaled else "copied", v.numel(), scaled),
+        *((f"in_proj gate {name}", "new", x.numel(), f"starts {describe(x[:, -1])}") for name, x in gates.items()),
+        *((key, "copied", x.numel(), "") for key, x in parts.items() if key.startswith("out_proj.")),
+    ]
+    for key in [key for key in state if key.startswith("feature_map.")]:
+        learned = key == "feature_map.weight"
+        state[key] = (torch.eye(width).repeat(heads, 1, 1) if learned else state[key]).to(dtype)
+        entries.append((key, "new", state[key].numel(), "starts as the identity" if learned else ""))
+    return state, entries
+
+
+def convert_to_local(parts: dict[str, Tensor], mixer: Mixer) -> tuple[dict[str, Tensor], list[tuple]]:
+    """Queries, keys and values in one matrix, all as they are."""
+    state = {f"in_proj.{kind}": torch.cat([parts[f"{x}_proj.{kind}"] for x in "qkv"]) for kind in ("weight", "bias")}
+    state |= {key: x for key, x in parts.items() if key.startswith("out_proj.")}
+    return state, [(key, "copied", x.numel(), "") for key, x in state.items()]
+
+
+CONVERSIONS = {"fast_weight": convert_attention, LOCAL: convert_to_local}
+
+
+def width_map(heads: int, width: int, head_dim: int) -> Tensor:
+    """W_phi of Mao 2022, eq. 8, (H, width, head_dim), the same for queries and keys: orthogonal, and q.k is right on average."""
+    larger, smaller = max(width, head_dim), min(width, head_dim)
+    columns = torch.linalg.qr(torch.randn(heads, larger, smaller))[0]
+    return columns if width > head_dim else columns.transpose(1, 2) * math.sqrt(head_dim / width)
+
+
+def gate_rows(mixer: FastWeight) -> dict[str, Tensor]:
+    """Zero weights, and the biases that the rule asks for; a scalar decay starts uniformly too instead of at 1/2."""
+    biases = dict(zip(mixer.sizes, mixer.in_proj.bias.split(list(mixer.sizes.values()))))
+    rows = {}
+    for name, gate in mixer.rule.gates.items():
+        bias = biases[name] if gate.bias else initial_bias("uniform", mixer.embed_dim)[: len(biases[name])]
+        rows[name] = torch.cat([torch.zeros(len(bias), mixer.embed_dim), bias[:, None]], 1)
+    return rows
+
+
+def value_scale(mixer: FastWeight, gates: dict[str, Tensor]) -> tuple[Tensor | float, str]:
+    """What the rows of W_v are multiplied with, and how to say so: without it the first updates overflow (Mao 2022, sec. 3)."""
+    decay = [name for name, gate in mixer.rule.gates.items() if gate.axis == "V"]
+    if decay:
+        return 1 - torch.sigmoid(gates[decay[0]][:, -1:]), f"times 1 - sigmoid(bias of {decay[0]})"
+    keeps_all = not mixer.rule.gates and not mixer.attention_norm and mixer.feature_norm == "none"
+    return (SUM_SCALE, f"times 1/{round(1 / SUM_SCALE)}") if keeps_all else (1.0, "")
+
+
+def describe(bias: Tensor) -> str:
+    return f"at {bias[0].sigmoid():.4f}" if bias.eq(bias[0]).all() else "by uniform gate initialisation"
+
+
+def checkpoint(source: Source) -> dict:
+    """As fairseq saves one before the first update: no optimizer state, so that every optimizer and criterion can go on from it."""
+    history = {"criterion_name": "", "optimizer_name": "", "lr_scheduler_state": {}, "num_updates": 0}
+    iterator = {"epoch": 1, "iterations_in_epoch": 0, "shuffle": True}
+    return {
+        "args": None,
+        "cfg": source.cfg | {"model": {"_name": "fast_weight_lm", **source.options}},
+        "model": source.tensors,
+        "optimizer_history": [history],
+        "last_optimizer_state": None,
+        "task_state": {},
+        "extra_state": {"epoch": 1, "train_iterator": iterator},
+    }
+
+
+def write_symbols(symbols: list[str] | None, folder: Path, force: bool) -> None:
+    if symbols is None:
+        return
+    path, text = folder / "dict.txt", "".join(f"{symbol} 1\n" for symbol in symbols)
+    if path.exists() and path.read_text() != text and not force:
+        raise ValueError(f"{path} is another model's dictionary; name an OUTPUT in another folder, or give --force to replace it")
+    write_atomically(path, lambda temporary: temporary.write_text(text))
+
+
+def merged(changes: list[Change]) -> list[Change]:
+    """All layers in one line."""
+    lines: dict[tuple, Change] = {}
+    for change in changes:
+        name = re.sub(r"\.\d+\.", ".*.", change.name)
+        before = lines.get((name, change.what, change.how))
+        lines[name, change.what, change.how] = change._replace(
+            name=name, parameters=change.parameters + (before.parameters if before else 0)
+        )
+    return sorted(lines.values(), key=lambda line: ("copied", "changed", "new").index(line.what))
+
+
+def table(changes: list[Change]) -> str:
+    rows = [(change.what, change.name, f"{change.parameters:,}", change.how) for change in changes]
+    for what in ("copied", "changed", "new"):
+        rows.append((what, "all", f"{sum(change.parameters for change in changes if change.what == what):,}", ""))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in rows)

@@ -1,0 +1,237 @@
+"""Pretrained Transformers on disk, read as fairseq's transformer_lm with today's names: fairseq checkpoints and GPT-2 folders."""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from fairseq import checkpoint_utils
+from fairseq.dataclass.configs import FairseqConfig
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_REGISTRY
+from fairseq.models.transformer_lm import TransformerLanguageModel, base_lm_architecture
+from fairseq.tasks.language_modeling import LanguageModelingConfig
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from ...config import SOFTMAX, layer_mixers
+from ...files import pickled, reading, safetensors
+from ...models.fast_weight_lm import FastWeightLanguageModel, FastWeightLanguageModelConfig
+from ...patches.literals import naming
+from ...patches.reading import load_checkpoint_to_cpu
+
+SPECIAL = 4  # <s>, <pad>, </s>, <unk>: the first symbols of every fairseq dictionary
+PADDING = 1
+ACTIVATIONS = {"gelu_new": "gelu_accurate", "gelu_pytorch_tanh": "gelu_accurate", "gelu": "gelu", "relu": "relu"}
+GPT2_NAMES = {"ln_1": "self_attn_layer_norm", "ln_2": "final_layer_norm", "attn.c_proj": "self_attn.out_proj",
+              "mlp.c_fc": "fc1", "mlp.c_proj": "fc2"}  # fmt: skip
+
+
+@dataclass
+class Source:
+    """A softmax Transformer: fast_weight_lm's options, tensors under fairseq's names, and the other groups of its cfg.
+
+    ``symbols``: the dictionary after fairseq's four special symbols, where the source brings none of fairseq's own.
+    """
+
+    options: dict
+    tensors: dict[str, Tensor]
+    cfg: dict
+    symbols: list[str] | None = None
+
+
+class Vocabulary:
+    """As much of a dictionary as a model asks for when it is built."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def pad(self) -> int:
+        return PADDING
+
+
+def read_pretrained(path) -> Source:
+    path = Path(path)
+    if not path.exists():
+        raise ValueError(f"SOURCE {path} does not exist; it is a fairseq checkpoint or a folder with a Hugging Face GPT-2")
+    source = read_gpt2(path) if path.is_dir() else read_fairseq(path)
+    return match_layout(source, str(path))
+
+
+def read_fairseq(path: Path) -> Source:
+    state = load_mapped(path)
+    if not isinstance(state.get("model"), dict) or state.get("cfg") is None:
+        raise ValueError(f"{path} holds no fairseq model with its options; SOURCE must be a checkpoint that fairseq-train saved")
+    old = state.get("args")
+    model = vars(old) if old is not None else OmegaConf.to_container(state["cfg"]["model"], resolve=False, enum_to_str=True)
+    name = model.get("arch") if old is not None else model.get("_name")
+    if not issubclass(ARCH_MODEL_REGISTRY.get(name) or MODEL_REGISTRY.get(name, object), TransformerLanguageModel):
+        raise ValueError(f"{path} holds a model of architecture {name!r}; fw-convert takes transformer_lm and its architectures")
+    cfg = OmegaConf.to_container(state["cfg"], resolve=True, enum_to_str=True)
+    given = Namespace(**(model if old is not None else cfg["model"]))
+    if old is not None:  # what they leave to their architecture; that of transformer_lm itself does nothing today
+        (base_lm_architecture if name == "transformer_lm" else ARCH_CONFIG_REGISTRY[name])(given)
+    options = lm_options(vars(given))
+    if options["max_target_positions"] is None:
+        options["max_target_positions"] = cfg["task"].get("max_target_positions") or options["tokens_per_sample"]
+    return Source(options, state["model"], cfg)
+
+
+def load_mapped(path: Path) -> dict:
+    """As fairseq loads a checkpoint, but tensors stay on disk until they are used: Adam's moments, twice the model, to the end."""
+    return load_checkpoint_to_cpu(mapped, path)
+
+
+def mapped(path: Path) -> dict:
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    if state.get("cfg") is not None:
+        state["cfg"] = OmegaConf.create(state["cfg"], flags={"allow_objects": True})
+    return checkpoint_utils._upgrade_state_dict(state)
+
+
+def lm_options(given: dict) -> dict:
+    """Every option of fast_weight_lm: those given, else its defaults, else the defaults of the task."""
+    defaults = {f.name: f.default for f in fields(FastWeightLanguageModelConfig)}
+    defaults |= {"add_bos_token": False, "tokens_per_sample": 1024, "max_target_positions": None, "tpu": False, "mixer": SOFTMAX}
+    options = {name: given.get(name, value) for name, value in defaults.items() if not name.startswith("_")}
+    for name, value in options.items():  # architectures write False where a number is asked for
+        if isinstance(value, bool) and not isinstance(defaults[name], bool):
+            options[name] = int(value)
+    return options
+
+
+def read_gpt2(folder: Path) -> Source:
+    config = gpt2_config(folder)
+    width, vocabulary, eos = config["n_embd"], config["vocab_size"], config["eos_token_id"]
+    options = lm_options({
+        "decoder_layers": config["n_layer"], "decoder_attention_heads": config["n_head"], "decoder_embed_dim": width,
+        "decoder_input_dim": width, "decoder_output_dim": width, "decoder_ffn_embed_dim": config.get("n_inner") or 4 * width,
+        "activation_fn": ACTIVATIONS[config["activation_function"]], "decoder_normalize_before": True, "decoder_learned_pos": True,
+        "no_scale_embedding": True, "share_decoder_input_output_embed": True, "dropout": config.get("resid_pdrop", 0.1),
+        "attention_dropout": config.get("attn_pdrop", 0.0), "tokens_per_sample": config["n_positions"],
+        "max_target_positions": config["n_positions"],
+    })  # fmt: skip
+    tensors: dict[str, Tensor] = {"decoder.version": torch.tensor([3.0])}
+    for name, tensor in gpt2_tensors(folder):
+        tensors |= gpt2_to_fairseq(name, tensor, eos)
+    tensors["decoder.output_projection.weight"] = tensors.get("decoder.embed_tokens.weight")
+    cfg = OmegaConf.to_container(OmegaConf.structured(FairseqConfig), resolve=False, enum_to_str=True)
+    task = LanguageModelingConfig(
+        data="", tokens_per_sample=options["tokens_per_sample"], max_target_positions=options["max_target_positions"]
+    )
+    cfg["task"] = OmegaConf.to_container(OmegaConf.structured(task), resolve=False, enum_to_str=True)
+    cfg["task"] |= {"_name": "language_modeling", "seed": 1, "batch_size": None, "batch_size_valid": None, "dataset_impl": None}
+    cfg["task"] |= {"data_buffer_size": 10, "tpu": False, "use_plasma_view": False, "plasma_path": "/tmp/plasma"}
+    return Source(options, tensors, cfg, [str(i) for i in range(vocabulary) if i != eos])
+
+
+def gpt2_config(folder: Path) -> dict:
+    path = folder / "config.json"
+    if not path.exists():
+        raise ValueError(f"SOURCE {folder} has no config.json; a folder must hold a Hugging Face GPT-2 (config.json and weights)")
+    with reading(path, "a configuration"):
+        config = {"n_positions": 1024, "activation_function": "gelu_new", "eos_token_id": 50256} | json.loads(path.read_text())
+    for name in ("n_embd", "n_layer", "n_head", "n_positions", "vocab_size"):
+        if not isinstance(config.get(name), int) or config[name] < 1:
+            raise ValueError(f"{path} has {name} = {config.get(name)!r}; it must be a number of at least 1")
+    if config["n_embd"] % config["n_head"]:
+        raise ValueError(f"{path} has n_embd = {config['n_embd']}; it must be a multiple of n_head, {config['n_head']}")
+    needed = {
+        "model_type": ("gpt2",),
+        "activation_function": tuple(ACTIVATIONS),
+        "layer_norm_epsilon": (1e-5, None),
+        "scale_attn_weights": (True, None),
+        "scale_attn_by_inverse_layer_idx": (False, None),
+        "add_cross_attention": (False, None),
+        "tie_word_embeddings": (True, None),
+        "eos_token_id": range(config["vocab_size"]),
+    }
+    for name, allowed in needed.items():
+        if config.get(name) not in allowed:
+            listed = allowed if isinstance(allowed, range) else ", ".join(str(value) for value in allowed if value is not None)
+            raise ValueError(f"{path} has {name} = {config.get(name)!r}; fw-convert takes: {listed}")
+    return config
+
+
+def gpt2_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """One at a time out of the mapped file. Neither format runs code here."""
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    if not files:
+        raise ValueError(f"SOURCE {folder} has no weights; it needs *.safetensors or pytorch_model.bin")
+    for file in files:
+        with reading(file, "a model's weights"):
+            yield from safetensors(file) if file.suffix == ".safetensors" else pickled(file)
+
+
+def gpt2_to_fairseq(name: str, tensor: Tensor, eos: int) -> dict[str, Tensor]:
+    """GPT-2's linear maps are stored transposed, its token i is fairseq's symbol 'i', and its end of text fairseq's </s>.
+
+    The other special symbols look like the end of text, so that they get next to no probability; a row of zeros would get most.
+    """
+    name = name.removeprefix("transformer.")
+    if name == "lm_head.weight":
+        return {}
+    if name == "wte.weight":
+        return {"decoder.embed_tokens.weight": torch.cat([tensor[[eos] * SPECIAL], tensor[:eos], tensor[eos + 1 :]])}
+    if name == "wpe.weight":
+        return {"decoder.embed_positions.weight": torch.cat([tensor.new_zeros(PADDING + 1, tensor.shape[1]), tensor])}
+    if name in ("ln_f.weight", "ln_f.bias"):
+        return {f"decoder.layer_norm.{name[5:]}": tensor}
+    layer, part, kind = parsed.groups() if (parsed := re.fullmatch(r"h\.(\d+)\.(.+)\.(\w+)", name)) else ("", name, "")
+    if f"{part}.{kind}" in ("attn.bias", "attn.masked_bias") or name.endswith((".attn.bias", ".attn.masked_bias")):
+        return {}  # the causal mask
+    prefix = f"decoder.layers.{layer}."
+    tensor = tensor.t().contiguous() if tensor.dim() == 2 else tensor
+    if part == "attn.c_attn":
+        return {f"{prefix}self_attn.{which}_proj.{kind}": x for which, x in zip("qkv", tensor.chunk(3))}
+    if part not in GPT2_NAMES:
+        raise ValueError(f"SOURCE has a tensor {name!r} that GPT-2 does not have; fw-convert cannot tell what it is")
+    return {f"{prefix}{GPT2_NAMES[part]}.{kind}": tensor}
+
+
+def skeleton(options: dict, tensors: dict[str, Tensor]) -> FastWeightLanguageModel:
+    """The model without its numbers; its vocabulary is as large as the embeddings say."""
+    pattern = r"decoder\.embed_tokens\.(weight|embeddings\.\d+\.0\.weight)"
+    dictionary = Vocabulary(sum(len(x) for name, x in tensors.items() if re.fullmatch(pattern, name)))
+    with torch.device("meta"), naming(options):
+        task = Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
+        return FastWeightLanguageModel.build_model(OmegaConf.create(options), task)
+
+
+def match_layout(source: Source, path: str) -> Source:
+    """fairseq brings old names up to date; then every tensor must be one of the model's, in its shape."""
+    options, tensors = source.options, source.tensors
+    if set(layer_mixers(Namespace(**options), options["decoder_layers"])) != {SOFTMAX}:
+        raise ValueError(f"{path} has mixers other than softmax already; fw-convert takes those with softmax in every layer")
+    model = skeleton(options, tensors)
+    model.upgrade_state_dict(tensors)
+    if model.decoder.layer_norm is None:  # checkpoints before version 3 had no norm after the last layer
+        options["no_decoder_final_norm"] = True
+        tensors["decoder.version"] = torch.tensor([3.0])
+    expected = model.state_dict()
+    for name in [name for name in tensors if name.endswith("._float_tensor") and name not in expected]:
+        del tensors[name]  # only its dtype and device were ever used
+    for name, want in expected.items():
+        if name not in tensors and name.endswith("._float_tensor"):
+            tensors[name] = torch.zeros(1)
+        if name not in tensors:
+            refuse(path, f"lacks {name}")
+        if tensors[name].shape != want.shape:
+            refuse(path, f"has {name} of shape {tuple(tensors[name].shape)} instead of {tuple(want.shape)}")
+    for name in tensors:
+        if name not in expected:
+            refuse(path, f"has {name}, which transformer_lm with its options does not have")
+    return source
+
+
+def refuse(path: str, what: str) -> NoReturn:
+    raise ValueError(f"{path} is not laid out as fw-convert knows it: it {what}")

@@ -1,0 +1,286 @@
+"""fw-export-hf: a fast_weight_lm checkpoint becomes a folder for Hugging Face transformers.
+
+AutoModelForCausalLM.from_pretrained(OUTPUT, trust_remote_code=True) loads it wherever the package fw_fairseq is installed; fairseq
+is not imported there. Texts begin with the end of sentence, as in fairseq; the tokenizer that comes along sees to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..config import SOFTMAX
+from ..files import tokenizer_size
+from ..mixers import MIXERS
+from ..models.fast_weight_decoder import FastWeightDecoder
+from .checkpoints import load_language_model
+
+CODE_FILE = "modeling_fw_fairseq.py"
+REMOTE_CODE = '''"""The classes are those of the package fw_fairseq; transformers looks for them here."""
+
+from fw_fairseq import huggingface
+
+
+class FastWeightHFConfig(huggingface.FastWeightHFConfig):
+    pass
+
+
+class FastWeightForCausalLM(huggingface.FastWeightForCausalLM):
+    config_class = FastWeightHFConfig
+'''
+TOKENIZER_FILES = (
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+TOLERANCE = 1e-4
+
+
+def export(checkpoint, output, data=None, tokenizer=None, force: bool = False):
+    """Writes the folder ``output`` and returns the model in it.
+
+    data: the folder with dict.txt, default that of the training. tokenizer: a folder with the GPT-2 tokenizer that the dictionary's
+    symbols are numbers of, as fw-convert leaves them; without it the words of dict.txt become a tokenizer.
+    """
+    output = Path(output).resolve()
+    check_output(output, force)
+    source, dictionary = load_language_model(checkpoint, data, "fw-export-hf", ("fast_weight_lm",))
+    model = build(source.decoder)
+    difference = compare(source, model, len(dictionary))
+    if not difference <= TOLERANCE:
+        raise ValueError(f"CHECKPOINT {checkpoint} computes other logits in transformers, by {difference:.1e}; nothing was written")
+    model.config.update(special_tokens(dictionary))
+    if tokenizer is not None:
+        renumber(model, dictionary, Path(tokenizer))
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    try:
+        write(model, dictionary, tokenizer, temporary)
+        check_output(output, force)
+        replace(temporary, output)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return model
+
+
+def check_output(output: Path, force: bool) -> None:
+    """--force replaces nothing but what this command wrote."""
+    if not output.exists():
+        return
+    if not force:
+        raise ValueError(f"OUTPUT {output} exists; name another folder, or give --force to replace an earlier export")
+    if not output.is_dir() or (any(output.iterdir()) and not (output / CODE_FILE).exists()):
+        raise ValueError(
+            f"OUTPUT {output} is no earlier export, as it has no {CODE_FILE}; --force would delete it: name another folder"
+        )
+
+
+def replace(new: Path, folder: Path) -> None:
+    """``folder`` goes only when ``new`` is in its place."""
+    old = new.with_suffix(".old")
+    if folder.exists():
+        os.replace(folder, old)
+    try:
+        os.replace(new, folder)
+    except OSError:
+        if old.exists():
+            os.replace(old, folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def build(decoder: FastWeightDecoder):
+    from ..huggingface import ACTIVATIONS, FastWeightForCausalLM, FastWeightHFConfig
+
+    cfg, config = decoder.cfg, decoder.fast_weight_config
+    if cfg.activation_fn not in ACTIVATIONS:
+        raise ValueError(f"CHECKPOINT has activation {cfg.activation_fn}; fw-export-hf takes: {', '.join(ACTIVATIONS)}")
+    words, adaptive = decoder.embed_tokens, decoder.adaptive_softmax
+    embedding, tied = embedding_tensors(words), is_tied(decoder)
+    output, output_bands = output_tensors(decoder, tied)
+    positions = "none" if decoder.embed_positions is None else ("learned" if cfg.decoder.learned_pos else "sinusoidal")
+    hf = FastWeightHFConfig(
+        vocab_size=len(decoder.dictionary),
+        hidden_size=decoder.embed_dim,
+        input_size=words.embedding_dim,
+        output_size=(decoder.project_out_dim.out_features if decoder.project_out_dim is not None else decoder.embed_dim),
+        intermediate_size=cfg.decoder.ffn_embed_dim,
+        num_hidden_layers=len(decoder.layers),
+        num_attention_heads=cfg.decoder.attention_heads,
+        mixers=[mixer_name(layer.self_attn) for layer in decoder.layers],
+        mixer_options={name: jsonable(value) for name, value in asdict(config).items() if not name.startswith("_")},
+        activation=str(cfg.activation_fn),
+        normalize_before=cfg.decoder.normalize_before,
+        final_norm=decoder.layer_norm is not None,
+        embedding_norm=decoder.layernorm_embedding is not None,
+        embedding_scale=decoder.embed_scale,
+        output_scale=decoder.embed_dim**-0.5 if config.scale_output else 1.0,
+        positions=positions,
+        max_position_embeddings=None if positions == "none" and decoder.recurrent else cfg.max_target_positions,
+        first_position=words.padding_idx + 1,
+        input_bands=embedding.pop("bands", None),
+        output_bands=output_bands if adaptive is not None else None,
+        tie_word_embeddings=tied,
+    )
+    model = FastWeightForCausalLM(hf).eval()
+    tensors = embedding | output
+    for name, x in decoder.state_dict().items():
+        name = name.replace(".self_attn.mixer.", ".self_attn.").replace("layernorm_embedding.", "embedding_norm.")
+        name = re.sub(r"^project_(in|out)_dim\.", r"project_\1.", name)
+        if name.startswith(("layers.", "layer_norm.", "embedding_norm.", "project_")) or name == "embed_positions.weight":
+            tensors[name] = x
+    model.load_state_dict(tensors)
+    return model
+
+
+def jsonable(value):
+    return value if isinstance(value, (int, float)) else str(value)  # an option with choices is an Enum
+
+
+def mixer_name(attention: nn.Module) -> str:
+    mixer = getattr(attention, "mixer", None)
+    return next((name for name, kind in MIXERS.items() if type(mixer) is kind), SOFTMAX)
+
+
+def embedding_tensors(words: nn.Module) -> dict:
+    if isinstance(words, nn.Embedding):
+        return {"embed_tokens.weight": words.weight}
+    tensors: dict = {"bands": [list(band[0].weight.shape) for band in words.embeddings]}
+    for i, (table, linear) in enumerate(words.embeddings):
+        tensors |= {f"embed_tokens.words.{i}.weight": table.weight, f"embed_tokens.maps.{i}.weight": linear.weight}
+    return tensors
+
+
+def is_tied(decoder) -> bool:
+    if decoder.adaptive_softmax is None:
+        return decoder.output_projection.weight is decoder.embed_tokens.weight
+    head = decoder.adaptive_softmax.head
+    return hasattr(head, "word_proj") and weights(head.word_proj)[-1] is decoder.embed_tokens.embeddings[0][0].weight
+
+
+def weights(module: nn.Module) -> list[Tensor]:
+    """Of a linear map or a chain of them, in the order of their use."""
+    linear = [part for part in module.modules() if hasattr(part, "weight")]
+    return [part.weight.t() if getattr(part, "transpose", False) else part.weight for part in linear]
+
+
+def output_tensors(decoder, tied: bool) -> tuple[dict[str, Tensor], list]:
+    softmax = decoder.adaptive_softmax
+    if softmax is None:
+        return ({} if tied else {"output.weight": decoder.output_projection.weight}), []
+    first = softmax.cutoff[0]
+    if hasattr(softmax.head, "word_proj"):
+        clusters, bands = [weights(softmax.head.word_proj)], softmax.head.class_proj.weight
+    else:
+        clusters, bands = [[softmax.head.weight[:first]]], softmax.head.weight[first:]
+    clusters += [weights(tail) for tail in softmax.tail]
+    tensors = {"output.bands.weight": bands}
+    for i, (*mapped, words) in enumerate(clusters):
+        tensors |= {f"output.maps.{i}.weight": x for x in mapped}
+        if not tied:
+            tensors[f"output.words.{i}.weight"] = words
+    return tensors, [list(words.shape) for *_, words in clusters]
+
+
+@torch.no_grad()
+def compare(source, model, words: int) -> float:
+    """The largest difference of log probabilities on random tokens, relative to the largest."""
+    length = min(16, model.config.max_position_embeddings or 16)
+    tokens = torch.randint(4, words, (2, length), generator=torch.Generator().manual_seed(0))
+    expected = source.get_normalized_probs(source(tokens), log_probs=True)
+    actual = model(tokens).logits.float().log_softmax(-1)
+    return float((actual - expected).abs().max() / expected.abs().max())
+
+
+def special_tokens(dictionary) -> dict[str, int]:
+    return {"bos_token_id": dictionary.eos(), "eos_token_id": dictionary.eos(), "pad_token_id": dictionary.pad()}
+
+
+def renumber(model, dictionary, tokenizer: Path) -> None:
+    """Rows in the order of the tokenizer's ids: its token i is the dictionary's symbol 'i', the one without a symbol is </s>."""
+    if not any((tokenizer / name).exists() for name in ("vocab.json", "tokenizer.json")):
+        raise ValueError(
+            f"--tokenizer {tokenizer} has neither vocab.json nor tokenizer.json; it must be a GPT-2 tokenizer's folder"
+        )
+    numbers = dictionary.symbols[dictionary.nspecial :]
+    size = len(numbers) + 1
+    missing = sorted(set(map(str, range(size))).difference(numbers), key=int)
+    if model.config.input_bands or model.config.output_bands or len(missing) != 1:
+        raise ValueError("--tokenizer needs a checkpoint that fw-convert made of a GPT-2; leave it out for the words of dict.txt")
+    if (found := tokenizer_size(tokenizer)) != size:
+        raise ValueError(f"--tokenizer {tokenizer} has {found} tokens; it must be that of CHECKPOINT's GPT-2, which has {size}")
+    end = int(missing[0])
+    order = torch.tensor([dictionary.eos() if i == end else dictionary.index(str(i)) for i in range(size)])
+    model.embed_tokens = nn.Embedding.from_pretrained(model.embed_tokens.weight[order].detach(), freeze=False)
+    if model.output is not None:
+        model.output.weight = nn.Parameter(model.output.weight[order].detach())
+    model.config.update({"vocab_size": size, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None})
+
+
+def write(model, dictionary, tokenizer, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    model.config.auto_map = {
+        "AutoConfig": "modeling_fw_fairseq.FastWeightHFConfig",
+        "AutoModelForCausalLM": "modeling_fw_fairseq.FastWeightForCausalLM",
+    }
+    for name, value in model.config.to_dict().items():
+        if name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(model.generation_config, name, value)
+    model.save_pretrained(folder)
+    (folder / CODE_FILE).write_text(REMOTE_CODE)
+    if tokenizer is None:
+        word_tokenizer(dictionary).save_pretrained(folder)
+    else:
+        for name in TOKENIZER_FILES:
+            if (Path(tokenizer) / name).exists():
+                shutil.copy(Path(tokenizer) / name, folder / name)
+
+
+def word_tokenizer(dictionary):
+    """Words between spaces, each text after an end of sentence."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    eos = dictionary.eos_word
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(dictionary.symbols)}, unk_token=dictionary.unk_word))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{eos} $A", special_tokens=[(eos, dictionary.eos())])
+    special = {"bos_token": eos, "eos_token": eos, "unk_token": dictionary.unk_word, "pad_token": dictionary.pad_word}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **special)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fw-export-hf", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="of fast_weight_lm, with any mixers")
+    parser.add_argument("output", metavar="OUTPUT", help="the folder to write")
+    parser.add_argument("--data", metavar="FOLDER", help="where dict.txt is; default: where it was in training")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="the tokenizer of the GPT-2 that fw-convert made CHECKPOINT of")
+    parser.add_argument("--force", action="store_true", help="replace OUTPUT if it is an earlier export")
+    return parser
+
+
+def main(arguments=None) -> None:
+    args = vars(parser().parse_args(arguments))
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        sys.exit("fw-export-hf: needs transformers; install fw_fairseq with the extra huggingface")
+    try:
+        model = export(**args)
+    except (OSError, ValueError) as error:
+        sys.exit(f"fw-export-hf: {error}")
+    print(f"{args['output']}: {model.num_parameters():,} parameters, {', '.join(dict.fromkeys(model.config.mixers))}")
+
+
+if __name__ == "__main__":
+    main()

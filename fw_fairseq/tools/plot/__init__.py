@@ -1,0 +1,1 @@
+"""fw-plot: figures and tables of the papers from logged results."""

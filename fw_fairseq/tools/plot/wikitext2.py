@@ -1,0 +1,77 @@
+"""fw-plot state and conversion: figures out of the tables that the recipes of WikiText-2 print, or of pages that hold them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from .style import SMALL, canvas, label_ends, log_lengths, look, plot, spread_out
+
+RULES, SOFTMAX = ("sum", "gated", "delta", "decay", "gated_delta"), "softmax"
+
+
+def read_table(path: Path, *columns: str) -> dict[str, tuple[float, ...]]:
+    """The columns that begin with these words, by row, of the first table that has them; rows with numbers in all of them."""
+    places: list[int] = []
+    found: dict[str, tuple[float, ...]] = {}
+    for line in path.read_text().splitlines():
+        cells = [cell.strip(" `*") for cell in line.split("|")[1:-1]]
+        if not places:
+            at = [[i for i, cell in enumerate(cells) if cell.startswith(words)] for words in ("row", *columns)]
+            places = [found[0] for found in at] if all(at) else []
+        elif not cells:
+            break
+        else:
+            numbers = [re.match(r"\d[\d.]*", cells[place].replace(",", "")) for place in places[1:]]
+            if all(numbers):
+                found[cells[places[0]]] = tuple(float(number[0]) for number in numbers)
+    if not found:
+        raise ValueError(f"{path} has no table with the columns row, {', '.join(columns)}")
+    return found
+
+
+def draw_state(args):
+    """Names beside their points, of the smaller half to the left."""
+    rows = read_table(args.page, "numbers kept", "test perplexity")
+    figure, [axes] = canvas(2.7)
+    for name, point in rows.items():
+        axes.plot(*point, ls="", ms=4.2, marker=kind(name).marker, color=kind(name).color)
+    sizes = sorted(size for size, _ in rows.values())
+    axes.set(xscale="log", xlabel="numbers kept of a text", ylabel="test perplexity", xlim=(sizes[0] / 6, sizes[-1] * 12))
+    figure.draw_without_rendering()
+    low, high = axes.get_ylim()
+    gap = (high - low) * 1.2 * SMALL / (72 * axes.get_window_extent().height / figure.dpi)
+    for left in (True, False):
+        side = {name: point for name, point in rows.items() if (point[0] < sizes[len(sizes) // 2]) == left}
+        for (name, (size, perplexity)), at in zip(side.items(), spread_out([y for _, y in side.values()], gap)):
+            colour = kind(name).color
+            leader = {"arrowstyle": "-", "lw": 0.4, "color": colour, "relpos": (left, 0.5), "shrinkA": 0.5, "shrinkB": 2}
+            axes.annotate(
+                name.replace("_", " "), (size, perplexity), (size / 1.5 if left else size * 1.5, at), va="center",
+                ha="right" if left else "left", fontsize=SMALL, color=colour, arrowprops=leader,
+            )  # fmt: skip
+    return figure
+
+
+def kind(name: str):
+    return look(0 if name == SOFTMAX else 1 if name.startswith(RULES) else 2)
+
+
+def draw_conversion(args):
+    """A line for each rule and what was done otherwise, of rows named RULE-M and RULE-M-OTHERWISE; softmax attention is 100%."""
+    lines: dict[str, dict[int, float]] = {}
+    for row, (share,) in read_table(args.page, "of the softmax row's performance").items():
+        if found := re.fullmatch(r"([a-z_]+)-(\d+)(-[a-z]+)?", row):
+            rule, m, otherwise = found.groups()
+            lines.setdefault(rule.replace("_", " ") + (otherwise or "").replace("-", ", "), {})[int(m)] = share
+    if not lines:
+        raise ValueError(f"{args.page} has no row such as decay-16")
+    figure, [axes] = canvas(2.3, left=0.14, right=0.71, top=0.96, bottom=0.17)
+    ends = []
+    for index, (name, points) in enumerate(lines.items(), 1):
+        plot(axes, look(index), name, points)
+        ends.append((name, max(points.items()), look(index).color))
+    axes.set(xlabel="m, features a head", ylabel="% of softmax performance")
+    log_lengths(axes, (m for points in lines.values() for m in points))
+    label_ends(axes, ends)
+    return figure

@@ -1,0 +1,220 @@
+"""The kernels for rules with erase on the emulator, against the definition in float64: outputs, final memory, every gradient."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hostcuda import SCHEDULES, EmulatorLaunch, guarded, run_sanitized, sanitized_launch
+from hostcuda.nvrtc import ARCHITECTURES, compile_check
+from support.draws import assert_same
+from support.emulated import emulated
+
+from fw_fairseq.ops import fast_weight
+from fw_fairseq.ops.kernels import common as cuda_common
+from fw_fairseq.ops.kernels import delta as cuda_delta
+from fw_fairseq.ops.recurrent import step_form
+from fw_fairseq.rules import Coefficients
+
+# Of the largest entry, from inputs as rounded. Exact: fp32 sums in another order. bf16: operands of 8 bits, an inverse of 11.
+TOLERANCE = {"exact": 1e-5, "tf32": 2e-3, "bf16": 2e-2}
+PRECISION = {torch.float32: "exact", torch.bfloat16: "bf16", torch.float16: "tf32"}
+NAMES = ("q", "k", "v", "f", "e", "w", "memory")
+
+
+def draw(shape, dtype=torch.float32, present="few", resets=True, strong=False) -> dict[str, torch.Tensor | None]:
+    """Unit keys; q, k, v as views of (T,B,C) projections. ``strong``: e = w = 1 and keys that hardly differ."""
+    B, H, T, K, V = shape
+    q, k, v = (torch.randn(T, B, H * width).view(T, B, H, width).permute(1, 2, 0, 3) for width in (K, K, V))
+    k = torch.nn.functional.normalize(k * 0.05 + 1 if strong else k, dim=-1)
+    gates = {name: torch.rand(B, H, T) for name in "few"}
+    if strong:
+        gates["e"] = gates["w"] = torch.full((B, H, T), 0.999)
+        gates["f"] = gates["f"] * 0.02 + 0.98
+    if resets:
+        gates["f"] = gates["f"].masked_fill(torch.rand(B, H, T) < 0.1, 0.0)
+        gates["e"][:, :, 2::7] = 0.0
+    gates = {name: gate if name in present else None for name, gate in gates.items()}
+    return dict(zip("qkv", (x.to(dtype) for x in (q, k, v)))) | gates | {"memory": torch.randn(B, H, K, V)}
+
+
+def by_kernels(x: dict, dy, dmemory, precision: str, launch) -> dict[str, torch.Tensor]:
+    operands = [x["q"], x["k"], x["v"], x["f"], None, x["e"], x["w"], x["memory"]]
+    y, final, saved = cuda_delta.forward(launch, *operands, precision)
+    assert y.dtype == x["v"].dtype and y.stride() == torch.empty_like(x["v"]).stride()
+    kept = cuda_delta.saved_like(*operands, precision)
+    assert [(tuple(t.shape), t.dtype) for t in saved] == [(tuple(shape), dtype) for shape, dtype in kept]
+    grads = cuda_delta.backward(launch, *operands, saved, dy, dmemory, precision)
+    results = {"y": y, "final memory": final}
+    for operand, grad in zip(operands, grads):
+        assert (grad is None) == (operand is None)
+        assert grad is None or (grad.dtype, grad.stride()) == (operand.dtype, torch.empty_like(operand).stride())
+    return results | {f"gradient of {n}": g for n, g in zip("qkvfzew", grads) if g is not None} | {"gradient of memory": grads[7]}
+
+
+def by_definition(x: dict, dy, dmemory) -> dict[str, torch.Tensor]:
+    leaves = {name: None if x[name] is None else x[name].double().requires_grad_() for name in NAMES}
+    coefficients = Coefficients(leaves["f"], None, leaves["e"], leaves["w"])
+    y, final = step_form(leaves["q"], leaves["k"], leaves["v"], coefficients, leaves["memory"])
+    present = {name: leaf for name, leaf in leaves.items() if leaf is not None}
+    grads = torch.autograd.grad((y, final), list(present.values()), (dy.double(), dmemory.double()))
+    return {"y": y.detach(), "final memory": final.detach()} | {f"gradient of {n}": g for n, g in zip(present, grads)}
+
+
+def compare(shape, dtype=torch.float32, launch=None, precision=None, **options):
+    x = draw(shape, dtype, **options)
+    dy, dmemory = torch.randn(shape[0], shape[1], shape[2], shape[4]).to(dtype), torch.randn_like(x["memory"])
+    precision = precision or PRECISION[dtype]
+    assert_same(
+        by_kernels(x, dy, dmemory, precision, launch or EmulatorLaunch()), by_definition(x, dy, dmemory), TOLERANCE[precision]
+    )
+
+
+@pytest.mark.parametrize("policy, seed", SCHEDULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_schedule(one_thread, dtype, policy, seed):
+    compare((2, 1, 70, 64, 64), dtype, EmulatorLaunch(policy, seed))
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 16, 17, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_length(one_thread, dtype, tokens):
+    compare((1, 2, tokens, 64, 64), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_repeated_keys_at_full_strength(one_thread, dtype):
+    """The worst case of the erase: what is left of the inverse's digits decides."""
+    compare((1, 1, 70, 64, 64), dtype, strong=True, resets=False)
+
+
+# Widths of one tile and of several, keys shared by 2 and 4 warps, rows that start anywhere, every type.
+@pytest.mark.parametrize(
+    "key, value, dtype, present",
+    [
+        (16, 16, torch.float16, "few"),
+        (20, 20, torch.bfloat16, "ew"),
+        (32, 32, torch.float32, "e"),
+        (128, 72, torch.bfloat16, "few"),
+        (120, 50, torch.float32, "few"),
+        (256, 16, torch.bfloat16, "few"),
+        (512, 16, torch.float32, "ew"),
+    ],
+)
+def test_widths(one_thread, key, value, dtype, present):
+    compare((1, 1, 35, key, value), dtype, present=present)
+
+
+def test_fp32_in_tf32(one_thread):
+    compare((1, 2, 35, 32, 32), precision="tf32")
+
+
+@pytest.mark.parametrize("rule, attention_norm", [("delta", False), ("gated_delta", False), ("delta", True)])
+def test_public_op(emulate, rule, attention_norm):
+    """Through fast_weight: padding, resets, a state, attention normalisation; and that the kernels ran."""
+    launcher = emulate()
+    batch, tokens = 2, 37
+    x = draw((batch, 1, tokens, 64, 64), resets=False)
+    q, k, v = (t.abs() + 0.1 if attention_norm else t for t in (x["q"], x["k"], x["v"]))
+    leaves = {"q": q, "k": k / k.norm(dim=-1, keepdim=True), "v": v, "beta": x["e"], "g": x["f"] * 0.5 + 0.5}
+    leaves = {n: t.detach().requires_grad_() for n, t in leaves.items() if n != "g" or rule == "gated_delta"}
+    masks = {"padding_mask": torch.rand(batch, tokens) < 0.2, "reset_mask": torch.rand(batch, tokens) < 0.1}
+
+    def results(backend):
+        gates = {n: leaves[n] for n in ("beta", "g") if n in leaves}
+        y, state = fast_weight(*(leaves[n] for n in "qkv"), rule, gates, backend=backend, attention_norm=attention_norm, **masks)
+        torch.manual_seed(1)
+        grads = torch.autograd.grad((y, state.memory), list(leaves.values()), (torch.randn_like(y), torch.randn_like(state.memory)))
+        return {"y": y.detach(), "memory": state.memory.detach()} | dict(zip(leaves, grads))
+
+    assert_same(results("cuda"), results("recurrent"), 2e-5)
+    assert [call[1] for call in launcher.calls] == ["delta_forward", "delta_backward"]
+
+
+def test_without_gradients_nothing_is_kept(one_thread):
+    x = draw((1, 1, 35, 64, 64))
+    operands = [x["q"], x["k"], x["v"], x["f"], None, x["e"], x["w"], x["memory"]]
+    y, final, saved = cuda_delta.forward(EmulatorLaunch(), *operands, "exact", keep=False)
+    want_y, want_final, _ = cuda_delta.forward(EmulatorLaunch(), *operands, "exact", keep=True)
+    assert saved == () and torch.equal(y, want_y) and torch.equal(final, want_final)
+
+
+def test_nothing_past_the_end(one_thread, monkeypatch):
+    """Every tensor, outputs too, ends at an unmapped page."""
+    empty_like, new_empty = torch.empty_like, torch.Tensor.new_empty
+    monkeypatch.setattr(torch, "empty_like", lambda x: guarded(empty_like(x).contiguous()))
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **options: guarded(new_empty(x, *size, **options)))
+    for dtype, width, present in ((torch.float32, 64, "few"), (torch.bfloat16, 20, "ew")):
+        drawn = draw((1, 2, 19, width, width), dtype, present)
+        x = {name: None if t is None else guarded(t.contiguous()) for name, t in drawn.items()}
+        dy, dmemory = guarded(torch.randn_like(x["v"])), guarded(torch.randn_like(x["memory"]))
+        got = by_kernels(x, dy, dmemory, PRECISION[dtype], EmulatorLaunch())
+        assert_same(got, by_definition(x, dy, dmemory), TOLERANCE[PRECISION[dtype]])
+
+
+def sanitized(key: str, value: str) -> None:
+    with emulated(sanitized_launch()) as launch:
+        compare((1, 1, 37, int(key), int(value)), torch.bfloat16, launch)
+
+
+@pytest.mark.parametrize("kind, key, value", [("thread", 160, 32), ("address", 20, 20)])
+def test_sanitizers(kind, key, value):
+    run_sanitized(kind, "test_cuda_delta:sanitized", str(key), str(value))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(z=torch.ones(1, 1, 2, 16)), "value-side decay z together with an erase"),
+        (dict(f=torch.ones(1, 1, 2, 16)), "an erase with decay per channel, only with one gate per token"),
+        (dict(q=torch.ones(1, 1, 2, 513)), "for keys up to 512 wide, not 513"),
+        ({}, None),
+    ],
+)
+def test_what_has_no_kernel(changes, message):
+    x = torch.ones(1, 1, 2, 16)
+    reason = cuda_delta.supported(**dict(q=x, k=x, v=x, f=None, z=None, e=x[..., 0], w=None) | changes)
+    assert reason is None if message is None else reason.startswith("backend='cuda' has ") and message in reason
+
+
+@pytest.mark.parametrize(
+    "capability, key, dtype, message",
+    [
+        ((7, 5), 64, torch.float16, "for compute capability 8.0 and higher only"),
+        ((8, 9), 512, torch.float32, "this device has 101376"),
+        ((8, 9), 512, torch.bfloat16, None),
+    ],
+)
+def test_device_that_is_too_small(monkeypatch, capability, key, dtype, message):
+    properties = SimpleNamespace(shared_memory_per_block_optin=cuda_common.SHARED)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    q = SimpleNamespace(shape=(1, 1, 2, key), dtype=dtype, device=torch.device("cuda"))
+    reason = cuda_delta.supported(q, q, q, None, None, None, None)
+    assert reason is None if message is None else reason.startswith("backend='cuda' ") and message in reason
+
+
+def launches(key: int, value: int, dtype: torch.dtype, precision: str):
+    """(file, kernel, macros) of a forward and a backward."""
+    calls = []
+
+    def launch(source_file, kernel_name, defines, *_):
+        calls.append((source_file, kernel_name, defines))
+
+    x = draw((1, 1, 2, key, value), dtype)
+    by_kernels(x, x["v"], x["memory"], precision, launch)
+    return calls
+
+
+MAIN = [(torch.bfloat16, "bf16"), (torch.float32, "exact")]
+COMPILED = [(arch, 64, *how) for arch in ARCHITECTURES for how in MAIN if arch != "75"]
+COMPILED += [("90", width, *how) for width in (32, 128) for how in MAIN] + [("80", 128, *how) for how in MAIN]
+
+
+@pytest.mark.parametrize("arch, width, dtype, precision", COMPILED)
+def test_compiles_without_spills(arch, width, dtype, precision):
+    for source_file, kernel, defines in launches(width, width, dtype, precision):
+        found = compile_check(source_file, defines, arch)[kernel]
+        assert found["spill_stores"] == found["spill_loads"] == found["stack"] == 0, (kernel, found)
+        assert defines["FW_SHARED"] <= cuda_common.SHARED

@@ -1,0 +1,185 @@
+"""The launcher for a GPU, with CuPy replaced by what it would be asked; and where kernels are found."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hostcuda.hostemu import KERNELS
+
+from fw_fairseq.ops.kernels import launch as cuda_launch
+from fw_fairseq.ops.kernels.launch import CupyLaunch
+
+DEFINES = {"FW_IN": "float", "FW_ROWS": 8}
+PARAMS = np.zeros((), np.dtype([("x", "u8"), ("n", "i4")], align=True))[()]
+
+
+class Kernel:
+    def __init__(self, name):
+        self.name, self.launches = name, []
+
+    def __call__(self, grid, block, args, **options):
+        self.launches.append((grid, block, args, options))
+
+
+class CuPy:
+    """Records the modules that are made; ``error`` is raised where CuPy compiles."""
+
+    def __init__(self, error=None):
+        self.modules, self.kernels, self.error = [], [], error
+
+    def RawModule(self, **options):
+        self.modules.append(options)
+        return self
+
+    def get_function(self, name):
+        if self.error is not None:
+            raise self.error
+        self.kernels.append(Kernel(name))
+        return self.kernels[-1]
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    fake = CuPy()
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=1000 + index))
+    return fake
+
+
+def start(launch, **changes):
+    call = dict(source_file="step.cu", kernel_name="step", defines=DEFINES, grid=(2, 3), block=(32, 4), params=PARAMS)
+    launch(**call | dict(shared_bytes=0, device=torch.device("cuda:1")) | changes)
+
+
+def test_compiles_once_and_launches_on_the_current_stream(cupy):
+    launch = CupyLaunch()
+    start(launch)
+    start(launch)
+    assert len(cupy.modules) == len(cupy.kernels) == 1
+    options = cupy.modules[0]["options"]
+    assert {"-DFW_IN=float", "-DFW_ROWS=8", f"-I{KERNELS}"} <= set(options)
+    assert cupy.modules[0]["code"] == (KERNELS / "step.cu").read_text()
+    for grid, block, (params,), settings in cupy.kernels[0].launches:
+        assert (grid, block) == ((2, 3), (32, 4)) and settings["stream"].ptr == 1001 and settings["shared_mem"] == 0
+        assert isinstance(params, np.ndarray) and params.size == 1 and params.dtype == PARAMS.dtype  # by value, says CuPy
+    start(launch, defines=DEFINES | {"FW_ROWS": 16})
+    assert len(cupy.modules) == 2
+
+
+@pytest.mark.parametrize("grid", [(0,), (2, 0), (1, 2, 0)])
+def test_nothing_to_do(cupy, grid):
+    """CUDA refuses a grid without blocks."""
+    start(CupyLaunch(), grid=grid)
+    assert not cupy.modules
+
+
+def test_large_shared_memory_is_asked_for(cupy):
+    launch = CupyLaunch()
+    start(launch, shared_bytes=48 * 1024)
+    start(launch, shared_bytes=48 * 1024 + 16, kernel_name="other")
+    assert not hasattr(cupy.kernels[0], "max_dynamic_shared_size_bytes")
+    assert cupy.kernels[1].max_dynamic_shared_size_bytes == 48 * 1024 + 16
+
+
+STEP = "kernel step of cuda/step.cu (FW_IN=float FW_ROWS=8)"
+
+
+class CompileException(Exception):
+    """As CuPy names it."""
+
+
+def message(**changes) -> list[str]:
+    with pytest.raises(RuntimeError) as raised:
+        start(CupyLaunch(), **changes)
+    return str(raised.value).splitlines()
+
+
+def test_compile_error(cupy):
+    cupy.error = CompileException("step.cu(3): error: one\n\n two\nthree\nfour\nfive")
+    assert message() == [f"{STEP} does not compile:", "step.cu(3): error: one", " two", "three", "four"]
+
+
+def test_a_kernel_that_does_not_load(cupy):
+    cupy.error = ValueError("CUDA_ERROR_OUT_OF_MEMORY")
+    assert message() == [f"{STEP} cannot be loaded:", "CUDA_ERROR_OUT_OF_MEMORY"]
+
+
+def test_too_much_shared_memory(cupy, monkeypatch):
+    def refuse(self, value):
+        raise ValueError("CUDA_ERROR_INVALID_VALUE")
+
+    monkeypatch.setattr(Kernel, "max_dynamic_shared_size_bytes", property(fset=refuse), raising=False)
+    assert message(shared_bytes=1 << 20) == [f"{STEP} cannot have 1048576 bytes of shared memory:", "CUDA_ERROR_INVALID_VALUE"]
+
+
+def test_cupy_that_does_not_import(cupy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    sentence, reason = message()
+    assert sentence == "CuPy, which compiles the kernels, cannot be imported:" and "cupy" in reason
+
+
+def test_a_changed_header_is_another_kernel(monkeypatch, tmp_path):
+    for path in KERNELS.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(cuda_launch, "kernel_folder", lambda: tmp_path)
+    before = cuda_launch.compile_options(())
+    (tmp_path / "common.cuh").write_text("// changed")
+    assert cuda_launch.compile_options(()) != before
+
+
+def test_kernels_of_the_installed_package_come_first(monkeypatch, tmp_path):
+    package = tmp_path / "fw_fairseq"
+    monkeypatch.setattr(cuda_launch, "PACKAGE", package)
+    with pytest.raises(RuntimeError, match="install fw_fairseq again"):
+        cuda_launch.kernel_folder()
+    for folder in (tmp_path / "cuda", package / "cuda"):
+        folder.mkdir(parents=True)
+        (folder / "common.cuh").touch()
+        assert cuda_launch.kernel_folder() == folder
+
+
+@pytest.fixture
+def fresh():
+    """Nothing looked up yet, now and for the tests after."""
+    cuda_launch.look_up.cache_clear()
+    yield
+    cuda_launch.look_up.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        (dict(is_available=lambda: False), "backend='cuda' needs a CUDA device, and torch sees none"),
+        (dict(get_device_capability=lambda device: (7, 0)), "backend='cuda' needs compute capability 7.5 or higher"),
+        ({}, None),
+    ],
+)
+def test_why_not(fresh, monkeypatch, changes, reason):
+    usual = dict(is_available=lambda: True, get_device_capability=lambda device: (9, 0))
+    for name, value in (usual | changes).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    assert CupyLaunch().why_not(torch.device("cuda:0")) == reason
+
+
+def test_why_not_without_cupy_or_on_the_cpu(fresh, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "these are on cpu" in CupyLaunch().why_not(torch.device("cpu"))
+    monkeypatch.setattr(cuda_launch.importlib.util, "find_spec", lambda name: None)
+    assert CupyLaunch().why_not(torch.device("cuda:0")).startswith("backend='cuda' needs CuPy; install fw_fairseq with the extra")
+
+
+def test_asked_once_and_inside_a_graph(fresh):
+    launch = CupyLaunch()
+
+    def add(x):
+        return x + (1 if launch.why_not(x.device) else 2)
+
+    assert torch.compile(add, fullgraph=True, backend="eager")(torch.zeros(1)) == 1
+    assert add(torch.zeros(1)) == 1 and cuda_launch.look_up.cache_info().misses == 1

@@ -1,0 +1,157 @@
+"""Feature maps inside the kernels, on the emulator: outputs, memories and the gradients of q and k as they were before the map."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hostcuda import EmulatorLaunch, guarded, run_sanitized, sanitized_launch
+from hostcuda.nvrtc import compile_check
+from support.draws import assert_same
+from support.emulated import emulated
+
+from fw_fairseq.config import FastWeightConfig
+from fw_fairseq.mixers.fast_weight import FastWeight
+from fw_fairseq.ops import RowMap, fast_weight
+from fw_fairseq.ops.kernels import common as cuda_common
+from fw_fairseq.ops.kernels import decay as cuda_decay
+from fw_fairseq.ops.kernels import delta as cuda_delta
+from fw_fairseq.ops.kernels import step as cuda_step
+from fw_fairseq.ops.recurrent import step as one_step
+from fw_fairseq.ops.recurrent import step_form
+from fw_fairseq.rules import RULES, Coefficients
+
+FAMILIES = {"decay": cuda_decay, "delta": cuda_delta}
+TOLERANCE = {"exact": 2e-5, "tf32": 2e-3, "bf16": 2e-2}
+PRECISION = {torch.float32: "exact", torch.bfloat16: "bf16", torch.float16: "tf32"}
+NAMES = ("q", "k", "v", "f", "z", "e", "w", "memory")
+
+
+def draw(row_map: RowMap, shape, dtype, present: str) -> dict[str, torch.Tensor | None]:
+    """shape (B,H,T,D,V); present: the coefficients, F for one decay gate per channel. Some rows of dpfp sum up to 0."""
+    B, H, T, d, V = shape
+    key = row_map.width(d)
+    size = {"f": (), "F": (key,), "z": (V,), "e": (), "w": ()}
+    x = {n: torch.randn(T, B, H * width).view(T, B, H, width).permute(1, 2, 0, 3).to(dtype) for n, width in zip("qkv", (d, d, V))}
+    x |= {name.lower(): torch.rand(B, H, T, *size[name]) * 0.9 + 0.05 for name in present}
+    x |= {"memory": torch.randn(B, H, key, V)}
+    if row_map.name == "dpfp" and row_map.norm == "sum":
+        x["q"][:, :, 3:4] = x["k"][:, :, 5:6] = 0
+    return {name: x.get(name) for name in NAMES}
+
+
+def compare(family: str, row_map: RowMap, shape, dtype, present: str, launch) -> None:
+    kernels, precision = FAMILIES[family], PRECISION[dtype]
+    x = {name: None if t is None else guarded(t) for name, t in draw(row_map, shape, dtype, present).items()}
+    dy, dmemory = guarded(torch.randn_like(x["v"])), guarded(torch.randn_like(x["memory"]))
+    y, final, saved = kernels.forward(launch, *x.values(), precision, row_map=row_map)
+    kept = kernels.saved_like(*x.values(), precision, row_map)
+    assert [(tuple(t.shape), t.dtype) for t in saved] == [(tuple(shape), dtype) for shape, dtype in kept]
+    grads = kernels.backward(launch, *x.values(), saved, dy, dmemory, precision, row_map)
+    actual = {"y": y, "final memory": final} | {f"gradient of {n}": g for n, g in zip(x, grads) if g is not None}
+
+    leaves = {name: None if t is None else t.double().requires_grad_() for name, t in x.items()}
+    features = (row_map(leaves["q"]), row_map(leaves["k"]))
+    y, final = step_form(*features, leaves["v"], Coefficients(*(leaves[n] for n in "fzew")), leaves["memory"])
+    present = {name: leaf for name, leaf in leaves.items() if leaf is not None}
+    grads = torch.autograd.grad((y, final), list(present.values()), (dy.double(), dmemory.double()))
+    expected = {"y": y.detach(), "final memory": final.detach()} | {f"gradient of {n}": g for n, g in zip(present, grads)}
+    assert_same(actual, expected, TOLERANCE[precision])
+
+
+# Each map and norm, rows that start at 16 bytes or anywhere, several tiles of V, every type.
+@pytest.mark.parametrize(
+    "family, row_map, d, value, dtype, present",
+    [
+        ("decay", RowMap("dpfp", 2, "sum"), 24, 40, torch.bfloat16, "Fzw"),
+        ("decay", RowMap("identity", 1, "l2"), 20, 20, torch.float32, "f"),
+        ("decay", RowMap("relu", 1, "l2"), 17, 16, torch.float16, ""),
+        ("delta", RowMap("dpfp", 3, "sum"), 24, 40, torch.bfloat16, "few"),
+        ("delta", RowMap("dpfp", 4, "l2"), 7, 16, torch.float32, "few"),
+    ],
+)
+def test_equals_the_map_and_the_steps(one_thread, family, row_map, d, value, dtype, present):
+    compare(family, row_map, (1, 2, 70, d, value), dtype, present, EmulatorLaunch("prio", 1))
+
+
+def sanitized() -> None:
+    with emulated(sanitized_launch()) as launch:
+        for family, present in (("decay", "f"), ("delta", "fe")):
+            compare(family, RowMap("dpfp", 1, "sum"), (1, 1, 37, 10, 16), torch.bfloat16, present, launch)
+
+
+def test_races():
+    run_sanitized("thread", "test_cuda_maps:sanitized")
+
+
+@pytest.mark.parametrize("rule, norm, attention_norm", [("gated", "none", True), ("delta", "sum", False)])
+def test_public_op(emulate, rule, norm, attention_norm):
+    """Padding, where features of 0 are not 0, resets and attention normalisation."""
+    launcher, row_map, batch, tokens = emulate(), RowMap("elu", 1, norm), 2, 37
+    x = draw(row_map, (batch, 1, tokens, 16, 15), torch.float32, "")
+    leaves = {n: x[n].detach().requires_grad_() for n in "qkv"}
+    gates = {n: torch.rand(batch, 1, tokens).requires_grad_() for n in RULES[rule].gates}
+    leaves |= gates
+    masks = {"padding_mask": torch.rand(batch, tokens) < 0.2, "reset_mask": torch.rand(batch, tokens) < 0.1}
+
+    def results(backend):
+        call = dict(gates=gates, backend=backend, attention_norm=attention_norm, feature_map=row_map, **masks)
+        y, state = fast_weight(*(leaves[n] for n in "qkv"), rule, **call)
+        torch.manual_seed(1)
+        grads = torch.autograd.grad((y, state.memory), list(leaves.values()), (torch.randn_like(y), torch.randn_like(state.memory)))
+        return {"y": y.detach(), "memory": state.memory.detach()} | dict(zip(leaves, grads))
+
+    assert_same(results("cuda"), results("recurrent"), 2e-5)
+    assert [call[2].get("FW_MAP") for call in launcher.calls] == [2, 2]
+
+
+@pytest.mark.parametrize("row_map", [RowMap("dpfp", 3, "sum"), RowMap("elu", 1, "l2"), RowMap("relu")])
+def test_decoding_kernel(emulate, row_map):
+    emulate("prio", 1, bounds=True)
+    x = {name: None if t is None else t.squeeze(2) for name, t in draw(row_map, (2, 2, 1, 10, 40), torch.float32, "few").items()}
+    y, memory = cuda_step.step(**x, row_map=row_map)
+    x |= {"q": row_map(x["q"]), "k": row_map(x["k"])}
+    want_y, want_memory = one_step(x.pop("memory"), **x)
+    torch.testing.assert_close(y, want_y, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(memory, want_memory, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name, macro", [("dpfp", 4), ("relu", 3), ("favor", None)])
+def test_layer(emulate, name, macro):
+    """What has parameters stays outside; random features do altogether."""
+    mixer = FastWeight(16, 2, FastWeightConfig(update_rule="delta", feature_map=name, feature_norm="sum")).eval()
+    x = torch.randn(1, 3, 16)
+    with torch.no_grad():
+        mixer.feature_map.redraw(keep=True)
+        want, _ = mixer(x)
+        launcher = emulate()
+        y, _ = mixer(x)
+    torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-5)
+    assert [(call[1], call[2].get("FW_MAP")) for call in launcher.calls] == [("step", macro)]
+
+
+def launches(family: str, row_map: RowMap, d: int, value: int, dtype: torch.dtype, present: str):
+    """(file, kernel, macros) of a forward and a backward."""
+    calls, kernels = [], FAMILIES[family]
+
+    def launch(*call):
+        calls.append(call[:3])
+
+    x = draw(row_map, (1, 1, 17, d, value), dtype, present)
+    _, _, saved = kernels.forward(launch, *x.values(), PRECISION[dtype], row_map=row_map)
+    kernels.backward(launch, *x.values(), saved, x["v"], x["memory"], PRECISION[dtype], row_map)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "arch, family, nu, d, present",
+    [
+        ("80", "decay", 1, 64, "f"),
+        ("90", "decay", 1, 32, "Fz"),
+        ("120", "delta", 3, 64, "few"),
+    ],
+)
+def test_compiles_without_spills(arch, family, nu, d, present):
+    for source, kernel, defines in launches(family, RowMap("dpfp", nu, "sum"), d, 64, torch.bfloat16, present):
+        found = compile_check(source, defines, arch)[kernel]
+        assert found["spill_stores"] == found["spill_loads"] == found["stack"] == 0, (kernel, found)
+        assert defines["FW_SHARED"] <= cuda_common.SHARED

@@ -1,0 +1,113 @@
+"""Segments of the time axis give what one pass gives: values, memories and every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.draws import FITTING, assert_same, draw_gates, draw_inputs, run_with_gradients
+
+from fw_fairseq.ops import FastWeightState
+from fw_fairseq.ops.chunkwise.scan import chunk_form
+from fw_fairseq.ops.parallel.segments import choose_segments, run_segments
+from fw_fairseq.ops.recurrent import step_form
+from fw_fairseq.rules import RULES, Coefficients
+
+CASES = [*FITTING, "erase and both decays"]
+
+
+def draw(rule: str, shape, dtype=torch.float64, resets: float = 0.0):
+    """q, k, v, the coefficients that are present, memory; ``resets``: the share of tokens with f = 0."""
+    if rule in RULES:
+        coefficients = RULES[rule].coefficients(**draw_gates(RULES[rule], shape, torch.float64))._asdict()
+    else:
+        gates = draw_gates(RULES["decay"], shape, torch.float64) | draw_gates(RULES["delta"], shape, torch.float64)
+        coefficients = {"f": gates["f"], "z": gates["z"], "e": gates["beta"], "w": None}
+    if resets and coefficients["f"] is not None:
+        kept = torch.rand(shape[0], 1, shape[2]) >= resets
+        kept = kept if coefficients["f"].dim() == 3 else kept.unsqueeze(-1)
+        coefficients["f"] = coefficients["f"] * kept
+    work = torch.float64 if dtype == torch.float64 else torch.float32
+    present = {n: c.detach().to(work).requires_grad_() for n, c in coefficients.items() if c is not None}
+    memory = torch.randn(*shape[:2], *shape[3:], dtype=work).requires_grad_()
+    return draw_inputs(shape, dtype) | present | {"memory": memory}
+
+
+def results(leaves, run):
+    coefficients = Coefficients(*(leaves.get(name) for name in "fzew"))
+
+    def call():
+        y, memory = run(leaves["q"], leaves["k"], leaves["v"], coefficients, leaves["memory"])
+        return y, FastWeightState(memory)
+
+    return run_with_gradients(leaves, call)
+
+
+def segmented(form, count):
+    return lambda *inputs: run_segments(form, count, *inputs)
+
+
+@pytest.mark.parametrize("resets", [0.0, 0.1])
+@pytest.mark.parametrize("count", [1, 3, 5])
+@pytest.mark.parametrize("rule", CASES)
+def test_equals_one_pass(one_thread, rule, count, resets):
+    """28 tokens in 1, 3 and 5 segments, with remainders, and memories that are emptied on the way."""
+    leaves = draw(rule, (2, 2, 28, 4, 3), resets=resets)
+    assert_same(results(leaves, segmented(step_form, count)), results(leaves, step_form), 1e-9)
+
+
+@pytest.mark.parametrize("rule", [name for name in CASES if name in RULES])
+def test_with_chunks(one_thread, rule):
+    leaves = draw(rule, (1, 2, 150, 6, 5))
+    assert_same(results(leaves, segmented(chunk_form, 4)), results(leaves, step_form), 1e-8)
+
+
+@pytest.mark.parametrize("tokens, count", [(1, 5), (5, 4), (4, 4), (7, 7)])
+def test_as_short_as_it_gets(tokens, count):
+    leaves = draw("delta", (1, 1, tokens, 3, 2))
+    assert_same(results(leaves, segmented(step_form, count)), results(leaves, step_form), 1e-9)
+
+
+@pytest.mark.parametrize("rule", ["gated", "decay", "gated_delta"])
+def test_16_bit_inputs(one_thread, rule):
+    """y in the inputs' type, the memory in fp32."""
+    leaves = draw(rule, (1, 2, 64, 8, 8), torch.bfloat16)
+    run = segmented(chunk_form, 4)
+    assert_same(
+        results(leaves, run), results({n: x.detach().double().requires_grad_() for n, x in leaves.items()}, step_form), 3e-2
+    )
+
+
+def test_long_decay_underflows_to_nothing():
+    """A segment's decay of 0.01^200 counts as 0, in values and gradients."""
+    leaves = draw("gated", (1, 1, 400, 3, 2), torch.float32)
+    leaves["f"] = torch.full_like(leaves["f"], 0.01).requires_grad_()
+    assert_same(results(leaves, segmented(chunk_form, 2)), results(leaves, chunk_form), 1e-5)
+
+
+def test_one_sequence_is_not_copied():
+    """B = 1 and a whole number of segments: the form sees views of the inputs."""
+    q, k, v = (torch.randn(64, 1, 2 * 4).view(64, 1, 2, 4).permute(1, 2, 0, 3) for _ in range(3))
+    seen = []
+
+    def form(q, k, v, coefficients, memory):
+        seen.append(q.data_ptr())
+        return chunk_form(q, k, v, coefficients, memory)
+
+    run_segments(form, 4, q, k, v, Coefficients(), torch.zeros(1, 2, 4, 4))
+    assert seen == [q.data_ptr()]
+
+
+@pytest.mark.parametrize(
+    "sequences, tokens, processors, count",
+    [
+        (1, 16384, 132, 64),  # by the shortest segment
+        (8, 65536, 132, 16),  # by the processors
+        (64, 65536, 132, 1),  # the device is full enough
+        (1, 512, 132, 1),  # too short
+        (132, 100000, 132, 1),
+        (500, 100000, 132, 1),
+        (0, 100000, 132, 1),  # an empty batch
+    ],
+)
+def test_choice(sequences, tokens, processors, count):
+    assert choose_segments(sequences, tokens, processors) == count

@@ -1,0 +1,124 @@
+"""The decoding kernel on the emulator, against one step of the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hostcuda import SCHEDULES, guarded, run_sanitized, sanitized_launch
+from hostcuda.nvrtc import ARCHITECTURES, compile_check
+from support.draws import FITTING
+from support.emulated import emulated
+
+from fw_fairseq.ops import fast_weight
+from fw_fairseq.ops.kernels import step as cuda_step
+from fw_fairseq.ops.recurrent import step as one_step
+from fw_fairseq.row_map import AS_IS
+from fw_fairseq.rules import RULES
+
+COEFFICIENTS = ["", "w", "fw", "Fz", "ew", "few", "Fzew"]  # F: per key
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # y is rounded once to the type
+
+
+def draw(present: str, key: int, value: int, dtype=torch.float32, batch=2, heads=2) -> dict[str, torch.Tensor | None]:
+    """Views with strides of their own, as the projections of a layer are."""
+    size = {"f": (), "F": (key,), "z": (value,), "e": (), "w": ()}
+    drawn = {name: torch.randn(heads, batch, width).to(dtype).transpose(0, 1) for name, width in zip("qkv", (key, key, value))}
+    drawn |= {name: None for name in "fzew"}
+    drawn |= {name.lower(): torch.rand(heads, batch, *size[name]).transpose(0, 1) for name in present}
+    return drawn | {"memory": torch.randn(batch, heads, key, value)}
+
+
+def compare(inputs, y, memory):
+    exact = {name: None if x is None else x.double() for name, x in inputs.items()}
+    want_y, want_memory = one_step(exact.pop("memory"), **exact)
+    assert y.dtype == inputs["v"].dtype
+    torch.testing.assert_close(memory.double(), want_memory, rtol=1e-5, atol=1e-5)
+    scale = want_y.abs().max().item()
+    torch.testing.assert_close(y.double(), want_y, rtol=0, atol=TOLERANCE[y.dtype] * scale)
+
+
+@pytest.mark.parametrize("present", COEFFICIENTS)
+def test_equals_one_step(emulate, present):
+    emulate(bounds=True)
+    inputs = draw(present, 20, 40)
+    compare(inputs, *cuda_step.step(**inputs))
+
+
+@pytest.mark.parametrize("policy, seed", SCHEDULES)
+def test_any_schedule(emulate, policy, seed):
+    emulate(policy, seed)
+    inputs = draw("Fzew", 40, 33)
+    compare(inputs, *cuda_step.step(**inputs))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("key, value", [(1, 1), (16, 64), (130, 32), (512, 7)])
+def test_widths_and_dtypes(emulate, key, value, dtype):
+    emulate()
+    inputs = draw("few", key, value, dtype, batch=1)
+    compare(inputs, *cuda_step.step(**inputs))
+
+
+def test_in_place(emulate):
+    launcher = emulate()
+    inputs = draw("few", 20, 40)
+    memory, y = inputs["memory"].clone(), torch.empty(2, 2, 40)
+    given = cuda_step.step(**inputs | {"memory": memory}, y=y, memory_out=memory)
+    compare(inputs, y, memory)
+    assert given[0] is y and given[1] is memory and len(launcher.calls) == 1
+
+
+def test_nothing_past_the_end(emulate):
+    emulate()
+    inputs = {name: None if x is None else guarded(x) for name, x in draw("Fzew", 20, 40).items()}
+    compare(inputs, *cuda_step.step(**inputs, y=guarded(torch.zeros(2, 2, 40)), memory_out=guarded(inputs["memory"])))
+
+
+def sanitized_step(key: str, value: str) -> None:
+    inputs = draw("Fzew", int(key), int(value))
+    with emulated(sanitized_launch()):
+        compare(inputs, *cuda_step.step(**inputs))
+
+
+@pytest.mark.parametrize("kind", ["thread", "address"])
+def test_sanitizers(kind):
+    run_sanitized(kind, "test_cuda_step:sanitized_step", "20", "40")
+
+
+@pytest.mark.parametrize("rule", FITTING)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_decoding_uses_it(emulate, rule, dtype):
+    """Through the public op: "auto" with one token and no gradients, the state handed on."""
+    gates = {n: torch.rand(2, 2, 3, *{None: (), "K": (8,), "V": (6,)}[g.axis]) for n, g in RULES[rule].gates.items()}
+    q, k, v = (torch.randn(2, 2, 3, width).to(dtype) for width in (8, 8, 6))
+    expected, end = fast_weight(q, k, v, rule, gates)
+    launcher, state, outputs = emulate(), None, []
+    for t in range(3):
+        now = slice(t, t + 1)
+        y, state = fast_weight(*(x[:, :, now] for x in (q, k, v)), rule, {n: g[:, :, now] for n, g in gates.items()}, state)
+        outputs.append(y)
+    assert [call[1] for call in launcher.calls] == ["step"] * 3
+    torch.testing.assert_close(torch.cat(outputs, 2), expected, rtol=0, atol=TOLERANCE[dtype] * 5)
+    torch.testing.assert_close(state.memory, end.memory, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_take_another_form(emulate):
+    launcher = emulate()
+    q, k, v = (torch.randn(1, 1, 1, 4, requires_grad=True) for _ in range(3))
+    fast_weight(q, k, v, "sum")[0].sum().backward()
+    assert "step" not in [call[1] for call in launcher.calls] and q.grad is not None
+
+
+def test_opcheck(emulate):
+    emulate()
+    inputs = draw("few", 8, 6)
+    torch.library.opcheck(torch.ops.fw_fairseq.step.default, (*inputs.values(), *AS_IS))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("rows", cuda_step.ROWS)
+def test_compiles_without_spills(arch, rows):
+    x = torch.empty(1, 1, 1)
+    for dtype in cuda_step.TYPES:
+        found = compile_check("step.cu", cuda_step.defines(dtype, x, x, x, x, rows), arch)["step"]
+        assert found["spill_stores"] == found["spill_loads"] == 0 and found["registers"] <= 128, (dtype, found)

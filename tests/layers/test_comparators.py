@@ -1,0 +1,173 @@
+"""Attention to a window, Transformer-XL, ABC and Linformer against their definitions, one token after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.language_models import build
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fw_fairseq.config import FastWeightConfig
+from fw_fairseq.mixers import MIXERS, look_back
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WIDTH, HEADS, LENGTH, BATCH = 12, 2, 9, 3
+HEAD = WIDTH // HEADS
+
+
+def mixer_of(name: str, **options):
+    mixer = MIXERS[name](WIDTH, HEADS, FastWeightConfig(mixer=name, **options)).double()
+    for parameter in mixer.parameters():  # biases too
+        torch.nn.init.normal_(parameter, std=0.5)
+    return mixer
+
+
+def by_head(x):
+    """(T,B,C) -> (T,B,H,X)"""
+    return x.unflatten(-1, (HEADS, -1))
+
+
+def attend(q, k, v, more=0.0):
+    """q (B,H,D), k and v (S,B,H,D) -> (B,C)"""
+    scores = torch.einsum("bhd,sbhd->sbh", q, k) * HEAD**-0.5 + more
+    return torch.einsum("sbh,sbhd->bhd", scores.softmax(0), v).flatten(1)
+
+
+def step_by_step(mixer, x, read):
+    """``read(t, q, k, v)`` is what token t reads."""
+    q, k, v = map(by_head, mixer.in_proj(x).split(WIDTH, -1)[:3])
+    return mixer.out_proj(torch.stack([read(t, q, k, v) for t in range(len(x))]))
+
+
+def test_local_attention_sees_its_window():
+    mixer, x = mixer_of("local_attention", local_window=4), torch.randn(LENGTH, BATCH, WIDTH, dtype=torch.float64)
+    expected = step_by_step(mixer, x, lambda t, q, k, v: attend(q[t], *(z[max(0, t - 3) : t + 1] for z in (k, v))))
+    torch.testing.assert_close(mixer(x)[0], expected)
+
+
+def test_transformer_xl_scores_contents_and_distances():
+    mixer, x = mixer_of("transformer_xl", xl_memory=5), torch.randn(LENGTH, BATCH, WIDTH, dtype=torch.float64)
+    frequencies = 10000 ** -(torch.arange(0, WIDTH, 2) / WIDTH)
+
+    def read(t, q, k, v):
+        first = max(0, t - 5)
+        angles = torch.arange(t - first, -1, -1)[:, None] * frequencies
+        r = by_head(mixer.position_proj(torch.cat([angles.sin(), angles.cos()], 1).double()))
+        content, position = (bias[:, 0] for bias in (mixer.content_bias, mixer.position_bias))
+        distances = torch.einsum("bhd,shd->sbh", q[t] + position, r) * HEAD**-0.5
+        return attend(q[t] + content, k[first : t + 1], v[first : t + 1], distances)
+
+    torch.testing.assert_close(mixer(x)[0], step_by_step(mixer, x, read))
+
+
+def slots(t, weights, x):
+    """(N,B,H,D): weighted sums of the tokens up to t."""
+    return torch.einsum("sbhn,sbhd->nbhd", weights[: t + 1], x[: t + 1])
+
+
+def test_abc_reads_means_in_slots():
+    mixer, x = mixer_of("abc", slots=3), torch.randn(LENGTH, BATCH, WIDTH, dtype=torch.float64)
+    weights = by_head(mixer.in_proj(x)[..., 3 * WIDTH :]).exp()
+
+    def read(t, q, k, v):
+        share = weights[: t + 1] / weights[: t + 1].sum(0)
+        return attend(q[t], slots(t, share, k), slots(t, share, v))
+
+    torch.testing.assert_close(mixer(x)[0], step_by_step(mixer, x, read))
+
+
+def test_linformer_weighs_by_position():
+    mixer, x = mixer_of("linformer", slots=3, slot_positions=5), torch.randn(LENGTH, BATCH, WIDTH, dtype=torch.float64)
+    weights = mixer.position_weight[[0, 1, 2, 3, 4, 4, 4, 4, 4], None].expand(-1, BATCH, -1, -1)
+    expected = step_by_step(mixer, x, lambda t, q, k, v: attend(q[t], slots(t, weights, k), slots(t, weights, v)))
+    torch.testing.assert_close(mixer(x)[0], expected)
+
+
+@pytest.mark.parametrize("name", ["local_attention", "transformer_xl", "srupp"])
+@pytest.mark.parametrize("masks", ["", "padding", "resets", "padding resets"])
+def test_blocks_of_queries_are_all_of_them_at_once(monkeypatch, name, masks):
+    """With and without tokens of an earlier segment; outputs, gradients and the next state."""
+    mixer, length = mixer_of(name, local_window=4, xl_memory=3, srupp_memory=3, srupp_width=4), 40
+    x = torch.randn(length, BATCH, WIDTH, dtype=torch.float64, requires_grad=True)
+    padding = torch.rand(BATCH, length) < 0.4 if "padding" in masks else None
+    reset = torch.rand(BATCH, length) < 0.1 if "resets" in masks else None
+    _, earlier = mixer(torch.randn(2, BATCH, WIDTH, dtype=torch.float64))
+    for state in (None, earlier.detach()):
+        found = []
+        for block in (1000, 5):
+            monkeypatch.setattr(look_back, "BLOCK", block)
+            y, after = mixer(x, state, padding, reset)
+            found.append([y, *after, *torch.autograd.grad(y.square().sum(), [x, *mixer.parameters()])])
+        torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("name", ["local_attention", "transformer_xl", "linformer", "abc"])
+def test_texts_and_padding_keep_to_themselves(name):
+    """A reset starts anew; padding on the left is as if it were not there, and leaves the state alone."""
+    mixer, x = mixer_of(name, slots=3, slot_positions=6, local_window=4, xl_memory=4), torch.randn(8, 2, WIDTH).double()
+    reset, padding = torch.zeros(2, 5, dtype=torch.bool), torch.zeros(2, 5, dtype=torch.bool)
+    reset[0, 2], padding[1, :2] = True, True
+    _, state = mixer(x[:3])
+    y, after = mixer(x[3:], state, padding, reset)
+    torch.testing.assert_close(y[2:, :1], mixer(x[5:, :1])[0])
+    alone, after_alone = mixer(x[5:, 1:], state.index_select(torch.tensor([1])))
+    torch.testing.assert_close(y[2:, 1:], alone)
+    again = torch.randn(1, 1, WIDTH).double()
+    torch.testing.assert_close(mixer(again, after.index_select(torch.tensor([1])))[0], mixer(again, after_alone)[0])
+
+
+def test_exponents_of_any_size_stay_finite():
+    mixer, x = mixer_of("abc", slots=3), 1000 * torch.randn(LENGTH, BATCH, WIDTH).double()
+    y, _ = mixer.float()(x.float())
+    y.sum().backward()
+    assert y.isfinite().all() and all(p.grad.isfinite().all() for p in mixer.parameters())
+
+
+@pytest.mark.parametrize(
+    "options, millions",
+    [
+        ({"update_rule": "delta", "feature_map": "elu"}, 0.131072),
+        ({"mixer": "transformer_xl", "xl_memory": 15}, 0.131072),
+        ({"mixer": "transformer_xl", "xl_memory": 127}, 1.048576),
+        ({"mixer": "local_attention"}, 0.262144),
+        ({"mixer": "abc"}, 16 * (2 * 32 * 256 + 8 * 32) / 1e6),
+        ({"mixer": "linformer", "slots": 64}, 16 * 2 * 64 * 256 / 1e6),
+    ],
+)
+def test_state_sizes_are_those_of_table_4(options, millions):
+    """Schlag et al. 2021, medium: 0.13 for fast weights and for Transformer-XL that sees 15 tokens back, 1.05 for 127."""
+    sizes = dict.fromkeys(("decoder_embed_dim", "decoder_input_dim", "decoder_output_dim"), 256)
+    model = build(decoder_layers=16, decoder_attention_heads=8, **sizes, **options)
+    assert sum(layer.mixer.state_size() for layer in model.decoder.mixers) == pytest.approx(millions * 1e6)
+    assert model.state_size() == f"state size: {millions:.4g} million numbers for a sequence"
+
+
+def test_the_state_of_a_hybrid_grows_with_its_softmax():
+    assert build(mixer_pattern="softmax,fast_weight").state_size().endswith("and 64 numbers more with each token")
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that one result holds."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        tensors = [x for x in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(x, torch.Tensor)]
+        self.numbers = max(self.numbers, *(x.untyped_storage().nbytes() // x.element_size() for x in tensors), 0)
+        return result
+
+
+@pytest.mark.parametrize(
+    "name, memory", [("local_attention", "local_window"), ("transformer_xl", "xl_memory"), ("srupp", "srupp_memory")]
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_attention_to_the_last_tokens_takes_memory_for_each_token_not_for_each_pair(name, memory, padded):
+    length, seen = 3000, 20
+    mixer = MIXERS[name](WIDTH, HEADS, FastWeightConfig(**{memory: seen}))
+    x, padding = torch.randn(length, 2, WIDTH, requires_grad=True), torch.rand(2, length) < 0.2 if padded else None
+    _, state = mixer(x[:5])
+    with Largest() as largest:
+        mixer(x, state, padding)[0].sum().backward()
+    assert length * WIDTH < largest.numbers < length * length / 10

@@ -1,0 +1,141 @@
+"""t2r_distillation and --train-only new: what is matched, what is trained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.commands import train_two_workers
+from support.distillation import sample
+from support.language_models import build, make_task
+from support.pretrained import CONVERTED, SHAPE, data, pretrained  # noqa: F401
+
+from fw_fairseq.criterions import T2rDistillation
+from fw_fairseq.criterions import t2r_distillation as module
+from fw_fairseq.tools.convert.conversion import convert
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ADAPTIVE = {"adaptive_softmax_cutoff": "10,30", "adaptive_input": True, "adaptive_input_cutoff": "10,30"}
+DECAY = {"update_rule": "decay", "feature_map": "identity", "feature_norm": "none"}
+
+
+@pytest.fixture
+def criterion(monkeypatch):
+    """``criterion(teacher, ...)``; the checkpoint is read as this model."""
+
+    def make(model, **options):
+        monkeypatch.setattr(module.checkpoint_utils, "load_model_ensemble", lambda *args, **kwargs: ([model], None))
+        settings = {"teacher": "t.pt", "match": "hidden", "match_updates": 0, "teacher_weight": 0.5} | options
+        return T2rDistillation(make_task(40), False, "legacy_ddp", 0.0, **settings)
+
+    return make
+
+
+def loss_of(criterion, student, batch):
+    student.train().zero_grad()
+    loss, size, log = criterion(student, batch)
+    return loss / size, log
+
+
+def softmax(seed: int = 1, **options):
+    torch.manual_seed(seed)
+    return build(mixer="softmax", **options)
+
+
+@pytest.mark.parametrize("options", [{}, ADAPTIVE], ids=["plain", "adaptive"])
+@pytest.mark.parametrize("settings", [{"match_updates": 1}, {"match_updates": 1, "match": "attention"}, {"teacher_weight": 1.0}])
+def test_nothing_is_left_to_learn_from_itself(options, settings, criterion):
+    student, batch = softmax(**options), sample()
+    same, _ = loss_of(criterion(softmax(**options), **settings), student, batch)
+    other, _ = loss_of(criterion(softmax(2, **options), **settings), student, batch)
+    assert abs(same.item()) < 1e-10 < 1e-3 < other.item()
+
+
+@pytest.mark.parametrize("options", [{}, ADAPTIVE], ids=["plain", "adaptive"])
+def test_matched_words_are_those_of_the_whole_vocabulary(options, criterion):
+    """The text's share is the cross entropy, the teacher's the divergence; of an adaptive softmax, in the clusters of the text."""
+    teacher, student, batch = softmax(**options), build(**DECAY, **options), sample(40)
+    batch["target"][1, 5:] = 1
+    real = batch["target"] != 1
+    with torch.no_grad():
+        p, q = (m.get_normalized_probs(m(**batch["net_input"]), log_probs=True) for m in (teacher, student))
+    text, _ = loss_of(criterion(teacher, teacher_weight=0.0), student, batch)
+    torch.testing.assert_close(text.detach().double(), -q.gather(2, batch["target"][..., None])[..., 0][real].mean().double())
+    if not options:
+        divergence, _ = loss_of(criterion(teacher, teacher_weight=1.0), student, batch)
+        torch.testing.assert_close(divergence.detach(), (p.exp() * (p - q)).sum(2)[real].mean())
+
+
+def test_matched_attention_reads_the_teachers_layers(criterion):
+    """Each layer by itself: what the first one gives changes nothing for the second."""
+    teacher, student, batch = softmax(), build(**DECAY), sample()
+    objective = criterion(teacher, match="attention", match_updates=1)
+    first, _ = loss_of(objective, student, batch)
+    first.backward()
+    gradient = student.decoder.layers[1].self_attn.mixer.in_proj.weight.grad.clone()
+    with torch.no_grad():
+        student.decoder.layers[0].self_attn.mixer.out_proj.weight.mul_(3)
+    second, _ = loss_of(objective, student, batch)
+    second.backward()
+    torch.testing.assert_close(student.decoder.layers[1].self_attn.mixer.in_proj.weight.grad, gradient)
+    assert second != first and student.decoder.layers[0].fc1.weight.grad is None
+
+
+def test_layers_first_words_then_and_plain_validation(criterion):
+    teacher, student, batch = softmax(), build(**DECAY), sample()
+    objective = criterion(teacher, match_updates=2)
+    logged = []
+    for update in range(4):
+        student.set_num_updates(update)
+        logged.append("distil_match" in loss_of(objective, student, batch)[1])
+    assert logged == [True, True, False, False]
+    _, _, log = objective(student.eval(), batch)
+    assert not any(key.startswith("distil") for key in log)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"teacher": ""}, "--teacher is missing; it is the checkpoint that fw-convert started from"),
+        ({"teacher_weight": 1.5}, "--teacher-weight is 1.5; it must be from 0 to 1"),
+    ],
+)
+def test_mistakes(settings, message, criterion):
+    with pytest.raises(ValueError, match=message):
+        criterion(softmax(), **settings)
+
+
+def test_a_teacher_of_another_shape_is_refused(criterion):
+    batch = sample()
+    with pytest.raises(ValueError, match="--teacher has 3 layers of width 32, the model 2 of 32"):
+        loss_of(criterion(softmax(decoder_layers=3), match_updates=1), build(**DECAY), batch)
+    with pytest.raises(ValueError, match="--teacher has another vocabulary, or other cutoffs"):
+        loss_of(criterion(softmax(**ADAPTIVE)), build(**DECAY, **ADAPTIVE | {"adaptive_softmax_cutoff": "20,30"}), batch)
+    with pytest.raises(ValueError, match="--match attention does not work with --checkpoint-activations; use --match hidden"):
+        loss_of(criterion(softmax(), match_updates=1, match="attention"), build(**DECAY, checkpoint_activations=True), batch)
+
+
+@pytest.mark.parametrize("mixer", ["softmax", "local_attention"])
+def test_what_was_copied_is_not_new(mixer):
+    with pytest.raises(ValueError, match="--train-only new leaves nothing to train"):
+        build(mixer=mixer, train_only="new")
+
+
+def changed(before: dict, after: dict) -> set[str]:
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def test_a_warm_start_in_two_workers_trains_only_what_is_new(data, pretrained, tmp_path):  # noqa: F811
+    convert(pretrained, tmp_path / "start.pt", "delta", feature_dim=4)
+    options = [*SHAPE.split(), "--arch", "fast_weight_lm", "--update-rule", "delta", "--feature-map", "relu", "--feature-dim", 4]
+    options += ["--criterion", "t2r_distillation", "--teacher", pretrained, "--match", "attention", "--match-updates", 4]
+    options += ["--train-only", "new", "--max-update", 6, "--save-dir", tmp_path, "--finetune-from-model", tmp_path / "start.pt"]
+    log = train_two_workers(data, *options)
+    assert "distil_match" in log and "distil_teacher" in log
+    before, after = (torch.load(tmp_path / name, weights_only=True)["model"] for name in ("start.pt", "checkpoint_last.pt"))
+    mixers = [f"decoder.layers.{layer}.self_attn.mixer." for layer in (0, 1)]
+    new = ("in_proj.weight", "in_proj.bias", "feature_map.weight", "feature_map.bias")
+    assert changed(before, after) == {mixer + name for mixer in mixers for name in new}
+    for mixer in mixers:
+        rows = (before[mixer + "in_proj.weight"] != after[mixer + "in_proj.weight"]).any(1)
+        assert rows[:32].any() and not rows[32:64].any() and rows[64:].all(), "queries and keys, values, gates"

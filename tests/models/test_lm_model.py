@@ -1,0 +1,393 @@
+"""fast_weight_lm in Python: every rule with every feature map, decoded, padded, carried and checkpointed."""
+
+from __future__ import annotations
+
+import copy
+from argparse import Namespace
+
+import pytest
+import torch
+from fairseq import checkpoint_utils
+from fairseq import models as registered
+from support.language_models import ERASING, NON_NEGATIVE, assert_close, build, draw, make_task, options_of
+
+import fw_fairseq.models  # noqa: F401
+from fw_fairseq.config import FastWeightConfig, layer_mixers
+from fw_fairseq.feature_maps import FEATURE_MAPS
+from fw_fairseq.mixers import MIXERS, FastWeight
+from fw_fairseq.mixers.pooled import layer_window
+from fw_fairseq.modules import CarriedState, MixerAttention
+from fw_fairseq.rules import RULES
+from fw_fairseq.tools.bench.measure import state_bytes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OTHER_MIXERS = {name: [{}, {"window_sizes": "3"}, {"window_sizes": "0"}] for name in ("additive", "leap")} | {
+    "sru": [{}, {"sru_projection": 8}],
+    "srupp": [{}, {"srupp_memory": 4, "srupp_heads": 2}, {"decoder_ffn_embed_dim": 0}],
+    "local_attention": [{"local_window": 4}],
+    "transformer_xl": [{"xl_memory": 4}],
+    "linformer": [{"slots": 3, "slot_positions": 6}],
+    "abc": [{"slots": 3}],
+}
+
+
+def combinations():
+    """Every rule and feature map with the options that suit them, also with attention norm where defined; the other mixers."""
+    for rule in RULES:
+        for phi in FEATURE_MAPS:
+            norm = "sum" if phi in NON_NEGATIVE else "l2" if rule in ERASING else "none"
+            yield {"update_rule": rule, "feature_map": phi, "feature_norm": norm}
+            if RULES[rule].normaliser and phi in NON_NEGATIVE:
+                yield {"update_rule": rule, "feature_map": phi, "feature_norm": norm, "attention_norm": True}
+                yield {"update_rule": rule, "feature_map": phi, "feature_norm": "none", "attention_norm": True}
+    for name, kind in MIXERS.items():
+        yield from ({"mixer": name} | more for more in OTHER_MIXERS.get(name, [{}] if kind is not FastWeight else []))
+
+
+def label(options) -> str:
+    return "-".join("normalised" if value is True else str(value) for value in options.values())
+
+
+every_combination = pytest.mark.parametrize("options", list(combinations()), ids=label)
+
+
+def logits(model, tokens, **keywords):
+    return model(tokens, **keywords)[0]
+
+
+def decode(model, tokens, start: int = 0, incremental_state=None):
+    """The logits from token ``start`` on, taken one at a time."""
+    state = {} if incremental_state is None else incremental_state
+    steps = [logits(model, tokens[:, : t + 1], incremental_state=state) for t in range(start, tokens.shape[1])]
+    return torch.cat(steps, 1)
+
+
+@every_combination
+def test_decoding_equals_the_full_pass(options):
+    model, tokens = build(**options), draw(3, 12)
+    expected = logits(model, tokens)
+    assert_close(decode(model, tokens), expected)
+    state = {}
+    assert_close(logits(model, tokens[:, :7], incremental_state=state), expected[:, :7])
+    assert_close(decode(model, tokens, 7, state), expected[:, 7:])
+
+
+@every_combination
+def test_the_state_does_not_grow(options):
+    """Beyond the memory, that is: the first tokens are kept as its factors while they are smaller."""
+    model, tokens, sizes = build(**options), draw(2, 20), {}
+    state = {}
+    for t in range(20):
+        logits(model, tokens[:, : t + 1], incremental_state=state)
+        sizes[t + 1] = state_bytes(state)
+    assert 0 < sizes[1] <= sizes[5] <= sizes[10] == sizes[20]
+
+
+@every_combination
+def test_reordered_states_belong_to_the_reordered_sequences(options):
+    model, tokens, state = build(**options), draw(3, 6), {}
+    order, after = torch.tensor([2, 0, 0, 1]), draw(4, 3)
+    decode(model, tokens, incremental_state=state)
+    model.decoder.reorder_incremental_state_scripting(state, order)
+    whole = torch.cat([tokens[order], after], 1)
+    assert_close(decode(model, whole, 6, state), logits(model, whole)[:, 6:])
+
+
+@every_combination
+def test_no_token_reaches_an_earlier_one(options):
+    model, tokens = build(**options), draw(2, 10)
+    changed = tokens.clone()
+    changed[:, 6] = (tokens[:, 6] - 4 + 1) % 36 + 4
+    before, after = logits(model, tokens), logits(model, changed)
+    assert_close(after[:, :6], before[:, :6])
+    assert (after[:, 6:] - before[:, 6:]).abs().amax((0, 2)).min() > 1e-6
+
+
+@every_combination
+def test_padding_on_the_right_changes_nothing(options):
+    model, tokens = build(**options), draw(2, 11)
+    alone = logits(model, tokens[:1, :5])
+    tokens[0, 5:] = model.decoder.padding_idx
+    assert_close(logits(model, tokens)[:1, :5], alone)
+
+
+@every_combination
+def test_segments_with_carried_state_equal_the_whole(options):
+    model, tokens, carried = build(no_token_positional_embeddings=True, **options), draw(2, 14), CarriedState()
+    parts = [logits(model, part, carried=carried) for part in tokens.split([3, 1, 10], 1)]
+    assert_close(torch.cat(parts, 1), logits(model, tokens))
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_a_layer_that_is_left_out_keeps_its_memory(resets, monkeypatch):
+    """Where texts end in segments it may be another text's, and starts empty."""
+    model, carried = build(decoder_layerdrop=0.5, no_token_positional_embeddings=True).train(), CarriedState()
+    mask = torch.zeros(2, 5, dtype=torch.bool) if resets else None
+    drawn = torch.empty(2)
+    monkeypatch.setattr(torch.Tensor, "uniform_", lambda x: x.copy_(drawn))
+    for left_out in ([], [1], [], [0, 1]):
+        before = carried.last()
+        drawn.fill_(1)[left_out] = 0
+        logits(model, draw(2, 5), carried=carried, reset_mask=mask)
+        assert {*carried.last()} == {0, 1} - {*(left_out if resets else [])}
+        assert all(torch.equal(carried.last()[i].memory, before[i].memory) for i in left_out if not resets)
+
+
+def test_a_model_in_the_middle_of_a_stream_can_be_copied():
+    """As --store-ema does after the first update; the copy reads no stream."""
+    model, tokens, carried = build(no_token_positional_embeddings=True).train(), draw(2, 9), CarriedState()
+    for part in tokens.split(3, 1):
+        logits(model, part, carried=carried).sum().backward()
+    again = copy.deepcopy(model)
+    assert all(mixer.carried is None for mixer in again.decoder.mixers)
+    assert_close(logits(again.eval(), tokens), logits(model.eval(), tokens))
+
+
+def test_the_state_size_after_decoding():
+    model, state = build(), {}
+    before = model.state_size()
+    logits(model, draw(2, 1), incremental_state=state)
+    assert model.state_size() == before
+
+
+@every_combination
+def test_activation_checkpointing_has_the_same_gradients(options):
+    """Random features are drawn once for a forward and its backward."""
+    gradients = {}
+    for checkpointed in (False, True):
+        torch.manual_seed(1)
+        model = build(no_token_positional_embeddings=True, checkpoint_activations=checkpointed, **options).train()
+        tokens, carried = draw(2, 9), CarriedState()
+        logits(model, tokens).square().sum().backward()
+        logits(model, tokens[:, :4], carried=carried)
+        logits(model, tokens[:, 4:], carried=carried).square().sum().backward()
+        gradients[checkpointed] = {name: p.grad for name, p in model.named_parameters()}
+    for name, expected in gradients[False].items():
+        assert expected.abs().max() > 0, name
+        assert_close(gradients[True][name], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@every_combination
+def test_half_precision_stays_near_the_exact_model(options, dtype):
+    model, tokens = build(decoder_normalize_before=True, **options).float(), draw(2, 40)
+    exact = logits(model, tokens).detach()
+    rounded = logits(model.to(dtype), tokens)
+    rounded.float().square().mean().backward()
+    assert (rounded.float() - exact).abs().mean() < 0.05 * exact.abs().mean()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("phi", ["favor", "rfa"])
+def test_random_features_stay_while_a_memory_is_carried(phi):
+    model = build(update_rule="sum", feature_map=phi, feature_norm="none", no_token_positional_embeddings=True).train()
+    tokens, carried = draw(2, 14), CarriedState()
+    with torch.no_grad():
+        assert not torch.allclose(logits(model, tokens), logits(model, tokens)), "drawn anew each time without"
+        parts = [logits(model, part, carried=carried) for part in tokens.split([3, 11], 1)]
+        assert_close(torch.cat(parts, 1), logits(model.eval(), tokens))
+
+
+@pytest.mark.parametrize(
+    "pattern", ["softmax,fast_weight", "fast_weight*2,softmax", "softmax", "additive,leap,softmax", "sru*3,srupp"]
+)
+def test_hybrids_decode_as_the_full_pass(pattern):
+    model, tokens = build(mixer_pattern=pattern, decoder_layers=4), draw(2, 12)
+    assert_close(decode(model, tokens), logits(model, tokens), 1e-5)  # fairseq's softmax is fp32
+
+
+def test_layers_that_are_kept_keep_their_mixers():
+    """As fairseq prunes a checkpoint: the parameters of layers 0, 2 and 3 are those of layers 0, 1 and 2."""
+    whole = build(mixer_pattern="softmax,fast_weight,fast_weight,softmax", decoder_layers=4).state_dict()
+    model_cfg = Namespace(arch="fast_weight_lm", encoder_layers_to_keep=None, decoder_layers_to_keep="0,3,2")
+    pruned = build(mixer_pattern="softmax,fast_weight,fast_weight,softmax", decoder_layers=4, decoder_layers_to_keep="0,3,2")
+    pruned.load_state_dict(checkpoint_utils.prune_state_dict(whole, model_cfg))
+    kept = [isinstance(layer.self_attn, MixerAttention) for layer in pruned.decoder.layers]
+    assert kept == [False, True, False]
+
+
+@pytest.mark.parametrize("sizes, expected", [("", [4, 16, 0]), ("7,8,9,10", [7, 9, 10]), ("5", [5, 5, 5])])
+def test_layers_that_are_kept_keep_their_windows(sizes, expected):
+    layers = build(mixer="additive", window_sizes=sizes, decoder_layers=4, decoder_layers_to_keep="0,3,2").decoder.layers
+    assert [layer.self_attn.mixer.window for layer in layers] == expected
+
+
+def test_layers_to_keep_must_be_there():
+    with pytest.raises(ValueError, match="--decoder-layers-to-keep is '0,4'; the model has layers 0 to 3"):
+        build(decoder_layers=4, decoder_layers_to_keep="0,4")
+
+
+def shapes(arch: str, words: int, **given) -> dict:
+    """Parameter shapes of an architecture at its full size, which takes no memory."""
+    with torch.device("meta"):
+        args = options_of(arch, tokens_per_sample=1024, **given)
+        model = registered.MODEL_REGISTRY[registered.ARCH_MODEL_NAME_REGISTRY[arch]].build_model(args, make_task(words))
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def outside_attention(named_shapes: dict) -> dict:
+    return {name: shape for name, shape in named_shapes.items() if ".self_attn." not in name}
+
+
+def count(named_shapes: dict) -> int:
+    return sum(torch.Size(shape).numel() for shape in named_shapes.values())
+
+
+@pytest.mark.parametrize("arch, width", [("small", 128), ("medium", 256)])
+def test_wiki103_architectures(arch, width):
+    args = options_of(f"fast_weight_lm_wiki103_{arch}")
+    assert (args.decoder_layers, args.decoder_attention_heads, args.decoder_ffn_embed_dim) == (16, 8, 2048)
+    assert (args.decoder_embed_dim, args.decoder_input_dim, args.decoder_output_dim) == (width, width, width)
+    built = shapes(f"fast_weight_lm_wiki103_{arch}", 267744)
+    embeddings = [shape for shape in built.values() if max(shape) > 10000]
+    assert sum(rows for rows, _ in embeddings) == 267744 and {columns for _, columns in embeddings} == {width}, "shared, one width"
+    assert built["decoder.layers.15.fc1.weight"] == (2048, width) and "decoder.layers.16.fc1.weight" not in built
+
+
+def test_baevski_auli_is_fairseqs_wiki103_outside_attention():
+    ours, theirs = (shapes(arch, 267744) for arch in ("fast_weight_lm_baevski_auli", "transformer_lm_wiki103"))
+    assert outside_attention(ours) == outside_attention(theirs)
+    assert ours["decoder.layers.15.self_attn.mixer.out_proj.weight"] == (1024, 1024)
+
+
+def test_gpt2_small_has_124_million_parameters():
+    args = options_of("fast_weight_lm_gpt2_small")
+    assert (args.decoder_layers, args.decoder_embed_dim, args.decoder_attention_heads) == (12, 768, 12)
+    gates = 12 * (768 * 12 + 12)
+    assert count(shapes("fast_weight_lm_gpt2_small", 50257)) - gates == 124_439_808 + 2 * 768  # fairseq's positions start at 2
+
+
+def test_additive_architectures():
+    args = options_of("additive_lm")
+    assert (args.decoder_layers, args.decoder_embed_dim, args.decoder_ffn_embed_dim, args.decoder_attention_heads) == (
+        6,
+        128,
+        512,
+        4,
+    )
+    assert args.decoder_normalize_before and args.decoder_learned_pos and args.share_decoder_input_output_embed
+    assert [layer_window(FastWeightConfig(), layer, 6) for layer in range(6)] == [4, 8, 16, 32, 64, 0]
+    additive, leap = (shapes(arch, 32100) for arch in ("additive_lm", "leap_lm"))
+    assert additive["decoder.layers.0.self_attn.mixer.in_proj.weight"] == (3 * 128, 128)
+    assert leap["decoder.layers.0.self_attn.mixer.in_proj.weight"] == (4 * 128, 128)
+    gpt2 = options_of("additive_lm_gpt2_small")
+    assert (gpt2.decoder_layers, gpt2.decoder_embed_dim, gpt2.decoder_attention_heads) == (12, 768, 12)
+
+
+def test_srupp_architectures_are_near_their_published_sizes():
+    assert count(shapes("srupp_lm_enwik8_base", 205)) == pytest.approx(108e6, rel=0.01)
+    assert count(shapes("srupp_lm_wiki103_base", 267744)) == pytest.approx(148e6, rel=0.03)
+
+
+def test_transformer_xl_is_near_its_published_size():
+    args = options_of("transformer_xl_lm")
+    assert (args.decoder_layers, args.decoder_embed_dim, args.decoder_attention_heads, args.xl_memory) == (16, 410, 10, 150)
+    built = shapes("transformer_xl_lm", 267735)
+    assert count(built) == pytest.approx(151e6, rel=0.01)
+    assert built["decoder.layers.15.fc1.weight"] == (2100, 410) and not any("embed_positions" in name for name in built)
+
+
+def test_scaled_output():
+    tokens = draw(2, 5)
+    torch.manual_seed(1)
+    plain = build()
+    torch.manual_seed(1)
+    assert_close(logits(build(scale_output=True), tokens), logits(plain, tokens) / 32**0.5)
+
+
+@pytest.mark.parametrize("sizes, expected", [("", [4, 8, 0]), ("5", [5, 5, 5]), ("1, 0,7", [1, 0, 7])])
+def test_window_sizes(sizes, expected):
+    config = FastWeightConfig(window_sizes=sizes)
+    assert [layer_window(config, layer, 3) for layer in range(3)] == expected
+    layers = build(mixer_pattern="additive,leap", window_sizes=sizes, decoder_layers=3).decoder.layers
+    assert [layer.self_attn.mixer.window for layer in layers] == expected
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [("4,x", "--window-sizes has 'x'; each part must be a number"), ("-4", "has '-4'"), ("4,8", "has 2 numbers but .* 3 layers")],
+)
+def test_refused_window_sizes(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        layer_window(FastWeightConfig(window_sizes=sizes), 0, 3)
+
+
+@pytest.mark.parametrize("arch", registered.ARCH_MODEL_INV_REGISTRY["fast_weight_lm"])
+def test_architectures_run(arch):
+    names = ("adaptive_input_cutoff", "adaptive_softmax_cutoff")
+    cutoffs = {name: "20,30" for name in names if getattr(options_of(arch), name)}
+    task = make_task(40)
+    model = registered.MODEL_REGISTRY["fast_weight_lm"].build_model(options_of(arch, decoder_layers=2, **cutoffs), task).eval()
+    tokens = draw(2, 5)
+    chances = model.get_normalized_probs(model(tokens), log_probs=False)
+    assert_close(chances.sum(-1), torch.ones(2, 5), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "pattern, expected",
+    [
+        ("", ["fast_weight"] * 4),
+        ("softmax", ["softmax"] * 4),
+        ("softmax,fast_weight", ["softmax", "fast_weight"] * 2),
+        ("softmax, fast_weight * 3", ["softmax"] + ["fast_weight"] * 3),
+        ("softmax*2,fast_weight", ["softmax", "softmax", "fast_weight", "softmax"]),
+    ],
+)
+def test_mixer_patterns(pattern, expected):
+    assert layer_mixers(FastWeightConfig(mixer_pattern=pattern), 4) == expected
+    mixers = [layer.self_attn for layer in build(mixer_pattern=pattern, decoder_layers=4).decoder.layers]
+    assert ["fast_weight" if hasattr(mixer, "mixer") else "softmax" for mixer in mixers] == expected
+
+
+@pytest.mark.parametrize(
+    "pattern, message",
+    [
+        ("softmax,attention", "--mixer-pattern has 'attention'; each part must be NAME or NAME\\*COUNT, NAME one of: "),
+        ("softmax*0", "has 'softmax\\*0'"),
+        ("softmax,,fast_weight", "has ''"),
+        ("softmax*-1", "has 'softmax\\*-1'"),
+        ("softmax*2,fast_weight*3", "names 5 layers but the model has 4; name at most 4"),
+    ],
+)
+def test_refused_mixer_patterns(pattern, message):
+    with pytest.raises(ValueError, match=message):
+        layer_mixers(FastWeightConfig(mixer_pattern=pattern), 4)
+
+
+@pytest.mark.parametrize(
+    "message, options",
+    [
+        ("--feature-norm sum needs a non-negative --feature-map, not tanh; use", {"feature_map": "tanh"}),
+        (
+            "--attention-norm is not defined for --update-rule decay; .* sum, gated, delta$",
+            {"update_rule": "decay", "attention_norm": True},
+        ),
+        (
+            "--attention-norm divides by sums of features, which identity lets vanish; use elu, relu, dpfp or favor",
+            {"feature_map": "identity", "attention_norm": True, "feature_norm": "none"},
+        ),
+        ("--update-rule delta diverges with keys longer than 1, as elu gives; use --feature-norm sum", {"feature_norm": "none"}),
+        (
+            "--update-rule gated_delta diverges .* as tanh gives; use --feature-norm l2",
+            {"update_rule": "gated_delta", "feature_map": "tanh", "feature_norm": "none"},
+        ),
+    ],
+)
+def test_refused_combinations(message, options):
+    with pytest.raises(ValueError, match=message):
+        FastWeight(32, 4, FastWeightConfig(**options))
+
+
+def test_refused_width():
+    with pytest.raises(ValueError, match="--decoder-embed-dim is 30; it must be a multiple of --decoder-attention-heads, 4"):
+        FastWeight(30, 4, FastWeightConfig())
+
+
+@pytest.mark.parametrize("prescale", [False, True])
+def test_favor_estimates_the_kernel_that_is_asked_for(prescale):
+    mixer = FastWeight(16, 1, FastWeightConfig(feature_map="favor", favor_features=20000, favor_prescale=prescale))
+    q, k = (torch.randn(1, 1, 1, 16) * 0.4 for _ in range(2))
+    exponent = (q * k).sum() / (4 if prescale else 1)
+    phi_q, phi_k = mixer.feature_map(q), mixer.feature_map(k)
+    torch.testing.assert_close((phi_q * phi_k).sum(), exponent.exp(), rtol=0.05, atol=0)

@@ -1,0 +1,75 @@
+"""What fast_weight_cross_entropy logs and adds to the loss, also where LayerDrop leaves layers out."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from fairseq.logging import metrics
+from support.distillation import sample
+from support.language_models import build, make_task
+
+from fw_fairseq.criterions import FastWeightCrossEntropy
+from fw_fairseq.rules import RULES
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def criterion(penalty: float = 0.0) -> FastWeightCrossEntropy:
+    return FastWeightCrossEntropy(make_task(40), False, "legacy_ddp", penalty)
+
+
+@pytest.fixture
+def leave_out(monkeypatch):
+    """``leave_out(layer, ...)`` of two from now on."""
+
+    def choose(*layers):
+        drawn = torch.tensor([float(layer not in layers) for layer in range(2)])
+        monkeypatch.setattr(torch.Tensor, "uniform_", lambda x: x.copy_(drawn))
+
+    return choose
+
+
+def logged(*logs) -> dict[str, float]:
+    with metrics.aggregate(new_root=True) as found:
+        FastWeightCrossEntropy.reduce_metrics(list(logs))
+    return {name: value for name, value in found.get_smoothed_values().items() if name.startswith("fw_")}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_layer_that_is_left_out_logs_nothing_and_has_no_penalty(rule, leave_out):
+    model, with_penalty = build(update_rule=rule, decoder_layerdrop=0.5).train(), criterion(0.1)
+    logs = []
+    for layers in ([], [1], [0, 1]):
+        leave_out(*layers)
+        loss, _, log = with_penalty(model, sample())
+        loss.backward()
+        logs.append(log)
+    assert [*logs[0]] == [*logs[1]] == [*logs[2]], "workers add them up"
+    whole, part = logged(logs[0]), logged(logs[1])
+    assert {name[:5] for name in whole} == {"fw_0_", "fw_1_"} and {name[:5] for name in part} == {"fw_0_"}
+    assert logged(*logs)["fw_1_state_norm"] == whole["fw_1_state_norm"] and not logged(logs[2])
+    assert loss.item() == logs[2]["loss"].item()
+
+
+def test_a_model_can_be_copied_after_a_penalty():
+    model = build().train()
+    loss, _, log = criterion(0.1)(model, sample())
+    loss.backward()
+    assert loss > log["loss"]
+    copy.deepcopy(model)
+
+
+@pytest.mark.parametrize(
+    "penalty, options, message",
+    [
+        (-1, {}, "--state-norm-penalty is -1; it must be at least 0"),
+        (float("nan"), {}, "--state-norm-penalty is nan; it must be at least 0"),
+        (1, {"mixer": "sru"}, "--state-norm-penalty needs fast-weight layers, and the model has none"),
+        (1, {"checkpoint_activations": True}, "--state-norm-penalty does not work with --checkpoint-activations"),
+    ],
+)
+def test_refused_penalties(penalty, options, message):
+    with pytest.raises(ValueError, match=message):
+        criterion(penalty)(build(**options).train(), sample())

@@ -1,0 +1,344 @@
+"""fast_weight_transformer in Python: every subset of linear attentions and every feature map, padded, decoded and reordered."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from itertools import chain, combinations
+
+import pytest
+import torch
+from fairseq import models as registered
+from fairseq.sequence_generator import SequenceGenerator
+from support.language_models import ERASING, NON_NEGATIVE, assert_close, make_task
+
+from fw_fairseq.config import ATTENTIONS, FastWeightTransformerConfig, linear_attentions
+from fw_fairseq.feature_maps import FEATURE_MAPS
+from fw_fairseq.modules import LinearAttention
+from fw_fairseq.rules import RULES
+from fw_fairseq.tools.bench.measure import state_bytes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SMALL = {
+    "encoder_layers": 2, "decoder_layers": 2, "encoder_embed_dim": 32, "decoder_embed_dim": 32, "encoder_ffn_embed_dim": 48,
+    "decoder_ffn_embed_dim": 48, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "dropout": 0.0,
+}  # fmt: skip
+SUBSETS = [",".join(subset) for subset in chain.from_iterable(combinations(ATTENTIONS, size) for size in range(4))]
+NORM = {phi: "sum" if phi in NON_NEGATIVE else "l2" for phi in FEATURE_MAPS}
+
+every_subset = pytest.mark.parametrize("subset", SUBSETS)
+every_map = pytest.mark.parametrize("phi", FEATURE_MAPS)
+
+
+def build(subset="encoder,decoder,cross", words=40, arch="fast_weight_transformer", **options):
+    args = Namespace(**{**SMALL, "linear_attention": subset, **options})
+    registered.ARCH_CONFIG_REGISTRY[arch](args)
+    return registered.MODEL_REGISTRY["fast_weight_transformer"].build_model(args, make_task(words)).double().eval()
+
+
+def draw(*lengths, pad_left=False):
+    """Sentences of these lengths in one batch, padded with 1."""
+    rows = [torch.cat([torch.randint(4, 40, (length - 1,)), torch.tensor([2])]) for length in lengths]
+    padded = [torch.cat([torch.ones(max(lengths) - len(row), dtype=torch.long), row][:: 1 if pad_left else -1]) for row in rows]
+    return torch.stack(padded)
+
+
+def logits(model, source, target):
+    return model(source, source.ne(1).sum(1), target)[0]
+
+
+def decode(model, source, target, start=0, state=None, encoded=None):
+    state = {} if state is None else state
+    encoded = model.encoder(source) if encoded is None else encoded
+    steps = [
+        model.decoder(target[:, : t + 1], encoder_out=encoded, incremental_state=state)[0][:, -1:]
+        for t in range(start, target.shape[1])
+    ]
+    return torch.cat(steps, 1)
+
+
+def tolerance(subset) -> float:
+    return 1e-9 if subset == "encoder,decoder,cross" else 1e-5  # fairseq's softmax is fp32
+
+
+def assert_padding_changes_nothing(model, tolerance):
+    source, target = draw(6), draw(5)
+    alone = logits(model, source, target)
+    for left in (True, False):
+        batch, targets = draw(6, 17, pad_left=left), draw(5, 12)
+        batch[0, batch[0] != 1], targets[0, :5] = source[0], target[0]
+        assert_close(logits(model, batch, targets)[:1, :5], alone, tolerance)
+
+
+@every_subset
+def test_padding_of_source_and_target_changes_nothing(subset):
+    assert_padding_changes_nothing(build(subset), tolerance(subset))
+
+
+@pytest.mark.parametrize("norm", ["none", "sum", "l2"])
+@every_map
+def test_padding_changes_nothing_with_any_feature_map(phi, norm):
+    if norm == "sum" and phi not in NON_NEGATIVE:
+        pytest.skip("refused")
+    assert_padding_changes_nothing(build(feature_map=phi, feature_norm=norm, update_rule="sum"), 1e-9)
+
+
+@every_subset
+def test_decoding_equals_the_full_pass(subset):
+    model, source, target = build(subset), draw(6, 9, 4), draw(7, 7, 7)
+    assert_close(decode(model, source, target), logits(model, source, target), tolerance(subset))
+
+
+@every_map
+@pytest.mark.parametrize("rule", RULES)
+def test_decoding_with_any_rule_and_feature_map(rule, phi):
+    norm = "none" if phi not in NON_NEGATIVE and rule not in ERASING else NORM[phi]
+    model, source, target = build(update_rule=rule, feature_map=phi, feature_norm=norm), draw(6, 9), draw(5, 5)
+    assert_close(decode(model, source, target), logits(model, source, target))
+
+
+@pytest.mark.parametrize("order", [[0, 0, 1, 1, 2, 2], [1, 1, 2, 2], [2, 0, 1], [0, 2, 2, 1, 1], [1, 0, 2, 2]], ids=str)
+@every_subset
+def test_reordered_states_belong_to_the_reordered_hypotheses(subset, order):
+    """Copied hypotheses, compacted batches, and sentences that change places."""
+    if "cross" not in subset and len(order) == 3:
+        pytest.skip("fairseq's cross attention takes it that a batch of one size stays in its order")
+    model, source = build(subset), draw(6, 9, 4)
+    before, after, order = draw(5, 5, 5), draw(*[3] * len(order)), torch.tensor(order)
+    state, encoded = {}, model.encoder(source)
+    decode(model, source, before, state=state, encoded=encoded)
+    model.decoder.reorder_incremental_state_scripting(state, order)
+    encoded = model.encoder.reorder_encoder_out(encoded, order)
+    whole, sources = torch.cat([before[order], after], 1), source[order]
+    assert_close(decode(model, None, whole, 5, state, encoded), logits(model, sources, whole)[:, 5:], tolerance(subset))
+
+
+@every_subset
+def test_beams_as_the_generator_orders_them(subset):
+    """Three sentences with two hypotheses each; then one is done, and the others' hypotheses are copied."""
+    model, source = build(subset), draw(6, 9, 4)
+    state, first, second = {}, torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([1, 1, 5, 4])
+    before, after = draw(*[4] * 6), draw(*[3] * 4)
+    encoded = model.encoder.reorder_encoder_out(model.encoder(source), first)
+    assert_close(decode(model, None, before, 0, state, encoded), logits(model, source[first], before), tolerance(subset))
+    model.decoder.reorder_incremental_state_scripting(state, second)
+    encoded = model.encoder.reorder_encoder_out(encoded, second)
+    whole, sources = torch.cat([before[second], after], 1), source[first][second]
+    assert_close(decode(model, None, whole, 4, state, encoded), logits(model, sources, whole)[:, 4:], tolerance(subset))
+
+
+def generate(model, source, **options):
+    task = make_task(40)
+    generator = SequenceGenerator([model], task.target_dictionary, max_len_b=9, **options)
+    sample = {"net_input": {"src_tokens": source, "src_lengths": source.ne(1).sum(1)}}
+    return [
+        [(hypothesis["tokens"].tolist(), float(hypothesis["score"])) for hypothesis in found]
+        for found in generator._generate(sample)
+    ]
+
+
+@every_subset
+def test_generated_sentences_have_the_scores_of_the_full_pass(subset):
+    model, source = build(subset), draw(6, 9, 4, pad_left=True)
+    for row, found in zip(source, generate(model, source, beam_size=3)):
+        for tokens, score in found:
+            target = torch.tensor([[2, *tokens[:-1]]])
+            chances = logits(model, row[row != 1][None], target).log_softmax(-1)[0]
+            expected = chances[range(len(tokens)), tokens].mean()
+            assert score == pytest.approx(float(expected), abs=1e-4)
+
+
+@every_subset
+def test_a_batch_generates_what_each_sentence_generates_alone(subset):
+    model, source = build(subset), draw(6, 9, 4, pad_left=True)
+    together = generate(model, source, beam_size=3)
+    for row, found in zip(source, together):
+        [alone] = generate(model, row[row != 1][None], beam_size=3)
+        assert [tokens for tokens, _ in alone] == [tokens for tokens, _ in found]
+
+
+def kept(model, length) -> int:
+    """Bytes kept for a sentence with 2 hypotheses after 5 steps: in the decoder's state and in the encoder's output."""
+    order, state = torch.tensor([0, 0]), {}
+    encoded = model.encoder.reorder_encoder_out(model.encoder(draw(length)), order)
+    decode(model, None, draw(5, 5), 0, state, encoded)
+    encoded = model.encoder.reorder_encoder_out(encoded, order)
+    return state_bytes(encoded) + state_bytes(state)
+
+
+def test_memory_of_decoding_does_not_depend_on_the_length_of_the_source():
+    linear, softmax = build(), build("encoder,decoder")
+    assert kept(linear, 4) == kept(linear, 300)
+    assert kept(softmax, 4) < kept(softmax, 300)
+
+
+@every_map
+def test_linear_attention_is_the_quotient_of_sums(phi):
+    """Against the definition with all weights written out."""
+    config = FastWeightTransformerConfig(feature_map=phi, feature_norm="none", update_rule="sum")
+    attention = LinearAttention(32, 4, config).double().eval()
+    query, source = torch.randn(5, 2, 32).double(), torch.randn(7, 2, 32).double()
+    mask = torch.zeros(2, 7, dtype=torch.bool)
+    mask[0, 4:] = True
+    q, k, v = (
+        x.unflatten(-1, (4, -1)).permute(1, 2, 0, 3)
+        for x in (attention.q_proj(query), *attention.kv_proj(source).split([32, 32], -1))
+    )
+    weights = attention.feature_map(q) @ attention.feature_map(k).mT
+    weights = weights.masked_fill(mask[:, None, None], 0)
+    if phi in NON_NEGATIVE:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-6)
+    else:
+        weights = weights / torch.tensor([4, 7])[:, None, None, None]
+    expected = attention.out_proj((weights @ v).permute(2, 0, 1, 3).flatten(2))
+    actual, _ = attention(query, source, key_padding_mask=mask)
+    assert_close(actual, expected, 1e-3 if phi == "favor" else 1e-5)
+
+
+def test_favor_with_large_exponents_stays_finite():
+    """Features that would overflow or vanish in fp32."""
+    config = FastWeightTransformerConfig(feature_map="favor", feature_norm="none")
+    attention = LinearAttention(32, 4, config)
+    source = (30 * torch.randn(7, 2, 32)).requires_grad_()
+    y, _ = attention(source, source)
+    y.square().sum().backward()
+    assert y.isfinite().all() and y.abs().max() > 0 and source.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("phi", ["favor", "rfa"])
+def test_random_features_are_drawn_for_each_forward_of_training(phi):
+    model, source, target = build(feature_map=phi, feature_norm="none", update_rule="sum").train(), draw(6), draw(5)
+    assert not torch.allclose(logits(model, source, target), logits(model, source, target))
+    model.eval()
+    assert_close(logits(model, source, target), logits(model, source, target))
+
+
+@pytest.mark.parametrize("phi", ["dpfp", "favor"])
+def test_activation_checkpointing_has_the_same_gradients(phi):
+    gradients = []
+    for checkpointed in (False, True):
+        torch.manual_seed(1)
+        model = build(feature_map=phi, checkpoint_activations=checkpointed).train()
+        logits(model, draw(6, 9), draw(7, 4)).square().sum().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, expected in gradients[0].items():
+        assert expected.abs().max() > 0, name
+        assert_close(gradients[1][name], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@every_map
+def test_half_precision_stays_near_the_exact_model(phi, dtype):
+    model = build(feature_map=phi, feature_norm=NORM[phi], encoder_normalize_before=True, decoder_normalize_before=True).float()
+    source, target = draw(20, 31), draw(24, 24)
+    exact = logits(model, source, target).detach()
+    rounded = logits(model.to(dtype), source, target)
+    rounded.float().square().mean().backward()
+    assert (rounded.float() - exact).abs().mean() < 0.05 * exact.abs().mean()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@every_subset
+def test_linear_attentions_are_where_they_were_asked_for(subset):
+    model, linear = build(subset), subset.split(",")
+    attentions = {"encoder": model.encoder.layers[1].self_attn, "cross": model.decoder.layers[1].encoder_attn}
+    assert {name: isinstance(attention, LinearAttention) for name, attention in attentions.items()} == {
+        name: name in linear for name in attentions
+    }
+    assert hasattr(model.decoder.layers[1].self_attn, "mixer") == ("decoder" in linear)
+
+
+def test_without_linear_attention_it_is_fairseqs_transformer():
+    ours = build("")
+    args = Namespace(**SMALL)
+    registered.ARCH_CONFIG_REGISTRY["transformer"](args)
+    theirs = registered.MODEL_REGISTRY["transformer"].build_model(args, make_task(40)).double().eval()
+    theirs.load_state_dict(ours.state_dict())
+    source, target = draw(6, 9, pad_left=True), draw(5, 7)
+    assert logits(ours, source, target).equal(logits(theirs, source, target))
+
+
+@pytest.mark.parametrize(
+    "arch, layers, width, ffn, heads",
+    [("", 6, 512, 2048, 8), ("_iwslt_de_en", 6, 512, 1024, 4), ("_wmt_en_de_big", 6, 1024, 4096, 16)],
+)
+def test_architectures(arch, layers, width, ffn, heads):
+    args = Namespace()
+    registered.ARCH_CONFIG_REGISTRY[f"fast_weight_transformer{arch}"](args)
+    for side in ("encoder", "decoder"):
+        sizes = [getattr(args, f"{side}_{name}") for name in ("layers", "embed_dim", "ffn_embed_dim", "attention_heads")]
+        assert sizes == [layers, width, ffn, heads]
+
+
+@pytest.mark.parametrize(
+    "message, options",
+    [
+        (
+            "--linear-attention has 'dec'; allowed, separated by commas: encoder, decoder, cross",
+            {"linear_attention": "encoder,dec"},
+        ),
+        ("--cross-self-attention needs softmax attention in the decoder; leave", {"cross_self_attention": True}),
+        ("--encoder-xformers-att-config is for softmax attention; take cross and encoder", {"encoder_xformers_att_config": "{}"}),
+        ("--attention-dropout drops softmax weights, and no attention here has any", {"attention_dropout": 0.1}),
+        ("--load-alignments needs the weights of softmax cross attention", {"load_alignments": True}),
+        ("--feature-norm sum needs a non-negative --feature-map, not tanh", {"feature_map": "tanh"}),
+        ("--encoder-embed-dim is 30; it must be a multiple of --encoder-attention-heads, 4", {"encoder_embed_dim": 30}),
+    ],
+)
+def test_refused_options(message, options):
+    with pytest.raises(ValueError, match=message):
+        build(**{"subset": "encoder,decoder,cross", **options})
+
+
+def test_a_checkpoint_with_other_options_is_refused():
+    other = build("encoder,decoder")
+    with pytest.raises(
+        ValueError, match=r"trained with other options: it and the model differ in .*encoder_attn.* and \d+ more; give"
+    ):
+        build().load_state_dict(other.state_dict())
+
+
+def test_alignments_are_refused():
+    model, source, target = build(), draw(6), draw(5)
+    with pytest.raises(ValueError, match="alignment_layer and alignment_heads needs the weights of softmax"):
+        model(source, source.ne(1).sum(1), target, alignment_layer=1)
+    soft = build("encoder,decoder")
+    _, extra = soft(source, source.ne(1).sum(1), target, alignment_layer=1)
+    assert extra["attn"][0].shape == (1, 5, 6)
+
+
+def test_a_source_that_was_let_go_is_missed():
+    model, order = build(), torch.tensor([0, 0])
+    encoded = model.encoder.reorder_encoder_out(model.encoder(draw(6)), order)
+    encoded = model.encoder.reorder_encoder_out(encoded, order)
+    with pytest.raises(ValueError, match="the source was let go after the first step of decoding"):
+        decode(model, None, draw(3, 3), encoded=encoded)
+
+
+@pytest.mark.parametrize("phi", ["elu", "tanh"])
+def test_autocast_does_not_lower_the_accumulation(phi):
+    """The same queries, keys and values in bfloat16, summed with and without it."""
+    options = {"feature_map": phi, "feature_norm": "sum" if phi in NON_NEGATIVE else "none"}
+    module = LinearAttention(32, 4, FastWeightTransformerConfig(**options)).eval()
+    query, source = torch.randn(3, 2, 32), torch.randn(9, 2, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        state = module.summarise(source, None)
+        read = module.read(query, state)
+        projected = (module.q_proj(query), module.kv_proj(source))
+    for linear, x in zip((module.q_proj, module.kv_proj), projected):
+        linear.forward = lambda _, x=x: x
+    want = module.summarise(source, None)
+    torch.testing.assert_close(state.memory, want.memory)
+    torch.testing.assert_close(read, module.read(query, want))
+
+
+def test_names_with_spaces_and_none():
+    assert linear_attentions(FastWeightTransformerConfig(linear_attention="cross, encoder")) == ["cross", "encoder"]
+    assert linear_attentions(FastWeightTransformerConfig(linear_attention=" ")) == []
+
+
+def test_decoder_layers_that_are_kept_keep_mixers_and_windows():
+    kept = {"decoder_layers": 4, "decoder_layers_to_keep": "0,2,3", "mixer_pattern": "leap*2,additive*2"}
+    layers = build(**kept).decoder.layers
+    assert [type(layer.self_attn.mixer).__name__ for layer in layers] == ["Leap", "Additive", "Additive"]
+    assert [layer.self_attn.mixer.window for layer in layers] == [4, 16, 0]

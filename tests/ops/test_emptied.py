@@ -1,0 +1,174 @@
+"""A memory that a reset or a gate of exactly 0 empties is empty: in outputs, states and gradients, in every form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.draws import FITTING, NORMALISED, assert_same, draw_gates, draw_inputs
+
+from fw_fairseq.ops import fast_weight
+from fw_fairseq.ops.chunkwise.frames import EmptyingFrame, EmptyingStill, Frame, Narrow, Steps, Still
+from fw_fairseq.ops.chunkwise.scan import plan
+from fw_fairseq.rules import RULES
+
+SHAPE = (2, 2, 100, 6, 5)
+TEXTS = (0, 37, 38, 70)  # where the texts after the first begin, in the second sequence; two within a chunk
+EMPTYING = {"gated": "g", "gated_delta": "g", "decay": "f"}
+
+
+def loops(rule, q, k, v, gates, attention_norm, resets):
+    """The equations token by token in float64; ``resets`` (B,T)."""
+    q, k, v = (x.double() for x in (q, k, v))
+    gates = {n: g.double() for n, g in gates.items()}
+    outputs = []
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            memory, n = q.new_zeros(k.shape[3], v.shape[3]), q.new_zeros(k.shape[3])
+            for t in range(q.shape[2]):
+                q_t, k_t, v_t = (x[b, h, t] for x in (q, k, v))
+                g = {name: x[b, h, t] for name, x in gates.items()}
+                if resets[b, t]:
+                    memory, n = torch.zeros_like(memory), torch.zeros_like(n)
+                if rule == "sum":
+                    memory, n = memory + torch.outer(k_t, v_t), n + k_t
+                elif rule == "gated":
+                    memory = g["g"] * memory + (1 - g["g"]) * torch.outer(k_t, v_t)
+                    n = g["g"] * n + (1 - g["g"]) * k_t
+                elif rule == "decay":
+                    memory = torch.outer(g["f"], g["z"]) * memory + torch.outer(k_t, v_t)
+                else:
+                    memory = memory * g.get("g", 1.0)
+                    recalled = memory.mT @ k_t
+                    if attention_norm:
+                        known = n @ k_t
+                        recalled = recalled / (known + 1e-6) if known != 0 else torch.zeros_like(recalled)
+                    memory, n = memory + g["beta"] * torch.outer(k_t, v_t - recalled), n + k_t
+                y = memory.mT @ q_t
+                outputs.append(y / (n @ q_t + 1e-6) if attention_norm else y)
+    return torch.stack(outputs).unflatten(0, q.shape[:3])
+
+
+def with_gradients(leaves, y):
+    adjoint = torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(y.dtype)
+    grads = torch.autograd.grad(y, list(leaves.values()), adjoint, allow_unused=True)
+    return {"y": y.detach()} | {n: g for n, g in zip(leaves, grads) if g is not None}
+
+
+def resets_at(*tokens):
+    mask = torch.zeros(SHAPE[0], SHAPE[2], dtype=torch.bool)
+    mask[1, list(tokens)] = True
+    mask[0, 50] = True
+    return mask
+
+
+def draw(rule, dtype, attention_norm):
+    """Keys of which some are all 0, as ReLU and DPFP give them, the first of a text too."""
+    inputs = draw_inputs(SHAPE, dtype, positive=attention_norm)
+    k = inputs["k"].detach().clone()
+    k[:, :, 38:40] = k[:, :, 50] = 0
+    return inputs | {"k": k.requires_grad_()}, draw_gates(RULES[rule], SHAPE, dtype)
+
+
+@pytest.mark.parametrize("backend", ["recurrent", "chunkwise"])
+@pytest.mark.parametrize("rule, attention_norm", [(r, n) for r in FITTING for n in (False, True) if not n or r in NORMALISED])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 5e-5)])
+def test_resets_against_the_equations(rule, attention_norm, backend, dtype, tolerance):
+    inputs, gates = draw(rule, dtype, attention_norm)
+    leaves, resets = inputs | gates, resets_at(*TEXTS)
+    y, _ = fast_weight(**inputs, rule=rule, gates=gates, backend=backend, attention_norm=attention_norm, reset_mask=resets)
+    want = with_gradients(leaves, loops(rule, *inputs.values(), gates, attention_norm, resets))
+    assert_same(with_gradients(leaves, y), want, tolerance)
+
+
+@pytest.mark.parametrize("backend", ["recurrent", "chunkwise"])
+@pytest.mark.parametrize("rule, attention_norm", [(r, n) for r in FITTING for n in (False, True) if not n or r in NORMALISED])
+def test_nothing_passes_a_reset(rule, attention_norm, backend):
+    """Not a bit, neither of values a billion times as large nor of gradients."""
+    inputs, gates = draw(rule, torch.float32, attention_norm)
+    resets = resets_at(37, 70)
+    inputs["v"] = (inputs["v"].detach() * torch.where(torch.arange(SHAPE[2]) < 37, 1e9, 1.0)[:, None]).requires_grad_()
+
+    def last_text(x):
+        return x[1:, :, 70:]
+
+    options = dict(backend=backend, attention_norm=attention_norm)
+    y, state = fast_weight(**inputs, rule=rule, gates=gates, reset_mask=resets, **options)
+    alone = {n: last_text(x) for n, x in inputs.items()}
+    want, final = fast_weight(**alone, rule=rule, gates={n: last_text(g) for n, g in gates.items()}, **options)
+    torch.testing.assert_close(last_text(y), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state.memory[1:], final.memory, rtol=1e-4, atol=1e-5)
+    grads = torch.autograd.grad(last_text(y).sum() + state.memory[1].sum(), [*inputs.values(), *gates.values()], allow_unused=True)
+    for grad in grads:
+        assert (grad[1, :, :70] == 0).all() and (grad[0] == 0).all()
+
+
+@pytest.mark.parametrize("rule", ["sum", "gated"])
+@pytest.mark.parametrize("backend", ["recurrent", "chunkwise"])
+def test_an_empty_read_after_a_long_text_is_zero(rule, backend):
+    tokens = 2001
+    k, q = torch.rand(2, 1, 1, tokens, 8)
+    k[:, :, -1] = 0
+    resets = torch.zeros(1, tokens, dtype=torch.bool)
+    resets[:, -1] = rule == "sum"
+    gates = {"g": torch.full((1, 1, tokens), 0.9999).index_fill(2, torch.tensor([tokens - 1]), 0.0)} if rule == "gated" else {}
+    y, _ = fast_weight(q, k, torch.full((1, 1, tokens, 4), 5.0), rule, gates, None, backend, True, reset_mask=resets)
+    assert (y[:, :, -1] == 0).all() and (y[:, :, -2] - 5).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("zeros", ["tokens", "channels", "both sides"])
+@pytest.mark.parametrize("rule", EMPTYING)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 5e-5)])
+def test_gates_of_zero_and_their_gradients(rule, zeros, dtype, tolerance):
+    """Against the equations, the gates' own gradients at 0 too."""
+    inputs, gates = draw(rule, dtype, False)
+    gates = {n: g.detach().clone() for n, g in gates.items()}
+    for name in gates.keys() - {"beta"} if zeros == "both sides" else [EMPTYING[rule]]:
+        gate = gates[name]
+        if zeros == "channels" and gate.dim() == 4:
+            gate[torch.rand(gate.shape) < 0.1] = 0
+        else:
+            gate[1, :, list(TEXTS)] = gate[0, :, 50] = 0
+    gates = {n: g.requires_grad_() for n, g in gates.items()}
+    leaves, none = inputs | gates, torch.zeros(SHAPE[0], SHAPE[2], dtype=torch.bool)
+    y, _ = fast_weight(**inputs, rule=rule, gates=gates, backend="chunkwise")
+    want = with_gradients(leaves, loops(rule, *inputs.values(), gates, False, none))
+    assert_same(with_gradients(leaves, y), want, tolerance)
+
+
+def test_zeros_on_the_value_side():
+    inputs, gates = draw("decay", torch.float64, False)
+    gates = {n: g.detach().clone() for n, g in gates.items()}
+    gates["z"][1, :, list(TEXTS)] = 0
+    gates = {n: g.requires_grad_() for n, g in gates.items()}
+    leaves, none = inputs | gates, torch.zeros(SHAPE[0], SHAPE[2], dtype=torch.bool)
+    y, _ = fast_weight(**inputs, rule="decay", gates=gates, backend="chunkwise")
+    want = with_gradients(leaves, loops("decay", *inputs.values(), gates, False, none))
+    assert_same(with_gradients(leaves, y), want, 1e-10)
+
+
+def test_a_gate_of_zero_forgets_the_scale():
+    """Keys of a text 300 nats smaller than those before it."""
+    inputs, _ = draw("gated", torch.float32, True)
+    q, k, v = inputs.values()
+    scale, g = torch.zeros(SHAPE[:3]), torch.full(SHAPE[:3], 0.5)
+    scale[:, :, 60:], g[:, :, 60] = -300, 0
+    for backend in ("recurrent", "chunkwise"):
+        y, _ = fast_weight(q, k, v, "gated", {"g": g}, None, backend, True, key_log_scale=scale)
+        want, _ = fast_weight(*(x[:, :, 60:] for x in (q, k, v)), "gated", {"g": g[:, :, 60:]}, None, backend, True)
+        torch.testing.assert_close(y[:, :, 60:], want, rtol=1e-4, atol=1e-4)
+
+
+def test_chunks_without_zeros_run_as_before():
+    f, z = torch.full((1, 1, 96, 2), 0.5), torch.full((1, 1, 96, 2), 0.5)
+    q = torch.zeros(1, 1, 96, 2)
+
+    def ways(f, z=None):
+        return [way for _, way in plan((q, q, q, f, z, None, None), torch.float32)]
+
+    f[:, :, 40] = 0
+    assert ways(f[..., 0]) == [Still, EmptyingStill, Still]
+    assert ways(f, z) == [Narrow, EmptyingFrame, Narrow]
+    z[:, :, 40] = 0
+    f[:, :, 70, 1] = 0
+    assert ways(f, z) == [Narrow, Steps, Steps]
+    assert ways(f) == [Frame, EmptyingFrame, Steps]

@@ -1,0 +1,511 @@
+"""The public op: every form against the step form, for every rule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.draws import CASES, CHUNKED, FITTING, NORMALISED, assert_same, draw_gates, draw_inputs, draw_state, run_with_gradients
+
+from fw_fairseq.ops import FastWeightState, fast_weight
+from fw_fairseq.ops.chunkwise.frames import NARROW_GATE, Frame, Narrow, Still
+from fw_fairseq.ops.chunkwise.scan import plan
+from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
+
+FLOAT64 = 1e-10  # float64 sums in another order; 100 times what is seen
+GATE64 = 1e-8  # a gate's gradient is a difference of float64 sums divided by the gate: 1e-16 / 1e-6, and some room
+FLOAT32 = 2e-5  # fp32 sums over at most 200 tokens in another order; for gates also differences of them divided by 0.01
+HALF = {torch.bfloat16: 2e-2, torch.float16: 3e-3}  # a few roundings of the output and of its gradients to 8 or 11 bits
+CHUNKED_CASES = [(rule, norm) for rule, norm in CASES if rule in CHUNKED]
+SHAPE = (2, 3, 75, 6, 5)  # whole chunks and a part, of every way to run one
+
+
+def compare(rule, shape, tolerance, *, dtype=torch.float64, attention_norm=False, with_state=False, padding=False, extreme=False):
+    """Chunk form in ``dtype`` against step form in float64: outputs, final state, all gradients."""
+    spec = RULES[rule]
+    inputs = draw_inputs(shape, dtype, positive=attention_norm)
+    gates = draw_gates(spec, shape, torch.float32 if dtype.itemsize == 2 else dtype, extreme)
+    state = draw_state(spec, shape, torch.float32 if dtype.itemsize == 2 else dtype, attention_norm) if with_state else None
+    mask = torch.rand(shape[0], shape[2]) < 0.3 if padding else None
+
+    def results(dtype, backend):
+        leaves = inputs | gates | ({} if state is None else {n: x for n, x in state._asdict().items() if x is not None})
+        leaves = {n: x.detach().to(dtype or x.dtype).requires_grad_() for n, x in leaves.items()}
+        start = None if state is None else FastWeightState(*(leaves.get(n) for n in FastWeightState._fields))
+        call = dict(rule=rule, gates={n: leaves[n] for n in gates}, state=start, attention_norm=attention_norm)
+        q, k, v = (leaves[n] for n in "qkv")
+        return run_with_gradients(leaves, lambda: fast_weight(q, k, v, padding_mask=mask, backend=backend, **call))
+
+    assert_same(results(None, "chunkwise"), results(torch.float64, "recurrent"), tolerance)
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize("rule, attention_norm", CHUNKED_CASES)
+def test_chunk_form_equals_step_form(rule, attention_norm, with_state, padding):
+    compare(rule, SHAPE, FLOAT64, attention_norm=attention_norm, with_state=with_state, padding=padding)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, GATE64), (torch.float32, FLOAT32)])
+@pytest.mark.parametrize("rule", FITTING)
+def test_gates_at_both_extremes(rule, dtype, tolerance):
+    """Not for fwm, whose gradient jumps where the memory reaches the ball: rounding decides on which side it is."""
+    compare(rule, (2, 2, 150, 4, 5), tolerance, dtype=dtype, with_state=True, extreme=True)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, GATE64), (torch.float32, FLOAT32)])
+@pytest.mark.parametrize("rule", FITTING)
+def test_small_gates_everywhere(rule, dtype, tolerance):
+    """Gradients are then small differences of what no gate decays, unless that is left out."""
+    inputs = draw_inputs(SHAPE, dtype)
+    gates = {n: (g.detach() * 9e-3 + 1e-3).requires_grad_() for n, g in draw_gates(RULES[rule], SHAPE, dtype).items()}
+
+    def results(to, backend):
+        leaves = {n: x.detach().to(to).requires_grad_() for n, x in (inputs | gates).items()}
+        q, k, v = (leaves[n] for n in "qkv")
+        return run_with_gradients(leaves, lambda: fast_weight(q, k, v, rule, {n: leaves[n] for n in gates}, backend=backend))
+
+    assert_same(results(dtype, "chunkwise"), results(torch.float64, "recurrent"), tolerance)
+
+
+@pytest.mark.parametrize("rule", CHUNKED)
+def test_incoming_gradients_stay_as_they_are(rule):
+    """The gradient of the final memory belongs to the caller."""
+    inputs = draw_inputs(SHAPE, torch.float32)
+    _, state = fast_weight(**inputs, rule=rule, gates=draw_gates(RULES[rule], SHAPE, torch.float32), backend="chunkwise")
+    given = torch.randn_like(state.memory)
+    kept = given.clone()
+    torch.autograd.grad(state.memory, inputs["k"], given)
+    assert torch.equal(given, kept)
+
+
+@pytest.mark.parametrize("rule", CHUNKED)
+def test_gates_exactly_zero_and_one(rule):
+    """Where a sigmoid saturates. True gradients may be 0, hence the absolute tolerance."""
+    shape = (1, 2, 70, 4, 4)
+    q, k, v = draw_inputs(shape).values()
+    for value in (0.0, 1.0):
+        gates = {n: torch.full_like(g, value).requires_grad_() for n, g in draw_gates(RULES[rule], shape).items()}
+        leaves = {"q": q, "k": k, "v": v} | gates
+
+        def results(backend, leaves=leaves, gates=gates):
+            return run_with_gradients(leaves, lambda: fast_weight(q, k, v, rule, gates, backend=backend))
+
+        assert_same(results("chunkwise"), results("recurrent"), 5e-6, smallest=1.0)
+
+
+@pytest.mark.parametrize("rule, attention_norm", CHUNKED_CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(rule, attention_norm, dtype):
+    compare(rule, SHAPE, HALF.get(dtype, FLOAT32), dtype=dtype, attention_norm=attention_norm, with_state=True)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_output_and_state_dtypes(rule, dtype):
+    shape = (1, 2, 9, 4, 3)
+    q, k, v = (x.detach() for x in draw_inputs(shape, dtype).values())
+    y, state = fast_weight(q, k, v, rule, draw_gates(RULES[rule], shape, dtype))
+    assert y.dtype == dtype and y.shape == v.shape
+    assert state.memory.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    rule=st.sampled_from(CHUNKED),
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 131), st.integers(1, 9), st.integers(1, 9)),
+    with_state=st.booleans(),
+    padding=st.booleans(),
+)
+def test_any_shape(rule, sizes, with_state, padding):
+    compare(rule, sizes, FLOAT64, with_state=with_state, padding=padding)
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(rule=st.sampled_from(CHUNKED), order=st.permutations(range(4)), step=st.integers(1, 2), seed=st.integers(0, 99))
+def test_any_strides(rule, order, step, seed):
+    """Views of every memory order, with gaps, give what contiguous tensors give, and so do their gradients."""
+    torch.manual_seed(seed)
+    shape = (2, 2, 40, 3, 3)
+    inputs = draw_inputs(shape) | draw_gates(RULES[rule], shape)
+
+    def strided(x):
+        axes = [a for a in order if a < x.dim()]
+        spread = [n * step for n in x.permute(axes).shape]
+        base = torch.zeros(spread, dtype=x.dtype)[tuple(slice(None, None, step) for _ in spread)]
+        view = base.permute([axes.index(a) for a in range(x.dim())])
+        view.copy_(x.detach())
+        return view.requires_grad_()
+
+    def results(leaves):
+        gates = {n: g for n, g in leaves.items() if n not in "qkv"}
+        q, k, v = (leaves[n] for n in "qkv")
+        return run_with_gradients(leaves, lambda: fast_weight(q, k, v, rule, gates, backend="chunkwise"))
+
+    assert_same(results({n: strided(x) for n, x in inputs.items()}), results(inputs), FLOAT64)
+
+
+@pytest.mark.parametrize("rule", FITTING)
+def test_fairseq_layout_is_not_copied(rule):
+    """q, k, v as slices of one (T,B,C) projection: y comes back in the layout of v, ready for the output projection."""
+    T, B, H, D = 40, 2, 3, 4
+    q, k, v = (x.view(T, B, H, D).permute(1, 2, 0, 3) for x in torch.randn(T, B, 3 * H * D).chunk(3, dim=-1))
+    y, _ = fast_weight(q, k, v, rule, draw_gates(RULES[rule], (B, H, T, D, D), torch.float32))
+    assert y.permute(2, 0, 1, 3).is_contiguous()
+
+
+@pytest.mark.parametrize("rule, attention_norm", CASES)
+@pytest.mark.parametrize("cuts", [[1], [32], [74], [1, 2, 3, 40], [31, 32, 33, 64]])
+def test_any_cut_gives_the_same(rule, attention_norm, cuts):
+    """forward(x[0:T]) equals forward(x[0:s]) then forward(x[s:T], state): outputs, final state and gradients."""
+    inputs = draw_inputs(SHAPE, positive=attention_norm)
+    gates = draw_gates(RULES[rule], SHAPE)
+
+    def whole():
+        return fast_weight(*inputs.values(), rule, gates, attention_norm=attention_norm)
+
+    def in_pieces():
+        outputs, state = [], None
+        for start, stop in zip([0, *cuts], [*cuts, SHAPE[2]]):
+            piece = {n: x[:, :, start:stop] for n, x in gates.items()}
+            q, k, v = (x[:, :, start:stop] for x in inputs.values())
+            y, state = fast_weight(q, k, v, rule, piece, state, attention_norm=attention_norm)
+            outputs.append(y)
+        return torch.cat(outputs, dim=2), state
+
+    leaves = inputs | gates
+    assert_same(run_with_gradients(leaves, in_pieces), run_with_gradients(leaves, whole), FLOAT64)
+
+
+@pytest.mark.parametrize("backend", ["recurrent", "chunkwise"])
+@pytest.mark.parametrize("rule", CHUNKED)
+def test_gradcheck(rule, backend):
+    shape = (1, 2, 5, 3, 2)
+    inputs, gates = draw_inputs(shape), draw_gates(RULES[rule], shape)
+    memory = torch.randn(1, 2, 3, 2, dtype=torch.float64, requires_grad=True)
+
+    def call(memory, q, k, v, *gate_values):
+        y, state = fast_weight(q, k, v, rule, dict(zip(gates, gate_values)), FastWeightState(memory), backend)
+        return y, state.memory
+
+    assert torch.autograd.gradcheck(call, (memory, *inputs.values(), *gates.values()))
+
+
+@pytest.mark.parametrize("rule", CHUNKED)
+def test_twice_backward_gives_the_same(rule):
+    """Nothing that the backward keeps is used up."""
+    inputs, gates = draw_inputs(SHAPE), draw_gates(RULES[rule], SHAPE)
+    leaves = [*inputs.values(), *gates.values()]
+    y, state = fast_weight(*inputs.values(), rule, gates)
+    loss = y.square().sum() + state.memory.square().sum()
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(loss, leaves)))
+
+
+def test_double_backward_is_refused():
+    q, k, v = draw_inputs(SHAPE).values()
+    y, _ = fast_weight(q, k, v, "sum")
+    (dq,) = torch.autograd.grad(y.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
+@pytest.mark.parametrize("rule, attention_norm", CASES)
+def test_causal(rule, attention_norm):
+    q, k, v = (x.detach() for x in draw_inputs(SHAPE, positive=True).values())
+    gates = {n: g.detach() for n, g in draw_gates(RULES[rule], SHAPE).items()}
+    before, _ = fast_weight(q, k, v, rule, gates, attention_norm=attention_norm)
+    t = 40
+    for x in (q, k, v, *gates.values()):
+        x[:, :, t] *= 0.5
+    after, _ = fast_weight(q, k, v, rule, gates, attention_norm=attention_norm)
+    torch.testing.assert_close(after[:, :, :t], before[:, :, :t], rtol=0, atol=1e-12)
+    assert (after[:, :, t] != before[:, :, t]).any()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("backend", ["recurrent", "auto"])
+def test_padding_leaves_no_trace(rule, backend):
+    """Left, right and inner padding, with garbage in it: outputs there are 0, elsewhere as without padding; the state too."""
+    shape = (1, 2, 50, 4, 3)
+    inputs, gates = draw_inputs(shape), draw_gates(RULES[rule], shape)
+    mask = torch.zeros(1, 50, dtype=torch.bool)
+    mask[0, [0, 1, 20, 21, 22, 48, 49]] = True
+    kept = ~mask[0]
+    padded = [x.detach().masked_fill(mask[:, None, :, None], float("nan")) for x in inputs.values()]
+    garbage = {n: g.masked_fill(mask[:, None] if g.dim() == 3 else mask[:, None, :, None], float("nan")) for n, g in gates.items()}
+    y, state = fast_weight(*padded, rule, garbage, padding_mask=mask, backend=backend)
+    plain = {n: g[:, :, kept] for n, g in gates.items()}
+    want, final = fast_weight(*(x[:, :, kept] for x in inputs.values()), rule, plain, backend=backend)
+    assert (y[:, :, mask[0]] == 0).all()
+    torch.testing.assert_close(y[:, :, kept], want)
+    torch.testing.assert_close(state.memory, final.memory)
+
+
+def test_identical_keys_stay_accurate():
+    """The worst case for the erase: one key over and over at full strength. Each read gives exactly the last value."""
+    k = torch.nn.functional.normalize(torch.ones(1, 1, 200, 16), dim=-1)
+    v = torch.randn(1, 1, 200, 16)
+    y, _ = fast_weight(k, k, v, "delta", {"beta": torch.ones(1, 1, 200)})
+    torch.testing.assert_close(y, v, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", [r for r in NORMALISED if RULES[r].normaliser == "write"])
+def test_key_log_scale(rule):
+    """Scaled keys give what the keys times exp(scale) give in float64, over any cut, where fp16 keys would be infinite."""
+    inputs, gates = draw_inputs(SHAPE, positive=True), draw_gates(RULES[rule], SHAPE)
+    scale = (torch.randn(SHAPE[:3], dtype=torch.float64) * 6).requires_grad_()
+    mask = torch.zeros(SHAPE[0], SHAPE[2], dtype=torch.bool)
+    mask[:, :3] = mask[:, 60:] = True
+    leaves = inputs | gates | {"scale": scale}
+    q, k, v = inputs.values()
+    options = dict(attention_norm=True, padding_mask=mask)
+    plain = run_with_gradients(
+        leaves,
+        lambda: (fast_weight(q, k * scale.exp().unsqueeze(-1), v, rule, gates, eps=1e-30, **options)[0], FastWeightState(None)),
+    )
+    scaled = run_with_gradients(
+        leaves, lambda: (fast_weight(q, k, v, rule, gates, key_log_scale=scale, **options)[0], FastWeightState(None))
+    )
+    assert_same(scaled, plain, FLOAT64)
+
+    def piece(start, stop, state):
+        cut = [x[:, :, start:stop] for x in (q, k, v)]
+        gates_cut = {n: g[:, :, start:stop] for n, g in gates.items()}
+        return fast_weight(*cut, rule, gates_cut, state, attention_norm=True, key_log_scale=scale[:, :, start:stop])
+
+    whole, final = piece(0, 75, None)
+    first, state = piece(0, 33, None)
+    second, state = piece(33, 75, state)
+    torch.testing.assert_close(torch.cat([first, second], 2), whole)
+    torch.testing.assert_close(state.memory, final.memory)
+
+    huge = [x.detach().half() for x in (q, k, v)]
+    y, _ = fast_weight(*huge, rule, {n: g.half() for n, g in gates.items()}, attention_norm=True, key_log_scale=scale * 100)
+    assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["recurrent", "auto"])
+@pytest.mark.parametrize("rule", [r for r in NORMALISED if RULES[r].normaliser == "write"])
+def test_a_scale_does_not_outlive_its_keys(rule, backend):
+    """A new text, and what is left after gates of 1/2, are as if a key 30 nats larger had never been."""
+    q, k, v = (x.detach().float() for x in draw_inputs(SHAPE, positive=True).values())
+    gates = {n: torch.full_like(g, 0.5, dtype=torch.float32) for n, g in draw_gates(RULES[rule], SHAPE).items()}
+    mask = torch.zeros(SHAPE[0], SHAPE[2], dtype=torch.bool)
+    mask[:, 40] = rule == "sum"
+    plain, large = torch.zeros(2, *SHAPE[:3])
+    large[:, :, 0] = 30
+    results = [
+        fast_weight(q, k, v, rule, gates, attention_norm=True, key_log_scale=scale, reset_mask=mask, backend=backend)
+        for scale in (large, plain)
+    ]
+    (y, state), (want, final) = results
+    rows = slice(40 if rule == "sum" else 74, None)
+    torch.testing.assert_close(y[:, :, rows], want[:, :, rows], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state.log_scale, final.log_scale)
+
+
+def test_delta_attention_norm_after_a_text_of_large_keys():
+    q, k, v = (x.detach().float() for x in draw_inputs(SHAPE, positive=True).values())
+    beta = {"beta": torch.rand(SHAPE[:3])}
+    mask = torch.zeros(SHAPE[0], SHAPE[2], dtype=torch.bool)
+    mask[:, 40] = True
+    large = torch.where(torch.arange(SHAPE[2]) < 40, 1e5, 1.0)[:, None]
+    y, state = fast_weight(q, k * large, v, "delta", beta, attention_norm=True, reset_mask=mask, backend="recurrent")
+    second = [x[:, :, 40:] for x in (q, k, v)]
+    want, final = fast_weight(*second, "delta", {"beta": beta["beta"][:, :, 40:]}, attention_norm=True, backend="recurrent")
+    torch.testing.assert_close(y[:, :, 40:], want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state.normaliser, final.normaliser)
+
+
+@pytest.mark.parametrize("rule", ["sum", "gated", "delta", "gated_delta"])
+def test_a_graph_of_the_whole_operation(rule):
+    """Not with gates per channel: how a chunk runs depends on their values."""
+    torch.compiler.reset()
+    inputs, gates = draw_inputs(SHAPE, torch.float32), draw_gates(RULES[rule], SHAPE, torch.float32)
+
+    def call(q, k, v, gates):
+        return fast_weight(q, k, v, rule, gates)[0]
+
+    y = torch.compile(call, fullgraph=True, backend="eager")(*inputs.values(), gates)
+    torch.testing.assert_close(y, call(*inputs.values(), gates))
+    assert all(g is not None for g in torch.autograd.grad(y.sum(), [*inputs.values(), *gates.values()]))
+
+
+def test_a_state_holds_no_other_tokens():
+    inputs = draw_inputs((1, 1, 500, 4, 4), positive=True)
+    _, state = fast_weight(**inputs, rule="delta", gates={"beta": torch.rand(1, 1, 500)}, attention_norm=True)
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in state if x is not None)
+
+
+def test_delta_attention_norm_is_the_papers():
+    """Eq. 24 to 28 written out, one step after the other."""
+    q, k, v = (x[0, 0].detach() for x in draw_inputs((1, 1, 12, 4, 3), positive=True).values())
+    beta = torch.rand(12, dtype=torch.float64)
+    memory, n, outputs = torch.zeros(3, 4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64), []
+    for t in range(12):
+        recalled = memory @ k[t] / (n @ k[t] + 1e-6) if t else torch.zeros(3, dtype=torch.float64)
+        memory = memory + beta[t] * torch.outer(v[t] - recalled, k[t])
+        n = n + k[t]
+        outputs.append(memory @ q[t] / (n @ q[t] + 1e-6))
+    y, _ = fast_weight(*(x[None, None] for x in (q, k, v)), "delta", {"beta": beta[None, None]}, attention_norm=True)
+    torch.testing.assert_close(y[0, 0], torch.stack(outputs))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_state_moves_as_a_whole_and_never_grows(rule):
+    attention_norm = rule in NORMALISED
+    state, sizes = None, set()
+    for _ in range(6):
+        inputs, gates = draw_inputs((3, 2, 1, 4, 5), positive=True), draw_gates(RULES[rule], (3, 2, 1, 4, 5))
+        _, state = fast_weight(*inputs.values(), rule, gates, state, attention_norm=attention_norm)
+        sizes.add(tuple(x.shape for x in state if x is not None))
+    assert len(sizes) == 1
+    picked = state.index_select(torch.tensor([2, 0, 0, 1]))
+    assert all(torch.equal(a, b[[2, 0, 0, 1]]) for a, b in zip(picked, state) if b is not None)
+    assert state.memory.requires_grad and not state.detach().memory.requires_grad
+
+
+def test_one_token_runs_no_chunk_machinery(monkeypatch):
+    from fw_fairseq.ops.chunkwise import scan as chunkwise
+
+    monkeypatch.setattr(chunkwise.ChunkScan, "apply", lambda *args: pytest.fail("one token went through the chunk form"))
+    for rule in RULES:
+        shape = (1, 1, 1, 4, 4)
+        fast_weight(*draw_inputs(shape).values(), rule, draw_gates(RULES[rule], shape))
+
+
+def test_saved_memory_does_not_hold_every_state():
+    """What decay keeps for its backward: the inputs and one memory per 32 tokens, not one per token."""
+    T, K, V = 512, 16, 16
+    inputs, gates = draw_inputs((1, 1, T, K, V), torch.float32), draw_gates(RULES["decay"], (1, 1, T, K, V), torch.float32)
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
+        fast_weight(*inputs.values(), "decay", gates)
+    floats = sum(x.numel() for x in kept.values())
+    assert floats <= 5 * T * K + T * K * V / 32
+
+
+def test_a_new_rule_gets_everything(monkeypatch):
+    """One entry, here a leaky rule with a learned write strength, has both forms, states, padding, gradients, normalisation."""
+    leaky = Rule(
+        equation="W_t = c_t W_{t-1} + w_t k_t v_t^T",
+        source="this test",
+        gates={"c": Gate(), "strength": Gate()},
+        coefficients=lambda c, strength: Coefficients(f=0.5 + 0.5 * c, w=strength),
+        normaliser="write",
+    )
+    keyed = Rule(
+        equation="decay per key channel, then the delta write",
+        source="this test",
+        gates={"f": Gate("K"), "beta": Gate()},
+        coefficients=lambda f, beta: Coefficients(f=f, e=beta, w=beta),
+    )
+    monkeypatch.setitem(RULES, "leaky", leaky)
+    monkeypatch.setitem(RULES, "keyed", keyed)
+    compare("leaky", SHAPE, FLOAT64, attention_norm=True, with_state=True, padding=True)
+    compare("keyed", SHAPE, FLOAT64, with_state=True, padding=True)
+    compare("keyed", SHAPE, GATE64, with_state=True, extreme=True)
+    test_any_cut_gives_the_same("leaky", True, [7, 33])
+    test_gradcheck("leaky", "chunkwise")
+    test_gradcheck("keyed", "chunkwise")
+
+
+def test_value_decay_with_erase_runs_stepwise(monkeypatch):
+    both = Rule(
+        equation="",
+        source="this test",
+        gates={"z": Gate("V"), "beta": Gate()},
+        coefficients=lambda z, beta: Coefficients(z=z, e=beta, w=beta),
+    )
+    monkeypatch.setitem(RULES, "both", both)
+    inputs, gates = draw_inputs(SHAPE), draw_gates(both, SHAPE)
+    fast_weight(*inputs.values(), "both", gates)
+    with pytest.raises(ValueError, match="no chunk form"):
+        fast_weight(*inputs.values(), "both", gates, backend="chunkwise")
+
+
+@pytest.mark.parametrize("backend", ["recurrent", "auto"])
+@pytest.mark.parametrize("rule, attention_norm", CASES)
+def test_autocast_does_not_lower_the_accumulation(rule, attention_norm, backend):
+    q, k, v = (x.detach().float() for x in draw_inputs(SHAPE, positive=attention_norm).values())
+    gates = draw_gates(RULES[rule], SHAPE, torch.float32)
+    want, _ = fast_weight(q, k, v, rule, gates, None, backend, attention_norm)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, state = fast_weight(q, k, v, rule, gates, None, backend, attention_norm)
+    assert torch.equal(got, want) and state.memory.dtype == torch.float32
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_smallest_gates_that_run_in_fp32(share):
+    """Per-channel gates of NARROW_GATE, all or half of them: the products of a half chunk still fit fp32. What a gate's gradient
+    loses is the rounding of the terms it is the difference of, over the gate."""
+    shape = (1, 2, 192, 5, 4)
+    q, k, v = draw_inputs(shape, torch.float32).values()
+    gates = {"f": torch.rand(*shape[:3], 5), "z": torch.rand(*shape[:3], 4)}
+    gates = {n: torch.where(g < share, NARROW_GATE, 1 - NARROW_GATE).requires_grad_() for n, g in gates.items()}
+    operands = (q, k, v, gates["f"], gates["z"], None, None)
+    assert {way for _, way in plan(operands, torch.float32)} == {Narrow}
+
+    def results(dtype, backend):
+        leaves = {n: x.detach().to(dtype).requires_grad_() for n, x in ({"q": q, "k": k, "v": v} | gates).items()}
+        inputs = [leaves.pop(n) for n in "qkv"]
+        everything = dict(zip("qkv", inputs)) | leaves
+        return run_with_gradients(everything, lambda: fast_weight(*inputs, "decay", leaves, backend=backend))
+
+    assert_same(results(torch.float32, "chunkwise"), results(torch.float64, "recurrent"), 2e-4, smallest=1.0)
+
+
+def test_plan_covers_every_token_once():
+    """Chunks in fp32 where their gates allow, in float64 where one does not, and for the rest of an odd length."""
+    shape = (1, 1, 163, 2, 2)
+    q, k, v = draw_inputs(shape, torch.float32).values()
+    f, z = torch.full((1, 1, 163, 2), 0.5), torch.full((1, 1, 163, 2), 0.5)
+    z[0, 0, 40, 1] = 1e-5
+    chunks = plan((q, k, v, f, z, None, None), torch.float32)
+    assert [t for span, _ in chunks for t in range(span.start, span.stop)] == list(range(163))
+    assert [way for _, way in chunks] == [Narrow, Frame, Narrow, Narrow, Narrow, Frame]
+    assert {way for _, way in plan((q, k, v, f, z, None, None), torch.float64)} == {Frame}
+    assert {way for _, way in plan((q, k, v, f[..., 0], None, None, None), torch.float32)} == {Still}
+
+
+@pytest.mark.parametrize("rule, attention_norm", CASES)
+@pytest.mark.parametrize("backend", ["recurrent", "auto"])
+def test_reset_starts_a_new_text(rule, attention_norm, backend):
+    """A reset in the middle gives what the two texts give by themselves, in outputs, state and gradients."""
+    shape, cut = (2, 2, 75, 4, 3), 41
+    inputs, gates = draw_inputs(shape, positive=attention_norm), draw_gates(RULES[rule], shape)
+    mask = torch.zeros(shape[0], shape[2], dtype=torch.bool)
+    mask[:, cut] = True
+    options = dict(attention_norm=attention_norm, backend=backend)
+
+    def joined():
+        return fast_weight(*inputs.values(), rule, gates, reset_mask=mask, **options)
+
+    def apart():
+        pieces = [(slice(0, cut)), slice(cut, None)]
+        results = [
+            fast_weight(*(x[:, :, s] for x in inputs.values()), rule, {n: g[:, :, s] for n, g in gates.items()}, **options)
+            for s in pieces
+        ]
+        return torch.cat([y for y, _ in results], dim=2), results[1][1]
+
+    actual, expected = (run_with_gradients(inputs | gates, call) for call in (joined, apart))
+    assert_same(actual, expected, FLOAT64)
+
+
+@pytest.mark.parametrize("rule", CHUNKED)
+@torch.no_grad()
+def test_a_long_stream_does_not_drift(rule):
+    """In fp32, carried from call to call, against float64: rounding, which does not grow where something is forgotten or erased."""
+    states, errors = {torch.float32: None, torch.float64: None}, []
+    for _ in range(16):
+        shape = (1, 1, 4096, 4, 4)
+        inputs, gates, outputs = draw_inputs(shape), draw_gates(RULES[rule], shape), []
+        for dtype, state in states.items():
+            given = {name: x.to(dtype) for name, x in inputs.items()}
+            y, states[dtype] = fast_weight(**given, rule=rule, gates={n: g.to(dtype) for n, g in gates.items()}, state=state)
+            outputs.append(y[:, :, -64:].double())
+        errors.append(float((outputs[0] - outputs[1]).abs().max() / outputs[1].abs().max()))
+    assert max(errors) < (1e-4 if rule == "sum" else 2e-6)

@@ -1,0 +1,44 @@
+"""recall against the recurrence: the last output of the step form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.draws import FITTING, assert_same, draw_gates, draw_inputs
+
+from fw_fairseq.ops import fast_weight
+from fw_fairseq.ops.recall import recall
+from fw_fairseq.rules import RULES, Coefficients
+
+SHAPE = (2, 3, 17, 5, 4)
+
+
+@pytest.mark.parametrize("extreme", [False, True])
+@pytest.mark.parametrize("rule", FITTING)
+def test_recall_is_the_last_read_of_the_recurrence(rule, extreme):
+    inputs, gates = draw_inputs(SHAPE), draw_gates(RULES[rule], SHAPE, extreme=extreme)
+    leaves = inputs | gates
+    y, _ = fast_weight(**inputs, rule=rule, gates=gates, backend="recurrent")
+    recalled, weights = recall(inputs["q"][:, :, -1:], inputs["k"], inputs["v"], RULES[rule].coefficients(**gates))
+    results = []
+    for last in (y[:, :, -1:], recalled):
+        grads = torch.autograd.grad(last.square().sum(), list(leaves.values()), allow_unused=True)
+        grads = (torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, leaves.values()))
+        results.append({"y": last.detach()} | dict(zip(leaves, grads)))
+    assert_same(results[1], results[0], 1e-8)
+    if RULES[rule].coefficients(**gates).z is None:
+        torch.testing.assert_close(weights @ inputs["v"], recalled)
+
+
+def test_several_queries_are_read_each_for_itself():
+    inputs, gates = draw_inputs(SHAPE), draw_gates(RULES["delta"], SHAPE)
+    coefficients = RULES["delta"].coefficients(**gates)
+    together, _ = recall(inputs["q"], inputs["k"], inputs["v"], coefficients)
+    alone = [recall(query, inputs["k"], inputs["v"], coefficients)[0] for query in inputs["q"].split(1, 2)]
+    torch.testing.assert_close(together, torch.cat(alone, 2))
+
+
+def test_erase_with_per_channel_decay_is_refused():
+    q, k, v = draw_inputs(SHAPE).values()
+    with pytest.raises(ValueError, match="no form for an erase with per-channel decay"):
+        recall(q, k, v, Coefficients(f=torch.rand_like(k), e=torch.rand(SHAPE[:3])))

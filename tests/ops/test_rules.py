@@ -1,0 +1,87 @@
+"""The step form of every rule against its equation, written out with outer products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.draws import draw_gates, draw_inputs
+
+from fw_fairseq.config import FastWeightConfig
+from fw_fairseq.mixers import FastWeight
+from fw_fairseq.ops import fast_weight
+from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
+from fw_fairseq.rules.fwm import fwm_sequence, fwm_step
+from fw_fairseq.tools.convert.conversion import fast_weight_config
+
+EQUATIONS = {
+    "sum": lambda W, k, v: W + torch.outer(k, v),
+    "gated": lambda W, k, v, g: g * W + (1 - g) * torch.outer(k, v),
+    "delta": lambda W, k, v, beta: W + beta * torch.outer(k, v - k @ W),
+    "decay": lambda W, k, v, f, z: torch.outer(f, z) * W + torch.outer(k, v),
+    "gated_delta": lambda W, k, v, g, beta: g * W + beta * torch.outer(k, v - k @ (g * W)),
+    "fwm": lambda W, k, v, beta: W + beta * torch.outer(k, v - k @ W),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_equation(rule):
+    assert rule in EQUATIONS, f"the rule {rule} is not tested: write its equation with outer products into EQUATIONS"
+    shape = (1, 1, 20, 4, 3)
+    inputs, gates = draw_inputs(shape), draw_gates(RULES[rule], shape)
+    memory, outputs = torch.zeros(4, 3, dtype=torch.float64), []
+    for t in range(20):
+        q, k, v = (x[0, 0, t] for x in inputs.values())
+        memory = EQUATIONS[rule](memory, k, v, **{n: g[0, 0, t] for n, g in gates.items()})
+        if rule == "fwm":
+            memory = memory / (torch.relu(memory.norm() - 1) + 1)
+            read = q @ memory
+            outputs.append((read - read.mean()) / (read.var(unbiased=False) + 1e-5).sqrt())
+        else:
+            outputs.append(q @ memory)
+    y, state = fast_weight(**inputs, rule=rule, gates=gates, backend="recurrent")
+    torch.testing.assert_close(y[0, 0], torch.stack(outputs))
+    torch.testing.assert_close(state.memory[0, 0], memory)
+
+
+def test_fwm_gradient():
+    shape = (1, 2, 4, 3, 4)
+    inputs, gates = draw_inputs(shape), draw_gates(RULES["fwm"], shape)
+    assert torch.autograd.gradcheck(
+        lambda q, k, v, beta: fast_weight(q, k, v * 3, "fwm", {"beta": beta})[0], (*inputs.values(), *gates.values())
+    )
+
+
+def test_delta_replaces_what_is_stored_under_a_key():
+    """Two orthonormal keys, the second written again: its value is replaced, the first value stays. A gated write loses both."""
+    k = torch.eye(2, dtype=torch.float64)[[0, 1, 1]][None, None]
+    v = torch.randn(1, 1, 3, 5, dtype=torch.float64)
+    reads = torch.eye(2, dtype=torch.float64)
+    _, delta = fast_weight(k, k, v, "delta", {"beta": torch.ones(1, 1, 3, dtype=torch.float64)})
+    torch.testing.assert_close(reads @ delta.memory[0, 0], v[0, 0, [0, 2]])
+    _, gated = fast_weight(k, k, v, "gated", {"g": torch.full((1, 1, 3), 0.5, dtype=torch.float64)})
+    assert not torch.allclose(reads @ gated.memory[0, 0], v[0, 0, [0, 2]])
+
+
+def test_rules_that_erase_are_known_whatever_their_gates_are_called(monkeypatch):
+    assert [name for name, rule in RULES.items() if rule.erases] == ["delta", "gated_delta"]
+    eta = Rule(equation="", source="", gates={"eta": Gate()}, coefficients=lambda eta: Coefficients(e=eta, w=eta))
+    monkeypatch.setitem(RULES, "eta", eta)
+    with pytest.raises(ValueError, match="--update-rule eta diverges with keys longer than 1"):
+        FastWeight(8, 2, FastWeightConfig(update_rule="eta", feature_map="identity", feature_norm="none"))
+    converted = fast_weight_config("eta")
+    assert (converted.feature_map, converted.feature_norm) == ("relu", "sum")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({}, "either coefficients .* or step .*, not both"),
+        ({"coefficients": Coefficients, "step": fwm_step}, "either coefficients .* or step .*, not both"),
+        ({"coefficients": Coefficients, "sequence": fwm_sequence}, "Rule.sequence .* give step too"),
+        ({"coefficients": Coefficients, "gates": {"k": Gate()}}, "Rule.gates has 'k', which is an argument already"),
+        ({"coefficients": Coefficients, "normaliser": "values"}, "Rule.normaliser is 'values'; allowed: None, 'write', 'keys'"),
+    ],
+)
+def test_rules_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        Rule(equation="", source="", **options)

@@ -1,0 +1,256 @@
+"""Runs that are killed, and checkpoints that are damaged or not what they should be."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import re
+import shutil
+import time
+from argparse import Namespace
+
+import pytest
+import torch
+from fairseq import checkpoint_utils
+from fairseq.data import data_utils, indexed_dataset
+from fairseq.file_io import PathManager
+from fairseq.trainer import Trainer
+from support.commands import USER_DIR, Command, fairseq, succeed
+from support.language_models import build
+from torch import nn
+
+import fw_fairseq.models  # noqa: F401
+from fw_fairseq.patches.mistakes import sentence
+from fw_fairseq.patches.non_finite import FirstNonFinite
+from fw_fairseq.patches.training import load_checkpoint
+
+TRAIN = (
+    "--arch fast_weight_lm --decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32"
+    " --decoder-ffn-embed-dim 64 --decoder-attention-heads 2 --feature-map favor --dropout 0.1 --tokens-per-sample 16"
+    " --batch-size 4 --optimizer adam --lr 0.01 --seed 3 --log-format simple --log-interval 1 --disable-validation"
+    " --no-epoch-checkpoints --save-interval-updates 1 --keep-interval-updates 2"
+)
+UPDATES = 260
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder, draw = tmp_path_factory.mktemp("data"), random.Random(0)
+    lines = [" ".join(f"word{draw.randrange(40)}" for _ in range(draw.randint(3, 15))) for _ in range(400)]
+    (folder / "train").write_text("\n".join(lines) + "\n")
+    succeed(fairseq("preprocess", "--only-source", "--trainpref", folder / "train", "--destdir", folder / "bin"))
+    return folder / "bin"
+
+
+def training(data, folder, task, updates):
+    return [data, *TRAIN.split(), "--task", task, "--save-dir", folder, "--max-update", updates, *USER_DIR]
+
+
+@pytest.mark.parametrize("task, kills", [("language_modeling", 10), ("stateful_language_modeling", 20)])
+def test_a_run_that_is_killed_again_and_again_is_the_same_run(task, kills, data, tmp_path):
+    """Every update saves, so that kills fall into the writing of checkpoints too; there are four epochs."""
+    succeed(fairseq("train", *training(data, tmp_path / "whole", task, UPDATES)))
+    draw, command = random.Random(1), training(data, tmp_path / "killed", task, UPDATES)
+    for _ in range(kills):
+        life = Command("train", *command)
+        while life.process.is_alive() and "num_updates" not in life.files[1].read_text():
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.2))
+        assert life.process.is_alive(), life.files[2].read_text()[-2000:]
+        life.process.kill()
+        life.wait()
+    succeed(fairseq("train", *command))
+    whole, killed = (torch.load(tmp_path / run / "checkpoint_last.pt", weights_only=True) for run in ("whole", "killed"))
+    assert killed["optimizer_history"][-1]["num_updates"] == UPDATES
+    for part in ("model", "last_optimizer_state"):
+        assert pickle.dumps(flat(killed[part])) == pickle.dumps(flat(whole[part]))
+
+
+def flat(x):
+    if isinstance(x, torch.Tensor):
+        return x.numpy().tobytes()
+    if isinstance(x, dict):
+        return {key: flat(value) for key, value in x.items()}
+    return [flat(value) for value in x] if isinstance(x, (list, tuple)) else x
+
+
+@pytest.fixture(scope="module")
+def saved(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    succeed(fairseq("train", *training(data, folder, "stateful_language_modeling", 2)))
+    return folder
+
+
+def test_a_damaged_checkpoint_is_named_and_another_one_offered(data, saved, tmp_path):
+    folder = shutil.copytree(saved, tmp_path / "run")
+    last = folder / "checkpoint_last.pt"
+    last.write_bytes(last.read_bytes()[:-5000])
+    os.utime(folder / "checkpoint_1_1.pt", (0, 0))
+    content = bytearray(last.with_name("checkpoint_1_2.pt").read_bytes())
+    content[content.rindex(b"PK\x01\x02") + 1] ^= 1  # an entry of the list of contents
+    (folder / "newest.pt").write_bytes(content)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    done = fairseq("train", *training(data, folder, "stateful_language_modeling", 4))
+    sentence = done.stderr.strip().splitlines()[-1]
+    assert done.returncode != 0 and sentence.startswith(f"fairseq_cli.train: {last} cannot be read as a fairseq checkpoint (")
+    assert sentence.endswith("; the newest whole one of its folder is checkpoint_1_2.pt")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def loaded(path) -> tuple[object, str]:
+    """The model, or why not."""
+    try:
+        return flat(checkpoint_utils.load_checkpoint_to_cpu(str(path))["model"]), ""
+    except ValueError as error:
+        return None, sentence(error)
+
+
+def test_flipped_bytes_are_noticed(saved, tmp_path):
+    """Or do not matter: they fall into what is not read."""
+    draw, whole = random.Random(0), (saved / "checkpoint_last.pt").read_bytes()
+    expected, path, said = loaded(saved / "checkpoint_last.pt")[0], tmp_path / "flipped.pt", []
+    for _ in range(300):
+        content = bytearray(whole)
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        path.write_bytes(content)
+        model, why = loaded(path)
+        assert model == expected or (model is None and why.startswith(f"{path} cannot be read as a fairseq checkpoint ("))
+        said.append(why)
+    assert sum(map(bool, said)) > 150
+
+
+class Foreign:
+    def __init__(self, command):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def test_foreign_code_is_not_run(saved, tmp_path):
+    state = torch.load(saved / "checkpoint_last.pt", weights_only=True)
+    torch.save(state | {"extra": Foreign(f"touch {tmp_path / 'ran'}")}, tmp_path / "foreign.pt")
+    with pytest.raises(ValueError, match=r"foreign.pt cannot be read .*it holds posix.system, which is neither a tensor nor"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "foreign.pt"))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "part, value, said",
+    [
+        (
+            "layers.1.self_attn.mixer.in_proj.weight",
+            (-1, 0),
+            r"the output of gate beta of layer 1 \(decoder.layers.1.self_attn.mixer",
+        ),
+        (
+            "layers.0.self_attn.mixer.in_proj.bias",
+            (33,),
+            r"the output of k of layer 0 \(decoder.layers.0.self_attn.mixer.in_proj\)",
+        ),
+        ("layers.1.fc2.weight", (0, 0), "the output of decoder.layers.1.fc2, whose weight is not finite"),
+    ],
+)
+def test_a_loss_that_is_not_a_number_says_where_from(part, value, said, data, saved, tmp_path):
+    state = torch.load(saved / "checkpoint_last.pt", weights_only=True)
+    state["model"][f"decoder.{part}"][value] = float("nan")
+    torch.save(state, tmp_path / "checkpoint_last.pt")
+    done = fairseq("train", *training(data, tmp_path, "stateful_language_modeling", 4))
+    assert done.returncode != 0
+    assert re.search(f"the first is {said}.*, at update 3; .*crash.pt has the parameters$", done.stderr.strip()), done.stderr[-900:]
+
+
+@pytest.mark.parametrize(
+    "options, part, said",
+    [
+        ({"feature_map": "relu"}, "feature_map.weight", "the output of {}.feature_map, whose weight is not finite"),
+        ({"mixer": "sru"}, "gate_weight", "the output of {}, whose gate_weight is not finite"),
+        (
+            {"mixer": "additive"},
+            "query_score",
+            "what the memory of layer 1 gives to {}.norm; query_score of that layer is not finite",
+        ),
+    ],
+)
+def test_parameters_that_a_mixer_uses_itself_are_named(options, part, said):
+    model = build(**options)
+    name = "decoder.layers.1.self_attn.mixer"
+    model.get_parameter(f"{name}.{part}").data.view(-1)[0] = float("inf")
+    with FirstNonFinite(model) as found:
+        model(torch.randint(4, 40, (2, 9)))
+    assert found.sentence == f"the first is {said.format(name)}"
+    assert "linear" not in vars(getattr(model.get_submodule(name), "feature_map", model))
+
+
+def test_the_first_gradient_that_is_not_finite_is_found():
+    """The one nearest to the loss."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    with FirstNonFinite(model) as found:
+        y = model(torch.zeros(4, 2))
+        (y - y.detach()).abs().sqrt().sum().backward()
+    assert found.sentence == "the first is the gradient of 1"
+
+
+def fill_disk(path):
+    """Half of a file, then no room."""
+    path.write_text("half")
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_is_named_and_keeps_no_half_files(tmp_path, monkeypatch):
+    target, half = tmp_path / "checkpoint_best.pt", tmp_path / "checkpoint_best.pt.tmp"
+    monkeypatch.setattr(checkpoint_utils, "_torch_persistent_save", lambda *args: fill_disk(half))
+    monkeypatch.setattr(shutil, "copyfile", lambda *args: fill_disk(half))
+    for write in (lambda: checkpoint_utils.torch_persistent_save({}, str(target)), lambda: PathManager.copy("a.pt", str(target))):
+        with pytest.raises(OSError, match="No space left") as caught:
+            write()
+        assert sentence(caught.value) == f"{target} cannot be written ([Errno 28] No space left on device)"
+        assert not half.exists()
+
+
+def test_a_copy_takes_the_place_of_a_file_only_if_told_to(tmp_path):
+    for name in "ab":
+        (tmp_path / name).write_text(name)
+    assert not PathManager.copy(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert (tmp_path / "b").read_text() == "b"
+    assert PathManager.copy(str(tmp_path / "a"), str(tmp_path / "b"), overwrite=True)
+    assert (tmp_path / "b").read_text() == "a"
+
+
+def test_an_empty_split_is_called_empty(tmp_path):
+    builder = indexed_dataset.MMapIndexedDatasetBuilder(str(tmp_path / "test.bin"))
+    builder.finalize(str(tmp_path / "test.idx"))
+    with pytest.raises(ValueError, match=r"test.bin has no text: what fairseq-preprocess read for test was empty$"):
+        indexed_dataset.make_dataset(str(tmp_path / "test"), "mmap")
+
+
+def test_no_texts_make_no_batches():
+    assert data_utils.batch_by_size([], lambda i: 1, max_sentences=4, required_batch_size_multiple=8) == []
+
+
+@pytest.mark.parametrize("option", ["fp16", "bf16", "memory_efficient_fp16", "memory_efficient_bf16"])
+def test_half_precision_needs_a_gpu(option):
+    common = dict.fromkeys(("fp16", "bf16", "memory_efficient_fp16", "memory_efficient_bf16"), False)
+    common |= {option: True, option[-4:]: True, "cpu": True, "tpu": option[-4:] == "bf16"}  # as fairseq sets them
+    with pytest.raises(ValueError, match=f"^--{option.replace('_', '-')} trains on GPUs only; leave it out, or use --amp$"):
+        Trainer(Namespace(common=Namespace(**common)), None, None, None)
+
+
+def test_a_checkpoint_of_another_rule_says_so_when_a_run_goes_on():
+    """fairseq says only that the architectures should match."""
+    saved, model = build(update_rule="sum").state_dict(), build()
+
+    def original(trainer, filename):
+        try:
+            model.load_state_dict(saved)
+        except Exception:
+            raise Exception("please ensure that the architectures match.")  # noqa: B904
+
+    with pytest.raises(
+        ValueError, match=r"^a.pt: .*differ in decoder.layers.0.self_attn.mixer.in_proj.weight and 3 more"
+    ) as caught:
+        load_checkpoint(original, None, "a.pt")
+    assert sentence(caught.value)

@@ -1,0 +1,119 @@
+"""recipes/gpu_check.sh: one sentence without a GPU; its steps and its report with stand-ins for them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fw_fairseq.tools.bench import __main__ as bench
+
+ROOT = Path(__file__).parents[2]
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(f"gpu_check_{name}", ROOT / "recipes" / "gpu_check" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def recipe():
+    return load("run")
+
+
+def test_without_a_gpu(tmp_path):
+    env = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([ROOT / "recipes" / "gpu_check.sh", tmp_path / "out"], env=env, capture_output=True, text=True)
+    assert done.returncode == 3 and done.stdout == ""
+    assert done.stderr == "gpu_check needs a CUDA device, and torch sees none\n"
+
+
+def test_paths_of_the_caller(tmp_path):
+    """PYTHONPATH stays, behind this package; OUT is relative to where the recipe was called."""
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$PYTHONPATH $2"\n')
+    (tmp_path / "python").chmod(0o755)
+    env = os.environ | {"PYTHON": str(tmp_path / "python"), "PYTHONPATH": "/wheels:/more"}
+    command = [ROOT / "recipes" / "gpu_check.sh", "results/gpu"]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{ROOT}:/wheels:/more {tmp_path / 'results/gpu'}\n" and (tmp_path / "results" / "gpu").is_dir()
+
+
+def test_steps(recipe, tmp_path, monkeypatch):
+    """In time: all but the last two surely, with options that fw-bench knows, the sanitizer from the toolkit."""
+    monkeypatch.setattr(recipe.shutil, "which", lambda name, path=None: path and f"{path}/{name}")
+    monkeypatch.setattr(recipe.importlib.util, "find_spec", lambda name: object())
+    steps = recipe.steps(tmp_path)
+    names = ["tests", "kernels", "memcheck", "racecheck", "ops", "model", "mixers", "ops_32", "peers"]
+    assert [name for name, _, _ in steps] == names
+    assert sum(limit for _, limit, _ in steps[:-2]) <= recipe.TOTAL == 540
+    parsed = {name: bench.build_parser().parse_args(command[3:]) for name, _, command in steps[4:]}
+    assert [name for name, args in parsed.items() if args.command == "ops" and args.no_peers] == ["ops", "ops_32"]
+    assert "/usr/local/cuda/bin/compute-sanitizer" in steps[2][2] and "PYTORCH_NO_CUDA_MEMORY_CACHING=1" in steps[3][2]
+
+
+def test_a_step_ends_with_all_its_processes(recipe, tmp_path):
+    """What it started would share the GPU with the next one."""
+    code = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+    step = recipe.run("hangs", 1, [sys.executable, "-S", "-c", code], tmp_path)
+    assert step["code"] == "stopped after 1 s"
+    for _ in range(200):
+        if not runs(int(step["tail"][0])):
+            return
+        time.sleep(0.05)
+    raise AssertionError("its process still runs")
+
+
+def runs(process: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_no_time_left(recipe, tmp_path):
+    step = recipe.run("late", 0, ["no such command"], tmp_path)
+    assert step["code"] == "no time left" and step["tail"] == []
+
+
+def test_kernels_says_all_that_went_wrong(monkeypatch, capsys):
+    def fail():
+        raise RuntimeError("does not compile")
+
+    kernels = load("kernels")
+    stand_ins = {"good": (1e-2, lambda: 1e-3), "off": (1e-2, lambda: 0.5), "broken": (1e-2, fail), "nan": (1e-2, lambda: math.nan)}
+    monkeypatch.setattr(kernels, "cases", lambda: stand_ins)
+    assert kernels.main(1) == 1
+    wrong = ["off: 5.0e-01, above 1e-02", "broken: RuntimeError: does not compile", "nan: nan, above 1e-02"]
+    assert capsys.readouterr().out.splitlines() == ["good: 1.0e-03", *wrong, "3 of 4 went wrong", *wrong]
+    got, want = [torch.ones(2), torch.tensor([math.nan])], [torch.ones(2).double(), torch.ones(1).double()]
+    assert math.isnan(kernels.largest_error(got, want))
+
+
+@pytest.mark.parametrize("failing", [None, "ops"])
+def test_report(recipe, tmp_path, monkeypatch, failing):
+    """Steps that fail or hang are in the report, and the figures of the others too."""
+    monkeypatch.setattr(recipe.CupyLaunch, "why_not", lambda self, device: None)
+    monkeypatch.setattr(recipe, "machine", lambda: {"device": "stand-in"})
+
+    def steps(out):
+        write = f"import json, pathlib; pathlib.Path({str(out / 'model.json')!r}).write_text(json.dumps([1, 2])); print('done')"
+        codes = {"ops": (20, "raise SystemExit(4)" if failing else "pass"), "model": (20, write)}
+        codes["tests"] = (1, "import time; time.sleep(30)" if failing else "pass")
+        return [(name, limit, [sys.executable, "-S", "-c", code]) for name, (limit, code) in codes.items()]
+
+    monkeypatch.setattr(recipe, "steps", steps)
+    assert recipe.main(tmp_path) == bool(failing)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["machine"] == {"device": "stand-in"} and report["versions"]["torch"]
+    assert [step["code"] for step in report["steps"]] == ([4, 0, "stopped after 1 s"] if failing else [0, 0, 0])
+    assert report["model"] == [1, 2] and report["ops"] is None and report["steps"][1]["tail"] == ["done"]

@@ -1,0 +1,194 @@
+"""The recipes of the publications, the same scripts at toy size."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from support.commands import ENVIRONMENT, ROOT, succeed
+from support.language_models import options_of
+
+from fw_fairseq.tools.plot import __main__ as plots
+
+BIN = str(Path(sys.executable).parent)
+
+
+def recipe(name: str, out, *args, **environment):
+    variables = ENVIRONMENT | {"OUT": str(out), "BIN": BIN, "TOY": "1"} | environment
+    return subprocess.run(
+        ["bash", str(ROOT / "recipes" / name), *map(str, args)], env=variables, capture_output=True, text=True, timeout=600
+    )
+
+
+def test_conversion_on_wikitext2(tmp_path):
+    """Start, warm start and fine-tune; a second call only prints."""
+    printed = succeed(recipe("wikitext2/conversion.sh", tmp_path, ROWS="delta-4-distilled"))
+    [row] = [line for line in printed.splitlines() if line.startswith("| delta-4-distilled | ")]
+    assert all(50 < value < 5000 for value in perplexities(row)) and len(perplexities(row)) == 2
+    [log] = [path.read_text() for path in tmp_path.glob("start-8-delta-4-distilled-8/warm.log")]
+    assert '"train_distil_match"' in log and '"train_num_updates": "4"' in log
+    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.pt")}
+    assert row in succeed(recipe("wikitext2/conversion.sh", tmp_path, ROWS="delta-4-distilled"))
+    assert stamps == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.pt")}
+
+
+def test_table_of_several_seeds(tmp_path):
+    """Mean and standard deviation of what each seed reached."""
+    words = [f"w{i}" for i in range(12000)]  # more than the cutoffs of the adaptive softmax
+    for split, count in (("train", 12000), ("valid", 300), ("test", 300)):
+        (tmp_path / f"{split}.txt").write_text("".join(" ".join(words[i : i + 30]) + "\n" for i in range(0, count, 30)))
+    done = recipe("wikitext2/table.sh", tmp_path / "out", DATA=str(tmp_path), UPDATES="2", ROWS="sru", SEEDS="1 2")
+    [row] = [line for line in succeed(done).splitlines() if line.startswith("| sru | ")]
+    reached = [[float(number) for number in re.findall(r"[\d.]+", line)[1:]] for line in done.stderr.splitlines() if "seed" in line]
+    assert len(reached) == 2 and reached[0] != reached[1]
+    for cell, (one, other) in zip(row.split(" | ")[1:3], zip(*reached)):
+        mean, deviation = map(float, cell.split(" ± "))
+        assert mean == pytest.approx((one + other) / 2, abs=0.01) and deviation == pytest.approx(
+            abs(one - other) / 2**0.5, abs=0.01
+        )
+
+
+def test_gpt2(tmp_path):
+    """The four scripts as they are."""
+    variables = {"PYTHON": sys.executable, "RULE": "delta", "M": "4", "VARIANT": "norm"}
+    for script in ("prepare", "convert", "finetune", "eval"):
+        printed = succeed(recipe(f"gpt2/{script}.sh", tmp_path, **variables))
+    assert 100 < float(re.fullmatch(r"delta-4-norm, valid, context 0: ([\d.]+)", printed.splitlines()[-1])[1]) < 1000
+    plots.main(["tables", "mao1", str(tmp_path), "--out", str(tmp_path / "table.csv")])
+    [row] = [line for line in (tmp_path / "table.csv").read_text().splitlines() if line.startswith("Delta,norm,20.1,")]
+    updates, state = row.split(",")[4:]
+    assert (updates, float(state)) == ("6", 2 * 4 * 4 * 8 / 1e6)
+    options = torch.load(tmp_path / "delta-4-norm" / "checkpoint_last.pt", weights_only=True)["cfg"]
+    assert (options["lr_scheduler"]["_name"], options["optimization"]["clip_norm"], options["optimization"]["lr"]) == (
+        "cosine",
+        1.0,
+        [6e-4],
+    )
+    model = options["model"]
+    assert (model["feature_map"], model["feature_norm"], model["attention_norm"]) == ("relu", "sum", False)
+
+
+@pytest.mark.parametrize(
+    "recipe_yaml, arch, extra, batch",
+    [
+        ("gpt2/finetune.yaml", "fast_weight_lm_gpt2_small", {"no_scale_embedding": True, "activation_fn": "gelu_accurate"}, 32),
+        ("wikitext103/train.yaml", "fast_weight_lm_wiki103_small", {}, 96),
+    ],
+)
+def test_yaml_is_the_scripts_model(recipe_yaml, arch, extra, batch):
+    config = yaml.safe_load((ROOT / "recipes" / recipe_yaml).read_text())
+    own = {"_name", "mixer", "update_rule", "feature_dim", "feature_map", "feature_norm", "attention_norm"}
+    expected = vars(options_of(arch, **extra))
+    assert {name: value for name, value in config["model"].items() if name not in own} == {
+        name: expected[name] for name in config["model"] if name not in own
+    }
+    assert config["dataset"]["batch_size"] == batch
+
+
+def perplexities(row: str) -> list[float]:
+    return [float(x) for x in re.findall(r"\| (\d+\.\d+)", row)]
+
+
+@pytest.fixture(scope="module")
+def wikitext(tmp_path_factory):
+    out = tmp_path_factory.mktemp("wikitext103")
+    succeed(recipe("wikitext103/prepare.sh", out))
+    return out
+
+
+@pytest.mark.parametrize("row", ["delta", "transformer_xl_stream"])
+def test_wikitext103(row, wikitext):
+    succeed(recipe("wikitext103/train.sh", wikitext, "small", row, "--max-update", 4))
+    log = succeed(recipe("wikitext103/train.sh", wikitext, "small", row, "--max-update", 6))
+    assert 'num_updates": "6"' in log and "Loaded checkpoint" in log, "goes on from its last checkpoint"
+    memory = {"XL_MEMORY": "15"} if "xl" in row else {}
+    printed = succeed(recipe("wikitext103/eval.sh", wikitext, "small", row, SPLIT="valid", **memory)).splitlines()[-1]
+    assert printed.startswith(f"| small | {row}{', memory 15' * len(memory)} | valid | ") and 50 < perplexities(printed)[0] < 5000
+
+
+@pytest.mark.parametrize(
+    "name, args, message",
+    [
+        ("wikitext103/train.sh", ["tiny", "delta"], "SIZE is tiny; it must be small, medium or base"),
+        ("wikitext103/train.sh", ["small", "detla"], "ROW is detla"),
+        ("wikitext103/train.sh", ["small", "srupp"], "SIZE small has no ROW srupp; base goes with srupp and srupp5"),
+        ("gpt2/convert.sh", [], "RULE delta diverges without a feature map"),
+        ("wikitext103/eval.sh", ["small", "linear"], "run recipes/wikitext103/train.sh small linear first"),
+    ],
+)
+def test_mistakes(name, args, message, wikitext):
+    done = recipe(name, wikitext, *args, RULE="delta")
+    assert done.returncode != 0 and message in done.stderr
+
+
+def test_srupp_on_wikitext103(wikitext):
+    succeed(recipe("wikitext103/train.sh", wikitext, "base", "srupp", "--max-update", 3, "--srupp-width", 8))
+    assert (wikitext / "runs" / "base-srupp" / "checkpoint_best.pt").is_file()
+
+
+def test_enwik8(tmp_path):
+    """Bytes and nothing but bytes, in order; bits per character."""
+    succeed(recipe("enwik8/prepare.sh", tmp_path))
+    texts = [(tmp_path / "bytes" / f"{split}.txt").read_text() for split in ("train", "valid", "test")]
+    restored = b"\n".join(bytes(map(int, line.split())) for line in texts[0].split("\n"))
+    original = (tmp_path / "enwik8").read_bytes()
+    assert len(original) == 20000 and original[:18000].removesuffix(b"\n") + b"\n" == restored
+    succeed(recipe("enwik8/train.sh", tmp_path, "srupp", "--lr", 0.01))
+    printed = succeed(recipe("enwik8/eval.sh", tmp_path, "srupp", SRUPP_MEMORY="70")).splitlines()[-1]
+    assert printed.startswith("| srupp, memory 70 | test | ") and 3 < perplexities(printed)[0] < 8
+    assert "ROW is gru; it must be" in recipe("enwik8/train.sh", tmp_path, "gru").stderr
+
+
+def test_enwik8_of_a_wrong_file(tmp_path):
+    (tmp_path / "text").write_bytes(b"short\n" * 20)
+    done = recipe("enwik8/prepare.sh", tmp_path / "out", DATA=str(tmp_path / "text"), SHA256="0" * 64)
+    assert done.returncode and "has another checksum than SHA256" in done.stderr and not (tmp_path / "out" / "bin").exists()
+
+
+def test_download(tmp_path):
+    """Goes on with what is there, keeps what is whole, and refuses what is not what it should be, or no longer what it was."""
+    content = b"".join(b"%d\n" % i for i in range(9999))
+    wanted, file = hashlib.sha256(content).hexdigest(), tmp_path / "file"
+    (tmp_path / "source").write_bytes(content)
+
+    def download(source, *sums):
+        script = f"source recipes/download.sh; download file://{tmp_path / source} {file} '{' '.join(sums)}'"
+        return subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    (tmp_path / "file.part").write_bytes(b"another start")
+    done = download("source", wanted)
+    assert done.returncode == 1 and f"{file} has SHA-256 " in done.stderr and file.read_bytes() != content
+    assert file.read_bytes()[13:] == content[13:], "the rest of it came"
+    file.unlink()
+    (tmp_path / "file.part").write_bytes(content[:5000])
+    succeed(download("source", wanted))
+    assert file.read_bytes() == content
+    succeed(download("nowhere"))
+    file.write_bytes(content[:-1])
+    assert download("nowhere").returncode == 1
+    file.unlink()
+    assert download("nowhere").returncode != 0 and not file.exists()
+
+
+def test_additive(tmp_path):
+    """Pieces of a vocabulary trained on the text; perplexity and bits per character, which is less than a byte's 8."""
+    succeed(recipe("additive/prepare.sh", tmp_path))
+    pieces = (tmp_path / "pieces" / "valid.txt").read_text().splitlines()
+    text = (tmp_path / "text" / "valid.txt").read_text().splitlines()
+    assert "".join(pieces[0].split()).replace("▁", " ").strip() == text[0] and len(pieces) == len(text)
+    succeed(recipe("additive/train.sh", tmp_path, "windowed", "--max-update", 10))
+    printed = succeed(recipe("additive/eval.sh", tmp_path, "windowed")).splitlines()[-1]
+    perplexity, bits = perplexities(printed)
+    assert printed.startswith("| windowed | valid | ") and 20 < perplexity < 700 and 1 < bits < 8
+
+
+def test_missing_text(tmp_path):
+    done = recipe("wikitext103/prepare.sh", tmp_path / "out", DATA=str(tmp_path))
+    assert done.returncode != 0 and "has neither train.txt nor wiki.train.tokens" in done.stderr
+    assert not (tmp_path / "out" / "bin").exists()

@@ -1,0 +1,39 @@
+"""The SRU and windowed means, written from their equations."""
+
+from __future__ import annotations
+
+import torch
+
+NAMES = ("product", "x", "v_forget", "v_reset", "state")
+
+
+def by_the_equations(product, x, v_forget, v_reset, state, padding=None, resets=None, scale=1.0):
+    (u, forget, reset), c, outputs = product.chunk(3, -1), state, []
+    for t in range(len(u)):
+        if resets is not None:
+            c = torch.where(resets[:, t, None], 0.0, c)
+        f, r = (forget[t] + v_forget * c).sigmoid(), (reset[t] + v_reset * c).sigmoid()
+        new = f * c + (1 - f) * u[t]
+        h = r * new + (1 - r) * scale * x[t]
+        skipped = c.new_zeros(len(c), 1, dtype=torch.bool) if padding is None else padding[:, t, None]
+        c = torch.where(skipped, c, new)
+        outputs.append(torch.where(skipped, 0.0, h))
+    return torch.stack(outputs), c
+
+
+def by_definition(a, x, window=0, padding=None, reset=None):
+    """(B,H,T), (B,H,T,V): a list of what is seen, token by token."""
+    rows = []
+    for b in range(a.shape[0]):
+        seen, outputs = [], []
+        for t in range(a.shape[2]):
+            if reset is not None and reset[b, t]:
+                seen = []
+            if padding is not None and padding[b, t]:
+                outputs.append(torch.zeros_like(x[b, :, t]))
+                continue
+            seen.append(t)
+            seen = seen[-window:] if window else seen
+            outputs.append((a[b][:, seen].softmax(-1)[..., None] * x[b][:, seen]).sum(1))
+        rows.append(torch.stack(outputs, 1))
+    return torch.stack(rows)

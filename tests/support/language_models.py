@@ -1,0 +1,64 @@
+"""Small language models, built as fairseq builds them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import asdict
+
+import torch
+from fairseq import models as registered
+from fairseq.data import Dictionary
+
+from fw_fairseq.feature_maps import FEATURE_MAPS
+from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModelConfig
+from fw_fairseq.rules import RULES
+
+NON_NEGATIVE = [name for name, phi in FEATURE_MAPS.items() if phi.non_negative]
+
+
+ERASING = [name for name, rule in RULES.items() if rule.erases]
+
+
+SMALL = {
+    "decoder_layers": 2, "decoder_embed_dim": 32, "decoder_input_dim": 32, "decoder_output_dim": 32, "decoder_ffn_embed_dim": 48,
+    "decoder_attention_heads": 4, "dropout": 0.0, "tokens_per_sample": 64,
+}  # fmt: skip
+
+
+FROM_OTHER_GROUPS = {"add_bos_token": False, "tokens_per_sample": 64, "max_target_positions": None, "tpu": False}
+
+
+def make_task(size: int) -> Namespace:
+    dictionary = Dictionary()
+    for i in range(size - len(dictionary)):
+        dictionary.add_symbol(f"w{i}")
+    return Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
+
+
+def options_of(arch: str, **given) -> Namespace:
+    """What fairseq-train makes of an architecture and the options given: its function first, then the defaults of the group."""
+    args = Namespace(**given)
+    registered.ARCH_CONFIG_REGISTRY[arch](args)
+    defaults = (
+        FastWeightLanguageModelConfig()
+        if arch in registered.ARCH_MODEL_INV_REGISTRY["fast_weight_lm"]
+        else registered.MODEL_DATACLASS_REGISTRY["transformer_lm"]()
+    )
+    return Namespace(**{**asdict(defaults), **FROM_OTHER_GROUPS, **vars(args)})
+
+
+def build(task=None, **options):
+    args = options_of("fast_weight_lm", **{**SMALL, **options})
+    model = registered.MODEL_REGISTRY["fast_weight_lm"].build_model(args, task or make_task(40)).double().eval()
+    for name, p in model.named_parameters():
+        if name.endswith("alpha"):  # 0 at the start, and then what it multiplies has no gradient
+            torch.nn.init.constant_(p, 0.5)
+    return model
+
+
+def draw(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(4, 40, (batch, length))
+
+
+def assert_close(actual, expected, tolerance: float = 1e-9):
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)

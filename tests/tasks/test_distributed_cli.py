@@ -1,0 +1,76 @@
+"""Two workers with batches of 4 are one worker with batches of 8, through fairseq's commands; torchrun."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from support import parallel_text
+from support.commands import ROOT, USER_DIR, fairseq, run, succeed, train_two_workers
+from support.lm_data import SMALL, data  # noqa: F401
+
+TRAIN = (
+    "--dropout 0 --optimizer sgd --lr 0.5 --clip-norm 1 --curriculum 9 --max-epoch 1 --log-format json --log-interval 1"
+    " --no-epoch-checkpoints"
+)
+LM = f"{SMALL} --task language_modeling --tokens-per-sample 32"
+ADAPTIVE = f"{LM} --adaptive-softmax-cutoff 10,20 --adaptive-input --adaptive-input-cutoff 10,20 --tie-adaptive-weights"
+SIZES = "--encoder-layers 1 --decoder-layers 1 --encoder-attention-heads 2 --decoder-attention-heads 2"
+WIDTHS = "--encoder-embed-dim 32 --decoder-embed-dim 32 --encoder-ffn-embed-dim 64 --decoder-ffn-embed-dim 64"
+SMOOTHED = "--criterion fast_weight_label_smoothed_cross_entropy --label-smoothing 0.1"
+TRANSLATION = f"--task translation --arch fast_weight_transformer {SIZES} {WIDTHS} {SMOOTHED}"
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def sentences(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parallel")
+    parallel_text.write(folder, train=43, valid=10)
+    pairs = [part for split in ("train", "valid") for part in (f"--{split}pref", folder / split)]
+    succeed(fairseq("preprocess", "--source-lang", "en", "--target-lang", "de", *pairs, "--destdir", folder / "bin"))
+    return folder / "bin"
+
+
+def updates(log: str) -> dict[int, dict]:
+    entries = (json.loads(line[line.index("{") :]) for line in log.splitlines() if "train_inner" in line)
+    return {int(entry["num_updates"]): entry for entry in entries}
+
+
+def assert_same_run(one: str, two: str, folder) -> None:
+    """By their logs, and the parameters that they saved."""
+    one, two = updates(one), updates(two)
+    assert one.keys() == two.keys() and len(one) >= 5
+    for update, logs in one.items():
+        for key in ("loss", "gnorm", "bsz"):
+            assert float(two[update][key]) == pytest.approx(float(logs[key]), abs=2e-3, rel=1e-3), (update, key)
+    one, two = (torch.load(folder / name / "checkpoint_last.pt", weights_only=True)["model"] for name in ("one", "two"))
+    for name in one:
+        if name.endswith("_float_tensor"):  # fairseq's, never set
+            continue
+        torch.testing.assert_close(two[name], one[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        f"{LM} --criterion cross_entropy --ddp-backend pytorch_ddp",
+        f"{ADAPTIVE} --criterion adaptive_loss --ddp-backend legacy_ddp",
+    ],
+    ids=["plain", "adaptive"],
+)
+def test_two_workers_with_4_are_one_with_8(options, data, tmp_path):  # noqa: F811
+    one, two = ([data, *options.split(), *TRAIN.split(), "--save-dir", tmp_path / name] for name in ("one", "two"))
+    whole = succeed(fairseq("train", *one, "--batch-size", 8, *USER_DIR))
+    assert_same_run(whole, train_two_workers(*two, "--batch-size", 4), tmp_path)
+
+
+def test_translation_by_torchrun(sentences, tmp_path):
+    """Only torchrun says how many workers there are. The batches of 4 are odd in number: for the last the second has none."""
+    options = [sentences, *TRANSLATION.split(), *TRAIN.split(), *USER_DIR]
+    whole = succeed(fairseq("train", *options, "--batch-size", 8, "--save-dir", tmp_path / "one"))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "fairseq_cli.train"]
+    options += ["--batch-size", 4, "--save-dir", tmp_path / "two", "--distributed-backend", "gloo"]
+    assert_same_run(whole, succeed(run(*torchrun, *options, cwd=ROOT)), tmp_path)

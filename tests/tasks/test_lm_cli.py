@@ -1,0 +1,314 @@
+"""fast_weight_lm through fairseq's own commands: train, resume, evaluate, generate, sweep, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import sys
+
+import pytest
+import torch
+from fairseq import checkpoint_utils
+from support.commands import ROOT, USER_DIR, fairseq, install_sdist, run, succeed
+from support.lm_data import (
+    SMALL,
+    data,  # noqa: F401
+    sentences,
+)
+
+import fw_fairseq.models  # noqa: F401
+from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModel
+
+TASK = ["--task", "language_modeling"]
+TRAIN = (
+    f"{SMALL} --task language_modeling --tokens-per-sample 32 --batch-size 8 --optimizer adam --lr 0.01 --seed 1"
+    " --log-format json --log-interval 1 --no-epoch-checkpoints"
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+GENERATE = "--task language_modeling --sample-break-mode eos --gen-subset test --batch-size 16 --prefix-size 3 --max-len-b 16"
+
+
+def train(data, folder, *args) -> str:  # noqa: F811
+    return succeed(fairseq("train", data, *USER_DIR, *TRAIN.split(), "--save-dir", folder, *args))
+
+
+def losses(log: str) -> dict[int, str]:
+    """Training loss by update."""
+    entries = (json.loads(line[line.index("{") :]) for line in log.splitlines() if "train_inner" in line)
+    return {int(entry["num_updates"]): entry["loss"] for entry in entries}
+
+
+def evaluate(data, checkpoint, *args) -> tuple[int, float]:  # noqa: F811
+    """Tokens and loss in bits."""
+    printed = succeed(fairseq("eval_lm", data, *USER_DIR, *TASK, "--path", checkpoint, *args))
+    count, loss = re.search(r"Evaluated ([\d,]+) tokens", printed)[1], re.search(r"Loss \(base 2\): ([\d.]+)", printed)[1]
+    return int(count.replace(",", "")), float(loss)
+
+
+def hypotheses(printed: str) -> dict[str, str]:
+    return dict(line.split("\t")[0::2] for line in printed.splitlines() if line.startswith("H-"))
+
+
+def parameters(folder) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "checkpoint_last.pt", weights_only=True)["model"]
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*")}
+
+
+@pytest.fixture(scope="session")
+def trained(data, tmp_path_factory):  # noqa: F811
+    """A folder with checkpoints after 6 updates, and the log. Random features and dropout: all that a resume must bring back."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, train(data, folder, "--feature-map", "favor", "--max-update", 6)
+
+
+@pytest.fixture(scope="session")
+def resumed(data, tmp_path_factory):  # noqa: F811
+    """The same with a stop after 3 updates, whose checkpoint is kept as third.pt."""
+    folder = tmp_path_factory.mktemp("parts")
+    train(data, folder, "--feature-map", "favor", "--max-update", 3)
+    shutil.copy(folder / "checkpoint_last.pt", folder / "third.pt")
+    return folder, train(data, folder, "--feature-map", "favor", "--max-update", 6)
+
+
+@pytest.fixture(scope="session")
+def both(trained, resumed, tmp_path_factory):
+    """A folder with two checkpoints."""
+    folder = tmp_path_factory.mktemp("both")
+    shutil.copy(trained[0] / "checkpoint_last.pt", folder / "a.pt")
+    shutil.copy(resumed[0] / "third.pt", folder / "b.pt")
+    return folder
+
+
+def load(folder, names, data):  # noqa: F811
+    return FastWeightLanguageModel.from_pretrained(str(folder), names, data_name_or_path=str(data)).eval()
+
+
+def test_training_learns_and_saves(trained):
+    folder, log = trained
+    assert sorted(contents(folder)) == ["checkpoint_best.pt", "checkpoint_last.pt"]
+    assert sorted(losses(log)) == [1, 2, 3, 4, 5, 6]
+    assert float(losses(log)[6]) < float(losses(log)[1]) - 1
+
+
+def test_a_resumed_run_is_the_same_run(trained, resumed):
+    (whole, whole_log), (parts, parts_log) = trained, resumed
+    assert losses(parts_log) == {update: loss for update, loss in losses(whole_log).items() if update > 3}
+    one, other = parameters(whole), parameters(parts)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--adaptive-input --adaptive-input-cutoff 20,40 --adaptive-input-factor 2 --adaptive-softmax-cutoff 20,40"
+        " --adaptive-softmax-factor 2 --tie-adaptive-weights --criterion adaptive_loss --ddp-backend legacy_ddp",
+        "--share-decoder-input-output-embed --decoder-layerdrop 0.4 --decoder-learned-pos --feature-map dpfp --dpfp-nu 2",
+        "--checkpoint-activations --no-token-positional-embeddings --update-rule gated --feature-norm none --attention-norm",
+        "--mixer-pattern softmax,fast_weight --update-rule gated_delta --feature-map rfa --feature-norm l2",
+        "--update-rule fwm --feature-map identity --feature-norm none --decoder-normalize-before",
+    ],
+    ids=["adaptive", "tied-layerdrop", "checkpointed-no-positions", "hybrid", "fwm"],
+)
+def test_fairseqs_options(options, data, tmp_path):  # noqa: F811
+    """Trains, and the loaded checkpoint gives what it generates the scores that it generated it with."""
+    first, *_, last = losses(train(data, tmp_path, *options.split(), "--max-update", 6)).values()
+    assert float(last) < float(first)
+    model = load(tmp_path, "checkpoint_last.pt", data)
+    prompts = [model.encode(text)[:-1] for text in ("the old cat", "the red")]
+    for prompt, [best, *_] in zip(prompts, model.generate(prompts, beam=3, max_len_b=16)):
+        assert best["tokens"][: len(prompt)].equal(prompt.to(best["tokens"]))
+        [[scored]] = model.generate([best["tokens"].cpu()], score_reference=True)
+        torch.testing.assert_close(scored["positional_scores"], best["positional_scores"][:-1], rtol=1e-4, atol=1e-4)
+
+
+def test_evaluation_of_blocks_is_the_validation_of_training(data, trained):  # noqa: F811
+    folder, log = trained
+    validation = re.search(r'"valid_loss": "([\d.]+)"', log)[1]
+    _, loss = evaluate(
+        data, folder / "checkpoint_last.pt", "--gen-subset", "valid", "--tokens-per-sample", 32, "--context-window", 0
+    )
+    assert loss == pytest.approx(float(validation), abs=2e-3)
+
+
+def test_evaluation_with_a_sliding_window(data, trained):  # noqa: F811
+    checkpoint = trained[0] / "checkpoint_last.pt"
+    blocks = evaluate(data, checkpoint, "--tokens-per-sample", 16)
+    sliding = evaluate(data, checkpoint, "--tokens-per-sample", 32, "--context-window", 16)
+    assert sliding[0] == blocks[0] == sum(len(line.split()) + 1 for line in sentences(50, 2)), "every token once"
+    assert 0 < abs(sliding[1] - blocks[1]) < 0.5
+
+
+def generate(data, paths, *options) -> dict[int, str]:  # noqa: F811
+    """What follows the first three words of each test sentence."""
+    path = ":".join(map(str, paths))
+    found = hypotheses(succeed(fairseq("generate", data, *USER_DIR, *GENERATE.split(), "--path", path, *options)))
+    texts, prompts = {int(name[2:]): text for name, text in found.items()}, list(sentences(50, 2))
+    assert len(texts) > 40
+    assert all(text.split()[:3] == prompts[i].split()[:3] for i, text in texts.items())
+    return texts
+
+
+def test_generation_samples(data, trained):  # noqa: F811
+    texts = generate(data, [trained[0] / "checkpoint_last.pt"], "--sampling", "--beam", 1, "--seed", 1)
+    assert len(set(texts.values())) > 40
+
+
+def test_generation_with_a_beam_and_an_ensemble(data, both):  # noqa: F811
+    texts = generate(data, [both / "a.pt", both / "b.pt"], "--beam", 3)
+    model = load(both, "a.pt:b.pt", data)
+    for i in sorted(texts)[:3]:
+        prompt = model.encode(" ".join(texts[i].split()[:3]))[:-1]
+        assert model.decode(model.generate(prompt, beam=3, max_len_b=16)[0]["tokens"]) == texts[i]
+
+
+def test_an_ensemble_averages_probabilities(data, both):  # noqa: F811
+    scores = (load(both, names, data).score("the old cat sees a dog .") for names in ("a.pt", "b.pt", "a.pt:b.pt"))
+    a, b, averaged = (score["positional_scores"].exp() for score in scores)
+    assert len(averaged) == 7
+    torch.testing.assert_close(averaged, (a + b) / 2)
+
+
+def test_evaluation_of_an_ensemble(data, both):  # noqa: F811
+    """Between the average of the losses and the better one's, as averaged probabilities are."""
+    a, b, ensemble = (
+        evaluate(data, paths, "--tokens-per-sample", 32)[1]
+        for paths in (both / "a.pt", both / "b.pt", f"{both / 'a.pt'}:{both / 'b.pt'}")
+    )
+    assert a < b
+    assert min(a, b) - 0.1 < ensemble < (a + b) / 2
+
+
+def test_interactive(data, trained):  # noqa: F811
+    options = [*USER_DIR, *TASK, "--path", trained[0] / "checkpoint_last.pt", "--beam", 2, "--max-len-b", 12]
+    done = fairseq("interactive", data, *options, input="the old cat sees a\n")
+    assert hypotheses(succeed(done))["H-0"].startswith("the old cat sees a ")
+
+
+def test_sixty_four_prompts_at_once_are_answered_as_one_by_one(data, trained):  # noqa: F811
+    """In Python and by fairseq-interactive, prompts of 1 to 8 words mixed."""
+    draw, model = random.Random(3), load(trained[0], "checkpoint_last.pt", data)
+    texts = [" ".join(text.split()[: draw.randint(1, 8)]) for text in sentences(64, 5)]
+    prompts = [model.encode(text)[:-1] for text in texts]
+    together = [best["tokens"] for best, *_ in model.generate(prompts, beam=2, max_len_b=16)]
+    for prompt, tokens in zip(prompts, together):
+        assert tokens.equal(model.generate([prompt], beam=2, max_len_b=16)[0][0]["tokens"])
+    options = [*USER_DIR, *TASK, "--path", trained[0] / "checkpoint_last.pt", "--beam", 2, "--max-len-b", 16]
+    told = ["--buffer-size", 64, "--batch-size", 64]
+    done = fairseq("interactive", data, *options, *told, input="".join(f"{text}\n" for text in texts))
+    printed = hypotheses(succeed(done))
+    assert [printed[f"H-{i}"] for i in range(64)] == [model.decode(tokens) for tokens in together]
+
+
+def test_from_pretrained(data, trained):  # noqa: F811
+    """In a script of its own that imports nothing else first."""
+    code = (
+        "import sys; from fw_fairseq.models import FastWeightLanguageModel\n"
+        "model = FastWeightLanguageModel.from_pretrained(sys.argv[1], 'checkpoint_last.pt', data_name_or_path=sys.argv[2]).eval()\n"
+        "print(*model.sample(['the old cat', 'a dog'], beam=1, sampling=True, max_len_b=12), sep='\\n')\n"
+        "print(*(float(model.score(text)['score']) for text in ('the old cat sees a dog .', 'sees . dog the a cat old')))"
+    )
+    done = run(sys.executable, "-c", code, trained[0], data)
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, other, scores = done.stdout.splitlines()[-3:]
+    assert one.startswith("the old cat") and other.startswith("a dog")
+    ordered, shuffled = map(float, scores.split())
+    assert ordered > shuffled
+
+
+def hydra(data, *args):  # noqa: F811
+    config = ["--config-dir", ROOT / "recipes" / "hydra", "--config-name", "fast_weight_lm"]
+    sweep, overrides = [x for x in args if x.startswith("--")], [x for x in args if not x.startswith("--")]
+    small = [
+        "task.tokens_per_sample=32",
+        "model.decoder_layers=2",
+        "lr_scheduler.warmup_updates=0",
+        "common.log_interval=1",
+        "dataset.num_workers=0",
+    ]
+    given = [f"common.user_dir={ROOT / 'fw_fairseq'}", f"task.data={data}", *small]
+    return fairseq("hydra_train", *config, *sweep, *given, *overrides, cwd=data.parent)
+
+
+def test_hydra_recipe(data, tmp_path):  # noqa: F811
+    done = hydra(data, "optimization.max_update=3", f"hydra.run.dir={tmp_path}", f"checkpoint.save_dir={tmp_path / 'saved'}")
+    log = succeed(done)
+    first, *_, last = losses(log).values()
+    assert float(last) < float(first)
+    config = checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "saved" / "checkpoint_last.pt"))["cfg"]
+    assert (config["model"]["_name"], config["model"]["update_rule"], config["model"]["dpfp_nu"]) == ("fast_weight_lm", "delta", 1)
+
+
+def test_hydra_sweep(data, tmp_path):  # noqa: F811
+    succeed(hydra(data, "--multirun", "optimization.max_update=2", "model.update_rule=sum,delta", f"hydra.sweep.dir={tmp_path}"))
+    shapes = [parameters(tmp_path / job / "checkpoints")["decoder.layers.0.self_attn.mixer.in_proj.weight"].shape for job in "01"]
+    assert shapes == [(3 * 128, 128), (3 * 128 + 8, 128)], "delta has one more output a head"
+
+
+def test_hydra_shows_a_mistake_as_a_sentence(data, tmp_path):  # noqa: F811
+    done = hydra(data, "model.update_rule=decay", "model.attention_norm=true", f"hydra.run.dir={tmp_path}")
+    assert done.returncode != 0 and "hydra_train: --attention-norm is not defined for --update-rule decay" in done.stderr
+    assert "Traceback" not in done.stderr and "HYDRA_FULL_ERROR=1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--update-rule hebb", "argument --update-rule: invalid choice: 'hebb' (choose from 'sum', 'gated', "),
+        (
+            "--update-rule decay --attention-norm --feature-map identity --feature-norm none",
+            "train: --attention-norm is not defined for --update-rule decay; leave it out, or use one of: sum, gated, delta",
+        ),
+    ],
+    ids=["rule", "combination"],
+)
+def test_refused_options(options, message, data, trained):  # noqa: F811
+    """In a folder with checkpoints, which stay as they are."""
+    folder, _ = trained
+    before = contents(folder)
+    done = fairseq("train", data, *USER_DIR, *TRAIN.split(), "--save-dir", folder, "--max-update", 9, *options.split())
+    assert done.returncode != 0
+    assert message in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+    assert contents(folder) == before
+
+
+def test_texts_longer_than_the_model_are_refused(data, trained):  # noqa: F811
+    done = fairseq("eval_lm", data, *USER_DIR, *TASK, "--path", trained[0] / "checkpoint_last.pt", "--tokens-per-sample", 100)
+    said = r"eval_lm: all \d+ texts are longer than the model's 32 positions; give a shorter --tokens-per-sample$"
+    assert done.returncode != 0 and re.search(said, done.stderr.strip()), done.stderr[-900:]
+
+
+def test_missing_dictionary(tmp_path):
+    done = fairseq("train", tmp_path / "nowhere", *USER_DIR, *TRAIN.split(), "--save-dir", tmp_path / "saved", "--max-update", 1)
+    assert done.returncode != 0
+    assert "No such file or directory" in done.stderr.splitlines()[-1] and "nowhere/dict.txt" in done.stderr.splitlines()[-1]
+    assert contents(tmp_path / "saved") == {}
+
+
+def test_truncated_checkpoint(data, trained, tmp_path):  # noqa: F811
+    whole = (trained[0] / "checkpoint_last.pt").read_bytes()
+    (tmp_path / "half.pt").write_bytes(whole[: len(whole) // 2])
+    done = fairseq("eval_lm", data, *USER_DIR, *TASK, "--path", tmp_path / "half.pt")
+    assert done.returncode != 0
+    assert f"eval_lm: {tmp_path / 'half.pt'} cannot be read as a fairseq checkpoint (" in done.stderr.splitlines()[-1]
+
+
+def test_training_from_the_installed_package(data, tmp_path):  # noqa: F811
+    """Not from the checkout: its editable install is taken out of the interpreter, and the place of the import is checked."""
+    site = install_sdist(tmp_path)
+    code = (
+        "import sys; sys.path = [p for p in sys.path if p]; sys.meta_path = [f for f in sys.meta_path"
+        " if '__editable__' not in getattr(f, '__module__', '') + getattr(f, '__name__', '')];"
+        "from fairseq_cli.train import cli_main; cli_main(); print('imported', sys.modules['fw_fairseq'].__file__)"
+    )
+    options = ["--user-dir", site / "fw_fairseq", *USER_DIR[2:], *TRAIN.split(), "--save-dir", "saved", "--max-update", 2]
+    printed = succeed(run(sys.executable, "-c", code, data, *options, cwd=tmp_path))
+    assert f"imported {site / 'fw_fairseq' / '__init__.py'}" in printed
+    assert sorted(losses(printed)) == [1, 2]
+    assert sorted(contents(tmp_path / "saved")) == ["checkpoint_best.pt", "checkpoint_last.pt"]

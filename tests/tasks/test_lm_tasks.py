@@ -1,0 +1,168 @@
+"""The tasks of language models in Python: prompts, windows and streams, and what they refuse."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from itertools import chain
+
+import pytest
+import torch
+from fairseq.criterions.cross_entropy import CrossEntropyCriterion
+from fairseq.data import TruncatedDictionary, data_utils
+from fairseq.sequence_generator import SequenceGenerator
+from fairseq.tasks.language_modeling import LanguageModelingConfig
+from fairseq_cli.eval_lm import eval_lm
+from support.language_models import SMALL, build, make_task, options_of
+
+import fw_fairseq.models  # noqa: F401
+from fw_fairseq.data.text import Text
+from fw_fairseq.tasks.generation import PromptedGenerator
+from fw_fairseq.tasks.sliding_language_modeling import SlidingLanguageModelingTask
+from fw_fairseq.tasks.stateful_language_modeling import StatefulLanguageModelingConfig, StatefulLanguageModelingTask
+
+EOS = 2
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("prompts", [[[5, 6, EOS, 7, 8], [9, 10, 11, 12, 13]], [[5, EOS], [5, EOS]]])
+def test_an_end_of_sentence_inside_a_prompt(prompts):
+    """It finishes its row of the batch, as with fairseq's own generator."""
+    dictionary, prompts = make_task(40).source_dictionary, torch.tensor(prompts)
+    model = build(no_token_positional_embeddings=True).eval()
+    sample = {"net_input": {"src_tokens": prompts, "src_lengths": torch.full((2,), prompts.shape[1])}}
+    wanted, found = (
+        kind([model], dictionary, beam_size=2, max_len_b=12).generate([model], sample, prefix_tokens=prompts)
+        for kind in (SequenceGenerator, PromptedGenerator)
+    )
+    for own, fairseqs in zip(chain(*found), chain(*wanted), strict=True):
+        assert torch.equal(own["tokens"], fairseqs["tokens"])
+        torch.testing.assert_close(own["positional_scores"], fairseqs["positional_scores"])
+
+
+def sliding(**options) -> SlidingLanguageModelingTask:
+    return SlidingLanguageModelingTask(LanguageModelingConfig(**options), make_task(40).source_dictionary)
+
+
+def stateful(**options) -> StatefulLanguageModelingTask:
+    return StatefulLanguageModelingTask(StatefulLanguageModelingConfig(**options), make_task(40).source_dictionary)
+
+
+def random_text() -> Text:
+    return Text(torch.randint(4, 40, (100,)), "train")
+
+
+def windows(tokens=138, segment=8, context=5, **options):
+    """As fairseq-eval-lm asks for them: the segment without its context."""
+    task = sliding(tokens_per_sample=segment - context)
+    return task.eval_lm_dataloader(Text(torch.arange(tokens), "test"), context_window=context, **options)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 60])
+def test_the_shards_of_the_windows_score_every_token_once(shards):
+    loaders = [windows(num_shards=shards, shard_id=shard, max_tokens=50) for shard in range(shards)]
+    batches = [batch for loader in loaders for batch in loader]
+    assert torch.equal(torch.cat([batch["target"].flatten() for batch in batches]), torch.arange(138))
+    assert max(len(batch["id"]) for batch in batches) == (1 if shards == 60 else 50 // 8)
+
+
+def test_validation_on_the_text_of_training_has_memories_of_its_own():
+    """With fewer rows, and in the middle of the training text."""
+    task, model, text = stateful(tokens_per_sample=8), build(no_token_positional_embeddings=True), random_text()
+
+    def losses(validate):
+        iterator = task.get_batch_iterator(text, max_sentences=4)
+        criterion = CrossEntropyCriterion(task, sentence_avg=False)
+        batches = iterator.next_epoch_itr()
+        for number, batch in enumerate(batches):
+            if validate and number == 2:
+                for other in task.get_batch_iterator(text, max_sentences=2).next_epoch_itr():
+                    task.valid_step(other, model, criterion)
+            yield float(task.valid_step(batch, model, criterion)[0])
+
+    assert list(losses(validate=True)) == list(losses(validate=False))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"segment": 4, "context": 8}, "--tokens-per-sample is 4; it must be larger than --context-window, 8"),
+        ({"segment": 8, "context": 8}, "--tokens-per-sample is 8; it must be larger than --context-window, 8"),
+        ({"context": -1}, "--context-window is -1; it must be at least 0"),
+        ({"max_positions": 7}, "8 tokens at once are more than the model's 7 positions; give a shorter --tokens-per-sample"),
+        ({"num_shards": 2, "shard_id": 2}, "--shard-id is 2; it must be at least 0 and less than --num-shards, 2"),
+    ],
+)
+def test_windows_that_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        windows(**options)
+
+
+@pytest.mark.parametrize(
+    "segment, options, message",
+    [
+        (0, {}, "--tokens-per-sample is 0; it must be at least 1"),
+        (-3, {}, "--tokens-per-sample is -3; it must be at least 1"),
+        (16, {"max_tokens": 8}, "--max-tokens is 8; it must be at least --tokens-per-sample, 16"),
+        (16, {"max_positions": 8}, "16 tokens at once are more than the model's 8 positions; give a shorter --tokens-per-sample"),
+    ],
+)
+def test_segments_that_are_refused(segment, options, message):
+    with pytest.raises(ValueError, match=message):
+        stateful(tokens_per_sample=segment).get_batch_iterator(random_text(), **options)
+
+
+def test_a_text_shorter_than_the_model_has_any_segment():
+    task = stateful(tokens_per_sample=1000)
+    assert len(task.get_batch_iterator(random_text(), max_sentences=2, max_positions=50)) == 1
+    assert len(windows(tokens=7, max_positions=7)) == 1
+
+
+@pytest.mark.parametrize("task", [sliding, stateful])
+@pytest.mark.parametrize("option", [{"sample_break_mode": "eos"}, {"add_bos_token": True}, {"shorten_method": "truncate"}])
+def test_a_text_is_not_cut_into_samples(task, option):
+    [(name, value)] = option.items()
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is {value}; this task reads all of test as one text"):
+        task(data="nowhere", **option).load_dataset("test")
+
+
+@pytest.mark.parametrize("task", [sliding, stateful])
+def test_words_without_an_output_are_predicted_as_unknown(task, monkeypatch):
+    task = task(tokens_per_sample=6, data="nowhere")
+    task.output_dictionary = TruncatedDictionary(task.dictionary, 20)
+    monkeypatch.setattr(data_utils, "load_indexed_dataset", lambda *args, **options: [torch.arange(4, 30), torch.arange(30, 40)])
+    task.load_dataset("test")
+    batches = list(task.eval_lm_dataloader(task.dataset("test")))
+    assert torch.cat([x["target"].flatten() for x in batches]).tolist() == [*range(4, 20)] + [task.dictionary.unk()] * 20
+    assert torch.cat([x["net_input"]["src_tokens"].flatten() for x in batches]).tolist() == [EOS, *range(4, 39)]
+
+
+def of_fairseq(arch: str, task, **options):
+    return task.build_model(Namespace(arch=arch, criterion="cross_entropy", **vars(options_of(arch, **SMALL))), **options).eval()
+
+
+def test_windows_take_any_model():
+    """Those that have outputs at every token, too, and in an ensemble."""
+    task = sliding(tokens_per_sample=3)
+    text, models = random_text(), [of_fairseq(arch, task) for arch in ("transformer_lm", "lstm_lm", "fast_weight_lm")]
+    batches = list(task.eval_lm_dataloader(text, context_window=5))
+    for model in models:
+        for batch in batches:
+            every, _ = type(model).forward(model, batch["net_input"]["src_tokens"])
+            torch.testing.assert_close(model(**batch["net_input"])[0], every[:, -batch["target"].shape[1] :])
+    assert sum(batch["ntokens"] for batch in batches) == 100
+    assert eval_lm(models, task.dictionary, batches)["perplexity"] > 1
+
+
+def test_streams_of_a_shard_that_is_not_there():
+    with pytest.raises(ValueError, match="--shard-id is 2; it must be at least 0 and less than --num-shards, 2"):
+        stateful(tokens_per_sample=8).eval_lm_dataloader(random_text(), num_shards=2, shard_id=2)
+
+
+def test_streams_need_a_model_with_memories():
+    task, message = stateful(tokens_per_sample=8), "TransformerLanguageModel has none; use --task language_modeling"
+    with pytest.raises(ValueError, match=message):
+        of_fairseq("transformer_lm", task)
+    model = of_fairseq("transformer_lm", task, from_checkpoint=True)
+    model(torch.ones(1, 5, dtype=torch.long))  # single texts
+    with pytest.raises(ValueError, match=message):
+        eval_lm([model], task.dictionary, task.eval_lm_dataloader(random_text()))

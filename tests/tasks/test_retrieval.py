@@ -1,0 +1,174 @@
+"""Associative retrieval: its data, its model against the memory it stands for, its recipes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.commands import ENVIRONMENT, ROOT, USER_DIR, fairseq
+from torch.nn import functional as F
+
+import fw_fairseq.models  # noqa: F401
+from fw_fairseq.feature_maps import FEATURE_MAPS
+from fw_fairseq.models.retrieval import RetrievalConfig, RetrievalModel
+from fw_fairseq.ops import fast_weight
+from fw_fairseq.rules import RULES
+from fw_fairseq.tasks.associative_retrieval import AssociativeRetrievalConfig, AssociativeRetrievalTask
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NON_NEGATIVE = [name for name, phi in FEATURE_MAPS.items() if phi.non_negative]
+
+
+def batches(split: str, setting: str, epoch: int = 1, symbols: int = 7, count: int = 5, **options):
+    task = AssociativeRetrievalTask(
+        AssociativeRetrievalConfig(symbols=symbols, setting=setting, batch_size=count, updates_per_epoch=3, seed=1, **options)
+    )
+    task.load_dataset(split)
+    return list(task.get_batch_iterator(task.dataset(split), epoch=epoch).next_epoch_itr(shuffle=False))
+
+
+def options_of(rule: str, phi: str) -> dict:
+    norm = "none" if rule == "fwm" else "sum" if phi in NON_NEGATIVE else "l2"
+    return {"update_rule": rule, "feature_map": phi, "feature_norm": norm}
+
+
+@pytest.mark.parametrize(
+    "split, sequences, setting, length, options",
+    [
+        ("train", 5, "1", 7, {}),
+        ("valid", 20, "1", 7, {"evaluation_pairs": 9}),
+        ("train", 5, "2", 14, {"evaluation_pairs": 9}),
+        ("valid", 20, "2", 7, {}),
+        ("valid", 20, "2", 9, {"evaluation_pairs": 9}),
+    ],
+)
+def test_the_answer_is_the_last_value_of_the_key(split, sequences, setting, length, options):
+    for batch in batches(split, setting, **options):
+        keys, values, queries = batch["net_input"].values()
+        assert keys.shape == values.shape == (sequences, length)
+        for row in range(sequences):
+            last = dict(zip(keys[row].tolist(), values[row].tolist()))
+            assert batch["target"][row].tolist() == [last.get(query, -1) for query in queries[row].tolist()]
+            assert setting == "2" or sorted(last) == sorted(last.values()) == list(range(7))
+        assert (queries.shape[1] == 1 and batch["target"].min() >= 0) if split == "train" else queries[0].tolist() == list(range(7))
+
+
+def test_data_is_drawn_anew_each_epoch_and_the_same_in_each_run():
+    drawn = [[batch["net_input"]["keys"] for batch in batches("train", "2", epoch)] for epoch in (1, 1, 2)]
+    assert all(torch.equal(one, same) and not torch.equal(one, other) for one, same, other in zip(*drawn))
+    assert not torch.equal(drawn[0][0], drawn[0][1])
+
+
+def test_the_task_of_a_checkpoint():
+    """As fairseq's loader of checkpoints sets it up, for fairseq-validate."""
+    config = AssociativeRetrievalConfig(symbols=7, batch_size=2)
+    assert AssociativeRetrievalTask.setup_task(config, from_checkpoint=True).cfg is config
+
+
+@pytest.mark.parametrize("attention_norm", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_what_is_read_is_in_the_memory(rule, attention_norm):
+    if attention_norm and RULES[rule].normaliser != "write":
+        pytest.skip("not for this rule")
+    options = options_of(rule, "dpfp") | {"attention_norm": attention_norm, "key_dim": 4}
+    model, (batch, *_) = RetrievalModel(RetrievalConfig(**options), 7).double(), batches("valid", "2")
+    seen = {}
+    model.read = lambda q, k, v, gates: seen.update(q=q, k=k, v=v, gates=gates) or RetrievalModel.read(model, q, k, v, gates)
+    read = model(**batch["net_input"])
+    _, state = fast_weight(seen["k"], seen["k"], seen["v"], rule, seen["gates"], attention_norm=attention_norm)
+    expected = seen["q"] @ state.memory
+    if attention_norm:
+        expected = expected / (seen["q"] @ state.normaliser.unsqueeze(-1) + 1e-6)
+    expected = F.layer_norm(expected, (7,)) if rule == "fwm" else expected
+    torch.testing.assert_close(read, expected.squeeze(1))
+
+
+@pytest.mark.parametrize("phi", FEATURE_MAPS)
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "fwm"])
+def test_no_combination_gives_nan_with_many_keys(rule, phi):
+    model = RetrievalModel(RetrievalConfig(**options_of(rule, phi)), 150).train()
+    model.key_projection.weight.data *= 10
+    batch = batches("train", "2", symbols=150)[0]
+    read = model(**batch["net_input"])
+    (read - F.one_hot(batch["target"], 150)).square().sum().backward()
+    assert read.isfinite().all() and all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"mixer": "sru"}, "--mixer is sru; retrieval has one head of fast_weight or softmax"),
+        ({"mixer_pattern": "softmax"}, "--mixer-pattern is 'softmax'; retrieval has no layers"),
+        ({"update_rule": "fwm", "feature_map": "tanh"}, "--feature-norm sum needs a non-negative --feature-map, not tanh"),
+        ({"update_rule": "fwm", "attention_norm": True}, "--attention-norm is not defined for --update-rule fwm"),
+    ],
+)
+def test_refused_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        RetrievalModel(RetrievalConfig(**options), 7)
+
+
+def recipe(name: str, out, *args, **environment):
+    variables = ENVIRONMENT | {"OUT": str(out), "BIN": os.path.dirname(sys.executable)} | environment
+    command = ["bash", str(ROOT / "recipes" / "synthetic" / name), *map(str, args)]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
+
+
+def test_a_point_is_solved_and_not_run_again(tmp_path):
+    arguments = ["--setting", 1, "--keys", 3, "--rule", "delta", "--feature-map", "dpfp", "--dpfp-nu", 2]
+    done = recipe("point.sh", tmp_path, *arguments)
+    assert done.returncode == 0, done.stderr
+    name, loss = done.stdout.splitlines()[-1].split("=")
+    assert name == "best_eval_loss" and 0 <= float(loss) < 0.001
+    [log] = tmp_path.glob("*.log")
+    assert "stopping training because current learning rate (0.0)" in log.read_text()
+    before = log.stat().st_mtime_ns
+    assert recipe("point.sh", tmp_path, *arguments).stdout == done.stdout and log.stat().st_mtime_ns == before
+
+
+def test_a_sweep_goes_through_its_points(tmp_path):
+    done = recipe("sweep.sh", tmp_path, "capacity", MODELS="softmax gated:dpfp2", SIZES="2", JOBS="1")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in (tmp_path / "capacity.txt").read_text().splitlines()]
+    assert [row[:2] for row in rows] == [["gated:dpfp2", "2"], ["softmax", "2"]]
+    assert all(float(loss) < 0.001 for *_, loss in rows) and "2 of 2: " in done.stderr
+    assert done.stdout == (tmp_path / "capacity.txt").read_text()
+
+
+def test_a_sweep_keeps_what_it_has_when_a_point_fails(tmp_path):
+    done = recipe("sweep.sh", tmp_path, "capacity", MODELS="hebb:elu softmax", SIZES="2", JOBS="1")
+    assert done.returncode != 0 and "hebb:elu 2: failed" in done.stderr and "not all points have a result" in done.stderr
+    assert done.stdout.split()[:2] == ["softmax", "2"]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--symbols 1 --batch-size 2", "--symbols is 1; it must be at least 2"),
+        ("--symbols 3 --max-tokens 9", "associative_retrieval needs --batch-size"),
+        ("--symbols 3 --batch-size 2 --feature-norm none", "--update-rule delta diverges with keys longer than 1"),
+        ("--symbols 3 --batch-size 2 --attention-norm", "--attention-norm is not for --update-rule delta in retrieval"),
+    ],
+)
+def test_mistakes(options, message, tmp_path):
+    task = ["--task", "associative_retrieval", "--arch", "retrieval", "--criterion", "retrieval_mse", "--optimizer", "adam"]
+    done = fairseq("train", *USER_DIR, *task, *options.split(), "--no-save", "--save-dir", tmp_path)
+    assert done.returncode != 0 and f"train: {message}" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("losses, best", [("nan 0.5 nan 0.25 inf", "0.25"), ("nan inf", "inf"), ("nan nan", "nan")])
+def test_the_best_of_a_point_is_a_number_if_there_is_one(losses, best, tmp_path):
+    train = tmp_path / "fairseq-train"
+    train.write_text("#!/bin/sh\n" + "".join(f'echo \'{{"valid_loss": "{loss}"}}\'\n' for loss in losses.split()))
+    train.chmod(0o755)
+    done = recipe("point.sh", tmp_path / "out", "--keys", 3, BIN=str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, f"best_eval_loss={best}\n")
+
+
+def test_a_mistaken_point_says_why(tmp_path):
+    done = recipe("point.sh", tmp_path, "--keys", 3, "--rule", "hebb")
+    assert done.returncode != 0 and "invalid choice: 'hebb'" in done.stderr
+    assert not list(tmp_path.glob("*.log"))

@@ -1,0 +1,123 @@
+"""Text as parallel streams: every token once, in order, whatever the sizes; position and memory come back on resume."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fw_fairseq.models  # noqa: F401
+from fw_fairseq.data.streams import StreamDataset, StreamIterator
+from fw_fairseq.data.text import Text
+from fw_fairseq.modules import CarriedState
+from fw_fairseq.ops import FastWeightState
+
+PAD, EOS = 1, 2
+
+
+def streams(tokens, segment, rows, shard=0, shards=1, **options):
+    return StreamDataset(Text(torch.arange(10, 10 + tokens), "train"), segment, rows, PAD, EOS, shard, shards, **options)
+
+
+@settings(deadline=None, derandomize=True)
+@given(tokens=st.integers(1, 200), segment=st.integers(1, 40), rows=st.integers(1, 6), shards=st.integers(1, 3))
+def test_every_token_is_a_target_once_and_follows_its_source(tokens, segment, rows, shards):
+    if tokens < rows * shards:
+        with pytest.raises(ValueError, match="use at most that many"):
+            streams(tokens, segment, rows, shards=shards)
+        return
+    seen, lengths = [], set()
+    for shard in range(shards):
+        dataset = streams(tokens, segment, rows, shard, shards)
+        lengths.add(len(dataset))
+        batches = [dataset[i] for i in range(len(dataset))]
+        source = torch.cat([b["net_input"]["src_tokens"] for b in batches], dim=1)
+        target = torch.cat([b["target"] for b in batches], dim=1)
+        assert all(b["target"].shape[1] <= segment for b in batches)
+        assert sum(b["ntokens"] for b in batches) == target.ne(PAD).sum()
+        for sources, targets in zip(source, target):
+            length = int(targets.ne(PAD).sum())
+            assert sources[0] == EOS and torch.equal(sources[1:length], targets[: length - 1])
+            assert (sources[length:] == PAD).all() and (targets[length:] == PAD).all()
+            seen += targets[:length].tolist()
+    assert seen == list(range(10, 10 + tokens))
+    assert len(lengths) == 1  # every worker has as many batches
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 12, 13, 19])
+def test_shares_of_a_segment_are_the_segment(tokens):
+    """All as wide, also where the last segment is shorter than there are parts; what is made up with is padding."""
+    whole, parts = streams(tokens, 12, 1), [streams(tokens, 12, 1, share=(i, 4)) for i in range(4)]
+    assert [len(part) for part in parts] == [len(whole)] * 4
+    for index in range(len(whole)):
+        want, got = whole[index], [part[index] for part in parts]
+        width = want["target"].shape[1]
+        assert len({batch["target"].shape for batch in got}) == 1 and sum(batch["ntokens"] for batch in got) == want["ntokens"]
+        for found, wanted in zip(zip(*map(tensors, got)), tensors(want)):
+            found = torch.cat(found, 1)
+            assert torch.equal(found[:, :width], wanted) and (found[:, width:] == PAD).all()
+
+
+def tensors(batch):
+    return batch["target"], batch["net_input"]["src_tokens"]
+
+
+@pytest.mark.parametrize("loading", [{}, {"num_workers": 1, "buffer_size": 10}, {"num_workers": 2}], ids=str)
+def test_iterator_resumes_at_its_position_with_its_memory(loading, caplog):
+    """However many segments the loader's processes are ahead."""
+    carried = CarriedState()
+    iterator = StreamIterator(streams(100, 7, 2), carried, **loading)
+    batches = iterator.next_epoch_itr(shuffle=True)
+    assert [next(batches)["segment"] for _ in range(3)] == [0, 1, 2]  # in order, though shuffling was asked for
+    carried.after = {0: FastWeightState(torch.randn(2, 1, 3, 3, requires_grad=True) * 2, torch.randn(2, 1, 3))}
+    saved = iterator.state_dict()
+    again = CarriedState()
+    resumed = StreamIterator(streams(100, 7, 2), again, **loading)
+    resumed.load_state_dict(saved)
+    batch = next(resumed.next_epoch_itr())
+    assert batch["segment"] == 3 and batch["carried"] is again
+    loaded = FastWeightState(*again.after[0])
+    assert torch.equal(loaded.memory, carried.after[0].memory) and not loaded.memory.requires_grad
+    assert torch.equal(loaded.normaliser, carried.after[0].normaliser)
+    assert torch.equal(resumed.state_dict()["carried"][0][0][0], loaded.memory), "saved again before a step"
+    assert [batch["segment"] for batch in resumed._cur_epoch_itr] == [4, 5, 6, 7]
+    other_worker = StreamIterator(streams(100, 7, 2, 1, 2), CarriedState(), shard=1, shards=2)
+    other_worker.load_state_dict(saved)
+    assert not other_worker.carried.after, "the streams of two workers are other streams"
+    assert "has 1 sets of streams, not 2" in caplog.text
+
+
+def test_another_cut_of_the_text_does_not_resume_within_it():
+    def stopped(batches, *cut):
+        iterator = StreamIterator(streams(100, *cut), CarriedState())
+        at = iterator.next_epoch_itr()
+        [next(at) for _ in range(batches)]
+        return iterator.state_dict()
+
+    saved = stopped(3, 7, 2)
+    for cut, message in [
+        ((5, 2), "--tokens-per-sample is 5, but the checkpoint stopped within the text with 7; go on with 7, or"),
+        ((50, 2), "--tokens-per-sample is 50, "),
+        ((7, 4), "--batch-size, the streams of a worker, is 4, but .* with 2; go on with 2, .* --reset-dataloader"),
+    ]:
+        resumed = StreamIterator(streams(100, *cut), CarriedState())
+        with pytest.raises(ValueError, match=message):
+            resumed.load_state_dict(saved)
+        resumed.load_state_dict(stopped(8, 7, 2))  # at the end of the epoch
+    before = {name: value for name, value in saved.items() if name not in ("segment", "rows")}  # of an older version
+    resumed = StreamIterator(streams(100, 5, 2), CarriedState())
+    resumed.load_state_dict(before)
+    assert next(resumed.next_epoch_itr())["segment"] == 3
+
+
+def test_carried_state_starts_again_from_the_same_until_it_advances():
+    carried, first, second = CarriedState(), *(FastWeightState(torch.randn(1, 1, 2, 2)) for _ in range(2))
+    carried.after[0] = first
+    carried.advance()
+    carried.after[0] = second
+    assert torch.equal(carried.before[0].memory, first.memory)
+    carried.advance()
+    assert torch.equal(carried.before[0].memory, second.memory) and not carried.after
+    assert carried.of("a model") is carried and carried.of("a model") is carried
+    assert carried.of("another") is not carried and carried.of("another") is carried.of("another")

@@ -1,0 +1,253 @@
+"""fast_weight_transformer and recipes/wmt14 through the shell and fairseq's own commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from support import parallel_text
+from support.commands import ROOT, USER_DIR, fairseq, run, succeed
+
+SIZES = "--encoder-layers 2 --decoder-layers 2 --encoder-attention-heads 4 --decoder-attention-heads 4"
+WIDTHS = "--encoder-embed-dim 32 --decoder-embed-dim 32 --encoder-ffn-embed-dim 64 --decoder-ffn-embed-dim 64 --dropout 0"
+TRAIN = (
+    f"{SIZES} {WIDTHS} --cpu --num-workers 0 --max-tokens 400 --update-freq 1 --lr 0.01 --warmup-updates 10 --clip-norm 1"
+    " --log-format json --log-interval 1"
+)
+GENERATE = [*USER_DIR, "--gen-subset", "test", "--batch-size", 16, "--remove-bpe"]
+
+
+def recipe(name, *args, **variables):
+    given = [f"{key}={value}" for key, value in {"BIN": Path(sys.executable).parent, "WORKERS": 1, **variables}.items()]
+    return run("env", *given, ROOT / "recipes" / "wmt14" / f"{name}.sh", *args)
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wmt14")
+    (folder / "data").mkdir()
+    parallel_text.write(folder / "data", train=300, dev=20, test=30)
+    succeed(recipe("prepare", DATA=folder / "data", OUT=folder / "out", VALID="dev", BPE=60))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def trained(prepared):
+    """OUT of the recipe with one trained model, and what training it printed."""
+    out = prepared / "out"
+    return out, succeed(recipe("train", "dpfp2", *TRAIN.split(), "--max-epoch", 4, OUT=out, PRECISION=""))
+
+
+@pytest.fixture(scope="session")
+def both(trained):
+    """Two checkpoints of one model."""
+    out, _ = trained
+    shutil.copy(out / "runs/dpfp2/checkpoint_best.pt", out / "a.pt")
+    succeed(recipe("train", "dpfp2", *TRAIN.split(), "--max-epoch", 5, OUT=out, PRECISION="", SAVE=out / "runs/dpfp2"))
+    return [out / "a.pt", out / "runs/dpfp2/checkpoint_last.pt"]
+
+
+def generate(out, paths, *options):
+    path = ":".join(map(str, paths))
+    return fairseq("generate", out / "bin", *GENERATE, "--path", path, *options)
+
+
+def lines(printed: str, kind: str) -> dict[int, str]:
+    """The text of each sentence, by its number."""
+    found = (line[2:].split("\t") for line in printed.splitlines() if line.startswith(f"{kind}-"))
+    return {int(number): parts[-1] for number, *parts in found}
+
+
+def last_line(done) -> str:
+    assert done.returncode != 0
+    return done.stderr.splitlines()[-1]
+
+
+def test_prepared_text(prepared):
+    out = prepared / "out"
+    splits = {split: len((out / "bpe" / f"{split}.en").read_text().splitlines()) for split in ("train", "valid", "test")}
+    assert splits == {"train": 300, "valid": 20, "test": 30}
+    assert (out / "bin" / "dict.en.txt").read_text() == (out / "bin" / "dict.de.txt").read_text(), "joined"
+    tokens = (out / "tok" / "train.en").read_text()
+    assert " @-@ in @-@ law" in tokens and "-in-" not in tokens and " .\n" in tokens
+    assert "@@ " in (out / "bpe" / "train.de").read_text()
+
+
+def test_preparing_again_goes_on_where_files_are_missing(prepared):
+    out = prepared / "out"
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and "runs" not in path.parts}
+    missing = out / "bpe" / "test.de"
+    text = missing.read_text()
+    missing.unlink()
+    printed = succeed(recipe("prepare", DATA=prepared / "data", OUT=out, VALID="dev", BPE=60))
+    assert printed.splitlines() == [str(missing)]
+    assert missing.read_text() == text
+    assert all(path.stat().st_mtime_ns == time for path, time in before.items() if path != missing)
+
+
+def test_recipe_trains_and_learns(trained):
+    out, printed = trained
+    losses = [float(loss) for loss in re.findall(r'"train_loss": "([\d.]+)"', printed)]
+    assert len(losses) == 4 and losses[-1] < losses[0] - 1
+    assert '"valid_best_bleu"' in printed
+    assert (out / "runs/dpfp2/checkpoint_best.pt").exists()
+
+
+def test_recipe_evaluates(trained):
+    out, _ = trained
+    row = succeed(recipe("eval", "--cpu", "--num-workers", 0, OUT=out)).splitlines()[0]
+    name, detokenised, split, speed = row.strip("| ").split(" | ")
+    assert name == "dpfp2" and 0 <= float(detokenised) <= 100 and 0 <= float(split) <= 100 and float(speed) > 0
+    text = (out / "runs/dpfp2/test.de").read_text().splitlines()
+    assert len(text) == 30 and not any("@-@" in line or " ." in line for line in text)
+
+
+@pytest.mark.parametrize(
+    "name, args, variables, message",
+    [
+        ("train", [], {}, "ROW must be softmax, linear, performerM or dpfpNU"),
+        ("train", ["delta"], {}, "train.sh: ROW is delta; it must be softmax, linear, performerM or dpfpNU"),
+        (
+            "train",
+            ["linear"],
+            {"OUT": "nowhere"},
+            "train.sh: nowhere/bin is missing; run recipes/wmt14/prepare.sh with the same OUT",
+        ),
+        (
+            "eval",
+            [],
+            {"OUT": "nowhere"},
+            "eval.sh: no checkpoint_best.pt below nowhere/runs; train with recipes/wmt14/train.sh first",
+        ),
+        ("prepare", [], {"DATA": "nowhere"}, "nowhere/train.en is missing; DATA must have {train,valid,test}.{en,de}"),
+        ("prepare", [], {"SOURCE": "fr"}, "prepare.sh: only en-de is downloaded; for fr-de set DATA to a folder with its text"),
+    ],
+)
+def test_recipe_mistakes(name, args, variables, message, tmp_path):
+    assert message in last_line(recipe(name, *args, **{"OUT": tmp_path, **variables}))
+
+
+def test_unequal_lines_are_refused(tmp_path):
+    parallel_text.write(tmp_path, train=9, valid=3, test=3)
+    (tmp_path / "valid.de").write_text("Ein Satz.\n")
+    message = last_line(recipe("prepare", DATA=tmp_path, OUT=tmp_path / "out"))
+    assert "valid.en and valid.de differ in their number of lines" in message
+
+
+def test_generation_does_not_depend_on_the_batch(both):
+    out = both[0].parent
+    printed = succeed(generate(out, both[:1], "--beam", 4))
+    texts = lines(printed, "H")
+    assert sorted(texts) == list(range(30))
+    assert texts == lines(succeed(generate(out, both[:1], "--beam", 4, "--batch-size", 1)), "H")
+    assert re.search(r"^Generate test with beam=4: BLEU4? = [\d.]+", printed, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--beam 4 --diverse-beam-groups 2 --diverse-beam-strength 0.5",
+        "--beam 3 --nbest 3 --sampling --sampling-topk 5 --seed 1",
+        "--beam 4 --retain-iter-history --no-repeat-ngram-size 2 --lenpen 0.6 --unkpen 1 --scoring sacrebleu",
+    ],
+    ids=["diverse", "sampling", "history-lengths"],
+)
+def test_generation_options(options, both):
+    printed = succeed(generate(both[0].parent, both[:1], *options.split()))
+    assert sorted(lines(printed, "H")) == list(range(30))
+    assert re.search(r"^Generate test with beam=\d: BLEU", printed, re.MULTILINE)
+
+
+def test_prefixes_and_ensembles(both):
+    """Two models at once, each hypothesis going on from the first three tokens of its reference."""
+    out = both[0].parent
+    printed = succeed(generate(out, both, "--beam", 3, "--prefix-size", 3, "--post-process", "none"))
+    hypotheses, references = lines(printed, "H"), lines(printed, "T")
+    assert len(hypotheses) == 30
+    assert all(hypotheses[i].split()[:3] == references[i].split()[:3] for i in references)
+
+
+def test_references_are_scored_as_the_beam_scored_them(both):
+    """Translations of beam search as references: the full pass gives them the scores of decoding step by step."""
+    out = both[0].parent
+    found = succeed(generate(out, both[:1], "--beam", 2, "--post-process", "none"))
+    hypotheses = lines(found, "H")
+    folder = out / "scored"
+    folder.mkdir()
+    for name, texts in (("test.de", hypotheses), ("test.en", lines(found, "S"))):
+        (folder / name).write_text("".join(texts[i] + "\n" for i in sorted(texts)))
+    dictionaries = ["--srcdict", out / "bin/dict.en.txt", "--tgtdict", out / "bin/dict.de.txt"]
+    succeed(
+        fairseq("preprocess", "-s", "en", "-t", "de", *dictionaries, "--testpref", folder / "test", "--destdir", folder / "bin")
+    )
+    scored = succeed(
+        fairseq("generate", folder / "bin", *GENERATE, "--path", both[0], "--score-reference", "--post-process", "none")
+    )
+    assert lines(scored, "H") == hypotheses
+    for number, scores in lines(found, "P").items():
+        again = lines(scored, "P")[number]
+        assert [float(x) for x in again.split()] == pytest.approx([float(x) for x in scores.split()], abs=1e-3)
+
+
+def test_interactive_takes_empty_lines_and_names_long_ones(both):
+    out = both[0].parent
+    options = [out / "bin", *USER_DIR, "--path", both[0], "--beam", 3, "--buffer-size", 4, "--batch-size", 4, "--max-len-b", 9]
+    printed = succeed(fairseq("interactive", *options, input="the old c@@ at\n\nthe\n"))
+    assert sorted(lines(printed, "H")) == [0, 1, 2]
+    done = fairseq("interactive", *options, input="the " * 1100 + "\n")
+    assert re.search(r"Size of sample #0 is invalid .*1101.* since max_positions=\(1024, 1024\)", last_line(done))
+
+
+def test_alignments_are_refused(both):
+    message = last_line(generate(both[0].parent, both[:1], "--print-alignment"))
+    assert message.startswith(
+        "fairseq_cli.generate: --print-alignment needs the weights of softmax cross attention, which linear attention never"
+    )
+
+
+def train(out, folder, *options):
+    arch = ["--arch", "fast_weight_transformer", "--share-all-embeddings", "--optimizer", "adam", "--seed", 1]
+    return fairseq("train", out / "bin", *USER_DIR, *arch, *TRAIN.split(), "--save-dir", folder, *options)
+
+
+def test_label_smoothing_with_the_logs_of_the_memories(prepared, tmp_path):
+    options = (
+        "--criterion fast_weight_label_smoothed_cross_entropy --label-smoothing 0.1 --lr-scheduler inverse_sqrt --max-update 6"
+    )
+    out = prepared / "out"
+    free, held = (
+        succeed(train(out, tmp_path / name, *options.split(), "--state-norm-penalty", penalty))
+        for name, penalty in (("free", 0), ("held", 10))
+    )
+    logs = [
+        [json.loads(line[line.index("{") :]) for line in printed.splitlines() if "train_inner" in line] for printed in (free, held)
+    ]
+    assert 0 < float(logs[0][-1]["fw_1_gate_beta"]) < 1
+    assert float(logs[0][-1]["nll_loss"]) < float(logs[0][0]["nll_loss"])
+    assert float(logs[1][-1]["fw_1_state_norm"]) < float(logs[0][-1]["fw_1_state_norm"])
+
+
+def test_training_mistakes(prepared, trained, tmp_path):
+    out = prepared / "out"
+    assert "--linear-attention has 'decode'; allowed, separated by commas: encoder, decoder, cross" in last_line(
+        train(out, tmp_path, "--linear-attention", "encoder,decode", "--max-update", 1)
+    )
+    shutil.copy(out / "runs/dpfp2/checkpoint_best.pt", tmp_path / "checkpoint_last.pt")
+    message = last_line(train(out, tmp_path, "--linear-attention", "decoder", "--lr-scheduler", "inverse_sqrt", "--max-update", 99))
+    assert "give the options it was trained with" in message and "checkpoint_last.pt" in message
+    assert os.listdir(tmp_path) == ["checkpoint_last.pt"]
+
+
+def test_multi30k_recipe(tmp_path):
+    """One row with a linear decoder only, two updates."""
+    parallel_text.write(tmp_path, train=60, val=4, test_2016_flickr=4)
+    given = {"DATA": tmp_path, "OUT": tmp_path / "out", "UPDATES": 2, "ROWS": "dpfp2:decoder"}
+    printed = succeed(recipe("../multi30k/table", **given))
+    assert re.search(r"^\| dpfp2-decoder-2 \| [\d.]+ \| [\d.]+ \| [\d.]+ \|$", printed, re.MULTILINE)
+    words = (tmp_path / "out/tok/train.en").read_text()
+    assert words == words.lower()

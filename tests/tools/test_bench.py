@@ -1,0 +1,78 @@
+"""fw-bench end to end at a tiny size: every figure is there, every mistake is a sentence. No timing is asserted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fw_fairseq.rules import RULES
+from fw_fairseq.tools.bench import __main__ as bench
+from fw_fairseq.tools.bench import ops as bench_ops
+
+TINY = [
+    "ops",
+    "--tokens",
+    "40",
+    "80",
+    "--batch",
+    "1",
+    "--heads",
+    "2",
+    "--key-width",
+    "8",
+    "--value-width",
+    "8",
+    "--rounds",
+    "2",
+]
+
+
+def test_ops_report(tmp_path, capsys):
+    outputs = ["--json", str(tmp_path / "ops.json"), "--figure", str(tmp_path / "ops.png")]
+    bench.main([*TINY, "--rules", "sum", "decay", "--feature-map", "dpfp", *outputs])
+    report = json.loads((tmp_path / "ops.json").read_text())
+    timed = {(row["name"], row["tokens"]) for row in report["forward_backward"]}
+    peers = {"softmax attention", "cumulative sum", "sum", "decay", "sum step loop", "decay step loop"}
+    peers |= {f"{rule} {place} dpfp" for rule in ("sum", "decay") for place in ("with", "after")}
+    assert timed == {(name, tokens) for name in peers for tokens in (40, 80)}
+    assert all(0 < row["min"] <= row["seconds"] <= row["max"] for row in report["forward_backward"])
+    assert {(row["rule"], row["peer"]) for row in report["ratios"]} == {
+        (rule, peer)
+        for rule in ("sum", "decay")
+        for peer in (
+            f"{rule} step loop",
+            "softmax attention",
+            "itself at 40 tokens",
+            *(["cumulative sum"] if rule == "sum" else []),
+        )
+    } | {(f"{rule} with dpfp", f"{rule} after dpfp") for rule in ("sum", "decay")}
+    assert [row["rule"] for row in report["memory"]] == ["sum", "decay"]
+    assert {row["name"] for row in report["one_token"]} == {"sum", "decay", "softmax attention"}
+    assert (tmp_path / "ops.png").stat().st_size > 1000
+    printed = capsys.readouterr().out
+    assert "| decay |" in printed and "| decay against step loop |" in printed
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (["--rules", "dleta"], "invalid choice: 'dleta'"),
+        (["--rounds", "0"], "0 is not a positive number"),
+        (["--json", "no/such/folder/x.json"], "no/such/folder is not a folder"),
+        (["--device", "cuda"], "needs a CUDA device"),
+    ],
+)
+def test_mistakes(change, message, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit) as exit_:
+        bench.main([*TINY, *change])
+    assert exit_.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_inputs_fit_every_rule(monkeypatch):
+    class Args:
+        device, dtype, batch, heads, key_width, value_width = "cpu", "float32", 1, 2, 4, 3
+
+    for rule in RULES:
+        bench_ops.forward_backward(Args, rule, 5, "auto")()

@@ -1,0 +1,78 @@
+"""fw-bench model end to end at a tiny size. No timing is asserted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fw_fairseq.tools.bench import __main__ as bench
+
+SIZES = ["--layers", "1", "--width", "16", "--heads", "2", "--ffn", "16", "--vocabulary", "20"]
+TINY = [
+    "model",
+    *SIZES,
+    "--tokens",
+    "8",
+    "2048",
+    "--max-tokens",
+    "64",
+    "--contexts",
+    "8",
+    "32",
+    "64",
+    "--steps",
+    "2",
+    "--rounds",
+    "2",
+]
+NAMES = {"fast_weight_lm delta", "fast_weight_lm sru", "transformer_lm"}
+
+
+def test_model_report(tmp_path, capsys):
+    files = ["--json", str(tmp_path / "model.json"), "--figure", str(tmp_path / "model.png")]
+    bench.main([*TINY, "--mixers", "delta", "sru", *files])
+    report = json.loads((tmp_path / "model.json").read_text())
+    assert {row["name"] for row in report["parameters"]} == NAMES
+    assert {(row["name"], row["tokens"]) for row in report["training"]} == {(n, t) for n in NAMES for t in (8, 2048)}
+    assert {(row["name"], row["context"]) for row in report["generation"]} == {(n, c) for n in NAMES for c in (8, 32, 64)}
+    assert all(0 < row["min"] <= row["seconds"] <= row["max"] for row in report["training"] + report["generation"])
+    state = {name: [row["state_bytes"] for row in report["generation"] if row["name"] == name] for name in NAMES}
+    keys_and_values = 2 * 16 * 4 * 5  # 5 hypotheses
+    assert state.pop("transformer_lm") == [keys_and_values * context for context in (8, 32, 64)]
+    assert all(sizes[0] > 0 and len(set(sizes)) == 1 for sizes in state.values())
+    assert len(report["ratios"]) == 2 * (2 + 3)
+    peak = {(row["name"], row["tokens"]): row["peak_bytes"] for row in report["training"]}
+    assert peak["transformer_lm", 2048] > 2048**2 * 4 > peak["transformer_lm", 8] >= 0  # its mask alone
+    assert peak["fast_weight_lm sru", 2048] < peak["transformer_lm", 2048]
+    assert (tmp_path / "model.png").stat().st_size > 1000
+    printed = capsys.readouterr().out
+    assert "| transformer_lm | " in printed and f"| {keys_and_values * 8 / 1e3:.0f} |" in printed
+
+    report["training"] = [row for row in report["training"] if row["tokens"] == 8]
+    (tmp_path / "model.json").write_text(json.dumps(report))
+    bench.main([*TINY, "--mixers", "delta", "sru", *files, "--resume"])
+    resumed = json.loads((tmp_path / "model.json").read_text())
+    assert resumed["generation"] == report["generation"] and resumed["training"][: len(NAMES)] == report["training"]
+    assert {row["tokens"] for row in resumed["training"][len(NAMES) :]} == {2048}
+    with pytest.raises(SystemExit, match=r"model.json was measured with mixers \['delta', 'sru'\], not \['delta'\]"):
+        bench.main([*TINY, *files, "--resume"])
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (["--mixers", "dleta"], "invalid choice: 'dleta'"),
+        (["--contexts", "0"], "0 is not a positive number"),
+        (["--heads", "3"], "--width 16 is not a multiple of --heads 3"),
+        (["--vocabulary", "4"], "4 leaves no room beside fairseq's 4 special symbols"),
+        (["--figure", "no/such/folder/x.png"], "no/such/folder is not a folder"),
+        (["--resume"], "--resume needs --json"),
+        (["--device", "cuda"], "needs a CUDA device"),
+    ],
+)
+def test_mistakes(change, message, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit) as exit_:
+        bench.main([*TINY, *change])
+    assert exit_.value.code == 2 and message in capsys.readouterr().err

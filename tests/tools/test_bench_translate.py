@@ -1,0 +1,47 @@
+"""fw-bench translate end to end at a tiny size. No timing is asserted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fw_fairseq.tools.bench import __main__ as bench
+
+SIZES = ["--layers", "1", "--width", "16", "--heads", "2", "--ffn", "16", "--vocabulary", "20"]
+TINY = ["translate", *SIZES, "--sentences", "2", "--beam", "3", "--rounds", "2", "--dpfp-nu", "2", "--lengths", "4", "16"]
+NAMES = {"fast_weight_transformer elu", "fast_weight_transformer dpfp", "transformer"}
+
+
+def test_translate_report(tmp_path, capsys):
+    files = ["--json", str(tmp_path / "translate.json"), "--figure", str(tmp_path / "translate.png")]
+    bench.main([*TINY, *files])
+    report = json.loads((tmp_path / "translate.json").read_text())
+    assert {row["name"] for row in report["parameters"]} == NAMES
+    assert {(row["name"], row["tokens"]) for row in report["decoding"]} == {(n, t) for n in NAMES for t in (4, 16)}
+    assert all(0 < row["min"] <= row["seconds"] <= row["max"] for row in report["decoding"])
+    state = {name: [row["state_bytes"] for row in report["decoding"] if row["name"] == name] for name in NAMES}
+    hypotheses, head = 2 * 3, 8
+    decoder, cross = (rows * 2 * (head * head + head) * 4 for rows in (hypotheses, 2))
+    assert state["fast_weight_transformer elu"] == [decoder + cross] * 2, "one summary a sentence, whatever the length"
+    width = 4 * head  # of dpfp: 6 tokens are smaller as keys and values
+    short, full = state["fast_weight_transformer dpfp"]
+    assert short < full == (hypotheses + 2) * 2 * (width * head + width) * 4
+    assert state["transformer"][0] < state["transformer"][1]
+    assert len(report["ratios"]) == 2 * 2
+    assert (tmp_path / "translate.png").stat().st_size > 1000
+    assert "| transformer | 16 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (["--feature-maps", "identity"], "invalid choice: 'identity'"),
+        (["--beam", "0"], "0 is not a positive number"),
+        (["--heads", "3"], "--width 16 is not a multiple of --heads 3"),
+    ],
+)
+def test_mistakes(change, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        bench.main([*TINY, *change])
+    assert exit_.value.code == 2 and message in capsys.readouterr().err

@@ -1,0 +1,235 @@
+"""fw-convert: checkpoints of every layout, GPT-2 folders, what is copied, scaled and new, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import math
+import re
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from fairseq import checkpoint_utils
+from support.checkpoints import (
+    ADAPTIVE,
+    dictionary,  # noqa: F401
+    logits,
+    save,
+    save_format,
+    source,
+)
+from support.commands import ROOT, run, succeed
+
+from fw_fairseq.rules import RULES
+from fw_fairseq.tools.convert.conversion import convert
+from fw_fairseq.tools.convert.pretrained import load_mapped
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LAYOUTS = {
+    "plain": "--arch transformer_lm",
+    "tied-learned-positions": "--arch transformer_lm_gpt --share-decoder-input-output-embed --decoder-learned-pos",
+    "input-width": "--arch transformer_lm --decoder-input-dim 16 --decoder-output-dim 24 --no-token-positional-embeddings",
+    "adaptive": f"--arch transformer_lm {ADAPTIVE}",
+    "baevski": f"--arch transformer_lm_wiki103 {ADAPTIVE} --tie-adaptive-proj",
+    "scaled": "--arch transformer_lm --layernorm-embedding --scale-fc --scale-resids --activation-fn gelu --no-scale-embedding",
+}
+
+
+LATER = ("no_decoder_final_norm", "tie_adaptive_proj", "decoder_normalize_before")
+
+
+def old_format(model, args) -> dict:
+    """As checkpoints of 2018 are: one packed projection, norms by number, no norm after the last layer, options as a Namespace."""
+    state = dict(model.state_dict())
+    for layer in range(2):
+        prefix = f"decoder.layers.{layer}."
+        for kind in ("weight", "bias"):
+            packed = [state.pop(f"{prefix}self_attn.{x}_proj.{kind}") for x in "qkv"]
+            state[f"{prefix}self_attn.in_proj_{kind}"] = torch.cat(packed)
+            for number, name in ((0, "self_attn_layer_norm"), (2, "final_layer_norm")):
+                state[f"{prefix}layer_norms.{number}.{kind}"] = state.pop(f"{prefix}{name}.{kind}")
+    old = {name: value for name, value in vars(args).items() if name not in LATER}
+    state["decoder.embed_positions._float_tensor"] = torch.zeros(1)
+    kept = ("arch", "task", "data", "tokens_per_sample", "max_target_positions", "add_bos_token", "criterion", "dropout")
+    old = {name: value for name, value in old.items() if name in kept or name.startswith(("decoder_", "adaptive_", "tie_"))}
+    return save_format(state, args=Namespace(**old, no_tie_adaptive_proj=False))
+
+
+def load(path, data):
+    return checkpoint_utils.load_model_ensemble([str(path)], arg_overrides={"data": str(data)})[0][0].eval()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_softmax_reproduces_the_source(layout, dictionary, tmp_path):  # noqa: F811
+    model, _, state = source(LAYOUTS[layout], dictionary)
+    changes = convert(save(state, tmp_path), tmp_path / "out.pt", "softmax")
+    assert {change.what for change in changes} == {"copied"}
+    assert sum(change.parameters for change in changes) >= sum(x.numel() for x in model.parameters())
+    tokens = torch.randint(4, 64, (3, 20))
+    torch.testing.assert_close(logits(load(tmp_path / "out.pt", dictionary), tokens), logits(model, tokens), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("arch", ["transformer_lm_wiki103", "transformer_lm --decoder-normalize-before"])
+def test_a_checkpoint_of_the_published_kind(arch, dictionary, tmp_path):  # noqa: F811
+    """adaptive_lm_wiki103.v2: a Namespace that misses later options, packed attention, no final norm, tied projections."""
+    model, args, _ = source(f"--arch {arch} {ADAPTIVE} --tie-adaptive-proj --no-decoder-final-norm", dictionary)
+    convert(save(old_format(model, args), tmp_path), tmp_path / "out.pt", "softmax")
+    converted, tokens = load(tmp_path / "out.pt", dictionary), torch.randint(4, 64, (3, 20))
+    assert converted.decoder.layer_norm is None
+    torch.testing.assert_close(logits(converted, tokens), logits(model, tokens), rtol=1e-5, atol=1e-5)
+    lines = convert(tmp_path / "source.pt", tmp_path / "decay.pt", "decay", feature_dim=4)
+    assert any(line.what == "new" and line.name.endswith("gate z") for line in lines)
+    assert logits(load(tmp_path / "decay.pt", dictionary), tokens).isfinite().all()
+
+
+@pytest.fixture(scope="module")
+def plain(dictionary, tmp_path_factory):  # noqa: F811
+    folder = tmp_path_factory.mktemp("plain")
+    model, _, state = source("--arch transformer_lm", dictionary)
+    return model, save(state, folder)
+
+
+@pytest.mark.parametrize("width", [0, 4, 16])
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule(rule, width, plain, dictionary, tmp_path):  # noqa: F811
+    """All but attention is the source's; the pieces of attention are what the report says."""
+    model, path = plain
+    convert(path, tmp_path / "out.pt", rule, feature_dim=width)
+    converted = load(tmp_path / "out.pt", dictionary)
+    mine, theirs = converted.state_dict(), model.state_dict()
+    assert all(torch.equal(mine[name], x) for name, x in theirs.items() if "self_attn." not in name)
+    layers = zip(converted.decoder.layers, model.decoder.layers)
+    for mixer, attention in ((layer.self_attn.mixer, other.self_attn) for layer, other in layers):
+        pieces = dict(zip(mixer.sizes, mixer.in_proj.weight.split(list(mixer.sizes.values()))))
+        biases = dict(zip(mixer.sizes, mixer.in_proj.bias.split(list(mixer.sizes.values()))))
+        assert torch.equal(mixer.out_proj.weight, attention.out_proj.weight)
+        products = [x.unflatten(0, (4, -1)) for x in (pieces["q"], pieces["k"])]
+        assert products[0].shape[1] == (width or 8)
+        if width != 4:  # nothing is lost: the products of queries and keys are those of the source
+            queries, keys = (x.weight.unflatten(0, (4, -1)) for x in (attention.q_proj, attention.k_proj))
+            torch.testing.assert_close(products[0].mT @ products[1], queries.mT @ keys / math.sqrt(8))
+        scale = 1 / 512 if rule == "sum" else 1 - torch.sigmoid(biases["z"])[:, None] if rule == "decay" else 1
+        torch.testing.assert_close(pieces["v"], attention.v_proj.weight * scale)
+        torch.testing.assert_close(biases["v"][:, None], attention.v_proj.bias[:, None] * scale)
+        gates = {name: biases[name].sigmoid() for name in mixer.rule.gates}
+        assert all(pieces[name].eq(0).all() for name in gates)
+        if "delta" in rule:
+            assert gates["beta"].allclose(torch.tensor(0.007), atol=5e-4)
+        if rule == "decay":
+            assert (gates["z"] >= 1 / 32).all() and gates["z"].std() > 0.2 and gates["f"].std() > 0.2
+    assert logits(converted, torch.randint(4, 64, (2, 32))).isfinite().all()
+
+
+def test_layers_that_stay_softmax(plain, dictionary, tmp_path):  # noqa: F811
+    convert(plain[1], tmp_path / "out.pt", "decay", mixer_pattern="softmax,fast_weight")
+    names = load(tmp_path / "out.pt", dictionary).state_dict()
+    assert "decoder.layers.0.self_attn.q_proj.weight" in names and "decoder.layers.1.self_attn.mixer.in_proj.weight" in names
+
+
+def test_local_attention_is_the_source_as_far_as_its_window(plain, dictionary, tmp_path):  # noqa: F811
+    changes = convert(plain[1], tmp_path / "out.pt", "local_attention")
+    assert {change.what for change in changes} == {"copied"}
+    tokens = torch.randint(4, 64, (2, 40))
+    source, local = (logits(model, tokens) for model in (plain[0], load(tmp_path / "out.pt", dictionary)))
+    torch.testing.assert_close(local[:, :32], source[:, :32], rtol=1e-5, atol=1e-5)
+    assert (local[:, 32:] - source[:, 32:]).abs().amax() > 1e-3
+
+
+def test_half_precision_stays(dictionary, tmp_path):  # noqa: F811
+    _, _, state = source("--arch transformer_lm", dictionary)
+    state["model"] = {name: x.half() for name, x in state["model"].items()}
+    convert(save(state, tmp_path), tmp_path / "out.pt", "decay")
+    tensors = torch.load(tmp_path / "out.pt", weights_only=True)["model"]
+    assert {x.dtype for name, x in tensors.items() if "self_attn" in name} == {torch.float16}
+
+
+def drop(state):
+    del state["model"]["decoder.layers.1.fc1.bias"]
+
+
+def widen(state):
+    state["model"]["decoder.layers.0.fc1.weight"] = torch.zeros(50, 32)
+
+
+def add(state):
+    state["model"]["decoder.layers.0.extra"] = torch.zeros(1)
+
+
+def rename(state):
+    state["cfg"]["model"]["_name"] = "fconv_lm"
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (drop, "lacks decoder.layers.1.fc1.bias"),
+        (widen, "fc1.weight of shape"),
+        (add, "decoder.layers.0.extra"),
+        (rename, "fconv_lm"),
+    ],
+)
+def test_unknown_layouts_are_refused_by_their_first_key(change, said, dictionary, tmp_path):  # noqa: F811
+    _, _, state = source("--arch transformer_lm", dictionary)
+    change(state)
+    with pytest.raises(ValueError, match=said):
+        convert(save(state, tmp_path), tmp_path / "out.pt", "decay")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source.pt"]
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"rule": "decoy"}, "--rule"),
+        ({"rule": "softmax", "feature_dim": 4}, "--feature-dim"),
+        ({"rule": "local_attention", "feature_norm": "l2"}, "--rule local_attention keeps .* leave --feature-norm out"),
+        (
+            {"rule": "decay", "mixer_pattern": "sru"},
+            "--mixer-pattern has sru; fw-convert makes: fast_weight, local_attention, softmax",
+        ),
+        ({"rule": "decay", "attention_norm": True}, "--attention-norm"),
+        ({"rule": "delta", "feature_map": "identity", "feature_norm": "none"}, "--feature-norm"),
+    ],
+)
+def test_options_are_refused_by_name(given, said, plain, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        convert(plain[1], tmp_path / "out.pt", **given)
+
+
+def fw_convert(*args):
+    return run(sys.executable, "-m", "fw_fairseq.tools.convert", *args, cwd=ROOT)
+
+
+def test_the_command_prints_a_table_and_overwrites_only_by_force(plain, tmp_path):
+    out = tmp_path / "out.pt"
+    printed = succeed(fw_convert(plain[1], out, "--rule", "decay", "--feature-dim", 4))
+    assert all(word in printed for word in ("copied", "changed", "new", "decoder.layers.*.self_attn.mixer.in_proj gate z"))
+    before = out.read_bytes()
+    refused = fw_convert(plain[1], out, "--rule", "sum")
+    assert refused.returncode and "--force" in refused.stderr and "Traceback" not in refused.stderr
+    assert out.read_bytes() == before
+    succeed(fw_convert(plain[1], out, "--rule", "sum", "--force"))
+    assert out.read_bytes() != before
+    missing = fw_convert(tmp_path / "none.pt", tmp_path / "x.pt", "--rule", "sum")
+    assert missing.returncode and "none.pt does not exist" in missing.stderr
+
+
+def test_optimizer_state_stays_on_disk(dictionary, tmp_path):  # noqa: F811
+    """Read only where it is used; fairseq reads all of it."""
+    _, _, state = source("--arch transformer_lm", dictionary)
+    path = save(state | {"last_optimizer_state": torch.ones(10**7)}, tmp_path)
+    anonymous = []
+    for read in (load_mapped, checkpoint_utils.load_checkpoint_to_cpu):
+        gc.collect()  # what is freed meanwhile would count too
+        before = anonymous_kilobytes()
+        state = read(path)
+        anonymous.append(anonymous_kilobytes() - before)
+        del state
+    assert anonymous[0] < 20_000 < 35_000 < anonymous[1]
+
+
+def anonymous_kilobytes() -> int:
+    """This process's memory, files that it maps left out."""
+    return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])

@@ -1,0 +1,75 @@
+"""A converted checkpoint in fairseq's own commands: fine-tuned, restored, evaluated, loaded; and the recipes at toy size."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from argparse import Namespace
+
+import pytest
+import torch
+import yaml
+from fairseq.models import ARCH_CONFIG_REGISTRY
+from support.commands import ENVIRONMENT, ROOT, succeed
+from support.pretrained import CONVERTED, data, perplexity, pretrained, train  # noqa: F401
+
+from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModel
+from fw_fairseq.tools.convert.conversion import convert
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_finetuning_goes_on_from_the_converted_model(data, pretrained, tmp_path):  # noqa: F811
+    convert(pretrained, tmp_path / "start.pt", "decay", feature_dim=4)
+    convert(pretrained, tmp_path / "softmax.pt", "softmax")
+    assert perplexity(data, tmp_path / "softmax.pt") == pytest.approx(perplexity(data, pretrained), abs=0.01)
+    start = perplexity(data, tmp_path / "start.pt")
+    log = train(data, tmp_path / "tuned", *CONVERTED.split(), "--max-update", 15, "--finetune-from-model", tmp_path / "start.pt")
+    assert "reset" in log and perplexity(data, tmp_path / "tuned" / "checkpoint_best.pt") < start
+    train(data, tmp_path / "restored", *CONVERTED.split(), "--max-update", 1, "--restore-file", tmp_path / "start.pt", "--lr", 0)
+    before, after = (torch.load(path, weights_only=True)["model"] for path in (
+        tmp_path / "start.pt", tmp_path / "restored" / "checkpoint_last.pt"))  # fmt: skip
+    assert all(torch.equal(x, after[name]) for name, x in before.items() if "version" not in name)
+    model = FastWeightLanguageModel.from_pretrained(str(tmp_path), "start.pt", data_name_or_path=str(data)).eval()
+    assert model.score("w1 w2 w3")["positional_scores"].isfinite().all()
+
+
+def test_the_baevski_auli_recipe_at_toy_size(tmp_path):
+    """The four scripts as they are; a second prepare.sh leaves what is there."""
+    environment = ENVIRONMENT | {"TOY": "1", "OUT": str(tmp_path), "PYTHON": sys.executable, "PYTHONWARNINGS": "ignore"}
+
+    def script(name):
+        command = ["bash", ROOT / "recipes" / "baevski_auli" / f"{name}.sh"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        return succeed(done)
+
+    script("prepare")
+    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "data").iterdir()}
+    assert "in_proj gate z" in script("convert")
+    log = script("finetune")
+    assert 'num_updates": "6"' in log and "loading pretrained model" in log
+    printed = script("eval")
+    found = re.findall(r"decay-4, context (\d+): ([\d.]+)", printed)
+    assert [window for window, _ in found] == ["0", "24"] and all(1 < float(value) < 100 for _, value in found)
+    script("prepare")
+    assert stamps == {path: path.stat().st_mtime_ns for path in (tmp_path / "data").iterdir()}
+    options = torch.load(tmp_path / "decay-4" / "checkpoint_last.pt", weights_only=True)["cfg"]
+    schedule, optimization = options["lr_scheduler"], options["optimization"]
+    assert (schedule["_name"], schedule["min_lr"], optimization["clip_norm"], optimization["lr"]) == ("cosine", 2e-6, 0.1, [1e-4])
+    assert (options["dataset"]["batch_size"], options["dataset"]["required_batch_size_multiple"]) == (26, 1)
+
+
+def test_the_yaml_beside_the_recipe_is_the_scripts_model():
+    """Every option of the architecture, and the appendix's schedule."""
+    config = yaml.safe_load((ROOT / "recipes" / "baevski_auli" / "finetune.yaml").read_text())
+    args = Namespace()
+    ARCH_CONFIG_REGISTRY["fast_weight_lm_baevski_auli"](args)
+    own = {"_name", "update_rule", "feature_dim", "feature_map", "feature_norm"}
+    assert {name: getattr(args, name) for name in config["model"] if name not in own} == {
+        name: value for name, value in config["model"].items() if name not in own
+    }
+    assert config["lr_scheduler"] == {"_name": "cosine", "min_lr": 2e-6, "warmup_updates": 4000, "warmup_init_lr": 1e-7}
+    assert (
+        config["optimization"] == {"lr": [1e-4], "clip_norm": 0.1, "max_update": 100000} and config["dataset"]["batch_size"] == 26
+    )

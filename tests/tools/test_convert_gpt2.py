@@ -1,0 +1,120 @@
+"""fw-convert of a GPT-2 folder, against transformers itself, and its tokens as fairseq's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from fairseq import checkpoint_utils
+from fairseq.data import Dictionary
+from support.gpt2 import (
+    MERGES,
+    TEXT,
+    gpt2,  # noqa: F401
+    transformers,
+)
+
+from fw_fairseq.tools.convert.conversion import convert
+
+sys.modules.setdefault("torchaudio", None)  # fairseq's, of another torch than ours: transformers would trip over it
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def load(path):
+    return checkpoint_utils.load_model_ensemble([str(path)], arg_overrides={"data": str(path.parent)})[0][0].eval()
+
+
+def ids_of(folder) -> list[int]:
+    return transformers.GPT2Tokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))(TEXT)["input_ids"]
+
+
+@pytest.mark.parametrize("stored", ["safetensors", "bin"])
+def test_logits_are_those_of_transformers(stored, gpt2, tmp_path):  # noqa: F811
+    folder, model = gpt2
+    if stored == "bin":
+        folder = shutil.copytree(folder, tmp_path / "bin", ignore=shutil.ignore_patterns("*.safetensors"))
+        torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    convert(folder, tmp_path / "out" / "gpt2.pt", "softmax")
+    symbols = Dictionary.load(str(tmp_path / "out" / "dict.txt"))
+    ids = ids_of(folder)
+    assert len(set(ids)) > 8 and 257 + MERGES.index("th e") in ids, "the merges were used"
+    mapped = [symbols.index(str(i)) for i in ids]
+    assert symbols.unk() not in mapped and len(symbols) == 4 + model.config.vocab_size - 1
+    with torch.no_grad():
+        want = model(torch.tensor([[256, *ids]])).logits[0]
+        got = load(tmp_path / "out" / "gpt2.pt")(torch.tensor([[symbols.eos(), *mapped]]))[0][0]
+    columns = [symbols.eos() if i == 256 else symbols.index(str(i)) for i in range(model.config.vocab_size)]
+    torch.testing.assert_close(got[:, columns], want, rtol=1e-5, atol=1e-5)
+
+
+def test_rules_start_from_it(gpt2, tmp_path):  # noqa: F811
+    lines = convert(gpt2[0], tmp_path / "decay.pt", "decay", feature_dim=4)
+    assert {line.what for line in lines} == {"copied", "changed", "new"}
+    assert load(tmp_path / "decay.pt")(torch.randint(4, 200, (2, 10)))[0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"model_type": "llama"}, "model_type"),
+        ({"activation_function": "silu"}, "activation_function"),
+        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon"),
+        ({"eos_token_id": 5000}, "eos_token_id"),
+        ({"n_layer": 3}, "decoder.layers.2"),
+        ({"n_embd": None}, "config.json has n_embd = None; it must be a number of at least 1"),
+        ({"n_head": 5}, "config.json has n_embd = 32; it must be a multiple of n_head, 5"),
+    ],
+)
+def test_what_is_not_gpt2_is_refused(changed, said, gpt2, tmp_path):  # noqa: F811
+    folder = shutil.copytree(gpt2[0], tmp_path / "changed")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(ValueError, match=said):
+        convert(folder, tmp_path / "out.pt", "decay")
+    assert not (tmp_path / "out.pt").exists()
+
+
+def cut(file, count: int) -> None:
+    file.write_bytes(file.read_bytes()[:-count])
+
+
+def as_bin(folder):
+    (folder / "model.safetensors").unlink()
+    torch.save({"wte.weight": torch.zeros(9, 9)}, folder / "pytorch_model.bin")
+    return folder / "pytorch_model.bin"
+
+
+def header_with(file, dtype: str) -> None:
+    file.write_bytes(file.read_bytes().replace(b'"F32"', dtype.encode(), 1))
+
+
+DAMAGED = {
+    "short safetensors": (lambda folder: cut(folder / "model.safetensors", 100), r"model\.safetensors .*it is cut short within"),
+    "empty safetensors": (lambda folder: (folder / "model.safetensors").write_bytes(b""), r"model\.safetensors cannot be read"),
+    "unknown type": (
+        lambda folder: header_with(folder / "model.safetensors", '"F8" '),
+        r"model\.safetensors .* has dtype F8; fw-conv",
+    ),
+    "broken header": (lambda folder: header_with(folder / "model.safetensors", '"F32,'), r"model\.safetensors cannot be read"),
+    "short bin": (lambda folder: cut(as_bin(folder), 100), r"pytorch_model\.bin cannot be read as a model's weights"),
+    "list for a model": (lambda folder: torch.save([1], as_bin(folder)), r"pytorch_model\.bin cannot be read as a model's weights"),
+    "broken configuration": (lambda folder: cut(folder / "config.json", 20), r"config\.json cannot be read as a configuration"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_damaged_files_are_refused_by_name(what, gpt2, tmp_path):  # noqa: F811
+    folder, (damage, message) = shutil.copytree(gpt2[0], tmp_path / "damaged"), DAMAGED[what]
+    damage(folder)
+    with pytest.raises(ValueError, match=message):
+        convert(folder, tmp_path / "out.pt", "decay")
+
+
+def test_another_models_dictionary_stays(gpt2, tmp_path):  # noqa: F811
+    (tmp_path / "dict.txt").write_text("word 1\n")
+    with pytest.raises(ValueError, match=r"dict\.txt"):
+        convert(gpt2[0], tmp_path / "out.pt", "decay")
+    assert (tmp_path / "dict.txt").read_text() == "word 1\n"

@@ -1,0 +1,266 @@
+"""fw-export-hf, and what transformers makes of its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import asdict
+
+import pytest
+import torch
+from support.checkpoints import ADAPTIVE, dictionary, logits, save, source  # noqa: F401
+from support.commands import run
+from support.gpt2 import gpt2  # noqa: F401
+
+from fw_fairseq.config import FastWeightConfig
+from fw_fairseq.mixers import MIXERS
+from fw_fairseq.tools import export_hf
+from fw_fairseq.tools.convert.conversion import convert
+from fw_fairseq.tools.export_hf import export
+
+sys.modules.setdefault("torchaudio", None)  # fairseq's, of another torch than ours: transformers would trip over it
+transformers = pytest.importorskip("transformers")
+from fw_fairseq.huggingface import FastWeightForCausalLM, FastWeightHFConfig  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OPTIONS = {
+    "plain": "",
+    "adaptive": ADAPTIVE,
+    "adaptive-untied": ADAPTIVE.replace("--tie-adaptive-weights", "--decoder-normalize-before"),
+    "adaptive-tied-maps": f"{ADAPTIVE} --tie-adaptive-proj --decoder-input-dim 24 --decoder-output-dim 24",
+    "learned-positions": "--share-decoder-input-output-embed --decoder-learned-pos --activation-fn gelu --no-scale-embedding",
+    "other-widths": "--decoder-input-dim 16 --decoder-output-dim 24 --layernorm-embedding",
+    "decay": "--no-token-positional-embeddings --update-rule decay --feature-map identity --feature-norm none",
+    "favor": "--feature-map favor --feature-norm none --update-rule gated --attention-norm",
+    "relu": "--feature-map relu --feature-dim 6",
+    "hybrid": "--mixer-pattern softmax,fast_weight --update-rule gated_delta --feature-map dpfp",
+    "no-feed-forward": "--decoder-ffn-embed-dim 0 --scale-output --decoder-normalize-before --no-decoder-final-norm",
+} | {name: f"--mixer {name} --decoder-normalize-before" for name in MIXERS if name != "fast_weight"}
+
+
+def exported(options: str, data, folder):
+    """fairseq's model, and the one that transformers loads."""
+    model, _, state = source(f"--arch fast_weight_lm {options}", data)
+    export(save(state, folder), folder / "out", data=data)
+    return model, load(folder / "out")
+
+
+def load(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@torch.no_grad()
+def test_logits_are_fairseqs(name, dictionary, tmp_path):  # noqa: F811
+    """In one pass, in two, and of a padded batch."""
+    fairseqs, model = exported(OPTIONS[name], dictionary, tmp_path)
+    tokens = torch.randint(4, 64, (2, 9))
+    expected = logits(fairseqs, tokens)
+    torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-5)
+    first = model(tokens[:, :5], use_cache=True)
+    second = model(tokens[:, 5:], past_key_values=first.past_key_values)
+    torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), expected, rtol=1e-4, atol=1e-5)
+    padded = torch.cat([torch.full((2, 3), 1), tokens], 1)
+    mask = padded.ne(1).long()
+    torch.testing.assert_close(model(padded, attention_mask=mask).logits[:, 3:], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def folder(dictionary, tmp_path_factory):  # noqa: F811
+    path = tmp_path_factory.mktemp("exported")
+    exported(OPTIONS["hybrid"], dictionary, path)
+    return path / "out"
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}])
+def test_generation_with_the_state_is_generation_without(options, folder):
+    """And one by one as in a batch."""
+    model, tokenizer = load(folder), transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    texts = ["w1 w2 w3", "w4", "w5 w6 w7 w8 w9 unheard"]
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    assert batch["input_ids"][0].tolist() == [1, 1, 1, 2, 5, 6, 7] and batch["input_ids"][2, -1] == 3
+    options = options | {"max_new_tokens": 12, "min_new_tokens": 12}
+    together = model.generate(**batch, **options)
+    torch.testing.assert_close(model.generate(**batch, **options, use_cache=False), together)
+    rows = together.split(options.get("num_return_sequences", 1))
+    for text, row in zip(texts, rows):
+        alone = model.generate(**tokenizer(text, return_tensors="pt"), **options)
+        assert tokenizer.batch_decode(alone, skip_special_tokens=True) == tokenizer.batch_decode(row, skip_special_tokens=True)
+
+
+def test_samples_with_the_state_are_samples_without(folder):
+    """Of the most likely words, the same draws; a batch of unequal lengths."""
+    model, tokenizer = load(folder), transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    batch = tokenizer(["w1 w2 w3", "w4"], return_tensors="pt", padding=True)
+    options = dict(do_sample=True, top_k=8, num_return_sequences=3, max_new_tokens=12, min_new_tokens=12)
+    drawn = [torch.manual_seed(0) and model.generate(**batch, **options, use_cache=cached) for cached in (True, False)]
+    assert drawn[0].equal(drawn[1]) and len(drawn[0].unique(dim=0)) > 2
+
+
+def test_a_token_at_a_time_reads_one_token(folder, monkeypatch):
+    model = load(folder)
+    widths = []
+    embed = type(model).embed
+    monkeypatch.setattr(type(model), "embed", lambda self, ids, *rest: widths.append(ids.shape[1]) or embed(self, ids, *rest))
+    model.generate(torch.tensor([[2, 5, 6, 7]]), max_new_tokens=5, min_new_tokens=5)
+    assert widths == [4, 1, 1, 1, 1]
+
+
+def test_it_trains_and_is_saved_again(folder, tmp_path):
+    model = load(folder).train()
+    tokens = torch.randint(4, 64, (4, 12))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(10):
+        loss = model(tokens, labels=tokens).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.5
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert load(tmp_path)(tokens).logits.equal(model.eval()(tokens).logits)
+
+
+def small(**options):
+    return FastWeightForCausalLM(FastWeightHFConfig(mixer_options=asdict(FastWeightConfig()), vocab_size=16, **options))
+
+
+def test_trainer_is_to_divide_the_loss_by_accumulated_steps():
+    """It looks at the signature of ``forward`` otherwise, and takes ``**unused`` for the number of items in the batch."""
+    assert FastWeightForCausalLM.accepts_loss_kwargs is False
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@torch.no_grad()
+def test_another_number_of_words(tied):
+    model, tokens = small(tie_word_embeddings=tied).eval(), torch.arange(16)[None]
+    before = model(tokens).logits
+    model.resize_token_embeddings(20)
+    after = model(torch.cat([tokens, tokens + 4], 1)).logits
+    assert after.shape == (1, 32, 20) and model.config.vocab_size == 20
+    torch.testing.assert_close(after[:, :16, :16], before)
+
+
+def test_what_transformers_asks_for_in_vain():
+    bands = {"input_bands": [[10, 8], [6, 4]], "output_bands": [[10, 8], [6, 4]]}
+    with pytest.raises(ValueError, match="new_num_tokens is 20; an adaptive vocabulary keeps its size, 16"):
+        small(**bands).resize_token_embeddings(20)
+    with pytest.raises(ValueError, match="logits_to_keep is 1; labels need the logits of all tokens"):
+        small()(torch.ones(1, 4).long(), labels=torch.ones(1, 4).long(), logits_to_keep=1)
+
+
+def test_fairseq_is_not_needed(folder):
+    code = (
+        "import sys; sys.modules['torchaudio'] = sys.modules['fairseq'] = None\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
+        "tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
+        "tokens = model.generate(**tokenizer('w1 w2', return_tensors='pt'), max_new_tokens=3, min_new_tokens=3)\n"
+        "print(tokenizer.decode(tokens[0]))"
+    )
+    done = run(sys.executable, "-c", code, folder)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1].startswith("</s> w1 w2 ") and len(done.stdout.splitlines()[-1].split()) == 6
+
+
+@torch.no_grad()
+def test_a_gpt2_comes_back(gpt2, tmp_path):  # noqa: F811
+    """To fairseq and back: its tokenizer, its ids, and its logits where nothing was converted."""
+    folder, original = gpt2
+    convert(folder, tmp_path / "gpt2.pt", "softmax")
+    export(tmp_path / "gpt2.pt", tmp_path / "out", data=tmp_path, tokenizer=folder)
+    ids = transformers.GPT2Tokenizer.from_pretrained(tmp_path / "out")("the other thing", return_tensors="pt")["input_ids"]
+    assert ids.equal(transformers.GPT2Tokenizer.from_pretrained(folder)("the other thing", return_tensors="pt")["input_ids"])
+    model = load(tmp_path / "out")
+    assert model.config.vocab_size == original.config.vocab_size == model(ids).logits.shape[-1]
+    torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=1e-4, atol=1e-5)
+    same = dict(max_new_tokens=8, do_sample=False)
+    assert model.generate(ids, **same).equal(original.generate(ids, **same))
+
+
+def words_file(name: str, count: int) -> dict[str, str]:
+    vocabulary, added = {f"w{i}": i for i in range(count)}, [{"id": count, "content": "<end>"}]
+    whole = {"model": {"vocab": vocabulary}, "added_tokens": added}
+    return {name: json.dumps(whole if name == "tokenizer.json" else vocabulary | {"<end>": count})}
+
+
+def test_words_are_not_a_tokenizers_numbers(dictionary, tmp_path):  # noqa: F811
+    """Nor are words and numbers."""
+    _, _, state = source("--arch fast_weight_lm", dictionary)
+    checkpoint, out = save(state, tmp_path), tmp_path / "out"
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    (mixed / "dict.txt").write_text("".join(f"{word} 1\n" for word in [*range(1, 31), *(f"w{i}" for i in range(30))]))
+    for data, count in ((dictionary, 60), (mixed, 30)):
+        for file, text in words_file("vocab.json", count).items():
+            (tmp_path / file).write_text(text)
+        done = run(sys.executable, "-m", "fw_fairseq.tools.export_hf", checkpoint, out, "--data", data, "--tokenizer", tmp_path)
+        assert done.returncode != 0 and "--tokenizer needs a checkpoint that fw-convert made of a GPT-2" in done.stderr
+        assert not out.exists()
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "tokenizer.json"])
+def test_a_tokenizer_of_another_size_is_refused(name, gpt2, tmp_path):  # noqa: F811
+    convert(gpt2[0], tmp_path / "gpt2.pt", "decay")
+    other, tokens = tmp_path / "other", gpt2[1].config.vocab_size
+    other.mkdir()
+    for count, wrong in ((tokens - 2, True), (tokens, True), (tokens - 1, False)):
+        for file, text in words_file(name, count).items():
+            (other / file).write_text(text)
+        if wrong:
+            with pytest.raises(ValueError, match=f"--tokenizer .*other has {count + 1} tokens; .*, which has {tokens}$"):
+                export(tmp_path / "gpt2.pt", tmp_path / "out", data=tmp_path, tokenizer=other)
+            assert not (tmp_path / "out").exists()
+    export(tmp_path / "gpt2.pt", tmp_path / "out", data=tmp_path, tokenizer=other)
+    (other / name).write_text("{")
+    with pytest.raises(ValueError, match=rf"{name} cannot be read as a tokenizer"):
+        export(tmp_path / "gpt2.pt", tmp_path / "again", data=tmp_path, tokenizer=other)
+
+
+def test_force_replaces_an_earlier_export_and_nothing_else(dictionary, tmp_path, monkeypatch):  # noqa: F811
+    _, _, state = source("--arch fast_weight_lm", dictionary)
+    checkpoint, out = save(state, tmp_path), tmp_path / "out"
+    out.mkdir()
+    export(checkpoint, out, data=dictionary, force=True)
+    (out / "model.safetensors").write_bytes(b"old")
+    data = tmp_path / "data"
+    shutil.copytree(dictionary, data)
+    with monkeypatch.context() as patch:
+        patch.setattr(export_hf, "load_language_model", lambda *_: pytest.fail("it must be refused first"))
+        for mistaken in (data, checkpoint):
+            with pytest.raises(ValueError, match=r"OUTPUT .* is no earlier export"):
+                export(checkpoint, mistaken, data=data, force=True)
+    assert (data / "dict.txt").exists() and checkpoint.exists()
+    move = os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: move(a, b) if ".old" in f"{a}{b}" else full_disk())
+    with pytest.raises(OSError, match="disk full"):
+        export(checkpoint, out, data=dictionary, force=True)
+    assert (out / "model.safetensors").read_bytes() == b"old"
+    monkeypatch.undo()
+    export(checkpoint, out, data=dictionary, force=True)
+    assert load(out).config.vocab_size == 64
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "out", "source.pt"]
+
+
+def full_disk():
+    raise OSError("disk full")
+
+
+def test_mistakes_leave_what_is_there(dictionary, folder, tmp_path):  # noqa: F811
+    _, _, state = source("--arch transformer_lm", dictionary)
+    before = sorted(path.name for path in folder.iterdir())
+    with pytest.raises(ValueError, match=r"OUTPUT .* exists; name another folder, or give --force"):
+        export(save(state, tmp_path), folder, data=dictionary)
+    with pytest.raises(ValueError, match="holds a TransformerLanguageModel; fw-export-hf takes fast_weight_lm"):
+        export(tmp_path / "source.pt", tmp_path / "out", data=dictionary)
+    with pytest.raises(ValueError, match=r"CHECKPOINT .*nowhere\.pt is not a file"):
+        export(tmp_path / "nowhere.pt", tmp_path / "out")
+    _, _, state = source("--arch fast_weight_lm", dictionary)
+    with pytest.raises(ValueError, match=r"no dictionary at .*; name the folder of dict.txt by --data"):
+        export(save(state, tmp_path), tmp_path / "out", data=tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == before and not (tmp_path / "out").exists()

@@ -1,0 +1,184 @@
+"""fw-plot from files to files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fw_fairseq.tools.plot import __main__ as plots
+from fw_fairseq.tools.plot.logs import read_log
+from fw_fairseq.tools.plot.retrieval import point_of_log, read_results
+from fw_fairseq.tools.plot.style import look, spread_out
+from fw_fairseq.tools.plot.wikitext2 import read_table
+
+RESULTS = "dpfp1 20 0.0008\ndpfp1 40 0.2\nelu 20 0.001\nelu 40 0.3\n"
+UPDATES = "delta:dpfp1 20 0.0002\nother:map 20 30\n"
+LOG = (
+    '2026-01-01 00:00:00 | INFO | train_inner | {"epoch": 1, "loss": "9", "num_updates": "1"}\nnoise { not json\n'
+    '... | INFO | valid | {"epoch": 1, "valid_loss": "8.5", "valid_num_updates": "1"}\n'
+    '... | INFO | valid | {"epoch": 2, "valid_loss": "7.5", "valid_num_updates": "2"}\n'
+)
+SIMPLE = (
+    "2026-01-01 00:00:00 | INFO | train_inner | epoch 001:     50 / 2043 loss=14.1, ppl=17000.5, num_updates=50, lr=1e-05\n"
+    "... | INFO | valid | epoch 001 | valid on 'valid' subset | loss 8.5 | ppl 362.04 | wps 0 | num_updates 60 | best_loss 8.5\n"
+    "... | INFO | train | epoch 001 | loss 9 | ppl 512 | num_updates 60 | lr 1e-05\n"
+)
+PAGE = """# Page
+
+| option | |
+|---|---|
+| a | b |
+
+| row of the recipe | | test perplexity, context 0 | numbers kept of a text |
+|---|---|---:|---:|
+| `delta_elu` | delta | 228.88 | 8,192 |
+| `softmax` | | 253.04 | 262,144, grows |
+
+| row | test perplexity | numbers kept |
+|---|---|---|
+| later | 1 | 1 |
+"""
+CONVERTED = """| row of the recipe | converted | of the softmax row's performance |
+|---|---:|---:|
+| `softmax` | 221.47 | 100.0% |
+| `decay-4` | 624.31 | 70.1% |
+| `decay-16` | 448.19 | 77.1% |
+| `decay-16-distilled` | 448.19 | 82.2% |
+| `gated_delta-4` | | |
+| `gated_delta-16` | 359.00 | 71.0% |
+"""
+MODELS = ("fast_weight_lm delta", "fast_weight_lm sru", "fast_weight_lm abc", "transformer_lm")
+REPORT = {
+    "generation": [{"context": t, "name": n, "seconds": t * 1e-6, "state_bytes": 100 * t} for n in MODELS for t in (8, 64)],
+    "training": [{"tokens": t, "name": n, "tokens_per_second": 1e5 / t} for n in MODELS for t in (8, 64)],
+}
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    texts = {
+        "capacity.txt": RESULTS,
+        "updates.txt": UPDATES,
+        "a.log": LOG,
+        "simple.log": SIMPLE,
+        "page.md": PAGE,
+        "converted.md": CONVERTED,
+    }
+    texts |= dict.fromkeys(("setting2-20-gated_delta-dpfp_--dpfp-nu_1.log", "setting2-20-fwm-tanh_.log"), LOG)
+    for name, text in (texts | {"report.json": json.dumps(REPORT)}).items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "command, words",
+    [
+        ("capacity capacity.txt --published", ["linear (ELU)", "DPFP-1", "published (hollow)"]),
+        ("updates updates.txt", ["delta, DPFP-1", "other, map"]),
+        ("curves a.log", [">a<", "evaluation loss"]),
+        ("curves json=a.log other=simple.log --log-axis --log-updates", [">json<", ">other<", "updates"]),
+        ("curves setting2-20-gated_delta-dpfp_--dpfp-nu_1.log setting2-20-fwm-tanh_.log", [">FWM, tanh<", ">gated delta, DPFP-1<"]),
+        ("generation report.json", [">delta<", ">softmax<", "ms per token", "state, MB"]),
+        ("training report.json", [">abc<", ">sru<", "tokens/s"]),
+        ("conversion converted.md", [">gated delta<", ">decay<", ">decay, distilled<", "% of softmax"]),
+        ("state page.md", ["delta elu", "softmax", "numbers kept"]),
+    ],
+)
+def test_figures(command, words, files):
+    plots.main([*command.split(), "--out", "x.svg"])
+    svg = (files / "x.svg").read_text()
+    assert all(word in svg for word in words) and "later" not in svg
+    plots.main([*command.split(), "--out", "y.svg"])
+    assert (files / "y.svg").read_text() == svg
+
+
+def test_endings(files, capsys):
+    plots.main(["capacity", "capacity.txt", "--out", "x.png", "x.pdf"])
+    assert (files / "x.png").read_bytes().startswith(b"\x89PNG") and (files / "x.pdf").read_bytes().startswith(b"%PDF")
+    assert capsys.readouterr().out.split() == ["x.png", "x.pdf"] and not list(files.glob(".*"))
+
+
+def test_logs_are_read_by_metric(files):
+    assert read_log(files / "a.log", "valid_loss") == {1: 8.5, 2: 7.5}
+    assert read_log(files / "a.log", "loss") == {1: 9.0}
+    assert read_log(files / "simple.log", "valid_ppl") == {60: 362.04}
+    assert read_log(files / "simple.log", "train_ppl") == {60: 512.0}
+    assert read_log(files / "simple.log", "ppl") == {50: 17000.5}
+
+
+def test_logs_of_retrieval_are_known():
+    names = {
+        "setting1-60-sum-elu_": ("capacity", "elu"), "setting1-100-sum-dpfp_--dpfp-nu_2": ("capacity", "dpfp2"),
+        "setting2-20-gated_delta-favor_--favor-features_64": ("updates", "gated_delta:favor64"), "train": None,
+        "setting1-60-sum-elu_--max-update_500": None,
+    }  # fmt: skip
+    assert {name: point_of_log(Path(f"out/{name}.log")) for name in names} == names
+    point, other = (f"out/setting1-{keys}-sum-elu_.log" for keys in (60, 80))
+    assert [name for name, _, _ in plots.runs([point, other])] == [Path(point).stem, Path(other).stem]
+    assert [name for name, _, _ in plots.runs([point, f"mine={other}"])] == [Path(point).stem, "mine"]
+
+
+def test_results_are_read_by_model(files):
+    assert read_results(files / "capacity.txt") == {"dpfp1": {20: 0.0008, 40: 0.2}, "elu": {20: 0.001, 40: 0.3}}
+
+
+def test_the_first_table_with_sizes_is_read(files):
+    assert read_table(files / "page.md", "numbers kept", "test perplexity") == {
+        "delta_elu": (8192, 228.88),
+        "softmax": (262144, 253.04),
+    }
+
+
+def test_results_as_a_table(files, capsys):
+    plots.main(["updates", "updates.txt", "--published", "--table"])
+    assert capsys.readouterr().out.splitlines() == [
+        "| best evaluation loss | 20 | 40 | 60 | 80 | 100 | 120 | 140 | 160 | 180 | 200 |",
+        "|---" + 10 * "|---:" + "|",
+        "| delta, DPFP-1 | 0.0002" + 9 * " | " + " |",
+        "| delta, DPFP-1, published | 0.00077 | 0.00097 | 0.0049 | 0.0063 | 8.6e-05 | 0.014 | 0.047 | 0.1 | 0.13 | 0.17 |",
+        "| other, map | 30" + 9 * " | " + " |",
+    ]
+
+
+def test_labels_are_spread_out_in_their_order():
+    assert spread_out([0.5, 0.0, 0.5, 1.0], 0.1) == pytest.approx([0.45, 0.0, 0.55, 1.0])
+    assert spread_out([0.5, 0.52, 0.61], 0.1) == pytest.approx([0.4433333, 0.5433333, 0.6433333])
+    assert spread_out([0.0, 0.01, 1.0], 0.1, low=0.0, high=1.0) == pytest.approx([0.0, 0.1, 1.0])
+
+
+def test_no_two_lines_are_alike_in_grey():
+    assert len({look(i)[1:] for i in range(12)}) == 12
+
+
+@pytest.mark.parametrize(
+    "command, message",
+    [
+        ("capacity missing.txt", "No such file or directory: 'missing.txt'"),
+        ("capacity a.log", "a.log, line 1 is '2026-01-01 "),
+        ("curves a.log --metric ppl", "a.log has no ppl; train with --log-format json or simple"),
+        ("curves capacity.txt", "capacity.txt has no valid_loss"),
+        ("generation a.log", "a.log is not what fw-bench model --json writes"),
+        ("conversion page.md", "page.md has no table with the columns row, of the softmax row's performance"),
+        ("state a.log", "a.log has no table with the columns row, numbers kept, test perplexity"),
+    ],
+)
+def test_mistakes(command, message, files):
+    with pytest.raises(SystemExit, match="fw-plot: error: ") as exit_:
+        plots.main([*command.split(), "--out", "x.svg"])
+    assert message in str(exit_.value) and not (files / "x.svg").exists()
+
+
+@pytest.mark.parametrize("out, message", [([], "--out is missing"), (["--out", "x.gif"], "--out is x.gif; it must end in .svg")])
+def test_no_file_to_write(out, message, files):
+    with pytest.raises(SystemExit, match="fw-plot: error: ") as exit_:
+        plots.main(["capacity", "capacity.txt", *out])
+    assert message in str(exit_.value)
+
+
+def test_without_matplotlib(files, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"fw-plot: error: figures need matplotlib; install fw_fairseq with the extra \[plots\]"):
+        plots.main(["capacity", "capacity.txt", "--out", "x.svg"])

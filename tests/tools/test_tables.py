@@ -1,0 +1,70 @@
+"""fw-plot tables from files to files."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+from fw_fairseq.tools.plot import __main__ as plots
+from fw_fairseq.tools.plot.published import TABLES
+
+TRAINED = (
+    "... | INFO | fw_fairseq.models.fast_weight_lm | state size: 0.1311 million numbers for a sequence\n"
+    '... | INFO | train_inner | {"epoch": 1, "num_updates": "100", "loss": "5"}\n'
+    '... | INFO | valid | {"epoch": 1, "valid_ppl": "40.5", "valid_num_updates": "100"}\n'
+    '... | INFO | valid | {"epoch": 2, "valid_ppl": "38.25", "valid_num_updates": "200"}\n'
+    '... | INFO | train | {"epoch": 2, "train_num_updates": "250"}\n... {broken\n'
+)
+EVALUATED = "... | INFO | fairseq_cli.eval_lm | Loss (base 2): 4.9000, Perplexity: {}\n"
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_measured_stands_beside_published(tmp_path, capsys):
+    write(tmp_path / "runs/small-delta/train.log", TRAINED)
+    write(tmp_path / "runs/small-delta/eval-test.log", EVALUATED.format("36.02"))
+    out = [tmp_path / "t.md", tmp_path / "t.csv"]
+    plots.main(["tables", "schlag2", str(tmp_path), "--out", *map(str, out)])
+    assert capsys.readouterr().out.split() == [str(path) for path in out]
+    head, *rows = csv.reader(out[1].open())
+    assert head[3:7] == ["valid, published", "valid, measured", "test, published", "test, measured"]
+    assert len(rows) == 10 and rows[2] == ["small", "Delta Network", "delta", "34.1", "", "35.5", "36.02", "250", "0.1311"]
+    lines = out[0].read_text().splitlines()
+    assert lines[0].startswith("Schlag et al. 2021, table 2") and lines[6] == "| " + " | ".join(rows[2]) + " |"
+    assert {line.count("|") for line in lines[2:]} == {10}
+
+
+def test_memories_tried_in_evaluation_have_their_own_state_size(tmp_path, capsys):
+    run = tmp_path / "runs/medium-transformer_xl_stream"
+    write(run / "train.log", TRAINED)
+    write(run / "eval-test-memory127.log", "state size: 1.049 million numbers for a sequence\n" + EVALUATED.format("30.2"))
+    plots.main(["tables", "schlag4", str(tmp_path)])
+    assert "| Transformer-XL | 1.05 | 29.3 |  | 30.1 | 30.2 | 250 | 1.049 |\n" in capsys.readouterr().out
+
+
+def test_the_best_of_validation(tmp_path, capsys):
+    write(tmp_path / "decay-16-phi/train.log", TRAINED)
+    plots.main(["tables", "mao2", str(tmp_path)])
+    assert "| Decay | 16 | 16.1 | 38.25 | 250 | 0.1311 |\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_each_row_fits_its_table(name):
+    table = TABLES[name]
+    for row in table.rows:
+        assert len(row.labels) == len(table.labels) and len(row.published) == len(table.columns)
+    assert len({row.labels for row in table.rows}) == len({row.run for row in table.rows}) == len(table.rows)
+
+
+def test_mistakes(tmp_path):
+    with pytest.raises(
+        SystemExit, match=r"has no finished run of this table; none of its files is there, such as .*eval/decay-64-480\.log"
+    ):
+        plots.main(["tables", "mao3", str(tmp_path)])
+    write(tmp_path / "eval/decay-64-0.log", EVALUATED.format("21.0"))
+    with pytest.raises(SystemExit, match=r"t\.txt; it must end in \.md or \.csv"):
+        plots.main(["tables", "mao3", str(tmp_path), "--out", "t.txt"])
