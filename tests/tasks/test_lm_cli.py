@@ -230,7 +230,6 @@ def hydra(data, *args):  # noqa: F811
         "model.decoder_layers=2",
         "lr_scheduler.warmup_updates=0",
         "common.log_interval=1",
-        "dataset.num_workers=0",
     ]
     given = [f"common.user_dir={ROOT / 'fw_fairseq'}", f"task.data={data}", *small]
     return fairseq("hydra_train", *config, *sweep, *given, *overrides, cwd=data.parent)

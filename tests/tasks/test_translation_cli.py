@@ -16,7 +16,7 @@ from support.commands import ROOT, USER_DIR, fairseq, run, succeed
 SIZES = "--encoder-layers 2 --decoder-layers 2 --encoder-attention-heads 4 --decoder-attention-heads 4"
 WIDTHS = "--encoder-embed-dim 32 --decoder-embed-dim 32 --encoder-ffn-embed-dim 64 --decoder-ffn-embed-dim 64 --dropout 0"
 TRAIN = (
-    f"{SIZES} {WIDTHS} --cpu --num-workers 0 --max-tokens 400 --update-freq 1 --lr 0.01 --warmup-updates 10 --clip-norm 1"
+    f"{SIZES} {WIDTHS} --cpu --max-tokens 400 --update-freq 1 --lr 0.01 --warmup-updates 10 --clip-norm 1"
     " --log-format json --log-interval 1"
 )
 GENERATE = [*USER_DIR, "--gen-subset", "test", "--batch-size", 16, "--remove-bpe"]
@@ -100,7 +100,7 @@ def test_recipe_trains_and_learns(trained):
 
 def test_recipe_evaluates(trained):
     out, _ = trained
-    row = succeed(recipe("eval", "--cpu", "--num-workers", 0, OUT=out)).splitlines()[0]
+    row = succeed(recipe("eval", "--cpu", OUT=out)).splitlines()[0]
     name, detokenised, split, speed = row.strip("| ").split(" | ")
     assert name == "dpfp2" and 0 <= float(detokenised) <= 100 and 0 <= float(split) <= 100 and float(speed) > 0
     text = (out / "runs/dpfp2/test.de").read_text().splitlines()
