@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# After a change of constraints.txt or pyproject.toml: the hashes of the versions in constraints.txt, and the oldest versions.
+# After a change of constraints.txt, nvidia.txt or pyproject.toml: the hashes of the versions in the first two, and the oldest versions.
 #   Needs     uv
 #   requirements/renew.sh
 # build.txt   what builds packages, with hashes
-# test.txt    everything else in constraints.txt, with hashes; all but torch, which is another file for a CPU and for each CUDA
+# test.txt    everything else in constraints.txt, and nvidia.txt, with hashes; all but torch, which is another file for a CPU and for
+#             each CUDA
 # oldest.txt  the least that pyproject.toml allows of what it names, the newest of the rest
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -15,5 +16,5 @@ compile() { # OUTPUT ARGUMENT...
 
 hashed=(--no-deps --universal --python-version 3.11 --generate-hashes)
 compile requirements/build.txt "${hashed[@]}" - < <(grep '^setuptools==' constraints.txt)
-compile requirements/test.txt "${hashed[@]}" --no-emit-package torch --no-emit-package setuptools constraints.txt
+compile requirements/test.txt "${hashed[@]}" --no-emit-package torch --no-emit-package setuptools constraints.txt requirements/nvidia.txt
 compile requirements/oldest.txt --resolution lowest-direct --python-version 3.12 --extra test pyproject.toml

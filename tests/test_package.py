@@ -108,7 +108,8 @@ def test_sdist_installs_and_runs(tmp_path):
 
 def test_every_pinned_version_has_hashes():
     """All but torch, which is another file for a CPU and for each CUDA; ``requirements/renew.sh`` writes them."""
-    pinned = re.findall(r"^(\S+==\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    sources = [ROOT / "constraints.txt", ROOT / "requirements" / "nvidia.txt"]
+    pinned = re.findall(r"^(\S+==\S+)$", "".join(path.read_text() for path in sources), re.MULTILINE)
     entries = [x for name in ("build", "test") for x in re.split(r"\n(?=\w)", (ROOT / "requirements" / f"{name}.txt").read_text())]
     hashed = {entry.split()[0] for entry in entries if re.search(r"--hash=sha256:[0-9a-f]{64}", entry)}
     unhashed = {normal(pin) for pin in pinned} ^ {normal(pin) for pin in hashed}

@@ -7,9 +7,10 @@
 # usage:    [OUT=folder] [SPLIT=valid] recipes/additive/eval.sh ROW         prints | row | split | perplexity of a piece | bits per character |
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+source recipes/prepared.sh
 
 row=${1:?ROW is missing; it must be windowed, additive, softmax or leap}
-out=${OUT:-outputs/additive}
+out=$(output_folder additive)
 bin=${BIN:-.venv/bin}
 split=${SPLIT:-valid}
 checkpoint=${SAVE:-$out/runs/$row}/checkpoint_best.pt

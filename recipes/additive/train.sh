@@ -13,14 +13,15 @@
 # Published with a T5 vocabulary; the number of updates is not published.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+source recipes/prepared.sh
 
 row=${1:?ROW is missing; it must be windowed, additive, softmax or leap}
 shift
-out=${OUT:-outputs/additive}
+out=$(output_folder additive)
 bin=${BIN:-.venv/bin}
 launch=${LAUNCH:-$bin/fairseq-train}
 length=2048 batch=${BATCH:-2} updates=${UPDATES:-10000}
-[ -d "$out/bin" ] || { echo "train.sh: $out/bin is missing; run recipes/additive/prepare.sh with the same OUT first" >&2; exit 1; }
+[ -d "$out/bin" ] || { echo "train.sh: $out/bin is missing; run recipes/additive/prepare.sh with the same OUT and TOY first" >&2; exit 1; }
 
 case $row in
     windowed) model=() ;;

@@ -15,6 +15,10 @@ TEXT_URL=${TEXT_URL:-https://wikitext.smerity.com/wikitext-103-v1.zip}
 TEXT_SHA256=${TEXT_SHA256:-242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590}
 MODEL_URL=${MODEL_URL:-https://dl.fbaipublicfiles.com/fairseq/models/lm/adaptive_lm_wiki103.v2.tar.bz2}
 MODEL_SHA256=${MODEL_SHA256:-}
+options=("TOY=$TOY")
+[ -n "$TOY" ] || options+=("DATA=$(absolute "${DATA:-}")" "CHECKPOINT=$(absolute "${CHECKPOINT:-}")" "DICT=$(absolute "${DICT:-}")")
+there=
+if prepared "$OUT/data" "${options[@]}"; then there=1; fi
 mkdir -p "$OUT"
 
 if [ -n "$TOY" ]; then
@@ -38,9 +42,12 @@ if [ -z "${CHECKPOINT:-}" ]; then
 fi
 DICT=${DICT-$(dirname "$CHECKPOINT")/dict.txt}
 
-if [ ! -f "$OUT/data/test.idx" ]; then
-    fairseq preprocess --only-source ${DICT:+--srcdict "$DICT"} --destdir "$OUT/data" --workers "${WORKERS:-1}" \
+if [ -z "$there" ]; then
+    rm -rf "$OUT/data.part"
+    fairseq preprocess --only-source ${DICT:+--srcdict "$DICT"} --destdir "$OUT/data.part" --workers "${WORKERS:-1}" \
         --trainpref "$DATA/wiki.train.tokens" --validpref "$DATA/wiki.valid.tokens" --testpref "$DATA/wiki.test.tokens"
+    record "$OUT/data" "${options[@]}"
+    mv "$OUT/data.part" "$OUT/data"
 fi
 if [ -n "$TOY" ] && [ ! -f "$CHECKPOINT" ]; then
     fairseq train "$OUT/data" --task language_modeling --arch transformer_lm_wiki103 "${shape[@]}" "${machine[@]}" \

@@ -1,9 +1,11 @@
-# Sourced by the four scripts: what they share. TOY=1 puts a few sentences and a tiny model through the same commands on a CPU.
+# Sourced by the four scripts: what they share. TOY=1 puts a few sentences and a tiny model through the same commands on a CPU,
+# in a folder that ends in _toy.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source recipes/prepared.sh
 
 TOY=${TOY:-}
-OUT=${OUT:-outputs/baevski_auli${TOY:+_toy}}
+OUT=$(output_folder baevski_auli)
 RULE=${RULE:-decay}                 # of fw-convert --rule, or abc or linformer, which are not converted
 M=${M:-${TOY:+4}}                   # width of queries and keys per head; 32 and 64 in the paper's table 3
 M=${M:-32}

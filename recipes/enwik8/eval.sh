@@ -10,9 +10,10 @@
 # SRUPP_MEMORY: how many bytes before it each byte sees in the attention of srupp and srupp5; 512 as in training if not given.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+source recipes/prepared.sh
 
 row=${1:?ROW is missing; it must be srupp, srupp5 or delta}
-out=${OUT:-outputs/enwik8}
+out=$(output_folder enwik8)
 bin=${BIN:-.venv/bin}
 split=${SPLIT:-test}
 checkpoint=${SAVE:-$out/runs/$row}/checkpoint_best.pt

@@ -6,21 +6,23 @@
 # Time:     not run on the whole text here
 # Expect:   OUT/bin with a dictionary of 208 entries: 204 bytes that occur beside the new line, and fairseq's 4
 # usage:    [DATA=file] [OUT=folder] [SHA256=sum of the text] recipes/enwik8/prepare.sh      finished files stay: run it again to go on
-#           TOY=1 recipes/enwik8/prepare.sh          the text of recipes/demo instead, to try all of this in a minute
+#           TOY=1 recipes/enwik8/prepare.sh          the text of recipes/demo instead, to try all of this in a minute; OUT then ends in _toy
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source recipes/download.sh
+source recipes/prepared.sh
 
-out=${OUT:-outputs/enwik8}
+out=$(output_folder enwik8)
 bin=${BIN:-.venv/bin}
 data=${DATA:-}
 url=https://mattmahoney.net/dc/enwik8.zip
 size=100000000
 
-mkdir -p "$out"
-if [ -d "$out/bin" ]; then
+options=("TOY=${TOY:-}" "DATA=$(absolute "$data")" "SHA256=${SHA256:-}")
+if prepared "$out/bin" "${options[@]}"; then
     exit 0
 fi
+mkdir -p "$out"
 if [ -z "$data" ]; then
     data=$out/enwik8
     if [ -n "${TOY:-}" ]; then
@@ -44,4 +46,5 @@ rm -rf "$out/bin.part"
 "$bin/fairseq-preprocess" --only-source --workers "${WORKERS:-$(nproc)}" --destdir "$out/bin.part" \
     --trainpref "$out/bytes/train.txt" --validpref "$out/bytes/valid.txt" --testpref "$out/bytes/test.txt" >"$out/preprocess.log" 2>&1 ||
     { tail -n 3 "$out/preprocess.log" >&2; exit 1; }
+record "$out/bin" "${options[@]}"
 mv "$out/bin.part" "$out/bin"

@@ -14,14 +14,15 @@
 # trains on segments of 1024, 4 of them on each of 8 GPUs (LENGTH=1024 BATCH=4), with RAdam where this has Adam.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+source recipes/prepared.sh
 
 row=${1:?ROW is missing; it must be srupp, srupp5 or delta}
 shift
-out=${OUT:-outputs/enwik8}
+out=$(output_folder enwik8)
 bin=${BIN:-.venv/bin}
 launch=${LAUNCH:-$bin/fairseq-train}
 length=${LENGTH:-512} batch=${BATCH:-8} updates=400000 warmup=16000
-[ -d "$out/bin" ] || { echo "train.sh: $out/bin is missing; run recipes/enwik8/prepare.sh with the same OUT first" >&2; exit 1; }
+[ -d "$out/bin" ] || { echo "train.sh: $out/bin is missing; run recipes/enwik8/prepare.sh with the same OUT and TOY first" >&2; exit 1; }
 
 case $row in
     srupp) model=(--arch srupp_lm_enwik8_base --share-decoder-input-output-embed) ;;

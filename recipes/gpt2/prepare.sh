@@ -12,6 +12,10 @@ source "$(dirname "$0")/settings.sh"
 source recipes/download.sh
 
 MODEL_URL=${MODEL_URL:-https://huggingface.co/openai-community/gpt2/resolve/main}
+options=("TOY=$TOY")
+[ -n "$TOY" ] || options+=("DATA=$(absolute "${DATA:-}")" "MODEL=$(absolute "${MODEL:-}")")
+there=
+if prepared "$OUT/data" "${options[@]}"; then there=1; fi
 mkdir -p "$OUT"
 if [ -n "$TOY" ]; then
     DATA=$OUT/text MODEL=$OUT/toy
@@ -29,13 +33,13 @@ if [ -z "${MODEL:-}" ]; then
     done
 fi
 ln -sfn "$(realpath "$MODEL")" "$OUT/pretrained"
-[ -f "$OUT/dictionary/dict.txt" ] ||
+if [ -z "$there" ]; then
     "$PYTHON" -m fw_fairseq.tools.convert "$MODEL" "$OUT/dictionary/softmax.pt" --rule softmax --force >"$OUT/convert.log"
-if [ ! -d "$OUT/data" ]; then
     "$PYTHON" recipes/gpt2/encode.py "$MODEL" "$DATA" "$OUT/tokens"
     rm -rf "$OUT/data.part"
     fairseq preprocess --only-source --srcdict "$OUT/dictionary/dict.txt" --destdir "$OUT/data.part" --workers "${WORKERS:-1}" \
         --trainpref "$OUT/tokens/train" --validpref "$OUT/tokens/valid" --testpref "$OUT/tokens/test"
+    record "$OUT/data" "${options[@]}"
     mv "$OUT/data.part" "$OUT/data"
 fi
 echo "$OUT/data and $OUT/pretrained are ready"

@@ -1,9 +1,11 @@
-# Sourced by the four scripts: what they share. TOY=1 puts a few sentences and a tiny GPT-2 through the same commands on a CPU.
+# Sourced by the four scripts: what they share. TOY=1 puts a few sentences and a tiny GPT-2 through the same commands on a CPU,
+# in a folder that ends in _toy.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source recipes/prepared.sh
 
 TOY=${TOY:-}
-OUT=${OUT:-outputs/gpt2${TOY:+_toy}}
+OUT=$(output_folder gpt2)
 RULE=${RULE:-decay}          # sum, gated, delta, decay, gated_delta; softmax: GPT-2 itself; local_attention: a window of 32 tokens
 M=${M:-16}                   # width of queries and keys per head: 4, 16 and 32 in the paper
 VARIANT=${VARIANT:-phi}      # table 1: baseline, norm (without attention norm), phi (without feature map, too)

@@ -12,9 +12,10 @@
 # the run's folder, where fw-plot tables schlag2 OUT (to schlag5) collects it.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+source recipes/prepared.sh
 
 size=${1:?SIZE must be small, medium or base} row=${2:?ROW is missing; the head of train.sh lists them}
-out=${OUT:-outputs/wikitext103}
+out=$(output_folder wikitext103)
 bin=${BIN:-.venv/bin}
 split=${SPLIT:-test}
 checkpoint=${SAVE:-$out/runs/$size-$row}/checkpoint_best.pt

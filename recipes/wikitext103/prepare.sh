@@ -6,23 +6,25 @@
 # Time:     not run on the whole text here
 # Expect:   OUT/bin with a dictionary of 267,744 entries
 # usage:    [DATA=folder] [OUT=folder] [DICT=dict.txt] recipes/wikitext103/prepare.sh      finished files stay: run it again to go on
-#           TOY=1 recipes/wikitext103/prepare.sh          the text of recipes/demo instead, to try all of this in a minute
+#           TOY=1 recipes/wikitext103/prepare.sh          the text of recipes/demo instead, to try all of this in a minute; OUT then ends in _toy
 #
 # DICT: a dictionary to keep to, that of a pretrained model.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source recipes/download.sh
+source recipes/prepared.sh
 
-out=${OUT:-outputs/wikitext103}
+out=$(output_folder wikitext103)
 bin=${BIN:-.venv/bin}
 data=${DATA:-}
 url=https://wikitext.smerity.com/wikitext-103-v1.zip
 sum=242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590
 
-mkdir -p "$out"
-if [ -d "$out/bin" ]; then
+made_with=("TOY=${TOY:-}" "DATA=$(absolute "$data")" "DICT=$(absolute "${DICT:-}")")
+if prepared "$out/bin" "${made_with[@]}"; then
     exit 0
 fi
+mkdir -p "$out"
 if [ -z "$data" ]; then
     data=$out/text
     if [ -n "${TOY:-}" ]; then
@@ -47,4 +49,5 @@ done
 rm -rf "$out/bin.part"
 "$bin/fairseq-preprocess" "${options[@]}" --destdir "$out/bin.part" >"$out/preprocess.log" 2>&1 ||
     { tail -n 3 "$out/preprocess.log" >&2; exit 1; }
+record "$out/bin" "${made_with[@]}"
 mv "$out/bin.part" "$out/bin"

@@ -25,14 +25,15 @@
 # the schedule: cosine, here.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+source recipes/prepared.sh
 
 size=${1:?SIZE must be small, medium or base} row=${2:?ROW is missing; the head of this file lists them}
 shift 2
-out=${OUT:-outputs/wikitext103}
+out=$(output_folder wikitext103)
 save=${SAVE:-$out/runs/$size-$row}
 bin=${BIN:-.venv/bin}
 launch=${LAUNCH:-$bin/fairseq-train}
-[ -d "$out/bin" ] || { echo "train.sh: $out/bin is missing; run recipes/wikitext103/prepare.sh with the same OUT first" >&2; exit 1; }
+[ -d "$out/bin" ] || { echo "train.sh: $out/bin is missing; run recipes/wikitext103/prepare.sh with the same OUT and TOY first" >&2; exit 1; }
 
 case $size in
     small) length=256 batch=${BATCH:-96} updates=500000 features=8 ;;

@@ -5,7 +5,7 @@
 # Hardware: one CPU core, 1 GB; on a busy one half an hour for the start, 2 to 4 minutes for each row
 # Expect:   the table in docs/results/conversion.md.
 # usage:    DATA=folder [OUT=folder] [START_UPDATES=1600] [UPDATES=60] [ROWS="softmax decay-16"] recipes/wikitext2/conversion.sh
-#           TOY=1 recipes/wikitext2/conversion.sh         a tiny model on the text of recipes/demo
+#           TOY=1 recipes/wikitext2/conversion.sh         a tiny model on the text of recipes/demo; OUT then ends in _toy
 #
 # Rows are softmax, the same fine-tune of the model as it is, and RULE-M: M is the width of queries and keys per head. RULE-M-distilled
 # learns from the Transformer in the same number of updates: half of them match its layers, training what is new alone, half its words.
@@ -13,8 +13,9 @@
 # without context.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+source recipes/prepared.sh
 
-out=${OUT:-outputs/wikitext2_conversion}
+out=$(output_folder wikitext2_conversion)
 start_updates=${START_UPDATES:-1600} updates=${UPDATES:-60} lines=${TEST_LINES:-600} machine=()
 rules=(decay gated delta sum gated_delta)
 rows=${ROWS:-softmax ${rules[*]/%/-16} decay-16-distilled ${rules[*]/%/-32} ${rules[*]/%/-4}}
@@ -59,11 +60,13 @@ perplexity() { # CHECKPOINT: kept in a file beside it
     cat "$1.perplexity"
 }
 
+made_with=("TOY=${TOY:-}" "DATA=$(absolute "$data")" "TEST_LINES=$lines")
 mkdir -p "$out/text"
-if [ ! -d "$out/data" ]; then
+if ! prepared "$out/data" "${made_with[@]}"; then
     head -n "$lines" "$data/test.txt" >"$out/text/test.txt"
     run "$out/preprocess.log" "$bin/fairseq-preprocess" --only-source --destdir "$out/data.part" --workers 1 \
         --trainpref "$data/train.txt" --validpref "$data/valid.txt" --testpref "$out/text/test.txt"
+    record "$out/data" "${made_with[@]}"
     mv "$out/data.part" "$out/data"
 fi
 start=$out/start-$start_updates

@@ -12,6 +12,7 @@
 # several seeds perplexities are mean and standard deviation.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+source recipes/prepared.sh
 
 data=${DATA:?DATA must be the folder with train.txt, valid.txt and test.txt of WikiText-2}
 out=${OUT:-outputs/wikitext2}
@@ -41,9 +42,13 @@ model=(--arch fast_weight_lm --decoder-layers 4 --decoder-embed-dim 128 --decode
     --criterion adaptive_loss --ddp-backend legacy_ddp --tokens-per-sample 256)
 
 mkdir -p "$out"
-if [ ! -f "$out/data/test.bin" ]; then
-    "$bin/fairseq-preprocess" --only-source --destdir "$out/data" --workers 2 \
-        --trainpref "$data/train.txt" --validpref "$data/valid.txt" --testpref "$data/test.txt" >"$out/preprocess.log" 2>&1
+if ! prepared "$out/data" "DATA=$(absolute "$data")"; then
+    rm -rf "$out/data.part"
+    "$bin/fairseq-preprocess" --only-source --destdir "$out/data.part" --workers 2 \
+        --trainpref "$data/train.txt" --validpref "$data/valid.txt" --testpref "$data/test.txt" >"$out/preprocess.log" 2>&1 ||
+        { tail -n 3 "$out/preprocess.log" >&2; exit 1; }
+    record "$out/data" "DATA=$(absolute "$data")"
+    mv "$out/data.part" "$out/data"
 fi
 
 if [ -n "${SPEED:-}" ]; then

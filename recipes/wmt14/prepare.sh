@@ -12,6 +12,7 @@
 # Needs the extra `translation` (sacremoses, subword-nmt).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+source recipes/prepared.sh
 
 out=${OUT:-outputs/wmt14}
 source=${SOURCE:-en}
@@ -66,18 +67,26 @@ pairs() { # SIDE: the training sentences that are not empty, not too long, and n
             '{m = split($1, a, " "); n = split($2, b, " ")} m && n && m <= most && n <= most && m <= 1.5 * n && n <= 1.5 * m {print $side}'
 }
 
+options=("SOURCE=$source" "TARGET=$target" "DATA=$(absolute "$data")" "TRAIN=$train" "VALID=$valid" "TEST=$test")
+options+=("BPE=$merges" "LOWERCASE=$lowercase" "LONGEST=$longest")
+prepared "$out/raw" "${options[@]}" || true # what was made of it stays, file by file
 if [ -z "$data" ]; then
     [ "$source-$target" = en-de ] || fail "only en-de is downloaded; for $source-$target set DATA to a folder with its text"
     download https://www.statmt.org/wmt13/training-parallel-europarl-v7.tgz 0224c7c710c8a063dfd893b0cc0830202d61f4c75c17eb8e31836103d27d96e7
     download https://www.statmt.org/wmt13/training-parallel-commoncrawl.tgz c7a74e2ea01ac6c920123108627e35278d4ccb5701e15428ffa34de86fa3a9e5
     download https://www.statmt.org/wmt14/training-parallel-nc-v9.tgz cb8953f292298e6877ae433c98912b927cb0766b303f4540512ddd286c748485
 fi
+if [ -n "$data" ]; then
+    for file in "$data"/{"$train","$valid","$test"}.{"$source","$target"}; do
+        [ -f "$file" ] || fail "$file is missing; DATA must have {$train,$valid,$test}.{$source,$target} (TRAIN, VALID and TEST rename them)"
+    done
+fi
+mkdir -p "$out"
+[ -d "$out/raw" ] || record "$out/raw" "${options[@]}"
 for language in "$source" "$target"; do
     if [ -n "$data" ]; then
         for split in train valid test; do
-            file=$data/${!split}.$language
-            [ -f "$file" ] || fail "$file is missing; DATA must have {$train,$valid,$test}.{$source,$target} (TRAIN, VALID and TEST rename them)"
-            make "$out/raw/$split.$language" cat "$file"
+            make "$out/raw/$split.$language" cat "$data/${!split}.$language"
         done
     else
         make "$out/raw/train.$language" corpus "$language"
@@ -110,4 +119,6 @@ if [ ! -d "$out/bin" ]; then
         --trainpref "$out/bpe/train" --validpref "$out/bpe/valid" --testpref "$out/bpe/test" --destdir "$out/bin.part" >"$out/preprocess.log" 2>&1 ||
         { tail -n 3 "$out/preprocess.log" >&2; exit 1; }
     mv "$out/bin.part" "$out/bin"
+else
+    echo "$out/bin is there" >&2
 fi

@@ -28,14 +28,15 @@ def recipe(name: str, out, *args, **environment):
 
 def test_conversion_on_wikitext2(tmp_path):
     """Start, warm start and fine-tune; a second call only prints."""
-    printed = succeed(recipe("wikitext2/conversion.sh", tmp_path, ROWS="delta-4-distilled"))
+    out = tmp_path / "out_toy"
+    printed = succeed(recipe("wikitext2/conversion.sh", out, ROWS="delta-4-distilled"))
     [row] = [line for line in printed.splitlines() if line.startswith("| delta-4-distilled | ")]
     assert all(50 < value < 5000 for value in perplexities(row)) and len(perplexities(row)) == 2
-    [log] = [path.read_text() for path in tmp_path.glob("start-8-delta-4-distilled-8/warm.log")]
+    [log] = [path.read_text() for path in out.glob("start-8-delta-4-distilled-8/warm.log")]
     assert '"train_distil_match"' in log and '"train_num_updates": "4"' in log
-    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.pt")}
-    assert row in succeed(recipe("wikitext2/conversion.sh", tmp_path, ROWS="delta-4-distilled"))
-    assert stamps == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.pt")}
+    stamps = {path: path.stat().st_mtime_ns for path in out.rglob("*.pt")}
+    assert row in succeed(recipe("wikitext2/conversion.sh", out, ROWS="delta-4-distilled"))
+    assert stamps == {path: path.stat().st_mtime_ns for path in out.rglob("*.pt")}
 
 
 def test_table_of_several_seeds(tmp_path):
@@ -56,15 +57,16 @@ def test_table_of_several_seeds(tmp_path):
 
 def test_gpt2(tmp_path):
     """The four scripts as they are."""
+    out = tmp_path / "out_toy"
     variables = {"PYTHON": sys.executable, "RULE": "delta", "M": "4", "VARIANT": "norm"}
     for script in ("prepare", "convert", "finetune", "eval"):
-        printed = succeed(recipe(f"gpt2/{script}.sh", tmp_path, **variables))
+        printed = succeed(recipe(f"gpt2/{script}.sh", out, **variables))
     assert 100 < float(re.fullmatch(r"delta-4-norm, valid, context 0: ([\d.]+)", printed.splitlines()[-1])[1]) < 1000
-    plots.main(["tables", "mao1", str(tmp_path), "--out", str(tmp_path / "table.csv")])
-    [row] = [line for line in (tmp_path / "table.csv").read_text().splitlines() if line.startswith("Delta,norm,20.1,")]
+    plots.main(["tables", "mao1", str(out), "--out", str(out / "table.csv")])
+    [row] = [line for line in (out / "table.csv").read_text().splitlines() if line.startswith("Delta,norm,20.1,")]
     updates, state = row.split(",")[4:]
     assert (updates, float(state)) == ("6", 2 * 4 * 4 * 8 / 1e6)
-    options = torch.load(tmp_path / "delta-4-norm" / "checkpoint_last.pt", weights_only=True)["cfg"]
+    options = torch.load(out / "delta-4-norm" / "checkpoint_last.pt", weights_only=True)["cfg"]
     assert (options["lr_scheduler"]["_name"], options["optimization"]["clip_norm"], options["optimization"]["lr"]) == (
         "cosine",
         1.0,
@@ -97,7 +99,7 @@ def perplexities(row: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def wikitext(tmp_path_factory):
-    out = tmp_path_factory.mktemp("wikitext103")
+    out = tmp_path_factory.mktemp("recipes") / "wikitext103_toy"
     succeed(recipe("wikitext103/prepare.sh", out))
     return out
 
@@ -134,20 +136,21 @@ def test_srupp_on_wikitext103(wikitext):
 
 def test_enwik8(tmp_path):
     """Bytes and nothing but bytes, in order; bits per character."""
-    succeed(recipe("enwik8/prepare.sh", tmp_path))
-    texts = [(tmp_path / "bytes" / f"{split}.txt").read_text() for split in ("train", "valid", "test")]
+    out = tmp_path / "out_toy"
+    succeed(recipe("enwik8/prepare.sh", out))
+    texts = [(out / "bytes" / f"{split}.txt").read_text() for split in ("train", "valid", "test")]
     restored = b"\n".join(bytes(map(int, line.split())) for line in texts[0].split("\n"))
-    original = (tmp_path / "enwik8").read_bytes()
+    original = (out / "enwik8").read_bytes()
     assert len(original) == 20000 and original[:18000].removesuffix(b"\n") + b"\n" == restored
-    succeed(recipe("enwik8/train.sh", tmp_path, "srupp", "--lr", 0.01))
-    printed = succeed(recipe("enwik8/eval.sh", tmp_path, "srupp", SRUPP_MEMORY="70")).splitlines()[-1]
+    succeed(recipe("enwik8/train.sh", out, "srupp", "--lr", 0.01))
+    printed = succeed(recipe("enwik8/eval.sh", out, "srupp", SRUPP_MEMORY="70")).splitlines()[-1]
     assert printed.startswith("| srupp, memory 70 | test | ") and 3 < perplexities(printed)[0] < 8
-    assert "ROW is gru; it must be" in recipe("enwik8/train.sh", tmp_path, "gru").stderr
+    assert "ROW is gru; it must be" in recipe("enwik8/train.sh", out, "gru").stderr
 
 
 def test_enwik8_of_a_wrong_file(tmp_path):
     (tmp_path / "text").write_bytes(b"short\n" * 20)
-    done = recipe("enwik8/prepare.sh", tmp_path / "out", DATA=str(tmp_path / "text"), SHA256="0" * 64)
+    done = recipe("enwik8/prepare.sh", tmp_path / "out", DATA=str(tmp_path / "text"), SHA256="0" * 64, TOY="")
     assert done.returncode and "has another checksum than SHA256" in done.stderr and not (tmp_path / "out" / "bin").exists()
 
 
@@ -178,17 +181,80 @@ def test_download(tmp_path):
 
 def test_additive(tmp_path):
     """Pieces of a vocabulary trained on the text; perplexity and bits per character, which is less than a byte's 8."""
-    succeed(recipe("additive/prepare.sh", tmp_path))
-    pieces = (tmp_path / "pieces" / "valid.txt").read_text().splitlines()
-    text = (tmp_path / "text" / "valid.txt").read_text().splitlines()
+    out = tmp_path / "out_toy"
+    succeed(recipe("additive/prepare.sh", out))
+    pieces = (out / "pieces" / "valid.txt").read_text().splitlines()
+    text = (out / "text" / "valid.txt").read_text().splitlines()
     assert "".join(pieces[0].split()).replace("▁", " ").strip() == text[0] and len(pieces) == len(text)
-    succeed(recipe("additive/train.sh", tmp_path, "windowed", "--max-update", 10))
-    printed = succeed(recipe("additive/eval.sh", tmp_path, "windowed")).splitlines()[-1]
+    succeed(recipe("additive/train.sh", out, "windowed", "--max-update", 10))
+    printed = succeed(recipe("additive/eval.sh", out, "windowed")).splitlines()[-1]
     perplexity, bits = perplexities(printed)
     assert printed.startswith("| windowed | valid | ") and 20 < perplexity < 700 and 1 < bits < 8
 
 
 def test_missing_text(tmp_path):
-    done = recipe("wikitext103/prepare.sh", tmp_path / "out", DATA=str(tmp_path))
+    done = recipe("wikitext103/prepare.sh", tmp_path / "out", DATA=str(tmp_path), TOY="")
     assert done.returncode != 0 and "has neither train.txt nor wiki.train.tokens" in done.stderr
     assert not (tmp_path / "out" / "bin").exists()
+
+
+TOYS = sorted(path.parent.name for path in ROOT.glob("recipes/*/prepare.sh") if "TOY=1" in path.read_text())
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_toy_data_are_never_taken_for_real_data(name, tmp_path):
+    """One OUT for both: the real recipe finds nothing of the toy's, and does not take its folder."""
+    script, out, missing = f"{name}/prepare.sh", tmp_path / "out", str(tmp_path / "missing")
+    variables = {"PYTHON": sys.executable, "WORKERS": "1"}
+    succeed(recipe(script, out, **variables))
+    assert not out.exists()
+    [binarised] = [path.parent for path in (tmp_path / "out_toy").rglob("train.bin")]
+    again = succeed(recipe(script, out, **variables))
+    assert f"{binarised} is there and was made with these options" in again.splitlines()
+    real = variables | {"TOY": "", "DATA": missing, "CHECKPOINT": missing, "MODEL": missing}
+    assert recipe(script, out, **real).returncode != 0
+    assert not list(tmp_path.glob("out/*/train.bin"))
+    refused = recipe(script, f"{out}_toy/", **real)
+    assert refused.returncode != 0 and f"OUT is {out}_toy; only the folders of TOY=1 end in _toy" in refused.stderr
+
+
+@pytest.mark.parametrize("name", ["additive/train.sh", "enwik8/train.sh", "wikitext103/train.sh"])
+def test_training_without_toy_does_not_read_toy_data(name, tmp_path):
+    (tmp_path / "out_toy" / "bin").mkdir(parents=True)
+    row = ["small", "delta"] if name.startswith("wikitext103") else ["windowed" if name.startswith("additive") else "delta"]
+    done = recipe(name, tmp_path / "out", *row, TOY="")
+    assert done.returncode == 1 and f"{tmp_path / 'out' / 'bin'} is missing" in done.stderr
+
+
+def test_other_options_than_the_data_were_made_with(tmp_path):
+    """The same again is told, other text or another dictionary refused, and so are data that nobody knows the options of."""
+    out, texts = tmp_path / "out", {name: tmp_path / name for name in ("one", "two")}
+    for name, folder in texts.items():
+        folder.mkdir()
+        for split in ("train", "valid", "test"):
+            (folder / f"{split}.txt").write_text(f"a text {name}\n" * 9)
+
+    def prepare(**variables):
+        return recipe("wikitext103/prepare.sh", out, TOY="", WORKERS="1", **variables)
+
+    succeed(prepare(DATA=str(texts["one"])))
+    made = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    assert succeed(prepare(DATA=f"{texts['two']}/../one/")) == f"{out}/bin is there and was made with these options\n"
+    for variables in ({"DATA": str(texts["two"])}, {"DATA": str(texts["one"]), "DICT": "dict.txt"}, {}):
+        done = prepare(**variables)
+        assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+        assert done.stderr.startswith(f"prepare.sh: {out}/bin was made with TOY= DATA={texts['one']} DICT=, not with TOY= DATA=")
+    assert made == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    (out / "bin.options").unlink()
+    assert f"{out}/bin was made with unknown options" in prepare(DATA=str(texts["one"])).stderr
+
+
+def test_a_killed_preparation_starts_again_with_other_options(tmp_path):
+    """Only data that are there hold one to their options."""
+    text, out = tmp_path / "text", tmp_path / "out"
+    text.write_bytes(b"some bytes\n" * 400)
+    out.mkdir()
+    (out / "bin.options").write_text("TOY=\nDATA=elsewhere\nSHA256=\n")
+    (out / "bin.part").mkdir()
+    succeed(recipe("enwik8/prepare.sh", out, TOY="", DATA=str(text), WORKERS="1"))
+    assert (out / "bin.options").read_text() == f"TOY=\nDATA={text}\nSHA256=\n" and (out / "bin" / "train.bin").is_file()

@@ -85,9 +85,18 @@ def test_preparing_again_goes_on_where_files_are_missing(prepared):
     text = missing.read_text()
     missing.unlink()
     printed = succeed(recipe("prepare", DATA=prepared / "data", OUT=out, VALID="dev", BPE=60))
-    assert printed.splitlines() == [str(missing)]
+    assert printed.splitlines() == [f"{out}/raw is there and was made with these options", str(missing), f"{out}/bin is there"]
     assert missing.read_text() == text
     assert all(path.stat().st_mtime_ns == time for path, time in before.items() if path != missing)
+
+
+def test_preparing_with_other_options_is_refused(prepared):
+    out = prepared / "out"
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if "runs" not in path.parts}
+    for changed in ({"BPE": 61}, {"DATA": out / "raw"}):
+        message = last_line(recipe("prepare", **{"DATA": prepared / "data", "OUT": out, "VALID": "dev", "BPE": 60} | changed))
+        assert message.startswith(f"prepare.sh: {out}/raw was made with SOURCE=en TARGET=de DATA={prepared / 'data'} ")
+    assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*") if "runs" not in path.parts}
 
 
 def test_recipe_trains_and_learns(trained):

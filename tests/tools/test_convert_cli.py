@@ -37,15 +37,16 @@ def test_finetuning_goes_on_from_the_converted_model(data, pretrained, tmp_path)
 
 def test_the_baevski_auli_recipe_at_toy_size(tmp_path):
     """The four scripts as they are; a second prepare.sh leaves what is there."""
-    environment = ENVIRONMENT | {"TOY": "1", "OUT": str(tmp_path), "PYTHON": sys.executable, "PYTHONWARNINGS": "ignore"}
+    environment = ENVIRONMENT | {"TOY": "1", "OUT": str(tmp_path / "run"), "PYTHON": sys.executable, "PYTHONWARNINGS": "ignore"}
 
     def script(name):
         command = ["bash", ROOT / "recipes" / "baevski_auli" / f"{name}.sh"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         return succeed(done)
 
+    out = tmp_path / "run_toy"
     script("prepare")
-    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "data").iterdir()}
+    stamps = {path: path.stat().st_mtime_ns for path in (out / "data").iterdir()}
     assert "in_proj gate z" in script("convert")
     log = script("finetune")
     assert 'num_updates": "6"' in log and "loading pretrained model" in log
@@ -53,8 +54,8 @@ def test_the_baevski_auli_recipe_at_toy_size(tmp_path):
     found = re.findall(r"decay-4, context (\d+): ([\d.]+)", printed)
     assert [window for window, _ in found] == ["0", "24"] and all(1 < float(value) < 100 for _, value in found)
     script("prepare")
-    assert stamps == {path: path.stat().st_mtime_ns for path in (tmp_path / "data").iterdir()}
-    options = torch.load(tmp_path / "decay-4" / "checkpoint_last.pt", weights_only=True)["cfg"]
+    assert stamps == {path: path.stat().st_mtime_ns for path in (out / "data").iterdir()}
+    options = torch.load(out / "decay-4" / "checkpoint_last.pt", weights_only=True)["cfg"]
     schedule, optimization = options["lr_scheduler"], options["optimization"]
     assert (schedule["_name"], schedule["min_lr"], optimization["clip_norm"], optimization["lr"]) == ("cosine", 2e-6, 0.1, [1e-4])
     assert (options["dataset"]["batch_size"], options["dataset"]["required_batch_size_multiple"]) == (26, 1)
