@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from commands import ROOT
+from support.commands import ROOT
 
 PLAIN = {name: value for name, value in os.environ.items() if name in ("PIP_CERT", "PIP_INDEX_URL") or not name.startswith("PIP_")}
 PLAIN |= {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}  # no folder of wheels, no constraints but ours
