@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import runpy
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
+from fairseq import options, registry
+from fairseq.models import MODEL_DATACLASS_REGISTRY, MODEL_REGISTRY
+from fairseq.tasks import TASK_DATACLASS_REGISTRY
 
+import fw_fairseq.models  # noqa: F401
+from fw_fairseq.config import option_name
 from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.rules import RULES
 
@@ -69,3 +76,30 @@ def test_the_picture_of_the_readme_is_that_of_the_report():
     names = runpy.run_path(str(folder / "generation.py"))
     report = json.loads((ROOT / "docs" / "results" / "cost.json").read_text())
     assert names["picture"](report) == (folder / "generation.svg").read_text()
+
+
+ELSEWHERE = {"--rdzv-backend", "--rdzv-endpoint", "--config-dir", "--config-name", "--multirun"}  # of torchrun and Hydra
+
+
+def known_options() -> set[str]:
+    """Those of fairseq's commands with everything registered, of this project's commands and of its recipes."""
+    names = set()
+    for command in ("preprocessing", "training", "generation", "interactive_generation", "eval_lm", "validation"):
+        names |= {*getattr(options, f"get_{command}_parser")()._option_string_actions}
+    chosen = [choice["dataclass_registry"] for choice in registry.REGISTRIES.values()]
+    for group in (MODEL_DATACLASS_REGISTRY, TASK_DATACLASS_REGISTRY, *chosen):
+        names |= {option_name(f.name) for kind in group.values() if kind is not None for f in fields(kind)}
+    parser = argparse.ArgumentParser(conflict_handler="resolve")
+    MODEL_REGISTRY["fast_weight_transformer"].add_args(parser)
+    names |= {*parser._option_string_actions}
+    for source in (ROOT / "fw_fairseq" / "tools").rglob("*.py"):
+        names |= {*re.findall(r'"(--[a-z][\w-]*)"', source.read_text())}
+    for script in (ROOT / "recipes").rglob("*.*"):
+        names |= {*re.findall(r"--[a-z][\w-]*", script.read_text())} if script.suffix in (".sh", ".py") else set()
+    return names | ELSEWHERE
+
+
+def test_every_option_exists():
+    known = known_options()
+    named = [(page.name, name) for page in PAGES for name in re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text())]
+    assert len(named) > 150 and [(page, name) for page, name in named if name not in known] == []
