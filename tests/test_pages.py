@@ -1,0 +1,105 @@
+"""What the pages promise: their links lead somewhere, their tables are complete, their examples run, their options exist."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import runpy
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from fairseq import options, registry
+from fairseq.models import MODEL_DATACLASS_REGISTRY, MODEL_REGISTRY
+from fairseq.tasks import TASK_DATACLASS_REGISTRY
+
+import fw_fairseq.models  # noqa: F401
+from fw_fairseq.config import option_name
+from fw_fairseq.feature_maps import FEATURE_MAPS
+from fw_fairseq.rules import RULES
+
+ROOT = Path(__file__).parents[1]
+MADE = (".", "outputs", "demo")  # folders of other people's pages, and of what recipes wrote
+PAGES = sorted(page for page in ROOT.rglob("*.md") if not page.relative_to(ROOT).parts[0].startswith(MADE))
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The code of a page, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives to a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_somewhere():
+    links = [(page, *link) for page in PAGES for link in re.findall(r"\]\(([\w./-]*)(?:#([\w-]+))?\)", page.read_text())]
+    broken = []
+    for page, path, anchor in links:
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append((page.name, path, anchor))
+    assert len(links) > 100 and broken == []
+
+
+def test_the_index_lists_every_page():
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md" and f"({page.name})" not in index] == []
+
+
+@pytest.mark.parametrize("registry", [RULES, FEATURE_MAPS])
+def test_readme_has_every_equation(registry):
+    rows = (ROOT / "README.md").read_text().replace("\\|", "|").splitlines()
+    for name, entry in registry.items():
+        assert any(row.startswith(f"| `{name}` |") and f"`{entry.equation}`" in row for row in rows), name
+
+
+def test_readme_example_runs():
+    [code] = blocks("README.md", "python")
+    names = {}
+    exec(code, names)
+    assert torch.allclose(torch.cat([names["y1"], names["y2"]], 2), names["y"], atol=1e-5)
+
+
+def test_the_operation_example_runs():
+    [code] = blocks("docs/operation.md", "python")
+    exec(code, {})
+
+
+def test_the_picture_of_the_readme_is_that_of_the_report():
+    folder = ROOT / "docs" / "figures"
+    names = runpy.run_path(str(folder / "generation.py"))
+    report = json.loads((ROOT / "docs" / "results" / "cost.json").read_text())
+    assert names["picture"](report) == (folder / "generation.svg").read_text()
+
+
+ELSEWHERE = {"--rdzv-backend", "--rdzv-endpoint", "--config-dir", "--config-name", "--multirun"}  # of torchrun and Hydra
+
+
+def known_options() -> set[str]:
+    """Those of fairseq's commands with everything registered, of this project's commands and of its recipes."""
+    names = set()
+    for command in ("preprocessing", "training", "generation", "interactive_generation", "eval_lm", "validation"):
+        names |= {*getattr(options, f"get_{command}_parser")()._option_string_actions}
+    chosen = [choice["dataclass_registry"] for choice in registry.REGISTRIES.values()]
+    for group in (MODEL_DATACLASS_REGISTRY, TASK_DATACLASS_REGISTRY, *chosen):
+        names |= {option_name(f.name) for kind in group.values() if kind is not None for f in fields(kind)}
+    parser = argparse.ArgumentParser(conflict_handler="resolve")
+    MODEL_REGISTRY["fast_weight_transformer"].add_args(parser)
+    names |= {*parser._option_string_actions}
+    for source in (ROOT / "fw_fairseq" / "tools").rglob("*.py"):
+        names |= {*re.findall(r'"(--[a-z][\w-]*)"', source.read_text())}
+    for script in (ROOT / "recipes").rglob("*.*"):
+        names |= {*re.findall(r"--[a-z][\w-]*", script.read_text())} if script.suffix in (".sh", ".py") else set()
+    return names | ELSEWHERE
+
+
+def test_every_option_exists():
+    known = known_options()
+    named = [(page.name, name) for page in PAGES for name in re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text())]
+    assert len(named) > 150 and [(page, name) for page, name in named if name not in known] == []
