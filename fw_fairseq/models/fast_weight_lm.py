@@ -47,7 +47,7 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
         if safe_getattr(args, "train_only", "all") == "new":
             model.freeze_all_but_new()
         if not next(model.parameters()).is_meta:
-            logger.info(model.state_size())
+            logger.info(model.describe_state())
         return model
 
     def forward(self, src_tokens, src_lengths=None, **kwargs):
@@ -57,11 +57,15 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
         super().set_num_updates(num_updates)
         self.num_updates = num_updates
 
-    def state_size(self) -> str:
-        """In millions of numbers, as Schlag et al. 2021 report it."""
-        kept, softmax = sum(x.mixer.state_size() for x in self.decoder.mixers), len(self.decoder.layers) - len(self.decoder.mixers)
+    def state_size(self) -> int:
+        """The number of numbers that the mixers keep of one sequence. What softmax layers keep grows and does not count."""
+        return sum(attention.mixer.state_size() for attention in self.decoder.mixers)
+
+    def describe_state(self) -> str:
+        """One line for the log: the state size in millions of numbers, as Schlag et al. 2021 report it."""
+        softmax = len(self.decoder.layers) - len(self.decoder.mixers)
         growing = f", and {2 * softmax * self.decoder.embed_dim} numbers more with each token" if softmax else ""
-        return f"state size: {kept / 1e6:.4g} million numbers for a sequence{growing}"
+        return f"state size: {self.state_size() / 1e6:.4g} million numbers for a sequence{growing}"
 
     def freeze_all_but_new(self) -> None:
         """The optimizer holds what has new rows; the gradients of the other rows are 0."""
