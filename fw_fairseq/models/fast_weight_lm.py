@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import types
 from dataclasses import dataclass
 
 from fairseq.dataclass import ChoiceEnum
@@ -42,8 +43,7 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
     def build_model(cls, args, task):
         check_heads(args.decoder_embed_dim, args.decoder_attention_heads)  # before fairseq does, by an assertion
         keep_layers(args)
-        model = super().build_model(args, task)
-        model = cls(FastWeightDecoder(args, task.target_dictionary, model.decoder.embed_tokens, no_encoder_attn=True))
+        model = build_with(FastWeightDecoder, cls, args, task)
         if safe_getattr(args, "train_only", "all") == "new":
             model.freeze_all_but_new()
         if not next(model.parameters()).is_meta:
@@ -80,6 +80,16 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
                 parameter.register_hook(functools.partial(without_rows, rows=rows))
         if not any(parameter.requires_grad for parameter in self.parameters()):
             raise ValueError("--train-only new leaves nothing to train: the attention of all layers is as it was")
+
+
+def build_with(decoder: type, cls: type, args, task) -> TransformerLanguageModel:
+    """Calls fairseq's ``build_model`` with ``decoder`` in place of the class that its code names, which has no hook to choose it.
+
+    A model that is built by ``super().build_model`` first has a decoder of softmax attention, at its full cost in memory.
+    """
+    build = TransformerLanguageModel.build_model.__func__
+    names = build.__globals__ | {"TransformerDecoder": decoder}
+    return types.FunctionType(build.__code__, names, build.__name__, build.__defaults__, build.__closure__)(cls, args, task)
 
 
 def without_rows(gradient, rows: slice):

@@ -198,6 +198,17 @@ def test_hybrids_decode_as_the_full_pass(pattern):
     assert_close(decode(model, tokens), logits(model, tokens), 1e-5)  # fairseq's softmax is fp32
 
 
+@pytest.mark.parametrize("options", [{}, {"mixer_pattern": "softmax,fast_weight"}, {"share_decoder_input_output_embed": True}])
+def test_a_model_is_built_once(options, monkeypatch):
+    """Every parameter that is created is the model's, but for a weight that fairseq replaces by the shared one."""
+    created = []
+    create = torch.nn.Parameter.__new__
+    monkeypatch.setattr(torch.nn.Parameter, "__new__", lambda *args, **kw: created.append(create(*args, **kw)) or created[-1])
+    model = build(**options)
+    kept = {id(p) for p in model.parameters()}
+    assert [tuple(p.shape) for p in created if id(p) not in kept] == [(40, 32)] * options.get("share_decoder_input_output_embed", 0)
+
+
 def test_layers_that_are_kept_keep_their_mixers():
     """As fairseq prunes a checkpoint: the parameters of layers 0, 2 and 3 are those of layers 0, 1 and 2."""
     whole = build(mixer_pattern="softmax,fast_weight,fast_weight,softmax", decoder_layers=4).state_dict()
