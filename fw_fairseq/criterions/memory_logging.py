@@ -27,7 +27,7 @@ class MemoryLogging:
     def forward(self, model, sample, reduce=True):
         mixers = [module for module in model.modules() if isinstance(module, MixerAttention)]
         for mixer in mixers:
-            mixer.mixer.watch(self.state_norm_penalty > 0)
+            mixer.mixer.watch(reduce and self.state_norm_penalty > 0)
         loss, size, log = super().forward(model, sample, reduce)
         if not model.training:
             return loss, size, log
@@ -35,8 +35,6 @@ class MemoryLogging:
             self.log_statistics(mixer, loss, log)
         if self.state_norm_penalty and reduce:
             loss = loss + self.state_norm_penalty * size * self.mean_state_norm(mixers, loss)
-        for mixer in mixers:
-            mixer.mixer.state_norm = None  # in a graph, which cannot be copied with the model
         return loss, size, log
 
     @staticmethod
@@ -54,7 +52,7 @@ class MemoryLogging:
         memories = [mixer.mixer for mixer in mixers if isinstance(mixer.mixer, FastWeight)]
         if not memories:
             raise ValueError("--state-norm-penalty needs fast-weight layers, and the model has none; leave it out")
-        norms = [memory.state_norm for memory in memories if memory.state_norm is not None]
+        norms = [norm for memory in memories if (norm := memory.take_state_norm()) is not None]
         if not all(norm.requires_grad for norm in norms):
             raise ValueError("--state-norm-penalty does not work with --checkpoint-activations; leave one of them out")
         return torch.stack(norms).mean() if norms else loss.new_zeros(())

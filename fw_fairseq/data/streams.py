@@ -7,7 +7,7 @@ import logging
 import torch
 from fairseq.data import iterators
 
-from ..modules import CarriedState
+from ..modules import Streams
 from ..ops.state import SavedState
 from .loading import BatchIterator
 from .text import Text
@@ -61,10 +61,10 @@ class StreamIterator(BatchIterator):
     """Segments in order, with the memories of their streams: training and validation may read one text. Its saved state is the
     position and what the memories hold there, those of every shard."""
 
-    def __init__(self, dataset: StreamDataset, carried: CarriedState, shard: int = 0, shards: int = 1, **options):
+    def __init__(self, dataset: StreamDataset, streams: Streams, shard: int = 0, shards: int = 1, **options):
         batches = [[index] for index in range(len(dataset))]
         super().__init__(dataset, collate_fn=take_only, batch_sampler=batches, disable_shuffling=True, **options)
-        self.carried, self.shard, self.shards, self.shares = carried, shard, shards, dataset.shares
+        self.streams, self.shard, self.shards, self.shares = streams, shard, shards, dataset.shares
         self.collected: list[dict] = [{} for _ in range(shards)]
 
     def _get_iterator_for_epoch(self, epoch, shuffle, offset=0, **options):
@@ -72,8 +72,8 @@ class StreamIterator(BatchIterator):
         batches = super()._get_iterator_for_epoch(epoch, shuffle, offset=offset, **options)
         if batches is None:
             return None
-        carried = {"carried": self.carried}
-        return iterators.CountingIterator((batch | carried for batch in batches), start=offset, total=batches.total)
+        streams = {"streams": self.streams}
+        return iterators.CountingIterator((batch | streams for batch in batches), start=offset, total=batches.total)
 
     def collect(self) -> None:
         """Before ``state_dict``, which only one of several workers calls: brings their memories together."""
@@ -83,7 +83,7 @@ class StreamIterator(BatchIterator):
             self.collected = by_worker[:: self.shares]
 
     def memories(self) -> dict[int, tuple]:
-        return {layer: tuple(state.detach().to("cpu")) for layer, state in self.carried.last().items()}
+        return {layer: tuple(state.detach().to("cpu")) for layer, state in self.streams.last().items()}
 
     def state_dict(self) -> dict:
         cut = {"segment": self.dataset.segment, "rows": len(self.dataset.rows)}
@@ -94,13 +94,13 @@ class StreamIterator(BatchIterator):
         if within:
             self.check_cut(state_dict, len(memories))
         super().load_state_dict(state_dict)
-        self.carried.clear()
+        self.streams.restart()
         if not within:
             return
         if len(memories) != self.shards:
             logger.warning("the checkpoint has %d sets of streams, not %d: all start empty", len(memories), self.shards)
         else:
-            self.carried.after = {layer: SavedState(state) for layer, state in memories[self.shard].items()}
+            self.streams.restart({layer: SavedState(state) for layer, state in memories[self.shard].items()})
 
     def check_cut(self, state_dict: dict, shards: int) -> None:
         """The position is a number of segments: of others it is another place in the text, which the memories have not read to."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..feature_maps import wide
 from ..ops.state import state as tensor_state
 from ..ops.vectors.pooling import PoolState, last_weights, pool
-from .base import Mixer
+from .base import Mixer, rows
 from .pooled import layer_window
 
 
@@ -52,7 +52,7 @@ class Additive(Mixer):
             nn.init.normal_(weight)
         nn.init.xavier_uniform_(self.out_proj.weight)
 
-    def forward(self, x: Tensor, state: PooledState | None = None, padding_mask=None, reset_mask=None):
+    def forward(self, x: Tensor, state: PooledState | None = None, padding_mask=None, reset_mask=None, **unused):
         queries, keys = (None, None) if state is None else (PoolState(*state[:2]), PoolState(*state[2:]))
         q, k, v = self.in_proj(x).chunk(3, -1)
         q = self.by_head(q)
@@ -60,6 +60,9 @@ class Additive(Mixer):
         p = self.by_head(self.norm(x + self.join(pooled) * k))
         pooled, keys = pool(self.scores(p, self.key_score), p, self.window, keys, padding_mask, reset_mask)
         return self.out_proj(self.join(pooled) * v), PooledState(*queries, *keys)
+
+    def projections(self) -> dict[str, dict[str, slice]]:
+        return {"in_proj": rows(q=self.embed_dim, k=self.embed_dim, v=self.embed_dim)}
 
     def explain(self, x: Tensor) -> dict[str, Tensor]:
         q, k, _ = self.in_proj(x).chunk(3, -1)

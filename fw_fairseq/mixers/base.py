@@ -1,4 +1,4 @@
-"""The one state protocol of every token mixer."""
+"""The protocol of every token mixer."""
 
 from __future__ import annotations
 
@@ -6,73 +6,111 @@ import torch
 from torch import Tensor, nn
 
 
-def check_heads(embed_dim: int, num_heads: int) -> None:
+def check_heads(embed_dim: int, num_heads: int, part: str = "decoder") -> None:
     if num_heads < 1 or embed_dim % num_heads:
-        raise ValueError(f"--decoder-embed-dim is {embed_dim}; it must be a multiple of --decoder-attention-heads, {num_heads}")
+        raise ValueError(f"--{part}-embed-dim is {embed_dim}; it must be a multiple of --{part}-attention-heads, {num_heads}")
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """(T,B,H*X) -> (B,H,T,X), a view."""
+    return x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
+
+
+def join_heads(x: Tensor) -> Tensor:
+    """(B,H,T,X) -> (T,B,H*X)"""
+    return x.permute(2, 0, 1, 3).flatten(2)
+
+
+def rows(**counts: int) -> dict[str, slice]:
+    """Consecutive rows of one projection, by name."""
+    start, found = 0, {}
+    for name, count in counts.items():
+        found[name], start = slice(start, start + count), start + count
+    return found
 
 
 class Mixer(nn.Module):
-    """``forward(x[0:T])`` equals ``forward(x[0:s])`` then ``forward(x[s:T], state)`` for every s, to rounding.
+    """``forward(x[0:T])`` equals ``forward(x[0:s])`` followed by ``forward(x[s:T], state)`` for every s, up to rounding.
 
-    The same state serves one-token decoding, carrying the memory over segments, and taking a prompt in one pass. It has
-    ``index_select(order)`` along the batch and ``detach()``; its size does not depend on how many tokens were seen.
+    The same state serves decoding token by token, a prompt that is read in one pass, and the next segment of a stream. Its type is
+    ``state_type``, a NamedTuple of tensors that begin with B, decorated by ``ops.state.state``; its size does not depend on the
+    number of tokens. A new mixer overrides ``forward`` and sets ``state_type``; it overrides the other methods where it can do
+    more than they do here.
     """
 
-    state_type: type  # of ``ops.state``
+    state_type: type
 
     def __init__(self, embed_dim: int, num_heads: int):
         super().__init__()
         check_heads(embed_dim, num_heads)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
-        self.watched, self.keeps_state_norm = False, False  # see ``watch``
-        self.state_norm: Tensor | None = None  # of fast weights, with its gradient
-        self.decoding = False  # set where the tokens come one at a time: a state may then be kept in whatever form is smaller
-        self.group = None  # of torch.distributed: set where its workers hold consecutive parts of the tokens
-        self.last_statistics: dict[str, Tensor | None] = {}
 
     @classmethod
     def of_layer(cls, embed_dim: int, num_heads: int, config, layer: int, layers: int) -> Mixer:
         """The mixer of layer number ``layer`` of ``layers``; ``config`` is a FastWeightConfig."""
         return cls(embed_dim, num_heads, config)
 
-    def forward(self, x: Tensor, state=None, padding_mask: Tensor | None = None, reset_mask: Tensor | None = None):
-        """x (T,B,C) -> y (T,B,C), state. padding_mask (B,T): True at padding; reset_mask (B,T): True where a new text begins."""
+    def forward(
+        self,
+        x: Tensor,
+        state=None,
+        padding_mask: Tensor | None = None,
+        reset_mask: Tensor | None = None,
+        *,
+        decoding: bool = False,
+        group=None,
+    ):
+        """Maps x (T,B,C), T at least 1, to y (T,B,C) and the state after the last token.
+
+        Args:
+            state: the state that an earlier call returned; None before the first token.
+            padding_mask: (B,T), True at padding, which leaves the state as it is.
+            reset_mask: (B,T), True at the first token of a new text, before which the state is emptied.
+            decoding: the tokens come one at a time, so that the state may take whatever form is smaller.
+            group: a ``torch.distributed`` group whose workers hold consecutive parts of the tokens. It is None unless
+                ``why_not_across_workers`` returns None.
+
+        A mixer that makes no use of the last two takes ``**unused`` in their place. T = 0 raises ValueError.
+        """
         raise NotImplementedError
 
     def explain(self, x: Tensor) -> dict[str, Tensor]:
-        """x (T,1,C) -> the weights (heads,T) that the tokens have in what the last one gets, by what they are: docs/explain.md."""
+        """Maps x (T,1,C) to the weights (heads,T) that the tokens have in the output at the last one, by kind; docs/explain.md."""
         raise ValueError(f"fw-explain cannot say what a layer of {type(self).__name__} takes from which token")
 
     def by_head(self, part: Tensor) -> Tensor:
         """(T,B,H*X) -> (B,H,T,X), a view."""
-        return part.unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0, 3)
+        return split_heads(part, self.num_heads)
 
     def join(self, heads: Tensor) -> Tensor:
         """(B,H,T,X) -> (T,B,H*X)"""
-        return heads.permute(2, 0, 1, 3).flatten(2)
+        return join_heads(heads)
 
     @torch.no_grad()
     def state_size(self) -> int:
-        """How many numbers it keeps of a sequence."""
+        """The number of numbers in the state of one sequence."""
         _, state = self(next(self.parameters()).new_zeros(1, 1, self.embed_dim))
         return sum(x.numel() for x in state if x is not None and x.is_floating_point())
 
+    def projections(self) -> dict[str, dict[str, slice]]:
+        """Maps the name of each linear layer that makes several things at once to the rows of its weight and bias that make each
+        of them, in their order. Messages about a layer name those parts; fw-convert and fine-tuning find gates there."""
+        return {}
+
     def pretrained(self) -> dict[str, slice]:
-        """The rows of its parameters that fw-convert takes over from attention, as they are or scaled."""
+        """Maps each parameter's name to the rows that fw-convert copies from softmax attention, scaled or not."""
         return {}
 
     def redraw(self, keep: bool = False) -> None:
-        """Called before a forward: new random features for training, or with ``keep`` those that an earlier state was made with."""
+        """Draws new random features before a training forward; with ``keep``, takes those that an earlier state was made with."""
 
     def why_not_across_workers(self) -> str | None:
-        """Why it can't go on from the memory of the worker before it, in ``group``; None if it can."""
+        """The reason why the mixer cannot continue from the state of the worker before it in ``group``, or None if it can."""
         return f"the memory of {type(self).__name__} does not pass from worker to worker; use --mixer fast_weight"
 
     def watch(self, keeps_state_norm: bool) -> None:
-        """Before a training forward whose ``statistics`` are wanted, and ``state_norm`` if asked for."""
-        self.watched, self.keeps_state_norm = True, keeps_state_norm
-        self.last_statistics, self.state_norm = dict.fromkeys(self.last_statistics), None
+        """Is called before a training forward whose ``statistics`` are wanted."""
 
     def statistics(self) -> dict[str, Tensor | None]:
-        """Scalars of the forward after ``watch``, worth logging, detached; None if LayerDrop left it out."""
-        return self.last_statistics
+        """Detached scalars of the forward after ``watch``, to be logged by name. None: the layer did not run, as with LayerDrop."""
+        return {}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..feature_maps import wide
 from ..ops import FastWeightState, fast_weight
 from ..ops.state import state as tensor_state
-from .base import Mixer
+from .base import Mixer, rows
 
 LIMIT = 20.0  # of the exponents: a slot's weights differ by a factor of up to exp(40), and their sums stay within fp32
 
@@ -46,6 +46,10 @@ class Bounded(Mixer):
         for linear in (self.in_proj, self.out_proj):
             nn.init.zeros_(linear.bias)
 
+    def projections(self) -> dict[str, dict[str, slice]]:
+        width = self.embed_dim
+        return {"in_proj": rows(q=width, k=width, v=width, weights=self.in_proj.out_features - 3 * width)}
+
     def read(self, parts: list[Tensor], weights: Tensor, state: BoundedState | None, masks: dict, means: bool):
         """q, k, v (T,B,C) and weights (B,H,T,N) -> y (T,B,C) and the state; ``means``: slots are means and not sums."""
         q, k, v = (wide(self.by_head(part)) for part in parts)
@@ -71,7 +75,7 @@ class Abc(Bounded):
     def __init__(self, embed_dim: int, num_heads: int, config):
         super().__init__(embed_dim, num_heads, config, extra=num_heads * config.slots)
 
-    def forward(self, x: Tensor, state: BoundedState | None = None, padding_mask=None, reset_mask=None):
+    def forward(self, x: Tensor, state: BoundedState | None = None, padding_mask=None, reset_mask=None, **unused):
         *parts, scores = self.in_proj(x).split([self.embed_dim] * 3 + [self.num_heads * self.slots], -1)
         weights = wide(self.by_head(scores)).clamp(-LIMIT, LIMIT).exp()
         return self.read(parts, weights, state, {"padding_mask": padding_mask, "reset_mask": reset_mask}, means=True)
@@ -84,7 +88,7 @@ class Linformer(Bounded):
         super().__init__(embed_dim, num_heads, config)
         self.position_weight = nn.Parameter(torch.randn(config.slot_positions, num_heads, self.slots) / math.sqrt(self.slots))
 
-    def forward(self, x: Tensor, state: BoundedState | None = None, padding_mask=None, reset_mask=None):
+    def forward(self, x: Tensor, state: BoundedState | None = None, padding_mask=None, reset_mask=None, **unused):
         if len(x) == 0:
             raise ValueError(f"x is {tuple(x.shape)}; T must be at least 1")
         start = x.new_zeros(x.shape[1], dtype=torch.long) if state is None else state.position

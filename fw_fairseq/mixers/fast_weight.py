@@ -11,12 +11,15 @@ from ..feature_maps import wide
 from ..ops import FastWeightState, fast_weight
 from ..ops.recall import until_end
 from ..rules import RULES, Rule
-from .base import Mixer
+from .base import Mixer, rows
 from .features import build_feature_map, check_combination, initial_bias, normalised_features, row_map_of
 
 
 class FastWeight(Mixer):
-    """One projection makes q, k, v and every gate of the rule; ``config`` is a FastWeightConfig."""
+    """Fast weights with any update rule and feature map. One projection makes q, k, v and every gate of the rule.
+
+    ``config``: a FastWeightConfig.
+    """
 
     state_type = FastWeightState
 
@@ -33,17 +36,20 @@ class FastWeight(Mixer):
         self.in_proj = nn.Linear(embed_dim, sum(self.sizes.values()))
         self.out_proj = nn.Linear(embed_dim, embed_dim)
         strength = [] if self.rule.coefficients is None else ["write_strength"]
-        self.last_statistics = dict.fromkeys([*(f"gate_{name}" for name in self.rule.gates), *strength, "state_norm"])
+        self.watched, self.keeps_state_norm = False, False  # see ``watch``
+        self.state_norm: Tensor | None = None  # with its gradient
+        names = [*(f"gate_{name}" for name in self.rule.gates), *strength, "state_norm"]
+        self.last_statistics: dict[str, Tensor | None] = dict.fromkeys(names)
         self.reset_parameters()
 
     @property
     def rule(self) -> Rule:
-        """Not kept: it has functions, which do not pickle."""
+        """The update rule. It is looked up each time, since its functions do not pickle."""
         return RULES[self.rule_name]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """As fairseq's attention; gates start at the biases that their rule asks for."""
+        """Draws weights as fairseq's attention does; gates start at the biases that their rule asks for."""
         nn.init.zeros_(self.in_proj.bias)
         parts = zip(
             self.sizes, self.in_proj.weight.split(list(self.sizes.values())), self.in_proj.bias.split(list(self.sizes.values()))
@@ -57,7 +63,7 @@ class FastWeight(Mixer):
         nn.init.zeros_(self.out_proj.bias)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor], Tensor | None]:
-        """q, k, v (B,H,T,...), gates and the log scale of keys, as ``fast_weight`` takes them."""
+        """Maps x (T,B,C) to q, k, v (B,H,T,...), the gates and the log scale of keys, as ``fast_weight`` takes them."""
         qk_size, _, *sizes = self.sizes.values()
         qk, v, *gates = self.in_proj(x).split([2 * qk_size, *sizes], dim=-1)
         (q, k), log_scale = self.features(qk.unflatten(-1, (2, self.num_heads, -1)).permute(2, 1, 3, 0, 4))  # (2,B,H,T,X)
@@ -65,12 +71,21 @@ class FastWeight(Mixer):
         v = self.by_head(v)
         return q, k, v, {name: self.gate(name, part) for name, part in zip(self.rule.gates, gates)}, key_log_scale
 
-    def forward(self, x: Tensor, state: FastWeightState | None = None, padding_mask=None, reset_mask=None):
+    def forward(
+        self,
+        x: Tensor,
+        state: FastWeightState | None = None,
+        padding_mask: Tensor | None = None,
+        reset_mask: Tensor | None = None,
+        *,
+        decoding: bool = False,
+        group=None,
+    ) -> tuple[Tensor, FastWeightState]:
         q, k, v, gates, key_log_scale = self.operands(x)
         y, state = fast_weight(
             q, k, v.to(q.dtype), self.rule_name, gates, state, self.backend, self.attention_norm, self.eps,
             padding_mask=padding_mask, key_log_scale=key_log_scale, reset_mask=reset_mask, feature_map=self.row_map,
-            decoding=self.decoding, group=self.group,
+            decoding=decoding, group=group,
         )  # fmt: skip
         if self.training and self.watched:
             self.last_statistics = self.measure(gates, state)
@@ -79,8 +94,12 @@ class FastWeight(Mixer):
 
     @property
     def eps(self) -> float | None:
-        """The map's, where common scales of keys cancel in what is read; an erase divides by the operation's own."""
+        """The eps of attention normalisation: the feature map's where a common scale of all keys cancels; the operation's default
+        where an erase divides by it too."""
         return self.feature_map.eps if self.rule.normaliser == "write" else None
+
+    def projections(self) -> dict[str, dict[str, slice]]:
+        return {"in_proj": rows(**{f"gate {name}" if name in self.rule.gates else name: n for name, n in self.sizes.items()})}
 
     def pretrained(self) -> dict[str, slice]:
         start = self.sizes["q"] + self.sizes["k"]
@@ -88,7 +107,7 @@ class FastWeight(Mixer):
         return {"in_proj.weight": values, "in_proj.bias": values, "out_proj.weight": whole, "out_proj.bias": whole}
 
     def explain(self, x: Tensor) -> dict[str, Tensor]:
-        """What the last token reads is linear in the values: the weight of each comes from values of one channel per token."""
+        """The last token's read is linear in the values, so that values with one channel per token read their weights."""
         if self.rule.coefficients is None:
             raise ValueError(
                 f"--update-rule {self.rule_name} has no weights of past tokens: its memory is not linear in the values"
@@ -116,17 +135,30 @@ class FastWeight(Mixer):
         self.feature_map.redraw(keep)
 
     def gate(self, name: str, part: Tensor) -> Tensor:
-        """(B,H,T), or with the gate's axis."""
+        """The gate (B,H,T) or (B,H,T,X), X its axis."""
         part = part.permute(1, 2, 0) if self.rule.gates[name].axis is None else self.by_head(part)
         return torch.sigmoid(wide(part))
 
     def features(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The mapped and normalised x, and the log of what was divided out if that does not cancel by itself; or x for ``row_map``
-        to do that."""
+        """The features of x after --feature-norm, and the log of the factor that was divided out where it does not cancel.
+        Where the operation makes the features (``row_map``), only the part of the map that has parameters is applied."""
         if self.row_map is not None:
             return self.feature_map.linear(x), None
         keep_scale = self.attention_norm and self.rule.normaliser == "write"
         return normalised_features(self.feature_map, self.feature_norm, x, keep_scale)
+
+    def watch(self, keeps_state_norm: bool) -> None:
+        """With ``keeps_state_norm``, the next training forward also leaves ``state_norm``, with its gradient."""
+        self.watched, self.keeps_state_norm = True, keeps_state_norm
+        self.last_statistics, self.state_norm = dict.fromkeys(self.last_statistics), None
+
+    def take_state_norm(self) -> Tensor | None:
+        """Returns ``state_norm`` and forgets it: it is in a graph, which a copy of the model could not hold."""
+        norm, self.state_norm = self.state_norm, None
+        return norm
+
+    def statistics(self) -> dict[str, Tensor | None]:
+        return self.last_statistics
 
     @torch.no_grad()
     def measure(self, gates: dict[str, Tensor], state: FastWeightState) -> dict[str, Tensor]:

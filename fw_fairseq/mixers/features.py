@@ -12,7 +12,8 @@ from ..rules import RULES
 
 
 def normalised_features(phi: FeatureMap, norm: str, x: Tensor, keep_scale: bool) -> tuple[Tensor, Tensor | None]:
-    """phi(x) after --feature-norm; with ``keep_scale``, and where no norm cancels it, the log of what was divided out."""
+    """Returns phi(x) after --feature-norm and, with ``keep_scale`` and where no norm cancels it, the log of the factor that was
+    divided out; else None."""
     if keep_scale and phi.eps < FeatureMap.eps:
         x = wide(x)  # 16 bits do not hold features that small
     if norm == "sum":
@@ -23,7 +24,7 @@ def normalised_features(phi: FeatureMap, norm: str, x: Tensor, keep_scale: bool)
 
 
 def row_map_of(phi: FeatureMap, norm: str) -> RowMap | None:
-    """What ``fast_weight`` can do itself: everything after the part of phi that has parameters."""
+    """The part of phi, and of --feature-norm, that ``fast_weight`` can apply itself: all after the part that has parameters."""
     return None if phi.row_map is None else RowMap(phi.row_map, getattr(phi, "nu", 1), norm)
 
 
@@ -41,24 +42,28 @@ def build_feature_map(config, head_dim: int, num_heads: int) -> FeatureMap:
 
 
 def check_combination(config, phi: FeatureMap) -> None:
-    """Refuses what cannot work, in one sentence that says what to use."""
+    """Refuses options that cannot work together, in one sentence that says which to use."""
     name, norm, map_name = str(config.update_rule), str(config.feature_norm), str(config.feature_map)
     rule = RULES[name]
     missing = missing_form(rule, str(config.fast_weight_backend))
     if missing is not None:
         raise ValueError(f"--update-rule {name} has no {missing}; use --fast-weight-backend auto or recurrent")
-    if norm == "sum" and not phi.non_negative:
-        raise ValueError(f"--feature-norm sum needs a non-negative --feature-map, not {map_name}; use --feature-norm none or l2")
+    check_feature_norm(config, phi)
     if config.attention_norm and rule.normaliser is None:
         able = ", ".join(n for n, r in RULES.items() if r.normaliser)
         raise ValueError(f"--attention-norm is not defined for --update-rule {name}; leave it out, or use one of: {able}")
     if config.attention_norm and not phi.non_negative:
-        raise ValueError(
-            f"--attention-norm divides by sums of features, which {map_name} lets vanish; use elu, relu, dpfp or favor"
-        )
+        able = ", ".join(n for n, kind in FEATURE_MAPS.items() if kind.non_negative)
+        raise ValueError(f"--attention-norm divides by sums of features, which {map_name} lets vanish; use one of: {able}")
     if rule.erases and norm == "none" and not config.attention_norm and not phi.at_most_one:
         better = "sum" if phi.non_negative else "l2"
         raise ValueError(f"--update-rule {name} diverges with keys longer than 1, as {map_name} gives; use --feature-norm {better}")
+
+
+def check_feature_norm(config, phi: FeatureMap) -> None:
+    if str(config.feature_norm) == "sum" and not phi.non_negative:
+        name = str(config.feature_map)
+        raise ValueError(f"--feature-norm sum needs a non-negative --feature-map, not {name}; use --feature-norm none or l2")
 
 
 def initial_bias(bias: float | str, count: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ..feature_maps import wide
 from ..ops.vectors.pooling import PoolState, last_weights, pool
-from .base import Mixer
+from .base import Mixer, rows
 from .pooled import layer_window
 
 
@@ -37,13 +37,16 @@ class Leap(Mixer):
             nn.init.xavier_uniform_(weight, gain=1 / math.sqrt(2))
         nn.init.xavier_uniform_(self.out_proj.weight)
 
-    def forward(self, x: Tensor, state: PoolState | None = None, padding_mask=None, reset_mask=None):
+    def forward(self, x: Tensor, state: PoolState | None = None, padding_mask=None, reset_mask=None, **unused):
         q, f, k, v = map(self.by_head, self.in_proj(x).chunk(4, -1))
         scores = self.scores(f, k)
         focused, state = pool(scores, torch.cat([k, v], -1), self.window, state, padding_mask, reset_mask)
         k, v = focused.chunk(2, -1)
         read = torch.sigmoid((wide(q) * wide(k)).sum(-1, keepdim=True) * self.head_dim**-0.5).to(v.dtype)
         return self.out_proj(self.join(read * v)), state
+
+    def projections(self) -> dict[str, dict[str, slice]]:
+        return {"in_proj": rows(q=self.embed_dim, f=self.embed_dim, k=self.embed_dim, v=self.embed_dim)}
 
     def scores(self, f: Tensor, k: Tensor) -> Tensor:
         return log_focus((wide(f) * wide(k)).sum(-1) * self.head_dim**-0.5)

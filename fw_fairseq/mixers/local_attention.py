@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .base import Mixer
+from .base import Mixer, rows
 from .look_back import View, WindowState, attend, look_back
 
 
@@ -39,7 +39,7 @@ class LocalAttention(Mixer):
         for linear in (self.in_proj, self.out_proj):
             nn.init.zeros_(linear.bias)
 
-    def forward(self, x: Tensor, state: WindowState | None = None, padding_mask=None, reset_mask=None):
+    def forward(self, x: Tensor, state: WindowState | None = None, padding_mask=None, reset_mask=None, **unused):
         q, kv = self.in_proj(x).split([self.embed_dim, 2 * self.embed_dim], -1)
         view, state = look_back(kv.transpose(0, 1), state, self.memory, padding_mask, reset_mask)
         k, v = map(self.by_head, view.tokens.transpose(0, 1).chunk(2, -1))
@@ -56,11 +56,14 @@ class LocalAttention(Mixer):
         each = torch.eye(len(x), dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
         return {"attention": self.read(self.by_head(q), k, each, view)[0, :, -1]}
 
+    def projections(self) -> dict[str, dict[str, slice]]:
+        return {"in_proj": rows(q=self.embed_dim, k=self.embed_dim, v=self.embed_dim)}
+
     def pretrained(self) -> dict[str, slice]:
         return {f"{linear}.{kind}": slice(None) for linear in ("in_proj", "out_proj") for kind in ("weight", "bias")}
 
     def state_size(self) -> int:
-        """With the token that reads, as Schlag et al. 2021 count."""
+        """Counts the token that reads, too, as Schlag et al. 2021 do."""
         return 2 * self.embed_dim * (self.memory + 1)
 
 

@@ -13,7 +13,7 @@ from ..ops.onednn import Linear
 from ..ops.recall import until_end
 from ..ops.state import state as tensor_state
 from ..ops.vectors.sru import sru
-from .base import Mixer
+from .base import Mixer, rows
 
 
 @tensor_state
@@ -55,9 +55,13 @@ class Sru(Mixer):
         nn.init.zeros_(self.in_proj.bias)
         self.in_proj.bias[2 * self.embed_dim :] = self.highway_bias
 
-    def forward(self, x: Tensor, state: SruState | None = None, padding_mask=None, reset_mask=None):
+    def forward(self, x: Tensor, state: SruState | None = None, padding_mask=None, reset_mask=None, **unused):
         inner = x if self.down_proj is None else self.down_proj(x)
         return self.recur(inner, x, None if state is None else state.cell, padding_mask, reset_mask)
+
+    def projections(self) -> dict[str, dict[str, slice]]:
+        width = self.embed_dim
+        return {"in_proj": rows(**{"input": width, "forget gate": width, "highway gate": width})}
 
     def explain(self, x: Tensor) -> dict[str, Tensor]:
         return self.explain_memory(x if self.down_proj is None else self.down_proj(x))

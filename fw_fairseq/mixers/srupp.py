@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..ops.onednn import Linear
 from ..ops.state import state as tensor_state
 from ..ops.vectors.pooling import last_weights
-from .base import Mixer
+from .base import Mixer, join_heads, rows, split_heads
 from .look_back import View, WindowState, attend, look_back
 from .sru import Sru
 
@@ -46,25 +46,27 @@ class Srupp(Sru):
     def linears(self) -> list[nn.Linear]:
         return [self.down_proj, self.kv_proj, self.in_proj]
 
-    def forward(self, x: Tensor, state: SruppState | None = None, padding_mask=None, reset_mask=None):
+    def forward(self, x: Tensor, state: SruppState | None = None, padding_mask=None, reset_mask=None, **unused):
         z = self.down_proj(x)
         memory = None if state is None else WindowState(*state[1:])
         view, memory = look_back(z.transpose(0, 1), memory, self.memory, padding_mask, reset_mask)
-        attended = self.read(z.transpose(0, 1), view)
-        inner = self.dropout(self.norm(z + self.alpha * attended.transpose(0, 1)))
+        inner = self.dropout(self.norm(z + self.alpha * self.read(z, view)))
         h, state = self.recur(inner, x, None if state is None else state.cell, padding_mask, reset_mask)
         return h, SruppState(state.cell, *memory)
 
     def explain(self, x: Tensor) -> dict[str, Tensor]:
         z = self.down_proj(x)
         view, _ = look_back(z.transpose(0, 1), None, self.memory, None, None)
-        attended = self.read(z.transpose(0, 1), view)
-        found = self.explain_memory(self.norm(z + self.alpha * attended.transpose(0, 1)))
-        q, k = (part.unflatten(-1, (self.inner_heads, -1)) for part in (z[-1, 0], self.kv_proj(z)[:, 0].chunk(2, -1)[0]))
-        scores = torch.einsum("hx,thx->ht", q, k) * q.shape[-1] ** -0.5
+        found = self.explain_memory(self.norm(z + self.alpha * self.read(z, view)))
+        q, k = (split_heads(part, self.inner_heads)[0] for part in (z, self.kv_proj(z).chunk(2, -1)[0]))  # (H,T,X)
+        scores = (q[:, -1:] @ k.mT).squeeze(1) * q.shape[-1] ** -0.5
         return {"attention": last_weights(scores[None], self.memory + 1)[0]} | found
 
     def read(self, queries: Tensor, view: View) -> Tensor:
-        parts = (queries, *self.kv_proj(view.tokens).chunk(2, -1))
-        q, k, v = (x.unflatten(-1, (self.inner_heads, -1)).transpose(1, 2) for x in parts)
-        return attend(q, k, v, view).transpose(1, 2).flatten(2)
+        """queries (T,B,width) -> what they attend to, (T,B,width)."""
+        parts = (queries, *self.kv_proj(view.tokens.transpose(0, 1)).chunk(2, -1))
+        return join_heads(attend(*(split_heads(x, self.inner_heads) for x in parts), view))
+
+    def projections(self) -> dict[str, dict[str, slice]]:
+        width = self.kv_proj.in_features
+        return super().projections() | {"kv_proj": rows(k=width, v=width)}

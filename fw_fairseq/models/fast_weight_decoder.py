@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Iterator
 
 import torch
 from fairseq.models.transformer import TransformerDecoder
 from fairseq.models.transformer.transformer_config import TransformerConfig
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.utils import safe_getattr
+from torch import Tensor
 
 from ..config import SOFTMAX, FastWeightConfig, layer_mixers, read_config
-from ..modules import CarriedState, FastWeightDecoderLayer, MixerAttention
+from ..modules import FastWeightDecoderLayer, MixerAttention, Streams, with_arguments
 
 UNLIMITED = 10**9
 
@@ -21,7 +23,6 @@ class FastWeightDecoder(TransformerDecoder):
     """fairseq's decoder; its layers mix tokens as the options say.
 
     Incremental decoding takes a prompt of several tokens in one pass where every layer is recurrent and nothing was decoded yet.
-    With ``carried``, the layers start from the states there and leave their last ones there.
     """
 
     config_class, layer_class = FastWeightConfig, FastWeightDecoderLayer
@@ -46,36 +47,55 @@ class FastWeightDecoder(TransformerDecoder):
         layer = self.layer_class(cfg, self.fast_weight_config, mixer, index, no_encoder_attn)
         return checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations) if cfg.checkpoint_activations else layer
 
-    def forward(self, prev_output_tokens, *args, incremental_state=None, carried=None, reset_mask=None, score_last=0, **kwargs):
-        """fairseq's forward. carried, reset_mask: see MixerAttention; score_last: outputs at that many last tokens only."""
-        if carried is not None:
-            carried = carried.of(self)
-            carried.advance()
-            carried.resets = reset_mask is not None
-        for mixer in self.mixers:
-            mixer.carried, mixer.reset_mask = carried, reset_mask
+    def forward(
+        self,
+        prev_output_tokens: Tensor,
+        *args,
+        incremental_state: dict | None = None,
+        streams: Streams | None = None,
+        reset_mask: Tensor | None = None,
+        score_last: int = 0,
+        **kwargs,
+    ):
+        """Calls fairseq's forward.
+
+        streams: the rows are the next segments of these streams; the layers start from the states there and leave their last ones
+            there.
+        reset_mask: (B,T), True at the first token of a new text, before which the states are emptied.
+        score_last: outputs at that many last tokens only; 0: at all.
+        """
         if incremental_state is not None and self.prompt is not None and prev_output_tokens.shape[1] <= self.prompt.shape[1]:
             return self.read_prompt(prev_output_tokens.shape[1], incremental_state)
         if self.starts_with_a_prompt(prev_output_tokens, incremental_state):
             return self.take_prompt(prev_output_tokens, *args, incremental_state=incremental_state, **kwargs)
-        if carried is not None and carried.group is not None:
-            with counted_from(self.embed_positions, carried.group.rank() * prev_output_tokens.shape[1]):
+        kwargs["incremental_state"] = incremental_state
+        with self.reading(streams, reset_mask, prev_output_tokens.shape[1]):
+            if not score_last:
                 return super().forward(prev_output_tokens, *args, **kwargs)
-        if score_last:
             features, extra = super().forward(prev_output_tokens, *args, **kwargs, features_only=True)
-            return self.output_layer(features[:, -score_last:]), extra
-        return super().forward(prev_output_tokens, *args, incremental_state=incremental_state, **kwargs)
+        return self.output_layer(features[:, -score_last:]), extra
+
+    @contextlib.contextmanager
+    def reading(self, streams: Streams | None, reset_mask: Tensor | None, tokens: int) -> Iterator[None]:
+        """fairseq's forward, within this, reads the next ``tokens`` tokens of the streams: see ``Streams``."""
+        states, start = None, 0
+        if streams is not None:
+            states = streams.of(self)
+            states.advance(resets=reset_mask is not None)
+            start = 0 if states.group is None else states.group.rank() * tokens
+        layers = [layer for layer in self.layers.children() if isinstance(layer, FastWeightDecoderLayer)]
+        with counted_from(self.embed_positions, start), with_arguments(layers, states=states, reset_mask=reset_mask):
+            yield
 
     def starts_with_a_prompt(self, tokens, incremental_state) -> bool:
         return incremental_state is not None and self.recurrent and tokens.shape[1] > 1 and not incremental_state
 
     def take_prompt(self, tokens, *args, incremental_state, **kwargs):
         """One pass over all tokens; the states go into ``incremental_state``. Returns the outputs at every token."""
-        states = CarriedState()
-        output = self.forward(tokens, *args, carried=states, **kwargs)
+        streams = Streams()
+        output = self.forward(tokens, *args, streams=streams, **kwargs)
         for mixer in self.mixers:
-            mixer._set_input_buffer(incremental_state, states.after[mixer.layer])
-            mixer.carried = None
+            mixer._set_input_buffer(incremental_state, streams.of(self).after[mixer.layer])
         return output
 
     def expect_prompt(self, prompt) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import types
 from dataclasses import dataclass
 
 from fairseq.dataclass import ChoiceEnum
@@ -42,12 +43,11 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
     def build_model(cls, args, task):
         check_heads(args.decoder_embed_dim, args.decoder_attention_heads)  # before fairseq does, by an assertion
         keep_layers(args)
-        model = super().build_model(args, task)
-        model = cls(FastWeightDecoder(args, task.target_dictionary, model.decoder.embed_tokens, no_encoder_attn=True))
+        model = build_with(FastWeightDecoder, cls, args, task)
         if safe_getattr(args, "train_only", "all") == "new":
             model.freeze_all_but_new()
         if not next(model.parameters()).is_meta:
-            logger.info(model.state_size())
+            logger.info(model.describe_state())
         return model
 
     def forward(self, src_tokens, src_lengths=None, **kwargs):
@@ -57,11 +57,15 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
         super().set_num_updates(num_updates)
         self.num_updates = num_updates
 
-    def state_size(self) -> str:
-        """In millions of numbers, as Schlag et al. 2021 report it."""
-        kept, softmax = sum(x.mixer.state_size() for x in self.decoder.mixers), len(self.decoder.layers) - len(self.decoder.mixers)
+    def state_size(self) -> int:
+        """The number of numbers that the mixers keep of one sequence. What softmax layers keep grows and does not count."""
+        return sum(attention.mixer.state_size() for attention in self.decoder.mixers)
+
+    def describe_state(self) -> str:
+        """One line for the log: the state size in millions of numbers, as Schlag et al. 2021 report it."""
+        softmax = len(self.decoder.layers) - len(self.decoder.mixers)
         growing = f", and {2 * softmax * self.decoder.embed_dim} numbers more with each token" if softmax else ""
-        return f"state size: {kept / 1e6:.4g} million numbers for a sequence{growing}"
+        return f"state size: {self.state_size() / 1e6:.4g} million numbers for a sequence{growing}"
 
     def freeze_all_but_new(self) -> None:
         """The optimizer holds what has new rows; the gradients of the other rows are 0."""
@@ -76,6 +80,16 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
                 parameter.register_hook(functools.partial(without_rows, rows=rows))
         if not any(parameter.requires_grad for parameter in self.parameters()):
             raise ValueError("--train-only new leaves nothing to train: the attention of all layers is as it was")
+
+
+def build_with(decoder: type, cls: type, args, task) -> TransformerLanguageModel:
+    """Calls fairseq's ``build_model`` with ``decoder`` in place of the class that its code names, which has no hook to choose it.
+
+    A model that is built by ``super().build_model`` first has a decoder of softmax attention, at its full cost in memory.
+    """
+    build = TransformerLanguageModel.build_model.__func__
+    names = build.__globals__ | {"TransformerDecoder": decoder}
+    return types.FunctionType(build.__code__, names, build.__name__, build.__defaults__, build.__closure__)(cls, args, task)
 
 
 def without_rows(gradient, rows: slice):

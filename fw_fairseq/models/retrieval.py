@@ -81,12 +81,15 @@ class RetrievalModel(BaseFairseqModel):
         return normalised_features(self.feature_map, self.feature_norm, x, False)[0]
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor]) -> Tensor:
-        """(B,1,Q,S). Rules of the recurrence never build their memory; the others do."""
-        if self.rule.step is not None:
-            _, state = fast_weight(k, k, v, self.rule_name, gates)
-            return F.layer_norm(q @ state.memory, v.shape[-1:])
-        coefficients = self.rule.coefficients(**gates)
-        if not self.attention_norm:
-            return recall(q, k, v, coefficients)[0]
-        y, weights = recall(q, k, v, coefficients)
-        return y / (weights.sum(-1, keepdim=True) + 1e-6)
+        """Returns what the queries read after the last token, (B,1,Q,S). Only a rule outside the recurrence builds its memory."""
+        if self.rule.coefficients is None:
+            return self.read_memory(q, k, v, gates)
+        y, weights = recall(q, k, v, self.rule.coefficients(**gates))
+        return y / (weights.sum(-1, keepdim=True) + 1e-6) if self.attention_norm else y
+
+    def read_memory(self, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor]) -> Tensor:
+        """Writes all pairs, then reads with the queries as tokens that change nothing: keys and values of 0, gates of 1."""
+        _, state = fast_weight(k, k, v, self.rule_name, gates)
+        shape = q.shape[:3]
+        still = {name: gate.new_ones(*shape, *gate.shape[3:]) for name, gate in gates.items()}
+        return fast_weight(q, torch.zeros_like(q), v.new_zeros(*shape, v.shape[3]), self.rule_name, still, state)[0]

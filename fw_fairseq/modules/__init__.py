@@ -2,14 +2,18 @@
 
 from .decoder_layer import FastWeightDecoderLayer
 from .linear_attention import LinearAttention
-from .mixer_attention import CarriedState, MixerAttention
+from .mixer_attention import MixerAttention
+from .streams import CarriedState, LayerStates, Streams, with_arguments
 from .translation_layers import LinearEncoderLayer, TranslationDecoderLayer
 
 __all__ = [
     "CarriedState",
     "FastWeightDecoderLayer",
+    "LayerStates",
     "LinearAttention",
     "LinearEncoderLayer",
     "MixerAttention",
+    "Streams",
     "TranslationDecoderLayer",
+    "with_arguments",
 ]

@@ -1,4 +1,4 @@
-"""A mixer behind the interface of fairseq's self-attention, and the decoder layer that holds it."""
+"""fairseq's decoder layer with a mixer in place of self-attention."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..config import SOFTMAX
 from ..mixers import MIXERS
 from .mixer_attention import MixerAttention
+from .streams import LayerStates, with_arguments
 
 
 class NoFeedForward(nn.Module):
@@ -19,13 +20,19 @@ class NoFeedForward(nn.Module):
 
 
 class FastWeightDecoderLayer(TransformerDecoderLayerBase):
-    """fairseq's decoder layer; ``mixer`` names what takes the place of its self-attention, "softmax" leaves it there."""
+    """fairseq's decoder layer. ``mixer`` names what takes the place of its self-attention; "softmax" leaves it there."""
 
     def __init__(self, cfg, config, mixer: str, layer: int, no_encoder_attn: bool = False):
         self._mixer = (config, mixer, layer)
         super().__init__(cfg, no_encoder_attn)
         if cfg.decoder.ffn_embed_dim == 0:
             self.fc1, self.fc2, self.final_layer_norm = nn.Identity(), NoFeedForward(), nn.Identity()
+
+    def forward(self, x: Tensor, *args, states: LayerStates | None = None, reset_mask: Tensor | None = None, **kwargs):
+        """Calls fairseq's forward. ``states`` and ``reset_mask`` reach the mixer: see ``MixerAttention`` and ``Streams``."""
+        mixers = [self.self_attn] if isinstance(self.self_attn, MixerAttention) else []
+        with with_arguments(mixers, states=states, reset_mask=reset_mask):
+            return super().forward(x, *args, **kwargs)
 
     def build_fc1(self, input_dim, output_dim, *quantisation):
         return super().build_fc1(input_dim, output_dim, *quantisation) if output_dim else None

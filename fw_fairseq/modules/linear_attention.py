@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -11,7 +10,8 @@ from fairseq.incremental_decoding_utils import with_incremental_state
 from torch import Tensor, nn
 
 from ..feature_maps import wide
-from ..mixers.features import build_feature_map, check_combination, normalised_features
+from ..mixers.base import check_heads, join_heads, split_heads
+from ..mixers.features import build_feature_map, check_feature_norm, normalised_features
 from ..ops.normalisation import divide
 
 
@@ -45,11 +45,10 @@ class LinearAttention(nn.Module):
 
     def __init__(self, embed_dim: int, num_heads: int, config, source_dim: int | None = None, name: str = "encoder"):
         super().__init__()
-        if embed_dim % num_heads:
-            raise ValueError(f"--{name}-embed-dim is {embed_dim}; it must be a multiple of --{name}-attention-heads, {num_heads}")
+        check_heads(embed_dim, num_heads, name)
         self.num_heads, self.head_dim, self.feature_norm = num_heads, embed_dim // num_heads, str(config.feature_norm)
         self.feature_map = build_feature_map(config, self.head_dim, num_heads)
-        check_combination(replace(config, update_rule="sum", attention_norm=False), self.feature_map)
+        check_feature_norm(config, self.feature_map)
         key_size = num_heads * self.feature_map.head_dim
         self.sizes = [key_size, embed_dim]
         self.q_proj = nn.Linear(embed_dim, key_size)
@@ -81,7 +80,7 @@ class LinearAttention(nn.Module):
         if len(source) == 0:
             raise ValueError("the source was let go after the first step of decoding; decode on with the same incremental state")
         k, v = self.kv_proj(source).split(self.sizes, dim=-1)
-        (k, log_scale), v = self.features(k), wide(self.by_head(v))
+        (k, log_scale), v = self.features(k), wide(split_heads(v, self.num_heads))
         if log_scale is not None:
             log_scale = log_scale if padding_mask is None else log_scale.masked_fill(padding_mask[:, None], -torch.inf)
             k = k * (log_scale - log_scale.detach().amax(-1, keepdim=True)).exp().unsqueeze(-1)
@@ -102,19 +101,14 @@ class LinearAttention(nn.Module):
             y = q @ source.memory
             if source.normaliser is not None:
                 y = divide(y, q @ source.normaliser.unsqueeze(-1), self.feature_map.eps)
-        y = y.to(query.dtype).permute(2, 0, 1, 3).flatten(2)  # (T*beam,B,C)
+        y = join_heads(y.to(query.dtype))  # (T*beam,B,C)
         return y.unflatten(0, rows.shape[:2]).transpose(1, 2).flatten(1, 2)
 
     def features(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """(T,B,H*X) -> (B,H,T,K) in fp32, and the log of what was divided out of each, which cancels for queries."""
-        features, log_scale = normalised_features(
-            self.feature_map, self.feature_norm, self.by_head(x), self.feature_map.non_negative
-        )
+        phi = self.feature_map
+        features, log_scale = normalised_features(phi, self.feature_norm, split_heads(x, self.num_heads), phi.non_negative)
         return wide(features), log_scale
-
-    def by_head(self, x: Tensor) -> Tensor:
-        """(T,B,H*X) -> (B,H,T,X), a view."""
-        return x.unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0, 3)
 
     def _get_input_buffer(self, incremental_state):
         return self.get_incremental_state(incremental_state, "source")

@@ -10,7 +10,7 @@ from omegaconf import II
 from ..config import option
 from ..data.streams import StreamDataset, StreamIterator
 from ..data.text import Text, check_positions, check_shard, load_text, takes
-from ..modules import CarriedState
+from ..modules import Streams
 from .generation import PromptedGenerator
 
 
@@ -36,10 +36,10 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
 
     def build_model(self, args, from_checkpoint=False):
         model = super().build_model(args, from_checkpoint)
-        if not takes(model, "carried"):
+        if not takes(model, "streams"):
             model.register_forward_pre_hook(refuse_memory, with_kwargs=True)
             if not from_checkpoint:  # it is to be trained, on streams
-                refuse_memory(model, (), {"carried": None})
+                refuse_memory(model, (), {"streams": None})
         if self.args.sequence_parallel > 1:
             check_across_workers(model)
         return model
@@ -67,7 +67,7 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
         streams = StreamDataset(text, segment, rows, pad, eos, shard_id, num_shards, (share, workers))
         check_positions(min(segment, streams.longest), max_positions)
         loading = dict(num_workers=options.get("num_workers", 0), buffer_size=options.get("data_buffer_size", 0))
-        return StreamIterator(streams, CarriedState(self.group), shard_id, num_shards, epoch=epoch, **loading)
+        return StreamIterator(streams, Streams(self.group), shard_id, num_shards, epoch=epoch, **loading)
 
     def sequence_workers(self, workers: int) -> int:
         """How many share a stream; their group is made when it is first needed."""
@@ -104,19 +104,19 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
 
     def bring_state(self, sample) -> None:
         """The streams' state goes with their next segment; the first segment starts from none. A dummy batch has no streams."""
-        carried, net_input = sample.get("carried"), sample["net_input"]
-        if carried is None:
+        streams, net_input = sample.get("streams"), sample["net_input"]
+        if streams is None:
             return
         if sample["segment"] == 0:
-            carried.clear()
-        net_input["carried"] = carried
+            streams.restart()
+        net_input["streams"] = streams
         if self.args.reset_at_eos:
             net_input["reset_mask"] = net_input["src_tokens"].eq(self.dictionary.eos())
 
 
 def refuse_memory(model, args, kwargs) -> None:
     """A loaded model only where it is given one: single texts, and the teacher of a distillation, need none."""
-    if "carried" in kwargs:
+    if "streams" in kwargs:
         name = type(model).__name__
         raise ValueError(f"stateful_language_modeling carries memories, and {name} has none; use --task language_modeling")
 

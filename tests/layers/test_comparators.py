@@ -139,12 +139,12 @@ def test_state_sizes_are_those_of_table_4(options, millions):
     """Schlag et al. 2021, medium: 0.13 for fast weights and for Transformer-XL that sees 15 tokens back, 1.05 for 127."""
     sizes = dict.fromkeys(("decoder_embed_dim", "decoder_input_dim", "decoder_output_dim"), 256)
     model = build(decoder_layers=16, decoder_attention_heads=8, **sizes, **options)
-    assert sum(layer.mixer.state_size() for layer in model.decoder.mixers) == pytest.approx(millions * 1e6)
-    assert model.state_size() == f"state size: {millions:.4g} million numbers for a sequence"
+    assert model.state_size() == sum(layer.mixer.state_size() for layer in model.decoder.mixers) == pytest.approx(millions * 1e6)
+    assert model.describe_state() == f"state size: {millions:.4g} million numbers for a sequence"
 
 
 def test_the_state_of_a_hybrid_grows_with_its_softmax():
-    assert build(mixer_pattern="softmax,fast_weight").state_size().endswith("and 64 numbers more with each token")
+    assert build(mixer_pattern="softmax,fast_weight").describe_state().endswith("and 64 numbers more with each token")
 
 
 class Largest(TorchDispatchMode):

@@ -1,8 +1,9 @@
-"""fast_weight_lm in Python: every rule with every feature map, decoded, padded, carried and checkpointed."""
+"""fast_weight_lm in Python: every rule with every feature map, decoded, padded, streamed and checkpointed."""
 
 from __future__ import annotations
 
 import copy
+import pickle
 from argparse import Namespace
 
 import pytest
@@ -16,7 +17,7 @@ from fw_fairseq.config import FastWeightConfig, layer_mixers
 from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.mixers import MIXERS, FastWeight
 from fw_fairseq.mixers.pooled import layer_window
-from fw_fairseq.modules import CarriedState, MixerAttention
+from fw_fairseq.modules import MixerAttention, Streams
 from fw_fairseq.rules import RULES
 from fw_fairseq.tools.bench.measure import state_bytes
 
@@ -113,35 +114,35 @@ def test_padding_on_the_right_changes_nothing(options):
 
 
 @every_combination
-def test_segments_with_carried_state_equal_the_whole(options):
-    model, tokens, carried = build(no_token_positional_embeddings=True, **options), draw(2, 14), CarriedState()
-    parts = [logits(model, part, carried=carried) for part in tokens.split([3, 1, 10], 1)]
+def test_segments_of_a_stream_equal_the_whole(options):
+    model, tokens, streams = build(no_token_positional_embeddings=True, **options), draw(2, 14), Streams()
+    parts = [logits(model, part, streams=streams) for part in tokens.split([3, 1, 10], 1)]
     assert_close(torch.cat(parts, 1), logits(model, tokens))
 
 
 @pytest.mark.parametrize("resets", [False, True])
 def test_a_layer_that_is_left_out_keeps_its_memory(resets, monkeypatch):
     """Where texts end in segments it may be another text's, and starts empty."""
-    model, carried = build(decoder_layerdrop=0.5, no_token_positional_embeddings=True).train(), CarriedState()
+    model, streams = build(decoder_layerdrop=0.5, no_token_positional_embeddings=True).train(), Streams()
     mask = torch.zeros(2, 5, dtype=torch.bool) if resets else None
     drawn = torch.empty(2)
     monkeypatch.setattr(torch.Tensor, "uniform_", lambda x: x.copy_(drawn))
     for left_out in ([], [1], [], [0, 1]):
-        before = carried.last()
+        before = streams.last()
         drawn.fill_(1)[left_out] = 0
-        logits(model, draw(2, 5), carried=carried, reset_mask=mask)
-        assert {*carried.last()} == {0, 1} - {*(left_out if resets else [])}
-        assert all(torch.equal(carried.last()[i].memory, before[i].memory) for i in left_out if not resets)
+        logits(model, draw(2, 5), streams=streams, reset_mask=mask)
+        assert {*streams.last()} == {0, 1} - {*(left_out if resets else [])}
+        assert all(torch.equal(streams.last()[i].memory, before[i].memory) for i in left_out if not resets)
 
 
 def test_a_model_in_the_middle_of_a_stream_can_be_copied():
-    """As --store-ema does after the first update; the copy reads no stream."""
-    model, tokens, carried = build(no_token_positional_embeddings=True).train(), draw(2, 9), CarriedState()
+    """As --store-ema does after the first update; the copy reads no stream, nor does a pickled model."""
+    model, tokens, streams = build(no_token_positional_embeddings=True).train(), draw(2, 9), Streams()
     for part in tokens.split(3, 1):
-        logits(model, part, carried=carried).sum().backward()
-    again = copy.deepcopy(model)
-    assert all(mixer.carried is None for mixer in again.decoder.mixers)
-    assert_close(logits(again.eval(), tokens), logits(model.eval(), tokens))
+        logits(model, part, streams=streams).sum().backward()
+    expected = logits(model.eval(), tokens)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_close(logits(again, tokens), expected)
 
 
 def test_the_state_size_after_decoding():
@@ -158,10 +159,10 @@ def test_activation_checkpointing_has_the_same_gradients(options):
     for checkpointed in (False, True):
         torch.manual_seed(1)
         model = build(no_token_positional_embeddings=True, checkpoint_activations=checkpointed, **options).train()
-        tokens, carried = draw(2, 9), CarriedState()
+        tokens, streams = draw(2, 9), Streams()
         logits(model, tokens).square().sum().backward()
-        logits(model, tokens[:, :4], carried=carried)
-        logits(model, tokens[:, 4:], carried=carried).square().sum().backward()
+        logits(model, tokens[:, :4], streams=streams)
+        logits(model, tokens[:, 4:], streams=streams).square().sum().backward()
         gradients[checkpointed] = {name: p.grad for name, p in model.named_parameters()}
     for name, expected in gradients[False].items():
         assert expected.abs().max() > 0, name
@@ -182,10 +183,10 @@ def test_half_precision_stays_near_the_exact_model(options, dtype):
 @pytest.mark.parametrize("phi", ["favor", "rfa"])
 def test_random_features_stay_while_a_memory_is_carried(phi):
     model = build(update_rule="sum", feature_map=phi, feature_norm="none", no_token_positional_embeddings=True).train()
-    tokens, carried = draw(2, 14), CarriedState()
+    tokens, streams = draw(2, 14), Streams()
     with torch.no_grad():
         assert not torch.allclose(logits(model, tokens), logits(model, tokens)), "drawn anew each time without"
-        parts = [logits(model, part, carried=carried) for part in tokens.split([3, 11], 1)]
+        parts = [logits(model, part, streams=streams) for part in tokens.split([3, 11], 1)]
         assert_close(torch.cat(parts, 1), logits(model.eval(), tokens))
 
 
@@ -195,6 +196,17 @@ def test_random_features_stay_while_a_memory_is_carried(phi):
 def test_hybrids_decode_as_the_full_pass(pattern):
     model, tokens = build(mixer_pattern=pattern, decoder_layers=4), draw(2, 12)
     assert_close(decode(model, tokens), logits(model, tokens), 1e-5)  # fairseq's softmax is fp32
+
+
+@pytest.mark.parametrize("options", [{}, {"mixer_pattern": "softmax,fast_weight"}, {"share_decoder_input_output_embed": True}])
+def test_a_model_is_built_once(options, monkeypatch):
+    """Every parameter that is created is the model's, but for a weight that fairseq replaces by the shared one."""
+    created = []
+    create = torch.nn.Parameter.__new__
+    monkeypatch.setattr(torch.nn.Parameter, "__new__", lambda *args, **kw: created.append(create(*args, **kw)) or created[-1])
+    model = build(**options)
+    kept = {id(p) for p in model.parameters()}
+    assert [tuple(p.shape) for p in created if id(p) not in kept] == [(40, 32)] * options.get("share_decoder_input_output_embed", 0)
 
 
 def test_layers_that_are_kept_keep_their_mixers():
@@ -364,7 +376,7 @@ def test_refused_mixer_patterns(pattern, message):
             {"update_rule": "decay", "attention_norm": True},
         ),
         (
-            "--attention-norm divides by sums of features, which identity lets vanish; use elu, relu, dpfp or favor",
+            "--attention-norm divides by sums of features, which identity lets vanish; use one of: elu, relu, dpfp, favor",
             {"feature_map": "identity", "attention_norm": True, "feature_norm": "none"},
         ),
         ("--update-rule delta diverges with keys longer than 1, as elu gives; use --feature-norm sum", {"feature_norm": "none"}),

@@ -84,9 +84,8 @@ def test_layer(d, m, std, norm):
     y, _ = layer(x)
     assert_mean(by_head(y), want)
     state, steps = None, []
-    layer.decoding = True
     for t in range(T):
-        y_t, state = layer(x[t : t + 1], state)
+        y_t, state = layer(x[t : t + 1], state, decoding=True)
         steps.append(y_t)
     assert_mean(by_head(torch.cat(steps)), want)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import fw_fairseq.models  # noqa: F401
 from fw_fairseq.data.streams import StreamDataset, StreamIterator
 from fw_fairseq.data.text import Text
-from fw_fairseq.modules import CarriedState
+from fw_fairseq.modules import CarriedState, LayerStates, Streams
 from fw_fairseq.ops import FastWeightState
 
 PAD, EOS = 1, 2
@@ -66,31 +66,32 @@ def tensors(batch):
 @pytest.mark.parametrize("loading", [{}, {"num_workers": 1, "buffer_size": 10}, {"num_workers": 2}], ids=str)
 def test_iterator_resumes_at_its_position_with_its_memory(loading, caplog):
     """However many segments the loader's processes are ahead."""
-    carried = CarriedState()
-    iterator = StreamIterator(streams(100, 7, 2), carried, **loading)
+    decoder, read_by = torch.nn.Identity(), Streams()
+    iterator = StreamIterator(streams(100, 7, 2), read_by, **loading)
     batches = iterator.next_epoch_itr(shuffle=True)
     assert [next(batches)["segment"] for _ in range(3)] == [0, 1, 2]  # in order, though shuffling was asked for
-    carried.after = {0: FastWeightState(torch.randn(2, 1, 3, 3, requires_grad=True) * 2, torch.randn(2, 1, 3))}
+    state = FastWeightState(torch.randn(2, 1, 3, 3, requires_grad=True) * 2, torch.randn(2, 1, 3))
+    read_by.of(decoder).after = {0: state}
     saved = iterator.state_dict()
-    again = CarriedState()
+    again = Streams()
     resumed = StreamIterator(streams(100, 7, 2), again, **loading)
     resumed.load_state_dict(saved)
     batch = next(resumed.next_epoch_itr())
-    assert batch["segment"] == 3 and batch["carried"] is again
-    loaded = FastWeightState(*again.after[0])
-    assert torch.equal(loaded.memory, carried.after[0].memory) and not loaded.memory.requires_grad
-    assert torch.equal(loaded.normaliser, carried.after[0].normaliser)
+    assert batch["segment"] == 3 and batch["streams"] is again
+    loaded = FastWeightState(*again.of(decoder).last()[0])
+    assert torch.equal(loaded.memory, state.memory) and not loaded.memory.requires_grad
+    assert torch.equal(loaded.normaliser, state.normaliser)
     assert torch.equal(resumed.state_dict()["carried"][0][0][0], loaded.memory), "saved again before a step"
     assert [batch["segment"] for batch in resumed._cur_epoch_itr] == [4, 5, 6, 7]
-    other_worker = StreamIterator(streams(100, 7, 2, 1, 2), CarriedState(), shard=1, shards=2)
+    other_worker = StreamIterator(streams(100, 7, 2, 1, 2), Streams(), shard=1, shards=2)
     other_worker.load_state_dict(saved)
-    assert not other_worker.carried.after, "the streams of two workers are other streams"
+    assert not other_worker.streams.last(), "the streams of two workers are other streams"
     assert "has 1 sets of streams, not 2" in caplog.text
 
 
 def test_another_cut_of_the_text_does_not_resume_within_it():
     def stopped(batches, *cut):
-        iterator = StreamIterator(streams(100, *cut), CarriedState())
+        iterator = StreamIterator(streams(100, *cut), Streams())
         at = iterator.next_epoch_itr()
         [next(at) for _ in range(batches)]
         return iterator.state_dict()
@@ -101,23 +102,36 @@ def test_another_cut_of_the_text_does_not_resume_within_it():
         ((50, 2), "--tokens-per-sample is 50, "),
         ((7, 4), "--batch-size, the streams of a worker, is 4, but .* with 2; go on with 2, .* --reset-dataloader"),
     ]:
-        resumed = StreamIterator(streams(100, *cut), CarriedState())
+        resumed = StreamIterator(streams(100, *cut), Streams())
         with pytest.raises(ValueError, match=message):
             resumed.load_state_dict(saved)
         resumed.load_state_dict(stopped(8, 7, 2))  # at the end of the epoch
     before = {name: value for name, value in saved.items() if name not in ("segment", "rows")}  # of an older version
-    resumed = StreamIterator(streams(100, 5, 2), CarriedState())
+    resumed = StreamIterator(streams(100, 5, 2), Streams())
     resumed.load_state_dict(before)
     assert next(resumed.next_epoch_itr())["segment"] == 3
 
 
-def test_carried_state_starts_again_from_the_same_until_it_advances():
-    carried, first, second = CarriedState(), *(FastWeightState(torch.randn(1, 1, 2, 2)) for _ in range(2))
-    carried.after[0] = first
-    carried.advance()
-    carried.after[0] = second
-    assert torch.equal(carried.before[0].memory, first.memory)
-    carried.advance()
-    assert torch.equal(carried.before[0].memory, second.memory) and not carried.after
-    assert carried.of("a model") is carried and carried.of("a model") is carried
-    assert carried.of("another") is not carried and carried.of("another") is carried.of("another")
+def test_states_start_again_from_the_same_until_they_advance():
+    states, first, second = LayerStates(), *(FastWeightState(torch.randn(1, 1, 2, 2)) for _ in range(2))
+    states.after[0] = first
+    states.advance()
+    states.after[0] = second
+    assert torch.equal(states.before[0].memory, first.memory)
+    states.advance()
+    assert torch.equal(states.before[0].memory, second.memory) and not states.after
+
+
+def test_every_decoder_has_states_of_its_own():
+    """Those of an ensemble, each of which starts from the checkpoint's."""
+    read_by, decoders, saved = CarriedState(), [torch.nn.Identity(), torch.nn.Identity()], FastWeightState(torch.ones(1, 1, 2, 2))
+    read_by.restart({0: saved})
+    first, second = map(read_by.of, decoders)
+    assert first is read_by.of(decoders[0]) and first is not second
+    for states in (first, second):
+        states.advance()
+        assert torch.equal(states.before[0].memory, saved.memory)
+    first.after[0] = FastWeightState(torch.zeros(1, 1, 2, 2))
+    assert torch.equal(second.last()[0].memory, saved.memory)
+    read_by.restart()
+    assert not read_by.last() and not read_by.of(decoders[0]).last()
