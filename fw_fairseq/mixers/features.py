@@ -61,8 +61,8 @@ def check_combination(config, phi: FeatureMap) -> None:
         raise ValueError(f"--update-rule {name} diverges with keys longer than 1, as {map_name} gives; use --feature-norm {better}")
 
 
-def initial_bias(bias: float | str, count: int) -> Tensor:
-    """A constant, or uniform gate initialisation."""
+def initial_bias(bias: float | str | None, count: int) -> Tensor:
+    """A constant, 0 for None, or uniform gate initialisation."""
     if bias == "uniform":
         return torch.logit(torch.empty(count).uniform_(1 / count, 1 - 1 / count)) if count > 2 else torch.zeros(count)
-    return torch.full((count,), float(bias))
+    return torch.full((count,), float(bias or 0))
