@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from . import Mistake
+
 SAFETENSORS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool,
                "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}  # fmt: skip
 
@@ -26,7 +28,7 @@ def reading(file: Path, what: str) -> Iterator[None]:
     except (FileNotFoundError, PermissionError):
         raise
     except (*UNREADABLE, AttributeError) as error:
-        raise ValueError(f"{file} cannot be read as {what} ({why(error)}); download it again if it is damaged") from error
+        raise Mistake(f"{file} cannot be read as {what} ({why(error)}); download it again if it is damaged") from error
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -40,7 +42,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         if not itself:
             os.replace(temporary, place)
     except (OSError, RuntimeError) as error:  # torch's
-        raise ValueError(f"{path} cannot be written ({getattr(error, 'strerror', None) or why(error)})") from error
+        raise Mistake(f"{path} cannot be written ({getattr(error, 'strerror', None) or why(error)})") from error
     finally:
         if not itself:
             with contextlib.suppress(OSError):
@@ -60,7 +62,7 @@ def tokenizer_size(folder: Path) -> int:
 
 def pickled(file: Path) -> Iterator[tuple[str, Tensor]]:
     if damaged := damaged_part(file):  # torch does not look at check sums
-        raise ValueError(f"{damaged} in it is damaged")
+        raise Mistake(f"{damaged} in it is damaged")
     yield from torch.load(file, map_location="cpu", weights_only=True).items()
 
 
@@ -70,15 +72,15 @@ def safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     content = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
     start = 8 + int.from_bytes(bytes(content[:8].tolist()), "little")
     if size < 8 or start > size:
-        raise ValueError("it is cut short or not a safetensors file")
+        raise Mistake("it is cut short or not a safetensors file")
     for name, entry in json.loads(bytes(content[8:start].numpy())).items():
         if name == "__metadata__":
             continue
         begin, end = entry["data_offsets"]
         if start + end > size:
-            raise ValueError(f"it is cut short within {name}")
+            raise Mistake(f"it is cut short within {name}")
         if entry["dtype"] not in SAFETENSORS:
-            raise ValueError(f"{name} has dtype {entry['dtype']}; fw-convert takes: {', '.join(SAFETENSORS)}")
+            raise Mistake(f"{name} has dtype {entry['dtype']}; fw-convert takes: {', '.join(SAFETENSORS)}")
         yield name, content[start + begin : start + end].clone().view(SAFETENSORS[entry["dtype"]]).view(entry["shape"])
 
 

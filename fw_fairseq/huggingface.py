@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from . import Mistake
 from .mixers import MIXERS
 from .ops.state import state as tensor_state
 
@@ -227,7 +228,7 @@ class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args, **kwargs):
         if new_num_tokens is not None and (self.config.input_bands or self.config.output_bands):
-            raise ValueError(f"new_num_tokens is {new_num_tokens}; an adaptive vocabulary keeps its size, {self.config.vocab_size}")
+            raise Mistake(f"new_num_tokens is {new_num_tokens}; an adaptive vocabulary keeps its size, {self.config.vocab_size}")
         return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
 
     def forward(
@@ -243,7 +244,7 @@ class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
         """Logits of the next token; with an adaptive vocabulary they are log probabilities. attention_mask: 0 at padding, on
         either side. Goes on from ``past_key_values``, whose tokens are not to be given again. labels: the ids, -100 for none."""
         if labels is not None and logits_to_keep:
-            raise ValueError(f"logits_to_keep is {logits_to_keep}; labels need the logits of all tokens, so leave it at 0")
+            raise Mistake(f"logits_to_keep is {logits_to_keep}; labels need the logits of all tokens, so leave it at 0")
         cache = past_key_values or Cache()
         padding = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].eq(0)
         padding = padding if padding is not None and padding.any() else None
@@ -274,7 +275,7 @@ class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
         if self.embed_positions is not None:
             if int(place.max()) >= self.embed_positions.num_embeddings:
                 limit = self.embed_positions.num_embeddings - self.config.first_position
-                raise ValueError(f"input_ids is longer than max_position_embeddings, {limit} tokens; give fewer")
+                raise Mistake(f"input_ids is longer than max_position_embeddings, {limit} tokens; give fewer")
             return self.embed_positions(place)
         half = self.config.hidden_size // 2
         rates = torch.exp(torch.arange(half, device=place.device) * -(math.log(10000) / (half - 1)))

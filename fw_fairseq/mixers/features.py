@@ -66,8 +66,8 @@ def check_feature_norm(config, phi: FeatureMap) -> None:
         raise ValueError(f"--feature-norm sum needs a non-negative --feature-map, not {name}; use --feature-norm none or l2")
 
 
-def initial_bias(bias: float | str, count: int) -> Tensor:
-    """A constant, or uniform gate initialisation."""
+def initial_bias(bias: float | str | None, count: int) -> Tensor:
+    """A constant, 0 for None, or uniform gate initialisation."""
     if bias == "uniform":
         return torch.logit(torch.empty(count).uniform_(1 / count, 1 - 1 / count)) if count > 2 else torch.zeros(count)
-    return torch.full((count,), float(bias))
+    return torch.full((count,), float(bias or 0))

@@ -1,21 +1,33 @@
-"""Several workers on CPUs, and a resumed run on several workers."""
+"""Several workers
+
+Runs on CPUs, and runs that resume on several workers.
+"""
 
 from __future__ import annotations
 
 import os
 
 import torch
+from fairseq import distributed_utils
+from fairseq.models import distributed_fairseq_model
+
+from .. import Mistake
+from .replacing import replaces
 
 
-def _broadcast_object_slow(original, obj, src_rank, group, dist_device):
-    """A resuming worker hands the checkpoint to the others by torch.load, which since torch 2.6 refuses the options in there."""
+@replaces(distributed_utils, "_broadcast_object_slow")
+def broadcast_with_torch(original, obj, src_rank, group, dist_device):
+    """When a run resumes, one worker sends the checkpoint to the others through `torch.load`, which since torch 2.6 refuses the
+    options in it. Now torch broadcasts the object itself."""
     box = [obj]
     torch.distributed.broadcast_object_list(box, src_rank, group, dist_device)
     return box[0]
 
 
-def infer_init_method(original, cfg, *args, **kwargs):
-    """Under torchrun fairseq counts GPUs for workers: without them each would train alone, over the others' checkpoints."""
+@replaces(distributed_utils, "infer_init_method")
+def count_workers_as_torchrun_does(original, cfg, *args, **kwargs) -> None:
+    """Under torchrun fairseq takes the number of GPUs for the number of workers. On CPUs each worker then trains alone and
+    overwrites the others' checkpoints. Now torchrun's number of workers is used."""
     if cfg.distributed_init_method is None and torch.distributed.is_torchelastic_launched():
         cfg.distributed_world_size = int(os.environ["WORLD_SIZE"])
         if cfg.distributed_world_size > 1 and not torch.cuda.device_count():
@@ -25,15 +37,19 @@ def infer_init_method(original, cfg, *args, **kwargs):
     return original(cfg, *args, **kwargs)
 
 
-def call_main(original, cfg, main, **kwargs):
-    """fairscale, which shards for fairseq, asks for a GPU in the middle of its work."""
+@replaces(distributed_utils, "call_main")
+def refuse_sharding_on_cpus(original, cfg, main, **kwargs):
+    """With `--ddp-backend fully_sharded` fairscale asks for a GPU in the middle of its work and fails with a traceback. Now the
+    option is refused before the run starts."""
     if cfg.distributed_training.ddp_backend == "fully_sharded" and (cfg.common.cpu or not torch.cuda.is_available()):
-        raise ValueError("--ddp-backend fully_sharded shards over GPUs only; on CPUs use pytorch_ddp or legacy_ddp")
+        raise Mistake("--ddp-backend fully_sharded shards over GPUs only; on CPUs use pytorch_ddp or legacy_ddp")
     return original(cfg, main, **kwargs)
 
 
-def DistributedDataParallel(original, module, device_ids, output_device, **options):
-    """fairseq gives the number of a GPU on CPUs too, which torch refuses."""
+@replaces(distributed_fairseq_model, "DistributedDataParallel")
+def give_no_gpu_on_cpus(original, module, device_ids, output_device, **options):
+    """fairseq gives torch's `DistributedDataParallel` the number of a GPU on CPUs too, and torch refuses it. Now a model on a CPU
+    gets none."""
     if next(module.parameters()).device.type == "cpu":
         device_ids = output_device = None
     return original(module=module, device_ids=device_ids, output_device=output_device, **options)

@@ -1,4 +1,7 @@
-"""Options as literals. fairseq runs some option strings as Python, and a checkpoint brings its own options with it."""
+"""Options that fairseq runs as Python
+
+A checkpoint brings its own options with it, so somebody else's checkpoint could run any code.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,15 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
+from .. import Mistake
+from .replacing import changes
+
 LONGEST = 100_000  # items of a repeated list
 UNREADABLE = (SyntaxError, ValueError, TypeError, MemoryError, RecursionError)
 
 
-class NotALiteral(ValueError):
-    """``text`` is the whole string."""
+class NotALiteral(Mistake):
+    """An option is no Python literal; ``text`` is the whole string."""
 
     def __init__(self, text: str, name: str = "an option"):
         shown = text if len(text) <= 40 else f"{text[:37]}..."
@@ -27,7 +33,7 @@ class NotALiteral(ValueError):
 
 
 def read_literal(text: str) -> object:
-    """The value of a string, as ``eval`` gives it, if the string is a literal; nothing in it is run."""
+    """Returns what ``eval`` returns for a string that is a literal, and refuses any other string; nothing in it is run."""
     if not isinstance(text, str):
         raise TypeError(f"eval() takes a string, not a {type(text).__name__}")
     try:
@@ -37,20 +43,24 @@ def read_literal(text: str) -> object:
 
 
 def value(node: ast.expr) -> object:
-    """``[(512, 3)] * 4 + [(1024, 3)]`` is how fairseq's convolutional models write their layers."""
+    """Returns the value of a literal, or of lists and tuples that are joined and repeated: fairseq's convolutional models write
+    their layers as ``[(512, 3)] * 4 + [(1024, 3)]``."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
         left, right = value(node.left), value(node.right)
         if isinstance(node.op, ast.Add) and type(left) is type(right) in (list, tuple):
             return left + right
         if isinstance(node.op, ast.Mult) and type(left) in (list, tuple) and type(right) is int:
             if len(left) * right > LONGEST:
-                raise ValueError("it is too long")
+                raise Mistake("it is too long")
             return left * right
     return ast.literal_eval(node)
 
 
+@changes("eval")
 def replace_eval() -> None:
-    """A module's own name goes before the built-in one: a function finds it, under whatever name others import the function."""
+    """fairseq passes some option strings to `eval`, which runs any Python in them. Now `eval` within fairseq reads Python
+    literals, and lists and tuples joined by `+` or repeated by `*`; any other string is refused and nothing in it is run."""
+    # A function looks a name up in its own module before the built-in ones, under whatever name others import the function.
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "fairseq" and module is not None:
             vars(module).setdefault("eval", read_literal)
@@ -58,15 +68,16 @@ def replace_eval() -> None:
 
 @contextlib.contextmanager
 def naming(options: object) -> Iterator[None]:
-    """A string that is refused here is named as the option that it is."""
+    """Within this block, the message about a string that is refused names its option."""
     try:
         yield
     except NotALiteral as error:
         found = [name for name, given in plain(options).items() if isinstance(given, str) and given == error.text]
-        raise ValueError(str(NotALiteral(error.text, *found[:1]))) from None
+        raise NotALiteral(error.text, *found[:1]) from None
 
 
 def plain(options: object) -> dict:
+    """Returns options of any of fairseq's kinds as a dictionary."""
     if isinstance(options, DictConfig):
         return OmegaConf.to_container(options, resolve=False)
     return vars(options) if isinstance(options, Namespace) else dict(options) if isinstance(options, dict) else {}

@@ -1,51 +1,68 @@
-"""A user's mistake ends fairseq's commands in one sentence. FW_TRACEBACK=1 shows where it was found, as for any other error."""
+"""A user's mistake ends fairseq's commands in one sentence. With FW_TRACEBACK=1 its traceback is shown too."""
 
 from __future__ import annotations
 
-import builtins
 import functools
 import os
 import re
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 from hydra._internal import utils as hydra_utils
 from torch.multiprocessing import ProcessRaisedException
 
-HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep  # the package's folder
+from .. import Mistake
+
+HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 FULL = ("FW_TRACEBACK", "HYDRA_FULL_ERROR")
+FILES = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 
 def sentence(error: BaseException) -> str | None:
-    """What a file or an option has wrong; None for a fault of the program, whose traceback is worth more."""
-    if isinstance(error, ProcessRaisedException):  # has its worker's traceback as text
-        frames = re.findall(r'^  File "(.+)", line \d+, in .+\n    (.*)', str(error), re.MULTILINE)
-        kind, _, said = str(error).rstrip().rpartition("\n")[2].partition(": ")
-        kind = getattr(builtins, kind, BaseException)
+    """Returns the message of a user's mistake, and None for a fault of the program, whose traceback says more."""
+    if isinstance(error, ProcessRaisedException):  # it has its worker's traceback as text, which ends in "module.Kind: message"
+        name, _, said = str(error).rstrip().rpartition("\n")[2].partition(": ")
+        kind = class_of(name)
     else:
-        frames = [(frame.filename, frame.line) for frame in traceback.extract_tb(error.__traceback__)]
         kind, said = type(error), str(error)
-    return said if frames and is_mistake(kind, *frames[-1]) else None
+    return said if is_mistake(kind) or raised_here(error) else None
 
 
-def is_mistake(kind: type, file: str, line: str) -> bool:
-    """A file that cannot be had, or what this project raises on purpose."""
-    on_purpose = file.startswith(HERE) and line.startswith("raise ")
-    return issubclass(kind, OSError) or (on_purpose and issubclass(kind, (ValueError, FloatingPointError)))
+def class_of(name: str) -> type:
+    """Returns the exception class that a traceback calls ``name``."""
+    module, _, name = name.rpartition(".")
+    found = getattr(sys.modules.get(module or "builtins"), name, None)
+    return found if isinstance(found, type) else BaseException
+
+
+def is_mistake(kind: type) -> bool:
+    """Whether ``kind`` is raised for what the user gave. fairseq raises a plain OSError for a file that is not there."""
+    return issubclass(kind, (Mistake, *FILES)) or kind is OSError
+
+
+def raised_here(error: BaseException) -> bool:
+    """Whether a statement of this package raised a ValueError that is not yet a ``Mistake``."""
+    if isinstance(error, ProcessRaisedException):
+        frames = re.findall(r'^  File "(.+)", line \d+, in .+\n    raise (.*)', str(error), re.MULTILINE)
+        last = re.findall(r'^  File "(.+)", line', str(error), re.MULTILINE)[-1:]
+        return bool(frames) and frames[-1][0] == last[0] and last[0].startswith(HERE) and "\nValueError: " in str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    return type(error) is ValueError and frames[-1].filename.startswith(HERE) and frames[-1].line.startswith("raise ")
 
 
 def shorten() -> None:
-    """In fairseq's commands only: another program shows its errors as it likes."""
+    """Shows mistakes by their sentences in fairseq's commands; another program shows errors in its own way."""
     if "fairseq_cli" in sys.modules and not hasattr(sys.excepthook, "shortened"):
         sys.excepthook = shortened(sys.excepthook)
         own = vars(traceback) | {"print_exception": shortened(traceback.print_exception)}
-        hydra_utils.traceback = SimpleNamespace(**own)  # Hydra shows errors itself, with this module
+        hydra_utils.traceback = SimpleNamespace(**own)  # Hydra prints errors itself, with this module
 
 
-def shortened(original):
-    """Shows a mistake by its sentence, any other error by ``original``."""
+def shortened(original: Callable) -> Callable:
+    """Returns a function that prints a mistake's sentence and leaves any other error to ``original``."""
 
     @functools.wraps(original)
     def show(kind, value, tb) -> None:

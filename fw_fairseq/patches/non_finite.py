@@ -1,79 +1,106 @@
-"""Where a NaN or an infinity first appeared: a pass over the model that fairseq repeats after the loss or a gradient was one."""
+"""The first tensor that is not finite, found in a pass over the model that fairseq repeats after the loss or a gradient was NaN."""
 
 from __future__ import annotations
 
-from functools import partial
+import contextlib
+import sys
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..feature_maps import FeatureMap
 from ..modules import MixerAttention
 
 
 class FirstNonFinite:
-    """In the place of fairseq's NanDetector, which logs every tensor. ``sentence``: what was found."""
-
-    sentence = "where, a second pass did not show"
+    """Watches a model within a ``with`` block, in the place of fairseq's NanDetector. ``sentence`` then says what was found, and
+    the error that is being handled, if there is one, gets it as a note. It never raises: that error is the one to show."""
 
     def __init__(self, model: nn.Module):
         self.names = {module: name for name, module in model.named_modules()}
         self.mixers = {part: owner for owner in self.names if isinstance(owner, MixerAttention) for part in owner.mixer.modules()}
         self.ran: list[nn.Module] = []
-        self.found = ""
+        self.found = self.sentence = ""
         leaves = [module for module in self.names if next(module.parameters(recurse=False), None) is not None]
-        self.hooks = [module.register_forward_hook(self.after_forward) for module in leaves]
-        self.maps = [module for module in leaves if isinstance(module, FeatureMap)]
-        for phi in self.maps:  # their learned part is called by itself, which no hook sees
-            phi.linear = partial(self.linear, phi, phi.linear)
+        self.hooks = [module.register_forward_hook(self.after_forward, with_kwargs=True) for module in leaves]
+        maps = {id(x): module for module in leaves if isinstance(module, FeatureMap) for x in module.parameters(recurse=False)}
+        self.uses = ParameterUses(maps, self.look_at)  # a map's linear part is called without the map's forward, so no hook sees it
 
     def __enter__(self) -> FirstNonFinite:
+        self.uses.__enter__()
         return self
 
     def __exit__(self, *error) -> None:
+        self.uses.__exit__(*error)
         for hook in self.hooks:
             hook.remove()
-        for phi in self.maps:
-            del phi.linear
-        if not self.found:
-            gradients = ((module, non_finite_gradient(module)) for module in reversed(self.ran))
-            module, gradient = next(((module, gradient) for module, gradient in gradients if gradient is not None), (None, None))
-            if module is not None:
-                self.found = f"the gradient of {self.place(module, gradient)}"
-        FirstNonFinite.sentence = f"the first is {self.found}" if self.found else FirstNonFinite.sentence
+        with contextlib.suppress(Exception):
+            self.found = self.found or self.first_gradient()
+        self.sentence = f"the first is {self.found}" if self.found else "the repeated pass did not show where"
+        if isinstance(handled := sys.exception(), FloatingPointError):
+            handled.add_note(self.sentence)
 
-    def linear(self, phi: FeatureMap, original, x: Tensor) -> Tensor:
-        y = original(x)
-        self.after_forward(phi, (x,), y)
-        return y
+    def after_forward(self, module: nn.Module, inputs: tuple, options: dict, output: object) -> None:
+        output = output[0] if isinstance(output, tuple) and output else output  # of a mixer, which also returns its state
+        self.look_at(module, (*inputs, *options.values()), output)
 
-    def after_forward(self, module: nn.Module, inputs, output) -> None:
+    def look_at(self, module: nn.Module, inputs: Iterable, output: object) -> None:
         self.ran.append(module)
-        output = output[0] if isinstance(output, tuple) else output  # a mixer's, without its state
-        if self.found or not isinstance(output, Tensor):
-            return
-        if bad(inputs[0]):
+        if not self.found:
+            with contextlib.suppress(Exception):  # modules of other projects may have any inputs and outputs
+                self.found = self.first_tensor(module, next((x for x in inputs if isinstance(x, Tensor)), None), output)
+
+    def first_tensor(self, module: nn.Module, x: Tensor | None, output: object) -> str:
+        if bad(x):
             owner = self.mixers.get(module)
-            what = "what comes into" if owner is None else f"what the memory of layer {owner.layer} gives to"
-            weight = None if owner is None else bad_weight(owner.mixer)
-            self.found = f"{what} {self.names[module]}" + (f"; {weight} of that layer is not finite" if weight else "")
-        elif bad(output):
+            if owner is None:
+                return f"what comes into {self.names[module]}"
+            weight = bad_weight(owner.mixer)
+            of = f"; {weight} of that layer is not finite" if weight else ""
+            return f"what the memory of layer {owner.layer} gives to {self.names[module]}{of}"
+        if bad(output):
             weight = bad_weight(module)
             of = f", whose {weight} is not finite" if weight else ""
-            self.found = f"the output of {self.place(module, output.flatten(0, -2).t())}{of}"
+            return f"the output of {self.place(module, output.flatten(0, -2).t() if output.dim() > 1 else None)}{of}"
+        return ""
 
-    def place(self, module: nn.Module, rows: Tensor) -> str:
-        """The module, and which part of it if ``rows``, one for each of its outputs, are those of a mixer's joint projection."""
+    def first_gradient(self) -> str:
+        """The gradient that is nearest to the loss."""
+        gradients = ((module, bad_gradient(module)) for module in reversed(self.ran))
+        module, gradient = next(((module, gradient) for module, gradient in gradients if gradient is not None), (None, None))
+        return "" if module is None else f"the gradient of {self.place(module, gradient)}"
+
+    def place(self, module: nn.Module, rows: Tensor | None) -> str:
+        """Returns the module's name and, where it makes all projections of a mixer, the projection whose ``rows`` are not
+        finite."""
         name, owner = self.names[module], self.mixers.get(module)
         sizes = getattr(owner.mixer, "sizes", None) if owner is not None else None
-        if owner is None or sizes is None or module is not owner.mixer.in_proj:
+        if rows is None or not sizes or module is not owner.mixer.in_proj:
             return name
         parts = zip(sizes, rows.split(list(sizes.values())))
         part = next(part for part, values in parts if bad(values))
         return f"{'gate ' if part in owner.mixer.rule.gates else ''}{part} of layer {owner.layer} ({name})"
 
 
-def bad(x) -> bool:
+class ParameterUses(TorchFunctionMode):
+    """Calls ``report(module, inputs, output)`` after each function that took one of the modules' parameters; ``modules``: by the id
+    of their parameters."""
+
+    def __init__(self, modules: dict[int, nn.Module], report: Callable[[nn.Module, Iterable, object], None]):
+        super().__init__()
+        self.modules, self.report = modules, report
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        module = next((self.modules[id(x)] for x in args if id(x) in self.modules), None)
+        if module is not None and isinstance(output, Tensor) and output.is_floating_point():
+            self.report(module, [x for x in args if id(x) not in self.modules], output)
+        return output
+
+
+def bad(x: object) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point() and not bool(torch.isfinite(x).all())
 
 
@@ -81,5 +108,5 @@ def bad_weight(module: nn.Module) -> str | None:
     return next((name for name, x in module.named_parameters(recurse=False) if bad(x)), None)
 
 
-def non_finite_gradient(module: nn.Module) -> Tensor | None:
+def bad_gradient(module: nn.Module) -> Tensor | None:
     return next((x.grad for x in module.parameters(recurse=False) if bad(x.grad)), None)

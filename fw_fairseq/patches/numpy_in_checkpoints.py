@@ -1,6 +1,6 @@
-"""NumPy's numbers and arrays of numbers in a checkpoint: torch's unpickler gets stand-ins for the functions that rebuild them.
+"""Stand-ins for the functions that rebuild NumPy's numbers and arrays of numbers when a checkpoint is read.
 
-NumPy's own would build objects out of any bytes, and arrays that reach beyond theirs.
+NumPy's own functions would build objects from any bytes, and arrays that reach beyond their bytes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Iterator
 import numpy
 import torch
 
+from .. import Mistake
+
 MODULES = "numpy.core.multiarray", "numpy._core.multiarray"  # NumPy 1 and 2
 
 
@@ -24,13 +26,13 @@ class NumberType:
 
     def __init__(self, code: object, *_: object):
         if type(code) is not str or not re.fullmatch(r"[biufc]\d{1,2}", code, re.ASCII):
-            raise ValueError("it holds NumPy's data of another kind than numbers")
+            raise Mistake("it holds NumPy's data of another kind than numbers")
         self.code, self.order = code, "="
 
     def __setstate__(self, state: object) -> None:
         numbers = type(state) is tuple and len(state) >= 5 and all(part is None for part in state[2:5])  # no fields of a record
         if not numbers or type(state[1]) is not str or state[1] not in ("<", ">", "|", "="):
-            raise ValueError("it holds NumPy's data of another kind than numbers")
+            raise Mistake("it holds NumPy's data of another kind than numbers")
         self.order = state[1]
 
     def dtype(self) -> numpy.dtype:
@@ -44,32 +46,32 @@ class Array:
 
     def __init__(self, *arguments: object):
         if arguments:
-            raise ValueError("it holds a call of numpy.ndarray, which is not run")
+            raise Mistake("it holds a call of numpy.ndarray, which is not run")
         self.numbers = numpy.empty(0)
 
     def __setstate__(self, state: object) -> None:
         if type(state) is not tuple or len(state) != 5 or type(state[1]) is not tuple:
-            raise ValueError("it holds a NumPy array of unknown layout")
+            raise Mistake("it holds a NumPy array of unknown layout")
         _, shape, kind, fortran, data = state
         if not all(type(size) is int and size >= 0 for size in shape):
-            raise ValueError("it holds a NumPy array of unknown shape")
+            raise Mistake("it holds a NumPy array of unknown shape")
         numbers = read_numbers(kind, data, math.prod(shape))
         self.numbers = numbers.reshape(shape, order="F" if fortran is True else "C")
 
 
 def read_numbers(kind: object, data: object, count: int) -> numpy.ndarray:
     if type(kind) is not NumberType or type(data) is not bytes:
-        raise ValueError("it holds NumPy's data of another kind than numbers")
+        raise Mistake("it holds NumPy's data of another kind than numbers")
     dtype = kind.dtype()
     if len(data) != count * dtype.itemsize:
-        raise ValueError(f"it holds {len(data)} bytes for {count} NumPy numbers of {dtype.itemsize} bytes")
+        raise Mistake(f"it holds {len(data)} bytes for {count} NumPy numbers of {dtype.itemsize} bytes")
     return numpy.frombuffer(bytearray(data), dtype) if data else numpy.empty(0, dtype)
 
 
 def empty_array(kind: object, *_: object) -> Array:
     """Stands for NumPy's ``_reconstruct``: the array gets its numbers with its state."""
     if kind is not Array:
-        raise ValueError("it holds a NumPy array of unknown type")
+        raise Mistake("it holds a NumPy array of unknown type")
     return Array()
 
 
@@ -95,7 +97,8 @@ STAND_INS = [
 
 @contextlib.contextmanager
 def allowed() -> Iterator[None]:
-    """Beside torch's own list, which is afterwards as it was. A program's own entries of the same names are set aside meanwhile."""
+    """Within this block, torch's unpickler takes the stand-ins too. Entries of the same names that the program had added to
+    torch's list are set aside until the end of the block."""
     names = {name for _, name in STAND_INS}
     hidden = [given for given in torch.serialization.get_safe_globals() if full_path(given) in names]
     change_allowed(hidden, STAND_INS)
@@ -116,7 +119,7 @@ def full_path(given: object) -> str:
 
 
 def without_stand_ins(content: object, seen: dict | None = None) -> object:
-    """What was loaded, with NumPy's arrays; containers that can change keep their identity."""
+    """Returns what was loaded with NumPy's arrays in the place of the stand-ins; lists and dictionaries keep their identity."""
     seen = {} if seen is None else seen
     if isinstance(content, Array | NumberType):
         return content.numbers if isinstance(content, Array) else content.dtype()

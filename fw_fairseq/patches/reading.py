@@ -1,5 +1,7 @@
-"""Checkpoints, dictionaries and binarised texts that are not what they should be: each is refused in one sentence that names it.
-``original`` is fairseq's reader."""
+"""Reading files
+
+Checkpoints, dictionaries and binarised texts that are damaged or of another kind are refused in one sentence that names the file.
+"""
 
 from __future__ import annotations
 
@@ -8,58 +10,69 @@ import struct
 from pathlib import Path
 
 import numpy
+from fairseq import checkpoint_utils
+from fairseq.data import Dictionary, indexed_dataset
 
+from .. import Mistake
 from ..files import damaged_part, offer, why
 from .numpy_in_checkpoints import allowed, without_stand_ins
+from .replacing import replaces
 
 
-def load_checkpoint_to_cpu(original, path, *args, **kwargs):
-    """A file that is cut short, altered or something else is refused, and another one of its folder offered."""
+@replaces(checkpoint_utils, "load_checkpoint_to_cpu")
+def load_only_data(original, path, *args, **kwargs) -> dict:
+    """fairseq's checkpoints hold options that `torch.load` refuses since torch 2.6, and torch does not compare check sums. Now a
+    checkpoint may hold tensors, plain data, options and NumPy's numbers. One that holds anything else, or that is cut short or
+    altered, is refused, nothing in it is run, and the newest whole checkpoint of the folder is named."""
     try:
-        if damaged := damaged_part(path):  # torch does not look at check sums
-            raise RuntimeError(f"{damaged} in it is damaged")
+        if damaged := damaged_part(path):
+            raise Mistake(f"{damaged} in it is damaged")
         with allowed():
             return without_stand_ins(original(path, *args, **kwargs))
     except (FileNotFoundError, PermissionError):
         raise
     except Exception as error:  # the unpickler does what the file says
-        raise ValueError(f"{path} cannot be read as a fairseq checkpoint ({why(error)}); {offer(Path(path))}") from error
+        raise Mistake(f"{path} cannot be read as a fairseq checkpoint ({why(error)}); {offer(Path(path))}") from error
 
 
-def load_ema_from_checkpoint(original, path):
-    """fairseq reads the file of --ema-seed-model by itself."""
-    return load_checkpoint_to_cpu(original, path)
+@replaces(checkpoint_utils, "load_ema_from_checkpoint")
+def load_only_data_for_ema(original, path) -> dict:
+    """fairseq reads the file of `--ema-seed-model` with a second reader. Now it is read as any other checkpoint."""
+    return load_only_data(original, path)
 
 
-def add_from_file(original, dictionary, file):
-    """A dictionary by its path, or as open text, where fairseq calls itself."""
-    if not isinstance(file, str):
+@replaces(Dictionary, "add_from_file")
+def name_a_file_that_is_no_dictionary(original, dictionary, file) -> None:
+    """fairseq shows a traceback for a file that is not a dictionary. Now one sentence names the file and the format of its
+    lines."""
+    if not isinstance(file, str):  # open text: fairseq calls itself
         return original(dictionary, file)
     try:
         return original(dictionary, file)
     except (FileNotFoundError, PermissionError, IsADirectoryError):
         raise
     except Exception as error:
-        raise ValueError(f"{file} is not a dictionary, a line 'WORD COUNT' for each word ({why(error)})") from error
+        raise Mistake(f"{file} is not a dictionary, a line 'WORD COUNT' for each word ({why(error)})") from error
 
 
-def make_dataset(original, path, impl, fix_lua_indexing=False, dictionary=None):
-    """Binarised text whose index does not fit its tokens, or whose tokens are not the dictionary's, is refused before its use."""
+@replaces(indexed_dataset, "make_dataset")
+def check_binarised_text(original, path, impl, fix_lua_indexing=False, dictionary=None):
+    """fairseq opens a binarised text whose index does not fit its tokens, or whose tokens are not in the dictionary, and fails
+    later or trains on nonsense. Now such a text is refused when it is opened."""
     if impl == "mmap" and is_empty(path):
-        raise ValueError(f"{path}.bin has no text: what fairseq-preprocess read for {os.path.basename(path)} was empty")
+        raise Mistake(f"{path}.bin has no text: what fairseq-preprocess read for {os.path.basename(path)} was empty")
     try:
         dataset = original(path, impl, fix_lua_indexing, dictionary)
         if impl == "mmap" and dataset is not None:
             check_text(dataset._index, path, dictionary)
     except (AssertionError, AttributeError, KeyError, OverflowError, ValueError, struct.error) as error:
-        raise ValueError(
-            f"{path}.bin and {path}.idx are not a binarised text ({why(error)}); run fairseq-preprocess again"
-        ) from error
+        raise Mistake(f"{path}.bin and {path}.idx are not a binarised text ({why(error)}); run fairseq-preprocess again") from error
     return dataset
 
 
 def is_empty(path: str) -> bool:
-    """No tokens, and an index of no lines: the number of them comes after its name, its version and the type of its tokens."""
+    """Whether there are no tokens and an index of no lines. The number of lines follows the format's name, its version and the type
+    of the tokens."""
     files = f"{path}.bin", f"{path}.idx"
     if not all(map(os.path.exists, files)) or os.path.getsize(files[0]):
         return False
@@ -67,15 +80,16 @@ def is_empty(path: str) -> bool:
 
 
 def check_text(index, path: str, dictionary) -> None:
+    """Refuses an index that contradicts itself, the size of the tokens' file or the dictionary."""
     dtype, sizes = numpy.dtype(index.dtype), index.sizes.astype(numpy.int64)
     ends, content = sizes.cumsum() * dtype.itemsize, os.path.getsize(f"{path}.bin")
     if (sizes < 0).any() or not numpy.array_equal(index._pointers, ends - sizes * dtype.itemsize):
-        raise ValueError("the index contradicts itself")
+        raise Mistake("the index contradicts itself")
     if content != (ends[-1] if len(ends) else 0):
-        raise ValueError(f"there are {content} bytes of tokens, and the index is of {ends[-1] if len(ends) else 0}")
+        raise Mistake(f"there are {content} bytes of tokens, and the index names {ends[-1] if len(ends) else 0}")
     if dictionary is None or not content:
         return
     tokens = numpy.memmap(f"{path}.bin", dtype=dtype, mode="r")
     least, most = tokens.min(), tokens.max()
     if least < 0 or most >= len(dictionary) or dtype.kind == "f":
-        raise ValueError(f"it has tokens from {least} to {most}, and the dictionary {len(dictionary)} words")
+        raise Mistake(f"it has tokens from {least} to {most}, and the dictionary has {len(dictionary)} words")

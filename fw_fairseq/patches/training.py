@@ -1,52 +1,82 @@
-"""Training: clear errors, ensembles in fairseq-eval-lm, and where a NaN came from."""
+"""Training
+
+Errors are clear, a NaN is traced to its layer, and fairseq-eval-lm takes ensembles.
+"""
 
 from __future__ import annotations
 
 import os
 
+import fairseq.trainer
 import torch
-from fairseq import utils
+from fairseq import checkpoint_utils, models, utils
+from fairseq.trainer import Trainer
 
+from .. import Mistake
 from .literals import naming
 from .non_finite import FirstNonFinite
+from .replacing import changes, replaces
 
 
-def train_step(original, trainer, *args, **kwargs):
-    """A loss that is not a number says where it came from."""
+class NotFinite(Mistake, FloatingPointError):
+    """A loss or a gradient is NaN or infinite."""
+
+
+@changes("fairseq.trainer.NanDetector")
+def find_the_first_non_finite_tensor() -> None:
+    """After a NaN, fairseq repeats the pass and logs every tensor of the model. Now the repeated pass finds the first tensor that
+    is not finite."""
+    fairseq.trainer.NanDetector = FirstNonFinite
+
+
+@replaces(Trainer, "train_step")
+def say_where_a_nan_came_from(original, trainer, *args, **kwargs):
+    """fairseq ends a run whose loss or gradient is NaN or infinite with a traceback. Now one sentence names the layer, the gate or
+    projection, the update, and the file with the parameters."""
     try:
         return original(trainer, *args, **kwargs)
+    except NotFinite:
+        raise  # of a repeated step within this one
     except FloatingPointError as error:
-        where = f"{FirstNonFinite.sentence}, at update {trainer.get_num_updates() + 1}"
-        raise FloatingPointError(f"{error}; {where}; {trainer.cfg.checkpoint.save_dir}/crash.pt has the parameters") from None
+        where = "; ".join(getattr(error, "__notes__", ["the repeated pass did not show where"]))
+        crash = f"{trainer.cfg.checkpoint.save_dir}/crash.pt"
+        raise NotFinite(f"{error}; {where}, at update {trainer.get_num_updates() + 1}; {crash} has the parameters") from None
 
 
-def __init__(original, trainer, cfg, *args, **kwargs):
-    """fairseq trains in half precision on GPUs, and asks for one in the middle of its work; without any it takes bf16 for a TPU."""
+@replaces(Trainer, "__init__")
+def refuse_half_precision_without_gpu(original, trainer, cfg, *args, **kwargs) -> None:
+    """With `--fp16` or `--bf16` and no GPU, fairseq fails in the middle of its work, or looks for a TPU. Now the option is refused
+    before the run starts."""
     halves = ("memory_efficient_fp16", "memory_efficient_bf16", "fp16", "bf16")
     given = next((name for name in halves if getattr(cfg.common, name)), None)
     tpu = cfg.common.tpu and utils.xm is not None
     if given and not tpu and (cfg.common.cpu or not torch.cuda.is_available()):
-        raise ValueError(f"--{given.replace('_', '-')} trains on GPUs only; leave it out, or use --amp")
+        raise Mistake(f"--{given.replace('_', '-')} trains on GPUs only; leave it out, or use --amp")
     original(trainer, cfg, *args, **kwargs)
 
 
-def load_checkpoint(original, trainer, filename, *args, **kwargs):
-    """fairseq has words of its own in place of what the model says of parameters that do not fit."""
+@replaces(Trainer, "load_checkpoint")
+def say_which_parameters_do_not_fit(original, trainer, filename, *args, **kwargs):
+    """fairseq replaces the message about parameters that do not fit by "please ensure that the architectures match". Now the
+    message names them."""
     try:
         return original(trainer, filename, *args, **kwargs)
     except Exception as error:
         if type(error) is Exception and isinstance(error.__context__, ValueError):
-            raise ValueError(f"{filename}: {error.__context__}") from error
+            raise Mistake(f"{filename}: {error.__context__}") from error
         raise
 
 
-def load_model_ensemble_and_task(original, filenames, *args, **kwargs):
-    """fairseq-eval-lm hands over 'a.pt:b.pt' as one file; all of fairseq's other tools take it for an ensemble."""
+@replaces(checkpoint_utils, "load_model_ensemble_and_task")
+def split_ensembles(original, filenames, *args, **kwargs):
+    """`fairseq-eval-lm` takes `--path a.pt:b.pt` for one file, unlike fairseq's other tools. Now it is an ensemble everywhere."""
     split = [part for name in filenames for part in ([name] if os.path.exists(name) else utils.split_paths(name))]
     return original(split, *args, **kwargs)
 
 
-def build_model(original, cfg, *args, **kwargs):
-    """An option that is no literal is refused by its name."""
+@replaces(models, "build_model")
+def name_options_that_are_no_literals(original, cfg, *args, **kwargs):
+    """fairseq runs some option strings as Python when it builds a model. Now they must be Python literals, and one that is not is
+    refused by the name of its option."""
     with naming(cfg):
         return original(cfg, *args, **kwargs)

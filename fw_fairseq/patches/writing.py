@@ -1,18 +1,31 @@
-"""Checkpoints are written whole or not at all, and an error names the file."""
+"""Writing checkpoints
+
+A file is written whole or not at all, and an error names the file.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 
+from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
 
+from .. import Mistake
 from ..files import why
+from .replacing import replaces
 
 
-def copy(original, source, target, overwrite=False):
-    """checkpoint_last.pt is a copy, which a kill could leave half written; a rename is all or nothing."""
+class Unwritable(Mistake, OSError):
+    """A file cannot be written."""
+
+
+@replaces(PathManager, "copy")
+def copy_by_renaming(original, source, target, overwrite=False) -> bool:
+    """fairseq copies a checkpoint onto `checkpoint_last.pt`; a kill during the copy leaves half of a file there. Now the copy is
+    written beside it and renamed. An existing file is replaced only with `overwrite`."""
     if PathManager.path_requires_pathmanager(target):
         return original(source, target, overwrite)
     if os.path.exists(target) and not overwrite:
@@ -23,14 +36,16 @@ def copy(original, source, target, overwrite=False):
     return True
 
 
-def torch_persistent_save(original, obj, filename, *args, **kwargs):
+@replaces(checkpoint_utils, "torch_persistent_save")
+def name_what_did_not_fit(original, obj, filename, *args, **kwargs):
+    """When the disk is full, neither torch nor the system names the file, and the partial file stays. Now the error names it and
+    the partial file is removed."""
     with named_if_not_written(filename):
         return original(obj, filename, *args, **kwargs)
 
 
 @contextlib.contextmanager
-def named_if_not_written(path):
-    """Of a full disk the system and torch say neither what did not fit, nor do they take its first part away."""
+def named_if_not_written(path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -38,11 +53,13 @@ def named_if_not_written(path):
             raise
         with contextlib.suppress(OSError):
             os.remove(f"{path}.tmp")
-        raise OSError(f"{path} cannot be written ({why(error)})") from error
+        raise Unwritable(f"{path} cannot be written ({why(error)})") from error
 
 
-def save_checkpoint(original, cfg, trainer, epoch_itr, val_loss):
-    """Every worker passes here, one writes: the moment to collect what each of them remembers."""
+@replaces(checkpoint_utils, "save_checkpoint")
+def collect_states_of_all_workers(original, cfg, trainer, epoch_itr, val_loss):
+    """Only one worker writes the checkpoint, and fairseq asks only that one for the position in the data. The tasks of this project
+    also keep states per worker; now they are collected from every worker first."""
     if hasattr(epoch_itr, "collect"):
         epoch_itr.collect()
     return original(cfg, trainer, epoch_itr, val_loss)

@@ -36,11 +36,11 @@ class Gate:
     """A gate in (0,1). ``axis``: what it varies over besides (B,H,T): None, "K" or "V".
 
     ``bias`` is the initial bias of the sigmoid that makes it: a number, or "uniform" for uniform gate initialisation,
-    logit(U(1/n, 1 - 1/n)) over the n gates of a layer.
+    logit(U(1/n, 1 - 1/n)) over the n gates of a layer. None stands for 0 in a new model and for "uniform" in a converted one.
     """
 
     axis: str | None = None
-    bias: float | str = 0.0
+    bias: float | str | None = None
 
 
 OPERANDS = ("q", "k", "v", "memory", "padding_mask", "reset_mask")

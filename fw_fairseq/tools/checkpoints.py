@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from .. import Mistake
+
 
 def load_language_model(checkpoint, data, command: str, architectures: tuple[str, ...]):
     """A model of one of the registered names, in evaluation mode, and its dictionary. ``data``: the folder of a moved dict.txt."""
@@ -13,12 +15,12 @@ def load_language_model(checkpoint, data, command: str, architectures: tuple[str
     from .. import models  # noqa: F401
 
     if not Path(checkpoint).is_file():
-        raise ValueError(f"CHECKPOINT {checkpoint} is not a file; name one that fairseq-train or fw-convert wrote")
+        raise Mistake(f"CHECKPOINT {checkpoint} is not a file; name one that fairseq-train or fw-convert wrote")
     overrides = {} if data is None else {"data": str(data)}
     try:
         [model], _, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], arg_overrides=overrides)
     except FileNotFoundError as error:
-        raise ValueError(f"there is no dictionary at {error.filename}; name the folder of dict.txt by --data") from error
+        raise Mistake(f"there is no dictionary at {error.filename}; name the folder of dict.txt by --data") from error
     if not isinstance(model, tuple(MODEL_REGISTRY[name] for name in architectures)):
-        raise ValueError(f"CHECKPOINT {checkpoint} holds a {type(model).__name__}; {command} takes {' and '.join(architectures)}")
+        raise Mistake(f"CHECKPOINT {checkpoint} holds a {type(model).__name__}; {command} takes {' and '.join(architectures)}")
     return model.eval(), task.source_dictionary

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from .. import Mistake
 from ..config import SOFTMAX
 from ..files import tokenizer_size
 from ..mixers import MIXERS
@@ -59,7 +60,7 @@ def export(checkpoint, output, data=None, tokenizer=None, force: bool = False):
     model = build(source.decoder)
     difference = compare(source, model, len(dictionary))
     if not difference <= TOLERANCE:
-        raise ValueError(f"CHECKPOINT {checkpoint} computes other logits in transformers, by {difference:.1e}; nothing was written")
+        raise Mistake(f"CHECKPOINT {checkpoint} computes other logits in transformers, by {difference:.1e}; nothing was written")
     model.config.update(special_tokens(dictionary))
     if tokenizer is not None:
         renumber(model, dictionary, Path(tokenizer))
@@ -78,9 +79,9 @@ def check_output(output: Path, force: bool) -> None:
     if not output.exists():
         return
     if not force:
-        raise ValueError(f"OUTPUT {output} exists; name another folder, or give --force to replace an earlier export")
+        raise Mistake(f"OUTPUT {output} exists; name another folder, or give --force to replace an earlier export")
     if not output.is_dir() or (any(output.iterdir()) and not (output / CODE_FILE).exists()):
-        raise ValueError(
+        raise Mistake(
             f"OUTPUT {output} is no earlier export, as it has no {CODE_FILE}; --force would delete it: name another folder"
         )
 
@@ -104,7 +105,7 @@ def build(decoder: FastWeightDecoder):
 
     cfg, config = decoder.cfg, decoder.fast_weight_config
     if cfg.activation_fn not in ACTIVATIONS:
-        raise ValueError(f"CHECKPOINT has activation {cfg.activation_fn}; fw-export-hf takes: {', '.join(ACTIVATIONS)}")
+        raise Mistake(f"CHECKPOINT has activation {cfg.activation_fn}; fw-export-hf takes: {', '.join(ACTIVATIONS)}")
     words, adaptive = decoder.embed_tokens, decoder.adaptive_softmax
     embedding, tied = embedding_tensors(words), is_tied(decoder)
     output, output_bands = output_tensors(decoder, tied)
@@ -209,16 +210,14 @@ def special_tokens(dictionary) -> dict[str, int]:
 def renumber(model, dictionary, tokenizer: Path) -> None:
     """Rows in the order of the tokenizer's ids: its token i is the dictionary's symbol 'i', the one without a symbol is </s>."""
     if not any((tokenizer / name).exists() for name in ("vocab.json", "tokenizer.json")):
-        raise ValueError(
-            f"--tokenizer {tokenizer} has neither vocab.json nor tokenizer.json; it must be a GPT-2 tokenizer's folder"
-        )
+        raise Mistake(f"--tokenizer {tokenizer} has neither vocab.json nor tokenizer.json; it must be a GPT-2 tokenizer's folder")
     numbers = dictionary.symbols[dictionary.nspecial :]
     size = len(numbers) + 1
     missing = sorted(set(map(str, range(size))).difference(numbers), key=int)
     if model.config.input_bands or model.config.output_bands or len(missing) != 1:
-        raise ValueError("--tokenizer needs a checkpoint that fw-convert made of a GPT-2; leave it out for the words of dict.txt")
+        raise Mistake("--tokenizer needs a checkpoint that fw-convert made of a GPT-2; leave it out for the words of dict.txt")
     if (found := tokenizer_size(tokenizer)) != size:
-        raise ValueError(f"--tokenizer {tokenizer} has {found} tokens; it must be that of CHECKPOINT's GPT-2, which has {size}")
+        raise Mistake(f"--tokenizer {tokenizer} has {found} tokens; it must be that of CHECKPOINT's GPT-2, which has {size}")
     end = int(missing[0])
     order = torch.tensor([dictionary.eos() if i == end else dictionary.index(str(i)) for i in range(size)])
     model.embed_tokens = nn.Embedding.from_pretrained(model.embed_tokens.weight[order].detach(), freeze=False)

@@ -18,12 +18,10 @@ from fairseq.file_io import PathManager
 from fairseq.trainer import Trainer
 from support.commands import USER_DIR, Command, fairseq, succeed
 from support.language_models import build
-from torch import nn
 
 import fw_fairseq.models  # noqa: F401
 from fw_fairseq.patches.mistakes import sentence
-from fw_fairseq.patches.non_finite import FirstNonFinite
-from fw_fairseq.patches.training import load_checkpoint
+from fw_fairseq.patches.training import say_which_parameters_do_not_fit
 
 TRAIN = (
     "--arch fast_weight_lm --decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32"
@@ -163,37 +161,6 @@ def test_a_loss_that_is_not_a_number_says_where_from(part, value, said, data, sa
     assert re.search(f"the first is {said}.*, at update 3; .*crash.pt has the parameters$", done.stderr.strip()), done.stderr[-900:]
 
 
-@pytest.mark.parametrize(
-    "options, part, said",
-    [
-        ({"feature_map": "relu"}, "feature_map.weight", "the output of {}.feature_map, whose weight is not finite"),
-        ({"mixer": "sru"}, "gate_weight", "the output of {}, whose gate_weight is not finite"),
-        (
-            {"mixer": "additive"},
-            "query_score",
-            "what the memory of layer 1 gives to {}.norm; query_score of that layer is not finite",
-        ),
-    ],
-)
-def test_parameters_that_a_mixer_uses_itself_are_named(options, part, said):
-    model = build(**options)
-    name = "decoder.layers.1.self_attn.mixer"
-    model.get_parameter(f"{name}.{part}").data.view(-1)[0] = float("inf")
-    with FirstNonFinite(model) as found:
-        model(torch.randint(4, 40, (2, 9)))
-    assert found.sentence == f"the first is {said.format(name)}"
-    assert "linear" not in vars(getattr(model.get_submodule(name), "feature_map", model))
-
-
-def test_the_first_gradient_that_is_not_finite_is_found():
-    """The one nearest to the loss."""
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-    with FirstNonFinite(model) as found:
-        y = model(torch.zeros(4, 2))
-        (y - y.detach()).abs().sqrt().sum().backward()
-    assert found.sentence == "the first is the gradient of 1"
-
-
 def fill_disk(path):
     """Half of a file, then no room."""
     path.write_text("half")
@@ -252,5 +219,5 @@ def test_a_checkpoint_of_another_rule_says_so_when_a_run_goes_on():
     with pytest.raises(
         ValueError, match=r"^a.pt: .*differ in decoder.layers.0.self_attn.mixer.in_proj.weight and 3 more"
     ) as caught:
-        load_checkpoint(original, None, "a.pt")
+        say_which_parameters_do_not_fit(original, None, "a.pt")
     assert sentence(caught.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +12,14 @@ from fairseq.data import Dictionary
 from torch.multiprocessing import ProcessRaisedException
 
 import fw_fairseq.models  # noqa: F401
+from fw_fairseq import Mistake
 from fw_fairseq.data.streams import StreamDataset
 from fw_fairseq.data.text import Text
+from fw_fairseq.files import write_atomically
 from fw_fairseq.ops import fast_weight
+from fw_fairseq.patches.literals import read_literal
 from fw_fairseq.patches.mistakes import sentence, shortened
+from fw_fairseq.patches.writing import named_if_not_written
 
 
 def unknown_rule():
@@ -33,6 +38,24 @@ def fault_elsewhere():
     int("one")
 
 
+def checkpoint_of_another_kind():
+    read_literal("print(1)")
+
+
+def full_disk():
+    with named_if_not_written("a.pt"):
+        raise OSError(28, "No space left on device")
+
+
+def no_network():
+    raise ConnectionRefusedError(111, "Connection refused")
+
+
+def fault_in_a_call_of_this_project():
+    """A ValueError that passes through this project, but is not its own."""
+    write_atomically(Path("a"), lambda path: int("one"))
+
+
 def raised(call) -> BaseException:
     try:
         call()
@@ -49,12 +72,31 @@ def in_a_worker(error: BaseException) -> ProcessRaisedException:
 
 @pytest.mark.parametrize(
     "call, start",
-    [(unknown_rule, "rule is 'hebb'"), (no_dictionary, "[Errno 2]"), (fault_of_this_project, None), (fault_elsewhere, None)],
+    [
+        (unknown_rule, "rule is 'hebb'"),
+        (no_dictionary, "[Errno 2]"),
+        (checkpoint_of_another_kind, "an option is 'print(1)'"),
+        (full_disk, "a.pt cannot be written ([Errno 28]"),
+        (fault_of_this_project, None),
+        (fault_elsewhere, None),
+        (fault_in_a_call_of_this_project, None),
+        (no_network, None),
+    ],
 )
 @pytest.mark.parametrize("where", [lambda error: error, in_a_worker], ids=["here", "worker"])
-def test_only_mistakes_are_sentences(call, start, where):
+def test_only_mistakes_are_sentences(call, start, where, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     said = sentence(where(raised(call)))
     assert said == start or (said.startswith(start) and "\n" not in said)
+
+
+def test_a_sentence_needs_no_source(monkeypatch):
+    """The kind of the exception decides, not the place or the text of the statement that raised it."""
+    error = Mistake("--rule is 'hebb'")
+    assert sentence(error) == str(error)
+    text = "Traceback (most recent call last):\nfw_fairseq.Mistake: --rule is 'hebb'"
+    assert sentence(ProcessRaisedException(text, 1, 77)) == str(error)
+    assert sentence(ProcessRaisedException(text.replace("Mistake", "Unknown"), 1, 77)) is None
 
 
 def test_the_traceback_can_be_asked_for(monkeypatch, capsys):
@@ -65,4 +107,6 @@ def test_the_traceback_can_be_asked_for(monkeypatch, capsys):
     monkeypatch.setenv("FW_TRACEBACK", "1")
     show(type(error), error, error.__traceback__)
     shown = capsys.readouterr().err
-    assert shown.startswith("Traceback") and shown.endswith(f"ValueError: {error}\n")
+    assert (shown.startswith("Traceback") and shown.rstrip().endswith(f"Error: {error}")) or shown.rstrip().endswith(
+        f"Mistake: {error}"
+    )

@@ -22,7 +22,7 @@ from support.checkpoints import (
 )
 from support.commands import ROOT, run, succeed
 
-from fw_fairseq.rules import RULES
+from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
 from fw_fairseq.tools.convert.conversion import convert
 from fw_fairseq.tools.convert.pretrained import load_mapped
 
@@ -121,6 +121,25 @@ def test_every_rule(rule, width, plain, dictionary, tmp_path):  # noqa: F811
         if rule == "decay":
             assert (gates["z"] >= 1 / 32).all() and gates["z"].std() > 0.2 and gates["f"].std() > 0.2
     assert logits(converted, torch.randint(4, 64, (2, 32))).isfinite().all()
+
+
+@pytest.mark.parametrize("bias", [None, 0.0])
+def test_a_gate_for_each_channel_of_wide_keys(bias, plain, dictionary, tmp_path, monkeypatch):  # noqa: F811
+    """A bias of 0 is a bias; a gate without one starts uniformly, and may have more channels than the model is wide."""
+    gates = {"f": Gate("K", bias), "beta": Gate(bias=bias)}
+    rule = Rule(equation="", source="", gates=gates, coefficients=lambda f, beta: Coefficients(f=f, w=beta), normaliser="write")
+    monkeypatch.setitem(RULES, "gated", rule)
+    changes = convert(plain[1], tmp_path / "out.pt", "gated", feature_dim=16)
+    mixer = load(tmp_path / "out.pt", dictionary).decoder.layers[0].self_attn.mixer
+    biases = dict(zip(mixer.sizes, mixer.in_proj.bias.split(list(mixer.sizes.values()))))
+    said = {change.name: change.how for change in changes}["decoder.layers.*.self_attn.mixer.in_proj gate f"]
+    assert len(biases["f"]) == 4 * 16 > mixer.embed_dim
+    if bias is None:
+        least = torch.logit(torch.tensor(1 / 64)) - 1e-6
+        assert said == "starts by uniform gate initialisation" and biases["f"].unique().numel() > 60
+        assert all(biases[name].abs().max() <= -least for name in gates) and biases["beta"].unique().numel() == 4
+    else:
+        assert said == "starts at 0.5000" and all(biases[name].eq(0).all() for name in gates)
 
 
 def test_layers_that_stay_softmax(plain, dictionary, tmp_path):  # noqa: F811

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ... import Mistake
 from ...config import SOFTMAX, FastWeightConfig, layer_mixers
 from ...feature_maps import FEATURE_MAPS
 from ...files import write_atomically
@@ -42,10 +43,10 @@ def convert(source, output, rule: str, *, force: bool = False, seed: int = 1, **
     dict.txt, its tokens as fairseq's symbols, in the folder of ``output``.
     """
     if rule not in TARGETS:
-        raise ValueError(f"--rule is {rule!r}; it must be one of: {', '.join(TARGETS)}")
+        raise Mistake(f"--rule is {rule!r}; it must be one of: {', '.join(TARGETS)}")
     output = Path(output)
     if output.exists() and not force:
-        raise ValueError(f"OUTPUT {output} exists; name another file, or give --force to replace it")
+        raise Mistake(f"OUTPUT {output} exists; name another file, or give --force to replace it")
     read = read_pretrained(source)
     config = fast_weight_config(rule, **options)
     with torch.random.fork_rng(devices=[]):
@@ -64,7 +65,7 @@ def fast_weight_config(rule: str, feature_map=None, feature_norm=None, **options
         given = {"--feature-map": feature_map, "--feature-norm": feature_norm}
         given |= {"--" + name.replace("_", "-"): value for name, value in options.items()}
         if named := [name for name, value in given.items() if value]:
-            raise ValueError(f"--rule {rule} keeps queries and keys as they are; leave {', '.join(named)} out")
+            raise Mistake(f"--rule {rule} keeps queries and keys as they are; leave {', '.join(named)} out")
         return FastWeightConfig(mixer=rule)
     erases = RULES[rule].erases
     feature_map = feature_map or ("relu" if erases else "identity")
@@ -82,9 +83,9 @@ def convert_tensors(source: Source, config: FastWeightConfig) -> list[Change]:
         prefix = f"decoder.layers.{layer}.self_attn."
         parts = {key: tensors.pop(prefix + key) for key in ATTENTION if prefix + key in tensors}
         if left := next((key for key in tensors if key.startswith(prefix)), None):
-            raise ValueError(f"SOURCE has {left}, an option of attention that fast weights do not have")
+            raise Mistake(f"SOURCE has {left}, an option of attention that fast weights do not have")
         if name not in CONVERSIONS:
-            raise ValueError(f"--mixer-pattern has {name}; fw-convert makes: {', '.join([*CONVERSIONS, SOFTMAX])}")
+            raise Mistake(f"--mixer-pattern has {name}; fw-convert makes: {', '.join([*CONVERSIONS, SOFTMAX])}")
         mixer = MIXERS[name](options["decoder_embed_dim"], options["decoder_attention_heads"], config)
         new, entries = CONVERSIONS[name](parts, mixer)
         changes += [Change(f"{prefix}mixer.{key}", *entry) for key, *entry in entries]
@@ -142,11 +143,14 @@ def width_map(heads: int, width: int, head_dim: int) -> Tensor:
 
 
 def gate_rows(mixer: FastWeight) -> dict[str, Tensor]:
-    """Zero weights, and the biases that the rule asks for; a scalar decay starts uniformly too instead of at 1/2."""
+    """Zero weights, and the biases that the rule asks for; where it asks for none, uniform gate initialisation over the width of
+    the model, or over the gates where they are more."""
     biases = dict(zip(mixer.sizes, mixer.in_proj.bias.split(list(mixer.sizes.values()))))
     rows = {}
     for name, gate in mixer.rule.gates.items():
-        bias = biases[name] if gate.bias else initial_bias("uniform", mixer.embed_dim)[: len(biases[name])]
+        bias, count = biases[name], len(biases[name])
+        if gate.bias is None:
+            bias = initial_bias("uniform", max(mixer.embed_dim, count))[:count]
         rows[name] = torch.cat([torch.zeros(len(bias), mixer.embed_dim), bias[:, None]], 1)
     return rows
 
@@ -184,7 +188,7 @@ def write_symbols(symbols: list[str] | None, folder: Path, force: bool) -> None:
         return
     path, text = folder / "dict.txt", "".join(f"{symbol} 1\n" for symbol in symbols)
     if path.exists() and path.read_text() != text and not force:
-        raise ValueError(f"{path} is another model's dictionary; name an OUTPUT in another folder, or give --force to replace it")
+        raise Mistake(f"{path} is another model's dictionary; name an OUTPUT in another folder, or give --force to replace it")
     write_atomically(path, lambda temporary: temporary.write_text(text))
 
 

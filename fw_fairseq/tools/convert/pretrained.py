@@ -20,11 +20,12 @@ from fairseq.tasks.language_modeling import LanguageModelingConfig
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from ... import Mistake
 from ...config import SOFTMAX, layer_mixers
 from ...files import pickled, reading, safetensors
 from ...models.fast_weight_lm import FastWeightLanguageModel, FastWeightLanguageModelConfig
 from ...patches.literals import naming
-from ...patches.reading import load_checkpoint_to_cpu
+from ...patches.reading import load_only_data
 
 SPECIAL = 4  # <s>, <pad>, </s>, <unk>: the first symbols of every fairseq dictionary
 PADDING = 1
@@ -62,7 +63,7 @@ class Vocabulary:
 def read_pretrained(path) -> Source:
     path = Path(path)
     if not path.exists():
-        raise ValueError(f"SOURCE {path} does not exist; it is a fairseq checkpoint or a folder with a Hugging Face GPT-2")
+        raise Mistake(f"SOURCE {path} does not exist; it is a fairseq checkpoint or a folder with a Hugging Face GPT-2")
     source = read_gpt2(path) if path.is_dir() else read_fairseq(path)
     return match_layout(source, str(path))
 
@@ -70,12 +71,12 @@ def read_pretrained(path) -> Source:
 def read_fairseq(path: Path) -> Source:
     state = load_mapped(path)
     if not isinstance(state.get("model"), dict) or state.get("cfg") is None:
-        raise ValueError(f"{path} holds no fairseq model with its options; SOURCE must be a checkpoint that fairseq-train saved")
+        raise Mistake(f"{path} holds no fairseq model with its options; SOURCE must be a checkpoint that fairseq-train saved")
     old = state.get("args")
     model = vars(old) if old is not None else OmegaConf.to_container(state["cfg"]["model"], resolve=False, enum_to_str=True)
     name = model.get("arch") if old is not None else model.get("_name")
     if not issubclass(ARCH_MODEL_REGISTRY.get(name) or MODEL_REGISTRY.get(name, object), TransformerLanguageModel):
-        raise ValueError(f"{path} holds a model of architecture {name!r}; fw-convert takes transformer_lm and its architectures")
+        raise Mistake(f"{path} holds a model of architecture {name!r}; fw-convert takes transformer_lm and its architectures")
     cfg = OmegaConf.to_container(state["cfg"], resolve=True, enum_to_str=True)
     given = Namespace(**(model if old is not None else cfg["model"]))
     if old is not None:  # what they leave to their architecture; that of transformer_lm itself does nothing today
@@ -88,7 +89,7 @@ def read_fairseq(path: Path) -> Source:
 
 def load_mapped(path: Path) -> dict:
     """As fairseq loads a checkpoint, but tensors stay on disk until they are used: Adam's moments, twice the model, to the end."""
-    return load_checkpoint_to_cpu(mapped, path)
+    return load_only_data(mapped, path)
 
 
 def mapped(path: Path) -> dict:
@@ -137,14 +138,14 @@ def read_gpt2(folder: Path) -> Source:
 def gpt2_config(folder: Path) -> dict:
     path = folder / "config.json"
     if not path.exists():
-        raise ValueError(f"SOURCE {folder} has no config.json; a folder must hold a Hugging Face GPT-2 (config.json and weights)")
+        raise Mistake(f"SOURCE {folder} has no config.json; a folder must hold a Hugging Face GPT-2 (config.json and weights)")
     with reading(path, "a configuration"):
         config = {"n_positions": 1024, "activation_function": "gelu_new", "eos_token_id": 50256} | json.loads(path.read_text())
     for name in ("n_embd", "n_layer", "n_head", "n_positions", "vocab_size"):
         if not isinstance(config.get(name), int) or config[name] < 1:
-            raise ValueError(f"{path} has {name} = {config.get(name)!r}; it must be a number of at least 1")
+            raise Mistake(f"{path} has {name} = {config.get(name)!r}; it must be a number of at least 1")
     if config["n_embd"] % config["n_head"]:
-        raise ValueError(f"{path} has n_embd = {config['n_embd']}; it must be a multiple of n_head, {config['n_head']}")
+        raise Mistake(f"{path} has n_embd = {config['n_embd']}; it must be a multiple of n_head, {config['n_head']}")
     needed = {
         "model_type": ("gpt2",),
         "activation_function": tuple(ACTIVATIONS),
@@ -158,7 +159,7 @@ def gpt2_config(folder: Path) -> dict:
     for name, allowed in needed.items():
         if config.get(name) not in allowed:
             listed = allowed if isinstance(allowed, range) else ", ".join(str(value) for value in allowed if value is not None)
-            raise ValueError(f"{path} has {name} = {config.get(name)!r}; fw-convert takes: {listed}")
+            raise Mistake(f"{path} has {name} = {config.get(name)!r}; fw-convert takes: {listed}")
     return config
 
 
@@ -166,7 +167,7 @@ def gpt2_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """One at a time out of the mapped file. Neither format runs code here."""
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     if not files:
-        raise ValueError(f"SOURCE {folder} has no weights; it needs *.safetensors or pytorch_model.bin")
+        raise Mistake(f"SOURCE {folder} has no weights; it needs *.safetensors or pytorch_model.bin")
     for file in files:
         with reading(file, "a model's weights"):
             yield from safetensors(file) if file.suffix == ".safetensors" else pickled(file)
@@ -194,7 +195,7 @@ def gpt2_to_fairseq(name: str, tensor: Tensor, eos: int) -> dict[str, Tensor]:
     if part == "attn.c_attn":
         return {f"{prefix}self_attn.{which}_proj.{kind}": x for which, x in zip("qkv", tensor.chunk(3))}
     if part not in GPT2_NAMES:
-        raise ValueError(f"SOURCE has a tensor {name!r} that GPT-2 does not have; fw-convert cannot tell what it is")
+        raise Mistake(f"SOURCE has a tensor {name!r} that GPT-2 does not have; fw-convert cannot tell what it is")
     return {f"{prefix}{GPT2_NAMES[part]}.{kind}": tensor}
 
 
@@ -211,7 +212,7 @@ def match_layout(source: Source, path: str) -> Source:
     """fairseq brings old names up to date; then every tensor must be one of the model's, in its shape."""
     options, tensors = source.options, source.tensors
     if set(layer_mixers(Namespace(**options), options["decoder_layers"])) != {SOFTMAX}:
-        raise ValueError(f"{path} has mixers other than softmax already; fw-convert takes those with softmax in every layer")
+        raise Mistake(f"{path} has mixers other than softmax already; fw-convert takes those with softmax in every layer")
     model = skeleton(options, tensors)
     model.upgrade_state_dict(tensors)
     if model.decoder.layer_norm is None:  # checkpoints before version 3 had no norm after the last layer
@@ -234,4 +235,4 @@ def match_layout(source: Source, path: str) -> Source:
 
 
 def refuse(path: str, what: str) -> NoReturn:
-    raise ValueError(f"{path} is not laid out as fw-convert knows it: it {what}")
+    raise Mistake(f"{path} is not laid out as fw-convert knows it: it {what}")

@@ -11,6 +11,7 @@ import logging
 import sys
 from pathlib import Path
 
+from ... import Mistake
 from ...files import write_atomically
 from ..checkpoints import load_language_model
 from .weights import explain, read_text
@@ -33,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser().parse_args(arguments)
     try:
         if args.html is None and args.png is None:
-            raise ValueError("nothing to write; give --html, --png or both")
+            raise Mistake("nothing to write; give --html, --png or both")
         from .page import draw, page, require_matplotlib
 
         if args.png:
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
         words, tokens = read_text(args.text, dictionary)
         last = len(words) - 1 if args.last is None else args.last
         if not 0 < last < len(words):
-            raise ValueError(f"--last is {last}; TEXT has tokens 1 to {len(words) - 1}")
+            raise Mistake(f"--last is {last}; TEXT has tokens 1 to {len(words) - 1}")
         words, tokens = words[: last + 1], tokens[: last + 1]
         words = [w if i != dictionary.unk() else f"{w}?" for w, i in zip(words, tokens.tolist())]
         parts = explain(model, tokens)

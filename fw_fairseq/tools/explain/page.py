@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ... import Mistake
 from ...files import write_atomically
 from .weights import relative
 
@@ -57,7 +58,7 @@ def strongest(words: list[str], weights: Tensor) -> str:
 
 def require_matplotlib() -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--png needs matplotlib; install fw_fairseq with the extra [plots]")
+        raise Mistake("--png needs matplotlib; install fw_fairseq with the extra [plots]")
 
 
 def draw(title: str, words: list[str], parts: list, path: Path) -> None:

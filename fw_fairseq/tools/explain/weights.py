@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ... import Mistake
 from ...files import reading
 from ...mixers import MIXERS
 
@@ -43,7 +44,7 @@ def read_text(text: str, dictionary) -> tuple[list[str], Tensor]:
             text = Path(text).read_text(encoding="utf-8")
     words = text.split()
     if not words:
-        raise ValueError("TEXT has no words")
+        raise Mistake("TEXT has no words")
     return [START, *words], torch.tensor([dictionary.eos(), *map(dictionary.index, words)])
 
 
@@ -52,7 +53,7 @@ def explain(model, tokens: Tensor) -> list[Part]:
     """tokens (T) -> what the last one takes from all."""
     limit = model.max_positions()
     if len(tokens) > limit:
-        raise ValueError(f"TEXT has {len(tokens)} tokens, {START} included; the model takes at most {limit}")
+        raise Mistake(f"TEXT has {len(tokens)} tokens, {START} included; the model takes at most {limit}")
     seen: dict[int, Tensor] = {}
     layers, names = list(model.decoder.layers), {kind: name for name, kind in MIXERS.items()}
     hooks = [

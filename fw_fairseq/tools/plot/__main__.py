@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from ... import Mistake
 from . import cost as plot_cost
 from . import published as tables
 from . import retrieval as plot_retrieval
@@ -24,7 +25,7 @@ def main(arguments: list[str] | None = None) -> None:
         if getattr(args, "table", False):
             print(plot_retrieval.table(args))
         elif not args.out:
-            raise ValueError("--out is missing: the files to write, .svg, .pdf or .png")
+            raise Mistake("--out is missing: the files to write, .svg, .pdf or .png")
         if args.out:
             check_endings(args.out)
             save(args.draw(args), args.out)
@@ -72,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
 def check_endings(paths: list[Path]) -> None:
     for path in paths:
         if path.suffix not in (".svg", ".pdf", ".png"):
-            raise ValueError(f"--out is {path}; it must end in .svg, .pdf or .png")
+            raise Mistake(f"--out is {path}; it must end in .svg, .pdf or .png")
 
 
 def draw_curves(args):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
+from ... import Mistake
 from .style import DASHES, MARKERS, Look, canvas, label_ends, log_lengths, log_values, plot
 
 TRANSFORMER = "transformer_lm"
@@ -48,7 +49,7 @@ def draw(args):
         report = json.loads(args.report.read_text())
         rows = report[args.command]
     except (json.JSONDecodeError, KeyError, TypeError):
-        raise ValueError(f"{args.report} is not what fw-bench model --json writes") from None
+        raise Mistake(f"{args.report} is not what fw-bench model --json writes") from None
     return draw_rows(rows, what.length, what.panels, label=what.label)
 
 

@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+from ... import Mistake
+
 SIMPLE = re.compile(r"\| INFO \| (\w+) \| (epoch \d+.*)")
 PAIR = re.compile(r"(?:\| |[ ,])(\w+)[ =]([-+\d.eE]+|nan|-?inf)(?=,| \||$)")
 
@@ -20,7 +22,7 @@ def read_log(path: Path, metric: str) -> dict[int, float]:
         if metric in entry and update is not None:
             values[int(update)] = float(entry[metric])
     if not values:
-        raise ValueError(f"{path} has no {metric}; train with --log-format json or simple")
+        raise Mistake(f"{path} has no {metric}; train with --log-format json or simple")
     return values
 
 

@@ -10,6 +10,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from ... import Mistake
+
 
 class Row(NamedTuple):
     labels: tuple[str, ...]
@@ -145,7 +147,7 @@ def main(args) -> None:
         print(markdown(table.title, lines), end="")
     for path in args.out:
         if path.suffix not in (".md", ".csv"):
-            raise ValueError(f"--out is {path}; it must end in .md or .csv")
+            raise Mistake(f"--out is {path}; it must end in .md or .csv")
     for path in args.out:
         part = path.with_name(f".{path.name}.part")
         part.write_text(markdown(table.title, lines) if path.suffix == ".md" else comma_separated(lines))
@@ -169,7 +171,7 @@ def collect(table: Table, folder: Path) -> list[list[str]]:
         lines.append([*row.labels, *cells, updates, state])
         sought += files
     if not any(cell for line in lines[1:] for cell in line[len(table.labels) + 1 : -2 : 2]):
-        raise ValueError(f"{folder} has no finished run of this table; none of its files is there, such as {sought[-1]}")
+        raise Mistake(f"{folder} has no finished run of this table; none of its files is there, such as {sought[-1]}")
     return lines
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ... import Mistake
 from .style import Look, canvas, legend, log_values, look, plot
 
 SIZES = (*range(20, 201, 20), 300, 400)
@@ -63,9 +64,9 @@ def read_results(path: Path) -> dict[str, dict[int, float]]:
             model, keys, loss = line.split()
             found.setdefault(model, {})[int(keys)] = float(loss)
         except ValueError:
-            raise ValueError(f"{path}, line {number} is {line!r}; it must be MODEL KEYS LOSS") from None
+            raise Mistake(f"{path}, line {number} is {line!r}; it must be MODEL KEYS LOSS") from None
     if not found:
-        raise ValueError(f"{path} has no results")
+        raise Mistake(f"{path} has no results")
     return found
 
 

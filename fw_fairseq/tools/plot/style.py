@@ -9,6 +9,8 @@ from math import ceil, inf
 from pathlib import Path
 from typing import NamedTuple
 
+from ... import Mistake
+
 COLUMN = 3.3  # inches, a column of a two-column page
 SMALL, TEXT = 6.5, 7.5  # points
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#8C4FA8", "#B8860B", "#5B5B5B")
@@ -38,7 +40,7 @@ def look(index: int) -> Look:
 def canvas(height: float = 2.3, panels: int = 1, **layout):
     """A figure of one column and its axes, one above the other; ``layout``: fixed margins as in subplots_adjust, or none."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("figures need matplotlib; install fw_fairseq with the extra [plots]")
+        raise Mistake("figures need matplotlib; install fw_fairseq with the extra [plots]")
     import matplotlib
 
     matplotlib.use("Agg")

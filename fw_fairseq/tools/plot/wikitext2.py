@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ... import Mistake
 from .style import SMALL, canvas, label_ends, log_lengths, look, plot, spread_out
 
 RULES, SOFTMAX = ("sum", "gated", "delta", "decay", "gated_delta"), "softmax"
@@ -26,7 +27,7 @@ def read_table(path: Path, *columns: str) -> dict[str, tuple[float, ...]]:
             if all(numbers):
                 found[cells[places[0]]] = tuple(float(number[0]) for number in numbers)
     if not found:
-        raise ValueError(f"{path} has no table with the columns row, {', '.join(columns)}")
+        raise Mistake(f"{path} has no table with the columns row, {', '.join(columns)}")
     return found
 
 
@@ -65,7 +66,7 @@ def draw_conversion(args):
             rule, m, otherwise = found.groups()
             lines.setdefault(rule.replace("_", " ") + (otherwise or "").replace("-", ", "), {})[int(m)] = share
     if not lines:
-        raise ValueError(f"{args.page} has no row such as decay-16")
+        raise Mistake(f"{args.page} has no row such as decay-16")
     figure, [axes] = canvas(2.3, left=0.14, right=0.71, top=0.96, bottom=0.17)
     ends = []
     for index, (name, points) in enumerate(lines.items(), 1):

@@ -1,0 +1,71 @@
+"""The list of changes to fairseq, and the page that is printed from it."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+from support.commands import ROOT, run, succeed
+
+import fw_fairseq.models  # noqa: F401
+from fw_fairseq.patches import CHANGES, apply
+from fw_fairseq.patches.__main__ import page
+from fw_fairseq.patches.replacing import CHANGES as REGISTERED
+from fw_fairseq.patches.replacing import replaces
+
+
+def test_the_page_is_up_to_date():
+    """Printed by ``python -m fw_fairseq.patches > docs/fairseq_changes.md``."""
+    assert (ROOT / "docs" / "fairseq_changes.md").read_text() == page()
+
+
+def test_the_command_prints_the_page(tmp_path):
+    assert succeed(run(sys.executable, "-m", "fw_fairseq.patches", cwd=ROOT)).startswith(page())
+
+
+def test_every_change_is_explained():
+    for change in CHANGES:
+        words = inspect.getdoc(change.function) or ""
+        assert "Now " in words or "now " in words, change.place
+        assert f"`{change.place}`" in page()
+    assert len({change.place for change in CHANGES}) == len(CHANGES) > 20
+
+
+def test_every_change_is_applied_once():
+    before = [current(change.place) for change in CHANGES]
+    apply()
+    assert [current(change.place) for change in CHANGES] == before
+
+
+def current(place: str):
+    """What ``module.name`` or ``module.Class.name`` is."""
+    module = next((name for name in heads(place) if name in sys.modules), None)
+    found = sys.modules[module] if module else None
+    for name in place[len(module or "") + 1 :].split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def heads(place: str) -> list[str]:
+    parts = place.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1)]
+
+
+class Owner:
+    def method(self, x):
+        return x + 1
+
+
+def test_a_replacement_gets_the_original(monkeypatch):
+    monkeypatch.setattr(Owner, "method", Owner.method)
+    before = len(REGISTERED)
+
+    @replaces(Owner, "method")
+    def double(original, owner, x):
+        return 2 * original(owner, x)
+
+    change = REGISTERED.pop()
+    assert len(REGISTERED) == before and change.place == f"{__name__}.Owner.method" and Owner().method(1) == 2
+    change.apply()
+    change.apply()
+    assert Owner().method(1) == 4 and Owner.method.changed_by is double
