@@ -1,9 +1,15 @@
 """Fast weights and linear attention for fairseq (``--user-dir fw_fairseq``).
 
-``fw_fairseq.ops``, ``rules`` and ``feature_maps`` need torch alone. When fairseq imports this package, its models, tasks,
-criterions and schedules are registered."""
+``fw_fairseq.ops``, ``rules``, ``feature_maps`` and ``mixers`` need torch alone. fairseq registers the models, tasks, criterions and
+schedules when it imports this directory as its user directory; ``import fw_fairseq.models`` registers them in a program.
+
+The options take their choices from ``rules.RULES``, ``feature_maps.FEATURE_MAPS`` and ``mixers.MIXERS`` at that moment. A package
+that adds to them does so first and then imports ``fw_fairseq.models``. It is itself the user directory, ``--user-dir PACKAGE``.
+"""
 
 import sys
+
+from .late_registration import WithFairseq, wrap_import
 
 
 class Mistake(ValueError):
@@ -12,8 +18,6 @@ class Mistake(ValueError):
 
 
 if sys.modules.get("fairseq"):
-    from . import models  # noqa: F401
+    wrap_import()
 else:
-    from .late_registration import WithFairseq
-
     sys.meta_path.insert(0, WithFairseq())

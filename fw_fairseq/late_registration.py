@@ -1,4 +1,8 @@
-"""For a program that imports the operation first and has fairseq import this directory later: fairseq then takes it for done."""
+"""Registration where fairseq takes this directory as its user directory but finds it imported already.
+
+fairseq's ``import_user_module`` imports the tasks and models of a user directory together with the directory itself. If a part of
+this package, such as ``fw_fairseq.ops``, was imported before, it believes that all is done and registers nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from pathlib import Path
 
 
 class WithFairseq(MetaPathFinder):
-    """From when fairseq is imported on, its ``import_user_module`` registers what is here. To look for fairseq changes nothing."""
+    """Calls ``wrap_import`` as soon as fairseq is imported. Looking for fairseq without importing it changes nothing."""
 
     def find_spec(self, name: str, path, target=None):
         if name != "fairseq":
@@ -29,6 +33,7 @@ class WithFairseq(MetaPathFinder):
 
 
 def wrap_import() -> None:
+    """Makes fairseq's ``import_user_module`` import ``fw_fairseq.models`` where this directory is the user directory."""
     from fairseq import utils
 
     import_user_module = utils.import_user_module

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
 from support.commands import USER_DIR, Command, fairseq, run_here, succeed, train_two_workers
 from support.streams import (
@@ -50,7 +51,7 @@ def trained(data, tmp_path_factory):  # noqa: F811
 
 
 def parameters(folder):
-    return torch.load(folder / "checkpoint_last.pt", weights_only=True)["model"]
+    return checkpoint_utils.load_checkpoint_to_cpu(str(folder / "checkpoint_last.pt"))["model"]
 
 
 def assert_resumed(whole, parts, first, second):
