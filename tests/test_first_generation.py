@@ -14,6 +14,7 @@ import torch
 from fairseq import checkpoint_utils, utils
 from fairseq.models import MODEL_REGISTRY
 from support.commands import ROOT, USER_DIR, fairseq, succeed
+from support.runs import updates
 
 FILES = Path(__file__).parent / "files" / "first_generation"
 LANGUAGE_MODELS = """delta_dpfp decay_adaptive gated_delta_softmax gated_relu sum_favor fwm additive_leap sru_srupp local_xl
@@ -100,7 +101,7 @@ def resume(folder: Path, saved: Path) -> tuple[dict, torch.Tensor]:
     """The log of the next update, and the model's answers after it."""
     options = [*STREAM.split(), "--restore-file", folder / "stopped.pt", "--max-update", STOPPED + 1, "--save-dir", saved]
     printed = succeed(fairseq("train", folder / "data", *USER_DIR, *options))
-    [update] = [json.loads(line[line.index("{") :]) for line in printed.splitlines() if "train_inner" in line and "{" in line]
+    [update] = updates(printed).values()
     model, _ = load(saved / "checkpoint_last.pt", folder / "data")
     return update, log_probabilities(model, TOKENS)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hostcuda import SCHEDULES, EmulatorLaunch, guarded, run_sanitized, sanitized_launch
 from hostcuda.nvrtc import ARCHITECTURES, compile_check
-from support.draws import assert_same
+from support.draws import assert_same, draw_projections
 from support.emulated import emulated
 
 from fw_fairseq.ops import fast_weight
@@ -35,7 +35,7 @@ GATES = {
 def draw(rule: str, shape, dtype=torch.float32, gates="uniform") -> dict[str, torch.Tensor | None]:
     """q, k, v as views of (T,B,C) projections."""
     B, H, T, K, V = shape
-    q, k, v = (torch.randn(T, B, H * width).view(T, B, H, width).permute(1, 2, 0, 3).to(dtype) for width in (K, K, V))
+    q, k, v = (x.to(dtype) for x in draw_projections(B, H, T, K, K, V))
     sizes = {None: (), "K": (K,), "V": (V,)}
     drawn = {name: GATES[gates](B, H, T, *sizes[gate.axis]) for name, gate in RULES[rule].gates.items()}
     coefficients = RULES[rule].coefficients(**drawn)._asdict()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hostcuda import SCHEDULES, EmulatorLaunch, guarded, run_sanitized, sanitized_launch
 from hostcuda.nvrtc import ARCHITECTURES, compile_check
-from support.draws import assert_same
+from support.draws import assert_same, draw_projections
 from support.emulated import emulated
 
 from fw_fairseq.ops import fast_weight
@@ -26,7 +26,7 @@ NAMES = ("q", "k", "v", "f", "e", "w", "memory")
 def draw(shape, dtype=torch.float32, present="few", resets=True, strong=False) -> dict[str, torch.Tensor | None]:
     """Unit keys; q, k, v as views of (T,B,C) projections. ``strong``: e = w = 1 and keys that hardly differ."""
     B, H, T, K, V = shape
-    q, k, v = (torch.randn(T, B, H * width).view(T, B, H, width).permute(1, 2, 0, 3) for width in (K, K, V))
+    q, k, v = draw_projections(B, H, T, K, K, V)
     k = torch.nn.functional.normalize(k * 0.05 + 1 if strong else k, dim=-1)
     gates = {name: torch.rand(B, H, T) for name in "few"}
     if strong:

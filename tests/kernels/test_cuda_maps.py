@@ -6,7 +6,7 @@ import pytest
 import torch
 from hostcuda import EmulatorLaunch, guarded, run_sanitized, sanitized_launch
 from hostcuda.nvrtc import compile_check
-from support.draws import assert_same
+from support.draws import assert_same, draw_projections
 from support.emulated import emulated
 
 from fw_fairseq.config import FastWeightConfig
@@ -31,7 +31,7 @@ def draw(row_map: RowMap, shape, dtype, present: str) -> dict[str, torch.Tensor 
     B, H, T, d, V = shape
     key = row_map.width(d)
     size = {"f": (), "F": (key,), "z": (V,), "e": (), "w": ()}
-    x = {n: torch.randn(T, B, H * width).view(T, B, H, width).permute(1, 2, 0, 3).to(dtype) for n, width in zip("qkv", (d, d, V))}
+    x = {name: projection.to(dtype) for name, projection in zip("qkv", draw_projections(B, H, T, d, d, V))}
     x |= {name.lower(): torch.rand(B, H, T, *size[name]) * 0.9 + 0.05 for name in present}
     x |= {"memory": torch.randn(B, H, key, V)}
     if row_map.name == "dpfp" and row_map.norm == "sum":

@@ -7,7 +7,7 @@ import torch
 from support.commands import train_two_workers
 from support.distillation import sample
 from support.language_models import build, make_task
-from support.pretrained import CONVERTED, SHAPE, data, pretrained  # noqa: F401
+from support.pretrained import SHAPE
 
 from fw_fairseq.criterions import T2rDistillation
 from fw_fairseq.criterions import t2r_distillation as module
@@ -125,12 +125,12 @@ def changed(before: dict, after: dict) -> set[str]:
     return {name for name in before if not torch.equal(before[name], after[name])}
 
 
-def test_a_warm_start_in_two_workers_trains_only_what_is_new(data, pretrained, tmp_path):  # noqa: F811
+def test_a_warm_start_in_two_workers_trains_only_what_is_new(counting_data, pretrained, tmp_path):
     convert(pretrained, tmp_path / "start.pt", "delta", feature_dim=4)
     options = [*SHAPE.split(), "--arch", "fast_weight_lm", "--update-rule", "delta", "--feature-map", "relu", "--feature-dim", 4]
     options += ["--criterion", "t2r_distillation", "--teacher", pretrained, "--match", "attention", "--match-updates", 4]
     options += ["--train-only", "new", "--max-update", 6, "--save-dir", tmp_path, "--finetune-from-model", tmp_path / "start.pt"]
-    log = train_two_workers(data, *options)
+    log = train_two_workers(counting_data, *options)
     assert "distil_match" in log and "distil_teacher" in log
     before, after = (torch.load(tmp_path / name, weights_only=True)["model"] for name in ("start.pt", "checkpoint_last.pt"))
     mixers = [f"decoder.layers.{layer}.self_attn.mixer." for layer in (0, 1)]

@@ -20,10 +20,9 @@ import torch
 from fairseq import checkpoint_utils, options, tasks, utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
-from support.checkpoints import ADAPTIVE, SHAPE, dictionary, save, save_format, source  # noqa: F401
+from support.checkpoints import ADAPTIVE, SHAPE, save, save_format
 from support.commands import USER_DIR, fairseq, preloaded, run
 from support.pretrained import SHAPE as TRAINING
-from support.pretrained import data, pretrained  # noqa: F401
 
 import fw_fairseq.models  # noqa: F401
 from fw_fairseq.patches.literals import LONGEST, naming, read_literal
@@ -58,14 +57,14 @@ def code_that_marks(path) -> str:
 
 
 @pytest.fixture(scope="module")
-def languages(dictionary, tmp_path_factory):  # noqa: F811
+def languages(dictionary, tmp_path_factory):
     folder = tmp_path_factory.mktemp("languages")
     for language in "ab":
         (folder / f"dict.{language}.txt").write_text((dictionary / "dict.txt").read_text())
     return folder
 
 
-def checkpoint(name: str, dictionary, languages) -> tuple[dict, Path]:  # noqa: F811
+def checkpoint(name: str, dictionary, languages) -> tuple[dict, Path]:
     """A model's state, and the folder of its dictionaries."""
     folder, sizes = {"fconv_lm": (dictionary, CONVOLUTIONS)}.get(name, (dictionary, SHAPE))
     if name.endswith("transformer"):
@@ -77,7 +76,7 @@ def checkpoint(name: str, dictionary, languages) -> tuple[dict, Path]:  # noqa: 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_no_option_of_a_checkpoint_is_run(name, dictionary, languages, tmp_path):  # noqa: F811
+def test_no_option_of_a_checkpoint_is_run(name, dictionary, languages, tmp_path):
     state, folder = checkpoint(name, dictionary, languages)
     mark, said = tmp_path / "mark", {}
     given = vars(state["cfg"]["model"]) if isinstance(state["cfg"]["model"], Namespace) else state["cfg"]["model"]
@@ -156,7 +155,7 @@ def test_fairseqs_readers_under_all_their_names():
     assert options.eval_str_dict("{'a': 1}") == {"a": 1} and options.eval_bool("True") and options.eval_bool(3, default=True)
 
 
-def commands(evil, data, folder):  # noqa: F811
+def commands(evil, data, folder):
     task = ["--task", "language_modeling"]
     student = [*TRAINING.split(), "--arch", "fast_weight_lm", "--save-dir", folder / "saved", "--max-update", 1]
     tool = [sys.executable, "-m"]
@@ -170,11 +169,11 @@ def commands(evil, data, folder):  # noqa: F811
 
 
 @pytest.mark.parametrize("command", commands("", "", Path()))
-def test_the_commands_name_the_option(command, data, pretrained, tmp_path):  # noqa: F811
+def test_the_commands_name_the_option(command, counting_data, pretrained, tmp_path):
     state = torch.load(pretrained, weights_only=True)
     state["cfg"]["model"]["adaptive_softmax_cutoff"] = code_that_marks(tmp_path / "mark")
     torch.save(state, tmp_path / "evil.pt")
-    done = commands(tmp_path / "evil.pt", data, tmp_path)[command]()
+    done = commands(tmp_path / "evil.pt", counting_data, tmp_path)[command]()
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode > 0 and "adaptive_softmax_cutoff is \"__import__('pathlib')" in last and REFUSED in last, done.stderr
     assert not (tmp_path / "mark").exists() and not (tmp_path / "out").exists() and "Traceback" not in done.stderr
@@ -252,9 +251,9 @@ def test_forged_arrays_are_refused(tmp_path):
         assert said.startswith(f"{path} cannot be read as a fairseq checkpoint (it holds "), (path, said)
 
 
-def test_a_forged_array_ends_a_command_in_a_sentence(data, tmp_path):  # noqa: F811
+def test_a_forged_array_ends_a_command_in_a_sentence(counting_data, tmp_path):
     torch.save({"model": {}, "x": FORGED["call-in-a-dict"]}, tmp_path / "forged.pt")
-    done = fairseq("eval_lm", data, *USER_DIR, "--task", "language_modeling", "--path", tmp_path / "forged.pt")
+    done = fairseq("eval_lm", counting_data, *USER_DIR, "--task", "language_modeling", "--path", tmp_path / "forged.pt")
     assert done.returncode == 1 and "it holds a call of numpy.ndarray, which is not run" in done.stderr.splitlines()[-1]
 
 

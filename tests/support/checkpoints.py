@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 
-import pytest
 import torch
 from fairseq import options, tasks
-from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
 
@@ -22,17 +20,6 @@ ADAPTIVE = "--adaptive-input --adaptive-input-cutoff 20,40 --adaptive-input-fact
 
 
 ADAPTIVE += " --adaptive-softmax-factor 2 --tie-adaptive-weights --criterion adaptive_loss --ddp-backend legacy_ddp"
-
-
-@pytest.fixture(scope="module")
-def dictionary(tmp_path_factory):
-    """A data folder with nothing but its dictionary, 60 words."""
-    folder = tmp_path_factory.mktemp("dictionary")
-    words = Dictionary()
-    for i in range(60):
-        words.add_symbol(f"w{i}")
-    words.save(str(folder / "dict.txt"))
-    return folder
 
 
 def parse(text: str, data) -> Namespace:

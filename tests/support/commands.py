@@ -42,10 +42,10 @@ def install_sdist(folder: Path) -> Path:
 
 @functools.cache
 def preloaded():
-    """Its processes are forks of one that has imported fairseq: a command starts in a second instead of six."""
+    """Its processes are forks of one that has imported support.preload: a command starts at once instead of in eight seconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fairseq.trainer", "fairseq.tasks.translation", "fairseq.models.transformer_lm"])
-    with mock.patch.dict(os.environ, ENVIRONMENT, clear=True):
+    context.set_forkserver_preload(["support.preload"])
+    with mock.patch.dict(os.environ, ENVIRONMENT | {"PYTHONPATH": str(ROOT / "tests")}, clear=True):
         forkserver.ensure_running()
     return context
 

@@ -49,6 +49,11 @@ def draw_inputs(shape, dtype=torch.float64, positive=False) -> dict[str, torch.T
     return {name: x.to(dtype).requires_grad_() for name, x in (("q", q), ("k", k), ("v", v))}
 
 
+def draw_projections(B: int, H: int, T: int, *widths: int) -> list[torch.Tensor]:
+    """One (B,H,T,width) tensor for each width, each a view of a (T,B,C) projection, as a layer has them."""
+    return [torch.randn(T, B, H * width).view(T, B, H, width).permute(1, 2, 0, 3) for width in widths]
+
+
 def draw_state(rule: Rule, shape, dtype=torch.float64, attention_norm=False):
     """A state as a first call leaves it, its tensors ready to collect gradients."""
     short = (*shape[:2], 5, *shape[3:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,10 +23,8 @@ MERGES = ["t h", "th e", "Ġ the"]
 END = "<|endoftext|>"
 
 
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory):
-    """A folder with GPT-2 of random numbers and a tokenizer of bytes and three merges; its end of text is not its last token."""
-    folder = tmp_path_factory.mktemp("gpt2")
+def save_gpt2(folder: Path):
+    """Save a GPT-2 of random numbers with a tokenizer of bytes and three merges; its end of text is not its last token."""
     tokens = [*bytes_to_unicode().values(), END, *(merge.replace(" ", "") for merge in MERGES)]
     (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
     (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *MERGES, ""]))
@@ -38,4 +37,4 @@ def gpt2(tmp_path_factory):
         for name, x in model.named_parameters():
             x.add_(torch.randn_like(x) * (0.02 if "wte" in name else 0.1))
     model.save_pretrained(folder)
-    return folder, model
+    return model

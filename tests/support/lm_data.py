@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
-import pytest
 from support.commands import fairseq, succeed
 
 SMALL = (
@@ -33,11 +33,9 @@ def sentences(count: int, seed: int):
         yield " ".join(words + (["in", "the", draw.choice(places)] if draw.random() < 0.6 else []) + ["."])
 
 
-@pytest.fixture(scope="session")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sentences")
+def binarise(folder: Path) -> None:
+    """Write the sentences of three splits into ``folder``, and what fairseq-preprocess makes of them into its folder bin."""
     for seed, (split, count) in enumerate({"train": 300, "valid": 50, "test": 50}.items()):
         (folder / split).write_text("".join(line + "\n" for line in sentences(count, seed)))
     prefixes = [part for split in ("train", "valid", "test") for part in (f"--{split}pref", folder / split)]
     succeed(fairseq("preprocess", "--only-source", *prefixes, "--destdir", folder / "bin"))
-    return folder / "bin"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import re
+from pathlib import Path
 
-import pytest
 from support.commands import USER_DIR, fairseq, succeed
 
 SHAPE = (
@@ -28,20 +28,16 @@ def perplexity(data, checkpoint) -> float:
     return float(re.search(r"Perplexity: ([\d.]+)", printed)[1])
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Words that count up, from a word drawn at random: attention or a memory sees what comes next."""
-    folder, draw = tmp_path_factory.mktemp("counting"), random.Random(0)
+def binarise(folder: Path) -> None:
+    """Write words that count up, each line from a word drawn at random, so that attention or a memory sees what comes next."""
+    draw = random.Random(0)
     for split, count in {"train": 200, "valid": 20, "test": 40}.items():
         starts = [draw.randrange(40) for _ in range(count)]
         (folder / split).write_text("".join(" ".join(f"w{(s + i) % 40}" for i in range(11)) + "\n" for s in starts))
     prefixes = [part for split in ("train", "valid", "test") for part in (f"--{split}pref", folder / split)]
     succeed(fairseq("preprocess", "--only-source", *prefixes, "--destdir", folder / "bin"))
-    return folder / "bin"
 
 
-@pytest.fixture(scope="module")
-def pretrained(data, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pretrained")
+def pretrain(data: Path, folder: Path) -> None:
+    """Save checkpoints of the softmax model in ``folder``."""
     train(data, folder, "--arch", "transformer_lm", "--max-update", 40)
-    return folder / "checkpoint_last.pt"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
+from pathlib import Path
 
-import pytest
 from support.commands import USER_DIR, fairseq, succeed
+from support.runs import updates
 
 MODEL = (
     "--arch fast_weight_lm --decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32"
@@ -27,11 +27,6 @@ def training(data, folder, *args, positions=False):
     return [data, *MODEL.split(), *positions, *TRAIN.split(), "--save-dir", folder, *args]
 
 
-def updates(log: str) -> dict[int, dict]:
-    lines = [line[line.index("{") :] for line in log.splitlines() if "train_inner" in line and "{" in line]
-    return {int(entry["num_updates"]): entry for entry in map(json.loads, lines)}
-
-
 def train(data, folder, *args):
     return updates(succeed(fairseq("train", *training(data, folder, *args), *USER_DIR)))
 
@@ -41,17 +36,11 @@ def evaluate(data, checkpoint, *args):
     return int(re.search(r"Evaluated ([\d,]+)", printed)[1].replace(",", "")), float(re.search(r"2\): ([\d.]+)", printed)[1])
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
+def binarise(folder: Path) -> None:
+    """Write a random text of three splits into ``folder``, and what fairseq-preprocess makes of it into its folder bin."""
     words, rng = [f"word{i}" for i in range(40)], random.Random(0)
     for split, lines in (("train", 60), ("valid", 12), ("test", 12)):
         text = [" ".join(rng.choice(words[i % 20 :]) for i in range(rng.randint(3, 15))) for _ in range(lines)]
         (folder / split).write_text("\n".join(text) + "\n")
     prefixes = [x for split in ("train", "valid", "test") for x in (f"--{split}pref", folder / split)]
-    assert fairseq("preprocess", "--only-source", *prefixes, "--destdir", folder / "bin").returncode == 0
-    return folder / "bin"
-
-
-def losses(logs: dict[int, dict]) -> dict[int, str]:
-    return {update: entry["loss"] for update, entry in logs.items()}
+    succeed(fairseq("preprocess", "--only-source", *prefixes, "--destdir", folder / "bin"))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import pytest
 import torch
 from support import parallel_text
 from support.commands import ROOT, USER_DIR, fairseq, run, succeed, train_two_workers
-from support.lm_data import SMALL, data  # noqa: F401
+from support.lm_data import SMALL
+from support.runs import parameters, updates
 
 TRAIN = (
     "--dropout 0 --optimizer sgd --lr 0.5 --clip-norm 1 --curriculum 9 --max-epoch 1 --log-format json --log-interval 1"
@@ -34,11 +34,6 @@ def sentences(tmp_path_factory):
     return folder / "bin"
 
 
-def updates(log: str) -> dict[int, dict]:
-    entries = (json.loads(line[line.index("{") :]) for line in log.splitlines() if "train_inner" in line)
-    return {int(entry["num_updates"]): entry for entry in entries}
-
-
 def assert_same_run(one: str, two: str, folder) -> None:
     """By their logs, and the parameters that they saved."""
     one, two = updates(one), updates(two)
@@ -46,7 +41,7 @@ def assert_same_run(one: str, two: str, folder) -> None:
     for update, logs in one.items():
         for key in ("loss", "gnorm", "bsz"):
             assert float(two[update][key]) == pytest.approx(float(logs[key]), abs=2e-3, rel=1e-3), (update, key)
-    one, two = (torch.load(folder / name / "checkpoint_last.pt", weights_only=True)["model"] for name in ("one", "two"))
+    one, two = (parameters(folder / name) for name in ("one", "two"))
     for name in one:
         if name.endswith("_float_tensor"):  # fairseq's, never set
             continue
@@ -61,8 +56,8 @@ def assert_same_run(one: str, two: str, folder) -> None:
     ],
     ids=["plain", "adaptive"],
 )
-def test_two_workers_with_4_are_one_with_8(options, data, tmp_path):  # noqa: F811
-    one, two = ([data, *options.split(), *TRAIN.split(), "--save-dir", tmp_path / name] for name in ("one", "two"))
+def test_two_workers_with_4_are_one_with_8(options, lm_data, tmp_path):
+    one, two = ([lm_data, *options.split(), *TRAIN.split(), "--save-dir", tmp_path / name] for name in ("one", "two"))
     whole = succeed(fairseq("train", *one, "--batch-size", 8, *USER_DIR))
     assert_same_run(whole, train_two_workers(*two, "--batch-size", 4), tmp_path)
 

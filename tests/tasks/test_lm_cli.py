@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import shutil
@@ -12,11 +11,8 @@ import pytest
 import torch
 from fairseq import checkpoint_utils
 from support.commands import ROOT, USER_DIR, fairseq, install_sdist, run, succeed
-from support.lm_data import (
-    SMALL,
-    data,  # noqa: F401
-    sentences,
-)
+from support.lm_data import SMALL, sentences
+from support.runs import parameters, updates
 
 import fw_fairseq.models  # noqa: F401
 from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModel
@@ -31,17 +27,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 GENERATE = "--task language_modeling --sample-break-mode eos --gen-subset test --batch-size 16 --prefix-size 3 --max-len-b 16"
 
 
-def train(data, folder, *args) -> str:  # noqa: F811
+def train(data, folder, *args) -> str:
     return succeed(fairseq("train", data, *USER_DIR, *TRAIN.split(), "--save-dir", folder, *args))
 
 
 def losses(log: str) -> dict[int, str]:
     """Training loss by update."""
-    entries = (json.loads(line[line.index("{") :]) for line in log.splitlines() if "train_inner" in line)
-    return {int(entry["num_updates"]): entry["loss"] for entry in entries}
+    return {update: entry["loss"] for update, entry in updates(log).items()}
 
 
-def evaluate(data, checkpoint, *args) -> tuple[int, float]:  # noqa: F811
+def evaluate(data, checkpoint, *args) -> tuple[int, float]:
     """Tokens and loss in bits."""
     printed = succeed(fairseq("eval_lm", data, *USER_DIR, *TASK, "--path", checkpoint, *args))
     count, loss = re.search(r"Evaluated ([\d,]+) tokens", printed)[1], re.search(r"Loss \(base 2\): ([\d.]+)", printed)[1]
@@ -52,28 +47,24 @@ def hypotheses(printed: str) -> dict[str, str]:
     return dict(line.split("\t")[0::2] for line in printed.splitlines() if line.startswith("H-"))
 
 
-def parameters(folder) -> dict[str, torch.Tensor]:
-    return torch.load(folder / "checkpoint_last.pt", weights_only=True)["model"]
-
-
 def contents(folder) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*")}
 
 
 @pytest.fixture(scope="session")
-def trained(data, tmp_path_factory):  # noqa: F811
+def trained(lm_data, tmp_path_factory):
     """A folder with checkpoints after 6 updates, and the log. Random features and dropout: all that a resume must bring back."""
     folder = tmp_path_factory.mktemp("whole")
-    return folder, train(data, folder, "--feature-map", "favor", "--max-update", 6)
+    return folder, train(lm_data, folder, "--feature-map", "favor", "--max-update", 6)
 
 
 @pytest.fixture(scope="session")
-def resumed(data, tmp_path_factory):  # noqa: F811
+def resumed(lm_data, tmp_path_factory):
     """The same with a stop after 3 updates, whose checkpoint is kept as third.pt."""
     folder = tmp_path_factory.mktemp("parts")
-    train(data, folder, "--feature-map", "favor", "--max-update", 3)
+    train(lm_data, folder, "--feature-map", "favor", "--max-update", 3)
     shutil.copy(folder / "checkpoint_last.pt", folder / "third.pt")
-    return folder, train(data, folder, "--feature-map", "favor", "--max-update", 6)
+    return folder, train(lm_data, folder, "--feature-map", "favor", "--max-update", 6)
 
 
 @pytest.fixture(scope="session")
@@ -85,7 +76,7 @@ def both(trained, resumed, tmp_path_factory):
     return folder
 
 
-def load(folder, names, data):  # noqa: F811
+def load(folder, names, data):
     return FastWeightLanguageModel.from_pretrained(str(folder), names, data_name_or_path=str(data)).eval()
 
 
@@ -116,11 +107,11 @@ def test_a_resumed_run_is_the_same_run(trained, resumed):
     ],
     ids=["adaptive", "tied-layerdrop", "checkpointed-no-positions", "hybrid", "fwm"],
 )
-def test_fairseqs_options(options, data, tmp_path):  # noqa: F811
+def test_fairseqs_options(options, lm_data, tmp_path):
     """Trains, and the loaded checkpoint gives what it generates the scores that it generated it with."""
-    first, *_, last = losses(train(data, tmp_path, *options.split(), "--max-update", 6)).values()
+    first, *_, last = losses(train(lm_data, tmp_path, *options.split(), "--max-update", 6)).values()
     assert float(last) < float(first)
-    model = load(tmp_path, "checkpoint_last.pt", data)
+    model = load(tmp_path, "checkpoint_last.pt", lm_data)
     prompts = [model.encode(text)[:-1] for text in ("the old cat", "the red")]
     for prompt, [best, *_] in zip(prompts, model.generate(prompts, beam=3, max_len_b=16)):
         assert best["tokens"][: len(prompt)].equal(prompt.to(best["tokens"]))
@@ -128,24 +119,24 @@ def test_fairseqs_options(options, data, tmp_path):  # noqa: F811
         torch.testing.assert_close(scored["positional_scores"], best["positional_scores"][:-1], rtol=1e-4, atol=1e-4)
 
 
-def test_evaluation_of_blocks_is_the_validation_of_training(data, trained):  # noqa: F811
+def test_evaluation_of_blocks_is_the_validation_of_training(lm_data, trained):
     folder, log = trained
     validation = re.search(r'"valid_loss": "([\d.]+)"', log)[1]
     _, loss = evaluate(
-        data, folder / "checkpoint_last.pt", "--gen-subset", "valid", "--tokens-per-sample", 32, "--context-window", 0
+        lm_data, folder / "checkpoint_last.pt", "--gen-subset", "valid", "--tokens-per-sample", 32, "--context-window", 0
     )
     assert loss == pytest.approx(float(validation), abs=2e-3)
 
 
-def test_evaluation_with_a_sliding_window(data, trained):  # noqa: F811
+def test_evaluation_with_a_sliding_window(lm_data, trained):
     checkpoint = trained[0] / "checkpoint_last.pt"
-    blocks = evaluate(data, checkpoint, "--tokens-per-sample", 16)
-    sliding = evaluate(data, checkpoint, "--tokens-per-sample", 32, "--context-window", 16)
+    blocks = evaluate(lm_data, checkpoint, "--tokens-per-sample", 16)
+    sliding = evaluate(lm_data, checkpoint, "--tokens-per-sample", 32, "--context-window", 16)
     assert sliding[0] == blocks[0] == sum(len(line.split()) + 1 for line in sentences(50, 2)), "every token once"
     assert 0 < abs(sliding[1] - blocks[1]) < 0.5
 
 
-def generate(data, paths, *options) -> dict[int, str]:  # noqa: F811
+def generate(data, paths, *options) -> dict[int, str]:
     """What follows the first three words of each test sentence."""
     path = ":".join(map(str, paths))
     found = hypotheses(succeed(fairseq("generate", data, *USER_DIR, *GENERATE.split(), "--path", path, *options)))
@@ -155,45 +146,45 @@ def generate(data, paths, *options) -> dict[int, str]:  # noqa: F811
     return texts
 
 
-def test_generation_samples(data, trained):  # noqa: F811
-    texts = generate(data, [trained[0] / "checkpoint_last.pt"], "--sampling", "--beam", 1, "--seed", 1)
+def test_generation_samples(lm_data, trained):
+    texts = generate(lm_data, [trained[0] / "checkpoint_last.pt"], "--sampling", "--beam", 1, "--seed", 1)
     assert len(set(texts.values())) > 40
 
 
-def test_generation_with_a_beam_and_an_ensemble(data, both):  # noqa: F811
-    texts = generate(data, [both / "a.pt", both / "b.pt"], "--beam", 3)
-    model = load(both, "a.pt:b.pt", data)
+def test_generation_with_a_beam_and_an_ensemble(lm_data, both):
+    texts = generate(lm_data, [both / "a.pt", both / "b.pt"], "--beam", 3)
+    model = load(both, "a.pt:b.pt", lm_data)
     for i in sorted(texts)[:3]:
         prompt = model.encode(" ".join(texts[i].split()[:3]))[:-1]
         assert model.decode(model.generate(prompt, beam=3, max_len_b=16)[0]["tokens"]) == texts[i]
 
 
-def test_an_ensemble_averages_probabilities(data, both):  # noqa: F811
-    scores = (load(both, names, data).score("the old cat sees a dog .") for names in ("a.pt", "b.pt", "a.pt:b.pt"))
+def test_an_ensemble_averages_probabilities(lm_data, both):
+    scores = (load(both, names, lm_data).score("the old cat sees a dog .") for names in ("a.pt", "b.pt", "a.pt:b.pt"))
     a, b, averaged = (score["positional_scores"].exp() for score in scores)
     assert len(averaged) == 7
     torch.testing.assert_close(averaged, (a + b) / 2)
 
 
-def test_evaluation_of_an_ensemble(data, both):  # noqa: F811
+def test_evaluation_of_an_ensemble(lm_data, both):
     """Between the average of the losses and the better one's, as averaged probabilities are."""
     a, b, ensemble = (
-        evaluate(data, paths, "--tokens-per-sample", 32)[1]
+        evaluate(lm_data, paths, "--tokens-per-sample", 32)[1]
         for paths in (both / "a.pt", both / "b.pt", f"{both / 'a.pt'}:{both / 'b.pt'}")
     )
     assert a < b
     assert min(a, b) - 0.1 < ensemble < (a + b) / 2
 
 
-def test_interactive(data, trained):  # noqa: F811
+def test_interactive(lm_data, trained):
     options = [*USER_DIR, *TASK, "--path", trained[0] / "checkpoint_last.pt", "--beam", 2, "--max-len-b", 12]
-    done = fairseq("interactive", data, *options, input="the old cat sees a\n")
+    done = fairseq("interactive", lm_data, *options, input="the old cat sees a\n")
     assert hypotheses(succeed(done))["H-0"].startswith("the old cat sees a ")
 
 
-def test_sixty_four_prompts_at_once_are_answered_as_one_by_one(data, trained):  # noqa: F811
+def test_sixty_four_prompts_at_once_are_answered_as_one_by_one(lm_data, trained):
     """In Python and by fairseq-interactive, prompts of 1 to 8 words mixed."""
-    draw, model = random.Random(3), load(trained[0], "checkpoint_last.pt", data)
+    draw, model = random.Random(3), load(trained[0], "checkpoint_last.pt", lm_data)
     texts = [" ".join(text.split()[: draw.randint(1, 8)]) for text in sentences(64, 5)]
     prompts = [model.encode(text)[:-1] for text in texts]
     together = [best["tokens"] for best, *_ in model.generate(prompts, beam=2, max_len_b=16)]
@@ -201,12 +192,12 @@ def test_sixty_four_prompts_at_once_are_answered_as_one_by_one(data, trained):  
         assert tokens.equal(model.generate([prompt], beam=2, max_len_b=16)[0][0]["tokens"])
     options = [*USER_DIR, *TASK, "--path", trained[0] / "checkpoint_last.pt", "--beam", 2, "--max-len-b", 16]
     told = ["--buffer-size", 64, "--batch-size", 64]
-    done = fairseq("interactive", data, *options, *told, input="".join(f"{text}\n" for text in texts))
+    done = fairseq("interactive", lm_data, *options, *told, input="".join(f"{text}\n" for text in texts))
     printed = hypotheses(succeed(done))
     assert [printed[f"H-{i}"] for i in range(64)] == [model.decode(tokens) for tokens in together]
 
 
-def test_from_pretrained(data, trained):  # noqa: F811
+def test_from_pretrained(lm_data, trained):
     """In a script of its own that imports nothing else first."""
     code = (
         "import sys; from fw_fairseq.models import FastWeightLanguageModel\n"
@@ -214,7 +205,7 @@ def test_from_pretrained(data, trained):  # noqa: F811
         "print(*model.sample(['the old cat', 'a dog'], beam=1, sampling=True, max_len_b=12), sep='\\n')\n"
         "print(*(float(model.score(text)['score']) for text in ('the old cat sees a dog .', 'sees . dog the a cat old')))"
     )
-    done = run(sys.executable, "-c", code, trained[0], data)
+    done = run(sys.executable, "-c", code, trained[0], lm_data)
     assert done.returncode == 0, done.stderr[-3000:]
     one, other, scores = done.stdout.splitlines()[-3:]
     assert one.startswith("the old cat") and other.startswith("a dog")
@@ -222,7 +213,7 @@ def test_from_pretrained(data, trained):  # noqa: F811
     assert ordered > shuffled
 
 
-def hydra(data, *args):  # noqa: F811
+def hydra(data, *args):
     config = ["--config-dir", ROOT / "recipes" / "hydra", "--config-name", "fast_weight_lm"]
     sweep, overrides = [x for x in args if x.startswith("--")], [x for x in args if not x.startswith("--")]
     small = [
@@ -235,8 +226,8 @@ def hydra(data, *args):  # noqa: F811
     return fairseq("hydra_train", *config, *sweep, *given, *overrides, cwd=data.parent)
 
 
-def test_hydra_recipe(data, tmp_path):  # noqa: F811
-    done = hydra(data, "optimization.max_update=3", f"hydra.run.dir={tmp_path}", f"checkpoint.save_dir={tmp_path / 'saved'}")
+def test_hydra_recipe(lm_data, tmp_path):
+    done = hydra(lm_data, "optimization.max_update=3", f"hydra.run.dir={tmp_path}", f"checkpoint.save_dir={tmp_path / 'saved'}")
     log = succeed(done)
     first, *_, last = losses(log).values()
     assert float(last) < float(first)
@@ -244,14 +235,14 @@ def test_hydra_recipe(data, tmp_path):  # noqa: F811
     assert (config["model"]["_name"], config["model"]["update_rule"], config["model"]["dpfp_nu"]) == ("fast_weight_lm", "delta", 1)
 
 
-def test_hydra_sweep(data, tmp_path):  # noqa: F811
-    succeed(hydra(data, "--multirun", "optimization.max_update=2", "model.update_rule=sum,delta", f"hydra.sweep.dir={tmp_path}"))
+def test_hydra_sweep(lm_data, tmp_path):
+    succeed(hydra(lm_data, "--multirun", "optimization.max_update=2", "model.update_rule=sum,delta", f"hydra.sweep.dir={tmp_path}"))
     shapes = [parameters(tmp_path / job / "checkpoints")["decoder.layers.0.self_attn.mixer.in_proj.weight"].shape for job in "01"]
     assert shapes == [(3 * 128, 128), (3 * 128 + 8, 128)], "delta has one more output a head"
 
 
-def test_hydra_shows_a_mistake_as_a_sentence(data, tmp_path):  # noqa: F811
-    done = hydra(data, "model.update_rule=decay", "model.attention_norm=true", f"hydra.run.dir={tmp_path}")
+def test_hydra_shows_a_mistake_as_a_sentence(lm_data, tmp_path):
+    done = hydra(lm_data, "model.update_rule=decay", "model.attention_norm=true", f"hydra.run.dir={tmp_path}")
     assert done.returncode != 0 and "hydra_train: --attention-norm is not defined for --update-rule decay" in done.stderr
     assert "Traceback" not in done.stderr and "HYDRA_FULL_ERROR=1" in done.stderr
 
@@ -267,18 +258,18 @@ def test_hydra_shows_a_mistake_as_a_sentence(data, tmp_path):  # noqa: F811
     ],
     ids=["rule", "combination"],
 )
-def test_refused_options(options, message, data, trained):  # noqa: F811
+def test_refused_options(options, message, lm_data, trained):
     """In a folder with checkpoints, which stay as they are."""
     folder, _ = trained
     before = contents(folder)
-    done = fairseq("train", data, *USER_DIR, *TRAIN.split(), "--save-dir", folder, "--max-update", 9, *options.split())
+    done = fairseq("train", lm_data, *USER_DIR, *TRAIN.split(), "--save-dir", folder, "--max-update", 9, *options.split())
     assert done.returncode != 0
     assert message in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
     assert contents(folder) == before
 
 
-def test_texts_longer_than_the_model_are_refused(data, trained):  # noqa: F811
-    done = fairseq("eval_lm", data, *USER_DIR, *TASK, "--path", trained[0] / "checkpoint_last.pt", "--tokens-per-sample", 100)
+def test_texts_longer_than_the_model_are_refused(lm_data, trained):
+    done = fairseq("eval_lm", lm_data, *USER_DIR, *TASK, "--path", trained[0] / "checkpoint_last.pt", "--tokens-per-sample", 100)
     said = r"eval_lm: all \d+ texts are longer than the model's 32 positions; give a shorter --tokens-per-sample$"
     assert done.returncode != 0 and re.search(said, done.stderr.strip()), done.stderr[-900:]
 
@@ -290,15 +281,15 @@ def test_missing_dictionary(tmp_path):
     assert contents(tmp_path / "saved") == {}
 
 
-def test_truncated_checkpoint(data, trained, tmp_path):  # noqa: F811
+def test_truncated_checkpoint(lm_data, trained, tmp_path):
     whole = (trained[0] / "checkpoint_last.pt").read_bytes()
     (tmp_path / "half.pt").write_bytes(whole[: len(whole) // 2])
-    done = fairseq("eval_lm", data, *USER_DIR, *TASK, "--path", tmp_path / "half.pt")
+    done = fairseq("eval_lm", lm_data, *USER_DIR, *TASK, "--path", tmp_path / "half.pt")
     assert done.returncode != 0
     assert f"eval_lm: {tmp_path / 'half.pt'} cannot be read as a fairseq checkpoint (" in done.stderr.splitlines()[-1]
 
 
-def test_training_from_the_installed_package(data, tmp_path):  # noqa: F811
+def test_training_from_the_installed_package(lm_data, tmp_path):
     """Not from the checkout: its editable install is taken out of the interpreter, and the place of the import is checked."""
     site = install_sdist(tmp_path)
     code = (
@@ -307,7 +298,7 @@ def test_training_from_the_installed_package(data, tmp_path):  # noqa: F811
         "from fairseq_cli.train import cli_main; cli_main(); print('imported', sys.modules['fw_fairseq'].__file__)"
     )
     options = ["--user-dir", site / "fw_fairseq", *USER_DIR[2:], *TRAIN.split(), "--save-dir", "saved", "--max-update", 2]
-    printed = succeed(run(sys.executable, "-c", code, data, *options, cwd=tmp_path))
+    printed = succeed(run(sys.executable, "-c", code, lm_data, *options, cwd=tmp_path))
     assert f"imported {site / 'fw_fairseq' / '__init__.py'}" in printed
     assert sorted(losses(printed)) == [1, 2]
     assert sorted(contents(tmp_path / "saved")) == ["checkpoint_best.pt", "checkpoint_last.pt"]

@@ -11,17 +11,10 @@ from unittest import mock
 
 import pytest
 import torch
-from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
 from support.commands import USER_DIR, Command, fairseq, run_here, succeed, train_two_workers
-from support.streams import (
-    data,  # noqa: F401
-    evaluate,
-    losses,
-    train,
-    training,
-    updates,
-)
+from support.runs import losses, parameters, updates
+from support.streams import evaluate, train, training
 
 import fw_fairseq.models  # noqa: F401
 from fw_fairseq.mixers import FastWeight
@@ -45,13 +38,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def trained(data, tmp_path_factory):  # noqa: F811
+def trained(stream_data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
-    return folder / "checkpoint_last.pt", train(data, folder)
-
-
-def parameters(folder):
-    return checkpoint_utils.load_checkpoint_to_cpu(str(folder / "checkpoint_last.pt"))["model"]
+    return folder / "checkpoint_last.pt", train(stream_data, folder)
 
 
 def assert_resumed(whole, parts, first, second):
@@ -64,11 +53,11 @@ def assert_resumed(whole, parts, first, second):
 @pytest.mark.parametrize(
     "options", ["--num-workers 2", "--feature-map favor --update-rule sum --attention-norm --feature-norm none"]
 )
-def test_resume_goes_on_with_the_streams_memory(options, data, tmp_path):  # noqa: F811
+def test_resume_goes_on_with_the_streams_memory(options, stream_data, tmp_path):
     """However many processes load segments ahead; with random features too: those that the memory was written with."""
-    first = train(data, tmp_path / "whole", *options.split())
-    train(data, tmp_path / "parts", *options.split(), "--max-update", 3)
-    assert_resumed(tmp_path / "whole", tmp_path / "parts", first, train(data, tmp_path / "parts", *options.split()))
+    first = train(stream_data, tmp_path / "whole", *options.split())
+    train(stream_data, tmp_path / "parts", *options.split(), "--max-update", 3)
+    assert_resumed(tmp_path / "whole", tmp_path / "parts", first, train(stream_data, tmp_path / "parts", *options.split()))
     saved = torch.load(tmp_path / "whole" / "checkpoint_last.pt", weights_only=True)["extra_state"]["train_iterator"]
     assert [sorted(memories) for memories in saved["carried"]] == [[0, 1]] and saved["iterations_in_epoch"] == 6
 
@@ -91,10 +80,10 @@ def run_counting(command, folder, files) -> None:
 
 @pytest.mark.parametrize("options", ["", "--num-workers 2 --max-valid-steps 1"])
 @pytest.mark.parametrize("task", ["streams", "retrieval"])
-def test_no_validation_leaves_processes_behind(task, options, data, tmp_path):  # noqa: F811
+def test_no_validation_leaves_processes_behind(task, options, stream_data, tmp_path):
     """Read to its end or not, in the middle of an epoch or at its end."""
     if task == "streams":
-        command = [*training(data, tmp_path), "--validate-interval-updates", 1]
+        command = [*training(stream_data, tmp_path), "--validate-interval-updates", 1]
     else:
         command = [*RETRIEVAL.split(), "--updates-per-epoch", 1, "--save-dir", tmp_path]
     log = succeed(Command("train", *command, *options.split(), *USER_DIR, target=run_counting).wait())
@@ -102,22 +91,22 @@ def test_no_validation_leaves_processes_behind(task, options, data, tmp_path):  
     assert len(counts) == 6 and max(counts) == counts[0]
 
 
-def test_two_workers_read_the_streams_of_one(data, tmp_path):  # noqa: F811
+def test_two_workers_read_the_streams_of_one(stream_data, tmp_path):
     """2 workers with 4 streams are 1 worker with 8, and each resumes with its own memory."""
     options = ["--dropout", 0, "--clip-norm", 1]
-    one = train(data, tmp_path / "one", *options, "--batch-size", 8)
-    two = updates(train_two_workers(*training(data, tmp_path / "two", *options)))
+    one = train(stream_data, tmp_path / "one", *options, "--batch-size", 8)
+    two = updates(train_two_workers(*training(stream_data, tmp_path / "two", *options)))
     for update in one:
         assert float(two[update]["loss"]) == pytest.approx(float(one[update]["loss"]), abs=2e-3)
         assert float(two[update]["fw_1_state_norm"]) == pytest.approx(float(one[update]["fw_1_state_norm"]), rel=1e-3)
-    train_two_workers(*training(data, tmp_path / "parts", *options, "--max-update", 3))
+    train_two_workers(*training(stream_data, tmp_path / "parts", *options, "--max-update", 3))
     assert_resumed(
-        tmp_path / "two", tmp_path / "parts", two, updates(train_two_workers(*training(data, tmp_path / "parts", *options)))
+        tmp_path / "two", tmp_path / "parts", two, updates(train_two_workers(*training(stream_data, tmp_path / "parts", *options)))
     )
 
 
 @pytest.mark.parametrize("rule", SHARED)
-def test_two_workers_share_each_stream(rule, data, tmp_path):  # noqa: F811
+def test_two_workers_share_each_stream(rule, stream_data, tmp_path):
     """Each takes its half of every segment, and together they are one worker: loss, gradients, parameters and memories, over the
     segments of two epochs; and one worker goes on where two stopped."""
     options = (
@@ -126,7 +115,7 @@ def test_two_workers_share_each_stream(rule, data, tmp_path):  # noqa: F811
     options = f"{options} --update-rule {rule} {SHARED[rule]}".split()
     positions = "--positions" in options
     options = [x for x in options if x != "--positions"]
-    one, two = (training(data, tmp_path / name, *options, positions=positions) for name in ("one", "two"))
+    one, two = (training(stream_data, tmp_path / name, *options, positions=positions) for name in ("one", "two"))
     first = updates(succeed(fairseq("train", *one, *USER_DIR)))
     stop = 7 if rule == "delta" else 99
     second = updates(train_two_workers(*two, "--sequence-parallel", 2, "--max-update", stop))
@@ -150,33 +139,31 @@ def test_gates_and_state_norms_are_logged(trained):
 
 
 @pytest.mark.parametrize("extra", [[], ["--reset-at-eos"]])
-def test_streaming_perplexity_does_not_depend_on_the_segment(data, trained, extra):  # noqa: F811
-    results = [
-        evaluate(data, trained[0], "--task", "stateful_language_modeling", "--tokens-per-sample", t, "--batch-size", 1, *extra)
-        for t in (5, 64)
-    ]
+def test_streaming_perplexity_does_not_depend_on_the_segment(stream_data, trained, extra):
+    options = ["--task", "stateful_language_modeling", "--batch-size", 1, *extra]
+    results = [evaluate(stream_data, trained[0], *options, "--tokens-per-sample", t) for t in (5, 64)]
     assert results[0] == results[1]
     if not extra:
-        recomputed = evaluate(data, trained[0], "--task", "language_modeling", "--tokens-per-sample", 1000)
+        recomputed = evaluate(stream_data, trained[0], "--task", "language_modeling", "--tokens-per-sample", 1000)
         assert recomputed == results[0]  # the whole text as one sample
 
 
 @pytest.mark.parametrize("context", [0, 13])
-def test_sliding_windows_score_as_fairseqs_do(data, trained, context):  # noqa: F811
+def test_sliding_windows_score_as_fairseqs_do(stream_data, trained, context):
     options = ["--tokens-per-sample", 16, "--context-window", context]
-    one_by_one = evaluate(data, trained[0], "--task", "language_modeling", *options)
-    at_once = evaluate(data, trained[0], "--task", "sliding_language_modeling", *options, "--batch-size", 7)
+    one_by_one = evaluate(stream_data, trained[0], "--task", "language_modeling", *options)
+    at_once = evaluate(stream_data, trained[0], "--task", "sliding_language_modeling", *options, "--batch-size", 7)
     assert at_once[0] == one_by_one[0]
     assert abs(at_once[1] - one_by_one[1]) < 2e-4
 
 
-def test_a_prompt_in_one_pass_goes_on_as_a_prompt_in_steps(data, trained):  # noqa: F811
+def test_a_prompt_in_one_pass_goes_on_as_a_prompt_in_steps(stream_data, trained):
     """Prompts of unequal length, beam search; the generator that reads prompts at once against fairseq's own."""
     prompts = "word1 word2 word3 word4\nword5 word6\n"
 
     def continue_(task):
         options = f"--path {trained[0]} --task {task} --beam 3 --max-len-b 9 --buffer-size 2 --batch-size 2".split()
-        done = fairseq("interactive", data, *USER_DIR, *options, input=prompts)
+        done = fairseq("interactive", stream_data, *USER_DIR, *options, input=prompts)
         succeed(done)
         return [line for line in done.stdout.splitlines() if line[:2] in ("H-", "P-")]
 
@@ -203,27 +190,29 @@ def test_a_prompt_is_read_once(monkeypatch):
     assert lengths[0] == 31 and set(lengths[1:]) == {1} and len(lengths) <= 8
 
 
-def test_penalty_and_accumulation_and_adaptive_softmax(data, tmp_path):  # noqa: F811
-    free = train(data, tmp_path / "free", "--update-freq", 2, "--max-update", 3)
-    held = train(data, tmp_path / "held", "--update-freq", 2, "--max-update", 3, "--state-norm-penalty", 10)
+def test_penalty_and_accumulation_and_adaptive_softmax(stream_data, tmp_path):
+    free = train(stream_data, tmp_path / "free", "--update-freq", 2, "--max-update", 3)
+    held = train(stream_data, tmp_path / "held", "--update-freq", 2, "--max-update", 3, "--state-norm-penalty", 10)
     assert float(held[3]["fw_1_state_norm"]) < float(free[3]["fw_1_state_norm"])
     cutoffs = ["--adaptive-input-cutoff", "10,20", "--adaptive-softmax-cutoff", "10,20"]
-    logs = train(data, tmp_path / "adaptive", "--adaptive-input", *cutoffs, "--tie-adaptive-weights", "--max-update", 2)
+    logs = train(stream_data, tmp_path / "adaptive", "--adaptive-input", *cutoffs, "--tie-adaptive-weights", "--max-update", 2)
     assert "fw_0_state_norm" in logs[2]
 
 
-def test_mistakes(data, trained, tmp_path):  # noqa: F811
+def test_mistakes(stream_data, trained, tmp_path):
     task = ["--task", "stateful_language_modeling"]
-    done = fairseq("eval_lm", data, *USER_DIR, *task, "--path", trained[0], "--tokens-per-sample", 32, "--context-window", 16)
+    windowed = [*task, "--path", trained[0], "--tokens-per-sample", 32, "--context-window", 16]
+    done = fairseq("eval_lm", stream_data, *USER_DIR, *windowed)
     assert done.returncode and "--context-window recomputes context" in done.stderr.splitlines()[-1]
-    done = fairseq("train", *training(data, tmp_path, "--batch-size", 9999), *USER_DIR)
+    done = fairseq("train", *training(stream_data, tmp_path, "--batch-size", 9999), *USER_DIR)
     assert done.returncode and "--batch-size is 9999" in done.stderr.splitlines()[-1]
-    done = fairseq("train", *training(data, tmp_path, "--state-norm-penalty", 1, "--checkpoint-activations"), *USER_DIR)
+    done = fairseq("train", *training(stream_data, tmp_path, "--state-norm-penalty", 1, "--checkpoint-activations"), *USER_DIR)
     assert done.returncode and "does not work with --checkpoint-activations" in done.stderr.splitlines()[-1]
-    done = fairseq("train", *training(data, tmp_path, "--sequence-parallel", 2), *USER_DIR)
+    done = fairseq("train", *training(stream_data, tmp_path, "--sequence-parallel", 2), *USER_DIR)
     assert done.returncode and "must divide the number of workers (1)" in done.stderr.splitlines()[-1]
-    done = fairseq("train", *training(data, tmp_path, "--sequence-parallel", 2, "--mixer-pattern", "fast_weight,sru"), *USER_DIR)
+    shared = ["--sequence-parallel", 2, "--mixer-pattern", "fast_weight,sru"]
+    done = fairseq("train", *training(stream_data, tmp_path, *shared), *USER_DIR)
     assert done.returncode and "the memory of Sru does not pass from worker to worker" in done.stderr.splitlines()[-1]
-    done = fairseq("train", *training(data, tmp_path, "--ddp-backend", "fully_sharded"), *USER_DIR)
+    done = fairseq("train", *training(stream_data, tmp_path, "--ddp-backend", "fully_sharded"), *USER_DIR)
     assert done.returncode and "fully_sharded shards over GPUs only" in done.stderr.splitlines()[-1]
     assert not list(tmp_path.glob("checkpoint*.pt"))

@@ -12,14 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from fairseq import checkpoint_utils
-from support.checkpoints import (
-    ADAPTIVE,
-    dictionary,  # noqa: F401
-    logits,
-    save,
-    save_format,
-    source,
-)
+from support.checkpoints import ADAPTIVE, logits, save, save_format, source
 from support.commands import ROOT, run, succeed
 
 from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
@@ -63,7 +56,7 @@ def load(path, data):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_softmax_reproduces_the_source(layout, dictionary, tmp_path):  # noqa: F811
+def test_softmax_reproduces_the_source(layout, dictionary, tmp_path):
     model, _, state = source(LAYOUTS[layout], dictionary)
     changes = convert(save(state, tmp_path), tmp_path / "out.pt", "softmax")
     assert {change.what for change in changes} == {"copied"}
@@ -73,7 +66,7 @@ def test_softmax_reproduces_the_source(layout, dictionary, tmp_path):  # noqa: F
 
 
 @pytest.mark.parametrize("arch", ["transformer_lm_wiki103", "transformer_lm --decoder-normalize-before"])
-def test_a_checkpoint_of_the_published_kind(arch, dictionary, tmp_path):  # noqa: F811
+def test_a_checkpoint_of_the_published_kind(arch, dictionary, tmp_path):
     """adaptive_lm_wiki103.v2: a Namespace that misses later options, packed attention, no final norm, tied projections."""
     model, args, _ = source(f"--arch {arch} {ADAPTIVE} --tie-adaptive-proj --no-decoder-final-norm", dictionary)
     convert(save(old_format(model, args), tmp_path), tmp_path / "out.pt", "softmax")
@@ -86,7 +79,7 @@ def test_a_checkpoint_of_the_published_kind(arch, dictionary, tmp_path):  # noqa
 
 
 @pytest.fixture(scope="module")
-def plain(dictionary, tmp_path_factory):  # noqa: F811
+def plain(dictionary, tmp_path_factory):
     folder = tmp_path_factory.mktemp("plain")
     model, _, state = source("--arch transformer_lm", dictionary)
     return model, save(state, folder)
@@ -94,7 +87,7 @@ def plain(dictionary, tmp_path_factory):  # noqa: F811
 
 @pytest.mark.parametrize("width", [0, 4, 16])
 @pytest.mark.parametrize("rule", RULES)
-def test_every_rule(rule, width, plain, dictionary, tmp_path):  # noqa: F811
+def test_every_rule(rule, width, plain, dictionary, tmp_path):
     """All but attention is the source's; the pieces of attention are what the report says."""
     model, path = plain
     convert(path, tmp_path / "out.pt", rule, feature_dim=width)
@@ -124,7 +117,7 @@ def test_every_rule(rule, width, plain, dictionary, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize("bias", [None, 0.0])
-def test_a_gate_for_each_channel_of_wide_keys(bias, plain, dictionary, tmp_path, monkeypatch):  # noqa: F811
+def test_a_gate_for_each_channel_of_wide_keys(bias, plain, dictionary, tmp_path, monkeypatch):
     """A bias of 0 is a bias; a gate without one starts uniformly, and may have more channels than the model is wide."""
     gates = {"f": Gate("K", bias), "beta": Gate(bias=bias)}
     rule = Rule(equation="", source="", gates=gates, coefficients=lambda f, beta: Coefficients(f=f, w=beta), normaliser="write")
@@ -142,13 +135,13 @@ def test_a_gate_for_each_channel_of_wide_keys(bias, plain, dictionary, tmp_path,
         assert said == "starts at 0.5000" and all(biases[name].eq(0).all() for name in gates)
 
 
-def test_layers_that_stay_softmax(plain, dictionary, tmp_path):  # noqa: F811
+def test_layers_that_stay_softmax(plain, dictionary, tmp_path):
     convert(plain[1], tmp_path / "out.pt", "decay", mixer_pattern="softmax,fast_weight")
     names = load(tmp_path / "out.pt", dictionary).state_dict()
     assert "decoder.layers.0.self_attn.q_proj.weight" in names and "decoder.layers.1.self_attn.mixer.in_proj.weight" in names
 
 
-def test_local_attention_is_the_source_as_far_as_its_window(plain, dictionary, tmp_path):  # noqa: F811
+def test_local_attention_is_the_source_as_far_as_its_window(plain, dictionary, tmp_path):
     changes = convert(plain[1], tmp_path / "out.pt", "local_attention")
     assert {change.what for change in changes} == {"copied"}
     tokens = torch.randint(4, 64, (2, 40))
@@ -157,7 +150,7 @@ def test_local_attention_is_the_source_as_far_as_its_window(plain, dictionary, t
     assert (local[:, 32:] - source[:, 32:]).abs().amax() > 1e-3
 
 
-def test_half_precision_stays(dictionary, tmp_path):  # noqa: F811
+def test_half_precision_stays(dictionary, tmp_path):
     _, _, state = source("--arch transformer_lm", dictionary)
     state["model"] = {name: x.half() for name, x in state["model"].items()}
     convert(save(state, tmp_path), tmp_path / "out.pt", "decay")
@@ -190,7 +183,7 @@ def rename(state):
         (rename, "fconv_lm"),
     ],
 )
-def test_unknown_layouts_are_refused_by_their_first_key(change, said, dictionary, tmp_path):  # noqa: F811
+def test_unknown_layouts_are_refused_by_their_first_key(change, said, dictionary, tmp_path):
     _, _, state = source("--arch transformer_lm", dictionary)
     change(state)
     with pytest.raises(ValueError, match=said):
@@ -235,7 +228,7 @@ def test_the_command_prints_a_table_and_overwrites_only_by_force(plain, tmp_path
     assert missing.returncode and "none.pt does not exist" in missing.stderr
 
 
-def test_optimizer_state_stays_on_disk(dictionary, tmp_path):  # noqa: F811
+def test_optimizer_state_stays_on_disk(dictionary, tmp_path):
     """Read only where it is used; fairseq reads all of it."""
     _, _, state = source("--arch transformer_lm", dictionary)
     path = save(state | {"last_optimizer_state": torch.ones(10**7)}, tmp_path)

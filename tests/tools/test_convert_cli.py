@@ -12,7 +12,7 @@ import torch
 import yaml
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from support.commands import ENVIRONMENT, ROOT, succeed
-from support.pretrained import CONVERTED, data, perplexity, pretrained, train  # noqa: F401
+from support.pretrained import CONVERTED, perplexity, train
 
 from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModel
 from fw_fairseq.tools.convert.conversion import convert
@@ -20,18 +20,20 @@ from fw_fairseq.tools.convert.conversion import convert
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_finetuning_goes_on_from_the_converted_model(data, pretrained, tmp_path):  # noqa: F811
+def test_finetuning_goes_on_from_the_converted_model(counting_data, pretrained, tmp_path):
     convert(pretrained, tmp_path / "start.pt", "decay", feature_dim=4)
     convert(pretrained, tmp_path / "softmax.pt", "softmax")
-    assert perplexity(data, tmp_path / "softmax.pt") == pytest.approx(perplexity(data, pretrained), abs=0.01)
-    start = perplexity(data, tmp_path / "start.pt")
-    log = train(data, tmp_path / "tuned", *CONVERTED.split(), "--max-update", 15, "--finetune-from-model", tmp_path / "start.pt")
-    assert "reset" in log and perplexity(data, tmp_path / "tuned" / "checkpoint_best.pt") < start
-    train(data, tmp_path / "restored", *CONVERTED.split(), "--max-update", 1, "--restore-file", tmp_path / "start.pt", "--lr", 0)
+    assert perplexity(counting_data, tmp_path / "softmax.pt") == pytest.approx(perplexity(counting_data, pretrained), abs=0.01)
+    start = perplexity(counting_data, tmp_path / "start.pt")
+    tuning = [*CONVERTED.split(), "--max-update", 15, "--finetune-from-model", tmp_path / "start.pt"]
+    log = train(counting_data, tmp_path / "tuned", *tuning)
+    assert "reset" in log and perplexity(counting_data, tmp_path / "tuned" / "checkpoint_best.pt") < start
+    restoring = [*CONVERTED.split(), "--max-update", 1, "--restore-file", tmp_path / "start.pt", "--lr", 0]
+    train(counting_data, tmp_path / "restored", *restoring)
     before, after = (torch.load(path, weights_only=True)["model"] for path in (
         tmp_path / "start.pt", tmp_path / "restored" / "checkpoint_last.pt"))  # fmt: skip
     assert all(torch.equal(x, after[name]) for name, x in before.items() if "version" not in name)
-    model = FastWeightLanguageModel.from_pretrained(str(tmp_path), "start.pt", data_name_or_path=str(data)).eval()
+    model = FastWeightLanguageModel.from_pretrained(str(tmp_path), "start.pt", data_name_or_path=str(counting_data)).eval()
     assert model.score("w1 w2 w3")["positional_scores"].isfinite().all()
 
 

@@ -10,12 +10,7 @@ import pytest
 import torch
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
-from support.gpt2 import (
-    MERGES,
-    TEXT,
-    gpt2,  # noqa: F401
-    transformers,
-)
+from support.gpt2 import MERGES, TEXT, transformers
 
 from fw_fairseq.tools.convert.conversion import convert
 
@@ -32,7 +27,7 @@ def ids_of(folder) -> list[int]:
 
 
 @pytest.mark.parametrize("stored", ["safetensors", "bin"])
-def test_logits_are_those_of_transformers(stored, gpt2, tmp_path):  # noqa: F811
+def test_logits_are_those_of_transformers(stored, gpt2, tmp_path):
     folder, model = gpt2
     if stored == "bin":
         folder = shutil.copytree(folder, tmp_path / "bin", ignore=shutil.ignore_patterns("*.safetensors"))
@@ -50,7 +45,7 @@ def test_logits_are_those_of_transformers(stored, gpt2, tmp_path):  # noqa: F811
     torch.testing.assert_close(got[:, columns], want, rtol=1e-5, atol=1e-5)
 
 
-def test_rules_start_from_it(gpt2, tmp_path):  # noqa: F811
+def test_rules_start_from_it(gpt2, tmp_path):
     lines = convert(gpt2[0], tmp_path / "decay.pt", "decay", feature_dim=4)
     assert {line.what for line in lines} == {"copied", "changed", "new"}
     assert load(tmp_path / "decay.pt")(torch.randint(4, 200, (2, 10)))[0].isfinite().all()
@@ -68,7 +63,7 @@ def test_rules_start_from_it(gpt2, tmp_path):  # noqa: F811
         ({"n_head": 5}, "config.json has n_embd = 32; it must be a multiple of n_head, 5"),
     ],
 )
-def test_what_is_not_gpt2_is_refused(changed, said, gpt2, tmp_path):  # noqa: F811
+def test_what_is_not_gpt2_is_refused(changed, said, gpt2, tmp_path):
     folder = shutil.copytree(gpt2[0], tmp_path / "changed")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changed))
@@ -106,14 +101,14 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("what", DAMAGED)
-def test_damaged_files_are_refused_by_name(what, gpt2, tmp_path):  # noqa: F811
+def test_damaged_files_are_refused_by_name(what, gpt2, tmp_path):
     folder, (damage, message) = shutil.copytree(gpt2[0], tmp_path / "damaged"), DAMAGED[what]
     damage(folder)
     with pytest.raises(ValueError, match=message):
         convert(folder, tmp_path / "out.pt", "decay")
 
 
-def test_another_models_dictionary_stays(gpt2, tmp_path):  # noqa: F811
+def test_another_models_dictionary_stays(gpt2, tmp_path):
     (tmp_path / "dict.txt").write_text("word 1\n")
     with pytest.raises(ValueError, match=r"dict\.txt"):
         convert(gpt2[0], tmp_path / "out.pt", "decay")

@@ -7,9 +7,9 @@ from html.parser import HTMLParser
 import pytest
 import torch
 from fairseq.modules import MultiheadAttention
-from support.checkpoints import dictionary, save, source  # noqa: F401
+from support.checkpoints import save, source
 from support.commands import USER_DIR, fairseq, succeed
-from support.streams import data, training  # noqa: F401
+from support.streams import training
 from torch import nn
 
 import fw_fairseq.models  # noqa: F401
@@ -133,10 +133,10 @@ class Words(HTMLParser):
             self.spans.setdefault(self.heading, []).append(text)
 
 
-def test_the_command(data, tmp_path, capsys):  # noqa: F811
+def test_the_command(stream_data, tmp_path, capsys):
     """A model with all kinds of layers: a page and pictures, of a sentence and of a file."""
     pattern = "fast_weight,additive,leap,sru,srupp,softmax"
-    options = training(data, tmp_path, "--mixer-pattern", pattern, "--decoder-layers", 6, "--max-update", 1)
+    options = training(stream_data, tmp_path, "--mixer-pattern", pattern, "--decoder-layers", 6, "--max-update", 1)
     succeed(fairseq("train", *options, *USER_DIR))
     capsys.readouterr()
     checkpoint, html, png = (str(tmp_path / name) for name in ("checkpoint_last.pt", "page.html", "picture.png"))
@@ -168,7 +168,7 @@ def test_the_command(data, tmp_path, capsys):  # noqa: F811
             explain.main([checkpoint, *arguments])
 
 
-def test_other_models_and_texts_are_refused(dictionary, tmp_path, monkeypatch):  # noqa: F811
+def test_other_models_and_texts_are_refused(dictionary, tmp_path, monkeypatch):
     """A page that is not written leaves the one before."""
     transformer = save(source("--arch transformer_lm", dictionary)[2], dictionary)
     monkeypatch.setattr("test_convert.SHAPE", "--task language_modeling")

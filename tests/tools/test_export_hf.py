@@ -10,9 +10,8 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from support.checkpoints import ADAPTIVE, dictionary, logits, save, source  # noqa: F401
+from support.checkpoints import ADAPTIVE, logits, save, source
 from support.commands import run
-from support.gpt2 import gpt2  # noqa: F401
 
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers import MIXERS
@@ -54,7 +53,7 @@ def load(folder):
 
 @pytest.mark.parametrize("name", OPTIONS)
 @torch.no_grad()
-def test_logits_are_fairseqs(name, dictionary, tmp_path):  # noqa: F811
+def test_logits_are_fairseqs(name, dictionary, tmp_path):
     """In one pass, in two, and of a padded batch."""
     fairseqs, model = exported(OPTIONS[name], dictionary, tmp_path)
     tokens = torch.randint(4, 64, (2, 9))
@@ -69,7 +68,7 @@ def test_logits_are_fairseqs(name, dictionary, tmp_path):  # noqa: F811
 
 
 @pytest.fixture(scope="module")
-def folder(dictionary, tmp_path_factory):  # noqa: F811
+def folder(dictionary, tmp_path_factory):
     path = tmp_path_factory.mktemp("exported")
     exported(OPTIONS["hybrid"], dictionary, path)
     return path / "out"
@@ -169,7 +168,7 @@ def test_fairseq_is_not_needed(folder):
 
 
 @torch.no_grad()
-def test_a_gpt2_comes_back(gpt2, tmp_path):  # noqa: F811
+def test_a_gpt2_comes_back(gpt2, tmp_path):
     """To fairseq and back: its tokenizer, its ids, and its logits where nothing was converted."""
     folder, original = gpt2
     convert(folder, tmp_path / "gpt2.pt", "softmax")
@@ -189,7 +188,7 @@ def words_file(name: str, count: int) -> dict[str, str]:
     return {name: json.dumps(whole if name == "tokenizer.json" else vocabulary | {"<end>": count})}
 
 
-def test_words_are_not_a_tokenizers_numbers(dictionary, tmp_path):  # noqa: F811
+def test_words_are_not_a_tokenizers_numbers(dictionary, tmp_path):
     """Nor are words and numbers."""
     _, _, state = source("--arch fast_weight_lm", dictionary)
     checkpoint, out = save(state, tmp_path), tmp_path / "out"
@@ -205,7 +204,7 @@ def test_words_are_not_a_tokenizers_numbers(dictionary, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize("name", ["vocab.json", "tokenizer.json"])
-def test_a_tokenizer_of_another_size_is_refused(name, gpt2, tmp_path):  # noqa: F811
+def test_a_tokenizer_of_another_size_is_refused(name, gpt2, tmp_path):
     convert(gpt2[0], tmp_path / "gpt2.pt", "decay")
     other, tokens = tmp_path / "other", gpt2[1].config.vocab_size
     other.mkdir()
@@ -222,7 +221,7 @@ def test_a_tokenizer_of_another_size_is_refused(name, gpt2, tmp_path):  # noqa: 
         export(tmp_path / "gpt2.pt", tmp_path / "again", data=tmp_path, tokenizer=other)
 
 
-def test_force_replaces_an_earlier_export_and_nothing_else(dictionary, tmp_path, monkeypatch):  # noqa: F811
+def test_force_replaces_an_earlier_export_and_nothing_else(dictionary, tmp_path, monkeypatch):
     _, _, state = source("--arch fast_weight_lm", dictionary)
     checkpoint, out = save(state, tmp_path), tmp_path / "out"
     out.mkdir()
@@ -251,7 +250,7 @@ def full_disk():
     raise OSError("disk full")
 
 
-def test_mistakes_leave_what_is_there(dictionary, folder, tmp_path):  # noqa: F811
+def test_mistakes_leave_what_is_there(dictionary, folder, tmp_path):
     _, _, state = source("--arch transformer_lm", dictionary)
     before = sorted(path.name for path in folder.iterdir())
     with pytest.raises(ValueError, match=r"OUTPUT .* exists; name another folder, or give --force"):
