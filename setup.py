@@ -1,9 +1,9 @@
-"""Metadata is in pyproject.toml; here is only what it cannot say: the kernels in cuda/ install as data of ``fw_fairseq.cuda``."""
+"""Metadata is in pyproject.toml. Here is what it cannot say: the kernels in cuda/ install as data of ``fw_fairseq.cuda``."""
 
 from setuptools import find_packages, setup
 
 setup(
     packages=[*find_packages(include=["fw_fairseq*"]), "fw_fairseq.cuda"],
     package_dir={"fw_fairseq.cuda": "cuda"},
-    package_data={"fw_fairseq.cuda": ["*.cu", "*.cuh"]},
+    package_data={"fw_fairseq.cuda": ["*.cu", "*.cuh"], "fw_fairseq.tools.plot": ["data/*.csv"]},
 )

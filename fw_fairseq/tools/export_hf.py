@@ -1,16 +1,16 @@
-"""fw-export-hf: a fast_weight_lm checkpoint becomes a folder for Hugging Face transformers.
+"""fw-export-hf: writes a checkpoint of fast_weight_lm as a folder for Hugging Face transformers.
 
 AutoModelForCausalLM.from_pretrained(OUTPUT, trust_remote_code=True) loads it wherever the package fw_fairseq is installed; fairseq
-is not imported there. Texts begin with the end of sentence, as in fairseq; the tokenizer that comes along sees to it.
+is not imported there. Texts begin with the end of sentence, as in fairseq; the tokenizer in the folder adds it.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import shutil
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,7 +23,10 @@ from ..files import tokenizer_size
 from ..mixers import MIXERS
 from ..models.fast_weight_decoder import FastWeightDecoder
 from .checkpoints import load_language_model
+from .command import make_parser, mistakes_as_sentences
 
+PROG = "fw-export-hf"
+EXAMPLE = "fw-export-hf checkpoint_best.pt folder --data DATA"
 CODE_FILE = "modeling_fw_fairseq.py"
 REMOTE_CODE = '''"""The classes are those of the package fw_fairseq; transformers looks for them here."""
 
@@ -56,7 +59,7 @@ def export(checkpoint, output, data=None, tokenizer=None, force: bool = False):
     """
     output = Path(output).resolve()
     check_output(output, force)
-    source, dictionary = load_language_model(checkpoint, data, "fw-export-hf", ("fast_weight_lm",))
+    source, dictionary = load_language_model(checkpoint, data, PROG, ("fast_weight_lm",))
     model = build(source.decoder)
     difference = compare(source, model, len(dictionary))
     if not difference <= TOLERANCE:
@@ -259,25 +262,21 @@ def word_tokenizer(dictionary):
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fw-export-hf", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="of fast_weight_lm, with any mixers")
+    parser = make_parser(PROG, __doc__, EXAMPLE)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint of fast_weight_lm, with any mixers")
     parser.add_argument("output", metavar="OUTPUT", help="the folder to write")
-    parser.add_argument("--data", metavar="FOLDER", help="where dict.txt is; default: where it was in training")
+    parser.add_argument("--data", metavar="FOLDER", help="the folder of dict.txt; default: the data folder of the training")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="the tokenizer of the GPT-2 that fw-convert made CHECKPOINT of")
     parser.add_argument("--force", action="store_true", help="replace OUTPUT if it is an earlier export")
     return parser
 
 
-def main(arguments=None) -> None:
+def main(arguments: list[str] | None = None) -> None:
     args = vars(parser().parse_args(arguments))
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        sys.exit("fw-export-hf: needs transformers; install fw_fairseq with the extra huggingface")
-    try:
+    with mistakes_as_sentences(PROG):
+        if importlib.util.find_spec("transformers") is None:
+            raise Mistake("transformers is missing; install fw_fairseq with the extra [huggingface]")
         model = export(**args)
-    except (OSError, ValueError) as error:
-        sys.exit(f"fw-export-hf: {error}")
     print(f"{args['output']}: {model.num_parameters():,} parameters, {', '.join(dict.fromkeys(model.config.mixers))}")
 
 

@@ -9,6 +9,7 @@ import pytest
 from fw_fairseq.rules import RULES
 from fw_fairseq.tools.bench import __main__ as bench
 from fw_fairseq.tools.bench import ops as bench_ops
+from fw_fairseq.tools.bench.contest import take_turns
 
 TINY = [
     "ops",
@@ -76,3 +77,16 @@ def test_inputs_fit_every_rule(monkeypatch):
 
     for rule in RULES:
         bench_ops.forward_backward(Args, rule, 5, "auto")()
+
+
+@pytest.mark.parametrize("untimed", [0, 1])
+def test_contenders_take_turns(untimed):
+    """Each is called once a round; the first rounds do not count."""
+    called = []
+
+    def contender(name):
+        return lambda: called.append(name) or len(called)
+
+    found = take_turns({"a": contender("a"), "b": contender("b")}, 2, untimed=untimed)
+    assert called == ["a", "b"] * (2 + untimed)
+    assert found == {"a": [1 + 2 * untimed, 3 + 2 * untimed], "b": [2 + 2 * untimed, 4 + 2 * untimed]}

@@ -164,7 +164,7 @@ def test_the_command(stream_data, tmp_path, capsys):
         (["w1", "--html", html, "--data", str(tmp_path / "none")], "there is no dictionary at .*none"),
         (["w1", "--html", str(full)], f"{full} cannot be written .No space left on device"),
     ):
-        with pytest.raises(SystemExit, match=f"fw-explain: error: {message}"):
+        with pytest.raises(SystemExit, match=f"fw-explain: {message}"):
             explain.main([checkpoint, *arguments])
 
 

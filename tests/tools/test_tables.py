@@ -7,7 +7,7 @@ import csv
 import pytest
 
 from fw_fairseq.tools.plot import __main__ as plots
-from fw_fairseq.tools.plot.published import TABLES
+from fw_fairseq.tools.plot.tables import TABLES
 
 TRAINED = (
     "... | INFO | fw_fairseq.models.fast_weight_lm | state size: 0.1311 million numbers for a sequence\n"

@@ -1,4 +1,4 @@
-"""fw-bench: how fast and how large, against the peers, in one run."""
+"""fw-bench: time and memory of fast weights and their peers, measured in one run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import torch
 
-from . import language_models as bench_model
-from . import layers as bench_mixers
-from . import ops as bench_ops
-from . import translation as bench_translate
+from ..command import make_parser, mistakes_as_sentences
+from . import language_models, layers, ops, translation
 from .contest import positive, write_json
+
+PROG = "fw-bench"
+EXAMPLE = "fw-bench ops --rules delta decay --tokens 512 2048 --json ops.json --figure ops.svg"
 
 
 class Command(NamedTuple):
-    module: object  # with add_arguments, table and draw
-    measure: object
+    module: object  # with add_arguments, measure, table and draw
     help: str
     description: str
     plot: str
@@ -29,29 +29,25 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "ops": Command(
-        bench_ops,
-        bench_ops.bench_ops,
+        ops,
         "the recurrence itself, forward and backward",
         "Every rule against its step loop, softmax attention, a cumulative sum and, on a GPU, flash-linear-attention.",
         "time against length",
     ),
     "model": Command(
-        bench_model,
-        bench_model.bench_model,
+        language_models,
         "whole language models, training and generation: time and memory of any rule or mixer",
         "fast_weight_lm with any rules and mixers against fairseq's transformer_lm of the same size, with random weights.",
         "time and state against context",
     ),
     "mixers": Command(
-        bench_mixers,
-        bench_mixers.bench_mixers,
+        layers,
         "SRU against LSTM, additive attention against softmax attention",
         "Forward and backward of one layer: sru against torch's LSTM, additive and leap against softmax attention.",
         "time of each",
     ),
     "translate": Command(
-        bench_translate,
-        bench_translate.bench_translate,
+        translation,
         "beam search of translation models",
         "fast_weight_transformer, all attentions linear, against fairseq's transformer of the same size, with random weights,"
         " through fairseq's SequenceGenerator; sources are as long as their translations.",
@@ -61,7 +57,7 @@ COMMANDS = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fw-bench", description="Times fast weights against their peers.")
+    parser = make_parser(PROG, "Measures fast weights and their peers.", EXAMPLE)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
         sub = commands.add_parser(
@@ -74,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
         sub.add_argument("--device", default="cpu", help="cpu or cuda")
         sub.add_argument("--rounds", type=positive, default=7, help="timed rounds, after one that is not timed")
         sub.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="CPU threads")
-        sub.add_argument("--json", type=Path, help="file for every figure")
+        sub.add_argument("--json", type=Path, help="file for every number")
         sub.add_argument("--figure", type=Path, help=f"file for a plot of {command.plot} (png, svg or pdf; needs matplotlib)")
     return parser
 
@@ -82,6 +78,13 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse_args(argv)
+    check(parser, args)
+    with mistakes_as_sentences(PROG):
+        run(args)
+
+
+def check(parser: argparse.ArgumentParser, args) -> None:
+    """Refuses options that do not fit each other or this machine."""
     if args.device != "cpu" and not torch.cuda.is_available():
         parser.error(f"--device {args.device} needs a CUDA device, and torch sees none; use --device cpu")
     for path in filter(None, (args.json, args.figure)):
@@ -90,15 +93,18 @@ def main(argv: list[str] | None = None) -> None:
     if args.command != "ops" and args.width % args.heads:
         parser.error(f"--width {args.width} is not a multiple of --heads {args.heads}")
     if getattr(args, "resume", False) and not args.json:
-        parser.error("--resume needs --json, the file to go on with")
+        parser.error("--resume needs --json, the file with the report to continue")
+
+
+def run(args) -> None:
     torch.set_num_threads(args.threads)
-    command = COMMANDS[args.command]
-    report = command.measure(args)
-    print(command.module.table(report))
+    module = COMMANDS[args.command].module
+    report = module.measure(args)
+    print(module.table(report))
     if args.json:
         write_json(args.json, report)
     if args.figure:
-        command.module.draw(report, args.figure)
+        module.draw(report, args.figure)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from ... import Mistake
 from ...mixers import MIXERS
 from ...rules import RULES
-from .contest import machine, positive, write_json
+from .contest import machine, parameter_counts, positive, settings, spread, times_faster, write_json
 from .measure import ALL, TRANSFORMER, batch_rows, build_model, model_names, peak_memory, time_generation, time_training
 
 SIZES = {
@@ -54,7 +55,7 @@ def add_arguments(parser) -> None:
         "--contexts", nargs="+", type=positive, default=[256, 1024, 4096], metavar="T", help="tokens before generation"
     )
     parser.add_argument("--steps", type=positive, default=16, help="timed tokens at each context")
-    parser.add_argument("--resume", action="store_true", help="go on with what --json holds; it is written after each length")
+    parser.add_argument("--resume", action="store_true", help="continue the report in --json, which is written after each length")
 
 
 def add_sizes(parser, **defaults) -> None:
@@ -68,11 +69,12 @@ def vocabulary(text: str) -> int:
     return value
 
 
-def bench_model(args) -> dict:
+def measure(args) -> dict:
+    """Times training and generation with every model, and measures their memory."""
     args.mixers = list(dict.fromkeys(name for given in args.mixers for name in (ALL if given == "all" else [given])))
     report = begin(args)
     models = {name: build_model(args, name) for name in model_names(args)}
-    report["parameters"] = [{"name": name, "parameters": sum(p.numel() for p in m.parameters())} for name, m in models.items()]
+    report["parameters"] = parameter_counts(models)
     for length in missing(report["training"], "tokens", args.tokens):
         sizes, seconds = peak_memory(args, models, length), time_training(args, models, length)
         tokens = batch_rows(args, length) * length
@@ -92,20 +94,20 @@ def bench_model(args) -> dict:
 
 
 def begin(args) -> dict:
-    """An empty report, or with --resume what the file holds."""
-    settings = {k: v for k, v in vars(args).items() if isinstance(v, (int, str, list)) and k != "resume"}
-    empty = {"machine": machine(args), "settings": settings, "parameters": [], "training": [], "generation": [], "ratios": []}
+    """Returns an empty report, or with --resume the report in the file."""
+    now = settings(args)
+    empty = {"machine": machine(args), "settings": now, "parameters": [], "training": [], "generation": [], "ratios": []}
     if not args.resume or not args.json.exists():
         return empty
     try:
         report = json.loads(args.json.read_text())
         before = report["settings"]
     except (json.JSONDecodeError, KeyError, TypeError):
-        sys.exit(f"fw-bench: error: --resume: {args.json} is not what fw-bench model --json writes; name another file")
-    for name in sorted(settings.keys() | before.keys()):
-        if settings.get(name) != before.get(name):
-            sys.exit(
-                f"fw-bench: error: --resume: {args.json} was measured with {name} {before.get(name)}, not {settings.get(name)};"
+        raise Mistake(f"--resume: {args.json} is not what fw-bench model --json writes; name another file") from None
+    for name in sorted(now.keys() | before.keys()):
+        if now.get(name) != before.get(name):
+            raise Mistake(
+                f"--resume: {args.json} was measured with {name} {before.get(name)}, not {now.get(name)};"
                 " repeat its options, or name another file"
             )
     return report
@@ -121,17 +123,13 @@ def finish_length(args, report: dict, what: str) -> None:
         write_json(args.json, report)
 
 
-def spread(seconds: list[float]) -> dict[str, float]:
-    return {"seconds": statistics.median(seconds), "min": min(seconds), "max": max(seconds)}
-
-
 def ratios(what: str, length: int, seconds: dict[str, list[float]], sizes: dict[str, int]) -> list[dict]:
     """How many times faster (the median over rounds) and smaller each model is than transformer_lm."""
     peer, peer_size = seconds[TRANSFORMER], sizes[TRANSFORMER]
     return [
         {
             "name": name, "what": what, "tokens": length, "times_smaller": peer_size / max(1, sizes[name]),
-            "times_faster": statistics.median(p / o for p, o in zip(peer, own)),
+            "times_faster": times_faster(peer, own),
         }
         for name, own in seconds.items() if name != TRANSFORMER
     ]  # fmt: skip
@@ -174,8 +172,7 @@ def round_off(ratio: float) -> str:
 
 def draw(report: dict, path: Path) -> None:
     """Time per token and bytes of the state against context."""
-    from ..plot.cost import FIGURES, draw_rows
+    from ..plot.cost import draw_report
     from ..plot.style import save
 
-    what = FIGURES["generation"]
-    save(draw_rows(report["generation"], what.length, what.panels, label=what.label), [path])
+    save(draw_report(report, "generation"), [path])

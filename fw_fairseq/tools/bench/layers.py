@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ...mixers import Additive, Leap, Sru
 from ...ops.vectors.pooling import pool
 from ...ops.vectors.sru import sru
-from .contest import machine, positive, progress, timed
+from .contest import machine, positive, settings, spread, take_turns, timed, times_faster
 
 LSTM, ATTENTION = "torch.nn.LSTM", "softmax attention"
 
@@ -42,29 +42,17 @@ class Attention(nn.Module):
         return self.out_proj(y.permute(2, 0, 1, 3).flatten(2)), None
 
 
-def bench_mixers(args) -> dict:
+def measure(args) -> dict:
+    """Times every layer, and the scans alone."""
     torch.manual_seed(0)
     calls = {name: partial(forward_backward, layer.to(args.device), x) for name, (layer, x) in contenders(args).items()}
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for round_ in range(args.rounds + 1):
-        for name, call in calls.items():
-            elapsed = timed(call, args.device)
-            if round_:
-                seconds[name].append(elapsed)
-        progress(f"round {round_} of {args.rounds}")
+    seconds = take_turns({name: partial(timed, call, args.device) for name, call in calls.items()}, args.rounds)
+    peers = {name: LSTM if name in ("sru", LSTM) else ATTENTION for name in calls}
     rows = [
-        {
-            "name": name, "peer": (peer := LSTM if name in ("sru", LSTM) else ATTENTION), "seconds": statistics.median(s),
-            "min": min(s), "max": max(s), "times_faster": statistics.median(p / o for p, o in zip(seconds[peer], s)),
-        }
-        for name, s in seconds.items()
-    ]  # fmt: skip
-    return {
-        "machine": machine(args),
-        "settings": {k: v for k, v in vars(args).items() if isinstance(v, (int, str, list))},
-        "layers": rows,
-        "scans": scans(args),
-    }
+        {"name": name, "peer": peers[name], **spread(own), "times_faster": times_faster(seconds[peers[name]], own)}
+        for name, own in seconds.items()
+    ]
+    return {"machine": machine(args), "settings": settings(args), "layers": rows, "scans": scans(args)}
 
 
 def scans(args) -> list[dict]:

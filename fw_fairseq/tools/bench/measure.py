@@ -6,6 +6,7 @@ import argparse
 import multiprocessing
 import statistics
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 from ...mixers import MIXERS
 from ...rules import RULES
-from .contest import process_memory, progress, timed
+from .contest import peak_beyond, progress, take_turns, timed
 
 TRANSFORMER, OWN = "transformer_lm", "fast_weight_lm"
 ALL = [name for name, rule in RULES.items() if rule.step is None] + [name for name in MIXERS if name != "fast_weight"]
@@ -59,16 +60,10 @@ def draw_tokens(args, count: int, length: int) -> Tensor:
 
 
 def time_training(args, models: dict[str, nn.Module], length: int) -> dict[str, list[float]]:
-    """Seconds of forward and backward by model, one a round."""
+    """Returns the seconds of forward and backward by model, one for each round."""
     text = draw_tokens(args, batch_rows(args, length), length + 1)
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    for round_ in range(args.rounds + 1):
-        for name, model in models.items():
-            elapsed = timed(lambda: forward_backward(model, text), args.device)  # noqa: B023
-            if round_:
-                seconds[name].append(elapsed)
-        progress(f"training, {length} tokens, round {round_} of {args.rounds}")
-    return seconds
+    calls = {name: partial(timed, partial(forward_backward, model, text), args.device) for name, model in models.items()}
+    return take_turns(calls, args.rounds, f"training, {length} tokens")
 
 
 def forward_backward(model, text: Tensor) -> None:
@@ -98,30 +93,21 @@ def measure_alone(args, name: str, length: int) -> int:
 
 
 def measure_memory(args, model: nn.Module, length: int) -> int:
-    cuda = args.device != "cpu"
     forward_backward(model, draw_tokens(args, 1, 9))  # loads libraries
     model.zero_grad()
     text = draw_tokens(args, batch_rows(args, length), length + 1)
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if cuda else process_memory("VmRSS")
-    forward_backward(model, text)
-    return (torch.cuda.max_memory_allocated() if cuda else process_memory("VmHWM")) - before
+    return peak_beyond(partial(forward_backward, model, text), args.device)
 
 
 @torch.no_grad()
 def time_generation(args, models: dict[str, nn.Module], context: int) -> dict[str, tuple[list[float], int]]:
-    """Seconds of a token, one a round, and bytes of the state, by model."""
+    """Returns by model the seconds of a token, one for each round, and the bytes of the state."""
     text = draw_tokens(args, args.hypotheses, context + UNTIMED_STEPS + args.steps)
     states = {name: fill_state(model.eval(), text[:, :context]) for name, model in models.items()}
-    found: dict[str, tuple[list[float], int]] = {name: ([], state_bytes(state)) for name, state in states.items()}
-    for round_ in range(args.rounds + 1):
-        for name, model in models.items():
-            elapsed = time_steps(args, model, text, context, states[name])
-            if round_:
-                found[name][0].append(elapsed)
-        progress(f"generation after {context} tokens, round {round_} of {args.rounds}")
-    return found
+    sizes = {name: state_bytes(state) for name, state in states.items()}
+    calls = {name: partial(time_steps, args, model, text, context, states[name]) for name, model in models.items()}
+    seconds = take_turns(calls, args.rounds, f"generation after {context} tokens")
+    return {name: (seconds[name], sizes[name]) for name in models}
 
 
 def time_steps(args, model, text: Tensor, context: int, state: dict) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import statistics
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from ...ops import RowMap, fast_weight
 from ...ops.checks import BACKENDS
 from ...row_map import AS_IS, MAPS
 from ...rules import RULES
-from .contest import machine, positive, process_memory, progress, repeated, timed
+from .contest import machine, peak_beyond, positive, progress, repeated, settings, spread, take_turns, timed, times_faster
 from .peers import peer_name, running_peers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -47,25 +46,18 @@ def add_arguments(parser) -> None:
     parser.add_argument("--cumsum-up-to", type=int, default=512, metavar="T", help="longest sequence for the cumulative sum")
 
 
-def bench_ops(args) -> dict:
+def measure(args) -> dict:
+    """Times every rule and its peers at every length, and measures their memory and the time of one token."""
     torch.manual_seed(0)
     refused: list[dict] = []
-    contenders = {(t, name): call for t in args.tokens for name, call in build_contenders(args, t, refused).items()}
-    seconds: dict[tuple[int, str], list[float]] = {key: [] for key in contenders}
-    for round_ in range(args.rounds + 1):
-        for key, call in contenders.items():
-            elapsed = timed(call, args.device)
-            if round_:
-                seconds[key].append(elapsed)
-        progress(f"round {round_} of {args.rounds}")
-    contenders.clear()
+    calls = {(t, name): call for t in args.tokens for name, call in build_contenders(args, t, refused).items()}
+    seconds = take_turns({key: partial(timed, call, args.device) for key, call in calls.items()}, args.rounds)
+    calls.clear()  # their tensors
     longest = max(args.tokens)
     return {
         "machine": machine(args),
-        "settings": {k: v for k, v in vars(args).items() if isinstance(v, (int, str, list))},
-        "forward_backward": [
-            {"tokens": t, "name": n, "seconds": statistics.median(s), "min": min(s), "max": max(s)} for (t, n), s in seconds.items()
-        ],
+        "settings": settings(args),
+        "forward_backward": [{"tokens": t, "name": n, **spread(s)} for (t, n), s in seconds.items()],
         "not_measured": refused,
         "ratios": ratios(args, seconds),
         "memory": [{"rule": r, "tokens": longest, **peak_memory(args, r, longest)} for r in args.rules],
@@ -148,14 +140,14 @@ def ratios(args, seconds) -> list[dict]:
             own = seconds[tokens, rule]
             for peer in (f"{rule} step loop", f"{rule} chunks", SOFTMAX, CUMSUM, peer_name(rule)):
                 if (tokens, peer) in seconds and (peer != CUMSUM or rule == "sum"):
-                    times = statistics.median(p / o for p, o in zip(seconds[tokens, peer], own))
+                    times = times_faster(seconds[tokens, peer], own)
                     found.append({"rule": rule, "tokens": tokens, "peer": peer, "times_faster": times})
             if args.feature_map:
                 inside, peer = (f"{rule} {place} {args.feature_map}" for place in PLACES)
-                times = statistics.median(p / o for p, o in zip(seconds[tokens, peer], seconds[tokens, inside]))
+                times = times_faster(seconds[tokens, peer], seconds[tokens, inside])
                 found.append({"rule": inside, "tokens": tokens, "peer": peer, "times_faster": times})
         for short, long in zip(args.tokens, args.tokens[1:]):
-            growth = statistics.median(b / a for a, b in zip(seconds[short, rule], seconds[long, rule]))
+            growth = times_faster(seconds[long, rule], seconds[short, rule])
             found.append({"rule": rule, "tokens": long, "peer": f"itself at {short} tokens", "times_slower": growth})
     return found
 
@@ -188,18 +180,15 @@ def peak_memory(args, rule: str, tokens: int) -> dict:
 
 
 def measure_memory(args, rule: str, tokens: int) -> tuple[int, int]:
-    cuda = args.device != "cpu"
     torch.set_num_threads(args.threads)
     forward_backward(args, rule, 64, args.backend)()  # loads libraries
     q, k, v, gates = draw_inputs(args, rule, tokens)
-    inputs = sum(x.nbytes for x in (q, k, v, *gates.values()))
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if cuda else process_memory("VmRSS")
-    y, _ = fast_weight(q, k, v, rule, gates, backend=args.backend)
-    torch.autograd.grad(y, (q, k, v, *gates.values()), torch.ones_like(y))
-    after = torch.cuda.max_memory_allocated() if cuda else process_memory("VmHWM")
-    return after - before, inputs
+
+    def call() -> None:
+        y, _ = fast_weight(q, k, v, rule, gates, backend=args.backend)
+        torch.autograd.grad(y, (q, k, v, *gates.values()), torch.ones_like(y))
+
+    return peak_beyond(call, args.device), sum(x.nbytes for x in (q, k, v, *gates.values()))
 
 
 def table(report: dict) -> str:

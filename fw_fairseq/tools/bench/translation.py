@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ...feature_maps import FEATURE_MAPS
-from .contest import machine, positive, progress, timed
-from .language_models import add_sizes, spread
+from .contest import machine, parameter_counts, positive, settings, spread, take_turns, timed, times_faster
+from .language_models import add_sizes
 from .measure import draw_tokens, make_task, state_bytes
 
 TRANSFORMER = "transformer"
@@ -31,13 +31,14 @@ def add_arguments(parser) -> None:
     parser.add_argument("--beam", type=positive, default=5)
 
 
-def bench_translate(args) -> dict:
+def measure(args) -> dict:
+    """Times beam search with every model at every length."""
     task, models = build_models(args)
     found = time_decoding(args, task, models)
     return {
         "machine": machine(args),
-        "settings": {k: v for k, v in vars(args).items() if isinstance(v, (int, str, list))},
-        "parameters": [{"name": name, "parameters": sum(p.numel() for p in m.parameters())} for name, m in models.items()],
+        "settings": settings(args),
+        "parameters": parameter_counts(models),
         "decoding": [
             {
                 "tokens": t,
@@ -72,34 +73,29 @@ def build_models(args) -> tuple[Namespace, dict[str, nn.Module]]:
 
 
 def time_decoding(args, task, models) -> dict[tuple[int, str], tuple[list[float], int]]:
-    """Seconds of a batch, one a round, and bytes of the state in the end, by length and model."""
+    """Returns by length and model the seconds of a batch, one for each round, and the bytes of the state after the last token."""
     found: dict[tuple[int, str], tuple[list[float], int]] = {}
-    decode(args, task, models, min(args.lengths))
+    for model in models.values():
+        decode(args, task, model, draw_tokens(args, args.sentences, min(args.lengths)))  # loads libraries
     for length in args.lengths:
-        seconds: dict[str, list[float]] = {name: [] for name in models}
-        for round_ in range(args.rounds):
-            rows = decode(args, task, models, length)
-            for name, (elapsed, _) in rows.items():
-                seconds[name].append(elapsed)
-            progress(f"{length} tokens, round {round_ + 1} of {args.rounds}")
-        found |= {(length, name): (seconds[name], size) for name, (_, size) in rows.items()}
+        source = draw_tokens(args, args.sentences, length)
+        calls = {name: partial(decode, args, task, model, source) for name, model in models.items()}
+        turns = take_turns(calls, args.rounds, f"{length} tokens", untimed=0)
+        found |= {(length, name): ([seconds for seconds, _ in turn], turn[-1][1]) for name, turn in turns.items()}
     return found
 
 
-def decode(args, task, models, length: int) -> dict[str, tuple[float, int]]:
-    """Each model in its turn: seconds, and bytes of the state after the last token."""
+def decode(args, task, model, source: Tensor) -> tuple[float, int]:
+    """Returns the seconds of beam search, and the bytes of the state after the last token."""
     from .fairseq_parts import SequenceGenerator
 
-    source, rows = draw_tokens(args, args.sentences, length), {}
-    sample = {"net_input": {"src_tokens": source, "src_lengths": torch.full((args.sentences,), length, device=args.device)}}
-    for name, model in models.items():
-        keeper = StateKeeper(model.decoder)
-        generator = SequenceGenerator(
-            [model], task.target_dictionary, beam_size=args.beam, max_len_b=length - 1, min_len=length - 1
-        ).to(args.device)
-        elapsed = timed(lambda: generator.generate([model], sample), args.device)  # noqa: B023
-        rows[name] = elapsed, keeper.release()
-    return rows
+    count, length = source.shape
+    sample = {"net_input": {"src_tokens": source, "src_lengths": torch.full((count,), length, device=args.device)}}
+    limits = {"beam_size": args.beam, "max_len_b": length - 1, "min_len": length - 1}
+    keeper = StateKeeper(model.decoder)
+    generator = SequenceGenerator([model], task.target_dictionary, **limits).to(args.device)
+    elapsed = timed(lambda: generator.generate([model], sample), args.device)
+    return elapsed, keeper.release()
 
 
 class StateKeeper:
@@ -124,8 +120,9 @@ def ratios(found) -> list[dict]:
     for (length, name), (own, size) in found.items():
         if name != TRANSFORMER:
             peer, peer_size = found[length, TRANSFORMER]
-            times = statistics.median(p / o for p, o in zip(peer, own))
-            rows.append({"name": name, "tokens": length, "times_faster": times, "times_smaller": peer_size / size})
+            rows.append(
+                {"name": name, "tokens": length, "times_faster": times_faster(peer, own), "times_smaller": peer_size / size}
+            )
     return rows
 
 

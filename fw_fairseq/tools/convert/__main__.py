@@ -1,21 +1,24 @@
-"""fw-convert: a pretrained softmax Transformer becomes a fast_weight_lm, all but its attention kept (Mao 2022; Kasai et al. 2021).
+"""fw-convert: makes a fast_weight_lm of a pretrained softmax Transformer (Mao 2022; Kasai et al. 2021).
 
-Queries and keys keep their pretrained maps, through a random linear map W_phi where --feature-dim changes their width, and the
-1/sqrt(d) of the softmax is folded into the queries. Values keep theirs, made smaller where a memory would sum up too much. Gates
-start at their biases: their weights are zero.
+Everything but attention is copied. The projections of queries and keys are kept, and pass through a random linear map W_phi where
+--feature-dim changes their width; queries are also multiplied by the 1/sqrt(d) of the softmax. The projection of values is kept, or
+made smaller where a memory would sum up too much. The weights of gates are zero, so that gates start at their biases.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 
 from ...feature_maps import FEATURE_MAPS, NORMS
+from ..command import make_parser, mistakes_as_sentences
 from .conversion import TARGETS, convert, table
+
+PROG = "fw-convert"
+EXAMPLE = "fw-convert transformer_lm.pt start.pt --rule decay --feature-dim 32"
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fw-convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(PROG, __doc__, EXAMPLE)
     parser.add_argument("source", metavar="SOURCE", help="a checkpoint of fairseq's transformer_lm, or the folder of a GPT-2")
     parser.add_argument("output", metavar="OUTPUT", help="the checkpoint to write, for --finetune-from-model or --restore-file")
     parser.add_argument(
@@ -31,12 +34,10 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments=None) -> None:
+def main(arguments: list[str] | None = None) -> None:
     args = vars(parser().parse_args(arguments))
-    try:
+    with mistakes_as_sentences(PROG):
         print(table(convert(args.pop("source"), args.pop("output"), **args)))
-    except (OSError, ValueError) as error:
-        sys.exit(f"fw-convert: {error}")
 
 
 if __name__ == "__main__":

@@ -1,40 +1,44 @@
-"""fw-plot: the papers' figures and tables from logs and reports. Figures by the ending of --out; readable in grey too."""
+"""fw-plot: the papers' figures and tables from logs and reports.
+
+The ending of --out decides the format of a figure. Lines differ in markers and dashes, so that figures are readable in grey too.
+"""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 
 from ... import Mistake
-from . import cost as plot_cost
-from . import published as tables
-from . import retrieval as plot_retrieval
+from ..command import make_parser, mistakes_as_sentences
+from . import cost, retrieval, tables
 from .logs import read_log
 from .style import Look, canvas, legend, log_values, look, plot, save
 from .wikitext2 import draw_conversion, draw_state
 
+PROG = "fw-plot"
+EXAMPLE = "fw-plot curves softmax=runs/softmax/train.log delta=runs/delta/train.log --out curves.svg"
 NAMES = {"valid_loss": "evaluation loss", "valid_ppl": "validation perplexity", "ppl": "training perplexity"}
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = build_parser().parse_args(arguments)
-    try:
-        if args.command == "tables":
-            return tables.main(args)
-        if getattr(args, "table", False):
-            print(plot_retrieval.table(args))
-        elif not args.out:
-            raise Mistake("--out is missing: the files to write, .svg, .pdf or .png")
-        if args.out:
-            check_endings(args.out)
-            save(args.draw(args), args.out)
-    except (OSError, ValueError) as error:
-        sys.exit(f"fw-plot: error: {error}")
+    with mistakes_as_sentences(PROG):
+        run(args)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fw-plot", description=__doc__)
+def run(args) -> None:
+    if args.command == "tables":
+        return tables.main(args)
+    if getattr(args, "table", False):
+        print(retrieval.table(args))
+    elif not args.out:
+        raise Mistake("--out is missing: the files to write, .svg, .pdf or .png")
+    if args.out:
+        check_endings(args.out)
+        save(args.draw(args), args.out)
+
+
+def build_parser():
+    parser = make_parser(PROG, __doc__, EXAMPLE)
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add(name: str, draw, help_: str):
@@ -44,10 +48,10 @@ def build_parser() -> argparse.ArgumentParser:
         return command
 
     for name, what in (("capacity", "without replacement, linear axis"), ("updates", "with replacement, logarithmic axis")):
-        command = add(name, plot_retrieval.draw, f"evaluation loss of associative retrieval against the number of keys, {what}")
-        command.add_argument("results", type=Path, help="what recipes/synthetic/sweep.sh wrote: lines of MODEL KEYS LOSS")
-        command.add_argument("--published", action="store_true", help="the published values beside")
-        command.add_argument("--table", action="store_true", help="print the same as Markdown; --out may then be left out")
+        command = add(name, retrieval.draw, f"evaluation loss of associative retrieval against the number of keys, {what}")
+        command.add_argument("results", type=Path, help="the file of recipes/synthetic/sweep.sh: lines of MODEL KEYS LOSS")
+        command.add_argument("--published", action="store_true", help="draw the published values too")
+        command.add_argument("--table", action="store_true", help="print the values as Markdown; --out may then be left out")
     curves = add("curves", draw_curves, "a metric of fairseq's logs against updates, one line for each run")
     curves.add_argument("logs", nargs="+", metavar="[NAME=]LOG", help="logs of fairseq-train, JSON or simple; named by their files")
     curves.add_argument(
@@ -55,17 +59,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     curves.add_argument("--log-axis", action="store_true", help="logarithmic values")
     curves.add_argument("--log-updates", action="store_true", help="logarithmic updates")
-    for name, what in plot_cost.FIGURES.items():
-        command = add(name, plot_cost.draw, what.help)
-        command.add_argument("report", type=Path, help="what fw-bench model --json wrote")
+    for name, what in cost.FIGURES.items():
+        command = add(name, cost.draw, what.help)
+        command.add_argument("report", type=Path, help="the file of fw-bench model --json")
     state = add("state", draw_state, "perplexity against the size of the state, one point for each model")
     state.add_argument("page", type=Path, help="the table that recipes/wikitext2/table.sh printed, or a page that holds it")
-    conversion = add("conversion", draw_conversion, "what is left of a Transformer's performance after conversion, against m")
+    conversion = add("conversion", draw_conversion, "the share of a Transformer's performance that a conversion keeps, against m")
     conversion.add_argument(
         "page", type=Path, help="the table that recipes/wikitext2/conversion.sh printed, or a page that holds it"
     )
     tables.add_arguments(
-        commands.add_parser("tables", help="finished runs of recipes in the papers' tables, beside what was published")
+        commands.add_parser("tables", help="finished runs of recipes in the papers' tables, beside published values")
     )
     return parser
 
@@ -77,6 +81,7 @@ def check_endings(paths: list[Path]) -> None:
 
 
 def draw_curves(args):
+    """Draws a line for each log."""
     figure, [axes] = canvas(2.2)
     for name, style, path in runs(args.logs):
         plot(axes, style, name, read_log(path, args.metric))
@@ -91,14 +96,12 @@ def draw_curves(args):
 
 
 def runs(logs: list[str]) -> list[tuple[str, Look, Path]]:
-    """Name, line and file of each; logs of retrieval as in its other figures."""
+    """Returns the name, look and file of each line; logs of retrieval look as in its other figures."""
     named = [(name, Path(path)) for name, _, path in (text.rpartition("=") for text in logs)]
-    points = {plot_retrieval.point_of_log(path): path for name, path in named if not name}
+    points = {retrieval.point_of_log(path): path for name, path in named if not name}
     if None not in points and len(points) == len(named) and len({figure for figure, _ in points}) == 1:
-        drawn = sorted(points, key=lambda point: plot_retrieval.rank(*point))
-        return [
-            (plot_retrieval.title(model), plot_retrieval.look_of(figure, model), points[figure, model]) for figure, model in drawn
-        ]
+        drawn = sorted(points, key=lambda point: retrieval.rank(*point))
+        return [(retrieval.title(model), retrieval.look_of(figure, model), points[figure, model]) for figure, model in drawn]
     return [(name or path.stem, look(index), path) for index, (name, path) in enumerate(named)]
 
 

@@ -35,22 +35,27 @@ FIGURES = {
         (Panel("seconds", 1e3, "ms per token"), Panel("state_bytes", 1e-6, "state, MB")),
     ),
     "training": Figure(
-        "speed and peak memory of training against the length of the segments",
+        "speed and peak memory of training against the length of a row",
         "tokens",
-        "tokens of a segment",
+        "tokens of a row",
         (Panel("tokens_per_second", 1, "tokens/s"), Panel("peak_bytes", 1e-6, "peak memory, MB")),
     ),
 }
 
 
 def draw(args):
-    what = FIGURES[args.command]
+    """Draws the figure of the command out of a report's file."""
     try:
         report = json.loads(args.report.read_text())
-        rows = report[args.command]
-    except (json.JSONDecodeError, KeyError, TypeError):
+        return draw_report(report, args.command)
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
         raise Mistake(f"{args.report} is not what fw-bench model --json writes") from None
-    return draw_rows(rows, what.length, what.panels, label=what.label)
+
+
+def draw_report(report: dict, name: str):
+    """Draws one of ``FIGURES`` out of a report of fw-bench model."""
+    what = FIGURES[name]
+    return draw_rows(report[name], what.length, what.panels, label=what.label)
 
 
 def draw_rows(rows: list[dict], length: str, panels, peer: str = TRANSFORMER, label: str = "tokens"):

@@ -1,4 +1,7 @@
-"""fw-plot capacity and updates: loss of associative retrieval against the number of keys, as figure and as table."""
+"""fw-plot capacity and updates: loss of associative retrieval against the number of keys, as figure and as table.
+
+The published losses are the best ones of evaluation in the logs that Schlag et al. 2021 published. FAVOR+ with the delta rule is
+NaN from 140 keys on."""
 
 from __future__ import annotations
 
@@ -6,38 +9,10 @@ import re
 from pathlib import Path
 
 from ... import Mistake
+from .published import read_losses
 from .style import Look, canvas, legend, log_values, look, plot
 
-SIZES = (*range(20, 201, 20), 300, 400)
-
-
-def by_keys(*losses: float) -> dict[int, float]:
-    """Of the first SIZES."""
-    return dict(zip(SIZES, losses))
-
-
-# Best evaluation losses in the logs that Schlag et al. 2021 published. FAVOR+ with the delta rule is NaN from 140 keys on.
-PUBLISHED = {
-    "capacity": {
-        "softmax": by_keys(0.00063, 0.00032, 7.2e-05, 3e-05, 2e-05, 1.1e-05, 7e-06, 5.7e-06, 6.2e-06, 8.6e-06, 5.5e-06, 2.8e-06),
-        "elu": by_keys(0.00089, 0.00083, 0.025, 0.11, 0.16, 0.23, 0.27, 0.3, 0.32, 0.34, 0.4, 0.42),
-        "dpfp1": by_keys(0.00078, 0.00027, 0.00043, 0.00017, 0.00021, 0.0083, 0.051, 0.1, 0.14, 0.17, 0.29, 0.34),
-        "dpfp2": by_keys(0.00031, 0.00063, 0.00097, 0.0006, 0.0005, 0.00029, 0.00051, 0.00038, 0.00028, 0.00037, 0.068, 0.16),
-        "dpfp3": by_keys(0.00048, 0.00087, 0.00049, 0.00074, 0.00048, 0.0005, 0.00086, 0.00025, 0.00041, 0.00088, 0.00025, 0.036),
-        "favor64": by_keys(0.12, 0.27, 0.48, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5),
-        "favor128": by_keys(0.074, 0.18, 0.48, 0.49, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5),
-        "favor512": by_keys(0.024, 0.075, 0.41, 0.49, 0.5, 0.5, 0.49, 0.5, 0.5, 0.5, 0.5, 0.5),
-    },
-    "updates": {
-        "sum:dpfp1": by_keys(0.097, 0.1, 0.1, 0.11, 0.11, 0.13, 0.15, 0.18, 0.2, 0.23),
-        "delta:dpfp1": by_keys(0.00077, 0.00097, 0.0049, 0.0063, 8.6e-05, 0.014, 0.047, 0.1, 0.13, 0.17),
-        "fwm:tanh": by_keys(1.5, 4.8, 9, 30, 42, 56, 60, 75, 85, 96),
-        "fwm:dpfp1": by_keys(0.04, 0.49, 0.5, 0.5, 0.53, 0.56, 0.74, 2, 2.5, 1.1),
-        "delta:elu": by_keys(0.0008, 0.00068, 0.00051, 0.094, 0.15, 0.21, 0.26, 0.28, 0.31, 0.34),
-        "delta:favor64": by_keys(0.1, 0.18, 0.4, 0.49, 0.5, 0.5),
-    },
-}
-# In the order of their lines.
+# Models in the order of their lines in a figure.
 KNOWN = {
     "capacity": ["softmax", "elu", "dpfp1", "dpfp2", "dpfp3", "favor64", "favor128", "favor512"],
     "updates": [
@@ -81,18 +56,18 @@ def title(model: str) -> str:
 
 
 def rank(figure: str, model: str) -> int:
-    """A number of its own for each model."""
+    """Returns a number for each model, which its line keeps in every figure."""
     known = KNOWN[figure]
     return known.index(model) if model in known else len(known) + sum(map(ord, model))
 
 
 def look_of(figure: str, model: str) -> Look:
-    """A model's own, whatever else is drawn."""
+    """Returns the look of a model's line, which does not depend on the other lines."""
     return look(rank(figure, model))
 
 
 def point_of_log(path: Path) -> tuple[str, str] | None:
-    """The figure and the model, of a log of recipes/synthetic/point.sh by its name."""
+    """Returns the figure and the model of a log of recipes/synthetic/point.sh, by the file's name."""
     found = re.fullmatch(r"setting([12])-\d+-([a-z_]+)-([a-z]+)_(?:--(?:dpfp-nu|favor-features)_(\d+))?", path.stem)
     if not found:
         return None
@@ -101,8 +76,8 @@ def point_of_log(path: Path) -> tuple[str, str] | None:
 
 
 def draw(args):
-    """What was measured as lines with full markers, what was published as the same markers, hollow and alone."""
-    published = PUBLISHED[args.command] if args.published else {}
+    """Draws measured losses as lines with full markers, and published losses as hollow markers."""
+    published = read_losses(args.command) if args.published else {}
     lines = read_results(args.results)
     figure, [axes] = canvas(2.4)
     order = sorted(lines, key=lambda model: rank(args.command, model))
@@ -123,9 +98,9 @@ def draw(args):
 
 
 def table(args) -> str:
-    """Markdown: a column for each number of keys, what was published in a row of its own."""
+    """Returns Markdown with a column for each number of keys; published losses have rows of their own."""
     lines = read_results(args.results)
-    published = PUBLISHED[args.command] if args.published else {}
+    published = read_losses(args.command) if args.published else {}
     order = sorted(lines, key=lambda model: rank(args.command, model))
     sizes = sorted({keys for model in order for keys in (*lines[model], *published.get(model, ()))})
     found = ["| best evaluation loss | " + " | ".join(map(str, sizes)) + " |", "|---|" + "---:|" * len(sizes)]

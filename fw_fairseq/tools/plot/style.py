@@ -1,15 +1,16 @@
-"""How every figure looks: one column wide, text as text, each line told by its marker and dashes where colours are gone."""
+"""The look of every figure: one column wide, text as text, and a marker and dashes for each line, so that grey prints are
+readable."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterable
 from math import ceil, inf
 from pathlib import Path
 from typing import NamedTuple
 
 from ... import Mistake
+from ...files import write_atomically
 
 COLUMN = 3.3  # inches, a column of a two-column page
 SMALL, TEXT = 6.5, 7.5  # points
@@ -33,12 +34,12 @@ class Look(NamedTuple):
 
 
 def look(index: int) -> Look:
-    """No two alike below 84, and no two of the first seven of one colour."""
+    """Returns a line's look: the first 84 differ, and the first seven differ in colour."""
     return Look(COLOURS[index % len(COLOURS)], DASHES[index % len(DASHES)], MARKERS[index % len(MARKERS)])
 
 
 def canvas(height: float = 2.3, panels: int = 1, **layout):
-    """A figure of one column and its axes, one above the other; ``layout``: fixed margins as in subplots_adjust, or none."""
+    """Returns a figure of one column and its axes, one above the other. ``layout``: fixed margins, as in subplots_adjust."""
     if importlib.util.find_spec("matplotlib") is None:
         raise Mistake("figures need matplotlib; install fw_fairseq with the extra [plots]")
     import matplotlib
@@ -81,7 +82,7 @@ def log_values(axes, name: str = "y") -> None:
 
 
 def legend(figure, axes) -> None:
-    """Below the axes, where it covers nothing, in as many columns as fit; the figure grows with its lines."""
+    """Draws the legend below the axes in as many columns as fit; the figure grows with the legend's lines."""
     handles, labels = axes.get_legend_handles_labels()
     for columns in range(min(3, len(labels)), 0, -1):
         drawn = figure.legend(
@@ -95,7 +96,7 @@ def legend(figure, axes) -> None:
 
 
 def label_ends(axes, ends: list[tuple[str, tuple[float, float], str]]) -> None:
-    """Names right of the axes, (label, last point, colour), in the order of their heights and none over another."""
+    """Writes names right of the axes, (label, last point, colour), in the order of their heights and without overlap."""
     height = 72 * axes.get_window_extent().height / axes.figure.dpi
     to_axes = axes.transData + axes.transAxes.inverted()
     wanted = [to_axes.transform(point)[1] for _, point, _ in ends]
@@ -108,7 +109,7 @@ def label_ends(axes, ends: list[tuple[str, tuple[float, float], str]]) -> None:
 
 
 def spread_out(wanted: list[float], gap: float, low: float = -inf, high: float = inf) -> list[float]:
-    """The same order, at least ``gap`` apart, neighbours that touch around their mean, all within the bounds if they fit."""
+    """Returns places in the same order, at least ``gap`` apart, and within the bounds if they fit."""
     groups: list[list[int]] = []
 
     def places(group):
@@ -125,12 +126,11 @@ def spread_out(wanted: list[float], gap: float, low: float = -inf, high: float =
 
 
 def save(figure, paths: list[Path]) -> None:
-    """Each file appears whole or not at all, the same for the same figures."""
+    """Writes the figure to each path; equal figures make equal files."""
     from matplotlib import pyplot
 
     for path in paths:
-        part = path.with_name(f".{path.stem}.part{path.suffix}")
-        figure.savefig(part, dpi=300, metadata=UNDATED.get(path.suffix))
-        os.replace(part, path)
+        options = {"dpi": 300, "format": path.suffix[1:] or "png", "metadata": UNDATED.get(path.suffix)}
+        write_atomically(path, lambda part: figure.savefig(part, **options))  # noqa: B023
         print(path)
     pyplot.close(figure)

@@ -1,0 +1,167 @@
+"""fw-plot tables: finished runs of the recipes in the publications' tables, measured beside published."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from ... import Mistake
+from ...files import write_atomically
+from .published import Row, read_rows
+
+
+class Table(NamedTuple):
+    """A table of a publication; its numbers are in data/NAME.csv."""
+
+    name: str
+    title: str
+    labels: tuple[str, ...]
+    columns: dict[str, str]  # what is measured, with the file it is read from: of fairseq-eval-lm, or a log of fairseq-train
+    log: str  # of fairseq-train
+
+    @property
+    def rows(self) -> list[Row]:
+        return read_rows(self.name, len(self.labels))
+
+
+WIKITEXT103_LOG, CONVERTED_LOG = "runs/{}/train.log", "{}/train.log"
+EVALUATED = {"valid": "runs/{}/eval-valid.log", "test": "runs/{}/eval-test.log"}
+EVALUATED_BY_MEMORY = {name: file.replace(".log", "{memory}.log") for name, file in EVALUATED.items()}
+BEST, CONTEXTS = {"best valid": CONVERTED_LOG}, {"0": "eval/{}-0.log", "480": "eval/{}-480.log"}
+TABLES = {
+    table.name: table
+    for table in (
+        Table(
+            "schlag2",
+            "Schlag et al. 2021, table 2: update rules on WikiText-103",
+            ("size", "model", "rule"),
+            EVALUATED,
+            WIKITEXT103_LOG,
+        ),
+        Table(
+            "schlag3",
+            "Schlag et al. 2021, table 3: positions and attention normalisation, delta rule, medium",
+            ("positions", "attention norm"),
+            EVALUATED,
+            WIKITEXT103_LOG,
+        ),
+        Table(
+            "schlag4",
+            "Schlag et al. 2021, table 4: WikiText-103 without truncating context, medium",
+            ("model", "published state size (millions)"),
+            EVALUATED_BY_MEMORY,
+            WIKITEXT103_LOG,
+        ),
+        Table(
+            "schlag5",
+            "Schlag et al. 2021, table 5: WikiText-103 below capacity, small",
+            ("model", "rule"),
+            EVALUATED,
+            WIKITEXT103_LOG,
+        ),
+        Table(
+            "mao1",
+            "Mao 2022, table 1: GPT-2 converted, m = 4; norm: without attention norm; phi: without feature map, too",
+            ("rule", "configuration"),
+            BEST,
+            CONVERTED_LOG,
+        ),
+        Table(
+            "mao2",
+            "Mao 2022, table 2: GPT-2 converted, larger m, no feature map and no norm",
+            ("rule", "m"),
+            BEST,
+            CONVERTED_LOG,
+        ),
+        Table(
+            "mao3",
+            "Mao 2022, table 3: the model of Baevski and Auli 2019 on WikiText-103, test, context 0 and 480",
+            ("model", "memory"),
+            CONTEXTS,
+            CONVERTED_LOG,
+        ),
+    )
+}
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("table", choices=TABLES)
+    parser.add_argument("folder", type=Path, help="OUT of recipes/wikitext103 (schlag), gpt2 (mao1, mao2) or baevski_auli (mao3)")
+    parser.add_argument("--out", type=Path, nargs="+", default=[], help="files to write, .md or .csv; prints Markdown if left out")
+
+
+def main(args) -> None:
+    """Prints the table, or writes it to the files of --out."""
+    table = TABLES[args.table]
+    lines = collect(table, args.folder)
+    if not args.out:
+        print(markdown(table.title, lines), end="")
+    for path in args.out:
+        if path.suffix not in (".md", ".csv"):
+            raise Mistake(f"--out is {path}; it must end in .md or .csv")
+    for path in args.out:
+        text = markdown(table.title, lines) if path.suffix == ".md" else comma_separated(lines)
+        write_atomically(path, lambda part: part.write_text(text))  # noqa: B023
+        print(path)
+
+
+def collect(table: Table, folder: Path) -> list[list[str]]:
+    """Returns the head and a line for each row; cells that were not measured are empty."""
+    head = [*table.labels, *(f"{name}, {kind}" for name in table.columns for kind in ("published", "measured"))]
+    lines, sought = [[*head, "updates", "state size (millions)"]], []
+    for row in table.rows:
+        run, _, memory = row.run.partition(":")
+        files = [folder / name.format(run, memory=memory and f"-memory{memory}") for name in table.columns.values()]
+        measured = [perplexity(file) for file in files]
+        log = folder / table.log.format(run)
+        updates, state = read_training(log) if any(measured) else ("", "")
+        if memory and any(measured):
+            _, state = read_training(files[-1])
+        cells = [cell for pair in zip(row.published, measured) for cell in pair]
+        lines.append([*row.labels, *cells, updates, state])
+        sought += files
+    if not any(cell for line in lines[1:] for cell in line[len(table.labels) + 1 : -2 : 2]):
+        raise Mistake(f"{folder} has no finished run of this table; none of its files is there, such as {sought[-1]}")
+    return lines
+
+
+def perplexity(file: Path) -> str:
+    """Returns the last perplexity that fairseq-eval-lm printed, or the best of validation in a log of fairseq-train in JSON."""
+    text = file.read_text() if file.exists() else ""
+    if found := re.findall(r"Perplexity: ([\d.]+|inf|nan)", text):
+        return found[-1]
+    valid = [float(entry["valid_ppl"]) for entry in entries(text) if entry.get("valid_ppl")]
+    return f"{min(valid):.2f}" if valid else ""
+
+
+def read_training(file: Path) -> tuple[str, str]:
+    """Returns the number of updates and the state size in millions."""
+    text = file.read_text() if file.exists() else ""
+    updates = [int(entry[name]) for entry in entries(text) for name in ("num_updates", "train_num_updates") if name in entry]
+    state = re.findall(r"state size: ([\d.e+-]+) million", text)
+    return str(max(updates)) if updates else "", state[-1] if state else ""
+
+
+def entries(text: str) -> list[dict]:
+    found = []
+    for line in text.splitlines():
+        try:
+            found.append(json.loads(line[line.index("{") :]))
+        except ValueError:  # no brace, or no JSON
+            continue
+    return [entry for entry in found if isinstance(entry, dict)]
+
+
+def markdown(title: str, lines: list[list[str]]) -> str:
+    rows = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([title, "", rows[0], "|" + "---|" * len(lines[0]), *rows[1:]]) + "\n"
+
+
+def comma_separated(lines: list[list[str]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(lines)
+    return text.getvalue()

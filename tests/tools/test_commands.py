@@ -1,0 +1,81 @@
+"""The form that the five commands share: help with an example, a version, and sentences for mistakes."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+
+from fw_fairseq.tools import export_hf
+from fw_fairseq.tools.bench import __main__ as bench
+from fw_fairseq.tools.convert import __main__ as convert
+from fw_fairseq.tools.explain import __main__ as explain
+from fw_fairseq.tools.plot import __main__ as plot
+
+COMMANDS = {"fw-bench": bench, "fw-convert": convert, "fw-explain": explain, "fw-export-hf": export_hf, "fw-plot": plot}
+MISTAKES = {
+    "fw-bench": "model --resume --json broken.json --tokens 4 --contexts 4",
+    "fw-convert": "none.pt out.pt --rule sum",
+    "fw-explain": "none.pt w1 --html out.html",
+    "fw-export-hf": "none.pt out",
+    "fw-plot": "capacity none.txt --out out.svg",
+}
+
+
+def exit_of(command, arguments: str) -> object:
+    with pytest.raises(SystemExit) as exit_:
+        command.main(arguments.split())
+    return exit_.value.code
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_and_version(name, capsys):
+    command = COMMANDS[name]
+    assert exit_of(command, "--help") == 0
+    assert capsys.readouterr().out.rstrip().endswith(f"example:\n  {command.EXAMPLE}")
+    assert exit_of(command, "--version") == 0
+    assert capsys.readouterr().out == f"{name} {metadata.version('fw_fairseq')}\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_example_is_one_that_the_command_takes(name):
+    command = COMMANDS[name]
+    first, *arguments = command.EXAMPLE.replace('"', "").replace("the game was released in japan", "text").split()
+    assert first == name
+    getattr(command, "parser", getattr(command, "build_parser", None))().parse_args(arguments)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_wrong_option_is_a_matter_of_usage(name, capsys):
+    assert exit_of(COMMANDS[name], "--no-such-option") == 2
+    assert f"{name}: error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_mistake_is_a_sentence(name, tmp_path, monkeypatch):
+    """``sys.exit`` prints it and ends with exit code 1."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.json").write_text("{")
+    said = exit_of(COMMANDS[name], MISTAKES[name])
+    assert said.startswith(f"{name}: ") and "error:" not in said and "\n" not in said
+    assert [path.name for path in tmp_path.iterdir()] == ["broken.json"]
+    monkeypatch.setenv("FW_TRACEBACK", "1")
+    with pytest.raises((OSError, ValueError)) as error:
+        COMMANDS[name].main(MISTAKES[name].split())
+    assert said == f"{name}: {error.value}"
+
+
+@pytest.mark.parametrize(
+    "outputs, said",
+    [
+        ("--html a.pt", "--html is a.pt, which is CHECKPOINT too; name another file"),
+        ("--html text.txt", "--html is text.txt, which is TEXT too; name another file"),
+        ("--html ./x --png x", "--png is x, which is --html too; name another file"),
+    ],
+)
+def test_fw_explain_writes_over_nothing_that_it_reads(outputs, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.pt", "text.txt"):
+        (tmp_path / name).write_text("kept")
+    assert exit_of(explain, f"a.pt text.txt {outputs}") == f"fw-explain: {said}"
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a.pt": "kept", "text.txt": "kept"}
