@@ -16,7 +16,7 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .mixers import MIXERS
-from .ops.state import state as tensor_state
+from .ops.state import tensor_state
 
 ACTIVATIONS = {
     "relu": F.relu,
