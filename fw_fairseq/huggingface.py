@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from . import Mistake
 from .mixers import MIXERS
-from .ops.state import state as tensor_state
+from .ops.state import tensor_state
 
 ACTIVATIONS = {
     "relu": F.relu,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..feature_maps import wide
-from ..ops.state import state as tensor_state
+from ..ops.state import tensor_state
 from ..ops.vectors.pooling import PoolState, last_weights, pool
 from .base import Mixer, rows
 from .pooled import layer_window

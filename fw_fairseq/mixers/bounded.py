@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ..feature_maps import wide
 from ..ops import FastWeightState, fast_weight
-from ..ops.state import state as tensor_state
+from ..ops.checks import check_tokens
+from ..ops.state import tensor_state
 from .base import Mixer, rows
 
 LIMIT = 20.0  # of the exponents: a slot's weights differ by a factor of up to exp(40), and their sums stay within fp32
@@ -89,8 +90,7 @@ class Linformer(Bounded):
         self.position_weight = nn.Parameter(torch.randn(config.slot_positions, num_heads, self.slots) / math.sqrt(self.slots))
 
     def forward(self, x: Tensor, state: BoundedState | None = None, padding_mask=None, reset_mask=None, **unused):
-        if len(x) == 0:
-            raise ValueError(f"x is {tuple(x.shape)}; T must be at least 1")
+        check_tokens("x", x, len(x))
         start = x.new_zeros(x.shape[1], dtype=torch.long) if state is None else state.position
         places, end = positions(start, x.shape[0], padding_mask, reset_mask)
         weights = wide(self.position_weight)[places.clamp(max=len(self.position_weight) - 1)].transpose(1, 2)  # (B,H,T,N)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..ops.state import state as tensor_state
+from ..ops.checks import check_tokens
+from ..ops.state import tensor_state
 
 BLOCK = 128  # at least so many queries at once, or as many as they see tokens before them
 
@@ -64,8 +65,7 @@ class View(NamedTuple):
 def look_back(x: Tensor, state: WindowState | None, size: int, padding_mask, reset_mask) -> tuple[View, WindowState]:
     """x (B,T,X); each token sees itself and the ``size`` before it, of its own text."""
     batch, total = x.shape[:2]
-    if total == 0:
-        raise ValueError(f"x is {tuple(x.shape)}; T must be at least 1")
+    check_tokens("x", x, total)
     real = torch.ones(batch, total, dtype=torch.bool, device=x.device) if padding_mask is None else ~padding_mask
     texts = torch.zeros_like(real, dtype=torch.long) if reset_mask is None else reset_mask.long().cumsum(1)
     if state is not None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..feature_maps import wide
 from ..ops.onednn import Linear
 from ..ops.recall import until_end
-from ..ops.state import state as tensor_state
+from ..ops.state import tensor_state
 from ..ops.vectors.sru import sru
 from .base import Mixer, rows
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.onednn import Linear
-from ..ops.state import state as tensor_state
+from ..ops.state import tensor_state
 from ..ops.vectors.pooling import last_weights
 from .base import Mixer, join_heads, rows, split_heads
 from .look_back import View, WindowState, attend, look_back

@@ -7,16 +7,20 @@ import torch
 from torch import Tensor, distributed
 
 from ..feature_maps import NORMS
-from ..row_map import MAPS, RowMap
+from ..row_map import AS_IS, MAPS, RowMap
 from ..rules import RULES, Rule
+from .inputs import Inputs
+from .normalisation import EPS, SCALED_EPS
 from .state import FastWeightState
 
 BACKENDS = ("auto", "recurrent", "chunkwise", "cuda")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def check_call(rule, q, k, v, backend, attention_norm, eps, key_log_scale, padding_mask, reset_mask, feature_map) -> Rule:
-    """All arguments of ``fast_weight`` but those whose shapes depend on the features: ``check_gates``, ``check_state``."""
+def check_arguments(
+    q, k, v, rule, gates, state, backend, attention_norm, eps, padding_mask, key_log_scale, reset_mask, feature_map, decoding, group
+) -> Inputs:
+    """The arguments of ``fast_weight`` as ``Inputs``, or one sentence about the first that does not fit."""
     check_choice("rule", rule, RULES)
     spec = RULES[rule]
     check_tensors(q, k, v)
@@ -28,17 +32,27 @@ def check_call(rule, q, k, v, backend, attention_norm, eps, key_log_scale, paddi
         raise ValueError(f"attention_norm is a {type(attention_norm).__name__}; it must be True or False")
     if feature_map is not None:
         check_feature_map(feature_map, q)
+    if eps is None:
+        eps = EPS if key_log_scale is None else SCALED_EPS
     if attention_norm:
         check_attention_norm(rule, spec, eps)
     if key_log_scale is not None:
         check_key_log_scale(key_log_scale, rule, spec, attention_norm, q)
-    for name, mask, meaning in (
-        ("padding_mask", padding_mask, "at padding"),
-        ("reset_mask", reset_mask, "where a new text begins"),
-    ):
-        if mask is not None:
-            check_mask(name, mask, q, meaning)
-    return spec
+    if padding_mask is not None:
+        check_mask("padding_mask", padding_mask, q, "at padding")
+    if reset_mask is not None:
+        check_mask("reset_mask", reset_mask, q, "where a new text begins")
+    if group is not None:
+        check_group(group, rule, spec)
+    row_map, gates = AS_IS if feature_map is None else feature_map, {} if gates is None else gates
+    inputs = Inputs(
+        q, k, v, spec, gates, state, backend, attention_norm, eps, padding_mask, key_log_scale, reset_mask, row_map, decoding, group
+    )
+    sizes = inputs.sizes
+    check_gates(rule, spec, gates, q, sizes)
+    if state is not None:
+        check_state(state, q, sizes, inputs.dtype, attention_norm, key_log_scale is not None)
+    return inputs
 
 
 def missing_form(rule: Rule, backend: str) -> str | None:
@@ -69,8 +83,15 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"k has shape {tuple(k.shape)} but q {tuple(q.shape)}; both must be (B,H,T,K)")
     if v.shape[:3] != q.shape[:3]:
         raise ValueError(f"v has shape {tuple(v.shape)} but q {tuple(q.shape)}; B, H and T must agree")
-    if 0 in q.shape[2:] or v.shape[3] == 0:
-        raise ValueError(f"q has shape {tuple(q.shape)} and v {tuple(v.shape)}; T, K and V must be at least 1")
+    check_tokens("q", q, q.shape[2])
+    if q.shape[3] == 0 or v.shape[3] == 0:
+        raise ValueError(f"q has shape {tuple(q.shape)} and v {tuple(v.shape)}; K and V must be at least 1")
+
+
+def check_tokens(name: str, x: Tensor, tokens: int) -> None:
+    """The contract of every operation and mixer over time: there is at least one token. A batch may be empty."""
+    if tokens == 0:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; T must be at least 1")
 
 
 def check_feature_map(feature_map, q: Tensor) -> None:
@@ -85,24 +106,20 @@ def check_feature_map(feature_map, q: Tensor) -> None:
         raise ValueError(f"feature_map has nu {nu}; it must be from 1 to 2 * D - 1 = {2 * q.shape[3] - 1}")
 
 
-def check_gates(rule_name: str, rule: Rule, gates, q: Tensor, sizes: tuple[int, ...]) -> dict[str, Tensor]:
-    """sizes: (B, H, T, K, V)."""
-    gates = {} if gates is None else gates
+def check_gates(rule_name: str, rule: Rule, gates, q: Tensor, sizes: tuple[int, ...]) -> None:
+    """For sizes (B, H, T, K, V)."""
     if not isinstance(gates, dict):
         raise ValueError(f"gates is a {type(gates).__name__}; it must be a dict of tensors by the names of the rule's gates")
     if set(gates) != set(rule.gates):
         wanted = ", ".join(rule.gates) or "none"
         raise ValueError(f"gates has {', '.join(map(str, gates)) or 'none'}; rule {rule_name!r} takes exactly: {wanted}")
-    widths = {None: (), "K": sizes[3:4], "V": sizes[4:]}
     for name, gate in gates.items():
-        axis = rule.gates[name].axis
-        shape = (*sizes[:3], *widths[axis])
+        shape, axis = rule.gates[name].shape(sizes), rule.gates[name].axis
         if not isinstance(gate, Tensor) or gate.shape != shape:
             is_ = f"has shape {tuple(gate.shape)}" if isinstance(gate, Tensor) else f"is a {type(gate).__name__}"
             raise ValueError(f"gates[{name!r}] {is_}; it must be a tensor of shape (B,H,T{',' + axis if axis else ''}) = {shape}")
         if gate.device != q.device or gate.dtype not in (q.dtype, torch.float32):
             raise ValueError(f"gates[{name!r}] is {gate.dtype} on {gate.device}; allowed: {q.dtype} or float32, on {q.device}")
-    return gates
 
 
 def check_state(state, q: Tensor, sizes: tuple[int, ...], dtype: torch.dtype, normaliser: bool, log_scale: bool) -> None:

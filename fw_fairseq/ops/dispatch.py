@@ -1,52 +1,111 @@
-"""The form that runs the recurrence: kernels, chunks, steps or factors."""
+"""The form that runs the recurrence: kernels, chunks, steps or factors.
+
+A form is called as ``form(q, k, v, coefficients, memory)`` with q, k (B,H,T,K), v (B,H,T,V), memory (B,H,K,V) and returns
+y (B,H,T,V) in v's dtype and the memory after the last token. Kernels take a ``RowMap`` as one more argument.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..row_map import AS_IS, RowMap
-from ..rules import Coefficients
+from ..row_map import AS_IS
 from .chunkwise.scan import chunk_form
 from .factored import Factors, factored_form
+from .inputs import Inputs
 from .kernels import launch as cuda_launch
 from .kernels import recurrence as kernels
 from .kernels.step import step_cuda_form
 from .kernels.step import why_not as why_no_step_kernel
+from .parallel.workers import run_across
 from .recurrent import step_form
 
 
-def run_form(backend: str, row_map: RowMap, q, k, v, coefficients: Coefficients, memory):
-    """As ``chunk_form``. "auto": kernels where they run; else steps for one token and for what has no chunk form, else chunks."""
-    if isinstance(memory, Factors):
-        return factored_form(row_map(q), row_map(k), v, coefficients, memory)
-    if backend in ("recurrent", "chunkwise"):
-        return {"recurrent": step_form, "chunkwise": chunk_form}[backend](q, k, v, coefficients, memory)
-    if backend == "cuda" or has_kernels(q):
-        q, k = q.to(v.dtype), k.to(v.dtype)  # normalisation makes v fp32
-        leaves = (q, k, v, *coefficients, memory)
-        learning = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
-        form, reason = choose_kernel(q, k, v, coefficients, learning, row_map)
-        if reason is not None and row_map != AS_IS:
-            q, k, row_map = row_map(q), row_map(k), AS_IS
-            form, reason = choose_kernel(q, k, v, coefficients, learning, row_map)
-        if reason is None:
-            return form(q, k, v, coefficients, memory, row_map)
-        if backend == "cuda":
-            raise ValueError(reason)
-        cuda_launch.log_once(reason)
-    stepwise = q.shape[2] == 1 or (coefficients.z is not None and coefficients.e is not None)
-    return (step_form if stepwise else chunk_form)(q, k, v, coefficients, memory)
+class Plan(NamedTuple):
+    """The form for one call."""
+
+    form: Callable[..., tuple[Tensor, Tensor]]
+    is_kernel: bool = False
+    reason: str | None = None  # why no kernel runs, where one was to
 
 
-def has_kernels(q: Tensor) -> bool:
-    """On its device, that is; whether one fits is for ``choose_kernel`` to say."""
-    return q.device.type == cuda_launch.current().device_type
+def run(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """y (B,H,T,V) in v's dtype, and the memory after the last token; of all workers' tokens where there is a group."""
+    if inputs.group is not None:
+        return run_on_workers(inputs)
+    q, k, v, coefficients, memory = inputs.q, inputs.k, inputs.v, inputs.coefficients, inputs.state.memory
+    plan = choose(inputs)
+    if plan.is_kernel:
+        return plan.form(q.to(v.dtype), k.to(v.dtype), v, coefficients, memory, inputs.row_map)
+    if inputs.row_map != AS_IS:  # a kernel that does not make these features may take them
+        return run(inputs.mapped())
+    if plan.reason is not None:
+        if inputs.backend == "cuda":
+            raise ValueError(plan.reason)
+        cuda_launch.log_once(plan.reason)
+    return plan.form(q, k, v, coefficients, memory)
 
 
-def choose_kernel(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, learning: bool, row_map: RowMap):
-    """(form, None), or (None, a sentence that says why there is no kernel for these inputs)."""
-    if q.shape[2] == 1 and not learning and why_no_step_kernel(q, v, row_map) is None:
-        return step_cuda_form, None
+def choose(inputs: Inputs) -> Plan:
+    """The form that ``backend`` asks for. With "auto" kernels run where they can; else one token and coefficients without a chunk
+    form run as steps, everything else as chunks. A memory kept as factors decides for itself."""
+    if isinstance(inputs.state.memory, Factors):
+        return Plan(factored_form)
+    if inputs.backend == "recurrent":
+        return Plan(step_form)
+    if inputs.backend == "chunkwise":
+        return Plan(chunk_form)
+    reason = None
+    if inputs.backend == "cuda" or has_kernels(inputs.q):
+        plan = choose_kernel(inputs)
+        if plan.reason is None:
+            return plan
+        reason = plan.reason
+    stepwise = inputs.q.shape[2] == 1 or (inputs.coefficients.z is not None and inputs.coefficients.e is not None)
+    return Plan(step_form if stepwise else chunk_form, reason=reason)
+
+
+def choose_kernel(inputs: Inputs) -> Plan:
+    """The kernel for these inputs, or the sentence that says why there is none."""
+    v, coefficients, row_map = inputs.v, inputs.coefficients, inputs.row_map
+    q, k = inputs.q.to(v.dtype), inputs.k.to(v.dtype)  # attention normalisation makes v fp32
+    if q.shape[2] == 1 and why_no_step_kernel(q, v, row_map) is None and not learns(inputs):
+        return Plan(step_cuda_form, is_kernel=True)
     reason = kernels.why_not(q, k, v, coefficients, row_map)
-    return (kernels.cuda_form, None) if reason is None else (None, reason)
+    return Plan(kernels.cuda_form, is_kernel=reason is None, reason=reason)
+
+
+def learns(inputs: Inputs) -> bool:
+    """Whether a gradient may be asked for."""
+    tensors = (inputs.q, inputs.k, inputs.v, *inputs.coefficients, inputs.state.memory)
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def run_on_workers(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Each worker runs its own part, with more columns and from other memories than these inputs have."""
+
+    def form(q, k, v, coefficients, memory):
+        state = inputs.state._replace(memory=memory)
+        return run(inputs._replace(q=q, k=k, v=v, coefficients=coefficients, state=state, group=None))
+
+    return run_across(inputs.group, form, inputs.q, inputs.k, inputs.v, inputs.coefficients, inputs.state.memory)
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether kernels run on the device of x; ``choose_kernel`` says whether one fits."""
+    return x.device.type == cuda_launch.current().device_type
+
+
+def maps_inside(inputs: Inputs) -> bool:
+    """Whether ``run`` may be given rows before their feature map, because only kernels will see them."""
+    sums_keys = inputs.attention_norm and inputs.rule.normaliser == "keys"
+    return (
+        inputs.backend in ("auto", "cuda")
+        and inputs.group is None
+        and inputs.rule.step is None
+        and not sums_keys
+        and has_kernels(inputs.q)
+    )

@@ -6,28 +6,83 @@ recurrence, whatever runs it. A rule whose normaliser sums its keys ("keys") get
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..rules import Coefficients
-from .chunkwise.frames import SMALLEST_GATE
+from .dispatch import has_kernels
+from .inputs import Inputs
+from .parallel.parts import chain
+from .parallel.workers import by_worker
+from .recurrent import step_form
 from .state import FastWeightState
 
 EPS = 1e-6
 SCALED_EPS = 1e-30  # for features at most 1, whose products can be that small; fp32 holds its inverse times any value
+SMALLEST_FACTOR = 1e-9  # of what a token leaves of the scale before it; a smaller one but 0 counts as this, a log of -20.7
 
 
-def append_column(v: Tensor, state: FastWeightState) -> tuple[Tensor, Tensor]:
-    """v and memory with the normaliser as their last column; v in the memory's dtype, so that the column is read back in it."""
-    v = v.to(state.memory.dtype)
-    memory = torch.cat([state.memory, state.normaliser.unsqueeze(-1)], dim=-1)
-    return torch.cat([v, torch.ones_like(v[..., :1])], dim=-1), memory
+class Sums(NamedTuple):
+    """n_t of one call, from ``start`` to ``finish``."""
+
+    read: Tensor | None = None  # (B,H,T,1): n_t . q_t; None where n is the last column of the memory
+    normaliser: Tensor | None = None  # (B,H,K): n after the last token; None likewise
+    log_scale: Tensor | None = None  # (B,H): of the state after the last token
 
 
-def split_column(y: Tensor, memory: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalised y, memory and normaliser from those with the column."""
-    return divide(y[..., :-1], y[..., -1:], eps), memory[..., :-1], memory[..., -1]
+def start(inputs: Inputs) -> tuple[Inputs, Sums]:
+    """The inputs that the recurrence runs on, and what is already known of n."""
+    return start_with_keys(inputs) if inputs.rule.normaliser == "keys" else start_with_writes(inputs)
+
+
+def finish(y: Tensor, memory: Tensor, sums: Sums, inputs: Inputs) -> tuple[Tensor, FastWeightState]:
+    """The normalised y in v's dtype and the state, from what the recurrence gives for the inputs of ``start``."""
+    (read, normaliser, log_scale) = sums
+    if read is None:
+        y, read = y[..., :-1], y[..., -1:]
+        memory, normaliser = memory[..., :-1], memory[..., -1]
+    return divide(y, read, inputs.eps).to(inputs.v.dtype), FastWeightState(memory, normaliser, log_scale)
+
+
+def start_with_keys(inputs: Inputs) -> tuple[Inputs, Sums]:
+    """n_t = n_{t-1} + k_t. An erase, too, is divided: by n_{t-1} . k_t."""
+    q, k, state, resets = inputs.q, inputs.k, inputs.state, inputs.reset_mask
+    if inputs.group is None:
+        read, recalled, normaliser = sum_keys(q, k, state.normaliser, resets)
+    else:
+        read, recalled, normaliser = sum_keys_across(inputs.group, q, k, state.normaliser, resets)
+    coefficients = normalise_erase(inputs.coefficients, recalled, inputs.eps)
+    inputs = inputs._replace(v=inputs.v.to(state.memory.dtype), coefficients=coefficients)
+    return inputs, Sums(read.unsqueeze(-1), normaliser)
+
+
+def start_with_writes(inputs: Inputs) -> tuple[Inputs, Sums]:
+    """n_t = f_t n_{t-1} + w_t k_t: the memory of a value that is always 1."""
+    state, coefficients, log_scale = inputs.state, inputs.coefficients, inputs.state.log_scale
+    if inputs.key_log_scale is not None:
+        coefficients, log_scale = scale_writes(inputs)
+    v = inputs.v.to(state.memory.dtype)  # so that n is read in it
+    one = torch.ones_like(v[..., :1])
+    if v.shape[2] == 1 and inputs.group is None and not has_kernels(v):  # a column would copy the memory for one token
+        read, n = step_form(inputs.q, inputs.k, one, coefficients, state.normaliser.unsqueeze(-1))
+        return inputs._replace(v=v, coefficients=coefficients), Sums(read, n.squeeze(-1), log_scale)
+    state = state._replace(memory=torch.cat([state.memory, state.normaliser.unsqueeze(-1)], dim=-1))
+    return inputs._replace(v=torch.cat([v, one], dim=-1), coefficients=coefficients, state=state), Sums(log_scale=log_scale)
+
+
+def scale_writes(inputs: Inputs) -> tuple[Coefficients, Tensor]:
+    """The coefficients with the keys' log scale in them, and the state's log scale after the last token."""
+    log_scale, coefficients = inputs.state.log_scale, inputs.coefficients
+    key_log_scale = inputs.key_log_scale.to(log_scale.dtype)
+    left = log_left(coefficients.f, key_log_scale, inputs.reset_mask)
+    if inputs.group is None:
+        return rescale_writes(coefficients, key_log_scale, log_scale, left)
+    log_scale, last = largest_scales(inputs.group, key_log_scale, log_scale, left)
+    coefficients, _ = rescale_writes(coefficients, key_log_scale, log_scale, left)
+    return coefficients, last
 
 
 def divide(y: Tensor, read: Tensor, eps: float) -> Tensor:
@@ -88,7 +143,7 @@ def log_left(f: Tensor | None, key_log_scale: Tensor, reset_mask: Tensor | None)
         left = torch.zeros_like(key_log_scale, dtype=torch.float64)
     else:
         most = (f if f.dim() == 3 else f.amax(-1)).detach().double()
-        left = most.clamp(min=SMALLEST_GATE).log().masked_fill(most == 0, -torch.inf)
+        left = most.clamp(min=SMALLEST_FACTOR).log().masked_fill(most == 0, -torch.inf)
     return left if reset_mask is None else left.masked_fill(reset_mask[:, None], -torch.inf)
 
 
@@ -99,3 +154,26 @@ def running_scale(key_log_scale: Tensor, left: Tensor, start: Tensor) -> Tensor:
     left = left.masked_fill(left == -torch.inf, known.min() - known.max() - 1)  # enough for no scale to outlive its text
     lost = F.pad(left.cumsum(-1), (1, 0))
     return lost + (scale - lost).cummax(-1).values
+
+
+def sum_keys_across(group, q: Tensor, k: Tensor, normaliser: Tensor, reset_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """``sum_keys`` for the tokens of all workers: the sums at this worker's tokens, and n after the last worker's last token."""
+    if reset_mask is None:
+        own = k.sum(2, dtype=normaliser.dtype)
+    else:
+        *_, own = sum_keys(q, k, torch.zeros_like(normaliser), reset_mask)
+    kept = None if reset_mask is None else (~reset_mask.any(1)).to(own.dtype)[:, None, None].expand(*own.shape[:2], 1)
+    own, kept = by_worker(group, own.unsqueeze(-1), kept)
+    starts, end = chain(own, kept, None, normaliser.unsqueeze(-1))
+    read, recalled, _ = sum_keys(q, k, starts[:, group.rank()].squeeze(-1), reset_mask)
+    return read, recalled, end.squeeze(-1)
+
+
+def largest_scales(group, key_log_scale: Tensor, log_scale: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+    """The value from which ``running_scale`` starts on this worker, (B,H), and its end on the last worker."""
+    own = running_scale(key_log_scale, left, torch.full_like(log_scale, -torch.inf))[..., -1]
+    owns, lefts = by_worker(group, own, left.sum(-1))
+    scales = [log_scale.double()]
+    for worker in range(group.size()):
+        scales.append(torch.maximum(scales[-1] + lefts[:, worker], owns[:, worker]))
+    return scales[group.rank()].to(log_scale.dtype), scales[-1].to(log_scale.dtype)

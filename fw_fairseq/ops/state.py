@@ -1,16 +1,17 @@
-"""What a layer remembers between calls."""
+"""The state that a layer carries between calls."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from .factored import Factors
+from .factored import Factors, no_factors
 
 
 def index_select(self, order: Tensor):
-    """The state of the sequences ``order`` (long, along B): beam reordering, batch compaction."""
+    """The state of the sequences ``order`` (long, along B), for beam search and for batches that lose finished sequences."""
     return self._map(lambda x: x.index_select(0, order))
 
 
@@ -26,24 +27,37 @@ def _map(self, change):
     return type(self)(*(None if x is None else change(x) for x in self))
 
 
-def state(kind):
-    """Makes a NamedTuple of tensors, or None, that all begin with B one state: moved, reordered and detached as a whole."""
+def tensor_state(kind):
+    """Decorates a NamedTuple whose fields are None or tensors that begin with B: it is then moved, reordered and detached as a
+    whole."""
     for method in (index_select, detach, to, _map):
         setattr(kind, method.__name__, method)
     return kind
 
 
-@state
+@tensor_state
 class FastWeightState(NamedTuple):
-    """However many tokens were seen, it is never larger than the memory."""
+    """The state of one fast-weight layer. Its size is at most that of the memory, however many tokens were seen."""
 
     memory: Tensor | Factors  # (B,H,K,V), fp32 (float64 for float64 inputs); Factors where decoding asked for them
     normaliser: Tensor | None = None  # (B,H,K): n_t of attention normalisation
     log_scale: Tensor | None = None  # (B,H): memory and normaliser are kept divided by exp(log_scale)
 
 
+def empty_state(
+    sizes, device, dtype: torch.dtype, attention_norm: bool, log_scale: bool, factored: bool = False
+) -> FastWeightState:
+    """The state before the first token, for sizes (B, H, T, K, V)."""
+    batch, heads, _, key_width, value_width = sizes
+    zeros = no_factors if factored else torch.zeros
+    memory = zeros(batch, heads, key_width, value_width, device=device, dtype=dtype)
+    normaliser = torch.zeros(batch, heads, key_width, device=device, dtype=dtype) if attention_norm else None
+    scale = torch.full((batch, heads), -torch.inf, device=device, dtype=dtype) if log_scale else None
+    return FastWeightState(memory, normaliser, scale)
+
+
 class SavedState(tuple):
-    """A state from a checkpoint, until its mixer makes its own kind of it."""
+    """A state read from a checkpoint, until its mixer makes its own type of state from it."""
 
     __slots__ = ()
 
@@ -51,5 +65,5 @@ class SavedState(tuple):
         return self
 
     def to(self, device: str) -> SavedState:
-        """It is on the CPU, where it is saved again if nothing was read in between."""
+        """Itself: it stays on the CPU, and is saved from there again if no mixer read it in between."""
         return self

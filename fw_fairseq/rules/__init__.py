@@ -42,6 +42,14 @@ class Gate:
     axis: str | None = None
     bias: float | str | None = None
 
+    def width(self, key_width: int, value_width: int) -> int:
+        """How many numbers it has per token and head, for keys of K features and values of V channels."""
+        return {None: 1, "K": key_width, "V": value_width}[self.axis]
+
+    def shape(self, sizes: tuple[int, int, int, int, int]) -> tuple[int, ...]:
+        """Its shape for sizes (B, H, T, K, V): (B,H,T), (B,H,T,K) or (B,H,T,V)."""
+        return (*sizes[:3], self.width(*sizes[3:])) if self.axis else sizes[:3]
+
 
 OPERANDS = ("q", "k", "v", "memory", "padding_mask", "reset_mask")
 
@@ -81,7 +89,7 @@ class Rule:
         """Whether a write takes away what its key reads, which diverges with keys longer than 1; a ``step`` sees to that itself."""
         if self.coefficients is None:
             return False
-        gates = {name: torch.full((1, 1, 1) if gate.axis is None else (1, 1, 1, 1), 0.5) for name, gate in self.gates.items()}
+        gates = {name: torch.full(gate.shape((1, 1, 1, 1, 1)), 0.5) for name, gate in self.gates.items()}
         return self.coefficients(**gates).e is not None
 
 

@@ -8,7 +8,7 @@ from support.draws import FITTING, assert_same, draw_gates, draw_inputs, run_wit
 
 from fw_fairseq.ops import FastWeightState
 from fw_fairseq.ops.chunkwise.scan import chunk_form
-from fw_fairseq.ops.parallel.segments import choose_segments, run_segments
+from fw_fairseq.ops.parallel.parts import choose_parts, run_parts
 from fw_fairseq.ops.recurrent import step_form
 from fw_fairseq.rules import RULES, Coefficients
 
@@ -43,7 +43,7 @@ def results(leaves, run):
 
 
 def segmented(form, count):
-    return lambda *inputs: run_segments(form, count, *inputs)
+    return lambda *inputs: run_parts(form, count, *inputs)
 
 
 @pytest.mark.parametrize("resets", [0.0, 0.1])
@@ -93,7 +93,7 @@ def test_one_sequence_is_not_copied():
         seen.append(q.data_ptr())
         return chunk_form(q, k, v, coefficients, memory)
 
-    run_segments(form, 4, q, k, v, Coefficients(), torch.zeros(1, 2, 4, 4))
+    run_parts(form, 4, q, k, v, Coefficients(), torch.zeros(1, 2, 4, 4))
     assert seen == [q.data_ptr()]
 
 
@@ -110,4 +110,4 @@ def test_one_sequence_is_not_copied():
     ],
 )
 def test_choice(sequences, tokens, processors, count):
-    assert choose_segments(sequences, tokens, processors) == count
+    assert choose_parts(sequences, tokens, processors) == count

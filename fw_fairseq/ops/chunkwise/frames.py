@@ -43,7 +43,7 @@ class Cut(NamedTuple):
         return Cut(*(x.to(dtype) for x in self[:3]), f, z, e, w)
 
 
-def kept_from_zero(gate: Tensor) -> Tensor:
+def at_least_smallest(gate: Tensor) -> Tensor:
     return gate.clamp(min=SMALLEST_GATE)
 
 
@@ -58,7 +58,7 @@ class Still:
         if f is None:
             return Chunk(q, k, k, v, e, w)
         if not cls.emptying:
-            f = kept_from_zero(f)
+            f = at_least_smallest(f)
             return Chunk(q, k, k, v, e, w, f, Decay.of(f, memory.dtype))
         zero, small = f == 0, f < SMALLEST_GATE
         gate = f.masked_fill(small, 1)
@@ -100,7 +100,7 @@ class Frame:
 
     def __init__(self, f: Tensor | None, z: Tensor | None):
         still = torch.ones_like((f if z is None else z)[:1, :, :1])
-        self.f, self.z = (still if x is None else kept_from_zero(x) for x in (f, z))
+        self.f, self.z = (still if x is None else at_least_smallest(x) for x in (f, z))
         if self.emptying:
             self.no_f, self.no_z = (None if x is None else x[..., :1] == 0 for x in (f, z))
             self.f, self.z = (x if no is None else x.masked_fill(no, 1) for x, no in ((self.f, self.no_f), (self.z, self.no_z)))

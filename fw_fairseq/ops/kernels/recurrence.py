@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ...row_map import AS_IS, RowMap
 from ...rules import Coefficients
-from ..parallel.segments import choose_segments, run_segments
+from ..parallel.parts import choose_parts, run_parts
 from . import decay as cuda_decay
 from . import delta as cuda_delta
 from . import launch as cuda_launch
@@ -50,10 +50,10 @@ def cuda_form(
 
     With a ``row_map`` q and k are (B,H,T,D), and their features only ever exist inside the kernels, unless time is in segments."""
     processors = cuda_launch.current().processors(q.device)
-    count = choose_segments(q.shape[0] * q.shape[1], q.shape[2], processors)
+    count = choose_parts(q.shape[0] * q.shape[1], q.shape[2], processors)
     if count == 1:
         return run_kernels(q, k, v, coefficients, memory, row_map)
-    return run_segments(run_kernels, count, row_map(q), row_map(k), v, coefficients, memory)
+    return run_parts(run_kernels, count, row_map(q), row_map(k), v, coefficients, memory)
 
 
 def run_kernels(q, k, v, coefficients: Coefficients, memory: Tensor, row_map: RowMap = AS_IS) -> tuple[Tensor, Tensor]:

@@ -21,9 +21,10 @@ from torch.nn import functional as F
 
 from ...feature_maps import wide
 from ..autograd import as_written
+from ..checks import check_tokens
 from ..kernels.launch import use_kernels
 from ..kernels.pooling import pool_cuda_form, why_not
-from ..state import state as tensor_state
+from ..state import tensor_state
 
 CHUNK, DENSE = 16, 128  # tokens that one product takes at most: of a long text, of a short one
 LOG2_E = 1 / math.log(2)
@@ -64,8 +65,7 @@ def pool(scores, values, window=0, state=None, padding_mask=None, reset_mask=Non
 def check(scores: Tensor, values: Tensor, window: int, state: PoolState | None) -> None:
     if scores.dim() != 3 or values.shape[:-1] != scores.shape:
         raise ValueError(f"scores are {tuple(scores.shape)} and values {tuple(values.shape)}; they must be (B,H,T) and (B,H,T,V)")
-    if scores.shape[2] == 0:
-        raise ValueError(f"scores are {tuple(scores.shape)}; T must be at least 1")
+    check_tokens("scores", scores, scores.shape[2])
     if window < 0:
         raise ValueError(f"window is {window}; it must be 0, for all of the past, or the number of tokens in it")
     size = window - 1 if window else 1

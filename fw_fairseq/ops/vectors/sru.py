@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ...feature_maps import wide
 from ..autograd import as_written
+from ..checks import check_tokens
 from ..kernels.launch import use_kernels
 from ..kernels.sru import sru_cuda_form, why_not
 
@@ -46,8 +47,7 @@ def sru(
 def check(product, x, v_forget, v_reset, state) -> None:
     if x.dim() != 3 or product.shape != (*x.shape[:2], 3 * x.shape[2]):
         raise ValueError(f"product is {tuple(product.shape)} and x {tuple(x.shape)}; they must be (T,B,3D) and (T,B,D)")
-    if len(x) == 0:
-        raise ValueError(f"x is {tuple(x.shape)}; T must be at least 1")
+    check_tokens("x", x, len(x))
     for name, part in (("v_forget", v_forget), ("v_reset", v_reset)):
         if part.shape != x.shape[2:]:
             raise ValueError(f"{name} is {tuple(part.shape)}; it must be {tuple(x.shape[2:])}")

@@ -1,14 +1,14 @@
-"""Few sequences and many tokens: the time axis in segments that run side by side, as more rows of the batch.
+"""Few sequences and many tokens: a sequence in parts that run side by side, as more rows of the batch.
 
-A segment acts on the memory M that it starts from in one linear way, whatever its values: with P its transfer matrix (K,K), Z the
-product of its value-side decays, and y0, M0 what it gives from an empty memory,
+A part acts on the memory M that it starts from in one linear way, whatever M is. With P its transfer matrix (K,K), Z the product of
+its value-side decays, and y0, M0 its outputs and memory when it starts from an empty one,
 
     y_t = y0_t + Z_t * (M^T r_t),      the memory after it = P M diag(Z) + M0,
 
-where r_t = P_t^T q_t is the query as it looks from the segment's start. Without erase P is diagonal, the product of the key-side
+where r_t = P_t^T q_t is the query as seen from the start of the part. Without erase P is diagonal, the product of the key-side
 decays. With erase, r and P are the outputs and the final memory of a run that starts from the identity and writes nothing.
-So: all segments from empty memories, a short loop over segments for the memory each really starts from, and the outputs put
-right. Only differentiable operations and the form that is given; gradients follow.
+So all parts run from empty memories, a short loop over the parts finds the memory that each really starts from, and that corrects
+their outputs. Everything is differentiable operations and the form that is given, so gradients follow.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from torch.nn import functional as F
 
 from ...rules import Coefficients
 
-SHORTEST = 256  # tokens of a segment; shorter ones leave the device to the loop over segments
-FEWEST = 4  # putting outputs right costs about another run or two, so less than this gains nothing
+SHORTEST = 256  # tokens of a part; with shorter ones the loop over parts leaves the device idle
+FEWEST = 4  # correcting the outputs costs about one or two more runs, so fewer parts gain nothing
 
 
-def choose_segments(sequences: int, tokens: int, processors: int) -> int:
-    """How many segments: enough that every processor of the device has a sequence; 1 where that does not pay."""
+def choose_parts(sequences: int, tokens: int, processors: int) -> int:
+    """The number of parts: enough that every processor of the device has one; 1 where that does not pay."""
     count = min(processors // sequences, tokens // SHORTEST) if sequences else 1
     return count if count >= FEWEST else 1
 
 
-def run_segments(form, count: int, q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor):
-    """What ``form(q, k, v, coefficients, memory)`` returns, in ``count`` segments or a few less."""
+def run_parts(
+    form, count: int, q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The result of ``form(q, k, v, coefficients, memory)``, computed in ``count`` parts or a few less."""
     tokens, dtype = q.shape[2], memory.dtype
     length = -(-tokens // count)
     count = -(-tokens // length)
@@ -41,7 +43,7 @@ def run_segments(form, count: int, q: Tensor, k: Tensor, v: Tensor, coefficients
     seen, transfer = seen_from_start(form, q, k, f, e, dtype)
     value_decay = None if z is None else z.cumprod(2)
 
-    starts, memory = chain(by_segment(own, count), by_segment(transfer, count), by_segment(value_decay, count), memory)
+    starts, memory = chain(by_part(own, count), by_part(transfer, count), by_part(value_decay, count), memory)
     correction = seen.to(dtype) @ starts.flatten(0, 1)
     if value_decay is not None:
         correction = correction * value_decay
@@ -49,7 +51,7 @@ def run_segments(form, count: int, q: Tensor, k: Tensor, v: Tensor, coefficients
 
 
 def seen_from_start(form, q: Tensor, k: Tensor, f: Tensor | None, e: Tensor | None, dtype) -> tuple[Tensor, Tensor | None]:
-    """The queries seen from the start of their segment (N,H,L,K), and its transfer: a matrix (N,H,K,K) with erase, else the
+    """The queries seen from the start of their part (N,H,L,K), and the part's transfer: a matrix (N,H,K,K) with erase, else the
     key-side decay of all its tokens (N,H,1 or K), None for no decay."""
     if e is not None:
         identity = torch.eye(q.shape[-1], dtype=dtype, device=q.device).expand(*q.shape[:2], -1, -1)
@@ -61,7 +63,7 @@ def seen_from_start(form, q: Tensor, k: Tensor, f: Tensor | None, e: Tensor | No
 
 
 def chain(own: Tensor, transfer: Tensor | None, value_decay: Tensor | None, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """The memories that the segments start from (B,S,H,K,V), and the last one's end."""
+    """The memories that S parts start from (B,S,H,K,V), and the memory after the last one."""
     starts = []
     for s in range(own.shape[1]):
         starts.append(memory)
@@ -74,7 +76,7 @@ def chain(own: Tensor, transfer: Tensor | None, value_decay: Tensor | None, memo
 
 
 def split(x: Tensor | None, count: int, length: int, neutral: float) -> Tensor | None:
-    """(B,H,T,...) -> (B S,H,L,...), with steps at the end that change nothing. A view for B = 1 and T = S L."""
+    """(B,H,T,...) -> (B S,H,L,...), filled up with tokens that change nothing. A view for B = 1 and T = S L."""
     if x is None:
         return None
     if missing := count * length - x.shape[2]:
@@ -82,10 +84,10 @@ def split(x: Tensor | None, count: int, length: int, neutral: float) -> Tensor |
     return x.unflatten(2, (count, length)).movedim(2, 1).flatten(0, 1)
 
 
-def by_segment(x: Tensor | None, count: int) -> Tensor | None:
+def by_part(x: Tensor | None, count: int) -> Tensor | None:
     return None if x is None else x.unflatten(0, (-1, count))
 
 
 def join(y: Tensor, count: int, tokens: int) -> Tensor:
     """(B S,H,L,V) -> (B,H,T,V)."""
-    return by_segment(y, count).movedim(1, 2).flatten(2, 3)[:, :, :tokens]
+    return by_part(y, count).movedim(1, 2).flatten(2, 3)[:, :, :tokens]
