@@ -9,8 +9,9 @@ from ..row_map import AS_IS, RowMap
 from ..rules import Coefficients
 from .chunkwise.scan import chunk_form
 from .factored import Factors, factored_form
-from .kernels import launch as cuda_launch
 from .kernels import recurrence as kernels
+from .kernels.launch import current, log_once
+from .kernels.maps import why_no_map
 from .kernels.step import step_cuda_form
 from .kernels.step import why_not as why_no_step_kernel
 from .recurrent import step_form
@@ -27,26 +28,29 @@ def run_form(backend: str, row_map: RowMap, q, k, v, coefficients: Coefficients,
         leaves = (q, k, v, *coefficients, memory)
         learning = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
         form, reason = choose_kernel(q, k, v, coefficients, learning, row_map)
-        if reason is not None and row_map != AS_IS:
+        no_map = why_no_map(row_map)
+        if reason is not None and row_map != AS_IS and not (backend == "cuda" and no_map):
             q, k, row_map = row_map(q), row_map(k), AS_IS
             form, reason = choose_kernel(q, k, v, coefficients, learning, row_map)
+            if reason is None and no_map:
+                log_once(no_map, "the map runs in PyTorch, before the kernels")
         if reason is None:
             return form(q, k, v, coefficients, memory, row_map)
         if backend == "cuda":
             raise ValueError(reason)
-        cuda_launch.log_once(reason)
+        log_once(reason)
     stepwise = q.shape[2] == 1 or (coefficients.z is not None and coefficients.e is not None)
     return (step_form if stepwise else chunk_form)(q, k, v, coefficients, memory)
 
 
 def has_kernels(q: Tensor) -> bool:
     """On its device, that is; whether one fits is for ``choose_kernel`` to say."""
-    return q.device.type == cuda_launch.current().device_type
+    return q.device.type == current().device_type
 
 
 def choose_kernel(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, learning: bool, row_map: RowMap):
     """(form, None), or (None, a sentence that says why there is no kernel for these inputs)."""
-    if q.shape[2] == 1 and not learning and why_no_step_kernel(q, v, row_map) is None:
+    if q.shape[2] == 1 and not learning and why_no_step_kernel(q, v, coefficients, row_map) is None:
         return step_cuda_form, None
     reason = kernels.why_not(q, k, v, coefficients, row_map)
     return (kernels.cuda_form, None) if reason is None else (None, reason)
