@@ -16,6 +16,8 @@
 #define FW_DPFP 4
 #define FW_SUM 1
 #define FW_L2 2
+static_assert(FW_MAP >= FW_IDENTITY && FW_MAP <= FW_DPFP, "FW_MAP is no map of this file");
+static_assert(FW_NORM >= 0 && FW_NORM <= FW_L2, "FW_NORM is no norm of this file");
 
 constexpr int POINTS = FW_MAP == FW_DPFP ? 2 * FW_D : FW_D;
 constexpr int FEATURES = FW_MAP == FW_DPFP ? FW_NU * POINTS : POINTS;

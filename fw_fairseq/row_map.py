@@ -25,11 +25,5 @@ class RowMap(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         return NORMS[self.norm](MAPS[self.name](x, self.nu))
 
-    def defines(self, d: int) -> dict[str, int]:
-        """The macros of ``cuda/row_map.cuh``; none for features as they are."""
-        if self == AS_IS:
-            return {}
-        return {"FW_MAP": 1 + list(MAPS).index(self.name), "FW_D": d, "FW_NU": self.nu, "FW_NORM": list(NORMS).index(self.norm)}
-
 
 AS_IS = RowMap()  # q and k are features already

@@ -16,8 +16,9 @@ from ..row_map import AS_IS
 from .chunkwise.scan import chunk_form
 from .factored import Factors, factored_form
 from .inputs import Inputs
-from .kernels import launch as cuda_launch
 from .kernels import recurrence as kernels
+from .kernels.launch import current, log_once
+from .kernels.maps import why_no_map
 from .kernels.step import step_cuda_form
 from .kernels.step import why_not as why_no_step_kernel
 from .parallel.workers import run_across
@@ -40,12 +41,16 @@ def run(inputs: Inputs) -> tuple[Tensor, Tensor]:
     plan = choose(inputs)
     if plan.is_kernel:
         return plan.form(q.to(v.dtype), k.to(v.dtype), v, coefficients, memory, inputs.row_map)
-    if inputs.row_map != AS_IS:  # a kernel that does not make these features may take them
-        return run(inputs.mapped())
+    no_map = None if plan.reason is None else why_no_map(inputs.row_map)
+    if inputs.row_map != AS_IS and not (no_map and inputs.backend == "cuda"):  # a kernel that does not make features may take them
+        mapped = inputs.mapped()
+        if no_map and choose(mapped).is_kernel:
+            log_once(no_map, "the map runs in PyTorch, before the kernels")
+        return run(mapped)
     if plan.reason is not None:
         if inputs.backend == "cuda":
             raise ValueError(plan.reason)
-        cuda_launch.log_once(plan.reason)
+        log_once(plan.reason)
     return plan.form(q, k, v, coefficients, memory)
 
 
@@ -72,7 +77,7 @@ def choose_kernel(inputs: Inputs) -> Plan:
     """The kernel for these inputs, or the sentence that says why there is none."""
     v, coefficients, row_map = inputs.v, inputs.coefficients, inputs.row_map
     q, k = inputs.q.to(v.dtype), inputs.k.to(v.dtype)  # attention normalisation makes v fp32
-    if q.shape[2] == 1 and why_no_step_kernel(q, v, row_map) is None and not learns(inputs):
+    if q.shape[2] == 1 and why_no_step_kernel(q, v, coefficients, row_map) is None and not learns(inputs):
         return Plan(step_cuda_form, is_kernel=True)
     reason = kernels.why_not(q, k, v, coefficients, row_map)
     return Plan(kernels.cuda_form, is_kernel=reason is None, reason=reason)
@@ -96,7 +101,7 @@ def run_on_workers(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 def has_kernels(x: Tensor) -> bool:
     """Whether kernels run on the device of x; ``choose_kernel`` says whether one fits."""
-    return x.device.type == cuda_launch.current().device_type
+    return x.device.type == current().device_type
 
 
 def maps_inside(inputs: Inputs) -> bool:

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from fw_fairseq.ops import FastWeightState, RowMap, fast_weight
+from fw_fairseq.ops.kernels.families import find_family
 from fw_fairseq.ops.vectors.pooling import pool
 from fw_fairseq.ops.vectors.sru import sru
 from fw_fairseq.rules import RULES
@@ -94,10 +95,17 @@ def draw_masks(masked: bool) -> dict[str, torch.Tensor]:
     return {name: torch.rand(B, T) < 0.1 for name in ("padding_mask", "reset_mask")} if masked else {}
 
 
+def has_kernel(rule: str) -> bool:
+    if RULES[rule].coefficients is None:
+        return False
+    drawn = draw(rule, torch.float32, RowMap())
+    return find_family(RULES[rule].coefficients(**{name: drawn[name] for name in RULES[rule].gates})) is not None
+
+
 def cases() -> dict[str, tuple]:
-    """What each is called -> its tolerance, its check."""
+    """The tolerance and the check of each case, by its name."""
     found = {}
-    mapped = [(rule, RowMap()) for rule, spec in RULES.items() if spec.step is None] + list(MAPS.items())
+    mapped = [(rule, RowMap()) for rule in RULES if has_kernel(rule)] + list(MAPS.items())
     for dtype, tolerance in TOLERANCE.items():
         for rule, row_map in mapped:
             found[f"{rule} {'-'.join(map(str, row_map))} {dtype}"] = tolerance, partial(check_rule, rule, dtype, row_map)

@@ -45,7 +45,7 @@ def steps(out: Path) -> list[tuple[str, int, list[str]]]:
     mixers = ["mixers", *device, "--width", "1024", "--heads", "16", "--length", "512", "--tokens", "8192"]
     outputs = {name: ["--json", str(out / f"{name}.json"), "--figure", str(out / f"{name}.svg")] for name in FIGURES}
     found = [
-        ("tests", 120, [*python, "pytest", "-m", "gpu", "-rs", *workers, "tests/test_cuda_gpu.py"]),
+        ("tests", 120, [*python, "pytest", "-m", "gpu", "-rs", *workers, "tests/kernels/test_cuda_gpu.py"]),
         ("kernels", 70, [*kernels, str(PROCESSES)]),
         *((tool, 60, sanitized(sanitizer, tool, kernels)) for tool in SANITIZER_TOOLS if sanitizer),
         ("ops", 110, [*bench, *few, *outputs["ops"]]),

@@ -27,8 +27,8 @@ CACHE = Path(os.environ.get("HOSTEMU_CACHE", Path(tempfile.gettempdir()) / f"hos
 POLICIES = {"fifo": 0, "reverse": 1, "random": 2, "prio": 3}
 COMPILE = [
     "-std=c++17",
-    "-O2",
-    "-g",
+    "-O0",  # tests run a kernel for less time than any optimisation takes
+    "-g1",  # lines for the sanitizers
     "-march=x86-64-v3",
     "-fPIC",
     "-fvisibility=hidden",
@@ -117,6 +117,14 @@ def build(source: str, command: list[str], folder: Path) -> Path:
         finally:
             translated.unlink()
     return library
+
+
+def write_whole(target: Path, text: str) -> None:
+    """Whole or not at all, also where two processes want the same."""
+    target.parent.mkdir(exist_ok=True, parents=True)
+    unfinished = target.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(text)
+    unfinished.replace(target)
 
 
 def compile_to(target: Path, command: list[str]) -> None:

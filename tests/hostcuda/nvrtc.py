@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import warnings
 from pathlib import Path
 
-from .hostemu import KERNELS
+from .hostemu import CACHE, KERNELS, write_whole
 
 ARCHITECTURES = ("75", "80", "86", "89", "90", "100", "120")
 
 
 def compile_check(source_file, defines=None, arch="80", options=(), folder=KERNELS) -> dict[str, dict[str, int]]:
-    """Compiles ``source_file`` and returns {kernel: {registers, shared, stack, spill_stores, spill_loads}}.
+    """Compiles ``source_file`` and returns {kernel: {registers, shared, stack, spill_stores, spill_loads}}, from the cache on disk
+    where the same text was compiled with the same options by the same compiler.
 
     RuntimeError with the compiler's log where it does not compile.
     """
@@ -21,14 +24,20 @@ def compile_check(source_file, defines=None, arch="80", options=(), folder=KERNE
         from cupy.cuda import nvrtc
     path = Path(folder) / source_file
     flags = [f"-D{name}={value}" for name, value in (defines or {}).items()] + list(options)
-    program = nvrtc.createProgram(path.read_text(), str(path), (), ())
-    try:
-        nvrtc.compileProgram(program, (*cupy_options(folder), *flags, f"-arch=sm_{arch}", "--ptxas-options=-v"))
-        return resources(nvrtc.getProgramLog(program))
-    except nvrtc.NVRTCError as error:
-        raise RuntimeError(f"{source_file} for sm_{arch} with {flags}: {error}\n{nvrtc.getProgramLog(program)}") from None
-    finally:
-        nvrtc.destroyProgram(program)
+    command = (*cupy_options(folder), *flags, f"-arch=sm_{arch}", "--ptxas-options=-v")
+    headers = sorted({*Path(folder).glob("*.cuh"), *KERNELS.glob("*.cuh")})
+    content = "".join(x.read_text() for x in (path, *headers)) + repr((command, nvrtc.getVersion()))
+    found = CACHE / (hashlib.sha1(content.encode()).hexdigest() + ".json")
+    if not found.exists():
+        program = nvrtc.createProgram(path.read_text(), str(path), (), ())
+        try:
+            nvrtc.compileProgram(program, command)
+            write_whole(found, json.dumps(resources(nvrtc.getProgramLog(program))))
+        except nvrtc.NVRTCError as error:
+            raise RuntimeError(f"{source_file} for sm_{arch} with {flags}: {error}\n{nvrtc.getProgramLog(program)}") from None
+        finally:
+            nvrtc.destroyProgram(program)
+    return json.loads(found.read_text())
 
 
 def cupy_options(folder) -> tuple[str, ...]:

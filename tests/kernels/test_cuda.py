@@ -7,18 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.draws import FITTING, NORMALISED, assert_same, draw_gates, draw_inputs, draw_state, run_with_gradients
+from support.draws import NORMALISED, assert_same, draw_gates, draw_inputs, draw_state, run_with_gradients
+from support.kernel_rules import KERNEL_RULES
 
 from fw_fairseq.ops import FastWeightState, fast_weight
 from fw_fairseq.ops.chunkwise.scan import chunk_form
-from fw_fairseq.ops.kernels import launch as cuda_launch
-from fw_fairseq.ops.kernels import recurrence as cuda
+from fw_fairseq.ops.kernels import families
+from fw_fairseq.ops.kernels import launch as launching
 from fw_fairseq.row_map import AS_IS, RowMap
 from fw_fairseq.rules import RULES, Coefficients
 
 NAMES = ("q", "k", "v", "f", "z", "e", "w", "memory")
 SHAPE = (2, 2, 37, 6, 5)
-KERNEL_RULES = FITTING
+KINDS = ("f per token", "f per channel", "z per channel", "e per token", "w per token")
 
 
 def supported(q, k, v, f, z, e, w, row_map):
@@ -52,9 +53,9 @@ ROWS: list[int] = []
 
 @pytest.fixture
 def stand_in(emulate, monkeypatch):
-    """A family for both kinds of rules."""
-    family = SimpleNamespace(supported=supported, saved_like=saved_like, forward=forward, backward=backward)
-    monkeypatch.setattr(cuda, "FAMILIES", {"decay": family, "erase": family})
+    """A family for all rules."""
+    functions = dict(supported=supported, saved_like=saved_like, forward=forward, backward=backward)
+    monkeypatch.setattr(families, "FAMILIES", {"all": SimpleNamespace(COMPUTES=KINDS, NEEDS=(), **functions)})
     PRECISIONS.clear()
     ROWS.clear()
     return emulate()
@@ -148,7 +149,7 @@ def test_where_the_map_is_applied(stand_in, monkeypatch, attention_norm, refused
         seen.append(inputs[-1])
         return "no such map" if refused and inputs[-1] == row_map else None
 
-    monkeypatch.setattr(cuda.FAMILIES["erase"], "supported", supported)
+    monkeypatch.setattr(families.FAMILIES["all"], "supported", supported)
     inputs, gates = draw_inputs(SHAPE, torch.float32), draw_gates(RULES["delta"], SHAPE, torch.float32)
     call = dict(rule="delta", gates=gates, feature_map=row_map, attention_norm=attention_norm)
 
@@ -225,7 +226,7 @@ def test_what_has_no_kernel(stand_in, caplog):
     wide = draw_inputs((1, 1, 9, 12, 4), torch.float32)
     with pytest.raises(ValueError, match=r"^backend='cuda' has no kernel for keys wider than 8$"):
         fast_weight(**wide, rule="sum", backend="cuda")
-    cuda_launch.log_once.cache_clear()
+    launching.log_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             fast_weight(**wide, rule="sum")
@@ -240,7 +241,7 @@ def test_what_has_no_kernel(stand_in, caplog):
 
 def test_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    cuda_launch.look_up.cache_clear()
+    launching.look_up.cache_clear()
     inputs = draw_inputs(SHAPE, torch.float32)
     with pytest.raises(ValueError, match=r"^backend='cuda' needs a CUDA device, and torch sees none$"):
         fast_weight(**inputs, rule="sum", backend="cuda")

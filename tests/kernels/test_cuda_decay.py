@@ -6,14 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hostcuda import SCHEDULES, EmulatorLaunch, guarded, run_sanitized, sanitized_launch
+from hostcuda import SCHEDULES, EmulatorLaunch, guarded, sanitized_launch
 from hostcuda.nvrtc import ARCHITECTURES, compile_check
 from support.draws import assert_same, draw_projections
 from support.emulated import emulated
 
 from fw_fairseq.ops import fast_weight
-from fw_fairseq.ops.kernels import common as cuda_common
-from fw_fairseq.ops.kernels import decay as cuda_decay
+from fw_fairseq.ops.kernels import common, decay
 from fw_fairseq.ops.recurrent import step_form
 from fw_fairseq.row_map import AS_IS
 from fw_fairseq.rules import RULES, Coefficients
@@ -43,10 +42,10 @@ def draw(rule: str, shape, dtype=torch.float32, gates="uniform") -> dict[str, to
 
 
 def by_kernels(x: dict, dy, dmemory, precision: str, launch) -> dict[str, torch.Tensor]:
-    y, final, saved = cuda_decay.forward(launch, *x.values(), precision)
-    kept = cuda_decay.saved_like(*x.values(), precision)
+    y, final, saved = decay.forward(launch, *x.values(), precision)
+    kept = decay.saved_like(*x.values(), precision)
     assert [(tuple(t.shape), t.dtype) for t in saved] == [(tuple(shape), dtype) for shape, dtype in kept]
-    grads = cuda_decay.backward(launch, *x.values(), saved, dy, dmemory, precision)
+    grads = decay.backward(launch, *x.values(), saved, dy, dmemory, precision)
     for operand, grad in zip(x.values(), grads):
         assert (grad is None) == (operand is None)
         assert grad is None or (grad.dtype, grad.stride()) == (operand.dtype, torch.empty_like(operand).stride())
@@ -158,8 +157,8 @@ def test_public_op(emulate, rule, attention_norm):
 
 def test_without_gradients_nothing_is_kept(one_thread):
     x = draw("decay", (1, 1, 70, 32, 32)).values()
-    y, final, saved = cuda_decay.forward(EmulatorLaunch(), *x, "exact", keep=False)
-    want_y, want_final, _ = cuda_decay.forward(EmulatorLaunch(), *x, "exact", keep=True)
+    y, final, saved = decay.forward(EmulatorLaunch(), *x, "exact", keep=False)
+    want_y, want_final, _ = decay.forward(EmulatorLaunch(), *x, "exact", keep=True)
     assert saved == () and torch.equal(y, want_y) and torch.equal(final, want_final)
 
 
@@ -169,15 +168,10 @@ def test_symbolic_shapes(emulate):
     torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (q, k, v, f, z, e, w, memory.requires_grad_(), "exact", True, *AS_IS))
 
 
-def sanitized(rule: str) -> None:
+def sanitized() -> None:
     with emulated(sanitized_launch()) as launch:
-        x = draw(rule, (1, 1, 33, 32, 32), torch.bfloat16, "resets")
+        x = draw("decay", (1, 1, 33, 32, 32), torch.bfloat16, "resets")
         by_kernels(x, torch.randn_like(x["v"]), torch.randn_like(x["memory"]), "bf16", launch)
-
-
-@pytest.mark.parametrize("kind", ["thread", "address"])
-def test_sanitizers(kind):
-    run_sanitized(kind, "test_cuda_decay:sanitized", "decay")
 
 
 @pytest.mark.parametrize(
@@ -195,7 +189,7 @@ def test_sanitizers(kind):
 def test_what_has_no_kernel(emulate, monkeypatch, capability, key, dtype, message):
     monkeypatch.setattr(emulate(), "capability", lambda device: capability)
     q = torch.empty(1, 1, 2, key, dtype=dtype)
-    reason = cuda_decay.supported(q, q, q, q, q, None, None)
+    reason = decay.supported(q, q, q, q, q, None, None)
     assert reason is None if message is None else reason.startswith("backend='cuda' ") and message in reason
 
 
@@ -210,7 +204,7 @@ def test_compiles_without_spills(arch, width, dtype):
         found = compile_check(launched.source, launched.defines, arch)[launched.kernel]
         most = 0 if arch in ("80", "90") else 8  # bytes; sm_120 spills a register
         assert max(found["spill_stores"], found["spill_loads"], found["stack"]) <= most, (launched.kernel, found)
-        assert launched.defines["FW_SHARED"] <= cuda_common.SHARED
+        assert launched.defines["FW_SHARED"] <= common.SHARED
 
 
 @pytest.mark.parametrize("rule", ["sum", "gated"])
@@ -228,6 +222,6 @@ def launches(rule, shape, dtype) -> list[SimpleNamespace]:
         seen.append(SimpleNamespace(source=source, kernel=kernel, defines=defines))
 
     x, precision = draw(rule, shape, dtype), PRECISION[dtype]
-    _, _, saved = cuda_decay.forward(record, *x.values(), precision)
-    cuda_decay.backward(record, *x.values(), saved, x["v"], x["memory"], precision)
+    _, _, saved = decay.forward(record, *x.values(), precision)
+    decay.backward(record, *x.values(), saved, x["v"], x["memory"], precision)
     return seen

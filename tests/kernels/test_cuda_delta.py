@@ -6,14 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hostcuda import SCHEDULES, EmulatorLaunch, guarded, run_sanitized, sanitized_launch
+from hostcuda import SCHEDULES, EmulatorLaunch, guarded, sanitized_launch
 from hostcuda.nvrtc import ARCHITECTURES, compile_check
 from support.draws import assert_same, draw_projections
 from support.emulated import emulated
 
 from fw_fairseq.ops import fast_weight
-from fw_fairseq.ops.kernels import common as cuda_common
-from fw_fairseq.ops.kernels import delta as cuda_delta
+from fw_fairseq.ops.kernels import common, delta
 from fw_fairseq.ops.recurrent import step_form
 from fw_fairseq.rules import Coefficients
 
@@ -41,11 +40,11 @@ def draw(shape, dtype=torch.float32, present="few", resets=True, strong=False) -
 
 def by_kernels(x: dict, dy, dmemory, precision: str, launch) -> dict[str, torch.Tensor]:
     operands = [x["q"], x["k"], x["v"], x["f"], None, x["e"], x["w"], x["memory"]]
-    y, final, saved = cuda_delta.forward(launch, *operands, precision)
+    y, final, saved = delta.forward(launch, *operands, precision)
     assert y.dtype == x["v"].dtype and y.stride() == torch.empty_like(x["v"]).stride()
-    kept = cuda_delta.saved_like(*operands, precision)
+    kept = delta.saved_like(*operands, precision)
     assert [(tuple(t.shape), t.dtype) for t in saved] == [(tuple(shape), dtype) for shape, dtype in kept]
-    grads = cuda_delta.backward(launch, *operands, saved, dy, dmemory, precision)
+    grads = delta.backward(launch, *operands, saved, dy, dmemory, precision)
     results = {"y": y, "final memory": final}
     for operand, grad in zip(operands, grads):
         assert (grad is None) == (operand is None)
@@ -135,8 +134,8 @@ def test_public_op(emulate, rule, attention_norm):
 def test_without_gradients_nothing_is_kept(one_thread):
     x = draw((1, 1, 35, 64, 64))
     operands = [x["q"], x["k"], x["v"], x["f"], None, x["e"], x["w"], x["memory"]]
-    y, final, saved = cuda_delta.forward(EmulatorLaunch(), *operands, "exact", keep=False)
-    want_y, want_final, _ = cuda_delta.forward(EmulatorLaunch(), *operands, "exact", keep=True)
+    y, final, saved = delta.forward(EmulatorLaunch(), *operands, "exact", keep=False)
+    want_y, want_final, _ = delta.forward(EmulatorLaunch(), *operands, "exact", keep=True)
     assert saved == () and torch.equal(y, want_y) and torch.equal(final, want_final)
 
 
@@ -153,28 +152,15 @@ def test_nothing_past_the_end(one_thread, monkeypatch):
         assert_same(got, by_definition(x, dy, dmemory), TOLERANCE[PRECISION[dtype]])
 
 
-def sanitized(key: str, value: str) -> None:
+def sanitized(key: int, value: int) -> None:
     with emulated(sanitized_launch()) as launch:
-        compare((1, 1, 37, int(key), int(value)), torch.bfloat16, launch)
+        compare((1, 1, 37, key, value), torch.bfloat16, launch)
 
 
-@pytest.mark.parametrize("kind, key, value", [("thread", 160, 32), ("address", 20, 20)])
-def test_sanitizers(kind, key, value):
-    run_sanitized(kind, "test_cuda_delta:sanitized", str(key), str(value))
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        (dict(z=torch.ones(1, 1, 2, 16)), "value-side decay z together with an erase"),
-        (dict(f=torch.ones(1, 1, 2, 16)), "an erase with decay per channel, only with one gate per token"),
-        (dict(q=torch.ones(1, 1, 2, 513)), "for keys up to 512 wide, not 513"),
-        ({}, None),
-    ],
-)
-def test_what_has_no_kernel(changes, message):
-    x = torch.ones(1, 1, 2, 16)
-    reason = cuda_delta.supported(**dict(q=x, k=x, v=x, f=None, z=None, e=x[..., 0], w=None) | changes)
+@pytest.mark.parametrize("key, message", [(513, "for keys up to 512 wide, not 513"), (512, None)])
+def test_what_has_no_kernel(key, message):
+    q, v = torch.ones(1, 1, 2, key), torch.ones(1, 1, 2, 16)
+    reason = delta.supported(q, q, v, None, None, v[..., 0], None)
     assert reason is None if message is None else reason.startswith("backend='cuda' has ") and message in reason
 
 
@@ -187,11 +173,11 @@ def test_what_has_no_kernel(changes, message):
     ],
 )
 def test_device_that_is_too_small(monkeypatch, capability, key, dtype, message):
-    properties = SimpleNamespace(shared_memory_per_block_optin=cuda_common.SHARED)
+    properties = SimpleNamespace(shared_memory_per_block_optin=common.SHARED)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     q = SimpleNamespace(shape=(1, 1, 2, key), dtype=dtype, device=torch.device("cuda"))
-    reason = cuda_delta.supported(q, q, q, None, None, None, None)
+    reason = delta.supported(q, q, q, None, None, None, None)
     assert reason is None if message is None else reason.startswith("backend='cuda' ") and message in reason
 
 
@@ -217,4 +203,4 @@ def test_compiles_without_spills(arch, width, dtype, precision):
     for source_file, kernel, defines in launches(width, width, dtype, precision):
         found = compile_check(source_file, defines, arch)[kernel]
         assert found["spill_stores"] == found["spill_loads"] == found["stack"] == 0, (kernel, found)
-        assert defines["FW_SHARED"] <= cuda_common.SHARED
+        assert defines["FW_SHARED"] <= common.SHARED

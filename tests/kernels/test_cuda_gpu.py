@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from support import cuda_pooling, cuda_sru
-from support.draws import FITTING, assert_same, draw_gates, draw_inputs
+from support.draws import assert_same, draw_gates, draw_inputs
+from support.kernel_rules import KERNEL_RULES
 
 from fw_fairseq.ops import FastWeightState, RowMap, fast_weight
 from fw_fairseq.ops.kernels import step as cuda_step
@@ -15,7 +16,6 @@ from fw_fairseq.rules import RULES
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-KERNEL_RULES = FITTING
 
 
 @pytest.fixture(autouse=True)

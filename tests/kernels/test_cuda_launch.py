@@ -11,7 +11,7 @@ import pytest
 import torch
 from hostcuda.hostemu import KERNELS
 
-from fw_fairseq.ops.kernels import launch as cuda_launch
+from fw_fairseq.ops.kernels import launch
 from fw_fairseq.ops.kernels.launch import CupyLaunch
 
 DEFINES = {"FW_IN": "float", "FW_ROWS": 8}
@@ -53,15 +53,15 @@ def cupy(monkeypatch):
     return fake
 
 
-def start(launch, **changes):
+def start(launcher, **changes):
     call = dict(source_file="step.cu", kernel_name="step", defines=DEFINES, grid=(2, 3), block=(32, 4), params=PARAMS)
-    launch(**call | dict(shared_bytes=0, device=torch.device("cuda:1")) | changes)
+    launcher(**call | dict(shared_bytes=0, device=torch.device("cuda:1")) | changes)
 
 
 def test_compiles_once_and_launches_on_the_current_stream(cupy):
-    launch = CupyLaunch()
-    start(launch)
-    start(launch)
+    launcher = CupyLaunch()
+    start(launcher)
+    start(launcher)
     assert len(cupy.modules) == len(cupy.kernels) == 1
     options = cupy.modules[0]["options"]
     assert {"-DFW_IN=float", "-DFW_ROWS=8", f"-I{KERNELS}"} <= set(options)
@@ -69,7 +69,7 @@ def test_compiles_once_and_launches_on_the_current_stream(cupy):
     for grid, block, (params,), settings in cupy.kernels[0].launches:
         assert (grid, block) == ((2, 3), (32, 4)) and settings["stream"].ptr == 1001 and settings["shared_mem"] == 0
         assert isinstance(params, np.ndarray) and params.size == 1 and params.dtype == PARAMS.dtype  # by value, says CuPy
-    start(launch, defines=DEFINES | {"FW_ROWS": 16})
+    start(launcher, defines=DEFINES | {"FW_ROWS": 16})
     assert len(cupy.modules) == 2
 
 
@@ -81,9 +81,9 @@ def test_nothing_to_do(cupy, grid):
 
 
 def test_large_shared_memory_is_asked_for(cupy):
-    launch = CupyLaunch()
-    start(launch, shared_bytes=48 * 1024)
-    start(launch, shared_bytes=48 * 1024 + 16, kernel_name="other")
+    launcher = CupyLaunch()
+    start(launcher, shared_bytes=48 * 1024)
+    start(launcher, shared_bytes=48 * 1024 + 16, kernel_name="other")
     assert not hasattr(cupy.kernels[0], "max_dynamic_shared_size_bytes")
     assert cupy.kernels[1].max_dynamic_shared_size_bytes == 48 * 1024 + 16
 
@@ -128,29 +128,29 @@ def test_cupy_that_does_not_import(cupy, monkeypatch):
 def test_a_changed_header_is_another_kernel(monkeypatch, tmp_path):
     for path in KERNELS.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    monkeypatch.setattr(cuda_launch, "kernel_folder", lambda: tmp_path)
-    before = cuda_launch.compile_options(())
+    monkeypatch.setattr(launch, "kernel_folder", lambda: tmp_path)
+    before = launch.compile_options(())
     (tmp_path / "common.cuh").write_text("// changed")
-    assert cuda_launch.compile_options(()) != before
+    assert launch.compile_options(()) != before
 
 
 def test_kernels_of_the_installed_package_come_first(monkeypatch, tmp_path):
     package = tmp_path / "fw_fairseq"
-    monkeypatch.setattr(cuda_launch, "PACKAGE", package)
+    monkeypatch.setattr(launch, "PACKAGE", package)
     with pytest.raises(RuntimeError, match="install fw_fairseq again"):
-        cuda_launch.kernel_folder()
+        launch.kernel_folder()
     for folder in (tmp_path / "cuda", package / "cuda"):
         folder.mkdir(parents=True)
         (folder / "common.cuh").touch()
-        assert cuda_launch.kernel_folder() == folder
+        assert launch.kernel_folder() == folder
 
 
 @pytest.fixture
 def fresh():
     """Nothing looked up yet, now and for the tests after."""
-    cuda_launch.look_up.cache_clear()
+    launch.look_up.cache_clear()
     yield
-    cuda_launch.look_up.cache_clear()
+    launch.look_up.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -171,15 +171,15 @@ def test_why_not(fresh, monkeypatch, changes, reason):
 def test_why_not_without_cupy_or_on_the_cpu(fresh, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "these are on cpu" in CupyLaunch().why_not(torch.device("cpu"))
-    monkeypatch.setattr(cuda_launch.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
     assert CupyLaunch().why_not(torch.device("cuda:0")).startswith("backend='cuda' needs CuPy; install fw_fairseq with the extra")
 
 
 def test_asked_once_and_inside_a_graph(fresh):
-    launch = CupyLaunch()
+    launcher = CupyLaunch()
 
     def add(x):
-        return x + (1 if launch.why_not(x.device) else 2)
+        return x + (1 if launcher.why_not(x.device) else 2)
 
     assert torch.compile(add, fullgraph=True, backend="eager")(torch.zeros(1)) == 1
-    assert add(torch.zeros(1)) == 1 and cuda_launch.look_up.cache_info().misses == 1
+    assert add(torch.zeros(1)) == 1 and launch.look_up.cache_info().misses == 1

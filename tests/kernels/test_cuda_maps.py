@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
-from hostcuda import EmulatorLaunch, guarded, run_sanitized, sanitized_launch
+from hostcuda import EmulatorLaunch, guarded, sanitized_launch
 from hostcuda.nvrtc import compile_check
 from support.draws import assert_same, draw_projections
 from support.emulated import emulated
 
+from fw_fairseq import row_map
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers.fast_weight import FastWeight
 from fw_fairseq.ops import RowMap, fast_weight
-from fw_fairseq.ops.kernels import common as cuda_common
-from fw_fairseq.ops.kernels import decay as cuda_decay
-from fw_fairseq.ops.kernels import delta as cuda_delta
+from fw_fairseq.ops.kernels import common, decay, delta, launch, maps
 from fw_fairseq.ops.kernels import step as cuda_step
 from fw_fairseq.ops.recurrent import step as one_step
 from fw_fairseq.ops.recurrent import step_form
 from fw_fairseq.rules import RULES, Coefficients
 
-FAMILIES = {"decay": cuda_decay, "delta": cuda_delta}
+FAMILIES = {"decay": decay, "delta": delta}
 TOLERANCE = {"exact": 2e-5, "tf32": 2e-3, "bf16": 2e-2}
 PRECISION = {torch.float32: "exact", torch.bfloat16: "bf16", torch.float16: "tf32"}
 NAMES = ("q", "k", "v", "f", "z", "e", "w", "memory")
@@ -79,10 +80,6 @@ def sanitized() -> None:
             compare(family, RowMap("dpfp", 1, "sum"), (1, 1, 37, 10, 16), torch.bfloat16, present, launch)
 
 
-def test_races():
-    run_sanitized("thread", "test_cuda_maps:sanitized")
-
-
 @pytest.mark.parametrize("rule, norm, attention_norm", [("gated", "none", True), ("delta", "sum", False)])
 def test_public_op(emulate, rule, norm, attention_norm):
     """Padding, where features of 0 are not 0, resets and attention normalisation."""
@@ -102,6 +99,69 @@ def test_public_op(emulate, rule, norm, attention_norm):
 
     assert_same(results("cuda"), results("recurrent"), 2e-5)
     assert [call[2].get("FW_MAP") for call in launcher.calls] == [2, 2]
+
+
+@pytest.fixture
+def added(monkeypatch):
+    """A map and a norm that no kernel has, added from outside."""
+    monkeypatch.setitem(row_map.MAPS, "square", lambda x, nu: x.square())
+    monkeypatch.setitem(row_map.NORMS, "largest", lambda features: features / features.abs().amax(-1, keepdim=True).clamp(min=1e-6))
+    launch.log_once.cache_clear()
+
+
+ADDED = [(RowMap("square"), "feature map 'square'"), (RowMap("elu", 1, "largest"), "norm 'largest'")]
+
+
+@pytest.mark.parametrize("tokens", [1, 37])
+@pytest.mark.parametrize("row_map, lacking", ADDED)
+def test_what_the_kernels_lack_runs_before_them(emulate, added, caplog, row_map, lacking, tokens):
+    """ "auto" gives the numbers of PyTorch and one line in the log; "cuda" refuses with the same reason."""
+    launcher, call = emulate(), dict(rule="gated", gates={"g": torch.rand(2, 1, tokens)}, feature_map=row_map)
+    q, k, v = (torch.randn(2, 1, tokens, 8) for _ in range(3))
+    want, end = fast_weight(q, k, v, **call, backend="recurrent")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            y, state = fast_weight(q, k, v, **call)
+    torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state.memory, end.memory, rtol=1e-4, atol=1e-5)
+    assert len(launcher.calls) == 2 and not any("FW_MAP" in macros for _, _, macros in launcher.calls)
+    [record] = caplog.records
+    assert record.message.startswith(f"backend='cuda' has no {lacking} in its kernels, which have: ")
+    assert record.message.endswith("; the map runs in PyTorch, before the kernels")
+    with pytest.raises(ValueError, match=f"^backend='cuda' has no {lacking} in its kernels, which have: "):
+        fast_weight(q, k, v, **call, backend="cuda")
+
+
+@pytest.mark.parametrize("row_map, lacking", ADDED)
+def test_what_the_kernels_lack_is_never_launched(emulate, added, row_map, lacking):
+    """Not by the kernels' own functions either, whoever calls them."""
+    launcher, x = emulate(), draw(row_map, (1, 1, 17, 8, 8), torch.float32, "few")
+    with pytest.raises(ValueError, match=lacking):
+        delta.forward(launcher, *x.values(), "exact", row_map=row_map)
+    with pytest.raises(ValueError, match=lacking):
+        decay.forward(launcher, *(x | {"e": None}).values(), "exact", row_map=row_map)
+    with pytest.raises(ValueError, match=lacking):
+        cuda_step.step(
+            **{name: None if t is None else t[:, :, 0] for name, t in x.items() if name != "memory"},
+            memory=x["memory"],
+            row_map=row_map,
+        )
+    assert not launcher.calls
+
+
+def test_every_map_and_norm_has_a_number():
+    assert maps.MAPS.keys() == row_map.MAPS.keys() and maps.NORMS.keys() == row_map.NORMS.keys()
+    assert len(set(maps.MAPS.values())) == len(maps.MAPS) and 0 not in maps.MAPS.values()
+
+
+@pytest.mark.parametrize(
+    "macros, reason", [({"FW_MAP": 5, "FW_NORM": 0}, "FW_MAP is no map"), ({"FW_MAP": 1, "FW_NORM": 3}, "FW_NORM is no norm")]
+)
+def test_unknown_numbers_do_not_compile(macros, reason):
+    x = torch.empty(1, 1)
+    macros = cuda_step.defines(torch.float32, None, None, None, x, 8) | {"FW_D": 8, "FW_NU": 1} | macros
+    with pytest.raises(RuntimeError, match=reason):
+        compile_check("step.cu", macros, "80")
 
 
 @pytest.mark.parametrize("row_map", [RowMap("dpfp", 3, "sum"), RowMap("elu", 1, "l2"), RowMap("relu")])
@@ -154,4 +214,4 @@ def test_compiles_without_spills(arch, family, nu, d, present):
     for source, kernel, defines in launches(family, RowMap("dpfp", nu, "sum"), d, 64, torch.bfloat16, present):
         found = compile_check(source, defines, arch)[kernel]
         assert found["spill_stores"] == found["spill_loads"] == found["stack"] == 0, (kernel, found)
-        assert defines["FW_SHARED"] <= cuda_common.SHARED
+        assert defines["FW_SHARED"] <= common.SHARED

@@ -178,7 +178,7 @@ def launch_rotate(*missing: str) -> None:
 )
 def test_sanitizers_see(kind, change, told):
     with pytest.raises(AssertionError, match=told):
-        run_sanitized(kind, "test_hostcuda:launch_rotate", change)
+        run_sanitized(kind, f"test_hostcuda.launch_rotate({change!r})")
 
 
 @pytest.mark.parametrize("name, dtype", [("float", torch.float32), ("__half", torch.float16), ("__nv_bfloat16", torch.bfloat16)])

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.kernel_rules import KERNEL_RULES
 
 from fw_fairseq.tools.bench import __main__ as bench
 
@@ -58,6 +59,8 @@ def test_steps(recipe, tmp_path, monkeypatch):
     assert sum(limit for _, limit, _ in steps[:-2]) <= recipe.TOTAL == 540
     parsed = {name: bench.build_parser().parse_args(command[3:]) for name, _, command in steps[4:]}
     assert [name for name, args in parsed.items() if args.command == "ops" and args.no_peers] == ["ops", "ops_32"]
+    given = [ROOT / part for _, _, command in steps for part in command if part.endswith(".py")]
+    assert len(given) == 4 and all(path.is_file() for path in given)
     assert "/usr/local/cuda/bin/compute-sanitizer" in steps[2][2] and "PYTORCH_NO_CUDA_MEMORY_CACHING=1" in steps[3][2]
 
 
@@ -97,6 +100,12 @@ def test_kernels_says_all_that_went_wrong(monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines() == ["good: 1.0e-03", *wrong, "3 of 4 went wrong", *wrong]
     got, want = [torch.ones(2), torch.tensor([math.nan])], [torch.ones(2).double(), torch.ones(1).double()]
     assert math.isnan(kernels.largest_error(got, want))
+
+
+def test_kernels_has_every_rule_that_a_family_computes():
+    cases = load("kernels").cases()
+    rules = {name.split()[0] for name in cases} - {"sru", "sru,", "pool,"}
+    assert rules == set(KERNEL_RULES) and len(cases) == 3 * (len(KERNEL_RULES) + 3 + 2 + 6)
 
 
 @pytest.mark.parametrize("failing", [None, "ops"])

@@ -6,22 +6,14 @@ import contextlib
 
 import torch
 
-from fw_fairseq.ops.kernels import launch as cuda_launch
-from fw_fairseq.ops.kernels import pooling as cuda_pooling
-from fw_fairseq.ops.kernels import recurrence as cuda
-from fw_fairseq.ops.kernels import sru as cuda_sru
-from fw_fairseq.ops.kernels import step as cuda_step
+from fw_fairseq.ops.kernels import launch
+from fw_fairseq.ops.kernels.operators import OPERATORS
 
 
 @contextlib.contextmanager
 def emulated(launcher):
     """The operators on CPU tensors, launching with ``launcher``."""
-    with torch.library._scoped_library("fw_fairseq", "IMPL") as library, cuda_launch.use(launcher):
-        library.impl("scan", cuda.scan, "CPU")
-        library.impl("scan_backward", cuda.scan_backward, "CPU")
-        library.impl("step", cuda_step.step_operator, "CPU")
-        library.impl("sru", cuda_sru.forward, "CPU")
-        library.impl("sru_backward", cuda_sru.backward, "CPU")
-        library.impl("pool", cuda_pooling.forward, "CPU")
-        library.impl("pool_backward", cuda_pooling.backward, "CPU")
+    with torch.library._scoped_library("fw_fairseq", "IMPL") as library, launch.use(launcher):
+        for name, run in OPERATORS.items():
+            library.impl(name, run, "CPU")
         yield launcher

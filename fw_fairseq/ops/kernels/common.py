@@ -1,30 +1,47 @@
-"""What the modules of several kernels share: their names for types, the devices that they need, rows and shares of gradients."""
+"""The dtypes, checks and tensors that the modules of several kernels share."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-OLDEST = (8, 0)  # products of bf16 and tf32 start there
+from . import launch
+
+OLDEST = (8, 0)  # compute capability: the first with products of bf16 and tf32
 SHARED = 99 * 1024  # bytes of shared memory that every device since compute capability 8.0 gives a block
-TYPES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
-PRECISIONS = {"bf16": 0, "tf32": 1, "exact": 2}
+TYPES = {torch.float32: "float", torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}  # what kernels read and write
+PRECISIONS = {"bf16": 0, "tf32": 1, "exact": 2}  # FW_PRECISION
+
+
+def why_not_run(*inputs: Tensor) -> str | None:
+    """A sentence that says why no kernel runs on this device or takes these dtypes; None where one can."""
+    if reason := launch.current().why_not(inputs[0].device):
+        return reason
+    for x in inputs:
+        if x.dtype not in TYPES:
+            return f"backend='cuda' has kernels for {', '.join(map(str, TYPES))}, not for {x.dtype}"
+    return None
+
+
+def dense(x: Tensor) -> Tensor:
+    """x with its last dimension contiguous, which every kernel relies on."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def in_units(x: Tensor) -> bool:
-    """Whether 16 bytes of a row can be moved at once, in every row."""
+    """Whether every row of x can be moved 16 bytes at a time."""
     unit = 16 // x.element_size()
     return x.data_ptr() % 16 == 0 and all(n % unit == 0 for n in (*x.stride()[:-1], x.shape[-1]))
 
 
 def shares_of(whole: Tensor | None, count: int) -> Tensor | None:
-    """Room for ``count`` fp32 shares that sum to the tensor; the tensor itself for one."""
+    """Room for ``count`` fp32 shares that sum to ``whole``; for one share ``whole`` itself, with a leading dimension of 1."""
     if whole is None or count == 1:
         return None if whole is None else whole[None]
     return whole.new_empty(count, *whole.shape, dtype=torch.float32)
 
 
 def add_up(whole: Tensor | None, shares: Tensor | None) -> None:
-    """The shares of ``shares_of`` into their tensor."""
+    """Writes the sum of the shares from ``shares_of`` into ``whole``."""
     if shares is not None and len(shares) > 1:
         whole.copy_(shares.sum(0))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...row_map import AS_IS, RowMap
-from . import launch as cuda_launch
+from . import launch
 from .common import OLDEST, PRECISIONS, SHARED, TYPES, add_up, in_units, shares_of
 from .decay_tiles import (
     CHUNK,
@@ -29,6 +29,7 @@ from .decay_tiles import (
     padded,
     scale_bytes,
 )
+from .maps import map_defines
 
 LARGEST_K = 512
 LARGEST_GRID = 65535  # along its second and third dimension
@@ -40,13 +41,16 @@ SIZES = ("T", "K", "V", "segments")
 PARAMS = np.dtype([(n, TENSOR) for n in TENSORS] + [(n, "u8") for n in MEMORIES] + [(n, "i4") for n in SIZES], align=True)
 
 
+COMPUTES, NEEDS = ("f per token", "f per channel", "z per channel", "w per token"), ()
+
+
 def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w, row_map: RowMap = AS_IS) -> str | None:
     K, V, (B, H) = row_map.width(q.shape[-1]), v.shape[-1], q.shape[:2]
     if K > LARGEST_K:
         return f"backend='cuda' has kernels without erase for keys up to {LARGEST_K} wide, not {K}"
     if B > LARGEST_GRID or H > LARGEST_GRID:
         return f"backend='cuda' has kernels without erase for up to {LARGEST_GRID} sequences and heads, not {B} and {H}"
-    capability = cuda_launch.current().capability(q.device)
+    capability = launch.current().capability(q.device)
     if capability < OLDEST:
         return f"backend='cuda' has kernels without erase for compute capability {OLDEST[0]}.{OLDEST[1]} and higher only"
     gates = f is not None, z is not None
@@ -69,7 +73,7 @@ def saved_like(q, k, v, f, z, e, w, memory, precision: str, row_map: RowMap = AS
     return [((*q.shape[:2], (q.shape[2] - 1) // segment, *memory.shape[2:]), torch.float32)]
 
 
-def forward(launch, q, k, v, f, z, e, w, memory, precision: str, keep: bool = True, row_map: RowMap = AS_IS):
+def forward(launcher, q, k, v, f, z, e, w, memory, precision: str, keep: bool = True, row_map: RowMap = AS_IS):
     """y, the final memory, and what ``backward`` needs; without ``keep`` that is nothing."""
     kept = saved_like(q, k, v, f, z, e, w, memory, precision, row_map) if keep else []
     _, segment = cut_backward(q, v, f, z, memory, precision, row_map)
@@ -79,11 +83,11 @@ def forward(launch, q, k, v, f, z, e, w, memory, precision: str, keep: bool = Tr
     tensors = {"q": q, "k": k, "v": v, "f": f, "z": z, "w": w, "y": y}
     memories = {"memory": memory, "final_memory": final_memory, "borders": saved[0] if keep else None}
     call = Call(choose_forward(memory.shape[2], v.shape[-1], precision), segment, precision, tensors, memories, {}, row_map)
-    call.run(launch, "decay.cu", "decay_forward", forward_bytes(call))
+    call.run(launcher, "decay.cu", "decay_forward", forward_bytes(call))
     return y, final_memory, saved
 
 
-def backward(launch, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str, row_map: RowMap = AS_IS):
+def backward(launcher, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str, row_map: RowMap = AS_IS):
     """Gradients of q, k, v, f, z, e, w and memory; None for what is None."""
     K, V = memory.shape[2:]
     tile, segment = cut_backward(q, v, f, z, memory, precision, row_map)
@@ -98,7 +102,7 @@ def backward(launch, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision:
     tensors = {"q": q, "k": k, "v": v, "f": f, "z": z, "w": w, "dy": dy, "dv": dv, "dz": dz}
     memories = {"memory": memory, "borders": saved[0], "dfinal": dmemory, "dmemory": dstart}
     call = Call(tile, segment, operands(q.dtype, precision), tensors, memories, shares, row_map)
-    call.run(launch, "decay_backward.cu", "decay_backward", backward_bytes(call))
+    call.run(launcher, "decay_backward.cu", "decay_backward", backward_bytes(call))
     for whole, share in zip((dq, dk, df, dw), shares.values()):
         add_up(whole, share)
     return dq, dk, dv, df, dz, None, dw, dstart
@@ -154,7 +158,7 @@ class Call(NamedTuple):
         q, k = self.tensors["q"], self.tensors["k"]
         if self.row_map == AS_IS:
             return {}
-        return self.row_map.defines(q.shape[-1]) | {
+        return map_defines(self.row_map, q.shape[-1]) | {
             "FW_ROW_CHUNKS": self.row_chunks,
             "FW_ALIGNED": int(all(in_units(x) for x in (q, k))),
         }
@@ -173,11 +177,11 @@ class Call(NamedTuple):
             params[name] = size
         return params
 
-    def run(self, launch, source: str, kernel: str, shared_bytes: int) -> None:
+    def run(self, launcher, source: str, kernel: str, shared_bytes: int) -> None:
         v = self.tensors["v"]
         grid = (-(-v.shape[-1] // self.tile.V), v.shape[1], v.shape[0])
         block = (32 * self.tile.warps(padded(self.K)),)
-        launch(source, kernel, self.defines(shared_bytes), grid, block, self.params(), shared_bytes, v.device)
+        launcher(source, kernel, self.defines(shared_bytes), grid, block, self.params(), shared_bytes, v.device)
 
 
 def forward_bytes(call: Call) -> int:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ...row_map import AS_IS, RowMap
-from . import launch as cuda_launch
+from . import launch
 from .common import OLDEST, PRECISIONS, SHARED, TYPES, add_up, in_units, shares_of
+from .maps import map_defines
 
 CHUNK = 16
 LARGEST_KEY = 512
@@ -122,7 +123,7 @@ class Variant(NamedTuple):
     def borders_shape(self, B, H, T):
         return B * H * ((T + self.tiling.segment - 1) // self.tiling.segment), self.tiles * self.tiling.value, self.key
 
-    def launch(self, launch, pass_: str, views: dict, pointers: dict) -> None:
+    def launch(self, launcher, pass_: str, views: dict, pointers: dict) -> None:
         source, span, shared = {
             "forward": ("delta.cu", self.tiling.span, self.forward_bytes()),
             "backward": ("delta_backward.cu", self.tiling.segment, self.backward_bytes()),
@@ -142,7 +143,7 @@ class Variant(NamedTuple):
             "FW_ALIGNED": int(all(in_units(x) for name, x in views.items() if name in ("q", "k", "v", "y", "dy", "dv"))),
             "FW_PARTIAL": int(self.tiles > 1),
             "FW_SHARED": shared,
-            **self.row_map.defines(self.row),
+            **map_defines(self.row_map, self.row),
         }
         params = np.zeros((), PARAMS)
         for name, x in views.items():
@@ -151,7 +152,7 @@ class Variant(NamedTuple):
         for name, x in pointers.items():
             params[name] = 0 if x is None else x.data_ptr()
         params["H"], params["T"], params["K"], params["V"] = H, T, self.row_map.width(self.row), v.shape[3]
-        launch(source, f"delta_{pass_}", defines, (B * H, self.tiles), (32 * self.warps,), params, shared, q.device)
+        launcher(source, f"delta_{pass_}", defines, (B * H, self.tiles), (32 * self.warps,), params, shared, q.device)
 
 
 def view(x: Tensor, leading_tile: bool) -> tuple[int, ...]:
@@ -159,11 +160,10 @@ def view(x: Tensor, leading_tile: bool) -> tuple[int, ...]:
     return (x.data_ptr(), *strides[1:4], strides[0])
 
 
+COMPUTES, NEEDS = ("f per token", "e per token", "w per token"), ("e per token",)
+
+
 def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w, row_map: RowMap = AS_IS) -> str | None:
-    if z is not None:
-        return "backend='cuda' has no kernel for a value-side decay z together with an erase"
-    if f is not None and f.dim() != 3:
-        return "backend='cuda' has no kernel for an erase with decay per channel, only with one gate per token"
     key = row_map.width(q.shape[-1])
     if key > LARGEST_KEY:
         return f"backend='cuda' has kernels with erase for keys up to {LARGEST_KEY} wide, not {key}"
@@ -171,7 +171,7 @@ def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w, row_map: RowMap = AS_
 
 
 def unsupported_device(q, v, f, w, row_map: RowMap = AS_IS) -> str | None:
-    if cuda_launch.current().capability(q.device) < OLDEST:
+    if launch.current().capability(q.device) < OLDEST:
         return f"backend='cuda' has kernels with erase for compute capability {OLDEST[0]}.{OLDEST[1]} and higher only"
     variant = Variant.of(q, v, f, w, "exact" if q.dtype == torch.float32 else "bf16", row_map)
     needed = max(variant.forward_bytes(), variant.backward_bytes())
@@ -187,23 +187,23 @@ def saved_like(q, k, v, f, z, e, w, memory, precision: str, row_map: RowMap = AS
     return [(variant.borders_shape(*q.shape[:3]), variant.operand)]
 
 
-def forward(launch, q, k, v, f, z, e, w, memory, precision: str, keep: bool = True, row_map: RowMap = AS_IS):
+def forward(launcher, q, k, v, f, z, e, w, memory, precision: str, keep: bool = True, row_map: RowMap = AS_IS):
     variant = Variant.of(q, v, f, w, precision, row_map)
     y, final = torch.empty_like(v), torch.empty_like(memory)
     saved = (memory.new_empty(variant.borders_shape(*q.shape[:3]), dtype=variant.operand),) if keep else ()
     pointers = {"memory": memory, "final": final, "borders": saved[0] if keep else None}
-    variant.launch(launch, "forward", dict(q=q, k=k, v=v, f=f, e=e, w=w, y=y), pointers)
+    variant.launch(launcher, "forward", dict(q=q, k=k, v=v, f=f, e=e, w=w, y=y), pointers)
     return y, final, saved
 
 
-def backward(launch, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str, row_map: RowMap = AS_IS):
+def backward(launcher, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str, row_map: RowMap = AS_IS):
     variant = Variant.of(q, v, f, w, precision, row_map)
     inputs = {"q": q, "k": k, "f": f, "e": e, "w": w}
     grads = {f"d{name}": torch.empty_like(x) for name, x in inputs.items() if x is not None}
     shares = {name: shares_of(grad, variant.tiles) for name, grad in grads.items()}
     dv, before = torch.empty_like(v), torch.empty_like(memory)
     pointers = {"dfinal": dmemory, "dmemory": before, "borders": saved[0]}
-    variant.launch(launch, "backward", inputs | shares | {"v": v, "dy": dy, "dv": dv}, pointers)
+    variant.launch(launcher, "backward", inputs | shares | {"v": v, "dy": dy, "dv": dv}, pointers)
     for name, grad in grads.items():
         add_up(grad, shares[name])
     return grads["dq"], grads["dk"], dv, grads.get("df"), None, grads["de"], grads.get("dw"), before

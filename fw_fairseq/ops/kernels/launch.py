@@ -96,8 +96,8 @@ def use_kernels(backend: str, device: torch.device, why_not) -> bool:
 
 
 @functools.cache
-def log_once(reason: str) -> None:
-    logger.warning(f"{reason}; running the PyTorch form instead")
+def log_once(reason: str, instead: str = "running the PyTorch form instead") -> None:
+    logger.warning(f"{reason}; {instead}")
 
 
 def missing(device: torch.device) -> str | None:

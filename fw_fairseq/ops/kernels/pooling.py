@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import launch as cuda_launch
-from .common import TYPES
-from .recurrence import DTYPES, LIBRARY, dense
+from . import launch
+from .common import TYPES, dense, why_not_run
+from .operators import register_operator
 
 SOURCE, THREADS = "pooling.cu", 128
 CHUNK, SHORT_CHUNKS = 16, (4, 8)  # tokens of a thread
@@ -31,12 +31,7 @@ def pool_cuda_form(scores: Tensor, values: Tensor, window: int, segments: Tensor
 
 def why_not(scores: Tensor, values: Tensor) -> str | None:
     """A sentence that says why ``pool_cuda_form`` cannot run on these inputs; None where it can."""
-    if reason := cuda_launch.current().why_not(values.device):
-        return reason
-    for part in (scores, values):
-        if part.dtype not in DTYPES:
-            return f"backend='cuda' has kernels for {', '.join(map(str, DTYPES))}, not for {part.dtype}"
-    return None
+    return why_not_run(scores, values)
 
 
 def start(scores, values, out, out_scores, segments, window: int, own=None, extra=None) -> None:
@@ -59,7 +54,7 @@ def start(scores, values, out, out_scores, segments, window: int, own=None, extr
     kernels = {"pool_chunks": rows * chunks, "pool_borders": rows} if chunks > 1 else {}
     for kernel, count in (kernels | {"pool_tokens": rows * chunks}).items():
         grid = (-(-count * width // THREADS),)
-        cuda_launch.current()(SOURCE, kernel, macros, grid, (THREADS,), params, 0, values.device)
+        launch.current()(SOURCE, kernel, macros, grid, (THREADS,), params, 0, values.device)
 
 
 def choose_chunk(window: int) -> int:
@@ -116,13 +111,6 @@ def differentiate(ctx, dmeans, dlog_weights):
 
 
 INPUTS = "Tensor scores, Tensor values, Tensor? segments, int window"
-TAGS = (torch.Tag.pt2_compliant_tag,)
-LIBRARY.define(f"pool({INPUTS}) -> (Tensor, Tensor)", tags=TAGS)
-LIBRARY.define(
-    f"pool_backward({INPUTS}, Tensor means, Tensor log_weights, Tensor dmeans, Tensor dlog_weights) -> (Tensor, Tensor)", tags=TAGS
-)
-LIBRARY.impl("pool", forward, "CUDA")
-LIBRARY.impl("pool_backward", backward, "CUDA")
-torch.library.register_fake("fw_fairseq::pool", forward_fake, lib=LIBRARY)
-torch.library.register_fake("fw_fairseq::pool_backward", backward_fake, lib=LIBRARY)
-torch.library.register_autograd("fw_fairseq::pool", differentiate, setup_context=setup_context, lib=LIBRARY)
+GRADIENTS = "Tensor means, Tensor log_weights, Tensor dmeans, Tensor dlog_weights"
+register_operator("pool", f"({INPUTS}) -> (Tensor, Tensor)", forward, forward_fake, setup_context, differentiate)
+register_operator("pool_backward", f"({INPUTS}, {GRADIENTS}) -> (Tensor, Tensor)", backward, backward_fake)

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import launch as cuda_launch
-from .common import TYPES
-from .recurrence import DTYPES, LIBRARY, dense
+from . import launch
+from .common import TYPES, dense, why_not_run
+from .operators import register_operator
 
 SOURCE, UNITS, STEPS = "sru.cu", 32, 8
 VIEW = np.dtype([("p", "u8"), ("stride_t", "i8"), ("stride_b", "i8")])
@@ -31,12 +31,7 @@ def sru_cuda_form(u, forget, reset, x, v_forget, v_reset, first, padding=None, r
 
 def why_not(u: Tensor, x: Tensor) -> str | None:
     """A sentence that says why ``sru_cuda_form`` cannot run on these inputs; None where it can."""
-    if reason := cuda_launch.current().why_not(u.device):
-        return reason
-    for part in (u, x):
-        if part.dtype not in DTYPES:
-            return f"backend='cuda' has kernels for {', '.join(map(str, DTYPES))}, not for {part.dtype}"
-    return None
+    return why_not_run(u, x)
 
 
 def start(kernel: str, keep: bool, tensors: dict[str, Tensor | None]) -> None:
@@ -54,7 +49,7 @@ def start(kernel: str, keep: bool, tensors: dict[str, Tensor | None]) -> None:
             params[name] = (part.data_ptr(), part.stride(time), part.stride(batch))
     grid = (-(-u.shape[1] * u.shape[2] // UNITS),)
     macros = defines(u.dtype, x.dtype, tensors["padding"] is not None, tensors["resets"] is not None, keep)
-    cuda_launch.current()(SOURCE, kernel, macros, grid, (UNITS,), params, 0, u.device)
+    launch.current()(SOURCE, kernel, macros, grid, (UNITS,), params, 0, u.device)
 
 
 def defines(dtype: torch.dtype, x_dtype: torch.dtype, padding: bool, resets: bool, keep: bool) -> dict[str, object]:
@@ -110,11 +105,7 @@ def differentiate(ctx, dh, dlast, _dsaved):
     return *torch.ops.fw_fairseq.sru_backward(*ctx.saved_tensors, dh, dlast), None, None, None
 
 
-TAGS = (torch.Tag.pt2_compliant_tag,)
-LIBRARY.define(f"sru({INPUTS}, bool keep) -> (Tensor, Tensor, Tensor[])", tags=TAGS)
-LIBRARY.define(f"sru_backward({INPUTS}, Tensor c, Tensor dh, Tensor dlast) -> Tensor[]", tags=TAGS)
-LIBRARY.impl("sru", forward, "CUDA")
-LIBRARY.impl("sru_backward", backward, "CUDA")
-torch.library.register_fake("fw_fairseq::sru", forward_fake, lib=LIBRARY)
-torch.library.register_fake("fw_fairseq::sru_backward", backward_fake, lib=LIBRARY)
-torch.library.register_autograd("fw_fairseq::sru", differentiate, setup_context=setup_context, lib=LIBRARY)
+register_operator(
+    "sru", f"({INPUTS}, bool keep) -> (Tensor, Tensor, Tensor[])", forward, forward_fake, setup_context, differentiate
+)
+register_operator("sru_backward", f"({INPUTS}, Tensor c, Tensor dh, Tensor dlast) -> Tensor[]", backward, backward_fake)

@@ -8,13 +8,17 @@ from torch import Tensor
 
 from ...row_map import AS_IS, RowMap
 from ...rules import Coefficients
-from . import launch as cuda_launch
-from .common import TYPES
-from .recurrence import DTYPES, INPUTS, LIBRARY, ROW_MAP, dense
+from . import launch
+from .common import TYPES, dense, why_not_run
+from .families import kinds
+from .maps import map_defines, why_no_map
+from .operators import register_operator
+from .recurrence import INPUTS, ROW_MAP
 
 SOURCE, COLUMNS, WARPS = "step.cu", 32, 16
 ROWS = (8, 16, 32)  # of the memory in the registers of a warp
 LARGEST_KEY = WARPS * ROWS[-1]
+COMPUTES = ("f per token", "f per channel", "z per channel", "e per token", "w per token")  # in the words of ``families.kinds``
 VIEW = np.dtype([("p", "u8"), ("stride_b", "i8"), ("stride_h", "i8")])
 VIEWS = ("q", "k", "v", "f", "z", "e", "w", "memory", "y", "memory_out")
 PARAMS = np.dtype([(name, VIEW) for name in VIEWS] + [(name, "i4") for name in "HKV"], align=True)
@@ -39,8 +43,8 @@ def step(
     params["H"], params["K"], params["V"] = heads, key, value
     rows = choose_rows(key)
     grid, block = (batch * heads, -(-value // COLUMNS)), (COLUMNS, -(-key // rows))
-    macros = defines(v.dtype, f, z, e, w, rows) | row_map.defines(q.shape[-1])
-    cuda_launch.current()(SOURCE, "step", macros, grid, block, params, 0, q.device)
+    macros = defines(v.dtype, f, z, e, w, rows) | map_defines(row_map, q.shape[-1])
+    launch.current()(SOURCE, "step", macros, grid, block, params, 0, q.device)
     return y, memory_out
 
 
@@ -55,12 +59,12 @@ def defines(dtype: torch.dtype, f, z, e, w, rows: int) -> dict[str, object]:
     return {"FW_IN": TYPES[dtype], "FW_F": 0 if f is None else f.dim() - 1, **present, "FW_ROWS": rows}
 
 
-def why_not(q: Tensor, v: Tensor, row_map: RowMap = AS_IS) -> str | None:
+def why_not(q: Tensor, v: Tensor, coefficients: Coefficients, row_map: RowMap = AS_IS) -> str | None:
     """A sentence that says why ``step_cuda_form`` cannot run on these inputs; None where it can."""
-    if reason := cuda_launch.current().why_not(q.device):
+    if reason := why_not_run(q, v) or why_no_map(row_map):
         return reason
-    if v.dtype not in DTYPES:
-        return f"the decoding kernel takes {', '.join(map(str, DTYPES))}, not {v.dtype}"
+    if strange := [kind for kind in kinds(coefficients) if kind not in COMPUTES]:
+        return f"the decoding kernel does not compute {', '.join(strange)}, only {', '.join(COMPUTES)}"
     if (key := row_map.width(q.shape[-1])) > LARGEST_KEY:
         return f"the decoding kernel takes keys up to {LARGEST_KEY} wide, not {key}"
     return None
@@ -77,10 +81,8 @@ def step_operator(q, k, v, f, z, e, w, memory, *row_map):
     return step(q, k, v, f, z, e, w, memory, RowMap(*row_map))
 
 
-LIBRARY.define(f"step({INPUTS}, {ROW_MAP}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
-LIBRARY.impl("step", step_operator, "CUDA")
-torch.library.register_fake(
-    "fw_fairseq::step",
-    lambda q, k, v, f, z, e, w, memory, *row_map: (torch.empty_like(v), torch.empty_like(memory)),
-    lib=LIBRARY,
-)
+def step_fake(q, k, v, f, z, e, w, memory, *row_map):
+    return torch.empty_like(v), torch.empty_like(memory)
+
+
+register_operator("step", f"({INPUTS}, {ROW_MAP}) -> (Tensor, Tensor)", step_operator, step_fake)

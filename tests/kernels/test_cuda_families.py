@@ -1,0 +1,116 @@
+"""Which kernel family computes which coefficients, and what no family computes."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.draws import assert_same
+from support.kernel_rules import KERNEL_RULES, STEP_RULES, coefficients_of
+
+from fw_fairseq.ops import fast_weight
+from fw_fairseq.ops.kernels import families, launch, recurrence, step
+from fw_fairseq.ops.recurrent import step_form
+from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
+
+FAMILY = {"sum": "decay", "gated": "decay", "decay": "decay", "delta": "delta", "gated_delta": "delta"}
+T, X = (1, 2, 19), (1, 2, 19, 4)  # a coefficient per token, per channel
+
+
+@pytest.mark.parametrize("rule, name", FAMILY.items())
+def test_the_family_of_each_rule(rule, name):
+    assert families.find_family(coefficients_of(rule)) is families.FAMILIES[name]
+    assert rule in KERNEL_RULES and rule in STEP_RULES
+
+
+def given(**shapes) -> Coefficients:
+    return Coefficients(**{name: torch.rand(shape) for name, shape in shapes.items()})
+
+
+@pytest.mark.parametrize(
+    "shapes, said",
+    [
+        (dict(f=X, e=T, w=T), "f per channel, e per token, w per token"),
+        (dict(z=X, e=T), "z per channel, e per token"),
+        (dict(e=X), "e per channel"),
+        (dict(f=T, w=X), "f per token, w per channel"),
+        (dict(f=(1, 2, 19, 4, 4)), "f of 5 dimensions"),
+    ],
+)
+def test_what_no_family_computes(emulate, shapes, said):
+    """One sentence; the operator refuses too, whoever calls it."""
+    emulate()
+    q, memory, coefficients = torch.randn(X), torch.zeros(1, 2, 4, 4), given(**shapes)
+    reason = recurrence.why_not(q, q, q, coefficients)
+    assert reason.startswith(f"backend='cuda' has no kernel for {said} together; its families compute decay: f per token, ")
+    with pytest.raises(ValueError, match="has no kernel for"):
+        recurrence.run_kernels(q, q, q, coefficients, memory)
+
+
+@pytest.mark.parametrize("shapes, said", [(dict(e=X), "e per channel"), (dict(z=T, w=X), "z per token, w per channel")])
+def test_what_the_decoding_kernel_does_not_compute(emulate, shapes, said):
+    emulate()
+    q = torch.randn(X)
+    assert step.why_not(q, q, given(**shapes)).startswith(f"the decoding kernel does not compute {said}, only f per token, ")
+
+
+@pytest.fixture
+def channel_delta(monkeypatch):
+    """A rule of a new shape: decay per channel with an erase."""
+    gates = {"a": Gate("K"), "beta": Gate()}
+    rule = Rule("", "", coefficients=lambda a, beta: Coefficients(f=a, e=beta, w=beta), gates=gates)
+    monkeypatch.setitem(RULES, "channel_delta", rule)
+    launch.log_once.cache_clear()
+    q, k, v = (torch.randn(X) for _ in range(3))
+    inputs = {"q": q, "k": torch.nn.functional.normalize(k, dim=-1), "v": v, "a": torch.rand(X), "beta": torch.rand(T)}
+    return {name: x.requires_grad_() for name, x in inputs.items()}
+
+
+def results(leaves, backend: str) -> dict[str, torch.Tensor]:
+    y, state = fast_weight(*list(leaves.values())[:3], "channel_delta", {n: leaves[n] for n in ("a", "beta")}, backend=backend)
+    grads = torch.autograd.grad(y.square().sum() + state.memory.sum(), list(leaves.values()))
+    return {"y": y.detach(), "memory": state.memory.detach()} | dict(zip(leaves, grads))
+
+
+def test_a_rule_of_a_new_shape_runs_in_pytorch(emulate, channel_delta, caplog):
+    launcher = emulate()
+    with caplog.at_level(logging.WARNING):
+        assert_same(results(channel_delta, "auto"), results(channel_delta, "recurrent"), 1e-4)
+    assert not launcher.calls and [r.message.count("f per channel, e per token, w per token together") for r in caplog.records] == [
+        1
+    ]
+    with pytest.raises(ValueError, match=r"^backend='cuda' has no kernel for f per channel, e per token, w per token together"):
+        results(channel_delta, "cuda")
+
+
+def test_a_family_is_one_entry(emulate, channel_delta, monkeypatch):
+    """A registered family gets what it says it computes, forward and backward; the other rules keep theirs."""
+    emulate()
+    seen = []
+
+    def saved_like(*inputs):
+        return []
+
+    def forward(launcher, q, k, v, f, z, e, w, memory, precision, keep, row_map):
+        seen.append("forward")
+        y, memory = step_form(q, k, v, Coefficients(f, z, e, w), memory)
+        return y, memory.contiguous(), ()
+
+    def backward(launcher, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision, row_map):
+        seen.append("backward")
+        inputs = [None if x is None else x.detach().requires_grad_() for x in (q, k, v, f, z, e, w, memory)]
+        with torch.enable_grad():
+            outputs = step_form(*inputs[:3], Coefficients(*inputs[3:7]), inputs[7])
+            grads = iter(torch.autograd.grad(outputs, [x for x in inputs if x is not None], (dy, dmemory)))
+        return [None if x is None else next(grads) for x in inputs]
+
+    computes, needs = ("f per channel", "e per token", "w per token"), ("f per channel", "e per token")
+    functions = dict(supported=lambda *inputs: None, saved_like=saved_like, forward=forward, backward=backward)
+    family = SimpleNamespace(COMPUTES=computes, NEEDS=needs, **functions)
+    monkeypatch.setitem(families.FAMILIES, "channel_delta", family)
+    assert_same(results(channel_delta, "cuda"), results(channel_delta, "recurrent"), 1e-4)
+    assert seen == ["forward", "backward"]
+    for rule, name in FAMILY.items():
+        assert families.find_family(coefficients_of(rule)) is families.FAMILIES[name]

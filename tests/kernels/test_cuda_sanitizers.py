@@ -1,0 +1,14 @@
+"""Every kernel under the sanitizers, on the emulator: races between threads, accesses outside tensors and fixed arrays."""
+
+from __future__ import annotations
+
+import pytest
+from hostcuda import run_sanitized
+
+DELTA = {"thread": "test_cuda_delta.sanitized(160, 32)", "address": "test_cuda_delta.sanitized(20, 20)"}
+OTHERS = [f"test_cuda_{name}.sanitized()" for name in ("step", "decay", "maps", "sru", "pooling")]
+
+
+@pytest.mark.parametrize("kind", ["thread", "address"])
+def test_every_kernel_is_clean(kind):
+    run_sanitized(kind, *OTHERS, DELTA[kind])
