@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,68 @@ from support import pretrained as pretraining
 from support import streams
 from support.emulated import emulated
 from support.shared import shared_folder
+
+TESTS = Path(__file__).parent
+QUICK = (
+    "layers/",
+    "models/",
+    "ops/",
+    "patches/test_mistakes.py",
+    "tasks/test_lm_tasks.py",
+    "tasks/test_streams.py",
+    "test_layout.py",
+    "test_pages.py",
+    "tools/test_tables.py",
+)
+NOT_QUICK = (
+    "models/test_lm_model.py::test_activation_checkpointing",
+    "models/test_lm_model.py::test_half_precision",
+    "ops/test_fast_weight.py::test_a_graph_of_the_whole_operation",
+    "ops/test_fuzz.py",
+    "ops/test_workers.py",
+)
+COMMANDS = {"counting_data", "lm_data", "pretrained", "stream_data"}  # fixtures that run fairseq's commands
+LONGEST = (
+    "recipes/test_recipes.py",
+    "patches/test_faults.py",
+    "tasks/test_stateful_cli.py",
+    "tasks/test_lm_cli.py",
+    "kernels/",
+    "tasks/test_translation_cli.py",
+    "tasks/test_distributed_cli.py",
+    "tools/test_convert_cli.py",
+    "patches/test_security.py",
+    "tasks/test_mixers_cli.py",
+    "tools/",
+)
+
+
+def within(name: str, places: tuple[str, ...]) -> int:
+    """The first of these places that has the file or test ``name``, by its number; -1 without one."""
+    return next((i for i, place in enumerate(places) if name.startswith(place)), -1)
+
+
+def is_quick(name: str) -> bool:
+    return within(name, QUICK) >= 0 and within(name, NOT_QUICK) < 0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "quick: trains nothing and starts no command")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m quick`` the other files are not imported, which would take as long as the tests."""
+    unwanted = config.option.markexpr == "quick" and collection_path.name.startswith("test_")
+    return True if unwanted and not is_quick(collection_path.relative_to(TESTS).as_posix()) else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the quick tests, and put the longest files first: a process that gets one at the end is waited for."""
+    names = {item: f"{item.path.relative_to(TESTS).as_posix()}::{item.name}" for item in items}
+    for item, name in names.items():
+        if is_quick(name) and not COMMANDS.intersection(item.fixturenames):
+            item.add_marker(pytest.mark.quick)
+    items.sort(key=lambda item: within(names[item], LONGEST) % (len(LONGEST) + 1))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ import torch
 from support.checkpoints import save, source
 from support.commands import ROOT, fairseq, run, succeed
 from support.language_models import assert_close, build, draw
-from support.streams import MODEL, data, updates  # noqa: F401
+from support.runs import updates
+from support.streams import MODEL
 
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.feature_maps import FEATURE_MAPS
@@ -107,27 +108,27 @@ for name, options in {cases!r}.items():
 """
 
 
-def test_conversions_are_evaluated(data, tmp_path):  # noqa: F811
+def test_conversions_are_evaluated(stream_data, tmp_path):
     """By the command, which has the extension from --user-dir; the conversion is a program that imports it."""
-    _, _, state = source("--arch transformer_lm", data)
+    _, _, state = source("--arch transformer_lm", stream_data)
     save(state, tmp_path)
     cases = {"plain.pt": {}, "wide.pt": {"feature_dim": 40}, "squares.pt": {"feature_map": "squares"}}
     succeed(run(sys.executable, "-c", CONVERT.format(folder=str(EXTENSION.parent), cases=cases), cwd=tmp_path))
     for name in cases:
         given = ["--path", tmp_path / name, "--gen-subset", "test", "--tokens-per-sample", 20]
-        assert "Perplexity" in succeed(fairseq("eval_lm", data, *USER_DIR, *given))
+        assert "Perplexity" in succeed(fairseq("eval_lm", stream_data, *USER_DIR, *given))
 
 
-def test_the_commands_know_the_extension(data, tmp_path):  # noqa: F811
+def test_the_commands_know_the_extension(stream_data, tmp_path):
     model = "--update-rule decayed_delta --feature-map squares --mixer-pattern moving_average,fast_weight"
     train = "--criterion fast_weight_cross_entropy --optimizer adam --lr 0.01 --seed 3 --log-format json --log-interval 1"
     stream = "--task stateful_language_modeling --tokens-per-sample 16 --batch-size 4 --no-token-positional-embeddings"
     given = [*MODEL.split(), *model.split(), *train.split(), *stream.split(), "--max-update", 6, "--save-dir", tmp_path]
-    log = updates(succeed(fairseq("train", data, *USER_DIR, *given)))
+    log = updates(succeed(fairseq("train", stream_data, *USER_DIR, *given)))
     assert float(log[6]["loss"]) < float(log[1]["loss"]) and "fw_1_gate_f" in log[6]
     read = ["--path", tmp_path / "checkpoint_last.pt", "--gen-subset", "test", "--task", "stateful_language_modeling"]
-    printed = [succeed(fairseq("eval_lm", data, *USER_DIR, *read, "--tokens-per-sample", n)) for n in (7, 50)]
+    printed = [succeed(fairseq("eval_lm", stream_data, *USER_DIR, *read, "--tokens-per-sample", n)) for n in (7, 50)]
     short, long = (text[text.index("Perplexity") :] for text in printed)
     assert short.split()[1] == long.split()[1]
-    refused = fairseq("train", data, *USER_DIR, *MODEL.split(), "--update-rule", "decayed")
+    refused = fairseq("train", stream_data, *USER_DIR, *MODEL.split(), "--update-rule", "decayed")
     assert refused.returncode and "'decayed_delta'" in refused.stderr

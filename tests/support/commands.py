@@ -42,7 +42,7 @@ def install_sdist(folder: Path) -> Path:
 
 @functools.cache
 def preloaded():
-    """Its processes are forks of one that has imported support.preload: a command starts at once instead of in eight seconds."""
+    """Its processes are forks of one that has imported support.preload: a command starts without its imports."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["support.preload"])
     with mock.patch.dict(os.environ, ENVIRONMENT | {"PYTHONPATH": str(ROOT / "tests")}, clear=True):
