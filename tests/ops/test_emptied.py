@@ -8,7 +8,8 @@ from support.definitions import WRITES
 from support.draws import FITTING, NORMALISED, assert_same, draw_gates, draw_inputs
 
 from fw_fairseq.ops import fast_weight
-from fw_fairseq.ops.chunkwise.frames import EmptyingFrame, EmptyingStill, Frame, Narrow, Steps, Still
+from fw_fairseq.ops.chunkwise.frames import ChannelGates, ChannelGatesWithZeros, Steps, TokenGates, TokenGatesWithZeros
+from fw_fairseq.ops.chunkwise.large_gates import LargeChannelGates
 from fw_fairseq.ops.chunkwise.scan import plan
 from fw_fairseq.rules import RULES
 
@@ -160,9 +161,9 @@ def test_chunks_without_zeros_run_as_before():
         return [way for _, way in plan((q, q, q, f, z, None, None), torch.float32)]
 
     f[:, :, 40] = 0
-    assert ways(f[..., 0]) == [Still, EmptyingStill, Still]
-    assert ways(f, z) == [Narrow, EmptyingFrame, Narrow]
+    assert ways(f[..., 0]) == [TokenGates, TokenGatesWithZeros, TokenGates]
+    assert ways(f, z) == [LargeChannelGates, ChannelGatesWithZeros, LargeChannelGates]
     z[:, :, 40] = 0
     f[:, :, 70, 1] = 0
-    assert ways(f, z) == [Narrow, Steps, Steps]
-    assert ways(f) == [Frame, EmptyingFrame, Steps]
+    assert ways(f, z) == [LargeChannelGates, Steps, Steps]
+    assert ways(f) == [ChannelGates, ChannelGatesWithZeros, Steps]
