@@ -1,4 +1,4 @@
-"""Feature maps: what queries and keys pass through before they meet the memory. (..., head_dim) -> (..., out_dim).
+"""Feature maps phi: queries and keys pass through one before they meet the memory. (..., head_dim) -> (..., out_dim).
 
 Each is an ``nn.Module`` built as ``FEATURE_MAPS[name](head_dim, **options)``; a new one is one class and one entry here.
 Exponentials and random projections are computed in fp32 whatever the input's dtype.
@@ -14,12 +14,17 @@ from torch.nn import functional as F
 
 
 class FeatureMap(nn.Module):
-    """phi. ``out_dim``: its width; ``non_negative``: whether sum and attention normalisation make sense with it; ``at_most_one``:
-    whether no phi(x) is longer than 1; ``row_map``: how ``ops.row_map`` calls what it does to ``linear(x)``, if that has no
-    parameters."""
+    """A feature map.
+
+    out_dim: the width of phi(x).
+    non_negative: whether no feature is below 0, so that sum and attention normalisation may be used.
+    at_most_one: whether no phi(x) is longer than 1, so that a rule with an erase needs no normalisation.
+    row_map: the name in ``row_map.MAPS`` of the function from ``linear(x)`` to phi(x), where that has no parameters; kernels can
+        then compute it. None: the map always runs in PyTorch.
+    """
 
     equation = ""
-    eps = 1e-6  # in the divisor of attention normalisation: small beside any phi(q) . phi(k) that counts
+    eps = 1e-6  # added to the divisor of attention normalisation; far below any phi(q) . phi(k) that matters
     non_negative = at_most_one = False
     row_map: str | None = None
 
@@ -28,18 +33,18 @@ class FeatureMap(nn.Module):
         self.head_dim, self.out_dim = positive("head_dim", head_dim), positive("out_dim", out_dim)
 
     def scaled(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Features and None, or features kept at most 1 with the log of the factor (...,) taken out of them.
+        """Features and None, or features of at most 1 and the log (...,) of the factor that was divided out of them.
 
-        The factor cancels in sum normalisation and, for queries, in attention normalisation; for keys under attention
-        normalisation it goes to ``fast_weight`` as ``key_log_scale``."""
+        The factor cancels in sum normalisation. In attention normalisation that of queries cancels, and that of keys is passed to
+        ``fast_weight`` as ``key_log_scale``."""
         return self(x), None
 
     def linear(self, x: Tensor) -> Tensor:
-        """The part that has parameters."""
+        """The part of the map that has parameters, before the part that ``row_map`` names."""
         return x
 
     def redraw(self, keep: bool = False) -> None:
-        """Called once per training mini-batch; random maps draw new projections, or with ``keep`` take those of evaluation."""
+        """Draws new random projections, once per training mini-batch; with ``keep`` the map uses those of evaluation instead."""
 
     def extra_repr(self) -> str:
         return f"head_dim={self.head_dim}, out_dim={self.out_dim}"
@@ -97,7 +102,7 @@ class LearnedRelu(FeatureMap):
 
 
 class Dpfp(FeatureMap):
-    """Deterministic parameter-free projection: x' times its own rolls, so that few features are active at once."""
+    """The deterministic parameter-free projection: x' times its own rolls, so that few features are active at once."""
 
     equation = "x' = [relu(x), relu(-x)]; cat over j = 1..nu of x' * roll(x', j)"
     non_negative = True
@@ -114,8 +119,8 @@ class Dpfp(FeatureMap):
 
 
 class RandomFeatures(FeatureMap):
-    """``features`` random projections, fresh ones per training mini-batch; the ones of evaluation are drawn once and are part of
-    the checkpoint."""
+    """A map of ``features`` random projections. Training draws new ones for each mini-batch; those of evaluation are drawn once and
+    saved in the checkpoint."""
 
     def __init__(self, head_dim: int, features: int | None = None, orthogonal: bool = True):
         features = positive("head_dim", head_dim) if features is None else positive("features", features)
@@ -138,7 +143,8 @@ class RandomFeatures(FeatureMap):
 
 
 class Favor(RandomFeatures):
-    """FAVOR+: positive random features whose products estimate exp(q . k). ``prescale`` multiplies x by head_dim^-1/4."""
+    """FAVOR+: positive random features whose products estimate exp(q . k), or with ``prescale``, which multiplies x by
+    head_dim^-1/4, exp(q . k / sqrt(head_dim))."""
 
     equation = "exp(-|x|^2/2) / sqrt(2m) [exp(R x), exp(-R x)]"
     eps = 1e-30  # kept at most 1 or summing to 1, its features have products of any size
@@ -163,7 +169,7 @@ class Favor(RandomFeatures):
 
 
 class Rfa(RandomFeatures):
-    """Random Fourier features of the unit vector of x, its coordinates times a learned scale."""
+    """Random Fourier features of x / |x|, whose coordinates are multiplied by a learned scale."""
 
     equation = "[sin(R (s * x/|x|)), cos(R (s * x/|x|))] / sqrt(m), s learned"
     at_most_one = True
@@ -199,7 +205,7 @@ def dpfp(x: Tensor, nu: int = 1) -> Tensor:
 
 
 def sum_normalise(features: Tensor, eps: float = 1e-6) -> Tensor:
-    """Non-negative features divided by their sum; a sum below eps counts as eps, so a zero vector stays zero, gradient finite."""
+    """Non-negative features divided by their sum. A sum below eps counts as eps: zeros stay zeros, with a finite gradient."""
     wide_features = wide(features)
     total = wide_features.sum(-1, keepdim=True)
     return (wide_features / total.clamp(min=eps).masked_fill(total == 0, 1)).to(features.dtype)  # fp16 does not hold 1 / eps

@@ -1,4 +1,4 @@
-"""Feature maps that kernels apply to the rows of q and k as they load them: those without parameters, each with any norm."""
+"""The feature maps that kernels can apply to the rows of q and k as they load them: maps without parameters, each with any norm."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ MAPS = {"identity": lambda x, nu: x, "elu": lambda x, nu: elu(x), "relu": lambda
 
 
 class RowMap(NamedTuple):
-    """Called on (...,D) it is the definition in PyTorch, (...,K)."""
+    """A map by name and its norm. Calling it on rows (...,D) computes the features (...,K) in PyTorch, which is the definition."""
 
-    name: str = "identity"
+    name: str = "identity"  # in MAPS
     nu: int = 1  # of dpfp
-    norm: str = "none"
+    norm: str = "none"  # in NORMS
 
     def width(self, d: int) -> int:
+        """K, the number of features of rows that are d wide."""
         return 2 * self.nu * d if self.name == "dpfp" else d
 
     def __call__(self, x: Tensor) -> Tensor:

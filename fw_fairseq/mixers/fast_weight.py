@@ -30,9 +30,9 @@ class FastWeight(Mixer):
         self.feature_map = build_feature_map(config, self.head_dim, num_heads)
         check_combination(config, self.feature_map)
         self.row_map = row_map_of(self.feature_map, self.feature_norm)
-        key_dim, widths = self.feature_map.head_dim, {None: 1, "K": self.feature_map.out_dim, "V": self.head_dim}
+        key_dim, widths = self.feature_map.head_dim, (self.feature_map.out_dim, self.head_dim)
         self.sizes = {"q": num_heads * key_dim, "k": num_heads * key_dim, "v": embed_dim}
-        self.sizes |= {name: num_heads * widths[gate.axis] for name, gate in self.rule.gates.items()}
+        self.sizes |= {name: num_heads * gate.width(*widths) for name, gate in self.rule.gates.items()}
         self.in_proj = nn.Linear(embed_dim, sum(self.sizes.values()))
         self.out_proj = nn.Linear(embed_dim, embed_dim)
         strength = [] if self.rule.coefficients is None else ["write_strength"]

@@ -45,8 +45,8 @@ class RetrievalModel(BaseFairseqModel):
         self.embedding = nn.Embedding(symbols, width)
         self.query_projection = nn.Linear(width, config.key_dim, bias=False)
         self.key_projection = nn.Linear(width + symbols, config.key_dim, bias=False)
-        widths = {None: 1, "K": self.feature_map.out_dim, "V": symbols}
-        self.gates = nn.ModuleDict({name: nn.Linear(width + symbols, widths[g.axis]) for name, g in self.rule.gates.items()})
+        widths = self.feature_map.out_dim, symbols
+        self.gates = nn.ModuleDict({name: nn.Linear(width + symbols, g.width(*widths)) for name, g in self.rule.gates.items()})
         for name, gate in self.gates.items():
             if self.rule.gates[name].bias == "uniform":  # the others start around 1/2, as published
                 gate.bias.data.copy_(initial_bias("uniform", len(gate.bias)))

@@ -1,4 +1,4 @@
-"""What the hand-written autograd functions share."""
+"""A decorator that all hand-written autograd functions share."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def as_written(method):
-    """A forward or backward whose products keep the types they are written with, inside of autocast too, and that ``torch.export``,
-    which traces a forward with gradients on, takes as it is."""
+    """Runs a forward or backward without autocast and without gradients: its products keep the dtypes that they are written with,
+    and ``torch.export``, which traces a forward with gradients on, can trace it."""
 
     @functools.wraps(method)
     def run(ctx, *inputs):
-        device = next((x.device.type for x in inputs if isinstance(x, Tensor)), "cpu")  # no gradient at all comes as None
+        device = next((x.device.type for x in inputs if isinstance(x, Tensor)), "cpu")  # an input without a gradient comes as None
         with torch.no_grad(), torch.autocast(device, enabled=False):
             return method(ctx, *inputs)
 

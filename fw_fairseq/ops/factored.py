@@ -1,6 +1,6 @@
-"""A memory of few tokens as its factors, W = sum_s k_s u_s^T: what decoding starts with.
+"""A memory of few tokens, kept as its factors, W = sum_s k_s u_s^T. Decoding starts with it.
 
-S tokens take S (K + V) numbers instead of K V, less until S = K V / (K + V), and that is what beam search copies at every step.
+S tokens take S (K + V) numbers instead of K V, which is less until S = K V / (K + V). Beam search copies them at every step.
 Every rule of the recurrence keeps the form: decay shrinks the factors, an erase changes only what is written next.
 """
 
@@ -15,7 +15,7 @@ from ..rules import Coefficients
 
 
 class Factors(NamedTuple):
-    """Stands for the memory ``dense()`` in a FastWeightState, and is asked for shape, dtype and device as that would be."""
+    """Takes the place of the memory ``dense()`` in a FastWeightState; shape, dtype and device are those of that memory."""
 
     keys: Tensor  # (B,H,S,K)
     values: Tensor  # (B,H,S,V)
@@ -46,10 +46,11 @@ class Factors(NamedTuple):
         return Factors(*(x.to(*args, **kwargs) for x in self))
 
     def dense(self) -> Tensor:
+        """The memory (B,H,K,V)."""
         return self.keys.mT @ self.values
 
     def smallest(self) -> Factors | Tensor:
-        """Itself, or the memory where that is no larger."""
+        """These factors, or the memory where that is no larger."""
         *_, tokens, key_width = self.keys.shape
         value_width = self.values.shape[3]
         return self if tokens * (key_width + value_width) < key_width * value_width else self.dense()

@@ -1,7 +1,7 @@
 """Attention normalisation: the output divided by n_t . q_t, with n_t accumulated in fp32.
 
-A rule whose normaliser follows its writes ("write") gets it as one more column of the memory, written with the value 1: the same
-recurrence, whatever runs it. A rule whose normaliser sums its keys ("keys") gets it as a cumulative sum.
+Where the normaliser follows the rule's writes ("write"), it is one more column of the memory, whose value is always 1: any form
+computes it with the rest. Where it sums the keys ("keys"), it is a cumulative sum beside the recurrence.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Sums(NamedTuple):
 
 
 def start(inputs: Inputs) -> tuple[Inputs, Sums]:
-    """The inputs that the recurrence runs on, and what is already known of n."""
+    """The inputs for the recurrence, and the sums that are known before it runs."""
     return start_with_keys(inputs) if inputs.rule.normaliser == "keys" else start_with_writes(inputs)
 
 
 def finish(y: Tensor, memory: Tensor, sums: Sums, inputs: Inputs) -> tuple[Tensor, FastWeightState]:
-    """The normalised y in v's dtype and the state, from what the recurrence gives for the inputs of ``start``."""
+    """The normalised y in v's dtype and the state, from the results of the recurrence for the inputs that ``start`` returned."""
     (read, normaliser, log_scale) = sums
     if read is None:
         y, read = y[..., :-1], y[..., -1:]
@@ -112,7 +112,8 @@ def sum_texts(terms: Tensor, reset_mask: Tensor) -> Tensor:
 
 
 def normalise_erase(coefficients: Coefficients, recalled: Tensor, eps: float) -> Coefficients:
-    """Erases what a normalised read of k_t gives. A key that nothing was written under erases nothing."""
+    """With erase strengths for which an erase takes away the normalised read of k_t. A key that nothing was written under erases
+    nothing."""
     empty = recalled == 0
     e = torch.where(empty, 0.0, coefficients.e / (recalled.masked_fill(empty, 1.0) + eps))
     return coefficients._replace(e=e)
@@ -121,7 +122,8 @@ def normalise_erase(coefficients: Coefficients, recalled: Tensor, eps: float) ->
 def rescale_writes(
     coefficients: Coefficients, key_log_scale: Tensor, log_scale: Tensor, left: Tensor
 ) -> tuple[Coefficients, Tensor]:
-    """Keys that stand for k_t exp(key_log_scale_t), kept relative to m_t, the largest scale that is left: nothing overflows.
+    """The coefficients for keys that stand for k_t exp(key_log_scale_t), relative to m_t, the largest scale that is left, so that
+    nothing overflows; and m after the last token.
 
     m_t sees no later token. Its changes are one more scalar gate, which with f is at most 1, and the write strength becomes
     exp(key_log_scale_t - m_t) <= 1. It carries no gradient: outputs do not depend on it.
@@ -138,7 +140,8 @@ def rescale_writes(
 
 
 def log_left(f: Tensor | None, key_log_scale: Tensor, reset_mask: Tensor | None) -> Tensor:
-    """(B,H,T) in float64, without gradients: log of what a token leaves of the writes before it, in the channel that keeps most."""
+    """The log of the share of earlier writes that each token leaves, in the channel that keeps most: (B,H,T) in float64, without
+    gradients."""
     if f is None:
         left = torch.zeros_like(key_log_scale, dtype=torch.float64)
     else:

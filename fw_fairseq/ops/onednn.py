@@ -1,5 +1,5 @@
-"""The product of a layer's inputs with its weights. On a CPU in fp32 by oneDNN, which PyTorch takes for its LSTM but not for
-``F.linear``: on CPUs other than Intel's it can be twice as fast. Everywhere else, and for few rows, ``F.linear``."""
+"""The product of a layer's inputs with its weights. On a CPU and in fp32 oneDNN computes it, which PyTorch uses for its LSTM but
+not for ``F.linear``: on CPUs other than Intel's it can be twice as fast. Everywhere else, and for few rows, it is ``F.linear``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-FEWEST = 32  # rows
+FEWEST = 32  # rows that oneDNN is used for
 
 
 class Linear(nn.Linear):

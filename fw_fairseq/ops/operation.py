@@ -1,9 +1,13 @@
-"""The fast-weight operation: it checks its inputs, continues from a state, applies masks and normalises."""
+"""The fast-weight operation.
+
+A call passes through ``checks.check_arguments`` (the rule's name becomes the ``Rule``), ``inputs.with_coefficients`` (its gates
+become ``Coefficients``), and ``dispatch.run``, which chooses the form and calls it.
+"""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from ..row_map import AS_IS, RowMap
 from . import checks, normalisation
@@ -29,31 +33,64 @@ def fast_weight(
     reset_mask: Tensor | None = None,
     feature_map: RowMap | None = None,
     decoding: bool = False,
-    group=None,
+    group: distributed.ProcessGroup | None = None,
 ) -> tuple[Tensor, FastWeightState]:
-    """Writes keys and values into a fast-weight memory over time and reads it with the queries; causal, linear in T.
+    """Fast weights: a memory of each head that every token first writes into and then reads, in time linear in the tokens.
+
+    With W_t the memory (K,V) after token t, the rule says how k_t and v_t are written into W_{t-1}, and the output is
+    y_t = W_t^T q_t. So y_t depends on no later token. Shapes: B sequences, H heads, T tokens, K features of q and k, V channels
+    of v. T, K and V are at least 1; B may be 0.
 
     Args:
-        q, k: (B,H,T,K) after the feature map; v: (B,H,T,V). fp32, bf16, fp16 or float64, any strides.
-        rule: a name in ``fw_fairseq.rules.RULES``.
-        gates: the rule's gates by name, probabilities, (B,H,T), (B,H,T,K) or (B,H,T,V); in q's dtype or fp32.
-        state: what an earlier call returned, to go on from there; gradients flow through it.
-        backend: "recurrent" one token at a time, "chunkwise" matrix products, "cuda" the kernels, "auto" the best that runs.
-        attention_norm: divides y_t by n_t . q_t + eps, n_t the accumulated keys. For non-negative feature maps.
-        eps: None for 1e-6, or with key_log_scale for 1e-30: reads relative to the largest key are often smaller than 1e-6.
-        padding_mask: (B,T), True at padding: such a step leaves the state as it is and outputs 0.
-        reset_mask: (B,T), True where the memory is emptied before the step, at the first token of a new text. Nothing passes it.
-        key_log_scale: (B,H,T): the keys stand for k exp(key_log_scale); see ``FeatureMap.scaled``. With attention_norm only.
-        feature_map: q and k are (B,H,T,D), and this makes features of them; kernels do it as they load them, so that features
-            are never in memory.
-        decoding: the tokens come one at a time; with backend "auto" and no kernel the state then starts as ``Factors`` of the
-            memory and becomes the memory when that is no larger.
+        q: (B,H,T,K), queries after the feature map, or (B,H,T,D) with ``feature_map``. float32, bfloat16, float16 or float64,
+            with any strides.
+        k: keys, in the shape, dtype and device of q.
+        v: (B,H,T,V), values, in the dtype and on the device of q.
+        rule: how a token is written; a name in ``fw_fairseq.rules.RULES``, which has each rule's equation.
+        gates: the rule's gates by name, numbers from 0 to 1, in q's dtype or float32. A gate is (B,H,T), (B,H,T,K) or (B,H,T,V);
+            ``RULES[rule].gates[name].shape((B, H, T, K, V))`` says which.
+        state: the state that an earlier call returned; this call continues from it, and gradients flow into it. None starts from
+            an empty memory.
+        backend: "recurrent" runs one token at a time, "chunkwise" runs matrix products over chunks of tokens, "cuda" runs the
+            kernels, and "auto" runs the fastest of these that can run.
+        attention_norm: divides y_t by n_t . q_t + eps, where n_t accumulates the keys as the rule does. It is for features that
+            are not negative.
+        eps: None for 1e-6, or for 1e-30 with ``key_log_scale``: reads relative to the largest key are often smaller than 1e-6.
+        padding_mask: (B,T) bool, True at padding. A padded token leaves the state unchanged, and its output is 0.
+        key_log_scale: (B,H,T), with ``attention_norm`` only. The keys stand for k exp(key_log_scale), which may be out of the
+            range of the dtype; see ``FeatureMap.scaled``.
+        reset_mask: (B,T) bool, True at the first token of a new text. The memory is emptied before that token, and neither values
+            nor gradients pass it.
+        feature_map: a ``RowMap`` that makes features of q and k, both (B,H,T,D). Kernels apply it as they load the rows, so that
+            the features are never in the device's memory.
+        decoding: says that the tokens come one at a time. With backend "auto" and without kernels, a new state then keeps the
+            tokens themselves (``Factors``) as long as they are smaller than the memory.
         group: a ``torch.distributed`` group whose workers hold consecutive parts of the tokens, in the order of their ranks. All
-            call this at the same time, each with its part and all with the same state, and get their part of y and the state after
-            the last worker's last token. Gradients are those of the sum of all workers' losses.
+            workers call this at the same time with the same state, each with its part. Each gets y of its part, and the state
+            after the last worker's last token. Gradients are those of the sum of all workers' losses.
 
     Returns:
-        y (B,H,T,V) in v's dtype, and the state after the last token, accumulated in fp32 (float64 for float64 inputs).
+        y: (B,H,T,V), in v's dtype.
+        state: a ``FastWeightState`` after the last token, in float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: an argument does not fit; one sentence names it and says what is allowed. With backend "cuda" also where no
+            kernel can run.
+
+    Example: the whole sequence at once, and the same in two calls.
+
+        >>> import torch
+        >>> from fw_fairseq.ops import fast_weight
+        >>> q, k = torch.rand(2, 4, 100, 16).softmax(-1), torch.rand(2, 4, 100, 16).softmax(-1)
+        >>> v, beta = torch.randn(2, 4, 100, 32), torch.rand(2, 4, 100)
+        >>> y, state = fast_weight(q, k, v, "delta", {"beta": beta})
+        >>> y.shape, state.memory.shape
+        (torch.Size([2, 4, 100, 32]), torch.Size([2, 4, 16, 32]))
+        >>> first, second = slice(0, 60), slice(60, 100)
+        >>> y1, s = fast_weight(q[:, :, first], k[:, :, first], v[:, :, first], "delta", {"beta": beta[:, :, first]})
+        >>> y2, s = fast_weight(q[:, :, second], k[:, :, second], v[:, :, second], "delta", {"beta": beta[:, :, second]}, s)
+        >>> torch.allclose(torch.cat([y1, y2], 2), y, atol=1e-5), torch.allclose(s.memory, state.memory, atol=1e-5)
+        (True, True)
     """
     inputs = checks.check_arguments(
         q, k, v, rule, gates, state, backend, attention_norm, eps, padding_mask, key_log_scale, reset_mask, feature_map, decoding,

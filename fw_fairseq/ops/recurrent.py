@@ -1,6 +1,6 @@
 """The recurrence one token at a time: the definition that every other form is tested against.
 
-Any floating dtype, float64 included; gradients by plain autograd, so a long sequence keeps one memory per step.
+It takes any floating dtype, float64 included. Gradients are plain autograd, so a long sequence keeps one memory per step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def step_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memor
 def scan(step, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], memory: Tensor, frozen=None, reset=None):
     """Runs ``step`` over time. ``frozen`` (B,T): True where the memory must stay as it is; ``reset``: where it starts from 0."""
     inputs = [x.to(memory.dtype) for x in (q, k, v, *gates.values())]
-    if q.shape[2] == 1 and frozen is None and reset is None:  # decoding: nothing to take apart and put together again
+    if q.shape[2] == 1 and frozen is None and reset is None:  # decoding: no need to unbind and stack
         q_t, k_t, v_t, *gates_t = (x.squeeze(2) for x in inputs)
         y, memory = step(memory, q_t, k_t, v_t, **dict(zip(gates, gates_t)))
         return y.unsqueeze(2).to(v.dtype), memory

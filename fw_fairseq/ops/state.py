@@ -35,6 +35,9 @@ def tensor_state(kind):
     return kind
 
 
+state = tensor_state  # its former name, for packages that import it
+
+
 @tensor_state
 class FastWeightState(NamedTuple):
     """The state of one fast-weight layer. Its size is at most that of the memory, however many tokens were seen."""

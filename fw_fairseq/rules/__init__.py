@@ -1,13 +1,14 @@
 """Update rules: each maps its gates to the coefficients of one recurrence.
 
-With W the memory (K, V), D_t = (f_t z_t^T) * W_{t-1} what is left of it after decay:
+With W the memory (K, V), and D_t = (f_t z_t^T) * W_{t-1} the part of it that is left after decay:
 
     W_t = D_t - e_t k_t (k_t^T D_t) + w_t k_t v_t^T          (write)
     y_t = W_t^T q_t                                          (read, after the write)
 
-A rule that fits is one entry in ``RULES``: the step form, the chunk form, state passing, gradients, padding, the tests and
-the benchmark all read this table. A rule that does not fit gives a ``step`` of its own, and a ``sequence`` if it has a faster way
-to run many tokens.
+A rule that fits is one entry in ``RULES``: the step form, the chunk form, decoding, states, gradients, padding, several workers,
+the tests and the benchmark all read this table. Kernels run it where they know its coefficients; elsewhere PyTorch does.
+Coefficients with both z and e run one token at a time. A rule that does not fit has a ``step`` of its own, and a ``sequence`` if
+there is a faster way to run many tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Coefficients(NamedTuple):
 
 @dataclass(frozen=True)
 class Gate:
-    """A gate in (0,1). ``axis``: what it varies over besides (B,H,T): None, "K" or "V".
+    """A gate in (0,1). ``axis``: None for one number per token and head, "K" for one per feature, "V" for one per value channel.
 
     ``bias`` is the initial bias of the sigmoid that makes it: a number, or "uniform" for uniform gate initialisation,
     logit(U(1/n, 1 - 1/n)) over the n gates of a layer. None stands for 0 in a new model and for "uniform" in a converted one.
@@ -62,8 +63,8 @@ class Rule:
     normaliser: how attention normalisation accumulates n_t: "write" follows the memory, n_t = f n_{t-1} + w k_t;
         "keys" sums the keys, n_t = n_{t-1} + k_t, and also divides what an erase reads by n_{t-1}.k_t; None: not defined.
     step: ``step(memory, q, k, v, **gates) -> (y, memory)`` of one token, for rules outside the recurrence.
-    sequence: ``sequence(q, k, v, memory, padding_mask, reset_mask, **gates) -> (y, memory)`` of all tokens: what ``step`` gives one
-        by one, with the memory left as it is at padding, where q, k and v are 0, and emptied before a reset.
+    sequence: ``sequence(q, k, v, memory, padding_mask, reset_mask, **gates) -> (y, memory)`` of all tokens, equal to ``step`` one
+        by one. Padding leaves the memory unchanged (q, k and v are 0 there), and a reset empties it first.
     """
 
     equation: str
@@ -86,7 +87,7 @@ class Rule:
 
     @property
     def erases(self) -> bool:
-        """Whether a write takes away what its key reads, which diverges with keys longer than 1; a ``step`` sees to that itself."""
+        """Whether a write takes away what its key reads, which diverges with keys longer than 1. False with a ``step``."""
         if self.coefficients is None:
             return False
         gates = {name: torch.full(gate.shape((1, 1, 1, 1, 1)), 0.5) for name, gate in self.gates.items()}

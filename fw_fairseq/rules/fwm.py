@@ -1,8 +1,8 @@
 """Fast Weight Memory (Schlag et al. 2021, sec. 6.1.2): a delta write, a memory kept within the unit ball, a layer-normalised read.
 
-How far a write is scaled back depends on the memory's norm, so tokens stay one after the other. What they need of the memory
-does not: the reads of the chunk's keys, which each token changes by its inner product with the later ones, and the norm, which
-grows by 2 u_t . r_t + |u_t|^2 |k_t|^2 when u_t is written where r_t was read. So a chunk never makes the memory of each token.
+Each write is scaled back by the memory's norm, so tokens run one after the other. But they need only two things of the memory: the
+reads of the chunk's keys, which each token changes by its inner products with the later keys, and the norm, whose square grows by
+2 u_t . r_t + |u_t|^2 |k_t|^2 when u_t is written where r_t was read. So a chunk never computes the memory of each token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def fwm_step(memory: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> t
 def fwm_sequence(
     q: Tensor, k: Tensor, v: Tensor, memory: Tensor, padding_mask: Tensor | None, reset_mask: Tensor | None, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same for q, k (B,H,T,K), v (B,H,T,V), beta (B,H,T), and masks (B,T). At padding q, k and v are 0."""
+    """``fwm_step`` over time, for q, k (B,H,T,K), v (B,H,T,V), beta (B,H,T), and masks (B,T). At padding q, k and v are 0."""
     sequences, tokens = q.shape[:2], q.shape[2]
     masks = (None if mask is None else mask[:, None].expand(*sequences, tokens) for mask in (padding_mask, reset_mask))
     operands = [None if x is None else x.flatten(0, 1) for x in (q, k, v, beta, *masks)]
@@ -63,7 +63,7 @@ def chunk(
 
 
 class Writes(torch.autograd.Function):
-    """What each token writes, (N,C,V), and what its write is scaled by with all before it, (N,C): one token after the other.
+    """The row that each token writes, (N,C,V), and the scale of the memory after its write, (N,C): one token after the other.
 
     recalled (N,C,V): what the keys read before the chunk; products (N,C,C) of the keys; norm (N): the memory's, squared;
     padding, reset (N,C). Time goes first inside. ``reads`` are what the keys of later tokens would read now.

@@ -35,8 +35,7 @@ def draw(rule: str, shape, dtype=torch.float32, gates="uniform") -> dict[str, to
     """q, k, v as views of (T,B,C) projections."""
     B, H, T, K, V = shape
     q, k, v = (x.to(dtype) for x in draw_projections(B, H, T, K, K, V))
-    sizes = {None: (), "K": (K,), "V": (V,)}
-    drawn = {name: GATES[gates](B, H, T, *sizes[gate.axis]) for name, gate in RULES[rule].gates.items()}
+    drawn = {name: GATES[gates](*gate.shape((B, H, T, K, V))) for name, gate in RULES[rule].gates.items()}
     coefficients = RULES[rule].coefficients(**drawn)._asdict()
     return {"q": q, "k": k / K**0.5, "v": v} | coefficients | {"memory": torch.randn(B, H, K, V)}
 

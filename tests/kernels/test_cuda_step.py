@@ -84,7 +84,7 @@ def sanitized() -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_decoding_uses_it(emulate, rule, dtype):
     """Through the public op: "auto" with one token and no gradients, the state handed on."""
-    gates = {n: torch.rand(2, 2, 3, *{None: (), "K": (8,), "V": (6,)}[g.axis]) for n, g in RULES[rule].gates.items()}
+    gates = {n: torch.rand(g.shape((2, 2, 3, 8, 6))) for n, g in RULES[rule].gates.items()}
     q, k, v = (torch.randn(2, 2, 3, width).to(dtype) for width in (8, 8, 6))
     expected, end = fast_weight(q, k, v, rule, gates)
     launcher, state, outputs = emulate(), None, []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import doctest
+
 import pytest
 import torch
 
-from fw_fairseq.ops import FastWeightState, RowMap, fast_weight
+from fw_fairseq.ops import FastWeightState, RowMap, fast_weight, operation
 from fw_fairseq.rules import Coefficients, Rule
 
 B, H, T, K, V = 2, 3, 4, 5, 6
@@ -68,6 +70,11 @@ def test_one_sentence_per_mistake(change, message):
 def test_the_unchanged_call_works():
     y, state = fast_weight(**CALL)
     assert y.shape == VALUES.shape and state.memory.shape == (B, H, K, V)
+
+
+def test_the_example_in_the_docstring():
+    results = doctest.testmod(operation)
+    assert results.attempted >= 9 and results.failed == 0
 
 
 def test_a_rule_is_one_kind_or_the_other():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.definitions import WRITES
 from support.draws import FITTING, NORMALISED, assert_same, draw_gates, draw_inputs
 
 from fw_fairseq.ops import fast_weight
-from fw_fairseq.ops.chunkwise.frames import EmptyingFrame, EmptyingStill, Frame, Narrow, Steps, Still
+from fw_fairseq.ops.chunkwise.frames import ChannelGates, ChannelGatesWithZeros, Steps, TokenGates, TokenGatesWithZeros
+from fw_fairseq.ops.chunkwise.large_gates import LargeChannelGates
 from fw_fairseq.ops.chunkwise.scan import plan
 from fw_fairseq.rules import RULES
 
@@ -29,19 +31,12 @@ def loops(rule, q, k, v, gates, attention_norm, resets):
                 g = {name: x[b, h, t] for name, x in gates.items()}
                 if resets[b, t]:
                     memory, n = torch.zeros_like(memory), torch.zeros_like(n)
-                if rule == "sum":
-                    memory, n = memory + torch.outer(k_t, v_t), n + k_t
-                elif rule == "gated":
-                    memory = g["g"] * memory + (1 - g["g"]) * torch.outer(k_t, v_t)
-                    n = g["g"] * n + (1 - g["g"]) * k_t
-                elif rule == "decay":
-                    memory = torch.outer(g["f"], g["z"]) * memory + torch.outer(k_t, v_t)
+                if not attention_norm or rule != "delta":
+                    memory = WRITES[rule](memory, k_t, v_t, **g)
+                    n = WRITES[rule](n[:, None], k_t, v_t.new_ones(1), **g)[:, 0] if attention_norm else n
                 else:
-                    memory = memory * g.get("g", 1.0)
-                    recalled = memory.mT @ k_t
-                    if attention_norm:
-                        known = n @ k_t
-                        recalled = recalled / (known + 1e-6) if known != 0 else torch.zeros_like(recalled)
+                    recalled, known = memory.mT @ k_t, n @ k_t
+                    recalled = recalled / (known + 1e-6) if known != 0 else torch.zeros_like(recalled)
                     memory, n = memory + g["beta"] * torch.outer(k_t, v_t - recalled), n + k_t
                 y = memory.mT @ q_t
                 outputs.append(y / (n @ q_t + 1e-6) if attention_norm else y)
@@ -166,9 +161,9 @@ def test_chunks_without_zeros_run_as_before():
         return [way for _, way in plan((q, q, q, f, z, None, None), torch.float32)]
 
     f[:, :, 40] = 0
-    assert ways(f[..., 0]) == [Still, EmptyingStill, Still]
-    assert ways(f, z) == [Narrow, EmptyingFrame, Narrow]
+    assert ways(f[..., 0]) == [TokenGates, TokenGatesWithZeros, TokenGates]
+    assert ways(f, z) == [LargeChannelGates, ChannelGatesWithZeros, LargeChannelGates]
     z[:, :, 40] = 0
     f[:, :, 70, 1] = 0
-    assert ways(f, z) == [Narrow, Steps, Steps]
-    assert ways(f) == [Frame, EmptyingFrame, Steps]
+    assert ways(f, z) == [LargeChannelGates, Steps, Steps]
+    assert ways(f) == [ChannelGates, ChannelGatesWithZeros, Steps]

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from support.draws import CASES, CHUNKED, FITTING, NORMALISED, assert_same, draw_gates, draw_inputs, draw_state, run_with_gradients
 
 from fw_fairseq.ops import FastWeightState, fast_weight
-from fw_fairseq.ops.chunkwise.frames import NARROW_GATE, Frame, Narrow, Still
+from fw_fairseq.ops.chunkwise.frames import ChannelGates, TokenGates
+from fw_fairseq.ops.chunkwise.large_gates import SMALLEST_FP32_GATE, LargeChannelGates
 from fw_fairseq.ops.chunkwise.scan import plan
 from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
 
@@ -439,14 +440,14 @@ def test_autocast_does_not_lower_the_accumulation(rule, attention_norm, backend)
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_smallest_gates_that_run_in_fp32(share):
-    """Per-channel gates of NARROW_GATE, all or half of them: the products of a half chunk still fit fp32. What a gate's gradient
-    loses is the rounding of the terms it is the difference of, over the gate."""
+    """Per-channel gates of SMALLEST_FP32_GATE, all or half of them: the products of a half chunk still fit fp32. A gate's gradient
+    loses the rounding of the terms whose difference it is, over the gate."""
     shape = (1, 2, 192, 5, 4)
     q, k, v = draw_inputs(shape, torch.float32).values()
     gates = {"f": torch.rand(*shape[:3], 5), "z": torch.rand(*shape[:3], 4)}
-    gates = {n: torch.where(g < share, NARROW_GATE, 1 - NARROW_GATE).requires_grad_() for n, g in gates.items()}
+    gates = {n: torch.where(g < share, SMALLEST_FP32_GATE, 1 - SMALLEST_FP32_GATE).requires_grad_() for n, g in gates.items()}
     operands = (q, k, v, gates["f"], gates["z"], None, None)
-    assert {way for _, way in plan(operands, torch.float32)} == {Narrow}
+    assert {way for _, way in plan(operands, torch.float32)} == {LargeChannelGates}
 
     def results(dtype, backend):
         leaves = {n: x.detach().to(dtype).requires_grad_() for n, x in ({"q": q, "k": k, "v": v} | gates).items()}
@@ -465,9 +466,16 @@ def test_plan_covers_every_token_once():
     z[0, 0, 40, 1] = 1e-5
     chunks = plan((q, k, v, f, z, None, None), torch.float32)
     assert [t for span, _ in chunks for t in range(span.start, span.stop)] == list(range(163))
-    assert [way for _, way in chunks] == [Narrow, Frame, Narrow, Narrow, Narrow, Frame]
-    assert {way for _, way in plan((q, k, v, f, z, None, None), torch.float64)} == {Frame}
-    assert {way for _, way in plan((q, k, v, f[..., 0], None, None, None), torch.float32)} == {Still}
+    assert [way for _, way in chunks] == [
+        LargeChannelGates,
+        ChannelGates,
+        LargeChannelGates,
+        LargeChannelGates,
+        LargeChannelGates,
+        ChannelGates,
+    ]
+    assert {way for _, way in plan((q, k, v, f, z, None, None), torch.float64)} == {ChannelGates}
+    assert {way for _, way in plan((q, k, v, f[..., 0], None, None, None), torch.float32)} == {TokenGates}
 
 
 @pytest.mark.parametrize("rule, attention_norm", CASES)

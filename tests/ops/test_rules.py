@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.definitions import WRITES
 from support.draws import draw_gates, draw_inputs
 
 from fw_fairseq.config import FastWeightConfig
@@ -13,25 +14,16 @@ from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
 from fw_fairseq.rules.fwm import fwm_sequence, fwm_step
 from fw_fairseq.tools.convert.conversion import fast_weight_config
 
-EQUATIONS = {
-    "sum": lambda W, k, v: W + torch.outer(k, v),
-    "gated": lambda W, k, v, g: g * W + (1 - g) * torch.outer(k, v),
-    "delta": lambda W, k, v, beta: W + beta * torch.outer(k, v - k @ W),
-    "decay": lambda W, k, v, f, z: torch.outer(f, z) * W + torch.outer(k, v),
-    "gated_delta": lambda W, k, v, g, beta: g * W + beta * torch.outer(k, v - k @ (g * W)),
-    "fwm": lambda W, k, v, beta: W + beta * torch.outer(k, v - k @ W),
-}
-
 
 @pytest.mark.parametrize("rule", RULES)
 def test_equation(rule):
-    assert rule in EQUATIONS, f"the rule {rule} is not tested: write its equation with outer products into EQUATIONS"
+    assert rule in WRITES, f"the rule {rule} is not tested: write its equation with outer products into WRITES"
     shape = (1, 1, 20, 4, 3)
     inputs, gates = draw_inputs(shape), draw_gates(RULES[rule], shape)
     memory, outputs = torch.zeros(4, 3, dtype=torch.float64), []
     for t in range(20):
         q, k, v = (x[0, 0, t] for x in inputs.values())
-        memory = EQUATIONS[rule](memory, k, v, **{n: g[0, 0, t] for n, g in gates.items()})
+        memory = WRITES[rule](memory, k, v, **{n: g[0, 0, t] for n, g in gates.items()})
         if rule == "fwm":
             memory = memory / (torch.relu(memory.norm() - 1) + 1)
             read = q @ memory

@@ -1,9 +1,17 @@
-"""The SRU and windowed means, written from their equations."""
+"""The update rules, the SRU and windowed means, written from their equations."""
 
 from __future__ import annotations
 
 import torch
 
+WRITES = {  # the memory (K,V) after one token
+    "sum": lambda W, k, v: W + torch.outer(k, v),
+    "gated": lambda W, k, v, g: g * W + (1 - g) * torch.outer(k, v),
+    "delta": lambda W, k, v, beta: W + beta * torch.outer(k, v - k @ W),
+    "decay": lambda W, k, v, f, z: torch.outer(f, z) * W + torch.outer(k, v),
+    "gated_delta": lambda W, k, v, g, beta: g * W + beta * torch.outer(k, v - k @ (g * W)),
+    "fwm": lambda W, k, v, beta: W + beta * torch.outer(k, v - k @ W),
+}
 NAMES = ("product", "x", "v_forget", "v_reset", "state")
 
 

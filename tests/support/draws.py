@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import support.extension  # noqa: F401  (where it is asked for, its rule is one of RULES)
 import torch
 from torch.nn import functional as F
 
@@ -26,11 +27,9 @@ EXTREMES = (1e-6, 1 - 1e-6)
 
 def draw_gates(rule: Rule, shape, dtype=torch.float64, extreme=False) -> dict[str, torch.Tensor]:
     """Gates for shape (B,H,T,K,V): uniform in (0.01, 0.99), with ``extreme`` two thirds of them at the ends of the range."""
-    *leading, key_width, value_width = shape
-    widths = {None: (), "K": (key_width,), "V": (value_width,)}
     gates = {}
     for name, gate in rule.gates.items():
-        size = (*leading, *widths[gate.axis])
+        size = gate.shape(shape)
         drawn = torch.rand(size, dtype=torch.float64) * 0.98 + 0.01
         if extreme:
             ends = torch.tensor([*EXTREMES], dtype=torch.float64)[torch.randint(2, size)]

@@ -6,8 +6,8 @@ With U the rows actually written (``docs/chunk_form.md`` derives it):
     (I + tril(e K K^T, -1)) U = w V - e K W_0        with erase
     Y = Q W_0 + tril(Q K^T) U,      W_C = W_0 + K^T U
 
-Decay by one gate per token weighs each product by what the tokens between its two sides leave of it (``Decay``). Decay by one gate
-per channel never gets here: ``frames`` takes it out by a change of variables.
+With one gate per token, each product is multiplied by the gates between its two tokens (``Decay``). Gates per channel do not get
+here: ``frames`` takes them out by a change of variables.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class Decay(NamedTuple):
-    """Products of one gate per token: between two tokens, since the chunk's start, until its end, over all of it."""
+    """The products of one gate per token: between two tokens, since the chunk's start, until its end, over all of it."""
 
     pair: Tensor  # (N,C,C), 0 above the diagonal
     start: Tensor  # (N,C,1)
@@ -34,21 +34,22 @@ class Decay(NamedTuple):
 
     @classmethod
     def of_small(cls, gate: Tensor, dtype: torch.dtype) -> Decay:
-        """For gates of any size above 0: by sums of logarithms, which leave no range."""
+        """The same for gates of any size above 0: sums of logarithms neither overflow nor underflow."""
         logs = gate.log().cumsum(1)
         last = logs[:, -1:]
         return cls((logs - logs.mT).exp().to(dtype).tril_(), *(x.exp().to(dtype) for x in (logs, last - logs, last)))
 
     def across(self, text: Tensor, zeros: int) -> Decay:
-        """Those that span so many gates of 0, for ``text`` (N,C,1) the number of such gates up to each token; 0 for the others."""
+        """The products that span ``zeros`` gates of 0, and 0 for the others. ``text`` (N,C,1): the number of gates of 0 up to each
+        token."""
         last = text[:, -1:]
         spanned = (text - text.mT, text, last - text, last)
         return Decay(*(torch.where(count == zeros, x, 0.0) for count, x in zip(spanned, self)))
 
 
 class Emptied(NamedTuple):
-    """Where gates of exactly 0, or too small to divide by, leave nothing of the memory or next to nothing. They count as 1 in
-    ``Chunk.gate``, and ``once`` has the products across one of them: what their gradients are made of."""
+    """Where gates of exactly 0 empty the memory, or gates too small to divide by leave next to nothing of it. They count as 1 in
+    ``Chunk.gate``. Their gradients are sums of products across one such gate, with 1 in its place, which ``once`` has."""
 
     text: Tensor  # (N,C,1): how many gates of 0 there were, up to each token; ``Chunk.decay`` has no product across one
     small: Tensor  # (N,C,1): the same with those too small
@@ -56,20 +57,21 @@ class Emptied(NamedTuple):
 
     @classmethod
     def of(cls, zero: Tensor, small: Tensor, products: Decay) -> Emptied:
-        """For zero and small (N,C,1), and the products of the other gates."""
+        """zero and small: (N,C,1) bool; products: those of the other gates."""
         small = small.cumsum(1)
         return cls(zero.cumsum(1), small, products.across(small, 1))
 
     def gradient(self, spanning: Tensor, ending: Tensor) -> Tensor:
-        """From what each token reads across a zero (N,C,X) and what goes on across the last one (N,1,X): right at the zeros."""
+        """The gradient of the gates, right at the zeros, from each token's reads across a zero (N,C,X) and from the memory that is
+        carried on across the last zero (N,1,X)."""
         within = torch.bmm((self.small == self.small.mT).to(spanning.dtype), spanning)
         return torch.where(self.small == self.small[:, -1:], within + ending, within)
 
 
 def gate_gradient(dprefix: Tensor, dlast: Tensor, gate: Tensor, emptied: Emptied | None = None) -> Tensor:
-    """The gradient of gates (...,C,X): dprefix (...,C,X or more) is that of their log prefix products, dlast (...,X or more) that
-    of the last product as it carries the memory on. A gate takes part in its own prefix product and in all later ones of its
-    text."""
+    """The gradient of gates (...,C,X), from dprefix (...,C,X or more), the gradient of the logs of their prefix products, and dlast
+    (...,X or more), that of the last product as it decays the memory. A gate takes part in its own prefix product and in all
+    later ones of its text."""
     dprefix[..., -1, :] += dlast
     if gate.shape[-1] < dprefix.shape[-1]:
         dprefix = dprefix.sum(-1, keepdim=True)
@@ -80,7 +82,7 @@ def gate_gradient(dprefix: Tensor, dlast: Tensor, gate: Tensor, emptied: Emptied
 
 
 class Chunk(NamedTuple):
-    """The operands of one chunk, in the dtype it is computed in, and what its scalar decay does to products."""
+    """The operands of one chunk, in the dtype that it is computed in, and its decay by one gate per token."""
 
     q: Tensor  # (N,C,K)
     k: Tensor  # (N,C,K)
@@ -93,7 +95,7 @@ class Chunk(NamedTuple):
     emptied: Emptied | None = None
 
     def pairs(self, products: Tensor, diagonal: int = 0) -> Tensor:
-        """Decayed products of token pairs. Pairs that look ahead are cut first: an infinite product there makes no NaN."""
+        """Decayed products of token pairs. Pairs that look ahead become 0 first, so that an infinite product there makes no NaN."""
         products = products.tril_(diagonal)
         return products if self.decay is None else products.mul_(self.decay.pair)
 
@@ -108,7 +110,7 @@ class Chunk(NamedTuple):
 
 
 class Solved(NamedTuple):
-    """What the outputs and the gradients of a chunk are both made from."""
+    """The results that both the outputs and the gradients of a chunk are made from."""
 
     scores: Tensor  # (N,C,C): decayed tril(Q K^T)
     written: Tensor  # (N,C,V): U
@@ -126,7 +128,7 @@ class Grads(NamedTuple):
     w: Tensor | None
     f: Tensor | None  # (N,C,1) of the gate of ``Decay``
     memory: Tensor
-    zeros: tuple[Tensor, Tensor] | None  # (N,C,K) and (N,C,V): of gates of 0 on either side, where ``Emptied`` says that they are
+    zeros: tuple[Tensor, Tensor] | None  # (N,C,K), (N,C,V): of gates of 0 on the two sides; see ``Emptied``
 
 
 def solve(c: Chunk, memory: Tensor, inverse: Tensor | None = None) -> Solved:
@@ -147,12 +149,13 @@ def outputs(c: Chunk, s: Solved, memory: Tensor) -> Tensor:
 
 
 def final_memory(c: Chunk, s: Solved, memory: Tensor) -> Tensor:
-    """In place."""
+    """The memory after the chunk, in the place of the one before it."""
     return c.carried_(memory).baddbmm_(c.until_end(c.k).mT, s.written)
 
 
 def backward(c: Chunk, s: Solved, memory: Tensor, dy: Tensor, dfinal: Tensor) -> Grads:
-    """Gradients of one chunk from those of its outputs, dy (N,C,V), and of its final memory, dfinal (N,K,V), which is used up."""
+    """The gradients of one chunk, from those of its outputs, dy (N,C,V), and of its final memory, dfinal (N,K,V), which is
+    overwritten."""
     dwritten = torch.bmm(s.scores.mT, dy).baddbmm_(c.until_end(c.k), dfinal)
     dsource = dwritten if c.e is None else torch.bmm(s.inverse.mT, dwritten)  # of w V - e recalled
     dv = dsource if c.w is None else c.w * dsource
@@ -185,8 +188,8 @@ def backward(c: Chunk, s: Solved, memory: Tensor, dy: Tensor, dfinal: Tensor) ->
 
 
 def zero_gradients(c: Chunk, s: Solved, memory, dy, dfinal, dscores, derase, drecalled) -> tuple[Tensor, Tensor]:
-    """Of gates of 0 on the key side and, for a chunk that erases nothing, on the value side: sums of every product that spans one
-    such gate and no other."""
+    """The gradients of gates of 0 on the key side and, for a chunk that erases nothing, on the value side: sums of every product
+    that spans one such gate and no other."""
     once = c.emptied.once
     keys = c.q * torch.bmm(dscores.tril() * once.pair, c.k).add_(once.start * torch.bmm(dy, memory.mT))
     if derase is not None:
@@ -200,9 +203,9 @@ def zero_gradients(c: Chunk, s: Solved, memory, dy, dfinal, dscores, derase, dre
 
 
 def scalar_gate_gradient(c: Chunk, s: Solved, memory, dfinal, dscores, dq_start, dk_end, derase, drecalled):
-    """(N,C,1) in float64. Each decayed quantity adds gradient x itself where its span ends and takes it off where the
-    span starts; the same fp32 numbers in float64 sums, so that what does not span a gate cancels exactly and a gate of 1e-6
-    still gets its gradient right."""
+    """The gradient of one gate per token, (N,C,1) in float64. Each decayed quantity adds its product with its gradient where its
+    span ends and subtracts it where the span starts. These are the same fp32 numbers in float64 sums: what does not span the
+    gate cancels exactly, and a gate of 1e-6 still gets its gradient right."""
     pair = dscores * s.scores
     starting = (dq_start * c.q).sum(-1).double()
     if derase is not None:

@@ -1,7 +1,7 @@
-"""The recurrence in chunks: matrix products inside a chunk, the memory carried from chunk to chunk.
+"""The recurrence in chunks: matrix products inside a chunk, and the memory carried from chunk to chunk.
 
-``chunk`` is the mathematics of one chunk, ``frames`` the ways to keep its decay in range; here is the loop over chunks, its plan,
-and its autograd. The backward keeps the inputs and one memory per chunk, and recomputes the rest.
+``chunk`` has the mathematics of one chunk and ``frames`` the ways to keep its decay in range. This file has the loop over chunks,
+its plan and its autograd. The backward keeps the inputs and one memory per chunk, and recomputes the rest.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from torch.autograd.function import once_differentiable
 
 from ...rules import Coefficients
 from ..autograd import as_written
-from .frames import CHUNK, NARROW_GATE, SMALLEST_GATE, Cut, EmptyingFrame, EmptyingStill, Frame, Narrow, Steps, Still
+from .frames import CHUNK, SMALLEST_GATE, ChannelGates, ChannelGatesWithZeros, Operands, Steps, TokenGates, TokenGatesWithZeros
+from .large_gates import SMALLEST_FP32_GATE, LargeChannelGates
 
 
 class ChunkScan(torch.autograd.Function):
-    """The recurrence over T. Keeps the inputs, and per chunk the memory before it and the inverse that its erase needed."""
+    """The recurrence over T tokens. It keeps the inputs, and for each chunk the memory before it and the inverse for its erase."""
 
     @staticmethod
     @as_written
@@ -28,7 +29,7 @@ class ChunkScan(torch.autograd.Function):
         for span, way in ctx.plan:
             if keep:
                 memories.append(carried)
-            y_chunk, carried, inverse = way.forward(cut(operands, span), carried)
+            y_chunk, carried, inverse = way.forward(take(operands, span), carried)
             y[:, :, span] = y_chunk.unflatten(0, v.shape[:2])
             carried = carried.to(memory.dtype)
             inverses.append(inverse)
@@ -47,8 +48,8 @@ class ChunkScan(torch.autograd.Function):
         grads = [None if x is None else torch.empty_like(x) for x in operands]
         dmemory = torch.zeros_like(memories[0]) if dmemory is None else dmemory.flatten(0, 1).clone()  # chunks use it up
         for (span, way), memory, inverse in zip(reversed(ctx.plan), reversed(memories), reversed(inverses)):
-            chunk = cut(operands, span)
-            work = torch.float64 if issubclass(way, Frame) else dtype
+            chunk = take(operands, span)
+            work = torch.float64 if issubclass(way, ChannelGates) else dtype
             dy_chunk = torch.zeros_like(chunk.v, dtype=work) if dy is None else dy[:, :, span].flatten(0, 1).to(work)
             parts, dmemory = way.backward(chunk, memory, inverse, dy_chunk, dmemory.to(work))
             for grad, part in zip(grads, parts):
@@ -58,41 +59,42 @@ class ChunkScan(torch.autograd.Function):
         return *grads, dmemory.to(dtype).unflatten(0, sequences), None
 
 
-def cut(operands, span: slice) -> Cut:
-    return Cut(*(None if x is None else x[:, :, span].flatten(0, 1) for x in operands))
+def take(operands, span: slice) -> Operands:
+    """The operands of one chunk."""
+    return Operands(*(None if x is None else x[:, :, span].flatten(0, 1) for x in operands))
 
 
 def plan(operands, dtype: torch.dtype) -> list[tuple[slice, type]]:
-    """The chunks in order, each with the way to run it. Looks at the gates once, but at one gate per token in no graph that is
-    being traced: there each chunk is ready for those of 0."""
+    """The chunks in order, each with the way to run it, which depends on the smallest of its gates. A graph that is being traced
+    cannot look at gates: with one gate per token each of its chunks is ready for gates of 0."""
     q, _, _, f, z, e, _ = operands
     cuts = spans(q.shape[2])
     if z is None and (f is None or f.dim() == 3):
         if f is None:
-            return [(span, Still) for span in cuts]
+            return [(span, TokenGates) for span in cuts]
         traced = torch.compiler.is_compiling()
         small = [True] * q.shape[2] if traced else (f < SMALLEST_GATE).flatten(0, 1).any(0).tolist()  # of each token
-        return [(span, EmptyingStill if any(small[span]) else Still) for span in cuts]
+        return [(span, TokenGatesWithZeros if any(small[span]) else TokenGates) for span in cuts]
     if not q.numel():
-        return [(span, Frame) for span in cuts]
+        return [(span, ChannelGates) for span in cuts]
     mins = [x.amin((0, 1, *range(3, x.dim()))) for x in (f, z) if x is not None]
     smallest = (mins[0] if len(mins) == 1 else torch.minimum(*mins)).tolist()  # of each token
     narrow = e is None and f is not None and f.dim() == 4 and z is not None and dtype != torch.float64
     ways = []
     for span in cuts:
         least = min(smallest[span])
-        fits = narrow and span.stop - span.start == CHUNK and least >= NARROW_GATE
-        ways.append(Narrow if fits else Frame if least > 0 else way_with_zeros(f, z, span))
+        fits = narrow and span.stop - span.start == CHUNK and least >= SMALLEST_FP32_GATE
+        ways.append(LargeChannelGates if fits else ChannelGates if least > 0 else way_with_zeros(f, z, span))
     return list(zip(cuts, ways))
 
 
 def way_with_zeros(f: Tensor | None, z: Tensor | None, span: slice) -> type:
-    """The frame where a token's zeros are all the gates of one side, steps where they are some of them or those of both sides."""
+    """The moving frame where a token with zeros has them in all gates of one side; else, steps."""
     zeros = [(x[:, :, span] if x.dim() == 4 else x[:, :, span, None]) == 0 for x in (f, z) if x is not None]
     sides = [x.all(-1) for x in zeros]
     some = [(x.any(-1) & ~side).any() for x, side in zip(zeros, sides)]
     both = [(sides[0] & sides[1]).any()] if len(sides) == 2 else []
-    return Steps if torch.stack(some + both).any() else EmptyingFrame
+    return Steps if torch.stack(some + both).any() else ChannelGatesWithZeros
 
 
 def spans(tokens: int) -> list[slice]:

@@ -1,11 +1,11 @@
-"""Softmax-weighted means of the past, over all of it or a window: additive attention. O(T) for every window, nothing subtracted.
+"""Softmax-weighted means of all past tokens or of a window of them: additive attention. Time is O(T) for every window.
 
     g_t = sum_l exp(a_l) x_l / sum_l exp(a_l),    l the tokens up to t, at most ``window`` of them
 
-Some tokens together are again one token: its score is the log of their summed weights, its value their mean. So aggregates merge by
-a two-way softmax, which is associative and cannot overflow, and a prefix of chunks is a prefix of tokens.
-A window is the end of one chunk, the chunks between, and the beginning of another: ends and beginnings of all chunks are products,
-and the chunks between are a window of fewer tokens.
+Several tokens together act as one token, their aggregate: its score is the log of their summed weights, its value is their mean.
+Two aggregates merge by a two-way softmax, which is associative and cannot overflow, so chunks are aggregated as tokens are. A
+window is the end of one chunk, the whole chunks after it, and the beginning of another. Ends and beginnings of all chunks are
+matrix products, and the whole chunks between them are again a window, of fewer tokens. Nothing is subtracted or cancels.
 """
 
 from __future__ import annotations
@@ -33,30 +33,34 @@ NOTHING = -1e30  # the score of no token at all; finite, so that differences of 
 
 @tensor_state
 class PoolState(NamedTuple):
-    """The last ``window - 1`` tokens, or all of the past as one token; a score of NOTHING where there was none."""
+    """The last ``window - 1`` tokens, or the aggregate of all past tokens. The score is NOTHING where there was no token."""
 
     scores: Tensor  # (B,H,R), fp32 (float64 for float64 inputs)
     values: Tensor  # (B,H,R,V)
 
 
 def pool(scores, values, window=0, state=None, padding_mask=None, reset_mask=None, backend="auto") -> tuple[Tensor, PoolState]:
-    """scores (B,H,T), values (B,H,T,V) -> means (B,H,T,V) in their dtype, state. window 0: all of the past.
+    """The weighted means of what each token sees, (B,H,T,V) in the dtype of values, and the state after the last token.
 
-    A padded token (B,T) is as if it were not there, outputs 0, counts in no window; a reset begins a text that sees none before.
-    backend: "cuda" the kernels, "torch" PyTorch, "auto" the kernels where they run.
+    scores: (B,H,T), the logs of the weights; T is at least 1. values: (B,H,T,V).
+    window: how many tokens each token sees, itself among them; 0 for all past tokens.
+    state: the state that an earlier call with the same window returned; None before the first token.
+    padding_mask: (B,T) bool. A padded token counts in no window, and its output is 0.
+    reset_mask: (B,T) bool, True at the first token of a new text, which sees no token before it.
+    backend: "cuda" runs the kernels, "torch" PyTorch, "auto" the kernels where they can run.
     """
     check(scores, values, window, state)
     kernels = use_kernels(backend, values.device, partial(why_not, scores, values))
-    a, x, segments, order = wide(scores), values if kernels else wide(values), None, None
+    a, x, texts, order = wide(scores), values if kernels else wide(values), None, None
     if reset_mask is not None:
-        segments = reset_mask.long().cumsum(1)
-    ends = None if segments is None else segments[:, -1]
+        texts = reset_mask.long().cumsum(1)
+    ends = None if texts is None else texts[:, -1]
     if padding_mask is not None and padding_mask.any():
         order = padding_mask.long().argsort(dim=1, stable=True)  # what is not padding first
         a, x = a.gather(2, order[:, None].expand_as(a)), x.gather(2, order[:, None, :, None].expand_as(x))
-        segments = None if segments is None else segments.gather(1, order)
+        texts = None if texts is None else texts.gather(1, order)
     lengths = None if order is None else (~padding_mask).sum(1)
-    g, state = run(a, x, window, state, segments, lengths, ends, kernels)
+    g, state = run(a, x, window, state, texts, lengths, ends, kernels)
     if order is not None:
         g = g.gather(2, order.argsort(dim=1)[:, None, :, None].expand_as(g)).masked_fill(padding_mask[:, None, :, None], 0)
     return g.to(values.dtype), state
@@ -73,16 +77,16 @@ def check(scores: Tensor, values: Tensor, window: int, state: PoolState | None) 
         raise ValueError(f"state holds {state.scores.shape[2]} tokens and window {window} needs {size}; use one of this window")
 
 
-def run(a: Tensor, x: Tensor, window: int, state, segments, lengths, ends, kernels: bool) -> tuple[Tensor, PoolState]:
-    """``pool`` of tokens without gaps; lengths (B,): how many of each row count, ends (B,): the text that the row ends in."""
+def run(a: Tensor, x: Tensor, window: int, state, texts, lengths, ends, kernels: bool) -> tuple[Tensor, PoolState]:
+    """``pool`` of tokens without gaps; lengths (B,): how many tokens of each row count, ends (B,): the text of each row's end."""
     batch, heads, total = a.shape
     size = window - 1 if window else 1
     before = 0 if state is None else size
     if before:
         x = x if window else wide(x)  # a window's state is tokens, which fit into the type that they had
         a, x = torch.cat([state.scores.to(a), a], 2), torch.cat([state.values.to(x), x], 2)
-        segments = None if segments is None else F.pad(segments, (before, 0))
-    by_head = None if segments is None else segments[:, None].expand(batch, heads, -1)
+        texts = None if texts is None else F.pad(texts, (before, 0))
+    by_head = None if texts is None else texts[:, None].expand(batch, heads, -1)
     if total == 1 and before and lengths is None:
         if by_head is not None:
             a = a.masked_fill(by_head != by_head[..., -1:], NOTHING)
@@ -91,12 +95,12 @@ def run(a: Tensor, x: Tensor, window: int, state, segments, lengths, ends, kerne
         return g, PoolState(a[:, :, 1:], x[:, :, 1:]) if window else PoolState(log_weight, g)
     whole = not window or window >= a.shape[2]
     if kernels:
-        log_weights, g = pool_cuda_form(a, x, 0 if whole else window, segments)
+        log_weights, g = pool_cuda_form(a, x, 0 if whole else window, texts)
     else:
         log_weights, g = Pool.apply(a, x, 0 if whole else window, by_head)
     if not window:
         a, x = log_weights, g
-    state = last(a, wide(x), size, before, segments, lengths, ends)
+    state = last(a, wide(x), size, before, texts, lengths, ends)
     return g[:, :, before:], state
 
 
@@ -109,36 +113,36 @@ class Pool(torch.autograd.Function):
 
     @staticmethod
     @as_written
-    def forward(ctx, a, x, window: int, segments):
-        log_weights, means = aggregate(a, x, window, segments)
+    def forward(ctx, a, x, window: int, texts):
+        log_weights, means = aggregate(a, x, window, texts)
         ctx.window = window
-        ctx.save_for_backward(a, x, segments, log_weights, means)
+        ctx.save_for_backward(a, x, texts, log_weights, means)
         return log_weights, means
 
     @staticmethod
     @once_differentiable
     @as_written
     def backward(ctx, dlog_weights, dmeans):
-        a, x, segments, log_weights, means = ctx.saved_tensors
+        a, x, texts, log_weights, means = ctx.saved_tensors
         shared = (dmeans * means).sum(-1, keepdim=True) - dlog_weights[..., None]
         scores = torch.where(log_weights > NOTHING / 2, -log_weights, NOTHING)  # what saw nothing gives nothing back
-        back = scores.flip(2), torch.cat([dmeans, shared], -1).flip(2), None if segments is None else segments.flip(2)
+        back = scores.flip(2), torch.cat([dmeans, shared], -1).flip(2), None if texts is None else texts.flip(2)
         log_sums, sums = (part.flip(2) for part in aggregate(*back[:2], ctx.window, back[2]))
         sums.mul_((a + log_sums).exp()[..., None])
         dx = sums[..., :-1]
         return (x * dx).sum(-1) - sums[..., -1], dx, None, None
 
 
-def aggregate(a: Tensor, x: Tensor, window: int, segments: Tensor | None) -> tuple[Tensor, Tensor]:
-    return windowed(a, x, window, segments) if 0 < window < a.shape[-1] else prefix(a, x, segments)
+def aggregate(a: Tensor, x: Tensor, window: int, texts: Tensor | None) -> tuple[Tensor, Tensor]:
+    return windowed(a, x, window, texts) if 0 < window < a.shape[-1] else prefix(a, x, texts)
 
 
-def last(a: Tensor, x: Tensor, size: int, before: int, segments, lengths, ends) -> PoolState:
-    """The ``size`` tokens up to the last that counts in each row, those of other texts than the last one taken out."""
+def last(a: Tensor, x: Tensor, size: int, before: int, texts, lengths, ends) -> PoolState:
+    """The last ``size`` tokens that count in each row, without those of earlier texts than the last one."""
     missing = max(0, size - before)
     a, x = F.pad(a, (missing, 0), value=NOTHING), F.pad(x, (0, 0, missing, 0))
-    if segments is not None:
-        a = a.masked_fill((F.pad(segments, (missing, 0), value=-1) != ends[:, None])[:, None], NOTHING)
+    if texts is not None:
+        a = a.masked_fill((F.pad(texts, (missing, 0), value=-1) != ends[:, None])[:, None], NOTHING)
     if lengths is None:
         return PoolState(a[:, :, a.shape[2] - size :].clone(), x[:, :, x.shape[2] - size :].clone())
     first = lengths + before + missing - size
@@ -153,65 +157,65 @@ def mean(a: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge(a: Tensor, x: Tensor, b: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The aggregate of two: log weights a, b (...), means x, y (...,V)."""
+    """The aggregate of two aggregates, of log weights a, b (...) and means x, y (...,V)."""
     return torch.logaddexp(a, b), torch.lerp(y, x, torch.sigmoid(a - b)[..., None])
 
 
 def last_weights(scores: Tensor, window: int) -> Tensor:
-    """(B,H,T) -> (B,H,T): the weight of each token in what the last one sees."""
+    """(B,H,T) -> (B,H,T): the weight of each token in the mean of the last one."""
     total = scores.shape[-1]
     unseen = torch.arange(total, device=scores.device) < (total - window if window else 0)
     return scores.masked_fill(unseen, float("-inf")).softmax(-1)
 
 
-def prefix(a: Tensor, x: Tensor, segments: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The aggregate (...,T), (...,T,V) of the tokens up to each one, of those in the same segment (...,T), which only increases."""
+def prefix(a: Tensor, x: Tensor, texts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The aggregate (...,T), (...,T,V) of the tokens up to each one. Only tokens of its text count; ``texts`` (...,T) increases."""
     total = a.shape[-1]
     if total <= CHUNK:
-        return masked(a, x, causal(total, a.device), segments, segments)
-    a, x, segments = blocks(a, x, segments, CHUNK)
-    a, x = masked(a, x, causal(CHUNK, a.device), segments, segments)
-    ends = None if segments is None else segments[..., -1]
+        return masked(a, x, causal(total, a.device), texts, texts)
+    a, x, texts = blocks(a, x, texts, CHUNK)
+    a, x = masked(a, x, causal(CHUNK, a.device), texts, texts)
+    ends = None if texts is None else texts[..., -1]
     earlier, means = prefix(a[..., -1], x[..., -1, :], ends)
     earlier, means = F.pad(earlier[..., :-1], (1, 0), value=NOTHING), F.pad(means[..., :-1, :], (0, 0, 1, 0))
     earlier = earlier[..., None].expand(a.shape)
-    if segments is not None:
-        earlier = earlier.masked_fill(F.pad(ends[..., :-1], (1, 0), value=-1)[..., None] != segments, NOTHING)
+    if texts is not None:
+        earlier = earlier.masked_fill(F.pad(ends[..., :-1], (1, 0), value=-1)[..., None] != texts, NOTHING)
     a, x = merge(earlier, means[..., None, :].expand(x.shape), a, x)
     return a.flatten(-2)[..., :total], x.flatten(-3, -2)[..., :total, :]
 
 
-def windowed(a: Tensor, x: Tensor, window: int, segments: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As ``prefix``, of at most the last ``window`` tokens: those of the chunk where the window begins, of all chunks between, and
-    of its own chunk, each one token by then."""
+def windowed(a: Tensor, x: Tensor, window: int, texts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As ``prefix``, for the last ``window`` tokens: an aggregate of the chunk where the window begins, one of all chunks between,
+    and one of the token's own chunk."""
     total = a.shape[-1]
     if total <= DENSE:
-        return masked(a, x, band(total, window, a.device), segments, segments)
-    a, x, segments = blocks(a, x, segments, CHUNK)
+        return masked(a, x, band(total, window, a.device), texts, texts)
+    a, x, texts = blocks(a, x, texts, CHUNK)
     if window <= CHUNK:
-        scores, values, keys = zip(earlier(1, a, x, segments), (a, x, segments))
-        keys = None if segments is None else torch.cat(keys, -1)
+        scores, values, keys = zip(earlier(1, a, x, texts), (a, x, texts))
+        keys = None if texts is None else torch.cat(keys, -1)
         seen = band(2 * CHUNK, window, a.device)[CHUNK:]
-        a, x = masked(torch.cat(scores, -1), torch.cat(values, -2), seen, segments, keys)
+        a, x = masked(torch.cat(scores, -1), torch.cat(values, -2), seen, texts, keys)
     else:
-        a, x = over_chunks(a, x, window, segments)
+        a, x = over_chunks(a, x, window, texts)
     return a.flatten(-2)[..., :total], x.flatten(-3, -2)[..., :total, :]
 
 
-def over_chunks(a: Tensor, x: Tensor, window: int, segments: Tensor | None) -> tuple[Tensor, Tensor]:
+def over_chunks(a: Tensor, x: Tensor, window: int, texts: Tensor | None) -> tuple[Tensor, Tensor]:
     """Chunks (...,N,C), (...,N,C,V), and windows that begin in an earlier chunk than they end in."""
-    ends = None if segments is None else segments[..., -1]
-    of_ends = None if ends is None else ends[..., None].expand_as(segments)
-    own, sums, means = weighted(a, x, causal(CHUNK, a.device), segments, segments)
-    rest, rest_sums, olds = weighted(a, x, causal(CHUNK, a.device).t(), of_ends, segments)
+    ends = None if texts is None else texts[..., -1]
+    of_ends = None if ends is None else ends[..., None].expand_as(texts)
+    own, sums, means = weighted(a, x, causal(CHUNK, a.device), texts, texts)
+    rest, rest_sums, olds = weighted(a, x, causal(CHUNK, a.device).t(), of_ends, texts)
     before, (between, offset) = window - 1, divmod(window - 1, CHUNK)  # tokens below the offset see one chunk more between
     whole = own[..., -1] + sums[..., -1].log(), means[..., -1, :] / sums[..., -1, None]
     more, fewer = between_chunks(*whole, between, ends)
     middle = torch.cat([part[0][..., None].expand(*part[0].shape, n) for part, n in ((more, offset), (fewer, CHUNK - offset))], -1)
     rest, rest_sums = later(rest, before, NOTHING), later(rest_sums, before, 0)
     if ends is not None:
-        middle = middle.masked_fill(F.pad(ends[..., :-1], (1, 0), value=-1)[..., None] != segments, NOTHING)
-        rest = rest.masked_fill(later(of_ends, before, -1) != segments, NOTHING)
+        middle = middle.masked_fill(F.pad(ends[..., :-1], (1, 0), value=-1)[..., None] != texts, NOTHING)
+        rest = rest.masked_fill(later(of_ends, before, -1) != texts, NOTHING)
     top = torch.maximum(torch.maximum(own, rest), middle)
     own, rest, middle = (exp(part - top) for part in (own, rest, middle))
     total = own * sums + rest * rest_sums + middle
@@ -225,7 +229,7 @@ def over_chunks(a: Tensor, x: Tensor, window: int, segments: Tensor | None) -> t
 
 
 def later(x: Tensor, count: int, fill: float) -> Tensor:
-    """Chunks (...,N,C) of what belongs to tokens, each moved ``count`` tokens on."""
+    """Numbers of tokens in chunks (...,N,C), each moved to the token ``count`` later."""
     return F.pad(x.flatten(-2)[..., :-count], (count, 0), value=fill).view(x.shape)
 
 
@@ -240,26 +244,26 @@ def between_chunks(a: Tensor, x: Tensor, count: int, ends: Tensor | None):
     return merge(*near, far, values), near
 
 
-def earlier(count: int, a: Tensor, x: Tensor, segments: Tensor | None):
-    """Each block (B,H,blocks,...) replaced by that ``count`` before it, by nothing where there is none."""
+def earlier(count: int, a: Tensor, x: Tensor, texts: Tensor | None):
+    """Each block (B,H,blocks,...) replaced by the block ``count`` before it, by nothing where there is none."""
     return tuple(
         None if part is None else torch.cat([torch.full_like(part[:, :, :count], fill), part[:, :, :-count]], 2)
-        for part, fill in ((a, NOTHING), (x, 0), (segments, -1))
+        for part, fill in ((a, NOTHING), (x, 0), (texts, -1))
     )
 
 
-def blocks(a: Tensor, x: Tensor, segments, size: int):
-    """(...,T), (...,T,V) and segments in blocks of ``size``, the last one filled up with nothing."""
+def blocks(a: Tensor, x: Tensor, texts, size: int):
+    """(...,T), (...,T,V) and texts in blocks of ``size``, the last one filled up with nothing."""
     count = -(-a.shape[-1] // size)
     fill = count * size - a.shape[-1]
     a, x = F.pad(a, (0, fill), value=NOTHING), F.pad(x, (0, 0, 0, fill))
-    if segments is not None:
-        segments = torch.cat([segments, segments[..., -1:].expand(*segments.shape[:-1], fill)], -1).unflatten(-1, (count, size))
-    return a.unflatten(-1, (count, size)), x.unflatten(-2, (count, size)), segments
+    if texts is not None:
+        texts = torch.cat([texts, texts[..., -1:].expand(*texts.shape[:-1], fill)], -1).unflatten(-1, (count, size))
+    return a.unflatten(-1, (count, size)), x.unflatten(-2, (count, size)), texts
 
 
 def masked(a: Tensor, x: Tensor, seen: Tensor, queries, keys) -> tuple[Tensor, Tensor]:
-    """a (...,S), x (...,S,V), seen (T,S) -> (...,T), (...,T,V): the aggregate of the tokens that each sees in its segment."""
+    """a (...,S), x (...,S,V), seen (T,S) -> (...,T), (...,T,V): the aggregate of the tokens that each sees in its text."""
     top, sums, values = weighted(a, x, seen, queries, keys)
     return top + sums.log(), values.div_(sums[..., None])
 
@@ -275,7 +279,7 @@ def weighted(a: Tensor, x: Tensor, seen: Tensor, queries, keys) -> tuple[Tensor,
 
 
 def exp(x: Tensor) -> Tensor:
-    """In place of what is known to be at most 0: as exp2, which is many times as fast, most of all where 0 results."""
+    """The exponential of x, which is at most 0, in place. exp2 is many times as fast, most of all where the result is 0."""
     return x.mul_(LOG2_E).exp2_()
 
 

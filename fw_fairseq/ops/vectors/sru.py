@@ -1,11 +1,11 @@
-"""The elementwise scan of simple recurrent units, over time, parallel in batch and width.
+"""The elementwise scan of simple recurrent units: over time, in parallel over batch and width.
 
     f_t = sigmoid(F_t + v_f c_{t-1})        c_t = f_t c_{t-1} + (1 - f_t) u_t
     r_t = sigmoid(R_t + v_r c_{t-1})        h_t = r_t c_t + (1 - r_t) s x_t
 
-Only f waits for the step before: three operations on (B,D) a step; r and h follow for many steps at once. In the backward all but
-one product is known beforehand: dc_{t-1} = E_{t-1} + M_t dc_t with M_t = f_t + v_f (c_{t-1} - u_t) f_t (1 - f_t). Both go in blocks
-of steps, so that what is made on the way stays in the processor's cache.
+Only f and c wait for the step before, with three operations on (B,D) per step; r and h follow for many steps at once. The backward
+is dc_{t-1} = E_{t-1} + M_t dc_t with M_t = f_t + v_f (c_{t-1} - u_t) f_t (1 - f_t), where E and M are known for many steps at once.
+Both run in blocks of steps, so that intermediate results stay in the processor's cache.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ BLOCK = 2**17  # numbers of each tensor at a time
 def sru(
     product, x, v_forget, v_reset, state=None, padding_mask=None, reset_mask=None, scale=1.0, backend="auto"
 ) -> tuple[Tensor, Tensor]:
-    """product (T,B,3D): u, F and R; x (T,B,D), v_f, v_r (D), state (B,D), scale s -> h (T,B,D) in the product's dtype, the last c
-    (B,D) in fp32 (float64 for float64).
+    """h (T,B,D) in the dtype of product, and the last c (B,D) in fp32 (float64 for float64 inputs).
 
-    A padded step (B,T) leaves c as it is and outputs 0; a text that begins at a reset starts from c = 0.
-    backend: "cuda" the kernels, "torch" PyTorch, "auto" the kernels where they run.
+    product: (T,B,3D), u, F and R side by side; T is at least 1. x: (T,B,D). v_forget, v_reset: (D). scale: s.
+    state: (B,D), the c that an earlier call returned; None for 0.
+    padding_mask: (B,T) bool. A padded step leaves c unchanged, and its output is 0.
+    reset_mask: (B,T) bool, True at the first token of a new text, which starts from c = 0.
+    backend: "cuda" runs the kernels, "torch" PyTorch, "auto" the kernels where they can run.
     """
     check(product, x, v_forget, v_reset, state)
     dtype = torch.float64 if product.dtype == torch.float64 else torch.float32
@@ -110,7 +112,7 @@ class Scan(torch.autograd.Function):
 
 
 class Steps:
-    """What a block of steps reads, in c's dtype."""
+    """The operands of a block of steps, in c's dtype."""
 
     def __init__(self, product, v_forget, v_reset, padded, keep, c):
         self.parts, self.padded, self.keep, self.c = product.chunk(3, -1), padded, keep, c  # c: the first one, then each step's
@@ -129,7 +131,7 @@ class Steps:
         return forget if self.padded is None else forget.masked_fill(self.padded[span], float("inf"))
 
     def reset(self, span: slice, out: Tensor) -> Tensor:
-        """What r is the sigmoid of."""
+        """The argument of the sigmoid that gives r."""
         return torch.addcmul(self.parts[2][span].to(self.c.dtype), self.v_reset, self.past(span), out=out)
 
     def past(self, span: slice) -> Tensor:

@@ -68,10 +68,11 @@ def measure(args) -> dict:
 def draw_inputs(args, rule: str, tokens: int, grad: bool = True, row_map: RowMap = AS_IS):
     """q, unit keys, v and gates in the range of uniform gate initialisation."""
     like, key = {"device": args.device, "dtype": DTYPES[args.dtype]}, row_map.width(args.key_width)
-    leading, widths = (args.batch, args.heads, tokens), {None: (), "K": (key,), "V": (args.value_width,)}
+    leading = (args.batch, args.heads, tokens)
+    sizes = (*leading, key, args.value_width)
     q, v = torch.randn(*leading, args.key_width, **like), torch.randn(*leading, args.value_width, **like)
     k = F.normalize(torch.randn(*leading, args.key_width, **like), dim=-1)
-    gates = {n: torch.rand(*leading, *widths[g.axis], **like) * 62 / 64 + 1 / 64 for n, g in RULES[rule].gates.items()}
+    gates = {n: torch.rand(g.shape(sizes), **like) * 62 / 64 + 1 / 64 for n, g in RULES[rule].gates.items()}
     for x in (q, k, v, *gates.values()):
         x.requires_grad_(grad)
     return q, k, v, gates
