@@ -10,11 +10,13 @@ import torch
 from support.checkpoints import save, source
 from support.commands import ROOT, fairseq, run, succeed
 from support.language_models import assert_close, build, draw
-from support.streams import MODEL, data, updates  # noqa: F401
+from support.runs import updates
+from support.streams import MODEL
 
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.mixers import MIXERS
+from fw_fairseq.models.retrieval import RetrievalConfig, RetrievalModel
 from fw_fairseq.modules import Streams
 from fw_fairseq.rules import RULES
 
@@ -97,6 +99,25 @@ def test_a_model_decodes_and_streams_as_the_full_pass(options):
     assert_close(torch.cat([model(part, streams=streams)[0] for part in tokens.split([5, 7], 1)], 1), whole)
 
 
+@pytest.mark.parametrize("name", ["rule", "rule-wide", "map", "both"])
+def test_the_model_of_retrieval(name):
+    """Against the memory that is built pair by pair."""
+    model = RetrievalModel(RetrievalConfig(key_dim=8, **OPTIONS[name]), 7).double()
+    keys, values = (torch.randint(7, (3, 20)) for _ in range(2))
+    queries, seen = torch.arange(7).expand(3, -1), {}
+    model.read = lambda q, k, v, gates: seen.update(q=q, k=k, v=v, gates=gates) or RetrievalModel.read(model, q, k, v, gates)
+    y = model(keys, values, queries)
+    k, v, gates = (seen[name] for name in ("k", "v", "gates"))
+    coefficients = model.rule.coefficients(**gates)
+    f, e = (torch.ones(1).double() if c is None else c for c in (coefficients.f, coefficients.e))
+    memory = torch.zeros(3, 1, k.shape[-1], 7).double()
+    for t in range(20):
+        left = memory if coefficients.f is None else f[:, :, t].reshape(3, 1, -1, 1) * memory
+        erased = torch.einsum("bhk,bhkv->bhv", k[:, :, t], left)
+        memory = left + e[:, :, t, None, None] * torch.einsum("bhk,bhv->bhkv", k[:, :, t], v[:, :, t] - erased)
+    assert_close(y, (seen["q"] @ memory).squeeze(1))
+
+
 CONVERT = """
 import sys
 sys.path.insert(0, {folder!r})
@@ -107,27 +128,34 @@ for name, options in {cases!r}.items():
 """
 
 
-def test_conversions_are_evaluated(data, tmp_path):  # noqa: F811
+def test_conversions_are_evaluated(stream_data, tmp_path):
     """By the command, which has the extension from --user-dir; the conversion is a program that imports it."""
-    _, _, state = source("--arch transformer_lm", data)
+    _, _, state = source("--arch transformer_lm", stream_data)
     save(state, tmp_path)
     cases = {"plain.pt": {}, "wide.pt": {"feature_dim": 40}, "squares.pt": {"feature_map": "squares"}}
     succeed(run(sys.executable, "-c", CONVERT.format(folder=str(EXTENSION.parent), cases=cases), cwd=tmp_path))
     for name in cases:
         given = ["--path", tmp_path / name, "--gen-subset", "test", "--tokens-per-sample", 20]
-        assert "Perplexity" in succeed(fairseq("eval_lm", data, *USER_DIR, *given))
+        assert "Perplexity" in succeed(fairseq("eval_lm", stream_data, *USER_DIR, *given))
 
 
-def test_the_commands_know_the_extension(data, tmp_path):  # noqa: F811
+def test_the_commands_know_the_extension(stream_data, tmp_path):
     model = "--update-rule decayed_delta --feature-map squares --mixer-pattern moving_average,fast_weight"
     train = "--criterion fast_weight_cross_entropy --optimizer adam --lr 0.01 --seed 3 --log-format json --log-interval 1"
     stream = "--task stateful_language_modeling --tokens-per-sample 16 --batch-size 4 --no-token-positional-embeddings"
     given = [*MODEL.split(), *model.split(), *train.split(), *stream.split(), "--max-update", 6, "--save-dir", tmp_path]
-    log = updates(succeed(fairseq("train", data, *USER_DIR, *given)))
+    log = updates(succeed(fairseq("train", stream_data, *USER_DIR, *given)))
     assert float(log[6]["loss"]) < float(log[1]["loss"]) and "fw_1_gate_f" in log[6]
     read = ["--path", tmp_path / "checkpoint_last.pt", "--gen-subset", "test", "--task", "stateful_language_modeling"]
-    printed = [succeed(fairseq("eval_lm", data, *USER_DIR, *read, "--tokens-per-sample", n)) for n in (7, 50)]
+    printed = [succeed(fairseq("eval_lm", stream_data, *USER_DIR, *read, "--tokens-per-sample", n)) for n in (7, 50)]
     short, long = (text[text.index("Perplexity") :] for text in printed)
     assert short.split()[1] == long.split()[1]
-    refused = fairseq("train", data, *USER_DIR, *MODEL.split(), "--update-rule", "decayed")
+    refused = fairseq("train", stream_data, *USER_DIR, *MODEL.split(), "--update-rule", "decayed")
     assert refused.returncode and "'decayed_delta'" in refused.stderr
+
+
+def test_retrieval_by_the_command(tmp_path):
+    task = "--task associative_retrieval --symbols 7 --batch-size 4 --criterion retrieval_mse --optimizer adam --lr 0.001"
+    model = "--arch retrieval --key-dim 8 --update-rule decayed_delta --feature-map squares --max-update 3"
+    printed = succeed(fairseq("train", *USER_DIR, *task.split(), *model.split(), "--save-dir", tmp_path))
+    assert "accuracy" in printed

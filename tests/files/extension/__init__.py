@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fw_fairseq.feature_maps import FEATURE_MAPS, FeatureMap
 from fw_fairseq.mixers import MIXERS, Mixer
-from fw_fairseq.ops.state import state as tensor_state
+from fw_fairseq.ops.state import tensor_state
 from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
 
 RULES["decayed_delta"] = Rule(
