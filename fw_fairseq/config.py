@@ -17,70 +17,78 @@ ATTENTIONS = ("encoder", "decoder", "cross")
 
 
 def option(default, help_: str, least: int | None = None, below: int | None = None):
-    """``least``: the smallest number that it may be; ``below``: one that it may not reach."""
+    """A dataclass field with a help text. ``least``: the smallest number allowed; ``below``: a number that it must stay below."""
     bounds = {name: bound for name, bound in {"least": least, "below": below}.items() if bound is not None}
     return field(default=default, metadata={"help": help_} | bounds)
 
 
 @dataclass
 class FastWeightConfig(FairseqDataclass):
-    mixer: ChoiceEnum([*MIXERS, SOFTMAX]) = option("fast_weight", "what mixes tokens in every layer; softmax: fairseq's attention")
+    mixer: ChoiceEnum([*MIXERS, SOFTMAX]) = option("fast_weight", "the token mixer of every layer; softmax is fairseq's attention")
     mixer_pattern: str = option(
-        "", "one mixer per layer, bottom first, with repeats: 'softmax,fast_weight*3'; a shorter pattern repeats; overrides --mixer"
+        "",
+        "the mixer of each layer, bottom first, with repeats: 'softmax,fast_weight*3'; short ones repeat; overrides --mixer",
     )
-    update_rule: ChoiceEnum(list(RULES)) = option("delta", "how the fast-weight memory is written")
-    feature_map: ChoiceEnum(list(FEATURE_MAPS)) = option("elu", "what queries and keys pass through")
-    feature_dim: int = option(0, "width of queries and keys per head before the feature map; 0: that of the values", least=0)
+    update_rule: ChoiceEnum(list(RULES)) = option("delta", "the update rule of the fast-weight memory")
+    feature_map: ChoiceEnum(list(FEATURE_MAPS)) = option("elu", "the map that queries and keys pass through")
+    feature_dim: int = option(0, "width of queries and keys per head before the feature map; 0: the width of the values", least=0)
     feature_norm: ChoiceEnum(list(NORMS)) = option(
-        "sum", "features divided by their sum (of non-negative maps), by their length (l2), or neither"
+        "sum", "divide features by their sum (for non-negative maps), by their length (l2), or by neither"
     )
-    attention_norm: bool = option(False, "divide what is read by the accumulated keys times the query")
-    dpfp_nu: int = option(1, "nu of the dpfp feature map; its width is 2 * nu * feature_dim", least=1)
-    favor_features: int = option(0, "m random features of favor and rfa, of width 2m; 0: feature_dim", least=0)
+    attention_norm: bool = option(False, "divide each read by the product of the query and the sum of the keys")
+    dpfp_nu: int = option(1, "nu of the dpfp feature map, which has 2 * nu * feature_dim features", least=1)
+    favor_features: int = option(
+        0, "the number m of random directions of favor and rfa, which have 2m features; 0: feature_dim", least=0
+    )
     favor_prescale: bool = option(
-        False, "favor estimates exp(q.k / sqrt(feature_dim)), as softmax attention weighs, and not exp(q.k): fewer features do"
+        False,
+        "favor estimates exp(q.k / sqrt(feature_dim)), as softmax attention weighs, instead of exp(q.k), with fewer features",
     )
-    fast_weight_backend: ChoiceEnum(list(BACKENDS)) = option("auto", "what runs the recurrence")
+    fast_weight_backend: ChoiceEnum(list(BACKENDS)) = option(
+        "auto", "the form that runs the recurrence; auto chooses the fastest one that fits"
+    )
     window_sizes: str = option(
         "",
-        "tokens that additive and leap see, per layer, bottom first: '4,8,0'; 0: all before; one number is for every layer;"
-        " default: 4, 8, 16 and so on, the last layer 0",
+        "how many tokens additive and leap see in each layer, bottom first: '4,8,0'; 0: all tokens so far; one number holds for"
+        " every layer; default: 4, 8, 16 and so on, and 0 in the last layer",
     )
-    sru_projection: int = option(0, "width that sru's input passes through before the product with its weights; 0: none", least=0)
-    sru_highway_bias: float = option(-2.0, "bias of the gate between the state and the input of sru and srupp at the start")
-    srupp_width: int = option(0, "width of srupp's attention; 0: a quarter of the layer's", least=0)
-    srupp_heads: int = option(1, "heads of srupp's attention", least=1)
+    sru_projection: int = option(0, "width of a projection of sru's input before its product; 0: no projection", least=0)
+    sru_highway_bias: float = option(-2.0, "initial bias of the gate of sru and srupp that chooses between state and input")
+    srupp_width: int = option(0, "width of srupp's attention; 0: a quarter of the layer's width", least=0)
+    srupp_heads: int = option(1, "number of heads of srupp's attention", least=1)
     srupp_memory: int = option(
         512,
-        "how many tokens before it each token sees in srupp's attention, earlier segments' too; evaluation may have another number",
+        "how many earlier tokens each token sees in srupp's attention, also in earlier segments; evaluation may use another number",
         least=1,
     )
     srupp_dropout: float = option(
         0.0,
-        "share of the numbers that srupp drops, in training, of what its product reads; published: that of --dropout",
+        "dropout probability of the input of srupp's product; the published runs use the value of --dropout",
         0,
         below=1,
     )
-    local_window: int = option(32, "how many tokens each token sees in local_attention, itself among them", least=2)
+    local_window: int = option(32, "how many tokens each token sees in local_attention, counting itself", least=2)
     xl_memory: int = option(
-        256, "how many tokens before it each token sees in transformer_xl; evaluation may have another number", least=1
+        256, "how many earlier tokens each token sees in transformer_xl; evaluation may use another number", least=1
     )
-    slots: int = option(32, "vectors of keys, and as many of values, that a head of abc and linformer keeps", least=1)
-    slot_positions: int = option(1024, "positions that linformer has weights for; later ones have the last one's", least=1)
-    scale_output: bool = option(False, "divide what the output projection gives by the square root of its input's width")
+    slots: int = option(32, "number of keys, and of values, that each head of abc and linformer keeps", least=1)
+    slot_positions: int = option(
+        1024, "number of positions that linformer has weights for; later positions use the last weights", least=1
+    )
+    scale_output: bool = option(False, "divide the logits by the square root of the width of the layers")
 
 
 @dataclass
 class FastWeightTransformerConfig(FastWeightConfig):
     linear_attention: str = option(
         ",".join(ATTENTIONS),
-        "which attentions are linear, of encoder, decoder and cross, separated by commas; '' is none. Update rule and mixers are"
-        " the decoder's; the feature map is that of all three",
+        "the attentions that are linear, of encoder, decoder and cross, separated by commas; '' makes none linear. Update rule and"
+        " mixers are those of the decoder; all three use the feature map",
     )
 
 
 def linear_attentions(config: FastWeightTransformerConfig) -> list[str]:
-    """The names in --linear-attention."""
+    """The names that --linear-attention lists."""
     names = [name.strip() for name in config.linear_attention.split(",")] if config.linear_attention.strip() else []
     for name in names:
         if name not in ATTENTIONS:
@@ -109,7 +117,10 @@ def layer_mixers(config: FastWeightConfig, layers: int) -> list[str]:
 
 
 def check_numbers(config: FastWeightConfig, kind: type | None = None) -> None:
-    """No mixer looks at its numbers again: who builds a model comes here first. ``kind``: its class, where it is a DictConfig."""
+    """Checks all numbers of the options. Mixers do not check them again, so everything that builds a model calls this first.
+
+    ``kind``: the class of the options, where ``config`` is a DictConfig.
+    """
     for f in fields(kind or config):
         least, below, value = f.metadata.get("least"), f.metadata.get("below"), getattr(config, f.name)
         if least is not None and not least <= value < (below or math.inf):
@@ -118,7 +129,7 @@ def check_numbers(config: FastWeightConfig, kind: type | None = None) -> None:
 
 
 def read_config(kind: type, args):
-    """The options of this project among all others."""
+    """Returns the options of this project, of class ``kind``, from all options of a model."""
     config = kind(**{f.name: value for f in fields(kind) if (value := safe_getattr(args, f.name, None)) is not None})
     check_numbers(config)
     return config

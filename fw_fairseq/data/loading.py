@@ -1,4 +1,4 @@
-"""Batches whose loader processes end with them."""
+"""A batch iterator whose loader processes end with its batches."""
 
 from __future__ import annotations
 

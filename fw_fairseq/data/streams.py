@@ -1,4 +1,4 @@
-"""Text as parallel streams: row b of every batch goes on where row b of the batch before stopped."""
+"""Text as parallel streams: row b of every batch continues where row b of the batch before stopped."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 class StreamDataset(torch.utils.data.Dataset):
-    """Item s is the whole batch of segment s: ``rows`` streams of one worker, cut out of ``shards * rows`` equal parts of the text.
+    """Item s is the batch of segment s, with the ``rows`` streams of one worker. The text is cut into ``shards * rows`` streams.
 
-    Every token is a target once; the first of a stream is predicted from ``eos``. Rows differ in length by at most one token,
-    which the last segment makes up with padding. ``share`` (i, n): only share i, from 0, of n equal ones of each segment.
+    Every token is a target once, and the first of a stream is predicted from ``eos``. The lengths of streams differ by at most one
+    token; the last segment is padded. ``share`` (i, n): the item is part i, from 0, of n equal parts of the segment.
     """
 
     def __init__(self, text: Text, segment: int, rows: int, pad: int, eos: int, shard: int = 0, shards: int = 1, share=(0, 1)):
@@ -58,8 +58,7 @@ class StreamDataset(torch.utils.data.Dataset):
 
 
 class StreamIterator(BatchIterator):
-    """Segments in order, with the memories of their streams: training and validation may read one text. Its saved state is the
-    position and what the memories hold there, those of every shard."""
+    """Segments in order, with the states of their streams. Its saved state is the position and the states there, of every shard."""
 
     def __init__(self, dataset: StreamDataset, streams: Streams, shard: int = 0, shards: int = 1, **options):
         batches = [[index] for index in range(len(dataset))]
@@ -68,7 +67,7 @@ class StreamIterator(BatchIterator):
         self.collected: list[dict] = [{} for _ in range(shards)]
 
     def _get_iterator_for_epoch(self, epoch, shuffle, offset=0, **options):
-        """The state joins the batches here, behind the processes that load them."""
+        """Adds the streams to the batches here, in the main process, after other processes have loaded them."""
         batches = super()._get_iterator_for_epoch(epoch, shuffle, offset=offset, **options)
         if batches is None:
             return None
@@ -76,7 +75,7 @@ class StreamIterator(BatchIterator):
         return iterators.CountingIterator((batch | streams for batch in batches), start=offset, total=batches.total)
 
     def collect(self) -> None:
-        """Before ``state_dict``, which only one of several workers calls: brings their memories together."""
+        """Collects the states of all workers. Each calls it before one of them calls ``state_dict``."""
         if self.shards > 1:
             by_worker: list[dict] = [{}] * (self.shards * self.shares)
             torch.distributed.all_gather_object(by_worker, self.memories())
@@ -98,19 +97,24 @@ class StreamIterator(BatchIterator):
         if not within:
             return
         if len(memories) != self.shards:
-            logger.warning("the checkpoint has %d sets of streams, not %d: all start empty", len(memories), self.shards)
+            logger.warning(
+                "the checkpoint has the states of %d sets of streams, not %d, so all streams start empty",
+                len(memories),
+                self.shards,
+            )
         else:
             self.streams.restart({layer: SavedState(state) for layer, state in memories[self.shard].items()})
 
     def check_cut(self, state_dict: dict, shards: int) -> None:
-        """The position is a number of segments: of others it is another place in the text, which the memories have not read to."""
+        """Refuses a checkpoint from within an epoch if the text is cut differently: its position, a number of segments, would be
+        another place in the text than the states have read to."""
         cut = [("--tokens-per-sample", "segment", self.dataset.segment)]
         if shards == self.shards:
             cut.append(("--batch-size, the streams of a worker,", "rows", len(self.dataset.rows)))
         for option, name, now in cut:
             saved = state_dict.get(name, now)
             if saved != now:
-                help_ = f"go on with {saved}, or read the text from its start with --reset-dataloader"
+                help_ = f"resume with {saved}, or read the text from its start with --reset-dataloader"
                 raise ValueError(f"{option} is {now}, but the checkpoint stopped within the text with {saved}; {help_}")
 
 

@@ -17,8 +17,8 @@ CUTTING = ("sample_break_mode", "add_bos_token", "shorten_method", "pad_to_fixed
 
 
 class Text(FairseqDataset):
-    """All tokens of a split, not yet cut into streams. ``targets``: what the model is to predict, words without an output as
-    unknown ones."""
+    """All tokens of a split, not yet cut into streams. ``targets``: the tokens to predict, where words without an output are
+    unknown words."""
 
     def __init__(self, tokens: Tensor, split: str, targets: Tensor | None = None):
         self.tokens, self.split, self.targets = tokens, split, tokens if targets is None else targets
@@ -28,7 +28,7 @@ class Text(FairseqDataset):
 
 
 def load_text(task, split: str, epoch: int = 1, combine: bool = False) -> Text:
-    """Of a task like language_modeling, whose options that cut a text into samples are refused."""
+    """Reads a split of a task like language_modeling. Options that cut a text into samples are refused."""
     for name in CUTTING:
         value = getattr(task.args, name, None)
         if value is not None and str(value) != str(getattr(LanguageModelingConfig, name)):
@@ -46,7 +46,7 @@ def load_text(task, split: str, epoch: int = 1, combine: bool = False) -> Text:
 
 
 def check_positions(tokens: int, most) -> None:
-    """fairseq compares the samples that it cuts with the model's positions; what is cut here comes here first."""
+    """Refuses more tokens at once than the model has positions. fairseq checks only the samples that it cuts itself."""
     if isinstance(most, int) and tokens > most:
         raise ValueError(f"{tokens} tokens at once are more than the model's {most} positions; give a shorter --tokens-per-sample")
 
@@ -57,5 +57,5 @@ def check_shard(shard: int, shards: int) -> None:
 
 
 def takes(model, name: str) -> bool:
-    """Whether its forward has this keyword, which fairseq's own models do not."""
+    """Whether the model's forward has this keyword. Those of fairseq's own models do not."""
     return name in inspect.signature(getattr(model, "decoder", model).forward).parameters

@@ -8,7 +8,7 @@ from .text import Text
 
 
 class SlidingWindows(torch.utils.data.Dataset):
-    """Windows of ``context`` + ``stride`` tokens; each scores its last ``stride``, the first one all of its tokens."""
+    """Windows of ``context`` + ``stride`` tokens. Each scores its last ``stride`` tokens, the first one all tokens."""
 
     def __init__(self, text: Text, context: int, stride: int, eos: int):
         self.target, self.context, self.stride = text.targets, context, stride
@@ -24,7 +24,8 @@ class SlidingWindows(torch.utils.data.Dataset):
         return index, self.source[max(0, start - self.context) : stop], self.target[start:stop]
 
     def batches(self, windows: int, shard: int = 0, shards: int = 1) -> list[list[int]]:
-        """The first and a shorter last window by themselves, all others have one length. A shard has neighbouring windows."""
+        """The first window and the last, which may be shorter, are batches of their own; all others have one length. A shard has
+        neighbouring windows."""
         own, ends = range(len(self) * shard // shards, len(self) * (shard + 1) // shards), (0, len(self) - 1)
         middle = [i for i in own if i not in ends]
         grouped = [middle[i : i + windows] for i in range(0, len(middle), windows)]

@@ -33,8 +33,8 @@ class Mixer(nn.Module):
     """``forward(x[0:T])`` equals ``forward(x[0:s])`` followed by ``forward(x[s:T], state)`` for every s, up to rounding.
 
     The same state serves decoding token by token, a prompt that is read in one pass, and the next segment of a stream. Its type is
-    ``state_type``, a NamedTuple of tensors that begin with B, decorated by ``ops.state.state``; its size does not depend on the
-    number of tokens. A new mixer overrides ``forward`` and sets ``state_type``; it overrides the other methods where it can do
+    ``state_type``, a NamedTuple of tensors that begin with B, decorated by ``ops.state.tensor_state``. Its size does not depend on
+    the number of tokens. A new mixer overrides ``forward`` and sets ``state_type``; it overrides the other methods where it can do
     more than they do here.
     """
 

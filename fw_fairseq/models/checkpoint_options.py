@@ -1,4 +1,4 @@
-"""Checkpoints that meet other options than those that they were trained with."""
+"""Loading checkpoints with other options than those of training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from ..mixers.pooled import layer_window
 
 
 def keep_layers(args, kind: type = FastWeightConfig) -> None:
-    """What --decoder-layers-to-keep leaves of a larger model has its mixers and windows still. Before fairseq counts its layers."""
+    """Gives the layers that --decoder-layers-to-keep keeps the mixers and windows that they had in the whole model.
+
+    It is called before fairseq reduces ``decoder_layers`` to the number of layers kept.
+    """
     kept, layers = safe_getattr(args, "decoder_layers_to_keep", None), args.decoder_layers
     if not kept or len(kept.split(",")) == layers:
         return
@@ -22,7 +25,7 @@ def keep_layers(args, kind: type = FastWeightConfig) -> None:
 
 
 class NamesWhatDiffers:
-    """Goes before one of fairseq's models: parameters of another one are refused in a sentence."""
+    """A mixin for fairseq's models, which refuses the parameters of a different model in one sentence."""
 
     def load_state_dict(self, state_dict, *args, **kwargs):
         try:

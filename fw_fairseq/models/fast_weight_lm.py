@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class FastWeightLanguageModelConfig(FastWeightConfig, TransformerLanguageModelConfig):
-    """Its defaults are the architecture fast_weight_lm, small enough for a laptop."""
+    """Options of fast_weight_lm. The defaults are the architecture of that name, small enough for a laptop."""
 
     decoder_layers: int = option(4, "num decoder layers")
     decoder_embed_dim: int = option(128, "decoder embedding dimension")
@@ -30,14 +30,14 @@ class FastWeightLanguageModelConfig(FastWeightConfig, TransformerLanguageModelCo
     decoder_attention_heads: int = option(8, "num decoder attention heads")
     train_only: ChoiceEnum(["all", "new"]) = option(
         "all",
-        "new: only what fw-convert makes anew, query and key projections, gates and feature maps; the rest stays as it is"
-        " (values shrink with --weight-decay)",
+        "new: train only the parts that fw-convert makes anew: query and key projections, gates and feature maps. All else stays"
+        " as it is, but --weight-decay shrinks the value projections",
     )
 
 
 @register_model("fast_weight_lm", dataclass=FastWeightLanguageModelConfig)
 class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
-    num_updates = 0  # for criterions that change on the way
+    num_updates = 0  # for criterions that change during training
 
     @classmethod
     def build_model(cls, args, task):
@@ -68,7 +68,7 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
         return f"state size: {self.state_size() / 1e6:.4g} million numbers for a sequence{growing}"
 
     def freeze_all_but_new(self) -> None:
-        """The optimizer holds what has new rows; the gradients of the other rows are 0."""
+        """Freezes all parameters but those with new rows. The gradients of their other rows are set to 0."""
         self.requires_grad_(False)
         for attention in self.decoder.mixers:
             pretrained = attention.mixer.pretrained()
@@ -79,7 +79,7 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
                 parameter.requires_grad_(True)
                 parameter.register_hook(functools.partial(without_rows, rows=rows))
         if not any(parameter.requires_grad for parameter in self.parameters()):
-            raise ValueError("--train-only new leaves nothing to train: the attention of all layers is as it was")
+            raise ValueError("--train-only new leaves nothing to train, since the attention of all layers is unchanged")
 
 
 def build_with(decoder: type, cls: type, args, task) -> TransformerLanguageModel:

@@ -76,12 +76,12 @@ class FirstNonFinite:
         """Returns the module's name and, where it makes all projections of a mixer, the projection whose ``rows`` are not
         finite."""
         name, owner = self.names[module], self.mixers.get(module)
-        sizes = getattr(owner.mixer, "sizes", None) if owner is not None else None
-        if rows is None or not sizes or module is not owner.mixer.in_proj:
+        projections = {} if owner is None else owner.mixer.projections()
+        parts = next((parts for key, parts in projections.items() if owner.mixer.get_submodule(key) is module), None)
+        if rows is None or parts is None:
             return name
-        parts = zip(sizes, rows.split(list(sizes.values())))
-        part = next(part for part, values in parts if bad(values))
-        return f"{'gate ' if part in owner.mixer.rule.gates else ''}{part} of layer {owner.layer} ({name})"
+        part = next(part for part, own in parts.items() if bad(rows[own]))
+        return f"{part} of layer {owner.layer} ({name})"
 
 
 class ParameterUses(TorchFunctionMode):

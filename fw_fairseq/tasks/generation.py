@@ -1,4 +1,4 @@
-"""Generation that takes the prompt in one pass before it goes on token by token."""
+"""Generation that reads the prompt in one pass and then continues token by token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class PromptedGenerator(SequenceGenerator):
-    """fairseq's generator feeds a prompt one token a step. Recurrent decoders are told of it first and read it at once."""
+    """fairseq's generator, which feeds a prompt token by token. Recurrent decoders get all of it first and read it in one pass."""
 
     def _generate(self, sample, prefix_tokens=None, constraints=None, bos_token=None):
         decoders = [model.decoder for model in self.model.models if getattr(model.decoder, "recurrent", False)]
@@ -23,8 +23,8 @@ class PromptedGenerator(SequenceGenerator):
                 decoder.expect_prompt(None)
 
     def common_prompt(self, prefix_tokens: Tensor, first: int) -> Tensor:
-        """The first token and as much of the prompts as all of them have; longer ones go on token by token. An end of sentence
-        in a prompt finishes it and takes its row out of the batch: what is read at once stops before the first one."""
+        """The first token and as many tokens as every prompt has; longer prompts continue token by token. An end of sentence
+        finishes a hypothesis and takes its row out of the batch, so the common part stops before the first one."""
         inside = prefix_tokens.ne(self.pad) & prefix_tokens.ne(self.eos)
         shortest = int(inside.long().cumprod(1).sum(1).min())
         return torch.cat([torch.full_like(prefix_tokens[:, :1], first), prefix_tokens[:, :shortest]], dim=1)

@@ -1,4 +1,4 @@
-"""sliding_language_modeling: fairseq-eval-lm --context-window, many windows at once, only their last positions scored."""
+"""sliding_language_modeling: fairseq-eval-lm --context-window with many windows at once; only their last positions are scored."""
 
 import functools
 
@@ -12,8 +12,8 @@ from ..data.windows import SlidingWindows
 
 @register_task("sliding_language_modeling", dataclass=LanguageModelingConfig)
 class SlidingLanguageModelingTask(LanguageModelingTask):
-    """For evaluation with the options of language_modeling. --batch-size: windows at once, 64 if not given; --max-tokens may make
-    them fewer."""
+    """A task for evaluation, with the options of language_modeling. --batch-size is the number of windows at once, 64 by default;
+    --max-tokens may make it smaller."""
 
     def build_model(self, args, from_checkpoint=False):
         model = super().build_model(args, from_checkpoint)
@@ -58,7 +58,7 @@ class SlidingLanguageModelingTask(LanguageModelingTask):
 
 
 def only_last(forward):
-    """``score_last`` for a forward that knows only outputs at every token."""
+    """Gives ``score_last`` to a forward that returns outputs at every token."""
 
     @functools.wraps(forward)
     def cut(*args, score_last=0, **kwargs):

@@ -1,4 +1,4 @@
-"""stateful_language_modeling: the memory goes on from segment to segment, in training, validation and fairseq-eval-lm."""
+"""stateful_language_modeling: the state is carried over from segment to segment in training, validation and fairseq-eval-lm."""
 
 from dataclasses import dataclass
 
@@ -16,17 +16,20 @@ from .generation import PromptedGenerator
 
 @dataclass
 class StatefulLanguageModelingConfig(LanguageModelingConfig):
-    reset_at_eos: bool = option(False, "empty the memory at every end of sentence or document, wherever it falls in a segment")
+    reset_at_eos: bool = option(False, "empty the state after every end of sentence or document, also within a segment")
     sequence_parallel: int = option(
-        1, "so many neighbouring workers share their streams, each takes its part of every segment: --tokens-per-sample / this"
+        1,
+        "how many neighbouring workers share their streams; each computes an equal part of every segment",
     )
     sentence_avg: bool = II("optimization.sentence_avg")
 
 
 @register_task("stateful_language_modeling", dataclass=StatefulLanguageModelingConfig)
 class StatefulLanguageModelingTask(LanguageModelingTask):
-    """Each row of a batch reads one continuous stream of the text; --tokens-per-sample is the segment, and the span of gradients,
-    --batch-size the number of streams of a worker. Dictionary, generation and scoring of single texts are language_modeling's."""
+    """Language modeling in which each row of a batch reads one continuous stream of the text.
+
+    --tokens-per-sample is the length of a segment, within which gradients flow; --batch-size is the number of streams of a worker.
+    Dictionary, generation and the scoring of single texts are those of language_modeling."""
 
     def __init__(self, args, dictionary, output_dictionary=None, targets=None):
         super().__init__(args, dictionary, output_dictionary, targets)
@@ -70,7 +73,7 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
         return StreamIterator(streams, Streams(self.group), shard_id, num_shards, epoch=epoch, **loading)
 
     def sequence_workers(self, workers: int) -> int:
-        """How many share a stream; their group is made when it is first needed."""
+        """The number of workers that share a stream. The first call makes their group."""
         count, segment = self.args.sequence_parallel, self.args.tokens_per_sample
         if count == 1:
             return 1
@@ -78,18 +81,18 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
             wanted = f"it must divide the number of workers ({workers}) and --tokens-per-sample ({segment})"
             raise ValueError(f"--sequence-parallel is {count}; {wanted}")
         if self.args.sentence_avg:
-            raise ValueError("--sequence-parallel cuts streams into parts, which are no sentences; leave --sentence-avg out")
+            raise ValueError("--sequence-parallel cuts streams into parts that are not sentences; leave --sentence-avg out")
         if self.group is None:
             self.group, _ = torch.distributed.new_subgroups(count)
         return count
 
     def eval_lm_dataloader(self, dataset, max_tokens=36000, batch_size=None, context_window=0, **options):
-        """One pass over one stream, or over --batch-size streams side by side, the first token of each without context."""
+        """Reads the text once, as one stream or as --batch-size streams side by side. The first token of each has no context."""
         check_shard(options.get("shard_id", 0), options.get("num_shards", 1))
         if context_window:
-            raise ValueError("--context-window recomputes context, and this task carries all of it; leave it out")
+            raise ValueError("--context-window computes the context again, but this task carries all of it over; leave it out")
         batches = self.get_batch_iterator(dataset, max_sentences=batch_size or 1, **options).next_epoch_itr(shuffle=False)
-        return Brought(self, batches)
+        return StreamBatches(self, batches)
 
     def build_generator(self, models, args, seq_gen_cls=None, **kwargs):
         return super().build_generator(models, args, seq_gen_cls=seq_gen_cls or PromptedGenerator, **kwargs)
@@ -103,7 +106,7 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
         return super().valid_step(sample, model, criterion)
 
     def bring_state(self, sample) -> None:
-        """The streams' state goes with their next segment; the first segment starts from none. A dummy batch has no streams."""
+        """Adds the streams to the model's inputs; the first segment starts from empty states. A dummy batch has no streams."""
         streams, net_input = sample.get("streams"), sample["net_input"]
         if streams is None:
             return
@@ -115,14 +118,14 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
 
 
 def refuse_memory(model, args, kwargs) -> None:
-    """A loaded model only where it is given one: single texts, and the teacher of a distillation, need none."""
+    """A hook that refuses streams for a model without state. Single texts and the teacher of a distillation have no streams."""
     if "streams" in kwargs:
         name = type(model).__name__
-        raise ValueError(f"stateful_language_modeling carries memories, and {name} has none; use --task language_modeling")
+        raise ValueError(f"stateful_language_modeling carries states over, and {name} has none; use --task language_modeling")
 
 
 def check_across_workers(model) -> None:
-    """Whether every layer can go on from the memory of the worker before."""
+    """Refuses a model with a layer that cannot continue from the state of the worker before."""
     softmax = "softmax attention sees only its own worker's tokens; use --mixer fast_weight"
     reasons = [] if getattr(model.decoder, "recurrent", False) else [softmax]
     reasons += [attention.mixer.why_not_across_workers() for attention in getattr(model.decoder, "mixers", [])]
@@ -130,8 +133,8 @@ def check_across_workers(model) -> None:
         raise ValueError(f"--sequence-parallel: {reason}")
 
 
-class Brought:
-    """Batches that bring their state, for a caller that runs the model itself."""
+class StreamBatches:
+    """Batches with their streams among the model's inputs, for fairseq-eval-lm, which runs the model itself."""
 
     def __init__(self, task: StatefulLanguageModelingTask, batches):
         self.task, self.batches = task, batches

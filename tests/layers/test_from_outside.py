@@ -16,6 +16,7 @@ from support.streams import MODEL
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.mixers import MIXERS
+from fw_fairseq.models.retrieval import RetrievalConfig, RetrievalModel
 from fw_fairseq.modules import Streams
 from fw_fairseq.rules import RULES
 
@@ -98,6 +99,25 @@ def test_a_model_decodes_and_streams_as_the_full_pass(options):
     assert_close(torch.cat([model(part, streams=streams)[0] for part in tokens.split([5, 7], 1)], 1), whole)
 
 
+@pytest.mark.parametrize("name", ["rule", "rule-wide", "map", "both"])
+def test_the_model_of_retrieval(name):
+    """Against the memory that is built pair by pair."""
+    model = RetrievalModel(RetrievalConfig(key_dim=8, **OPTIONS[name]), 7).double()
+    keys, values = (torch.randint(7, (3, 20)) for _ in range(2))
+    queries, seen = torch.arange(7).expand(3, -1), {}
+    model.read = lambda q, k, v, gates: seen.update(q=q, k=k, v=v, gates=gates) or RetrievalModel.read(model, q, k, v, gates)
+    y = model(keys, values, queries)
+    k, v, gates = (seen[name] for name in ("k", "v", "gates"))
+    coefficients = model.rule.coefficients(**gates)
+    f, e = (torch.ones(1).double() if c is None else c for c in (coefficients.f, coefficients.e))
+    memory = torch.zeros(3, 1, k.shape[-1], 7).double()
+    for t in range(20):
+        left = memory if coefficients.f is None else f[:, :, t].reshape(3, 1, -1, 1) * memory
+        erased = torch.einsum("bhk,bhkv->bhv", k[:, :, t], left)
+        memory = left + e[:, :, t, None, None] * torch.einsum("bhk,bhv->bhkv", k[:, :, t], v[:, :, t] - erased)
+    assert_close(y, (seen["q"] @ memory).squeeze(1))
+
+
 CONVERT = """
 import sys
 sys.path.insert(0, {folder!r})
@@ -132,3 +152,10 @@ def test_the_commands_know_the_extension(stream_data, tmp_path):
     assert short.split()[1] == long.split()[1]
     refused = fairseq("train", stream_data, *USER_DIR, *MODEL.split(), "--update-rule", "decayed")
     assert refused.returncode and "'decayed_delta'" in refused.stderr
+
+
+def test_retrieval_by_the_command(tmp_path):
+    task = "--task associative_retrieval --symbols 7 --batch-size 4 --criterion retrieval_mse --optimizer adam --lr 0.001"
+    model = "--arch retrieval --key-dim 8 --update-rule decayed_delta --feature-map squares --max-update 3"
+    printed = succeed(fairseq("train", *USER_DIR, *task.split(), *model.split(), "--save-dir", tmp_path))
+    assert "accuracy" in printed

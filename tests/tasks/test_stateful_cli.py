@@ -203,7 +203,7 @@ def test_mistakes(stream_data, trained, tmp_path):
     task = ["--task", "stateful_language_modeling"]
     windowed = [*task, "--path", trained[0], "--tokens-per-sample", 32, "--context-window", 16]
     done = fairseq("eval_lm", stream_data, *USER_DIR, *windowed)
-    assert done.returncode and "--context-window recomputes context" in done.stderr.splitlines()[-1]
+    assert done.returncode and "--context-window computes the context again" in done.stderr.splitlines()[-1]
     done = fairseq("train", *training(stream_data, tmp_path, "--batch-size", 9999), *USER_DIR)
     assert done.returncode and "--batch-size is 9999" in done.stderr.splitlines()[-1]
     done = fairseq("train", *training(stream_data, tmp_path, "--state-norm-penalty", 1, "--checkpoint-activations"), *USER_DIR)

@@ -86,7 +86,7 @@ def test_iterator_resumes_at_its_position_with_its_memory(loading, caplog):
     other_worker = StreamIterator(streams(100, 7, 2, 1, 2), Streams(), shard=1, shards=2)
     other_worker.load_state_dict(saved)
     assert not other_worker.streams.last(), "the streams of two workers are other streams"
-    assert "has 1 sets of streams, not 2" in caplog.text
+    assert "has the states of 1 sets of streams, not 2" in caplog.text
 
 
 def test_another_cut_of_the_text_does_not_resume_within_it():
@@ -98,9 +98,9 @@ def test_another_cut_of_the_text_does_not_resume_within_it():
 
     saved = stopped(3, 7, 2)
     for cut, message in [
-        ((5, 2), "--tokens-per-sample is 5, but the checkpoint stopped within the text with 7; go on with 7, or"),
+        ((5, 2), "--tokens-per-sample is 5, but the checkpoint stopped within the text with 7; resume with 7, or"),
         ((50, 2), "--tokens-per-sample is 50, "),
-        ((7, 4), "--batch-size, the streams of a worker, is 4, but .* with 2; go on with 2, .* --reset-dataloader"),
+        ((7, 4), "--batch-size, the streams of a worker, is 4, but .* with 2; resume with 2, .* --reset-dataloader"),
     ]:
         resumed = StreamIterator(streams(100, *cut), Streams())
         with pytest.raises(ValueError, match=message):
