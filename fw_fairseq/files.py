@@ -1,4 +1,4 @@
-"""Files that the commands read and write: what is wrong with one is said in a sentence with its name."""
+"""Reads and writes files for the commands. An error is one sentence with the file's name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAFETENSORS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
 
 @contextlib.contextmanager
 def reading(file: Path, what: str) -> Iterator[None]:
-    """What is wrong with a file is said with its name."""
+    """Within this block, an error names the file. ``what``: the kind of file that it should be."""
     try:
         yield
     except (FileNotFoundError, PermissionError):
@@ -32,7 +32,7 @@ def reading(file: Path, what: str) -> Iterator[None]:
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """``write(path)`` of a temporary file beside ``path``, which then takes its place. A device or a pipe is written itself."""
+    """Calls ``write`` with a temporary file beside ``path``, which then takes its place. A device or a pipe is written directly."""
     itself = path.exists() and not path.is_file()
     place = path if itself else path.resolve()  # a link stays one
     temporary = path if itself else place.with_name(f".{place.name}.{os.getpid()}.tmp")
@@ -50,7 +50,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def tokenizer_size(folder: Path) -> int:
-    """How many tokens a tokenizer of GPT-2's kind has, with those added to its vocabulary."""
+    """Returns the number of tokens of a GPT-2 tokenizer, with the tokens that were added to its vocabulary."""
     whole, tokens = folder / "tokenizer.json", set()
     for file in [whole] if whole.exists() else filter(Path.exists, (folder / "vocab.json", folder / "added_tokens.json")):
         with reading(file, "a tokenizer"):
@@ -67,7 +67,7 @@ def pickled(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """The format is a length, a JSON header with each tensor's place, and the tensors."""
+    """Yields the tensors of a file that holds a length, a JSON header with each tensor's place, and the tensors."""
     size = file.stat().st_size
     content = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
     start = 8 + int.from_bytes(bytes(content[:8].tolist()), "little")
@@ -88,7 +88,7 @@ UNREADABLE = (RuntimeError, OSError, EOFError, pickle.UnpicklingError, zipfile.B
 
 
 def damaged_part(path) -> str | None:
-    """The first part of a zip file, as torch writes them, that does not have its check sum."""
+    """Returns the first part of a zip file, such as torch writes, that does not have its check sum."""
     if not zipfile.is_zipfile(path):
         return None
     with zipfile.ZipFile(path) as file:
@@ -103,7 +103,7 @@ def why(error: Exception) -> str:
 
 
 def offer(path: Path) -> str:
-    """The newest other checkpoint of the folder that is whole."""
+    """Returns words that name the newest other checkpoint of the folder that is whole."""
     others = sorted(path.parent.glob("*.pt"), key=lambda other: other.stat().st_mtime, reverse=True)
     found = next((other for other in others if other != path and is_whole(other)), None)
     return f"the newest whole one of its folder is {found.name}" if found else "its folder has no other one that is whole"

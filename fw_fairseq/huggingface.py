@@ -1,6 +1,6 @@
 """fast_weight_lm for Hugging Face transformers, without fairseq. ``fw-export-hf`` fills it.
 
-Its cache is the mixers' state: ``generate`` spends the same time and memory on every token, and reads a prompt in one pass.
+Its cache is the mixers' state, so ``generate`` takes the same time and memory for every token, and reads a prompt in one pass.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ ACTIVATIONS = {
 
 
 class FastWeightHFConfig(PretrainedConfig):
-    """``mixers``: one name per layer; ``mixer_options``: those of FastWeightConfig. Widths and norms as fairseq's decoder has them;
-    ``input_bands`` and ``output_bands``: (words, width) of each cluster of an adaptive vocabulary."""
+    """``mixers``: one name for each layer; ``mixer_options``: the options of FastWeightConfig. Widths and norms are as in fairseq's
+    decoder. ``input_bands`` and ``output_bands``: (words, width) of each cluster of an adaptive vocabulary."""
 
     model_type = "fw_fairseq"
 
@@ -71,7 +71,7 @@ class FastWeightHFConfig(PretrainedConfig):
 
 @tensor_state
 class KeysAndValues(NamedTuple):
-    """All of softmax attention's, which grow with every token."""
+    """The state of softmax attention, which grows with every token."""
 
     keys: Tensor
     values: Tensor
@@ -79,7 +79,7 @@ class KeysAndValues(NamedTuple):
 
 
 class SoftmaxAttention(nn.Module):
-    """fairseq's, for the softmax layers of a hybrid, with the mixers' interface."""
+    """fairseq's attention with the interface of a mixer, for the softmax layers of a hybrid."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -101,7 +101,7 @@ class SoftmaxAttention(nn.Module):
 
 
 class Cache:
-    """What ``generate`` hands from token to token: each layer's state, and how many tokens each sequence has read."""
+    """The state that ``generate`` carries from token to token: each layer's, and how many tokens each sequence has read."""
 
     is_compileable = False
 
@@ -144,7 +144,7 @@ class Layer(nn.Module):
 
 
 class BandedEmbedding(nn.Module):
-    """Frequent words wide, rare ones narrow; ids count through the bands."""
+    """Embeddings whose width depends on the band of the word: frequent words are wider. Ids count through the bands."""
 
     def __init__(self, bands, width: int):
         super().__init__()
@@ -161,7 +161,7 @@ class BandedEmbedding(nn.Module):
 
 
 class BandedOutput(nn.Module):
-    """Log probabilities: of the first band's words and of each other band, then of the words in that. ``tied``: the input's."""
+    """Returns log probabilities of the words. ``tied``: the bands of words are the input's."""
 
     def __init__(self, bands, width: int, tied: bool):
         super().__init__()
@@ -183,7 +183,7 @@ class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = FastWeightHFConfig
     base_model_prefix = "model"
     _no_split_modules = ["Layer"]  # noqa: RUF012
-    _is_stateful = True  # what was read cannot be taken back: no assisted generation
+    _is_stateful = True  # tokens cannot be taken back, so there is no assisted generation
     accepts_loss_kwargs = False  # the loss is a mean: Trainer is to divide it by the steps that it accumulates gradients of
 
     def __init__(self, config: FastWeightHFConfig):
@@ -242,7 +242,8 @@ class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
         **unused,
     ) -> CausalLMOutputWithPast:
         """Logits of the next token; with an adaptive vocabulary they are log probabilities. attention_mask: 0 at padding, on
-        either side. Goes on from ``past_key_values``, whose tokens are not to be given again. labels: the ids, -100 for none."""
+        either side. It continues after ``past_key_values``, whose tokens must not be given again. labels: the ids, -100 for
+        none."""
         if labels is not None and logits_to_keep:
             raise Mistake(f"logits_to_keep is {logits_to_keep}; labels need the logits of all tokens, so leave it at 0")
         cache = past_key_values or Cache()
@@ -262,7 +263,7 @@ class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=kept)
 
     def embed(self, ids: Tensor, padding: Tensor | None, before: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(B,T,C), and how many tokens each sequence now has."""
+        """Returns embeddings (B,T,C), and how many tokens each sequence has now."""
         real = torch.ones_like(ids) if padding is None else (~padding).long()
         place = real.cumsum(1) + (0 if before is None else before[:, None])
         x = self.embed_tokens(ids) * self.config.embedding_scale

@@ -73,7 +73,7 @@ def naming(options: object) -> Iterator[None]:
         yield
     except NotALiteral as error:
         found = [name for name, given in plain(options).items() if isinstance(given, str) and given == error.text]
-        raise NotALiteral(error.text, *found[:1]) from None
+        raise Mistake(str(NotALiteral(error.text, *found[:1]))) from None  # not to be named again by a block around this one
 
 
 def plain(options: object) -> dict:

@@ -50,7 +50,9 @@ def raised_here(error: BaseException) -> bool:
         last = re.findall(r'^  File "(.+)", line', str(error), re.MULTILINE)[-1:]
         return bool(frames) and frames[-1][0] == last[0] and last[0].startswith(HERE) and "\nValueError: " in str(error)
     frames = traceback.extract_tb(error.__traceback__)
-    return type(error) is ValueError and frames[-1].filename.startswith(HERE) and frames[-1].line.startswith("raise ")
+    return (
+        bool(frames) and type(error) is ValueError and frames[-1].filename.startswith(HERE) and frames[-1].line.startswith("raise ")
+    )
 
 
 def shorten() -> None:

@@ -1,4 +1,4 @@
-"""Models of checkpoints, for the commands that read one."""
+"""Loads models for the commands that read a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from .. import Mistake
 
 
 def load_language_model(checkpoint, data, command: str, architectures: tuple[str, ...]):
-    """A model of one of the registered names, in evaluation mode, and its dictionary. ``data``: the folder of a moved dict.txt."""
+    """Returns a model of one of the ``architectures`` in evaluation mode, and its dictionary. ``data``: the folder of dict.txt,
+    where it has moved since the training."""
     from fairseq import checkpoint_utils
     from fairseq.models import MODEL_REGISTRY
 

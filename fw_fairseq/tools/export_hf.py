@@ -90,7 +90,7 @@ def check_output(output: Path, force: bool) -> None:
 
 
 def replace(new: Path, folder: Path) -> None:
-    """``folder`` goes only when ``new`` is in its place."""
+    """Puts ``new`` in the place of ``folder``, which is deleted last."""
     old = new.with_suffix(".old")
     if folder.exists():
         os.replace(folder, old)
@@ -173,7 +173,7 @@ def is_tied(decoder) -> bool:
 
 
 def weights(module: nn.Module) -> list[Tensor]:
-    """Of a linear map or a chain of them, in the order of their use."""
+    """Returns the weights of a linear map, or of a chain of them in the order of their use."""
     linear = [part for part in module.modules() if hasattr(part, "weight")]
     return [part.weight.t() if getattr(part, "transpose", False) else part.weight for part in linear]
 
@@ -198,7 +198,7 @@ def output_tensors(decoder, tied: bool) -> tuple[dict[str, Tensor], list]:
 
 @torch.no_grad()
 def compare(source, model, words: int) -> float:
-    """The largest difference of log probabilities on random tokens, relative to the largest."""
+    """Returns the largest difference of log probabilities on random tokens, relative to the largest log probability."""
     length = min(16, model.config.max_position_embeddings or 16)
     tokens = torch.randint(4, words, (2, length), generator=torch.Generator().manual_seed(0))
     expected = source.get_normalized_probs(source(tokens), log_probs=True)
@@ -211,7 +211,7 @@ def special_tokens(dictionary) -> dict[str, int]:
 
 
 def renumber(model, dictionary, tokenizer: Path) -> None:
-    """Rows in the order of the tokenizer's ids: its token i is the dictionary's symbol 'i', the one without a symbol is </s>."""
+    """Sorts embeddings by the tokenizer's ids. Its token i is the dictionary's symbol 'i'; the token without a symbol is </s>."""
     if not any((tokenizer / name).exists() for name in ("vocab.json", "tokenizer.json")):
         raise Mistake(f"--tokenizer {tokenizer} has neither vocab.json nor tokenizer.json; it must be a GPT-2 tokenizer's folder")
     numbers = dictionary.symbols[dictionary.nspecial :]
@@ -249,7 +249,7 @@ def write(model, dictionary, tokenizer, folder: Path) -> None:
 
 
 def word_tokenizer(dictionary):
-    """Words between spaces, each text after an end of sentence."""
+    """Returns a tokenizer that splits at spaces and puts an end of sentence before each text."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""What is shown as a sentence, and what keeps its traceback. The tests of the commands show that they do so."""
+"""Mistakes of the user are shown as sentences, and faults of the program with their tracebacks."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_only_mistakes_are_sentences(call, start, where, tmp_path, monkeypatch):
 def test_a_sentence_needs_no_source(monkeypatch):
     """The kind of the exception decides, not the place or the text of the statement that raised it."""
     error = Mistake("--rule is 'hebb'")
-    assert sentence(error) == str(error)
+    assert sentence(error) == str(error) and sentence(ValueError("never raised")) is None
     text = "Traceback (most recent call last):\nfw_fairseq.Mistake: --rule is 'hebb'"
     assert sentence(ProcessRaisedException(text, 1, 77)) == str(error)
     assert sentence(ProcessRaisedException(text.replace("Mistake", "Unknown"), 1, 77)) is None

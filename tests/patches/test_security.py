@@ -13,6 +13,7 @@ import tokenize
 import zipfile
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -21,12 +22,15 @@ from fairseq import checkpoint_utils, options, tasks, utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
 from support.checkpoints import ADAPTIVE, SHAPE, save, save_format
-from support.commands import USER_DIR, fairseq, preloaded, run
+from support.commands import USER_DIR, fairseq, preloaded
 from support.pretrained import SHAPE as TRAINING
 
 import fw_fairseq.models  # noqa: F401
 from fw_fairseq.patches.literals import LONGEST, naming, read_literal
 from fw_fairseq.patches.mistakes import sentence
+from fw_fairseq.tools import export_hf
+from fw_fairseq.tools.convert import __main__ as convert
+from fw_fairseq.tools.explain import __main__ as explain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,14 +69,16 @@ def languages(dictionary, tmp_path_factory):
 
 
 def checkpoint(name: str, dictionary, languages) -> tuple[dict, Path]:
-    """A model's state, and the folder of its dictionaries."""
+    """A model's state, with only the groups of options that fairseq reads to load it, which takes less time, and the folder of its
+    dictionaries."""
     folder, sizes = {"fconv_lm": (dictionary, CONVOLUTIONS)}.get(name, (dictionary, SHAPE))
     if name.endswith("transformer"):
         folder, sizes = languages, SMALL
     args = [str(folder), *f"{sizes} {MODELS[name]}".split()]
     cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(options.get_training_parser(), args))
     tensors = tasks.setup_task(cfg.task).build_model(cfg.model).state_dict()
-    return save_format(tensors, cfg=OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)), folder
+    groups = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+    return save_format(tensors, cfg={name: groups[name] for name in ("task", "model")}), folder
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -155,15 +161,23 @@ def test_fairseqs_readers_under_all_their_names():
     assert options.eval_str_dict("{'a': 1}") == {"a": 1} and options.eval_bool("True") and options.eval_bool(3, default=True)
 
 
+def called(command, *arguments) -> SimpleNamespace:
+    """The command's end, without the time that a process of its own takes to import everything."""
+    try:
+        command.main([*map(str, arguments)])
+    except SystemExit as end:
+        return SimpleNamespace(returncode=1, stderr=str(end.code))
+    return SimpleNamespace(returncode=0, stderr="")
+
+
 def commands(evil, data, folder):
     task = ["--task", "language_modeling"]
     student = [*TRAINING.split(), "--arch", "fast_weight_lm", "--save-dir", folder / "saved", "--max-update", 1]
-    tool = [sys.executable, "-m"]
     return {
         "fairseq-eval-lm": lambda: fairseq("eval_lm", data, *USER_DIR, *task, "--path", evil),
-        "fw-explain": lambda: run(*tool, "fw_fairseq.tools.explain", evil, "w1 w2", "--html", folder / "out", "--data", data),
-        "fw-export-hf": lambda: run(*tool, "fw_fairseq.tools.export_hf", evil, folder / "out", "--data", data),
-        "fw-convert": lambda: run(*tool, "fw_fairseq.tools.convert.conversion", evil, folder / "out", "--rule", "sum"),
+        "fw-explain": lambda: called(explain, evil, "w1 w2", "--html", folder / "out", "--data", data),
+        "fw-export-hf": lambda: called(export_hf, evil, folder / "out", "--data", data),
+        "fw-convert": lambda: called(convert, evil, folder / "out", "--rule", "sum"),
         "teacher": lambda: fairseq("train", data, *USER_DIR, *student, "--criterion", "t2r_distillation", "--teacher", evil),
     }
 

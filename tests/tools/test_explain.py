@@ -20,6 +20,7 @@ from fw_fairseq.ops.vectors.pooling import pool
 from fw_fairseq.rules import RULES
 from fw_fairseq.tools.explain import __main__ as explain
 from fw_fairseq.tools.explain import page as explain_page
+from fw_fairseq.tools.explain.weights import Part, attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 T, C, HEADS = 30, 16, 2
@@ -171,7 +172,7 @@ def test_the_command(stream_data, tmp_path, capsys):
 def test_other_models_and_texts_are_refused(dictionary, tmp_path, monkeypatch):
     """A page that is not written leaves the one before."""
     transformer = save(source("--arch transformer_lm", dictionary)[2], dictionary)
-    monkeypatch.setattr("test_convert.SHAPE", "--task language_modeling")
+    monkeypatch.setattr("support.checkpoints.SHAPE", "--task language_modeling")
     lstm = save(source("--arch lstm_lm --decoder-embed-dim 8 --decoder-hidden-size 8", dictionary)[2], tmp_path)
     (tmp_path / "latin").write_bytes("größer".encode("latin-1"))
     messages = ["holds a LSTMLanguageModel; fw-explain takes fast_weight_lm and transformer_lm", "latin cannot be read as a text"]
@@ -185,7 +186,7 @@ def test_other_models_and_texts_are_refused(dictionary, tmp_path, monkeypatch):
 @pytest.mark.parametrize("tokens", [10, 95])
 def test_rows_and_picture(tmp_path, tokens):
     """Of a short text every head, of a long one every part; borders between parts, or between layers."""
-    parts = [explain.Part(layer, "delta", what, torch.randn(3, tokens)) for layer in (1, 2) for what in ("read", "write")]
+    parts = [Part(layer, "delta", what, torch.randn(3, tokens)) for layer in (1, 2) for what in ("read", "write")]
     labels, rows, borders = explain_page.rows_of(parts, heads=tokens == 10)
     assert (len(labels), len(rows), borders) == ((12, 12, [3, 6, 9]) if tokens == 10 else (4, 4, [2]))
     assert all(max(map(abs, row)) <= 1 for row in rows)
@@ -201,7 +202,7 @@ def test_without_matplotlib(monkeypatch, tmp_path):
 
 def test_softmax_weights_are_those_of_the_layer():
     module, x = MultiheadAttention(C, HEADS, self_attention=True).eval(), text()
-    weights = explain.attention(module, x)
+    weights = attention(module, x)
     values = module.v_proj(x[:, 0]).unflatten(-1, (HEADS, -1))
     answer = module.out_proj(torch.einsum("ht,thv->hv", weights, values).flatten())
     torch.testing.assert_close(answer, module(x[-1:], x, x)[0][0, 0])

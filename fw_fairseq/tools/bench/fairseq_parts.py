@@ -1,4 +1,4 @@
-"""What fw-bench takes from fairseq, in a module of its own: it takes seconds to import, and fw-bench ops does without."""
+"""The parts of fairseq that fw-bench uses. They take seconds to import, and fw-bench ops does not need them."""
 
 # ruff: noqa: E402
 import logging

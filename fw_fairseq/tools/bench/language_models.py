@@ -124,7 +124,7 @@ def finish_length(args, report: dict, what: str) -> None:
 
 
 def ratios(what: str, length: int, seconds: dict[str, list[float]], sizes: dict[str, int]) -> list[dict]:
-    """How many times faster (the median over rounds) and smaller each model is than transformer_lm."""
+    """Returns by what factor each model is faster (the median over rounds) and smaller than transformer_lm."""
     peer, peer_size = seconds[TRANSFORMER], sizes[TRANSFORMER]
     return [
         {

@@ -43,14 +43,14 @@ def build_model(args, name: str) -> nn.Module:
 
 
 def make_task(dictionary, words: int) -> SimpleNamespace:
-    """What a model asks of its task: here one dictionary for both sides."""
+    """Returns the part of a task that a model needs: one dictionary for both sides."""
     for index in range(words - len(dictionary)):
         dictionary.add_symbol(str(index))
     return SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
 
 
 def batch_rows(args, length: int) -> int:
-    """Of a training batch."""
+    """Returns the number of rows of a training batch."""
     return max(1, args.max_tokens // length)
 
 
@@ -138,7 +138,7 @@ def fill_state(model, prompt: Tensor) -> dict:
 
 
 def state_bytes(state) -> int:
-    """Of all tensors in there, however deep."""
+    """Returns the bytes of all tensors in nested containers."""
     if isinstance(state, Tensor):
         return state.nbytes
     if isinstance(state, dict):

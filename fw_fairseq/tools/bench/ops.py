@@ -134,7 +134,7 @@ def build_contenders(args, tokens: int, refused: list[dict]) -> dict[str, object
 
 
 def ratios(args, seconds) -> list[dict]:
-    """How many times faster each rule is than each peer, and how its time grows with length."""
+    """Returns by what factor each rule is faster than each peer, and how its time grows with length."""
     found = []
     for rule in args.rules:
         for tokens in args.tokens:

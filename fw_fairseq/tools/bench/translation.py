@@ -115,7 +115,7 @@ class StateKeeper:
 
 
 def ratios(found) -> list[dict]:
-    """How many times faster and smaller each linear model is than fairseq's transformer."""
+    """Returns by what factor each linear model is faster and smaller than fairseq's transformer."""
     rows = []
     for (length, name), (own, size) in found.items():
         if name != TRANSFORMER:

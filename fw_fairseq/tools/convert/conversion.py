@@ -1,4 +1,4 @@
-"""The conversion of a softmax Transformer's parameters into those of a fast_weight_lm."""
+"""Makes the parameters of a fast_weight_lm from the parameters of a softmax Transformer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SUM_SCALE = 1 / 512  # Mao 2022, footnote 4
 
 
 class Change(NamedTuple):
-    """One line of the report: tensors of all layers together."""
+    """One line of the report; it stands for the same tensor in all layers."""
 
     name: str
     what: str  # copied, changed or new
@@ -37,7 +37,7 @@ class Change(NamedTuple):
 
 
 def convert(source, output, rule: str, *, force: bool = False, seed: int = 1, **options) -> list[Change]:
-    """Writes the checkpoint ``output`` and returns what became of every tensor.
+    """Writes the checkpoint ``output`` and returns a line for every tensor: copied, changed or new.
 
     options: feature_dim, feature_map, feature_norm, attention_norm and mixer_pattern, as fast_weight_lm has them. A GPT-2 also gets
     dict.txt, its tokens as fairseq's symbols, in the folder of ``output``.
@@ -59,8 +59,8 @@ def convert(source, output, rule: str, *, force: bool = False, seed: int = 1, **
 
 
 def fast_weight_config(rule: str, feature_map=None, feature_norm=None, **options) -> FastWeightConfig:
-    """The rule's best setting of Mao 2022, table 1, where nothing else is given: learned ReLU features divided by their sum where
-    something is erased, plain features for the others."""
+    """Returns the options of the new model. The defaults are the best ones of Mao 2022, table 1: learned ReLU features divided by
+    their sum for rules that erase, plain features for the others."""
     if rule in (LOCAL, SOFTMAX):
         given = {"--feature-map": feature_map, "--feature-norm": feature_norm}
         given |= {"--" + name.replace("_", "-"): value for name, value in options.items()}
@@ -74,7 +74,7 @@ def fast_weight_config(rule: str, feature_map=None, feature_norm=None, **options
 
 
 def convert_tensors(source: Source, config: FastWeightConfig) -> list[Change]:
-    """In place: each layer's attention leaves ``source.tensors`` before what replaces it comes in."""
+    """Replaces each layer's attention in ``source.tensors``, one layer after the other, and returns the lines of the report."""
     tensors, options, changes = source.tensors, source.options, []
     names = layer_mixers(config, options["decoder_layers"])
     for layer, name in enumerate(names):
@@ -97,7 +97,7 @@ def convert_tensors(source: Source, config: FastWeightConfig) -> list[Change]:
 
 @torch.no_grad()
 def convert_attention(parts: dict[str, Tensor], mixer: FastWeight) -> tuple[dict[str, Tensor], list[tuple]]:
-    """The mixer's tensors out of those of softmax attention, and (name, what, parameters, how) of each of their pieces."""
+    """Returns the mixer's tensors, made from softmax attention's, and (name, what, parameters, how) of each of their pieces."""
     dtype, heads, width = parts["q_proj.weight"].dtype, mixer.num_heads, mixer.sizes["q"] // mixer.num_heads
     q, k, v = (torch.cat([parts[f"{x}_proj.weight"], parts[f"{x}_proj.bias"][:, None]], 1).float() for x in "qkv")
     q, projected = q * mixer.head_dim**-0.5, ""
@@ -126,7 +126,7 @@ def convert_attention(parts: dict[str, Tensor], mixer: FastWeight) -> tuple[dict
 
 
 def convert_to_local(parts: dict[str, Tensor], mixer: Mixer) -> tuple[dict[str, Tensor], list[tuple]]:
-    """Queries, keys and values in one matrix, all as they are."""
+    """Returns queries, keys and values in one matrix, unchanged."""
     state = {f"in_proj.{kind}": torch.cat([parts[f"{x}_proj.{kind}"] for x in "qkv"]) for kind in ("weight", "bias")}
     state |= {key: x for key, x in parts.items() if key.startswith("out_proj.")}
     return state, [(key, "copied", x.numel(), "") for key, x in state.items()]
@@ -136,15 +136,15 @@ CONVERSIONS = {"fast_weight": convert_attention, LOCAL: convert_to_local}
 
 
 def width_map(heads: int, width: int, head_dim: int) -> Tensor:
-    """W_phi of Mao 2022, eq. 8, (H, width, head_dim), the same for queries and keys: orthogonal, and q.k is right on average."""
+    """Returns W_phi of Mao 2022, eq. 8, (H, width, head_dim), for queries and keys. It is orthogonal and keeps q.k on average."""
     larger, smaller = max(width, head_dim), min(width, head_dim)
     columns = torch.linalg.qr(torch.randn(heads, larger, smaller))[0]
     return columns if width > head_dim else columns.transpose(1, 2) * math.sqrt(head_dim / width)
 
 
 def gate_rows(mixer: FastWeight) -> dict[str, Tensor]:
-    """Zero weights, and the biases that the rule asks for; where it asks for none, uniform gate initialisation over the width of
-    the model, or over the gates where they are more."""
+    """Returns rows of zero weights and the biases that the rule gives. A gate without a bias gets uniform gate initialisation,
+    over the width of the model or over its own size, whichever is larger."""
     biases = dict(zip(mixer.sizes, mixer.in_proj.bias.split(list(mixer.sizes.values()))))
     rows = {}
     for name, gate in mixer.rule.gates.items():
@@ -156,7 +156,8 @@ def gate_rows(mixer: FastWeight) -> dict[str, Tensor]:
 
 
 def value_scale(mixer: FastWeight, gates: dict[str, Tensor]) -> tuple[Tensor | float, str]:
-    """What the rows of W_v are multiplied with, and how to say so: without it the first updates overflow (Mao 2022, sec. 3)."""
+    """Returns the factor of the rows of W_v and its name in the report. Without it the first updates overflow (Mao 2022, sec.
+    3)."""
     decay = [name for name, gate in mixer.rule.gates.items() if gate.axis == "V"]
     if decay:
         return 1 - torch.sigmoid(gates[decay[0]][:, -1:]), f"times 1 - sigmoid(bias of {decay[0]})"
@@ -169,7 +170,8 @@ def describe(bias: Tensor) -> str:
 
 
 def checkpoint(source: Source) -> dict:
-    """As fairseq saves one before the first update: no optimizer state, so that every optimizer and criterion can go on from it."""
+    """Returns the checkpoint that fairseq saves before the first update. It has no optimizer state, so that any optimizer and
+    criterion can continue from it."""
     history = {"criterion_name": "", "optimizer_name": "", "lr_scheduler_state": {}, "num_updates": 0}
     iterator = {"epoch": 1, "iterations_in_epoch": 0, "shuffle": True}
     return {
@@ -193,7 +195,7 @@ def write_symbols(symbols: list[str] | None, folder: Path, force: bool) -> None:
 
 
 def merged(changes: list[Change]) -> list[Change]:
-    """All layers in one line."""
+    """Returns one line for the same tensor in all layers."""
     lines: dict[tuple, Change] = {}
     for change in changes:
         name = re.sub(r"\.\d+\.", ".*.", change.name)

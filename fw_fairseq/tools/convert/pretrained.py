@@ -1,4 +1,4 @@
-"""Pretrained Transformers on disk, read as fairseq's transformer_lm with today's names: fairseq checkpoints and GPT-2 folders."""
+"""Reads fairseq checkpoints and GPT-2 folders as fairseq's transformer_lm with today's names."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Source:
 
 
 class Vocabulary:
-    """As much of a dictionary as a model asks for when it is built."""
+    """The part of a dictionary that a model needs when it is built."""
 
     def __init__(self, size: int):
         self.size = size
@@ -88,7 +88,8 @@ def read_fairseq(path: Path) -> Source:
 
 
 def load_mapped(path: Path) -> dict:
-    """As fairseq loads a checkpoint, but tensors stay on disk until they are used: Adam's moments, twice the model, to the end."""
+    """Loads a checkpoint as fairseq does, but tensors stay on disk until they are used. Adam's moments, twice the model, are
+    never."""
     return load_only_data(mapped, path)
 
 
@@ -100,7 +101,7 @@ def mapped(path: Path) -> dict:
 
 
 def lm_options(given: dict) -> dict:
-    """Every option of fast_weight_lm: those given, else its defaults, else the defaults of the task."""
+    """Returns every option of fast_weight_lm: the given value, or its default, or the default of the task."""
     defaults = {f.name: f.default for f in fields(FastWeightLanguageModelConfig)}
     defaults |= {"add_bos_token": False, "tokens_per_sample": 1024, "max_target_positions": None, "tpu": False, "mixer": SOFTMAX}
     options = {name: given.get(name, value) for name, value in defaults.items() if not name.startswith("_")}
@@ -164,7 +165,7 @@ def gpt2_config(folder: Path) -> dict:
 
 
 def gpt2_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """One at a time out of the mapped file. Neither format runs code here."""
+    """Yields one tensor at a time from the mapped files. Neither format runs code here."""
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     if not files:
         raise Mistake(f"SOURCE {folder} has no weights; it needs *.safetensors or pytorch_model.bin")
@@ -174,9 +175,11 @@ def gpt2_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def gpt2_to_fairseq(name: str, tensor: Tensor, eos: int) -> dict[str, Tensor]:
-    """GPT-2's linear maps are stored transposed, its token i is fairseq's symbol 'i', and its end of text fairseq's </s>.
+    """Renames a tensor. GPT-2 stores linear maps transposed; its token i is fairseq's symbol 'i', and its end of text is fairseq's
+    </s>.
 
-    The other special symbols look like the end of text, so that they get next to no probability; a row of zeros would get most.
+    The other special symbols copy the embedding of the end of text, which gives them almost no probability; zeros would give them
+    the most.
     """
     name = name.removeprefix("transformer.")
     if name == "lm_head.weight":
@@ -200,7 +203,7 @@ def gpt2_to_fairseq(name: str, tensor: Tensor, eos: int) -> dict[str, Tensor]:
 
 
 def skeleton(options: dict, tensors: dict[str, Tensor]) -> FastWeightLanguageModel:
-    """The model without its numbers; its vocabulary is as large as the embeddings say."""
+    """Returns the model without its numbers; the embeddings give the size of its vocabulary."""
     pattern = r"decoder\.embed_tokens\.(weight|embeddings\.\d+\.0\.weight)"
     dictionary = Vocabulary(sum(len(x) for name, x in tensors.items() if re.fullmatch(pattern, name)))
     with torch.device("meta"), naming(options):
@@ -209,7 +212,7 @@ def skeleton(options: dict, tensors: dict[str, Tensor]) -> FastWeightLanguageMod
 
 
 def match_layout(source: Source, path: str) -> Source:
-    """fairseq brings old names up to date; then every tensor must be one of the model's, in its shape."""
+    """Returns the source with today's names. Refuses one that lacks a tensor of the model, or has another tensor or shape."""
     options, tensors = source.options, source.tensors
     if set(layer_mixers(Namespace(**options), options["decoder_layers"])) != {SOFTMAX}:
         raise Mistake(f"{path} has mixers other than softmax already; fw-convert takes those with softmax in every layer")

@@ -1,4 +1,4 @@
-"""How fw-explain shows weights: shaded words in a page that needs nothing else, lines of cells in a picture."""
+"""Shows weights as shaded words in a page that loads nothing else, and as lines of cells in a picture."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOTE = (
 
 
 def page(title: str, words: list[str], parts: list) -> str:
-    """One HTML file: a line for each part and, folded, for each of its heads."""
+    """Returns the page: a line for each part and, folded, for each of its heads."""
     lines = [f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"]
     lines += [f"<h1>{html.escape(title)}</h1>", f"<p class=note>{NOTE}</p>"]
     for part in parts:
@@ -42,7 +42,7 @@ def page(title: str, words: list[str], parts: list) -> str:
 
 
 def shaded(words: list[str], relative: Tensor, weights: Tensor) -> str:
-    """Words with their weight as background, the number in their title."""
+    """Returns words with their weight as background, and the number in their title."""
     cells = []
     for number, (word, shade, weight) in enumerate(zip(words, relative.tolist(), weights.tolist())):
         colour = f"rgba({POSITIVE if shade >= 0 else NEGATIVE},{abs(shade):.2f})"
@@ -62,7 +62,7 @@ def require_matplotlib() -> None:
 
 
 def draw(title: str, words: list[str], parts: list, path: Path) -> None:
-    """A picture: rows are heads where the text is short, else parts; long texts go on in the next band of cells."""
+    """Writes a picture. Rows are heads if the text is short, or else parts; long texts continue in the next band of cells."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -90,7 +90,8 @@ def draw(title: str, words: list[str], parts: list, path: Path) -> None:
 
 
 def rows_of(parts: list, heads: bool) -> tuple[list[str], list[list[float]], list[int]]:
-    """Labels and weights of the rows, each relative to its largest, and the rows with a border above: new parts, or new layers."""
+    """Returns the rows' labels, their weights relative to the largest, and the rows that have a border above: new parts or
+    layers."""
     labels, rows, borders = [], [], []
     for before, part in zip([None, *parts], parts):
         if before is not None and (heads or part.layer != before.layer):
@@ -105,6 +106,6 @@ def rows_of(parts: list, heads: bool) -> tuple[list[str], list[list[float]], lis
 
 
 def plain(text: str) -> str:
-    """Not as mathematics, and no longer than fits."""
+    """Returns the text without mathematics and no longer than fits."""
     text = text if len(text) <= 60 else text[:59] + "…"
     return text.replace("$", r"\$")

@@ -17,7 +17,7 @@ START = "</s>"  # what every text begins after
 
 
 class Part(NamedTuple):
-    """Weights of all tokens in one layer, for one thing that its mixer does."""
+    """The weights of all tokens in one operation of one layer's mixer."""
 
     layer: int  # from 1, bottom first
     mixer: str
@@ -28,17 +28,17 @@ class Part(NamedTuple):
         return f"layer {self.layer}, {self.mixer}: {self.what}"
 
     def mean(self) -> Tensor:
-        """Over the heads, each relative to its largest weight; a sign remains where all heads agree."""
+        """Returns the mean over heads, each relative to its largest weight."""
         return relative(self.heads).mean(0)
 
 
 def relative(weights: Tensor) -> Tensor:
-    """(...,T), divided by the largest absolute weight of each row."""
+    """Returns weights (..., T) divided by the largest absolute weight of each row."""
     return weights / weights.abs().amax(-1, keepdim=True).clamp(min=1e-30)
 
 
 def read_text(text: str, dictionary) -> tuple[list[str], Tensor]:
-    """Tokens and their numbers (T), after the symbol that every text begins with. ``text`` is a sentence or a file's name."""
+    """Returns tokens and their numbers (T,), with the symbol that every text begins with. ``text``: a sentence or a file's name."""
     if os.path.isfile(text):  # which Path.is_file does not answer for a sentence too long for a name
         with reading(Path(text), "a text"):
             text = Path(text).read_text(encoding="utf-8")
@@ -50,7 +50,7 @@ def read_text(text: str, dictionary) -> tuple[list[str], Tensor]:
 
 @torch.no_grad()
 def explain(model, tokens: Tensor) -> list[Part]:
-    """tokens (T) -> what the last one takes from all."""
+    """Returns the weights of all tokens (T,) in what the last one reads, for each layer."""
     limit = model.max_positions()
     if len(tokens) > limit:
         raise Mistake(f"TEXT has {len(tokens)} tokens, {START} included; the model takes at most {limit}")
@@ -75,6 +75,6 @@ def explain(model, tokens: Tensor) -> list[Part]:
 
 
 def attention(module, x: Tensor) -> Tensor:
-    """Weights of fairseq's attention, whose own are a mean over heads: of the last of x (T,1,C), (heads,T)."""
+    """Returns the last token's attention weights (heads, T) for x (T, 1, C); fairseq itself returns only their mean over heads."""
     q, k = module.q_proj(x[-1, 0]) * module.scaling, module.k_proj(x[:, 0])
     return torch.einsum("hx,thx->ht", q.unflatten(-1, (module.num_heads, -1)), k.unflatten(-1, (module.num_heads, -1))).softmax(-1)

@@ -13,7 +13,7 @@ PAIR = re.compile(r"(?:\| |[ ,])(\w+)[ =]([-+\d.eE]+|nan|-?inf)(?=,| \||$)")
 
 
 def read_log(path: Path, metric: str) -> dict[int, float]:
-    """The metric by update. fairseq logs it under its name in lines of their own kind: train_inner, train, valid."""
+    """Returns the metric by update."""
     values = {}
     prefix = metric.split("_")[0]
     for line in path.read_text().splitlines():
@@ -27,7 +27,8 @@ def read_log(path: Path, metric: str) -> dict[int, float]:
 
 
 def read_line(line: str) -> dict:
-    """What a line logs, by the names that JSON has: those of train_inner as they are, valid_loss and so on for others."""
+    """Returns the metrics of a line by the names of JSON logs: train_inner has no prefix, the others have one, such as
+    valid_loss."""
     if found := SIMPLE.search(line):
         kind, text = found.groups()
         prefix = "" if kind == "train_inner" else f"{kind}_"

@@ -12,7 +12,7 @@ RULES, SOFTMAX = ("sum", "gated", "delta", "decay", "gated_delta"), "softmax"
 
 
 def read_table(path: Path, *columns: str) -> dict[str, tuple[float, ...]]:
-    """The columns that begin with these words, by row, of the first table that has them; rows with numbers in all of them."""
+    """Returns the numbers in the columns that begin with these words, by row, of the first table that has them."""
     places: list[int] = []
     found: dict[str, tuple[float, ...]] = {}
     for line in path.read_text().splitlines():
@@ -32,7 +32,7 @@ def read_table(path: Path, *columns: str) -> dict[str, tuple[float, ...]]:
 
 
 def draw_state(args):
-    """Names beside their points, of the smaller half to the left."""
+    """Draws a point for each model, with its name beside it."""
     rows = read_table(args.page, "numbers kept", "test perplexity")
     figure, [axes] = canvas(2.7)
     for name, point in rows.items():
@@ -59,7 +59,7 @@ def kind(name: str):
 
 
 def draw_conversion(args):
-    """A line for each rule and what was done otherwise, of rows named RULE-M and RULE-M-OTHERWISE; softmax attention is 100%."""
+    """Draws a line for each rule and variant, from rows named RULE-M and RULE-M-VARIANT; softmax attention is 100%."""
     lines: dict[str, dict[int, float]] = {}
     for row, (share,) in read_table(args.page, "of the softmax row's performance").items():
         if found := re.fullmatch(r"([a-z_]+)-(\d+)(-[a-z]+)?", row):
