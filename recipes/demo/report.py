@@ -62,7 +62,7 @@ def write_table(folder: Path, logs, tests) -> str:
 
 
 def draw(path: Path, logs, tests, report) -> None:
-    """Validation perplexity against updates, test perplexity by how a model reads the text, time per generated token."""
+    """Validation perplexity against updates, test perplexity by how a model reads the text, size of its state in generation."""
     figure, (curves, bars, costs) = pyplot.subplots(1, 3, figsize=(9, 2.8), layout="constrained")
     for shift, (name, (label, marker, dashes, grey)) in enumerate(MODELS.items()):
         line = {"marker": marker, "ls": dashes, "color": grey, "ms": 5, "label": label}
@@ -72,20 +72,22 @@ def draw(path: Path, logs, tests, report) -> None:
         boxes = bars.bar([p + 0.4 * shift - 0.2 for p in places], heights, 0.38, color=grey, edgecolor="black")
         bars.bar_label(boxes, fmt="%.1f", fontsize=8)
         rows = [row for row in report["generation"] if row["name"] == label]
-        costs.plot([row["context"] for row in rows], [1e3 * row["seconds"] for row in rows], **line)
+        costs.plot([row["context"] for row in rows], [row["state_bytes"] / 1e3 for row in rows], **line)
     curves.set(yscale="log", xlabel="updates", ylabel="perplexity, validation")
     curves.yaxis.set_major_formatter("{x:g}")
     curves.yaxis.set_minor_formatter("{x:g}")
     bars.set(ylabel="perplexity, test")
     bars.set_xticks(range(len(WAYS)), [way.replace(" ", "\n", 1) for way in WAYS.values()], fontsize=8)
     bars.set_xlim(-0.6, len(WAYS) - 0.4)
-    costs.set(xscale="log", xlabel="tokens before", ylabel="ms per generated token", ylim=(0, None))
+    bars.margins(y=0.15)
+    costs.set(xscale="log", yscale="log", xlabel="tokens before", ylabel="state in generation, kB")
+    costs.yaxis.set_major_formatter("{x:g}")
     contexts = report["settings"]["contexts"]
     costs.set_xticks(contexts, [str(context) for context in contexts])
     costs.minorticks_off()
     for axes in (curves, costs):
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize=7)
+    curves.legend(frameon=False, fontsize=7)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
