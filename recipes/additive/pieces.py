@@ -1,4 +1,4 @@
-"""A unigram (SentencePiece) vocabulary trained on train.txt of a folder, and the folder's texts cut into its pieces.
+"""Trains a unigram (SentencePiece) vocabulary on train.txt of a folder and cuts the folder's texts into its pieces.
 
 python pieces.py FOLDER OUT SIZE
 """

@@ -1,13 +1,22 @@
 #!/usr/bin/env bash
-# The pretrained model with fast weights of m features in place of attention.
-#   Data      what prepare.sh left in OUT
-#   Hardware  a CPU; 2 GB of memory
-#   Time      half a minute for a checkpoint of this size without optimizer state
-#   recipes/baevski_auli/convert.sh
-#   M=64 recipes/baevski_auli/convert.sh
-#   RULE=delta MAP=relu NORM=sum recipes/baevski_auli/convert.sh
-source "$(dirname "$0")/settings.sh"
+# Replaces the attention of the pretrained model by fast weights with M features.
+#
+# Paper:    Mao 2022, table 3. Rows: RULE-M, a rule (sum, gated, delta, decay, gated_delta) and the width of queries and keys per head;
+#           the paper has decay-32 and decay-64. The rows abc-M and linformer-M of finetune.sh are not converted
+# Data:     OUT of prepare.sh
+# Hardware: any CPU, 2 GB of memory
+# Time:     half a minute for a checkpoint of this size without the state of the optimizer
+# Expected: OUT/ROW/start.pt
+# Usage:    recipes/baevski_auli/convert.sh ROW [OPTION of fw-convert]...
+#           recipes/baevski_auli/convert.sh decay-32
+#           recipes/baevski_auli/convert.sh delta-64 --force      writes over a start.pt that is there
+source "$(dirname "$0")/../lib.sh"
+find_programs
+source "$ROOT/recipes/baevski_auli/rows.sh"
+read_row "$@"
+case $rule in abc | linformer) fail "ROW is $row; $rule starts from nothing and is not converted" ;; esac
+need_file "$OUT/pretrained.pt" recipes/baevski_auli/prepare.sh
 
-mkdir -p "$OUT/$NAME"
-"$PYTHON" -m fw_fairseq.tools.convert "$OUT/pretrained.pt" "$OUT/$NAME/start.pt" --rule "$RULE" --feature-dim "$M" \
-    --feature-map "$MAP" --feature-norm "$NORM" ${FORCE:+--force} | tee "$OUT/$NAME/convert.txt"
+mkdir -p "$OUT/$row"
+"$PYTHON" -m fw_fairseq.tools.convert "$OUT/pretrained.pt" "$OUT/$row/start.pt" --rule "$rule" "${attention[@]}" ${FORCE:+--force} "${@:2}" |
+    tee "$OUT/$row/convert.txt"

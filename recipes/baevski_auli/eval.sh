@@ -1,21 +1,30 @@
 #!/usr/bin/env bash
-# Test perplexity at context 0 and 480: segments of 512 words, all scored, then windows of 512 whose last 32 are.
-#   Data      what finetune.sh left in OUT; MODEL=pretrained tests the softmax model it all began with
-#   Hardware  one GPU, or a CPU with patience
-#   Expected  see finetune.sh
-#   recipes/baevski_auli/eval.sh
-#   MODEL=pretrained recipes/baevski_auli/eval.sh
-source "$(dirname "$0")/settings.sh"
-
-MODEL=${MODEL:-$NAME}
-path=$OUT/$MODEL/checkpoint_last.pt
-[ "$MODEL" = pretrained ] && path=$OUT/pretrained.pt
-mkdir -p "$OUT/eval"
+# Measures test perplexity at context 0 (segments of 512 words, all scored) and at context 480 (windows of 512, the last 32 scored).
+#
+# Paper:    Mao 2022, table 3
+# Data:     OUT of prepare.sh and the last checkpoint of the row; the row pretrained is the softmax model that all start from
+# Hardware: one GPU, or a CPU with CPU=1
+# Time:     not measured at this size
+# Expected: the row's numbers in the head of finetune.sh
+# Usage:    recipes/baevski_auli/eval.sh ROW [OPTION of fairseq-eval-lm]...
+#           recipes/baevski_auli/eval.sh decay-32
+#           recipes/baevski_auli/eval.sh pretrained
+source "$(dirname "$0")/../lib.sh"
+find_programs
+source "$ROOT/recipes/baevski_auli/rows.sh"
+if [ "${1:-}" = pretrained ]; then
+    row=pretrained checkpoint=$OUT/pretrained.pt
+    need_file "$checkpoint" recipes/baevski_auli/prepare.sh
+else
+    read_row "$@"
+    checkpoint=$OUT/$row/${CHECKPOINT:-checkpoint_last.pt}
+    need_file "$checkpoint" "recipes/baevski_auli/finetune.sh $row"
+fi
 for window in 0 $context; do
     task=sliding_language_modeling
-    { [ "$window" = 0 ] || [ "$MODEL" = pretrained ]; } && task=language_modeling
-    fairseq eval_lm "$OUT/data" --user-dir fw_fairseq --task $task --path "$path" --gen-subset test "${machine[@]}" \
-        --tokens-per-sample $tokens --context-window "$window" --batch-size "${BATCH:-8}" >"$OUT/eval/$MODEL-$window.log" 2>&1 ||
-        { tail -n 20 "$OUT/eval/$MODEL-$window.log" >&2; exit 1; }
-    echo "$MODEL, context $window: $(sed -n 's/.*Perplexity: //p' "$OUT/eval/$MODEL-$window.log")"
+    if [ "$window" = 0 ] || [ "$row" = pretrained ]; then task=language_modeling; fi
+    log=$OUT/eval/$row-$window.log
+    logged "$log" fairseq-eval-lm "$OUT/data" --user-dir "$ROOT/fw_fairseq" --task $task --path "$checkpoint" --gen-subset test \
+        --tokens-per-sample $tokens --context-window "$window" --batch-size 8 "${machine[@]}" "${@:2}"
+    echo "$row, context $window: $(perplexity "$log")"
 done

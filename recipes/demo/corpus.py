@@ -1,9 +1,9 @@
-"""Python's own language reference, as the interpreter carries it for help(), as train.txt, valid.txt and test.txt.
+"""Writes Python's own language reference, which the interpreter contains for help(), as train.txt, valid.txt and test.txt.
 
     python corpus.py FOLDER
 
-One paragraph a line, words and punctuation apart, lower case. Topics quote each other, so each paragraph is kept only where it
-comes first, longest topic first; otherwise the test text would be in the training text.
+Each line is one paragraph in lower case, words and punctuation apart. Topics quote each other: a paragraph is kept only in the
+longest topic that has it, or else the test text would be in the training text.
 """
 
 import re

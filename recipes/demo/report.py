@@ -1,4 +1,4 @@
-"""What recipes/demo.sh measured, out of its logs: table.md and curves.png.
+"""Writes table.md and demo.png from the logs of recipes/demo.sh.
 
 python report.py FOLDER
 """
@@ -13,12 +13,12 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-MODELS = {"delta": ("fast_weight_lm delta", "o", "-", "0.35"), "transformer": ("transformer_lm", "s", "--", "0.75")}
-WAYS = {"segments": "segments of 128", "sliding": "sliding window", "streaming": "one stream"}
+MODELS = {"gated_delta": ("fast_weight_lm gated_delta", "o", "-", "0.35"), "transformer": ("transformer_lm", "s", "--", "0.75")}
+WAYS = {"segments": "segments of 128", "sliding": "sliding window", "stream": "one stream"}
 
 
 def valid_curve(log: str) -> list[tuple[int, float]]:
-    """Perplexity by update; the last of those that a resumed run measured again."""
+    """Perplexity by update. Where a resumed run measured it again, the last value counts."""
     found = re.findall(r"valid on 'valid' subset .*\| ppl ([\d.]+) .*\| num_updates (\d+)", log)
     return sorted({int(updates): float(perplexity) for perplexity, updates in found}.items())
 
@@ -40,7 +40,7 @@ def main(folder: Path) -> None:
     tests = {name: {way: test_result(folder / name / f"{way}.log") for way in WAYS} for name in MODELS}
     table = write_table(folder, logs, tests)
     (folder / "table.md").write_text(table, encoding="utf-8")
-    draw(folder / "curves.png", logs, tests)
+    draw(folder / "demo.png", logs, tests, json.loads((folder / "generation.json").read_text()))
     print(table, end="")
 
 
@@ -61,26 +61,34 @@ def write_table(folder: Path, logs, tests) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw(path: Path, logs, tests) -> None:
-    """Valid perplexity against updates, and test perplexity by how much context each token has."""
-    figure, (curves, bars) = pyplot.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
+def draw(path: Path, logs, tests, report) -> None:
+    """Validation perplexity against updates, test perplexity by how a model reads the text, size of its state in generation."""
+    figure, (curves, bars, costs) = pyplot.subplots(1, 3, figsize=(9, 2.8), layout="constrained")
     for shift, (name, (label, marker, dashes, grey)) in enumerate(MODELS.items()):
-        curves.plot(*zip(*valid_curve(logs[name])), marker=marker, ls=dashes, color=grey, ms=5, label=label)
+        line = {"marker": marker, "ls": dashes, "color": grey, "ms": 5, "label": label}
+        curves.plot(*zip(*valid_curve(logs[name])), **line)
         drawn = [(place, result[0]) for place, result in enumerate(tests[name].values()) if result]
         places, heights = zip(*drawn)
-        boxes = bars.bar([p + 0.4 * shift - 0.2 for p in places], heights, 0.38, color=grey, edgecolor="black", label=label)
+        boxes = bars.bar([p + 0.4 * shift - 0.2 for p in places], heights, 0.38, color=grey, edgecolor="black")
         bars.bar_label(boxes, fmt="%.1f", fontsize=8)
-    curves.set(yscale="log", xlabel="updates", ylabel="perplexity, valid")
+        rows = [row for row in report["generation"] if row["name"] == label]
+        costs.plot([row["context"] for row in rows], [row["state_bytes"] / 1e3 for row in rows], **line)
+    curves.set(yscale="log", xlabel="updates", ylabel="perplexity, validation")
     curves.yaxis.set_major_formatter("{x:g}")
     curves.yaxis.set_minor_formatter("{x:g}")
-    curves.grid(alpha=0.3)
     bars.set(ylabel="perplexity, test")
-    bars.set_xticks(range(len(WAYS)), list(WAYS.values()), fontsize=8)
+    bars.set_xticks(range(len(WAYS)), [way.replace(" ", "\n", 1) for way in WAYS.values()], fontsize=8)
     bars.set_xlim(-0.6, len(WAYS) - 0.4)
-    bars.margins(y=0.3)
-    for axes in (curves, bars):
-        axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=160)
+    bars.margins(y=0.15)
+    costs.set(xscale="log", yscale="log", xlabel="tokens before", ylabel="state in generation, kB")
+    costs.yaxis.set_major_formatter("{x:g}")
+    contexts = report["settings"]["contexts"]
+    costs.set_xticks(contexts, [str(context) for context in contexts])
+    costs.minorticks_off()
+    for axes in (curves, costs):
+        axes.grid(alpha=0.3)
+    curves.legend(frameon=False, fontsize=7)
+    figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 

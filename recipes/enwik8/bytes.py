@@ -1,6 +1,7 @@
-"""A file as text for fairseq, one symbol a byte: its number. The byte of a new line ends a line, and is fairseq's end of sentence.
+"""Writes a file as text for fairseq: each byte becomes one symbol, its number. The byte of a new line ends a line, and so becomes
+fairseq's end of sentence.
 
-python bytes.py SOURCE FOLDER VALID TEST        the last TEST bytes, the VALID before them, and the rest
+python bytes.py SOURCE FOLDER VALID TEST    test.txt has the last TEST bytes, valid.txt the VALID before them, train.txt the rest
 """
 
 import sys

@@ -1,30 +1,28 @@
 #!/usr/bin/env bash
-# Bits per character of a run of train.sh: the whole text in one pass, memories carried along.
+# Measures the bits per character of a row of train.sh in one pass over the whole text, with the state carried over.
 #
-# Data:     OUT/bin of prepare.sh and the run's checkpoint_best.pt
-# Hardware: one GPU, or CPU=--cpu
-# Expect:   the row's number in the head of train.sh
-# usage:    [OUT=folder] [SPLIT=test] [SRUPP_MEMORY=n] recipes/enwik8/eval.sh ROW
-#           prints | row | split | bits per character |
+# Paper:    Lei 2021 (SRU++)
+# Data:     OUT/bin of prepare.sh and the best checkpoint of the row
+# Hardware: one GPU, or a CPU with CPU=1
+# Time:     not measured at this size
+# Expected: the row's number in the head of train.sh
+# Usage:    recipes/enwik8/eval.sh ROW [OPTION of fairseq-eval-lm]...     prints | row | split | bits per character |
+#           SPLIT=valid recipes/enwik8/eval.sh delta
+#           SRUPP_MEMORY=3072 recipes/enwik8/eval.sh srupp
 #
-# SRUPP_MEMORY: how many bytes before it each byte sees in the attention of srupp and srupp5; 512 as in training if not given.
-set -euo pipefail
-cd "$(dirname "$0")/../.."
-source recipes/prepared.sh
-
-row=${1:?ROW is missing; it must be srupp, srupp5 or delta}
-out=$(output_folder enwik8)
-bin=${BIN:-.venv/bin}
-split=${SPLIT:-test}
-checkpoint=${SAVE:-$out/runs/$row}/checkpoint_best.pt
-[ -f "$checkpoint" ] || { echo "eval.sh: $checkpoint is missing; run recipes/enwik8/train.sh $row first" >&2; exit 1; }
-length=512 cpu=(${CPU:-})
-if [ -n "${TOY:-}" ]; then
-    length=32 cpu=(--cpu --num-workers 0)
-fi
-memory=()
+# SRUPP_MEMORY is how many bytes back the attention of srupp and srupp5 sees; by default 512, as in training.
+source "$(dirname "$0")/../lib.sh"
+find_programs
+OUT=$(output_folder enwik8)
+need_row "srupp, srupp5 or delta" "$@"
+row=$1 run=$OUT/runs/${RUN:-$1}
+shift
+split=${SPLIT:-test} length=512 memory=()
+checkpoint=$run/${CHECKPOINT:-checkpoint_best.pt}
+need_file "$checkpoint" "recipes/enwik8/train.sh $row"
+[ -z "$TOY" ] || length=32
 [ -z "${SRUPP_MEMORY:-}" ] || memory=(--model-overrides "{'srupp_memory': $SRUPP_MEMORY}")
-printed=$("$bin/fairseq-eval-lm" "$out/bin" --user-dir "$PWD/fw_fairseq" --path "$checkpoint" --gen-subset "$split" \
-    --task stateful_language_modeling --tokens-per-sample $length --batch-size 1 "${memory[@]}" "${cpu[@]}" 2>&1) ||
-    { echo "$printed" | tail -n 3 >&2; exit 1; }
-echo "| $row${SRUPP_MEMORY:+, memory $SRUPP_MEMORY} | $split | $(echo "$printed" | sed -n 's/.*Loss (base 2): \([0-9.]*\).*/\1/p') |"
+log=$run/eval-$split${SRUPP_MEMORY:+-memory$SRUPP_MEMORY}.log
+logged "$log" fairseq-eval-lm "$OUT/bin" --user-dir "$ROOT/fw_fairseq" --path "$checkpoint" --gen-subset "$split" \
+    --task stateful_language_modeling --tokens-per-sample $length --batch-size 1 "${memory[@]}" "${machine[@]}" "$@"
+echo "| $row${SRUPP_MEMORY:+, memory $SRUPP_MEMORY} | $split | $(bits "$log") |"

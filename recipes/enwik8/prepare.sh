@@ -1,50 +1,44 @@
 #!/usr/bin/env bash
-# enwik8, the first 100 MB of an English Wikipedia, byte by byte, or a file of your own.
+# Makes enwik8, the first 100 MB of an English Wikipedia, or a file of your own ready for train.sh, byte by byte.
 #
-# Data:     downloaded (36 MB, its size and the text's checked), or DATA=file; the last twentieth is test text, the one before valid
-# Hardware: any CPU, 4 GB, 1 GB of disk; WORKERS processes
-# Time:     not run on the whole text here
-# Expect:   OUT/bin with a dictionary of 208 entries: 204 bytes that occur beside the new line, and fairseq's 4
-# usage:    [DATA=file] [OUT=folder] [SHA256=sum of the text] recipes/enwik8/prepare.sh      finished files stay: run it again to go on
-#           TOY=1 recipes/enwik8/prepare.sh          the text of recipes/demo instead, to try all of this in a minute; OUT then ends in _toy
-set -euo pipefail
-cd "$(dirname "$0")/../.."
-source recipes/download.sh
-source recipes/prepared.sh
-
-out=$(output_folder enwik8)
-bin=${BIN:-.venv/bin}
+# Paper:    Lei 2021 (SRU++)
+# Data:     downloads enwik8 (36 MB; the size of the text is checked, and its sum with SHA256), or takes the file DATA. The last twentieth
+#           is test text, the twentieth before it is validation text
+# Hardware: any CPU, 4 GB of memory, 1 GB of disk
+# Time:     not measured on the whole text
+# Expected: OUT/bin with a dictionary of 208 entries: 204 bytes that occur beside the new line, and fairseq's 4
+# Usage:    recipes/enwik8/prepare.sh                       a second call continues where the first one stopped
+#           DATA=file OUT=folder SHA256=sum recipes/enwik8/prepare.sh
+#           TOY=1 recipes/enwik8/prepare.sh                 a small text, to try all steps on a CPU in a minute
+source "$(dirname "$0")/../lib.sh"
+find_programs
+OUT=$(output_folder enwik8)
 data=${DATA:-}
 url=https://mattmahoney.net/dc/enwik8.zip
 size=100000000
 
-options=("TOY=${TOY:-}" "DATA=$(absolute "$data")" "SHA256=${SHA256:-}")
-if prepared "$out/bin" "${options[@]}"; then
+made_with=("TOY=$TOY" "DATA=$(absolute "$data")" "SHA256=${SHA256:-}")
+if prepared "$OUT/bin" "${made_with[@]}"; then
     exit 0
 fi
-mkdir -p "$out"
 if [ -z "$data" ]; then
-    data=$out/enwik8
-    if [ -n "${TOY:-}" ]; then
-        "$bin/python" recipes/demo/corpus.py "$out/text"
-        head -c 20000 "$out/text/train.txt" >"$data"
+    data=$OUT/enwik8
+    if [ -n "$TOY" ]; then
+        language_reference "$OUT/text"
+        head -c 20000 "$OUT/text/train.txt" >"$data"
     elif [ ! -f "$data" ]; then
-        download "$url" "$out/download.zip" ""
-        rm -rf "$out/part"
-        "$bin/python" -m zipfile -e "$out/download.zip" "$out/part"
-        [ "$(wc -c <"$out/part/enwik8")" = $size ] || { echo "prepare.sh: $url is not the $size bytes that it was" >&2; exit 1; }
-        mv "$out/part/enwik8" "$data"
+        download "$url" "$OUT/download.zip"
+        rm -rf "$OUT/part"
+        "$PYTHON" -m zipfile -e "$OUT/download.zip" "$OUT/part"
+        [ "$(wc -c <"$OUT/part/enwik8")" = $size ] || fail "the file in $url has not $size bytes; it is not enwik8"
+        mv "$OUT/part/enwik8" "$data"
     fi
 fi
-[ -f "$data" ] || { echo "prepare.sh: DATA is $data, which is not a file" >&2; exit 1; }
+[ -f "$data" ] || fail "DATA is $data, which is not a file"
 if [ -n "${SHA256:-}" ]; then
-    echo "$SHA256  $data" | sha256sum --check --quiet || { echo "prepare.sh: $data has another checksum than SHA256" >&2; exit 1; }
+    echo "$SHA256  $data" | sha256sum --check --quiet || fail "$data has another checksum than SHA256"
 fi
-bytes=$(wc -c <"$data")
-"$bin/python" recipes/enwik8/bytes.py "$data" "$out/bytes" $((bytes / 20)) $((bytes / 20))
-rm -rf "$out/bin.part"
-"$bin/fairseq-preprocess" --only-source --workers "${WORKERS:-$(nproc)}" --destdir "$out/bin.part" \
-    --trainpref "$out/bytes/train.txt" --validpref "$out/bytes/valid.txt" --testpref "$out/bytes/test.txt" >"$out/preprocess.log" 2>&1 ||
-    { tail -n 3 "$out/preprocess.log" >&2; exit 1; }
-record "$out/bin" "${options[@]}"
-mv "$out/bin.part" "$out/bin"
+part=$(($(wc -c <"$data") / 20))
+"$PYTHON" "$ROOT/recipes/enwik8/bytes.py" "$data" "$OUT/bytes" $part $part
+binarise "$OUT/bin" "${made_with[@]}" -- --only-source \
+    --trainpref "$OUT/bytes/train.txt" --validpref "$OUT/bytes/valid.txt" --testpref "$OUT/bytes/test.txt"

@@ -1,11 +1,23 @@
 #!/usr/bin/env bash
-# GPT-2 with fast weights in place of attention, a row of tables 1 and 2 of Mao 2022.
-#   Data      what prepare.sh left in OUT
-#   Hardware  a CPU; 2 GB of memory
-#   RULE=gated M=4 VARIANT=norm recipes/gpt2/convert.sh    settings.sh says what there is
-#   RULE=local_attention recipes/gpt2/convert.sh
-source "$(dirname "$0")/settings.sh"
+# Replaces the attention of GPT-2 by the fast weights of one row.
+#
+# Paper:    Mao 2022, tables 1 and 2. Rows: softmax (GPT-2 itself), local_attention (a window of 32 tokens), and RULE-M-VARIANT: a rule
+#           (sum, gated, delta, decay, gated_delta), the width of queries and keys per head (4, 16 and 32 in the paper), and baseline
+#           (with attention norm), norm (without it) or phi (without attention norm and without feature map)
+# Data:     OUT of prepare.sh
+# Hardware: any CPU, 2 GB of memory
+# Time:     not measured
+# Expected: OUT/ROW/start.pt
+# Usage:    recipes/gpt2/convert.sh ROW [OPTION of fw-convert]...
+#           recipes/gpt2/convert.sh gated-4-norm
+#           recipes/gpt2/convert.sh local_attention
+#           recipes/gpt2/convert.sh decay-16-phi --force      writes over a start.pt that is there
+source "$(dirname "$0")/../lib.sh"
+find_programs
+source "$ROOT/recipes/gpt2/rows.sh"
+read_row "$@"
+need_folder "$OUT/pretrained" recipes/gpt2/prepare.sh
 
-mkdir -p "$OUT/$NAME"
-"$PYTHON" -m fw_fairseq.tools.convert "$OUT/pretrained" "$OUT/$NAME/start.pt" --rule "$RULE" "${attention[@]}" ${FORCE:+--force} |
-    tee "$OUT/$NAME/convert.txt"
+mkdir -p "$OUT/$row"
+"$PYTHON" -m fw_fairseq.tools.convert "$OUT/pretrained" "$OUT/$row/start.pt" --rule "$rule" "${attention[@]}" ${FORCE:+--force} "${@:2}" |
+    tee "$OUT/$row/convert.txt"

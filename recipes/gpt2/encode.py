@@ -1,7 +1,7 @@
-"""A text as GPT-2's tokens, a document a line: python encode.py MODEL DATA OUTPUT
+"""Writes a text in GPT-2's tokens, one document in each line: python encode.py MODEL DATA OUTPUT
 
-DATA and OUTPUT are folders with train, valid and test; what OUTPUT has already stays. fairseq-preprocess ends each line with </s>,
-which is GPT-2's end of text.
+DATA and OUTPUT are folders with train, valid and test; files that OUTPUT already has stay. fairseq-preprocess ends each line with
+</s>, which is GPT-2's end of text.
 """
 
 import json

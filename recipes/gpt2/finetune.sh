@@ -1,35 +1,40 @@
 #!/usr/bin/env bash
-# Mao 2022, appendix A: 100,000 updates of 32 texts of 1024 tokens, learning rate 6e-4, clip 1.0, validation every 4000 updates.
-#   Data      what convert.sh left in OUT
-#   Hardware  one GPU with 40 GB; several by LAUNCH below, GPUS of them share the 32 texts (1, 2, 4, 8, 16 or 32)
-#   Time      13 hours on an A100 in the paper; not run here for want of the data and a GPU
-#   Expected  the paper's perplexity on The Pile's validation text: GPT-2 14.5; m = 4, phi: sum 20.0, gated 17.1, decay 17.1, delta
-#             with norm 20.1; gated 16.8 and 16.4, decay 16.1 and 14.6 for m = 16 and 32; local_attention 19.4.
-#             fw-plot tables mao1 OUT (and mao2) puts yours beside them
-#   RULE=decay M=32 recipes/gpt2/finetune.sh           goes on where it stopped
-#   RULE=softmax recipes/gpt2/finetune.sh              GPT-2 itself, tuned to the text: where the paper's models start and what they aim at
-#   GPUS=2 LAUNCH="torchrun --nproc_per_node 2" recipes/gpt2/finetune.sh
-#   two nodes by Slurm, one task each:
-#   GPUS=2 srun --nodes 2 --ntasks-per-node 1 --gpus-per-node 1 bash -c 'LAUNCH="torchrun --nnodes 2 --nproc_per_node 1 --rdzv_backend
-#       c10d --rdzv_endpoint $(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29500" recipes/gpt2/finetune.sh'
-# The paper names neither optimizer nor schedule: Adam, 4000 updates of warm-up and cosine, as in its appendix B. With Hydra, for sweeps:
-# finetune.yaml beside this file.
-source "$(dirname "$0")/settings.sh"
+# Fine-tunes one row on the text: 100,000 updates of 32 texts of 1024 tokens, as in appendix A.
+#
+# Paper:    Mao 2022, tables 1 and 2; the head of convert.sh says which rows there are
+# Data:     OUT of prepare.sh and OUT/ROW/start.pt of convert.sh
+# Hardware: one GPU of 40 GB; GPUS workers share the 32 texts (1, 2, 4, 8, 16 or 32)
+# Time:     13 hours on an A100 in the paper; not run at this size for want of the data and a GPU; recipes/README.md has estimates
+# Expected: the paper's best perplexity of validation text: softmax 14.5; sum-4-phi 20.0, gated-4-phi 17.1, decay-4-phi 17.1,
+#           delta-4-norm 20.1; gated-16-phi 16.8, gated-32-phi 16.4, decay-16-phi 16.1, decay-32-phi 14.6; local_attention 19.4.
+#           fw-plot tables mao1 OUT (and mao2) puts yours beside them
+# Usage:    recipes/gpt2/finetune.sh ROW [OPTION of fairseq-train]...       resumes from the last checkpoint of the row
+#           recipes/gpt2/finetune.sh decay-32-phi
+#           GPUS=2 recipes/gpt2/finetune.sh softmax
+#           GPUS=2 LAUNCH="torchrun --nproc-per-node 2" recipes/gpt2/finetune.sh decay-16-phi
+#           GPUS=8 srun --nodes 2 --ntasks-per-node 1 --gpus-per-node 4 recipes/gpt2/finetune.sh decay-16-phi --distributed-port 29500
+#           TOY=1 recipes/gpt2/finetune.sh decay-4-phi        a tiny model on the CPU, after the same row of convert.sh
+#
+# UPDATES, WARMUP and EVERY (updates between validations) shorten a run. The paper names neither optimizer nor schedule; this recipe takes
+# Adam, 4000 updates of warm-up and cosine, as the paper's appendix B does. finetune.yaml beside this file does the same with Hydra.
+source "$(dirname "$0")/../lib.sh"
+find_programs
+source "$ROOT/recipes/gpt2/rows.sh"
+read_row "$@"
+need_file "$OUT/$row/start.pt" "recipes/gpt2/convert.sh $row"
 
-GPUS=${GPUS:-1}
-[ $((32 % GPUS)) = 0 ] || { echo "GPUS is $GPUS; it must divide 32, the texts of an update" >&2; exit 2; }
-UPDATES=${UPDATES:-${TOY:+6}} WARMUP=${WARMUP:-${TOY:+2}} EVERY=${EVERY:-${TOY:+3}}
-UPDATES=${UPDATES:-100000} WARMUP=${WARMUP:-4000} EVERY=${EVERY:-4000}
-[ -n "$TOY" ] || machine=(--fp16)
-case $RULE in
-    softmax | local_attention) model=(--mixer "$RULE") ;;
-    *) model=(--update-rule "$RULE" "${attention[@]}") ;;
+updates=${UPDATES:-${TOY:+6}} warmup=${WARMUP:-${TOY:+2}} every=${EVERY:-${TOY:+3}}
+updates=${updates:-100000} warmup=${warmup:-4000} every=${every:-4000}
+[ -n "$CPU" ] || machine=(--fp16)
+case $row in
+    softmax | local_attention) model=(--mixer "$row") ;;
+    *) model=(--update-rule "$rule" "${attention[@]}") ;;
 esac
 
-fairseq train "$OUT/data" --user-dir fw_fairseq --task language_modeling --arch fast_weight_lm_gpt2_small "${shape[@]}" "${machine[@]}" \
+batch=$(share 32)
+train "$OUT/$row" "$OUT/data" --task language_modeling --arch fast_weight_lm_gpt2_small "${shape[@]}" \
     --decoder-normalize-before --no-scale-embedding --activation-fn gelu_accurate --max-target-positions $tokens "${model[@]}" \
-    --finetune-from-model "$OUT/$NAME/start.pt" --save-dir "$OUT/$NAME" --criterion cross_entropy --tokens-per-sample $tokens \
-    --batch-size $((32 / GPUS)) --optimizer adam --lr 6e-4 --lr-scheduler cosine --min-lr 2e-6 --warmup-updates "$WARMUP" \
-    --warmup-init-lr 1e-7 --max-update "$UPDATES" --clip-norm 1.0 --no-epoch-checkpoints --validate-interval-updates "$EVERY" \
-    --save-interval-updates "$EVERY" --keep-interval-updates 1 --log-format json --log-interval "${LOG_INTERVAL:-100}" --seed 1 "$@" 2>&1 |
-    tee -a "$OUT/$NAME/train.log"
+    --finetune-from-model "$OUT/$row/start.pt" --criterion cross_entropy --tokens-per-sample $tokens --batch-size "$batch" \
+    --optimizer adam --lr 6e-4 --lr-scheduler cosine --min-lr 2e-6 --warmup-updates "$warmup" --warmup-init-lr 1e-7 \
+    --max-update "$updates" --clip-norm 1.0 --no-epoch-checkpoints --validate-interval-updates "$every" \
+    --save-interval-updates "$every" --keep-interval-updates 1 --log-format json --log-interval "${LOG_INTERVAL:-100}" "${@:2}"

@@ -1,45 +1,45 @@
 #!/usr/bin/env bash
-# GPT-2 small and a text in its tokens, ready for convert.sh.
-#   Data      DATA=folder with train, valid and test, .jsonl as The Pile is (a document in "text" on each line) or .txt (documents end
-#             with a line <|endoftext|>). The Pile, 825 GB, has no place to download from; the paper used a small part of it.
-#             GPT-2: 550 MB, downloads resume
-#   Hardware  any; the encoder makes about 1 MB of text a second into tokens; 5 bytes of disk for each byte of text
-#   DATA=folder recipes/gpt2/prepare.sh
-#   DATA=folder MODEL=folder recipes/gpt2/prepare.sh    uses a GPT-2 that is there: config.json, weights, vocab.json, merges.txt
-#   TOY=1 recipes/gpt2/prepare.sh    the text of recipes/demo, and a tiny GPT-2 of random numbers
-# The files of GPT-2 have no published checksums: those of the first download are kept beside them and hold from then on.
-source "$(dirname "$0")/settings.sh"
-source recipes/download.sh
+# Makes GPT-2 small and a text in its tokens ready for convert.sh.
+#
+# Paper:    Mao 2022, tables 1 and 2
+# Data:     DATA, a folder with train, valid and test, as .jsonl in the form of The Pile (each line has a document in "text") or as .txt
+#           (documents end with a line <|endoftext|>). The Pile, 825 GB, is no longer offered for download; the paper uses a small part of
+#           it. GPT-2 (550 MB) is downloaded, or taken from MODEL; its files have no published sums, those of the first download hold
+# Hardware: any CPU; 5 bytes of disk for each byte of text
+# Time:     about one second for each MB of text
+# Expected: OUT/data for fairseq, OUT/pretrained
+# Usage:    DATA=folder recipes/gpt2/prepare.sh             a second call continues where the first one stopped
+#           DATA=folder MODEL=folder recipes/gpt2/prepare.sh      takes config.json, weights, vocab.json and merges.txt of MODEL
+#           TOY=1 recipes/gpt2/prepare.sh                   a small text and a tiny GPT-2 of random numbers, on a CPU
+source "$(dirname "$0")/../lib.sh"
+find_programs
+source "$ROOT/recipes/gpt2/rows.sh"
 
 MODEL_URL=${MODEL_URL:-https://huggingface.co/openai-community/gpt2/resolve/main}
-options=("TOY=$TOY")
-[ -n "$TOY" ] || options+=("DATA=$(absolute "${DATA:-}")" "MODEL=$(absolute "${MODEL:-}")")
+made_with=("TOY=$TOY")
+[ -n "$TOY" ] || made_with+=("DATA=$(absolute "${DATA:-}")" "MODEL=$(absolute "${MODEL:-}")")
 there=
-if prepared "$OUT/data" "${options[@]}"; then there=1; fi
-mkdir -p "$OUT"
+if prepared "$OUT/data" "${made_with[@]}"; then there=1; fi
 if [ -n "$TOY" ]; then
     DATA=$OUT/text MODEL=$OUT/toy
-    "$PYTHON" recipes/demo/corpus.py "$OUT/corpus"
+    language_reference "$OUT/corpus"
     mkdir -p "$DATA"
     for split in train valid test; do head -n 100 "$OUT/corpus/$split.txt" >"$DATA/$split.txt"; done
-    "$PYTHON" recipes/gpt2/toy.py "$MODEL"
+    "$PYTHON" "$ROOT/recipes/gpt2/toy.py" "$MODEL"
 fi
-: "${DATA:?DATA must be the folder with train, valid and test, .jsonl or .txt}"
+[ -n "${DATA:-}" ] || fail "DATA is missing; it must be the folder with train, valid and test, .jsonl or .txt"
 if [ -z "${MODEL:-}" ]; then
     MODEL=$OUT/gpt2
-    mkdir -p "$MODEL"
     for file in config.json vocab.json merges.txt model.safetensors; do
-        download "$MODEL_URL/$file" "$MODEL/$file" ""
+        download "$MODEL_URL/$file" "$MODEL/$file"
     done
 fi
+mkdir -p "$OUT"
 ln -sfn "$(realpath "$MODEL")" "$OUT/pretrained"
 if [ -z "$there" ]; then
-    "$PYTHON" -m fw_fairseq.tools.convert "$MODEL" "$OUT/dictionary/softmax.pt" --rule softmax --force >"$OUT/convert.log"
-    "$PYTHON" recipes/gpt2/encode.py "$MODEL" "$DATA" "$OUT/tokens"
-    rm -rf "$OUT/data.part"
-    fairseq preprocess --only-source --srcdict "$OUT/dictionary/dict.txt" --destdir "$OUT/data.part" --workers "${WORKERS:-1}" \
+    logged "$OUT/convert.log" "$PYTHON" -m fw_fairseq.tools.convert "$MODEL" "$OUT/dictionary/softmax.pt" --rule softmax --force
+    "$PYTHON" "$ROOT/recipes/gpt2/encode.py" "$MODEL" "$DATA" "$OUT/tokens"
+    binarise "$OUT/data" "${made_with[@]}" -- --only-source --srcdict "$OUT/dictionary/dict.txt" \
         --trainpref "$OUT/tokens/train" --validpref "$OUT/tokens/valid" --testpref "$OUT/tokens/test"
-    record "$OUT/data" "${options[@]}"
-    mv "$OUT/data.part" "$OUT/data"
 fi
 echo "$OUT/data and $OUT/pretrained are ready"

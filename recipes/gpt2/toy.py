@@ -1,4 +1,4 @@
-"""A GPT-2 of random numbers, 2 layers of width 32, with bytes for tokens: python toy.py FOLDER"""
+"""Writes a GPT-2 of random numbers with 2 layers of width 32, whose tokens are bytes: python toy.py FOLDER"""
 
 import json
 import sys

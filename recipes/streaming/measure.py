@@ -1,5 +1,7 @@
-"""fairseq-eval-lm that writes its memory after every EVERY tokens, lines of TOKENS RESIDENT in bytes:
-measure.py EVERY FILE ARGUMENTS OF FAIRSEQ-EVAL-LM"""
+"""Runs fairseq-eval-lm and writes its memory after every EVERY tokens to FILE, as lines of TOKENS RESIDENT (bytes).
+
+measure.py EVERY FILE ARGUMENT of fairseq-eval-lm...
+"""
 
 import sys
 

@@ -1,42 +1,43 @@
 #!/usr/bin/env bash
-# The memory of fairseq-eval-lm while one stream goes through a model that carries its state from segment to segment.
+# Measures the memory of fairseq-eval-lm while it reads one long stream whose state is carried over from segment to segment.
 #
-# Data:     TOKENS random words, made here; the models are of random weights, after one update
-# Hardware: one CPU core, 1 GB
+# Paper:    none. Rows: an update rule or a mixer; delta and srupp by default
+# Data:     TOKENS random words, made here; the models have random weights, after one update
+# Hardware: one CPU core, 1 GB of memory
 # Time:     a minute of one core for each row
-# Expect:   docs/results/streaming.md
-# usage:    [OUT=folder] [TOKENS=1000000] [EVERY=50000] [ROWS="delta additive"] recipes/streaming/memory.sh      prints a table
-#
-# ROWS: an update rule, or a mixer
-set -euo pipefail
-cd "$(dirname "$0")/../.."
-
-out=${OUT:-outputs/streaming}
-bin=${BIN:-.venv/bin}
-rows=${ROWS:-delta srupp}
+# Expected: the table in docs/results/streaming.md
+# Usage:    recipes/streaming/memory.sh [ROW]... [OPTION of fairseq-train]...
+#           TOKENS=200000 EVERY=10000 recipes/streaming/memory.sh additive
+source "$(dirname "$0")/../lib.sh"
+find_programs
+renamed ROWS "rows are arguments"
+OUT=$(output_folder streaming)
+split_rows "$@"
+[ ${#rows[@]} -gt 0 ] || rows=(delta srupp)
 tokens=${TOKENS:-1000000}
+machine=(--cpu --num-workers 0)
 export OMP_NUM_THREADS=1
 
-mkdir -p "$out"
-if [ ! -d "$out/bin-$tokens" ]; then
-    "$bin/python" recipes/streaming/text.py "$tokens" >"$out/test.txt"
-    head -n 100 "$out/test.txt" >"$out/train.txt"
-    rm -rf "$out/bin.part"
-    "$bin/fairseq-preprocess" --only-source --trainpref "$out/train.txt" --testpref "$out/test.txt" --destdir "$out/bin.part" \
-        >"$out/preprocess.log" 2>&1
-    mv "$out/bin.part" "$out/bin-$tokens"
+data=$OUT/bin-$tokens
+if [ ! -d "$data" ]; then
+    mkdir -p "$OUT"
+    "$PYTHON" "$ROOT/recipes/streaming/text.py" "$tokens" >"$OUT/test.txt"
+    head -n 100 "$OUT/test.txt" >"$OUT/train.txt"
+    binarise "$data" "TOKENS=$tokens" -- --only-source --trainpref "$OUT/train.txt" --testpref "$OUT/test.txt"
 fi
-common=("$out/bin-$tokens" --user-dir fw_fairseq --task stateful_language_modeling --tokens-per-sample 256 --cpu --num-workers 0)
-for row in $rows; do
+task=(--task stateful_language_modeling --tokens-per-sample 256)
+tables=()
+for row in "${rows[@]}"; do
     case $row in
         sum | gated | delta | decay | gated_delta | fwm) mixer=(--update-rule "$row") ;;
         *) mixer=(--mixer "$row") ;;
     esac
-    "$bin/fairseq-train" "${common[@]}" --arch fast_weight_lm --decoder-layers 2 --decoder-embed-dim 64 --decoder-input-dim 64 \
-        --decoder-output-dim 64 --decoder-ffn-embed-dim 128 --decoder-attention-heads 4 --no-token-positional-embeddings "${mixer[@]}" \
-        --batch-size 1 --optimizer adam --max-update 1 --disable-validation --no-epoch-checkpoints \
-        --save-dir "$out/$row" >"$out/$row.log" 2>&1 || { tail -n 3 "$out/$row.log" >&2; exit 1; }
-    "$bin/python" recipes/streaming/measure.py "${EVERY:-50000}" "$out/$row.csv" "${common[@]}" --gen-subset test \
-        --path "$out/$row/checkpoint_last.pt" >"$out/$row.eval.log" 2>&1 || { tail -n 3 "$out/$row.eval.log" >&2; exit 1; }
+    logged "$OUT/$row.log" train "$OUT/$row" "$data" "${task[@]}" --arch fast_weight_lm --decoder-layers 2 --decoder-embed-dim 64 \
+        --decoder-input-dim 64 --decoder-output-dim 64 --decoder-ffn-embed-dim 128 --decoder-attention-heads 4 \
+        --no-token-positional-embeddings "${mixer[@]}" --batch-size 1 --optimizer adam --max-update 1 --disable-validation \
+        --no-epoch-checkpoints "${options[@]}"
+    logged "$OUT/$row.eval.log" "$PYTHON" "$ROOT/recipes/streaming/measure.py" "${EVERY:-50000}" "$OUT/$row.csv" "$data" \
+        --user-dir "$ROOT/fw_fairseq" "${task[@]}" "${machine[@]}" --gen-subset test --path "$OUT/$row/checkpoint_last.pt"
+    tables+=("$OUT/$row.csv")
 done
-"$bin/python" recipes/streaming/table.py $(printf "$out/%s.csv " $rows)
+"$PYTHON" "$ROOT/recipes/streaming/table.py" "${tables[@]}"

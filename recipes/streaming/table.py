@@ -1,4 +1,4 @@
-"""What measure.py wrote as a Markdown table, a row for each file: table.py FILE..."""
+"""Prints a Markdown table of the files that measure.py wrote, a row for each: table.py FILE..."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""TOKENS random words in lines of 20, which fairseq gives an end of sentence each: text.py TOKENS"""
+"""Prints TOKENS random words in lines of 19, to each of which fairseq adds an end of sentence: text.py TOKENS"""
 
 import random
 import sys

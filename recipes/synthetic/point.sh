@@ -1,30 +1,35 @@
 #!/usr/bin/env bash
-# One point of the synthetic retrieval experiments of Schlag et al. 2021 (sec. 6.1, app. D).
+# Trains one model of the synthetic retrieval experiments until it is solved or makes no progress, and prints its best evaluation loss.
 #
-# Data:     drawn on the fly.
-# Hardware: one CPU core; half a minute for 20 keys, some minutes for 200.
-# Expect:   setting 1, dpfp, nu 1: below 0.001 up to 100 keys, 0.17 at 200. Setting 2, 20 keys, delta with dpfp: below 0.001; sum: 0.1.
-# usage:    recipes/synthetic/point.sh --setting 2 --keys 20 --rule delta --feature-map dpfp --dpfp-nu 1 [fairseq-train options]
+# Paper:    Schlag et al. 2021, section 6.1 and appendix D, figures 2 to 5. Rows: FIGURE-KEYS-RULE-MAP. FIGURE is capacity (setting 1, each
+#           key once) or updates (setting 2, keys are written again); without RULE the rule is sum. A map is softmax (softmax attention),
+#           elu, relu, tanh, dpfpNU or favorM, with M random features
+# Data:     drawn on the fly
+# Hardware: one CPU core
+# Time:     half a minute for 20 keys, some minutes for 200
+# Expected: capacity-N-dpfp1 below 0.001 up to N = 100, 0.17 at 200; updates-20-delta-dpfp1 below 0.001; updates-20-sum-dpfp1 0.1
+# Usage:    recipes/synthetic/point.sh ROW [OPTION of fairseq-train]...     prints best_eval_loss=X; a finished point only prints
+#           recipes/synthetic/point.sh updates-20-delta-dpfp1
+#           recipes/synthetic/point.sh capacity-60-softmax --lr 0.0003
 #
-# --feature-map softmax is softmax attention. Mini-batches of 32, Adam with its defaults (for fwm with tanh 128 and a tenth of the learning
-# rate, as published), until the evaluation loss is below 0.001 or has made no progress for 1000 updates. The last line is
-# best_eval_loss=X; a point that is finished (OUT, outputs/synthetic) only prints it.
-set -euo pipefail
-cd "$(dirname "$0")/../.."
+# Batches of 32 and Adam with its defaults (for fwm with tanh 128 and a tenth of the learning rate, as in the paper), until the evaluation
+# loss is below 0.001 or has made no progress for 1000 updates.
+source "$(dirname "$0")/../lib.sh"
+find_programs
+OUT=$(output_folder synthetic)
+kinds="FIGURE-KEYS-RULE-MAP, for example updates-20-delta-dpfp1"
+need_row "$kinds" "$@"
+row=$1
+shift
+[[ $row =~ ^(capacity|updates)-([1-9][0-9]*)-(([a-z_]+)-)?([a-z]+)([0-9]*)$ ]] || fail "ROW is $row; it must be $kinds"
+setting=1 keys=${BASH_REMATCH[2]} rule=${BASH_REMATCH[4]:-sum} map=${BASH_REMATCH[5]} number=${BASH_REMATCH[6]}
+[ "${BASH_REMATCH[1]}" = capacity ] || setting=2
 
-setting=1 keys=20 rule=sum map=dpfp more=()
-while [ $# -gt 0 ]; do
-    case $1 in
-        --setting) setting=$2 ;;
-        --keys) keys=$2 ;;
-        --rule) rule=$2 ;;
-        --feature-map) map=$2 ;;
-        *) more+=("$1"); shift; continue ;;
-    esac
-    shift 2
-done
-
-batch=32 rate=0.001
+batch=32 rate=0.001 more=()
+case $map in
+    dpfp) more=(--dpfp-nu "${number:-1}") ;;
+    favor) more=(--favor-features "${number:-64}") ;;
+esac
 if [ "$map" = softmax ]; then
     model=(--mixer softmax)
 else
@@ -38,20 +43,19 @@ else
     esac
     model=(--update-rule "$rule" --feature-map "$map" "${norm[@]}")
 fi
+more+=("$@")
 
-out=${OUT:-outputs/synthetic}
-bin=${BIN:-.venv/bin}
+# fw-plot curves reads the model from this name
 name=$(echo "setting$setting-$keys-$rule-$map ${more[*]:-}" | tr -s ' ' '_' | tr -dc 'A-Za-z0-9_.-')
-log=$out/$name.log
-mkdir -p "$out"
+log=$OUT/$name.log
 if ! grep -qs '^best_eval_loss=' "$log"; then
-    OMP_NUM_THREADS=1 "$bin/fairseq-train" --user-dir fw_fairseq --task associative_retrieval --setting "$setting" --symbols "$keys" \
-        --arch retrieval "${model[@]}" --criterion retrieval_mse --batch-size $batch --cpu --num-workers 0 --seed 1 \
+    OMP_NUM_THREADS=1 logged "$log.part" fairseq-train --user-dir "$ROOT/fw_fairseq" --task associative_retrieval --setting "$setting" \
+        --symbols "$keys" --arch retrieval "${model[@]}" --criterion retrieval_mse --batch-size $batch --cpu --num-workers 0 --seed "$SEED" \
         --optimizer adam --adam-betas '(0.9, 0.999)' --lr $rate --lr-scheduler until_solved --stop-min-lr 0 --patience 10 \
-        --no-save --save-dir "$out" --log-format json --log-interval 1000000 "${more[@]}" >"$log.part" 2>&1 ||
-        { tail -n 1 "$log.part" >&2; exit 1; }
-    sed -n 's/.*"valid_loss": "\([^"]*\)".*/\1/p' "$log.part" | sort -g |
-        awk '!number { best = $0 } !/nan/ { number = 1 } END { if (NR) print "best_eval_loss=" best }' >>"$log.part" # nan is sorted first
+        --no-save --save-dir "$OUT" --log-format json --log-interval 1000000 "${more[@]}"
+    best=$(sed -n 's/.*"valid_loss": "\([^"]*\)".*/\1/p' "$log.part" | sort -g |
+        awk '!number { best = $0 } !/nan/ { number = 1 } END { if (NR) print "best_eval_loss=" best }') # nan is sorted first
+    [ -z "$best" ] || echo "$best" >>"$log.part"
     mv "$log.part" "$log"
 fi
 tail -n 1 "$log"

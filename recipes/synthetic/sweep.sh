@@ -1,44 +1,51 @@
 #!/usr/bin/env bash
-# All points of one figure of the synthetic retrieval experiments, several at once.
+# Runs the points of one figure of the synthetic retrieval experiments, several at once, and collects their losses.
 #
-# Hardware: 2 CPU cores; see docs/results/retrieval.md for the time of each sweep.
-# Expect:   the tables there.
-# usage:    recipes/synthetic/sweep.sh capacity|updates
-#           [MODELS="dpfp1 elu"] [SIZES="20 40"] [JOBS=2] [OUT=folder]
+# Paper:    Schlag et al. 2021: capacity is figure 2 and, with 600 keys, figure 4; updates is figure 5 and, with 20 keys, figure 3
+# Data:     drawn on the fly
+# Hardware: 2 CPU cores; JOBS points run at once, as many as there are cores by default
+# Time:     docs/results/retrieval.md has the time of each sweep
+# Expected: the tables in docs/results/retrieval.md
+# Usage:    recipes/synthetic/sweep.sh ROW...      prints RULE:MAP KEYS LOSS of each point, and keeps them in OUT/FIGURE.txt for fw-plot
+#           recipes/synthetic/sweep.sh capacity                 all points of the figure
+#           recipes/synthetic/sweep.sh updates-20 updates-40    all models with so many keys
+#           JOBS=1 recipes/synthetic/sweep.sh capacity-60-softmax capacity-60-elu
 #
-# Prints one line a point as it ends, then RULE-MAP KEYS LOSS of all of them. Finished points are not run again: stop and restart at will.
-set -euo pipefail
-cd "$(dirname "$0")/../.."
-
-case ${1:-} in
+# A row is one of point.sh, or its beginning. Finished points are not run again: stop and restart the sweep at will.
+source "$(dirname "$0")/../lib.sh"
+renamed MODELS "rows are arguments, for example updates-20-delta-dpfp1"
+renamed SIZES "rows are arguments, for example capacity-60"
+OUT=$(output_folder synthetic)
+need_row "capacity, updates, FIGURE-KEYS or a row of point.sh" "$@"
+figure=${1%%-*}
+case $figure in
     capacity)
-        setting=1
-        sizes=${SIZES:-$(seq 20 20 200)}
-        models=${MODELS:-softmax elu favor64 favor128 favor512 dpfp1 dpfp2 dpfp3} ;;
+        sizes="20 40 60 80 100 120 140 160 180 200"
+        models=(softmax elu favor64 favor128 favor512 dpfp1 dpfp2 dpfp3) ;;
     updates)
-        setting=2
-        sizes=${SIZES:-20 40 60 80 100 140 200}
-        models=${MODELS:-sum:dpfp1 delta:dpfp1 fwm:tanh fwm:dpfp1 gated:dpfp1 gated_delta:dpfp1 decay:dpfp1 delta:elu delta:favor64} ;;
-    *) echo "$0: the first argument is capacity or updates" >&2; exit 2 ;;
+        sizes="20 40 60 80 100 140 200"
+        models=(sum-dpfp1 delta-dpfp1 fwm-tanh fwm-dpfp1 gated-dpfp1 gated_delta-dpfp1 decay-dpfp1 delta-elu delta-favor64) ;;
+    *) fail "ROW is $1; it must begin with capacity or updates" ;;
 esac
-export OUT=${OUT:-outputs/synthetic}
-results=$OUT/$1.txt
+results=$OUT/$figure.txt
 mkdir -p "$OUT"
+export OUT ROOT
 
-point() { # SETTING MODEL KEYS; a model is RULE:MAP or MAP, a map NAME or NAME and a number
-    local rule=${2%:*} map=${2#*:} number loss
-    [ "$rule" != "$2" ] || rule=sum
-    number=${map##*[a-z]} map=${map%%[0-9]*}
-    local options=(--setting "$1" --keys "$3" --rule "$rule" --feature-map "$map")
-    [ "$map" != dpfp ] || options+=(--dpfp-nu "${number:-1}")
-    [ "$map" != favor ] || options+=(--favor-features "${number:-64}")
-    loss=$(bash recipes/synthetic/point.sh "${options[@]}") || { echo "$2 $3: failed" >&2; return 1; }
-    echo "$2 $3 ${loss#best_eval_loss=}"
+point() { # ROW: RULE:MAP KEYS LOSS
+    local loss keys=${1#*-} model
+    model=${keys#*-} keys=${keys%%-*}
+    loss=$(bash "$ROOT/recipes/synthetic/point.sh" "$1") || { echo "$1 failed" >&2; return 1; }
+    echo "${model/-/:} $keys ${loss#best_eval_loss=}"
 }
 export -f point
 
-for size in $sizes; do
-    for model in $models; do echo "$setting $model $size"; done
+for row in "$@"; do
+    case $row in
+        "$figure") for size in $sizes; do printf "$figure-$size-%s\n" "${models[@]}"; done ;;
+        "$figure"-*-*) echo "$row" ;;
+        "$figure"-*) printf "$row-%s\n" "${models[@]}" ;;
+        *) fail "ROW is $row; all rows of one call must begin with $figure" ;;
+    esac
 done >"$results.points"
 ended=0 total=$(wc -l <"$results.points")
 xargs -P "${JOBS:-$(nproc)}" -L 1 bash -c 'point "$@"' point <"$results.points" |
@@ -49,4 +56,4 @@ xargs -P "${JOBS:-$(nproc)}" -L 1 bash -c 'point "$@"' point <"$results.points" 
 sort -k1,1 -k2,2n "$results.part" >"$results"
 rm "$results.part" "$results.points"
 cat "$results"
-[ -z "${failed:-}" ] || { echo "$0: not all points have a result" >&2; exit 1; }
+[ -z "${failed:-}" ] || fail "not all points have a result"

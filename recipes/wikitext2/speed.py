@@ -1,6 +1,9 @@
-"""Words a second of forward and backward of the table's models, in turns: speed.py DATA ROUNDS NAME=OPTIONS... -- COMMON OPTIONS
+"""Prints the words per second of forward and backward of several models, which take turns.
 
-Random weights and tokens, one thread. The median over the rounds, and of the ratio to the first row in the same round.
+speed.py DATA ROUNDS NAME=OPTIONS... -- COMMON OPTIONS
+
+Weights and tokens are random, and there is one thread. Each figure is a median over the rounds; ratios are to the first row of
+the same round.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""How many numbers a model keeps of one text after N tokens, when it reads them one by one: state.py CHECKPOINT DATA N"""
+"""Prints how many numbers a model keeps of one text after it has read N tokens one by one: state.py CHECKPOINT DATA N"""
 
 import sys
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from support import programs
 from support.commands import ENVIRONMENT, ROOT, succeed
 from support.language_models import options_of
 
@@ -19,23 +22,22 @@ from fw_fairseq.tools.plot import __main__ as plots
 BIN = str(Path(sys.executable).parent)
 
 
-def recipe(name: str, out, *args, **environment):
-    variables = ENVIRONMENT | {"OUT": str(out), "BIN": BIN, "TOY": "1"} | environment
-    return subprocess.run(
-        ["bash", str(ROOT / "recipes" / name), *map(str, args)], env=variables, capture_output=True, text=True, timeout=600
-    )
+def recipe(name: str, out, *args, cwd=None, **environment):
+    variables = ENVIRONMENT | {"OUT": str(out), "BIN": programs.folder(), "TOY": "1", "WORKERS": "1"} | environment
+    command = ["bash", str(ROOT / "recipes" / name), *map(str, args)]
+    return subprocess.run(command, env=variables, cwd=cwd, capture_output=True, text=True, timeout=600)
 
 
 def test_conversion_on_wikitext2(tmp_path):
     """Start, warm start and fine-tune; a second call only prints."""
     out = tmp_path / "out_toy"
-    printed = succeed(recipe("wikitext2/conversion.sh", out, ROWS="delta-4-distilled"))
+    printed = succeed(recipe("wikitext2/conversion.sh", out, "delta-4-distilled"))
     [row] = [line for line in printed.splitlines() if line.startswith("| delta-4-distilled | ")]
     assert all(50 < value < 5000 for value in perplexities(row)) and len(perplexities(row)) == 2
     [log] = [path.read_text() for path in out.glob("start-8-delta-4-distilled-8/warm.log")]
     assert '"train_distil_match"' in log and '"train_num_updates": "4"' in log
     stamps = {path: path.stat().st_mtime_ns for path in out.rglob("*.pt")}
-    assert row in succeed(recipe("wikitext2/conversion.sh", out, ROWS="delta-4-distilled"))
+    assert row in succeed(recipe("wikitext2/conversion.sh", out, "delta-4-distilled"))
     assert stamps == {path: path.stat().st_mtime_ns for path in out.rglob("*.pt")}
 
 
@@ -44,7 +46,7 @@ def test_table_of_several_seeds(tmp_path):
     words = [f"w{i}" for i in range(12000)]  # more than the cutoffs of the adaptive softmax
     for split, count in (("train", 12000), ("valid", 300), ("test", 300)):
         (tmp_path / f"{split}.txt").write_text("".join(" ".join(words[i : i + 30]) + "\n" for i in range(0, count, 30)))
-    done = recipe("wikitext2/table.sh", tmp_path / "out", DATA=str(tmp_path), UPDATES="2", ROWS="sru", SEEDS="1 2")
+    done = recipe("wikitext2/table.sh", tmp_path / "out", "sru", TOY="", DATA=str(tmp_path), UPDATES="2", SEEDS="1 2")
     [row] = [line for line in succeed(done).splitlines() if line.startswith("| sru | ")]
     reached = [[float(number) for number in re.findall(r"[\d.]+", line)[1:]] for line in done.stderr.splitlines() if "seed" in line]
     assert len(reached) == 2 and reached[0] != reached[1]
@@ -58,9 +60,9 @@ def test_table_of_several_seeds(tmp_path):
 def test_gpt2(tmp_path):
     """The four scripts as they are."""
     out = tmp_path / "out_toy"
-    variables = {"PYTHON": sys.executable, "RULE": "delta", "M": "4", "VARIANT": "norm"}
-    for script in ("prepare", "convert", "finetune", "eval"):
-        printed = succeed(recipe(f"gpt2/{script}.sh", out, **variables))
+    succeed(recipe("gpt2/prepare.sh", out))
+    for script in ("convert", "finetune", "eval"):
+        printed = succeed(recipe(f"gpt2/{script}.sh", out, "delta-4-norm"))
     assert 100 < float(re.fullmatch(r"delta-4-norm, valid, context 0: ([\d.]+)", printed.splitlines()[-1])[1]) < 1000
     plots.main(["tables", "mao1", str(out), "--out", str(out / "table.csv")])
     [row] = [line for line in (out / "table.csv").read_text().splitlines() if line.startswith("Delta,norm,20.1,")]
@@ -106,31 +108,108 @@ def wikitext(tmp_path_factory):
 
 @pytest.mark.parametrize("row", ["delta", "transformer_xl_stream"])
 def test_wikitext103(row, wikitext):
-    succeed(recipe("wikitext103/train.sh", wikitext, "small", row, "--max-update", 4))
-    log = succeed(recipe("wikitext103/train.sh", wikitext, "small", row, "--max-update", 6))
+    succeed(recipe("wikitext103/train.sh", wikitext, f"small-{row}", "--max-update", 4))
+    log = succeed(recipe("wikitext103/train.sh", wikitext, f"small-{row}", "--max-update", 6))
     assert 'num_updates": "6"' in log and "Loaded checkpoint" in log, "goes on from its last checkpoint"
     memory = {"XL_MEMORY": "15"} if "xl" in row else {}
-    printed = succeed(recipe("wikitext103/eval.sh", wikitext, "small", row, SPLIT="valid", **memory)).splitlines()[-1]
-    assert printed.startswith(f"| small | {row}{', memory 15' * len(memory)} | valid | ") and 50 < perplexities(printed)[0] < 5000
+    printed = succeed(recipe("wikitext103/eval.sh", wikitext, f"small-{row}", SPLIT="valid", **memory)).splitlines()[-1]
+    assert printed.startswith(f"| small-{row}{', memory 15' * len(memory)} | valid | ") and 50 < perplexities(printed)[0] < 5000
 
 
 @pytest.mark.parametrize(
     "name, args, message",
     [
-        ("wikitext103/train.sh", ["tiny", "delta"], "SIZE is tiny; it must be small, medium or base"),
-        ("wikitext103/train.sh", ["small", "detla"], "ROW is detla"),
-        ("wikitext103/train.sh", ["small", "srupp"], "SIZE small has no ROW srupp; base goes with srupp and srupp5"),
-        ("gpt2/convert.sh", [], "RULE delta diverges without a feature map"),
-        ("wikitext103/eval.sh", ["small", "linear"], "run recipes/wikitext103/train.sh small linear first"),
+        ("wikitext103/train.sh", ["tiny-delta"], "ROW is tiny-delta; it must be SIZE-NAME, for example small-delta"),
+        ("wikitext103/train.sh", ["small-detla"], "ROW is small-detla; it must be SIZE-NAME"),
+        ("wikitext103/train.sh", ["small-srupp"], "ROW is small-srupp; base goes with srupp and srupp5"),
+        ("wikitext103/train.sh", ["--lr", "1"], "ROW is missing; it must be SIZE-NAME"),
+        ("wikitext103/eval.sh", ["small-linear"], "run recipes/wikitext103/train.sh small-linear with the same OUT and TOY first"),
+        ("gpt2/convert.sh", ["delta-4-phi"], "ROW is delta-4-phi; delta diverges without a feature map"),
+        ("gpt2/convert.sh", ["decay-4"], "ROW is decay-4; it must be softmax, local_attention or RULE-M-VARIANT"),
+        ("baevski_auli/convert.sh", ["abc-4"], "ROW is abc-4; abc starts from nothing and is not converted"),
+        ("baevski_auli/finetune.sh", ["decay"], "ROW is decay; it must be RULE-M, abc-M or linformer-M"),
+        ("synthetic/sweep.sh", ["retrieval"], "ROW is retrieval; it must begin with capacity or updates"),
+        ("workers/speed.sh", ["delta-fast"], "ROW is delta-fast; it must be RULE-batches, RULE-streams or RULE-long"),
     ],
 )
 def test_mistakes(name, args, message, wikitext):
-    done = recipe(name, wikitext, *args, RULE="delta")
-    assert done.returncode != 0 and message in done.stderr
+    """One sentence, the last line of what the recipe prints."""
+    done = recipe(name, wikitext, *args)
+    assert done.returncode != 0 and message in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "name, variable", [("wikitext103/train.sh", "BATCH"), ("enwik8/train.sh", "LENGTH"), ("wmt14/train.sh", "ATTENTIONS"),
+                       ("wikitext2/table.sh", "ROWS"), ("synthetic/sweep.sh", "SIZES"), ("workers/speed.sh", "RULES")]
+)  # fmt: skip
+def test_variables_of_before_are_not_ignored(name, variable, tmp_path):
+    done = recipe(name, tmp_path, "capacity", **{variable: "48"})
+    assert done.returncode == 1 and f"{variable} is set, which this recipe does not read; " in done.stderr
+
+
+def test_every_recipe_prints_its_head():
+    """--help alone, without data, programs or folders; each head has the same parts, and its examples name the script."""
+    parts = ["Paper", "Data", "Hardware", "Time", "Expected", "Usage"]
+    scripts = [path for path in ROOT.glob("recipes/**/*.sh") if os.access(path, os.X_OK) and path.name != "gpu_check.sh"]
+    assert len(scripts) >= 26
+    for path in scripts:
+        done = subprocess.run([path, "--help"], env={"PATH": "/usr/bin:/bin"}, cwd="/", capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, ""), path
+        found = re.findall(r"^([A-Z]\w+): ", done.stdout, re.MULTILINE)
+        name = str(path.relative_to(ROOT))
+        assert found == parts, path
+        assert name in done.stdout and not done.stdout.startswith("#"), path
+
+
+def test_paths_with_spaces_are_the_callers(tmp_path):
+    """OUT and DATA are relative to where the user stands; the words of LAUNCH are split as in a shell."""
+    here, programs = tmp_path / "my texts", tmp_path / "my programs"
+    (here / "data").mkdir(parents=True)
+    programs.mkdir()
+    for split in ("train", "valid", "test"):
+        (here / "data" / f"{split}.txt").write_text("some words of a text\n" * 40)
+    start = programs / "start it"
+    start.write_text(f'#!/bin/sh\necho "started by $1"\nshift\nexec "{sys.executable}" "$@"\n')
+    start.chmod(0o755)
+    given = {"cwd": here, "TOY": "", "CPU": "1"}
+    succeed(recipe("wikitext103/prepare.sh", "my runs", DATA="data", **given))
+    assert (here / "my runs" / "bin" / "train.bin").is_file()
+    launch = {"LAUNCH": f"'{start}' 'two words' -m fairseq_cli.train", "GPUS": "2"}
+    small = "--max-update 1 --decoder-layers 1 --decoder-ffn-embed-dim 8 --adaptive-input-cutoff 5 --adaptive-softmax-cutoff 5"
+    options = [*small.split(), "--distributed-world-size", 1, "--tokens-per-sample", 8]
+    log = succeed(recipe("wikitext103/train.sh", "my runs", "small-delta", *options, **given, **launch))
+    assert "started by two words" in log and (here / "my runs/runs/small-delta/checkpoint_best.pt").is_file()
+    assert torch.load(here / "my runs/runs/small-delta/checkpoint_best.pt", weights_only=True)["cfg"]["dataset"]["batch_size"] == 48
+    done = recipe("wikitext103/train.sh", "my runs", "small-delta", **given, GPUS="7")
+    assert done.returncode == 1 and "GPUS is 7; it must divide 96" in done.stderr
+
+
+def test_programs_are_found_or_one_sentence_says_where(tmp_path):
+    (tmp_path / "recipes").mkdir()
+    shutil.copy(ROOT / "recipes" / "lib.sh", tmp_path / "recipes")
+    script = f"source {tmp_path}/recipes/lib.sh; find_programs; command -v fairseq-train"
+
+    def found(**variables):
+        command = ["bash", "-c", script, "some.sh"]
+        return subprocess.run(command, env={"PATH": "/usr/bin:/bin"} | variables, capture_output=True, text=True, timeout=60)
+
+    assert found(BIN=BIN).stdout == found(PATH=f"/usr/bin:/bin:{BIN}").stdout == f"{BIN}/fairseq-train\n"
+    done = found()
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f"some.sh: fairseq-train is not in {tmp_path}/.venv/bin or on the PATH; ")
+    (tmp_path / ".venv").symlink_to(Path(BIN).parent)
+    assert found().stdout == f"{tmp_path}/.venv/bin/fairseq-train\n"
+
+
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="needs shellcheck")
+def test_shellcheck():
+    scripts = [str(path) for path in ROOT.glob("recipes/**/*.sh")]
+    done = subprocess.run(["shellcheck", *scripts], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout
 
 
 def test_srupp_on_wikitext103(wikitext):
-    succeed(recipe("wikitext103/train.sh", wikitext, "base", "srupp", "--max-update", 3, "--srupp-width", 8))
+    succeed(recipe("wikitext103/train.sh", wikitext, "base-srupp", "--max-update", 3, "--srupp-width", 8))
     assert (wikitext / "runs" / "base-srupp" / "checkpoint_best.pt").is_file()
 
 
@@ -161,7 +240,7 @@ def test_download(tmp_path):
     (tmp_path / "source").write_bytes(content)
 
     def download(source, *sums):
-        script = f"source recipes/download.sh; download file://{tmp_path / source} {file} '{' '.join(sums)}'"
+        script = f"source recipes/lib.sh; download file://{tmp_path / source} {file} '{' '.join(sums)}'"
         return subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
     (tmp_path / "file.part").write_bytes(b"another start")
@@ -205,13 +284,12 @@ TOYS = sorted(path.parent.name for path in ROOT.glob("recipes/*/prepare.sh") if 
 def test_toy_data_are_never_taken_for_real_data(name, tmp_path):
     """One OUT for both: the real recipe finds nothing of the toy's, and does not take its folder."""
     script, out, missing = f"{name}/prepare.sh", tmp_path / "out", str(tmp_path / "missing")
-    variables = {"PYTHON": sys.executable, "WORKERS": "1"}
-    succeed(recipe(script, out, **variables))
+    succeed(recipe(script, out))
     assert not out.exists()
     [binarised] = [path.parent for path in (tmp_path / "out_toy").rglob("train.bin")]
-    again = succeed(recipe(script, out, **variables))
+    again = succeed(recipe(script, out))
     assert f"{binarised} is there and was made with these options" in again.splitlines()
-    real = variables | {"TOY": "", "DATA": missing, "CHECKPOINT": missing, "MODEL": missing}
+    real = {"TOY": "", "DATA": missing, "CHECKPOINT": missing, "MODEL": missing}
     assert recipe(script, out, **real).returncode != 0
     assert not list(tmp_path.glob("out/*/train.bin"))
     refused = recipe(script, f"{out}_toy/", **real)
@@ -221,8 +299,8 @@ def test_toy_data_are_never_taken_for_real_data(name, tmp_path):
 @pytest.mark.parametrize("name", ["additive/train.sh", "enwik8/train.sh", "wikitext103/train.sh"])
 def test_training_without_toy_does_not_read_toy_data(name, tmp_path):
     (tmp_path / "out_toy" / "bin").mkdir(parents=True)
-    row = ["small", "delta"] if name.startswith("wikitext103") else ["windowed" if name.startswith("additive") else "delta"]
-    done = recipe(name, tmp_path / "out", *row, TOY="")
+    row = {"additive/train.sh": "windowed", "enwik8/train.sh": "delta", "wikitext103/train.sh": "small-delta"}[name]
+    done = recipe(name, tmp_path / "out", row, TOY="")
     assert done.returncode == 1 and f"{tmp_path / 'out' / 'bin'} is missing" in done.stderr
 
 
@@ -235,7 +313,7 @@ def test_other_options_than_the_data_were_made_with(tmp_path):
             (folder / f"{split}.txt").write_text(f"a text {name}\n" * 9)
 
     def prepare(**variables):
-        return recipe("wikitext103/prepare.sh", out, TOY="", WORKERS="1", **variables)
+        return recipe("wikitext103/prepare.sh", out, TOY="", **variables)
 
     succeed(prepare(DATA=str(texts["one"])))
     made = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
@@ -256,5 +334,17 @@ def test_a_killed_preparation_starts_again_with_other_options(tmp_path):
     out.mkdir()
     (out / "bin.options").write_text("TOY=\nDATA=elsewhere\nSHA256=\n")
     (out / "bin.part").mkdir()
-    succeed(recipe("enwik8/prepare.sh", out, TOY="", DATA=str(text), WORKERS="1"))
+    succeed(recipe("enwik8/prepare.sh", out, TOY="", DATA=str(text)))
     assert (out / "bin.options").read_text() == f"TOY=\nDATA={text}\nSHA256=\n" and (out / "bin" / "train.bin").is_file()
+
+
+def test_estimates():
+    """Multiply-adds of the toy's delta network, written out: 2 layers of width 32, 8 heads, feed-forward 2048, 208 words."""
+    command = [sys.executable, ROOT / "recipes" / "estimate.py", "enwik8/train.sh", "delta"]
+    done = subprocess.run(command, env=ENVIRONMENT | {"TOY": "1"}, capture_output=True, text=True, timeout=300)
+    width, heads = 32, 8
+    layer = 4 * width * width + heads * width + 2 * width * 2048 + 3 * heads * (width // heads) ** 2
+    per_token, tokens = 2 * layer + 208 * width, 20 * 4 * 32
+    row = succeed(done).splitlines()[-1].strip("| ").split(" | ")
+    assert row[2:4] == [f"{per_token / 1e6:.3g}M", f"{tokens / 1e9:.3g}G"]
+    assert float(row[4]) == pytest.approx(6 * per_token * tokens / (0.4 * 312e12) / 3600, rel=0.06)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 
 import pytest
 import torch
+from support import programs
 from support.commands import ENVIRONMENT, ROOT, USER_DIR, fairseq
 from torch.nn import functional as F
 
@@ -112,13 +111,13 @@ def test_refused_options(options, message):
 
 
 def recipe(name: str, out, *args, **environment):
-    variables = ENVIRONMENT | {"OUT": str(out), "BIN": os.path.dirname(sys.executable)} | environment
+    variables = ENVIRONMENT | {"OUT": str(out), "BIN": programs.folder()} | environment
     command = ["bash", str(ROOT / "recipes" / "synthetic" / name), *map(str, args)]
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
 
 
 def test_a_point_is_solved_and_not_run_again(tmp_path):
-    arguments = ["--setting", 1, "--keys", 3, "--rule", "delta", "--feature-map", "dpfp", "--dpfp-nu", 2]
+    arguments = ["capacity-3-delta-dpfp2"]
     done = recipe("point.sh", tmp_path, *arguments)
     assert done.returncode == 0, done.stderr
     name, loss = done.stdout.splitlines()[-1].split("=")
@@ -130,7 +129,7 @@ def test_a_point_is_solved_and_not_run_again(tmp_path):
 
 
 def test_a_sweep_goes_through_its_points(tmp_path):
-    done = recipe("sweep.sh", tmp_path, "capacity", MODELS="softmax gated:dpfp2", SIZES="2", JOBS="1")
+    done = recipe("sweep.sh", tmp_path, "capacity-2-softmax", "capacity-2-gated-dpfp2", JOBS="1")
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in (tmp_path / "capacity.txt").read_text().splitlines()]
     assert [row[:2] for row in rows] == [["gated:dpfp2", "2"], ["softmax", "2"]]
@@ -139,8 +138,8 @@ def test_a_sweep_goes_through_its_points(tmp_path):
 
 
 def test_a_sweep_keeps_what_it_has_when_a_point_fails(tmp_path):
-    done = recipe("sweep.sh", tmp_path, "capacity", MODELS="hebb:elu softmax", SIZES="2", JOBS="1")
-    assert done.returncode != 0 and "hebb:elu 2: failed" in done.stderr and "not all points have a result" in done.stderr
+    done = recipe("sweep.sh", tmp_path, "capacity-2-hebb-elu", "capacity-2-softmax", JOBS="1")
+    assert done.returncode != 0 and "capacity-2-hebb-elu failed" in done.stderr and "not all points have a result" in done.stderr
     assert done.stdout.split()[:2] == ["softmax", "2"]
 
 
@@ -164,11 +163,11 @@ def test_the_best_of_a_point_is_a_number_if_there_is_one(losses, best, tmp_path)
     train = tmp_path / "fairseq-train"
     train.write_text("#!/bin/sh\n" + "".join(f'echo \'{{"valid_loss": "{loss}"}}\'\n' for loss in losses.split()))
     train.chmod(0o755)
-    done = recipe("point.sh", tmp_path / "out", "--keys", 3, BIN=str(tmp_path))
+    done = recipe("point.sh", tmp_path / "out", "capacity-3-dpfp1", BIN=str(tmp_path))
     assert (done.returncode, done.stdout) == (0, f"best_eval_loss={best}\n")
 
 
 def test_a_mistaken_point_says_why(tmp_path):
-    done = recipe("point.sh", tmp_path, "--keys", 3, "--rule", "hebb")
+    done = recipe("point.sh", tmp_path, "capacity-3-hebb-elu")
     assert done.returncode != 0 and "invalid choice: 'hebb'" in done.stderr
     assert not list(tmp_path.glob("*.log"))

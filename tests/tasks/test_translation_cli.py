@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
-from support import parallel_text
+from support import parallel_text, programs
 from support.commands import ROOT, USER_DIR, fairseq, run, succeed
 from support.runs import updates
 
@@ -23,7 +21,7 @@ GENERATE = [*USER_DIR, "--gen-subset", "test", "--batch-size", 16, "--remove-bpe
 
 
 def recipe(name, *args, **variables):
-    given = [f"{key}={value}" for key, value in {"BIN": Path(sys.executable).parent, "WORKERS": 1, **variables}.items()]
+    given = [f"{key}={value}" for key, value in {"BIN": programs.folder(), "WORKERS": 1, "CPU": 1, **variables}.items()]
     return run("env", *given, ROOT / "recipes" / "wmt14" / f"{name}.sh", *args)
 
 
@@ -40,7 +38,7 @@ def prepared(tmp_path_factory):
 def trained(prepared):
     """OUT of the recipe with one trained model, and what training it printed."""
     out = prepared / "out"
-    return out, succeed(recipe("train", "dpfp2", *TRAIN.split(), "--max-epoch", 4, OUT=out, PRECISION=""))
+    return out, succeed(recipe("train", "dpfp2", *TRAIN.split(), "--max-epoch", 4, OUT=out))
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +46,7 @@ def both(trained):
     """Two checkpoints of one model."""
     out, _ = trained
     shutil.copy(out / "runs/dpfp2/checkpoint_best.pt", out / "a.pt")
-    succeed(recipe("train", "dpfp2", *TRAIN.split(), "--max-epoch", 5, OUT=out, PRECISION="", SAVE=out / "runs/dpfp2"))
+    succeed(recipe("train", "dpfp2", *TRAIN.split(), "--max-epoch", 5, OUT=out))
     return [out / "a.pt", out / "runs/dpfp2/checkpoint_last.pt"]
 
 
@@ -109,7 +107,7 @@ def test_recipe_trains_and_learns(trained):
 
 def test_recipe_evaluates(trained):
     out, _ = trained
-    row = succeed(recipe("eval", "--cpu", OUT=out)).splitlines()[0]
+    row = succeed(recipe("eval", "dpfp2", OUT=out)).splitlines()[0]
     name, detokenised, split, speed = row.strip("| ").split(" | ")
     assert name == "dpfp2" and 0 <= float(detokenised) <= 100 and 0 <= float(split) <= 100 and float(speed) > 0
     text = (out / "runs/dpfp2/test.de").read_text().splitlines()
@@ -119,19 +117,20 @@ def test_recipe_evaluates(trained):
 @pytest.mark.parametrize(
     "name, args, variables, message",
     [
-        ("train", [], {}, "ROW must be softmax, linear, performerM or dpfpNU"),
+        ("train", [], {}, "train.sh: ROW is missing; it must be softmax, linear, performerM or dpfpNU"),
         ("train", ["delta"], {}, "train.sh: ROW is delta; it must be softmax, linear, performerM or dpfpNU"),
+        ("train", ["linear-crss"], {}, "ROW is linear-crss; after the - must be encoder, decoder or cross"),
         (
             "train",
             ["linear"],
             {"OUT": "nowhere"},
-            "train.sh: nowhere/bin is missing; run recipes/wmt14/prepare.sh with the same OUT",
+            "train.sh: nowhere/bin is missing; run recipes/wmt14/prepare.sh with the same OUT and TOY first",
         ),
         (
             "eval",
-            [],
+            ["dpfp2"],
             {"OUT": "nowhere"},
-            "eval.sh: no checkpoint_best.pt below nowhere/runs; train with recipes/wmt14/train.sh first",
+            "eval.sh: nowhere/runs/dpfp2/checkpoint_best.pt is missing; run recipes/wmt14/train.sh dpfp2 with the same OUT",
         ),
         ("prepare", [], {"DATA": "nowhere"}, "nowhere/train.en is missing; DATA must have {train,valid,test}.{en,de}"),
         ("prepare", [], {"SOURCE": "fr"}, "prepare.sh: only en-de is downloaded; for fr-de set DATA to a folder with its text"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -39,20 +40,25 @@ def test_finetuning_goes_on_from_the_converted_model(counting_data, pretrained, 
 
 def test_the_baevski_auli_recipe_at_toy_size(tmp_path):
     """The four scripts as they are; a second prepare.sh leaves what is there."""
-    environment = ENVIRONMENT | {"TOY": "1", "OUT": str(tmp_path / "run"), "PYTHON": sys.executable, "PYTHONWARNINGS": "ignore"}
+    environment = ENVIRONMENT | {
+        "TOY": "1",
+        "OUT": str(tmp_path / "run"),
+        "BIN": os.path.dirname(sys.executable),
+        "PYTHONWARNINGS": "ignore",
+    }
 
-    def script(name):
-        command = ["bash", ROOT / "recipes" / "baevski_auli" / f"{name}.sh"]
+    def script(name, *row):
+        command = ["bash", ROOT / "recipes" / "baevski_auli" / f"{name}.sh", *row]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         return succeed(done)
 
     out = tmp_path / "run_toy"
     script("prepare")
     stamps = {path: path.stat().st_mtime_ns for path in (out / "data").iterdir()}
-    assert "in_proj gate z" in script("convert")
-    log = script("finetune")
+    assert "in_proj gate z" in script("convert", "decay-4")
+    log = script("finetune", "decay-4")
     assert 'num_updates": "6"' in log and "loading pretrained model" in log
-    printed = script("eval")
+    printed = script("eval", "decay-4")
     found = re.findall(r"decay-4, context (\d+): ([\d.]+)", printed)
     assert [window for window, _ in found] == ["0", "24"] and all(1 < float(value) < 100 for _, value in found)
     script("prepare")

@@ -1,0 +1,165 @@
+# shellcheck shell=bash
+# The common part of all recipes, sourced before anything else. recipes/README.md describes the calling convention and the variables.
+# Recipes stay in the caller's folder: DATA and OUT are relative to it, and files of this repository are named by $ROOT.
+set -euo pipefail
+
+if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then # the comment at the head of the recipe
+    awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "$0"
+    exit 0
+fi
+
+fail() {
+    echo "${0##*/}: $*" >&2
+    exit 1
+}
+
+ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+TOY=${TOY:-}
+CPU=${CPU:-$TOY}
+GPUS=${GPUS:-1}
+SEED=1
+machine=() # options of every fairseq command
+[ -z "$CPU" ] || machine=(--cpu --num-workers 0)
+
+find_programs() { # puts BIN, or .venv/bin where there is no BIN, first on the PATH, and sets PYTHON
+    if [ -n "${BIN:-}" ]; then
+        [ -d "$BIN" ] || fail "BIN is $BIN, which is not a folder"
+        BIN=$(cd -- "$BIN" && pwd)
+    elif [ -x "$ROOT/.venv/bin/fairseq-train" ]; then
+        BIN=$ROOT/.venv/bin
+    fi
+    [ -z "${BIN:-}" ] || export PATH=$BIN:$PATH
+    command -v fairseq-train >/dev/null ||
+        fail "fairseq-train is not in ${BIN:-$ROOT/.venv/bin} or on the PATH; run recipes/demo.sh once, or set BIN to the folder that has it"
+    PYTHON=$(command -v python || command -v python3) || fail "python is not in ${BIN:-$ROOT/.venv/bin} or on the PATH"
+    export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
+}
+
+output_folder() { # NAME: OUT or outputs/NAME. It ends in _toy with TOY=1 only, so that toy data are never taken for real data
+    local out=${OUT:-outputs/$1}
+    while [ "$out" != "${out%/}" ] && [ "$out" != / ]; do out=${out%/}; done
+    if [ -n "$TOY" ]; then
+        out=${out%_toy}_toy
+    elif [ "$out" != "${out%_toy}" ]; then
+        fail "OUT is $out; only the folders of TOY=1 end in _toy"
+    fi
+    echo "$out"
+}
+
+absolute() { # PATH: the same file by one name; nothing where PATH is empty
+    [ -z "$1" ] || realpath -m "$1"
+}
+
+need_folder() { # FOLDER RECIPE: fails if FOLDER, which RECIPE makes, is not there
+    [ -d "$1" ] || fail "$1 is missing; run $2 with the same OUT and TOY first"
+}
+
+need_file() { # FILE RECIPE: fails if FILE, which RECIPE makes, is not there
+    [ -f "$1" ] || fail "$1 is missing; run $2 with the same OUT and TOY first"
+}
+
+# ---- arguments
+
+need_row() { # ROWS ARGUMENT...: fails where the first argument is not a row; ROWS says which there are
+    if [ $# = 1 ] || [ "${2#-}" != "$2" ]; then fail "ROW is missing; it must be $1"; fi
+}
+
+split_rows() { # ARGUMENT...: sets rows to the arguments before the first option, and options to the others
+    rows=()
+    while [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; do
+        rows+=("$1")
+        shift
+    done
+    options=("$@")
+}
+
+renamed() { # VARIABLE SENTENCE: fails where a variable is set that recipes no longer read
+    [ -z "${!1+set}" ] || fail "$1 is set, which this recipe does not read; $2"
+}
+
+# ---- data
+
+download() { # URL FILE SHA256: resumes and checks a download; without SHA256 the sum of the first download holds
+    local url=$1 file=$2 wanted=${3:-} found
+    if [ ! -f "$file" ]; then
+        mkdir -p "$(dirname "$file")"
+        curl --fail --location --retry 5 --continue-at - --output "$file.part" "$url"
+        mv "$file.part" "$file"
+    fi
+    found=$(sha256sum "$file" | cut -d ' ' -f 1)
+    [ -n "$wanted" ] || wanted=$(cat "$file.sha256" 2>/dev/null || echo "$found")
+    [ "$found" = "$wanted" ] || { echo "$file has SHA-256 $found instead of $wanted; remove it and start again" >&2; exit 1; }
+    echo "$found" >"$file.sha256"
+}
+
+prepared() { # FOLDER NAME=VALUE...: whether FOLDER is there, made with these options; ends the script where it was made with others
+    local folder=$1 found
+    shift
+    [ -d "$folder" ] || return 1
+    found=$(paste -sd ' ' "$folder.options" 2>/dev/null || echo "unknown options")
+    [ "$found" = "$*" ] || fail "$folder was made with $found, not with $*; set OUT to another folder, or remove all of ${folder%/*}"
+    echo "$folder is there and was made with these options" >&2
+}
+
+record() { # FOLDER NAME=VALUE...: before FOLDER gets its name, so that it is never there without its options
+    mkdir -p "$(dirname "$1")"
+    printf '%s\n' "${@:2}" >"$1.options"
+}
+
+binarise() { # FOLDER NAME=VALUE... -- OPTION of fairseq-preprocess...: makes FOLDER and records its options; log beside it
+    local folder=$1 made_with=()
+    shift
+    while [ "$1" != -- ]; do
+        made_with+=("$1")
+        shift
+    done
+    rm -rf "$folder.part"
+    logged "$(dirname "$folder")/preprocess.log" fairseq-preprocess --destdir "$folder.part" --workers "${WORKERS:-$(nproc)}" "${@:2}"
+    record "$folder" "${made_with[@]}"
+    mv "$folder.part" "$folder"
+}
+
+language_reference() { # FOLDER: train.txt, valid.txt and test.txt of the demo
+    "$PYTHON" "$ROOT/recipes/demo/corpus.py" "$1"
+}
+
+# ---- commands
+
+logged() { # LOG COMMAND...: the output goes to LOG; where the command fails, the last lines are shown and the recipe ends
+    mkdir -p "$(dirname "$1")"
+    "${@:2}" >"$1" 2>&1 || {
+        tail -n 3 "$1" >&2
+        exit 1
+    }
+}
+
+share() { # BATCH: the part of one of the GPUS workers
+    if ! [[ $GPUS =~ ^[1-9][0-9]*$ ]] || [ $(($1 % GPUS)) != 0 ]; then
+        fail "GPUS is $GPUS; it must divide $1, the batch that the workers share"
+    fi
+    echo $(($1 / GPUS))
+}
+
+launcher() { # sets launch to the command that starts "-m fairseq_cli.train": LAUNCH, its words split as in a shell, or python
+    launch=("$PYTHON")
+    if [ -n "${LAUNCH:-}" ]; then
+        mapfile -t launch < <(xargs printf '%s\n' <<<"${LAUNCH% -m fairseq_cli.train}")
+        [ ${#launch[@]} -gt 0 ] || fail "LAUNCH is $LAUNCH; its quotes must be in pairs"
+    fi
+}
+
+train() { # FOLDER DATA OPTION...: trains in FOLDER, which also gets train.log; resumes from the last checkpoint that is there
+    local folder=$1 launch
+    launcher
+    mkdir -p "$folder"
+    "${launch[@]}" -m fairseq_cli.train "$2" --user-dir "$ROOT/fw_fairseq" --save-dir "$folder" --seed "$SEED" \
+        --distributed-world-size "$GPUS" "${machine[@]}" "${@:3}" 2>&1 | tee -a "$folder/train.log"
+}
+
+perplexity() { # LOG of fairseq-eval-lm
+    sed -n 's/.*Perplexity: //p' "$1"
+}
+
+bits() { # LOG of fairseq-eval-lm: bits per token
+    sed -n 's/.*Loss (base 2): \([0-9.]*\).*/\1/p' "$1"
+}
