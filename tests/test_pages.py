@@ -134,7 +134,8 @@ def test_every_name_exists():
         if page.relative_to(ROOT).parts[0] != "tests"
     }
     paths = [(page, path) for page, text in texts.items() for path in PATH.findall(text)]
-    names = [(page, name) for page, text in texts.items() for name in NAME.findall(text) if not name.endswith(".py")]
+    files = (".py", ".cu", ".cuh")
+    names = [(page, name) for page, text in texts.items() for name in NAME.findall(text) if not name.endswith(files)]
     places = (ROOT, ROOT / "fw_fairseq")
     assert len(paths) > 40 and [(page, path) for page, path in paths if not any((place / path).exists() for place in places)] == []
     assert len(names) > 20 and [(page, name) for page, name in names if not found(name)] == []
