@@ -80,7 +80,9 @@ def test_the_picture_of_the_readme_is_that_of_the_report():
     assert names["picture"](report) == (folder / "generation.svg").read_text()
 
 
-ELSEWHERE = {"--rdzv-backend", "--rdzv-endpoint", "--config-dir", "--config-name", "--multirun"}  # of torchrun and Hydra
+ELSEWHERE = {"--config-dir", "--config-name", "--multirun"}  # of Hydra
+ELSEWHERE |= {"--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"}  # of torchrun
+ELSEWHERE |= {"--nodes", "--ntasks-per-node", "--gpus-per-node"}  # of srun
 
 
 def known_options() -> set[str]:
