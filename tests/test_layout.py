@@ -33,8 +33,10 @@ def imported(module: str) -> Iterator[str]:
             source = ".".join([*above, *filter(None, [node.module])])
             for alias in node.names:
                 name = f"{source}.{alias.name}"
-                if name in FILES or source in FILES:
-                    yield name if name in FILES else source
+                if name in FILES:
+                    yield name
+                elif source in FILES and source != PACKAGE.name:  # the package itself is there first, with Mistake
+                    yield source
 
 
 ARROWS = {module: {other for other in imported(module) if other != module} for module in FILES}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import json
 import re
 import runpy
@@ -78,7 +80,9 @@ def test_the_picture_of_the_readme_is_that_of_the_report():
     assert names["picture"](report) == (folder / "generation.svg").read_text()
 
 
-ELSEWHERE = {"--rdzv-backend", "--rdzv-endpoint", "--config-dir", "--config-name", "--multirun"}  # of torchrun and Hydra
+ELSEWHERE = {"--config-dir", "--config-name", "--multirun"}  # of Hydra
+ELSEWHERE |= {"--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"}  # of torchrun
+ELSEWHERE |= {"--nodes", "--ntasks-per-node", "--gpus-per-node"}  # of srun
 
 
 def known_options() -> set[str]:
@@ -103,3 +107,37 @@ def test_every_option_exists():
     known = known_options()
     named = [(page.name, name) for page in PAGES for name in re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text())]
     assert len(named) > 150 and [(page, name) for page, name in named if name not in known] == []
+
+
+ROOMS = "|".join(path.stem for path in (ROOT / "fw_fairseq").iterdir() if path.stem[0].islower())
+PATH = re.compile(rf"`((?:fw_fairseq|tests|cuda|recipes|docs|requirements|{ROOMS})/[\w./-]*\w)`")
+NAME = re.compile(rf"`((?:{ROOMS})(?:\.\w+)+)`")
+
+
+def found(name: str) -> bool:
+    """Whether a dotted name below fw_fairseq is a module or something in one."""
+    module, *rest = name.split(".")
+    place = importlib.import_module(f"fw_fairseq.{module}")
+    for part in rest:
+        if not hasattr(place, part) and hasattr(place, "__path__"):
+            with contextlib.suppress(ModuleNotFoundError):
+                importlib.import_module(f"{place.__name__}.{part}")
+        if not hasattr(place, part):
+            return False
+        place = getattr(place, part)
+    return True
+
+
+def test_every_name_exists():
+    """Files and functions of this project that a page names."""
+    texts = {
+        str(page.relative_to(ROOT)): page.read_text(encoding="utf-8")
+        for page in PAGES
+        if page.relative_to(ROOT).parts[0] != "tests"
+    }
+    paths = [(page, path) for page, text in texts.items() for path in PATH.findall(text)]
+    files = (".py", ".cu", ".cuh")
+    names = [(page, name) for page, text in texts.items() for name in NAME.findall(text) if not name.endswith(files)]
+    places = (ROOT, ROOT / "fw_fairseq")
+    assert len(paths) > 40 and [(page, path) for page, path in paths if not any((place / path).exists() for place in places)] == []
+    assert len(names) > 20 and [(page, name) for page, name in names if not found(name)] == []
