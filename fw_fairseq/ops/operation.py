@@ -96,7 +96,7 @@ def fast_weight(
         q, k, v, rule, gates, state, backend, attention_norm, eps, padding_mask, key_log_scale, reset_mask, feature_map, decoding,
         group,
     )  # fmt: skip
-    if not maps_inside(inputs):
+    if inputs.row_map != AS_IS and not maps_inside(inputs):
         inputs = inputs.mapped()
     with torch.autocast(q.device.type, enabled=False):
         inputs = hide_padding(start(inputs))
