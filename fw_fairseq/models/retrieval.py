@@ -27,6 +27,8 @@ class RetrievalModel(BaseFairseqModel):
         super().__init__()
         if str(config.mixer) not in ("fast_weight", SOFTMAX):
             raise ValueError(f"--mixer is {config.mixer}; retrieval has one head of fast_weight or {SOFTMAX}")
+        if config.feature_dim:
+            raise ValueError(f"--feature-dim is {config.feature_dim}; retrieval has --key-dim for that: leave it out")
         if config.mixer_pattern:
             raise ValueError(f"--mixer-pattern is {config.mixer_pattern!r}; retrieval has no layers: leave it out")
         self.softmax = str(config.mixer) == SOFTMAX

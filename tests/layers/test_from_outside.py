@@ -99,7 +99,7 @@ def test_a_model_decodes_and_streams_as_the_full_pass(options):
     assert_close(torch.cat([model(part, streams=streams)[0] for part in tokens.split([5, 7], 1)], 1), whole)
 
 
-@pytest.mark.parametrize("name", ["rule", "rule-wide", "map", "both"])
+@pytest.mark.parametrize("name", ["rule", "map", "both"])
 def test_the_model_of_retrieval(name):
     """Against the memory that is built pair by pair."""
     model = RetrievalModel(RetrievalConfig(key_dim=8, **OPTIONS[name]), 7).double()
