@@ -122,7 +122,7 @@ __device__ __forceinline__ void multiply(Acc& acc, const Block& a, const Block& 
     }
 }
 #else
-__device__ __forceinline__ void multiply_parts(Acc& acc, const unsigned (&a)[8], const unsigned (&b)[8]) {
+__device__ __forceinline__ void multiply_tf32(Acc& acc, const unsigned (&a)[8], const unsigned (&b)[8]) {
 #pragma unroll
     for (int s = 0; s < 2; s++) {
         const unsigned left[4] = {a[4 * s], a[4 * s + 2], a[4 * s + 1], a[4 * s + 3]};
@@ -137,9 +137,9 @@ __device__ __forceinline__ void multiply_parts(Acc& acc, const unsigned (&a)[8],
 // acc += a b
 __device__ __forceinline__ void multiply(Acc& acc, const Block& a, const Block& b) {
 #if FW_PRECISION == 2
-    multiply_parts(acc, a.lo, b.hi);
-    multiply_parts(acc, a.hi, b.lo);
+    multiply_tf32(acc, a.lo, b.hi);
+    multiply_tf32(acc, a.hi, b.lo);
 #endif
-    multiply_parts(acc, a.hi, b.hi);
+    multiply_tf32(acc, a.hi, b.hi);
 }
 #endif

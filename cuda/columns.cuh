@@ -10,14 +10,14 @@
 
 #define FW_KEY_JOBS ((FW_K + 31) / 32)
 #define FW_VALUE_JOBS ((FW_V + 31) / 32)
-#define FW_OWNERS (FW_K_WARPS * FW_V_WARPS)  // warps that hold a part of the memory
+#define FW_OWNERS (FW_K_WARPS * FW_V_WARPS)  // warps that hold a slice of the memory
 #define FW_LDK (FW_K + 8)
 #define FW_LDV (FW_V + 8)
 
-// Columns are channels, contiguous; strides in elements. `part` counts value tiles where each adds its share.
+// Columns are channels, contiguous; strides in elements. `share` is from one value tile's share of a sum to the next.
 struct Tensor {
     char* data;
-    int64_t b, h, t, part;
+    int64_t b, h, t, share;
 };
 
 struct Params {
@@ -25,10 +25,10 @@ struct Params {
     Tensor dy, dq, dk, dv, df, dz, dw;
     const float* memory;    // (B,H,K,V)
     float* final_memory;    // (B,H,K,V)
-    float* borders;         // (B,H,segments-1,K,V): memory before each segment but the first; null where no backward follows
+    float* borders;         // (B,H,parts-1,K,V): memory before each part but the first; null where no backward follows
     const float* dfinal;    // (B,H,K,V)
     float* dmemory;         // (B,H,K,V)
-    int32_t T, K, V, segments;
+    int32_t T, K, V, parts;
 };
 
 template <class T>
@@ -53,8 +53,8 @@ __device__ __forceinline__ float2 to_float2(T pair) {
 }
 
 template <class T>
-__device__ __forceinline__ T* row_of(const Tensor& x, int t, int part = 0) {
-    return (T*)x.data + blockIdx.z * x.b + blockIdx.y * x.h + t * x.t + part * x.part;
+__device__ __forceinline__ T* row_of(const Tensor& x, int t, int share = 0) {
+    return (T*)x.data + blockIdx.z * x.b + blockIdx.y * x.h + t * x.t + share * x.share;
 }
 
 // Channels column and column + 1 of a row with `width` of them; `other` where there are none.
@@ -88,7 +88,7 @@ __device__ __forceinline__ void store_pair(T* row, int column, int width, bool v
 constexpr int ROW_UNIT = 16 / sizeof(FW_IN);  // elements of a copy
 constexpr int ROW = (FW_D + ROW_UNIT - 1) / ROW_UNIT * ROW_UNIT + ROW_UNIT;
 
-// What a chunk's features are made from, and they. The rows of FW_ROW_CHUNKS chunks are in shared memory, in turns.
+// The rows of a chunk before the feature map, and its features. Shared memory holds the rows of FW_ROW_CHUNKS chunks, in turns.
 struct Rows {
     FW_IN k[16 * ROW], q[16 * ROW];
 };
@@ -151,8 +151,8 @@ struct Job {
     }
 
     template <class T>
-    __device__ __forceinline__ T* row(const Tensor& x, int t, int part = 0) const {
-        return row_of<T>(x, t, part) + first;
+    __device__ __forceinline__ T* row(const Tensor& x, int t, int share = 0) const {
+        return row_of<T>(x, t, share) + first;
     }
 
     // Token t of q (READS) or k, on the value side of x, in this lane's columns.
@@ -238,8 +238,8 @@ struct Columns {
     }
 };
 
-// What a chunk multiplies the memory by, per key and per value channel: before it (what the last chunk left to do), from its start
-// to the frame it is computed in, and in all.
+// The factors by which a chunk multiplies the memory, per key channel and per value channel: before the chunk (left over from the
+// last one), from the chunk's start to the frame that it is computed in, and over the whole chunk.
 struct Scales {
     float key[3][FW_K];
     float value[3][FW_V];
@@ -254,10 +254,10 @@ struct Scales {
     }
 };
 
-// A warp's part of the memory (or of its adjoint), transposed: rows are value channels, columns key channels.
+// A warp's slice of the memory (or of its adjoint), transposed: rows are value channels, columns key channels.
 struct Memory {
     static constexpr int ROWS = FW_V / 16 / FW_V_WARPS, COLUMNS = FW_K / 16 / FW_K_WARPS;
-    Acc part[ROWS][COLUMNS];
+    Acc acc[ROWS][COLUMNS];
 
     static __device__ __forceinline__ int first_row() { return (threadIdx.x >> 5) / FW_K_WARPS * ROWS * 16; }
     static __device__ __forceinline__ int first_column() { return (threadIdx.x >> 5) % FW_K_WARPS * COLUMNS * 16; }
@@ -272,7 +272,7 @@ struct Memory {
             for (int c = 0; c < COLUMNS; c++)
 #pragma unroll
                 for (int i = 0; i < 8; i++)
-                    f(part[r][c].c[i / 4][i % 4], first_row() + 16 * r + g + 8 * (i % 4 / 2),
+                    f(acc[r][c].c[i / 4][i % 4], first_row() + 16 * r + g + 8 * (i % 4 / 2),
                       first_column() + 16 * c + 8 * (i / 4) + 2 * t + i % 2);
     }
 
@@ -306,7 +306,7 @@ struct Memory {
             Block right;
             load_block<false, true>(right, keys + first_column() + 16 * c, FW_LDK);
 #pragma unroll
-            for (int r = 0; r < ROWS; r++) multiply(part[r][c], left[r], right);
+            for (int r = 0; r < ROWS; r++) multiply(acc[r][c], left[r], right);
         }
     }
 };

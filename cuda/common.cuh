@@ -1,4 +1,4 @@
-// What every kernel shares: the types of q, k, v and y, and their way to fp32 and back.
+// The types of q, k, v and y, and their conversions to fp32 and back. Every kernel includes this file.
 //
 // A kernel is compiled once per choice of macros; FW_IN is the type of q, k, v and y: float, __half or __nv_bfloat16.
 #pragma once

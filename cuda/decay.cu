@@ -1,4 +1,4 @@
-// Fast weights without erase (sum, gated, decay), forward. With D_t = (f_t z_t^T) * W_{t-1}:
+// The recurrence without erase (rules sum, gated, decay), forward. With D_t = (f_t z_t^T) * W_{t-1}:
 //
 //     W_t = D_t + w_t k_t v_t^T,    y_t = W_t^T q_t
 //
@@ -7,8 +7,8 @@
 //
 //     Y^ = Q^ W^ + tril(Q^ K^T) V^,    W^ += K^T V^
 //
-// on tensor cores, the next chunk's columns on their way meanwhile. Every input is read once per tile, every output written once;
-// the bound is memory bandwidth. Saved for the backward: the memory before each segment of FW_SEGMENT tokens.
+// on tensor cores, while the next chunk's columns are being loaded. Memory bandwidth bounds the speed: every input is read once per
+// tile and every output is written once. Saved for the backward: the memory before each part of FW_PART tokens.
 #include "columns.cuh"
 
 struct Shared {
@@ -39,7 +39,7 @@ __device__ __forceinline__ void read_chunk(Acc (&y)[Memory::ROWS], Memory& memor
         if (has_borders(mode)) {
 #pragma unroll
             for (int r = 0; r < Memory::ROWS; r++) {
-                right_from_t(right, memory.part[r][c]);
+                right_from_t(right, memory.acc[r][c]);
                 multiply(y[r], queries, right);
             }
         }
@@ -61,7 +61,7 @@ __device__ __forceinline__ void read_chunk(Acc (&y)[Memory::ROWS], Memory& memor
     }
 }
 
-// Into total, by the value side's factors of the reading tokens.
+// Adds y to total, times the value side's factors of the reading tokens.
 __device__ __forceinline__ void add_reads(Acc (&total)[Memory::ROWS], const Acc (&y)[Memory::ROWS], const Shared& s) {
     int g = lane_id() >> 2, t = lane_id() & 3;
 #pragma unroll
@@ -91,8 +91,8 @@ __device__ __forceinline__ void store_y(const Params& p, const Shared& s, const 
         int token = token_of(job.late, j);
         float2 sum = make_float2(0.f, 0.f);
 #pragma unroll
-        for (int part = 0; part < FW_K_WARPS; part++) {
-            float2 y = *(const float2*)(s.y[part] + token * FW_LDV + job.column);
+        for (int warp = 0; warp < FW_K_WARPS; warp++) {
+            float2 y = *(const float2*)(s.y[warp] + token * FW_LDV + job.column);
             sum.x += y.x;
             sum.y += y.y;
         }
@@ -106,7 +106,8 @@ __device__ __forceinline__ void load_chunk(Columns& columns, const Params& p, co
     if (job.key) columns.load_reads(p, job, start);
 }
 
-// What is on its way while the last chunk is computed. With a map v comes as far as the cache: registers hold no more.
+// Starts the loads of the next chunk, which run while this one is computed. With a map v is only brought into the L2 cache, because
+// the registers hold no more.
 __device__ __forceinline__ void load_early(Columns& columns, const Params& p, const Job& job, int start) {
     columns.load_gates(p, job, start);
 #if FW_MAP
@@ -181,8 +182,8 @@ extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, 1) decay_forward(con
             if (owner) {
                 if (has_borders(mode)) {
                     memory.scale(s.scales, 0);
-                    if (p.borders && start && start % FW_SEGMENT == 0)
-                        memory.store(memory_of(p.borders, p, p.segments - 1, start / FW_SEGMENT - 1), p);
+                    if (p.borders && start && start % FW_PART == 0)
+                        memory.store(memory_of(p.borders, p, p.parts - 1, start / FW_PART - 1), p);
                     if (mode == ALL) memory.scale(s.scales, 1);
                 }
                 Acc y[Memory::ROWS];

@@ -1,18 +1,19 @@
-// Fast weights without erase (sum, gated, decay), backward. dW is the adjoint of the memory, carried from the right.
+// The recurrence without erase (rules sum, gated, decay), backward. dW is the adjoint of the memory, carried from the last token to
+// the first.
 //
-// A block takes one sequence and one tile of value channels, segment by segment from the last: from the memory saved before the
-// segment it recomputes the memory before each of its chunks into shared memory, then goes through the chunks backwards. Per chunk,
+// A block takes one sequence and one tile of value channels, part by part from the last: from the memory saved before the
+// part it recomputes the memory before each of its chunks into shared memory, then goes through the chunks backwards. Per chunk,
 // with hats for operands scaled by products of gates (gates.cuh), P = tril(Q^ K^T) and dP = tril(dY^ V^T):
 //
 //     dQ^ = dY^ W^T + dP K^     dK^ = V^ dW^T + dP^T Q^     dV^ = K^ dW + P^T dY^     dW += Q^T dY^
 //
-// A gate's log gradient is the sum over everything that spans it: the memory's way through the chunk (sum of W * dW), reads from the
-// memory after it (q dq), writes into the memory before it (k dk), all of one sign of error, and pairs of tokens on its two sides.
-// Those come as sums of q dq - k dk, which cancel but for rounding: the terms are made of the same rounded operands, without the
-// pairs of a token with itself, within one chunk only. Divided by the gate that is right to 1e-7 / gate; where gates are smaller
-// than FW_SMALL_GATE the pairs are taken apart (gates.cuh), and nothing cancels.
+// A gate's log gradient is the sum over everything that spans it: the memory's way through the chunk (sum of W * dW), reads from
+// the memory after it (q dq), writes into the memory before it (k dk), all of one sign of error, and pairs of tokens on its two
+// sides. Those come as sums of q dq - k dk, which cancel but for rounding: the terms are made of the same rounded operands, without
+// the pairs of a token with itself, within one chunk only. Divided by the gate that is right to 1e-7 / gate; where gates are
+// smaller than FW_SMALL_GATE the pairs are taken apart (gates.cuh), and nothing cancels.
 //
-// Value tiles add their shares of dq, dk, df and dw. Bound by memory bandwidth: inputs are read from DRAM once.
+// Each value tile writes its share of dq, dk, df and dw. Memory bandwidth bounds the speed: inputs are read from DRAM once.
 #include "decay_gradients.cuh"
 
 __device__ __forceinline__ void put_memory(Operand* at, Memory& memory) {
@@ -24,7 +25,7 @@ __device__ __forceinline__ void put_memory(Operand* at, Memory& memory) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 int row = Memory::first_row() + 16 * r + g + 8 * (i % 2), column = Memory::first_column() + 16 * c + 8 * (i / 2) + 2 * t;
-                const float* x = &memory.part[r][c].c[i / 2][i % 2 * 2];
+                const float* x = &memory.acc[r][c].c[i / 2][i % 2 * 2];
                 store_operands(at + row * FW_LDK + column, x[0], x[1]);
             }
 }
@@ -37,16 +38,16 @@ __device__ __forceinline__ int tier_of(const Columns& columns) {
     return vote_tier(smallest < FW_SMALL_GATE ? 0.f : columns.smallest());
 }
 
-// The memory before each chunk of a segment, in the frame that the chunk will use.
-__device__ __forceinline__ void recompute(const Params& p, Shared& s, const Job& job, int segment, int chunks) {
+// The memory before each chunk of a part, in the frame that the chunk will use.
+__device__ __forceinline__ void recompute(const Params& p, Shared& s, const Job& job, int part, int chunks) {
     Memory memory;
     if (is_owner())
-        memory.load(segment ? memory_of(p.borders, p, p.segments - 1, segment - 1) : memory_of(p.memory, p), p);
+        memory.load(part ? memory_of(p.borders, p, p.parts - 1, part - 1) : memory_of(p.memory, p), p);
     float2 left_over = make_float2(1.f, 1.f);
     for (int chunk = 0; chunk < chunks; chunk++) {
         Columns columns;
         Factors factors[2];
-        int start = segment * FW_SEGMENT + chunk * FW_CHUNK;
+        int start = part * FW_PART + chunk * FW_CHUNK;
         columns.load_gates(p, job, start, FW_NO_GATE);
 #if FW_MAP
         map_chunk(s.features, s.rows, p, start, 16);
@@ -146,8 +147,8 @@ __device__ __forceinline__ float2 reverse_chunk(const Params& p, Shared& s, cons
 }
 
 #if FW_MAP
-__device__ __forceinline__ void take_rows(Shared& s, const Params& p, int segment, int chunks) {
-    for (int chunk = 0; chunk < chunks; chunk++) load_rows(s.rows, p, segment * FW_SEGMENT + chunk * FW_CHUNK);
+__device__ __forceinline__ void take_rows(Shared& s, const Params& p, int part, int chunks) {
+    for (int chunk = 0; chunk < chunks; chunk++) load_rows(s.rows, p, part * FW_PART + chunk * FW_CHUNK);
     cp_async_wait<0>();
     __syncthreads();
 }
@@ -164,15 +165,15 @@ extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, 1) decay_backward(co
     job.features = &s.features;
 #endif
     if (is_owner()) adjoint.load(memory_of(p.dfinal, p), p);
-    for (int segment = p.segments - 1; segment >= 0; segment--) {
-        int chunks = min(FW_CHUNKS, (p.T - segment * FW_SEGMENT + FW_CHUNK - 1) / FW_CHUNK);
+    for (int part = p.parts - 1; part >= 0; part--) {
+        int chunks = min(FW_CHUNKS, (p.T - part * FW_PART + FW_CHUNK - 1) / FW_CHUNK);
         __syncthreads();
 #if FW_MAP
-        take_rows(s, p, segment, chunks);
+        take_rows(s, p, part, chunks);
 #endif
-        recompute(p, s, job, segment, chunks);
+        recompute(p, s, job, part, chunks);
         for (int chunk = chunks - 1; chunk >= 0; chunk--) {
-            int start = segment * FW_SEGMENT + chunk * FW_CHUNK;
+            int start = part * FW_PART + chunk * FW_CHUNK;
             left_over = reverse_chunk(p, s, job, adjoint, start, chunk, left_over);
             if (FW_F || FW_Z) __syncthreads();
         }

@@ -3,7 +3,7 @@
 #include "columns.cuh"
 
 #define FW_LDP 24
-#define FW_CHUNKS (FW_SEGMENT / FW_CHUNK)
+#define FW_CHUNKS (FW_PART / FW_CHUNK)
 #define FW_KEY_SUMS (FW_F ? 3 : 2)
 #define FW_VALUE_SUMS (FW_Z ? 3 : 1)
 #define FW_SMALL_GATE (FW_PRECISION == 2 ? 1e-2f : 1e-4f)
@@ -151,7 +151,8 @@ __device__ __forceinline__ float2 through(const Shared& s, const Job& job, int m
     return sum;
 }
 
-// What spans each gate of a channel, from the products of operands and their gradients: `after` a gate and `before` it.
+// Adds to each gate's log gradient the terms that span the gate: products of operands and their gradients `after` it and `before`
+// it.
 __device__ __forceinline__ void add_spans(float (&log_gate)[8], const float (&after)[8], const float (&before)[8], int late, int mode) {
     bool level = mode >= LEVEL16;
     int size = level ? level_size(mode) : 16;
@@ -229,7 +230,7 @@ __device__ __forceinline__ void collect(Sums& sums, const Shared& s, const Job& 
     for (int j = 0; j < 8; j++) sums.log_gate[C][j] += past;
 }
 
-// x summed over the lanes that hold this lane's token.
+// The sum of x over the lanes that hold this lane's token.
 __device__ __forceinline__ float sum_channels(float x) {
 #pragma unroll
     for (int i = 8; i; i >>= 1) x += __shfl_xor_sync(0xFFFFFFFFu, x, i);
@@ -238,7 +239,7 @@ __device__ __forceinline__ float sum_channels(float x) {
 
 __device__ __forceinline__ void store_keys(const Params& p, Shared& s, const Job& job, const Columns& columns, const Sums& sums,
                                            int start) {
-    int part = blockIdx.x;
+    int share = blockIdx.x;
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         int t = start + token_of(job.late, j);
@@ -250,15 +251,15 @@ __device__ __forceinline__ void store_keys(const Params& p, Shared& s, const Job
             *(float2*)(at + 16 * FW_LDK) = make_float2(sums.reads[0][j], sums.reads[1][j]);
         }
 #else
-        store_pair(job.row<Share>(p.dq, t, part), job.column, job.width, valid, sums.reads[0][j], sums.reads[1][j]);
-        store_pair(job.row<Share>(p.dk, t, part), job.column, job.width, valid, sums.writes[0][j], sums.writes[1][j]);
+        store_pair(job.row<Share>(p.dq, t, share), job.column, job.width, valid, sums.reads[0][j], sums.reads[1][j]);
+        store_pair(job.row<Share>(p.dk, t, share), job.column, job.width, valid, sums.writes[0][j], sums.writes[1][j]);
 #endif
         float df[2] = {sums.log_gate[0][j] / columns.gate[0][j], sums.log_gate[1][j] / columns.gate[1][j]};
         if (FW_F == 1) {
             float sum = sum_channels(df[0] + df[1]);
-            if ((lane_id() & 15) == 0 && t < p.T) *row_of<float>(p.df, t, part * FW_KEY_JOBS + job.number) = sum;
+            if ((lane_id() & 15) == 0 && t < p.T) *row_of<float>(p.df, t, share * FW_KEY_JOBS + job.number) = sum;
         } else if (FW_F) {
-            store_pair(job.row<float>(p.df, t, part), job.column, job.width, valid, df[0], df[1]);
+            store_pair(job.row<float>(p.df, t, share), job.column, job.width, valid, df[0], df[1]);
         }
     }
 }

@@ -1,18 +1,21 @@
-// The fast-weight recurrence with erase (delta, gated_delta), forward and backward:
+// The recurrence with erase (rules delta, gated_delta), forward:
 //
 //     W_t = f_t W_{t-1} - e_t k_t (f_t W_{t-1}^T k_t)^T + w_t k_t v_t^T,    y_t = W_t^T q_t
 //
-// A block has one sequence and head and FW_V columns of the memory, which stay in the accumulators of its warps in fp32 from the
-// first token to the last, transposed: a warp's 16 columns are the rows of its tiles. In this form the memory is the left operand
-// of reads as it is, what is written is the left operand of the update as it is, and columns never meet: between two loads of
-// FW_SPAN tokens the warps of the forward do not wait for each other, unless FW_KSPLIT of them share a column. Chunks are 16 tokens:
+// A block owns one sequence and head and FW_V columns of the memory. They stay in fp32 in the accumulators of its warps from the
+// first token to the last, transposed: a warp's 16 columns are the rows of its tiles. So the accumulators are the left operand of
+// the reads without a move, and so are the written values for the update. Columns do not depend on each other: between two loads of
+// FW_SPAN tokens the warps of the forward do not wait for each other, unless FW_KSPLIT of them share a column. Chunks are 16
+// tokens:
 //
 //     R = w V - e start (K W_0),   U = (I + e E)^-1 R,   Y = start (Q W_0) + A U,   W_C = start_C W_0 + K^T (end U)
 //
 // with A = tril(D Q K^T), E = strict tril(D K K^T) and D, start, end the products of f between two tokens, since the chunk's start
-// and until its end (delta.cuh). What does not depend on W is computed for all chunks of a span at once, one warp each.
+// and until its end (delta.cuh). The matrices that do not depend on W are computed for all chunks of a span at once, one
+// warp for each chunk.
 //
-// Bound by memory traffic: q, k, v are read and y is written once. Saved for the backward: the memory every FW_SEGMENT tokens.
+// Memory bandwidth bounds the speed: q, k, v are read once and y is written once. Saved for the backward: the memory every FW_PART
+// tokens. A gate of 0 is taken as it is.
 #define FW_NO_GATE 0.f
 #include "delta_memory.cuh"
 
@@ -68,18 +71,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_forward(const Par
         __syncthreads();
         for (int c = 0; c < CHUNKS && t0 + c * C < p.T; c++) {
             const int t = c * C;
-            if (p.borders && (t0 + t) % FW_SEGMENT == 0) save_border(w, border(p, at, (t0 + t) / FW_SEGMENT));
+            if (p.borders && (t0 + t) % FW_PART == 0) save_border(w, border(p, at, (t0 + t) / FW_PART));
             const Chunk chunk = {q + t * KEY_ROW, k + t * KEY_ROW, s.v + t * INPUT_ROW, shared.scores[c], shared.inverse[c],
                                  s.g.e + t,       s.g.w + t,       s.g.start + t,       s.g.end + t};
             float u[2][4], y[2][4];
             recall<true>(at, chunk, w, u, y, shared.sums, turn);
-            if (at.first_part()) {  // y takes the place of v, element for element
+            if (at.has_first_rows()) {  // y takes the place of v, element for element
                 each_token(at, y, [&](int, int r, int v, float& x) { s.v[(t + r) * INPUT_ROW + v] = from_float<In>(x); });
             }
             advance(at, chunk, w, u);
         }
         __syncwarp();
-        if (at.first_part()) store_columns<FW_SPAN>(s.v + at.local(), p.y, at.b, at.h, t0, p.T, at.column, p.V);
+        if (at.has_first_rows()) store_columns<FW_SPAN>(s.v + at.local(), p.y, at.b, at.h, t0, p.T, at.column, p.V);
     }
     store_memory(w, p.final, at, p);
 }

@@ -1,8 +1,9 @@
-// The parts that forward and backward of delta.cu share: parameters, tiles, and what a chunk needs from q, k and the gates alone.
+// The code that the forward and the backward of delta.cu share: parameters, tiles, and what a chunk needs from q, k and the gates
+// alone.
 //
 // Macros: FW_IN type of q, k, v, y; FW_K, FW_V padded widths of a block's memory, multiples of 16; FW_F, FW_W 1 where there is a
 // decay f, a write strength w; FW_PRECISION of the products; FW_KSPLIT warps share the rows of one column of the memory;
-// FW_SPAN tokens are in shared memory at a time, FW_SEGMENT between two saved memories; FW_ALIGNED rows start at 16 bytes;
+// FW_SPAN tokens are in shared memory at a time, FW_PART between two saved memories; FW_ALIGNED rows start at 16 bytes;
 // FW_PARTIAL there are several tiles of V, each with its share of the sums over V; FW_SHARED bytes of shared memory; those of
 // row_map.cuh where q and k are rows to map.
 #pragma once
@@ -16,8 +17,8 @@ constexpr int CHUNKS = FW_SPAN / C;
 constexpr int VALUE_WARPS = FW_V / 16;
 constexpr int WARPS = VALUE_WARPS * FW_KSPLIT;
 constexpr int THREADS = WARPS * 32;
-constexpr int PART = FW_K / FW_KSPLIT;  // rows of the memory that a warp holds
-constexpr int TILES = PART / 8;         // its accumulators
+constexpr int WARP_ROWS = FW_K / FW_KSPLIT;  // rows of the memory that a warp holds
+constexpr int TILES = WARP_ROWS / 8;         // its accumulators
 constexpr float SMALLEST = FW_NO_GATE;  // a smaller f counts as this: 0 in the forward, where nothing divides by it
 
 using In = FW_IN;
@@ -117,7 +118,7 @@ __device__ __forceinline__ void map_span(Op* q, Op* k, const In* rows_q, const I
 }
 #endif
 
-// Brings what load_tile will read into the L2 cache.
+// Brings the rows that load_tile will read into the L2 cache.
 template <class From, int ROWS, int WIDTH>
 __device__ __forceinline__ void prefetch_tile(const View& x, int b, int h, int t0, int T, int c0, int columns) {
     constexpr int N = 128 / sizeof(From), PER_ROW = (WIDTH + N - 1) / N;
@@ -143,7 +144,7 @@ __device__ __forceinline__ void store_columns(const In* tile, const View& x, int
     }
 }
 
-// What the chunks of a span need besides q, k, v. D_ts is the product of the gates after s up to t, 1 for t = s, 0 for t < s.
+// The gates of a span and their products. D_ts is the product of the gates after s up to t, 1 for t = s, 0 for t < s.
 struct Gates {
     float f[FW_SPAN], e[FW_SPAN], w[FW_SPAN];
     float start[FW_SPAN];  // what is left at t of the chunk's initial memory
@@ -162,7 +163,7 @@ __device__ __forceinline__ void load_gates(Gates& g, const Params& p, int b, int
     }
 }
 
-// One warp: f of chunk c made safe, D into pairs, and start and end. `tokens` of the span are there.
+// Run by one warp: bounds f of chunk c from below by SMALLEST, and fills pairs (with D), start and end. `tokens` of the span exist.
 __device__ __forceinline__ void decay_pairs(Gates& g, int c, int tokens, float* pairs) {
     const int t = threadIdx.x & 31;
     if (t < C) g.f[c * C + t] = c * C + t < tokens ? fmaxf(g.f[c * C + t], SMALLEST) : 1.f;
@@ -180,7 +181,7 @@ __device__ __forceinline__ void decay_pairs(Gates& g, int c, int tokens, float* 
     if (t < C) g.end[c * C + t] = pairs[(C - 1) * SOLVE_ROW + t];
 }
 
-// One warp, chunk c of the span: scores = tril(D q k^T), erase = strict tril(D k k^T), inverse = (I + e erase)^-1.
+// Run by one warp for chunk c of the span: scores = tril(D q k^T), erase = strict tril(D k k^T), inverse = (I + e erase)^-1.
 // By forward substitution, which keeps its digits whatever the keys; a product of powers of the strict triangle would lose 4 of
 // them where keys repeat. pairs, erase and inverse may be the same memory.
 __device__ __forceinline__ void solve(Gates& g, int c, int tokens, const Op* q, const Op* k, Op* scores, float* pairs,
@@ -221,10 +222,10 @@ __device__ __forceinline__ void solve(Gates& g, int c, int tokens, const Op* q, 
     }
 }
 
-// Sums x over the FW_KSPLIT warps that hold parts of the same columns; every one of them gets the sum. All threads take part;
+// Sums x over the FW_KSPLIT warps that hold slices of the same columns; every one of them gets the sum. All threads take part;
 // `turn` alternates, so that one barrier is enough.
 template <int N>
-__device__ __forceinline__ void sum_parts(float (&x)[N][4], float4* shared, int& turn) {
+__device__ __forceinline__ void sum_split(float (&x)[N][4], float4* shared, int& turn) {
 #if FW_KSPLIT > 1
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     float4* all = shared + turn * WARPS * N * 32;
@@ -235,8 +236,8 @@ __device__ __forceinline__ void sum_parts(float (&x)[N][4], float4* shared, int&
 #pragma unroll
     for (int n = 0; n < N; n++) {
         float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-        for (int part = 0; part < FW_KSPLIT; part++) {
-            const float4 one = all[((part * VALUE_WARPS + warp % VALUE_WARPS) * N + n) * 32 + lane];
+        for (int split = 0; split < FW_KSPLIT; split++) {
+            const float4 one = all[((split * VALUE_WARPS + warp % VALUE_WARPS) * N + n) * 32 + lane];
             sum.x += one.x, sum.y += one.y, sum.z += one.z, sum.w += one.w;
         }
         x[n][0] = sum.x, x[n][1] = sum.y, x[n][2] = sum.z, x[n][3] = sum.w;

@@ -1,9 +1,9 @@
 // The gradients of one chunk, in the order that delta_backward.cu takes them, and the shared memory that they meet in.
 #pragma once
-#define FW_NO_GATE 1e-30f  // for its gradient
+#define FW_NO_GATE 1e-30f  // a smaller gate counts as this here, where its gradient is divided by it
 #include "delta_memory.cuh"
 
-static_assert(FW_SPAN == FW_SEGMENT, "a segment at a time");
+static_assert(FW_SPAN == FW_PART, "a part at a time");
 
 // dq and dk are whole sums, or a value tile's share of them.
 template <bool PARTIAL>
@@ -42,7 +42,7 @@ __device__ __forceinline__ Chunk chunk_of(BackwardShared& s, int c) {
             s.g.e + t,         s.g.w + t,         s.g.start + t,       s.g.end + t};
 }
 
-// What ends in columns of V: dR and dv of chunk c, and dW over it, which is left in s.dmemory as it was.
+// The products that end in columns of V: dR and dv of chunk c, and dW carried over it; s.dmemory keeps dW as it was.
 __device__ __forceinline__ void value_side(BackwardShared& s, const Place& at, int c, float (&dw)[TILES][4], int& turn) {
     const Chunk chunk = chunk_of(s, c);
     float carried = 0.f;
@@ -58,14 +58,14 @@ __device__ __forceinline__ void value_side(BackwardShared& s, const Place& at, i
     float du[2][4] = {}, dy[2][4], dr[2][4] = {};
 #pragma unroll
     for (int n = 0; n < TILES; n += 2) multiply_from<P, false>(du, left_of<P>(dw[n], dw[n + 1]), chunk.k + at.row + n * 8, KEY_ROW);
-    sum_parts(du, s.sums, turn);
+    sum_split(du, s.sums, turn);
     each_token(at, dy, [&](int, int t, int v, float& x) { x = to_float(s.dy[(c * C + t) * VALUE_ROW + v]); });
     each_token(at, du, [&](int, int t, int v, float& x) { x *= scale_of(chunk.end + t); });
     multiply_from<P, true>(du, left_of<P>(dy[0], dy[1]), chunk.scores, PAIR_ROW);
     multiply_from<SOLVE, true>(dr, left_of<SOLVE>(du[0], du[1]), chunk.inverse, SOLVE_ROW);
 
     float dwrite[4] = {};  // of this lane's tokens
-    if (at.first_part()) {
+    if (at.has_first_rows()) {
         each_token(at, dr, [&](int i, int t, int v, float& x) {
             In* value = s.v + (c * C + t) * INPUT_ROW + v;
             dwrite[(i & 1) + (i >> 2) * 2] += x * to_float(*value);
@@ -91,7 +91,7 @@ __device__ __forceinline__ void value_side(BackwardShared& s, const Place& at, i
     write(at, dw, dr, chunk.k);
 }
 
-// One warp: dA of chunk c, as D dA.
+// Run by one warp: dA of chunk c, as D dA.
 __device__ __forceinline__ void score_gradient(BackwardShared& s, int c) {
     float d[2][4] = {};
     const Op *dy = s.dy + c * C * VALUE_ROW, *u = s.u + c * C * VALUE_ROW;
@@ -103,7 +103,7 @@ __device__ __forceinline__ void score_gradient(BackwardShared& s, int c) {
     });
 }
 
-// One warp: dL of chunk c, as X + X^T, and what de has of it.
+// Run by one warp: dL of chunk c, as X + X^T, and its share of de.
 __device__ __forceinline__ void erase_gradient(BackwardShared& s, int c) {
     float d[2][4] = {}, de[2] = {};
     const Op* u = s.u + c * C * VALUE_ROW;
@@ -153,7 +153,8 @@ __device__ __forceinline__ void store_keys(const View& to, float (&x)[2][4], con
     });
 }
 
-// What ends in columns of K: dq and dk of chunk c, and for the gates' gradients q . (W_0 dy), k . (W_0 dR) and k . (dW_C u).
+// The products that end in columns of K: dq and dk of chunk c, and for the gates' gradients q . (W_0 dy), k . (W_0 dR) and k .
+// (dW_C u).
 __device__ __forceinline__ void key_side(BackwardShared& s, const Params& p, const Place& at, int c, int t0) {
     const Chunk chunk = chunk_of(s, c);
     float rows[3][2] = {};
@@ -214,7 +215,7 @@ __device__ __forceinline__ void sum_rows(float* to, const float* other) {
     }
 }
 
-// One warp: the gradients of a chunk's gates.
+// Run by one warp: the gradients of a chunk's gates.
 __device__ __forceinline__ void gate_side(BackwardShared& s, const Params& p, const Place& at, int c, int t0) {
     const int lane = at.lane, t = lane & 15;
     float sums[3] = {}, dw = 0.f, df = 0.f;

@@ -1,4 +1,4 @@
-// A block's part of the memory in the accumulators of its warps, and what a chunk of tokens does to it.
+// A block's slice of the memory in the accumulators of its warps, and what a chunk of tokens does to it.
 #pragma once
 #include "delta.cuh"
 
@@ -6,14 +6,14 @@ struct Place {
     int b, h, bh, lane, warp, column, row;  // column: the warp's first of V; row: its first of K
     __device__ Place(const Params& p)
         : bh(blockIdx.x), lane(threadIdx.x & 31), warp(threadIdx.x >> 5), column(blockIdx.y * FW_V + warp % VALUE_WARPS * 16),
-          row(warp / VALUE_WARPS * PART) {
+          row(warp / VALUE_WARPS * WARP_ROWS) {
         b = bh / p.H, h = bh % p.H;
     }
     __device__ int local() const { return warp % VALUE_WARPS * 16; }
-    __device__ bool first_part() const { return warp < VALUE_WARPS; }
+    __device__ bool has_first_rows() const { return warp < VALUE_WARPS; }
 };
 
-// The warp's part of a memory (B,H,K,V): f(index, x), or f(-1, x) for what is padding.
+// The warp's slice of a memory (B,H,K,V): f(index, x), or f(-1, x) for what is padding.
 template <class F>
 __device__ __forceinline__ void each_element(const Place& at, const Params& p, float (&x)[TILES][4], F f) {
 #pragma unroll
@@ -36,7 +36,7 @@ __device__ __forceinline__ void store_memory(float (&x)[TILES][4], float* memory
     });
 }
 
-// The warp's part of a transposed memory in shared memory, rows of KEY_ROW: f(two neighbours there, x, y).
+// The warp's slice of a transposed memory in shared memory, rows of KEY_ROW: f(two neighbours there, x, y).
 template <class F>
 __device__ __forceinline__ void each_couple(const Place& at, Op* shared, float (&x)[TILES][4], F f) {
     Op* first = shared + (at.local() + lane_row()) * KEY_ROW + at.row + lane_column();
@@ -62,13 +62,13 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
-// A warp's memory at the start of segment s, as its lanes hold it, in the operands' type: what is read from it is no different.
+// A warp's memory at the start of part s, as its lanes hold it, in the operands' type: what is read from it is no different.
 struct __align__(4 * sizeof(Op)) Quad {
     Op x[4];
 };
 
 __device__ __forceinline__ Quad* border(const Params& p, const Place& at, int s) {
-    const int64_t segments = (p.T + FW_SEGMENT - 1) / FW_SEGMENT, block = (at.bh * segments + s) * gridDim.y + blockIdx.y;
+    const int64_t parts = (p.T + FW_PART - 1) / FW_PART, block = (at.bh * parts + s) * gridDim.y + blockIdx.y;
     return (Quad*)p.borders + ((block * WARPS + at.warp) * TILES) * 32 + at.lane;
 }
 
@@ -98,7 +98,7 @@ struct Chunk {
 
 __device__ __forceinline__ float scale_of(const float* gate) { return FW_F ? *gate : 1.f; }
 
-// Reads chunk c with the warp's part of W_0: y, if READ, and u, what is written.
+// Reads chunk c with the warp's slice of W_0: y, if READ, and u, what is written.
 template <bool READ>
 __device__ __forceinline__ void recall(const Place& at, const Chunk& c, float (&w)[TILES][4], float (&u)[2][4], float (&y)[2][4],
                                        float4* shared, int& turn) {
@@ -118,7 +118,7 @@ __device__ __forceinline__ void recall(const Place& at, const Chunk& c, float (&
     }
     float source[2][4];
     each_token(at, source, [&](int, int t, int v, float& r) { r = c.w[t] * to_float(c.v[t * INPUT_ROW + v]); });
-    sum_parts(x, shared, turn);
+    sum_split(x, shared, turn);
     each_token(at, source, [&](int i, int t, int, float& r) {
         r -= c.e[t] * scale_of(c.start + t) * x[i >> 2][i & 3];
         u[i >> 2][i & 3] = 0.f;

@@ -67,7 +67,7 @@ __device__ __forceinline__ float2 couple(const __nv_bfloat16* p) { return __bflo
 
 // Part h of a fragment, N values.
 template <int P, class F, int N>
-__device__ __forceinline__ void set_part(F& f, int h, const float (&v)[N]) {
+__device__ __forceinline__ void set_half(F& f, int h, const float (&v)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) {
         f.x[h][i] = to_tf32(v[i]);
@@ -100,8 +100,8 @@ __device__ __forceinline__ Left<P> left_of(const float (&c0)[4], const float (&c
         a.x[2] = pack_bf16(c1[0], c1[1]), a.x[3] = pack_bf16(c1[2], c1[3]);
     } else {
         const float v0[4] = {c0[0], c0[2], c0[1], c0[3]}, v1[4] = {c1[0], c1[2], c1[1], c1[3]};
-        set_part<P>(a, 0, v0);
-        set_part<P>(a, 1, v1);
+        set_half<P>(a, 0, v0);
+        set_half<P>(a, 1, v1);
     }
     return a;
 }
@@ -124,7 +124,7 @@ __device__ __forceinline__ Left<P> left_from(const T* p, int stride) {
                 const int row = lane_row() + (i & 1) * 8, term = lane_column() + (i >> 1) + h * 8;
                 v[i] = ACROSS ? p[term * stride + row] : p[row * stride + term];
             }
-            set_part<P>(a, h, v);
+            set_half<P>(a, h, v);
         }
     }
     return a;
@@ -151,7 +151,7 @@ __device__ __forceinline__ void right_from(Right<P> (&b)[2], const T* p, int str
                     const int column = lane_row() + n * 8, term = lane_column() + i + h * 8;
                     v[i] = ACROSS ? p[term * stride + column] : p[column * stride + term];
                 }
-                set_part<P>(b[n], h, v);
+                set_half<P>(b[n], h, v);
             }
         }
     }

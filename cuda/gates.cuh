@@ -1,10 +1,10 @@
 // Products of the gates inside a chunk of 16 tokens, and the rounds that a chunk takes.
 //
-// A pair of tokens s < t is weighed by the gates s+1..t. Split about the chunk's middle into a factor of t and one of s, one product
-// of matrices does all pairs (PAIRS), and the memory can live in the same frame (ALL). Both need quotients. Where gates are too small
-// for that, the products run from border to token (BORDERS: no factor exceeds 1) and the pairs are taken apart: those across the
-// chunk's middle, then across the middle of each half, and so on (LEVEL16, 8, 4, 2), where no factor exceeds 1 either, and those of
-// a token with itself (DIAGONAL). That is exact for every gate, 0 included.
+// A pair of tokens s < t is weighed by the gates s+1..t. Split about the chunk's middle into a factor of t and one of s, one
+// product of matrices does all pairs (PAIRS), and the memory can live in the same frame (ALL). Both need quotients. Where gates are
+// too small for that, the products run from border to token (BORDERS: no factor exceeds 1) and the pairs are taken apart: those
+// across the chunk's middle, then across the middle of each half, and so on (LEVEL16, 8, 4, 2), where no factor exceeds 1 either,
+// and those of a token with itself (DIAGONAL). That is exact for every gate, 0 included.
 #pragma once
 
 #include "common.cuh"
@@ -13,8 +13,8 @@
 
 enum Mode { ALL, BORDERS, PAIRS, LEVEL16, LEVEL8, LEVEL4, LEVEL2, DIAGONAL, DONE };
 
-// What a chunk's smallest product of 8 gates allows. In ALL a factor of the key side meets one of the value side,
-// 1e15 * 1e15, and the operands themselves.
+// The smallest product of 8 gates with which a chunk can run in one frame (ALL), or with split pairs (PAIRS). In ALL a factor of
+// the key side meets one of the value side, 1e15 * 1e15, and the operands themselves.
 #define FW_ONE_FRAME 1e-15f
 #define FW_SPLIT_PAIRS 1e-30f
 

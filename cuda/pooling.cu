@@ -10,14 +10,15 @@
 //     pool_borders   what is before each chunk in its block, what is after it; one thread for each block and channel
 //     pool_tokens    the sums again, token by token, starting from those borders
 //
-// Where a block is one chunk, as with short windows, the last one is all. Bound by memory bandwidth: x is read twice (with a window
-// three times, mostly from the L2 cache) and g written once; the sums of chunks are a sixteenth of that.
+// Where a block is one chunk, as with short windows, the last one is all. Memory bandwidth bounds the speed: x is read twice (with
+// a window three times, mostly from the L2 cache) and g is written once; the sums of chunks are a sixteenth of that. Saved for the
+// backward: g and L.
 //
 // The gradients are the same sums back in time: dx_l = exp(a_l) sum_t exp(-L_t) dg_t and, with d_t = dg_t . g_t - dL_t,
 // e_l = exp(a_l) sum_t exp(-L_t) d_t, which gives da_l = x_l . dx_l - e_l. Scores there are -L_t and tokens count from the end.
 //
-// Macros: FW_IN (type of x, or of dg), FW_OUT (of g, or of dx), FW_CHUNK, FW_WINDOW (0, 1), FW_CHUNKS (1: blocks have several chunks),
-// FW_SEGMENTS (1: tokens see those of their own segment only), FW_BACKWARD (0, 1).
+// Macros: FW_IN (type of x, or of dg), FW_OUT (of g, or of dx), FW_CHUNK, FW_WINDOW (0, 1), FW_CHUNKS (1: blocks have several
+// chunks), FW_TEXTS (1: tokens see only those of their own text), FW_BACKWARD (0, 1).
 #include "common.cuh"
 
 struct View {  // element (b, h, t, v) is at p[b * stride_b + h * stride_h + t * stride_t + v]
@@ -28,7 +29,7 @@ struct View {  // element (b, h, t, v) is at p[b * stride_b + h * stride_h + t *
 struct Params {
     View scores, values, out, out_scores;  // backward: L, dg, dx, e
     View own, extra;                       // backward: a, d
-    View segments;                         // (B,T), increasing
+    View texts;                         // (B,T), increasing
     float *sums, *borders;                 // [2][chunks of all][3 + V]: m, s, e, z
     int B, H, T, V, window, blocks, chunks;
 };
@@ -74,8 +75,8 @@ __device__ __forceinline__ T* at(const View& x, const Params& p, const Place& pl
     return (T*)x.p + place.b * x.stride_b + place.h * x.stride_h + token * x.stride_t;
 }
 
-__device__ __forceinline__ long long segment(const Params& p, const Place& place, int t) {
-    return FW_SEGMENTS ? *at<const long long>(p.segments, p, place, t) : 0;
+__device__ __forceinline__ long long text(const Params& p, const Place& place, int t) {
+    return FW_TEXTS ? *at<const long long>(p.texts, p, place, t) : 0;
 }
 
 __device__ __forceinline__ void add_token(Sum& sum, const Params& p, const Place& place, int t) {
@@ -84,10 +85,10 @@ __device__ __forceinline__ void add_token(Sum& sum, const Params& p, const Place
     sum.add(FW_BACKWARD ? -score : score, value, FW_BACKWARD ? *at<const float>(p.extra, p, place, t) : 0.f);
 }
 
-// part: 0 what counts for later tokens of the block, 1 what counts for tokens of the next block.
-__device__ __forceinline__ float* record(float* sums, const Params& p, long long n, int part) {
+// side: 0 what counts for later tokens of the block, 1 what counts for tokens of the next block.
+__device__ __forceinline__ float* record(float* sums, const Params& p, long long n, int side) {
     const long long all = (long long)p.B * p.H * p.blocks * p.chunks;
-    return sums + (part * all + n) * (3 + p.V);
+    return sums + (side * all + n) * (3 + p.V);
 }
 
 __device__ __forceinline__ void write(float* to, int v, const Sum& x) {
@@ -110,14 +111,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) pool_chunks(const Params p
     const int end = min(min(first + FW_CHUNK, block + p.window), p.T);
     Sum sum = nothing(), whole = nothing();
     for (int t = first; t < end; t++) {
-        if (FW_SEGMENTS && t > first && segment(p, place, t) != segment(p, place, t - 1)) sum = nothing();
+        if (FW_TEXTS && t > first && text(p, place, t) != text(p, place, t - 1)) sum = nothing();
         add_token(sum, p, place, t);
     }
     write(record(p.sums, p, place.n, 0), place.v, sum);
-#if FW_WINDOW && FW_SEGMENTS
+#if FW_WINDOW && FW_TEXTS
     if (place.block + 1 < p.blocks) {
-        const long long last = segment(p, place, block + p.window - 1);
-        if (end > first && segment(p, place, end - 1) == last) whole = sum;  // before, the texts only get older
+        const long long last = text(p, place, block + p.window - 1);
+        if (end > first && text(p, place, end - 1) == last) whole = sum;  // before, the texts only get older
         write(record(p.sums, p, place.n, 1), place.v, whole);
     }
 #endif
@@ -134,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pool_borders(const Params 
         const int start = block + i * FW_CHUNK, end = min(min(start + FW_CHUNK, block + p.window), p.T);
         write(record(p.borders, p, first + i, 0), place.v, sum);
         if (start >= p.T) break;
-        if (FW_SEGMENTS && i && segment(p, place, end - 1) != segment(p, place, start - 1)) sum = nothing();
+        if (FW_TEXTS && i && text(p, place, end - 1) != text(p, place, start - 1)) sum = nothing();
         sum.merge(read(record(p.sums, p, first + i, 0), place.v));
     }
 #if FW_WINDOW
@@ -143,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pool_borders(const Params 
 #pragma unroll 4
     for (int i = p.chunks - 1; i >= 0; i--) {
         write(record(p.borders, p, first + i, 1), place.v, sum);
-        sum.merge(read(record(p.sums, p, first + i, FW_SEGMENTS), place.v));
+        sum.merge(read(record(p.sums, p, first + i, FW_TEXTS), place.v));
     }
 #endif
 }
@@ -153,15 +154,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) pool_tokens(const Params p
     if (place.b >= p.B) return;
     const int offset = place.chunk * FW_CHUNK, first = place.block * p.window + offset;
 #if FW_WINDOW
-    // What each token still sees of the block before.
+    // The sum over the tokens of the block before that each token still sees.
     Sum left[FW_CHUNK];
-    const long long last = place.block ? segment(p, place, place.block * p.window - 1) : -1;
+    const long long last = place.block ? text(p, place, place.block * p.window - 1) : -1;
     Sum after = place.block && FW_CHUNKS ? read(record(p.borders, p, place.n - p.chunks, 1), place.v) : nothing();
 #pragma unroll
     for (int i = FW_CHUNK - 1; i >= 0; i--) {
         left[i] = after;
         const int t = first + i - p.window;
-        if (place.block && offset + i < p.window && segment(p, place, t) == last) add_token(after, p, place, t);
+        if (place.block && offset + i < p.window && text(p, place, t) == last) add_token(after, p, place, t);
     }
 #endif
     Sum sum = place.chunk ? read(record(p.borders, p, place.n, 0), place.v) : nothing();
@@ -169,11 +170,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) pool_tokens(const Params p
     for (int i = 0; i < FW_CHUNK; i++) {
         const int t = first + i;
         if (offset + i < p.window && t < p.T) {
-            if (FW_SEGMENTS && offset + i && segment(p, place, t) != segment(p, place, t - 1)) sum = nothing();
+            if (FW_TEXTS && offset + i && text(p, place, t) != text(p, place, t - 1)) sum = nothing();
             add_token(sum, p, place, t);
             Sum all = sum;
 #if FW_WINDOW
-            if (!FW_SEGMENTS || segment(p, place, t) == last) all.merge(left[i]);
+            if (!FW_TEXTS || text(p, place, t) == last) all.merge(left[i]);
 #endif
             const float scale = FW_BACKWARD ? expf(*at<const float>(p.own, p, place, t) + all.m) : 1.f / all.s;
             at<FW_OUT>(p.out, p, place, t)[place.v] = from_float<FW_OUT>(all.z * scale);

@@ -131,7 +131,7 @@ __device__ __forceinline__ void ldmatrix_x2(unsigned (&r)[2], const void* row) {
     }
 }
 
-// Asks for the 128 bytes around an address that can be read; nothing waits for them.
+// Brings the 128 bytes around a readable address into the L2 cache; nothing waits for them.
 __device__ __forceinline__ void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
 // Barrier `id` (1..15) for `threads` threads, a multiple of 32: sync waits, arrive does not.

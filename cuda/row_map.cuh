@@ -1,7 +1,9 @@
-// Feature maps of the rows of q and k, where they are loaded: features exist in registers and shared memory only. A warp has a row.
+// Feature maps of the rows of q and k. The kernel that loads a row makes its features, which exist in registers and shared memory
+// only. One warp makes the features of one row.
 //
-// Macros: FW_MAP which map (0: q and k are features already), FW_D width of x, FW_NU of dpfp, FW_NORM of the features. With
-// x' = [relu(x), relu(-x)], feature (j-1) 2d + i of dpfp, j = 1..FW_NU, is x'_i x'_(i-j), indices modulo 2d.
+// Macros: FW_MAP and FW_NORM are the numbers of the map and the norm, the same as in fw_fairseq/ops/kernels/maps.py (FW_MAP is 0
+// where q and k are features already); FW_D is the width of a row x; FW_NU is the nu of dpfp. With x' = [relu(x), relu(-x)],
+// feature (j-1) 2d + i of dpfp, j = 1..FW_NU, is x'_i x'_(i-j), indices modulo 2d.
 #pragma once
 #include "common.cuh"
 
@@ -49,12 +51,12 @@ __device__ __forceinline__ float row_sum(float x) {
     return x;
 }
 
-// What the norm divides by, from the sum of the features or of their squares.
+// The norm's divisor, from the sum of the features or of their squares.
 __device__ __forceinline__ float divisor(float sum) {
     return FW_NORM == FW_SUM ? fmaxf(sum, LEAST_SUM) : FW_NORM == FW_L2 ? fmaxf(sqrtf(sum), LEAST_LENGTH) : 1.f;
 }
 
-// What the norm multiplies the features of a row by.
+// The norm's factor for the features of a row.
 template <class T>
 __device__ __forceinline__ float row_scale(const T* x) {
     float sum = 0.f;
@@ -70,7 +72,7 @@ struct __align__(2 * sizeof(T)) Couple {
     T x, y;
 };
 
-// The features of a row into shared memory, with zeros up to WIDTH; nothing but zeros for a row that is not there.
+// Writes the features of a row into shared memory, with zeros up to WIDTH; zeros only for a row that is not `there`.
 template <int WIDTH, class To, class T>
 __device__ __forceinline__ void map_row(To* to, const T* x, bool there) {
     constexpr int COUPLES = (WIDTH + 63) / 64;
@@ -94,7 +96,7 @@ __device__ __forceinline__ void map_row(To* to, const T* x, bool there) {
 template <class T, class G, class F>
 __device__ __forceinline__ void unmap_row(const T* x, const G* df, F put) {
     const int lane = threadIdx.x & 31;
-    float scale = 1.f, along = 0.f;  // along: the part of df that the norm takes away, for sum of every feature, for l2 along them
+    float scale = 1.f, along = 0.f;  // along: the share of df that the norm removes
     if constexpr (FW_NORM != 0) {
         float sum = 0.f, product = 0.f;
         for (int i = lane; i < FEATURES; i += 32) {
@@ -107,7 +109,7 @@ __device__ __forceinline__ void unmap_row(const T* x, const G* df, F put) {
         const bool counts = FW_NORM == FW_SUM ? sum >= LEAST_SUM : sqrtf(sum) >= LEAST_LENGTH;
         along = counts ? product * scale * scale * (FW_NORM == FW_L2 ? scale : 1.f) : 0.f;
     }
-    // Of feature i, before the norm.
+    // The gradient of feature i before the norm.
     const auto gradient = [&](int i) { return scale * to_float(df[i]) - along * (FW_NORM == FW_L2 ? feature(x, i) : 1.f); };
     for (int i = lane; i < FW_D; i += 32) {
         const float value = to_float(x[i]);
@@ -116,8 +118,8 @@ __device__ __forceinline__ void unmap_row(const T* x, const G* df, F put) {
             float sum = 0.f;
 #pragma unroll
             for (int j = 1; j <= FW_NU; j++) {
-                const int part = (j - 1) * POINTS, later = own + j < POINTS ? own + j : own + j - POINTS;
-                sum += gradient(part + own) * point(x, own - j) + gradient(part + later) * point(x, later);
+                const int block = (j - 1) * POINTS, later = own + j < POINTS ? own + j : own + j - POINTS;
+                sum += gradient(block + own) * point(x, own - j) + gradient(block + later) * point(x, later);
             }
             put(i, value > 0.f ? sum : value < 0.f ? -sum : 0.f);
         } else {

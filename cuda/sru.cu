@@ -3,9 +3,9 @@
 //     f = sigmoid(F + v_f c')      c = f c' + (1 - f) u      c' the state before, 0 where a text begins
 //     r = sigmoid(R + v_r c')      h = r c + (1 - r) x       a padded step leaves c = c' and h = 0
 //
-// Bound by memory bandwidth: forward reads u, F, R, x and writes h, and c in fp32 for the backward; that reads those five and dh
-// and writes four gradients, computing f and r again. Only c waits for the step before, so the loads of FW_STEPS steps are in
-// flight while the steps before them are computed. v_f and v_r get one sum per sequence, added up by torch.
+// Memory bandwidth bounds the speed: the forward reads u, F, R, x and writes h, and saves c in fp32 for the backward. The backward
+// reads those five and dh, writes four gradients, and computes f and r again. Only c waits for the step before, so the loads of
+// FW_STEPS steps are in flight while the steps before them are computed. v_f and v_r get one sum per sequence, added up by torch.
 //
 // Macros: FW_IN (type of u, F, R, h), FW_X (type of x), FW_PADDING, FW_RESETS (0, 1), FW_KEEP (forward: 1 writes c), FW_STEPS.
 #include "common.cuh"

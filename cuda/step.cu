@@ -5,12 +5,13 @@
 //     W'  = D + k u^T
 //     y   = W'^T q = D^T q + (k . q) u          so that one pass over D gives the erase and the output
 //
-// Bound by memory bandwidth: 8 K V bytes of fp32 memory a token and head, everything else is small beside it.
+// Memory bandwidth bounds the speed: 8 K V bytes of fp32 memory for each token and head; everything else is small beside it.
+// Nothing is saved, because the kernel has no backward.
 //
 // A block has one head's memory and 32 of its columns, one per lane; a warp has FW_ROWS consecutive rows, held in registers between
-// the read and the write. Macros: FW_IN (type of q, k, v, y), FW_F (decay of the key side: 0 none, 1 per token, 2 per key),
-// FW_Z (decay of the value side: 0, 1), FW_E, FW_W (erase and write strength: 0, 1), FW_ROWS (at most 32); those of row_map.cuh where
-// q and k are rows to map.
+// the read and the write. Macros: FW_IN (type of q, k, v, y), FW_F (decay of the key side: 0 none, 1 per token, 2 per key), FW_Z
+// (decay of the value side: 0, 1), FW_E, FW_W (erase and write strength: 0, 1), FW_ROWS (at most 32); those of row_map.cuh where q
+// and k are rows to map.
 #include "row_map.cuh"
 
 struct View {  // element (b, h, i) is at p[b * stride_b + h * stride_h + i]; without i for numbers per token

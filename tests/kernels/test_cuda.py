@@ -13,7 +13,7 @@ from support.kernel_rules import KERNEL_RULES
 from fw_fairseq.ops import FastWeightState, fast_weight
 from fw_fairseq.ops.chunkwise.scan import chunk_form
 from fw_fairseq.ops.kernels import families
-from fw_fairseq.ops.kernels import launch as launching
+from fw_fairseq.ops.kernels.launch import log_once, look_up
 from fw_fairseq.row_map import AS_IS, RowMap
 from fw_fairseq.rules import RULES, Coefficients
 
@@ -130,7 +130,7 @@ def test_empty_batch(emulate, rule, batch, heads):
 
 
 @pytest.mark.parametrize("row_map", [None, RowMap("elu")])
-def test_few_long_sequences_run_in_segments(stand_in, monkeypatch, row_map):
+def test_few_long_sequences_run_in_parts(stand_in, monkeypatch, row_map):
     monkeypatch.setattr(stand_in, "blocks", 16, raising=False)
     inputs = {name: x.detach() for name, x in draw_inputs((1, 2, 2100, 3, 2), torch.float32).items()}
     y, state = fast_weight(**inputs, rule="sum", backend="cuda", feature_map=row_map)
@@ -226,7 +226,7 @@ def test_what_has_no_kernel(stand_in, caplog):
     wide = draw_inputs((1, 1, 9, 12, 4), torch.float32)
     with pytest.raises(ValueError, match=r"^backend='cuda' has no kernel for keys wider than 8$"):
         fast_weight(**wide, rule="sum", backend="cuda")
-    launching.log_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             fast_weight(**wide, rule="sum")
@@ -241,7 +241,7 @@ def test_what_has_no_kernel(stand_in, caplog):
 
 def test_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    launching.look_up.cache_clear()
+    look_up.cache_clear()
     inputs = draw_inputs(SHAPE, torch.float32)
     with pytest.raises(ValueError, match=r"^backend='cuda' needs a CUDA device, and torch sees none$"):
         fast_weight(**inputs, rule="sum", backend="cuda")

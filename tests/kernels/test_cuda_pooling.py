@@ -97,8 +97,8 @@ def sanitized() -> None:
 @pytest.mark.parametrize("arch", ["75", "80", "90", "120"])
 def test_compiles_without_spills(arch):
     """The two that keep most in registers."""
-    for dtype, segments in ((torch.float32, True), (torch.bfloat16, False)):
-        macros = cuda_pooling.defines(dtype, torch.float32, 1024, True, segments, True)
+    for dtype, texts in ((torch.float32, True), (torch.bfloat16, False)):
+        macros = cuda_pooling.defines(dtype, torch.float32, 1024, True, texts, True)
         for kernel, used in compile_check("pooling.cu", macros, arch).items():
             assert used["spill_stores"] == used["spill_loads"] == used["stack"] == 0, (kernel, used)
 

@@ -1,8 +1,8 @@
-"""The kernels without erase (sum, gated, decay), ``cuda/decay.cu`` and ``cuda/decay_backward.cu``: what they take, and
-their launches. ``cuda`` has the contract of a family, ``cuda_decay_tiles`` the layout of a launch.
+"""The kernel family without erase (rules sum, gated, decay): what it supports, and the launches of ``cuda/decay.cu`` and
+``cuda/decay_backward.cu``. ``families`` has the contract of a family, ``decay_tiles`` the layout of a launch.
 
-fp16 inputs are multiplied in tf32, which holds them exactly: memories and gradients can leave the range of fp16, and bf16 would
-round its inputs once more.
+fp16 inputs are multiplied in tf32, which holds them exactly. fp16 products would overflow where memories and gradients leave its
+range, and bf16 would round the inputs once more.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .maps import map_defines
 LARGEST_K = 512
 LARGEST_GRID = 65535  # along its second and third dimension
 SHARED_MORE = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024, (10, 3): 227 * 1024}
-TENSOR = np.dtype([("data", "u8"), ("b", "i8"), ("h", "i8"), ("t", "i8"), ("part", "i8")])
+TENSOR = np.dtype([("data", "u8"), ("b", "i8"), ("h", "i8"), ("t", "i8"), ("share", "i8")])
 TENSORS = ("q", "k", "v", "f", "z", "w", "y", "dy", "dq", "dk", "dv", "df", "dz", "dw")
 MEMORIES = ("memory", "final_memory", "borders", "dfinal", "dmemory")
-SIZES = ("T", "K", "V", "segments")
+SIZES = ("T", "K", "V", "parts")
 PARAMS = np.dtype([(n, TENSOR) for n in TENSORS] + [(n, "u8") for n in MEMORIES] + [(n, "i4") for n in SIZES], align=True)
 
 
@@ -68,21 +68,21 @@ def cut_backward(q, v, f, z, memory, precision: str, row_map: RowMap) -> tuple[T
 
 
 def saved_like(q, k, v, f, z, e, w, memory, precision: str, row_map: RowMap = AS_IS):
-    """The memory before each segment but the first."""
-    _, segment = cut_backward(q, v, f, z, memory, precision, row_map)
-    return [((*q.shape[:2], (q.shape[2] - 1) // segment, *memory.shape[2:]), torch.float32)]
+    """The memory before each part of the sequence but the first."""
+    _, part = cut_backward(q, v, f, z, memory, precision, row_map)
+    return [((*q.shape[:2], (q.shape[2] - 1) // part, *memory.shape[2:]), torch.float32)]
 
 
 def forward(launcher, q, k, v, f, z, e, w, memory, precision: str, keep: bool = True, row_map: RowMap = AS_IS):
     """y, the final memory, and what ``backward`` needs; without ``keep`` that is nothing."""
     kept = saved_like(q, k, v, f, z, e, w, memory, precision, row_map) if keep else []
-    _, segment = cut_backward(q, v, f, z, memory, precision, row_map)
+    _, part = cut_backward(q, v, f, z, memory, precision, row_map)
     precision = operands(q.dtype, precision)
     y, final_memory = torch.empty_like(v), torch.empty_like(memory)
     saved = tuple(memory.new_empty(shape, dtype=dtype) for shape, dtype in kept)
     tensors = {"q": q, "k": k, "v": v, "f": f, "z": z, "w": w, "y": y}
     memories = {"memory": memory, "final_memory": final_memory, "borders": saved[0] if keep else None}
-    call = Call(choose_forward(memory.shape[2], v.shape[-1], precision), segment, precision, tensors, memories, {}, row_map)
+    call = Call(choose_forward(memory.shape[2], v.shape[-1], precision), part, precision, tensors, memories, {}, row_map)
     call.run(launcher, "decay.cu", "decay_forward", forward_bytes(call))
     return y, final_memory, saved
 
@@ -90,18 +90,18 @@ def forward(launcher, q, k, v, f, z, e, w, memory, precision: str, keep: bool = 
 def backward(launcher, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str, row_map: RowMap = AS_IS):
     """Gradients of q, k, v, f, z, e, w and memory; None for what is None."""
     K, V = memory.shape[2:]
-    tile, segment = cut_backward(q, v, f, z, memory, precision, row_map)
-    parts = -(-V // tile.V)
+    tile, part = cut_backward(q, v, f, z, memory, precision, row_map)
+    tiles = -(-V // tile.V)
     dq, dk, dv, df, dz, dw, dstart = (None if x is None else torch.empty_like(x) for x in (q, k, v, f, z, w, memory))
     shares = {
-        "dq": shares_of(dq, parts),
-        "dk": shares_of(dk, parts),
-        "df": shares_of(df, parts * (-(-padded(K) // 32) if f is not None and f.dim() == 3 else 1)),
-        "dw": shares_of(dw, parts * -(-tile.V // 32)),
+        "dq": shares_of(dq, tiles),
+        "dk": shares_of(dk, tiles),
+        "df": shares_of(df, tiles * (-(-padded(K) // 32) if f is not None and f.dim() == 3 else 1)),
+        "dw": shares_of(dw, tiles * -(-tile.V // 32)),
     }
     tensors = {"q": q, "k": k, "v": v, "f": f, "z": z, "w": w, "dy": dy, "dv": dv, "dz": dz}
     memories = {"memory": memory, "borders": saved[0], "dfinal": dmemory, "dmemory": dstart}
-    call = Call(tile, segment, operands(q.dtype, precision), tensors, memories, shares, row_map)
+    call = Call(tile, part, operands(q.dtype, precision), tensors, memories, shares, row_map)
     call.run(launcher, "decay_backward.cu", "decay_backward", backward_bytes(call))
     for whole, share in zip((dq, dk, df, dw), shares.values()):
         add_up(whole, share)
@@ -109,10 +109,10 @@ def backward(launcher, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precisio
 
 
 class Call(NamedTuple):
-    """One launch: its layout and its tensors; ``shares`` have a leading dimension of parts that sum to the result."""
+    """One launch: its layout and its tensors. ``shares`` have a leading dimension, over which they sum to the result."""
 
     tile: Tile
-    segment: int
+    part: int
     precision: str
     tensors: dict[str, Tensor | None]
     memories: dict[str, Tensor | None]
@@ -125,8 +125,8 @@ class Call(NamedTuple):
 
     @property
     def row_chunks(self) -> int:
-        """How many chunks have their rows in shared memory: two in turns, or a segment's."""
-        return self.segment // CHUNK if self.shares else 2
+        """How many chunks have their rows in shared memory: two in turns in the forward, all chunks of a part in the backward."""
+        return self.part // CHUNK if self.shares else 2
 
     def defines(self, shared_bytes: int) -> dict[str, int | str]:
         f, z, w, q = (self.tensors[n] for n in ("f", "z", "w", "q"))
@@ -142,7 +142,7 @@ class Call(NamedTuple):
             "FW_WARPS": tile.warps(padded(self.K)),
             "FW_K_WARPS": tile.k_warps,
             "FW_V_WARPS": tile.v_warps,
-            "FW_SEGMENT": self.segment,
+            "FW_PART": self.part,
             "FW_PAIRED": int(all(in_pairs(x) for x in self.paired_tensors() if x is not None)),
             "FW_SHARED": shared_bytes,
             "FW_PARTIAL": int(len(self.shares.get("dq", ())) > 1),
@@ -168,12 +168,12 @@ class Call(NamedTuple):
         for tensors, leading in ((self.tensors, 0), (self.shares, 1)):
             for name, x in tensors.items():
                 if x is not None:
-                    part = x.stride(0) if leading else 0
-                    params[name] = (x.data_ptr(), *x.stride()[leading : leading + 3], part)
+                    share = x.stride(0) if leading else 0
+                    params[name] = (x.data_ptr(), *x.stride()[leading : leading + 3], share)
         for name, x in self.memories.items():
             params[name] = 0 if x is None else x.data_ptr()
         T = self.tensors["q"].shape[2]
-        for name, size in zip(SIZES, (T, *self.memories["memory"].shape[2:], -(-T // self.segment))):
+        for name, size in zip(SIZES, (T, *self.memories["memory"].shape[2:], -(-T // self.part))):
             params[name] = size
         return params
 
@@ -185,7 +185,7 @@ class Call(NamedTuple):
 
 
 def forward_bytes(call: Call) -> int:
-    """Of ``Shared`` in decay.cu."""
+    """The bytes of ``Shared`` in decay.cu."""
     K, V = padded(call.K), call.tile.V
     operands = (2 * 16 * (K + 8) + 16 * (V + 8)) * operand_bytes(call.precision)
     y = 4 * call.tile.k_warps * 16 * (V + 8)
@@ -197,7 +197,7 @@ def forward_bytes(call: Call) -> int:
 def backward_bytes(call: Call) -> int:
     gates = (call.tensors[name] is not None for name in "fz")
     mapping = partial(map_bytes, call.tensors["q"], call.row_map)
-    return backward_shared(call.K, call.tile, call.segment, call.precision, *gates, mapping)
+    return backward_shared(call.K, call.tile, call.part, call.precision, *gates, mapping)
 
 
 def in_pairs(x: Tensor) -> bool:

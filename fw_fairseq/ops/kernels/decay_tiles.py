@@ -1,5 +1,5 @@
-"""How the kernels without erase are cut: the tile of a block, the segments of the backward, and the shared memory that both take.
-``cuda_decay`` launches them."""
+"""The layout of the kernels without erase: the tile of a block, the parts of the sequence that the backward takes one by one, and
+the shared memory of both. ``decay`` launches them."""
 
 from __future__ import annotations
 
@@ -77,33 +77,33 @@ def choose_forward(K: int, V: int, precision: str) -> Tile:
 
 
 def choose_backward(K: int, V: int, precision: str, has_f: bool, has_z: bool, map_bytes) -> tuple[Tile, int]:
-    """The widest tile and the longest segment whose shared memory fits; the smallest of both where none does."""
+    """The widest tile and the longest part whose shared memory fits; the smallest of both where none does."""
     tile = choose_tile(BACKWARD, K, V)
     while True:
-        for segment in (64, 32):
-            if backward_shared(K, tile, segment, precision, has_f, has_z, map_bytes) <= SHARED:
-                return tile, segment
+        for part in (64, 32):
+            if backward_shared(K, tile, part, precision, has_f, has_z, map_bytes) <= SHARED:
+                return tile, part
         if tile.V == 16:
             return tile, CHUNK
         tile = tile._replace(V=tile.V // 2, v_warps=min(tile.v_warps, tile.V // 32))
 
 
 def map_bytes(q: Tensor, row_map: RowMap, chunks: int) -> int:
-    """Of the ``Rows`` of so many chunks and of ``Features``, in columns.cuh."""
+    """The bytes of the ``Rows`` of so many chunks and of ``Features``, in columns.cuh."""
     if row_map == AS_IS:
         return 0
     d, unit = q.shape[-1], 16 // q.dtype.itemsize
     return 2 * 16 * (chunks * (-(-d // unit) + 1) * 16 + (padded(row_map.width(d)) + 8) * q.dtype.itemsize)
 
 
-def backward_shared(K: int, tile: Tile, segment: int, precision: str, has_f: bool, has_z: bool, map_bytes) -> int:
-    """Of ``Shared`` in decay_gradients.cuh; ``map_bytes`` says what so many chunks' maps add."""
+def backward_shared(K: int, tile: Tile, part: int, precision: str, has_f: bool, has_z: bool, map_bytes) -> int:
+    """The bytes of ``Shared`` in decay_gradients.cuh; ``map_bytes(chunks)`` are those of the feature map."""
     K, V = padded(K), tile.V
     chunk = 2 * 16 * (K + 8) + 2 * 16 * (V + 8) + 2 * 16 * 24
-    memories = (segment // CHUNK + 1) * V * (K + 8)
+    memories = (part // CHUNK + 1) * V * (K + 8)
     sums = (3 if has_f else 2) * 16 * (K + 8) + (3 if has_z else 1) * 16 * (V + 8)
     kept = (chunk + memories) * operand_bytes(precision) + 4 * (2 * 16 + sums) + scale_bytes(K, V)
-    return kept + map_bytes(segment // CHUNK)
+    return kept + map_bytes(part // CHUNK)
 
 
 def scale_bytes(K: int, V: int) -> int:

@@ -1,8 +1,8 @@
-"""The kernels for rules with erase (delta, gated_delta), ``cuda/delta.cu`` and ``cuda/delta_backward.cu``: what they take, how a
-launch is cut into tiles, and its parameters. ``cuda`` has the contract of a family.
+"""The kernel family with erase (rules delta, gated_delta): what it supports, how ``cuda/delta.cu`` and
+``cuda/delta_backward.cu`` are cut into tiles, and their launches. ``families`` has the contract of a family.
 
-fp16 inputs are multiplied in tf32, which holds them exactly: memories and gradients can leave the range of fp16, and bf16 would
-round its inputs once more.
+fp16 inputs are multiplied in tf32, which holds them exactly. fp16 products would overflow where memories and gradients leave its
+range, and bf16 would round the inputs once more.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ PARAMS = np.dtype([(name, VIEW) for name in VIEWS] + [(name, "u8") for name in P
 
 class Tiling(NamedTuple):
     """How a block is cut. ``value``: columns of the memory; ``ksplit``: warps that share 16 of them; ``span``: tokens in shared
-    memory at a time, twice, in the forward; ``segment``: tokens between two saved memories, in shared memory in the backward."""
+    memory at a time, twice, in the forward; ``part``: tokens between two saved memories, in shared memory in the backward."""
 
     value: int
     ksplit: int
     span: int
-    segment: int
+    part: int
 
 
 # The widest key a row is for, and bytes of an operand in shared memory. Up to 128 registers a thread for the memory and its
@@ -56,7 +56,7 @@ def round_up(n, multiple: int):
 
 
 class Variant(NamedTuple):
-    """A kernel's macros and what the host has to know of them."""
+    """The macros of a kernel, and the sizes that follow from them."""
 
     dtype: torch.dtype
     key: int  # FW_K
@@ -78,7 +78,7 @@ class Variant(NamedTuple):
         key, gates = round_up(key, 16 * tiling.ksplit), (f is not None, w is not None)
         variant = cls(q.dtype, key, tiling, tiles, PRECISIONS[precision], *gates, row, row_map)
         if variant.backward_bytes() > SHARED:  # by its rows
-            variant = variant._replace(tiling=tiling._replace(segment=CHUNK))
+            variant = variant._replace(tiling=tiling._replace(part=CHUNK))
         return variant
 
     @property
@@ -94,7 +94,7 @@ class Variant(NamedTuple):
         return rows * (width * dtype.itemsize + 16)
 
     def rows_bytes(self, rows: int) -> int:
-        """Of rows of q and k that are to be mapped."""
+        """The bytes of so many rows of q and k before the feature map."""
         return 2 * self.tile_bytes(rows, round_up(self.row, 16 // self.dtype.itemsize), self.dtype)
 
     def forward_bytes(self) -> int:
@@ -108,7 +108,7 @@ class Variant(NamedTuple):
 
     def backward_bytes(self) -> int:
         """sizeof(BackwardShared), which the kernel asserts."""
-        span, value, operand = self.tiling.segment, self.tiling.value, self.operand
+        span, value, operand = self.tiling.part, self.tiling.value, self.operand
         inputs = 2 * self.tile_bytes(span, self.key, operand) + 2 * self.tile_bytes(span, value, operand)
         inputs += self.tile_bytes(span, value, self.dtype) + (0 if self.row_map == AS_IS else self.rows_bytes(span))
         memories = (span // CHUNK + 1) * self.tile_bytes(value, self.key, operand) + self.tile_bytes(CHUNK, value, operand)
@@ -121,12 +121,12 @@ class Variant(NamedTuple):
         return 16 if self.tiling.ksplit == 1 else 2 * self.warps * accumulators * 32 * 16
 
     def borders_shape(self, B, H, T):
-        return B * H * ((T + self.tiling.segment - 1) // self.tiling.segment), self.tiles * self.tiling.value, self.key
+        return B * H * ((T + self.tiling.part - 1) // self.tiling.part), self.tiles * self.tiling.value, self.key
 
     def launch(self, launcher, pass_: str, views: dict, pointers: dict) -> None:
         source, span, shared = {
             "forward": ("delta.cu", self.tiling.span, self.forward_bytes()),
-            "backward": ("delta_backward.cu", self.tiling.segment, self.backward_bytes()),
+            "backward": ("delta_backward.cu", self.tiling.part, self.backward_bytes()),
         }[pass_]
         q, v = views["q"], views["v"]
         B, H, T, _ = q.shape
@@ -139,7 +139,7 @@ class Variant(NamedTuple):
             "FW_PRECISION": self.precision,
             "FW_KSPLIT": self.tiling.ksplit,
             "FW_SPAN": span,
-            "FW_SEGMENT": self.tiling.segment,
+            "FW_PART": self.tiling.part,
             "FW_ALIGNED": int(all(in_units(x) for name, x in views.items() if name in ("q", "k", "v", "y", "dy", "dv"))),
             "FW_PARTIAL": int(self.tiles > 1),
             "FW_SHARED": shared,

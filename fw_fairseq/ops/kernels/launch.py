@@ -27,7 +27,7 @@ OLDEST = (7, 5)  # what the compiler of CUDA 13 still compiles for
 
 
 class Stream(NamedTuple):
-    """All that CuPy looks at when it is given a stream."""
+    """The one attribute that CuPy reads of a stream."""
 
     ptr: int
 
@@ -49,7 +49,7 @@ class CupyLaunch:
         return torch.cuda.get_device_capability(device)
 
     def processors(self, device: torch.device) -> int:
-        """How many blocks it takes to give every multiprocessor one."""
+        """The number of multiprocessors, each of which can run a block of its own."""
         return torch.cuda.get_device_properties(device).multi_processor_count
 
     def __call__(self, source_file, kernel_name, defines, grid, block, params, shared_bytes, device) -> None:
@@ -65,7 +65,7 @@ class CupyLaunch:
             kernel(grid, block, (np.asarray(params),), shared_mem=shared_bytes, stream=stream)
 
     def compile(self, source_file, kernel_name, defines, index: int, shared_bytes: int):
-        with said("CuPy, which compiles the kernels, cannot be imported"):
+        with one_error("CuPy, which compiles the kernels, cannot be imported"):
             import cupy
         module = self.modules.get((source_file, defines, index))
         if module is None:
@@ -73,10 +73,10 @@ class CupyLaunch:
             self.modules[source_file, defines, index] = module
         macros = " ".join(f"{name}={value}" for name, value in defines)
         described = f"kernel {kernel_name} of cuda/{source_file} ({macros})"
-        with said(f"{described} does not compile", f"{described} cannot be loaded"):
+        with one_error(f"{described} does not compile", f"{described} cannot be loaded"):
             kernel = module.get_function(kernel_name)
         if shared_bytes > WITHOUT_ASKING:
-            with said(f"{described} cannot have {shared_bytes} bytes of shared memory"):
+            with one_error(f"{described} cannot have {shared_bytes} bytes of shared memory"):
                 kernel.max_dynamic_shared_size_bytes = shared_bytes
         return kernel
 
@@ -101,7 +101,7 @@ def log_once(reason: str, instead: str = "running the PyTorch form instead") -> 
 
 
 def missing(device: torch.device) -> str | None:
-    """What this process lacks to run kernels on ``device``."""
+    """A sentence that says what this process lacks to run kernels on ``device``; None where it lacks nothing."""
     return look_up(device)
 
 
@@ -123,9 +123,9 @@ def look_up(device: torch.device) -> str | None:
 
 
 @contextlib.contextmanager
-def said(what: str, otherwise: str | None = None):
-    """What goes wrong in CuPy, which raises several kinds of errors, as one RuntimeError: ``what``, or ``otherwise`` where there is
-    one and the compiler is not to blame, and the first lines that were written."""
+def one_error(what: str, otherwise: str | None = None):
+    """Raises any error of CuPy as a RuntimeError: ``what``, or ``otherwise`` where it is given and the compiler is not to blame,
+    and the first lines of the error."""
     try:
         yield
     except Exception as error:
@@ -145,7 +145,7 @@ def kernel_folder() -> Path:
 
 
 def compile_options(defines) -> tuple[str, ...]:
-    """With a fingerprint of the headers: CuPy's disk cache knows a kernel by its own text and its options only."""
+    """The compiler's options, with a fingerprint of the headers, which CuPy's cache on disk does not look at."""
     folder = kernel_folder()
     headers = b"".join(path.read_bytes() for path in sorted(folder.glob("*.cuh")))
     fingerprint = hashlib.sha256(headers).hexdigest()[:16]
@@ -156,12 +156,13 @@ _launcher = CupyLaunch()
 
 
 def current():
+    """The launcher in use."""
     return _launcher
 
 
 @contextlib.contextmanager
 def use(launcher):
-    """``launcher`` instead of CuPy, for tests without a GPU."""
+    """Launches with ``launcher`` instead of CuPy inside the context, for tests without a GPU."""
     global _launcher
     previous, _launcher = _launcher, launcher
     try:

@@ -1,4 +1,4 @@
-"""Softmax-weighted means of the past in kernels, ``cuda/pooling.cu``; ``pooling`` has the operation around it."""
+"""Softmax-weighted means of the past in kernels, ``cuda/pooling.cu``; ``ops.vectors.pooling`` is the operation around them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import torch
 from torch import Tensor
 
 from . import launch
-from .common import TYPES, dense, why_not_run
-from .operators import register_operator
+from .common import TYPES, dense, register_operator, why_not_run
 
 SOURCE, THREADS = "pooling.cu", 128
 CHUNK, SHORT_CHUNKS = 16, (4, 8)  # tokens of a thread
 VIEW = np.dtype([("p", "u8"), ("stride_b", "i8"), ("stride_h", "i8"), ("stride_t", "i8")])
-VIEWS = ("scores", "values", "out", "out_scores", "own", "extra", "segments")
+VIEWS = ("scores", "values", "out", "out_scores", "own", "extra", "texts")
 POINTERS = ("sums", "borders")
 SIZES = ("B", "H", "T", "V", "window", "blocks", "chunks")
 PARAMS = np.dtype([(n, VIEW) for n in VIEWS] + [(n, "u8") for n in POINTERS] + [(n, "i4") for n in SIZES], align=True)
 
 
-def pool_cuda_form(scores: Tensor, values: Tensor, window: int, segments: Tensor | None) -> tuple[Tensor, Tensor]:
-    """scores (B,H,T) fp32, values (B,H,T,V), segments (B,T) -> logs of the summed weights (B,H,T), means (B,H,T,V).
+def pool_cuda_form(scores: Tensor, values: Tensor, window: int, texts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """scores (B,H,T) fp32, values (B,H,T,V), texts (B,T), the number of each token's text, ->
+    logs of the summed weights (B,H,T), means (B,H,T,V).
 
-    Means are fp32 without a window, for they are part of a state then, and in the values' dtype with one.
+    Means are fp32 without a window, because they belong to a state then, and in the values' dtype with one.
     """
-    segments = None if segments is None else segments.long()
-    means, log_weights = torch.ops.fw_fairseq.pool(scores, dense(values), segments, window)
+    texts = None if texts is None else texts.long()
+    means, log_weights = torch.ops.fw_fairseq.pool(scores, dense(values), texts, window)
     return log_weights, means
 
 
@@ -34,8 +34,8 @@ def why_not(scores: Tensor, values: Tensor) -> str | None:
     return why_not_run(scores, values)
 
 
-def start(scores, values, out, out_scores, segments, window: int, own=None, extra=None) -> None:
-    """With ``own`` the gradients."""
+def start(scores, values, out, out_scores, texts, window: int, own=None, extra=None) -> None:
+    """Launches the kernels of the forward, or with ``own`` those of the backward."""
     params, (batch, heads, total, width) = np.zeros((), PARAMS), values.shape
     chunk, size = choose_chunk(window), window or total
     blocks, chunks = -(-total // size), -(-size // chunk)
@@ -45,12 +45,12 @@ def start(scores, values, out, out_scores, segments, window: int, own=None, extr
     for name, part in tensors.items():
         if part is not None:
             params[name] = (part.data_ptr(), *part.stride()[:3])
-    if segments is not None:
-        params["segments"] = (segments.data_ptr(), segments.stride(0), 0, segments.stride(1))
+    if texts is not None:
+        params["texts"] = (texts.data_ptr(), texts.stride(0), 0, texts.stride(1))
     for name, value in dict(zip(SIZES, (batch, heads, total, width, size, blocks, chunks))).items():
         params[name] = value
     params["sums"], params["borders"] = sums.data_ptr(), borders.data_ptr()
-    macros = defines(values.dtype, out.dtype, window, chunks > 1, segments is not None, own is not None)
+    macros = defines(values.dtype, out.dtype, window, chunks > 1, texts is not None, own is not None)
     kernels = {"pool_chunks": rows * chunks, "pool_borders": rows} if chunks > 1 else {}
     for kernel, count in (kernels | {"pool_tokens": rows * chunks}).items():
         grid = (-(-count * width // THREADS),)
@@ -61,56 +61,56 @@ def choose_chunk(window: int) -> int:
     return next((size for size in SHORT_CHUNKS if 0 < window <= size), CHUNK)
 
 
-def defines(dtype: torch.dtype, out: torch.dtype, window: int, chunks: bool, segments: bool, backward: bool) -> dict[str, object]:
+def defines(dtype: torch.dtype, out: torch.dtype, window: int, chunks: bool, texts: bool, backward: bool) -> dict[str, object]:
     """The macros of ``cuda/pooling.cu``."""
-    flags = {"FW_WINDOW": window > 0, "FW_CHUNKS": chunks, "FW_SEGMENTS": segments, "FW_BACKWARD": backward}
+    flags = {"FW_WINDOW": window > 0, "FW_CHUNKS": chunks, "FW_TEXTS": texts, "FW_BACKWARD": backward}
     types = {"FW_IN": TYPES[dtype], "FW_OUT": TYPES[out], "FW_CHUNK": choose_chunk(window)}
     return types | {name: int(flag) for name, flag in flags.items()}
 
 
 def by_time(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Memory for (B,H,T,V) laid out as (T,B,H,V), in which a layer goes on."""
+    """An empty (B,H,T,V) tensor laid out as (T,B,H,V), which the layer reads next."""
     batch, heads, total, width = values.shape
     return values.new_empty(total, batch, heads, width, dtype=dtype).permute(1, 2, 0, 3)
 
 
-def forward(scores, values, segments, window: int):
-    means, log_weights = forward_fake(scores, values, segments, window)
-    start(scores, values, means, log_weights, segments, window)
+def forward(scores, values, texts, window: int):
+    means, log_weights = forward_fake(scores, values, texts, window)
+    start(scores, values, means, log_weights, texts, window)
     return means, log_weights
 
 
-def forward_fake(scores, values, segments, window: int):
+def forward_fake(scores, values, texts, window: int):
     return by_time(values, values.dtype if window else torch.float32), scores.new_empty(scores.shape)
 
 
-def backward(scores, values, segments, window: int, means, log_weights, dmeans, dlog_weights):
+def backward(scores, values, texts, window: int, means, log_weights, dmeans, dlog_weights):
     dvalues, erased = by_time(values, torch.float32), scores.new_empty(scores.shape)
     extra = (dmeans.float() * means).sum(-1) - dlog_weights
-    start(log_weights, dmeans, dvalues, erased, segments, window, own=scores, extra=extra)
+    start(log_weights, dmeans, dvalues, erased, texts, window, own=scores, extra=extra)
     return (values * dvalues).sum(-1) - erased, dvalues.to(values.dtype)
 
 
-def backward_fake(scores, values, segments, window: int, means, log_weights, dmeans, dlog_weights):
+def backward_fake(scores, values, texts, window: int, means, log_weights, dmeans, dlog_weights):
     return scores.new_empty(scores.shape), by_time(values, values.dtype)
 
 
 def setup_context(ctx, inputs, output) -> None:
-    scores, values, segments, ctx.window = inputs
+    scores, values, texts, ctx.window = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(scores, values, segments, *output)
+    ctx.save_for_backward(scores, values, texts, *output)
 
 
 def differentiate(ctx, dmeans, dlog_weights):
-    scores, values, segments, means, log_weights = ctx.saved_tensors
+    scores, values, texts, means, log_weights = ctx.saved_tensors
     dmeans = torch.zeros_like(means) if dmeans is None else dense(dmeans)
     dlog_weights = torch.zeros_like(log_weights) if dlog_weights is None else dlog_weights
-    args = (scores, values, segments, ctx.window, means, log_weights, dmeans, dlog_weights)
+    args = (scores, values, texts, ctx.window, means, log_weights, dmeans, dlog_weights)
     dscores, dvalues = torch.ops.fw_fairseq.pool_backward(*args)
     return dscores, dvalues, None, None
 
 
-INPUTS = "Tensor scores, Tensor values, Tensor? segments, int window"
+INPUTS = "Tensor scores, Tensor values, Tensor? texts, int window"
 GRADIENTS = "Tensor means, Tensor log_weights, Tensor dmeans, Tensor dlog_weights"
 register_operator("pool", f"({INPUTS}) -> (Tensor, Tensor)", forward, forward_fake, setup_context, differentiate)
 register_operator("pool_backward", f"({INPUTS}, {GRADIENTS}) -> (Tensor, Tensor)", backward, backward_fake)

@@ -15,10 +15,9 @@ from ...row_map import AS_IS, RowMap
 from ...rules import Coefficients
 from ..parallel.parts import choose_parts, run_parts
 from . import launch
-from .common import dense, why_not_run
+from .common import dense, register_operator, why_not_run
 from .families import family_of, why_no_family
 from .maps import why_no_map
-from .operators import register_operator
 
 FP32_PRECISIONS = ("exact", "tf32")
 

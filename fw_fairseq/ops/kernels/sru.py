@@ -1,4 +1,4 @@
-"""The scan of simple recurrent units in kernels, ``cuda/sru.cu``; ``sru`` has the equations."""
+"""The scan of simple recurrent units in kernels, ``cuda/sru.cu``; ``ops.vectors.sru`` has the equations."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from . import launch
-from .common import TYPES, dense, why_not_run
-from .operators import register_operator
+from .common import TYPES, dense, register_operator, why_not_run
 
 SOURCE, UNITS, STEPS = "sru.cu", 32, 8
 VIEW = np.dtype([("p", "u8"), ("stride_t", "i8"), ("stride_b", "i8")])
