@@ -27,7 +27,7 @@ def run_sanitized(kind: str, *calls: str) -> None:
     code = "\n".join([*lines, "print('clean')"])
     env = os.environ | OPTIONS | {"LD_PRELOAD": preload.strip(), "HOSTCUDA_SANITIZER": kind, "OMP_NUM_THREADS": "1"}
     command = ["setarch", "-R", sys.executable, "-c", code]  # without it the sanitizer's shadow may not fit
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0 and done.stdout.endswith("clean\n"), (done.stdout + done.stderr)[:4000]
 
 

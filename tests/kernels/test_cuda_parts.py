@@ -1,4 +1,4 @@
-"""Segments of the time axis give what one pass gives: values, memories and every gradient."""
+"""A sequence in parts gives what one pass gives: values, memories and every gradient."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def results(leaves, run):
     return run_with_gradients(leaves, call)
 
 
-def segmented(form, count):
+def in_parts(form, count):
     return lambda *inputs: run_parts(form, count, *inputs)
 
 
@@ -50,42 +50,42 @@ def segmented(form, count):
 @pytest.mark.parametrize("count", [1, 3, 5])
 @pytest.mark.parametrize("rule", CASES)
 def test_equals_one_pass(one_thread, rule, count, resets):
-    """28 tokens in 1, 3 and 5 segments, with remainders, and memories that are emptied on the way."""
+    """28 tokens in 1, 3 and 5 parts, with remainders, and memories that are emptied on the way."""
     leaves = draw(rule, (2, 2, 28, 4, 3), resets=resets)
-    assert_same(results(leaves, segmented(step_form, count)), results(leaves, step_form), 1e-9)
+    assert_same(results(leaves, in_parts(step_form, count)), results(leaves, step_form), 1e-9)
 
 
 @pytest.mark.parametrize("rule", [name for name in CASES if name in RULES])
 def test_with_chunks(one_thread, rule):
     leaves = draw(rule, (1, 2, 150, 6, 5))
-    assert_same(results(leaves, segmented(chunk_form, 4)), results(leaves, step_form), 1e-8)
+    assert_same(results(leaves, in_parts(chunk_form, 4)), results(leaves, step_form), 1e-8)
 
 
 @pytest.mark.parametrize("tokens, count", [(1, 5), (5, 4), (4, 4), (7, 7)])
 def test_as_short_as_it_gets(tokens, count):
     leaves = draw("delta", (1, 1, tokens, 3, 2))
-    assert_same(results(leaves, segmented(step_form, count)), results(leaves, step_form), 1e-9)
+    assert_same(results(leaves, in_parts(step_form, count)), results(leaves, step_form), 1e-9)
 
 
 @pytest.mark.parametrize("rule", ["gated", "decay", "gated_delta"])
 def test_16_bit_inputs(one_thread, rule):
     """y in the inputs' type, the memory in fp32."""
     leaves = draw(rule, (1, 2, 64, 8, 8), torch.bfloat16)
-    run = segmented(chunk_form, 4)
+    run = in_parts(chunk_form, 4)
     assert_same(
         results(leaves, run), results({n: x.detach().double().requires_grad_() for n, x in leaves.items()}, step_form), 3e-2
     )
 
 
 def test_long_decay_underflows_to_nothing():
-    """A segment's decay of 0.01^200 counts as 0, in values and gradients."""
+    """A part's decay of 0.01^200 counts as 0, in values and gradients."""
     leaves = draw("gated", (1, 1, 400, 3, 2), torch.float32)
     leaves["f"] = torch.full_like(leaves["f"], 0.01).requires_grad_()
-    assert_same(results(leaves, segmented(chunk_form, 2)), results(leaves, chunk_form), 1e-5)
+    assert_same(results(leaves, in_parts(chunk_form, 2)), results(leaves, chunk_form), 1e-5)
 
 
 def test_one_sequence_is_not_copied():
-    """B = 1 and a whole number of segments: the form sees views of the inputs."""
+    """B = 1 and a whole number of parts: the form sees views of the inputs."""
     q, k, v = (torch.randn(64, 1, 2 * 4).view(64, 1, 2, 4).permute(1, 2, 0, 3) for _ in range(3))
     seen = []
 
@@ -100,7 +100,7 @@ def test_one_sequence_is_not_copied():
 @pytest.mark.parametrize(
     "sequences, tokens, processors, count",
     [
-        (1, 16384, 132, 64),  # by the shortest segment
+        (1, 16384, 132, 64),  # by the shortest part
         (8, 65536, 132, 16),  # by the processors
         (64, 65536, 132, 1),  # the device is full enough
         (1, 512, 132, 1),  # too short
