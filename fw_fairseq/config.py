@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.utils import safe_getattr
 
+from . import Mistake
 from .feature_maps import FEATURE_MAPS, NORMS
 from .mixers import MIXERS
 from .ops.checks import BACKENDS
@@ -92,7 +93,7 @@ def linear_attentions(config: FastWeightTransformerConfig) -> list[str]:
     names = [name.strip() for name in config.linear_attention.split(",")] if config.linear_attention.strip() else []
     for name in names:
         if name not in ATTENTIONS:
-            raise ValueError(f"--linear-attention has {name!r}; allowed, separated by commas: {', '.join(ATTENTIONS)}")
+            raise Mistake(f"--linear-attention has {name!r}; allowed, separated by commas: {', '.join(ATTENTIONS)}")
     return names
 
 
@@ -109,10 +110,10 @@ def layer_mixers(config: FastWeightConfig, layers: int) -> list[str]:
         match = re.fullmatch(r"\s*(\w+)\s*(?:\*\s*(\d+))?\s*", part)
         if not match or match[1] not in (*MIXERS, SOFTMAX) or match[2] == "0":
             allowed = ", ".join([*MIXERS, SOFTMAX])
-            raise ValueError(f"--mixer-pattern has {part!r}; each part must be NAME or NAME*COUNT, NAME one of: {allowed}")
+            raise Mistake(f"--mixer-pattern has {part!r}; each part must be NAME or NAME*COUNT, NAME one of: {allowed}")
         names += [match[1]] * int(match[2] or 1)
     if len(names) > layers:
-        raise ValueError(f"--mixer-pattern names {len(names)} layers but the model has {layers}; name at most {layers}")
+        raise Mistake(f"--mixer-pattern names {len(names)} layers but the model has {layers}; name at most {layers}")
     return [names[i % len(names)] for i in range(layers)]
 
 
@@ -125,7 +126,7 @@ def check_numbers(config: FastWeightConfig, kind: type | None = None) -> None:
         least, below, value = f.metadata.get("least"), f.metadata.get("below"), getattr(config, f.name)
         if least is not None and not least <= value < (below or math.inf):
             allowed = f"at least {least}" + (f" and below {below}" if below else "")
-            raise ValueError(f"{option_name(f.name)} is {value}; it must be {allowed}")
+            raise Mistake(f"{option_name(f.name)} is {value}; it must be {allowed}")
 
 
 def read_config(kind: type, args):

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from . import Mistake
+
 
 class FeatureMap(nn.Module):
     """A feature map.
@@ -110,7 +112,7 @@ class Dpfp(FeatureMap):
 
     def __init__(self, head_dim: int, nu: int = 1):
         if positive("nu", nu) >= 2 * positive("head_dim", head_dim):
-            raise ValueError(f"nu is {nu}; it must be from 1 to 2 * head_dim - 1 = {2 * head_dim - 1}")
+            raise Mistake(f"nu is {nu}; it must be from 1 to 2 * head_dim - 1 = {2 * head_dim - 1}")
         super().__init__(head_dim, 2 * nu * head_dim)
         self.nu = nu
 
@@ -235,5 +237,5 @@ def wide(x: Tensor) -> Tensor:
 
 def positive(name: str, value: int) -> int:
     if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
+        raise Mistake(f"{name} is {value!r}; it must be an integer of at least 1")
     return value

@@ -8,6 +8,7 @@ from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion, CrossEntropyCriterionConfig
 from omegaconf import II
 
+from .. import Mistake
 from ..config import option
 from .memory_logging import MemoryLogging, checked_penalty
 
@@ -31,7 +32,7 @@ class PlainOrAdaptive(CrossEntropyCriterion):
         if getattr(model.decoder, "adaptive_softmax", None) is None:
             return super().forward(model, sample, reduce)
         if self.ddp_backend in ("c10d", "pytorch_ddp") and torch.distributed.is_initialized():
-            raise ValueError(f"--ddp-backend {self.ddp_backend} cannot train an adaptive softmax; use legacy_ddp")
+            raise Mistake(f"--ddp-backend {self.ddp_backend} cannot train an adaptive softmax; use legacy_ddp")
         return self.adaptive(model, sample, reduce)
 
 

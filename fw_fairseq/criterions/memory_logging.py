@@ -6,6 +6,7 @@ import torch
 from fairseq import utils
 from fairseq.logging import metrics
 
+from .. import Mistake
 from ..mixers import FastWeight
 from ..modules import MixerAttention
 
@@ -14,7 +15,7 @@ PREFIX, RAN = "fw_", "ran_"
 
 def checked_penalty(value: float) -> float:
     if not value >= 0:
-        raise ValueError(f"--state-norm-penalty is {value}; it must be at least 0")
+        raise Mistake(f"--state-norm-penalty is {value}; it must be at least 0")
     return value
 
 
@@ -51,10 +52,10 @@ class MemoryLogging:
         """Of the layers that LayerDrop did not leave out."""
         memories = [mixer.mixer for mixer in mixers if isinstance(mixer.mixer, FastWeight)]
         if not memories:
-            raise ValueError("--state-norm-penalty needs fast-weight layers, and the model has none; leave it out")
+            raise Mistake("--state-norm-penalty needs fast-weight layers, and the model has none; leave it out")
         norms = [norm for memory in memories if (norm := memory.take_state_norm()) is not None]
         if not all(norm.requires_grad for norm in norms):
-            raise ValueError("--state-norm-penalty does not work with --checkpoint-activations; leave one of them out")
+            raise Mistake("--state-norm-penalty does not work with --checkpoint-activations; leave one of them out")
         return torch.stack(norms).mean() if norms else loss.new_zeros(())
 
     @classmethod

@@ -12,6 +12,7 @@ from fairseq.utils import item
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import Mistake
 from ..config import option
 from .fast_weight_cross_entropy import FastWeightCrossEntropyConfig, PlainOrAdaptive
 from .memory_logging import MemoryLogging, checked_penalty
@@ -34,9 +35,9 @@ class Distillation(PlainOrAdaptive):
     def __init__(self, task, sentence_avg, ddp_backend, state_norm_penalty, teacher, match, match_updates, teacher_weight):
         super().__init__(task, sentence_avg, ddp_backend)
         if not teacher:
-            raise ValueError("--teacher is missing; it is the checkpoint that fw-convert started from")
+            raise Mistake("--teacher is missing; it is the checkpoint that fw-convert started from")
         if not 0 <= teacher_weight <= 1:
-            raise ValueError(f"--teacher-weight is {teacher_weight}; it must be from 0 to 1")
+            raise Mistake(f"--teacher-weight is {teacher_weight}; it must be from 0 to 1")
         [model], _ = checkpoint_utils.load_model_ensemble([teacher], task=task)
         self._teacher = [model.eval().requires_grad_(False)]  # in a list, for it is no part of what is trained and saved
         self.match, self.match_updates, self.teacher_weight = str(match), match_updates, teacher_weight
@@ -47,7 +48,7 @@ class Distillation(PlainOrAdaptive):
         if not model.training:
             return super().forward(model, sample, reduce)
         if not hasattr(model, "num_updates"):
-            raise ValueError("--criterion t2r_distillation trains fast_weight_lm and its architectures; use one of them")
+            raise Mistake("--criterion t2r_distillation trains fast_weight_lm and its architectures; use one of them")
         teacher = self.teacher_for(model)
         matching = model.num_updates < self.match_updates
         target = model.get_targets(sample, None)
@@ -83,9 +84,9 @@ class Distillation(PlainOrAdaptive):
             with attention(model, inputs) as (_, given):
                 hidden(model, net_input)
             if not all(x.requires_grad for x in given):
-                raise ValueError("--match attention does not work with --checkpoint-activations; use --match hidden")
+                raise Mistake("--match attention does not work with --checkpoint-activations; use --match hidden")
         if [x.shape for x in given] != [x.shape for x in wanted]:
-            raise ValueError(
+            raise Mistake(
                 f"--teacher has {len(wanted)} layers of width {wanted[0].shape[-1]}, the model {len(given)} of"
                 f" {given[0].shape[-1]}; they must be the same (and --decoder-layerdrop 0)"
             )
@@ -103,7 +104,7 @@ class Distillation(PlainOrAdaptive):
             if t is None:
                 continue
             if x.shape != y.shape:
-                raise ValueError("--teacher has another vocabulary, or other cutoffs of it, than the model; they must be the same")
+                raise Mistake("--teacher has another vocabulary, or other cutoffs of it, than the model; they must be the same")
             if number == 0:  # padding is among the frequent words
                 x, y, t = (part[target.view(-1) != self.padding_idx] for part in (x, y, t))
             x = F.log_softmax(x.float(), -1)

@@ -7,6 +7,7 @@ import logging
 import torch
 from fairseq.data import iterators
 
+from .. import Mistake
 from ..modules import Streams
 from ..ops.state import SavedState
 from .loading import BatchIterator
@@ -25,7 +26,7 @@ class StreamDataset(torch.utils.data.Dataset):
     def __init__(self, text: Text, segment: int, rows: int, pad: int, eos: int, shard: int = 0, shards: int = 1, share=(0, 1)):
         tokens, parts = text.tokens, rows * shards
         if len(tokens) < parts:
-            raise ValueError(
+            raise Mistake(
                 f"--batch-size is {rows} on {shards} workers but {text.split} has {len(tokens)} tokens; use at most that many"
             )
         self.bounds = [(part * len(tokens) // parts, (part + 1) * len(tokens) // parts) for part in range(parts)]
@@ -115,7 +116,7 @@ class StreamIterator(BatchIterator):
             saved = state_dict.get(name, now)
             if saved != now:
                 help_ = f"resume with {saved}, or read the text from its start with --reset-dataloader"
-                raise ValueError(f"{option} is {now}, but the checkpoint stopped within the text with {saved}; {help_}")
+                raise Mistake(f"{option} is {now}, but the checkpoint stopped within the text with {saved}; {help_}")
 
 
 def take_only(items: list[dict]) -> dict:

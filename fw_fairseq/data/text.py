@@ -11,6 +11,7 @@ from fairseq.data import FairseqDataset, data_utils
 from fairseq.tasks.language_modeling import LanguageModelingConfig
 from torch import Tensor
 
+from .. import Mistake
 from ..config import option_name
 
 CUTTING = ("sample_break_mode", "add_bos_token", "shorten_method", "pad_to_fixed_length", "pad_to_fixed_bsz")
@@ -32,7 +33,7 @@ def load_text(task, split: str, epoch: int = 1, combine: bool = False) -> Text:
     for name in CUTTING:
         value = getattr(task.args, name, None)
         if value is not None and str(value) != str(getattr(LanguageModelingConfig, name)):
-            raise ValueError(f"{option_name(name)} is {value}; this task reads all of {split} as one text, leave the option out")
+            raise Mistake(f"{option_name(name)} is {value}; this task reads all of {split} as one text, leave the option out")
     paths = utils.split_paths(task.args.data)
     path = os.path.join(paths[(epoch - 1) % len(paths)], split)
     data = data_utils.load_indexed_dataset(path, task.dictionary, task.args.dataset_impl, combine=combine)
@@ -48,12 +49,12 @@ def load_text(task, split: str, epoch: int = 1, combine: bool = False) -> Text:
 def check_positions(tokens: int, most) -> None:
     """Refuses more tokens at once than the model has positions. fairseq checks only the samples that it cuts itself."""
     if isinstance(most, int) and tokens > most:
-        raise ValueError(f"{tokens} tokens at once are more than the model's {most} positions; give a shorter --tokens-per-sample")
+        raise Mistake(f"{tokens} tokens at once are more than the model's {most} positions; give a shorter --tokens-per-sample")
 
 
 def check_shard(shard: int, shards: int) -> None:
     if not 0 <= shard < shards:
-        raise ValueError(f"--shard-id is {shard}; it must be at least 0 and less than --num-shards, {shards}")
+        raise Mistake(f"--shard-id is {shard}; it must be at least 0 and less than --num-shards, {shards}")
 
 
 def takes(model, name: str) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .. import Mistake
+
 
 def check_heads(embed_dim: int, num_heads: int, part: str = "decoder") -> None:
     if num_heads < 1 or embed_dim % num_heads:
-        raise ValueError(f"--{part}-embed-dim is {embed_dim}; it must be a multiple of --{part}-attention-heads, {num_heads}")
+        raise Mistake(f"--{part}-embed-dim is {embed_dim}; it must be a multiple of --{part}-attention-heads, {num_heads}")
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
@@ -76,7 +78,7 @@ class Mixer(nn.Module):
 
     def explain(self, x: Tensor) -> dict[str, Tensor]:
         """Maps x (T,1,C) to the weights (heads,T) that the tokens have in the output at the last one, by kind; docs/explain.md."""
-        raise ValueError(f"fw-explain cannot say what a layer of {type(self).__name__} takes from which token")
+        raise Mistake(f"fw-explain cannot say what a layer of {type(self).__name__} takes from which token")
 
     def by_head(self, part: Tensor) -> Tensor:
         """(T,B,H*X) -> (B,H,T,X), a view."""

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from .. import Mistake
 from ..feature_maps import wide
 from ..ops import FastWeightState, fast_weight
 from ..ops.recall import until_end
@@ -109,9 +110,7 @@ class FastWeight(Mixer):
     def explain(self, x: Tensor) -> dict[str, Tensor]:
         """The last token's read is linear in the values, so that values with one channel per token read their weights."""
         if self.rule.coefficients is None:
-            raise ValueError(
-                f"--update-rule {self.rule_name} has no weights of past tokens: its memory is not linear in the values"
-            )
+            raise Mistake(f"--update-rule {self.rule_name} has no weights of past tokens: its memory is not linear in the values")
         q, k, _, gates, key_log_scale = self.operands(x)
         decay = {name: gate for name, gate in gates.items() if self.rule.gates[name].axis == "V"}
         ones = torch.eye(len(x), dtype=k.dtype, device=x.device).expand(*k.shape[:2], -1, -1)

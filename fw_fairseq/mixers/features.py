@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import Mistake
 from ..feature_maps import FEATURE_MAPS, FeatureMap, l2_normalise, sum_normalise, wide
 from ..ops import RowMap
 from ..ops.checks import missing_form
@@ -31,7 +32,7 @@ def row_map_of(phi: FeatureMap, norm: str) -> RowMap | None:
 def build_feature_map(config, head_dim: int, num_heads: int) -> FeatureMap:
     width = config.feature_dim or head_dim
     if str(config.feature_map) == "dpfp" and config.dpfp_nu >= 2 * width:
-        raise ValueError(f"--dpfp-nu is {config.dpfp_nu}; with keys of width {width} per head it must be at most {2 * width - 1}")
+        raise Mistake(f"--dpfp-nu is {config.dpfp_nu}; with keys of width {width} per head it must be at most {2 * width - 1}")
     options = {
         "dpfp": {"nu": config.dpfp_nu},
         "favor": {"features": config.favor_features or width, "prescale": config.favor_prescale},
@@ -47,23 +48,23 @@ def check_combination(config, phi: FeatureMap) -> None:
     rule = RULES[name]
     missing = missing_form(rule, str(config.fast_weight_backend))
     if missing is not None:
-        raise ValueError(f"--update-rule {name} has no {missing}; use --fast-weight-backend auto or recurrent")
+        raise Mistake(f"--update-rule {name} has no {missing}; use --fast-weight-backend auto or recurrent")
     check_feature_norm(config, phi)
     if config.attention_norm and rule.normaliser is None:
         able = ", ".join(n for n, r in RULES.items() if r.normaliser)
-        raise ValueError(f"--attention-norm is not defined for --update-rule {name}; leave it out, or use one of: {able}")
+        raise Mistake(f"--attention-norm is not defined for --update-rule {name}; leave it out, or use one of: {able}")
     if config.attention_norm and not phi.non_negative:
         able = ", ".join(n for n, kind in FEATURE_MAPS.items() if kind.non_negative)
-        raise ValueError(f"--attention-norm divides by sums of features, which {map_name} lets vanish; use one of: {able}")
+        raise Mistake(f"--attention-norm divides by sums of features, which {map_name} lets vanish; use one of: {able}")
     if rule.erases and norm == "none" and not config.attention_norm and not phi.at_most_one:
         better = "sum" if phi.non_negative else "l2"
-        raise ValueError(f"--update-rule {name} diverges with keys longer than 1, as {map_name} gives; use --feature-norm {better}")
+        raise Mistake(f"--update-rule {name} diverges with keys longer than 1, as {map_name} gives; use --feature-norm {better}")
 
 
 def check_feature_norm(config, phi: FeatureMap) -> None:
     if str(config.feature_norm) == "sum" and not phi.non_negative:
         name = str(config.feature_map)
-        raise ValueError(f"--feature-norm sum needs a non-negative --feature-map, not {name}; use --feature-norm none or l2")
+        raise Mistake(f"--feature-norm sum needs a non-negative --feature-map, not {name}; use --feature-norm none or l2")
 
 
 def initial_bias(bias: float | str | None, count: int) -> Tensor:

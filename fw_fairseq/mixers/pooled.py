@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .. import Mistake
+
 
 def layer_window(config, layer: int, layers: int) -> int:
     """How many tokens the mixer of a layer sees, 0 for all."""
@@ -10,7 +12,7 @@ def layer_window(config, layer: int, layers: int) -> int:
     sizes = [part.strip() for part in config.window_sizes.split(",")]
     for part in sizes:
         if not part.isdecimal():
-            raise ValueError(f"--window-sizes has {part!r}; each part must be a number of tokens, or 0 for all before")
+            raise Mistake(f"--window-sizes has {part!r}; each part must be a number of tokens, or 0 for all before")
     if len(sizes) not in (1, layers):
-        raise ValueError(f"--window-sizes has {len(sizes)} numbers but the model has {layers} layers; give one, or one per layer")
+        raise Mistake(f"--window-sizes has {len(sizes)} numbers but the model has {layers} layers; give one, or one per layer")
     return int(sizes[layer if len(sizes) > 1 else 0])

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .. import Mistake
 from ..ops.onednn import Linear
 from ..ops.state import tensor_state
 from ..ops.vectors.pooling import last_weights
@@ -35,7 +36,7 @@ class Srupp(Sru):
         Mixer.__init__(self, embed_dim, num_heads)
         width, self.memory, self.inner_heads = config.srupp_width or max(1, embed_dim // 4), config.srupp_memory, config.srupp_heads
         if width % self.inner_heads:
-            raise ValueError(f"--srupp-heads is {self.inner_heads}; it must divide the width of the attention, {width}")
+            raise Mistake(f"--srupp-heads is {self.inner_heads}; it must divide the width of the attention, {width}")
         self.prepare(width, config.sru_highway_bias)
         self.down_proj = Linear(embed_dim, width, bias=False)
         self.kv_proj = Linear(width, 2 * width, bias=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fairseq.utils import safe_getattr
 
+from .. import Mistake
 from ..config import FastWeightConfig, layer_mixers, read_config
 from ..mixers.pooled import layer_window
 
@@ -18,7 +19,7 @@ def keep_layers(args, kind: type = FastWeightConfig) -> None:
         return
     numbers, config = sorted(map(int, kept.split(","))), read_config(kind, args)
     if not {*numbers} <= {*range(layers)}:
-        raise ValueError(f"--decoder-layers-to-keep is {kept!r}; the model has layers 0 to {layers - 1}")
+        raise Mistake(f"--decoder-layers-to-keep is {kept!r}; the model has layers 0 to {layers - 1}")
     mixers = layer_mixers(config, layers)
     args.mixer_pattern = ",".join(mixers[number] for number in numbers)
     args.window_sizes = ",".join(str(layer_window(config, number, layers)) for number in numbers)
@@ -35,7 +36,7 @@ class NamesWhatDiffers:
             differing = [name for name in own | theirs if own.get(name) != theirs.get(name)]
             if not differing:
                 raise
-            raise ValueError(
+            raise Mistake(
                 f"the checkpoint was trained with other options: it and the model differ in {differing[0]} and {len(differing) - 1}"
                 " more; give the options it was trained with"
             ) from error

@@ -10,6 +10,7 @@ from fairseq.models import register_model
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from fairseq.utils import safe_getattr
 
+from .. import Mistake
 from ..config import FastWeightConfig, option
 from ..mixers.base import check_heads
 from .checkpoint_options import NamesWhatDiffers, keep_layers
@@ -79,7 +80,7 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
                 parameter.requires_grad_(True)
                 parameter.register_hook(functools.partial(without_rows, rows=rows))
         if not any(parameter.requires_grad for parameter in self.parameters()):
-            raise ValueError("--train-only new leaves nothing to train, since the attention of all layers is unchanged")
+            raise Mistake("--train-only new leaves nothing to train, since the attention of all layers is unchanged")
 
 
 def build_with(decoder: type, cls: type, args, task) -> TransformerLanguageModel:

@@ -12,6 +12,7 @@ from fairseq.models.transformer.transformer_legacy import transformer_vaswani_wm
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.utils import safe_getattr
 
+from .. import Mistake
 from ..config import ATTENTIONS, SOFTMAX, FastWeightTransformerConfig, linear_attentions, read_config
 from ..modules import LinearEncoderLayer, TranslationDecoderLayer
 from .checkpoint_options import NamesWhatDiffers, keep_layers
@@ -96,7 +97,7 @@ class FastWeightTransformer(NamesWhatDiffers, TransformerModel):
 
 def refuse_alignments(option: str, config) -> None:
     if "cross" in linear_attentions(config):
-        raise ValueError(
+        raise Mistake(
             f"{option} needs the weights of softmax cross attention, which linear attention never computes;"
             " train with --linear-attention encoder,decoder"
         )
@@ -107,15 +108,15 @@ def check_options(args) -> None:
     config = read_config(FastWeightTransformerConfig, args)
     linear = {*linear_attentions(config)}
     if safe_getattr(args, "cross_self_attention", False) and linear & {"decoder", "cross"}:
-        raise ValueError(
+        raise Mistake(
             "--cross-self-attention needs softmax attention in the decoder; leave it out or use --linear-attention encoder"
         )
     for part, users in (("encoder", {"encoder", "cross"}), ("decoder", {"decoder"})):
         if safe_getattr(args, f"{part}_xformers_att_config", None) and linear & users:
             taken = " and ".join(sorted(users))
-            raise ValueError(f"--{part}-xformers-att-config is for softmax attention; take {taken} out of --linear-attention")
+            raise Mistake(f"--{part}-xformers-att-config is for softmax attention; take {taken} out of --linear-attention")
     if safe_getattr(args, "attention_dropout", 0) and linear == {*ATTENTIONS}:
-        raise ValueError("--attention-dropout drops softmax weights, and no attention here has any; leave it out")
+        raise Mistake("--attention-dropout drops softmax weights, and no attention here has any; leave it out")
     if safe_getattr(args, "load_alignments", False):
         refuse_alignments("--load-alignments", config)
 

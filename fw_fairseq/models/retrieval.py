@@ -7,6 +7,7 @@ from fairseq.models import BaseFairseqModel, register_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .. import Mistake
 from ..config import SOFTMAX, FastWeightConfig, check_numbers, option
 from ..mixers.features import build_feature_map, check_combination, initial_bias, normalised_features
 from ..ops import fast_weight
@@ -26,11 +27,11 @@ class RetrievalModel(BaseFairseqModel):
     def __init__(self, config: RetrievalConfig, symbols: int):
         super().__init__()
         if str(config.mixer) not in ("fast_weight", SOFTMAX):
-            raise ValueError(f"--mixer is {config.mixer}; retrieval has one head of fast_weight or {SOFTMAX}")
+            raise Mistake(f"--mixer is {config.mixer}; retrieval has one head of fast_weight or {SOFTMAX}")
         if config.feature_dim:
-            raise ValueError(f"--feature-dim is {config.feature_dim}; retrieval has --key-dim for that: leave it out")
+            raise Mistake(f"--feature-dim is {config.feature_dim}; retrieval has --key-dim for that: leave it out")
         if config.mixer_pattern:
-            raise ValueError(f"--mixer-pattern is {config.mixer_pattern!r}; retrieval has no layers: leave it out")
+            raise Mistake(f"--mixer-pattern is {config.mixer_pattern!r}; retrieval has no layers: leave it out")
         self.softmax = str(config.mixer) == SOFTMAX
         self.rule_name, self.feature_norm, self.attention_norm = (
             str(config.update_rule),
@@ -42,7 +43,7 @@ class RetrievalModel(BaseFairseqModel):
         if not self.softmax:
             check_combination(config, self.feature_map)
         if self.attention_norm and self.rule.normaliser == "keys":
-            raise ValueError(f"--attention-norm is not for --update-rule {self.rule_name} in retrieval; use --feature-norm sum")
+            raise Mistake(f"--attention-norm is not for --update-rule {self.rule_name} in retrieval; use --feature-norm sum")
         width = int(1.1 * 2 * symbols)
         self.embedding = nn.Embedding(symbols, width)
         self.query_projection = nn.Linear(width, config.key_dim, bias=False)

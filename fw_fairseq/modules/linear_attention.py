@@ -9,6 +9,7 @@ import torch
 from fairseq.incremental_decoding_utils import with_incremental_state
 from torch import Tensor, nn
 
+from .. import Mistake
 from ..feature_maps import wide
 from ..mixers.base import check_heads, join_heads, split_heads
 from ..mixers.features import build_feature_map, check_feature_norm, normalised_features
@@ -78,7 +79,7 @@ class LinearAttention(nn.Module):
 
     def summarise(self, source: Tensor, padding_mask: Tensor | None) -> Source:
         if len(source) == 0:
-            raise ValueError("the source was let go after the first step of decoding; decode on with the same incremental state")
+            raise Mistake("the source was let go after the first step of decoding; decode on with the same incremental state")
         k, v = self.kv_proj(source).split(self.sizes, dim=-1)
         (k, log_scale), v = self.features(k), wide(split_heads(v, self.num_heads))
         if log_scale is not None:

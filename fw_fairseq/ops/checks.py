@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, distributed
 
+from .. import Mistake
 from ..feature_maps import NORMS
 from ..row_map import AS_IS, MAPS, RowMap
 from ..rules import RULES, Rule
@@ -27,9 +28,9 @@ def check_arguments(
     check_choice("backend", backend, BACKENDS)
     missing = missing_form(spec, backend)
     if missing is not None:
-        raise ValueError(f"rule {rule!r} has no {missing}; use backend='auto' or 'recurrent'")
+        raise Mistake(f"rule {rule!r} has no {missing}; use backend='auto' or 'recurrent'")
     if not isinstance(attention_norm, bool):
-        raise ValueError(f"attention_norm is a {type(attention_norm).__name__}; it must be True or False")
+        raise Mistake(f"attention_norm is a {type(attention_norm).__name__}; it must be True or False")
     if feature_map is not None:
         check_feature_map(feature_map, q)
     if eps is None:
@@ -65,111 +66,111 @@ def missing_form(rule: Rule, backend: str) -> str | None:
 def check_choice(name: str, value, allowed) -> None:
     if not isinstance(value, str) or value not in allowed:
         is_ = repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
-        raise ValueError(f"{name} is {is_}; allowed: {', '.join(allowed)}")
+        raise Mistake(f"{name} is {is_}; allowed: {', '.join(allowed)}")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Shapes, dtypes and devices."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
-            raise ValueError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
+            raise Mistake(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
         if x.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have 4 dimensions, (B,H,T,{'V' if name == 'v' else 'K'})")
+            raise Mistake(f"{name} has shape {tuple(x.shape)}; it must have 4 dimensions, (B,H,T,{'V' if name == 'v' else 'K'})")
         if x.dtype not in DTYPES:
-            raise ValueError(f"{name} has dtype {x.dtype}; allowed: {', '.join(map(str, DTYPES))}")
+            raise Mistake(f"{name} has dtype {x.dtype}; allowed: {', '.join(map(str, DTYPES))}")
         if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}; they must agree")
+            raise Mistake(f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}; they must agree")
     if k.shape != q.shape:
-        raise ValueError(f"k has shape {tuple(k.shape)} but q {tuple(q.shape)}; both must be (B,H,T,K)")
+        raise Mistake(f"k has shape {tuple(k.shape)} but q {tuple(q.shape)}; both must be (B,H,T,K)")
     if v.shape[:3] != q.shape[:3]:
-        raise ValueError(f"v has shape {tuple(v.shape)} but q {tuple(q.shape)}; B, H and T must agree")
+        raise Mistake(f"v has shape {tuple(v.shape)} but q {tuple(q.shape)}; B, H and T must agree")
     check_tokens("q", q, q.shape[2])
     if q.shape[3] == 0 or v.shape[3] == 0:
-        raise ValueError(f"q has shape {tuple(q.shape)} and v {tuple(v.shape)}; K and V must be at least 1")
+        raise Mistake(f"q has shape {tuple(q.shape)} and v {tuple(v.shape)}; K and V must be at least 1")
 
 
 def check_tokens(name: str, x: Tensor, tokens: int) -> None:
     """The contract of every operation and mixer over time: there is at least one token. A batch may be empty."""
     if tokens == 0:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; T must be at least 1")
+        raise Mistake(f"{name} has shape {tuple(x.shape)}; T must be at least 1")
 
 
 def check_feature_map(feature_map, q: Tensor) -> None:
     if not isinstance(feature_map, RowMap):
-        raise ValueError(f"feature_map is a {type(feature_map).__name__}; it must be None or a RowMap")
+        raise Mistake(f"feature_map is a {type(feature_map).__name__}; it must be None or a RowMap")
     name, nu, norm = feature_map
     if name not in tuple(MAPS) or norm not in tuple(NORMS):
-        raise ValueError(f"feature_map is {feature_map}; allowed: name {', '.join(MAPS)}, norm {', '.join(NORMS)}")
+        raise Mistake(f"feature_map is {feature_map}; allowed: name {', '.join(MAPS)}, norm {', '.join(NORMS)}")
     if name == "identity" and norm == "sum":
-        raise ValueError("feature_map has norm 'sum' with name 'identity', which can be negative; use norm 'l2'")
+        raise Mistake("feature_map has norm 'sum' with name 'identity', which can be negative; use norm 'l2'")
     if name == "dpfp" and not (isinstance(nu, int) and 1 <= nu < 2 * q.shape[3]):
-        raise ValueError(f"feature_map has nu {nu}; it must be from 1 to 2 * D - 1 = {2 * q.shape[3] - 1}")
+        raise Mistake(f"feature_map has nu {nu}; it must be from 1 to 2 * D - 1 = {2 * q.shape[3] - 1}")
 
 
 def check_gates(rule_name: str, rule: Rule, gates, q: Tensor, sizes: tuple[int, ...]) -> None:
     """For sizes (B, H, T, K, V)."""
     if not isinstance(gates, dict):
-        raise ValueError(f"gates is a {type(gates).__name__}; it must be a dict of tensors by the names of the rule's gates")
+        raise Mistake(f"gates is a {type(gates).__name__}; it must be a dict of tensors by the names of the rule's gates")
     if set(gates) != set(rule.gates):
         wanted = ", ".join(rule.gates) or "none"
-        raise ValueError(f"gates has {', '.join(map(str, gates)) or 'none'}; rule {rule_name!r} takes exactly: {wanted}")
+        raise Mistake(f"gates has {', '.join(map(str, gates)) or 'none'}; rule {rule_name!r} takes exactly: {wanted}")
     for name, gate in gates.items():
         shape, axis = rule.gates[name].shape(sizes), rule.gates[name].axis
         if not isinstance(gate, Tensor) or gate.shape != shape:
             is_ = f"has shape {tuple(gate.shape)}" if isinstance(gate, Tensor) else f"is a {type(gate).__name__}"
-            raise ValueError(f"gates[{name!r}] {is_}; it must be a tensor of shape (B,H,T{',' + axis if axis else ''}) = {shape}")
+            raise Mistake(f"gates[{name!r}] {is_}; it must be a tensor of shape (B,H,T{',' + axis if axis else ''}) = {shape}")
         if gate.device != q.device or gate.dtype not in (q.dtype, torch.float32):
-            raise ValueError(f"gates[{name!r}] is {gate.dtype} on {gate.device}; allowed: {q.dtype} or float32, on {q.device}")
+            raise Mistake(f"gates[{name!r}] is {gate.dtype} on {gate.device}; allowed: {q.dtype} or float32, on {q.device}")
 
 
 def check_state(state, q: Tensor, sizes: tuple[int, ...], dtype: torch.dtype, normaliser: bool, log_scale: bool) -> None:
     """For sizes (B, H, T, K, V), a state to go on from: what an earlier call with the same rule, widths and options returned."""
     if not isinstance(state, FastWeightState):
-        raise ValueError(f"state is a {type(state).__name__}; it must be None or the state that an earlier call returned")
+        raise Mistake(f"state is a {type(state).__name__}; it must be None or the state that an earlier call returned")
     shape = (*sizes[:2], *sizes[3:])
     wanted = {"memory": shape, "normaliser": shape[:3] if normaliser else None, "log_scale": shape[:2] if log_scale else None}
     for name, want in wanted.items():
         x = getattr(state, name)
         got = None if x is None else tuple(x.shape)
         if got != want:
-            raise ValueError(f"state.{name} has shape {got}; with these inputs and options it must be {want}")
+            raise Mistake(f"state.{name} has shape {got}; with these inputs and options it must be {want}")
         if x is not None and (x.dtype != dtype or x.device != q.device):
-            raise ValueError(f"state.{name} is {x.dtype} on {x.device}; it must be {dtype} on {q.device}")
+            raise Mistake(f"state.{name} is {x.dtype} on {x.device}; it must be {dtype} on {q.device}")
 
 
 def check_mask(name: str, mask, q: Tensor, meaning: str) -> None:
     shape = (q.shape[0], q.shape[2])
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != shape:
         is_ = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"{name} is {is_}; it must be a bool tensor of shape (B,T) = {shape}, True {meaning}")
+        raise Mistake(f"{name} is {is_}; it must be a bool tensor of shape (B,T) = {shape}, True {meaning}")
     if mask.device != q.device:
-        raise ValueError(f"{name} is on {mask.device}; it must be on {q.device} like q")
+        raise Mistake(f"{name} is on {mask.device}; it must be on {q.device} like q")
 
 
 def check_attention_norm(rule_name: str, rule: Rule, eps: float) -> None:
     if rule.normaliser is None:
         able = ", ".join(name for name, r in RULES.items() if r.normaliser)
-        raise ValueError(f"attention_norm=True is not defined for rule {rule_name!r}; it is for: {able}")
+        raise Mistake(f"attention_norm=True is not defined for rule {rule_name!r}; it is for: {able}")
     if not isinstance(eps, (int, float)) or not eps > 0:
-        raise ValueError(f"eps is {eps!r:.40}; it must be above 0 with attention_norm=True")
+        raise Mistake(f"eps is {eps!r:.40}; it must be above 0 with attention_norm=True")
 
 
 def check_group(group, rule_name: str, rule: Rule) -> None:
     if not distributed.is_available() or not isinstance(group, distributed.ProcessGroup):
-        raise ValueError(
+        raise Mistake(
             f"group is a {type(group).__name__}; it must be None or a torch.distributed.ProcessGroup that this worker is in"
         )
     if rule.coefficients is None:
-        raise ValueError(f"rule {rule_name!r} has steps of its own, which workers cannot take apart; use another, or group=None")
+        raise Mistake(f"rule {rule_name!r} has steps of its own, which workers cannot take apart; use another, or group=None")
 
 
 def check_key_log_scale(key_log_scale, rule_name: str, rule: Rule, attention_norm: bool, q: Tensor) -> None:
     if not attention_norm or rule.normaliser != "write":
         able = ", ".join(name for name, r in RULES.items() if r.normaliser == "write")
-        raise ValueError(
+        raise Mistake(
             f"key_log_scale needs attention_norm=True and one of the rules {able} (a common scale of the keys cancels there);"
             f" got attention_norm={attention_norm}, rule {rule_name!r}"
         )
     if not isinstance(key_log_scale, Tensor) or key_log_scale.shape != q.shape[:3]:
         is_ = tuple(key_log_scale.shape) if isinstance(key_log_scale, Tensor) else type(key_log_scale).__name__
-        raise ValueError(f"key_log_scale is {is_}; it must be a tensor of shape (B,H,T) = {tuple(q.shape[:3])}")
+        raise Mistake(f"key_log_scale is {is_}; it must be a tensor of shape (B,H,T) = {tuple(q.shape[:3])}")

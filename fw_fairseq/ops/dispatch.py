@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import Mistake
 from ..row_map import AS_IS
 from .chunkwise.scan import chunk_form
 from .factored import Factors, factored_form
@@ -49,7 +50,7 @@ def run(inputs: Inputs) -> tuple[Tensor, Tensor]:
         return run(mapped)
     if plan.reason is not None:
         if inputs.backend == "cuda":
-            raise ValueError(plan.reason)
+            raise Mistake(plan.reason)
         log_once(plan.reason)
     return plan.form(q, k, v, coefficients, memory)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from torch.multiprocessing import ProcessRaisedException
 
 from .. import Mistake
 
-HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 FULL = ("FW_TRACEBACK", "HYDRA_FULL_ERROR")
 FILES = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 
@@ -28,7 +26,7 @@ def sentence(error: BaseException) -> str | None:
         kind = class_of(name)
     else:
         kind, said = type(error), str(error)
-    return said if is_mistake(kind) or raised_here(error) else None
+    return said if is_mistake(kind) else None
 
 
 def class_of(name: str) -> type:
@@ -41,18 +39,6 @@ def class_of(name: str) -> type:
 def is_mistake(kind: type) -> bool:
     """Whether ``kind`` is raised for what the user gave. fairseq raises a plain OSError for a file that is not there."""
     return issubclass(kind, (Mistake, *FILES)) or kind is OSError
-
-
-def raised_here(error: BaseException) -> bool:
-    """Whether a statement of this package raised a ValueError that is not yet a ``Mistake``."""
-    if isinstance(error, ProcessRaisedException):
-        frames = re.findall(r'^  File "(.+)", line \d+, in .+\n    raise (.*)', str(error), re.MULTILINE)
-        last = re.findall(r'^  File "(.+)", line', str(error), re.MULTILINE)[-1:]
-        return bool(frames) and frames[-1][0] == last[0] and last[0].startswith(HERE) and "\nValueError: " in str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    return (
-        bool(frames) and type(error) is ValueError and frames[-1].filename.startswith(HERE) and frames[-1].line.startswith("raise ")
-    )
 
 
 def shorten() -> None:

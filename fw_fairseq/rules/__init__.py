@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import Mistake
 from .fwm import fwm_sequence, fwm_step
 
 
@@ -77,13 +78,13 @@ class Rule:
 
     def __post_init__(self):
         if (self.coefficients is None) == (self.step is None):
-            raise ValueError("a Rule takes either coefficients (it fits the recurrence) or step (it does not), not both")
+            raise Mistake("a Rule takes either coefficients (it fits the recurrence) or step (it does not), not both")
         if self.sequence is not None and self.step is None:
-            raise ValueError("Rule.sequence is a faster way to run step, and there is none; give step too")
+            raise Mistake("Rule.sequence is a faster way to run step, and there is none; give step too")
         if taken := [name for name in self.gates if name in OPERANDS]:
-            raise ValueError(f"Rule.gates has {taken[0]!r}, which is an argument already; taken are: {', '.join(OPERANDS)}")
+            raise Mistake(f"Rule.gates has {taken[0]!r}, which is an argument already; taken are: {', '.join(OPERANDS)}")
         if self.normaliser not in (None, "write", "keys"):
-            raise ValueError(f"Rule.normaliser is {self.normaliser!r}; allowed: None, 'write', 'keys'")
+            raise Mistake(f"Rule.normaliser is {self.normaliser!r}; allowed: None, 'write', 'keys'")
 
     @property
     def erases(self) -> bool:

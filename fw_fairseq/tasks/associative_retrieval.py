@@ -9,6 +9,7 @@ from fairseq.tasks import FairseqTask, register_task
 from omegaconf import II
 from torch import Tensor
 
+from .. import Mistake
 from ..config import check_numbers, option
 from ..data.loading import BatchIterator
 
@@ -88,12 +89,12 @@ class AssociativeRetrievalTask(FairseqTask):
     def __init__(self, cfg: AssociativeRetrievalConfig, **unused):
         check_numbers(cfg, AssociativeRetrievalConfig)
         if not cfg.batch_size:
-            raise ValueError("associative_retrieval needs --batch-size, the sequences of a mini-batch; the paper's is 32")
+            raise Mistake("associative_retrieval needs --batch-size, the sequences of a mini-batch; the paper's is 32")
         super().__init__(cfg)
 
     def load_dataset(self, split, combine=False, **kwargs):
         if split not in SEED_OF:
-            raise ValueError(f"associative_retrieval has no split {split!r}; it has: {', '.join(SEED_OF)}")
+            raise Mistake(f"associative_retrieval has no split {split!r}; it has: {', '.join(SEED_OF)}")
         self.datasets[split] = Pairs(self.cfg, split)
 
     def get_batch_iterator(self, dataset, epoch=1, num_shards=1, shard_id=0, num_workers=0, **unused):

@@ -6,6 +6,7 @@ import torch
 from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
 
+from .. import Mistake
 from ..data.text import check_positions, check_shard, load_text, takes
 from ..data.windows import SlidingWindows
 
@@ -25,7 +26,7 @@ class SlidingLanguageModelingTask(LanguageModelingTask):
         self.datasets[split] = load_text(self, split, epoch, combine)
 
     def get_batch_iterator(self, *args, **kwargs):
-        raise ValueError("sliding_language_modeling is for fairseq-eval-lm; train with --task language_modeling")
+        raise Mistake("sliding_language_modeling is for fairseq-eval-lm; train with --task language_modeling")
 
     def eval_lm_dataloader(
         self,
@@ -41,10 +42,10 @@ class SlidingLanguageModelingTask(LanguageModelingTask):
     ):
         stride = self.args.tokens_per_sample  # fairseq-eval-lm has already taken the context off
         if context_window < 0:
-            raise ValueError(f"--context-window is {context_window}; it must be at least 0")
+            raise Mistake(f"--context-window is {context_window}; it must be at least 0")
         if stride <= 0:
             given = stride + context_window
-            raise ValueError(f"--tokens-per-sample is {given}; it must be larger than --context-window, {context_window}")
+            raise Mistake(f"--tokens-per-sample is {given}; it must be larger than --context-window, {context_window}")
         check_shard(shard_id, num_shards)
         check_positions(min(context_window + stride, len(dataset)), max_positions)
         windows = SlidingWindows(dataset, context_window, stride, self.dictionary.eos())

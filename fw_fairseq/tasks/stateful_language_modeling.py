@@ -7,6 +7,7 @@ from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
 from omegaconf import II
 
+from .. import Mistake
 from ..config import option
 from ..data.streams import StreamDataset, StreamIterator
 from ..data.text import Text, check_positions, check_shard, load_text, takes
@@ -34,7 +35,7 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
     def __init__(self, args, dictionary, output_dictionary=None, targets=None):
         super().__init__(args, dictionary, output_dictionary, targets)
         if self.targets != ["future"]:
-            raise ValueError("stateful_language_modeling predicts the next token only; leave --self-target and --past-target out")
+            raise Mistake("stateful_language_modeling predicts the next token only; leave --self-target and --past-target out")
         self.group = None  # of the workers that share this one's streams
 
     def build_model(self, args, from_checkpoint=False):
@@ -60,9 +61,9 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
     ) -> StreamIterator:
         segment = self.args.tokens_per_sample
         if segment < 1:
-            raise ValueError(f"--tokens-per-sample is {segment}; it must be at least 1")
+            raise Mistake(f"--tokens-per-sample is {segment}; it must be at least 1")
         if max_tokens and max_tokens < segment:
-            raise ValueError(f"--max-tokens is {max_tokens}; it must be at least --tokens-per-sample, {segment}")
+            raise Mistake(f"--max-tokens is {max_tokens}; it must be at least --tokens-per-sample, {segment}")
         rows = max_sentences or (max_tokens or segment) // segment
         pad, eos = self.dictionary.pad(), self.dictionary.eos()
         workers, (shard_id, share) = self.sequence_workers(num_shards), divmod(shard_id, self.args.sequence_parallel)
@@ -79,9 +80,9 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
             return 1
         if count < 1 or workers % count or segment % count:
             wanted = f"it must divide the number of workers ({workers}) and --tokens-per-sample ({segment})"
-            raise ValueError(f"--sequence-parallel is {count}; {wanted}")
+            raise Mistake(f"--sequence-parallel is {count}; {wanted}")
         if self.args.sentence_avg:
-            raise ValueError("--sequence-parallel cuts streams into parts that are not sentences; leave --sentence-avg out")
+            raise Mistake("--sequence-parallel cuts streams into parts that are not sentences; leave --sentence-avg out")
         if self.group is None:
             self.group, _ = torch.distributed.new_subgroups(count)
         return count
@@ -90,7 +91,7 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
         """Reads the text once, as one stream or as --batch-size streams side by side. The first token of each has no context."""
         check_shard(options.get("shard_id", 0), options.get("num_shards", 1))
         if context_window:
-            raise ValueError("--context-window computes the context again, but this task carries all of it over; leave it out")
+            raise Mistake("--context-window computes the context again, but this task carries all of it over; leave it out")
         batches = self.get_batch_iterator(dataset, max_sentences=batch_size or 1, **options).next_epoch_itr(shuffle=False)
         return StreamBatches(self, batches)
 
@@ -121,7 +122,7 @@ def refuse_memory(model, args, kwargs) -> None:
     """A hook that refuses streams for a model without state. Single texts and the teacher of a distillation have no streams."""
     if "streams" in kwargs:
         name = type(model).__name__
-        raise ValueError(f"stateful_language_modeling carries states over, and {name} has none; use --task language_modeling")
+        raise Mistake(f"stateful_language_modeling carries states over, and {name} has none; use --task language_modeling")
 
 
 def check_across_workers(model) -> None:
@@ -130,7 +131,7 @@ def check_across_workers(model) -> None:
     reasons = [] if getattr(model.decoder, "recurrent", False) else [softmax]
     reasons += [attention.mixer.why_not_across_workers() for attention in getattr(model.decoder, "mixers", [])]
     for reason in filter(None, reasons):
-        raise ValueError(f"--sequence-parallel: {reason}")
+        raise Mistake(f"--sequence-parallel: {reason}")
 
 
 class StreamBatches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 import traceback
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from fairseq.data import Dictionary
 from torch.multiprocessing import ProcessRaisedException
 
-import fw_fairseq.models  # noqa: F401
+import fw_fairseq.models
 from fw_fairseq import Mistake
 from fw_fairseq.data.streams import StreamDataset
 from fw_fairseq.data.text import Text
@@ -110,3 +111,11 @@ def test_the_traceback_can_be_asked_for(monkeypatch, capsys):
     assert (shown.startswith("Traceback") and shown.rstrip().endswith(f"Error: {error}")) or shown.rstrip().endswith(
         f"Mistake: {error}"
     )
+
+
+def test_no_plain_value_error_is_raised():
+    """What the user did wrong is a Mistake; a fault of the program is another exception."""
+    files = sorted(Path(fw_fairseq.__file__).parent.rglob("*.py"))
+    statements = [(file, node) for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Raise)]
+    raised = [(file.name, node.lineno) for file, node in statements if "ValueError" in ast.unparse(node)]
+    assert len(statements) > 100 and raised == []

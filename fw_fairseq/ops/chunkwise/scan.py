@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ... import Mistake
 from ...rules import Coefficients
 from ..autograd import as_written
 from .frames import CHUNK, SMALLEST_GATE, ChannelGates, ChannelGatesWithZeros, Operands, Steps, TokenGates, TokenGatesWithZeros
@@ -104,7 +105,7 @@ def spans(tokens: int) -> list[slice]:
 def chunk_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor) -> tuple[Tensor, Tensor]:
     """q, k (B,H,T,K), v (B,H,T,V), memory (B,H,K,V) -> y (B,H,T,V) in v's dtype, final memory; computed in memory's dtype."""
     if coefficients.z is not None and coefficients.e is not None:
-        raise ValueError("a rule with both a value-side decay z and an erase e has no chunk form; use backend='recurrent'")
+        raise Mistake("a rule with both a value-side decay z and an erase e has no chunk form; use backend='recurrent'")
     if coefficients.w is not None and coefficients.w is coefficients.e:  # torch.compile wants no input twice
         coefficients = coefficients._replace(w=coefficients.w.view_as(coefficients.w))
     inputs = (q, k, v, *coefficients, memory)

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ... import Mistake
 from ...row_map import RowMap
 from ...rules import Coefficients
 from . import decay, delta
@@ -77,5 +78,5 @@ def family_of(*coefficients: Tensor | None) -> Family:
     given = Coefficients(*coefficients)
     family = find_family(given)
     if family is None:
-        raise ValueError(why_no_family(given))
+        raise Mistake(why_no_family(given))
     return family

@@ -19,6 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ... import Mistake
+
 logger = logging.getLogger(__name__)
 PACKAGE = Path(__file__).parents[2]
 WITHOUT_ASKING = 48 * 1024  # bytes of dynamic shared memory that a kernel gets without asking
@@ -84,12 +86,12 @@ class CupyLaunch:
 def use_kernels(backend: str, device: torch.device, why_not) -> bool:
     """Whether an operation with kernels and one PyTorch form takes the kernels; ``why_not()`` says why it cannot, or None."""
     if backend not in ("auto", "torch", "cuda"):
-        raise ValueError(f"backend is {backend!r}; allowed: auto, torch, cuda")
+        raise Mistake(f"backend is {backend!r}; allowed: auto, torch, cuda")
     if backend == "torch" or (backend == "auto" and device.type != _launcher.device_type):
         return False
     reason = why_not()
     if reason and backend == "cuda":
-        raise ValueError(reason)
+        raise Mistake(reason)
     if reason:
         log_once(reason)
     return not reason

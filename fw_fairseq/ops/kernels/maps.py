@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ... import Mistake
 from ...row_map import AS_IS, RowMap
 
 MAPS = {"identity": 1, "elu": 2, "relu": 3, "dpfp": 4}  # FW_MAP; 0, or no macro at all, for q and k that are features already
@@ -21,5 +22,5 @@ def map_defines(row_map: RowMap, width: int) -> dict[str, int]:
     if row_map == AS_IS:
         return {}
     if reason := why_no_map(row_map):
-        raise ValueError(reason)
+        raise Mistake(reason)
     return {"FW_MAP": MAPS[row_map.name], "FW_D": width, "FW_NU": row_map.nu, "FW_NORM": NORMS[row_map.norm]}

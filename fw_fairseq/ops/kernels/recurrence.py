@@ -11,6 +11,7 @@ import os
 import torch
 from torch import Tensor
 
+from ... import Mistake
 from ...row_map import AS_IS, RowMap
 from ...rules import Coefficients
 from ..parallel.parts import choose_parts, run_parts
@@ -61,7 +62,7 @@ def choose_precision(dtype: torch.dtype) -> str:
         return "bf16"
     precision = os.environ.get("FW_FAIRSEQ_FP32", FP32_PRECISIONS[0])
     if precision not in FP32_PRECISIONS:
-        raise ValueError(f"FW_FAIRSEQ_FP32 is {precision!r}; allowed: {', '.join(FP32_PRECISIONS)}")
+        raise Mistake(f"FW_FAIRSEQ_FP32 is {precision!r}; allowed: {', '.join(FP32_PRECISIONS)}")
     return precision
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ... import Mistake
 from ...feature_maps import wide
 from ..autograd import as_written
 from ..checks import check_tokens
@@ -68,13 +69,13 @@ def pool(scores, values, window=0, state=None, padding_mask=None, reset_mask=Non
 
 def check(scores: Tensor, values: Tensor, window: int, state: PoolState | None) -> None:
     if scores.dim() != 3 or values.shape[:-1] != scores.shape:
-        raise ValueError(f"scores are {tuple(scores.shape)} and values {tuple(values.shape)}; they must be (B,H,T) and (B,H,T,V)")
+        raise Mistake(f"scores are {tuple(scores.shape)} and values {tuple(values.shape)}; they must be (B,H,T) and (B,H,T,V)")
     check_tokens("scores", scores, scores.shape[2])
     if window < 0:
-        raise ValueError(f"window is {window}; it must be 0, for all of the past, or the number of tokens in it")
+        raise Mistake(f"window is {window}; it must be 0, for all of the past, or the number of tokens in it")
     size = window - 1 if window else 1
     if state is not None and state.scores.shape[2] != size:
-        raise ValueError(f"state holds {state.scores.shape[2]} tokens and window {window} needs {size}; use one of this window")
+        raise Mistake(f"state holds {state.scores.shape[2]} tokens and window {window} needs {size}; use one of this window")
 
 
 def run(a: Tensor, x: Tensor, window: int, state, texts, lengths, ends, kernels: bool) -> tuple[Tensor, PoolState]:

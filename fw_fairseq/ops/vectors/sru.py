@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ... import Mistake
 from ...feature_maps import wide
 from ..autograd import as_written
 from ..checks import check_tokens
@@ -48,13 +49,13 @@ def sru(
 
 def check(product, x, v_forget, v_reset, state) -> None:
     if x.dim() != 3 or product.shape != (*x.shape[:2], 3 * x.shape[2]):
-        raise ValueError(f"product is {tuple(product.shape)} and x {tuple(x.shape)}; they must be (T,B,3D) and (T,B,D)")
+        raise Mistake(f"product is {tuple(product.shape)} and x {tuple(x.shape)}; they must be (T,B,3D) and (T,B,D)")
     check_tokens("x", x, len(x))
     for name, part in (("v_forget", v_forget), ("v_reset", v_reset)):
         if part.shape != x.shape[2:]:
-            raise ValueError(f"{name} is {tuple(part.shape)}; it must be {tuple(x.shape[2:])}")
+            raise Mistake(f"{name} is {tuple(part.shape)}; it must be {tuple(x.shape[2:])}")
     if state is not None and state.shape != x.shape[1:]:
-        raise ValueError(f"state is {tuple(state.shape)}; it must be {tuple(x.shape[1:])}")
+        raise Mistake(f"state is {tuple(state.shape)}; it must be {tuple(x.shape[1:])}")
 
 
 class Scan(torch.autograd.Function):
