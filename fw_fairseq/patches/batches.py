@@ -65,7 +65,7 @@ def make_the_batches_of_the_first_epoch(original, task, dataset, *args, epoch=1,
 
 
 def too_long(task, count: int, positions) -> str:
-    shorter = "a shorter --tokens-per-sample" if hasattr(task.cfg, "tokens_per_sample") else "shorter texts"
+    shorter = "a shorter --tokens-per-sample" if hasattr(getattr(task, "args", task.cfg), "tokens_per_sample") else "shorter texts"
     return f"all {count} texts are longer than the model's {positions} positions; give {shorter}"
 
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPE = (2, 2, 75, 6, 5)
 TESTS = Path(__file__).parents[1]
 DRIVEN = ["ops/test_fast_weight.py", "ops/test_rules.py", "ops/test_factored.py", "ops/test_recall.py", "ops/test_emptied.py",
-          "ops/test_feature_maps.py", "ops/test_workers.py", "kernels/test_cuda_segments.py", "tools/test_explain.py"]  # fmt: skip
+          "ops/test_feature_maps.py", "ops/test_workers.py", "kernels/test_cuda_parts.py", "tools/test_explain.py"]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
