@@ -1,6 +1,7 @@
-"""fast_weight_lm for Hugging Face transformers, without fairseq. ``fw-export-hf`` fills it.
+"""fast_weight_lm for Hugging Face transformers, without fairseq. ``fw-export-hf`` writes its weights.
 
-Its cache is the mixers' state, so ``generate`` takes the same time and memory for every token, and reads a prompt in one pass.
+Its cache is the mixers' state, so ``generate`` takes the same time and memory for every token, and reads a prompt in one
+pass.
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ ACTIVATIONS = {
 
 
 class FastWeightHFConfig(PretrainedConfig):
-    """``mixers``: one name for each layer; ``mixer_options``: the options of FastWeightConfig. Widths and norms are as in fairseq's
-    decoder. ``input_bands`` and ``output_bands``: (words, width) of each cluster of an adaptive vocabulary."""
+    """The sizes and options of an exported model.
+
+    ``mixers`` has one name for each layer, and ``mixer_options`` the options of FastWeightConfig. Widths and norms are as in
+    fairseq's decoder. ``input_bands`` and ``output_bands`` give (words, width) of each cluster of an adaptive vocabulary.
+    """
 
     model_type = "fw_fairseq"
 
@@ -87,6 +91,7 @@ class SoftmaxAttention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
 
     def forward(self, x: Tensor, state: KeysAndValues | None = None, padding_mask=None):
+        """Maps x (T,B,C) to y (T,B,C) and the state after the last token."""
         q, k, v = (
             layer(x).unflatten(-1, (self.heads, -1)).permute(1, 2, 0, 3) for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -101,7 +106,7 @@ class SoftmaxAttention(nn.Module):
 
 
 class Cache:
-    """The state that ``generate`` carries from token to token: each layer's, and how many tokens each sequence has read."""
+    """The state that ``generate`` keeps between tokens: the state of each layer, and how many tokens each sequence has read."""
 
     is_compileable = False
 
@@ -111,14 +116,18 @@ class Cache:
         self.length = 0  # with padding
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Returns how many tokens were read, padding included."""
         return self.length
 
     def reorder_cache(self, order: Tensor) -> None:
+        """Replaces the states by those of the sequences ``order``, for beam search."""
         self.states = {layer: state.index_select(order) for layer, state in self.states.items()}
         self.tokens = self.tokens.index_select(0, order)
 
 
 class Layer(nn.Module):
+    """A mixer and a feed-forward network, as in fairseq's decoder."""
+
     def __init__(self, config: FastWeightHFConfig, index: int):
         super().__init__()
         width, heads, inner, name = config.hidden_size, config.num_attention_heads, config.intermediate_size, config.mixers[index]
@@ -135,6 +144,7 @@ class Layer(nn.Module):
         self.activation, self.before = ACTIVATIONS[config.activation], config.normalize_before
 
     def forward(self, x: Tensor, state, padding_mask: Tensor | None):
+        """Maps x (T,B,C) to the output (T,B,C) and the mixer's state after the last token."""
         y, state = self.self_attn(self.self_attn_layer_norm(x) if self.before else x, state, padding_mask=padding_mask)
         x = x + y if self.before else self.self_attn_layer_norm(x + y)
         if self.fc1 is None:
@@ -144,7 +154,7 @@ class Layer(nn.Module):
 
 
 class BandedEmbedding(nn.Module):
-    """Embeddings whose width depends on the band of the word: frequent words are wider. Ids count through the bands."""
+    """Embeddings whose width depends on the band of the word: frequent words are wider. Ids are numbered through all bands."""
 
     def __init__(self, bands, width: int):
         super().__init__()
@@ -152,6 +162,7 @@ class BandedEmbedding(nn.Module):
         self.maps = nn.ModuleList(nn.Linear(size, width, bias=False) for _, size in bands)
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Maps ids to embeddings of one width."""
         result, start = self.maps[0].weight.new_zeros(*ids.shape, self.maps[0].out_features), 0
         for words, linear in zip(self.words, self.maps):
             mine = (ids >= start) & (ids < start + words.num_embeddings)
@@ -161,7 +172,7 @@ class BandedEmbedding(nn.Module):
 
 
 class BandedOutput(nn.Module):
-    """Returns log probabilities of the words. ``tied``: the bands of words are the input's."""
+    """The output layer of an adaptive vocabulary. With ``tied``, it uses the input's embeddings."""
 
     def __init__(self, bands, width: int, tied: bool):
         super().__init__()
@@ -172,6 +183,7 @@ class BandedOutput(nn.Module):
         self.bands = nn.Linear(width, len(bands) - 1, bias=False)
 
     def forward(self, x: Tensor, embedding: BandedEmbedding) -> Tensor:
+        """Returns log probabilities of all words."""
         words = self.words if self.words is not None else embedding.words
         scores = [F.linear(x if mapped is None else mapped(x), band.weight) for mapped, band in zip(self.maps, words)]
         first = torch.cat([scores[0], self.bands(x)], -1).log_softmax(-1)
@@ -180,11 +192,13 @@ class BandedOutput(nn.Module):
 
 
 class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
+    """The language model as transformers loads it."""
+
     config_class = FastWeightHFConfig
     base_model_prefix = "model"
     _no_split_modules = ["Layer"]  # noqa: RUF012
     _is_stateful = True  # tokens cannot be taken back, so there is no assisted generation
-    accepts_loss_kwargs = False  # the loss is a mean: Trainer is to divide it by the steps that it accumulates gradients of
+    accepts_loss_kwargs = False  # the loss is a mean, so Trainer divides it by the number of accumulated steps
 
     def __init__(self, config: FastWeightHFConfig):
         super().__init__(config)
@@ -208,25 +222,30 @@ class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module) -> None:
-        """Each module has drawn its own."""
+        """Does nothing, because each module draws its own weights."""
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # it makes its own Cache
 
     def get_input_embeddings(self):
+        """Returns the embeddings of the input."""
         return self.embed_tokens
 
     def set_input_embeddings(self, value) -> None:
+        """Replaces the embeddings of the input."""
         self.embed_tokens = value
 
     def get_output_embeddings(self):
-        return self.output  # None: the input's
+        """Returns the output layer, or None if the input's embeddings serve."""
+        return self.output  # None: the input's embeddings serve
 
     def set_output_embeddings(self, value) -> None:
+        """Replaces the output layer."""
         self.output = value
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args, **kwargs):
+        """Resizes the vocabulary; an adaptive vocabulary keeps its size."""
         if new_num_tokens is not None and (self.config.input_bands or self.config.output_bands):
             raise Mistake(f"new_num_tokens is {new_num_tokens}; an adaptive vocabulary keeps its size, {self.config.vocab_size}")
         return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
@@ -241,9 +260,11 @@ class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         **unused,
     ) -> CausalLMOutputWithPast:
-        """Logits of the next token; with an adaptive vocabulary they are log probabilities. attention_mask: 0 at padding, on
-        either side. It continues after ``past_key_values``, whose tokens must not be given again. labels: the ids, -100 for
-        none."""
+        """Returns the logits of the next token; with an adaptive vocabulary they are log probabilities.
+
+        attention_mask: 0 at padding, on either side. past_key_values: the cache to continue from; its tokens must not be
+        given again. labels: the ids, -100 where there is none.
+        """
         if labels is not None and logits_to_keep:
             raise Mistake(f"logits_to_keep is {logits_to_keep}; labels need the logits of all tokens, so leave it at 0")
         cache = past_key_values or Cache()
@@ -263,7 +284,7 @@ class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=kept)
 
     def embed(self, ids: Tensor, padding: Tensor | None, before: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns embeddings (B,T,C), and how many tokens each sequence has now."""
+        """Returns embeddings (B,T,C) and how many tokens each sequence has now."""
         real = torch.ones_like(ids) if padding is None else (~padding).long()
         place = real.cumsum(1) + (0 if before is None else before[:, None])
         x = self.embed_tokens(ids) * self.config.embedding_scale
@@ -273,6 +294,7 @@ class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
         return x if self.embedding_norm is None else self.embedding_norm(x), place[:, -1]
 
     def positions(self, place: Tensor) -> Tensor:
+        """Returns the embeddings of positions, learned or sinusoidal."""
         if self.embed_positions is not None:
             if int(place.max()) >= self.embed_positions.num_embeddings:
                 limit = self.embed_positions.num_embeddings - self.config.first_position
@@ -284,6 +306,7 @@ class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
         return F.pad(torch.cat([angles.sin(), angles.cos()], -1), (0, self.config.hidden_size % 2))
 
     def scores(self, x: Tensor) -> Tensor:
+        """Maps hidden states to logits, or to log probabilities with an adaptive vocabulary."""
         x = (x if self.project_out is None else self.project_out(x)) * self.config.output_scale
         if isinstance(self.output, BandedOutput):
             return self.output(x, self.embed_tokens)

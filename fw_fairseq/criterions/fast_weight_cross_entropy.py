@@ -1,4 +1,4 @@
-"""fast_weight_cross_entropy: cross entropy, plain or adaptive, that also logs what the memories do."""
+"""fast_weight_cross_entropy: cross entropy, plain or adaptive. It also logs statistics of the memories."""
 
 from dataclasses import dataclass
 
@@ -17,18 +17,21 @@ PENALTY_HELP = "weight of the mean norm of the layers' memories in the loss of a
 
 @dataclass
 class FastWeightCrossEntropyConfig(CrossEntropyCriterionConfig):
+    """The options of --criterion fast_weight_cross_entropy."""
+
     ddp_backend: str = II("distributed_training.ddp_backend")
     state_norm_penalty: float = option(0.0, PENALTY_HELP)
 
 
 class PlainOrAdaptive(CrossEntropyCriterion):
-    """Cross entropy of the softmax that the model has."""
+    """The cross entropy of the model's softmax, be it plain or adaptive."""
 
     def __init__(self, task, sentence_avg, ddp_backend):
         super().__init__(task, sentence_avg)
         self.ddp_backend, self.adaptive = ddp_backend, AdaptiveLoss(task, sentence_avg)
 
     def forward(self, model, sample, reduce=True):
+        """Returns the loss, the sample size and the log of one batch, as fairseq's criterions do."""
         if getattr(model.decoder, "adaptive_softmax", None) is None:
             return super().forward(model, sample, reduce)
         if self.ddp_backend in ("c10d", "pytorch_ddp") and torch.distributed.is_initialized():
@@ -38,6 +41,8 @@ class PlainOrAdaptive(CrossEntropyCriterion):
 
 @register_criterion("fast_weight_cross_entropy", dataclass=FastWeightCrossEntropyConfig)
 class FastWeightCrossEntropy(MemoryLogging, PlainOrAdaptive):
+    """The cross entropy of language models, with statistics of the memories in the log and a penalty on their norm."""
+
     def __init__(self, task, sentence_avg, ddp_backend, state_norm_penalty):
         super().__init__(task, sentence_avg, ddp_backend)
         self.state_norm_penalty = checked_penalty(state_norm_penalty)

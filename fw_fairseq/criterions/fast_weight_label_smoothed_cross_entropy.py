@@ -1,4 +1,4 @@
-"""fast_weight_label_smoothed_cross_entropy: fairseq's criterion of translation that also logs what the memories do."""
+"""fast_weight_label_smoothed_cross_entropy: fairseq's criterion of translation. It also logs statistics of the memories."""
 
 from dataclasses import dataclass
 
@@ -15,11 +15,15 @@ from .memory_logging import MemoryLogging, checked_penalty
 
 @dataclass
 class FastWeightLabelSmoothedCrossEntropyConfig(LabelSmoothedCrossEntropyCriterionConfig):
+    """The options of --criterion fast_weight_label_smoothed_cross_entropy."""
+
     state_norm_penalty: float = option(0.0, PENALTY_HELP)
 
 
 @register_criterion("fast_weight_label_smoothed_cross_entropy", dataclass=FastWeightLabelSmoothedCrossEntropyConfig)
 class FastWeightLabelSmoothedCrossEntropy(MemoryLogging, LabelSmoothedCrossEntropyCriterion):
+    """fairseq's label-smoothed cross entropy, with statistics of the memories in the log and a penalty on their norm."""
+
     def __init__(self, task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy, state_norm_penalty):
         super().__init__(task, sentence_avg, label_smoothing, ignore_prefix_size, report_accuracy)
         self.state_norm_penalty = checked_penalty(state_norm_penalty)

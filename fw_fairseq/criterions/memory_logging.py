@@ -1,4 +1,4 @@
-"""What the criterions of this project share: they log what the memories do, and can keep them small."""
+"""The mixin that this project's criterions share: it logs statistics of the memories, and a penalty can keep their norm small."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ PREFIX, RAN = "fw_", "ran_"
 
 
 def checked_penalty(value: float) -> float:
+    """Returns the value of --state-norm-penalty, or raises if it is negative."""
     if not value >= 0:
         raise Mistake(f"--state-norm-penalty is {value}; it must be at least 0")
     return value
 
 
 class MemoryLogging:
-    """Goes before one of fairseq's criterions. Per layer: mean gates, write strength and norm of the memory, under fw_LAYER_NAME
-    in fairseq's metrics."""
+    """A mixin that stands before one of fairseq's criterions among the bases of a class. For each layer it logs the mean gates, the
+    write strength and the norm of the memory; fairseq's metrics show them as fw_LAYER_NAME."""
 
     state_norm_penalty = 0.0
 
     def forward(self, model, sample, reduce=True):
+        """Returns the loss, the sample size and the log of one batch; in training with the statistics and the penalty."""
         mixers = [module for module in model.modules() if isinstance(module, MixerAttention)]
         for mixer in mixers:
             mixer.mixer.watch(reduce and self.state_norm_penalty > 0)
@@ -40,7 +42,8 @@ class MemoryLogging:
 
     @staticmethod
     def log_statistics(mixer, loss, log) -> None:
-        """Workers add their logs up, entry by entry: what LayerDrop left out has entries too, 0 of 0 tokens."""
+        """Adds the statistics of one layer to ``log``. Workers add up their logs entry by entry, so a layer that LayerDrop
+        left out has entries too: 0 of 0 tokens."""
         statistics = mixer.mixer.statistics()
         for name, value in statistics.items():
             log[f"{PREFIX}{mixer.layer}_{name}"] = loss.new_zeros(()) if value is None else value * log["ntokens"]
@@ -49,7 +52,7 @@ class MemoryLogging:
 
     @staticmethod
     def mean_state_norm(mixers, loss):
-        """Of the layers that LayerDrop did not leave out."""
+        """Returns the mean norm of the memories, over the layers that LayerDrop did not leave out."""
         memories = [mixer.mixer for mixer in mixers if isinstance(mixer.mixer, FastWeight)]
         if not memories:
             raise Mistake("--state-norm-penalty needs fast-weight layers, and the model has none; leave it out")
@@ -60,6 +63,7 @@ class MemoryLogging:
 
     @classmethod
     def reduce_metrics(cls, logging_outputs) -> None:
+        """Logs the mean of each statistic over the tokens of all workers."""
         super().reduce_metrics(logging_outputs)
         for key in dict.fromkeys(key for log in logging_outputs for key in log if key.startswith(PREFIX)):
             layer = key[len(PREFIX) :].partition("_")[0]

@@ -1,4 +1,4 @@
-"""retrieval_mse: half the squared distance of what is read from the one-hot value asked for, a mean over queries."""
+"""retrieval_mse: half the squared distance between the value that is read and the one-hot value asked for, a mean over queries."""
 
 import torch
 from fairseq import utils
@@ -10,9 +10,11 @@ from torch.nn import functional as F
 
 @register_criterion("retrieval_mse", dataclass=FairseqDataclass)
 class RetrievalMse(FairseqCriterion):
-    """Queries whose target is -1 do not count. Logs the share of answers whose largest entry is the right value, too."""
+    """The loss of retrieval. Queries whose target is -1 do not count. It also logs the accuracy, which is the share of queries for
+    which the largest entry is at the right value."""
 
     def forward(self, model, sample, reduce=True):
+        """Returns the summed loss, the number of queries and the log of one batch."""
         asked = sample["target"] >= 0
         read, target = model(**sample["net_input"])[asked], sample["target"][asked]
         loss = 0.5 * (read - F.one_hot(target, read.shape[-1])).square().sum()
@@ -23,6 +25,7 @@ class RetrievalMse(FairseqCriterion):
 
     @classmethod
     def reduce_metrics(cls, logging_outputs) -> None:
+        """Logs the loss and the accuracy over all workers."""
         loss, right, count = (
             utils.item(sum(torch.as_tensor(log[key]) for log in logging_outputs)) for key in ("loss", "right", "sample_size")
         )
@@ -31,4 +34,5 @@ class RetrievalMse(FairseqCriterion):
 
     @staticmethod
     def logging_outputs_can_be_summed() -> bool:
+        """Returns True: fairseq may add up the logs of the workers, entry by entry."""
         return True

@@ -1,4 +1,4 @@
-"""t2r_distillation: a converted Transformer learns from the one it came from, layer by layer first, then word by word."""
+"""t2r_distillation: a converted Transformer learns from the one that it came from. It matches layers first, then words."""
 
 import contextlib
 from dataclasses import dataclass
@@ -22,6 +22,8 @@ MATCHES = ["hidden", "attention"]
 
 @dataclass
 class T2rDistillationConfig(FastWeightCrossEntropyConfig):
+    """The options of --criterion t2r_distillation."""
+
     teacher: str = option("", "checkpoint of the Transformer with softmax attention to learn from")
     match: ChoiceEnum(MATCHES) = option(
         "hidden",
@@ -32,6 +34,8 @@ class T2rDistillationConfig(FastWeightCrossEntropyConfig):
 
 
 class Distillation(PlainOrAdaptive):
+    """The loss between a model and its teacher: the distance of their layers first, then the divergence of their words."""
+
     def __init__(self, task, sentence_avg, ddp_backend, state_norm_penalty, teacher, match, match_updates, teacher_weight):
         super().__init__(task, sentence_avg, ddp_backend)
         if not teacher:
@@ -39,12 +43,13 @@ class Distillation(PlainOrAdaptive):
         if not 0 <= teacher_weight <= 1:
             raise Mistake(f"--teacher-weight is {teacher_weight}; it must be from 0 to 1")
         [model], _ = checkpoint_utils.load_model_ensemble([teacher], task=task)
-        self._teacher = [model.eval().requires_grad_(False)]  # in a list, for it is no part of what is trained and saved
+        self._teacher = [model.eval().requires_grad_(False)]  # a list hides it from training and checkpoints
         self.match, self.match_updates, self.teacher_weight = str(match), match_updates, teacher_weight
         self.state_norm_penalty = checked_penalty(state_norm_penalty)
 
     def forward(self, model, sample, reduce=True):
-        """Validation is the plain loss: what can be compared with other runs."""
+        """Returns the loss, the sample size and the log. In validation the loss is the plain cross entropy, which can be
+        compared with other runs."""
         if not model.training:
             return super().forward(model, sample, reduce)
         if not hasattr(model, "num_updates"):
@@ -65,7 +70,7 @@ class Distillation(PlainOrAdaptive):
         return loss, size, log | {f"distil_{name}": value.detach() for name, value in losses.items() if name != "text"}
 
     def teacher_for(self, model):
-        """The teacher where the model is and in its precision."""
+        """Returns the teacher, on the device of the model and in its precision."""
         like = next(model.parameters())
         [teacher] = self._teacher
         if next(teacher.parameters()).device != like.device or next(teacher.parameters()).dtype != like.dtype:
@@ -73,7 +78,7 @@ class Distillation(PlainOrAdaptive):
         return teacher
 
     def match_layers(self, model, teacher, net_input, real) -> Tensor:
-        """The mean over layers and tokens of the squared distance, in units of the teacher's mean square."""
+        """Returns the squared distance in units of the teacher's mean square, a mean over layers and tokens."""
         if self.match == "hidden":
             with torch.no_grad():
                 wanted = hidden(teacher, plain(net_input))
@@ -90,12 +95,12 @@ class Distillation(PlainOrAdaptive):
                 f"--teacher has {len(wanted)} layers of width {wanted[0].shape[-1]}, the model {len(given)} of"
                 f" {given[0].shape[-1]}; they must be the same (and --decoder-layerdrop 0)"
             )
-        rows = real.t()  # (T,B), as the layers are
+        rows = real.t()  # (T,B), as in the layers
         pairs = [(x[rows].float(), y[rows].float()) for x, y in zip(given, wanted)]
         return torch.stack([(x - y).square().mean() / y.square().mean().clamp(min=1e-12) for x, y in pairs]).mean()
 
     def match_words(self, model, teacher, net_input, target) -> dict[str, Tensor]:
-        """The text's cross entropy and the divergence from the teacher's probabilities, summed over tokens."""
+        """Returns the text's cross entropy and the divergence from the teacher's probabilities, each summed over tokens."""
         with torch.no_grad():
             wanted, _ = words(teacher, teacher(**plain(net_input))[0], target)
         given, targets = words(model, model(**net_input)[0], target)
@@ -114,17 +119,18 @@ class Distillation(PlainOrAdaptive):
 
 
 def plain(net_input: dict) -> dict:
-    """Without the memories that a stream carries, which the teacher does not have."""
+    """Returns the input without the memories that a stream carries over, which the teacher does not have."""
     return {name: net_input[name] for name in ("src_tokens", "src_lengths")}
 
 
 def hidden(model, net_input) -> list[Tensor]:
-    """What each layer gives, (T,B,C); the words are left out."""
+    """Returns the output of each layer, (T,B,C). The logits are not computed."""
     return model(**net_input, features_only=True)[1]["inner_states"][1:]
 
 
 def words(model, output: Tensor, target: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Logits (N,V) and targets (N); of an adaptive softmax those of the frequent words, then of each cluster with its words."""
+    """Returns logits (N,V) and targets (N). An adaptive softmax has several of each: for the frequent words, then for each
+    cluster."""
     adaptive = getattr(model.decoder, "adaptive_softmax", None)
     if adaptive is None:
         return [output.flatten(0, 1)], [target.view(-1)]
@@ -133,7 +139,7 @@ def words(model, output: Tensor, target: Tensor) -> tuple[list[Tensor], list[Ten
 
 @contextlib.contextmanager
 def attention(model, given: list[Tensor] | None = None):
-    """Collects inputs and outputs of every layer's self-attention in the next forward; ``given``: inputs that take their place."""
+    """Collects the inputs and outputs of every layer's self-attention in the next forward. ``given`` replaces the inputs."""
     inputs, outputs, handles = [], [], []
 
     def before(module, args, kwargs):
@@ -154,8 +160,11 @@ def attention(model, given: list[Tensor] | None = None):
 
 @register_criterion("t2r_distillation", dataclass=T2rDistillationConfig)
 class T2rDistillation(MemoryLogging, Distillation):
+    """The criterion: the loss of ``Distillation``, with statistics of the memories in the log."""
+
     @classmethod
     def reduce_metrics(cls, logging_outputs) -> None:
+        """Logs the parts of the loss too, as means over the tokens of all workers."""
         super().reduce_metrics(logging_outputs)
         tokens = item(sum(log.get("ntokens", 0) for log in logging_outputs))
         for key in dict.fromkeys(key for log in logging_outputs for key in log if key.startswith("distil_")):

@@ -1,4 +1,4 @@
-"""Attention to a fixed number of slots that keys and values are summed up in: ABC (Peng et al. 2022) and a causal Linformer."""
+"""Attention to a fixed number of slots, which add up keys and values: ABC (Peng et al. 2022) and a causal Linformer."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from ..ops.checks import check_tokens
 from ..ops.state import tensor_state
 from .base import Mixer, rows
 
-LIMIT = 20.0  # of the exponents: a slot's weights differ by a factor of up to exp(40), and their sums stay within fp32
+LIMIT = 20.0  # the bound of the exponents: a slot's weights differ by a factor of up to exp(40), and their sums stay within fp32
 
 
 @tensor_state
 class BoundedState(NamedTuple):
+    """The slots of keys and of values, their summed weights (ABC), and the number of tokens so far (Linformer)."""
+
     keys: Tensor  # (B,H,D,N): sums over tokens of k_t w_t^T
-    values: Tensor  # (B,H,N,D): of w_t v_t^T
-    weights: Tensor | None = None  # (B,H,1,N): of w_t
+    values: Tensor  # (B,H,N,D): sums of w_t v_t^T
+    weights: Tensor | None = None  # (B,H,1,N): sums of w_t
     position: Tensor | None = None  # (B): how many tokens there were
 
 
 class Bounded(Mixer):
     """y_t = W V_t^T softmax(K_t q_t / sqrt(d)), with N slots of keys and values, K_t = sum_{s<=t} w_s k_s^T, V_t likewise.
 
-    Reading takes two passes of the sum rule: what a query finds in the slots' keys, then what those shares find in their values.
+    Reading takes two passes of the sum rule: a query reads the slots' keys, and the softmax of that result reads their
+    values.
     """
 
     state_type = BoundedState
@@ -41,6 +44,7 @@ class Bounded(Mixer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        """Draws the weights as fairseq's attention does."""
         for weight in self.in_proj.weight.split(self.embed_dim):
             nn.init.xavier_uniform_(weight, gain=1 / math.sqrt(2))
         nn.init.xavier_uniform_(self.out_proj.weight)
@@ -48,11 +52,13 @@ class Bounded(Mixer):
             nn.init.zeros_(linear.bias)
 
     def projections(self) -> dict[str, dict[str, slice]]:
+        """Maps the input projection to the rows of each of its parts."""
         width = self.embed_dim
         return {"in_proj": rows(q=width, k=width, v=width, weights=self.in_proj.out_features - 3 * width)}
 
     def read(self, parts: list[Tensor], weights: Tensor, state: BoundedState | None, masks: dict, means: bool):
-        """q, k, v (T,B,C) and weights (B,H,T,N) -> y (T,B,C) and the state; ``means``: slots are means and not sums."""
+        """Maps q, k, v (T,B,C) and weights (B,H,T,N) to y (T,B,C) and the state. With ``means``, slots are means instead of
+        sums."""
         q, k, v = (wide(self.by_head(part)) for part in parts)
         keys, values, totals = (None, None, None) if state is None else state[:3]
         scores, keys = self.sums(q * self.head_dim**-0.5, k, weights, keys, masks)
@@ -66,30 +72,33 @@ class Bounded(Mixer):
         return self.out_proj(self.join(y.to(parts[0].dtype))), BoundedState(keys, values, totals if means else None)
 
     def sums(self, q: Tensor, k: Tensor, v: Tensor, memory: Tensor | None, masks: dict) -> tuple[Tensor, Tensor]:
+        """Runs the sum rule and returns its output and its memory."""
         y, state = fast_weight(q, k, v, "sum", {}, None if memory is None else FastWeightState(memory), self.backend, **masks)
         return y, state.memory
 
 
 class Abc(Bounded):
-    """ABC_MLP: w_t = exp(W_w x_t), and slots are means weighted by it."""
+    """ABC_MLP: the weights are w_t = exp(W_w x_t), and each slot is a mean weighted by them."""
 
     def __init__(self, embed_dim: int, num_heads: int, config):
         super().__init__(embed_dim, num_heads, config, extra=num_heads * config.slots)
 
     def forward(self, x: Tensor, state: BoundedState | None = None, padding_mask=None, reset_mask=None, **unused):
+        """Maps x (T,B,C) to y (T,B,C) and the state after the last token."""
         *parts, scores = self.in_proj(x).split([self.embed_dim] * 3 + [self.num_heads * self.slots], -1)
         weights = wide(self.by_head(scores)).clamp(-LIMIT, LIMIT).exp()
         return self.read(parts, weights, state, {"padding_mask": padding_mask, "reset_mask": reset_mask}, means=True)
 
 
 class Linformer(Bounded):
-    """w_t: a learned vector for each position, the last of ``--slot-positions`` for all after it."""
+    """The weights w_t are a learned vector for each position. After ``--slot-positions`` positions, the last vector serves."""
 
     def __init__(self, embed_dim: int, num_heads: int, config):
         super().__init__(embed_dim, num_heads, config)
         self.position_weight = nn.Parameter(torch.randn(config.slot_positions, num_heads, self.slots) / math.sqrt(self.slots))
 
     def forward(self, x: Tensor, state: BoundedState | None = None, padding_mask=None, reset_mask=None, **unused):
+        """Maps x (T,B,C) to y (T,B,C) and the state after the last token."""
         check_tokens("x", x, len(x))
         start = x.new_zeros(x.shape[1], dtype=torch.long) if state is None else state.position
         places, end = positions(start, x.shape[0], padding_mask, reset_mask)
@@ -100,7 +109,7 @@ class Linformer(Bounded):
 
 
 def positions(start: Tensor, total: int, padding_mask, reset_mask) -> tuple[Tensor, Tensor]:
-    """start (B) -> the place of each token in its text (B,T), and of the next one (B). Padding takes none."""
+    """Maps start (B) to the place of each token in its text (B,T) and the place of the next one (B). Padding takes no place."""
     real = start.new_ones(len(start), total) if padding_mask is None else (~padding_mask).long()
     before = real.cumsum(1) - real
     first = -start[:, None].expand_as(before)

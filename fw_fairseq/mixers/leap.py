@@ -1,4 +1,4 @@
-"""LEAP, the later form of additive attention: keys and values in focus, read by a sigmoid."""
+"""LEAP, the later form of additive attention: a sigmoid reads the weighted means of keys and values."""
 
 from __future__ import annotations
 
@@ -29,15 +29,18 @@ class Leap(Mixer):
 
     @classmethod
     def of_layer(cls, embed_dim, num_heads, config, layer, layers):
+        """Returns the mixer of one layer, with the window of that layer."""
         return cls(embed_dim, num_heads, config, layer_window(config, layer, layers))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        """Draws the weights as fairseq's attention does."""
         for weight in self.in_proj.weight.chunk(4):
             nn.init.xavier_uniform_(weight, gain=1 / math.sqrt(2))
         nn.init.xavier_uniform_(self.out_proj.weight)
 
     def forward(self, x: Tensor, state: PoolState | None = None, padding_mask=None, reset_mask=None, **unused):
+        """Maps x (T,B,C) to y (T,B,C) and the state after the last token."""
         q, f, k, v = map(self.by_head, self.in_proj(x).chunk(4, -1))
         scores = self.scores(f, k)
         focused, state = pool(scores, torch.cat([k, v], -1), self.window, state, padding_mask, reset_mask)
@@ -46,16 +49,19 @@ class Leap(Mixer):
         return self.out_proj(self.join(read * v)), state
 
     def projections(self) -> dict[str, dict[str, slice]]:
+        """Maps the input projection to the rows of each of its parts."""
         return {"in_proj": rows(q=self.embed_dim, f=self.embed_dim, k=self.embed_dim, v=self.embed_dim)}
 
     def scores(self, f: Tensor, k: Tensor) -> Tensor:
+        """Returns log w of each token, (B,H,T)."""
         return log_focus((wide(f) * wide(k)).sum(-1) * self.head_dim**-0.5)
 
     def explain(self, x: Tensor) -> dict[str, Tensor]:
+        """Returns the weights of the tokens in the means at the last token."""
         _, f, k, _ = map(self.by_head, self.in_proj(x).chunk(4, -1))
         return {"focus": last_weights(self.scores(f, k), self.window)[0]}
 
 
 def log_focus(x: Tensor) -> Tensor:
-    """log(elu(x) + 1)"""
+    """Returns log(elu(x) + 1)."""
     return torch.where(x > 0, torch.log1p(F.relu(x)), x)

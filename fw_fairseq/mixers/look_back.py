@@ -1,5 +1,5 @@
-"""What mixers that attend to the last tokens share: which tokens each one sees, in whatever segments they came, and attention to
-them in blocks, so that memory grows with T and not with its square."""
+"""The shared part of mixers that attend to the last tokens. It finds the tokens that each one sees, however the text was cut into
+segments, and attends to them in blocks, so that memory grows with T and not with its square."""
 
 from __future__ import annotations
 
@@ -13,57 +13,62 @@ from torch.nn import functional as F
 from ..ops.checks import check_tokens
 from ..ops.state import tensor_state
 
-BLOCK = 128  # at least so many queries at once, or as many as they see tokens before them
+BLOCK = 128  # the least number of queries in a block; a larger window makes larger blocks
 
 
 @tensor_state
 class WindowState(NamedTuple):
-    memory: Tensor  # (B,R,X): what is read of the last R tokens
-    filled: Tensor  # (B,R), False where there was none
+    """The last R tokens, as the mixer reads them."""
+
+    memory: Tensor  # (B,R,X): the last R tokens, as the mixer reads them
+    filled: Tensor  # (B,R), False where there was no token
 
 
 class View(NamedTuple):
-    """T tokens and the S - T before them; each sees itself and the ``size`` before it, of its own text."""
+    """T tokens and the S - T tokens before them. Each token sees itself and the ``size`` tokens before it in its own text."""
 
     tokens: Tensor  # (B,S,X)
     total: int  # T
     size: int
     texts: Tensor | None  # (B,S): the number of its text, -1 for no token; None: all of them are one text
-    places: Tensor | None  # (B,S): padding takes none; None: there is no padding
+    places: Tensor | None  # (B,S): the place of each token, where padding takes none; None: there is no padding
 
     def blocks(self) -> Iterator[tuple[slice, slice]]:
-        """Queries, of T, in turns, and the keys, of S, that they may see."""
+        """Yields the queries block by block, as a slice of T, and the keys that they may see, as a slice of S."""
         length, before = max(BLOCK, self.size), self.tokens.shape[1] - self.total
         for start in range(0, self.total, length):
             stop = min(start + length, self.total)
             yield slice(start, stop), slice(self.first_seen(before + start), before + stop)
 
     def first_seen(self, query: int) -> int:
+        """Returns the first token that ``query`` may see, in any row."""
         if self.places is None or query <= self.size:
             return max(0, query - self.size)
         return int((self.places >= self.places[:, query, None] - self.size).long().argmax(1).min())
 
     def distances(self, queries: slice, keys: slice) -> Tensor:
-        """(B or 1,t,s): how many tokens back, where it is seen."""
+        """Returns how many tokens back each key is, (B or 1,t,s). The number counts only where the key is seen."""
         places = torch.arange(self.tokens.shape[1], device=self.tokens.device)[None] if self.places is None else self.places
         return self.of_queries(places, queries)[..., None] - places[:, None, keys]
 
     def seen(self, queries: slice, keys: slice) -> Tensor:
-        """(B or 1,t,s)"""
+        """Returns which keys each query sees, (B or 1,t,s)."""
         order = torch.arange(self.tokens.shape[1], device=self.tokens.device)[None]
         back = self.of_queries(order, queries)[..., None] - order[:, None, keys]
         seen = (back >= 0) & (self.distances(queries, keys) <= self.size)
         if self.texts is not None:
             texts = self.texts[:, None, keys]
             seen = seen & (texts >= 0) & (texts == self.of_queries(self.texts, queries)[..., None])
-        return seen | (back == 0)  # padding sees itself: a softmax needs something to see
+        return seen | (back == 0)  # padding sees itself, because a softmax needs at least one key
 
     def of_queries(self, x: Tensor, queries: slice) -> Tensor:
+        """Returns the entries of x (B or 1,S) that belong to the queries."""
         return x[:, self.tokens.shape[1] - self.total :][:, queries]
 
 
 def look_back(x: Tensor, state: WindowState | None, size: int, padding_mask, reset_mask) -> tuple[View, WindowState]:
-    """x (B,T,X); each token sees itself and the ``size`` before it, of its own text."""
+    """Maps x (B,T,X) to the view of its tokens and the state after the last one. Each token sees itself and the ``size`` before it,
+    of its own text."""
     batch, total = x.shape[:2]
     check_tokens("x", x, total)
     real = torch.ones(batch, total, dtype=torch.bool, device=x.device) if padding_mask is None else ~padding_mask
@@ -83,7 +88,8 @@ def look_back(x: Tensor, state: WindowState | None, size: int, padding_mask, res
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, view: View, bias: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
-    """q (B,H,T,D), k (B,H,S,D), v (B,H,S,X) -> (B,H,T,X); bias(some q, their distances (B or 1,t,s)): added to the scores."""
+    """Maps q (B,H,T,D), k (B,H,S,D) and v (B,H,S,X) to (B,H,T,X). bias(some q, their distances (B or 1,t,s)) is added to the
+    scores."""
     if bias is None and view.texts is None and view.total <= view.size + 1:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     outputs = []

@@ -1,4 +1,4 @@
-"""How much of the past each layer sees."""
+"""The windows of mixers that pool the past."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .. import Mistake
 
 
 def layer_window(config, layer: int, layers: int) -> int:
-    """How many tokens the mixer of a layer sees, 0 for all."""
+    """Returns how many tokens the mixer of a layer sees; 0 means all of them."""
     if not config.window_sizes:
         return 0 if layer == layers - 1 else 4 * 2**layer
     sizes = [part.strip() for part in config.window_sizes.split(",")]

@@ -1,4 +1,4 @@
-"""Simple recurrent units: one product for all of time, then an elementwise recurrence."""
+"""Simple recurrent units: one matrix product for all tokens, then an elementwise recurrence."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from .base import Mixer, rows
 
 @tensor_state
 class SruState(NamedTuple):
+    """The cell after the last token."""
+
     cell: Tensor  # (B,C), fp32 (float64 for float64 inputs)
 
 
 class Sru(Mixer):
-    """Gates that read the state before, and a highway: h = r c + (1 - r) x scale. --sru-projection: a product of two factors.
+    """A recurrence whose gates read the cell before, and a highway: h = r c + (1 - r) x scale.
 
-    Weights begin as published: variances are those of the input, the gates' halved; ``scale`` keeps them through the highway.
+    --sru-projection makes the product one of two factors. The weights start as published: they keep the variance of the
+    input, the gates' weights half of it, and ``scale`` keeps it through the highway.
     """
 
     state_type = SruState
@@ -37,16 +40,18 @@ class Sru(Mixer):
         self.reset_parameters()
 
     def prepare(self, width: int, highway_bias: float) -> None:
-        """The recurrence, whose product reads ``width``."""
+        """Creates the parameters of the recurrence. Its product reads inputs of size ``width``."""
         self.highway_bias, self.scale = highway_bias, math.sqrt(1 + 2 * math.exp(highway_bias))
         self.in_proj = Linear(width, 3 * self.embed_dim)
         self.gate_weight = nn.Parameter(torch.empty(2, self.embed_dim))  # v_f, v_r
 
     def linears(self) -> list[nn.Linear]:
+        """Returns the linear layers, in the order of their use."""
         return [self.in_proj] if self.down_proj is None else [self.down_proj, self.in_proj]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        """Draws the weights as published."""
         for layer in self.linears():
             bound = math.sqrt(3 / layer.in_features)
             nn.init.uniform_(layer.weight, -bound, bound)
@@ -56,18 +61,22 @@ class Sru(Mixer):
         self.in_proj.bias[2 * self.embed_dim :] = self.highway_bias
 
     def forward(self, x: Tensor, state: SruState | None = None, padding_mask=None, reset_mask=None, **unused):
+        """Maps x (T,B,C) to h (T,B,C) and the state after the last token."""
         inner = x if self.down_proj is None else self.down_proj(x)
         return self.recur(inner, x, None if state is None else state.cell, padding_mask, reset_mask)
 
     def projections(self) -> dict[str, dict[str, slice]]:
+        """Maps the input projection to the rows of each of its parts."""
         width = self.embed_dim
         return {"in_proj": rows(**{"input": width, "forget gate": width, "highway gate": width})}
 
     def explain(self, x: Tensor) -> dict[str, Tensor]:
+        """Returns the weights of the tokens in the last cell."""
         return self.explain_memory(x if self.down_proj is None else self.down_proj(x))
 
     def explain_memory(self, inner: Tensor) -> dict[str, Tensor]:
-        """The last c is the sum of (1 - f_t) u_t times all later f: the mean of that factor over the units, and of 1 - f_t."""
+        """Returns, for each token, the mean over the units of its factor in the last cell, and of 1 - f_t. The last cell is the sum
+        of (1 - f_t) u_t times all later f."""
         u, forget, _ = wide(self.in_proj(inner)).chunk(3, -1)
         c, gates = torch.zeros_like(u[0]), []
         for u_t, forget_t in zip(u, forget):
@@ -78,6 +87,6 @@ class Sru(Mixer):
         return {"memory": ((1 - f) * left).mean(-1), "write": (1 - f).mean(-1)}
 
     def recur(self, inner: Tensor, x: Tensor, cell: Tensor | None, padding_mask, reset_mask):
-        """inner (T,B,width) goes through the product, x (T,B,C) over the highway."""
+        """Returns h and the state. The product reads inner (T,B,width), and the highway passes x (T,B,C)."""
         h, cell = sru(self.in_proj(inner), x, *self.gate_weight, cell, padding_mask, reset_mask, self.scale)
         return h, SruState(cell)

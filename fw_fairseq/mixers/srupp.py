@@ -1,4 +1,4 @@
-"""SRU++: a simple recurrent unit whose product reads attention of a small width over the last tokens."""
+"""SRU++: a simple recurrent unit whose product reads the result of narrow attention over the last tokens."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from .sru import Sru
 
 @tensor_state
 class SruppState(NamedTuple):
+    """The cell after the last token, and the last R tokens as attention reads them."""
+
     cell: Tensor  # (B,C), fp32 (float64 for float64 inputs)
-    memory: Tensor  # (B,R,width): what attention reads of the last R tokens
-    filled: Tensor  # (B,R), False where there was none
+    memory: Tensor  # (B,R,width): the last R tokens, as attention reads them
+    filled: Tensor  # (B,R), False where there was no token
 
 
 class Srupp(Sru):
-    """z = W_1 x; the product of SRU reads drop(LayerNorm(z + alpha attention(z, W_k z, W_v z))), alpha = 0 at the start, no
-    positions.
+    """z = W_1 x; the product of SRU reads drop(LayerNorm(z + alpha attention(z, W_k z, W_v z))). alpha is 0 at the start, and there
+    are no positions.
 
-    Every token sees itself and the ``--srupp-memory`` tokens before it, in whatever segments they came.
+    Every token sees itself and the ``--srupp-memory`` tokens before it, however the text was cut into segments.
     """
 
     state_type = SruppState
@@ -45,9 +47,11 @@ class Srupp(Sru):
         self.reset_parameters()
 
     def linears(self) -> list[nn.Linear]:
+        """Returns the linear layers, in the order of their use."""
         return [self.down_proj, self.kv_proj, self.in_proj]
 
     def forward(self, x: Tensor, state: SruppState | None = None, padding_mask=None, reset_mask=None, **unused):
+        """Maps x (T,B,C) to h (T,B,C) and the state after the last token."""
         z = self.down_proj(x)
         memory = None if state is None else WindowState(*state[1:])
         view, memory = look_back(z.transpose(0, 1), memory, self.memory, padding_mask, reset_mask)
@@ -56,6 +60,7 @@ class Srupp(Sru):
         return h, SruppState(state.cell, *memory)
 
     def explain(self, x: Tensor) -> dict[str, Tensor]:
+        """Returns the attention weights of the last token, and the weights of the tokens in the last cell."""
         z = self.down_proj(x)
         view, _ = look_back(z.transpose(0, 1), None, self.memory, None, None)
         found = self.explain_memory(self.norm(z + self.alpha * self.read(z, view)))
@@ -64,10 +69,11 @@ class Srupp(Sru):
         return {"attention": last_weights(scores[None], self.memory + 1)[0]} | found
 
     def read(self, queries: Tensor, view: View) -> Tensor:
-        """queries (T,B,width) -> what they attend to, (T,B,width)."""
+        """Maps queries (T,B,width) to the output of attention, (T,B,width)."""
         parts = (queries, *self.kv_proj(view.tokens.transpose(0, 1)).chunk(2, -1))
         return join_heads(attend(*(split_heads(x, self.inner_heads) for x in parts), view))
 
     def projections(self) -> dict[str, dict[str, slice]]:
+        """Maps each projection to the rows of each of its parts."""
         width = self.kv_proj.in_features
         return super().projections() | {"kv_proj": rows(k=width, v=width)}

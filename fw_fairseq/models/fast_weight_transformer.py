@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 class TranslationEncoder(TransformerEncoder):
-    """fairseq's encoder. Where the decoder's cross attention is linear, beam search keeps its output for the first step only."""
+    """fairseq's encoder. With linear cross attention in the decoder, beam search keeps the encoder's output for the first
+    step only."""
 
     def __init__(self, args, dictionary, embed_tokens, return_fc=False):
         self.fast_weight_config = read_config(FastWeightTransformerConfig, args)
@@ -31,13 +32,14 @@ class TranslationEncoder(TransformerEncoder):
         super().__init__(args, dictionary, embed_tokens, return_fc)
 
     def build_encoder_layer(self, args):
+        """Returns one layer, with linear attention if --linear-attention names the encoder."""
         cfg = TransformerConfig.from_namespace(args)
         layer = LinearEncoderLayer(cfg, self.fast_weight_config, self.return_fc)
         return checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations) if cfg.checkpoint_activations else layer
 
     def reorder_encoder_out(self, encoder_out, new_order):
-        """Beam search begins with the copies for its hypotheses, which linear cross attention does without; it has no need of the
-        source after the first step."""
+        """Returns the encoder's output for the hypotheses ``new_order``. Beam search first asks for one copy for each
+        hypothesis, which linear cross attention does not need; after the first step it does not need the source either."""
         if not self.read_once:
             return super().reorder_encoder_out(encoder_out, new_order)
         output, mask = encoder_out["encoder_out"][0], encoder_out["encoder_padding_mask"][0]
@@ -51,13 +53,17 @@ class TranslationEncoder(TransformerEncoder):
 
 
 class TranslationDecoder(FastWeightDecoder):
+    """fairseq's decoder, with linear self-attention or cross attention where --linear-attention names it."""
+
     config_class, layer_class = FastWeightTransformerConfig, TranslationDecoderLayer
 
     def mixer_names(self, layers: int) -> list[str]:
+        """Returns the name of each layer's mixer."""
         linear = "decoder" in linear_attentions(self.fast_weight_config)
         return super().mixer_names(layers) if linear else [SOFTMAX] * layers
 
     def forward(self, prev_output_tokens, *args, alignment_layer=None, alignment_heads=None, **kwargs):
+        """Refuses alignments where cross attention is linear; otherwise runs the decoder."""
         if alignment_layer is not None or alignment_heads is not None:
             refuse_alignments("alignment_layer and alignment_heads", self.fast_weight_config)
             kwargs |= {"alignment_layer": alignment_layer, "alignment_heads": alignment_heads}
@@ -66,26 +72,33 @@ class TranslationDecoder(FastWeightDecoder):
 
 @register_model("fast_weight_transformer")
 class FastWeightTransformer(NamesWhatDiffers, TransformerModel):
+    """fairseq's translation Transformer with linear attention where --linear-attention names it."""
+
     @classmethod
     def add_args(cls, parser):
+        """Adds the options of FastWeightTransformerConfig to those of fairseq's Transformer."""
         super().add_args(parser)
         gen_parser_from_dataclass(parser, FastWeightTransformerConfig(), delete_default=True)
 
     @classmethod
     def build_model(cls, args, task):
+        """Checks the options and builds the model."""
         check_options(args)
         keep_layers(args, FastWeightTransformerConfig)
         return super().build_model(args, task)
 
     @classmethod
     def build_encoder(cls, args, src_dict, embed_tokens):
+        """Returns the encoder."""
         return TranslationEncoder(args, src_dict, embed_tokens)
 
     @classmethod
     def build_decoder(cls, args, tgt_dict, embed_tokens):
+        """Returns the decoder."""
         return TranslationDecoder(args, tgt_dict, embed_tokens, no_encoder_attn=args.no_cross_attention)
 
     def prepare_for_inference_(self, cfg):
+        """Prepares the model for generation, and refuses options that need softmax cross attention."""
         for name in ("print_alignment", "replace_unk"):
             if getattr(cfg.generation, name, None) is not None:
                 refuse_alignments("--" + name.replace("_", "-"), self.decoder.fast_weight_config)
@@ -96,6 +109,7 @@ class FastWeightTransformer(NamesWhatDiffers, TransformerModel):
 
 
 def refuse_alignments(option: str, config) -> None:
+    """Raises if cross attention is linear, because ``option`` then has no weights to read."""
     if "cross" in linear_attentions(config):
         raise Mistake(
             f"{option} needs the weights of softmax cross attention, which linear attention never computes;"
@@ -104,7 +118,7 @@ def refuse_alignments(option: str, config) -> None:
 
 
 def check_options(args) -> None:
-    """Refuses what only softmax attention has where nothing has it."""
+    """Refuses options of softmax attention where no attention is softmax."""
     config = read_config(FastWeightTransformerConfig, args)
     linear = {*linear_attentions(config)}
     if safe_getattr(args, "cross_self_attention", False) and linear & {"decoder", "cross"}:
@@ -123,18 +137,19 @@ def check_options(args) -> None:
 
 @register_model_architecture("fast_weight_transformer", "fast_weight_transformer")
 def fast_weight_transformer(args):
-    """fairseq's base: 6+6 layers, width 512, 8 heads."""
+    """The size of fairseq's base: 6+6 layers, width 512, 8 heads."""
     fairseq_base(args)
 
 
 @register_model_architecture("fast_weight_transformer", "fast_weight_transformer_iwslt_de_en")
 def fast_weight_transformer_iwslt_de_en(args):
+    """The size of fairseq's transformer_iwslt_de_en."""
     transformer_iwslt_de_en(args)
 
 
 @register_model_architecture("fast_weight_transformer", "fast_weight_transformer_wmt_en_de_big")
 def fast_weight_transformer_wmt_en_de_big(args):
-    """Schlag et al. 2021, appendix E: 6+6 layers, width 1024, 16 heads, feed-forward 4096, as Ott et al. 2018."""
+    """The size of Schlag et al. 2021, appendix E, as in Ott et al. 2018: 6+6 layers, width 1024, 16 heads, feed-forward 4096."""
     softmax = {*linear_attentions(read_config(FastWeightTransformerConfig, args))} != {*ATTENTIONS}
     defaults(args, attention_dropout=0.1 if softmax else 0.0)
     transformer_vaswani_wmt_en_de_big(args)

@@ -1,16 +1,16 @@
-"""The architectures of fast_weight_lm: sizes and mixers by name."""
+"""The architectures of fast_weight_lm. Each name stands for sizes and a mixer."""
 
 from fairseq.models import register_model_architecture
 from fairseq.models.transformer_lm import base_lm_architecture
 from fairseq.models.transformer_lm import transformer_lm_baevski_wiki103 as fairseq_baevski_wiki103
 from fairseq.utils import safe_getattr
 
-from . import fast_weight_lm  # noqa: F401  registers the model that these are architectures of
+from . import fast_weight_lm  # noqa: F401  registers the model of these architectures
 
 
 @register_model_architecture("fast_weight_lm", "additive_lm")
 def additive_lm(args):
-    """The size of "Additive Attention Is All You Need?" on WikiText-2, which trains with --tokens-per-sample 2048."""
+    """The size of "Additive Attention Is All You Need?" on WikiText-2. The paper trains it with --tokens-per-sample 2048."""
     defaults(args, mixer="additive", decoder_layers=6, decoder_embed_dim=128, decoder_ffn_embed_dim=512, decoder_attention_heads=4)
     defaults(args, dropout=0.1, activation_dropout=0.1, activation_fn="gelu")
     gpt2_like(args)
@@ -18,21 +18,21 @@ def additive_lm(args):
 
 @register_model_architecture("fast_weight_lm", "additive_lm_gpt2_small")
 def additive_lm_gpt2_small(args):
-    """GPT-2 small's shape with additive attention in place of softmax."""
+    """The shape of GPT-2 small, with additive attention in place of softmax attention."""
     defaults(args, mixer="additive", decoder_normalize_before=True, no_scale_embedding=True, scale_output=True)
     fast_weight_lm_gpt2_small(args)
 
 
 @register_model_architecture("fast_weight_lm", "leap_lm")
 def leap_lm(args):
-    """The size of additive_lm."""
+    """The size of additive_lm, with LEAP."""
     defaults(args, mixer="leap")
     additive_lm(args)
 
 
 @register_model_architecture("fast_weight_lm", "sru_lm")
 def sru_lm(args):
-    """6 layers of SRU of width 512."""
+    """A model of 6 SRU layers of width 512."""
     defaults(args, mixer="sru", decoder_layers=6, decoder_embed_dim=512, decoder_ffn_embed_dim=2048, decoder_attention_heads=1)
     defaults(args, decoder_normalize_before=True, no_token_positional_embeddings=True, share_decoder_input_output_embed=True)
     base_lm_architecture(args)
@@ -40,16 +40,18 @@ def sru_lm(args):
 
 @register_model_architecture("fast_weight_lm", "srupp_lm_enwik8_base")
 def srupp_lm_enwik8_base(args):
-    """SRU++ base of Lei 2021 on enwik8, 108M parameters: 10 layers of width 3072, each with attention of width 768."""
+    """The base SRU++ of Lei 2021 on enwik8, 108M parameters: 10 layers of width 3072, each with attention of width 768."""
     srupp_base(args)
     base_lm_architecture(args)
 
 
 @register_model_architecture("fast_weight_lm", "srupp_lm_wiki103_base")
 def srupp_lm_wiki103_base(args):
-    """SRU++ base of Lei 2021 on WikiText-103, 151M parameters: with tied adaptive embeddings of width 1024.
+    """The base SRU++ of Lei 2021 on WikiText-103, with tied adaptive embeddings of width 1024.
 
-    148M there; fairseq does not tie the projection of the most frequent words, 3.1M."""
+    It has 151M parameters and the paper's has 148M, because fairseq does not tie the projection of the most frequent words
+    (3.1M).
+    """
     defaults(args, adaptive_input=True, adaptive_input_factor=4, adaptive_input_cutoff="20000,40000,200000")
     defaults(args, adaptive_softmax_factor=4, adaptive_softmax_cutoff="20000,40000,200000", tie_adaptive_weights=True)
     defaults(args, tie_adaptive_proj=True, decoder_input_dim=1024, decoder_output_dim=1024)
@@ -59,20 +61,21 @@ def srupp_lm_wiki103_base(args):
 
 @register_model_architecture("fast_weight_lm", "transformer_xl_lm")
 def transformer_xl_lm(args):
-    """Transformer-XL standard of Dai et al. 2019 on WikiText-103, 151M parameters. It trains with --task stateful_language_modeling
-    --tokens-per-sample 150: the segment is as long as the memory."""
+    """The standard Transformer-XL of Dai et al. 2019 on WikiText-103, 151M parameters. Train it with
+    --task stateful_language_modeling --tokens-per-sample 150: the segment is then as long as the memory."""
     defaults(args, mixer="transformer_xl", xl_memory=150, no_token_positional_embeddings=True)
     defaults(args, decoder_ffn_embed_dim=2100, decoder_attention_heads=10)
     wiki103(args, width=410)
 
 
 def srupp_base(args) -> None:
+    """Sets the sizes that both SRU++ architectures share."""
     defaults(args, mixer="srupp", decoder_layers=10, decoder_embed_dim=3072, decoder_ffn_embed_dim=0, decoder_attention_heads=1)
     defaults(args, srupp_width=768, no_token_positional_embeddings=True, decoder_normalize_before=True)
 
 
 def gpt2_like(args) -> None:
-    """Norms before, learned positions, tied embeddings, logits divided by the square root of the width."""
+    """Sets norms before the layers, learned positions, tied embeddings, and logits divided by the square root of the width."""
     defaults(args, decoder_normalize_before=True, decoder_learned_pos=True, share_decoder_input_output_embed=True)
     defaults(args, no_scale_embedding=True, scale_output=True)
     base_lm_architecture(args)
@@ -85,7 +88,7 @@ def defaults(args, **values) -> None:
 
 
 def wiki103(args, width: int) -> None:
-    """Schlag et al. 2021, sec. 6.3: 16 layers, 8 heads, the vocabulary's embeddings shared."""
+    """Sets the sizes of Schlag et al. 2021, sec. 6.3: 16 layers, 8 heads, shared embeddings of the vocabulary."""
     defaults(args, decoder_layers=16, decoder_embed_dim=width, decoder_ffn_embed_dim=2048, decoder_attention_heads=8, dropout=0.1)
     defaults(args, adaptive_input=True, adaptive_input_factor=1, adaptive_input_cutoff="20000,40000,200000")
     defaults(args, adaptive_softmax_factor=1, adaptive_softmax_cutoff="20000,40000,200000", tie_adaptive_weights=True)
@@ -94,11 +97,13 @@ def wiki103(args, width: int) -> None:
 
 @register_model_architecture("fast_weight_lm", "fast_weight_lm_wiki103_small")
 def fast_weight_lm_wiki103_small(args):
+    """The small model of Schlag et al. 2021 on WikiText-103, width 128."""
     wiki103(args, width=128)
 
 
 @register_model_architecture("fast_weight_lm", "fast_weight_lm_wiki103_medium")
 def fast_weight_lm_wiki103_medium(args):
+    """The medium model of Schlag et al. 2021 on WikiText-103, width 256."""
     wiki103(args, width=256)
 
 
@@ -110,7 +115,7 @@ def fast_weight_lm_baevski_auli(args):
 
 @register_model_architecture("fast_weight_lm", "fast_weight_lm_gpt2_small")
 def fast_weight_lm_gpt2_small(args):
-    """GPT-2 small, 124M parameters: 12 layers, 12 heads, width 768, learned positions, tied embeddings."""
+    """The shape of GPT-2 small, 124M parameters: 12 layers, 12 heads, width 768, learned positions, tied embeddings."""
     defaults(args, decoder_layers=12, decoder_embed_dim=768, decoder_ffn_embed_dim=3072, decoder_attention_heads=12, dropout=0.1)
     defaults(args, activation_fn="gelu", decoder_learned_pos=True, share_decoder_input_output_embed=True)
     base_lm_architecture(args)

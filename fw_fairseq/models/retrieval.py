@@ -1,4 +1,4 @@
-"""retrieval: one head that stores pairs of keys and values and is asked for a value afterwards (Schlag et al. 2021, sec. 6.1)."""
+"""retrieval: one head stores pairs of keys and values, and is then asked for a value (Schlag et al. 2021, sec. 6.1)."""
 
 from dataclasses import dataclass
 
@@ -17,12 +17,15 @@ from ..rules import RULES, Rule
 
 @dataclass
 class RetrievalConfig(FastWeightConfig):
+    """The options of --arch retrieval."""
+
     key_dim: int = option(64, "width of keys and queries before the feature map", least=1)
 
 
 @register_model("retrieval", dataclass=RetrievalConfig)
 class RetrievalModel(BaseFairseqModel):
-    """Keys are made of the learned embedding of the key symbol and the one-hot value, queries of the embedding alone."""
+    """A model of one head. It makes keys of the key symbol's learned embedding and the one-hot value, and queries of the embedding
+    alone."""
 
     def __init__(self, config: RetrievalConfig, symbols: int):
         super().__init__()
@@ -56,15 +59,17 @@ class RetrievalModel(BaseFairseqModel):
 
     @property
     def rule(self) -> Rule:
+        """The update rule, an entry of RULES."""
         return RULES[self.rule_name]
 
     @classmethod
     def build_model(cls, cfg: RetrievalConfig, task):
+        """Checks the options and returns the model for the symbols of the task."""
         check_numbers(cfg, RetrievalConfig)
         return cls(cfg, task.cfg.symbols)
 
     def forward(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
-        """keys, values (B,T), queries (B,Q) -> what is read for each query, (B,Q,S)."""
+        """Maps keys and values (B,T) and queries (B,Q) to the value that each query reads, (B,Q,S)."""
         v = F.one_hot(values, self.symbols).to(self.embedding.weight)
         k = self.of_pairs(self.key_projection, keys, values).unsqueeze(1)
         q = F.embedding(queries, self.query_projection(self.embedding.weight)).unsqueeze(1)
@@ -76,22 +81,25 @@ class RetrievalModel(BaseFairseqModel):
         return self.read(self.features(q), self.features(k), v.unsqueeze(1), gates).squeeze(1)
 
     def of_pairs(self, projection: nn.Linear, keys: Tensor, values: Tensor) -> Tensor:
-        """projection([embedding of the key; one-hot value]) of each pair, looked up: there are only so many keys and values."""
+        """Returns projection([embedding of the key; one-hot value]) of each pair. It looks them up, as there are few keys and
+        values."""
         of_keys, of_values = projection.weight.split([self.embedding.embedding_dim, self.symbols], dim=1)
         return F.embedding(keys, F.linear(self.embedding.weight, of_keys, projection.bias)) + F.embedding(values, of_values.mT)
 
     def features(self, x: Tensor) -> Tensor:
+        """Maps keys or queries to their normalised features."""
         return normalised_features(self.feature_map, self.feature_norm, x, False)[0]
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor]) -> Tensor:
-        """Returns what the queries read after the last token, (B,1,Q,S). Only a rule outside the recurrence builds its memory."""
+        """Returns the values that the queries read after the last token, (B,1,Q,S). Only a rule outside the recurrence builds its
+        memory."""
         if self.rule.coefficients is None:
             return self.read_memory(q, k, v, gates)
         y, weights = recall(q, k, v, self.rule.coefficients(**gates))
         return y / (weights.sum(-1, keepdim=True) + 1e-6) if self.attention_norm else y
 
     def read_memory(self, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor]) -> Tensor:
-        """Writes all pairs, then reads with the queries as tokens that change nothing: keys and values of 0, gates of 1."""
+        """Writes all pairs, then reads with the queries as tokens that change nothing: keys and values are 0, gates are 1."""
         _, state = fast_weight(k, k, v, self.rule_name, gates)
         shape = q.shape[:3]
         still = {name: gate.new_ones(*shape, *gate.shape[3:]) for name, gate in gates.items()}

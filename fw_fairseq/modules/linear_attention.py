@@ -1,4 +1,4 @@
-"""Attention to a whole sentence through one memory: what the encoder attends to itself with, and the decoder to the encoder."""
+"""Attention to a whole sentence through one memory: the encoder's attention to itself, and the decoder's to the encoder."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from ..ops.normalisation import divide
 
 
 class Source(NamedTuple):
-    """What decoding keeps of B sentences, each with ``beam`` hypotheses in neighbouring rows."""
+    """The memories that decoding keeps of B sentences, each with ``beam`` hypotheses in neighbouring rows."""
 
     memory: Tensor  # (B,H,K,V)
     normaliser: Tensor | None  # (B,H,K)
     beam: int = 1
 
     def index_select(self, order: Tensor) -> Source:
-        """Of the hypotheses ``order``. Within a sentence nothing changes places; otherwise each gets its own copy."""
+        """Returns the memories of the hypotheses ``order``. They stay shared while each sentence keeps its own hypotheses;
+        otherwise each hypothesis gets its own copy."""
         sentences = order // self.beam
         if len(order) % self.beam == 0 and (grouped := sentences.view(-1, self.beam)).eq(grouped[:, :1]).all():
             sentences, beam = grouped[:, 0], self.beam
@@ -40,8 +41,8 @@ class Source(NamedTuple):
 class LinearAttention(nn.Module):
     """y_t = phi(q_t)^T W / phi(q_t).n with W = sum_s phi(k_s) v_s^T and n = sum_s phi(k_s) over the source's S positions.
 
-    Takes the place of fairseq's MultiheadAttention. W and n are all that decoding keeps of a source, whatever its length, and
-    they are accumulated in fp32. Features that can be negative have no such n: W is their mean over the source instead.
+    It takes the place of fairseq's MultiheadAttention. Decoding keeps only W and n of a source, whatever its length, and they
+    are accumulated in fp32. If features can be negative, there is no n, and W is a mean over the source.
     """
 
     def __init__(self, embed_dim: int, num_heads: int, config, source_dim: int | None = None, name: str = "encoder"):
@@ -59,7 +60,7 @@ class LinearAttention(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """As fairseq's attention."""
+        """Draws the weights as fairseq's attention does."""
         for weight in (self.q_proj.weight, *self.kv_proj.weight.split(self.sizes)):
             nn.init.xavier_uniform_(weight, gain=1 / math.sqrt(2))
         nn.init.xavier_uniform_(self.out_proj.weight)
@@ -67,8 +68,9 @@ class LinearAttention(nn.Module):
             nn.init.zeros_(projection.bias)
 
     def forward(self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None = None, incremental_state=None, **unused):
-        """query (T,B,C), key (S,B,C') -> y (T,B,C), no attention weights. key_padding_mask (B,S): True at padding."""
-        self.feature_map.redraw()  # in here: what is checkpointed is run again with the same random numbers
+        """Maps query (T,B,C) and key (S,B,C') to y (T,B,C) and None, as there are no attention weights. key_padding_mask:
+        (B,S), True at padding."""
+        self.feature_map.redraw()  # in here, because checkpointing runs it again with the same random numbers
         state = None if incremental_state is None else self._get_input_buffer(incremental_state)
         if state is None:
             state = self.summarise(key, key_padding_mask)
@@ -78,6 +80,7 @@ class LinearAttention(nn.Module):
         return self.out_proj(self.read(query, state)), None
 
     def summarise(self, source: Tensor, padding_mask: Tensor | None) -> Source:
+        """Returns the memory and the normaliser of a source (S,B,C')."""
         if len(source) == 0:
             raise Mistake("the source was let go after the first step of decoding; decode on with the same incremental state")
         k, v = self.kv_proj(source).split(self.sizes, dim=-1)
@@ -95,7 +98,8 @@ class LinearAttention(nn.Module):
         return Source(memory / count, None)
 
     def read(self, query: Tensor, source: Source) -> Tensor:
-        """The hypotheses of a sentence are so many more positions to read its memory at."""
+        """Returns the values that the queries read. Hypotheses of one sentence share its memory, so they count as more
+        positions."""
         rows = query.unflatten(1, (-1, source.beam)).transpose(1, 2)  # (T,beam,B,C)
         q, _ = self.features(self.q_proj(rows.flatten(0, 1)))
         with torch.autocast(q.device.type, enabled=False):
@@ -106,7 +110,7 @@ class LinearAttention(nn.Module):
         return y.unflatten(0, rows.shape[:2]).transpose(1, 2).flatten(1, 2)
 
     def features(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(T,B,H*X) -> (B,H,T,K) in fp32, and the log of what was divided out of each, which cancels for queries."""
+        """Maps (T,B,H*X) to features (B,H,T,K) in fp32 and the log of the factor divided out of each, which cancels for queries."""
         phi = self.feature_map
         features, log_scale = normalised_features(phi, self.feature_norm, split_heads(x, self.num_heads), phi.non_negative)
         return wide(features), log_scale
@@ -118,6 +122,7 @@ class LinearAttention(nn.Module):
         self.set_incremental_state(incremental_state, "source", state)
 
     def reorder_incremental_state(self, incremental_state, new_order: Tensor) -> None:
+        """Replaces the memories by those of the hypotheses ``new_order``."""
         state = self._get_input_buffer(incremental_state)
         if state is not None:
             self._set_input_buffer(incremental_state, state.index_select(new_order))

@@ -57,7 +57,7 @@ def check_arguments(
 
 
 def missing_form(rule: Rule, backend: str) -> str | None:
-    """What a rule outside the recurrence lacks for this backend."""
+    """Returns the form that a rule outside the recurrence lacks for this backend, or None."""
     if backend == "cuda" and rule.step is not None:
         return "kernel"
     return "chunk form" if backend == "chunkwise" and rule.step is not None and rule.sequence is None else None

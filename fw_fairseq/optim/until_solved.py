@@ -1,5 +1,5 @@
-"""until_solved: a constant learning rate until the validation loss is good enough, then 0, which ends fairseq-train
-with --stop-min-lr 0."""
+"""until_solved: a constant learning rate until the validation loss is good enough, then 0. With --stop-min-lr 0, fairseq-train
+then ends."""
 
 from dataclasses import dataclass, field
 
@@ -12,17 +12,22 @@ from ..config import option
 
 @dataclass
 class UntilSolvedConfig(FairseqDataclass):
+    """The options of --lr-scheduler until_solved."""
+
     target_loss: float = option(0.001, "training ends when the validation loss falls below this")
     lr: list[float] = field(default_factory=lambda: II("optimization.lr"))
 
 
 @register_lr_scheduler("until_solved", dataclass=UntilSolvedConfig)
 class UntilSolved(FairseqLRScheduler):
+    """A constant learning rate that becomes 0 when the validation loss falls below --target-loss."""
+
     def __init__(self, cfg: UntilSolvedConfig, optimizer):
         super().__init__(cfg, optimizer)
         self.optimizer.set_lr(cfg.lr[0])
 
     def step(self, epoch, val_loss=None):
+        """Returns the learning rate after an epoch; it is 0 once ``val_loss`` is below the target."""
         super().step(epoch, val_loss)
         if val_loss is not None and val_loss < self.cfg.target_loss:
             self.optimizer.set_lr(0.0)

@@ -54,8 +54,9 @@ TOLERANCE = 1e-4
 def export(checkpoint, output, data=None, tokenizer=None, force: bool = False):
     """Writes the folder ``output`` and returns the model in it.
 
-    data: the folder with dict.txt, default that of the training. tokenizer: a folder with the GPT-2 tokenizer that the dictionary's
-    symbols are numbers of, as fw-convert leaves them; without it the words of dict.txt become a tokenizer.
+    data: the folder with dict.txt; by default that of the training. tokenizer: a folder with a GPT-2 tokenizer, if the
+    symbols of the dictionary are its numbers, as fw-convert writes them. Without it, the words of dict.txt become a
+    tokenizer.
     """
     output = Path(output).resolve()
     check_output(output, force)
@@ -78,7 +79,7 @@ def export(checkpoint, output, data=None, tokenizer=None, force: bool = False):
 
 
 def check_output(output: Path, force: bool) -> None:
-    """--force replaces nothing but what this command wrote."""
+    """Refuses an existing folder, unless --force is given and the folder is empty or an earlier export."""
     if not output.exists():
         return
     if not force:
@@ -104,6 +105,7 @@ def replace(new: Path, folder: Path) -> None:
 
 
 def build(decoder: FastWeightDecoder):
+    """Returns the model for transformers, with the weights of fairseq's decoder."""
     from ..huggingface import ACTIVATIONS, FastWeightForCausalLM, FastWeightHFConfig
 
     cfg, config = decoder.cfg, decoder.fast_weight_config
@@ -148,15 +150,18 @@ def build(decoder: FastWeightDecoder):
 
 
 def jsonable(value):
+    """Returns a value that JSON can hold."""
     return value if isinstance(value, (int, float)) else str(value)  # an option with choices is an Enum
 
 
 def mixer_name(attention: nn.Module) -> str:
+    """Returns the name of a layer's mixer."""
     mixer = getattr(attention, "mixer", None)
     return next((name for name, kind in MIXERS.items() if type(mixer) is kind), SOFTMAX)
 
 
 def embedding_tensors(words: nn.Module) -> dict:
+    """Returns the weights of the input's embeddings by name, with their bands if they are adaptive."""
     if isinstance(words, nn.Embedding):
         return {"embed_tokens.weight": words.weight}
     tensors: dict = {"bands": [list(band[0].weight.shape) for band in words.embeddings]}
@@ -166,6 +171,7 @@ def embedding_tensors(words: nn.Module) -> dict:
 
 
 def is_tied(decoder) -> bool:
+    """Returns whether the output shares the input's embeddings."""
     if decoder.adaptive_softmax is None:
         return decoder.output_projection.weight is decoder.embed_tokens.weight
     head = decoder.adaptive_softmax.head
@@ -179,6 +185,7 @@ def weights(module: nn.Module) -> list[Tensor]:
 
 
 def output_tensors(decoder, tied: bool) -> tuple[dict[str, Tensor], list]:
+    """Returns the weights of the output layer by name, and its bands."""
     softmax = decoder.adaptive_softmax
     if softmax is None:
         return ({} if tied else {"output.weight": decoder.output_projection.weight}), []
@@ -207,11 +214,12 @@ def compare(source, model, words: int) -> float:
 
 
 def special_tokens(dictionary) -> dict[str, int]:
+    """Returns the ids of the special tokens."""
     return {"bos_token_id": dictionary.eos(), "eos_token_id": dictionary.eos(), "pad_token_id": dictionary.pad()}
 
 
 def renumber(model, dictionary, tokenizer: Path) -> None:
-    """Sorts embeddings by the tokenizer's ids. Its token i is the dictionary's symbol 'i'; the token without a symbol is </s>."""
+    """Sorts embeddings by the tokenizer's ids. Its token i is the dictionary's symbol 'i', and the one without a symbol is </s>."""
     if not any((tokenizer / name).exists() for name in ("vocab.json", "tokenizer.json")):
         raise Mistake(f"--tokenizer {tokenizer} has neither vocab.json nor tokenizer.json; it must be a GPT-2 tokenizer's folder")
     numbers = dictionary.symbols[dictionary.nspecial :]
@@ -230,6 +238,7 @@ def renumber(model, dictionary, tokenizer: Path) -> None:
 
 
 def write(model, dictionary, tokenizer, folder: Path) -> None:
+    """Writes the model, its code and its tokenizer into a new folder."""
     folder.mkdir(parents=True)
     model.config.auto_map = {
         "AutoConfig": "modeling_fw_fairseq.FastWeightHFConfig",
@@ -262,6 +271,7 @@ def word_tokenizer(dictionary):
 
 
 def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
     parser = make_parser(PROG, __doc__, EXAMPLE)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint of fast_weight_lm, with any mixers")
     parser.add_argument("output", metavar="OUTPUT", help="the folder to write")
@@ -272,6 +282,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line."""
     args = vars(parser().parse_args(arguments))
     with mistakes_as_sentences(PROG):
         if importlib.util.find_spec("transformers") is None:

@@ -27,14 +27,14 @@ from ..kernels.launch import use_kernels
 from ..kernels.pooling import pool_cuda_form, why_not
 from ..state import tensor_state
 
-CHUNK, DENSE = 16, 128  # tokens that one product takes at most: of a long text, of a short one
+CHUNK, DENSE = 16, 128  # the most tokens in one product: for a long sequence, for a short one
 LOG2_E = 1 / math.log(2)
 NOTHING = -1e30  # the score of no token at all; finite, so that differences of two of them are numbers
 
 
 @tensor_state
 class PoolState(NamedTuple):
-    """The last ``window - 1`` tokens, or the aggregate of all past tokens. The score is NOTHING where there was no token."""
+    """The last ``window - 1`` tokens, or the aggregate of all past tokens. Where there was no token, the score is NOTHING."""
 
     scores: Tensor  # (B,H,R), fp32 (float64 for float64 inputs)
     values: Tensor  # (B,H,R,V)
@@ -57,7 +57,7 @@ def pool(scores, values, window=0, state=None, padding_mask=None, reset_mask=Non
         texts = reset_mask.long().cumsum(1)
     ends = None if texts is None else texts[:, -1]
     if padding_mask is not None and padding_mask.any():
-        order = padding_mask.long().argsort(dim=1, stable=True)  # what is not padding first
+        order = padding_mask.long().argsort(dim=1, stable=True)  # real tokens first
         a, x = a.gather(2, order[:, None].expand_as(a)), x.gather(2, order[:, None, :, None].expand_as(x))
         texts = None if texts is None else texts.gather(1, order)
     lengths = None if order is None else (~padding_mask).sum(1)
@@ -68,6 +68,7 @@ def pool(scores, values, window=0, state=None, padding_mask=None, reset_mask=Non
 
 
 def check(scores: Tensor, values: Tensor, window: int, state: PoolState | None) -> None:
+    """Refuses shapes, windows and states that do not fit together."""
     if scores.dim() != 3 or values.shape[:-1] != scores.shape:
         raise Mistake(f"scores are {tuple(scores.shape)} and values {tuple(values.shape)}; they must be (B,H,T) and (B,H,T,V)")
     check_tokens("scores", scores, scores.shape[2])
@@ -79,12 +80,13 @@ def check(scores: Tensor, values: Tensor, window: int, state: PoolState | None) 
 
 
 def run(a: Tensor, x: Tensor, window: int, state, texts, lengths, ends, kernels: bool) -> tuple[Tensor, PoolState]:
-    """``pool`` of tokens without gaps; lengths (B,): how many tokens of each row count, ends (B,): the text of each row's end."""
+    """Runs ``pool`` on tokens without gaps. lengths (B,): how many tokens of each row count. ends (B,): the text at each
+    row's end."""
     batch, heads, total = a.shape
     size = window - 1 if window else 1
     before = 0 if state is None else size
     if before:
-        x = x if window else wide(x)  # a window's state is tokens, which fit into the type that they had
+        x = x if window else wide(x)  # a window's state holds tokens, which fit their own dtype
         a, x = torch.cat([state.scores.to(a), a], 2), torch.cat([state.values.to(x), x], 2)
         texts = None if texts is None else F.pad(texts, (before, 0))
     by_head = None if texts is None else texts[:, None].expand(batch, heads, -1)
@@ -106,15 +108,17 @@ def run(a: Tensor, x: Tensor, window: int, state, texts, lengths, ends, kernels:
 
 
 class Pool(torch.autograd.Function):
-    """a (B,H,T), x (B,H,T,V) -> logs of the summed weights (B,H,T), means (B,H,T,V).
+    """Maps a (B,H,T) and x (B,H,T,V) to the logs of the summed weights (B,H,T) and the means (B,H,T,V).
 
-    The gradient of x_l is exp(a_l) sum_t exp(-L_t) dg_t over the t that see l, L_t the log of t's summed weights: again sums over
-    windows, of time that runs backwards, with scores -L_t. What a_l takes away from the other tokens is one more channel of them.
+    The gradient of x_l is exp(a_l) sum_t exp(-L_t) dg_t over the t that see l, where L_t is the log of t's summed weights.
+    These are again sums over windows, in reversed time and with scores -L_t. The weight that a_l takes from the other tokens
+    is one more channel of these sums.
     """
 
     @staticmethod
     @as_written
     def forward(ctx, a, x, window: int, texts):
+        """Computes the logs of the summed weights and the means, and saves them for the gradients."""
         log_weights, means = aggregate(a, x, window, texts)
         ctx.window = window
         ctx.save_for_backward(a, x, texts, log_weights, means)
@@ -124,9 +128,10 @@ class Pool(torch.autograd.Function):
     @once_differentiable
     @as_written
     def backward(ctx, dlog_weights, dmeans):
+        """Returns the gradients of a and x."""
         a, x, texts, log_weights, means = ctx.saved_tensors
         shared = (dmeans * means).sum(-1, keepdim=True) - dlog_weights[..., None]
-        scores = torch.where(log_weights > NOTHING / 2, -log_weights, NOTHING)  # what saw nothing gives nothing back
+        scores = torch.where(log_weights > NOTHING / 2, -log_weights, NOTHING)  # tokens that saw nothing pass no gradient back
         back = scores.flip(2), torch.cat([dmeans, shared], -1).flip(2), None if texts is None else texts.flip(2)
         log_sums, sums = (part.flip(2) for part in aggregate(*back[:2], ctx.window, back[2]))
         sums.mul_((a + log_sums).exp()[..., None])
@@ -135,11 +140,12 @@ class Pool(torch.autograd.Function):
 
 
 def aggregate(a: Tensor, x: Tensor, window: int, texts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns the aggregate of the tokens that each one sees: a window, or all of the past for window 0."""
     return windowed(a, x, window, texts) if 0 < window < a.shape[-1] else prefix(a, x, texts)
 
 
 def last(a: Tensor, x: Tensor, size: int, before: int, texts, lengths, ends) -> PoolState:
-    """The last ``size`` tokens that count in each row, without those of earlier texts than the last one."""
+    """Returns the last ``size`` tokens that count in each row. Tokens of a text before the last one do not count."""
     missing = max(0, size - before)
     a, x = F.pad(a, (missing, 0), value=NOTHING), F.pad(x, (0, 0, missing, 0))
     if texts is not None:
@@ -152,25 +158,25 @@ def last(a: Tensor, x: Tensor, size: int, before: int, texts, lengths, ends) -> 
 
 
 def mean(a: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(...,T), (...,T,V) -> the log of the summed weights (...), the mean (...,V)."""
+    """Maps (...,T) and (...,T,V) to the log of the summed weights (...) and the mean (...,V)."""
     log_weight = a.logsumexp(-1)
     return log_weight, ((a - log_weight[..., None]).exp()[..., None, :] @ x).squeeze(-2)
 
 
 def merge(a: Tensor, x: Tensor, b: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The aggregate of two aggregates, of log weights a, b (...) and means x, y (...,V)."""
+    """Returns the aggregate of two aggregates, with log weights a, b (...) and means x, y (...,V)."""
     return torch.logaddexp(a, b), torch.lerp(y, x, torch.sigmoid(a - b)[..., None])
 
 
 def last_weights(scores: Tensor, window: int) -> Tensor:
-    """(B,H,T) -> (B,H,T): the weight of each token in the mean of the last one."""
+    """Returns the weight of each token in the mean of the last one, (B,H,T)."""
     total = scores.shape[-1]
     unseen = torch.arange(total, device=scores.device) < (total - window if window else 0)
     return scores.masked_fill(unseen, float("-inf")).softmax(-1)
 
 
 def prefix(a: Tensor, x: Tensor, texts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The aggregate (...,T), (...,T,V) of the tokens up to each one. Only tokens of its text count; ``texts`` (...,T) increases."""
+    """Returns the aggregate (...,T), (...,T,V) of the tokens up to each one, in its own text; ``texts`` (...,T) increases."""
     total = a.shape[-1]
     if total <= CHUNK:
         return masked(a, x, causal(total, a.device), texts, texts)
@@ -187,8 +193,8 @@ def prefix(a: Tensor, x: Tensor, texts: Tensor | None = None) -> tuple[Tensor, T
 
 
 def windowed(a: Tensor, x: Tensor, window: int, texts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As ``prefix``, for the last ``window`` tokens: an aggregate of the chunk where the window begins, one of all chunks between,
-    and one of the token's own chunk."""
+    """Returns aggregates as ``prefix`` does, for the last ``window`` tokens. Each merges three: one of the chunk where the window
+    begins, one of all chunks between, and one of the token's own chunk."""
     total = a.shape[-1]
     if total <= DENSE:
         return masked(a, x, band(total, window, a.device), texts, texts)
@@ -204,7 +210,7 @@ def windowed(a: Tensor, x: Tensor, window: int, texts: Tensor | None) -> tuple[T
 
 
 def over_chunks(a: Tensor, x: Tensor, window: int, texts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Chunks (...,N,C), (...,N,C,V), and windows that begin in an earlier chunk than they end in."""
+    """Returns the aggregates of chunks (...,N,C), (...,N,C,V) for windows that begin in an earlier chunk than they end in."""
     ends = None if texts is None else texts[..., -1]
     of_ends = None if ends is None else ends[..., None].expand_as(texts)
     own, sums, means = weighted(a, x, causal(CHUNK, a.device), texts, texts)
@@ -230,12 +236,12 @@ def over_chunks(a: Tensor, x: Tensor, window: int, texts: Tensor | None) -> tupl
 
 
 def later(x: Tensor, count: int, fill: float) -> Tensor:
-    """Numbers of tokens in chunks (...,N,C), each moved to the token ``count`` later."""
+    """Moves numbers of tokens in chunks (...,N,C), each to the token ``count`` later."""
     return F.pad(x.flatten(-2)[..., :-count], (count, 0), value=fill).view(x.shape)
 
 
 def between_chunks(a: Tensor, x: Tensor, count: int, ends: Tensor | None):
-    """Chunks (...,N), (...,N,V) that are one token each -> the aggregates of the ``count`` before each, and of one less."""
+    """Maps chunks (...,N), (...,N,V), each one token, to the aggregates of the ``count`` before each, and of one less."""
     far, values, far_ends = earlier(count, a, x, ends)
     if ends is not None:
         far = far.masked_fill(far_ends != F.pad(ends[..., :-1], (1, 0), value=-1), NOTHING)
@@ -246,7 +252,7 @@ def between_chunks(a: Tensor, x: Tensor, count: int, ends: Tensor | None):
 
 
 def earlier(count: int, a: Tensor, x: Tensor, texts: Tensor | None):
-    """Each block (B,H,blocks,...) replaced by the block ``count`` before it, by nothing where there is none."""
+    """Replaces each block (B,H,blocks,...) by the block ``count`` before it, or by nothing where there is none."""
     return tuple(
         None if part is None else torch.cat([torch.full_like(part[:, :, :count], fill), part[:, :, :-count]], 2)
         for part, fill in ((a, NOTHING), (x, 0), (texts, -1))
@@ -254,7 +260,7 @@ def earlier(count: int, a: Tensor, x: Tensor, texts: Tensor | None):
 
 
 def blocks(a: Tensor, x: Tensor, texts, size: int):
-    """(...,T), (...,T,V) and texts in blocks of ``size``, the last one filled up with nothing."""
+    """Splits (...,T), (...,T,V) and texts into blocks of ``size``; the last block is filled up with nothing."""
     count = -(-a.shape[-1] // size)
     fill = count * size - a.shape[-1]
     a, x = F.pad(a, (0, fill), value=NOTHING), F.pad(x, (0, 0, 0, fill))
@@ -264,13 +270,13 @@ def blocks(a: Tensor, x: Tensor, texts, size: int):
 
 
 def masked(a: Tensor, x: Tensor, seen: Tensor, queries, keys) -> tuple[Tensor, Tensor]:
-    """a (...,S), x (...,S,V), seen (T,S) -> (...,T), (...,T,V): the aggregate of the tokens that each sees in its text."""
+    """Maps a (...,S), x (...,S,V), seen (T,S) to (...,T), (...,T,V): the aggregate of the tokens that each sees in its text."""
     top, sums, values = weighted(a, x, seen, queries, keys)
     return top + sums.log(), values.div_(sums[..., None])
 
 
 def weighted(a: Tensor, x: Tensor, seen: Tensor, queries, keys) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``masked``: the largest scores (...,T), the sums of weights relative to those (...,T) and of weighted x (...,T,V)."""
+    """Returns the largest scores (...,T), and relative to them the sums of weights (...,T) and of weighted x (...,T,V)."""
     scores = a[..., None, :] + torch.zeros_like(seen, dtype=a.dtype).masked_fill_(~seen, float("-inf"))
     if queries is not None:
         scores.masked_fill_(queries[..., :, None] != keys[..., None, :], float("-inf"))
@@ -280,14 +286,16 @@ def weighted(a: Tensor, x: Tensor, seen: Tensor, queries, keys) -> tuple[Tensor,
 
 
 def exp(x: Tensor) -> Tensor:
-    """The exponential of x, which is at most 0, in place. exp2 is many times as fast, most of all where the result is 0."""
+    """Computes the exponential of x in place; x is at most 0. exp2 is many times as fast as exp, most of all where the result
+    is 0."""
     return x.mul_(LOG2_E).exp2_()
 
 
 def causal(size: int, device) -> Tensor:
+    """Returns a mask (size, size) in which each token sees itself and all before it."""
     return torch.ones(size, size, dtype=torch.bool, device=device).tril()
 
 
 def band(size: int, window: int, device) -> Tensor:
-    """(size, size): the last ``window`` tokens up to each."""
+    """Returns a mask (size, size) in which each token sees itself and the ``window - 1`` before it."""
     return torch.ones(size, size, dtype=torch.bool, device=device).tril().triu(1 - window)
