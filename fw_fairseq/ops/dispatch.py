@@ -38,10 +38,12 @@ def run(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """y (B,H,T,V) in v's dtype, and the memory after the last token; of all workers' tokens where there is a group."""
     if inputs.group is not None:
         return run_on_workers(inputs)
+    if asks_for_kernels(inputs):  # they take one dtype, and attention normalisation makes v fp32
+        inputs = inputs._replace(q=inputs.q.to(inputs.v.dtype), k=inputs.k.to(inputs.v.dtype))
     q, k, v, coefficients, memory = inputs.q, inputs.k, inputs.v, inputs.coefficients, inputs.state.memory
     plan = choose(inputs)
     if plan.is_kernel:
-        return plan.form(q.to(v.dtype), k.to(v.dtype), v, coefficients, memory, inputs.row_map)
+        return plan.form(q, k, v, coefficients, memory, inputs.row_map)
     no_map = None if plan.reason is None else why_no_map(inputs.row_map)
     if inputs.row_map != AS_IS and not (no_map and inputs.backend == "cuda"):  # a kernel that does not make features may take them
         mapped = inputs.mapped()
@@ -65,7 +67,7 @@ def choose(inputs: Inputs) -> Plan:
     if inputs.backend == "chunkwise":
         return Plan(chunk_form)
     reason = None
-    if inputs.backend == "cuda" or has_kernels(inputs.q):
+    if asks_for_kernels(inputs):
         plan = choose_kernel(inputs)
         if plan.reason is None:
             return plan
@@ -76,8 +78,7 @@ def choose(inputs: Inputs) -> Plan:
 
 def choose_kernel(inputs: Inputs) -> Plan:
     """The kernel for these inputs, or the sentence that says why there is none."""
-    v, coefficients, row_map = inputs.v, inputs.coefficients, inputs.row_map
-    q, k = inputs.q.to(v.dtype), inputs.k.to(v.dtype)  # attention normalisation makes v fp32
+    q, k, v, coefficients, row_map = inputs.q, inputs.k, inputs.v, inputs.coefficients, inputs.row_map
     if q.shape[2] == 1 and why_no_step_kernel(q, v, coefficients, row_map) is None and not learns(inputs):
         return Plan(step_cuda_form, is_kernel=True)
     reason = kernels.why_not(q, k, v, coefficients, row_map)
@@ -98,6 +99,11 @@ def run_on_workers(inputs: Inputs) -> tuple[Tensor, Tensor]:
         return run(inputs._replace(q=q, k=k, v=v, coefficients=coefficients, state=state, group=None))
 
     return run_across(inputs.group, form, inputs.q, inputs.k, inputs.v, inputs.coefficients, inputs.state.memory)
+
+
+def asks_for_kernels(inputs: Inputs) -> bool:
+    """Whether ``choose`` looks for a kernel."""
+    return inputs.backend == "cuda" or (inputs.backend == "auto" and has_kernels(inputs.q))
 
 
 def has_kernels(x: Tensor) -> bool:
