@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
@@ -14,6 +15,7 @@ from .ops.checks import BACKENDS
 from .rules import RULES
 
 SOFTMAX = "softmax"
+SOFTMAX_OPTIONS = ("attention_dropout",)  # fairseq's own
 ATTENTIONS = ("encoder", "decoder", "cross")
 
 
@@ -95,6 +97,31 @@ def linear_attentions(config: FastWeightTransformerConfig) -> list[str]:
         if name not in ATTENTIONS:
             raise Mistake(f"--linear-attention has {name!r}; allowed, separated by commas: {', '.join(ATTENTIONS)}")
     return names
+
+
+def mixer_options(name: str) -> tuple[str, ...]:
+    """The names of the options that a mixer reads, those of its feature map aside."""
+    return SOFTMAX_OPTIONS if name == SOFTMAX else MIXERS[name].options
+
+
+def options_read(config: FastWeightConfig, mixers: Iterable[str], *others: str) -> set[str]:
+    """The names of the options that these mixers read, of ``others``, and of the feature map where one is read."""
+    names = {*others}.union(*map(mixer_options, mixers))
+    return names | {*FEATURE_MAPS[str(config.feature_map)].options} if "feature_map" in names else names
+
+
+def refuse_without_effect(args, kind: type, effective: set[str]) -> None:
+    """Refuses an option that has another value than its default and that is none of ``effective``."""
+    defaults = {f.name: f.default for f in fields(kind)} | dict.fromkeys(SOFTMAX_OPTIONS, 0.0)
+    for name, default in defaults.items():
+        value = safe_getattr(args, name, None)
+        if not name.startswith("_") and name not in effective and value is not None and value != default:
+            owners = [f"--mixer {mixer}" for mixer in (SOFTMAX, *MIXERS) if name in mixer_options(mixer)]
+            owners += [f"--feature-map {phi}" for phi, made in FEATURE_MAPS.items() if name in made.options]
+            belongs = f" without {' or '.join(owners)}" if owners else " in this model"
+            raise Mistake(f"{option_name(name)} has no effect{belongs}; leave it out")
+    if "mixer" in effective and safe_getattr(args, "mixer_pattern", "") and str(args.mixer) != str(defaults["mixer"]):
+        raise Mistake("--mixer has no effect beside --mixer-pattern; leave one of them out")
 
 
 def option_name(name: str) -> str:

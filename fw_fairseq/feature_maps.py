@@ -19,6 +19,7 @@ class FeatureMap(nn.Module):
     """A feature map.
 
     out_dim: the width of phi(x).
+    options: the options of the command line that belong to the map.
     non_negative: whether no feature is below 0, so that sum and attention normalisation may be used.
     at_most_one: whether no phi(x) is longer than 1, so that a rule with an erase needs no normalisation.
     row_map: the name in ``row_map.MAPS`` of the function from ``linear(x)`` to phi(x), where that has no parameters; kernels can
@@ -27,6 +28,7 @@ class FeatureMap(nn.Module):
 
     equation = ""
     eps = 1e-6  # added to the divisor of attention normalisation; far below any phi(q) . phi(k) that matters
+    options: tuple[str, ...] = ()
     non_negative = at_most_one = False
     row_map: str | None = None
 
@@ -107,6 +109,7 @@ class Dpfp(FeatureMap):
     """The deterministic parameter-free projection: x' times its own rolls, so that few features are active at once."""
 
     equation = "x' = [relu(x), relu(-x)]; cat over j = 1..nu of x' * roll(x', j)"
+    options = ("dpfp_nu",)
     non_negative = True
     row_map = "dpfp"
 
@@ -123,6 +126,8 @@ class Dpfp(FeatureMap):
 class RandomFeatures(FeatureMap):
     """A map of ``features`` random projections. Training draws new ones for each mini-batch; those of evaluation are drawn once and
     saved in the checkpoint."""
+
+    options = ("favor_features",)
 
     def __init__(self, head_dim: int, features: int | None = None, orthogonal: bool = True):
         features = positive("head_dim", head_dim) if features is None else positive("features", features)
@@ -149,6 +154,7 @@ class Favor(RandomFeatures):
     head_dim^-1/4, exp(q . k / sqrt(head_dim))."""
 
     equation = "exp(-|x|^2/2) / sqrt(2m) [exp(R x), exp(-R x)]"
+    options = ("favor_features", "favor_prescale")
     eps = 1e-30  # kept at most 1 or summing to 1, its features have products of any size
     non_negative = True
 

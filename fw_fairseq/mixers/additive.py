@@ -28,7 +28,7 @@ class PooledState(NamedTuple):
 class Additive(Mixer):
     """q' = pool(q); p = LayerNorm(x + q' k); p' = pool(p); y = W (p' v). The residual and the norm inside make training stable."""
 
-    state_type = PooledState
+    state_type, options = PooledState, ("window_sizes",)
 
     def __init__(self, embed_dim: int, num_heads: int, config, window: int = 0):
         super().__init__(embed_dim, num_heads)

@@ -38,9 +38,13 @@ class Mixer(nn.Module):
     ``state_type``, a NamedTuple of tensors that begin with B, decorated by ``ops.state.tensor_state``. Its size does not depend on
     the number of tokens. A new mixer overrides ``forward`` and sets ``state_type``; it overrides the other methods where it can do
     more than they do here.
+
+    ``options`` names the options of the command line that the mixer reads. A model that is to be trained refuses every other
+    option that was given, because it would have no effect.
     """
 
     state_type: type
+    options: tuple[str, ...] = ()
 
     def __init__(self, embed_dim: int, num_heads: int):
         super().__init__()

@@ -34,7 +34,7 @@ class Bounded(Mixer):
     values.
     """
 
-    state_type = BoundedState
+    state_type, options = BoundedState, ("slots", "fast_weight_backend")
 
     def __init__(self, embed_dim: int, num_heads: int, config, extra: int = 0):
         super().__init__(embed_dim, num_heads)
@@ -92,6 +92,8 @@ class Abc(Bounded):
 
 class Linformer(Bounded):
     """The weights w_t are a learned vector for each position. After ``--slot-positions`` positions, the last vector serves."""
+
+    options = (*Bounded.options, "slot_positions")
 
     def __init__(self, embed_dim: int, num_heads: int, config):
         super().__init__(embed_dim, num_heads, config)

@@ -13,7 +13,7 @@ from ..ops import FastWeightState, fast_weight
 from ..ops.recall import until_end
 from ..rules import RULES, Rule
 from .base import Mixer, rows
-from .features import build_feature_map, check_combination, initial_bias, normalised_features, row_map_of
+from .features import FEATURE_OPTIONS, build_feature_map, check_combination, initial_bias, normalised_features, row_map_of
 
 
 class FastWeight(Mixer):
@@ -23,6 +23,7 @@ class FastWeight(Mixer):
     """
 
     state_type = FastWeightState
+    options = (*FEATURE_OPTIONS, "update_rule", "attention_norm", "fast_weight_backend")
 
     def __init__(self, embed_dim: int, num_heads: int, config):
         super().__init__(embed_dim, num_heads)

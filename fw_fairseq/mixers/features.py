@@ -11,6 +11,8 @@ from ..ops import RowMap
 from ..ops.checks import missing_form
 from ..rules import RULES
 
+FEATURE_OPTIONS = ("feature_map", "feature_dim", "feature_norm")  # and those of the chosen map
+
 
 def normalised_features(phi: FeatureMap, norm: str, x: Tensor, keep_scale: bool) -> tuple[Tensor, Tensor | None]:
     """Returns phi(x) after --feature-norm and, with ``keep_scale`` and where no norm cancels it, the log of the factor that was
@@ -30,16 +32,18 @@ def row_map_of(phi: FeatureMap, norm: str) -> RowMap | None:
 
 
 def build_feature_map(config, head_dim: int, num_heads: int) -> FeatureMap:
-    width = config.feature_dim or head_dim
-    if str(config.feature_map) == "dpfp" and config.dpfp_nu >= 2 * width:
-        raise Mistake(f"--dpfp-nu is {config.dpfp_nu}; with keys of width {width} per head it must be at most {2 * width - 1}")
-    options = {
-        "dpfp": {"nu": config.dpfp_nu},
-        "favor": {"features": config.favor_features or width, "prescale": config.favor_prescale},
-        "rfa": {"features": config.favor_features or width},
-        "relu": {"heads": num_heads},
-    }
-    return FEATURE_MAPS[str(config.feature_map)](width, **options.get(str(config.feature_map), {}))
+    name, width, options = str(config.feature_map), config.feature_dim or head_dim, {}
+    if name == "dpfp":
+        if config.dpfp_nu >= 2 * width:
+            raise Mistake(f"--dpfp-nu is {config.dpfp_nu}; with keys of width {width} per head it must be at most {2 * width - 1}")
+        options = {"nu": config.dpfp_nu}
+    elif name == "relu":
+        options = {"heads": num_heads}
+    elif name in ("favor", "rfa"):
+        options = {"features": config.favor_features or width}
+        if name == "favor":
+            options["prescale"] = config.favor_prescale
+    return FEATURE_MAPS[name](width, **options)
 
 
 def check_combination(config, phi: FeatureMap) -> None:

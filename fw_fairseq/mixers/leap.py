@@ -18,7 +18,7 @@ class Leap(Mixer):
     """w = elu(f k / sqrt(d)) + 1; k', v' = means of k and v weighted by w, over all of the past or a window;
     y = W (sigmoid(q k' / sqrt(d)) v')."""
 
-    state_type = PoolState
+    state_type, options = PoolState, ("window_sizes",)
 
     def __init__(self, embed_dim: int, num_heads: int, config, window: int = 0):
         super().__init__(embed_dim, num_heads)

@@ -17,7 +17,7 @@ class LocalAttention(Mixer):
     The window's keys and values carry over to the next segment, without gradients.
     """
 
-    state_type = WindowState
+    state_type, options = WindowState, ("local_window",)
 
     def __init__(self, embed_dim: int, num_heads: int, config):
         super().__init__(embed_dim, num_heads)
@@ -77,6 +77,8 @@ class TransformerXl(LocalAttention):
     Each token sees the ``--xl-memory`` tokens before it, however the text is cut. No parameter depends on that number, so you
     can try another one in evaluation: fairseq-eval-lm --model-overrides "{'xl_memory': 128}".
     """
+
+    options = ("xl_memory",)
 
     def __init__(self, embed_dim: int, num_heads: int, config):
         super().__init__(embed_dim, num_heads, config)

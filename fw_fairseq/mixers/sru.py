@@ -30,7 +30,7 @@ class Sru(Mixer):
     input, the gates' weights half of it, and ``scale`` keeps it through the highway.
     """
 
-    state_type = SruState
+    state_type, options = SruState, ("sru_projection", "sru_highway_bias")
 
     def __init__(self, embed_dim: int, num_heads: int, config):
         super().__init__(embed_dim, num_heads)

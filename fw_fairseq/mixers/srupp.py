@@ -33,6 +33,7 @@ class Srupp(Sru):
     """
 
     state_type = SruppState
+    options = ("sru_highway_bias", "srupp_width", "srupp_heads", "srupp_memory", "srupp_dropout")
 
     def __init__(self, embed_dim: int, num_heads: int, config):
         Mixer.__init__(self, embed_dim, num_heads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fairseq.utils import safe_getattr
 
 from .. import Mistake
-from ..config import FastWeightConfig, layer_mixers, read_config
+from ..config import FastWeightConfig, layer_mixers, mixer_options, read_config
 from ..mixers.pooled import layer_window
 
 
@@ -21,8 +21,9 @@ def keep_layers(args, kind: type = FastWeightConfig) -> None:
     if not {*numbers} <= {*range(layers)}:
         raise Mistake(f"--decoder-layers-to-keep is {kept!r}; the model has layers 0 to {layers - 1}")
     mixers = layer_mixers(config, layers)
-    args.mixer_pattern = ",".join(mixers[number] for number in numbers)
-    args.window_sizes = ",".join(str(layer_window(config, number, layers)) for number in numbers)
+    args.mixer, args.mixer_pattern = FastWeightConfig.mixer, ",".join(mixers[number] for number in numbers)
+    if any("window_sizes" in mixer_options(name) for name in mixers):
+        args.window_sizes = ",".join(str(layer_window(config, number, layers)) for number in numbers)
 
 
 class NamesWhatDiffers:

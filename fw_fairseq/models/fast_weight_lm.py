@@ -11,7 +11,7 @@ from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerL
 from fairseq.utils import safe_getattr
 
 from .. import Mistake
-from ..config import FastWeightConfig, option
+from ..config import FastWeightConfig, layer_mixers, option, options_read, refuse_without_effect
 from ..mixers.base import check_heads
 from .checkpoint_options import NamesWhatDiffers, keep_layers
 from .fast_weight_decoder import FastWeightDecoder
@@ -50,6 +50,12 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
         if not next(model.parameters()).is_meta:
             logger.info(model.describe_state())
         return model
+
+    def refuse_without_effect(self, args) -> None:
+        """Refuses options that no part of a new model reads."""
+        config = self.decoder.fast_weight_config
+        names = layer_mixers(config, args.decoder_layers)
+        refuse_without_effect(args, FastWeightConfig, options_read(config, names, "mixer", "mixer_pattern", "scale_output"))
 
     def forward(self, src_tokens, src_lengths=None, **kwargs):
         return self.decoder(src_tokens, **kwargs)

@@ -13,8 +13,16 @@ from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.utils import safe_getattr
 
 from .. import Mistake
-from ..config import ATTENTIONS, SOFTMAX, FastWeightTransformerConfig, linear_attentions, read_config
-from ..modules import LinearEncoderLayer, TranslationDecoderLayer
+from ..config import (
+    ATTENTIONS,
+    SOFTMAX,
+    FastWeightTransformerConfig,
+    linear_attentions,
+    options_read,
+    read_config,
+    refuse_without_effect,
+)
+from ..modules import LinearAttention, LinearEncoderLayer, TranslationDecoderLayer
 from .checkpoint_options import NamesWhatDiffers, keep_layers
 from .fast_weight_decoder import FastWeightDecoder
 from .lm_architectures import defaults
@@ -97,6 +105,18 @@ class FastWeightTransformer(NamesWhatDiffers, TransformerModel):
         """Returns the decoder."""
         return TranslationDecoder(args, tgt_dict, embed_tokens, no_encoder_attn=args.no_cross_attention)
 
+    def refuse_without_effect(self, args) -> None:
+        """Refuses options that no part of a new model reads."""
+        config = self.decoder.fast_weight_config
+        linear = {*linear_attentions(config)}
+        mixers = self.decoder.mixer_names(args.decoder_layers) + ([SOFTMAX] if linear != {*ATTENTIONS} else [])
+        others = ["linear_attention", "scale_output"]
+        if "decoder" in linear:
+            others += ["mixer", "mixer_pattern"]
+        if linear & {"encoder", "cross"}:
+            others += LinearAttention.options
+        refuse_without_effect(args, FastWeightTransformerConfig, options_read(config, mixers, *others))
+
     def prepare_for_inference_(self, cfg):
         """Prepares the model for generation, and refuses options that need softmax cross attention."""
         for name in ("print_alignment", "replace_unk"):
@@ -129,8 +149,6 @@ def check_options(args) -> None:
         if safe_getattr(args, f"{part}_xformers_att_config", None) and linear & users:
             taken = " and ".join(sorted(users))
             raise Mistake(f"--{part}-xformers-att-config is for softmax attention; take {taken} out of --linear-attention")
-    if safe_getattr(args, "attention_dropout", 0) and linear == {*ATTENTIONS}:
-        raise Mistake("--attention-dropout drops softmax weights, and no attention here has any; leave it out")
     if safe_getattr(args, "load_alignments", False):
         refuse_alignments("--load-alignments", config)
 

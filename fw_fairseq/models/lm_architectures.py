@@ -1,17 +1,21 @@
 """The architectures of fast_weight_lm. Each name stands for sizes and a mixer."""
 
+import re
+
 from fairseq.models import register_model_architecture
 from fairseq.models.transformer_lm import base_lm_architecture
 from fairseq.models.transformer_lm import transformer_lm_baevski_wiki103 as fairseq_baevski_wiki103
 from fairseq.utils import safe_getattr
 
+from ..config import mixer_options
 from . import fast_weight_lm  # noqa: F401  registers the model of these architectures
 
 
 @register_model_architecture("fast_weight_lm", "additive_lm")
 def additive_lm(args):
     """The size of "Additive Attention Is All You Need?" on WikiText-2. The paper trains it with --tokens-per-sample 2048."""
-    defaults(args, mixer="additive", decoder_layers=6, decoder_embed_dim=128, decoder_ffn_embed_dim=512, decoder_attention_heads=4)
+    choose_mixer(args, "additive")
+    defaults(args, decoder_layers=6, decoder_embed_dim=128, decoder_ffn_embed_dim=512, decoder_attention_heads=4)
     defaults(args, dropout=0.1, activation_dropout=0.1, activation_fn="gelu")
     gpt2_like(args)
 
@@ -19,21 +23,23 @@ def additive_lm(args):
 @register_model_architecture("fast_weight_lm", "additive_lm_gpt2_small")
 def additive_lm_gpt2_small(args):
     """The shape of GPT-2 small, with additive attention in place of softmax attention."""
-    defaults(args, mixer="additive", decoder_normalize_before=True, no_scale_embedding=True, scale_output=True)
+    choose_mixer(args, "additive")
+    defaults(args, decoder_normalize_before=True, no_scale_embedding=True, scale_output=True)
     fast_weight_lm_gpt2_small(args)
 
 
 @register_model_architecture("fast_weight_lm", "leap_lm")
 def leap_lm(args):
     """The size of additive_lm, with LEAP."""
-    defaults(args, mixer="leap")
+    choose_mixer(args, "leap")
     additive_lm(args)
 
 
 @register_model_architecture("fast_weight_lm", "sru_lm")
 def sru_lm(args):
     """A model of 6 SRU layers of width 512."""
-    defaults(args, mixer="sru", decoder_layers=6, decoder_embed_dim=512, decoder_ffn_embed_dim=2048, decoder_attention_heads=1)
+    choose_mixer(args, "sru")
+    defaults(args, decoder_layers=6, decoder_embed_dim=512, decoder_ffn_embed_dim=2048, decoder_attention_heads=1)
     defaults(args, decoder_normalize_before=True, no_token_positional_embeddings=True, share_decoder_input_output_embed=True)
     base_lm_architecture(args)
 
@@ -63,15 +69,17 @@ def srupp_lm_wiki103_base(args):
 def transformer_xl_lm(args):
     """The standard Transformer-XL of Dai et al. 2019 on WikiText-103, 151M parameters. Train it with
     --task stateful_language_modeling --tokens-per-sample 150: the segment is then as long as the memory."""
-    defaults(args, mixer="transformer_xl", xl_memory=150, no_token_positional_embeddings=True)
+    choose_mixer(args, "transformer_xl", xl_memory=150)
+    defaults(args, no_token_positional_embeddings=True)
     defaults(args, decoder_ffn_embed_dim=2100, decoder_attention_heads=10)
     wiki103(args, width=410)
 
 
 def srupp_base(args) -> None:
     """Sets the sizes that both SRU++ architectures share."""
-    defaults(args, mixer="srupp", decoder_layers=10, decoder_embed_dim=3072, decoder_ffn_embed_dim=0, decoder_attention_heads=1)
-    defaults(args, srupp_width=768, no_token_positional_embeddings=True, decoder_normalize_before=True)
+    choose_mixer(args, "srupp", srupp_width=768)
+    defaults(args, decoder_layers=10, decoder_embed_dim=3072, decoder_ffn_embed_dim=0, decoder_attention_heads=1)
+    defaults(args, no_token_positional_embeddings=True, decoder_normalize_before=True)
 
 
 def gpt2_like(args) -> None:
@@ -85,6 +93,25 @@ def defaults(args, **values) -> None:
     """Sets the options that were not given."""
     for name, value in values.items():
         setattr(args, name, safe_getattr(args, name, value))
+
+
+def chosen_mixers(args) -> set[str]:
+    """The names in --mixer-pattern, or else that of --mixer."""
+    return {*re.findall(r"[a-z_]\w*", safe_getattr(args, "mixer_pattern", "") or str(safe_getattr(args, "mixer", "fast_weight")))}
+
+
+def choose_mixer(args, name: str, **options) -> None:
+    """Makes ``name`` the mixer unless another was given, and sets the mixer's options in a model that has it."""
+    if not safe_getattr(args, "mixer_pattern", ""):
+        defaults(args, mixer=name)
+    if name in chosen_mixers(args):
+        defaults(args, **options)
+
+
+def drop_attention_only_where_it_is_read(args) -> None:
+    """Sets no dropout of attention weights in a model without such weights."""
+    if not any("attention_dropout" in mixer_options(name) for name in chosen_mixers(args)):
+        defaults(args, attention_dropout=0.0)
 
 
 def wiki103(args, width: int) -> None:
@@ -110,6 +137,7 @@ def fast_weight_lm_wiki103_medium(args):
 @register_model_architecture("fast_weight_lm", "fast_weight_lm_baevski_auli")
 def fast_weight_lm_baevski_auli(args):
     """The shape of fairseq's transformer_lm_wiki103."""
+    drop_attention_only_where_it_is_read(args)
     fairseq_baevski_wiki103(args)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import Mistake
-from ..config import SOFTMAX, FastWeightConfig, check_numbers, option
+from ..config import SOFTMAX, FastWeightConfig, check_numbers, option, options_read, refuse_without_effect
 from ..mixers.features import build_feature_map, check_combination, initial_bias, normalised_features
 from ..ops import fast_weight
 from ..ops.recall import recall
@@ -67,6 +67,11 @@ class RetrievalModel(BaseFairseqModel):
         """Checks the options and returns the model for the symbols of the task."""
         check_numbers(cfg, RetrievalConfig)
         return cls(cfg, task.cfg.symbols)
+
+    def refuse_without_effect(self, cfg: RetrievalConfig) -> None:
+        """Refuses options that this model does not read."""
+        read = () if self.softmax else ("update_rule", "feature_map", "feature_norm", "attention_norm")
+        refuse_without_effect(cfg, RetrievalConfig, options_read(cfg, (), *read, "mixer", "key_dim"))
 
     def forward(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
         """Maps keys and values (B,T) and queries (B,Q) to the value that each query reads, (B,Q,S)."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import Mistake
 from ..feature_maps import wide
 from ..mixers.base import check_heads, join_heads, split_heads
-from ..mixers.features import build_feature_map, check_feature_norm, normalised_features
+from ..mixers.features import FEATURE_OPTIONS, build_feature_map, check_feature_norm, normalised_features
 from ..ops.normalisation import divide
 
 
@@ -44,6 +44,8 @@ class LinearAttention(nn.Module):
     It takes the place of fairseq's MultiheadAttention. Decoding keeps only W and n of a source, whatever its length, and they
     are accumulated in fp32. If features can be negative, there is no n, and W is a mean over the source.
     """
+
+    options = FEATURE_OPTIONS  # and those of the chosen map
 
     def __init__(self, embed_dim: int, num_heads: int, config, source_dim: int | None = None, name: str = "encoder"):
         super().__init__()

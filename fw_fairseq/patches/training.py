@@ -10,6 +10,7 @@ import os
 import fairseq.trainer
 import torch
 from fairseq import checkpoint_utils, models, utils
+from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
 
 from .. import Mistake
@@ -80,3 +81,13 @@ def name_options_that_are_no_literals(original, cfg, *args, **kwargs):
     refused by the name of its option."""
     with naming(cfg):
         return original(cfg, *args, **kwargs)
+
+
+@replaces(FairseqTask, "build_model")
+def refuse_options_without_effect(original, task, cfg, from_checkpoint=False, **kwargs):
+    """fairseq takes every option, whether the model reads it or not. Now a new model of this project refuses an option that no part
+    of it reads."""
+    model = original(task, cfg, from_checkpoint=from_checkpoint, **kwargs)
+    if not from_checkpoint and hasattr(model, "refuse_without_effect"):
+        model.refuse_without_effect(cfg)
+    return model

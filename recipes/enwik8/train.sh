@@ -27,7 +27,8 @@ shift
 length=512 batch=8 updates=400000 warmup=16000
 need_folder "$OUT/bin" recipes/enwik8/prepare.sh
 
-srupp=(--arch srupp_lm_enwik8_base --share-decoder-input-output-embed)
+srupp=(--arch srupp_lm_enwik8_base --share-decoder-input-output-embed --srupp-dropout 0.2)
+[ -z "$TOY" ] || srupp+=(--srupp-width 16)
 case $row in
     srupp) model=("${srupp[@]}") ;;
     srupp5) model=("${srupp[@]}" --mixer-pattern "sru*4,srupp" --sru-projection 768) ;;
@@ -37,11 +38,11 @@ case $row in
 esac
 if [ -n "$TOY" ]; then
     length=32 batch=4 updates=20 warmup=5
-    model+=(--decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32 --srupp-width 16)
+    model+=(--decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32)
 fi
 
 batch=$(share $batch)
 train "$OUT/runs/${RUN:-$row}" "$OUT/bin" --task stateful_language_modeling "${model[@]}" \
-    --tokens-per-sample $length --batch-size "$batch" --criterion fast_weight_cross_entropy --dropout 0.2 --srupp-dropout 0.2 \
+    --tokens-per-sample $length --batch-size "$batch" --criterion fast_weight_cross_entropy --dropout 0.2 \
     --optimizer adam --adam-betas '(0.9, 0.999)' --weight-decay 0.1 --lr 0.0003 --lr-scheduler cosine --warmup-updates $warmup \
     --max-update $updates --clip-norm 1.0 --keep-last-epochs 1 --log-format json --log-interval 100 "$@"

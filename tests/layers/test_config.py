@@ -1,13 +1,24 @@
-"""Every number that an option must reach, refused in one place."""
+"""The options: the numbers that they must reach, and the models in which they have an effect."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import fields
 
 import pytest
-from support.language_models import build
+from fairseq import models as registered
+from support.language_models import SMALL, build, make_task, options_of
 
-from fw_fairseq.config import FastWeightConfig, check_numbers, option_name
+from fw_fairseq.config import (
+    FastWeightConfig,
+    check_numbers,
+    layer_mixers,
+    option_name,
+    options_read,
+    refuse_without_effect,
+)
+from fw_fairseq.feature_maps import FEATURE_MAPS
+from fw_fairseq.mixers import MIXERS
 
 LEAST = dict.fromkeys(("feature_dim", "favor_features", "sru_projection", "srupp_width"), 0)
 LEAST |= (
@@ -35,3 +46,70 @@ def test_every_number_has_a_least():
     free = {"sru_highway_bias"}
     numbers = {f.name for f in fields(FastWeightConfig) if f.type in (int, float)}
     assert numbers - free == {f.name for f in fields(FastWeightConfig) if "least" in f.metadata} == {*LEAST}
+
+
+def refusal(**options) -> str | None:
+    args = options_of("fast_weight_lm", **{**SMALL, **options})
+    model = registered.MODEL_REGISTRY["fast_weight_lm"].build_model(args, make_task(40))
+    try:
+        model.refuse_without_effect(args)
+    except ValueError as error:
+        return str(error)
+
+
+ELSEWHERE = [
+    ({"xl_memory": 3}, {"mixer": "transformer_xl"}, "--mixer transformer_xl"),
+    ({"local_window": 3}, {"mixer": "local_attention"}, "--mixer local_attention"),
+    ({"window_sizes": "4"}, {"mixer_pattern": "sru,leap"}, "--mixer additive or --mixer leap"),
+    ({"slot_positions": 8}, {"mixer": "linformer"}, "--mixer linformer"),
+    ({"slots": 8}, {"mixer": "abc"}, "--mixer linformer or --mixer abc"),
+    ({"sru_projection": 8}, {"mixer": "sru"}, "--mixer sru"),
+    ({"srupp_heads": 2}, {"mixer": "srupp", "srupp_width": 8}, "--mixer srupp"),
+    ({"dpfp_nu": 2}, {"feature_map": "dpfp"}, "--feature-map dpfp"),
+    ({"favor_features": 8}, {"feature_map": "rfa", "feature_norm": "none"}, "--feature-map favor or --feature-map rfa"),
+    ({"favor_prescale": True}, {"feature_map": "favor"}, "--feature-map favor"),
+    ({"attention_dropout": 0.5}, {"mixer_pattern": "fast_weight,softmax"}, "--mixer softmax"),
+]
+
+
+@pytest.mark.parametrize(("option", "with_effect", "owner"), ELSEWHERE)
+def test_an_option_that_no_layer_reads_is_refused(option, with_effect, owner):
+    (name,) = option
+    assert refusal(**option) == f"{option_name(name)} has no effect without {owner}; leave it out"
+    assert refusal(**option, **with_effect) is None
+
+
+@pytest.mark.parametrize("option", [{"update_rule": "sum"}, {"feature_map": "identity"}, {"attention_norm": True}])
+def test_options_of_fast_weights_are_refused_without_any(option):
+    (name,) = option
+    assert refusal(mixer="sru", **option) == f"{option_name(name)} has no effect without --mixer fast_weight; leave it out"
+
+
+def test_a_mixer_beside_a_pattern_is_refused():
+    assert refusal(mixer="sru", mixer_pattern="leap") == "--mixer has no effect beside --mixer-pattern; leave one of them out"
+
+
+@pytest.mark.parametrize("arch", registered.ARCH_MODEL_INV_REGISTRY["fast_weight_lm"])
+@pytest.mark.parametrize("mixer", ["sru", "softmax", "leap", "fast_weight"])
+def test_architectures_leave_out_options_of_a_mixer_that_was_replaced(arch, mixer):
+    for given in ({"mixer": mixer}, {"mixer_pattern": mixer}, {}):
+        args = options_of(arch, **given)
+        refuse_without_effect(
+            args,
+            FastWeightConfig,
+            options_read(args, layer_mixers(args, args.decoder_layers), "mixer", "mixer_pattern", "scale_output"),
+        )
+
+
+def test_layers_that_are_kept_keep_their_options():
+    assert refusal(mixer="additive", decoder_layers_to_keep="0") is refusal(mixer="sru", decoder_layers_to_keep="1") is None
+
+
+def test_a_mixer_reads_the_options_that_it_names():
+    """Reading another one fails here, so that ``options`` is complete."""
+    for name, mixer in MIXERS.items():
+        for phi in FEATURE_MAPS if "feature_map" in mixer.options else ["elu"]:
+            norm = "sum" if FEATURE_MAPS[phi].non_negative else "l2"
+            config = FastWeightConfig(feature_map=phi, feature_norm=norm)
+            names = options_read(config, [name])
+            mixer.of_layer(8, 2, Namespace(**{option: getattr(config, option) for option in names}), 0, 2)

@@ -278,7 +278,6 @@ def test_architectures(arch, layers, width, ffn, heads):
         ),
         ("--cross-self-attention needs softmax attention in the decoder; leave", {"cross_self_attention": True}),
         ("--encoder-xformers-att-config is for softmax attention; take cross and encoder", {"encoder_xformers_att_config": "{}"}),
-        ("--attention-dropout drops softmax weights, and no attention here has any", {"attention_dropout": 0.1}),
         ("--load-alignments needs the weights of softmax cross attention", {"load_alignments": True}),
         ("--feature-norm sum needs a non-negative --feature-map, not tanh", {"feature_map": "tanh"}),
         ("--encoder-embed-dim is 30; it must be a multiple of --encoder-attention-heads, 4", {"encoder_embed_dim": 30}),
@@ -287,6 +286,27 @@ def test_architectures(arch, layers, width, ffn, heads):
 def test_refused_options(message, options):
     with pytest.raises(ValueError, match=message):
         build(**{"subset": "encoder,decoder,cross", **options})
+
+
+@pytest.mark.parametrize(
+    "subset, option, owner",
+    [
+        ("encoder,decoder,cross", {"attention_dropout": 0.1}, "--mixer softmax"),
+        ("encoder,cross", {"update_rule": "sum"}, "--mixer fast_weight"),
+        ("encoder,cross", {"mixer": "sru"}, None),
+        ("encoder,decoder", {"dpfp_nu": 2}, "--feature-map dpfp"),
+        ("", {"feature_map": "dpfp"}, "--mixer fast_weight"),
+        ("", {"mixer_pattern": "sru"}, None),
+        ("decoder", {"mixer": "sru", "feature_norm": "none"}, "--mixer fast_weight"),
+    ],
+)
+def test_options_without_effect_are_refused(subset, option, owner):
+    name = [*option][-1].replace("_", "-")
+    belongs = f"without {owner}" if owner else "in this model"
+    given = {"linear_attention": subset, "decoder_layers": 2}
+    with pytest.raises(ValueError, match=f"^--{name} has no effect {belongs}; leave it out$"):
+        build(subset, **option).refuse_without_effect(Namespace(**given, **option))
+    build(subset).refuse_without_effect(Namespace(**given))
 
 
 def test_a_checkpoint_with_other_options_is_refused():
