@@ -11,7 +11,7 @@ from fairseq.utils import safe_getattr
 from . import Mistake
 from .feature_maps import FEATURE_MAPS, NORMS
 from .mixers import MIXERS
-from .ops.checks import BACKENDS
+from .ops.checks import BACKENDS, NORM_OF
 from .rules import RULES
 
 SOFTMAX = "softmax"
@@ -39,6 +39,11 @@ class FastWeightConfig(FairseqDataclass):
         "sum", "divide features by their sum (for non-negative maps), by their length (l2), or by neither"
     )
     attention_norm: bool = option(False, "divide each read by the product of the query and the sum of the keys")
+    attention_norm_of: ChoiceEnum(list(NORM_OF)) = option(
+        NORM_OF[0],
+        "under delta, divide what an erase reads too (read_and_erase: Schlag et al. 2021, eq. 27) or the output alone (read: Mao"
+        " 2022)",
+    )
     dpfp_nu: int = option(1, "nu of the dpfp feature map, which has 2 * nu * feature_dim features", least=1)
     favor_features: int = option(
         0, "the number m of random directions of favor and rfa, which have 2m features; 0: feature_dim", least=0

@@ -13,7 +13,16 @@ from ..ops import FastWeightState, fast_weight
 from ..ops.recall import until_end
 from ..rules import RULES, Rule
 from .base import Mixer, rows
-from .features import FEATURE_OPTIONS, build_feature_map, check_combination, initial_bias, normalised_features, row_map_of
+from .features import (
+    FEATURE_OPTIONS,
+    build_feature_map,
+    check_combination,
+    initial_bias,
+    norm_of,
+    normalised_features,
+    row_map_of,
+    with_room,
+)
 
 
 class FastWeight(Mixer):
@@ -23,12 +32,13 @@ class FastWeight(Mixer):
     """
 
     state_type = FastWeightState
-    options = (*FEATURE_OPTIONS, "update_rule", "attention_norm", "fast_weight_backend")
+    options = (*FEATURE_OPTIONS, "update_rule", "attention_norm", "attention_norm_of", "fast_weight_backend")
 
     def __init__(self, embed_dim: int, num_heads: int, config):
         super().__init__(embed_dim, num_heads)
         self.rule_name, self.feature_norm = str(config.update_rule), str(config.feature_norm)
         self.attention_norm, self.backend = config.attention_norm, str(config.fast_weight_backend)
+        self.attention_norm_of = norm_of(config)
         self.feature_map = build_feature_map(config, self.head_dim, num_heads)
         check_combination(config, self.feature_map)
         self.row_map = row_map_of(self.feature_map, self.feature_norm)
@@ -85,20 +95,14 @@ class FastWeight(Mixer):
     ) -> tuple[Tensor, FastWeightState]:
         q, k, v, gates, key_log_scale = self.operands(x)
         y, state = fast_weight(
-            q, k, v.to(q.dtype), self.rule_name, gates, state, self.backend, self.attention_norm, self.eps,
+            q, k, v.to(q.dtype), self.rule_name, gates, state, self.backend, self.attention_norm, self.feature_map.eps,
             padding_mask=padding_mask, key_log_scale=key_log_scale, reset_mask=reset_mask, feature_map=self.row_map,
-            decoding=decoding, group=group,
+            decoding=decoding, group=group, attention_norm_of=self.attention_norm_of,
         )  # fmt: skip
         if self.training and self.watched:
             self.last_statistics = self.measure(gates, state)
             self.state_norm = state.memory.flatten(2).norm(dim=-1).mean() if self.keeps_state_norm else None
         return self.out_proj(self.join(y.to(v.dtype))), state
-
-    @property
-    def eps(self) -> float | None:
-        """The eps of attention normalisation: the feature map's where a common scale of all keys cancels; the operation's default
-        where an erase divides by it too."""
-        return self.feature_map.eps if self.rule.normaliser == "write" else None
 
     def projections(self) -> dict[str, dict[str, slice]]:
         return {"in_proj": rows(**{f"gate {name}" if name in self.rule.gates else name: n for name, n in self.sizes.items()})}
@@ -117,8 +121,8 @@ class FastWeight(Mixer):
         ones = torch.eye(len(x), dtype=k.dtype, device=x.device).expand(*k.shape[:2], -1, -1)
         plain = gates | {name: gate.new_ones(*gate.shape[:3], len(x)) for name, gate in decay.items()}
         y, _ = fast_weight(
-            q, k, ones, self.rule_name, plain, None, self.backend, self.attention_norm, self.eps,
-            key_log_scale=key_log_scale, feature_map=self.row_map,
+            q, k, ones, self.rule_name, plain, None, self.backend, self.attention_norm, self.feature_map.eps,
+            key_log_scale=key_log_scale, feature_map=self.row_map, attention_norm_of=self.attention_norm_of,
         )  # fmt: skip
         coefficients = self.rule.coefficients(**gates)
         read, write = y[0, :, -1], coefficients.w
@@ -145,6 +149,7 @@ class FastWeight(Mixer):
         if self.row_map is not None:
             return self.feature_map.linear(x), None
         keep_scale = self.attention_norm and self.rule.normaliser == "write"
+        x = with_room(self.feature_map, x) if self.attention_norm else x
         return normalised_features(self.feature_map, self.feature_norm, x, keep_scale)
 
     def watch(self, keeps_state_norm: bool) -> None:

@@ -8,8 +8,8 @@ from torch import Tensor
 from .. import Mistake
 from ..feature_maps import FEATURE_MAPS, FeatureMap, l2_normalise, sum_normalise, wide
 from ..ops import RowMap
-from ..ops.checks import missing_form
-from ..rules import RULES
+from ..ops.checks import NORM_OF, missing_form
+from ..rules import RULES, Rule
 
 FEATURE_OPTIONS = ("feature_map", "feature_dim", "feature_norm")  # and those of the chosen map
 
@@ -17,13 +17,18 @@ FEATURE_OPTIONS = ("feature_map", "feature_dim", "feature_norm")  # and those of
 def normalised_features(phi: FeatureMap, norm: str, x: Tensor, keep_scale: bool) -> tuple[Tensor, Tensor | None]:
     """Returns phi(x) after --feature-norm and, with ``keep_scale`` and where no norm cancels it, the log of the factor that was
     divided out; else None."""
-    if keep_scale and phi.eps < FeatureMap.eps:
-        x = wide(x)  # 16 bits do not hold features that small
+    if keep_scale:
+        x = with_room(phi, x)
     if norm == "sum":
         return sum_normalise(phi.scaled(x)[0]), None
     if norm == "l2":
         return l2_normalise(phi(x)), None
     return phi.scaled(x) if keep_scale else (phi(x), None)
+
+
+def with_room(phi: FeatureMap, x: Tensor) -> Tensor:
+    """x, in fp32 at least where attention normalisation divides by products of features that 16 bits do not hold."""
+    return wide(x) if phi.eps < FeatureMap.eps else x
 
 
 def row_map_of(phi: FeatureMap, norm: str) -> RowMap | None:
@@ -46,6 +51,11 @@ def build_feature_map(config, head_dim: int, num_heads: int) -> FeatureMap:
     return FEATURE_MAPS[name](width, **options)
 
 
+def norm_of(config) -> str:
+    """--attention-norm-of; options of older models do not have it."""
+    return str(getattr(config, "attention_norm_of", NORM_OF[0]))
+
+
 def check_combination(config, phi: FeatureMap) -> None:
     """Refuses options that cannot work together, in one sentence that says which to use."""
     name, norm, map_name = str(config.update_rule), str(config.feature_norm), str(config.feature_map)
@@ -60,9 +70,17 @@ def check_combination(config, phi: FeatureMap) -> None:
     if config.attention_norm and not phi.non_negative:
         able = ", ".join(n for n, kind in FEATURE_MAPS.items() if kind.non_negative)
         raise Mistake(f"--attention-norm divides by sums of features, which {map_name} lets vanish; use one of: {able}")
-    if rule.erases and norm == "none" and not config.attention_norm and not phi.at_most_one:
+    check_norm_of(config, rule)
+    divides_erase = config.attention_norm and norm_of(config) == NORM_OF[0]
+    if rule.erases and norm == "none" and not divides_erase and not phi.at_most_one:
         better = "sum" if phi.non_negative else "l2"
         raise Mistake(f"--update-rule {name} diverges with keys longer than 1, as {map_name} gives; use --feature-norm {better}")
+
+
+def check_norm_of(config, rule: Rule) -> None:
+    if norm_of(config) != NORM_OF[0] and not (config.attention_norm and rule.normaliser == "keys"):
+        able = " or ".join(n for n, r in RULES.items() if r.normaliser == "keys")
+        raise Mistake(f"--attention-norm-of is {norm_of(config)}; that is for --attention-norm with --update-rule {able}")
 
 
 def check_feature_norm(config, phi: FeatureMap) -> None:

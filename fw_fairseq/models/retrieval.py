@@ -9,8 +9,10 @@ from torch.nn import functional as F
 
 from .. import Mistake
 from ..config import SOFTMAX, FastWeightConfig, check_numbers, option, options_read, refuse_without_effect
-from ..mixers.features import build_feature_map, check_combination, initial_bias, normalised_features
+from ..mixers.features import build_feature_map, check_combination, initial_bias, norm_of, normalised_features
 from ..ops import fast_weight
+from ..ops.inputs import READ
+from ..ops.normalisation import divide
 from ..ops.recall import recall
 from ..rules import RULES, Rule
 
@@ -45,8 +47,11 @@ class RetrievalModel(BaseFairseqModel):
         self.feature_map = build_feature_map(config, config.key_dim, 1)
         if not self.softmax:
             check_combination(config, self.feature_map)
-        if self.attention_norm and self.rule.normaliser == "keys":
-            raise Mistake(f"--attention-norm is not for --update-rule {self.rule_name} in retrieval; use --feature-norm sum")
+        if self.attention_norm and self.rule.normaliser == "keys" and norm_of(config) != READ:
+            raise Mistake(
+                f"--attention-norm is not for --update-rule {self.rule_name} in retrieval; use --feature-norm sum, or"
+                f" --attention-norm-of {READ}"
+            )
         width = int(1.1 * 2 * symbols)
         self.embedding = nn.Embedding(symbols, width)
         self.query_projection = nn.Linear(width, config.key_dim, bias=False)
@@ -70,7 +75,7 @@ class RetrievalModel(BaseFairseqModel):
 
     def refuse_without_effect(self, cfg: RetrievalConfig) -> None:
         """Refuses options that this model does not read."""
-        read = () if self.softmax else ("update_rule", "feature_map", "feature_norm", "attention_norm")
+        read = () if self.softmax else ("update_rule", "feature_map", "feature_norm", "attention_norm", "attention_norm_of")
         refuse_without_effect(cfg, RetrievalConfig, options_read(cfg, (), *read, "mixer", "key_dim"))
 
     def forward(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
@@ -83,7 +88,7 @@ class RetrievalModel(BaseFairseqModel):
         self.feature_map.redraw()
         gates = {name: torch.sigmoid(self.of_pairs(gate, keys, values)).unsqueeze(1) for name, gate in self.gates.items()}
         gates = {name: x.squeeze(-1) if self.rule.gates[name].axis is None else x for name, x in gates.items()}
-        return self.read(self.features(q), self.features(k), v.unsqueeze(1), gates).squeeze(1)
+        return self.read(self.features(q)[0], self.key_features(k), v.unsqueeze(1), gates).squeeze(1)
 
     def of_pairs(self, projection: nn.Linear, keys: Tensor, values: Tensor) -> Tensor:
         """Returns projection([embedding of the key; one-hot value]) of each pair. It looks them up, as there are few keys and
@@ -91,9 +96,17 @@ class RetrievalModel(BaseFairseqModel):
         of_keys, of_values = projection.weight.split([self.embedding.embedding_dim, self.symbols], dim=1)
         return F.embedding(keys, F.linear(self.embedding.weight, of_keys, projection.bias)) + F.embedding(values, of_values.mT)
 
-    def features(self, x: Tensor) -> Tensor:
-        """Maps keys or queries to their normalised features."""
-        return normalised_features(self.feature_map, self.feature_norm, x, False)[0]
+    def features(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Maps keys or queries to their normalised features. Attention normalisation also gets the log of the factor that was
+        divided out; that of a query cancels."""
+        return normalised_features(self.feature_map, self.feature_norm, x, self.attention_norm)
+
+    def key_features(self, k: Tensor) -> Tensor:
+        """The keys' features, divided by the largest key's factor under attention normalisation, where a common factor cancels."""
+        features, log_scale = self.features(k)
+        if log_scale is None:
+            return features
+        return features * (log_scale - log_scale.detach().amax(-1, keepdim=True)).exp().unsqueeze(-1)
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor]) -> Tensor:
         """Returns the values that the queries read after the last token, (B,1,Q,S). Only a rule outside the recurrence builds its
@@ -101,7 +114,10 @@ class RetrievalModel(BaseFairseqModel):
         if self.rule.coefficients is None:
             return self.read_memory(q, k, v, gates)
         y, weights = recall(q, k, v, self.rule.coefficients(**gates))
-        return y / (weights.sum(-1, keepdim=True) + 1e-6) if self.attention_norm else y
+        if not self.attention_norm:
+            return y
+        normaliser = q @ k.sum(2).unsqueeze(-1) if self.rule.normaliser == "keys" else weights.sum(-1, keepdim=True)
+        return divide(y, normaliser, self.feature_map.eps)
 
     def read_memory(self, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor]) -> Tensor:
         """Writes all pairs, then reads with the queries as tokens that change nothing: keys and values are 0, gates are 1."""

@@ -10,17 +10,19 @@ from .. import Mistake
 from ..feature_maps import NORMS
 from ..row_map import AS_IS, MAPS, RowMap
 from ..rules import RULES, Rule
-from .inputs import Inputs
+from .inputs import READ, READ_AND_ERASE, Inputs
 from .normalisation import EPS, SCALED_EPS
 from .state import FastWeightState
 
 BACKENDS = ("auto", "recurrent", "chunkwise", "cuda")
+NORM_OF = (READ_AND_ERASE, READ)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_arguments(
-    q, k, v, rule, gates, state, backend, attention_norm, eps, padding_mask, key_log_scale, reset_mask, feature_map, decoding, group
-) -> Inputs:
+    q, k, v, rule, gates, state, backend, attention_norm, eps, padding_mask, key_log_scale, reset_mask, feature_map, decoding,
+    group, attention_norm_of,
+) -> Inputs:  # fmt: skip
     """The arguments of ``fast_weight`` as ``Inputs``, or one sentence about the first that does not fit."""
     check_choice("rule", rule, RULES)
     spec = RULES[rule]
@@ -31,6 +33,7 @@ def check_arguments(
         raise Mistake(f"rule {rule!r} has no {missing}; use backend='auto' or 'recurrent'")
     if not isinstance(attention_norm, bool):
         raise Mistake(f"attention_norm is a {type(attention_norm).__name__}; it must be True or False")
+    check_norm_of(attention_norm_of, attention_norm, spec)
     if feature_map is not None:
         check_feature_map(feature_map, q)
     if eps is None:
@@ -47,8 +50,9 @@ def check_arguments(
         check_group(group, rule, spec)
     row_map, gates = AS_IS if feature_map is None else feature_map, {} if gates is None else gates
     inputs = Inputs(
-        q, k, v, spec, gates, state, backend, attention_norm, eps, padding_mask, key_log_scale, reset_mask, row_map, decoding, group
-    )
+        q, k, v, spec, gates, state, backend, attention_norm, eps, padding_mask, key_log_scale, reset_mask, row_map, decoding,
+        group, attention_norm_of,
+    )  # fmt: skip
     sizes = inputs.sizes
     check_gates(rule, spec, gates, q, sizes)
     if state is not None:
@@ -153,6 +157,13 @@ def check_attention_norm(rule_name: str, rule: Rule, eps: float) -> None:
         raise Mistake(f"attention_norm=True is not defined for rule {rule_name!r}; it is for: {able}")
     if not isinstance(eps, (int, float)) or not eps > 0:
         raise Mistake(f"eps is {eps!r:.40}; it must be above 0 with attention_norm=True")
+
+
+def check_norm_of(norm_of, attention_norm: bool, rule: Rule) -> None:
+    check_choice("attention_norm_of", norm_of, NORM_OF)
+    if norm_of != READ_AND_ERASE and not (attention_norm and rule.normaliser == "keys"):
+        able = ", ".join(name for name, r in RULES.items() if r.normaliser == "keys")
+        raise Mistake(f"attention_norm_of is {norm_of!r}; that is for attention_norm=True and a rule that divides an erase: {able}")
 
 
 def check_group(group, rule_name: str, rule: Rule) -> None:

@@ -15,6 +15,8 @@ from ..row_map import AS_IS, RowMap
 from ..rules import Coefficients, Rule
 from .state import FastWeightState
 
+READ_AND_ERASE, READ = "read_and_erase", "read"  # what attention normalisation divides
+
 
 class Inputs(NamedTuple):
     """The arguments of ``fast_weight`` after their checks; ``coefficients`` follow from the gates."""
@@ -34,6 +36,7 @@ class Inputs(NamedTuple):
     row_map: RowMap
     decoding: bool
     group: object  # a torch.distributed.ProcessGroup or None
+    attention_norm_of: str = READ_AND_ERASE
     coefficients: Coefficients = Coefficients()
 
     @property

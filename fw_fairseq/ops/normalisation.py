@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..rules import Coefficients
+from .autograd import as_written
 from .dispatch import has_kernels
-from .inputs import Inputs
+from .inputs import READ_AND_ERASE, Inputs
 from .parallel.parts import chain
 from .parallel.workers import by_worker
 from .recurrent import step_form
@@ -48,13 +49,15 @@ def finish(y: Tensor, memory: Tensor, sums: Sums, inputs: Inputs) -> tuple[Tenso
 
 
 def start_with_keys(inputs: Inputs) -> tuple[Inputs, Sums]:
-    """n_t = n_{t-1} + k_t. An erase, too, is divided: by n_{t-1} . k_t."""
+    """n_t = n_{t-1} + k_t. Where ``attention_norm_of`` says so, what an erase reads is divided too: by n_{t-1} . k_t."""
     q, k, state, resets = inputs.q, inputs.k, inputs.state, inputs.reset_mask
     if inputs.group is None:
         read, recalled, normaliser = sum_keys(q, k, state.normaliser, resets)
     else:
         read, recalled, normaliser = sum_keys_across(inputs.group, q, k, state.normaliser, resets)
-    coefficients = normalise_erase(inputs.coefficients, recalled, inputs.eps)
+    coefficients = inputs.coefficients
+    if inputs.attention_norm_of == READ_AND_ERASE:
+        coefficients = normalise_erase(coefficients, recalled, inputs.eps)
     inputs = inputs._replace(v=inputs.v.to(state.memory.dtype), coefficients=coefficients)
     return inputs, Sums(read.unsqueeze(-1), normaliser)
 
@@ -115,8 +118,25 @@ def normalise_erase(coefficients: Coefficients, recalled: Tensor, eps: float) ->
     """With erase strengths for which an erase takes away the normalised read of k_t. A key that nothing was written under erases
     nothing."""
     empty = recalled == 0
-    e = torch.where(empty, 0.0, coefficients.e / (recalled.masked_fill(empty, 1.0) + eps))
-    return coefficients._replace(e=e)
+    e = Quotient.apply(coefficients.e, recalled.masked_fill(empty, 1.0) + eps)
+    return coefficients._replace(e=torch.where(empty, 0.0, e))
+
+
+class Quotient(torch.autograd.Function):
+    """a / b. Autograd's own gradient of b has a / b^2, which can overflow where its product with the gradient of a / b does not."""
+
+    @staticmethod
+    @as_written
+    def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
+        quotient = a / b
+        ctx.save_for_backward(b, quotient)
+        return quotient
+
+    @staticmethod
+    @as_written
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        b, quotient = ctx.saved_tensors
+        return gradient / b, -(gradient * quotient) / b
 
 
 def rescale_writes(

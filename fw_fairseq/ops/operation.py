@@ -13,7 +13,7 @@ from ..row_map import AS_IS, RowMap
 from . import checks, normalisation
 from .dispatch import has_kernels, maps_inside, run
 from .factored import Factors
-from .inputs import Inputs, fill, hide_padding, with_coefficients
+from .inputs import READ_AND_ERASE, Inputs, fill, hide_padding, with_coefficients
 from .recurrent import scan
 from .state import FastWeightState, empty_state
 
@@ -34,6 +34,7 @@ def fast_weight(
     feature_map: RowMap | None = None,
     decoding: bool = False,
     group: distributed.ProcessGroup | None = None,
+    attention_norm_of: str = READ_AND_ERASE,
 ) -> tuple[Tensor, FastWeightState]:
     """Fast weights: a memory of each head that every token first writes into and then reads, in time linear in the tokens.
 
@@ -68,6 +69,8 @@ def fast_weight(
         group: a ``torch.distributed`` group whose workers hold consecutive parts of the tokens, in the order of their ranks. All
             workers call this at the same time with the same state, each with its part. Each gets y of its part, and the state
             after the last worker's last token. Gradients are those of the sum of all workers' losses.
+        attention_norm_of: what ``attention_norm`` divides under rule "delta". "read_and_erase" also divides what an erase reads,
+            by n_{t-1} . k_t, as Schlag et al. 2021, eq. 27, do; "read" divides the output alone, as Mao 2022 does.
 
     Returns:
         y: (B,H,T,V), in v's dtype.
@@ -94,7 +97,7 @@ def fast_weight(
     """
     inputs = checks.check_arguments(
         q, k, v, rule, gates, state, backend, attention_norm, eps, padding_mask, key_log_scale, reset_mask, feature_map, decoding,
-        group,
+        group, attention_norm_of,
     )  # fmt: skip
     if inputs.row_map != AS_IS and not maps_inside(inputs):
         inputs = inputs.mapped()

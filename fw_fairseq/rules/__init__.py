@@ -62,7 +62,8 @@ class Rule:
 
     coefficients: maps the gates, given by name, to ``Coefficients``.
     normaliser: how attention normalisation accumulates n_t: "write" follows the memory, n_t = f n_{t-1} + w k_t;
-        "keys" sums the keys, n_t = n_{t-1} + k_t, and also divides what an erase reads by n_{t-1}.k_t; None: not defined.
+        "keys" sums the keys, n_t = n_{t-1} + k_t, and by default also divides what an erase reads, by n_{t-1}.k_t; None: not
+        defined.
     step: ``step(memory, q, k, v, **gates) -> (y, memory)`` of one token, for rules outside the recurrence.
     sequence: ``sequence(q, k, v, memory, padding_mask, reset_mask, **gates) -> (y, memory)`` of all tokens, equal to ``step`` one
         by one. Padding leaves the memory unchanged (q, k and v are 0 there), and a reset empties it first.

@@ -20,6 +20,7 @@ read_row() { # ROW: sets row, rule and attention, the options that fw-convert an
     attention=(--feature-dim "$width" --feature-norm "$norm" --feature-map relu)
     [ "$variant" != phi ] || attention=(--feature-dim "$width" --feature-norm none --feature-map identity)
     [ "$variant" != baseline ] || attention+=(--attention-norm)
+    [ "$rule-$variant" != delta-baseline ] || attention+=(--attention-norm-of read)
 }
 
 shape=() tokens=1024

@@ -10,10 +10,12 @@ from torch import nn
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.mixers.fast_weight import FastWeight
+from fw_fairseq.models.retrieval import RetrievalConfig, RetrievalModel
 from fw_fairseq.modules.linear_attention import LinearAttention
 from fw_fairseq.ops import fast_weight
 
 T = 256
+HALF = {torch.float16: 5e-3, torch.bfloat16: 4e-2}  # of outputs that are rounded twice
 SIZES = [(16, 8, 0.3), (16, 256, 1.5), (32, 16, 1.5), (64, 8, 1.5), (64, 256, 0.3), (64, 256, 1.0), (64, 256, 1.5)]  # d, m, std
 
 
@@ -23,6 +25,12 @@ def log_features(phi, x, norm="none"):
     projected = x @ rows.mT
     logs = torch.cat([projected, -projected], -1) - 0.5 * x.square().sum(-1, keepdim=True)
     return logs - logs.logsumexp(-1, keepdim=True) if norm == "sum" else logs
+
+
+def of_layer(layer, x, norm):
+    """The layer's output by head, from its own projections of x."""
+    q, k, v = (by_head(part) for part in layer.in_proj(x).split(x.shape[-1], dim=-1))
+    return weighted_mean(log_features(layer.feature_map, q, norm), log_features(layer.feature_map, k, norm), v)
 
 
 def weighted_mean(log_q, log_k, v, causal=True, g=None):
@@ -79,8 +87,7 @@ def by_head(x, heads=2):
 @torch.no_grad()
 def test_layer(d, m, std, norm):
     layer, x = build(FastWeight, d, m, std, norm, attention_norm=True), torch.randn(T, 1, 2 * d)
-    q, k, v = (by_head(part) for part in layer.in_proj(x).split(2 * d, dim=-1))
-    want = weighted_mean(log_features(layer.feature_map, q, norm), log_features(layer.feature_map, k, norm), v)
+    want = of_layer(layer, x, norm)
     y, _ = layer(x)
     assert_mean(by_head(y), want)
     state, steps = None, []
@@ -88,6 +95,58 @@ def test_layer(d, m, std, norm):
         y_t, state = layer(x[t : t + 1], state, decoding=True)
         steps.append(y_t)
     assert_mean(by_head(torch.cat(steps)), want)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("norm", ["none", "sum"])
+@pytest.mark.parametrize("d, m, std", SIZES)
+@torch.no_grad()
+def test_layer_in_half_precision(d, m, std, norm, dtype):
+    """Chunks and steps; the projections are rounded, as those of the reference are."""
+    layer, x = build(FastWeight, d, m, std, norm, attention_norm=True).to(dtype), torch.randn(100, 1, 2 * d).to(dtype)
+    want, state, steps = of_layer(layer, x, norm), None, []
+    assert_mean(by_head(layer(x)[0]), want, HALF[dtype])
+    for t in range(len(x)):
+        y, state = layer(x[t : t + 1], state, decoding=True)
+        steps.append(y)
+    assert_mean(by_head(torch.cat(steps)), want, HALF[dtype])
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-3), (torch.float16, 5e-3), (torch.bfloat16, 4e-2)])
+@pytest.mark.parametrize("norm", ["none", "sum"])
+@torch.no_grad()
+def test_layer_by_kernels(emulate, norm, dtype, tolerance):
+    """All tokens at once, and decoding on."""
+    layer, x = build(FastWeight, 32, 16, 1.5, norm, attention_norm=True).to(dtype), torch.randn(50, 1, 64).to(dtype)
+    want, layer.backend = of_layer(layer, x, norm), "cuda"
+    emulate()
+    first, state = layer(x[:-1])
+    last, _ = layer(x[-1:], state, decoding=True)
+    assert_mean(by_head(torch.cat([first, last])), want, tolerance)
+
+
+@pytest.mark.parametrize("norm", ["none", "sum"])
+@pytest.mark.parametrize("rule", ["sum", "gated"])
+@torch.no_grad()
+def test_retrieval(rule, norm):
+    """Keys and queries that are long, as those of a trained model are."""
+    options = {"feature_map": "favor", "favor_features": 64, "feature_norm": norm, "update_rule": rule, "attention_norm": True}
+    model = RetrievalModel(RetrievalConfig(**options), 30).eval()
+    for projection in (model.query_projection, model.key_projection):
+        projection.weight.mul_(3)
+    seen = {}
+    model.read = lambda q, k, v, gates: seen.update(v=v, gates=gates) or RetrievalModel.read(model, q, k, v, gates)
+    keys, values, queries = torch.randint(30, (2, 60)), torch.randint(30, (2, 60)), torch.arange(30).repeat(2, 1)
+    got = model(keys, values, queries)
+    q = model.query_projection(model.embedding(queries))[:, None]
+    k = model.key_projection(torch.cat([model.embedding(keys), nn.functional.one_hot(values, 30)], -1))[:, None]
+    log_q, log_k = (log_features(model.feature_map, x, norm) for x in (q, k))
+    g = seen["gates"].get("g")
+    scores = torch.stack([(log_q[:, :, t, None] + log_k).logsumexp(-1) for t in range(30)], dim=2)
+    if g is not None:
+        left = g.double().log().cumsum(-1)
+        scores = scores + (left[..., -1:] - left + (1 - g.double()).log()).unsqueeze(-2)
+    assert_mean(got, (scores.softmax(-1) @ seen["v"].double()).squeeze(1))
 
 
 @pytest.mark.parametrize("norm", ["none", "sum"])
@@ -99,6 +158,16 @@ def test_linear_attention(d, m, std, norm):
     q, (k, v) = by_head(layer.q_proj(query)), (by_head(x[: T - 20]) for x in layer.kv_proj(source).split(2 * d, dim=-1))
     want = weighted_mean(log_features(layer.feature_map, q, norm), log_features(layer.feature_map, k, norm), v, causal=False)
     assert_mean(by_head(layer(query, source, mask)[0]), want)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("d, m, std", SIZES)
+@torch.no_grad()
+def test_linear_attention_in_half_precision(d, m, std, dtype):
+    layer, query, source = (x.to(dtype) for x in (build(LinearAttention, d, m, std, "none"), *torch.randn(2, 100, 1, 2 * d)))
+    q, (k, v) = by_head(layer.q_proj(query)), (by_head(x) for x in layer.kv_proj(source).split(2 * d, dim=-1))
+    want = weighted_mean(log_features(layer.feature_map, q), log_features(layer.feature_map, k), v, causal=False)
+    assert_mean(by_head(layer(query, source)[0]), want, HALF[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

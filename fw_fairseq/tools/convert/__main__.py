@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 
 from ...feature_maps import FEATURE_MAPS, NORMS
+from ...ops.checks import NORM_OF
 from ..command import make_parser, mistakes_as_sentences
 from .conversion import TARGETS, convert, table
 
@@ -28,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--feature-map", choices=list(FEATURE_MAPS), help="default: relu for rules that erase, identity for others")
     parser.add_argument("--feature-norm", choices=list(NORMS), help="default: sum or l2 for rules that erase, none for others")
     parser.add_argument("--attention-norm", action="store_true", help="divide what is read by the accumulated keys times the query")
+    parser.add_argument("--attention-norm-of", choices=list(NORM_OF), help="as in training; default: read_and_erase")
     parser.add_argument("--mixer-pattern", default="", help="one mixer per layer, as in training: 'softmax,fast_weight*3'")
     parser.add_argument("--seed", type=int, default=1, help="of the new parameters and of W_phi")
     parser.add_argument("--force", action="store_true", help="replace OUTPUT if it exists")

@@ -39,8 +39,8 @@ class Change(NamedTuple):
 def convert(source, output, rule: str, *, force: bool = False, seed: int = 1, **options) -> list[Change]:
     """Writes the checkpoint ``output`` and returns a line for every tensor: copied, changed or new.
 
-    options: feature_dim, feature_map, feature_norm, attention_norm and mixer_pattern, as fast_weight_lm has them. A GPT-2 also gets
-    dict.txt, its tokens as fairseq's symbols, in the folder of ``output``.
+    options: feature_dim, feature_map, feature_norm, attention_norm, attention_norm_of and mixer_pattern, as fast_weight_lm has
+    them; None stands for the default. A GPT-2 also gets dict.txt, its tokens as fairseq's symbols, in the folder of ``output``.
     """
     if rule not in TARGETS:
         raise Mistake(f"--rule is {rule!r}; it must be one of: {', '.join(TARGETS)}")
@@ -67,6 +67,7 @@ def fast_weight_config(rule: str, feature_map=None, feature_norm=None, **options
         if named := [name for name, value in given.items() if value]:
             raise Mistake(f"--rule {rule} keeps queries and keys as they are; leave {', '.join(named)} out")
         return FastWeightConfig(mixer=rule)
+    options = {name: value for name, value in options.items() if value is not None}
     erases = RULES[rule].erases
     feature_map = feature_map or ("relu" if erases else "identity")
     norm = feature_norm or (("sum" if FEATURE_MAPS[feature_map].non_negative else "l2") if erases else "none")
