@@ -11,6 +11,7 @@ from fairseq.utils import safe_getattr
 from . import Mistake
 from .feature_maps import FEATURE_MAPS, NORMS
 from .mixers import MIXERS
+from .mixers.pooled import FORMS
 from .ops.checks import BACKENDS, NORM_OF
 from .rules import RULES
 
@@ -27,6 +28,8 @@ def option(default, help_: str, least: int | None = None, below: int | None = No
 
 @dataclass
 class FastWeightConfig(FairseqDataclass):
+    longest_text = None  # no option: the decoder says how many tokens no text exceeds
+
     mixer: ChoiceEnum([*MIXERS, SOFTMAX]) = option("fast_weight", "the token mixer of every layer; softmax is fairseq's attention")
     mixer_pattern: str = option(
         "",
@@ -58,10 +61,38 @@ class FastWeightConfig(FairseqDataclass):
     window_sizes: str = option(
         "",
         "how many tokens additive and leap see in each layer, bottom first: '4,8,0'; 0: all tokens so far; one number holds for"
-        " every layer; default: 4, 8, 16 and so on, and 0 in the last layer",
+        " every layer; default: 4, 8, 16 and so on, and 0 in the last layer; leap: 0, 4, 8, 16 and again, as LEAP has them",
+    )
+    pooling_form: ChoiceEnum(list(FORMS)) = option(
+        "adapted",
+        "the form of additive and leap; published: additive with its projection after the first pooling, the first result added to"
+        " the output, and scores that start at 0; leap without an output projection",
+    )
+    pooling_dropout: float = option(
+        0.0,
+        "dropout probability of the pooled vectors of additive, and of q, f, v and the scores of leap; the published runs use the"
+        " value of --dropout",
+        0,
+        below=1,
     )
     sru_projection: int = option(0, "width of a projection of sru's input before its product; 0: no projection", least=0)
+    sru_projection_norm: bool = option(False, "normalise that projection, as SRU++ does in layers without attention")
+    sru_projection_dropout: float = option(0.0, "dropout probability of that projection, after the norm", 0, below=1)
     sru_highway_bias: float = option(-2.0, "initial bias of the gate of sru and srupp that chooses between state and input")
+    sru_rescale: bool = option(True, "scale the input that passes sru's highway, so that it keeps its variance")
+    sru_init: ChoiceEnum(["variance", "xavier"]) = option(
+        "variance",
+        "the initial weights of sru and srupp; variance: as in SRU, keeping the variance of the input; xavier: as in SRU++",
+    )
+    sru_input_bias: bool = option(True, "a bias in the product u of sru and srupp, which the published units do not have")
+    sru_tanh: bool = option(False, "sru and srupp give the tanh of their cell")
+    sru_dropout: float = option(
+        0.0,
+        "dropout probability of the highway gates of sru and srupp, drawn once for all tokens; the published runs use the value of"
+        " --dropout in all layers but the last",
+        0,
+        below=1,
+    )
     srupp_width: int = option(0, "width of srupp's attention; 0: a quarter of the layer's width", least=0)
     srupp_heads: int = option(1, "number of heads of srupp's attention", least=1)
     srupp_memory: int = option(
@@ -69,6 +100,13 @@ class FastWeightConfig(FairseqDataclass):
         "how many earlier tokens each token sees in srupp's attention, also in earlier segments; evaluation may use another number",
         least=1,
     )
+    srupp_segment: int = option(
+        1,
+        "token i of each so many tokens of a text sees i tokens more than --srupp-memory; the published runs train with their"
+        " --tokens-per-sample and evaluate with 1",
+        least=1,
+    )
+    srupp_rescale: bool = option(True, "scale the input that passes srupp's highway; the published SRU++ does not")
     srupp_dropout: float = option(
         0.0,
         "dropout probability of the input of srupp's product; the published runs use the value of --dropout",
@@ -79,6 +117,13 @@ class FastWeightConfig(FairseqDataclass):
     xl_memory: int = option(
         256, "how many earlier tokens each token sees in transformer_xl; evaluation may use another number", least=1
     )
+    xl_segment: int = option(
+        1,
+        "token i of each so many tokens of a text sees i tokens more than --xl-memory; the published runs have their"
+        " --tokens-per-sample here, in training and evaluation",
+        least=1,
+    )
+    attention_dropout: float = option(0.0, "dropout probability for attention weights", least=0, below=1)
     slots: int = option(32, "number of keys, and of values, that each head of abc and linformer keeps", least=1)
     slot_positions: int = option(
         1024, "number of positions that linformer has weights for; later positions use the last weights", least=1

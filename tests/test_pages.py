@@ -73,6 +73,14 @@ def test_the_operation_example_runs():
     exec(code, {})
 
 
+def test_the_layers_example_runs():
+    [code] = blocks("docs/mixers.md", "python")
+    names = {}
+    exec(code, names)
+    torch.testing.assert_close(torch.cat([names["first"], names["rest"]]), names["sru"](names["x"])[0])
+    assert names["state"].inputs.shape == (8, 51, 128) and names["attention"].in_proj.weight.grad.abs().sum() > 0
+
+
 def test_the_picture_of_the_readme_is_that_of_the_report():
     folder = ROOT / "docs" / "figures"
     names = runpy.run_path(str(folder / "generation.py"))

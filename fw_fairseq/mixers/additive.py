@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor, nn
 from ..feature_maps import wide
 from ..ops.state import tensor_state
 from ..ops.vectors.pooling import PoolState, last_weights, pool
-from .base import Mixer, rows
-from .pooled import layer_window
+from .base import rows
+from .pooled import Pooled
 
 
 @tensor_state
@@ -25,34 +24,29 @@ class PooledState(NamedTuple):
     key_values: Tensor
 
 
-class Additive(Mixer):
-    """q' = pool(q); p = LayerNorm(x + q' k); p' = pool(p); y = W (p' v). The residual and the norm inside make training stable."""
+class Additive(Pooled):
+    """q' = pool(q); p = LayerNorm(x + q' k); p' = pool(p); y = W (p' v). The residual and the norm inside make training stable.
 
-    state_type, options = PooledState, ("window_sizes",)
+    ``--pooling-form published``: q' = W pool(q), scores that are 0 at the start, and y = q' k + p' v, which is added to x.
+    """
 
-    def __init__(self, embed_dim: int, num_heads: int, config, window: int = 0):
-        super().__init__(embed_dim, num_heads)
-        self.window = window
-        self.in_proj = nn.Linear(embed_dim, 3 * embed_dim, bias=False)
-        self.query_score = nn.Parameter(torch.empty(num_heads, self.head_dim))
-        self.key_score = nn.Parameter(torch.empty(num_heads, self.head_dim))
+    state_type, parts = PooledState, 3
+
+    def __init__(self, embed_dim: int, heads: int = 1, config=None, window: int = 0, **given):
+        super().__init__(embed_dim, heads, config, window, **given)
+        self.norms_residual = self.published
+        self.query_score = nn.Parameter(torch.empty(heads, self.head_dim))
+        self.key_score = nn.Parameter(torch.empty(heads, self.head_dim))
         self.norm = nn.LayerNorm(embed_dim)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
         self.reset_parameters()
 
-    @classmethod
-    def of_layer(cls, embed_dim, num_heads, config, layer, layers):
-        """Returns the mixer of one layer, with the window of that layer."""
-        return cls(embed_dim, num_heads, config, layer_window(config, layer, layers))
-
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draws the projections as fairseq's attention does, and the weights of the scores from a normal distribution."""
-        for weight in self.in_proj.weight.chunk(3):
-            nn.init.xavier_uniform_(weight, gain=1 / math.sqrt(2))
+        super().reset_parameters()
         for weight in (self.query_score, self.key_score):
-            nn.init.normal_(weight)
-        nn.init.xavier_uniform_(self.out_proj.weight)
+            nn.init.zeros_(weight) if self.published else nn.init.normal_(weight)
 
     def forward(self, x: Tensor, state: PooledState | None = None, padding_mask=None, reset_mask=None, **unused):
         """Maps x (T,B,C) to y (T,B,C) and the state after the last token."""
@@ -60,9 +54,16 @@ class Additive(Mixer):
         q, k, v = self.in_proj(x).chunk(3, -1)
         q = self.by_head(q)
         pooled, queries = pool(self.scores(q, self.query_score), q, self.window, queries, padding_mask, reset_mask)
-        p = self.by_head(self.norm(x + self.join(pooled) * k))
+        mixed = self.mixed(pooled, k)
+        p = self.by_head(self.norm(x + mixed))
         pooled, keys = pool(self.scores(p, self.key_score), p, self.window, keys, padding_mask, reset_mask)
-        return self.out_proj(self.join(pooled) * v), PooledState(*queries, *keys)
+        y = self.dropout(self.join(pooled)) * v
+        return mixed + y if self.published else self.out_proj(y), PooledState(*queries, *keys)
+
+    def mixed(self, pooled: Tensor, k: Tensor) -> Tensor:
+        """Maps the pooled queries (B,H,T,X) and the keys (T,B,C) to q' k, (T,B,C)."""
+        pooled = self.dropout(self.join(pooled))
+        return (self.out_proj(pooled) if self.published else pooled) * k
 
     def projections(self) -> dict[str, dict[str, slice]]:
         """Maps the input projection to the rows of each of its parts."""
@@ -73,10 +74,10 @@ class Additive(Mixer):
         q, k, _ = self.in_proj(x).chunk(3, -1)
         q = self.by_head(q)
         queries = self.scores(q, self.query_score)
-        p = self.by_head(self.norm(x + self.join(pool(queries, q, self.window)[0]) * k))
+        p = self.by_head(self.norm(x + self.mixed(pool(queries, q, self.window)[0], k)))
         keys = self.scores(p, self.key_score)
         return {"query pooling": last_weights(queries, self.window)[0], "key pooling": last_weights(keys, self.window)[0]}
 
     def scores(self, x: Tensor, weight: Tensor) -> Tensor:
         """Maps (B,H,T,X) to scores (B,H,T), in fp32 because they are exponents."""
-        return (wide(x) * wide(weight)[:, None]).sum(-1) * self.head_dim**-0.5
+        return self.scaled_product(wide(x), wide(weight)[:, None])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from types import SimpleNamespace
+from typing import ClassVar, NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +35,31 @@ def rows(**counts: int) -> dict[str, slice]:
     return found
 
 
+class Setting(NamedTuple):
+    """A setting of a mixer: its default, and which values are allowed. ``config.FastWeightConfig`` has the option of that name."""
+
+    default: bool | int | float | str
+    least: float | None = None
+    below: float | None = None
+    choices: Collection[str] | None = None
+
+    def why_not(self, value) -> str | None:
+        """Says what a value must be if this one is not allowed; else None."""
+        if self.choices is not None:
+            return None if str(value) in self.choices else f"one of: {', '.join(self.choices)}"
+        kind = type(self.default)
+        if isinstance(value, bool) != (kind is bool) or not isinstance(value, (int, float) if kind is float else kind):
+            return {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}[kind]
+        if (self.least is not None and value < self.least) or (self.below is not None and value >= self.below):
+            return f"at least {self.least}" + (f" and below {self.below}" if self.below is not None else "")
+        return None
+
+
+def settings_of(**settings: Setting) -> dict[str, Setting]:
+    """Returns the settings by name."""
+    return settings
+
+
 class Mixer(nn.Module):
     """``forward(x[0:T])`` equals ``forward(x[0:s])`` followed by ``forward(x[s:T], state)`` for every s, up to rounding.
 
@@ -39,17 +68,40 @@ class Mixer(nn.Module):
     the number of tokens. A new mixer overrides ``forward`` and sets ``state_type``; it overrides the other methods where it can do
     more than they do here.
 
-    ``options`` names the options of the command line that the mixer reads. A model that is to be trained refuses every other
-    option that was given, because it would have no effect.
+    A mixer with settings names them in ``settings`` and reads them with ``read_settings``. Models give all options as one object,
+    ``config``; ``Leap(128, heads=4, pooling_dropout=0.1)`` gives settings by name, and the others have their defaults.
+
+    ``options`` names the options of the command line that the mixer reads: its settings, where it does not say otherwise. A model
+    that is to be trained refuses every other option that was given, because it would have no effect.
     """
 
     state_type: type
+    norms_residual = False  # whether the residual connection around it takes its input after the norm, not before it
+    settings: ClassVar[dict[str, Setting]] = {}
     options: tuple[str, ...] = ()
 
-    def __init__(self, embed_dim: int, num_heads: int):
+    def __init_subclass__(cls, **keywords) -> None:
+        super().__init_subclass__(**keywords)
+        if "settings" in vars(cls) and "options" not in vars(cls):
+            cls.options = tuple(cls.settings)
+
+    def __init__(self, embed_dim: int, heads: int = 1):
         super().__init__()
-        check_heads(embed_dim, num_heads)
-        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
+        check_heads(embed_dim, heads)
+        self.embed_dim, self.num_heads, self.head_dim = embed_dim, heads, embed_dim // heads
+
+    @classmethod
+    def read_settings(cls, config, given: dict[str, object]) -> SimpleNamespace:
+        """Returns the settings: those given by name, else those of ``config``, else the defaults. ``config`` is a FastWeightConfig,
+        another object with such attributes, or None. It was checked before; those given by name are checked here."""
+        for name, value in given.items():
+            if name not in cls.settings:
+                raise Mistake(f"{cls.__name__} has no setting {name}; it has: {', '.join(cls.settings) or 'none'}")
+            allowed = cls.settings[name].why_not(value)
+            if allowed is not None:
+                raise Mistake(f"{name} is {value!r}; it must be {allowed}")
+        defaults = {name: setting.default for name, setting in cls.settings.items()}
+        return SimpleNamespace(**defaults | ({} if config is None else vars(config)) | given)
 
     @classmethod
     def of_layer(cls, embed_dim: int, num_heads: int, config, layer: int, layers: int) -> Mixer:

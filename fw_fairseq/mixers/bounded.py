@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from ..feature_maps import wide
 from ..ops import FastWeightState, fast_weight
-from ..ops.checks import check_tokens
+from ..ops.checks import BACKENDS, check_tokens
 from ..ops.state import tensor_state
-from .base import Mixer, rows
+from .base import Mixer, Setting, rows, settings_of
+from .look_back import places_in_texts
 
 LIMIT = 20.0  # the bound of the exponents: a slot's weights differ by a factor of up to exp(40), and their sums stay within fp32
 
@@ -34,13 +35,20 @@ class Bounded(Mixer):
     values.
     """
 
-    state_type, options = BoundedState, ("slots", "fast_weight_backend")
+    state_type = BoundedState
+    settings = settings_of(slots=Setting(32, least=1), fast_weight_backend=Setting("auto", choices=BACKENDS))
 
-    def __init__(self, embed_dim: int, num_heads: int, config, extra: int = 0):
-        super().__init__(embed_dim, num_heads)
-        self.slots, self.backend = config.slots, str(config.fast_weight_backend)
-        self.in_proj, self.out_proj = nn.Linear(embed_dim, 3 * embed_dim + extra), nn.Linear(embed_dim, embed_dim)
+    def __init__(self, embed_dim: int, heads: int = 1, config=None, **given):
+        super().__init__(embed_dim, heads)
+        settings = self.read_settings(config, given)
+        self.slots, self.backend = settings.slots, str(settings.fast_weight_backend)
+        width = 3 * embed_dim + self.weights_of_a_token()
+        self.in_proj, self.out_proj = nn.Linear(embed_dim, width), nn.Linear(embed_dim, embed_dim)
         self.reset_parameters()
+
+    def weights_of_a_token(self) -> int:
+        """Returns how many weights the input projection makes of a token."""
+        return 0
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -80,8 +88,9 @@ class Bounded(Mixer):
 class Abc(Bounded):
     """ABC_MLP: the weights are w_t = exp(W_w x_t), and each slot is a mean weighted by them."""
 
-    def __init__(self, embed_dim: int, num_heads: int, config):
-        super().__init__(embed_dim, num_heads, config, extra=num_heads * config.slots)
+    def weights_of_a_token(self) -> int:
+        """Returns how many weights the input projection makes of a token."""
+        return self.num_heads * self.slots
 
     def forward(self, x: Tensor, state: BoundedState | None = None, padding_mask=None, reset_mask=None, **unused):
         """Maps x (T,B,C) to y (T,B,C) and the state after the last token."""
@@ -93,28 +102,19 @@ class Abc(Bounded):
 class Linformer(Bounded):
     """The weights w_t are a learned vector for each position. After ``--slot-positions`` positions, the last vector serves."""
 
-    options = (*Bounded.options, "slot_positions")
+    settings = settings_of(slot_positions=Setting(1024, least=1)) | Bounded.settings
 
-    def __init__(self, embed_dim: int, num_heads: int, config):
-        super().__init__(embed_dim, num_heads, config)
-        self.position_weight = nn.Parameter(torch.randn(config.slot_positions, num_heads, self.slots) / math.sqrt(self.slots))
+    def __init__(self, embed_dim: int, heads: int = 1, config=None, **given):
+        super().__init__(embed_dim, heads, config, **given)
+        places = self.read_settings(config, given).slot_positions
+        self.position_weight = nn.Parameter(torch.randn(places, heads, self.slots) / math.sqrt(self.slots))
 
     def forward(self, x: Tensor, state: BoundedState | None = None, padding_mask=None, reset_mask=None, **unused):
         """Maps x (T,B,C) to y (T,B,C) and the state after the last token."""
         check_tokens("x", x, len(x))
         start = x.new_zeros(x.shape[1], dtype=torch.long) if state is None else state.position
-        places, end = positions(start, x.shape[0], padding_mask, reset_mask)
+        places, end = places_in_texts(start, x.shape[0], padding_mask, reset_mask)
         weights = wide(self.position_weight)[places.clamp(max=len(self.position_weight) - 1)].transpose(1, 2)  # (B,H,T,N)
         masks = {"padding_mask": padding_mask, "reset_mask": reset_mask}
         y, state = self.read(list(self.in_proj(x).chunk(3, -1)), weights, state, masks, means=False)
         return y, state._replace(position=end)
-
-
-def positions(start: Tensor, total: int, padding_mask, reset_mask) -> tuple[Tensor, Tensor]:
-    """Maps start (B) to the place of each token in its text (B,T) and the place of the next one (B). Padding takes no place."""
-    real = start.new_ones(len(start), total) if padding_mask is None else (~padding_mask).long()
-    before = real.cumsum(1) - real
-    first = -start[:, None].expand_as(before)
-    if reset_mask is not None:
-        first = torch.where(reset_mask, before, first).cummax(1).values
-    return before - first, before[:, -1] - first[:, -1] + real[:, -1]

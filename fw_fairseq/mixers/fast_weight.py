@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import Mistake
-from ..feature_maps import wide
+from ..feature_maps import FEATURE_MAPS, NORMS, wide
 from ..ops import FastWeightState, fast_weight
+from ..ops.checks import BACKENDS, NORM_OF
 from ..ops.recall import until_end
 from ..rules import RULES, Rule
-from .base import Mixer, rows
+from .base import Mixer, Setting, rows, settings_of
 from .features import (
     FEATURE_OPTIONS,
     build_feature_map,
@@ -26,16 +27,26 @@ from .features import (
 
 
 class FastWeight(Mixer):
-    """Fast weights with any update rule and feature map. One projection makes q, k, v and every gate of the rule.
-
-    ``config``: a FastWeightConfig.
-    """
+    """Fast weights with any update rule and feature map. One projection makes q, k, v and every gate of the rule."""
 
     state_type = FastWeightState
     options = (*FEATURE_OPTIONS, "update_rule", "attention_norm", "attention_norm_of", "fast_weight_backend")
+    settings = settings_of(
+        update_rule=Setting("delta", choices=RULES),
+        feature_map=Setting("elu", choices=FEATURE_MAPS),
+        feature_dim=Setting(0, least=0),
+        feature_norm=Setting("sum", choices=NORMS),
+        attention_norm=Setting(False),
+        attention_norm_of=Setting(NORM_OF[0], choices=NORM_OF),
+        dpfp_nu=Setting(1, least=1),
+        favor_features=Setting(0, least=0),
+        favor_prescale=Setting(False),
+        fast_weight_backend=Setting("auto", choices=BACKENDS),
+    )
 
-    def __init__(self, embed_dim: int, num_heads: int, config):
-        super().__init__(embed_dim, num_heads)
+    def __init__(self, embed_dim: int, heads: int = 1, config=None, **given):
+        super().__init__(embed_dim, heads)
+        num_heads, config = heads, self.read_settings(config, given)
         self.rule_name, self.feature_norm = str(config.update_rule), str(config.feature_norm)
         self.attention_norm, self.backend = config.attention_norm, str(config.fast_weight_backend)
         self.attention_norm_of = norm_of(config)

@@ -2,51 +2,40 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..feature_maps import wide
 from ..ops.vectors.pooling import PoolState, last_weights, pool
-from .base import Mixer, rows
-from .pooled import layer_window
+from .base import rows
+from .pooled import Pooled
 
 
-class Leap(Mixer):
+class Leap(Pooled):
     """w = elu(f k / sqrt(d)) + 1; k', v' = means of k and v weighted by w, over all of the past or a window;
-    y = W (sigmoid(q k' / sqrt(d)) v')."""
+    y = W (sigmoid(q k' / sqrt(d)) v').
 
-    state_type, options = PoolState, ("window_sizes",)
+    ``--pooling-form published`` has no W. ``--pooling-dropout`` is that of q, f, v and f k / sqrt(d).
+    """
 
-    def __init__(self, embed_dim: int, num_heads: int, config, window: int = 0):
-        super().__init__(embed_dim, num_heads)
-        self.window = window
-        self.in_proj = nn.Linear(embed_dim, 4 * embed_dim, bias=False)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=False)
+    state_type, parts = PoolState, 4
+
+    def __init__(self, embed_dim: int, heads: int = 1, config=None, window: int = 0, **given):
+        super().__init__(embed_dim, heads, config, window, **given)
+        self.out_proj = None if self.published else nn.Linear(embed_dim, embed_dim, bias=False)
         self.reset_parameters()
-
-    @classmethod
-    def of_layer(cls, embed_dim, num_heads, config, layer, layers):
-        """Returns the mixer of one layer, with the window of that layer."""
-        return cls(embed_dim, num_heads, config, layer_window(config, layer, layers))
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draws the weights as fairseq's attention does."""
-        for weight in self.in_proj.weight.chunk(4):
-            nn.init.xavier_uniform_(weight, gain=1 / math.sqrt(2))
-        nn.init.xavier_uniform_(self.out_proj.weight)
 
     def forward(self, x: Tensor, state: PoolState | None = None, padding_mask=None, reset_mask=None, **unused):
         """Maps x (T,B,C) to y (T,B,C) and the state after the last token."""
         q, f, k, v = map(self.by_head, self.in_proj(x).chunk(4, -1))
+        q, f, v = self.dropout(q), self.dropout(f), self.dropout(v)
         scores = self.scores(f, k)
         focused, state = pool(scores, torch.cat([k, v], -1), self.window, state, padding_mask, reset_mask)
         k, v = focused.chunk(2, -1)
-        read = torch.sigmoid((wide(q) * wide(k)).sum(-1, keepdim=True) * self.head_dim**-0.5).to(v.dtype)
-        return self.out_proj(self.join(read * v)), state
+        read = torch.sigmoid(self.scaled_product(wide(q), wide(k))).to(v.dtype)
+        y = self.join(read[..., None] * v)
+        return y if self.out_proj is None else self.out_proj(y), state
 
     def projections(self) -> dict[str, dict[str, slice]]:
         """Maps the input projection to the rows of each of its parts."""
@@ -54,7 +43,7 @@ class Leap(Mixer):
 
     def scores(self, f: Tensor, k: Tensor) -> Tensor:
         """Returns log w of each token, (B,H,T)."""
-        return log_focus((wide(f) * wide(k)).sum(-1) * self.head_dim**-0.5)
+        return log_focus(self.dropout(self.scaled_product(wide(f), wide(k))))
 
     def explain(self, x: Tensor) -> dict[str, Tensor]:
         """Returns the weights of the tokens in the means at the last token."""

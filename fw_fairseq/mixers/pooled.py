@@ -1,14 +1,35 @@
-"""The windows of mixers that pool the past."""
+"""The shared part of mixers that pool the past: their windows, their projections, and the form that was published."""
 
 from __future__ import annotations
 
+import math
+
+import torch
+from torch import Tensor, nn
+
 from .. import Mistake
+from .base import Mixer, Setting, settings_of
+
+FORMS = ("adapted", "published")
+LEAP_WINDOWS = "leap"
 
 
 def layer_window(config, layer: int, layers: int) -> int:
-    """Returns how many tokens the mixer of a layer sees; 0 means all of them."""
+    """Returns how many tokens the mixer of a layer sees; 0 means all of them.
+
+    ``config.longest_text``, where it is there, is the number of tokens that no text exceeds: a window of as many is all of them.
+    """
+    window = named_window(config, layer, layers)
+    longest = getattr(config, "longest_text", None)
+    return 0 if longest is not None and window >= longest else window
+
+
+def named_window(config, layer: int, layers: int) -> int:
+    """Returns the window of a layer that --window-sizes names."""
     if not config.window_sizes:
         return 0 if layer == layers - 1 else 4 * 2**layer
+    if config.window_sizes == LEAP_WINDOWS:
+        return 4 * 2 ** (layer % 4 - 1) if layer % 4 else 0
     sizes = [part.strip() for part in config.window_sizes.split(",")]
     for part in sizes:
         if not part.isdecimal():
@@ -16,3 +37,37 @@ def layer_window(config, layer: int, layers: int) -> int:
     if len(sizes) not in (1, layers):
         raise Mistake(f"--window-sizes has {len(sizes)} numbers but the model has {layers} layers; give one, or one per layer")
     return int(sizes[layer if len(sizes) > 1 else 0])
+
+
+class Pooled(Mixer):
+    """A mixer that pools the last ``window`` tokens, or all of the past for 0. Its projection makes ``parts`` vectors."""
+
+    parts: int
+    settings = settings_of(pooling_form=Setting("adapted", choices=FORMS), pooling_dropout=Setting(0.0, least=0, below=1))
+    options = (*settings, "window_sizes")
+
+    def __init__(self, embed_dim: int, heads: int = 1, config=None, window: int = 0, **given):
+        super().__init__(embed_dim, heads)
+        if window < 0:
+            raise Mistake(f"window is {window}; it must be a number of tokens, or 0 for all before")
+        settings = self.read_settings(config, given)
+        self.window, self.published = window, str(settings.pooling_form) == "published"
+        self.dropout = nn.Dropout(settings.pooling_dropout)
+        self.in_proj = nn.Linear(embed_dim, self.parts * embed_dim, bias=False)
+
+    @classmethod
+    def of_layer(cls, embed_dim: int, num_heads: int, config, layer: int, layers: int) -> Pooled:
+        """Returns the mixer of one layer, with the window of that layer."""
+        return cls(embed_dim, num_heads, config, layer_window(config, layer, layers))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws the weights of the projections as fairseq's attention does."""
+        for weight in self.in_proj.weight.chunk(self.parts):
+            nn.init.xavier_uniform_(weight, gain=1 / math.sqrt(2))
+        if self.out_proj is not None:
+            nn.init.xavier_uniform_(self.out_proj.weight)
+
+    def scaled_product(self, x: Tensor, y: Tensor) -> Tensor:
+        """Returns the products of vectors (...,D) divided by sqrt(D), (...)."""
+        return (x * y).sum(-1) * self.head_dim**-0.5

@@ -11,39 +11,52 @@ from .. import Mistake
 from ..ops.onednn import Linear
 from ..ops.state import tensor_state
 from ..ops.vectors.pooling import last_weights
-from .base import Mixer, join_heads, rows, split_heads
-from .look_back import View, WindowState, attend, look_back
+from .base import Mixer, Setting, join_heads, rows, settings_of, split_heads
+from .look_back import Reach, View, WindowState, attend, look_back, with_memory
 from .sru import Sru
 
 
 @tensor_state
 class SruppState(NamedTuple):
-    """The cell after the last token, and the last R tokens as attention reads them."""
+    """The cell after the last token, and the last R tokens; see ``look_back.WindowState``."""
 
     cell: Tensor  # (B,C), fp32 (float64 for float64 inputs)
-    memory: Tensor  # (B,R,width): the last R tokens, as attention reads them
+    memory: Tensor | None  # (B,R,width): the last R tokens, as attention reads them; None where ``inputs`` are kept
     filled: Tensor  # (B,R), False where there was no token
+    inputs: Tensor | None = None  # (B,R,C): the last R inputs, which W_1 projects anew
+    place: Tensor | None = None  # (B): the next token's place in its segment; None: each segment has one token
 
 
 class Srupp(Sru):
     """z = W_1 x; the product of SRU reads drop(LayerNorm(z + alpha attention(z, W_k z, W_v z))). alpha is 0 at the start, and there
     are no positions.
 
-    Every token sees itself and the ``--srupp-memory`` tokens before it, however the text was cut into segments.
+    Every token sees itself and the ``--srupp-memory`` tokens before it, however the text was cut into segments. With
+    ``--srupp-segment`` L, token i of each L tokens of a text sees i more.
     """
 
     state_type = SruppState
-    options = ("sru_highway_bias", "srupp_width", "srupp_heads", "srupp_memory", "srupp_dropout")
+    settings = settings_of(
+        srupp_width=Setting(0, least=0),
+        srupp_heads=Setting(1, least=1),
+        srupp_memory=Setting(512, least=1),
+        srupp_segment=Setting(1, least=1),
+        srupp_dropout=Setting(0.0, least=0, below=1),
+        srupp_rescale=Setting(True),
+        attention_dropout=Setting(0.0, least=0, below=1),
+    ) | {name: Sru.settings[name] for name in ("sru_highway_bias", "sru_init", "sru_input_bias", "sru_tanh", "sru_dropout")}
 
-    def __init__(self, embed_dim: int, num_heads: int, config):
-        Mixer.__init__(self, embed_dim, num_heads)
-        width, self.memory, self.inner_heads = config.srupp_width or max(1, embed_dim // 4), config.srupp_memory, config.srupp_heads
+    def __init__(self, embed_dim: int, heads: int = 1, config=None, **given):
+        Mixer.__init__(self, embed_dim, heads)
+        settings = self.read_settings(config, given)
+        width, self.inner_heads = settings.srupp_width or max(1, embed_dim // 4), settings.srupp_heads
+        self.reach, self.attention_dropout = Reach(settings.srupp_memory, settings.srupp_segment), settings.attention_dropout
         if width % self.inner_heads:
             raise Mistake(f"--srupp-heads is {self.inner_heads}; it must divide the width of the attention, {width}")
-        self.prepare(width, config.sru_highway_bias)
+        self.prepare(width, settings, settings.srupp_rescale)
         self.down_proj = Linear(embed_dim, width, bias=False)
         self.kv_proj = Linear(width, 2 * width, bias=False)
-        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(config.srupp_dropout)
+        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(settings.srupp_dropout)
         self.alpha = nn.Parameter(torch.zeros(1))
         self.reset_parameters()
 
@@ -51,30 +64,42 @@ class Srupp(Sru):
         """Returns the linear layers, in the order of their use."""
         return [self.down_proj, self.kv_proj, self.in_proj]
 
-    def forward(self, x: Tensor, state: SruppState | None = None, padding_mask=None, reset_mask=None, **unused):
+    def forward(
+        self, x: Tensor, state: SruppState | None = None, padding_mask=None, reset_mask=None, *, decoding: bool = False, **unused
+    ):
         """Maps x (T,B,C) to h (T,B,C) and the state after the last token."""
-        z = self.down_proj(x)
+        z, inputs = self.down_proj(x), x.transpose(0, 1)
         memory = None if state is None else WindowState(*state[1:])
-        view, memory = look_back(z.transpose(0, 1), memory, self.memory, padding_mask, reset_mask)
-        inner = self.dropout(self.norm(z + self.alpha * self.read(z, view)))
+        view = look_back(inputs, memory, self.reach, padding_mask, reset_mask)
+        seen, memory = with_memory(view, inputs, z.transpose(0, 1), memory, self.down_proj, decoding)
+        inner = self.attended(z, seen.transpose(0, 1), view)
         h, state = self.recur(inner, x, None if state is None else state.cell, padding_mask, reset_mask)
         return h, SruppState(state.cell, *memory)
+
+    def attended(self, z: Tensor, seen: Tensor, view: View) -> Tensor:
+        """Maps z (T,B,width), and the z of all tokens that these see, (S,B,width), to what the product reads."""
+        return self.dropout(self.norm(z + self.alpha * self.read(z, seen, view)))
 
     def explain(self, x: Tensor) -> dict[str, Tensor]:
         """Returns the attention weights of the last token, and the weights of the tokens in the last cell."""
         z = self.down_proj(x)
-        view, _ = look_back(z.transpose(0, 1), None, self.memory, None, None)
-        found = self.explain_memory(self.norm(z + self.alpha * self.read(z, view)))
+        found = self.explain_memory(self.attended(z, z, look_back(z.transpose(0, 1), None, self.reach, None, None)))
         q, k = (split_heads(part, self.inner_heads)[0] for part in (z, self.kv_proj(z).chunk(2, -1)[0]))  # (H,T,X)
         scores = (q[:, -1:] @ k.mT).squeeze(1) * q.shape[-1] ** -0.5
-        return {"attention": last_weights(scores[None], self.memory + 1)[0]} | found
+        window = 1 + self.reach.memory + (len(x) - 1) % self.reach.segment
+        return {"attention": last_weights(scores[None], window)[0]} | found
 
-    def read(self, queries: Tensor, view: View) -> Tensor:
-        """Maps queries (T,B,width) to the output of attention, (T,B,width)."""
-        parts = (queries, *self.kv_proj(view.tokens.transpose(0, 1)).chunk(2, -1))
-        return join_heads(attend(*(split_heads(x, self.inner_heads) for x in parts), view))
+    def read(self, queries: Tensor, seen: Tensor, view: View) -> Tensor:
+        """Maps queries (T,B,width) and the tokens of the view (S,B,width) to the output of attention, (T,B,width)."""
+        parts = (queries, *self.kv_proj(seen).chunk(2, -1))
+        dropout = self.attention_dropout if self.training else 0.0
+        return join_heads(attend(*(split_heads(x, self.inner_heads) for x in parts), view, dropout=dropout))
 
     def projections(self) -> dict[str, dict[str, slice]]:
         """Maps each projection to the rows of each of its parts."""
         width = self.kv_proj.in_features
         return super().projections() | {"kv_proj": rows(k=width, v=width)}
+
+    def state_size(self) -> int:
+        """Returns the size of the state while decoding. Between segments, the inputs are kept in place of their projections."""
+        return self.embed_dim + self.reach.most * self.kv_proj.in_features

@@ -23,12 +23,16 @@ class FastWeightDecoder(TransformerDecoder):
     """fairseq's decoder; its layers mix tokens as the options say.
 
     Incremental decoding takes a prompt of several tokens in one pass where every layer is recurrent and nothing was decoded yet.
+    ``carries_over``: states may carry over from one text, or segment, to the next.
     """
 
     config_class, layer_class = FastWeightConfig, FastWeightDecoderLayer
 
-    def __init__(self, args, dictionary, embed_tokens, no_encoder_attn=False, output_projection=None):
+    def __init__(
+        self, args, dictionary, embed_tokens, no_encoder_attn=False, output_projection=None, *, carries_over: bool = False
+    ):
         self.fast_weight_config = read_config(self.config_class, args)
+        self.fast_weight_config.longest_text = None if carries_over else longest_text(args)
         names = self.mixer_names(args.decoder_layers)
         self._mixers, self.recurrent = iter(enumerate(names)), SOFTMAX not in names
         if safe_getattr(args, "tie_adaptive_weights", False):
@@ -118,6 +122,12 @@ class FastWeightDecoder(TransformerDecoder):
     def buffered_future_mask(self, tensor):
         """T x T, and only softmax layers look at it."""
         return None if self.recurrent else super().buffered_future_mask(tensor)
+
+
+def longest_text(args) -> int | None:
+    """The number of tokens that no text exceeds, since there are no more learned positions; None: there is no such number."""
+    free = safe_getattr(args, "no_token_positional_embeddings", False) or not safe_getattr(args, "decoder_learned_pos", False)
+    return None if free else safe_getattr(args, "max_target_positions", None)
 
 
 @contextlib.contextmanager

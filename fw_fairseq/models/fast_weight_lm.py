@@ -3,7 +3,8 @@
 import functools
 import logging
 import types
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 from fairseq.dataclass import ChoiceEnum
 from fairseq.models import register_model
@@ -15,6 +16,7 @@ from ..config import FastWeightConfig, layer_mixers, option, options_read, refus
 from ..mixers.base import check_heads
 from .checkpoint_options import NamesWhatDiffers, keep_layers
 from .fast_weight_decoder import FastWeightDecoder
+from .switches import add_opposites
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +43,17 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
     num_updates = 0  # for criterions that change during training
 
     @classmethod
+    def add_args(cls, parser):
+        """Adds all options, each switch with its opposite."""
+        super().add_args(parser)
+        add_opposites(parser, [f.name for f in fields(FastWeightConfig)])
+
+    @classmethod
     def build_model(cls, args, task):
         check_heads(args.decoder_embed_dim, args.decoder_attention_heads)  # before fairseq does, by an assertion
         keep_layers(args)
-        model = build_with(FastWeightDecoder, cls, args, task)
+        decoder = functools.partial(FastWeightDecoder, carries_over=getattr(task, "carries_over", False))
+        model = build_with(decoder, cls, args, task)
         if safe_getattr(args, "train_only", "all") == "new":
             model.freeze_all_but_new()
         if not next(model.parameters()).is_meta:
@@ -89,7 +98,7 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
             raise Mistake("--train-only new leaves nothing to train, since the attention of all layers is unchanged")
 
 
-def build_with(decoder: type, cls: type, args, task) -> TransformerLanguageModel:
+def build_with(decoder: Callable, cls: type, args, task) -> TransformerLanguageModel:
     """Calls fairseq's ``build_model`` with ``decoder`` in place of the class that its code names, which has no hook to choose it.
 
     A model that is built by ``super().build_model`` first has a decoder of softmax attention, at its full cost in memory.

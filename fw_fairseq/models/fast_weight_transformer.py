@@ -1,6 +1,7 @@
 """fast_weight_transformer: fairseq's translation Transformer with linear attention in any of its three attentions."""
 
 import logging
+from dataclasses import fields
 
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import register_model, register_model_architecture
@@ -26,6 +27,7 @@ from ..modules import LinearAttention, LinearEncoderLayer, TranslationDecoderLay
 from .checkpoint_options import NamesWhatDiffers, keep_layers
 from .fast_weight_decoder import FastWeightDecoder
 from .lm_architectures import defaults
+from .switches import add_opposites
 
 logger = logging.getLogger(__name__)
 
@@ -84,9 +86,10 @@ class FastWeightTransformer(NamesWhatDiffers, TransformerModel):
 
     @classmethod
     def add_args(cls, parser):
-        """Adds the options of FastWeightTransformerConfig to those of fairseq's Transformer."""
+        """Adds the options of FastWeightTransformerConfig to those of fairseq's Transformer, each switch with its opposite."""
         super().add_args(parser)
         gen_parser_from_dataclass(parser, FastWeightTransformerConfig(), delete_default=True)
+        add_opposites(parser, [f.name for f in fields(FastWeightTransformerConfig)])
 
     @classmethod
     def build_model(cls, args, task):

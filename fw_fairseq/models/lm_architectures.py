@@ -35,6 +35,23 @@ def leap_lm(args):
     additive_lm(args)
 
 
+@register_model_architecture("fast_weight_lm", "additive_lm_published")
+def additive_lm_published(args):
+    """The model of "Additive Attention Is All You Need?": additive attention as its code has it, and a norm of the embeddings in
+    place of the one at the end."""
+    choose_mixer(args, "additive", pooling_form="published", pooling_dropout=0.1)
+    defaults(args, activation_dropout=0.0, layernorm_embedding=True, no_decoder_final_norm=True)
+    additive_lm(args)
+
+
+@register_model_architecture("fast_weight_lm", "leap_lm_published")
+def leap_lm_published(args):
+    """The model of LEAP at the size of additive_lm: its own windows, no output projection, and logits that are not scaled."""
+    choose_mixer(args, "leap", pooling_form="published", pooling_dropout=0.1, window_sizes="leap")
+    defaults(args, activation_dropout=0.0, scale_output=False)
+    additive_lm(args)
+
+
 @register_model_architecture("fast_weight_lm", "sru_lm")
 def sru_lm(args):
     """A model of 6 SRU layers of width 512."""
@@ -67,9 +84,9 @@ def srupp_lm_wiki103_base(args):
 
 @register_model_architecture("fast_weight_lm", "transformer_xl_lm")
 def transformer_xl_lm(args):
-    """The standard Transformer-XL of Dai et al. 2019 on WikiText-103, 151M parameters. Train it with
-    --task stateful_language_modeling --tokens-per-sample 150: the segment is then as long as the memory."""
-    choose_mixer(args, "transformer_xl", xl_memory=150)
+    """The standard Transformer-XL of Dai et al. 2019 on WikiText-103, 152M parameters. Train it with
+    --task stateful_language_modeling --tokens-per-sample 150, so that its segments are those of the task."""
+    choose_mixer(args, "transformer_xl", xl_memory=150, xl_segment=150)
     defaults(args, no_token_positional_embeddings=True)
     defaults(args, decoder_ffn_embed_dim=2100, decoder_attention_heads=10)
     wiki103(args, width=410)

@@ -32,6 +32,8 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
     --tokens-per-sample is the length of a segment, within which gradients flow; --batch-size is the number of streams of a worker.
     Dictionary, generation and the scoring of single texts are those of language_modeling."""
 
+    carries_over = True  # which models ask before they are built
+
     def __init__(self, args, dictionary, output_dictionary=None, targets=None):
         super().__init__(args, dictionary, output_dictionary, targets)
         if self.targets != ["future"]:

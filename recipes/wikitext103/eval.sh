@@ -9,11 +9,13 @@
 # Expected: the row's number in the head of train.sh
 # Usage:    recipes/wikitext103/eval.sh ROW [OPTION of fairseq-eval-lm]...      prints | row | split | perplexity |
 #           SPLIT=valid recipes/wikitext103/eval.sh small-delta
-#           XL_MEMORY=127 recipes/wikitext103/eval.sh medium-transformer_xl_stream
+#           XL_MEMORY=64 recipes/wikitext103/eval.sh medium-transformer_xl_stream
+#           XL_MEMORY=15 XL_SEGMENT=1 recipes/wikitext103/eval.sh medium-transformer_xl_stream
 #           SRUPP_MEMORY=2560 recipes/wikitext103/eval.sh base-srupp
 #
-# XL_MEMORY and SRUPP_MEMORY are how many tokens back transformer_xl and srupp see; by default as many as in training. The logs stay in
-# the run's folder, where fw-plot tables schlag2 OUT (to schlag5) collects them.
+# SRUPP_MEMORY is how many tokens back each token of srupp sees. XL_MEMORY is the memory of transformer_xl, and XL_SEGMENT the length of
+# its segments, by default as long as the memory: token i of a segment sees the memory and i tokens more. Without these variables, the
+# memory is that of training. The logs stay in the run's folder, where fw-plot tables schlag2 OUT (to schlag5) collects them.
 source "$(dirname "$0")/../lib.sh"
 find_programs
 OUT=$(output_folder wikitext103)
@@ -34,7 +36,9 @@ case $row in
     *-srupp*) option=srupp_memory memory=${SRUPP_MEMORY:-} ;;
     *) option=xl_memory memory=${XL_MEMORY:-} ;;
 esac
-[ -z "$memory" ] || window+=(--model-overrides "{'$option': $memory}")
+segment=1
+[ $option = srupp_memory ] || segment=${XL_SEGMENT:-$memory}
+[ -z "$memory" ] || window+=(--model-overrides "{'$option': $memory, '${option%memory}segment': $segment}")
 log=$run/eval-$split${memory:+-memory$memory}.log
 logged "$log.part" fairseq-eval-lm "$OUT/bin" --user-dir "$ROOT/fw_fairseq" --path "$checkpoint" --gen-subset "$split" "${window[@]}" \
     "${machine[@]}" "$@"

@@ -10,7 +10,7 @@
 #                      performer16 38.8   performer16_delta 37.0   dpfp1 38.8   dpfp1_delta 35.0
 #             medium-  transformer 29.6   linear 33.0   delta 31.5   performer 33.8   performer_delta 31.8
 #                      delta_norm 32.1   delta_nopos_norm 31.2   delta_nopos 31.1   delta_stream 29.4   linear_stream above 260
-#                      transformer_xl_stream, evaluated with XL_MEMORY: 15 65.5   127 30.1   255 27.4   767 25.5
+#                      transformer_xl_stream, evaluated with XL_MEMORY: 15 (and XL_SEGMENT=1) 65.5   64 30.1   128 27.4   384 25.5
 #             base-    srupp 18.3 (148M parameters, evaluated with SRUPP_MEMORY=2560)   srupp5, no published number
 #             small- and medium-local_attention, -abc and -linformer are comparators that these tables do not have
 # Usage:    recipes/wikitext103/train.sh ROW [OPTION of fairseq-train]...     resumes from the last checkpoint of the row
@@ -22,7 +22,9 @@
 #
 # small has width 128, segments of 256 tokens and 40M parameters; medium has width 256, segments of 384 and 90M. Rows with _stream carry
 # their state over from segment to segment. The paper names the first learning rate and the warm-up, but no schedule; this recipe takes
-# cosine. Updates are about 120 epochs (small) and 70 (medium). The schedule of base is this recipe's own.
+# cosine. Updates are about 120 epochs (small) and 70 (medium). transformer_xl_stream has the warm-up and the updates of the authors'
+# code; token i of a segment sees the memory, as long as a segment, and i tokens more. base has the dropout, the start and the units of
+# the authors' code; its schedule is this recipe's own. The publication's segments have 768 tokens: --tokens-per-sample 768.
 source "$(dirname "$0")/../lib.sh"
 find_programs
 renamed BATCH "pass --batch-size, the segments of one worker, or set GPUS, the workers that share the batch"
@@ -44,8 +46,14 @@ arch=fast_weight_lm_wiki103_$size
 linear=(--update-rule sum --feature-norm none --attention-norm)
 delta=(--update-rule delta --feature-norm sum)
 case $size-$name in
-    base-srupp) model=(--srupp-dropout 0.1) ;;
-    base-srupp5) model=(--mixer-pattern "sru*4,srupp" --sru-projection 768 --srupp-dropout 0.1) ;;
+    base-srupp | base-srupp5)
+        memory=$(given --tokens-per-sample "$length" "$@")
+        model=(--srupp-memory "$memory" --srupp-segment "$memory" --dropout 0.15 --attention-dropout 0.15 --srupp-dropout 0.15
+            --sru-dropout 0.15 --sru-init xavier --no-srupp-rescale --no-sru-input-bias)
+        [ "$name" = srupp ] ||
+            model+=(--mixer-pattern "sru*4,srupp" --sru-projection 768 --sru-projection-norm --sru-projection-dropout 0.15
+                --no-sru-rescale)
+        ;;
     base-* | *-srupp | *-srupp5) fail "ROW is $row; base goes with srupp and srupp5, and they with base" ;;
     *-transformer) model=(--mixer softmax) ;;
     *-linear | *-linear_stream) model=("${linear[@]}" --feature-map elu) ;;
@@ -57,7 +65,7 @@ case $size-$name in
     *-performer16_delta) model=("${delta[@]}" --feature-map favor --favor-features 16) ;;
     *-dpfp1) model=("${linear[@]}" --feature-map dpfp --dpfp-nu 1) ;;
     *-dpfp1_delta) model=("${delta[@]}" --feature-map dpfp --dpfp-nu 1) ;;
-    *-transformer_xl_stream) model=(--mixer transformer_xl --xl-memory "$length") ;;
+    *-transformer_xl_stream) updates=200000 model=(--mixer transformer_xl --xl-memory "$length" --xl-segment "$length" --warmup-updates 1000) ;;
     *-local_attention | *-abc | *-linformer) model=(--mixer "$name") ;;
     *) fail "ROW is $row; it must be $kinds" ;;
 esac

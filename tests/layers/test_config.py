@@ -20,10 +20,12 @@ from fw_fairseq.config import (
 from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.mixers import MIXERS
 
+SHARES = ("srupp_dropout", "sru_dropout", "sru_projection_dropout", "pooling_dropout", "attention_dropout")
 LEAST = dict.fromkeys(("feature_dim", "favor_features", "sru_projection", "srupp_width"), 0)
 LEAST |= (
-    {"srupp_dropout": 0}
-    | dict.fromkeys(("dpfp_nu", "srupp_heads", "srupp_memory", "xl_memory", "slots", "slot_positions"), 1)
+    dict.fromkeys(SHARES, 0)
+    | dict.fromkeys(("dpfp_nu", "srupp_heads", "srupp_memory", "srupp_segment", "xl_memory", "xl_segment", "slots"), 1)
+    | {"slot_positions": 1}
     | {"local_window": 2}
 )
 
@@ -38,8 +40,9 @@ def test_a_number_below_the_least_is_refused(name):
 
 
 def test_a_share_stays_below_one():
-    with pytest.raises(ValueError, match=r"^--srupp-dropout is 1; it must be at least 0 and below 1$"):
-        build(srupp_dropout=1)
+    for name in SHARES:
+        with pytest.raises(ValueError, match=rf"^{option_name(name)} is 1; it must be at least 0 and below 1$"):
+            build(**{name: 1})
 
 
 def test_every_number_has_a_least():
@@ -57,6 +60,7 @@ def refusal(**options) -> str | None:
         return str(error)
 
 
+WEIGHTS = "--mixer softmax or --mixer srupp or --mixer local_attention or --mixer transformer_xl"
 ELSEWHERE = [
     ({"xl_memory": 3}, {"mixer": "transformer_xl"}, "--mixer transformer_xl"),
     ({"local_window": 3}, {"mixer": "local_attention"}, "--mixer local_attention"),
@@ -68,7 +72,12 @@ ELSEWHERE = [
     ({"dpfp_nu": 2}, {"feature_map": "dpfp"}, "--feature-map dpfp"),
     ({"favor_features": 8}, {"feature_map": "rfa", "feature_norm": "none"}, "--feature-map favor or --feature-map rfa"),
     ({"favor_prescale": True}, {"feature_map": "favor"}, "--feature-map favor"),
-    ({"attention_dropout": 0.5}, {"mixer_pattern": "fast_weight,softmax"}, "--mixer softmax"),
+    ({"attention_dropout": 0.5}, {"mixer_pattern": "fast_weight,softmax"}, WEIGHTS),
+    ({"attention_dropout": 0.5}, {"mixer": "srupp"}, WEIGHTS),
+    ({"sru_rescale": False}, {"mixer": "sru"}, "--mixer sru"),
+    ({"srupp_rescale": False}, {"mixer": "srupp"}, "--mixer srupp"),
+    ({"sru_tanh": True}, {"mixer": "srupp"}, "--mixer sru or --mixer srupp"),
+    ({"pooling_form": "published"}, {"mixer": "leap"}, "--mixer additive or --mixer leap"),
 ]
 
 
@@ -113,3 +122,10 @@ def test_a_mixer_reads_the_options_that_it_names():
             config = FastWeightConfig(feature_map=phi, feature_norm=norm)
             names = options_read(config, [name])
             mixer.of_layer(8, 2, Namespace(**{option: getattr(config, option) for option in names}), 0, 2)
+
+
+def test_a_mixer_names_the_options_of_its_settings():
+    """Its feature map may name them in its place."""
+    for mixer in MIXERS.values():
+        maps = FEATURE_MAPS.values() if "feature_map" in mixer.options else []
+        assert {*mixer.settings} == {*mixer.options}.union(*(phi.options for phi in maps)) - {"window_sizes"}

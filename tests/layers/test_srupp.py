@@ -60,8 +60,21 @@ def test_parts_with_their_state_equal_the_whole():
     for part in torch.arange(15).split([1, 2, 11, 1]):
         y, state = mixer(x[part], state, padding[:, part], resets[:, part])
         outputs.append(y)
-        assert [tuple(s.shape) for s in state] == [(3, 8), (3, 4, 6), (3, 4)]
+        assert [None if s is None else tuple(s.shape) for s in state] == [(3, 8), None, (3, 4), (3, 4, 8), None]
     torch.testing.assert_close(torch.cat(outputs), mixer(x, None, padding, resets)[0])
+
+
+def test_decoding_keeps_projections():
+    """The state then has the size that the log reports; a state of inputs becomes one of projections."""
+    mixer, x = build(), torch.randn(9, 3, 8, dtype=torch.float64)
+    first, state = mixer(x[:5])
+    outputs = [first]
+    for t in range(5, 9):
+        y, state = mixer(x[t : t + 1], state, decoding=True)
+        outputs.append(y)
+        assert [None if s is None else tuple(s.shape) for s in state] == [(3, 8), (3, 4, 6), (3, 4), None, None]
+    torch.testing.assert_close(torch.cat(outputs), mixer(x)[0])
+    assert mixer.state_size() == state.cell[0].numel() + state.memory[0].numel()
 
 
 def test_it_starts_without_attention():

@@ -23,11 +23,12 @@ from fw_fairseq.tools.bench.measure import state_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-OTHER_MIXERS = {name: [{}, {"window_sizes": "3"}, {"window_sizes": "0"}] for name in ("additive", "leap")} | {
-    "sru": [{}, {"sru_projection": 8}],
-    "srupp": [{}, {"srupp_memory": 4, "srupp_heads": 2}, {"decoder_ffn_embed_dim": 0}],
+POOLED = [{}, {"window_sizes": "3"}, {"window_sizes": "0"}, {"pooling_form": "published"}]
+OTHER_MIXERS = dict.fromkeys(("additive", "leap"), POOLED) | {
+    "sru": [{}, {"sru_projection": 8, "sru_tanh": True}],
+    "srupp": [{}, {"srupp_memory": 4, "srupp_heads": 2, "srupp_segment": 3}, {"decoder_ffn_embed_dim": 0}],
     "local_attention": [{"local_window": 4}],
-    "transformer_xl": [{"xl_memory": 4}],
+    "transformer_xl": [{"xl_memory": 4}, {"xl_memory": 3, "xl_segment": 4}],
     "linformer": [{"slots": 3, "slot_positions": 6}],
     "abc": [{"slots": 3}],
 }
@@ -281,6 +282,11 @@ def test_additive_architectures():
     assert args.decoder_normalize_before and args.decoder_learned_pos and args.share_decoder_input_output_embed
     assert [layer_window(FastWeightConfig(), layer, 6) for layer in range(6)] == [4, 8, 16, 32, 64, 0]
     additive, leap = (shapes(arch, 32100) for arch in ("additive_lm", "leap_lm"))
+    published = shapes("additive_lm_published", 32100, max_target_positions=2048)
+    theirs = 6 * (4 * 128**2 + 2 * 128 + 2 * 512 * 128 + 3 * 2 * 128) + (32100 + 2048) * 128 + 2 * 128 + 32100
+    ours = theirs + 6 * (512 + 128) + 2 * 128 - 32100  # biases within, none at the end; fairseq's positions start at 2
+    assert count(published) == ours and round(ours / 1e6, 1) == 5.6
+    assert "decoder.layers.0.self_attn.mixer.out_proj.weight" not in shapes("leap_lm_published", 32100)
     assert additive["decoder.layers.0.self_attn.mixer.in_proj.weight"] == (3 * 128, 128)
     assert leap["decoder.layers.0.self_attn.mixer.in_proj.weight"] == (4 * 128, 128)
     gpt2 = options_of("additive_lm_gpt2_small")

@@ -92,8 +92,8 @@ def test_sru_memory(kind):
     torch.testing.assert_close(found["memory"][0, -1], found["write"][0, -1])
     if kind is Srupp:
         z = mixer.down_proj(x)
-        view, _ = look_back(z.transpose(0, 1), None, 12, None, None)
-        attended = mixer.read(z, view)
+        view = look_back(z.transpose(0, 1), None, mixer.reach, None, None)
+        attended = mixer.read(z, z, view)
         values = mixer.kv_proj(z)[:, 0].chunk(2, -1)[1].unflatten(-1, (2, -1))
         torch.testing.assert_close(torch.einsum("ht,thv->hv", found["attention"], values).flatten(), attended[-1, 0])
 

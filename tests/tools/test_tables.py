@@ -41,7 +41,7 @@ def test_measured_stands_beside_published(tmp_path, capsys):
 def test_memories_tried_in_evaluation_have_their_own_state_size(tmp_path, capsys):
     run = tmp_path / "runs/medium-transformer_xl_stream"
     write(run / "train.log", TRAINED)
-    write(run / "eval-test-memory127.log", "state size: 1.049 million numbers for a sequence\n" + EVALUATED.format("30.2"))
+    write(run / "eval-test-memory64.log", "state size: 1.049 million numbers for a sequence\n" + EVALUATED.format("30.2"))
     plots.main(["tables", "schlag4", str(tmp_path)])
     assert "| Transformer-XL | 1.05 | 29.3 |  | 30.1 | 30.2 | 250 | 1.049 |\n" in capsys.readouterr().out
 

@@ -1,0 +1,79 @@
+"""Mixers in Python: settings by name, with the defaults and limits of the command line's options."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fw_fairseq.config import FastWeightConfig
+from fw_fairseq.mixers import MIXERS, FastWeight, Leap, Linformer, Mixer, Sru, Srupp
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+OPTIONS = {f.name: f for f in fields(FastWeightConfig)}
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_settings_are_the_options_of_the_command_line(name):
+    for setting, kind in MIXERS[name].settings.items():
+        option = OPTIONS[setting]
+        assert (kind.default, kind.least, kind.below) == (
+            option.default,
+            option.metadata.get("least"),
+            option.metadata.get("below"),
+        ), setting
+        choices = getattr(option.type, "__members__", None)
+        assert (kind.choices is None) == (choices is None), setting
+        assert {*(kind.choices or ())} == {*(choices or ())}, setting
+
+
+def test_every_option_of_a_mixer_is_a_setting():
+    of_models = {"_name", "mixer", "mixer_pattern", "window_sizes", "scale_output"}
+    assert {name for kind in MIXERS.values() for name in kind.settings} == OPTIONS.keys() - of_models
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_defaults_are_those_of_the_options(name):
+    """With a seed, the layer without a config is that of a model with default options; so is one of an object without attributes,
+    such as the options of an earlier export."""
+    outputs, x = [], torch.randn(5, 2, 16)
+    for config in (None, FastWeightConfig(), SimpleNamespace()):
+        torch.manual_seed(1)
+        outputs.append(MIXERS[name](16, 4, config)(x)[0])
+    torch.testing.assert_close(outputs[0], outputs[1])
+    torch.testing.assert_close(outputs[0], outputs[2])
+
+
+def test_settings_by_name():
+    assert Leap(128, heads=4, window=8).window == 8 and Leap(128, heads=4).head_dim == 32
+    assert Sru(16, sru_highway_bias=-1).in_proj.bias[-1].item() == -1
+    assert FastWeight(32, heads=4, update_rule="gated", feature_map="dpfp", dpfp_nu=2).rule_name == "gated"
+    assert Linformer(8, config=FastWeightConfig(slots=3), slot_positions=7).position_weight.shape == (7, 1, 3)
+
+
+@pytest.mark.parametrize(
+    "build, message",
+    [
+        (lambda: Sru(8, widht=3), r"^Sru has no setting widht; it has: sru_projection, "),
+        (lambda: Sru(8, xl_memory=3), "^Sru has no setting xl_memory"),
+        (lambda: Srupp(8, srupp_memory=0), "^srupp_memory is 0; it must be at least 1$"),
+        (lambda: Srupp(8, srupp_dropout=1.0), "^srupp_dropout is 1.0; it must be at least 0 and below 1$"),
+        (lambda: Srupp(8, srupp_memory=2.5), "^srupp_memory is 2.5; it must be a whole number$"),
+        (lambda: Srupp(8, srupp_memory=True), "^srupp_memory is True; it must be a whole number$"),
+        (lambda: Srupp(8, srupp_dropout="a"), "^srupp_dropout is 'a'; it must be a number$"),
+        (lambda: Sru(8, sru_tanh=1), "^sru_tanh is 1; it must be True or False$"),
+        (lambda: FastWeight(8, update_rule="dleta"), "^update_rule is 'dleta'; it must be one of: sum, "),
+        (lambda: Leap(8, heads=3), "embed-dim is 8; it must be a multiple of"),
+        (lambda: Leap(8, window=-1), "^window is -1; it must be a number of tokens, or 0 for all before$"),
+    ],
+)
+def test_what_is_not_allowed_is_one_sentence(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_a_mixer_without_settings():
+    with pytest.raises(ValueError, match=r"^Mixer has no setting width; it has: none$"):
+        Mixer.read_settings(None, {"width": 3})
