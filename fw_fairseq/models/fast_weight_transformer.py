@@ -17,6 +17,7 @@ from ..config import (
     ATTENTIONS,
     SOFTMAX,
     FastWeightTransformerConfig,
+    check_sizes,
     linear_attentions,
     options_read,
     read_config,
@@ -28,6 +29,10 @@ from .fast_weight_decoder import FastWeightDecoder
 from .lm_architectures import defaults
 
 logger = logging.getLogger(__name__)
+SIZES = [
+    f"{part}_{name}" for part in ("encoder", "decoder") for name in ("layers", "embed_dim", "ffn_embed_dim", "attention_heads")
+]
+SIZES += ["max_source_positions", "max_target_positions"]
 
 
 class TranslationEncoder(TransformerEncoder):
@@ -91,6 +96,7 @@ class FastWeightTransformer(NamesWhatDiffers, TransformerModel):
     @classmethod
     def build_model(cls, args, task):
         """Checks the options and builds the model."""
+        check_sizes(args, *SIZES)
         check_options(args)
         keep_layers(args, FastWeightTransformerConfig)
         return super().build_model(args, task)
