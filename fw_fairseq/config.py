@@ -1,11 +1,13 @@
 """Every option of this project once, with its help text. Models add the group to fairseq's own options."""
 
+import argparse
 import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.utils import safe_getattr
 
 from . import Mistake
@@ -206,8 +208,34 @@ def check_numbers(config: FastWeightConfig, kind: type | None = None) -> None:
             raise Mistake(f"{option_name(f.name)} is {value}; it must be {allowed}")
 
 
+def check_sizes(args, *names: str) -> None:
+    """Refuses sizes of a model, among fairseq's options, that are not positive."""
+    for name in names:
+        value = safe_getattr(args, name, None)
+        if value is not None and value < 1:
+            raise Mistake(f"{option_name(name)} is {value}; it must be at least 1")
+
+
+def check_values(options: FairseqDataclass, values: dict) -> None:
+    """Refuses the first of these values that the command line would refuse for these options, in its words."""
+    parser = argparse.ArgumentParser()
+    gen_parser_from_dataclass(parser, options, delete_default=True)
+    for action in parser._actions:
+        value = values.get(action.dest)
+        if action.nargs == 0:  # a flag
+            if value is not None and not isinstance(value, bool | int):
+                raise Mistake(f"argument {action.option_strings[0]}: invalid bool value: {value!r}")
+        elif isinstance(value, str | float) or type(value) is int:
+            try:
+                parser._check_value(action, parser._get_value(action, str(getattr(value, "value", value))))
+            except argparse.ArgumentError as error:
+                raise Mistake(str(error)) from None
+
+
 def read_config(kind: type, args):
     """Returns the options of this project, of class ``kind``, from all options of a model."""
-    config = kind(**{f.name: value for f in fields(kind) if (value := safe_getattr(args, f.name, None)) is not None})
+    given = {f.name: value for f in fields(kind) if (value := safe_getattr(args, f.name, None)) is not None}
+    check_values(kind(), given)
+    config = kind(**given)
     check_numbers(config)
     return config

@@ -54,6 +54,16 @@ def test_the_index_lists_every_page():
     assert [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md" and f"({page.name})" not in index] == []
 
 
+def test_every_promise_of_the_security_page_has_tests():
+    """Those that its source names in comments."""
+    promises, _, _ = (ROOT / "SECURITY.md").read_text().partition("The source of this page")
+    entries = promises.split("\n- ")[1:]
+    named = [re.findall(r"([\w/]+\.py)::(\w+)", " ".join(re.findall(r"<!--(.*?)-->", entry, re.DOTALL))) for entry in entries]
+    assert len(entries) > 8 and all(named)
+    missing = [(file, name) for tests in named for file, name in tests if f"def {name}(" not in (ROOT / "tests" / file).read_text()]
+    assert missing == []
+
+
 @pytest.mark.parametrize("registry", [RULES, FEATURE_MAPS])
 def test_readme_has_every_equation(registry):
     rows = (ROOT / "README.md").read_text().replace("\\|", "|").splitlines()

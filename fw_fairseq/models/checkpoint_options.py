@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from fairseq.utils import safe_getattr
 
 from .. import Mistake
@@ -15,11 +17,16 @@ def keep_layers(args, kind: type = FastWeightConfig) -> None:
     It is called before fairseq reduces ``decoder_layers`` to the number of layers kept.
     """
     kept, layers = safe_getattr(args, "decoder_layers_to_keep", None), args.decoder_layers
-    if not kept or len(kept.split(",")) == layers:
+    if not kept:
         return
-    numbers, config = sorted(map(int, kept.split(","))), read_config(kind, args)
+    if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", kept):
+        raise Mistake(f"--decoder-layers-to-keep is {kept!r}; it must be numbers of layers, separated by commas")
+    numbers = sorted(map(int, kept.split(",")))
     if not {*numbers} <= {*range(layers)}:
         raise Mistake(f"--decoder-layers-to-keep is {kept!r}; the model has layers 0 to {layers - 1}")
+    if len(numbers) == layers:
+        return
+    config = read_config(kind, args)
     mixers = layer_mixers(config, layers)
     args.mixer, args.mixer_pattern = FastWeightConfig.mixer, ",".join(mixers[number] for number in numbers)
     if any("window_sizes" in mixer_options(name) for name in mixers):

@@ -12,13 +12,15 @@ from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerL
 from fairseq.utils import safe_getattr
 
 from .. import Mistake
-from ..config import FastWeightConfig, layer_mixers, option, options_read, refuse_without_effect
+from ..config import FastWeightConfig, check_sizes, layer_mixers, option, options_read, refuse_without_effect
 from ..mixers.base import check_heads
 from .checkpoint_options import NamesWhatDiffers, keep_layers
 from .fast_weight_decoder import FastWeightDecoder
 from .switches import add_opposites
 
 logger = logging.getLogger(__name__)
+SIZES = [f"decoder_{name}" for name in ("layers", "embed_dim", "input_dim", "output_dim", "ffn_embed_dim")]
+SIZES += ["tokens_per_sample", "max_target_positions"]
 
 
 @dataclass
@@ -50,6 +52,7 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
 
     @classmethod
     def build_model(cls, args, task):
+        check_sizes(args, *SIZES)
         check_heads(args.decoder_embed_dim, args.decoder_attention_heads)  # before fairseq does, by an assertion
         keep_layers(args)
         decoder = functools.partial(FastWeightDecoder, carries_over=getattr(task, "carries_over", False))

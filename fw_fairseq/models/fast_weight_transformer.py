@@ -18,6 +18,7 @@ from ..config import (
     ATTENTIONS,
     SOFTMAX,
     FastWeightTransformerConfig,
+    check_sizes,
     linear_attentions,
     options_read,
     read_config,
@@ -30,6 +31,10 @@ from .lm_architectures import defaults
 from .switches import add_opposites
 
 logger = logging.getLogger(__name__)
+SIZES = [
+    f"{part}_{name}" for part in ("encoder", "decoder") for name in ("layers", "embed_dim", "ffn_embed_dim", "attention_heads")
+]
+SIZES += ["max_source_positions", "max_target_positions"]
 
 
 class TranslationEncoder(TransformerEncoder):
@@ -94,6 +99,7 @@ class FastWeightTransformer(NamesWhatDiffers, TransformerModel):
     @classmethod
     def build_model(cls, args, task):
         """Checks the options and builds the model."""
+        check_sizes(args, *SIZES)
         check_options(args)
         keep_layers(args, FastWeightTransformerConfig)
         return super().build_model(args, task)

@@ -48,6 +48,8 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
 )
+WRITTEN = re.compile("|".join([*map(re.escape, (*TOKENIZER_FILES, CODE_FILE)), r"(generation_)?config\.json",
+                               r"model(-\d+-of-\d+)?\.safetensors", r"model\.safetensors\.index\.json"]))  # fmt: skip
 TOLERANCE = 1e-4
 
 
@@ -79,7 +81,7 @@ def export(checkpoint, output, data=None, tokenizer=None, force: bool = False):
 
 
 def check_output(output: Path, force: bool) -> None:
-    """Refuses an existing folder, unless --force is given and the folder is empty or an earlier export."""
+    """Refuses an existing folder, unless --force is given and the folder is empty or an earlier export, with nothing else in it."""
     if not output.exists():
         return
     if not force:
@@ -87,6 +89,13 @@ def check_output(output: Path, force: bool) -> None:
     if not output.is_dir() or (any(output.iterdir()) and not (output / CODE_FILE).exists()):
         raise Mistake(
             f"OUTPUT {output} is no earlier export, as it has no {CODE_FILE}; --force would delete it: name another folder"
+        )
+    foreign = sorted(path.name for path in output.iterdir() if path.is_dir() or not WRITTEN.fullmatch(path.name))
+    if foreign:
+        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+        raise Mistake(
+            f"OUTPUT {output} has {foreign[0]}{more}, which fw-export-hf did not write and --force would delete; move that away or"
+            " name another folder"
         )
 
 

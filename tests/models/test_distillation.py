@@ -139,3 +139,17 @@ def test_a_warm_start_in_two_workers_trains_only_what_is_new(counting_data, pret
     for mixer in mixers:
         rows = (before[mixer + "in_proj.weight"] != after[mixer + "in_proj.weight"]).any(1)
         assert rows[:32].any() and not rows[32:64].any() and rows[64:].all(), "queries and keys, values, gates"
+
+
+def test_layers_are_matched_in_fp32(criterion, monkeypatch):
+    """The squares of these values, and their sums, are beyond fp16."""
+    student, teacher = torch.nn.Identity(), torch.nn.Identity()
+    values = {student: [torch.full((3, 2, 8), 700.0).half()], teacher: [torch.full((3, 2, 8), 400.0).half()]}
+    monkeypatch.setattr(module, "hidden", lambda model, net_input: values[model])
+    distance = criterion(softmax()).match_layers(student, teacher, {}, torch.ones(2, 3, dtype=torch.bool))
+    assert distance.dtype == torch.float32 and float(distance) == pytest.approx(300**2 / 400**2)
+
+
+def test_a_negative_number_of_updates_is_refused(criterion):
+    with pytest.raises(ValueError, match=r"^--match-updates is -5; it must be at least 0$"):
+        criterion(softmax(), match_updates=-5)

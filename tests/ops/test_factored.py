@@ -94,3 +94,9 @@ def test_a_longer_piece_and_explicit_backends_have_the_memory_itself():
         now = {name: x[:, :, :1] for name, x in draw_gates(RULES[rule], SHAPE).items()}
         _, state = fast_weight(*one, rule, now, backend=backend, decoding=True)
         assert isinstance(state.memory, Tensor)
+
+
+def test_detached_factors_have_no_gradient():
+    factors = Factors(*(torch.randn(1, 1, 2, width, requires_grad=True) for width in (4, 3)))
+    kept = factors.detach()
+    assert factors.requires_grad and not kept.requires_grad and torch.equal(kept.dense(), factors.dense())

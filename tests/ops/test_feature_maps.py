@@ -95,6 +95,15 @@ def test_favor_estimates_the_softmax_kernel(orthogonal):
     assert abs((phi(x) @ phi(y)) / (x @ y).exp() - 1) < 0.05
 
 
+def test_the_directions_of_favor_are_orthogonal_within_blocks():
+    def largest_cosine(**options) -> float:
+        rows = FEATURE_MAPS["favor"](8, features=24, **options).projection.unflatten(0, (3, 8))
+        rows = rows / rows.norm(dim=-1, keepdim=True)
+        return float((rows @ rows.mT - torch.eye(8)).abs().max())
+
+    assert largest_cosine() < 1e-5 < 0.3 < largest_cosine(orthogonal=False)
+
+
 def test_favor_formula_and_prescale():
     x = torch.randn(3, 8, dtype=torch.float64)
     phi = FEATURE_MAPS["favor"](8, features=5)

@@ -66,6 +66,37 @@ def test_a_mistake_is_a_sentence(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "command, said",
+    [
+        ((plot, "curves a.svg --out a.svg"), "--out is a.svg, which is LOG too; name another file"),
+        ((plot, "curves x=a.svg --out b.svg ./a.svg"), "--out is a.svg, which is LOG too; name another file"),
+        ((plot, "state a.svg --out a.svg"), "--out is a.svg, which is PAGE too; name another file"),
+        ((plot, "capacity text.txt --out b.svg b.svg"), "--out is b.svg, which is given twice; name another file"),
+        ((plot, "tables mao1 . --out b.md b.md"), "--out is b.md, which is given twice; name another file"),
+        ((bench, "ops --json b.svg --figure b.svg"), "--figure is b.svg, which is --json too; name another file"),
+        ((bench, "ops --json a.pt"), "--json is a.pt, which is no report of fw-bench and would be lost; name another file"),
+        ((bench, "ops --figure a.pt"), "--figure is a.pt; it must end in .svg, .pdf or .png"),
+        ((convert, "a.pt a.pt --rule sum --force"), "OUTPUT is a.pt, which is SOURCE too; name another file"),
+        (
+            (convert, "a.pt text.txt --rule sum --force"),
+            "OUTPUT text.txt is no checkpoint, and --force would delete it; name another file",
+        ),
+        ((plot, "curves a.pt --out b.svg"), "a.pt is not a log of fairseq-train, as it is no text in UTF-8"),
+        ((plot, "updates a.pt --out b.svg"), "a.pt is not lines of MODEL KEYS LOSS, as it is no text in UTF-8"),
+        ((plot, "conversion a.pt --out b.svg"), "a.pt is not a page with a table, as it is no text in UTF-8"),
+    ],
+)
+def test_nothing_is_written_over_by_a_slip(command, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kept = {"a.pt": b"\xf6", "a.svg": b"kept", "text.txt": b"m 1 0.5"}
+    for name, content in kept.items():
+        (tmp_path / name).write_bytes(content)
+    program, arguments = command
+    assert exit_of(program, arguments) == f"{program.PROG}: {said}"
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == kept
+
+
+@pytest.mark.parametrize(
     "outputs, said",
     [
         ("--html a.pt", "--html is a.pt, which is CHECKPOINT too; name another file"),

@@ -246,6 +246,23 @@ def test_force_replaces_an_earlier_export_and_nothing_else(dictionary, tmp_path,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "out", "source.pt"]
 
 
+def test_the_output_is_tied_unless_it_is_said_otherwise():
+    assert FastWeightHFConfig().tie_word_embeddings and not FastWeightHFConfig(tie_word_embeddings=False).tie_word_embeddings
+
+
+@pytest.mark.parametrize("others, named", [(["README.md"], "README.md"), ([".git/", "notes"], ".git and 1 more")])
+def test_force_deletes_nothing_that_an_export_did_not_write(others, named, dictionary, tmp_path):
+    _, _, state = source("--arch fast_weight_lm", dictionary)
+    checkpoint, out = save(state, tmp_path), tmp_path / "out"
+    export(checkpoint, out, data=dictionary)
+    for name in others:
+        (out / name).mkdir() if name.endswith("/") else (out / name).write_text("kept")
+    before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    with pytest.raises(ValueError, match=f"^OUTPUT .* has {named}, which fw-export-hf did not write and --force would delete; "):
+        export(checkpoint, out, data=dictionary, force=True)
+    assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
+
+
 def full_disk():
     raise OSError("disk full")
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from fw_fairseq.tools.plot import __main__ as plots
+from fw_fairseq.tools.plot import cost, retrieval
 from fw_fairseq.tools.plot.logs import read_log
+from fw_fairseq.tools.plot.published import read_losses
 from fw_fairseq.tools.plot.retrieval import point_of_log, read_results
-from fw_fairseq.tools.plot.style import look, spread_out
-from fw_fairseq.tools.plot.wikitext2 import read_table
+from fw_fairseq.tools.plot.style import SMALL, look, spread_out
+from fw_fairseq.tools.plot.wikitext2 import draw_state, read_table
 
 RESULTS = "dpfp1 20 0.0008\ndpfp1 40 0.2\nelu 20 0.001\nelu 40 0.3\n"
 UPDATES = "delta:dpfp1 20 0.0002\nother:map 20 30\n"
@@ -93,6 +97,45 @@ def test_figures(command, words, files):
     assert all(word in svg for word in words) and "later" not in svg
     plots.main([*command.split(), "--out", "y.svg"])
     assert (files / "y.svg").read_text() == svg
+
+
+def drawn(axes) -> dict[str, list[tuple[float, float]]]:
+    """The points of each line."""
+    return {line.get_label(): [*zip(*map(list, line.get_data()))] for line in axes.lines}
+
+
+@pytest.mark.parametrize("name", cost.FIGURES)
+def test_every_number_of_a_report_is_drawn(name):
+    what = cost.FIGURES[name]
+    figure = cost.draw_report(REPORT, name)
+    panels = [panel for panel in what.panels if panel.key in REPORT[name][0]]
+    assert len(figure.axes) == len(panels) and figure.axes[-1].get_xlabel() == what.label
+    for axes, panel in zip(figure.axes, panels):
+        wanted = {
+            model: [(row[what.length], row[panel.key] * panel.factor) for row in REPORT[name] if row["name"] == model]
+            for model in MODELS
+        }
+        assert drawn(axes) == wanted and axes.get_ylabel() == panel.label
+
+
+def test_results_and_published_losses_are_drawn(files):
+    args = SimpleNamespace(command="capacity", results=files / "capacity.txt", published=True)
+    lines = retrieval.draw(args).axes[0].lines
+    points = [[*zip(*map(list, line.get_data()))] for line in lines]
+    assert [(20, 0.0008), (40, 0.2)] in points and [(20, 0.001), (40, 0.3)] in points
+    losses = read_losses("capacity")
+    assert [sorted(losses[model].items()) in points for model in ("dpfp1", "elu")] == [True, True]
+
+
+def test_names_beside_points_do_not_overlap(files):
+    rows = "".join(f"| m{i} | {100 + i / 100} | {1000 + 900 * (i % 2)} |\n" for i in range(8))
+    (files / "near.md").write_text("| row | test perplexity | numbers kept |\n|---|---|---|\n" + rows)
+    figure = draw_state(SimpleNamespace(page=files / "near.md"))
+    axes = figure.axes[0]
+    figure.draw_without_rendering()
+    for side in ("left", "right"):
+        heights = sorted(axes.transData.transform((1, text.get_position()[1]))[1] for text in axes.texts if text.get_ha() == side)
+        assert len(heights) == 4 and min(b - a for a, b in itertools.pairwise(heights)) * 72 / figure.dpi > SMALL
 
 
 def test_endings(files, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import zipfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from ...mixers import MIXERS, Mixer
 from ...mixers.fast_weight import FastWeight
 from ...mixers.features import initial_bias
 from ...rules import RULES
+from ..command import check_outputs
 from .pretrained import Source, read_pretrained
 
 LOCAL = "local_attention"
@@ -47,7 +49,12 @@ def convert(source, output, rule: str, *, force: bool = False, seed: int = 1, **
     output = Path(output)
     if output.exists() and not force:
         raise Mistake(f"OUTPUT {output} exists; name another file, or give --force to replace it")
+    check_outputs([("OUTPUT", output)], [("SOURCE", source)])
+    if output.exists() and not zipfile.is_zipfile(output):
+        raise Mistake(f"OUTPUT {output} is no checkpoint, and --force would delete it; name another file")
     read = read_pretrained(source)
+    if read.symbols is not None:
+        check_outputs([("OUTPUT", output)], [("the dictionary", output.parent / "dict.txt")])
     config = fast_weight_config(rule, **options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

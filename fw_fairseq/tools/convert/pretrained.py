@@ -24,8 +24,8 @@ from ... import Mistake
 from ...config import SOFTMAX, layer_mixers
 from ...files import pickled, reading, safetensors
 from ...models.fast_weight_lm import FastWeightLanguageModel, FastWeightLanguageModelConfig
+from ...patches.checkpoints.reading import load_only_data
 from ...patches.literals import naming
-from ...patches.reading import load_only_data
 
 SPECIAL = 4  # <s>, <pad>, </s>, <unk>: the first symbols of every fairseq dictionary
 PADDING = 1

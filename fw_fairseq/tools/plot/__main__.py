@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ... import Mistake
-from ..command import make_parser, mistakes_as_sentences
+from ..command import check_outputs, make_parser, mistakes_as_sentences
 from . import cost, retrieval, tables
 from .logs import read_log
 from .style import Look, canvas, legend, log_values, look, plot, save
@@ -28,12 +28,13 @@ def main(arguments: list[str] | None = None) -> None:
 def run(args) -> None:
     if args.command == "tables":
         return tables.main(args)
+    check_endings(args.out)
+    check_outputs([("--out", path) for path in args.out], inputs(args))
     if getattr(args, "table", False):
         print(retrieval.table(args))
     elif not args.out:
         raise Mistake("--out is missing: the files to write, .svg, .pdf or .png")
     if args.out:
-        check_endings(args.out)
         save(args.draw(args), args.out)
 
 
@@ -72,6 +73,12 @@ def build_parser():
         commands.add_parser("tables", help="finished runs of recipes in the papers' tables, beside published values")
     )
     return parser
+
+
+def inputs(args) -> list[tuple[str, Path]]:
+    """Returns the files that a figure is drawn of, with the names of their arguments."""
+    files = {name.upper(): getattr(args, name) for name in ("results", "report", "page") if hasattr(args, name)}
+    return [*files.items(), *(("LOG", Path(text.rpartition("=")[2])) for text in getattr(args, "logs", []))]
 
 
 def check_endings(paths: list[Path]) -> None:

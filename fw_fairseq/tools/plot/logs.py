@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from ... import Mistake
+from ...files import read_text
 
 SIMPLE = re.compile(r"\| INFO \| (\w+) \| (epoch \d+.*)")
 PAIR = re.compile(r"(?:\| |[ ,])(\w+)[ =]([-+\d.eE]+|nan|-?inf)(?=,| \||$)")
@@ -16,7 +17,7 @@ def read_log(path: Path, metric: str) -> dict[int, float]:
     """Returns the metric by update."""
     values = {}
     prefix = metric.split("_")[0]
-    for line in path.read_text().splitlines():
+    for line in read_text(path, "a log of fairseq-train").splitlines():
         entry = read_line(line)
         update = entry.get(f"{prefix}_num_updates", entry.get("num_updates"))
         if metric in entry and update is not None:

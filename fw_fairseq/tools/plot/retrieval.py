@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from ... import Mistake
+from ...files import read_text
 from .published import read_losses
 from .style import Look, canvas, legend, log_values, look, plot
 
@@ -34,7 +35,7 @@ SOLVED = 0.001
 def read_results(path: Path) -> dict[str, dict[int, float]]:
     """Loss by model and number of keys."""
     found: dict[str, dict[int, float]] = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(read_text(path, "lines of MODEL KEYS LOSS").splitlines(), 1):
         try:
             model, keys, loss = line.split()
             found.setdefault(model, {})[int(keys)] = float(loss)

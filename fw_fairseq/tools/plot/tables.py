@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ... import Mistake
-from ...files import write_atomically
+from ...files import read_text, write_atomically
+from ..command import check_outputs
 from .published import Row, read_rows
 
 
@@ -97,12 +98,13 @@ def add_arguments(parser) -> None:
 def main(args) -> None:
     """Prints the table, or writes it to the files of --out."""
     table = TABLES[args.table]
-    lines = collect(table, args.folder)
-    if not args.out:
-        print(markdown(table.title, lines), end="")
     for path in args.out:
         if path.suffix not in (".md", ".csv"):
             raise Mistake(f"--out is {path}; it must end in .md or .csv")
+    check_outputs(("--out", path) for path in args.out)
+    lines = collect(table, args.folder)
+    if not args.out:
+        print(markdown(table.title, lines), end="")
     for path in args.out:
         text = markdown(table.title, lines) if path.suffix == ".md" else comma_separated(lines)
         write_atomically(path, lambda part: part.write_text(text))  # noqa: B023
@@ -131,7 +133,7 @@ def collect(table: Table, folder: Path) -> list[list[str]]:
 
 def perplexity(file: Path) -> str:
     """Returns the last perplexity that fairseq-eval-lm printed, or the best of validation in a log of fairseq-train in JSON."""
-    text = file.read_text() if file.exists() else ""
+    text = read_text(file, "a log") if file.exists() else ""
     if found := re.findall(r"Perplexity: ([\d.]+|inf|nan)", text):
         return found[-1]
     valid = [float(entry["valid_ppl"]) for entry in entries(text) if entry.get("valid_ppl")]
@@ -140,7 +142,7 @@ def perplexity(file: Path) -> str:
 
 def read_training(file: Path) -> tuple[str, str]:
     """Returns the number of updates and the state size in millions."""
-    text = file.read_text() if file.exists() else ""
+    text = read_text(file, "a log") if file.exists() else ""
     updates = [int(entry[name]) for entry in entries(text) for name in ("num_updates", "train_num_updates") if name in entry]
     state = re.findall(r"state size: ([\d.e+-]+) million", text)
     return str(max(updates)) if updates else "", state[-1] if state else ""

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from ... import Mistake
+from ...files import read_text
 from .style import SMALL, canvas, label_ends, log_lengths, look, plot, spread_out
 
 RULES, SOFTMAX = ("sum", "gated", "delta", "decay", "gated_delta"), "softmax"
@@ -15,7 +16,7 @@ def read_table(path: Path, *columns: str) -> dict[str, tuple[float, ...]]:
     """Returns the numbers in the columns that begin with these words, by row, of the first table that has them."""
     places: list[int] = []
     found: dict[str, tuple[float, ...]] = {}
-    for line in path.read_text().splitlines():
+    for line in read_text(path, "a page with a table").splitlines():
         cells = [cell.strip(" `*") for cell in line.split("|")[1:-1]]
         if not places:
             at = [[i for i, cell in enumerate(cells) if cell.startswith(words)] for words in ("row", *columns)]
