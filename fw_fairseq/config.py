@@ -209,11 +209,11 @@ def check_numbers(config: FastWeightConfig, kind: type | None = None) -> None:
 
 
 def check_sizes(args, *names: str) -> None:
-    """Refuses sizes of a model, among fairseq's options, that are not positive."""
+    """Refuses sizes of a model, among fairseq's options, that are not positive. A decoder may have no feed-forward layers: 0."""
     for name in names:
-        value = safe_getattr(args, name, None)
-        if value is not None and value < 1:
-            raise Mistake(f"{option_name(name)} is {value}; it must be at least 1")
+        value, least = safe_getattr(args, name, None), int(name != "decoder_ffn_embed_dim")
+        if value is not None and value < least:
+            raise Mistake(f"{option_name(name)} is {value}; it must be at least {least}")
 
 
 def check_values(options: FairseqDataclass, values: dict) -> None:
