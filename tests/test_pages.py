@@ -104,7 +104,7 @@ ELSEWHERE |= {"--nodes", "--ntasks-per-node", "--gpus-per-node"}  # of srun
 
 
 def known_options() -> set[str]:
-    """Those of fairseq's commands with everything registered, of this project's commands and of its recipes."""
+    """Those of fairseq's commands with everything registered, of this project's commands, its recipes and its tests."""
     names = set()
     for command in ("preprocessing", "training", "generation", "interactive_generation", "eval_lm", "validation"):
         names |= {*getattr(options, f"get_{command}_parser")()._option_string_actions}
@@ -114,7 +114,7 @@ def known_options() -> set[str]:
     parser = argparse.ArgumentParser(conflict_handler="resolve")
     MODEL_REGISTRY["fast_weight_transformer"].add_args(parser)
     names |= {*parser._option_string_actions}
-    for source in (ROOT / "fw_fairseq" / "tools").rglob("*.py"):
+    for source in [*(ROOT / "fw_fairseq" / "tools").rglob("*.py"), ROOT / "tests" / "mutation" / "__main__.py"]:
         names |= {*re.findall(r'"(--[a-z][\w-]*)"', source.read_text())}
     for script in (ROOT / "recipes").rglob("*.*"):
         names |= {*re.findall(r"--[a-z][\w-]*", script.read_text())} if script.suffix in (".sh", ".py") else set()

@@ -117,13 +117,12 @@ class StreamIterator(BatchIterator):
             raise Mistake(f"the checkpoint stopped within a text that was not read as streams; {help_}")
         if "segment" not in state_dict:
             logger.info("the checkpoint does not say how its text was cut into streams, so this is not checked")
-            return
         rows, shards = len(self.dataset.rows), len(state_dict["carried"])
-        streams = state_dict["rows"] * shards
+        streams = state_dict.get("rows", rows) * shards
         same = streams / self.shards if streams % self.shards else streams // self.shards
         segment, text = self.dataset.segment, len(self.dataset.tokens)
         for option, saved, now in (
-            ("--tokens-per-sample", state_dict["segment"], segment),
+            ("--tokens-per-sample", state_dict.get("segment", segment), segment),
             ("--batch-size, the streams of a worker,", same, rows),
             ("the number of tokens of the text", state_dict.get("tokens", text), text),
         ):

@@ -14,7 +14,8 @@ from torch import Tensor
 from .. import Mistake
 from ..config import option_name
 
-CUTTING = ("sample_break_mode", "add_bos_token", "shorten_method", "pad_to_fixed_length", "pad_to_fixed_bsz")
+CUTTING = ("sample_break_mode", "add_bos_token", "shorten_method", "shorten_data_split_list", "pad_to_fixed_length")
+CUTTING += ("pad_to_fixed_bsz",)
 
 
 class Text(FairseqDataset):

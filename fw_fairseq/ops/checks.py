@@ -3,6 +3,8 @@ and what is allowed."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, distributed
 
@@ -107,7 +109,7 @@ def check_feature_map(feature_map, q: Tensor) -> None:
         raise Mistake(f"feature_map is {feature_map}; allowed: name {', '.join(MAPS)}, norm {', '.join(NORMS)}")
     if name == "identity" and norm == "sum":
         raise Mistake("feature_map has norm 'sum' with name 'identity', which can be negative; use norm 'l2'")
-    if name == "dpfp" and not (isinstance(nu, int) and 1 <= nu < 2 * q.shape[3]):
+    if name == "dpfp" and not (type(nu) is int and 1 <= nu < 2 * q.shape[3]):
         raise Mistake(f"feature_map has nu {nu}; it must be from 1 to 2 * D - 1 = {2 * q.shape[3] - 1}")
 
 
@@ -155,8 +157,8 @@ def check_attention_norm(rule_name: str, rule: Rule, eps: float) -> None:
     if rule.normaliser is None:
         able = ", ".join(name for name, r in RULES.items() if r.normaliser)
         raise Mistake(f"attention_norm=True is not defined for rule {rule_name!r}; it is for: {able}")
-    if not isinstance(eps, (int, float)) or not eps > 0:
-        raise Mistake(f"eps is {eps!r:.40}; it must be above 0 with attention_norm=True")
+    if type(eps) not in (int, float) or not 0 < eps < math.inf:
+        raise Mistake(f"eps is {eps!r:.40}; it must be a finite number above 0 with attention_norm=True")
 
 
 def check_norm_of(norm_of, attention_norm: bool, rule: Rule) -> None:
@@ -185,3 +187,5 @@ def check_key_log_scale(key_log_scale, rule_name: str, rule: Rule, attention_nor
     if not isinstance(key_log_scale, Tensor) or key_log_scale.shape != q.shape[:3]:
         is_ = tuple(key_log_scale.shape) if isinstance(key_log_scale, Tensor) else type(key_log_scale).__name__
         raise Mistake(f"key_log_scale is {is_}; it must be a tensor of shape (B,H,T) = {tuple(q.shape[:3])}")
+    if not key_log_scale.is_floating_point():
+        raise Mistake(f"key_log_scale is {key_log_scale.dtype}; it must hold floating-point numbers")

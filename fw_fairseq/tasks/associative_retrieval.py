@@ -90,6 +90,8 @@ class AssociativeRetrievalTask(FairseqTask):
         check_numbers(cfg, AssociativeRetrievalConfig)
         if not cfg.batch_size:
             raise Mistake("associative_retrieval needs --batch-size, the sequences of a mini-batch; the paper's is 32")
+        if cfg.evaluation_pairs and str(cfg.setting) == "1":
+            raise Mistake(f"--evaluation-pairs is {cfg.evaluation_pairs}; --setting 1 has every key once, leave it out")
         super().__init__(cfg)
 
     def load_dataset(self, split, combine=False, **kwargs):

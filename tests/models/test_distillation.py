@@ -146,7 +146,7 @@ def test_layers_are_matched_in_fp32(criterion, monkeypatch):
     student, teacher = torch.nn.Identity(), torch.nn.Identity()
     values = {student: [torch.full((3, 2, 8), 700.0).half()], teacher: [torch.full((3, 2, 8), 400.0).half()]}
     monkeypatch.setattr(module, "hidden", lambda model, net_input: values[model])
-    distance = criterion(softmax()).match_layers(student, teacher, {}, torch.ones(2, 3, dtype=torch.bool))
+    distance = criterion(softmax()).match_layers(student, teacher, sample()["net_input"], torch.ones(2, 3, dtype=torch.bool))
     assert distance.dtype == torch.float32 and float(distance) == pytest.approx(300**2 / 400**2)
 
 

@@ -34,6 +34,7 @@ SUM = dict(rule="sum", gates=None)
         (dict(feature_map="dpfp"), r"feature_map is a str; it must be None or a RowMap"),
         (dict(feature_map=RowMap("dfpf")), r"feature_map is RowMap\(name='dfpf'.*; allowed: name identity, elu, relu, dpfp, norm"),
         (dict(feature_map=RowMap("dpfp", 10)), r"feature_map has nu 10; it must be from 1 to 2 \* D - 1 = 9"),
+        (dict(feature_map=RowMap("dpfp", True)), r"feature_map has nu True; it must be from 1 to"),
         (dict(feature_map=RowMap(norm="sum")), r"feature_map has norm 'sum' with name 'identity'.*; use norm 'l2'"),
         (dict(feature_map=RowMap("dpfp"), state=STATE), r"state.memory has shape \(2, 3, 5, 6\); .*\(2, 3, 10, 6\)"),
         (dict(gates=None), r"gates has none; rule 'delta' takes exactly: beta"),
@@ -49,7 +50,10 @@ SUM = dict(rule="sum", gates=None)
         (dict(padding_mask=torch.zeros(B, T)), r"padding_mask is torch.float32 \(2, 4\); it must be a bool tensor"),
         (dict(padding_mask=torch.zeros(T, B, dtype=torch.bool)), r"padding_mask is .*\(4, 2\).*\(B,T\) = \(2, 4\)"),
         (dict(reset_mask=torch.zeros(B, T)), r"reset_mask is torch.float32 \(2, 4\); it must be a bool tensor"),
-        (dict(attention_norm=True, eps=0.0), r"eps is 0.0; it must be above 0"),
+        *(
+            (dict(attention_norm=True, eps=x), rf"eps is {x}; it must be a finite number above 0")
+            for x in (0.0, True, float("inf"))
+        ),
         (
             dict(rule="decay", gates={"f": Q, "z": VALUES}, attention_norm=True),
             r"not defined for rule 'decay'; it is for: sum, gated, delta",
@@ -58,6 +62,7 @@ SUM = dict(rule="sum", gates=None)
         (dict(rule="fwm", gates={"beta": BETA}, backend="cuda"), r"rule 'fwm' has no kernel; use backend='auto'"),
         (dict(key_log_scale=BETA, attention_norm=True), r"key_log_scale needs .* rules sum, gated"),
         (dict(**SUM, key_log_scale=BETA), r"key_log_scale needs attention_norm=True"),
+        (dict(**SUM, key_log_scale=BETA.long(), attention_norm=True), r"key_log_scale is torch.int64; it must hold floating-point"),
         (dict(**SUM, key_log_scale=Q, attention_norm=True), r"key_log_scale is \(2, 3, 4, 5\); .*\(B,H,T\)"),
     ],
 )
