@@ -65,7 +65,10 @@ case $size-$name in
     *-performer16_delta) model=("${delta[@]}" --feature-map favor --favor-features 16) ;;
     *-dpfp1) model=("${linear[@]}" --feature-map dpfp --dpfp-nu 1) ;;
     *-dpfp1_delta) model=("${delta[@]}" --feature-map dpfp --dpfp-nu 1) ;;
-    *-transformer_xl_stream) updates=200000 model=(--mixer transformer_xl --xl-memory "$length" --xl-segment "$length" --warmup-updates 1000) ;;
+    *-transformer_xl_stream)
+        updates=200000
+        model=(--mixer transformer_xl --xl-memory "$length" --xl-segment "$length" --warmup-updates 1000)
+        ;;
     *-local_attention | *-abc | *-linformer) model=(--mixer "$name") ;;
     *) fail "ROW is $row; it must be $kinds" ;;
 esac

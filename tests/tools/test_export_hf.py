@@ -37,6 +37,7 @@ OPTIONS = {
     "relu": "--feature-map relu --feature-dim 6",
     "hybrid": "--mixer-pattern softmax,fast_weight --update-rule gated_delta --feature-map dpfp",
     "no-feed-forward": "--decoder-ffn-embed-dim 0 --scale-output --decoder-normalize-before --no-decoder-final-norm",
+    "published": "--mixer additive --pooling-form published --window-sizes 3 --decoder-learned-pos --decoder-normalize-before",
 } | {name: f"--mixer {name} --decoder-normalize-before" for name in MIXERS if name != "fast_weight"}
 
 
@@ -54,7 +55,7 @@ def load(folder):
 @pytest.mark.parametrize("name", OPTIONS)
 @torch.no_grad()
 def test_logits_are_fairseqs(name, dictionary, tmp_path):
-    """In one pass, in two, and of a padded batch."""
+    """In one pass, in two, one by one, and of a padded batch."""
     fairseqs, model = exported(OPTIONS[name], dictionary, tmp_path)
     tokens = torch.randint(4, 64, (2, 9))
     expected = logits(fairseqs, tokens)
@@ -62,6 +63,9 @@ def test_logits_are_fairseqs(name, dictionary, tmp_path):
     first = model(tokens[:, :5], use_cache=True)
     second = model(tokens[:, 5:], past_key_values=first.past_key_values)
     torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), expected, rtol=1e-4, atol=1e-5)
+    cache = model(tokens[:, :5]).past_key_values
+    steps = [model(token, past_key_values=cache).logits for token in tokens[:, 5:].split(1, 1)]
+    torch.testing.assert_close(torch.cat(steps, 1), expected[:, 5:], rtol=1e-4, atol=1e-5)
     padded = torch.cat([torch.full((2, 3), 1), tokens], 1)
     mask = padded.ne(1).long()
     torch.testing.assert_close(model(padded, attention_mask=mask).logits[:, 3:], expected, rtol=1e-4, atol=1e-5)
