@@ -32,7 +32,11 @@ class FastWeight(Mixer):
     """
 
     state_type = FastWeightState
-    options = (*FEATURE_OPTIONS, "update_rule", "attention_norm", "attention_norm_of", "fast_weight_backend")
+    options = (
+        *FEATURE_OPTIONS,
+        *("update_rule", "attention_norm", "attention_norm_of", "fast_weight_backend"),
+        *("write_strength_init", "scale_reads", "bias_free"),
+    )
 
     def __init__(self, embed_dim: int, num_heads: int, config):
         super().__init__(embed_dim, num_heads)
@@ -45,8 +49,11 @@ class FastWeight(Mixer):
         key_dim, widths = self.feature_map.head_dim, (self.feature_map.out_dim, self.head_dim)
         self.sizes = {"q": num_heads * key_dim, "k": num_heads * key_dim, "v": embed_dim}
         self.sizes |= {name: num_heads * gate.width(*widths) for name, gate in self.rule.gates.items()}
-        self.in_proj = nn.Linear(embed_dim, sum(self.sizes.values()))
-        self.out_proj = nn.Linear(embed_dim, embed_dim)
+        biases = not getattr(config, "bias_free", False)
+        self.in_proj = nn.Linear(embed_dim, sum(self.sizes.values()), bias=biases)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=biases)
+        self.read_scale = self.head_dim**-0.5 if getattr(config, "scale_reads", False) else 1.0
+        self.write_strength_init = getattr(config, "write_strength_init", 0.0)
         strength = [] if self.rule.coefficients is None else ["write_strength"]
         self.watched, self.keeps_state_norm = False, False  # see ``watch``
         self.state_norm: Tensor | None = None  # with its gradient
@@ -62,17 +69,15 @@ class FastWeight(Mixer):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draws weights as fairseq's attention does; gates start at the biases that their rule asks for."""
-        nn.init.zeros_(self.in_proj.bias)
-        parts = zip(
-            self.sizes, self.in_proj.weight.split(list(self.sizes.values())), self.in_proj.bias.split(list(self.sizes.values()))
-        )
-        for name, weight, bias in parts:
+        sizes, gates = list(self.sizes.values()), self.rule.gates
+        biases = [None] * len(sizes) if self.in_proj.bias is None else self.in_proj.bias.split(sizes)
+        for name, weight, bias in zip(self.sizes, self.in_proj.weight.split(sizes), biases):
             nn.init.xavier_uniform_(weight, gain=1 / math.sqrt(2))
-            gate = self.rule.gates.get(name)
-            if gate is not None:
-                bias.copy_(initial_bias(gate.bias, len(bias)))
+            if bias is not None:
+                bias.copy_(initial_bias(gates[name], len(bias), self.write_strength_init) if name in gates else bias.new_zeros(()))
         nn.init.xavier_uniform_(self.out_proj.weight)
-        nn.init.zeros_(self.out_proj.bias)
+        if self.out_proj.bias is not None:
+            nn.init.zeros_(self.out_proj.bias)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor], Tensor | None]:
         """Maps x (T,B,C) to q, k, v (B,H,T,...), the gates and the log scale of keys, as ``fast_weight`` takes them."""
@@ -102,7 +107,7 @@ class FastWeight(Mixer):
         if self.training and self.watched:
             self.last_statistics = self.measure(gates, state)
             self.state_norm = state.memory.flatten(2).norm(dim=-1).mean() if self.keeps_state_norm else None
-        return self.out_proj(self.join(y.to(v.dtype))), state
+        return self.out_proj(self.join(y.to(v.dtype)) * self.read_scale), state
 
     def projections(self) -> dict[str, dict[str, slice]]:
         return {"in_proj": rows(**{f"gate {name}" if name in self.rule.gates else name: n for name, n in self.sizes.items()})}

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from fw_fairseq.tools.plot import __main__ as plots
+from fw_fairseq.tools.plot.dpfp import surfaces
 from fw_fairseq.tools.plot.logs import read_log
 from fw_fairseq.tools.plot.retrieval import point_of_log, read_results
 from fw_fairseq.tools.plot.style import look, spread_out
@@ -84,6 +86,7 @@ def files(tmp_path, monkeypatch):
         ("generation report.json", [">delta<", ">softmax<", "ms per token", "state, MB"]),
         ("training report.json", [">abc<", ">sru<", "tokens/s"]),
         ("conversion converted.md", [">gated delta<", ">decay<", ">decay, distilled<", "% of softmax"]),
+        ("dpfp", [">0.5<"]),
         ("state page.md", ["delta elu", "softmax", "numbers kept"]),
     ],
 )
@@ -93,6 +96,15 @@ def test_figures(command, words, files):
     assert all(word in svg for word in words) and "later" not in svg
     plots.main([*command.split(), "--out", "y.svg"])
     assert (files / "y.svg").read_text() == svg
+
+
+def test_the_surfaces_of_dpfp():
+    """At each point one feature at most is above 0, the product of the coordinates' sizes (Schlag et al. 2021, figure 1)."""
+    points, features = surfaces()
+    assert ((features > 0).sum(-1) <= 1).all() and features.shape[-1] == 4
+    assert torch.equal(features.sum(-1), points.abs().prod(-1))
+    corners = [features[y, x].argmax().item() for y in (0, -1) for x in (0, -1)]
+    assert len(set(corners)) == 4
 
 
 def test_endings(files, capsys):

@@ -1,0 +1,194 @@
+"""Options and scores that end in one sentence, wherever they come from."""
+
+from __future__ import annotations
+
+import re
+import sys
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fairseq import checkpoint_utils, options, tasks
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.sequence_scorer import SequenceScorer
+from fairseq.tasks.language_modeling import LanguageModelingTask
+from omegaconf import OmegaConf
+from support.checkpoints import SHAPE, parse, save, save_format
+from support.language_models import build, draw, make_task
+
+import fw_fairseq.models
+from fw_fairseq import Mistake, files
+from fw_fairseq.patches.batches import too_long
+from fw_fairseq.patches.mistakes import sentence, shortened
+from fw_fairseq.patches.training import NotFinite
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BAD = [("update_rule", "zzz"), ("feature_map", "zzz"), ("feature_norm", 3), ("fast_weight_backend", "cpu"), ("dpfp_nu", 1.5)]
+SMALL = "--encoder-embed-dim 8 --decoder-embed-dim 8 --encoder-ffn-embed-dim 8 --decoder-ffn-embed-dim 8 --encoder-layers 1"
+SMALL += " --decoder-layers 1 --encoder-attention-heads 2 --decoder-attention-heads 2"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(dictionary, tmp_path_factory):
+    cfg = convert_namespace_to_omegaconf(parse("--arch fast_weight_lm", dictionary))
+    tensors = tasks.setup_task(cfg.task).build_model(cfg.model).state_dict()
+    groups = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+    return save(save_format(tensors, cfg={name: groups[name] for name in ("task", "model")}), tmp_path_factory.mktemp("checkpoint"))
+
+
+def of_the_command_line(capsys, *arguments: str) -> str:
+    with pytest.raises(SystemExit):
+        options.parse_args_and_arch(options.get_training_parser(), [*arguments])
+    return capsys.readouterr().err.strip().rpartition("error: ")[2]
+
+
+@pytest.mark.parametrize("name, value", BAD)
+def test_overrides_are_refused_as_on_the_command_line(name, value, checkpoint, dictionary, capsys):
+    option = "--" + name.replace("_", "-")
+    wanted = of_the_command_line(capsys, str(dictionary), *SHAPE.split(), "--arch", "fast_weight_lm", option, str(value))
+    with pytest.raises(Mistake, match=rf"^{re.escape(wanted)}$"):
+        checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], arg_overrides={"data": str(dictionary), name: value})
+
+
+@pytest.fixture(scope="module")
+def languages(dictionary, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("languages")
+    for language in "ab":
+        (folder / f"dict.{language}.txt").write_text((dictionary / "dict.txt").read_text())
+    return folder
+
+
+def translation(languages, *arguments: str):
+    words = [str(languages), "--arch", "fast_weight_transformer", "--task", "translation", "-s", "a", "-t", "b", *SMALL.split()]
+    return convert_namespace_to_omegaconf(options.parse_args_and_arch(options.get_training_parser(), [*words, *arguments]))
+
+
+def test_overrides_of_translation_models(languages):
+    """Their options are no dataclass of fairseq's."""
+    cfg = translation(languages)
+    task = tasks.setup_task(cfg.task)
+    cfg.model.update_rule = "zzz"
+    with pytest.raises(Mistake, match=r"^argument --update-rule: invalid choice: 'zzz' "):
+        task.build_model(cfg.model)
+
+
+@pytest.mark.parametrize(
+    "overrides, said",
+    [
+        ({"attention_norm": "maybe"}, "argument --attention-norm: invalid bool value: 'maybe'"),
+        ({"decoder_layers_to_keep": "x"}, "--decoder-layers-to-keep is 'x'; it must be numbers of layers, separated by commas"),
+        ({"decoder_layers_to_keep": "a,b"}, "--decoder-layers-to-keep is 'a,b'; it must be numbers"),
+        ({"decoder_layers_to_keep": "0,2"}, "--decoder-layers-to-keep is '0,2'; the model has layers 0 to 1"),
+    ],
+)
+def test_other_overrides(overrides, said, checkpoint, dictionary):
+    with pytest.raises(Mistake, match=rf"^{re.escape(said)}"):
+        checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], arg_overrides={"data": str(dictionary)} | overrides)
+
+
+def test_an_option_of_another_task_is_refused(dictionary):
+    cfg = convert_namespace_to_omegaconf(parse("--arch fast_weight_lm", dictionary)).task
+    OmegaConf.set_struct(cfg, False)
+    cfg.reset_at_eos = True
+    with pytest.raises(Mistake, match=r"^Key 'reset_at_eos' not in 'LanguageModelingConfig'$"):
+        tasks.setup_task(cfg)
+
+
+@pytest.mark.parametrize(
+    "name", ["decoder_layers", "decoder_embed_dim", "decoder_ffn_embed_dim", "tokens_per_sample", "max_target_positions"]
+)
+@pytest.mark.parametrize("value", [0, -5])
+def test_sizes_are_positive(name, value):
+    with pytest.raises(Mistake, match=rf"^--{name.replace('_', '-')} is {value}; it must be at least 1$"):
+        build(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["encoder-layers", "decoder-layers", "encoder-embed-dim", "max-source-positions"])
+def test_sizes_of_translation_models_are_positive(name, languages):
+    cfg = translation(languages, f"--{name}", "0")
+    with pytest.raises(Mistake, match=rf"^--{name} is 0; it must be at least 1$"):
+        tasks.setup_task(cfg.task).build_model(cfg.model)
+
+
+def test_a_translation_user_reads_of_no_option_of_language_models(languages):
+    said = too_long(tasks.setup_task(translation(languages).task), 24, (2, 200))
+    assert said == "all 24 texts are longer than the model's (2, 200) positions; give shorter texts"
+
+
+def test_no_message_recommends_amp():
+    folder = files.Path(fw_fairseq.models.__file__).parents[1]
+    assert [file for file in folder.rglob("*.py") if "use --amp" in file.read_text()] == []
+
+
+def scored(model) -> list:
+    dictionary, tokens = make_task(40).target_dictionary, draw(2, 6)
+    return SequenceScorer(dictionary).generate([model], {"net_input": {"src_tokens": tokens}, "target": tokens})
+
+
+def test_scores_that_are_nan_name_a_parameter():
+    model = build()
+    assert len(scored(model)) == 2
+    model.decoder.layers[1].fc2.weight.data[0, 0] = float("nan")
+    with pytest.raises(NotFinite, match=r"^the model's scores are NaN; the parameter decoder.layers.1.fc2.weight is not finite$"):
+        scored(model)
+
+
+@pytest.mark.parametrize("error, code", [(Mistake("m"), 1), (NotFinite("n"), 3), (OSError(2, "No such file"), 1)])
+def test_exit_codes(error, code, capsys):
+    """A program that ends by an exception has Python's exit code, 1, unless the function that shows it asks for another."""
+    show = shortened(sys.__excepthook__)
+    if code == 1:
+        show(type(error), error, None)
+    else:
+        with pytest.raises(SystemExit) as end:
+            show(type(error), error, None)
+        assert end.value.code == code
+    hint = " (FW_TRACEBACK=1 shows where)" if type(error) is FileNotFoundError else ""
+    assert capsys.readouterr().err.endswith(f": {sentence(error)}{hint}\n")
+
+
+def test_a_context_that_leaves_no_tokens():
+    task = SimpleNamespace(args=Namespace(tokens_per_sample=-368))
+    with pytest.raises(Mistake, match=r"^--tokens-per-sample less --context-window is -368; it must be at least 1$"):
+        LanguageModelingTask.load_dataset(task, "test")
+
+
+def test_no_path():
+    with pytest.raises(Mistake, match=r"^--path is missing; name the checkpoint of the model$"):
+        checkpoint_utils.load_model_ensemble_and_task([None])
+
+
+def test_a_sharded_checkpoint_in_a_folder_with_a_colon(tmp_path, monkeypatch):
+    """Its own name does not exist, only those of its parts."""
+    (tmp_path / "x:y").mkdir()
+    (tmp_path / "x:y" / "m-shard0.pt").touch()
+    asked = []
+    original = checkpoint_utils.load_model_ensemble_and_task.changed_by
+    for name, suffix in ((f"{tmp_path}/x:y/m.pt", "-shard0"), (f"{tmp_path}/a.pt:b.pt", "")):
+        original(lambda names, *args, **kwargs: asked.append(names), [name], suffix=suffix)
+    assert asked == [[f"{tmp_path}/x:y/m.pt"], [f"{tmp_path}/a.pt", "b.pt"]]
+
+
+@pytest.mark.parametrize(
+    "write, said",
+    [
+        (lambda path: path.write_text("a,b\n1,2\n"), "its parts do not fit together: pop from empty list"),
+        (lambda path: path.write_bytes(b""), "it ends too early"),
+        (lambda path: torch.save({"model": {}}, path), "it has no "),
+        (lambda path: path.mkdir(), "is a folder, not a checkpoint; it has no other one that is whole"),
+    ],
+)
+def test_reasons_say_something(write, said, tmp_path):
+    write(tmp_path / "a.pt")
+    with pytest.raises(Mistake, match=f"a.pt .*{re.escape(said)}"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "a.pt"))
+
+
+def test_a_folder_offers_its_own_checkpoint(tmp_path):
+    (tmp_path / "run").mkdir()
+    for path in (tmp_path / "run" / "a.pt", tmp_path / "other.pt"):
+        torch.save({}, path)
+    with pytest.raises(Mistake, match=r"run is a folder, not a checkpoint; the newest whole one in it is a.pt$"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "run"))

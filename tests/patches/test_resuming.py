@@ -1,0 +1,183 @@
+"""A run resumes with the task and the dictionaries that it began with, and alone in its directory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from fairseq import checkpoint_utils
+from fairseq.data import Dictionary
+from fairseq.trainer import Trainer
+from support.commands import USER_DIR, fairseq, succeed
+
+import fw_fairseq.models  # noqa: F401
+from fw_fairseq.patches.checkpoints import lock as locks
+from fw_fairseq.patches.checkpoints.resuming import ORIGIN, dictionary_sums
+from fw_fairseq.patches.distributed import refuse_sharding_on_cpus
+from fw_fairseq.patches.training import say_what_does_not_fit
+
+SHAPE = (
+    "--arch fast_weight_lm --decoder-layers 1 --decoder-embed-dim 8 --decoder-input-dim 8 --decoder-output-dim 8"
+    " --decoder-ffn-embed-dim 8 --decoder-attention-heads 1 --optimizer adam --lr 0.01 --tokens-per-sample 16 --batch-size 4"
+    " --disable-validation --no-epoch-checkpoints --num-workers 0"
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def words(*symbols: str) -> Dictionary:
+    dictionary = Dictionary()
+    for symbol in symbols:
+        dictionary.add_symbol(symbol)
+    return dictionary
+
+
+class Task:
+    def __init__(self, source: Dictionary | None, target: Dictionary | None = None):
+        self.source_dictionary, self.target_dictionary = source, source if target is None else target
+
+
+def trainer(task: object, name: str = "language_modeling", reset_dataloader: bool = False) -> SimpleNamespace:
+    cfg = Namespace(task=Namespace(_name=name), checkpoint=Namespace(reset_dataloader=reset_dataloader))
+    return SimpleNamespace(task=task, cfg=cfg)
+
+
+def saved_by(run: SimpleNamespace, position: int, **iterator) -> dict:
+    """What the run's checkpoint holds besides the parameters."""
+    state = Trainer.state_dict.changed_by(lambda trainer: {"extra_state": {}}, run)["extra_state"]
+    return state | {"train_iterator": {"epoch": 1, "iterations_in_epoch": position} | iterator}
+
+
+def resume(run: SimpleNamespace, saved: dict, reset_optimizer: bool = False) -> dict:
+    return say_what_does_not_fit(lambda *args, **kwargs: saved, run, "a.pt", reset_optimizer)
+
+
+AB, BA = words("a", "b"), words("b", "a")
+
+
+@pytest.mark.parametrize(
+    "task, said",
+    [
+        (Task(BA, AB), "the source dictionary of the data has other words, or another order, than that of a.pt; resume with"),
+        (Task(AB, words("a", "c")), "the target dictionary of the data has other words, or another order"),
+        (Task(words("a")), "the source dictionary of the data"),
+    ],
+)
+@pytest.mark.parametrize("position", [0, 3])
+def test_another_dictionary_is_refused(task, said, position):
+    saved = saved_by(trainer(Task(AB)), position)
+    with pytest.raises(ValueError, match=f"^{said}"):
+        resume(trainer(task), saved)
+    assert resume(trainer(Task(words("a", "b"))), saved) is saved
+    assert resume(trainer(task), saved, reset_optimizer=True) is saved  # a new run from its parameters
+
+
+def test_the_sum_is_of_the_words_and_their_order():
+    dictionary = words("a", "b")
+    dictionary.add_symbol("a", n=7)  # counts change no number of a word
+    assert dictionary_sums(Task(dictionary)) == dictionary_sums(Task(AB)) != dictionary_sums(Task(BA))
+    dictionary.add_symbol("c")
+    assert dictionary_sums(Task(dictionary)) != dictionary_sums(Task(AB))
+    assert dictionary_sums(Task(None)) == dictionary_sums(object()) == {}
+
+
+def test_another_task_is_refused_within_an_epoch():
+    one, other = trainer(Task(AB)), trainer(Task(AB), "stateful_language_modeling")
+    for first, second in ((one, other), (other, one)):
+        name, before = second.cfg.task._name, first.cfg.task._name
+        with pytest.raises(ValueError, match=f"^--task is {name}, but a.pt stopped within an epoch of {before}; resume with that"):
+            resume(second, saved_by(first, 3))
+        resume(second, saved_by(first, 0))
+        second.cfg.checkpoint.reset_dataloader = True
+        resume(second, saved_by(first, 3))
+        second.cfg.checkpoint.reset_dataloader = False
+
+
+def test_checkpoints_of_before_load_with_a_line(caplog):
+    caplog.set_level(logging.INFO)
+    saved = saved_by(trainer(Task(AB)), 3)
+    saved.pop(ORIGIN)
+    assert resume(trainer(Task(BA)), saved) is saved
+    assert "a.pt does not say its task and dictionaries; whether they are those of this run is not checked" in caplog.text
+    saved["train_iterator"]["carried"] = []
+    with pytest.raises(ValueError, match="stopped within an epoch of stateful_language_modeling"):
+        resume(trainer(Task(AB)), saved)
+    assert resume(trainer(Task(AB)), None) is None  # there was no checkpoint
+
+
+def test_resuming_on_the_command_line(stream_data, tmp_path):
+    """Another task, and the same words in another order."""
+    shutil.copytree(stream_data, tmp_path / "data")
+    command = [tmp_path / "data", *SHAPE.split(), "--save-dir", tmp_path / "run", *USER_DIR]
+    streams, blocks = (["--task", name] for name in ("stateful_language_modeling", "language_modeling"))
+    succeed(fairseq("train", *command, *streams, "--max-update", 2))
+    done = fairseq("train", *command, *blocks, "--max-update", 4)
+    assert done.returncode == 1, done.stderr
+    assert "--task is language_modeling, but " in done.stderr.splitlines()[-1]
+    lines = (tmp_path / "data" / "dict.txt").read_text().splitlines(keepends=True)
+    (tmp_path / "data" / "dict.txt").write_text("".join(reversed(lines)))
+    done = fairseq("train", *command, *streams, "--max-update", 4)
+    assert done.returncode == 1 and "the source dictionary of the data has other words, or another order" in done.stderr
+    (tmp_path / "data" / "dict.txt").write_text("".join(lines))
+    assert "Loaded checkpoint" in succeed(fairseq("train", *command, *streams, "--max-update", 3))
+
+
+class Holder:
+    """A process that holds the lock of a folder."""
+
+    def __init__(self, folder: Path):
+        ready, said = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            locks.lock(str(folder))
+            os.write(said, b"locked")
+            signal.pause()
+        os.close(said)
+        assert os.read(ready, 6) == b"locked"
+        os.close(ready)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+def test_a_second_run_in_a_directory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(locks, "held", {})
+    holder = Holder(tmp_path)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"^--save-dir is .*, where process {holder.pid} of .* is training; give another"):
+            checkpoint_utils.verify_checkpoint_directory(str(tmp_path))
+    holder.kill()
+    checkpoint_utils.verify_checkpoint_directory(str(tmp_path))
+    checkpoint_utils.verify_checkpoint_directory(str(tmp_path / "." / ""))  # the same run asks again
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} of ")
+
+
+def test_only_the_run_itself_has_its_lock(tmp_path, monkeypatch):
+    """A loader process may outlive a run that was killed, and a program may train again after a run has ended."""
+    monkeypatch.setattr(locks, "held", {})
+    locks.lock(str(tmp_path))
+    loader = os.fork()
+    if not loader:
+        signal.pause()
+    config = Namespace(distributed_training=Namespace(ddp_backend="legacy_ddp"))
+    refuse_sharding_on_cpus(lambda cfg, main: None, config, None)  # a run that ends
+    Holder(tmp_path).kill()
+    os.kill(loader, signal.SIGKILL)
+    os.waitpid(loader, 0)
+
+
+def test_a_directory_that_cannot_be_locked_is_used_with_a_warning(tmp_path, monkeypatch, caplog):
+    def refuse(*args):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(locks.fcntl, "lockf", refuse)
+    checkpoint_utils.verify_checkpoint_directory(str(tmp_path))
+    assert "cannot be locked (Operation not supported)" in caplog.text
