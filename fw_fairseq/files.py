@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import re
-import struct
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,14 +29,6 @@ def reading(file: Path, what: str) -> Iterator[None]:
         raise
     except (*UNREADABLE, AttributeError) as error:
         raise Mistake(f"{file} cannot be read as {what} ({why(error)}); download it again if it is damaged") from error
-
-
-def read_text(file: Path, what: str) -> str:
-    """Returns the text of a file. ``what``: the kind of file that it should be."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise Mistake(f"{file} is not {what}, as it is no text in UTF-8") from None
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -70,17 +61,9 @@ def tokenizer_size(folder: Path) -> int:
 
 
 def pickled(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of a dictionary that torch has written."""
     if damaged := damaged_part(file):  # torch does not look at check sums
         raise Mistake(f"{damaged} in it is damaged")
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # the unpickler does what the file says
-        raise Mistake(why(error)) from error
-    tensors = isinstance(content, dict) and all(isinstance(name, str) and isinstance(x, Tensor) for name, x in content.items())
-    if not tensors:
-        raise Mistake("it holds other things than tensors with names")
-    yield from content.items()
+    yield from torch.load(file, map_location="cpu", weights_only=True).items()
 
 
 def safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
@@ -101,7 +84,6 @@ def safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
         yield name, content[start + begin : start + end].clone().view(SAFETENSORS[entry["dtype"]]).view(entry["shape"])
 
 
-PROGRAM = (LookupError, AssertionError, AttributeError, TypeError, struct.error)  # of a reader that finds something else
 UNREADABLE = (RuntimeError, OSError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError, ValueError, TypeError)
 
 
@@ -114,28 +96,17 @@ def damaged_part(path) -> str | None:
 
 
 def why(error: Exception) -> str:
-    """Returns the reason for which a file cannot be read."""
-    said = str(error).strip()
-    if foreign := re.search(r"GLOBAL (\S+)", said):
+    if foreign := re.search(r"GLOBAL (\S+)", str(error)):
         return f"it holds {foreign[1]}, which is neither a tensor nor an option, and is not run"
-    if isinstance(error, KeyError):
-        return f"it has no {said}"
-    if isinstance(error, EOFError) or not said:
-        return "it ends too early" if isinstance(error, EOFError) else type(error).__name__
-    if found := re.search(r"WeightsUnpickler error: ?(.*)", said):
-        return f"it is not what torch.save writes: {found[1] or 'its instructions do not fit'}"
-    if isinstance(error, PROGRAM):
-        return f"its parts do not fit together: {said.splitlines()[0]}"
-    return said.splitlines()[0].split(". ")[0]
+    lines = str(error).strip().splitlines()
+    return lines[0].split(". ")[0] if lines else type(error).__name__
 
 
 def offer(path: Path) -> str:
-    """Returns words that name the newest other checkpoint of the folder that is whole; ``path`` may be the folder."""
-    folder = path if path.is_dir() else path.parent
-    others = sorted(folder.glob("*.pt"), key=lambda other: other.stat().st_mtime, reverse=True)
+    """Returns words that name the newest other checkpoint of the folder that is whole."""
+    others = sorted(path.parent.glob("*.pt"), key=lambda other: other.stat().st_mtime, reverse=True)
     found = next((other for other in others if other != path and is_whole(other)), None)
-    place = "it" if path.is_dir() else "its folder"
-    return f"the newest whole one in {place} is {found.name}" if found else f"{place} has no other one that is whole"
+    return f"the newest whole one of its folder is {found.name}" if found else "its folder has no other one that is whole"
 
 
 def is_whole(path: Path) -> bool:

@@ -90,7 +90,7 @@ class SoftmaxAttention(nn.Module):
         self.heads = heads
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
 
-    def forward(self, x: Tensor, state: KeysAndValues | None = None, padding_mask=None, **unused):
+    def forward(self, x: Tensor, state: KeysAndValues | None = None, padding_mask=None):
         """Maps x (T,B,C) to y (T,B,C) and the state after the last token."""
         q, k, v = (
             layer(x).unflatten(-1, (self.heads, -1)).permute(1, 2, 0, 3) for layer in (self.q_proj, self.k_proj, self.v_proj)
@@ -131,8 +131,7 @@ class Layer(nn.Module):
     def __init__(self, config: FastWeightHFConfig, index: int):
         super().__init__()
         width, heads, inner, name = config.hidden_size, config.num_attention_heads, config.intermediate_size, config.mixers[index]
-        limit = config.max_position_embeddings if config.positions == "learned" else None
-        options = SimpleNamespace(**config.mixer_options, longest_text=limit)
+        options = SimpleNamespace(**config.mixer_options)
         softmax = name == "softmax"
         self.self_attn = (
             SoftmaxAttention(width, heads)
@@ -146,10 +145,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, state, padding_mask: Tensor | None):
         """Maps x (T,B,C) to the output (T,B,C) and the mixer's state after the last token."""
-        one = x.shape[0] == 1 and state is not None and not torch.is_grad_enabled()
-        inner = self.self_attn_layer_norm(x) if self.before else x
-        x = inner if getattr(self.self_attn, "norms_residual", False) else x
-        y, state = self.self_attn(inner, state, padding_mask=padding_mask, decoding=one)
+        y, state = self.self_attn(self.self_attn_layer_norm(x) if self.before else x, state, padding_mask=padding_mask)
         x = x + y if self.before else self.self_attn_layer_norm(x + y)
         if self.fc1 is None:
             return x, state

@@ -73,19 +73,6 @@ split_rows() { # ARGUMENT...: sets rows to the arguments before the first option
     options=("$@")
 }
 
-given() { # OPTION DEFAULT ARGUMENT...: the value of an option among the arguments, or the default
-    local option=$1 value=$2
-    shift 2
-    while [ $# -gt 0 ]; do
-        case $1 in
-            "$option") value=${2:-} ;;
-            "$option="*) value=${1#*=} ;;
-        esac
-        shift
-    done
-    echo "$value"
-}
-
 renamed() { # VARIABLE SENTENCE: fails where a variable is set that recipes no longer read
     [ -z "${!1+set}" ] || fail "$1 is set, which this recipe does not read; $2"
 }

@@ -3,17 +3,9 @@
 # that comes without further ado is made for CUDA, 3 GB to download and 6 GB on disk.
 #   PYTHON=python3.12 tests/compatibility.sh          arguments go to pytest
 #   JOBS=1 tests/compatibility.sh                     on one core
-#   tests/compatibility.sh fairseq FOLDER [TEST...]   fairseq's own tests, with this project's changes to fairseq and without them, in
-#                                                     .venv; FOLDER: a checkout of facebookresearch/fairseq
 # Smaller with a torch for the CPU: make the environment first, and install that torch of the same version into it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-
-if [ "${1:-}" = fairseq ]; then
-    shift
-    [ -d "${1:-}/tests" ] || { echo "name the folder of a checkout of fairseq" >&2; exit 2; }
-    PYTHONPATH=tests OMP_NUM_THREADS=1 exec .venv/bin/python -m support.fairseq_tests "$@"
-fi
 
 python=.venv-oldest/bin/python
 [ -x $python ] || "${PYTHON:-python3}" -m venv .venv-oldest

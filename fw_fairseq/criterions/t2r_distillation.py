@@ -42,8 +42,6 @@ class Distillation(PlainOrAdaptive):
             raise Mistake("--teacher is missing; it is the checkpoint that fw-convert started from")
         if not 0 <= teacher_weight <= 1:
             raise Mistake(f"--teacher-weight is {teacher_weight}; it must be from 0 to 1")
-        if match_updates < 0:
-            raise Mistake(f"--match-updates is {match_updates}; it must be at least 0")
         [model], _ = checkpoint_utils.load_model_ensemble([teacher], task=task)
         self._teacher = [model.eval().requires_grad_(False)]  # a list hides it from training and checkpoints
         self.match, self.match_updates, self.teacher_weight = str(match), match_updates, teacher_weight

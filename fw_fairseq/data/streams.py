@@ -86,47 +86,34 @@ class StreamIterator(BatchIterator):
         return {layer: tuple(state.detach().to("cpu")) for layer, state in self.streams.last().items()}
 
     def state_dict(self) -> dict:
-        cut = {"segment": self.dataset.segment, "rows": len(self.dataset.rows), "tokens": len(self.dataset.tokens)}
+        cut = {"segment": self.dataset.segment, "rows": len(self.dataset.rows)}
         return super().state_dict() | cut | {"carried": self.collected if self.shards > 1 else [self.memories()]}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        within = state_dict.get("iterations_in_epoch", 0) > 0
+        memories, within = state_dict.get("carried", []), state_dict.get("iterations_in_epoch", 0) > 0
         if within:
-            self.check_cut(state_dict)
+            self.check_cut(state_dict, len(memories))
         super().load_state_dict(state_dict)
-        self.streams.restart(self.own_states(state_dict["carried"]) if within else None)
+        self.streams.restart()
+        if not within:
+            return
+        if len(memories) != self.shards:
+            logger.warning(
+                "the checkpoint has the states of %d sets of streams, not %d, so all streams start empty",
+                len(memories),
+                self.shards,
+            )
+        else:
+            self.streams.restart({layer: SavedState(state) for layer, state in memories[self.shard].items()})
 
-    def own_states(self, memories: list[dict[int, tuple]]) -> dict[int, SavedState]:
-        """Returns the states of this worker's streams. The workers of the checkpoint had the same streams, but perhaps in other
-        shares."""
-        if len(memories) == self.shards:
-            return {layer: SavedState(state) for layer, state in memories[self.shard].items()}
-        rows = len(self.dataset.rows)
-        own = slice(self.shard * rows, (self.shard + 1) * rows)
-        states = {layer: [worker[layer] for worker in memories] for layer in memories[0] if all(layer in x for x in memories)}
-        return {
-            layer: SavedState(None if parts[0] is None else torch.cat(parts)[own] for parts in zip(*workers))
-            for layer, workers in states.items()
-        }
-
-    def check_cut(self, state_dict: dict) -> None:
+    def check_cut(self, state_dict: dict, shards: int) -> None:
         """Refuses a checkpoint from within an epoch if the text is cut differently: its position, a number of segments, would be
         another place in the text than the states have read to."""
-        if "carried" not in state_dict:
-            help_ = "resume with its task, or read the text from its start with --reset-dataloader"
-            raise Mistake(f"the checkpoint stopped within a text that was not read as streams; {help_}")
-        if "segment" not in state_dict:
-            logger.info("the checkpoint does not say how its text was cut into streams, so this is not checked")
-            return
-        rows, shards = len(self.dataset.rows), len(state_dict["carried"])
-        streams = state_dict["rows"] * shards
-        same = streams / self.shards if streams % self.shards else streams // self.shards
-        segment, text = self.dataset.segment, len(self.dataset.tokens)
-        for option, saved, now in (
-            ("--tokens-per-sample", state_dict["segment"], segment),
-            ("--batch-size, the streams of a worker,", same, rows),
-            ("the number of tokens of the text", state_dict.get("tokens", text), text),
-        ):
+        cut = [("--tokens-per-sample", "segment", self.dataset.segment)]
+        if shards == self.shards:
+            cut.append(("--batch-size, the streams of a worker,", "rows", len(self.dataset.rows)))
+        for option, name, now in cut:
+            saved = state_dict.get(name, now)
             if saved != now:
                 help_ = f"resume with {saved}, or read the text from its start with --reset-dataloader"
                 raise Mistake(f"{option} is {now}, but the checkpoint stopped within the text with {saved}; {help_}")

@@ -19,17 +19,6 @@ class NoFeedForward(nn.Module):
         return torch.zeros_like(x)
 
 
-class NormOfResidual(nn.LayerNorm):
-    """The norm before a mixer whose residual connection takes the normed input. The layer calls ``norm`` before fairseq's forward,
-    which then finds nothing left to do."""
-
-    def norm(self, x: Tensor) -> Tensor:
-        return super().forward(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
 class FastWeightDecoderLayer(TransformerDecoderLayerBase):
     """fairseq's decoder layer. ``mixer`` names what takes the place of its self-attention; "softmax" leaves it there."""
 
@@ -38,13 +27,9 @@ class FastWeightDecoderLayer(TransformerDecoderLayerBase):
         super().__init__(cfg, no_encoder_attn)
         if cfg.decoder.ffn_embed_dim == 0:
             self.fc1, self.fc2, self.final_layer_norm = nn.Identity(), NoFeedForward(), nn.Identity()
-        if self.normalize_before and isinstance(self.self_attn, MixerAttention) and self.self_attn.mixer.norms_residual:
-            self.self_attn_layer_norm = NormOfResidual(self.embed_dim)
 
     def forward(self, x: Tensor, *args, states: LayerStates | None = None, reset_mask: Tensor | None = None, **kwargs):
         """Calls fairseq's forward. ``states`` and ``reset_mask`` reach the mixer: see ``MixerAttention`` and ``Streams``."""
-        if isinstance(self.self_attn_layer_norm, NormOfResidual):
-            x = self.self_attn_layer_norm.norm(x)
         mixers = [self.self_attn] if isinstance(self.self_attn, MixerAttention) else []
         with with_arguments(mixers, states=states, reset_mask=reset_mask):
             return super().forward(x, *args, **kwargs)

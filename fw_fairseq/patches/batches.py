@@ -38,10 +38,7 @@ def keep_the_last_batch(original, indices, *args, **kwargs) -> list:
     """fairseq drops the last batch if its size is not a multiple of `--required-batch-size-multiple`, so sentences are neither
     translated nor scored. An empty list of sentences makes it fail. Now the last batch holds the rest, and no sentences make no
     batches."""
-    if isinstance(indices, numpy.ndarray):
-        indices = indices.astype(numpy.int64, copy=False)
-    else:
-        indices = numpy.fromiter(indices, dtype=numpy.int64)
+    indices = numpy.fromiter(indices, dtype=numpy.int64)
     if not len(indices):
         return []
     batches = list(original(indices, *args, **kwargs))

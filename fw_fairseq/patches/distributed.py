@@ -12,7 +12,6 @@ from fairseq import distributed_utils
 from fairseq.models import distributed_fairseq_model
 
 from .. import Mistake
-from .checkpoints.lock import release
 from .replacing import replaces
 
 
@@ -41,13 +40,10 @@ def count_workers_as_torchrun_does(original, cfg, *args, **kwargs) -> None:
 @replaces(distributed_utils, "call_main")
 def refuse_sharding_on_cpus(original, cfg, main, **kwargs):
     """With `--ddp-backend fully_sharded` fairscale asks for a GPU in the middle of its work and fails with a traceback. Now the
-    option is refused before the run starts. The locks of save directories end with the run."""
+    option is refused before the run starts."""
     if cfg.distributed_training.ddp_backend == "fully_sharded" and (cfg.common.cpu or not torch.cuda.is_available()):
         raise Mistake("--ddp-backend fully_sharded shards over GPUs only; on CPUs use pytorch_ddp or legacy_ddp")
-    try:
-        return original(cfg, main, **kwargs)
-    finally:
-        release()
+    return original(cfg, main, **kwargs)
 
 
 @replaces(distributed_fairseq_model, "DistributedDataParallel")

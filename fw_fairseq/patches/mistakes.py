@@ -16,24 +16,17 @@ from torch.multiprocessing import ProcessRaisedException
 from .. import Mistake
 
 FULL = ("FW_TRACEBACK", "HYDRA_FULL_ERROR")
-HINT = " (FW_TRACEBACK=1 shows where)"  # after an error of the system, which any code may have raised
 FILES = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 
 def sentence(error: BaseException) -> str | None:
     """Returns the message of a user's mistake, and None for a fault of the program, whose traceback says more."""
-    said = last_line(error).partition(": ")[2] if isinstance(error, ProcessRaisedException) else str(error)
-    return said if is_mistake(kind_of(error)) else None
-
-
-def kind_of(error: BaseException) -> type:
-    """Returns the class of an exception, in a worker too."""
-    return class_of(last_line(error).partition(": ")[0]) if isinstance(error, ProcessRaisedException) else type(error)
-
-
-def last_line(error: ProcessRaisedException) -> str:
-    """Returns "module.Kind: message", the end of the worker's traceback, which the error has as text."""
-    return str(error).rstrip().rpartition("\n")[2]
+    if isinstance(error, ProcessRaisedException):  # it has its worker's traceback as text, which ends in "module.Kind: message"
+        name, _, said = str(error).rstrip().rpartition("\n")[2].partition(": ")
+        kind = class_of(name)
+    else:
+        kind, said = type(error), str(error)
+    return said if is_mistake(kind) else None
 
 
 def class_of(name: str) -> type:
@@ -62,13 +55,10 @@ def shortened(original: Callable) -> Callable:
     @functools.wraps(original)
     def show(kind, value, tb) -> None:
         said = None if any(os.environ.get(name) == "1" for name in FULL) else sentence(value)
-        if said:
-            print(f"{Path(sys.argv[0]).name}: {said}{'' if issubclass(kind_of(value), Mistake) else HINT}", file=sys.stderr)
-        else:
+        if not said:
             original(kind, value, tb)
-        code = getattr(kind_of(value), "exit_code", 1)
-        if code != 1:
-            raise SystemExit(code)  # Python's own code for an exception is 1
+        else:
+            print(f"{Path(sys.argv[0]).name}: {said}", file=sys.stderr)
 
     show.shortened = True
     return show

@@ -10,22 +10,17 @@ import os
 import fairseq.trainer
 import torch
 from fairseq import checkpoint_utils, models, utils
-from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks import FairseqTask
-from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.trainer import Trainer
 
 from .. import Mistake
-from .checkpoints.resuming import check_origin
 from .literals import naming
 from .non_finite import FirstNonFinite
 from .replacing import changes, replaces
 
 
 class NotFinite(Mistake, FloatingPointError):
-    """A loss, a gradient or a score is NaN or infinite."""
-
-    exit_code = 3
+    """A loss or a gradient is NaN or infinite."""
 
 
 @changes("fairseq.trainer.NanDetector")
@@ -51,62 +46,33 @@ def say_where_a_nan_came_from(original, trainer, *args, **kwargs):
 
 @replaces(Trainer, "__init__")
 def refuse_half_precision_without_gpu(original, trainer, cfg, *args, **kwargs) -> None:
-    """With `--fp16` or `--bf16` and no GPU, fairseq fails in the middle of its work, or looks for a TPU, and `--amp` does nothing.
-    Now these options are refused before the run starts. `--memory-efficient-fp16` trains on CPUs."""
-    halves = ("memory_efficient_bf16", "fp16", "bf16", "amp")
+    """With `--fp16` or `--bf16` and no GPU, fairseq fails in the middle of its work, or looks for a TPU. Now the option is refused
+    before the run starts."""
+    halves = ("memory_efficient_fp16", "memory_efficient_bf16", "fp16", "bf16")
     given = next((name for name in halves if getattr(cfg.common, name)), None)
-    works = cfg.common.memory_efficient_fp16 or (cfg.common.tpu and utils.xm is not None)
-    if given and not works and (cfg.common.cpu or not torch.cuda.is_available()):
-        raise Mistake(f"--{given.replace('_', '-')} is for GPUs; leave it out to train on CPUs")
+    tpu = cfg.common.tpu and utils.xm is not None
+    if given and not tpu and (cfg.common.cpu or not torch.cuda.is_available()):
+        raise Mistake(f"--{given.replace('_', '-')} trains on GPUs only; leave it out, or use --amp")
     original(trainer, cfg, *args, **kwargs)
 
 
 @replaces(Trainer, "load_checkpoint")
-def say_what_does_not_fit(original, trainer, filename, reset_optimizer=False, *args, **kwargs):
+def say_which_parameters_do_not_fit(original, trainer, filename, *args, **kwargs):
     """fairseq replaces the message about parameters that do not fit by "please ensure that the architectures match". Now the
-    message names them. fairseq also resumes with another task or dictionary, at a wrong place of the text or with wrong words.
-    Now this is refused."""
+    message names them."""
     try:
-        extra_state = original(trainer, filename, reset_optimizer, *args, **kwargs)
+        return original(trainer, filename, *args, **kwargs)
     except Exception as error:
         if type(error) is Exception and isinstance(error.__context__, ValueError):
             raise Mistake(f"{filename}: {error.__context__}") from error
         raise
-    check_origin(trainer, filename, extra_state, fresh=reset_optimizer)
-    return extra_state
 
 
 @replaces(checkpoint_utils, "load_model_ensemble_and_task")
-def split_ensembles(original, filenames, arg_overrides=None, task=None, strict=True, suffix="", *args, **kwargs):
-    """`fairseq-eval-lm` takes `--path a.pt:b.pt` for one file, unlike fairseq's other tools. Now it is an ensemble everywhere.
-    Without `--path` it shows a traceback; now one sentence asks for it."""
-    if None in filenames:
-        raise Mistake("--path is missing; name the checkpoint of the model")
-    whole = {name for name in filenames if os.path.exists(name) or os.path.exists(name.replace(".pt", f"{suffix}.pt"))}
-    split = [part for name in filenames for part in ([name] if name in whole else utils.split_paths(name))]
-    return original(split, arg_overrides, task, strict, suffix, *args, **kwargs)
-
-
-@replaces(SequenceScorer, "generate")
-def refuse_scores_that_are_nan(original, scorer, models, sample, **kwargs):
-    """`fairseq-eval-lm` and `--score-reference` report NaN as a result, with exit code 0. Now one sentence names the first
-    parameter that is not finite, and the exit code is 3."""
-    found = original(scorer, models, sample, **kwargs)
-    if any(bool(hypothesis["positional_scores"].isnan().any()) for hypotheses in found for hypothesis in hypotheses):
-        weights = ((name, x) for model in models for name, x in model.named_parameters())
-        weight = next((name for name, x in weights if not x.isfinite().all()), None)
-        reason = "all parameters are finite" if weight is None else f"the parameter {weight} is not finite"
-        raise NotFinite(f"the model's scores are NaN; {reason}")
-    return found
-
-
-@replaces(LanguageModelingTask, "load_dataset")
-def refuse_blocks_without_tokens(original, task, *args, **kwargs):
-    """`fairseq-eval-lm` takes `--context-window` off `--tokens-per-sample`, and shows a traceback if nothing is left. Now one
-    sentence names both."""
-    if task.args.tokens_per_sample < 1:
-        raise Mistake(f"--tokens-per-sample less --context-window is {task.args.tokens_per_sample}; it must be at least 1")
-    return original(task, *args, **kwargs)
+def split_ensembles(original, filenames, *args, **kwargs):
+    """`fairseq-eval-lm` takes `--path a.pt:b.pt` for one file, unlike fairseq's other tools. Now it is an ensemble everywhere."""
+    split = [part for name in filenames for part in ([name] if os.path.exists(name) else utils.split_paths(name))]
+    return original(split, *args, **kwargs)
 
 
 @replaces(models, "build_model")

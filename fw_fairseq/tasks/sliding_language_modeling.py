@@ -46,8 +46,6 @@ class SlidingLanguageModelingTask(LanguageModelingTask):
         if stride <= 0:
             given = stride + context_window
             raise Mistake(f"--tokens-per-sample is {given}; it must be larger than --context-window, {context_window}")
-        if batch_size is not None and batch_size < 1:
-            raise Mistake(f"--batch-size is {batch_size}; it must be at least 1, the windows at once")
         check_shard(shard_id, num_shards)
         check_positions(min(context_window + stride, len(dataset)), max_positions)
         windows = SlidingWindows(dataset, context_window, stride, self.dictionary.eos())

@@ -14,8 +14,6 @@ from ..data.text import Text, check_positions, check_shard, load_text, takes
 from ..modules import Streams
 from .generation import PromptedGenerator
 
-MULTIPLE = 8  # fairseq's default of --required-batch-size-multiple, which says nothing about streams
-
 
 @dataclass
 class StatefulLanguageModelingConfig(LanguageModelingConfig):
@@ -25,7 +23,6 @@ class StatefulLanguageModelingConfig(LanguageModelingConfig):
         "how many neighbouring workers share their streams; each computes an equal part of every segment",
     )
     sentence_avg: bool = II("optimization.sentence_avg")
-    curriculum: int = II("dataset.curriculum")
 
 
 @register_task("stateful_language_modeling", dataclass=StatefulLanguageModelingConfig)
@@ -35,14 +32,10 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
     --tokens-per-sample is the length of a segment, within which gradients flow; --batch-size is the number of streams of a worker.
     Dictionary, generation and the scoring of single texts are those of language_modeling."""
 
-    carries_over = True  # which models ask before they are built
-
     def __init__(self, args, dictionary, output_dictionary=None, targets=None):
         super().__init__(args, dictionary, output_dictionary, targets)
         if self.targets != ["future"]:
             raise Mistake("stateful_language_modeling predicts the next token only; leave --self-target and --past-target out")
-        if type(getattr(args, "curriculum", 0)) is int and args.curriculum:
-            raise Mistake("--curriculum keeps the order of batches for some epochs, and streams always keep it; leave it out")
         self.group = None  # of the workers that share this one's streams
 
     def build_model(self, args, from_checkpoint=False):
@@ -53,8 +46,6 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
                 refuse_memory(model, (), {"streams": None})
         if self.args.sequence_parallel > 1:
             check_across_workers(model)
-        if self.args.reset_at_eos and takes(model, "streams") and not model.decoder.recurrent:
-            raise Mistake("--reset-at-eos empties states, and softmax layers would read the text before; use --mixer fast_weight")
         return model
 
     def load_dataset(self, split, epoch=1, combine=False, **kwargs):
@@ -71,15 +62,9 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
         segment = self.args.tokens_per_sample
         if segment < 1:
             raise Mistake(f"--tokens-per-sample is {segment}; it must be at least 1")
-        if max_sentences is not None and max_sentences < 1:
-            raise Mistake(f"--batch-size is {max_sentences}; it must be at least 1, the streams of a worker")
-        if max_tokens and max_tokens < segment * (max_sentences or 1):
-            wanted = f"--tokens-per-sample, {segment}" + (f", times --batch-size, {max_sentences}" if max_sentences else "")
-            raise Mistake(f"--max-tokens is {max_tokens}; it must be at least {wanted}")
+        if max_tokens and max_tokens < segment:
+            raise Mistake(f"--max-tokens is {max_tokens}; it must be at least --tokens-per-sample, {segment}")
         rows = max_sentences or (max_tokens or segment) // segment
-        multiple = options.get("required_batch_size_multiple", 1)
-        if multiple not in (1, MULTIPLE) and rows % multiple:
-            raise Mistake(f"--required-batch-size-multiple is {multiple}, and a batch has {rows} streams; leave it out")
         pad, eos = self.dictionary.pad(), self.dictionary.eos()
         workers, (shard_id, share) = self.sequence_workers(num_shards), divmod(shard_id, self.args.sequence_parallel)
         num_shards //= workers
@@ -107,8 +92,7 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
         check_shard(options.get("shard_id", 0), options.get("num_shards", 1))
         if context_window:
             raise Mistake("--context-window computes the context again, but this task carries all of it over; leave it out")
-        rows = 1 if batch_size is None else batch_size
-        batches = self.get_batch_iterator(dataset, max_sentences=rows, **options).next_epoch_itr(shuffle=False)
+        batches = self.get_batch_iterator(dataset, max_sentences=batch_size or 1, **options).next_epoch_itr(shuffle=False)
         return StreamBatches(self, batches)
 
     def build_generator(self, models, args, seq_gen_cls=None, **kwargs):

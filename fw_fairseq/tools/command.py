@@ -6,11 +6,8 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
-from pathlib import Path
-
-from .. import Mistake
 
 
 def make_parser(prog: str, description: str, example: str) -> argparse.ArgumentParser:
@@ -30,15 +27,6 @@ def version() -> str:
         return metadata.version("fw_fairseq")
     except metadata.PackageNotFoundError:
         return "of a folder that is not installed"
-
-
-def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[tuple[str, Path]] = ()) -> None:
-    """Refuses one file for two outputs, and an output that is an input. Each path has the name of its option or argument."""
-    taken = {Path(path).resolve(): name for name, path in inputs}
-    for name, path in outputs:
-        if other := taken.get(Path(path).resolve()):
-            raise Mistake(f"{name} is {path}, which is {'given twice' if other == name else f'{other} too'}; name another file")
-        taken[Path(path).resolve()] = name
 
 
 @contextlib.contextmanager

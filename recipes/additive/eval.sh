@@ -6,14 +6,14 @@
 # Data:     OUT of prepare.sh and the best checkpoint of the row
 # Hardware: one GPU, or a CPU with CPU=1
 # Time:     not measured at this size
-# Expected: the row's number in the head of train.sh
+# Expected: curves of the validation text only
 # Usage:    recipes/additive/eval.sh ROW [OPTION of fairseq-eval-lm]...
 #           prints | row | split | perplexity of a piece | bits per character |
 #           SPLIT=test recipes/additive/eval.sh windowed
 source "$(dirname "$0")/../lib.sh"
 find_programs
 OUT=$(output_folder additive)
-need_row "windowed, additive, softmax, leap or adapted" "$@"
+need_row "windowed, additive, softmax or leap" "$@"
 row=$1 run=$OUT/runs/${RUN:-$1}
 shift
 split=${SPLIT:-valid} length=2048

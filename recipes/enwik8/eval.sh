@@ -10,19 +10,18 @@
 #           SPLIT=valid recipes/enwik8/eval.sh delta
 #           SRUPP_MEMORY=3072 recipes/enwik8/eval.sh srupp
 #
-# SRUPP_MEMORY is how many bytes back each byte sees in the attention of srupp, srupp5 and rescaled. Without it, byte i of a segment sees
-# i bytes more than the memory of training.
+# SRUPP_MEMORY is how many bytes back the attention of srupp and srupp5 sees; by default 512, as in training.
 source "$(dirname "$0")/../lib.sh"
 find_programs
 OUT=$(output_folder enwik8)
-need_row "srupp, srupp5, rescaled, transformer_xl or delta" "$@"
+need_row "srupp, srupp5 or delta" "$@"
 row=$1 run=$OUT/runs/${RUN:-$1}
 shift
 split=${SPLIT:-test} length=512 memory=()
 checkpoint=$run/${CHECKPOINT:-checkpoint_best.pt}
 need_file "$checkpoint" "recipes/enwik8/train.sh $row"
 [ -z "$TOY" ] || length=32
-[ -z "${SRUPP_MEMORY:-}" ] || memory=(--model-overrides "{'srupp_memory': $SRUPP_MEMORY, 'srupp_segment': 1}")
+[ -z "${SRUPP_MEMORY:-}" ] || memory=(--model-overrides "{'srupp_memory': $SRUPP_MEMORY}")
 log=$run/eval-$split${SRUPP_MEMORY:+-memory$SRUPP_MEMORY}.log
 logged "$log" fairseq-eval-lm "$OUT/bin" --user-dir "$ROOT/fw_fairseq" --path "$checkpoint" --gen-subset "$split" \
     --task stateful_language_modeling --tokens-per-sample $length --batch-size 1 "${memory[@]}" "${machine[@]}" "$@"

@@ -27,7 +27,6 @@ GATES = {
     "small": lambda *size: torch.rand(*size) * 9e-3 + 1e-3,
     "tiny": lambda *size: torch.full(size, 1e-6),
     "near one": lambda *size: 1 - torch.rand(*size) * 1e-3,
-    "lone": lambda *size: torch.where(torch.rand(*size) < 0.04, 10 ** (-2.7 - 2 * torch.rand(*size)), 1 - torch.rand(*size) * 1e-3),
     "both extremes": lambda *size: torch.where(torch.rand(*size) < 0.5, 1e-6, 1 - 1e-6),
 }
 

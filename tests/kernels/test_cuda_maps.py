@@ -28,14 +28,13 @@ NAMES = ("q", "k", "v", "f", "z", "e", "w", "memory")
 
 
 def draw(row_map: RowMap, shape, dtype, present: str) -> dict[str, torch.Tensor | None]:
-    """shape (B,H,T,D,V); present: the coefficients, F for one decay gate per channel. Some coordinates, and rows of dpfp, are 0."""
+    """shape (B,H,T,D,V); present: the coefficients, F for one decay gate per channel. Some rows of dpfp sum up to 0."""
     B, H, T, d, V = shape
     key = row_map.width(d)
     size = {"f": (), "F": (key,), "z": (V,), "e": (), "w": ()}
     x = {name: projection.to(dtype) for name, projection in zip("qkv", draw_projections(B, H, T, d, d, V))}
     x |= {name.lower(): torch.rand(B, H, T, *size[name]) * 0.9 + 0.05 for name in present}
     x |= {"memory": torch.randn(B, H, key, V)}
-    x["q"][:, :, ::6, 1::5] = x["k"][:, :, 2::6, ::5] = 0  # where maps have a kink
     if row_map.name == "dpfp" and row_map.norm == "sum":
         x["q"][:, :, 3:4] = x["k"][:, :, 5:6] = 0
     return {name: x.get(name) for name in NAMES}

@@ -18,9 +18,9 @@ from fw_fairseq.data.streams import StreamDataset
 from fw_fairseq.data.text import Text
 from fw_fairseq.files import write_atomically
 from fw_fairseq.ops import fast_weight
-from fw_fairseq.patches.checkpoints.writing import named_if_not_written
 from fw_fairseq.patches.literals import read_literal
 from fw_fairseq.patches.mistakes import sentence, shortened
+from fw_fairseq.patches.writing import named_if_not_written
 
 
 def unknown_rule():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import sys
 
-from support import fairseq_tests
 from support.commands import ROOT, run, succeed
 
 import fw_fairseq.models  # noqa: F401
@@ -70,17 +69,3 @@ def test_a_replacement_gets_the_original(monkeypatch):
     change.apply()
     change.apply()
     assert Owner().method(1) == 4 and Owner.method.changed_by is double
-
-
-def test_a_test_of_fairseq_that_fails_with_the_changes_is_found(tmp_path):
-    """From pytest's reports, which name each test."""
-
-    def report(**failing: bool) -> dict[str, str]:
-        cases = [f'<testcase classname="a.B" name="{name}">{"<failure/>" * failed}</testcase>' for name, failed in failing.items()]
-        cases.append('<testcase classname="a" name="s"><skipped/></testcase>')
-        (tmp_path / "a.xml").write_text(f"<testsuites>{''.join(cases)}</testsuites>")
-        return fairseq_tests.outcomes(tmp_path / "a.xml")
-
-    without, changed = report(lost=False, won=True, never=True), report(lost=True, won=False, never=True)
-    assert fairseq_tests.lost(without, changed) == ["a.B::lost"] and fairseq_tests.lost(changed, without) == ["a.B::won"]
-    assert fairseq_tests.counts(without) == "1 passed, 2 failed, 1 skipped" and fairseq_tests.lost(without, without) == []

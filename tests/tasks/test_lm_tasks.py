@@ -10,7 +10,7 @@ import torch
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.data import TruncatedDictionary, data_utils
 from fairseq.sequence_generator import SequenceGenerator
-from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
+from fairseq.tasks.language_modeling import LanguageModelingConfig
 from fairseq_cli.eval_lm import eval_lm
 from support.language_models import SMALL, build, make_task, options_of
 
@@ -88,7 +88,6 @@ def test_validation_on_the_text_of_training_has_memories_of_its_own():
         ({"segment": 4, "context": 8}, "--tokens-per-sample is 4; it must be larger than --context-window, 8"),
         ({"segment": 8, "context": 8}, "--tokens-per-sample is 8; it must be larger than --context-window, 8"),
         ({"context": -1}, "--context-window is -1; it must be at least 0"),
-        ({"batch_size": 0}, "--batch-size is 0; it must be at least 1, the windows at once"),
         ({"max_positions": 7}, "8 tokens at once are more than the model's 7 positions; give a shorter --tokens-per-sample"),
         ({"num_shards": 2, "shard_id": 2}, "--shard-id is 2; it must be at least 0 and less than --num-shards, 2"),
     ],
@@ -104,49 +103,12 @@ def test_windows_that_are_refused(options, message):
         (0, {}, "--tokens-per-sample is 0; it must be at least 1"),
         (-3, {}, "--tokens-per-sample is -3; it must be at least 1"),
         (16, {"max_tokens": 8}, "--max-tokens is 8; it must be at least --tokens-per-sample, 16"),
-        (
-            16,
-            {"max_tokens": 63, "max_sentences": 4},
-            "--max-tokens is 63; it must be at least --tokens-per-sample, 16, times",
-        ),
-        (16, {"max_sentences": 0}, "--batch-size is 0; it must be at least 1, the streams of a worker"),
-        (16, {"max_sentences": -1}, "--batch-size is -1; it must be at least 1, the streams of a worker"),
-        (8, {"max_sentences": 4, "required_batch_size_multiple": 3}, "--required-batch-size-multiple is 3, and a batch has 4 stre"),
         (16, {"max_positions": 8}, "16 tokens at once are more than the model's 8 positions; give a shorter --tokens-per-sample"),
     ],
 )
 def test_segments_that_are_refused(segment, options, message):
     with pytest.raises(ValueError, match=message):
         stateful(tokens_per_sample=segment).get_batch_iterator(random_text(), **options)
-
-
-def rows(**options) -> int:
-    return len(stateful(tokens_per_sample=8).get_batch_iterator(random_text(), **options).dataset.rows)
-
-
-def test_the_number_of_streams():
-    assert rows() == 1 and rows(max_tokens=8) == 1 and rows(max_tokens=39) == 4 and rows(max_sentences=3) == 3
-    assert rows(max_tokens=24, max_sentences=3) == 3 and rows(max_sentences=3, required_batch_size_multiple=8) == 3
-    assert rows(max_sentences=6, required_batch_size_multiple=3) == 6
-
-
-def test_texts_cannot_end_within_softmax_layers():
-    """--reset-at-eos and --sequence-parallel empty states or pass them on, and softmax layers have none."""
-    for mixers in ({"mixer_pattern": "fast_weight,softmax"}, {"mixer": "softmax"}):
-        model = build(no_token_positional_embeddings=True, **mixers)
-        task = stateful(reset_at_eos=True)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(LanguageModelingTask, "build_model", lambda *args, model=model: model)
-            with pytest.raises(ValueError, match=r"^--reset-at-eos empties states, and softmax layers would read"):
-                task.build_model(Namespace())
-            stateful().build_model(Namespace())
-            with pytest.raises(ValueError, match=r"^--sequence-parallel: softmax attention sees only its own worker's tokens; "):
-                stateful(sequence_parallel=2).build_model(Namespace())
-
-
-def test_curriculum_is_refused():
-    with pytest.raises(ValueError, match=r"^--curriculum keeps the order of batches for some epochs, and streams always keep it"):
-        stateful(curriculum=2)
 
 
 def test_a_text_shorter_than_the_model_has_any_segment():

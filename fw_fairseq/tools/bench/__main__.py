@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -13,8 +12,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import torch
 
-from ... import Mistake
-from ..command import check_outputs, make_parser, mistakes_as_sentences
+from ..command import make_parser, mistakes_as_sentences
 from . import language_models, layers, ops, translation
 from .contest import positive, write_json
 
@@ -82,7 +80,6 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     check(parser, args)
     with mistakes_as_sentences(PROG):
-        check_files(args)
         run(args)
 
 
@@ -97,22 +94,6 @@ def check(parser: argparse.ArgumentParser, args) -> None:
         parser.error(f"--width {args.width} is not a multiple of --heads {args.heads}")
     if getattr(args, "resume", False) and not args.json:
         parser.error("--resume needs --json, the file with the report to continue")
-
-
-def check_files(args) -> None:
-    """Refuses one file for two outputs, and to write over a file that is no report."""
-    check_outputs((name, path) for name, path in (("--json", args.json), ("--figure", args.figure)) if path)
-    if args.figure and args.figure.suffix not in (".svg", ".pdf", ".png"):
-        raise Mistake(f"--figure is {args.figure}; it must end in .svg, .pdf or .png")
-    if args.json and args.json.is_file() and not is_report(args.json):
-        raise Mistake(f"--json is {args.json}, which is no report of fw-bench and would be lost; name another file")
-
-
-def is_report(file: Path) -> bool:
-    try:
-        return "settings" in json.loads(file.read_text())
-    except (ValueError, TypeError):
-        return False
 
 
 def run(args) -> None:

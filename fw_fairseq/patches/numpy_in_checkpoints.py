@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import math
 import re
 from collections.abc import Iterator
 
 import numpy
 import torch
-from omegaconf import DictConfig, OmegaConf
 
-from ... import Mistake
+from .. import Mistake
 
 MODULES = "numpy.core.multiarray", "numpy._core.multiarray"  # NumPy 1 and 2
 
@@ -121,13 +119,11 @@ def full_path(given: object) -> str:
 
 
 def without_stand_ins(content: object, seen: dict | None = None) -> object:
-    """Returns what was loaded with NumPy's arrays in the place of the stand-ins; lists and dictionaries keep their identity. A file
-    may also name a class or a function without calling it; this is refused."""
+    """Returns what was loaded with NumPy's arrays in the place of the stand-ins; lists and dictionaries keep their identity."""
     seen = {} if seen is None else seen
     if isinstance(content, Array | NumberType):
         return content.numbers if isinstance(content, Array) else content.dtype()
-    refuse_code(content)
-    if id(content) in seen or not isinstance(content, dict | list | tuple | set | frozenset | argparse.Namespace | DictConfig):
+    if id(content) in seen or not isinstance(content, dict | list | tuple | argparse.Namespace):
         return seen.get(id(content), content)
     seen[id(content)] = content
     if isinstance(content, tuple):
@@ -135,26 +131,7 @@ def without_stand_ins(content: object, seen: dict | None = None) -> object:
         if any(new is not old for new, old in zip(parts, content)):
             seen[id(content)] = tuple(parts)
         return seen[id(content)]
-    if isinstance(content, DictConfig | set | frozenset):
-        refuse_objects(OmegaConf.to_container(content, resolve=False) if isinstance(content, DictConfig) else content)
-        return content
     target = vars(content) if isinstance(content, argparse.Namespace) else content
     for key, part in list(enumerate(target) if isinstance(target, list) else target.items()):
-        refuse_objects(key)
         target[key] = without_stand_ins(part, seen)
     return content
-
-
-def refuse_objects(options: object) -> None:
-    """Refuses options, plain containers, that hold a class, a function or one of NumPy's arrays. Keys of dictionaries, too."""
-    if isinstance(options, Array | NumberType):
-        raise Mistake("it holds an option that is an array")
-    refuse_code(options)
-    if isinstance(options, dict | list | tuple | set | frozenset):
-        for part in itertools.chain(*options.items()) if isinstance(options, dict) else options:
-            refuse_objects(part)
-
-
-def refuse_code(content: object) -> None:
-    if callable(content) or isinstance(content, torch.serialization.StorageType):
-        raise Mistake(f"it holds {getattr(content, '__name__', 'a type')}, which is neither a tensor nor an option")

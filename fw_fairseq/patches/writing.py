@@ -10,12 +10,12 @@ import os
 import shutil
 from collections.abc import Iterator
 
-from fairseq import checkpoint_utils, file_io
+from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
 
-from ... import Mistake
-from ...files import why
-from ..replacing import replaces
+from .. import Mistake
+from ..files import why
+from .replacing import replaces
 
 
 class Unwritable(Mistake, OSError):
@@ -25,10 +25,10 @@ class Unwritable(Mistake, OSError):
 @replaces(PathManager, "copy")
 def copy_by_renaming(original, source, target, overwrite=False) -> bool:
     """fairseq copies a checkpoint onto `checkpoint_last.pt`; a kill during the copy leaves half of a file there. Now the copy is
-    written beside it and renamed. As in fairseq, an existing file stays only without `overwrite` and with iopath."""
-    if PathManager.path_requires_pathmanager(source) or PathManager.path_requires_pathmanager(target):
+    written beside it and renamed. An existing file is replaced only with `overwrite`."""
+    if PathManager.path_requires_pathmanager(target):
         return original(source, target, overwrite)
-    if file_io.IOPathManager and os.path.exists(target) and not overwrite:
+    if os.path.exists(target) and not overwrite:
         return False
     with named_if_not_written(target):
         shutil.copyfile(source, f"{target}.tmp")

@@ -13,10 +13,10 @@ import numpy
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary, indexed_dataset
 
-from ... import Mistake
-from ...files import damaged_part, offer, why
-from ..replacing import replaces
-from .numpy_numbers import allowed, without_stand_ins
+from .. import Mistake
+from ..files import damaged_part, offer, why
+from .numpy_in_checkpoints import allowed, without_stand_ins
+from .replacing import replaces
 
 
 @replaces(checkpoint_utils, "load_checkpoint_to_cpu")
@@ -24,8 +24,6 @@ def load_only_data(original, path, *args, **kwargs) -> dict:
     """fairseq's checkpoints hold options that `torch.load` refuses since torch 2.6, and torch does not compare check sums. Now a
     checkpoint may hold tensors, plain data, options and NumPy's numbers. One that holds anything else, or that is cut short or
     altered, is refused, nothing in it is run, and the newest whole checkpoint of the folder is named."""
-    if os.path.isdir(path):
-        raise Mistake(f"{path} is a folder, not a checkpoint; {offer(Path(path))}")
     try:
         if damaged := damaged_part(path):
             raise Mistake(f"{damaged} in it is damaged")
