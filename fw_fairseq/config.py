@@ -19,6 +19,7 @@ from .rules import RULES
 
 SOFTMAX = "softmax"
 SOFTMAX_OPTIONS = ("attention_dropout",)  # fairseq's own
+DECODER_OPTIONS = ("scale_output", "output_dropout")  # which no mixer reads
 ATTENTIONS = ("encoder", "decoder", "cross")
 
 
@@ -57,6 +58,17 @@ class FastWeightConfig(FairseqDataclass):
         False,
         "favor estimates exp(q.k / sqrt(feature_dim)), as softmax attention weighs, instead of exp(q.k), with fewer features",
     )
+    write_strength_init: float = option(
+        0.0,
+        "where the gates of write strength start; 0: where their rule has them, near 0.007 for delta (Schlag et al. 2021 start at"
+        " 0.5)",
+        0,
+        below=1,
+    )
+    scale_reads: bool = option(
+        False, "divide what a memory reads by the square root of the width of a head, before the output projection"
+    )
+    bias_free: bool = option(False, "leave the biases out of fast_weight's projections; its gates then start around 1/2")
     fast_weight_backend: ChoiceEnum(list(BACKENDS)) = option(
         "auto", "the form that runs the recurrence; auto chooses the fastest one that fits"
     )
@@ -130,6 +142,7 @@ class FastWeightConfig(FairseqDataclass):
     slot_positions: int = option(
         1024, "number of positions that linformer has weights for; later positions use the last weights", least=1
     )
+    output_dropout: float = option(0.0, "dropout probability of the last layer's output", 0, below=1)
     scale_output: bool = option(False, "divide the logits by the square root of the width of the layers")
 
 

@@ -30,7 +30,11 @@ class FastWeight(Mixer):
     """Fast weights with any update rule and feature map. One projection makes q, k, v and every gate of the rule."""
 
     state_type = FastWeightState
-    options = (*FEATURE_OPTIONS, "update_rule", "attention_norm", "attention_norm_of", "fast_weight_backend")
+    options = (
+        *FEATURE_OPTIONS,
+        *("update_rule", "attention_norm", "attention_norm_of", "fast_weight_backend"),
+        *("write_strength_init", "scale_reads", "bias_free"),
+    )
     settings = settings_of(
         update_rule=Setting("delta", choices=RULES),
         feature_map=Setting("elu", choices=FEATURE_MAPS),
@@ -41,6 +45,9 @@ class FastWeight(Mixer):
         dpfp_nu=Setting(1, least=1),
         favor_features=Setting(0, least=0),
         favor_prescale=Setting(False),
+        write_strength_init=Setting(0.0, least=0, below=1),
+        scale_reads=Setting(False),
+        bias_free=Setting(False),
         fast_weight_backend=Setting("auto", choices=BACKENDS),
     )
 
@@ -56,8 +63,11 @@ class FastWeight(Mixer):
         key_dim, widths = self.feature_map.head_dim, (self.feature_map.out_dim, self.head_dim)
         self.sizes = {"q": num_heads * key_dim, "k": num_heads * key_dim, "v": embed_dim}
         self.sizes |= {name: num_heads * gate.width(*widths) for name, gate in self.rule.gates.items()}
-        self.in_proj = nn.Linear(embed_dim, sum(self.sizes.values()))
-        self.out_proj = nn.Linear(embed_dim, embed_dim)
+        biases = not config.bias_free
+        self.in_proj = nn.Linear(embed_dim, sum(self.sizes.values()), bias=biases)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=biases)
+        self.read_scale = self.head_dim**-0.5 if config.scale_reads else 1.0
+        self.write_strength_init = config.write_strength_init
         strength = [] if self.rule.coefficients is None else ["write_strength"]
         self.watched, self.keeps_state_norm = False, False  # see ``watch``
         self.state_norm: Tensor | None = None  # with its gradient
@@ -73,17 +83,15 @@ class FastWeight(Mixer):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draws weights as fairseq's attention does; gates start at the biases that their rule asks for."""
-        nn.init.zeros_(self.in_proj.bias)
-        parts = zip(
-            self.sizes, self.in_proj.weight.split(list(self.sizes.values())), self.in_proj.bias.split(list(self.sizes.values()))
-        )
-        for name, weight, bias in parts:
+        sizes, gates = list(self.sizes.values()), self.rule.gates
+        biases = [None] * len(sizes) if self.in_proj.bias is None else self.in_proj.bias.split(sizes)
+        for name, weight, bias in zip(self.sizes, self.in_proj.weight.split(sizes), biases):
             nn.init.xavier_uniform_(weight, gain=1 / math.sqrt(2))
-            gate = self.rule.gates.get(name)
-            if gate is not None:
-                bias.copy_(initial_bias(gate.bias, len(bias)))
+            if bias is not None:
+                bias.copy_(initial_bias(gates[name], len(bias), self.write_strength_init) if name in gates else bias.new_zeros(()))
         nn.init.xavier_uniform_(self.out_proj.weight)
-        nn.init.zeros_(self.out_proj.bias)
+        if self.out_proj.bias is not None:
+            nn.init.zeros_(self.out_proj.bias)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor], Tensor | None]:
         """Maps x (T,B,C) to q, k, v (B,H,T,...), the gates and the log scale of keys, as ``fast_weight`` takes them."""
@@ -113,7 +121,7 @@ class FastWeight(Mixer):
         if self.training and self.watched:
             self.last_statistics = self.measure(gates, state)
             self.state_norm = state.memory.flatten(2).norm(dim=-1).mean() if self.keeps_state_norm else None
-        return self.out_proj(self.join(y.to(v.dtype))), state
+        return self.out_proj(self.join(y.to(v.dtype)) * self.read_scale), state
 
     def projections(self) -> dict[str, dict[str, slice]]:
         return {"in_proj": rows(**{f"gate {name}" if name in self.rule.gates else name: n for name, n in self.sizes.items()})}

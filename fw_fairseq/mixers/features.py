@@ -9,7 +9,7 @@ from .. import Mistake
 from ..feature_maps import FEATURE_MAPS, FeatureMap, l2_normalise, sum_normalise, wide
 from ..ops import RowMap
 from ..ops.checks import NORM_OF, missing_form
-from ..rules import RULES, Rule
+from ..rules import RULES, Gate, Rule
 
 FEATURE_OPTIONS = ("feature_map", "feature_dim", "feature_norm")  # and those of the chosen map
 
@@ -71,6 +71,7 @@ def check_combination(config, phi: FeatureMap) -> None:
         able = ", ".join(n for n, kind in FEATURE_MAPS.items() if kind.non_negative)
         raise Mistake(f"--attention-norm divides by sums of features, which {map_name} lets vanish; use one of: {able}")
     check_norm_of(config, rule)
+    check_start(config, rule)
     divides_erase = config.attention_norm and norm_of(config) == NORM_OF[0]
     if rule.erases and norm == "none" and not divides_erase and not phi.at_most_one:
         better = "sum" if phi.non_negative else "l2"
@@ -89,7 +90,25 @@ def check_feature_norm(config, phi: FeatureMap) -> None:
         raise Mistake(f"--feature-norm sum needs a non-negative --feature-map, not {name}; use --feature-norm none or l2")
 
 
-def initial_bias(bias: float | str | None, count: int) -> Tensor:
+def check_start(config, rule: Rule) -> None:
+    """--write-strength-init and --bias-free; options of older models do not have them."""
+    start, free = getattr(config, "write_strength_init", 0.0), getattr(config, "bias_free", False)
+    if start and not any(gate.writes for gate in rule.gates.values()):
+        able = ", ".join(n for n, r in RULES.items() if any(gate.writes for gate in r.gates.values()))
+        raise Mistake(f"--write-strength-init is {start}; --update-rule {config.update_rule} has no such gate; use one of: {able}")
+    if start and free:
+        raise Mistake(f"--write-strength-init is {start}, a bias; leave it out, or leave --bias-free out")
+
+
+def initial_bias(gate: Gate, count: int, write_strength: float = 0.0) -> Tensor:
+    """The bias of each of ``count`` gates: that of ``write_strength`` where it is given and this gate is one, else the gate's own,
+    a constant, 0 for None, or uniform gate initialisation."""
+    if write_strength and gate.writes:
+        return torch.full((count,), write_strength).logit()
+    return drawn_bias(gate.bias, count)
+
+
+def drawn_bias(bias: float | str | None, count: int) -> Tensor:
     """A constant, 0 for None, or uniform gate initialisation."""
     if bias == "uniform":
         return torch.logit(torch.empty(count).uniform_(1 / count, 1 - 1 / count)) if count > 2 else torch.zeros(count)

@@ -10,11 +10,13 @@ import torch
 from fairseq.models.transformer import TransformerDecoder
 from fairseq.models.transformer.transformer_config import TransformerConfig
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
-from fairseq.utils import safe_getattr
+from fairseq.modules.fairseq_dropout import FairseqDropout
+from fairseq.utils import eval_str_list, safe_getattr
 from torch import Tensor
 
 from ..config import SOFTMAX, FastWeightConfig, layer_mixers, read_config
 from ..modules import FastWeightDecoderLayer, MixerAttention, Streams, with_arguments
+from ..modules.plain_softmax import PlainAdaptiveSoftmax
 
 UNLIMITED = 10**9
 
@@ -34,16 +36,26 @@ class FastWeightDecoder(TransformerDecoder):
         self.fast_weight_config = read_config(self.config_class, args)
         self.fast_weight_config.longest_text = None if carries_over else longest_text(args)
         names = self.mixer_names(args.decoder_layers)
+        self.plain_softmax = safe_getattr(args, "plain_adaptive_softmax", False)
         self._mixers, self.recurrent = iter(enumerate(names)), SOFTMAX not in names
         if safe_getattr(args, "tie_adaptive_weights", False):
             args = copy.copy(args)  # the input's projections, used backwards, start from the layers' width
             args.decoder_output_dim = args.decoder_embed_dim
         super().__init__(args, dictionary, embed_tokens, no_encoder_attn, output_projection)
         self.mixers = [module for module in self.modules() if isinstance(module, MixerAttention)]
+        self.output_dropout = FairseqDropout(self.fast_weight_config.output_dropout, module_name="output")
         self.expect_prompt(None)
 
     def mixer_names(self, layers: int) -> list[str]:
         return layer_mixers(self.fast_weight_config, layers)
+
+    def build_output_projection(self, args, dictionary, embed_tokens):
+        if not self.plain_softmax:
+            return super().build_output_projection(args, dictionary, embed_tokens)
+        cfg = TransformerConfig.from_namespace(args)
+        cutoff = eval_str_list(cfg.adaptive_softmax_cutoff, type=int) if cfg.adaptive_softmax_cutoff else []
+        self.adaptive_softmax = PlainAdaptiveSoftmax(embed_tokens, cutoff, cfg.adaptive_softmax_dropout)
+        return None
 
     def build_decoder_layer(self, args, no_encoder_attn=False):
         index, mixer = next(self._mixers)
@@ -113,6 +125,7 @@ class FastWeightDecoder(TransformerDecoder):
         return self.output_layer(self.prompt_features[:, tokens - 1 : tokens]), {"attn": [None]}
 
     def output_layer(self, features):
+        features = self.output_dropout(features)
         return super().output_layer(features * features.shape[-1] ** -0.5 if self.fast_weight_config.scale_output else features)
 
     def max_positions(self) -> int:

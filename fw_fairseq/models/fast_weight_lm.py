@@ -6,14 +6,26 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
+import torch
 from fairseq.dataclass import ChoiceEnum
 from fairseq.models import register_model
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from fairseq.utils import safe_getattr
+from torch import nn
 
 from .. import Mistake
-from ..config import FastWeightConfig, check_sizes, layer_mixers, option, options_read, refuse_without_effect
+from ..config import (
+    DECODER_OPTIONS,
+    FastWeightConfig,
+    check_sizes,
+    layer_mixers,
+    option,
+    options_read,
+    read_config,
+    refuse_without_effect,
+)
 from ..mixers.base import check_heads
+from ..modules.plain_softmax import Band
 from .checkpoint_options import NamesWhatDiffers, keep_layers
 from .fast_weight_decoder import FastWeightDecoder
 from .switches import add_opposites
@@ -33,6 +45,18 @@ class FastWeightLanguageModelConfig(FastWeightConfig, TransformerLanguageModelCo
     decoder_output_dim: int = option(128, "decoder output dimension")
     decoder_ffn_embed_dim: int = option(512, "decoder embedding dimension for FFN")
     decoder_attention_heads: int = option(8, "num decoder attention heads")
+    plain_adaptive_softmax: bool = option(
+        False,
+        "let the bands of --adaptive-softmax-cutoff share one table of embeddings with the input, with a bias for each word and"
+        " without projections, as Transformer-XL's code does",
+    )
+    init_std: float = option(
+        0.0,
+        "start all weights from a normal distribution of this width around 0, and those of norms around 1, as Transformer-XL's"
+        " code does; 0: as fairseq does",
+        0,
+        below=1,
+    )
     train_only: ChoiceEnum(["all", "new"]) = option(
         "all",
         "new: train only the parts that fw-convert makes anew: query and key projections, gates and feature maps. All else stays"
@@ -54,9 +78,12 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
     def build_model(cls, args, task):
         check_sizes(args, *SIZES)
         check_heads(args.decoder_embed_dim, args.decoder_attention_heads)  # before fairseq does, by an assertion
+        read_config(FastWeightLanguageModelConfig, args)
         keep_layers(args)
         decoder = functools.partial(FastWeightDecoder, carries_over=getattr(task, "carries_over", False))
         model = build_with(decoder, cls, args, task)
+        if std := safe_getattr(args, "init_std", 0.0):
+            start_from(model, std)
         if safe_getattr(args, "train_only", "all") == "new":
             model.freeze_all_but_new()
         if not next(model.parameters()).is_meta:
@@ -67,7 +94,7 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
         """Refuses options that no part of a new model reads."""
         config = self.decoder.fast_weight_config
         names = layer_mixers(config, args.decoder_layers)
-        refuse_without_effect(args, FastWeightConfig, options_read(config, names, "mixer", "mixer_pattern", "scale_output"))
+        refuse_without_effect(args, FastWeightConfig, options_read(config, names, "mixer", "mixer_pattern", *DECODER_OPTIONS))
 
     def forward(self, src_tokens, src_lengths=None, **kwargs):
         return self.decoder(src_tokens, **kwargs)
@@ -109,6 +136,24 @@ def build_with(decoder: Callable, cls: type, args, task) -> TransformerLanguageM
     build = TransformerLanguageModel.build_model.__func__
     names = build.__globals__ | {"TransformerDecoder": decoder}
     return types.FunctionType(build.__code__, names, build.__name__, build.__defaults__, build.__closure__)(cls, args, task)
+
+
+@torch.no_grad()
+def start_from(model: nn.Module, std: float) -> None:
+    """Draws the weights of all linear maps, embeddings and norms anew. Biases become 0, but those of mixers, where gates start,
+    stay."""
+    inside = {part for attention in model.decoder.mixers for part in attention.modules()}
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            nn.init.normal_(module.weight, 1.0, std)
+        elif isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=std)
+            if getattr(module, "bias", None) is not None and module not in inside:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, Band) and module.classes is not None:
+            nn.init.normal_(module.classes, std=std)
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            nn.init.zeros_(module.weight[module.padding_idx])
 
 
 def without_rows(gradient, rows: slice):

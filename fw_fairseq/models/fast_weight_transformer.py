@@ -16,6 +16,7 @@ from fairseq.utils import safe_getattr
 from .. import Mistake
 from ..config import (
     ATTENTIONS,
+    DECODER_OPTIONS,
     SOFTMAX,
     FastWeightTransformerConfig,
     check_sizes,
@@ -119,7 +120,7 @@ class FastWeightTransformer(NamesWhatDiffers, TransformerModel):
         config = self.decoder.fast_weight_config
         linear = {*linear_attentions(config)}
         mixers = self.decoder.mixer_names(args.decoder_layers) + ([SOFTMAX] if linear != {*ATTENTIONS} else [])
-        others = ["linear_attention", "scale_output"]
+        others = ["linear_attention", *DECODER_OPTIONS]
         if "decoder" in linear:
             others += ["mixer", "mixer_pattern"]
         if linear & {"encoder", "cross"}:

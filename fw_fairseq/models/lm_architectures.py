@@ -151,6 +151,32 @@ def fast_weight_lm_wiki103_medium(args):
     wiki103(args, width=256)
 
 
+def schlag(args, width: int) -> None:
+    """Sets the model of the authors' code: norms after the layers, dropout in the feed-forward layers and at the end, reads divided
+    by sqrt(width of a head), no biases in the projections, one table of embeddings with biases at the output, weights from
+    N(0, 0.02)."""
+    norm_before = safe_getattr(args, "decoder_normalize_before", False)
+    defaults(args, decoder_layers=16, decoder_embed_dim=width, decoder_ffn_embed_dim=2048, decoder_attention_heads=8, dropout=0.1)
+    defaults(args, activation_dropout=0.1, output_dropout=0.1, init_std=0.02)
+    if "fast_weight" in chosen_mixers(args):
+        defaults(args, scale_reads=True, bias_free=True)
+    defaults(args, adaptive_softmax_cutoff="20000,40000,200000", plain_adaptive_softmax=True)
+    base_lm_architecture(args)
+    args.decoder_normalize_before = norm_before  # fairseq sets it for every language model
+
+
+@register_model_architecture("fast_weight_lm", "fast_weight_lm_wiki103_small_schlag")
+def fast_weight_lm_wiki103_small_schlag(args):
+    """The small model of the code that Schlag et al. 2021 published, 44.03M parameters with the delta rule."""
+    schlag(args, width=128)
+
+
+@register_model_architecture("fast_weight_lm", "fast_weight_lm_wiki103_medium_schlag")
+def fast_weight_lm_wiki103_medium_schlag(args):
+    """The medium model of the code that Schlag et al. 2021 published, 89.87M parameters with the delta rule."""
+    schlag(args, width=256)
+
+
 @register_model_architecture("fast_weight_lm", "fast_weight_lm_baevski_auli")
 def fast_weight_lm_baevski_auli(args):
     """The shape of fairseq's transformer_lm_wiki103."""

@@ -59,8 +59,9 @@ class RetrievalModel(BaseFairseqModel):
         widths = self.feature_map.out_dim, symbols
         self.gates = nn.ModuleDict({name: nn.Linear(width + symbols, g.width(*widths)) for name, g in self.rule.gates.items()})
         for name, gate in self.gates.items():
-            if self.rule.gates[name].bias == "uniform":  # the others start around 1/2, as published
-                gate.bias.data.copy_(initial_bias("uniform", len(gate.bias)))
+            spec, start = self.rule.gates[name], config.write_strength_init
+            if spec.bias == "uniform" or (start and spec.writes):  # the others start around 1/2, as published
+                gate.bias.data.copy_(initial_bias(spec, len(gate.bias), start))
 
     @property
     def rule(self) -> Rule:
@@ -75,7 +76,11 @@ class RetrievalModel(BaseFairseqModel):
 
     def refuse_without_effect(self, cfg: RetrievalConfig) -> None:
         """Refuses options that this model does not read."""
-        read = () if self.softmax else ("update_rule", "feature_map", "feature_norm", "attention_norm", "attention_norm_of")
+        read = (
+            ()
+            if self.softmax
+            else ("update_rule", "feature_map", "feature_norm", "attention_norm", "attention_norm_of", "write_strength_init")
+        )
         refuse_without_effect(cfg, RetrievalConfig, options_read(cfg, (), *read, "mixer", "key_dim"))
 
     def forward(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:

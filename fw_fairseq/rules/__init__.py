@@ -39,10 +39,12 @@ class Gate:
 
     ``bias`` is the initial bias of the sigmoid that makes it: a number, or "uniform" for uniform gate initialisation,
     logit(U(1/n, 1 - 1/n)) over the n gates of a layer. None stands for 0 in a new model and for "uniform" in a converted one.
+    ``writes``: whether the gate itself is the strength of a write.
     """
 
     axis: str | None = None
     bias: float | str | None = None
+    writes: bool = False
 
     def width(self, key_width: int, value_width: int) -> int:
         """How many numbers it has per token and head, for keys of K features and values of V channels."""
@@ -97,7 +99,7 @@ class Rule:
 
 
 SCALAR = Gate()
-SMALL = Gate(bias=-5.0)  # starts near 0.007
+SMALL = Gate(bias=-5.0, writes=True)  # starts near 0.007
 RULES: dict[str, Rule] = {
     "sum": Rule(
         equation="W_t = W_{t-1} + k_t v_t^T",
@@ -134,7 +136,7 @@ RULES: dict[str, Rule] = {
     "fwm": Rule(
         equation="W' = W_{t-1} + beta_t k_t (v_t - W_{t-1}^T k_t)^T; W_t = W' / max(|W'|, 1); y_t = LayerNorm(W_t^T q_t)",
         source="Schlag et al. 2021, sec. 6.1.2 (Fast Weight Memory)",
-        gates={"beta": SCALAR},
+        gates={"beta": Gate(writes=True)},
         step=fwm_step,
         sequence=fwm_sequence,
     ),

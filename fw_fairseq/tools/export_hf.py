@@ -22,6 +22,7 @@ from ..config import SOFTMAX
 from ..files import tokenizer_size
 from ..mixers import MIXERS
 from ..models.fast_weight_decoder import FastWeightDecoder
+from ..modules.plain_softmax import PlainAdaptiveSoftmax
 from .checkpoints import load_language_model
 from .command import make_parser, mistakes_as_sentences
 
@@ -121,6 +122,8 @@ def build(decoder: FastWeightDecoder):
     if cfg.activation_fn not in ACTIVATIONS:
         raise Mistake(f"CHECKPOINT has activation {cfg.activation_fn}; fw-export-hf takes: {', '.join(ACTIVATIONS)}")
     words, adaptive = decoder.embed_tokens, decoder.adaptive_softmax
+    if isinstance(adaptive, PlainAdaptiveSoftmax):
+        raise Mistake("CHECKPOINT was trained with --plain-adaptive-softmax, which fw-export-hf does not have")
     embedding, tied = embedding_tensors(words), is_tied(decoder)
     output, output_bands = output_tensors(decoder, tied)
     positions = "none" if decoder.embed_positions is None else ("learned" if cfg.decoder.learned_pos else "sinusoidal")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fine-tunes one row on WikiText-103: 100,000 updates of 26 segments of 512 tokens, as in appendix B.
+# Fine-tunes one row on WikiText-103: 100,000 updates of 26 segments, as in appendix B. Their length of 512 tokens is this recipe's choice.
 #
 # Paper:    Mao 2022, table 3. Rows: those of convert.sh, and the paper's comparators abc-M and linformer-M (M slots), which start from
 #           nothing and need no convert.sh

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Replaces the attention of GPT-2 by the fast weights of one row.
+# Replaces the attention of GPT-2, tuned on the text, by the fast weights of one row.
 #
 # Paper:    Mao 2022, tables 1 and 2. Rows: softmax (GPT-2 itself), local_attention (a window of 32 tokens), and RULE-M-VARIANT: a rule
 #           (sum, gated, delta, decay, gated_delta), the width of queries and keys per head (4, 16 and 32 in the paper), and baseline
@@ -9,15 +9,24 @@
 # Time:     not measured
 # Expected: OUT/ROW/start.pt
 # Usage:    recipes/gpt2/convert.sh ROW [OPTION of fw-convert]...
+#           recipes/gpt2/convert.sh softmax && recipes/gpt2/finetune.sh softmax      first, so that the other rows start from it
 #           recipes/gpt2/convert.sh gated-4-norm
 #           recipes/gpt2/convert.sh local_attention
 #           recipes/gpt2/convert.sh decay-16-phi --force      writes over a start.pt that is there
+#
+# The paper tunes GPT-2 on The Pile first and converts that model (section 4). Rows but softmax therefore start from the best checkpoint of
+# the row softmax, OUT/softmax/checkpoint_best.pt; where it is not there, they start from GPT-2 itself, and a line says so. The rows
+# delta-M-baseline divide the output and not what an erase reads, as the paper does.
 source "$(dirname "$0")/../lib.sh"
 find_programs
 source "$ROOT/recipes/gpt2/rows.sh"
 read_row "$@"
 need_folder "$OUT/pretrained" recipes/gpt2/prepare.sh
 
+start=$OUT/pretrained tuned=$OUT/softmax/checkpoint_best.pt
+if [ "$row" != softmax ]; then
+    if [ -f "$tuned" ]; then start=$tuned; else echo "$tuned is not there: $row starts from GPT-2 itself, unlike the paper's" >&2; fi
+fi
 mkdir -p "$OUT/$row"
-"$PYTHON" -m fw_fairseq.tools.convert "$OUT/pretrained" "$OUT/$row/start.pt" --rule "$rule" "${attention[@]}" ${FORCE:+--force} "${@:2}" |
+"$PYTHON" -m fw_fairseq.tools.convert "$start" "$OUT/$row/start.pt" --rule "$rule" "${attention[@]}" ${FORCE:+--force} "${@:2}" |
     tee "$OUT/$row/convert.txt"

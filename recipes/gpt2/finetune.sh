@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Fine-tunes one row on the text: 100,000 updates of 32 texts of 1024 tokens, as in appendix A.
+# Fine-tunes one row on the text: 100,000 updates of 32 texts, as in appendix A. The length of 1024 tokens is this recipe's choice.
 #
 # Paper:    Mao 2022, tables 1 and 2; the head of convert.sh says which rows there are
 # Data:     OUT of prepare.sh and OUT/ROW/start.pt of convert.sh
 # Hardware: one GPU of 40 GB; GPUS workers share the 32 texts (1, 2, 4, 8, 16 or 32)
 # Time:     13 hours on an A100 in the paper; not run at this size for want of the data and a GPU; recipes/README.md has estimates
 # Expected: the paper's best perplexity of validation text: softmax 14.5; sum-4-phi 20.0, gated-4-phi 17.1, decay-4-phi 17.1,
-#           delta-4-norm 20.1; gated-16-phi 16.8, gated-32-phi 16.4, decay-16-phi 16.1, decay-32-phi 14.6; local_attention 19.4.
+#           delta-4-baseline 21.6, delta-4-norm (without attention norm) 20.1; gated-16-phi 16.8, gated-32-phi 16.4, decay-16-phi 16.1, decay-32-phi 14.6; local_attention 19.4.
 #           fw-plot tables mao1 OUT (and mao2) puts yours beside them
 # Usage:    recipes/gpt2/finetune.sh ROW [OPTION of fairseq-train]...       resumes from the last checkpoint of the row
 #           recipes/gpt2/finetune.sh decay-32-phi

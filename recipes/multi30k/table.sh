@@ -14,7 +14,7 @@ source "$(dirname "$0")/../lib.sh"
 find_programs
 renamed ROWS "rows are arguments"
 split_rows "$@"
-[ ${#rows[@]} -gt 0 ] || rows=(softmax dpfp2 linear performer128 dpfp2-decoder linear-decoder performer128-decoder)
+[ ${#rows[@]} -gt 0 ] || rows=(softmax dpfp2 linear prescaled128 performer128 dpfp2-decoder linear-decoder performer128-decoder)
 OUT=$(output_folder multi30k)
 updates=${UPDATES:-1400}
 export OUT CPU=1

@@ -24,7 +24,8 @@ case $figure in
         models=(softmax elu favor64 favor128 favor512 dpfp1 dpfp2 dpfp3) ;;
     updates)
         sizes="20 40 60 80 100 140 200"
-        models=(sum-dpfp1 delta-dpfp1 fwm-tanh fwm-dpfp1 gated-dpfp1 gated_delta-dpfp1 decay-dpfp1 delta-elu delta-favor64) ;;
+        models=(sum-dpfp1 delta-dpfp1 fwm-tanh fwm-dpfp1 gated-dpfp1 gated_delta-dpfp1 decay-dpfp1 delta-elu delta-favor64
+            delta-dpfp2 delta-favor128) ;;
     *) fail "ROW is $1; it must begin with capacity or updates" ;;
 esac
 results=$OUT/$figure.txt

@@ -29,7 +29,7 @@ length=384
 case $row in small-*) length=256 ;; esac
 [ -z "$TOY" ] || length=32
 case $row in
-    *_stream | *-srupp*) window=(--task stateful_language_modeling --tokens-per-sample "$length" --batch-size 1) ;;
+    *_stream | *_stream_schlag | *-srupp*) window=(--task stateful_language_modeling --tokens-per-sample "$length" --batch-size 1) ;;
     *) window=(--task sliding_language_modeling --tokens-per-sample "$length" --context-window $((length - 1)) --batch-size 64) ;;
 esac
 case $row in

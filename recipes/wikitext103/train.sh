@@ -11,6 +11,7 @@
 #             medium-  transformer 29.6   linear 33.0   delta 31.5   performer 33.8   performer_delta 31.8
 #                      delta_norm 32.1   delta_nopos_norm 31.2   delta_nopos 31.1   delta_stream 29.4   linear_stream above 260
 #                      transformer_xl_stream, evaluated with XL_MEMORY: 15 (and XL_SEGMENT=1) 65.5   64 30.1   128 27.4   384 25.5
+#             the same rows with _schlag, for example small-delta_schlag, are the model of the authors' code
 #             base-    srupp 18.3 (148M parameters, evaluated with SRUPP_MEMORY=2560)   srupp5, no published number
 #             small- and medium-local_attention, -abc and -linformer are comparators that these tables do not have
 # Usage:    recipes/wikitext103/train.sh ROW [OPTION of fairseq-train]...     resumes from the last checkpoint of the row
@@ -20,19 +21,25 @@
 #           GPUS=8 srun --nodes 2 --ntasks-per-node 1 --gpus-per-node 4 recipes/wikitext103/train.sh small-delta --distributed-port 29500
 #           TOY=1 recipes/wikitext103/train.sh small-delta      a tiny model on the CPU, after TOY=1 prepare.sh
 #
-# small has width 128, segments of 256 tokens and 40M parameters; medium has width 256, segments of 384 and 90M. Rows with _stream carry
-# their state over from segment to segment. The paper names the first learning rate and the warm-up, but no schedule; this recipe takes
-# cosine. Updates are about 120 epochs (small) and 70 (medium). transformer_xl_stream has the warm-up and the updates of the authors'
-# code; token i of a segment sees the memory, as long as a segment, and i tokens more. base has the dropout, the start and the units of
-# the authors' code; its schedule is this recipe's own. The publication's segments have 768 tokens: --tokens-per-sample 768.
+# small has width 128, segments of 256 tokens and 44M parameters (the paper says 40M, its code has 44.0M); medium has width 256, segments
+# of 384 and 90M. Rows with _stream carry their state over from segment to segment. By default models have fairseq's norms, start, biases
+# and dropout, and delta starts with writes of strength 0.007; _schlag has those of the authors' code, which starts with 1/2
+# (docs/differences.md), and its 400,000 updates of medium. The paper names the first learning rate and the warm-up, but no schedule; this
+# recipe takes cosine. Updates are about 120 epochs (small) and 70 (medium). transformer_xl_stream has the warm-up and the updates of the
+# authors' code; token i of a segment sees the memory, as long as a segment, and i tokens more. base has the dropout, the start and the
+# units of the authors' code; its schedule is this recipe's own. The publication's segments have 768 tokens: --tokens-per-sample 768.
 source "$(dirname "$0")/../lib.sh"
 find_programs
 renamed BATCH "pass --batch-size, the segments of one worker, or set GPUS, the workers that share the batch"
 OUT=$(output_folder wikitext103)
 kinds="SIZE-NAME, for example small-delta; --help lists all"
 need_row "$kinds" "$@"
-row=$1 size=${1%%-*} name=${1#*-}
+row=$1 size=${1%%-*} name=${1#*-} model_of=
 shift
+case $name in
+    *linear*_schlag | *delta*_schlag | *performer*_schlag | *dpfp*_schlag) name=${name%_schlag} model_of=_schlag ;;
+    *_schlag) fail "ROW is $row; the ending _schlag goes with linear, delta, performer and dpfp" ;;
+esac
 need_folder "$OUT/bin" recipes/wikitext103/prepare.sh
 
 case $size in
@@ -41,7 +48,8 @@ case $size in
     base) length=512 batch=16 updates=400000 features='' ;;
     *) fail "ROW is $row; it must be $kinds" ;;
 esac
-arch=fast_weight_lm_wiki103_$size
+arch=fast_weight_lm_wiki103_$size$model_of
+[ "$size$model_of" != medium_schlag ] || updates=400000
 [ "$size" != base ] || arch=srupp_lm_wiki103_base
 linear=(--update-rule sum --feature-norm none --attention-norm)
 delta=(--update-rule delta --feature-norm sum)
@@ -83,7 +91,7 @@ if [ -n "$TOY" ]; then
 fi
 
 batch=$(share "$batch")
-train "$OUT/runs/${RUN:-$row}" "$OUT/bin" --task $task --arch "$arch" --decoder-normalize-before \
+train "$OUT/runs/${RUN:-$row}" "$OUT/bin" --task $task --arch "$arch" \
     --tokens-per-sample "$length" --batch-size "$batch" --required-batch-size-multiple 1 --criterion fast_weight_cross_entropy \
     --ddp-backend legacy_ddp --optimizer adam --lr 0.00025 --lr-scheduler cosine --warmup-updates 2000 --max-update "$updates" \
     --clip-norm 0.25 --keep-last-epochs 1 --log-format json --log-interval 100 "${model[@]}" "$@"

@@ -11,6 +11,7 @@
 #           CHECKPOINT=checkpoint_last.pt BEAM=5 LENPEN=1 recipes/wmt14/eval.sh dpfp2
 #
 # Published BLEU of WMT14 English-German mostly has compounds split: "mother-in-law" counts as three words, and the score is higher.
+# Both scores are kept in the run's folder, where fw-plot tables schlag1 OUT finds the first.
 # Text that prepare.sh put in lower case is compared in lower case.
 source "$(dirname "$0")/../lib.sh"
 find_programs
@@ -36,4 +37,5 @@ compounds() { sed -E 's/ @-@ /-/g; s/([^ ])-([^ ])/\1 ##AT##-##AT## \2/g; s/([^ 
 compounds "$OUT/tok/test.$target" >"$tokens.reference"
 detokenised=$(sacrebleu "$OUT/raw/test.$target" -i "$text" -l "$source-$target" -b -w 2 "${case_[@]}")
 split=$(compounds "$tokens" | sacrebleu "$tokens.reference" -b -w 2 --tokenize none --force)
+echo "$detokenised $split" >"$run/bleu-test.txt"
 echo "| $row | $detokenised | $split | $(sed -nE 's/.*Translated .* \(([0-9.]+) sentences\/s.*/\1/p' "$run/generate.log") |"

@@ -10,6 +10,7 @@ from fairseq import models as registered
 from support.language_models import SMALL, build, make_task, options_of
 
 from fw_fairseq.config import (
+    DECODER_OPTIONS,
     FastWeightConfig,
     check_numbers,
     layer_mixers,
@@ -23,7 +24,7 @@ from fw_fairseq.mixers import MIXERS
 SHARES = ("srupp_dropout", "sru_dropout", "sru_projection_dropout", "pooling_dropout", "attention_dropout")
 LEAST = dict.fromkeys(("feature_dim", "favor_features", "sru_projection", "srupp_width"), 0)
 LEAST |= (
-    dict.fromkeys(SHARES, 0)
+    dict.fromkeys((*SHARES, "write_strength_init", "output_dropout"), 0)
     | dict.fromkeys(("dpfp_nu", "srupp_heads", "srupp_memory", "srupp_segment", "xl_memory", "xl_segment", "slots"), 1)
     | {"slot_positions": 1}
     | {"local_window": 2}
@@ -88,7 +89,18 @@ def test_an_option_that_no_layer_reads_is_refused(option, with_effect, owner):
     assert refusal(**option, **with_effect) is None
 
 
-@pytest.mark.parametrize("option", [{"update_rule": "sum"}, {"feature_map": "identity"}, {"attention_norm": True}])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"update_rule": "sum"},
+        {"feature_map": "identity"},
+        {"attention_norm": True},
+        {"attention_norm_of": "read"},
+        {"write_strength_init": 0.5},
+        {"scale_reads": True},
+        {"bias_free": True},
+    ],
+)
 def test_options_of_fast_weights_are_refused_without_any(option):
     (name,) = option
     assert refusal(mixer="sru", **option) == f"{option_name(name)} has no effect without --mixer fast_weight; leave it out"
@@ -106,7 +118,7 @@ def test_architectures_leave_out_options_of_a_mixer_that_was_replaced(arch, mixe
         refuse_without_effect(
             args,
             FastWeightConfig,
-            options_read(args, layer_mixers(args, args.decoder_layers), "mixer", "mixer_pattern", "scale_output"),
+            options_read(args, layer_mixers(args, args.decoder_layers), "mixer", "mixer_pattern", *DECODER_OPTIONS),
         )
 
 

@@ -58,24 +58,36 @@ def test_table_of_several_seeds(tmp_path):
 
 
 def test_gpt2(tmp_path):
-    """The four scripts as they are."""
-    out = tmp_path / "out_toy"
+    """The four scripts as they are: a row starts from the model that the row softmax tuned, or else from GPT-2 itself."""
+    out, row = tmp_path / "out_toy", "delta-4-baseline"
     succeed(recipe("gpt2/prepare.sh", out))
+    done = recipe("gpt2/convert.sh", out, "decay-4-phi")
+    assert "softmax/checkpoint_best.pt is not there: decay-4-phi starts from GPT-2 itself" in done.stderr, done.stderr
+    for script in ("convert", "finetune"):
+        succeed(recipe(f"gpt2/{script}.sh", out, "softmax"))
     for script in ("convert", "finetune", "eval"):
-        printed = succeed(recipe(f"gpt2/{script}.sh", out, "delta-4-norm"))
-    assert 100 < float(re.fullmatch(r"delta-4-norm, valid, context 0: ([\d.]+)", printed.splitlines()[-1])[1]) < 1000
+        printed = succeed(recipe(f"gpt2/{script}.sh", out, row))
+    assert 100 < float(re.fullmatch(rf"{row}, valid, context 0: ([\d.]+)", printed.splitlines()[-1])[1]) < 1000
+    name = "decoder.layers.0.self_attn.{}out_proj.weight"
+    tuned, start, raw = (
+        torch.load(out / file, weights_only=False)["model"]
+        for file in ("softmax/checkpoint_best.pt", f"{row}/start.pt", "decay-4-phi/start.pt")
+    )
+    assert torch.equal(start[name.format("mixer.")], tuned[name.format("")])
+    assert not torch.equal(start[name.format("mixer.")], raw[name.format("mixer.")])
     plots.main(["tables", "mao1", str(out), "--out", str(out / "table.csv")])
-    [row] = [line for line in (out / "table.csv").read_text().splitlines() if line.startswith("Delta,norm,20.1,")]
-    updates, state = row.split(",")[4:]
-    assert (updates, float(state)) == ("6", 2 * 4 * 4 * 8 / 1e6)
-    options = torch.load(out / "delta-4-norm" / "checkpoint_last.pt", weights_only=True)["cfg"]
+    [line] = [line for line in (out / "table.csv").read_text().splitlines() if line.startswith("Delta,baseline,21.6,")]
+    updates, state = line.split(",")[4:]
+    assert (updates, float(state)) == ("6", 2 * 4 * (4 * 8 + 4) / 1e6), "memories and normalisers"
+    options = torch.load(out / row / "checkpoint_last.pt", weights_only=True)["cfg"]
     assert (options["lr_scheduler"]["_name"], options["optimization"]["clip_norm"], options["optimization"]["lr"]) == (
         "cosine",
         1.0,
         [6e-4],
     )
     model = options["model"]
-    assert (model["feature_map"], model["feature_norm"], model["attention_norm"]) == ("relu", "sum", False)
+    assert (model["feature_map"], model["feature_norm"], model["attention_norm"]) == ("relu", "sum", True)
+    assert model["attention_norm_of"] == "read", "Mao 2022, eq. 6"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +118,7 @@ def wikitext(tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("row", ["delta", "transformer_xl_stream"])
+@pytest.mark.parametrize("row", ["delta_schlag", "transformer_xl_stream"])
 def test_wikitext103(row, wikitext):
     succeed(recipe("wikitext103/train.sh", wikitext, f"small-{row}", "--max-update", 4))
     log = succeed(recipe("wikitext103/train.sh", wikitext, f"small-{row}", "--max-update", 6))
@@ -122,6 +134,7 @@ def test_wikitext103(row, wikitext):
         ("wikitext103/train.sh", ["tiny-delta"], "ROW is tiny-delta; it must be SIZE-NAME, for example small-delta"),
         ("wikitext103/train.sh", ["small-detla"], "ROW is small-detla; it must be SIZE-NAME"),
         ("wikitext103/train.sh", ["small-srupp"], "ROW is small-srupp; base goes with srupp and srupp5"),
+        ("wikitext103/train.sh", ["small-transformer_schlag"], "the ending _schlag goes with linear, delta, performer and dpfp"),
         ("wikitext103/train.sh", ["--lr", "1"], "ROW is missing; it must be SIZE-NAME"),
         ("wikitext103/eval.sh", ["small-linear"], "run recipes/wikitext103/train.sh small-linear with the same OUT and TOY first"),
         ("gpt2/convert.sh", ["delta-4-phi"], "ROW is delta-4-phi; delta diverges without a feature map"),

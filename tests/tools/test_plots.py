@@ -8,9 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fw_fairseq.tools.plot import __main__ as plots
 from fw_fairseq.tools.plot import cost, retrieval
+from fw_fairseq.tools.plot.dpfp import surfaces
 from fw_fairseq.tools.plot.logs import read_log
 from fw_fairseq.tools.plot.published import read_losses
 from fw_fairseq.tools.plot.retrieval import point_of_log, read_results
@@ -88,6 +90,7 @@ def files(tmp_path, monkeypatch):
         ("generation report.json", [">delta<", ">softmax<", "ms per token", "state, MB"]),
         ("training report.json", [">abc<", ">sru<", "tokens/s"]),
         ("conversion converted.md", [">gated delta<", ">decay<", ">decay, distilled<", "% of softmax"]),
+        ("dpfp", [">0.5<"]),
         ("state page.md", ["delta elu", "softmax", "numbers kept"]),
     ],
 )
@@ -136,6 +139,15 @@ def test_names_beside_points_do_not_overlap(files):
     for side in ("left", "right"):
         heights = sorted(axes.transData.transform((1, text.get_position()[1]))[1] for text in axes.texts if text.get_ha() == side)
         assert len(heights) == 4 and min(b - a for a, b in itertools.pairwise(heights)) * 72 / figure.dpi > SMALL
+
+
+def test_the_surfaces_of_dpfp():
+    """At each point one feature at most is above 0, the product of the coordinates' sizes (Schlag et al. 2021, figure 1)."""
+    points, features = surfaces()
+    assert ((features > 0).sum(-1) <= 1).all() and features.shape[-1] == 4
+    assert torch.equal(features.sum(-1), points.abs().prod(-1))
+    corners = [features[y, x].argmax().item() for y in (0, -1) for x in (0, -1)]
+    assert len(set(corners)) == 4
 
 
 def test_endings(files, capsys):

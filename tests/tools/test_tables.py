@@ -38,6 +38,24 @@ def test_measured_stands_beside_published(tmp_path, capsys):
     assert {line.count("|") for line in lines[2:]} == {10}
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "... | INFO | valid | epoch 00{} | valid on 'valid' subset | loss 4.1 | ppl 8 | bleu {} | wps 9 | num_updates {}00",
+        '... | INFO | valid | {{"epoch": {}, "valid_loss": "4.1", "valid_bleu": "{}", "valid_num_updates": "{}00"}}',
+    ],
+)
+def test_bleu(line, tmp_path, capsys):
+    """The best of validation, and the score that eval.sh kept."""
+    scores = [(1, 20.5, 1), (2, 26.31, 2), (3, 25.0, 3)]
+    write(tmp_path / "runs/dpfp2/train.log", TRAINED.split("\n")[1] + "\n" + "\n".join(line.format(*row) for row in scores))
+    write(tmp_path / "runs/dpfp2/bleu-test.txt", "26.87 27.40\n")
+    plots.main(["tables", "schlag1", str(tmp_path)])
+    rows = capsys.readouterr().out.splitlines()
+    [row] = [row for row in rows if row.startswith("| DPFP | 256 |")]
+    assert row.startswith("| DPFP | 256 | 26.2 | 26.31 | 26.9 | 26.87 | ")
+
+
 def test_memories_tried_in_evaluation_have_their_own_state_size(tmp_path, capsys):
     run = tmp_path / "runs/medium-transformer_xl_stream"
     write(run / "train.log", TRAINED)

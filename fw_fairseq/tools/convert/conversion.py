@@ -18,7 +18,7 @@ from ...feature_maps import FEATURE_MAPS
 from ...files import write_atomically
 from ...mixers import MIXERS, Mixer
 from ...mixers.fast_weight import FastWeight
-from ...mixers.features import initial_bias
+from ...mixers.features import drawn_bias
 from ...rules import RULES
 from ..command import check_outputs
 from .pretrained import Source, read_pretrained
@@ -158,7 +158,7 @@ def gate_rows(mixer: FastWeight) -> dict[str, Tensor]:
     for name, gate in mixer.rule.gates.items():
         bias, count = biases[name], len(biases[name])
         if gate.bias is None:
-            bias = initial_bias("uniform", max(mixer.embed_dim, count))[:count]
+            bias = drawn_bias("uniform", max(mixer.embed_dim, count))[:count]
         rows[name] = torch.cat([torch.zeros(len(bias), mixer.embed_dim), bias[:, None]], 1)
     return rows
 

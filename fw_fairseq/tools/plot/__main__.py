@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ... import Mistake
 from ..command import check_outputs, make_parser, mistakes_as_sentences
-from . import cost, retrieval, tables
+from . import cost, dpfp, retrieval, tables
 from .logs import read_log
 from .style import Look, canvas, legend, log_values, look, plot, save
 from .wikitext2 import draw_conversion, draw_state
@@ -69,6 +69,7 @@ def build_parser():
     conversion.add_argument(
         "page", type=Path, help="the table that recipes/wikitext2/conversion.sh printed, or a page that holds it"
     )
+    add("dpfp", dpfp.draw, "the four features of DPFP with nu = 1 over the plane, as surfaces")
     tables.add_arguments(
         commands.add_parser("tables", help="finished runs of recipes in the papers' tables, beside published values")
     )

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +14,24 @@ from ... import Mistake
 from ...files import read_text, write_atomically
 from ..command import check_outputs
 from .published import Row, read_rows
+
+
+def perplexity(file: Path) -> str:
+    """Returns the last perplexity that fairseq-eval-lm printed, or the best of validation in a log of fairseq-train in JSON."""
+    text = text_of(file)
+    if found := re.findall(r"Perplexity: ([\d.]+|inf|nan)", text):
+        return found[-1]
+    valid = [float(entry["valid_ppl"]) for entry in entries(text) if entry.get("valid_ppl")]
+    return f"{min(valid):.2f}" if valid else ""
+
+
+def bleu(file: Path) -> str:
+    """Returns the first number of a file of recipes/wmt14/eval.sh, or the best BLEU of validation in a log of fairseq-train."""
+    text = text_of(file)
+    if found := re.fullmatch(r"([\d.]+) [\d.]+\s*", text):
+        return found[1]
+    valid = [float(score) for score in re.findall(r"\| valid \|.*?\bbleu[\s\":]+([\d.]+)", text.replace("valid_bleu", "bleu"))]
+    return f"{max(valid):.2f}" if valid else ""
 
 
 class Table(NamedTuple):
@@ -23,13 +42,14 @@ class Table(NamedTuple):
     labels: tuple[str, ...]
     columns: dict[str, str]  # what is measured, with the file it is read from: of fairseq-eval-lm, or a log of fairseq-train
     log: str  # of fairseq-train
+    read: Callable[[Path], str] = perplexity
 
     @property
     def rows(self) -> list[Row]:
         return read_rows(self.name, len(self.labels))
 
 
-WIKITEXT103_LOG, CONVERTED_LOG = "runs/{}/train.log", "{}/train.log"
+RUN_LOG, CONVERTED_LOG = "runs/{}/train.log", "{}/train.log"
 EVALUATED = {"valid": "runs/{}/eval-valid.log", "test": "runs/{}/eval-test.log"}
 EVALUATED_BY_MEMORY = {name: file.replace(".log", "{memory}.log") for name, file in EVALUATED.items()}
 BEST, CONTEXTS = {"best valid": CONVERTED_LOG}, {"0": "eval/{}-0.log", "480": "eval/{}-480.log"}
@@ -37,32 +57,40 @@ TABLES = {
     table.name: table
     for table in (
         Table(
+            "schlag1",
+            "Schlag et al. 2021, table 1: BLEU of WMT14 English-German; d_dot: features of queries and keys per head",
+            ("model", "d_dot"),
+            {"valid": "runs/{}/train.log", "test": "runs/{}/bleu-test.txt"},
+            RUN_LOG,
+            bleu,
+        ),
+        Table(
             "schlag2",
             "Schlag et al. 2021, table 2: update rules on WikiText-103",
             ("size", "model", "rule"),
             EVALUATED,
-            WIKITEXT103_LOG,
+            RUN_LOG,
         ),
         Table(
             "schlag3",
             "Schlag et al. 2021, table 3: positions and attention normalisation, delta rule, medium",
             ("positions", "attention norm"),
             EVALUATED,
-            WIKITEXT103_LOG,
+            RUN_LOG,
         ),
         Table(
             "schlag4",
             "Schlag et al. 2021, table 4: WikiText-103 without truncating context, medium",
             ("model", "published state size (millions)"),
             EVALUATED_BY_MEMORY,
-            WIKITEXT103_LOG,
+            RUN_LOG,
         ),
         Table(
             "schlag5",
             "Schlag et al. 2021, table 5: WikiText-103 below capacity, small",
             ("model", "rule"),
             EVALUATED,
-            WIKITEXT103_LOG,
+            RUN_LOG,
         ),
         Table(
             "mao1",
@@ -91,7 +119,9 @@ TABLES = {
 
 def add_arguments(parser) -> None:
     parser.add_argument("table", choices=TABLES)
-    parser.add_argument("folder", type=Path, help="OUT of recipes/wikitext103 (schlag), gpt2 (mao1, mao2) or baevski_auli (mao3)")
+    parser.add_argument(
+        "folder", type=Path, help="OUT of recipes/wmt14 (schlag1), wikitext103 (other schlag), gpt2 (mao1, 2) or baevski_auli"
+    )
     parser.add_argument("--out", type=Path, nargs="+", default=[], help="files to write, .md or .csv; prints Markdown if left out")
 
 
@@ -118,7 +148,7 @@ def collect(table: Table, folder: Path) -> list[list[str]]:
     for row in table.rows:
         run, _, memory = row.run.partition(":")
         files = [folder / name.format(run, memory=memory and f"-memory{memory}") for name in table.columns.values()]
-        measured = [perplexity(file) for file in files]
+        measured = [table.read(file) for file in files]
         log = folder / table.log.format(run)
         updates, state = read_training(log) if any(measured) else ("", "")
         if memory and any(measured):
@@ -131,19 +161,15 @@ def collect(table: Table, folder: Path) -> list[list[str]]:
     return lines
 
 
-def perplexity(file: Path) -> str:
-    """Returns the last perplexity that fairseq-eval-lm printed, or the best of validation in a log of fairseq-train in JSON."""
-    text = read_text(file, "a log") if file.exists() else ""
-    if found := re.findall(r"Perplexity: ([\d.]+|inf|nan)", text):
-        return found[-1]
-    valid = [float(entry["valid_ppl"]) for entry in entries(text) if entry.get("valid_ppl")]
-    return f"{min(valid):.2f}" if valid else ""
+def text_of(file: Path) -> str:
+    return read_text(file, "a log") if file.exists() else ""
 
 
 def read_training(file: Path) -> tuple[str, str]:
     """Returns the number of updates and the state size in millions."""
-    text = read_text(file, "a log") if file.exists() else ""
-    updates = [int(entry[name]) for entry in entries(text) for name in ("num_updates", "train_num_updates") if name in entry]
+    text = text_of(file)
+    updates = [int(number) for number in re.findall(r"\bnum_updates(?:=| )(\d+)", text)]  # simple logs; the others are JSON
+    updates += [int(entry[name]) for entry in entries(text) for name in ("num_updates", "train_num_updates") if name in entry]
     state = re.findall(r"state size: ([\d.e+-]+) million", text)
     return str(max(updates)) if updates else "", state[-1] if state else ""
 

@@ -1,0 +1,38 @@
+"""fw-plot dpfp: the features of DPFP as surfaces over the plane (Schlag et al. 2021, figure 1)."""
+
+from __future__ import annotations
+
+import torch
+
+from ...feature_maps import dpfp
+from .style import COLOURS, COLUMN, TEXT, canvas
+
+POINTS = 81  # along each axis; odd, so that the axes themselves are on the grid
+
+
+def surfaces() -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the points (N,N,2) of the square from -1 to 1, and the four features of each with nu = 1, (N,N,4)."""
+    axis = torch.linspace(-1, 1, POINTS, dtype=torch.float64)
+    points = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), dim=-1)
+    return points, dpfp(points, 1)
+
+
+def draw(args):
+    """Draws one surface for each feature, where it is above 0: at no point are there two."""
+    figure, [flat] = canvas(2.8)
+    flat.remove()
+    axes = figure.add_subplot(projection="3d")
+    points, features = surfaces()
+    x, y = points.unbind(-1)
+    for i, z in enumerate(features.unbind(-1)):
+        shown = z.masked_fill(z == 0, torch.nan)
+        axes.plot_surface(
+            x.numpy(), y.numpy(), shown.numpy(), color=COLOURS[1 + i], rstride=4, cstride=4, lw=0.2, edgecolor="white"
+        )
+        at = z.flatten().argmax()
+        place = (x.flatten()[at].item(), y.flatten()[at].item(), z.max().item() + 0.08)
+        axes.text(*place, rf"$\phi_{i + 1}$", fontsize=TEXT, ha="center")
+    axes.set(xlabel="$x_1$", ylabel="$x_2$", zlim=(0, 1.1), xticks=(-1, 0, 1), yticks=(-1, 0, 1), zticks=(0, 0.5, 1))
+    axes.view_init(elev=40, azim=-50)
+    figure.set_figwidth(COLUMN)
+    return figure

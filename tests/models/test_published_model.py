@@ -1,0 +1,183 @@
+"""The language models of the code that Schlag et al. 2021 published: their size, their start and their equations."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from fairseq import models as registered
+from support.language_models import build, draw, make_task, options_of
+from torch.nn import functional as F
+
+from fw_fairseq.mixers.fast_weight import FastWeight
+from fw_fairseq.models.retrieval import RetrievalConfig, RetrievalModel
+from fw_fairseq.modules.plain_softmax import PlainAdaptiveSoftmax
+from fw_fairseq.rules import RULES
+
+WORDS, CUTOFF = 400, "100,200"
+
+
+def published(size: str = "small", words: int = WORDS, cutoff: str = CUTOFF, **options):
+    """The model with the delta rule, as the recipe's row small-delta_schlag builds it, with other words."""
+    args = options_of(f"fast_weight_lm_wiki103_{size}_schlag", adaptive_softmax_cutoff=cutoff, tokens_per_sample=64, **options)
+    return registered.MODEL_REGISTRY["fast_weight_lm"].build_model(args, make_task(words))
+
+
+def parameters_of_the_authors(words: int, bands: int, width: int, heads: int = 8, inner: int = 2048, layers: int = 16) -> int:
+    """Counted from their code: tied words with biases, bands' classes with biases; q, k, v, beta and output without biases, two
+    norms, and a feed-forward layer, in each layer."""
+    layer = width * (3 * width + heads) + width * width + 2 * width * inner + inner + width + 4 * width
+    return (words + bands) * (width + 1) + layers * layer
+
+
+@pytest.mark.parametrize("size, width", [("small", 128), ("medium", 256)])
+def test_the_number_of_parameters(size, width):
+    model = published(size)
+    assert sum(p.numel() for p in model.parameters()) == parameters_of_the_authors(WORDS, 2, width)
+
+
+def test_the_published_numbers_of_parameters():
+    """44.0 and 89.9 million, of 267,735 words in four bands."""
+    assert parameters_of_the_authors(267735, 3, 128) == 44_034_778 and parameters_of_the_authors(267735, 3, 256) == 89_866_202
+
+
+@torch.no_grad()
+def test_the_start():
+    """Weights from N(0, 0.02), norms from N(1, 0.02), and writes of strength 1/2."""
+    model = published()
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            assert (p == 0).all(), name
+        else:
+            weights = p[p.abs().sum(-1) > 0] if p.dim() == 2 else p - 1  # the row of padding is 0
+            assert weights.std().item() == pytest.approx(0.02, rel=0.25) and weights.mean().abs() < 0.01, name
+    mixers = [module for module in model.modules() if isinstance(module, FastWeight)]
+    assert len(mixers) == 16
+    x = torch.randn(50, 4, 128)
+    for mixer in mixers:
+        beta = torch.sigmoid(mixer.in_proj(x)[..., -8:])
+        assert beta.min() > 0.2 and beta.max() < 0.8 and beta.mean().item() == pytest.approx(0.5, abs=0.05)
+
+
+def test_the_dropouts():
+    model = published()
+    decoder = model.decoder
+    assert (decoder.output_dropout.p, decoder.dropout_module.p) == (0.1, 0.1)
+    assert {(layer.activation_dropout_module.p, layer.dropout_module.p) for layer in decoder.layers} == {(0.1, 0.1)}
+    features = torch.ones(2, 3, 128)
+    assert (decoder.train().output_layer(features) == 0).any() and (decoder.eval().output_layer(features) == 1).all()
+
+
+def scores_by_the_equations(model, tokens, heads=8, layers=2):
+    """Log probabilities (B,T,words) in float64 from the weights of the model: norms after the sums, reads divided by sqrt(d)."""
+    at = {name: p.detach() for name, p in model.decoder.state_dict().items()}
+    table = at["embed_tokens.weight"]
+    width = table.shape[1]
+    half = width // 2
+    rates = torch.exp(torch.arange(half, dtype=torch.float64) * -math.log(10000) / (half - 1))
+    angles = (torch.arange(tokens.shape[1]) + 2).double()[:, None] * rates  # fairseq's first position is 2
+    positions = torch.cat([angles.sin(), angles.cos()], -1)
+    elu = lambda x: torch.where(x > 0, x + 1, x.exp())  # noqa: E731
+    results = []
+    for row in tokens:
+        x = table[row] * math.sqrt(width) + positions
+        for i in range(layers):
+            read = torch.zeros_like(x)
+            q, k, v, beta = (x @ at[f"layers.{i}.self_attn.mixer.in_proj.weight"].mT).split([width, width, width, heads], -1)
+            d = width // heads
+            for h in range(heads):
+                part = slice(h * d, h * d + d)
+                W = x.new_zeros(d, d)
+                for t in range(len(x)):
+                    key, query = (elu(y[t, part]) / elu(y[t, part]).sum() for y in (k, q))
+                    W = W + torch.sigmoid(beta[t, h]) * torch.outer(v[t, part] - W @ key, key)
+                    read[t, part] = W @ query / math.sqrt(d)
+            norm = lambda x, name: F.layer_norm(x, (width,), at[f"{name}.weight"], at[f"{name}.bias"])  # noqa: E731
+            x = norm(x + read @ at[f"layers.{i}.self_attn.mixer.out_proj.weight"].mT, f"layers.{i}.self_attn_layer_norm")
+            inner = torch.relu(x @ at[f"layers.{i}.fc1.weight"].mT + at[f"layers.{i}.fc1.bias"])
+            x = norm(x + inner @ at[f"layers.{i}.fc2.weight"].mT + at[f"layers.{i}.fc2.bias"], f"layers.{i}.final_layer_norm")
+        softmax = "adaptive_softmax."
+        head = torch.cat([table[:100], at[softmax + "head.classes"]])
+        head = (x @ head.mT + at[softmax + "head.bias"]).log_softmax(-1)
+        bands = [head[:, :100]]
+        for band, (first, last) in enumerate([(100, 200), (200, WORDS)]):
+            inside = (x @ table[first:last].mT + at[f"{softmax}tail.{band}.bias"]).log_softmax(-1)
+            bands.append(head[:, 100 + band, None] + inside)
+        results.append(torch.cat(bands, -1))
+    return torch.stack(results)
+
+
+def test_the_whole_model():
+    model = published(decoder_layers=2).double().eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    tokens = draw(2, 9)
+    output = model(tokens)
+    got = model.get_normalized_probs(output, log_probs=True)
+    want = scores_by_the_equations(model, tokens)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.exp().sum(-1), torch.ones(2, 9, dtype=torch.float64))
+    target = torch.randint(4, WORDS, (2, 9))
+    logits, targets = model.decoder.adaptive_softmax(output[0], target)
+    losses = [F.cross_entropy(x, t, reduction="sum") for x, t in zip(logits, targets) if t is not None]
+    torch.testing.assert_close(sum(losses), -want.gather(-1, target.unsqueeze(-1)).sum(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if any(gate.writes for gate in rule.gates.values())])
+def test_the_start_of_write_strength(rule):
+    """In language models and in retrieval; only that gate, and before the weights add what they do."""
+    model = build(update_rule=rule, feature_norm="sum", write_strength_init=0.25)
+    mixer = model.decoder.mixers[0].mixer
+    biases = dict(zip(mixer.sizes, mixer.in_proj.bias.split(list(mixer.sizes.values()))))
+    torch.testing.assert_close(torch.sigmoid(biases["beta"]), torch.full((4,), 0.25, dtype=torch.float64))
+    assert all((bias == 0).all() for name, bias in biases.items() if name != "beta")
+    retrieval = RetrievalModel(RetrievalConfig(update_rule=rule, write_strength_init=0.25), 7)
+    torch.testing.assert_close(torch.sigmoid(retrieval.gates["beta"].bias), torch.full((1,), 0.25))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            {"write_strength_init": 0.5, "update_rule": "decay", "feature_norm": "none"},
+            r"^--write-strength-init is 0.5; --update-rule decay has no such gate; use one of: delta, gated_delta, fwm",
+        ),
+        (
+            {"write_strength_init": 0.5, "bias_free": True},
+            "^--write-strength-init is 0.5, a bias; leave it out",
+        ),
+        (
+            {"plain_adaptive_softmax": True},
+            "^--adaptive-softmax-cutoff is missing; with --plain-adaptive-softmax it must rise and stay below 40",
+        ),
+        (
+            {"plain_adaptive_softmax": True, "adaptive_softmax_cutoff": "20,10"},
+            "^--adaptive-softmax-cutoff is 20,10; with --plain-adaptive-softmax it must rise and stay below 40",
+        ),
+        (
+            {
+                "plain_adaptive_softmax": True,
+                "adaptive_input": True,
+                "adaptive_input_cutoff": "10",
+                "adaptive_softmax_cutoff": "10",
+            },
+            "^--plain-adaptive-softmax shares its words with one table; leave --adaptive-input out",
+        ),
+        ({"init_std": -1.0}, "^--init-std is -1.0; it must be at least 0 and below 1"),
+        ({"output_dropout": 1.0}, "^--output-dropout is 1.0; it must be at least 0 and below 1"),
+    ],
+)
+def test_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        build(**options)
+
+
+def test_the_words_are_one_table():
+    model = published()
+    softmax = model.decoder.adaptive_softmax
+    assert isinstance(softmax, PlainAdaptiveSoftmax)
+    assert all(band.words is model.decoder.embed_tokens.weight for band in (softmax.head, *softmax.tail))
+    copied = published()
+    copied.load_state_dict(model.state_dict())
+    assert torch.equal(copied.decoder.embed_tokens.weight, copied.decoder.adaptive_softmax.tail[1].words)
