@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fw_fairseq.config import FastWeightConfig
+from fw_fairseq.config import DECODER_OPTIONS, FastWeightConfig
 from fw_fairseq.mixers import MIXERS, FastWeight, Leap, Linformer, Mixer, Sru, Srupp
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,7 +30,7 @@ def test_settings_are_the_options_of_the_command_line(name):
 
 
 def test_every_option_of_a_mixer_is_a_setting():
-    of_models = {"_name", "mixer", "mixer_pattern", "window_sizes", "scale_output"}
+    of_models = {"_name", "mixer", "mixer_pattern", "window_sizes", *DECODER_OPTIONS}
     assert {name for kind in MIXERS.values() for name in kind.settings} == OPTIONS.keys() - of_models
 
 
