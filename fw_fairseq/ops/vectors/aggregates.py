@@ -54,22 +54,21 @@ class Pool(torch.autograd.Function):
     def backward(ctx, dlog_weights, dmeans):
         """Returns the gradients of a and x."""
         a, x, texts, log_weights, means = ctx.saved_tensors
+        if compiled.takes(a, x, dlog_weights, dmeans):
+            return *compiled.pool_gradients(a, x, log_weights, means, dlog_weights, dmeans, ctx.window, texts), None, None
         shared = (dmeans * means).sum(-1, keepdim=True) - dlog_weights[..., None]
         scores = torch.where(log_weights > NOTHING / 2, -log_weights, NOTHING)  # tokens that saw nothing pass no gradient back
-        log_sums, sums = aggregate(scores, torch.cat([dmeans, shared], -1), ctx.window, texts, backwards=True)
+        back = scores.flip(2), torch.cat([dmeans, shared], -1).flip(2), None if texts is None else texts.flip(2)
+        log_sums, sums = (part.flip(2) for part in aggregate(*back[:2], ctx.window, back[2]))
         sums.mul_((a + log_sums).exp()[..., None])
         dx = sums[..., :-1]
         return (x * dx).sum(-1) - sums[..., -1], dx, None, None
 
 
-def aggregate(a: Tensor, x: Tensor, window: int, texts: Tensor | None, backwards: bool = False) -> tuple[Tensor, Tensor]:
-    """Returns the aggregate of the tokens that each one sees: a window, or all of the past for window 0; backwards, of those that
-    see it."""
+def aggregate(a: Tensor, x: Tensor, window: int, texts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns the aggregate of the tokens that each one sees: a window, or all of the past for window 0."""
     if compiled.takes(a, x):
-        return compiled.pool(a, x, window, texts, backwards)
-    if backwards:
-        back = aggregate(a.flip(2), x.flip(2), window, None if texts is None else texts.flip(2))
-        return back[0].flip(2), back[1].flip(2)
+        return compiled.pool(a, x, window, texts)
     return windowed(a, x, window, texts) if 0 < window < a.shape[-1] else prefix(a, x, texts)
 
 

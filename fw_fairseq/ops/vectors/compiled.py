@@ -40,11 +40,11 @@ def library() -> ctypes.CDLL | None:
     except (OSError, RuntimeError, subprocess.SubprocessError, Mistake) as error:
         logger.info("the scans of SRU and pooling run in PyTorch, because %s cannot compile them: %s", compiler, error)
         return None
-    scale = {"float": ctypes.c_float, "double": ctypes.c_double}
-    for name, number in scale.items():
-        pool, sru = getattr(found, f"pool_{name}"), getattr(found, f"sru_{name}")
-        pool.argtypes, pool.restype = [ctypes.c_void_p] * 11, None
-        sru.argtypes, sru.restype = [*[ctypes.c_void_p] * 10, number, ctypes.c_void_p], None
+    for name, number in (("float", ctypes.c_float), ("double", ctypes.c_double)):
+        pointers = {"pool": 11, "pool_gradients": 19, "sru": 10}
+        for scan, count in pointers.items():
+            form = getattr(found, f"{scan}_{name}")
+            form.argtypes, form.restype = [ctypes.c_void_p] * count + [number, ctypes.c_void_p] * (scan == "sru"), None
     return found
 
 
@@ -82,25 +82,44 @@ def integers(*values: int) -> ctypes.Array:
     return (ctypes.c_int64 * len(values))(*values)
 
 
-def pool(a: Tensor, x: Tensor, window: int, texts: Tensor | None, backwards: bool = False) -> tuple[Tensor, Tensor]:
-    """Returns the aggregate of the tokens that each one sees, as ``aggregates.aggregate``; backwards, of those that see it."""
-    (batch, heads, total), width = a.shape, x.shape[-1]
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    logs = torch.empty_like(a, memory_format=torch.contiguous_format)
-    means = x.new_empty(total, batch, heads, width).permute(1, 2, 0, 3)  # as the layer reads it next
-    texts = None if texts is None else texts[:, 0]
-
-    def argument(part: Tensor | None) -> tuple[int, ctypes.Array | None]:
-        if part is None:
-            return 0, integers(0, 0)
-        *others, step = part.stride()[: 2 if part is texts else 3]
-        start = part.data_ptr() + (total - 1) * step * part.element_size() * backwards
-        return start, integers(*others, -step if backwards else step)
-
-    arguments = [value for part in (a, x, texts, logs, means) for value in argument(part)]
-    sizes = integers(batch, heads, total, width, window, threads(x.numel()))
-    getattr(library(), f"pool_{NAMES[a.dtype]}")(*arguments, sizes)
+def pool(a: Tensor, x: Tensor, window: int, texts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns the aggregate of the tokens that each one sees, as ``aggregates.aggregate``."""
+    logs, means = torch.empty_like(a, memory_format=torch.contiguous_format), by_time(x)
+    over_windows("pool", (a, dense(x), logs, means), texts, window, 1)
     return logs, means
+
+
+def pool_gradients(a, x, logs, means, dlogs, dmeans, window: int, texts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of a and x. Time is reversed: they are sums over the tokens that see each one."""
+    da, dx = torch.empty_like(a, memory_format=torch.contiguous_format), by_time(x)
+    over_windows("pool_gradients", (logs, dense(dmeans), dense(means), dlogs, a, dense(x), da, dx), texts, window, -1)
+    return da, dx
+
+
+def by_time(x: Tensor) -> Tensor:
+    """Returns an empty (B,H,T,V) tensor that lies in memory as (T,B,H,V), which the layer reads next."""
+    batch, heads, total, width = x.shape
+    return x.new_empty(total, batch, heads, width).permute(1, 2, 0, 3)
+
+
+def dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def over_windows(scan: str, parts: tuple[Tensor, ...], texts: Tensor | None, window: int, direction: int) -> None:
+    """Calls a scan with tensors (B,H,T,...) and the texts (B,H,T), which are equal for all heads. direction: of time, 1 or -1."""
+    (batch, heads, total, width), numbers = parts[1].shape, parts[1].numel()
+    arguments: list[object] = []
+    for part in parts:
+        first = part.data_ptr() + (total - 1) * part.stride(2) * part.element_size() * (direction < 0)
+        arguments += [first, integers(*part.stride()[:2], direction * part.stride(2))]
+    if texts is None:
+        arguments += [0, integers(0, 0)]
+    else:
+        first = texts.data_ptr() + (total - 1) * texts.stride(2) * texts.element_size() * (direction < 0)
+        arguments += [first, integers(texts.stride(0), direction * texts.stride(2))]
+    call = getattr(library(), f"{scan}_{NAMES[parts[0].dtype]}")
+    call(*arguments, integers(batch, heads, total, width, window, threads(numbers)))
 
 
 def sru(product, x, v_forget, v_reset, c0, padded, keep, scale: float, gradients: bool):

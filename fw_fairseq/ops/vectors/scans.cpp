@@ -8,6 +8,8 @@
 
 namespace {
 
+constexpr double NOTHING = -1e30;  // as in aggregates.py
+
 template <class F> void share(int64_t count, int64_t threads, F work) {
   threads = threads < count ? threads : count;
   std::vector<std::thread> others;
@@ -16,10 +18,10 @@ template <class F> void share(int64_t count, int64_t threads, F work) {
   for (auto& other : others) other.join();
 }
 
-template <class T> struct Rows {  // (B,H,T,V), V with stride 1
+template <class T> struct Rows {  // (B,H,T) or (B,H,T,V), where V has stride 1
   T* data;
-  int64_t batch, head, time;
-  T* at(int64_t b, int64_t h, int64_t t) const { return data + b * batch + h * head + t * time; }
+  const int64_t* strides;
+  T* at(int64_t b, int64_t h, int64_t t) const { return data + b * strides[0] + h * strides[1] + t * strides[2]; }
 };
 
 // An aggregate: the sums of weights exp(score - top), and of weighted values.
@@ -41,11 +43,54 @@ struct Sum {
   }
 };
 
+// What is summed up over the tokens of a window, and what becomes of it: the means, or their gradients.
+template <class T> struct Means {
+  Rows<const T> scores, x;
+  Rows<T> logs, means;
+  int64_t b, h, width;
+  int64_t channels() const { return width; }
+  void add(Sum& sum, int64_t t) { sum.add(*scores.at(b, h, t), x.at(b, h, t), width); }
+  void write(int64_t t, const Sum& now, const Sum& before) {  // nothing is before where its top is -INFINITY
+    const double top = now.top > before.top ? now.top : before.top, mine = std::exp(now.top - top), past = std::exp(before.top - top);
+    const double total = mine * now.weights + past * before.weights, share = mine / total, rest = past / total;
+    T* out = means.at(b, h, t);
+    if (before.values)
+      for (int64_t i = 0; i < width; ++i) out[i] = T(share * now.values[i] + rest * before.values[i]);
+    else
+      for (int64_t i = 0; i < width; ++i) out[i] = T(share * now.values[i]);
+    *logs.at(b, h, t) = T(top + std::log(total));
+  }
+};
+
+template <class T> struct Gradients {
+  Rows<const T> logs, dmeans, means, dlogs, scores, x;
+  Rows<T> dscores, dx;
+  int64_t b, h, width;
+  std::vector<T> row;
+  int64_t channels() const { return width + 1; }
+  void add(Sum& sum, int64_t t) {
+    const T *d = dmeans.at(b, h, t), *mean = means.at(b, h, t), log = *logs.at(b, h, t);
+    T shared = -*dlogs.at(b, h, t);
+    for (int64_t i = 0; i < width; ++i) row[i] = d[i], shared += d[i] * mean[i];
+    row[width] = shared;
+    sum.add(log > T(NOTHING / 2) ? -log : T(NOTHING), row.data(), width + 1);
+  }
+  void write(int64_t t, const Sum& now, const Sum& before) {
+    const double score = *scores.at(b, h, t), mine = std::exp(score + now.top), past = std::exp(score + before.top);
+    const T* value = x.at(b, h, t);
+    T *out = dx.at(b, h, t), taken = 0;
+    for (int64_t i = 0; i < width; ++i) {
+      out[i] = T(mine * now.values[i] + (before.values ? past * before.values[i] : 0));
+      taken += value[i] * out[i];
+    }
+    *dscores.at(b, h, t) = taken - T(mine * now.values[width] + (before.values ? past * before.values[width] : 0));
+  }
+};
+
 // A window ends in one block of its length and begins in the block before: one sum grows with the tokens, the others are kept from
-// the end of the block before.
-template <class T>
-void pool_row(Rows<const T> a, Rows<const T> x, const int64_t* texts, int64_t text_stride, Rows<T> logs, Rows<T> means, int64_t b,
-              int64_t h, int64_t total, int64_t width, int64_t window) {
+// the end of the block before. sizes: B, H, T, V, window, threads.
+template <class Task> void over_windows(Task task, const int64_t* texts, int64_t text_stride, const int64_t* sizes) {
+  const int64_t total = sizes[2], window = sizes[4], width = task.channels();
   const int64_t size = window && window < total ? window : total, kept = size < total ? size : 0;
   std::vector<double> numbers((kept + 1) * width), tops(kept), weights(kept);
   Sum now{0, 0, numbers.data() + kept * width};
@@ -54,44 +99,28 @@ void pool_row(Rows<const T> a, Rows<const T> x, const int64_t* texts, int64_t te
     const int64_t stop = start + size < total ? start + size : total;
     if (start) {
       now.clear(width);
-      for (int64_t t = start - 1; t > start - size; --t) {
-        if (text(t) == text(start - 1)) now.add(*a.at(b, h, t), x.at(b, h, t), width);
-        const int64_t i = t - (start - size);
+      for (int64_t t = start - 1, i = size - 1; i > 0; --t, --i) {
+        if (text(t) == text(start - 1)) task.add(now, t);
         tops[i] = now.top, weights[i] = now.weights;
         std::memcpy(numbers.data() + i * width, now.values, width * sizeof(double));
       }
     }
     now.clear(width);
-    for (int64_t t = start; t < stop; ++t) {
+    for (int64_t t = start, i = 1; t < stop; ++t, ++i) {
       if (t > start && text(t) != text(t - 1)) now.clear(width);
-      now.add(*a.at(b, h, t), x.at(b, h, t), width);
-      T* out = means.at(b, h, t);
-      const int64_t i = t - start + 1;
-      if (start && i < size && text(t) == text(start - 1)) {
-        const double top = now.top > tops[i] ? now.top : tops[i];
-        const double mine = std::exp(now.top - top), past = std::exp(tops[i] - top), sum = mine * now.weights + past * weights[i];
-        const double *values = numbers.data() + i * width, share = mine / sum, rest = past / sum;
-        for (int64_t j = 0; j < width; ++j) out[j] = T(share * now.values[j] + rest * values[j]);
-        *logs.at(b, h, t) = T(top + std::log(sum));
-      } else {
-        const double share = 1 / now.weights;
-        for (int64_t j = 0; j < width; ++j) out[j] = T(share * now.values[j]);
-        *logs.at(b, h, t) = T(now.top + std::log(now.weights));
-      }
+      task.add(now, t);
+      const bool more = start && i < size && text(t) == text(start - 1);
+      task.write(t, now, more ? Sum{tops[i], weights[i], numbers.data() + i * width} : Sum{-INFINITY, 0, nullptr});
     }
   }
 }
 
-template <class T>
-void pool(const T* a, const int64_t* a_strides, const T* x, const int64_t* x_strides, const int64_t* texts,
-          const int64_t* text_strides, T* logs, const int64_t* log_strides, T* means, const int64_t* mean_strides,
-          const int64_t* sizes) {
-  auto rows = [](auto* data, const int64_t* s) { return Rows<std::remove_pointer_t<decltype(data)>>{data, s[0], s[1], s[2]}; };
-  const int64_t heads = sizes[1];
-  share(sizes[0] * heads, sizes[5], [=](int64_t first, int64_t last) {
-    for (int64_t row = first; row < last; ++row)
-      pool_row<T>(rows(a, a_strides), rows(x, x_strides), texts ? texts + row / heads * text_strides[0] : nullptr, text_strides[1],
-                  rows(logs, log_strides), rows(means, mean_strides), row / heads, row % heads, sizes[2], sizes[3], sizes[4]);
+template <class Start> void every_row(Start start, const int64_t* texts, const int64_t* text_strides, const int64_t* sizes) {
+  share(sizes[0] * sizes[1], sizes[5], [=](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) {
+      const int64_t b = row / sizes[1], h = row % sizes[1];
+      over_windows(start(b, h), texts ? texts + b * text_strides[0] : nullptr, text_strides[1], sizes);
+    }
   });
 }
 
@@ -146,10 +175,22 @@ void sru(const T* product, const T* x, const T* v_forget, const T* v_reset, cons
 
 }  // namespace
 
+using Strides = const int64_t*;
+
 #define EXPORT(T, name)                                                                                                              \
-  extern "C" void pool_##name(const T* a, const int64_t* as, const T* x, const int64_t* xs, const int64_t* texts, const int64_t* ts, \
-                              T* logs, const int64_t* ls, T* means, const int64_t* ms, const int64_t* sizes) {                       \
-    pool<T>(a, as, x, xs, texts, ts, logs, ls, means, ms, sizes);                                                                    \
+  extern "C" void pool_##name(const T* a, Strides as, const T* x, Strides xs, T* logs, Strides ls, T* means, Strides ms,             \
+                              const int64_t* texts, Strides ts, const int64_t* sizes) {                                              \
+    auto start = [=](int64_t b, int64_t h) { return Means<T>{{a, as}, {x, xs}, {logs, ls}, {means, ms}, b, h, sizes[3]}; };          \
+    every_row(start, texts, ts, sizes);                                                                                              \
+  }                                                                                                                                  \
+  extern "C" void pool_gradients_##name(const T* logs, Strides ls, const T* dmeans, Strides dms, const T* means, Strides ms,         \
+                                        const T* dlogs, Strides dls, const T* a, Strides as, const T* x, Strides xs, T* da,          \
+                                        Strides das, T* dx, Strides dxs, const int64_t* texts, Strides ts, const int64_t* sizes) {   \
+    auto start = [=](int64_t b, int64_t h) {                                                                                         \
+      return Gradients<T>{{logs, ls}, {dmeans, dms}, {means, ms}, {dlogs, dls}, {a, as}, {x, xs}, {da, das}, {dx, dxs}, b, h,        \
+                          sizes[3], std::vector<T>(sizes[3] + 1)};                                                                   \
+    };                                                                                                                               \
+    every_row(start, texts, ts, sizes);                                                                                              \
   }                                                                                                                                  \
   extern "C" void sru_##name(const T* product, const T* x, const T* vf, const T* vr, const uint8_t* padded, const T* keep, T* c,     \
                              T* h, T* f, T* r, T scale, const int64_t* sizes) {                                                      \
