@@ -5,5 +5,9 @@ from setuptools import find_packages, setup
 setup(
     packages=[*find_packages(include=["fw_fairseq*"]), "fw_fairseq.cuda"],
     package_dir={"fw_fairseq.cuda": "cuda"},
-    package_data={"fw_fairseq.cuda": ["*.cu", "*.cuh"], "fw_fairseq.tools.plot": ["data/*.csv"]},
+    package_data={
+        "fw_fairseq.cuda": ["*.cu", "*.cuh"],
+        "fw_fairseq.ops.vectors": ["*.cpp"],
+        "fw_fairseq.tools.plot": ["data/*.csv"],
+    },
 )

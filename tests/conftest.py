@@ -88,6 +88,14 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def in_pytorch(monkeypatch):
+    """Pooling and SRU as on a machine without a compiler."""
+    from fw_fairseq.ops.vectors import compiled
+
+    monkeypatch.setattr(compiled, "library", lambda: None)
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)

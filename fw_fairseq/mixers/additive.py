@@ -16,12 +16,33 @@ from .pooled import Pooled
 
 @tensor_state
 class PooledState(NamedTuple):
-    """The states of the two rounds of pooling."""
+    """The states of the two rounds of pooling: first the fields that both have without a window, then all others."""
 
     query_scores: Tensor
     query_values: Tensor
     key_scores: Tensor
     key_values: Tensor
+    query_front: Tensor | None = None
+    query_middle: Tensor | None = None
+    query_ready: Tensor | None = None
+    query_back: Tensor | None = None
+    query_recent: Tensor | None = None
+    query_used: Tensor | None = None
+    key_front: Tensor | None = None
+    key_middle: Tensor | None = None
+    key_ready: Tensor | None = None
+    key_back: Tensor | None = None
+    key_recent: Tensor | None = None
+    key_used: Tensor | None = None
+
+    @classmethod
+    def of_rounds(cls, queries: PoolState, keys: PoolState) -> PooledState:
+        """Returns the state with these two."""
+        return cls(*queries[:2], *keys[:2], *queries[2:], *keys[2:])
+
+    def rounds(self) -> tuple[PoolState, PoolState]:
+        """Returns the states of the two."""
+        return PoolState(*self[:2], *self[4:10]), PoolState(*self[2:4], *self[10:])
 
 
 class Additive(Pooled):
@@ -50,7 +71,7 @@ class Additive(Pooled):
 
     def forward(self, x: Tensor, state: PooledState | None = None, padding_mask=None, reset_mask=None, **unused):
         """Maps x (T,B,C) to y (T,B,C) and the state after the last token."""
-        queries, keys = (None, None) if state is None else (PoolState(*state[:2]), PoolState(*state[2:]))
+        queries, keys = (None, None) if state is None else state.rounds()
         q, k, v = self.in_proj(x).chunk(3, -1)
         q = self.by_head(q)
         pooled, queries = pool(self.scores(q, self.query_score), q, self.window, queries, padding_mask, reset_mask)
@@ -58,7 +79,7 @@ class Additive(Pooled):
         p = self.by_head(self.norm(x + mixed))
         pooled, keys = pool(self.scores(p, self.key_score), p, self.window, keys, padding_mask, reset_mask)
         y = self.dropout(self.join(pooled)) * v
-        return mixed + y if self.published else self.out_proj(y), PooledState(*queries, *keys)
+        return mixed + y if self.published else self.out_proj(y), PooledState.of_rounds(queries, keys)
 
     def mixed(self, pooled: Tensor, k: Tensor) -> Tensor:
         """Maps the pooled queries (B,H,T,X) and the keys (T,B,C) to q' k, (T,B,C)."""

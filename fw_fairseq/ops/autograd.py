@@ -1,4 +1,4 @@
-"""A decorator that all hand-written autograd functions share."""
+"""The parts that all hand-written autograd functions share."""
 
 from __future__ import annotations
 
@@ -19,3 +19,8 @@ def as_written(method):
             return method(ctx, *inputs)
 
     return run
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Returns whether autograd records what is done with any of these."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

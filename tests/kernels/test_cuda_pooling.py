@@ -48,7 +48,7 @@ def test_parts_with_their_state_equal_the_whole(emulate, dtype, window):
             args = (a[:, :, part], x[:, :, part], window, state, padding[:, part], reset[:, part])
             y, state = pool(*args, backend="cuda")
             parts.append(y)
-        assert {s.dtype for s in state} == {torch.float32}
+        assert {s.dtype for s in state if s is not None} == {torch.float32}
         return torch.cat(parts, 2)
 
     expected = results(lambda a, x: by_definition(a, x, window, padding, reset), a.double(), x.double())

@@ -11,7 +11,7 @@ from fw_fairseq.mixers import Sru
 from fw_fairseq.ops.vectors import sru as ops
 from fw_fairseq.ops.vectors.sru import sru
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "in_pytorch")
 
 
 def draw(length=20, dtype=torch.float64):

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
+import torch
+from torch import nn
 
 from fw_fairseq.tools.bench import __main__ as bench
 
@@ -21,8 +26,53 @@ def test_report(tmp_path, capsys):
     assert (tmp_path / "mixers.png").stat().st_size > 1000
     scans = {row["name"]: row["bytes"] for row in json.loads((tmp_path / "mixers.json").read_text())["scans"]}
     assert scans == {"sru": 16 * 4 * 5 * 2 * 8, "pool, window 3": 6 * 4 * 9 * 8, "pool, all of the past": 6 * 4 * 9 * 8}
+    tokens = [row["name"] for row in json.loads((tmp_path / "mixers.json").read_text())["tokens"]]
+    assert tokens == [f"{layer}, {seen}" for layer in ("additive", "leap") for seen in ("window 3", "all of the past")]
     printed = capsys.readouterr().out
     assert "| sru |" in printed and "| pool, window 3 |" in printed
+
+
+class Theirs(nn.Module):
+    """Takes the place of a layer of another package: it keeps what it was called with."""
+
+    calls: ClassVar[list[tuple]] = []
+
+    def __init__(self, *args, **options):
+        super().__init__()
+        self.weight, self.args = nn.Parameter(torch.ones(1)), args
+
+    def forward(self, *inputs):
+        self.calls.append((self.args, [tuple(x.shape) for x in inputs], torch.is_grad_enabled()))
+        return (self.weight * inputs[0],) if len(inputs) == 1 else self.weight * inputs[0]
+
+
+def test_peers(monkeypatch, tmp_path, capsys):
+    """The same shapes for both; a package that is not there is named in a sentence."""
+    for name in ("sru", "leap", "leap.LEAP"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(SRU=Theirs, MultiheadLeap=Theirs))
+    monkeypatch.setitem(sys.modules, "leap.fastformerLM", None)
+    Theirs.calls.clear()
+    report = tmp_path / "peers.json"
+    bench.main([*TINY, "--windows", "3", "--peers", "--json", str(report), "--figure", str(tmp_path / "peers.png")])
+    rows = json.loads(report.read_text())["peers"]
+    found = {(row["name"], row["layer"]): row["times_faster"] for row in rows}
+    jobs = ["sru, training", "sru, no gradients", "sru, no gradients, one sequence", "sru, no gradients, one token"]
+    assert list(found) == [
+        *((job, layer) for job in jobs for layer in ("sru", "sru.SRU", "torch.nn.LSTM")),
+        ("leap, window 3, training", "leap"),
+        ("leap, window 3, training", "leap.LEAP.MultiheadLeap"),
+        ("additive, window 3, training", "additive"),
+    ]
+    assert all(ratio == 1 for (_, layer), ratio in found.items() if layer in ("sru", "leap", "additive"))
+    inputs = {(args, shapes[0], gradients) for args, shapes, gradients in Theirs.calls}
+    batches = [((5, 2, 8), True), ((5, 2, 8), False), ((5, 1, 8), False), ((1, 1, 8), False)]
+    assert inputs == {((8, 8), *batch) for batch in batches} | {((8, 2, 3), (1, 9, 8), True)}
+    printed = capsys.readouterr().out
+    assert "| leap, window 3, training | leap.LEAP.MultiheadLeap |" in printed
+    assert (
+        "FastSelfAttention is not measured, because there is no module leap.fastformerLM.fastformer; pip install leap-transformer"
+        in printed
+    )
 
 
 def test_mistakes(capsys):

@@ -19,7 +19,8 @@ from fw_fairseq.mixers.look_back import look_back
 from fw_fairseq.ops.vectors.pooling import pool
 from fw_fairseq.rules import RULES
 from fw_fairseq.tools.explain import __main__ as explain
-from fw_fairseq.tools.explain import page as explain_page
+from fw_fairseq.tools.explain import picture
+from fw_fairseq.tools.explain.page import Shown
 from fw_fairseq.tools.explain.weights import Part, attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -187,15 +188,15 @@ def test_other_models_and_texts_are_refused(dictionary, tmp_path, monkeypatch):
 def test_rows_and_picture(tmp_path, tokens):
     """Of a short text every head, of a long one every part; borders between parts, or between layers."""
     parts = [Part(layer, "delta", what, torch.randn(3, tokens)) for layer in (1, 2) for what in ("read", "write")]
-    labels, rows, borders = explain_page.rows_of(parts, heads=tokens == 10)
+    labels, rows, borders = picture.rows_of(parts, heads=tokens == 10)
     assert (len(labels), len(rows), borders) == ((12, 12, [3, 6, 9]) if tokens == 10 else (4, 4, [2]))
     assert all(max(map(abs, row)) <= 1 for row in rows)
-    explain_page.draw("a $ title", ["$x_1$"] * tokens, parts, tmp_path / "picture.png")
+    picture.draw("a $ title", [Shown(["$x_1$"] * tokens, parts, [("$", 0.5)])], tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 5000
 
 
 def test_without_matplotlib(monkeypatch, tmp_path):
-    monkeypatch.setattr(explain_page.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(picture.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"--png needs matplotlib; install fw_fairseq with the extra \[plots\]"):
         explain.main(["model.pt", "a", "--png", str(tmp_path / "a.png")])
 

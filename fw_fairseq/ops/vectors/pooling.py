@@ -2,42 +2,27 @@
 
     g_t = sum_l exp(a_l) x_l / sum_l exp(a_l),    l the tokens up to t, at most ``window`` of them
 
-Several tokens together act as one token, their aggregate: its score is the log of their summed weights, its value is their mean.
-Two aggregates merge by a two-way softmax, which is associative and cannot overflow, so chunks are aggregated as tokens are. A
-window is the end of one chunk, the whole chunks after it, and the beginning of another. Ends and beginnings of all chunks are
-matrix products, and the whole chunks between them are again a window, of fewer tokens. Nothing is subtracted or cancels.
+``aggregates`` computes the means of many tokens, and ``stacks`` those of one token after another. A segment that continues from a
+state merges the means of its own tokens with the aggregates that the state has of earlier ones.
 """
 
 from __future__ import annotations
 
-import math
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ... import Mistake
 from ...feature_maps import wide
-from ..autograd import as_written
 from ..checks import check_tokens
 from ..kernels.launch import use_kernels
-from ..kernels.pooling import pool_cuda_form, why_not
-from ..state import tensor_state
+from ..kernels.pooling import why_not
+from .aggregates import NOTHING, mean, merge, pooled
+from .stacks import PoolState, aggregates, of_aggregates, step
 
-CHUNK, DENSE = 16, 128  # the most tokens in one product: for a long sequence, for a short one
-LOG2_E = 1 / math.log(2)
-NOTHING = -1e30  # the score of no token at all; finite, so that differences of two of them are numbers
-
-
-@tensor_state
-class PoolState(NamedTuple):
-    """The last ``window - 1`` tokens, or the aggregate of all past tokens. Where there was no token, the score is NOTHING."""
-
-    scores: Tensor  # (B,H,R), fp32 (float64 for float64 inputs)
-    values: Tensor  # (B,H,R,V)
+__all__ = ["PoolState", "last_weights", "pool"]
 
 
 def pool(scores, values, window=0, state=None, padding_mask=None, reset_mask=None, backend="auto") -> tuple[Tensor, PoolState]:
@@ -61,7 +46,12 @@ def pool(scores, values, window=0, state=None, padding_mask=None, reset_mask=Non
         a, x = a.gather(2, order[:, None].expand_as(a)), x.gather(2, order[:, None, :, None].expand_as(x))
         texts = None if texts is None else texts.gather(1, order)
     lengths = None if order is None else (~padding_mask).sum(1)
-    g, state = run(a, x, window, state, texts, lengths, ends, kernels)
+    if not window:
+        g, state = all_of_past(a, x, state, texts, lengths, ends, kernels)
+    elif state is not None and order is None and a.shape[2] == 1:
+        g, state = step(a, wide(x), state, reset_mask[:, 0] if reset_mask is not None and reset_mask.any() else None)
+    else:
+        g, state = of_window(a, x, window, state, texts, lengths, ends, kernels)
     if order is not None:
         g = g.gather(2, order.argsort(dim=1)[:, None, :, None].expand_as(g)).masked_fill(padding_mask[:, None, :, None], 0)
     return g.to(values.dtype), state
@@ -75,97 +65,68 @@ def check(scores: Tensor, values: Tensor, window: int, state: PoolState | None) 
     if window < 0:
         raise Mistake(f"window is {window}; it must be 0, for all of the past, or the number of tokens in it")
     size = window - 1 if window else 1
-    if state is not None and state.scores.shape[2] != size:
-        raise Mistake(f"state holds {state.scores.shape[2]} tokens and window {window} needs {size}; use one of this window")
+    if state is not None and state.tokens() != size:
+        raise Mistake(f"state holds {state.tokens()} tokens and window {window} needs {size}; use one of this window")
 
 
-def run(a: Tensor, x: Tensor, window: int, state, texts, lengths, ends, kernels: bool) -> tuple[Tensor, PoolState]:
-    """Runs ``pool`` on tokens without gaps. lengths (B,): how many tokens of each row count. ends (B,): the text at each
-    row's end."""
-    batch, heads, total = a.shape
-    size = window - 1 if window else 1
-    before = 0 if state is None else size
-    if before:
-        x = x if window else wide(x)  # a window's state holds tokens, which fit their own dtype
-        a, x = torch.cat([state.scores.to(a), a], 2), torch.cat([state.values.to(x), x], 2)
-        texts = None if texts is None else F.pad(texts, (before, 0))
-    by_head = None if texts is None else texts[:, None].expand(batch, heads, -1)
-    if total == 1 and before and lengths is None:
-        if by_head is not None:
-            a = a.masked_fill(by_head != by_head[..., -1:], NOTHING)
-        x = wide(x)
-        log_weight, g = (part[:, :, None] for part in mean(a, x))
-        return g, PoolState(a[:, :, 1:], x[:, :, 1:]) if window else PoolState(log_weight, g)
-    whole = not window or window >= a.shape[2]
-    if kernels:
-        log_weights, g = pool_cuda_form(a, x, 0 if whole else window, texts)
-    else:
-        log_weights, g = Pool.apply(a, x, 0 if whole else window, by_head)
-    if not window:
-        a, x = log_weights, g
-    state = last(a, wide(x), size, before, texts, lengths, ends)
-    return g[:, :, before:], state
+def all_of_past(a: Tensor, x: Tensor, state, texts, lengths, ends, kernels: bool) -> tuple[Tensor, PoolState]:
+    """Runs ``pool`` without a window on tokens without gaps. The state is one more token, the first.
 
-
-class Pool(torch.autograd.Function):
-    """Maps a (B,H,T) and x (B,H,T,V) to the logs of the summed weights (B,H,T) and the means (B,H,T,V).
-
-    The gradient of x_l is exp(a_l) sum_t exp(-L_t) dg_t over the t that see l, where L_t is the log of t's summed weights.
-    These are again sums over windows, in reversed time and with scores -L_t. The weight that a_l takes from the other tokens
-    is one more channel of these sums.
+    lengths (B,): how many tokens of each row count. ends (B,): the text at each row's end.
     """
-
-    @staticmethod
-    @as_written
-    def forward(ctx, a, x, window: int, texts):
-        """Computes the logs of the summed weights and the means, and saves them for the gradients."""
-        log_weights, means = aggregate(a, x, window, texts)
-        ctx.window = window
-        ctx.save_for_backward(a, x, texts, log_weights, means)
-        return log_weights, means
-
-    @staticmethod
-    @once_differentiable
-    @as_written
-    def backward(ctx, dlog_weights, dmeans):
-        """Returns the gradients of a and x."""
-        a, x, texts, log_weights, means = ctx.saved_tensors
-        shared = (dmeans * means).sum(-1, keepdim=True) - dlog_weights[..., None]
-        scores = torch.where(log_weights > NOTHING / 2, -log_weights, NOTHING)  # tokens that saw nothing pass no gradient back
-        back = scores.flip(2), torch.cat([dmeans, shared], -1).flip(2), None if texts is None else texts.flip(2)
-        log_sums, sums = (part.flip(2) for part in aggregate(*back[:2], ctx.window, back[2]))
-        sums.mul_((a + log_sums).exp()[..., None])
-        dx = sums[..., :-1]
-        return (x * dx).sum(-1) - sums[..., -1], dx, None, None
+    before = 0 if state is None else 1
+    if before:
+        a, x = torch.cat([state.scores.to(a), a], 2), torch.cat([state.values.to(wide(x)), wide(x)], 2)
+        texts = None if texts is None else F.pad(texts, (1, 0))
+    if a.shape[2] == 2 and before and lengths is None:
+        a = a if texts is None else a.masked_fill((texts != texts[:, -1:])[:, None], NOTHING)
+        log_weights, g = (part[:, :, None] for part in mean(a, x))
+        return g, PoolState(log_weights, g)
+    log_weights, g = pooled(a, x, 0, texts, kernels)
+    a, x = latest(log_weights, wide(g), 1, *own(texts, lengths, ends, before))
+    return g[:, :, before:], PoolState(a, x)
 
 
-def aggregate(a: Tensor, x: Tensor, window: int, texts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns the aggregate of the tokens that each one sees: a window, or all of the past for window 0."""
-    return windowed(a, x, window, texts) if 0 < window < a.shape[-1] else prefix(a, x, texts)
+def own(texts, lengths, ends, before: int):
+    """Returns which tokens are of the text at the end of their row, and how many tokens each row has, ``before`` included."""
+    return None if texts is None else texts == ends[:, None], None if lengths is None else lengths + before
 
 
-def last(a: Tensor, x: Tensor, size: int, before: int, texts, lengths, ends) -> PoolState:
-    """Returns the last ``size`` tokens that count in each row. Tokens of a text before the last one do not count."""
-    missing = max(0, size - before)
-    a, x = F.pad(a, (missing, 0), value=NOTHING), F.pad(x, (0, 0, missing, 0))
+def of_window(a: Tensor, x: Tensor, window: int, state, texts, lengths, ends, kernels: bool) -> tuple[Tensor, PoolState]:
+    """Runs ``pool`` with a window. What a token sees of its segment is merged with the state's aggregate of what it sees there."""
+    size, total = window - 1, a.shape[2]
+    log_weights, g = pooled(a, x, window, texts, kernels)
+    counted, lengths = own(texts, lengths, ends, 0)
+    tokens = PoolState(*latest(a, wide(x), size, counted, lengths))
+    if state is None or not size:
+        return g, tokens
+    (old_scores, old), reach = aggregates(state, kernels), min(size, total)
+    seen = old_scores[:, :, :reach]
     if texts is not None:
-        a = a.masked_fill((F.pad(texts, (missing, 0), value=-1) != ends[:, None])[:, None], NOTHING)
-    if lengths is None:
-        return PoolState(a[:, :, a.shape[2] - size :].clone(), x[:, :, x.shape[2] - size :].clone())
-    first = lengths + before + missing - size
-    index = (first[:, None] + torch.arange(size, device=a.device))[:, None].expand(-1, a.shape[1], -1)
-    return PoolState(a.gather(2, index), x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[3])))
+        seen = seen.masked_fill((texts[:, :reach] > 0)[:, None], NOTHING)
+        old_scores = old_scores.masked_fill((ends > 0)[:, None, None], NOTHING)
+    first = merge(seen, old[:, :, :reach], log_weights[:, :, :reach], wide(g[:, :, :reach]))[1]
+    g = torch.cat([first, g[:, :, reach:].to(first)], 2)
+    if lengths is None and total >= size:
+        return g, tokens
+    still = F.pad(old_scores, (0, total), value=NOTHING), F.pad(old, (0, 0, 0, total))
+    still = latest(*still, size, None, size + (total if lengths is None else lengths))
+    return g, of_aggregates(*merge(*still, *aggregates(tokens, kernels)))
 
 
-def mean(a: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Maps (...,T) and (...,T,V) to the log of the summed weights (...) and the mean (...,V)."""
-    log_weight = a.logsumexp(-1)
-    return log_weight, ((a - log_weight[..., None]).exp()[..., None, :] @ x).squeeze(-2)
-
-
-def merge(a: Tensor, x: Tensor, b: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the aggregate of two aggregates, with log weights a, b (...) and means x, y (...,V)."""
-    return torch.logaddexp(a, b), torch.lerp(y, x, torch.sigmoid(a - b)[..., None])
+def latest(a: Tensor, x: Tensor, size: int, counted: Tensor | None, lengths) -> tuple[Tensor, Tensor]:
+    """Returns the last ``size`` of each row's first ``lengths`` tokens, (B,H,size) and (B,H,size,V). Tokens that are not counted
+    (B,T), or not there, are NOTHING."""
+    if counted is not None:
+        a = a.masked_fill(~counted[:, None], NOTHING)
+    if not isinstance(lengths, Tensor):
+        stop = a.shape[2] if lengths is None else lengths
+        a, x = a[:, :, max(0, stop - size) : stop], x[:, :, max(0, stop - size) : stop]
+        missing = size - a.shape[2]
+        return (F.pad(a, (missing, 0), value=NOTHING), F.pad(x, (0, 0, missing, 0))) if missing else (a.clone(), x.clone())
+    a, x = F.pad(a, (size, 0), value=NOTHING), F.pad(x, (0, 0, size, 0))
+    index = (lengths[:, None] + torch.arange(size, device=a.device))[:, None].expand(-1, a.shape[1], -1)
+    return a.gather(2, index), x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[3]))
 
 
 def last_weights(scores: Tensor, window: int) -> Tensor:
@@ -173,129 +134,3 @@ def last_weights(scores: Tensor, window: int) -> Tensor:
     total = scores.shape[-1]
     unseen = torch.arange(total, device=scores.device) < (total - window if window else 0)
     return scores.masked_fill(unseen, float("-inf")).softmax(-1)
-
-
-def prefix(a: Tensor, x: Tensor, texts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns the aggregate (...,T), (...,T,V) of the tokens up to each one, in its own text; ``texts`` (...,T) increases."""
-    total = a.shape[-1]
-    if total <= CHUNK:
-        return masked(a, x, causal(total, a.device), texts, texts)
-    a, x, texts = blocks(a, x, texts, CHUNK)
-    a, x = masked(a, x, causal(CHUNK, a.device), texts, texts)
-    ends = None if texts is None else texts[..., -1]
-    earlier, means = prefix(a[..., -1], x[..., -1, :], ends)
-    earlier, means = F.pad(earlier[..., :-1], (1, 0), value=NOTHING), F.pad(means[..., :-1, :], (0, 0, 1, 0))
-    earlier = earlier[..., None].expand(a.shape)
-    if texts is not None:
-        earlier = earlier.masked_fill(F.pad(ends[..., :-1], (1, 0), value=-1)[..., None] != texts, NOTHING)
-    a, x = merge(earlier, means[..., None, :].expand(x.shape), a, x)
-    return a.flatten(-2)[..., :total], x.flatten(-3, -2)[..., :total, :]
-
-
-def windowed(a: Tensor, x: Tensor, window: int, texts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns aggregates as ``prefix`` does, for the last ``window`` tokens. Each merges three: one of the chunk where the window
-    begins, one of all chunks between, and one of the token's own chunk."""
-    total = a.shape[-1]
-    if total <= DENSE:
-        return masked(a, x, band(total, window, a.device), texts, texts)
-    a, x, texts = blocks(a, x, texts, CHUNK)
-    if window <= CHUNK:
-        scores, values, keys = zip(earlier(1, a, x, texts), (a, x, texts))
-        keys = None if texts is None else torch.cat(keys, -1)
-        seen = band(2 * CHUNK, window, a.device)[CHUNK:]
-        a, x = masked(torch.cat(scores, -1), torch.cat(values, -2), seen, texts, keys)
-    else:
-        a, x = over_chunks(a, x, window, texts)
-    return a.flatten(-2)[..., :total], x.flatten(-3, -2)[..., :total, :]
-
-
-def over_chunks(a: Tensor, x: Tensor, window: int, texts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns the aggregates of chunks (...,N,C), (...,N,C,V) for windows that begin in an earlier chunk than they end in."""
-    ends = None if texts is None else texts[..., -1]
-    of_ends = None if ends is None else ends[..., None].expand_as(texts)
-    own, sums, means = weighted(a, x, causal(CHUNK, a.device), texts, texts)
-    rest, rest_sums, olds = weighted(a, x, causal(CHUNK, a.device).t(), of_ends, texts)
-    before, (between, offset) = window - 1, divmod(window - 1, CHUNK)  # tokens below the offset see one chunk more between
-    whole = own[..., -1] + sums[..., -1].log(), means[..., -1, :] / sums[..., -1, None]
-    more, fewer = between_chunks(*whole, between, ends)
-    middle = torch.cat([part[0][..., None].expand(*part[0].shape, n) for part, n in ((more, offset), (fewer, CHUNK - offset))], -1)
-    rest, rest_sums = later(rest, before, NOTHING), later(rest_sums, before, 0)
-    if ends is not None:
-        middle = middle.masked_fill(F.pad(ends[..., :-1], (1, 0), value=-1)[..., None] != texts, NOTHING)
-        rest = rest.masked_fill(later(of_ends, before, -1) != texts, NOTHING)
-    top = torch.maximum(torch.maximum(own, rest), middle)
-    own, rest, middle = (exp(part - top) for part in (own, rest, middle))
-    total = own * sums + rest * rest_sums + middle
-    share, share_rest, share_middle = ((part / total)[..., None] for part in (own, rest, middle))
-    means.mul_(share)
-    means[..., :offset, :].addcmul_(share_middle[..., :offset, :], more[1][..., None, :])
-    means[..., offset:, :].addcmul_(share_middle[..., offset:, :], fewer[1][..., None, :])
-    flat, share_rest = means.flatten(-3, -2), share_rest.flatten(-3, -2)
-    flat[..., before:, :].addcmul_(share_rest[..., before:, :], olds.flatten(-3, -2)[..., :-before, :])
-    return top + total.log(), means
-
-
-def later(x: Tensor, count: int, fill: float) -> Tensor:
-    """Moves numbers of tokens in chunks (...,N,C), each to the token ``count`` later."""
-    return F.pad(x.flatten(-2)[..., :-count], (count, 0), value=fill).view(x.shape)
-
-
-def between_chunks(a: Tensor, x: Tensor, count: int, ends: Tensor | None):
-    """Maps chunks (...,N), (...,N,V), each one token, to the aggregates of the ``count`` before each, and of one less."""
-    far, values, far_ends = earlier(count, a, x, ends)
-    if ends is not None:
-        far = far.masked_fill(far_ends != F.pad(ends[..., :-1], (1, 0), value=-1), NOTHING)
-    if count == 1:
-        return (far, values), (torch.full_like(far, NOTHING), torch.zeros_like(values))
-    near = earlier(1, *aggregate(a, x, count - 1, ends), None)[:2]
-    return merge(*near, far, values), near
-
-
-def earlier(count: int, a: Tensor, x: Tensor, texts: Tensor | None):
-    """Replaces each block (B,H,blocks,...) by the block ``count`` before it, or by nothing where there is none."""
-    return tuple(
-        None if part is None else torch.cat([torch.full_like(part[:, :, :count], fill), part[:, :, :-count]], 2)
-        for part, fill in ((a, NOTHING), (x, 0), (texts, -1))
-    )
-
-
-def blocks(a: Tensor, x: Tensor, texts, size: int):
-    """Splits (...,T), (...,T,V) and texts into blocks of ``size``; the last block is filled up with nothing."""
-    count = -(-a.shape[-1] // size)
-    fill = count * size - a.shape[-1]
-    a, x = F.pad(a, (0, fill), value=NOTHING), F.pad(x, (0, 0, 0, fill))
-    if texts is not None:
-        texts = torch.cat([texts, texts[..., -1:].expand(*texts.shape[:-1], fill)], -1).unflatten(-1, (count, size))
-    return a.unflatten(-1, (count, size)), x.unflatten(-2, (count, size)), texts
-
-
-def masked(a: Tensor, x: Tensor, seen: Tensor, queries, keys) -> tuple[Tensor, Tensor]:
-    """Maps a (...,S), x (...,S,V), seen (T,S) to (...,T), (...,T,V): the aggregate of the tokens that each sees in its text."""
-    top, sums, values = weighted(a, x, seen, queries, keys)
-    return top + sums.log(), values.div_(sums[..., None])
-
-
-def weighted(a: Tensor, x: Tensor, seen: Tensor, queries, keys) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the largest scores (...,T), and relative to them the sums of weights (...,T) and of weighted x (...,T,V)."""
-    scores = a[..., None, :] + torch.zeros_like(seen, dtype=a.dtype).masked_fill_(~seen, float("-inf"))
-    if queries is not None:
-        scores.masked_fill_(queries[..., :, None] != keys[..., None, :], float("-inf"))
-    top = scores.amax(-1, keepdim=True)
-    weights = exp(scores.sub_(top))
-    return top.squeeze(-1), weights.sum(-1), weights @ x
-
-
-def exp(x: Tensor) -> Tensor:
-    """Computes the exponential of x in place; x is at most 0. exp2 is many times as fast as exp, most of all where the result
-    is 0."""
-    return x.mul_(LOG2_E).exp2_()
-
-
-def causal(size: int, device) -> Tensor:
-    """Returns a mask (size, size) in which each token sees itself and all before it."""
-    return torch.ones(size, size, dtype=torch.bool, device=device).tril()
-
-
-def band(size: int, window: int, device) -> Tensor:
-    """Returns a mask (size, size) in which each token sees itself and the ``window - 1`` before it."""
-    return torch.ones(size, size, dtype=torch.bool, device=device).tril().triu(1 - window)

@@ -18,10 +18,11 @@ from torch.autograd.function import once_differentiable
 
 from ... import Mistake
 from ...feature_maps import wide
-from ..autograd import as_written
+from ..autograd import as_written, needs_gradient
 from ..checks import check_tokens
 from ..kernels.launch import use_kernels
 from ..kernels.sru import sru_cuda_form, why_not
+from . import compiled
 
 BLOCK = 2**17  # numbers of each tensor at a time
 
@@ -44,6 +45,9 @@ def sru(
         return sru_cuda_form(*product.chunk(3, -1), x * scale, v_forget, v_reset, c, padding_mask, reset_mask)
     padded = None if padding_mask is None else padding_mask.t()[..., None]
     keep = None if reset_mask is None else (~reset_mask).t()[..., None].to(dtype)
+    operands = product, x, wide(v_forget), wide(v_reset), c
+    if not needs_gradient(*operands) and compiled.takes(*operands):
+        return compiled.sru(*operands, padded, keep, scale, gradients=False)[:2]
     return Scan.apply(product, x, wide(v_forget), wide(v_reset), c, padded, keep, scale)
 
 
@@ -62,6 +66,11 @@ class Scan(torch.autograd.Function):
     @staticmethod
     @as_written
     def forward(ctx, product, x, v_forget, v_reset, c0, padded, keep, scale):
+        if compiled.takes(product, x, v_forget, v_reset, c0):
+            h, c, f, r = compiled.sru(product, x, v_forget, v_reset, c0, padded, keep, scale, gradients=True)
+            ctx.save_for_backward(product, x, v_forget, v_reset, padded, keep, c, f, r)
+            ctx.scale = scale
+            return h, c[-1].clone()
         steps = Steps(product, v_forget, v_reset, padded, keep, c0.new_empty(len(x) + 1, *c0.shape))
         steps.c[0] = before = c0
         h, f, r = (torch.empty_like(x, dtype=c0.dtype) for _ in range(3))

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...config import FastWeightConfig
 from ...mixers import Additive, Leap, Sru
 from ...ops.vectors.pooling import pool
 from ...ops.vectors.sru import sru
+from . import authors
 from .contest import machine, positive, settings, spread, take_turns, timed, times_faster
 
 LSTM, ATTENTION = "torch.nn.LSTM", "softmax attention"
+STEPS = 256  # tokens that are timed together
 
 
 def add_arguments(parser) -> None:
@@ -26,6 +29,11 @@ def add_arguments(parser) -> None:
     parser.add_argument("--length", type=positive, default=128, help="their tokens")
     parser.add_argument("--tokens", type=positive, default=2048, metavar="T", help="tokens of one sequence for the others")
     parser.add_argument("--windows", type=int, nargs="+", default=[4, 1024, 0], help="of additive; 0: all of the past")
+    parser.add_argument(
+        "--peers",
+        action="store_true",
+        help="against the authors' packages instead, sru and leap-transformer, where they are installed",
+    )
 
 
 class Attention(nn.Module):
@@ -44,6 +52,8 @@ class Attention(nn.Module):
 
 def measure(args) -> dict:
     """Times every layer, and the scans alone."""
+    if args.peers:
+        return authors.measure(args)
     torch.manual_seed(0)
     calls = {name: partial(forward_backward, layer.to(args.device), x) for name, (layer, x) in contenders(args).items()}
     seconds = take_turns({name: partial(timed, call, args.device) for name, call in calls.items()}, args.rounds)
@@ -52,7 +62,30 @@ def measure(args) -> dict:
         {"name": name, "peer": peers[name], **spread(own), "times_faster": times_faster(seconds[peers[name]], own)}
         for name, own in seconds.items()
     ]
-    return {"machine": machine(args), "settings": settings(args), "layers": rows, "scans": scans(args)}
+    return {"machine": machine(args), "settings": settings(args), "layers": rows, "scans": scans(args), "tokens": tokens(args)}
+
+
+@torch.no_grad()
+def tokens(args) -> list[dict]:
+    """One token after another, from a state that has read as many as a window holds; every window in turn."""
+    config, texts, states = FastWeightConfig(), {}, {}
+    for kind in (Additive, Leap):
+        for window in args.windows:
+            layer = kind(args.width, args.heads, config, window).to(args.device)
+            before = torch.randn(max(1, window), 1, args.width, device=args.device)
+            name = f"{kind.__name__.lower()}, {seen(window)}"
+            texts[name], states[name] = layer, layer(before)[1]
+    token = torch.randn(1, 1, args.width, device=args.device)
+
+    def read(name: str) -> float:
+        def some() -> None:
+            for _ in range(STEPS):
+                states[name] = texts[name](token, states[name])[1]
+
+        return timed(some, args.device) / STEPS
+
+    found = take_turns({name: partial(read, name) for name in texts}, args.rounds, "one token")
+    return [{"name": name, **spread(seconds)} for name, seconds in found.items()]
 
 
 def scans(args) -> list[dict]:
@@ -101,6 +134,8 @@ def forward_backward(layer: nn.Module, x: Tensor) -> None:
 
 def table(report: dict) -> str:
     """The report as Markdown."""
+    if "peers" in report:
+        return authors.table(report)
     m, s = report["machine"], report["settings"]
     lines = [
         f"{m['device']}, {m['threads']} threads, torch {m['torch']}; width {s['width']}; sru and LSTM: batch {s['batch']}, "
@@ -111,6 +146,8 @@ def table(report: dict) -> str:
     ]
     for row in report["layers"]:
         lines.append(f"| {row['name']} | {1e3 * row['seconds']:.1f} | {row['peer']} | {row['times_faster']:.1f} |")
+    lines += ["", "| one token, no gradients | ms |", "|---|---:|"]
+    lines += [f"| {row['name']} | {1e3 * row['seconds']:.3f} |" for row in report["tokens"]]
     lines += ["", "| scan alone, forward + backward | ms | GB/s of the least it has to move |", "|---|---:|---:|"]
     for row in report["scans"]:
         lines.append(f"| {row['name']} | {1e3 * row['seconds']:.2f} | {row['bytes_per_second'] / 1e9:.1f} |")
@@ -122,7 +159,8 @@ def draw(report: dict, path: Path) -> None:
     from ..plot.style import canvas, save
 
     figure, [axes] = canvas(2.2)
-    rows = report["layers"][::-1]
+    peers = [row | {"name": f"{row['name']}: {row['layer']}"} for row in report.get("peers", [])]
+    rows = (peers or report["layers"])[::-1]
     axes.barh([row["name"] for row in rows], [1e3 * row["seconds"] for row in rows], color="0.6", height=0.7)
     axes.set(xlabel="forward + backward, ms")
     axes.grid(visible=False, axis="y")

@@ -1,7 +1,7 @@
 """fw-explain: shows which tokens each layer and head of a language model reads from, as an HTML page and a picture.
 
-The weights are exact: they are the factors of the values that the last token reads, by layer and head. They say what was mixed, not
-why the model answers as it does. docs/explain.md says what is shown for each mixer.
+The weights are exact: they are the factors of the values that a token reads, by layer and head. They say what was mixed, not why
+the model answers as it does. docs/explain.md says what is shown for each mixer.
 """
 
 from __future__ import annotations
@@ -9,14 +9,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import sys
 from pathlib import Path
 
 from ... import Mistake
 from ...files import write_atomically
 from ..checkpoints import load_language_model
 from ..command import make_parser, mistakes_as_sentences
-from .page import draw, page, require_matplotlib
-from .weights import explain, read_text
+from .page import Shown, page
+from .picture import draw, require_matplotlib
+from .text import BYTES, read_text
+from .weights import explain
 
 PROG = "fw-explain"
 EXAMPLE = 'fw-explain checkpoint_best.pt "the game was released in japan" --html page.html --png picture.png'
@@ -28,11 +31,20 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("text", metavar="TEXT", help="a sentence, or a file with one, prepared as the training text was")
     parser.add_argument("--data", help="folder with the model's dict.txt; default: the data folder of the training")
     parser.add_argument(
-        "--last", type=int, metavar="N", help="explain what token N of TEXT reads from the tokens before it; default: the last"
+        "--tokenizer",
+        help="cuts TEXT as the training text was cut: a folder with GPT-2's tokenizer, a tokenizer.json, a SentencePiece model,"
+        " codes of subword-nmt, or bytes; default: words that spaces separate",
+    )
+    parser.add_argument(
+        "--last", type=numbers, metavar="N,...", help="show what token N of TEXT reads, or each of several; default: the last"
     )
     parser.add_argument("--html", type=Path, help="page to write: every layer and head, with numbers under the mouse")
     parser.add_argument("--png", type=Path, help="picture to write (needs matplotlib): heads of short texts, layers of long ones")
     return parser
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -43,22 +55,36 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(args) -> None:
     check_outputs(args)
-    logging.getLogger().setLevel(logging.WARNING)  # fairseq opens it for everything
     model, dictionary = load_language_model(args.checkpoint, args.data, PROG, ("fast_weight_lm", "transformer_lm"))
-    words, tokens = read_text(args.text, dictionary)
-    last = len(words) - 1 if args.last is None else args.last
-    if not 0 < last < len(words):
-        raise Mistake(f"--last is {last}; TEXT has tokens 1 to {len(words) - 1}")
-    words, tokens = words[: last + 1], tokens[: last + 1]
-    words = [w if i != dictionary.unk() else f"{w}?" for w, i in zip(words, tokens.tolist())]
-    parts = explain(model, tokens)
-    title = f"What “{words[-1]}” reads, {Path(args.checkpoint).name}"
+    logging.getLogger().setLevel(logging.WARNING)  # the first import of fairseq opens it for everything
+    words, tokens = read_text(args.text, dictionary, args.tokenizer)
+    warn_of_unknown(tokens, dictionary)
+    readers = list(dict.fromkeys([len(words) - 1] if args.last is None else args.last))
+    for reader in readers:
+        if not 0 < reader < len(words):
+            raise Mistake(f"--last is {reader}; TEXT has tokens 1 to {len(words) - 1}")
+    readings = [
+        Shown(words[: found.reader + 1], found.parts, [(dictionary[word], chance) for word, chance in found.expected])
+        for found in explain(model, tokens[: max(readers) + 1], readers)
+    ]
+    title = f"{PROG}: {Path(args.checkpoint).name}"
     if args.html:
-        write_atomically(args.html, lambda part: part.write_text(page(title, words, parts), encoding="utf-8"))
+        write_atomically(args.html, lambda part: part.write_text(page(title, readings), encoding="utf-8"))
         print(args.html)
     if args.png:
-        draw(title, words, parts, args.png)
+        draw(title, readings, args.png)
         print(args.png)
+
+
+def warn_of_unknown(tokens, dictionary) -> None:
+    """Says so if the model does not know most of the text."""
+    unknown, total = int((tokens[1:] == dictionary.unk()).sum()), len(tokens) - 1
+    if 2 * unknown > total:
+        print(
+            f"{PROG}: {unknown} of {total} words are not in the model's dictionary, so the weights are mostly those of <unk>; "
+            "prepare TEXT as the training text was, or name its tokenizer by --tokenizer",
+            file=sys.stderr,
+        )
 
 
 def check_outputs(args) -> None:
@@ -70,6 +96,8 @@ def check_outputs(args) -> None:
     taken = {Path(args.checkpoint).resolve(): "CHECKPOINT"}
     with contextlib.suppress(OSError):  # a sentence may be too long for a name
         taken[Path(args.text).resolve()] = "TEXT"
+    if args.tokenizer not in (None, BYTES):
+        taken[Path(args.tokenizer).resolve()] = "--tokenizer"
     for option, path in (("--html", args.html), ("--png", args.png)):
         if path is not None and (other := taken.setdefault(path.resolve(), option)) != option:
             raise Mistake(f"{option} is {path}, which is {other} too; name another file")

@@ -1,50 +1,81 @@
-"""Shows weights as shaded words in a page that loads nothing else, and as lines of cells in a picture."""
+"""Shows weights as shaded words in a page that loads nothing else."""
 
 from __future__ import annotations
 
 import html
-import importlib.util
-from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
-from ... import Mistake
-from ...files import write_atomically
-from .weights import relative
+from .weights import Part, relative
 
-SHORT = 40  # tokens; longer texts are drawn in lines of this many, without heads
 STRONGEST = 5
 POSITIVE, NEGATIVE = "31,119,180", "214,39,40"
-STYLE = """
-body { font: 15px/1.7 sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; color: #111; background: #fff }
-h2 { font-size: 1em; margin: 1.6em 0 .2em }
-p { margin: .3em 0 } .note, summary { color: #555; font-size: .9em } details p { margin-left: 1.5em }
-span { padding: .1em .15em; border-radius: .2em } span:last-child { outline: 1px solid #999 }
+HATCHED = "repeating-linear-gradient(45deg,#ccc 0 1px,#fff 1px 5px)"
+STYLE = f"""
+body {{ font: 15px/1.7 sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; color: #111; background: #fff }}
+h1 {{ font-size: 1.3em; margin: 1.6em 0 .2em }} h2 {{ font-size: 1em; margin: 1.6em 0 .2em }}
+p {{ margin: .3em 0 }} .note, summary {{ color: #555; font-size: .9em }} details p {{ margin-left: 1.5em }}
+span {{ padding: .1em .15em; border-radius: .2em }} span:last-child {{ outline: 1px solid #999 }}
+.outside {{ background: {HATCHED}; color: #888 }} .legend b {{ font-weight: normal; padding: .1em .6em; margin: 0 .4em }}
+.bar {{ display: inline-block; width: 12em; height: 1em; vertical-align: middle; border: 1px solid #ccc;
+  background: linear-gradient(90deg,rgb({NEGATIVE}),#fff,rgb({POSITIVE})) }}
 """
+LEGEND = (
+    "<p class=legend>largest negative weight of the row <b class=bar></b> largest positive; white: about 0"
+    " <b class=outside>outside the window</b></p>"
+)
 NOTE = (
-    "Blue: positive weight, red: negative, as strong as the weight is beside the largest of its row. A layer's own line is the mean"
-    " of its heads, each beside its largest. The outlined token is the one that reads. A word with ? is not in the dictionary."
+    "Each row has a scale of its own: a colour is as strong as the weight is beside the largest of its row. A layer's own line is"
+    " the mean of its heads, each beside its largest; the heads are folded. The outlined token is the one that reads. A word with ?"
+    " is not in the dictionary. Numbers are under the mouse."
 )
 
 
-def page(title: str, words: list[str], parts: list) -> str:
-    """Returns the page: a line for each part and, folded, for each of its heads."""
+class Shown(NamedTuple):
+    """What one token reads: the words up to it, the weights of all layers, and the words that the model expects next."""
+
+    words: list[str]
+    parts: list[Part]
+    expected: list[tuple[str, float]]  # and their probabilities
+
+    def title(self) -> str:
+        """Returns who reads."""
+        return f"What “{self.words[-1]}” ({len(self.words) - 1}) reads"
+
+    def next_words(self) -> str:
+        """Returns the words that the model expects next."""
+        return "expected next: " + ", ".join(f"{word} {100 * chance:.2g}%" for word, chance in self.expected)
+
+
+def page(title: str, readings: list[Shown]) -> str:
+    """Returns the page: for each token that reads, a line for each part and, folded, for each of its heads."""
     lines = [f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"]
-    lines += [f"<h1>{html.escape(title)}</h1>", f"<p class=note>{NOTE}</p>"]
-    for part in parts:
-        lines += [f"<h2>{html.escape(part.name())}</h2>", f"<p>{shaded(words, mean := part.mean(), mean)}</p>"]
-        lines.append(f"<details><summary>{len(part.heads)} head{'s' * (len(part.heads) > 1)}, and their strongest tokens</summary>")
-        for number, weights in enumerate(part.heads, 1):
-            lines.append(f"<p><b>{number}</b> <i class=note>{html.escape(strongest(words, weights))}</i><br>")
-            lines.append(f"{shaded(words, relative(weights), weights)}</p>")
-        lines.append("</details>")
+    lines += [f"<h1>{html.escape(title)}</h1>", LEGEND, f"<p class=note>{NOTE}</p>"]
+    for reading in readings:
+        lines += [f"<h1>{html.escape(reading.title())}</h1>", f"<p>{html.escape(reading.next_words())}</p>"]
+        for part in reading.parts:
+            lines += section(reading.words, part)
     return "\n".join([*lines, "</html>"]) + "\n"
 
 
-def shaded(words: list[str], relative: Tensor, weights: Tensor) -> str:
-    """Returns words with their weight as background, and the number in their title."""
+def section(words: list[str], part: Part) -> list[str]:
+    """Returns the lines of one part."""
+    lines = [f"<h2>{html.escape(part.name())}</h2>", f"<p>{shaded(words, mean := part.mean(), mean, part.outside())}</p>"]
+    lines.append(f"<details><summary>{len(part.heads)} head{'s' * (len(part.heads) > 1)}, and their strongest tokens</summary>")
+    for number, weights in enumerate(part.heads, 1):
+        lines.append(f"<p><b>{number}</b> <i class=note>{html.escape(strongest(words, weights))}</i><br>")
+        lines.append(f"{shaded(words, relative(weights), weights, part.outside())}</p>")
+    return [*lines, "</details>"]
+
+
+def shaded(words: list[str], relative: Tensor, weights: Tensor, outside: int) -> str:
+    """Returns words with their weight as background, and the number in their title; those before the window hatched."""
     cells = []
     for number, (word, shade, weight) in enumerate(zip(words, relative.tolist(), weights.tolist())):
+        if number < outside:
+            cells.append(f'<span class=outside title="{number}: outside the window">{html.escape(word)}</span>')
+            continue
         colour = f"rgba({POSITIVE if shade >= 0 else NEGATIVE},{abs(shade):.2f})"
         dark = ";color:#fff" if abs(shade) > 0.6 else ""
         cells.append(f'<span style="background:{colour}{dark}" title="{number}: {weight:.3g}">{html.escape(word)}</span>')
@@ -54,58 +85,3 @@ def shaded(words: list[str], relative: Tensor, weights: Tensor) -> str:
 def strongest(words: list[str], weights: Tensor) -> str:
     order = weights.abs().argsort(descending=True)[:STRONGEST].tolist()
     return ", ".join(f"{words[i]} ({i}) {weights[i]:.2g}" for i in order)
-
-
-def require_matplotlib() -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise Mistake("--png needs matplotlib; install fw_fairseq with the extra [plots]")
-
-
-def draw(title: str, words: list[str], parts: list, path: Path) -> None:
-    """Writes a picture. Rows are heads if the text is short, or else parts; long texts continue in the next band of cells."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    labels, rows, borders = rows_of(parts, heads=len(words) <= SHORT)
-    bands = range(0, len(words), SHORT)
-    columns = min(SHORT, len(words))
-    height = 0.2 * len(rows) + 0.85  # inches, with the words above
-    size = (max(5, 2.2 + 0.32 * columns), len(bands) * height + 0.4)
-    figure, axes = pyplot.subplots(len(bands), figsize=size, squeeze=False, layout="constrained")
-    for start, axis in zip(bands, axes[:, 0]):
-        cells = [row[start : start + SHORT] for row in rows]
-        axis.imshow(cells, cmap="RdBu", vmin=-1, vmax=1, aspect="auto", extent=(-0.5, len(cells[0]) - 0.5, len(rows) - 0.5, -0.5))
-        axis.set(xlim=(-0.5, columns - 0.5), yticks=range(len(rows)))
-        shown = words[start : start + SHORT]
-        axis.set_xticks(range(len(shown)), [plain(word) for word in shown], rotation=60, ha="left", rotation_mode="anchor")
-        axis.set_yticklabels(labels)
-        axis.tick_params(length=0, labelsize=8, top=False, bottom=False, labeltop=True, labelbottom=False)
-        axis.spines[:].set_visible(False)
-        axis.hlines([border - 0.5 for border in borders], -0.5, len(shown) - 0.5, color="black", lw=0.5)
-    figure.suptitle(plain(title), fontsize=10)
-    write_atomically(path, lambda part: figure.savefig(part, dpi=130, format=path.suffix[1:] or "png"))
-    pyplot.close(figure)
-
-
-def rows_of(parts: list, heads: bool) -> tuple[list[str], list[list[float]], list[int]]:
-    """Returns the rows' labels, their weights relative to the largest, and the rows that have a border above: new parts or
-    layers."""
-    labels, rows, borders = [], [], []
-    for before, part in zip([None, *parts], parts):
-        if before is not None and (heads or part.layer != before.layer):
-            borders.append(len(rows))
-        if heads:
-            labels += [f"{part.name()}, head 1", *(str(number) for number in range(2, len(part.heads) + 1))]
-            rows += relative(part.heads).tolist()
-        else:
-            labels.append(part.name())
-            rows.append(part.mean().tolist())
-    return labels, rows, borders
-
-
-def plain(text: str) -> str:
-    """Returns the text without mathematics and no longer than fits."""
-    text = text if len(text) <= 60 else text[:59] + "…"
-    return text.replace("$", r"\$")

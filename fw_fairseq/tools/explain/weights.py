@@ -1,19 +1,17 @@
-"""The weight of each token in what the last one reads, by layer and head."""
+"""The weight of each token in what a later one reads, by layer and head."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import Mistake
-from ...files import reading
 from ...mixers import MIXERS
+from .text import START
 
-START = "</s>"  # what every text begins after
+EXPECTED = 5  # words
 
 
 class Part(NamedTuple):
@@ -23,13 +21,26 @@ class Part(NamedTuple):
     mixer: str
     what: str
     heads: Tensor  # (heads,T)
+    window: int = 0  # how many tokens the last one may read from; 0: all of them
 
     def name(self) -> str:
         return f"layer {self.layer}, {self.mixer}: {self.what}"
 
+    def outside(self) -> int:
+        """Returns the number of tokens before the window, which begin the text."""
+        return max(0, self.heads.shape[1] - self.window) if self.window else 0
+
     def mean(self) -> Tensor:
         """Returns the mean over heads, each relative to its largest weight."""
         return relative(self.heads).mean(0)
+
+
+class Reading(NamedTuple):
+    """The weights of the tokens that one token reads, and the numbers of the words that the model expects after it."""
+
+    reader: int
+    parts: list[Part]
+    expected: list[tuple[int, float]]  # and their probabilities
 
 
 def relative(weights: Tensor) -> Tensor:
@@ -37,41 +48,51 @@ def relative(weights: Tensor) -> Tensor:
     return weights / weights.abs().amax(-1, keepdim=True).clamp(min=1e-30)
 
 
-def read_text(text: str, dictionary) -> tuple[list[str], Tensor]:
-    """Returns tokens and their numbers (T,), with the symbol that every text begins with. ``text``: a sentence or a file's name."""
-    if os.path.isfile(text):  # which Path.is_file does not answer for a sentence too long for a name
-        with reading(Path(text), "a text"):
-            text = Path(text).read_text(encoding="utf-8")
-    words = text.split()
-    if not words:
-        raise Mistake("TEXT has no words")
-    return [START, *words], torch.tensor([dictionary.eos(), *map(dictionary.index, words)])
-
-
 @torch.no_grad()
-def explain(model, tokens: Tensor) -> list[Part]:
-    """Returns the weights of all tokens (T,) in what the last one reads, for each layer."""
+def explain(model, tokens: Tensor, readers: list[int]) -> list[Reading]:
+    """Returns the weights of all tokens up to each reader in what it reads, for each layer, and what the model expects after it."""
     limit = model.max_positions()
     if len(tokens) > limit:
         raise Mistake(f"TEXT has {len(tokens)} tokens, {START} included; the model takes at most {limit}")
     seen: dict[int, Tensor] = {}
-    layers, names = list(model.decoder.layers), {kind: name for name, kind in MIXERS.items()}
+    layers = list(model.decoder.layers)
     hooks = [
         layer.self_attn.register_forward_pre_hook(lambda _, args, kwargs, i=i: seen.update({i: kwargs["query"]}), with_kwargs=True)
         for i, layer in enumerate(layers)
     ]
     try:
-        model(tokens[None])
+        output = model(tokens[None])
     finally:
         for hook in hooks:
             hook.remove()
     found = []
-    for i, layer in enumerate(layers):
-        mixer = getattr(layer.self_attn, "mixer", None)
-        name = "softmax" if mixer is None else names[type(mixer)]
-        weights = {"attention": attention(layer.self_attn, seen[i])} if mixer is None else mixer.explain(seen[i])
-        found += [Part(i + 1, name, what, heads.float()) for what, heads in weights.items()]
+    for reader in readers:
+        parts = [part for i, layer in enumerate(layers) for part in parts_of(layer.self_attn, seen[i][: reader + 1], i + 1)]
+        found.append(Reading(reader, parts, expected(model, output, reader)))
     return found
+
+
+def parts_of(module, x: Tensor, layer: int) -> list[Part]:
+    """Returns the weights at the last of x (T,1,C) in one layer's mixer or softmax attention."""
+    mixer = getattr(module, "mixer", None)
+    if mixer is None:
+        return [Part(layer, "softmax", "attention", attention(module, x).float())]
+    name = next(name for name, kind in MIXERS.items() if kind is type(mixer))
+    return [Part(layer, name, what, heads.float(), window_of(mixer, what)) for what, heads in mixer.explain(x).items()]
+
+
+def window_of(mixer, what: str) -> int:
+    """Returns how many tokens the last one may read from, itself among them; 0 means all of them."""
+    if what == "attention":
+        return mixer.memory + 1
+    return getattr(mixer, "window", 0)
+
+
+def expected(model, output, reader: int) -> list[tuple[int, float]]:
+    """Returns the most probable next words after the reader and their probabilities."""
+    chances = model.get_normalized_probs((output[0][:, reader : reader + 1], output[1]), log_probs=False, sample=None)[0, 0]
+    best = chances.topk(min(EXPECTED, len(chances)))
+    return list(zip(best.indices.tolist(), best.values.tolist()))
 
 
 def attention(module, x: Tensor) -> Tensor:

@@ -1,0 +1,144 @@
+"""The compiled scans against the definitions in float64, and what happens where they cannot be compiled."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+
+import pytest
+import torch
+from support.definitions import by_definition, by_the_equations
+
+from fw_fairseq.config import FastWeightConfig
+from fw_fairseq.mixers import Additive, Leap, Sru
+from fw_fairseq.ops.vectors import compiled
+from fw_fairseq.ops.vectors.pooling import pool
+from fw_fairseq.ops.vectors.sru import sru
+
+TYPES = {torch.float64: 1e-9, torch.float32: 2e-4}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What ran compiled."""
+    found = []
+    for name in ("pool", "pool_gradients", "sru"):
+        form = getattr(compiled, name)
+        monkeypatch.setattr(
+            compiled, name, lambda *args, form=form, name=name, **options: found.append(name) or form(*args, **options)
+        )
+    return found
+
+
+def leaves(dtype, *shapes, layout=None) -> list[torch.Tensor]:
+    return [torch.randn(shape, dtype=torch.float64).mul_(2).to(dtype).requires_grad_() for shape in shapes]
+
+
+def compare(actual, expected, given, tolerance) -> None:
+    """Outputs and gradients; the definition computes in float64."""
+    wide = [x.detach().double().requires_grad_() for x in given]
+    got, want = actual(*given), expected(*wide)
+    adjoint = torch.randn(want.shape, dtype=torch.float64)
+    pairs = zip([got, *torch.autograd.grad(got, given, adjoint.to(got))], [want, *torch.autograd.grad(want, wide, adjoint)])
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance * max(1, theirs.abs().max().item()))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("with_masks", [False, True], ids=["", "masks"])
+@pytest.mark.parametrize("window", [0, 1, 2, 7, 30, 59, 60, 200])
+def test_pooling(calls, window, with_masks, dtype):
+    given = leaves(dtype, (2, 3, 60), (2, 60, 3, 5))
+    masks = [torch.rand(2, 60) < 0.1, torch.rand(2, 60) < 0.08] if with_masks else [None, None]
+    forms = (
+        (lambda a, x: pool(a, x.transpose(1, 2), window, None, *masks)[0]),
+        (lambda a, x: by_definition(a, x.transpose(1, 2), window, *masks)),
+    )
+    compare(*forms, given, TYPES[dtype])
+    assert calls == ["pool", "pool_gradients"]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("with_masks", [False, True], ids=["", "masks"])
+@pytest.mark.parametrize("gradients", [True, False], ids=["", "no gradients"])
+def test_sru(calls, gradients, with_masks, dtype):
+    given = leaves(dtype, (40, 3, 63), (40, 3, 21), (21,), (21,), (3, 21))
+    masks = [torch.rand(3, 40) < 0.2, torch.rand(3, 40) < 0.1] if with_masks else [None, None]
+
+    def joined(form):
+        return lambda *args: torch.cat([part.flatten() for part in form(*args, *masks, scale=1.3)])
+
+    if gradients:
+        compare(joined(sru), joined(by_the_equations), given, TYPES[dtype])
+    else:
+        before = [x.clone() for x in given]
+        with torch.no_grad():
+            got, want = joined(sru)(*given), joined(by_the_equations)(*(x.double() for x in given))
+        torch.testing.assert_close(got.double(), want, rtol=TYPES[dtype], atol=TYPES[dtype])
+        assert all(map(torch.equal, given, before))
+    assert calls == ["sru"]
+
+
+def test_exponents_of_any_size():
+    """Gates that are open or closed, and an input that is no number."""
+    product = torch.tensor([-1000, -100, -88, -20, -1e-3, 0, 1e-3, 20, 88, 100, 1000, float("nan")])[:, None].expand(-1, 3)
+    product, x, zero = product.reshape(1, 1, -1).clone(), torch.ones(1, 1, 12), torch.zeros(12)
+    u, forget, reset = (part.double() for part in product.chunk(3, -1))
+    h, c = sru(product, x, zero, zero, torch.full((1, 12), 3.0))
+    expected = forget.sigmoid() * 3 + (1 - forget.sigmoid()) * u
+    torch.testing.assert_close(c.double(), expected[0], rtol=2e-6, atol=2e-6, equal_nan=True)
+    torch.testing.assert_close(h.double(), reset.sigmoid() * expected + (1 - reset.sigmoid()), rtol=2e-6, atol=1e-5, equal_nan=True)
+
+
+def test_threads_share_the_work(calls, monkeypatch):
+    monkeypatch.setattr(compiled, "MANY", 0)
+    given = leaves(torch.float64, (5, 3, 40), (5, 3, 40, 4))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    compare(lambda a, x: pool(a, x, 9)[0], lambda a, x: by_definition(a, x, 9), given, 1e-9)
+
+
+@pytest.mark.parametrize("kind", [Additive, Leap, Sru])
+def test_layers_compute_the_same_without_a_compiler(calls, kind, monkeypatch):
+    mixer, x = kind(16, 4, FastWeightConfig()), torch.randn(50, 3, 16)
+    found = []
+    for library in (compiled.library, lambda: None):
+        monkeypatch.setattr(compiled, "library", library)
+        y, state = mixer(x[:30])
+        y = torch.cat([y, mixer(x[30:], state)[0]])
+        found.append([y, *torch.autograd.grad(y.sin().sum(), list(mixer.parameters()))])
+        used, calls[:] = len(calls), []
+        assert bool(used) == (len(found) == 1)
+    for ours, theirs in zip(*found):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """An empty cache folder and no library that was loaded before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled.library.cache_clear()
+    yield tmp_path
+    compiled.library.cache_clear()
+
+
+def test_it_is_compiled_once(fresh, monkeypatch):
+    run, commands = subprocess.run, []
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: commands.append(command) or run(command, **options))
+    for _ in range(2):
+        assert compiled.library() is not None
+        compiled.library.cache_clear()
+    assert len(commands) == 1 and len(list((fresh / "fw_fairseq").iterdir())) == 1
+
+
+@pytest.mark.parametrize("switch", ["no compiler", "a compiler that fails", "the variable", "a folder that cannot be made"])
+def test_pytorch_computes_where_it_cannot_be_compiled(fresh, monkeypatch, switch, caplog):
+    if switch == "the variable":
+        monkeypatch.setenv("FW_FAIRSEQ_COMPILED", "0")
+    elif switch == "a folder that cannot be made":
+        (fresh / "fw_fairseq").write_text("a file")
+    else:
+        monkeypatch.setenv("CXX", "false" if "fails" in switch else "no-such-compiler")
+    with caplog.at_level(logging.INFO):
+        h, _ = sru(*leaves(torch.float32, (4, 2, 9), (4, 2, 3), (3,), (3,)))
+    assert h.isfinite().all() and compiled.library() is None
+    assert ("cannot compile them" in caplog.text) == (switch in ("a compiler that fails", "a folder that cannot be made"))

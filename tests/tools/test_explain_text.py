@@ -1,0 +1,198 @@
+"""fw-explain: texts of every tokenizer, several tokens that read, what is expected next, and what the terminal gets."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fairseq.data import Dictionary
+from support.checkpoints import logits, save, source
+
+from fw_fairseq.config import FastWeightConfig
+from fw_fairseq.mixers import Additive, Leap, LocalAttention, Sru, Srupp
+from fw_fairseq.tools.explain import __main__ as explain
+from fw_fairseq.tools.explain.page import shaded
+from fw_fairseq.tools.explain.text import read_text
+from fw_fairseq.tools.explain.weights import EXPECTED, Part, window_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+WORDS = "the other thing is there".split()  # noqa: SIM905
+
+
+def dictionary_of(*symbols: str) -> Dictionary:
+    found = Dictionary()
+    for symbol in symbols:
+        found.add_symbol(symbol)
+    return found
+
+
+def symbols(numbers, dictionary) -> list[str]:
+    return [dictionary[i] for i in numbers.tolist()]
+
+
+def test_bytes():
+    dictionary = dictionary_of(*map(str, range(256)))
+    shown, numbers = read_text("a b\né", dictionary, "bytes")
+    assert shown == ["</s>", "a", "▁", "b", "↵", "\\xc3", "\\xa9"]
+    assert symbols(numbers, dictionary) == ["</s>", "97", "32", "98", "</s>", "195", "169"]
+
+
+def test_pieces_of_a_tokenizer_json(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.SentencePieceUnigramTokenizer()
+    tokenizer.train_from_iterator(
+        [" ".join(WORDS)] * 9, vocab_size=20, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    pieces = tokenizer.encode("there is the thing").tokens
+    for dictionary in (dictionary_of(*pieces), dictionary_of(*map(str, range(20)))):  # as recipes/additive has it, or by number
+        for name in (tmp_path, tmp_path / "tokenizer.json"):
+            shown, numbers = read_text("there is the thing", dictionary, str(name))
+            assert "".join(shown) == "</s>▁there▁is▁the▁thing" and len(shown) == len(pieces) + 1
+            assert dictionary.unk() not in numbers.tolist()
+    assert symbols(numbers, dictionary)[1:] == list(map(str, tokenizer.encode("there is the thing").ids))
+
+
+def test_the_tokenizer_of_gpt2(gpt2):
+    folder, _ = gpt2
+    dictionary = dictionary_of(*map(str, range(260)))
+    shown, numbers = read_text("the other the\n", dictionary, str(folder))
+    assert shown == ["</s>", "the", "▁", "o", "the", "r", "▁the"]
+    assert symbols(numbers, dictionary)[1:] == ["258", "220", "78", "258", "81", "259"]  # of bytes and of its merges
+
+
+def test_codes_of_subword_nmt(tmp_path):
+    pytest.importorskip("subword_nmt")
+    (tmp_path / "codes").write_text("#version: 0.2\nt h\nth e</w>\n")
+    dictionary = dictionary_of("the", "th@@", "m")
+    shown, numbers = read_text("the them", dictionary, str(tmp_path / "codes"))
+    assert shown == ["</s>", "the", "th@@", "e@@?", "m"]
+    assert symbols(numbers, dictionary) == ["</s>", "the", "th@@", "<unk>", "m"]
+
+
+def test_a_sentencepiece_model(tmp_path, monkeypatch):
+    """The library's interface, with a model that cuts at spaces."""
+    (tmp_path / "bpe.model").write_bytes(b"")
+
+    class Processor:
+        def __init__(self, model_file):
+            assert model_file == str(tmp_path / "bpe.model")
+
+        def encode(self, text, out_type):
+            return [f"▁{word}" if out_type is str else 7 for word in text.split()]
+
+    monkeypatch.setitem(sys.modules, "sentencepiece", SimpleNamespace(SentencePieceProcessor=Processor))
+    shown, numbers = read_text("a b", dictionary_of("▁a", "▁b"), str(tmp_path / "bpe.model"))
+    assert shown == ["</s>", "▁a", "▁b"] and numbers.tolist() == [2, 4, 5]
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(ValueError, match=r"--tokenizer .*bpe.model needs the package sentencepiece; install it"):
+        read_text("a", dictionary_of(), str(tmp_path / "bpe.model"))
+
+
+def test_refused_tokenizers(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "damaged.json").write_text("{")
+    (tmp_path / "codes").write_text("#version: 0.2\nt h e s\n")
+    for name, message in (
+        ("empty", "has neither tokenizer.json nor vocab.json with merges.txt"),
+        ("missing", "is no file or folder; name one, or 'bytes'"),
+        ("damaged.json", "cannot be read as a tokenizer"),
+        ("codes", "cannot be read as a tokenizer"),
+    ):
+        with pytest.raises(ValueError, match=rf"--tokenizer .*{name} {message}"):
+            read_text("a", dictionary_of(), str(tmp_path / name))
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    (tmp_path / "dict.txt").write_text("".join(f"{word} 1\n" for word in WORDS))
+    model, _, state = source("--arch transformer_lm", tmp_path)
+    return model, str(save(state, tmp_path)), tmp_path
+
+
+def test_several_readers_and_the_words_expected_next(checkpoint, capsys):
+    model, path, folder = checkpoint
+    explain.main([path, "the other thing is", "--last", "2,4", "--data", str(folder), "--html", str(folder / "page.html")])
+    page = (folder / "page.html").read_text()
+    dictionary = Dictionary.load(str(folder / "dict.txt"))
+    chances = logits(model, torch.tensor([[2, 4, 5, 6, 7]])).softmax(-1)[0]
+    for reader, word in ((2, "other"), (4, "is")):
+        best = chances[reader].sort(descending=True)
+        names = [
+            f"{dictionary[i]} {100 * chance:.2g}%" for i, chance in zip(best.indices[:EXPECTED].tolist(), best.values.tolist())
+        ]
+        expected = ", ".join(names).replace("<", "&lt;").replace(">", "&gt;")
+        assert f"<h1>What “{word}” ({reader}) reads</h1>\n<p>expected next: {expected}</p>" in page
+    assert page.count("<h2>") == 2 * 2 and "linear-gradient" in page and "Each row has a scale of its own" in page
+    assert capsys.readouterr().err == ""
+    explain.main([path, "the other thing is", "--last", "2,4", "--data", str(folder), "--png", str(folder / "both.png")])
+    explain.main([path, "the other thing is", "--last", "4", "--data", str(folder), "--png", str(folder / "one.png")])
+    assert (folder / "both.png").stat().st_size > (folder / "one.png").stat().st_size
+
+
+@pytest.mark.parametrize("text, unknown", [("the zzz other", None), ("the zzz other", "bytes"), ("x y the", None)])
+def test_a_warning_when_most_words_are_unknown(checkpoint, capsys, text, unknown):
+    _, path, folder = checkpoint
+    options = ["--tokenizer", unknown] if unknown else []
+    explain.main([path, text, "--data", str(folder), "--html", str(folder / "page.html"), *options])
+    warned = capsys.readouterr().err
+    count = "13 of 13" if unknown else "2 of 3" if text.startswith("x") else None
+    assert (
+        warned == "" if count is None else f"{count} words are not in the model's dictionary" in warned and "--tokenizer" in warned
+    )
+
+
+def test_the_terminal_stays_quiet(checkpoint, monkeypatch):
+    """The first import of fairseq makes every library log all that it does."""
+    _, path, folder = checkpoint
+    root, load = logging.getLogger(), explain.load_language_model
+    level = root.level
+
+    def first_import(*args):
+        found = load(*args)
+        root.setLevel(logging.DEBUG)
+        return found
+
+    monkeypatch.setattr(explain, "load_language_model", first_import)
+    try:
+        explain.main([path, "the", "--data", str(folder), "--html", str(folder / "page.html")])
+        assert root.level == logging.WARNING
+    finally:
+        root.setLevel(level)
+
+
+def test_nothing_that_is_read_is_written_over(checkpoint, capsys):
+    _, path, folder = checkpoint
+    (folder / "codes").write_text("#version: 0.2\n")
+    before = (folder / "source.pt").read_bytes()
+    for options, message in (
+        (["--html", path], "--html is .*source.pt, which is CHECKPOINT too"),
+        (["--html", f"{folder}/page", "--png", f"{folder}/../{folder.name}/page"], "--png is .*page, which is --html too"),
+        (["--html", f"{folder}/codes", "--tokenizer", f"{folder}/codes"], "--html is .*codes, which is --tokenizer too"),
+    ):
+        with pytest.raises(SystemExit, match=f"fw-explain: {message}; name another file"):
+            explain.main([path, "the", "--data", str(folder), *options])
+    assert (folder / "source.pt").read_bytes() == before
+
+
+def test_outside_the_window_is_not_about_zero():
+    part = Part(1, "additive", "query pooling", torch.tensor([[0.0, 0.0, 0.0, 1.0, 0.0, 0.5]]), 4)
+    assert part.outside() == 2 and part._replace(window=0).outside() == part._replace(window=9).outside() == 0
+    cells = shaded(list("abcdef"), part.mean(), part.mean(), part.outside()).split("</span>")
+    assert ["class=outside" in cell for cell in cells[:6]] == [True, True, False, False, False, False]
+    assert 'title="1: outside the window"' in cells[1] and 'title="2: 0"' in cells[2]
+
+
+def test_windows_of_the_mixers():
+    """Every token before the window has no weight, and the first one in it has."""
+    config = FastWeightConfig(local_window=8, srupp_memory=7, srupp_heads=2)
+    for mixer in (Additive(16, 2, config, 8), Leap(16, 2, config, 8), LocalAttention(16, 2, config), Srupp(16, 1, config)):
+        for what, heads in mixer.explain(torch.randn(30, 1, 16)).items():
+            if window := window_of(mixer, what):
+                assert window == 8 and heads[:, :-8].eq(0).all() and heads[:, -8].gt(0).all()
+            else:
+                assert what in ("memory", "write")
+    assert window_of(Sru(16, 1, config), "memory") == 0
