@@ -15,6 +15,7 @@ from fairseq.utils import eval_str_list, safe_getattr
 from torch import Tensor
 
 from ..config import SOFTMAX, FastWeightConfig, layer_mixers, read_config
+from ..decoding import SESSION, Session
 from ..modules import FastWeightDecoderLayer, MixerAttention, Streams, with_arguments
 from ..modules.plain_softmax import PlainAdaptiveSoftmax
 
@@ -84,6 +85,11 @@ class FastWeightDecoder(TransformerDecoder):
             return self.read_prompt(prev_output_tokens.shape[1], incremental_state)
         if self.starts_with_a_prompt(prev_output_tokens, incremental_state):
             return self.take_prompt(prev_output_tokens, *args, incremental_state=incremental_state, **kwargs)
+        if incremental_state is not None:
+            session = self.session(prev_output_tokens, incremental_state, args, kwargs)
+            if session is not None:
+                features = session.features(prev_output_tokens)
+                return features if kwargs.get("features_only") else self.output_layer(features), {"attn": [None]}
         kwargs["incremental_state"] = incremental_state
         with self.reading(streams, reset_mask, prev_output_tokens.shape[1]):
             if not score_last:
@@ -102,6 +108,28 @@ class FastWeightDecoder(TransformerDecoder):
         layers = [layer for layer in self.layers.children() if isinstance(layer, FastWeightDecoderLayer)]
         with counted_from(self.embed_positions, start), with_arguments(layers, states=states, reset_mask=reset_mask):
             yield
+
+    def session(self, tokens: Tensor, incremental_state: dict, args: tuple, kwargs: dict) -> Session | None:
+        """The session of this generation, which begins with its first single token; None where the general path must read it."""
+        session = incremental_state.get(SESSION)
+        known = not args and all(name == "features_only" or value is None for name, value in kwargs.items())
+        if known and self.recurrent and not tokens[:, -1].eq(self.padding_idx).any():
+            if session is not None:
+                return session
+            if Session.fits(self) and (tokens.shape[1] == 1 or incremental_state):
+                session = incremental_state[SESSION] = Session(self, incremental_state)
+                return session
+        if session is not None:
+            incremental_state.pop(SESSION).release(incremental_state)
+        return None
+
+    def reorder_incremental_state_scripting(self, incremental_state: dict, new_order: Tensor) -> None:
+        """Gives each hypothesis of a beam search the states of the hypothesis that it continues."""
+        session = incremental_state.get(SESSION)
+        if session is None:
+            super().reorder_incremental_state_scripting(incremental_state, new_order)
+        else:
+            session.reorder(new_order)
 
     def starts_with_a_prompt(self, tokens, incremental_state) -> bool:
         return incremental_state is not None and self.recurrent and tokens.shape[1] > 1 and not incremental_state

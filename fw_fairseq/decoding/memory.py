@@ -1,0 +1,148 @@
+"""The fast-weight memory of generation: one buffer for all rows and heads, which every token changes in place.
+
+A token takes one projection, the feature map, and at most three small products for all heads at once. The sums of keys that
+attention normalisation divides by are one more column of the memory, (R H, K, V + 1).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..feature_maps import NORMS, FeatureMap
+from ..mixers import FastWeight
+from ..ops import FastWeightState
+from ..ops.dispatch import has_kernels
+from ..ops.factored import Factors
+from ..ops.inputs import READ_AND_ERASE
+
+SMALLEST_SUM = 1e-6  # a smaller sum of features counts as this one, as in ``feature_maps.sum_normalise``
+SMALL = 2**19  # numbers in the memories of all rows and heads, which fit into a cache
+
+
+def why_not(mixer: FastWeight) -> str | None:
+    """The reason why the memory of this mixer cannot be changed in place here, or None."""
+    weight = mixer.in_proj.weight
+    if mixer.rule.coefficients is None:
+        return "the rule has a step of its own"
+    if has_kernels(weight):
+        return "a kernel does the step"
+    if weight.dtype not in (torch.float32, torch.float64):
+        return "the memory has another dtype than the layer"
+    if mixer.backend not in ("auto", "recurrent"):
+        return "another form was asked for"
+    scaled = type(mixer.feature_map).scaled is not FeatureMap.scaled
+    if scaled and mixer.attention_norm and mixer.feature_norm == "none":
+        return "the keys have a scale of their own"
+    return None
+
+
+class Memory:
+    """The memory (R,H,K,V), or (R,H,K,V+1), of a layer for R rows."""
+
+    def __init__(self, mixer: FastWeight, state: FastWeightState | None, rows: int, like: Tensor):
+        self.mixer, self.rule = mixer, mixer.rule
+        self.heads, self.value_dim = mixer.num_heads, mixer.head_dim
+        q_size, k_size, *others = mixer.sizes.values()
+        self.parts = [q_size + k_size, *others]
+        self.eps = mixer.feature_map.eps
+        self.divides_erase = mixer.rule.normaliser == "keys" and mixer.attention_norm_of == READ_AND_ERASE
+        columns = self.value_dim + mixer.attention_norm
+        self.take(like.new_zeros(rows, self.heads, mixer.feature_map.out_dim, columns))
+        if state is not None:
+            self.memory[..., : self.value_dim] = state.memory
+            if mixer.attention_norm:
+                self.memory[..., -1] = state.normaliser
+
+    @staticmethod
+    def takes(mixer: FastWeight, state: FastWeightState | None, rows: int) -> bool:
+        """Whether the memory is a matrix by now, or so small that it may be one from the start."""
+        if state is not None and not isinstance(state.memory, Factors):
+            return True
+        return rows * mixer.num_heads * mixer.feature_map.out_dim * mixer.head_dim <= SMALL
+
+    def take(self, memory: Tensor) -> None:
+        """Makes ``memory`` the buffer, and sets up what depends on its number of rows."""
+        rows, heads, width, columns = memory.shape
+        self.memory, self.flat = memory, memory.view(rows * heads, width, columns)
+        self.spare: Tensor | None = None
+        self.qk = memory.new_empty(2, rows, heads, 1, width)
+        self.values = memory.new_ones(rows, heads, columns) if self.mixer.attention_norm else None
+
+    def state(self) -> FastWeightState:
+        """The state after the last token."""
+        memory = self.memory[..., : self.value_dim].clone()
+        return FastWeightState(memory, self.memory[..., -1].clone() if self.mixer.attention_norm else None)
+
+    def reorder(self, order: Tensor) -> None:
+        """Copies the rows ``order`` into a second buffer, in one pass."""
+        if len(order) != len(self.memory):
+            return self.take(self.memory.index_select(0, order))
+        spare = torch.empty_like(self.memory) if self.spare is None else self.spare
+        torch.index_select(self.memory, 0, order, out=spare)
+        self.spare, self.memory = self.memory, spare
+        self.flat = spare.view(self.flat.shape)
+        return None
+
+    def step(self, x: Tensor) -> Tensor:
+        """Writes and reads: x (R,C) -> y (R,C)."""
+        mixer, rows, columns = self.mixer, len(x), self.memory.shape[-1]
+        projected = F.linear(x, mixer.in_proj.weight, mixer.in_proj.bias)
+        qk, v, *gates = projected.split(self.parts, -1)
+        q, k = self.features(qk)
+        c = self.rule.coefficients(**{name: self.gate(part) for name, part in zip(self.rule.gates, gates)})
+        self.decay(c.f, c.z)
+        v = v.view(rows, self.heads, self.value_dim)
+        if c.e is None:
+            update = v if c.w is None else v * c.w
+        else:
+            recalled = torch.bmm(k.unsqueeze(1), self.flat).view(rows, self.heads, columns)
+            update = self.without(recalled, v, c.e, c.w)
+        if self.values is not None:
+            self.values[..., :-1] = update
+            if c.w is not None and self.rule.normaliser == "write":
+                self.values[..., -1:] = c.w
+            update = self.values
+        self.memory.addcmul_(k.view(rows, self.heads, -1, 1), update.unsqueeze(2))  # a batched product is slower for one token
+        y = torch.bmm(q.unsqueeze(1), self.flat)
+        if self.values is not None:
+            y = y[..., :-1] / (y[..., -1:] + self.eps)
+        if mixer.read_scale != 1:
+            y = y * mixer.read_scale
+        return F.linear(y.view(rows, -1), mixer.out_proj.weight, mixer.out_proj.bias)
+
+    def features(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Maps the projections of queries and keys, (R, 2 H X), to their features, (R H, K) each."""
+        mixer = self.mixer
+        x = x.view(len(x), 2, self.heads, 1, -1).transpose(0, 1)
+        if mixer.feature_norm == "sum":
+            features = mixer.feature_map.scaled(x)[0]
+            torch.div(features, features.sum(-1, keepdim=True).clamp_(min=SMALLEST_SUM), out=self.qk)
+        else:
+            self.qk.copy_(NORMS[mixer.feature_norm](mixer.feature_map(x)))
+        return self.qk.view(2, -1, self.qk.shape[-1]).unbind()
+
+    def gate(self, part: Tensor) -> Tensor:
+        """Maps (R, H X) to the gate, (R,H,1) or (R,H,1,X)."""
+        part = part.sigmoid()
+        return part.unsqueeze(-1) if part.shape[-1] == self.heads else part.view(len(part), self.heads, 1, -1)
+
+    def decay(self, f: Tensor | None, z: Tensor | None) -> None:
+        """Shrinks the memory. The sums of keys shrink with it where they follow the writes."""
+        memory = self.memory if self.rule.normaliser == "write" else self.memory[..., : self.value_dim]
+        if f is not None:
+            memory.mul_(f.unsqueeze(-1) if f.dim() == 3 else f.mT)
+        if z is not None:
+            self.memory[..., : self.value_dim].mul_(z)
+
+    def without(self, recalled: Tensor, v: Tensor, e: Tensor, w: Tensor | None) -> Tensor:
+        """Returns w v - e times what the key recalls, (R,H,V)."""
+        same = e is w
+        if self.values is not None:
+            if self.divides_erase:
+                e, same = e / (recalled[..., -1:] + self.eps), False
+            recalled = recalled[..., :-1]
+        if same:
+            return (v - recalled).mul_(e)
+        return torch.addcmul(v if w is None else v * w, recalled, e, value=-1)

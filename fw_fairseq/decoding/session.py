@@ -1,0 +1,102 @@
+"""A language model's step of generation, from the tokens to the features, without the general path through fairseq's decoder."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..modules import FastWeightDecoderLayer, MixerAttention
+from .steppers import make_stepper
+
+SESSION = "session"  # its key in fairseq's incremental state
+UNKNOWN_PARTS = ("attn_ln", "ffn_layernorm", "w_resid", "c_attn", "encoder_attn")  # options of fairseq's layer
+
+
+class LayerStep:
+    """One decoder layer that reads one token of each row at a time."""
+
+    def __init__(self, layer: FastWeightDecoderLayer, state):
+        self.stepper = make_stepper(layer.self_attn.mixer, state)
+        self.layer, self.attention = layer, layer.self_attn
+        self.before = layer.normalize_before
+
+    @staticmethod
+    def fits(layer: nn.Module) -> bool:
+        """Whether the layer has a mixer, and no other part than those that ``__call__`` knows."""
+        return (
+            isinstance(layer, FastWeightDecoderLayer)
+            and isinstance(layer.self_attn, MixerAttention)
+            and not layer.self_attn.mixer.norms_residual
+            and all(getattr(layer, part) is None for part in UNKNOWN_PARTS)
+            and not any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules())
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Maps x (R,C) to the layer's output (R,C)."""
+        layer = self.layer
+        if self.before:
+            x = x + self.stepper(layer.self_attn_layer_norm(x))
+            return x.add_(layer.fc2(layer.activation_fn(layer.fc1(layer.final_layer_norm(x)))))
+        x = layer.self_attn_layer_norm(self.stepper(x).add_(x))
+        return layer.final_layer_norm(layer.fc2(layer.activation_fn(layer.fc1(x))).add_(x))
+
+
+class Session:
+    """The states of one generation: all rows read their next token together, and every layer changes its state in place.
+
+    It takes the states in fairseq's ``incremental_state``, where the prompt left them, and ``release`` puts them back.
+    """
+
+    def __init__(self, decoder, incremental_state: dict):
+        self.decoder = decoder
+        self.layers = []
+        for layer in decoder.layers:
+            key = layer.self_attn._get_full_incremental_state_key("mixer")
+            self.layers.append(LayerStep(layer, incremental_state.pop(key, None)))
+        positions = decoder.embed_positions
+        self.table = None
+        if positions is not None:
+            self.table = positions.weight if isinstance(positions, nn.Embedding) else positions.weights
+
+    @staticmethod
+    def fits(decoder) -> bool:
+        """Whether the decoder has no other part than those that ``features`` and ``LayerStep`` know, and no gradient is wanted."""
+        general = decoder.training or torch.is_grad_enabled() or torch.is_autocast_enabled(decoder.embed_tokens.weight.device.type)
+        return not general and decoder.quant_noise is None and all(map(LayerStep.fits, decoder.layers))
+
+    def features(self, tokens: Tensor) -> Tensor:
+        """Maps the rows' tokens so far, (R,T), to the features at the last one, (R,1,C). All before it have been read."""
+        decoder, last = self.decoder, tokens[:, -1]
+        x = decoder.embed_tokens(last)
+        if decoder.embed_scale != 1:
+            x = x * decoder.embed_scale
+        if decoder.project_in_dim is not None:
+            x = decoder.project_in_dim(x)
+        if self.table is not None:
+            x = x + self.position(tokens)
+        if decoder.layernorm_embedding is not None:
+            x = decoder.layernorm_embedding(x)
+        for layer in self.layers:
+            x = layer(x)
+        if decoder.layer_norm is not None:
+            x = decoder.layer_norm(x)
+        if decoder.project_out_dim is not None:
+            x = decoder.project_out_dim(x)
+        return x.unsqueeze(1)
+
+    def position(self, tokens: Tensor) -> Tensor:
+        """The embedding of the last token's position. fairseq's module makes those beyond its table, or refuses them."""
+        row = self.decoder.padding_idx + tokens.shape[1]
+        if row < len(self.table):
+            return self.table[row]
+        return self.decoder.embed_positions(tokens, incremental_state={})[:, -1]
+
+    def reorder(self, order: Tensor) -> None:
+        """Gives row i the states of row ``order[i]``."""
+        for layer in self.layers:
+            layer.stepper.reorder(order)
+
+    def release(self, incremental_state: dict) -> None:
+        """Puts the states where the layers' general path looks for them."""
+        for layer in self.layers:
+            layer.attention._set_input_buffer(incremental_state, layer.stepper.state)

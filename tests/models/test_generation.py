@@ -1,0 +1,134 @@
+"""Generation token by token: its short way through the decoder equals the general one, and writes where it wrote before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fairseq.sequence_generator import SequenceGenerator
+from support.language_models import ERASING, NON_NEGATIVE, assert_close, build, draw, make_task
+
+from fw_fairseq.decoding import SESSION, Session
+from fw_fairseq.decoding.steppers import FastWeightStepper
+from fw_fairseq.feature_maps import FEATURE_MAPS
+from fw_fairseq.mixers import MIXERS
+from fw_fairseq.rules import RULES
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def combinations():
+    """Each rule with each feature map, and both ways of attention norm where a rule has them; the other mixers."""
+    for rule in RULES:
+        for phi in FEATURE_MAPS:
+            norm = "sum" if phi in NON_NEGATIVE else "l2" if rule in ERASING else "none"
+            yield {"update_rule": rule, "feature_map": phi, "feature_norm": norm}
+        if RULES[rule].normaliser:
+            yield {"update_rule": rule, "feature_map": "relu", "feature_norm": "none", "attention_norm": True}
+            yield {"update_rule": rule, "feature_map": "favor", "feature_norm": "none", "attention_norm": True}
+        if RULES[rule].normaliser == "keys":
+            yield {"update_rule": rule, "attention_norm": True, "attention_norm_of": "read"}
+    yield {"update_rule": "gated_delta", "scale_reads": True, "bias_free": True, "feature_norm": "l2"}
+    yield from ({"mixer": name} for name in MIXERS if name != "fast_weight")
+
+
+LAYOUTS = [
+    {"decoder_normalize_before": True, "decoder_learned_pos": True},
+    {"no_token_positional_embeddings": True, "layernorm_embedding": True, "decoder_output_dim": 16},
+    {"decoder_input_dim": 16, "no_scale_embedding": True, "scale_output": True},
+    {"decoder_ffn_embed_dim": 0, "decoder_normalize_before": True, "no_decoder_final_norm": True},
+    {"mixer": "additive", "pooling_form": "published", "decoder_normalize_before": True},
+    {"mixer_pattern": "softmax,fast_weight"},
+]
+
+
+def label(options) -> str:
+    return "-".join(f"{name}={value}" if isinstance(value, (bool, int)) else str(value) for name, value in options.items())
+
+
+@torch.no_grad()
+def generate(model, tokens, prompt: int = 0) -> tuple[torch.Tensor, dict]:
+    """The logits from the prompt on, of hypotheses that change places, and of which one ends; and the last state."""
+    state, found, rows = {}, [], torch.arange(len(tokens))
+    if prompt:
+        found.append(model(tokens[:, :prompt], incremental_state=state)[0])
+    for t in range(prompt, tokens.shape[1]):
+        found.append(model(tokens[rows, : t + 1], incremental_state=state)[0])
+        if t in (3, 4, 6):
+            order = torch.tensor([1, 1, 0] if t < 6 else [0, 2])
+            rows = rows[order]
+            model.decoder.reorder_incremental_state_scripting(state, order)
+    return torch.cat([part.flatten(0, 1) for part in found]), state
+
+
+@pytest.mark.parametrize("prompt", [0, 3])
+@pytest.mark.parametrize("options", [*combinations(), *LAYOUTS], ids=label)
+def test_the_short_way_equals_the_general_one(options, prompt, monkeypatch):
+    model, tokens = build(**options), draw(3, 11)
+    found, state = generate(model, tokens, prompt)
+    assert (SESSION in state) == (model.decoder.recurrent and "pooling_form" not in options)
+    monkeypatch.setattr(Session, "fits", staticmethod(lambda decoder: False))
+    expected, state = generate(model, tokens, prompt)
+    assert SESSION not in state
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("rule", [name for name in RULES if RULES[name].coefficients])
+@torch.no_grad()
+def test_a_token_writes_into_the_memory_that_is_there(rule):
+    model, tokens, state = build(update_rule=rule).double(), draw(2, 6), {}
+    places = []
+    for t in range(6):
+        model(tokens[:, : t + 1], incremental_state=state)
+        steppers = [layer.stepper for layer in state[SESSION].layers]
+        assert all(isinstance(stepper, FastWeightStepper) for stepper in steppers)
+        places.append([stepper.memory.memory.data_ptr() for stepper in steppers])
+    assert all(place == places[0] for place in places)
+
+
+@torch.no_grad()
+def test_a_padded_token_changes_no_state(monkeypatch):
+    model, tokens = build(), draw(2, 5)
+    padded = torch.cat([tokens[:, :3], torch.tensor([[1], [7]]), tokens[:, 3:]], 1)
+
+    def last_of(rows):
+        state = {}
+        return [model(rows[:, : t + 1], incremental_state=state)[0] for t in range(rows.shape[1])][-1], state
+
+    model.decoder.embed_positions = None  # which count padding
+    found, state = last_of(padded)
+    assert SESSION in state
+    assert_close(found[0], last_of(tokens)[0][0])
+
+
+@torch.no_grad()
+def test_beam_search_writes_the_same_tokens(monkeypatch):
+    task = make_task(40)
+    models = [build(task, update_rule=rule, attention_norm=rule == "sum") for rule in ("delta", "sum")]
+    sample = {"net_input": {"src_tokens": draw(3, 4), "src_lengths": torch.full((3,), 4)}}
+    for model in models:
+        model.max_positions = lambda: 64
+
+    def search():
+        generator = SequenceGenerator(models, task.target_dictionary, beam_size=4, max_len_b=12)
+        found = generator.generate(models, sample, prefix_tokens=sample["net_input"]["src_tokens"][:, :2])
+        return [[(h["tokens"].tolist(), h["score"].item()) for h in hypotheses] for hypotheses in found]
+
+    found = search()
+    monkeypatch.setattr(Session, "fits", staticmethod(lambda decoder: False))
+    for hypotheses, expected in zip(found, search()):
+        assert [tokens for tokens, _ in hypotheses] == [tokens for tokens, _ in expected]
+        assert [score for _, score in hypotheses] == pytest.approx([score for _, score in expected], abs=1e-9)
+
+
+@pytest.mark.parametrize("change", ["training", "gradients", "hook", "part"])
+def test_everything_else_takes_the_general_way(change):
+    model, tokens, state = build(), draw(2, 1), {}
+    if change == "training":
+        model.train()
+    if change == "hook":
+        model.decoder.layers[0].fc1.register_forward_hook(lambda module, inputs, output: None)
+    if change == "part":
+        model.decoder.layers[1].ffn_layernorm = torch.nn.LayerNorm(48).double()
+    with torch.set_grad_enabled(change == "gradients"):
+        model(tokens, incremental_state=state)
+    assert SESSION not in state and state
