@@ -38,13 +38,19 @@ VALUES = {  # where a default or the next number would change nothing in so smal
     "srupp_width": [4],
     "srupp_heads": [2],
     "srupp_memory": [1],
-    "srupp_dropout": [0.5],
     "local_window": [2],
     "xl_memory": [1],
     "slots": [3],
     "slot_positions": [3],
 }
-NEEDS = {"attention_norm_of": {"attention_norm": True}, "srupp_heads": {"mixer": "srupp", "srupp_width": 4}}
+NEEDS = {  # beside the mixer
+    "attention_norm_of": {"attention_norm": True},
+    "sru_projection_norm": {"sru_projection": 4},
+    "sru_projection_dropout": {"sru_projection": 4},
+    "srupp_heads": {"srupp_width": 4},
+    "srupp_segment": {"srupp_memory": 1},
+    "xl_segment": {"xl_memory": 1},
+}
 TEXT = torch.randint(4, 40, (3, 2, 6), generator=torch.Generator().manual_seed(0))
 
 
@@ -54,16 +60,19 @@ def values(name: str) -> list:
         return VALUES[name]
     if isinstance(OPTIONS[name].type, type) and issubclass(OPTIONS[name].type, Enum):
         return [choice.value for choice in OPTIONS[name].type if choice.value != str(default)]
-    return [not default] if isinstance(default, bool) else [default + 1] if isinstance(default, int | float) else [f"{default}1"]
+    step = 0.5 if isinstance(default, float) else 1
+    return [not default] if isinstance(default, bool) else [default + step] if isinstance(default, int | float) else [f"{default}1"]
 
 
 def bases(name: str) -> list[dict]:
     """Models that read the option, and some that do not."""
-    owners = [{"mixer": mixer} for mixer, kind in MIXERS.items() if name in kind.options]
+    owners = [{"mixer": mixer} | NEEDS.get(name, {}) for mixer, kind in MIXERS.items() if name in kind.options]
     maps = {phi: "sum" if kind.non_negative else "l2" for phi, kind in FEATURE_MAPS.items() if name in kind.options}
     owners += [{"feature_map": phi, "feature_norm": norm} for phi, norm in maps.items()]
-    found = [NEEDS.get(name, {}), *owners, {}, {"mixer": "sru"}, {"mixer": "softmax"}]
-    return [base for number, base in enumerate(found) if base not in found[:number] and name not in base]
+    others = [
+        base for base in ({}, {"mixer": "sru"}, {"mixer": "softmax"}) if base.get("mixer") not in {x.get("mixer") for x in owners}
+    ]
+    return [base for base in (*owners, *others) if name not in base]
 
 
 def trained(**options) -> bytes | str:

@@ -49,7 +49,8 @@ def outcomes(report: Path) -> dict[str, str]:
 def run(folder: Path, changes: bool, tests: list[str]) -> dict[str, str]:
     report = folder / "report.xml"
     environment = os.environ | {WITH: str(int(changes)), "PYTHONPATH": f"{Path(__file__).parents[1]}:{folder}"}
-    options = ["-q", "-p", "support.fairseq_tests", "-p", "no:cacheprovider", f"--junitxml={report}", "-o", "addopts="]
+    options = ["-q", "-p", "support.fairseq_tests", "-p", "no:cacheprovider", "-o", "addopts=", f"--junitxml={report}"]
+    options += ["--continue-on-collection-errors"]
     subprocess.run([sys.executable, "-m", "pytest", *options, *tests], cwd=folder, env=environment, check=False)
     return outcomes(report)
 
