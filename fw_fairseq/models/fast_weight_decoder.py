@@ -110,26 +110,26 @@ class FastWeightDecoder(TransformerDecoder):
             yield
 
     def session(self, tokens: Tensor, incremental_state: dict, args: tuple, kwargs: dict) -> Session | None:
-        """The session of this generation, which begins with its first single token; None where the general path must read it."""
+        """The session of this generation, which begins with its first single token; None where the general path must read it.
+        ``incremental_state`` has False in its place in a model that takes no session."""
         session = incremental_state.get(SESSION)
+        if session is False:
+            return None
         known = not args and all(name == "features_only" or value is None for name, value in kwargs.items())
         if known and self.recurrent and not tokens[:, -1].eq(self.padding_idx).any():
-            if session is not None:
-                return session
-            if Session.fits(self) and (tokens.shape[1] == 1 or incremental_state):
-                session = incremental_state[SESSION] = Session(self, incremental_state)
-                return session
+            if session is None and (tokens.shape[1] == 1 or incremental_state):
+                session = incremental_state[SESSION] = Session.fits(self) and Session(self, incremental_state)
+            return session or None
         if session is not None:
             incremental_state.pop(SESSION).release(incremental_state)
         return None
 
     def reorder_incremental_state_scripting(self, incremental_state: dict, new_order: Tensor) -> None:
         """Gives each hypothesis of a beam search the states of the hypothesis that it continues."""
-        session = incremental_state.get(SESSION)
-        if session is None:
-            super().reorder_incremental_state_scripting(incremental_state, new_order)
-        else:
+        if session := incremental_state.get(SESSION):
             session.reorder(new_order)
+        else:
+            super().reorder_incremental_state_scripting(incremental_state, new_order)
 
     def starts_with_a_prompt(self, tokens, incremental_state) -> bool:
         return incremental_state is not None and self.recurrent and tokens.shape[1] > 1 and not incremental_state

@@ -65,10 +65,10 @@ def generate(model, tokens, prompt: int = 0) -> tuple[torch.Tensor, dict]:
 def test_the_short_way_equals_the_general_one(options, prompt, monkeypatch):
     model, tokens = build(**options), draw(3, 11)
     found, state = generate(model, tokens, prompt)
-    assert (SESSION in state) == (model.decoder.recurrent and "pooling_form" not in options)
+    assert bool(state.get(SESSION)) == (model.decoder.recurrent and "pooling_form" not in options)
     monkeypatch.setattr(Session, "fits", staticmethod(lambda decoder: False))
     expected, state = generate(model, tokens, prompt)
-    assert SESSION not in state
+    assert not state.get(SESSION)
     assert_close(found, expected)
 
 
@@ -131,4 +131,4 @@ def test_everything_else_takes_the_general_way(change):
         model.decoder.layers[1].ffn_layernorm = torch.nn.LayerNorm(48).double()
     with torch.set_grad_enabled(change == "gradients"):
         model(tokens, incremental_state=state)
-    assert SESSION not in state and state
+    assert not state.get(SESSION) and len(state) > 1
