@@ -57,7 +57,8 @@ class RetrievalModel(BaseFairseqModel):
         self.query_projection = nn.Linear(width, config.key_dim, bias=False)
         self.key_projection = nn.Linear(width + symbols, config.key_dim, bias=False)
         widths = self.feature_map.out_dim, symbols
-        self.gates = nn.ModuleDict({name: nn.Linear(width + symbols, g.width(*widths)) for name, g in self.rule.gates.items()})
+        gates = {} if self.softmax else self.rule.gates
+        self.gates = nn.ModuleDict({name: nn.Linear(width + symbols, g.width(*widths)) for name, g in gates.items()})
         for name, gate in self.gates.items():
             spec, start = self.rule.gates[name], config.write_strength_init
             if spec.bias == "uniform" or (start and spec.writes):  # the others start around 1/2, as published
@@ -73,6 +74,12 @@ class RetrievalModel(BaseFairseqModel):
         """Checks the options and returns the model for the symbols of the task."""
         check_numbers(cfg, RetrievalConfig)
         return cls(cfg, task.cfg.symbols)
+
+    def upgrade_state_dict_named(self, state_dict, name):
+        """Leaves out the gates that softmax attention once had, and never used."""
+        if self.softmax:
+            for key in [key for key in state_dict if key.startswith("gates.")]:
+                del state_dict[key]
 
     def refuse_without_effect(self, cfg: RetrievalConfig) -> None:
         """Refuses options that this model does not read."""

@@ -17,6 +17,7 @@ ENDS = [0, 21, 57, 70]  # where the parts of three workers begin and end
 SHAPE = (2, 2, ENDS[-1], 4, 3)
 ACROSS = [(rule, norm, options) for rule, norm in CASES if rule in FITTING for options in ("", "state", "state padding reset")]
 ACROSS += [(rule, True, "scale state reset") for rule, entry in RULES.items() if entry.normaliser == "write"]
+ACROSS += [("delta", True, "state padding reset read")]  # --attention-norm-of
 LOWER = [("delta", True, "state", torch.bfloat16), ("gated_delta", False, "state", torch.float32)]
 
 
@@ -50,11 +51,12 @@ def cut(x, span, time=2):
 
 
 def run(case, span, dstate_of, group=None):
-    rule, attention_norm, _, *_ = case
+    rule, attention_norm, options, *_ = case
     inputs, gates, state, scale, masks, dy, dstate = draw(*case)
     y, final = fast_weight(
         *(cut(x, span) for x in inputs.values()), rule, {n: cut(x, span) for n, x in gates.items()}, state,
-        attention_norm=attention_norm, key_log_scale=None if scale is None else cut(scale, span),
+        attention_norm=attention_norm, attention_norm_of="read" if "read" in options else "read_and_erase",
+        key_log_scale=None if scale is None else cut(scale, span),
         **{n: cut(x, span, 1) for n, x in masks.items()}, group=group,
     )  # fmt: skip
     pairs = [(y, cut(dy, span)), (final.memory, dstate_of(dstate[0]))]

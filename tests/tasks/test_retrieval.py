@@ -111,6 +111,14 @@ def test_refused_options(options, message):
         RetrievalModel(RetrievalConfig(**options), 7)
 
 
+def test_softmax_has_no_gates():
+    """Nor needs those of a checkpoint that has them."""
+    model = RetrievalModel(RetrievalConfig(mixer="softmax"), 7)
+    assert not [name for name, _ in model.named_parameters() if "gate" in name]
+    older = model.state_dict() | {"gates.beta.weight": torch.zeros(1, 22), "gates.beta.bias": torch.zeros(1)}
+    model.load_state_dict(older)
+
+
 def recipe(name: str, out, *args, **environment):
     variables = ENVIRONMENT | {"OUT": str(out), "BIN": programs.folder()} | environment
     command = ["bash", str(ROOT / "recipes" / "synthetic" / name), *map(str, args)]
