@@ -44,6 +44,7 @@ VALUES = {  # where a default or the next number would change nothing in so smal
     "slot_positions": [3],
 }
 NEEDS = {  # beside the mixer
+    "plain_adaptive_softmax": {"adaptive_softmax_cutoff": "10,20"},
     "attention_norm_of": {"attention_norm": True},
     "sru_projection_norm": {"sru_projection": 4},
     "sru_projection_dropout": {"sru_projection": 4},
@@ -51,7 +52,8 @@ NEEDS = {  # beside the mixer
     "srupp_segment": {"srupp_memory": 1},
     "xl_segment": {"xl_memory": 1},
 }
-TEXT = torch.randint(4, 40, (3, 2, 6), generator=torch.Generator().manual_seed(0))
+WORDS = 40
+TEXT = torch.randint(4, WORDS, (3, 2, 6), generator=torch.Generator().manual_seed(0))
 
 
 def values(name: str) -> list:
@@ -68,6 +70,8 @@ def bases(name: str) -> list[dict]:
     """Models that read the option, and some that do not."""
     owners = [{"mixer": mixer} | NEEDS.get(name, {}) for mixer, kind in MIXERS.items() if name in kind.options]
     maps = {phi: "sum" if kind.non_negative else "l2" for phi, kind in FEATURE_MAPS.items() if name in kind.options}
+    if name in NEEDS and not owners:
+        owners = [NEEDS[name]]
     owners += [{"feature_map": phi, "feature_norm": norm} for phi, norm in maps.items()]
     others = [
         base for base in ({}, {"mixer": "sru"}, {"mixer": "softmax"}) if base.get("mixer") not in {x.get("mixer") for x in owners}
@@ -80,12 +84,13 @@ def trained(**options) -> bytes | str:
     args = options_of("fast_weight_lm", **TINY | options)
     torch.manual_seed(1)
     try:
-        model = registered.MODEL_REGISTRY["fast_weight_lm"].build_model(args, make_task(40)).double().train()
+        model = registered.MODEL_REGISTRY["fast_weight_lm"].build_model(args, make_task(WORDS)).double().train()
         model.refuse_without_effect(args)
         streams = Streams()
         for tokens in TEXT:
             logits, _ = model(tokens, streams=streams)
-            F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+            of_words = logits.shape[-1] == WORDS  # an adaptive softmax comes after what the model returns
+            (F.cross_entropy(logits.flatten(0, 1), tokens.flatten()) if of_words else logits.square().mean()).backward()
             with torch.no_grad():
                 for x in filter(lambda x: x.grad is not None, model.parameters()):
                     x -= 0.1 * x.grad
