@@ -1,4 +1,5 @@
-// The parameters of the family without erase, its tile, and how its threads own columns: who loads, scales and stores what.
+// The parameters of the family with decay per channel, its tile, and how its threads own columns: who loads, scales and stores
+// what.
 //
 // A warp takes 32 channels of the key side or of the value side, a lane two neighbouring ones over half a chunk, outward from the
 // middle; the lane 16 away has the other half.
@@ -126,9 +127,10 @@ __device__ __forceinline__ void map_chunk(Features& to, const Rows* all, const P
 }
 #endif
 
-// This lane's share of the work on columns.
+// This lane's share of the work on columns, of q and k (KEY) or of v.
+template <bool KEY>
 struct Job {
-    bool key;     // of q and k, else of v
+    static constexpr bool key = KEY;
     bool active;  // the tile has this column
     int late;     // which half of the chunk
     int number;   // of its side's jobs
@@ -140,33 +142,99 @@ struct Job {
 #endif
 
     __device__ __forceinline__ Job(const Params& p) {
-        int warp = threadIdx.x >> 5, lane = lane_id();
-        key = warp < FW_KEY_JOBS;
-        number = key ? warp : warp - FW_KEY_JOBS;
+        int lane = lane_id();
+        number = (threadIdx.x >> 5) - (KEY ? 0 : FW_KEY_JOBS);
         column = number * 32 + 2 * (lane & 15);
-        active = key ? column < FW_K : number < FW_VALUE_JOBS && column < FW_V;
+        active = column < (KEY ? FW_K : FW_V);
         late = lane >> 4;
-        first = key ? 0 : blockIdx.x * FW_V;
-        width = key ? p.K : p.V - first;
-    }
-
-    template <class T>
-    __device__ __forceinline__ T* row(const Tensor& x, int t, int share = 0) const {
-        return row_of<T>(x, t, share) + first;
-    }
-
-    // Token t of q (READS) or k, on the value side of x, in this lane's columns.
-    template <bool READS>
-    __device__ __forceinline__ Pair load(const Params& p, const Tensor& x, int t) const {
-#if FW_MAP
-        if (key) {
-            const FW_IN* from = (READS ? features->q : features->k) + t % FW_CHUNK * FW_LDK;
-            return load_pair(from, column, FW_K, true, 0.f);
-        }
-#endif
-        return load_pair(row<FW_IN>(key ? (READS ? p.q : p.k) : x, t), column, width, active && t < p.T, 0.f);
+        first = KEY ? 0 : blockIdx.x * FW_V;
+        width = KEY ? p.K : p.V - first;
     }
 };
+
+// Runs f(job) in the warps that have columns. What the two sides do is compiled apart.
+template <class S, class F>
+__device__ __forceinline__ void by_side(const Params& p, const S& shared, F f) {
+    const int warp = threadIdx.x >> 5;
+    if (warp < FW_KEY_JOBS) {
+        Job<true> job(p);
+#if FW_MAP
+        job.features = &shared.features;
+#endif
+        f(job);
+    } else if (warp < FW_KEY_JOBS + FW_VALUE_JOBS) {
+        Job<false> job(p);
+        f(job);
+    }
+}
+
+template <class T, bool KEY>
+__device__ __forceinline__ T* row_in(const Job<KEY>& job, const Tensor& x, int t, int share = 0) {
+    return row_of<T>(x, t, share) + job.first;
+}
+
+// Eight tokens of a lane's columns, outward from the middle of the chunk that starts at `start`; `other` where there are none. A whole
+// chunk is loaded before anything waits for it.
+template <class T, bool KEY>
+__device__ __forceinline__ void load_eight(typename PairOf<T>::type (&to)[8], const Params& p, const Job<KEY>& job, const Tensor& x,
+                                           int start, float other) {
+#if FW_PAIRED
+    if (start + FW_CHUNK <= p.T) {
+        const T* from = row_in<T>(job, x, start + token_of(job.late, 0)) + job.column;
+        const int64_t step = job.late ? x.t : -x.t;
+        const bool there = job.active && job.column < job.width;
+#pragma unroll
+        for (int j = 0; j < 8; j++, from += step) {
+            to[j].x = to[j].y = from_float<T>(other);
+            if (there) to[j] = *(const typename PairOf<T>::type*)from;
+        }
+        return;
+    }
+#endif
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const int t = start + token_of(job.late, j);
+        to[j] = load_pair(row_in<T>(job, x, t), job.column, job.width, job.active && t < p.T, other);
+    }
+}
+
+// The same back: put(j) are token j's two numbers.
+template <class T, bool KEY, class F>
+__device__ __forceinline__ void store_eight(const Params& p, const Job<KEY>& job, const Tensor& x, int start, int share, F put) {
+#if FW_PAIRED
+    if (start + FW_CHUNK <= p.T) {
+        T* to = row_in<T>(job, x, start + token_of(job.late, 0), share) + job.column;
+        const int64_t step = job.late ? x.t : -x.t;
+        if (job.active && job.column < job.width) {
+#pragma unroll
+            for (int j = 0; j < 8; j++, to += step) store_pair(to, 0, 1, true, put(j).x, put(j).y);
+        }
+        return;
+    }
+#endif
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const int t = start + token_of(job.late, j);
+        store_pair(row_in<T>(job, x, t, share), job.column, job.width, job.active && t < p.T, put(j).x, put(j).y);
+    }
+}
+
+// Eight tokens of q (READS) or k, of x on the value side.
+template <bool READS, bool KEY>
+__device__ __forceinline__ void load_operands_of(Pair (&to)[8], const Params& p, const Job<KEY>& job, const Tensor& x, int start) {
+#if FW_MAP
+    if constexpr (KEY) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const int t = start + token_of(job.late, j);
+            const FW_IN* from = (READS ? job.features->q : job.features->k) + t % FW_CHUNK * FW_LDK;
+            to[j] = load_pair(from, job.column, FW_K, true, 0.f);
+        }
+        return;
+    }
+#endif
+    load_eight<FW_IN>(to, p, job, KEY ? (READS ? p.q : p.k) : x, start, 0.f);
+}
 
 // Eight tokens of two channels, as they come from memory.
 struct Columns {
@@ -174,65 +242,47 @@ struct Columns {
     float gate[2][8];
     float strength[8];  // w, on the value side
 
-    __device__ __forceinline__ void load_gates(const Params& p, const Job& job, int start, float least = 0.f) {
-        const Tensor& gates = job.key ? p.f : p.z;
-        bool scalar = job.key && FW_F == 1;
+    template <bool KEY>
+    __device__ __forceinline__ void load_gates(const Params& p, const Job<KEY>& job, int start, float least = 0.f) {
+        float2 pairs[8];
+        if constexpr (KEY ? FW_F != 0 : FW_Z != 0) load_eight<float>(pairs, p, job, KEY ? p.f : p.z, start, 1.f);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            int t = start + token_of(job.late, j);
-            bool valid = job.active && t < p.T;
-            gate[0][j] = gate[1][j] = 1.f;
-            if (!(job.key ? FW_F : FW_Z)) continue;
-            if (scalar) {
-                if (valid) gate[0][j] = gate[1][j] = fmaxf(*row_of<float>(gates, t), least);
-            } else {
-                float2 pair = load_pair(job.row<float>(gates, t), job.column, job.width, valid, 1.f);
-                gate[0][j] = fmaxf(pair.x, least);
-                gate[1][j] = fmaxf(pair.y, least);
-            }
+            gate[0][j] = (KEY ? FW_F : FW_Z) ? fmaxf(pairs[j].x, least) : 1.f;
+            gate[1][j] = (KEY ? FW_F : FW_Z) ? fmaxf(pairs[j].y, least) : 1.f;
         }
     }
 
-    __device__ __forceinline__ void load_writes(const Params& p, const Job& job, int start) {
+    template <bool KEY>
+    __device__ __forceinline__ void load_writes(const Params& p, const Job<KEY>& job, int start) {
+        load_operands_of<false>(writes, p, job, p.v, start);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            int t = start + token_of(job.late, j);
-            bool valid = job.active && t < p.T;
-#if FW_MAP
-            writes[j] = job.load<false>(p, p.v, t);
-#else  // the same, but compiled within the registers of sm_120
-            writes[j] = load_pair(job.row<FW_IN>(job.key ? p.k : p.v, t), job.column, job.width, valid, 0.f);
-#endif
             strength[j] = 1.f;
 #if FW_W
-            if (!job.key && valid) strength[j] = *row_of<float>(p.w, t);
+            int t = start + token_of(job.late, j);
+            if (!KEY && job.active && t < p.T) strength[j] = *row_of<float>(p.w, t);
 #endif
         }
     }
 
-    __device__ __forceinline__ void load_reads(const Params& p, const Job& job, int start) {
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            int t = start + token_of(job.late, j);
-#if FW_MAP
-            reads[j] = job.load<true>(p, p.dy, t);
-#else
-            reads[j] = load_pair(job.row<FW_IN>(job.key ? p.q : p.dy, t), job.column, job.width, job.active && t < p.T, 0.f);
-#endif
-        }
+    template <bool KEY>
+    __device__ __forceinline__ void load_reads(const Params& p, const Job<KEY>& job, int start) {
+        load_operands_of<true>(reads, p, job, p.dy, start);
     }
 
     __device__ __forceinline__ float smallest() const { return fminf(half_product(gate[0]), half_product(gate[1])); }
 
     // The half-chunk's operands into rows of a chunk's array.
-    template <bool READS>
-    __device__ __forceinline__ void put(Operand* at, int ld, const Job& job, const Factors (&factors)[2]) const {
+    template <bool READS, bool KEY>
+    __device__ __forceinline__ void put(Operand* at, int ld, const Job<KEY>& job, const Factors (&factors)[2]) const {
         if (!job.active) return;
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             float2 x = to_float2(READS ? reads[j] : writes[j]);
-            float x0 = READS ? factors[0].reads[j] : factors[0].writes[j] * strength[j];
-            float x1 = READS ? factors[1].reads[j] : factors[1].writes[j] * strength[j];
+            float x0 = READS ? factors[0].reads[j] : factors[0].writes[j];
+            float x1 = READS ? factors[1].reads[j] : factors[1].writes[j];
+            if (!READS && FW_W) x0 *= strength[j], x1 *= strength[j];
             store_operands(at + token_of(job.late, j) * ld + job.column, x.x * x0, x.y * x1);
         }
     }
@@ -244,7 +294,8 @@ struct Scales {
     float key[3][FW_K];
     float value[3][FW_V];
 
-    __device__ __forceinline__ void put(const Job& job, float2 before, float2 into, float2 total) {
+    template <bool KEY>
+    __device__ __forceinline__ void put(const Job<KEY>& job, float2 before, float2 into, float2 total) {
         if (!job.active || job.late) return;
         float* at = job.key ? key[0] : value[0];
         int stride = job.key ? FW_K : FW_V;

@@ -1,4 +1,4 @@
-// The recurrence without erase (rules sum, gated, decay), forward. With D_t = (f_t z_t^T) * W_{t-1}:
+// The recurrence without erase and with decay per channel (rule decay), forward. With D_t = (f_t z_t^T) * W_{t-1}:
 //
 //     W_t = D_t + w_t k_t v_t^T,    y_t = W_t^T q_t
 //
@@ -84,35 +84,36 @@ __device__ __forceinline__ void put_y(Shared& s, const Acc (&y)[Memory::ROWS]) {
                 make_float2(y[r].c[i / 2][i % 2 * 2], y[r].c[i / 2][i % 2 * 2 + 1]);
 }
 
-__device__ __forceinline__ void store_y(const Params& p, const Shared& s, const Job& job, int start) {
-    if (job.key || !job.active) return;
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-        int token = token_of(job.late, j);
+__device__ __forceinline__ void store_y(const Params&, const Shared&, const Job<true>&, int) {}
+
+__device__ __forceinline__ void store_y(const Params& p, const Shared& s, const Job<false>& job, int start) {
+    if (!job.active) return;
+    store_eight<FW_IN>(p, job, p.y, start, 0, [&](int j) {
         float2 sum = make_float2(0.f, 0.f);
 #pragma unroll
         for (int warp = 0; warp < FW_K_WARPS; warp++) {
-            float2 y = *(const float2*)(s.y[warp] + token * FW_LDV + job.column);
+            float2 y = *(const float2*)(s.y[warp] + token_of(job.late, j) * FW_LDV + job.column);
             sum.x += y.x;
             sum.y += y.y;
         }
-        int t = start + token;
-        store_pair(job.row<FW_IN>(p.y, t), job.column, job.width, t < p.T, sum.x, sum.y);
-    }
+        return sum;
+    });
 }
 
-__device__ __forceinline__ void load_chunk(Columns& columns, const Params& p, const Job& job, int start) {
+template <bool KEY>
+__device__ __forceinline__ void load_chunk(Columns& columns, const Params& p, const Job<KEY>& job, int start) {
     columns.load_writes(p, job, start);
-    if (job.key) columns.load_reads(p, job, start);
+    if (KEY) columns.load_reads(p, job, start);
 }
 
 // Starts the loads of the next chunk, which run while this one is computed. With a map v is only brought into the L2 cache, because
 // the registers hold no more.
-__device__ __forceinline__ void load_early(Columns& columns, const Params& p, const Job& job, int start) {
+template <bool KEY>
+__device__ __forceinline__ void load_early(Columns& columns, const Params& p, const Job<KEY>& job, int start) {
     columns.load_gates(p, job, start);
 #if FW_MAP
     int t = start + lane_id() % 16;
-    if (!job.key && t < p.T && job.number * 32 < job.width) prefetch_l2(job.row<FW_IN>(p.v, t) + job.number * 32);
+    if (!KEY && t < p.T && job.number * 32 < job.width) prefetch_l2(row_in<FW_IN>(job, p.v, t) + job.number * 32);
 #else
     load_chunk(columns, p, job, start);
 #endif
@@ -120,18 +121,19 @@ __device__ __forceinline__ void load_early(Columns& columns, const Params& p, co
 
 #if FW_MAP
 // The chunk's features, and the next chunk's rows on their way.
-__device__ __forceinline__ void take_rows(Shared& s, Columns& columns, const Params& p, const Job& job, int start) {
+__device__ __forceinline__ void take_rows(Shared& s, Columns& columns, const Params& p, int start) {
     cp_async_wait<0>();
     __syncthreads();
     if (start + FW_CHUNK < p.T) load_rows(s.rows, p, start + FW_CHUNK);
     map_chunk(s.features, s.rows, p, start, 32);
     __syncthreads();
-    load_chunk(columns, p, job, start);
+    by_side(p, s, [&](const auto& job) { load_chunk(columns, p, job, start); });
 }
 #endif
 
 // Scales this lane's columns for a round; returns what it leaves to do to the memory after it.
-__device__ __forceinline__ float2 put_chunk(Shared& s, const Columns& columns, const Job& job, int mode, float2 before) {
+template <bool KEY>
+__device__ __forceinline__ float2 put_chunk(Shared& s, const Columns& columns, const Job<KEY>& job, int mode, float2 before) {
     Factors factors[2];
     gate_factors(factors[0], mode, job.late, columns.gate[0]);
     gate_factors(factors[1], mode, job.late, columns.gate[1]);
@@ -151,34 +153,38 @@ __device__ __forceinline__ float2 put_chunk(Shared& s, const Columns& columns, c
 extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, 1) decay_forward(const Params p) {
     extern __shared__ __align__(16) unsigned char shared[];
     Shared& s = *(Shared*)shared;
-    Job job(p);
     const bool owner = is_owner();
     Memory memory;
     Columns columns;
     float2 left_over = make_float2(1.f, 1.f);
 
 #if FW_MAP
-    job.features = &s.features;
     load_rows(s.rows, p, 0);
 #endif
     if (owner) memory.load(memory_of(p.memory, p), p);
-    load_early(columns, p, job, 0);
+    by_side(p, s, [&](const auto& job) { load_early(columns, p, job, 0); });
     for (int start = 0; start < p.T; start += FW_CHUNK) {
 #if FW_MAP
-        take_rows(s, columns, p, job, start);
+        take_rows(s, columns, p, start);
 #endif
-        int tier = FW_F || FW_Z ? vote_tier(columns.smallest()) : 0;
+        float smallest = 1.f;
+        by_side(p, s, [&](const auto&) { smallest = columns.smallest(); });
+        int tier = vote_tier(smallest);
         Acc total[Memory::ROWS];
 #pragma unroll
         for (int r = 0; r < Memory::ROWS; r++) clear(total[r]);
         for (int mode = first_mode(tier); mode != DONE; mode = next_mode(mode, tier)) {
-            if (mode > BORDERS) {
-                columns.load_gates(p, job, start);
-                load_chunk(columns, p, job, start);
-            }
-            left_over = put_chunk(s, columns, job, mode, left_over);
+            by_side(p, s, [&](const auto& job) {
+                if (mode > BORDERS) {
+                    columns.load_gates(p, job, start);
+                    load_chunk(columns, p, job, start);
+                }
+                left_over = put_chunk(s, columns, job, mode, left_over);
+            });
             __syncthreads();
-            if (next_mode(mode, tier) == DONE) load_early(columns, p, job, start + FW_CHUNK);
+            if (next_mode(mode, tier) == DONE) {
+                by_side(p, s, [&](const auto& job) { load_early(columns, p, job, start + FW_CHUNK); });
+            }
             if (owner) {
                 if (has_borders(mode)) {
                     memory.scale(s.scales, 0);
@@ -199,9 +205,9 @@ extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, 1) decay_forward(con
             }
             __syncthreads();
         }
-        store_y(p, s, job, start);
+        by_side(p, s, [&](const auto& job) { store_y(p, s, job, start); });
     }
-    s.scales.put(job, left_over, left_over, left_over);
+    by_side(p, s, [&](const auto& job) { s.scales.put(job, left_over, left_over, left_over); });
     __syncthreads();
     if (owner) {
         memory.scale(s.scales, 0);

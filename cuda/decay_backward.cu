@@ -1,5 +1,5 @@
-// The recurrence without erase (rules sum, gated, decay), backward. dW is the adjoint of the memory, carried from the last token to
-// the first.
+// The recurrence without erase and with decay per channel (rule decay), backward. dW is the adjoint of the memory, carried from the
+// last token to the first.
 //
 // A block takes one sequence and one tile of value channels, part by part from the last: from the memory saved before the
 // part it recomputes the memory before each of its chunks into shared memory, then goes through the chunks backwards. Per chunk,
@@ -30,37 +30,43 @@ __device__ __forceinline__ void put_memory(Operand* at, Memory& memory) {
             }
 }
 
-__device__ __forceinline__ int tier_of(const Columns& columns) {
-    if (!FW_F && !FW_Z) return 0;
+// The smallest product of 8 gates, 0 where a gate is too small to divide by.
+__device__ __forceinline__ float smallest_of(const Columns& columns) {
     float smallest = 1.f;
 #pragma unroll
     for (int j = 0; j < 8; j++) smallest = fminf(smallest, fminf(columns.gate[0][j], columns.gate[1][j]));
-    return vote_tier(smallest < FW_SMALL_GATE ? 0.f : columns.smallest());
+    return smallest < FW_SMALL_GATE ? 0.f : columns.smallest();
 }
 
 // The memory before each chunk of a part, in the frame that the chunk will use.
-__device__ __forceinline__ void recompute(const Params& p, Shared& s, const Job& job, int part, int chunks) {
+__device__ __forceinline__ void recompute(const Params& p, Shared& s, int part, int chunks) {
     Memory memory;
     if (is_owner())
         memory.load(part ? memory_of(p.borders, p, p.parts - 1, part - 1) : memory_of(p.memory, p), p);
     float2 left_over = make_float2(1.f, 1.f);
     for (int chunk = 0; chunk < chunks; chunk++) {
         Columns columns;
-        Factors factors[2];
         int start = part * FW_PART + chunk * FW_CHUNK;
-        columns.load_gates(p, job, start, FW_NO_GATE);
 #if FW_MAP
         map_chunk(s.features, s.rows, p, start, 16);
         __syncthreads();
 #endif
-        columns.load_writes(p, job, start);
-        int mode = first_mode(tier_of(columns));
-        gate_factors(factors[0], mode, job.late, columns.gate[0]);
-        gate_factors(factors[1], mode, job.late, columns.gate[1]);
-        columns.put<false>(job.key ? s.k : s.v, job.key ? FW_LDK : FW_LDV, job, factors);
-        float2 first = make_float2(factors[0].first, factors[1].first), second = make_float2(factors[0].second, factors[1].second);
-        s.scales.put(job, left_over, first, make_float2(first.x * second.x, first.y * second.y));
-        left_over = mode == ALL ? second : make_float2(1.f, 1.f);
+        float smallest = 1.f;
+        by_side(p, s, [&](const auto& job) {
+            columns.load_gates(p, job, start, FW_NO_GATE);
+            columns.load_writes(p, job, start);
+            smallest = smallest_of(columns);
+        });
+        int mode = first_mode(vote_tier(smallest));
+        by_side(p, s, [&](const auto& job) {
+            Factors factors[2];
+            gate_factors(factors[0], mode, job.late, columns.gate[0]);
+            gate_factors(factors[1], mode, job.late, columns.gate[1]);
+            columns.put<false>(job.key ? s.k : s.v, job.key ? FW_LDK : FW_LDV, job, factors);
+            float2 first = make_float2(factors[0].first, factors[1].first), second = make_float2(factors[0].second, factors[1].second);
+            s.scales.put(job, left_over, first, make_float2(first.x * second.x, first.y * second.y));
+            left_over = mode == ALL ? second : make_float2(1.f, 1.f);
+        });
         __syncthreads();
         if (is_owner()) {
             memory.scale(s.scales, 0);
@@ -75,21 +81,12 @@ __device__ __forceinline__ void recompute(const Params& p, Shared& s, const Job&
     }
 }
 
-// One chunk backwards; returns what it leaves to do to the adjoint.
-__device__ __forceinline__ float2 reverse_chunk(const Params& p, Shared& s, const Job& job, Memory& adjoint, int start, int chunk,
-                                                float2 left_over) {
-    Columns columns;
-    Sums sums;
-    sums.clear();
-    columns.load_gates(p, job, start, FW_NO_GATE);
-#if FW_MAP
-    map_chunk(s.features, s.rows, p, start, 32);
-    __syncthreads();
-#endif
-    columns.load_writes(p, job, start);
-    columns.load_reads(p, job, start);
-    int tier = tier_of(columns), warp = threadIdx.x >> 5;
-    for (int mode = first_mode(tier); mode != DONE; mode = next_mode(mode, tier)) {
+// A round of a chunk. Chunks in one frame, which nearly all are, have code of their own.
+template <bool ONE_FRAME>
+__device__ __forceinline__ void reverse_round(const Params& p, Shared& s, Memory& adjoint, Columns& columns, Sums& sums, int start,
+                                              int chunk, int round, float2& left_over) {
+    const int mode = ONE_FRAME ? ALL : round, warp = threadIdx.x >> 5;
+    by_side(p, s, [&](const auto& job) {
         Factors factors[2];
         gate_factors(factors[0], mode, job.late, columns.gate[0]);
         gate_factors(factors[1], mode, job.late, columns.gate[1]);
@@ -100,50 +97,73 @@ __device__ __forceinline__ float2 reverse_chunk(const Params& p, Shared& s, cons
             s.scales.put(job, left_over, second, make_float2(first.x * second.x, first.y * second.y));
             left_over = mode == ALL ? first : make_float2(1.f, 1.f);
         }
-        __syncthreads();
-        if (has_borders(mode) && is_owner()) {
-            adjoint.scale(s.scales, 0);
-            if (mode == ALL) adjoint.scale(s.scales, 1);
-            put_memory(s.adjoint, adjoint);
-        }
-        if (has_pairs(mode)) {
-            if (warp == 0) score<FW_K>(s.scores, s.self[0], s.q, s.k, mode);
-            if (warp == FW_WARPS - 1) score<FW_V>(s.dscores, s.self[1], s.dy, s.v, mode);
-        }
-        __syncthreads();
-        multiply_side<true>(s, mode, chunk);
-        multiply_side<false>(s, mode, chunk);
-        if (has_borders(mode) && is_owner()) {
-            if (mode == BORDERS) adjoint.scale(s.scales, 2);
-            adjoint.add_outer(s.dy, s.q);
-        }
-        __syncthreads();
+    });
+    __syncthreads();
+    if (has_borders(mode) && is_owner()) {
+        adjoint.scale(s.scales, 0);
+        if (mode == ALL) adjoint.scale(s.scales, 1);
+        put_memory(s.adjoint, adjoint);
+    }
+    if (has_pairs(mode)) {
+        if (warp == 0) score<FW_K>(s.scores, s.self[0], s.q, s.k, mode);
+        if (warp == FW_WARPS - 1) score<FW_V>(s.dscores, s.self[1], s.dy, s.v, mode);
+    }
+    __syncthreads();
+    multiply_side<true>(s, mode, chunk);
+    multiply_side<false>(s, mode, chunk);
+    if (has_borders(mode) && is_owner()) {
+        if (mode == BORDERS) adjoint.scale(s.scales, 2);
+        adjoint.add_outer(s.dy, s.q);
+    }
+    __syncthreads();
+    by_side(p, s, [&](const auto& job) {
         // Loaded again: kept, the gates, their products and addresses would not fit the registers.
-        start = unknown(start);
-        mode = unknown(mode);
-        if (does_self(mode)) collect_self(p, sums, s.self[job.key], job, start);
+        const int again = unknown(start), now = ONE_FRAME ? ALL : unknown(round);
+        if (does_self(now)) collect_self(p, sums, s.self[job.key], job, again);
+        columns.load_gates(p, job, again, FW_NO_GATE);
+        const bool spanned = has_borders(now) && (job.key ? FW_F != 0 : FW_Z != 0);
+        const float2 past = spanned ? through(s, job, now, chunk) : make_float2(0.f, 0.f);
+        collect<0>(sums, s, job, columns, now, past.x);
+        collect<1>(sums, s, job, columns, now, past.y);
+    });
+}
+
+// One chunk backwards; `left_over` is what a chunk leaves to do to the adjoint.
+__device__ __forceinline__ void reverse_chunk(const Params& p, Shared& s, Memory& adjoint, int start, int chunk, float2& left_over) {
+    Columns columns;
+    Sums sums;
+    sums.clear();
+#if FW_MAP
+    map_chunk(s.features, s.rows, p, start, 32);
+    __syncthreads();
+#endif
+    float smallest = 1.f;
+    by_side(p, s, [&](const auto& job) {
         columns.load_gates(p, job, start, FW_NO_GATE);
-        bool spanned = has_borders(mode) && (job.key ? FW_F != 0 : FW_Z != 0);
-        float2 past = spanned ? through(s, job, mode, chunk) : make_float2(0.f, 0.f);
-        collect<0>(sums, s, job, columns, mode, past.x);
-        collect<1>(sums, s, job, columns, mode, past.y);
-        if (next_mode(mode, tier) == DONE) break;
         columns.load_writes(p, job, start);
         columns.load_reads(p, job, start);
-        __syncthreads();
+        smallest = smallest_of(columns);
+    });
+    const int tier = vote_tier(smallest);
+    if (tier == 0) {
+        reverse_round<true>(p, s, adjoint, columns, sums, start, chunk, ALL, left_over);
+    } else {
+        for (int mode = first_mode(tier);; mode = next_mode(mode, tier)) {
+            reverse_round<false>(p, s, adjoint, columns, sums, start, chunk, mode, left_over);
+            if (next_mode(mode, tier) == DONE) break;
+            by_side(p, s, [&](const auto& job) {
+                columns.load_writes(p, job, start);
+                columns.load_reads(p, job, start);
+            });
+            __syncthreads();
+        }
     }
     start = unknown(start);
-    if (job.key) {
-        store_keys(p, s, job, columns, sums, start);
-    } else {
-        if (FW_W) columns.load_writes(p, job, start);
-        store_values(p, job, columns, sums, start);
-    }
+    by_side(p, s, [&](const auto& job) { store_side(p, s, job, columns, sums, start); });
 #if FW_MAP
     __syncthreads();
     unmap_chunk(p, s, start);
 #endif
-    return left_over;
 }
 
 #if FW_MAP
@@ -157,13 +177,9 @@ __device__ __forceinline__ void take_rows(Shared& s, const Params& p, int part, 
 extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, 1) decay_backward(const Params p) {
     extern __shared__ __align__(16) unsigned char shared[];
     Shared& s = *(Shared*)shared;
-    Job job(p);
     Memory adjoint;
     float2 left_over = make_float2(1.f, 1.f);
 
-#if FW_MAP
-    job.features = &s.features;
-#endif
     if (is_owner()) adjoint.load(memory_of(p.dfinal, p), p);
     for (int part = p.parts - 1; part >= 0; part--) {
         int chunks = min(FW_CHUNKS, (p.T - part * FW_PART + FW_CHUNK - 1) / FW_CHUNK);
@@ -171,14 +187,14 @@ extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, 1) decay_backward(co
 #if FW_MAP
         take_rows(s, p, part, chunks);
 #endif
-        recompute(p, s, job, part, chunks);
+        recompute(p, s, part, chunks);
         for (int chunk = chunks - 1; chunk >= 0; chunk--) {
             int start = part * FW_PART + chunk * FW_CHUNK;
-            left_over = reverse_chunk(p, s, job, adjoint, start, chunk, left_over);
-            if (FW_F || FW_Z) __syncthreads();
+            reverse_chunk(p, s, adjoint, start, chunk, left_over);
+            __syncthreads();
         }
     }
-    s.scales.put(job, left_over, left_over, left_over);
+    by_side(p, s, [&](const auto& job) { s.scales.put(job, left_over, left_over, left_over); });
     __syncthreads();
     if (is_owner()) {
         adjoint.scale(s.scales, 0);

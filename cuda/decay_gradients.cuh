@@ -115,7 +115,8 @@ __device__ __forceinline__ void multiply_side(Shared& s, int mode, int chunk) {
 }
 
 // Sum of W * dW over the other side's channels: what goes through the chunk past this lane's two columns.
-__device__ __forceinline__ float2 through(const Shared& s, const Job& job, int mode, int chunk) {
+template <bool KEY>
+__device__ __forceinline__ float2 through(const Shared& s, const Job<KEY>& job, int mode, int chunk) {
     float2 sum = make_float2(0.f, 0.f);
     if (job.active) {
         const Operand *memory = s.memory[chunk], *adjoint = s.adjoint;
@@ -182,23 +183,27 @@ __device__ __forceinline__ void add_spans(float (&log_gate)[8], const float (&af
 }
 
 // The pairs of a token with itself.
-__device__ __forceinline__ void collect_self(const Params& p, Sums& sums, const float* self, const Job& job, int start) {
+template <bool KEY>
+__device__ __forceinline__ void collect_self(const Params& p, Sums& sums, const float* self, const Job<KEY>& job, int start) {
+    Pair reads[8], writes[8];
+    load_operands_of<true>(reads, p, job, p.dy, start);
+    if (KEY) load_operands_of<false>(writes, p, job, p.v, start);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        int token = token_of(job.late, j), t = start + token;
-        float2 read = to_float2(job.load<true>(p, p.dy, t));
-        sums.writes[0][j] += self[token] * read.x;
-        sums.writes[1][j] += self[token] * read.y;
-        if (!job.key) continue;
-        float2 write = to_float2(job.load<false>(p, p.v, t));
-        sums.reads[0][j] += self[token] * write.x;
-        sums.reads[1][j] += self[token] * write.y;
+        const float own = self[token_of(job.late, j)];
+        const float2 read = to_float2(reads[j]);
+        sums.writes[0][j] += own * read.x;
+        sums.writes[1][j] += own * read.y;
+        if (!KEY) continue;
+        const float2 write = to_float2(writes[j]);
+        sums.reads[0][j] += own * write.x;
+        sums.reads[1][j] += own * write.y;
     }
 }
 
 // A round's share of the gradients of one of this lane's columns, C; one after the other, for the registers.
-template <int C>
-__device__ __forceinline__ void collect(Sums& sums, const Shared& s, const Job& job, const Columns& columns, int mode, float past) {
+template <int C, bool KEY>
+__device__ __forceinline__ void collect(Sums& sums, const Shared& s, const Job<KEY>& job, const Columns& columns, int mode, float past) {
     const bool gated = job.key ? FW_F != 0 : FW_Z != 0;
     const int ld = job.key ? FW_LDK : FW_LDV;
     const float* results = (job.key ? s.key[0] : s.value[0]) + job.column + C;
@@ -237,35 +242,32 @@ __device__ __forceinline__ float sum_channels(float x) {
     return x;
 }
 
-__device__ __forceinline__ void store_keys(const Params& p, Shared& s, const Job& job, const Columns& columns, const Sums& sums,
+// The gradients of the key side, and below of the value side.
+__device__ __forceinline__ void store_side(const Params& p, Shared& s, const Job<true>& job, const Columns& columns, const Sums& sums,
                                            int start) {
-    int share = blockIdx.x;
+    const int share = blockIdx.x;
+#if FW_MAP
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        int t = start + token_of(job.late, j);
-        bool valid = job.active && t < p.T;
-#if FW_MAP
         if (job.active) {  // in the place of what this lane has just summed up
             float* at = s.key[0] + token_of(job.late, j) * FW_LDK + job.column;
             *(float2*)at = make_float2(sums.writes[0][j], sums.writes[1][j]);
             *(float2*)(at + 16 * FW_LDK) = make_float2(sums.reads[0][j], sums.reads[1][j]);
         }
+    }
 #else
-        store_pair(job.row<Share>(p.dq, t, share), job.column, job.width, valid, sums.reads[0][j], sums.reads[1][j]);
-        store_pair(job.row<Share>(p.dk, t, share), job.column, job.width, valid, sums.writes[0][j], sums.writes[1][j]);
+    store_eight<Share>(p, job, p.dq, start, share, [&](int j) { return make_float2(sums.reads[0][j], sums.reads[1][j]); });
+    store_eight<Share>(p, job, p.dk, start, share, [&](int j) { return make_float2(sums.writes[0][j], sums.writes[1][j]); });
 #endif
-        float df[2] = {sums.log_gate[0][j] / columns.gate[0][j], sums.log_gate[1][j] / columns.gate[1][j]};
-        if (FW_F == 1) {
-            float sum = sum_channels(df[0] + df[1]);
-            if ((lane_id() & 15) == 0 && t < p.T) *row_of<float>(p.df, t, share * FW_KEY_JOBS + job.number) = sum;
-        } else if (FW_F) {
-            store_pair(job.row<float>(p.df, t, share), job.column, job.width, valid, df[0], df[1]);
-        }
+    if (FW_F) {
+        store_eight<float>(p, job, p.df, start, share, [&](int j) {
+            return make_float2(sums.log_gate[0][j] / columns.gate[0][j], sums.log_gate[1][j] / columns.gate[1][j]);
+        });
     }
 }
 
 #if FW_MAP
-// dk and dq of a chunk, from those of the features that store_keys has left.
+// dk and dq of a chunk, from those of the features that store_side has left.
 __device__ __forceinline__ void unmap_chunk(const Params& p, const Shared& s, int start) {
     const Rows& rows = s.rows[start / FW_CHUNK % FW_ROW_CHUNKS];
 #pragma unroll 1
@@ -279,22 +281,23 @@ __device__ __forceinline__ void unmap_chunk(const Params& p, const Shared& s, in
 }
 #endif
 
-__device__ __forceinline__ void store_values(const Params& p, const Job& job, const Columns& columns, const Sums& sums, int start) {
+__device__ __forceinline__ void store_side(const Params& p, Shared&, const Job<false>& job, Columns& columns, const Sums& sums, int start) {
+    if (FW_W) columns.load_writes(p, job, start);
+    store_eight<FW_IN>(p, job, p.dv, start, 0, [&](int j) {
+        const float w = FW_W ? columns.strength[j] : 1.f;
+        return make_float2(w * sums.writes[0][j], w * sums.writes[1][j]);
+    });
+    if (FW_Z) {
+        store_eight<float>(p, job, p.dz, start, 0, [&](int j) {
+            return make_float2(sums.log_gate[0][j] / columns.gate[0][j], sums.log_gate[1][j] / columns.gate[1][j]);
+        });
+    }
+    if (!FW_W) return;
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        int t = start + token_of(job.late, j);
-        bool valid = job.active && t < p.T;
-        float w = columns.strength[j], dx = sums.writes[0][j], dy = sums.writes[1][j];
-        store_pair(job.row<FW_IN>(p.dv, t), job.column, job.width, valid, w * dx, w * dy);
-        if (FW_Z) {
-            store_pair(job.row<float>(p.dz, t), job.column, job.width, valid, sums.log_gate[0][j] / columns.gate[0][j],
-                       sums.log_gate[1][j] / columns.gate[1][j]);
-        }
-        if (FW_W) {
-            float2 v = to_float2(columns.writes[j]);
-            float sum = sum_channels(job.active ? v.x * dx + v.y * dy : 0.f);
-            if ((lane_id() & 15) == 0 && t < p.T && job.number < FW_VALUE_JOBS)
-                *row_of<float>(p.dw, t, blockIdx.x * FW_VALUE_JOBS + job.number) = sum;
-        }
+        const int t = start + token_of(job.late, j);
+        const float2 v = to_float2(columns.writes[j]);
+        const float sum = sum_channels(job.active ? v.x * sums.writes[0][j] + v.y * sums.writes[1][j] : 0.f);
+        if ((lane_id() & 15) == 0 && t < p.T) *row_of<float>(p.dw, t, blockIdx.x * FW_VALUE_JOBS + job.number) = sum;
     }
 }

@@ -36,7 +36,7 @@ struct __align__(16) ForwardShared {
 };
 
 __device__ __forceinline__ void load_stage(Stage& s, const Params& p, const Place& at, int t0) {
-    load_rows(s.q, s.k, p, at.b, at.h, t0);
+    load_rows<FW_SPAN>(s.q, s.k, p, at.b, at.h, t0);
     load_tile<In, In, FW_SPAN, FW_V>(s.v, p.v, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
     load_gates(s.g, p, at.b, at.h, t0);
     cp_async_commit();
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_forward(const Par
         __syncthreads();
         if (t0 + FW_SPAN < p.T) load_stage(shared.stage[now ^ 1], p, at, t0 + FW_SPAN);
 #if FW_MAP
-        map_span(shared.q, shared.k, s.q, s.k, p.T - t0);
+        map_rows<FW_SPAN>(shared.q, shared.k, s.q, s.k, p.T - t0);
         __syncthreads();
         const Op *q = shared.q, *k = shared.k;
 #else

@@ -7,12 +7,9 @@
 // FW_PARTIAL there are several tiles of V, each with its share of the sums over V; FW_SHARED bytes of shared memory; those of
 // row_map.cuh where q and k are rows to map.
 #pragma once
-#include "delta_tile.cuh"
-#include "row_map.cuh"
+#include "tile.cuh"
 
 constexpr int C = 16;  // tokens of a chunk
-constexpr int P = FW_PRECISION;
-constexpr int SOLVE = P == BF16 ? TF32 : EXACT;  // products with the inverse: bf16 there is what breaks
 constexpr int CHUNKS = FW_SPAN / C;
 constexpr int VALUE_WARPS = FW_V / 16;
 constexpr int WARPS = VALUE_WARPS * FW_KSPLIT;
@@ -20,114 +17,12 @@ constexpr int THREADS = WARPS * 32;
 constexpr int WARP_ROWS = FW_K / FW_KSPLIT;  // rows of the memory that a warp holds
 constexpr int TILES = WARP_ROWS / 8;         // its accumulators
 constexpr float SMALLEST = FW_NO_GATE;  // a smaller f counts as this: 0 in the forward, where nothing divides by it
+#include "rows.cuh"
 
-using In = FW_IN;
-using Op = OperandOf<P>::type;
-constexpr int KEY_ROW = tile_stride<Op>(FW_K);
-constexpr int VALUE_ROW = tile_stride<Op>(FW_V);
+constexpr int SOLVE = P == BF16 ? TF32 : EXACT;  // products with the inverse: bf16 there is what breaks
 constexpr int INPUT_ROW = tile_stride<In>(FW_V);
 constexpr int PAIR_ROW = tile_stride<Op>(C);  // of (C,C) operands
 constexpr int SOLVE_ROW = tile_stride<float>(C);
-
-// Rows of q and k as they are in memory: x where there is a feature map.
-#if FW_MAP
-using Row = In;
-constexpr int ROW_WIDTH = (FW_D + 16 / (int)sizeof(In) - 1) / (16 / (int)sizeof(In)) * (16 / (int)sizeof(In));
-#else
-using Row = Op;
-constexpr int ROW_WIDTH = FW_K;
-#endif
-constexpr int ROW = tile_stride<Row>(ROW_WIDTH);
-
-template <class A, class B>
-constexpr bool same_type = false;
-template <class A>
-constexpr bool same_type<A, A> = true;
-
-struct View {  // (B,H,T) or (B,H,T,X) with X contiguous; strides in elements
-    void* p;
-    int64_t b, h, t;
-    int64_t tile;  // from one value tile's share of a sum to the next
-};
-
-struct Params {
-    View q, k, v, f, e, w, y, dy, dq, dk, dv, df, de, dw;
-    float *memory, *final;  // (B,H,K,V); memory and dfinal may be null, for 0
-    void* borders;
-    float *dfinal, *dmemory;
-    int32_t H, T, K, V;
-};
-
-template <class T>
-__device__ __forceinline__ T* at(const View& x, int b, int h, int t) {
-    return (T*)x.p + b * x.b + h * x.h + t * x.t;
-}
-
-// Rows [t0, t0+ROWS) and columns [c0, c0+WIDTH) of x into a tile, 0 beyond T and beyond `columns`. Complete after cp_async_wait.
-template <class From, class To, int ROWS, int WIDTH>
-__device__ __forceinline__ void load_tile(To* tile, const View& x, int b, int h, int t0, int T, int c0, int columns) {
-    constexpr int STRIDE = tile_stride<To>(WIDTH);
-    const From* base = at<From>(x, b, h, 0);
-#if FW_ALIGNED
-    constexpr int N = 16 / sizeof(From), PER_ROW = WIDTH / N;
-    constexpr bool COPIED = same_type<From, To>;
-#pragma unroll(COPIED ? 1 : 4)
-    for (int i = threadIdx.x; i < ROWS * PER_ROW; i += THREADS) {
-        const int row = i / PER_ROW, column = i % PER_ROW * N;
-        const bool inside = t0 + row < T && c0 + column < columns;
-        const From* from = inside ? base + (t0 + row) * x.t + c0 + column : base;
-        To* to = tile + row * STRIDE + column;
-        if constexpr (COPIED) {
-            cp_async16(to, from, inside ? 16 : 0);
-        } else {
-            const uint4 raw = inside ? *(const uint4*)from : make_uint4(0, 0, 0, 0);
-            const From* values = (const From*)&raw;
-#pragma unroll
-            for (int j = 0; j < N; j++) to[j] = from_float<To>(to_float(values[j]));
-        }
-    }
-#else
-    for (int i = threadIdx.x; i < ROWS * WIDTH; i += THREADS) {
-        const int row = i / WIDTH, column = i % WIDTH;
-        const bool inside = t0 + row < T && c0 + column < columns;
-        tile[row * STRIDE + column] = from_float<To>(inside ? to_float(base[(t0 + row) * x.t + c0 + column]) : 0.f);
-    }
-#endif
-}
-
-__device__ __forceinline__ int row_width(const Params& p) {
-#if FW_MAP
-    return FW_D;
-#else
-    return p.K;
-#endif
-}
-
-__device__ __forceinline__ void load_rows(Row* q, Row* k, const Params& p, int b, int h, int t0) {
-    load_tile<In, Row, FW_SPAN, ROW_WIDTH>(q, p.q, b, h, t0, p.T, 0, row_width(p));
-    load_tile<In, Row, FW_SPAN, ROW_WIDTH>(k, p.k, b, h, t0, p.T, 0, row_width(p));
-}
-
-#if FW_MAP
-// The features of a span; all threads.
-__device__ __forceinline__ void map_span(Op* q, Op* k, const In* rows_q, const In* rows_k, int tokens) {
-    for (int i = threadIdx.x >> 5; i < 2 * FW_SPAN; i += WARPS) {
-        const int t = i % FW_SPAN;
-        map_row<FW_K>((i < FW_SPAN ? q : k) + t * KEY_ROW, (i < FW_SPAN ? rows_q : rows_k) + t * ROW, t < tokens);
-    }
-}
-#endif
-
-// Brings the rows that load_tile will read into the L2 cache.
-template <class From, int ROWS, int WIDTH>
-__device__ __forceinline__ void prefetch_tile(const View& x, int b, int h, int t0, int T, int c0, int columns) {
-    constexpr int N = 128 / sizeof(From), PER_ROW = (WIDTH + N - 1) / N;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < ROWS * PER_ROW; i += THREADS) {
-        const int row = i / PER_ROW, column = i % PER_ROW * N;
-        if (t0 + row < T && c0 + column < columns) prefetch_l2(at<From>(x, b, h, t0 + row) + c0 + column);
-    }
-}
 
 // A warp's 16 columns of a tile of inputs, ROWS rows, to x.
 template <int ROWS>
@@ -193,13 +88,17 @@ __device__ __forceinline__ void solve(Gates& g, int c, int tokens, const Op* q, 
     }
     if (FW_F) decay_pairs(g, c, tokens, pairs);
     __syncwarp();
-    each_pair(read, [&](int i, int t, int s, float& x) {
-        const float d = FW_F ? pairs[t * SOLVE_ROW + s] : 1.f;
-        scores[t * PAIR_ROW + s] = from_float<Op>(s <= t ? x * d : 0.f);
-        keys[i >> 2][i & 3] = s < t ? keys[i >> 2][i & 3] * d : 0.f;
-    });
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int t = lane_row() + (i & 1) * 8, s = lane_column() + (i >> 1) * 8;
+        const float2 d = FW_F ? couple(pairs + t * SOLVE_ROW + s) : make_float2(1.f, 1.f);
+        const float* both = read[i >> 1] + (i & 1) * 2;
+        float* key = keys[i >> 1] + (i & 1) * 2;
+        put_couple(scores + t * PAIR_ROW + s, s <= t ? both[0] * d.x : 0.f, s < t ? both[1] * d.y : 0.f);
+        key[0] = s < t ? key[0] * d.x : 0.f, key[1] = s + 1 < t ? key[1] * d.y : 0.f;
+    }
     __syncwarp();
-    each_pair(keys, [&](int, int t, int s, float& x) { erase[t * SOLVE_ROW + s] = x; });
+    each_two(keys, [&](int t, int s, float& x, float& y) { put_couple(erase + t * SOLVE_ROW + s, x, y); });
     __syncwarp();
     const int column = threadIdx.x & 15;
     float x[C] = {};  // row by row the sum over the rows above, then the solution
@@ -218,7 +117,7 @@ __device__ __forceinline__ void solve(Gates& g, int c, int tokens, const Op* q, 
     __syncwarp();
     if ((threadIdx.x & 31) < C) {
 #pragma unroll
-        for (int t = 0; t < C; t++) inverse[t * SOLVE_ROW + column] = x[t];
+        for (int t = 0; t < C; t++) inverse[t * SOLVE_ROW + column] = SOLVE == TF32 ? __uint_as_float(to_tf32(x[t])) : x[t];
     }
 }
 

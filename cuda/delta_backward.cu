@@ -17,9 +17,9 @@
 
 __device__ __forceinline__ void load_part(BackwardShared& s, const Params& p, const Place& at, int t0) {
 #if FW_MAP
-    load_rows(s.rows_q, s.rows_k, p, at.b, at.h, t0);
+    load_rows<FW_SPAN>(s.rows_q, s.rows_k, p, at.b, at.h, t0);
 #else
-    load_rows(s.q, s.k, p, at.b, at.h, t0);
+    load_rows<FW_SPAN>(s.q, s.k, p, at.b, at.h, t0);
 #endif
     load_tile<In, In, FW_SPAN, FW_V>(s.v, p.v, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
     load_tile<In, Op, FW_SPAN, FW_V>(s.dy, p.dy, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_backward(const Pa
         __syncthreads();
         if (t0 > 0) prefetch_part(p, at, t0 - FW_PART);
 #if FW_MAP
-        map_span(s.q, s.k, s.rows_q, s.rows_k, p.T - t0);
+        map_rows<FW_SPAN>(s.q, s.k, s.rows_q, s.rows_k, p.T - t0);
         __syncthreads();
 #endif
         for (int c = at.warp; c < CHUNKS; c += WARPS) {

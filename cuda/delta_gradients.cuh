@@ -5,16 +5,6 @@
 
 static_assert(FW_SPAN == FW_PART, "a part at a time");
 
-// dq and dk are whole sums, or a value tile's share of them.
-template <bool PARTIAL>
-struct KeyGradient {
-    using type = In;
-};
-template <>
-struct KeyGradient<true> {
-    using type = float;
-};
-
 struct __align__(16) BackwardShared {
     Op q[FW_SPAN * KEY_ROW], k[FW_SPAN * KEY_ROW];
 #if FW_MAP
@@ -59,10 +49,13 @@ __device__ __forceinline__ void value_side(BackwardShared& s, const Place& at, i
 #pragma unroll
     for (int n = 0; n < TILES; n += 2) multiply_from<P, false>(du, left_of<P>(dw[n], dw[n + 1]), chunk.k + at.row + n * 8, KEY_ROW);
     sum_split(du, s.sums, turn);
-    each_token(at, dy, [&](int, int t, int v, float& x) { x = to_float(s.dy[(c * C + t) * VALUE_ROW + v]); });
-    each_token(at, du, [&](int, int t, int v, float& x) { x *= scale_of(chunk.end + t); });
+    load_transposed(dy, s.dy + c * C * VALUE_ROW + at.local(), VALUE_ROW);
+    if (FW_F) {
+        const Four end = four_of(chunk.end);
+        each_token(at, du, [&](int i, int, int, float& x) { x *= end.x[(i >> 2) * 2 + (i & 1)]; });
+    }
     multiply_from<P, true>(du, left_of<P>(dy[0], dy[1]), chunk.scores, PAIR_ROW);
-    multiply_from<SOLVE, true>(dr, left_of<SOLVE>(du[0], du[1]), chunk.inverse, SOLVE_ROW);
+    multiply_from<SOLVE, true, true>(dr, left_of<SOLVE>(du[0], du[1]), chunk.inverse, SOLVE_ROW);
 
     float dwrite[4] = {};  // of this lane's tokens
     if (at.has_first_rows()) {
@@ -78,8 +71,9 @@ __device__ __forceinline__ void value_side(BackwardShared& s, const Place& at, i
             if (at.lane < 4) s.dw[c & 1][at.warp][lane_column() + (i & 1) + (i >> 1) * 8] = dwrite[i];
         }
     }
-    each_token(at, dy, [&](int, int t, int, float& x) { x *= scale_of(chunk.start + t); });
-    each_token(at, dr, [&](int, int t, int, float& x) { x *= -chunk.e[t] * scale_of(chunk.start + t); });
+    const Four e = four_of(chunk.e), start = FW_F ? four_of(chunk.start) : Four{{1.f, 1.f, 1.f, 1.f}};
+    each_token(at, dy, [&](int i, int, int, float& x) { x *= start.x[(i >> 2) * 2 + (i & 1)]; });
+    each_token(at, dr, [&](int i, int, int, float& x) { x *= -e.x[(i >> 2) * 2 + (i & 1)] * start.x[(i >> 2) * 2 + (i & 1)]; });
     if (FW_F) {
 #pragma unroll
         for (int n = 0; n < TILES; n++) {
@@ -96,10 +90,14 @@ __device__ __forceinline__ void score_gradient(BackwardShared& s, int c) {
     float d[2][4] = {};
     const Op *dy = s.dy + c * C * VALUE_ROW, *u = s.u + c * C * VALUE_ROW;
     for (int i = 0; i < FW_V; i += 16) multiply_from<P, false>(d, left_from<P, false>(dy + i, VALUE_ROW), u + i, VALUE_ROW);
-    each_pair(d, [&](int, int t, int earlier, float& x) {
-        if (FW_F) s.spans[0][t * SOLVE_ROW + earlier] = earlier < t ? x * to_float(s.scores[c][t * PAIR_ROW + earlier]) : 0.f;
-        const float kept = FW_F ? s.pairs[c][t * SOLVE_ROW + earlier] : 1.f;
-        s.dscores[t * PAIR_ROW + earlier] = from_float<Op>(earlier <= t ? x * kept : 0.f);
+    each_two(d, [&](int t, int earlier, float x, float y) {
+        float2 kept = make_float2(1.f, 1.f);
+        if (FW_F) {
+            const float2 score = couple(s.scores[c] + t * PAIR_ROW + earlier);
+            put_couple(s.spans[0] + t * SOLVE_ROW + earlier, earlier < t ? x * score.x : 0.f, earlier + 1 < t ? y * score.y : 0.f);
+            kept = couple(s.pairs[c] + t * SOLVE_ROW + earlier);
+        }
+        put_couple(s.dscores + t * PAIR_ROW + earlier, earlier <= t ? x * kept.x : 0.f, earlier < t ? y * kept.y : 0.f);
     });
 }
 
@@ -126,7 +124,7 @@ __device__ __forceinline__ void erase_gradient(BackwardShared& s, int c) {
 #if FW_MAP
 // 16 tokens and columns of dq or dk take the place of the features.
 __device__ __forceinline__ void keep_keys(Op* to, float (&x)[2][4]) {
-    each_pair(x, [&](int, int row, int k, float& value) { to[row * KEY_ROW + k] = from_float<Op>(value); });
+    each_two(x, [&](int row, int k, float& a, float& b) { put_couple(to + row * KEY_ROW + k, a, b); });
 }
 
 // dq and dk of chunk c, from those of the features.
@@ -145,19 +143,23 @@ __device__ __forceinline__ void unmap_chunk(BackwardShared& s, const Params& p, 
 #endif
 
 // 16 tokens and columns of dq or dk from t and column on.
-__device__ __forceinline__ void store_keys(const View& to, float (&x)[2][4], const Params& p, const Place& at, int t, int column) {
+__device__ __forceinline__ void store_keys(const View& x, float (&acc)[2][4], const Params& p, const Place& at, int t, int column) {
     using Out = KeyGradient<FW_PARTIAL>::type;
-    each_pair(x, [&](int, int row, int k, float& value) {
-        if (t + row >= p.T || column + k >= p.K) return;
-        ::at<Out>(to, at.b, at.h, t + row)[blockIdx.y * to.tile + column + k] = from_float<Out>(value);
-    });
+    View to = x;
+    to.p = (Out*)x.p + blockIdx.y * x.tile;
+    store_rows<Out>(to, at.b, at.h, acc, t, p.T, column, p.K - column);
 }
 
 // The products that end in columns of K: dq and dk of chunk c, and for the gates' gradients q . (W_0 dy), k . (W_0 dR) and k .
 // (dW_C u).
 __device__ __forceinline__ void key_side(BackwardShared& s, const Params& p, const Place& at, int c, int t0) {
     const Chunk chunk = chunk_of(s, c);
-    float rows[3][2] = {};
+    float rows[3][2] = {}, start[2], end[2], erasing[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int t = lane_row() + half * 8;
+        start[half] = scale_of(chunk.start + t), end[half] = scale_of(chunk.end + t), erasing[half] = chunk.e[t] * start[half];
+    }
     for (int j = at.warp * 16; j < FW_K; j += WARPS * 16) {
         float dq[2][4] = {}, erased[2][4] = {}, dk[2][4] = {};
 #pragma unroll(P == EXACT ? 1 : FW_V / 16)  // unrolled, fp32 has more fragments than registers
@@ -173,14 +175,20 @@ __device__ __forceinline__ void key_side(BackwardShared& s, const Params& p, con
             multiply_from<P, true>(dk, left_from<P, false>(s.u + c * C * VALUE_ROW + i, VALUE_ROW), dmemory, KEY_ROW);
         }
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const int t = lane_row() + (i >> 1 & 1) * 8, column = j + lane_column() + (i & 1) + (i >> 2) * 8, n = i >> 2, m = i & 3;
-            const float q = to_float(chunk.q[t * KEY_ROW + column]), k = to_float(chunk.k[t * KEY_ROW + column]);
-            rows[0][i >> 1 & 1] += q * dq[n][m];
-            rows[1][i >> 1 & 1] += k * erased[n][m];
-            rows[2][i >> 1 & 1] += k * dk[n][m];
-            dq[n][m] *= scale_of(chunk.start + t);
-            dk[n][m] = scale_of(chunk.end + t) * dk[n][m] - chunk.e[t] * scale_of(chunk.start + t) * erased[n][m];
+        for (int i = 0; i < 4; i++) {
+            const int half = i & 1, n = i >> 1, t = lane_row() + half * 8, place = t * KEY_ROW + j + lane_column() + n * 8;
+            const float2 q = couple(chunk.q + place), k = couple(chunk.k + place);
+            float *dq_t = dq[n] + half * 2, *dk_t = dk[n] + half * 2, *erased_t = erased[n] + half * 2;
+            if (FW_F) {
+                rows[0][half] += q.x * dq_t[0] + q.y * dq_t[1];
+                rows[2][half] += k.x * dk_t[0] + k.y * dk_t[1];
+            }
+            rows[1][half] += k.x * erased_t[0] + k.y * erased_t[1];
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+                dq_t[m] *= start[half];
+                dk_t[m] = end[half] * dk_t[m] - erasing[half] * erased_t[m];
+            }
         }
         multiply_from<P, true>(dq, left_from<P, false>(s.dscores, PAIR_ROW), chunk.k + j, KEY_ROW);
         multiply_from<P, true>(dk, left_from<P, true>(s.dscores, PAIR_ROW), chunk.q + j, KEY_ROW);
@@ -196,6 +204,7 @@ __device__ __forceinline__ void key_side(BackwardShared& s, const Params& p, con
     }
 #pragma unroll
     for (int i = 0; i < 6; i++) {
+        if (!FW_F && i >> 1 != 1) continue;
         float& sum = rows[i >> 1][i & 1];
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
@@ -221,7 +230,9 @@ __device__ __forceinline__ void gate_side(BackwardShared& s, const Params& p, co
     float sums[3] = {}, dw = 0.f, df = 0.f;
     for (int i = 0; i < WARPS; i++) {
 #pragma unroll
-        for (int j = 0; j < 3; j++) sums[j] += s.rows[i][j][t];
+        for (int j = 0; j < 3; j++) {
+            if (FW_F || j == 1) sums[j] += s.rows[i][j][t];
+        }
         if (FW_F) df += s.carried[c & 1][i];
     }
     for (int i = 0; i < VALUE_WARPS; i++) dw += s.dw[c & 1][i][t];

@@ -117,14 +117,17 @@ __device__ __forceinline__ void recall(const Place& at, const Chunk& c, float (&
         }
     }
     float source[2][4];
-    each_token(at, source, [&](int, int t, int v, float& r) { r = c.w[t] * to_float(c.v[t * INPUT_ROW + v]); });
+    const Four w_t = four_of(c.w), e_t = four_of(c.e), start = FW_F ? four_of(c.start) : Four{{1.f, 1.f, 1.f, 1.f}};
+    load_transposed(source, c.v + at.local(), INPUT_ROW);
     sum_split(x, shared, turn);
-    each_token(at, source, [&](int i, int t, int, float& r) {
-        r -= c.e[t] * scale_of(c.start + t) * x[i >> 2][i & 3];
-        u[i >> 2][i & 3] = 0.f;
-        if constexpr (READ) y[i >> 2][i & 3] = scale_of(c.start + t) * x[2 + (i >> 2)][i & 3];
-    });
-    multiply_from<SOLVE, false>(u, left_of<SOLVE>(source[0], source[1]), c.inverse, SOLVE_ROW);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const int n = i >> 2, m = i & 3, t = 2 * n + (i & 1);
+        source[n][m] = w_t.x[t] * source[n][m] - e_t.x[t] * start.x[t] * x[n][m];
+        u[n][m] = 0.f;
+        if constexpr (READ) y[n][m] = start.x[t] * x[2 + n][m];
+    }
+    multiply_from<SOLVE, false, true>(u, left_of<SOLVE>(source[0], source[1]), c.inverse, SOLVE_ROW);
     if constexpr (READ) multiply_from<P, false>(y, left_of<P>(u[0], u[1]), c.scores, PAIR_ROW);
 }
 
@@ -132,17 +135,13 @@ __device__ __forceinline__ void recall(const Place& at, const Chunk& c, float (&
 __device__ __forceinline__ void write(const Place& at, float (&x)[TILES][4], const float (&r)[2][4], const Op* k) {
     const Left<P> a = left_of<P>(r[0], r[1]);
 #pragma unroll
-    for (int n = 0; n < TILES; n += 2) {
-        Right<P> b[2];
-        right_from<P, true>(b, k + at.row + n * 8, KEY_ROW);
-        multiply<P>(x[n], a, b[0]);
-        multiply<P>(x[n + 1], a, b[1]);
-    }
+    for (int n = 0; n < TILES; n += 2) accumulate_from<P, true>(x[n], x[n + 1], a, k + at.row + n * 8, KEY_ROW);
 }
 
 __device__ __forceinline__ void advance(const Place& at, const Chunk& c, float (&w)[TILES][4], float (&u)[2][4]) {
     if (FW_F) {
-        each_token(at, u, [&](int, int t, int, float& x) { x *= c.end[t]; });
+        const Four end = four_of(c.end);
+        each_token(at, u, [&](int i, int, int, float& x) { x *= end.x[(i >> 2) * 2 + (i & 1)]; });
 #pragma unroll
         for (int n = 0; n < TILES; n++) {
 #pragma unroll

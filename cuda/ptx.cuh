@@ -171,6 +171,22 @@ inline void need_full_warp(unsigned arrived, const char* what) {
     if (arrived != ~0u) cuhost::fail(0, "%s without the full warp (%08x)", what, arrived);
 }
 
+#ifdef CUHOST_TRUNCATES  // as tensor cores do: the exact sum, cut off towards 0
+template <int KA>
+inline float add(float c, const float (&a)[KA], const float (&B)[KA][8], int column) {
+    double sum = c;
+    for (int k = 0; k < KA; k++) sum += (double)a[k] * B[k][column];
+    const float near = (float)sum;
+    return fabs((double)near) > fabs(sum) ? nextafterf(near, 0.f) : near;
+}
+#else
+template <int KA>
+inline float add(float c, const float (&a)[KA], const float (&B)[KA][8], int column) {
+    for (int k = 0; k < KA; k++) c += a[k] * B[k][column];
+    return c;
+}
+#endif
+
 // D = A B + C for all lanes, A (16,KA) and B (KA,8) gathered by `gather(lane, A, B)`.
 template <int KA, class Gather>
 inline void multiply(void** p, Gather gather) {
@@ -180,9 +196,7 @@ inline void multiply(void** p, Gather gather) {
         Mma& m = lane_mma(p, lane);
         for (int i = 0; i < 4; i++) {
             int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-            float sum = m.c[i];
-            for (int k = 0; k < KA; k++) sum += A[row][k] * B[k][column];
-            m.d[i] = sum;
+            m.d[i] = add<KA>(m.c[i], A[row], B, column);
         }
     }
 }

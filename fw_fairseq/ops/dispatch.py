@@ -18,8 +18,8 @@ from .chunkwise.scan import chunk_form
 from .factored import Factors, factored_form
 from .inputs import Inputs
 from .kernels import recurrence as kernels
+from .kernels.common import why_no_map
 from .kernels.launch import current, log_once
-from .kernels.maps import why_no_map
 from .kernels.step import step_cuda_form
 from .kernels.step import why_not as why_no_step_kernel
 from .parallel.workers import run_across

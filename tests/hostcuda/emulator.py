@@ -29,15 +29,24 @@ class EmulatorLaunch:
     """launch(source_file, kernel_name, defines, grid, block, params, shared_bytes, device) as in ``ops.kernels``, on the CPU.
 
     policy, seed: the schedule of the threads (``SCHEDULES`` catch every missing barrier that was tried); bounds: indices of fixed
-    arrays and alignment are checked; sanitizer: see ``sanitize.run_sanitized``. ``calls`` lists what was launched.
+    arrays and alignment are checked; sanitizer: see ``sanitize.run_sanitized``; truncates: products on tensor cores cut off their
+    sums, as devices do, instead of rounding them. ``calls`` lists what was launched.
     """
 
     device_type = "cpu"
     blocks = 1  # processors of the device that it stands for
 
-    def __init__(self, policy: str = "fifo", seed: int = 0, bounds: bool = False, sanitizer: str | None = None, folder=KERNELS):
+    def __init__(
+        self,
+        policy: str = "fifo",
+        seed: int = 0,
+        bounds: bool = False,
+        sanitizer: str | None = None,
+        folder=KERNELS,
+        truncates: bool = False,
+    ):
         self.schedule, self.folder = {"policy": policy, "seed": seed}, folder
-        self.flags = BOUNDS if bounds else SANITIZERS[sanitizer]
+        self.flags = (*(BOUNDS if bounds else SANITIZERS[sanitizer]), *("-DCUHOST_TRUNCATES",) * truncates)
         self.calls: list[tuple[str, str, dict]] = []
 
     def why_not(self, device: torch.device) -> str | None:

@@ -15,7 +15,7 @@ from fw_fairseq.ops.kernels import families, launch, recurrence, step
 from fw_fairseq.ops.recurrent import step_form
 from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
 
-FAMILY = {"sum": "decay", "gated": "decay", "decay": "decay", "delta": "delta", "gated_delta": "delta"}
+FAMILY = {"sum": "linear", "gated": "linear", "decay": "decay", "delta": "delta", "gated_delta": "delta"}
 T, X = (1, 2, 19), (1, 2, 19, 4)  # a coefficient per token, per channel
 
 
@@ -44,7 +44,7 @@ def test_what_no_family_computes(emulate, shapes, said):
     emulate()
     q, memory, coefficients = torch.randn(X), torch.zeros(1, 2, 4, 4), given(**shapes)
     reason = recurrence.why_not(q, q, q, coefficients)
-    assert reason.startswith(f"backend='cuda' has no kernel for {said} together; its families compute decay: f per token, ")
+    assert reason.startswith(f"backend='cuda' has no kernel for {said} together; its families compute linear: f per token, ")
     with pytest.raises(ValueError, match="has no kernel for"):
         recurrence.run_kernels(q, q, q, coefficients, memory)
 

@@ -15,13 +15,13 @@ from fw_fairseq import row_map
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers.fast_weight import FastWeight
 from fw_fairseq.ops import RowMap, fast_weight
-from fw_fairseq.ops.kernels import common, decay, delta, launch, maps
+from fw_fairseq.ops.kernels import common, decay, delta, launch, linear
 from fw_fairseq.ops.kernels import step as cuda_step
 from fw_fairseq.ops.recurrent import step as one_step
 from fw_fairseq.ops.recurrent import step_form
 from fw_fairseq.rules import RULES, Coefficients
 
-FAMILIES = {"decay": decay, "delta": delta}
+FAMILIES = {"linear": linear, "decay": decay, "delta": delta}
 TOLERANCE = {"exact": 2e-5, "tf32": 2e-3, "bf16": 2e-2}
 PRECISION = {torch.float32: "exact", torch.bfloat16: "bf16", torch.float16: "tf32"}
 NAMES = ("q", "k", "v", "f", "z", "e", "w", "memory")
@@ -65,8 +65,8 @@ def compare(family: str, row_map: RowMap, shape, dtype, present: str, launch) ->
     "family, row_map, d, value, dtype, present",
     [
         ("decay", RowMap("dpfp", 2, "sum"), 24, 40, torch.bfloat16, "Fzw"),
-        ("decay", RowMap("identity", 1, "l2"), 20, 20, torch.float32, "f"),
-        ("decay", RowMap("relu", 1, "l2"), 17, 16, torch.float16, ""),
+        ("linear", RowMap("identity", 1, "l2"), 20, 20, torch.float32, "f"),
+        ("linear", RowMap("relu", 1, "l2"), 17, 16, torch.float16, ""),
         ("delta", RowMap("dpfp", 3, "sum"), 24, 40, torch.bfloat16, "few"),
         ("delta", RowMap("dpfp", 4, "l2"), 7, 16, torch.float32, "few"),
     ],
@@ -77,7 +77,7 @@ def test_equals_the_map_and_the_steps(one_thread, family, row_map, d, value, dty
 
 def sanitized() -> None:
     with emulated(sanitized_launch()) as launch:
-        for family, present in (("decay", "f"), ("delta", "fe")):
+        for family, present in (("linear", "f"), ("delta", "fe")):
             compare(family, RowMap("dpfp", 1, "sum"), (1, 1, 37, 10, 16), torch.bfloat16, present, launch)
 
 
@@ -140,7 +140,7 @@ def test_what_the_kernels_lack_is_never_launched(emulate, added, row_map, lackin
     with pytest.raises(ValueError, match=lacking):
         delta.forward(launcher, *x.values(), "exact", row_map=row_map)
     with pytest.raises(ValueError, match=lacking):
-        decay.forward(launcher, *(x | {"e": None}).values(), "exact", row_map=row_map)
+        linear.forward(launcher, *(x | {"e": None}).values(), "exact", row_map=row_map)
     with pytest.raises(ValueError, match=lacking):
         cuda_step.step(
             **{name: None if t is None else t[:, :, 0] for name, t in x.items() if name != "memory"},
@@ -151,8 +151,8 @@ def test_what_the_kernels_lack_is_never_launched(emulate, added, row_map, lackin
 
 
 def test_every_map_and_norm_has_a_number():
-    assert maps.MAPS.keys() == row_map.MAPS.keys() and maps.NORMS.keys() == row_map.NORMS.keys()
-    assert len(set(maps.MAPS.values())) == len(maps.MAPS) and 0 not in maps.MAPS.values()
+    assert common.MAPS.keys() == row_map.MAPS.keys() and common.NORMS.keys() == row_map.NORMS.keys()
+    assert len(set(common.MAPS.values())) == len(common.MAPS) and 0 not in common.MAPS.values()
 
 
 @pytest.mark.parametrize(
@@ -190,6 +190,33 @@ def test_layer(emulate, name, macro):
     assert [(call[1], call[2].get("FW_MAP")) for call in launcher.calls] == [("step", macro)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_layer_can_be_moved_16_bytes_at_a_time(emulate, dtype):
+    """Whatever the number of heads; a layer without kernels gives the same numbers and gradients."""
+    mixer = FastWeight(40, 5, FastWeightConfig(update_rule="gated", feature_map="elu")).to(dtype)
+    x = torch.randn(18, 2, 40, dtype=dtype)
+
+    def results():
+        y, state = mixer(x)
+        grads = torch.autograd.grad(y.square().sum() + state.memory.sum(), list(mixer.parameters()))
+        return {"y": y.detach(), "memory": state.memory.detach()} | dict(zip(dict(mixer.named_parameters()), grads))
+
+    want, launcher = results(), emulate()
+    assert_same(results(), want, 1e-4 if dtype == torch.float32 else 5e-2)
+    assert [call[2]["FW_ALIGNED"] for call in launcher.calls] == [1, 1] and mixer.in_proj.out_features % 8
+
+
+def test_rows_that_start_anywhere_are_told_once(emulate, caplog):
+    emulate()
+    launch.log_once.cache_clear()
+    q, k, v = (torch.randn(1, 1, 17, 13) for _ in range(3))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            fast_weight(q, k, v, "sum", backend="cuda")
+    [record] = caplog.records
+    assert record.message.startswith("rows of q, k or v do not start at multiples of 16 bytes; ")
+
+
 def launches(family: str, row_map: RowMap, d: int, value: int, dtype: torch.dtype, present: str):
     """(file, kernel, macros) of a forward and a backward."""
     calls, kernels = [], FAMILIES[family]
@@ -206,7 +233,7 @@ def launches(family: str, row_map: RowMap, d: int, value: int, dtype: torch.dtyp
 @pytest.mark.parametrize(
     "arch, family, nu, d, present",
     [
-        ("80", "decay", 1, 64, "f"),
+        ("80", "linear", 1, 64, "f"),
         ("90", "decay", 1, 32, "Fz"),
         ("120", "delta", 3, 64, "few"),
     ],

@@ -1,4 +1,4 @@
-"""The kernel family without erase (rules sum, gated, decay): what it supports, and the launches of ``cuda/decay.cu`` and
+"""The kernel family with decay per channel (rule decay), without erase: what it supports, and the launches of ``cuda/decay.cu`` and
 ``cuda/decay_backward.cu``. ``families`` has the contract of a family, ``decay_tiles`` the layout of a launch.
 
 fp16 inputs are multiplied in tf32, which holds them exactly. fp16 products would overflow where memories and gradients leave its
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...row_map import AS_IS, RowMap
 from . import launch
-from .common import OLDEST, PRECISIONS, SHARED, TYPES, add_up, in_units, shares_of
+from .common import OLDEST, PRECISIONS, TYPES, add_up, held_bytes, in_units, map_defines, shares_of
 from .decay_tiles import (
     CHUNK,
     Tile,
@@ -29,11 +29,9 @@ from .decay_tiles import (
     padded,
     scale_bytes,
 )
-from .maps import map_defines
 
 LARGEST_K = 512
 LARGEST_GRID = 65535  # along its second and third dimension
-SHARED_MORE = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024, (10, 3): 227 * 1024}
 TENSOR = np.dtype([("data", "u8"), ("b", "i8"), ("h", "i8"), ("t", "i8"), ("share", "i8")])
 TENSORS = ("q", "k", "v", "f", "z", "w", "y", "dy", "dq", "dk", "dv", "df", "dz", "dw")
 MEMORIES = ("memory", "final_memory", "borders", "dfinal", "dmemory")
@@ -41,7 +39,7 @@ SIZES = ("T", "K", "V", "parts")
 PARAMS = np.dtype([(n, TENSOR) for n in TENSORS] + [(n, "u8") for n in MEMORIES] + [(n, "i4") for n in SIZES], align=True)
 
 
-COMPUTES, NEEDS = ("f per token", "f per channel", "z per channel", "w per token"), ()
+COMPUTES, NEEDS = ("f per channel", "z per channel", "w per token"), ()
 
 
 def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w, row_map: RowMap = AS_IS) -> str | None:
@@ -56,7 +54,7 @@ def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w, row_map: RowMap = AS_
     gates = f is not None, z is not None
     precision, mapping = operands(q.dtype, "bf16" if q.dtype == torch.bfloat16 else "exact"), partial(map_bytes, q, row_map)
     needed = backward_shared(K, *choose_backward(K, V, precision, *gates, mapping), precision, *gates, mapping)
-    held = SHARED_MORE.get(capability, SHARED)
+    held = held_bytes(q.device)
     if needed > held:
         return f"backend='cuda' needs {needed} bytes of shared memory for {q.dtype} keys {K} wide; this device has {held}"
     return None
@@ -89,14 +87,14 @@ def forward(launcher, q, k, v, f, z, e, w, memory, precision: str, keep: bool = 
 
 def backward(launcher, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str, row_map: RowMap = AS_IS):
     """Gradients of q, k, v, f, z, e, w and memory; None for what is None."""
-    K, V = memory.shape[2:]
+    V = memory.shape[3]
     tile, part = cut_backward(q, v, f, z, memory, precision, row_map)
     tiles = -(-V // tile.V)
     dq, dk, dv, df, dz, dw, dstart = (None if x is None else torch.empty_like(x) for x in (q, k, v, f, z, w, memory))
     shares = {
         "dq": shares_of(dq, tiles),
         "dk": shares_of(dk, tiles),
-        "df": shares_of(df, tiles * (-(-padded(K) // 32) if f is not None and f.dim() == 3 else 1)),
+        "df": shares_of(df, tiles),
         "dw": shares_of(dw, tiles * -(-tile.V // 32)),
     }
     tensors = {"q": q, "k": k, "v": v, "f": f, "z": z, "w": w, "dy": dy, "dv": dv, "dz": dz}
@@ -135,7 +133,7 @@ class Call(NamedTuple):
             "FW_IN": TYPES[q.dtype],
             "FW_K": padded(self.K),
             "FW_V": tile.V,
-            "FW_F": 0 if f is None else 1 if f.dim() == 3 else 2,
+            "FW_F": int(f is not None),
             "FW_Z": int(z is not None),
             "FW_W": int(w is not None),
             "FW_PRECISION": PRECISIONS[self.precision],

@@ -9,22 +9,27 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ...row_map import AS_IS, RowMap
 from . import launch
-from .common import OLDEST, PRECISIONS, SHARED, TYPES, add_up, in_units, shares_of
-from .maps import map_defines
+from .common import (
+    OLDEST,
+    PRECISIONS,
+    SHARED,
+    TYPES,
+    add_up,
+    map_defines,
+    pack_params,
+    round_up,
+    rows_aligned,
+    shares_of,
+    tile_bytes,
+)
 
 CHUNK = 16
 LARGEST_KEY = 512
-VIEW = np.dtype([("p", "u8"), ("b", "i8"), ("h", "i8"), ("t", "i8"), ("tile", "i8")])
-VIEWS = ("q", "k", "v", "f", "e", "w", "y", "dy", "dq", "dk", "dv", "df", "de", "dw")
-SHARES = ("dq", "dk", "df", "de", "dw")  # outputs that each tile of V has a share of, along a first dimension
-POINTERS = ("memory", "final", "borders", "dfinal", "dmemory")
-PARAMS = np.dtype([(name, VIEW) for name in VIEWS] + [(name, "u8") for name in POINTERS] + [(n, "i4") for n in "HTKV"], align=True)
 
 
 class Tiling(NamedTuple):
@@ -49,10 +54,6 @@ TABLE = {
     (256, 4): Tiling(16, 4, 16, 16),
     (512, 4): Tiling(16, 4, 16, 16),
 }
-
-
-def round_up(n, multiple: int):
-    return (n + multiple - 1) // multiple * multiple
 
 
 class Variant(NamedTuple):
@@ -89,31 +90,27 @@ class Variant(NamedTuple):
     def warps(self) -> int:
         return self.tiling.value // 16 * self.tiling.ksplit
 
-    def tile_bytes(self, rows: int, width: int, dtype: torch.dtype) -> int:
-        """A tile in shared memory; each row is 16 bytes longer than its data."""
-        return rows * (width * dtype.itemsize + 16)
-
     def rows_bytes(self, rows: int) -> int:
         """The bytes of so many rows of q and k before the feature map."""
-        return 2 * self.tile_bytes(rows, round_up(self.row, 16 // self.dtype.itemsize), self.dtype)
+        return 2 * tile_bytes(rows, round_up(self.row, 16 // self.dtype.itemsize), self.dtype)
 
     def forward_bytes(self) -> int:
         """sizeof(ForwardShared), which the kernel asserts."""
         span, value = self.tiling.span, self.tiling.value
-        keys = 2 * self.tile_bytes(span, self.key, self.operand)
-        values = self.tile_bytes(span, value, self.dtype) + 20 * span
+        keys = 2 * tile_bytes(span, self.key, self.operand)
+        values = tile_bytes(span, value, self.dtype) + 20 * span
         staged = 2 * (keys + values) if self.row_map == AS_IS else 2 * (self.rows_bytes(span) + values) + keys
-        solved = self.tile_bytes(span, CHUNK, torch.float32) + self.tile_bytes(span, CHUNK, self.operand)
+        solved = tile_bytes(span, CHUNK, torch.float32) + tile_bytes(span, CHUNK, self.operand)
         return staged + solved + self.sums_bytes(4)
 
     def backward_bytes(self) -> int:
         """sizeof(BackwardShared), which the kernel asserts."""
         span, value, operand = self.tiling.part, self.tiling.value, self.operand
-        inputs = 2 * self.tile_bytes(span, self.key, operand) + 2 * self.tile_bytes(span, value, operand)
-        inputs += self.tile_bytes(span, value, self.dtype) + (0 if self.row_map == AS_IS else self.rows_bytes(span))
-        memories = (span // CHUNK + 1) * self.tile_bytes(value, self.key, operand) + self.tile_bytes(CHUNK, value, operand)
-        pairs = self.tile_bytes(span + 2 * CHUNK, CHUNK, operand)
-        solved = self.tile_bytes(2 * span + (span if self.f else CHUNK) + 2 * CHUNK, CHUNK, torch.float32)
+        inputs = 2 * tile_bytes(span, self.key, operand) + 2 * tile_bytes(span, value, operand)
+        inputs += tile_bytes(span, value, self.dtype) + (0 if self.row_map == AS_IS else self.rows_bytes(span))
+        memories = (span // CHUNK + 1) * tile_bytes(value, self.key, operand) + tile_bytes(CHUNK, value, operand)
+        pairs = tile_bytes(span + 2 * CHUNK, CHUNK, operand)
+        solved = tile_bytes(2 * span + (span if self.f else CHUNK) + 2 * CHUNK, CHUNK, torch.float32)
         rows = 4 * (self.warps * 3 * CHUNK + CHUNK + 2 * (value + self.warps) + 5 * span)
         return inputs + memories + pairs + solved + round_up(rows, 16) + self.sums_bytes(2)
 
@@ -128,8 +125,8 @@ class Variant(NamedTuple):
             "forward": ("delta.cu", self.tiling.span, self.forward_bytes()),
             "backward": ("delta_backward.cu", self.tiling.part, self.backward_bytes()),
         }[pass_]
-        q, v = views["q"], views["v"]
-        B, H, T, _ = q.shape
+        q = views["q"]
+        B, H = q.shape[:2]
         defines = {
             "FW_IN": TYPES[self.dtype],
             "FW_K": self.key,
@@ -140,24 +137,13 @@ class Variant(NamedTuple):
             "FW_KSPLIT": self.tiling.ksplit,
             "FW_SPAN": span,
             "FW_PART": self.tiling.part,
-            "FW_ALIGNED": int(all(in_units(x) for name, x in views.items() if name in ("q", "k", "v", "y", "dy", "dv"))),
+            "FW_ALIGNED": int(rows_aligned(views)),
             "FW_PARTIAL": int(self.tiles > 1),
             "FW_SHARED": shared,
             **map_defines(self.row_map, self.row),
         }
-        params = np.zeros((), PARAMS)
-        for name, x in views.items():
-            if x is not None:
-                params[name] = view(x, leading_tile=name in SHARES)
-        for name, x in pointers.items():
-            params[name] = 0 if x is None else x.data_ptr()
-        params["H"], params["T"], params["K"], params["V"] = H, T, self.row_map.width(self.row), v.shape[3]
+        params = pack_params(views, pointers, self.row_map.width(self.row))
         launcher(source, f"delta_{pass_}", defines, (B * H, self.tiles), (32 * self.warps,), params, shared, q.device)
-
-
-def view(x: Tensor, leading_tile: bool) -> tuple[int, ...]:
-    strides = x.stride() if leading_tile else (0, *x.stride())
-    return (x.data_ptr(), *strides[1:4], strides[0])
 
 
 COMPUTES, NEEDS = ("f per token", "e per token", "w per token"), ("e per token",)

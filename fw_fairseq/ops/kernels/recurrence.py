@@ -16,9 +16,8 @@ from ...row_map import AS_IS, RowMap
 from ...rules import Coefficients
 from ..parallel.parts import choose_parts, run_parts
 from . import launch
-from .common import dense, register_operator, why_not_run
+from .common import dense, register_operator, why_no_map, why_not_run
 from .families import family_of, why_no_family
-from .maps import why_no_map
 
 FP32_PRECISIONS = ("exact", "tf32")
 
@@ -41,7 +40,7 @@ def run_kernels(
     q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor, row_map: RowMap = AS_IS
 ) -> tuple[Tensor, Tensor]:
     """As ``cuda_form``, each sequence from its first token to its last in one launch."""
-    precision = choose_precision(v.dtype)
+    precision, coefficients = choose_precision(v.dtype), join_decays(coefficients)
     operands = [None if x is None else dense(x) for x in (q, k, v, *coefficients)]
     memory = memory.contiguous()
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*operands, memory))
@@ -51,9 +50,18 @@ def run_kernels(
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, row_map: RowMap = AS_IS) -> str | None:
     """A sentence that says why ``cuda_form`` cannot run on these inputs; None where it can."""
+    coefficients = join_decays(coefficients)
     if reason := why_not_run(q, v) or why_no_map(row_map) or why_no_family(coefficients):
         return reason
     return family_of(*coefficients).supported(q, k, v, *coefficients, row_map)
+
+
+def join_decays(coefficients: Coefficients) -> Coefficients:
+    """The coefficients with a decay per token and one per value channel as their product, which no family has apart."""
+    f, z = coefficients.f, coefficients.z
+    if f is None or z is None or f.dim() != 3:
+        return coefficients
+    return coefficients._replace(f=None, z=z * f.unsqueeze(-1))
 
 
 def choose_precision(dtype: torch.dtype) -> str:

@@ -9,9 +9,8 @@ from torch import Tensor
 from ...row_map import AS_IS, RowMap
 from ...rules import Coefficients
 from . import launch
-from .common import TYPES, dense, register_operator, why_not_run
+from .common import TYPES, dense, map_defines, register_operator, why_no_map, why_not_run
 from .families import kinds
-from .maps import map_defines, why_no_map
 from .recurrence import INPUTS, ROW_MAP
 
 SOURCE, COLUMNS, WARPS = "step.cu", 32, 16

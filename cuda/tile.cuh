@@ -46,6 +46,11 @@ struct Right<BF16> {
     unsigned x[2];
 };
 
+template <class A, class B>
+constexpr bool same_type = false;
+template <class A>
+constexpr bool same_type<A, A> = true;
+
 template <class T>
 __host__ __device__ constexpr int tile_stride(int width) {
     return width + 16 / (int)sizeof(T);
@@ -65,12 +70,12 @@ __device__ __forceinline__ void put_couple(__nv_bfloat16* p, float x, float y) {
 __device__ __forceinline__ float2 couple(const float* p) { return *(const float2*)p; }
 __device__ __forceinline__ float2 couple(const __nv_bfloat16* p) { return __bfloat1622float2(*(const __nv_bfloat162*)p); }
 
-// Part h of a fragment, N values.
-template <int P, class F, int N>
+// Part h of a fragment, N values; ROUNDED where they are tf32 already.
+template <int P, bool ROUNDED = false, class F, int N>
 __device__ __forceinline__ void set_half(F& f, int h, const float (&v)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        f.x[h][i] = to_tf32(v[i]);
+        f.x[h][i] = ROUNDED && P == TF32 ? __float_as_uint(v[i]) : to_tf32(v[i]);
         if constexpr (P == EXACT) f.low[h][i] = to_tf32(v[i] - __uint_as_float(f.x[h][i]));
     }
 }
@@ -118,11 +123,40 @@ __device__ __forceinline__ Left<P> left_from(const T* p, int stride) {
     } else {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
+            const int row = lane_row(), term = lane_column() + h * 8;
+            if constexpr (ACROSS) {
+                const T *first = p + term * stride + row, *next = first + stride;
+                const float v[4] = {first[0], first[8], next[0], next[8]};
+                set_half<P>(a, h, v);
+            } else {
+                const float2 upper = couple(p + row * stride + term), lower = couple(p + (row + 8) * stride + term);
+                const float v[4] = {upper.x, lower.x, upper.y, lower.y};
+                set_half<P>(a, h, v);
+            }
+        }
+    }
+    return a;
+}
+
+// The left operand (16 rows, 16 terms) at p[term * stride + row], term by term times scale(term).
+template <int P, class T, class F>
+__device__ __forceinline__ Left<P> left_scaled(const T* p, int stride, F scale) {
+    const float factor[4] = {scale(lane_column()), scale(lane_column() + 1), scale(lane_column() + 8), scale(lane_column() + 9)};
+    Left<P> a;
+    if constexpr (P == BF16) {
+        a = left_from<P, true>(p, stride);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float low = __uint_as_float(a.x[i] << 16), high = __uint_as_float(a.x[i] & 0xFFFF0000u);
+            a.x[i] = pack_bf16(low * factor[i / 2 * 2], high * factor[i / 2 * 2 + 1]);
+        }
+    } else {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
             float v[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const int row = lane_row() + (i & 1) * 8, term = lane_column() + (i >> 1) + h * 8;
-                v[i] = ACROSS ? p[term * stride + row] : p[row * stride + term];
+                v[i] = p[(lane_column() + (i >> 1) + h * 8) * stride + lane_row() + (i & 1) * 8] * factor[h * 2 + (i >> 1)];
             }
             set_half<P>(a, h, v);
         }
@@ -131,7 +165,7 @@ __device__ __forceinline__ Left<P> left_from(const T* p, int stride) {
 }
 
 // Two right operands (16 terms, 8 columns each) at p[column * stride + term], or with ACROSS at p[term * stride + column].
-template <int P, bool ACROSS, class T>
+template <int P, bool ACROSS, bool ROUNDED = false, class T>
 __device__ __forceinline__ void right_from(Right<P> (&b)[2], const T* p, int stride) {
     if constexpr (P == BF16) {
         const int l = threadIdx.x & 31;
@@ -145,25 +179,82 @@ __device__ __forceinline__ void right_from(Right<P> (&b)[2], const T* p, int str
         for (int n = 0; n < 2; n++) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                float v[2];
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const int column = lane_row() + n * 8, term = lane_column() + i + h * 8;
-                    v[i] = ACROSS ? p[term * stride + column] : p[column * stride + term];
+                const int column = lane_row() + n * 8, term = lane_column() + h * 8;
+                if constexpr (ACROSS) {
+                    const float v[2] = {p[term * stride + column], p[(term + 1) * stride + column]};
+                    set_half<P, ROUNDED>(b[n], h, v);
+                } else {
+                    const float2 both = couple(p + column * stride + term);
+                    const float v[2] = {both.x, both.y};
+                    set_half<P, ROUNDED>(b[n], h, v);
                 }
-                set_half<P>(b[n], h, v);
             }
         }
     }
 }
 
 // d (16 x 16 as two accumulators) += a times the right operand at p.
-template <int P, bool ACROSS, class T>
+template <int P, bool ACROSS, bool ROUNDED = false, class T>
 __device__ __forceinline__ void multiply_from(float (&d)[2][4], const Left<P>& a, const T* p, int stride) {
     Right<P> b[2];
-    right_from<P, ACROSS>(b, p, stride);
+    right_from<P, ACROSS, ROUNDED>(b, p, stride);
     multiply<P>(d[0], a, b[0]);
     multiply<P>(d[1], a, b[1]);
+}
+
+// The same for sums over all of time. Tensor cores cut off what they add to an accumulator, always towards 0, so that fp32 sums
+// leave them.
+template <int P, bool ACROSS, class T>
+__device__ __forceinline__ void accumulate_from(float (&d0)[4], float (&d1)[4], const Left<P>& a, const T* p, int stride) {
+    Right<P> b[2];
+    right_from<P, ACROSS>(b, p, stride);
+    if constexpr (P == BF16) {
+        multiply<P>(d0, a, b[0]);
+        multiply<P>(d1, a, b[1]);
+    } else {
+        float sum[2][4] = {};
+        multiply<P>(sum[0], a, b[0]);
+        multiply<P>(sum[1], a, b[1]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) d0[i] += sum[0][i], d1[i] += sum[1][i];
+    }
+}
+
+// 16 x 16 accumulators, not transposed, two neighbours at a time: f(row, column, x, y).
+template <class F>
+__device__ __forceinline__ void each_two(float (&x)[2][4], F f) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float* both = x[i >> 1] + (i & 1) * 2;
+        f(lane_row() + (i & 1) * 8, lane_column() + (i >> 1) * 8, both[0], both[1]);
+    }
+}
+
+// A tile's 16 rows and 16 columns, transposed in accumulators.
+template <class T>
+__device__ __forceinline__ void load_transposed(float (&x)[2][4], const T* p, int stride) {
+    if constexpr (sizeof(T) == 2 && same_type<T, __nv_bfloat16>) {
+        const Left<BF16> a = left_from<BF16, true>(p, stride);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            x[i >> 1][(i & 1) * 2] = __uint_as_float(a.x[i] << 16);
+            x[i >> 1][(i & 1) * 2 + 1] = __uint_as_float(a.x[i] & 0xFFFF0000u);
+        }
+    } else {
+        const T* first = p + lane_column() * stride + lane_row();
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[i >> 2][i & 3] = to_float(first[((i & 1) + (i >> 2) * 8) * stride + (i >> 1 & 1) * 8]);
+    }
+}
+
+// The numbers of an array at the four tokens of a lane's transposed accumulators; x[n][i] takes number 2 n + i % 2.
+struct Four {
+    float x[4];
+};
+
+__device__ __forceinline__ Four four_of(const float* p) {
+    const float2 low = couple(p + lane_column()), high = couple(p + lane_column() + 8);
+    return {{low.x, low.y, high.x, high.y}};
 }
 
 // 16 x 16 accumulators, not transposed: f(i, row, column, x).

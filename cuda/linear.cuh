@@ -1,0 +1,212 @@
+// The code that the forward and the backward of linear.cu share: a warp's share of the memory and of the tokens, and products of
+// gates.
+//
+// Macros: FW_IN type of q, k, v, y; FW_K, FW_V padded widths of a block's memory, multiples of 16; FW_F, FW_W 1 where there is a
+// decay f, a write strength w; FW_PRECISION of the products; FW_WARPS of a block; FW_CHUNK tokens at a time, 16, 32 or 64;
+// FW_ALIGNED rows start at 16 bytes; FW_PARTIAL there are several tiles of V, each with its share of the sums over V; FW_SHARED
+// bytes of shared memory; those of row_map.cuh where q and k are rows to map.
+#pragma once
+#include "tile.cuh"
+
+constexpr int C = FW_CHUNK;
+constexpr int BLOCKS = C / 16;  // of 16 tokens
+constexpr int WARPS = FW_WARPS;
+constexpr int THREADS = WARPS * 32;
+constexpr float SMALLEST = FW_NO_GATE;  // a smaller f counts as this: 0 in the forward, where nothing divides by it
+#include "rows.cuh"
+
+constexpr int VALUE_SLICES = FW_V / 16, KEY_SLICES = WARPS / VALUE_SLICES;
+constexpr int SLICE = FW_K / KEY_SLICES, TILES = SLICE / 8;
+static_assert(WARPS % VALUE_SLICES == 0 && SLICE % 16 == 0, "every warp has 16 columns of the memory and some of their rows");
+
+// Warps that share 16 tokens, each with some columns of what is computed for them.
+__host__ __device__ constexpr int groups(int width) {
+    int n = 1;
+    while (2 * n * BLOCKS <= WARPS && width % (32 * n) == 0) n *= 2;
+    return n;
+}
+
+struct Place {
+    int bh, b, h, lane, warp, value, key;  // value, key: the first column and row of the warp's slice of the memory
+    __device__ Place(const Params& p)
+        : bh(blockIdx.x), lane(threadIdx.x & 31), warp(threadIdx.x >> 5), value(warp % VALUE_SLICES * 16),
+          key(warp / VALUE_SLICES * SLICE) {
+        b = bh / p.H, h = bh % p.H;
+    }
+};
+
+// The warp's slice of a memory (B,H,K,V), transposed in its accumulators: f(index, x), or f(-1, x) for what is padding.
+template <class F>
+__device__ __forceinline__ void each_element(const Place& at, const Params& p, float (&x)[TILES][4], F f) {
+#pragma unroll
+    for (int n = 0; n < TILES; n++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int k = at.key + n * 8 + lane_column() + (i & 1), v = blockIdx.y * FW_V + at.value + lane_row() + (i >> 1) * 8;
+            f(k < p.K && v < p.V ? ((int64_t)at.bh * p.K + k) * p.V + v : -1, x[n][i]);
+        }
+    }
+}
+
+__device__ __forceinline__ void load_memory(float (&x)[TILES][4], const float* memory, const Place& at, const Params& p) {
+    each_element(at, p, x, [&](int64_t i, float& value) { value = memory && i >= 0 ? memory[i] : 0.f; });
+}
+
+__device__ __forceinline__ void store_memory(float (&x)[TILES][4], float* memory, const Place& at, const Params& p) {
+    each_element(at, p, x, [&](int64_t i, float& value) {
+        if (i >= 0) memory[i] = value;
+    });
+}
+
+// The slice to its place in shared memory, rows of KEY_ROW for columns of the memory.
+__device__ __forceinline__ void share_memory(Op* shared, const float (&x)[TILES][4], const Place& at) {
+    Op* first = shared + (at.value + lane_row()) * KEY_ROW + at.key + lane_column();
+#pragma unroll
+    for (int n = 0; n < TILES; n++) {
+        put_couple(first + n * 8, x[n][0], x[n][1]);
+        put_couple(first + 8 * KEY_ROW + n * 8, x[n][2], x[n][3]);
+    }
+}
+
+// The memory before a part of the sequence in device memory: FW_K wide rows, of V rounded up to 16.
+__device__ __forceinline__ Op* border(const Params& p, const Place& at, int part, int parts) {
+    return (Op*)p.borders + (((int64_t)at.bh * parts + part) * ((p.V + 15) / 16 * 16) + blockIdx.y * FW_V) * FW_K;
+}
+
+__device__ __forceinline__ int border_rows(const Params& p) { return min(FW_V, (p.V + 15) / 16 * 16 - (int)blockIdx.y * FW_V); }
+
+// Complete after cp_async_wait. Beyond T: 0.
+__device__ __forceinline__ void load_gates(float* f, float* w, const Params& p, const Place& at, int t0) {
+    for (int i = threadIdx.x; (FW_F || FW_W) && i < C; i += THREADS) {
+        const bool inside = t0 + i < p.T;
+        const int t = inside ? t0 + i : 0, bytes = inside ? 4 : 0;
+        if (FW_F) cp_async4(f + i, ::at<float>(p.f, at.b, at.h, t), bytes);
+        if (FW_W) cp_async4(w + i, ::at<float>(p.w, at.b, at.h, t), bytes);
+    }
+}
+
+// Products of the gates of a chunk. A block is 16 tokens; within one the products start at its first token.
+struct __align__(16) Products {
+    float gate[C];      // f, 1 beyond T
+    float start[C];     // of the block's gates up to t
+    float end[C];       // of the block's gates after t
+    float total[BLOCKS];
+    float before[BLOCKS], after[BLOCKS];  // of the chunk's blocks before and after this one
+};
+
+// Run by one warp. `tokens` of the chunk exist.
+__device__ __forceinline__ void multiply_gates(Products& to, const float* f, int tokens) {
+    constexpr int EACH = C == 64 ? 2 : 1, LANES = 16 / EACH;
+    const int lane = threadIdx.x & 31, first = lane * EACH;
+    float g[EACH], up = 1.f;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        g[i] = first + i < min(tokens, C) ? fmaxf(f[first + i], SMALLEST) : 1.f;
+        up *= g[i];
+    }
+    float down = up;
+#pragma unroll
+    for (int o = 1; o < LANES; o <<= 1) {
+        const float earlier = __shfl_up_sync(~0u, up, o, LANES), later = __shfl_down_sync(~0u, down, o, LANES);
+        if ((lane & (LANES - 1)) >= o) up *= earlier;
+        if ((lane & (LANES - 1)) + o < LANES) down *= later;
+    }
+    float total[BLOCKS];
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) total[b] = __shfl_sync(~0u, up, b * LANES + LANES - 1);
+    float start = __shfl_up_sync(~0u, up, 1, LANES), end = __shfl_down_sync(~0u, down, 1, LANES);
+    if ((lane & (LANES - 1)) == 0) start = 1.f;
+    if ((lane & (LANES - 1)) == LANES - 1) end = 1.f;
+    if (first < C) {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            to.gate[first + i] = g[i];
+            to.start[first + i] = start = start * g[i];
+            to.end[first + EACH - 1 - i] = end;
+            end *= g[EACH - 1 - i];
+        }
+    }
+    if (lane < BLOCKS) {
+        float before = 1.f, after = 1.f, own = 1.f;
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) {
+            if (b < lane) before *= total[b];
+            if (b == lane) own = total[b];
+            if (b > lane) after *= total[b];
+        }
+        to.total[lane] = own, to.before[lane] = before, to.after[lane] = after;
+    }
+    __syncwarp();
+}
+
+// Run by one warp: D_ts, the product of the gates after s up to t, for the tokens of a block; 0 for s > t. As each_pair has them.
+__device__ __forceinline__ void decay_pairs(float (&d)[2][4], const float* gate) {
+    const int t = lane_row(), s = lane_column() + 1, steps = max(t - s, 0);
+    float last[2][2];  // of the pairs within the first and the last 8 tokens
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float f[8], x = 1.f;
+#pragma unroll
+        for (int r = 0; r < 8; r += 4) *(float4*)(f + r) = *(const float4*)(gate + h * 8 + r);
+#pragma unroll
+        for (int r = 2; r < 8; r++) {
+            if ((unsigned)(r - s - 1) < (unsigned)steps) x *= f[r];
+        }
+        last[h][1] = t >= s ? x : 0.f;
+        last[h][0] = t >= s ? x * gate[h * 8 + s] : t == s - 1 ? 1.f : 0.f;
+    }
+    // Across the middle: from s to the end of the first half, then to t.
+    const float to_t = __shfl_sync(~0u, last[1][0], t * 4) * gate[8];
+    const int end = 28 + (threadIdx.x & 3);
+    const float from0 = __shfl_sync(~0u, last[0][0], end), from1 = __shfl_sync(~0u, last[0][1], end);
+    d[0][0] = last[0][0], d[0][1] = last[0][1], d[0][2] = from0 * to_t, d[0][3] = from1 * to_t;
+    d[1][0] = d[1][1] = 0.f, d[1][2] = last[1][0], d[1][3] = last[1][1];
+}
+
+// x (16 x 16) += the products of 16 rows with 16 others, both WIDTH wide.
+template <int WIDTH, int STRIDE>
+__device__ __forceinline__ void compare_rows(float (&x)[2][4], const Op* rows, const Op* others) {
+#pragma unroll(WIDTH * (P == EXACT ? 4 : 1) <= 128 ? WIDTH / 16 : 1)
+    for (int i = 0; i < WIDTH; i += 16) multiply_from<P, false>(x, left_from<P, false>(rows + i, STRIDE), others + i, STRIDE);
+}
+
+// acc (16 rows, N * 8 columns) += a times the right operand at p.
+template <bool ACROSS, int N, int STRIDE>
+__device__ __forceinline__ void multiply_wide(float (&acc)[N][4], const Left<P>& a, const Op* p) {
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+        Right<P> b[2];
+        right_from<P, ACROSS>(b, p + n * 8 * (ACROSS ? 1 : STRIDE), STRIDE);
+        multiply<P>(acc[n], a, b[0]);
+        multiply<P>(acc[n + 1], a, b[1]);
+    }
+}
+
+// Scales rows g and g + 8.
+template <int N>
+__device__ __forceinline__ void scale_rows(float (&acc)[N][4], float low, float high) {
+#pragma unroll
+    for (int n = 0; n < N; n++) acc[n][0] *= low, acc[n][1] *= low, acc[n][2] *= high, acc[n][3] *= high;
+}
+
+// The memory over a chunk, transposed: decays, then takes up what the tokens write, values scaled by scale(token).
+template <bool SCALED, class F>
+__device__ __forceinline__ void write_tokens(float (&w)[TILES][4], const Op* values, const Op* keys, float total, const Place& at,
+                                             F scale) {
+    if (FW_F) {
+#pragma unroll
+        for (int n = 0; n < TILES; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) w[n][i] *= total;
+        }
+    }
+#pragma unroll(P == EXACT ? 1 : BLOCKS)
+    for (int b = 0; b < BLOCKS; b++) {
+        const Op *value = values + b * 16 * VALUE_ROW + at.value, *key = keys + b * 16 * KEY_ROW + at.key;
+        Left<P> a;
+        if constexpr (SCALED) a = left_scaled<P>(value, VALUE_ROW, [&](int t) { return scale(b, b * 16 + t); });
+        else a = left_from<P, true>(value, VALUE_ROW);
+#pragma unroll
+        for (int n = 0; n < TILES; n += 2) accumulate_from<P, true>(w[n], w[n + 1], a, key + n * 8, KEY_ROW);
+    }
+}

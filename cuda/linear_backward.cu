@@ -1,0 +1,80 @@
+// The recurrence with one gate per token and without erase (rules sum, gated), backward. dW is the adjoint of the memory, carried
+// from the last chunk to the first. In a chunk, with the names of linear.cu:
+//
+//     dq = start (dY W_0^T) + tril(D w dA) K          dA = dY V^T
+//     dk = w (end (V dW_C^T) + tril(D dA)^T Q)
+//     dv = w (end (K dW_C) + tril(D Q K^T)^T dY)      dw = dv . v / w
+//     dW_0 = total dW_C + Q^T (start dY)
+//
+// Nothing is run forward again: W_0 of every chunk was saved. A warp takes 16 tokens through all of this, with W_0 and dW as
+// operands in shared memory and the pairs of tokens in its own registers, then adds to its slice of dW.
+//
+// A gate f_r is a factor of D_ts for s < r <= t, of start_t for r <= t, of end_s for s < r, of total always. Its gradient is the sum
+// of every product that it is a factor of times that product's gradient, over f_r: sums without large terms that cancel.
+#include "linear_gradients.cuh"
+
+__device__ __forceinline__ void load_stage(Stage& s, const Params& p, const Place& at, int t0) {
+    load_rows<C>(s.q, s.k, p, at.b, at.h, t0);
+    load_tile<In, Op, C, FW_V>(s.v, p.v, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
+    load_tile<In, Op, C, FW_V>(s.dy, p.dy, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
+    load_border(s.memory, border(p, at, t0 / C, (p.T + C - 1) / C), border_rows(p));
+    load_gates(s.f, s.w, p, at, t0);
+    cp_async_commit();
+}
+
+// Where shared memory has no room for two chunks, the next one is brought into the L2 cache.
+__device__ __forceinline__ void prefetch_stage(const Params& p, const Place& at, int t0) {
+    prefetch_tile<In, C, ROW_WIDTH>(p.q, at.b, at.h, t0, p.T, 0, row_width(p));
+    prefetch_tile<In, C, ROW_WIDTH>(p.k, at.b, at.h, t0, p.T, 0, row_width(p));
+    prefetch_tile<In, C, FW_V>(p.v, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
+    prefetch_tile<In, C, FW_V>(p.dy, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
+    const char* from = (const char*)border(p, at, t0 / C, (p.T + C - 1) / C);
+#pragma unroll 1
+    for (int i = threadIdx.x * 128; i < border_rows(p) * FW_K * (int)sizeof(Op); i += THREADS * 128) prefetch_l2(from + i);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_backward(const Params p) {
+    extern __shared__ __align__(16) unsigned char bytes[];
+    Shared& s = *(Shared*)bytes;
+    const Place at(p);
+    const Products& x = s.products[FW_F ? at.warp : 0];
+    const int last = (p.T - 1) / C * C, block = at.warp % BLOCKS, group = at.warp / BLOCKS;
+    float dw[TILES][4];
+    load_memory(dw, p.dfinal, at, p);
+    load_stage(s.stage[0], p, at, last);
+    for (int t0 = last, now = 0; t0 >= 0; t0 -= C, now = (now + 1) % FW_STAGES) {
+        Stage& stage = s.stage[now];
+        share_memory(s.dmemory, dw, at);
+        cp_async_wait<0>();
+        __syncthreads();
+        if (FW_STAGES > 1 && t0 > 0) load_stage(s.stage[now ^ 1], p, at, t0 - C);
+        if (FW_STAGES == 1 && t0 > 0) prefetch_stage(p, at, t0 - C);
+#if FW_MAP
+        map_rows<C>(s.q, s.k, stage.q, stage.k, p.T - t0);
+        __syncthreads();
+        const Rows rows = {s.q, s.k, stage.v, stage.dy, stage.memory, stage.w};
+#else
+        const Rows rows = {stage.q, stage.k, stage.v, stage.dy, stage.memory, stage.w};
+#endif
+        if (FW_F) {
+            multiply_gates(s.products[at.warp], stage.f, p.T - t0);
+            share_pairs(s.pairs[at.warp], x.gate + block * 16);
+            carry(s.sums, rows.memory, at, dw);
+        }
+        if (group < KEY_GROUPS) {
+            query_side(s, p, at, rows, x, block, group, t0);
+            key_side(s, p, at, rows, x, block, group, t0);
+        }
+        if (group < VALUE_GROUPS) value_side(s, p, at, rows, x, block, group, t0);
+        write_tokens<FW_F>(dw, rows.dy, rows.q, FW_F ? x.before[BLOCKS - 1] * x.total[BLOCKS - 1] : 1.f, at,
+                           [&](int b, int t) { return x.start[t] * x.before[b]; });
+        __syncthreads();
+#if FW_MAP
+        unmap_rows(s, p, at, stage, t0);
+        if (FW_STAGES == 1) __syncthreads();
+#endif
+        if (FW_STAGES == 1 && t0 > 0) load_stage(stage, p, at, t0 - C);
+        if ((FW_F || FW_W) && at.warp < BLOCKS) gate_side(s.sums, p, at, x, at.warp, t0);
+    }
+    store_memory(dw, p.dmemory, at, p);
+}

@@ -1,0 +1,227 @@
+// The gradients of one chunk, as linear_backward.cu takes them, and the shared memory that they meet in.
+#pragma once
+#include "linear_gates.cuh"
+
+struct __align__(16) Stage {
+    Row q[C * ROW], k[C * ROW];
+    Op v[C * VALUE_ROW], dy[C * VALUE_ROW];
+    Op memory[FW_V * KEY_ROW];  // W_0, transposed
+    float f[C], w[C];
+};
+
+struct __align__(16) Shared {
+    Stage stage[FW_STAGES];
+    Op dmemory[FW_V * KEY_ROW];  // dW_C, transposed
+#if FW_MAP
+    Op q[C * KEY_ROW], k[C * KEY_ROW], dq[C * KEY_ROW], dk[C * KEY_ROW];
+#endif
+    Products products[FW_F ? WARPS : 1];
+    float pairs[FW_F ? WARPS : 1][16 * PAIR_ROW];  // D of the warp's block
+    GateSums sums;
+};
+static_assert(sizeof(Shared) == FW_SHARED, "the host computes the same");
+
+// The rows of a chunk in shared memory.
+struct Rows {
+    const Op *q, *k, *v, *dy, *memory;
+    const float* w;
+};
+
+__device__ __forceinline__ void load_border(Op* to, const Op* from, int rows) {
+    constexpr int N = 16 / sizeof(Op), UNITS = FW_K / N;
+    if constexpr (THREADS % UNITS == 0 && FW_V * UNITS % THREADS == 0) {
+        if (rows == FW_V) return copy_tile<Op, FW_V, FW_K>(to, from, FW_K);
+    }
+    for (int i = threadIdx.x; i < FW_V * UNITS; i += THREADS) {
+        const bool inside = i < rows * UNITS;
+        cp_async16(to + i / UNITS * KEY_ROW + i % UNITS * N, inside ? from + i * N : from, inside ? 16 : 0);
+    }
+}
+
+// dq or dk of 16 tokens and the columns from `column` on.
+__device__ __forceinline__ void put_keys(const View& x, Op* features, const Params& p, const Place& at,
+                                         const float (&acc)[KEY_COLUMNS / 8][4], int t0, int t, int column) {
+#if FW_MAP
+    Op* first = features + (t + lane_row()) * KEY_ROW + column + lane_column();
+#pragma unroll
+    for (int n = 0; n < KEY_COLUMNS / 8; n++) {
+        put_couple(first + n * 8, acc[n][0], acc[n][1]);
+        put_couple(first + 8 * KEY_ROW + n * 8, acc[n][2], acc[n][3]);
+    }
+#else
+    View to = x;
+    using Out = KeyGradient<FW_PARTIAL>::type;
+    to.p = (Out*)x.p + blockIdx.y * x.tile;
+    store_rows<Out>(to, at.b, at.h, acc, t0 + t, p.T, column, p.K - column);
+#endif
+}
+
+// dq of a block.
+__device__ __forceinline__ void query_side(Shared& s, const Params& p, const Place& at, const Rows& rows, const Products& x, int block,
+                                           int group, int t0) {
+    constexpr int N = KEY_COLUMNS / 8;
+    const int t = block * 16, column = group * KEY_COLUMNS;
+    const Op *dy = rows.dy + t * VALUE_ROW, *q = rows.q + t * KEY_ROW + column;
+    float acc[N][4] = {}, sum[2];
+    RowNumbers<N> own;
+#pragma unroll(FW_V * (P == EXACT ? 4 : 1) <= 64 ? FW_V / 16 : 1)
+    for (int i = 0; i < FW_V; i += 16) {
+        multiply_wide<true, N, KEY_ROW>(acc, left_from<P, false>(dy + i, VALUE_ROW), rows.memory + i * KEY_ROW + column);
+    }
+    if (FW_F) {
+        scale_rows(acc, x.before[block], x.before[block]);
+        own.load<KEY_ROW>(q);
+        own.dot(sum, acc);
+        const float initial = warp_sum(sum[0] * x.start[t + lane_row()] + sum[1] * x.start[t + lane_row() + 8]);
+        if (at.lane == 0) s.sums.initial[group][block] = initial;
+    }
+    float between = 1.f;
+    for (int b = block - 1; b >= 0; b--) {
+        float pairs[2][4] = {};
+        compare_rows<FW_V, VALUE_ROW>(pairs, dy, rows.v + b * 16 * VALUE_ROW);
+        each_pair(pairs, [&](int, int, int earlier, float& x_ts) {
+            if (FW_F) x_ts *= between * x.end[b * 16 + earlier];
+            if (FW_W) x_ts *= rows.w[b * 16 + earlier];
+        });
+        multiply_wide<true, N, KEY_ROW>(acc, left_of<P>(pairs[0], pairs[1]), rows.k + b * 16 * KEY_ROW + column);
+        if (FW_F) between *= x.total[b];
+    }
+    if (FW_F) {
+        scale_rows(acc, x.start[t + lane_row()], x.start[t + lane_row() + 8]);
+        own.dot(sum, acc);
+        put_rows(s.sums.reads[group] + t, sum);
+    }
+    float pairs[2][4] = {};
+    compare_rows<FW_V, VALUE_ROW>(pairs, dy, rows.v + t * VALUE_ROW);
+    each_pair(pairs, [&](int, int row, int earlier, float& x_ts) {
+        if (FW_W) x_ts *= rows.w[t + earlier];
+        x_ts = earlier > row ? 0.f : FW_F ? x_ts * s.pairs[at.warp][row * PAIR_ROW + earlier] : x_ts;
+    });
+    multiply_wide<true, N, KEY_ROW>(acc, left_of<P>(pairs[0], pairs[1]), rows.k + t * KEY_ROW + column);
+#if FW_MAP
+    put_keys(p.dq, s.dq, p, at, acc, t0, t, column);
+#else
+    put_keys(p.dq, nullptr, p, at, acc, t0, t, column);
+#endif
+}
+
+// dk of a block, and what its pairs with later tokens add to the gradients of the gates between.
+__device__ __forceinline__ void key_side(Shared& s, const Params& p, const Place& at, const Rows& rows, const Products& x, int block,
+                                         int group, int t0) {
+    constexpr int N = KEY_COLUMNS / 8;
+    const int t = block * 16, column = group * KEY_COLUMNS;
+    const Op *v = rows.v + t * VALUE_ROW, *all = rows.k + t * KEY_ROW, *k = all + column;
+    float acc[N][4] = {}, sum[2], written[2];
+    RowNumbers<N> own;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        written[i] = (FW_F ? x.end[t + lane_row() + i * 8] : 1.f) * (FW_W ? rows.w[t + lane_row() + i * 8] : 1.f);
+    }
+#pragma unroll(FW_V * (P == EXACT ? 4 : 1) <= 64 ? FW_V / 16 : 1)
+    for (int i = 0; i < FW_V; i += 16) {
+        multiply_wide<true, N, KEY_ROW>(acc, left_from<P, false>(v + i, VALUE_ROW), s.dmemory + i * KEY_ROW + column);
+    }
+    if (FW_F) {
+        scale_rows(acc, x.after[block], x.after[block]);
+        own.load<KEY_ROW>(k);
+        own.dot(sum, acc);
+        const float final = warp_sum(sum[0] * written[0] + sum[1] * written[1]);
+        if (at.lane == 0) s.sums.final[group][block] = final;
+    }
+    float between = 1.f;
+    for (int b = block + 1; b < BLOCKS; b++) {
+        float pairs[2][4] = {};
+        compare_rows<FW_V, VALUE_ROW>(pairs, v, rows.dy + b * 16 * VALUE_ROW);
+        each_pair(pairs, [&](int, int, int later, float& x_st) {
+            if (FW_F) x_st *= between * x.start[b * 16 + later];
+        });
+        if (FW_F && b > block + 1 && group == 0) {
+            float scores[2][4] = {}, across = 0.f;
+            compare_rows<FW_K, KEY_ROW>(scores, all, rows.q + b * 16 * KEY_ROW);
+            each_pair(scores, [&](int i, int, int, float& score) { across += score * pairs[i >> 2][i & 3] * written[i >> 1 & 1]; });
+            across = warp_sum(across);
+            if (at.lane == 0) s.sums.across[b][block] = across;
+        }
+        multiply_wide<true, N, KEY_ROW>(acc, left_of<P>(pairs[0], pairs[1]), rows.q + b * 16 * KEY_ROW + column);
+        if (FW_F) between *= x.total[b];
+    }
+    if (FW_F || FW_W) scale_rows(acc, written[0], written[1]);
+    if (FW_F) {
+        own.dot(sum, acc);
+        put_rows(s.sums.writes[group] + t, sum);
+    }
+    float pairs[2][4] = {};
+    compare_rows<FW_V, VALUE_ROW>(pairs, v, rows.dy + t * VALUE_ROW);
+    each_pair(pairs, [&](int, int row, int later, float& x_st) {
+        if (FW_W) x_st *= rows.w[t + row];
+        x_st = later < row ? 0.f : FW_F ? x_st * s.pairs[at.warp][later * PAIR_ROW + row] : x_st;
+    });
+    if (FW_F && group == 0) {
+        float scores[2][4] = {};
+        compare_rows<FW_K, KEY_ROW>(scores, all, rows.q + t * KEY_ROW);
+        each_pair(scores, [&](int i, int row, int later, float& score) { score = later > row ? score * pairs[i >> 2][i & 3] : 0.f; });
+        put_spans(s.sums.within + t, scores);
+    }
+    multiply_wide<true, N, KEY_ROW>(acc, left_of<P>(pairs[0], pairs[1]), rows.q + t * KEY_ROW + column);
+#if FW_MAP
+    put_keys(p.dk, s.dk, p, at, acc, t0, t, column);
+#else
+    put_keys(p.dk, nullptr, p, at, acc, t0, t, column);
+#endif
+}
+
+// dv of a block, and dw.
+__device__ __forceinline__ void value_side(Shared& s, const Params& p, const Place& at, const Rows& rows, const Products& x, int block,
+                                           int group, int t0) {
+    constexpr int N = VALUE_COLUMNS / 8;
+    const int t = block * 16, column = group * VALUE_COLUMNS, first = blockIdx.y * FW_V + column;
+    const Op* k = rows.k + t * KEY_ROW;
+    float acc[N][4] = {};
+#pragma unroll(FW_K * (P == EXACT ? 4 : 1) <= 64 ? FW_K / 16 : 1)
+    for (int i = 0; i < FW_K; i += 16) {
+        multiply_wide<false, N, KEY_ROW>(acc, left_from<P, false>(k + i, KEY_ROW), s.dmemory + column * KEY_ROW + i);
+    }
+    if (FW_F) scale_rows(acc, x.after[block], x.after[block]);
+    float between = 1.f;
+    for (int b = block + 1; b < BLOCKS; b++) {
+        float pairs[2][4] = {};
+        compare_rows<FW_K, KEY_ROW>(pairs, k, rows.q + b * 16 * KEY_ROW);
+        each_pair(pairs, [&](int, int, int later, float& x_st) {
+            if (FW_F) x_st *= between * x.start[b * 16 + later];
+        });
+        multiply_wide<true, N, VALUE_ROW>(acc, left_of<P>(pairs[0], pairs[1]), rows.dy + b * 16 * VALUE_ROW + column);
+        if (FW_F) between *= x.total[b];
+    }
+    if (FW_F) scale_rows(acc, x.end[t + lane_row()], x.end[t + lane_row() + 8]);
+    float pairs[2][4] = {};
+    compare_rows<FW_K, KEY_ROW>(pairs, k, rows.q + t * KEY_ROW);
+    each_pair(pairs, [&](int, int row, int later, float& x_st) {
+        x_st = later < row ? 0.f : FW_F ? x_st * s.pairs[at.warp][later * PAIR_ROW + row] : x_st;
+    });
+    multiply_wide<true, N, VALUE_ROW>(acc, left_of<P>(pairs[0], pairs[1]), rows.dy + t * VALUE_ROW + column);
+    if (FW_W) {
+        float sum[2];
+        RowNumbers<N> own;
+        own.load<VALUE_ROW>(rows.v + t * VALUE_ROW + column);
+        own.dot(sum, acc);
+        put_rows(s.sums.strength[group] + t, sum);
+        scale_rows(acc, rows.w[t + lane_row()], rows.w[t + lane_row() + 8]);
+    }
+    store_rows<In>(p.dv, at.b, at.h, acc, t0 + t, p.T, first, p.V - first);
+}
+
+#if FW_MAP
+// dq and dk, from those of the features.
+__device__ __forceinline__ void unmap_rows(const Shared& s, const Params& p, const Place& at, const Stage& stage, int t0) {
+    using Out = KeyGradient<FW_PARTIAL>::type;
+    for (int i = at.warp; i < 2 * C; i += WARPS) {
+        const bool query = i < C;
+        const int t = i % C;
+        if (t0 + t >= p.T) continue;
+        const View& to = query ? p.dq : p.dk;
+        Out* row = ::at<Out>(to, at.b, at.h, t0 + t) + blockIdx.y * to.tile;
+        unmap_row((query ? stage.q : stage.k) + t * ROW, (query ? s.dq : s.dk) + t * KEY_ROW,
+                  [&](int i, float dx) { row[i] = from_float<Out>(dx); });
+    }
+}
+#endif

@@ -1,0 +1,167 @@
+// Tensors as kernels see them, and the ways of their rows: to shared memory, to the L2 cache, through a feature map, back.
+//
+// The file that includes this one has FW_PRECISION, FW_IN, FW_ALIGNED (rows start at 16 bytes) and the macros of row_map.cuh, and
+// has defined THREADS.
+#pragma once
+#include "tile.cuh"
+#include "row_map.cuh"
+
+constexpr int P = FW_PRECISION;
+using In = FW_IN;
+using Op = OperandOf<P>::type;
+
+struct View {  // (B,H,T) or (B,H,T,X) with X contiguous; strides in elements
+    void* p;
+    int64_t b, h, t;
+    int64_t tile;  // from one value tile's share of a sum to the next
+};
+
+struct Params {
+    View q, k, v, f, e, w, y, dy, dq, dk, dv, df, de, dw;
+    float *memory, *final;  // (B,H,K,V); memory and dfinal may be null, for 0
+    void* borders;
+    float *dfinal, *dmemory;
+    int32_t H, T, K, V;
+};
+
+template <class T>
+__device__ __forceinline__ T* at(const View& x, int b, int h, int t) {
+    return (T*)x.p + b * x.b + h * x.h + t * x.t;
+}
+
+// dq and dk are whole sums, or a value tile's share of them.
+template <bool PARTIAL>
+struct KeyGradient {
+    using type = In;
+};
+template <>
+struct KeyGradient<true> {
+    using type = float;
+};
+
+// A whole tile: every thread copies units of one column. `from` is the tile's first element.
+template <class T, int ROWS, int WIDTH>
+__device__ __forceinline__ void copy_tile(T* tile, const T* from, int64_t stride) {
+    constexpr int N = 16 / sizeof(T), PER_ROW = WIDTH / N, STEP = THREADS / PER_ROW;
+    const int row = threadIdx.x / PER_ROW, column = threadIdx.x % PER_ROW * N;
+    T* to = tile + row * tile_stride<T>(WIDTH) + column;
+    from += row * stride + column;
+#pragma unroll
+    for (int i = 0; i < ROWS; i += STEP, from += STEP * stride) cp_async16(to + i * tile_stride<T>(WIDTH), from);
+}
+
+// Rows [t0, t0+ROWS) and columns [c0, c0+WIDTH) of x into a tile, 0 beyond T and beyond `columns`. Complete after cp_async_wait.
+template <class From, class To, int ROWS, int WIDTH>
+__device__ __forceinline__ void load_tile(To* tile, const View& x, int b, int h, int t0, int T, int c0, int columns) {
+    constexpr int STRIDE = tile_stride<To>(WIDTH);
+    const From* base = at<From>(x, b, h, 0);
+#if FW_ALIGNED
+    constexpr int N = 16 / sizeof(From), PER_ROW = WIDTH / N;
+    constexpr bool COPIED = same_type<From, To>, EVEN = THREADS % PER_ROW == 0 && ROWS * PER_ROW % THREADS == 0;
+    if constexpr (COPIED && EVEN) {
+        if (t0 + ROWS <= T && c0 + WIDTH <= columns) return copy_tile<To, ROWS, WIDTH>(tile, base + t0 * x.t + c0, x.t);
+    }
+#pragma unroll(COPIED ? 1 : 4)
+    for (int i = threadIdx.x; i < ROWS * PER_ROW; i += THREADS) {
+        const int row = i / PER_ROW, column = i % PER_ROW * N;
+        const bool inside = t0 + row < T && c0 + column < columns;
+        const From* from = inside ? base + (t0 + row) * x.t + c0 + column : base;
+        To* to = tile + row * STRIDE + column;
+        if constexpr (COPIED) {
+            cp_async16(to, from, inside ? 16 : 0);
+        } else {
+            const uint4 raw = inside ? *(const uint4*)from : make_uint4(0, 0, 0, 0);
+            const From* values = (const From*)&raw;
+#pragma unroll
+            for (int j = 0; j < N; j++) to[j] = from_float<To>(to_float(values[j]));
+        }
+    }
+#else
+    for (int i = threadIdx.x; i < ROWS * WIDTH; i += THREADS) {
+        const int row = i / WIDTH, column = i % WIDTH;
+        const bool inside = t0 + row < T && c0 + column < columns;
+        tile[row * STRIDE + column] = from_float<To>(inside ? to_float(base[(t0 + row) * x.t + c0 + column]) : 0.f);
+    }
+#endif
+}
+
+// Brings the rows that load_tile will read into the L2 cache.
+template <class From, int ROWS, int WIDTH>
+__device__ __forceinline__ void prefetch_tile(const View& x, int b, int h, int t0, int T, int c0, int columns) {
+    constexpr int N = 128 / sizeof(From), PER_ROW = (WIDTH + N - 1) / N;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < ROWS * PER_ROW; i += THREADS) {
+        const int row = i / PER_ROW, column = i % PER_ROW * N;
+        if (t0 + row < T && c0 + column < columns) prefetch_l2(at<From>(x, b, h, t0 + row) + c0 + column);
+    }
+}
+
+template <class T>
+__device__ __forceinline__ void store_couple(T* to, float x, float y) {
+#if FW_ALIGNED
+    struct __align__(2 * sizeof(T)) Pair {
+        T x, y;
+    };
+    *(Pair*)to = {from_float<T>(x), from_float<T>(y)};
+#else
+    to[0] = from_float<T>(x), to[1] = from_float<T>(y);
+#endif
+}
+
+// 16 tokens from t on and the columns from `column` on, of which `columns` are there, to x.
+template <class T, int N>
+__device__ __forceinline__ void store_rows(const View& x, int b, int h, const float (&acc)[N][4], int t, int T_, int column,
+                                           int columns) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int row = t + lane_row() + half * 8;
+        if (row >= T_) continue;
+        T* to = at<T>(x, b, h, row) + column + lane_column();
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+#if FW_ALIGNED
+            if (n * 8 + lane_column() < columns) store_couple(to + n * 8, acc[n][half * 2], acc[n][half * 2 + 1]);
+#else
+            if (n * 8 + lane_column() < columns) to[n * 8] = from_float<T>(acc[n][half * 2]);
+            if (n * 8 + lane_column() + 1 < columns) to[n * 8 + 1] = from_float<T>(acc[n][half * 2 + 1]);
+#endif
+        }
+    }
+}
+
+// Rows of q and k as they are in memory: x where there is a feature map.
+#if FW_MAP
+using Row = In;
+constexpr int ROW_WIDTH = (FW_D + 16 / (int)sizeof(In) - 1) / (16 / (int)sizeof(In)) * (16 / (int)sizeof(In));
+#else
+using Row = Op;
+constexpr int ROW_WIDTH = FW_K;
+#endif
+constexpr int ROW = tile_stride<Row>(ROW_WIDTH);
+constexpr int KEY_ROW = tile_stride<Op>(FW_K);
+constexpr int VALUE_ROW = tile_stride<Op>(FW_V);
+
+__device__ __forceinline__ int row_width(const Params& p) {
+#if FW_MAP
+    return FW_D;
+#else
+    return p.K;
+#endif
+}
+
+template <int ROWS>
+__device__ __forceinline__ void load_rows(Row* q, Row* k, const Params& p, int b, int h, int t0) {
+    load_tile<In, Row, ROWS, ROW_WIDTH>(q, p.q, b, h, t0, p.T, 0, row_width(p));
+    load_tile<In, Row, ROWS, ROW_WIDTH>(k, p.k, b, h, t0, p.T, 0, row_width(p));
+}
+
+#if FW_MAP
+// The features of ROWS tokens; all threads.
+template <int ROWS>
+__device__ __forceinline__ void map_rows(Op* q, Op* k, const In* rows_q, const In* rows_k, int tokens) {
+    for (int i = threadIdx.x >> 5; i < 2 * ROWS; i += THREADS / 32) {
+        const int t = i % ROWS;
+        map_row<FW_K>((i < ROWS ? q : k) + t * KEY_ROW, (i < ROWS ? rows_q : rows_k) + t * ROW, t < tokens);
+    }
+}
+#endif

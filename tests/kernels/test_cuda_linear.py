@@ -1,0 +1,187 @@
+"""The kernels with one gate per token and without erase on the emulator, against the definition in float64: outputs, final memory,
+every gradient. And the operation with each of the families without erase."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hostcuda import SCHEDULES, EmulatorLaunch, guarded, sanitized_launch
+from hostcuda.nvrtc import ARCHITECTURES, compile_check
+from support.cuda_scan import GATES, TOLERANCE, by_definition, by_kernels, compare, draw, launches
+from support.draws import assert_same
+from support.emulated import emulated
+
+from fw_fairseq.ops import fast_weight
+from fw_fairseq.ops.kernels import common, launch, linear, recurrence
+from fw_fairseq.ops.recurrent import step_form
+from fw_fairseq.row_map import AS_IS
+from fw_fairseq.rules import RULES, Coefficients
+
+MAIN = [torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize("policy, seed", SCHEDULES)
+@pytest.mark.parametrize("dtype", MAIN)
+def test_any_schedule(one_thread, dtype, policy, seed):
+    compare(linear, "gated", (2, 1, 150, 64, 64), dtype, EmulatorLaunch(policy, seed))
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 16, 17, 32, 33, 100])
+@pytest.mark.parametrize("rule", ["sum", "gated"])
+def test_any_length(one_thread, rule, tokens):
+    compare(linear, rule, (1, 2, tokens, 32, 32))
+
+
+@pytest.mark.parametrize("gates", GATES)
+def test_any_gate(one_thread, gates):
+    """Of 0, near 0 and near 1: the gradients of the gates too, over many chunks."""
+    compare(linear, "gated", (1, 1, 200, 32, 32), gates=gates)
+
+
+@pytest.mark.parametrize("gates", GATES)
+def test_any_gate_bf16(one_thread, gates):
+    compare(linear, "gated", (1, 1, 200, 64, 64), torch.bfloat16, gates=gates)
+
+
+# Widths of one tile and of several, padded ones, rows that start anywhere, keys shared by several warps, every type.
+@pytest.mark.parametrize(
+    "rule, K, V, dtype",
+    [
+        ("gated", 16, 16, torch.float16),
+        ("sum", 20, 35, torch.float32),
+        ("gated", 21, 36, torch.bfloat16),
+        ("gated", 128, 128, torch.bfloat16),
+        ("gated", 300, 140, torch.float32),
+    ],
+)
+def test_widths_and_dtypes(one_thread, rule, K, V, dtype):
+    compare(linear, rule, (1, 2, 37, K, V), dtype)
+
+
+def test_a_device_with_less_shared_memory(one_thread):
+    """One chunk at a time is in shared memory there."""
+    device = EmulatorLaunch("prio", 1)
+    device.capability = lambda _: (8, 9)
+    compare(linear, "gated", (1, 1, 150, 64, 64), torch.bfloat16, device)
+    assert device.calls[0][2]["FW_MEMORIES"] == device.calls[1][2]["FW_STAGES"] == 1
+
+
+def test_tf32(one_thread):
+    compare(linear, "gated", (1, 1, 37, 32, 32), precision="tf32")
+
+
+def test_nothing_outside_the_tensors(one_thread):
+    x = {name: None if t is None else guarded(t) for name, t in draw("gated", (1, 1, 19, 20, 18)).items()}
+    dy, dmemory = guarded(torch.randn_like(x["v"])), guarded(torch.randn_like(x["memory"]))
+    actual = by_kernels(linear, x, dy, dmemory, "exact", EmulatorLaunch(bounds=True))
+    assert_same(actual, by_definition(x, dy, dmemory), TOLERANCE["exact"])
+
+
+def test_long_sums_in_fp32(one_thread):
+    """Where the tensor cores cut off their sums, as they do on a device: the memory of 8192 tokens is as accurate as fp32."""
+    x = {name: t if t is None else t.abs() for name, t in draw("sum", (1, 1, 8192, 16, 16)).items()}
+    with launch.use(EmulatorLaunch(truncates=True)) as launcher:
+        _, final, _ = linear.forward(launcher, *x.values(), "exact", keep=False)
+    expected = x["memory"].double() + x["k"].double().mT @ x["v"].double()
+    assert ((final - expected).abs() / expected).max() < 3e-6
+
+
+@pytest.mark.parametrize("rule, attention_norm", [("sum", True), ("gated", False), ("decay", False)])
+def test_public_op(emulate, rule, attention_norm):
+    """Through fast_weight: padding, resets, a state, attention normalisation; and that the kernels ran."""
+    launcher = emulate()
+    batch, tokens = 2, 37
+    x = draw("sum", (batch, 1, tokens, 32, 32))
+    leaves = {n: x[n].abs() + 0.1 if attention_norm else x[n] for n in "qkv"}
+    gates = {n: GATES["uniform"](batch, 1, tokens, *(() if g.axis is None else (32,))) for n, g in RULES[rule].gates.items()}
+    leaves = {n: t.detach().requires_grad_() for n, t in (leaves | gates).items()}
+    masks = {"padding_mask": torch.rand(batch, tokens) < 0.2, "reset_mask": torch.rand(batch, tokens) < 0.1}
+
+    def results(backend):
+        called = {n: leaves[n] for n in gates}
+        y, state = fast_weight(*(leaves[n] for n in "qkv"), rule, called, backend=backend, attention_norm=attention_norm, **masks)
+        torch.manual_seed(1)
+        grads = torch.autograd.grad((y, state.memory), list(leaves.values()), (torch.randn_like(y), torch.randn_like(state.memory)))
+        return {"y": y.detach(), "memory": state.memory.detach()} | dict(zip(leaves, grads))
+
+    assert_same(results("cuda"), results("recurrent"), 2e-5)
+    family = "decay" if rule == "decay" else "linear"
+    assert [call[1] for call in launcher.calls] == [f"{family}_forward", f"{family}_backward"]
+
+
+def test_a_decay_per_token_beside_one_per_channel(emulate):
+    """No family takes both: the kernels get their product."""
+    launcher, x = emulate(), draw("decay", (1, 1, 37, 16, 16))
+    x["f"] = torch.rand(1, 1, 37)
+    leaves = {n: t.requires_grad_() for n, t in x.items() if t is not None}
+    coefficients = Coefficients(leaves["f"], leaves["z"])
+
+    def results(form):
+        y, memory = form(leaves["q"], leaves["k"], leaves["v"], coefficients, leaves["memory"])
+        grads = torch.autograd.grad(y.square().sum() + memory.sum(), list(leaves.values()))
+        return {"y": y.detach(), "memory": memory.detach()} | dict(zip(leaves, grads))
+
+    assert recurrence.why_not(leaves["q"], leaves["k"], leaves["v"], coefficients) is None
+    assert_same(results(recurrence.cuda_form), results(step_form), 2e-5)
+    assert [call[1] for call in launcher.calls] == ["decay_forward", "decay_backward"]
+
+
+def test_without_gradients_nothing_is_kept(one_thread):
+    x = draw("gated", (1, 1, 70, 32, 32)).values()
+    y, final, saved = linear.forward(EmulatorLaunch(), *x, "exact", keep=False)
+    want_y, want_final, _ = linear.forward(EmulatorLaunch(), *x, "exact", keep=True)
+    assert saved == () and torch.equal(y, want_y) and torch.equal(final, want_final)
+
+
+def test_symbolic_shapes(emulate):
+    emulate()
+    q, k, v, f, z, e, w, memory = draw("gated", (1, 2, 17, 32, 32)).values()
+    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (q, k, v, f, z, e, w, memory.requires_grad_(), "exact", True, *AS_IS))
+
+
+def sanitized() -> None:
+    with emulated(sanitized_launch()) as launcher:
+        x = draw("gated", (1, 1, 70, 32, 32), torch.bfloat16, "resets")
+        by_kernels(linear, x, torch.randn_like(x["v"]), torch.randn_like(x["memory"]), "bf16", launcher)
+
+
+@pytest.mark.parametrize(
+    "capability, key, dtype, message",
+    [
+        ((9, 0), 513, torch.bfloat16, "for keys up to 512 wide, not 513"),
+        ((7, 5), 64, torch.float16, "for compute capability 8.0 and higher only"),
+        ((8, 9), 512, torch.float32, "this device has 101376"),
+        ((8, 9), 512, torch.bfloat16, None),
+        ((9, 0), 512, torch.float32, None),
+    ],
+)
+def test_what_has_no_kernel(emulate, monkeypatch, capability, key, dtype, message):
+    monkeypatch.setattr(emulate(), "capability", lambda device: capability)
+    q = torch.empty(1, 1, 2, key, dtype=dtype)
+    reason = linear.supported(q, q, q, q[..., 0], None, None, None)
+    assert reason is None if message is None else reason.startswith("backend='cuda' ") and message in reason
+
+
+COMPILED = [(arch, 64, dtype) for arch in ARCHITECTURES if arch != "75" for dtype in MAIN]
+COMPILED += [(arch, width, dtype) for arch, width in (("90", 32), ("80", 128), ("90", 128)) for dtype in MAIN]
+
+
+@pytest.mark.parametrize("arch, width, dtype", COMPILED)
+def test_compiles_without_spills(arch, width, dtype):
+    """Two blocks fit a multiprocessor up to 64 columns; up to 128 no gradient is written in shares where memory allows."""
+    capability = (int(arch[:-1]), int(arch[-1]))
+    for launched in launches(linear, "gated", (1, 1, 17, width, width), dtype, capability):
+        found = compile_check(launched.source, launched.defines, arch)[launched.kernel]
+        assert found["spill_stores"] == found["spill_loads"] == found["stack"] == 0, (launched.kernel, found)
+        held = common.SHARED_MORE.get(capability, common.SHARED)
+        assert launched.defines["FW_SHARED"] <= held
+        if arch == "90":
+            assert not launched.defines.get("FW_PARTIAL")
+            assert width > 64 or (launched.defines["FW_SHARED"] <= held // 2 and found["registers"] * launched.threads <= 32768)
+
+
+@pytest.mark.parametrize("rule", ["sum", "gated"])
+def test_odd_lengths_take_the_same_kernels(rule):
+    """Gates per token are moved one by one: their rows need not be even."""
+    odd, even = (launches(linear, rule, (1, 1, tokens, 64, 64), torch.bfloat16) for tokens in (511, 512))
+    assert [call.defines for call in odd] == [call.defines for call in even]
