@@ -29,6 +29,8 @@ class Kernel:
 class CuPy:
     """Records the modules that are made; ``error`` is raised where CuPy compiles."""
 
+    __spec__ = object()  # so that it counts as installed
+
     def __init__(self, error=None):
         self.modules, self.kernels, self.error = [], [], error
 
@@ -146,7 +148,7 @@ def test_kernels_of_the_installed_package_come_first(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def fresh():
+def fresh(cupy):
     """Nothing looked up yet, now and for the tests after."""
     launch.look_up.cache_clear()
     yield
@@ -166,6 +168,31 @@ def test_why_not(fresh, monkeypatch, changes, reason):
     for name, value in (usual | changes).items():
         monkeypatch.setattr(torch.cuda, name, value)
     assert CupyLaunch().why_not(torch.device("cuda:0")) == reason
+
+
+def look_up_on_a_gpu(monkeypatch) -> str | None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    return launch.look_up(torch.device("cuda:0"))
+
+
+def test_why_not_where_nothing_compiles(fresh, cupy, monkeypatch):
+    """ "auto" then runs PyTorch; the kernel that is tried includes the toolkit's headers."""
+    cupy.error = CompileException("common.cuh(4): catastrophic error: cannot open source file\n\nmore")
+    reason = look_up_on_a_gpu(monkeypatch)
+    assert reason.startswith("backend='cuda' has no compiler. CuPy cannot compile kernels: common.cuh(4): catastrophic error")
+    assert '#include "common.cuh"' in cupy.modules[0]["code"] and "\n" not in reason
+
+
+def test_why_not_where_cupy_does_not_import(fresh, monkeypatch):
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert look_up_on_a_gpu(monkeypatch).startswith("backend='cuda' has no compiler. CuPy, which compiles the kernels, cannot be")
+
+
+def test_why_not_on_rocm(fresh, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    assert look_up_on_a_gpu(monkeypatch) == "backend='cuda' needs a torch for NVIDIA devices; this one is built for ROCm"
 
 
 def test_why_not_without_cupy_or_on_the_cpu(fresh, monkeypatch):

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 PACKAGE = Path(__file__).parents[2]
 WITHOUT_ASKING = 48 * 1024  # bytes of dynamic shared memory that a kernel gets without asking
 COMPILER_ERRORS = ("CompileException", "NVRTCError")  # CuPy's
+PROBE = '#include "common.cuh"\nextern "C" __global__ void probe() {}'
 OLDEST = (7, 5)  # what the compiler of CUDA 13 still compiles for
 
 
@@ -113,6 +114,8 @@ missing._dynamo_marked_constant = True
 
 @functools.cache  # decoding asks for every token
 def look_up(device: torch.device) -> str | None:
+    if torch.version.hip is not None:
+        return "backend='cuda' needs a torch for NVIDIA devices; this one is built for ROCm"
     if not torch.cuda.is_available():
         return "backend='cuda' needs a CUDA device, and torch sees none"
     if device.type != "cuda":
@@ -121,6 +124,19 @@ def look_up(device: torch.device) -> str | None:
         return "backend='cuda' needs CuPy; install fw_fairseq with the extra [cuda13] or [cuda12]"
     if torch.cuda.get_device_capability(device) < OLDEST:
         return f"backend='cuda' needs compute capability {OLDEST[0]}.{OLDEST[1]} or higher"
+    return why_no_compiler(device)
+
+
+def why_no_compiler(device: torch.device) -> str | None:
+    """A sentence that says why CuPy cannot compile and load a kernel without contents; None where it can."""
+    try:
+        with torch.cuda.device(device):
+            with one_error("CuPy, which compiles the kernels, cannot be imported"):
+                import cupy
+            with one_error("CuPy cannot compile kernels", "CuPy cannot load kernels"):
+                cupy.RawModule(code=PROBE, options=compile_options(())).get_function("probe")
+    except RuntimeError as error:
+        return f"backend='cuda' has no compiler. {' '.join(str(error).split())}"
     return None
 
 
