@@ -6,11 +6,13 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .. import Mistake
 from ..feature_maps import FEATURE_MAPS, NORMS, wide
 from ..ops import FastWeightState, fast_weight
 from ..ops.checks import BACKENDS, NORM_OF
+from ..ops.dispatch import has_kernels
 from ..ops.recall import until_end
 from ..rules import RULES, Rule
 from .base import Mixer, Setting, rows, settings_of
@@ -24,6 +26,8 @@ from .features import (
     row_map_of,
     with_room,
 )
+
+ROW_UNIT = 8  # columns: 16 bytes of the smallest type
 
 
 class FastWeight(Mixer):
@@ -96,11 +100,22 @@ class FastWeight(Mixer):
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor], Tensor | None]:
         """Maps x (T,B,C) to q, k, v (B,H,T,...), the gates and the log scale of keys, as ``fast_weight`` takes them."""
         qk_size, _, *sizes = self.sizes.values()
-        qk, v, *gates = self.in_proj(x).split([2 * qk_size, *sizes], dim=-1)
+        projected = self.project(x)
+        rest = projected.shape[-1] - sum(self.sizes.values())
+        qk, v, *gates = projected.split([2 * qk_size, *sizes, rest], dim=-1)
         (q, k), log_scale = self.features(qk.unflatten(-1, (2, self.num_heads, -1)).permute(2, 1, 3, 0, 4))  # (2,B,H,T,X)
         key_log_scale = None if log_scale is None else log_scale[1]
         v = self.by_head(v)
         return q, k, v, {name: self.gate(name, part) for name, part in zip(self.rule.gates, gates)}, key_log_scale
+
+    def project(self, x: Tensor) -> Tensor:
+        """The rows of ``in_proj`` for x. Kernels read many tokens 16 bytes at a time; for them columns of 0 fill the rows up to a
+        multiple of 8 columns."""
+        missing = -self.in_proj.out_features % ROW_UNIT
+        if missing == 0 or len(x) == 1 or not has_kernels(x):
+            return self.in_proj(x)
+        bias = None if self.in_proj.bias is None else F.pad(self.in_proj.bias, (0, missing))
+        return F.linear(x, F.pad(self.in_proj.weight, (0, 0, 0, missing)), bias)
 
     def forward(
         self,
