@@ -23,6 +23,7 @@ TOOLKIT = "/usr/local/cuda/bin"  # often not in PATH
 PACKAGES = ("torch", "numpy", "cupy-cuda13x", "cupy-cuda12x", "triton", "flash-linear-attention", "fw_fairseq")
 SANITIZER_TOOLS = {"memcheck": ["--report-api-errors", "no"], "racecheck": []}  # torch and CuPy try calls that fail, and go on
 FIGURES = ("ops", "model", "mixers", "ops_32", "peers")
+NEEDS_FAIRSEQ = ("model",)  # steps
 TOTAL = 540  # seconds for all steps
 PROCESSES = min(12, os.cpu_count() or 1)  # that compile side by side
 
@@ -56,6 +57,13 @@ def steps(out: Path) -> list[tuple[str, int, list[str]]]:
     if importlib.util.find_spec("fla"):  # tunes its kernels first, perhaps for minutes
         found.append(("peers", 300, [*bench, *peers, *outputs["peers"]]))
     return found
+
+
+def lacks(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is None
+    except ModuleNotFoundError:
+        return True
 
 
 def sanitized(sanitizer: str, tool: str, command: list[str]) -> list[str]:
@@ -131,10 +139,16 @@ def main(out: Path) -> int:
         print("gpu_check" + reason.removeprefix("backend='cuda'"), file=sys.stderr)
         return 3
     report = {"machine": machine(), "versions": versions(), "steps": []}
+    skipped = NEEDS_FAIRSEQ if lacks("fairseq") else ()
+    if skipped:
+        print(f"fairseq is not installed, so these steps are skipped: {', '.join(skipped)}", flush=True)
+    report["skipped"] = list(skipped)
     for name in FIGURES:  # of an earlier run
         (out / f"{name}.json").unlink(missing_ok=True)
     end = time.monotonic() + TOTAL
     for name, limit, command in steps(out):
+        if name in skipped:
+            continue
         limit = min(limit, int(end - time.monotonic()))
         print(f"== {name}, at most {max(limit, 0)} s", flush=True)
         step = run(name, limit, command, out)

@@ -108,6 +108,47 @@ def test_kernels_has_every_rule_that_a_family_computes():
     assert rules == set(KERNEL_RULES) and len(cases) == 3 * (len(KERNEL_RULES) + 3 + 2 + 6)
 
 
+WITHOUT_FAIRSEQ = """
+import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("fairseq", "fairseq_cli", "hydra", "omegaconf"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+def test_without_fairseq():
+    """As on a machine with torch, CuPy and pytest only: what the steps import is there."""
+    code = """
+sys.path[:0] = ["recipes/gpu_check"]
+import kernels, run
+assert run.lacks("fairseq") and not run.lacks("torch")
+import fw_fairseq.tools.bench.ops, fw_fairseq.tools.bench.layers
+import pytest
+sys.exit(pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider", "-m", "gpu", "tests/kernels/test_cuda_gpu.py"]))
+"""
+    env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # hydra brings one
+    command = [sys.executable, "-c", WITHOUT_FAIRSEQ + code]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_step_that_needs_fairseq_is_named(recipe, tmp_path, monkeypatch, capsys, installed):
+    monkeypatch.setattr(recipe.CupyLaunch, "why_not", lambda self, device: None)
+    monkeypatch.setattr(recipe, "machine", lambda: {})
+    monkeypatch.setattr(recipe, "lacks", lambda package: not installed)
+    monkeypatch.setattr(recipe, "steps", lambda out: [(name, 20, [sys.executable, "-S", "-c", ""]) for name in ("ops", "model")])
+    assert recipe.main(tmp_path) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [step["step"] for step in report["steps"]] == (["ops", "model"] if installed else ["ops"])
+    told = "fairseq is not installed, so these steps are skipped: model"
+    assert report["skipped"] == ([] if installed else ["model"]) and (told in capsys.readouterr().out) == (not installed)
+
+
 @pytest.mark.parametrize("failing", [None, "ops"])
 def test_report(recipe, tmp_path, monkeypatch, failing):
     """Steps that fail or hang are in the report, and the figures of the others too."""
