@@ -248,8 +248,9 @@ struct Columns {
         if constexpr (KEY ? FW_F != 0 : FW_Z != 0) load_eight<float>(pairs, p, job, KEY ? p.f : p.z, start, 1.f);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            gate[0][j] = (KEY ? FW_F : FW_Z) ? fmaxf(pairs[j].x, least) : 1.f;
-            gate[1][j] = (KEY ? FW_F : FW_Z) ? fmaxf(pairs[j].y, least) : 1.f;
+            gate[0][j] = (KEY ? FW_F : FW_Z) ? pairs[j].x : 1.f;
+            gate[1][j] = (KEY ? FW_F : FW_Z) ? pairs[j].y : 1.f;
+            if (least > 0.f) gate[0][j] = fmaxf(gate[0][j], least), gate[1][j] = fmaxf(gate[1][j], least);
         }
     }
 
