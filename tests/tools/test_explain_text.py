@@ -12,7 +12,7 @@ from fairseq.data import Dictionary
 from support.checkpoints import logits, save, source
 
 from fw_fairseq.config import FastWeightConfig
-from fw_fairseq.mixers import Additive, Leap, LocalAttention, Sru, Srupp
+from fw_fairseq.mixers import Additive, Leap, LocalAttention, Sru, Srupp, TransformerXl
 from fw_fairseq.tools.explain import __main__ as explain
 from fw_fairseq.tools.explain.page import shaded
 from fw_fairseq.tools.explain.text import read_text
@@ -189,10 +189,12 @@ def test_outside_the_window_is_not_about_zero():
 def test_windows_of_the_mixers():
     """Every token before the window has no weight, and the first one in it has."""
     config = FastWeightConfig(local_window=8, srupp_memory=7, srupp_heads=2)
-    for mixer in (Additive(16, 2, config, 8), Leap(16, 2, config, 8), LocalAttention(16, 2, config), Srupp(16, 1, config)):
+    segments = TransformerXl(16, 2, xl_memory=6, xl_segment=4)  # the last of 30 tokens is the second of its segment
+    pooled = [kind(16, 2, config, 8) for kind in (Additive, Leap)]
+    for mixer in (*pooled, LocalAttention(16, 2, config), Srupp(16, 1, config), segments):
         for what, heads in mixer.explain(torch.randn(30, 1, 16)).items():
-            if window := window_of(mixer, what):
+            if window := window_of(mixer, what, 30):
                 assert window == 8 and heads[:, :-8].eq(0).all() and heads[:, -8].gt(0).all()
             else:
                 assert what in ("memory", "write")
-    assert window_of(Sru(16, 1, config), "memory") == 0
+    assert window_of(Sru(16, 1, config), "memory", 30) == 0
