@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fairseq.data import Dictionary
+from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
 from support.checkpoints import logits, save, source
 
 from fw_fairseq.config import FastWeightConfig
@@ -56,10 +58,14 @@ def test_pieces_of_a_tokenizer_json(tmp_path):
     assert symbols(numbers, dictionary)[1:] == list(map(str, tokenizer.encode("there is the thing").ids))
 
 
-def test_the_tokenizer_of_gpt2(gpt2):
-    folder, _ = gpt2
+def test_the_tokenizer_of_gpt2(tmp_path):
+    """All bytes, the end of text and three merges."""
+    pytest.importorskip("tokenizers")
+    tokens = [*bytes_to_unicode().values(), "<|endoftext|>", "th", "the", "Ġthe"]
+    (tmp_path / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nt h\nth e\nĠ the\n")
     dictionary = dictionary_of(*map(str, range(260)))
-    shown, numbers = read_text("the other the\n", dictionary, str(folder))
+    shown, numbers = read_text("the other the\n", dictionary, str(tmp_path))
     assert shown == ["</s>", "the", "▁", "o", "the", "r", "▁the"]
     assert symbols(numbers, dictionary)[1:] == ["258", "220", "78", "258", "81", "259"]  # of bytes and of its merges
 
