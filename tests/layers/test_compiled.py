@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -128,6 +130,20 @@ def test_it_is_compiled_once(fresh, monkeypatch):
         assert compiled.library() is not None
         compiled.library.cache_clear()
     assert len(commands) == 1 and len(list((fresh / "fw_fairseq").iterdir())) == 1
+
+
+def test_a_library_of_another_user_is_not_loaded(fresh, monkeypatch, caplog):
+    assert compiled.library() is not None
+    compiled.library.cache_clear()
+    mine = os.getuid()
+    monkeypatch.setattr(Path, "stat", lambda path, stat=Path.stat, **options: owned(stat(path, **options), mine + 7))
+    with caplog.at_level(logging.INFO):
+        assert compiled.library() is None
+    assert "belongs to another user" in caplog.text
+
+
+def owned(found: os.stat_result, user: int) -> os.stat_result:
+    return os.stat_result((*found[:4], user, *found[5:]))
 
 
 @pytest.mark.parametrize("switch", ["no compiler", "a compiler that fails", "the variable", "a folder that cannot be made"])

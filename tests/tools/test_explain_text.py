@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from types import SimpleNamespace
@@ -9,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fairseq.data import Dictionary
+from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
 from support.checkpoints import logits, save, source
 
 from fw_fairseq.config import FastWeightConfig
-from fw_fairseq.mixers import Additive, Leap, LocalAttention, Sru, Srupp
+from fw_fairseq.mixers import Additive, Leap, LocalAttention, Sru, Srupp, TransformerXl
 from fw_fairseq.tools.explain import __main__ as explain
 from fw_fairseq.tools.explain.page import shaded
 from fw_fairseq.tools.explain.text import read_text
@@ -56,10 +58,14 @@ def test_pieces_of_a_tokenizer_json(tmp_path):
     assert symbols(numbers, dictionary)[1:] == list(map(str, tokenizer.encode("there is the thing").ids))
 
 
-def test_the_tokenizer_of_gpt2(gpt2):
-    folder, _ = gpt2
+def test_the_tokenizer_of_gpt2(tmp_path):
+    """All bytes, the end of text and three merges."""
+    pytest.importorskip("tokenizers")
+    tokens = [*bytes_to_unicode().values(), "<|endoftext|>", "th", "the", "Ġthe"]
+    (tmp_path / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nt h\nth e\nĠ the\n")
     dictionary = dictionary_of(*map(str, range(260)))
-    shown, numbers = read_text("the other the\n", dictionary, str(folder))
+    shown, numbers = read_text("the other the\n", dictionary, str(tmp_path))
     assert shown == ["</s>", "the", "▁", "o", "the", "r", "▁the"]
     assert symbols(numbers, dictionary)[1:] == ["258", "220", "78", "258", "81", "259"]  # of bytes and of its merges
 
@@ -189,10 +195,12 @@ def test_outside_the_window_is_not_about_zero():
 def test_windows_of_the_mixers():
     """Every token before the window has no weight, and the first one in it has."""
     config = FastWeightConfig(local_window=8, srupp_memory=7, srupp_heads=2)
-    for mixer in (Additive(16, 2, config, 8), Leap(16, 2, config, 8), LocalAttention(16, 2, config), Srupp(16, 1, config)):
+    segments = TransformerXl(16, 2, xl_memory=6, xl_segment=4)  # the last of 30 tokens is the second of its segment
+    pooled = [kind(16, 2, config, 8) for kind in (Additive, Leap)]
+    for mixer in (*pooled, LocalAttention(16, 2, config), Srupp(16, 1, config), segments):
         for what, heads in mixer.explain(torch.randn(30, 1, 16)).items():
-            if window := window_of(mixer, what):
+            if window := window_of(mixer, what, 30):
                 assert window == 8 and heads[:, :-8].eq(0).all() and heads[:, -8].gt(0).all()
             else:
                 assert what in ("memory", "write")
-    assert window_of(Sru(16, 1, config), "memory") == 0
+    assert window_of(Sru(16, 1, config), "memory", 30) == 0

@@ -56,6 +56,8 @@ def build(compiler: str) -> Path:
     if not path.exists():
         command = [compiler, *OPTIONS, str(SOURCE), "-o"]
         write_atomically(path, lambda part: subprocess.run([*command, part], check=True, capture_output=True, timeout=SECONDS))
+    if path.stat().st_uid not in (0, os.getuid()):
+        raise OSError(f"{path} belongs to another user")
     return path
 
 

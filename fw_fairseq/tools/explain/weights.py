@@ -78,13 +78,13 @@ def parts_of(module, x: Tensor, layer: int) -> list[Part]:
     if mixer is None:
         return [Part(layer, "softmax", "attention", attention(module, x).float())]
     name = next(name for name, kind in MIXERS.items() if kind is type(mixer))
-    return [Part(layer, name, what, heads.float(), window_of(mixer, what)) for what, heads in mixer.explain(x).items()]
+    return [Part(layer, name, what, heads.float(), window_of(mixer, what, len(x))) for what, heads in mixer.explain(x).items()]
 
 
-def window_of(mixer, what: str) -> int:
-    """Returns how many tokens the last one may read from, itself among them; 0 means all of them."""
+def window_of(mixer, what: str, tokens: int) -> int:
+    """Returns how many of all tokens the last one may read from, itself among them; 0 means all of them."""
     if what == "attention":
-        return mixer.memory + 1
+        return mixer.reach.memory + 1 + (tokens - 1) % mixer.reach.segment
     return getattr(mixer, "window", 0)
 
 
