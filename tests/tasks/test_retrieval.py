@@ -38,7 +38,7 @@ def options_of(rule: str, phi: str) -> dict:
     "split, sequences, setting, length, options",
     [
         ("train", 5, "1", 7, {}),
-        ("valid", 20, "1", 7, {"evaluation_pairs": 9}),
+        ("valid", 20, "1", 7, {}),
         ("train", 5, "2", 14, {"evaluation_pairs": 9}),
         ("valid", 20, "2", 7, {}),
         ("valid", 20, "2", 9, {"evaluation_pairs": 9}),
