@@ -21,21 +21,13 @@ SMALLEST_SUM = 1e-6  # a smaller sum of features counts as this one, as in ``fea
 SMALL = 2**19  # numbers in the memories of all rows and heads, which fit into a cache
 
 
-def why_not(mixer: FastWeight) -> str | None:
-    """The reason why the memory of this mixer cannot be changed in place here, or None."""
+def fits(mixer: FastWeight) -> bool:
+    """Whether the memory of this mixer can be changed in place here: no kernel does the step, the rule has coefficients, and the
+    keys have no scale of their own."""
     weight = mixer.in_proj.weight
-    if mixer.rule.coefficients is None:
-        return "the rule has a step of its own"
-    if has_kernels(weight):
-        return "a kernel does the step"
-    if weight.dtype not in (torch.float32, torch.float64):
-        return "the memory has another dtype than the layer"
-    if mixer.backend not in ("auto", "recurrent"):
-        return "another form was asked for"
-    scaled = type(mixer.feature_map).scaled is not FeatureMap.scaled
-    if scaled and mixer.attention_norm and mixer.feature_norm == "none":
-        return "the keys have a scale of their own"
-    return None
+    scaled = type(mixer.feature_map).scaled is not FeatureMap.scaled and mixer.attention_norm and mixer.feature_norm == "none"
+    plain = weight.dtype in (torch.float32, torch.float64) and mixer.backend in ("auto", "recurrent")
+    return plain and not scaled and mixer.rule.coefficients is not None and not has_kernels(weight)
 
 
 class Memory:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..mixers import FastWeight, Mixer
 from ..ops import FastWeightState
-from .memory import Memory, why_not
+from .memory import Memory, fits
 
 
 class Stepper:
@@ -58,5 +58,4 @@ class FastWeightStepper(Stepper):
 
 def make_stepper(mixer: Mixer, state) -> Stepper:
     """The stepper of a mixer that continues from this state; None stands for the first token."""
-    fits = type(mixer) is FastWeight and why_not(mixer) is None
-    return FastWeightStepper(mixer, state) if fits else Stepper(mixer, state)
+    return FastWeightStepper(mixer, state) if type(mixer) is FastWeight and fits(mixer) else Stepper(mixer, state)
