@@ -119,6 +119,6 @@ COMPILED += [(arch, width, dtype) for arch, width in (("90", 32), ("80", 128), (
 def test_compiles_without_spills(arch, width, dtype):
     for launched in launches(decay, "decay", (1, 1, 17, width, width), dtype):
         found = compile_check(launched.source, launched.defines, arch)[launched.kernel]
-        most = 256 if dtype == torch.float32 else 0 if arch in ("80", "90") else 8  # bytes, of the backward in fp32
+        most = 0 if width <= 64 and dtype == torch.bfloat16 else 552  # bytes; docs/kernels.md says where
         assert max(found["spill_stores"], found["spill_loads"], found["stack"]) <= most, (launched.kernel, found)
         assert launched.defines["FW_SHARED"] <= common.SHARED
