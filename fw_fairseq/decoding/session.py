@@ -61,7 +61,7 @@ class Session:
     @staticmethod
     def fits(decoder) -> bool:
         """Whether the decoder has no other part than those that ``features`` and ``LayerStep`` know, and no gradient is wanted."""
-        general = decoder.training or torch.is_grad_enabled() or torch.is_autocast_enabled(decoder.embed_tokens.weight.device.type)
+        general = decoder.training or torch.is_grad_enabled() or torch.is_autocast_enabled(next(decoder.parameters()).device.type)
         return not general and decoder.quant_noise is None and all(map(LayerStep.fits, decoder.layers))
 
     def features(self, tokens: Tensor) -> Tensor:
@@ -91,6 +91,10 @@ class Session:
             return self.table[row]
         return self.decoder.embed_positions(tokens, incremental_state={})[:, -1]
 
+    def states(self) -> list:
+        """The states of the layers after the last token."""
+        return [layer.stepper.state for layer in self.layers]
+
     def reorder(self, order: Tensor) -> None:
         """Gives row i the states of row ``order[i]``."""
         for layer in self.layers:
@@ -98,5 +102,5 @@ class Session:
 
     def release(self, incremental_state: dict) -> None:
         """Puts the states where the layers' general path looks for them."""
-        for layer in self.layers:
-            layer.attention._set_input_buffer(incremental_state, layer.stepper.state)
+        for layer, state in zip(self.layers, self.states()):
+            layer.attention._set_input_buffer(incremental_state, state)

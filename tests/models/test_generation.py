@@ -12,6 +12,7 @@ from fw_fairseq.decoding.steppers import FastWeightStepper
 from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.mixers import MIXERS
 from fw_fairseq.rules import RULES
+from fw_fairseq.tools.bench.measure import state_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,6 +38,7 @@ LAYOUTS = [
     {"decoder_input_dim": 16, "no_scale_embedding": True, "scale_output": True},
     {"decoder_ffn_embed_dim": 0, "decoder_normalize_before": True, "no_decoder_final_norm": True},
     {"mixer": "additive", "pooling_form": "published", "decoder_normalize_before": True},
+    {"adaptive_input": True, "adaptive_input_cutoff": "10,20", "adaptive_softmax_cutoff": "10,20"},
     {"mixer_pattern": "softmax,fast_weight"},
 ]
 
@@ -83,6 +85,13 @@ def test_a_token_writes_into_the_memory_that_is_there(rule):
         assert all(isinstance(stepper, FastWeightStepper) for stepper in steppers)
         places.append([stepper.memory.memory.data_ptr() for stepper in steppers])
     assert all(place == places[0] for place in places)
+
+
+@torch.no_grad()
+def test_the_states_of_a_session_count(monkeypatch):
+    model, tokens, state = build(), draw(2, 1), {}
+    model(tokens, incremental_state=state)
+    assert state_bytes(state) == 8 * 2 * model.state_size()
 
 
 @torch.no_grad()

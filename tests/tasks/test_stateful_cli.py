@@ -17,6 +17,7 @@ from support.runs import losses, parameters, updates
 from support.streams import evaluate, train, training
 
 import fw_fairseq.models  # noqa: F401
+from fw_fairseq.decoding.memory import Memory
 from fw_fairseq.mixers import FastWeight
 from fw_fairseq.models.fast_weight_decoder import FastWeightDecoder
 from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModel, FastWeightLanguageModelConfig
@@ -182,10 +183,11 @@ def test_a_prompt_is_read_once(monkeypatch):
     args.decoder_layers_to_keep, args.decoder_layers = None, 1
     embedding = torch.nn.Embedding(len(dictionary), args.decoder_embed_dim, dictionary.pad())
     model = FastWeightLanguageModel(FastWeightDecoder(args, dictionary, embedding, no_encoder_attn=True)).eval()
-    lengths, forward = [], FastWeight.forward
+    lengths, forward, step = [], FastWeight.forward, Memory.step
     monkeypatch.setattr(
         FastWeight, "forward", lambda self, x, *rest, **named: lengths.append(len(x)) or forward(self, x, *rest, **named)
     )
+    monkeypatch.setattr(Memory, "step", lambda self, x: lengths.append(1) or step(self, x))
     generator = PromptedGenerator([model], dictionary, beam_size=2, max_len_a=0, max_len_b=36)
     prompt = torch.randint(4, 24, (1, 30))
     generator.generate([model], {"net_input": {"src_tokens": prompt, "src_lengths": torch.tensor([30])}}, prefix_tokens=prompt)

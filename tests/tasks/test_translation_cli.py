@@ -117,8 +117,8 @@ def test_recipe_evaluates(trained):
 @pytest.mark.parametrize(
     "name, args, variables, message",
     [
-        ("train", [], {}, "train.sh: ROW is missing; it must be softmax, linear, performerM or dpfpNU"),
-        ("train", ["delta"], {}, "train.sh: ROW is delta; it must be softmax, linear, performerM or dpfpNU"),
+        ("train", [], {}, "train.sh: ROW is missing; it must be softmax, linear, performerM, prescaledM or dpfpNU"),
+        ("train", ["delta"], {}, "train.sh: ROW is delta; it must be softmax, linear, performerM, prescaledM or dpfpNU"),
         ("train", ["linear-crss"], {}, "ROW is linear-crss; after the - must be encoder, decoder or cross"),
         (
             "train",
