@@ -18,6 +18,7 @@ from .ops.checks import BACKENDS, NORM_OF
 from .rules import RULES
 
 SOFTMAX = "softmax"
+REGISTRIES = {"update_rule": RULES, "feature_map": FEATURE_MAPS, "mixer": MIXERS}
 SOFTMAX_OPTIONS = ("attention_dropout",)  # fairseq's own
 DECODER_OPTIONS = ("scale_output", "output_dropout")  # which no mixer reads
 ATTENTIONS = ("encoder", "decoder", "cross")
@@ -235,6 +236,8 @@ def check_values(options: FairseqDataclass, values: dict) -> None:
     gen_parser_from_dataclass(parser, options, delete_default=True)
     for action in parser._actions:
         value = values.get(action.dest)
+        if str(value) in REGISTRIES.get(action.dest, ()):  # which may have grown since the command line was defined
+            continue
         if action.nargs == 0:  # a flag
             if value is not None and not isinstance(value, bool | int):
                 raise Mistake(f"argument {action.option_strings[0]}: invalid bool value: {value!r}")
