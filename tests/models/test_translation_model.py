@@ -291,7 +291,7 @@ def test_refused_options(message, options):
 @pytest.mark.parametrize(
     "subset, option, owner",
     [
-        ("encoder,decoder,cross", {"attention_dropout": 0.1}, "--mixer softmax"),
+        ("encoder,decoder,cross", {"attention_dropout": 0.1}, "--mixer softmax or .*"),
         ("encoder,cross", {"update_rule": "sum"}, "--mixer fast_weight"),
         ("encoder,cross", {"mixer": "sru"}, None),
         ("encoder,decoder", {"dpfp_nu": 2}, "--feature-map dpfp"),
