@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...config import FastWeightConfig
 from ...mixers import Additive, Leap, Sru
 from .contest import machine, settings, spread, take_turns, timed, times_faster
 
@@ -90,13 +89,12 @@ def run(case: Case, layer: nn.Module) -> None:
 def cases(args, missing: dict[str, str]) -> list[Case]:
     """Returns what is compared. missing: gets a sentence for each layer that cannot be had."""
     width, heads, found = args.width, args.heads, []
-    config = FastWeightConfig(sru_highway_bias=0.0)
     jobs = (
         ("sru, training", args.batch, args.length, True, 1), ("sru, no gradients", args.batch, args.length, False, 1),
         ("sru, no gradients, one sequence", 1, args.length, False, 20), ("sru, no gradients, one token", 1, 1, False, 100),
     )  # fmt: skip
     for name, batch, length, trains, times in jobs:
-        layers = {"sru": Sru(width, heads, config)}
+        layers = {"sru": Sru(width, heads, sru_highway_bias=0.0)}
         add(layers, OF_SRU, missing, lambda: author("sru", "SRU")(width, width, num_layers=1))
         layers[LSTM] = nn.LSTM(width, width)
         found.append(Case(name, prepared(layers, trains), draw(args, length, batch, trains), trains, times))
@@ -106,7 +104,7 @@ def cases(args, missing: dict[str, str]) -> list[Case]:
             ("leap", Leap, OF_LEAP, AuthorsLeap),
             ("additive", Additive, OF_ADDITIVE, AuthorsAdditive),
         ):
-            layers = {name: kind(width, heads, config, window)}
+            layers = {name: kind(width, heads, window=window)}
             add(layers, theirs, missing, partial(peer, width, heads, window or args.tokens))
             found.append(Case(f"{name}, {seen}, training", prepared(layers, True), draw(args, args.tokens, 1, True), True, 1))
     return found

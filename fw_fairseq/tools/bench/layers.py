@@ -5,13 +5,11 @@ from __future__ import annotations
 import statistics
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...config import FastWeightConfig
 from ...mixers import Additive, Leap, Sru
 from ...ops.vectors.pooling import pool
 from ...ops.vectors.sru import sru
@@ -68,10 +66,10 @@ def measure(args) -> dict:
 @torch.no_grad()
 def tokens(args) -> list[dict]:
     """One token after another, from a state that has read as many as a window holds; every window in turn."""
-    config, texts, states = FastWeightConfig(), {}, {}
+    texts, states = {}, {}
     for kind in (Additive, Leap):
         for window in args.windows:
-            layer = kind(args.width, args.heads, config, window).to(args.device)
+            layer = kind(args.width, args.heads, window=window).to(args.device)
             before = torch.randn(max(1, window), 1, args.width, device=args.device)
             name = f"{kind.__name__.lower()}, {seen(window)}"
             texts[name], states[name] = layer, layer(before)[1]
@@ -118,11 +116,10 @@ def seen(window: int) -> str:
 def contenders(args) -> dict[str, tuple[nn.Module, Tensor]]:
     short = torch.randn(args.length, args.batch, args.width, device=args.device, requires_grad=True)
     long = torch.randn(args.tokens, 1, args.width, device=args.device, requires_grad=True)
-    config = SimpleNamespace(sru_projection=0, sru_highway_bias=-2.0)
-    found = {"sru": (Sru(args.width, args.heads, config), short), LSTM: (nn.LSTM(args.width, args.width), short)}
+    found = {"sru": (Sru(args.width, args.heads), short), LSTM: (nn.LSTM(args.width, args.width), short)}
     for window in args.windows:
-        found[f"additive, {seen(window)}"] = (Additive(args.width, args.heads, config, window), long)
-        found[f"leap, {seen(window)}"] = (Leap(args.width, args.heads, config, window), long)
+        found[f"additive, {seen(window)}"] = (Additive(args.width, args.heads, window=window), long)
+        found[f"leap, {seen(window)}"] = (Leap(args.width, args.heads, window=window), long)
     return found | {ATTENTION: (Attention(args.width, args.heads), long)}
 
 
