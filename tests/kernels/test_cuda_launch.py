@@ -147,6 +147,12 @@ def test_kernels_of_the_installed_package_come_first(monkeypatch, tmp_path):
         assert launch.kernel_folder() == folder
 
 
+@pytest.fixture(scope="module")
+def compiler():
+    """torch.compile has loaded what it needs: on its first use it looks through all modules, where a part of CuPy fails."""
+    torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(1))
+
+
 @pytest.fixture
 def fresh(cupy):
     """Nothing looked up yet, now and for the tests after."""
@@ -202,7 +208,7 @@ def test_why_not_without_cupy_or_on_the_cpu(fresh, monkeypatch):
     assert CupyLaunch().why_not(torch.device("cuda:0")).startswith("backend='cuda' needs CuPy; install fw_fairseq with the extra")
 
 
-def test_asked_once_and_inside_a_graph(fresh):
+def test_asked_once_and_inside_a_graph(compiler, fresh):
     launcher = CupyLaunch()
 
     def add(x):
