@@ -1,6 +1,7 @@
 """Every option of this project once, with its help text. Models add the group to fairseq's own options."""
 
 import argparse
+import functools
 import math
 import re
 from collections.abc import Iterable
@@ -13,13 +14,12 @@ from fairseq.utils import safe_getattr
 from . import Mistake
 from .feature_maps import FEATURE_MAPS, NORMS
 from .mixers import MIXERS
-from .mixers.pooled import FORMS
 from .ops.checks import BACKENDS, NORM_OF
 from .rules import RULES
 
 SOFTMAX = "softmax"
 REGISTRIES = {"update_rule": RULES, "feature_map": FEATURE_MAPS, "mixer": MIXERS}
-SOFTMAX_OPTIONS = ("attention_dropout",)  # fairseq's own
+SOFTMAX_OPTIONS = ("attention_dropout",)
 DECODER_OPTIONS = ("scale_output", "output_dropout")  # which no mixer reads
 ATTENTIONS = ("encoder", "decoder", "cross")
 
@@ -28,6 +28,14 @@ def option(default, help_: str, least: int | None = None, below: int | None = No
     """A dataclass field with a help text. ``least``: the smallest number allowed; ``below``: a number that it must stay below."""
     bounds = {name: bound for name, bound in {"least": least, "below": below}.items() if bound is not None}
     return field(default=default, metadata={"help": help_} | bounds)
+
+
+SETTINGS = {name: given for kind in MIXERS.values() for name, given in kind.settings.items()}
+
+
+def setting(name: str, help_: str):
+    """The option of that name, with the default and the bounds that the mixers' setting has."""
+    return option(SETTINGS[name].default, help_, SETTINGS[name].least, SETTINGS[name].below)
 
 
 @dataclass
@@ -39,109 +47,105 @@ class FastWeightConfig(FairseqDataclass):
         "",
         "the mixer of each layer, bottom first, with repeats: 'softmax,fast_weight*3'; short ones repeat; overrides --mixer",
     )
-    update_rule: ChoiceEnum(list(RULES)) = option("delta", "the update rule of the fast-weight memory")
-    feature_map: ChoiceEnum(list(FEATURE_MAPS)) = option("elu", "the map that queries and keys pass through")
-    feature_dim: int = option(0, "width of queries and keys per head before the feature map; 0: the width of the values", least=0)
-    feature_norm: ChoiceEnum(list(NORMS)) = option(
-        "sum", "divide features by their sum (for non-negative maps), by their length (l2), or by neither"
+    update_rule: ChoiceEnum(list(RULES)) = setting("update_rule", "the update rule of the fast-weight memory")
+    feature_map: ChoiceEnum(list(FEATURE_MAPS)) = setting("feature_map", "the map that queries and keys pass through")
+    feature_dim: int = setting(
+        "feature_dim", "width of queries and keys per head before the feature map; 0: the width of the values"
     )
-    attention_norm: bool = option(False, "divide each read by the product of the query and the sum of the keys")
-    attention_norm_of: ChoiceEnum(list(NORM_OF)) = option(
-        NORM_OF[0],
+    feature_norm: ChoiceEnum(list(NORMS)) = setting(
+        "feature_norm", "divide features by their sum (for non-negative maps), by their length (l2), or by neither"
+    )
+    attention_norm: bool = setting("attention_norm", "divide each read by the product of the query and the sum of the keys")
+    attention_norm_of: ChoiceEnum(list(NORM_OF)) = setting(
+        "attention_norm_of",
         "under delta, divide what an erase reads too (read_and_erase: Schlag et al. 2021, eq. 27) or the output alone (read: Mao"
         " 2022)",
     )
-    dpfp_nu: int = option(1, "nu of the dpfp feature map, which has 2 * nu * feature_dim features", least=1)
-    favor_features: int = option(
-        0, "the number m of random directions of favor and rfa, which have 2m features; 0: feature_dim", least=0
+    dpfp_nu: int = setting("dpfp_nu", "nu of the dpfp feature map, which has 2 * nu * feature_dim features")
+    favor_features: int = setting(
+        "favor_features", "the number m of random directions of favor and rfa, which have 2m features; 0: feature_dim"
     )
-    favor_prescale: bool = option(
-        False,
+    favor_prescale: bool = setting(
+        "favor_prescale",
         "favor estimates exp(q.k / sqrt(feature_dim)), as softmax attention weighs, instead of exp(q.k), with fewer features",
     )
-    write_strength_init: float = option(
-        0.0,
+    write_strength_init: float = setting(
+        "write_strength_init",
         "where the gates of write strength start; 0: where their rule has them, near 0.007 for delta (Schlag et al. 2021 start at"
         " 0.5)",
-        0,
-        below=1,
     )
-    scale_reads: bool = option(
-        False, "divide what a memory reads by the square root of the width of a head, before the output projection"
+    scale_reads: bool = setting(
+        "scale_reads", "divide what a memory reads by the square root of the width of a head, before the output projection"
     )
-    bias_free: bool = option(False, "leave the biases out of fast_weight's projections; its gates then start around 1/2")
-    fast_weight_backend: ChoiceEnum(list(BACKENDS)) = option(
-        "auto", "the form that runs the recurrence; auto chooses the fastest one that fits"
+    bias_free: bool = setting("bias_free", "leave the biases out of fast_weight's projections; its gates then start around 1/2")
+    fast_weight_backend: ChoiceEnum(list(BACKENDS)) = setting(
+        "fast_weight_backend", "the form that runs the recurrence; auto chooses the fastest one that fits"
     )
     window_sizes: str = option(
         "",
         "how many tokens additive and leap see in each layer, bottom first: '4,8,0'; 0: all tokens so far; one number holds for"
         " every layer; default: 4, 8, 16 and so on, and 0 in the last layer; leap: 0, 4, 8, 16 and again, as LEAP has them",
     )
-    pooling_form: ChoiceEnum(list(FORMS)) = option(
-        "adapted",
+    pooling_form: ChoiceEnum(list(SETTINGS["pooling_form"].choices)) = setting(
+        "pooling_form",
         "the form of additive and leap; published: additive with its projection after the first pooling, the first result added to"
         " the output, and scores that start at 0; leap without an output projection",
     )
-    pooling_dropout: float = option(
-        0.0,
+    pooling_dropout: float = setting(
+        "pooling_dropout",
         "dropout probability of the pooled vectors of additive, and of q, f, v and the scores of leap; the published runs use the"
         " value of --dropout",
-        0,
-        below=1,
     )
-    sru_projection: int = option(0, "width of a projection of sru's input before its product; 0: no projection", least=0)
-    sru_projection_norm: bool = option(False, "normalise that projection, as SRU++ does in layers without attention")
-    sru_projection_dropout: float = option(0.0, "dropout probability of that projection, after the norm", 0, below=1)
-    sru_highway_bias: float = option(-2.0, "initial bias of the gate of sru and srupp that chooses between state and input")
-    sru_rescale: bool = option(True, "scale the input that passes sru's highway, so that it keeps its variance")
-    sru_init: ChoiceEnum(["variance", "xavier"]) = option(
-        "variance",
+    sru_projection: int = setting("sru_projection", "width of a projection of sru's input before its product; 0: no projection")
+    sru_projection_norm: bool = setting(
+        "sru_projection_norm", "normalise that projection, as SRU++ does in layers without attention"
+    )
+    sru_projection_dropout: float = setting("sru_projection_dropout", "dropout probability of that projection, after the norm")
+    sru_highway_bias: float = setting(
+        "sru_highway_bias", "initial bias of the gate of sru and srupp that chooses between state and input"
+    )
+    sru_rescale: bool = setting("sru_rescale", "scale the input that passes sru's highway, so that it keeps its variance")
+    sru_init: ChoiceEnum(list(SETTINGS["sru_init"].choices)) = setting(
+        "sru_init",
         "the initial weights of sru and srupp; variance: as in SRU, keeping the variance of the input; xavier: as in SRU++",
     )
-    sru_input_bias: bool = option(True, "a bias in the product u of sru and srupp, which the published units do not have")
-    sru_tanh: bool = option(False, "sru and srupp give the tanh of their cell")
-    sru_dropout: float = option(
-        0.0,
+    sru_input_bias: bool = setting(
+        "sru_input_bias", "a bias in the product u of sru and srupp, which the published units do not have"
+    )
+    sru_tanh: bool = setting("sru_tanh", "sru and srupp give the tanh of their cell")
+    sru_dropout: float = setting(
+        "sru_dropout",
         "dropout probability of the highway gates of sru and srupp, drawn once for all tokens; the published runs use the value of"
         " --dropout in all layers but the last",
-        0,
-        below=1,
     )
-    srupp_width: int = option(0, "width of srupp's attention; 0: a quarter of the layer's width", least=0)
-    srupp_heads: int = option(1, "number of heads of srupp's attention", least=1)
-    srupp_memory: int = option(
-        512,
+    srupp_width: int = setting("srupp_width", "width of srupp's attention; 0: a quarter of the layer's width")
+    srupp_heads: int = setting("srupp_heads", "number of heads of srupp's attention")
+    srupp_memory: int = setting(
+        "srupp_memory",
         "how many earlier tokens each token sees in srupp's attention, also in earlier segments; evaluation may use another number",
-        least=1,
     )
-    srupp_segment: int = option(
-        1,
+    srupp_segment: int = setting(
+        "srupp_segment",
         "token i of each so many tokens of a text sees i tokens more than --srupp-memory; the published runs train with their"
         " --tokens-per-sample and evaluate with 1",
-        least=1,
     )
-    srupp_rescale: bool = option(True, "scale the input that passes srupp's highway; the published SRU++ does not")
-    srupp_dropout: float = option(
-        0.0,
-        "dropout probability of the input of srupp's product; the published runs use the value of --dropout",
-        0,
-        below=1,
+    srupp_rescale: bool = setting("srupp_rescale", "scale the input that passes srupp's highway; the published SRU++ does not")
+    srupp_dropout: float = setting(
+        "srupp_dropout", "dropout probability of the input of srupp's product; the published runs use the value of --dropout"
     )
-    local_window: int = option(32, "how many tokens each token sees in local_attention, counting itself", least=2)
-    xl_memory: int = option(
-        256, "how many earlier tokens each token sees in transformer_xl; evaluation may use another number", least=1
+    local_window: int = setting("local_window", "how many tokens each token sees in local_attention, counting itself")
+    xl_memory: int = setting(
+        "xl_memory", "how many earlier tokens each token sees in transformer_xl; evaluation may use another number"
     )
-    xl_segment: int = option(
-        1,
+    xl_segment: int = setting(
+        "xl_segment",
         "token i of each so many tokens of a text sees i tokens more than --xl-memory; the published runs have their"
         " --tokens-per-sample here, in training and evaluation",
-        least=1,
     )
-    attention_dropout: float = option(0.0, "dropout probability for attention weights", least=0, below=1)
-    slots: int = option(32, "number of keys, and of values, that each head of abc and linformer keeps", least=1)
-    slot_positions: int = option(
-        1024, "number of positions that linformer has weights for; later positions use the last weights", least=1
+    attention_dropout: float = setting("attention_dropout", "dropout probability for attention weights")
+    slots: int = setting("slots", "number of keys, and of values, that each head of abc and linformer keeps")
+    slot_positions: int = setting(
+        "slot_positions", "number of positions that linformer has weights for; later positions use the last weights"
     )
     output_dropout: float = option(0.0, "dropout probability of the last layer's output", 0, below=1)
     scale_output: bool = option(False, "divide the logits by the square root of the width of the layers")
@@ -165,9 +169,10 @@ def linear_attentions(config: FastWeightTransformerConfig) -> list[str]:
     return names
 
 
-def mixer_options(name: str) -> tuple[str, ...]:
+def mixer_options(name: str) -> set[str]:
     """The names of the options that a mixer reads, those of its feature map aside."""
-    return SOFTMAX_OPTIONS if name == SOFTMAX else MIXERS[name].options
+    options = SOFTMAX_OPTIONS if name == SOFTMAX else MIXERS[name].options
+    return {*options}.difference(*(phi.options for phi in FEATURE_MAPS.values()))
 
 
 def options_read(config: FastWeightConfig, mixers: Iterable[str], *others: str) -> set[str]:
@@ -178,7 +183,7 @@ def options_read(config: FastWeightConfig, mixers: Iterable[str], *others: str) 
 
 def refuse_without_effect(args, kind: type, effective: set[str]) -> None:
     """Refuses an option that has another value than its default and that is none of ``effective``."""
-    defaults = {f.name: f.default for f in fields(kind)} | dict.fromkeys(SOFTMAX_OPTIONS, 0.0)
+    defaults = {f.name: f.default for f in fields(kind)}
     for name, default in defaults.items():
         value = safe_getattr(args, name, None)
         if not name.startswith("_") and name not in effective and value is not None and value != default:
@@ -230,10 +235,16 @@ def check_sizes(args, *names: str) -> None:
             raise Mistake(f"{option_name(name)} is {value}; it must be at least {least}")
 
 
-def check_values(options: FairseqDataclass, values: dict) -> None:
-    """Refuses the first of these values that the command line would refuse for these options, in its words."""
+@functools.cache
+def parser_of(kind: type[FairseqDataclass]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    gen_parser_from_dataclass(parser, options, delete_default=True)
+    gen_parser_from_dataclass(parser, kind(), delete_default=True)
+    return parser
+
+
+def check_values(kind: type[FairseqDataclass], values: dict) -> None:
+    """Refuses the first of these values that the command line would refuse for these options, in its words."""
+    parser = parser_of(kind)
     for action in parser._actions:
         value = values.get(action.dest)
         if str(value) in REGISTRIES.get(action.dest, ()):  # which may have grown since the command line was defined
@@ -251,7 +262,7 @@ def check_values(options: FairseqDataclass, values: dict) -> None:
 def read_config(kind: type, args):
     """Returns the options of this project, of class ``kind``, from all options of a model."""
     given = {f.name: value for f in fields(kind) if (value := safe_getattr(args, f.name, None)) is not None}
-    check_values(kind(), given)
+    check_values(kind, given)
     config = kind(**given)
     check_numbers(config)
     return config

@@ -17,11 +17,9 @@ from ..ops.recall import until_end
 from ..rules import RULES, Rule
 from .base import Mixer, Setting, rows, settings_of
 from .features import (
-    FEATURE_OPTIONS,
     build_feature_map,
     check_combination,
     initial_bias,
-    norm_of,
     normalised_features,
     row_map_of,
     with_room,
@@ -34,11 +32,6 @@ class FastWeight(Mixer):
     """Fast weights with any update rule and feature map. One projection makes q, k, v and every gate of the rule."""
 
     state_type = FastWeightState
-    options = (
-        *FEATURE_OPTIONS,
-        *("update_rule", "attention_norm", "attention_norm_of", "fast_weight_backend"),
-        *("write_strength_init", "scale_reads", "bias_free"),
-    )
     settings = settings_of(
         update_rule=Setting("delta", choices=RULES),
         feature_map=Setting("elu", choices=FEATURE_MAPS),
@@ -60,7 +53,7 @@ class FastWeight(Mixer):
         num_heads, config = heads, self.read_settings(config, given)
         self.rule_name, self.feature_norm = str(config.update_rule), str(config.feature_norm)
         self.attention_norm, self.backend = config.attention_norm, str(config.fast_weight_backend)
-        self.attention_norm_of = norm_of(config)
+        self.attention_norm_of = str(config.attention_norm_of)
         self.feature_map = build_feature_map(config, self.head_dim, num_heads)
         check_combination(config, self.feature_map)
         self.row_map = row_map_of(self.feature_map, self.feature_norm)

@@ -51,11 +51,6 @@ def build_feature_map(config, head_dim: int, num_heads: int) -> FeatureMap:
     return FEATURE_MAPS[name](width, **options)
 
 
-def norm_of(config) -> str:
-    """--attention-norm-of; options of older models do not have it."""
-    return str(getattr(config, "attention_norm_of", NORM_OF[0]))
-
-
 def check_combination(config, phi: FeatureMap) -> None:
     """Refuses options that cannot work together, in one sentence that says which to use."""
     name, norm, map_name = str(config.update_rule), str(config.feature_norm), str(config.feature_map)
@@ -72,16 +67,17 @@ def check_combination(config, phi: FeatureMap) -> None:
         raise Mistake(f"--attention-norm divides by sums of features, which {map_name} lets vanish; use one of: {able}")
     check_norm_of(config, rule)
     check_start(config, rule)
-    divides_erase = config.attention_norm and norm_of(config) == NORM_OF[0]
+    divides_erase = config.attention_norm and str(config.attention_norm_of) == NORM_OF[0]
     if rule.erases and norm == "none" and not divides_erase and not phi.at_most_one:
         better = "sum" if phi.non_negative else "l2"
         raise Mistake(f"--update-rule {name} diverges with keys longer than 1, as {map_name} gives; use --feature-norm {better}")
 
 
 def check_norm_of(config, rule: Rule) -> None:
-    if norm_of(config) != NORM_OF[0] and not (config.attention_norm and rule.normaliser == "keys"):
+    norm_of = str(config.attention_norm_of)
+    if norm_of != NORM_OF[0] and not (config.attention_norm and rule.normaliser == "keys"):
         able = " or ".join(n for n, r in RULES.items() if r.normaliser == "keys")
-        raise Mistake(f"--attention-norm-of is {norm_of(config)}; that is for --attention-norm with --update-rule {able}")
+        raise Mistake(f"--attention-norm-of is {norm_of}; that is for --attention-norm with --update-rule {able}")
 
 
 def check_feature_norm(config, phi: FeatureMap) -> None:
@@ -91,8 +87,8 @@ def check_feature_norm(config, phi: FeatureMap) -> None:
 
 
 def check_start(config, rule: Rule) -> None:
-    """--write-strength-init and --bias-free; options of older models do not have them."""
-    start, free = getattr(config, "write_strength_init", 0.0), getattr(config, "bias_free", False)
+    """Refuses --write-strength-init where no gate starts there, and beside --bias-free."""
+    start, free = config.write_strength_init, config.bias_free
     if start and not any(gate.writes for gate in rule.gates.values()):
         able = ", ".join(n for n, r in RULES.items() if any(gate.writes for gate in r.gates.values()))
         raise Mistake(f"--write-strength-init is {start}; --update-rule {config.update_rule} has no such gate; use one of: {able}")

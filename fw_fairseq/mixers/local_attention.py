@@ -97,7 +97,9 @@ class TransformerXl(LocalAttention):
     """
 
     settings = settings_of(
-        xl_memory=Setting(256, least=1), xl_segment=Setting(1, least=1), attention_dropout=Setting(0.0, least=0, below=1)
+        xl_memory=Setting(256, least=1),
+        xl_segment=Setting(1, least=1),
+        attention_dropout=LocalAttention.settings["attention_dropout"],
     )
 
     def __init__(self, embed_dim: int, heads: int = 1, config=None, **given):

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from .. import Mistake
 from ..config import SOFTMAX, FastWeightConfig, check_numbers, option, options_read, refuse_without_effect
-from ..mixers.features import build_feature_map, check_combination, initial_bias, norm_of, normalised_features
+from ..mixers.features import build_feature_map, check_combination, initial_bias, normalised_features
 from ..ops import fast_weight
 from ..ops.inputs import READ
 from ..ops.normalisation import divide
@@ -47,7 +47,7 @@ class RetrievalModel(BaseFairseqModel):
         self.feature_map = build_feature_map(config, config.key_dim, 1)
         if not self.softmax:
             check_combination(config, self.feature_map)
-        if self.attention_norm and self.rule.normaliser == "keys" and norm_of(config) != READ:
+        if self.attention_norm and self.rule.normaliser == "keys" and str(config.attention_norm_of) != READ:
             raise Mistake(
                 f"--attention-norm is not for --update-rule {self.rule_name} in retrieval; use --feature-norm sum, or"
                 f" --attention-norm-of {READ}"

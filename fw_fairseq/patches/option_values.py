@@ -25,5 +25,5 @@ def say_what_the_command_line_says(original, options, cfg, *args, **kwargs):
     try:
         return original(options, cfg, *args, **kwargs)
     except OmegaConfBaseException as error:
-        check_values(options() if isinstance(options, type) else options, plain(cfg))
+        check_values(options if isinstance(options, type) else type(options), plain(cfg))
         raise Mistake(str(error).splitlines()[0]) from error
