@@ -212,7 +212,10 @@ def dpfp(x: Tensor, nu: int = 1) -> Tensor:
     return torch.cat([x * x.roll(j, dims=-1) for j in range(1, nu + 1)], dim=-1)
 
 
-def sum_normalise(features: Tensor, eps: float = 1e-6) -> Tensor:
+SMALLEST_SUM = 1e-6
+
+
+def sum_normalise(features: Tensor, eps: float = SMALLEST_SUM) -> Tensor:
     """Non-negative features divided by their sum. A sum below eps counts as eps: zeros stay zeros, with a finite gradient."""
     wide_features = wide(features)
     total = wide_features.sum(-1, keepdim=True)

@@ -1,5 +1,5 @@
 """Generation token by token: what a step needs is prepared once, and a step does the arithmetic alone."""
 
-from .session import SESSION, Session
+from .generation import GENERATION, Generation
 
-__all__ = ["SESSION", "Session"]
+__all__ = ["GENERATION", "Generation"]

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..feature_maps import NORMS, FeatureMap
+from ..feature_maps import SMALLEST_SUM, FeatureMap
 from ..mixers import FastWeight
+from ..mixers.features import normalised_features
 from ..ops import FastWeightState
 from ..ops.dispatch import has_kernels
 from ..ops.factored import Factors
 from ..ops.inputs import READ_AND_ERASE
 
-SMALLEST_SUM = 1e-6  # a smaller sum of features counts as this one, as in ``feature_maps.sum_normalise``
 SMALL = 2**19  # numbers in the memories of all rows and heads, which fit into a cache
 
 
@@ -33,7 +33,7 @@ def fits(mixer: FastWeight) -> bool:
 class Memory:
     """The memory (R,H,K,V), or (R,H,K,V+1), of a layer for R rows."""
 
-    def __init__(self, mixer: FastWeight, state: FastWeightState | None, rows: int, like: Tensor):
+    def __init__(self, mixer: FastWeight, state: FastWeightState | None, x: Tensor):
         self.mixer, self.rule = mixer, mixer.rule
         self.heads, self.value_dim = mixer.num_heads, mixer.head_dim
         q_size, k_size, *others = mixer.sizes.values()
@@ -41,7 +41,7 @@ class Memory:
         self.eps = mixer.feature_map.eps
         self.divides_erase = mixer.rule.normaliser == "keys" and mixer.attention_norm_of == READ_AND_ERASE
         columns = self.value_dim + mixer.attention_norm
-        self.take(like.new_zeros(rows, self.heads, mixer.feature_map.out_dim, columns))
+        self.take(x.new_zeros(len(x), self.heads, mixer.feature_map.out_dim, columns))
         if state is not None:
             self.memory[..., : self.value_dim] = state.memory
             if mixer.attention_norm:
@@ -108,11 +108,11 @@ class Memory:
         """Maps the projections of queries and keys, (R, 2 H X), to their features, (R H, K) each."""
         mixer = self.mixer
         x = x.view(len(x), 2, self.heads, 1, -1).transpose(0, 1)
-        if mixer.feature_norm == "sum":
+        if mixer.feature_norm == "sum":  # straight into the buffer; without gradients, a sum of 0 needs no case of its own
             features = mixer.feature_map.scaled(x)[0]
             torch.div(features, features.sum(-1, keepdim=True).clamp_(min=SMALLEST_SUM), out=self.qk)
         else:
-            self.qk.copy_(NORMS[mixer.feature_norm](mixer.feature_map(x)))
+            self.qk.copy_(normalised_features(mixer.feature_map, mixer.feature_norm, x, False)[0])
         return self.qk.view(2, -1, self.qk.shape[-1]).unbind()
 
     def gate(self, part: Tensor) -> Tensor:

@@ -13,17 +13,21 @@ class Stepper:
     """Calls the mixer, which returns a new state for each token."""
 
     def __init__(self, mixer: Mixer, state):
-        self.mixer, self.state = mixer, state
+        self.mixer, self.last = mixer, state
 
     def __call__(self, x: Tensor) -> Tensor:
         """Maps x (R,C) to y (R,C)."""
-        y, self.state = self.mixer(x.unsqueeze(0), self.state, decoding=True)
+        y, self.last = self.mixer(x.unsqueeze(0), self.last, decoding=True)
         return y.squeeze(0)
 
     def reorder(self, order: Tensor) -> None:
         """Gives row i the state of row ``order[i]``."""
-        if self.state is not None:
-            self.state = self.state.index_select(order)
+        if self.last is not None:
+            self.last = self.last.index_select(order)
+
+    def state(self):
+        """The state after the last token."""
+        return self.last
 
 
 class FastWeightStepper(Stepper):
@@ -35,25 +39,19 @@ class FastWeightStepper(Stepper):
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.memory is None:
-            if not Memory.takes(self.mixer, self._state, len(x)):
+            if not Memory.takes(self.mixer, self.last, len(x)):
                 return super().__call__(x)
-            self.memory, self._state = Memory(self.mixer, self._state, len(x), x), None
+            self.memory, self.last = Memory(self.mixer, self.last, x), None
         return self.memory.step(x)
-
-    @property
-    def state(self) -> FastWeightState | None:
-        """The state after the last token."""
-        return self._state if self.memory is None else self.memory.state()
-
-    @state.setter
-    def state(self, state: FastWeightState | None) -> None:
-        self._state = state
 
     def reorder(self, order: Tensor) -> None:
         if self.memory is None:
             super().reorder(order)
         else:
             self.memory.reorder(order)
+
+    def state(self) -> FastWeightState | None:
+        return super().state() if self.memory is None else self.memory.state()
 
 
 def make_stepper(mixer: Mixer, state) -> Stepper:

@@ -15,7 +15,7 @@ from fairseq.utils import eval_str_list, safe_getattr
 from torch import Tensor
 
 from ..config import SOFTMAX, FastWeightConfig, layer_mixers, read_config
-from ..decoding import SESSION, Session
+from ..decoding import GENERATION, Generation
 from ..modules import FastWeightDecoderLayer, MixerAttention, Streams, with_arguments
 from ..modules.plain_softmax import PlainAdaptiveSoftmax
 
@@ -86,9 +86,9 @@ class FastWeightDecoder(TransformerDecoder):
         if self.starts_with_a_prompt(prev_output_tokens, incremental_state):
             return self.take_prompt(prev_output_tokens, *args, incremental_state=incremental_state, **kwargs)
         if incremental_state is not None:
-            session = self.session(prev_output_tokens, incremental_state, args, kwargs)
-            if session is not None:
-                features = session.features(prev_output_tokens)
+            generation = self.generation(prev_output_tokens, incremental_state, args, kwargs)
+            if generation is not None:
+                features = generation.features(prev_output_tokens)
                 return features if kwargs.get("features_only") else self.output_layer(features), {"attn": [None]}
         kwargs["incremental_state"] = incremental_state
         with self.reading(streams, reset_mask, prev_output_tokens.shape[1]):
@@ -109,25 +109,25 @@ class FastWeightDecoder(TransformerDecoder):
         with counted_from(self.embed_positions, start), with_arguments(layers, states=states, reset_mask=reset_mask):
             yield
 
-    def session(self, tokens: Tensor, incremental_state: dict, args: tuple, kwargs: dict) -> Session | None:
-        """The session of this generation, which begins with its first single token; None where the general path must read it.
-        ``incremental_state`` has False in its place in a model that takes no session."""
-        session = incremental_state.get(SESSION)
-        if session is False:
+    def generation(self, tokens: Tensor, incremental_state: dict, args: tuple, kwargs: dict) -> Generation | None:
+        """The object that reads this generation's tokens, from the first single one on; None where the general path must read them.
+        ``incremental_state`` has False in its place if the model has parts that it does not know."""
+        generation = incremental_state.get(GENERATION)
+        if generation is False:
             return None
         known = not args and all(name == "features_only" or value is None for name, value in kwargs.items())
         if known and self.recurrent and not tokens[:, -1].eq(self.padding_idx).any():
-            if session is None and (tokens.shape[1] == 1 or incremental_state):
-                session = incremental_state[SESSION] = Session.fits(self) and Session(self, incremental_state)
-            return session or None
-        if session is not None:
-            incremental_state.pop(SESSION).release(incremental_state)
+            if generation is None and (tokens.shape[1] == 1 or incremental_state):
+                generation = incremental_state[GENERATION] = Generation.fits(self) and Generation(self, incremental_state)
+            return generation or None
+        if generation is not None:
+            incremental_state.pop(GENERATION).release(incremental_state)
         return None
 
     def reorder_incremental_state_scripting(self, incremental_state: dict, new_order: Tensor) -> None:
         """Gives each hypothesis of a beam search the states of the hypothesis that it continues."""
-        if session := incremental_state.get(SESSION):
-            session.reorder(new_order)
+        if generation := incremental_state.get(GENERATION):
+            generation.reorder(new_order)
         else:
             super().reorder_incremental_state_scripting(incremental_state, new_order)
 

@@ -4,14 +4,14 @@ import sys
 
 import torch
 
-from fw_fairseq.decoding import Session
+from fw_fairseq.decoding import Generation
 from fw_fairseq.tools.checkpoints import load_language_model
 
 
 def count(kept) -> int:
     if isinstance(kept, torch.Tensor):
         return kept.numel()
-    if isinstance(kept, Session):
+    if isinstance(kept, Generation):
         kept = kept.states()
     parts = kept.values() if isinstance(kept, dict) else kept if isinstance(kept, (tuple, list)) else ()
     return sum(map(count, parts))

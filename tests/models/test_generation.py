@@ -7,7 +7,7 @@ import torch
 from fairseq.sequence_generator import SequenceGenerator
 from support.language_models import ERASING, NON_NEGATIVE, assert_close, build, draw, make_task
 
-from fw_fairseq.decoding import SESSION, Session
+from fw_fairseq.decoding import GENERATION, Generation
 from fw_fairseq.decoding.steppers import FastWeightStepper
 from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.mixers import MIXERS
@@ -67,10 +67,10 @@ def generate(model, tokens, prompt: int = 0) -> tuple[torch.Tensor, dict]:
 def test_the_short_way_equals_the_general_one(options, prompt, monkeypatch):
     model, tokens = build(**options), draw(3, 11)
     found, state = generate(model, tokens, prompt)
-    assert bool(state.get(SESSION)) == (model.decoder.recurrent and "pooling_form" not in options)
-    monkeypatch.setattr(Session, "fits", staticmethod(lambda decoder: False))
+    assert bool(state.get(GENERATION)) == (model.decoder.recurrent and "pooling_form" not in options)
+    monkeypatch.setattr(Generation, "fits", staticmethod(lambda decoder: False))
     expected, state = generate(model, tokens, prompt)
-    assert not state.get(SESSION)
+    assert not state.get(GENERATION)
     assert_close(found, expected)
 
 
@@ -81,21 +81,21 @@ def test_a_token_writes_into_the_memory_that_is_there(rule):
     places = []
     for t in range(6):
         model(tokens[:, : t + 1], incremental_state=state)
-        steppers = [layer.stepper for layer in state[SESSION].layers]
+        steppers = [layer.stepper for layer in state[GENERATION].layers]
         assert all(isinstance(stepper, FastWeightStepper) for stepper in steppers)
         places.append([stepper.memory.memory.data_ptr() for stepper in steppers])
     assert all(place == places[0] for place in places)
 
 
 @torch.no_grad()
-def test_the_states_of_a_session_count(monkeypatch):
+def test_the_states_of_a_generation_count():
     model, tokens, state = build(), draw(2, 1), {}
     model(tokens, incremental_state=state)
     assert state_bytes(state) == 8 * 2 * model.state_size()
 
 
 @torch.no_grad()
-def test_a_padded_token_changes_no_state(monkeypatch):
+def test_a_padded_token_changes_no_state():
     model, tokens = build(), draw(2, 5)
     padded = torch.cat([tokens[:, :3], torch.tensor([[1], [7]]), tokens[:, 3:]], 1)
 
@@ -105,7 +105,7 @@ def test_a_padded_token_changes_no_state(monkeypatch):
 
     model.decoder.embed_positions = None  # which count padding
     found, state = last_of(padded)
-    assert SESSION in state
+    assert GENERATION in state
     assert_close(found[0], last_of(tokens)[0][0])
 
 
@@ -123,7 +123,7 @@ def test_beam_search_writes_the_same_tokens(monkeypatch):
         return [[(h["tokens"].tolist(), h["score"].item()) for h in hypotheses] for hypotheses in found]
 
     found = search()
-    monkeypatch.setattr(Session, "fits", staticmethod(lambda decoder: False))
+    monkeypatch.setattr(Generation, "fits", staticmethod(lambda decoder: False))
     for hypotheses, expected in zip(found, search()):
         assert [tokens for tokens, _ in hypotheses] == [tokens for tokens, _ in expected]
         assert [score for _, score in hypotheses] == pytest.approx([score for _, score in expected], abs=1e-9)
@@ -140,4 +140,4 @@ def test_everything_else_takes_the_general_way(change):
         model.decoder.layers[1].ffn_layernorm = torch.nn.LayerNorm(48).double()
     with torch.set_grad_enabled(change == "gradients"):
         model(tokens, incremental_state=state)
-    assert not state.get(SESSION) and len(state) > 1
+    assert not state.get(GENERATION) and len(state) > 1

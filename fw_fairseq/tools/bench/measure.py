@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...decoding import Session
+from ...decoding import Generation
 from ...mixers import MIXERS
 from ...rules import RULES
 from .contest import peak_beyond, progress, take_turns, timed
@@ -142,7 +142,7 @@ def state_bytes(state) -> int:
     """Returns the bytes of all tensors in nested containers."""
     if isinstance(state, Tensor):
         return state.nbytes
-    if isinstance(state, Session):
+    if isinstance(state, Generation):
         state = state.states()
     if isinstance(state, dict):
         return sum(map(state_bytes, state.values()))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..modules import FastWeightDecoderLayer, MixerAttention
 from .steppers import make_stepper
 
-SESSION = "session"  # its key in fairseq's incremental state
+GENERATION = "generation"  # its key in fairseq's incremental state
 UNKNOWN_PARTS = ("attn_ln", "ffn_layernorm", "w_resid", "c_attn", "encoder_attn")  # options of fairseq's layer
 
 
@@ -41,7 +41,7 @@ class LayerStep:
         return layer.final_layer_norm(layer.fc2(layer.activation_fn(layer.fc1(x))).add_(x))
 
 
-class Session:
+class Generation:
     """The states of one generation: all rows read their next token together, and every layer changes its state in place.
 
     It takes the states in fairseq's ``incremental_state``, where the prompt left them, and ``release`` puts them back.
@@ -93,7 +93,7 @@ class Session:
 
     def states(self) -> list:
         """The states of the layers after the last token."""
-        return [layer.stepper.state for layer in self.layers]
+        return [layer.stepper.state() for layer in self.layers]
 
     def reorder(self, order: Tensor) -> None:
         """Gives row i the states of row ``order[i]``."""
