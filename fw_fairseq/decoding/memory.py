@@ -43,7 +43,8 @@ class Memory:
         columns = self.value_dim + mixer.attention_norm
         self.take(x.new_zeros(len(x), self.heads, mixer.feature_map.out_dim, columns))
         if state is not None:
-            self.memory[..., : self.value_dim] = state.memory
+            given = state.memory.dense() if isinstance(state.memory, Factors) else state.memory
+            self.memory[..., : self.value_dim] = given
             if mixer.attention_norm:
                 self.memory[..., -1] = state.normaliser
 
