@@ -31,6 +31,14 @@ def with_room(phi: FeatureMap, x: Tensor) -> Tensor:
     return wide(x) if phi.eps < FeatureMap.eps else x
 
 
+def with_common_scale(keys: Tensor, log_scale: Tensor | None) -> Tensor:
+    """The features of keys (...,S,K) that stand for keys exp(log_scale), with log_scale (...,S), divided by one factor for all S,
+    which cancels in attention normalisation; at most ``keys``. None: they stand for themselves."""
+    if log_scale is None:
+        return keys
+    return keys * (log_scale - log_scale.detach().amax(-1, keepdim=True)).exp().unsqueeze(-1)
+
+
 def row_map_of(phi: FeatureMap, norm: str) -> RowMap | None:
     """The part of phi, and of --feature-norm, that ``fast_weight`` can apply itself: all after the part that has parameters."""
     return None if phi.row_map is None else RowMap(phi.row_map, getattr(phi, "nu", 1), norm)

@@ -131,11 +131,17 @@ def drop_attention_only_where_it_is_read(args) -> None:
         defaults(args, attention_dropout=0.0)
 
 
-def wiki103(args, width: int) -> None:
-    """Sets the sizes of Schlag et al. 2021, sec. 6.3: 16 layers, 8 heads, shared embeddings of the vocabulary."""
+def wiki103_sizes(args, width: int) -> None:
+    """Sets the sizes of Schlag et al. 2021, sec. 6.3: 16 layers, 8 heads, and the bands of the vocabulary."""
     defaults(args, decoder_layers=16, decoder_embed_dim=width, decoder_ffn_embed_dim=2048, decoder_attention_heads=8, dropout=0.1)
+    defaults(args, adaptive_softmax_cutoff="20000,40000,200000")
+
+
+def wiki103(args, width: int) -> None:
+    """Sets those sizes with fairseq's adaptive softmax, which shares the embeddings of the input."""
+    wiki103_sizes(args, width)
     defaults(args, adaptive_input=True, adaptive_input_factor=1, adaptive_input_cutoff="20000,40000,200000")
-    defaults(args, adaptive_softmax_factor=1, adaptive_softmax_cutoff="20000,40000,200000", tie_adaptive_weights=True)
+    defaults(args, adaptive_softmax_factor=1, tie_adaptive_weights=True)
     base_lm_architecture(args)
 
 
@@ -156,11 +162,11 @@ def schlag(args, width: int) -> None:
     by sqrt(width of a head), no biases in the projections, one table of embeddings with biases at the output, weights from
     N(0, 0.02)."""
     norm_before = safe_getattr(args, "decoder_normalize_before", False)
-    defaults(args, decoder_layers=16, decoder_embed_dim=width, decoder_ffn_embed_dim=2048, decoder_attention_heads=8, dropout=0.1)
+    wiki103_sizes(args, width)
     defaults(args, activation_dropout=0.1, output_dropout=0.1, init_std=0.02)
     if "fast_weight" in chosen_mixers(args):
         defaults(args, scale_reads=True, bias_free=True)
-    defaults(args, adaptive_softmax_cutoff="20000,40000,200000", plain_adaptive_softmax=True)
+    defaults(args, plain_adaptive_softmax=True)
     base_lm_architecture(args)
     args.decoder_normalize_before = norm_before  # fairseq sets it for every language model
 

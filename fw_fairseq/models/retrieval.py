@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from .. import Mistake
 from ..config import SOFTMAX, FastWeightConfig, check_numbers, option, options_read, refuse_without_effect
-from ..mixers.features import build_feature_map, check_combination, initial_bias, normalised_features
+from ..mixers.features import build_feature_map, check_combination, initial_bias, normalised_features, with_common_scale
 from ..ops import fast_weight
 from ..ops.inputs import READ
 from ..ops.normalisation import divide
@@ -115,10 +115,7 @@ class RetrievalModel(BaseFairseqModel):
 
     def key_features(self, k: Tensor) -> Tensor:
         """The keys' features, divided by the largest key's factor under attention normalisation, where a common factor cancels."""
-        features, log_scale = self.features(k)
-        if log_scale is None:
-            return features
-        return features * (log_scale - log_scale.detach().amax(-1, keepdim=True)).exp().unsqueeze(-1)
+        return with_common_scale(*self.features(k))
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor]) -> Tensor:
         """Returns the values that the queries read after the last token, (B,1,Q,S). Only a rule outside the recurrence builds its

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import Mistake
 from ..feature_maps import wide
 from ..mixers.base import check_heads, join_heads, split_heads
-from ..mixers.features import FEATURE_OPTIONS, build_feature_map, check_feature_norm, normalised_features
+from ..mixers.features import FEATURE_OPTIONS, build_feature_map, check_feature_norm, normalised_features, with_common_scale
 from ..ops.normalisation import divide
 
 
@@ -87,9 +87,9 @@ class LinearAttention(nn.Module):
             raise Mistake("the source was let go after the first step of decoding; decode on with the same incremental state")
         k, v = self.kv_proj(source).split(self.sizes, dim=-1)
         (k, log_scale), v = self.features(k), wide(split_heads(v, self.num_heads))
-        if log_scale is not None:
-            log_scale = log_scale if padding_mask is None else log_scale.masked_fill(padding_mask[:, None], -torch.inf)
-            k = k * (log_scale - log_scale.detach().amax(-1, keepdim=True)).exp().unsqueeze(-1)
+        if log_scale is not None and padding_mask is not None:
+            log_scale = log_scale.masked_fill(padding_mask[:, None], -torch.inf)
+        k = with_common_scale(k, log_scale)
         if padding_mask is not None:
             k, v = (x.masked_fill(padding_mask[:, None, :, None], 0) for x in (k, v))
         with torch.autocast(k.device.type, enabled=False):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hostcuda import SCHEDULES, EmulatorLaunch, guarded, sanitized_launch
+from hostcuda import SCHEDULES, EmulatorLaunch
 from hostcuda.nvrtc import ARCHITECTURES, compile_check
-from support.cuda_scan import GATES, TOLERANCE, by_definition, by_kernels, compare, draw, launches
+from support.cuda_scan import TOLERANCE, by_definition, by_kernels, compare, draw, launches
 from support.draws import assert_same
-from support.emulated import emulated
 
 from fw_fairseq.ops.kernels import common, decay
-from fw_fairseq.row_map import AS_IS
 
 
 @pytest.mark.parametrize("policy, seed", SCHEDULES)
@@ -23,17 +21,6 @@ def test_any_schedule(one_thread, dtype, policy, seed):
 @pytest.mark.parametrize("tokens", [1, 5, 16, 17, 70])
 def test_any_length(one_thread, tokens):
     compare(decay, "decay", (1, 2, tokens, 32, 32))
-
-
-@pytest.mark.parametrize("gates", GATES)
-def test_any_gate(one_thread, gates):
-    """Of 0, near 0 and near 1: the gradients of the gates too, over many chunks."""
-    compare(decay, "decay", (1, 1, 200, 32, 32), gates=gates)
-
-
-@pytest.mark.parametrize("gates", GATES)
-def test_any_gate_bf16(one_thread, gates):
-    compare(decay, "decay", (1, 1, 200, 64, 64), torch.bfloat16, gates=gates)
 
 
 # Widths of one tile and of several, padded ones, keys shared by several warps, every type.
@@ -51,17 +38,6 @@ def test_widths_and_dtypes(one_thread, K, V, dtype):
     compare(decay, "decay", (1, 2, 37, K, V), dtype)
 
 
-def test_tf32(one_thread):
-    compare(decay, "decay", (1, 1, 37, 32, 32), precision="tf32")
-
-
-def test_nothing_outside_the_tensors(one_thread):
-    x = {name: None if t is None else guarded(t) for name, t in draw("decay", (1, 1, 19, 20, 18)).items()}
-    dy, dmemory = guarded(torch.randn_like(x["v"])), guarded(torch.randn_like(x["memory"]))
-    actual = by_kernels(decay, x, dy, dmemory, "exact", EmulatorLaunch(bounds=True))
-    assert_same(actual, by_definition(x, dy, dmemory), TOLERANCE["exact"])
-
-
 def test_large_operands(one_thread):
     """Gates that nearly need the chunks' rounds, with entries as large as fp16's: no infinity on the way."""
     x = draw("decay", (1, 1, 33, 16, 16))
@@ -70,25 +46,6 @@ def test_large_operands(one_thread):
     dy, dmemory = torch.randn_like(x["v"]), torch.randn_like(x["memory"])
     actual = by_kernels(decay, x, dy, dmemory, "exact", EmulatorLaunch())
     assert_same(actual, by_definition(x, dy, dmemory), TOLERANCE["exact"])
-
-
-def test_without_gradients_nothing_is_kept(one_thread):
-    x = draw("decay", (1, 1, 70, 32, 32)).values()
-    y, final, saved = decay.forward(EmulatorLaunch(), *x, "exact", keep=False)
-    want_y, want_final, _ = decay.forward(EmulatorLaunch(), *x, "exact", keep=True)
-    assert saved == () and torch.equal(y, want_y) and torch.equal(final, want_final)
-
-
-def test_symbolic_shapes(emulate):
-    emulate()
-    q, k, v, f, z, e, w, memory = draw("decay", (1, 2, 17, 32, 32)).values()
-    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (q, k, v, f, z, e, w, memory.requires_grad_(), "exact", True, *AS_IS))
-
-
-def sanitized() -> None:
-    with emulated(sanitized_launch()) as launch:
-        x = draw("decay", (1, 1, 33, 32, 32), torch.bfloat16, "resets")
-        by_kernels(decay, x, torch.randn_like(x["v"]), torch.randn_like(x["memory"]), "bf16", launch)
 
 
 @pytest.mark.parametrize(

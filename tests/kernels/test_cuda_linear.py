@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hostcuda import SCHEDULES, EmulatorLaunch, guarded, sanitized_launch
+from hostcuda import SCHEDULES, EmulatorLaunch
 from hostcuda.nvrtc import compile_check
-from support.cuda_scan import GATES, TOLERANCE, by_definition, by_kernels, compare, draw, launches
+from support.cuda_scan import GATES, compare, draw, launches
 from support.draws import assert_same
-from support.emulated import emulated
 
 from fw_fairseq.ops import fast_weight
 from fw_fairseq.ops.kernels import common, launch, linear, recurrence
 from fw_fairseq.ops.recurrent import step_form
-from fw_fairseq.row_map import AS_IS
 from fw_fairseq.rules import RULES, Coefficients
 
 MAIN = [torch.bfloat16, torch.float32]
@@ -30,17 +28,6 @@ def test_any_schedule(one_thread, dtype, policy, seed):
 @pytest.mark.parametrize("rule", ["sum", "gated"])
 def test_any_length(one_thread, rule, tokens):
     compare(linear, rule, (1, 2, tokens, 32, 32))
-
-
-@pytest.mark.parametrize("gates", GATES)
-def test_any_gate(one_thread, gates):
-    """Of 0, near 0 and near 1: the gradients of the gates too, over many chunks."""
-    compare(linear, "gated", (1, 1, 200, 32, 32), gates=gates)
-
-
-@pytest.mark.parametrize("gates", GATES)
-def test_any_gate_bf16(one_thread, gates):
-    compare(linear, "gated", (1, 1, 200, 64, 64), torch.bfloat16, gates=gates)
 
 
 # Widths of one tile and of several, padded ones, rows that start anywhere, keys shared by several warps, every type.
@@ -64,17 +51,6 @@ def test_a_device_with_less_shared_memory(one_thread):
     device.capability = lambda _: (8, 9)
     compare(linear, "gated", (1, 1, 150, 64, 64), torch.bfloat16, device)
     assert device.calls[0][2]["FW_MEMORIES"] == device.calls[1][2]["FW_STAGES"] == 1
-
-
-def test_tf32(one_thread):
-    compare(linear, "gated", (1, 1, 37, 32, 32), precision="tf32")
-
-
-def test_nothing_outside_the_tensors(one_thread):
-    x = {name: None if t is None else guarded(t) for name, t in draw("gated", (1, 1, 19, 20, 18)).items()}
-    dy, dmemory = guarded(torch.randn_like(x["v"])), guarded(torch.randn_like(x["memory"]))
-    actual = by_kernels(linear, x, dy, dmemory, "exact", EmulatorLaunch(bounds=True))
-    assert_same(actual, by_definition(x, dy, dmemory), TOLERANCE["exact"])
 
 
 def test_long_sums_in_fp32(one_thread):
@@ -124,25 +100,6 @@ def test_a_decay_per_token_beside_one_per_channel(emulate):
     assert recurrence.why_not(leaves["q"], leaves["k"], leaves["v"], coefficients) is None
     assert_same(results(recurrence.cuda_form), results(step_form), 2e-5)
     assert [call[1] for call in launcher.calls] == ["decay_forward", "decay_backward"]
-
-
-def test_without_gradients_nothing_is_kept(one_thread):
-    x = draw("gated", (1, 1, 70, 32, 32)).values()
-    y, final, saved = linear.forward(EmulatorLaunch(), *x, "exact", keep=False)
-    want_y, want_final, _ = linear.forward(EmulatorLaunch(), *x, "exact", keep=True)
-    assert saved == () and torch.equal(y, want_y) and torch.equal(final, want_final)
-
-
-def test_symbolic_shapes(emulate):
-    emulate()
-    q, k, v, f, z, e, w, memory = draw("gated", (1, 2, 17, 32, 32)).values()
-    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (q, k, v, f, z, e, w, memory.requires_grad_(), "exact", True, *AS_IS))
-
-
-def sanitized() -> None:
-    with emulated(sanitized_launch()) as launcher:
-        x = draw("gated", (1, 1, 70, 32, 32), torch.bfloat16, "resets")
-        by_kernels(linear, x, torch.randn_like(x["v"]), torch.randn_like(x["memory"]), "bf16", launcher)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hostcuda import run_sanitized
 
 DELTA = {"thread": "test_cuda_delta.sanitized(160, 32)", "address": "test_cuda_delta.sanitized(20, 20)"}
-OTHERS = [f"test_cuda_{name}.sanitized()" for name in ("step", "linear", "decay", "maps", "sru", "pooling")]
+OTHERS = [f"test_cuda_{name}.sanitized()" for name in ("step", "scan", "maps", "sru", "pooling")]
 
 
 @pytest.mark.parametrize("kind", ["thread", "address"])

@@ -52,14 +52,6 @@ def test_overrides_are_refused_as_on_the_command_line(name, value, checkpoint, d
         checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], arg_overrides={"data": str(dictionary), name: value})
 
 
-@pytest.fixture(scope="module")
-def languages(dictionary, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("languages")
-    for language in "ab":
-        (folder / f"dict.{language}.txt").write_text((dictionary / "dict.txt").read_text())
-    return folder
-
-
 def translation(languages, *arguments: str):
     words = [str(languages), "--arch", "fast_weight_transformer", "--task", "translation", "-s", "a", "-t", "b", *SMALL.split()]
     return convert_namespace_to_omegaconf(options.parse_args_and_arch(options.get_training_parser(), [*words, *arguments]))

@@ -60,14 +60,6 @@ def code_that_marks(path) -> str:
     return f"__import__('pathlib').Path({str(path)!r}).touch() or [10, 20]"
 
 
-@pytest.fixture(scope="module")
-def languages(dictionary, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("languages")
-    for language in "ab":
-        (folder / f"dict.{language}.txt").write_text((dictionary / "dict.txt").read_text())
-    return folder
-
-
 def checkpoint(name: str, dictionary, languages) -> tuple[dict, Path]:
     """A model's state, with only the groups of options that fairseq reads to load it, which takes less time, and the folder of its
     dictionaries."""

@@ -33,7 +33,7 @@ NOTE = (
 
 
 class Shown(NamedTuple):
-    """What one token reads: the words up to it, the weights of all layers, and the words that the model expects next."""
+    """A token that reads: the words up to it, the weights of all layers, and the words that the model expects next."""
 
     words: list[str]
     parts: list[Part]

@@ -1,0 +1,63 @@
+"""Both kernel families without erase on the emulator: the properties that they share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hostcuda import EmulatorLaunch, guarded, sanitized_launch
+from support.cuda_scan import GATES, TOLERANCE, by_definition, by_kernels, compare, draw
+from support.draws import assert_same
+from support.emulated import emulated
+
+from fw_fairseq.ops.kernels import decay, linear
+from fw_fairseq.row_map import AS_IS
+
+each_family = pytest.mark.parametrize("family, rule", [(linear, "gated"), (decay, "decay")], ids=["linear", "decay"])
+
+
+@each_family
+@pytest.mark.parametrize("gates", GATES)
+def test_any_gate(one_thread, family, rule, gates):
+    """Of 0, near 0 and near 1: the gradients of the gates too, over many chunks."""
+    compare(family, rule, (1, 1, 200, 32, 32), gates=gates)
+
+
+@each_family
+@pytest.mark.parametrize("gates", GATES)
+def test_any_gate_bf16(one_thread, family, rule, gates):
+    compare(family, rule, (1, 1, 200, 64, 64), torch.bfloat16, gates=gates)
+
+
+@each_family
+def test_tf32(one_thread, family, rule):
+    compare(family, rule, (1, 1, 37, 32, 32), precision="tf32")
+
+
+@each_family
+def test_nothing_outside_the_tensors(one_thread, family, rule):
+    x = {name: None if t is None else guarded(t) for name, t in draw(rule, (1, 1, 19, 20, 18)).items()}
+    dy, dmemory = guarded(torch.randn_like(x["v"])), guarded(torch.randn_like(x["memory"]))
+    actual = by_kernels(family, x, dy, dmemory, "exact", EmulatorLaunch(bounds=True))
+    assert_same(actual, by_definition(x, dy, dmemory), TOLERANCE["exact"])
+
+
+@each_family
+def test_without_gradients_nothing_is_kept(one_thread, family, rule):
+    x = draw(rule, (1, 1, 70, 32, 32)).values()
+    y, final, saved = family.forward(EmulatorLaunch(), *x, "exact", keep=False)
+    want_y, want_final, _ = family.forward(EmulatorLaunch(), *x, "exact", keep=True)
+    assert saved == () and torch.equal(y, want_y) and torch.equal(final, want_final)
+
+
+@pytest.mark.parametrize("rule", ["gated", "decay"])
+def test_symbolic_shapes(emulate, rule):
+    emulate()
+    q, k, v, f, z, e, w, memory = draw(rule, (1, 2, 17, 32, 32)).values()
+    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (q, k, v, f, z, e, w, memory.requires_grad_(), "exact", True, *AS_IS))
+
+
+def sanitized() -> None:
+    for family, rule, tokens in ((linear, "gated", 70), (decay, "decay", 33)):
+        with emulated(sanitized_launch()) as launcher:
+            x = draw(rule, (1, 1, tokens, 32, 32), torch.bfloat16, "resets")
+            by_kernels(family, x, torch.randn_like(x["v"]), torch.randn_like(x["memory"]), "bf16", launcher)
