@@ -86,7 +86,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_backward(const Pa
             __syncthreads();
             if (at.warp == 0) gate_side(s, p, at, c, t0);
 #if FW_MAP
-            unmap_chunk(s, p, at, c, t0);
+            const int first = c * C;
+            unmap_rows<FW_PARTIAL, C>(s.rows_q + first * ROW, s.rows_k + first * ROW, s.q + first * KEY_ROW, s.k + first * KEY_ROW, p,
+                                      at, t0 + first);
 #endif
         }
         if (at.has_first_rows()) store_columns<FW_SPAN>(s.v + at.local(), p.dv, at.b, at.h, t0, p.T, at.column, p.V);

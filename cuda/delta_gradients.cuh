@@ -126,29 +126,7 @@ __device__ __forceinline__ void erase_gradient(BackwardShared& s, int c) {
 __device__ __forceinline__ void keep_keys(Op* to, float (&x)[2][4]) {
     each_two(x, [&](int row, int k, float& a, float& b) { put_couple(to + row * KEY_ROW + k, a, b); });
 }
-
-// dq and dk of chunk c, from those of the features.
-__device__ __forceinline__ void unmap_chunk(BackwardShared& s, const Params& p, const Place& at, int c, int t0) {
-    using Out = KeyGradient<FW_PARTIAL>::type;
-    for (int i = at.warp; i < 2 * C; i += WARPS) {
-        const bool query = i < C;
-        const int t = c * C + i % C;
-        if (t0 + t >= p.T) continue;
-        const View& to = query ? p.dq : p.dk;
-        Out* row = ::at<Out>(to, at.b, at.h, t0 + t) + blockIdx.y * to.tile;
-        unmap_row((query ? s.rows_q : s.rows_k) + t * ROW, (query ? s.q : s.k) + t * KEY_ROW,
-                  [&](int i, float dx) { row[i] = from_float<Out>(dx); });
-    }
-}
 #endif
-
-// 16 tokens and columns of dq or dk from t and column on.
-__device__ __forceinline__ void store_keys(const View& x, float (&acc)[2][4], const Params& p, const Place& at, int t, int column) {
-    using Out = KeyGradient<FW_PARTIAL>::type;
-    View to = x;
-    to.p = (Out*)x.p + blockIdx.y * x.tile;
-    store_rows<Out>(to, at.b, at.h, acc, t, p.T, column, p.K - column);
-}
 
 // The products that end in columns of K: dq and dk of chunk c, and for the gates' gradients q . (W_0 dy), k . (W_0 dR) and k .
 // (dW_C u).
@@ -198,8 +176,8 @@ __device__ __forceinline__ void key_side(BackwardShared& s, const Params& p, con
         keep_keys(s.q + c * C * KEY_ROW + j, dq);
         keep_keys(s.k + c * C * KEY_ROW + j, dk);
 #else
-        store_keys(p.dq, dq, p, at, t0 + c * C, j);
-        store_keys(p.dk, dk, p, at, t0 + c * C, j);
+        store_keys<FW_PARTIAL>(p.dq, dq, p, at, t0 + c * C, j);
+        store_keys<FW_PARTIAL>(p.dk, dk, p, at, t0 + c * C, j);
 #endif
     }
 #pragma unroll

@@ -9,32 +9,11 @@ struct Place {
           row(warp / VALUE_WARPS * WARP_ROWS) {
         b = bh / p.H, h = bh % p.H;
     }
+    __device__ int first_row() const { return row; }
+    __device__ int first_column() const { return column; }
     __device__ int local() const { return warp % VALUE_WARPS * 16; }
     __device__ bool has_first_rows() const { return warp < VALUE_WARPS; }
 };
-
-// The warp's slice of a memory (B,H,K,V): f(index, x), or f(-1, x) for what is padding.
-template <class F>
-__device__ __forceinline__ void each_element(const Place& at, const Params& p, float (&x)[TILES][4], F f) {
-#pragma unroll
-    for (int n = 0; n < TILES; n++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int k = at.row + n * 8 + lane_column() + (i & 1), v = at.column + lane_row() + (i >> 1) * 8;
-            f(k < p.K && v < p.V ? ((int64_t)at.bh * p.K + k) * p.V + v : -1, x[n][i]);
-        }
-    }
-}
-
-__device__ __forceinline__ void load_memory(float (&x)[TILES][4], const float* memory, const Place& at, const Params& p) {
-    each_element(at, p, x, [&](int64_t i, float& value) { value = memory && i >= 0 ? memory[i] : 0.f; });
-}
-
-__device__ __forceinline__ void store_memory(float (&x)[TILES][4], float* memory, const Place& at, const Params& p) {
-    each_element(at, p, x, [&](int64_t i, float& value) {
-        if (i >= 0) memory[i] = value;
-    });
-}
 
 // The warp's slice of a transposed memory in shared memory, rows of KEY_ROW: f(two neighbours there, x, y).
 template <class F>

@@ -33,30 +33,9 @@ struct Place {
           key(warp / VALUE_SLICES * SLICE) {
         b = bh / p.H, h = bh % p.H;
     }
+    __device__ int first_row() const { return key; }
+    __device__ int first_column() const { return blockIdx.y * FW_V + value; }
 };
-
-// The warp's slice of a memory (B,H,K,V), transposed in its accumulators: f(index, x), or f(-1, x) for what is padding.
-template <class F>
-__device__ __forceinline__ void each_element(const Place& at, const Params& p, float (&x)[TILES][4], F f) {
-#pragma unroll
-    for (int n = 0; n < TILES; n++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int k = at.key + n * 8 + lane_column() + (i & 1), v = blockIdx.y * FW_V + at.value + lane_row() + (i >> 1) * 8;
-            f(k < p.K && v < p.V ? ((int64_t)at.bh * p.K + k) * p.V + v : -1, x[n][i]);
-        }
-    }
-}
-
-__device__ __forceinline__ void load_memory(float (&x)[TILES][4], const float* memory, const Place& at, const Params& p) {
-    each_element(at, p, x, [&](int64_t i, float& value) { value = memory && i >= 0 ? memory[i] : 0.f; });
-}
-
-__device__ __forceinline__ void store_memory(float (&x)[TILES][4], float* memory, const Place& at, const Params& p) {
-    each_element(at, p, x, [&](int64_t i, float& value) {
-        if (i >= 0) memory[i] = value;
-    });
-}
 
 // The slice to its place in shared memory, rows of KEY_ROW for columns of the memory.
 __device__ __forceinline__ void share_memory(Op* shared, const float (&x)[TILES][4], const Place& at) {

@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_backward(const P
                            [&](int b, int t) { return x.start[t] * x.before[b]; });
         __syncthreads();
 #if FW_MAP
-        unmap_rows(s, p, at, stage, t0);
+        unmap_rows<FW_PARTIAL, C>(stage.q, stage.k, s.dq, s.dk, p, at, t0);
         if (FW_STAGES == 1) __syncthreads();
 #endif
         if (FW_STAGES == 1 && t0 > 0) load_stage(stage, p, at, t0 - C);

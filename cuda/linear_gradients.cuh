@@ -39,20 +39,18 @@ __device__ __forceinline__ void load_border(Op* to, const Op* from, int rows) {
 }
 
 // dq or dk of 16 tokens and the columns from `column` on.
-__device__ __forceinline__ void put_keys(const View& x, Op* features, const Params& p, const Place& at,
-                                         const float (&acc)[KEY_COLUMNS / 8][4], int t0, int t, int column) {
+template <bool QUERY>
+__device__ __forceinline__ void put_keys(Shared& s, const Params& p, const Place& at, const float (&acc)[KEY_COLUMNS / 8][4], int t0,
+                                         int t, int column) {
 #if FW_MAP
-    Op* first = features + (t + lane_row()) * KEY_ROW + column + lane_column();
+    Op* first = (QUERY ? s.dq : s.dk) + (t + lane_row()) * KEY_ROW + column + lane_column();
 #pragma unroll
     for (int n = 0; n < KEY_COLUMNS / 8; n++) {
         put_couple(first + n * 8, acc[n][0], acc[n][1]);
         put_couple(first + 8 * KEY_ROW + n * 8, acc[n][2], acc[n][3]);
     }
 #else
-    View to = x;
-    using Out = KeyGradient<FW_PARTIAL>::type;
-    to.p = (Out*)x.p + blockIdx.y * x.tile;
-    store_rows<Out>(to, at.b, at.h, acc, t0 + t, p.T, column, p.K - column);
+    store_keys<FW_PARTIAL>(QUERY ? p.dq : p.dk, acc, p, at, t0 + t, column);
 #endif
 }
 
@@ -98,11 +96,7 @@ __device__ __forceinline__ void query_side(Shared& s, const Params& p, const Pla
         x_ts = earlier > row ? 0.f : FW_F ? x_ts * s.pairs[at.warp][row * PAIR_ROW + earlier] : x_ts;
     });
     multiply_wide<true, N, KEY_ROW>(acc, left_of<P>(pairs[0], pairs[1]), rows.k + t * KEY_ROW + column);
-#if FW_MAP
-    put_keys(p.dq, s.dq, p, at, acc, t0, t, column);
-#else
-    put_keys(p.dq, nullptr, p, at, acc, t0, t, column);
-#endif
+    put_keys<true>(s, p, at, acc, t0, t, column);
 }
 
 // dk of a block, and what its pairs with later tokens add to the gradients of the gates between.
@@ -163,11 +157,7 @@ __device__ __forceinline__ void key_side(Shared& s, const Params& p, const Place
         put_spans(s.sums.within + t, scores);
     }
     multiply_wide<true, N, KEY_ROW>(acc, left_of<P>(pairs[0], pairs[1]), rows.q + t * KEY_ROW + column);
-#if FW_MAP
-    put_keys(p.dk, s.dk, p, at, acc, t0, t, column);
-#else
-    put_keys(p.dk, nullptr, p, at, acc, t0, t, column);
-#endif
+    put_keys<false>(s, p, at, acc, t0, t, column);
 }
 
 // dv of a block, and dw.
@@ -209,19 +199,3 @@ __device__ __forceinline__ void value_side(Shared& s, const Params& p, const Pla
     }
     store_rows<In>(p.dv, at.b, at.h, acc, t0 + t, p.T, first, p.V - first);
 }
-
-#if FW_MAP
-// dq and dk, from those of the features.
-__device__ __forceinline__ void unmap_rows(const Shared& s, const Params& p, const Place& at, const Stage& stage, int t0) {
-    using Out = KeyGradient<FW_PARTIAL>::type;
-    for (int i = at.warp; i < 2 * C; i += WARPS) {
-        const bool query = i < C;
-        const int t = i % C;
-        if (t0 + t >= p.T) continue;
-        const View& to = query ? p.dq : p.dk;
-        Out* row = ::at<Out>(to, at.b, at.h, t0 + t) + blockIdx.y * to.tile;
-        unmap_row((query ? stage.q : stage.k) + t * ROW, (query ? s.dq : s.dk) + t * KEY_ROW,
-                  [&](int i, float dx) { row[i] = from_float<Out>(dx); });
-    }
-}
-#endif

@@ -165,3 +165,57 @@ __device__ __forceinline__ void map_rows(Op* q, Op* k, const In* rows_q, const I
     }
 }
 #endif
+
+// The places of blocks and warps: `at` is in sequence b and head h, number bh of all.
+
+// 16 tokens and columns of dq or dk from t and column on; PARTIAL: of this tile's share.
+template <bool PARTIAL, class At, int N>
+__device__ __forceinline__ void store_keys(const View& x, const float (&acc)[N][4], const Params& p, const At& at, int t, int column) {
+    using Out = typename KeyGradient<PARTIAL>::type;
+    View to = x;
+    to.p = (Out*)x.p + blockIdx.y * x.tile;
+    store_rows<Out>(to, at.b, at.h, acc, t, p.T, column, p.K - column);
+}
+
+#if FW_MAP
+// dq and dk of ROWS tokens from t0 on, from those of their features; all threads.
+template <bool PARTIAL, int ROWS, class At>
+__device__ __forceinline__ void unmap_rows(const In* rows_q, const In* rows_k, const Op* dq, const Op* dk, const Params& p,
+                                           const At& at, int t0) {
+    using Out = typename KeyGradient<PARTIAL>::type;
+    for (int i = at.warp; i < 2 * ROWS; i += THREADS / 32) {
+        const bool query = i < ROWS;
+        const int t = i % ROWS;
+        if (t0 + t >= p.T) continue;
+        const View& to = query ? p.dq : p.dk;
+        Out* row = ::at<Out>(to, at.b, at.h, t0 + t) + blockIdx.y * to.tile;
+        unmap_row((query ? rows_q : rows_k) + t * ROW, (query ? dq : dk) + t * KEY_ROW,
+                  [&](int i, float dx) { row[i] = from_float<Out>(dx); });
+    }
+}
+#endif
+
+// The warp's slice of a memory (B,H,K,V), transposed in its accumulators: f(index, x), or f(-1, x) for what is padding.
+template <class At, class F, int TILES>
+__device__ __forceinline__ void each_element(const At& at, const Params& p, float (&x)[TILES][4], F f) {
+#pragma unroll
+    for (int n = 0; n < TILES; n++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int k = at.first_row() + n * 8 + lane_column() + (i & 1), v = at.first_column() + lane_row() + (i >> 1) * 8;
+            f(k < p.K && v < p.V ? ((int64_t)at.bh * p.K + k) * p.V + v : -1, x[n][i]);
+        }
+    }
+}
+
+template <class At, int TILES>
+__device__ __forceinline__ void load_memory(float (&x)[TILES][4], const float* memory, const At& at, const Params& p) {
+    each_element(at, p, x, [&](int64_t i, float& value) { value = memory && i >= 0 ? memory[i] : 0.f; });
+}
+
+template <class At, int TILES>
+__device__ __forceinline__ void store_memory(float (&x)[TILES][4], float* memory, const At& at, const Params& p) {
+    each_element(at, p, x, [&](int64_t i, float& value) {
+        if (i >= 0) memory[i] = value;
+    });
+}
