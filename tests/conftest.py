@@ -90,10 +90,10 @@ def one_thread():
 
 @pytest.fixture
 def in_pytorch(monkeypatch):
-    """Pooling and SRU as on a machine without a compiler."""
-    from fw_fairseq.ops.vectors import compiled
+    """Pooling, SRU and generation as on a machine without a compiler."""
+    from fw_fairseq import native
 
-    monkeypatch.setattr(compiled, "library", lambda: None)
+    monkeypatch.setattr(native, "library", lambda: None)
 
 
 @pytest.fixture(autouse=True)

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from fairseq.utils import get_activation_fn
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..modules import FastWeightDecoderLayer, MixerAttention
 from .steppers import make_stepper
 
 GENERATION = "generation"  # its key in fairseq's incremental state
+RELU = get_activation_fn("relu")
 UNKNOWN_PARTS = ("attn_ln", "ffn_layernorm", "w_resid", "c_attn", "encoder_attn")  # options of fairseq's layer
+
+
+def plain(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The module's function without what modules do around it, which takes as long as the function for a few rows."""
+    if type(module) is nn.Linear:
+        return lambda x: F.linear(x, module.weight, module.bias)
+    if type(module) is nn.LayerNorm:
+        return lambda x: torch.layer_norm(x, module.normalized_shape, module.weight, module.bias, module.eps)
+    return module
 
 
 class LayerStep:
@@ -17,8 +31,11 @@ class LayerStep:
 
     def __init__(self, layer: FastWeightDecoderLayer, state):
         self.stepper = make_stepper(layer.self_attn.mixer, state)
-        self.layer, self.attention = layer, layer.self_attn
-        self.before = layer.normalize_before
+        self.attention, self.before = layer.self_attn, layer.normalize_before
+        self.mixer_norm, self.end_norm = plain(layer.self_attn_layer_norm), plain(layer.final_layer_norm)
+        self.fc1, self.fc2 = plain(layer.fc1), plain(layer.fc2)
+        own = type(layer.fc1) is nn.Linear and layer.activation_fn is RELU  # a result of its own, which may be changed
+        self.activation = torch.relu_ if own else layer.activation_fn
 
     @staticmethod
     def fits(layer: nn.Module) -> bool:
@@ -33,12 +50,11 @@ class LayerStep:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Maps x (R,C) to the layer's output (R,C)."""
-        layer = self.layer
         if self.before:
-            x = x + self.stepper(layer.self_attn_layer_norm(x))
-            return x.add_(layer.fc2(layer.activation_fn(layer.fc1(layer.final_layer_norm(x)))))
-        x = layer.self_attn_layer_norm(self.stepper(x).add_(x))
-        return layer.final_layer_norm(layer.fc2(layer.activation_fn(layer.fc1(x))).add_(x))
+            x = x + self.stepper(self.mixer_norm(x))
+            return x.add_(self.fc2(self.activation(self.fc1(self.end_norm(x)))))
+        x = self.mixer_norm(self.stepper(x).add_(x))
+        return self.end_norm(self.fc2(self.activation(self.fc1(x))).add_(x))
 
 
 class Generation:

@@ -21,15 +21,6 @@ from ..ops.inputs import READ_AND_ERASE
 SMALL = 2**19  # numbers in the memories of all rows and heads, which fit into a cache
 
 
-def fits(mixer: FastWeight) -> bool:
-    """Whether the memory of this mixer can be changed in place here: no kernel does the step, the rule has coefficients, and the
-    keys have no scale of their own."""
-    weight = mixer.in_proj.weight
-    scaled = type(mixer.feature_map).scaled is not FeatureMap.scaled and mixer.attention_norm and mixer.feature_norm == "none"
-    plain = weight.dtype in (torch.float32, torch.float64) and mixer.backend in ("auto", "recurrent")
-    return plain and not scaled and mixer.rule.coefficients is not None and not has_kernels(weight)
-
-
 class Memory:
     """The memory (R,H,K,V), or (R,H,K,V+1), of a layer for R rows."""
 
@@ -38,6 +29,7 @@ class Memory:
         self.heads, self.value_dim = mixer.num_heads, mixer.head_dim
         q_size, k_size, *others = mixer.sizes.values()
         self.parts = [q_size + k_size, *others]
+        self.gates = self.parts[2:]
         self.eps = mixer.feature_map.eps
         self.divides_erase = mixer.rule.normaliser == "keys" and mixer.attention_norm_of == READ_AND_ERASE
         columns = self.value_dim + mixer.attention_norm
@@ -47,6 +39,15 @@ class Memory:
             self.memory[..., : self.value_dim] = given
             if mixer.attention_norm:
                 self.memory[..., -1] = state.normaliser
+
+    @staticmethod
+    def fits(mixer: FastWeight) -> bool:
+        """Whether the memory of this mixer can be changed in place here: no kernel does the step, the rule has coefficients, and
+        the keys have no scale of their own."""
+        weight = mixer.in_proj.weight
+        scaled = type(mixer.feature_map).scaled is not FeatureMap.scaled and mixer.attention_norm and mixer.feature_norm == "none"
+        plain = weight.dtype in (torch.float32, torch.float64) and mixer.backend in ("auto", "recurrent")
+        return plain and not scaled and mixer.rule.coefficients is not None and not has_kernels(weight)
 
     @staticmethod
     def takes(mixer: FastWeight, state: FastWeightState | None, rows: int) -> bool:
@@ -84,7 +85,7 @@ class Memory:
         projected = F.linear(x, mixer.in_proj.weight, mixer.in_proj.bias)
         qk, v, *gates = projected.split(self.parts, -1)
         q, k = self.features(qk)
-        c = self.rule.coefficients(**{name: self.gate(part) for name, part in zip(self.rule.gates, gates)})
+        c = self.rule.coefficients(**{name: self.shaped(part.sigmoid()) for name, part in zip(self.rule.gates, gates)})
         self.decay(c.f, c.z)
         v = v.view(rows, self.heads, self.value_dim)
         if c.e is None:
@@ -107,8 +108,7 @@ class Memory:
 
     def features(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Maps the projections of queries and keys, (R, 2 H X), to their features, (R H, K) each."""
-        mixer = self.mixer
-        x = x.view(len(x), 2, self.heads, 1, -1).transpose(0, 1)
+        mixer, x = self.mixer, self.by_head(x)
         if mixer.feature_norm == "sum":  # straight into the buffer; without gradients, a sum of 0 needs no case of its own
             features = mixer.feature_map.scaled(x)[0]
             torch.div(features, features.sum(-1, keepdim=True).clamp_(min=SMALLEST_SUM), out=self.qk)
@@ -116,10 +116,13 @@ class Memory:
             self.qk.copy_(normalised_features(mixer.feature_map, mixer.feature_norm, x, False)[0])
         return self.qk.view(2, -1, self.qk.shape[-1]).unbind()
 
-    def gate(self, part: Tensor) -> Tensor:
-        """Maps (R, H X) to the gate, (R,H,1) or (R,H,1,X)."""
-        part = part.sigmoid()
-        return part.unsqueeze(-1) if part.shape[-1] == self.heads else part.view(len(part), self.heads, 1, -1)
+    def by_head(self, x: Tensor) -> Tensor:
+        """Maps (R, 2 H X) to (2,R,H,1,X)."""
+        return x.view(len(x), 2, self.heads, 1, -1).transpose(0, 1)
+
+    def shaped(self, gate: Tensor) -> Tensor:
+        """Maps (R, H X) to (R,H,1), or (R,H,1,X) where the gate has a number per channel."""
+        return gate.unsqueeze(-1) if gate.shape[-1] == self.heads else gate.view(len(gate), self.heads, 1, -1)
 
     def decay(self, f: Tensor | None, z: Tensor | None) -> None:
         """Shrinks the memory. The sums of keys shrink with it where they follow the writes."""

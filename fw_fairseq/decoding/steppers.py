@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..mixers import FastWeight, Mixer
-from ..ops import FastWeightState
-from .memory import Memory, fits
+from ..mixers import Additive, FastWeight, Leap, Mixer, Sru
+from .cell import Cell
+from .compiled_memory import CompiledMemory
+from .memory import Memory
+from .pools import Pools
 
 
 class Stepper:
@@ -30,30 +32,37 @@ class Stepper:
         return self.last
 
 
-class FastWeightStepper(Stepper):
-    """Keeps one memory and writes into it. A memory that is still a few factors stays with the mixer until it is a matrix."""
+class InPlaceStepper(Stepper):
+    """Keeps the state in buffers and changes them there.
 
-    def __init__(self, mixer: FastWeight, state: FastWeightState | None):
+    kind: the class of the buffers, ``kind(mixer, state, x)``, with ``step``, ``reorder`` and ``state`` as this class has them.
+        ``kind.takes(mixer, state, rows)`` says whether they can hold the state yet: until then the mixer is called.
+    """
+
+    def __init__(self, mixer: Mixer, state, kind: type):
         super().__init__(mixer, state)
-        self.memory: Memory | None = None
+        self.kind, self.buffers = kind, None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.memory is None:
-            if not Memory.takes(self.mixer, self.last, len(x)):
+        if self.buffers is None:
+            if not self.kind.takes(self.mixer, self.last, len(x)):
                 return super().__call__(x)
-            self.memory, self.last = Memory(self.mixer, self.last, x), None
-        return self.memory.step(x)
+            self.buffers, self.last = self.kind(self.mixer, self.last, x), None
+        return self.buffers.step(x)
 
     def reorder(self, order: Tensor) -> None:
-        if self.memory is None:
-            super().reorder(order)
-        else:
-            self.memory.reorder(order)
+        super().reorder(order) if self.buffers is None else self.buffers.reorder(order)
 
-    def state(self) -> FastWeightState | None:
-        return super().state() if self.memory is None else self.memory.state()
+    def state(self):
+        return super().state() if self.buffers is None else self.buffers.state()
+
+
+BUFFERS = {FastWeight: (CompiledMemory, Memory), Additive: (Pools,), Leap: (Pools,), Sru: (Cell,)}  # the best of each mixer first
 
 
 def make_stepper(mixer: Mixer, state) -> Stepper:
     """The stepper of a mixer that continues from this state; None stands for the first token."""
-    return FastWeightStepper(mixer, state) if type(mixer) is FastWeight and fits(mixer) else Stepper(mixer, state)
+    for kind in BUFFERS.get(type(mixer), ()):
+        if kind.fits(mixer):
+            return InPlaceStepper(mixer, state, kind)
+    return Stepper(mixer, state)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.definitions import by_definition, by_the_equations
 
+from fw_fairseq import native
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers import Additive, Leap, Sru
 from fw_fairseq.ops.vectors import compiled
@@ -93,7 +94,7 @@ def test_exponents_of_any_size():
 
 
 def test_threads_share_the_work(calls, monkeypatch):
-    monkeypatch.setattr(compiled, "MANY", 0)
+    monkeypatch.setattr(native, "MANY", 0)
     given = leaves(torch.float64, (5, 3, 40), (5, 3, 40, 4))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     compare(lambda a, x: pool(a, x, 9)[0], lambda a, x: by_definition(a, x, 9), given, 1e-9)
@@ -103,8 +104,8 @@ def test_threads_share_the_work(calls, monkeypatch):
 def test_layers_compute_the_same_without_a_compiler(calls, kind, monkeypatch):
     mixer, x = kind(16, 4, FastWeightConfig()), torch.randn(50, 3, 16)
     found = []
-    for library in (compiled.library, lambda: None):
-        monkeypatch.setattr(compiled, "library", library)
+    for library in (native.library, lambda: None):
+        monkeypatch.setattr(native, "library", library)
         y, state = mixer(x[:30])
         y = torch.cat([y, mixer(x[30:], state)[0]])
         found.append([y, *torch.autograd.grad(y.sin().sum(), list(mixer.parameters()))])
@@ -118,27 +119,27 @@ def test_layers_compute_the_same_without_a_compiler(calls, kind, monkeypatch):
 def fresh(monkeypatch, tmp_path):
     """An empty cache folder and no library that was loaded before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    compiled.library.cache_clear()
+    native.library.cache_clear()
     yield tmp_path
-    compiled.library.cache_clear()
+    native.library.cache_clear()
 
 
 def test_it_is_compiled_once(fresh, monkeypatch):
     run, commands = subprocess.run, []
     monkeypatch.setattr(subprocess, "run", lambda command, **options: commands.append(command) or run(command, **options))
     for _ in range(2):
-        assert compiled.library() is not None
-        compiled.library.cache_clear()
+        assert native.library() is not None
+        native.library.cache_clear()
     assert len(commands) == 1 and len(list((fresh / "fw_fairseq").iterdir())) == 1
 
 
 def test_a_library_of_another_user_is_not_loaded(fresh, monkeypatch, caplog):
-    assert compiled.library() is not None
-    compiled.library.cache_clear()
+    assert native.library() is not None
+    native.library.cache_clear()
     mine = os.getuid()
     monkeypatch.setattr(Path, "stat", lambda path, stat=Path.stat, **options: owned(stat(path, **options), mine + 7))
     with caplog.at_level(logging.INFO):
-        assert compiled.library() is None
+        assert native.library() is None
     assert "belongs to another user" in caplog.text
 
 
@@ -156,5 +157,5 @@ def test_pytorch_computes_where_it_cannot_be_compiled(fresh, monkeypatch, switch
         monkeypatch.setenv("CXX", "false" if "fails" in switch else "no-such-compiler")
     with caplog.at_level(logging.INFO):
         h, _ = sru(*leaves(torch.float32, (4, 2, 9), (4, 2, 3), (3,), (3,)))
-    assert h.isfinite().all() and compiled.library() is None
-    assert ("cannot compile them" in caplog.text) == (switch in ("a compiler that fails", "a folder that cannot be made"))
+    assert h.isfinite().all() and native.library() is None
+    assert ("cannot compile their loops" in caplog.text) == (switch in ("a compiler that fails", "a folder that cannot be made"))

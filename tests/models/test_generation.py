@@ -7,8 +7,9 @@ import torch
 from fairseq.sequence_generator import SequenceGenerator
 from support.language_models import ERASING, NON_NEGATIVE, assert_close, build, draw, make_task
 
+from fw_fairseq import native
 from fw_fairseq.decoding import GENERATION, Generation
-from fw_fairseq.decoding.steppers import FastWeightStepper
+from fw_fairseq.decoding.steppers import InPlaceStepper
 from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.mixers import MIXERS
 from fw_fairseq.rules import RULES
@@ -74,6 +75,21 @@ def test_the_short_way_equals_the_general_one(options, prompt, monkeypatch):
     assert_close(found, expected)
 
 
+WITH_LOOPS = [
+    options
+    for options in combinations()
+    if options.get("feature_map", "elu") in ("elu", "dpfp", "favor") and options.get("mixer") in (None, "additive", "leap", "sru")
+]
+
+
+@pytest.mark.parametrize("options", WITH_LOOPS, ids=label)
+def test_pytorch_computes_the_same_without_a_compiler(options, monkeypatch):
+    model, tokens = build(**options), draw(3, 11)
+    found, _ = generate(model, tokens)
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert_close(generate(model, tokens)[0], found)
+
+
 @pytest.mark.parametrize("rule", [name for name in RULES if RULES[name].coefficients])
 @torch.no_grad()
 def test_a_token_writes_into_the_memory_that_is_there(rule):
@@ -82,8 +98,8 @@ def test_a_token_writes_into_the_memory_that_is_there(rule):
     for t in range(6):
         model(tokens[:, : t + 1], incremental_state=state)
         steppers = [layer.stepper for layer in state[GENERATION].layers]
-        assert all(isinstance(stepper, FastWeightStepper) for stepper in steppers)
-        places.append([stepper.memory.memory.data_ptr() for stepper in steppers])
+        assert all(isinstance(stepper, InPlaceStepper) for stepper in steppers)
+        places.append([stepper.buffers.memory.data_ptr() for stepper in steppers])
     assert all(place == places[0] for place in places)
 
 
@@ -94,11 +110,12 @@ def test_the_states_of_a_generation_count():
     assert state_bytes(state) == 8 * 2 * model.state_size()
 
 
-@pytest.mark.parametrize("place", [0, 3])
+@pytest.mark.parametrize("mixer", ["fast_weight", "additive", "leap", "sru"])
+@pytest.mark.parametrize("place", [0, 3, 7])
 @torch.no_grad()
-def test_a_padded_token_changes_no_state(place):
+def test_a_padded_token_changes_no_state(place, mixer):
     """Where it is the first one, the general path leaves a memory that is still a few factors."""
-    model, tokens = build(), draw(2, 5)
+    model, tokens = build(mixer=mixer), draw(2, 9)
     padded = torch.cat([tokens[:, :place], torch.tensor([[1], [7]]), tokens[:, place:]], 1)
 
     def last_of(rows):

@@ -1,87 +1,13 @@
-"""The scans on a CPU as a compiled loop, ``scans.cpp``. The machine's C++ compiler compiles it on first use, in a second or two.
-
-The library lies in the user's cache folder, by source, compiler options and processor. Without a compiler, PyTorch computes the
-same in blocks. The environment variable FW_FAIRSEQ_COMPILED=0 asks for that, and CXX names another compiler.
-"""
+"""The scans on a CPU as compiled loops, ``native/scans.cpp``; without a compiler, PyTorch computes the same in blocks."""
 
 from __future__ import annotations
-
-import ctypes
-import functools
-import hashlib
-import logging
-import os
-import shutil
-import subprocess
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ... import Mistake
-from ...files import write_atomically
+from ...native import integers, loop, takes, threads
 
-logger = logging.getLogger(__name__)
-SOURCE = Path(__file__).with_name("scans.cpp")
-OPTIONS = "-std=c++17 -O3 -march=native -fno-math-errno -fno-trapping-math -shared -fPIC -pthread".split()  # noqa: SIM905
-NAMES = {torch.float32: "float", torch.float64: "double"}
-SECONDS = 120  # that a compiler may take
-MANY = 2**18  # numbers from which on threads share the work
-
-
-@functools.cache
-def library() -> ctypes.CDLL | None:
-    """Returns the compiled scans, or None where they cannot be had."""
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if os.environ.get("FW_FAIRSEQ_COMPILED") == "0" or compiler is None:
-        return None
-    try:
-        found = ctypes.CDLL(str(build(compiler)))
-    except (OSError, RuntimeError, subprocess.SubprocessError, Mistake) as error:
-        logger.info("the scans of SRU and pooling run in PyTorch, because %s cannot compile them: %s", compiler, error)
-        return None
-    for name, number in (("float", ctypes.c_float), ("double", ctypes.c_double)):
-        pointers = {"pool": 11, "pool_gradients": 19, "sru": 10}
-        for scan, count in pointers.items():
-            form = getattr(found, f"{scan}_{name}")
-            form.argtypes, form.restype = [ctypes.c_void_p] * count + [number, ctypes.c_void_p] * (scan == "sru"), None
-    return found
-
-
-def build(compiler: str) -> Path:
-    """Returns the library, which is compiled unless an earlier process did so."""
-    key = hashlib.sha256(b"\0".join([SOURCE.read_bytes(), " ".join([compiler, *OPTIONS]).encode(), processor()])).hexdigest()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = cache / "fw_fairseq" / f"scans-{key[:20]}.so"
-    if not path.exists():
-        command = [compiler, *OPTIONS, str(SOURCE), "-o"]
-        write_atomically(path, lambda part: subprocess.run([*command, part], check=True, capture_output=True, timeout=SECONDS))
-    if path.stat().st_uid not in (0, os.getuid()):
-        raise OSError(f"{path} belongs to another user")
-    return path
-
-
-def processor() -> bytes:
-    """Returns what the library is compiled for: machines that share a home folder may differ in their instructions."""
-    try:
-        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
-    except OSError:
-        return "".join(os.uname()).encode()
-    return b"".join(sorted({line for line in lines if line.startswith((b"flags", b"model name", b"Features", b"CPU part"))}))
-
-
-def takes(*tensors: Tensor) -> bool:
-    """Returns whether the compiled scans take these operands: plain tensors in memory, all of one type."""
-    plain = all(type(x) is Tensor and x.device.type == "cpu" and x.dtype == tensors[0].dtype for x in tensors)
-    return plain and tensors[0].dtype in NAMES and not torch.compiler.is_compiling() and library() is not None
-
-
-def threads(numbers: int) -> int:
-    return torch.get_num_threads() if numbers > MANY else 1
-
-
-def integers(*values: int) -> ctypes.Array:
-    return (ctypes.c_int64 * len(values))(*values)
+__all__ = ["pool", "pool_gradients", "sru", "takes"]
 
 
 def pool(a: Tensor, x: Tensor, window: int, texts: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -120,8 +46,7 @@ def over_windows(scan: str, parts: tuple[Tensor, ...], texts: Tensor | None, win
     else:
         first = texts.data_ptr() + (total - 1) * texts.stride(2) * texts.element_size() * (direction < 0)
         arguments += [first, integers(texts.stride(0), direction * texts.stride(2))]
-    call = getattr(library(), f"{scan}_{NAMES[parts[0].dtype]}")
-    call(*arguments, integers(batch, heads, total, width, window, threads(numbers)))
+    loop(scan, parts[0].dtype)(*arguments, integers(batch, heads, total, width, window, threads(numbers)))
 
 
 def sru(product, x, v_forget, v_reset, c0, padded, keep, scale: float, gradients: bool):
@@ -135,5 +60,5 @@ def sru(product, x, v_forget, v_reset, c0, padded, keep, scale: float, gradients
         c[0] = c0
     masks = [None if part is None else part.contiguous() for part in (padded, keep)]
     pointers = [0 if part is None else part.data_ptr() for part in (product, x, v_forget, v_reset, *masks, c, h, f, r)]
-    getattr(library(), f"sru_{NAMES[x.dtype]}")(*pointers, scale, integers(total, batch, width, threads(product.numel())))
+    loop("sru", x.dtype)(*pointers, scale, integers(total, batch, width, threads(product.numel())))
     return h, c, f, r

@@ -1,22 +1,8 @@
-// The scans of this folder on a CPU, one token after another. compiled.py compiles and calls them; aggregates.py and sru.py say what
-// they compute. Strides count numbers, and may be negative: time is then reversed.
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <thread>
-#include <vector>
+// The scans of ops/vectors on a CPU, one token after another. compiled.py there calls them; aggregates.py and sru.py say what they
+// compute. Strides count numbers, and may be negative: time is then reversed.
+#include "common.h"
 
 namespace {
-
-constexpr double NOTHING = -1e30;  // as in aggregates.py
-
-template <class F> void share(int64_t count, int64_t threads, F work) {
-  threads = threads < count ? threads : count;
-  std::vector<std::thread> others;
-  for (int64_t i = 1; i < threads; ++i) others.emplace_back(work, count * i / threads, count * (i + 1) / threads);
-  work(0, threads > 1 ? count / threads : count);
-  for (auto& other : others) other.join();
-}
 
 template <class T> struct Rows {  // (B,H,T) or (B,H,T,V), where V has stride 1
   T* data;
@@ -123,24 +109,6 @@ template <class Start> void every_row(Start start, const int64_t* texts, const i
     }
   });
 }
-
-inline double exponential(double x) { return std::exp(x); }
-
-// Within 2 units in the last place, without branches, so that the compiler computes many at a time.
-inline float exponential(float x) {
-  x = x < -87.f ? -87.f : x > 88.f ? 88.f : x;
-  const int32_t n = int32_t(x * 1.44269504f + (x < 0 ? -.5f : .5f));
-  const float r = (x - n * .693359375f) + n * 2.12194440e-4f;
-  float y = 1.98756915e-4f;
-  y = y * r + 1.39819995e-3f, y = y * r + 8.33345192e-3f, y = y * r + 4.16657964e-2f;
-  y = y * r + .166666655f, y = y * r + .5f, y = y * r * r + r + 1;
-  const int32_t bits = (n + 127) * (1 << 23);
-  float power;
-  std::memcpy(&power, &bits, sizeof power);
-  return y * power;
-}
-
-template <class T> inline T sigmoid(T x) { return 1 / (1 + exponential(-x)); }
 
 // product (T,B,3D), x, h, f, r (T,B,D), c (T+1,B,D) with c[0] given; padded and keep (T,B), or null. f and r are null where no
 // gradient needs them, and c has then 1 instead of T+1 rows.

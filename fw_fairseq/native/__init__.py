@@ -1,0 +1,99 @@
+"""Loops in C++ for a CPU. The machine's compiler compiles all sources of this folder on first use, in a few seconds.
+
+The library lies in the user's cache folder, by sources, compiler options and processor. Without a compiler, PyTorch computes the
+same. The environment variable FW_FAIRSEQ_COMPILED=0 asks for that, and CXX names another compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .. import Mistake
+from ..files import write_atomically
+
+logger = logging.getLogger(__name__)
+FOLDER = Path(__file__).parent
+OPTIONS = "-std=c++17 -O3 -march=native -fno-math-errno -fno-trapping-math -shared -fPIC -pthread".split()  # noqa: SIM905
+NAMES = {torch.float32: "float", torch.float64: "double"}
+POINTERS = {"pool": 11, "pool_gradients": 19, "sru": 10, "memory_step": 1, "additive_step": 1, "leap_step": 1}
+SECONDS = 120  # that a compiler may take
+MANY = 2**18  # numbers from which on threads share the work
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Returns the compiled loops, or None where they cannot be had."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if os.environ.get("FW_FAIRSEQ_COMPILED") == "0" or compiler is None:
+        return None
+    try:
+        found = ctypes.CDLL(str(build(compiler)))
+    except (OSError, RuntimeError, subprocess.SubprocessError, Mistake) as error:
+        logger.info("SRU, pooling and decoding run in PyTorch, because %s cannot compile their loops: %s", compiler, error)
+        return None
+    for name, number in (("float", ctypes.c_float), ("double", ctypes.c_double)):
+        for loop, count in POINTERS.items():
+            form = getattr(found, f"{loop}_{name}")
+            form.argtypes, form.restype = [ctypes.c_void_p] * count + [number, ctypes.c_void_p] * (loop == "sru"), None
+    return found
+
+
+def loop(name: str, dtype: torch.dtype):
+    """Returns the loop of this name for numbers of this type. The library must be there."""
+    return getattr(library(), f"{name}_{NAMES[dtype]}")
+
+
+def sources() -> list[Path]:
+    """Returns the files that the library is made of, headers included."""
+    return sorted(path for path in FOLDER.iterdir() if path.suffix in (".cpp", ".h"))
+
+
+def build(compiler: str) -> Path:
+    """Returns the library, which is compiled unless an earlier process did so."""
+    command = [compiler, *OPTIONS]
+    parts = [*(path.read_bytes() for path in sources()), " ".join(command).encode(), processor()]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = cache / "fw_fairseq" / f"loops-{hashlib.sha256(bytes(1).join(parts)).hexdigest()[:20]}.so"
+    if not path.exists():
+        command += [str(source) for source in sources() if source.suffix == ".cpp"]
+        write_atomically(
+            path, lambda part: subprocess.run([*command, "-o", part], check=True, capture_output=True, timeout=SECONDS)
+        )
+    if path.stat().st_uid not in (0, os.getuid()):
+        raise OSError(f"{path} belongs to another user")
+    return path
+
+
+def processor() -> bytes:
+    """Returns what the library is compiled for: machines that share a home folder may differ in their instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+    except OSError:
+        return "".join(os.uname()).encode()
+    return b"".join(sorted({line for line in lines if line.startswith((b"flags", b"model name", b"Features", b"CPU part"))}))
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Returns whether the compiled loops take these operands: plain tensors in memory, all of one type."""
+    plain = all(type(x) is Tensor and x.device.type == "cpu" and x.dtype == tensors[0].dtype for x in tensors)
+    return plain and tensors[0].dtype in NAMES and not torch.compiler.is_compiling() and library() is not None
+
+
+def threads(numbers: int) -> int:
+    """Returns how many threads share the work on so many numbers."""
+    return torch.get_num_threads() if numbers > MANY else 1
+
+
+def integers(*values: int) -> ctypes.Array:
+    """Returns the values as an array of 64 bits each."""
+    return (ctypes.c_int64 * len(values))(*values)

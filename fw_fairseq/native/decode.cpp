@@ -1,0 +1,220 @@
+// One token of generation on a CPU, for all hypotheses: what decoding/ calls between two matrix products. The states change in place.
+// memory.py and pooled.py there have the structs of the arguments under the same names, and say what is computed.
+#include "common.h"
+
+namespace {
+
+enum Map { IDENTITY, ELU, RELU, DPFP };
+enum Norm { NONE, SUM, L2 };
+enum Normaliser { WITHOUT, WRITE, KEYS, KEYS_READ };  // KEYS divides what is erased, too
+
+template <class T> struct View {  // (R,H) or (R,H,X), where X has stride 1; strides count numbers
+  T* data;
+  int64_t row, head;
+  T* at(int64_t r, int64_t h) const { return data + r * row + h * head; }
+};
+
+// The fast-weight memory (R,H,K,V), or (R,H,K,V+1) with sums of keys. The coefficients f (R,H) or (R,H,K), z (R,H,V), e and w (R,H)
+// may be null.
+template <class T> struct MemoryStep {
+  View<const T> q, k, v, f, z, e, w;
+  T *memory, *y;
+  int64_t rows, heads, input, keys, values, map, nu, norm, decay_of_keys, normaliser, threads;
+  double eps, scale;
+};
+
+template <class T> void apply(const MemoryStep<T>& s, const T* x, T* unrolled, T* y) {
+  const int64_t n = s.input;
+  if (s.map == DPFP) {  // y = [x' rolled by 1 .. nu] * x', x' = [relu(x), relu(-x)] written twice
+    for (int64_t i = 0; i < n; ++i) {
+      unrolled[i] = unrolled[i + 2 * n] = x[i] > 0 ? x[i] : 0;
+      unrolled[i + n] = unrolled[i + 3 * n] = x[i] < 0 ? -x[i] : 0;
+    }
+    for (int64_t j = 1; j <= s.nu; ++j)
+      for (int64_t i = 0; i < 2 * n; ++i) y[(j - 1) * 2 * n + i] = unrolled[i] * unrolled[i + 2 * n - j];
+  } else if (s.map == ELU) {
+    for (int64_t i = 0; i < n; ++i) {
+      const T e = exponential(x[i] < 0 ? x[i] : 0);
+      y[i] = x[i] > 0 ? x[i] + 1 : e;
+    }
+  } else {
+    for (int64_t i = 0; i < n; ++i) y[i] = s.map == RELU && x[i] < 0 ? 0 : x[i];
+  }
+  if (s.norm == NONE) return;
+  T total = 0;
+  for (int64_t i = 0; i < s.keys; ++i) total += s.norm == SUM ? y[i] : y[i] * y[i];
+  const T least = s.norm == SUM ? T(1e-6) : T(1e-12), size = s.norm == SUM ? total : std::sqrt(total);
+  const T share = 1 / (size < least ? least : size);
+  for (int64_t i = 0; i < s.keys; ++i) y[i] *= share;
+}
+
+template <class T> struct Scratch {
+  std::vector<T> numbers;
+  T *unrolled, *q, *k, *left, *recalled, *written, *read;
+  explicit Scratch(const MemoryStep<T>& s) : numbers(4 * s.input + 2 * s.keys + 4 * s.values) {
+    unrolled = numbers.data(), q = unrolled + 4 * s.input, k = q + s.keys;
+    left = k + s.keys, recalled = left + s.values, written = recalled + s.values, read = written + s.values;
+  }
+};
+
+// One head of one row. A first pass over the memory recalls what the key erases; a second one writes and reads.
+template <class T> void one_head(const MemoryStep<T>& s, int64_t row, int64_t head, Scratch<T>& a) {
+  const int64_t at = row * s.heads + head, K = s.keys, V = s.values, columns = V + (s.normaliser != WITHOUT);
+  apply(s, s.q.at(row, head), a.unrolled, a.q);
+  apply(s, s.k.at(row, head), a.unrolled, a.k);
+  T *const __restrict memory = s.memory + at * K * columns, *const __restrict written = a.written, *const __restrict read = a.read;
+  T *const __restrict recalled = a.recalled, *const __restrict left = a.left;
+  const T *v = s.v.at(row, head), *f = s.f.data ? s.f.at(row, head) : nullptr, *z = s.z.data ? s.z.at(row, head) : nullptr;
+  const T strength = s.w.data ? *s.w.at(row, head) : T(1), erase = s.e.data ? *s.e.at(row, head) : T(0);
+  const auto kept = [&](int64_t j) { return f ? f[s.decay_of_keys ? j : 0] : T(1); };
+  T sum = 0;
+  for (int64_t c = 0; c < V; ++c) left[c] = z ? z[c] : T(1), written[c] = strength * v[c], read[c] = recalled[c] = 0;
+  if (s.e.data) {
+    for (int64_t j = 0; j < K; ++j) {
+      const T* line = memory + j * columns;
+      const T key = a.k[j] * kept(j);
+      for (int64_t c = 0; c < V; ++c) recalled[c] += key * line[c];
+      if (s.normaliser == KEYS) sum += a.k[j] * line[V];
+    }
+    const T share = s.normaliser == KEYS ? erase / (sum + T(s.eps)) : erase;
+    for (int64_t c = 0; c < V; ++c) written[c] -= share * left[c] * recalled[c];
+  }
+  sum = 0;
+  for (int64_t j = 0; j < K; ++j) {
+    T* const __restrict line = memory + j * columns;
+    const T key = a.k[j], query = a.q[j], stays = kept(j);
+    for (int64_t c = 0; c < V; ++c) {
+      const T now = stays * left[c] * line[c] + key * written[c];
+      line[c] = now, read[c] += query * now;
+    }
+    if (s.normaliser != WITHOUT) {
+      line[V] = s.normaliser == WRITE ? stays * line[V] + key * strength : line[V] + key;
+      sum += query * line[V];
+    }
+  }
+  const T scale = T(s.scale) / (s.normaliser == WITHOUT ? T(1) : sum + T(s.eps));
+  T* y = s.y + at * V;
+  for (int64_t c = 0; c < V; ++c) y[c] = scale * read[c];
+}
+
+// Softmax-weighted means of the past, one for each row and head: ``running`` of all tokens, or, with a window, of those in ``back``.
+// ``front`` has the aggregates from each of its tokens to its last one. An aggregate is a mean and then the log of its weights.
+template <class T> struct Pool {
+  T *front, *back, *running;
+  int64_t windowed, size, start, filled;
+};
+
+template <class T> void merge(T* x, const T* y, int64_t width) {  // x becomes the aggregate of both
+  const T top = x[width] > y[width] ? x[width] : y[width], mine = std::exp(x[width] - top), other = std::exp(y[width] - top);
+  const T total = mine + other, share = mine / total, rest = other / total;
+  for (int64_t i = 0; i < width; ++i) x[i] = share * x[i] + rest * y[i];
+  x[width] = top + std::log(total);
+}
+
+// Adds a token, (width + 1), and puts the mean of what it sees into ``mean``, which has room for as many numbers.
+template <class T> void look_back(const Pool<T>& p, int64_t at, int64_t width, const T* token, T* mean) {
+  const int64_t line = width + 1;
+  T* running = p.running + at * line;
+  merge(running, token, width);
+  std::memcpy(mean, running, line * sizeof(T));
+  if (!p.windowed || !p.size) return;
+  merge(mean, p.front + (at * p.size + p.start) * line, width);
+  std::memcpy(p.back + (at * p.size + p.filled) * line, token, line * sizeof(T));
+}
+
+// After the token of all rows: the window loses its oldest one. When the front is empty, the back becomes the next one.
+template <class T> void advance(Pool<T>& p, int64_t rows, int64_t width) {
+  if (!p.windowed) return;
+  if (p.size) ++p.start, ++p.filled;
+  if (p.start < p.size) return;
+  const int64_t line = width + 1;
+  std::swap(p.front, p.back);
+  for (int64_t at = 0; at < rows; ++at) {
+    for (int64_t i = p.size - 2; i >= 0; --i) {
+      T* token = p.front + (at * p.size + i) * line;
+      merge(token, token + line, width);
+    }
+    p.running[at * line + width] = T(NOTHING);
+  }
+  p.start = p.filled = 0;
+}
+
+template <class T> T product(const T* x, const T* y, int64_t width, double scale) {
+  T sum = 0;
+  for (int64_t i = 0; i < width; ++i) sum += x[i] * y[i];
+  return sum * T(scale);
+}
+
+// The arguments of additive attention, and of LEAP, which reads no x, no parameters and one pool. projected: (R,3C) or (R,4C).
+template <class T> struct PooledStep {
+  const T *projected, *x, *query_score, *key_score, *weight, *bias;
+  T* y;
+  Pool<T>*first, *second;
+  int64_t rows, heads, width;
+  double eps, scale;
+};
+
+// y = p' v with p' = pool(p), p = LayerNorm(x + pool(q) k). projected: q, k, v.
+template <class T> void additive(const PooledStep<T>& s) {
+  const int64_t V = s.width, C = s.heads * V;
+  std::vector<T> room(C + 2 * (V + 1));
+  T *p = room.data(), *token = p + C, *mean = token + V + 1;
+  const auto pooled = [&](const Pool<T>& pool, const T* x, const T* score, int64_t row, int64_t head) {
+    std::memcpy(token, x + head * V, V * sizeof(T));
+    token[V] = product(token, score + head * V, V, s.scale);
+    look_back(pool, row * s.heads + head, V, token, mean);
+  };
+  for (int64_t row = 0; row < s.rows; ++row) {
+    const T *q = s.projected + row * 3 * C, *k = q + C, *v = k + C, *x = s.x + row * C;
+    T* y = s.y + row * C;
+    for (int64_t h = 0; h < s.heads; ++h) {
+      pooled(*s.first, q, s.query_score, row, h);
+      for (int64_t i = 0; i < V; ++i) p[h * V + i] = x[h * V + i] + mean[i] * k[h * V + i];
+    }
+    T middle = 0, spread = 0;
+    for (int64_t i = 0; i < C; ++i) middle += p[i];
+    middle /= C;
+    for (int64_t i = 0; i < C; ++i) p[i] -= middle, spread += p[i] * p[i];
+    const T share = 1 / std::sqrt(spread / C + T(s.eps));
+    for (int64_t i = 0; i < C; ++i) p[i] = p[i] * share * s.weight[i] + s.bias[i];
+    for (int64_t h = 0; h < s.heads; ++h) {
+      pooled(*s.second, p, s.key_score, row, h);
+      for (int64_t i = 0; i < V; ++i) y[h * V + i] = mean[i] * v[h * V + i];
+    }
+  }
+  advance(*s.first, s.rows * s.heads, V);
+  advance(*s.second, s.rows * s.heads, V);
+}
+
+// y = sigmoid(q k' / sqrt(d)) v', where k' and v' are means weighted by elu(f k / sqrt(d)) + 1. projected: q, f, k, v.
+template <class T> void leap(const PooledStep<T>& s) {
+  const int64_t V = s.width, C = s.heads * V;
+  std::vector<T> room(2 * (2 * V + 1));
+  T *token = room.data(), *mean = token + 2 * V + 1;
+  for (int64_t row = 0; row < s.rows; ++row)
+    for (int64_t h = 0; h < s.heads; ++h) {
+      const T *q = s.projected + row * 4 * C + h * V, *f = q + C, *k = f + C, *v = k + C;
+      std::memcpy(token, k, V * sizeof(T)), std::memcpy(token + V, v, V * sizeof(T));
+      const T focus = product(f, k, V, s.scale);
+      token[2 * V] = focus > 0 ? std::log1p(focus) : focus;
+      look_back(*s.first, row * s.heads + h, 2 * V, token, mean);
+      const T open = sigmoid(product(q, mean, V, s.scale));
+      T* y = s.y + row * C + h * V;
+      for (int64_t i = 0; i < V; ++i) y[i] = open * mean[V + i];
+    }
+  advance(*s.first, s.rows * s.heads, 2 * V);
+}
+
+}  // namespace
+
+#define EXPORT(T, name)                                                         \
+  extern "C" void memory_step_##name(const MemoryStep<T>* s) {                  \
+    share(s->rows * s->heads, s->threads, [=](int64_t first, int64_t last) {    \
+      Scratch<T> scratch(*s);                                                   \
+      for (int64_t i = first; i < last; ++i) one_head(*s, i / s->heads, i % s->heads, scratch); \
+    });                                                                         \
+  }                                                                             \
+  extern "C" void additive_step_##name(const PooledStep<T>* s) { additive(*s); } \
+  extern "C" void leap_step_##name(const PooledStep<T>* s) { leap(*s); }
+EXPORT(float, float)
+EXPORT(double, double)
