@@ -1,21 +1,43 @@
-"""The step of a memory as one compiled loop, ``native/decode.cpp``: feature maps, decay, erase, write and read, in one call."""
+"""The step of a memory as one compiled loop, ``native/decode.cpp``: feature maps, decay, erase, write and read, in one call.
+
+Beam search gives the order of the hypotheses, in which the next token's pass over the memory reads the rows. While there are few
+tokens, the memory is kept as their factors: the hypotheses share those, so that a new order moves one number for each token.
+"""
 
 from __future__ import annotations
 
 import ctypes
 
+import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from ..feature_maps import FeatureMap
 from ..mixers import FastWeight
 from ..native import loop, takes, threads
+from ..ops import FastWeightState
+from ..ops.factored import Factors
 from .memory import Memory
 
 MAP_NAMES, NORM_NAMES = ("identity", "elu", "relu", "dpfp"), ("none", "sum", "l2")  # in the order of Map and Norm there
 _, WRITE, KEYS, KEYS_READ = range(4)  # in the order of Normaliser there
 VIEWS = ("q", "k", "v", "f", "z", "e", "w")
-SIZES = ("rows", "heads", "input", "keys", "values", "map", "nu", "norm", "decay_of_keys", "normaliser", "threads")
+POINTERS = ("memory", "y", "source", "order", "factor_keys", "factor_values", "places")
+SIZES = (
+    "tokens",
+    "room",
+    "rows",
+    "heads",
+    "input",
+    "keys",
+    "values",
+    "map",
+    "nu",
+    "norm",
+    "decay_of_keys",
+    "normaliser",
+    "threads",
+)
 
 
 class View(ctypes.Structure):
@@ -36,10 +58,39 @@ class MemoryStep(ctypes.Structure):
 
     _fields_ = (
         [(name, View) for name in VIEWS]
-        + [(name, ctypes.c_void_p) for name in ("memory", "y")]
+        + [(name, ctypes.c_void_p) for name in POINTERS]
         + [(name, ctypes.c_int64) for name in SIZES]
         + [(name, ctypes.c_double) for name in ("eps", "scale")]
     )
+
+
+class FactorBuffers:
+    """The factors of a few tokens, with room for as many as take less space than the memory."""
+
+    def __init__(self, rows: int, heads: int, keys: int, columns: int, shared: bool, like: Tensor):
+        self.shared, self.count = shared, 0
+        room = -(-keys * columns // (keys + columns)) - 1
+        self.keys, self.values = (like.new_empty(rows, heads, room, width) for width in (keys, columns))
+        self.places = torch.arange(rows)[:, None].repeat(1, room)
+
+    def room(self) -> int:
+        """How many tokens fit in."""
+        return self.keys.shape[2]
+
+    def reorder(self, order: Tensor) -> None:
+        """Gives hypothesis i the tokens of ``order[i]``. Those that decay are copied: each hypothesis has its own decay."""
+        self.places = self.places.index_select(0, order)
+        if self.shared and len(order) <= len(self.keys):
+            return
+        keys, values = self.gathered()
+        self.keys, self.values = (part.new_empty(len(order), *part.shape[1:]) for part in (self.keys, self.values))
+        self.keys[:, :, : self.count], self.values[:, :, : self.count] = keys, values
+        self.places = torch.arange(len(order))[:, None].repeat(1, self.room())
+
+    def gathered(self) -> tuple[Tensor, Tensor]:
+        """The factors of each hypothesis, (R,H,S,K) and (R,H,S,V)."""
+        rows, tokens = self.places[:, : self.count], torch.arange(self.count)
+        return tuple(part[rows, :, tokens].transpose(1, 2) for part in (self.keys, self.values))
 
 
 class CompiledMemory(Memory):
@@ -50,26 +101,53 @@ class CompiledMemory(Memory):
         """Whether the memory can be changed in place, and there is a loop for its type of number."""
         return Memory.fits(mixer) and takes(mixer.in_proj.weight.detach())
 
+    @staticmethod
+    def takes(mixer: FastWeight, state: FastWeightState | None, rows: int) -> bool:
+        """Whether the buffers can hold the state: the factors of a first token can, and every matrix."""
+        return state is None or Memory.takes(mixer, state, rows)
+
+    def start(self, state: FastWeightState | None, x: Tensor) -> None:
+        """Makes the buffers, for the rows of x."""
+        self.factors: FactorBuffers | None = None
+        axes = {gate.axis for gate in self.rule.gates.values()}
+        decays = self.rule.coefficients(**{name: x.new_ones(1, 1, 1) for name in self.rule.gates})[:2] != (None, None)
+        sizes = len(x), self.heads, self.mixer.feature_map.out_dim, self.columns
+        if state is None and not (self.mixer.attention_norm and self.rule.normaliser == "keys" and "K" in axes):
+            self.factors = FactorBuffers(*sizes, not decays, x)
+        if self.factors is None or not self.factors.room():
+            self.factors = None
+            super().start(state, x)
+        else:
+            self.prepare(*sizes, x)
+
     def take(self, memory: Tensor) -> None:
-        """Makes ``memory`` the buffer, and fills in what does not change from token to token."""
+        """Makes ``memory`` the buffer."""
         super().take(memory)
-        mixer, (rows, heads, keys, _) = self.mixer, memory.shape
-        row_map, query_size, total = mixer.row_map, mixer.sizes["q"], mixer.in_proj.out_features
+        self.order: Tensor | None = None
+        self.prepare(*memory.shape, memory)
+
+    def prepare(self, rows: int, heads: int, keys: int, columns: int, like: Tensor) -> None:
+        """Fills in what does not change from token to token."""
+        self.sizes, self.like = (heads, keys, columns), like.new_empty(0)
+        mixer, row_map, query_size = self.mixer, self.mixer.row_map, self.mixer.sizes["q"]
+        total, numbers = mixer.in_proj.out_features, rows * heads * keys * columns
         self.maps_rows = row_map is not None and row_map.name in MAP_NAMES
         self.of_projection = self.maps_rows and type(mixer.feature_map).linear is FeatureMap.linear
-        self.arguments = a = MemoryStep(rows=rows, heads=heads, keys=keys, values=self.value_dim, nu=1)
-        a.eps, a.scale, a.threads = self.eps, mixer.read_scale, threads(memory.numel())
+        self.arguments = a = MemoryStep(rows=rows, heads=heads, keys=keys, values=self.value_dim, nu=1, threads=threads(numbers))
+        a.eps, a.scale = self.eps, mixer.read_scale
         if self.maps_rows:
             a.map, a.norm, a.nu = MAP_NAMES.index(row_map.name), NORM_NAMES.index(row_map.norm), row_map.nu
         a.input = query_size // heads if self.of_projection else keys
         if mixer.attention_norm:
             a.normaliser = WRITE if self.rule.normaliser == "write" else KEYS if self.divides_erase else KEYS_READ
-        self.views = tuple(getattr(a, name) for name in VIEWS)
-        for view, width in zip(self.views, (a.input, a.input, self.value_dim)):
-            view.row, view.head = (total if self.of_projection or view is self.views[2] else heads * keys), width
-        self.loop, self.here = loop("memory_step", memory.dtype), ctypes.byref(a)
+        self.views = q, k, v, *_ = [getattr(a, name) for name in VIEWS]
+        q.row = k.row = total if self.of_projection else heads * keys
+        q.head, k.head, v.row, v.head = a.input, a.input, total, self.value_dim
+        self.loop, self.here = loop("memory_step", like.dtype), ctypes.byref(a)
         self.gate_start = sum(self.parts[:2])
-        self.starts = [part * memory.element_size() for part in (0, query_size, 2 * query_size)]
+        self.starts = [part * like.element_size() for part in (0, query_size, 2 * query_size)]
+        if not self.maps_rows:
+            self.qk = like.new_empty(2, rows, heads, 1, keys)
 
     def step(self, x: Tensor) -> Tensor:
         """Writes and reads: x (R,C) -> y (R,C)."""
@@ -84,9 +162,8 @@ class CompiledMemory(Memory):
         coefficients = self.rule.coefficients(**{name: self.shaped(part) for name, part in zip(self.rule.gates, opened)})
         for view, part in zip(rest, coefficients):
             view.show(part)
-        a.decay_of_keys = coefficients.f is not None and coefficients.f.dim() == 4
-        a.memory, a.y = self.memory.data_ptr(), y.data_ptr()
-        self.loop(self.here)
+        a.decay_of_keys, a.y = coefficients.f is not None and coefficients.f.dim() == 4, y.data_ptr()
+        self.run(a)
         return linear(y, mixer.out_proj.weight, mixer.out_proj.bias)
 
     def mapped(self, qk: Tensor) -> Tensor:
@@ -94,3 +171,47 @@ class CompiledMemory(Memory):
         if not self.maps_rows:
             return self.features(qk)
         return self.mixer.feature_map.linear(self.by_head(qk)).contiguous()
+
+    def run(self, a: MemoryStep) -> None:
+        """Calls the loop on the factors or the matrix."""
+        if self.factors is not None:
+            parts, a.tokens, a.room = self.factors, self.factors.count, self.factors.room()
+            a.factor_keys, a.factor_values, a.places = (part.data_ptr() for part in (parts.keys, parts.values, parts.places))
+            self.loop(self.here)
+            parts.count += 1
+            if parts.count == parts.room():
+                self.take(self.product())
+            return
+        source, order = self.memory, self.order
+        if order is not None:
+            spare, self.order = self.spare, None
+            if spare is None or len(spare) != len(order):
+                spare = source.new_empty(len(order), *source.shape[1:])
+            self.memory, self.spare = spare, source
+        a.source, a.memory, a.order = source.data_ptr(), self.memory.data_ptr(), None if order is None else order.data_ptr()
+        self.loop(self.here)
+
+    def product(self) -> Tensor:
+        """The matrix that the factors stand for."""
+        keys, values = self.factors.gathered()
+        self.factors = None
+        return keys.mT @ values
+
+    def reorder(self, order: Tensor) -> None:
+        """Gives row i the memory of row ``order[i]``. A matrix is read in this order at the next token."""
+        if self.factors is not None:
+            self.factors.reorder(order)
+        else:
+            self.order = order.contiguous() if self.order is None else self.order.index_select(0, order)
+        if len(order) != self.arguments.rows:
+            self.prepare(len(order), *self.sizes, self.like)
+
+    def state(self) -> FastWeightState:
+        """The state after the last token."""
+        if self.factors is not None:
+            keys, values = self.factors.gathered()
+            memory, sums = Factors(keys, values[..., : self.value_dim]), keys.mT @ values[..., -1:]
+            return FastWeightState(memory, sums.squeeze(-1) if self.mixer.attention_norm else None)
+        if self.order is not None:
+            self.memory, self.order = self.memory.index_select(0, self.order), None
+        return super().state()

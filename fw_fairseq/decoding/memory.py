@@ -32,12 +32,15 @@ class Memory:
         self.gates = self.parts[2:]
         self.eps = mixer.feature_map.eps
         self.divides_erase = mixer.rule.normaliser == "keys" and mixer.attention_norm_of == READ_AND_ERASE
-        columns = self.value_dim + mixer.attention_norm
-        self.take(x.new_zeros(len(x), self.heads, mixer.feature_map.out_dim, columns))
+        self.columns = self.value_dim + mixer.attention_norm
+        self.start(state, x)
+
+    def start(self, state: FastWeightState | None, x: Tensor) -> None:
+        """Makes the buffer, for the rows of x."""
+        self.take(x.new_zeros(len(x), self.heads, self.mixer.feature_map.out_dim, self.columns))
         if state is not None:
-            given = state.memory.dense() if isinstance(state.memory, Factors) else state.memory
-            self.memory[..., : self.value_dim] = given
-            if mixer.attention_norm:
+            self.memory[..., : self.value_dim] = state.memory.dense() if isinstance(state.memory, Factors) else state.memory
+            if self.mixer.attention_norm:
                 self.memory[..., -1] = state.normaliser
 
     @staticmethod
@@ -61,7 +64,7 @@ class Memory:
         rows, heads, width, columns = memory.shape
         self.memory, self.flat = memory, memory.view(rows * heads, width, columns)
         self.spare: Tensor | None = None
-        self.qk = memory.new_empty(2, rows, heads, 1, width)
+        self.qk = memory.new_empty(2, rows, heads, 1, width)  # for ``features``
         self.values = memory.new_ones(rows, heads, columns) if self.mixer.attention_norm else None
 
     def state(self) -> FastWeightState:

@@ -14,12 +14,19 @@ template <class T> struct View {  // (R,H) or (R,H,X), where X has stride 1; str
   T* at(int64_t r, int64_t h) const { return data + r * row + h * head; }
 };
 
-// The fast-weight memory (R,H,K,V), or (R,H,K,V+1) with sums of keys. The coefficients f (R,H) or (R,H,K), z (R,H,V), e and w (R,H)
-// may be null.
+// The fast-weight memory (R,H,K,V), or (R,H,K,V+1) with sums of keys: row r continues from row order[r] of ``source``, which may be
+// ``memory`` itself without an order. The coefficients f (R,H) or (R,H,K), z (R,H,V), e and w (R,H) may be null.
+//
+// While there are few tokens, the memory may be their factors in place of a matrix: keys (rows,H,room,K) and values (rows,H,room,V or
+// V+1). Token t of hypothesis r is in row places[r * room + t].
 template <class T> struct MemoryStep {
   View<const T> q, k, v, f, z, e, w;
   T *memory, *y;
-  int64_t rows, heads, input, keys, values, map, nu, norm, decay_of_keys, normaliser, threads;
+  const T* source;
+  const int64_t* order;
+  T *factor_keys, *factor_values;
+  int64_t* places;
+  int64_t tokens, room, rows, heads, input, keys, values, map, nu, norm, decay_of_keys, normaliser, threads;
   double eps, scale;
 };
 
@@ -48,53 +55,129 @@ template <class T> void apply(const MemoryStep<T>& s, const T* x, T* unrolled, T
   for (int64_t i = 0; i < s.keys; ++i) y[i] *= share;
 }
 
-template <class T> struct Scratch {
+// The token of one head of one row, and what is being made of it.
+template <class T> struct Token {
   std::vector<T> numbers;
   T *unrolled, *q, *k, *left, *recalled, *written, *read;
-  explicit Scratch(const MemoryStep<T>& s) : numbers(4 * s.input + 2 * s.keys + 4 * s.values) {
+  const T* f;
+  T strength, erase;
+  int64_t columns;
+  explicit Token(const MemoryStep<T>& s) : numbers(4 * s.input + 2 * s.keys + 4 * s.values) {
     unrolled = numbers.data(), q = unrolled + 4 * s.input, k = q + s.keys;
     left = k + s.keys, recalled = left + s.values, written = recalled + s.values, read = written + s.values;
+    columns = s.values + (s.normaliser != WITHOUT);
+  }
+  void load(const MemoryStep<T>& s, int64_t row, int64_t head) {
+    apply(s, s.q.at(row, head), unrolled, q);
+    apply(s, s.k.at(row, head), unrolled, k);
+    const T *v = s.v.at(row, head), *z = s.z.data ? s.z.at(row, head) : nullptr;
+    f = s.f.data ? s.f.at(row, head) : nullptr;
+    strength = s.w.data ? *s.w.at(row, head) : T(1), erase = s.e.data ? *s.e.at(row, head) : T(0);
+    for (int64_t c = 0; c < s.values; ++c) {
+      left[c] = z ? z[c] : T(1), written[c] = strength * v[c], read[c] = recalled[c] = 0;
+    }
+  }
+  T kept(const MemoryStep<T>& s, int64_t j) const { return f ? f[s.decay_of_keys ? j : 0] : T(1); }
+  void take_away(const MemoryStep<T>& s, T sum) {  // sum: of the keys before, times this key
+    const T share = s.normaliser == KEYS ? erase / (sum + T(s.eps)) : erase;
+    for (int64_t c = 0; c < s.values; ++c) written[c] -= share * left[c] * recalled[c];
+  }
+  void give(const MemoryStep<T>& s, int64_t row, int64_t head, T sum) {
+    const T scale = T(s.scale) / (s.normaliser == WITHOUT ? T(1) : sum + T(s.eps));
+    T* y = s.y + (row * s.heads + head) * s.values;
+    for (int64_t c = 0; c < s.values; ++c) y[c] = scale * read[c];
   }
 };
 
-// One head of one row. A first pass over the memory recalls what the key erases; a second one writes and reads.
-template <class T> void one_head(const MemoryStep<T>& s, int64_t row, int64_t head, Scratch<T>& a) {
-  const int64_t at = row * s.heads + head, K = s.keys, V = s.values, columns = V + (s.normaliser != WITHOUT);
-  apply(s, s.q.at(row, head), a.unrolled, a.q);
-  apply(s, s.k.at(row, head), a.unrolled, a.k);
-  T *const __restrict memory = s.memory + at * K * columns, *const __restrict written = a.written, *const __restrict read = a.read;
-  T *const __restrict recalled = a.recalled, *const __restrict left = a.left;
-  const T *v = s.v.at(row, head), *f = s.f.data ? s.f.at(row, head) : nullptr, *z = s.z.data ? s.z.at(row, head) : nullptr;
-  const T strength = s.w.data ? *s.w.at(row, head) : T(1), erase = s.e.data ? *s.e.at(row, head) : T(0);
-  const auto kept = [&](int64_t j) { return f ? f[s.decay_of_keys ? j : 0] : T(1); };
-  T sum = 0;
-  for (int64_t c = 0; c < V; ++c) left[c] = z ? z[c] : T(1), written[c] = strength * v[c], read[c] = recalled[c] = 0;
+// A first pass over the memory recalls what the key erases; a second one writes and reads.
+template <class T> void one_head(const MemoryStep<T>& s, int64_t row, int64_t head, Token<T>& a) {
+  const int64_t K = s.keys, V = s.values, columns = a.columns, block = K * columns;
+  const T* source = s.source + ((s.order ? s.order[row] : row) * s.heads + head) * block;
+  T *memory = s.memory + (row * s.heads + head) * block, sum = 0;
+  T *const __restrict written = a.written, *const __restrict read = a.read, *const __restrict recalled = a.recalled;
+  const T* const __restrict left = a.left;
+  a.load(s, row, head);
   if (s.e.data) {
     for (int64_t j = 0; j < K; ++j) {
-      const T* line = memory + j * columns;
-      const T key = a.k[j] * kept(j);
+      const T *const __restrict line = source + j * columns, key = a.k[j] * a.kept(s, j);
       for (int64_t c = 0; c < V; ++c) recalled[c] += key * line[c];
       if (s.normaliser == KEYS) sum += a.k[j] * line[V];
     }
-    const T share = s.normaliser == KEYS ? erase / (sum + T(s.eps)) : erase;
-    for (int64_t c = 0; c < V; ++c) written[c] -= share * left[c] * recalled[c];
+    a.take_away(s, sum);
   }
   sum = 0;
   for (int64_t j = 0; j < K; ++j) {
-    T* const __restrict line = memory + j * columns;
-    const T key = a.k[j], query = a.q[j], stays = kept(j);
+    const T *from = source + j * columns, key = a.k[j], query = a.q[j], stays = a.kept(s, j);
+    T* to = memory + j * columns;
+#pragma GCC ivdep
     for (int64_t c = 0; c < V; ++c) {
-      const T now = stays * left[c] * line[c] + key * written[c];
-      line[c] = now, read[c] += query * now;
+      const T now = stays * left[c] * from[c] + key * written[c];
+      to[c] = now, read[c] += query * now;
     }
     if (s.normaliser != WITHOUT) {
-      line[V] = s.normaliser == WRITE ? stays * line[V] + key * strength : line[V] + key;
-      sum += query * line[V];
+      to[V] = s.normaliser == WRITE ? stays * from[V] + key * a.strength : from[V] + key;
+      sum += query * to[V];
     }
   }
-  const T scale = T(s.scale) / (s.normaliser == WITHOUT ? T(1) : sum + T(s.eps));
-  T* y = s.y + at * V;
-  for (int64_t c = 0; c < V; ++c) y[c] = scale * read[c];
+  a.give(s, row, head, sum);
+}
+
+template <class T> T dot(const T* x, const T* y, int64_t width) {  // in eight sums, which the compiler computes at a time
+  T sums[8] = {}, sum = 0;
+  int64_t i = 0;
+  for (; i + 8 <= width; i += 8)
+    for (int64_t j = 0; j < 8; ++j) sums[j] += x[i + j] * y[i + j];
+  for (; i < width; ++i) sum += x[i] * y[i];
+  for (T part : sums) sum += part;
+  return sum;
+}
+
+// The same with factors. A decay changes those of the tokens before, which are then this hypothesis's own.
+template <class T> void one_head_of_factors(const MemoryStep<T>& s, int64_t row, int64_t head, Token<T>& a) {
+  const int64_t K = s.keys, V = s.values, columns = a.columns, *places = s.places + row * s.room;
+  const auto at = [&](int64_t t) { return (places[t] * s.heads + head) * s.room + t; };
+  a.load(s, row, head);
+  T *const __restrict read = a.read, *const __restrict recalled = a.recalled, sum = 0, erased = 0;
+  for (int64_t t = 0; t < s.tokens; ++t) {
+    T *keys = s.factor_keys + at(t) * K, *const __restrict values = s.factor_values + at(t) * columns;
+    if (s.decay_of_keys)
+      for (int64_t j = 0; j < K; ++j) keys[j] *= a.f[j];
+    else if (a.f)
+      for (int64_t c = 0; c < V + (s.normaliser == WRITE); ++c) values[c] *= *a.f;
+    if (s.z.data)
+      for (int64_t c = 0; c < V; ++c) values[c] *= a.left[c];
+    const T seen = dot(a.q, keys, K);
+    for (int64_t c = 0; c < V; ++c) read[c] += seen * values[c];
+    if (s.normaliser != WITHOUT) sum += seen * values[V];
+    if (!s.e.data) continue;
+    const T known = dot(a.k, keys, K);
+    for (int64_t c = 0; c < V; ++c) recalled[c] += known * values[c];
+    if (s.normaliser == KEYS) erased += known * values[V];
+  }
+  if (s.e.data) {
+    for (int64_t c = 0; c < V; ++c) a.left[c] = 1;  // the values have decayed
+    a.take_away(s, erased);
+  }
+  const T own = dot(a.q, a.k, K);
+  const int64_t here = (row * s.heads + head) * s.room + s.tokens;
+  T* values = s.factor_values + here * columns;
+  std::memcpy(s.factor_keys + here * K, a.k, K * sizeof(T));
+  for (int64_t c = 0; c < V; ++c) values[c] = a.written[c], read[c] += own * a.written[c];
+  if (s.normaliser != WITHOUT) values[V] = s.normaliser == WRITE ? a.strength : T(1), sum += own * values[V];
+  a.give(s, row, head, sum);
+}
+
+template <class T> void memory_step(const MemoryStep<T>& s) {
+  share(s.rows * s.heads, s.threads, [&](int64_t first, int64_t last) {
+    Token<T> token(s);
+    for (int64_t i = first; i < last; ++i)
+      if (s.factor_keys)
+        one_head_of_factors(s, i / s.heads, i % s.heads, token);
+      else
+        one_head(s, i / s.heads, i % s.heads, token);
+  });
+  if (s.factor_keys)
+    for (int64_t row = 0; row < s.rows; ++row) s.places[row * s.room + s.tokens] = row;
 }
 
 // Softmax-weighted means of the past, one for each row and head: ``running`` of all tokens, or, with a window, of those in ``back``.
@@ -139,12 +222,6 @@ template <class T> void advance(Pool<T>& p, int64_t rows, int64_t width) {
   p.start = p.filled = 0;
 }
 
-template <class T> T product(const T* x, const T* y, int64_t width, double scale) {
-  T sum = 0;
-  for (int64_t i = 0; i < width; ++i) sum += x[i] * y[i];
-  return sum * T(scale);
-}
-
 // The arguments of additive attention, and of LEAP, which reads no x, no parameters and one pool. projected: (R,3C) or (R,4C).
 template <class T> struct PooledStep {
   const T *projected, *x, *query_score, *key_score, *weight, *bias;
@@ -161,7 +238,7 @@ template <class T> void additive(const PooledStep<T>& s) {
   T *p = room.data(), *token = p + C, *mean = token + V + 1;
   const auto pooled = [&](const Pool<T>& pool, const T* x, const T* score, int64_t row, int64_t head) {
     std::memcpy(token, x + head * V, V * sizeof(T));
-    token[V] = product(token, score + head * V, V, s.scale);
+    token[V] = dot(token, score + head * V, V) * T(s.scale);
     look_back(pool, row * s.heads + head, V, token, mean);
   };
   for (int64_t row = 0; row < s.rows; ++row) {
@@ -195,10 +272,10 @@ template <class T> void leap(const PooledStep<T>& s) {
     for (int64_t h = 0; h < s.heads; ++h) {
       const T *q = s.projected + row * 4 * C + h * V, *f = q + C, *k = f + C, *v = k + C;
       std::memcpy(token, k, V * sizeof(T)), std::memcpy(token + V, v, V * sizeof(T));
-      const T focus = product(f, k, V, s.scale);
+      const T focus = dot(f, k, V) * T(s.scale);
       token[2 * V] = focus > 0 ? std::log1p(focus) : focus;
       look_back(*s.first, row * s.heads + h, 2 * V, token, mean);
-      const T open = sigmoid(product(q, mean, V, s.scale));
+      const T open = sigmoid(dot(q, mean, V) * T(s.scale));
       T* y = s.y + row * C + h * V;
       for (int64_t i = 0; i < V; ++i) y[i] = open * mean[V + i];
     }
@@ -207,14 +284,9 @@ template <class T> void leap(const PooledStep<T>& s) {
 
 }  // namespace
 
-#define EXPORT(T, name)                                                         \
-  extern "C" void memory_step_##name(const MemoryStep<T>* s) {                  \
-    share(s->rows * s->heads, s->threads, [=](int64_t first, int64_t last) {    \
-      Scratch<T> scratch(*s);                                                   \
-      for (int64_t i = first; i < last; ++i) one_head(*s, i / s->heads, i % s->heads, scratch); \
-    });                                                                         \
-  }                                                                             \
-  extern "C" void additive_step_##name(const PooledStep<T>* s) { additive(*s); } \
+#define EXPORT(T, name)                                                            \
+  extern "C" void memory_step_##name(const MemoryStep<T>* s) { memory_step(*s); }  \
+  extern "C" void additive_step_##name(const PooledStep<T>* s) { additive(*s); }   \
   extern "C" void leap_step_##name(const PooledStep<T>* s) { leap(*s); }
 EXPORT(float, float)
 EXPORT(double, double)
