@@ -12,48 +12,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..feature_maps import FeatureMap
 from ..mixers import FastWeight
 from ..native import loop, takes, threads
 from ..ops import FastWeightState
 from ..ops.factored import Factors
+from .loops import Features, View
 from .memory import Memory
 
-MAP_NAMES, NORM_NAMES = ("identity", "elu", "relu", "dpfp"), ("none", "sum", "l2")  # in the order of Map and Norm there
 _, WRITE, KEYS, KEYS_READ = range(4)  # in the order of Normaliser there
 VIEWS = ("q", "k", "v", "f", "z", "e", "w")
 POINTERS = ("memory", "y", "source", "order", "factor_keys", "factor_values", "places")
-SIZES = (
-    "tokens",
-    "room",
-    "rows",
-    "heads",
-    "input",
-    "keys",
-    "values",
-    "map",
-    "nu",
-    "norm",
-    "decay_of_keys",
-    "normaliser",
-    "threads",
-)
+SIZES = ("tokens", "room", "rows", "heads", "values", "decay_of_keys", "normaliser", "threads")
 
 
-class View(ctypes.Structure):
-    """A tensor (R,H) or (R,H,X)."""
-
-    _fields_ = (("data", ctypes.c_void_p), ("row", ctypes.c_int64), ("head", ctypes.c_int64))
-
-    def show(self, x: Tensor | None) -> None:
-        """Points at x, (R,H,1) or (R,H,1,X)."""
-        if x is None:
-            self.data = None
-        else:
-            self.data, self.row, self.head = x.data_ptr(), x.stride(0), x.stride(1)
-
-
-class MemoryStep(ctypes.Structure):
+class MemoryStep(Features):
     """The arguments of the loop."""
 
     _fields_ = (
@@ -129,24 +101,20 @@ class CompiledMemory(Memory):
     def prepare(self, rows: int, heads: int, keys: int, columns: int, like: Tensor) -> None:
         """Fills in what does not change from token to token."""
         self.sizes, self.like = (heads, keys, columns), like.new_empty(0)
-        mixer, row_map, query_size = self.mixer, self.mixer.row_map, self.mixer.sizes["q"]
+        mixer, query_size = self.mixer, self.mixer.sizes["q"]
         total, numbers = mixer.in_proj.out_features, rows * heads * keys * columns
-        self.maps_rows = row_map is not None and row_map.name in MAP_NAMES
-        self.of_projection = self.maps_rows and type(mixer.feature_map).linear is FeatureMap.linear
-        self.arguments = a = MemoryStep(rows=rows, heads=heads, keys=keys, values=self.value_dim, nu=1, threads=threads(numbers))
+        self.arguments = a = MemoryStep(rows=rows, heads=heads, values=self.value_dim, threads=threads(numbers))
         a.eps, a.scale = self.eps, mixer.read_scale
-        if self.maps_rows:
-            a.map, a.norm, a.nu = MAP_NAMES.index(row_map.name), NORM_NAMES.index(row_map.norm), row_map.nu
-        a.input = query_size // heads if self.of_projection else keys
+        a.describe(mixer.feature_map, mixer.row_map)
         if mixer.attention_norm:
             a.normaliser = WRITE if self.rule.normaliser == "write" else KEYS if self.divides_erase else KEYS_READ
         self.views = q, k, v, *_ = [getattr(a, name) for name in VIEWS]
-        q.row = k.row = total if self.of_projection else heads * keys
+        q.row = k.row = total if a.of_projection else heads * keys
         q.head, k.head, v.row, v.head = a.input, a.input, total, self.value_dim
         self.loop, self.here = loop("memory_step", like.dtype), ctypes.byref(a)
         self.gate_start = sum(self.parts[:2])
         self.starts = [part * like.element_size() for part in (0, query_size, 2 * query_size)]
-        if not self.maps_rows:
+        if not self.arguments.maps_rows:
             self.qk = like.new_empty(2, rows, heads, 1, keys)
 
     def step(self, x: Tensor) -> Tensor:
@@ -155,7 +123,7 @@ class CompiledMemory(Memory):
         projected = linear(x, mixer.in_proj.weight, mixer.in_proj.bias)
         y, start = x.new_empty(len(x), self.heads * self.value_dim), projected.data_ptr()
         q.data, k.data, v.data = (start + part for part in self.starts)
-        if not self.of_projection:
+        if not a.of_projection:
             queries, keys = self.mapped(projected[:, : self.parts[0]])
             q.data, k.data = queries.data_ptr(), keys.data_ptr()
         opened = projected[:, self.gate_start :].sigmoid().split(self.gates, -1) if self.gates else ()
@@ -168,7 +136,7 @@ class CompiledMemory(Memory):
 
     def mapped(self, qk: Tensor) -> Tensor:
         """Maps the projections of queries and keys to what the loop reads, (2,R,H,1,X): features, or rows that it maps."""
-        if not self.maps_rows:
+        if not self.arguments.maps_rows:
             return self.features(qk)
         return self.mixer.feature_map.linear(self.by_head(qk)).contiguous()
 

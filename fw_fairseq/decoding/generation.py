@@ -1,4 +1,4 @@
-"""A language model's step of generation, from the tokens to the features, without the general path through fairseq's decoder."""
+"""A decoder's step of generation, from the tokens to the features, without the general path through fairseq's decoder."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from fairseq.utils import get_activation_fn
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..modules import FastWeightDecoderLayer, MixerAttention
+from ..modules import FastWeightDecoderLayer, LinearAttention, MixerAttention
+from .source import SourceReader
 from .steppers import make_stepper
 
 GENERATION = "generation"  # its key in fairseq's incremental state
 RELU = get_activation_fn("relu")
-UNKNOWN_PARTS = ("attn_ln", "ffn_layernorm", "w_resid", "c_attn", "encoder_attn")  # options of fairseq's layer
+UNKNOWN_PARTS = ("attn_ln", "ffn_layernorm", "w_resid", "c_attn")  # options of fairseq's layer
 
 
 def plain(module: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -29,7 +30,11 @@ def plain(module: nn.Module) -> Callable[[Tensor], Tensor]:
 class LayerStep:
     """One decoder layer that reads one token of each row at a time."""
 
-    def __init__(self, layer: FastWeightDecoderLayer, state):
+    def __init__(self, layer: FastWeightDecoderLayer, state, incremental_state: dict, encoder_out: dict | None):
+        self.source, self.source_norm = None, None
+        if layer.encoder_attn is not None and encoder_out is not None:
+            self.source = SourceReader(layer.encoder_attn, incremental_state, encoder_out)
+            self.source_norm = plain(layer.encoder_attn_layer_norm)
         self.stepper = make_stepper(layer.self_attn.mixer, state)
         self.attention, self.before = layer.self_attn, layer.normalize_before
         self.mixer_norm, self.end_norm = plain(layer.self_attn_layer_norm), plain(layer.final_layer_norm)
@@ -44,6 +49,7 @@ class LayerStep:
             isinstance(layer, FastWeightDecoderLayer)
             and isinstance(layer.self_attn, MixerAttention)
             and not layer.self_attn.mixer.norms_residual
+            and isinstance(layer.encoder_attn, (LinearAttention, type(None)))
             and all(getattr(layer, part) is None for part in UNKNOWN_PARTS)
             and not any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules())
         )
@@ -52,8 +58,12 @@ class LayerStep:
         """Maps x (R,C) to the layer's output (R,C)."""
         if self.before:
             x = x + self.stepper(self.mixer_norm(x))
+            if self.source is not None:
+                x.add_(self.source(self.source_norm(x)))
             return x.add_(self.fc2(self.activation(self.fc1(self.end_norm(x)))))
         x = self.mixer_norm(self.stepper(x).add_(x))
+        if self.source is not None:
+            x = self.source_norm(self.source(x).add_(x))
         return self.end_norm(self.fc2(self.activation(self.fc1(x))).add_(x))
 
 
@@ -63,12 +73,12 @@ class Generation:
     It takes the states in fairseq's ``incremental_state``, where the prompt left them, and ``release`` puts them back.
     """
 
-    def __init__(self, decoder, incremental_state: dict):
+    def __init__(self, decoder, incremental_state: dict, encoder_out: dict | None = None):
         self.decoder = decoder
         self.layers = []
         for layer in decoder.layers:
             key = layer.self_attn._get_full_incremental_state_key("mixer")
-            self.layers.append(LayerStep(layer, incremental_state.pop(key, None)))
+            self.layers.append(LayerStep(layer, incremental_state.pop(key, None), incremental_state, encoder_out))
         positions = decoder.embed_positions
         self.table = None
         if positions is not None:
@@ -115,6 +125,8 @@ class Generation:
         """Gives row i the states of row ``order[i]``."""
         for layer in self.layers:
             layer.stepper.reorder(order)
+            if layer.source is not None:
+                layer.source.reorder(order)
 
     def release(self, incremental_state: dict) -> None:
         """Puts the states where the layers' general path looks for them."""

@@ -115,10 +115,12 @@ class FastWeightDecoder(TransformerDecoder):
         generation = incremental_state.get(GENERATION)
         if generation is False:
             return None
-        known = not args and all(name == "features_only" or value is None for name, value in kwargs.items())
+        known = not args and all(name in ("features_only", "encoder_out") or value is None for name, value in kwargs.items())
         if known and self.recurrent and not tokens[:, -1].eq(self.padding_idx).any():
             if generation is None and (tokens.shape[1] == 1 or incremental_state):
-                generation = incremental_state[GENERATION] = Generation.fits(self) and Generation(self, incremental_state)
+                generation = incremental_state[GENERATION] = Generation.fits(self) and Generation(
+                    self, incremental_state, kwargs.get("encoder_out")
+                )
             return generation or None
         if generation is not None:
             incremental_state.pop(GENERATION).release(incremental_state)

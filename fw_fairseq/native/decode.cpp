@@ -8,6 +8,10 @@ enum Map { IDENTITY, ELU, RELU, DPFP };
 enum Norm { NONE, SUM, L2 };
 enum Normaliser { WITHOUT, WRITE, KEYS, KEYS_READ };  // KEYS divides what is erased, too
 
+struct Features {  // (keys) made of rows (input)
+  int64_t input, keys, map, nu, norm;
+};
+
 template <class T> struct View {  // (R,H) or (R,H,X), where X has stride 1; strides count numbers
   T* data;
   int64_t row, head;
@@ -19,18 +23,18 @@ template <class T> struct View {  // (R,H) or (R,H,X), where X has stride 1; str
 //
 // While there are few tokens, the memory may be their factors in place of a matrix: keys (rows,H,room,K) and values (rows,H,room,V or
 // V+1). Token t of hypothesis r is in row places[r * room + t].
-template <class T> struct MemoryStep {
+template <class T> struct MemoryStep : Features {
   View<const T> q, k, v, f, z, e, w;
   T *memory, *y;
   const T* source;
   const int64_t* order;
   T *factor_keys, *factor_values;
   int64_t* places;
-  int64_t tokens, room, rows, heads, input, keys, values, map, nu, norm, decay_of_keys, normaliser, threads;
+  int64_t tokens, room, rows, heads, values, decay_of_keys, normaliser, threads;
   double eps, scale;
 };
 
-template <class T> void apply(const MemoryStep<T>& s, const T* x, T* unrolled, T* y) {
+template <class T> void apply(const Features& s, const T* x, T* unrolled, T* y) {
   const int64_t n = s.input;
   if (s.map == DPFP) {  // y = [x' rolled by 1 .. nu] * x', x' = [relu(x), relu(-x)] written twice
     for (int64_t i = 0; i < n; ++i) {
@@ -180,6 +184,34 @@ template <class T> void memory_step(const MemoryStep<T>& s) {
     for (int64_t row = 0; row < s.rows; ++row) s.places[row * s.room + s.tokens] = row;
 }
 
+// What row r reads of the memory (B,H,K,V) of its source, r / beam, divided by what it reads of the sums of keys (B,H,K), if any.
+template <class T> struct SourceStep : Features {
+  View<const T> q;
+  const T *memory, *sums;
+  T* y;
+  int64_t beam, rows, heads, values, threads;
+  double eps;
+};
+
+template <class T> void source_step(const SourceStep<T>& s) {
+  share(s.rows / s.beam * s.heads, s.threads, [&](int64_t first, int64_t last) {
+    std::vector<T> room(4 * s.input + s.keys + s.values);
+    T *unrolled = room.data(), *q = unrolled + 4 * s.input, *const __restrict read = q + s.keys;
+    for (int64_t i = first; i < last; ++i)
+      for (int64_t row = i / s.heads * s.beam, head = i % s.heads, end = row + s.beam; row < end; ++row) {
+        apply(s, s.q.at(row, head), unrolled, q);
+        std::memset(read, 0, s.values * sizeof(T));
+        for (int64_t j = 0; j < s.keys; ++j) {
+          const T *const __restrict line = s.memory + (i * s.keys + j) * s.values, query = q[j];
+          for (int64_t c = 0; c < s.values; ++c) read[c] += query * line[c];
+        }
+        const T share = s.sums ? 1 / (dot(q, s.sums + i * s.keys, s.keys) + T(s.eps)) : T(1);
+        T* y = s.y + (row * s.heads + head) * s.values;
+        for (int64_t c = 0; c < s.values; ++c) y[c] = share * read[c];
+      }
+  });
+}
+
 // Softmax-weighted means of the past, one for each row and head: ``running`` of all tokens, or, with a window, of those in ``back``.
 // ``front`` has the aggregates from each of its tokens to its last one. An aggregate is a mean and then the log of its weights.
 template <class T> struct Pool {
@@ -286,6 +318,7 @@ template <class T> void leap(const PooledStep<T>& s) {
 
 #define EXPORT(T, name)                                                            \
   extern "C" void memory_step_##name(const MemoryStep<T>* s) { memory_step(*s); }  \
+  extern "C" void source_step_##name(const SourceStep<T>* s) { source_step(*s); }  \
   extern "C" void additive_step_##name(const PooledStep<T>* s) { additive(*s); }   \
   extern "C" void leap_step_##name(const PooledStep<T>* s) { leap(*s); }
 EXPORT(float, float)

@@ -12,6 +12,7 @@ from fairseq.sequence_generator import SequenceGenerator
 from support.language_models import ERASING, NON_NEGATIVE, assert_close, make_task
 
 from fw_fairseq.config import ATTENTIONS, FastWeightTransformerConfig, linear_attentions
+from fw_fairseq.decoding import GENERATION, Generation
 from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.modules import LinearAttention
 from fw_fairseq.rules import RULES
@@ -47,6 +48,7 @@ def logits(model, source, target):
     return model(source, source.ne(1).sum(1), target)[0]
 
 
+@torch.no_grad()
 def decode(model, source, target, start=0, state=None, encoded=None):
     state = {} if state is None else state
     encoded = model.encoder(source) if encoded is None else encoded
@@ -90,10 +92,15 @@ def test_decoding_equals_the_full_pass(subset):
 
 @every_map
 @pytest.mark.parametrize("rule", RULES)
-def test_decoding_with_any_rule_and_feature_map(rule, phi):
+def test_decoding_with_any_rule_and_feature_map(rule, phi, monkeypatch):
+    """On the short way through the decoder, and on the general one."""
     norm = "none" if phi not in NON_NEGATIVE and rule not in ERASING else NORM[phi]
     model, source, target = build(update_rule=rule, feature_map=phi, feature_norm=norm), draw(6, 9), draw(5, 5)
-    assert_close(decode(model, source, target), logits(model, source, target))
+    expected = logits(model, source, target)
+    assert_close(decode(model, source, target, state=(state := {})), expected)
+    assert state[GENERATION]
+    monkeypatch.setattr(Generation, "fits", staticmethod(lambda decoder: False))
+    assert_close(decode(model, source, target), expected)
 
 
 @pytest.mark.parametrize("order", [[0, 0, 1, 1, 2, 2], [1, 1, 2, 2], [2, 0, 1], [0, 2, 2, 1, 1], [1, 0, 2, 2]], ids=str)
@@ -126,6 +133,7 @@ def test_beams_as_the_generator_orders_them(subset):
     assert_close(decode(model, None, whole, 4, state, encoded), logits(model, sources, whole)[:, 4:], tolerance(subset))
 
 
+@torch.no_grad()
 def generate(model, source, **options):
     task = make_task(40)
     generator = SequenceGenerator([model], task.target_dictionary, max_len_b=9, **options)
