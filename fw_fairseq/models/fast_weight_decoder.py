@@ -11,6 +11,7 @@ from fairseq.models.transformer import TransformerDecoder
 from fairseq.models.transformer.transformer_config import TransformerConfig
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.fairseq_dropout import FairseqDropout
+from fairseq.modules.multihead_attention import MultiheadAttention
 from fairseq.utils import eval_str_list, safe_getattr
 from torch import Tensor
 
@@ -25,7 +26,7 @@ UNLIMITED = 10**9
 class FastWeightDecoder(TransformerDecoder):
     """fairseq's decoder; its layers mix tokens as the options say.
 
-    Incremental decoding takes a prompt of several tokens in one pass where every layer is recurrent and nothing was decoded yet.
+    Incremental decoding takes a prompt of several tokens in one pass where nothing was decoded yet.
     ``carries_over``: states may carry over from one text, or segment, to the next.
     """
 
@@ -44,6 +45,7 @@ class FastWeightDecoder(TransformerDecoder):
             args.decoder_output_dim = args.decoder_embed_dim
         super().__init__(args, dictionary, embed_tokens, no_encoder_attn, output_projection)
         self.mixers = [module for module in self.modules() if isinstance(module, MixerAttention)]
+        self.softmax = [module for module in self.modules() if isinstance(module, MultiheadAttention)]
         self.output_dropout = FairseqDropout(self.fast_weight_config.output_dropout, module_name="output")
         self.expect_prompt(None)
 
@@ -133,13 +135,20 @@ class FastWeightDecoder(TransformerDecoder):
         else:
             super().reorder_incremental_state_scripting(incremental_state, new_order)
 
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether one pass over several tokens leaves the states of decoding. fairseq's softmax attention does where it is plain
+        and alone."""
+        return all(attention.self_attention and not attention.use_xformers for attention in self.softmax)
+
     def starts_with_a_prompt(self, tokens, incremental_state) -> bool:
-        return incremental_state is not None and self.recurrent and tokens.shape[1] > 1 and not incremental_state
+        return incremental_state is not None and self.reads_prompts and tokens.shape[1] > 1 and not incremental_state
 
     def take_prompt(self, tokens, *args, incremental_state, **kwargs):
         """One pass over all tokens; the states go into ``incremental_state``. Returns the outputs at every token."""
         streams = Streams()
-        output = self.forward(tokens, *args, streams=streams, **kwargs)
+        with with_arguments(self.softmax, incremental_state=incremental_state):  # where they leave their keys and values
+            output = self.forward(tokens, *args, streams=streams, **kwargs)
         for mixer in self.mixers:
             mixer._set_input_buffer(incremental_state, streams.of(self).after[mixer.layer])
         return output

@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class PromptedGenerator(SequenceGenerator):
-    """fairseq's generator, which feeds a prompt token by token. Recurrent decoders get all of it first and read it in one pass."""
+    """fairseq's generator, which feeds a prompt token by token. Decoders of this project get all of it first, for one pass."""
 
     def _generate(self, sample, prefix_tokens=None, constraints=None, bos_token=None):
-        decoders = [model.decoder for model in self.model.models if getattr(model.decoder, "recurrent", False)]
+        decoders = [model.decoder for model in self.model.models if getattr(model.decoder, "reads_prompts", False)]
         if prefix_tokens is not None:
             prompt = self.common_prompt(prefix_tokens, self.eos if bos_token is None else bos_token)
             for decoder in decoders:

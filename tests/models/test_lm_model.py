@@ -195,8 +195,13 @@ def test_random_features_stay_while_a_memory_is_carried(phi):
     "pattern", ["softmax,fast_weight", "fast_weight*2,softmax", "softmax", "additive,leap,softmax", "sru*3,srupp"]
 )
 def test_hybrids_decode_as_the_full_pass(pattern):
-    model, tokens = build(mixer_pattern=pattern, decoder_layers=4), draw(2, 12)
-    assert_close(decode(model, tokens), logits(model, tokens), 1e-5)  # fairseq's softmax is fp32
+    """Token by token, and after a prompt that is read in one pass; hypotheses change places after it."""
+    model, tokens, state, order = build(mixer_pattern=pattern, decoder_layers=4), draw(3, 12), {}, torch.tensor([2, 0, 0, 1])
+    expected = logits(model, tokens)
+    assert_close(decode(model, tokens), expected, 1e-5)  # fairseq's softmax is fp32
+    assert_close(logits(model, tokens[:, :7], incremental_state=state), expected[:, :7], 1e-5)
+    model.decoder.reorder_incremental_state_scripting(state, order)
+    assert_close(decode(model, tokens[order], 7, state), expected[order, 7:], 1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"mixer_pattern": "softmax,fast_weight"}, {"share_decoder_input_output_embed": True}])
