@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The test command. First run: makes .venv with pinned packages whose hashes are checked. Then: ruff and pytest on all cores;
-# arguments go to pytest.
+# The test command. First run: makes .venv with pinned packages whose hashes are checked. Then: ruff and pytest, with one process
+# more than there are cores, because many tests wait for commands; arguments go to pytest.
 #   tests/run.sh                    everything
 #   tests/run.sh -m quick           before every commit: the tests that train nothing and start no command
 #   tests/run.sh -k chunk -x        some of it
-#   JOBS=1 tests/run.sh             on one core
+#   JOBS=1 tests/run.sh             in one process
 #   PYTHON=python3.12 tests/run.sh  another interpreter for a new .venv
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -27,4 +27,4 @@ fi
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 export OMP_NUM_THREADS=1 # tensors in tests are too small for more, which would only wait for each other
-exec .venv/bin/python -m pytest --numprocesses "${JOBS:-auto}" --dist loadfile --no-loadscope-reorder "$@"
+exec .venv/bin/python -m pytest --numprocesses "${JOBS:-$(($(nproc) + 1))}" --dist loadfile --no-loadscope-reorder "$@"
