@@ -6,6 +6,7 @@ Errors are clear, a NaN is traced to its layer, and fairseq-eval-lm takes ensemb
 from __future__ import annotations
 
 import os
+from contextvars import ContextVar
 
 import fairseq.trainer
 import torch
@@ -14,12 +15,15 @@ from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks import FairseqTask
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.trainer import Trainer
+from torch import nn
 
 from .. import Mistake
 from .checkpoints.resuming import check_origin
 from .literals import naming
 from .non_finite import FirstNonFinite
 from .replacing import changes, replaces
+
+WHILE_TRAINING: ContextVar[bool] = ContextVar("WHILE_TRAINING", default=False)
 
 
 class NotFinite(Mistake, FloatingPointError):
@@ -93,10 +97,35 @@ def refuse_scores_that_are_nan(original, scorer, models, sample, **kwargs):
     parameter that is not finite, and the exit code is 3."""
     found = original(scorer, models, sample, **kwargs)
     if any(bool(hypothesis["positional_scores"].isnan().any()) for hypotheses in found for hypothesis in hypotheses):
-        weights = ((name, x) for model in models for name, x in model.named_parameters())
-        weight = next((name for name, x in weights if not x.isfinite().all()), None)
-        reason = "all parameters are finite" if weight is None else f"the parameter {weight} is not finite"
-        raise NotFinite(f"the model's scores are NaN; {reason}")
+        raise NotFinite(f"the model's scores are NaN; {why_not_finite(*models)}")
+    return found
+
+
+def why_not_finite(*models: nn.Module) -> str:
+    """Returns the name of the first parameter that is not finite, in words."""
+    weights = ((name, x) for model in models for name, x in model.named_parameters())
+    weight = next((name for name, x in weights if not x.isfinite().all()), None)
+    return "all parameters are finite" if weight is None else f"the parameter {weight} is not finite"
+
+
+@replaces(Trainer, "valid_step")
+def validate_while_training(original, trainer, *args, **kwargs):
+    """A run goes on where the loss of a validation is NaN, and saves its checkpoint. Now this is told apart from
+    `fairseq-validate`."""
+    token = WHILE_TRAINING.set(True)
+    try:
+        return original(trainer, *args, **kwargs)
+    finally:
+        WHILE_TRAINING.reset(token)
+
+
+@replaces(FairseqTask, "valid_step")
+def refuse_losses_that_are_nan(original, task, sample, model, criterion, **kwargs):
+    """`fairseq-validate` reports NaN as a result, with exit code 0. Now one sentence names the first parameter that is not finite,
+    and the exit code is 3."""
+    found = original(task, sample, model, criterion, **kwargs)
+    if not WHILE_TRAINING.get() and bool(torch.as_tensor(found[0]).isnan().any()):
+        raise NotFinite(f"the loss is NaN; {why_not_finite(model)}")
     return found
 
 

@@ -10,9 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fairseq import checkpoint_utils, options, tasks
+from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks.language_modeling import LanguageModelingTask
+from fairseq.trainer import Trainer
 from omegaconf import OmegaConf
 from support.checkpoints import SHAPE, parse, save, save_format
 from support.language_models import build, draw, make_task
@@ -123,6 +125,21 @@ def test_scores_that_are_nan_name_a_parameter():
     model.decoder.layers[1].fc2.weight.data[0, 0] = float("nan")
     with pytest.raises(NotFinite, match=r"^the model's scores are NaN; the parameter decoder.layers.1.fc2.weight is not finite$"):
         scored(model)
+
+
+def test_losses_that_are_nan_name_a_parameter_but_do_not_end_a_run():
+    task, model, tokens = make_task(40), build(), draw(2, 6)
+    task = LanguageModelingTask(Namespace(), task.target_dictionary)
+    model.decoder.layers[1].fc2.weight.data[0, 0] = float("nan")
+    sample = {"net_input": {"src_tokens": tokens}, "target": tokens, "ntokens": 12}
+    criterion = CrossEntropyCriterion(task, sentence_avg=False)
+    with pytest.raises(NotFinite, match=r"^the loss is NaN; the parameter decoder.layers.1.fc2.weight is not finite$"):
+        task.valid_step(sample, model, criterion)
+    trainer = SimpleNamespace(
+        tpu=False, cfg=SimpleNamespace(ema=SimpleNamespace(store_ema=False)), model=model, criterion=criterion, task=task,
+        data_parallel_world_size=1, _prepare_sample=lambda sample: (sample, False), _reduce_and_log_stats=lambda logs, size: logs[0],
+    )  # fmt: skip
+    assert Trainer.valid_step(trainer, sample)["loss"].isnan()
 
 
 @pytest.mark.parametrize("error, code", [(Mistake("m"), 1), (NotFinite("n"), 3), (OSError(2, "No such file"), 1)])

@@ -9,6 +9,7 @@ import torch
 from fairseq.modules import MultiheadAttention
 from support.checkpoints import save, source
 from support.commands import USER_DIR, fairseq, succeed
+from support.language_models import build
 from support.streams import training
 from torch import nn
 
@@ -17,11 +18,13 @@ from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers import Abc, Additive, FastWeight, Leap, LocalAttention, Sru, Srupp, TransformerXl
 from fw_fairseq.mixers.look_back import look_back
 from fw_fairseq.ops.vectors.pooling import pool
+from fw_fairseq.patches.training import NotFinite
 from fw_fairseq.rules import RULES
 from fw_fairseq.tools.explain import __main__ as explain
 from fw_fairseq.tools.explain import picture
 from fw_fairseq.tools.explain.page import Shown
 from fw_fairseq.tools.explain.weights import Part, attention
+from fw_fairseq.tools.explain.weights import explain as weights_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 T, C, HEADS = 30, 16, 2
@@ -106,6 +109,13 @@ def test_attention_to_the_last_tokens(kind):
     weights, values = mixer.explain(x)["attention"], mixer.by_head(mixer.in_proj(x).chunk(3, -1)[2])[0]
     assert weights[:, :-8].eq(0).all() and weights[:, -8:].gt(0).all()
     torch.testing.assert_close(torch.einsum("ht,htv->hv", weights, values).flatten(), mixer(x)[0][-1, 0])
+
+
+def test_scores_that_are_nan_are_refused():
+    model = build()
+    model.decoder.layers[0].fc1.bias.data[2] = float("nan")
+    with pytest.raises(NotFinite, match=r"^the model's scores are NaN; the parameter decoder.layers.0.fc1.bias is not finite$"):
+        weights_of(model, torch.tensor([2, 5, 6]), [2])
 
 
 def test_a_mixer_that_cannot_say_is_refused():

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ... import Mistake
 from ...mixers import MIXERS
+from ...patches.training import NotFinite, why_not_finite
 from .text import START
 
 EXPECTED = 5  # words
@@ -65,6 +66,8 @@ def explain(model, tokens: Tensor, readers: list[int]) -> list[Reading]:
     finally:
         for hook in hooks:
             hook.remove()
+    if output[0].isnan().any():
+        raise NotFinite(f"the model's scores are NaN; {why_not_finite(model)}")
     found = []
     for reader in readers:
         parts = [part for i, layer in enumerate(layers) for part in parts_of(layer.self_attn, seen[i][: reader + 1], i + 1)]
