@@ -21,6 +21,7 @@ struct View {  // element (b, h, i) is at p[b * stride_b + h * stride_h + i]; wi
 
 struct Params {
     View q, k, v, f, z, e, w, memory, y, memory_out;
+    const long long* order;  // row b continues from row order[b] of memory, which memory_out then must not be; null: from row b
     int H, K, V;
 };
 
@@ -66,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(COLUMNS * MAX_WARPS) step(const Par
     const float z = inside ? at<const float>(p.z, b, h)[column] : 0.f;
 #endif
 
-    const float* source = at<const float>(p.memory, b, h) + column;
+    const float* source = at<const float>(p.memory, p.order ? (int)p.order[b] : b, h) + column;
     float left[FW_ROWS];
 #pragma unroll
     for (int i = 0; i < FW_ROWS; i++) {

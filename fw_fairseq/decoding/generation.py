@@ -92,14 +92,18 @@ class Generation:
 
     def features(self, tokens: Tensor) -> Tensor:
         """Maps the rows' tokens so far, (R,T), to the features at the last one, (R,1,C). All before it have been read."""
-        decoder, last = self.decoder, tokens[:, -1]
-        x = decoder.embed_tokens(last)
+        return self.read(tokens[:, -1], None if self.table is None else self.position(tokens)).unsqueeze(1)
+
+    def read(self, tokens: Tensor, position: Tensor | None) -> Tensor:
+        """Maps tokens (R) and the embedding of their position to features (R,C)."""
+        decoder = self.decoder
+        x = decoder.embed_tokens(tokens)
         if decoder.embed_scale != 1:
             x = x * decoder.embed_scale
         if decoder.project_in_dim is not None:
             x = decoder.project_in_dim(x)
-        if self.table is not None:
-            x = x + self.position(tokens)
+        if position is not None:
+            x = x + position
         if decoder.layernorm_embedding is not None:
             x = decoder.layernorm_embedding(x)
         for layer in self.layers:
@@ -108,7 +112,7 @@ class Generation:
             x = decoder.layer_norm(x)
         if decoder.project_out_dim is not None:
             x = decoder.project_out_dim(x)
-        return x.unsqueeze(1)
+        return x
 
     def position(self, tokens: Tensor) -> Tensor:
         """The embedding of the last token's position. fairseq's module makes those beyond its table, or refuses them."""

@@ -21,6 +21,13 @@ from ..ops.inputs import READ_AND_ERASE
 SMALL = 2**19  # numbers in the memories of all rows and heads, which fit into a cache
 
 
+def in_columns(mixer: FastWeight) -> bool:
+    """Whether the mixer's state is one matrix, (R,H,K,V) or (R,H,K,V+1): its rule has coefficients, and keys no scale of their
+    own."""
+    scaled = type(mixer.feature_map).scaled is not FeatureMap.scaled and mixer.attention_norm and mixer.feature_norm == "none"
+    return not scaled and mixer.rule.coefficients is not None
+
+
 class Memory:
     """The memory (R,H,K,V), or (R,H,K,V+1), of a layer for R rows."""
 
@@ -45,12 +52,10 @@ class Memory:
 
     @staticmethod
     def fits(mixer: FastWeight) -> bool:
-        """Whether the memory of this mixer can be changed in place here: no kernel does the step, the rule has coefficients, and
-        the keys have no scale of their own."""
+        """Whether the memory of this mixer can be changed in place here, and no kernel does the step."""
         weight = mixer.in_proj.weight
-        scaled = type(mixer.feature_map).scaled is not FeatureMap.scaled and mixer.attention_norm and mixer.feature_norm == "none"
         plain = weight.dtype in (torch.float32, torch.float64) and mixer.backend in ("auto", "recurrent")
-        return plain and not scaled and mixer.rule.coefficients is not None and not has_kernels(weight)
+        return plain and in_columns(mixer) and not has_kernels(weight)
 
     @staticmethod
     def takes(mixer: FastWeight, state: FastWeightState | None, rows: int) -> bool:

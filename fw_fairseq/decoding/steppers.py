@@ -7,6 +7,7 @@ from torch import Tensor
 from ..mixers import Additive, FastWeight, Leap, Mixer, Sru
 from .cell import Cell
 from .compiled_memory import CompiledMemory
+from .kernel_memory import KernelMemory
 from .memory import Memory
 from .pools import Pools
 
@@ -57,7 +58,12 @@ class InPlaceStepper(Stepper):
         return super().state() if self.buffers is None else self.buffers.state()
 
 
-BUFFERS = {FastWeight: (CompiledMemory, Memory), Additive: (Pools,), Leap: (Pools,), Sru: (Cell,)}  # the best of each mixer first
+BUFFERS = {
+    FastWeight: (KernelMemory, CompiledMemory, Memory),
+    Additive: (Pools,),
+    Leap: (Pools,),
+    Sru: (Cell,),
+}  # the best of each mixer first
 
 
 def make_stepper(mixer: Mixer, state) -> Stepper:

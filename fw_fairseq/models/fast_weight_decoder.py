@@ -16,7 +16,7 @@ from fairseq.utils import eval_str_list, safe_getattr
 from torch import Tensor
 
 from ..config import SOFTMAX, FastWeightConfig, layer_mixers, read_config
-from ..decoding import GENERATION, Generation
+from ..decoding import GENERATION, Generation, start
 from ..modules import FastWeightDecoderLayer, MixerAttention, Streams, with_arguments
 from ..modules.plain_softmax import PlainAdaptiveSoftmax
 
@@ -120,9 +120,7 @@ class FastWeightDecoder(TransformerDecoder):
         known = not args and all(name in ("features_only", "encoder_out") or value is None for name, value in kwargs.items())
         if known and self.recurrent and not tokens[:, -1].eq(self.padding_idx).any():
             if generation is None and (tokens.shape[1] == 1 or incremental_state):
-                generation = incremental_state[GENERATION] = Generation.fits(self) and Generation(
-                    self, incremental_state, kwargs.get("encoder_out")
-                )
+                generation = incremental_state[GENERATION] = start(self, incremental_state, kwargs.get("encoder_out"))
             return generation or None
         if generation is not None:
             incremental_state.pop(GENERATION).release(incremental_state)

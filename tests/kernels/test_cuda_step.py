@@ -68,6 +68,15 @@ def test_in_place(emulate):
     assert given[0] is y and given[1] is memory and len(launcher.calls) == 1
 
 
+def test_rows_in_another_order(emulate):
+    """As many rows as the order names, from a memory that has more or fewer."""
+    emulate(bounds=True)
+    for order in (torch.tensor([1, 1, 0]), torch.tensor([1])):
+        inputs, memory = draw("fzew", 20, 40, batch=len(order)), torch.randn(2, 2, 20, 40)
+        found = cuda_step.step(**inputs | {"memory": memory}, order=order)
+        compare(inputs | {"memory": memory[order]}, *found)
+
+
 def test_nothing_past_the_end(emulate):
     emulate()
     inputs = {name: None if x is None else guarded(x) for name, x in draw("Fzew", 20, 40).items()}

@@ -137,7 +137,7 @@ def test_losses_that_are_nan_name_a_parameter_but_do_not_end_a_run():
         task.valid_step(sample, model, criterion)
     trainer = SimpleNamespace(
         tpu=False, cfg=SimpleNamespace(ema=SimpleNamespace(store_ema=False)), model=model, criterion=criterion, task=task,
-        data_parallel_world_size=1, _prepare_sample=lambda sample: (sample, False), _reduce_and_log_stats=lambda logs, size: logs[0],
+        data_parallel_world_size=1, _prepare_sample=lambda x: (x, False), _reduce_and_log_stats=lambda logs, size: logs[0],
     )  # fmt: skip
     assert Trainer.valid_step(trainer, sample)["loss"].isnan()
 

@@ -19,25 +19,38 @@ LARGEST_KEY = WARPS * ROWS[-1]
 COMPUTES = ("f per token", "f per channel", "z per channel", "e per token", "w per token")  # in the words of ``families.kinds``
 VIEW = np.dtype([("p", "u8"), ("stride_b", "i8"), ("stride_h", "i8")])
 VIEWS = ("q", "k", "v", "f", "z", "e", "w", "memory", "y", "memory_out")
-PARAMS = np.dtype([(name, VIEW) for name in VIEWS] + [(name, "i4") for name in "HKV"], align=True)
+PARAMS = np.dtype([*((name, VIEW) for name in VIEWS), ("order", "u8"), *((name, "i4") for name in "HKV")], align=True)
 
 
 def step(
-    q, k, v, f, z, e, w, memory: Tensor, row_map: RowMap = AS_IS, y: Tensor | None = None, memory_out: Tensor | None = None
+    q,
+    k,
+    v,
+    f,
+    z,
+    e,
+    w,
+    memory: Tensor,
+    row_map: RowMap = AS_IS,
+    y: Tensor | None = None,
+    memory_out: Tensor | None = None,
+    order: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q, k (B,H,K), v (B,H,V), f (B,H) or (B,H,K), z (B,H,V), e, w (B,H), memory (B,H,K,V) fp32 -> y (B,H,V), the new memory.
 
     row_map: makes features of q and k, which are then (B,H,D). memory_out: where the new memory goes, ``memory`` itself for an
     update in place. With y and memory_out given nothing is allocated, and the call can be captured in a CUDA graph once it has run.
+    order: (B) long, row b continues from row order[b] of memory, and memory_out is another tensor. B is then that of q.
     """
     y = torch.empty_like(v) if y is None else y
-    memory_out = torch.empty_like(memory) if memory_out is None else memory_out
-    batch, heads, key, value = memory.shape
+    memory_out = memory.new_empty(len(q), *memory.shape[1:]) if memory_out is None else memory_out
+    batch, heads, key, value = len(q), *memory.shape[1:]
     tensors = dict(zip(VIEWS, (q, k, v, f, z, e, w, memory, y, memory_out)))
     params = np.zeros((), PARAMS)
     for name, x in tensors.items():
         if x is not None:
             params[name] = (x.data_ptr(), x.stride(0), x.stride(1))
+    params["order"] = 0 if order is None else order.data_ptr()
     params["H"], params["K"], params["V"] = heads, key, value
     rows = choose_rows(key)
     grid, block = (batch * heads, -(-value // COLUMNS)), (COLUMNS, -(-key // rows))

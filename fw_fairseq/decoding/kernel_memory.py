@@ -1,0 +1,96 @@
+"""The fast-weight memory of generation on a GPU: two buffers, of which every token reads one and writes the other, in one kernel.
+
+Every token takes the rows in the order of beam search, which is a buffer, too. So no address ever changes, and a CUDA graph can be
+replayed for every second token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ..feature_maps import wide
+from ..mixers import FastWeight
+from ..ops import FastWeightState
+from ..ops.dispatch import has_kernels
+from ..ops.kernels import step as kernel
+from ..row_map import AS_IS
+from .memory import Memory, in_columns
+
+
+class KernelMemory(Memory):
+    """The memory (R,H,K,V), or (R,H,K,V+1), of a layer for R rows, in fp32."""
+
+    @staticmethod
+    def fits(mixer: FastWeight) -> bool:
+        """Whether the kernel does the whole step of this mixer: what an erase reads is not divided."""
+        weight = mixer.in_proj.weight
+        if not (has_kernels(weight) and mixer.backend in ("auto", "cuda") and in_columns(mixer)):
+            return False
+        if mixer.attention_norm and mixer.rule.normaliser == "keys":
+            return False
+        sizes = (1, mixer.num_heads, 1, mixer.feature_map.out_dim, mixer.head_dim)
+        gates = {name: weight.new_ones(gate.shape(sizes), dtype=torch.float32) for name, gate in mixer.rule.gates.items()}
+        q, v = weight.new_empty(*sizes[:3], mixer.sizes["q"] // mixer.num_heads), weight.new_empty(*sizes[:3], sizes[4])
+        return kernel.why_not(q, v, mixer.rule.coefficients(**gates), mixer.row_map or AS_IS) is None
+
+    @staticmethod
+    def takes(mixer: FastWeight, state: FastWeightState | None, rows: int) -> bool:
+        """Whether the buffers can hold the state."""
+        return True
+
+    def start(self, state: FastWeightState | None, x: Tensor) -> None:
+        """Makes the buffers, for the rows of x."""
+        super().start(state, x.new_empty(len(x), 0, dtype=torch.float32))
+
+    def take(self, memory: Tensor) -> None:
+        """Makes ``memory`` one of the buffers."""
+        weight, (rows, heads, keys, columns) = self.mixer.in_proj.weight, memory.shape
+        self.memory = memory
+        self.buffers, self.turn = (memory, torch.empty_like(memory)), 0
+        self.identity = torch.arange(rows, device=memory.device)
+        self.order = self.identity.clone()
+        self.qk = weight.new_empty(2, rows, heads, 1, keys)  # for ``features``
+        self.y = weight.new_empty(rows, heads, columns)
+        self.values = weight.new_ones(rows, heads, columns) if self.mixer.attention_norm else None
+
+    def step(self, x: Tensor) -> Tensor:
+        """Writes and reads: x (R,C) -> y (R,C)."""
+        mixer, rows = self.mixer, len(x)
+        qk, v, *gates = linear(x, mixer.in_proj.weight, mixer.in_proj.bias).split(self.parts, -1)
+        v = v.view(rows, self.heads, self.value_dim)
+        if self.values is not None:
+            self.values[..., :-1] = v
+            v = self.values
+        opened = {name: self.shaped(wide(part).sigmoid()) for name, part in zip(self.rule.gates, gates)}
+        coefficients = [None if part is None else part.squeeze(2) for part in self.rule.coefficients(**opened)]
+        source, target = self.buffers[self.turn], self.buffers[1 - self.turn]
+        kernel.step(*self.mapped(qk), v, *coefficients, source, mixer.row_map or AS_IS, self.y, target, self.order)
+        self.turn = 1 - self.turn
+        self.order.copy_(self.identity)
+        y = self.y
+        if self.values is not None:
+            y = (y[..., :-1].float() / (y[..., -1:].float() + self.eps)).to(x.dtype)
+        if mixer.read_scale != 1:
+            y = y * mixer.read_scale
+        return linear(y.reshape(rows, -1), mixer.out_proj.weight, mixer.out_proj.bias)
+
+    def mapped(self, qk: Tensor) -> tuple[Tensor, Tensor]:
+        """Maps the projections of queries and keys to what the kernel reads, (R,H,X) each: features, or rows that it maps."""
+        rows = len(qk)
+        if self.mixer.row_map is None:
+            return tuple(part.view(rows, self.heads, -1) for part in self.features(qk))
+        return tuple(part.squeeze(2) for part in self.mixer.feature_map.linear(self.by_head(qk)).unbind())
+
+    def reorder(self, order: Tensor) -> None:
+        """Gives row i the memory of row ``order[i]``: the next token's kernel reads it there."""
+        if len(order) == len(self.order):
+            self.order.copy_(self.order.index_select(0, order))
+        else:
+            self.take(self.buffers[self.turn].index_select(0, self.order.index_select(0, order)))
+
+    def state(self) -> FastWeightState:
+        """The state after the last token."""
+        memory = self.buffers[self.turn].index_select(0, self.order)
+        return FastWeightState(memory[..., : self.value_dim], memory[..., -1] if self.values is not None else None)
