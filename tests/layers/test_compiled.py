@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from fw_fairseq.ops.vectors import compiled
 from fw_fairseq.ops.vectors.pooling import pool
 from fw_fairseq.ops.vectors.sru import sru
 
+TESTS = Path(__file__).parents[1]
+SANITIZER = ("libasan.so", "libstdc++.so.6")
 TYPES = {torch.float64: 1e-9, torch.float32: 2e-4}
 
 
@@ -159,3 +162,19 @@ def test_pytorch_computes_where_it_cannot_be_compiled(fresh, monkeypatch, switch
         h, _ = sru(*leaves(torch.float32, (4, 2, 9), (4, 2, 3), (3,), (3,)))
     assert h.isfinite().all() and native.library() is None
     assert ("cannot compile their loops" in caplog.text) == (switch in ("a compiler that fails", "a folder that cannot be made"))
+
+
+def test_the_loops_stay_inside_their_tensors(tmp_path):
+    """The address sanitizer watches every loop, and the tensors that PyTorch allocates for them."""
+    found = [Path(subprocess.check_output(["c++", f"-print-file-name={name}"], text=True).strip()) for name in SANITIZER]
+    if not all(path.is_absolute() for path in found):
+        pytest.skip("the compiler has no address sanitizer")
+    compiler = tmp_path / "c++"
+    compiler.write_text('#!/bin/sh\nexec c++ -fsanitize=address "$@"\n')
+    compiler.chmod(0o755)
+    environment = {"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path), "LD_PRELOAD": " ".join(map(str, found))}
+    environment |= {"ASAN_OPTIONS": "detect_leaks=0", "PYTHONPATH": f"{TESTS}:{TESTS.parent}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "support.generated"], env=os.environ | environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0 and done.stdout.endswith("7 models\n"), done.stderr[-3000:]

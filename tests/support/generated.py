@@ -1,0 +1,39 @@
+"""Generates a few tokens with every loop of ``fw_fairseq/native``, in a process that a sanitizer watches."""
+
+from __future__ import annotations
+
+import torch
+from support.language_models import build, draw
+
+import fw_fairseq.models  # noqa: F401
+from fw_fairseq import native
+
+OPTIONS = [
+    {"update_rule": "sum", "feature_map": "dpfp", "attention_norm": True},
+    {"update_rule": "delta", "feature_map": "relu"},
+    {"update_rule": "delta", "attention_norm": True},
+    {"update_rule": "decay", "feature_map": "identity", "feature_norm": "none"},
+    {"mixer": "additive"},
+    {"mixer": "leap"},
+    {"mixer": "sru"},
+]
+
+
+@torch.no_grad()
+def main() -> None:
+    torch.set_num_threads(1)
+    assert native.library() is not None
+    for options in OPTIONS:
+        model, tokens, state, rows = build(**options), draw(3, 24), {}, torch.arange(3)
+        model(tokens)
+        for t in range(24):
+            model(tokens[rows, : t + 1], incremental_state=state)
+            if t in (2, 9, 15):
+                order = torch.tensor([1, 1, 0] if t < 15 else [0, 2])
+                rows = rows[order]
+                model.decoder.reorder_incremental_state_scripting(state, order)
+    print(len(OPTIONS), "models")
+
+
+if __name__ == "__main__":
+    main()
