@@ -20,7 +20,8 @@ from .rules import RULES
 SOFTMAX = "softmax"
 REGISTRIES = {"update_rule": RULES, "feature_map": FEATURE_MAPS, "mixer": MIXERS}
 SOFTMAX_OPTIONS = ("attention_dropout",)
-DECODER_OPTIONS = ("scale_output", "output_dropout")  # which no mixer reads
+SPARSE_OPTIONS = ("ffn_sparsity", "ffn_controller_dim", "qkv_sparsity", "output_sparsity", "ffn_sru", "reversible")
+DECODER_OPTIONS = ("scale_output", "output_dropout", *SPARSE_OPTIONS)  # which no mixer reads
 ATTENTIONS = ("encoder", "decoder", "cross")
 
 
@@ -147,6 +148,29 @@ class FastWeightConfig(FairseqDataclass):
     slot_positions: int = setting(
         "slot_positions", "number of positions that linformer has weights for; later positions use the last weights"
     )
+    ffn_sparsity: int = option(
+        0,
+        "use one of each so many hidden units of the feed-forward layers, which a controller chooses for each token; 0: use all",
+        0,
+    )
+    ffn_controller_dim: int = option(
+        0, "rank of that controller; 0: the width of the feed-forward layers divided by --ffn-sparsity", 0
+    )
+    qkv_sparsity: int = option(
+        0,
+        "number of modules of a multiplicative dense layer and causal convolutions that make queries, keys and values, without an"
+        " output projection; 0: dense projections",
+        0,
+    )
+    output_sparsity: int = option(
+        0, "number of modules of a multiplicative dense layer in place of the output projection; 0: a dense projection", 0
+    )
+    ffn_sru: int = option(0, "number of simple recurrent units beside the feed-forward part of each layer; 0: none", 0)
+    reversible: bool = option(
+        False,
+        "two residual streams, from which the backward computes the activations again, so that their memory does not grow with the"
+        " number of layers",
+    )
     output_dropout: float = option(0.0, "dropout probability of the last layer's output", 0, below=1)
     scale_output: bool = option(False, "divide the logits by the square root of the width of the layers")
 
@@ -158,6 +182,11 @@ class FastWeightTransformerConfig(FastWeightConfig):
         "the attentions that are linear, of encoder, decoder and cross, separated by commas; '' makes none linear. Update rule and"
         " mixers are those of the decoder; all three use the feature map",
     )
+    source_in_front: bool = option(
+        False,
+        "put the encoder's output in front of the target, where the decoder's self-attention reads it, in place of cross attention",
+    )
+    decoder_attentions: int = option(1, "number of self-attention layers in each decoder layer", 1)
 
 
 def linear_attentions(config: FastWeightTransformerConfig) -> list[str]:

@@ -58,7 +58,7 @@ class MemoryLogging:
             raise Mistake("--state-norm-penalty needs fast-weight layers, and the model has none; leave it out")
         norms = [norm for memory in memories if (norm := memory.take_state_norm()) is not None]
         if not all(norm.requires_grad for norm in norms):
-            raise Mistake("--state-norm-penalty does not work with --checkpoint-activations; leave one of them out")
+            raise Mistake("--state-norm-penalty does not work with --checkpoint-activations or --reversible; leave them out")
         return torch.stack(norms).mean() if norms else loss.new_zeros(())
 
     @classmethod

@@ -91,7 +91,7 @@ class Distillation(PlainOrAdaptive):
             with attention(model, inputs) as (_, given):
                 hidden(model, net_input)
             if not all(x.requires_grad for x in given):
-                raise Mistake("--match attention does not work with --checkpoint-activations; use --match hidden")
+                raise Mistake("--match attention does not work with --checkpoint-activations or --reversible; use --match hidden")
         if [x.shape for x in given] != [x.shape for x in wanted]:
             raise Mistake(
                 f"--teacher has {len(wanted)} layers of width {wanted[0].shape[-1]}, the model {len(given)} of"

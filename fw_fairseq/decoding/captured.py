@@ -48,12 +48,15 @@ class CapturedGeneration(Generation):
     def fits(decoder) -> bool:
         """Whether a GPU keeps all states in fixed places, and nothing asks the host in between. FW_FAIRSEQ_DECODING_GRAPH=0 says
         no."""
-        mixers = [layer.self_attn.mixer for layer in decoder.layers]
+        layers = list(decoder.layers.children())
+        mixers = [getattr(layer.self_attn, "mixer", None) for layer in layers]
+        alone = all(layer.encoder_attn is None and layer.recurrence is None and not len(layer.more_attention) for layer in layers)
         return (
             os.environ.get("FW_FAIRSEQ_DECODING_GRAPH") != "0"
             and has_kernels(next(decoder.parameters()))
             and isinstance(decoder.embed_tokens, nn.Embedding)
-            and all(layer.encoder_attn is None for layer in decoder.layers)
+            and alone
+            and not decoder.reversible
             and all(type(mixer) is FastWeight and KernelMemory.fits(mixer) for mixer in mixers)
         )
 

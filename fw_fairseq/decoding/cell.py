@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..mixers import Sru
 from ..mixers.sru import SruState
@@ -21,7 +21,7 @@ class Cell:
     @staticmethod
     def fits(mixer: Sru) -> bool:
         """Whether the compiled scan computes this mixer; it has no tanh."""
-        return not mixer.tanh and takes(mixer.gate_weight.detach())
+        return isinstance(mixer.in_proj, nn.Linear) and not mixer.tanh and takes(mixer.gate_weight.detach())
 
     @staticmethod
     def takes(mixer: Sru, state: SruState | None, rows: int) -> bool:

@@ -10,14 +10,13 @@ import ctypes
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from ..mixers import FastWeight
 from ..native import loop, takes, threads
 from ..ops import FastWeightState
 from ..ops.factored import Factors
 from .loops import Features, View
-from .memory import Memory
+from .memory import Memory, projected, put_out
 
 _, WRITE, KEYS, KEYS_READ = range(4)  # in the order of Normaliser there
 VIEWS = ("q", "k", "v", "f", "z", "e", "w")
@@ -71,7 +70,7 @@ class CompiledMemory(Memory):
     @staticmethod
     def fits(mixer: FastWeight) -> bool:
         """Whether the memory can be changed in place, and there is a loop for its type of number."""
-        return Memory.fits(mixer) and takes(mixer.in_proj.weight.detach())
+        return Memory.fits(mixer) and takes(next(mixer.in_proj.parameters()).detach())
 
     @staticmethod
     def takes(mixer: FastWeight, state: FastWeightState | None, rows: int) -> bool:
@@ -120,19 +119,19 @@ class CompiledMemory(Memory):
     def step(self, x: Tensor) -> Tensor:
         """Writes and reads: x (R,C) -> y (R,C)."""
         mixer, a, (q, k, v, *rest) = self.mixer, self.arguments, self.views
-        projected = linear(x, mixer.in_proj.weight, mixer.in_proj.bias)
-        y, start = x.new_empty(len(x), self.heads * self.value_dim), projected.data_ptr()
+        parts = projected(mixer, x)
+        y, start = x.new_empty(len(x), self.heads * self.value_dim), parts.data_ptr()
         q.data, k.data, v.data = (start + part for part in self.starts)
         if not a.of_projection:
-            queries, keys = self.mapped(projected[:, : self.parts[0]])
+            queries, keys = self.mapped(parts[:, : self.parts[0]])
             q.data, k.data = queries.data_ptr(), keys.data_ptr()
-        opened = projected[:, self.gate_start :].sigmoid().split(self.gates, -1) if self.gates else ()
+        opened = parts[:, self.gate_start :].sigmoid().split(self.gates, -1) if self.gates else ()
         coefficients = self.rule.coefficients(**{name: self.shaped(part) for name, part in zip(self.rule.gates, opened)})
         for view, part in zip(rest, coefficients):
             view.show(part)
         a.decay_of_keys, a.y = coefficients.f is not None and coefficients.f.dim() == 4, y.data_ptr()
         self.run(a)
-        return linear(y, mixer.out_proj.weight, mixer.out_proj.bias)
+        return put_out(mixer, y)
 
     def mapped(self, qk: Tensor) -> Tensor:
         """Maps the projections of queries and keys to what the loop reads, (2,R,H,1,X): features, or rows that it maps."""

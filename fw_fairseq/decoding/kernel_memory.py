@@ -7,7 +7,7 @@ replayed for every second token.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ..feature_maps import wide
@@ -25,8 +25,10 @@ class KernelMemory(Memory):
     @staticmethod
     def fits(mixer: FastWeight) -> bool:
         """Whether the kernel does the whole step of this mixer: what an erase reads is not divided."""
-        weight = mixer.in_proj.weight
-        if not (has_kernels(weight) and mixer.backend in ("auto", "cuda") and in_columns(mixer)):
+        weight = next(mixer.in_proj.parameters())
+        if not (
+            type(mixer.in_proj) is nn.Linear and has_kernels(weight) and mixer.backend in ("auto", "cuda") and in_columns(mixer)
+        ):
             return False
         if mixer.attention_norm and mixer.rule.normaliser == "keys":
             return False

@@ -7,7 +7,7 @@ attention normalisation divides by are one more column of the memory, (R H, K, V
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..feature_maps import SMALLEST_SUM, FeatureMap
@@ -19,6 +19,18 @@ from ..ops.factored import Factors
 from ..ops.inputs import READ_AND_ERASE
 
 SMALL = 2**19  # numbers in the memories of all rows and heads, which fit into a cache
+
+
+def projected(mixer: FastWeight, x: Tensor) -> Tensor:
+    """What the input projection makes of x (R,C), or of what sparse projections read."""
+    dense = type(mixer.in_proj) is nn.Linear
+    return F.linear(x, mixer.in_proj.weight, mixer.in_proj.bias) if dense else mixer.in_proj(x)
+
+
+def put_out(mixer: FastWeight, y: Tensor) -> Tensor:
+    """Maps what was read, (R,C), to the output of the layer; sparse projections have none."""
+    dense = type(mixer.out_proj) is nn.Linear
+    return F.linear(y, mixer.out_proj.weight, mixer.out_proj.bias) if dense else mixer.out_proj(y)
 
 
 def in_columns(mixer: FastWeight) -> bool:
@@ -53,7 +65,7 @@ class Memory:
     @staticmethod
     def fits(mixer: FastWeight) -> bool:
         """Whether the memory of this mixer can be changed in place here, and no kernel does the step."""
-        weight = mixer.in_proj.weight
+        weight = next(mixer.in_proj.parameters())
         plain = weight.dtype in (torch.float32, torch.float64) and mixer.backend in ("auto", "recurrent")
         return plain and in_columns(mixer) and not has_kernels(weight)
 
@@ -90,8 +102,7 @@ class Memory:
     def step(self, x: Tensor) -> Tensor:
         """Writes and reads: x (R,C) -> y (R,C)."""
         mixer, rows, columns = self.mixer, len(x), self.memory.shape[-1]
-        projected = F.linear(x, mixer.in_proj.weight, mixer.in_proj.bias)
-        qk, v, *gates = projected.split(self.parts, -1)
+        qk, v, *gates = projected(mixer, x).split(self.parts, -1)
         q, k = self.features(qk)
         c = self.rule.coefficients(**{name: self.shaped(part.sigmoid()) for name, part in zip(self.rule.gates, gates)})
         self.decay(c.f, c.z)
@@ -112,7 +123,7 @@ class Memory:
             y = y[..., :-1] / (y[..., -1:] + self.eps)
         if mixer.read_scale != 1:
             y = y * mixer.read_scale
-        return F.linear(y.view(rows, -1), mixer.out_proj.weight, mixer.out_proj.bias)
+        return put_out(mixer, y.view(rows, -1))
 
     def features(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Maps the projections of queries and keys, (R, 2 H X), to their features, (R H, K) each."""

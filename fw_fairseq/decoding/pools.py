@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ..mixers import Additive, Leap
@@ -96,6 +96,8 @@ class Pools:
     @staticmethod
     def fits(mixer: Additive | Leap) -> bool:
         """Whether there is a loop for the mixer: the published additive attention has a product in its middle."""
+        if type(mixer.in_proj) is not nn.Linear:
+            return False
         return takes(mixer.in_proj.weight.detach()) and not (isinstance(mixer, Additive) and mixer.published)
 
     @staticmethod

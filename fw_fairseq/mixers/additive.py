@@ -51,7 +51,7 @@ class Additive(Pooled):
     ``--pooling-form published``: q' = W pool(q), scores that are 0 at the start, and y = q' k + p' v, which is added to x.
     """
 
-    state_type, parts = PooledState, 3
+    state_type, parts, takes_source = PooledState, 3, True
 
     def __init__(self, embed_dim: int, heads: int = 1, config=None, window: int = 0, **given):
         super().__init__(embed_dim, heads, config, window, **given)
@@ -69,10 +69,10 @@ class Additive(Pooled):
         for weight in (self.query_score, self.key_score):
             nn.init.zeros_(weight) if self.published else nn.init.normal_(weight)
 
-    def forward(self, x: Tensor, state: PooledState | None = None, padding_mask=None, reset_mask=None, **unused):
+    def forward(self, x: Tensor, state: PooledState | None = None, padding_mask=None, reset_mask=None, source=None, **unused):
         """Maps x (T,B,C) to y (T,B,C) and the state after the last token."""
         queries, keys = (None, None) if state is None else state.rounds()
-        q, k, v = self.in_proj(x).chunk(3, -1)
+        q, k, v = self.in_proj(x if source is None else source).chunk(3, -1)
         q = self.by_head(q)
         pooled, queries = pool(self.scores(q, self.query_score), q, self.window, queries, padding_mask, reset_mask)
         mixed = self.mixed(pooled, k)

@@ -76,6 +76,7 @@ class Mixer(nn.Module):
     """
 
     state_type: type
+    takes_source = False  # whether ``source`` may replace x as the input of ``in_proj``
     norms_residual = False  # whether the residual connection around it takes its input after the norm, not before it
     settings: ClassVar[dict[str, Setting]] = {}
     options: tuple[str, ...] = ()
@@ -117,6 +118,7 @@ class Mixer(nn.Module):
         *,
         decoding: bool = False,
         group=None,
+        source: Tensor | None = None,
     ):
         """Maps x (T,B,C), T at least 1, to y (T,B,C) and the state after the last token.
 
@@ -127,8 +129,9 @@ class Mixer(nn.Module):
             decoding: the tokens come one at a time, so that the state may take whatever form is smaller.
             group: a ``torch.distributed`` group whose workers hold consecutive parts of the tokens. It is None unless
                 ``why_not_across_workers`` returns None.
+            source: (T,B,C'), what ``in_proj`` reads in place of x. It is None unless ``takes_source``.
 
-        A mixer that makes no use of the last two takes ``**unused`` in their place. T = 0 raises ValueError.
+        A mixer that makes no use of the last three takes ``**unused`` in their place. T = 0 raises ValueError.
         """
         raise NotImplementedError
 
@@ -147,7 +150,10 @@ class Mixer(nn.Module):
     @torch.no_grad()
     def state_size(self) -> int:
         """The number of numbers in the state of one sequence."""
-        _, state = self(next(self.parameters()).new_zeros(1, 1, self.embed_dim))
+        x = next(self.parameters()).new_zeros(1, 1, self.embed_dim)
+        read = self.in_proj.in_features if self.takes_source else self.embed_dim
+        source = {} if read == self.embed_dim else {"source": x.new_zeros(1, 1, read)}
+        _, state = self(x, **source)
         return sum(x.numel() for x in state if x is not None and x.is_floating_point())
 
     def projections(self) -> dict[str, dict[str, slice]]:

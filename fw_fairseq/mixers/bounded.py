@@ -35,7 +35,7 @@ class Bounded(Mixer):
     values.
     """
 
-    state_type = BoundedState
+    state_type, takes_source = BoundedState, True
     settings = settings_of(slots=Setting(32, least=1), fast_weight_backend=Setting("auto", choices=BACKENDS))
 
     def __init__(self, embed_dim: int, heads: int = 1, config=None, **given):
@@ -92,9 +92,11 @@ class Abc(Bounded):
         """Returns how many weights the input projection makes of a token."""
         return self.num_heads * self.slots
 
-    def forward(self, x: Tensor, state: BoundedState | None = None, padding_mask=None, reset_mask=None, **unused):
+    def forward(self, x: Tensor, state: BoundedState | None = None, padding_mask=None, reset_mask=None, source=None, **unused):
         """Maps x (T,B,C) to y (T,B,C) and the state after the last token."""
-        *parts, scores = self.in_proj(x).split([self.embed_dim] * 3 + [self.num_heads * self.slots], -1)
+        *parts, scores = self.in_proj(x if source is None else source).split(
+            [self.embed_dim] * 3 + [self.num_heads * self.slots], -1
+        )
         weights = wide(self.by_head(scores)).clamp(-LIMIT, LIMIT).exp()
         return self.read(parts, weights, state, {"padding_mask": padding_mask, "reset_mask": reset_mask}, means=True)
 
@@ -109,12 +111,12 @@ class Linformer(Bounded):
         places = self.read_settings(config, given).slot_positions
         self.position_weight = nn.Parameter(torch.randn(places, heads, self.slots) / math.sqrt(self.slots))
 
-    def forward(self, x: Tensor, state: BoundedState | None = None, padding_mask=None, reset_mask=None, **unused):
+    def forward(self, x: Tensor, state: BoundedState | None = None, padding_mask=None, reset_mask=None, source=None, **unused):
         """Maps x (T,B,C) to y (T,B,C) and the state after the last token."""
         check_tokens("x", x, len(x))
         start = x.new_zeros(x.shape[1], dtype=torch.long) if state is None else state.position
         places, end = places_in_texts(start, x.shape[0], padding_mask, reset_mask)
         weights = wide(self.position_weight)[places.clamp(max=len(self.position_weight) - 1)].transpose(1, 2)  # (B,H,T,N)
         masks = {"padding_mask": padding_mask, "reset_mask": reset_mask}
-        y, state = self.read(list(self.in_proj(x).chunk(3, -1)), weights, state, masks, means=False)
+        y, state = self.read(list(self.in_proj(x if source is None else source).chunk(3, -1)), weights, state, masks, means=False)
         return y, state._replace(position=end)

@@ -31,7 +31,7 @@ ROW_UNIT = 8  # columns: 16 bytes of the smallest type
 class FastWeight(Mixer):
     """Fast weights with any update rule and feature map. One projection makes q, k, v and every gate of the rule."""
 
-    state_type = FastWeightState
+    state_type, takes_source = FastWeightState, True
     settings = settings_of(
         update_rule=Setting("delta", choices=RULES),
         feature_map=Setting("elu", choices=FEATURE_MAPS),
@@ -107,6 +107,8 @@ class FastWeight(Mixer):
         missing = -self.in_proj.out_features % ROW_UNIT
         if missing == 0 or len(x) == 1 or not has_kernels(x):
             return self.in_proj(x)
+        if not isinstance(self.in_proj, nn.Linear):
+            return F.pad(self.in_proj(x), (0, missing))
         bias = None if self.in_proj.bias is None else F.pad(self.in_proj.bias, (0, missing))
         return F.linear(x, F.pad(self.in_proj.weight, (0, 0, 0, missing)), bias)
 
@@ -119,8 +121,9 @@ class FastWeight(Mixer):
         *,
         decoding: bool = False,
         group=None,
+        source: Tensor | None = None,
     ) -> tuple[Tensor, FastWeightState]:
-        q, k, v, gates, key_log_scale = self.operands(x)
+        q, k, v, gates, key_log_scale = self.operands(x if source is None else source)
         y, state = fast_weight(
             q, k, v.to(q.dtype), self.rule_name, gates, state, self.backend, self.attention_norm, self.feature_map.eps,
             padding_mask=padding_mask, key_log_scale=key_log_scale, reset_mask=reset_mask, feature_map=self.row_map,

@@ -19,7 +19,7 @@ class LocalAttention(Mixer):
     The layer's inputs carry over to the next segment, without gradients; their keys and values are projected anew.
     """
 
-    state_type = WindowState
+    state_type, takes_source = WindowState, True
     settings = settings_of(local_window=Setting(32, least=2), attention_dropout=Setting(0.0, least=0, below=1))
 
     def __init__(self, embed_dim: int, heads: int = 1, config=None, **given):
@@ -44,9 +44,18 @@ class LocalAttention(Mixer):
             nn.init.zeros_(linear.bias)
 
     def forward(
-        self, x: Tensor, state: WindowState | None = None, padding_mask=None, reset_mask=None, *, decoding: bool = False, **unused
+        self,
+        x: Tensor,
+        state: WindowState | None = None,
+        padding_mask=None,
+        reset_mask=None,
+        *,
+        decoding: bool = False,
+        source: Tensor | None = None,
+        **unused,
     ):
         """Maps x (T,B,C) to y (T,B,C) and the state after the last token."""
+        x = x if source is None else source
         q, kv = self.in_proj(x).split([self.embed_dim, 2 * self.embed_dim], -1)
         inputs = x.transpose(0, 1)
         view = look_back(inputs, state, self.reach, padding_mask, reset_mask)
@@ -56,6 +65,8 @@ class LocalAttention(Mixer):
 
     def keys_and_values(self, inputs: Tensor) -> Tensor:
         """Maps inputs (B,R,C) to their keys and values (B,R,2C)."""
+        if not isinstance(self.in_proj, nn.Linear):
+            return self.in_proj.rows(inputs, "k", "v")
         return F.linear(inputs, self.in_proj.weight[self.embed_dim :], self.in_proj.bias[self.embed_dim :])
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:

@@ -51,6 +51,7 @@ class Sru(Mixer):
     def __init__(self, embed_dim: int, heads: int = 1, config=None, **given):
         super().__init__(embed_dim, heads)
         settings = self.read_settings(config, given)
+        self.takes_source = not settings.sru_projection
         width, dropout = settings.sru_projection or embed_dim, settings.sru_projection_dropout
         for option, given in (("norm", settings.sru_projection_norm), ("dropout", dropout)):
             if given and not settings.sru_projection:
@@ -100,9 +101,11 @@ class Sru(Mixer):
         self.in_proj.weight[self.embed_dim :] *= math.sqrt(0.5)
         nn.init.uniform_(self.gate_weight, -math.sqrt(1.5), math.sqrt(1.5))
 
-    def forward(self, x: Tensor, state: SruState | None = None, padding_mask=None, reset_mask=None, **unused):
+    def forward(self, x: Tensor, state: SruState | None = None, padding_mask=None, reset_mask=None, source=None, **unused):
         """Maps x (T,B,C) to h (T,B,C) and the state after the last token."""
-        return self.recur(self.inner(x), x, None if state is None else state.cell, padding_mask, reset_mask)
+        return self.recur(
+            self.inner(x) if source is None else source, x, None if state is None else state.cell, padding_mask, reset_mask
+        )
 
     def inner(self, x: Tensor) -> Tensor:
         """Returns what the product reads, (T,B,width)."""
@@ -134,7 +137,10 @@ class Sru(Mixer):
         """Returns u, F and R side by side, (T,B,3C)."""
         if self.in_proj.bias is not None:
             return self.in_proj(inner)
-        return linear(inner, self.in_proj.weight, F.pad(self.gate_bias.flatten(), (self.embed_dim, 0)))
+        biases = F.pad(self.gate_bias.flatten(), (self.embed_dim, 0))
+        if not isinstance(self.in_proj, nn.Linear):
+            return self.in_proj(inner) + biases
+        return linear(inner, self.in_proj.weight, biases)
 
     def recur(self, inner: Tensor, x: Tensor, cell: Tensor | None, padding_mask, reset_mask):
         """Returns h and the state. The product reads inner (T,B,width), and the highway passes x (T,B,C)."""

@@ -17,8 +17,11 @@ from torch import Tensor
 
 from ..config import SOFTMAX, FastWeightConfig, layer_mixers, read_config
 from ..decoding import GENERATION, Generation, start
-from ..modules import FastWeightDecoderLayer, MixerAttention, Streams, with_arguments
+from ..modules import FastWeightDecoderLayer, MixerAttention, Stack, Stateful, Streams, with_arguments
 from ..modules.plain_softmax import PlainAdaptiveSoftmax
+from ..modules.sparse import Multiplicative
+from ..modules.sparse.softmax import SparseAttention
+from .sparse_options import check_reversible, check_sparse
 
 UNLIMITED = 10**9
 
@@ -37,6 +40,7 @@ class FastWeightDecoder(TransformerDecoder):
     ):
         self.fast_weight_config = read_config(self.config_class, args)
         self.fast_weight_config.longest_text = None if carries_over else longest_text(args)
+        check_sparse(self.fast_weight_config, args)
         names = self.mixer_names(args.decoder_layers)
         self.plain_softmax = safe_getattr(args, "plain_adaptive_softmax", False)
         self._mixers, self.recurrent = iter(enumerate(names)), SOFTMAX not in names
@@ -44,8 +48,15 @@ class FastWeightDecoder(TransformerDecoder):
             args = copy.copy(args)  # the input's projections, used backwards, start from the layers' width
             args.decoder_output_dim = args.decoder_embed_dim
         super().__init__(args, dictionary, embed_tokens, no_encoder_attn, output_projection)
+        self.reversible = self.fast_weight_config.reversible
+        self.in_front = getattr(self.fast_weight_config, "source_in_front", False)
+        if self.reversible:
+            check_reversible(list(self.layers.children()))
+        if self.reversible or self.in_front:
+            self.layers = Stack(list(self.layers.children()), self.decoder_layerdrop, self.reversible, self.in_front)
+        self.stateful = [module for module in self.modules() if isinstance(module, Stateful)]
         self.mixers = [module for module in self.modules() if isinstance(module, MixerAttention)]
-        self.softmax = [module for module in self.modules() if isinstance(module, MultiheadAttention)]
+        self.softmax = [module for module in self.modules() if isinstance(module, MultiheadAttention | SparseAttention)]
         self.output_dropout = FairseqDropout(self.fast_weight_config.output_dropout, module_name="output")
         self.expect_prompt(None)
 
@@ -53,6 +64,9 @@ class FastWeightDecoder(TransformerDecoder):
         return layer_mixers(self.fast_weight_config, layers)
 
     def build_output_projection(self, args, dictionary, embed_tokens):
+        if count := self.fast_weight_config.output_sparsity:
+            self.output_projection = Multiplicative(self.output_embed_dim, len(dictionary), count)
+            return None
         if not self.plain_softmax:
             return super().build_output_projection(args, dictionary, embed_tokens)
         cfg = TransformerConfig.from_namespace(args)
@@ -107,7 +121,8 @@ class FastWeightDecoder(TransformerDecoder):
             states = streams.of(self)
             states.advance(resets=reset_mask is not None)
             start = 0 if states.group is None else states.group.rank() * tokens
-        layers = [layer for layer in self.layers.children() if isinstance(layer, FastWeightDecoderLayer)]
+        layers = [self.layers] if isinstance(self.layers, Stack) else self.layers.children()
+        layers = [layer for layer in layers if isinstance(layer, FastWeightDecoderLayer | Stack)]
         with counted_from(self.embed_positions, start), with_arguments(layers, states=states, reset_mask=reset_mask):
             yield
 
@@ -118,7 +133,8 @@ class FastWeightDecoder(TransformerDecoder):
         if generation is False:
             return None
         known = not args and all(name in ("features_only", "encoder_out") or value is None for name, value in kwargs.items())
-        if known and self.recurrent and not tokens[:, -1].eq(self.padding_idx).any():
+        known = known and (not self.in_front or bool(incremental_state))  # the first token reads the source
+        if known and not tokens[:, -1].eq(self.padding_idx).any():
             if generation is None and (tokens.shape[1] == 1 or incremental_state):
                 generation = incremental_state[GENERATION] = start(self, incremental_state, kwargs.get("encoder_out"))
             return generation or None
@@ -137,7 +153,8 @@ class FastWeightDecoder(TransformerDecoder):
     def reads_prompts(self) -> bool:
         """Whether one pass over several tokens leaves the states of decoding. fairseq's softmax attention does where it is plain
         and alone."""
-        return all(attention.self_attention and not attention.use_xformers for attention in self.softmax)
+        own = [attention for attention in self.softmax if isinstance(attention, MultiheadAttention)]
+        return not self.in_front and all(attention.self_attention and not attention.use_xformers for attention in own)
 
     def starts_with_a_prompt(self, tokens, incremental_state) -> bool:
         return incremental_state is not None and self.reads_prompts and tokens.shape[1] > 1 and not incremental_state
@@ -147,8 +164,10 @@ class FastWeightDecoder(TransformerDecoder):
         streams = Streams()
         with with_arguments(self.softmax, incremental_state=incremental_state):  # where they leave their keys and values
             output = self.forward(tokens, *args, streams=streams, **kwargs)
-        for mixer in self.mixers:
-            mixer._set_input_buffer(incremental_state, streams.of(self).after[mixer.layer])
+        after = streams.of(self).after
+        for part in self.stateful:
+            if part.layer in after:
+                part._set_input_buffer(incremental_state, after[part.layer])
         return output
 
     def expect_prompt(self, prompt) -> None:

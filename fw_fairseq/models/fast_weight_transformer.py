@@ -21,14 +21,16 @@ from ..config import (
     FastWeightTransformerConfig,
     check_sizes,
     linear_attentions,
+    option_name,
     options_read,
     read_config,
     refuse_without_effect,
 )
-from ..modules import LinearAttention, LinearEncoderLayer, TranslationDecoderLayer
+from ..modules import LinearAttention, LinearEncoderLayer, Stack, TranslationDecoderLayer
 from .checkpoint_options import NamesWhatDiffers, keep_layers
 from .fast_weight_decoder import FastWeightDecoder
 from .lm_architectures import defaults
+from .sparse_options import check_sparse
 from .switches import add_opposites
 
 logger = logging.getLogger(__name__)
@@ -44,8 +46,11 @@ class TranslationEncoder(TransformerEncoder):
 
     def __init__(self, args, dictionary, embed_tokens, return_fc=False):
         self.fast_weight_config = read_config(FastWeightTransformerConfig, args)
-        self.read_once = "cross" in linear_attentions(self.fast_weight_config)
+        in_front = self.fast_weight_config.source_in_front
+        self.read_once = "cross" in linear_attentions(self.fast_weight_config) and not in_front
         super().__init__(args, dictionary, embed_tokens, return_fc)
+        if self.fast_weight_config.reversible:
+            self.layers = Stack(list(self.layers.children()), self.encoder_layerdrop, reversible=True)
 
     def build_encoder_layer(self, args):
         """Returns one layer, with linear attention if --linear-attention names the encoder."""
@@ -113,14 +118,15 @@ class FastWeightTransformer(NamesWhatDiffers, TransformerModel):
     @classmethod
     def build_decoder(cls, args, tgt_dict, embed_tokens):
         """Returns the decoder."""
-        return TranslationDecoder(args, tgt_dict, embed_tokens, no_encoder_attn=args.no_cross_attention)
+        in_front = safe_getattr(args, "source_in_front", False)
+        return TranslationDecoder(args, tgt_dict, embed_tokens, no_encoder_attn=args.no_cross_attention or in_front)
 
     def refuse_without_effect(self, args) -> None:
         """Refuses options that no part of a new model reads."""
         config = self.decoder.fast_weight_config
         linear = {*linear_attentions(config)}
         mixers = self.decoder.mixer_names(args.decoder_layers) + ([SOFTMAX] if linear != {*ATTENTIONS} else [])
-        others = ["linear_attention", *DECODER_OPTIONS]
+        others = ["linear_attention", "source_in_front", "decoder_attentions", *DECODER_OPTIONS]
         if "decoder" in linear:
             others += ["mixer", "mixer_pattern"]
         if linear & {"encoder", "cross"}:
@@ -140,6 +146,8 @@ class FastWeightTransformer(NamesWhatDiffers, TransformerModel):
 
 def refuse_alignments(option: str, config) -> None:
     """Raises if cross attention is linear, because ``option`` then has no weights to read."""
+    if config.source_in_front:
+        raise Mistake(f"{option} needs the weights of cross attention, which a model with --source-in-front does not have")
     if "cross" in linear_attentions(config):
         raise Mistake(
             f"{option} needs the weights of softmax cross attention, which linear attention never computes;"
@@ -151,6 +159,9 @@ def check_options(args) -> None:
     """Refuses options of softmax attention where no attention is softmax."""
     config = read_config(FastWeightTransformerConfig, args)
     linear = {*linear_attentions(config)}
+    check_sparse(config, args)
+    if config.source_in_front:
+        check_source_in_front(args)
     if safe_getattr(args, "cross_self_attention", False) and linear & {"decoder", "cross"}:
         raise Mistake(
             "--cross-self-attention needs softmax attention in the decoder; leave it out or use --linear-attention encoder"
@@ -161,6 +172,16 @@ def check_options(args) -> None:
             raise Mistake(f"--{part}-xformers-att-config is for softmax attention; take {taken} out of --linear-attention")
     if safe_getattr(args, "load_alignments", False):
         refuse_alignments("--load-alignments", config)
+
+
+def check_source_in_front(args) -> None:
+    """Refuses what a source in front of the target cannot go with."""
+    for name in ("no_cross_attention", "cross_self_attention"):
+        if safe_getattr(args, name, False):
+            raise Mistake(f"--source-in-front takes the place of cross attention; leave {option_name(name)} out")
+    widths = [safe_getattr(args, f"{part}_embed_dim", None) for part in ("encoder", "decoder")]
+    if widths[0] != widths[1]:
+        raise Mistake(f"--source-in-front needs one width; --encoder-embed-dim is {widths[0]} and --decoder-embed-dim {widths[1]}")
 
 
 @register_model_architecture("fast_weight_transformer", "fast_weight_transformer")
@@ -181,3 +202,13 @@ def fast_weight_transformer_wmt_en_de_big(args):
     softmax = {*linear_attentions(read_config(FastWeightTransformerConfig, args))} != {*ATTENTIONS}
     defaults(args, attention_dropout=0.1 if softmax else 0.0)
     transformer_vaswani_wmt_en_de_big(args)
+
+
+@register_model_architecture("fast_weight_transformer", "terraformer")
+def terraformer(args):
+    """A Terraformer of Jaszczur et al. 2021 with gated_delta in the decoder: 6+6 layers of width 512, the source in front of the
+    target, two attention layers in each decoder layer, sparse and reversible layers. The encoder has softmax attention."""
+    defaults(args, linear_attention="decoder", update_rule="gated_delta", source_in_front=True, decoder_attentions=2)
+    defaults(args, ffn_sparsity=64, qkv_sparsity=16, output_sparsity=4, ffn_sru=32, reversible=True)
+    defaults(args, no_token_positional_embeddings=True, encoder_normalize_before=True, decoder_normalize_before=True)
+    fairseq_base(args)

@@ -92,6 +92,34 @@ def transformer_xl_lm(args):
     wiki103(args, width=410)
 
 
+@register_model_architecture("fast_weight_lm", "terraformer_lm")
+def terraformer_lm(args):
+    """A small Terraformer (Jaszczur et al. 2021) with gated_delta in place of softmax attention: sparse feed-forward layers, sparse
+    queries, keys and values, a sparse output projection, recurrent units and reversible layers."""
+    defaults(args, decoder_layers=4, decoder_embed_dim=128, decoder_ffn_embed_dim=512, decoder_attention_heads=4)
+    defaults(args, ffn_sparsity=16, qkv_sparsity=4)
+    terraformer_parts(args)
+    base_lm_architecture(args)
+
+
+@register_model_architecture("fast_weight_lm", "terraformer_lm_medium")
+def terraformer_lm_medium(args):
+    """The decoder of the published medium Terraformer: 24 layers of width 1024 and 6144, 16 heads, one of 64 hidden units, and 16
+    modules for queries, keys and values. --mixer softmax has its attention."""
+    defaults(args, decoder_layers=24, decoder_embed_dim=1024, decoder_ffn_embed_dim=6144, decoder_attention_heads=16)
+    defaults(args, ffn_sparsity=64, qkv_sparsity=16)
+    terraformer_parts(args)
+    base_lm_architecture(args)
+
+
+def terraformer_parts(args) -> None:
+    """Sets what all sizes of Terraformer share."""
+    if "fast_weight" in chosen_mixers(args):
+        defaults(args, update_rule="gated_delta")
+    defaults(args, output_sparsity=4, ffn_sru=32, reversible=True, dropout=0.1)
+    defaults(args, decoder_normalize_before=True, no_token_positional_embeddings=True)
+
+
 def srupp_base(args) -> None:
     """Sets the sizes that both SRU++ architectures share."""
     choose_mixer(args, "srupp", srupp_width=768)

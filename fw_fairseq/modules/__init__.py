@@ -3,6 +3,8 @@
 from .decoder_layer import FastWeightDecoderLayer
 from .linear_attention import LinearAttention
 from .mixer_attention import MixerAttention
+from .stack import Stack
+from .stateful import Stateful
 from .streams import CarriedState, LayerStates, Streams, with_arguments
 from .translation_layers import LinearEncoderLayer, TranslationDecoderLayer
 
@@ -13,6 +15,8 @@ __all__ = [
     "LinearAttention",
     "LinearEncoderLayer",
     "MixerAttention",
+    "Stack",
+    "Stateful",
     "Streams",
     "TranslationDecoderLayer",
     "with_arguments",

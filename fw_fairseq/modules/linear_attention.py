@@ -14,6 +14,7 @@ from ..feature_maps import wide
 from ..mixers.base import check_heads, join_heads, split_heads
 from ..mixers.features import FEATURE_OPTIONS, build_feature_map, check_feature_norm, normalised_features, with_common_scale
 from ..ops.normalisation import divide
+from .sparse import Convolutions, SparseSource
 
 
 class Source(NamedTuple):
@@ -47,7 +48,10 @@ class LinearAttention(nn.Module):
 
     options = FEATURE_OPTIONS  # and those of the chosen map
 
-    def __init__(self, embed_dim: int, num_heads: int, config, source_dim: int | None = None, name: str = "encoder"):
+    def __init__(
+        self, embed_dim: int, num_heads: int, config, source_dim: int | None = None, name: str = "encoder", sparsity: int = 0
+    ):
+        """``sparsity``: the number of modules of sparse queries, keys and values of self-attention; 0: dense projections."""
         super().__init__()
         check_heads(embed_dim, num_heads, name)
         self.num_heads, self.head_dim, self.feature_norm = num_heads, embed_dim // num_heads, str(config.feature_norm)
@@ -59,6 +63,11 @@ class LinearAttention(nn.Module):
         self.kv_proj = nn.Linear(source_dim or embed_dim, sum(self.sizes))
         self.out_proj = nn.Linear(embed_dim, embed_dim)
         self.reset_parameters()
+        self.source = SparseSource(embed_dim, sparsity) if sparsity else None
+        if sparsity:
+            self.q_proj = Convolutions(embed_dim, sparsity, {"q": key_size})
+            self.kv_proj = Convolutions(embed_dim, sparsity, {"k": key_size, "v": embed_dim})
+            self.out_proj = nn.Identity()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -74,6 +83,8 @@ class LinearAttention(nn.Module):
         (B,S), True at padding."""
         self.feature_map.redraw()  # in here, because checkpointing runs it again with the same random numbers
         state = None if incremental_state is None else self._get_input_buffer(incremental_state)
+        if self.source is not None:
+            query = key = self.source(query, None, key_padding_mask)[0]
         if state is None:
             state = self.summarise(key, key_padding_mask)
             state = state._replace(beam=query.shape[1] // len(state.memory))

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from fairseq.incremental_decoding_utils import with_incremental_state
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..mixers import Mixer
-from ..ops.state import SavedState
+from .sparse import RecentState, make_sparse
+from .stateful import Kept, Stateful
 from .streams import LayerStates
 
 
-@with_incremental_state
-class MixerAttention(nn.Module):
-    """Takes the place of fairseq's MultiheadAttention in layer number ``layer``."""
+class MixerAttention(Stateful):
+    """Takes the place of fairseq's MultiheadAttention in layer number ``layer``.
 
-    def __init__(self, mixer: Mixer, layer: int):
-        super().__init__()
-        self.mixer, self.layer = mixer, layer
+    ``sparsity``: the number of modules of sparse queries, keys and values; 0: the mixer's own projections.
+    """
+
+    def __init__(self, mixer: Mixer, layer: int, sparsity: int = 0):
+        super().__init__(mixer.state_type, layer)
+        self.mixer = mixer
+        self.source = Kept(make_sparse(mixer, sparsity), RecentState, f"{layer}.source") if sparsity else None
         self.num_heads, self.head_dim = mixer.num_heads, mixer.head_dim
 
     def forward(
@@ -34,29 +37,12 @@ class MixerAttention(nn.Module):
         ``reset_mask``: (B,T), True at the first token of a new text.
         """
         decoding = incremental_state is not None
-        if decoding:
-            states, state = None, self._get_input_buffer(incremental_state)
-        else:
-            state = None if states is None else states.before.get(self.layer)
-        if isinstance(state, SavedState):
-            state = self.mixer.state_type(*state).to(query.device)
+        states = None if decoding else states
+        state = self.state_before(incremental_state, states, query.device)
         self.mixer.redraw(keep=states is not None)  # in here, so that activation checkpointing draws the same numbers again
-        group = None if states is None else states.group
-        y, state = self.mixer(query, state, key_padding_mask, reset_mask, decoding=decoding, group=group)
-        if decoding:
-            self._set_input_buffer(incremental_state, state)
-        elif states is not None:
-            states.after[self.layer] = state
+        options = {"decoding": decoding, "group": None if states is None else states.group}
+        if self.source is not None:
+            options["source"] = self.source(query, key_padding_mask, incremental_state, states, reset_mask)
+        y, state = self.mixer(query, state, key_padding_mask, reset_mask, **options)
+        self.keep(state, incremental_state, states)
         return y, None
-
-    def _get_input_buffer(self, incremental_state):
-        return self.get_incremental_state(incremental_state, "mixer")
-
-    def _set_input_buffer(self, incremental_state, state) -> None:
-        self.set_incremental_state(incremental_state, "mixer", state)
-
-    def reorder_incremental_state(self, incremental_state, new_order: Tensor) -> None:
-        """Gives each hypothesis of a beam search the state of the hypothesis that it continues."""
-        state = self._get_input_buffer(incremental_state)
-        if state is not None:
-            self._set_input_buffer(incremental_state, state.index_select(new_order))

@@ -2,25 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
+from torch import Tensor, nn
 
 from ..config import linear_attentions
 from .decoder_layer import FastWeightDecoderLayer
 from .linear_attention import LinearAttention
+from .sparse.softmax import SparseAttention
+from .updates import Call, Updates
 
 
-class LinearEncoderLayer(TransformerEncoderLayerBase):
-    """fairseq's encoder layer, with linear self-attention if --linear-attention names the encoder."""
+class LinearEncoderLayer(Updates, TransformerEncoderLayerBase):
+    """fairseq's encoder layer, with linear self-attention if --linear-attention names the encoder.
+
+    Its feed-forward part may be sparse; then, and in reversible layers, it runs as a sum of updates.
+    """
 
     def __init__(self, cfg, config, return_fc: bool = False):
         self._config = config
         super().__init__(cfg, return_fc=return_fc)
+        self.sparse_feed_forward(config, cfg, cfg.encoder, "encoder")
+
+    def forward(self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: Tensor | None = None):
+        """Calls fairseq's forward, or runs the updates where the layer has recurrent units."""
+        if self.recurrence is None:
+            return super().forward(x, encoder_padding_mask, attn_mask)
+        call = self.call_of(encoder_padding_mask, attn_mask)
+        return self.returned(self.run_in_order(x, call), call)
+
+    def call_of(self, encoder_padding_mask: Tensor | None = None, attn_mask: Tensor | None = None) -> Call:
+        """Returns fairseq's arguments as a ``Call``."""
+        return Call(padding=encoder_padding_mask, mask=attn_mask)
+
+    def returned(self, x: Tensor, call: Call) -> Tensor:
+        """Returns x as fairseq's layer does."""
+        return x
+
+    def updates(self, call: Call) -> list[Callable[[Tensor, Tensor | None], Tensor]]:
+        """Returns what the parts add to the residual stream, in their order."""
+        return [self.attend(self.self_attn, self.self_attn_layer_norm, call), self.feed(call)]
+
+    def norms(self) -> list[nn.Module]:
+        """Returns the norms of these parts."""
+        return [self.self_attn_layer_norm, self.final_layer_norm]
+
+    def build_fc1(self, input_dim, output_dim, *quantisation):
+        """Returns the first dense layer, or nothing where sparse layers replace it."""
+        return None if self._config.ffn_sparsity else super().build_fc1(input_dim, output_dim, *quantisation)
+
+    def build_fc2(self, input_dim, output_dim, *quantisation):
+        """Returns the second dense layer, or nothing where sparse layers replace it."""
+        return None if self._config.ffn_sparsity else super().build_fc2(input_dim, output_dim, *quantisation)
 
     def build_self_attention(self, embed_dim, cfg):
         """Returns linear or softmax self-attention."""
-        if "encoder" not in linear_attentions(self._config):
-            return super().build_self_attention(embed_dim, cfg)
-        return LinearAttention(embed_dim, cfg.encoder.attention_heads, self._config)
+        heads, count = cfg.encoder.attention_heads, self._config.qkv_sparsity
+        if "encoder" in linear_attentions(self._config):
+            return LinearAttention(embed_dim, heads, self._config, sparsity=count)
+        if count:
+            return SparseAttention(embed_dim, heads, count, cfg.attention_dropout, "encoder", "encoder")
+        return super().build_self_attention(embed_dim, cfg)
 
 
 class TranslationDecoderLayer(FastWeightDecoderLayer):

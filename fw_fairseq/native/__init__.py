@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
 OPTIONS = "-std=c++17 -O3 -march=native -fno-math-errno -fno-trapping-math -shared -fPIC -pthread".split()  # noqa: SIM905
 NAMES = {torch.float32: "float", torch.float64: "double"}
+GATHERED_NAMES = NAMES | {torch.bfloat16: "bfloat16"}  # of the loops of gathered.cpp
 POINTERS = {"pool": 11, "pool_gradients": 19, "sru": 10, "memory_step": 1, "source_step": 1, "additive_step": 1, "leap_step": 1}
+GATHERED = {"choose": 8, "sum": 6, "few": 6}
 SECONDS = 120  # that a compiler may take
 MANY = 2**18  # numbers from which on threads share the work
 
@@ -45,12 +47,16 @@ def library() -> ctypes.CDLL | None:
         for loop, count in POINTERS.items():
             form = getattr(found, f"{loop}_{name}")
             form.argtypes, form.restype = [ctypes.c_void_p] * count + [number, ctypes.c_void_p] * (loop == "sru"), None
+    for name in GATHERED_NAMES.values():
+        for loop, count in GATHERED.items():
+            form = getattr(found, f"{loop}_{name}")
+            form.argtypes, form.restype = [ctypes.c_void_p] * count, None
     return found
 
 
 def loop(name: str, dtype: torch.dtype):
     """Returns the loop of this name for numbers of this type. The library must be there."""
-    return getattr(library(), f"{name}_{NAMES[dtype]}")
+    return getattr(library(), f"{name}_{GATHERED_NAMES[dtype]}")
 
 
 def sources() -> list[Path]:

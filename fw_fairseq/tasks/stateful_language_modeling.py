@@ -146,8 +146,19 @@ def check_across_workers(model) -> None:
     softmax = "softmax attention sees only its own worker's tokens; use --mixer fast_weight"
     reasons = [] if getattr(model.decoder, "recurrent", False) else [softmax]
     reasons += [attention.mixer.why_not_across_workers() for attention in getattr(model.decoder, "mixers", [])]
+    reasons += why_sparse_layers_cannot(getattr(model.decoder, "fast_weight_config", None))
     for reason in filter(None, reasons):
         raise Mistake(f"--sequence-parallel: {reason}")
+
+
+def why_sparse_layers_cannot(config) -> list[str]:
+    """The reasons why sparse and reversible layers cannot continue from the worker before."""
+    reasons = {
+        "qkv_sparsity": "--qkv-sparsity reads two tokens of the worker before, which it does not get; leave it out",
+        "ffn_sru": "--ffn-sru continues from a cell of the worker before, which it does not get; leave it out",
+        "reversible": "--reversible computes layers again, while the other workers do not wait for it; leave it out",
+    }
+    return [reason for name, reason in reasons.items() if getattr(config, name, None)]
 
 
 class StreamBatches:

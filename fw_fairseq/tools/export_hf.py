@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import Mistake
-from ..config import SOFTMAX
+from ..config import SOFTMAX, SPARSE_OPTIONS, option_name
 from ..files import tokenizer_size
 from ..mixers import MIXERS
 from ..models.fast_weight_decoder import FastWeightDecoder
@@ -121,6 +121,9 @@ def build(decoder: FastWeightDecoder):
     cfg, config = decoder.cfg, decoder.fast_weight_config
     if cfg.activation_fn not in ACTIVATIONS:
         raise Mistake(f"CHECKPOINT has activation {cfg.activation_fn}; fw-export-hf takes: {', '.join(ACTIVATIONS)}")
+    for name in SPARSE_OPTIONS:
+        if getattr(config, name):
+            raise Mistake(f"CHECKPOINT was trained with {option_name(name)}, which fw-export-hf does not have")
     words, adaptive = decoder.embed_tokens, decoder.adaptive_softmax
     if isinstance(adaptive, PlainAdaptiveSoftmax):
         raise Mistake("CHECKPOINT was trained with --plain-adaptive-softmax, which fw-export-hf does not have")

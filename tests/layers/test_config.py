@@ -23,6 +23,7 @@ from fw_fairseq.mixers import MIXERS
 
 SHARES = ("srupp_dropout", "sru_dropout", "sru_projection_dropout", "pooling_dropout", "attention_dropout")
 LEAST = dict.fromkeys(("feature_dim", "favor_features", "sru_projection", "srupp_width"), 0)
+LEAST |= dict.fromkeys(("ffn_sparsity", "ffn_controller_dim", "qkv_sparsity", "output_sparsity", "ffn_sru"), 0)
 LEAST |= (
     dict.fromkeys((*SHARES, "write_strength_init", "output_dropout"), 0)
     | dict.fromkeys(("dpfp_nu", "srupp_heads", "srupp_memory", "srupp_segment", "xl_memory", "xl_segment", "slots"), 1)

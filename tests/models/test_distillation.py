@@ -111,7 +111,9 @@ def test_a_teacher_of_another_shape_is_refused(criterion):
         loss_of(criterion(softmax(decoder_layers=3), match_updates=1), build(**DECAY), batch)
     with pytest.raises(ValueError, match="--teacher has another vocabulary, or other cutoffs"):
         loss_of(criterion(softmax(**ADAPTIVE)), build(**DECAY, **ADAPTIVE | {"adaptive_softmax_cutoff": "20,30"}), batch)
-    with pytest.raises(ValueError, match="--match attention does not work with --checkpoint-activations; use --match hidden"):
+    with pytest.raises(
+        ValueError, match="--match attention does not work with --checkpoint-activations or --reversible; use --match hidden"
+    ):
         loss_of(criterion(softmax(), match_updates=1, match="attention"), build(**DECAY, checkpoint_activations=True), batch)
 
 

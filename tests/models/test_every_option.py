@@ -42,6 +42,10 @@ VALUES = {  # where a default or the next number would change nothing in so smal
     "xl_memory": [1],
     "slots": [3],
     "slot_positions": [3],
+    "ffn_sparsity": [2],
+    "ffn_controller_dim": [3],
+    "qkv_sparsity": [2],
+    "output_sparsity": [2],
 }
 NEEDS = {  # beside the mixer
     "plain_adaptive_softmax": {"adaptive_softmax_cutoff": "10,20"},
@@ -49,6 +53,8 @@ NEEDS = {  # beside the mixer
     "sru_projection_norm": {"sru_projection": 4},
     "sru_projection_dropout": {"sru_projection": 4},
     "srupp_heads": {"srupp_width": 4},
+    "ffn_controller_dim": {"ffn_sparsity": 2},
+    "reversible": {"decoder_normalize_before": True},
     "srupp_segment": {"srupp_memory": 1},
     "xl_segment": {"xl_memory": 1},
 }

@@ -369,3 +369,96 @@ def test_decoder_layers_that_are_kept_keep_mixers_and_windows():
     layers = build(**kept).decoder.layers
     assert [type(layer.self_attn.mixer).__name__ for layer in layers] == ["Leap", "Additive", "Additive"]
     assert [layer.self_attn.mixer.window for layer in layers] == [4, 16, 0]
+
+
+SPARSE = {"ffn_sparsity": 4, "qkv_sparsity": 4, "output_sparsity": 3, "ffn_sru": 5}
+FRONT = {"source_in_front": True}
+BEFORE = {"encoder_normalize_before": True, "decoder_normalize_before": True}
+NEW_MODELS = {
+    "sparse": ("encoder,decoder,cross", SPARSE),
+    "sparse softmax": ("", SPARSE),
+    "reversible": ("decoder,cross", SPARSE | BEFORE | {"reversible": True}),
+    "two attentions": ("decoder", {"decoder_attentions": 2}),
+    "in front": ("decoder", FRONT),
+    "in front, softmax": ("", FRONT),
+    "in front, sparse softmax": ("", FRONT | {"qkv_sparsity": 4, "decoder_attentions": 2}),
+    "terraformer": (
+        "decoder",
+        FRONT | SPARSE | BEFORE | {"reversible": True, "decoder_attentions": 2, "update_rule": "gated_delta"},
+    ),
+}
+every_new_model = pytest.mark.parametrize("subset, options", NEW_MODELS.values(), ids=NEW_MODELS)
+
+
+@every_new_model
+@torch.no_grad()
+def test_sparse_models_decode_as_they_read(subset, options):
+    """With hypotheses that change places, and sources of several lengths, padded on either side."""
+    model, source, target = build(subset, **options), draw(6, 9, 4, pad_left=True), draw(7, 7, 7)
+    assert_close(decode(model, source, target), logits(model, source, target), 1e-5)
+    assert_padding_changes_nothing(model, 1e-5)
+    order, state, encoded = torch.tensor([0, 0, 1, 1, 2, 2]), {}, model.encoder(source)
+    encoded = model.encoder.reorder_encoder_out(encoded, order)
+    before = target[order, :4]
+    decode(model, None, before, state=state, encoded=encoded)
+    order = torch.tensor([1, 0, 3, 2, 5, 4])
+    model.decoder.reorder_incremental_state_scripting(state, order)
+    whole = torch.cat([before[order], draw(*[3] * 6)], 1)
+    sources = source[torch.tensor([0, 0, 1, 1, 2, 2])]
+    assert_close(decode(model, None, whole, 4, state, encoded), logits(model, sources, whole)[:, 4:], 1e-5)
+
+
+@every_new_model
+def test_sparse_models_train_all_their_parameters(subset, options):
+    model = build(subset, **options).train()
+    logits(model, draw(6, 9), draw(5, 7)).square().sum().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+
+
+@torch.no_grad()
+def test_the_source_stands_in_front_of_the_target_without_padding_between():
+    """The decoder's layers read each row's source and target as one sequence."""
+    model, source, target = build("decoder", **FRONT, no_token_positional_embeddings=True), draw(4, 6), draw(5, 5)
+    encoded = model.encoder(source)["encoder_out"][0]
+    for row, length in enumerate((4, 6)):
+        x = model.decoder.embed_tokens(target[row]) * model.decoder.embed_scale
+        x = torch.cat([encoded[:length, row], x])[:, None]
+        for layer in model.decoder.layers.children():
+            x, *_ = layer(x)
+        assert_close(model.decoder.output_layer(x[length:, 0]), logits(model, source, target)[row])
+
+
+def test_the_terraformer_has_no_cross_attention_and_two_attentions():
+    args = Namespace(encoder_layers=1, decoder_layers=2, encoder_embed_dim=64, decoder_embed_dim=64, encoder_ffn_embed_dim=128)
+    registered.ARCH_CONFIG_REGISTRY["terraformer"](args)
+    model = registered.MODEL_REGISTRY["fast_weight_transformer"].build_model(args, make_task(40))
+    for layer in model.decoder.layers.children():
+        assert layer.encoder_attn is None and len(layer.more_attention) == 1
+    assert [attention.mixer.rule_name for attention in model.decoder.mixers] == ["gated_delta"] * 4
+    assert sorted(attention.layer for attention in model.decoder.mixers) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            FRONT | {"no_cross_attention": True},
+            "--source-in-front takes the place of cross attention; leave --no-cross-attention out",
+        ),
+        (
+            FRONT | {"decoder_embed_dim": 64},
+            "--source-in-front needs one width; --encoder-embed-dim is 32 and --decoder-embed-dim 64",
+        ),
+        ({"decoder_attentions": 2, "scale_heads": True}, "--decoder-attentions does not work with --scale-heads"),
+        ({"ffn_sparsity": 5}, "--ffn-sparsity is 5; it must divide --decoder-ffn-embed-dim, 48"),
+        ({"output_sparsity": 2, "share_all_embeddings": True}, "which --share-all-embeddings shares or cuts"),
+        (
+            {"reversible": True, "decoder_normalize_before": True},
+            "--reversible has norms before the layers; add --encoder-normalize",
+        ),
+        ({"qkv_sparsity": 4, "cross_self_attention": True}, "--qkv-sparsity does not work with --cross-self-attention"),
+    ],
+)
+def test_sparse_translation_models_that_cannot_work(options, message):
+    with pytest.raises(ValueError, match=message):
+        build("", **options)

@@ -284,6 +284,21 @@ def test_additive(tmp_path):
     assert printed.startswith("| windowed | valid | ") and 20 < perplexity < 700 and 1 < bits < 8
 
 
+def test_terraformer(tmp_path):
+    """All sparse parts: a perplexity in one pass over the text, and a prompt that is continued token by token."""
+    out = tmp_path / "out_toy"
+    succeed(recipe("terraformer/prepare.sh", out))
+    succeed(recipe("terraformer/train.sh", out, "terraformer", "--max-update", 6))
+    printed = succeed(recipe("terraformer/eval.sh", out, "terraformer")).splitlines()[-1]
+    assert printed.startswith("| terraformer | test | ") and 50 < perplexities(printed)[0] < 1000
+    command = ["bash", str(ROOT / "recipes/terraformer/decode.sh"), "terraformer"]
+    variables = ENVIRONMENT | {"OUT": str(out), "BIN": programs.folder(), "TOY": "1", "TOKENS": "7"}
+    done = subprocess.run(command, env=variables, input="the", capture_output=True, text=True, timeout=600)
+    text, row = succeed(done).splitlines()[-2:]
+    assert len(text.split()) == 8 and re.fullmatch(r"\| terraformer \| 7 \| [\d.]+ \|", row)
+    assert "ROW is all; it must be dense, ffn, softmax or terraformer" in recipe("terraformer/train.sh", out, "all").stderr
+
+
 def test_missing_text(tmp_path):
     done = recipe("wikitext103/prepare.sh", tmp_path / "out", DATA=str(tmp_path), TOY="")
     assert done.returncode != 0 and "has neither train.txt nor wiki.train.tokens" in done.stderr

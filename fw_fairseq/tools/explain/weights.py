@@ -56,7 +56,7 @@ def explain(model, tokens: Tensor, readers: list[int]) -> list[Reading]:
     if len(tokens) > limit:
         raise Mistake(f"TEXT has {len(tokens)} tokens, {START} included; the model takes at most {limit}")
     seen: dict[int, Tensor] = {}
-    layers = list(model.decoder.layers)
+    layers = list(model.decoder.layers.children())
     hooks = [
         layer.self_attn.register_forward_pre_hook(lambda _, args, kwargs, i=i: seen.update({i: kwargs["query"]}), with_kwargs=True)
         for i, layer in enumerate(layers)
@@ -77,6 +77,8 @@ def explain(model, tokens: Tensor, readers: list[int]) -> list[Reading]:
 
 def parts_of(module, x: Tensor, layer: int) -> list[Part]:
     """Returns the weights at the last of x (T,1,C) in one layer's mixer or softmax attention."""
+    if getattr(module, "source", None) is not None:
+        raise Mistake("fw-explain cannot say what a layer with --qkv-sparsity reads of which token: its keys mix three tokens")
     mixer = getattr(module, "mixer", None)
     if mixer is None:
         return [Part(layer, "softmax", "attention", attention(module, x).float())]

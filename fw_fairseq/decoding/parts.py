@@ -1,0 +1,145 @@
+"""What the parts of a layer add to the residual stream for one token of each row, with the states that they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from fairseq.utils import get_activation_fn
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..mixers.sru import SruState
+from ..modules import FastWeightDecoderLayer, Stateful
+from ..modules.sparse import RecentState
+from .source import SourceReader
+from .steppers import make_stepper
+
+RELU = get_activation_fn("relu")
+
+
+def plain(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The module's function without what modules do around it, which takes as long as the function for a few rows."""
+    if type(module) is nn.Linear:
+        return lambda x: F.linear(x, module.weight, module.bias)
+    if type(module) is nn.LayerNorm:
+        return lambda x: torch.layer_norm(x, module.normalized_shape, module.weight, module.bias, module.eps)
+    return (lambda x: x) if type(module) is nn.Identity else module
+
+
+class SourceStepper:
+    """The modules of a token and of the two before it, which sparse queries, keys and values read."""
+
+    def __init__(self, dense: nn.Module, state):
+        self.dense = dense
+        self.before = None if state is None else state.vectors.flatten(1)  # (R,2C), the last token first
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Maps x (R,C) to [p_t, p_{t-1}, p_{t-2}] (R,3C)."""
+        p = self.dense(x)
+        before = p.new_zeros(len(p), 2 * p.shape[1]) if self.before is None else self.before
+        source = torch.cat([p, before], 1)
+        self.before = source[:, : before.shape[1]]
+        return source
+
+    def reorder(self, order: Tensor) -> None:
+        """Gives row i the vectors of row ``order[i]``."""
+        if self.before is not None:
+            self.before = self.before.index_select(0, order)
+
+
+class CellStepper:
+    """The recurrent units beside a feed-forward layer, which change their cell in place."""
+
+    def __init__(self, units: nn.Module, state):
+        self.units, self.cell = units, None if state is None else state.cell.clone()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Maps x (R,C) to (R,C)."""
+        if self.cell is None:
+            dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+            self.cell = x.new_zeros(len(x), self.units.units, dtype=dtype)
+        return self.units.step(x, self.cell)
+
+    def reorder(self, order: Tensor) -> None:
+        """Gives row i the cell of row ``order[i]``."""
+        if self.cell is not None:
+            self.cell = self.cell.index_select(0, order)
+
+
+def taken(attention: nn.Module, incremental_state: dict):
+    """Takes the state of an attention, or of another part, out of fairseq's incremental state."""
+    name = "mixer" if isinstance(attention, Stateful) else "attn_state"
+    return incremental_state.pop(attention._get_full_incremental_state_key(name), None)
+
+
+class AttentionStep:
+    """The self-attention of a layer, with what its sparse projections read."""
+
+    def __init__(self, attention: nn.Module, norm: nn.Module, before: bool, incremental_state: dict):
+        self.attention, self.norm = attention, plain(norm) if before else None
+        self.stepper = make_stepper(attention, taken(attention, incremental_state))
+        kept = getattr(attention, "source", None)
+        self.source = None if kept is None else SourceStepper(kept.part.dense, taken(kept, incremental_state))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Maps x (R,C) to what the attention adds to it."""
+        if self.norm is not None:
+            x = self.norm(x)
+        return self.stepper(x) if self.source is None else self.stepper(x, self.source(x))
+
+    def reorder(self, order: Tensor) -> None:
+        self.stepper.reorder(order)
+        if self.source is not None:
+            self.source.reorder(order)
+
+    def states(self) -> list[tuple[nn.Module, object]]:
+        """The states after the last token, with the parts that they belong to."""
+        found = [(self.attention, self.stepper.state())]
+        if self.source is not None and self.source.before is not None:
+            found.append((self.attention.source, RecentState(self.source.before.unflatten(1, (2, -1)))))
+        return found
+
+
+class CrossStep:
+    """Linear attention to the source."""
+
+    def __init__(self, layer: FastWeightDecoderLayer, incremental_state: dict, encoder_out: dict):
+        self.reader = SourceReader(layer.encoder_attn, incremental_state, encoder_out)
+        self.norm = plain(layer.encoder_attn_layer_norm) if layer.normalize_before else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Maps x (R,C) to what the attention adds to it."""
+        return self.reader(x if self.norm is None else self.norm(x))
+
+    def reorder(self, order: Tensor) -> None:
+        self.reader.reorder(order)
+
+    def states(self) -> list[tuple[nn.Module, object]]:
+        """Nothing: fairseq's incremental state has the memory of the source."""
+        return []
+
+
+class FeedForwardStep:
+    """The feed-forward part of a layer, and the recurrent units beside it."""
+
+    def __init__(self, layer: FastWeightDecoderLayer, incremental_state: dict):
+        kept = self.recurrence = layer.recurrence
+        self.norm = plain(layer.final_layer_norm) if layer.normalize_before else None
+        self.fc1, self.fc2 = plain(layer.fc1), plain(layer.fc2)
+        own = type(layer.fc1) is nn.Linear and layer.activation_fn is RELU  # a result of its own, which may be changed
+        self.activation = torch.relu_ if own else plain(layer.activation_fn)
+        self.cell = None if kept is None else CellStepper(kept.part, taken(kept, incremental_state))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Maps x (R,C) to what the part adds to it."""
+        y = self.fc2(self.activation(self.fc1(x if self.norm is None else self.norm(x))))
+        return y if self.cell is None else y + self.cell(x)
+
+    def reorder(self, order: Tensor) -> None:
+        if self.cell is not None:
+            self.cell.reorder(order)
+
+    def states(self) -> list[tuple[nn.Module, object]]:
+        """The state after the last token, with the part that it belongs to."""
+        return [] if self.cell is None or self.cell.cell is None else [(self.recurrence, SruState(self.cell.cell.clone()))]

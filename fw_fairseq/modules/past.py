@@ -1,0 +1,67 @@
+"""The keys and values of softmax attention while decoding."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Past(NamedTuple):
+    """The keys and values of the tokens so far, in buffers with room for more. Nothing is copied until they are full."""
+
+    keys: Tensor  # (B,H,room,X)
+    values: Tensor  # (B,H,room,X)
+    length: int
+    hidden: Tensor | None = None  # (B,length), True at padding; None: there is none
+
+    @classmethod
+    def empty(cls, like: Tensor, room: int) -> Past:
+        """Returns buffers for keys like ``like`` (B,H,T,X)."""
+        batch, heads, _, width = like.shape
+        return cls(*(like.new_empty(batch, heads, room, width) for _ in range(2)), 0)
+
+    def add(self, k: Tensor, v: Tensor, hidden: Tensor | None) -> Past:
+        """Returns the past with more tokens, k and v (B,H,T,X). It changes the buffers in place where they have room."""
+        stop, keys, values = self.length + k.shape[2], self.keys, self.values
+        if stop > keys.shape[2]:
+            keys, values, _, _ = Past.empty(k, 2 * stop)
+            keys[:, :, : self.length], values[:, :, : self.length] = (
+                self.keys[:, :, : self.length],
+                self.values[:, :, : self.length],
+            )
+        keys[:, :, self.length : stop], values[:, :, self.length : stop] = k, v
+        return Past(keys, values, stop, self.hidden_after(k, hidden))
+
+    def hidden_after(self, k: Tensor, hidden: Tensor | None) -> Tensor | None:
+        """Returns which tokens are padding, with those of k."""
+        if hidden is None and self.hidden is None:
+            return None
+        parts = [self.hidden, hidden]
+        lengths = [self.length, k.shape[2]]
+        none = [torch.zeros(len(k), length, dtype=torch.bool, device=k.device) for length in lengths]
+        return torch.cat([zero if part is None else part for part, zero in zip(parts, none)], 1)
+
+    def tokens(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns the keys and values of the tokens (B,H,S,X), and which of them are padding."""
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length], self.hidden
+
+    def index_select(self, order: Tensor) -> Past:
+        """Returns the past of the hypotheses ``order``."""
+        keys, values, hidden = (None if x is None else x.index_select(0, order) for x in self.tokens())
+        return Past(keys, values, self.length, hidden)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, causal: bool, dropout: float = 0.0) -> Tensor:
+    """Maps q (B,H,T,X), k and v (B,H,S,X) to (B,H,T,X). The queries are the last T of the S tokens; hidden: (B,S), True at
+    padding."""
+    total, every = q.shape[2], k.shape[2]
+    if hidden is None and (not causal or total == every):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout)
+    everything = torch.ones(total, every, dtype=torch.bool, device=q.device)
+    seen = everything.tril(every - total) if causal else everything
+    if hidden is not None:  # padding sees itself, because a softmax needs at least one key
+        seen = (seen & ~hidden[:, None, None]) | (everything.tril(every - total) & everything.triu(every - total))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout)

@@ -1,0 +1,70 @@
+"""Parts of a layer that keep a state from one token, or segment, to the next."""
+
+from __future__ import annotations
+
+from fairseq.incremental_decoding_utils import with_incremental_state
+from torch import Tensor, nn
+
+from ..ops.state import SavedState
+from .streams import LayerStates
+
+
+@with_incremental_state
+class Stateful(nn.Module):
+    """A part with the state of ``state_type``. ``layer``: the name of its states in ``LayerStates``.
+
+    While decoding, fairseq's ``incremental_state`` holds the state; with streams, ``LayerStates`` does. At most one is used, in
+    this order.
+    """
+
+    def __init__(self, state_type: type, layer: int | str):
+        super().__init__()
+        self.state_type, self.layer = state_type, layer
+
+    def state_before(self, incremental_state: dict | None, states: LayerStates | None, device):
+        """The state that the call starts from; None where nothing was read yet."""
+        if incremental_state is not None:
+            state = self._get_input_buffer(incremental_state)
+        else:
+            state = None if states is None else states.before.get(self.layer)
+        return self.state_type(*state).to(device) if isinstance(state, SavedState) else state
+
+    def keep(self, state, incremental_state: dict | None, states: LayerStates | None) -> None:
+        """Keeps the state after the call."""
+        if incremental_state is not None:
+            self._set_input_buffer(incremental_state, state)
+        elif states is not None:
+            states.after[self.layer] = state
+
+    def _get_input_buffer(self, incremental_state):
+        return self.get_incremental_state(incremental_state, "mixer")
+
+    def _set_input_buffer(self, incremental_state, state) -> None:
+        self.set_incremental_state(incremental_state, "mixer", state)
+
+    def reorder_incremental_state(self, incremental_state, new_order: Tensor) -> None:
+        """Gives each hypothesis of a beam search the state of the hypothesis that it continues."""
+        state = self._get_input_buffer(incremental_state)
+        if state is not None:
+            self._set_input_buffer(incremental_state, state.index_select(new_order))
+
+
+class Kept(Stateful):
+    """A module that maps x, its state and the masks of padding and of new texts to y and the next state."""
+
+    def __init__(self, part: nn.Module, state_type: type, layer: str):
+        super().__init__(state_type, layer)
+        self.part = part
+
+    def forward(
+        self,
+        x: Tensor,
+        padding_mask: Tensor | None = None,
+        incremental_state: dict | None = None,
+        states: LayerStates | None = None,
+        reset_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Maps x (T,B,C) to y (T,B,C')."""
+        y, state = self.part(x, self.state_before(incremental_state, states, x.device), padding_mask, reset_mask)
+        self.keep(state, incremental_state, states)
+        return y

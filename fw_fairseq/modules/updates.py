@@ -1,0 +1,89 @@
+"""Layers as sums of updates: what each of their parts adds to the residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from fairseq.modules.fairseq_dropout import FairseqDropout
+from torch import Tensor, nn
+
+from .. import Mistake
+from ..mixers.sru import SruState
+from .sparse import RecurrentUnits, SparseFeedForward
+from .stateful import Kept
+
+EXTRAS = {  # parts that fairseq's options add to a layer
+    "scale_fc": "--scale-fc", "scale_attn": "--scale-attn", "scale_heads": "--scale-heads", "scale_resids": "--scale-resids",
+}  # fmt: skip
+
+
+class Call(NamedTuple):
+    """What a layer is called with, beside x."""
+
+    source: Tensor | None = None  # the encoder's output
+    source_padding: Tensor | None = None
+    incremental_state: dict | None = None
+    mask: Tensor | None = None
+    padding: Tensor | None = None
+    states: object = None
+    reset_mask: Tensor | None = None
+    weights: list | None = None  # gets the weights of cross attention
+
+
+class Updates:
+    """A mixin for fairseq's layers: their feed-forward part may be sparse and may have recurrent units beside it."""
+
+    def sparse_feed_forward(self, config, cfg, sizes, layer: int | str) -> None:
+        """Adds what the options ask for. ``sizes``: the group of options of the encoder or the decoder."""
+        width, units = sizes.embed_dim, sizes.ffn_embed_dim
+        if config.ffn_sparsity:
+            dropout = FairseqDropout(self.activation_dropout_module.p, module_name=type(self).__name__)
+            settings = (config.ffn_sparsity, config.ffn_controller_dim, self.activation_fn, dropout)
+            self.fc1, self.fc2 = nn.Identity(), SparseFeedForward(width, units, *settings)
+            self.activation_fn, self.activation_dropout_module = nn.Identity(), FairseqDropout(0.0)
+        self.recurrence = Kept(RecurrentUnits(width, config.ffn_sru), SruState, f"{layer}.recurrence") if config.ffn_sru else None
+
+    def attend(self, attention: nn.Module, norm: nn.Module, call: Call) -> Callable[[Tensor, Tensor | None], Tensor]:
+        """The update of self-attention."""
+
+        def run(x: Tensor, source: Tensor | None) -> Tensor:
+            x = norm(x) if self.normalize_before else x
+            options = {"key_padding_mask": call.padding, "incremental_state": call.incremental_state, "need_weights": False}
+            options |= {"states": call.states, "reset_mask": call.reset_mask} if takes_states(attention) else {}
+            y, _ = attention(query=x, key=x, value=x, attn_mask=call.mask, **options)
+            return self.dropout_module(y)
+
+        return run
+
+    def feed(self, call: Call) -> Callable[[Tensor, Tensor | None], Tensor]:
+        """The update of the feed-forward part and of the recurrent units beside it."""
+
+        def run(x: Tensor, source: Tensor | None) -> Tensor:
+            inner = self.final_layer_norm(x) if self.normalize_before else x
+            y = self.activation_dropout_module(self.activation_fn(self.fc1(inner)))
+            y = self.dropout_module(self.fc2(y))
+            if self.recurrence is None:
+                return y
+            return y + self.dropout_module(self.recurrence(x, call.padding, call.incremental_state, call.states, call.reset_mask))
+
+        return run
+
+    def run_in_order(self, x: Tensor, call: Call) -> Tensor:
+        """Runs all updates on one stream, with norms before or after them."""
+        for update, norm in zip(self.updates(call), self.norms()):
+            x = x + update(x, call.source)
+            x = x if self.normalize_before else norm(x)
+        return x
+
+
+def takes_states(attention: nn.Module) -> bool:
+    """Whether an attention takes the states of streams."""
+    return hasattr(attention, "state_before")
+
+
+def refuse_extras(cfg, option: str) -> None:
+    """Refuses parts that fairseq's options add to a layer."""
+    for name, other in EXTRAS.items():
+        if getattr(cfg, name, False):
+            raise Mistake(f"{option} does not work with {other}; leave one of them out")

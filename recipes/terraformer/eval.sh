@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Measures the perplexity of a row of train.sh in one pass over the text, with the state carried over from segment to segment.
+#
+# Paper:    Jaszczur et al. 2021
+# Data:     OUT/bin of prepare.sh and the best checkpoint of the row
+# Hardware: one GPU, or a CPU with CPU=1
+# Time:     not measured at this size
+# Expected: a perplexity; rows are compared with each other
+# Usage:    recipes/terraformer/eval.sh ROW [OPTION of fairseq-eval-lm]...     prints | row | split | perplexity |
+#           SPLIT=valid recipes/terraformer/eval.sh terraformer
+#
+# Softmax attention sees the current segment only, so that --tokens-per-sample changes the numbers of dense, ffn and softmax.
+source "$(dirname "$0")/../lib.sh"
+find_programs
+OUT=$(output_folder terraformer)
+need_row "a row that train.sh has trained" "$@"
+row=$1 run=$OUT/runs/${RUN:-$1}
+shift
+split=${SPLIT:-test}
+checkpoint=$run/${CHECKPOINT:-checkpoint_best.pt}
+need_file "$checkpoint" "recipes/terraformer/train.sh $row"
+length=512
+[ -z "$TOY" ] || length=32
+log=$run/eval-$split.log
+logged "$log.part" fairseq-eval-lm "$OUT/bin" --user-dir "$ROOT/fw_fairseq" --path "$checkpoint" --gen-subset "$split" \
+    --task stateful_language_modeling --tokens-per-sample "$length" --batch-size 1 "${machine[@]}" "$@"
+mv "$log.part" "$log"
+echo "| $row | $split | $(perplexity "$log") |"

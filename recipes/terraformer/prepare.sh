@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Makes your own text ready for train.sh: a dictionary of its most frequent words, and the binary files of fairseq.
+#
+# Paper:    Jaszczur et al. 2021 (Sparse is Enough in Scaling Transformers), which trains on C4
+# Data:     DATA, a folder with train.txt, valid.txt and test.txt; nothing is downloaded
+# Hardware: any CPU
+# Time:     a minute for WikiText-2
+# Expected: OUT/bin with a dictionary of 32,000 entries, or of all words where there are fewer
+# Usage:    DATA=folder recipes/terraformer/prepare.sh     a second call continues where the first one stopped
+#           DATA=folder OUT=folder VOCABULARY=16000 recipes/terraformer/prepare.sh
+#           TOY=1 recipes/terraformer/prepare.sh           a small text, to try all steps on a CPU in a minute
+source "$(dirname "$0")/../lib.sh"
+find_programs
+OUT=$(output_folder terraformer)
+vocabulary=${VOCABULARY:-32000}
+if [ -n "$TOY" ]; then
+    vocabulary=500 DATA=$OUT/text
+fi
+data=${DATA:-}
+[ -n "$data" ] || fail "DATA is missing; it must be the folder with train.txt, valid.txt and test.txt"
+made_with=("TOY=$TOY" "DATA=$(absolute "$data")" "VOCABULARY=$vocabulary")
+if prepared "$OUT/bin" "${made_with[@]}"; then
+    exit 0
+fi
+[ -z "$TOY" ] || language_reference "$data"
+for split in train valid test; do
+    [ -f "$data/$split.txt" ] || fail "$data/$split.txt is missing; DATA must be the folder with train.txt, valid.txt and test.txt"
+done
+binarise "$OUT/bin" "${made_with[@]}" -- --only-source --nwordssrc "$vocabulary" \
+    --trainpref "$data/train.txt" --validpref "$data/valid.txt" --testpref "$data/test.txt"

@@ -1,0 +1,266 @@
+"""Sparse layers against their equations, written as loops in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fw_fairseq import Mistake, native
+from fw_fairseq.mixers.sru import SruState
+from fw_fairseq.modules.sparse import Convolutions, Multiplicative, RecurrentUnits, SparseFeedForward, SparseSource, feed_forward
+from fw_fairseq.modules.sparse.recent import RecentState, with_recent
+from fw_fairseq.ops.sparse import gathered
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def assert_close(actual, expected, tolerance=1e-12):
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("outputs", [12, 10])
+def test_a_multiplicative_layer(outputs):
+    """Each module multiplies the input by its own gains, and all share one matrix. The last one may be cut."""
+    layer, x = Multiplicative(8, outputs, 4).double(), draw(3, 2, 8)
+    layer.bias.data.normal_()
+    y = layer(x)
+    width = 3
+    for t in range(3):
+        for b in range(2):
+            for module in range(4):
+                for o in range(width):
+                    if (place := module * width + o) < outputs:
+                        total = sum(x[t, b, i] * layer.gains[module, i] * layer.weight[o, i] for i in range(8))
+                        assert_close(y[t, b, place], total + layer.bias[place])
+
+
+def feed_forward_by_loops(layer: SparseFeedForward, x, choose) -> torch.Tensor:
+    """choose(logits of a block) -> the mask of its units."""
+    inner = [sum(layer.controller_in[j, i] * x[i] for i in range(len(x))) for j in range(len(layer.controller_in))]
+    logits = [sum(row[j] * inner[j] for j in range(len(inner))) + b for row, b in zip(layer.controller_out, layer.controller_bias)]
+    y = layer.bias.clone()
+    for block in range(0, len(logits), layer.block):
+        mask = choose(torch.stack(logits[block : block + layer.block]))
+        for unit in range(layer.block):
+            hidden = sum(layer.weight_in[block + unit, i] * x[i] for i in range(len(x))) * mask[unit]
+            y = y + max(hidden, hidden * 0) * layer.weight_out[block + unit]
+    return y
+
+
+def largest(logits):
+    return F.one_hot(logits.argmax(), len(logits)).double()
+
+
+@pytest.mark.parametrize("way", ["all units", "chosen units", "chosen units, PyTorch"])
+@torch.no_grad()
+def test_a_sparse_feed_forward_layer_uses_one_unit_of_each_block(way, monkeypatch):
+    torch.manual_seed(0)
+    layer, x = SparseFeedForward(6, 24, 8, rank=2).double().eval(), draw(2, 1, 6)
+    for bias in (layer.controller_bias, layer.bias):
+        bias.normal_()
+    monkeypatch.setattr(feed_forward, "few_rows", lambda *sizes: way != "all units")
+    if way.endswith("PyTorch"):
+        monkeypatch.setattr(native, "library", lambda: None)
+    y = layer(x)
+    for t in range(2):
+        assert_close(y[t, 0], feed_forward_by_loops(layer, x[t, 0], largest))
+
+
+def test_few_tokens_read_the_chosen_rows_only():
+    """All other rows may be anything."""
+    torch.manual_seed(0)
+    layer, x = SparseFeedForward(6, 24, 8).double().eval(), draw(2, 6)
+    with torch.no_grad():
+        expected, mask = layer(x), layer.mask(x).sum(0)
+        layer.weight_in[mask == 0], layer.weight_out[mask == 0] = torch.nan, torch.nan
+        assert (mask > 0).sum() <= 2 * 3
+        assert torch.equal(layer(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows, width, units, block, rank", [(1, 150, 96, 16, 5), (3, 64, 40, 8, 70), (2, 7, 12, 3, 33)])
+@torch.no_grad()
+def test_the_compiled_loops_equal_pytorch(dtype, rows, width, units, block, rank, monkeypatch):
+    if native.library() is None:
+        pytest.skip("no compiler")
+    inputs = [draw(rows, width), draw(rank, width), draw(units, rank), draw(units), draw(units, width)]
+    inputs, out = [x.to(dtype) for x in inputs], draw(units, width).to(dtype)
+
+    def both():
+        chosen, hidden = gathered.chosen_units(*inputs, block)
+        return chosen, hidden, gathered.sum_of_units(hidden.relu(), chosen, out, inputs[0][0].contiguous())
+
+    found = both()
+    monkeypatch.setattr(native, "library", lambda: None)
+    inputs, out = [x.double() for x in inputs], out.double()
+    expected = both()
+    assert torch.equal(found[0], expected[0])
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
+    for one, other in zip(found[1:], expected[1:]):
+        assert (one.double() - other).abs().max() <= tolerance * other.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_the_compiled_products_of_few_rows_equal_pytorch(dtype, monkeypatch):
+    if native.library() is None:
+        pytest.skip("no compiler")
+    operands = draw(1, 150), draw(4, 150), draw(20, 150), draw(78)  # 4 modules of 20 outputs, the last two left out
+    rows = draw(2, 3, 5, 70), draw(6, 70)
+
+    def both(dtype):
+        one, *others = (x.to(dtype) for x in (*operands, *rows))
+        return gathered.gained(one, *others[:3]), gathered.rows_product(*others[3:])
+
+    found = both(dtype)
+    monkeypatch.setattr(native, "library", lambda: None)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
+    for one, other in zip(found, both(torch.float64)):
+        assert one.shape == other.shape and one.dtype == dtype
+        assert (one.double() - other).abs().max() <= tolerance * other.abs().max()
+
+
+@pytest.mark.parametrize("hard", [True, False])
+def test_training_draws_a_unit_and_passes_the_gradient_through(hard, monkeypatch):
+    """The mask is one unit or the softmax; in both cases its gradient is that of the softmax."""
+    layer, x = SparseFeedForward(4, 6, 3).double().train(), draw(5, 4)
+    layer.controller_bias.data.normal_()
+    monkeypatch.setattr(torch, "rand", lambda *shape: torch.tensor(0.29 if hard else 0.31))
+    soft = torch.stack([part.softmax(-1) for part in layer.logits(x).unbind(-2)], -2)
+    torch.manual_seed(3)
+    noise = -torch.empty_like(soft).exponential_().log()
+    torch.manual_seed(3)
+    mask = layer.mask(x)
+    drawn = F.one_hot((soft.log() + 0.1 * noise).argmax(-1), 3).double()
+    assert_close(mask, (drawn if hard else soft).flatten(-2))
+    direction = draw(5, 6)
+    found = torch.autograd.grad((mask * direction).sum(), layer.controller_bias)[0]
+    assert_close(found, torch.autograd.grad((soft.flatten(-2) * direction).sum(), layer.controller_bias)[0])
+
+
+def test_three_of_ten_batches_are_hard():
+    torch.manual_seed(0)
+    layer, x = SparseFeedForward(4, 6, 3).train(), torch.randn(2, 4)
+    hard = sum(bool(((layer.mask(x) - 0.5).abs() - 0.5).abs().max() < 1e-6) for _ in range(1000))
+    assert 250 < hard < 350
+
+
+def test_the_noise_is_gumbels_with_a_tenth():
+    """The logit 0.1 above another is drawn with the odds exp(1)."""
+    torch.manual_seed(0)
+    layer = SparseFeedForward(4, 2, 2).train()
+    layer.controller_bias.data = torch.tensor([0.1, 0.0])
+    scores = torch.zeros(1, 4)
+    drawn = torch.stack([layer.mask(scores)[0] for _ in range(3000)])
+    drawn = drawn[((drawn - 0.5).abs() - 0.5).abs().amax(1) < 1e-6]
+    assert drawn[:, 0].mean().item() == pytest.approx(1 / (1 + math.exp(-1)), abs=0.05)
+
+
+def convolution_by_loops(weight, p, t: int, module: int, count: int) -> torch.Tensor:
+    """weight (O, modules read, 3 tokens, C/S); p (T,C)."""
+    outputs, sides, taps, channels = weight.shape
+    y = torch.zeros(outputs, dtype=torch.float64)
+    for side in range(sides):
+        for tap in range(taps):
+            other = module + side - sides // 2
+            if t - tap >= 0 and 0 <= other < count:
+                y += weight[:, side, tap] @ p[t - tap, other * channels : (other + 1) * channels]
+    return y
+
+
+def test_queries_keys_and_values_are_causal_convolutions():
+    """Queries and keys read three tokens and three modules, values three tokens of their own module."""
+    source, heads = SparseSource(12, 4).double(), Convolutions(12, 4, {"q": 8, "k": 12, "v": 12, "gate s": 3}).double()
+    heads.bias.data.normal_()
+    x = draw(6, 1, 12)
+    p, y = source.dense(x)[:, 0], heads(source(x)[0])[:, 0]
+    for t in range(6):
+        parts = [
+            torch.cat([convolution_by_loops(heads.weights[name], p, t, module, 4) for module in range(4)])
+            for name in ("q", "k", "v")
+        ]
+        assert_close(y[t], torch.cat([*parts, heads.weights["gate s"] @ p[t]]) + heads.bias)
+    assert [weight.shape[1] for weight in heads.weights.values() if weight.dim() == 4] == [3, 3, 1]
+    assert_close(heads.rows(source(x)[0], "k", "v")[:, 0], y[:, 8:32])
+
+
+def recent_by_loops(p, padding, resets) -> tuple[torch.Tensor, torch.Tensor]:
+    """What every token reads, and the last two tokens' vectors."""
+    total, batch, width = p.shape
+    read, last = torch.zeros(total, batch, 3 * width).double(), torch.zeros(batch, 2, width).double()
+    for b in range(batch):
+        one, two = torch.zeros(2, width).double()
+        for t in range(total):
+            if resets[b, t]:
+                one, two = torch.zeros(2, width).double()
+            read[t, b] = torch.cat([p[t, b], one, two])
+            if not padding[b, t]:
+                one, two = p[t, b], one
+        last[b, 0], last[b, 1] = one, two
+    return read, last
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("reset", [False, True])
+def test_tokens_before_each_token(padded, reset):
+    """Padding is no token, and a text begins with nothing before it."""
+    torch.manual_seed(2)
+    p, padding, resets = draw(9, 4, 3), torch.rand(4, 9) < 0.4, torch.rand(4, 9) < 0.3
+    padding, resets = padding & padded, resets & reset & ~padding
+    expected, last = recent_by_loops(p, padding, resets)
+    read, state = with_recent(p, None, padding if padded else None, resets if reset else None)
+    real = ~padding.t()
+    assert_close(read[real], expected[real])
+    assert_close(state.vectors, last)
+    state, parts = None, []
+    for piece in (slice(0, 1), slice(1, 4), slice(4, 9)):
+        masks = padding[:, piece] if padded else None, resets[:, piece] if reset else None
+        read, state = with_recent(p[piece], state, *masks)
+        parts.append(read)
+    assert_close(torch.cat(parts)[real], expected[real])
+    assert_close(state.vectors, last)
+    assert isinstance(state.index_select(torch.tensor([1, 0])), RecentState)
+
+
+def test_recurrent_units():
+    units, x = RecurrentUnits(6, 4).double(), draw(5, 2, 6)
+    for linear in (units.down, units.gates, units.up):
+        linear.bias.data.normal_()
+    units.norm.weight.data.normal_()
+    y, state = units(x)
+    cell, cells = torch.zeros(2, 4).double(), torch.zeros(2, 4).double()
+    for t in range(5):
+        mean, variance = x[t].mean(-1, keepdim=True), x[t].var(-1, unbiased=False, keepdim=True)
+        inner = ((x[t] - mean) / (variance + 1e-5).sqrt() * units.norm.weight) @ units.down.weight.T + units.down.bias
+        u, forget, highway = (inner @ units.gates.weight.T + units.gates.bias).chunk(3, -1)
+        f, r = 1 / (1 + (-forget).exp()), 1 / (1 + (-highway).exp())
+        cell = f * cell + (1 - f) * u
+        h = r * cell + (1 - r) * math.sqrt(3) * inner
+        expected = h @ units.up.weight.T + units.up.bias
+        assert_close(y[t], expected)
+        with torch.no_grad():
+            assert_close(units.step(x[t], cells), expected.detach())
+    assert isinstance(state, SruState)
+    assert_close(state.cell, cell)
+    assert_close(cells, cell.detach())
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: SparseFeedForward(8, 30, 7), "--ffn-sparsity is 7; it must be at least 2 and divide 30"),
+        (lambda: SparseFeedForward(8, 32, 4, activation=torch.cos), "activation must be 0 at 0; choose another --activation-fn"),
+        (lambda: SparseSource(10, 4), "--qkv-sparsity is 4; it must divide the width of the layers, 10"),
+        (lambda: Convolutions(12, 4, {"q": 6}), "--qkv-sparsity is 4; it must divide 6, the width of q of all heads"),
+    ],
+)
+def test_sizes_that_do_not_fit(make, message):
+    with pytest.raises(Mistake, match=message):
+        make()
