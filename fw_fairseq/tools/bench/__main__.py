@@ -15,7 +15,7 @@ import torch
 
 from ... import Mistake
 from ..command import check_outputs, make_parser, mistakes_as_sentences
-from . import language_models, layers, ops, translation
+from . import language_models, layers, ops, sparse, translation
 from .contest import positive, write_json
 
 PROG = "fw-bench"
@@ -47,6 +47,13 @@ COMMANDS = {
         "SRU against LSTM, additive attention against softmax attention",
         "Forward and backward of one layer: sru against torch's LSTM, additive and leap against softmax attention.",
         "time of each",
+    ),
+    "sparse": Command(
+        sparse,
+        "a token of large models on a CPU, from dense to sparse and recurrent",
+        "fast_weight_lm without a batch, with random weights: softmax attention and dense layers first, then part after part"
+        " becomes sparse, and gated_delta takes the place of softmax attention. One model at a time is in memory.",
+        "speed against context",
     ),
     "translate": Command(
         translation,
@@ -93,7 +100,7 @@ def check(parser: argparse.ArgumentParser, args) -> None:
     for path in filter(None, (args.json, args.figure)):
         if not path.absolute().parent.is_dir():
             parser.error(f"{path.parent} is not a folder; make it first")
-    if args.command != "ops" and args.width % args.heads:
+    if "width" in args and args.width % args.heads:
         parser.error(f"--width {args.width} is not a multiple of --heads {args.heads}")
     if getattr(args, "resume", False) and not args.json:
         parser.error("--resume needs --json, the file with the report to continue")
