@@ -25,7 +25,7 @@ def test_report(tmp_path, capsys):
     keys_and_values = 2 * 64 * 2 * 4  # of a token
     assert state["dense", 40] - state["dense", 1] == 39 * keys_and_values
     recurrent = "+ gated_delta for softmax"
-    assert state[recurrent, 40] == 4 * (2 * 2 * 32 * 32 + 2 * 2 * 64 + 2 * 32) == state[recurrent, 1]
+    assert state[recurrent, 40] == 4 * (2 * 2 * 32 * 32 + 2 * 2 * 64 + 2 * 32) > state[recurrent, 1]
     assert all(0 < row["min"] <= row["seconds"] <= row["max"] for row in report["tokens"])
     printed = capsys.readouterr().out
     assert "| tiny, 1 thread | parameters | weights read | after 1 | after 40 |" in printed and "| + sparse loss | " in printed

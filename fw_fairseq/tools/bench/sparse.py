@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ... import native
 from ...modules.past import Past
 from ...modules.sparse import SparseFeedForward
-from ...ops.sparse import gathered
 from .contest import machine, positive, settings, spread, take_turns, timed, write_json
 from .measure import make_task
 
@@ -118,12 +118,12 @@ def measure_products(args, size: str, threads: int) -> list[dict]:
 
 def without_compiler(layer: SparseFeedForward, x: Tensor) -> Tensor:
     """Runs a layer in PyTorch."""
-    library = gathered.library
+    library = native.library
     try:
-        gathered.library = lambda: None
+        native.library = lambda: None
         return layer(x)
     finally:
-        gathered.library = library
+        native.library = library
 
 
 @torch.no_grad()
@@ -160,9 +160,24 @@ def build_model(args, size: Size, options: dict) -> nn.Module:
     before = torch.get_default_dtype()
     torch.set_default_dtype(TYPES[args.type])
     try:
-        return FastWeightLanguageModel.build_model(cfg, make_task(Dictionary(), args.vocabulary)).eval()
+        with torch.device("meta"):
+            model = FastWeightLanguageModel.build_model(cfg, make_task(Dictionary(), args.vocabulary)).eval()
     finally:
         torch.set_default_dtype(before)
+    return fill(model.to_empty(device="cpu"))
+
+
+def fill(model: nn.Module) -> nn.Module:
+    """Gives all weights numbers from one block of random ones: drawing billions of them would take longer than the measurement."""
+    block = torch.randn(2**20 + 7, generator=torch.Generator().manual_seed(1))
+    for x in model.buffers():
+        x.zero_()
+    for name, x in model.named_parameters():
+        scale = x.shape[-1] ** -0.5 if x.dim() > 1 else 0.0
+        offset = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+        for part in x.data.view(-1).split(len(block)):
+            part.copy_(block[: len(part)]).mul_(scale).add_(offset)
+    return model
 
 
 def weights_read(decoder) -> int:
