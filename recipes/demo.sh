@@ -8,7 +8,8 @@
 # Time:     about 3 minutes on two free cores: the trainings run side by side and take 85 and 66 seconds of processor time
 # Expected: OUT/table.md and OUT/demo.png. Test perplexity of the fast-weight model 65.9 in segments of 128 tokens, 65.1 in a sliding
 #           window and 65.1 as one stream; of the Transformer 77.5 and 79.3. The state of the fast-weight model has one size at every length
-# Usage:    recipes/demo.sh                 makes .venv where there is none; a second call continues where the first one stopped
+# Usage:    recipes/demo.sh                 makes .venv, unless an environment is active that has fairseq, torch and matplotlib;
+#                                           a second call continues where the first one stopped
 #           OUT=folder UPDATES=600 PROMPT="if the class has" recipes/demo.sh
 #           PYTHON=python3.12 recipes/demo.sh       takes another interpreter for a new .venv
 wanted_python=${PYTHON:-python3}
@@ -18,10 +19,17 @@ OUT=${OUT:-${DEMO:-outputs/demo}}
 UPDATES=${UPDATES:-300}
 PROMPT=${PROMPT:-"if the object is"}
 
+ready() { # whether an environment is active, other than .venv, that has what the demo needs
+    local active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
+    [ -n "$active" ] && [ "$active" != "$ROOT/.venv" ] && [ -x "$active/bin/fairseq-train" ] &&
+        "$active/bin/python" -c 'import fairseq, hydra, matplotlib, sacrebleu, torch' 2>/dev/null
+}
+
 step() { printf '\n== %s\n' "$*"; }
 
-install() { # into .venv, unless that of tests/run.sh or an earlier call is there
+install() { # into .venv, unless that of tests/run.sh or an earlier call is there, or an active environment has all that is needed
     local wanted stamp
+    ! ready || return 0
     cd "$ROOT" || exit 1
     wanted=$(cat setup.py pyproject.toml constraints.txt requirements/*.txt | sha256sum)
     for stamp in .venv/installed .venv/installed-plots; do
@@ -31,6 +39,7 @@ install() { # into .venv, unless that of tests/run.sh or an earlier call is ther
     "$wanted_python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null ||
         fail "$wanted_python is not Python 3.11 or 3.12; set PYTHON to one that is"
     [ -x .venv/bin/python ] || "$wanted_python" -m venv .venv
+    requirements/cpu_torch.sh .venv/bin/python
     .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plots]'
     echo "$wanted" >.venv/installed-plots
 }
@@ -73,6 +82,7 @@ continue_prompt() { # NAME
 
 (install)
 BIN=$ROOT/.venv/bin
+! ready || BIN=${VIRTUAL_ENV:-$CONDA_PREFIX}/bin
 find_programs
 export PYTHONWARNINGS=ignore
 if [ ! -d "$OUT/data" ]; then
@@ -101,7 +111,7 @@ continue_prompt transformer
 
 if [ ! -f "$OUT/generation.json" ]; then
     step "generation at growing length"
-    fw-bench model --mixers gated_delta --layers 3 --heads 4 --vocabulary "$(($(wc -l <"$OUT/data/dict.txt") + 4))" --tokens 128 512 \
+    "$PYTHON" -m fw_fairseq.tools.bench model --mixers gated_delta --layers 3 --heads 4 --vocabulary "$(($(wc -l <"$OUT/data/dict.txt") + 4))" --tokens 128 512 \
         --threads 1 --contexts 256 1024 4096 --json "$OUT/generation.json"
 fi
 

@@ -162,11 +162,11 @@ launcher() { # sets launch to the command that starts "-m fairseq_cli.train": LA
 }
 
 train() { # FOLDER DATA OPTION...: trains in FOLDER, which also gets train.log; resumes from the last checkpoint that is there
-    local folder=$1 launch
+    local folder=$1 launch saving=(--save-interval-updates "${SAVE_EVERY:-5000}" --keep-interval-updates 1)
     launcher
     mkdir -p "$folder"
     "${launch[@]}" -m fairseq_cli.train "$2" --user-dir "$ROOT/fw_fairseq" --save-dir "$folder" --seed "$SEED" \
-        --distributed-world-size "$GPUS" "${machine[@]}" "${@:3}" 2>&1 | tee -a "$folder/train.log"
+        --distributed-world-size "$GPUS" "${machine[@]}" "${saving[@]}" "${@:3}" 2>&1 | tee -a "$folder/train.log"
 }
 
 perplexity() { # LOG of fairseq-eval-lm

@@ -3,8 +3,13 @@
 # that comes without further ado is made for CUDA, 3 GB to download and 6 GB on disk.
 #   PYTHON=python3.12 tests/compatibility.sh          arguments go to pytest
 #   JOBS=1 tests/compatibility.sh                     on one core
+#   tests/compatibility.sh official [TEST...]         the tests with the official fairseq 0.12.2, in .venv-official, without those of
+#                                                     kernels, recipes and installing; PYTHON: a Python 3.10. Then checkpoints of this
+#                                                     fairseq are read by that of .venv, where there is one, and the other way round
 #   tests/compatibility.sh fairseq FOLDER [TEST...]   fairseq's own tests, with this project's changes to fairseq and without them, in
 #                                                     .venv; FOLDER: a checkout of facebookresearch/fairseq
+#   tests/compatibility.sh transformers FOLDER [TEST...]  transformers' own common tests, on exported models, in .venv; FOLDER: a checkout
+#                                                     or a source distribution of transformers; needs the package parameterized
 # Smaller with a torch for the CPU: make the environment first, and install that torch of the same version into it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -13,6 +18,30 @@ if [ "${1:-}" = fairseq ]; then
     shift
     [ -d "${1:-}/tests" ] || { echo "name the folder of a checkout of fairseq" >&2; exit 2; }
     PYTHONPATH=tests OMP_NUM_THREADS=1 exec .venv/bin/python -m support.fairseq_tests "$@"
+fi
+
+if [ "${1:-}" = transformers ]; then
+    shift
+    [ -f "${1:-}/tests/test_modeling_common.py" ] || { echo "name the folder of a checkout of transformers" >&2; exit 2; }
+    FW_TRANSFORMERS=$(realpath "$1")
+    export FW_TRANSFORMERS OMP_NUM_THREADS=1
+    exec .venv/bin/python -m pytest -n 0 -c /dev/null --rootdir tests --import-mode=importlib tests/support/transformers_tests.py "${@:2}"
+fi
+
+if [ "${1:-}" = official ]; then
+    shift
+    python=.venv-official/bin/python
+    [ -x $python ] || "${PYTHON:-python3.10}" -m venv .venv-official
+    install=($python -m pip install --quiet --disable-pip-version-check)
+    "${install[@]}" 'pip<24.1' wheel # later versions of pip refuse the metadata of omegaconf 2.0
+    "${install[@]}" -c requirements/official.txt -e '.[test,plots]'
+    export OMP_NUM_THREADS=1
+    leave=(kernels recipes test_install.py test_mutation.py test_layout.py test_pages.py)
+    [ $# -gt 0 ] || set -- tests "${leave[@]/#/--ignore=tests/}"
+    $python -m pytest --numprocesses "${JOBS:-auto}" --dist loadfile "$@"
+    [ -x .venv/bin/python ] || { echo "no .venv to exchange checkpoints with"; exit 0; }
+    FW_OTHER_PYTHON=.venv/bin/python $python -m pytest -n 0 tests/test_exchange.py
+    FW_OTHER_PYTHON=$python exec .venv/bin/python -m pytest -n 0 tests/test_exchange.py
 fi
 
 python=.venv-oldest/bin/python

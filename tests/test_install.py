@@ -1,4 +1,4 @@
-"""The package and each of its extras resolve under constraints.txt from a package index alone."""
+"""The package and each of its extras resolve from a package index alone, with the versions that the tests use."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 
 import pytest
 from support.commands import ROOT
 
+tomllib = pytest.importorskip("tomllib")  # Python 3.11
 EXTRAS = list(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 PLAIN = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
 PLAIN |= {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}  # no folder of wheels, no constraints but ours
@@ -43,20 +43,58 @@ def uv(tmp_path_factory):
     return folder / "bin" / "uv"
 
 
-@pytest.mark.parametrize("version", ["3.11", "3.12"])
+@pytest.mark.parametrize(
+    "version, pins, fairseq, other",
+    [
+        ("3.10", "requirements/official.txt", "fairseq", "ve-fairseq"),
+        ("3.11", "constraints.txt", "ve-fairseq", "fairseq"),
+        ("3.12", "constraints.txt", "ve-fairseq", "fairseq"),
+    ],
+    ids=["3.10", "3.11", "3.12"],
+)
 @pytest.mark.parametrize("extras", [[], EXTRAS], ids=["alone", "all"])  # versions that suit all together suit each
-def test_resolves_from_the_index(extras, version, uv, tmp_path_factory):
+def test_resolves_from_the_index(extras, version, pins, fairseq, other, uv, tmp_path_factory):
     cache = tmp_path_factory.getbasetemp() / "uv-cache"
     command = [uv, "pip", "compile", "--quiet", "--no-config", "--no-header", "--no-annotate", "--cache-dir", cache]
     command += ["--python-version", version, "--python-platform", "x86_64-manylinux_2_28", "--only-binary", "torch"]
-    command += [*(f"--extra={extra}" for extra in extras), "-c", ROOT / "constraints.txt", ROOT / "pyproject.toml"]
+    command += [*(f"--extra={extra}" for extra in extras), "-c", ROOT / pins, ROOT / "pyproject.toml"]
     done = subprocess.run(command, env=PLAIN, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    chosen, pins = versions(done.stdout), versions((ROOT / "constraints.txt").read_text())
+    chosen, pins = versions(done.stdout), versions((ROOT / pins).read_text())
     assert {name: chosen[name] for name in pins.keys() & chosen} == {name: pins[name] for name in pins.keys() & chosen}
-    assert {"torch", "numpy", "ve-fairseq", "hydra-core", "sacrebleu"} <= chosen.keys()
+    assert {"torch", "numpy", fairseq, "hydra-core", "sacrebleu"} <= chosen.keys()
+    assert other not in chosen, "both install the module fairseq, one over the other"
     assert any(name.startswith("nvidia-") for name in chosen), "a CUDA build of torch brings NVIDIA's libraries"
 
 
 def versions(text: str) -> dict[str, str]:
     return {re.sub(r"[-_.]+", "-", name).lower(): pin for name, pin in re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize(
+    "torch, driver, answers, installs, says",
+    [
+        (False, False, True, True, ""),
+        (False, False, False, True, "about 3 GB"),
+        (True, False, True, False, ""),
+        (False, True, True, False, ""),
+    ],
+    ids=["cpu", "no-index", "has-torch", "has-driver"],
+)
+def test_torch_for_cpus(torch, driver, answers, installs, says, tmp_path):
+    """It is installed where nothing else is there. An interpreter of this test's own notes what it is asked to do."""
+    if os.path.exists("/proc/driver/nvidia/version"):
+        pytest.skip("this machine has an NVIDIA driver")
+    python, log = tmp_path / "python", tmp_path / "log"
+    python.write_text(f'#!/bin/sh\nif [ "$1" = -c ]; then exit {int(not torch)}; fi\necho "$*" >>{log}\nexit {int(not answers)}\n')
+    commands = [python, *([tmp_path / "nvidia-smi"] if driver else [])]
+    commands[-1].touch()
+    for command in commands:
+        command.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:/usr/bin:/bin", "CPU_TORCH_INDEX": "https://example.org/cpu"}
+    command = [ROOT / "requirements" / "cpu_torch.sh", python]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and (says in done.stderr if says else not done.stderr)
+    asked = log.read_text() if log.exists() else ""
+    [pin] = re.findall(r"^torch==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert (f"--index-url https://example.org/cpu {pin}" in asked) is installs

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 import tarfile
-import tomllib
 from pathlib import Path
 
 import pytest
 from support.commands import install_sdist
 
 ROOT = Path(__file__).parents[1]
+tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 
 def run(*command, cwd=None, **env):

@@ -10,7 +10,7 @@ import torch
 from fairseq.dataclass import ChoiceEnum
 from fairseq.models import register_model
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
-from fairseq.utils import safe_getattr
+from fairseq.utils import eval_str_list, safe_getattr
 from torch import nn
 
 from .. import Mistake
@@ -57,6 +57,11 @@ class FastWeightLanguageModelConfig(FastWeightConfig, TransformerLanguageModelCo
         0,
         below=1,
     )
+    options_from: str = option(
+        "",
+        "a checkpoint of fast_weight_lm, for example one that fw-convert wrote, whose options the new model takes over: those that"
+        " decide what it computes, but not dropout",
+    )
     train_only: ChoiceEnum(["all", "new"]) = option(
         "all",
         "new: train only the parts that fw-convert makes anew: query and key projections, gates and feature maps. All else stays"
@@ -76,9 +81,12 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
 
     @classmethod
     def build_model(cls, args, task):
+        if source := safe_getattr(args, "options_from", ""):
+            raise Mistake(f"--options-from is {source}, which fairseq.models.build_model takes over; build the model by it")
         check_sizes(args, *SIZES)
         check_heads(args.decoder_embed_dim, args.decoder_attention_heads)  # before fairseq does, by an assertion
         read_config(FastWeightLanguageModelConfig, args)
+        check_cutoffs(args, len(task.target_dictionary))
         keep_layers(args)
         decoder = functools.partial(FastWeightDecoder, carries_over=getattr(task, "carries_over", False))
         model = build_with(decoder, cls, args, task)
@@ -90,11 +98,15 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
             logger.info(model.describe_state())
         return model
 
-    def refuse_without_effect(self, args) -> None:
-        """Refuses options that no part of a new model reads."""
+    def options_read(self, args) -> set[str]:
+        """Returns the names of this project's options that a part of the model reads."""
         config = self.decoder.fast_weight_config
         names = layer_mixers(config, args.decoder_layers)
-        refuse_without_effect(args, FastWeightConfig, options_read(config, names, "mixer", "mixer_pattern", *DECODER_OPTIONS))
+        return options_read(config, names, "mixer", "mixer_pattern", *DECODER_OPTIONS)
+
+    def refuse_without_effect(self, args) -> None:
+        """Refuses options that no part of a new model reads."""
+        refuse_without_effect(args, FastWeightConfig, self.options_read(args))
 
     def forward(self, src_tokens, src_lengths=None, **kwargs):
         return self.decoder(src_tokens, **kwargs)
@@ -154,6 +166,16 @@ def start_from(model: nn.Module, std: float) -> None:
             nn.init.normal_(module.classes, std=std)
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             nn.init.zeros_(module.weight[module.padding_idx])
+
+
+def check_cutoffs(args, words: int) -> None:
+    """Refuses bands of an adaptive vocabulary that end beyond it, which fairseq refuses by an assertion."""
+    for name in ("adaptive_input", "adaptive_softmax"):
+        cutoff = safe_getattr(args, f"{name}_cutoff", None)
+        used = cutoff and (name == "adaptive_softmax" or safe_getattr(args, name, False))
+        if used and max(eval_str_list(cutoff, type=int)) > words:
+            option = f"--{name.replace('_', '-')}-cutoff"
+            raise Mistake(f"{option} is {cutoff}, and the dictionary has {words} words; its numbers must be at most that")
 
 
 def without_rows(gradient, rows: slice):

@@ -121,8 +121,8 @@ class FastWeightTransformer(NamesWhatDiffers, TransformerModel):
         in_front = safe_getattr(args, "source_in_front", False)
         return TranslationDecoder(args, tgt_dict, embed_tokens, no_encoder_attn=args.no_cross_attention or in_front)
 
-    def refuse_without_effect(self, args) -> None:
-        """Refuses options that no part of a new model reads."""
+    def options_read(self, args) -> set[str]:
+        """Returns the names of this project's options that a part of the model reads."""
         config = self.decoder.fast_weight_config
         linear = {*linear_attentions(config)}
         mixers = self.decoder.mixer_names(args.decoder_layers) + ([SOFTMAX] if linear != {*ATTENTIONS} else [])
@@ -131,7 +131,11 @@ class FastWeightTransformer(NamesWhatDiffers, TransformerModel):
             others += ["mixer", "mixer_pattern"]
         if linear & {"encoder", "cross"}:
             others += LinearAttention.options
-        refuse_without_effect(args, FastWeightTransformerConfig, options_read(config, mixers, *others))
+        return options_read(config, mixers, *others)
+
+    def refuse_without_effect(self, args) -> None:
+        """Refuses options that no part of a new model reads."""
+        refuse_without_effect(args, FastWeightTransformerConfig, self.options_read(args))
 
     def prepare_for_inference_(self, cfg):
         """Prepares the model for generation, and refuses options that need softmax cross attention."""

@@ -13,6 +13,9 @@ from .linear_attention import LinearAttention
 from .sparse.softmax import SparseAttention
 from .updates import Call, Updates
 
+# fairseq 0.12.2 copies these weights of an encoder layer, for a fused kernel of torch's softmax attention
+COPIES = [f"{part}_{kind}" for part in ("in_proj", "out_proj", "fc1", "fc2") for kind in ("weight", "bias")]
+
 
 class LinearEncoderLayer(Updates, TransformerEncoderLayerBase):
     """fairseq's encoder layer, with linear self-attention if --linear-attention names the encoder.
@@ -23,7 +26,13 @@ class LinearEncoderLayer(Updates, TransformerEncoderLayerBase):
     def __init__(self, cfg, config, return_fc: bool = False):
         self._config = config
         super().__init__(cfg, return_fc=return_fc)
+        for name in COPIES:
+            self._parameters.pop(name, None)
         self.sparse_feed_forward(config, cfg, cfg.encoder, "encoder")
+
+    def _load_from_state_dict(self, *args, **kwargs) -> None:
+        """Loads as a plain module does, without the copies."""
+        nn.Module._load_from_state_dict(self, *args, **kwargs)
 
     def forward(self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: Tensor | None = None):
         """Calls fairseq's forward, or runs the updates where the layer has recurrent units."""

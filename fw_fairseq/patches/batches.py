@@ -1,14 +1,16 @@
 """Batches and search
 
-No sentence is lost, a resumed run has the same batches, and diverse beams find their rows.
+No sentence is lost, a resumed run has the same batches, diverse beams find their rows, and n-grams do not repeat.
 """
 
 from __future__ import annotations
 
+import math
 import types
 
 import numpy
 from fairseq.data import data_utils, indexed_dataset
+from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.search import DiverseBeamSearch
 from fairseq.tasks.fairseq_task import FairseqTask
 
@@ -81,3 +83,13 @@ def number_rows_within_the_batch(original, search, step, lprobs, scores, prev_ou
             search.first_idxs = original_batch_idxs
         original_batch_idxs = original_batch_idxs.unsqueeze(1).eq(search.first_idxs).int().argmax(1)
     return original(search, step, lprobs, scores, prev_output_tokens, original_batch_idxs)
+
+
+@replaces(NGramRepeatBlock, "_no_repeat_ngram")
+def compare_with_the_tokens_so_far(original, block, tokens, lprobs, bsz, beam_size, step):
+    """Without its CUDA extension, `--no-repeat-ngram-size` compares with the end of the buffer of tokens, which is padding until
+    the last step, and so forbids nothing. Now it compares with the tokens so far. A size of 1 forbids all words so far."""
+    written = tokens[:, : step + 1]
+    if block.no_repeat_ngram_size > 1:
+        return original(block, written, lprobs, bsz, beam_size, step)
+    return lprobs.scatter_(1, written[:, 1:], -math.inf)

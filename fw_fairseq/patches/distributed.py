@@ -14,6 +14,7 @@ from fairseq.models import distributed_fairseq_model
 from .. import Mistake
 from .checkpoints.lock import release
 from .replacing import replaces
+from .stopping import is_training, listen_no_more
 
 
 @replaces(distributed_utils, "_broadcast_object_slow")
@@ -39,15 +40,23 @@ def count_workers_as_torchrun_does(original, cfg, *args, **kwargs) -> None:
 
 
 @replaces(distributed_utils, "call_main")
-def refuse_sharding_on_cpus(original, cfg, main, **kwargs):
+def suit_workers_to_cpus(original, cfg, main, **kwargs):
     """With `--ddp-backend fully_sharded` fairscale asks for a GPU in the middle of its work and fails with a traceback. Now the
-    option is refused before the run starts. The locks of save directories end with the run."""
-    if cfg.distributed_training.ddp_backend == "fully_sharded" and (cfg.common.cpu or not torch.cuda.is_available()):
+    option is refused before the run starts. On CPUs, workers talk through `gloo` where `--distributed-backend` is `nccl`, fairseq's
+    default, which is for GPUs. A training without a batch size is refused in one sentence. The locks of save directories end with
+    the run."""
+    if is_training(main) and cfg.dataset.max_tokens is None and cfg.dataset.batch_size is None:
+        raise Mistake("--max-tokens or --batch-size is missing; a training needs the size of its batches")
+    on_cpus = cfg.common.cpu or not torch.cuda.is_available()
+    if cfg.distributed_training.ddp_backend == "fully_sharded" and on_cpus:
         raise Mistake("--ddp-backend fully_sharded shards over GPUs only; on CPUs use pytorch_ddp or legacy_ddp")
+    if cfg.distributed_training.distributed_backend == "nccl" and on_cpus:
+        cfg.distributed_training.distributed_backend = "gloo"
     try:
         return original(cfg, main, **kwargs)
     finally:
         release()
+        listen_no_more()
 
 
 @replaces(distributed_fairseq_model, "DistributedDataParallel")

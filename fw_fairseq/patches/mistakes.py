@@ -54,6 +54,12 @@ def shorten() -> None:
         sys.excepthook = shortened(sys.excepthook)
         own = vars(traceback) | {"print_exception": shortened(traceback.print_exception)}
         hydra_utils.traceback = SimpleNamespace(**own)  # Hydra prints errors itself, with this module
+        hydra_utils.print_exception = print_for_hydra  # 1.0, with this function
+
+
+def print_for_hydra(etype=None, value=None, tb=None) -> None:
+    """Prints an exception; Hydra 1.0 calls the first argument as Python did before 3.10."""
+    hydra_utils.traceback.print_exception(type(value), value, tb)
 
 
 def shortened(original: Callable) -> Callable:

@@ -16,7 +16,8 @@ from ..modules import MixerAttention
 
 class FirstNonFinite:
     """Watches a model within a ``with`` block, in the place of fairseq's NanDetector. ``sentence`` then says what was found, and
-    the error that is being handled, if there is one, gets it as a note. It never raises: that error is the one to show."""
+    the error that is being handled, if there is one, has it as ``first_non_finite``. This class raises nothing itself, because
+    that error is the one to show."""
 
     def __init__(self, model: nn.Module):
         self.names = {module: name for name, module in model.named_modules()}
@@ -39,8 +40,8 @@ class FirstNonFinite:
         with contextlib.suppress(Exception):
             self.found = self.found or self.first_gradient()
         self.sentence = f"the first is {self.found}" if self.found else "the repeated pass did not show where"
-        if isinstance(handled := sys.exception(), FloatingPointError):
-            handled.add_note(self.sentence)
+        if isinstance(handled := sys.exc_info()[1], FloatingPointError):
+            handled.first_non_finite = self.sentence
 
     def after_forward(self, module: nn.Module, inputs: tuple, options: dict, output: object) -> None:
         output = output[0] if isinstance(output, tuple) and output else output  # of a mixer, which also returns its state

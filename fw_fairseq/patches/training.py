@@ -11,19 +11,25 @@ from contextvars import ContextVar
 import fairseq.trainer
 import torch
 from fairseq import checkpoint_utils, models, utils
+from fairseq.criterions.adaptive_loss import AdaptiveLoss
+from fairseq.criterions.cross_entropy import CrossEntropyCriterion
+from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks import FairseqTask
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.trainer import Trainer
+from fairseq.utils import safe_getattr
 from torch import nn
 
 from .. import Mistake
+from .checkpoints.model_options import check_options, take_options_over
 from .checkpoints.resuming import check_origin
 from .literals import naming
 from .non_finite import FirstNonFinite
 from .replacing import changes, replaces
 
 WHILE_TRAINING: ContextVar[bool] = ContextVar("WHILE_TRAINING", default=False)
+WHOLE = (CrossEntropyCriterion, LabelSmoothedCrossEntropyCriterion)  # criterions that read the probabilities of all words
 
 
 class NotFinite(Mistake, FloatingPointError):
@@ -48,34 +54,56 @@ def say_where_a_nan_came_from(original, trainer, *args, **kwargs):
     except NotFinite:
         raise  # of a repeated step within this one
     except FloatingPointError as error:
-        where = "; ".join(getattr(error, "__notes__", ["the repeated pass did not show where"]))
+        where = getattr(error, "first_non_finite", "the repeated pass did not show where")
         crash = f"{trainer.cfg.checkpoint.save_dir}/crash.pt"
         raise NotFinite(f"{error}; {where}, at update {trainer.get_num_updates() + 1}; {crash} has the parameters") from None
 
 
 @replaces(Trainer, "__init__")
-def refuse_half_precision_without_gpu(original, trainer, cfg, *args, **kwargs) -> None:
+def refuse_what_cannot_be_trained(original, trainer, cfg, task, model, criterion, *args, **kwargs) -> None:
     """With `--fp16` or `--bf16` and no GPU, fairseq fails in the middle of its work, or looks for a TPU, and `--amp` does nothing.
-    Now these options are refused before the run starts. `--memory-efficient-fp16` trains on CPUs."""
+    `--adaptive-softmax-cutoff` with a criterion that reads all words' probabilities ends in a traceback after the first batch. Now
+    these options are refused before the run starts. `--memory-efficient-fp16` trains on CPUs."""
     halves = ("memory_efficient_bf16", "fp16", "bf16", "amp")
     given = next((name for name in halves if getattr(cfg.common, name)), None)
     works = cfg.common.memory_efficient_fp16 or (cfg.common.tpu and utils.xm is not None)
     if given and not works and (cfg.common.cpu or not torch.cuda.is_available()):
         raise Mistake(f"--{given.replace('_', '-')} is for GPUs; leave it out to train on CPUs")
-    original(trainer, cfg, *args, **kwargs)
+    adaptive = getattr(getattr(model, "decoder", None), "adaptive_softmax", None) is not None
+    if adaptive and isinstance(criterion, WHOLE) and not hasattr(criterion, "adaptive"):
+        raise Mistake(
+            f"--criterion is {safe_getattr(cfg.criterion, '_name', type(criterion).__name__)}, which does not train the adaptive"
+            " softmax of --adaptive-softmax-cutoff; use fast_weight_cross_entropy or adaptive_loss"
+        )
+    original(trainer, cfg, task, model, criterion, *args, **kwargs)
+
+
+@replaces(AdaptiveLoss, "build_criterion")
+def name_the_backend_of_adaptive_losses(original, *args, **kwargs):
+    """`--criterion adaptive_loss` with the default `--ddp-backend` ends in a traceback, with one worker too. Now one sentence names
+    the option."""
+    try:
+        return original(*args, **kwargs)
+    except Exception as error:
+        if "DistributedDataParallel" not in str(error):
+            raise
+        raise Mistake("--criterion adaptive_loss needs --ddp-backend legacy_ddp; fast_weight_cross_entropy does not") from error
 
 
 @replaces(Trainer, "load_checkpoint")
 def say_what_does_not_fit(original, trainer, filename, reset_optimizer=False, *args, **kwargs):
     """fairseq replaces the message about parameters that do not fit by "please ensure that the architectures match". Now the
-    message names them. fairseq also resumes with another task or dictionary, at a wrong place of the text or with wrong words.
-    Now this is refused."""
+    message names them. fairseq also resumes with another task or dictionary, at a wrong place of the text or with wrong words, and
+    it loads parameters into a model with options that make another model of them, such as another `--feature-map`. Now this is
+    refused; with an explicit `--restore-file` the log names such options."""
     try:
         extra_state = original(trainer, filename, reset_optimizer, *args, **kwargs)
     except Exception as error:
         if type(error) is Exception and isinstance(error.__context__, ValueError):
             raise Mistake(f"{filename}: {error.__context__}") from error
         raise
+    if extra_state is not None:
+        check_options(trainer, filename)
     check_origin(trainer, filename, extra_state, fresh=reset_optimizer)
     return extra_state
 
@@ -139,9 +167,11 @@ def refuse_blocks_without_tokens(original, task, *args, **kwargs):
 
 
 @replaces(models, "build_model")
-def name_options_that_are_no_literals(original, cfg, *args, **kwargs):
+def build_from_literals_and_options_of_a_checkpoint(original, cfg, *args, **kwargs):
     """fairseq runs some option strings as Python when it builds a model. Now they must be Python literals, and one that is not is
-    refused by the name of its option."""
+    refused by the name of its option. fairseq takes options from the command line alone; now `--options-from` takes those of a
+    checkpoint over, and new checkpoints hold them as if they had been given."""
+    take_options_over(cfg)
     with naming(cfg):
         return original(cfg, *args, **kwargs)
 

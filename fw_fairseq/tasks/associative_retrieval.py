@@ -1,6 +1,7 @@
 """associative_retrieval: pairs of a key and a value, then a key: which value was its last? (Schlag et al. 2021, sec. 6.1)"""
 
 from dataclasses import dataclass
+from typing import Optional
 
 import torch
 from fairseq.data import FairseqDataset
@@ -27,7 +28,7 @@ class AssociativeRetrievalConfig(FairseqDataclass):
         0, "pairs of a sequence that setting 2 is evaluated with; 0: S, as Schlag et al. 2021 published it", least=0
     )
     updates_per_epoch: int = option(100, "updates between two validations", least=1)
-    batch_size: int | None = II("dataset.batch_size")
+    batch_size: Optional[int] = II("dataset.batch_size")  # noqa: UP045  omegaconf 2.0 does not know "int | None"
     seed: int = II("common.seed")
 
 

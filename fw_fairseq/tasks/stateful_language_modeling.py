@@ -43,11 +43,13 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
             raise Mistake("stateful_language_modeling predicts the next token only; leave --self-target and --past-target out")
         if type(getattr(args, "curriculum", 0)) is int and args.curriculum:
             raise Mistake("--curriculum keeps the order of batches for some epochs, and streams always keep it; leave it out")
+        self.stateless: list = []  # models that cannot read streams, such as the teacher of a distillation
         self.group = None  # of the workers that share this one's streams
 
     def build_model(self, args, from_checkpoint=False):
         model = super().build_model(args, from_checkpoint)
         if not takes(model, "streams"):
+            self.stateless.append(model)
             model.register_forward_pre_hook(refuse_memory, with_kwargs=True)
             if not from_checkpoint:  # it is to be trained, on streams
                 refuse_memory(model, (), {"streams": None})
@@ -105,6 +107,8 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
     def eval_lm_dataloader(self, dataset, max_tokens=36000, batch_size=None, context_window=0, **options):
         """Reads the text once, as one stream or as --batch-size streams side by side. The first token of each has no context."""
         check_shard(options.get("shard_id", 0), options.get("num_shards", 1))
+        for model in self.stateless:  # before any thread loads data, which could not end with the program
+            refuse_memory(model, (), {"streams": None})
         if context_window:
             raise Mistake("--context-window computes the context again, but this task carries all of it over; leave it out")
         rows = 1 if batch_size is None else batch_size

@@ -11,17 +11,31 @@ def load_language_model(checkpoint, data, command: str, architectures: tuple[str
     """Returns a model of one of the ``architectures`` in evaluation mode, and its dictionary. ``data``: the folder of dict.txt,
     where it has moved since the training."""
     from fairseq import checkpoint_utils
-    from fairseq.models import MODEL_REGISTRY
+    from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
 
     from .. import models  # noqa: F401
 
     if not Path(checkpoint).is_file():
         raise Mistake(f"CHECKPOINT {checkpoint} is not a file; name one that fairseq-train or fw-convert wrote")
+    kinds = tuple(MODEL_REGISTRY[name] for name in architectures)
     overrides = {} if data is None else {"data": str(data)}
     try:
         [model], _, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], arg_overrides=overrides)
     except FileNotFoundError as error:
+        if (name := architecture(checkpoint)) in ARCH_MODEL_REGISTRY and ARCH_MODEL_REGISTRY[name] not in kinds:
+            raise Mistake(f"CHECKPOINT {checkpoint} holds a {name}; {command} takes {' and '.join(architectures)}") from None
         raise Mistake(f"there is no dictionary at {error.filename}; name the folder of dict.txt by --data") from error
-    if not isinstance(model, tuple(MODEL_REGISTRY[name] for name in architectures)):
+    if not isinstance(model, kinds):
         raise Mistake(f"CHECKPOINT {checkpoint} holds a {type(model).__name__}; {command} takes {' and '.join(architectures)}")
     return model.eval(), task.source_dictionary
+
+
+def architecture(checkpoint) -> str | None:
+    """Returns the name of the model's architecture, from the options in the checkpoint."""
+    from fairseq import checkpoint_utils
+
+    from ..patches.checkpoints.reading import model_options
+
+    checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint))
+    options = model_options.get(str(checkpoint), {})
+    return options.get("_name") or options.get("arch")

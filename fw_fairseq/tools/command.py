@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -44,10 +45,15 @@ def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[tuple[st
 @contextlib.contextmanager
 def mistakes_as_sentences(prog: str) -> Iterator[None]:
     """Ends the program with exit code 1 and one sentence after a mistake. With FW_TRACEBACK=1 its traceback is shown. A wrong
-    option ends it with exit code 2, by argparse."""
+    option ends it with exit code 2, by argparse. fairseq logs nothing but warnings meanwhile."""
+    fairseq = logging.getLogger("fairseq")
+    level = fairseq.level
+    fairseq.setLevel(logging.WARNING)
     try:
         yield
     except (OSError, ValueError) as error:
         if os.environ.get("FW_TRACEBACK") == "1":
             raise
         sys.exit(f"{prog}: {error}")
+    finally:
+        fairseq.setLevel(level)

@@ -1,7 +1,7 @@
 """fw-export-hf: writes a checkpoint of fast_weight_lm as a folder for Hugging Face transformers.
 
-AutoModelForCausalLM.from_pretrained(OUTPUT, trust_remote_code=True) loads it wherever the package fw_fairseq is installed; fairseq
-is not imported there. Texts begin with the end of sentence, as in fairseq; the tokenizer in the folder adds it.
+AutoModelForCausalLM.from_pretrained(OUTPUT, trust_remote_code=True) loads it wherever torch and transformers are installed, because
+the folder has the code of the model. Texts begin with the end of sentence, as in fairseq; the tokenizer in the folder adds it.
 """
 
 from __future__ import annotations
@@ -23,24 +23,13 @@ from ..files import tokenizer_size
 from ..mixers import MIXERS
 from ..models.fast_weight_decoder import FastWeightDecoder
 from ..modules.plain_softmax import PlainAdaptiveSoftmax
+from . import standalone
 from .checkpoints import load_language_model
 from .command import make_parser, mistakes_as_sentences
 
 PROG = "fw-export-hf"
 EXAMPLE = "fw-export-hf checkpoint_best.pt folder --data DATA"
 CODE_FILE = "modeling_fw_fairseq.py"
-REMOTE_CODE = '''"""The classes are those of the package fw_fairseq; transformers looks for them here."""
-
-from fw_fairseq import huggingface
-
-
-class FastWeightHFConfig(huggingface.FastWeightHFConfig):
-    pass
-
-
-class FastWeightForCausalLM(huggingface.FastWeightForCausalLM):
-    config_class = FastWeightHFConfig
-'''
 TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
@@ -52,6 +41,24 @@ TOKENIZER_FILES = (
 WRITTEN = re.compile("|".join([*map(re.escape, (*TOKENIZER_FILES, CODE_FILE)), r"(generation_)?config\.json",
                                r"model(-\d+-of-\d+)?\.safetensors", r"model\.safetensors\.index\.json"]))  # fmt: skip
 TOLERANCE = 1e-4
+MARKS_AFTER = (
+    ",",
+    ".",
+    ";",
+    ":",
+    "!",
+    "?",
+    ")",
+    "]",
+    "%",
+    "n't",
+    "'s",
+    "'m",
+    "'re",
+    "'ve",
+    "'ll",
+    "'d",
+)  # that follow without a space
 
 
 def export(checkpoint, output, data=None, tokenizer=None, force: bool = False):
@@ -263,7 +270,7 @@ def write(model, dictionary, tokenizer, folder: Path) -> None:
         if name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(model.generation_config, name, value)
     model.save_pretrained(folder)
-    (folder / CODE_FILE).write_text(REMOTE_CODE)
+    (folder / CODE_FILE).write_text(standalone.code(), encoding="utf-8")
     if tokenizer is None:
         word_tokenizer(dictionary).save_pretrained(folder)
     else:
@@ -273,16 +280,24 @@ def write(model, dictionary, tokenizer, folder: Path) -> None:
 
 
 def word_tokenizer(dictionary):
-    """Returns a tokenizer that splits at spaces and puts an end of sentence before each text."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    """Returns a tokenizer that splits at spaces and puts an end of sentence before each text. It decodes with a space before each
+    word, also the first one, so that it continues a prompt, and no spaces where a text that was split at its marks has none."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     eos = dictionary.eos_word
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(dictionary.symbols)}, unk_token=dictionary.unk_word))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{eos} $A", special_tokens=[(eos, dictionary.eos())])
+    joined = [decoders.Replace(f" {mark}", mark) for mark in MARKS_AFTER] + [decoders.Replace(f"{mark} ", mark) for mark in "(["]
+    joined += [decoders.Replace(" @-@ ", "-"), decoders.Replace(" @,@ ", ","), decoders.Replace(" @.@ ", ".")]  # of WikiText
+    if any(word.endswith("@@") for word in dictionary.symbols):
+        joined.insert(0, decoders.Replace("@@ ", ""))  # pieces of words
+    spaced = decoders.Replace(Regex(f"^(?!{re.escape(eos)})"), " ")
+    tokenizer.decoder = decoders.Sequence([spaced, decoders.Fuse(), *joined])
     special = {"bos_token": eos, "eos_token": eos, "unk_token": dictionary.unk_word, "pad_token": dictionary.pad_word}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **special)
+    names = ["input_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", model_input_names=names, **special)
 
 
 def parser() -> argparse.ArgumentParser:

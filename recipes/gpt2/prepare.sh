@@ -6,7 +6,7 @@
 #           (documents end with a line <|endoftext|>). The Pile, 825 GB, is no longer offered for download; the paper uses a small part of
 #           it. GPT-2 (550 MB) is downloaded, or taken from MODEL; its files have no published sums, those of the first download hold
 # Hardware: any CPU; 5 bytes of disk for each byte of text
-# Time:     about one second for each MB of text
+# Time:     about one second for each MB of text and core, on all cores; encoding continues where a call that was killed stopped
 # Expected: OUT/data for fairseq, OUT/pretrained
 # Usage:    DATA=folder recipes/gpt2/prepare.sh             a second call continues where the first one stopped
 #           DATA=folder MODEL=folder recipes/gpt2/prepare.sh      takes config.json, weights, vocab.json and merges.txt of MODEL
@@ -38,7 +38,7 @@ mkdir -p "$OUT"
 ln -sfn "$(realpath "$MODEL")" "$OUT/pretrained"
 if [ -z "$there" ]; then
     logged "$OUT/convert.log" "$PYTHON" -m fw_fairseq.tools.convert "$MODEL" "$OUT/dictionary/softmax.pt" --rule softmax --force
-    "$PYTHON" "$ROOT/recipes/gpt2/encode.py" "$MODEL" "$DATA" "$OUT/tokens"
+    "$PYTHON" "$ROOT/recipes/gpt2/encode.py" "$MODEL" "$DATA" "$OUT/tokens" "${WORKERS:-$(nproc)}"
     binarise "$OUT/data" "${made_with[@]}" -- --only-source --srcdict "$OUT/dictionary/dict.txt" \
         --trainpref "$OUT/tokens/train" --validpref "$OUT/tokens/valid" --testpref "$OUT/tokens/test"
 fi

@@ -118,7 +118,7 @@ def test_the_error_that_is_handled_gets_the_place():
     except FloatingPointError:
         with FirstNonFinite(model) as found:
             model["scaled"](x=torch.ones(4))
-    assert error.__notes__ == [found.sentence]
+    assert error.first_non_finite == found.sentence
 
 
 def test_nothing_is_left_on_the_model():

@@ -19,7 +19,7 @@ from support.commands import USER_DIR, fairseq, succeed
 import fw_fairseq.models  # noqa: F401
 from fw_fairseq.patches.checkpoints import lock as locks
 from fw_fairseq.patches.checkpoints.resuming import ORIGIN, dictionary_sums
-from fw_fairseq.patches.distributed import refuse_sharding_on_cpus
+from fw_fairseq.patches.distributed import suit_workers_to_cpus
 from fw_fairseq.patches.training import say_what_does_not_fit
 
 SHAPE = (
@@ -167,8 +167,9 @@ def test_only_the_run_itself_has_its_lock(tmp_path, monkeypatch):
     loader = os.fork()
     if not loader:
         signal.pause()
-    config = Namespace(distributed_training=Namespace(ddp_backend="legacy_ddp"))
-    refuse_sharding_on_cpus(lambda cfg, main: None, config, None)  # a run that ends
+    distributed = Namespace(ddp_backend="legacy_ddp", distributed_backend="gloo")
+    config = Namespace(distributed_training=distributed, common=Namespace(cpu=True))
+    suit_workers_to_cpus(lambda cfg, main: None, config, None)  # a run that ends
     assert not (tmp_path / ".lock").exists()
     Holder(tmp_path).kill()
     os.kill(loader, signal.SIGKILL)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 
 import pytest
 import torch
+from fairseq import distributed_utils
+from fairseq.dataclass.configs import FairseqConfig
+from omegaconf import OmegaConf
 from support import parallel_text
 from support.commands import ROOT, USER_DIR, fairseq, run, succeed, train_two_workers
 from support.lm_data import SMALL
 from support.runs import parameters, updates
+
+import fw_fairseq.models  # noqa: F401
 
 TRAIN = (
     "--dropout 0 --optimizer sgd --lr 0.5 --clip-norm 1 --curriculum 9 --max-epoch 1 --log-format json --log-interval 1"
@@ -67,5 +74,39 @@ def test_translation_by_torchrun(sentences, tmp_path):
     options = [sentences, *TRANSLATION.split(), *TRAIN.split(), *USER_DIR]
     whole = succeed(fairseq("train", *options, "--batch-size", 8, "--save-dir", tmp_path / "one"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "fairseq_cli.train"]
-    options += ["--batch-size", 4, "--save-dir", tmp_path / "two", "--distributed-backend", "gloo"]
+    options += ["--batch-size", 4, "--save-dir", tmp_path / "two"]
     assert_same_run(whole, succeed(run(*torchrun, *options, cwd=ROOT)), tmp_path)
+
+
+@pytest.mark.parametrize("page", ["docs/distributed.md", "recipes/README.md"])
+@pytest.mark.parametrize("node", [0, 1])
+def test_the_slurm_lines_give_each_gpu_its_rank(page, node, tmp_path, monkeypatch):
+    """What fairseq makes of them on each of the two machines; scontrol is one that names these machines."""
+    [line] = [line for line in (ROOT / page).read_text().splitlines() if "srun --nodes" in line]
+    words = line.split()
+    gpus, tasks = (int(words[words.index(option) + 1]) for option in ("--gpus-per-node", "--ntasks-per-node"))
+    assert words[words.index("--nodes") + 1] == "2"
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames gpu[3-4]" ] && printf "gpu3\\ngpu4\\n"\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    slurm = {
+        "STEP_NODELIST": "gpu[3-4]",
+        "NNODES": 2,
+        "NTASKS": 2 * tasks,
+        "NTASKS_PER_NODE": tasks,
+        "NODEID": node,
+        "PROCID": node,
+    }
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    world = re.search(r"GPUS=(\d+)|--distributed-world-size (\d+)", line)
+    cfg = OmegaConf.structured(FairseqConfig).distributed_training
+    cfg.distributed_world_size = int(world[1] or world[2])
+    cfg.distributed_port = int(words[words.index("--distributed-port") + 1])
+    distributed_utils.infer_init_method(cfg)
+    assert cfg.distributed_init_method == "tcp://gpu3:29500"
+    assert (cfg.distributed_world_size, cfg.distributed_rank) == (2 * gpus, node * gpus)
+    assert cfg.distributed_num_procs == gpus and not cfg.distributed_no_spawn
+    assert int(world[1] or world[2]) == 2 * gpus, "the line says how many workers there are"

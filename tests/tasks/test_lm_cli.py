@@ -302,3 +302,23 @@ def test_training_from_the_installed_package(lm_data, tmp_path):
     assert f"imported {site / 'fw_fairseq' / '__init__.py'}" in printed
     assert sorted(losses(printed)) == [1, 2]
     assert sorted(contents(tmp_path / "saved")) == ["checkpoint_best.pt", "checkpoint_last.pt"]
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ("", "--criterion is cross_entropy, which does not train the adaptive softmax of --adaptive-softmax-cutoff; use"),
+        (
+            "--criterion adaptive_loss",
+            "--criterion adaptive_loss needs --ddp-backend legacy_ddp; fast_weight_cross_entropy does not",
+        ),
+        ("--adaptive-softmax-cutoff 20,4000", "--adaptive-softmax-cutoff is 20,4000, and the dictionary has"),
+        ("--max-update 1", "--max-tokens or --batch-size is missing"),
+    ],
+    ids=["criterion", "backend", "cutoff", "batch"],
+)
+def test_what_cannot_be_trained_is_a_sentence(options, sentence, lm_data, tmp_path):
+    batch = [] if "--max-update" in options else ["--batch-size", 8]
+    given = [*SMALL.split(), "--adaptive-softmax-cutoff", "20,40", *options.split(), *batch, "--save-dir", tmp_path]
+    done = fairseq("train", lm_data, *USER_DIR, "--task", "language_modeling", "--tokens-per-sample", 16, *given)
+    assert done.returncode == 1 and f"fairseq_cli.train: {sentence}" in done.stderr.splitlines()[-1]

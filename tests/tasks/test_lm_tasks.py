@@ -202,5 +202,7 @@ def test_streams_need_a_model_with_memories():
         of_fairseq("transformer_lm", task)
     model = of_fairseq("transformer_lm", task, from_checkpoint=True)
     model(torch.ones(1, 5, dtype=torch.long))  # single texts
+    with pytest.raises(ValueError, match=message):  # before anything is loaded
+        task.eval_lm_dataloader(random_text())
     with pytest.raises(ValueError, match=message):
-        eval_lm([model], task.dictionary, task.eval_lm_dataloader(random_text()))
+        model(torch.ones(1, 5, dtype=torch.long), streams=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -167,7 +168,11 @@ def test_generation_does_not_depend_on_the_batch(both):
 )
 def test_generation_options(options, both):
     printed = succeed(generate(both[0].parent, both[:1], *options.split()))
-    assert sorted(lines(printed, "H")) == list(range(30))
+    texts = lines(printed, "H")
+    assert sorted(texts) == list(range(30))
+    if "--no-repeat-ngram-size 2" in options:
+        pieces = [text.split("\t")[-1].split() for text in lines(printed, "D").values()]
+        assert max(map(len, pieces)) > 4 and all(len({*itertools.pairwise(x)}) == max(len(x) - 1, 0) for x in pieces)
     assert re.search(r"^Generate test with beam=\d: BLEU", printed, re.MULTILINE)
 
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 import yaml
 from fairseq.models import ARCH_CONFIG_REGISTRY
-from support.commands import ENVIRONMENT, ROOT, succeed
-from support.pretrained import CONVERTED, perplexity, train
+from support.commands import ENVIRONMENT, ROOT, USER_DIR, fairseq, succeed
+from support.pretrained import CONVERTED, SHAPE, perplexity, train
 
 from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModel
+from fw_fairseq.tools.convert.__main__ import main as fw_convert
 from fw_fairseq.tools.convert.conversion import convert
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -36,6 +37,38 @@ def test_finetuning_goes_on_from_the_converted_model(counting_data, pretrained, 
     assert all(torch.equal(x, after[name]) for name, x in before.items() if "version" not in name)
     model = FastWeightLanguageModel.from_pretrained(str(tmp_path), "start.pt", data_name_or_path=str(counting_data)).eval()
     assert model.score("w1 w2 w3")["positional_scores"].isfinite().all()
+
+
+def test_a_converted_model_is_trained_with_its_options(counting_data, pretrained, tmp_path, capsys):
+    """Others that fit its shapes are refused. --options-from takes them over, and so does what fw-convert prints."""
+    start = tmp_path / "start.pt"
+    fw_convert([str(pretrained), str(start), "--rule", "decay", "--feature-dim", "4"])
+    printed = capsys.readouterr().out.strip().splitlines()[-1]
+    rest = ["--max-update", 1, "--lr", 0]
+    given = [*SHAPE.split(), "--save-dir", tmp_path / "wrong", "--finetune-from-model", start, *rest]
+    wrong = "--arch fast_weight_lm --update-rule decay --feature-dim 4 --feature-map elu --feature-norm none --no-scale-embedding"
+    done = fairseq("train", counting_data, *USER_DIR, *wrong.split(), *given)
+    theirs, ours = "--feature-map identity --scale-embedding", "--feature-map elu --no-scale-embedding"
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == (
+        f"fairseq_cli.train: {start} was made with {theirs}, and this model has {ours}; give the checkpoint's options, or take them"
+        f" over with --options-from {start}"
+    )
+    restored = [option if option != "--finetune-from-model" else "--restore-file" for option in given]
+    log = succeed(fairseq("train", counting_data, *USER_DIR, *wrong.split(), *restored))
+    assert f"was made with {theirs}, and this model has {ours}; it computes something else" in log
+    task = [*SHAPE.split()[:6], *SHAPE.split()[SHAPE.split().index("--optimizer") :]]
+    taken = ["--arch", "fast_weight_lm", "--options-from", start, "--finetune-from-model", start]
+    for name, options in {"taken": taken, "printed": printed.split("--user-dir fw_fairseq ")[1].split()}.items():
+        succeed(fairseq("train", counting_data, *USER_DIR, *task, *options, *rest, "--save-dir", tmp_path / name))
+        start.rename(tmp_path / "away.pt")  # what was taken over is in the new checkpoint
+        assert perplexity(counting_data, tmp_path / name / "checkpoint_last.pt") == perplexity(counting_data, tmp_path / "away.pt")
+        (tmp_path / "away.pt").rename(start)
+
+
+def test_options_come_from_a_model_of_this_project(counting_data, pretrained, tmp_path):
+    options = ["--arch", "fast_weight_lm", "--options-from", pretrained, "--max-update", 1, "--save-dir", tmp_path]
+    done = fairseq("train", counting_data, *USER_DIR, *SHAPE.split(), *options)
+    assert f"--options-from is {pretrained}, which holds no model of this project" in done.stderr.splitlines()[-1]
 
 
 def test_the_baevski_auli_recipe_at_toy_size(tmp_path):

@@ -157,18 +157,158 @@ def test_what_transformers_asks_for_in_vain():
         small()(torch.ones(1, 4).long(), labels=torch.ones(1, 4).long(), logits_to_keep=1)
 
 
-def test_fairseq_is_not_needed(folder):
+@torch.no_grad()
+def test_arguments_that_are_not_known_or_cannot_be_obeyed_are_refused():
+    model, tokens = small().eval(), torch.arange(8)[None]
+    for given, said in (
+        ({"output_attentions": True}, "output_attentions asks for attention weights, which this model never computes"),
+        ({"head_mask": torch.ones(1)}, "forward takes no head_mask; leave it out"),
+        ({"inputs_embeds": torch.zeros(1, 8, 8)}, "forward takes either input_ids or inputs_embeds"),
+        ({"labels": tokens, "shift_labels": tokens}, "labels and shift_labels are both given"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            model(tokens, **given)
+    as_tuple = model(tokens, return_dict=False)
+    assert isinstance(as_tuple, tuple) and as_tuple[0].equal(model(tokens).logits)
+
+
+@torch.no_grad()
+def test_what_it_computes_on_its_way_and_from_what(folder):
+    """Hidden states are the inputs of the layers and of the output; embeddings may be given; labels may be shifted already."""
+    model, tokens = load(folder), torch.randint(4, 64, (2, 9))
+    output = model(tokens, output_hidden_states=True, labels=tokens)
+    assert len(output.hidden_states) == model.config.num_hidden_layers + 1
+    assert model.scores(output.hidden_states[-1]).equal(output.logits)
+    first, _ = model.layers[0](output.hidden_states[0].transpose(0, 1), None, None)
+    assert first.transpose(0, 1).equal(output.hidden_states[1])
+    assert model(inputs_embeds=model.get_input_embeddings()(tokens)).logits.equal(output.logits)
+    shifted = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+    expected = -output.logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).mean()
+    torch.testing.assert_close(output.loss, expected)
+    torch.testing.assert_close(model(tokens, shift_labels=shifted).loss, expected)
+    assert model(tokens, logits_to_keep=torch.tensor([2, 5])).logits.equal(output.logits[:, [2, 5]])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"mixers": ["softmax", "fast_weight"], "num_hidden_layers": 2}, {"positions": "sinusoidal"}]
+)
+@torch.no_grad()
+def test_packed_texts_do_not_see_each_other(options):
+    """A position of 0 begins a text, also one that a cache continues."""
+    torch.manual_seed(0)
+    model = small(num_attention_heads=2, max_position_embeddings=20, **options).eval()
+    one, two = torch.randint(16, (1, 5)), torch.randint(16, (1, 4))
+    alone = torch.cat([model(one).logits, model(two).logits], 1)
+    tokens, positions = torch.cat([one, two], 1), torch.tensor([[*range(5), *range(4)]])
+    torch.testing.assert_close(model(tokens, position_ids=positions).logits, alone)
+    first = model(tokens[:, :7], position_ids=positions[:, :7], use_cache=True)
+    rest = model(tokens[:, 7:], position_ids=positions[:, 7:], past_key_values=first.past_key_values)
+    torch.testing.assert_close(rest.logits, alone[:, 7:])
+    assert not torch.allclose(model(tokens).logits[:, 5:], alone[:, 5:])
+
+
+def test_gradient_checkpointing_changes_no_gradient(folder):
+    tokens, gradients = torch.randint(4, 64, (2, 9)), []
+    for checkpointing in (False, True):
+        model = load(folder).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(tokens, labels=tokens).loss.backward()
+        gradients.append({name: x.grad for name, x in model.named_parameters()})
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected)
+    assert all(layer.gradient_checkpointing for layer in model.layers)
+
+
+@pytest.mark.parametrize("missing", ["layers.0.fc1.weight", "layers.0.self_attn.in_proj.bias", "embed_tokens.weight"])
+@torch.no_grad()
+def test_weights_that_a_checkpoint_lacks_are_drawn(missing, tmp_path):
+    """As a new model draws them; the others are the checkpoint's."""
+    model = small(hidden_size=32, num_attention_heads=2)
+    kept = {name: x for name, x in model.state_dict().items() if name != missing}
+    model.save_pretrained(tmp_path, state_dict=kept)
+    loaded = FastWeightForCausalLM.from_pretrained(tmp_path)
+    assert all(loaded.state_dict()[name].equal(x) for name, x in kept.items())
+    drawn = loaded.state_dict()[missing]
+    assert drawn.isfinite().all() and drawn.abs().max() < 10
+    assert drawn.std() == pytest.approx(model.state_dict()[missing].std(), rel=0.5)
+    other = FastWeightHFConfig.from_pretrained(tmp_path, intermediate_size=24)
+    resized = FastWeightForCausalLM.from_pretrained(tmp_path, config=other, ignore_mismatched_sizes=True)
+    assert all(x.isfinite().all() and x.abs().max() < 10 for x in resized.state_dict().values())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@torch.no_grad()
+def test_a_new_model_knows_nothing_rather_than_the_wrong_words(tied):
+    """Its loss is near that of equally likely words."""
+    scale = {"embedding_scale": 32**0.5, "hidden_size": 32, "num_attention_heads": 2}
+    config = FastWeightHFConfig(mixer_options=asdict(FastWeightConfig()), vocab_size=99, tie_word_embeddings=tied, **scale)
+    model, tokens = FastWeightForCausalLM(config).eval(), torch.randint(99, (8, 20))
+    assert model(tokens, labels=tokens).loss < 2 * torch.tensor(99.0).log()
+
+
+def test_the_tokenizer_joins_what_the_corpus_had_split(folder):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    assert "token_type_ids" not in tokenizer("w1 w2")
+    words = ["the", "cat", ",", "(", "well", "-", "known", ")", ",", "does", "n't", "see", "1", "@,@", "000", "dogs", "."]
+
+    class Words:
+        symbols, nspecial, eos_word, unk_word, pad_word = ["<s>", "<pad>", "</s>", "<unk>", *words], 4, "</s>", "<unk>", "<pad>"
+
+        def eos(self):
+            return 2
+
+    made = export_hf.word_tokenizer(Words())
+    ids = [made.convert_tokens_to_ids(word) for word in words]
+    assert made.decode(ids) == " the cat, (well - known), doesn't see 1,000 dogs."
+    assert made.decode(ids[:2]) + made.decode(ids[2:]) == made.decode(ids)
+    Words.symbols = ["<s>", "<pad>", "</s>", "<unk>", "lo@@", "w@@", "er"]
+    pieces = export_hf.word_tokenizer(Words())
+    assert pieces.decode([4, 5, 6, 6]) == " lower er"
+
+
+def test_the_pipeline_keeps_spaces(folder):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    pipeline = transformers.pipeline("text-generation", model=load(folder), tokenizer=tokenizer)
+    [result] = pipeline("w1 w2 w3", max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert result["generated_text"].startswith("w1 w2 w3 ") and len(result["generated_text"].split()) == 7
+
+
+def test_trainer_trains(folder, tmp_path):
+    pytest.importorskip("accelerate")
+    model, tokens = load(folder), torch.randint(4, 64, (8, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before = model.eval()(tokens, labels=tokens).loss
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    options = transformers.TrainingArguments(
+        tmp_path, max_steps=8, learning_rate=0.01, per_device_train_batch_size=4, report_to=[], use_cpu=True, save_steps=8,
+        gradient_checkpointing=True, disable_tqdm=True,
+    )  # fmt: skip
+    transformers.Trainer(model, options, train_dataset=data).train()
+    with torch.no_grad():
+        after = model.eval()(tokens, labels=tokens).loss
+        assert after < before - 0.3
+        saved = FastWeightForCausalLM.from_pretrained(tmp_path / "checkpoint-8").eval()
+        assert saved(tokens, labels=tokens).loss == after
+
+
+@pytest.mark.parametrize("missing", [["fairseq"], ["fairseq", "fw_fairseq", "omegaconf", "hydra"]])
+def test_the_folder_stands_alone(missing, folder):
+    """With the package it is the package's code, without it that of the folder."""
     code = (
-        "import sys; sys.modules['torchaudio'] = sys.modules['fairseq'] = None\n"
+        f"import sys; sys.modules.update(dict.fromkeys({missing}))\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
         "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
         "tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
         "tokens = model.generate(**tokenizer('w1 w2', return_tensors='pt'), max_new_tokens=3, min_new_tokens=3)\n"
+        "print('fw_fairseq_of_a_model.ops' in sys.modules)\n"
         "print(tokenizer.decode(tokens[0]))"
     )
     done = run(sys.executable, "-c", code, folder)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines()[-1].startswith("</s> w1 w2 ") and len(done.stdout.splitlines()[-1].split()) == 6
+    *_, alone, text = done.stdout.splitlines()
+    assert alone == str("fw_fairseq" in missing)
+    assert text.startswith("</s> w1 w2 ") and len(text.split()) == 6
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from fw_fairseq.tools.plot.dpfp import surfaces
 from fw_fairseq.tools.plot.logs import read_log
 from fw_fairseq.tools.plot.published import read_losses
 from fw_fairseq.tools.plot.retrieval import point_of_log, read_results
-from fw_fairseq.tools.plot.style import SMALL, look, spread_out
+from fw_fairseq.tools.plot.style import SMALL, canvas, log_values, look, save, spread_out
 from fw_fairseq.tools.plot.wikitext2 import draw_state, read_table
 
 RESULTS = "dpfp1 20 0.0008\ndpfp1 40 0.2\nelu 20 0.001\nelu 40 0.3\n"
@@ -162,6 +162,23 @@ def test_logs_are_read_by_metric(files):
     assert read_log(files / "simple.log", "valid_ppl") == {60: 362.04}
     assert read_log(files / "simple.log", "train_ppl") == {60: 512.0}
     assert read_log(files / "simple.log", "ppl") == {50: 17000.5}
+
+
+def test_a_run_of_one_epoch_has_more_than_one_point(tmp_path):
+    lines = [f'| {{"epoch": 1, "loss": "{9 - n}", "num_updates": "{50 * n}"}}' for n in (1, 2, 3)]
+    lines.append('| {"epoch": 1, "train_loss": "7.5", "train_num_updates": "160"}')
+    (tmp_path / "short.log").write_text("\n".join(lines))
+    assert read_log(tmp_path / "short.log", "train_loss") == {50: 8.0, 100: 7.0, 150: 6.0}
+
+
+@pytest.mark.parametrize("values", [(0.94, 1.54), (0.3, 400.0), (11.0, 14.0)])
+def test_a_logarithmic_axis_has_at_least_two_numbers(values):
+    figure, [axes] = canvas()
+    axes.plot(range(2), values)
+    log_values(axes)
+    low, high = axes.get_ylim()
+    assert sum(low <= tick <= high for tick in axes.yaxis.get_major_locator()()) >= 2
+    save(figure, [])
 
 
 def test_logs_of_retrieval_are_known():

@@ -43,7 +43,8 @@ class ChunkScan(torch.autograd.Function):
     @once_differentiable
     @as_written
     def backward(ctx, dy, dmemory):
-        operands, kept = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+        saved = ctx.saved_tensors  # once: with activation checkpointing, asking again computes again, or fails
+        operands, kept = saved[:7], saved[7:]
         memories, inverses = kept[: len(ctx.plan)], kept[len(ctx.plan) :]
         sequences, dtype = operands[0].shape[:2], memories[0].dtype
         grads = [None if x is None else torch.empty_like(x) for x in operands]

@@ -106,7 +106,8 @@ def setup_context(ctx, inputs, output) -> None:
 
 
 def backward(ctx, dy, dmemory, _dsaved):
-    operands, saved = ctx.saved_tensors[:8], list(ctx.saved_tensors[8:])
+    tensors = ctx.saved_tensors  # once: with activation checkpointing, asking again computes again, or fails
+    operands, saved = tensors[:8], list(tensors[8:])
     dy = torch.zeros_like(operands[2]) if dy is None else dense(dy)
     dmemory = torch.zeros_like(operands[7]) if dmemory is None else dmemory.contiguous()
     grads = iter(torch.ops.fw_fairseq.scan_backward(*operands, saved, dy, dmemory, ctx.precision, *ctx.row_map))

@@ -98,10 +98,11 @@ def setup_context(ctx, inputs, output) -> None:
 
 
 def differentiate(ctx, dh, dlast, _dsaved):
-    u, *_, first, _padding, _resets, _c = ctx.saved_tensors
+    saved = ctx.saved_tensors
+    u, *_, first, _padding, _resets, _c = saved
     dh = torch.zeros_like(u) if dh is None else dense(dh)
     dlast = torch.zeros_like(first) if dlast is None else dlast.contiguous()
-    return *torch.ops.fw_fairseq.sru_backward(*ctx.saved_tensors, dh, dlast), None, None, None
+    return *torch.ops.fw_fairseq.sru_backward(*saved, dh, dlast), None, None, None
 
 
 register_operator(

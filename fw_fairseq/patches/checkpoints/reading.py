@@ -12,11 +12,16 @@ from pathlib import Path
 import numpy
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary, indexed_dataset
+from fairseq.modules.sinusoidal_positional_embedding import SinusoidalPositionalEmbedding
+from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 
 from ... import Mistake
 from ...files import damaged_part, offer, why
+from ..literals import plain
 from ..replacing import replaces
 from .numpy_numbers import allowed, without_stand_ins
+
+model_options: dict[str, dict] = {}  # of the checkpoint that was read last, by its path
 
 
 @replaces(checkpoint_utils, "load_checkpoint_to_cpu")
@@ -30,17 +35,37 @@ def load_only_data(original, path, *args, **kwargs) -> dict:
         if damaged := damaged_part(path):
             raise Mistake(f"{damaged} in it is damaged")
         with allowed():
-            return without_stand_ins(original(path, *args, **kwargs))
+            state = without_stand_ins(original(path, *args, **kwargs))
     except (FileNotFoundError, PermissionError):
         raise
     except Exception as error:  # the unpickler does what the file says
         raise Mistake(f"{path} cannot be read as a fairseq checkpoint ({why(error)}); {offer(Path(path))}") from error
+    model_options.clear()
+    if isinstance(state, dict) and state.get("cfg") is not None:
+        model_options[str(path)] = plain(state["cfg"].get("model"))
+    return state
 
 
 @replaces(checkpoint_utils, "load_ema_from_checkpoint")
 def load_only_data_for_ema(original, path) -> dict:
     """fairseq reads the file of `--ema-seed-model` with a second reader. Now it is read as any other checkpoint."""
     return load_only_data(original, path)
+
+
+@replaces(TransformerEncoderLayerBase, "_load_from_state_dict")
+def leave_the_fused_layer_unused(original, layer, *args, **kwargs) -> None:
+    """fairseq 0.12.2 computes the encoder of a loaded `transformer` by a fused function whose arguments today's torch refuses.
+    Now it computes the layer as in training."""
+    original(layer, *args, **kwargs)
+    layer.load_to_BT = False
+
+
+@replaces(SinusoidalPositionalEmbedding, "__init__")
+def set_what_checkpoints_hold(original, embedding, *args, **kwargs) -> None:
+    """fairseq 0.12.2 saves a number that it never sets, so that checkpoints of equal runs differ. Now the number is 0."""
+    original(embedding, *args, **kwargs)
+    if hasattr(embedding, "_float_tensor"):
+        embedding._float_tensor.zero_()
 
 
 @replaces(Dictionary, "add_from_file")

@@ -12,7 +12,7 @@ import argparse
 from ...feature_maps import FEATURE_MAPS, NORMS
 from ...ops.checks import NORM_OF
 from ..command import make_parser, mistakes_as_sentences
-from .conversion import TARGETS, convert, table
+from .conversion import TARGETS, convert, table, training_options
 
 PROG = "fw-convert"
 EXAMPLE = "fw-convert transformer_lm.pt start.pt --rule decay --feature-dim 32"
@@ -39,7 +39,9 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> None:
     args = vars(parser().parse_args(arguments))
     with mistakes_as_sentences(PROG):
-        print(table(convert(args.pop("source"), args.pop("output"), **args)))
+        output = args.pop("output")
+        print(table(convert(args.pop("source"), output, **args)))
+        print(f"\nto train it: fairseq-train DATA --user-dir fw_fairseq {training_options(output)}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import zipfile
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,9 +19,11 @@ from ...files import write_atomically
 from ...mixers import MIXERS, Mixer
 from ...mixers.fast_weight import FastWeight
 from ...mixers.features import drawn_bias
+from ...models.fast_weight_lm import FastWeightLanguageModelConfig
+from ...patches.checkpoints.model_options import OWN, SHAPES, UNSEEN, written
 from ...rules import RULES
 from ..command import check_outputs
-from .pretrained import Source, read_pretrained
+from .pretrained import Source, load_mapped, read_pretrained
 
 LOCAL = "local_attention"
 ATTENTION = [f"{part}_proj.{kind}" for part in ("q", "k", "v", "out") for kind in ("weight", "bias")]
@@ -191,6 +193,16 @@ def checkpoint(source: Source) -> dict:
         "task_state": {},
         "extra_state": {"epoch": 1, "train_iterator": iterator},
     }
+
+
+def training_options(checkpoint: Path) -> str:
+    """Returns the options of fairseq-train that build the model of a checkpoint which fw-convert wrote, and start from it."""
+    options = load_mapped(Path(checkpoint))["cfg"]["model"]
+    defaults = {f.name: f.default for f in fields(FastWeightLanguageModelConfig)}
+    decide = [name for name in options if name in {*SHAPES, *UNSEEN, *OWN} and options[name] not in (None, defaults.get(name))]
+    task = [written(name, options[name]) for name in ("tokens_per_sample", "max_target_positions")]
+    given = [written(name, options[name]) for name in sorted(decide)]
+    return " ".join(["--arch fast_weight_lm --finetune-from-model", str(checkpoint), *task, *given])
 
 
 def write_symbols(symbols: list[str] | None, folder: Path, force: bool) -> None:

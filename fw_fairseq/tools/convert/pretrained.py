@@ -11,13 +11,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NoReturn
 
+import omegaconf._utils
 import torch
 from fairseq import checkpoint_utils
 from fairseq.dataclass.configs import FairseqConfig
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_REGISTRY
 from fairseq.models.transformer_lm import TransformerLanguageModel, base_lm_architecture
 from fairseq.tasks.language_modeling import LanguageModelingConfig
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from ... import Mistake
@@ -73,8 +74,9 @@ def read_fairseq(path: Path) -> Source:
     if not isinstance(state.get("model"), dict) or state.get("cfg") is None:
         raise Mistake(f"{path} holds no fairseq model with its options; SOURCE must be a checkpoint that fairseq-train saved")
     old = state.get("args")
-    model = vars(old) if old is not None else OmegaConf.to_container(state["cfg"]["model"], resolve=False, enum_to_str=True)
-    name = model.get("arch") if old is not None else model.get("_name")
+    given = old if old is not None else state["cfg"]["model"]
+    model = vars(given) if isinstance(given, Namespace) else OmegaConf.to_container(given, resolve=False, enum_to_str=True)
+    name = model.get("_name") or model.get("arch")
     if not issubclass(ARCH_MODEL_REGISTRY.get(name) or MODEL_REGISTRY.get(name, object), TransformerLanguageModel):
         raise Mistake(f"{path} holds a model of architecture {name!r}; fw-convert takes transformer_lm and its architectures")
     cfg = OmegaConf.to_container(state["cfg"], resolve=True, enum_to_str=True)
@@ -96,8 +98,20 @@ def load_mapped(path: Path) -> dict:
 def mapped(path: Path) -> dict:
     state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     if state.get("cfg") is not None:
-        state["cfg"] = OmegaConf.create(state["cfg"], flags={"allow_objects": True})
+        state["cfg"] = options_of_any_kind(state["cfg"])
     return checkpoint_utils._upgrade_state_dict(state)
+
+
+def options_of_any_kind(cfg: dict) -> DictConfig:
+    """Returns fairseq's options, which may have a Namespace among them, as fairseq itself does."""
+    if not omegaconf.__version__.startswith("2.0."):
+        return OmegaConf.create(cfg, flags={"allow_objects": True})
+    checked = omegaconf._utils.is_primitive_type
+    omegaconf._utils.is_primitive_type = lambda _: True  # 2.0 has no such flag
+    try:
+        return OmegaConf.create(cfg)
+    finally:
+        omegaconf._utils.is_primitive_type = checked
 
 
 def lm_options(given: dict) -> dict:

@@ -14,17 +14,21 @@ PAIR = re.compile(r"(?:\| |[ ,])(\w+)[ =]([-+\d.eE]+|nan|-?inf)(?=,| \||$)")
 
 
 def read_log(path: Path, metric: str) -> dict[int, float]:
-    """Returns the metric by update."""
-    values = {}
-    prefix = metric.split("_")[0]
-    for line in read_text(path, "a log of fairseq-train").splitlines():
-        entry = read_line(line)
-        update = entry.get(f"{prefix}_num_updates", entry.get("num_updates"))
-        if metric in entry and update is not None:
-            values[int(update)] = float(entry[metric])
+    """Returns the metric by update. A metric of training, such as train_loss, is logged once in an epoch; where this makes one
+    point, the same metric of train_inner is taken if it has more: it is logged at every --log-interval."""
+    entries = [read_line(line) for line in read_text(path, "a log of fairseq-train").splitlines()]
+    values = by_update(entries, metric)
+    if metric.startswith("train_") and len(values) < 2:
+        values = max(values, by_update(entries, metric.removeprefix("train_")), key=len)
     if not values:
         raise Mistake(f"{path} has no {metric}; train with --log-format json or simple")
     return values
+
+
+def by_update(entries: list[dict], metric: str) -> dict[int, float]:
+    prefix = metric.split("_")[0]
+    updates = [entry.get(f"{prefix}_num_updates", entry.get("num_updates")) for entry in entries]
+    return {int(at): float(entry[metric]) for at, entry in zip(updates, entries) if metric in entry and at is not None}
 
 
 def read_line(line: str) -> dict:

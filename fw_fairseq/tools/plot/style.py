@@ -71,12 +71,15 @@ def log_lengths(axes, lengths: Iterable[int]) -> None:
 
 def log_values(axes, name: str = "y") -> None:
     """A logarithmic axis with plain numbers, and more of them where it spans little."""
-    from matplotlib.ticker import LogLocator, NullLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     axes.set(**{f"{name}scale": "log"})
     axis = getattr(axes, f"{name}axis")
     low, high = axis.get_view_interval()
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+    locator = LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,))
+    if sum(low <= tick <= high for tick in locator.tick_values(low, high)) < 2:
+        locator = MaxNLocator(4, steps=[1, 2, 5, 10])
+    axis.set_major_locator(locator)
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter("{x:g}")
 

@@ -1,0 +1,155 @@
+"""The layers of an exported model, without fairseq."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..mixers import MIXERS
+from ..ops.state import tensor_state
+from .configuration import FastWeightHFConfig
+
+ACTIVATIONS = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_accurate": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_fast": lambda x: F.gelu(x, approximate="tanh"),
+    "relu_squared": lambda x: F.relu(x).square(),
+    "swish": F.silu,
+    "tanh": torch.tanh,
+    "linear": lambda x: x,
+}
+
+
+@tensor_state
+class KeysAndValues(NamedTuple):
+    """The state of softmax attention, which grows with every token."""
+
+    keys: Tensor
+    values: Tensor
+    hidden: Tensor  # True at padding
+
+
+class SoftmaxAttention(nn.Module):
+    """fairseq's attention with the interface of a mixer, for the softmax layers of a hybrid."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor, state: KeysAndValues | None = None, padding_mask=None, reset_mask=None, **unused):
+        """Maps x (T,B,C) to y (T,B,C) and the state after the last token. After a reset, earlier tokens are not seen."""
+        q, k, v = (
+            layer(x).unflatten(-1, (self.heads, -1)).permute(1, 2, 0, 3) for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        hidden = torch.zeros(x.shape[1], x.shape[0], dtype=torch.bool, device=x.device) if padding_mask is None else padding_mask
+        if state is not None:
+            before = (state.keys, state.values)
+            k, v = (torch.cat(pair, 2) for pair in zip(before, (k, v)))
+            hidden = torch.cat([state.hidden, hidden], 1)
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=x.device).tril(k.shape[2] - q.shape[2])
+        seen = seen & ~hidden[:, None, None]
+        if reset_mask is not None:
+            text = F.pad(reset_mask, (k.shape[2] - q.shape[2], 0)).cumsum(1)  # the number of each token's text
+            seen = seen & text[:, None, -q.shape[2] :, None].eq(text[:, None, None])
+            hidden = hidden | text.ne(text[:, -1:])
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        return self.out_proj(y.nan_to_num().permute(2, 0, 1, 3).flatten(2)), KeysAndValues(k, v, hidden)
+
+
+class Cache:
+    """The state that ``generate`` keeps between tokens: the state of each layer, and how many tokens each sequence has read."""
+
+    is_compileable = False
+
+    def __init__(self):
+        self.states: dict[int, object] = {}
+        self.tokens: Tensor | None = None  # (B,)
+        self.length = 0  # with padding
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Returns how many tokens were read, padding included."""
+        return self.length
+
+    def reorder_cache(self, order: Tensor) -> None:
+        """Replaces the states by those of the sequences ``order``, for beam search."""
+        self.states = {layer: state.index_select(order) for layer, state in self.states.items()}
+        self.tokens = self.tokens.index_select(0, order)
+
+
+class Layer(nn.Module):
+    """A mixer and a feed-forward network, as in fairseq's decoder."""
+
+    gradient_checkpointing = False  # transformers changes it, and adds ``_gradient_checkpointing_func``
+
+    def __init__(self, config: FastWeightHFConfig, index: int):
+        super().__init__()
+        width, heads, inner, name = config.hidden_size, config.num_attention_heads, config.intermediate_size, config.mixers[index]
+        limit = config.max_position_embeddings if config.positions == "learned" else None
+        options = SimpleNamespace(**config.mixer_options, longest_text=limit)
+        softmax = name == "softmax"
+        self.self_attn = (
+            SoftmaxAttention(width, heads)
+            if softmax
+            else MIXERS[name].of_layer(width, heads, options, index, config.num_hidden_layers)
+        )
+        self.self_attn_layer_norm = nn.LayerNorm(width)
+        self.fc1, self.fc2 = (nn.Linear(width, inner), nn.Linear(inner, width)) if inner else (None, None)
+        self.final_layer_norm = nn.LayerNorm(width) if inner else None
+        self.activation, self.before = ACTIVATIONS[config.activation], config.normalize_before
+
+    def forward(self, x: Tensor, state, padding_mask: Tensor | None, reset_mask: Tensor | None = None):
+        """Maps x (T,B,C) to the output (T,B,C) and the mixer's state after the last token. reset_mask: (B,T), True at the first
+        token of a new text."""
+        one = x.shape[0] == 1 and state is not None and not torch.is_grad_enabled()
+        inner = self.self_attn_layer_norm(x) if self.before else x
+        x = inner if getattr(self.self_attn, "norms_residual", False) else x
+        y, state = self.self_attn(inner, state, padding_mask=padding_mask, reset_mask=reset_mask, decoding=one)
+        x = x + y if self.before else self.self_attn_layer_norm(x + y)
+        if self.fc1 is None:
+            return x, state
+        y = self.fc2(self.activation(self.fc1(self.final_layer_norm(x) if self.before else x)))
+        return x + y if self.before else self.final_layer_norm(x + y), state
+
+
+class BandedEmbedding(nn.Module):
+    """Embeddings whose width depends on the band of the word: frequent words are wider. Ids are numbered through all bands."""
+
+    def __init__(self, bands, width: int):
+        super().__init__()
+        self.words = nn.ModuleList(nn.Embedding(count, size) for count, size in bands)
+        self.maps = nn.ModuleList(nn.Linear(size, width, bias=False) for _, size in bands)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Maps ids to embeddings of one width."""
+        result, start = self.maps[0].weight.new_zeros(*ids.shape, self.maps[0].out_features), 0
+        for words, linear in zip(self.words, self.maps):
+            mine = (ids >= start) & (ids < start + words.num_embeddings)
+            result[mine] = linear(words(ids[mine] - start))
+            start += words.num_embeddings
+        return result
+
+
+class BandedOutput(nn.Module):
+    """The output layer of an adaptive vocabulary. With ``tied``, it uses the input's embeddings."""
+
+    def __init__(self, bands, width: int, tied: bool):
+        super().__init__()
+        self.maps = nn.ModuleList(
+            nn.Linear(width, size, bias=False) if size != width or i else None for i, (_, size) in enumerate(bands)
+        )
+        self.words = None if tied else nn.ModuleList(nn.Linear(size, count, bias=False) for count, size in bands)
+        self.bands = nn.Linear(width, len(bands) - 1, bias=False)
+
+    def forward(self, x: Tensor, embedding: BandedEmbedding) -> Tensor:
+        """Returns log probabilities of all words."""
+        words = self.words if self.words is not None else embedding.words
+        scores = [F.linear(x if mapped is None else mapped(x), band.weight) for mapped, band in zip(self.maps, words)]
+        first = torch.cat([scores[0], self.bands(x)], -1).log_softmax(-1)
+        chosen = first[..., scores[0].shape[-1] :].split(1, dim=-1)
+        return torch.cat([first[..., : scores[0].shape[-1]], *(p + s.log_softmax(-1) for p, s in zip(chosen, scores[1:]))], -1)

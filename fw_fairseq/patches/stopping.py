@@ -1,0 +1,96 @@
+"""Stopping
+
+A run that a cluster takes its machine from saves what it has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+
+import torch
+from fairseq import checkpoint_utils
+from fairseq.file_io import PathManager
+
+from .replacing import changed, changes
+
+logger = logging.getLogger(__name__)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
+PROGRAMS = ("fairseq_cli.train", "__main__", "__mp_main__")  # modules that may hold the code of fairseq-train
+received: list[int] = []
+listening: list[int] = []  # the process that listens
+
+
+@changes("fairseq_cli.train.validate_and_save")
+def save_when_told_to_stop() -> None:
+    """A signal that tells a run to stop loses everything since the last checkpoint. Now SIGTERM and SIGUSR1 end a training after
+    the update at hand: it saves `checkpoint_last.pt` without validating, and ends with exit code 75. The same command resumes it.
+    If one worker gets the signal, all of them stop."""
+    for module in filter(None, map(sys.modules.get, PROGRAMS)):
+        original = getattr(module, "validate_and_save", None)
+        if original is not None and not hasattr(original, "changed_by"):
+            module.validate_and_save = changed(original, save_and_exit_if_told)
+
+
+def save_and_exit_if_told(original, cfg, trainer, task, epoch_itr, valid_subsets, end_of_epoch):
+    """Does what fairseq does after each update, unless a signal has come: then it saves and exits. At the end of an epoch it first
+    saves and then validates, for which the time may not suffice."""
+    listen()
+    complete = trainer.get_num_updates() >= (cfg.optimization.max_update or float("inf"))
+    if complete or not told(trainer.device):
+        return original(cfg, trainer, task, epoch_itr, valid_subsets, end_of_epoch)
+    checkpoint_utils.save_checkpoint(cfg.checkpoint, trainer, epoch_itr, None)
+    if end_of_epoch:
+        original(cfg, trainer, task, epoch_itr, valid_subsets, end_of_epoch)
+    if cfg.checkpoint.write_checkpoints_asynchronously:
+        PathManager.async_close()
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # a worker that exits earlier makes the launcher end the one that is still writing
+    kept = "without a checkpoint" if cfg.checkpoint.no_save or cfg.checkpoint.no_last_checkpoints else "with a checkpoint"
+    names = " and ".join(signal.Signals(number).name for number in dict.fromkeys(received)) or "another worker's signal"
+    logger.info("%s stopped the run after update %d, %s; exit code %d", names, trainer.get_num_updates(), kept, EXIT_CODE)
+    raise SystemExit(EXIT_CODE)
+
+
+def is_training(main) -> bool:
+    """Whether a function of fairseq's commands is that of fairseq-train, by whichever name its module was started."""
+    return "validate_and_save" in getattr(main, "__globals__", {})
+
+
+def told(device: torch.device) -> bool:
+    """Whether this worker or another one has received a signal."""
+    if not torch.distributed.is_initialized():
+        return bool(received)
+    flag = torch.tensor([float(len(received))], device=device)
+    torch.distributed.all_reduce(flag)
+    return bool(flag)
+
+
+def note(number: int, frame) -> None:
+    if os.getpid() == listening[0]:
+        received.append(number)
+    else:  # a process that was forked from this one, such as one that loads data
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def listen() -> None:
+    """Notes the signals from now on, in place of being ended by them. Functions that the program itself has set for them stay."""
+    listening[:] = [os.getpid()]
+    for number in SIGNALS:
+        if signal.getsignal(number) == signal.SIG_DFL:
+            with contextlib.suppress(ValueError):  # only the main thread may
+                signal.signal(number, note)
+
+
+def listen_no_more() -> None:
+    """Leaves the signals to the system again."""
+    received.clear()
+    for number in SIGNALS:
+        if signal.getsignal(number) is note:
+            with contextlib.suppress(ValueError):
+                signal.signal(number, signal.SIG_DFL)

@@ -1,0 +1,126 @@
+"""The code of an exported folder: one file that needs torch and transformers alone.
+
+It holds the modules that the model is made of, as they are in this package, and a loader for them. Where the package is installed,
+it is used, since it also has the CUDA kernels.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from .. import Mistake
+
+ROOT = Path(__file__).parents[1]
+START = "huggingface"
+HEAD = '''"""The model of this folder, for transformers. Written by fw-export-hf of the package fw_fairseq, whose licence is MIT.
+
+SOURCES at the end has the modules of that package which the model needs. They are used where the package is not installed. Their
+lines begin with |, because transformers takes a line that begins with an import for one of this file.
+"""
+
+import importlib
+import sys
+from importlib.abc import InspectLoader, MetaPathFinder
+from importlib.util import spec_from_loader
+
+NAME = "fw_fairseq_of_a_model"
+
+
+class Modules(MetaPathFinder, InspectLoader):
+    """Finds and loads the modules in SOURCES as parts of a package called NAME."""
+
+    def find_spec(self, name, path=None, target=None):
+        package, _, module = name.partition(".")
+        if package != NAME or module not in SOURCES:
+            return None
+        inside = module in PACKAGES
+        place = f"{__file__.removesuffix('.py')}/{module.replace('.', '/')}{'/__init__' * inside}.py"
+        spec = spec_from_loader(name, self, origin=place, is_package=inside)
+        spec.has_location = True  # it has a name, although there is no such file
+        return spec
+
+    def is_package(self, name):
+        return name.partition(".")[2] in PACKAGES
+
+    def get_source(self, name):
+        return "".join(line[1:] + "\\n" for line in SOURCES[name.partition(".")[2]].splitlines())
+
+
+def load():
+    try:
+        return importlib.import_module("fw_fairseq.huggingface")
+    except ImportError:
+        if not any(type(finder).__name__ == "Modules" and finder.__module__ == __name__ for finder in sys.meta_path):
+            sys.meta_path.append(Modules())
+        return importlib.import_module(f"{NAME}.huggingface")
+
+'''
+TAIL = """
+
+huggingface = load()
+
+
+class FastWeightHFConfig(huggingface.FastWeightHFConfig):
+    pass
+
+
+class FastWeightForCausalLM(huggingface.FastWeightForCausalLM):
+    config_class = FastWeightHFConfig
+"""
+
+
+def code() -> str:
+    """Returns the text of the file."""
+    modules = needed()
+    sources = "".join(f"    {name!r}: {quoted(source(name))},\n" for name in modules)
+    packages = {name for name in modules if path_of(name).name == "__init__.py"}
+    return f"{HEAD}\nPACKAGES = {sorted(packages)!r}\nSOURCES = {{\n{sources}}}\n{TAIL}"
+
+
+def needed() -> list[str]:
+    """Returns the names of the modules that the model imports, at once or later, beginning with the package itself, ''."""
+    found, left = set(), [START]
+    while left:
+        name = left.pop()
+        if name in found:
+            continue
+        found.add(name)
+        parent = name.rpartition(".")[0]
+        left += [*([parent] if name else []), *imported(name)]
+    return sorted(found)
+
+
+def imported(name: str) -> list[str]:
+    """Returns the modules of this package that a module imports."""
+    found = []
+    for node in ast.walk(ast.parse(source(name))):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        inside = path_of(name).name == "__init__.py"
+        parts = [part for part in name.split(".") if part]
+        parts = parts[: len(parts) - node.level + inside]
+        base = ".".join([*parts, *filter(None, [node.module])])
+        names = [base, *(f"{base}.{alias.name}".lstrip(".") for alias in node.names)]
+        found += [each for each in names if each and path_of(each).exists()]
+    return found
+
+
+def path_of(name: str) -> Path:
+    place = ROOT.joinpath(*filter(None, name.split(".")))
+    return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+
+
+def source(name: str) -> str:
+    """Returns the source of a module. The package itself has the class of its errors alone: the rest waits for fairseq."""
+    text = path_of(name).read_text(encoding="utf-8")
+    if name:
+        return text
+    [mistake] = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == Mistake.__name__]
+    return ast.get_source_segment(text, mistake) + "\n"
+
+
+def quoted(text: str) -> str:
+    """Returns a raw string literal of a module's source with | before each line."""
+    lines = "".join(f"|{line}\n" for line in text.splitlines())
+    return f"r'''{lines}'''" if "'''" not in lines else repr(lines)

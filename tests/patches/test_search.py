@@ -1,0 +1,29 @@
+"""Search: n-grams that were generated do not come again."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from fairseq.ngram_repeat_block import NGramRepeatBlock
+
+import fw_fairseq.models  # noqa: F401
+
+PAD, WORDS = 1, 7
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_repeated_ngram_is_forbidden_and_nothing_else(size):
+    """The buffer is longer than what was generated, as in search, and padded."""
+    draw = torch.Generator().manual_seed(size)
+    for step in range(1, 12):
+        tokens = torch.full((6, 20), PAD)
+        tokens[:, 0] = 2
+        tokens[:, 1 : step + 1] = torch.randint(3, WORDS, (6, step), generator=draw)
+        scores = NGramRepeatBlock(size)(tokens, torch.zeros(6, WORDS), 2, 3, step)
+        for row, allowed in zip(tokens.tolist(), scores):
+            written = row[1 : step + 1] if size == 1 else row[: step + 1]
+            before = [tuple(written[i : i + size]) for i in range(len(written) - size + 1)]
+            expected = [-math.inf if (*written[len(written) - size + 1 :], word) in before else 0.0 for word in range(WORDS)]
+            assert allowed.tolist() == expected

@@ -1,0 +1,92 @@
+"""Signals that clusters send, and no GPUs: a run saves and says so by its exit code, and workers find each other."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import time
+from argparse import Namespace
+
+import pytest
+import torch
+from support.commands import USER_DIR, Command, fairseq, succeed
+
+import fw_fairseq.models  # noqa: F401
+from fw_fairseq.patches import stopping
+from fw_fairseq.patches.distributed import suit_workers_to_cpus
+
+TRAIN = (
+    "--arch fast_weight_lm --decoder-layers 1 --decoder-embed-dim 16 --decoder-input-dim 16 --decoder-output-dim 16"
+    " --decoder-ffn-embed-dim 16 --decoder-attention-heads 2 --tokens-per-sample 16 --dropout 0.1 --optimizer adam --lr 0.01"
+    " --log-format simple --log-interval 1 --no-epoch-checkpoints --disable-validation --task stateful_language_modeling"
+)
+UPDATES = 100
+WORKERS = "--distributed-no-spawn --distributed-world-size 2 --ddp-backend legacy_ddp"
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder, draw = tmp_path_factory.mktemp("data"), random.Random(0)
+    (folder / "train").write_text("\n".join(" ".join(f"word{draw.randrange(40)}" for _ in range(12)) for _ in range(900)) + "\n")
+    succeed(fairseq("preprocess", "--only-source", "--trainpref", folder / "train", "--destdir", folder / "bin"))
+    return folder / "bin"
+
+
+def training(data, folder, *more):
+    return [data, *TRAIN.split(), "--save-dir", folder, "--max-update", UPDATES, *more, *USER_DIR]
+
+
+def told_to_stop(workers: list[Command], number: signal.Signals) -> list:
+    """What the workers leave behind after one of them gets the signal within an epoch."""
+    while workers[0].process.is_alive() and "num_updates=5," not in workers[0].files[1].read_text():
+        time.sleep(0.01)
+    os.kill(workers[-1].process.pid, number)
+    return [worker.wait() for worker in workers]
+
+
+def parameters(folder) -> dict:
+    return torch.load(folder / "checkpoint_last.pt", weights_only=True)["model"]
+
+
+def test_a_run_that_is_told_to_stop_saves_and_resumes_as_if_it_had_not(data, tmp_path):
+    command = training(data, tmp_path, "--batch-size", 4)
+    [done] = told_to_stop([Command("train", *command)], signal.SIGTERM)
+    assert done.returncode == stopping.EXIT_CODE == 75, done.stderr[-2000:]
+    assert "SIGTERM stopped the run after update" in done.stdout + done.stderr
+    stopped = torch.load(tmp_path / "checkpoint_last.pt", weights_only=True)
+    assert 5 <= stopped["optimizer_history"][-1]["num_updates"] < UPDATES
+    assert not (tmp_path / ".lock").exists()
+    succeed(fairseq("train", *command))
+    succeed(fairseq("train", *training(data, tmp_path / "whole", "--batch-size", 4)))
+    one, two = parameters(tmp_path), parameters(tmp_path / "whole")
+    assert all(one[name].equal(two[name]) for name in one if not name.endswith("_float_tensor"))
+
+
+def test_all_workers_stop_if_one_is_told_to(data, tmp_path):
+    """The second of two workers gets the signal. On CPUs they talk through gloo without being told to."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        meeting = f"tcp://localhost:{free.getsockname()[1]}"
+    options = ["--batch-size", 2, *WORKERS.split(), "--distributed-init-method", meeting, "--distributed-rank"]
+    workers = [Command("train", *training(data, tmp_path, *options, rank)) for rank in (0, 1)]
+    done = told_to_stop(workers, signal.SIGUSR1)
+    assert [worker.returncode for worker in done] == [75, 75], done[0].stderr[-2000:]
+    assert "another worker's signal stopped the run" in done[0].stdout + done[0].stderr
+    state = torch.load(tmp_path / "checkpoint_last.pt", weights_only=True)["extra_state"]["train_iterator"]
+    assert len(state["carried"]) == 2, "the states of both workers' streams"
+
+
+def test_a_run_that_has_ended_is_not_stopped_and_signals_are_given_back():
+    handler = signal.getsignal(signal.SIGTERM)
+    stopping.listen()
+    assert signal.getsignal(signal.SIGTERM) is not handler
+    stopping.received.append(signal.SIGTERM)
+    distributed = Namespace(ddp_backend="legacy_ddp", distributed_backend="nccl")
+    config = Namespace(distributed_training=distributed, common=Namespace(cpu=True))
+    suit_workers_to_cpus(lambda cfg, main: None, config, None)
+    assert signal.getsignal(signal.SIGTERM) == handler and not stopping.received
+    assert distributed.distributed_backend == "gloo"

@@ -1,0 +1,44 @@
+"""recipes/gpt2/encode.py: several processes write what one writes, and an unfinished file is continued."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+
+from fairseq.data.encoders.gpt2_bpe_utils import get_encoder
+from support.commands import ROOT, run, succeed
+
+RECIPE = ROOT / "recipes" / "gpt2"
+SMALL = "import sys; sys.path.insert(0, {!r}); import encode; from pathlib import Path; encode.BLOCK = 300; " + (
+    "encode.main(*map(Path, sys.argv[1:4]), *sys.argv[4:])"
+)
+
+
+def test_processes_write_every_document_once_and_continue_where_one_was_killed(tmp_path):
+    model, data, draw = tmp_path / "model", tmp_path / "data", random.Random(0)
+    succeed(run(sys.executable, RECIPE / "toy.py", model))
+    data.mkdir()
+    texts = ["".join(draw.choices("abc é\n", k=draw.randrange(90))) for _ in range(100)]
+    for split, count in (("train", 100), ("valid", 1), ("test", 0)):
+        (data / f"{split}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:count]))
+    encoder = get_encoder(model / "vocab.json", model / "merges.txt")
+    expected = [" ".join(map(str, encoder.encode(text))) for text in texts if text]
+
+    def encode(output):
+        done = run(sys.executable, "-c", SMALL.format(str(RECIPE)), model, data, output, 2)
+        assert (output / "train").read_text().splitlines() == expected, done.stderr
+        assert sorted(os.listdir(output)) == ["test", "train", "valid"] and (output / "test").read_text() == ""
+        return done.stderr
+
+    assert encode(tmp_path / "whole").count("train, ") > 1
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    blocks = 0
+    while sum(map(len, texts[:blocks])) < 300:  # the first block ends with the document that fills it
+        blocks += 1
+    written = "".join(f"{line}\n" for text in texts[:blocks] if text for line in [" ".join(map(str, encoder.encode(text)))])
+    (killed / ".train.part").write_text(written + "17 1")
+    (killed / ".train.place").write_text(f"1 {len(written)}")
+    encode(killed)
