@@ -75,6 +75,20 @@ class FastWeightConfig(FairseqDataclass):
         "where the gates of write strength start; 0: where their rule has them, near 0.007 for delta (Schlag et al. 2021 start at"
         " 0.5)",
     )
+    product_steps: int = setting("product_steps", "how many times each token writes under delta_product")
+    negative_eigenvalues: bool = setting(
+        "negative_eigenvalues",
+        "gates that erase go up to 2, so that a write can turn around what a key reads (Grazzi et al. 2024)",
+    )
+    key_heads: int = setting("key_heads", "number of heads of queries and keys, which groups of heads share; 0: all have their own")
+    short_conv: int = setting(
+        "short_conv", "width of a causal convolution over time of each channel of queries, keys and values, then SiLU; 0: none"
+    )
+    token_shift: bool = setting(
+        "token_shift", "make queries, keys, values and gates each of a learnt mixture of a token and the one before it (RWKV)"
+    )
+    output_norm: bool = setting("output_norm", "divide what each head reads by its root mean square, times learnt weights")
+    output_gate: bool = setting("output_gate", "multiply what is read by the SiLU of a projection of the layer's input")
     scale_reads: bool = setting(
         "scale_reads", "divide what a memory reads by the square root of the width of a head, before the output projection"
     )

@@ -34,10 +34,10 @@ def put_out(mixer: FastWeight, y: Tensor) -> Tensor:
 
 
 def in_columns(mixer: FastWeight) -> bool:
-    """Whether the mixer's state is one matrix, (R,H,K,V) or (R,H,K,V+1): its rule has coefficients, and keys no scale of their
-    own."""
+    """Whether the mixer's state is one matrix, (R,H,K,V) or (R,H,K,V+1): its rule has coefficients, keys have no scale of their
+    own, and nothing is around the recurrence."""
     scaled = type(mixer.feature_map).scaled is not FeatureMap.scaled and mixer.attention_norm and mixer.feature_norm == "none"
-    return not scaled and mixer.rule.coefficients is not None
+    return not scaled and mixer.plain and mixer.rule.coefficients is not None
 
 
 class Memory:

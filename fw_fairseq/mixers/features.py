@@ -11,6 +11,7 @@ from ..ops import RowMap
 from ..ops.checks import NORM_OF, missing_form
 from ..rules import RULES, Gate, Rule
 
+PRODUCT_STEPS = 2  # writes of a token where the rule has several and nothing else is said
 FEATURE_OPTIONS = ("feature_map", "feature_dim", "feature_norm")  # and those of the chosen map
 
 
@@ -59,8 +60,8 @@ def build_feature_map(config, head_dim: int, num_heads: int) -> FeatureMap:
     return FEATURE_MAPS[name](width, **options)
 
 
-def check_combination(config, phi: FeatureMap) -> None:
-    """Refuses options that cannot work together, in one sentence that says which to use."""
+def check_combination(config, phi: FeatureMap, heads: int = 1) -> None:
+    """Refuses options that cannot work together, in one sentence that says which to use. ``heads``: of the layer."""
     name, norm, map_name = str(config.update_rule), str(config.feature_norm), str(config.feature_map)
     rule = RULES[name]
     missing = missing_form(rule, str(config.fast_weight_backend))
@@ -75,10 +76,26 @@ def check_combination(config, phi: FeatureMap) -> None:
         raise Mistake(f"--attention-norm divides by sums of features, which {map_name} lets vanish; use one of: {able}")
     check_norm_of(config, rule)
     check_start(config, rule)
+    check_around(config, rule, heads)
     divides_erase = config.attention_norm and str(config.attention_norm_of) == NORM_OF[0]
     if rule.erases and norm == "none" and not divides_erase and not phi.at_most_one:
         better = "sum" if phi.non_negative else "l2"
         raise Mistake(f"--update-rule {name} diverges with keys longer than 1, as {map_name} gives; use --feature-norm {better}")
+
+
+def check_around(config, rule: Rule, heads: int) -> None:
+    """Refuses options of the parts around a recurrence that this rule or this number of heads does not have."""
+    key_heads = config.key_heads
+    if config.product_steps != PRODUCT_STEPS and not rule.several:
+        able = " or ".join(n for n, r in RULES.items() if r.several)
+        raise Mistake(f"--product-steps is {config.product_steps}; that is for --update-rule {able}: leave it out")
+    if config.negative_eigenvalues and not any(gate.erases for gate in rule.gates.values()):
+        able = ", ".join(n for n, r in RULES.items() if any(gate.erases for gate in r.gates.values()))
+        raise Mistake(f"--negative-eigenvalues is for rules that erase; leave it out, or use one of: {able}")
+    if key_heads and (key_heads > heads or heads % key_heads):
+        raise Mistake(f"--key-heads is {key_heads}; it must divide the number of heads, {heads}")
+    if config.short_conv == 1:
+        raise Mistake("--short-conv is 1; it must be 0, for none, or at least 2")
 
 
 def check_norm_of(config, rule: Rule) -> None:

@@ -9,7 +9,7 @@ shorten()
 
 from .. import criterions, tasks  # noqa: E402
 from ..optim import until_solved  # noqa: E402
-from . import lm_architectures  # noqa: E402
+from . import field_architectures, lm_architectures  # noqa: E402
 from .fast_weight_decoder import FastWeightDecoder  # noqa: E402
 from .fast_weight_lm import FastWeightLanguageModel  # noqa: E402
 from .fast_weight_transformer import FastWeightTransformer  # noqa: E402
@@ -21,6 +21,7 @@ __all__ = [
     "FastWeightTransformer",
     "RetrievalModel",
     "criterions",
+    "field_architectures",
     "lm_architectures",
     "tasks",
     "until_solved",

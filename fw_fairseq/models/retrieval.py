@@ -47,6 +47,7 @@ class RetrievalModel(BaseFairseqModel):
         self.feature_map = build_feature_map(config, config.key_dim, 1)
         if not self.softmax:
             check_combination(config, self.feature_map)
+            check_rule(self.rule_name)
         if self.attention_norm and self.rule.normaliser == "keys" and str(config.attention_norm_of) != READ:
             raise Mistake(
                 f"--attention-norm is not for --update-rule {self.rule_name} in retrieval; use --feature-norm sum, or"
@@ -134,3 +135,11 @@ class RetrievalModel(BaseFairseqModel):
         shape = q.shape[:3]
         still = {name: gate.new_ones(*shape, *gate.shape[3:]) for name, gate in gates.items()}
         return fast_weight(q, torch.zeros_like(q), v.new_zeros(*shape, v.shape[3]), self.rule_name, still, state)[0]
+
+
+def check_rule(name: str) -> None:
+    """Refuses a rule that needs more of a layer than keys, values and gates that are sigmoids."""
+    able = [n for n, rule in RULES.items() if rule.simple and not rule.several and all(g.projected for g in rule.gates.values())]
+    able += [n for n, rule in RULES.items() if rule.step is not None and n not in able]
+    if name not in able:
+        raise Mistake(f"--update-rule {name} is not for retrieval, whose gates are sigmoids; use one of: {', '.join(able)}")

@@ -28,7 +28,7 @@ def check_arguments(
     """The arguments of ``fast_weight`` as ``Inputs``, or one sentence about the first that does not fit."""
     check_choice("rule", rule, RULES)
     spec = RULES[rule]
-    check_tensors(q, k, v)
+    check_tensors(q, k, v, spec.several)
     check_choice("backend", backend, BACKENDS)
     missing = missing_form(spec, backend)
     if missing is not None:
@@ -55,7 +55,7 @@ def check_arguments(
         q, k, v, spec, gates, state, backend, attention_norm, eps, padding_mask, key_log_scale, reset_mask, row_map, decoding,
         group, attention_norm_of,
     )  # fmt: skip
-    sizes = inputs.sizes
+    sizes = (*k.shape[:3], *inputs.sizes[3:])
     check_gates(rule, spec, gates, q, sizes)
     if state is not None:
         check_state(state, q, sizes, inputs.dtype, attention_norm, key_log_scale is not None)
@@ -75,8 +75,8 @@ def check_choice(name: str, value, allowed) -> None:
         raise Mistake(f"{name} is {is_}; allowed: {', '.join(allowed)}")
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Shapes, dtypes and devices."""
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, several: bool) -> None:
+    """Shapes, dtypes and devices. ``several``: there may be n keys and values for each query."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise Mistake(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
@@ -86,10 +86,13 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise Mistake(f"{name} has dtype {x.dtype}; allowed: {', '.join(map(str, DTYPES))}")
         if x.dtype != q.dtype or x.device != q.device:
             raise Mistake(f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}; they must agree")
-    if k.shape != q.shape:
-        raise Mistake(f"k has shape {tuple(k.shape)} but q {tuple(q.shape)}; both must be (B,H,T,K)")
-    if v.shape[:3] != q.shape[:3]:
-        raise Mistake(f"v has shape {tuple(v.shape)} but q {tuple(q.shape)}; B, H and T must agree")
+    writes = k.shape[2] // max(q.shape[2], 1) if several else 1
+    if k.shape != (*q.shape[:2], writes * q.shape[2], q.shape[3]):
+        must = "k must be (B,H,n T,K) for q of (B,H,T,K)" if several else "both must be (B,H,T,K)"
+        raise Mistake(f"k has shape {tuple(k.shape)} but q {tuple(q.shape)}; {must}")
+    if v.shape[:3] != k.shape[:3]:
+        other = f"k {tuple(k.shape)}" if several else f"q {tuple(q.shape)}"
+        raise Mistake(f"v has shape {tuple(v.shape)} but {other}; B, H and T must agree")
     check_tokens("q", q, q.shape[2])
     if q.shape[3] == 0 or v.shape[3] == 0:
         raise Mistake(f"q has shape {tuple(q.shape)} and v {tuple(v.shape)}; K and V must be at least 1")

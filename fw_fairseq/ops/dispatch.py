@@ -118,6 +118,7 @@ def maps_inside(inputs: Inputs) -> bool:
         inputs.backend in ("auto", "cuda")
         and inputs.group is None
         and inputs.rule.step is None
+        and inputs.rule.simple
         and not sums_keys
         and has_kernels(inputs.q)
     )

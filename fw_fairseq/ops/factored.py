@@ -63,6 +63,7 @@ def no_factors(batch: int, heads: int, key_width: int, value_width: int, device,
 
 def factored_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Factors) -> tuple[Tensor, Factors | Tensor]:
     """One token, q, k (B,H,1,K), v (B,H,1,V) -> y (B,H,1,V) in v's dtype, and the memory after it; computed in memory's dtype."""
+    reads_apart = coefficients.e is not None and coefficients.e.dim() == 4  # an erase has a key of its own to read with
     f, z, e, w = (None if x is None else x if x.dim() == 4 else x.unsqueeze(-1) for x in coefficients)
     (keys, values), (q, k, update) = memory, (x.to(memory.dtype) for x in (q, k, v))
     if f is not None and f.shape[-1] == 1:
@@ -74,6 +75,6 @@ def factored_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, m
     if w is not None:
         update = update * w
     if e is not None:
-        update = update - e * (k @ keys.mT @ values)
+        update = update - (e @ keys.mT @ values if reads_apart else e * (k @ keys.mT @ values))
     keys, values = torch.cat([keys, k], dim=2), torch.cat([values, update], dim=2)
     return (q @ keys.mT @ values).to(v.dtype), Factors(keys, values).smallest()

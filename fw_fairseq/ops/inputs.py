@@ -74,7 +74,10 @@ def hide_padding(inputs: Inputs) -> Inputs:
 def with_coefficients(inputs: Inputs) -> Inputs:
     """The rule's coefficients of the gates. At padding nothing decays, is erased or written; at a reset nothing is left."""
     dtype = inputs.state.memory.dtype
-    coefficients = inputs.rule.coefficients(**{name: gate.to(dtype) for name, gate in inputs.gates.items()})
+    gates = {name: gate.to(dtype) for name, gate in inputs.gates.items()}
+    coefficients = inputs.rule.coefficients(**gates)
+    if inputs.rule.key is not None:
+        inputs = inputs._replace(k=inputs.rule.key(inputs.k, **gates))
     if inputs.padding_mask is not None:
         coefficients = pause(coefficients, inputs)
     if inputs.reset_mask is not None:

@@ -1,7 +1,8 @@
 """The fast-weight operation.
 
-A call passes through ``checks.check_arguments`` (the rule's name becomes the ``Rule``), ``inputs.with_coefficients`` (its gates
-become ``Coefficients``), and ``dispatch.run``, which chooses the form and calls it.
+A call passes through ``checks.check_arguments`` (the rule's name becomes the ``Rule``), ``tokens.steps.spread`` (several writes of
+a token become steps), ``inputs.with_coefficients`` (the gates become ``Coefficients``), and ``dispatch.run``, which chooses the
+form and calls it; ``tokens.steps.run_steps`` is around it for rules that need more than their coefficients.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from .factored import Factors
 from .inputs import READ_AND_ERASE, Inputs, fill, hide_padding, with_coefficients
 from .recurrent import scan
 from .state import FastWeightState, empty_state
+from .tokens.steps import run_steps, spread
 
 
 def fast_weight(
@@ -45,10 +47,12 @@ def fast_weight(
     Args:
         q: (B,H,T,K), queries after the feature map, or (B,H,T,D) with ``feature_map``. float32, bfloat16, float16 or float64,
             with any strides.
-        k: keys, in the shape, dtype and device of q.
+        k: keys, in the shape, dtype and device of q. A rule that may write several times for each read, "delta_product", also
+            takes n T keys, values and gates: n in a row for each query.
         v: (B,H,T,V), values, in the dtype and on the device of q.
         rule: how a token is written; a name in ``fw_fairseq.rules.RULES``, which has each rule's equation.
-        gates: the rule's gates by name, numbers from 0 to 1, in q's dtype or float32. A gate is (B,H,T), (B,H,T,K) or (B,H,T,V);
+        gates: the rule's gates by name, in q's dtype or float32, numbers from 0 to 1 except those that the rule's equation has no
+            bound for: up to 2 where the gate erases (negative eigenvalues). A gate is (B,H,T), (B,H,T,K) or (B,H,T,V);
             ``RULES[rule].gates[name].shape((B, H, T, K, V))`` says which.
         state: the state that an earlier call returned; this call continues from it, and gradients flow into it. None starts from
             an empty memory.
@@ -101,6 +105,7 @@ def fast_weight(
     )  # fmt: skip
     if inputs.row_map != AS_IS and not maps_inside(inputs):
         inputs = inputs.mapped()
+    inputs, writes = spread(inputs)
     with torch.autocast(q.device.type, enabled=False):
         inputs = hide_padding(start(inputs))
         if inputs.rule.step is not None:
@@ -111,11 +116,11 @@ def fast_weight(
             y, memory = run(ready)
             y, state = normalisation.finish(y, memory, sums, inputs)
         else:
-            y, memory = run(inputs)
+            y, memory = run(inputs) if inputs.rule.simple else run_steps(inputs)
             state = inputs.state._replace(memory=memory)
-    if padding_mask is not None and inputs.row_map != AS_IS:
-        y = fill(y, padding_mask, 0)
-    return y, state
+    if inputs.padding_mask is not None and inputs.row_map != AS_IS:
+        y = fill(y, inputs.padding_mask, 0)
+    return y if writes == 1 else y[:, :, writes - 1 :: writes], state
 
 
 def start(inputs: Inputs) -> Inputs:
@@ -126,7 +131,7 @@ def start(inputs: Inputs) -> Inputs:
             return inputs
         return inputs._replace(state=inputs.state._replace(memory=inputs.state.memory.dense()))
     factored = inputs.decoding and one_token and inputs.backend == "auto" and inputs.rule.step is None
-    factored = factored and not has_kernels(inputs.q)
+    factored = factored and inputs.rule.one_step and not has_kernels(inputs.q)
     scaled = inputs.key_log_scale is not None
     return inputs._replace(state=empty_state(inputs.sizes, inputs.q.device, inputs.dtype, inputs.attention_norm, scaled, factored))
 

@@ -12,15 +12,18 @@ from ..rules import Coefficients
 
 
 def step(memory: Tensor, q: Tensor, k: Tensor, v: Tensor, f=None, z=None, e=None, w=None) -> tuple[Tensor, Tensor]:
-    """One token: q, k (B,H,K), v (B,H,V), memory (B,H,K,V) -> y (B,H,V), the new memory."""
+    """One token: q, k (B,H,K), v (B,H,V), memory (B,H,K,V) -> y (B,H,V), the new memory. e (B,H) is the strength of an erase,
+    and e (B,H,K) the key that it reads with."""
     if f is not None:
         memory = memory * (f[..., None, None] if f.dim() < k.dim() else f[..., None])
     if z is not None:
         memory = memory * z[..., None, :]
     update = v if w is None else w[..., None] * v
     if e is not None:
-        recalled = (k[..., None, :] @ memory).squeeze(-2)
-        update = update - e[..., None] * recalled
+        if e.dim() < k.dim():
+            update = update - e[..., None] * (k[..., None, :] @ memory).squeeze(-2)
+        else:
+            update = update - (e[..., None, :] @ memory).squeeze(-2)
     memory = torch.addcmul(memory, k[..., :, None], update[..., None, :])
     return (q[..., None, :] @ memory).squeeze(-2), memory
 

@@ -50,6 +50,8 @@ class FastWeightState(NamedTuple):
     memory: Tensor | Factors  # (B,H,K,V), fp32 (float64 for float64 inputs); Factors where decoding asked for them
     normaliser: Tensor | None = None  # (B,H,K): n_t of attention normalisation
     log_scale: Tensor | None = None  # (B,H): memory and normaliser are kept divided by exp(log_scale)
+    recent: Tensor | None = None  # (B,S,X): the last inputs of a layer's short convolution. The operation leaves it and the next
+    previous: Tensor | None = None  # (B,1,C): the last token, of a layer that mixes each token with the one before it
 
 
 def empty_state(

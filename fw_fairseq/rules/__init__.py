@@ -2,104 +2,40 @@
 
 With W the memory (K, V), and D_t = (f_t z_t^T) * W_{t-1} the part of it that is left after decay:
 
-    W_t = D_t - e_t k_t (k_t^T D_t) + w_t k_t v_t^T          (write)
-    y_t = W_t^T q_t                                          (read, after the write)
+    W_t = D_t - k_t ((e_t * k_t)^T D_t) + k_t (w_t * v_t)^T      (write)
+    y_t = W_t^T q_t                                              (read, after the write)
 
 A rule that fits is one entry in ``RULES``: the step form, the chunk form, decoding, states, gradients, padding, several workers,
 the tests and the benchmark all read this table. Kernels run it where they know its coefficients; elsewhere PyTorch does.
-Coefficients with both z and e run one token at a time. A rule that does not fit has a ``step`` of its own, and a ``sequence`` if
+Coefficients with both z and e run one token at a time. An entry may also write under another key than it removes, write several
+times for one read, or read before it writes (``Rule``). A rule that does not fit has a ``step`` of its own, and a ``sequence`` if
 there is a faster way to run many tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import math
 
-import torch
 from torch import Tensor
 
-from .. import Mistake
+from . import starts
 from .fwm import fwm_sequence, fwm_step
+from .rule import OPERANDS, Coefficients, Gate, Rule
 
-
-class Coefficients(NamedTuple):
-    """The recurrence's coefficients over time; None stands for no decay (f, z), no erase (e) and full strength (w)."""
-
-    f: Tensor | None = None  # (B,H,T) or (B,H,T,K) in (0,1]: decay of the key side
-    z: Tensor | None = None  # (B,H,T,V) in (0,1]: decay of the value side
-    e: Tensor | None = None  # (B,H,T): erase strength
-    w: Tensor | None = None  # (B,H,T): write strength
-
-
-@dataclass(frozen=True)
-class Gate:
-    """A gate in (0,1). ``axis``: None for one number per token and head, "K" for one per feature, "V" for one per value channel.
-
-    ``bias`` is the initial bias of the sigmoid that makes it: a number, or "uniform" for uniform gate initialisation,
-    logit(U(1/n, 1 - 1/n)) over the n gates of a layer. None stands for 0 in a new model and for "uniform" in a converted one.
-    ``writes``: whether the gate itself is the strength of a write.
-    """
-
-    axis: str | None = None
-    bias: float | str | None = None
-    writes: bool = False
-
-    def width(self, key_width: int, value_width: int) -> int:
-        """How many numbers it has per token and head, for keys of K features and values of V channels."""
-        return {None: 1, "K": key_width, "V": value_width}[self.axis]
-
-    def shape(self, sizes: tuple[int, int, int, int, int]) -> tuple[int, ...]:
-        """Its shape for sizes (B, H, T, K, V): (B,H,T), (B,H,T,K) or (B,H,T,V)."""
-        return (*sizes[:3], self.width(*sizes[3:])) if self.axis else sizes[:3]
-
-
-OPERANDS = ("q", "k", "v", "memory", "padding_mask", "reset_mask")
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One update rule.
-
-    coefficients: maps the gates, given by name, to ``Coefficients``.
-    normaliser: how attention normalisation accumulates n_t: "write" follows the memory, n_t = f n_{t-1} + w k_t;
-        "keys" sums the keys, n_t = n_{t-1} + k_t, and by default also divides what an erase reads, by n_{t-1}.k_t; None: not
-        defined.
-    step: ``step(memory, q, k, v, **gates) -> (y, memory)`` of one token, for rules outside the recurrence.
-    sequence: ``sequence(q, k, v, memory, padding_mask, reset_mask, **gates) -> (y, memory)`` of all tokens, equal to ``step`` one
-        by one. Padding leaves the memory unchanged (q, k and v are 0 there), and a reset empties it first.
-    """
-
-    equation: str
-    source: str
-    coefficients: Callable[..., Coefficients] | None = None
-    gates: Mapping[str, Gate] = field(default_factory=dict)
-    normaliser: str | None = None
-    step: Callable[..., tuple[Tensor, Tensor]] | None = None
-    sequence: Callable[..., tuple[Tensor, Tensor]] | None = None
-
-    def __post_init__(self):
-        if (self.coefficients is None) == (self.step is None):
-            raise Mistake("a Rule takes either coefficients (it fits the recurrence) or step (it does not), not both")
-        if self.sequence is not None and self.step is None:
-            raise Mistake("Rule.sequence is a faster way to run step, and there is none; give step too")
-        if taken := [name for name in self.gates if name in OPERANDS]:
-            raise Mistake(f"Rule.gates has {taken[0]!r}, which is an argument already; taken are: {', '.join(OPERANDS)}")
-        if self.normaliser not in (None, "write", "keys"):
-            raise Mistake(f"Rule.normaliser is {self.normaliser!r}; allowed: None, 'write', 'keys'")
-
-    @property
-    def erases(self) -> bool:
-        """Whether a write takes away what its key reads, which diverges with keys longer than 1. False with a ``step``."""
-        if self.coefficients is None:
-            return False
-        gates = {name: torch.full(gate.shape((1, 1, 1, 1, 1)), 0.5) for name, gate in self.gates.items()}
-        return self.coefficients(**gates).e is not None
-
+__all__ = ["OPERANDS", "RULES", "Coefficients", "Gate", "Rule"]
 
 SCALAR = Gate()
-SMALL = Gate(bias=-5.0, writes=True)  # starts near 0.007
+SMALL = Gate(bias=-5.0, writes=True, erases=True)  # starts near 0.007
+HALF = Gate(writes=True, erases=True)  # starts near 1/2
+KIMI = Gate("K", starts.time_steps, form="kept_softplus", rank="head")
+SLOWEST_7 = math.exp(-0.5)  # RWKV 7 decays by at most exp of minus this
+
+
+def of_removal(s: Tensor, c: Tensor, kappa: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+    """RWKV 7 reads what it removes before decay: kappa^T W_{t-1} is (kappa / f)^T D_t."""
+    return c * kappa, kappa * (SLOWEST_7 * s).exp()
+
+
 RULES: dict[str, Rule] = {
     "sum": Rule(
         equation="W_t = W_{t-1} + k_t v_t^T",
@@ -139,5 +75,78 @@ RULES: dict[str, Rule] = {
         gates={"beta": Gate(writes=True)},
         step=fwm_step,
         sequence=fwm_sequence,
+    ),
+    "retnet": Rule(
+        equation="W_t = g W_{t-1} + k_t v_t^T, g = 1 - 2^(-5-h) in head h",
+        source="Sun et al. 2023 (RetNet)",
+        gates={"g": Gate(bias=starts.retention, form="identity", constant=True, learnt=False)},
+        coefficients=lambda g: Coefficients(f=g),
+    ),
+    "gla": Rule(
+        equation="W_t = f_t * W_{t-1} + k_t v_t^T",
+        source="Yang et al. 2023 (gated linear attention)",
+        gates={"f": Gate("K", form="root16", rank=16)},
+        coefficients=lambda f: Coefficients(f=f),
+    ),
+    "mamba2": Rule(
+        equation="W_t = g_t W_{t-1} + s_t k_t v_t^T; y_t = W_t^T q_t + d v_t",
+        source="Dao & Gu 2024 (Mamba 2)",
+        gates={
+            "s": Gate(bias=starts.time_steps, form="softplus", writes=True),
+            "g": Gate(of="s", form="kept"),
+            "d": Gate(bias=starts.ones, form="identity", constant=True),
+        },
+        coefficients=lambda s, g, d: Coefficients(f=g, w=s),
+        skip=lambda s, g, d: d,
+    ),
+    "hgrn2": Rule(
+        equation="W_t = f_t * W_{t-1} + ((1 - f_t) * k_t) v_t^T, k_t = 1 in a layer",
+        source="Qin et al. 2024 (HGRN 2)",
+        gates={"f": Gate("K", starts.bounds, form="bounded")},
+        coefficients=lambda f: Coefficients(f=f),
+        key=lambda k, f: (1 - f) * k,
+        keyless=True,
+    ),
+    "rwkv6": Rule(
+        equation="y_t = (W_{t-1} + u * k_t v_t^T)^T q_t; W_t = f_t * W_{t-1} + k_t v_t^T",
+        source="Peng et al. 2024 (RWKV 6)",
+        gates={
+            "f": Gate("K", starts.decay_6, form="exponent", rank=64, inner="tanh", still=True),
+            "u": Gate("K", starts.bonus_6, form="identity", constant=True),
+        },
+        coefficients=lambda f, u: Coefficients(f=f),
+        bonus=lambda f, u: u,
+    ),
+    "rwkv7": Rule(
+        equation="W_t = exp(-e^(-1/2) s_t) * W_{t-1} - (c_t * kappa_t) (kappa_t^T W_{t-1}) + (k_t * (1 + (c_t - 1) * a)) v_t^T",
+        source="Peng et al. 2025 (RWKV 7)",
+        gates={
+            "s": Gate("K", starts.decay_7, rank=64, inner="tanh", still=True),
+            "c": Gate("K", starts.removal_7, rank=64, still=True, erases=True),
+            "kappa": Gate("K", starts.key_7, of="k", form="unit"),
+            "a": Gate("K", starts.written_7, form="identity", constant=True),
+        },
+        coefficients=lambda s, c, kappa, a: Coefficients(f=(-SLOWEST_7 * s).exp()),
+        key=lambda k, s, c, kappa, a: k * (1 + (c - 1) * a),
+        removal=of_removal,
+    ),
+    "kda": Rule(
+        equation="D_t = f_t * W_{t-1}; W_t = D_t + beta_t k_t (v_t - D_t^T k_t)^T",
+        source="Kimi Team 2025 (Kimi Delta Attention)",
+        gates={"f": KIMI, "beta": HALF},
+        coefficients=lambda f, beta: Coefficients(f=f, e=beta, w=beta),
+    ),
+    "gdn2": Rule(
+        equation="D_t = f_t * W_{t-1}; W_t = D_t - k_t ((b_t * k_t)^T D_t) + k_t (w_t * v_t)^T",
+        source="Gated DeltaNet 2, 2026",
+        gates={"f": KIMI, "b": Gate("K", erases=True), "w": Gate("V", writes=True)},
+        coefficients=lambda f, b, w: Coefficients(f=f, e=b, w=w),
+    ),
+    "delta_product": Rule(
+        equation="W_t = W_{t-1} + beta_t k_t (v_t - W_{t-1}^T k_t)^T, n times for each read",
+        source="Siems et al. 2025 (DeltaProduct)",
+        gates={"beta": HALF},
+        coefficients=lambda beta: Coefficients(e=beta, w=beta),
+        several=True,
     ),
 }

@@ -39,6 +39,7 @@ VALUES = {  # where a default or the next number would change nothing in so smal
     "srupp_heads": [2],
     "srupp_memory": [1],
     "local_window": [2],
+    "short_conv": [3],
     "xl_memory": [1],
     "slots": [3],
     "slot_positions": [3],
@@ -50,6 +51,7 @@ VALUES = {  # where a default or the next number would change nothing in so smal
 NEEDS = {  # beside the mixer
     "plain_adaptive_softmax": {"adaptive_softmax_cutoff": "10,20"},
     "attention_norm_of": {"attention_norm": True},
+    "product_steps": {"update_rule": "delta_product"},
     "sru_projection_norm": {"sru_projection": 4},
     "sru_projection_dropout": {"sru_projection": 4},
     "srupp_heads": {"srupp_width": 4},

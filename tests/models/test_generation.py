@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from fairseq.sequence_generator import SequenceGenerator
-from support.language_models import ERASING, NON_NEGATIVE, assert_close, build, draw, make_task
+from support.draws import PLAIN
+from support.language_models import ERASING, NON_NEGATIVE, assert_close, build, draw, every_map, make_task
 
 from fw_fairseq import native
 from fw_fairseq.decoding import GENERATION, Generation
 from fw_fairseq.decoding.compiled_memory import CompiledMemory
 from fw_fairseq.decoding.steppers import InPlaceStepper
-from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.mixers import MIXERS
 from fw_fairseq.rules import RULES
 from fw_fairseq.tools.bench.measure import state_bytes
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def combinations():
     """Each rule with each feature map, and both ways of attention norm where a rule has them; the other mixers."""
     for rule in RULES:
-        for phi in FEATURE_MAPS:
+        for phi in every_map(rule):
             norm = "sum" if phi in NON_NEGATIVE else "l2" if rule in ERASING else "none"
             yield {"update_rule": rule, "feature_map": phi, "feature_norm": norm}
         if RULES[rule].normaliser:
@@ -31,6 +31,8 @@ def combinations():
         if RULES[rule].normaliser == "keys":
             yield {"update_rule": rule, "attention_norm": True, "attention_norm_of": "read"}
     yield {"update_rule": "gated_delta", "scale_reads": True, "bias_free": True, "feature_norm": "l2"}
+    around = {"short_conv": 4, "token_shift": True, "output_norm": True, "output_gate": True, "key_heads": 2}
+    yield {"update_rule": "kda", "feature_norm": "l2", "negative_eigenvalues": True} | around
     yield from ({"mixer": name} for name in MIXERS if name != "fast_weight")
 
 
@@ -92,7 +94,7 @@ def test_pytorch_computes_the_same_without_a_compiler(options, monkeypatch):
     assert_close(generate(model, tokens)[0], found)
 
 
-@pytest.mark.parametrize("rule", [name for name in RULES if RULES[name].coefficients])
+@pytest.mark.parametrize("rule", [name for name in PLAIN if RULES[name].coefficients])
 @torch.no_grad()
 def test_a_token_writes_into_the_memory_that_is_there(rule):
     model, tokens, state = build(update_rule=rule).double(), draw(2, 12), {}

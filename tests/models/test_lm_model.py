@@ -10,11 +10,10 @@ import pytest
 import torch
 from fairseq import checkpoint_utils
 from fairseq import models as registered
-from support.language_models import ERASING, NON_NEGATIVE, assert_close, build, draw, make_task, options_of
+from support.language_models import ERASING, NON_NEGATIVE, assert_close, build, draw, every_map, make_task, options_of
 
 import fw_fairseq.models  # noqa: F401
 from fw_fairseq.config import FastWeightConfig, layer_mixers
-from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.mixers import MIXERS, FastWeight
 from fw_fairseq.mixers.pooled import layer_window
 from fw_fairseq.modules import MixerAttention, Streams
@@ -37,7 +36,7 @@ OTHER_MIXERS = dict.fromkeys(("additive", "leap"), POOLED) | {
 def combinations():
     """Every rule and feature map with the options that suit them, also with attention norm where defined; the other mixers."""
     for rule in RULES:
-        for phi in FEATURE_MAPS:
+        for phi in every_map(rule):
             norm = "sum" if phi in NON_NEGATIVE else "l2" if rule in ERASING else "none"
             yield {"update_rule": rule, "feature_map": phi, "feature_norm": norm}
             if RULES[rule].normaliser and phi in NON_NEGATIVE:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from fairseq import models as registered
+from support.draws import PLAIN
 from support.language_models import build, draw, make_task, options_of
 from torch.nn import functional as F
 
@@ -124,7 +125,7 @@ def test_the_whole_model():
     torch.testing.assert_close(sum(losses), -want.gather(-1, target.unsqueeze(-1)).sum(), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if any(gate.writes for gate in rule.gates.values())])
+@pytest.mark.parametrize("rule", [name for name in PLAIN if any(gate.writes for gate in RULES[name].gates.values())])
 def test_the_start_of_write_strength(rule):
     """In language models and in retrieval; only that gate, and before the weights add what they do."""
     model = build(update_rule=rule, feature_norm="sum", write_strength_init=0.25)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from fairseq import models as registered
 from fairseq.sequence_generator import SequenceGenerator
+from support.draws import PLAIN
 from support.language_models import ERASING, NON_NEGATIVE, assert_close, make_task
 
 from fw_fairseq.config import ATTENTIONS, FastWeightTransformerConfig, linear_attentions
 from fw_fairseq.decoding import GENERATION, Generation
 from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.modules import LinearAttention
-from fw_fairseq.rules import RULES
 from fw_fairseq.tools.bench.measure import state_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -91,7 +91,7 @@ def test_decoding_equals_the_full_pass(subset):
 
 
 @every_map
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", PLAIN)
 def test_decoding_with_any_rule_and_feature_map(rule, phi, monkeypatch):
     """On the short way through the decoder, and on the general one."""
     norm = "none" if phi not in NON_NEGATIVE and rule not in ERASING else NORM[phi]

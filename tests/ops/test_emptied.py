@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.definitions import WRITES
+from support.definitions import READS, WRITES
 from support.draws import FITTING, NORMALISED, assert_same, draw_gates, draw_inputs
 
 from fw_fairseq.ops import fast_weight
@@ -31,6 +31,7 @@ def loops(rule, q, k, v, gates, attention_norm, resets):
                 g = {name: x[b, h, t] for name, x in gates.items()}
                 if resets[b, t]:
                     memory, n = torch.zeros_like(memory), torch.zeros_like(n)
+                before = memory
                 if not attention_norm or rule != "delta":
                     memory = WRITES[rule](memory, k_t, v_t, **g)
                     n = WRITES[rule](n[:, None], k_t, v_t.new_ones(1), **g)[:, 0] if attention_norm else n
@@ -38,7 +39,7 @@ def loops(rule, q, k, v, gates, attention_norm, resets):
                     recalled, known = memory.mT @ k_t, n @ k_t
                     recalled = recalled / (known + 1e-6) if known != 0 else torch.zeros_like(recalled)
                     memory, n = memory + g["beta"] * torch.outer(k_t, v_t - recalled), n + k_t
-                y = memory.mT @ q_t
+                y = READS[rule](before, memory, q_t, k_t, v_t, **g) if rule in READS else memory.mT @ q_t
                 outputs.append(y / (n @ q_t + 1e-6) if attention_norm else y)
     return torch.stack(outputs).unflatten(0, q.shape[:3])
 

@@ -14,7 +14,7 @@ from fw_fairseq.rules import RULES
 K, V, TOKENS = 12, 6, 9  # 4 tokens are smaller as factors
 SHAPE = (3, 2, TOKENS, K, V)
 TOLERANCE = 1e-10  # float64 sums in another order
-FACTORED = [(rule, norm) for rule, norm in CASES if rule in FITTING]
+FACTORED = [(rule, norm) for rule, norm in CASES if rule in FITTING and RULES[rule].one_step]
 
 
 def decode(rule, inputs, gates, masks=None, between=lambda state: state, **options):

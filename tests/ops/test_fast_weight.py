@@ -6,7 +6,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.draws import CASES, CHUNKED, FITTING, NORMALISED, assert_same, draw_gates, draw_inputs, draw_state, run_with_gradients
+from support.draws import (
+    CASES,
+    CHUNKED,
+    FITTING,
+    NORMALISED,
+    PLAIN,
+    assert_same,
+    draw_gates,
+    draw_inputs,
+    draw_state,
+    run_with_gradients,
+)
 
 from fw_fairseq.ops import FastWeightState, fast_weight
 from fw_fairseq.ops.chunkwise.frames import ChannelGates, TokenGates
@@ -147,7 +158,7 @@ def test_any_strides(rule, order, step, seed):
     assert_same(results({n: strided(x) for n, x in inputs.items()}), results(inputs), FLOAT64)
 
 
-@pytest.mark.parametrize("rule", FITTING)
+@pytest.mark.parametrize("rule", [name for name in FITTING if RULES[name].simple])
 def test_fairseq_layout_is_not_copied(rule):
     """q, k, v as slices of one (T,B,C) projection: y comes back in the layout of v, ready for the output projection."""
     T, B, H, D = 40, 2, 3, 4
@@ -503,7 +514,7 @@ def test_reset_starts_a_new_text(rule, attention_norm, backend):
     assert_same(actual, expected, FLOAT64)
 
 
-@pytest.mark.parametrize("rule", CHUNKED)
+@pytest.mark.parametrize("rule", [name for name in CHUNKED if name in PLAIN])
 @torch.no_grad()
 def test_a_long_stream_does_not_drift(rule):
     """In fp32, carried from call to call, against float64: rounding, which does not grow where something is forgotten or erased."""

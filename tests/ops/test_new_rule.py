@@ -110,8 +110,7 @@ def test_recall_reads_the_same_without_a_memory():
 def test_explain_says_what_the_last_token_read():
     mixer = FastWeight(16, 2, FastWeightConfig(update_rule="keyed", feature_map="square", feature_norm="sum"))
     mixer.out_proj, x = torch.nn.Identity(), torch.randn(40, 1, 16)
-    *_, v, _, _ = mixer.operands(x)
-    answer = torch.einsum("ht,htv->hv", mixer.explain(x)["read"], v[0]).flatten()
+    answer = torch.einsum("ht,htv->hv", mixer.explain(x)["read"], mixer.operands(x).v[0]).flatten()
     torch.testing.assert_close(answer, mixer(x)[0][-1, 0], rtol=1e-4, atol=1e-5)
 
 

@@ -15,7 +15,7 @@ SHAPE = (2, 3, 17, 5, 4)
 
 
 @pytest.mark.parametrize("extreme", [False, True])
-@pytest.mark.parametrize("rule", FITTING)
+@pytest.mark.parametrize("rule", [name for name in FITTING if RULES[name].simple])
 def test_recall_is_the_last_read_of_the_recurrence(rule, extreme):
     inputs, gates = draw_inputs(SHAPE), draw_gates(RULES[rule], SHAPE, extreme=extreme)
     leaves = inputs | gates

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.definitions import WRITES
+from support.definitions import READS, WRITES
 from support.draws import draw_gates, draw_inputs
 
 from fw_fairseq.config import FastWeightConfig
@@ -23,13 +23,14 @@ def test_equation(rule):
     memory, outputs = torch.zeros(4, 3, dtype=torch.float64), []
     for t in range(20):
         q, k, v = (x[0, 0, t] for x in inputs.values())
-        memory = WRITES[rule](memory, k, v, **{n: g[0, 0, t] for n, g in gates.items()})
+        before, now = memory, {n: g[0, 0, t] for n, g in gates.items()}
+        memory = WRITES[rule](memory, k, v, **now)
         if rule == "fwm":
             memory = memory / (torch.relu(memory.norm() - 1) + 1)
             read = q @ memory
             outputs.append((read - read.mean()) / (read.var(unbiased=False) + 1e-5).sqrt())
         else:
-            outputs.append(q @ memory)
+            outputs.append(READS[rule](before, memory, q, k, v, **now) if rule in READS else q @ memory)
     y, state = fast_weight(**inputs, rule=rule, gates=gates, backend="recurrent")
     torch.testing.assert_close(y[0, 0], torch.stack(outputs))
     torch.testing.assert_close(state.memory[0, 0], memory)
@@ -55,7 +56,7 @@ def test_delta_replaces_what_is_stored_under_a_key():
 
 
 def test_rules_that_erase_are_known_whatever_their_gates_are_called(monkeypatch):
-    assert [name for name, rule in RULES.items() if rule.erases] == ["delta", "gated_delta"]
+    assert [name for name, rule in RULES.items() if rule.erases] == ["delta", "gated_delta", "kda", "gdn2", "delta_product"]
     eta = Rule(equation="", source="", gates={"eta": Gate()}, coefficients=lambda eta: Coefficients(e=eta, w=eta))
     monkeypatch.setitem(RULES, "eta", eta)
     with pytest.raises(ValueError, match="--update-rule eta diverges with keys longer than 1"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 WRITES = {  # the memory (K,V) after one token
@@ -11,6 +13,25 @@ WRITES = {  # the memory (K,V) after one token
     "decay": lambda W, k, v, f, z: torch.outer(f, z) * W + torch.outer(k, v),
     "gated_delta": lambda W, k, v, g, beta: g * W + beta * torch.outer(k, v - k @ (g * W)),
     "fwm": lambda W, k, v, beta: W + beta * torch.outer(k, v - k @ W),
+    "retnet": lambda W, k, v, g: g * W + torch.outer(k, v),
+    "gla": lambda W, k, v, f: torch.diag(f) @ W + torch.outer(k, v),
+    "mamba2": lambda W, k, v, s, g, d: g * W + s * torch.outer(k, v),
+    "hgrn2": lambda W, k, v, f: torch.diag(f) @ W + torch.outer((1 - f) * k, v),
+    "rwkv6": lambda W, k, v, f, u: torch.diag(f) @ W + torch.outer(k, v),
+    "rwkv7": lambda W, k, v, s, c, kappa, a: (
+        torch.diag(torch.exp(-s / math.sqrt(math.e))) @ W
+        - torch.outer(c * kappa, kappa @ W)
+        + torch.outer(k * (1 + (c - 1) * a), v)
+    ),
+    "kda": lambda W, k, v, f, beta: (
+        (torch.eye(len(k), dtype=k.dtype) - beta * torch.outer(k, k)) @ torch.diag(f) @ W + beta * torch.outer(k, v)
+    ),
+    "gdn2": lambda W, k, v, f, b, w: torch.diag(f) @ W - torch.outer(k, (b * k) @ torch.diag(f) @ W) + torch.outer(k, w * v),
+    "delta_product": lambda W, k, v, beta: W + beta * torch.outer(k, v - k @ W),
+}
+READS = {  # what a token reads, from the memory before it and after it, where that is not the memory after it
+    "mamba2": lambda before, W, q, k, v, s, g, d: q @ W + d * v,
+    "rwkv6": lambda before, W, q, k, v, f, u: q @ (before + torch.outer(u * k, v)),
 }
 NAMES = ("product", "x", "v_forget", "v_reset", "state")
 

@@ -10,16 +10,22 @@ from fw_fairseq.ops import fast_weight
 from fw_fairseq.ops.checks import missing_form
 from fw_fairseq.rules import RULES, Rule
 
-FITTING = [name for name, rule in RULES.items() if rule.step is None]  # the recurrence
+PLAIN = [name for name, rule in RULES.items() if not rule.several and all(gate.projected for gate in rule.gates.values())]
 
 
-CHUNKED = [name for name, rule in RULES.items() if missing_form(rule, "chunkwise") is None]
+TRIED = [*PLAIN, "rwkv6", "rwkv7", "gdn2"]  # those differ most from them; test_field_rules.py has the others
+
+
+FITTING = [name for name in TRIED if RULES[name].step is None]  # the recurrence
+
+
+CHUNKED = [name for name in TRIED if missing_form(RULES[name], "chunkwise") is None]
 
 
 NORMALISED = [name for name, rule in RULES.items() if rule.normaliser]
 
 
-CASES = [(name, False) for name in RULES] + [(name, True) for name in NORMALISED]  # rule, attention_norm
+CASES = [(name, False) for name in TRIED] + [(name, True) for name in NORMALISED]  # rule, attention_norm
 
 
 EXTREMES = (1e-6, 1 - 1e-6)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from fw_fairseq.ops.kernels import families, step
 from fw_fairseq.rules import RULES, Coefficients
 
-from .draws import FITTING, draw_gates
+from .draws import FITTING, PLAIN, draw_gates
 
 
 def coefficients_of(name: str) -> Coefficients:
     return RULES[name].coefficients(**draw_gates(RULES[name], (1, 1, 1, 2, 2)))
 
 
-KERNEL_RULES = [name for name in FITTING if families.find_family(coefficients_of(name)) is not None]
+KNOWN = [name for name in FITTING if name in PLAIN]
 
 
-STEP_RULES = [name for name in FITTING if all(kind in step.COMPUTES for kind in families.kinds(coefficients_of(name)))]
+KERNEL_RULES = [name for name in KNOWN if families.find_family(coefficients_of(name)) is not None]
+
+
+STEP_RULES = [name for name in KNOWN if all(kind in step.COMPUTES for kind in families.kinds(coefficients_of(name)))]

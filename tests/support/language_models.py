@@ -8,8 +8,10 @@ from dataclasses import asdict
 import torch
 from fairseq import models as registered
 from fairseq.data import Dictionary
+from support.draws import PLAIN
 
 from fw_fairseq.feature_maps import FEATURE_MAPS
+from fw_fairseq.mixers import FastWeight
 from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModelConfig
 from fw_fairseq.rules import RULES
 
@@ -17,6 +19,11 @@ NON_NEGATIVE = [name for name, phi in FEATURE_MAPS.items() if phi.non_negative]
 
 
 ERASING = [name for name, rule in RULES.items() if rule.erases]
+
+
+def every_map(rule: str) -> list[str]:
+    """The feature maps that tests combine with a rule: all, or the identity alone for one whose gates are more than sigmoids."""
+    return [*FEATURE_MAPS] if rule in PLAIN else ["identity"]
 
 
 SMALL = {
@@ -53,6 +60,9 @@ def build(task=None, **options):
     for name, p in model.named_parameters():
         if name.endswith("alpha"):  # 0 at the start, and then what it multiplies has no gradient
             torch.nn.init.constant_(p, 0.5)
+    for mixer in model.modules():  # likewise where a gate starts the same whatever the token
+        if isinstance(mixer, FastWeight) and any(gate.still for gate in mixer.rule.gates.values()):
+            torch.nn.init.xavier_uniform_(mixer.in_proj.weight)
     return model
 
 

@@ -13,6 +13,7 @@ import torch
 from fairseq import checkpoint_utils
 from support.checkpoints import ADAPTIVE, logits, save, save_format, source
 from support.commands import ROOT, preloaded, run, succeed
+from support.draws import PLAIN
 
 from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
 from fw_fairseq.tools.convert.conversion import convert
@@ -84,8 +85,7 @@ def plain(dictionary, tmp_path_factory):
     return model, save(state, folder)
 
 
-@pytest.mark.parametrize("width", [0, 4, 16])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule, width", [(rule, width) for rule in PLAIN for width in (0, 4, 16)])
 def test_every_rule(rule, width, plain, dictionary, tmp_path):
     """All but attention is the source's; the pieces of attention are what the report says."""
     model, path = plain
@@ -112,6 +112,26 @@ def test_every_rule(rule, width, plain, dictionary, tmp_path):
             assert gates["beta"].allclose(torch.tensor(0.007), atol=5e-4)
         if rule == "decay":
             assert (gates["z"] >= 1 / 32).all() and gates["z"].std() > 0.2 and gates["f"].std() > 0.2
+    assert logits(converted, torch.randint(4, 64, (2, 32))).isfinite().all()
+
+
+@pytest.mark.parametrize("rule", [name for name in RULES if name not in PLAIN])
+def test_rules_with_gates_of_their_own(rule, plain, dictionary, tmp_path):
+    """Queries, keys and values are the source's, those of every write; gates start as in a new model, whatever the token."""
+    lines = convert(plain[1], tmp_path / "out.pt", rule)
+    converted = load(tmp_path / "out.pt", dictionary)
+    for layer, other in zip(converted.decoder.layers, plain[0].decoder.layers):
+        mixer, attention = layer.self_attn.mixer, other.self_attn
+        pieces = dict(zip(mixer.sizes, mixer.in_proj.weight.split(list(mixer.sizes.values()))))
+        torch.testing.assert_close(pieces["q"], attention.q_proj.weight / math.sqrt(8))
+        wanted = {"k": attention.k_proj.weight.repeat(0 if rule == "hgrn2" else mixer.writes, 1)}
+        wanted["v"] = attention.v_proj.weight.repeat(mixer.writes, 1)
+        assert all(torch.equal(pieces[name], x) for name, x in wanted.items())
+        assert all(pieces[name].eq(0).all() for name in mixer.rule.gates)
+    for name, x in converted.state_dict().items():
+        if ".makers." in name:
+            part = re.sub(r"\.\d+\.", ".*.", name)
+            assert any(line.what == "new" and line.name == part and line.parameters == 2 * x.numel() for line in lines)
     assert logits(converted, torch.randint(4, 64, (2, 32))).isfinite().all()
 
 

@@ -41,20 +41,34 @@ def text() -> torch.Tensor:
     return torch.randn(T, 1, C)
 
 
-@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.coefficients is not None])
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.coefficients is not None and not rule.several])
 def test_the_answer_of_fast_weights_is_the_weighted_values(rule):
     mixer, x = FastWeight(C, HEADS, FastWeightConfig(update_rule=rule, **OPTIONS.get(rule, {}))), text()
     mixer.out_proj = nn.Identity()
-    *_, v, gates, _ = mixer.operands(x)
+    made = mixer.operands(x)
+    v, gates = made.v, made.gates
     found = mixer.explain(x)
     if RULES[rule].gates.get("z"):  # each channel has weights of its own, of which the mean is shown
         left = gates["z"].flip(2).cumprod(2).flip(2) / gates["z"]
         v, found["read"] = v * left, found["read"] / left[0].mean(-1)
+    if rule == "gdn2":  # likewise for the strength of a write
+        v, found["read"] = v * gates["w"], found["read"] / gates["w"][0].mean(-1)
     answer = torch.einsum("ht,htv->hv", found["read"], v[0]).flatten()
     torch.testing.assert_close(answer, mixer(x)[0][-1, 0], rtol=1e-4, atol=1e-5)
     assert found["write"].shape == (HEADS, T)
     strength = RULES[rule].coefficients(**gates).w
-    torch.testing.assert_close(found["write"], torch.ones(HEADS, T) if strength is None else strength[0])
+    want = torch.ones(HEADS, T) if strength is None else strength[0]
+    torch.testing.assert_close(found["write"], want.mean(-1) if want.dim() == 3 else want)
+
+
+def test_the_weight_of_a_token_that_writes_several_times():
+    mixer, x = FastWeight(C, HEADS, update_rule="delta_product", feature_map="relu", product_steps=3), text()
+    mixer.out_proj = nn.Identity()
+    v = mixer.operands(x).v
+    same = v[:, :, ::3].repeat_interleave(3, dim=2)  # so that a token's weight is that of its value
+    mixer.operands = lambda x, *given: type(mixer).operands(mixer, x, *given)._replace(v=same)
+    answer = torch.einsum("ht,htv->hv", mixer.explain(x)["read"], same[0, :, ::3]).flatten()
+    torch.testing.assert_close(answer, mixer(x)[0][-1, 0], rtol=1e-4, atol=1e-5)
 
 
 def test_a_rule_without_weights_is_refused():

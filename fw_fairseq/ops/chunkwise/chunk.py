@@ -86,9 +86,9 @@ class Chunk(NamedTuple):
 
     q: Tensor  # (N,C,K)
     k: Tensor  # (N,C,K)
-    p: Tensor  # (N,C,K): the key that an erase reads with; k itself but in a moving frame
+    p: Tensor  # (N,C,K): the key that an erase reads with; k itself but in a moving frame or where the rule has another
     v: Tensor  # (N,C,V)
-    e: Tensor | None  # (N,C,1)
+    e: Tensor | None  # (N,C,1), or a 1 where p has the strength in it
     w: Tensor | None  # (N,C,1)
     gate: Tensor | None = None  # (N,C,1) float64
     decay: Decay | None = None

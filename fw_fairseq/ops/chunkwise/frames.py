@@ -33,7 +33,7 @@ class Operands(NamedTuple):
     v: Tensor  # (N,C,V)
     f: Tensor | None  # (N,C) or (N,C,K)
     z: Tensor | None  # (N,C,V)
-    e: Tensor | None  # (N,C)
+    e: Tensor | None  # (N,C), or (N,C,K): the key that an erase reads with
     w: Tensor | None  # (N,C)
 
     def to(self, dtype: torch.dtype) -> Operands:
@@ -43,6 +43,15 @@ class Operands(NamedTuple):
         f, e, w = (x.unsqueeze(-1) if x is not None and x.dim() == 2 else x for x in (f, self.e, self.w))
         e, w = (None if x is None else x.to(dtype) for x in (e, w))
         return Operands(*(x.to(dtype) for x in self[:3]), f, z, e, w)
+
+    @property
+    def reads_apart(self) -> bool:
+        """Whether e is the key that an erase reads with, not the strength with which it takes away what k reads."""
+        return self.e is not None and self.e.dim() == 3
+
+    def erasing(self, k: Tensor, e: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """p and e of the ``Chunk``, for k and e in its dtype."""
+        return (e, e.new_ones(1, 1, 1)) if self.reads_apart else (k, e)
 
 
 def at_least_smallest(gate: Tensor) -> Tensor:
@@ -57,16 +66,17 @@ class TokenGates:
     @classmethod
     def open(cls, given: Operands, memory: Tensor) -> Chunk:
         q, k, v, f, _, e, w = given.to(memory.dtype)
+        p, e = given.erasing(k, e)
         if f is None:
-            return Chunk(q, k, k, v, e, w)
+            return Chunk(q, k, p, v, e, w)
         if not cls.emptying:
             f = at_least_smallest(f)
-            return Chunk(q, k, k, v, e, w, f, Decay.of(f, memory.dtype))
+            return Chunk(q, k, p, v, e, w, f, Decay.of(f, memory.dtype))
         zero, small = f == 0, f < SMALLEST_GATE
         gate = f.masked_fill(small, 1)
         emptied = Emptied.of(zero, small, Decay.of(gate, memory.dtype))
         decay = Decay.of_small(f.masked_fill(zero, 1), memory.dtype).across(emptied.text, 0)
-        return Chunk(q, k, k, v, e, w, gate, decay, emptied)
+        return Chunk(q, k, p, v, e, w, gate, decay, emptied)
 
     @classmethod
     def forward(cls, given: Operands, memory: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -78,9 +88,9 @@ class TokenGates:
     def backward(cls, given: Operands, memory: Tensor, inverse: Tensor | None, dy: Tensor, dfinal: Tensor):
         chunk = cls.open(given, memory)
         g = backward(chunk, solve(chunk, memory, inverse), memory, dy, dfinal)
-        dk = g.k if g.p is None else g.k.add_(g.p)
+        dk, de = (g.k, g.p) if given.reads_apart else (g.k if g.p is None else g.k.add_(g.p), g.e)
         df = g.f if g.zeros is None else at_zeros(g.f, g.zeros[0], given.f.unsqueeze(-1) < SMALLEST_GATE)
-        return (g.q, dk, g.v, df, None, g.e, g.w), g.memory
+        return (g.q, dk, g.v, df, None, de, g.w), g.memory
 
 
 class TokenGatesWithZeros(TokenGates):
@@ -116,7 +126,8 @@ class ChannelGates:
     def open(cls, given: Operands, memory: Tensor) -> tuple[ChannelGates, Chunk, Tensor]:
         q, k, v, f, z, e, w = given.to(torch.float64)
         frame = cls(f, z)
-        p = k if e is None else k / frame.keys
+        p, e = given.erasing(k, e)
+        p = k if e is None else p / frame.keys
         chunk = Chunk(q / frame.keys, k * frame.keys, p, v / frame.values, e, w, *frame.texts(k))
         return frame, chunk, memory.double() * frame.carried_keys
 
@@ -147,16 +158,17 @@ class ChannelGates:
         g = backward(c, s, start, dy, dfinal)
         dkeys = (c.q * g.q).addcmul_(c.k, g.k, value=-1)
         dvalues = outputs(c, s, start).mul_(dy).addcmul_(c.v, g.v, value=-1)
-        dk = g.k.mul_(frame.keys)
+        dk, de = g.k.mul_(frame.keys), g.e
         if g.p is not None:
             dkeys.addcmul_(c.p, g.p)
-            dk += g.p / frame.keys
+            dp = g.p.div_(frame.keys)
+            dk, de = (dk, dp) if given.reads_apart else (dk.add_(dp), de)
         df = None if given.f is None else gate_gradient(dkeys, final.sum(-1), frame.f, c.emptied)
         dz = None if given.z is None else gate_gradient(dvalues, final.sum(-2), frame.z, c.emptied)
         if g.zeros is not None:
             df = None if df is None else at_zeros(df, g.zeros[0], frame.no_f)
             dz = None if dz is None else at_zeros(dz, g.zeros[1], frame.no_z)
-        grads = (g.q.div_(frame.keys), dk, g.v.div_(frame.values), df, dz, g.e, g.w)
+        grads = (g.q.div_(frame.keys), dk, g.v.div_(frame.values), df, dz, de, g.w)
         return grads, g.memory.mul_(frame.carried_keys)
 
 

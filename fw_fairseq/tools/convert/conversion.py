@@ -96,7 +96,8 @@ def convert_tensors(source: Source, config: FastWeightConfig) -> list[Change]:
             raise Mistake(f"SOURCE has {left}, an option of attention that fast weights do not have")
         if name not in CONVERSIONS:
             raise Mistake(f"--mixer-pattern has {name}; fw-convert makes: {', '.join([*CONVERSIONS, SOFTMAX])}")
-        mixer = MIXERS[name](options["decoder_embed_dim"], options["decoder_attention_heads"], config)
+        sizes = options["decoder_embed_dim"], options["decoder_attention_heads"]
+        mixer = MIXERS[name].of_layer(*sizes, config, layer, len(names))
         new, entries = CONVERSIONS[name](parts, mixer)
         changes += [Change(f"{prefix}mixer.{key}", *entry) for key, *entry in entries]
         tensors |= {f"{prefix}mixer.{key}": x for key, x in new.items()}
@@ -117,15 +118,18 @@ def convert_attention(parts: dict[str, Tensor], mixer: FastWeight) -> tuple[dict
         projected = f"width per head {mixer.head_dim} -> {width}"
     gates = gate_rows(mixer)
     scale, scaled = value_scale(mixer, gates)
-    rows = torch.cat([q, k, v * scale, *gates.values()]).to(dtype)
+    keys = [] if mixer.rule.keyless else [k] * mixer.writes
+    rows = torch.cat([q, *keys, *[v * scale] * mixer.writes, *gates.values()]).to(dtype)
     state = mixer.state_dict()
+    state = {key: x.to(dtype) for key, x in state.items()}
     state |= {"in_proj.weight": rows[:, :-1].contiguous(), "in_proj.bias": rows[:, -1].contiguous()}
     state |= {key: x for key, x in parts.items() if key.startswith("out_proj.")}
     entries = [
         ("in_proj q", "changed", q.numel(), ", ".join(filter(None, [f"times 1/sqrt({mixer.head_dim})", projected]))),
-        ("in_proj k", "changed" if projected else "copied", k.numel(), projected),
-        ("in_proj v", "changed" if scaled else "copied", v.numel(), scaled),
-        *((f"in_proj gate {name}", "new", x.numel(), f"starts {describe(x[:, -1])}") for name, x in gates.items()),
+        *(("in_proj k", "changed" if projected else "copied", x.numel(), projected) for x in keys),
+        *(("in_proj v", "changed" if scaled else "copied", v.numel(), scaled) for _ in range(mixer.writes)),
+        *((f"in_proj gate {name}", "new", x.numel(), start_of(name, x, mixer)) for name, x in gates.items() if len(x)),
+        *((key, "new", x.numel(), "") for key, x in state.items() if key.startswith("makers.")),
         *((key, "copied", x.numel(), "") for key, x in parts.items() if key.startswith("out_proj.")),
     ]
     for key in [key for key in state if key.startswith("feature_map.")]:
@@ -159,7 +163,7 @@ def gate_rows(mixer: FastWeight) -> dict[str, Tensor]:
     rows = {}
     for name, gate in mixer.rule.gates.items():
         bias, count = biases[name], len(biases[name])
-        if gate.bias is None:
+        if gate.bias is None and name not in mixer.makers:
             bias = drawn_bias("uniform", max(mixer.embed_dim, count))[:count]
         rows[name] = torch.cat([torch.zeros(len(bias), mixer.embed_dim), bias[:, None]], 1)
     return rows
@@ -169,10 +173,15 @@ def value_scale(mixer: FastWeight, gates: dict[str, Tensor]) -> tuple[Tensor | f
     """Returns the factor of the rows of W_v and its name in the report. Without it the first updates overflow (Mao 2022, sec.
     3)."""
     decay = [name for name, gate in mixer.rule.gates.items() if gate.axis == "V"]
-    if decay:
+    if decay and mixer.rule.sample.z is not None:
         return 1 - torch.sigmoid(gates[decay[0]][:, -1:]), f"times 1 - sigmoid(bias of {decay[0]})"
     keeps_all = not mixer.rule.gates and not mixer.attention_norm and mixer.feature_norm == "none"
     return (SUM_SCALE, f"times 1/{round(1 / SUM_SCALE)}") if keeps_all else (1.0, "")
+
+
+def start_of(name: str, rows: Tensor, mixer: FastWeight) -> str:
+    """Returns where a gate starts, as the report says it."""
+    return "starts as in a new model" if name in mixer.makers else f"starts {describe(rows[:, -1])}"
 
 
 def describe(bias: Tensor) -> str:

@@ -1,0 +1,92 @@
+"""Parts of a layer that see a few tokens back: a short convolution, and mixtures of a token and the one before it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+SHIFT_POWERS = {"q": 0.2, "k": 0.7, "v": 0.7, "output": 0.2}  # of RWKV 7; gates have the next
+GATE_POWER = 0.9
+
+
+class Past:
+    """The ``before`` tokens before each token of x (T,B,C), in the same text; zeros where it has fewer. ``recent`` (B,before,C) are
+    those before the first. Padding, (B,T), is not there, and a reset, (B,T), begins a text.
+
+    Inside, the tokens of a row that are no padding come first (``order``), and ``text`` counts the resets up to each token.
+    """
+
+    def __init__(
+        self, x: Tensor, recent: Tensor | None, before: int, padding_mask: Tensor | None = None, reset_mask: Tensor | None = None
+    ):
+        given = x.new_zeros(x.shape[1], before, x.shape[2]) if recent is None else recent.to(x.dtype)
+        self.before, self.count, self.order = before, None, None
+        text = None if reset_mask is None else reset_mask.cumsum(1).mT  # (T,B)
+        self.last_text = None if text is None else text[-1]
+        if padding_mask is not None:
+            self.order = padding_mask.mT.to(torch.uint8).argsort(dim=0, stable=True)
+            self.count = (~padding_mask).sum(1)
+            x = x.take_along_dim(self.order.unsqueeze(-1), 0)
+            text = None if text is None else text.take_along_dim(self.order, 0)
+        self.seen = torch.cat([given.transpose(0, 1), x])
+        self.text = None if text is None else F.pad(text, (0, 0, before, 0))
+
+    def earlier(self, tokens: int) -> Tensor:
+        """The token so many tokens before each token, (T,B,C), itself for 0."""
+        start, stop = self.before - tokens, len(self.seen) - tokens
+        x = self.seen[start:stop]
+        if self.text is None or not tokens:
+            return x
+        return x.masked_fill((self.text[start:stop] != self.text[self.before :]).unsqueeze(-1), 0)
+
+    def in_place(self, y: Tensor) -> Tensor:
+        """(T,B,X) in the order of ``earlier`` in the order of x."""
+        return y if self.order is None else torch.zeros_like(y).scatter(0, self.order.unsqueeze(-1).expand_as(y), y)
+
+    def recent(self) -> Tensor:
+        """The last tokens of the last text, (B,before,C)."""
+        x, text = self.seen, self.text
+        if self.order is None:
+            x, text = x[len(x) - self.before :], None if text is None else text[len(text) - self.before :]
+        else:
+            last = self.count + torch.arange(self.before, device=x.device).unsqueeze(1)
+            x, text = x.take_along_dim(last.unsqueeze(-1), 0), None if text is None else text.take_along_dim(last, 0)
+        if text is not None:
+            x = x.masked_fill((text != self.last_text).unsqueeze(-1), 0)
+        return x.transpose(0, 1).contiguous()
+
+
+class ShortConvolution(nn.Module):
+    """silu(sum_j w_j * x_{t-j}) over the last ``taps`` tokens of the same text, w_j one number per channel."""
+
+    def __init__(self, channels: int, taps: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(taps, channels).uniform_(-(taps**-0.5), taps**-0.5))
+
+    def forward(self, x: Tensor, recent: Tensor | None, *masks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Maps x (T,B,C), what came before it, and the masks of padding and resets, to y (T,B,C) and the last inputs."""
+        past = Past(x, recent, len(self.weight) - 1, *masks)
+        y = past.earlier(0) * self.weight[0]
+        for tokens in range(1, len(self.weight)):
+            y = torch.addcmul(y, past.earlier(tokens), self.weight[tokens])
+        return F.silu(past.in_place(y)), past.recent()
+
+
+class TokenShift(nn.Module):
+    """Gives each part of a projection its own mixture of a token and the one before it, x_t + mu * (x_{t-1} - x_t)."""
+
+    def __init__(self, sizes: dict[str, int], width: int, layer: int, layers: int):
+        super().__init__()
+        self.sizes = [size for size in sizes.values() if size]
+        powers = [SHIFT_POWERS.get(name, GATE_POWER) for name, size in sizes.items() if size]
+        channels = torch.arange(width) / width
+        self.weight = nn.Parameter(torch.stack([1 - channels ** (power * (1 - layer / layers)) for power in powers]))
+
+    def forward(self, x: Tensor, projection: Tensor, previous: Tensor | None, *masks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Maps x (T,B,C) and the weights of the projection (rows,C) to what the rows' own mixtures add, (T,B,rows), and the last
+        token."""
+        past = Past(x, previous, 1, *masks)
+        change = past.in_place(past.earlier(1)) - x
+        shares = self.weight.repeat_interleave(torch.tensor(self.sizes, device=x.device), dim=0, output_size=len(projection))
+        return F.linear(change, projection * shares), past.recent()

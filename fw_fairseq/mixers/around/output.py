@@ -1,0 +1,23 @@
+"""A norm of what each head reads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ...feature_maps import wide
+
+EPS = 1e-5
+
+
+class HeadNorm(nn.Module):
+    """The reads of each head divided by their root mean square, times learnt weights, which all heads share."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, y: Tensor) -> Tensor:
+        """Maps (...,V) to (...,V)."""
+        x = wide(y)
+        return (x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.weight).to(y.dtype)

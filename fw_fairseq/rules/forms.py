@@ -1,0 +1,52 @@
+"""How a layer makes a gate from the numbers that it has for it, x."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Form(NamedTuple):
+    """The gate ``function(x)``. ``rate``: it is exp(-exp(A) function(x)), with a learnt A for each head. ``bound``: it is
+    b + (1 - b) function(x), with learnt bounds b."""
+
+    function: Callable[[Tensor], Tensor]
+    rate: bool = False
+    bound: bool = False
+
+
+def identity(x: Tensor) -> Tensor:
+    return x
+
+
+def root16(x: Tensor) -> Tensor:
+    """sigmoid(x)^(1/16), near 0.96 at the start."""
+    return (F.logsigmoid(x) / 16).exp()
+
+
+def exponent(x: Tensor) -> Tensor:
+    """exp(-exp(x))"""
+    return (-x.exp()).exp()
+
+
+def unit(x: Tensor) -> Tensor:
+    """x divided by its length."""
+    return F.normalize(x, dim=-1)
+
+
+FORMS: dict[str, Form] = {
+    "sigmoid": Form(torch.sigmoid),
+    "root16": Form(root16),
+    "exponent": Form(exponent),
+    "softplus": Form(F.softplus),
+    "unit": Form(unit),
+    "identity": Form(identity),
+    "kept": Form(identity, rate=True),
+    "kept_softplus": Form(F.softplus, rate=True),
+    "bounded": Form(torch.sigmoid, bound=True),
+}
+INNER: dict[str, Callable[[Tensor], Tensor]] = {"identity": identity, "tanh": torch.tanh}

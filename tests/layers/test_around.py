@@ -1,0 +1,226 @@
+"""The parts of a fast-weight layer around its recurrence: against formulas written another way, and in pieces as at once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fw_fairseq.mixers import FastWeight
+from fw_fairseq.mixers.around.convolution import ShortConvolution, TokenShift
+from fw_fairseq.mixers.around.output import HeadNorm
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+T, B, C, HEADS = 30, 3, 12, 4
+AROUND = {"short_conv": 4, "token_shift": True, "output_norm": True, "output_gate": True, "key_heads": 2}
+
+
+def masks() -> tuple[torch.Tensor, torch.Tensor]:
+    """Padding left, right and within; texts that begin within, at padding, and two in a row."""
+    padding, resets = (torch.zeros(B, T, dtype=torch.bool) for _ in range(2))
+    padding[0, 25:] = padding[1, :5] = padding[2, 10:13] = True
+    resets[0, 10] = resets[0, 11] = resets[1, 20] = resets[2, 11] = True
+    return padding, resets
+
+
+def texts(padding, resets):
+    """The tokens of each text of each row, without padding."""
+    for row in range(B):
+        text = []
+        for t in range(T):
+            if resets[row, t]:
+                yield row, text
+                text = []
+            if not padding[row, t]:
+                text.append(t)
+        yield row, text
+
+
+def build(rule: str, heads: int = HEADS, **options) -> FastWeight:
+    mixer = FastWeight(C, heads, update_rule=rule, feature_map="identity", feature_norm="l2", layer=1, layers=4, **options)
+    return mixer.double().eval()
+
+
+def test_the_convolution_of_each_text():
+    conv, x, (padding, resets) = ShortConvolution(C, 4).double(), torch.randn(T, B, C, dtype=torch.float64), masks()
+    y, recent = conv(x, None, padding, resets)
+    kernel = conv.weight.flip(0).mT.unsqueeze(1)  # F.conv1d has the oldest token first
+    for row, text in texts(padding, resets):
+        own = x[text, row]
+        want = F.silu(F.conv1d(F.pad(own.mT, (3, 0)), kernel, groups=C)).mT
+        torch.testing.assert_close(y[text, row], want)
+    torch.testing.assert_close(recent[row], F.pad(own, (0, 0, 3, 0))[-3:])
+
+
+def test_the_shift_of_each_text():
+    shift, weight = TokenShift({"q": 3, "u": 0, "v": 5}, C, 1, 4).double(), torch.randn(8, C, dtype=torch.float64)
+    x, (padding, resets) = torch.randn(T, B, C, dtype=torch.float64), masks()
+    added, previous = shift(x, weight, None, padding, resets)
+    shares = shift.weight
+    channels = torch.arange(C) / C
+    torch.testing.assert_close(shares.float(), torch.stack([1 - channels ** (0.2 * 0.75), 1 - channels ** (0.7 * 0.75)]))
+    for row, text in texts(padding, resets):
+        own = x[text, row]
+        before = F.pad(own, (0, 0, 1, 0))[:-1]
+        mixtures = [own + share * (before - own) for share in shares]
+        want = torch.cat([mixtures[0] @ weight[:3].mT, mixtures[1] @ weight[3:].mT], 1) - own @ weight.mT
+        torch.testing.assert_close(added[text, row], want)
+    torch.testing.assert_close(previous[row, 0], own[-1])
+
+
+def test_norm_gate_and_shared_keys():
+    mixer, x = build("sum", output_norm=True, output_gate=True, key_heads=2), torch.randn(T, 1, C, dtype=torch.float64)
+    torch.nn.init.normal_(mixer.norm.weight)
+    q, k, v, gate = mixer.in_proj(x[:, 0]).split([6, 6, C, C], 1)
+    outputs = []
+    for head in range(HEADS):
+        own = slice(3 * (head // 2), 3 * (head // 2) + 3)
+        queries, keys = (F.normalize(part[:, own], dim=-1) for part in (q, k))
+        read = ((queries @ keys.mT).tril() @ v[:, 3 * head : 3 * head + 3]).T
+        outputs.append((read / (read.square().mean(0) + 1e-5).sqrt()).T * mixer.norm.weight)
+    want = mixer.out_proj(torch.cat(outputs, 1) * gate * torch.sigmoid(gate))
+    torch.testing.assert_close(mixer(x)[0][:, 0], want)
+
+
+@pytest.mark.parametrize("rule", ["sum", "fwm", "hgrn2", "rwkv6", "rwkv7", "gdn2", "delta_product"])
+@torch.no_grad()
+def test_in_pieces_as_at_once(rule):
+    """With every part, padding and texts that begin anywhere; a padded row as without its padding."""
+    mixer, x, given = build(rule, **AROUND), torch.randn(T, B, C, dtype=torch.float64), masks()
+    seen = ~given[0].mT
+    want, last = mixer(x, None, *given)
+    for cuts in ([13, 17], [1] * T):
+        outputs, state, start = [], None, 0
+        for length in cuts:
+            now = slice(start, start + length)
+            y, state = mixer(x[now], state, *(mask[:, now] for mask in given), decoding=length == 1)
+            outputs.append(y)
+            start += length
+        torch.testing.assert_close(torch.cat(outputs)[seen], want[seen])
+        for ours, theirs in zip(state, last):
+            torch.testing.assert_close(ours, theirs)
+    for row, text in texts(*given):
+        torch.testing.assert_close(mixer(x[text][:, [row]])[0][:, 0], want[text, row])
+    order = torch.tensor([2, 0, 0])
+    more = torch.randn(5, B, C, dtype=torch.float64)
+    together, _ = mixer(more, last.index_select(order))
+    apart = [mixer(more[:, [i]], last.index_select(order[[i]]))[0] for i in range(B)]
+    torch.testing.assert_close(together, torch.cat(apart, 1))
+
+
+def channels(x):
+    return x.unflatten(-1, (HEADS, -1))
+
+
+PUBLISHED = {  # each gate of a layer by its formula, (T,H) or (T,H,X), from the rows p of the projection and the makers' parameters
+    "retnet": lambda m, p, k: {"g": 1 - 2.0 ** -(5 + torch.arange(HEADS).double()).expand(T, -1)},
+    "gla": lambda m, p, k: {"f": channels(torch.sigmoid(p["f"] @ m["f"].up.T + m["f"].bias)) ** (1 / 16)},
+    "mamba2": lambda m, p, k: {
+        "s": torch.log1p((p["s"] + m["s"].bias).exp()),
+        "g": 1 / (1 + (p["s"] + m["s"].bias).exp()) ** m["g"].rate.exp(),
+        "d": m["d"].bias.expand(T, -1),
+    },
+    "hgrn2": lambda m, p, k: {"f": channels(torch.sigmoid(m["f"].bias) + (1 - torch.sigmoid(m["f"].bias)) * torch.sigmoid(p["f"]))},
+    "rwkv6": lambda m, p, k: {
+        "f": channels(torch.exp(-torch.exp(torch.tanh(p["f"]) @ m["f"].up.T + m["f"].bias))),
+        "u": channels(m["u"].bias).expand(T, -1, -1),
+    },
+    "rwkv7": lambda m, p, k: {
+        "s": channels(torch.sigmoid(torch.tanh(p["s"]) @ m["s"].up.T + m["s"].bias)),
+        "c": channels(torch.sigmoid(p["c"] @ m["c"].up.T + m["c"].bias)),
+        "kappa": F.normalize(k * channels(m["kappa"].bias), dim=-1),
+        "a": channels(m["a"].bias).expand(T, -1, -1),
+    },
+    "kda": lambda m, p, k: {
+        "f": (1 + channels((p["f"] @ m["f"].up.T + m["f"].bias).exp())) ** -m["f"].rate.exp()[:, None],
+        "beta": torch.sigmoid(p["beta"]),
+    },
+    "gdn2": lambda m, p, k: {
+        "f": (1 + channels((p["f"] @ m["f"].up.T + m["f"].bias).exp())) ** -m["f"].rate.exp()[:, None],
+        "b": channels(torch.sigmoid(p["b"])),
+        "w": channels(torch.sigmoid(p["w"])),
+    },
+}
+
+
+@pytest.mark.parametrize("rule", PUBLISHED)
+def test_gates_are_made_as_published(rule):
+    mixer, x = build(rule), torch.randn(T, 1, C, dtype=torch.float64)
+    torch.nn.init.normal_(mixer.in_proj.weight)
+    made = mixer.operands(x)
+    parts = dict(zip(mixer.sizes, mixer.in_proj(x[:, 0]).split([*mixer.sizes.values()], 1)))
+    want = PUBLISHED[rule](mixer.makers, parts, made.k[0].transpose(0, 1))
+    assert [*want] == [*made.gates]
+    for name, gate in made.gates.items():
+        torch.testing.assert_close(gate[0].transpose(0, 1), want[name].double())
+
+
+def test_where_published_gates_start():
+    """Whatever the token for RWKV; the third of four layers, with heads of 16."""
+    torch.manual_seed(0)
+    plain = {"feature_map": "identity", "feature_norm": "l2"}
+    layers = {rule: FastWeight(64, 4, update_rule=rule, layer=2, layers=4, **plain) for rule in PUBLISHED}
+    made = {rule: mixer.operands(torch.randn(9, 1, 64)).gates for rule, mixer in layers.items()}
+    n, depth = torch.arange(64) / 63, 2 / 3
+    slow = torch.exp(-torch.exp(-6 + 5 * n ** (0.7 + 1.3 * depth)))
+    torch.testing.assert_close(made["rwkv6"]["f"][0].transpose(0, 1).flatten(1), slow.expand(9, -1))
+    x = (torch.arange(64) % 16 - 7.5) / 7.5
+    decay = torch.sigmoid(-6 + 6 * n ** (1 + depth**0.3) + 0.5 + 2.5 * x * x.abs())
+    torch.testing.assert_close(made["rwkv7"]["s"][0].transpose(0, 1).flatten(1), decay.expand(9, -1))
+    removed = torch.sigmoid(-0.19 + 0.3 * x * x.abs() + 0.4 * (n - 0.5))
+    torch.testing.assert_close(made["rwkv7"]["c"][0].transpose(0, 1).flatten(1), removed.expand(9, -1))
+    torch.testing.assert_close(torch.sigmoid(layers["hgrn2"].makers["f"].bias), torch.full((64,), 0.5))
+    for rule, name in (("mamba2", "s"), ("kda", "f"), ("gdn2", "f")):
+        step = F.softplus(layers[rule].makers[name].bias.detach())
+        assert step.min() >= 0.001 and step.max() <= 0.1 and step.log().std() > 0.5
+    for rule, name in (("mamba2", "g"), ("kda", "f"), ("gdn2", "f")):
+        assert layers[rule].makers[name].rate.exp().min() >= 1 and layers[rule].makers[name].rate.exp().max() <= 16
+    assert layers["retnet"].state_dict().keys() == FastWeight(64, 4, update_rule="sum").state_dict().keys()
+
+
+def test_negative_eigenvalues_double_what_erases():
+    """And nothing else: a write with full strength then turns around what its key reads."""
+    x = torch.randn(T, B, C, dtype=torch.float64)
+    for rule, name in (("delta", "beta"), ("kda", "beta"), ("gdn2", "b"), ("rwkv7", "c"), ("delta_product", "beta")):
+        mixer = build(rule)
+        plain = mixer.operands(x).gates
+        signed = build(rule, negative_eigenvalues=True)
+        signed.load_state_dict(mixer.state_dict())
+        for other, gate in signed.operands(x).gates.items():
+            torch.testing.assert_close(gate, plain[other] * (2 if other == name else 1))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            {"negative_eigenvalues": True},
+            "^--negative-eigenvalues is for rules that erase; leave it out, or use one of: delta, gated_",
+        ),
+        ({"product_steps": 3}, "^--product-steps is 3; that is for --update-rule delta_product: leave it out$"),
+        ({"key_heads": 3}, "^--key-heads is 3; it must divide the number of heads, 4$"),
+        ({"key_heads": 8}, "^--key-heads is 8; it must divide the number of heads, 4$"),
+        ({"short_conv": 1}, "^--short-conv is 1; it must be 0, for none, or at least 2$"),
+    ],
+)
+def test_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        build("sum", **options)
+
+
+def test_several_workers_are_refused_where_tokens_before_are_needed():
+    assert build("sum").why_not_across_workers() is build("rwkv7", output_norm=True).why_not_across_workers() is None
+    assert build("sum", short_conv=4).why_not_across_workers().startswith("--short-conv needs the tokens of the worker before")
+    assert build("sum", token_shift=True).why_not_across_workers().startswith("--token-shift needs the tokens of the worker")
+
+
+def test_a_norm_of_16_bits_is_computed_in_more():
+    y = torch.full((1, 4), 300.0, dtype=torch.float16)
+    torch.testing.assert_close(HeadNorm(4)(y), torch.ones(1, 4, dtype=torch.float16))
+
+
+def test_the_state_counts_what_it_keeps():
+    assert build("kda", **AROUND).state_size() == C * C // HEADS + 3 * (6 + 6 + C) + C
+    assert math.isclose(build("sum").state_size(), C * C // HEADS)
