@@ -8,7 +8,7 @@ from support.definitions import READS, WRITES
 from support.draws import FITTING, NORMALISED, assert_same, draw_gates, draw_inputs
 
 from fw_fairseq.ops import fast_weight
-from fw_fairseq.ops.chunkwise.frames import ChannelGates, ChannelGatesWithZeros, Steps, TokenGates, TokenGatesWithZeros
+from fw_fairseq.ops.chunkwise.frames import ChannelGatesWithZeros, NearGates, Steps, TokenGates, TokenGatesWithZeros
 from fw_fairseq.ops.chunkwise.large_gates import LargeChannelGates
 from fw_fairseq.ops.chunkwise.scan import plan
 from fw_fairseq.rules import RULES
@@ -167,4 +167,4 @@ def test_chunks_without_zeros_run_as_before():
     z[:, :, 40] = 0
     f[:, :, 70, 1] = 0
     assert ways(f, z) == [LargeChannelGates, Steps, Steps]
-    assert ways(f) == [ChannelGates, ChannelGatesWithZeros, Steps]
+    assert ways(f) == [NearGates, ChannelGatesWithZeros, Steps]

@@ -13,6 +13,8 @@ from support.draws import PLAIN, assert_same, draw_gates, draw_inputs, run_with_
 from torch.nn import functional as F
 
 from fw_fairseq.ops import FastWeightState, fast_weight
+from fw_fairseq.ops.chunkwise.frames import ChannelGates, NearGates
+from fw_fairseq.ops.chunkwise.scan import plan
 from fw_fairseq.ops.parallel import parts as parallel
 from fw_fairseq.ops.recurrent import step_form
 from fw_fairseq.ops.tokens import steps
@@ -133,6 +135,19 @@ def test_an_erase_that_reads_with_another_key(present, monkeypatch):
     inputs, gates = draw("apart")
     memory = torch.randn(2, 2, 6, 5, dtype=torch.float64).requires_grad_()
     compare("apart", inputs, gates, memory, inputs | gates | {"memory": memory}, 1e-10)
+
+
+@pytest.mark.parametrize("rule", ["gla", "kda", "gdn2"])
+@pytest.mark.parametrize("least, most, way", [(1 / 16, 0.6, NearGates), (0.9, 1, NearGates), (1 / 16, 0.1, ChannelGates)])
+def test_gates_whose_products_fit_into_fp32(rule, least, most, way):
+    """Those run in fp32; a chunk whose products are smaller does not, however large its gates are."""
+    inputs, gates = draw(rule, torch.float32)
+    gates["f"] = (least + (most - least) * torch.rand(gates["f"].shape)).requires_grad_()
+    erases = None if rule == "gla" else inputs["k"]
+    cuts = plan((inputs["q"], None, None, gates["f"], None, erases, None), torch.float32)
+    assert [kind for _, kind in cuts] == [way, way, NearGates], "the last chunk is short"
+    memory = torch.randn(2, 2, 6, 5).requires_grad_()
+    compare(rule, inputs, gates, memory, inputs | gates | {"memory": memory}, 2e-5)
 
 
 def test_half_precision_stays_near():

@@ -2,9 +2,11 @@
 
 ``forward(given, memory)`` returns y, the final memory and the inverse that the backward needs, and ``backward(given, memory,
 inverse, dy, dfinal)`` the gradients in the order of ``Operands`` and that of the memory. None overflows for any gate from 0 to 1.
+``dtype`` is that of dy and dfinal, None for that of the memory.
 
     TokenGates          at most one gate per token
     ChannelGates        one gate per channel, in float64
+    NearGates           one gate per feature and no value-side decay, with products in the range of fp32: in fp32
     LargeChannelGates   one gate per channel on both sides, none of them small, without erase: in fp32 (``large_gates``)
     ...WithZeros        the same where a gate of exactly 0 empties the whole memory, which leaves exactly nothing
     Steps               one token at a time, where gates of exactly 0 empty some channels of the memory and not the others
@@ -22,6 +24,8 @@ from ..recurrent import step_form
 from .chunk import Chunk, Decay, Emptied, backward, final_memory, gate_gradient, outputs, solve
 
 SMALLEST_GATE = 1e-9  # a smaller gate per channel but 0 counts as this: invisible in fp32, and its gradient is right to 1e-6
+SMALLEST_NEAR_GATE = 1 / 16  # of NearGates: rounding in fp32, about 1e-7, is divided by the gate in its gradient
+SMALLEST_NEAR_PRODUCT = 1e-24  # with entries of 1e-12 and their products still in the range of fp32
 CHUNK = 32  # tokens: float64 holds the products of as many of the smallest gates; also the fastest on a CPU without gates
 
 
@@ -62,6 +66,7 @@ class TokenGates:
     """At most one gate per token: runs in the dtype of the memory, without a change of variables."""
 
     emptying = False  # whether gates may be 0, or below SMALLEST_GATE
+    dtype: torch.dtype | None = None
 
     @classmethod
     def open(cls, given: Operands, memory: Tensor) -> Chunk:
@@ -109,6 +114,7 @@ class ChannelGates:
     product of the two leaves the range of float64."""
 
     emptying = False  # whether gates may be 0; then all gates of that token on one of the two sides are 0
+    dtype: torch.dtype | None = torch.float64
 
     def __init__(self, f: Tensor | None, z: Tensor | None):
         still = torch.ones_like((f if z is None else z)[:1, :, :1])
@@ -124,12 +130,13 @@ class ChannelGates:
 
     @classmethod
     def open(cls, given: Operands, memory: Tensor) -> tuple[ChannelGates, Chunk, Tensor]:
-        q, k, v, f, z, e, w = given.to(torch.float64)
+        dtype = cls.dtype or memory.dtype
+        q, k, v, f, z, e, w = given.to(dtype)
         frame = cls(f, z)
         p, e = given.erasing(k, e)
         p = k if e is None else p / frame.keys
         chunk = Chunk(q / frame.keys, k * frame.keys, p, v / frame.values, e, w, *frame.texts(k))
-        return frame, chunk, memory.double() * frame.carried_keys
+        return frame, chunk, memory.to(dtype) * frame.carried_keys
 
     def texts(self, k: Tensor) -> tuple[None, Decay | None, Emptied | None]:
         """The gate, decay and zeros of the ``Chunk``: the frame has taken all decay out but that of gates of 0."""
@@ -172,12 +179,20 @@ class ChannelGates:
         return grads, g.memory.mul_(frame.carried_keys)
 
 
+class NearGates(ChannelGates):
+    """The same in the dtype of the memory, for chunks whose products of gates are at least ``SMALLEST_NEAR_PRODUCT``."""
+
+    dtype = None
+
+
 class ChannelGatesWithZeros(ChannelGates):
     emptying = True
 
 
 class Steps:
     """One token at a time, with gradients by autograd."""
+
+    dtype: torch.dtype | None = None
 
     @staticmethod
     def run(given: Operands, memory: Tensor) -> tuple[Tensor, Tensor]:

@@ -40,6 +40,8 @@ class LargeChannelGates:
     memory relative to its start, and writes into the memory relative to its end, so that no factor of those two exceeds 1. Only
     the memory is carried from chunk to chunk."""
 
+    dtype: torch.dtype | None = None
+
     def __init__(self, given: Operands, memory: Tensor):
         opened = (None if x is None else x.unflatten(1, (-1, FP32_CHUNK)) for x in given.to(memory.dtype))
         self.q, self.k, self.source, self.f, self.z, _, self.w = opened

@@ -13,7 +13,19 @@ from torch.autograd.function import once_differentiable
 from ... import Mistake
 from ...rules import Coefficients
 from ..autograd import as_written
-from .frames import CHUNK, SMALLEST_GATE, ChannelGates, ChannelGatesWithZeros, Operands, Steps, TokenGates, TokenGatesWithZeros
+from .frames import (
+    CHUNK,
+    SMALLEST_GATE,
+    SMALLEST_NEAR_GATE,
+    SMALLEST_NEAR_PRODUCT,
+    ChannelGates,
+    ChannelGatesWithZeros,
+    NearGates,
+    Operands,
+    Steps,
+    TokenGates,
+    TokenGatesWithZeros,
+)
 from .large_gates import SMALLEST_FP32_GATE, LargeChannelGates
 
 
@@ -51,7 +63,7 @@ class ChunkScan(torch.autograd.Function):
         dmemory = torch.zeros_like(memories[0]) if dmemory is None else dmemory.flatten(0, 1).clone()  # chunks use it up
         for (span, way), memory, inverse in zip(reversed(ctx.plan), reversed(memories), reversed(inverses)):
             chunk = take(operands, span)
-            work = torch.float64 if issubclass(way, ChannelGates) else dtype
+            work = way.dtype or dtype
             dy_chunk = torch.zeros_like(chunk.v, dtype=work) if dy is None else dy[:, :, span].flatten(0, 1).to(work)
             parts, dmemory = way.backward(chunk, memory, inverse, dy_chunk, dmemory.to(work))
             for grad, part in zip(grads, parts):
@@ -81,13 +93,29 @@ def plan(operands, dtype: torch.dtype) -> list[tuple[slice, type]]:
         return [(span, ChannelGates) for span in cuts]
     mins = [x.amin((0, 1, *range(3, x.dim()))) for x in (f, z) if x is not None]
     smallest = (mins[0] if len(mins) == 1 else torch.minimum(*mins)).tolist()  # of each token
-    narrow = e is None and f is not None and f.dim() == 4 and z is not None and dtype != torch.float64
+    by_feature = f is not None and f.dim() == 4 and dtype != torch.float64
+    narrow = by_feature and z is not None and e is None
+    products = smallest_products(f) if by_feature and z is None and max(smallest) >= SMALLEST_NEAR_GATE else [0.0] * len(cuts)
     ways = []
-    for span in cuts:
+    for span, product in zip(cuts, products):
         least = min(smallest[span])
-        fits = narrow and span.stop - span.start == CHUNK and least >= SMALLEST_FP32_GATE
-        ways.append(LargeChannelGates if fits else ChannelGates if least > 0 else way_with_zeros(f, z, span))
+        if narrow and span.stop - span.start == CHUNK and least >= SMALLEST_FP32_GATE:
+            ways.append(LargeChannelGates)
+        elif product >= SMALLEST_NEAR_PRODUCT and least >= SMALLEST_NEAR_GATE:
+            ways.append(NearGates)
+        else:
+            ways.append(ChannelGates if least > 0 else way_with_zeros(f, z, span))
     return list(zip(cuts, ways))
+
+
+def smallest_products(f: Tensor) -> list[float]:
+    """The smallest product of the gates (B,H,T,K) of one channel over each chunk."""
+    tokens = f.shape[2]
+    whole = tokens - tokens % CHUNK
+    parts = [f[:, :, :whole].unflatten(2, (-1, CHUNK)).prod(3).amin((0, 1, 3))] if whole else []
+    if whole < tokens:
+        parts.append(f[:, :, whole:].prod(2).amin().view(1))
+    return torch.cat(parts).tolist()
 
 
 def way_with_zeros(f: Tensor | None, z: Tensor | None, span: slice) -> type:
