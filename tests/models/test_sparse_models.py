@@ -214,6 +214,10 @@ REFUSED = [
     ({"ffn_sparsity": 4, "scale_fc": True}, "--ffn-sparsity does not work with --scale-fc"),
     ({"ffn_sparsity": 4, "quant_noise_pq": 0.1}, "--ffn-sparsity does not work with --quant-noise-pq"),
     ({"ffn_sru": 4, "scale_resids": True}, "--ffn-sru does not work with --scale-resids"),
+    (
+        {"qkv_sparsity": 4, "token_shift": True},
+        "--token-shift mixes tokens before a dense projection, which --qkv-sparsity replaces",
+    ),
     ({"qkv_sparsity": 5}, "--qkv-sparsity is 5; it must divide the width of the layers, 32"),
     ({"qkv_sparsity": 4, "feature_dim": 3, "decoder_attention_heads": 2}, "--qkv-sparsity is 4; it must divide 6, the width of q"),
     ({"qkv_sparsity": 4, "mixer": "srupp"}, "--qkv-sparsity needs queries, keys and values that one projection makes"),
