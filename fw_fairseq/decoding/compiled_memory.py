@@ -16,7 +16,7 @@ from ..native import loop, takes, threads
 from ..ops import FastWeightState
 from ..ops.factored import Factors
 from .loops import Features, View
-from .memory import Memory, projected, put_out
+from .memory import Memory, put_out
 
 _, WRITE, KEYS, KEYS_READ = range(4)  # in the order of Normaliser there
 VIEWS = ("q", "k", "v", "f", "z", "e", "w")
@@ -116,11 +116,10 @@ class CompiledMemory(Memory):
         if not self.arguments.maps_rows:
             self.qk = like.new_empty(2, rows, heads, 1, keys)
 
-    def step(self, x: Tensor) -> Tensor:
-        """Writes and reads: x (R,C) -> y (R,C)."""
+    def of_projected(self, parts: Tensor) -> Tensor:
+        """Writes and reads what the input projection makes of a token: (R,P) -> y (R,C)."""
         mixer, a, (q, k, v, *rest) = self.mixer, self.arguments, self.views
-        parts = projected(mixer, x)
-        y, start = x.new_empty(len(x), self.heads * self.value_dim), parts.data_ptr()
+        y, start = parts.new_empty(len(parts), self.heads * self.value_dim), parts.data_ptr()
         q.data, k.data, v.data = (start + part for part in self.starts)
         if not a.of_projection:
             queries, keys = self.mapped(parts[:, : self.parts[0]])

@@ -101,8 +101,12 @@ class Memory:
 
     def step(self, x: Tensor) -> Tensor:
         """Writes and reads: x (R,C) -> y (R,C)."""
-        mixer, rows, columns = self.mixer, len(x), self.memory.shape[-1]
-        qk, v, *gates = projected(mixer, x).split(self.parts, -1)
+        return self.of_projected(projected(self.mixer, x))
+
+    def of_projected(self, parts: Tensor) -> Tensor:
+        """Writes and reads what the input projection makes of a token: (R,P) -> y (R,C)."""
+        mixer, rows, columns = self.mixer, len(parts), self.memory.shape[-1]
+        qk, v, *gates = parts.split(self.parts, -1)
         q, k = self.features(qk)
         c = self.rule.coefficients(**{name: self.shaped(part.sigmoid()) for name, part in zip(self.rule.gates, gates)})
         self.decay(c.f, c.z)

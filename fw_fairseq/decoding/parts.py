@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from ..mixers.sru import SruState
 from ..modules import FastWeightDecoderLayer, Stateful
 from ..modules.sparse import RecentState
+from ..modules.sparse.fused import FusedFeedForward, FusedProjections
 from .source import SourceReader
 from .steppers import make_stepper
 
@@ -32,14 +33,19 @@ class SourceStepper:
 
     def __init__(self, dense: nn.Module, state):
         self.dense = dense
-        self.before = None if state is None else state.vectors.flatten(1)  # (R,2C), the last token first
+        self.before = None if state is None else state.vectors.flatten(1).clone()  # (R,2C), the last token first
+
+    def start(self, x: Tensor) -> Tensor:
+        """The vectors of the two tokens before x (R,C); 0 where there were none."""
+        if self.before is None:
+            self.before = x.new_zeros(len(x), 2 * x.shape[1])
+        self.before = self.before.contiguous()
+        return self.before
 
     def __call__(self, x: Tensor) -> Tensor:
         """Maps x (R,C) to [p_t, p_{t-1}, p_{t-2}] (R,3C)."""
-        p = self.dense(x)
-        before = p.new_zeros(len(p), 2 * p.shape[1]) if self.before is None else self.before
-        source = torch.cat([p, before], 1)
-        self.before = source[:, : before.shape[1]]
+        source = torch.cat([self.dense(x), self.start(x)], 1)
+        self.before = source[:, : self.before.shape[1]]
         return source
 
     def reorder(self, order: Tensor) -> None:
@@ -54,12 +60,16 @@ class CellStepper:
     def __init__(self, units: nn.Module, state):
         self.units, self.cell = units, None if state is None else state.cell.clone()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Maps x (R,C) to (R,C)."""
+    def start(self, x: Tensor) -> Tensor:
+        """The cell before x (R,C); 0 before the first token."""
         if self.cell is None:
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
             self.cell = x.new_zeros(len(x), self.units.units, dtype=dtype)
-        return self.units.step(x, self.cell)
+        return self.cell
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Maps x (R,C) to (R,C)."""
+        return self.units.step(x, self.start(x))
 
     def reorder(self, order: Tensor) -> None:
         """Gives row i the cell of row ``order[i]``."""
@@ -81,11 +91,17 @@ class AttentionStep:
         self.stepper = make_stepper(attention, taken(attention, incremental_state))
         kept = getattr(attention, "source", None)
         self.source = None if kept is None else SourceStepper(kept.part.dense, taken(kept, incremental_state))
+        self.fused = None
+        heads = getattr(getattr(attention, "mixer", attention), "in_proj", None)
+        if kept is not None and self.stepper.takes_projected and FusedProjections.fits(kept.part.dense, heads):
+            self.fused = FusedProjections(kept.part.dense, heads)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Maps x (R,C) to what the attention adds to it."""
         if self.norm is not None:
             x = self.norm(x)
+        if self.fused is not None and self.stepper.ready(len(x)):
+            return self.stepper.of_projected(self.fused(x, self.source.start(x)))
         return self.stepper(x) if self.source is None else self.stepper(x, self.source(x))
 
     def reorder(self, order: Tensor) -> None:
@@ -97,7 +113,7 @@ class AttentionStep:
         """The states after the last token, with the parts that they belong to."""
         found = [(self.attention, self.stepper.state())]
         if self.source is not None and self.source.before is not None:
-            found.append((self.attention.source, RecentState(self.source.before.unflatten(1, (2, -1)))))
+            found.append((self.attention.source, RecentState(self.source.before.clone().unflatten(1, (2, -1)))))
         return found
 
 
@@ -127,12 +143,17 @@ class FeedForwardStep:
         kept = self.recurrence = layer.recurrence
         self.norm = plain(layer.final_layer_norm) if layer.normalize_before else None
         self.fc1, self.fc2 = plain(layer.fc1), plain(layer.fc2)
+        units = None if kept is None else kept.part
+        norm = layer.final_layer_norm if layer.normalize_before else None
+        self.fused = FusedFeedForward(layer.fc2, norm, units) if FusedFeedForward.fits(layer.fc2, norm, units) else None
         own = type(layer.fc1) is nn.Linear and layer.activation_fn is RELU  # a result of its own, which may be changed
         self.activation = torch.relu_ if own else plain(layer.activation_fn)
         self.cell = None if kept is None else CellStepper(kept.part, taken(kept, incremental_state))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Maps x (R,C) to what the part adds to it."""
+        if self.fused is not None and self.fused.takes(len(x)):
+            return self.fused(x, None if self.cell is None else self.cell.start(x))
         y = self.fc2(self.activation(self.fc1(x if self.norm is None else self.norm(x))))
         return y if self.cell is None else y + self.cell(x)
 

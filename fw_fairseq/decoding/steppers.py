@@ -17,7 +17,12 @@ from .pools import Pools
 
 
 class Stepper:
-    """Calls the mixer, which returns a new state for each token."""
+    """Calls the mixer, which returns a new state for each token.
+
+    ``takes_projected``: whether ``of_projected`` may get what the input projection makes of a token.
+    """
+
+    takes_projected = False
 
     def __init__(self, mixer: Mixer, state):
         self.mixer, self.last = mixer, state
@@ -48,6 +53,17 @@ class InPlaceStepper(Stepper):
     def __init__(self, mixer: Mixer, state, kind: type):
         super().__init__(mixer, state)
         self.kind, self.buffers = kind, None
+        self.takes_projected = kind in (CompiledMemory, Memory)
+
+    def ready(self, rows: int) -> bool:
+        """Whether the buffers hold the state, or can hold it from now on."""
+        return self.buffers is not None or self.kind.takes(self.mixer, self.last, rows)
+
+    def of_projected(self, parts: Tensor) -> Tensor:
+        """Maps what the input projection makes of a token, (R,P), to y (R,C)."""
+        if self.buffers is None:
+            self.buffers, self.last = self.kind(self.mixer, self.last, parts), None
+        return self.buffers.of_projected(parts)
 
     def __call__(self, x: Tensor, source: Tensor | None = None) -> Tensor:
         if self.buffers is None:
@@ -68,17 +84,27 @@ class SoftmaxStepper(Stepper):
 
     def __init__(self, attention: MultiheadAttention | SparseAttention, state):
         super().__init__(attention, self.past(state))
+        self.takes_projected = isinstance(attention, SparseAttention)
 
     def __call__(self, x: Tensor, source: Tensor | None = None) -> Tensor:
         attention = self.mixer
-        if source is None:
-            parts = attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)
-        else:
-            parts = attention.in_proj(source).chunk(3, -1)
-        q, k, v = (part.view(len(x), attention.num_heads, 1, -1) for part in parts)
+        if source is not None:
+            return self.of_projected(attention.in_proj(source))
+        return attention.out_proj(self.read(attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)))
+
+    def ready(self, rows: int) -> bool:
+        """Always: there are no other buffers."""
+        return True
+
+    def of_projected(self, parts: Tensor) -> Tensor:
+        """Maps q, k and v side by side, (R,3C), to y (R,C)."""
+        return self.read(*parts.chunk(3, -1))
+
+    def read(self, *parts: Tensor) -> Tensor:
+        """Adds k and v to the past, and reads it with q."""
+        q, k, v = (part.reshape(len(part), self.mixer.num_heads, 1, -1) for part in parts)
         self.last = (Past.empty(k, 64) if self.last is None else self.last).add(k, v, None)
-        y = attend(q, *self.last.tokens(), False).view(len(x), -1)
-        return y if source is not None else attention.out_proj(y)
+        return attend(q, *self.last.tokens(), False).view(len(q), -1)
 
     def past(self, state) -> Past | None:
         """The state as ``Past``; fairseq's attention has a dictionary."""

@@ -10,7 +10,7 @@ from support.language_models import assert_close, build, draw, make_task, option
 from torch import nn
 
 import fw_fairseq.models  # noqa: F401
-from fw_fairseq import Mistake
+from fw_fairseq import Mistake, native
 from fw_fairseq.decoding import GENERATION, Generation
 from fw_fairseq.mixers import MIXERS
 from fw_fairseq.modules import Stack, Streams
@@ -67,6 +67,38 @@ def test_decoding_equals_the_full_pass(options, short_way, monkeypatch):
     model.decoder.reorder_incremental_state_scripting(state, order)
     whole = torch.cat([tokens[order, :5], tokens[:, 5:]], 1)
     assert_close(decode(model, whole, 5, state), logits(model, whole)[:, 5:])
+
+
+FUSED = [
+    EVERYTHING,
+    EVERYTHING | {"mixer": "softmax"},
+    {"qkv_sparsity": 2, "update_rule": "gated"},
+    {"ffn_sparsity": 6, "ffn_sru": 3},
+]
+
+
+@pytest.mark.parametrize("options", FUSED, ids=lambda o: "-".join(map(str, o.values())))
+@torch.no_grad()
+def test_compiled_loops_and_pytorch_decode_the_same(options, monkeypatch):
+    """Also for several rows that change places, from a prompt's state on."""
+    if native.library() is None:
+        pytest.skip("no compiler")
+    model, tokens = make(**options), draw(3, 12)
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn_like(p)  # biases and norms that do something
+    found, order = [], torch.tensor([1, 1, 0])
+    for compiled in (True, False):
+        if not compiled:
+            monkeypatch.setattr(native, "library", lambda: None)
+        state: dict = {}
+        if model.decoder.recurrent:
+            logits(model, tokens[:, :3], incremental_state=state)
+        parts = [decode(model, tokens[:, :8], 3 if state else 0, state)[:, -5:]]
+        fused = [part.fused is not None for part in state[GENERATION].parts()]
+        assert any(fused) == compiled
+        model.decoder.reorder_incremental_state_scripting(state, order)
+        found.append(torch.cat([*parts, decode(model, tokens, 8, state)], 1))
+    assert_close(*found)
 
 
 @every_case

@@ -24,7 +24,10 @@ from pathlib import Path
 
 from support.commands import ENVIRONMENT
 
-FAIRSEQ = {f"fairseq-{name.replace('_', '-')}": f"fairseq_cli.{name}" for name in ("train", "eval_lm", "generate", "preprocess")}
+FAIRSEQ = {
+    f"fairseq-{name.replace('_', '-')}": f"fairseq_cli.{name}"
+    for name in ("train", "eval_lm", "generate", "interactive", "preprocess")
+}
 PRELOADED = ("fairseq.trainer", "fairseq.tasks.translation", "fairseq.models.transformer_lm")
 CALLER = """#!{python} -IS
 import json, os, socket, sys
