@@ -32,7 +32,7 @@ if [ "${1:-}" = official ]; then
     shift
     python=.venv-official/bin/python
     [ -x $python ] || "${PYTHON:-python3.10}" -m venv .venv-official
-    install=($python -m pip install --quiet --disable-pip-version-check)
+    install=("$python" -m pip install --quiet --disable-pip-version-check)
     "${install[@]}" 'pip<24.1' wheel # later versions of pip refuse the metadata of omegaconf 2.0
     "${install[@]}" -c requirements/official.txt -e '.[test,plots]'
     export OMP_NUM_THREADS=1
@@ -46,7 +46,7 @@ fi
 
 python=.venv-oldest/bin/python
 [ -x $python ] || "${PYTHON:-python3}" -m venv .venv-oldest
-install=($python -m pip install --quiet --disable-pip-version-check)
+install=("$python" -m pip install --quiet --disable-pip-version-check)
 "${install[@]}" --require-hashes -r requirements/build.txt
 "${install[@]}" -c requirements/oldest.txt --no-build-isolation -e '.[test]'
 export OMP_NUM_THREADS=1

@@ -146,15 +146,14 @@ class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
         padding = None if attention_mask is None else attention_mask[:, -inputs.shape[1] :].eq(0)
         padding = padding if padding is not None and padding.any() else None
         x, tokens, resets = self.embed(inputs, padding, position_ids, cache.tokens)
-        x, states, seen = x.transpose(0, 1), {}, []
+        states, hidden = {}, [x]
         for i, layer in enumerate(self.layers):
-            seen.append(x)
             again = layer.gradient_checkpointing and self.training
             run = partial(layer._gradient_checkpointing_func, layer) if again else layer
-            x, states[i] = run(x, cache.states.get(i), padding, resets)
+            y, states[i] = run(hidden[-1].transpose(0, 1), cache.states.get(i), padding, resets)
+            hidden.append(y.transpose(0, 1))
         cache.states, cache.tokens, cache.length = states, tokens, cache.length + inputs.shape[1]
-        x = x if self.layer_norm is None else self.layer_norm(x)
-        hidden = tuple(part.transpose(0, 1) for part in (*seen, x))
+        hidden[-1] = hidden[-1] if self.layer_norm is None else self.layer_norm(hidden[-1])
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.scores(hidden[-1][:, kept])
         kept = cache if (not self.training if use_cache is None else use_cache) else None
@@ -163,7 +162,7 @@ class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
             loss=mean_loss(logits, labels, shift_labels),
             logits=logits,
             past_key_values=kept,
-            hidden_states=hidden if wanted else None,
+            hidden_states=tuple(hidden) if wanted else None,
         )
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 

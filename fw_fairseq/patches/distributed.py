@@ -14,7 +14,7 @@ from fairseq.models import distributed_fairseq_model
 from .. import Mistake
 from .checkpoints.lock import release
 from .replacing import replaces
-from .stopping import is_training, listen_no_more
+from .stopping import as_parent_of_workers, is_training
 
 
 @replaces(distributed_utils, "_broadcast_object_slow")
@@ -53,10 +53,10 @@ def suit_workers_to_cpus(original, cfg, main, **kwargs):
     if cfg.distributed_training.distributed_backend == "nccl" and on_cpus:
         cfg.distributed_training.distributed_backend = "gloo"
     try:
-        return original(cfg, main, **kwargs)
+        with as_parent_of_workers(main, cfg):
+            return original(cfg, main, **kwargs)
     finally:
         release()
-        listen_no_more()
 
 
 @replaces(distributed_fairseq_model, "DistributedDataParallel")

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Iterator
 
 import torch
 from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
+from torch.multiprocessing import ProcessExitedException
 
 from .replacing import changed, changes
 
@@ -70,6 +73,32 @@ def told(device: torch.device) -> bool:
     return bool(flag)
 
 
+@contextlib.contextmanager
+def as_parent_of_workers(main, cfg) -> Iterator[None]:
+    """Within this block, a process of fairseq-train that starts a worker for each of its GPUs passes the signals on to them, and it
+    ends with their exit code."""
+    starts = is_training(main) and cfg.distributed_training.distributed_world_size > 1 and torch.cuda.device_count() > 1
+    if starts and not torch.distributed.is_torchelastic_launched():
+        handle(pass_on)
+    try:
+        yield
+    except ProcessExitedException as error:
+        if error.exit_code != EXIT_CODE:
+            raise
+        raise SystemExit(EXIT_CODE) from None
+    finally:
+        listen_no_more()
+
+
+def pass_on(number: int, frame) -> None:
+    children = multiprocessing.active_children()
+    for child in children:
+        os.kill(child.pid, number)
+    if not children:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
 def note(number: int, frame) -> None:
     if os.getpid() == listening[0]:
         received.append(number)
@@ -79,18 +108,20 @@ def note(number: int, frame) -> None:
 
 
 def listen() -> None:
-    """Notes the signals from now on, in place of being ended by them. Functions that the program itself has set for them stay."""
+    """Notes the signals from now on, in place of being ended by them."""
     listening[:] = [os.getpid()]
+    handle(note)
+
+
+def handle(function) -> None:
+    """Calls a function at the signals. Functions that the program itself has set for them stay."""
     for number in SIGNALS:
-        if signal.getsignal(number) == signal.SIG_DFL:
+        if signal.getsignal(number) in (signal.SIG_DFL, note, pass_on):
             with contextlib.suppress(ValueError):  # only the main thread may
-                signal.signal(number, note)
+                signal.signal(number, function)
 
 
 def listen_no_more() -> None:
     """Leaves the signals to the system again."""
     received.clear()
-    for number in SIGNALS:
-        if signal.getsignal(number) is note:
-            with contextlib.suppress(ValueError):
-                signal.signal(number, signal.SIG_DFL)
+    handle(signal.SIG_DFL)

@@ -269,6 +269,7 @@ def write(model, dictionary, tokenizer, folder: Path) -> None:
     for name, value in model.config.to_dict().items():
         if name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(model.generation_config, name, value)
+    model.generation_config._from_model_config = False
     model.save_pretrained(folder)
     (folder / CODE_FILE).write_text(standalone.code(), encoding="utf-8")
     if tokenizer is None:
@@ -277,6 +278,8 @@ def write(model, dictionary, tokenizer, folder: Path) -> None:
         for name in TOKENIZER_FILES:
             if (Path(tokenizer) / name).exists():
                 shutil.copy(Path(tokenizer) / name, folder / name)
+    for path in folder.iterdir():  # transformers writes weights that only their owner may read
+        path.chmod((folder / CODE_FILE).stat().st_mode)
 
 
 def word_tokenizer(dictionary):

@@ -8,6 +8,7 @@
 # Expected: the table in docs/results/multi30k.md
 # Usage:    DATA=folder recipes/multi30k/table.sh [ROW]... [OPTION of fairseq-train]...
 #           DATA=folder UPDATES=1000 recipes/multi30k/table.sh softmax dpfp2
+#           DATA=folder TEST="test_2016_flickr test_2017_flickr" recipes/multi30k/table.sh      a row for each test set
 #
 # Rows are those of recipes/wmt14/train.sh. A second call resumes each row from its last checkpoint; finished rows are only evaluated again.
 source "$(dirname "$0")/../lib.sh"
@@ -19,7 +20,7 @@ OUT=$(output_folder multi30k)
 updates=${UPDATES:-1400}
 export OUT CPU=1
 
-VALID=val TEST=test_2016_flickr BPE=8000 LOWERCASE=1 "$ROOT/recipes/wmt14/prepare.sh"
+VALID=val TEST=${TEST:-test_2016_flickr} BPE=8000 LOWERCASE=1 "$ROOT/recipes/wmt14/prepare.sh"
 
 echo "| row | detokenised BLEU | tokenised, compounds split | sentences/s |"
 echo "|---|---:|---:|---:|"

@@ -2,7 +2,7 @@
 # Translates the test set and prints a table row: detokenised BLEU of sacrebleu, and tokenised BLEU with compounds split.
 #
 # Paper:    Schlag et al. 2021, table 1
-# Data:     OUT of prepare.sh and train.sh: bin, raw/test.de, tok/test.de, runs/ROW
+# Data:     OUT of prepare.sh and train.sh: bin, raw/test.de, tok/test.de, runs/ROW; a row for each test set that prepare.sh got
 # Hardware: one GPU, or a CPU with CPU=1
 # Time:     not measured for newstest2014; about a minute for 1000 short sentences and a small model on one CPU core
 # Expected: the scores in the head of train.sh; detokenised BLEU is the one to compare with other work
@@ -24,18 +24,26 @@ shift
 checkpoint=$run/${CHECKPOINT:-checkpoint_best.pt}
 need_file "$checkpoint" "recipes/wmt14/train.sh $row"
 
-logged "$run/generate.log" fairseq-generate "$OUT/bin" --user-dir "$ROOT/fw_fairseq" --path "$checkpoint" --gen-subset test \
-    --beam "${BEAM:-4}" --lenpen "${LENPEN:-0.6}" --remove-bpe --scoring sacrebleu --batch-size "${BATCH:-64}" "${machine[@]}" "$@"
-tokens=$run/test.tok.$target text=$run/test.$target
-sed -n 's/^H-//p' "$run/generate.log" | sort -n | cut -f 3 >"$tokens"
-sacremoses -q -l "$target" detokenize -x <"$tokens" >"$text"
-[ "$(wc -l <"$text")" = "$(wc -l <"$OUT/raw/test.$target")" ] || fail "$text and $OUT/raw/test.$target differ in their number of lines"
-
-case_=()
-grep -q '[[:upper:]]' "$OUT/tok/test.$target" || case_=(--lowercase)
 compounds() { sed -E 's/ @-@ /-/g; s/([^ ])-([^ ])/\1 ##AT##-##AT## \2/g; s/([^ ])-([^ ])/\1 ##AT##-##AT## \2/g' "$1"; }
-compounds "$OUT/tok/test.$target" >"$tokens.reference"
-detokenised=$(sacrebleu "$OUT/raw/test.$target" -i "$text" -l "$source-$target" -b -w 2 "${case_[@]}")
-split=$(compounds "$tokens" | sacrebleu "$tokens.reference" -b -w 2 --tokenize none --force)
-echo "$detokenised $split" >"$run/bleu-test.txt"
-echo "| $row | $detokenised | $split | $(sed -nE 's/.*Translated .* \(([0-9.]+) sentences\/s.*/\1/p' "$run/generate.log") |"
+
+score() { # SUBSET OPTION...: translates one test set and prints its row
+    local set=$1 log=$run/generate.log tokens=$run/$1.tok.$target text=$run/$1.$target case_=() label=$row detokenised split
+    [ "$set" = test ] || log=$run/generate-$set.log label="$row $set"
+    logged "$log" fairseq-generate "$OUT/bin" --user-dir "$ROOT/fw_fairseq" --path "$checkpoint" --gen-subset "$set" \
+        --beam "${BEAM:-4}" --lenpen "${LENPEN:-0.6}" --remove-bpe --scoring sacrebleu --batch-size "${BATCH:-64}" "${machine[@]}" "${@:2}"
+    sed -n 's/^H-//p' "$log" | sort -n | cut -f 3 >"$tokens"
+    sacremoses -q -l "$target" detokenize -x <"$tokens" >"$text"
+    [ "$(wc -l <"$text")" = "$(wc -l <"$OUT/raw/$set.$target")" ] ||
+        fail "$text and $OUT/raw/$set.$target differ in their number of lines"
+    grep -q '[[:upper:]]' "$OUT/tok/$set.$target" || case_=(--lowercase)
+    compounds "$OUT/tok/$set.$target" >"$tokens.reference"
+    detokenised=$(sacrebleu "$OUT/raw/$set.$target" -i "$text" -l "$source-$target" -b -w 2 "${case_[@]}")
+    split=$(compounds "$tokens" | sacrebleu "$tokens.reference" -b -w 2 --tokenize none --force)
+    echo "$detokenised $split" >"$run/bleu-$set.txt"
+    echo "| $label | $detokenised | $split | $(sed -nE 's/.*Translated .* \(([0-9.]+) sentences\/s.*/\1/p' "$log") |"
+}
+
+for reference in "$OUT"/tok/test*."$target"; do
+    set=${reference##*/}
+    score "${set%."$target"}" "$@"
+done

@@ -11,7 +11,8 @@
 #           DATA=folder OUT=folder recipes/wmt14/prepare.sh
 #           DATA=multi30k VALID=val TEST=test_2016_flickr BPE=8000 LOWERCASE=1 OUT=outputs/multi30k recipes/wmt14/prepare.sh
 #
-# TRAIN, VALID and TEST are the names of the files in DATA, SOURCE and TARGET their languages. BPE is the number of merges; LONGEST is
+# TRAIN, VALID and TEST are the names of the files in DATA, SOURCE and TARGET their languages. TEST may name several test sets, such as
+# "test2016 test2017", or without DATA those of sacrebleu, such as "wmt14/full wmt17"; eval.sh scores each. BPE is the number of merges; LONGEST is
 # the number of words above which a training sentence is left out.
 source "$(dirname "$0")/../lib.sh"
 find_programs
@@ -19,7 +20,15 @@ OUT=$(output_folder wmt14)
 source=${SOURCE:-en}
 target=${TARGET:-de}
 data=${DATA:-}
-train=${TRAIN:-train} valid=${VALID:-valid} test=${TEST:-test}
+train=${TRAIN:-train} valid=${VALID:-valid} tests=${TEST:-test}
+read -ra names <<<"$tests"
+splits=(train valid) testprefs=
+for i in "${!names[@]}"; do # fairseq calls several test sets test, test1, test2 and so on
+    split=test${i/#0/}
+    declare "$split=${names[i]}"
+    splits+=("$split")
+    testprefs+=${testprefs:+,}$OUT/bpe/$split
+done
 merges=${BPE:-32000}
 lowercase=${LOWERCASE:-0}
 longest=${LONGEST:-250}
@@ -63,7 +72,7 @@ archive() { # URL SHA256
     download "$1" "$OUT/download/${1##*/}" "$2"
 }
 
-made_with=("SOURCE=$source" "TARGET=$target" "DATA=$(absolute "$data")" "TRAIN=$train" "VALID=$valid" "TEST=$test")
+made_with=("SOURCE=$source" "TARGET=$target" "DATA=$(absolute "$data")" "TRAIN=$train" "VALID=$valid" "TEST=$tests")
 made_with+=("BPE=$merges" "LOWERCASE=$lowercase" "LONGEST=$longest")
 prepared "$OUT/raw" "${made_with[@]}" || true # finished files stay, also where OUT/bin is not there yet
 if [ -z "$data" ]; then
@@ -72,23 +81,28 @@ if [ -z "$data" ]; then
     archive https://www.statmt.org/wmt13/training-parallel-commoncrawl.tgz c7a74e2ea01ac6c920123108627e35278d4ccb5701e15428ffa34de86fa3a9e5
     archive https://www.statmt.org/wmt14/training-parallel-nc-v9.tgz cb8953f292298e6877ae433c98912b927cb0766b303f4540512ddd286c748485
 else
-    for file in "$data"/{"$train","$valid","$test"}.{"$source","$target"}; do
-        [ -f "$file" ] || fail "$file is missing; DATA must have {$train,$valid,$test}.{$source,$target} (TRAIN, VALID and TEST rename them)"
+    for split in "${splits[@]}"; do
+        for file in "$data/${!split}".{"$source","$target"}; do
+            [ -f "$file" ] || fail "$file is missing; DATA must have {$train,$valid,${tests// /,}}.{$source,$target} (TRAIN, VALID and TEST rename them)"
+        done
     done
 fi
 [ -d "$OUT/raw" ] || record "$OUT/raw" "${made_with[@]}"
 for language in "$source" "$target"; do
     if [ -n "$data" ]; then
-        for split in train valid test; do
+        for split in "${splits[@]}"; do
             make "$OUT/raw/$split.$language" cat "$data/${!split}.$language"
         done
     else
         make "$OUT/raw/train.$language" corpus "$language"
         make "$OUT/raw/valid.$language" published wmt13 "$language"
-        make "$OUT/raw/test.$language" published wmt14/full "$language"
+        for split in "${splits[@]:2}"; do
+            name=${!split}
+            make "$OUT/raw/$split.$language" published "${name/#test/wmt14/full}" "$language"
+        done
     fi
 done
-for split in train valid test; do
+for split in "${splits[@]}"; do
     [ "$(wc -l <"$OUT/raw/$split.$source")" = "$(wc -l <"$OUT/raw/$split.$target")" ] ||
         fail "$OUT/raw/$split.$source and $split.$target differ in their number of lines; they must be translations line by line"
     for language in "$source" "$target"; do
@@ -99,7 +113,7 @@ make "$OUT/pairs/train.$source" pairs 1
 make "$OUT/pairs/train.$target" pairs 2
 [ -s "$OUT/pairs/train.$source" ] || fail "no training pair of $OUT/tok is left after filtering by length"
 make "$OUT/codes" subword-nmt learn-bpe -s "$merges" < <(cat "$OUT/pairs/train.$source" "$OUT/pairs/train.$target")
-for split in train valid test; do
+for split in "${splits[@]}"; do
     folder=tok
     [ "$split" = train ] && folder=pairs
     for language in "$source" "$target"; do
@@ -111,5 +125,5 @@ if [ -d "$OUT/bin" ]; then
 else
     echo "$OUT/bin" >&2
     binarise "$OUT/bin" "${made_with[@]}" -- --source-lang "$source" --target-lang "$target" --joined-dictionary \
-        --trainpref "$OUT/bpe/train" --validpref "$OUT/bpe/valid" --testpref "$OUT/bpe/test"
+        --trainpref "$OUT/bpe/train" --validpref "$OUT/bpe/valid" --testpref "$testprefs"
 fi

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
 import socket
+import sys
 import time
 from argparse import Namespace
+from pathlib import Path
 
+import fairseq_cli.train
 import pytest
 import torch
 from support.commands import USER_DIR, Command, fairseq, succeed
+from torch.multiprocessing import ProcessExitedException
 
 import fw_fairseq.models  # noqa: F401
 from fw_fairseq.patches import stopping
@@ -80,12 +85,40 @@ def test_all_workers_stop_if_one_is_told_to(data, tmp_path):
     assert len(state["carried"]) == 2, "the states of both workers' streams"
 
 
+def stops_with(code: int) -> None:
+    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(code))
+    Path("ready").touch()
+    signal.pause()
+
+
+def test_a_process_that_starts_workers_passes_the_signals_on(tmp_path, monkeypatch):
+    """fairseq-train does so for each of its GPUs. What it passes on ends the workers with a code, which becomes its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    distributed = Namespace(ddp_backend="legacy_ddp", distributed_backend="gloo", distributed_world_size=2)
+    data = Namespace(max_tokens=1, batch_size=None)
+    config = Namespace(distributed_training=distributed, common=Namespace(cpu=True), dataset=data)
+
+    def start_a_worker(cfg, main) -> None:
+        worker = multiprocessing.get_context("fork").Process(target=stops_with, args=(75,))
+        worker.start()
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        worker.join()
+        raise ProcessExitedException("a worker ended", 0, worker.pid, exit_code=worker.exitcode)
+
+    with pytest.raises(SystemExit) as ended:
+        suit_workers_to_cpus(start_a_worker, config, fairseq_cli.train.main)
+    assert ended.value.code == 75 and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
 def test_a_run_that_has_ended_is_not_stopped_and_signals_are_given_back():
     handler = signal.getsignal(signal.SIGTERM)
     stopping.listen()
     assert signal.getsignal(signal.SIGTERM) is not handler
     stopping.received.append(signal.SIGTERM)
-    distributed = Namespace(ddp_backend="legacy_ddp", distributed_backend="nccl")
+    distributed = Namespace(ddp_backend="legacy_ddp", distributed_backend="nccl", distributed_world_size=1)
     config = Namespace(distributed_training=distributed, common=Namespace(cpu=True))
     suit_workers_to_cpus(lambda cfg, main: None, config, None)
     assert signal.getsignal(signal.SIGTERM) == handler and not stopping.received

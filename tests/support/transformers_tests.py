@@ -51,6 +51,10 @@ Common = mixin("test_modeling_common", "ModelTesterMixin")
 
 from fw_fairseq.config import FastWeightConfig  # noqa: E402
 from fw_fairseq.huggingface import FastWeightForCausalLM, FastWeightHFConfig  # noqa: E402
+from fw_fairseq.huggingface.layers import Layer  # noqa: E402
+
+# The tests look for instances of a class of transformers whose import also loads torchaudio; Layer has its switch without it
+sys.modules["tests.test_modeling_common"].GradientCheckpointingLayer = Layer
 
 
 class Tester:
@@ -91,6 +95,20 @@ class Tests(Common, Generation):
 
     def setUp(self):
         self.model_tester = Tester(self, self.name)
+
+    def _prepare_for_class(self, inputs_dict, model_class, return_labels=False):
+        inputs = super()._prepare_for_class(inputs_dict, model_class, return_labels=return_labels)
+        return inputs | ({"labels": inputs["input_ids"]} if return_labels else {})  # which it adds for models of its own list only
+
+    @unittest.skip("there is no base model: the decoder and its output are one class")
+    def test_model_base_model_prefix(self):
+        pass
+
+    @unittest.skip(
+        "it compares draws of one seed, and mixers draw by more than torch.nn.init; test_export_hf.py has a test of this"
+    )
+    def test_can_init_all_missing_weights(self):
+        pass
 
 
 for each in OPTIONS:

@@ -12,6 +12,10 @@ from support import parallel_text, programs
 from support.commands import ROOT, USER_DIR, fairseq, run, succeed
 from support.runs import updates
 
+import fw_fairseq.models  # noqa: F401
+from fw_fairseq.tools.checkpoints import load_language_model
+from fw_fairseq.tools.convert.conversion import convert
+
 SIZES = "--encoder-layers 2 --decoder-layers 2 --encoder-attention-heads 4 --decoder-attention-heads 4"
 WIDTHS = "--encoder-embed-dim 32 --decoder-embed-dim 32 --encoder-ffn-embed-dim 64 --decoder-ffn-embed-dim 64 --dropout 0"
 TRAIN = (
@@ -254,11 +258,23 @@ def test_training_mistakes(prepared, trained, tmp_path):
     assert os.listdir(tmp_path) == ["checkpoint_last.pt"]
 
 
+def test_commands_for_language_models_say_what_they_take(trained, tmp_path):
+    """Also where the data of the training have moved."""
+    checkpoint = trained[0] / "runs/dpfp2/checkpoint_best.pt"
+    with pytest.raises(ValueError, match="architecture 'fast_weight_transformer'; fw-convert takes transformer_lm"):
+        convert(checkpoint, tmp_path / "out.pt", "decay")
+    for name, architectures in {"fw-export-hf": ("fast_weight_lm",), "fw-explain": ("fast_weight_lm", "transformer_lm")}.items():
+        with pytest.raises(ValueError, match=f"holds a fast_weight_transformer; {name} takes {' and '.join(architectures)}"):
+            load_language_model(checkpoint, tmp_path / "none", name, architectures)
+
+
 def test_multi30k_recipe(tmp_path):
-    """One row with a linear decoder only, two updates."""
-    parallel_text.write(tmp_path, train=60, val=4, test_2016_flickr=4)
-    given = {"DATA": tmp_path, "OUT": tmp_path / "out", "UPDATES": 2}
+    """One row with a linear decoder only, two updates and two test sets."""
+    parallel_text.write(tmp_path, train=60, val=4, test_2016_flickr=4, test_2017_flickr=5)
+    given = {"DATA": tmp_path, "OUT": tmp_path / "out", "UPDATES": 2, "TEST": "test_2016_flickr test_2017_flickr"}
     printed = succeed(recipe("../multi30k/table", "dpfp2-decoder", **given))
-    assert re.search(r"^\| dpfp2-decoder \| [\d.]+ \| [\d.]+ \| [\d.]+ \|$", printed, re.MULTILINE)
+    for row in ("dpfp2-decoder", "dpfp2-decoder test1"):
+        assert re.search(rf"^\| {row} \| [\d.]+ \| [\d.]+ \| [\d.]+ \|$", printed, re.MULTILINE)
+    assert (tmp_path / "out/raw/test1.de").read_text() == (tmp_path / "test_2017_flickr.de").read_text()
     words = (tmp_path / "out/tok/train.en").read_text()
     assert words == words.lower()

@@ -210,6 +210,11 @@ def test_packed_texts_do_not_see_each_other(options):
     assert not torch.allclose(model(tokens).logits[:, 5:], alone[:, 5:])
 
 
+def test_others_may_read_what_the_owner_may(folder):
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
+    assert not json.loads((folder / "generation_config.json").read_text()).get("_from_model_config")
+
+
 def test_gradient_checkpointing_changes_no_gradient(folder):
     tokens, gradients = torch.randint(4, 64, (2, 9)), []
     for checkpointing in (False, True):

@@ -67,7 +67,7 @@ def run(args) -> None:
         Shown(words[: found.reader + 1], found.parts, [(dictionary[word], chance) for word, chance in found.expected])
         for found in explain(model, tokens[: max(readers) + 1], readers)
     ]
-    title = f"{PROG}: {Path(args.checkpoint).name}"
+    title = f"{PROG}: {Path(*Path(args.checkpoint).resolve().parts[-2:])}"  # the run and its file
     if args.html:
         write_atomically(args.html, lambda part: part.write_text(page(title, readings), encoding="utf-8"))
         print(args.html)
