@@ -519,7 +519,7 @@ def test_reset_starts_a_new_text(rule, attention_norm, backend):
 def test_a_long_stream_does_not_drift(rule):
     """In fp32, carried from call to call, against float64: rounding, which does not grow where something is forgotten or erased."""
     states, errors = {torch.float32: None, torch.float64: None}, []
-    shape = (1, 1, 4096 if RULES[rule].coefficients else 512, 4, 4)  # a rule with a step takes a hundred times as long
+    shape = (1, 1, 4096 if RULES[rule].coefficients else 1024, 4, 4)  # a rule with a step takes a hundred times as long
     for _ in range(16):
         inputs, gates, outputs = draw_inputs(shape), draw_gates(RULES[rule], shape), []
         for dtype, state in states.items():
