@@ -25,7 +25,7 @@ if [ "${1:-}" = transformers ]; then
     [ -f "${1:-}/tests/test_modeling_common.py" ] || { echo "name the folder of a checkout of transformers" >&2; exit 2; }
     FW_TRANSFORMERS=$(realpath "$1")
     export FW_TRANSFORMERS OMP_NUM_THREADS=1
-    exec .venv/bin/python -m pytest -n 0 -c /dev/null --rootdir tests --import-mode=importlib tests/support/transformers_tests.py "${@:2}"
+    PYTHONPATH=tests exec .venv/bin/python -m pytest -p no:cacheprovider -c /dev/null --rootdir tests tests/support/transformers_tests.py "${@:2}"
 fi
 
 if [ "${1:-}" = official ]; then
