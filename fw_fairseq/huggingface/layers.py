@@ -106,6 +106,11 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, state, padding_mask: Tensor | None, reset_mask: Tensor | None = None):
         """Maps x (T,B,C) to the output (T,B,C) and the mixer's state after the last token. reset_mask: (B,T), True at the first
         token of a new text."""
+        if self.gradient_checkpointing and self.training:
+            return self._gradient_checkpointing_func(self.compute, x, state, padding_mask, reset_mask)
+        return self.compute(x, state, padding_mask, reset_mask)
+
+    def compute(self, x: Tensor, state, padding_mask: Tensor | None, reset_mask: Tensor | None):
         one = x.shape[0] == 1 and state is not None and not torch.is_grad_enabled()
         inner = self.self_attn_layer_norm(x) if self.before else x
         x = inner if getattr(self.self_attn, "norms_residual", False) else x

@@ -7,7 +7,6 @@ pass.
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -148,9 +147,7 @@ class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
         x, tokens, resets = self.embed(inputs, padding, position_ids, cache.tokens)
         states, hidden = {}, [x]
         for i, layer in enumerate(self.layers):
-            again = layer.gradient_checkpointing and self.training
-            run = partial(layer._gradient_checkpointing_func, layer) if again else layer
-            y, states[i] = run(hidden[-1].transpose(0, 1), cache.states.get(i), padding, resets)
+            y, states[i] = layer(hidden[-1].transpose(0, 1), cache.states.get(i), padding, resets)
             hidden.append(y.transpose(0, 1))
         cache.states, cache.tokens, cache.length = states, tokens, cache.length + inputs.shape[1]
         hidden[-1] = hidden[-1] if self.layer_norm is None else self.layer_norm(hidden[-1])

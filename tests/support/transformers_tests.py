@@ -87,7 +87,7 @@ class Tester:
         return self.get_config(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-class Tests(Common, Generation):
+class Shared(Common, Generation):
     all_model_classes = (FastWeightForCausalLM,)
     has_attentions = False
     test_can_init_all_missing_weights_before_2023 = True
@@ -112,4 +112,4 @@ class Tests(Common, Generation):
 
 
 for each in OPTIONS:
-    globals()[f"Test_{each}"] = type(f"Test_{each}", (Tests, unittest.TestCase), {"name": each, "__module__": __name__})
+    globals()[f"Test_{each}"] = type(f"Test_{each}", (Shared, unittest.TestCase), {"name": each, "__module__": __name__})
