@@ -7,7 +7,7 @@
 // FW_PARTIAL there are several tiles of V, each with its share of the sums over V; FW_SHARED bytes of shared memory; those of
 // row_map.cuh where q and k are rows to map.
 #pragma once
-#include "tile.cuh"
+#include "pairs.cuh"
 
 constexpr int C = 16;  // tokens of a chunk
 constexpr int CHUNKS = FW_SPAN / C;
@@ -16,6 +16,7 @@ constexpr int WARPS = VALUE_WARPS * FW_KSPLIT;
 constexpr int THREADS = WARPS * 32;
 constexpr int WARP_ROWS = FW_K / FW_KSPLIT;  // rows of the memory that a warp holds
 constexpr int TILES = WARP_ROWS / 8;         // its accumulators
+constexpr int INVERTERS = (CHUNKS + 1) / 2;  // warps that have work in invert_all
 constexpr float SMALLEST = FW_NO_GATE;  // a smaller f counts as this: 0 in the forward, where nothing divides by it
 #include "rows.cuh"
 
@@ -24,29 +25,15 @@ constexpr int INPUT_ROW = tile_stride<In>(FW_V);
 constexpr int PAIR_ROW = tile_stride<Op>(C);  // of (C,C) operands
 constexpr int SOLVE_ROW = tile_stride<float>(C);
 
-// A warp's 16 columns of a tile of inputs, ROWS rows, to x.
-template <int ROWS>
-__device__ __forceinline__ void store_columns(const In* tile, const View& x, int b, int h, int t0, int T, int c0, int columns) {
-    In* base = at<In>(x, b, h, 0);
-    constexpr int N = FW_ALIGNED ? 16 / sizeof(In) : 1;
-    for (int i = threadIdx.x & 31; i < ROWS * 16 / N; i += 32) {
-        const int row = i / (16 / N), column = i % (16 / N) * N;
-        if (t0 + row >= T || c0 + column >= columns) continue;
-        const In* from = tile + row * INPUT_ROW + column;
-        In* to = base + (t0 + row) * x.t + c0 + column;
-        if constexpr (FW_ALIGNED) *(uint4*)to = *(const uint4*)from;
-        else *to = *from;
-    }
-}
-
 // The gates of a span and their products. D_ts is the product of the gates after s up to t, 1 for t = s, 0 for t < s.
 struct Gates {
     float f[FW_SPAN], e[FW_SPAN], w[FW_SPAN];
-    float start[FW_SPAN];  // what is left at t of the chunk's initial memory
-    float end[FW_SPAN];    // what is left at the chunk's end of what t wrote
+    float start[FW_SPAN];    // what is left at t of the chunk's initial memory
+    float erasing[FW_SPAN];  // e start
+    float end[FW_SPAN];      // what is left at the chunk's end of what t wrote
 };
 
-// Complete after cp_async_wait. Beyond T: 0.
+// Complete after cp_async_wait. Beyond T nothing is erased or written, and f is 1.
 __device__ __forceinline__ void load_gates(Gates& g, const Params& p, int b, int h, int t0) {
     for (int i = threadIdx.x; i < FW_SPAN; i += THREADS) {
         const bool inside = t0 + i < p.T;
@@ -54,70 +41,111 @@ __device__ __forceinline__ void load_gates(Gates& g, const Params& p, int b, int
         cp_async4(g.e + i, at<float>(p.e, b, h, t), bytes);
         if (FW_W) cp_async4(g.w + i, at<float>(p.w, b, h, t), bytes);
         else g.w[i] = 1.f;
-        if (FW_F) cp_async4(g.f + i, at<float>(p.f, b, h, t), bytes);
+        if (FW_F && inside) cp_async4(g.f + i, at<float>(p.f, b, h, t));
+        if (FW_F && !inside) g.f[i] = 1.f;
     }
 }
 
-// Run by one warp: bounds f of chunk c from below by SMALLEST, and fills pairs (with D), start and end. `tokens` of the span exist.
-__device__ __forceinline__ void decay_pairs(Gates& g, int c, int tokens, float* pairs) {
-    const int t = threadIdx.x & 31;
-    if (t < C) g.f[c * C + t] = c * C + t < tokens ? fmaxf(g.f[c * C + t], SMALLEST) : 1.f;
-    __syncwarp();
-    if (t < C) {
-        float left = 1.f;
-#pragma unroll
-        for (int s = C - 1; s >= 0; s--) {
-            pairs[t * SOLVE_ROW + s] = s > t ? 0.f : left;
-            if (s <= t) left *= g.f[c * C + s];
-        }
-        g.start[c * C + t] = left;
-    }
-    __syncwarp();
-    if (t < C) g.end[c * C + t] = pairs[(C - 1) * SOLVE_ROW + t];
+// What stands for a smaller gate takes its place, by the thread that loaded it, after its cp_async_wait.
+__device__ __forceinline__ void bound_gates(Gates& g) {
+    for (int i = threadIdx.x; FW_F && i < FW_SPAN; i += THREADS) g.f[i] = fmaxf(g.f[i], SMALLEST);
 }
 
-// Run by one warp for chunk c of the span: scores = tril(D q k^T), erase = strict tril(D k k^T), inverse = (I + e erase)^-1.
-// By forward substitution, which keeps its digits whatever the keys; a product of powers of the strict triangle would lose 4 of
-// them where keys repeat. pairs, erase and inverse may be the same memory.
-__device__ __forceinline__ void solve(Gates& g, int c, int tokens, const Op* q, const Op* k, Op* scores, float* pairs,
-                                      float* erase, float* inverse) {
-    float read[2][4] = {}, keys[2][4] = {};
+// x and y to p and the row below.
+template <int STRIDE>
+__device__ __forceinline__ void put_column(__nv_bfloat16* p, float x, float y) {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(x, y);
+    p[0] = both.x, p[STRIDE] = both.y;
+}
+
+template <int STRIDE, class T>
+__device__ __forceinline__ void put_column(T* p, float x, float y) {
+    p[0] = from_float<T>(x), p[STRIDE] = from_float<T>(y);
+}
+
+// Run by one warp, between barriers: from q, k and f of chunk c what does not depend on the memory. READ: scores = tril(D q k^T),
+// start, erasing and end of the gates, and D where there is a place for pairs. KEYS: erase = strict tril(D k k^T).
+template <bool READ, bool KEYS>
+__device__ __forceinline__ void compare(Gates& g, int c, const Op* q, const Op* k, Op* scores, float* pairs, float* erase) {
+    float read[2][4] = {}, keys[2][4] = {}, d[2][4];
     for (int i = 0; i < FW_K; i += 16) {
-        multiply_from<P, false>(read, left_from<P, false>(q + i, KEY_ROW), k + i, KEY_ROW);
-        multiply_from<P, false>(keys, left_from<P, false>(k + i, KEY_ROW), k + i, KEY_ROW);
-    }
-    if (FW_F) decay_pairs(g, c, tokens, pairs);
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int t = lane_row() + (i & 1) * 8, s = lane_column() + (i >> 1) * 8;
-        const float2 d = FW_F ? couple(pairs + t * SOLVE_ROW + s) : make_float2(1.f, 1.f);
-        const float* both = read[i >> 1] + (i & 1) * 2;
-        float* key = keys[i >> 1] + (i & 1) * 2;
-        put_couple(scores + t * PAIR_ROW + s, s <= t ? both[0] * d.x : 0.f, s < t ? both[1] * d.y : 0.f);
-        key[0] = s < t ? key[0] * d.x : 0.f, key[1] = s + 1 < t ? key[1] * d.y : 0.f;
-    }
-    __syncwarp();
-    each_two(keys, [&](int t, int s, float& x, float& y) { put_couple(erase + t * SOLVE_ROW + s, x, y); });
-    __syncwarp();
-    const int column = threadIdx.x & 15;
-    float x[C] = {};  // row by row the sum over the rows above, then the solution
-#pragma unroll
-    for (int s = 0; s < C; s += 4) {
-#pragma unroll
-        for (int t = s; t < C; t++) {
-            const float4 row = *(const float4*)(erase + t * SOLVE_ROW + s);
-            if (t > s) x[t] = fmaf(row.x, x[s], x[t]);
-            if (t > s + 1) x[t] = fmaf(row.y, x[s + 1], x[t]);
-            if (t > s + 2) x[t] = fmaf(row.z, x[s + 2], x[t]);
-            if (t > s + 3) x[t] = fmaf(row.w, x[s + 3], x[t]);
-            if (t < s + 4) x[t] = (t == column ? 1.f : 0.f) - g.e[c * C + t] * x[t];
+        const Left<P> rows = left_from<P, false>(k + i, KEY_ROW);
+        Right<P> columns[2];
+        right_of(columns, rows);
+        if constexpr (READ) {
+            const Left<P> a = left_from<P, false>(q + i, KEY_ROW);
+            multiply<P>(read[0], a, columns[0]);
+            multiply<P>(read[1], a, columns[1]);
+        }
+        if constexpr (KEYS) {
+            multiply<P>(keys[0], rows, columns[0]);
+            multiply<P>(keys[1], rows, columns[1]);
         }
     }
-    __syncwarp();
-    if ((threadIdx.x & 31) < C) {
+    keep_lower<true>(read);
+    keep_lower<false>(keys);
+    if (FW_F) {
+        decay_pairs(d, g.f + c * C);
 #pragma unroll
-        for (int t = 0; t < C; t++) inverse[t * SOLVE_ROW + column] = SOLVE == TF32 ? __uint_as_float(to_tf32(x[t])) : x[t];
+        for (int i = 0; i < 8; i++) read[i >> 2][i & 3] *= d[i >> 2][i & 3], keys[i >> 2][i & 3] *= d[i >> 2][i & 3];
+    }
+    if constexpr (KEYS) each_two(keys, [&](int t, int s, float x, float y) { put_couple(erase + t * SOLVE_ROW + s, x, y); });
+    if constexpr (!READ) return;
+    each_two(read, [&](int t, int s, float x, float y) { put_couple(scores + t * PAIR_ROW + s, x, y); });
+    if (!FW_F) return;
+    if (pairs) each_two(d, [&](int t, int s, float x, float y) { put_couple(pairs + t * SOLVE_ROW + s, x, y); });
+    const int t = c * C + lane_row(), s = c * C + lane_column();
+    if (lane_column() == 0) {
+        const float first = g.f[c * C], low = d[0][0] * first, high = d[0][2] * first;
+        g.start[t] = low, g.start[t + 8] = high;
+        g.erasing[t] = g.e[t] * low, g.erasing[t + 8] = g.e[t + 8] * high;
+    }
+    if (lane_row() == 7) put_couple(g.end + s, d[0][2], d[0][3]), put_couple(g.end + s + 8, d[1][2], d[1][3]);
+}
+
+// The same for all chunks of a span, by all warps; two take a chunk where there are as many.
+__device__ __forceinline__ void compare_all(Gates& g, const Op* q, const Op* k, Op (*scores)[C * PAIR_ROW],
+                                            float (*pairs)[C * SOLVE_ROW], float (*erase)[C * SOLVE_ROW]) {
+    const int warp = threadIdx.x >> 5;
+    if constexpr (WARPS >= 2 * CHUNKS) {
+        const int c = warp >> 1, t = c * C * KEY_ROW;
+        if (c < CHUNKS && warp % 2 == 0) compare<true, false>(g, c, q + t, k + t, scores[c], pairs ? pairs[c] : nullptr, nullptr);
+        if (c < CHUNKS && warp % 2 == 1) compare<false, true>(g, c, q + t, k + t, nullptr, nullptr, erase[c]);
+    } else {
+        for (int c = warp; c < CHUNKS; c += WARPS) {
+            const int t = c * C * KEY_ROW;
+            compare<true, true>(g, c, q + t, k + t, scores[c], pairs ? pairs[c] : nullptr, erase[c]);
+        }
+    }
+}
+
+// Behind a barrier: inverse = (I + e erase)^-1 of all chunks, by forward substitution, which keeps its digits whatever the keys; a
+// product of powers of the strict triangle would lose 4 of them where keys repeat. A warp takes two chunks, a lane one column. erase
+// and inverse may be the same memory.
+__device__ __forceinline__ void invert_all(const Gates& g, const float (*erases)[C * SOLVE_ROW], float (*inverses)[C * SOLVE_ROW]) {
+    const int lane = threadIdx.x & 31, column = lane & 15;
+    for (int first = (threadIdx.x >> 5) * 2; first < CHUNKS; first += 2 * WARPS) {
+        const int c = min(first + (lane >> 4), CHUNKS - 1);
+        const float *erase = erases[c], *e = g.e + c * C;
+        float x[C] = {};  // row by row the sum over the rows above, then the solution
+#pragma unroll
+        for (int s = 0; s < C; s += 4) {
+#pragma unroll
+            for (int t = s; t < C; t++) {
+                const float4 row = *(const float4*)(erase + t * SOLVE_ROW + s);
+                if (t > s) x[t] = fmaf(row.x, x[s], x[t]);
+                if (t > s + 1) x[t] = fmaf(row.y, x[s + 1], x[t]);
+                if (t > s + 2) x[t] = fmaf(row.z, x[s + 2], x[t]);
+                if (t > s + 3) x[t] = fmaf(row.w, x[s + 3], x[t]);
+                if (t < s + 4) x[t] = (t == column ? 1.f : 0.f) - e[t] * x[t];
+            }
+        }
+        __syncwarp();
+        if (first + (lane >> 4) < CHUNKS) {
+            float* inverse = inverses[c] + column;
+#pragma unroll
+            for (int t = 0; t < C; t++) inverse[t * SOLVE_ROW] = SOLVE == TF32 ? __uint_as_float(to_tf32(x[t])) : x[t];
+        }
     }
 }
 

@@ -12,87 +12,152 @@
 //
 // A block takes its parts from the last to the first: it reads a part's inputs once, runs it forward from its saved memory,
 // keeping U and each chunk's W_0 in shared memory, then goes back. Products that end in columns of V are divided over warps by
-// columns, with dW in accumulators; those that end in columns of K by those, with W_0, dW, dY, dR and U from shared memory.
+// columns, with dW in accumulators; those that end in columns of K by those, with W_0, dW, dY, dR and U from shared memory. With
+// room for two parts in shared memory (FW_STAGES) the next one is copied meanwhile, and all chunks of a part take a phase before
+// the next phase begins.
 #include "delta_gradients.cuh"
 
-__device__ __forceinline__ void load_part(BackwardShared& s, const Params& p, const Place& at, int t0) {
-#if FW_MAP
-    load_rows<FW_SPAN>(s.rows_q, s.rows_k, p, at.b, at.h, t0);
-#else
+__device__ __forceinline__ void load_part(Stage& s, const Params& p, const Place& at, int t0) {
     load_rows<FW_SPAN>(s.q, s.k, p, at.b, at.h, t0);
-#endif
     load_tile<In, In, FW_SPAN, FW_V>(s.v, p.v, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
     load_tile<In, Op, FW_SPAN, FW_V>(s.dy, p.dy, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
     load_gates(s.g, p, at.b, at.h, t0);
-    cp_async_commit();
-    cp_async_wait<0>();
 }
 
-// Shared memory has no room for two parts, so the next one is brought into the L2 cache.
+// A lane's share of a memory to where the same lane reads it.
+__device__ __forceinline__ void copy_border(BackwardShared& s, const Params& p, const Place& at, int t0) {
+    const uint4* from = border(p, at, t0 / FW_PART);
+#pragma unroll
+    for (int i = 0; i < UNITS; i++) cp_async16(s.border + (at.warp * UNITS + i) * 32 + at.lane, from + i * 32);
+}
+
+// Where shared memory has no room for two parts, the next one is brought into the L2 cache.
 __device__ __forceinline__ void prefetch_part(const Params& p, const Place& at, int t0) {
     prefetch_tile<In, FW_SPAN, ROW_WIDTH>(p.q, at.b, at.h, t0, p.T, 0, row_width(p));
     prefetch_tile<In, FW_SPAN, ROW_WIDTH>(p.k, at.b, at.h, t0, p.T, 0, row_width(p));
     prefetch_tile<In, FW_SPAN, FW_V>(p.v, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
     prefetch_tile<In, FW_SPAN, FW_V>(p.dy, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
-    if (at.lane * sizeof(Quad) % 128 == 0) {
+    if (at.lane % 8 == 0) {
 #pragma unroll 1
-        for (int n = 0; n < TILES; n++) prefetch_l2(border(p, at, t0 / FW_PART) + n * 32);
+        for (int i = 0; i < UNITS; i++) prefetch_l2(border(p, at, t0 / FW_PART) + i * 32);
     }
 }
 
 // The part forward from its saved memory: U and the memory before each chunk.
-__device__ __forceinline__ void run_forward(BackwardShared& s, const Params& p, const Place& at, int t0, int& turn) {
+__device__ __forceinline__ void run_forward(const Part& part, const Params& p, const Place& at, int t0, int& turn) {
+    BackwardShared& s = part.s;
     float w[TILES][4];
-    load_border(w, border(p, at, t0 / FW_PART));
+    if constexpr (ROOMY) {
+        load_border(w, s.border + at.warp * UNITS * 32 + at.lane);
+        if (t0 > 0) copy_border(s, p, at, t0 - FW_PART);
+    } else {
+        load_border(w, border(p, at, t0 / FW_PART));
+    }
     for (int c = 0; c < CHUNKS; c++) {
         float u[2][4], y[2][4];
         each_couple(at, s.memory[c], w, [](Op* to, float x, float y) { put_couple(to, x, y); });
-        recall<false>(at, chunk_of(s, c), w, u, y, s.sums, turn);
-        if (at.has_first_rows()) {
-            each_token(at, u, [&](int, int t, int v, float& x) { s.u[(c * C + t) * VALUE_ROW + v] = from_float<Op>(x); });
-        }
-        if (c + 1 < CHUNKS) advance(at, chunk_of(s, c), w, u);
+        recall<false>(at, part.chunk(c), w, u, y, s.sums, turn);
+        if (at.has_first_rows()) keep_transposed(at, s.u[c], u);
+        if (c + 1 < CHUNKS) advance(at, part.chunk(c), w, u);
     }
+}
+
+// The gradients of a part, where all of it is in shared memory; by COUNT warps, of which this one is number `index`.
+template <int COUNT>
+__device__ __forceinline__ void store_part(const Part& part, const Params& p, const Place& at, int t0, int index) {
+    const int rows = min(FW_SPAN, p.T - t0), first = blockIdx.y * FW_V;
+    for (int c = index; c < CHUNKS; c += COUNT) gate_side(part, p, at, c, t0);
+#if FW_MAP
+    unmap_rows<FW_PARTIAL, FW_SPAN>(part.in.q, part.in.k, part.q, part.k, p, at, t0);
+#else
+    if constexpr (KEEP_KEYS) {
+        using Out = typename KeyGradient<FW_PARTIAL>::type;
+        Out* dq = ::at<Out>(p.dq, at.b, at.h, t0) + blockIdx.y * p.dq.tile;
+        store_tile<FW_SPAN, FW_K, COUNT>(part.q, dq, p.dq.t, rows, p.K, index);
+        Out* dk = ::at<Out>(p.dk, at.b, at.h, t0) + blockIdx.y * p.dk.tile;
+        store_tile<FW_SPAN, FW_K, COUNT>(part.k, dk, p.dk.t, rows, p.K, index);
+    }
+#endif
+    store_tile<FW_SPAN, FW_V, COUNT>(part.in.v, ::at<In>(p.dv, at.b, at.h, t0) + first, p.dv.t, rows, p.V - first, index);
+}
+
+// From a part's inputs in shared memory, behind a barrier: what does not depend on the memory.
+__device__ __forceinline__ void prepare(const Part& part, int tokens) {
+    BackwardShared& s = part.s;
+#if FW_MAP
+    map_rows<FW_SPAN>(part.q, part.k, part.in.q, part.in.k, tokens);
+    __syncthreads();
+#endif
+    compare_all(part.in.g, part.q, part.k, s.scores, FW_F ? s.pairs : nullptr, s.erase);
+    __syncthreads();
+    invert_all(part.in.g, s.erase, s.inverse);
+    __syncthreads();
+}
+
+// This thread's copies are there.
+__device__ __forceinline__ void wait_for(Stage& in) {
+    cp_async_commit();
+    cp_async_wait<0>();
+    bound_gates(in.g);
+}
+
+__device__ __forceinline__ Part part_of(BackwardShared& s, int stage) {
+    Stage& in = s.stage[stage];
+#if FW_MAP
+    return {s.q, s.k, in, s};
+#else
+    return {in.q, in.k, in, s};
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_backward(const Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
     BackwardShared& s = *(BackwardShared*)bytes;
     const Place at(p);
+    const int last = (p.T - 1) / FW_PART * FW_PART;
     float dw[TILES][4];
     int turn = 0;
     load_memory(dw, p.dfinal, at, p);
-    for (int t0 = (p.T - 1) / FW_PART * FW_PART; t0 >= 0; t0 -= FW_PART) {
-        load_part(s, p, at, t0);
-        __syncthreads();
-        if (t0 > 0) prefetch_part(p, at, t0 - FW_PART);
-#if FW_MAP
-        map_rows<FW_SPAN>(s.q, s.k, s.rows_q, s.rows_k, p.T - t0);
-        __syncthreads();
-#endif
-        for (int c = at.warp; c < CHUNKS; c += WARPS) {
-            float* pairs = FW_F ? s.pairs[c] : nullptr;
-            solve(s.g, c, p.T - t0, s.q + c * C * KEY_ROW, s.k + c * C * KEY_ROW, s.scores[c], pairs, s.erase[c], s.inverse[c]);
+    load_part(s.stage[0], p, at, last);
+    if (ROOMY) copy_border(s, p, at, last);
+    wait_for(s.stage[0]);
+    __syncthreads();
+    if (ROOMY && last > 0) load_part(s.stage[1], p, at, last - FW_PART);
+    prepare(part_of(s, 0), p.T - last);
+    for (int t0 = last, now = 0; t0 >= 0; t0 -= FW_PART, now = (now + 1) % FW_STAGES) {
+        const Part part = part_of(s, now), next = part_of(s, (now + 1) % FW_STAGES);
+        const bool more = t0 > 0;
+        if (!ROOMY && more) prefetch_part(p, at, t0 - FW_PART);
+        run_forward(part, p, at, t0, turn);
+        for (int first = CHUNKS - GROUP; first >= 0; first -= GROUP) {
+            for (int c = first + GROUP - 1; c >= first; c--) value_side(part, at, c, dw, turn);
+            __syncthreads();
+            for (int job = at.warp; job < 2 * GROUP; job += WARPS) {
+                if (job % 2 == 0) score_gradient(part, first + job / 2);
+                else erase_gradient(part, first + job / 2);
+            }
+            __syncthreads();
+            for (int c = first + GROUP - 1; c >= first; c--) key_side(part, p, at, c, t0);
+            if (ROOMY && more) wait_for(next.in);
+            __syncthreads();
         }
-        __syncthreads();
-        run_forward(s, p, at, t0, turn);
-        for (int c = CHUNKS - 1; c >= 0; c--) {
-            value_side(s, at, c, dw, turn);
+        if constexpr (AHEAD) {
+            if (more) compare_all(next.in.g, next.q, next.k, s.scores, FW_F ? s.pairs : nullptr, s.erase);
             __syncthreads();
-            if (at.warp == 0) score_gradient(s, c);
-            if (at.warp == 1 % WARPS) erase_gradient(s, c);
+            if (at.warp >= INVERTERS) store_part<WARPS - INVERTERS>(part, p, at, t0, at.warp - INVERTERS);
+            else if (more) invert_all(next.in.g, s.erase, s.inverse);
             __syncthreads();
-            key_side(s, p, at, c, t0);
+        } else {
+            store_part<WARPS>(part, p, at, t0, at.warp);
             __syncthreads();
-            if (at.warp == 0) gate_side(s, p, at, c, t0);
-#if FW_MAP
-            const int first = c * C;
-            unmap_rows<FW_PARTIAL, C>(s.rows_q + first * ROW, s.rows_k + first * ROW, s.q + first * KEY_ROW, s.k + first * KEY_ROW, p,
-                                      at, t0 + first);
-#endif
+            if (!ROOMY && more) {
+                load_part(part.in, p, at, t0 - FW_PART);
+                wait_for(part.in);
+                __syncthreads();
+            }
+            if (more) prepare(next, p.T - t0 + FW_PART);
         }
-        if (at.has_first_rows()) store_columns<FW_SPAN>(s.v + at.local(), p.dv, at.b, at.h, t0, p.T, at.column, p.V);
-        __syncthreads();
+        if (ROOMY && t0 > FW_PART) load_part(part.in, p, at, t0 - 2 * FW_PART);
     }
     store_memory(dw, p.dmemory, at, p);
 }

@@ -35,35 +35,42 @@ __device__ __forceinline__ void each_token(const Place& at, float (&x)[2][4], F 
     }
 }
 
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-    for (int o = 16; o > 0; o >>= 1) x += __shfl_xor_sync(~0u, x, o);
-    return x;
-}
+// A warp's memory at the start of part s, as its lanes hold it, in the operands' type: what is read from it is no different. A lane
+// has UNITS of 16 bytes, 32 apart.
+constexpr int UNITS = TILES * 4 * (int)sizeof(Op) / 16;
 
-// A warp's memory at the start of part s, as its lanes hold it, in the operands' type: what is read from it is no different.
-struct __align__(4 * sizeof(Op)) Quad {
-    Op x[4];
-};
-
-__device__ __forceinline__ Quad* border(const Params& p, const Place& at, int s) {
+__device__ __forceinline__ uint4* border(const Params& p, const Place& at, int s) {
     const int64_t parts = (p.T + FW_PART - 1) / FW_PART, block = (at.bh * parts + s) * gridDim.y + blockIdx.y;
-    return (Quad*)p.borders + ((block * WARPS + at.warp) * TILES) * 32 + at.lane;
+    return (uint4*)p.borders + ((block * WARPS + at.warp) * UNITS) * 32 + at.lane;
 }
 
-__device__ __forceinline__ void save_border(const float (&w)[TILES][4], Quad* saved) {
+__device__ __forceinline__ void save_border(const float (&w)[TILES][4], uint4* saved) {
 #pragma unroll
-    for (int n = 0; n < TILES; n++) {
-        saved[n * 32] = {from_float<Op>(w[n][0]), from_float<Op>(w[n][1]), from_float<Op>(w[n][2]), from_float<Op>(w[n][3])};
+    for (int i = 0; i < UNITS; i++) {
+#if FW_PRECISION == BF16
+        const Left<P> x = left_of<P>(w[2 * i], w[2 * i + 1]);
+        saved[i * 32] = make_uint4(x.x[0], x.x[1], x.x[2], x.x[3]);
+#else
+        *(float4*)(saved + i * 32) = make_float4(w[i][0], w[i][1], w[i][2], w[i][3]);
+#endif
     }
 }
 
-__device__ __forceinline__ void load_border(float (&w)[TILES][4], const Quad* saved) {
+__device__ __forceinline__ void load_border(float (&w)[TILES][4], const uint4* saved) {
 #pragma unroll
-    for (int n = 0; n < TILES; n++) {
-        const Quad q = saved[n * 32];
+    for (int i = 0; i < UNITS; i++) {
+#if FW_PRECISION == BF16
+        const uint4 all = saved[i * 32];
+        const unsigned x[4] = {all.x, all.y, all.z, all.w};
 #pragma unroll
-        for (int i = 0; i < 4; i++) w[n][i] = to_float(q.x[i]);
+        for (int j = 0; j < 4; j++) {
+            w[2 * i + j / 2][j % 2 * 2] = __uint_as_float(x[j] << 16);
+            w[2 * i + j / 2][j % 2 * 2 + 1] = __uint_as_float(x[j] & 0xFFFF0000u);
+        }
+#else
+        const float4 all = *(const float4*)(saved + i * 32);
+        w[i][0] = all.x, w[i][1] = all.y, w[i][2] = all.z, w[i][3] = all.w;
+#endif
     }
 }
 
@@ -72,7 +79,7 @@ struct Chunk {
     const Op *q, *k;
     const In* v;
     const Op* scores;
-    const float *inverse, *e, *w, *start, *end;
+    const float *inverse, *w, *start, *erasing, *end;
 };
 
 __device__ __forceinline__ float scale_of(const float* gate) { return FW_F ? *gate : 1.f; }
@@ -96,23 +103,22 @@ __device__ __forceinline__ void recall(const Place& at, const Chunk& c, float (&
         }
     }
     float source[2][4];
-    const Four w_t = four_of(c.w), e_t = four_of(c.e), start = FW_F ? four_of(c.start) : Four{{1.f, 1.f, 1.f, 1.f}};
+    const Four w_t = four_of(c.w), erasing = four_of(c.erasing), start = READ && FW_F ? four_of(c.start) : Four{{1.f, 1.f, 1.f, 1.f}};
     load_transposed(source, c.v + at.local(), INPUT_ROW);
     sum_split(x, shared, turn);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const int n = i >> 2, m = i & 3, t = 2 * n + (i & 1);
-        source[n][m] = w_t.x[t] * source[n][m] - e_t.x[t] * start.x[t] * x[n][m];
+        source[n][m] = w_t.x[t] * source[n][m] - erasing.x[t] * x[n][m];
         u[n][m] = 0.f;
         if constexpr (READ) y[n][m] = start.x[t] * x[2 + n][m];
     }
-    multiply_from<SOLVE, false, true>(u, left_of<SOLVE>(source[0], source[1]), c.inverse, SOLVE_ROW);
+    multiply_from<SOLVE, false, true>(u, left_of<SOLVE, true>(source[0], source[1]), c.inverse, SOLVE_ROW);
     if constexpr (READ) multiply_from<P, false>(y, left_of<P>(u[0], u[1]), c.scores, PAIR_ROW);
 }
 
 // x += k^T r over a chunk, x and r transposed.
-__device__ __forceinline__ void write(const Place& at, float (&x)[TILES][4], const float (&r)[2][4], const Op* k) {
-    const Left<P> a = left_of<P>(r[0], r[1]);
+__device__ __forceinline__ void write(const Place& at, float (&x)[TILES][4], const Left<P>& a, const Op* k) {
 #pragma unroll
     for (int n = 0; n < TILES; n += 2) accumulate_from<P, true>(x[n], x[n + 1], a, k + at.row + n * 8, KEY_ROW);
 }
@@ -127,5 +133,5 @@ __device__ __forceinline__ void advance(const Place& at, const Chunk& c, float (
             for (int i = 0; i < 4; i++) w[n][i] *= c.start[C - 1];
         }
     }
-    write(at, w, u, c.k);
+    write(at, w, left_of<P>(u[0], u[1]), c.k);
 }

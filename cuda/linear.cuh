@@ -6,7 +6,7 @@
 // FW_ALIGNED rows start at 16 bytes; FW_PARTIAL there are several tiles of V, each with its share of the sums over V; FW_SHARED
 // bytes of shared memory; those of row_map.cuh where q and k are rows to map.
 #pragma once
-#include "tile.cuh"
+#include "pairs.cuh"
 
 constexpr int C = FW_CHUNK;
 constexpr int BLOCKS = C / 16;  // of 16 tokens
@@ -118,30 +118,6 @@ __device__ __forceinline__ void multiply_gates(Products& to, const float* f, int
     __syncwarp();
 }
 
-// Run by one warp: D_ts, the product of the gates after s up to t, for the tokens of a block; 0 for s > t. As each_pair has them.
-__device__ __forceinline__ void decay_pairs(float (&d)[2][4], const float* gate) {
-    const int t = lane_row(), s = lane_column() + 1, steps = max(t - s, 0);
-    float last[2][2];  // of the pairs within the first and the last 8 tokens
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        float f[8], x = 1.f;
-#pragma unroll
-        for (int r = 0; r < 8; r += 4) *(float4*)(f + r) = *(const float4*)(gate + h * 8 + r);
-#pragma unroll
-        for (int r = 2; r < 8; r++) {
-            if ((unsigned)(r - s - 1) < (unsigned)steps) x *= f[r];
-        }
-        last[h][1] = t >= s ? x : 0.f;
-        last[h][0] = t >= s ? x * gate[h * 8 + s] : t == s - 1 ? 1.f : 0.f;
-    }
-    // Across the middle: from s to the end of the first half, then to t.
-    const float to_t = __shfl_sync(~0u, last[1][0], t * 4) * gate[8];
-    const int end = 28 + (threadIdx.x & 3);
-    const float from0 = __shfl_sync(~0u, last[0][0], end), from1 = __shfl_sync(~0u, last[0][1], end);
-    d[0][0] = last[0][0], d[0][1] = last[0][1], d[0][2] = from0 * to_t, d[0][3] = from1 * to_t;
-    d[1][0] = d[1][1] = 0.f, d[1][2] = last[1][0], d[1][3] = last[1][1];
-}
-
 // x (16 x 16) += the products of 16 rows with 16 others, both WIDTH wide.
 template <int WIDTH, int STRIDE>
 __device__ __forceinline__ void compare_rows(float (&x)[2][4], const Op* rows, const Op* others) {
@@ -183,8 +159,12 @@ __device__ __forceinline__ void write_tokens(float (&w)[TILES][4], const Op* val
     for (int b = 0; b < BLOCKS; b++) {
         const Op *value = values + b * 16 * VALUE_ROW + at.value, *key = keys + b * 16 * KEY_ROW + at.key;
         Left<P> a;
-        if constexpr (SCALED) a = left_scaled<P>(value, VALUE_ROW, [&](int t) { return scale(b, b * 16 + t); });
-        else a = left_from<P, true>(value, VALUE_ROW);
+        if constexpr (SCALED) {
+            const int t = b * 16 + lane_column();
+            a = left_scaled<P>(value, VALUE_ROW, Four{{scale(b, t), scale(b, t + 1), scale(b, t + 8), scale(b, t + 9)}});
+        } else {
+            a = left_from<P, true>(value, VALUE_ROW);
+        }
 #pragma unroll
         for (int n = 0; n < TILES; n += 2) accumulate_from<P, true>(w[n], w[n + 1], a, key + n * 8, KEY_ROW);
     }

@@ -59,7 +59,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_backward(const P
         if (FW_F) {
             multiply_gates(s.products[at.warp], stage.f, p.T - t0);
             share_pairs(s.pairs[at.warp], x.gate + block * 16);
-            carry(s.sums, rows.memory, at, dw);
+            const float carried = multiply_slices(rows.memory + at.value * KEY_ROW + at.key, dw);
+            if (at.lane == 0) s.sums.carried[at.warp] = carried;
         }
         if (group < KEY_GROUPS) {
             query_side(s, p, at, rows, x, block, group, t0);

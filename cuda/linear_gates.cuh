@@ -20,28 +20,15 @@ struct GateSums {
     float strength[VALUE_GROUPS][C];      // dw
 };
 
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-    for (int o = 16; o > 0; o >>= 1) x += __shfl_xor_sync(~0u, x, o);
-    return x;
-}
-
-// The sum of a row's numbers over the four lanes that have them.
-__device__ __forceinline__ float quad_sum(float x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
-
 // What this lane has of 16 rows where accumulators have the same places.
 template <int N>
 struct RowNumbers {
-    float2 x[N][2];
+    float x[N][4];
 
     template <int STRIDE>
     __device__ __forceinline__ void load(const Op* rows) {
-        const Op* first = rows + lane_row() * STRIDE + lane_column();
 #pragma unroll
-        for (int n = 0; n < N; n++) x[n][0] = couple(first + n * 8), x[n][1] = couple(first + 8 * STRIDE + n * 8);
+        for (int n = 0; n < N; n += 2) load_straight(*(float(*)[2][4])x[n], rows + n * 8, STRIDE);
     }
 
     // This lane's shares of the products of rows g and g + 8 with those of acc.
@@ -49,16 +36,11 @@ struct RowNumbers {
         sum[0] = sum[1] = 0.f;
 #pragma unroll
         for (int n = 0; n < N; n++) {
-            sum[0] += x[n][0].x * acc[n][0] + x[n][0].y * acc[n][1];
-            sum[1] += x[n][1].x * acc[n][2] + x[n][1].y * acc[n][3];
+            sum[0] += x[n][0] * acc[n][0] + x[n][1] * acc[n][1];
+            sum[1] += x[n][2] * acc[n][2] + x[n][3] * acc[n][3];
         }
     }
 };
-
-__device__ __forceinline__ void put_rows(float* to, const float (&sum)[2]) {
-    const float low = quad_sum(sum[0]), high = quad_sum(sum[1]);
-    if ((threadIdx.x & 3) == 0) to[lane_row()] = low, to[lane_row() + 8] = high;
-}
 
 __device__ __forceinline__ void share_pairs(float* to, const float* gate) {
     float d[2][4];
@@ -89,25 +71,8 @@ __device__ __forceinline__ void put_spans(float* to, const float (&c)[2][4]) {
             if (lane_row() + half * 8 < lane_column() + (i & 1) + (i >> 1) * 8) sums[i] += column[i];
         }
     }
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-#pragma unroll
-        for (int o = 4; o < 32; o <<= 1) sums[i] += __shfl_xor_sync(~0u, sums[i], o);
-        if ((threadIdx.x & 31) < 4) to[lane_column() + (i & 1) + (i >> 1) * 8] = sums[i];
-    }
-}
-
-// What the warp's slice adds to the product of W_0 and dW_C.
-__device__ __forceinline__ void carry(GateSums& sums, const Op* memory, const Place& at, const float (&dw)[TILES][4]) {
-    const Op* first = memory + (at.value + lane_row()) * KEY_ROW + at.key + lane_column();
-    float sum = 0.f;
-#pragma unroll
-    for (int n = 0; n < TILES; n++) {
-        const float2 low = couple(first + n * 8), high = couple(first + 8 * KEY_ROW + n * 8);
-        sum += low.x * dw[n][0] + low.y * dw[n][1] + high.x * dw[n][2] + high.y * dw[n][3];
-    }
-    sum = warp_sum(sum);
-    if (at.lane == 0) sums.carried[at.warp] = sum;
+    const int t = sum_columns(sums);
+    if ((threadIdx.x & 31) < 16) to[t] = sums[0];
 }
 
 // Run by one warp, behind a barrier: the gradients of a block's gates.

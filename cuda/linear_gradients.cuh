@@ -87,7 +87,7 @@ __device__ __forceinline__ void query_side(Shared& s, const Params& p, const Pla
     if (FW_F) {
         scale_rows(acc, x.start[t + lane_row()], x.start[t + lane_row() + 8]);
         own.dot(sum, acc);
-        put_rows(s.sums.reads[group] + t, sum);
+        sum_halves(s.sums.reads[group] + t, sum[0], sum[1]);
     }
     float pairs[2][4] = {};
     compare_rows<FW_V, VALUE_ROW>(pairs, dy, rows.v + t * VALUE_ROW);
@@ -142,7 +142,7 @@ __device__ __forceinline__ void key_side(Shared& s, const Params& p, const Place
     if (FW_F || FW_W) scale_rows(acc, written[0], written[1]);
     if (FW_F) {
         own.dot(sum, acc);
-        put_rows(s.sums.writes[group] + t, sum);
+        sum_halves(s.sums.writes[group] + t, sum[0], sum[1]);
     }
     float pairs[2][4] = {};
     compare_rows<FW_V, VALUE_ROW>(pairs, v, rows.dy + t * VALUE_ROW);
@@ -194,7 +194,7 @@ __device__ __forceinline__ void value_side(Shared& s, const Params& p, const Pla
         RowNumbers<N> own;
         own.load<VALUE_ROW>(rows.v + t * VALUE_ROW + column);
         own.dot(sum, acc);
-        put_rows(s.sums.strength[group] + t, sum);
+        sum_halves(s.sums.strength[group] + t, sum[0], sum[1]);
         scale_rows(acc, rows.w[t + lane_row()], rows.w[t + lane_row() + 8]);
     }
     store_rows<In>(p.dv, at.b, at.h, acc, t0 + t, p.T, first, p.V - first);

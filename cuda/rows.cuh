@@ -177,6 +177,32 @@ __device__ __forceinline__ void store_keys(const View& x, const float (&acc)[N][
     store_rows<Out>(to, at.b, at.h, acc, t, p.T, column, p.K - column);
 }
 
+// ROWS rows of a tile, of which `rows` and `columns` are there, to `to`; by COUNT warps, of which this one is number `index`.
+template <int ROWS, int WIDTH, int COUNT, class From, class To>
+__device__ __forceinline__ void store_tile(const From* tile, To* to, int64_t stride, int rows, int columns, int index) {
+    constexpr int N = FW_ALIGNED ? 16 / (int)sizeof(From) : 1, PER_ROW = WIDTH / N;
+    constexpr int STEP = PER_ROW < 32 ? 32 / PER_ROW : 1, TURNS = (ROWS + COUNT * STEP - 1) / (COUNT * STEP);
+    const int lane = threadIdx.x & 31, first = PER_ROW < 32 ? lane / PER_ROW : 0;
+    if (first >= STEP) return;
+#pragma unroll(FW_ALIGNED ? TURNS : 1)
+    for (int turn = 0; turn < TURNS; turn++) {
+        const int row = (turn * COUNT + index) * STEP + first;
+        if (row >= rows) break;
+        for (int unit = PER_ROW < 32 ? lane % PER_ROW : lane; unit < PER_ROW; unit += 32) {
+            const int column = unit * N;
+            if (column >= columns) break;
+            const From* from = tile + row * tile_stride<From>(WIDTH) + column;
+            To* place = to + row * stride + column;
+            if constexpr (FW_ALIGNED && same_type<From, To>) {
+                *(uint4*)place = *(const uint4*)from;
+            } else {
+#pragma unroll
+                for (int j = 0; j < N; j++) place[j] = from_float<To>(to_float(from[j]));
+            }
+        }
+    }
+}
+
 #if FW_MAP
 // dq and dk of ROWS tokens from t0 on, from those of their features; all threads.
 template <bool PARTIAL, int ROWS, class At>
@@ -218,4 +244,53 @@ __device__ __forceinline__ void store_memory(float (&x)[TILES][4], float* memory
     each_element(at, p, x, [&](int64_t i, float& value) {
         if (i >= 0) memory[i] = value;
     });
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int o = 16; o > 0; o >>= 1) x += __shfl_xor_sync(~0u, x, o);
+    return x;
+}
+
+// Sums x and y over the four lanes that have more of rows g and g + 8, to their places.
+__device__ __forceinline__ void sum_halves(float* to, float x, float y) {
+    const bool odd = threadIdx.x & 1;
+    float sum = (odd ? y : x) + __shfl_xor_sync(~0u, odd ? x : y, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    if ((threadIdx.x & 3) < 2) to[lane_row() + odd * 8] = sum;
+}
+
+// Sums x over the 8 lanes that have other columns of the same four tokens; the token whose sum a lane of the first 16 has.
+__device__ __forceinline__ int sum_columns(float (&x)[4]) {
+    const int lane = threadIdx.x & 31;
+    const bool later = lane & 4, odd = lane & 8;
+    float low = later ? x[2] : x[0], high = later ? x[3] : x[1];
+    low += __shfl_xor_sync(~0u, later ? x[0] : x[2], 4);
+    high += __shfl_xor_sync(~0u, later ? x[1] : x[3], 4);
+    x[0] = (odd ? high : low) + __shfl_xor_sync(~0u, odd ? low : high, 8);
+    x[0] += __shfl_xor_sync(~0u, x[0], 16);
+    return lane_column() + later * 8 + odd;
+}
+
+// The sum of the products of a warp's slice of a transposed memory, in its accumulators, and of another's in shared memory; in all
+// lanes.
+template <int TILES>
+__device__ __forceinline__ float multiply_slices(const Op* slice, const float (&x)[TILES][4]) {
+    float sum = 0.f;
+    if constexpr (P == BF16) {  // the diagonal of their product
+        float d[2][4] = {};
+#pragma unroll
+        for (int n = 0; n < TILES; n += 2) multiply_from<P, false>(d, left_of<P>(x[n], x[n + 1]), slice + n * 8, KEY_ROW);
+        const int place = lane_row() - lane_column();
+        const float even = d[0][0] + d[1][2], odd = d[0][1] + d[1][3];
+        sum = (place == 0 ? even : 0.f) + (place == 1 ? odd : 0.f);
+    } else {
+        const Op* first = slice + lane_row() * KEY_ROW + lane_column();
+#pragma unroll
+        for (int n = 0; n < TILES; n++) {
+            const float2 low = couple(first + n * 8), high = couple(first + 8 * KEY_ROW + n * 8);
+            sum += low.x * x[n][0] + low.y * x[n][1] + high.x * x[n][2] + high.y * x[n][3];
+        }
+    }
+    return warp_sum(sum);
 }

@@ -96,8 +96,9 @@ __device__ __forceinline__ void multiply(float (&d)[4], const Left<P>& a, const 
     }
 }
 
-// The left operand that two accumulators, columns 0..7 and 8..15, are.
-template <int P>
+// The left operand that two accumulators, columns 0..7 and 8..15, are. CUT: a product in tf32 takes them as they are and cuts them
+// off at 11 bits, where rounding takes three instructions for a number.
+template <int P, bool CUT = false>
 __device__ __forceinline__ Left<P> left_of(const float (&c0)[4], const float (&c1)[4]) {
     Left<P> a;
     if constexpr (P == BF16) {
@@ -105,8 +106,8 @@ __device__ __forceinline__ Left<P> left_of(const float (&c0)[4], const float (&c
         a.x[2] = pack_bf16(c1[0], c1[1]), a.x[3] = pack_bf16(c1[2], c1[3]);
     } else {
         const float v0[4] = {c0[0], c0[2], c0[1], c0[3]}, v1[4] = {c1[0], c1[2], c1[1], c1[3]};
-        set_half<P>(a, 0, v0);
-        set_half<P>(a, 1, v1);
+        set_half<P, CUT>(a, 0, v0);
+        set_half<P, CUT>(a, 1, v1);
     }
     return a;
 }
@@ -138,10 +139,20 @@ __device__ __forceinline__ Left<P> left_from(const T* p, int stride) {
     return a;
 }
 
-// The left operand (16 rows, 16 terms) at p[term * stride + row], term by term times scale(term).
-template <int P, class T, class F>
-__device__ __forceinline__ Left<P> left_scaled(const T* p, int stride, F scale) {
-    const float factor[4] = {scale(lane_column()), scale(lane_column() + 1), scale(lane_column() + 8), scale(lane_column() + 9)};
+// The numbers of an array at the four tokens of a lane's transposed accumulators; x[n][i] takes number 2 n + i % 2.
+struct Four {
+    float x[4];
+};
+
+__device__ __forceinline__ Four four_of(const float* p) {
+    const float2 low = couple(p + lane_column()), high = couple(p + lane_column() + 8);
+    return {{low.x, low.y, high.x, high.y}};
+}
+
+// The left operand (16 rows, 16 terms) at p[term * stride + row], term by term times a factor.
+template <int P, class T>
+__device__ __forceinline__ Left<P> left_scaled(const T* p, int stride, const Four& factors) {
+    const float (&factor)[4] = factors.x;
     Left<P> a;
     if constexpr (P == BF16) {
         a = left_from<P, true>(p, stride);
@@ -188,6 +199,23 @@ __device__ __forceinline__ void right_from(Right<P> (&b)[2], const T* p, int str
                     const float v[2] = {both.x, both.y};
                     set_half<P, ROUNDED>(b[n], h, v);
                 }
+            }
+        }
+    }
+}
+
+// The rows of a left operand as the columns of a right one.
+template <int P>
+__device__ __forceinline__ void right_of(Right<P> (&b)[2], const Left<P>& a) {
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+        if constexpr (P == BF16) {
+            b[n].x[0] = a.x[n], b[n].x[1] = a.x[n + 2];
+        } else {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                b[n].x[h][0] = a.x[h][n], b[n].x[h][1] = a.x[h][n + 2];
+                if constexpr (P == EXACT) b[n].low[h][0] = a.low[h][n], b[n].low[h][1] = a.low[h][n + 2];
             }
         }
     }
@@ -247,14 +275,23 @@ __device__ __forceinline__ void load_transposed(float (&x)[2][4], const T* p, in
     }
 }
 
-// The numbers of an array at the four tokens of a lane's transposed accumulators; x[n][i] takes number 2 n + i % 2.
-struct Four {
-    float x[4];
-};
-
-__device__ __forceinline__ Four four_of(const float* p) {
-    const float2 low = couple(p + lane_column()), high = couple(p + lane_column() + 8);
-    return {{low.x, low.y, high.x, high.y}};
+// The same not transposed.
+template <class T>
+__device__ __forceinline__ void load_straight(float (&x)[2][4], const T* p, int stride) {
+    if constexpr (same_type<T, __nv_bfloat16>) {
+        const Left<BF16> a = left_from<BF16, false>(p, stride);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            x[i >> 1][(i & 1) * 2] = __uint_as_float(a.x[i] << 16);
+            x[i >> 1][(i & 1) * 2 + 1] = __uint_as_float(a.x[i] & 0xFFFF0000u);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float2 both = couple(p + (lane_row() + (i & 1) * 8) * stride + lane_column() + (i >> 1) * 8);
+            x[i >> 1][(i & 1) * 2] = both.x, x[i >> 1][(i & 1) * 2 + 1] = both.y;
+        }
+    }
 }
 
 // 16 x 16 accumulators, not transposed: f(i, row, column, x).

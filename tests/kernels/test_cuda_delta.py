@@ -13,6 +13,7 @@ from support.emulated import emulated
 
 from fw_fairseq.ops import fast_weight
 from fw_fairseq.ops.kernels import common, delta
+from fw_fairseq.ops.kernels import launch as launching
 from fw_fairseq.ops.recurrent import step_form
 from fw_fairseq.rules import Coefficients
 
@@ -39,6 +40,11 @@ def draw(shape, dtype=torch.float32, present="few", resets=True, strong=False) -
 
 
 def by_kernels(x: dict, dy, dmemory, precision: str, launch) -> dict[str, torch.Tensor]:
+    with launching.use(launch):
+        return by_kernels_in_use(x, dy, dmemory, precision, launch)
+
+
+def by_kernels_in_use(x: dict, dy, dmemory, precision: str, launch) -> dict[str, torch.Tensor]:
     operands = [x["q"], x["k"], x["v"], x["f"], None, x["e"], x["w"], x["memory"]]
     y, final, saved = delta.forward(launch, *operands, precision)
     assert y.dtype == x["v"].dtype and y.stride() == torch.empty_like(x["v"]).stride()
@@ -74,6 +80,14 @@ def compare(shape, dtype=torch.float32, launch=None, precision=None, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_schedule(one_thread, dtype, policy, seed):
     compare((2, 1, 70, 64, 64), dtype, EmulatorLaunch(policy, seed))
+
+
+def test_a_device_with_less_shared_memory(one_thread):
+    """One part at a time is in shared memory there, and one chunk at a time takes its gradients."""
+    device = EmulatorLaunch("prio", 1)
+    device.capability = lambda _: (8, 9)
+    compare((1, 1, 70, 64, 64), torch.bfloat16, device)
+    assert device.calls[1][2]["FW_STAGES"] == 1
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 16, 17, 33])
@@ -181,13 +195,14 @@ def test_device_that_is_too_small(monkeypatch, capability, key, dtype, message):
     assert reason is None if message is None else reason.startswith("backend='cuda' ") and message in reason
 
 
-def launches(key: int, value: int, dtype: torch.dtype, precision: str):
-    """(file, kernel, macros) of a forward and a backward."""
+def launches(key: int, value: int, dtype: torch.dtype, precision: str, arch: str):
+    """What would be launched on a device for a forward and a backward: (file, kernel, macros, threads)."""
     calls = []
 
-    def launch(source_file, kernel_name, defines, *_):
-        calls.append((source_file, kernel_name, defines))
+    def launch(source_file, kernel_name, defines, grid, block, *_):
+        calls.append((source_file, kernel_name, defines, block[0]))
 
+    launch.device_type, launch.capability = "cpu", lambda device: (int(arch[:-1]), int(arch[-1]))
     x = draw((1, 1, 2, key, value), dtype)
     by_kernels(x, x["v"], x["memory"], precision, launch)
     return calls
@@ -200,7 +215,13 @@ COMPILED += [("90", width, *how) for width in (32, 128) for how in MAIN] + [("80
 
 @pytest.mark.parametrize("arch, width, dtype, precision", COMPILED)
 def test_compiles_without_spills(arch, width, dtype, precision):
-    for source_file, kernel, defines in launches(width, width, dtype, precision):
+    """Two blocks fit a multiprocessor up to 64 columns."""
+    capability = (int(arch[:-1]), int(arch[-1]))
+    for source_file, kernel, defines, threads in launches(width, width, dtype, precision, arch):
         found = compile_check(source_file, defines, arch)[kernel]
         assert found["spill_stores"] == found["spill_loads"] == found["stack"] == 0, (kernel, found)
-        assert defines["FW_SHARED"] <= common.SHARED
+        held = common.SHARED_MORE.get(capability, common.SHARED)
+        assert defines["FW_SHARED"] <= held
+        if arch == "90" and width <= 64:
+            assert defines["FW_SHARED"] <= held // 2 and found["registers"] * threads <= 32768, (kernel, found)
+            assert defines.get("FW_STAGES", 2) == 2

@@ -17,9 +17,9 @@ from . import launch
 from .common import (
     OLDEST,
     PRECISIONS,
-    SHARED,
     TYPES,
     add_up,
+    held_bytes,
     map_defines,
     pack_params,
     round_up,
@@ -68,6 +68,7 @@ class Variant(NamedTuple):
     w: bool
     row: int  # width of q and k
     row_map: RowMap
+    held: int  # bytes of shared memory
 
     @classmethod
     def of(cls, q, v, f, w, precision: str, row_map: RowMap) -> Variant:
@@ -77,8 +78,8 @@ class Variant(NamedTuple):
         tiles = -(-value // tiling.value)
         tiling = tiling._replace(value=round_up(-(-value // tiles), 16))
         key, gates = round_up(key, 16 * tiling.ksplit), (f is not None, w is not None)
-        variant = cls(q.dtype, key, tiling, tiles, PRECISIONS[precision], *gates, row, row_map)
-        if variant.backward_bytes() > SHARED:  # by its rows
+        variant = cls(q.dtype, key, tiling, tiles, PRECISIONS[precision], *gates, row, row_map, held_bytes(q.device))
+        if variant.backward_bytes(1) > variant.held:  # by its rows
             variant = variant._replace(tiling=tiling._replace(part=CHUNK))
         return variant
 
@@ -98,21 +99,31 @@ class Variant(NamedTuple):
         """sizeof(ForwardShared), which the kernel asserts."""
         span, value = self.tiling.span, self.tiling.value
         keys = 2 * tile_bytes(span, self.key, self.operand)
-        values = tile_bytes(span, value, self.dtype) + 20 * span
+        values = tile_bytes(span, value, self.dtype) + 24 * span
         staged = 2 * (keys + values) if self.row_map == AS_IS else 2 * (self.rows_bytes(span) + values) + keys
         solved = tile_bytes(span, CHUNK, torch.float32) + tile_bytes(span, CHUNK, self.operand)
         return staged + solved + self.sums_bytes(4)
 
-    def backward_bytes(self) -> int:
+    def backward_bytes(self, stages: int) -> int:
         """sizeof(BackwardShared), which the kernel asserts."""
-        span, value, operand = self.tiling.part, self.tiling.value, self.operand
-        inputs = 2 * tile_bytes(span, self.key, operand) + 2 * tile_bytes(span, value, operand)
-        inputs += tile_bytes(span, value, self.dtype) + (0 if self.row_map == AS_IS else self.rows_bytes(span))
-        memories = (span // CHUNK + 1) * tile_bytes(value, self.key, operand) + tile_bytes(CHUNK, value, operand)
-        pairs = tile_bytes(span + 2 * CHUNK, CHUNK, operand)
-        solved = tile_bytes(2 * span + (span if self.f else CHUNK) + 2 * CHUNK, CHUNK, torch.float32)
-        rows = 4 * (self.warps * 3 * CHUNK + CHUNK + 2 * (value + self.warps) + 5 * span)
-        return inputs + memories + pairs + solved + round_up(rows, 16) + self.sums_bytes(2)
+        span, value, operand, mapped = self.tiling.part, self.tiling.value, self.operand, self.row_map != AS_IS
+        chunks, memory = span // CHUNK, tile_bytes(value, self.key, operand)
+        group, keys = chunks if stages > 1 else 1, 2 * tile_bytes(span, self.key, operand)
+        stage = (self.rows_bytes(span) if mapped else keys) + tile_bytes(span, value, operand) + tile_bytes(span, value, self.dtype)
+        border = value * self.key * operand.itemsize if stages > 1 else 16
+        memories = (chunks + group) * memory + border + (chunks + group) * tile_bytes(value, CHUNK, operand)
+        pairs = tile_bytes((chunks + group) * CHUNK, CHUNK, operand)
+        solved = tile_bytes(2 * span + (span if self.f else CHUNK), CHUNK, torch.float32)
+        ahead = stages > 1 and not mapped and self.warps > (chunks + 1) // 2
+        spans = 2 * (tile_bytes(span, CHUNK, torch.float32) if ahead and self.f else 16)
+        sums = 4 * chunks * (self.warps * 3 * CHUNK + CHUNK + value + self.warps)
+        kept = stages * (stage + 24 * span) + (keys if mapped else 0) + memories + pairs + solved
+        return kept + spans + round_up(sums, 16) + self.sums_bytes(2)
+
+    def stages(self) -> int:
+        """2 where the backward has room for two parts, but not at the price of a second block on a multiprocessor."""
+        limits = ((self.held - 1024) // 2, self.held)
+        return next((n for most in limits for n in (2, 1) if self.backward_bytes(n) <= most), 1)
 
     def sums_bytes(self, accumulators: int) -> int:
         return 16 if self.tiling.ksplit == 1 else 2 * self.warps * accumulators * 32 * 16
@@ -121,9 +132,10 @@ class Variant(NamedTuple):
         return B * H * ((T + self.tiling.part - 1) // self.tiling.part), self.tiles * self.tiling.value, self.key
 
     def launch(self, launcher, pass_: str, views: dict, pointers: dict) -> None:
-        source, span, shared = {
-            "forward": ("delta.cu", self.tiling.span, self.forward_bytes()),
-            "backward": ("delta_backward.cu", self.tiling.part, self.backward_bytes()),
+        stages = self.stages()
+        source, span, shared, more = {
+            "forward": ("delta.cu", self.tiling.span, self.forward_bytes(), {}),
+            "backward": ("delta_backward.cu", self.tiling.part, self.backward_bytes(stages), {"FW_STAGES": stages}),
         }[pass_]
         q = views["q"]
         B, H = q.shape[:2]
@@ -140,6 +152,7 @@ class Variant(NamedTuple):
             "FW_ALIGNED": int(rows_aligned(views)),
             "FW_PARTIAL": int(self.tiles > 1),
             "FW_SHARED": shared,
+            **more,
             **map_defines(self.row_map, self.row),
         }
         params = pack_params(views, pointers, self.row_map.width(self.row))
@@ -160,7 +173,7 @@ def unsupported_device(q, v, f, w, row_map: RowMap = AS_IS) -> str | None:
     if launch.current().capability(q.device) < OLDEST:
         return f"backend='cuda' has kernels with erase for compute capability {OLDEST[0]}.{OLDEST[1]} and higher only"
     variant = Variant.of(q, v, f, w, "exact" if q.dtype == torch.float32 else "bf16", row_map)
-    needed = max(variant.forward_bytes(), variant.backward_bytes())
+    needed = max(variant.forward_bytes(), variant.backward_bytes(1))
     held = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
     if needed > held:
         key = row_map.width(q.shape[-1])
