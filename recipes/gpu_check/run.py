@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 TOOLKIT = "/usr/local/cuda/bin"  # often not in PATH
 PACKAGES = ("torch", "numpy", "cupy-cuda13x", "cupy-cuda12x", "triton", "flash-linear-attention", "fw_fairseq")
 SANITIZER_TOOLS = {"memcheck": ["--report-api-errors", "no"], "racecheck": []}  # torch and CuPy try calls that fail, and go on
-FIGURES = ("ops", "model", "mixers", "ops_32", "peers")
+FIGURES = ("ops", "model", "mixers", "speed", "ops_32", "peers")
 NEEDS_FAIRSEQ = ("model",)  # steps
 TOTAL = 540  # seconds for all steps
 PROCESSES = min(12, os.cpu_count() or 1)  # that compile side by side
@@ -49,9 +49,10 @@ def steps(out: Path) -> list[tuple[str, int, list[str]]]:
         ("tests", 120, [*python, "pytest", "-m", "gpu", "-rs", *workers, "tests/kernels/test_cuda_gpu.py"]),
         ("kernels", 70, [*kernels, str(PROCESSES)]),
         *((tool, 60, sanitized(sanitizer, tool, kernels)) for tool in SANITIZER_TOOLS if sanitizer),
-        ("ops", 110, [*bench, *few, *outputs["ops"]]),
-        ("model", 80, [*bench, *model, *outputs["model"]]),
+        ("ops", 90, [*bench, *few, *outputs["ops"]]),
+        ("model", 65, [*bench, *model, *outputs["model"]]),
         ("mixers", 35, [*bench, *mixers, *outputs["mixers"]]),
+        ("speed", 40, [sys.executable, str(HERE / "speed.py"), str(out / "speed.json")]),
         ("ops_32", 60, [*bench, *many, *outputs["ops_32"]]),
     ]
     if importlib.util.find_spec("fla"):  # tunes its kernels first, perhaps for minutes

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,13 +55,13 @@ def test_steps(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(recipe.shutil, "which", lambda name, path=None: path and f"{path}/{name}")
     monkeypatch.setattr(recipe.importlib.util, "find_spec", lambda name: object())
     steps = recipe.steps(tmp_path)
-    names = ["tests", "kernels", "memcheck", "racecheck", "ops", "model", "mixers", "ops_32", "peers"]
+    names = ["tests", "kernels", "memcheck", "racecheck", "ops", "model", "mixers", "speed", "ops_32", "peers"]
     assert [name for name, _, _ in steps] == names
     assert sum(limit for _, limit, _ in steps[:-2]) <= recipe.TOTAL == 540
-    parsed = {name: bench.build_parser().parse_args(command[3:]) for name, _, command in steps[4:]}
+    parsed = {name: bench.build_parser().parse_args(command[3:]) for name, _, command in steps[4:] if name != "speed"}
     assert [name for name, args in parsed.items() if args.command == "ops" and args.no_peers] == ["ops", "ops_32"]
     given = [ROOT / part for _, _, command in steps for part in command if part.endswith(".py")]
-    assert len(given) == 4 and all(path.is_file() for path in given)
+    assert len(given) == 5 and all(path.is_file() for path in given)
     assert "/usr/local/cuda/bin/compute-sanitizer" in steps[2][2] and "PYTORCH_NO_CUDA_MEMORY_CACHING=1" in steps[3][2]
 
 
@@ -108,6 +109,51 @@ def test_kernels_has_every_rule_that_a_family_computes():
     assert rules == set(KERNEL_RULES) and len(cases) == 3 * (len(KERNEL_RULES) + 3 + 2 + 6)
 
 
+class Device:
+    """Stands in for torch.cuda, with a clock for the host and one for what the device has been given to do."""
+
+    def __init__(self):
+        self.host, self.asleep, self.busy = 0.0, 0.0, 0.0
+
+    def synchronize(self):
+        self.host = max(self.host, self.busy)
+
+    def _sleep(self, cycles: int):
+        self.asleep = cycles / 2e9
+        self.busy = max(self.busy, self.host) + self.asleep
+
+    def Event(self, enable_timing: bool):
+        event = SimpleNamespace(time=None)
+        event.record = lambda: setattr(event, "time", max(self.busy, self.host))
+        event.elapsed_time = lambda end: 1e3 * (end.time - event.time)
+        return event
+
+
+@pytest.mark.parametrize("device_ms", [3.0, 0.5])
+def test_speed_keeps_host_and_device_apart(device_ms):
+    """Also where the host is slower than the device, which then would wait for it."""
+    speed, device = load("speed"), Device()
+
+    def call():
+        device.host += 2e-3
+        device.busy = max(device.busy, device.host) + device_ms / 1e3
+
+    found = speed.measure(call, device, lambda: device.host)
+    assert found["host_ms"] == pytest.approx(2) and found["device_ms"] == pytest.approx(device_ms)
+    assert device.asleep > speed.CALLS * 2e-3
+
+
+def test_speed_runs_every_case():
+    """Small, in PyTorch: every case has its passes, and rows start where they should."""
+    speed = load("speed")
+    assert {case.rule for case in speed.CASES} == set(speed.ALL) <= set(KERNEL_RULES)
+    for case in {case._replace(batch=1, heads=1, tokens=4) for case in speed.CASES}:
+        x = speed.draw(case, "cpu")
+        assert (x["q"].data_ptr() % 16 == 0 and x["q"].stride(2) % 8 == 0) == case.aligned
+        for call in speed.passes(case, x).values():
+            call()
+
+
 WITHOUT_FAIRSEQ = """
 import sys
 
@@ -124,7 +170,7 @@ def test_without_fairseq():
     """As on a machine with torch, CuPy and pytest only: what the steps import is there."""
     code = """
 sys.path[:0] = ["recipes/gpu_check"]
-import kernels, run
+import kernels, run, speed
 assert run.lacks("fairseq") and not run.lacks("torch")
 import fw_fairseq.tools.bench.ops, fw_fairseq.tools.bench.layers
 import pytest
