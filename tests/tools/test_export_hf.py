@@ -37,8 +37,7 @@ OPTIONS = {
     "relu": "--feature-map relu --feature-dim 6",
     "hybrid": "--mixer-pattern softmax,fast_weight --update-rule gated_delta --feature-map dpfp",
     "retnet": "--update-rule retnet --feature-map identity --feature-norm none --output-norm",
-    "rwkv7": "--update-rule rwkv7 --feature-map identity --feature-norm none --token-shift --output-gate",
-    "kda": "--update-rule kda --feature-map identity --feature-norm l2 --short-conv 4 --key-heads 2 --negative-eigenvalues",
+    "kda": "--update-rule kda --feature-map identity --feature-norm l2 --short-conv 4 --token-shift --output-gate --key-heads 2",
     "no-feed-forward": "--decoder-ffn-embed-dim 0 --scale-output --decoder-normalize-before --no-decoder-final-norm",
     "published": "--mixer additive --pooling-form published --window-sizes 3 --decoder-learned-pos --decoder-normalize-before",
 } | {name: f"--mixer {name} --decoder-normalize-before" for name in MIXERS if name != "fast_weight"}

@@ -66,13 +66,14 @@ def measure(args) -> dict:
 
 
 def draw_inputs(args, rule: str, tokens: int, grad: bool = True, row_map: RowMap = AS_IS):
-    """q, unit keys, v and gates in the range of uniform gate initialisation."""
+    """q, unit keys, v and gates in the range of uniform gate initialisation, or of length 1 where they are."""
     like, key = {"device": args.device, "dtype": DTYPES[args.dtype]}, row_map.width(args.key_width)
     leading = (args.batch, args.heads, tokens)
     sizes = (*leading, key, args.value_width)
     q, v = torch.randn(*leading, args.key_width, **like), torch.randn(*leading, args.value_width, **like)
     k = F.normalize(torch.randn(*leading, args.key_width, **like), dim=-1)
     gates = {n: torch.rand(g.shape(sizes), **like) * 62 / 64 + 1 / 64 for n, g in RULES[rule].gates.items()}
+    gates = {n: F.normalize(x, dim=-1) if RULES[rule].gates[n].form == "unit" else x for n, x in gates.items()}
     for x in (q, k, v, *gates.values()):
         x.requires_grad_(grad)
     return q, k, v, gates

@@ -1,0 +1,133 @@
+"""Tasks that draw their data: no files. An epoch is --updates-per-epoch batches of --batch-size sequences."""
+
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+from fairseq.data import Dictionary, FairseqDataset
+from fairseq.dataclass import FairseqDataclass
+from fairseq.tasks import FairseqTask
+from omegaconf import II
+from torch import Tensor
+
+from .. import Mistake
+from ..config import check_numbers, option
+from ..data.loading import BatchIterator
+
+SEED_OF = {"train": 0, "valid": 1, "test": 2}
+
+
+@dataclass
+class DrawnConfig(FairseqDataclass):
+    updates_per_epoch: int = option(100, "updates between two validations", least=1)
+    batch_size: Optional[int] = II("dataset.batch_size")  # noqa: UP045  omegaconf 2.0 does not know "int | None"
+    seed: int = II("common.seed")
+
+
+class DrawnBatches(FairseqDataset):
+    """Item i of an epoch is its i-th batch, always the same one: ``task.draw(split, generator)``."""
+
+    def __init__(self, task: "DrawnTask", split: str):
+        self.task, self.cfg, self.split, self.epoch = task, task.cfg, split, 1
+
+    def __len__(self) -> int:
+        return self.cfg.updates_per_epoch if self.split == "train" else 1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> dict:
+        generator = torch.Generator()
+        draw = (self.epoch - 1) * len(self) + int(index) if self.split == "train" else 0
+        generator.manual_seed((self.cfg.seed * 3 + SEED_OF[self.split]) * 10**9 + draw)
+        return self.task.draw(self.split, generator)
+
+    def collater(self, samples: list[dict]) -> dict:
+        return samples[0] if samples else {}
+
+
+class DrawnTask(FairseqTask):
+    """A task names itself and its config, and draws a batch."""
+
+    name: str
+    config: type[DrawnConfig]
+
+    def __init__(self, cfg, **unused):
+        check_numbers(cfg, self.config)
+        if not cfg.batch_size:
+            raise Mistake(f"{self.name} needs --batch-size, the sequences of a mini-batch")
+        super().__init__(cfg)
+
+    def draw(self, split: str, generator: torch.Generator) -> dict:
+        """Returns a batch as fairseq's criterions take it."""
+        raise NotImplementedError
+
+    def load_dataset(self, split, combine=False, **kwargs):
+        if split not in SEED_OF:
+            raise Mistake(f"{self.name} has no split {split!r}; it has: {', '.join(SEED_OF)}")
+        self.datasets[split] = DrawnBatches(self, split)
+
+    def get_batch_iterator(self, dataset, epoch=1, num_shards=1, shard_id=0, num_workers=0, **unused):
+        dataset.set_epoch(epoch)
+        return BatchIterator(
+            dataset,
+            collate_fn=dataset.collater,
+            batch_sampler=[[index] for index in range(len(dataset))],
+            seed=self.cfg.seed,
+            num_shards=num_shards,
+            shard_id=shard_id,
+            num_workers=num_workers,
+            epoch=epoch,
+        )
+
+    def max_positions(self):
+        return None
+
+    @property
+    def source_dictionary(self):
+        return None
+
+    target_dictionary = source_dictionary
+
+
+@dataclass
+class DrawnTextConfig(DrawnConfig):
+    evaluation_sequences: int = option(64, "sequences that a validation scores", least=1)
+    tokens_per_sample: int = 1024  # this and the next two are read by fairseq's language models
+    add_bos_token: bool = False
+    max_target_positions: Optional[int] = None  # noqa: UP045
+
+
+class DrawnText(DrawnTask):
+    """Sequences for language models, of which some tokens are scored. ``words`` says how many symbols there are."""
+
+    def __init__(self, cfg, **unused):
+        super().__init__(cfg)
+        self.dictionary = Dictionary()
+        for number in range(self.words()):
+            self.dictionary.add_symbol(str(number))
+
+    def words(self) -> int:
+        raise NotImplementedError
+
+    def count(self, split: str) -> int:
+        """The sequences of a batch."""
+        return self.cfg.batch_size if split == "train" else self.cfg.evaluation_sequences
+
+    def sample(self, source: Tensor, target: Tensor) -> dict:
+        """The batch of source and target (B,T), numbers of symbols; a target of -1 is not scored."""
+        first, pad = self.dictionary.nspecial, self.dictionary.pad()
+        count, tokens = source.shape
+        return {
+            "id": torch.arange(count),
+            "nsentences": count,
+            "ntokens": int(target.ge(0).sum()),
+            "net_input": {"src_tokens": source + first, "src_lengths": torch.full((count,), tokens)},
+            "target": torch.where(target < 0, pad, target + first),
+        }
+
+    @property
+    def source_dictionary(self):
+        return self.dictionary
+
+    target_dictionary = source_dictionary

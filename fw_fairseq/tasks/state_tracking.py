@@ -1,0 +1,61 @@
+"""state_tracking: elements of a group one after the other, and their product so far (Grazzi et al. 2024; Siems et al. 2025)."""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from fairseq.dataclass import ChoiceEnum
+from fairseq.tasks import register_task
+from torch import Tensor
+
+from .. import Mistake
+from ..config import option
+from .drawn import DrawnText, DrawnTextConfig
+
+MODULUS = 5
+
+
+@dataclass
+class StateTrackingConfig(DrawnTextConfig):
+    group: ChoiceEnum(["parity", "modular", "s5"]) = option(
+        "parity", "parity: 0 and 1; modular: addition modulo --modulus; s5: permutations of five things"
+    )
+    modulus: int = option(MODULUS, "the number of numbers of --group modular", least=2)
+    length: int = option(128, "elements of a sequence in training", least=1)
+    evaluation_length: int = option(512, "elements of a sequence in validation; 0: as many as in training", least=0)
+
+
+def products(group: str, modulus: int) -> Tensor:
+    """(G,G): the number of each product; element 0 changes nothing."""
+    if group == "s5":
+        elements = list(itertools.permutations(range(5)))
+        number = {element: i for i, element in enumerate(elements)}
+        return torch.tensor([[number[tuple(a[i] for i in b)] for b in elements] for a in elements])
+    numbers = torch.arange(2 if group == "parity" else modulus)
+    return (numbers[:, None] + numbers) % len(numbers)
+
+
+@register_task("state_tracking", dataclass=StateTrackingConfig)
+class StateTrackingTask(DrawnText):
+    """The word problem of a group. Length generalisation is what it tests: validation sequences are longer than training's."""
+
+    name, config = "state_tracking", StateTrackingConfig
+
+    def __init__(self, cfg, **unused):
+        if cfg.modulus != MODULUS and str(cfg.group) != "modular":
+            raise Mistake(f"--modulus is {cfg.modulus}; that is for --group modular, leave it out")
+        self.table = products(str(cfg.group), cfg.modulus)
+        super().__init__(cfg)
+
+    def words(self) -> int:
+        return len(self.table)
+
+    def draw(self, split: str, generator: torch.Generator) -> dict:
+        """Each token is a random element; its target is the product of all up to it."""
+        cfg, count = self.cfg, self.count(split)
+        length = cfg.length if split == "train" else cfg.evaluation_length or cfg.length
+        source = torch.randint(len(self.table), (count, length), generator=generator)
+        states = [source[:, 0]]
+        for t in range(1, length):
+            states.append(self.table[states[-1], source[:, t]])
+        return self.sample(source, torch.stack(states, 1))

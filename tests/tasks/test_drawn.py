@@ -1,0 +1,115 @@
+"""mqar and state_tracking: what they ask for, and that a language model trains on them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+import torch
+from support.commands import USER_DIR, fairseq, succeed
+
+from fw_fairseq.tasks.drawn import DrawnBatches
+from fw_fairseq.tasks.mqar import MqarConfig, MqarTask
+from fw_fairseq.tasks.state_tracking import StateTrackingConfig, StateTrackingTask
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def batch(task, split="train", index=0) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    """The numbers of the symbols of source and target, -1 where nothing is scored, and the batch."""
+    task.load_dataset(split)
+    found = task.dataset(split)[index]
+    first = task.source_dictionary.nspecial
+    target = found["target"].masked_fill(found["target"] == task.source_dictionary.pad(), first - 1) - first
+    return found["net_input"]["src_tokens"] - first, target, found
+
+
+def mqar(**options) -> MqarTask:
+    return MqarTask(MqarConfig(**{"batch_size": 3, "seed": 1, "pairs": 5, "symbols": 20} | options))
+
+
+def tracking(**options) -> StateTrackingTask:
+    return StateTrackingTask(StateTrackingConfig(**{"batch_size": 3, "seed": 1, "length": 9} | options))
+
+
+def test_every_pair_is_asked_for_once():
+    source, target, found = batch(mqar())
+    assert source.shape == target.shape == (3, 15) and (target[:, :10] == -1).all() and found["ntokens"] == 15
+    for tokens, answers in zip(source.tolist(), target.tolist()):
+        told = dict(zip(tokens[:10:2], tokens[1:10:2]))
+        assert len(told) == 5 and all(key < 10 <= value < 20 for key, value in told.items())
+        assert sorted(tokens[10:]) == sorted(told) and tokens[10:] != tokens[:10:2]
+        assert [told[key] for key in tokens[10:]] == answers[10:]
+    assert not torch.equal(batch(mqar(), index=1)[0], source) and not torch.equal(batch(mqar(seed=2))[0], source)
+
+
+def test_validation_has_its_own_size():
+    source, _, found = batch(mqar(evaluation_pairs=7, evaluation_sequences=4), "valid")
+    assert source.shape == (4, 21) and found["nsentences"] == 4
+    assert batch(mqar(), "valid")[0].shape == (64, 15)
+    assert batch(tracking(), "valid")[0].shape == (64, 512) and batch(tracking(evaluation_length=0), "test")[0].shape == (64, 9)
+
+
+@pytest.mark.parametrize("group, modulus, size", [("parity", 5, 2), ("modular", 7, 7)])
+def test_sums(group, modulus, size):
+    source, target, _ = batch(tracking(group=group, modulus=modulus))
+    assert torch.equal(target, source.cumsum(1) % size) and source.max() == size - 1
+
+
+def test_products_of_permutations():
+    """Element i is the i-th in the order of Python: applying one after the other to five things gives the state."""
+    elements = list(itertools.permutations(range(5)))
+    source, target, _ = batch(tracking(group="s5"))
+    for tokens, states in zip(source.tolist(), target.tolist()):
+        product = torch.eye(5)
+        for token, state in zip(tokens, states):
+            product = product @ torch.eye(5)[list(elements[token])].T
+            assert torch.equal(product, torch.eye(5)[list(elements[state])].T)
+
+
+@pytest.mark.parametrize(
+    "make, options, message",
+    [
+        (mqar, {"pairs": 11}, "^--pairs is 11; with --symbols 20 there are 10 keys, use at most that$"),
+        (mqar, {"evaluation_pairs": 11}, "^--evaluation-pairs is 11; with --symbols 20 there are 10 keys"),
+        (mqar, {"batch_size": None}, "^mqar needs --batch-size, the sequences of a mini-batch$"),
+        (tracking, {"modulus": 3}, "^--modulus is 3; that is for --group modular, leave it out$"),
+        (tracking, {"length": 0}, "^--length is 0; it must be at least 1$"),
+    ],
+)
+def test_refused(make, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+    with pytest.raises(ValueError, match="has no split 'dev'; it has: train, valid, test"):
+        mqar().load_dataset("dev")
+
+
+OPTIONS = {"batch_size": 2, "seed": 2, "updates_per_epoch": 3, "evaluation_sequences": 7}
+
+
+@pytest.mark.parametrize(
+    "make, name, value",
+    [(make, *given) for make in (mqar, tracking) for given in OPTIONS.items()]
+    + [(mqar, "pairs", 6), (mqar, "evaluation_pairs", 4), (mqar, "symbols", 30)]
+    + [(tracking, "group", "s5"), (tracking, "length", 8), (tracking, "evaluation_length", 11)],
+)
+def test_every_option_changes_the_batches(make, name, value):
+    def drawn(task):
+        counts = [len(DrawnBatches(task, split)) for split in ("train", "valid")]
+        return counts, [batch(task, split)[0].tolist() for split in ("train", "valid")]
+
+    assert drawn(make()) == drawn(make()) != drawn(make(**{name: value}))
+
+
+def test_training(tmp_path):
+    """Parity by a write that turns around: sequences four times as long as those of training are right to the end."""
+    sizes = [f"--decoder-{name}-dim" for name in ("embed", "input", "output", "ffn-embed")]
+    command = f"""--task state_tracking --length 8 --evaluation-length 32 --evaluation-sequences 16
+        --arch fast_weight_lm --decoder-layers 1 {" 16 ".join(sizes)} 16 --decoder-attention-heads 1
+        --no-token-positional-embeddings --update-rule delta --feature-map identity --feature-norm l2 --negative-eigenvalues
+        --write-strength-init 0.5 --dropout 0 --criterion label_smoothed_cross_entropy --report-accuracy --label-smoothing 0
+        --optimizer adam --lr 0.02 --batch-size 32 --max-update 100 --log-format simple --no-save --save-dir {tmp_path}"""
+    found = succeed(fairseq("train", *USER_DIR, *command.split()))
+    scores = re.findall(r"valid on.*accuracy ([\d.]+)", found)
+    assert scores and float(scores[-1]) > 99
