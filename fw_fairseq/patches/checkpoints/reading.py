@@ -60,9 +60,11 @@ def leave_the_fused_layer_unused(original, layer, *args, **kwargs) -> None:
     layer.load_to_BT = False
 
 
+@replaces(SinusoidalPositionalEmbedding, "_load_from_state_dict")
 @replaces(SinusoidalPositionalEmbedding, "__init__")
 def set_what_checkpoints_hold(original, embedding, *args, **kwargs) -> None:
-    """fairseq 0.12.2 saves a number that it never sets, so that checkpoints of equal runs differ. Now the number is 0."""
+    """fairseq 0.12.2 saves a number that it never sets, and does not keep when it loads, so that checkpoints of equal runs differ.
+    Now the number is 0."""
     original(embedding, *args, **kwargs)
     if hasattr(embedding, "_float_tensor"):
         embedding._float_tensor.zero_()
