@@ -167,20 +167,14 @@ def refuse_blocks_without_tokens(original, task, *args, **kwargs):
 
 
 @replaces(models, "build_model")
-def build_from_literals_and_options_of_a_checkpoint(original, cfg, *args, **kwargs):
+def build_what_the_options_say(original, cfg, task, from_checkpoint: bool = False):
     """fairseq runs some option strings as Python when it builds a model. Now they must be Python literals, and one that is not is
-    refused by the name of its option. fairseq takes options from the command line alone; now `--options-from` takes those of a
-    checkpoint over, and new checkpoints hold them as if they had been given."""
+    refused by the name of its option. fairseq takes every option, whether the model reads it or not. Now a new model of this
+    project refuses an option that no part of it reads. fairseq takes options from the command line alone; now `--options-from`
+    takes those of a checkpoint over, and new checkpoints hold them as if they had been given."""
     take_options_over(cfg)
     with naming(cfg):
-        return original(cfg, *args, **kwargs)
-
-
-@replaces(FairseqTask, "build_model")
-def refuse_options_without_effect(original, task, cfg, from_checkpoint=False, **kwargs):
-    """fairseq takes every option, whether the model reads it or not. Now a new model of this project refuses an option that no part
-    of it reads."""
-    model = original(task, cfg, from_checkpoint=from_checkpoint, **kwargs)
+        model = original(cfg, task, from_checkpoint)
     if not from_checkpoint and hasattr(model, "refuse_without_effect"):
         model.refuse_without_effect(cfg)
     return model

@@ -104,6 +104,15 @@ def test_sizes_of_translation_models_are_positive(name, languages):
         tasks.setup_task(cfg.task).build_model(cfg.model)
 
 
+def test_an_option_without_effect_is_refused_for_new_models_only(dictionary):
+    """By the task that trains, which for language models builds a model in its own way."""
+    cfg = convert_namespace_to_omegaconf(parse("--arch fast_weight_lm --feature-map elu --dpfp-nu 2", dictionary))
+    task = tasks.setup_task(cfg.task)
+    with pytest.raises(Mistake, match="^--dpfp-nu "):
+        task.build_model(cfg.model)
+    assert task.build_model(cfg.model, from_checkpoint=True).decoder.fast_weight_config.dpfp_nu == 2
+
+
 def test_a_translation_user_reads_of_no_option_of_language_models(languages):
     said = too_long(tasks.setup_task(translation(languages).task), 24, (2, 200))
     assert said == "all 24 texts are longer than the model's (2, 200) positions; give shorter texts"
