@@ -5,7 +5,7 @@
 # Data:     OUT/bin of prepare.sh, the best checkpoint of the row, and the prompt: one line of words on the standard input
 # Hardware: one CPU core: sparse layers read few weights for a token
 # Time:     docs/results/sparse.md
-# Expected: the text, and a line | row | tokens | tokens/s |
+# Expected: a text of TOKENS words, the prompt included, and a line | row | tokens | tokens/s |
 # Usage:    echo the | recipes/terraformer/decode.sh ROW [OPTION of fairseq-interactive]...
 #           echo the | TOKENS=200 recipes/terraformer/decode.sh terraformer
 source "$(dirname "$0")/../lib.sh"
