@@ -108,7 +108,7 @@ def test_an_option_without_effect_is_refused_for_new_models_only(dictionary):
     """By the task that trains, which for language models builds a model in its own way."""
     cfg = convert_namespace_to_omegaconf(parse("--arch fast_weight_lm --feature-map elu --dpfp-nu 2", dictionary))
     task = tasks.setup_task(cfg.task)
-    with pytest.raises(Mistake, match="^--dpfp-nu "):
+    with pytest.raises(Mistake, match=r"^--dpfp-nu "):
         task.build_model(cfg.model)
     assert task.build_model(cfg.model, from_checkpoint=True).decoder.fast_weight_config.dpfp_nu == 2
 

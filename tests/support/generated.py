@@ -16,6 +16,7 @@ OPTIONS = [
     {"mixer": "additive"},
     {"mixer": "leap"},
     {"mixer": "sru"},
+    {"ffn_sparsity": 12, "ffn_sru": 3, "qkv_sparsity": 4, "output_sparsity": 3},
 ]
 
 
