@@ -41,4 +41,4 @@ fi
 "$folder/bin/python" -m ruff check .
 "$folder/bin/python" -m ruff format --check .
 export OMP_NUM_THREADS=1 # tensors in tests are too small for more, which would only wait for each other
-exec "$folder/bin/python" -m pytest --numprocesses "${JOBS:-$(($(nproc) + 1))}" --dist loadfile --no-loadscope-reorder "$@"
+exec "$folder/bin/python" -m pytest --numprocesses "${JOBS:-$(($(getconf _NPROCESSORS_ONLN) + 1))}" --dist loadfile --no-loadscope-reorder "$@"
