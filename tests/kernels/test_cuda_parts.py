@@ -12,7 +12,14 @@ from fw_fairseq.ops.parallel.parts import choose_parts, run_parts
 from fw_fairseq.ops.recurrent import step_form
 from fw_fairseq.rules import RULES, Coefficients
 
-CASES = [*FITTING, "erase and both decays"]
+
+def strength_per_token(rule: str) -> bool:
+    """Whether the forms get the rule's w: one per value channel is a part of v before."""
+    w = RULES[rule].coefficients(**draw_gates(RULES[rule], (1, 1, 1, 2, 2))).w
+    return w is None or w.dim() == 3
+
+
+CASES = [*filter(strength_per_token, FITTING), "erase and both decays"]
 
 
 def draw(rule: str, shape, dtype=torch.float64, resets: float = 0.0):

@@ -28,7 +28,7 @@ from support.pretrained import SHAPE as TRAINING
 import fw_fairseq.models  # noqa: F401
 from fw_fairseq.patches.literals import LONGEST, naming, read_literal
 from fw_fairseq.patches.mistakes import sentence
-from fw_fairseq.tools import export_hf
+from fw_fairseq.tools import export_hf, standalone
 from fw_fairseq.tools.convert import __main__ as convert
 from fw_fairseq.tools.explain import __main__ as explain
 
@@ -378,12 +378,18 @@ def test_weights_run_nothing(tmp_path):
     assert not mark.exists() and not (tmp_path / "out.pt").exists()
 
 
-def test_the_exported_code_only_names_classes():
-    docstring, from_, *classes = ast.parse(export_hf.REMOTE_CODE).body
-    assert isinstance(docstring.value, ast.Constant) and ast.unparse(from_) == "from fw_fairseq import huggingface"
-    assert classes and all(isinstance(kind, ast.ClassDef) for kind in classes)
-    lines = {ast.unparse(line) for kind in classes for line in kind.body}
-    assert lines == {"pass", "config_class = FastWeightHFConfig"}
+def test_the_exported_code_is_the_packages():
+    """The file of a folder has a loader, modules as they are in the package, and classes that only name theirs."""
+    body = ast.parse(standalone.code()).body
+    [sources] = [node.value for node in body if isinstance(node, ast.Assign) and node.targets[0].id == "SOURCES"]
+    for name, text in ast.literal_eval(sources).items():
+        place = ROOT.joinpath("fw_fairseq", *filter(None, name.split(".")))
+        file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+        assert "".join(line[1:] for line in text.splitlines(keepends=True)).rstrip() in file.read_text()
+    others = [node for node in body if not isinstance(node, (ast.Import, ast.ImportFrom, ast.Expr, ast.Assign))]
+    finder, load, *classes = others
+    assert (finder.name, load.name) == ("Modules", "load") and len(classes) == 2
+    assert {ast.unparse(line) for kind in classes for line in kind.body} == {"pass", "config_class = FastWeightHFConfig"}
     assert {ast.unparse(base) for kind in classes for base in kind.bases} == {f"huggingface.{kind.name}" for kind in classes}
 
 
