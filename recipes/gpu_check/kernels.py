@@ -96,10 +96,12 @@ def draw_masks(masked: bool) -> dict[str, torch.Tensor]:
 
 
 def has_kernel(rule: str) -> bool:
-    if RULES[rule].coefficients is None:
+    """Whether the rule is one that kernels compute; others with the same coefficients differ in how layers make their gates."""
+    if not RULES[rule].simple or RULES[rule].several or not all(gate.projected for gate in RULES[rule].gates.values()):
         return False
     drawn = draw(rule, torch.float32, RowMap())
-    return find_family(RULES[rule].coefficients(**{name: drawn[name] for name in RULES[rule].gates})) is not None
+    gates = {name: drawn[name] for name in RULES[rule].gates}
+    return RULES[rule].step is None and find_family(RULES[rule].coefficients(**gates)) is not None
 
 
 def cases() -> dict[str, tuple]:
