@@ -21,6 +21,7 @@ import fw_fairseq.models  # noqa: F401
 from fw_fairseq.config import option_name
 from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.rules import RULES
+from fw_fairseq.tools.bench.language_models import SIZES
 
 ROOT = Path(__file__).parents[1]
 MADE = (".", "outputs", "demo")  # folders of other people's pages, and of what recipes wrote
@@ -118,7 +119,7 @@ def known_options() -> set[str]:
         names |= {*re.findall(r'"(--[a-z][\w-]*)"', source.read_text())}
     for script in (ROOT / "recipes").rglob("*.*"):
         names |= {*re.findall(r"--[a-z][\w-]*", script.read_text())} if script.suffix in (".sh", ".py") else set()
-    return names | ELSEWHERE
+    return names | {f"--{name}" for name in SIZES} | ELSEWHERE
 
 
 def test_every_option_exists():
