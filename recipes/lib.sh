@@ -64,6 +64,14 @@ need_row() { # ROWS ARGUMENT...: fails where the first argument is not a row; RO
     if [ $# = 1 ] || [ "${2#-}" != "$2" ]; then fail "ROW is missing; it must be $1"; fi
 }
 
+find_checkpoint() { # NAME ROWS ROW...: sets OUT, and row, run and checkpoint of a row that recipes/NAME/train.sh has trained
+    OUT=$(output_folder "$1")
+    need_row "${@:2}"
+    row=$3 run=$OUT/runs/${RUN:-$3}
+    checkpoint=$run/${CHECKPOINT:-checkpoint_best.pt}
+    need_file "$checkpoint" "recipes/$1/train.sh $row"
+}
+
 split_rows() { # ARGUMENT...: sets rows to the arguments before the first option, and options to the others
     rows=()
     while [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; do
@@ -130,6 +138,21 @@ binarise() { # FOLDER NAME=VALUE... -- OPTION of fairseq-preprocess...: makes FO
     logged "$(dirname "$folder")/preprocess.log" fairseq-preprocess --destdir "$folder.part" --workers "${WORKERS:-$(nproc)}" "${@:2}"
     record "$folder" "${made_with[@]}"
     mv "$folder.part" "$folder"
+}
+
+own_text() { # NAME VOCABULARY: sets OUT, and data, vocabulary and made_with for OUT/bin; ends the script where that is there
+    OUT=$(output_folder "$1")
+    vocabulary=${VOCABULARY:-$2}
+    if [ -n "$TOY" ]; then
+        vocabulary=500 DATA=$OUT/text
+    fi
+    data=${DATA:-}
+    [ -n "$data" ] || fail "DATA is missing; it must be the folder with train.txt, valid.txt and test.txt"
+    made_with=("TOY=$TOY" "DATA=$(absolute "$data")" "VOCABULARY=$vocabulary")
+    if prepared "$OUT/bin" "${made_with[@]}"; then
+        exit 0
+    fi
+    [ -z "$TOY" ] || language_reference "$data"
 }
 
 language_reference() { # FOLDER: train.txt, valid.txt and test.txt of the demo

@@ -12,13 +12,9 @@
 #           SPLIT=test recipes/additive/eval.sh windowed
 source "$(dirname "$0")/../lib.sh"
 find_programs
-OUT=$(output_folder additive)
-need_row "windowed, additive, softmax, leap or adapted" "$@"
-row=$1 run=$OUT/runs/${RUN:-$1}
+find_checkpoint additive "windowed, additive, softmax, leap or adapted" "$@"
 shift
 split=${SPLIT:-valid} length=2048
-checkpoint=$run/${CHECKPOINT:-checkpoint_best.pt}
-need_file "$checkpoint" "recipes/additive/train.sh $row"
 [ -z "$TOY" ] || length=64
 log=$run/eval-$split.log
 logged "$log" fairseq-eval-lm "$OUT/bin" --user-dir "$ROOT/fw_fairseq" --path "$checkpoint" --gen-subset "$split" \

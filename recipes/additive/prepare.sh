@@ -11,18 +11,7 @@
 #           TOY=1 recipes/additive/prepare.sh               a small text, to try all steps on a CPU in a minute
 source "$(dirname "$0")/../lib.sh"
 find_programs
-OUT=$(output_folder additive)
-vocabulary=${VOCABULARY:-8000}
-if [ -n "$TOY" ]; then
-    vocabulary=500 DATA=$OUT/text
-fi
-data=${DATA:-}
-[ -n "$data" ] || fail "DATA is missing; it must be the folder with train.txt, valid.txt and test.txt"
-made_with=("TOY=$TOY" "DATA=$(absolute "$data")" "VOCABULARY=$vocabulary")
-if prepared "$OUT/bin" "${made_with[@]}"; then
-    exit 0
-fi
-[ -z "$TOY" ] || language_reference "$data"
+own_text additive 8000
 "$PYTHON" "$ROOT/recipes/additive/pieces.py" "$data" "$OUT/pieces" "$vocabulary"
 for split in valid test; do
     wc -m <"$data/$split.txt" >"$OUT/pieces/$split.characters"

@@ -14,13 +14,9 @@
 # i bytes more than the memory of training.
 source "$(dirname "$0")/../lib.sh"
 find_programs
-OUT=$(output_folder enwik8)
-need_row "srupp, srupp5, rescaled, transformer_xl or delta" "$@"
-row=$1 run=$OUT/runs/${RUN:-$1}
+find_checkpoint enwik8 "srupp, srupp5, rescaled, transformer_xl or delta" "$@"
 shift
 split=${SPLIT:-test} length=512 memory=()
-checkpoint=$run/${CHECKPOINT:-checkpoint_best.pt}
-need_file "$checkpoint" "recipes/enwik8/train.sh $row"
 [ -z "$TOY" ] || length=32
 [ -z "${SRUPP_MEMORY:-}" ] || memory=(--model-overrides "{'srupp_memory': $SRUPP_MEMORY, 'srupp_segment': 1}")
 log=$run/eval-$split${SRUPP_MEMORY:+-memory$SRUPP_MEMORY}.log

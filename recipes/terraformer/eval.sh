@@ -12,13 +12,9 @@
 # Softmax attention sees the current segment only, so that --tokens-per-sample changes the numbers of dense, ffn and softmax.
 source "$(dirname "$0")/../lib.sh"
 find_programs
-OUT=$(output_folder terraformer)
-need_row "a row that train.sh has trained" "$@"
-row=$1 run=$OUT/runs/${RUN:-$1}
+find_checkpoint terraformer "a row that train.sh has trained" "$@"
 shift
 split=${SPLIT:-test}
-checkpoint=$run/${CHECKPOINT:-checkpoint_best.pt}
-need_file "$checkpoint" "recipes/terraformer/train.sh $row"
 length=512
 [ -z "$TOY" ] || length=32
 log=$run/eval-$split.log

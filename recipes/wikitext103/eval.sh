@@ -18,13 +18,9 @@
 # memory is that of training. The logs stay in the run's folder, where fw-plot tables schlag2 OUT (to schlag5) collects them.
 source "$(dirname "$0")/../lib.sh"
 find_programs
-OUT=$(output_folder wikitext103)
-need_row "a row that train.sh has trained" "$@"
-row=$1 run=$OUT/runs/${RUN:-$1}
+find_checkpoint wikitext103 "a row that train.sh has trained" "$@"
 shift
 split=${SPLIT:-test}
-checkpoint=$run/${CHECKPOINT:-checkpoint_best.pt}
-need_file "$checkpoint" "recipes/wikitext103/train.sh $row"
 length=384
 case $row in small-*) length=256 ;; esac
 [ -z "$TOY" ] || length=32
