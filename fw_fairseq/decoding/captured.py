@@ -22,7 +22,7 @@ EAGER = 2  # tokens that compile the kernels and make the buffers, before a grap
 
 
 class CudaGraph:
-    """What a function started on the GPU, without the function."""
+    """A graph has the work that a function started on the GPU, and repeats it without the function."""
 
     def __init__(self, function: Callable[[], None]):
         self.graph = torch.cuda.CUDAGraph()

@@ -81,7 +81,7 @@ class CompiledMemory(Memory):
         """Makes the buffers, for the rows of x."""
         self.factors: FactorBuffers | None = None
         axes = {gate.axis for gate in self.rule.gates.values()}
-        decays = self.rule.coefficients(**{name: x.new_ones(1, 1, 1) for name in self.rule.gates})[:2] != (None, None)
+        decays = self.rule.sample[:2] != (None, None)
         sizes = len(x), self.heads, self.mixer.feature_map.out_dim, self.columns
         if state is None and not (self.mixer.attention_norm and self.rule.normaliser == "keys" and "K" in axes):
             self.factors = FactorBuffers(*sizes, not decays, x)

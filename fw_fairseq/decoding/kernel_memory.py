@@ -32,10 +32,8 @@ class KernelMemory(Memory):
             return False
         if mixer.attention_norm and mixer.rule.normaliser == "keys":
             return False
-        sizes = (1, mixer.num_heads, 1, mixer.feature_map.out_dim, mixer.head_dim)
-        gates = {name: weight.new_ones(gate.shape(sizes), dtype=torch.float32) for name, gate in mixer.rule.gates.items()}
-        q, v = weight.new_empty(*sizes[:3], mixer.sizes["q"] // mixer.num_heads), weight.new_empty(*sizes[:3], sizes[4])
-        return kernel.why_not(q, v, mixer.rule.coefficients(**gates), mixer.row_map or AS_IS) is None
+        q, v = (weight.new_empty(1, 1, 1, width) for width in (mixer.sizes["q"] // mixer.num_heads, mixer.head_dim))
+        return kernel.why_not(q, v, mixer.rule.sample, mixer.row_map or AS_IS) is None
 
     @staticmethod
     def takes(mixer: FastWeight, state: FastWeightState | None, rows: int) -> bool:

@@ -1,4 +1,4 @@
-"""What the arguments of the compiled loops have in common (``native/decode.cpp``)."""
+"""The compiled loops have these arguments in common (``native/decode.cpp``)."""
 
 from __future__ import annotations
 

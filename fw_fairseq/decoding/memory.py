@@ -22,7 +22,7 @@ SMALL = 2**19  # numbers in the memories of all rows and heads, which fit into a
 
 
 def projected(mixer: FastWeight, x: Tensor) -> Tensor:
-    """What the input projection makes of x (R,C), or of what sparse projections read."""
+    """Returns the input projection of x (R,C), or of what sparse projections read."""
     dense = type(mixer.in_proj) is nn.Linear
     return F.linear(x, mixer.in_proj.weight, mixer.in_proj.bias) if dense else mixer.in_proj(x)
 

@@ -1,4 +1,4 @@
-"""What the parts of a layer add to the residual stream for one token of each row, with the states that they keep."""
+"""The parts of a layer add to the residual stream for one token of each row, and keep their states."""
 
 from __future__ import annotations
 

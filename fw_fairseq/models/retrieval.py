@@ -139,7 +139,7 @@ class RetrievalModel(BaseFairseqModel):
 
 def check_rule(name: str) -> None:
     """Refuses a rule that needs more of a layer than keys, values and gates that are sigmoids."""
-    able = [n for n, rule in RULES.items() if rule.simple and not rule.several and all(g.projected for g in rule.gates.values())]
+    able = [n for n, rule in RULES.items() if rule.plain]
     able += [n for n, rule in RULES.items() if rule.step is not None and n not in able]
     if name not in able:
         raise Mistake(f"--update-rule {name} is not for retrieval, whose gates are sigmoids; use one of: {', '.join(able)}")

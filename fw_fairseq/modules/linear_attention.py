@@ -6,7 +6,6 @@ import math
 from typing import NamedTuple
 
 import torch
-from fairseq.incremental_decoding_utils import with_incremental_state
 from torch import Tensor, nn
 
 from .. import Mistake
@@ -15,6 +14,7 @@ from ..mixers.base import check_heads, join_heads, split_heads
 from ..mixers.features import FEATURE_OPTIONS, build_feature_map, check_feature_norm, normalised_features, with_common_scale
 from ..ops.normalisation import divide
 from .sparse import Convolutions, SparseSource
+from .stateful import Incremental
 
 
 class Source(NamedTuple):
@@ -38,14 +38,14 @@ class Source(NamedTuple):
         return Source(self.memory.index_select(0, sentences), normaliser, beam)
 
 
-@with_incremental_state
-class LinearAttention(nn.Module):
+class LinearAttention(Incremental):
     """y_t = phi(q_t)^T W / phi(q_t).n with W = sum_s phi(k_s) v_s^T and n = sum_s phi(k_s) over the source's S positions.
 
     It takes the place of fairseq's MultiheadAttention. Decoding keeps only W and n of a source, whatever its length, and they
     are accumulated in fp32. If features can be negative, there is no n, and W is a mean over the source.
     """
 
+    state_name = "source"
     options = FEATURE_OPTIONS  # and those of the chosen map
 
     def __init__(
@@ -127,15 +127,3 @@ class LinearAttention(nn.Module):
         phi = self.feature_map
         features, log_scale = normalised_features(phi, self.feature_norm, split_heads(x, self.num_heads), phi.non_negative)
         return wide(features), log_scale
-
-    def _get_input_buffer(self, incremental_state):
-        return self.get_incremental_state(incremental_state, "source")
-
-    def _set_input_buffer(self, incremental_state, state) -> None:
-        self.set_incremental_state(incremental_state, "source", state)
-
-    def reorder_incremental_state(self, incremental_state, new_order: Tensor) -> None:
-        """Replaces the memories by those of the hypotheses ``new_order``."""
-        state = self._get_input_buffer(incremental_state)
-        if state is not None:
-            self._set_input_buffer(incremental_state, state.index_select(new_order))

@@ -49,8 +49,8 @@ class Past(NamedTuple):
         return self.keys[:, :, : self.length], self.values[:, :, : self.length], self.hidden
 
     def index_select(self, order: Tensor) -> Past:
-        """Returns the past of the hypotheses ``order``."""
-        keys, values, hidden = (None if x is None else x.index_select(0, order) for x in self.tokens())
+        """Returns the past of the hypotheses ``order``, with its room, so that the next token is added without a copy."""
+        keys, values, hidden = (None if x is None else x.index_select(0, order) for x in (self.keys, self.values, self.hidden))
         return Past(keys, values, self.length, hidden)
 
 

@@ -10,7 +10,25 @@ from .streams import LayerStates
 
 
 @with_incremental_state
-class Stateful(nn.Module):
+class Incremental(nn.Module):
+    """A part whose state is in fairseq's ``incremental_state`` while decoding, under the name ``state_name``."""
+
+    state_name = "mixer"
+
+    def _get_input_buffer(self, incremental_state):
+        return self.get_incremental_state(incremental_state, self.state_name)
+
+    def _set_input_buffer(self, incremental_state, state) -> None:
+        self.set_incremental_state(incremental_state, self.state_name, state)
+
+    def reorder_incremental_state(self, incremental_state, new_order: Tensor) -> None:
+        """Gives each hypothesis of a beam search the state of the hypothesis that it continues."""
+        state = self._get_input_buffer(incremental_state)
+        if state is not None:
+            self._set_input_buffer(incremental_state, state.index_select(new_order))
+
+
+class Stateful(Incremental):
     """A part with the state of ``state_type``. ``layer``: the name of its states in ``LayerStates``.
 
     While decoding, fairseq's ``incremental_state`` holds the state; with streams, ``LayerStates`` does. At most one is used, in
@@ -35,18 +53,6 @@ class Stateful(nn.Module):
             self._set_input_buffer(incremental_state, state)
         elif states is not None:
             states.after[self.layer] = state
-
-    def _get_input_buffer(self, incremental_state):
-        return self.get_incremental_state(incremental_state, "mixer")
-
-    def _set_input_buffer(self, incremental_state, state) -> None:
-        self.set_incremental_state(incremental_state, "mixer", state)
-
-    def reorder_incremental_state(self, incremental_state, new_order: Tensor) -> None:
-        """Gives each hypothesis of a beam search the state of the hypothesis that it continues."""
-        state = self._get_input_buffer(incremental_state)
-        if state is not None:
-            self._set_input_buffer(incremental_state, state.index_select(new_order))
 
 
 class Kept(Stateful):

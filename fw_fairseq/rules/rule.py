@@ -144,6 +144,11 @@ class Rule:
         """Whether a token is one step of the recurrence, which it reads after its write."""
         return self.removal is None and self.bonus is None
 
+    @property
+    def plain(self) -> bool:
+        """Whether a rule needs no more of a layer than keys, values and gates that are sigmoids of its projection."""
+        return self.simple and not self.several and all(gate.projected for gate in self.gates.values())
+
     @cached_property
     def simple(self) -> bool:
         """Whether the coefficients say all, with erase and write strengths per token."""

@@ -23,7 +23,7 @@ ROW_UNIT = 8  # columns: 16 bytes of the smallest type
 
 
 class Operands(NamedTuple):
-    """What a layer gives the operation, and what it keeps for its output and its state."""
+    """A layer gives these to the operation, or keeps them for its output and its state."""
 
     q: Tensor  # (B,H,T,K)
     k: Tensor  # (B,H,n T,K)

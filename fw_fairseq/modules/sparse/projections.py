@@ -89,7 +89,7 @@ class Convolutions(nn.Module):
 
 
 class SparseSource(nn.Module):
-    """What the convolutions of a layer read: the modules p of a token and of the two before it."""
+    """The convolutions of a layer read its output: the modules p of a token and of the two before it."""
 
     def __init__(self, width: int, count: int):
         super().__init__()
