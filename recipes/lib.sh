@@ -134,10 +134,15 @@ binarise() { # FOLDER NAME=VALUE... -- OPTION of fairseq-preprocess...: makes FO
         made_with+=("$1")
         shift
     done
+    mkdir -p "$(dirname "$folder")"
+    exec {binarising}>"$folder.lock" # another row's recipe may be making the same folder
+    flock "$binarising"
+    [ ! -d "$folder" ] || { exec {binarising}>&-; return 0; }
     rm -rf "$folder.part"
     logged "$(dirname "$folder")/preprocess.log" fairseq-preprocess --destdir "$folder.part" --workers "${WORKERS:-$(nproc)}" "${@:2}"
     record "$folder" "${made_with[@]}"
     mv "$folder.part" "$folder"
+    exec {binarising}>&-
 }
 
 own_text() { # NAME VOCABULARY: sets OUT, and data, vocabulary and made_with for OUT/bin; ends the script where that is there

@@ -1,19 +1,6 @@
 # shellcheck shell=bash
-# Sourced by table.sh and speed.sh after the lib: the data, the common options of the models and those of each row.
-declare -A row_options=(
-    [softmax]="--mixer softmax"
-    [sum_elu]="--update-rule sum --feature-map elu --feature-norm none --attention-norm"
-    [delta_elu]="--update-rule delta --feature-map elu --feature-norm sum"
-    [delta_dpfp]="--update-rule delta --feature-map dpfp --dpfp-nu 1 --feature-norm sum"
-    [gated]="--update-rule gated --feature-map identity --feature-norm none"
-    [decay]="--update-rule decay --feature-map identity --feature-norm none"
-    [gated_delta]="--update-rule gated_delta --feature-map identity --feature-norm l2"
-    [additive]="--mixer additive"
-    [additive_all]="--mixer additive --window-sizes 0"
-    [leap]="--mixer leap"
-    [sru]="--mixer sru"
-    [srupp]="--mixer srupp"
-)
+# Sourced by table.sh and speed.sh after the lib: the data and the common options of the models.
+source "$ROOT/recipes/mixers.sh"
 model=(--arch fast_weight_lm --decoder-layers 4 --decoder-embed-dim 128 --decoder-ffn-embed-dim 512 --decoder-attention-heads 8
     --decoder-normalize-before --adaptive-input --adaptive-input-cutoff 2000,10000 --adaptive-input-factor 2
     --adaptive-softmax-cutoff 2000,10000 --adaptive-softmax-factor 2 --tie-adaptive-weights --dropout 0.1

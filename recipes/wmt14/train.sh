@@ -22,25 +22,11 @@ source "$(dirname "$0")/../lib.sh"
 find_programs
 renamed ATTENTIONS "name them in the row, for example dpfp2-decoder"
 OUT=$(output_folder wmt14)
-shape=${SHAPE:-wmt_en_de_big}
-kinds="softmax, linear, performerM, prescaledM or dpfpNU"
+source "$ROOT/recipes/wmt14/rows.sh"
 need_row "$kinds" "$@"
-row=$1 name=${1%%-*} attentions=encoder,decoder,cross
+row=$1
 shift
-
-case $row in
-    *-encoder | *-decoder | *-cross) attentions=${row#*-} ;;
-    *-*) fail "ROW is $row; after the - must be encoder, decoder or cross" ;;
-esac
-linear=(--arch "fast_weight_transformer_$shape" --linear-attention "$attentions" --update-rule sum --feature-norm none --attention-norm)
-case $name in
-    softmax) model=(--arch "transformer_$shape") ;;
-    linear) model=("${linear[@]}" --feature-map elu) ;;
-    performer[1-9]*) model=("${linear[@]}" --feature-map favor --favor-features "${name#performer}") ;;
-    prescaled[1-9]*) model=("${linear[@]}" --feature-map favor --favor-prescale --favor-features "${name#prescaled}") ;;
-    dpfp[1-9]*) model=("${linear[@]}" --feature-map dpfp --dpfp-nu "${name#dpfp}") ;;
-    *) fail "ROW is $row; it must be $kinds" ;;
-esac
+row_model "$row"
 need_folder "$OUT/bin" recipes/wmt14/prepare.sh
 precision=${PRECISION---fp16}
 [ -z "$precision" ] || [ -n "$CPU" ] || model+=("$precision")

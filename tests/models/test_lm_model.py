@@ -302,6 +302,19 @@ def test_srupp_architectures_are_near_their_published_sizes():
     assert count(shapes("srupp_lm_wiki103_base", 267744)) == pytest.approx(148e6, rel=0.03)
 
 
+def test_what_published_architectures_share():
+    """SRU++ has no positions and reads normalised inputs; the medium Terraformer of Jaszczur et al. 2021 drops a tenth."""
+    for name in ("srupp_lm_enwik8_base", "srupp_lm_wiki103_base"):
+        args = options_of(name)
+        assert args.no_token_positional_embeddings and args.decoder_normalize_before
+        assert (args.decoder_layers, args.decoder_embed_dim, args.srupp_width) == (10, 3072, 768)
+    args = options_of("terraformer_lm_medium")
+    assert (args.decoder_layers, args.decoder_embed_dim, args.decoder_ffn_embed_dim) == (24, 1024, 6144)
+    assert args.decoder_attention_heads == 16
+    assert (args.ffn_sparsity, args.qkv_sparsity, args.output_sparsity, args.ffn_sru, args.dropout) == (64, 16, 4, 32, 0.1)
+    assert args.reversible and args.no_token_positional_embeddings and args.decoder_normalize_before
+
+
 def test_transformer_xl_is_near_its_published_size():
     args = options_of("transformer_xl_lm")
     assert (args.decoder_layers, args.decoder_embed_dim, args.decoder_attention_heads, args.xl_memory) == (16, 410, 10, 150)

@@ -26,6 +26,7 @@ from .mutants import Mutant, mutants_of
 ROOT = Path(__file__).parents[2]
 IMPORTED = ("torch", "fairseq.trainer", "fairseq.tasks.translation", "fairseq.models.transformer_lm", "transformers", "hypothesis")
 TESTS = "ops layers models tasks patches tools data".split()  # noqa: SIM905
+KERNEL_CODE = "cuda/", "fw_fairseq/ops/kernels/"  # all of its tests take too long for the search of lines
 KERNELS = "tests/kernels/test_cuda*.py"
 LEFT_OUT = "sanitizers", "_gpu", "launch"
 PYTEST = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header"]
@@ -132,9 +133,11 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Mutant]]:
             measure_lines(folder, [name for name in args.tests if (folder / name.partition("::")[0]).exists()], lines)
         tests = json.loads(lines.read_text())
         for mutant in sample(folder, args.only, args.count, args.seed):
-            python = mutant.file.endswith(".py")
-            chosen = choose(tests, mutant.file, mutant.line, args.seconds / 4) if python else tests_of_kernels(folder, mutant.file)
-            end = outcome(mutant, folder, chosen, args.seconds if python else 5 * args.seconds)
+            chosen = choose(tests, mutant.file, mutant.line, args.seconds / 4) if mutant.file.endswith(".py") else []
+            of_kernels = mutant.file.startswith(KERNEL_CODE)
+            if of_kernels:
+                chosen += tests_of_kernels(folder, mutant.file)
+            end = outcome(mutant, folder, chosen, 5 * args.seconds if of_kernels else args.seconds)
             found[end].append(mutant)
             print(f"{end:9} {mutant}", flush=True)
     print(", ".join(f"{len(mutants)} {end}" for end, mutants in sorted(found.items())))

@@ -254,6 +254,7 @@ def test_torchrun_counts_the_workers_unless_a_method_is_given(given, monkeypatch
     count_workers_as_torchrun_does(lambda cfg: asked.append(cfg.distributed_init_method), cfg)
     assert asked == ([] if given is None else [given])
     assert (cfg.distributed_world_size, cfg.distributed_init_method) == ((3, "env://") if given is None else (1, given))
+    assert given or (cfg.distributed_rank, cfg.distributed_no_spawn) == (2, True)  # torchrun has started the others
 
 
 def test_a_checkpoint_of_another_rule_says_so_when_a_run_goes_on():

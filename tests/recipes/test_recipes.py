@@ -16,16 +16,11 @@ import yaml
 from support import programs
 from support.commands import ENVIRONMENT, ROOT, succeed
 from support.language_models import options_of
+from support.recipes import recipe
 
 from fw_fairseq.tools.plot import __main__ as plots
 
 BIN = str(Path(sys.executable).parent)
-
-
-def recipe(name: str, out, *args, cwd=None, **environment):
-    variables = ENVIRONMENT | {"OUT": str(out), "BIN": programs.folder(), "TOY": "1", "WORKERS": "1"} | environment
-    command = ["bash", str(ROOT / "recipes" / name), *map(str, args)]
-    return subprocess.run(command, env=variables, cwd=cwd, capture_output=True, text=True, timeout=600)
 
 
 def test_conversion_on_wikitext2(tmp_path):

@@ -7,9 +7,10 @@ import re
 
 import pytest
 import torch
+from fairseq.tasks.language_modeling import LanguageModelingConfig
 from support.commands import USER_DIR, fairseq, succeed
 
-from fw_fairseq.tasks.drawn import DrawnBatches
+from fw_fairseq.tasks.drawn import DrawnBatches, DrawnTextConfig
 from fw_fairseq.tasks.mqar import MqarConfig, MqarTask
 from fw_fairseq.tasks.state_tracking import StateTrackingConfig, StateTrackingTask
 
@@ -113,3 +114,8 @@ def test_training(tmp_path):
     found = succeed(fairseq("train", *USER_DIR, *command.split()))
     scores = re.findall(r"valid on.*accuracy ([\d.]+)", found)
     assert scores and float(scores[-1]) > 99
+
+
+def test_drawn_text_has_the_defaults_of_fairseqs_language_models():
+    for name in ("tokens_per_sample", "add_bos_token", "max_target_positions"):
+        assert getattr(DrawnTextConfig(), name) == LanguageModelingConfig.__dataclass_fields__[name].default, name

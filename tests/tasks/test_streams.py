@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fw_fairseq.models  # noqa: F401
+from fw_fairseq.data import loading as batches_loading
 from fw_fairseq.data.streams import StreamDataset, StreamIterator
 from fw_fairseq.data.text import Text
 from fw_fairseq.modules import CarriedState, LayerStates, Streams
@@ -61,6 +62,16 @@ def test_shares_of_a_segment_are_the_segment(tokens):
 
 def tensors(batch):
     return batch["target"], batch["net_input"]["src_tokens"]
+
+
+def test_the_buffer_is_loaded_by_all_processes_together(monkeypatch):
+    """Each loads so many batches ahead that they are the buffer at least, and two as torch does."""
+    asked = []
+    monkeypatch.setattr(batches_loading, "DataLoader", lambda *args, **options: asked.append(options) or [])
+    for workers, buffer in ((3, 10), (3, 2), (0, 10)):
+        iterator = StreamIterator(streams(100, 7, 2), Streams(), num_workers=workers, buffer_size=buffer)
+        iterator.next_epoch_itr()
+    assert [options.get("prefetch_factor") for options in asked] == [4, 2, None]
 
 
 @pytest.mark.parametrize("loading", [{}, {"num_workers": 1, "buffer_size": 10}, {"num_workers": 2}], ids=str)

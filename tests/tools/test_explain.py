@@ -215,6 +215,10 @@ def test_rows_and_picture(tmp_path, tokens):
     labels, rows, borders = picture.rows_of(parts, heads=tokens == 10)
     assert (len(labels), len(rows), borders) == ((12, 12, [3, 6, 9]) if tokens == 10 else (4, 4, [2]))
     assert all(max(map(abs, row)) <= 1 for row in rows)
+    bands = picture.bands_of(Shown([f"w{i}" for i in range(tokens)], parts, []))
+    assert [word for band in bands for word in band.words] == [f"w{i}" for i in range(tokens)]
+    for at, row in enumerate(rows):  # no cell is lost between two bands
+        assert [cell for band in bands for cell in band.rows[at]] == row and len({len(band.rows) for band in bands}) == 1
     picture.draw("a $ title", [Shown(["$x_1$"] * tokens, parts, [("$", 0.5)])], tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 5000
 

@@ -1,0 +1,41 @@
+# shellcheck shell=bash
+# Sourced after the lib by the recipes of this folder: training until the validation loss no longer falls, and what has been done so far.
+
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # several runs side by side do not wait for each other's threads
+
+# The learning rate falls to 0.3 of itself after each epoch without a better validation loss, and the run ends the third time. Both are
+# read from the checkpoint, so that a run which was stopped and resumed is the run that was never stopped. Epochs only bound a run that
+# would never end: it counts as unfinished.
+until_the_end=(--lr-scheduler reduce_lr_on_plateau --lr-shrink 0.3 --lr-patience 0 --lr-threshold 0.0005 --max-epoch 200
+    --no-epoch-checkpoints --log-format json --log-interval 50)
+[ -z "$TOY" ] || until_the_end+=(--lr-threshold 0.2)
+ENDED='stopping training because current learning rate'
+
+is_finished() { # FOLDER
+    [ -f "$1/train.log" ] && grep -q "$ENDED" "$1/train.log"
+}
+
+to_the_end() { # FOLDER DATA LR OPTION...: trains until the loss no longer falls, or goes on with it; a finished run is left alone
+    local folder=$1 lr=$3
+    ! is_finished "$folder" || return 0
+    echo "training ${folder##*/}; its progress is in $folder/train.log" >&2
+    (train "$folder" "$2" --lr "$lr" --stop-min-lr "$(awk "BEGIN { print 0.03 * $lr }")" "${until_the_end[@]}" "${@:4}") >/dev/null ||
+        { tail -n 3 "$folder/train.log" >&2; exit 1; }
+    is_finished "$folder" || fail "$folder did not end by its learning rate; $folder/train.log says why"
+}
+
+kept() { # FILE COMMAND...: the output of a command, from FILE where it has been written before
+    [ -f "$1" ] || {
+        "${@:2}" >"$1.part"
+        mv "$1.part" "$1"
+    }
+    cat "$1"
+}
+
+cells() { # RUN CELL...: cells of a table: best validation perplexity, CELL..., epochs, hours
+    "$PYTHON" "$ROOT/recipes/convergence/status.py" --cells "$@"
+}
+
+show_status() { # FOLDER: a line for each run in this folder of OUT/runs: finished or not, epochs, the best validation perplexity
+    "$PYTHON" "$ROOT/recipes/convergence/status.py" "$OUT/runs/$1"
+}

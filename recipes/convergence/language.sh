@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# Trains language models on WikiText-2 until their validation loss no longer falls, evaluates them in three ways and prints their table.
+#
+# Paper:    none; the rows are the rules and mixers of all papers: softmax, sum_elu, delta_elu, delta_dpfp, gated, decay, gated_delta,
+#           additive, additive_all, leap, sru, srupp. The ending -nopos leaves positions out; the ending -stream does so too, and trains
+#           on streams whose state is carried over from segment to segment
+# Data:     DATA, a folder with train.txt, valid.txt and test.txt: WikiText-2 by words, <unk> kept (CC BY-SA); nothing is downloaded
+# Hardware: one CPU core, 1 GB of memory
+# Time:     not measured yet
+# Expected: no numbers yet: no row has been trained to its end
+# Usage:    DATA=folder recipes/convergence/language.sh [ROW]... [OPTION of fairseq-train]...
+#           DATA=folder SEEDS="1 2" recipes/convergence/language.sh softmax delta_dpfp
+#           DATA=folder DROPOUT=0.2 recipes/convergence/language.sh softmax      another dropout, in a folder of its own
+#           recipes/convergence/language.sh --status        which rows are done, and how far the others are
+#           TOY=1 recipes/convergence/language.sh softmax delta_elu-stream      tiny models on a small text
+#
+# The vocabulary has the 4,000 most frequent words, 84% of the text; the others become <unk>, as WikiText-2 has its rarest words. So the
+# layers, not the tables of words, have most of the parameters and of the work. A call resumes each row from its last checkpoint;
+# finished rows are only printed again. No row is cut short: a row without an end is not in the table.
+source "$(dirname "$0")/../lib.sh"
+source "$ROOT/recipes/convergence/end.sh"
+source "$ROOT/recipes/mixers.sh"
+find_programs
+OUT=$(output_folder convergence)
+source "$ROOT/recipes/convergence/model.sh"
+[ "${1:-}" != --status ] || { show_status language; exit 0; }
+split_rows "$@"
+[ ${#rows[@]} -gt 0 ] || rows=(softmax sum_elu delta_elu delta_dpfp gated decay gated_delta sru leap additive srupp)
+for row in "${rows[@]}"; do
+    name=${row%-nopos} name=${name%-stream}
+    if [ -z "${row_options[$name]:-}" ] || [ "$row" = softmax-stream ]; then
+        fail "ROW is $row; it must be one of $(printf '%s\n' "${!row_options[@]}" | sort | paste -sd ' '), or that with -nopos or -stream, which softmax does not have"
+    fi
+done
+if [ -n "$TOY" ]; then
+    DATA=$OUT/corpus
+    [ -d "$DATA" ] || language_reference "$OUT/reference"
+    mkdir -p "$DATA"
+    for split in train valid test; do head -n 60 "$OUT/reference/$split.txt" >"$DATA/$split.txt"; done
+fi
+data=${DATA:-}
+[ -n "$data" ] || fail "DATA is missing; it must be the folder with train.txt, valid.txt and test.txt of WikiText-2"
+made_with=("TOY=$TOY" "DATA=$(absolute "$data")")
+if ! prepared "$OUT/words" "${made_with[@]}"; then
+    binarise "$OUT/words" "${made_with[@]}" -- --only-source --nwordssrc "$words" \
+        --trainpref "$data/train.txt" --validpref "$data/valid.txt" --testpref "$data/test.txt"
+fi
+
+row_task() { # ROW: sets task and own, the options of the row
+    read -ra own <<<"--arch fast_weight_lm ${row_options[${1%-*}]}"
+    [ "${1%-*}" != softmax ] || own=(--arch transformer_lm) # fairseq's own, which conversion.sh begins with
+    task=("${segment_task[@]}")
+    case $1 in
+        *-nopos) own+=(--no-token-positional-embeddings) ;;
+        *-stream)
+            own+=(--no-token-positional-embeddings)
+            task=(--task stateful_language_modeling --tokens-per-sample "$length" --batch-size $((batch / length))) ;;
+    esac
+}
+
+echo "| row | seed | best validation | test, context 0 | sliding, context $context | one stream | epochs | hours |"
+echo "|---|---:|---:|---:|---:|---:|---:|---:|"
+for row in "${rows[@]}"; do
+    row_task "$row"
+    for seed in $seeds; do
+        run=$OUT/runs/language/$row-$dropout-$seed
+        SEED=$seed to_the_end "$run" "$OUT/words" 0.003 "${task[@]}" "${own[@]}" "${model[@]}" "${fit[@]}" --warmup-init-lr 0.0003 "${options[@]}"
+        sliding=$(kept "$run/sliding" evaluate "$run" checkpoint_best.pt sliding --task sliding_language_modeling \
+            --tokens-per-sample "$length" --context-window "$context" --batch-size 16)
+        stream=
+        [ "$row" = "${row%-*}" ] || [[ $row == softmax-* ]] || stream=$(kept "$run/stream" evaluate "$run" checkpoint_best.pt stream \
+            --task stateful_language_modeling --tokens-per-sample "$length" --batch-size 1)
+        echo "| $row | $seed | $(cells "$run" "$(segments "$run")" "$sliding" "$stream") |"
+    done
+done

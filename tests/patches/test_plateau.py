@@ -1,0 +1,46 @@
+"""A learning rate that follows the validation loss goes on after a stop as if there had been none."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from support.commands import USER_DIR, fairseq, succeed
+from support.runs import parameters, updates
+
+MODEL = (
+    "--task language_modeling --tokens-per-sample 16 --batch-size 16 --optimizer adam --lr 0.3 --arch fast_weight_lm"
+    " --decoder-layers 1 --decoder-embed-dim 8 --decoder-input-dim 8 --decoder-output-dim 8 --decoder-ffn-embed-dim 8"
+    " --decoder-attention-heads 1"
+)
+PLATEAU = "--lr-scheduler reduce_lr_on_plateau --lr-shrink 0.5 --lr-patience 1 --lr-threshold 0.2 --num-workers 0"
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def train(data, folder, epochs: int, *more) -> dict[int, float]:
+    """The learning rate of each update."""
+    options = [*MODEL.split(), *PLATEAU.split(), "--max-epoch", epochs, "--save-dir", folder, "--no-epoch-checkpoints", *more]
+    logged = updates(succeed(fairseq("train", data, *options, "--log-format", "json", "--log-interval", 1, *USER_DIR)))
+    return {update: float(entry["lr"]) for update, entry in logged.items()}
+
+
+def test_a_run_that_stops_between_epochs_keeps_its_learning_rates(stream_data, tmp_path):
+    whole = train(stream_data, tmp_path / "whole", 6)
+    assert len(set(whole.values())) == 3  # no epoch is better than the one before by a fifth: the rate falls after every second one
+    parts = {}
+    for epochs in (2, 3, 5, 6):
+        parts |= train(stream_data, tmp_path / "parts", epochs)
+    assert parts == whole
+    expected, found = parameters(tmp_path / "whole"), parameters(tmp_path / "parts")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_new_run_from_old_parameters_does_not_follow_their_loss(stream_data, tmp_path):
+    train(stream_data, tmp_path / "old", 3)
+    old = tmp_path / "old" / "checkpoint_last.pt"
+    fresh = train(stream_data, tmp_path / "new", 2, "--finetune-from-model", old)
+    shutil.copytree(tmp_path / "old", tmp_path / "reset")
+    reset = train(stream_data, tmp_path / "reset", 4, "--reset-lr-scheduler", "--reset-optimizer")
+    assert set(fresh.values()) == {0.3} == {next(iter(reset.values()))}
