@@ -8,6 +8,7 @@ from itertools import chain, combinations
 import pytest
 import torch
 from fairseq import models as registered
+from fairseq.modules import MultiheadAttention
 from fairseq.sequence_generator import SequenceGenerator
 from support.draws import PLAIN
 from support.language_models import ERASING, NON_NEGATIVE, assert_close, make_task
@@ -210,6 +211,23 @@ def test_favor_with_large_exponents_stays_finite():
     y, _ = attention(source, source)
     y.square().sum().backward()
     assert y.isfinite().all() and y.abs().max() > 0 and source.grad.isfinite().all()
+
+
+def test_linear_attention_starts_as_fairseqs_attention():
+    """Uniform weights, those of queries, keys and values 1/sqrt(2) as large as xavier's, and no biases."""
+    torch.manual_seed(0)
+    own, theirs = LinearAttention(256, 4, FastWeightTransformerConfig()), MultiheadAttention(256, 4)
+    keys, values = own.kv_proj.weight.split(own.sizes)
+    pairs = [
+        (own.q_proj.weight, theirs.q_proj),
+        (keys, theirs.k_proj),
+        (values, theirs.v_proj),
+        (own.out_proj.weight, theirs.out_proj),
+    ]
+    for weight, projection in pairs:
+        torch.testing.assert_close(weight.abs().max(), projection.weight.abs().max(), rtol=1e-3, atol=0)
+        torch.testing.assert_close(weight.std(), projection.weight.std(), rtol=0.02, atol=0)
+    assert not any(projection.bias.any() for projection in (own.q_proj, own.kv_proj, own.out_proj))
 
 
 @pytest.mark.parametrize("phi", ["favor", "rfa"])

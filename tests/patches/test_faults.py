@@ -210,6 +210,15 @@ def test_an_empty_split_is_called_empty(tmp_path):
         indexed_dataset.make_dataset(str(tmp_path / "test"), "mmap")
 
 
+def test_texts_that_are_not_mapped_are_left_to_fairseq(tmp_path):
+    """fairseq returns nothing for a file that is not there, and other kinds of files have no index to check."""
+    assert indexed_dataset.make_dataset(str(tmp_path / "nowhere"), "mmap") is None
+    builder = indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "test.bin"))
+    builder.add_item(torch.tensor([4, 5]))
+    builder.finalize(str(tmp_path / "test.idx"))
+    assert indexed_dataset.make_dataset(str(tmp_path / "test"), "lazy", fix_lua_indexing=True)[0].tolist() == [4, 5]
+
+
 def test_no_texts_make_no_batches():
     assert data_utils.batch_by_size([], lambda i: 1, max_sentences=4, required_batch_size_multiple=8) == []
 

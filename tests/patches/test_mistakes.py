@@ -18,6 +18,7 @@ from fw_fairseq.data.streams import StreamDataset
 from fw_fairseq.data.text import Text
 from fw_fairseq.files import write_atomically
 from fw_fairseq.ops import fast_weight
+from fw_fairseq.patches import mistakes
 from fw_fairseq.patches.checkpoints.writing import named_if_not_written
 from fw_fairseq.patches.literals import read_literal
 from fw_fairseq.patches.mistakes import sentence, shortened
@@ -119,3 +120,21 @@ def test_no_plain_value_error_is_raised():
     statements = [(file, node) for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Raise)]
     raised = [(file.name, node.lineno) for file, node in statements if "ValueError" in ast.unparse(node)]
     assert len(statements) > 100 and raised == []
+
+
+@pytest.mark.parametrize("command", [True, False])
+def test_only_fairseqs_commands_show_errors_in_this_way(command, monkeypatch):
+    """A program that imports the package keeps its own; a second call changes nothing more."""
+    monkeypatch.setattr(sys, "excepthook", lambda *error: None)
+    for name in ("traceback", "print_exception"):
+        monkeypatch.setattr(mistakes.hydra_utils, name, getattr(traceback, name, traceback), raising=False)
+    monkeypatch.setitem(sys.modules, "fairseq_cli", sys)
+    if not command:
+        monkeypatch.delitem(sys.modules, "fairseq_cli")
+    before = sys.excepthook
+    mistakes.shorten()
+    assert hasattr(sys.excepthook, "shortened") == hasattr(mistakes.hydra_utils.traceback.print_exception, "shortened") == command
+    assert command or sys.excepthook is before
+    once = sys.excepthook
+    mistakes.shorten()
+    assert sys.excepthook is once
