@@ -13,25 +13,13 @@
 // (decay of the value side: 0, 1), FW_E, FW_W (erase and write strength: 0, 1), FW_ROWS (at most 32); those of row_map.cuh where q
 // and k are rows to map.
 #include "row_map.cuh"
-
-struct View {  // element (b, h, i) is at p[b * stride_b + h * stride_h + i]; without i for numbers per token
-    const void* p;
-    long long stride_b, stride_h;
-};
+#include "views.cuh"
 
 struct Params {
     View q, k, v, f, z, e, w, memory, y, memory_out;
     const long long* order;  // row b continues from row order[b] of memory, which memory_out then must not be; null: from row b
     int H, K, V;
 };
-
-template <class T>
-__device__ __forceinline__ T* at(const View& x, int b, int h) {
-    return (T*)x.p + b * x.stride_b + h * x.stride_h;
-}
-
-constexpr int COLUMNS = 32;
-constexpr int MAX_WARPS = 16;
 
 extern "C" __global__ void __launch_bounds__(COLUMNS * MAX_WARPS) step(const Params p) {
     __shared__ float recalled[MAX_WARPS][COLUMNS];
@@ -67,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(COLUMNS * MAX_WARPS) step(const Par
     const float z = inside ? at<const float>(p.z, b, h)[column] : 0.f;
 #endif
 
-    const float* source = at<const float>(p.memory, p.order ? (int)p.order[b] : b, h) + column;
+    const float* source = at<const float>(p.memory, p.order ? p.order[b] : b, h) + column;
     float left[FW_ROWS];
 #pragma unroll
     for (int i = 0; i < FW_ROWS; i++) {

@@ -21,7 +21,7 @@ SOFTMAX = "softmax"
 REGISTRIES = {"update_rule": RULES, "feature_map": FEATURE_MAPS, "mixer": MIXERS}
 SOFTMAX_OPTIONS = ("attention_dropout",)
 SPARSE_OPTIONS = ("ffn_sparsity", "ffn_controller_dim", "qkv_sparsity", "output_sparsity", "ffn_sru", "reversible")
-DECODER_OPTIONS = ("scale_output", "output_dropout", *SPARSE_OPTIONS)  # which no mixer reads
+DECODER_OPTIONS = ("scale_output", "output_dropout", "no_decoding_graph", *SPARSE_OPTIONS)  # which no mixer reads
 ATTENTIONS = ("encoder", "decoder", "cross")
 
 
@@ -187,6 +187,9 @@ class FastWeightConfig(FairseqDataclass):
     )
     output_dropout: float = option(0.0, "dropout probability of the last layer's output", 0, below=1)
     scale_output: bool = option(False, "divide the logits by the square root of the width of the layers")
+    no_decoding_graph: bool = option(
+        False, "generate on a GPU without CUDA graphs; --model-overrides \"{'no_decoding_graph': True}\" sets it for a checkpoint"
+    )
 
 
 @dataclass

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..buffers.modules import has_hooks, plain
 from ..feature_maps import wide
 from ..modules import FastWeightDecoderLayer, LinearAttention
-from .parts import AttentionStep, CrossStep, FeedForwardStep, plain
+from .parts import AttentionStep, CrossStep, FeedForwardStep
 from .steppers import Stepper, has_stepper
 
 GENERATION = "generation"  # its key in fairseq's incremental state
@@ -40,7 +41,7 @@ class LayerStep:
             and all(map(has_stepper, [layer.self_attn, *layer.more_attention]))
             and isinstance(layer.encoder_attn, (LinearAttention, type(None)))
             and all(getattr(layer, part) is None for part in UNKNOWN_PARTS)
-            and not any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules())
+            and not has_hooks(layer)
         )
 
     def __call__(self, x: Tensor) -> Tensor:

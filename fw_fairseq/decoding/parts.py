@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from fairseq.utils import get_activation_fn
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from ..buffers.modules import plain
 from ..mixers.sru import SruState
-from ..modules import FastWeightDecoderLayer, Stateful
+from ..modules import FastWeightDecoderLayer
 from ..modules.sparse import RecentState
 from ..modules.sparse.fused import FusedFeedForward, FusedProjections
+from ..modules.stateful import Incremental
+from .kernel_source import KernelSource
 from .source import SourceReader
 from .steppers import make_stepper
 
 RELU = get_activation_fn("relu")
-
-
-def plain(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The module's function without what modules do around it, which takes as long as the function for a few rows."""
-    if type(module) is nn.Linear:
-        return lambda x: F.linear(x, module.weight, module.bias)
-    if type(module) is nn.LayerNorm:
-        return lambda x: torch.layer_norm(x, module.normalized_shape, module.weight, module.bias, module.eps)
-    return (lambda x: x) if type(module) is nn.Identity else module
 
 
 class SourceStepper:
@@ -79,7 +70,7 @@ class CellStepper:
 
 def taken(attention: nn.Module, incremental_state: dict):
     """Takes the state of an attention, or of another part, out of fairseq's incremental state."""
-    name = "mixer" if isinstance(attention, Stateful) else "attn_state"
+    name = attention.state_name if isinstance(attention, Incremental) else "attn_state"
     return incremental_state.pop(attention._get_full_incremental_state_key(name), None)
 
 
@@ -121,7 +112,11 @@ class CrossStep:
     """Linear attention to the source."""
 
     def __init__(self, layer: FastWeightDecoderLayer, incremental_state: dict, encoder_out: dict):
-        self.reader = SourceReader(layer.encoder_attn, incremental_state, encoder_out)
+        attention = layer.encoder_attn
+        if KernelSource.fits(attention):
+            self.reader = KernelSource(attention, taken(attention, incremental_state), encoder_out)
+        else:
+            self.reader = SourceReader(attention, incremental_state, encoder_out)
         self.norm = plain(layer.encoder_attn_layer_norm) if layer.normalize_before else None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -132,8 +127,8 @@ class CrossStep:
         self.reader.reorder(order)
 
     def states(self) -> list[tuple[nn.Module, object]]:
-        """Nothing: fairseq's incremental state has the memory of the source."""
-        return []
+        """The memory of the source, with the attention, unless fairseq's incremental state has it."""
+        return self.reader.states()
 
 
 class FeedForwardStep:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from ..buffers.loops import Features, View
 from ..mixers.features import row_map_of
 from ..modules import LinearAttention
 from ..native import loop, takes, threads
-from .loops import Features, View
 
 
 class SourceStep(Features):
@@ -30,8 +30,8 @@ class SourceReader:
 
     def __init__(self, attention: LinearAttention, incremental_state: dict, encoder_out: dict):
         self.attention, self.incremental_state = attention, incremental_state
-        self.output = encoder_out["encoder_out"][0]
-        self.mask = encoder_out["encoder_padding_mask"][0] if encoder_out["encoder_padding_mask"] else None
+        mask = encoder_out["encoder_padding_mask"]
+        self.given = encoder_out["encoder_out"][0], mask[0] if mask else None  # for the first token
         self.in_loop = takes(attention.q_proj.weight.detach())
         self.arguments = a = SourceStep(heads=attention.num_heads, values=attention.head_dim, eps=attention.feature_map.eps)
         a.describe(attention.feature_map, row_map_of(attention.feature_map, attention.feature_norm))
@@ -43,7 +43,8 @@ class SourceReader:
         attention, a = self.attention, self.arguments
         source = attention._get_input_buffer(self.incremental_state)
         if source is None or not (self.in_loop and a.of_projection):
-            y, _ = attention(x.unsqueeze(0), self.output, self.mask, self.incremental_state)
+            y, _ = attention(x.unsqueeze(0), *self.given, self.incremental_state)
+            self.given = None, None
             return y.squeeze(0)
         q, memory, y = linear(x, attention.q_proj.weight, attention.q_proj.bias), source.memory.contiguous(), torch.empty_like(x)
         sums = None if source.normaliser is None else source.normaliser.contiguous()
@@ -56,3 +57,7 @@ class SourceReader:
     def reorder(self, order: Tensor) -> None:
         """Gives row i the source of row ``order[i]``."""
         self.attention.reorder_incremental_state(self.incremental_state, order)
+
+    def states(self) -> list:
+        """Nothing: fairseq's incremental state has the memories."""
+        return []

@@ -5,78 +5,10 @@ from __future__ import annotations
 from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
 
-from ..mixers import Additive, FastWeight, Leap, Mixer, Sru
+from ..buffers.steppers import Stepper, step_mixer
 from ..modules import MixerAttention
 from ..modules.past import Past, attend
 from ..modules.sparse.softmax import SparseAttention
-from .cell import Cell
-from .compiled_memory import CompiledMemory
-from .kernel_memory import KernelMemory
-from .memory import Memory
-from .pools import Pools
-
-
-class Stepper:
-    """Calls the mixer, which returns a new state for each token.
-
-    ``takes_projected``: whether ``of_projected`` may get what the input projection makes of a token.
-    """
-
-    takes_projected = False
-
-    def __init__(self, mixer: Mixer, state):
-        self.mixer, self.last = mixer, state
-
-    def __call__(self, x: Tensor, source: Tensor | None = None) -> Tensor:
-        """Maps x (R,C) to y (R,C). ``source``: what the input projection reads in place of x."""
-        given = {} if source is None else {"source": source.unsqueeze(0)}
-        y, self.last = self.mixer(x.unsqueeze(0), self.last, decoding=True, **given)
-        return y.squeeze(0)
-
-    def reorder(self, order: Tensor) -> None:
-        """Gives row i the state of row ``order[i]``."""
-        if self.last is not None:
-            self.last = self.last.index_select(order)
-
-    def state(self):
-        """The state after the last token."""
-        return self.last
-
-
-class InPlaceStepper(Stepper):
-    """Keeps the state in buffers and changes them there.
-
-    kind: the class of the buffers, ``kind(mixer, state, x)``, with ``step``, ``reorder`` and ``state`` as this class has them.
-        ``kind.takes(mixer, state, rows)`` says whether they can hold the state yet: until then the mixer is called.
-    """
-
-    def __init__(self, mixer: Mixer, state, kind: type):
-        super().__init__(mixer, state)
-        self.kind, self.buffers = kind, None
-        self.takes_projected = kind in (CompiledMemory, Memory)
-
-    def ready(self, rows: int) -> bool:
-        """Whether the buffers hold the state, or can hold it from now on."""
-        return self.buffers is not None or self.kind.takes(self.mixer, self.last, rows)
-
-    def of_projected(self, parts: Tensor) -> Tensor:
-        """Maps what the input projection makes of a token, (R,P), to y (R,C)."""
-        if self.buffers is None:
-            self.buffers, self.last = self.kind(self.mixer, self.last, parts), None
-        return self.buffers.of_projected(parts)
-
-    def __call__(self, x: Tensor, source: Tensor | None = None) -> Tensor:
-        if self.buffers is None:
-            if not self.kind.takes(self.mixer, self.last, len(x)):
-                return super().__call__(x, source)
-            self.buffers, self.last = self.kind(self.mixer, self.last, x), None
-        return self.buffers.step(x if source is None else source)
-
-    def reorder(self, order: Tensor) -> None:
-        super().reorder(order) if self.buffers is None else self.buffers.reorder(order)
-
-    def state(self):
-        return super().state() if self.buffers is None else self.buffers.state()
 
 
 class SoftmaxStepper(Stepper):
@@ -120,23 +52,9 @@ class SoftmaxStepper(Stepper):
         return {"prev_key": keys, "prev_value": values, "prev_key_padding_mask": hidden}
 
 
-BUFFERS = {
-    FastWeight: (KernelMemory, CompiledMemory, Memory),
-    Additive: (Pools,),
-    Leap: (Pools,),
-    Sru: (Cell,),
-}  # the best of each mixer first
-
-
 def make_stepper(attention: nn.Module, state) -> Stepper:
     """The stepper of a mixer's attention, or of softmax attention, that continues from this state; None: from the first token."""
-    if not isinstance(attention, MixerAttention):
-        return SoftmaxStepper(attention, state)
-    mixer = attention.mixer
-    for kind in BUFFERS.get(type(mixer), ()):
-        if kind.fits(mixer):
-            return InPlaceStepper(mixer, state, kind)
-    return Stepper(mixer, state)
+    return step_mixer(attention.mixer, state) if isinstance(attention, MixerAttention) else SoftmaxStepper(attention, state)
 
 
 def has_stepper(attention: nn.Module) -> bool:

@@ -10,6 +10,7 @@ class FastWeightHFConfig(PretrainedConfig):
 
     ``mixers`` has one name for each layer, and ``mixer_options`` the options of FastWeightConfig. Widths and norms are as in
     fairseq's decoder. ``input_bands`` and ``output_bands`` give (words, width) of each cluster of an adaptive vocabulary.
+    ``decoding_graph``: whether a GPU generates with CUDA graphs.
     """
 
     model_type = "fw_fairseq"
@@ -37,6 +38,7 @@ class FastWeightHFConfig(PretrainedConfig):
         input_bands=None,
         output_bands=None,
         tie_word_embeddings=True,
+        decoding_graph=True,
         **kwargs,
     ):
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)

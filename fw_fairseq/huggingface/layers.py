@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from ..mixers import MIXERS
 from ..ops.state import tensor_state
 from .configuration import FastWeightHFConfig
+from .steps import Steps
 
 ACTIVATIONS = {
     "relu": F.relu,
@@ -29,9 +30,22 @@ ACTIVATIONS = {
 class KeysAndValues(NamedTuple):
     """The state of softmax attention, which grows with every token."""
 
-    keys: Tensor
+    keys: Tensor  # (B,H,S,X), as the values
     values: Tensor
-    hidden: Tensor  # True at padding
+    hidden: Tensor  # (B,S), True at padding
+
+
+def join_padded(states: list[KeysAndValues]) -> KeysAndValues:
+    """Returns the states of several batches as one: what is shorter gets padding in front."""
+    most = max(state.hidden.shape[1] for state in states)
+    rows = []
+    for keys, values, hidden in states:
+        more = most - hidden.shape[1]
+        rows.append((F.pad(keys, (0, 0, more, 0)), F.pad(values, (0, 0, more, 0)), F.pad(hidden, (more, 0), value=True)))
+    return KeysAndValues(*map(torch.cat, zip(*rows)))
+
+
+KeysAndValues.join = staticmethod(join_padded)
 
 
 class SoftmaxAttention(nn.Module):
@@ -63,14 +77,49 @@ class SoftmaxAttention(nn.Module):
 
 
 class Cache:
-    """The state that ``generate`` keeps between tokens: the state of each layer, and how many tokens each sequence has read."""
+    """The state that ``generate`` keeps between tokens: the state of each layer, and how many tokens each sequence has read.
+
+    ``steps`` reads token by token. It has the states meanwhile, and ``states`` takes them back.
+    """
 
     is_compileable = False
 
     def __init__(self):
-        self.states: dict[int, object] = {}
+        self.steps: Steps | None = None
+        self.states = {}
         self.tokens: Tensor | None = None  # (B,)
         self.length = 0  # with padding
+
+    @property
+    def states(self) -> dict[int, object]:
+        """The state of each layer."""
+        if self.steps is not None:
+            self.kept, self.steps = self.steps.states(), None
+        return self.kept
+
+    @states.setter
+    def states(self, states: dict[int, object]) -> None:
+        self.kept, self.steps = states, None
+
+    def step(self, model: nn.Module, x: Tensor, graph: bool) -> Tensor | None:
+        """Maps the embeddings of the next token, (B,1,C), to the input of the output layer, (B,1,C), where the layers can read one
+        token at a time in place; else returns None."""
+        device = x.device.type
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(device) or torch.compiler.is_compiling():
+            return None
+        if self.steps is None:
+            if len(self.kept) != len(model.layers) or not Steps.fit(model, Layer):
+                return None
+            self.steps, self.kept = Steps(model, self.kept, graph), {}
+        self.tokens, self.length = self.tokens + 1, self.length + 1
+        return self.steps(x.squeeze(1)).unsqueeze(1)
+
+    def __getstate__(self) -> dict:
+        return {"states": self.states} | {name: value for name, value in vars(self).items() if name not in ("kept", "steps")}
+
+    def __setstate__(self, state: dict) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Returns how many tokens were read, padding included."""
@@ -78,7 +127,11 @@ class Cache:
 
     def reorder_cache(self, order: Tensor) -> None:
         """Replaces the states by those of the sequences ``order``, for beam search."""
-        self.states = {layer: state.index_select(order) for layer, state in self.states.items()}
+        order = order.long()  # beam search has shorter numbers
+        if self.steps is not None and len(order) == len(self.tokens):
+            self.steps.reorder(order)
+        else:
+            self.states = {layer: state.index_select(order) for layer, state in self.states.items()}
         self.tokens = self.tokens.index_select(0, order)
 
 

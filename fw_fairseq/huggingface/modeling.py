@@ -17,6 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .. import Mistake
 from .configuration import FastWeightHFConfig
 from .layers import BandedEmbedding, BandedOutput, Cache, Layer
+from .prompts import read as read_prompts
 
 WITHOUT_EFFECT = ("cache_position", "token_type_ids")  # which transformers passes to every model
 
@@ -130,6 +131,7 @@ class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
+        decoding_graph: bool | None = None,
         **others,
     ) -> CausalLMOutputWithPast | tuple:
         """Returns the logits of the next token; with an adaptive vocabulary they are log probabilities.
@@ -137,7 +139,8 @@ class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
         attention_mask: 0 at padding, on either side. position_ids: a token at position 0 begins a new text, which does not see the
         one before it. past_key_values: the cache to continue from; its tokens must not be given again. inputs_embeds: what the
         input embeddings return, in place of input_ids. labels: the ids, -100 where there is none. shift_labels: the id that each
-        position is to predict, in place of labels.
+        position is to predict, in place of labels. decoding_graph: whether a GPU generates with CUDA graphs; ``generate`` takes it,
+        too.
         """
         self.check(labels, shift_labels, logits_to_keep, input_ids, inputs_embeds, output_attentions, others)
         inputs = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -145,16 +148,21 @@ class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
         padding = None if attention_mask is None else attention_mask[:, -inputs.shape[1] :].eq(0)
         padding = padding if padding is not None and padding.any() else None
         x, tokens, resets = self.embed(inputs, padding, position_ids, cache.tokens)
-        states, hidden = {}, [x]
-        for i, layer in enumerate(self.layers):
-            y, states[i] = layer(hidden[-1].transpose(0, 1), cache.states.get(i), padding, resets)
-            hidden.append(y.transpose(0, 1))
-        cache.states, cache.tokens, cache.length = states, tokens, cache.length + inputs.shape[1]
-        hidden[-1] = hidden[-1] if self.layer_norm is None else self.layer_norm(hidden[-1])
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        alone = x.shape[1] == 1 and padding is None and resets is None and not (wanted or self.training)
+        graph = self.config.decoding_graph if decoding_graph is None else decoding_graph
+        last = cache.step(self, x, graph) if alone else None
+        prompts = not (torch.is_grad_enabled() or self.training or wanted) and padding is not None and resets is None
+        if last is not None:
+            hidden = [x, last]
+        elif prompts and not cache.length:
+            last, states = read_prompts(x, padding, self.read_group)
+            hidden, cache.states, cache.tokens, cache.length = [x, last], states, tokens, x.shape[1]
+        else:
+            hidden = self.through_layers(x, padding, resets, cache, tokens)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.scores(hidden[-1][:, kept])
         kept = cache if (not self.training if use_cache is None else use_cache) else None
-        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         output = CausalLMOutputWithPast(
             loss=mean_loss(logits, labels, shift_labels),
             logits=logits,
@@ -162,6 +170,31 @@ class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
             hidden_states=tuple(hidden) if wanted else None,
         )
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+
+    def through_layers(self, x: Tensor, padding, resets, cache: Cache, tokens: Tensor) -> list[Tensor]:
+        """Returns the input of each layer and of the output, (B,T,C), and leaves the states after the last token in the cache."""
+        states, hidden, before = {}, [x], cache.states
+        for i, layer in enumerate(self.layers):
+            y, states[i] = layer(hidden[-1].transpose(0, 1), before.get(i), padding, resets)
+            hidden.append(y.transpose(0, 1))
+        cache.states, cache.tokens, cache.length = states, tokens, cache.length + x.shape[1]
+        hidden[-1] = hidden[-1] if self.layer_norm is None else self.layer_norm(hidden[-1])
+        return hidden
+
+    def read_group(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, dict[int, object]]:
+        """Returns the input of the output layer, (B,T,C), and the states after the prompts of one length."""
+        cache = Cache()
+        return self.through_layers(x, padding, None, cache, x)[-1], cache.states
+
+    def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
+        """Padding at the end of a prompt keeps the position of its last token, so that the next one counts on from it."""
+        positions, mask = (
+            super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs),
+            model_kwargs.get("attention_mask"),
+        )
+        if mask is None or mask.shape != positions.shape:
+            return positions
+        return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
     def check(self, labels, shift_labels, logits_to_keep, input_ids, inputs_embeds, output_attentions, others) -> None:
         """Refuses arguments that contradict each other or that this model cannot obey."""

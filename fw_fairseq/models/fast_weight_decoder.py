@@ -170,14 +170,18 @@ class FastWeightDecoder(TransformerDecoder):
                 part._set_input_buffer(incremental_state, after[part.layer])
         return output
 
-    def expect_prompt(self, prompt) -> None:
-        """The next incremental decoding begins with these tokens, (B,P), given in steps or not; None: no such promise."""
-        self.prompt, self.prompt_features = prompt, None
+    def expect_prompt(self, prompt: Tensor | None, beam: int = 1) -> None:
+        """The next incremental decoding begins with these tokens, (B,P), given in steps or not, each in ``beam`` neighbouring rows;
+        None: no such promise."""
+        self.prompt, self.beam, self.prompt_features = prompt, beam, None
 
     def read_prompt(self, tokens: int, incremental_state):
-        """The outputs at one of the prompt's tokens. The first call reads all of it in one pass."""
+        """The outputs at one of the prompt's tokens. The first call reads all of it in one pass, once for all rows that have it."""
         if self.prompt_features is None:
-            self.prompt_features, _ = self.take_prompt(self.prompt, incremental_state=incremental_state, features_only=True)
+            features, _ = self.take_prompt(self.prompt, incremental_state=incremental_state, features_only=True)
+            rows = torch.arange(len(self.prompt), device=features.device).repeat_interleave(self.beam)
+            super().reorder_incremental_state_scripting(incremental_state, rows)
+            self.prompt_features = features.index_select(0, rows)
         return self.output_layer(self.prompt_features[:, tokens - 1 : tokens]), {"attn": [None]}
 
     def output_layer(self, features):

@@ -1,4 +1,4 @@
-// One token of generation on a CPU, for all hypotheses: what decoding/ calls between two matrix products. The states change in place.
+// One token of generation on a CPU, for all hypotheses: what buffers/ calls between two matrix products. The states change in place.
 // memory.py and pooled.py there have the structs of the arguments under the same names, and say what is computed.
 #include "common.h"
 

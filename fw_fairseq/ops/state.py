@@ -20,6 +20,11 @@ def index_select(self, order: Tensor):
     return self._map(lambda x: x.index_select(0, order))
 
 
+def join(states):
+    """The states of several batches as one."""
+    return type(states[0])(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*states)))
+
+
 def detach(self):
     return self._map(lambda x: x.detach())
 
@@ -35,9 +40,15 @@ def _map(self, change):
 def tensor_state(kind):
     """Decorates a NamedTuple whose fields are None or tensors that begin with B: it is then moved, reordered and detached as a
     whole."""
+    kind.join = staticmethod(join)
     for method in (index_select, detach, to, _map):
         setattr(kind, method.__name__, method)
     return kind
+
+
+def joined(states: list):
+    """Returns the states of several batches, which are of one type and read from their first tokens on, as one."""
+    return states[0].join(states)
 
 
 state = tensor_state  # its former name, for packages that import it

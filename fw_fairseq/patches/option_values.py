@@ -5,11 +5,15 @@ Options that come from a checkpoint, `--model-overrides` or Hydra are refused in
 
 from __future__ import annotations
 
-from fairseq import models, registry, tasks
+import argparse
+import os
+
+from fairseq import models, options, registry, tasks
 from fairseq.dataclass import utils as dataclass_utils
 from omegaconf.errors import OmegaConfBaseException
 
 from .. import Mistake
+from ..buffers.graphs import VARIABLE
 from ..config import check_values
 from .literals import plain
 from .replacing import replaces
@@ -27,3 +31,20 @@ def say_what_the_command_line_says(original, options, cfg, *args, **kwargs):
     except OmegaConfBaseException as error:
         check_values(options if isinstance(options, type) else type(options), plain(cfg))
         raise Mistake(str(error).splitlines()[0]) from error
+
+
+class WithoutGraphs(argparse.Action):
+    """Switches CUDA graphs off for this process, whatever the models' own options say."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        os.environ[VARIABLE] = "0"
+
+
+@replaces(options, "add_generation_args")
+def switch_graphs_off(original, parser):
+    """The commands that generate know no option of a model. Now `fairseq-generate` and `fairseq-interactive` take
+    `--no-decoding-graph`, which switches CUDA graphs off for all models of the command."""
+    group = original(parser)
+    help_ = "generate on a GPU without CUDA graphs"
+    group.add_argument("--no-decoding-graph", action=WithoutGraphs, nargs=0, default=argparse.SUPPRESS, help=help_)
+    return group

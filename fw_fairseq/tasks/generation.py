@@ -15,7 +15,7 @@ class PromptedGenerator(SequenceGenerator):
         if prefix_tokens is not None:
             prompt = self.common_prompt(prefix_tokens, self.eos if bos_token is None else bos_token)
             for decoder in decoders:
-                decoder.expect_prompt(prompt.repeat_interleave(self.beam_size, dim=0))
+                decoder.expect_prompt(prompt, self.beam_size)
         try:
             return super()._generate(sample, prefix_tokens, constraints, bos_token)
         finally:
@@ -23,8 +23,9 @@ class PromptedGenerator(SequenceGenerator):
                 decoder.expect_prompt(None)
 
     def common_prompt(self, prefix_tokens: Tensor, first: int) -> Tensor:
-        """The first token and as many tokens as every prompt has; longer prompts continue token by token. An end of sentence
-        finishes a hypothesis and takes its row out of the batch, so the common part stops before the first one."""
+        """The first token and as many tokens as every prompt has. The rest of longer prompts is read in the steps in which shorter
+        ones go on, so nothing is computed for padding. An end of sentence finishes a hypothesis and takes its row out of the batch,
+        so the common part stops before the first one."""
         inside = prefix_tokens.ne(self.pad) & prefix_tokens.ne(self.eos)
         shortest = int(inside.long().cumprod(1).sum(1).min())
         return torch.cat([torch.full_like(prefix_tokens[:, :1], first), prefix_tokens[:, :shortest]], dim=1)

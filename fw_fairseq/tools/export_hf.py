@@ -147,6 +147,7 @@ def build(decoder: FastWeightDecoder):
         num_attention_heads=cfg.decoder.attention_heads,
         mixers=[mixer_name(layer.self_attn) for layer in decoder.layers],
         mixer_options={name: jsonable(value) for name, value in asdict(config).items() if not name.startswith("_")},
+        decoding_graph=not config.no_decoding_graph,
         activation=str(cfg.activation_fn),
         normalize_before=cfg.decoder.normalize_before,
         final_norm=decoder.layer_norm is not None,

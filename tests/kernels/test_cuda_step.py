@@ -12,7 +12,7 @@ from support.kernel_rules import STEP_RULES
 from fw_fairseq.ops import fast_weight
 from fw_fairseq.ops.kernels import step as cuda_step
 from fw_fairseq.ops.recurrent import step as one_step
-from fw_fairseq.row_map import AS_IS
+from fw_fairseq.row_map import AS_IS, RowMap
 from fw_fairseq.rules import RULES
 
 COEFFICIENTS = ["", "w", "fw", "Fz", "ew", "few", "Fzew"]  # F: per key
@@ -87,6 +87,7 @@ def sanitized() -> None:
     inputs = draw("Fzew", 20, 40)
     with emulated(sanitized_launch()):
         compare(inputs, *cuda_step.step(**inputs))
+        compare_read(*draw_read(20, 40), torch.empty(4, 2, 40))
 
 
 @pytest.mark.parametrize("rule", STEP_RULES)
@@ -128,3 +129,57 @@ def test_compiles_without_spills(rows, arch):
     for dtype in cuda_step.TYPES:
         found = compile_check("step.cu", cuda_step.defines(dtype, x, x, x, x, rows), arch)["step"]
         assert found["spill_stores"] == found["spill_loads"] == 0 and found["registers"] <= 128, (dtype, found)
+
+
+def draw_read(key: int, value: int, dtype=torch.float32, rows=4, sources=2):
+    q = torch.rand(2, rows, key).to(dtype).transpose(0, 1)
+    return q, torch.randn(sources, 2, key, value), torch.rand(sources, 2, key), torch.tensor([1, 1, 0, 1])[:rows]
+
+
+def compare_read(q, memory, sums, order, y, eps=1e-3):
+    y = cuda_step.read(q, memory, sums, order, eps, AS_IS, y)
+    for row, source in enumerate(order.tolist()):
+        for head in range(2):
+            want = memory[source, head].double().T @ q[row, head].double()
+            if sums is not None:
+                want = want / (sums[source, head].double() @ q[row, head].double() + eps)
+            torch.testing.assert_close(y[row, head].double(), want, rtol=0, atol=TOLERANCE[y.dtype] * want.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("key, value", [(1, 1), (20, 40), (130, 32), (512, 7)])
+def test_reading_widths_and_dtypes(emulate, key, value, dtype):
+    """In fp32 and without sums, too; queries and outputs of two types."""
+    emulate(bounds=True)
+    q, memory, sums, order = draw_read(key, value, dtype)
+    compare_read(q, memory, sums, order, torch.empty(4, 2, value, dtype=dtype))
+    compare_read(q.float(), memory, None, order, torch.empty(4, 2, value, dtype=dtype))
+
+
+def test_reading_nothing_gives_zero(emulate):
+    emulate(bounds=True)
+    q, memory, sums, order = draw_read(8, 6)
+    y = cuda_step.read(torch.zeros_like(q), memory, sums, order, 0.0, AS_IS, torch.empty(4, 2, 6))
+    assert y.eq(0).all()
+
+
+@pytest.mark.parametrize("policy, seed", SCHEDULES)
+def test_reading_in_any_schedule(emulate, policy, seed):
+    emulate(policy, seed)
+    q, memory, sums, order = draw_read(40, 33)
+    compare_read(*map(guarded, (q, memory, sums, order)), guarded(torch.zeros(4, 2, 33)))
+
+
+def test_reading_maps_rows(emulate):
+    emulate(bounds=True)
+    row_map, (q, _, _, order) = RowMap("dpfp", 2, "sum"), draw_read(6, 10)
+    memory, sums = torch.randn(2, 2, 24, 10), torch.rand(2, 2, 24)
+    mapped, y = cuda_step.read(q, memory, sums, order, 1e-3, row_map, torch.empty(4, 2, 10)), torch.empty(4, 2, 10)
+    torch.testing.assert_close(mapped, cuda_step.read(row_map(q), memory, sums, order, 1e-3, AS_IS, y))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_reading_compiles_without_spills(arch):
+    macros = {"FW_IN": "__nv_bfloat16", "FW_OUT": "__nv_bfloat16", "FW_SUMS": 1, "FW_ROWS": 32, "FW_MAP": 4, "FW_NORM": 1}
+    found = compile_check("read.cu", macros | {"FW_D": 64, "FW_NU": 2}, arch)["read_memory"]
+    assert found["spill_stores"] == found["spill_loads"] == 0 and found["registers"] <= 128, found

@@ -9,9 +9,9 @@ from support.draws import PLAIN
 from support.language_models import ERASING, NON_NEGATIVE, assert_close, build, draw, every_map, make_task
 
 from fw_fairseq import native
+from fw_fairseq.buffers.compiled_memory import CompiledMemory
+from fw_fairseq.buffers.steppers import InPlaceStepper
 from fw_fairseq.decoding import GENERATION, Generation
-from fw_fairseq.decoding.compiled_memory import CompiledMemory
-from fw_fairseq.decoding.steppers import InPlaceStepper
 from fw_fairseq.mixers import MIXERS
 from fw_fairseq.rules import RULES
 from fw_fairseq.tools.bench.measure import state_bytes

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fairseq import options
 from fairseq.sequence_generator import SequenceGenerator
+from support.graphs import Repeated, emulate_graphs
 from support.language_models import build, draw, make_task
 
+from fw_fairseq.buffers.kernel_memory import KernelMemory
 from fw_fairseq.decoding import GENERATION, Generation
 from fw_fairseq.decoding.captured import CapturedGeneration
-from fw_fairseq.decoding.kernel_memory import KernelMemory
-from fw_fairseq.ops.kernels import launch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIONS = [
@@ -22,36 +23,9 @@ OPTIONS = [
 ]
 
 
-class Repeated:
-    """Stands for a graph: what it repeats starts the same kernels at the same addresses."""
-
-    made: list[Repeated] = []  # noqa: RUF012
-
-    def __init__(self, function):
-        self.function, self.seen = function, []
-        self.made.append(self)
-
-    def replay(self) -> None:
-        calls, before = launch.current().pointers, len(launch.current().pointers)
-        self.function()
-        self.seen.append(calls[before:])
-
-
 @pytest.fixture
 def kernels(emulate, monkeypatch):
-    """The emulator, which writes down where each decoding kernel reads and writes its state."""
-    launcher = emulate()
-    launcher.pointers, start = [], type(launcher).__call__
-
-    def write_down(self, source, name, defines, grid, block, params, *rest):
-        if name == "step":
-            self.pointers.append((*(int(params[field]["p"]) for field in ("memory", "memory_out")), int(params["order"])))
-        return start(self, source, name, defines, grid, block, params, *rest)
-
-    monkeypatch.setattr(type(launcher), "__call__", write_down)
-    monkeypatch.setattr(CapturedGeneration, "graph_type", Repeated)
-    Repeated.made.clear()
-    return launcher
+    return emulate_graphs(emulate(), monkeypatch)
 
 
 @torch.no_grad()
@@ -68,10 +42,10 @@ def generate(model, tokens, prompt: int) -> tuple[list[torch.Tensor], dict]:
 
 
 @pytest.mark.parametrize("graph", ["0", "1"])
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options["update_rule"])
-def test_tokens_are_those_of_the_general_way(kernels, monkeypatch, options, graph):
+@pytest.mark.parametrize("given", OPTIONS, ids=lambda given: given["update_rule"])
+def test_tokens_are_those_of_the_general_way(kernels, monkeypatch, given, graph):
     monkeypatch.setenv("FW_FAIRSEQ_DECODING_GRAPH", graph)
-    model, tokens, prompt = build(**options).float(), draw(3, 13), 3 if graph == "1" else 0
+    model, tokens, prompt = build(**given).float(), draw(3, 13), 3 if graph == "1" else 0
     found, state = generate(model, tokens, prompt)
     generation = state[GENERATION]
     assert type(generation) is (CapturedGeneration if graph == "1" else Generation)
@@ -90,6 +64,8 @@ def test_graphs_always_touch_the_same_addresses(kernels):
     generate(model, tokens, 0)
     even, odd = Repeated.made
     assert len(even.seen) + len(odd.seen) == 11
+    memory = 3 * model.state_size() // 2  # of a layer
+    assert 0 < even.largest < memory and 0 < odd.largest < memory
     for graph in (even, odd):
         assert all(launches == graph.seen[0] for launches in graph.seen) and len(graph.seen[0]) == 2
     for (source, target, order), (other_source, other_target, other_order) in zip(even.seen[0], odd.seen[0]):
@@ -126,3 +102,19 @@ def test_beam_search_finds_the_same_sentences(kernels, monkeypatch):
     assert len(Repeated.made) == 2
     monkeypatch.setattr(Generation, "fits", staticmethod(lambda decoder: False))
     assert found == search()
+
+
+def test_the_commands_that_generate_switch_graphs_off(kernels, monkeypatch):
+    monkeypatch.setenv("FW_FAIRSEQ_DECODING_GRAPH", "1")
+    monkeypatch.setattr("sys.argv", ["fairseq-interactive"])
+    parser = options.get_interactive_generation_parser()
+    for arguments, graphs in ([], 2), (["--no-decoding-graph"], 0):
+        Repeated.made.clear()
+        parser.parse_known_args(arguments)
+        generate(build().float(), draw(3, 9), 0)
+        assert len(Repeated.made) == graphs
+
+
+def test_a_checkpoints_option_switches_graphs_off(kernels):
+    generate(build(no_decoding_graph=True).float(), draw(3, 9), 0)
+    assert not Repeated.made

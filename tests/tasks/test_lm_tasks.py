@@ -39,6 +39,29 @@ def test_an_end_of_sentence_inside_a_prompt(prompts):
         torch.testing.assert_close(own["positional_scores"], fairseqs["positional_scores"])
 
 
+@pytest.mark.parametrize("options", [{}, {"mixer_pattern": "softmax,fast_weight"}], ids=["delta", "hybrid"])
+def test_prompts_of_unequal_length_go_on_as_one_by_one(options, monkeypatch):
+    """Several hypotheses share the pass over their prompt. No sentence ends, since min_len does not hold within prompts."""
+    dictionary, model, passes = make_task(40).source_dictionary, build(update_rule="delta", **options).eval(), []
+    model.max_positions = lambda: 64
+    prompts = [torch.randint(4, 40, (length,)) for length in (3, 7, 4)]
+    chances, never = model.get_normalized_probs, torch.zeros(40).index_fill(0, torch.tensor([EOS]), 99)
+    monkeypatch.setattr(model, "get_normalized_probs", lambda output, *rest, **given: chances(output, *rest, **given) - never)
+
+    def search(*rows):
+        batch = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=1)
+        sample = {"net_input": {"src_tokens": batch, "src_lengths": batch.ne(1).sum(1)}}
+        generator = PromptedGenerator([model], dictionary, beam_size=3, max_len_b=12)
+        return [[h["tokens"] for h in found] for found in generator.generate([model], sample, prefix_tokens=batch)]
+
+    alone = [search(row)[0] for row in prompts]
+    take = model.decoder.take_prompt
+    monkeypatch.setattr(model.decoder, "take_prompt", lambda rows, **given: passes.append(rows.shape) or take(rows, **given))
+    for found, expected in zip(search(*prompts), alone, strict=True):
+        assert torch.stack(found).equal(torch.stack(expected))
+    assert passes == [(3, 4)]
+
+
 def sliding(**options) -> SlidingLanguageModelingTask:
     return SlidingLanguageModelingTask(LanguageModelingConfig(**options), make_task(40).source_dictionary)
 

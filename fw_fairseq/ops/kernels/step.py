@@ -1,4 +1,5 @@
-"""One token of the recurrence in one kernel, ``cuda/step.cu``: for decoding, without gradients."""
+"""The kernels of decoding, without gradients: one token of the recurrence, ``cuda/step.cu``, and one token that reads memories
+which do not change, ``cuda/read.cu``."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ LARGEST_KEY = WARPS * ROWS[-1]
 COMPUTES = ("f per token", "f per channel", "z per channel", "e per token", "w per token")  # in the words of ``families.kinds``
 VIEW = np.dtype([("p", "u8"), ("stride_b", "i8"), ("stride_h", "i8")])
 VIEWS = ("q", "k", "v", "f", "z", "e", "w", "memory", "y", "memory_out")
-PARAMS = np.dtype([*((name, VIEW) for name in VIEWS), ("order", "u8"), *((name, "i4") for name in "HKV")], align=True)
+SIZES = (("order", "u8"), *((name, "i4") for name in "HKV"))
+PARAMS = np.dtype([*((name, VIEW) for name in VIEWS), *SIZES], align=True)
+READ_PARAMS = np.dtype([*((name, VIEW) for name in ("q", "memory", "sums", "y")), *SIZES, ("eps", "f4")], align=True)
 
 
 def step(
@@ -46,17 +49,38 @@ def step(
     memory_out = memory.new_empty(len(q), *memory.shape[1:]) if memory_out is None else memory_out
     batch, heads, key, value = len(q), *memory.shape[1:]
     tensors = dict(zip(VIEWS, (q, k, v, f, z, e, w, memory, y, memory_out)))
-    params = np.zeros((), PARAMS)
+    params, rows = pack(PARAMS, tensors, order, heads, key, value), choose_rows(key)
+    macros = defines(v.dtype, f, z, e, w, rows) | map_defines(row_map, q.shape[-1])
+    launch.current()(SOURCE, "step", macros, *shape(batch, heads, key, value), params, 0, q.device)
+    return y, memory_out
+
+
+def read(q: Tensor, memory: Tensor, sums: Tensor | None, order: Tensor, eps: float, row_map: RowMap, y: Tensor) -> Tensor:
+    """q (R,H,K), or rows (R,H,D) that ``row_map`` makes features of, memory (S,H,K,V) and sums (S,H,K) in fp32, order (R) long ->
+    y (R,H,V): row i reads memory order[i], divided by what it reads of the sums where there are any. Nothing is allocated."""
+    heads, key, value = memory.shape[1:]
+    params = pack(READ_PARAMS, {"q": q, "memory": memory, "sums": sums, "y": y}, order, heads, key, value)
+    params["eps"] = eps
+    macros = {"FW_IN": TYPES[q.dtype], "FW_OUT": TYPES[y.dtype], "FW_SUMS": int(sums is not None), "FW_ROWS": choose_rows(key)}
+    macros |= map_defines(row_map, q.shape[-1])
+    launch.current()("read.cu", "read_memory", macros, *shape(len(q), heads, key, value), params, 0, q.device)
+    return y
+
+
+def pack(dtype: np.dtype, tensors: dict[str, Tensor | None], order: Tensor | None, *sizes: int) -> np.ndarray:
+    """The ``Params`` of a kernel, for sizes H, K and V."""
+    params = np.zeros((), dtype)
     for name, x in tensors.items():
         if x is not None:
             params[name] = (x.data_ptr(), x.stride(0), x.stride(1))
     params["order"] = 0 if order is None else order.data_ptr()
-    params["H"], params["K"], params["V"] = heads, key, value
-    rows = choose_rows(key)
-    grid, block = (batch * heads, -(-value // COLUMNS)), (COLUMNS, -(-key // rows))
-    macros = defines(v.dtype, f, z, e, w, rows) | map_defines(row_map, q.shape[-1])
-    launch.current()(SOURCE, "step", macros, grid, block, params, 0, q.device)
-    return y, memory_out
+    params["H"], params["K"], params["V"] = sizes
+    return params
+
+
+def shape(batch: int, heads: int, key: int, value: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The grid and the block of a launch."""
+    return (batch * heads, -(-value // COLUMNS)), (COLUMNS, -(-key // choose_rows(key)))
 
 
 def choose_rows(key: int) -> int:

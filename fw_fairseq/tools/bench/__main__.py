@@ -97,6 +97,8 @@ def check(parser: argparse.ArgumentParser, args) -> None:
     """Refuses options that do not fit each other or this machine."""
     if args.device != "cpu" and not torch.cuda.is_available():
         parser.error(f"--device {args.device} needs a CUDA device, and torch sees none; use --device cpu")
+    if getattr(args, "no_decoding_graph", False) and args.device == "cpu":
+        parser.error("--no-decoding-graph needs --device cuda; a CPU has no such graphs")
     for path in filter(None, (args.json, args.figure)):
         if not path.absolute().parent.is_dir():
             parser.error(f"{path.parent} is not a folder; make it first")

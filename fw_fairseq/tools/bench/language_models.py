@@ -55,7 +55,12 @@ def add_arguments(parser) -> None:
         "--contexts", nargs="+", type=positive, default=[256, 1024, 4096], metavar="T", help="tokens before generation"
     )
     parser.add_argument("--steps", type=positive, default=16, help="timed tokens at each context")
+    add_graph(parser)
     parser.add_argument("--resume", action="store_true", help="continue the report in --json, which is written after each length")
+
+
+def add_graph(parser) -> None:
+    parser.add_argument("--no-decoding-graph", action="store_true", help="generate on a GPU without CUDA graphs")
 
 
 def add_sizes(parser, **defaults) -> None:

@@ -32,6 +32,7 @@ def build_model(args, name: str) -> nn.Module:
 
     mixer = name.removeprefix(f"{OWN} ")
     options = {} if name == TRANSFORMER else {"update_rule": mixer} if mixer in RULES else {"mixer": mixer}
+    options |= {} if name == TRANSFORMER else {"no_decoding_graph": args.no_decoding_graph}
     torch.manual_seed(0)
     cfg = argparse.Namespace(
         decoder_layers=args.layers, decoder_embed_dim=args.width, decoder_attention_heads=args.heads,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...feature_maps import FEATURE_MAPS
 from .contest import machine, parameter_counts, positive, settings, spread, take_turns, timed, times_faster
-from .language_models import add_sizes
+from .language_models import add_graph, add_sizes
 from .measure import draw_tokens, make_task, state_bytes
 
 TRANSFORMER = "transformer"
@@ -29,6 +29,7 @@ def add_arguments(parser) -> None:
     )
     parser.add_argument("--sentences", type=positive, default=8, help="translated together")
     parser.add_argument("--beam", type=positive, default=5)
+    add_graph(parser)
 
 
 def measure(args) -> dict:
@@ -67,7 +68,8 @@ def build_models(args) -> tuple[Namespace, dict[str, nn.Module]]:
         transformer_base(cfg)
         return kind.build_model(cfg, task).eval().to(args.device)
 
-    linear = partial(build, FastWeightTransformer, update_rule=RULE, feature_norm="none", attention_norm=True, dpfp_nu=args.dpfp_nu)
+    options = {"feature_norm": "none", "attention_norm": True, "dpfp_nu": args.dpfp_nu, "no_decoding_graph": args.no_decoding_graph}
+    linear = partial(build, FastWeightTransformer, update_rule=RULE, **options)
     models = {f"fast_weight_transformer {name}": linear(feature_map=name) for name in args.feature_maps}
     return task, models | {TRANSFORMER: build(TransformerModel)}
 

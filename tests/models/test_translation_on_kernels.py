@@ -1,0 +1,126 @@
+"""Translation with the kernels of decoding, and as CUDA graphs: sources in place, with and without finished sentences."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+import torch
+from fairseq import models as registered
+from fairseq.sequence_generator import SequenceGenerator
+from support.graphs import Repeated, emulate_graphs
+from support.language_models import make_task
+
+import fw_fairseq.models  # noqa: F401
+from fw_fairseq.decoding import GENERATION, Generation
+from fw_fairseq.decoding.captured import CapturedGeneration
+from fw_fairseq.decoding.kernel_source import KernelSource
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SIDE = {"layers": 2, "embed_dim": 32, "ffn_embed_dim": 48, "attention_heads": 4}
+OPTIONS = {
+    "elu": {"update_rule": "sum", "feature_norm": "none", "attention_norm": True},
+    "dpfp": {"update_rule": "delta", "feature_map": "dpfp", "dpfp_nu": 2},
+    "relu": {"update_rule": "gated", "feature_map": "relu", "feature_norm": "none"},
+    "favor": {"update_rule": "gated_delta", "feature_map": "favor"},
+    "rfa": {"update_rule": "decay", "feature_map": "rfa", "feature_norm": "none"},
+}
+
+
+@pytest.fixture
+def kernels(emulate, monkeypatch):
+    return emulate_graphs(emulate(), monkeypatch)
+
+
+def build(**options):
+    sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in SIDE.items()}
+    args = Namespace(dropout=0.0, **sides, **options)
+    registered.ARCH_CONFIG_REGISTRY["fast_weight_transformer"](args)
+    return registered.MODEL_REGISTRY["fast_weight_transformer"].build_model(args, make_task(40)).eval()
+
+
+def draw(*lengths):
+    rows = [torch.cat([torch.randint(4, 40, (length - 1,)), torch.tensor([2])]) for length in lengths]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=1)
+
+
+@torch.no_grad()
+def decode(model, target) -> tuple[list[torch.Tensor], dict]:
+    """Logits of three sentences with two hypotheses each, which change places; then the second sentence is done."""
+    source, state, found = draw(6, 9, 4), {}, []
+    encoded = model.encoder.reorder_encoder_out(model.encoder(source), torch.tensor([0, 0, 1, 1, 2, 2]))
+    rows = torch.arange(6)
+    for t in range(target.shape[1]):
+        found.append(model.decoder(target[rows, : t + 1], encoder_out=encoded, incremental_state=state)[0][:, -1])
+        if t in (1, 4, 6, 8):
+            order = torch.tensor([1, 0, 2, 2, 5, 4] if t < 6 else [1, 1, 5, 4] if t < 8 else [0, 0, 2, 3])
+            rows = rows[order]
+            model.decoder.reorder_incremental_state_scripting(state, order)
+            encoded = model.encoder.reorder_encoder_out(encoded, order)
+    return found, state
+
+
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_tokens_are_those_of_the_general_way(kernels, monkeypatch, name, graph):
+    model, target = build(**OPTIONS[name], no_decoding_graph=not graph), torch.randint(4, 40, (6, 11))
+    torch.manual_seed(1)
+    found, state = decode(model, target)
+    assert type(state[GENERATION]) is (CapturedGeneration if graph else Generation)
+    assert all(isinstance(layer.parts[1].reader, KernelSource) for layer in state[GENERATION].layers)
+    assert len(Repeated.made) == 2 * graph
+    monkeypatch.setattr(Generation, "fits", staticmethod(lambda decoder: False))
+    torch.manual_seed(1)
+    for ours, theirs in zip(found, decode(model, target)[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_graphs_always_touch_the_same_addresses(kernels):
+    """Memories take turns; the sources stay, and sentences that are done leave them where they are."""
+    model = build(**OPTIONS["elu"])
+    decode(model, torch.randint(4, 40, (6, 11)))
+    even, odd = Repeated.made
+    assert len(even.seen) + len(odd.seen) == 9
+    for graph in (even, odd):
+        assert all(launches == graph.seen[0] for launches in graph.seen) and len(graph.seen[0]) == 4
+        assert 0 < graph.largest < 6 * 4 * 8 * 8
+    for layer in (0, 2):
+        (source, target, order), other = even.seen[0][layer], odd.seen[0][layer]
+        assert (target, source, order) == other and source != target
+        assert even.seen[0][layer + 1] == odd.seen[0][layer + 1]
+
+
+@torch.no_grad()
+def search(model, source, **options):
+    generator = SequenceGenerator([model], make_task(40).target_dictionary, beam_size=3, max_len_b=14, **options)
+    sample = {"net_input": {"src_tokens": source, "src_lengths": source.ne(1).sum(1)}}
+    return [[h["tokens"].tolist() for h in found] for found in generator._generate(sample)]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_beam_search_finds_the_same_sentences(kernels, monkeypatch, ends):
+    """Where sentences end, they leave the batch before the others."""
+    torch.manual_seed(2)  # of weights with which three sentences end
+    model, source, rows = build(**OPTIONS["dpfp"]), draw(6, 9, 4, 7), set()
+    reorder = CapturedGeneration.reorder
+    monkeypatch.setattr(CapturedGeneration, "reorder", lambda self, order: rows.add(len(order)) or reorder(self, order))
+    min_len = 1 if ends else 13
+    if ends:
+        model.decoder.output_projection.weight.data[2] *= 4
+    found = search(model, source, min_len=min_len)
+    assert len(Repeated.made) == 2 and rows == ({12, 6, 3} if ends else {12})
+    monkeypatch.setattr(Generation, "fits", staticmethod(lambda decoder: False))
+    assert found == search(model, source, min_len=min_len)
+
+
+def test_a_padded_token_finds_the_states_and_sources(kernels):
+    """The general way goes on where the graphs were."""
+    model, source = build(**OPTIONS["elu"]), draw(6, 9)
+    model.decoder.embed_positions = None  # which count padding
+    target, state = torch.randint(4, 40, (4, 8)), {}
+    target[1, 6] = 1
+    with torch.no_grad():
+        encoded = model.encoder.reorder_encoder_out(model.encoder(source), torch.tensor([0, 0, 1, 1]))
+        steps = [model.decoder(target[:, : t + 1], encoder_out=encoded, incremental_state=state)[0] for t in range(8)]
+        expected = model.decoder(target[:, target[1] != 1][1:2], encoder_out=model.encoder(source[:1]))[0]
+    torch.testing.assert_close(steps[-1][1], expected[0, -1:], rtol=1e-4, atol=1e-4)
