@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from .kernel_memory import KernelMemory
 
@@ -31,13 +32,17 @@ class CudaGraph:
 
 
 class Graphs:
-    """A step from buffer to buffer, which runs as it is captured and then as a graph."""
+    """A step from buffer to buffer, which runs as it is captured and then as a graph. The memories of all layers have one order,
+    and the step ends with ``settle``."""
 
     graph_type: Callable = CudaGraph
 
     def __init__(self, step: Callable[[], None], memories: list[KernelMemory]):
         self.step, self.memories = step, memories
         self.captured: list[CudaGraph | None] = [None, None]
+        self.order, self.identity = memories[0].order, memories[0].identity
+        for memory in memories:
+            memory.share(self.order)
 
     def __call__(self) -> None:
         """Replays the step of the memories' turn."""
@@ -47,6 +52,14 @@ class Graphs:
         self.captured[turn].replay()
         for memory in self.memories:
             memory.turn = 1 - turn
+
+    def settle(self) -> None:
+        """Says that the memories have been read in their new order."""
+        self.order.copy_(self.identity)
+
+    def reorder(self, order: Tensor) -> None:
+        """Gives row i the memories of row ``order[i]``."""
+        self.order.copy_(self.order.index_select(0, order))
 
 
 def wanted() -> bool:

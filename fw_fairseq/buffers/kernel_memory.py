@@ -50,7 +50,7 @@ class KernelMemory(Memory):
         self.memory = memory
         self.buffers, self.turn = (memory, torch.empty_like(memory)), 0
         self.identity = torch.arange(rows, device=memory.device)
-        self.order = self.identity.clone()
+        self.order, self.shares = self.identity.clone(), False
         self.qk = weight.new_empty(2, rows, heads, 1, keys)  # for ``features``
         self.y = weight.new_empty(rows, heads, columns)
         self.values = weight.new_ones(rows, heads, columns) if self.mixer.attention_norm else None
@@ -68,7 +68,8 @@ class KernelMemory(Memory):
         source, target = self.buffers[self.turn], self.buffers[1 - self.turn]
         kernel.step(*self.mapped(qk), v, *coefficients, source, mixer.row_map or AS_IS, self.y, target, self.order)
         self.turn = 1 - self.turn
-        self.order.copy_(self.identity)
+        if not self.shares:
+            self.order.copy_(self.identity)
         y = self.y
         if self.values is not None:
             y = (y[..., :-1].float() / (y[..., -1:].float() + self.eps)).to(x.dtype)
@@ -82,6 +83,10 @@ class KernelMemory(Memory):
         if self.mixer.row_map is None:
             return tuple(part.view(rows, self.heads, -1) for part in self.features(qk))
         return tuple(part.squeeze(2) for part in self.mixer.feature_map.linear(self.by_head(qk)).unbind())
+
+    def share(self, order: Tensor) -> None:
+        """Takes the rows in an order that the memories of all layers read, and that someone else takes back after a token."""
+        self.order, self.shares = order, True
 
     def reorder(self, order: Tensor) -> None:
         """Gives row i the memory of row ``order[i]``: the next token's kernel reads it there."""

@@ -15,6 +15,7 @@ from ..mixers import FastWeight
 from ..ops.dispatch import has_kernels
 from .generation import Generation
 from .kernel_source import KernelSource
+from .parts import CrossStep
 
 
 class CapturedGeneration(Generation):
@@ -48,10 +49,23 @@ class CapturedGeneration(Generation):
             return self.out[:rows]
         if self.graphs is None:
             self.graphs = Graphs(self.advance, [layer.stepper.buffers for layer in self.layers])
+            for source in self.sources():
+                source.order = self.sources()[0].order
         self.tokens[:rows].copy_(tokens[:, -1])
         self.place.fill_(place)
         self.graphs()
         return self.out[:rows].clone()
+
+    def sources(self) -> list[KernelSource]:
+        """What reads the source, in each layer that has cross attention."""
+        return [part.reader for part in self.parts() if isinstance(part, CrossStep)]
+
+    def read(self, tokens: Tensor, position: Tensor | None) -> Tensor:
+        """Maps tokens (R) and the embedding of their position to features (R,C)."""
+        y = super().read(tokens, position)
+        if self.graphs is not None:
+            self.graphs.settle()
+        return y
 
     def advance(self) -> None:
         """The work of one token, from buffer to buffer."""
@@ -66,7 +80,12 @@ class CapturedGeneration(Generation):
     def reorder(self, order: Tensor) -> None:
         """Gives row i the states of row ``order[i]``; the rows that are left over repeat the first one."""
         self.rows = len(order)
-        super().reorder(torch.cat([order, order[:1].expand(len(self.tokens) - len(order))]))
+        order = torch.cat([order, order[:1].expand(len(self.tokens) - len(order))])
+        if self.graphs is None:
+            return super().reorder(order)
+        for one in (self.graphs, *self.sources()[:1]):  # all layers have their orders
+            one.reorder(order)
+        return None
 
 
 def stays_in_place(layer: nn.Module) -> bool:

@@ -68,6 +68,8 @@ class Steps:
         """Calls the layers and the last norm."""
         for layer in self.layers:
             x = layer(x)
+        if self.graphs is not None:
+            self.graphs.settle()
         return self.norm(x)
 
     def advance(self) -> None:
@@ -76,8 +78,8 @@ class Steps:
 
     def reorder(self, order: Tensor) -> None:
         """Gives sequence i the states of sequence ``order[i]``; there are as many as before."""
-        for layer in self.layers:
-            layer.stepper.reorder(order)
+        for part in [layer.stepper for layer in self.layers] if self.graphs is None else [self.graphs]:
+            part.reorder(order)
 
     def states(self) -> dict[int, object]:
         """The states of the layers after the last token."""

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from fw_fairseq.tools.bench import __main__ as bench
+from fw_fairseq.tools.bench import measure
 
 SIZES = ["--layers", "1", "--width", "16", "--heads", "2", "--ffn", "16", "--vocabulary", "20"]
 TINY = [
@@ -76,3 +77,26 @@ def test_mistakes(change, message, capsys, monkeypatch):
     with pytest.raises(SystemExit) as exit_:
         bench.main([*TINY, *change])
     assert exit_.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_the_host_alone(tmp_path, capsys, monkeypatch):
+    """With graphs and without; additive attention runs without the decoding kernel."""
+    replays, replay = [], measure.Idle.replay
+    monkeypatch.setattr(measure.Idle, "replay", lambda self: replays.append(1) or replay(self))
+    monkeypatch.setattr(measure, "HOST_STEPS", 8)
+    command = ["model", *SIZES, "--host", "--rounds", "1", "--threads", "1"]
+    bench.main([*command, "--mixers", "sum", "gated", "--json", str(tmp_path / "host.json")])
+    rows = json.loads((tmp_path / "host.json").read_text())["host"]
+    assert len(rows) == 4 and sum(row["graph"] for row in rows) == 2 and all(row["seconds"] > 0 for row in rows)
+    assert len(replays) == 2 * 2 * 6  # 2 rounds, 6 tokens after the first two
+    assert capsys.readouterr().out.count("| fast_weight_lm gated | yes |") == 1
+    with pytest.raises(SystemExit, match="--mixers: the decoding kernel does not do a step of additive"):
+        bench.main([*command, "--mixers", "additive"])
+    with pytest.raises(SystemExit):
+        bench.main([*command, "--resume", "--json", str(tmp_path / "host.json")])
+
+
+def test_a_cpu_has_no_graphs_to_leave_out(capsys):
+    with pytest.raises(SystemExit):
+        bench.main([*TINY, "--no-decoding-graph"])
+    assert "--no-decoding-graph needs --device cuda" in capsys.readouterr().err

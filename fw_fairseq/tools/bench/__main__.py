@@ -104,6 +104,10 @@ def check(parser: argparse.ArgumentParser, args) -> None:
             parser.error(f"{path.parent} is not a folder; make it first")
     if "width" in args and args.width % args.heads:
         parser.error(f"--width {args.width} is not a multiple of --heads {args.heads}")
+    if getattr(args, "host", False):
+        useless = [name for name in ("resume", "figure", "no_decoding_graph") if getattr(args, name)]
+        if useless:
+            parser.error(f"--host goes without --{useless[0].replace('_', '-')}; leave it out")
     if getattr(args, "resume", False) and not args.json:
         parser.error("--resume needs --json, the file with the report to continue")
 

@@ -6,14 +6,25 @@ import argparse
 import json
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from ... import Mistake
 from ...mixers import MIXERS
 from ...rules import RULES
-from .contest import machine, parameter_counts, positive, settings, spread, times_faster, write_json
-from .measure import ALL, TRANSFORMER, batch_rows, build_model, model_names, peak_memory, time_generation, time_training
+from .contest import machine, parameter_counts, positive, settings, spread, take_turns, times_faster, write_json
+from .measure import (
+    ALL,
+    TRANSFORMER,
+    batch_rows,
+    build_model,
+    model_names,
+    peak_memory,
+    time_generation,
+    time_host,
+    time_training,
+)  # fmt: skip
 
 SIZES = {
     "layers": "of encoder and decoder each, where there is an encoder", "width": "of the embeddings", "heads": "of each attention",
@@ -56,6 +67,10 @@ def add_arguments(parser) -> None:
     )
     parser.add_argument("--steps", type=positive, default=16, help="timed tokens at each context")
     add_graph(parser)
+    parser.add_argument(
+        "--host", action="store_true",
+        help="instead: the work of the host for a token on a GPU, with kernels and graphs that do nothing; on one CPU thread",
+    )  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="continue the report in --json, which is written after each length")
 
 
@@ -77,6 +92,8 @@ def vocabulary(text: str) -> int:
 def measure(args) -> dict:
     """Times training and generation with every model, and measures their memory."""
     args.mixers = list(dict.fromkeys(name for given in args.mixers for name in (ALL if given == "all" else [given])))
+    if args.host:
+        return measure_host(args)
     report = begin(args)
     models = {name: build_model(args, name) for name in model_names(args)}
     report["parameters"] = parameter_counts(models)
@@ -96,6 +113,31 @@ def measure(args) -> dict:
         report["ratios"] += ratios("generation", context, seconds, sizes)
         finish_length(args, report, f"generation after {context} tokens")
     return report
+
+
+def measure_host(args) -> dict:
+    """Times the host alone, with and without graphs; the models take turns."""
+    if args.device != "cpu" or args.threads != 1:
+        raise Mistake(f"--host needs --device cpu and --threads 1, not {args.device} and {args.threads}")
+    calls = {
+        (name, graph): partial(time_host, args, name, graph)
+        for name in model_names(args) if name != TRANSFORMER for graph in (True, False)
+    }  # fmt: skip
+    found = take_turns(calls, args.rounds, "host")
+    rows = [{"name": name, "graph": graph, **spread(seconds)} for (name, graph), seconds in found.items()]
+    return {"machine": machine(args), "settings": settings(args), "host": rows}
+
+
+def host_table(report: dict) -> str:
+    m, s = report["machine"], report["settings"]
+    lines = [
+        f"{m['device']}, 1 thread, torch {m['torch']}; {s['layers']} layers, width {s['width']}, {s['hypotheses']} hypotheses;"
+        f" medians of {s['rounds']} rounds", "", "| model | graph | host, us per token | per layer |", "|---|---|---:|---:|",
+    ]  # fmt: skip
+    for row in report["host"]:
+        time = 1e6 * row["seconds"]
+        lines.append(f"| {row['name']} | {'yes' if row['graph'] else 'no'} | {time:.0f} | {time / s['layers']:.1f} |")
+    return "\n".join(lines)
 
 
 def begin(args) -> dict:
@@ -142,6 +184,8 @@ def ratios(what: str, length: int, seconds: dict[str, list[float]], sizes: dict[
 
 def table(report: dict) -> str:
     """The report as Markdown."""
+    if "host" in report:
+        return host_table(report)
     m, s = report["machine"], report["settings"]
     lines = [
         f"{m['device']}, {m['threads']} threads, torch {m['torch']}; {s['layers']} layers, width {s['width']}, {s['heads']} heads, "

@@ -13,14 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...decoding import Generation
+from ... import Mistake
+from ...buffers.graphs import Graphs
+from ...buffers.kernel_memory import KernelMemory
+from ...decoding import GENERATION, Generation
 from ...mixers import MIXERS
+from ...ops.kernels.launch import use
 from ...rules import RULES
 from .contest import peak_beyond, progress, take_turns, timed
 
 TRANSFORMER, OWN = "transformer_lm", "fast_weight_lm"
 ALL = [name for name, rule in RULES.items() if rule.step is None] + [name for name in MIXERS if name != "fast_weight"]
-UNTIMED_STEPS = 3
+UNTIMED_STEPS, HOST_STEPS = 3, 200
 
 
 def model_names(args) -> list[str]:
@@ -42,6 +46,48 @@ def build_model(args, name: str) -> nn.Module:
     base_lm_architecture(cfg)
     kind = TransformerLanguageModel if name == TRANSFORMER else FastWeightLanguageModel
     return kind.build_model(cfg, make_task(Dictionary(), args.vocabulary)).to(args.device)
+
+
+class Idle:
+    """A launcher, and a graph, that start nothing: what is left is the work of the host."""
+
+    device_type = "cpu"
+
+    def __init__(self, *step):
+        pass
+
+    def why_not(self, device) -> None:
+        """It runs everywhere."""
+
+    def __call__(self, *launch) -> None:
+        pass
+
+    def replay(self) -> None:
+        pass
+
+
+@torch.no_grad()
+def time_host(args, name: str, graph: bool) -> float:
+    """Returns the median seconds of a token and of a new order of the hypotheses, with kernels and graphs that do nothing."""
+    args = argparse.Namespace(**vars(args) | {"no_decoding_graph": not graph})
+    model, state, seconds = build_model(args, name).eval(), {}, []
+    text, order = draw_tokens(args, args.hypotheses, HOST_STEPS), torch.arange(args.hypotheses).flip(0)
+
+    def step(length: int) -> None:
+        model.decoder(text[:, :length], incremental_state=state, features_only=True)
+        model.decoder.reorder_incremental_state_scripting(state, order)
+
+    kept, Graphs.graph_type = Graphs.graph_type, Idle
+    try:
+        with use(Idle()):
+            for length in range(1, HOST_STEPS + 1):
+                seconds.append(timed(lambda: step(length), args.device))  # noqa: B023
+    finally:
+        Graphs.graph_type = kept
+    kernels = [getattr(layer.stepper, "kind", None) is KernelMemory for layer in state[GENERATION].layers]
+    if not all(kernels):
+        raise Mistake(f"--mixers: the decoding kernel does not do a step of {name.removeprefix(OWN).strip()}; leave it out")
+    return statistics.median(seconds[HOST_STEPS // 4 :])
 
 
 def make_task(dictionary, words: int) -> SimpleNamespace:
