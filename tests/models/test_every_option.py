@@ -27,7 +27,8 @@ TINY = {
     "decoder_attention_heads": 2, "dropout": 0.0, "tokens_per_sample": 16, "max_target_positions": 16,
 }  # fmt: skip
 OPTIONS = {f.name: f for f in fields(FastWeightLanguageModelConfig)}
-OWN = sorted(OPTIONS.keys() - {f.name for f in fields(TransformerLanguageModelConfig)} - {"options_from"})  # it stands for others
+ELSEWHERE = {"options_from", "no_decoding_graph"}  # the one stands for others, and graphs are of a GPU
+OWN = sorted(OPTIONS.keys() - {f.name for f in fields(TransformerLanguageModelConfig)} - ELSEWHERE)
 VALUES = {  # where a default or the next number would change nothing in so small a model
     "mixer_pattern": ["softmax,fast_weight"],
     "fast_weight_backend": ["recurrent"],  # auto may choose the others

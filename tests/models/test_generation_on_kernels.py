@@ -12,6 +12,7 @@ from support.language_models import build, draw, make_task
 from fw_fairseq.buffers.kernel_memory import KernelMemory
 from fw_fairseq.decoding import GENERATION, Generation
 from fw_fairseq.decoding.captured import CapturedGeneration
+from fw_fairseq.ops.kernels.launch import CupyLaunch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIONS = [
@@ -31,11 +32,11 @@ def kernels(emulate, monkeypatch):
 @torch.no_grad()
 def generate(model, tokens, prompt: int) -> tuple[list[torch.Tensor], dict]:
     """Logits of hypotheses that change places twice; then one of them ends."""
-    state, rows, found = {}, torch.arange(len(tokens)), []
+    state, rows, found = {}, torch.arange(len(tokens), device=tokens.device), []
     for t in range(prompt, tokens.shape[1]):
         found.append(model(tokens[rows, : t + 1], incremental_state=state)[0][:, -1])
         if t in (4, 6, 8):
-            order = torch.tensor([1, 1, 0] if t < 8 else [0, 2])
+            order = torch.tensor([1, 1, 0] if t < 8 else [0, 2], device=tokens.device)
             rows = rows[order]
             model.decoder.reorder_incremental_state_scripting(state, order)
     return found, state
@@ -84,6 +85,19 @@ def test_a_padded_token_leaves_the_graphs_with_their_states(kernels):
             found = model(padded[:, : t + 1], incremental_state=state)[0]
         expected = model(tokens[1:])[0][:, -1:]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", OPTIONS, ids=lambda given: given["update_rule"])
+def test_graphs_on_a_device(given, monkeypatch):
+    if reason := CupyLaunch().why_not(torch.device("cuda")):
+        pytest.skip(reason)
+    model, tokens = build(**given).float().cuda(), draw(3, 13).cuda()
+    found, state = generate(model, tokens, 0)
+    assert type(state[GENERATION]) is CapturedGeneration and state[GENERATION].graphs is not None
+    monkeypatch.setattr(Generation, "fits", staticmethod(lambda decoder: False))
+    for ours, theirs in zip(found, generate(model, tokens, 0)[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

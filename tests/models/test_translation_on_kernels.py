@@ -15,6 +15,7 @@ import fw_fairseq.models  # noqa: F401
 from fw_fairseq.decoding import GENERATION, Generation
 from fw_fairseq.decoding.captured import CapturedGeneration
 from fw_fairseq.decoding.kernel_source import KernelSource
+from fw_fairseq.ops.kernels.launch import CupyLaunch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIDE = {"layers": 2, "embed_dim": 32, "ffn_embed_dim": 48, "attention_heads": 4}
@@ -47,13 +48,14 @@ def draw(*lengths):
 @torch.no_grad()
 def decode(model, target) -> tuple[list[torch.Tensor], dict]:
     """Logits of three sentences with two hypotheses each, which change places; then the second sentence is done."""
-    source, state, found = draw(6, 9, 4), {}, []
-    encoded = model.encoder.reorder_encoder_out(model.encoder(source), torch.tensor([0, 0, 1, 1, 2, 2]))
-    rows = torch.arange(6)
+    device = target.device
+    source, state, found = draw(6, 9, 4).to(device), {}, []
+    encoded = model.encoder.reorder_encoder_out(model.encoder(source), torch.tensor([0, 0, 1, 1, 2, 2], device=device))
+    rows = torch.arange(6, device=device)
     for t in range(target.shape[1]):
         found.append(model.decoder(target[rows, : t + 1], encoder_out=encoded, incremental_state=state)[0][:, -1])
         if t in (1, 4, 6, 8):
-            order = torch.tensor([1, 0, 2, 2, 5, 4] if t < 6 else [1, 1, 5, 4] if t < 8 else [0, 0, 2, 3])
+            order = torch.tensor([1, 0, 2, 2, 5, 4] if t < 6 else [1, 1, 5, 4] if t < 8 else [0, 0, 2, 3], device=device)
             rows = rows[order]
             model.decoder.reorder_incremental_state_scripting(state, order)
             encoded = model.encoder.reorder_encoder_out(encoded, order)
@@ -69,6 +71,21 @@ def test_tokens_are_those_of_the_general_way(kernels, monkeypatch, name, graph):
     assert type(state[GENERATION]) is (CapturedGeneration if graph else Generation)
     assert all(isinstance(layer.parts[1].reader, KernelSource) for layer in state[GENERATION].layers)
     assert len(Repeated.made) == 2 * graph
+    monkeypatch.setattr(Generation, "fits", staticmethod(lambda decoder: False))
+    torch.manual_seed(1)
+    for ours, theirs in zip(found, decode(model, target)[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIONS)
+def test_graphs_on_a_device(name, monkeypatch):
+    if reason := CupyLaunch().why_not(torch.device("cuda")):
+        pytest.skip(reason)
+    model, target = build(**OPTIONS[name]).cuda(), torch.randint(4, 40, (6, 11)).cuda()
+    torch.manual_seed(1)
+    found, state = decode(model, target)
+    assert type(state[GENERATION]) is CapturedGeneration and state[GENERATION].graphs is not None
     monkeypatch.setattr(Generation, "fits", staticmethod(lambda decoder: False))
     torch.manual_seed(1)
     for ours, theirs in zip(found, decode(model, target)[0], strict=True):
