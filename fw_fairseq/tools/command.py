@@ -13,6 +13,8 @@ from pathlib import Path
 
 from .. import Mistake
 
+TALKATIVE = "fairseq", "matplotlib", "PIL"  # fairseq's first import opens the logs of all libraries
+
 
 def make_parser(prog: str, description: str, example: str) -> argparse.ArgumentParser:
     """Returns a parser whose help ends with an example, and that knows --version."""
@@ -45,10 +47,10 @@ def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[tuple[st
 @contextlib.contextmanager
 def mistakes_as_sentences(prog: str) -> Iterator[None]:
     """Ends the program with exit code 1 and one sentence after a mistake. With FW_TRACEBACK=1 its traceback is shown. A wrong
-    option ends it with exit code 2, by argparse. fairseq logs nothing but warnings meanwhile."""
-    fairseq = logging.getLogger("fairseq")
-    level = fairseq.level
-    fairseq.setLevel(logging.WARNING)
+    option ends it with exit code 2, by argparse. fairseq and the libraries that draw log nothing but warnings meanwhile."""
+    levels = {logging.getLogger(name): logging.getLogger(name).level for name in TALKATIVE}
+    for logger in levels:
+        logger.setLevel(logging.WARNING)
     try:
         yield
     except (OSError, ValueError) as error:
@@ -56,4 +58,5 @@ def mistakes_as_sentences(prog: str) -> Iterator[None]:
             raise
         sys.exit(f"{prog}: {error}")
     finally:
-        fairseq.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)

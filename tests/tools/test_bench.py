@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 
@@ -29,9 +30,11 @@ TINY = [
 ]
 
 
-def test_ops_report(tmp_path, capsys):
+def test_ops_report(tmp_path, capsys, caplog, monkeypatch):
     outputs = ["--json", str(tmp_path / "ops.json"), "--figure", str(tmp_path / "ops.png")]
+    monkeypatch.setattr(logging.getLogger(), "level", logging.DEBUG)  # as the first import of fairseq leaves it
     bench.main([*TINY, "--rules", "sum", "decay", "--feature-map", "dpfp", *outputs])
+    assert not [record for record in caplog.records if record.name.startswith("matplotlib")]
     report = json.loads((tmp_path / "ops.json").read_text())
     timed = {(row["name"], row["tokens"]) for row in report["forward_backward"]}
     peers = {"softmax attention", "cumulative sum", "sum", "decay", "sum step loop", "decay step loop"}
