@@ -85,7 +85,7 @@ class KernelMemory(Memory):
         return tuple(part.squeeze(2) for part in self.mixer.feature_map.linear(self.by_head(qk)).unbind())
 
     def share(self, order: Tensor) -> None:
-        """Takes the rows in an order that the memories of all layers read, and that someone else takes back after a token."""
+        """Reads the rows in an order that the memories of all layers share; the step of all layers sets it back."""
         self.order, self.shares = order, True
 
     def reorder(self, order: Tensor) -> None:

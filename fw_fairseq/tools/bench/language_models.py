@@ -152,7 +152,7 @@ def begin(args) -> dict:
     except (json.JSONDecodeError, KeyError, TypeError):
         raise Mistake(f"--resume: {args.json} is not what fw-bench model --json writes; name another file") from None
     for name in sorted(now.keys() | before.keys()):
-        if now.get(name) != before.get(name):
+        if now.get(name, False) != before.get(name, False):  # an older report lacks newer switches
             raise Mistake(
                 f"--resume: {args.json} was measured with {name} {before.get(name)}, not {now.get(name)};"
                 " repeat its options, or name another file"
