@@ -149,17 +149,10 @@ class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
         padding = padding if padding is not None and padding.any() else None
         x, tokens, resets = self.embed(inputs, padding, position_ids, cache.tokens)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        alone = x.shape[1] == 1 and padding is None and resets is None and not (wanted or self.training)
         graph = self.config.decoding_graph if decoding_graph is None else decoding_graph
-        last = cache.step(self, x, graph) if alone else None
-        prompts = not (torch.is_grad_enabled() or self.training or wanted) and padding is not None and resets is None
-        if last is not None:
-            hidden = [x, last]
-        elif prompts and not cache.length:
-            last, states = read_prompts(x, padding, self.read_group)
-            hidden, cache.states, cache.tokens, cache.length = [x, last], states, tokens, x.shape[1]
-        else:
-            hidden = self.through_layers(x, padding, resets, cache, tokens)
+        generates = not (torch.is_grad_enabled() or self.training or wanted) and resets is None
+        last = self.generation(x, padding, cache, tokens, graph) if generates else None
+        hidden = self.through_layers(x, padding, resets, cache, tokens) if last is None else [x, last]
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.scores(hidden[-1][:, kept])
         kept = cache if (not self.training if use_cache is None else use_cache) else None
@@ -170,6 +163,16 @@ class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
             hidden_states=tuple(hidden) if wanted else None,
         )
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+
+    def generation(self, x: Tensor, padding: Tensor | None, cache: Cache, tokens: Tensor, graph: bool) -> Tensor | None:
+        """Returns the input of the output layer, (B,T,C), for a token of each sequence or for padded prompts; None otherwise."""
+        if x.shape[1] == 1 and padding is None:
+            return cache.step(self, x, graph)
+        if padding is None or cache.length:
+            return None
+        last, cache.states = read_prompts(x, padding, self.read_group)
+        cache.tokens, cache.length = tokens, x.shape[1]
+        return last
 
     def through_layers(self, x: Tensor, padding, resets, cache: Cache, tokens: Tensor) -> list[Tensor]:
         """Returns the input of each layer and of the output, (B,T,C), and leaves the states after the last token in the cache."""
