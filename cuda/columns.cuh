@@ -1,8 +1,9 @@
 // The parameters of the family with decay per channel, its tile, and how its threads own columns: who loads, scales and stores
 // what.
 //
-// A warp takes 32 channels of the key side or of the value side, a lane two neighbouring ones over half a chunk, outward from the
-// middle; the lane 16 away has the other half.
+// A lane takes two neighbouring channels of the key side or of the value side over half a chunk. In a chunk of one round a warp takes
+// 64 channels and one of the halves. In a chunk of several rounds, and where there are 32 channels or fewer, it takes 32 of them; the
+// lane 16 away has the other half.
 #pragma once
 
 #include "blocks.cuh"
@@ -51,6 +52,10 @@ typedef PairOf<FW_IN>::type Pair;
 template <class T>
 __device__ __forceinline__ float2 to_float2(T pair) {
     return make_float2(to_float(pair.x), to_float(pair.y));
+}
+__device__ __forceinline__ float2 to_float2(__nv_bfloat162 pair) {
+    const unsigned both = *(const unsigned*)&pair;
+    return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000u));
 }
 
 template <class T>
@@ -127,10 +132,10 @@ __device__ __forceinline__ void map_chunk(Features& to, const Rows* all, const P
 }
 #endif
 
-// This lane's share of the work on columns, of q and k (KEY) or of v.
-template <bool KEY>
+// This lane's share of the work on columns, of q and k (KEY) or of v. ROUNDS: in a chunk of several rounds.
+template <bool KEY, bool ROUNDS>
 struct Job {
-    static constexpr bool key = KEY;
+    static constexpr bool key = KEY, gated = KEY ? FW_F != 0 : FW_Z != 0, wide = !ROUNDS && (KEY ? FW_K : FW_V) > 32;
     bool active;  // the tile has this column
     int late;     // which half of the chunk
     int number;   // of its side's jobs
@@ -142,98 +147,120 @@ struct Job {
 #endif
 
     __device__ __forceinline__ Job(const Params& p) {
-        int lane = lane_id();
         number = (threadIdx.x >> 5) - (KEY ? 0 : FW_KEY_JOBS);
-        column = number * 32 + 2 * (lane & 15);
-        active = column < (KEY ? FW_K : FW_V);
-        late = lane >> 4;
+        late = wide ? number % 2 : lane_id() >> 4;
+        column = wide ? number / 2 * 64 + 2 * lane_id() : number * 32 + 2 * (lane_id() & 15);
+        active = wide || column < (KEY ? FW_K : FW_V);
         first = KEY ? 0 : blockIdx.x * FW_V;
         width = KEY ? p.K : p.V - first;
     }
+
+    // Of the lane's eight tokens number j: outward from the middle where a lane meets the one 16 away, else forward.
+    __device__ __forceinline__ int token(int j) const { return ROUNDS ? token_of(late, j) : 8 * late + j; }
+    __device__ __forceinline__ int other_token(int j) const { return 8 - 8 * late + j; }
 };
 
 // Runs f(job) in the warps that have columns. What the two sides do is compiled apart.
-template <class S, class F>
+template <bool ROUNDS = false, class S, class F>
 __device__ __forceinline__ void by_side(const Params& p, const S& shared, F f) {
     const int warp = threadIdx.x >> 5;
     if (warp < FW_KEY_JOBS) {
-        Job<true> job(p);
+        Job<true, ROUNDS> job(p);
 #if FW_MAP
         job.features = &shared.features;
 #endif
         f(job);
-    } else if (warp < FW_KEY_JOBS + FW_VALUE_JOBS) {
-        Job<false> job(p);
+    } else if (FW_KEY_JOBS + FW_VALUE_JOBS == FW_WARPS || warp < FW_KEY_JOBS + FW_VALUE_JOBS) {
+        Job<false, ROUNDS> job(p);
         f(job);
     }
 }
 
-template <class T, bool KEY>
-__device__ __forceinline__ T* row_in(const Job<KEY>& job, const Tensor& x, int t, int share = 0) {
+template <class T, class J>
+__device__ __forceinline__ T* row_in(const J& job, const Tensor& x, int t, int share = 0) {
     return row_of<T>(x, t, share) + job.first;
 }
 
-// Eight tokens of a lane's columns, outward from the middle of the chunk that starts at `start`; `other` where there are none. A whole
-// chunk is loaded before anything waits for it.
-template <class T, bool KEY>
-__device__ __forceinline__ void load_eight(typename PairOf<T>::type (&to)[8], const Params& p, const Job<KEY>& job, const Tensor& x,
-                                           int start, float other) {
+// This lane's columns of x at token 0; those of another lane, where x has none for this one.
+template <class T, class J>
+__device__ __forceinline__ char* first_of(const J& job, const Tensor& x, int share = 0) {
+    return (char*)(row_in<T>(job, x, 0, share) + (job.active && job.column < job.width ? job.column : 0));
+}
+
+// Whether x has all tokens of the chunk and all channels of this warp's job.
+template <class J>
+__device__ __forceinline__ bool is_whole(const Params& p, const J& job, int start) {
+    constexpr int SIDE = J::key ? FW_K : FW_V;
+    const int end = J::wide ? (job.number / 2 + 1) * 64 : min((job.number + 1) * 32, SIDE);
+    return FW_PAIRED && start + FW_CHUNK <= p.T && end <= job.width;
+}
+
+// Eight tokens of a lane's columns, of the chunk that starts at `start`; `other` where there are none. `first`
+// is from first_of.
+template <class T, class J>
+__device__ __forceinline__ void load_eight(typename PairOf<T>::type (&to)[8], const Params& p, const J& job, const Tensor& x,
+                                           const char* first, int start, float other) {
 #if FW_PAIRED
-    if (start + FW_CHUNK <= p.T) {
-        const T* from = row_in<T>(job, x, start + token_of(job.late, 0)) + job.column;
-        const int64_t step = job.late ? x.t : -x.t;
-        const bool there = job.active && job.column < job.width;
+    const int step = (int)x.t * (int)sizeof(T);
+    if (is_whole(p, job, start)) {
+        const char* from = first + (int64_t)(start + job.token(0)) * step;
+        const int next = unknown(job.token(1) > job.token(0) ? step : -step);  // its multiples would fill the registers
 #pragma unroll
-        for (int j = 0; j < 8; j++, from += step) {
-            to[j].x = to[j].y = from_float<T>(other);
-            if (there) to[j] = *(const typename PairOf<T>::type*)from;
-        }
+        for (int j = 0; j < 8; j++) to[j] = *(const typename PairOf<T>::type*)(from + (int64_t)next * j);
         return;
     }
-#endif
+    const bool there = job.active && job.column < job.width;
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        const int t = start + token_of(job.late, j);
+        const int t = start + job.token(j);
+        to[j].x = to[j].y = from_float<T>(other);
+        if (there && t < p.T) to[j] = *(const typename PairOf<T>::type*)(first + (int64_t)t * step);
+    }
+#else
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const int t = start + job.token(j);
         to[j] = load_pair(row_in<T>(job, x, t), job.column, job.width, job.active && t < p.T, other);
     }
+#endif
 }
 
 // The same back: put(j) are token j's two numbers.
-template <class T, bool KEY, class F>
-__device__ __forceinline__ void store_eight(const Params& p, const Job<KEY>& job, const Tensor& x, int start, int share, F put) {
+template <class T, class J, class F>
+__device__ __forceinline__ void store_eight(const Params& p, const J& job, const Tensor& x, int start, int share, F put) {
 #if FW_PAIRED
-    if (start + FW_CHUNK <= p.T) {
-        T* to = row_in<T>(job, x, start + token_of(job.late, 0), share) + job.column;
-        const int64_t step = job.late ? x.t : -x.t;
-        if (job.active && job.column < job.width) {
+    const int step = (int)x.t * (int)sizeof(T);
+    if (is_whole(p, job, start)) {
+        char* to = first_of<T>(job, x, share) + (int64_t)(start + job.token(0)) * step;
+        const int next = unknown(job.token(1) > job.token(0) ? step : -step);  // its multiples would fill the registers
+        if (!job.active) return;
 #pragma unroll
-            for (int j = 0; j < 8; j++, to += step) store_pair(to, 0, 1, true, put(j).x, put(j).y);
-        }
+        for (int j = 0; j < 8; j++) store_pair((T*)(to + (int64_t)next * j), 0, 1, true, put(j).x, put(j).y);
         return;
     }
 #endif
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        const int t = start + token_of(job.late, j);
+        const int t = start + job.token(j);
         store_pair(row_in<T>(job, x, t, share), job.column, job.width, job.active && t < p.T, put(j).x, put(j).y);
     }
 }
 
-// Eight tokens of q (READS) or k, of x on the value side.
-template <bool READS, bool KEY>
-__device__ __forceinline__ void load_operands_of(Pair (&to)[8], const Params& p, const Job<KEY>& job, const Tensor& x, int start) {
+// Eight tokens of q (READS) or k, on the value side of dy or v.
+template <bool READS, class J>
+__device__ __forceinline__ void load_operands_of(Pair (&to)[8], const Params& p, const J& job, const char* first, int start) {
 #if FW_MAP
-    if constexpr (KEY) {
+    if constexpr (J::key) {
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            const int t = start + token_of(job.late, j);
+            const int t = start + job.token(j);
             const FW_IN* from = (READS ? job.features->q : job.features->k) + t % FW_CHUNK * FW_LDK;
             to[j] = load_pair(from, job.column, FW_K, true, 0.f);
         }
         return;
     }
 #endif
-    load_eight<FW_IN>(to, p, job, KEY ? (READS ? p.q : p.k) : x, start, 0.f);
+    load_eight<FW_IN>(to, p, job, J::key ? (READS ? p.q : p.k) : (READS ? p.dy : p.v), first, start, 0.f);
 }
 
 // Eight tokens of two channels, as they come from memory.
@@ -241,129 +268,70 @@ struct Columns {
     Pair reads[8], writes[8];  // q and k, or dy and v
     float gate[2][8];
     float strength[8];  // w, on the value side
+    const char *first_gate, *first_read, *first_write;
 
-    template <bool KEY>
-    __device__ __forceinline__ void load_gates(const Params& p, const Job<KEY>& job, int start, float least = 0.f) {
+    template <class J>
+    __device__ __forceinline__ void find(const Params& p, const J& job) {
+        first_gate = first_of<float>(job, J::key ? p.f : p.z);
+        first_read = first_of<FW_IN>(job, J::key ? p.q : p.dy);
+        first_write = first_of<FW_IN>(job, J::key ? p.k : p.v);
+    }
+
+    template <class J>
+    __device__ __forceinline__ void load_gates(const Params& p, const J& job, int start, float least = 0.f) {
         float2 pairs[8];
-        if constexpr (KEY ? FW_F != 0 : FW_Z != 0) load_eight<float>(pairs, p, job, KEY ? p.f : p.z, start, 1.f);
+        if constexpr (J::gated) load_eight<float>(pairs, p, job, J::key ? p.f : p.z, first_gate, start, 1.f);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            gate[0][j] = (KEY ? FW_F : FW_Z) ? pairs[j].x : 1.f;
-            gate[1][j] = (KEY ? FW_F : FW_Z) ? pairs[j].y : 1.f;
+            gate[0][j] = J::gated ? pairs[j].x : 1.f;
+            gate[1][j] = J::gated ? pairs[j].y : 1.f;
             if (least > 0.f) gate[0][j] = fmaxf(gate[0][j], least), gate[1][j] = fmaxf(gate[1][j], least);
         }
     }
 
-    template <bool KEY>
-    __device__ __forceinline__ void load_writes(const Params& p, const Job<KEY>& job, int start) {
-        load_operands_of<false>(writes, p, job, p.v, start);
+    template <class J>
+    __device__ __forceinline__ void load_writes(const Params& p, const J& job, int start) {
+        load_operands_of<false>(writes, p, job, first_write, start);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             strength[j] = 1.f;
 #if FW_W
-            int t = start + token_of(job.late, j);
-            if (!KEY && job.active && t < p.T) strength[j] = *row_of<float>(p.w, t);
+            int t = start + job.token(j);
+            if (!J::key && job.active && t < p.T) strength[j] = *row_of<float>(p.w, t);
 #endif
         }
     }
 
-    template <bool KEY>
-    __device__ __forceinline__ void load_reads(const Params& p, const Job<KEY>& job, int start) {
-        load_operands_of<true>(reads, p, job, p.dy, start);
+    template <class J>
+    __device__ __forceinline__ void load_reads(const Params& p, const J& job, int start) {
+        load_operands_of<true>(reads, p, job, first_read, start);
     }
 
-    __device__ __forceinline__ float smallest() const { return fminf(half_product(gate[0]), half_product(gate[1])); }
+    // Until something is loaded again no register holds what was.
+    __device__ __forceinline__ void forget() {
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            gate[0][j] = gate[1][j] = 0.f;
+            reads[j].x = reads[j].y = writes[j].x = writes[j].y = from_float<FW_IN>(0.f);
+        }
+    }
 
-    // The half-chunk's operands into rows of a chunk's array.
-    template <bool READS, bool KEY>
-    __device__ __forceinline__ void put(Operand* at, int ld, const Job<KEY>& job, const Factors (&factors)[2]) const {
+    // The half-chunk's operands into rows of a chunk's array, times the factors.
+    template <bool READS, class J>
+    __device__ __forceinline__ void put(Operand* at, int ld, const J& job, const float (&factor)[2][8]) const {
         if (!job.active) return;
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             float2 x = to_float2(READS ? reads[j] : writes[j]);
-            float x0 = READS ? factors[0].reads[j] : factors[0].writes[j];
-            float x1 = READS ? factors[1].reads[j] : factors[1].writes[j];
+            float x0 = factor[0][j], x1 = factor[1][j];
             if (!READS && FW_W) x0 *= strength[j], x1 *= strength[j];
-            store_operands(at + token_of(job.late, j) * ld + job.column, x.x * x0, x.y * x1);
+            store_operands(at + job.token(j) * ld + job.column, x.x * x0, x.y * x1);
         }
     }
 };
 
-// The factors by which a chunk multiplies the memory, per key channel and per value channel: before the chunk (left over from the
-// last one), from the chunk's start to the frame that it is computed in, and over the whole chunk.
-struct Scales {
-    float key[3][FW_K];
-    float value[3][FW_V];
-
-    template <bool KEY>
-    __device__ __forceinline__ void put(const Job<KEY>& job, float2 before, float2 into, float2 total) {
-        if (!job.active || job.late) return;
-        float* at = job.key ? key[0] : value[0];
-        int stride = job.key ? FW_K : FW_V;
-        *(float2*)(at + job.column) = before;
-        *(float2*)(at + stride + job.column) = into;
-        *(float2*)(at + 2 * stride + job.column) = total;
-    }
-};
-
-// A warp's slice of the memory (or of its adjoint), transposed: rows are value channels, columns key channels.
-struct Memory {
-    static constexpr int ROWS = FW_V / 16 / FW_V_WARPS, COLUMNS = FW_K / 16 / FW_K_WARPS;
-    Acc acc[ROWS][COLUMNS];
-
-    static __device__ __forceinline__ int first_row() { return (threadIdx.x >> 5) / FW_K_WARPS * ROWS * 16; }
-    static __device__ __forceinline__ int first_column() { return (threadIdx.x >> 5) % FW_K_WARPS * COLUMNS * 16; }
-
-    // f(element, row, column) for all elements of this lane.
-    template <class F>
-    __device__ __forceinline__ void each(F f) {
-        int g = lane_id() >> 2, t = lane_id() & 3;
-#pragma unroll
-        for (int r = 0; r < ROWS; r++)
-#pragma unroll
-            for (int c = 0; c < COLUMNS; c++)
-#pragma unroll
-                for (int i = 0; i < 8; i++)
-                    f(acc[r][c].c[i / 4][i % 4], first_row() + 16 * r + g + 8 * (i % 4 / 2),
-                      first_column() + 16 * c + 8 * (i / 4) + 2 * t + i % 2);
-    }
-
-    __device__ __forceinline__ void load(const float* from, const Params& p) {
-        int first = blockIdx.x * FW_V;
-        each([&](float& x, int row, int column) {
-            x = from && column < p.K && first + row < p.V ? from[(int64_t)column * p.V + first + row] : 0.f;
-        });
-    }
-
-    __device__ __forceinline__ void store(float* to, const Params& p) {
-        int first = blockIdx.x * FW_V;
-        each([&](float& x, int row, int column) {
-            if (column < p.K && first + row < p.V) to[(int64_t)column * p.V + first + row] = x;
-        });
-    }
-
-    __device__ __forceinline__ void scale(const Scales& s, int which) {
-        if constexpr (FW_F != 0 || FW_Z) {
-            each([&](float& x, int row, int column) { x *= (FW_F ? s.key[which][column] : 1.f) * (FW_Z ? s.value[which][row] : 1.f); });
-        }
-    }
-
-    // += values^T keys, both (16, channels) arrays of a chunk
-    __device__ __forceinline__ void add_outer(const Operand* values, const Operand* keys) {
-        Block left[ROWS];
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) load_block<true, true>(left[r], values + first_row() + 16 * r, FW_LDV);
-#pragma unroll
-        for (int c = 0; c < COLUMNS; c++) {
-            Block right;
-            load_block<false, true>(right, keys + first_column() + 16 * c, FW_LDK);
-#pragma unroll
-            for (int r = 0; r < ROWS; r++) multiply(acc[r][c], left[r], right);
-        }
-    }
-};
-
-__device__ __forceinline__ bool is_owner() { return (threadIdx.x >> 5) < FW_OWNERS; }
+// Told apart only where there are other warps: what those leave unset would otherwise hold registers from turn to turn.
+__device__ __forceinline__ bool is_owner() { return FW_OWNERS == FW_WARPS || (threadIdx.x >> 5) < FW_OWNERS; }
 
 __device__ __forceinline__ int64_t sequence() { return (int64_t)blockIdx.z * gridDim.y + blockIdx.y; }
 

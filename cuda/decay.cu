@@ -7,9 +7,9 @@
 //
 //     Y^ = Q^ W^ + tril(Q^ K^T) V^,    W^ += K^T V^
 //
-// on tensor cores, while the next chunk's columns are being loaded. Memory bandwidth bounds the speed: every input is read once per
-// tile and every output is written once. Saved for the backward: the memory before each part of FW_PART tokens.
-#include "columns.cuh"
+// on tensor cores, while the next chunk's columns are being loaded. There are two barriers for each chunk: one with the vote on its
+// rounds, and one before the products. Saved for the backward: the memory before each part of FW_PART tokens.
+#include "decay_memory.cuh"
 
 struct Shared {
 #if FW_MAP
@@ -17,14 +17,14 @@ struct Shared {
     Features features;
 #endif
     Operand q[16 * FW_LDK], k[16 * FW_LDK], v[16 * FW_LDV];
-    float y[FW_K_WARPS][16 * FW_LDV];
-    float reads[FW_Z ? 16 * FW_LDV : 2];  // factors of the value side
+    float y[FW_K_WARPS > 1 ? FW_K_WARPS * 16 * FW_LDV : 4];
+    float reads[FW_Z ? 16 * FW_LDV : 4];  // factors of the value side
     Scales scales;
 };
 static_assert(sizeof(Shared) == FW_SHARED, "the host counts other bytes");
 
-// y (16 tokens, this warp's value channels): the share of this warp's key channels.
-__device__ __forceinline__ void read_chunk(Acc (&y)[Memory::ROWS], Memory& memory, const Shared& s, int mode) {
+// y (16 tokens, this warp's value channels): the share of this warp's key channels, of the memory (BORDERS) and of the pairs.
+__device__ __forceinline__ void read_chunk(Acc (&y)[Memory::ROWS], Memory& memory, const Shared& s, bool borders, int mode) {
     Acc scores;
     clear(scores);
 #pragma unroll
@@ -32,11 +32,11 @@ __device__ __forceinline__ void read_chunk(Acc (&y)[Memory::ROWS], Memory& memor
         int column = Memory::first_column() + 16 * c;
         Block queries, right;
         load_block<true, false>(queries, s.q + column, FW_LDK);
-        if (has_pairs(mode)) {
+        if (mode != BORDERS) {
             load_block<false, false>(right, s.k + column, FW_LDK);
             multiply(scores, queries, right);
         }
-        if (has_borders(mode)) {
+        if (borders) {
 #pragma unroll
             for (int r = 0; r < Memory::ROWS; r++) {
                 right_from_t(right, memory.acc[r][c]);
@@ -44,7 +44,7 @@ __device__ __forceinline__ void read_chunk(Acc (&y)[Memory::ROWS], Memory& memor
             }
         }
     }
-    if (!has_pairs(mode)) return;
+    if (mode == BORDERS) return;
     int g = lane_id() >> 2, t = lane_id() & 3;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -61,38 +61,47 @@ __device__ __forceinline__ void read_chunk(Acc (&y)[Memory::ROWS], Memory& memor
     }
 }
 
+// f(tile, couple, token, column) for each couple of neighbours of this lane's y; column counts in the tile of values.
+template <class F>
+__device__ __forceinline__ void each_read(F f) {
+    int g = lane_id() >> 2, t = lane_id() & 3;
+#pragma unroll
+    for (int r = 0; r < Memory::ROWS; r++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) f(r, i, g + 8 * (i % 2), Memory::first_row() + 16 * r + 8 * (i / 2) + 2 * t);
+}
+
 // Adds y to total, times the value side's factors of the reading tokens.
 __device__ __forceinline__ void add_reads(Acc (&total)[Memory::ROWS], const Acc (&y)[Memory::ROWS], const Shared& s) {
-    int g = lane_id() >> 2, t = lane_id() & 3;
-#pragma unroll
-    for (int r = 0; r < Memory::ROWS; r++)
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            int token = g + 8 * (i % 4 / 2), column = Memory::first_row() + 16 * r + 8 * (i / 4) + 2 * t + i % 2;
-            total[r].c[i / 4][i % 4] += y[r].c[i / 4][i % 4] * (FW_Z ? s.reads[token * FW_LDV + column] : 1.f);
+    each_read([&](int r, int i, int token, int column) {
+        const float2 factor = FW_Z ? *(const float2*)(s.reads + token * FW_LDV + column) : make_float2(1.f, 1.f);
+        total[r].c[i / 2][i % 2 * 2] += y[r].c[i / 2][i % 2 * 2] * factor.x;
+        total[r].c[i / 2][i % 2 * 2 + 1] += y[r].c[i / 2][i % 2 * 2 + 1] * factor.y;
+    });
+}
+
+// y to device memory, or to be summed over the warps that share a column.
+__device__ __forceinline__ void put_y(const Params& p, Shared& s, const Acc (&y)[Memory::ROWS], int start) {
+    const int first = blockIdx.x * FW_V;
+    each_read([&](int r, int i, int token, int column) {
+        const float low = y[r].c[i / 2][i % 2 * 2], high = y[r].c[i / 2][i % 2 * 2 + 1];
+        if constexpr (FW_K_WARPS > 1) {
+            *(float2*)(s.y + ((threadIdx.x >> 5) % FW_K_WARPS * 16 + token) * FW_LDV + column) = make_float2(low, high);
+        } else if (start + token < p.T) {
+            store_pair(row_of<FW_IN>(p.y, start + token) + first, column, p.V - first, true, low, high);
         }
+    });
 }
 
-__device__ __forceinline__ void put_y(Shared& s, const Acc (&y)[Memory::ROWS]) {
-    int g = lane_id() >> 2, t = lane_id() & 3;
-    float* at = s.y[(threadIdx.x >> 5) % FW_K_WARPS] + Memory::first_row() + 2 * t;
-#pragma unroll
-    for (int r = 0; r < Memory::ROWS; r++)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            *(float2*)(at + (g + 8 * (i % 2)) * FW_LDV + 16 * r + 8 * (i / 2)) =
-                make_float2(y[r].c[i / 2][i % 2 * 2], y[r].c[i / 2][i % 2 * 2 + 1]);
-}
+__device__ __forceinline__ void sum_y(const Params&, const Shared&, const Job<true, true>&, int) {}
 
-__device__ __forceinline__ void store_y(const Params&, const Shared&, const Job<true>&, int) {}
-
-__device__ __forceinline__ void store_y(const Params& p, const Shared& s, const Job<false>& job, int start) {
+__device__ __forceinline__ void sum_y(const Params& p, const Shared& s, const Job<false, true>& job, int start) {
     if (!job.active) return;
     store_eight<FW_IN>(p, job, p.y, start, 0, [&](int j) {
         float2 sum = make_float2(0.f, 0.f);
 #pragma unroll
         for (int warp = 0; warp < FW_K_WARPS; warp++) {
-            float2 y = *(const float2*)(s.y[warp] + token_of(job.late, j) * FW_LDV + job.column);
+            float2 y = *(const float2*)(s.y + (warp * 16 + job.token(j)) * FW_LDV + job.column);
             sum.x += y.x;
             sum.y += y.y;
         }
@@ -100,20 +109,20 @@ __device__ __forceinline__ void store_y(const Params& p, const Shared& s, const 
     });
 }
 
-template <bool KEY>
-__device__ __forceinline__ void load_chunk(Columns& columns, const Params& p, const Job<KEY>& job, int start) {
+template <class J>
+__device__ __forceinline__ void load_chunk(Columns& columns, const Params& p, const J& job, int start) {
     columns.load_writes(p, job, start);
-    if (KEY) columns.load_reads(p, job, start);
+    if (J::key) columns.load_reads(p, job, start);
 }
 
 // Starts the loads of the next chunk, which run while this one is computed. With a map v is only brought into the L2 cache, because
 // the registers hold no more.
-template <bool KEY>
-__device__ __forceinline__ void load_early(Columns& columns, const Params& p, const Job<KEY>& job, int start) {
+template <class J>
+__device__ __forceinline__ void load_early(Columns& columns, const Params& p, const J& job, int start) {
     columns.load_gates(p, job, start);
 #if FW_MAP
-    int t = start + lane_id() % 16;
-    if (!KEY && t < p.T && job.number * 32 < job.width) prefetch_l2(row_in<FW_IN>(job, p.v, t) + job.number * 32);
+    int t = start + lane_id() % 16, column = J::wide ? job.number / 2 * 64 : job.number * 32;
+    if (!J::key && t < p.T && column < job.width) prefetch_l2(row_in<FW_IN>(job, p.v, t) + column);
 #else
     load_chunk(columns, p, job, start);
 #endif
@@ -131,86 +140,122 @@ __device__ __forceinline__ void take_rows(Shared& s, Columns& columns, const Par
 }
 #endif
 
-// Scales this lane's columns for a round; returns what it leaves to do to the memory after it.
-template <bool KEY>
-__device__ __forceinline__ float2 put_chunk(Shared& s, const Columns& columns, const Job<KEY>& job, int mode, float2 before) {
-    Factors factors[2];
-    gate_factors(factors[0], mode, job.late, columns.gate[0]);
-    gate_factors(factors[1], mode, job.late, columns.gate[1]);
-    columns.put<false>(job.key ? s.k : s.v, job.key ? FW_LDK : FW_LDV, job, factors);
-    if (job.key) columns.put<true>(s.q, FW_LDK, job, factors);
-    if (FW_Z && !job.key && job.active) {
+// This lane's columns, scaled, and the value side's factors.
+template <class J, class F>
+__device__ __forceinline__ void put_chunk(Shared& s, const Columns& columns, const J& job, const F& factors) {
+    columns.put<false>(J::key ? s.k : s.v, J::key ? FW_LDK : FW_LDV, job, factors.writes);
+    if (J::key) columns.put<true>(s.q, FW_LDK, job, factors.reads);
+    if (!FW_Z || J::key || !job.active) return;
 #pragma unroll
-        for (int j = 0; j < 8; j++)
-            *(float2*)(s.reads + token_of(job.late, j) * FW_LDV + job.column) = make_float2(factors[0].reads[j], factors[1].reads[j]);
+    for (int j = 0; j < 8; j++)
+        *(float2*)(s.reads + job.token(j) * FW_LDV + job.column) = make_float2(factors.reads[0][j], factors.reads[1][j]);
+}
+
+__device__ __forceinline__ void save_border(Memory& memory, const Params& p, int start) {
+    if (p.borders && start && start % FW_PART == 0)
+        memory.store(memory_of(p.borders, p, p.parts - 1, start / FW_PART - 1), p);
+}
+
+// A chunk in several rounds.
+__device__ __forceinline__ void take_rounds(const Params& p, Shared& s, Memory& memory, int start, int tier, int turn) {
+    Acc total[Memory::ROWS];
+#pragma unroll
+    for (int r = 0; r < Memory::ROWS; r++) clear(total[r]);
+#pragma unroll 1
+    for (int mode = BORDERS; mode != DONE; mode = next_mode(mode, tier)) {
+        by_side<true>(p, s, [&](const auto& job) {
+            Columns columns;
+            Factors factors;
+            columns.find(p, job);
+            columns.load_gates(p, job, start);
+            load_chunk(columns, p, job, start);
+            factors.multiply(mode, job.late, columns.gate);
+            put_chunk(s, columns, job, factors);
+            if (mode == BORDERS) s.scales.put_whole(job, factors.whole, turn);
+        });
+        __syncthreads();
+        if (is_owner()) {
+            if (mode == BORDERS) {
+                memory.scale(s.scales, Scales::LEFT + (turn ^ 1));
+                save_border(memory, p, start);
+            }
+            Acc y[Memory::ROWS];
+#pragma unroll
+            for (int r = 0; r < Memory::ROWS; r++) clear(y[r]);
+            read_chunk(y, memory, s, mode == BORDERS, mode);
+            add_reads(total, y, s);
+            if (mode == BORDERS) {
+                memory.scale(s.scales, Scales::CHUNK);
+                memory.add_outer(s.v, s.k);
+            }
+        }
+        __syncthreads();
     }
-    if (!has_borders(mode)) return before;
-    float2 first = make_float2(factors[0].first, factors[1].first), second = make_float2(factors[0].second, factors[1].second);
-    s.scales.put(job, before, first, make_float2(first.x * second.x, first.y * second.y));
-    return mode == ALL ? second : make_float2(1.f, 1.f);
+    if (is_owner()) put_y(p, s, total, start);
+}
+
+// A chunk in one round: what its scaled columns in shared memory do.
+__device__ __forceinline__ void take_chunk(const Params& p, Shared& s, Memory& memory, int start, int turn) {
+    if (p.borders && start && start % FW_PART == 0) {
+        Memory before = memory;
+        before.scale(s.scales, Scales::LEFT + (turn ^ 1));
+        save_border(before, p, start);
+    }
+    memory.scale(s.scales, Scales::CHUNK);
+    Acc y[Memory::ROWS], scaled[Memory::ROWS];
+#pragma unroll
+    for (int r = 0; r < Memory::ROWS; r++) clear(y[r]), clear(scaled[r]);
+    read_chunk(y, memory, s, true, PAIRS);
+    add_reads(scaled, y, s);
+    put_y(p, s, scaled, start);
+    memory.add_outer(s.v, s.k);
 }
 
 extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, 1) decay_forward(const Params p) {
     extern __shared__ __align__(16) unsigned char shared[];
     Shared& s = *(Shared*)shared;
-    const bool owner = is_owner();
     Memory memory;
     Columns columns;
-    float2 left_over = make_float2(1.f, 1.f);
+    int tier = 1, turn = 1;
 
 #if FW_MAP
     load_rows(s.rows, p, 0);
 #endif
-    if (owner) memory.load(memory_of(p.memory, p), p);
-    by_side(p, s, [&](const auto& job) { load_early(columns, p, job, 0); });
-    for (int start = 0; start < p.T; start += FW_CHUNK) {
+    if (is_owner()) memory.load(memory_of(p.memory, p), p);
+    s.scales.leave_nothing(1);
+    by_side(p, s, [&](const auto& job) { columns.find(p, job); });
+    for (int start = -FW_CHUNK; start < p.T; start += FW_CHUNK, turn ^= 1) {  // the first turn loads the first chunk
+        if (start >= 0) {
 #if FW_MAP
-        take_rows(s, columns, p, start);
+            take_rows(s, columns, p, start);
 #endif
-        float smallest = 1.f;
-        by_side(p, s, [&](const auto&) { smallest = columns.smallest(); });
-        int tier = vote_tier(smallest);
-        Acc total[Memory::ROWS];
-#pragma unroll
-        for (int r = 0; r < Memory::ROWS; r++) clear(total[r]);
-        for (int mode = first_mode(tier); mode != DONE; mode = next_mode(mode, tier)) {
+            Frame frame;
+            float smallest = 1.f;
             by_side(p, s, [&](const auto& job) {
-                if (mode > BORDERS) {
-                    columns.load_gates(p, job, start);
-                    load_chunk(columns, p, job, start);
-                }
-                left_over = put_chunk(s, columns, job, mode, left_over);
+                frame.multiply(job, columns.gate);
+                smallest = frame.smallest();
             });
-            __syncthreads();
-            if (next_mode(mode, tier) == DONE) {
-                by_side(p, s, [&](const auto& job) { load_early(columns, p, job, start + FW_CHUNK); });
+            tier = vote_tier(smallest);
+            if (tier == 0) {
+                by_side(p, s, [&](const auto& job) {
+                    put_chunk(s, columns, job, frame);
+                    s.scales.put<false>(job, frame.half, turn);
+                });
+            } else {
+                take_rounds(p, s, memory, start, tier, turn);
             }
-            if (owner) {
-                if (has_borders(mode)) {
-                    memory.scale(s.scales, 0);
-                    if (p.borders && start && start % FW_PART == 0)
-                        memory.store(memory_of(p.borders, p, p.parts - 1, start / FW_PART - 1), p);
-                    if (mode == ALL) memory.scale(s.scales, 1);
-                }
-                Acc y[Memory::ROWS];
-#pragma unroll
-                for (int r = 0; r < Memory::ROWS; r++) clear(y[r]);
-                read_chunk(y, memory, s, mode);
-                add_reads(total, y, s);
-                if (has_borders(mode)) {
-                    if (mode == BORDERS) memory.scale(s.scales, 2);
-                    memory.add_outer(s.v, s.k);
-                }
-                if (next_mode(mode, tier) == DONE) put_y(s, total);
-            }
-            __syncthreads();
         }
-        by_side(p, s, [&](const auto& job) { store_y(p, s, job, start); });
+        __syncthreads();
+        by_side(p, s, [&](const auto& job) { load_early(columns, p, job, start + FW_CHUNK); });
+        if (tier == 0 && is_owner()) take_chunk(p, s, memory, start, turn);
+        if (FW_K_WARPS > 1 && start >= 0) {
+            __syncthreads();
+            by_side<true>(p, s, [&](const auto& job) { sum_y(p, s, job, start); });
+        }
     }
-    by_side(p, s, [&](const auto& job) { s.scales.put(job, left_over, left_over, left_over); });
     __syncthreads();
-    if (owner) {
-        memory.scale(s.scales, 0);
+    if (is_owner()) {
+        memory.scale(s.scales, Scales::LEFT + (turn ^ 1));
         memory.store(memory_of(p.final_memory, p), p);
     }
 }

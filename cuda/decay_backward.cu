@@ -13,8 +13,8 @@
 // the pairs of a token with itself, within one chunk only. Divided by the gate that is right to 1e-7 / gate; where gates are
 // smaller than FW_SMALL_GATE the pairs are taken apart (gates.cuh), and nothing cancels.
 //
-// Each value tile writes its share of dq, dk, df and dw. Memory bandwidth bounds the speed: inputs are read from DRAM once.
-#include "decay_gradients.cuh"
+// Each value tile writes its share of dq, dk, df and dw.
+#include "decay_one_round.cuh"
 
 __device__ __forceinline__ void put_memory(Operand* at, Memory& memory) {
     int g = lane_id() >> 2, t = lane_id() & 3;
@@ -31,139 +31,221 @@ __device__ __forceinline__ void put_memory(Operand* at, Memory& memory) {
 }
 
 // The smallest product of 8 gates, 0 where a gate is too small to divide by.
-__device__ __forceinline__ float smallest_of(const Columns& columns) {
+__device__ __forceinline__ float smallest_of(const Columns& columns, const Frame& frame) {
     float smallest = 1.f;
 #pragma unroll
     for (int j = 0; j < 8; j++) smallest = fminf(smallest, fminf(columns.gate[0][j], columns.gate[1][j]));
-    return smallest < FW_SMALL_GATE ? 0.f : columns.smallest();
+    return smallest < FW_SMALL_GATE ? 0.f : frame.smallest();
 }
 
-// The memory before each chunk of a part, in the frame that the chunk will use.
-__device__ __forceinline__ void recompute(const Params& p, Shared& s, int part, int chunks) {
-    Memory memory;
-    if (is_owner())
-        memory.load(part ? memory_of(p.borders, p, p.parts - 1, part - 1) : memory_of(p.memory, p), p);
-    float2 left_over = make_float2(1.f, 1.f);
-    for (int chunk = 0; chunk < chunks; chunk++) {
-        Columns columns;
-        int start = part * FW_PART + chunk * FW_CHUNK;
+// Gates, and k and v, or with READS q and dy.
+template <bool READS, class J>
+__device__ __forceinline__ void load_columns(Columns& columns, const Params& p, const J& job, int start) {
+    columns.load_gates(p, job, start);
+    if (READS) columns.load_reads(p, job, start);
+    else columns.load_writes(p, job, start);
+}
+
 #if FW_MAP
-        map_chunk(s.features, s.rows, p, start, 16);
-        __syncthreads();
+// With a map a chunk's columns cannot be loaded while another one is computed: their features do not exist yet.
+template <bool READS>
+__device__ __forceinline__ void map_columns(const Params& p, Shared& s, Columns& columns, int start) {
+    map_chunk(s.features, s.rows, p, start, READS ? 32 : 16);
+    __syncthreads();
+    by_side(p, s, [&](const auto& job) { load_columns<READS>(columns, p, job, start); });
+}
 #endif
-        float smallest = 1.f;
-        by_side(p, s, [&](const auto& job) {
-            columns.load_gates(p, job, start, FW_NO_GATE);
-            columns.load_writes(p, job, start);
-            smallest = smallest_of(columns);
-        });
-        int mode = first_mode(vote_tier(smallest));
-        by_side(p, s, [&](const auto& job) {
-            Factors factors[2];
-            gate_factors(factors[0], mode, job.late, columns.gate[0]);
-            gate_factors(factors[1], mode, job.late, columns.gate[1]);
-            columns.put<false>(job.key ? s.k : s.v, job.key ? FW_LDK : FW_LDV, job, factors);
-            float2 first = make_float2(factors[0].first, factors[1].first), second = make_float2(factors[0].second, factors[1].second);
-            s.scales.put(job, left_over, first, make_float2(first.x * second.x, first.y * second.y));
-            left_over = mode == ALL ? second : make_float2(1.f, 1.f);
-        });
-        __syncthreads();
-        if (is_owner()) {
-            memory.scale(s.scales, 0);
-            if (mode == ALL) memory.scale(s.scales, 1);
-            put_memory(s.memory[chunk], memory);
-            if (chunk + 1 < chunks) {
-                if (mode == BORDERS) memory.scale(s.scales, 2);
-                memory.add_outer(s.v, s.k);
+
+// This lane's columns of a round, scaled by its factors.
+template <bool READS, class J>
+__device__ __forceinline__ void put_round(Shared& s, const Params& p, const J& job, int mode, int start, int chunk, int turn) {
+    Columns columns;
+    Factors factors;
+    constexpr int LD = J::key ? FW_LDK : FW_LDV;
+    start = unknown(start);  // addresses that were kept would fill the registers
+    columns.find(p, job);
+    columns.load_gates(p, job, start, FW_NO_GATE);
+    factors.multiply(mode, job.late, columns.gate);
+    columns.load_writes(p, job, start);
+    columns.put<false>(J::key ? s.k[chunk] : s.v[chunk], LD, job, factors.writes);
+    if (READS) {
+        columns.load_reads(p, job, start);
+        columns.put<true>(J::key ? s.q : s.dy, LD, job, factors.reads);
+    }
+    if (mode == BORDERS) s.scales.put_whole(job, factors.whole, turn);
+}
+
+// The memory before each chunk of a part, and the chunk's keys and values, in the frame that the chunk will use. Returns how the
+// chunks run, two bits for each.
+__device__ __forceinline__ int recompute(const Params& p, Shared& s, int part, int chunks) {
+    Memory memory;
+    Columns columns;
+    int tier = 0, tiers = 0;
+    s.scales.leave_nothing(1);
+    by_side(p, s, [&](const auto& job) { columns.find(p, job); });
+    if (is_owner()) memory.load(part ? memory_of(p.borders, p, p.parts - 1, part - 1) : memory_of(p.memory, p), p);
+#pragma unroll 1
+    for (int chunk = -1; chunk < chunks; chunk++) {  // the first turn loads the first chunk
+        const int start = part * FW_PART + chunk * FW_CHUNK, turn = chunk & 1;
+        if (chunk >= 0) {
+#if FW_MAP
+            map_columns<false>(p, s, columns, start);
+#endif
+            Frame frame;
+            float smallest = 1.f;
+            by_side(p, s, [&](const auto& job) {
+                frame.multiply(job, columns.gate);
+                smallest = smallest_of(columns, frame);
+            });
+            tier = vote_tier(smallest);
+            tiers |= tier << 2 * chunk;
+            if (tier == 0) {
+                by_side(p, s, [&](const auto& job) {
+                    columns.put<false>(job.key ? s.k[chunk] : s.v[chunk], job.key ? FW_LDK : FW_LDV, job, frame.writes);
+                    s.scales.put<false>(job, frame.half, turn);
+                });
+            } else {
+                by_side<true>(p, s, [&](const auto& job) { put_round<false>(s, p, job, BORDERS, start, chunk, turn); });
             }
         }
         __syncthreads();
-    }
-}
-
-// A round of a chunk. Chunks in one frame, which nearly all are, have code of their own.
-template <bool ONE_FRAME>
-__device__ __forceinline__ void reverse_round(const Params& p, Shared& s, Memory& adjoint, Columns& columns, Sums& sums, int start,
-                                              int chunk, int round, float2& left_over) {
-    const int mode = ONE_FRAME ? ALL : round, warp = threadIdx.x >> 5;
-    by_side(p, s, [&](const auto& job) {
-        Factors factors[2];
-        gate_factors(factors[0], mode, job.late, columns.gate[0]);
-        gate_factors(factors[1], mode, job.late, columns.gate[1]);
-        columns.put<true>(job.key ? s.q : s.dy, job.key ? FW_LDK : FW_LDV, job, factors);
-        columns.put<false>(job.key ? s.k : s.v, job.key ? FW_LDK : FW_LDV, job, factors);
-        if (has_borders(mode)) {
-            float2 first = make_float2(factors[0].first, factors[1].first), second = make_float2(factors[0].second, factors[1].second);
-            s.scales.put(job, left_over, second, make_float2(first.x * second.x, first.y * second.y));
-            left_over = mode == ALL ? first : make_float2(1.f, 1.f);
+#if !FW_MAP
+        columns.forget();
+        if (chunk + 1 < chunks) by_side(p, s, [&](const auto& job) { load_columns<false>(columns, p, job, start + FW_CHUNK); });
+#endif
+        if (chunk >= 0 && is_owner()) {
+            memory.scale(s.scales, tier == 0 ? Scales::CHUNK : Scales::LEFT + (turn ^ 1));
+            put_memory(s.memory[chunk], memory);
+            if (tier) memory.scale(s.scales, Scales::CHUNK);
+            memory.add_outer(s.v[chunk], s.k[chunk]);
         }
-    });
-    __syncthreads();
-    if (has_borders(mode) && is_owner()) {
-        adjoint.scale(s.scales, 0);
-        if (mode == ALL) adjoint.scale(s.scales, 1);
-        put_memory(s.adjoint, adjoint);
-    }
-    if (has_pairs(mode)) {
-        if (warp == 0) score<FW_K>(s.scores, s.self[0], s.q, s.k, mode);
-        if (warp == FW_WARPS - 1) score<FW_V>(s.dscores, s.self[1], s.dy, s.v, mode);
     }
     __syncthreads();
-    multiply_side<true>(s, mode, chunk);
-    multiply_side<false>(s, mode, chunk);
-    if (has_borders(mode) && is_owner()) {
-        if (mode == BORDERS) adjoint.scale(s.scales, 2);
-        adjoint.add_outer(s.dy, s.q);
-    }
-    __syncthreads();
-    by_side(p, s, [&](const auto& job) {
-        // Loaded again: kept, the gates, their products and addresses would not fit the registers.
-        const int again = unknown(start), now = ONE_FRAME ? ALL : unknown(round);
-        if (does_self(now)) collect_self(p, sums, s.self[job.key], job, again);
-        columns.load_gates(p, job, again, FW_NO_GATE);
-        const bool spanned = has_borders(now) && (job.key ? FW_F != 0 : FW_Z != 0);
-        const float2 past = spanned ? through(s, job, now, chunk) : make_float2(0.f, 0.f);
-        collect<0>(sums, s, job, columns, now, past.x);
-        collect<1>(sums, s, job, columns, now, past.y);
-    });
+    return tiers;
 }
 
-// One chunk backwards; `left_over` is what a chunk leaves to do to the adjoint.
-__device__ __forceinline__ void reverse_chunk(const Params& p, Shared& s, Memory& adjoint, int start, int chunk, float2& left_over) {
-    Columns columns;
+// The products of the pairs of tokens, by two warps.
+__device__ __forceinline__ void score_pairs(Shared& s, int mode, int chunk) {
+    const int warp = threadIdx.x >> 5;
+    if (warp == 0) score<FW_K>(s.scores, s.self[0], s.q, s.k[chunk], mode);
+    if (warp == FW_WARPS - 1) score<FW_V>(s.dscores, s.self[1], s.dy, s.v[chunk], mode);
+}
+
+// A chunk backwards in several rounds. The adjoint waits in the place of its result, for the registers.
+__device__ __forceinline__ void reverse_rounds(const Params& p, Shared& s, int start, int chunk, int tier, int turn) {
     Sums sums;
     sums.clear();
-#if FW_MAP
-    map_chunk(s.features, s.rows, p, start, 32);
-    __syncthreads();
-#endif
-    float smallest = 1.f;
-    by_side(p, s, [&](const auto& job) {
-        columns.load_gates(p, job, start, FW_NO_GATE);
-        columns.load_writes(p, job, start);
-        columns.load_reads(p, job, start);
-        smallest = smallest_of(columns);
-    });
-    const int tier = vote_tier(smallest);
-    if (tier == 0) {
-        reverse_round<true>(p, s, adjoint, columns, sums, start, chunk, ALL, left_over);
-    } else {
-        for (int mode = first_mode(tier);; mode = next_mode(mode, tier)) {
-            reverse_round<false>(p, s, adjoint, columns, sums, start, chunk, mode, left_over);
-            if (next_mode(mode, tier) == DONE) break;
-            by_side(p, s, [&](const auto& job) {
-                columns.load_writes(p, job, start);
-                columns.load_reads(p, job, start);
-            });
-            __syncthreads();
+#pragma unroll 1
+    for (int mode = BORDERS; mode != DONE; mode = next_mode(mode, tier)) {
+        by_side<true>(p, s, [&](const auto& job) { put_round<true>(s, p, job, mode, start, chunk, turn); });
+        __syncthreads();
+        if (mode == BORDERS && is_owner()) {
+            Memory adjoint;
+            adjoint.load(memory_of(p.dmemory, p), p);
+            adjoint.scale(s.scales, Scales::LEFT + (turn ^ 1));
+            put_memory(s.adjoint, adjoint);
+            adjoint.scale(s.scales, Scales::CHUNK);
+            adjoint.add_outer(s.dy, s.q);
+            adjoint.store(memory_of(p.dmemory, p), p);
         }
+        if (mode != BORDERS) score_pairs(s, mode, chunk);
+        __syncthreads();
+        multiply_side<true>(s, mode, chunk);
+        multiply_side<false>(s, mode, chunk);
+        __syncthreads();
+        by_side<true>(p, s, [&](const auto& job) {
+            Columns columns;
+            const int again = unknown(start);
+            columns.find(p, job);
+            if (does_self(mode)) collect_self(p, sums, s.self[job.key], job, again);
+            columns.load_gates(p, job, again, FW_NO_GATE);
+            const float2 past = mode == BORDERS && job.gated ? through(s, job, chunk) : make_float2(0.f, 0.f);
+            collect<0>(sums, s, job, columns, mode, chunk, past.x);
+            collect<1>(sums, s, job, columns, mode, chunk, past.y);
+        });
+        __syncthreads();
     }
-    start = unknown(start);
-    by_side(p, s, [&](const auto& job) { store_side(p, s, job, columns, sums, start); });
-#if FW_MAP
+    by_side<true>(p, s, [&](const auto& job) {
+        Columns columns;
+        columns.find(p, job);
+        columns.load_gates(p, job, start, FW_NO_GATE);
+        store_side(p, s, job, columns, sums, start);
+    });
+}
+
+// A chunk backwards in one round: this lane's columns, and the factors that the results need.
+template <class J>
+__device__ __forceinline__ void put_reads(Shared& s, const Columns& columns, const J& job, int turn) {
+    constexpr int LD = J::key ? FW_LDK : FW_LDV;
+    Frame frame;
+    frame.multiply(job, columns.gate);
+    columns.put<true>(J::key ? s.q : s.dy, LD, job, frame.reads);
+    s.scales.put<true>(job, frame.half, turn);
+    if (!J::gated || !job.active) return;
+    float* factors = (J::key ? s.key[FW_KEY_SUMS - 1] : s.value[FW_VALUE_SUMS - 1]) + job.column;
+#pragma unroll
+    for (int j = 0; j < 8; j++) *(float2*)(factors + job.token(j) * LD) = make_float2(frame.reads[0][j], frame.reads[1][j]);
+}
+
+// And what they do, in shared memory.
+__device__ __forceinline__ void reverse_round(const Params& p, Shared& s, Memory& adjoint, const float (&gate)[2][8], int start,
+                                              int chunk) {
+    if (is_owner()) {
+        adjoint.scale(s.scales, Scales::CHUNK);
+        put_memory(s.adjoint, adjoint);
+    }
+    score_pairs(s, PAIRS, chunk);
     __syncthreads();
-    unmap_chunk(p, s, start);
+    take_side<true>(p, s, start, chunk);
+    take_side<false>(p, s, start, chunk);
+    if (is_owner()) adjoint.add_outer(s.dy, s.q);
+    __syncthreads();
+    by_side(p, s, [&](const auto& job) { take_gates(p, s, job, gate, start); });
+}
+
+// The chunks of a part, from the last to the first. Between two parts the adjoint is in the place of its result.
+__device__ __forceinline__ void reverse_part(const Params& p, Shared& s, int part, int chunks, int tiers) {
+    Memory adjoint;
+    Columns columns;
+    if (is_owner()) adjoint.load(memory_of(part == p.parts - 1 ? p.dfinal : p.dmemory, p), p);
+    s.scales.leave_nothing(chunks & 1);
+    by_side(p, s, [&](const auto& job) { columns.find(p, job); });
+#pragma unroll 1
+    for (int chunk = chunks; chunk >= 0; chunk--) {  // the first turn loads the last chunk
+        const int start = part * FW_PART + chunk * FW_CHUNK, turn = chunk & 1, tier = chunk < chunks ? tiers >> 2 * chunk & 3 : 0;
+        float gate[2][8];
+        if (chunk < chunks) {
+#if FW_MAP
+            map_columns<true>(p, s, columns, start);
 #endif
+            if (tier == 0) {
+                by_side(p, s, [&](const auto& job) { put_reads(s, columns, job, turn); });
+#pragma unroll
+                for (int i = 0; i < 16; i++) gate[i / 8][i % 8] = columns.gate[i / 8][i % 8];
+            }
+        }
+        __syncthreads();
+        if (tier) {
+            if (is_owner()) adjoint.store(memory_of(p.dmemory, p), p);
+            reverse_rounds(p, s, start, chunk, tier, turn);
+            if (is_owner()) adjoint.load(memory_of(p.dmemory, p), p);
+        }
+#if !FW_MAP
+        columns.forget();
+        if (chunk > 0) by_side(p, s, [&](const auto& job) { load_columns<true>(columns, p, job, start - FW_CHUNK); });
+#endif
+        if (chunk < chunks && tier == 0) reverse_round(p, s, adjoint, gate, start, chunk);
+#if FW_MAP
+        __syncthreads();
+        if (chunk < chunks) unmap_chunk(p, s, start);
+        __syncthreads();
+#endif
+    }
+    __syncthreads();
+    if (is_owner()) {
+        adjoint.scale(s.scales, Scales::LEFT);
+        adjoint.store(memory_of(p.dmemory, p), p);
+    }
 }
 
 #if FW_MAP
@@ -177,27 +259,14 @@ __device__ __forceinline__ void take_rows(Shared& s, const Params& p, int part, 
 extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, 1) decay_backward(const Params p) {
     extern __shared__ __align__(16) unsigned char shared[];
     Shared& s = *(Shared*)shared;
-    Memory adjoint;
-    float2 left_over = make_float2(1.f, 1.f);
-
-    if (is_owner()) adjoint.load(memory_of(p.dfinal, p), p);
+#pragma unroll 1
     for (int part = p.parts - 1; part >= 0; part--) {
         int chunks = min(FW_CHUNKS, (p.T - part * FW_PART + FW_CHUNK - 1) / FW_CHUNK);
         __syncthreads();
 #if FW_MAP
         take_rows(s, p, part, chunks);
 #endif
-        recompute(p, s, part, chunks);
-        for (int chunk = chunks - 1; chunk >= 0; chunk--) {
-            int start = part * FW_PART + chunk * FW_CHUNK;
-            reverse_chunk(p, s, adjoint, start, chunk, left_over);
-            __syncthreads();
-        }
-    }
-    by_side(p, s, [&](const auto& job) { s.scales.put(job, left_over, left_over, left_over); });
-    __syncthreads();
-    if (is_owner()) {
-        adjoint.scale(s.scales, 0);
-        adjoint.store(memory_of(p.dmemory, p), p);
+        const int tiers = recompute(p, s, part, chunks);
+        reverse_part(p, s, part, chunks, tiers);
     }
 }

@@ -1,11 +1,13 @@
-// The gradients of one chunk, in the order that decay_backward.cu takes them, and the shared memory that they meet in.
+// The gradients of a chunk of several rounds, in the order that decay_backward.cu takes them, and the shared memory that they meet
+// in.
 #pragma once
-#include "columns.cuh"
+#include "decay_memory.cuh"
 
 #define FW_LDP 24
 #define FW_CHUNKS (FW_PART / FW_CHUNK)
 #define FW_KEY_SUMS (FW_F ? 3 : 2)
 #define FW_VALUE_SUMS (FW_Z ? 3 : 1)
+#define FW_STRENGTHS (FW_V / 16)  // shares of dw
 #define FW_SMALL_GATE (FW_PRECISION == 2 ? 1e-2f : 1e-4f)
 #define FW_NO_GATE 1e-30f  // a smaller gate counts as this, for its own gradient; the forward takes it as it is
 
@@ -20,12 +22,16 @@ struct Shared {
     Rows rows[FW_ROW_CHUNKS];
     Features features;
 #endif
-    Operand q[16 * FW_LDK], k[16 * FW_LDK], v[16 * FW_LDV], dy[16 * FW_LDV];
+    Operand q[16 * FW_LDK], dy[16 * FW_LDV];
+    Operand k[FW_CHUNKS][16 * FW_LDK], v[FW_CHUNKS][16 * FW_LDV];
     Operand scores[16 * FW_LDP], dscores[16 * FW_LDP];
     Operand memory[FW_CHUNKS][FW_V * FW_LDK], adjoint[FW_V * FW_LDK];  // transposed, in the chunk's frame
     float self[2][16];                                                 // P and dP of a token with itself
-    float key[FW_KEY_SUMS][16 * FW_LDK];                               // dK^ (by the memory), dQ^, dK^ (by pairs)
-    float value[FW_VALUE_SUMS][16 * FW_LDV];                           // dV^, Y^, dV^
+    float past_key[FW_K], past_value[FW_V];                            // sum of W * dW over the other side's channels
+    // In a chunk of several rounds: dK^ (by the memory), dQ^, dK^ (by pairs); dV^, Y^, dV^. In a chunk of one: what a token adds to
+    // the gates up to its own, what to those after it, and the factors of the token as it reads.
+    float key[FW_KEY_SUMS][16 * FW_LDK];
+    float value[FW_VALUE_SUMS][16 * FW_LDV];
     Scales scales;
 };
 static_assert(sizeof(Shared) == FW_SHARED, "the host counts other bytes");
@@ -39,6 +45,19 @@ struct Sums {
         for (int i = 0; i < 16; i++) reads[i / 8][i % 8] = writes[i / 8][i % 8] = log_gate[i / 8][i % 8] = 0.f;
     }
 };
+
+// dq and dk of a token's couple of channels: to device memory, or with a map to the place of the features.
+__device__ __forceinline__ void put_key_gradients(Shared& s, const Params& p, int start, int token, int column, float2 dq,
+                                                  float2 dk) {
+#if FW_MAP
+    store_pair(s.features.q + token * FW_LDK, column, FW_K, true, dq.x, dq.y);
+    store_pair(s.features.k + token * FW_LDK, column, FW_K, true, dk.x, dk.y);
+#else
+    if (start + token >= p.T) return;
+    store_pair(row_of<Share>(p.dq, start + token, blockIdx.x), column, p.K, true, dq.x, dq.y);
+    store_pair(row_of<Share>(p.dk, start + token, blockIdx.x), column, p.K, true, dk.x, dk.y);
+#endif
+}
 
 // The pairs of a round, those of a token with itself apart. One warp.
 template <int WIDTH>
@@ -82,7 +101,7 @@ __device__ __forceinline__ void multiply_side(Shared& s, int mode, int chunk) {
         clear(reads);
         clear(writes);
         clear(pairs);
-        if (has_borders(mode)) {
+        if (mode == BORDERS) {
 #pragma unroll 1
             for (int across = 0; across < ACROSS; across += 16) {
                 int at = KEY ? across * FW_LDK + own : own * FW_LDK + across;
@@ -91,16 +110,16 @@ __device__ __forceinline__ void multiply_side(Shared& s, int mode, int chunk) {
                     load_block<false, KEY>(right, s.memory[chunk] + at, FW_LDK);
                     multiply(reads, left, right);
                 }
-                load_block<true, false>(left, (KEY ? s.v : s.k) + across, ACROSS + 8);
+                load_block<true, false>(left, (KEY ? s.v[chunk] : s.k[chunk]) + across, ACROSS + 8);
                 load_block<false, KEY>(right, s.adjoint + at, FW_LDK);
                 multiply(writes, left, right);
             }
         }
-        if (has_pairs(mode)) {
+        if (mode != BORDERS) {
             const Operand* scores = KEY ? s.dscores : s.scores;
             if (READS) {
                 load_block<true, false>(left, scores, FW_LDP);
-                load_block<false, true>(right, (KEY ? s.k : s.v) + own, LD);
+                load_block<false, true>(right, (KEY ? s.k[chunk] : s.v[chunk]) + own, LD);
                 multiply(reads, left, right);
             }
             load_block<true, true>(left, scores, FW_LDP);
@@ -116,16 +135,15 @@ __device__ __forceinline__ void multiply_side(Shared& s, int mode, int chunk) {
 
 // Sum of W * dW over the other side's channels: what goes through the chunk past this lane's two columns.
 template <bool KEY>
-__device__ __forceinline__ float2 through(const Shared& s, const Job<KEY>& job, int mode, int chunk) {
+__device__ __forceinline__ float2 through(const Shared& s, const Job<KEY, true>& job, int chunk) {
     float2 sum = make_float2(0.f, 0.f);
     if (job.active) {
         const Operand *memory = s.memory[chunk], *adjoint = s.adjoint;
-        bool weigh = mode == BORDERS;
         if (job.key) {
 #pragma unroll 1
             for (int row = job.late * FW_V / 2; row < (job.late + 1) * FW_V / 2; row++) {
                 float2 x = load_operands(memory + row * FW_LDK + job.column), dx = load_operands(adjoint + row * FW_LDK + job.column);
-                float weight = weigh ? s.scales.value[2][row] : 1.f;
+                float weight = s.scales.value[Scales::CHUNK][row];
                 sum.x += x.x * dx.x * weight;
                 sum.y += x.y * dx.y * weight;
             }
@@ -134,18 +152,16 @@ __device__ __forceinline__ float2 through(const Shared& s, const Job<KEY>& job, 
             for (int i = 0; i < FW_K / 2; i += 2) {
                 int column = job.late * FW_K / 2 + (i + 2 * (lane_id() & 15)) % (FW_K / 2);
                 int at = job.column * FW_LDK + column;
-                float2 weight = weigh ? *(const float2*)(s.scales.key[2] + column) : make_float2(1.f, 1.f);
+                float2 weight = *(const float2*)(s.scales.key[Scales::CHUNK] + column);
                 float2 x = load_operands(memory + at), dx = load_operands(adjoint + at);
                 sum.x += x.x * dx.x * weight.x + x.y * dx.y * weight.y;
                 x = load_operands(memory + at + FW_LDK), dx = load_operands(adjoint + at + FW_LDK);
                 sum.y += x.x * dx.x * weight.x + x.y * dx.y * weight.y;
             }
         }
-        if (weigh) {
-            const float* total = job.key ? s.scales.key[2] : s.scales.value[2];
-            sum.x *= total[job.column];
-            sum.y *= total[job.column + 1];
-        }
+        const float* total = job.key ? s.scales.key[Scales::CHUNK] : s.scales.value[Scales::CHUNK];
+        sum.x *= total[job.column];
+        sum.y *= total[job.column + 1];
     }
     sum.x += __shfl_xor_sync(0xFFFFFFFFu, sum.x, 16);
     sum.y += __shfl_xor_sync(0xFFFFFFFFu, sum.y, 16);
@@ -184,32 +200,34 @@ __device__ __forceinline__ void add_spans(float (&log_gate)[8], const float (&af
 
 // The pairs of a token with itself.
 template <bool KEY>
-__device__ __forceinline__ void collect_self(const Params& p, Sums& sums, const float* self, const Job<KEY>& job, int start) {
-    Pair reads[8], writes[8];
-    load_operands_of<true>(reads, p, job, p.dy, start);
-    if (KEY) load_operands_of<false>(writes, p, job, p.v, start);
+__device__ __forceinline__ void collect_self(const Params& p, Sums& sums, const float* self, const Job<KEY, true>& job, int start) {
+    Columns own;
+    own.find(p, job);
+    own.load_reads(p, job, start);
+    if (KEY) own.load_writes(p, job, start);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        const float own = self[token_of(job.late, j)];
-        const float2 read = to_float2(reads[j]);
-        sums.writes[0][j] += own * read.x;
-        sums.writes[1][j] += own * read.y;
+        const float weight = self[token_of(job.late, j)];
+        const float2 read = to_float2(own.reads[j]);
+        sums.writes[0][j] += weight * read.x;
+        sums.writes[1][j] += weight * read.y;
         if (!KEY) continue;
-        const float2 write = to_float2(writes[j]);
-        sums.reads[0][j] += own * write.x;
-        sums.reads[1][j] += own * write.y;
+        const float2 write = to_float2(own.writes[j]);
+        sums.reads[0][j] += weight * write.x;
+        sums.reads[1][j] += weight * write.y;
     }
 }
 
 // A round's share of the gradients of one of this lane's columns, C; one after the other, for the registers.
 template <int C, bool KEY>
-__device__ __forceinline__ void collect(Sums& sums, const Shared& s, const Job<KEY>& job, const Columns& columns, int mode, float past) {
+__device__ __forceinline__ void collect(Sums& sums, const Shared& s, const Job<KEY, true>& job, const Columns& columns, int mode, int chunk,
+                                        float past) {
     const bool gated = job.key ? FW_F != 0 : FW_Z != 0;
     const int ld = job.key ? FW_LDK : FW_LDV;
     const float* results = (job.key ? s.key[0] : s.value[0]) + job.column + C;
-    const Operand *reads = (job.key ? s.q : s.dy) + job.column + C, *writes = (job.key ? s.k : s.v) + job.column + C;
-    Factors factors;
-    gate_factors(factors, mode, job.late, columns.gate[C]);
+    const Operand *reads = (job.key ? s.q : s.dy) + job.column + C, *writes = (job.key ? s.k[chunk] : s.v[chunk]) + job.column + C;
+    float read_factors[8], write_factors[8];
+    gate_factors(read_factors, write_factors, mode, job.late, columns.gate[C]);
     float after[8], before[8];
 #pragma unroll
     for (int j = 0; j < 8; j++) {
@@ -226,8 +244,8 @@ __device__ __forceinline__ void collect(Sums& sums, const Shared& s, const Job<K
                 before[j] = write * dwrite + (mode < LEVEL16 ? 0.f : by_pairs);
             }
         }
-        sums.reads[C][j] += factors.reads[j] * dread;
-        sums.writes[C][j] += factors.writes[j] * (dwrite + dpair);
+        sums.reads[C][j] += read_factors[j] * dread;
+        sums.writes[C][j] += write_factors[j] * (dwrite + dpair);
     }
     if (!gated || mode == DIAGONAL) return;
     add_spans(sums.log_gate[C], after, before, job.late, mode);
@@ -243,16 +261,16 @@ __device__ __forceinline__ float sum_channels(float x) {
 }
 
 // The gradients of the key side, and below of the value side.
-__device__ __forceinline__ void store_side(const Params& p, Shared& s, const Job<true>& job, const Columns& columns, const Sums& sums,
+__device__ __forceinline__ void store_side(const Params& p, Shared& s, const Job<true, true>& job, const Columns& columns, const Sums& sums,
                                            int start) {
     const int share = blockIdx.x;
 #if FW_MAP
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        if (job.active) {  // in the place of what this lane has just summed up
-            float* at = s.key[0] + token_of(job.late, j) * FW_LDK + job.column;
-            *(float2*)at = make_float2(sums.writes[0][j], sums.writes[1][j]);
-            *(float2*)(at + 16 * FW_LDK) = make_float2(sums.reads[0][j], sums.reads[1][j]);
+        const int token = token_of(job.late, j);
+        if (job.active) {  // in the place of the features, which nothing reads again
+            put_key_gradients(s, p, start, token, job.column, make_float2(sums.reads[0][j], sums.reads[1][j]),
+                              make_float2(sums.writes[0][j], sums.writes[1][j]));
         }
     }
 #else
@@ -275,13 +293,13 @@ __device__ __forceinline__ void unmap_chunk(const Params& p, const Shared& s, in
         int token = i % 16;
         if (start + token >= p.T) continue;
         Share* to = row_of<Share>(i < 16 ? p.dk : p.dq, start + token, blockIdx.x);
-        unmap_row((i < 16 ? rows.k : rows.q) + token * ROW, s.key[i / 16] + token * FW_LDK,
+        unmap_row((i < 16 ? rows.k : rows.q) + token * ROW, (i < 16 ? s.features.k : s.features.q) + token * FW_LDK,
                   [&](int column, float dx) { to[column] = from_float<Share>(dx); });
     }
 }
 #endif
 
-__device__ __forceinline__ void store_side(const Params& p, Shared&, const Job<false>& job, Columns& columns, const Sums& sums, int start) {
+__device__ __forceinline__ void store_side(const Params& p, Shared&, const Job<false, true>& job, Columns& columns, const Sums& sums, int start) {
     if (FW_W) columns.load_writes(p, job, start);
     store_eight<FW_IN>(p, job, p.dv, start, 0, [&](int j) {
         const float w = FW_W ? columns.strength[j] : 1.f;
@@ -298,6 +316,8 @@ __device__ __forceinline__ void store_side(const Params& p, Shared&, const Job<f
         const int t = start + token_of(job.late, j);
         const float2 v = to_float2(columns.writes[j]);
         const float sum = sum_channels(job.active ? v.x * sums.writes[0][j] + v.y * sums.writes[1][j] : 0.f);
-        if ((lane_id() & 15) == 0 && t < p.T) *row_of<float>(p.dw, t, blockIdx.x * FW_VALUE_JOBS + job.number) = sum;
+        if ((lane_id() & 15) != 0 || t >= p.T) continue;
+        *row_of<float>(p.dw, t, blockIdx.x * FW_STRENGTHS + 2 * job.number) = sum;
+        if (FW_V > 16) *row_of<float>(p.dw, t, blockIdx.x * FW_STRENGTHS + 2 * job.number + 1) = 0.f;
     }
 }

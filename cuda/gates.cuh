@@ -1,55 +1,48 @@
 // Products of the gates inside a chunk of 16 tokens, and the rounds that a chunk takes.
 //
 // A pair of tokens s < t is weighed by the gates s+1..t. Split about the chunk's middle into a factor of t and one of s, one
-// product of matrices does all pairs (PAIRS), and the memory can live in the same frame (ALL). Both need quotients. Where gates are
-// too small for that, the products run from border to token (BORDERS: no factor exceeds 1) and the pairs are taken apart: those
-// across the chunk's middle, then across the middle of each half, and so on (LEVEL16, 8, 4, 2), where no factor exceeds 1 either,
-// and those of a token with itself (DIAGONAL). That is exact for every gate, 0 included.
+// product of matrices does all pairs, and the memory can live in the same frame. The factors are products from the middle or their
+// reciprocals. Nearly all chunks run so, in one round. Where gates are too small for reciprocals in fp32, a chunk takes several: the
+// products run from border to token (BORDERS: no factor exceeds 1), and the pairs are split about the middle (PAIRS), or they are
+// taken apart: those across the chunk's middle, then across the middle of each half, and so on (LEVEL16, 8, 4, 2), where no factor
+// exceeds 1 either, and those of a token with itself (DIAGONAL). That is exact for every gate, 0 included.
 #pragma once
 
 #include "common.cuh"
 
 #define FW_CHUNK 16
 
-enum Mode { ALL, BORDERS, PAIRS, LEVEL16, LEVEL8, LEVEL4, LEVEL2, DIAGONAL, DONE };
+enum Mode { BORDERS, PAIRS, LEVEL16, LEVEL8, LEVEL4, LEVEL2, DIAGONAL, DONE };
 
-// The smallest product of 8 gates with which a chunk can run in one frame (ALL), or with split pairs (PAIRS). In ALL a factor of
+// The smallest product of 8 gates with which a chunk can run in one round, or with split pairs (PAIRS). In one round a factor of
 // the key side meets one of the value side, 1e15 * 1e15, and the operands themselves.
 #define FW_ONE_FRAME 1e-15f
 #define FW_SPLIT_PAIRS 1e-30f
 
-__device__ __forceinline__ int first_mode(int tier) { return tier == 0 ? ALL : BORDERS; }
-
 __device__ __forceinline__ int next_mode(int mode, int tier) {
     if (mode == BORDERS) return tier == 1 ? PAIRS : LEVEL16;
-    return mode == ALL || mode == PAIRS ? DONE : mode + 1;
+    return mode == PAIRS ? DONE : mode + 1;
 }
 
-__device__ __forceinline__ bool has_borders(int mode) { return mode <= BORDERS; }
-__device__ __forceinline__ bool has_pairs(int mode) { return mode != BORDERS; }
 __device__ __forceinline__ int level_size(int mode) { return 16 >> (mode - LEVEL16); }
 
 // Whether this mode does the pair of tokens t (reads) and s (was written), s < t.
 __device__ __forceinline__ bool does_pair(int mode, int t, int s) {
-    if (mode == ALL || mode == PAIRS) return s < t;
+    if (mode == PAIRS) return s < t;
     if (mode < LEVEL16 || mode > LEVEL2) return false;
     int size = level_size(mode);
     return t / size == s / size && t % size >= size / 2 && s % size < size / 2;
 }
 
-__device__ __forceinline__ bool does_self(int mode) { return mode == ALL || mode == PAIRS || mode == DIAGONAL; }
+__device__ __forceinline__ bool does_self(int mode) { return mode == PAIRS || mode == DIAGONAL; }
 
 // A lane holds eight tokens of a channel, outward from the chunk's middle: token_of(late, j) for j = 0..7. The lane 16 away
 // holds the other eight.
 __device__ __forceinline__ int token_of(int late, int j) { return late ? 8 + j : 7 - j; }
 
-struct Factors {
-    float reads[8], writes[8];  // of the token as it reads, as it was written
-    float first, second;        // products of the chunk's halves
-};
-
-// The factors of one channel. All lanes of the warp take part.
-__device__ __forceinline__ void gate_factors(Factors& out, int mode, int late, const float (&gate)[8]) {
+// The factors of one channel in a round: of eight tokens as they read and as they were written. Returns the product of the chunk's
+// gates. All lanes of the warp take part.
+__device__ __forceinline__ float gate_factors(float (&reads)[8], float (&writes)[8], int mode, int late, const float (&gate)[8]) {
     float run = 1.f, near[8];  // product from the middle: gates after an early token, up to a late one
 #pragma unroll
     for (int j = 0; j < 8; j++) {
@@ -58,27 +51,26 @@ __device__ __forceinline__ void gate_factors(Factors& out, int mode, int late, c
         run = next;
     }
     float other = __shfl_xor_sync(0xFFFFFFFFu, run, 16);
-    out.first = late ? other : run;
-    out.second = late ? run : other;
-    if (mode == ALL || mode == PAIRS) {
+    const float whole = run * other;
+    if (mode == PAIRS) {
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            float back = __fdividef(1.f, near[j]);
-            out.reads[j] = late ? near[j] : back;
-            out.writes[j] = late ? back : near[j];
+            float back = reciprocal(near[j]);
+            reads[j] = late ? near[j] : back;
+            writes[j] = late ? back : near[j];
         }
     } else if (mode == BORDERS) {
         run = 1.f;
 #pragma unroll
         for (int j = 7; j >= 0; j--) {
             float next = run * gate[j], far = late ? run : next, across = other * near[j];
-            out.reads[j] = late ? across : far;
-            out.writes[j] = late ? far : across;
+            reads[j] = late ? across : far;
+            writes[j] = late ? far : across;
             run = next;
         }
     } else if (mode == DIAGONAL) {
 #pragma unroll
-        for (int j = 0; j < 8; j++) out.reads[j] = out.writes[j] = 1.f;
+        for (int j = 0; j < 8; j++) reads[j] = writes[j] = 1.f;
     } else {
         int size = level_size(mode);
         float outward[8];
@@ -97,21 +89,57 @@ __device__ __forceinline__ void gate_factors(Factors& out, int mode, int late, c
             float next = run * gate[j];
             bool far = ((j + 8) & (size - 1)) >= size / 2;
             float factor = far ? outward[j] : (late ? run : next);
-            out.reads[j] = far == (late != 0) ? factor : 0.f;
-            out.writes[j] = far == (late != 0) ? 0.f : factor;
+            reads[j] = far == (late != 0) ? factor : 0.f;
+            writes[j] = far == (late != 0) ? 0.f : factor;
             run = next;
         }
     }
+    return whole;
 }
 
-__device__ __forceinline__ float half_product(const float (&gate)[8]) {
-    float run = 1.f;
+// The factors of a lane's two channels in a round.
+struct Factors {
+    float reads[2][8], writes[2][8];
+    float2 whole;  // products of the chunk's gates
+
+    __device__ __forceinline__ void multiply(int mode, int late, const float (&gate)[2][8]) {
+        whole.x = gate_factors(reads[0], writes[0], mode, late, gate[0]);
+        whole.y = gate_factors(reads[1], writes[1], mode, late, gate[1]);
+    }
+};
+
+// What a chunk of one round multiplies a lane's two channels by at eight tokens, which go forward.
+struct Frame {
+    float reads[2][8], writes[2][8];  // of the token as it reads, as it was written
+    float half[2];                    // products of all eight gates
+
+    template <class J>
+    __device__ __forceinline__ void multiply(const J& job, const float (&gate)[2][8]) {
+        half[0] = half[1] = 1.f;
+        if constexpr (!J::gated) {
 #pragma unroll
-    for (int j = 0; j < 8; j++) run *= gate[j];
-    return run;
-}
+            for (int i = 0; i < 16; i++) reads[i % 2][i / 2] = writes[i % 2][i / 2] = 1.f;
+        } else if (job.late) {
+#pragma unroll
+            for (int i = 0; i < 16; i++) {
+                reads[i % 2][i / 2] = half[i % 2] *= gate[i % 2][i / 2];
+                writes[i % 2][i / 2] = reciprocal(reads[i % 2][i / 2]);
+            }
+        } else {
+#pragma unroll
+            for (int i = 15; i >= 0; i--) {
+                writes[i % 2][i / 2] = half[i % 2];
+                reads[i % 2][i / 2] = reciprocal(half[i % 2]);
+                half[i % 2] *= gate[i % 2][i / 2];
+            }
+        }
+    }
 
-// How a chunk is run, from the smallest product of 8 gates that this thread has seen. A barrier.
+    __device__ __forceinline__ float smallest() const { return fminf(half[0], half[1]); }
+};
+
+// How a chunk is run, from the smallest product of 8 gates that this thread has seen: 0 in one round, 1 or 2 in several. A
+// barrier.
 __device__ __forceinline__ int vote_tier(float smallest) {
     if (__syncthreads_and(smallest >= FW_ONE_FRAME)) return 0;
     return __syncthreads_and(smallest >= FW_SPLIT_PAIRS) ? 1 : 2;

@@ -131,6 +131,13 @@ __device__ __forceinline__ void ldmatrix_x2(unsigned (&r)[2], const void* row) {
     }
 }
 
+// 1 / x to one unit in the last place, for normal x; no code for other ones.
+__device__ __forceinline__ float reciprocal(float x) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
 // Brings the 128 bytes around a readable address into the L2 cache; nothing waits for them.
 __device__ __forceinline__ void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
@@ -306,6 +313,8 @@ inline void cp_async4(void* shared, const void* global, int bytes = 4, CUHOST_LI
 }
 
 inline void prefetch_l2(const void* global) { (void)*(const volatile char*)global; }
+
+inline float reciprocal(float x) { return 1.f / x; }
 
 inline int unknown(int x) { return x; }
 

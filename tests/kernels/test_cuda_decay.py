@@ -38,6 +38,16 @@ def test_widths_and_dtypes(one_thread, K, V, dtype):
     compare(decay, "decay", (1, 2, 37, K, V), dtype)
 
 
+@pytest.mark.parametrize("absent, gates", [("z", "lone"), ("f", "near one")])
+def test_gates_of_one_side(one_thread, absent, gates):
+    """And a write strength, whose gradient is a sum over V; chunks of one round beside chunks of several."""
+    x = draw("decay", (1, 2, 70, 64, 64), torch.bfloat16, gates)
+    x[absent], x["w"] = None, torch.rand(1, 2, 70)
+    dy, dmemory = torch.randn_like(x["v"]), torch.randn_like(x["memory"])
+    actual = by_kernels(decay, x, dy, dmemory, "bf16", EmulatorLaunch())
+    assert_same(actual, by_definition(x, dy, dmemory), TOLERANCE["bf16"])
+
+
 def test_large_operands(one_thread):
     """Gates that nearly need the chunks' rounds, with entries as large as fp16's: no infinity on the way."""
     x = draw("decay", (1, 1, 33, 16, 16))

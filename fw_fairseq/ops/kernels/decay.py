@@ -95,7 +95,7 @@ def backward(launcher, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precisio
         "dq": shares_of(dq, tiles),
         "dk": shares_of(dk, tiles),
         "df": shares_of(df, tiles),
-        "dw": shares_of(dw, tiles * -(-tile.V // 32)),
+        "dw": shares_of(dw, tiles * tile.V // 16),
     }
     tensors = {"q": q, "k": k, "v": v, "f": f, "z": z, "w": w, "dy": dy, "dv": dv, "dz": dz}
     memories = {"memory": memory, "borders": saved[0], "dfinal": dmemory, "dmemory": dstart}
@@ -186,8 +186,8 @@ def forward_bytes(call: Call) -> int:
     """The bytes of ``Shared`` in decay.cu."""
     K, V = padded(call.K), call.tile.V
     operands = (2 * 16 * (K + 8) + 16 * (V + 8)) * operand_bytes(call.precision)
-    y = 4 * call.tile.k_warps * 16 * (V + 8)
-    reads = 4 * (2 if call.tensors["z"] is None else 16 * (V + 8))
+    y = 4 * (call.tile.k_warps * 16 * (V + 8) if call.tile.k_warps > 1 else 4)
+    reads = 4 * (4 if call.tensors["z"] is None else 16 * (V + 8))
     mapping = map_bytes(call.tensors["q"], call.row_map, call.row_chunks)
     return mapping + operands + y + reads + scale_bytes(K, V)
 
@@ -199,8 +199,9 @@ def backward_bytes(call: Call) -> int:
 
 
 def in_pairs(x: Tensor) -> bool:
-    """Whether two neighbouring channels can be moved at once, in every row."""
+    """Whether two neighbouring channels can be moved at once, in every row, and the way from row to row has 32 bits."""
     if x.dim() == 3:
         return True
-    size = 2 * x.element_size()
-    return x.shape[-1] % 2 == 0 and x.data_ptr() % size == 0 and all(s % 2 == 0 for s in x.stride()[:-1])
+    size = x.element_size()
+    paired = x.shape[-1] % 2 == 0 and x.data_ptr() % (2 * size) == 0 and all(s % 2 == 0 for s in x.stride()[:-1])
+    return paired and size * x.stride(2) < 2**31

@@ -22,11 +22,11 @@ class Tile(NamedTuple):
     v_warps: int
 
     def warps(self, K: int) -> int:
-        """Enough for the memory, and one for 32 columns."""
+        """Enough for the memory, and one for 64 columns of half a chunk, or for 32 of all of it."""
         return max(self.k_warps * self.v_warps, -(-K // 32) + -(-self.V // 32))
 
 
-# By K, padded: the widest tile. A memory is 32 to 64 fp32 registers a thread, its adjoint 16: no spills to K = 64.
+# By K, padded: the widest tile. A memory is 32 to 64 fp32 registers a thread, its adjoint 16 to 32: no spills to K = 64.
 FORWARD = {
     16: Tile(64, 1, 4),
     32: Tile(64, 1, 4),
@@ -39,7 +39,7 @@ FORWARD = {
 BACKWARD = {
     16: Tile(64, 1, 4),
     32: Tile(64, 1, 4),
-    64: Tile(64, 2, 4),
+    64: Tile(64, 1, 4),
     128: Tile(32, 4, 2),
     256: Tile(32, 4, 2),
     384: Tile(16, 12, 1),
@@ -78,6 +78,8 @@ def choose_forward(K: int, V: int, precision: str) -> Tile:
 def choose_backward(K: int, V: int, precision: str, has_f: bool, has_z: bool, map_bytes) -> tuple[Tile, int]:
     """The widest tile and the longest part whose shared memory fits; the smallest of both where none does."""
     tile = choose_tile(BACKWARD, K, V)
+    if precision != "bf16" and padded(K) == 64:
+        tile = tile._replace(k_warps=2)
     while True:
         for part in (64, 32):
             if backward_shared(K, tile, part, precision, has_f, has_z, map_bytes) <= SHARED:
@@ -98,11 +100,12 @@ def map_bytes(q: Tensor, row_map: RowMap, chunks: int) -> int:
 def backward_shared(K: int, tile: Tile, part: int, precision: str, has_f: bool, has_z: bool, map_bytes) -> int:
     """The bytes of ``Shared`` in decay_gradients.cuh; ``map_bytes(chunks)`` are those of the feature map."""
     K, V = padded(K), tile.V
-    chunk = 2 * 16 * (K + 8) + 2 * 16 * (V + 8) + 2 * 16 * 24
-    memories = (part // CHUNK + 1) * V * (K + 8)
+    chunks = part // CHUNK
+    rows = (chunks + 1) * 16 * (K + 8 + V + 8) + 2 * 16 * 24
+    memories = (chunks + 1) * V * (K + 8)
     sums = (3 if has_f else 2) * 16 * (K + 8) + (3 if has_z else 1) * 16 * (V + 8)
-    kept = (chunk + memories) * operand_bytes(precision) + 4 * (2 * 16 + sums) + scale_bytes(K, V)
-    return kept + map_bytes(part // CHUNK)
+    kept = (rows + memories) * operand_bytes(precision) + 4 * (2 * 16 + K + V + sums) + scale_bytes(K, V)
+    return kept + map_bytes(chunks)
 
 
 def scale_bytes(K: int, V: int) -> int:
