@@ -38,6 +38,14 @@ def test_widths_and_dtypes(one_thread, K, V, dtype):
     compare(decay, "decay", (1, 2, 37, K, V), dtype)
 
 
+@pytest.mark.parametrize("capability, tile", [((9, 0), 64), ((8, 9), 32)])
+def test_wider_tiles_where_shared_memory_holds_them(one_thread, capability, tile):
+    device = EmulatorLaunch("prio", 1)
+    device.capability = lambda _: capability
+    compare(decay, "decay", (1, 1, 70, 128, 64), torch.bfloat16, device, gates="lone")
+    assert device.calls[1][2]["FW_V"] == tile
+
+
 @pytest.mark.parametrize("absent, gates", [("z", "lone"), ("f", "near one")])
 def test_gates_of_one_side(one_thread, absent, gates):
     """And a write strength, whose gradient is a sum over V; chunks of one round beside chunks of several."""

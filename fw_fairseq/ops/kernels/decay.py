@@ -53,8 +53,8 @@ def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w, row_map: RowMap = AS_
         return f"backend='cuda' has kernels without erase for compute capability {OLDEST[0]}.{OLDEST[1]} and higher only"
     gates = f is not None, z is not None
     precision, mapping = operands(q.dtype, "bf16" if q.dtype == torch.bfloat16 else "exact"), partial(map_bytes, q, row_map)
-    needed = backward_shared(K, *choose_backward(K, V, precision, *gates, mapping), precision, *gates, mapping)
     held = held_bytes(q.device)
+    needed = backward_shared(K, *choose_backward(K, V, precision, *gates, mapping, held), precision, *gates, mapping)
     if needed > held:
         return f"backend='cuda' needs {needed} bytes of shared memory for {q.dtype} keys {K} wide; this device has {held}"
     return None
@@ -62,7 +62,7 @@ def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w, row_map: RowMap = AS_
 
 def cut_backward(q, v, f, z, memory, precision: str, row_map: RowMap) -> tuple[Tile, int]:
     gates, mapping = (f is not None, z is not None), partial(map_bytes, q, row_map)
-    return choose_backward(memory.shape[2], v.shape[3], operands(q.dtype, precision), *gates, mapping)
+    return choose_backward(memory.shape[2], v.shape[3], operands(q.dtype, precision), *gates, mapping, held_bytes(q.device))
 
 
 def saved_like(q, k, v, f, z, e, w, memory, precision: str, row_map: RowMap = AS_IS):

@@ -75,14 +75,19 @@ def choose_forward(K: int, V: int, precision: str) -> Tile:
     return tile._replace(V=width, k_warps=2, v_warps=width // 16)
 
 
-def choose_backward(K: int, V: int, precision: str, has_f: bool, has_z: bool, map_bytes) -> tuple[Tile, int]:
-    """The widest tile and the longest part whose shared memory fits; the smallest of both where none does."""
+def choose_backward(K: int, V: int, precision: str, has_f: bool, has_z: bool, map_bytes, held: int) -> tuple[Tile, int]:
+    """The widest tile and the longest part that ``held`` bytes of shared memory hold; the smallest of both where they hold none."""
     tile = choose_tile(BACKWARD, K, V)
     if precision != "bf16" and padded(K) == 64:
         tile = tile._replace(k_warps=2)
+    if precision == "bf16" and padded(K) == 128 and held > SHARED:  # fewer tiles: each of them scales all of q and k
+        width = min(64, padded(V))
+        tile = Tile(width, 128 // width, width // 16)
+    else:
+        held = SHARED
     while True:
         for part in (64, 32):
-            if backward_shared(K, tile, part, precision, has_f, has_z, map_bytes) <= SHARED:
+            if backward_shared(K, tile, part, precision, has_f, has_z, map_bytes) <= held:
                 return tile, part
         if tile.V == 16:
             return tile, CHUNK
