@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from typing import Optional
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
@@ -25,7 +26,7 @@ DECODER_OPTIONS = ("scale_output", "output_dropout", "no_decoding_graph", *SPARS
 ATTENTIONS = ("encoder", "decoder", "cross")
 
 
-def option(default, help_: str, least: int | None = None, below: int | None = None):
+def option(default, help_: str, least: Optional[int] = None, below: Optional[int] = None):
     """A dataclass field with a help text. ``least``: the smallest number allowed; ``below``: a number that it must stay below."""
     bounds = {name: bound for name, bound in {"least": least, "below": below}.items() if bound is not None}
     return field(default=default, metadata={"help": help_} | bounds)
@@ -237,7 +238,8 @@ def refuse_without_effect(args, kind: type, effective: set[str]) -> None:
             owners += [f"--feature-map {phi}" for phi, made in FEATURE_MAPS.items() if name in made.options]
             belongs = f" without {' or '.join(owners)}" if owners else " in this model"
             raise Mistake(f"{option_name(name)} has no effect{belongs}; leave it out")
-    if "mixer" in effective and safe_getattr(args, "mixer_pattern", "") and str(args.mixer) != str(defaults["mixer"]):
+    mixer = safe_getattr(args, "mixer", None) or defaults["mixer"]
+    if "mixer" in effective and safe_getattr(args, "mixer_pattern", "") and str(mixer) != str(defaults["mixer"]):
         raise Mistake("--mixer has no effect beside --mixer-pattern; leave one of them out")
 
 
@@ -261,7 +263,7 @@ def layer_mixers(config: FastWeightConfig, layers: int) -> list[str]:
     return [names[i % len(names)] for i in range(layers)]
 
 
-def check_numbers(config: FastWeightConfig, kind: type | None = None) -> None:
+def check_numbers(config: FastWeightConfig, kind: Optional[type] = None) -> None:
     """Checks all numbers of the options. Mixers do not check them again, so everything that builds a model calls this first.
 
     ``kind``: the class of the options, where ``config`` is a DictConfig.
@@ -296,9 +298,9 @@ def check_values(kind: type[FairseqDataclass], values: dict) -> None:
         if str(value) in REGISTRIES.get(action.dest, ()):  # which may have grown since the command line was defined
             continue
         if action.nargs == 0:  # a flag
-            if value is not None and not isinstance(value, bool | int):
+            if value is not None and not isinstance(value, (bool, int)):
                 raise Mistake(f"argument {action.option_strings[0]}: invalid bool value: {value!r}")
-        elif isinstance(value, str | float) or type(value) is int:
+        elif isinstance(value, (str, float)) or type(value) is int:
             try:
                 parser._check_value(action, parser._get_value(action, str(getattr(value, "value", value))))
             except argparse.ArgumentError as error:

@@ -5,7 +5,7 @@
 # build.txt   what builds packages, with hashes
 # test.txt    everything else in constraints.txt, and nvidia.txt, with hashes; all but torch, which is another file for a CPU and for
 #             each CUDA
-# official.txt what is installed with fairseq 0.12.2 on Python 3.10
+# official.txt what is installed with fairseq 0.12.2 on Python 3.10; official39.txt: on Python 3.9
 # oldest.txt  the least that pyproject.toml allows of what it names, the newest of the rest
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -20,3 +20,4 @@ compile requirements/build.txt "${hashed[@]}" - < <(grep '^setuptools==' constra
 compile requirements/test.txt "${hashed[@]}" --no-emit-package torch --no-emit-package setuptools constraints.txt requirements/nvidia.txt
 compile requirements/oldest.txt --resolution lowest-direct --python-version 3.12 --extra test pyproject.toml
 compile requirements/official.txt --python-version 3.10 --extra test --extra plots pyproject.toml
+compile requirements/official39.txt --python-version 3.9 --extra test --extra plots pyproject.toml

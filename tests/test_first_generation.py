@@ -56,7 +56,7 @@ def expected() -> dict:
 
 
 def unpack(folder: Path) -> Path:
-    shutil.unpack_archive(FILES / "files.tar.xz", folder, filter="data")
+    shutil.unpack_archive(FILES / "files.tar.xz", folder)
     return folder
 
 

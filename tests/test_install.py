@@ -46,11 +46,12 @@ def uv(tmp_path_factory):
 @pytest.mark.parametrize(
     "version, pins, fairseq, other",
     [
+        ("3.9", "requirements/official39.txt", "fairseq", "ve-fairseq"),
         ("3.10", "requirements/official.txt", "fairseq", "ve-fairseq"),
         ("3.11", "constraints.txt", "ve-fairseq", "fairseq"),
         ("3.12", "constraints.txt", "ve-fairseq", "fairseq"),
     ],
-    ids=["3.10", "3.11", "3.12"],
+    ids=["3.9", "3.10", "3.11", "3.12"],
 )
 @pytest.mark.parametrize("extras", [[], EXTRAS], ids=["alone", "all"])  # versions that suit all together suit each
 def test_resolves_from_the_index(extras, version, pins, fairseq, other, uv, tmp_path_factory):

@@ -2,6 +2,7 @@
 
 import contextlib
 from dataclasses import dataclass
+from typing import Optional
 
 import torch
 from fairseq import checkpoint_utils
@@ -130,7 +131,7 @@ def hidden(model, net_input) -> list[Tensor]:
     return model(**net_input, features_only=True)[1]["inner_states"][1:]
 
 
-def words(model, output: Tensor, target: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
+def words(model, output: Tensor, target: Tensor) -> tuple[list[Tensor], list[Optional[Tensor]]]:
     """Returns logits (N,V) and targets (N). An adaptive softmax has several of each: for the frequent words, then for each
     cluster."""
     adaptive = getattr(model.decoder, "adaptive_softmax", None)
@@ -140,7 +141,7 @@ def words(model, output: Tensor, target: Tensor) -> tuple[list[Tensor], list[Ten
 
 
 @contextlib.contextmanager
-def attention(model, given: list[Tensor] | None = None):
+def attention(model, given: Optional[list[Tensor]] = None):
     """Collects the inputs and outputs of every layer's self-attention in the next forward. ``given`` replaces the inputs."""
     inputs, outputs, handles = [], [], []
 

@@ -1,7 +1,15 @@
-"""fast_weight_lm for Hugging Face transformers, without fairseq. ``fw-export-hf`` writes its weights."""
+"""This project's models for Hugging Face transformers, without fairseq. ``fw-export-hf`` writes their weights."""
 
-from .configuration import FastWeightHFConfig
+from .configuration import FastWeightHFConfig, FastWeightTranslationConfig
 from .layers import ACTIVATIONS, Cache
 from .modeling import FastWeightForCausalLM
+from .translation import FastWeightForTranslation
 
-__all__ = ["ACTIVATIONS", "Cache", "FastWeightForCausalLM", "FastWeightHFConfig"]
+__all__ = [
+    "ACTIVATIONS",
+    "Cache",
+    "FastWeightForCausalLM",
+    "FastWeightForTranslation",
+    "FastWeightHFConfig",
+    "FastWeightTranslationConfig",
+]

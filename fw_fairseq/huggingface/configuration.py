@@ -1,4 +1,4 @@
-"""The options of an exported model."""
+"""The options of exported models."""
 
 from __future__ import annotations
 
@@ -46,3 +46,21 @@ class FastWeightHFConfig(PretrainedConfig):
         for name, value in given.items():
             setattr(self, name, value)
         self.mixers, self.mixer_options = list(mixers), dict(mixer_options or {})
+
+
+class FastWeightTranslationConfig(PretrainedConfig):
+    """The sizes and options of an exported translation model.
+
+    ``encoder`` and ``decoder`` are the options of each side; the encoder's ``mixers`` are "linear" or "softmax". ``linear_cross``:
+    whether the decoder looks at the source by linear attention. With ``tie_word_embeddings`` both sides have the same embeddings.
+    """
+
+    model_type = "fw_fairseq_translation"
+    sub_configs = {"encoder": FastWeightHFConfig, "decoder": FastWeightHFConfig}  # noqa: RUF012
+
+    def __init__(self, encoder=None, decoder=None, linear_cross=True, tie_word_embeddings=False, is_encoder_decoder=True, **kwargs):
+        self.encoder, self.decoder = (
+            side if isinstance(side, FastWeightHFConfig) else FastWeightHFConfig(**(side or {})) for side in (encoder, decoder)
+        )
+        self.linear_cross = linear_cross
+        super().__init__(tie_word_embeddings=tie_word_embeddings, is_encoder_decoder=is_encoder_decoder, **kwargs)

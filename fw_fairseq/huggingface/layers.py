@@ -142,37 +142,48 @@ class Layer(nn.Module):
 
     def __init__(self, config: FastWeightHFConfig, index: int):
         super().__init__()
-        width, heads, inner, name = config.hidden_size, config.num_attention_heads, config.intermediate_size, config.mixers[index]
-        limit = config.max_position_embeddings if config.positions == "learned" else None
-        options = SimpleNamespace(**config.mixer_options, longest_text=limit)
-        softmax = name == "softmax"
-        self.self_attn = (
-            SoftmaxAttention(width, heads)
-            if softmax
-            else MIXERS[name].of_layer(width, heads, options, index, config.num_hidden_layers)
-        )
+        width, inner = config.hidden_size, config.intermediate_size
+        self.self_attn = self.make_mixer(config, index)
         self.self_attn_layer_norm = nn.LayerNorm(width)
         self.fc1, self.fc2 = (nn.Linear(width, inner), nn.Linear(inner, width)) if inner else (None, None)
         self.final_layer_norm = nn.LayerNorm(width) if inner else None
         self.activation, self.before = ACTIVATIONS[config.activation], config.normalize_before
 
-    def forward(self, x: Tensor, state, padding_mask: Tensor | None, reset_mask: Tensor | None = None):
+    def make_mixer(self, config: FastWeightHFConfig, index: int) -> nn.Module:
+        """Returns the mixer of layer number ``index``."""
+        width, heads, name = config.hidden_size, config.num_attention_heads, config.mixers[index]
+        if name == "softmax":
+            return SoftmaxAttention(width, heads)
+        limit = config.max_position_embeddings if config.positions == "learned" else None
+        options = SimpleNamespace(**config.mixer_options, longest_text=limit)
+        return MIXERS[name].of_layer(width, heads, options, index, config.num_hidden_layers)
+
+    def forward(self, x: Tensor, *rest):
+        """Calls ``compute``, with gradient checkpointing where it is on."""
+        if self.gradient_checkpointing and self.training:
+            return self._gradient_checkpointing_func(self.compute, x, *rest)
+        return self.compute(x, *rest)
+
+    def compute(self, x: Tensor, state, padding_mask: Tensor | None, reset_mask: Tensor | None = None):
         """Maps x (T,B,C) to the output (T,B,C) and the mixer's state after the last token. reset_mask: (B,T), True at the first
         token of a new text."""
-        if self.gradient_checkpointing and self.training:
-            return self._gradient_checkpointing_func(self.compute, x, state, padding_mask, reset_mask)
-        return self.compute(x, state, padding_mask, reset_mask)
+        x, state = self.mix(x, state, padding_mask, reset_mask)
+        return self.feed(x), state
 
-    def compute(self, x: Tensor, state, padding_mask: Tensor | None, reset_mask: Tensor | None):
+    def mix(self, x: Tensor, state, padding_mask: Tensor | None, reset_mask: Tensor | None):
+        """Returns x after the mixer and its norm, and the mixer's state."""
         one = x.shape[0] == 1 and state is not None and not torch.is_grad_enabled()
         inner = self.self_attn_layer_norm(x) if self.before else x
         x = inner if getattr(self.self_attn, "norms_residual", False) else x
         y, state = self.self_attn(inner, state, padding_mask=padding_mask, reset_mask=reset_mask, decoding=one)
-        x = x + y if self.before else self.self_attn_layer_norm(x + y)
+        return (x + y if self.before else self.self_attn_layer_norm(x + y)), state
+
+    def feed(self, x: Tensor) -> Tensor:
+        """Returns x after the feed-forward network and its norm."""
         if self.fc1 is None:
-            return x, state
+            return x
         y = self.fc2(self.activation(self.fc1(self.final_layer_norm(x) if self.before else x)))
-        return x + y if self.before else self.final_layer_norm(x + y), state
+        return x + y if self.before else self.final_layer_norm(x + y)
 
 
 class BandedEmbedding(nn.Module):

@@ -6,39 +6,19 @@ pass.
 
 from __future__ import annotations
 
-import math
-
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .. import Mistake
 from .configuration import FastWeightHFConfig
-from .layers import BandedEmbedding, BandedOutput, Cache, Layer
+from .layers import Cache, Layer
+from .parts import Decodes, Drawn, mean_loss, padding_of, refuse_attentions, refuse_unknown
 from .prompts import read as read_prompts
 
-WITHOUT_EFFECT = ("cache_position", "token_type_ids")  # which transformers passes to every model
 
-
-def draw(module: nn.Module) -> None:
-    """Draws the weights of embeddings or of an output layer as fairseq does."""
-    weights = [part.weight for part in module.modules() if isinstance(part, (nn.Embedding, nn.Linear))]
-    for weight in weights:
-        nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
-
-
-def mean_loss(logits: Tensor, labels: Tensor | None, shift_labels: Tensor | None) -> Tensor | None:
-    """Returns the cross entropy of the labels, which are shifted here, or of labels that are shifted already."""
-    if labels is not None:
-        logits, shift_labels = logits[:, :-1], labels[:, 1:]
-    if shift_labels is None:
-        return None
-    return F.cross_entropy(logits.flatten(0, 1).float(), shift_labels.flatten().to(logits.device))
-
-
-class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
+class FastWeightForCausalLM(Drawn, Decodes, PreTrainedModel, GenerationMixin):
     """The language model as transformers loads it."""
 
     config_class = FastWeightHFConfig
@@ -50,46 +30,10 @@ class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: FastWeightHFConfig):
         super().__init__(config)
-        width = config.hidden_size
-        size_in, size_out = config.input_size or width, config.output_size or width
-        words = config.vocab_size
-        self.embed_tokens = BandedEmbedding(config.input_bands, size_in) if config.input_bands else nn.Embedding(words, size_in)
-        self.project_in = nn.Linear(size_in, width, bias=False) if size_in != width else None
-        rows = config.first_position + (config.max_position_embeddings or 0)
-        self.embed_positions = nn.Embedding(rows, width) if config.positions == "learned" else None
-        self.embedding_norm = nn.LayerNorm(width) if config.embedding_norm else None
-        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
-        self.layer_norm = nn.LayerNorm(width) if config.final_norm else None
-        self.project_out = nn.Linear(width, size_out, bias=False) if size_out != width else None
-        tied = config.tie_word_embeddings
-        self.output = (
-            BandedOutput(config.output_bands, size_out, tied)
-            if config.output_bands
-            else None if tied else nn.Linear(size_out, words, bias=False)
-        )  # fmt: skip
+        self.make_embeddings(config)
+        self.make_layers(config, Layer)
         self.draw_as_fairseq()
-        self._drawn = not next(self.parameters()).is_meta
         self.post_init()
-
-    @torch.no_grad()
-    def draw_as_fairseq(self) -> None:
-        """Draws embeddings and output. The other modules have drawn their own weights."""
-        for module in self.modules():
-            if isinstance(module, nn.Embedding) or module is self.output:
-                draw(module)
-
-    @torch.no_grad()
-    def _init_weights(self, module) -> None:
-        """Draws what a checkpoint lacks, for which transformers has only allocated memory, and a vocabulary that was resized."""
-        if all(module is not part for part in self.modules()):
-            draw(module)
-        elif not self._drawn and not next(self.parameters()).is_meta:
-            self._drawn = True
-            fresh = type(self)(self.config)
-            drawn = dict(fresh.named_parameters()) | dict(fresh.named_buffers())
-            for name, x in (*self.named_parameters(), *self.named_buffers()):
-                if not getattr(x, "_is_hf_initialized", False):
-                    x.copy_(drawn[name])
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -145,8 +89,7 @@ class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
         self.check(labels, shift_labels, logits_to_keep, input_ids, inputs_embeds, output_attentions, others)
         inputs = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = past_key_values or Cache()
-        padding = None if attention_mask is None else attention_mask[:, -inputs.shape[1] :].eq(0)
-        padding = padding if padding is not None and padding.any() else None
+        padding = padding_of(attention_mask, inputs.shape[1])
         x, tokens, resets = self.embed(inputs, padding, position_ids, cache.tokens)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         graph = self.config.decoding_graph if decoding_graph is None else decoding_graph
@@ -174,16 +117,6 @@ class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
         cache.tokens, cache.length = tokens, x.shape[1]
         return last
 
-    def through_layers(self, x: Tensor, padding, resets, cache: Cache, tokens: Tensor) -> list[Tensor]:
-        """Returns the input of each layer and of the output, (B,T,C), and leaves the states after the last token in the cache."""
-        states, hidden, before = {}, [x], cache.states
-        for i, layer in enumerate(self.layers):
-            y, states[i] = layer(hidden[-1].transpose(0, 1), before.get(i), padding, resets)
-            hidden.append(y.transpose(0, 1))
-        cache.states, cache.tokens, cache.length = states, tokens, cache.length + x.shape[1]
-        hidden[-1] = hidden[-1] if self.layer_norm is None else self.layer_norm(hidden[-1])
-        return hidden
-
     def read_group(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, dict[int, object]]:
         """Returns the input of the output layer, (B,T,C), and the states after the prompts of one length."""
         cache = Cache()
@@ -207,44 +140,5 @@ class FastWeightForCausalLM(PreTrainedModel, GenerationMixin):
             raise Mistake("labels and shift_labels are both given; give one of them")
         if (input_ids is None) == (inputs_embeds is None):
             raise Mistake("forward takes either input_ids or inputs_embeds")
-        if self.config.output_attentions if output_attentions is None else output_attentions:
-            raise Mistake("output_attentions asks for attention weights, which this model never computes; leave it out")
-        unknown = [name for name, value in others.items() if name not in WITHOUT_EFFECT and value is not None]
-        if unknown:
-            raise Mistake(f"forward takes no {unknown[0]}; leave it out")
-
-    def embed(
-        self, inputs: Tensor, padding: Tensor | None, position_ids: Tensor | None, before: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns embeddings (B,T,C), how many tokens each sequence has now, and where new texts begin after others, (B,T)."""
-        real = inputs.new_ones(inputs.shape[:2], dtype=torch.long) if padding is None else (~padding).long()
-        place = real.cumsum(1) + (0 if before is None else before[:, None])
-        resets = None
-        if position_ids is not None:
-            resets = position_ids.eq(0) & place.gt(1) & real.bool()
-            resets = resets if resets.any() else None
-        x = inputs * self.config.embedding_scale
-        x = x if self.project_in is None else self.project_in(x)
-        if self.config.positions != "none":
-            positions = (place - 1).clamp(min=0) if position_ids is None else position_ids
-            x = x + self.positions(positions + self.config.first_position).to(x.dtype)
-        return x if self.embedding_norm is None else self.embedding_norm(x), place[:, -1], resets
-
-    def positions(self, place: Tensor) -> Tensor:
-        """Returns the embeddings of positions, learned or sinusoidal."""
-        if self.embed_positions is not None:
-            if int(place.max()) >= self.embed_positions.num_embeddings:
-                limit = self.embed_positions.num_embeddings - self.config.first_position
-                raise Mistake(f"input_ids is longer than max_position_embeddings, {limit} tokens; give fewer")
-            return self.embed_positions(place)
-        half = self.config.hidden_size // 2
-        rates = torch.exp(torch.arange(half, device=place.device) * -(math.log(10000) / (half - 1)))
-        angles = place.unsqueeze(-1) * rates
-        return F.pad(torch.cat([angles.sin(), angles.cos()], -1), (0, self.config.hidden_size % 2))
-
-    def scores(self, x: Tensor) -> Tensor:
-        """Maps hidden states to logits, or to log probabilities with an adaptive vocabulary."""
-        x = (x if self.project_out is None else self.project_out(x)) * self.config.output_scale
-        if isinstance(self.output, BandedOutput):
-            return self.output(x, self.embed_tokens)
-        return F.linear(x, self.embed_tokens.weight) if self.output is None else self.output(x)
+        refuse_attentions(self.config.output_attentions if output_attentions is None else output_attentions)
+        refuse_unknown(others)

@@ -56,7 +56,7 @@ class FastWeightDecoder(TransformerDecoder):
             self.layers = Stack(list(self.layers.children()), self.decoder_layerdrop, self.reversible, self.in_front)
         self.stateful = [module for module in self.modules() if isinstance(module, Stateful)]
         self.mixers = [module for module in self.modules() if isinstance(module, MixerAttention)]
-        self.softmax = [module for module in self.modules() if isinstance(module, MultiheadAttention | SparseAttention)]
+        self.softmax = [module for module in self.modules() if isinstance(module, (MultiheadAttention, SparseAttention))]
         self.output_dropout = FairseqDropout(self.fast_weight_config.output_dropout, module_name="output")
         self.expect_prompt(None)
 
@@ -122,7 +122,7 @@ class FastWeightDecoder(TransformerDecoder):
             states.advance(resets=reset_mask is not None)
             start = 0 if states.group is None else states.group.rank() * tokens
         layers = [self.layers] if isinstance(self.layers, Stack) else self.layers.children()
-        layers = [layer for layer in layers if isinstance(layer, FastWeightDecoderLayer | Stack)]
+        layers = [layer for layer in layers if isinstance(layer, (FastWeightDecoderLayer, Stack))]
         with counted_from(self.embed_positions, start), with_arguments(layers, states=states, reset_mask=reset_mask):
             yield
 

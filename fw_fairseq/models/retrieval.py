@@ -1,6 +1,7 @@
 """retrieval: one head stores pairs of keys and values, and is then asked for a value (Schlag et al. 2021, sec. 6.1)."""
 
 from dataclasses import dataclass
+from typing import Optional
 
 import torch
 from fairseq.models import BaseFairseqModel, register_model
@@ -109,7 +110,7 @@ class RetrievalModel(BaseFairseqModel):
         of_keys, of_values = projection.weight.split([self.embedding.embedding_dim, self.symbols], dim=1)
         return F.embedding(keys, F.linear(self.embedding.weight, of_keys, projection.bias)) + F.embedding(values, of_values.mT)
 
-    def features(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def features(self, x: Tensor) -> tuple[Tensor, Optional[Tensor]]:
         """Maps keys or queries to their normalised features. Attention normalisation also gets the log of the factor that was
         divided out; that of a query cancels."""
         return normalised_features(self.feature_map, self.feature_norm, x, self.attention_norm)

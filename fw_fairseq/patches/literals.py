@@ -45,7 +45,7 @@ def read_literal(text: str) -> object:
 def value(node: ast.expr) -> object:
     """Returns the value of a literal, or of lists and tuples that are joined and repeated: fairseq's convolutional models write
     their layers as ``[(512, 3)] * 4 + [(1024, 3)]``."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
         left, right = value(node.left), value(node.right)
         if isinstance(node.op, ast.Add) and type(left) is type(right) in (list, tuple):
             return left + right

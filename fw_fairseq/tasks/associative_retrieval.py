@@ -1,6 +1,7 @@
 """associative_retrieval: pairs of a key and a value, then a key: which value was its last? (Schlag et al. 2021, sec. 6.1)"""
 
 from dataclasses import dataclass
+from typing import Optional
 
 import torch
 from fairseq.dataclass import ChoiceEnum
@@ -25,7 +26,7 @@ class AssociativeRetrievalConfig(DrawnConfig):
     )
 
 
-def draw_pairs(count: int, keys: int, pairs: int | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def draw_pairs(count: int, keys: int, pairs: Optional[int], generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Keys and values, (B,T) each: so many pairs with replacement, or None, every key and value once."""
     if pairs is None:
         return tuple(torch.rand(count, keys, generator=generator).argsort(1) for _ in range(2))

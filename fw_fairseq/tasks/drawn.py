@@ -20,7 +20,7 @@ SEED_OF = {"train": 0, "valid": 1, "test": 2}
 @dataclass
 class DrawnConfig(FairseqDataclass):
     updates_per_epoch: int = option(100, "updates between two validations", least=1)
-    batch_size: Optional[int] = II("dataset.batch_size")  # noqa: UP045  omegaconf 2.0 does not know "int | None"
+    batch_size: Optional[int] = II("dataset.batch_size")
     seed: int = II("common.seed")
 
 
@@ -95,7 +95,7 @@ class DrawnTextConfig(DrawnConfig):
     evaluation_sequences: int = option(64, "sequences that a validation scores", least=1)
     tokens_per_sample: int = 1024  # this and the next two are read by fairseq's language models
     add_bos_token: bool = False
-    max_target_positions: Optional[int] = None  # noqa: UP045
+    max_target_positions: Optional[int] = None
 
 
 class DrawnText(DrawnTask):

@@ -8,7 +8,14 @@ from .. import Mistake
 
 
 def load_language_model(checkpoint, data, command: str, architectures: tuple[str, ...]):
-    """Returns a model of one of the ``architectures`` in evaluation mode, and its dictionary. ``data``: the folder of dict.txt,
+    """Returns a language model of one of the ``architectures`` in evaluation mode, and its dictionary. ``data``: the folder of
+    dict.txt, where it has moved since the training."""
+    model, task = load_model(checkpoint, data, command, architectures)
+    return model, task.source_dictionary
+
+
+def load_model(checkpoint, data, command: str, architectures: tuple[str, ...]):
+    """Returns a model of one of the ``architectures`` in evaluation mode, and its task. ``data``: the folder of its dictionaries,
     where it has moved since the training."""
     from fairseq import checkpoint_utils
     from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
@@ -24,10 +31,10 @@ def load_language_model(checkpoint, data, command: str, architectures: tuple[str
     except FileNotFoundError as error:
         if (name := architecture(checkpoint)) in ARCH_MODEL_REGISTRY and ARCH_MODEL_REGISTRY[name] not in kinds:
             raise Mistake(f"CHECKPOINT {checkpoint} holds a {name}; {command} takes {' and '.join(architectures)}") from None
-        raise Mistake(f"there is no dictionary at {error.filename}; name the folder of dict.txt by --data") from error
+        raise Mistake(f"there is no dictionary at {error.filename}; name its folder by --data") from error
     if not isinstance(model, kinds):
         raise Mistake(f"CHECKPOINT {checkpoint} holds a {type(model).__name__}; {command} takes {' and '.join(architectures)}")
-    return model.eval(), task.source_dictionary
+    return model.eval(), task
 
 
 def architecture(checkpoint) -> str | None:

@@ -49,8 +49,10 @@ class Modules(MetaPathFinder, InspectLoader):
 
 def load():
     try:
-        return importlib.import_module("fw_fairseq.huggingface")
-    except ImportError:
+        found = importlib.import_module("fw_fairseq.huggingface")
+        found.FastWeightForTranslation  # which older versions of the package do not have
+        return found
+    except (ImportError, AttributeError):
         if not any(type(finder).__name__ == "Modules" and finder.__module__ == __name__ for finder in sys.meta_path):
             sys.meta_path.append(Modules())
         return importlib.import_module(f"{NAME}.huggingface")
@@ -62,11 +64,21 @@ huggingface = load()
 
 
 class FastWeightHFConfig(huggingface.FastWeightHFConfig):
-    pass
+    def __init__(self, *args, **kwargs):  # transformers would write another one
+        super().__init__(*args, **kwargs)
 
 
 class FastWeightForCausalLM(huggingface.FastWeightForCausalLM):
     config_class = FastWeightHFConfig
+
+
+class FastWeightTranslationConfig(huggingface.FastWeightTranslationConfig):
+    def __init__(self, *args, **kwargs):  # transformers would write another one
+        super().__init__(*args, **kwargs)
+
+
+class FastWeightForTranslation(huggingface.FastWeightForTranslation):
+    config_class = FastWeightTranslationConfig
 """
 
 

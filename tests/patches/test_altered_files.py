@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
-    shutil.unpack_archive(ARCHIVE, folder, filter="data")
+    shutil.unpack_archive(ARCHIVE, folder)
     for name in CHECKPOINTS:
         state = read_plainly(folder / f"{name}.pt")
         state["cfg"] = {group: state["cfg"][group] for group in ("model", "task", "optimizer")}  # the others take most of the time

@@ -42,25 +42,26 @@ def flipped(content: bytes, draw: random.Random) -> bytes:
 def reordered(pickled: bytes, draw: random.Random) -> bytes:
     """Instructions left out, doubled, or in the place of others."""
     ends = [position for _, _, position in pickletools.genops(pickled)] + [len(pickled)]
-    steps = [pickled[one:other] for one, other in itertools.pairwise(ends)]
+    steps = [pickled[one:other] for one, other in zip(ends, ends[1:])]
     for _ in range(draw.choice((1, 1, 2, 4))):
         here, there = draw.randrange(len(steps)), draw.randrange(len(steps))
-        match draw.randrange(4):
-            case 0:
-                del steps[here]
-            case 1:
-                steps.insert(here, steps[there])
-            case 2:
-                steps[here] = steps[there]
-            case 3:
-                steps[here], steps[there] = steps[there], steps[here]
+        kind = draw.randrange(4)
+        if kind == 0:
+            del steps[here]
+        elif kind == 1:
+            steps.insert(here, steps[there])
+        elif kind == 2:
+            steps[here] = steps[there]
+        else:
+            steps[here], steps[there] = steps[there], steps[here]
     return b"".join(steps)
 
 
 def exchanged(pickled: bytes, draw: random.Random) -> bytes:
     """An instruction's argument in the place of one of the same kind: another size, name, key or number."""
     kinds: dict[str, list[slice]] = {}
-    for (kind, argument, start), (_, _, stop) in itertools.pairwise(pickletools.genops(pickled)):
+    steps = list(pickletools.genops(pickled))
+    for (kind, argument, start), (_, _, stop) in zip(steps, steps[1:]):
         if argument is not None and "PUT" not in kind.name:
             kinds.setdefault(kind.name, []).append(slice(start, stop))
     places = kinds[draw.choice([name for name, found in kinds.items() if len(found) > 1])]

@@ -34,7 +34,9 @@ def test_an_end_of_sentence_inside_a_prompt(prompts):
         kind([model], dictionary, beam_size=2, max_len_b=12).generate([model], sample, prefix_tokens=prompts)
         for kind in (SequenceGenerator, PromptedGenerator)
     )
-    for own, fairseqs in zip(chain(*found), chain(*wanted), strict=True):
+    found, wanted = list(chain(*found)), list(chain(*wanted))
+    assert len(found) == len(wanted)
+    for own, fairseqs in zip(found, wanted):
         assert torch.equal(own["tokens"], fairseqs["tokens"])
         torch.testing.assert_close(own["positional_scores"], fairseqs["positional_scores"])
 

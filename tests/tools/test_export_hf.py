@@ -11,13 +11,15 @@ from dataclasses import asdict
 import pytest
 import torch
 from support.checkpoints import ADAPTIVE, logits, save, source
-from support.commands import run
+from support.commands import USER_DIR, fairseq, run, succeed
 
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers import MIXERS
-from fw_fairseq.tools import export_hf
+from fw_fairseq.tools.checkpoints import load_language_model
 from fw_fairseq.tools.convert.conversion import convert
-from fw_fairseq.tools.export_hf import export
+from fw_fairseq.tools.export_hf import export as exporting
+from fw_fairseq.tools.export_hf.export import export
+from fw_fairseq.tools.export_hf.tokenizers import word_tokenizer
 
 sys.modules.setdefault("torchaudio", None)  # fairseq's, of another torch than ours: transformers would trip over it
 transformers = pytest.importorskip("transformers")
@@ -265,12 +267,12 @@ def test_the_tokenizer_joins_what_the_corpus_had_split(folder):
         def eos(self):
             return 2
 
-    made = export_hf.word_tokenizer(Words())
+    made = word_tokenizer(Words())
     ids = [made.convert_tokens_to_ids(word) for word in words]
     assert made.decode(ids) == " the cat, (well - known), doesn't see 1,000 dogs."
     assert made.decode(ids[:2]) + made.decode(ids[2:]) == made.decode(ids)
     Words.symbols = ["<s>", "<pad>", "</s>", "<unk>", "lo@@", "w@@", "er"]
-    pieces = export_hf.word_tokenizer(Words())
+    pieces = word_tokenizer(Words())
     assert pieces.decode([4, 5, 6, 6]) == " lower er"
 
 
@@ -333,6 +335,37 @@ def test_a_gpt2_comes_back(gpt2, tmp_path):
     assert model.generate(ids, **same).equal(original.generate(ids, **same))
 
 
+def test_a_fine_tuned_gpt2_keeps_its_tokenizer(gpt2, tmp_path):
+    """Converted, trained by fairseq-train, exported: the logits are fairseq's in the order of the tokenizer, and it generates text."""
+    folder, original = gpt2
+    convert(folder, tmp_path / "start.pt", "decay")
+    ids = transformers.GPT2Tokenizer.from_pretrained(folder)("the other thing is there")["input_ids"]
+    for split in ("train", "valid"):
+        (tmp_path / split).write_text((" ".join(map(str, ids)) + "\n") * 16)
+    made = ["--only-source", "--srcdict", tmp_path / "dict.txt", "--destdir", tmp_path / "bin", "--workers", 1]
+    succeed(fairseq("preprocess", *made, "--trainpref", tmp_path / "train", "--validpref", tmp_path / "valid"))
+    taken = ["--arch", "fast_weight_lm", "--options-from", tmp_path / "start.pt", "--finetune-from-model", tmp_path / "start.pt"]
+    rest = "--task language_modeling --tokens-per-sample 12 --batch-size 4 --optimizer adam --lr 0.01 --max-update 8 --sample-break-mode eos"
+    saved = ["--save-dir", tmp_path / "tuned", "--no-epoch-checkpoints", "--disable-validation"]
+    succeed(fairseq("train", tmp_path / "bin", *USER_DIR, *taken, *rest.split(), *saved))
+    tuned = tmp_path / "tuned" / "checkpoint_last.pt"
+    export(tuned, tmp_path / "out", data=tmp_path / "bin", tokenizer=folder)
+    model, tokenizer = load(tmp_path / "out"), transformers.GPT2Tokenizer.from_pretrained(tmp_path / "out")
+    fairseqs, words = load_language_model(tuned, tmp_path / "bin", "the test", ("fast_weight_lm",))
+    size, end = original.config.vocab_size, original.config.eos_token_id
+    order = torch.tensor([words.eos() if i == end else words.index(str(i)) for i in range(size)])
+    text = torch.tensor([[end, *ids]])
+    torch.testing.assert_close(model(text).logits, logits(fairseqs, order[text])[..., order], rtol=1e-4, atol=1e-4)
+    start, _ = load_language_model(tmp_path / "start.pt", tmp_path / "bin", "the test", ("fast_weight_lm",))
+    likely = [
+        logits(each, order[text[:, :-1]]).log_softmax(-1)[0].gather(-1, order[text[0, 1:], None]).sum()
+        for each in (start, fairseqs)
+    ]
+    assert likely[1] > likely[0] + 1, "it was trained"
+    written = tokenizer.decode(model.generate(text[:, :3], max_new_tokens=6, do_sample=False)[0])
+    assert written.startswith(tokenizer.decode(text[0, :3])) and len(written) > len(tokenizer.decode(text[0, :3]))
+
+
 def words_file(name: str, count: int) -> dict[str, str]:
     vocabulary, added = {f"w{i}": i for i in range(count)}, [{"id": count, "content": "<end>"}]
     whole = {"model": {"vocab": vocabulary}, "added_tokens": added}
@@ -381,7 +414,7 @@ def test_force_replaces_an_earlier_export_and_nothing_else(dictionary, tmp_path,
     data = tmp_path / "data"
     shutil.copytree(dictionary, data)
     with monkeypatch.context() as patch:
-        patch.setattr(export_hf, "load_language_model", lambda *_: pytest.fail("it must be refused first"))
+        patch.setattr(exporting, "load_model", lambda *_: pytest.fail("it must be refused first"))
         for mistaken in (data, checkpoint):
             with pytest.raises(ValueError, match=r"OUTPUT .* is no earlier export"):
                 export(checkpoint, mistaken, data=data, force=True)
@@ -423,11 +456,11 @@ def test_mistakes_leave_what_is_there(dictionary, folder, tmp_path):
     before = sorted(path.name for path in folder.iterdir())
     with pytest.raises(ValueError, match=r"OUTPUT .* exists; name another folder, or give --force"):
         export(save(state, tmp_path), folder, data=dictionary)
-    with pytest.raises(ValueError, match="holds a TransformerLanguageModel; fw-export-hf takes fast_weight_lm"):
+    with pytest.raises(ValueError, match="holds a TransformerLanguageModel; fw-export-hf takes fast_weight_lm and "):
         export(tmp_path / "source.pt", tmp_path / "out", data=dictionary)
     with pytest.raises(ValueError, match=r"CHECKPOINT .*nowhere\.pt is not a file"):
         export(tmp_path / "nowhere.pt", tmp_path / "out")
     _, _, state = source("--arch fast_weight_lm", dictionary)
-    with pytest.raises(ValueError, match=r"no dictionary at .*; name the folder of dict.txt by --data"):
+    with pytest.raises(ValueError, match=r"no dictionary at .*; name its folder by --data"):
         export(save(state, tmp_path), tmp_path / "out", data=tmp_path)
     assert sorted(path.name for path in folder.iterdir()) == before and not (tmp_path / "out").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,7 +137,7 @@ def test_names_beside_points_do_not_overlap(files):
     figure.draw_without_rendering()
     for side in ("left", "right"):
         heights = sorted(axes.transData.transform((1, text.get_position()[1]))[1] for text in axes.texts if text.get_ha() == side)
-        assert len(heights) == 4 and min(b - a for a, b in itertools.pairwise(heights)) * 72 / figure.dpi > SMALL
+        assert len(heights) == 4 and min(b - a for a, b in zip(heights, heights[1:])) * 72 / figure.dpi > SMALL
 
 
 def test_the_surfaces_of_dpfp():

@@ -124,10 +124,10 @@ def without_stand_ins(content: object, seen: dict | None = None) -> object:
     """Returns what was loaded with NumPy's arrays in the place of the stand-ins; lists and dictionaries keep their identity. A file
     may also name a class or a function without calling it; this is refused."""
     seen = {} if seen is None else seen
-    if isinstance(content, Array | NumberType):
+    if isinstance(content, (Array, NumberType)):
         return content.numbers if isinstance(content, Array) else content.dtype()
     refuse_code(content)
-    if id(content) in seen or not isinstance(content, dict | list | tuple | set | frozenset | argparse.Namespace | DictConfig):
+    if id(content) in seen or not isinstance(content, (dict, list, tuple, set, frozenset, argparse.Namespace, DictConfig)):
         return seen.get(id(content), content)
     seen[id(content)] = content
     if isinstance(content, tuple):
@@ -135,7 +135,7 @@ def without_stand_ins(content: object, seen: dict | None = None) -> object:
         if any(new is not old for new, old in zip(parts, content)):
             seen[id(content)] = tuple(parts)
         return seen[id(content)]
-    if isinstance(content, DictConfig | set | frozenset):
+    if isinstance(content, (DictConfig, set, frozenset)):
         refuse_objects(OmegaConf.to_container(content, resolve=False) if isinstance(content, DictConfig) else content)
         return content
     target = vars(content) if isinstance(content, argparse.Namespace) else content
@@ -147,10 +147,10 @@ def without_stand_ins(content: object, seen: dict | None = None) -> object:
 
 def refuse_objects(options: object) -> None:
     """Refuses options, plain containers, that hold a class, a function or one of NumPy's arrays. Keys of dictionaries, too."""
-    if isinstance(options, Array | NumberType):
+    if isinstance(options, (Array, NumberType)):
         raise Mistake("it holds an option that is an array")
     refuse_code(options)
-    if isinstance(options, dict | list | tuple | set | frozenset):
+    if isinstance(options, (dict, list, tuple, set, frozenset)):
         for part in itertools.chain(*options.items()) if isinstance(options, dict) else options:
             refuse_objects(part)
 

@@ -227,7 +227,7 @@ def flat(state) -> list[Tensor]:
     """The tensors of nested containers. A buffer counts without its room."""
     if isinstance(state, Past):
         return list(state.tokens()[:2])
-    values = state.values() if isinstance(state, dict) else state if isinstance(state, tuple | list) else ()
+    values = state.values() if isinstance(state, dict) else state if isinstance(state, (tuple, list)) else ()
     return [state] if isinstance(state, Tensor) else [x for value in values for x in flat(value)]
 
 

@@ -1,0 +1,1 @@
+"""fw-export-hf: checkpoints as folders for Hugging Face transformers."""

@@ -1,0 +1,88 @@
+"""The folder that an export writes, and the earlier export that it may replace."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from ... import Mistake
+from .. import standalone
+
+CODE_FILE = "modeling_fw_fairseq.py"
+TARGET = "target"  # the folder of the tokenizer of translations
+TOKENIZER_FILES = (
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+WRITTEN = re.compile("|".join([*map(re.escape, (*TOKENIZER_FILES, CODE_FILE)), r"(generation_)?config\.json",
+                               r"model(-\d+-of-\d+)?\.safetensors", r"model\.safetensors\.index\.json"]))  # fmt: skip
+
+
+def check_output(output: Path, force: bool) -> None:
+    """Refuses an existing folder, unless --force is given and the folder is empty or an earlier export, with nothing else in it."""
+    if not output.exists():
+        return
+    if not force:
+        raise Mistake(f"OUTPUT {output} exists; name another folder, or give --force to replace an earlier export")
+    if not output.is_dir() or (any(output.iterdir()) and not (output / CODE_FILE).exists()):
+        raise Mistake(
+            f"OUTPUT {output} is no earlier export, as it has no {CODE_FILE}; --force would delete it: name another folder"
+        )
+    foreign = sorted(path.name for path in output.iterdir() if not is_written(path))
+    if foreign:
+        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+        raise Mistake(
+            f"OUTPUT {output} has {foreign[0]}{more}, which fw-export-hf did not write and --force would delete; move that away or"
+            " name another folder"
+        )
+
+
+def is_written(path: Path) -> bool:
+    """Whether a file, or the folder of a second tokenizer, may come from an export."""
+    if path.is_dir():
+        return path.name == TARGET and all(inside.name in TOKENIZER_FILES and inside.is_file() for inside in path.iterdir())
+    return bool(WRITTEN.fullmatch(path.name))
+
+
+def replace(new: Path, folder: Path) -> None:
+    """Puts ``new`` in the place of ``folder``, which is deleted last."""
+    old = new.with_suffix(".old")
+    if folder.exists():
+        os.replace(folder, old)
+    try:
+        os.replace(new, folder)
+    except OSError:
+        if old.exists():
+            os.replace(old, folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write(model, tokenizers: dict, folder: Path) -> None:
+    """Writes the model, its code and its tokenizers into a new folder. tokenizers: a tokenizer, or the folder of one, for each
+    folder inside it, "" for itself."""
+    folder.mkdir(parents=True)
+    kind = "AutoModelForSeq2SeqLM" if model.config.is_encoder_decoder else "AutoModelForCausalLM"
+    names = {"AutoConfig": type(model.config).__name__, kind: type(model).__name__}
+    model.config.auto_map = {name: f"{CODE_FILE.removesuffix('.py')}.{value}" for name, value in names.items()}
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(model.generation_config, name, getattr(model.config, name))
+    model.generation_config._from_model_config = False
+    model.save_pretrained(folder)
+    (folder / CODE_FILE).write_text(standalone.code(), encoding="utf-8")
+    for place, tokenizer in tokenizers.items():
+        if not isinstance(tokenizer, Path):
+            tokenizer.save_pretrained(folder / place)
+            continue
+        for name in TOKENIZER_FILES:
+            if (tokenizer / name).exists():
+                shutil.copy(tokenizer / name, folder / place / name)
+    for path in folder.rglob("*"):  # transformers writes weights that only their owner may read
+        if path.is_file():
+            path.chmod((folder / CODE_FILE).stat().st_mode)

@@ -1,0 +1,166 @@
+"""fast_weight_lm as a model of transformers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+
+import torch
+from torch import Tensor, nn
+
+from ... import Mistake
+from ...config import SOFTMAX, SPARSE_OPTIONS, option_name
+from ...mixers import MIXERS
+from ...models.fast_weight_decoder import FastWeightDecoder
+from ...modules.plain_softmax import PlainAdaptiveSoftmax
+
+
+def build(decoder: FastWeightDecoder):
+    """Returns the model for transformers, with the weights of fairseq's decoder."""
+    from ...huggingface import FastWeightForCausalLM, FastWeightHFConfig
+
+    model = FastWeightForCausalLM(FastWeightHFConfig(**decoder_options(decoder))).eval()
+    load(model, decoder_tensors(decoder))
+    return model
+
+
+def decoder_options(decoder: FastWeightDecoder) -> dict:
+    """Returns the options of fairseq's decoder as those of FastWeightHFConfig."""
+    cfg, config = decoder.cfg, decoder.fast_weight_config
+    check_options(cfg, config)
+    if isinstance(decoder.adaptive_softmax, PlainAdaptiveSoftmax):
+        raise Mistake("CHECKPOINT was trained with --plain-adaptive-softmax, which fw-export-hf does not have")
+    _, output_bands = output_tensors(decoder, is_tied(decoder))
+    size_out = decoder.project_out_dim.out_features if decoder.project_out_dim is not None else decoder.embed_dim
+    return side_options(decoder, cfg.decoder, decoder.embed_dim, config) | dict(
+        output_size=size_out,
+        decoding_graph=not config.no_decoding_graph,
+        mixers=[mixer_name(layer.self_attn) for layer in decoder.layers],
+        output_scale=size_out**-0.5 if config.scale_output else 1.0,
+        max_position_embeddings=None if decoder.embed_positions is None and decoder.recurrent else cfg.max_target_positions,
+        output_bands=output_bands if decoder.adaptive_softmax is not None else None,
+        tie_word_embeddings=is_tied(decoder),
+    )
+
+
+def check_options(cfg, config) -> None:
+    """Refuses options of a checkpoint that models for transformers do not have."""
+    from ...huggingface import ACTIVATIONS
+
+    if cfg.activation_fn not in ACTIVATIONS:
+        raise Mistake(f"CHECKPOINT has activation {cfg.activation_fn}; fw-export-hf takes: {', '.join(ACTIVATIONS)}")
+    for name in SPARSE_OPTIONS:
+        if getattr(config, name):
+            raise Mistake(f"CHECKPOINT was trained with {option_name(name)}, which fw-export-hf does not have")
+
+
+def side_options(side: nn.Module, cfg, width: int, config) -> dict:
+    """Returns the options that an encoder and a decoder have in common. cfg: fairseq's options of this side; config: this
+    project's options."""
+    words = side.embed_tokens
+    return dict(
+        vocab_size=len(side.dictionary),
+        hidden_size=width,
+        input_size=words.embedding_dim,
+        intermediate_size=cfg.ffn_embed_dim,
+        num_hidden_layers=len(side.layers),
+        num_attention_heads=cfg.attention_heads,
+        mixer_options={name: jsonable(value) for name, value in asdict(config).items() if not name.startswith("_")},
+        activation=str(side.cfg.activation_fn),
+        normalize_before=cfg.normalize_before,
+        final_norm=side.layer_norm is not None,
+        embedding_norm=side.layernorm_embedding is not None,
+        embedding_scale=side.embed_scale,
+        positions="none" if side.embed_positions is None else ("learned" if cfg.learned_pos else "sinusoidal"),
+        first_position=words.padding_idx + 1,
+        input_bands=embedding_tensors(words).get("bands"),
+    )
+
+
+def decoder_tensors(decoder: FastWeightDecoder) -> dict[str, Tensor]:
+    """Returns the weights of fairseq's decoder by the names that they have in transformers."""
+    return side_tensors(decoder) | output_tensors(decoder, is_tied(decoder))[0]
+
+
+def side_tensors(side: nn.Module) -> dict[str, Tensor]:
+    """Returns the weights of an encoder or of a decoder, without its output."""
+    tensors = embedding_tensors(side.embed_tokens)
+    tensors.pop("bands", None)
+    for name, x in side.state_dict().items():
+        name = name.replace(".self_attn.mixer.", ".self_attn.").replace("layernorm_embedding.", "embedding_norm.")
+        name = re.sub(r"^project_(in|out)_dim\.", r"project_\1.", name)
+        if name.startswith(("layers.", "layer_norm.", "embedding_norm.", "project_")) or name == "embed_positions.weight":
+            tensors[name] = x
+    return tensors
+
+
+def load(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Copies the weights into the model and refuses any that it does not have."""
+    unknown = sorted(tensors.keys() - model.state_dict().keys())
+    if unknown:
+        raise Mistake(f"CHECKPOINT has the parameter {unknown[0]}, which fw-export-hf does not know")
+    model.load_state_dict(tensors)
+
+
+def jsonable(value):
+    """Returns a value that JSON can hold."""
+    return value if isinstance(value, (int, float)) else str(value)  # an option with choices is an Enum
+
+
+def mixer_name(attention: nn.Module) -> str:
+    """Returns the name of a layer's mixer."""
+    mixer = getattr(attention, "mixer", None)
+    return next((name for name, kind in MIXERS.items() if type(mixer) is kind), SOFTMAX)
+
+
+def embedding_tensors(words: nn.Module) -> dict:
+    """Returns the weights of the input's embeddings by name, with their bands if they are adaptive."""
+    if isinstance(words, nn.Embedding):
+        return {"embed_tokens.weight": words.weight}
+    tensors: dict = {"bands": [list(band[0].weight.shape) for band in words.embeddings]}
+    for i, (table, linear) in enumerate(words.embeddings):
+        tensors |= {f"embed_tokens.words.{i}.weight": table.weight, f"embed_tokens.maps.{i}.weight": linear.weight}
+    return tensors
+
+
+def is_tied(decoder) -> bool:
+    """Returns whether the output shares the input's embeddings."""
+    if decoder.adaptive_softmax is None:
+        return decoder.output_projection.weight is decoder.embed_tokens.weight
+    head = decoder.adaptive_softmax.head
+    return hasattr(head, "word_proj") and weights(head.word_proj)[-1] is decoder.embed_tokens.embeddings[0][0].weight
+
+
+def weights(module: nn.Module) -> list[Tensor]:
+    """Returns the weights of a linear map, or of a chain of them in the order of their use."""
+    linear = [part for part in module.modules() if hasattr(part, "weight")]
+    return [part.weight.t() if getattr(part, "transpose", False) else part.weight for part in linear]
+
+
+def output_tensors(decoder, tied: bool) -> tuple[dict[str, Tensor], list]:
+    """Returns the weights of the output layer by name, and its bands."""
+    softmax = decoder.adaptive_softmax
+    if softmax is None:
+        return ({} if tied else {"output.weight": decoder.output_projection.weight}), []
+    first = softmax.cutoff[0]
+    if hasattr(softmax.head, "word_proj"):
+        clusters, bands = [weights(softmax.head.word_proj)], softmax.head.class_proj.weight
+    else:
+        clusters, bands = [[softmax.head.weight[:first]]], softmax.head.weight[first:]
+    clusters += [weights(tail) for tail in softmax.tail]
+    tensors = {"output.bands.weight": bands}
+    for i, (*mapped, words) in enumerate(clusters):
+        tensors |= {f"output.maps.{i}.weight": x for x in mapped}
+        if not tied:
+            tensors[f"output.words.{i}.weight"] = words
+    return tensors, [list(words.shape) for *_, words in clusters]
+
+
+@torch.no_grad()
+def compare(source, model, words: int) -> float:
+    """Returns the largest difference of log probabilities on random tokens, relative to the largest log probability."""
+    length = min(16, model.config.max_position_embeddings or 16)
+    tokens = torch.randint(4, words, (2, length), generator=torch.Generator().manual_seed(0))
+    expected = source.get_normalized_probs(source(tokens), log_probs=True)
+    actual = model(tokens).logits.float().log_softmax(-1)
+    return float((actual - expected).abs().max() / expected.abs().max())

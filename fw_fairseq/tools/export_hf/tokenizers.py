@@ -1,0 +1,76 @@
+"""Tokenizers of the words of dict.txt, and the order of embeddings where a tokenizer is kept."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ... import Mistake
+from ...files import tokenizer_size
+
+MARKS_AFTER = (
+    ",",
+    ".",
+    ";",
+    ":",
+    "!",
+    "?",
+    ")",
+    "]",
+    "%",
+    "n't",
+    "'s",
+    "'m",
+    "'re",
+    "'ve",
+    "'ll",
+    "'d",
+)  # that follow without a space
+
+
+def renumber(model, dictionary, tokenizer: Path) -> None:
+    """Sorts embeddings by the tokenizer's ids. Its token i is the dictionary's symbol 'i', and the one without a symbol is </s>."""
+    if not any((tokenizer / name).exists() for name in ("vocab.json", "tokenizer.json")):
+        raise Mistake(f"--tokenizer {tokenizer} has neither vocab.json nor tokenizer.json; it must be a GPT-2 tokenizer's folder")
+    numbers = dictionary.symbols[dictionary.nspecial :]
+    size = len(numbers) + 1
+    missing = sorted(set(map(str, range(size))).difference(numbers), key=int)
+    if model.config.input_bands or model.config.output_bands or len(missing) != 1:
+        raise Mistake("--tokenizer needs a checkpoint that fw-convert made of a GPT-2; leave it out for the words of dict.txt")
+    if (found := tokenizer_size(tokenizer)) != size:
+        raise Mistake(f"--tokenizer {tokenizer} has {found} tokens; it must be that of CHECKPOINT's GPT-2, which has {size}")
+    end = int(missing[0])
+    order = torch.tensor([dictionary.eos() if i == end else dictionary.index(str(i)) for i in range(size)])
+    model.embed_tokens = nn.Embedding.from_pretrained(model.embed_tokens.weight[order].detach(), freeze=False)
+    if model.output is not None:
+        model.output.weight = nn.Parameter(model.output.weight[order].detach())
+    model.config.update({"vocab_size": size, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None})
+
+
+def word_tokenizer(dictionary, before: bool = True):
+    """Returns a tokenizer that splits at spaces and puts the end of sentence before each text, or after it.
+
+    ``before`` is for language models: the tokenizer then also decodes with a space before the first word, so that it continues a
+    prompt. Where a text was split at its marks, it decodes without those spaces.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    eos = dictionary.eos_word
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(dictionary.symbols)}, unk_token=dictionary.unk_word))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    place = f"{eos} $A" if before else f"$A {eos}"
+    tokenizer.post_processor = processors.TemplateProcessing(single=place, special_tokens=[(eos, dictionary.eos())])
+    joined = [decoders.Replace(f" {mark}", mark) for mark in MARKS_AFTER] + [decoders.Replace(f"{mark} ", mark) for mark in "(["]
+    joined += [decoders.Replace(" @-@ ", "-"), decoders.Replace(" @,@ ", ","), decoders.Replace(" @.@ ", ".")]  # of WikiText
+    if any(word.endswith("@@") for word in dictionary.symbols):
+        joined.insert(0, decoders.Replace("@@ ", ""))  # pieces of words
+    spaced = decoders.Replace(Regex(f"^(?!{re.escape(eos)})"), " ")
+    first = [] if before else [decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence([spaced, decoders.Fuse(), *joined, *first])
+    special = {"bos_token": eos, "eos_token": eos, "unk_token": dictionary.unk_word, "pad_token": dictionary.pad_word}
+    names = ["input_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", model_input_names=names, **special)
