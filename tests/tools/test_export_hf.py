@@ -336,7 +336,7 @@ def test_a_gpt2_comes_back(gpt2, tmp_path):
 
 
 def test_a_fine_tuned_gpt2_keeps_its_tokenizer(gpt2, tmp_path):
-    """Converted, trained by fairseq-train, exported: the logits are fairseq's in the order of the tokenizer, and it generates text."""
+    """Converted, trained by fairseq-train, exported: the logits are fairseq's in the order of the tokenizer. It generates text."""
     folder, original = gpt2
     convert(folder, tmp_path / "start.pt", "decay")
     ids = transformers.GPT2Tokenizer.from_pretrained(folder)("the other thing is there")["input_ids"]
@@ -345,7 +345,7 @@ def test_a_fine_tuned_gpt2_keeps_its_tokenizer(gpt2, tmp_path):
     made = ["--only-source", "--srcdict", tmp_path / "dict.txt", "--destdir", tmp_path / "bin", "--workers", 1]
     succeed(fairseq("preprocess", *made, "--trainpref", tmp_path / "train", "--validpref", tmp_path / "valid"))
     taken = ["--arch", "fast_weight_lm", "--options-from", tmp_path / "start.pt", "--finetune-from-model", tmp_path / "start.pt"]
-    rest = "--task language_modeling --tokens-per-sample 12 --batch-size 4 --optimizer adam --lr 0.01 --max-update 8 --sample-break-mode eos"
+    rest = "--task language_modeling --tokens-per-sample 12 --batch-size 4 --optimizer adam --lr 0.01 --max-update 8"
     saved = ["--save-dir", tmp_path / "tuned", "--no-epoch-checkpoints", "--disable-validation"]
     succeed(fairseq("train", tmp_path / "bin", *USER_DIR, *taken, *rest.split(), *saved))
     tuned = tmp_path / "tuned" / "checkpoint_last.pt"
@@ -357,10 +357,8 @@ def test_a_fine_tuned_gpt2_keeps_its_tokenizer(gpt2, tmp_path):
     text = torch.tensor([[end, *ids]])
     torch.testing.assert_close(model(text).logits, logits(fairseqs, order[text])[..., order], rtol=1e-4, atol=1e-4)
     start, _ = load_language_model(tmp_path / "start.pt", tmp_path / "bin", "the test", ("fast_weight_lm",))
-    likely = [
-        logits(each, order[text[:, :-1]]).log_softmax(-1)[0].gather(-1, order[text[0, 1:], None]).sum()
-        for each in (start, fairseqs)
-    ]
+    inputs, wanted = order[text[:, :-1]], order[text[0, 1:], None]
+    likely = [logits(each, inputs).log_softmax(-1)[0].gather(-1, wanted).sum() for each in (start, fairseqs)]
     assert likely[1] > likely[0] + 1, "it was trained"
     written = tokenizer.decode(model.generate(text[:, :3], max_new_tokens=6, do_sample=False)[0])
     assert written.startswith(tokenizer.decode(text[0, :3])) and len(written) > len(tokenizer.decode(text[0, :3]))

@@ -47,6 +47,13 @@ def value_of(options: object, name: str) -> object:
     return value.value if isinstance(value, Enum) else value
 
 
+def deciding(options: dict) -> set[str]:
+    """Returns the names of the options that decide what a model with these options computes. The longest text is one of them where
+    positions are learned."""
+    learned = value_of(options, "decoder_learned_pos") and not value_of(options, "no_token_positional_embeddings")
+    return {*SHAPES, *UNSEEN, *OWN} | ({"max_target_positions"} if learned else set())
+
+
 def differing(saved: dict, now: object, names: set[str]) -> dict[str, tuple[object, object]]:
     """Returns the value saved and the value now of each of these options that both have and that differ."""
     pairs = {name: (value_of(saved, name), value_of(now, name)) for name in sorted(names.difference(WAYS))}
@@ -87,7 +94,7 @@ def take_options_over(cfg: object) -> None:
     saved = model_options.get(str(source), {})
     if "update_rule" not in saved:
         raise Mistake(f"--options-from is {source}, which holds no model of this project; name a checkpoint of fast_weight_lm")
-    taken = {name: value_of(saved, name) for name in saved.keys() & {*SHAPES, *UNSEEN, *OWN} if saved[name] is not None}
+    taken = {name: value_of(saved, name) for name in saved.keys() & deciding(saved) if saved[name] is not None}
     if isinstance(cfg, DictConfig):
         with open_dict(cfg):
             cfg.update(taken | {"options_from": ""})
