@@ -4,7 +4,7 @@
 #   PYTHON=python3.12 tests/compatibility.sh          arguments go to pytest
 #   JOBS=1 tests/compatibility.sh                     on one core
 #   tests/compatibility.sh official [TEST...]         the tests with the official fairseq 0.12.2, in .venv-official, without those of
-#                                                     kernels, recipes and installing; PYTHON: a Python 3.10. Then checkpoints of this
+#                                                     kernels, recipes and installing; PYTHON: a Python 3.10 or 3.9. Then checkpoints of this
 #                                                     fairseq are read by that of .venv, where there is one, and the other way round
 #   tests/compatibility.sh fairseq FOLDER [TEST...]   fairseq's own tests, with this project's changes to fairseq and without them, in
 #                                                     .venv; FOLDER: a checkout of facebookresearch/fairseq
@@ -34,7 +34,9 @@ if [ "${1:-}" = official ]; then
     [ -x $python ] || "${PYTHON:-python3.10}" -m venv .venv-official
     install=("$python" -m pip install --quiet --disable-pip-version-check)
     "${install[@]}" 'pip<24.1' wheel # later versions of pip refuse the metadata of omegaconf 2.0
-    "${install[@]}" -c requirements/official.txt -e '.[test,plots]'
+    pins=official
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || pins=official39
+    "${install[@]}" -c requirements/$pins.txt -e '.[test,plots]'
     export OMP_NUM_THREADS=1
     leave=(kernels recipes test_install.py test_mutation.py test_layout.py test_pages.py)
     [ $# -gt 0 ] || set -- tests "${leave[@]/#/--ignore=tests/}"

@@ -28,9 +28,10 @@ from support.pretrained import SHAPE as TRAINING
 import fw_fairseq.models  # noqa: F401
 from fw_fairseq.patches.literals import LONGEST, naming, read_literal
 from fw_fairseq.patches.mistakes import sentence
-from fw_fairseq.tools import export_hf, standalone
+from fw_fairseq.tools import standalone
 from fw_fairseq.tools.convert import __main__ as convert
 from fw_fairseq.tools.explain import __main__ as explain
+from fw_fairseq.tools.export_hf import __main__ as export_hf
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -390,8 +391,10 @@ def test_the_exported_code_is_the_packages():
         assert "".join(line[1:] for line in text.splitlines(keepends=True)).rstrip() in file.read_text()
     others = [node for node in body if not isinstance(node, (ast.Import, ast.ImportFrom, ast.Expr, ast.Assign))]
     finder, load, *classes = others
-    assert (finder.name, load.name) == ("Modules", "load") and len(classes) == 2
-    assert {ast.unparse(line) for kind in classes for line in kind.body} == {"pass", "config_class = FastWeightHFConfig"}
+    assert (finder.name, load.name) == ("Modules", "load") and len(classes) == 4
+    made = "def __init__(self, *args, **kwargs):\n    super().__init__(*args, **kwargs)"
+    named = {f"config_class = {name}" for name in ("FastWeightHFConfig", "FastWeightTranslationConfig")}
+    assert {ast.unparse(line) for kind in classes for line in kind.body} == {made} | named
     assert {ast.unparse(base) for kind in classes for base in kind.bases} == {f"huggingface.{kind.name}" for kind in classes}
 
 

@@ -80,7 +80,6 @@ class Tester:
             pad_token_id=0,
             bos_token_id=1,
             eos_token_id=2,
-            use_cache=True,
         )
 
     def prepare_config_and_inputs_for_common(self) -> tuple[FastWeightHFConfig, dict]:

@@ -6,10 +6,10 @@ from importlib import metadata
 
 import pytest
 
-from fw_fairseq.tools import export_hf
 from fw_fairseq.tools.bench import __main__ as bench
 from fw_fairseq.tools.convert import __main__ as convert
 from fw_fairseq.tools.explain import __main__ as explain
+from fw_fairseq.tools.export_hf import __main__ as export_hf
 from fw_fairseq.tools.plot import __main__ as plot
 
 COMMANDS = {"fw-bench": bench, "fw-convert": convert, "fw-explain": explain, "fw-export-hf": export_hf, "fw-plot": plot}
