@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from ..mixers.around.source import Source
 from ..mixers.features import row_map_of
 from ..modules import LinearAttention
-from ..modules.linear_attention import Source
 from ..ops.dispatch import has_kernels
 from ..ops.kernels import step as kernel
 from ..ops.kernels.common import why_no_map, why_not_run
