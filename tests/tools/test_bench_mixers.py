@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fw_fairseq.tools.bench import __main__ as bench
+from fw_fairseq.tools.bench import layers
 
 TINY = ["mixers", "--width", "8", "--heads", "2", "--batch", "2", "--length", "5", "--tokens", "9", "--rounds", "2"]
 
@@ -79,3 +80,11 @@ def test_mistakes(capsys):
     with pytest.raises(SystemExit):
         bench.main([*TINY, "--heads", "3"])
     assert "--width 8 is not a multiple of --heads 3" in capsys.readouterr().err
+
+
+def test_the_backward_is_timed():
+    """What is timed with the forward computes every gradient."""
+    leaf, reached = torch.ones(3, requires_grad=True), []
+    leaf.register_hook(reached.append)
+    layers.differentiate(lambda: (leaf * 2, None), [leaf])
+    assert len(reached) == 1 and reached[0].tolist() == [2, 2, 2]
