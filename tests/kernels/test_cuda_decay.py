@@ -94,6 +94,7 @@ COMPILED += [(arch, width, dtype) for arch, width in (("90", 32), ("80", 128), (
 def test_compiles_without_spills(arch, width, dtype):
     for launched in launches(decay, "decay", (1, 1, 17, width, width), dtype):
         found = compile_check(launched.source, launched.defines, arch)[launched.kernel]
-        most = 0 if width <= 64 and dtype == torch.bfloat16 else 552  # bytes; docs/kernels.md says where
+        most = {32: 16, 64: 0}.get(width, 552) if dtype == torch.bfloat16 else 552  # bytes; docs/kernels.md says where
         assert max(found["spill_stores"], found["spill_loads"], found["stack"]) <= most, (launched.kernel, found)
-        assert launched.defines["FW_SHARED"] <= common.SHARED
+        held = common.SHARED_MORE.get(divmod(int(arch), 10), common.SHARED) if width == 128 else common.SHARED
+        assert launched.defines["FW_SHARED"] <= held
