@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import warnings
 from pathlib import Path
 
 from .hostemu import CACHE, KERNELS, write_whole
 
-ARCHITECTURES = ("75", "80", "86", "89", "90", "100", "120")
+EVERY = ("75", "80", "86", "89", "90", "100", "120")
+ARCHITECTURES = EVERY if os.environ.get("FW_ARCHITECTURES") == "all" else ("75", "80", "90")  # of tests that compile for several
 
 
 def compile_check(source_file, defines=None, arch="80", options=(), folder=KERNELS) -> dict[str, dict[str, int]]:

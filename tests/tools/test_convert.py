@@ -12,10 +12,11 @@ import pytest
 import torch
 from fairseq import checkpoint_utils
 from support.checkpoints import ADAPTIVE, logits, save, save_format, source
-from support.commands import ROOT, preloaded, run, succeed
+from support.commands import ROOT, preloaded, run
 from support.draws import PLAIN
 
 from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
+from fw_fairseq.tools.convert.__main__ import main as convert_command
 from fw_fairseq.tools.convert.conversion import convert
 from fw_fairseq.tools.convert.pretrained import load_mapped
 
@@ -233,18 +234,19 @@ def fw_convert(*args):
     return run(sys.executable, "-m", "fw_fairseq.tools.convert", *args, cwd=ROOT)
 
 
-def test_the_command_prints_a_table_and_overwrites_only_by_force(plain, tmp_path):
+def test_the_command_prints_a_table_and_overwrites_only_by_force(plain, tmp_path, capsys):
     out = tmp_path / "out.pt"
-    printed = succeed(fw_convert(plain[1], out, "--rule", "decay", "--feature-dim", 4))
+    convert_command([str(plain[1]), str(out), "--rule", "decay", "--feature-dim", "4"])
+    printed = capsys.readouterr().out
     assert all(word in printed for word in ("copied", "changed", "new", "decoder.layers.*.self_attn.mixer.in_proj gate z"))
     before = out.read_bytes()
     refused = fw_convert(plain[1], out, "--rule", "sum")
     assert refused.returncode and "--force" in refused.stderr and "Traceback" not in refused.stderr
     assert out.read_bytes() == before
-    succeed(fw_convert(plain[1], out, "--rule", "sum", "--force"))
+    convert_command([str(plain[1]), str(out), "--rule", "sum", "--force"])
     assert out.read_bytes() != before
-    missing = fw_convert(tmp_path / "none.pt", tmp_path / "x.pt", "--rule", "sum")
-    assert missing.returncode and "none.pt does not exist" in missing.stderr
+    with pytest.raises(SystemExit, match=r"none\.pt does not exist"):
+        convert_command([str(tmp_path / "none.pt"), str(tmp_path / "x.pt"), "--rule", "sum"])
 
 
 def test_optimizer_state_stays_on_disk(dictionary, tmp_path):
