@@ -10,6 +10,7 @@ import torch
 from hostcuda import EmulatorLaunch
 from support import pretrained as pretraining
 from support import streams
+from support.commands import preloaded
 from support.emulated import emulated
 from support.shared import shared_folder
 
@@ -77,6 +78,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if is_quick(name) and not COMMANDS.intersection(item.fixturenames):
             item.add_marker(pytest.mark.quick)
     items.sort(key=lambda item: within(names[item], LONGEST) % (len(LONGEST) + 1))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the process that commands are forked from before code under test can start one: a process has only one, and fw-bench's
+    has imported fw_fairseq, whose import is part of what commands test.
+    """
+    if not session.config.option.collectonly and not all(item.get_closest_marker("quick") for item in session.items):
+        preloaded()
 
 
 @pytest.fixture(scope="module")
