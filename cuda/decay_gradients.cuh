@@ -89,6 +89,22 @@ __device__ __forceinline__ void put_sums(float* at, const Acc& acc, int ld) {
         *(float2*)(at + (g + 8 * (i % 2)) * ld + 8 * (i / 2) + 2 * t) = make_float2(acc.c[i / 2][i % 2 * 2], acc.c[i / 2][i % 2 * 2 + 1]);
 }
 
+// The scores of a chunk times 16 of its channels: what the reads of earlier tokens and the pairs of later ones add.
+template <bool KEY>
+__device__ __forceinline__ void multiply_scores(const Shared& s, int chunk, int own, Acc& reads, Acc& pairs) {
+    constexpr int LD = (KEY ? FW_K : FW_V) + 8;
+    const Operand* scores = KEY ? s.dscores : s.scores;
+    Block left, right;
+    if (KEY || FW_Z) {
+        load_block<true, false>(left, scores, FW_LDP);
+        load_block<false, true>(right, (KEY ? s.k[chunk] : s.v[chunk]) + own, LD);
+        multiply(reads, left, right);
+    }
+    load_block<true, true>(left, scores, FW_LDP);
+    load_block<false, true>(right, (KEY ? s.q : s.dy) + own, LD);
+    multiply(pairs, left, right);
+}
+
 // dQ^ and dK^, or Y^ and dV^, 16 channels a warp at a time.
 template <bool KEY>
 __device__ __forceinline__ void multiply_side(Shared& s, int mode, int chunk) {
@@ -115,17 +131,7 @@ __device__ __forceinline__ void multiply_side(Shared& s, int mode, int chunk) {
                 multiply(writes, left, right);
             }
         }
-        if (mode != BORDERS) {
-            const Operand* scores = KEY ? s.dscores : s.scores;
-            if (READS) {
-                load_block<true, false>(left, scores, FW_LDP);
-                load_block<false, true>(right, (KEY ? s.k[chunk] : s.v[chunk]) + own, LD);
-                multiply(reads, left, right);
-            }
-            load_block<true, true>(left, scores, FW_LDP);
-            load_block<false, true>(right, (KEY ? s.q : s.dy) + own, LD);
-            multiply(GATED ? pairs : writes, left, right);
-        }
+        if (mode != BORDERS) multiply_scores<KEY>(s, chunk, own, reads, GATED ? pairs : writes);
         float* sums = KEY ? s.key[0] : s.value[0];
         put_sums(sums + own, writes, LD);
         if (READS) put_sums(sums + 16 * LD + own, reads, LD);

@@ -59,7 +59,7 @@ struct Results {
 
     template <bool KEY>
     __device__ __forceinline__ void multiply_all(const Shared& s, int chunk, int own) {
-        constexpr int ACROSS = KEY ? FW_V : FW_K, LD = (KEY ? FW_K : FW_V) + 8;
+        constexpr int ACROSS = KEY ? FW_V : FW_K;
         constexpr bool GATED = KEY ? FW_F != 0 : FW_Z != 0, READS = KEY || GATED;
         Block left, right;
         clear(reads);
@@ -83,15 +83,7 @@ struct Results {
                 multiply(past, left, right);
             }
         }
-        const Operand* scores = KEY ? s.dscores : s.scores;
-        if (READS) {
-            load_block<true, false>(left, scores, FW_LDP);
-            load_block<false, true>(right, (KEY ? s.k[chunk] : s.v[chunk]) + own, LD);
-            multiply(reads, left, right);
-        }
-        load_block<true, true>(left, scores, FW_LDP);
-        load_block<false, true>(right, (KEY ? s.q : s.dy) + own, LD);
-        multiply(pairs, left, right);
+        multiply_scores<KEY>(s, chunk, own, reads, pairs);
     }
 };
 
