@@ -1,4 +1,4 @@
-"""What fw-export-hf does: it builds the model, compares it with fairseq's, and writes the folder."""
+"""fw-export-hf builds the model, compares it with fairseq's, and writes the folder."""
 
 from __future__ import annotations
 

@@ -158,9 +158,14 @@ def output_tensors(decoder, tied: bool) -> tuple[dict[str, Tensor], list]:
 
 @torch.no_grad()
 def compare(source, model, words: int) -> float:
-    """Returns the largest difference of log probabilities on random tokens, relative to the largest log probability."""
+    """Returns the difference from fairseq's model on random tokens."""
     length = min(16, model.config.max_position_embeddings or 16)
     tokens = torch.randint(4, words, (2, length), generator=torch.Generator().manual_seed(0))
-    expected = source.get_normalized_probs(source(tokens), log_probs=True)
-    actual = model(tokens).logits.float().log_softmax(-1)
-    return float((actual - expected).abs().max() / expected.abs().max())
+    return difference(source, source(tokens), model(tokens).logits)
+
+
+def difference(source, output, logits: Tensor) -> float:
+    """Returns the largest difference between the log probabilities of fairseq's output and of these logits, relative to the
+    largest log probability."""
+    expected = source.get_normalized_probs(output, log_probs=True)
+    return float((logits.float().log_softmax(-1) - expected).abs().max() / expected.abs().max())
