@@ -1,6 +1,14 @@
 # shellcheck shell=bash
-# Sourced after the lib by the recipes that compare mixers of language models: the options of each row.
+# Sourced after the lib by the recipes that compare mixers of language models: the options of each row, and those of
+# converted models.
 # shellcheck disable=SC2034
+converted_map() { # RULE WIDTH: sets map, the options of what conversion makes of queries and keys, WIDTH of them for each head
+    case $1 in
+        delta | gated_delta) map=(--feature-dim "$2" --feature-map relu --feature-norm sum) ;;
+        *) map=(--feature-dim "$2" --feature-map identity --feature-norm none) ;;
+    esac
+}
+
 declare -A row_options=(
     [softmax]="--mixer softmax"
     [sum_elu]="--update-rule sum --feature-map elu --feature-norm none --attention-norm"

@@ -18,6 +18,7 @@
 # A call resumes each row from its last checkpoint; finished rows are only printed again. No row is cut short.
 source "$(dirname "$0")/../lib.sh"
 source "$ROOT/recipes/convergence/end.sh"
+source "$ROOT/recipes/mixers.sh"
 find_programs
 OUT=$(output_folder convergence)
 source "$ROOT/recipes/convergence/model.sh"
@@ -44,10 +45,7 @@ for seed in $seeds; do
     for row in "${rows[@]}"; do
         IFS=- read -r rule features way <<<"$row"
         run=$OUT/runs/conversion/$row-$dropout-$seed
-        case $rule in
-            delta | gated_delta) map=(--feature-dim "$features" --feature-map relu --feature-norm sum) ;;
-            *) map=(--feature-dim "$features" --feature-map identity --feature-norm none) ;;
-        esac
+        converted_map "$rule" "$features"
         both=("${segment_task[@]}" --arch fast_weight_lm --update-rule "$rule" "${map[@]}" "${model[@]}" "${fit[@]}")
         mkdir -p "$run"
         converted=

@@ -37,5 +37,5 @@ cells() { # RUN CELL...: cells of a table: best validation perplexity, CELL..., 
 }
 
 show_status() { # FOLDER: a line for each run in this folder of OUT/runs: finished or not, epochs, the best validation perplexity
-    "$PYTHON" "$ROOT/recipes/convergence/status.py" "$OUT/runs/$1"
+    "$PYTHON" "$ROOT/recipes/convergence/status.py" --ended "$ENDED" "$OUT/runs/$1"
 }

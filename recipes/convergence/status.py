@@ -1,29 +1,26 @@
 """Reads the logs of runs that train until the validation loss no longer falls.
 
-python status.py FOLDER...          a line for each run below the folders: how far it is
-python status.py --cells RUN X...   the cells of a table: best validation perplexity, X..., epochs, hours
+python status.py --ended SENTENCE FOLDER   a line for each run in the folder; SENTENCE is in the logs of finished ones
+python status.py --cells RUN X...          the cells of a table: best validation perplexity, X..., epochs, hours
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
-ENDED = "stopping training because current learning rate"
+from fw_fairseq.tools.plot.logs import read_line
 
 
 class Run:
-    """What the log of one run says; a run that was stopped and resumed has written one log."""
+    """The log of one run; a run that was stopped and resumed has written one log."""
 
     def __init__(self, folder: Path):
         self.name = folder.name
-        text = (folder / "train.log").read_text(encoding="utf-8", errors="replace")
-        self.ended = ENDED in text
+        self.text = (folder / "train.log").read_text(encoding="utf-8", errors="replace")
         self.epochs: dict[int, tuple[float, float]] = {}  # loss, perplexity
         self.seconds: dict[int, float] = {}
-        for line in text.splitlines():
-            entry = read(line)
+        for entry in map(read_line, self.text.splitlines()):
             if "valid_loss" in entry:
                 self.epochs[int(entry["epoch"])] = float(entry["valid_loss"]), float(entry["valid_ppl"])
             if "train_train_wall" in entry:
@@ -36,20 +33,8 @@ class Run:
         return None if epoch is None else (epoch, self.epochs[epoch][1])
 
 
-def read(line: str) -> dict:
-    """Returns the entry of a line of --log-format json, or nothing."""
-    start = line.find("{")
-    if start < 0:
-        return {}
-    try:
-        entry = json.loads(line[start:])
-    except json.JSONDecodeError:
-        return {}
-    return entry if isinstance(entry, dict) else {}
-
-
-def state(run: Run) -> str:
-    end = "finished" if run.ended else "unfinished"
+def state(run: Run, ended: str) -> str:
+    end = "finished" if ended in run.text else "unfinished"
     if run.best is None:
         return f"{run.name}: {end}, no epoch is complete"
     epoch, perplexity = run.best
@@ -62,12 +47,12 @@ def cells(run: Run, *values: str) -> str:
     return " | ".join([f"{run.best[1]:.2f}", *values, str(len(run.epochs)), f"{sum(run.seconds.values()) / 3600:.1f}"])
 
 
-def main(*arguments: str) -> None:
-    if arguments[:1] == ("--cells",):
-        return print(cells(Run(Path(arguments[1])), *arguments[2:]))
-    runs = sorted(log.parent for folder in arguments for log in Path(folder).glob("*/train.log"))
-    print("\n".join(state(Run(run)) for run in runs) or "no run has begun")
-    return None
+def main(way: str, first: str, *others: str) -> None:
+    if way == "--cells":
+        print(cells(Run(Path(first)), *others))
+    else:
+        runs = sorted(log.parent for log in Path(*others).glob("*/train.log"))
+        print("\n".join(state(Run(run), first) for run in runs) or "no run has begun")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@
 # Finished runs are kept: call it again to continue, or with other rows. The perplexity is that of the first TEST_LINES lines of the
 # test text, without context.
 source "$(dirname "$0")/../lib.sh"
+source "$ROOT/recipes/mixers.sh"
 find_programs
 renamed ROWS "rows are arguments"
 OUT=$(output_folder wikitext2_conversion)
@@ -74,15 +75,14 @@ echo "|---|---:|---:|---:|"
 for row in "${rows[@]}"; do
     folder=$start-$row-$updates
     IFS=- read -r rule width distilled <<<"$row"
-    case $rule in
-        softmax) features=() trained=(--mixer softmax) ;;
-        delta | gated_delta) features=(--feature-dim "$width" --feature-map relu --feature-norm sum) ;;
-        *) features=(--feature-dim "$width" --feature-map identity --feature-norm none) ;;
-    esac
-    [ "$rule" = softmax ] || trained=(--update-rule "$rule" "${features[@]}")
+    map=() trained=(--mixer softmax)
+    if [ "$rule" != softmax ]; then
+        converted_map "$rule" "$width"
+        trained=(--update-rule "$rule" "${map[@]}")
+    fi
     if [ ! -f "$folder/converted.pt" ]; then
         mkdir -p "$folder"
-        logged "$folder.log" "$PYTHON" -m fw_fairseq.tools.convert "$start/finished.pt" "$folder/converted.pt" --rule "$rule" "${features[@]}"
+        logged "$folder.log" "$PYTHON" -m fw_fairseq.tools.convert "$start/finished.pt" "$folder/converted.pt" --rule "$rule" "${map[@]}"
     fi
     tune=(10 cosine --min-lr 2e-6 --warmup-init-lr 1e-7 --arch fast_weight_lm "${trained[@]}")
     begin=$folder/converted.pt count=$updates criterion=(--criterion adaptive_loss)

@@ -9,6 +9,7 @@ import pytest
 from support.commands import ROOT, succeed
 from support.recipes import recipe
 
+ENDED = "stopping training because current learning rate"
 FOLDER = ROOT / "recipes" / "convergence"
 ROW = r"| {row} | 1 | "
 
@@ -29,7 +30,7 @@ def write_log(folder, losses: list[float], ended: bool) -> None:
         valid = {"epoch": epoch, "valid_loss": str(loss), "valid_ppl": str(round(2 ** (loss - 1), 2))}
         lines += [f"x | INFO | train | {json.dumps({'epoch': epoch, 'train_train_wall': '1800'})}", f"x | {json.dumps(valid)}"]
     if ended:
-        lines.append("stopping training because current learning rate (8e-05) is smaller than or equal to minimum learning rate")
+        lines.append(f"{ENDED} (8e-05) is smaller than or equal to minimum learning rate")
     (folder / "train.log").write_text("\n".join(lines) + "\n")
 
 
@@ -37,7 +38,7 @@ def test_status_of_runs(status, tmp_path, capsys):
     write_log(tmp_path / "a-1", [7.0, 6.0, 6.5], ended=True)
     write_log(tmp_path / "b-1", [7.0], ended=False)
     write_log(tmp_path / "c-1", [], ended=False)
-    status.main(str(tmp_path))
+    status.main("--ended", ENDED, str(tmp_path))
     assert capsys.readouterr().out.splitlines() == [
         "a-1: finished, 3 epochs, best validation perplexity 32.00 after epoch 2",  # valid_ppl
         "b-1: unfinished, 1 epochs, best validation perplexity 64.00 after epoch 1",
@@ -47,7 +48,7 @@ def test_status_of_runs(status, tmp_path, capsys):
     assert capsys.readouterr().out == "32.00 | 5.1 |  | 3 | 1.5\n"
     with pytest.raises(SystemExit, match="the log of c-1 has no validation loss"):
         status.main("--cells", str(tmp_path / "c-1"))
-    status.main(str(tmp_path / "nothing"))
+    status.main("--ended", ENDED, str(tmp_path / "nothing"))
     assert capsys.readouterr().out == "no run has begun\n"
 
 
@@ -59,7 +60,7 @@ def test_language_models_and_conversion(tmp_path):
     best, segments, sliding, stream, epochs, _ = cells(printed, "softmax")
     assert min(map(float, (best, segments, sliding))) > 10 and stream == "" and int(epochs) > 3
     log = (out / "runs" / "language" / "softmax-0.1-1" / "train.log").read_text()
-    assert "stopping training because current learning rate" in log
+    assert ENDED in log
     printed = succeed(recipe("convergence/conversion.sh", out, "decay-4-distilled"))
     converted, _, tuned, share = (float(cell.strip("%")) for cell in cells(printed, "decay-4-distilled")[:4])
     softmax = float((out / "runs" / "language" / "softmax-0.1-1" / "segments").read_text())
