@@ -57,7 +57,7 @@ class CapturedGeneration(Generation):
         return self.out[:rows].clone()
 
     def sources(self) -> list[KernelSource]:
-        """What reads the source, in each layer that has cross attention."""
+        """Returns the readers of the source, one for each layer that has cross attention."""
         return [part.reader for part in self.parts() if isinstance(part, CrossStep)]
 
     def read(self, tokens: Tensor, position: Tensor | None) -> Tensor:

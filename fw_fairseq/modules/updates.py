@@ -19,7 +19,7 @@ EXTRAS = {  # parts that fairseq's options add to a layer
 
 
 class Call(NamedTuple):
-    """What a layer is called with, beside x."""
+    """A layer is called with these, beside x."""
 
     source: Tensor | None = None  # the encoder's output
     source_padding: Tensor | None = None

@@ -14,7 +14,7 @@ from ...feature_maps import wide
 
 
 class Update(NamedTuple):
-    """What a part of a layer adds to one stream when it reads the other. ``source``: the encoder's output, or None."""
+    """A part of a layer reads one stream and adds this to the other. ``source``: the encoder's output, or None."""
 
     run: Callable[[Tensor, Tensor | None], Tensor]
     parameters: list[nn.Parameter]

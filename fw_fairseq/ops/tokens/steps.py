@@ -86,8 +86,8 @@ def in_turn(first: Tensor, second: Tensor) -> Tensor:
 
 
 def read_before(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """What the queries read before their tokens' writes, and the memory after the last token: the reads of the step before each. A
-    step that changes nothing comes first."""
+    """Returns what the queries read before their tokens' writes, and the memory after the last token: the reads of the step before
+    each. A step that changes nothing comes first."""
     resets = inputs.reset_mask
     if inputs.q.shape[2] == 1 and inputs.group is None:
         y = inputs.q.to(inputs.dtype) @ inputs.state.memory
