@@ -39,6 +39,9 @@ class FastWeightHFConfig(PretrainedConfig):
         output_bands=None,
         tie_word_embeddings=True,
         decoding_graph=True,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
         **kwargs,
     ):
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
@@ -64,3 +67,11 @@ class FastWeightTranslationConfig(PretrainedConfig):
         )
         self.linear_cross = linear_cross
         super().__init__(tie_word_embeddings=tie_word_embeddings, is_encoder_decoder=is_encoder_decoder, **kwargs)
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):  # generation may ask the decoder's configuration
+            if getattr(self.decoder, name) is None:
+                setattr(self.decoder, name, getattr(self, name, None))
+
+    @property
+    def hidden_size(self) -> int:
+        """Returns the width of the decoder."""
+        return self.decoder.hidden_size

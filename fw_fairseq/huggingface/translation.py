@@ -16,7 +16,9 @@ from .sides import Decoder, Encoder
 
 
 class EndAtLast(LogitsProcessor):
-    """Leaves the end of sentence alone as the last word, with its own probability, as fairseq's search does."""
+    """Leaves the end of sentence alone as the last word, with its own probability, as fairseq's search does. Where an option of
+    ``generate`` rules the end out, the last word is any other.
+    """
 
     def __init__(self, last: int, end: Tensor):
         self.last, self.end = last, end
@@ -26,7 +28,8 @@ class EndAtLast(LogitsProcessor):
         if input_ids.shape[1] < self.last:
             return scores
         end = self.end.to(scores.device)
-        return torch.full_like(scores, -torch.inf).index_copy(1, end, scores[:, end])
+        alone = torch.full_like(scores, -torch.inf).index_copy(1, end, scores[:, end])
+        return torch.where(alone.isneginf().all(1, keepdim=True), scores, alone)
 
 
 class FastWeightForTranslation(Drawn, PreTrainedModel, GenerationMixin):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import os
 
 MODULES = (
@@ -15,6 +16,8 @@ MODULES = (
 )
 
 os.environ.pop("PYTHONPATH", None)  # it only said where this file is
+logging.disable(logging.INFO)  # hints at packages that fairseq can do without
 for name in MODULES:
     importlib.import_module(name)
+logging.disable(logging.NOTSET)
 gc.freeze()  # no command searches all this for garbage

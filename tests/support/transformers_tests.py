@@ -24,7 +24,11 @@ OPTIONS = {
     "decay": {"update_rule": "decay", "feature_map": "identity", "feature_norm": "none"},
     "gated_delta": {"update_rule": "gated_delta"},
     "hybrid": {"update_rule": "delta"},
+    "sum": {"update_rule": "sum"},
 }
+LANGUAGE_MODELS = ("delta", "decay", "gated_delta", "hybrid")
+TRANSLATION = ("translation", "translation_softmax")  # by linear attention to the source and within it, and by softmax attention
+WORDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def mixin(module: str, name: str) -> type:
@@ -50,7 +54,12 @@ Export, Generation = (
 Common = mixin("test_modeling_common", "ModelTesterMixin")
 
 from fw_fairseq.config import FastWeightConfig  # noqa: E402
-from fw_fairseq.huggingface import FastWeightForCausalLM, FastWeightHFConfig  # noqa: E402
+from fw_fairseq.huggingface import (  # noqa: E402
+    FastWeightForCausalLM,
+    FastWeightForTranslation,
+    FastWeightHFConfig,
+    FastWeightTranslationConfig,
+)
 from fw_fairseq.huggingface.layers import Layer  # noqa: E402
 
 # The tests look for instances of a class of transformers whose import also loads torchaudio; Layer has its switch without it
@@ -66,8 +75,7 @@ class Tester:
     def __init__(self, parent: unittest.TestCase, name: str):
         self.parent, self.name = parent, name
 
-    def get_config(self) -> FastWeightHFConfig:
-        mixers = ["softmax", "fast_weight"] if self.name == "hybrid" else ["fast_weight"] * 2
+    def side(self, mixers: list[str], rule: str, **others) -> FastWeightHFConfig:
         return FastWeightHFConfig(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -75,26 +83,46 @@ class Tester:
             num_hidden_layers=self.num_hidden_layers,
             num_attention_heads=self.num_attention_heads,
             mixers=mixers,
-            mixer_options=asdict(FastWeightConfig(**OPTIONS[self.name])),
+            mixer_options=asdict(FastWeightConfig(**OPTIONS[rule])),
             embedding_scale=self.hidden_size**0.5,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
+            **others,
         )
+
+    def get_config(self) -> FastWeightHFConfig:
+        mixers = ["softmax", "fast_weight"] if self.name == "hybrid" else ["fast_weight"] * 2
+        return self.side(mixers, self.name, **WORDS)
 
     def prepare_config_and_inputs_for_common(self) -> tuple[FastWeightHFConfig, dict]:
         ids = torch.randint(3, self.vocab_size, (self.batch_size, self.seq_length))
         return self.get_config(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
+class TranslationTester(Tester):
+    """The same of a translation model, whose sides have as many words and layers here."""
+
+    is_encoder_decoder = True
+    encoder_seq_length = decoder_seq_length = Tester.seq_length
+
+    def get_config(self) -> FastWeightTranslationConfig:
+        linear = self.name == "translation"
+        encoder = self.side(["linear" if linear else "softmax"] * 2, "sum")
+        decoder = self.side(["fast_weight"] * 2, "delta", tie_word_embeddings=False)
+        return FastWeightTranslationConfig(encoder, decoder, linear_cross=linear, decoder_start_token_id=2, **WORDS)
+
+    def prepare_config_and_inputs_for_common(self) -> tuple[FastWeightTranslationConfig, dict]:
+        config, inputs = super().prepare_config_and_inputs_for_common()
+        return config, inputs | {f"decoder_{name}": value for name, value in inputs.items()}
+
+
 class Shared(Common, Generation):
     all_model_classes = (FastWeightForCausalLM,)
+    asked = Tester
     has_attentions = False
     test_can_init_all_missing_weights_before_2023 = True
     name = ""
 
     def setUp(self):
-        self.model_tester = Tester(self, self.name)
+        self.model_tester = self.asked(self, self.name)
 
     def _prepare_for_class(self, inputs_dict, model_class, return_labels=False):
         inputs = super()._prepare_for_class(inputs_dict, model_class, return_labels=return_labels)
@@ -111,5 +139,17 @@ class Shared(Common, Generation):
         pass
 
 
-for each in OPTIONS:
-    globals()[f"Test_{each}"] = type(f"Test_{each}", (Shared, unittest.TestCase), {"name": each, "__module__": __name__})
+class Translation(Shared):
+    all_model_classes = (FastWeightForTranslation,)
+    asked = TranslationTester
+    test_resize_embeddings = False  # the vocabularies of two languages keep their sizes, and the model says so
+
+    def prepare_config_and_inputs_for_generate(self, batch_size=2):
+        config, inputs = super().prepare_config_and_inputs_for_generate(batch_size)
+        config.eos_token_id = None  # which it takes from the decoder's configuration only, so that no sentence ends early
+        return config, inputs
+
+
+for kind, names in ((Shared, LANGUAGE_MODELS), (Translation, TRANSLATION)):
+    for each in names:
+        globals()[f"Test_{each}"] = type(f"Test_{each}", (kind, unittest.TestCase), {"name": each, "__module__": __name__})

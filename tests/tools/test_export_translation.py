@@ -116,6 +116,15 @@ def test_probabilities_are_fairseqs(name, data, tmp_path):
     close(model(**given(right), decoder_input_ids=target).logits, expected)
 
 
+@pytest.mark.parametrize("search", [{"do_sample": True}, {"num_beams": 3}])
+def test_an_end_that_is_ruled_out_does_not_come(search, data, tmp_path):
+    """The last word of all is the end of sentence, but for this."""
+    _, _, model = exported(OPTIONS["linear"], data / "apart", tmp_path)
+    words = model.generate(**given(sources(9, 4)), max_new_tokens=6, suppress_tokens=[EOS], **search)
+    assert words.shape == (2, 7) and not words[:, 1:].eq(EOS).any()
+    assert model.config.decoder.eos_token_id == EOS  # for what asks the decoder's configuration
+
+
 LIVELY = {
     "linear": (1, ""),
     "softmax": (1, "--linear-attention="),
