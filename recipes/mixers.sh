@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Sourced after the lib by the recipes that compare mixers of language models: the options of each row, and those of
-# converted models.
+# converted models. The ending -parts adds what published layers have around their recurrence to the row of a rule.
 # shellcheck disable=SC2034
 converted_map() { # RULE WIDTH: sets map, the options of what conversion makes of queries and keys, WIDTH of them for each head
     case $1 in
@@ -22,4 +22,29 @@ declare -A row_options=(
     [leap]="--mixer leap"
     [sru]="--mixer sru"
     [srupp]="--mixer srupp"
+    [retnet]="--update-rule retnet --feature-map identity --feature-norm none --scale-reads"
+    [gla]="--update-rule gla --feature-map identity --feature-norm none --scale-reads"
+    [mamba2]="--update-rule mamba2 --feature-map identity --feature-norm none"
+    [hgrn2]="--update-rule hgrn2 --feature-map identity --feature-norm none"
+    [rwkv6]="--update-rule rwkv6 --feature-map identity --feature-norm none"
+    [rwkv7]="--update-rule rwkv7 --feature-map identity --feature-norm none"
+    [kda]="--update-rule kda --feature-map identity --feature-norm l2"
+    [gdn2]="--update-rule gdn2 --feature-map identity --feature-norm l2"
+    [delta_product]="--update-rule delta_product --feature-map identity --feature-norm l2 --negative-eigenvalues"
+    [sparse_ffn]="--mixer softmax --ffn-sparsity 16"
+    [sparse]="--mixer softmax --ffn-sparsity 16 --qkv-sparsity 4 --ffn-sru 32"
+    [sparse_gated_delta]="--update-rule gated_delta --feature-map identity --feature-norm l2 --ffn-sparsity 16 --qkv-sparsity 4 --ffn-sru 32"
 )
+
+own_options() { # ROW: sets own, the options of a row; fails where there is no such row
+    local name=${1%-parts}
+    [ -n "${row_options[$name]:-}" ] || return 1
+    read -ra own <<<"${row_options[$name]}"
+    [ "$name" != "$1" ] || return 0
+    [ "${own[0]}" = --update-rule ] && [ "${name#sparse}" = "$name" ] || return 1
+    own+=(--short-conv 4 --output-norm --output-gate)
+}
+
+row_names() { # all rows
+    echo "$(printf '%s\n' "${!row_options[@]}" | sort | paste -sd ' '); rows of rules may end in -parts"
+}

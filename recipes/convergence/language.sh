@@ -2,8 +2,8 @@
 # Trains language models on WikiText-2 until their validation loss no longer falls, evaluates them in three ways and prints their table.
 #
 # Paper:    none; the rows are the rules and mixers of all papers: softmax, sum_elu, delta_elu, delta_dpfp, gated, decay, gated_delta,
-#           additive, additive_all, leap, sru, srupp. The ending -nopos leaves positions out; the ending -stream does so too, and trains
-#           on streams whose state is carried over from segment to segment
+#           additive, additive_all, leap, sru, srupp, and the other rows of wikitext2/table.sh. The ending -nopos leaves positions out;
+#           the ending -stream does so too, and trains on streams whose state is carried over from segment to segment
 # Data:     DATA, a folder with train.txt, valid.txt and test.txt: WikiText-2 by words, <unk> kept (CC BY-SA); nothing is downloaded
 # Hardware: one CPU core, 1 GB of memory
 # Time:     not measured yet
@@ -28,8 +28,8 @@ split_rows "$@"
 [ ${#rows[@]} -gt 0 ] || rows=(softmax sum_elu delta_elu delta_dpfp gated decay gated_delta sru leap additive srupp)
 for row in "${rows[@]}"; do
     name=${row%-nopos} name=${name%-stream}
-    if [ -z "${row_options[$name]:-}" ] || [ "$row" = softmax-stream ]; then
-        fail "ROW is $row; it must be one of $(printf '%s\n' "${!row_options[@]}" | sort | paste -sd ' '), or that with -nopos or -stream, which softmax does not have"
+    if ! own_options "$name" || [ "$row" = softmax-stream ]; then
+        fail "ROW is $row; it must be one of $(row_names), or that with -nopos or -stream, which softmax does not have"
     fi
 done
 if [ -n "$TOY" ]; then
@@ -47,8 +47,11 @@ if ! prepared "$OUT/words" "${made_with[@]}"; then
 fi
 
 row_task() { # ROW: sets task and own, the options of the row
-    read -ra own <<<"--arch fast_weight_lm ${row_options[${1%-*}]}"
-    [ "${1%-*}" != softmax ] || own=(--arch transformer_lm) # fairseq's own, which conversion.sh begins with
+    local name=${1%-nopos}
+    name=${name%-stream}
+    own_options "$name"
+    own=(--arch fast_weight_lm "${own[@]}")
+    [ "$name" != softmax ] || own=(--arch transformer_lm) # fairseq's own, which conversion.sh begins with
     task=("${segment_task[@]}")
     case $1 in
         *-nopos) own+=(--no-token-positional-embeddings) ;;
@@ -68,7 +71,7 @@ for row in "${rows[@]}"; do
         sliding=$(kept "$run/sliding" evaluate "$run" checkpoint_best.pt sliding --task sliding_language_modeling \
             --tokens-per-sample "$length" --context-window "$context" --batch-size 16)
         stream=
-        [ "$row" = "${row%-*}" ] || [[ $row == softmax-* ]] || stream=$(kept "$run/stream" evaluate "$run" checkpoint_best.pt stream \
+        [[ $row != *-nopos && $row != *-stream ]] || [[ $row == softmax-* ]] || stream=$(kept "$run/stream" evaluate "$run" checkpoint_best.pt stream \
             --task stateful_language_modeling --tokens-per-sample "$length" --batch-size 1)
         echo "| $row | $seed | $(cells "$run" "$(segments "$run")" "$sliding" "$stream") |"
     done

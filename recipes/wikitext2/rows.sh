@@ -13,7 +13,7 @@ OUT=$(output_folder wikitext2)
 split_rows "$@"
 [ ${#rows[@]} -gt 0 ] || rows=(softmax sum_elu delta_elu delta_dpfp gated decay gated_delta)
 for row in "${rows[@]}"; do
-    [ -n "${row_options[$row]:-}" ] || fail "ROW is $row; it must be one of $(printf '%s\n' "${!row_options[@]}" | sort | paste -sd ' ')"
+    own_options "$row" || fail "ROW is $row; it must be one of $(row_names)"
 done
 if ! prepared "$OUT/data" "DATA=$(absolute "$data")"; then
     binarise "$OUT/data" "DATA=$(absolute "$data")" -- --only-source \

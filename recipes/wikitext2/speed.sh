@@ -13,7 +13,8 @@ find_programs
 source "$ROOT/recipes/wikitext2/rows.sh"
 named=()
 for row in "${rows[@]}"; do
-    named+=("$row=${row_options[$row]}")
+    own_options "$row"
+    named+=("$row=${own[*]}")
 done
 exec "$PYTHON" "$ROOT/recipes/wikitext2/speed.py" "$OUT/data" "${ROUNDS:-15}" "${named[@]}" -- --user-dir "$ROOT/fw_fairseq" \
     "${model[@]}" "${options[@]}"

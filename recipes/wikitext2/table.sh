@@ -2,7 +2,9 @@
 # Trains small language models on WikiText-2 under one budget and prints their table: softmax attention, update rules, other mixers.
 #
 # Paper:    none; the rows are the rules and mixers of all papers. Rows: softmax, sum_elu, delta_elu, delta_dpfp, gated, decay,
-#           gated_delta (the default), additive, additive_all, leap, sru, srupp
+#           gated_delta (the default), additive, additive_all, leap, sru, srupp, retnet, gla, mamba2, hgrn2, rwkv6, rwkv7, kda, gdn2,
+#           delta_product; these and all other rules also with the ending -parts, with a short convolution, an output norm and an output
+#           gate; and Terraformer's layers with softmax attention or gated_delta: sparse_ffn, sparse, sparse_gated_delta
 # Data:     DATA, a folder with train.txt, valid.txt and test.txt: WikiText-2 by words, <unk> kept (CC BY-SA); nothing is downloaded
 # Hardware: one CPU core, 700 MB of memory
 # Time:     6 minutes for a row of 1500 updates of 1024 tokens
@@ -25,7 +27,7 @@ evaluate() { # CHECKPOINT OPTION...: the perplexity of the test text
 
 train_row() { # ROW SEED FOLDER
     local own
-    read -ra own <<<"${row_options[$1]}"
+    own_options "$1"
     (train "$3" "$OUT/data" --task language_modeling "${model[@]}" "${own[@]}" --max-tokens 1024 \
         --optimizer adam --adam-betas '(0.9, 0.98)' --weight-decay 0.01 --clip-norm 1.0 \
         --lr 0.003 --lr-scheduler polynomial_decay --warmup-updates 150 --total-num-update "$updates" --max-update "$updates" \
@@ -42,8 +44,8 @@ median_speed() { # LOG of fairseq-train
     sed -n 's/.*train_inner.* wps=\([0-9.]*\).*/\1/p' "$1" | sort -n | awk '{v[NR]=$1} END {printf "%.0f", v[int((NR+1)/2)]}'
 }
 
-echo "| row | test perplexity, context 0 | sliding, context 192 | training words/s | numbers kept of 256 tokens |"
-echo "|---|---:|---:|---:|---:|"
+echo "| row | test perplexity, context 0 | sliding, context 192 | parameters | training words/s | numbers kept of 256 tokens |"
+echo "|---|---:|---:|---:|---:|---:|"
 for row in "${rows[@]}"; do
     plain=() sliding=()
     for seed in ${SEEDS:-1}; do
@@ -55,5 +57,6 @@ for row in "${rows[@]}"; do
         echo "$row, seed $seed: ${plain[-1]}, sliding ${sliding[-1]}" >&2
     done
     kept=$("$PYTHON" "$ROOT/recipes/wikitext2/state.py" "$checkpoint" "$OUT/data" 256 2>>"$folder.log")
-    echo "| $row | $(summary "${plain[@]}") | $(summary "${sliding[@]}") | $(median_speed "$folder/train.log") | $kept |"
+    parameters=$(sed -n 's/.*num. shared model params: \([0-9,]*\).*/\1/p' "$folder/train.log" | head -n 1)
+    echo "| $row | $(summary "${plain[@]}") | $(summary "${sliding[@]}") | $parameters | $(median_speed "$folder/train.log") | $kept |"
 done
