@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import mmap
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -79,3 +81,14 @@ def guarded(x: torch.Tensor) -> torch.Tensor:
     assert protect(ctypes.c_void_p(start + pages), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
     copy = torch.frombuffer(area, dtype=x.dtype, count=x.numel(), offset=pages - size).view(x.shape)
     return copy.copy_(x)
+
+
+@contextlib.contextmanager
+def unwritten_is_nan() -> Iterator[None]:
+    """Fills every new tensor with NaN, as shared memory is filled before each block, so that what a kernel leaves out shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
