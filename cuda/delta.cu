@@ -90,13 +90,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_forward(const Par
                                  shared.inverse[c], s.g.w + t, s.g.start + t, (FW_F ? s.g.erasing : s.g.e) + t, s.g.end + t};
             float u[2][4], y[2][4];
             recall<true>(at, chunk, w, u, y, shared.sums, turn);
-            if (at.has_first_rows()) {  // y takes the place of v, element for element
-                In* first = s.v + (t + lane_column()) * INPUT_ROW + at.local() + lane_row();
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const float* both = y[i >> 1] + (i & 1) * 2;
-                    put_column<INPUT_ROW>(first + (i >> 1) * 8 * INPUT_ROW + (i & 1) * 8, both[0], both[1]);
-                }
+            if (at.has_first_rows()) {  // y takes the place of v
+                put_square<true>(s.v + t * INPUT_ROW + at.local(), INPUT_ROW, y[0], y[1]);
             }
             advance(at, chunk, w, u);
         }

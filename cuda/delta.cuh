@@ -33,6 +33,13 @@ struct Gates {
     float end[FW_SPAN];      // what is left at the chunk's end of what t wrote
 };
 
+// f(i) for i from first in steps of STEP below END; where that is one turn for every first, no loop is left.
+template <int STEP, int END, class F>
+__device__ __forceinline__ void each_turn(int first, F f) {
+    if constexpr (STEP == END) f(first);
+    else for (int i = first; i < END; i += STEP) f(i);
+}
+
 // Complete after cp_async_wait. Beyond T nothing is erased or written, and f is 1.
 __device__ __forceinline__ void load_gates(Gates& g, const Params& p, int b, int h, int t0) {
     for (int i = threadIdx.x; i < FW_SPAN; i += THREADS) {
@@ -51,47 +58,38 @@ __device__ __forceinline__ void bound_gates(Gates& g) {
     for (int i = threadIdx.x; FW_F && i < FW_SPAN; i += THREADS) g.f[i] = fmaxf(g.f[i], SMALLEST);
 }
 
-// x and y to p and the row below.
-template <int STRIDE>
-__device__ __forceinline__ void put_column(__nv_bfloat16* p, float x, float y) {
-    const __nv_bfloat162 both = __floats2bfloat162_rn(x, y);
-    p[0] = both.x, p[STRIDE] = both.y;
-}
-
-template <int STRIDE, class T>
-__device__ __forceinline__ void put_column(T* p, float x, float y) {
-    p[0] = from_float<T>(x), p[STRIDE] = from_float<T>(y);
-}
-
-// Run by one warp, between barriers: from q, k and f of chunk c what does not depend on the memory. READ: scores = tril(D q k^T),
-// start, erasing and end of the gates, and D where there is a place for pairs. KEYS: erase = strict tril(D k k^T).
-template <bool READ, bool KEYS>
-__device__ __forceinline__ void compare(Gates& g, int c, const Op* q, const Op* k, Op* scores, float* pairs, float* erase) {
+// Run by one warp, between barriers: from q, k and f of chunk c what does not depend on the memory. scores = tril(D q k^T), start,
+// erasing and end of the gates, D where there is a place for pairs, and erase = strict tril(D k k^T). SPLIT: of these erase alone, or
+// all but erase, as `reads` says; the two are one code.
+template <bool SPLIT>
+__device__ __forceinline__ void compare(Gates& g, int c, const Op* q, const Op* k, Op* scores, float* pairs, float* erase,
+                                        bool reads = true) {
     float read[2][4] = {}, keys[2][4] = {}, d[2][4];
+    const Op* left = SPLIT && !reads ? k : q;
     for (int i = 0; i < FW_K; i += 16) {
-        const Left<P> rows = left_from<P, false>(k + i, KEY_ROW);
+        const Left<P> rows = left_from<P, false>(k + i, KEY_ROW), a = left_from<P, false>(left + i, KEY_ROW);
         Right<P> columns[2];
         right_of(columns, rows);
-        if constexpr (READ) {
-            const Left<P> a = left_from<P, false>(q + i, KEY_ROW);
-            multiply<P>(read[0], a, columns[0]);
-            multiply<P>(read[1], a, columns[1]);
-        }
-        if constexpr (KEYS) {
+        multiply<P>(read[0], a, columns[0]);
+        multiply<P>(read[1], a, columns[1]);
+        if constexpr (!SPLIT) {
             multiply<P>(keys[0], rows, columns[0]);
             multiply<P>(keys[1], rows, columns[1]);
         }
     }
-    keep_lower<true>(read);
-    keep_lower<false>(keys);
-    if (FW_F) {
-        decay_pairs(d, g.f + c * C);
+    if (FW_F) decay_pairs(d, g.f + c * C);
+    const auto keep_erase = [&](float (&x)[2][4]) {
+        keep_lower<false>(x);
 #pragma unroll
-        for (int i = 0; i < 8; i++) read[i >> 2][i & 3] *= d[i >> 2][i & 3], keys[i >> 2][i & 3] *= d[i >> 2][i & 3];
-    }
-    if constexpr (KEYS) each_two(keys, [&](int t, int s, float x, float y) { put_couple(erase + t * SOLVE_ROW + s, x, y); });
-    if constexpr (!READ) return;
-    each_two(read, [&](int t, int s, float x, float y) { put_couple(scores + t * PAIR_ROW + s, x, y); });
+        for (int i = 0; FW_F && i < 8; i++) x[i >> 2][i & 3] *= d[i >> 2][i & 3];
+        each_two(x, [&](int t, int s, float x, float y) { put_couple(erase + t * SOLVE_ROW + s, x, y); });
+    };
+    if (SPLIT && !reads) return keep_erase(read);
+    if constexpr (!SPLIT) keep_erase(keys);
+    keep_lower<true>(read);
+#pragma unroll
+    for (int i = 0; FW_F && i < 8; i++) read[i >> 2][i & 3] *= d[i >> 2][i & 3];
+    put_square<false>(scores, PAIR_ROW, read[0], read[1]);
     if (!FW_F) return;
     if (pairs) each_two(d, [&](int t, int s, float x, float y) { put_couple(pairs + t * SOLVE_ROW + s, x, y); });
     const int t = c * C + lane_row(), s = c * C + lane_column();
@@ -106,17 +104,12 @@ __device__ __forceinline__ void compare(Gates& g, int c, const Op* q, const Op* 
 // The same for all chunks of a span, by all warps; two take a chunk where there are as many.
 __device__ __forceinline__ void compare_all(Gates& g, const Op* q, const Op* k, Op (*scores)[C * PAIR_ROW],
                                             float (*pairs)[C * SOLVE_ROW], float (*erase)[C * SOLVE_ROW]) {
-    const int warp = threadIdx.x >> 5;
-    if constexpr (WARPS >= 2 * CHUNKS) {
-        const int c = warp >> 1, t = c * C * KEY_ROW;
-        if (c < CHUNKS && warp % 2 == 0) compare<true, false>(g, c, q + t, k + t, scores[c], pairs ? pairs[c] : nullptr, nullptr);
-        if (c < CHUNKS && warp % 2 == 1) compare<false, true>(g, c, q + t, k + t, nullptr, nullptr, erase[c]);
-    } else {
-        for (int c = warp; c < CHUNKS; c += WARPS) {
-            const int t = c * C * KEY_ROW;
-            compare<true, true>(g, c, q + t, k + t, scores[c], pairs ? pairs[c] : nullptr, erase[c]);
-        }
-    }
+    constexpr bool SPLIT = WARPS >= 2 * CHUNKS;
+    constexpr int COUNT = SPLIT ? 2 * CHUNKS : CHUNKS;
+    each_turn<WARPS, COUNT>(threadIdx.x >> 5, [&](int job) {
+        const int c = SPLIT ? job >> 1 : job, t = c * C * KEY_ROW;
+        compare<SPLIT>(g, c, q + t, k + t, scores[c], pairs ? pairs[c] : nullptr, erase[c], job % 2 == 0);
+    });
 }
 
 // Behind a barrier: inverse = (I + e erase)^-1 of all chunks, by forward substitution, which keeps its digits whatever the keys; a

@@ -17,29 +17,51 @@
 // the next phase begins.
 #include "delta_gradients.cuh"
 
-__device__ __forceinline__ void load_part(Stage& s, const Params& p, const Place& at, int t0) {
-    load_rows<FW_SPAN>(s.q, s.k, p, at.b, at.h, t0);
-    load_tile<In, In, FW_SPAN, FW_V>(s.v, p.v, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
-    load_tile<In, Op, FW_SPAN, FW_V>(s.dy, p.dy, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
-    load_gates(s.g, p, at.b, at.h, t0);
+// Parts that copy_tile and store_whole take, but for the end of a sequence.
+constexpr bool EVEN_PART = !FW_MAP && KEEP_KEYS && !FW_PARTIAL && EVEN_TILE<In, Op, FW_SPAN, FW_K> && EVEN_TILE<In, Op, FW_SPAN, FW_V> &&
+                           FW_K * sizeof(In) <= 512 && FW_V * sizeof(In) <= 512;
+
+__device__ __forceinline__ bool whole_part(const Params& p, int t0) {
+    return t0 + FW_SPAN <= p.T && p.K == FW_K && p.V - (int)blockIdx.y * FW_V >= FW_V;
+}
+
+__device__ __forceinline__ void load_part(Stage& s, const Params& p, const Firsts& first, int t0) {
+    Params here = p;
+    here.q = view_from(first.q, p.q), here.k = view_from(first.k, p.k);
+    here.f = view_from(first.f, p.f), here.e = view_from(first.e, p.e), here.w = view_from(first.w, p.w);
+    const int columns = p.V - blockIdx.y * FW_V;
+    if constexpr (EVEN_PART) {
+        if (whole_part(p, t0)) {
+            copy_tile<Op, FW_SPAN, FW_K>(s.q, (const Op*)first.q, p.q.t, t0);
+            copy_tile<Op, FW_SPAN, FW_K>(s.k, (const Op*)first.k, p.k.t, t0);
+            copy_tile<In, FW_SPAN, FW_V>(s.v, (const In*)first.v, p.v.t, t0);
+            copy_tile<Op, FW_SPAN, FW_V>(s.dy, (const Op*)first.dy, p.dy.t, t0);
+            return load_gates(s.g, here, 0, 0, t0);
+        }
+    }
+    load_rows<FW_SPAN>(s.q, s.k, here, 0, 0, t0);
+    load_tile<In, In, FW_SPAN, FW_V>(s.v, view_from(first.v, p.v), 0, 0, t0, p.T, 0, columns);
+    load_tile<In, Op, FW_SPAN, FW_V>(s.dy, view_from(first.dy, p.dy), 0, 0, t0, p.T, 0, columns);
+    load_gates(s.g, here, 0, 0, t0);
 }
 
 // A lane's share of a memory to where the same lane reads it.
-__device__ __forceinline__ void copy_border(BackwardShared& s, const Params& p, const Place& at, int t0) {
-    const uint4* from = border(p, at, t0 / FW_PART);
+__device__ __forceinline__ void copy_border(BackwardShared& s, const Place& at, int t0) {
+    const uint4* from = border_from(s.first, at, t0 / FW_PART);
 #pragma unroll
     for (int i = 0; i < UNITS; i++) cp_async16(s.border + (at.warp * UNITS + i) * 32 + at.lane, from + i * 32);
 }
 
 // Where shared memory has no room for two parts, the next one is brought into the L2 cache.
-__device__ __forceinline__ void prefetch_part(const Params& p, const Place& at, int t0) {
-    prefetch_tile<In, FW_SPAN, ROW_WIDTH>(p.q, at.b, at.h, t0, p.T, 0, row_width(p));
-    prefetch_tile<In, FW_SPAN, ROW_WIDTH>(p.k, at.b, at.h, t0, p.T, 0, row_width(p));
-    prefetch_tile<In, FW_SPAN, FW_V>(p.v, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
-    prefetch_tile<In, FW_SPAN, FW_V>(p.dy, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
+__device__ __forceinline__ void prefetch_part(const Params& p, const Firsts& first, const Place& at, int t0) {
+    const int columns = p.V - blockIdx.y * FW_V;
+    prefetch_tile<In, FW_SPAN, ROW_WIDTH>(view_from(first.q, p.q), 0, 0, t0, p.T, 0, row_width(p));
+    prefetch_tile<In, FW_SPAN, ROW_WIDTH>(view_from(first.k, p.k), 0, 0, t0, p.T, 0, row_width(p));
+    prefetch_tile<In, FW_SPAN, FW_V>(view_from(first.v, p.v), 0, 0, t0, p.T, 0, columns);
+    prefetch_tile<In, FW_SPAN, FW_V>(view_from(first.dy, p.dy), 0, 0, t0, p.T, 0, columns);
     if (at.lane % 8 == 0) {
 #pragma unroll 1
-        for (int i = 0; i < UNITS; i++) prefetch_l2(border(p, at, t0 / FW_PART) + i * 32);
+        for (int i = 0; i < UNITS; i++) prefetch_l2(border_from(first, at, t0 / FW_PART) + i * 32);
     }
 }
 
@@ -49,13 +71,13 @@ __device__ __forceinline__ void run_forward(const Part& part, const Params& p, c
     float w[TILES][4];
     if constexpr (ROOMY) {
         load_border(w, s.border + at.warp * UNITS * 32 + at.lane);
-        if (t0 > 0) copy_border(s, p, at, t0 - FW_PART);
+        if (t0 > 0) copy_border(s, at, t0 - FW_PART);
     } else {
-        load_border(w, border(p, at, t0 / FW_PART));
+        load_border(w, border_from(s.first, at, t0 / FW_PART));
     }
     for (int c = 0; c < CHUNKS; c++) {
         float u[2][4], y[2][4];
-        each_couple(at, s.memory[c], w, [](Op* to, float x, float y) { put_couple(to, x, y); });
+        keep_memory(at, s.memory[c], w);
         recall<false>(at, part.chunk(c), w, u, y, s.sums, turn);
         if (at.has_first_rows()) keep_transposed(at, s.u[c], u);
         if (c + 1 < CHUNKS) advance(at, part.chunk(c), w, u);
@@ -65,20 +87,30 @@ __device__ __forceinline__ void run_forward(const Part& part, const Params& p, c
 // The gradients of a part, where all of it is in shared memory; by COUNT warps, of which this one is number `index`.
 template <int COUNT>
 __device__ __forceinline__ void store_part(const Part& part, const Params& p, const Place& at, int t0, int index) {
-    const int rows = min(FW_SPAN, p.T - t0), first = blockIdx.y * FW_V;
+    const int rows = min(FW_SPAN, p.T - t0);
+    const Firsts& first = part.s.first;
     for (int c = index; c < CHUNKS; c += COUNT) gate_side(part, p, at, c, t0);
+    if constexpr (EVEN_PART) {
+        if (whole_part(p, t0)) {
+            store_whole<FW_SPAN, FW_K, COUNT>(part.q, (Op*)first.dq, p.dq.t, t0, index);
+            store_whole<FW_SPAN, FW_K, COUNT>(part.k, (Op*)first.dk, p.dk.t, t0, index);
+            store_whole<FW_SPAN, FW_V, COUNT>(part.in.v, (In*)first.dv, p.dv.t, t0, index);
+            return;
+        }
+    }
 #if FW_MAP
     unmap_rows<FW_PARTIAL, FW_SPAN>(part.in.q, part.in.k, part.q, part.k, p, at, t0);
 #else
     if constexpr (KEEP_KEYS) {
         using Out = typename KeyGradient<FW_PARTIAL>::type;
-        Out* dq = ::at<Out>(p.dq, at.b, at.h, t0) + blockIdx.y * p.dq.tile;
+        Out* dq = ::at<Out>(view_from(first.dq, p.dq), 0, 0, t0);
         store_tile<FW_SPAN, FW_K, COUNT>(part.q, dq, p.dq.t, rows, p.K, index);
-        Out* dk = ::at<Out>(p.dk, at.b, at.h, t0) + blockIdx.y * p.dk.tile;
+        Out* dk = ::at<Out>(view_from(first.dk, p.dk), 0, 0, t0);
         store_tile<FW_SPAN, FW_K, COUNT>(part.k, dk, p.dk.t, rows, p.K, index);
     }
 #endif
-    store_tile<FW_SPAN, FW_V, COUNT>(part.in.v, ::at<In>(p.dv, at.b, at.h, t0) + first, p.dv.t, rows, p.V - first, index);
+    In* dv = ::at<In>(view_from(first.dv, p.dv), 0, 0, t0);
+    store_tile<FW_SPAN, FW_V, COUNT>(part.in.v, dv, p.dv.t, rows, p.V - blockIdx.y * FW_V, index);
 }
 
 // From a part's inputs in shared memory, behind a barrier: what does not depend on the memory.
@@ -117,25 +149,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_backward(const Pa
     const int last = (p.T - 1) / FW_PART * FW_PART;
     float dw[TILES][4];
     int turn = 0;
+    if (threadIdx.x == 0) find_firsts(s.first, p, at);
     load_memory(dw, p.dfinal, at, p);
-    load_part(s.stage[0], p, at, last);
-    if (ROOMY) copy_border(s, p, at, last);
+    __syncthreads();
+    load_part(s.stage[0], p, s.first, last);
+    if (ROOMY) copy_border(s, at, last);
     wait_for(s.stage[0]);
     __syncthreads();
-    if (ROOMY && last > 0) load_part(s.stage[1], p, at, last - FW_PART);
+    if (ROOMY && last > 0) load_part(s.stage[1], p, s.first, last - FW_PART);
     prepare(part_of(s, 0), p.T - last);
     for (int t0 = last, now = 0; t0 >= 0; t0 -= FW_PART, now = (now + 1) % FW_STAGES) {
         const Part part = part_of(s, now), next = part_of(s, (now + 1) % FW_STAGES);
         const bool more = t0 > 0;
-        if (!ROOMY && more) prefetch_part(p, at, t0 - FW_PART);
+        if (!ROOMY && more) prefetch_part(p, s.first, at, t0 - FW_PART);
         run_forward(part, p, at, t0, turn);
         for (int first = CHUNKS - GROUP; first >= 0; first -= GROUP) {
             for (int c = first + GROUP - 1; c >= first; c--) value_side(part, at, c, dw, turn);
             __syncthreads();
-            for (int job = at.warp; job < 2 * GROUP; job += WARPS) {
+            each_turn<WARPS, 2 * GROUP>(at.warp, [&](int job) {
                 if (job % 2 == 0) score_gradient(part, first + job / 2);
                 else erase_gradient(part, first + job / 2);
-            }
+            });
             __syncthreads();
             for (int c = first + GROUP - 1; c >= first; c--) key_side(part, p, at, c, t0);
             if (ROOMY && more) wait_for(next.in);
@@ -151,13 +185,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_backward(const Pa
             store_part<WARPS>(part, p, at, t0, at.warp);
             __syncthreads();
             if (!ROOMY && more) {
-                load_part(part.in, p, at, t0 - FW_PART);
+                load_part(part.in, p, s.first, t0 - FW_PART);
                 wait_for(part.in);
                 __syncthreads();
             }
             if (more) prepare(next, p.T - t0 + FW_PART);
         }
-        if (ROOMY && t0 > FW_PART) load_part(part.in, p, at, t0 - 2 * FW_PART);
+        if (ROOMY && t0 > FW_PART) load_part(part.in, p, s.first, t0 - 2 * FW_PART);
     }
     store_memory(dw, p.dmemory, at, p);
 }

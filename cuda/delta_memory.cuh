@@ -2,28 +2,26 @@
 #pragma once
 #include "delta.cuh"
 
+// Every warp has all rows of its columns, so that addresses and branches need not ask; in fp32 sm_120 has no registers for that.
+constexpr bool ALL_ROWS = FW_KSPLIT == 1 && P == BF16;
+
 struct Place {
     int b, h, bh, lane, warp, column, row;  // column: the warp's first of V; row: its first of K
     __device__ Place(const Params& p)
-        : bh(blockIdx.x), lane(threadIdx.x & 31), warp(threadIdx.x >> 5), column(blockIdx.y * FW_V + warp % VALUE_WARPS * 16),
-          row(warp / VALUE_WARPS * WARP_ROWS) {
+        : bh(blockIdx.x), lane(threadIdx.x & 31), warp(threadIdx.x >> 5), column(blockIdx.y * FW_V + local()),
+          row(ALL_ROWS ? 0 : warp / VALUE_WARPS * WARP_ROWS) {
         b = bh / p.H, h = bh % p.H;
     }
     __device__ int first_row() const { return row; }
     __device__ int first_column() const { return column; }
-    __device__ int local() const { return warp % VALUE_WARPS * 16; }
-    __device__ bool has_first_rows() const { return warp < VALUE_WARPS; }
+    __device__ int local() const { return (ALL_ROWS ? warp : warp % VALUE_WARPS) * 16; }
+    __device__ bool has_first_rows() const { return ALL_ROWS || warp < VALUE_WARPS; }
 };
 
-// The warp's slice of a transposed memory in shared memory, rows of KEY_ROW: f(two neighbours there, x, y).
-template <class F>
-__device__ __forceinline__ void each_couple(const Place& at, Op* shared, float (&x)[TILES][4], F f) {
-    Op* first = shared + (at.local() + lane_row()) * KEY_ROW + at.row + lane_column();
+// The warp's slice of a memory to a transposed one in shared memory, rows of KEY_ROW.
+__device__ __forceinline__ void keep_memory(const Place& at, Op* shared, const float (&x)[TILES][4]) {
 #pragma unroll
-    for (int n = 0; n < TILES; n++) {
-        f(first + n * 8, x[n][0], x[n][1]);
-        f(first + 8 * KEY_ROW + n * 8, x[n][2], x[n][3]);
-    }
+    for (int n = 0; n < TILES; n += 2) put_square<false>(shared + at.local() * KEY_ROW + at.row + n * 8, KEY_ROW, x[n], x[n + 1]);
 }
 
 // The warp's 16 columns of a chunk, transposed in its accumulators: f(i, token, column in the block, x).

@@ -117,6 +117,25 @@ __device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], const void* row) {
     }
 }
 
+// The way back, from sm_90 on: register m of all lanes to the rows of matrix m, or with TRANS to its columns.
+constexpr bool HAS_STMATRIX = __CUDA_ARCH__ >= 900;
+
+template <bool TRANS>
+__device__ __forceinline__ void stmatrix_x4(void* row, const unsigned (&r)[4]) {
+#if __CUDA_ARCH__ >= 900
+    unsigned s = (unsigned)__cvta_generic_to_shared(row);
+    if (TRANS) {
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(s), "r"(r[0]), "r"(r[1]), "r"(r[2]),
+                     "r"(r[3])
+                     : "memory");
+    } else {
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(s), "r"(r[0]), "r"(r[1]), "r"(r[2]),
+                     "r"(r[3])
+                     : "memory");
+    }
+#endif
+}
+
 // Two matrices; the addresses of lanes 0..15 count.
 template <bool TRANS>
 __device__ __forceinline__ void ldmatrix_x2(unsigned (&r)[2], const void* row) {
@@ -255,6 +274,23 @@ inline void ldmatrix(void** p, unsigned arrived) {
     }
 }
 
+template <bool TRANS>
+inline void stmatrix(void** p, unsigned arrived) {
+    need_full_warp(arrived, "stmatrix");
+    for (int lane = 0; lane < 32; lane++) {
+        if ((uintptr_t)((Rows*)p[lane])->row & 15) cuhost::fail(0, "stmatrix: lane %d's row is not aligned to 16 bytes", lane);
+    }
+    for (int lane = 0; lane < 32; lane++) {
+        int g = lane / 4, t = lane % 4 * 2;
+        for (int m = 0; m < 4; m++) {
+            for (int i = 0; i < 2; i++) {
+                int row = TRANS ? t + i : g, column = TRANS ? g : t + i;
+                ((unsigned short*)((Rows*)p[m * 8 + row])->row)[column] = (unsigned short)(((Rows*)p[lane])->r[m] >> i * 16);
+            }
+        }
+    }
+}
+
 template <class A, class B, class C>
 inline void run(float (&d)[4], const A& a, const B& b, const C& c, int operation, cuhost::Combine multiply, int line) {
     Mma m{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, {c[0], c[1], c[2], c[3]}, {}};
@@ -302,6 +338,14 @@ inline void ldmatrix_x2(unsigned (&r)[2], const void* row, CUHOST_LINE) {
     ptx_twin::Rows rows{(const unsigned short*)row, {}};
     cuhost::collective(~0u, 25 + TRANS, &rows, ptx_twin::ldmatrix<TRANS, 2>, line);
     for (int i = 0; i < 2; i++) r[i] = rows.r[i];
+}
+
+constexpr bool HAS_STMATRIX = true;
+
+template <bool TRANS>
+inline void stmatrix_x4(void* row, const unsigned (&r)[4], CUHOST_LINE) {
+    ptx_twin::Rows rows{(const unsigned short*)row, {r[0], r[1], r[2], r[3]}};
+    cuhost::collective(~0u, 27 + TRANS, &rows, ptx_twin::stmatrix<TRANS>, line);
 }
 
 inline void cp_async16(void* shared, const void* global, int bytes = 16, CUHOST_LINE) {

@@ -39,13 +39,18 @@ struct KeyGradient<true> {
     using type = float;
 };
 
-// A whole tile: every thread copies units of one column. `from` is the tile's first element.
+// Whether every thread copies units of one column, as copy_tile does.
+template <class From, class To, int ROWS, int WIDTH>
+constexpr bool EVEN_TILE = FW_ALIGNED && same_type<From, To> && THREADS % (WIDTH * (int)sizeof(From) / 16) == 0 &&
+                           ROWS * (WIDTH * (int)sizeof(From) / 16) % THREADS == 0;
+
+// A whole tile: rows [t0, t0+ROWS) of those that begin at `from`.
 template <class T, int ROWS, int WIDTH>
-__device__ __forceinline__ void copy_tile(T* tile, const T* from, int64_t stride) {
+__device__ __forceinline__ void copy_tile(T* tile, const T* from, int64_t stride, unsigned t0 = 0) {
     constexpr int N = 16 / sizeof(T), PER_ROW = WIDTH / N, STEP = THREADS / PER_ROW;
-    const int row = threadIdx.x / PER_ROW, column = threadIdx.x % PER_ROW * N;
+    const unsigned row = threadIdx.x / PER_ROW, column = threadIdx.x % PER_ROW * N;
     T* to = tile + row * tile_stride<T>(WIDTH) + column;
-    from += row * stride + column;
+    from += (t0 + row) * stride + column;
 #pragma unroll
     for (int i = 0; i < ROWS; i += STEP, from += STEP * stride) cp_async16(to + i * tile_stride<T>(WIDTH), from);
 }
@@ -57,9 +62,9 @@ __device__ __forceinline__ void load_tile(To* tile, const View& x, int b, int h,
     const From* base = at<From>(x, b, h, 0);
 #if FW_ALIGNED
     constexpr int N = 16 / sizeof(From), PER_ROW = WIDTH / N;
-    constexpr bool COPIED = same_type<From, To>, EVEN = THREADS % PER_ROW == 0 && ROWS * PER_ROW % THREADS == 0;
-    if constexpr (COPIED && EVEN) {
-        if (t0 + ROWS <= T && c0 + WIDTH <= columns) return copy_tile<To, ROWS, WIDTH>(tile, base + t0 * x.t + c0, x.t);
+    constexpr bool COPIED = same_type<From, To>;
+    if constexpr (EVEN_TILE<From, To, ROWS, WIDTH>) {
+        if (t0 + ROWS <= T && c0 + WIDTH <= columns) return copy_tile<To, ROWS, WIDTH>(tile, base + c0, x.t, t0);
     }
 #pragma unroll(COPIED ? 1 : 4)
     for (int i = threadIdx.x; i < ROWS * PER_ROW; i += THREADS) {
@@ -177,6 +182,20 @@ __device__ __forceinline__ void store_keys(const View& x, const float (&acc)[N][
     store_rows<Out>(to, at.b, at.h, acc, t, p.T, column, p.K - column);
 }
 
+// A whole tile to rows [t0, t0+ROWS) of those that begin at `to`; by COUNT warps, of which this one is number `index`.
+template <int ROWS, int WIDTH, int COUNT, class T>
+__device__ __forceinline__ void store_whole(const T* tile, T* to, int64_t stride, unsigned t0, int index) {
+    constexpr int N = 16 / (int)sizeof(T), PER_ROW = WIDTH / N, STEP = 32 / PER_ROW, TURN = COUNT * STEP;
+    static_assert(32 % PER_ROW == 0, "a warp stores whole rows");
+    const unsigned lane = threadIdx.x & 31, row = index * STEP + lane / PER_ROW, column = lane % PER_ROW * N;
+    const T* from = tile + row * tile_stride<T>(WIDTH) + column;
+    to += (t0 + row) * stride + column;
+#pragma unroll
+    for (int i = 0; i < ROWS; i += TURN, to += TURN * stride) {
+        if (i + TURN <= ROWS || row + i < ROWS) *(uint4*)to = *(const uint4*)(from + i * tile_stride<T>(WIDTH));
+    }
+}
+
 // ROWS rows of a tile, of which `rows` and `columns` are there, to `to`; by COUNT warps, of which this one is number `index`.
 template <int ROWS, int WIDTH, int COUNT, class From, class To>
 __device__ __forceinline__ void store_tile(const From* tile, To* to, int64_t stride, int rows, int columns, int index) {
@@ -271,6 +290,9 @@ __device__ __forceinline__ int sum_columns(float (&x)[4]) {
     x[0] += __shfl_xor_sync(~0u, x[0], 16);
     return lane_column() + later * 8 + odd;
 }
+
+// The lane of the first 16 that has the sum of token t.
+__device__ __forceinline__ int lane_of_column(int t) { return (t & 7) / 2 + (t & 8) / 2 + (t & 1) * 8; }
 
 // The sum of the products of a warp's slice of a transposed memory, in its accumulators, and of another's in shared memory; in all
 // lanes.

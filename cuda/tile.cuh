@@ -139,6 +139,35 @@ __device__ __forceinline__ Left<P> left_from(const T* p, int stride) {
     return a;
 }
 
+// Two accumulators side by side, 16 rows and columns, to p[row * stride + column], or with ACROSS to p[column * stride + row].
+template <bool ACROSS, bool MATRICES = HAS_STMATRIX, class T>
+__device__ __forceinline__ void put_square(T* p, int stride, const float (&c0)[4], const float (&c1)[4]) {
+    if constexpr (same_type<T, __nv_bfloat16> && MATRICES) {
+        const Left<BF16> a = left_of<BF16>(c0, c1);
+        const int l = threadIdx.x & 31;
+        const int along = (l & 7) + (l >> 4) * 8, other = (l >> 3 & 1) * 8;
+        if constexpr (ACROSS) stmatrix_x4<true>(p + along * stride + other, a.x);
+        else stmatrix_x4<false>(p + (l & 15) * stride + (l >> 4) * 8, a.x);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int row = lane_row() + (i & 1) * 8, column = lane_column() + (i >> 1) * 8;
+            const float x = (i >> 1 ? c1 : c0)[(i & 1) * 2], y = (i >> 1 ? c1 : c0)[(i & 1) * 2 + 1];
+            if constexpr (ACROSS) {
+                T* to = p + column * stride + row;
+                if constexpr (same_type<T, __nv_bfloat16>) {
+                    const __nv_bfloat162 both = __floats2bfloat162_rn(x, y);
+                    to[0] = both.x, to[stride] = both.y;
+                } else {
+                    to[0] = from_float<T>(x), to[stride] = from_float<T>(y);
+                }
+            } else {
+                put_couple(p + row * stride + column, x, y);
+            }
+        }
+    }
+}
+
 // The numbers of an array at the four tokens of a lane's transposed accumulators; x[n][i] takes number 2 n + i % 2.
 struct Four {
     float x[4];

@@ -1,5 +1,5 @@
 // What the emulator is tested with; see test_hostcuda.py.
-#include "common.cuh"
+#include "tile.cuh"
 
 #ifndef FW_IN
 #define FW_IN float
@@ -144,6 +144,19 @@ extern "C" __global__ void product_f16(const __half* a, const __half* b, float* 
 #if defined(CUDA_HOST_EMU) || __CUDA_ARCH__ >= 800
 extern "C" __global__ void product_bf16(const __nv_bfloat16* a, const __nv_bfloat16* b, float* c) {
     product_16(a, b, c, [](float(&d)[4], unsigned(&x)[4], unsigned(&y)[2], float(&z)[4]) { mma_bf16(d, x, y, z); });
+}
+
+// x, a matrix of 16 rows and columns, and its transpose, by stmatrix and without: four matrices.
+extern "C" __global__ void squares(const float* x, float* y) {
+    __shared__ __align__(16) __nv_bfloat16 held[4][16 * 24];
+    float c[2][4];
+    each_pair(c, [&](int, int row, int column, float& value) { value = x[row * 16 + column]; });
+    put_square<false, true>(held[0], 24, c[0], c[1]);
+    put_square<true, true>(held[1], 24, c[0], c[1]);
+    put_square<false, false>(held[2], 24, c[0], c[1]);
+    put_square<true, false>(held[3], 24, c[0], c[1]);
+    __syncwarp();
+    for (int i = threadIdx.x; i < 1024; i += 32) y[i] = to_float(held[i / 256][i / 16 % 16 * 24 + i % 16]);
 }
 
 extern "C" __global__ void product_tf32(const float* a, const float* b, float* c) {

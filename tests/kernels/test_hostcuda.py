@@ -99,6 +99,14 @@ def test_product_of_16_bit_numbers(run, kernel, dtype):
     torch.testing.assert_close(c, a.float() @ b.float(), rtol=1e-5, atol=1e-5)
 
 
+def test_squares(run):
+    """A fragment to shared memory, straight and transposed: the two ways that devices have."""
+    x, y = torch.randn(16, 16), torch.zeros(4, 16, 16)
+    run("squares", (1,), (32,), x, y)
+    x = x.bfloat16().float()
+    assert torch.equal(y, torch.stack([x, x.T, x, x.T]))
+
+
 def test_product_in_tf32(run):
     """Operands rounded to 11 significant bits, ties away from zero, as a Python integer does it."""
     a, b, c = torch.randn(16, 8), torch.randn(8, 8), torch.zeros(16, 8)

@@ -30,6 +30,7 @@ from .common import (
 
 CHUNK = 16
 LARGEST_KEY = 512
+FIRSTS = 112  # bytes of the addresses that the backward keeps in shared memory
 
 
 class Tiling(NamedTuple):
@@ -117,7 +118,7 @@ class Variant(NamedTuple):
         ahead = stages > 1 and not mapped and self.warps > (chunks + 1) // 2
         spans = 2 * (tile_bytes(span, CHUNK, torch.float32) if ahead and self.f else 16)
         sums = 4 * chunks * (self.warps * 3 * CHUNK + CHUNK + value + self.warps)
-        kept = stages * (stage + 24 * span) + (keys if mapped else 0) + memories + pairs + solved
+        kept = stages * (stage + 24 * span) + FIRSTS + (keys if mapped else 0) + memories + pairs + solved
         return kept + spans + round_up(sums, 16) + self.sums_bytes(2)
 
     def stages(self) -> int:

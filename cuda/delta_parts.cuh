@@ -1,0 +1,90 @@
+// What a block of delta_backward.cu has in shared memory, and where in device memory it comes from and goes to.
+#pragma once
+#define FW_NO_GATE 1e-30f  // a smaller gate counts as this here, where its gradient is divided by it
+#include "delta_memory.cuh"
+
+static_assert(FW_SPAN == FW_PART, "a part at a time");
+
+// dq and dk go through shared memory, unless shares that are added up would lose digits there.
+constexpr bool KEEP_KEYS = FW_MAP || !(FW_PARTIAL && P == BF16);
+
+// With room for two parts the next one is copied meanwhile, and barriers are between phases of a part, not of a chunk.
+constexpr bool ROOMY = FW_STAGES > 1;
+constexpr int GROUP = ROOMY ? CHUNKS : 1;  // chunks between two barriers
+constexpr bool AHEAD = ROOMY && !FW_MAP && WARPS > INVERTERS;  // some warps invert for the next part while others store this one
+
+struct __align__(16) Stage {
+    Row q[FW_SPAN * ROW], k[FW_SPAN * ROW];  // features: dq and dk take their places
+    Op dy[FW_SPAN * VALUE_ROW];
+    In v[FW_SPAN * INPUT_ROW];  // dv takes its place
+    Gates g;
+};
+
+// Where a block's sequence, head and tile of V begin: worked out once, by one thread, and read where an address is needed.
+struct Firsts {
+    void *q, *k, *v, *f, *e, *w, *dy, *dq, *dk, *dv, *df, *de, *dw;
+    const uint4* borders;
+};
+
+struct __align__(16) BackwardShared {
+    Stage stage[FW_STAGES];
+    Firsts first;
+#if FW_MAP
+    Op q[FW_SPAN * KEY_ROW], k[FW_SPAN * KEY_ROW];
+#endif
+    Op memory[CHUNKS][FW_V * KEY_ROW];  // W_0, transposed
+    Op dmemory[GROUP][FW_V * KEY_ROW];  // dW_C, transposed
+    uint4 border[ROOMY ? WARPS * UNITS * 32 : 1];  // the next part's memory
+    Op u[CHUNKS][FW_V * PAIR_ROW], dr[GROUP][FW_V * PAIR_ROW];  // transposed
+    Op scores[CHUNKS][C * PAIR_ROW], dkeys[GROUP][C * PAIR_ROW];  // A, then D dA; X
+    float inverse[CHUNKS][C * SOLVE_ROW], erase[CHUNKS][C * SOLVE_ROW], pairs[FW_F ? CHUNKS : 1][C * SOLVE_ROW];
+    float spans[2][AHEAD && FW_F ? CHUNKS : 1][AHEAD && FW_F ? C * SOLVE_ROW : 4];
+    float rows[CHUNKS][WARPS][3][C], de[CHUNKS][C], dw[CHUNKS][VALUE_WARPS][C], carried[CHUNKS][WARPS];
+    float4 sums[FW_KSPLIT > 1 ? 2 * WARPS * 2 * 32 : 1];
+};
+static_assert(sizeof(BackwardShared) == FW_SHARED, "the host computes the same");
+
+__device__ __forceinline__ int grouped(int c) { return ROOMY ? c : 0; }
+
+// What pairs add to the gradients of the gates between them: dA A and dL L, in the places of the inverse and of L where nothing
+// comes there before they are added up.
+__device__ __forceinline__ float* spans_of(BackwardShared& s, int c, bool erasing) {
+    return AHEAD ? s.spans[erasing][c] : erasing ? s.erase[c] : s.inverse[c];
+}
+
+template <class T>
+__device__ __forceinline__ void* first_of(const View& x, const Place& at, int column) {
+    return ::at<T>(x, at.b, at.h, 0) + blockIdx.y * x.tile + column;
+}
+
+__device__ __forceinline__ void find_firsts(Firsts& first, const Params& p, const Place& at) {
+    using Key = typename KeyGradient<FW_PARTIAL>::type;
+    const int column = blockIdx.y * FW_V;
+    first.q = first_of<In>(p.q, at, 0), first.k = first_of<In>(p.k, at, 0);
+    first.v = first_of<In>(p.v, at, column), first.dy = first_of<In>(p.dy, at, column), first.dv = first_of<In>(p.dv, at, column);
+    first.dq = first_of<Key>(p.dq, at, 0), first.dk = first_of<Key>(p.dk, at, 0);
+    first.f = first_of<float>(p.f, at, 0), first.e = first_of<float>(p.e, at, 0), first.w = first_of<float>(p.w, at, 0);
+    first.df = first_of<float>(p.df, at, 0), first.de = first_of<float>(p.de, at, 0), first.dw = first_of<float>(p.dw, at, 0);
+    first.borders = border(p, at, 0) - (at.warp * UNITS * 32 + at.lane);
+}
+
+// A view of one sequence, head and tile, which begins at `first`.
+__device__ __forceinline__ View view_from(void* first, const View& x) { return {first, 0, 0, x.t, 0}; }
+
+__device__ __forceinline__ const uint4* border_from(const Firsts& first, const Place& at, int s) {
+    return first.borders + (int64_t)(s * (int)gridDim.y) * (WARPS * UNITS * 32) + (at.warp * UNITS * 32 + at.lane);
+}
+
+// The part at hand: its rows, features where there is a map, and gates.
+struct Part {
+    Op *q, *k;
+    Stage& in;
+    BackwardShared& s;
+
+    __device__ __forceinline__ Chunk chunk(int c) const {
+        const int t = c * C;
+        const Gates& g = in.g;
+        return {q + t * KEY_ROW, k + t * KEY_ROW, in.v + t * INPUT_ROW,           s.scores[c], s.inverse[c],
+                g.w + t,         g.start + t,     (FW_F ? g.erasing : g.e) + t, g.end + t};
+    }
+};
