@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
 OPTIONS = "-std=c++17 -O3 -march=native -fno-math-errno -fno-trapping-math -shared -fPIC -pthread".split()  # noqa: SIM905
 NAMES = {torch.float32: "float", torch.float64: "double"}
-GATHERED_NAMES = NAMES | {torch.bfloat16: "bfloat16"}  # of the loops of gathered.cpp
+GATHERED_NAMES = NAMES | {torch.bfloat16: "bfloat16"}  # of the loops of gathered.cpp and projections.cpp
 POINTERS = {"pool": 11, "pool_gradients": 19, "sru": 10, "memory_step": 1, "source_step": 1, "additive_step": 1, "leap_step": 1}
 GATHERED = {"choose": 8, "sum": 6, "few": 6, "project": 1, "feed": 1}
 SECONDS = 120  # that a compiler may take

@@ -85,11 +85,16 @@ def test_few_tokens_read_the_chosen_rows_only():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows, width, units, block, rank", [(1, 150, 96, 16, 5), (3, 64, 40, 8, 70), (2, 7, 12, 3, 33)])
+@pytest.mark.parametrize(
+    "rows, width, units, block, rank, threads",
+    [(1, 150, 96, 16, 5, 1), (3, 64, 40, 8, 70, 1), (2, 7, 12, 3, 33, 1), (1, 70, 76, 4, 9, 3), (5, 70, 76, 4, 9, 2)],
+)
 @torch.no_grad()
-def test_the_compiled_loops_equal_pytorch(dtype, rows, width, units, block, rank, monkeypatch):
+def test_the_compiled_loops_equal_pytorch(dtype, rows, width, units, block, rank, threads, monkeypatch):
+    """Also with more blocks than are read at the same time, and shared by threads."""
     if native.library() is None:
         pytest.skip("no compiler")
+    monkeypatch.setattr(gathered, "threads", lambda numbers: threads)
     inputs = [draw(rows, width), draw(rank, width), draw(units, rank), draw(units), draw(units, width)]
     inputs, out = [x.to(dtype) for x in inputs], draw(units, width).to(dtype)
 

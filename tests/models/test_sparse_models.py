@@ -14,7 +14,7 @@ from fw_fairseq import Mistake, native
 from fw_fairseq.decoding import GENERATION, Generation
 from fw_fairseq.mixers import MIXERS
 from fw_fairseq.modules import Stack, Streams
-from fw_fairseq.modules.sparse import Multiplicative, SparseFeedForward, reversible
+from fw_fairseq.modules.sparse import Multiplicative, SparseFeedForward, fused, reversible
 from fw_fairseq.ops.state import SavedState
 from fw_fairseq.tasks.stateful_language_modeling import check_across_workers
 
@@ -78,11 +78,13 @@ FUSED = [
 
 
 @pytest.mark.parametrize("options", FUSED, ids=lambda o: "-".join(map(str, o.values())))
+@pytest.mark.parametrize("threads", [1, 2])
 @torch.no_grad()
-def test_compiled_loops_and_pytorch_decode_the_same(options, monkeypatch):
-    """Also for several rows that change places, from a prompt's state on."""
+def test_compiled_loops_and_pytorch_decode_the_same(options, threads, monkeypatch):
+    """Also for several rows that change places, from a prompt's state on, and with threads that share the work."""
     if native.library() is None:
         pytest.skip("no compiler")
+    monkeypatch.setattr(fused, "threads", lambda numbers: threads)
     model, tokens = make(**options), draw(3, 12)
     for p in model.parameters():
         p.data += 0.1 * torch.randn_like(p)  # biases and norms that do something
@@ -94,8 +96,7 @@ def test_compiled_loops_and_pytorch_decode_the_same(options, monkeypatch):
         if model.decoder.recurrent:
             logits(model, tokens[:, :3], incremental_state=state)
         parts = [decode(model, tokens[:, :8], 3 if state else 0, state)[:, -5:]]
-        fused = [part.fused is not None for part in state[GENERATION].parts()]
-        assert any(fused) == compiled
+        assert any(part.fused is not None for part in state[GENERATION].parts()) == compiled
         model.decoder.reorder_incremental_state_scripting(state, order)
         found.append(torch.cat([*parts, decode(model, tokens, 8, state)], 1))
     assert_close(*found)
