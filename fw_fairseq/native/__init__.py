@@ -13,6 +13,8 @@ import logging
 import os
 import shutil
 import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -23,12 +25,12 @@ from ..files import write_atomically
 
 logger = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
-OPTIONS = "-std=c++17 -O3 -march=native -fno-math-errno -fno-trapping-math -shared -fPIC -pthread".split()  # noqa: SIM905
+OPTIONS = "-std=c++17 -O3 -march=native -fno-math-errno -fno-trapping-math -fPIC -pthread".split()  # noqa: SIM905
 NAMES = {torch.float32: "float", torch.float64: "double"}
 GATHERED_NAMES = NAMES | {torch.bfloat16: "bfloat16"}  # of the loops of gathered.cpp and projections.cpp
 POINTERS = {"pool": 11, "pool_gradients": 19, "sru": 10, "memory_step": 1, "source_step": 1, "additive_step": 1, "leap_step": 1}
 GATHERED = {"choose": 8, "sum": 6, "few": 6, "project": 1, "feed": 1}
-SECONDS = 120  # that a compiler may take
+SECONDS = 300  # that a compiler may take for one file
 MANY = 2**18  # numbers from which on threads share the work
 
 
@@ -71,13 +73,22 @@ def build(compiler: str) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = cache / "fw_fairseq" / f"loops-{hashlib.sha256(bytes(1).join(parts)).hexdigest()[:20]}.so"
     if not path.exists():
-        command += [str(source) for source in sources() if source.suffix == ".cpp"]
-        write_atomically(
-            path, lambda part: subprocess.run([*command, "-o", part], check=True, capture_output=True, timeout=SECONDS)
-        )
+        write_atomically(path, lambda part: compile_sources(command, part))
     if path.stat().st_uid not in (0, os.getuid()):
         raise OSError(f"{path} belongs to another user")
     return path
+
+
+def compile_sources(command: list[str], path: Path) -> None:
+    """Writes the library to ``path``. All sources are compiled at the same time."""
+
+    def run(*arguments: str) -> None:
+        subprocess.run([*command, *arguments], check=True, capture_output=True, timeout=SECONDS)
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
+        objects = {source: f"{folder}/{source.stem}.o" for source in sources() if source.suffix == ".cpp"}
+        list(pool.map(lambda source: run("-c", str(source), "-o", objects[source]), objects))
+        run("-shared", *objects.values(), "-o", str(path))
 
 
 def processor() -> bytes:

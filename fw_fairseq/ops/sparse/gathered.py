@@ -1,7 +1,7 @@
 """The products of sparse layers for few tokens. Those of a feed-forward layer read the rows of the chosen units only.
 
-On a CPU compiled loops, ``native/gathered.cpp`` and ``native/projections.cpp``, read them where they lie. Without a compiler PyTorch
-copies the rows first.
+On a CPU compiled loops, ``native/gathered.cpp`` and ``native/projections.cpp``, read them where they lie. Without a compiler
+PyTorch copies the rows first.
 """
 
 from __future__ import annotations
