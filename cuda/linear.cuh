@@ -3,8 +3,8 @@
 //
 // Macros: FW_IN type of q, k, v, y; FW_K, FW_V padded widths of a block's memory, multiples of 16; FW_F, FW_W 1 where there is a
 // decay f, a write strength w; FW_PRECISION of the products; FW_WARPS of a block; FW_CHUNK tokens at a time, 16, 32 or 64;
-// FW_ALIGNED rows start at 16 bytes; FW_PARTIAL there are several tiles of V, each with its share of the sums over V; FW_SHARED
-// bytes of shared memory; those of row_map.cuh where q and k are rows to map.
+// FW_ALIGNED rows start at 16 bytes; FW_PARTIAL there are several tiles of V, each with its share of the sums over V; FW_SUMS 1
+// where reads are divided; FW_SHARED bytes of shared memory; those of row_map.cuh where q and k are rows to map.
 #pragma once
 #include "pairs.cuh"
 
@@ -142,6 +142,95 @@ template <int N>
 __device__ __forceinline__ void scale_rows(float (&acc)[N][4], float low, float high) {
 #pragma unroll
     for (int n = 0; n < N; n++) acc[n][0] *= low, acc[n][1] *= low, acc[n][2] *= high, acc[n][3] *= high;
+}
+
+// The sum of the keys, n_t = f_t n_{t-1} + w_t k_t, that reads are divided by: a column of the memory whose value is always 1 and
+// which no tensor has. The warps with the same rows of the memory share those of n; all rows of an accumulator are the same.
+constexpr int SUM_TILES = (TILES / 2 + VALUE_SLICES - 1) / VALUE_SLICES * 2;
+
+struct KeySums {
+    float x[SUM_TILES][4];
+    int first, tiles;  // its first among all rows, and how many of SUM_TILES there are
+
+    __device__ __forceinline__ KeySums(const Place& at) {
+        const int done = at.value / 16 * SUM_TILES;
+        first = at.key + done * 8, tiles = min(SUM_TILES, TILES - done);
+    }
+
+    __device__ __forceinline__ void load(const float* sums, const Params& p, const Place& at) {
+#pragma unroll
+        for (int i = 0; i < SUM_TILES * 4; i++) {
+            const int k = first + i / 4 * 8 + lane_column() + (i & 1);
+            x[i / 4][i & 3] = sums && i / 4 < tiles && k < p.K ? sums[(int64_t)at.bh * p.K + k] : 0.f;
+        }
+    }
+
+    __device__ __forceinline__ void store(float* sums, const Params& p, const Place& at) const {
+        if (lane_row() || blockIdx.y) return;
+#pragma unroll
+        for (int i = 0; i < SUM_TILES * 2; i++) {
+            const int k = first + i / 2 * 8 + lane_column() + (i & 1);
+            if (i / 2 < tiles && k < p.K) sums[(int64_t)at.bh * p.K + k] = x[i / 2][i & 1];
+        }
+    }
+
+    // To their places among all of n.
+    __device__ __forceinline__ void share(Op* all) const {
+        if (lane_row()) return;
+#pragma unroll
+        for (int i = 0; i < SUM_TILES; i++) {
+            if (i < tiles) put_couple(all + first + i * 8 + lane_column(), x[i][0], x[i][1]);
+        }
+    }
+
+    // The products with `all`, in all lanes.
+    __device__ __forceinline__ float multiply_with(const Op* all) const {
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < SUM_TILES; i++) {
+            if (lane_row() || i >= tiles) continue;
+            const float2 other = couple(all + first + i * 8 + lane_column());
+            sum += x[i][0] * other.x + x[i][1] * other.y;
+        }
+        return warp_sum(sum);
+    }
+
+    // Over a chunk: decays, then takes up its keys times scale(block, token).
+    template <class F>
+    __device__ __forceinline__ void write(const Op* keys, float total, F scale) {
+#pragma unroll
+        for (int i = 0; FW_F && i < SUM_TILES * 4; i++) x[i / 4][i & 3] *= total;
+#pragma unroll(P == EXACT ? 1 : BLOCKS)
+        for (int b = 0; b < BLOCKS; b++) {
+            const int t = b * 16 + lane_column();
+            const float low[2] = {scale(b, t), scale(b, t + 1)}, high[2] = {scale(b, t + 8), scale(b, t + 9)};
+            const Left<P> a = left_of<P>({low[0], low[1], low[0], low[1]}, {high[0], high[1], high[0], high[1]});
+#pragma unroll
+            for (int i = 0; i < SUM_TILES; i += 2) {
+                if (i < tiles) accumulate_from<P, true>(x[i], x[i + 1], a, keys + b * 16 * KEY_ROW + first + i * 8, KEY_ROW);
+            }
+        }
+    }
+};
+
+// acc (16 rows, any column) += a times a vector of 16 numbers.
+template <class T>
+__device__ __forceinline__ void multiply_vector(float (&acc)[4], const Left<P>& a, const T* vector) {
+    Right<P> b[2];
+    right_from<P, false>(b, vector, 0);
+    multiply<P>(acc, a, b[0]);
+}
+
+// acc (16 rows, any column) += the sums of the rows of a.
+template <int Q>
+__device__ __forceinline__ void add_rows(float (&acc)[4], const Left<Q>& a) {
+    Right<Q> ones = {};
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        if constexpr (Q == BF16) ones.x[i] = 0x3F803F80u;
+        else ones.x[i][0] = ones.x[i][1] = 0x3F800000u;
+    }
+    multiply<Q>(acc, a, ones);
 }
 
 // The memory over a chunk, transposed: decays, then takes up what the tokens write, values scaled by scale(token).

@@ -9,9 +9,25 @@
 // Nothing is run forward again: W_0 of every chunk was saved. A warp takes 16 tokens through all of this, with W_0 and dW as
 // operands in shared memory and the pairs of tokens in its own registers, then adds to its slice of dW.
 //
+// With FW_SUMS dY is that of the undivided reads, and the gradients dr of the divisors add themselves to all of row t of dA, dr n_0 to
+// dq start, and n has the adjoint dn_0 = total dn_C + Q^T (start dr), which adds itself to what v_s reads of dW_C (divided.cu).
+//
 // A gate f_r is a factor of D_ts for s < r <= t, of start_t for r <= t, of end_s for s < r, of total always. Its gradient is the sum
 // of every product that it is a factor of times that product's gradient, over f_r: sums without large terms that cancel.
 #include "linear_gradients.cuh"
+
+#if FW_SUMS
+// n_0, and the gradients of the divisors, which the first tile of V alone has: they do not depend on V.
+__device__ __forceinline__ void load_sums(Stage& s, const Params& p, const Place& at, int t0) {
+    constexpr int N = 16 / sizeof(Op);
+    const Op* from = (const Op*)p.sums_borders + ((int64_t)at.bh * ((p.T + C - 1) / C) + t0 / C) * FW_K;
+    for (int i = threadIdx.x * N; i < FW_K; i += THREADS * N) cp_async16(s.sums + i, from + i);
+    for (int i = threadIdx.x; i < C; i += THREADS) {
+        const bool inside = t0 + i < p.T && blockIdx.y == 0;
+        cp_async4(s.reads + i, ::at<float>(p.ddivisors, at.b, at.h, inside ? t0 + i : 0), inside ? 4 : 0);
+    }
+}
+#endif
 
 __device__ __forceinline__ void load_stage(Stage& s, const Params& p, const Place& at, int t0) {
     load_rows<C>(s.q, s.k, p, at.b, at.h, t0);
@@ -19,6 +35,9 @@ __device__ __forceinline__ void load_stage(Stage& s, const Params& p, const Plac
     load_tile<In, Op, C, FW_V>(s.dy, p.dy, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
     load_border(s.memory, border(p, at, t0 / C, (p.T + C - 1) / C), border_rows(p));
     load_gates(s.f, s.w, p, at, t0);
+#if FW_SUMS
+    load_sums(s, p, at, t0);
+#endif
     cp_async_commit();
 }
 
@@ -41,10 +60,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_backward(const P
     const int last = (p.T - 1) / C * C, block = at.warp % BLOCKS, group = at.warp / BLOCKS;
     float dw[TILES][4];
     load_memory(dw, p.dfinal, at, p);
+    KeySums dn(at);
+    if (FW_SUMS) dn.load(blockIdx.y ? nullptr : p.dfinal_sums, p, at);
     load_stage(s.stage[0], p, at, last);
     for (int t0 = last, now = 0; t0 >= 0; t0 -= C, now = (now + 1) % FW_STAGES) {
         Stage& stage = s.stage[now];
         share_memory(s.dmemory, dw, at);
+#if FW_SUMS
+        dn.share(s.dsums);
+#endif
         cp_async_wait<0>();
         __syncthreads();
         if (FW_STAGES > 1 && t0 > 0) load_stage(s.stage[now ^ 1], p, at, t0 - C);
@@ -52,14 +76,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_backward(const P
 #if FW_MAP
         map_rows<C>(s.q, s.k, stage.q, stage.k, p.T - t0);
         __syncthreads();
-        const Rows rows = {s.q, s.k, stage.v, stage.dy, stage.memory, stage.w};
+        Rows rows = {s.q, s.k, stage.v, stage.dy, stage.memory, stage.w};
 #else
-        const Rows rows = {stage.q, stage.k, stage.v, stage.dy, stage.memory, stage.w};
+        Rows rows = {stage.q, stage.k, stage.v, stage.dy, stage.memory, stage.w};
+#endif
+#if FW_SUMS
+        rows.sums = stage.sums, rows.reads = stage.reads;
 #endif
         if (FW_F) {
             multiply_gates(s.products[at.warp], stage.f, p.T - t0);
             share_pairs(s.pairs[at.warp], x.gate + block * 16);
-            const float carried = multiply_slices(rows.memory + at.value * KEY_ROW + at.key, dw);
+            float carried = multiply_slices(rows.memory + at.value * KEY_ROW + at.key, dw);
+            if (FW_SUMS) carried += dn.multiply_with(rows.sums);
             if (at.lane == 0) s.sums.carried[at.warp] = carried;
         }
         if (group < KEY_GROUPS) {
@@ -67,8 +95,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_backward(const P
             key_side(s, p, at, rows, x, block, group, t0);
         }
         if (group < VALUE_GROUPS) value_side(s, p, at, rows, x, block, group, t0);
-        write_tokens<FW_F>(dw, rows.dy, rows.q, FW_F ? x.before[BLOCKS - 1] * x.total[BLOCKS - 1] : 1.f, at,
-                           [&](int b, int t) { return x.start[t] * x.before[b]; });
+        const float total = FW_F ? x.before[BLOCKS - 1] * x.total[BLOCKS - 1] : 1.f;
+        const auto start = [&](int b, int t) { return FW_F ? x.start[t] * x.before[b] : 1.f; };
+        write_tokens<FW_F>(dw, rows.dy, rows.q, total, at, start);
+        if (FW_SUMS) dn.write(rows.q, total, [&](int b, int t) { return start(b, t) * rows.reads[t]; });
         __syncthreads();
 #if FW_MAP
         unmap_rows<FW_PARTIAL, C>(stage.q, stage.k, s.dq, s.dk, p, at, t0);
@@ -78,4 +108,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_backward(const P
         if ((FW_F || FW_W) && at.warp < BLOCKS) gate_side(s.sums, p, at, x, at.warp, t0);
     }
     store_memory(dw, p.dmemory, at, p);
+    if (FW_SUMS) dn.store(p.dsums, p, at);
 }

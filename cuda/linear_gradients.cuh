@@ -6,12 +6,19 @@ struct __align__(16) Stage {
     Row q[C * ROW], k[C * ROW];
     Op v[C * VALUE_ROW], dy[C * VALUE_ROW];
     Op memory[FW_V * KEY_ROW];  // W_0, transposed
+#if FW_SUMS
+    Op sums[FW_K];  // n_0
+    float reads[C];  // the gradients of the divisors
+#endif
     float f[C], w[C];
 };
 
 struct __align__(16) Shared {
     Stage stage[FW_STAGES];
     Op dmemory[FW_V * KEY_ROW];  // dW_C, transposed
+#if FW_SUMS
+    Op dsums[FW_K];  // dn_C
+#endif
 #if FW_MAP
     Op q[C * KEY_ROW], k[C * KEY_ROW], dq[C * KEY_ROW], dk[C * KEY_ROW];
 #endif
@@ -25,7 +32,27 @@ static_assert(sizeof(Shared) == FW_SHARED, "the host computes the same");
 struct Rows {
     const Op *q, *k, *v, *dy, *memory;
     const float* w;
+    const Op* sums;
+    const float* reads;
+
+    // Where the products of values with dy begin, of which each that reads a token's divisor has the divisor's gradient besides:
+    // those of tokens t to t + 16, as rows or, with LATER, as columns.
+    template <bool LATER>
+    __device__ __forceinline__ void begin(float (&pairs)[2][4], int t) const {
+        if (!FW_SUMS) return;
+        each_pair(pairs, [&](int, int row, int column, float& x) { x = reads[t + (LATER ? column : row)]; });
+    }
 };
+
+// acc (16 rows, N * 8 columns) += the same numbers in each row, row by row times low and high.
+template <int N>
+__device__ __forceinline__ void add_numbers(float (&acc)[N][4], const Op* numbers, float low, float high) {
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        const float2 both = couple(numbers + n * 8 + lane_column());
+        acc[n][0] += low * both.x, acc[n][1] += low * both.y, acc[n][2] += high * both.x, acc[n][3] += high * both.y;
+    }
+}
 
 __device__ __forceinline__ void load_border(Op* to, const Op* from, int rows) {
     constexpr int N = 16 / sizeof(Op), UNITS = FW_K / N;
@@ -66,6 +93,7 @@ __device__ __forceinline__ void query_side(Shared& s, const Params& p, const Pla
     for (int i = 0; i < FW_V; i += 16) {
         multiply_wide<true, N, KEY_ROW>(acc, left_from<P, false>(dy + i, VALUE_ROW), rows.memory + i * KEY_ROW + column);
     }
+    if (FW_SUMS) add_numbers(acc, rows.sums + column, rows.reads[t + lane_row()], rows.reads[t + lane_row() + 8]);
     if (FW_F) {
         scale_rows(acc, x.before[block], x.before[block]);
         own.load<KEY_ROW>(q);
@@ -76,6 +104,7 @@ __device__ __forceinline__ void query_side(Shared& s, const Params& p, const Pla
     float between = 1.f;
     for (int b = block - 1; b >= 0; b--) {
         float pairs[2][4] = {};
+        rows.begin<false>(pairs, t);
         compare_rows<FW_V, VALUE_ROW>(pairs, dy, rows.v + b * 16 * VALUE_ROW);
         each_pair(pairs, [&](int, int, int earlier, float& x_ts) {
             if (FW_F) x_ts *= between * x.end[b * 16 + earlier];
@@ -90,6 +119,7 @@ __device__ __forceinline__ void query_side(Shared& s, const Params& p, const Pla
         sum_halves(s.sums.reads[group] + t, sum[0], sum[1]);
     }
     float pairs[2][4] = {};
+    rows.begin<false>(pairs, t);
     compare_rows<FW_V, VALUE_ROW>(pairs, dy, rows.v + t * VALUE_ROW);
     each_pair(pairs, [&](int, int row, int earlier, float& x_ts) {
         if (FW_W) x_ts *= rows.w[t + earlier];
@@ -115,6 +145,9 @@ __device__ __forceinline__ void key_side(Shared& s, const Params& p, const Place
     for (int i = 0; i < FW_V; i += 16) {
         multiply_wide<true, N, KEY_ROW>(acc, left_from<P, false>(v + i, VALUE_ROW), s.dmemory + i * KEY_ROW + column);
     }
+#if FW_SUMS
+    add_numbers(acc, s.dsums + column, 1.f, 1.f);
+#endif
     if (FW_F) {
         scale_rows(acc, x.after[block], x.after[block]);
         own.load<KEY_ROW>(k);
@@ -125,6 +158,7 @@ __device__ __forceinline__ void key_side(Shared& s, const Params& p, const Place
     float between = 1.f;
     for (int b = block + 1; b < BLOCKS; b++) {
         float pairs[2][4] = {};
+        rows.begin<true>(pairs, b * 16);
         compare_rows<FW_V, VALUE_ROW>(pairs, v, rows.dy + b * 16 * VALUE_ROW);
         each_pair(pairs, [&](int, int, int later, float& x_st) {
             if (FW_F) x_st *= between * x.start[b * 16 + later];
@@ -145,6 +179,7 @@ __device__ __forceinline__ void key_side(Shared& s, const Params& p, const Place
         sum_halves(s.sums.writes[group] + t, sum[0], sum[1]);
     }
     float pairs[2][4] = {};
+    rows.begin<true>(pairs, t);
     compare_rows<FW_V, VALUE_ROW>(pairs, v, rows.dy + t * VALUE_ROW);
     each_pair(pairs, [&](int, int row, int later, float& x_st) {
         if (FW_W) x_st *= rows.w[t + row];
@@ -166,12 +201,25 @@ __device__ __forceinline__ void value_side(Shared& s, const Params& p, const Pla
     constexpr int N = VALUE_COLUMNS / 8;
     const int t = block * 16, column = group * VALUE_COLUMNS, first = blockIdx.y * FW_V + column;
     const Op* k = rows.k + t * KEY_ROW;
-    float acc[N][4] = {};
+    constexpr bool STRENGTH = FW_SUMS && FW_W;
+    float acc[N][4] = {}, one[1][4] = {};  // one: the same of n's values; after its first product a lane's share
 #pragma unroll(FW_K * (P == EXACT ? 4 : 1) <= 64 ? FW_K / 16 : 1)
     for (int i = 0; i < FW_K; i += 16) {
-        multiply_wide<false, N, KEY_ROW>(acc, left_from<P, false>(k + i, KEY_ROW), s.dmemory + column * KEY_ROW + i);
+        const Left<P> a = left_from<P, false>(k + i, KEY_ROW);
+        multiply_wide<false, N, KEY_ROW>(acc, a, s.dmemory + column * KEY_ROW + i);
+#if FW_SUMS
+        if (STRENGTH) multiply_vector(one[0], a, s.dsums + i);
+#endif
     }
+    if (STRENGTH) one[0][0] = lane_column() ? 0.f : one[0][0], one[0][2] = lane_column() ? 0.f : one[0][2];
     if (FW_F) scale_rows(acc, x.after[block], x.after[block]);
+    if (FW_F && STRENGTH) scale_rows(one, x.after[block], x.after[block]);
+    const auto read_one = [&](const float (&pairs)[2][4], int first) {
+#pragma unroll
+        for (int i = 0; STRENGTH && i < 8; i++) {
+            one[0][i & 2] += pairs[i >> 2][i & 3] * rows.reads[first + lane_column() + (i & 1) + (i >> 2) * 8];
+        }
+    };
     float between = 1.f;
     for (int b = block + 1; b < BLOCKS; b++) {
         float pairs[2][4] = {};
@@ -180,20 +228,24 @@ __device__ __forceinline__ void value_side(Shared& s, const Params& p, const Pla
             if (FW_F) x_st *= between * x.start[b * 16 + later];
         });
         multiply_wide<true, N, VALUE_ROW>(acc, left_of<P>(pairs[0], pairs[1]), rows.dy + b * 16 * VALUE_ROW + column);
+        read_one(pairs, b * 16);
         if (FW_F) between *= x.total[b];
     }
     if (FW_F) scale_rows(acc, x.end[t + lane_row()], x.end[t + lane_row() + 8]);
+    if (FW_F && STRENGTH) scale_rows(one, x.end[t + lane_row()], x.end[t + lane_row() + 8]);
     float pairs[2][4] = {};
     compare_rows<FW_K, KEY_ROW>(pairs, k, rows.q + t * KEY_ROW);
     each_pair(pairs, [&](int, int row, int later, float& x_st) {
         x_st = later < row ? 0.f : FW_F ? x_st * s.pairs[at.warp][later * PAIR_ROW + row] : x_st;
     });
     multiply_wide<true, N, VALUE_ROW>(acc, left_of<P>(pairs[0], pairs[1]), rows.dy + t * VALUE_ROW + column);
+    read_one(pairs, t);
     if (FW_W) {
         float sum[2];
         RowNumbers<N> own;
         own.load<VALUE_ROW>(rows.v + t * VALUE_ROW + column);
         own.dot(sum, acc);
+        if (STRENGTH && group == 0) sum[0] += one[0][0], sum[1] += one[0][2];
         sum_halves(s.sums.strength[group] + t, sum[0], sum[1]);
         scale_rows(acc, rows.w[t + lane_row()], rows.w[t + lane_row() + 8]);
     }

@@ -5,20 +5,23 @@
 //     W'  = D + k u^T
 //     y   = W'^T q = D^T q + (k . q) u          so that one pass over D gives the erase and the output
 //
+// and with FW_SUMS attention normalisation, n' = f n + w k, y = W'^T q / (n' . q + eps), without z and e.
+//
 // Memory bandwidth bounds the speed: 8 K V bytes of fp32 memory for each token and head; everything else is small beside it.
 // Nothing is saved, because the kernel has no backward.
 //
 // A block has one head's memory and 32 of its columns, one per lane; a warp has FW_ROWS consecutive rows, held in registers between
 // the read and the write. Macros: FW_IN (type of q, k, v, y), FW_F (decay of the key side: 0 none, 1 per token, 2 per key), FW_Z
-// (decay of the value side: 0, 1), FW_E, FW_W (erase and write strength: 0, 1), FW_ROWS (at most 32); those of row_map.cuh where q
-// and k are rows to map.
+// (decay of the value side: 0, 1), FW_E, FW_W (erase and write strength: 0, 1), FW_SUMS (0, 1), FW_ROWS (at most 32); those of
+// row_map.cuh where q and k are rows to map.
 #include "row_map.cuh"
 #include "views.cuh"
 
 struct Params {
-    View q, k, v, f, z, e, w, memory, y, memory_out;
+    View q, k, v, f, z, e, w, memory, y, memory_out, sums, sums_out;  // sums_out is not sums
     const long long* order;  // row b continues from row order[b] of memory, which memory_out then must not be; null: from row b
     int H, K, V;
+    float eps, least;  // what is added to a divisor; and what stands for one of 0
 };
 
 extern "C" __global__ void __launch_bounds__(COLUMNS * MAX_WARPS) step(const Params p) {
@@ -55,7 +58,25 @@ extern "C" __global__ void __launch_bounds__(COLUMNS * MAX_WARPS) step(const Par
     const float z = inside ? at<const float>(p.z, b, h)[column] : 0.f;
 #endif
 
-    const float* source = at<const float>(p.memory, p.order ? p.order[b] : b, h) + column;
+    const long long from = p.order ? p.order[b] : b;
+#if FW_SUMS
+    __shared__ float divisors[MAX_WARPS];
+    float n = own ? at<const float>(p.sums, from, h)[row + lane] : 0.f;
+#if FW_F
+    n *= f;
+#endif
+#if FW_W
+    n += k * *at<const float>(p.w, b, h);
+#else
+    n += k;
+#endif
+    if (own && blockIdx.y == 0) at<float>(p.sums_out, b, h)[row + lane] = n;
+    n *= q;
+    for (int distance = 16; distance; distance /= 2) n += __shfl_xor_sync(~0u, n, distance);
+    if (lane == 0) divisors[warp] = n;
+#endif
+
+    const float* source = at<const float>(p.memory, from, h) + column;
     float left[FW_ROWS];
 #pragma unroll
     for (int i = 0; i < FW_ROWS; i++) {
@@ -96,7 +117,13 @@ extern "C" __global__ void __launch_bounds__(COLUMNS * MAX_WARPS) step(const Par
 #if FW_E
     written -= *at<const float>(p.e, b, h) * recalls;
 #endif
-    if (warp == 0 && inside) at<FW_IN>(p.y, b, h)[column] = from_float<FW_IN>(reads + both * written);
+    float y = reads + both * written;
+#if FW_SUMS
+    float divisor = 0.f;
+    for (int i = 0; i < warps; i++) divisor += divisors[i];
+    y /= divisor == 0.f ? p.least : divisor + p.eps;
+#endif
+    if (warp == 0 && inside) at<FW_IN>(p.y, b, h)[column] = from_float<FW_IN>(y);
 
     float* target = at<float>(p.memory_out, b, h) + column;
 #pragma unroll

@@ -14,13 +14,16 @@ from ..feature_maps import wide
 from ..mixers import FastWeight
 from ..ops import FastWeightState
 from ..ops.dispatch import has_kernels
+from ..ops.factored import Factors
 from ..ops.kernels import step as kernel
+from ..ops.kernels.common import Divided
+from ..ops.normalisation import EPS
 from ..row_map import AS_IS
 from .memory import Memory, in_columns
 
 
 class KernelMemory(Memory):
-    """The memory (R,H,K,V), or (R,H,K,V+1), of a layer for R rows, in fp32."""
+    """The memory (R,H,K,V) of a layer for R rows, and the sums of keys (R,H,K) that reads are divided by, in fp32."""
 
     @staticmethod
     def fits(mixer: FastWeight) -> bool:
@@ -42,40 +45,42 @@ class KernelMemory(Memory):
 
     def start(self, state: FastWeightState | None, x: Tensor) -> None:
         """Makes the buffers, for the rows of x."""
-        super().start(state, x.new_empty(len(x), 0, dtype=torch.float32))
+        keys = (len(x), self.heads, self.mixer.feature_map.out_dim)
+        memory = x.new_zeros(*keys, self.value_dim, dtype=torch.float32)
+        sums = x.new_zeros(keys, dtype=torch.float32) if self.mixer.attention_norm else None
+        if state is not None:
+            memory.copy_(state.memory.dense() if isinstance(state.memory, Factors) else state.memory)
+            if sums is not None:
+                sums.copy_(state.normaliser)
+        self.take(memory, sums)
 
-    def take(self, memory: Tensor) -> None:
-        """Makes ``memory`` one of the buffers."""
+    def take(self, memory: Tensor, sums: Tensor | None = None) -> None:
+        """Makes ``memory`` and ``sums`` one of the buffers each."""
         weight, (rows, heads, keys, columns) = self.mixer.in_proj.weight, memory.shape
         self.memory = memory
         self.buffers, self.turn = (memory, torch.empty_like(memory)), 0
+        self.sums = None if sums is None else (sums, torch.empty_like(sums))
         self.identity = torch.arange(rows, device=memory.device)
         self.order, self.shares = self.identity.clone(), False
         self.qk = weight.new_empty(2, rows, heads, 1, keys)  # for ``features``
         self.y = weight.new_empty(rows, heads, columns)
-        self.values = weight.new_ones(rows, heads, columns) if self.mixer.attention_norm else None
 
     def step(self, x: Tensor) -> Tensor:
         """Writes and reads: x (R,C) -> y (R,C)."""
         mixer, rows = self.mixer, len(x)
         qk, v, *gates = linear(x, mixer.in_proj.weight, mixer.in_proj.bias).split(self.parts, -1)
         v = v.view(rows, self.heads, self.value_dim)
-        if self.values is not None:
-            self.values[..., :-1] = v
-            v = self.values
         opened = {name: self.shaped(wide(part).sigmoid()) for name, part in zip(self.rule.gates, gates)}
         coefficients = [None if part is None else part.squeeze(2) for part in self.rule.coefficients(**opened)]
-        source, target = self.buffers[self.turn], self.buffers[1 - self.turn]
-        kernel.step(*self.mapped(qk), v, *coefficients, source, mixer.row_map or AS_IS, self.y, target, self.order)
-        self.turn = 1 - self.turn
+        now, then = self.turn, 1 - self.turn
+        divided = None if self.sums is None else Divided(self.eps, max(self.eps, EPS), self.sums[now], self.sums[then])
+        operands = (*self.mapped(qk), v, *coefficients, self.buffers[now])
+        kernel.step(*operands, mixer.row_map or AS_IS, self.y, self.buffers[then], self.order, divided)
+        self.turn = then
         if not self.shares:
             self.order.copy_(self.identity)
-        y = self.y
-        if self.values is not None:
-            y = (y[..., :-1].float() / (y[..., -1:].float() + self.eps)).to(x.dtype)
-        if mixer.read_scale != 1:
-            y = y * mixer.read_scale
-        return linear(y.reshape(rows, -1), mixer.out_proj.weight, mixer.out_proj.bias)
+        y = self.y if mixer.read_scale == 1 else self.y * mixer.read_scale
+        return linear(y.view(rows, -1), mixer.out_proj.weight, mixer.out_proj.bias)
 
     def mapped(self, qk: Tensor) -> tuple[Tensor, Tensor]:
         """Maps the projections of queries and keys to what the kernel reads, (R,H,X) each: features, or rows that it maps."""
@@ -93,9 +98,11 @@ class KernelMemory(Memory):
         if len(order) == len(self.order):
             self.order.copy_(self.order.index_select(0, order))
         else:
-            self.take(self.buffers[self.turn].index_select(0, self.order.index_select(0, order)))
+            order = self.order.index_select(0, order)
+            sums = None if self.sums is None else self.sums[self.turn].index_select(0, order)
+            self.take(self.buffers[self.turn].index_select(0, order), sums)
 
     def state(self) -> FastWeightState:
         """The state after the last token."""
         memory = self.buffers[self.turn].index_select(0, self.order)
-        return FastWeightState(memory[..., : self.value_dim], memory[..., -1] if self.values is not None else None)
+        return FastWeightState(memory, None if self.sums is None else self.sums[self.turn].index_select(0, self.order))

@@ -20,7 +20,7 @@ from .inputs import Inputs
 from .kernels import recurrence as kernels
 from .kernels.common import why_no_map
 from .kernels.launch import current, log_once
-from .kernels.step import step_cuda_form
+from .kernels.step import step_cuda_form, step_divided_form
 from .kernels.step import why_not as why_no_step_kernel
 from .parallel.workers import run_across
 from .recurrent import step_form
@@ -85,9 +85,19 @@ def choose_kernel(inputs: Inputs) -> Plan:
     return Plan(kernels.cuda_form, is_kernel=reason is None, reason=reason)
 
 
+def divided_kernel(inputs: Inputs) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+    """The kernel that also divides the reads, by sums of keys that follow the writes; None where no kernel does."""
+    q, k, v, coefficients, row_map = inputs.q, inputs.k, inputs.v, inputs.coefficients, inputs.row_map
+    if not asks_for_kernels(inputs) or inputs.group is not None or isinstance(inputs.state.memory, Factors):
+        return None
+    if q.shape[2] == 1 and not learns(inputs):
+        return step_divided_form if why_no_step_kernel(q, v, coefficients, row_map) is None else None
+    return kernels.run_divided if kernels.divides(q, k, v, coefficients, row_map) else None
+
+
 def learns(inputs: Inputs) -> bool:
     """Whether a gradient may be asked for."""
-    tensors = (inputs.q, inputs.k, inputs.v, *inputs.coefficients, inputs.state.memory)
+    tensors = (inputs.q, inputs.k, inputs.v, *inputs.coefficients, inputs.state.memory, inputs.state.normaliser)
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 

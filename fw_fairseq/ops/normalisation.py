@@ -1,7 +1,8 @@
 """Attention normalisation: the output divided by n_t . q_t, with n_t accumulated in fp32.
 
 Where the normaliser follows the rule's writes ("write"), it is one more column of the memory, whose value is always 1: any form
-computes it with the rest. Where it sums the keys ("keys"), it is a cumulative sum beside the recurrence.
+computes it with the rest, and some kernels do without the column (``run_divided``). Where it sums the keys ("keys"), it is a
+cumulative sum beside the recurrence.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 from ..rules import Coefficients
 from .autograd import as_written
-from .dispatch import has_kernels
+from .dispatch import divided_kernel, has_kernels
 from .inputs import READ_AND_ERASE, Inputs
 from .parallel.parts import chain
 from .parallel.workers import by_worker
@@ -32,6 +33,19 @@ class Sums(NamedTuple):
     read: Tensor | None = None  # (B,H,T,1): n_t . q_t; None where n is the last column of the memory
     normaliser: Tensor | None = None  # (B,H,K): n after the last token; None likewise
     log_scale: Tensor | None = None  # (B,H): of the state after the last token
+
+
+def run_divided(inputs: Inputs) -> tuple[Tensor, FastWeightState] | None:
+    """The normalised y and the state from a kernel that divides what it reads; None where no kernel does."""
+    if inputs.rule.normaliser != "write" or inputs.key_log_scale is not None:
+        return None
+    run = divided_kernel(inputs)
+    if run is None:
+        return None
+    state, eps = inputs.state, inputs.eps
+    given = (inputs.q, inputs.k, inputs.v, inputs.coefficients, state.memory, state.normaliser, eps, max(eps, EPS), inputs.row_map)
+    y, memory, normaliser = run(*given)
+    return y, state._replace(memory=memory, normaliser=normaliser)
 
 
 def start(inputs: Inputs) -> tuple[Inputs, Sums]:

@@ -112,15 +112,20 @@ def fast_weight(
             return run_own_form(inputs)
         inputs = with_coefficients(inputs)
         if attention_norm:
-            ready, sums = normalisation.start(inputs)
-            y, memory = run(ready)
-            y, state = normalisation.finish(y, memory, sums, inputs)
+            y, state = normalisation.run_divided(inputs) or run_normalised(inputs)
         else:
             y, memory = run(inputs) if inputs.rule.simple else run_steps(inputs)
             state = inputs.state._replace(memory=memory)
     if inputs.padding_mask is not None and inputs.row_map != AS_IS:
         y = fill(y, inputs.padding_mask, 0)
     return y if writes == 1 else y[:, :, writes - 1 :: writes], state
+
+
+def run_normalised(inputs: Inputs) -> tuple[Tensor, FastWeightState]:
+    """The result with attention normalisation, around the recurrence."""
+    ready, sums = normalisation.start(inputs)
+    y, memory = run(ready)
+    return normalisation.finish(y, memory, sums, inputs)
 
 
 def start(inputs: Inputs) -> Inputs:

@@ -55,7 +55,7 @@ ROWS: list[int] = []
 def stand_in(emulate, monkeypatch):
     """A family for all rules."""
     functions = dict(supported=supported, saved_like=saved_like, forward=forward, backward=backward)
-    monkeypatch.setattr(families, "FAMILIES", {"all": SimpleNamespace(COMPUTES=KINDS, NEEDS=(), **functions)})
+    monkeypatch.setattr(families, "FAMILIES", {"all": SimpleNamespace(COMPUTES=KINDS, NEEDS=(), DIVIDES=False, **functions)})
     PRECISIONS.clear()
     ROWS.clear()
     return emulate()

@@ -108,7 +108,7 @@ def test_a_family_is_one_entry(emulate, channel_delta, monkeypatch):
 
     computes, needs = ("f per channel", "e per token", "w per token"), ("f per channel", "e per token")
     functions = dict(supported=lambda *inputs: None, saved_like=saved_like, forward=forward, backward=backward)
-    family = SimpleNamespace(COMPUTES=computes, NEEDS=needs, **functions)
+    family = SimpleNamespace(COMPUTES=computes, NEEDS=needs, DIVIDES=False, **functions)
     monkeypatch.setitem(families.FAMILIES, "channel_delta", family)
     assert_same(results(channel_delta, "cuda"), results(channel_delta, "recurrent"), 1e-4)
     assert seen == ["forward", "backward"]

@@ -82,7 +82,8 @@ def test_public_op(emulate, rule, attention_norm):
 
     assert_same(results("cuda"), results("recurrent"), 2e-5)
     family = "decay" if rule == "decay" else "linear"
-    assert [call[1] for call in launcher.calls] == [f"{family}_forward", f"{family}_backward"]
+    between = ["divided_backward"] if attention_norm else []
+    assert [call[1] for call in launcher.calls] == [f"{family}_forward", *between, f"{family}_backward"]
 
 
 def test_a_decay_per_token_beside_one_per_channel(emulate):

@@ -99,7 +99,7 @@ def test_public_op(emulate, rule, norm, attention_norm):
         return {"y": y.detach(), "memory": state.memory.detach()} | dict(zip(leaves, grads))
 
     assert_same(results("cuda"), results("recurrent"), 2e-5)
-    assert [call[2].get("FW_MAP") for call in launcher.calls] == [2, 2]
+    assert [call[2].get("FW_MAP") for call in launcher.calls if call[1] != "divided_backward"] == [2, 2]
 
 
 @pytest.fixture

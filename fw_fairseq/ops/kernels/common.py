@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,13 +23,28 @@ MAPS = {"identity": 1, "elu": 2, "relu": 3, "dpfp": 4}  # FW_MAP; 0, or no macro
 NORMS = {"none": 0, "sum": 1, "l2": 2}  # FW_NORM
 # ``View`` and ``Params`` in ``cuda/rows.cuh``.
 VIEW = np.dtype([("p", "u8"), ("b", "i8"), ("h", "i8"), ("t", "i8"), ("tile", "i8")])
-VIEWS = ("q", "k", "v", "f", "e", "w", "y", "dy", "dq", "dk", "dv", "df", "de", "dw")
+VIEWS = ("q", "k", "v", "f", "e", "w", "y", "dy", "dq", "dk", "dv", "df", "de", "dw", "divisors", "ddivisors")
 SHARES = ("dq", "dk", "df", "de", "dw")  # outputs that each tile of V has a share of, along a first dimension
-POINTERS = ("memory", "final", "borders", "dfinal", "dmemory")
-PARAMS = np.dtype([(name, VIEW) for name in VIEWS] + [(name, "u8") for name in POINTERS] + [(n, "i4") for n in "HTKV"], align=True)
+POINTERS = ("memory", "final", "borders", "dfinal", "dmemory", "sums", "final_sums", "dfinal_sums", "dsums", "sums_borders")
+SIZES = (*((name, "i4") for name in "HTKV"), ("eps", "f4"), ("least", "f4"))
+PARAMS = np.dtype([*((name, VIEW) for name in VIEWS), *((name, "u8") for name in POINTERS), *SIZES], align=True)
 ROWS = ("q", "k", "v", "y", "dy", "dq", "dk", "dv")
+DIVIDED_VIEWS = ("y", "dy", "dx", "divisors", "ddivisors")  # ``View`` and ``Params`` in ``cuda/divided.cu``
+DIVIDED_SIZES = (*((name, "i4") for name in "HTV"), ("eps", "f4"), ("least", "f4"))
+DIVIDED_VIEW = np.dtype([("p", "u8"), ("b", "i8"), ("h", "i8"), ("t", "i8")])
+DIVIDED = np.dtype([*((name, DIVIDED_VIEW) for name in DIVIDED_VIEWS), *DIVIDED_SIZES], align=True)
 LIBRARY = torch.library.Library("fw_fairseq", "FRAGMENT")
 OPERATORS: dict[str, Callable] = {}  # by name, the function that launches; tests run the same ones on an emulator
+
+
+class Divided(NamedTuple):
+    """Reads that attention normalisation divides by n_t . q_t + eps, or by ``least`` where n_t . q_t is 0."""
+
+    eps: float
+    least: float
+    sums: Tensor  # (B,H,K) in fp32: n before the first token; in the backward the place of its gradient
+    final: Tensor  # the place of n after the last token; in the backward its gradient
+    y: Tensor | None = None  # in the backward the divided reads
 
 
 def why_not_run(*inputs: Tensor) -> str | None:
@@ -88,8 +104,10 @@ def rows_aligned(views: dict[str, Tensor | None]) -> bool:
     return aligned
 
 
-def pack_params(views: dict[str, Tensor | None], pointers: dict[str, Tensor | None], key: int) -> np.ndarray:
-    """The ``Params`` of cuda/rows.cuh. Tensors in ``SHARES`` have a leading dimension over tiles of V."""
+def pack_params(
+    views: dict[str, Tensor | None], pointers: dict[str, Tensor | None], key: int, divisor: tuple[float, float] = (0.0, 0.0)
+) -> np.ndarray:
+    """The ``Params`` of cuda/rows.cuh. Tensors in ``SHARES`` have a leading dimension over tiles of V. divisor: eps and least."""
     params = np.zeros((), PARAMS)
     for name, x in views.items():
         if x is not None:
@@ -97,9 +115,29 @@ def pack_params(views: dict[str, Tensor | None], pointers: dict[str, Tensor | No
             params[name] = (x.data_ptr(), *strides[1:4], strides[0])
     for name, x in pointers.items():
         params[name] = 0 if x is None else x.data_ptr()
+    params["eps"], params["least"] = divisor
     _, params["H"], params["T"], _ = views["q"].shape
     params["K"], params["V"] = key, views["v"].shape[3]
     return params
+
+
+def undivided(launcher, divided: Divided, divisors: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of the reads before they are divided, (B,H,T,V), and of their divisors, (B,H,T), from that of ``divided.y``."""
+    dx, ddivisors = torch.empty_like(dy), torch.empty_like(divisors)
+    params = np.zeros((), DIVIDED)
+    for name, x in zip(DIVIDED_VIEWS, (divided.y, dy, dx, divisors, ddivisors)):
+        params[name] = (x.data_ptr(), *x.stride()[:3])
+    batch, heads, tokens, _ = dy.shape
+    params["H"], params["T"], params["V"] = dy.shape[1:]
+    params["eps"], params["least"] = divided.eps, divided.least
+    aligned = all(in_units(x) for x in (divided.y, dy, dx))
+    units, lanes = -(-dy.shape[3] // (16 // dy.element_size() if aligned else 1)), 1
+    while lanes < min(units, 32):
+        lanes *= 2
+    defines = {"FW_IN": TYPES[dy.dtype], "FW_ALIGNED": int(aligned), "FW_LANES": lanes}
+    grid = (batch * heads, -(-tokens * lanes // 256))
+    launcher("divided.cu", "divided_backward", defines, grid, (256,), params, 0, dy.device)
+    return dx, ddivisors
 
 
 def held_bytes(device: torch.device) -> int:

@@ -40,6 +40,7 @@ PARAMS = np.dtype([(n, TENSOR) for n in TENSORS] + [(n, "u8") for n in MEMORIES]
 
 
 COMPUTES, NEEDS = ("f per channel", "z per channel", "w per token"), ()
+DIVIDES = False
 
 
 def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w, row_map: RowMap = AS_IS) -> str | None:

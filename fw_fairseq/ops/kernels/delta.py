@@ -161,6 +161,7 @@ class Variant(NamedTuple):
 
 
 COMPUTES, NEEDS = ("f per token", "e per token", "w per token"), ("e per token",)
+DIVIDES = False
 
 
 def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w, row_map: RowMap = AS_IS) -> str | None:

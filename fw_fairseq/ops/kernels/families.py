@@ -32,6 +32,7 @@ class Family(Protocol):
 
     COMPUTES: tuple[str, ...]  # the coefficients that the kernels take, in the words of ``kinds``
     NEEDS: tuple[str, ...]  # those that must be there; any of the others may be absent
+    DIVIDES: bool  # whether all four functions take ``divided``, for attention normalisation that follows the writes
 
     def supported(self, q: Tensor, k: Tensor, v: Tensor, f, z, e, w, row_map: RowMap) -> str | None:
         """None, or a sentence that says what about widths, dtypes or the device has no kernel."""

@@ -19,6 +19,7 @@ from .common import (
     OLDEST,
     PRECISIONS,
     TYPES,
+    Divided,
     add_up,
     held_bytes,
     map_defines,
@@ -27,9 +28,11 @@ from .common import (
     rows_aligned,
     shares_of,
     tile_bytes,
+    undivided,
 )
 
 COMPUTES, NEEDS = ("f per token", "w per token"), ()
+DIVIDES = True
 LARGEST_KEY, LARGEST_VALUE, WARPS = 512, 128, 8
 ROWS_OF_A_WARP = 128  # of the memory: 64 fp32 registers a thread, and as many for its operands
 
@@ -83,16 +86,17 @@ class Variant(NamedTuple):
     row: int  # width of q and k
     row_map: RowMap
     held: int  # bytes of shared memory
+    sums: bool = False  # reads are divided
     ahead: Tile | None = None  # of the forward
     back: Tile | None = None
 
     @classmethod
-    def of(cls, q, v, f, w, precision: str, row_map: RowMap) -> Variant:
+    def of(cls, q, v, f, w, precision: str, row_map: RowMap, sums: bool = False) -> Variant:
         precision = "tf32" if precision == "bf16" and q.dtype == torch.float16 else precision
         row, key, value = q.shape[3], row_map.width(q.shape[3]), v.shape[3]
         key = round_up(key, 16 * fewest_slices(key))
         gates, held = (f is not None, w is not None), held_bytes(q.device)
-        variant = cls(q.dtype, key, value, precision, *gates, row, row_map, held)
+        variant = cls(q.dtype, key, value, precision, *gates, row, row_map, held, sums)
         longest = 64 if precision == "bf16" else 32
         back = variant.choose(longest, lambda tile: variant.backward_bytes(tile, 1))
         ahead = variant.choose(back.chunk, lambda tile: variant.forward_bytes(tile, 1))
@@ -121,20 +125,24 @@ class Variant(NamedTuple):
     def products_bytes(self, tile: Tile) -> int:
         return round_up(4 * (3 * tile.chunk + 3 * tile.chunk // 16), 16) * (tile.warps if self.f else 1)
 
+    def memory_bytes(self, tile: Tile) -> int:
+        """The memory as operands, and the sum of the keys."""
+        return tile_bytes(tile.value, self.key, self.operand) + (self.key * self.operand.itemsize if self.sums else 0)
+
     def forward_bytes(self, tile: Tile, memories: int) -> int:
         """sizeof(Shared) in linear.cu, which asserts it."""
-        memory = tile_bytes(tile.value, self.key, self.operand)
+        memory = self.memory_bytes(tile)
         features = 0 if self.row_map == AS_IS else 2 * tile_bytes(tile.chunk, self.key, self.operand)
         return 2 * self.stage_bytes(tile, 1) + memories * memory + features + self.products_bytes(tile)
 
     def backward_bytes(self, tile: Tile, stages: int) -> int:
         """sizeof(Shared) in linear_gradients.cuh, which asserts it."""
-        memory = tile_bytes(tile.value, self.key, self.operand)
+        memory = self.memory_bytes(tile)
         features = 0 if self.row_map == AS_IS else 4 * tile_bytes(tile.chunk, self.key, self.operand)
         pairs = tile_bytes(16, 16, torch.float32) * (tile.warps if self.f else 1)
         blocks, keys, values = tile.chunk // 16, groups(tile, self.key), groups(tile, tile.value)
         sums = (2 * keys + values + 1) * tile.chunk + 2 * keys * blocks + blocks**2 + tile.warps
-        staged = stages * (self.stage_bytes(tile, 2) + memory)
+        staged = stages * (self.stage_bytes(tile, 2) + memory + (4 * tile.chunk if self.sums else 0))
         return staged + memory + features + self.products_bytes(tile) + pairs + round_up(4 * sums, 16)
 
     def fitting(self, needed) -> int:
@@ -148,6 +156,7 @@ class Variant(NamedTuple):
             "FW_V": tile.value,
             "FW_F": int(self.f),
             "FW_W": int(self.w),
+            "FW_SUMS": int(self.sums),
             "FW_PRECISION": PRECISIONS[self.precision],
             "FW_WARPS": tile.warps,
             "FW_CHUNK": tile.chunk,
@@ -155,11 +164,13 @@ class Variant(NamedTuple):
             **map_defines(self.row_map, self.row),
         }
 
-    def launch(self, launcher, name: str, tile: Tile, views: dict, pointers: dict, shared: int, **more: int) -> None:
+    def launch(self, launcher, name: str, tile: Tile, views: dict, pointers: dict, shared: int, divided, **more: int) -> None:
         q = views["q"]
         defines = self.defines(tile, views) | more | {"FW_SHARED": shared}
         source = "linear.cu" if name == "linear_forward" else "linear_backward.cu"
-        grid, params = (q.shape[0] * q.shape[1], self.tiles(tile)), pack_params(views, pointers, self.row_map.width(self.row))
+        divisor = (0.0, 0.0) if divided is None else divided[:2]
+        params = pack_params(views, pointers, self.row_map.width(self.row), divisor)
+        grid = (q.shape[0] * q.shape[1], self.tiles(tile))
         launcher(source, name, defines, grid, (32 * tile.warps,), params, shared, q.device)
 
 
@@ -171,13 +182,13 @@ def groups(tile: Tile, width: int) -> int:
     return n
 
 
-def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w, row_map: RowMap = AS_IS) -> str | None:
+def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w, row_map: RowMap = AS_IS, divided: bool = False) -> str | None:
     key = row_map.width(q.shape[-1])
     if key > LARGEST_KEY:
         return f"backend='cuda' has kernels without erase for keys up to {LARGEST_KEY} wide, not {key}"
     if launch.current().capability(q.device) < OLDEST:
         return f"backend='cuda' has kernels without erase for compute capability {OLDEST[0]}.{OLDEST[1]} and higher only"
-    variant = Variant.of(q, v, f, w, "exact" if q.dtype == torch.float32 else "bf16", row_map)
+    variant = Variant.of(q, v, f, w, "exact" if q.dtype == torch.float32 else "bf16", row_map, divided)
     needed = max(variant.forward_bytes(variant.ahead, 1), variant.backward_bytes(variant.back, 1))
     if needed > variant.held:
         return f"backend='cuda' needs {needed} bytes of shared memory for {q.dtype} keys {key} wide; this device has {variant.held}"
@@ -189,35 +200,54 @@ def borders_like(variant: Variant, q: Tensor) -> tuple[int, ...]:
     return (*q.shape[:2], -(-q.shape[2] // variant.back.chunk), round_up(variant.value, 16), variant.key)
 
 
-def saved_like(q, k, v, f, z, e, w, memory, precision: str, row_map: RowMap = AS_IS):
-    variant = Variant.of(q, v, f, w, precision, row_map)
-    return [(borders_like(variant, q), variant.operand)]
+def saved_like(q, k, v, f, z, e, w, memory, precision: str, row_map: RowMap = AS_IS, divided: bool = False):
+    variant = Variant.of(q, v, f, w, precision, row_map, divided)
+    borders = borders_like(variant, q)
+    kept = [(borders, variant.operand)]
+    return [*kept, ((*borders[:3], variant.key), variant.operand), (tuple(q.shape[:3]), torch.float32)] if divided else kept
 
 
-def forward(launcher, q, k, v, f, z, e, w, memory, precision: str, keep: bool = True, row_map: RowMap = AS_IS):
-    """y, the final memory, and what ``backward`` needs; without ``keep`` that is nothing."""
-    variant = Variant.of(q, v, f, w, precision, row_map)
+def forward(
+    launcher, q, k, v, f, z, e, w, memory, precision: str, keep: bool = True, row_map: RowMap = AS_IS,
+    divided: Divided | None = None,
+):  # fmt: skip
+    """y, the final memory, and what ``backward`` needs; without ``keep`` that is nothing.
+
+    divided: for reads that are divided; then the sums of keys are saved with the memories, and the divisors.
+    """
+    variant = Variant.of(q, v, f, w, precision, row_map, divided is not None)
     tile = variant.ahead
     y, final = torch.empty_like(v), torch.empty_like(memory)
-    saved = (memory.new_empty(borders_like(variant, q), dtype=variant.operand),) if keep else ()
+    kept = saved_like(q, k, v, f, z, e, w, memory, precision, row_map, divided is not None) if keep else []
+    saved = tuple(memory.new_empty(shape, dtype=dtype) for shape, dtype in kept)
+    views = dict(q=q, k=k, v=v, f=f, w=w, y=y, divisors=saved[-1] if keep and divided else None)
     pointers = {"memory": memory, "final": final, "borders": saved[0] if keep else None}
+    if divided:
+        pointers |= {"sums": divided.sums, "final_sums": divided.final, "sums_borders": saved[1] if keep else None}
     memories = variant.fitting(lambda n: variant.forward_bytes(tile, n))
     shared, more = variant.forward_bytes(tile, memories), {"FW_MEMORIES": memories, "FW_PART": variant.back.chunk}
-    variant.launch(launcher, "linear_forward", tile, dict(q=q, k=k, v=v, f=f, w=w, y=y), pointers, shared, **more)
+    variant.launch(launcher, "linear_forward", tile, views, pointers, shared, divided, **more)
     return y, final, saved
 
 
-def backward(launcher, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str, row_map: RowMap = AS_IS):
+def backward(
+    launcher, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str, row_map: RowMap = AS_IS,
+    divided: Divided | None = None,
+):  # fmt: skip
     """Gradients of q, k, v, f, z, e, w and memory; None for what is None."""
-    variant = Variant.of(q, v, f, w, precision, row_map)
+    variant = Variant.of(q, v, f, w, precision, row_map, divided is not None)
     tile, inputs = variant.back, {"q": q, "k": k, "f": f, "w": w}
     grads = {f"d{name}": torch.empty_like(x) for name, x in inputs.items() if x is not None}
     shares = {name: shares_of(grad, variant.tiles(tile)) for name, grad in grads.items()}
     dv, before = torch.empty_like(v), torch.empty_like(memory)
+    views = inputs | shares | {"v": v, "dy": dy, "dv": dv}
     pointers = {"dfinal": dmemory, "dmemory": before, "borders": saved[0]}
+    if divided:
+        views["dy"], views["ddivisors"] = undivided(launcher, divided, saved[-1], dy)
+        pointers |= {"dfinal_sums": divided.final, "dsums": divided.sums, "sums_borders": saved[1]}
     stages = variant.fitting(lambda n: variant.backward_bytes(tile, n))
     shared, more = variant.backward_bytes(tile, stages), {"FW_STAGES": stages, "FW_PARTIAL": int(variant.tiles(tile) > 1)}
-    variant.launch(launcher, "linear_backward", tile, inputs | shares | {"v": v, "dy": dy, "dv": dv}, pointers, shared, **more)
+    variant.launch(launcher, "linear_backward", tile, views, pointers, shared, divided, **more)
     for name, grad in grads.items():
         add_up(grad, shares[name])
     return grads["dq"], grads["dk"], dv, grads.get("df"), None, None, grads.get("dw"), before

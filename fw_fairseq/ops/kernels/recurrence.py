@@ -16,7 +16,7 @@ from ...row_map import AS_IS, RowMap
 from ...rules import Coefficients
 from ..parallel.parts import choose_parts, run_parts
 from . import launch
-from .common import dense, register_operator, why_no_map, why_not_run
+from .common import Divided, dense, register_operator, why_no_map, why_not_run
 from .families import family_of, why_no_family
 
 FP32_PRECISIONS = ("exact", "tf32")
@@ -46,6 +46,29 @@ def run_kernels(
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*operands, memory))
     y, memory, _ = torch.ops.fw_fairseq.scan(*operands, memory, precision, keep, *row_map)
     return y, memory
+
+
+def run_divided(
+    q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor, sums: Tensor, eps: float, least: float,
+    row_map: RowMap = AS_IS,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As ``run_kernels`` where reads are divided as ``Divided`` says; with the sums of the keys after the last token."""
+    operands = [None if x is None else dense(x) for x in (q, k, v, *coefficients)]
+    operands += [memory.contiguous(), sums.contiguous()]
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
+    precision = choose_precision(v.dtype)
+    y, memory, sums, _ = torch.ops.fw_fairseq.scan_divided(*operands, eps, least, precision, keep, *row_map)
+    return y, memory, sums
+
+
+def divides(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, row_map: RowMap = AS_IS) -> bool:
+    """Whether ``run_divided`` runs on these inputs: not in parts, and not in fp16, which gradients of divided reads can leave."""
+    follows = coefficients.z is None and coefficients.e is None
+    if not follows or v.dtype == torch.float16 or why_not(q, k, v, coefficients, row_map):
+        return False
+    family = family_of(*coefficients)
+    parts = choose_parts(q.shape[0] * q.shape[1], q.shape[2], launch.current().processors(q.device))
+    return parts == 1 and family.DIVIDES and family.supported(q, k, v, *coefficients, row_map, divided=True) is None
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, row_map: RowMap = AS_IS) -> str | None:
@@ -114,8 +137,54 @@ def backward(ctx, dy, dmemory, _dsaved):
     return *(None if x is None else next(grads) for x in operands), *[None] * (2 + len(ctx.row_map))
 
 
+def scan_divided(q, k, v, f, z, e, w, memory, sums, eps: float, least: float, precision: str, keep: bool, *row_map):
+    divided = Divided(eps, least, sums, torch.empty_like(sums))
+    inputs = (q, k, v, f, z, e, w, memory, precision, keep, RowMap(*row_map), divided)
+    y, memory, saved = family_of(f, z, e, w).forward(launch.current(), *inputs)
+    return y, memory, divided.final, list(saved)
+
+
+def scan_divided_fake(q, k, v, f, z, e, w, memory, sums, eps: float, least: float, precision: str, keep: bool, *row_map):
+    inputs = (q, k, v, f, z, e, w, memory, precision, RowMap(*row_map), True)
+    kept = family_of(f, z, e, w).saved_like(*inputs) if keep else []
+    saved = [memory.new_empty(shape, dtype=dtype) for shape, dtype in kept]
+    return torch.empty_like(v), torch.empty_like(memory), torch.empty_like(sums), saved
+
+
+def scan_divided_backward(q, k, v, f, z, e, w, memory, saved, y, dy, dmemory, dsums, eps, least, precision: str, *row_map):
+    divided = Divided(eps, least, torch.empty_like(dsums), dsums, y)
+    inputs = (q, k, v, f, z, e, w, memory, tuple(saved), dy, dmemory, precision, RowMap(*row_map), divided)
+    grads = family_of(f, z, e, w).backward(launch.current(), *inputs)
+    return [grad for grad in (*grads, divided.sums) if grad is not None]
+
+
+def scan_divided_backward_fake(q, k, v, f, z, e, w, memory, saved, y, dy, dmemory, dsums, eps, least, precision: str, *row_map):
+    return [torch.empty_like(x) for x in (q, k, v, f, z, e, w, memory, dsums) if x is not None]
+
+
+def setup_divided_context(ctx, inputs, output) -> None:
+    operands, (*ctx.settings, keep), row_map = inputs[:9], inputs[9:13], inputs[13:]
+    y, _, _, saved = output
+    if not keep:
+        raise RuntimeError("fw_fairseq::scan_divided was called with keep=False on tensors that require gradients")
+    ctx.settings += row_map
+    ctx.mark_non_differentiable(*saved)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*operands, y, *saved)
+
+
+def divided_backward(ctx, dy, dmemory, dsums, _dsaved):
+    tensors = ctx.saved_tensors  # once, as in ``backward``
+    operands, y, saved = tensors[:9], tensors[9], list(tensors[10:])
+    dy = torch.zeros_like(y) if dy is None else dense(dy)
+    after = (torch.zeros_like(x) if g is None else g.contiguous() for g, x in ((dmemory, operands[7]), (dsums, operands[8])))
+    grads = iter(torch.ops.fw_fairseq.scan_divided_backward(*operands[:8], saved, y, dy, *after, *ctx.settings))
+    return *(None if x is None else next(grads) for x in operands), *[None] * (len(ctx.settings) + 1)
+
+
 INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? f, Tensor? z, Tensor? e, Tensor? w, Tensor memory"
 ROW_MAP = "str name, int nu, str norm"
+DIVIDED = "Tensor sums, float eps, float least"
 register_operator(
     "scan",
     f"({INPUTS}, str precision, bool keep, {ROW_MAP}) -> (Tensor, Tensor, Tensor[])",
@@ -129,4 +198,19 @@ register_operator(
     f"({INPUTS}, Tensor[] saved, Tensor dy, Tensor dmemory, str precision, {ROW_MAP}) -> Tensor[]",
     scan_backward,
     scan_backward_fake,
+)
+register_operator(
+    "scan_divided",
+    f"({INPUTS}, {DIVIDED}, str precision, bool keep, {ROW_MAP}) -> (Tensor, Tensor, Tensor, Tensor[])",
+    scan_divided,
+    scan_divided_fake,
+    setup_divided_context,
+    divided_backward,
+)
+register_operator(
+    "scan_divided_backward",
+    f"({INPUTS}, Tensor[] saved, Tensor y, Tensor dy, Tensor dmemory, Tensor dsums, float eps, float least, str precision, "
+    f"{ROW_MAP}) -> Tensor[]",
+    scan_divided_backward,
+    scan_divided_backward_fake,
 )

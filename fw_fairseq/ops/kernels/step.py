@@ -10,18 +10,18 @@ from torch import Tensor
 from ...row_map import AS_IS, RowMap
 from ...rules import Coefficients
 from . import launch
-from .common import TYPES, dense, map_defines, register_operator, why_no_map, why_not_run
+from .common import TYPES, Divided, dense, map_defines, register_operator, why_no_map, why_not_run
 from .families import kinds
-from .recurrence import INPUTS, ROW_MAP
+from .recurrence import DIVIDED, INPUTS, ROW_MAP
 
 SOURCE, COLUMNS, WARPS = "step.cu", 32, 16
 ROWS = (8, 16, 32)  # of the memory in the registers of a warp
 LARGEST_KEY = WARPS * ROWS[-1]
 COMPUTES = ("f per token", "f per channel", "z per channel", "e per token", "w per token")  # in the words of ``families.kinds``
 VIEW = np.dtype([("p", "u8"), ("stride_b", "i8"), ("stride_h", "i8")])
-VIEWS = ("q", "k", "v", "f", "z", "e", "w", "memory", "y", "memory_out")
+VIEWS = ("q", "k", "v", "f", "z", "e", "w", "memory", "y", "memory_out", "sums", "sums_out")
 SIZES = (("order", "u8"), *((name, "i4") for name in "HKV"))
-PARAMS = np.dtype([*((name, VIEW) for name in VIEWS), *SIZES], align=True)
+PARAMS = np.dtype([*((name, VIEW) for name in VIEWS), *SIZES, ("eps", "f4"), ("least", "f4")], align=True)
 READ_PARAMS = np.dtype([*((name, VIEW) for name in ("q", "memory", "sums", "y")), *SIZES, ("eps", "f4")], align=True)
 
 
@@ -38,19 +38,25 @@ def step(
     y: Tensor | None = None,
     memory_out: Tensor | None = None,
     order: Tensor | None = None,
+    divided: Divided | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q, k (B,H,K), v (B,H,V), f (B,H) or (B,H,K), z (B,H,V), e, w (B,H), memory (B,H,K,V) fp32 -> y (B,H,V), the new memory.
 
     row_map: makes features of q and k, which are then (B,H,D). memory_out: where the new memory goes, ``memory`` itself for an
     update in place. With y and memory_out given nothing is allocated, and the call can be captured in a CUDA graph once it has run.
     order: (B) long, row b continues from row order[b] of memory, and memory_out is another tensor. B is then that of q.
+    divided: y is divided; its ``sums`` are (B,H,K) and in the same order, its ``final`` is another tensor.
     """
     y = torch.empty_like(v) if y is None else y
     memory_out = memory.new_empty(len(q), *memory.shape[1:]) if memory_out is None else memory_out
     batch, heads, key, value = len(q), *memory.shape[1:]
-    tensors = dict(zip(VIEWS, (q, k, v, f, z, e, w, memory, y, memory_out)))
+    sums = (None, None) if divided is None else (divided.sums, divided.final)
+    tensors = dict(zip(VIEWS, (q, k, v, f, z, e, w, memory, y, memory_out, *sums)))
     params, rows = pack(PARAMS, tensors, order, heads, key, value), choose_rows(key)
     macros = defines(v.dtype, f, z, e, w, rows) | map_defines(row_map, q.shape[-1])
+    if divided is not None:
+        params["eps"], params["least"] = divided.eps, divided.least
+        macros["FW_SUMS"] = 1
     launch.current()(SOURCE, "step", macros, *shape(batch, heads, key, value), params, 0, q.device)
     return y, memory_out
 
@@ -112,6 +118,25 @@ def step_cuda_form(q, k, v, coefficients: Coefficients, memory: Tensor, row_map:
     return y.unsqueeze(2), memory
 
 
+def step_divided_form(
+    q, k, v, coefficients: Coefficients, memory: Tensor, sums: Tensor, eps: float, least: float, row_map: RowMap = AS_IS
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``step_cuda_form`` where the read is divided; with the new sums of the keys (B,H,K)."""
+    token = [None if x is None else dense(x).squeeze(2) for x in (q, k, v, *coefficients)]
+    inputs = (*token, memory.contiguous(), sums.contiguous(), eps, least, *row_map)
+    y, memory, sums = torch.ops.fw_fairseq.step_divided(*inputs)
+    return y.unsqueeze(2), memory, sums
+
+
+def step_divided_operator(q, k, v, f, z, e, w, memory, sums, eps, least, *row_map):
+    divided = Divided(eps, least, sums, torch.empty_like(sums))
+    return *step(q, k, v, f, z, e, w, memory, RowMap(*row_map), divided=divided), divided.final
+
+
+def step_divided_fake(q, k, v, f, z, e, w, memory, sums, eps, least, *row_map):
+    return torch.empty_like(v), torch.empty_like(memory), torch.empty_like(sums)
+
+
 def step_operator(q, k, v, f, z, e, w, memory, *row_map):
     return step(q, k, v, f, z, e, w, memory, RowMap(*row_map))
 
@@ -121,3 +146,9 @@ def step_fake(q, k, v, f, z, e, w, memory, *row_map):
 
 
 register_operator("step", f"({INPUTS}, {ROW_MAP}) -> (Tensor, Tensor)", step_operator, step_fake)
+register_operator(
+    "step_divided",
+    f"({INPUTS}, {DIVIDED}, {ROW_MAP}) -> (Tensor, Tensor, Tensor)",
+    step_divided_operator,
+    step_divided_fake,
+)

@@ -1,0 +1,150 @@
+"""Attention normalisation in the kernels without erase on the emulator, against its definition in float64 token by token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hostcuda import SCHEDULES, EmulatorLaunch, sanitized_launch
+from hostcuda.nvrtc import ARCHITECTURES, compile_check
+from support.cuda_scan import PRECISION, TOLERANCE, draw
+from support.draws import assert_same
+
+from fw_fairseq.ops import FastWeightState, fast_weight
+from fw_fairseq.ops.kernels import launch, linear
+from fw_fairseq.ops.kernels import step as cuda_step
+from fw_fairseq.ops.kernels.common import Divided
+from fw_fairseq.row_map import AS_IS
+
+EPS, LEAST = 1e-3, 1e-2
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def draw_divided(rule: str, shape, dtype, gates: str = "uniform") -> dict[str, torch.Tensor | None]:
+    """Features that are not negative, of which some queries read nothing, and sums of keys."""
+    x = draw(rule, shape, dtype, gates)
+    x["q"], x["k"] = (t.abs() for t in (x["q"], x["k"]))
+    x["q"][:, :, 2::7] = 0
+    return x | {"sums": torch.rand(*shape[:2], shape[3])}
+
+
+def by_kernels(x: dict, dy, dmemory, dsums, precision: str, launcher) -> dict[str, torch.Tensor]:
+    sums, operands = x["sums"], [t for name, t in x.items() if name != "sums"]
+    final, before = torch.empty_like(sums), torch.empty_like(sums)
+    with launch.use(launcher if hasattr(launcher, "capability") else launch.current()):
+        y, memory, saved = linear.forward(launcher, *operands, precision, divided=Divided(EPS, LEAST, sums, final))
+        kept = linear.saved_like(*operands, precision, divided=True)
+        assert [(tuple(t.shape), t.dtype) for t in saved] == [(tuple(shape), dtype) for shape, dtype in kept]
+        given = Divided(EPS, LEAST, before, dsums, y)
+        grads = linear.backward(launcher, *operands, saved, dy, dmemory, precision, divided=given)
+    grads = {f"gradient of {name}": grad for name, grad in zip(x, grads) if grad is not None}
+    return {"y": y, "final memory": memory, "final sums": final} | grads | {"gradient of sums": before}
+
+
+def by_definition(x: dict, dy, dmemory, dsums) -> dict[str, torch.Tensor]:
+    leaves = {name: t.double().requires_grad_() for name, t in x.items() if t is not None}
+    memory, n, reads = leaves["memory"], leaves["sums"], []
+    for t in range(x["q"].shape[2]):
+        q, k, v = (leaves[name][:, :, t] for name in "qkv")
+        f, w = (leaves[name][:, :, t, None] if name in leaves else 1.0 for name in "fw")
+        memory = (f * memory.mT).mT if isinstance(f, float) else f[..., None] * memory
+        memory, n = memory + (w * k)[..., None] * v[:, :, None], f * n + w * k
+        read, divisor = (q[:, :, None] @ memory).squeeze(2), (n * q).sum(-1, keepdim=True)
+        reads.append(read / torch.where(divisor == 0, LEAST, divisor + EPS))
+    y = torch.stack(reads, 2)
+    grads = torch.autograd.grad((y, memory, n), list(leaves.values()), (dy.double(), dmemory.double(), dsums.double()))
+    results = {"y": y, "final memory": memory, "final sums": n}
+    return {name: t.detach() for name, t in results.items()} | {f"gradient of {name}": g for name, g in zip(leaves, grads)}
+
+
+def compare(rule: str, shape, dtype, launcher=None, gates: str = "uniform") -> None:
+    x = draw_divided(rule, shape, dtype, gates)
+    gradients = [torch.randn_like(x[name]) for name in ("v", "memory", "sums")]
+    precision = PRECISION[dtype]
+    actual = by_kernels(x, *gradients, precision, launcher or EmulatorLaunch())
+    assert_same(actual, by_definition(x, *gradients), TOLERANCE[precision])
+
+
+@pytest.mark.parametrize("policy, seed", SCHEDULES)
+def test_any_schedule(one_thread, policy, seed):
+    compare("gated", (2, 1, 150, 64, 64), BF16, EmulatorLaunch(policy, seed))
+
+
+# Widths of one tile and of several, padded ones, keys shared by several warps, few and many tokens, gates of 0.
+@pytest.mark.parametrize(
+    "rule, tokens, K, V, dtype, gates",
+    [
+        ("sum", 1, 16, 16, FP32, "uniform"),
+        ("sum", 70, 64, 64, BF16, "uniform"),
+        ("gated", 150, 64, 64, FP32, "resets"),
+        ("gated", 37, 20, 36, BF16, "resets"),
+        ("gated", 37, 128, 72, BF16, "both extremes"),
+        ("gated", 37, 300, 140, FP32, "uniform"),
+    ],
+)
+def test_widths_and_dtypes(one_thread, rule, tokens, K, V, dtype, gates):
+    compare(rule, (1, 2, tokens, K, V), dtype, gates=gates)
+
+
+def sanitized() -> None:
+    compare("gated", (1, 1, 70, 20, 36), BF16, sanitized_launch())
+
+
+def test_16_bits_stay_16_bits(emulate):
+    """No column is added to the values, and nothing becomes fp32, over many tokens and over one."""
+    launcher, (q, k, v) = emulate(), (torch.rand(2, 2, 40, width).bfloat16() for width in (16, 16, 64))
+    state = FastWeightState(torch.randn(2, 2, 16, 64), torch.rand(2, 2, 16))
+    call = dict(q=q, k=k, v=v, rule="gated", gates={"g": torch.rand(2, 2, 40)}, attention_norm=True)
+    y, after = fast_weight(**call, state=state)
+    exact = {name: x.double() if torch.is_tensor(x) else x for name, x in call.items()}
+    exact |= {"gates": {"g": call["gates"]["g"].double()}, "state": state._map(torch.Tensor.double), "backend": "recurrent"}
+    want, want_after = fast_weight(**exact)
+    assert y.dtype == BF16
+    assert_same({"y": y, "n": after.normaliser}, {"y": want, "n": want_after.normaliser}, 2e-2)
+    given = {"q": call["q"], "k": call["k"], "v": call["v"], "g": call["gates"]["g"]}
+    for t in range(3):
+        q, k, v, g = (x[:, :, t : t + 1] for x in given.values())
+        y, state = fast_weight(q, k, v, "gated", {"g": g}, state, attention_norm=True)
+        torch.testing.assert_close(y.double(), want[:, :, t : t + 1], rtol=0, atol=1e-2)
+    assert [(name, made["FW_SUMS"]) for _, name, made in launcher.calls] == [("linear_forward", 1), *[("step", 1)] * 3]
+    assert {made["FW_IN"] for *_, made in launcher.calls} == {"__nv_bfloat16"} and launcher.calls[0][2]["FW_V"] == 64
+
+
+@pytest.mark.parametrize("policy, seed", SCHEDULES)
+def test_one_token_in_any_schedule(emulate, policy, seed):
+    """Several tiles of V and several warps of keys, rows in another order, a query that reads nothing."""
+    emulate(policy, seed, bounds=True)
+    q, k, v = (torch.rand(3, 2, width) for width in (40, 40, 70))
+    q[0, 1] = 0
+    f, w, order = torch.rand(3, 2), torch.rand(3, 2), torch.tensor([1, 0, 1])
+    memory, sums, final = torch.randn(2, 2, 40, 70), torch.rand(2, 2, 40), torch.empty(3, 2, 40)
+    divided = Divided(EPS, LEAST, sums, final)
+    y, after = cuda_step.step(q, k, v, f, None, None, w, memory, order=order, divided=divided)
+    x = {"q": q, "k": k, "v": v, "f": f, "w": w}
+    x = {name: t.unsqueeze(2) for name, t in x.items()} | {"memory": memory[order], "sums": sums[order]}
+    want = by_definition(x, torch.zeros(3, 2, 1, 70), torch.zeros_like(after), torch.zeros_like(final))
+    want = {"y": want["y"].squeeze(2), "memory": want["final memory"], "sums": want["final sums"]}
+    assert_same({"y": y, "memory": after, "sums": final}, want, 1e-5)
+
+
+def test_opcheck(emulate):
+    emulate()
+    x = {name: None if t is None else t.requires_grad_() for name, t in draw_divided("gated", (1, 1, 17, 16, 16), FP32).items()}
+    torch.library.opcheck(torch.ops.fw_fairseq.scan_divided.default, (*x.values(), EPS, LEAST, "exact", True, *AS_IS))
+    token = [t if t is None else t[:, :, 0].detach() for t in list(x.values())[:7]]
+    states = [x[name].detach() for name in ("memory", "sums")]
+    torch.library.opcheck(torch.ops.fw_fairseq.step_divided.default, (*token, *states, EPS, LEAST, *AS_IS))
+
+
+@pytest.mark.parametrize("arch, width, dtype", [(arch, 64, dtype) for arch in ARCHITECTURES[1:] for dtype in (BF16, FP32)])
+def test_compiles_without_spills(arch, width, dtype):
+    """Two blocks fit a multiprocessor."""
+    seen, x = [], draw_divided("gated", (1, 1, 17, width, width), dtype)
+    device = EmulatorLaunch()
+    device.capability = lambda _: (int(arch[:-1]), int(arch[-1]))
+    with launch.use(device):
+        by_kernels(x, x["v"], x["memory"], x["sums"], PRECISION[dtype], lambda *call: seen.append(call))
+    for source, kernel, defines, _, block, *_ in seen:
+        found = compile_check(source, defines, arch)[kernel]
+        assert found["spill_stores"] == found["spill_loads"] == found["stack"] == 0, (kernel, found)
+        if arch == "90" and kernel != "divided_backward":
+            assert 2 * defines["FW_SHARED"] <= 227 * 1024 and found["registers"] * block[0] <= 32768, (kernel, found)
