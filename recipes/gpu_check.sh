@@ -2,7 +2,7 @@
 # Everything that needs a GPU, in one go: tests on the device, compute-sanitizer where there is one, speed against the peers.
 #   Needs     a CUDA device, torch for it, CuPy; pytest for the tests; flash-linear-attention is measured where it is installed;
 #             without fairseq the step "model" is skipped, and everything else runs
-#   Time      about 9 minutes at most: every step has a limit, and what does not finish is reported as such; kernels compile in up to
+#   Time      about 10 minutes at most: every step has a limit, and what does not finish is reported as such; kernels compile in up to
 #             12 processes at once, tests too with pytest-xdist
 #   Result    OUT/report.json, written after every step: device, versions, every step and every figure; OUT/*.svg; the logs of the steps
 #   recipes/gpu_check.sh OUT

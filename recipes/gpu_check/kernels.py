@@ -1,6 +1,6 @@
-"""Every rule through the kernels once, small, and some with a feature map inside them: forward, backward and one token against the
-step form; then the scans of SRU and of additive attention against PyTorch's. What they are compared with is computed on the CPU, so
-that compute-sanitizer sees little but the kernels.
+"""Every rule through the kernels once, small, and some with a feature map or attention normalisation inside them: forward, backward
+and one token against the step form; rows that read memories of sources; then the scans of SRU and of additive attention against
+PyTorch's. What they are compared with is computed on the CPU, so that compute-sanitizer sees little but the kernels.
 
     python recipes/gpu_check/kernels.py [PROCESSES]        one by default; several compile side by side
 """
@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from fw_fairseq.ops import FastWeightState, RowMap, fast_weight
+from fw_fairseq.ops.kernels import step as kernel
 from fw_fairseq.ops.kernels.families import find_family
 from fw_fairseq.ops.vectors.pooling import pool
 from fw_fairseq.ops.vectors.sru import sru
@@ -24,42 +25,68 @@ B, H, T, K, V = 2, 2, 37, 24, 40
 MAPS = {"gated": RowMap("dpfp", 2, "sum"), "decay": RowMap("elu", 1, "l2"), "delta": RowMap("dpfp", 3, "sum")}
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 WINDOWS = (0, 3, 20)
+NORMALISED = ("sum", "gated", "delta")
+EPS = 1e-3
+DEVICE = "cuda"
 
 
-def draw(rule: str, dtype: torch.dtype, row_map: RowMap) -> dict[str, torch.Tensor]:
+def draw(rule: str, dtype: torch.dtype, row_map: RowMap, attention_norm: bool) -> dict[str, torch.Tensor]:
     widths = {None: (), "K": (row_map.width(K),), "V": (V,)}
     x = {name: torch.randn(B, H, T, width, dtype=dtype) for name, width in zip("qkv", (K, K, V))}
+    if attention_norm:
+        x["q"], x["k"] = x["q"].abs(), x["k"].abs()
     x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
     return x | {name: torch.rand(B, H, T, *widths[gate.axis]) * 0.9 + 0.05 for name, gate in RULES[rule].gates.items()}
 
 
-def placed(tensors: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
-    """As they are on a GPU, in float64 on the CPU."""
-    return {n: x.detach().to(device, torch.float64 if device == "cpu" else None).requires_grad_() for n, x in tensors.items()}
+def placed(tensors: dict[str, torch.Tensor], exact: bool) -> dict[str, torch.Tensor]:
+    """As they are on the device, or exact, in float64 on the CPU."""
+    where = ("cpu", torch.float64) if exact else (DEVICE, None)
+    return {n: x.detach().to(*where).requires_grad_() for n, x in tensors.items()}
 
 
-def run(leaves: dict[str, torch.Tensor], rule: str, row_map: RowMap, state=None, backend="auto"):
+def run(leaves: dict[str, torch.Tensor], rule: str, state=None, **options):
     gates = {name: leaves[name] for name in RULES[rule].gates}
-    return fast_weight(leaves["q"], leaves["k"], leaves["v"], rule, gates, state, backend, feature_map=row_map)
+    return fast_weight(leaves["q"], leaves["k"], leaves["v"], rule, gates, state, **options)
 
 
-def results(leaves: dict[str, torch.Tensor], rule: str, row_map: RowMap, backend: str) -> list[torch.Tensor]:
-    y, state = run(leaves, rule, row_map, backend=backend)
+def parts_of(state: FastWeightState) -> list[torch.Tensor]:
+    return [x for x in state if x is not None]
+
+
+def results(leaves: dict[str, torch.Tensor], rule: str, **options) -> tuple[list[torch.Tensor], FastWeightState]:
+    y, state = run(leaves, rule, **options)
     loss = y.float().square().sum() + state.memory.square().sum()  # no mean, whose gradients fp16 cannot hold
-    return [y, state.memory, *torch.autograd.grad(loss, list(leaves.values()))]
+    gradients = torch.autograd.grad(loss, list(leaves.values()))
+    return [y, *parts_of(state), *gradients], state._map(lambda x: x.detach())
 
 
-def check_rule(rule: str, dtype: torch.dtype, row_map: RowMap) -> float:
+def check_rule(rule: str, dtype: torch.dtype, row_map: RowMap, attention_norm: bool = False) -> float:
     """The largest error relative to the largest entry."""
-    drawn = draw(rule, dtype, row_map)
-    leaves, exact = placed(drawn, "cuda"), placed(drawn, "cpu")
-    got, want = results(leaves, rule, row_map, "cuda"), results(exact, rule, row_map, "recurrent")
+    drawn, options = draw(rule, dtype, row_map, attention_norm), {"feature_map": row_map, "attention_norm": attention_norm}
+    leaves, exact = placed(drawn, False), placed(drawn, True)
+    got, state = results(leaves, rule, backend="cuda", **options)
+    want, _ = results(exact, rule, backend="recurrent", **options)
     with torch.no_grad():
-        memory = got[1].detach()
-        step = run({name: x[:, :, :1] for name, x in leaves.items()}, rule, row_map, FastWeightState(memory))
-        state = FastWeightState(memory.cpu().double())
-        true = run({name: x[:, :, :1] for name, x in exact.items()}, rule, row_map, state, "recurrent")
-    return largest_error([*got, step[0], step[1].memory], [*want, true[0], true[1].memory])
+        first = [{name: x[:, :, :1] for name, x in tensors.items()} for tensors in (leaves, exact)]
+        y, after = run(first[0], rule, state, **options)
+        true, true_after = run(first[1], rule, state._map(lambda x: x.cpu().double()), backend="recurrent", **options)
+    return largest_error([*got, y, *parts_of(after)], [*want, true, *parts_of(true_after)])
+
+
+def check_read(dtype: torch.dtype) -> float:
+    """As ``check_rule``, of rows that read the memories of two sources where they lie."""
+    q, memory, sums, order = (
+        torch.rand(5, H, K, dtype=dtype),
+        torch.randn(2, H, K, V),
+        torch.rand(2, H, K),
+        torch.tensor([1, 0, 1, 1, 0]),
+    )
+    given = [x.to(DEVICE) for x in (q, memory, sums, order)]
+    y = kernel.read(*given, EPS, RowMap(), torch.empty(5, H, V, dtype=dtype, device=DEVICE))
+    read = torch.einsum("rhk,rhkv->rhv", q.double(), memory.double()[order])
+    divisor = (q.double() * sums.double()[order]).sum(-1, keepdim=True) + EPS
+    return largest_error([y], [read / divisor])
 
 
 def largest_error(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
@@ -71,8 +98,8 @@ def largest_error(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
 def check_scan(form, operands: dict[str, torch.Tensor], *args, masks: dict[str, torch.Tensor]) -> float:
     """As ``check_rule``, of ``sru`` or ``pool``."""
     found = []
-    for device, backend in (("cuda", "cuda"), ("cpu", "torch")):
-        leaves = list(placed(operands, device).values())
+    for device, backend in ((DEVICE, "cuda"), ("cpu", "torch")):
+        leaves = list(placed(operands, backend == "torch").values())
         y, state = form(*leaves, *args, **{name: mask.to(device) for name, mask in masks.items()}, backend=backend)
         state = state if isinstance(state, torch.Tensor) else state.values
         loss = y.double().square().mean() + state.double().square().mean()
@@ -108,6 +135,9 @@ def cases() -> dict[str, tuple]:
     for dtype, tolerance in TOLERANCE.items():
         for rule, row_map in mapped:
             found[f"{rule} {'-'.join(map(str, row_map))} {dtype}"] = tolerance, partial(check_rule, rule, dtype, row_map)
+        for rule in NORMALISED:
+            found[f"attention norm of {rule} {dtype}"] = tolerance, partial(check_rule, rule, dtype, RowMap(), True)
+        found[f"read {dtype}"] = tolerance, partial(check_read, dtype)
         for masked in (False, True):
             masks = ", masks" if masked else ""
             found[f"sru{masks} {dtype}"] = tolerance, partial(check_sru, dtype, masked)

@@ -22,9 +22,9 @@ HERE = Path(__file__).parent
 TOOLKIT = "/usr/local/cuda/bin"  # often not in PATH
 PACKAGES = ("torch", "numpy", "cupy-cuda13x", "cupy-cuda12x", "triton", "flash-linear-attention", "fw_fairseq")
 SANITIZER_TOOLS = {"memcheck": ["--report-api-errors", "no"], "racecheck": []}  # torch and CuPy try calls that fail, and go on
-FIGURES = ("ops", "model", "mixers", "speed", "ops_32", "peers")
-NEEDS_FAIRSEQ = ("model",)  # steps
-TOTAL = 540  # seconds for all steps
+FIGURES = ("ops", "model", "model_eager", "mixers", "speed", "ops_32", "peers")
+NEEDS_FAIRSEQ = ("model", "model_eager")  # steps
+TOTAL = 570  # seconds for all steps
 PROCESSES = min(12, os.cpu_count() or 1)  # that compile side by side
 
 
@@ -43,6 +43,19 @@ def steps(out: Path) -> list[tuple[str, int, list[str]]]:
     many, peers = [*full, "--no-peers", "--tokens", "512", "2048"], [*full, "--tokens", "2048"]
     model = ["model", *device, "--mixers", "delta", "decay", "--tokens", "512", "2048", "--contexts", "256", "4096"]
     model += ["--hypotheses", "8"]
+    eager = [
+        "model",
+        *device,
+        "--mixers",
+        "delta",
+        "--tokens",
+        "64",
+        "--contexts",
+        "256",
+        "--hypotheses",
+        "8",
+        "--no-decoding-graph",
+    ]
     mixers = ["mixers", *device, "--width", "1024", "--heads", "16", "--length", "512", "--tokens", "8192"]
     outputs = {name: ["--json", str(out / f"{name}.json"), "--figure", str(out / f"{name}.svg")] for name in FIGURES}
     found = [
@@ -51,6 +64,7 @@ def steps(out: Path) -> list[tuple[str, int, list[str]]]:
         *((tool, 60, sanitized(sanitizer, tool, kernels)) for tool in SANITIZER_TOOLS if sanitizer),
         ("ops", 90, [*bench, *few, *outputs["ops"]]),
         ("model", 65, [*bench, *model, *outputs["model"]]),
+        ("model_eager", 30, [*bench, *eager, *outputs["model_eager"]]),  # what graphs are worth
         ("mixers", 35, [*bench, *mixers, *outputs["mixers"]]),
         ("speed", 40, [sys.executable, str(HERE / "speed.py"), str(out / "speed.json")]),
         ("ops_32", 60, [*bench, *many, *outputs["ops_32"]]),

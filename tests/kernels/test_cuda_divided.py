@@ -69,13 +69,15 @@ def test_any_schedule(one_thread, policy, seed):
     compare("gated", (2, 1, 150, 64, 64), BF16, EmulatorLaunch(policy, seed))
 
 
-# Widths of one tile and of several, padded ones, keys shared by several warps, few and many tokens, gates of 0.
+# Widths of one tile and of several, padded ones, keys shared by several warps, few and many tokens, gates of 0, gates that keep what is
+# chunks away.
 @pytest.mark.parametrize(
     "rule, tokens, K, V, dtype, gates",
     [
         ("sum", 1, 16, 16, FP32, "uniform"),
         ("sum", 70, 64, 64, BF16, "uniform"),
         ("gated", 150, 64, 64, FP32, "resets"),
+        ("gated", 150, 64, 64, FP32, "near one"),
         ("gated", 37, 20, 36, BF16, "resets"),
         ("gated", 37, 128, 72, BF16, "both extremes"),
         ("gated", 37, 300, 140, FP32, "uniform"),

@@ -100,6 +100,28 @@ def test_decoding_in_a_cuda_graph():
     torch.testing.assert_close(memory, expected)
 
 
+@pytest.mark.parametrize("rule, attention_norm", [("gated", True), ("delta", False)])
+def test_generation_in_cuda_graphs(monkeypatch, rule, attention_norm):
+    """A language model whose tokens are graphs has the logits of one without, while hypotheses change places."""
+    pytest.importorskip("fairseq")
+    from support.graphs import generate
+    from support.language_models import build, draw
+
+    from fw_fairseq.decoding import GENERATION, Generation
+    from fw_fairseq.decoding.captured import CapturedGeneration
+
+    model = (
+        build(update_rule=rule, attention_norm=attention_norm, **{"feature_map": "elu"} if attention_norm else {}).float().cuda()
+    )
+    tokens, found = draw(3, 13).cuda(), {}
+    for graph, kind in (("0", Generation), ("1", CapturedGeneration)):
+        monkeypatch.setenv("FW_FAIRSEQ_DECODING_GRAPH", graph)
+        found[kind], state = generate(model, tokens, 3)
+        assert type(state[GENERATION]) is kind
+    for ours, theirs in zip(*found.values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 def test_the_current_stream_is_used():
     """A step behind a long computation on the same stream sees what that computed."""
     inputs, stream = draw_step(), torch.cuda.Stream()

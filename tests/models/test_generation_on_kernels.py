@@ -6,7 +6,7 @@ import pytest
 import torch
 from fairseq import options
 from fairseq.sequence_generator import SequenceGenerator
-from support.graphs import Repeated, emulate_graphs
+from support.graphs import Repeated, emulate_graphs, generate
 from support.language_models import build, draw, make_task
 
 from fw_fairseq.buffers.kernel_memory import KernelMemory
@@ -27,19 +27,6 @@ OPTIONS = [
 @pytest.fixture
 def kernels(emulate, monkeypatch):
     return emulate_graphs(emulate(), monkeypatch)
-
-
-@torch.no_grad()
-def generate(model, tokens, prompt: int) -> tuple[list[torch.Tensor], dict]:
-    """Logits of hypotheses that change places twice; then one of them ends."""
-    state, rows, found = {}, torch.arange(len(tokens), device=tokens.device), []
-    for t in range(prompt, tokens.shape[1]):
-        found.append(model(tokens[rows, : t + 1], incremental_state=state)[0][:, -1])
-        if t in (4, 6, 8):
-            order = torch.tensor([1, 1, 0] if t < 8 else [0, 2], device=tokens.device)
-            rows = rows[order]
-            model.decoder.reorder_incremental_state_scripting(state, order)
-    return found, state
 
 
 @pytest.mark.parametrize("graph", ["0", "1"])

@@ -55,11 +55,14 @@ def test_steps(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(recipe.shutil, "which", lambda name, path=None: path and f"{path}/{name}")
     monkeypatch.setattr(recipe.importlib.util, "find_spec", lambda name: object())
     steps = recipe.steps(tmp_path)
-    names = ["tests", "kernels", "memcheck", "racecheck", "ops", "model", "mixers", "speed", "ops_32", "peers"]
+    names = ["tests", "kernels", "memcheck", "racecheck", "ops", "model", "model_eager", "mixers", "speed", "ops_32", "peers"]
     assert [name for name, _, _ in steps] == names
-    assert sum(limit for _, limit, _ in steps[:-2]) <= recipe.TOTAL == 540
+    assert sum(limit for _, limit, _ in steps[:-2]) <= recipe.TOTAL == 570
     parsed = {name: bench.build_parser().parse_args(command[3:]) for name, _, command in steps[4:] if name != "speed"}
     assert [name for name, args in parsed.items() if args.command == "ops" and args.no_peers] == ["ops", "ops_32"]
+    graphs, eager = parsed["model"], parsed["model_eager"]
+    assert not graphs.no_decoding_graph and eager.no_decoding_graph
+    assert set(eager.mixers) <= set(graphs.mixers) and set(eager.contexts) <= set(graphs.contexts)
     given = [ROOT / part for _, _, command in steps for part in command if part.endswith(".py")]
     assert len(given) == 5 and all(path.is_file() for path in given)
     assert "/usr/local/cuda/bin/compute-sanitizer" in steps[2][2] and "PYTORCH_NO_CUDA_MEMORY_CACHING=1" in steps[3][2]
@@ -105,8 +108,26 @@ def test_kernels_says_all_that_went_wrong(monkeypatch, capsys):
 
 def test_kernels_has_every_rule_that_a_family_computes():
     cases = load("kernels").cases()
-    rules = {name.split()[0] for name in cases} - {"sru", "sru,", "pool,"}
-    assert rules == set(KERNEL_RULES) and len(cases) == 3 * (len(KERNEL_RULES) + 3 + 2 + 6)
+    rules = {name.split()[0] for name in cases} - {"sru", "sru,", "pool,", "attention", "read"}
+    assert rules == set(KERNEL_RULES) and len(cases) == 3 * (len(KERNEL_RULES) + 3 + 3 + 1 + 2 + 6)
+
+
+def test_kernels_on_the_emulator(emulate, monkeypatch):
+    """The cases that PyTorch has no part in, small as they are; a wrong kernel would show."""
+    kernels, launcher = load("kernels"), emulate()
+    monkeypatch.setattr(kernels, "DEVICE", "cpu")
+    names = [f"{name} torch.bfloat16" for name in ("attention norm of gated", "read")]
+    assert all(kernels.outcome(name)[1] for name in names), [kernels.outcome(name) for name in names]
+    assert [name for _, name, _ in launcher.calls] == [
+        "linear_forward",
+        "divided_backward",
+        "linear_backward",
+        "step",
+        "read_memory",
+    ]
+    read = kernels.kernel.read
+    monkeypatch.setattr(kernels.kernel, "read", lambda *given: read(*given).mul_(1.2))
+    assert not kernels.outcome(names[1])[1]
 
 
 class Device:
@@ -191,8 +212,10 @@ def test_a_step_that_needs_fairseq_is_named(recipe, tmp_path, monkeypatch, capsy
     assert recipe.main(tmp_path) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert [step["step"] for step in report["steps"]] == (["ops", "model"] if installed else ["ops"])
-    told = "fairseq is not installed, so these steps are skipped: model"
-    assert report["skipped"] == ([] if installed else ["model"]) and (told in capsys.readouterr().out) == (not installed)
+    told = "fairseq is not installed, so these steps are skipped: model, model_eager"
+    assert report["skipped"] == ([] if installed else ["model", "model_eager"]) and (told in capsys.readouterr().out) == (
+        not installed
+    )
 
 
 @pytest.mark.parametrize("failing", [None, "ops"])

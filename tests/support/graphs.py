@@ -56,3 +56,16 @@ def emulate_graphs(launcher, monkeypatch):
     monkeypatch.setattr(Graphs, "graph_type", Repeated)
     Repeated.made.clear()
     return launcher
+
+
+@torch.no_grad()
+def generate(model, tokens, prompt: int) -> tuple[list[torch.Tensor], dict]:
+    """Logits of hypotheses that change places twice; then one of them ends."""
+    state, rows, found = {}, torch.arange(len(tokens), device=tokens.device), []
+    for t in range(prompt, tokens.shape[1]):
+        found.append(model(tokens[rows, : t + 1], incremental_state=state)[0][:, -1])
+        if t in (4, 6, 8):
+            order = torch.tensor([1, 1, 0] if t < 8 else [0, 2], device=tokens.device)
+            rows = rows[order]
+            model.decoder.reorder_incremental_state_scripting(state, order)
+    return found, state
