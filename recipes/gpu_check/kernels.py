@@ -1,6 +1,7 @@
 """Every rule through the kernels once, small, and some with a feature map or attention normalisation inside them: forward, backward
-and one token against the step form; rows that read memories of sources; then the scans of SRU and of additive attention against
-PyTorch's. What they are compared with is computed on the CPU, so that compute-sanitizer sees little but the kernels.
+and one token against the step form; rows that read memories of sources; then the scans of SRU and of additive attention, and sparse
+feed-forward layers, against PyTorch's. What they are compared with is computed on the CPU, so that compute-sanitizer sees little but
+the kernels.
 
     python recipes/gpu_check/kernels.py [PROCESSES]        one by default; several compile side by side
 """
@@ -17,6 +18,7 @@ import torch
 from fw_fairseq.ops import FastWeightState, RowMap, fast_weight
 from fw_fairseq.ops.kernels import step as kernel
 from fw_fairseq.ops.kernels.families import find_family
+from fw_fairseq.ops.sparse import feed_forward
 from fw_fairseq.ops.vectors.pooling import pool
 from fw_fairseq.ops.vectors.sru import sru
 from fw_fairseq.rules import RULES
@@ -118,6 +120,14 @@ def check_pool(dtype: torch.dtype, window: int, masked: bool) -> float:
     return check_scan(pool, operands, window, masks=draw_masks(masked))
 
 
+@torch.no_grad()
+def check_sparse(dtype: torch.dtype, rows: int) -> float:
+    shapes = (rows, 72), (12, 72), (192, 12), (192,), (192, 72), (192, 72), (72,)
+    operands, block = [torch.randn(*shape).to(dtype) for shape in shapes], 16
+    expected = feed_forward(*(x.double() for x in operands), block, torch.relu)
+    return largest_error([feed_forward(*(x.to(DEVICE) for x in operands), block, torch.relu)], [expected])
+
+
 def draw_masks(masked: bool) -> dict[str, torch.Tensor]:
     return {name: torch.rand(B, T) < 0.1 for name in ("padding_mask", "reset_mask")} if masked else {}
 
@@ -140,6 +150,8 @@ def cases() -> dict[str, tuple]:
         found[f"read {dtype}"] = tolerance, partial(check_read, dtype)
         for masked in (False, True):
             masks = ", masks" if masked else ""
+            sparse = f"sparse feed-forward, {4 if masked else 1} rows {dtype}"
+            found[sparse] = tolerance, partial(check_sparse, dtype, 4 if masked else 1)
             found[f"sru{masks} {dtype}"] = tolerance, partial(check_sru, dtype, masked)
             for window in WINDOWS:
                 found[f"pool, window {window}{masks} {dtype}"] = tolerance, partial(check_pool, dtype, window, masked)

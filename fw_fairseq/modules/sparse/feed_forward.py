@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ... import Mistake
-from ...ops.sparse import chosen_units, few_rows, sum_of_units
+from ...ops.sparse import feed_forward, few_rows
 
 TEMPERATURE = 0.1  # of the Gumbel noise
 HARD = 0.3  # probability that a training batch uses one unit of each block, and not their soft mixture
@@ -81,8 +81,8 @@ class SparseFeedForward(nn.Module):
         """Maps x (...,C) to y (...,C), and reads the weights of the chosen units only."""
         rows = x.reshape(-1, x.shape[-1])
         controller = self.controller_in, self.controller_out, self.controller_bias
-        chosen, hidden = chosen_units(rows, *controller, self.weight_in, self.block)
-        return sum_of_units(self.activation(hidden), chosen, self.weight_out, self.bias).view(x.shape)
+        y = feed_forward(rows, *controller, self.weight_in, self.weight_out, self.bias, self.block, self.activation)
+        return y.view(x.shape)
 
 
 def one_of_each(scores: Tensor) -> Tensor:

@@ -7,17 +7,14 @@ import ctypes
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ... import native
 from ...ops.sparse import few_rows
-from ...ops.sparse.gathered import takes, threads
+from ...ops.sparse.gathered import RELU, takes, threads
 from .feed_forward import SparseFeedForward
 from .multiplicative import Multiplicative
 from .projections import Convolutions
 from .recurrence import RecurrentUnits
-
-RELU = (F.relu, torch.relu)
 
 
 class Part(ctypes.Structure):

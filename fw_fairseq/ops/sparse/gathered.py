@@ -1,7 +1,7 @@
 """The products of sparse layers for few tokens. Those of a feed-forward layer read the rows of the chosen units only.
 
-On a CPU compiled loops, ``native/gathered.cpp`` and ``native/projections.cpp``, read them where they lie. Without a compiler
-PyTorch copies the rows first.
+On a CPU compiled loops, ``native/gathered.cpp`` and ``native/projections.cpp``, read them where they lie; on a GPU one kernel does,
+``cuda/gathered.cu``. Without a compiler PyTorch copies the rows first.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import native
+from ..kernels.launch import use_kernels
+from . import kernel
 
 SHARE = 4  # as many tokens read at most this share of a matrix: beyond it, a product with all of it is faster
 ROWS = 32  # of a product that one row of weights serves at a time
+RELU = (F.relu, torch.relu)
 MANY = 2**17  # numbers from which on threads share the work
 
 
@@ -51,6 +54,15 @@ def chosen_units(x: Tensor, inner: Tensor, outer: Tensor, bias: Tensor, weight: 
     logits = F.linear(F.linear(x, inner), outer, bias).view(rows, blocks, block)
     chosen = logits.argmax(-1) + torch.arange(0, len(weight), block, device=x.device)
     return chosen, torch.bmm(F.embedding(chosen, weight), x.unsqueeze(-1)).squeeze(-1)
+
+
+def feed_forward(x, inner, outer, controller_bias, weight_in, weight_out, bias, block: int, activation) -> Tensor:
+    """Returns a sparse feed-forward layer's output for few tokens, (R,C); shapes as in ``chosen_units`` and ``sum_of_units``."""
+    operands = x, inner, outer, controller_bias, weight_in, weight_out, bias
+    if activation in RELU and use_kernels("auto", x.device, lambda: kernel.why_not(*operands, block=block)):
+        return torch.ops.fw_fairseq.sparse_feed_forward(*operands, block)
+    chosen, hidden = chosen_units(*operands[:5], block)
+    return sum_of_units(activation(hidden), chosen, weight_out, bias)
 
 
 def sum_of_units(hidden: Tensor, chosen: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

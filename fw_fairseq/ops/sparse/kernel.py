@@ -1,0 +1,80 @@
+"""A sparse feed-forward layer for few tokens as one kernel, ``cuda/gathered.cu``, without gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels import launch
+from ..kernels.common import TYPES, register_operator, why_not_run
+
+SOURCE, WARPS = "gathered.cu", 8
+NAMES = ("x", "A", "B", "c", "W1", "W2", "b")
+POINTERS = (*NAMES, "y", "inner", "hidden", "chosen", "counters")
+SIZES = ("R", "C", "rank", "units", "block")
+PARAMS = np.dtype([*((name, "u8") for name in POINTERS), *((name, "i4") for name in SIZES)], align=True)
+HELD = launch.WITHOUT_ASKING - 1024  # bytes of shared memory for what a thread block reads of others
+COUNTERS: dict[tuple, Tensor] = {}  # by device, stream and size: 0 before and after each launch
+
+
+def why_not(*operands: Tensor, block: int) -> str | None:
+    """A sentence that says why the kernel cannot run on these operands, in the order of ``NAMES``; None where it can."""
+    x, inner, outer, *_ = operands
+    if reason := why_not_run(*operands):
+        return reason
+    if any(part.dtype != x.dtype for part in operands):
+        return "the kernel of sparse feed-forward layers takes weights and inputs of one type"
+    if shared_bytes(len(inner), len(outer) // block) > HELD:
+        return f"the kernel of sparse feed-forward layers takes a rank up to {HELD // 4} and up to {HELD // 8} blocks of units"
+    return None
+
+
+def shared_bytes(rank: int, blocks: int) -> int:
+    """The bytes of shared memory of a thread block."""
+    return max(4 * rank, 8 * blocks)
+
+
+def feed_forward(x, inner, outer, controller_bias, weight_in, weight_out, bias, block: int) -> Tensor:
+    """Returns the layer's output with ReLU, (R,C), for x (R,C), inner (rank,C), outer (F,rank), weight_in and weight_out (F,C)."""
+    operands = [part.contiguous() for part in (x, inner, outer, controller_bias, weight_in, weight_out, bias)]
+    x, rows, width, rank, units = operands[0], *x.shape, *outer.shape[::-1]
+    blocks = units // block
+    macros = defines(x.dtype, all(part.data_ptr() % 16 == 0 for part in operands), width, rank)
+    y, spare = torch.empty_like(x), x.new_empty(rows * (rank + 2 * blocks), dtype=torch.float32)
+    parts = spare.split([rows * rank, rows * blocks, rows * blocks])
+    params = np.zeros((), PARAMS)
+    for name, part in zip(POINTERS, (*operands, y, *parts, counters(x.device, 2 + 2 * rows))):
+        params[name] = part.data_ptr()
+    for name, size in zip(SIZES, (rows, width, rank, units, block)):
+        params[name] = size
+    items = -(-rank // WARPS) + blocks + -(-width // (32 * macros["FW_COLUMNS"]))
+    launch.current()(SOURCE, "feed_forward", macros, (rows * items,), (32 * WARPS,), params, shared_bytes(rank, blocks), x.device)
+    return y
+
+
+def defines(dtype: torch.dtype, aligned: bool, width: int, rank: int) -> dict[str, object]:
+    """The macros of ``cuda/gathered.cu``."""
+    vector = 16 // dtype.itemsize
+    whole = aligned and width % vector == 0 and rank % vector == 0
+    return {"FW_IN": TYPES[dtype], "FW_VECTOR": vector if whole else 1, "FW_COLUMNS": 4 // dtype.itemsize if whole else 1}
+
+
+def counters(device: torch.device, count: int) -> Tensor:
+    """Returns so many zeros, which a launch leaves as it found them. Launches of one stream follow each other and share them."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    known = COUNTERS.get((device, stream, count))
+    if known is not None:
+        return known
+    made = torch.zeros(count, dtype=torch.int32, device=device)
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # else the zeros exist in the graph only
+        COUNTERS[device, stream, count] = made
+    return made
+
+
+def feed_forward_fake(x, *others):
+    return torch.empty_like(x)
+
+
+OPERANDS = ", ".join(f"Tensor {name}" for name in ("x", "inner", "outer", "controller_bias", "weight_in", "weight_out", "bias"))
+register_operator("sparse_feed_forward", f"({OPERANDS}, int block) -> Tensor", feed_forward, feed_forward_fake)

@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# Trains small models on the tasks mqar and state_tracking, prints how many of their answers are right and collects that for fw-plot.
+#
+# Paper:    Arora et al. 2023 (recall of many pairs); Grazzi et al. 2024 and Siems et al. 2025 (products of many elements of a group)
+# Data:     drawn on the fly
+# Hardware: one CPU core
+# Time:     docs/results/probes.md has the time of each task
+# Expected: the tables in docs/results/probes.md
+# Usage:    recipes/synthetic/probe.sh TASK-MODEL... [OPTION of fairseq-train]...    prints MODEL SIZE PERCENT of each probe
+#           recipes/synthetic/probe.sh recall-delta recall-sum_elu
+#           recipes/synthetic/probe.sh parity-kda parity-kda-negative
+#           UPDATES=2000 recipes/synthetic/probe.sh s5-delta_product-negative
+#           TOY=1 recipes/synthetic/probe.sh parity-delta-negative
+#
+# TASK is recall (mqar: SIZE pairs, 16, 32 and 64, a training for each), or parity, modular (addition modulo 5) or s5 (permutations of five
+# things), which are trained on 64 elements and asked for SIZE elements, 64, 128, 256 and 512. MODEL is a rule of recipes/mixers.sh;
+# the ending -negative adds --negative-eigenvalues. All models have 2 layers and a short convolution of width 4 over queries, keys and
+# values; those of recall have width 128 and one head for each 64, the others width 64 and 2 heads. Finished probes are only printed again.
+source "$(dirname "$0")/../lib.sh"
+find_programs
+source "$ROOT/recipes/mixers.sh"
+OUT=$(output_folder synthetic)
+split_rows "$@"
+kinds="TASK-MODEL, for example recall-delta; TASK is recall, parity, modular or s5"
+need_row "$kinds" "${rows[@]}"
+updates=${UPDATES:-1000} every=100 sizes_of_recall="16 32 64" length=64 lengths="64 128 256 512" symbols=256 asked=256
+[ -z "$TOY" ] || updates=4 every=2 sizes_of_recall="4 8" length=8 lengths="8 16" symbols=32 asked=4
+
+read_row() { # ROW: sets kind, model and own, the options of the model
+    kind=${1%%-*} model=${1#*-}
+    [[ $1 =~ ^(recall|parity|modular|s5)-. ]] || fail "ROW is $1; it must be $kinds"
+    if ! own_options "${model%-negative}" || [ "${own[0]}" != --update-rule ]; then
+        fail "ROW is $1; MODEL must be a rule of recipes/mixers.sh: $(row_names)"
+    fi
+    [[ ${own[1]} != delta && ${own[1]} != gated_delta ]] || own+=(--write-strength-init 0.5) # their gates start near 0.007 otherwise
+    [[ $model != *-negative ]] || own+=(--negative-eigenvalues)
+}
+
+train_probe() { # FOLDER WIDTH OPTION...: resumes from the last checkpoint; a finished training is left alone
+    local width=$2
+    [ -z "$TOY" ] || width=16
+    ! grep -qs "done training" "$1/train.log" || return 0
+    echo "training ${1##*/}; its progress is in $1/train.log" >&2
+    OMP_NUM_THREADS=1 logged "$1/train.log" fairseq-train --user-dir "$ROOT/fw_fairseq" --save-dir "$1" --seed "$SEED" --cpu --num-workers 0 \
+        --arch fast_weight_lm --decoder-layers 2 --decoder-embed-dim "$width" --decoder-input-dim "$width" \
+        --decoder-output-dim "$width" --decoder-ffn-embed-dim $((2 * width)) --decoder-attention-heads 2 --decoder-normalize-before \
+        --no-token-positional-embeddings --share-decoder-input-output-embed --short-conv 4 "${own[@]}" --dropout 0 \
+        --criterion label_smoothed_cross_entropy --label-smoothing 0 --report-accuracy --optimizer adam --clip-norm 1.0 --lr 0.003 \
+        --lr-scheduler inverse_sqrt --warmup-updates 100 --updates-per-epoch $every --max-update "$updates" --no-epoch-checkpoints \
+        --log-format json --log-interval 50 "${@:3}" "${options[@]}"
+}
+
+percent() { # FOLDER SIZE OPTION...: the share of right answers in a validation
+    logged "$1/$2.log" fairseq-validate --user-dir "$ROOT/fw_fairseq" --path "$1/checkpoint_last.pt" --valid-subset test \
+        --cpu --num-workers 0 --batch-size $asked --evaluation-sequences $asked --log-format json "${@:3}"
+    sed -n 's/.*"test_accuracy": "\([^"]*\)".*/\1/p' "$1/$2.log"
+}
+
+for row in "${rows[@]}"; do read_row "$row"; done # all are refused before the first is trained
+for row in "${rows[@]}"; do
+    read_row "$row"
+    results=$OUT/$kind.txt
+    mkdir -p "$OUT/probes"
+    for size in $([ $kind = recall ] && echo "$sizes_of_recall" || echo "$lengths"); do
+        if ! grep -qs "^$model $size " "$results"; then
+            folder=$OUT/probes/$row
+            if [ $kind = recall ]; then
+                folder+=-$size
+                task=(--task mqar --pairs "$size" --symbols $symbols --batch-size 32)
+                ask=(--task mqar)
+                train_probe "$folder" 128 "${task[@]}"
+            else
+                task=(--task state_tracking --group "$kind" --length $length --batch-size 64)
+                ask=(--task state_tracking --evaluation-length "$size")
+                train_probe "$folder" 64 "${task[@]}" --evaluation-length $length
+            fi
+            found=$(percent "$folder" "$size" "${ask[@]}")
+            [ -n "$found" ] || fail "$folder/$size.log has no accuracy"
+            echo "$model $size $found" >>"$results"
+        fi
+        grep "^$model $size " "$results"
+    done
+done
