@@ -14,7 +14,8 @@ source "$ROOT/recipes/wikitext2/rows.sh"
 named=()
 for row in "${rows[@]}"; do
     own_options "$row"
+    [[ ${own[*]} != *--criterion* ]] || fail "ROW is $row; speed.sh measures rows with an adaptive output only"
     named+=("$row=${own[*]}")
 done
 exec "$PYTHON" "$ROOT/recipes/wikitext2/speed.py" "$OUT/data" "${ROUNDS:-15}" "${named[@]}" -- --user-dir "$ROOT/fw_fairseq" \
-    "${model[@]}" "${options[@]}"
+    "${model[@]}" "${adaptive[@]}" "${options[@]}"

@@ -4,7 +4,9 @@
 # Paper:    none; the rows are the rules and mixers of all papers. Rows: softmax, sum_elu, delta_elu, delta_dpfp, gated, decay,
 #           gated_delta (the default), additive, additive_all, leap, sru, srupp, retnet, gla, mamba2, hgrn2, rwkv6, rwkv7, kda, gdn2,
 #           delta_product; these and all other rules also with the ending -parts, with a short convolution, an output norm and an output
-#           gate; and Terraformer's layers with softmax attention or gated_delta: sparse_ffn, sparse, sparse_gated_delta
+#           gate; and Terraformer's layers with softmax attention or gated_delta: sparse_ffn, sparse, sparse_gated_delta;
+#           with as many parameters as dense ones, sparse_ffn_equal beside softmax, and sparse_equal beside softmax_full, the row softmax
+#           with a full output layer
 # Data:     DATA, a folder with train.txt, valid.txt and test.txt: WikiText-2 by words, <unk> kept (CC BY-SA); nothing is downloaded
 # Hardware: one CPU core, 700 MB of memory
 # Time:     6 minutes for a row of 1500 updates of 1024 tokens
@@ -12,6 +14,7 @@
 # Usage:    DATA=folder recipes/wikitext2/table.sh [ROW]... [OPTION of fairseq-train]...
 #           DATA=folder UPDATES=500 recipes/wikitext2/table.sh softmax delta_elu
 #           DATA=folder SEEDS="1 2 3" recipes/wikitext2/table.sh decay      mean and standard deviation of three runs
+#           DATA=folder recipes/wikitext2/table.sh softmax sparse_ffn_equal softmax_full sparse_equal      dense and sparse layers
 #
 # Each run resumes from its last checkpoint; finished runs are only evaluated again.
 source "$(dirname "$0")/../lib.sh"
@@ -26,9 +29,10 @@ evaluate() { # CHECKPOINT OPTION...: the perplexity of the test text
 }
 
 train_row() { # ROW SEED FOLDER
-    local own
+    local own output=("${adaptive[@]}")
     own_options "$1"
-    (train "$3" "$OUT/data" --task language_modeling "${model[@]}" "${own[@]}" --max-tokens 1024 \
+    [[ ${own[*]} != *--criterion* ]] || output=()
+    (train "$3" "$OUT/data" --task language_modeling "${model[@]}" "${output[@]}" "${own[@]}" --max-tokens 1024 \
         --optimizer adam --adam-betas '(0.9, 0.98)' --weight-decay 0.01 --clip-norm 1.0 \
         --lr 0.003 --lr-scheduler polynomial_decay --warmup-updates 150 --total-num-update "$updates" --max-update "$updates" \
         --no-epoch-checkpoints --log-format simple --log-interval 50 --seed "$2" "${options[@]}") >"$3.log" ||

@@ -13,11 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from fairseq import options as fairseq_options
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from support import programs
 from support.commands import ENVIRONMENT, ROOT, succeed
-from support.language_models import options_of
+from support.language_models import make_task, options_of
 from support.recipes import recipe
 
+from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModel
 from fw_fairseq.tools.plot import __main__ as plots
 
 BIN = str(Path(sys.executable).parent)
@@ -43,13 +46,33 @@ def test_table_of_several_seeds(tmp_path):
         (tmp_path / f"{split}.txt").write_text("".join(" ".join(words[i : i + 30]) + "\n" for i in range(0, count, 30)))
     done = recipe("wikitext2/table.sh", tmp_path / "out", "sru", TOY="", DATA=str(tmp_path), UPDATES="2", SEEDS="1 2")
     [row] = [line for line in succeed(done).splitlines() if line.startswith("| sru | ")]
-    reached = [[float(number) for number in re.findall(r"[\d.]+", line)[1:]] for line in done.stderr.splitlines() if "seed" in line]
+    reached = [
+        [float(number) for number in re.findall(r"[\d.]+", line)[1:3]] for line in done.stderr.splitlines() if "seed" in line
+    ]
     assert len(reached) == 2 and reached[0] != reached[1]
     for cell, (one, other) in zip(row.split(" | ")[1:3], zip(*reached)):
         mean, deviation = map(float, cell.split(" ± "))
         assert mean == pytest.approx((one + other) / 2, abs=0.01) and deviation == pytest.approx(
             abs(one - other) / 2**0.5, abs=0.01
         )
+
+
+def test_sparse_rows_of_wikitext2_have_as_many_parameters_as_dense_ones():
+    """Within a thousandth, for the 33,280 words of WikiText-2."""
+    text = (ROOT / "recipes/wikitext2/rows.sh").read_text()
+    declared = text[text.index("model=(") : text.index("renamed")]
+    counts = {}
+    for row in ("softmax", "sparse_ffn_equal", "softmax_full", "sparse_equal"):
+        script = f"source recipes/mixers.sh; {declared}\n"
+        script += "[[ ${row_options[$1]} == *--criterion* ]] && adaptive=(); echo ${model[@]} ${adaptive[@]} ${row_options[$1]}"
+        done = subprocess.run(["bash", "-c", script, "-", row], cwd=ROOT, check=True, capture_output=True, text=True)
+        given = ["data", "--task", "language_modeling", *done.stdout.split()]
+        args = fairseq_options.parse_args_and_arch(fairseq_options.get_training_parser(), given)
+        with torch.device("meta"):
+            model = FastWeightLanguageModel.build_model(convert_namespace_to_omegaconf(args).model, make_task(33280))
+        counts[row] = sum(p.numel() for p in model.parameters())
+    for sparse, dense in (("sparse_ffn_equal", "softmax"), ("sparse_equal", "softmax_full")):
+        assert counts[sparse] == pytest.approx(counts[dense], rel=1e-3)
 
 
 def test_gpt2(tmp_path):
