@@ -1,7 +1,7 @@
 """Every rule through the kernels once, small, and some with a feature map or attention normalisation inside them: forward, backward
 and one token against the step form; rows that read memories of sources; then the scans of SRU and of additive attention, and sparse
-feed-forward layers, against PyTorch's. What they are compared with is computed on the CPU, so that compute-sanitizer sees little but
-the kernels.
+feed-forward layers, against PyTorch's. What they are compared with is computed on the CPU, so that compute-sanitizer sees little
+but the kernels.
 
     python recipes/gpu_check/kernels.py [PROCESSES]        one by default; several compile side by side
 """

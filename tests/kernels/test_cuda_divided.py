@@ -69,8 +69,8 @@ def test_any_schedule(one_thread, policy, seed):
     compare("gated", (2, 1, 150, 64, 64), BF16, EmulatorLaunch(policy, seed))
 
 
-# Widths of one tile and of several, padded ones, keys shared by several warps, few and many tokens, gates of 0, gates that keep what is
-# chunks away.
+# Widths of one tile and of several, padded ones, keys shared by several warps, few and many tokens, gates of 0, gates that keep
+# what is chunks away.
 @pytest.mark.parametrize(
     "rule, tokens, K, V, dtype, gates",
     [
