@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import programs
 from support.commands import fairseq, succeed
 
 ROOT = Path(__file__).parents[1]
@@ -49,7 +50,7 @@ def test_the_recipe_runs(folder):
     """Beside the parts that recipes share, and the package."""
     shutil.copy(ROOT / "recipes" / "lib.sh", folder / "recipes")
     (folder / "fw_fairseq").symlink_to(ROOT / "fw_fairseq")
-    environment = os.environ | {"TOY": "1", "BIN": str(Path(sys.executable).parent), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"TOY": "1", "BIN": programs.folder(), "OMP_NUM_THREADS": "1"}
     recipe = ["bash", "recipes/forgetting/train.sh"]
     done = subprocess.run([*recipe, "gated"], cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "accuracy" in done.stdout, done.stdout + done.stderr

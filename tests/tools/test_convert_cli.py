@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from argparse import Namespace
 
 import pytest
 import torch
 import yaml
 from fairseq.models import ARCH_CONFIG_REGISTRY
-from support.commands import ENVIRONMENT, ROOT, USER_DIR, fairseq, succeed
+from support.commands import ROOT, USER_DIR, fairseq, succeed
 from support.pretrained import CONVERTED, SHAPE, perplexity, train
+from support.recipes import recipe
 
 from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModel
 from fw_fairseq.tools.convert.__main__ import main as fw_convert
@@ -73,17 +71,9 @@ def test_options_come_from_a_model_of_this_project(counting_data, pretrained, tm
 
 def test_the_baevski_auli_recipe_at_toy_size(tmp_path):
     """The four scripts as they are; a second prepare.sh leaves what is there."""
-    environment = ENVIRONMENT | {
-        "TOY": "1",
-        "OUT": str(tmp_path / "run"),
-        "BIN": os.path.dirname(sys.executable),
-        "PYTHONWARNINGS": "ignore",
-    }
 
     def script(name, *row):
-        command = ["bash", ROOT / "recipes" / "baevski_auli" / f"{name}.sh", *row]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-        return succeed(done)
+        return succeed(recipe(f"baevski_auli/{name}.sh", tmp_path / "run", *row, PYTHONWARNINGS="ignore"))
 
     out = tmp_path / "run_toy"
     script("prepare")
