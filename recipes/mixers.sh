@@ -12,6 +12,7 @@ converted_map() { # RULE WIDTH: sets map, the options of what conversion makes o
 declare -A row_options=(
     [softmax]="--mixer softmax"
     [sum_elu]="--update-rule sum --feature-map elu --feature-norm none --attention-norm"
+    [delta]="--update-rule delta --feature-map identity --feature-norm l2"
     [delta_elu]="--update-rule delta --feature-map elu --feature-norm sum"
     [delta_dpfp]="--update-rule delta --feature-map dpfp --dpfp-nu 1 --feature-norm sum"
     [gated]="--update-rule gated --feature-map identity --feature-norm none"

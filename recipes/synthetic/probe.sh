@@ -14,8 +14,9 @@
 #
 # TASK is recall (mqar: SIZE pairs, 16, 32 and 64, a training for each), or parity, modular (addition modulo 5) or s5 (permutations of five
 # things), which are trained on 64 elements and asked for SIZE elements, 64, 128, 256 and 512. MODEL is a rule of recipes/mixers.sh;
-# the ending -negative adds --negative-eigenvalues. All models have 2 layers and a short convolution of width 4 over queries, keys and
-# values; those of recall have width 128 and one head for each 64, the others width 64 and 2 heads. Finished probes are only printed again.
+# the ending -negative adds --negative-eigenvalues. Models for recall have 2 layers of width 128, 2 heads and a short convolution over
+# queries, keys and values, which brings a value to its key; the others have 1 layer of width 64 with 2 heads. UPDATES is 1000 for recall
+# and 500 for the others where it is not given. Finished probes are only printed again.
 source "$(dirname "$0")/../lib.sh"
 find_programs
 source "$ROOT/recipes/mixers.sh"
@@ -23,8 +24,8 @@ OUT=$(output_folder synthetic)
 split_rows "$@"
 kinds="TASK-MODEL, for example recall-delta; TASK is recall, parity, modular or s5"
 need_row "$kinds" "${rows[@]}"
-updates=${UPDATES:-1000} every=100 sizes_of_recall="16 32 64" length=64 lengths="64 128 256 512" symbols=256 asked=256
-[ -z "$TOY" ] || updates=4 every=2 sizes_of_recall="4 8" length=8 lengths="8 16" symbols=32 asked=4
+every=100 sizes_of_recall="16 32 64" length=64 lengths="64 128 256 512" symbols=256 asked=256
+[ -z "$TOY" ] || every=2 sizes_of_recall="4 8" length=8 lengths="8 16" symbols=32 asked=4
 
 read_row() { # ROW: sets kind, model and own, the options of the model
     kind=${1%%-*} model=${1#*-}
@@ -36,18 +37,18 @@ read_row() { # ROW: sets kind, model and own, the options of the model
     [[ $model != *-negative ]] || own+=(--negative-eigenvalues)
 }
 
-train_probe() { # FOLDER WIDTH OPTION...: resumes from the last checkpoint; a finished training is left alone
-    local width=$2
-    [ -z "$TOY" ] || width=16
+train_probe() { # FOLDER UPDATES LAYERS WIDTH OPTION...: resumes from the last checkpoint; a finished training is left alone
+    local updates=${UPDATES:-$2} layers=$3 width=$4
+    [ -z "$TOY" ] || updates=4 width=16
     ! grep -qs "done training" "$1/train.log" || return 0
     echo "training ${1##*/}; its progress is in $1/train.log" >&2
     OMP_NUM_THREADS=1 logged "$1/train.log" fairseq-train --user-dir "$ROOT/fw_fairseq" --save-dir "$1" --seed "$SEED" --cpu --num-workers 0 \
-        --arch fast_weight_lm --decoder-layers 2 --decoder-embed-dim "$width" --decoder-input-dim "$width" \
+        --arch fast_weight_lm --decoder-layers "$layers" --decoder-embed-dim "$width" --decoder-input-dim "$width" \
         --decoder-output-dim "$width" --decoder-ffn-embed-dim $((2 * width)) --decoder-attention-heads 2 --decoder-normalize-before \
-        --no-token-positional-embeddings --share-decoder-input-output-embed --short-conv 4 "${own[@]}" --dropout 0 \
+        --no-token-positional-embeddings --share-decoder-input-output-embed "${own[@]}" --dropout 0 \
         --criterion label_smoothed_cross_entropy --label-smoothing 0 --report-accuracy --optimizer adam --clip-norm 1.0 --lr 0.003 \
         --lr-scheduler inverse_sqrt --warmup-updates 100 --updates-per-epoch $every --max-update "$updates" --no-epoch-checkpoints \
-        --log-format json --log-interval 50 "${@:3}" "${options[@]}"
+        --log-format json --log-interval 50 "${@:5}" "${options[@]}"
 }
 
 percent() { # FOLDER SIZE OPTION...: the share of right answers in a validation
@@ -68,11 +69,11 @@ for row in "${rows[@]}"; do
                 folder+=-$size
                 task=(--task mqar --pairs "$size" --symbols $symbols --batch-size 32)
                 ask=(--task mqar)
-                train_probe "$folder" 128 "${task[@]}"
+                train_probe "$folder" 1000 2 128 "${task[@]}" --short-conv 4
             else
                 task=(--task state_tracking --group "$kind" --length $length --batch-size 64)
                 ask=(--task state_tracking --evaluation-length "$size")
-                train_probe "$folder" 64 "${task[@]}" --evaluation-length $length
+                train_probe "$folder" 500 1 64 "${task[@]}" --evaluation-length $length
             fi
             found=$(percent "$folder" "$size" "${ask[@]}")
             [ -n "$found" ] || fail "$folder/$size.log has no accuracy"

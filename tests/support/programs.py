@@ -26,7 +26,7 @@ from support.commands import ENVIRONMENT
 
 FAIRSEQ = {
     f"fairseq-{name.replace('_', '-')}": f"fairseq_cli.{name}"
-    for name in ("train", "eval_lm", "generate", "interactive", "preprocess")
+    for name in ("train", "eval_lm", "generate", "interactive", "preprocess", "validate")
 }
 PRELOADED = ("fairseq.trainer", "fairseq.tasks.translation", "fairseq.models.transformer_lm")
 CALLER = """#!{python} -IS

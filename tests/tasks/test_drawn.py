@@ -9,6 +9,7 @@ import pytest
 import torch
 from fairseq.tasks.language_modeling import LanguageModelingConfig
 from support.commands import USER_DIR, fairseq, succeed
+from support.recipes import recipe
 
 from fw_fairseq.tasks.drawn import DrawnBatches, DrawnTextConfig
 from fw_fairseq.tasks.mqar import MqarConfig, MqarTask
@@ -119,3 +120,32 @@ def test_training(tmp_path):
 def test_drawn_text_has_the_defaults_of_fairseqs_language_models():
     for name in ("tokens_per_sample", "add_bos_token", "max_target_positions"):
         assert getattr(DrawnTextConfig(), name) == LanguageModelingConfig.__dataclass_fields__[name].default, name
+
+
+def test_probes_by_the_recipe(tmp_path):
+    """Each training is asked at all sizes; a second call trains nothing, and prints the same."""
+    rows = "parity-delta-negative", "recall-sum_elu"
+    printed = succeed(recipe("synthetic/probe.sh", tmp_path / "out", *rows))
+    out = tmp_path / "out_toy"
+    lines = [line for name in ("parity", "recall") for line in (out / f"{name}.txt").read_text().splitlines()]
+    assert [line.rpartition(" ")[0] for line in lines] == ["delta-negative 8", "delta-negative 16", "sum_elu 4", "sum_elu 8"]
+    assert all(line in printed for line in lines)
+    asked = [(out / "probes" / name).read_text() for name in ("parity-delta-negative/16.log", "recall-sum_elu-8/8.log")]
+    assert all(f'"test_accuracy": "{line.split()[-1]}"' in log for log, line in zip(asked, (lines[1], lines[3])))
+    assert '"test_total": "64"' in asked[0]  # 4 sequences of 16 elements
+    stamps = {path: path.stat().st_mtime_ns for path in out.rglob("*.log")}
+    assert succeed(recipe("synthetic/probe.sh", tmp_path / "out", *rows)).splitlines() == lines
+    assert stamps == {path: path.stat().st_mtime_ns for path in out.rglob("*.log")}
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ("parity", "ROW is parity; it must be TASK-MODEL, for example recall-delta"),
+        ("recall-softmax", "MODEL must be a rule of recipes/mixers.sh: "),
+        ("s5-delta-parts-x", "MODEL must be a rule of recipes/mixers.sh: "),
+    ],
+)
+def test_probes_that_are_not_there(row, message, tmp_path):
+    done = recipe("synthetic/probe.sh", tmp_path, "parity-delta", row)
+    assert done.returncode and message in done.stderr and not list(tmp_path.iterdir())

@@ -82,7 +82,7 @@ def test_a_mistake_is_a_sentence(name, tmp_path, monkeypatch):
             "OUTPUT text.txt is no checkpoint, and --force would delete it; name another file",
         ),
         ((plot, "curves a.pt --out b.svg"), "a.pt is not a log of fairseq-train, as it is no text in UTF-8"),
-        ((plot, "updates a.pt --out b.svg"), "a.pt is not lines of MODEL KEYS LOSS, as it is no text in UTF-8"),
+        ((plot, "updates a.pt --out b.svg"), "a.pt is not lines of MODEL SIZE VALUE, as it is no text in UTF-8"),
         ((plot, "conversion a.pt --out b.svg"), "a.pt is not a page with a table, as it is no text in UTF-8"),
     ],
 )

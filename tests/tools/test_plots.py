@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fw_fairseq.tools.plot import __main__ as plots
-from fw_fairseq.tools.plot import cost, retrieval
+from fw_fairseq.tools.plot import cost, probes, retrieval
 from fw_fairseq.tools.plot.dpfp import surfaces
 from fw_fairseq.tools.plot.logs import read_log
 from fw_fairseq.tools.plot.published import read_losses
@@ -54,6 +54,7 @@ CONVERTED = """| row of the recipe | converted | of the softmax row's performanc
 | `gated_delta-4` | | |
 | `gated_delta-16` | 359.00 | 71.0% |
 """
+PROBES = "delta_elu 16 100\ndelta_elu 32 99.5\nsum_elu 16 41.25\nkda-negative 32 7\n"
 MODELS = ("fast_weight_lm delta", "fast_weight_lm sru", "fast_weight_lm abc", "transformer_lm")
 REPORT = {
     "generation": [{"context": t, "name": n, "seconds": t * 1e-6, "state_bytes": 100 * t} for n in MODELS for t in (8, 64)],
@@ -70,6 +71,7 @@ def files(tmp_path, monkeypatch):
         "simple.log": SIMPLE,
         "page.md": PAGE,
         "converted.md": CONVERTED,
+        "probes.txt": PROBES,
     }
     texts |= dict.fromkeys(("setting2-20-gated_delta-dpfp_--dpfp-nu_1.log", "setting2-20-fwm-tanh_.log"), LOG)
     for name, text in (texts | {"report.json": json.dumps(REPORT)}).items():
@@ -83,6 +85,8 @@ def files(tmp_path, monkeypatch):
     [
         ("capacity capacity.txt --published", ["linear (ELU)", "DPFP-1", "published (hollow)"]),
         ("updates updates.txt", ["delta, DPFP-1", "other, map"]),
+        ("recall probes.txt", [">delta elu<", ">sum elu<", "pairs", "right answers (%)"]),
+        ("tracking probes.txt", [">kda, negative eigenvalues<", "elements"]),
         ("curves a.log", [">a<", "evaluation loss"]),
         ("curves json=a.log other=simple.log --log-axis --log-updates", [">json<", ">other<", "updates"]),
         ("curves setting2-20-gated_delta-dpfp_--dpfp-nu_1.log setting2-20-fwm-tanh_.log", [">FWM, tanh<", ">gated delta, DPFP-1<"]),
@@ -211,6 +215,23 @@ def test_results_as_a_table(files, capsys):
         "| delta, DPFP-1 | 0.0002" + 9 * " | " + " |",
         "| delta, DPFP-1, published | 0.00077 | 0.00097 | 0.0049 | 0.0063 | 8.6e-05 | 0.014 | 0.047 | 0.1 | 0.13 | 0.17 |",
         "| other, map | 30" + 9 * " | " + " |",
+    ]
+
+
+def test_probes_are_drawn_and_printed(files, capsys):
+    lines = drawn(probes.draw(SimpleNamespace(command="recall", results=files / "probes.txt")).axes[0])
+    assert lines == {
+        "delta elu": [(16, 100), (32, 99.5)],
+        "sum elu": [(16, 41.25)],
+        "kda, negative eigenvalues": [(32, 7)],
+    }
+    plots.main(["recall", "probes.txt", "--table"])
+    assert capsys.readouterr().out.splitlines() == [
+        "| right answers, %, of pairs | 16 | 32 |",
+        "|---|---:|---:|",
+        "| delta elu | 100.0 | 99.5 |",
+        "| sum elu | 41.2 |  |",
+        "| kda, negative eigenvalues |  | 7.0 |",
     ]
 
 

@@ -5,11 +5,12 @@ The ending of --out decides the format of a figure. Lines differ in markers and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from ... import Mistake
 from ..command import check_outputs, make_parser, mistakes_as_sentences
-from . import cost, dpfp, retrieval, tables
+from . import cost, dpfp, probes, retrieval, tables
 from .logs import read_log
 from .style import Look, canvas, legend, log_values, look, plot, save
 from .wikitext2 import draw_conversion, draw_state
@@ -31,7 +32,7 @@ def run(args) -> None:
     check_endings(args.out)
     check_outputs([("--out", path) for path in args.out], inputs(args))
     if getattr(args, "table", False):
-        print(retrieval.table(args))
+        print(args.table_of(args))
     elif not args.out:
         raise Mistake("--out is missing: the files to write, .svg, .pdf or .png")
     if args.out:
@@ -52,7 +53,11 @@ def build_parser():
         command = add(name, retrieval.draw, f"evaluation loss of associative retrieval against the number of keys, {what}")
         command.add_argument("results", type=Path, help="the file of recipes/synthetic/sweep.sh: lines of MODEL KEYS LOSS")
         command.add_argument("--published", action="store_true", help="draw the published values too")
-        command.add_argument("--table", action="store_true", help="print the values as Markdown; --out may then be left out")
+        add_table(command, retrieval.table)
+    for name, what in (("recall", "pairs to be recalled"), ("tracking", "elements of a product, which is asked for at each")):
+        command = add(name, probes.draw, f"the share of right answers against the number of {what}")
+        command.add_argument("results", type=Path, help="a file of recipes/synthetic/probe.sh: lines of MODEL SIZE PERCENT")
+        add_table(command, probes.table)
     curves = add("curves", draw_curves, "a metric of fairseq's logs against updates, one line for each run")
     curves.add_argument("logs", nargs="+", metavar="[NAME=]LOG", help="logs of fairseq-train, JSON or simple; named by their files")
     curves.add_argument(
@@ -74,6 +79,12 @@ def build_parser():
         commands.add_parser("tables", help="finished runs of recipes in the papers' tables, beside published values")
     )
     return parser
+
+
+def add_table(command, table: Callable) -> None:
+    """Adds --table, which prints what ``table`` returns."""
+    command.add_argument("--table", action="store_true", help="print the values as Markdown; --out may then be left out")
+    command.set_defaults(table_of=table)
 
 
 def inputs(args) -> list[tuple[str, Path]]:

@@ -33,14 +33,14 @@ SOLVED = 0.001
 
 
 def read_results(path: Path) -> dict[str, dict[int, float]]:
-    """Loss by model and number of keys."""
+    """Returns the value by model and number of keys, pairs or elements."""
     found: dict[str, dict[int, float]] = {}
-    for number, line in enumerate(read_text(path, "lines of MODEL KEYS LOSS").splitlines(), 1):
+    for number, line in enumerate(read_text(path, "lines of MODEL SIZE VALUE").splitlines(), 1):
         try:
-            model, keys, loss = line.split()
-            found.setdefault(model, {})[int(keys)] = float(loss)
+            model, size, value = line.split()
+            found.setdefault(model, {})[int(size)] = float(value)
         except ValueError:
-            raise Mistake(f"{path}, line {number} is {line!r}; it must be MODEL KEYS LOSS") from None
+            raise Mistake(f"{path}, line {number} is {line!r}; it must be MODEL SIZE VALUE") from None
     if not found:
         raise Mistake(f"{path} has no results")
     return found
