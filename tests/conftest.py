@@ -36,6 +36,19 @@ NOT_QUICK = (
     "ops/test_new_rule.py",
     "ops/test_workers.py",
 )
+LONG = (
+    "kernels/test_cuda_sanitizers.py",
+    "kernels/test_cuda_decay.py::test_compiles_without_spills[80",
+    "kernels/test_cuda_delta.py::test_compiles_without_spills[80",
+    "ops/test_new_rule.py::test_everything_that_goes_through_the_registries",
+    "recipes/test_convergence.py::test_language_models_and_conversion",
+    "recipes/test_encoding.py::test_processes_write_every_document_once",
+    "recipes/test_recipes.py::test_gpt2",
+    "tasks/test_retrieval.py::test_a_point_is_solved_and_not_run_again",
+    "tasks/test_retrieval.py::test_a_sweep_goes_through_its_points",
+    "tasks/test_translation_cli.py::test_multi30k_recipe",
+    "tools/test_convert_cli.py::test_the_baevski_auli_recipe_at_toy_size",
+)
 COMMANDS = {"counting_data", "lm_data", "pretrained", "stream_data"}  # fixtures that run fairseq's commands
 LONGEST = (
     "recipes/test_recipes.py",
@@ -63,6 +76,7 @@ def is_quick(name: str) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "quick: trains nothing and starts no command")
+    config.addinivalue_line("markers", "long: takes a core for half a minute or more")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -77,6 +91,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item, name in names.items():
         if is_quick(name) and not COMMANDS.intersection(item.fixturenames):
             item.add_marker(pytest.mark.quick)
+        if within(name, LONG) >= 0:
+            item.add_marker(pytest.mark.long)
     items.sort(key=lambda item: within(names[item], LONGEST) % (len(LONGEST) + 1))
 
 

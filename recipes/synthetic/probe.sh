@@ -62,16 +62,16 @@ for row in "${rows[@]}"; do
     read_row "$row"
     results=$OUT/$kind.txt
     mkdir -p "$OUT/probes"
-    for size in $([ $kind = recall ] && echo "$sizes_of_recall" || echo "$lengths"); do
+    for size in $([ "$kind" = recall ] && echo "$sizes_of_recall" || echo "$lengths"); do
         if ! grep -qs "^$model $size " "$results"; then
             folder=$OUT/probes/$row
-            if [ $kind = recall ]; then
+            if [ "$kind" = recall ]; then
                 folder+=-$size
-                task=(--task mqar --pairs "$size" --symbols $symbols --batch-size 32)
+                task=(--task mqar --pairs "$size" --symbols "$symbols" --batch-size 32)
                 ask=(--task mqar)
                 train_probe "$folder" 1000 2 128 "${task[@]}" --short-conv 4
             else
-                task=(--task state_tracking --group "$kind" --length $length --batch-size 64)
+                task=(--task state_tracking --group "$kind" --length "$length" --batch-size 64)
                 ask=(--task state_tracking --evaluation-length "$size")
                 train_probe "$folder" 500 1 64 "${task[@]}" --evaluation-length $length
             fi
