@@ -10,6 +10,7 @@
 #           recipes/synthetic/probe.sh recall-delta recall-sum_elu
 #           recipes/synthetic/probe.sh parity-kda parity-kda-negative
 #           UPDATES=2000 recipes/synthetic/probe.sh s5-delta_product-negative
+#           SIZES="64 128" recipes/synthetic/probe.sh recall-gated_delta
 #           TOY=1 recipes/synthetic/probe.sh parity-delta-negative
 #
 # TASK is recall (mqar: SIZE pairs, 16, 32 and 64, a training for each), or parity, modular (addition modulo 5) or s5 (permutations of five
@@ -26,6 +27,7 @@ kinds="TASK-MODEL, for example recall-delta; TASK is recall, parity, modular or 
 need_row "$kinds" "${rows[@]}"
 every=100 sizes_of_recall="16 32 64" length=64 lengths="64 128 256 512" symbols=256 asked=256
 [ -z "$TOY" ] || every=2 sizes_of_recall="4 8" length=8 lengths="8 16" symbols=32 asked=4
+sizes_of_recall=${SIZES:-$sizes_of_recall} lengths=${SIZES:-$lengths}
 
 read_row() { # ROW: sets kind, model and own, the options of the model
     kind=${1%%-*} model=${1#*-}

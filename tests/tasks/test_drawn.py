@@ -136,6 +136,7 @@ def test_probes_by_the_recipe(tmp_path):
     stamps = {path: path.stat().st_mtime_ns for path in out.rglob("*.log")}
     assert succeed(recipe("synthetic/probe.sh", tmp_path / "out", *rows)).splitlines() == lines
     assert stamps == {path: path.stat().st_mtime_ns for path in out.rglob("*.log")}
+    assert succeed(recipe("synthetic/probe.sh", tmp_path / "out", *rows, SIZES="8")).splitlines() == [lines[0], lines[3]]
 
 
 @pytest.mark.parametrize(
