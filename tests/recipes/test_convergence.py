@@ -77,7 +77,7 @@ def cells(printed: str, row: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")][2:]
 
 
-@pytest.mark.parametrize("row", ["softmax-stream", "delta", "sru-other"])
+@pytest.mark.parametrize("row", ["softmax-stream", "hebb", "sru-other", "sru-parts"])
 def test_rows_that_are_none(row, tmp_path):
     done = recipe("convergence/language.sh", tmp_path / "out_toy", row)
     assert done.returncode == 1 and f"ROW is {row}; it must be one of additive additive_all decay " in done.stderr
