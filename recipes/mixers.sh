@@ -9,6 +9,7 @@ converted_map() { # RULE WIDTH: sets map, the options of what conversion makes o
     esac
 }
 
+sparse_parts="--ffn-sparsity 16 --qkv-sparsity 4 --ffn-sru 32"
 declare -A row_options=(
     [softmax]="--mixer softmax"
     [sum_elu]="--update-rule sum --feature-map elu --feature-norm none --attention-norm"
@@ -33,16 +34,16 @@ declare -A row_options=(
     [gdn2]="--update-rule gdn2 --feature-map identity --feature-norm l2"
     [delta_product]="--update-rule delta_product --feature-map identity --feature-norm l2"
     [sparse_ffn]="--mixer softmax --ffn-sparsity 16"
-    [sparse]="--mixer softmax --ffn-sparsity 16 --qkv-sparsity 4 --ffn-sru 32"
-    [sparse_gated_delta]="--update-rule gated_delta --feature-map identity --feature-norm l2 --ffn-sparsity 16 --qkv-sparsity 4 --ffn-sru 32"
+    [sparse]="--mixer softmax $sparse_parts"
 )
+row_options[sparse_gated_delta]="$sparse_parts ${row_options[gated_delta]}"
 
 own_options() { # ROW: sets own, the options of a row; fails where there is no such row
     local name=${1%-parts}
     [ -n "${row_options[$name]:-}" ] || return 1
     read -ra own <<<"${row_options[$name]}"
     [ "$name" != "$1" ] || return 0
-    [ "${own[0]}" = --update-rule ] && [ "${name#sparse}" = "$name" ] || return 1
+    [ "${own[0]}" = --update-rule ] || return 1
     own+=(--short-conv 4 --output-norm --output-gate)
 }
 

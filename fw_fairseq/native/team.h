@@ -12,7 +12,6 @@ class Worker {
     int64_t first, last;
   };
   Worker(std::atomic<int64_t>& met, int64_t index, int64_t threads) : met_(met), index_(index), threads_(threads) {}
-  bool leads() const { return index_ == 0; }
   bool follows() const { return index_ == threads_ - 1; }
   Range part(int64_t count, int64_t grain = 1) const {  // this worker's, in whole grains but for the end
     const int64_t grains = (count + grain - 1) / grain, last = grains * (index_ + 1) / threads_ * grain;

@@ -26,9 +26,13 @@ source "$ROOT/recipes/convergence/model.sh"
 [ "${1:-}" != --status ] || { show_status language; exit 0; }
 split_rows "$@"
 [ ${#rows[@]} -gt 0 ] || rows=(softmax sum_elu delta_elu delta_dpfp gated decay gated_delta sru leap additive srupp)
+without_ending() { # ROW: without -nopos or -stream
+    local name=${1%-nopos}
+    echo "${name%-stream}"
+}
+
 for row in "${rows[@]}"; do
-    name=${row%-nopos} name=${name%-stream}
-    if ! own_options "$name" || [ "$row" = softmax-stream ]; then
+    if ! own_options "$(without_ending "$row")" || [ "$row" = softmax-stream ]; then
         fail "ROW is $row; it must be one of $(row_names), or that with -nopos or -stream, which softmax does not have"
     fi
 done
@@ -47,8 +51,8 @@ if ! prepared "$OUT/words" "${made_with[@]}"; then
 fi
 
 row_task() { # ROW: sets task and own, the options of the row
-    local name=${1%-nopos}
-    name=${name%-stream}
+    local name
+    name=$(without_ending "$1")
     own_options "$name"
     own=(--arch fast_weight_lm "${own[@]}")
     [ "$name" != softmax ] || own=(--arch transformer_lm) # fairseq's own, which conversion.sh begins with
