@@ -8,7 +8,9 @@ from support.draws import FITTING, assert_same, draw_gates, draw_inputs, run_wit
 
 from fw_fairseq.ops import FastWeightState
 from fw_fairseq.ops.chunkwise.scan import chunk_form
-from fw_fairseq.ops.parallel.parts import choose_parts, run_parts
+from fw_fairseq.ops.kernels.recurrence import cuda_form
+from fw_fairseq.ops.parallel import parts
+from fw_fairseq.ops.parallel.parts import chain, choose_parts, run_parts
 from fw_fairseq.ops.recurrent import step_form
 from fw_fairseq.rules import RULES, Coefficients
 
@@ -101,20 +103,62 @@ def test_one_sequence_is_not_copied():
         return chunk_form(q, k, v, coefficients, memory)
 
     run_parts(form, 4, q, k, v, Coefficients(), torch.zeros(1, 2, 4, 4))
-    assert seen == [q.data_ptr()]
+    assert seen == [q.data_ptr()] * 2
+
+
+@pytest.mark.parametrize("rule", ["sum", "gated", "decay", "gated_delta"])
+def test_on_kernels(emulate, monkeypatch, rule):
+    """70 tokens in 4 parts: all parts run in one launch, again from their true memories, and backwards once."""
+    monkeypatch.setattr(parts, "LEAST", 64)
+    monkeypatch.setattr(parts, "SHORTEST", 16)
+    launch = emulate()
+    monkeypatch.setattr(launch, "blocks", 4)
+    leaves = draw(rule, (1, 2, 70, 16, 16), torch.float32, resets=0.05)
+    found = results(leaves, cuda_form)
+    assert [kernel.split("_")[-1] for _, kernel, _ in launch.calls] == ["forward"] * (3 if rule == "gated_delta" else 2) + [
+        "backward"
+    ]
+    assert_same(found, results({n: x.detach().double().requires_grad_() for n, x in leaves.items()}, step_form), 2e-5)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8])
+@pytest.mark.parametrize("kind", ["none", "numbers", "channels", "matrices"])
+@pytest.mark.parametrize("value_side", [False, True])
+def test_chain_is_a_loop_over_parts(kind, count, value_side):
+    B, H, K, V = 2, 3, 4, 5
+    shapes = {"none": None, "numbers": (B, count, H, 1), "channels": (B, count, H, K), "matrices": (B, count, H, K, K)}
+    own, memory = (torch.randn(*shape, dtype=torch.float64) for shape in ((B, count, H, K, V), (B, H, K, V)))
+    transfer = None if shapes[kind] is None else torch.rand(*shapes[kind], dtype=torch.float64)
+    value_decay = torch.rand(B, count, H, 1, V, dtype=torch.float64) if value_side else None
+    starts, end = chain(own, transfer, value_decay, memory)
+    for part in range(count):
+        torch.testing.assert_close(starts[:, part], memory, rtol=1e-12, atol=1e-12)
+        if transfer is not None:
+            left = transfer[:, part]
+            memory = torch.einsum("bhij,bhjv->bhiv", left, memory) if kind == "matrices" else memory * left.unsqueeze(-1)
+        memory = memory * value_decay[:, part] if value_side else memory
+        memory = memory + own[:, part]
+    torch.testing.assert_close(end, memory, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
     "sequences, tokens, processors, count",
     [
         (1, 16384, 132, 64),  # by the shortest part
-        (8, 65536, 132, 16),  # by the processors
-        (64, 65536, 132, 1),  # the device is full enough
-        (1, 512, 132, 1),  # too short
-        (132, 100000, 132, 1),
+        (8, 65536, 132, 33),  # by the processors, two for each
+        (64, 65536, 132, 4),
+        (67, 65536, 132, 1),  # the device is full enough
+        (1, 4000, 132, 1),  # too short
         (500, 100000, 132, 1),
         (0, 100000, 132, 1),  # an empty batch
     ],
 )
 def test_choice(sequences, tokens, processors, count):
     assert choose_parts(sequences, tokens, processors) == count
+
+
+def test_choice_with_erase():
+    """Three runs forward and one backward; forward alone pays from six parts on."""
+    assert choose_parts(64, 65536, 132, erase=True) == 4
+    assert choose_parts(64, 65536, 132, erase=True, gradients=False) == 1
+    assert choose_parts(44, 65536, 132, erase=True, gradients=False) == 6

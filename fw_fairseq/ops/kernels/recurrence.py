@@ -20,6 +20,7 @@ from .common import Divided, dense, register_operator, why_no_map, why_not_run
 from .families import family_of, why_no_family
 
 FP32_PRECISIONS = ("exact", "tf32")
+MANY_PARTS = 16  # so many run faster in parts, with an fp32 column, than whole with the divisor inside the kernels
 
 
 def cuda_form(
@@ -29,11 +30,19 @@ def cuda_form(
 
     With a ``row_map`` q and k are (B,H,T,D). Their features exist only inside the kernels, unless the sequence runs in parts.
     """
-    processors = launch.current().processors(q.device)
-    count = choose_parts(q.shape[0] * q.shape[1], q.shape[2], processors)
+    count = parts_of(q, coefficients.e is not None, needs_gradients(q, k, v, *coefficients, memory))
     if count == 1:
         return run_kernels(q, k, v, coefficients, memory, row_map)
     return run_parts(run_kernels, count, row_map(q), row_map(k), v, coefficients, memory)
+
+
+def parts_of(q: Tensor, erase: bool = False, gradients: bool = True) -> int:
+    """In how many parts the sequences run."""
+    return choose_parts(q.shape[0] * q.shape[1], q.shape[2], launch.current().processors(q.device), erase, gradients)
+
+
+def needs_gradients(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def run_kernels(
@@ -43,7 +52,7 @@ def run_kernels(
     precision, coefficients = choose_precision(v.dtype), join_decays(coefficients)
     operands = [None if x is None else dense(x) for x in (q, k, v, *coefficients)]
     memory = memory.contiguous()
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*operands, memory))
+    keep = needs_gradients(*operands, memory)
     y, memory, _ = torch.ops.fw_fairseq.scan(*operands, memory, precision, keep, *row_map)
     return y, memory
 
@@ -55,20 +64,19 @@ def run_divided(
     """As ``run_kernels`` where reads are divided as ``Divided`` says; with the sums of the keys after the last token."""
     operands = [None if x is None else dense(x) for x in (q, k, v, *coefficients)]
     operands += [memory.contiguous(), sums.contiguous()]
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
+    keep = needs_gradients(*operands)
     precision = choose_precision(v.dtype)
     y, memory, sums, _ = torch.ops.fw_fairseq.scan_divided(*operands, eps, least, precision, keep, *row_map)
     return y, memory, sums
 
 
 def divides(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, row_map: RowMap = AS_IS) -> bool:
-    """Whether ``run_divided`` runs on these inputs: not in parts, and not in fp16, which gradients of divided reads can leave."""
+    """Whether ``run_divided`` runs on these inputs: in few parts only, and not in fp16, whose range divided gradients can leave."""
     follows = coefficients.z is None and coefficients.e is None
     if not follows or v.dtype == torch.float16 or why_not(q, k, v, coefficients, row_map):
         return False
     family = family_of(*coefficients)
-    parts = choose_parts(q.shape[0] * q.shape[1], q.shape[2], launch.current().processors(q.device))
-    return parts == 1 and family.DIVIDES and family.supported(q, k, v, *coefficients, row_map, divided=True) is None
+    return parts_of(q) < MANY_PARTS and family.DIVIDES and family.supported(q, k, v, *coefficients, row_map, divided=True) is None
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, row_map: RowMap = AS_IS) -> str | None:

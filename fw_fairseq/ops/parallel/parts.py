@@ -1,78 +1,125 @@
 """Few sequences and many tokens: a sequence in parts that run side by side, as more rows of the batch.
 
 A part acts on the memory M that it starts from in one linear way, whatever M is. With P its transfer matrix (K,K), Z the product of
-its value-side decays, and y0, M0 its outputs and memory when it starts from an empty one,
+its value-side decays, and M0 its memory when it starts from an empty one, it leaves P M diag(Z) + M0. Without erase P is diagonal,
+the product of the key-side decays. With erase it is the final memory of a run that starts from the identity and writes nothing.
 
-    y_t = y0_t + Z_t * (M^T r_t),      the memory after it = P M diag(Z) + M0,
-
-where r_t = P_t^T q_t is the query as seen from the start of the part. Without erase P is diagonal, the product of the key-side
-decays. With erase, r and P are the outputs and the final memory of a run that starts from the identity and writes nothing.
-So all parts run from empty memories, a short loop over the parts finds the memory that each really starts from, and that corrects
-their outputs. Everything is differentiable operations and the form that is given, so gradients follow.
+So all parts first run from empty memories, a scan over the parts finds the memory that each really starts from, and then they run
+from those. Backwards it is the same: the gradient G of the memory that a part leaves becomes P^T G diag(Z) + G0 for the one that it
+starts from, with G0 = sum_t r_t (Z_t dy_t)^T and r_t = P_t^T q_t the query as seen from the start of the part (with erase an output
+of the run from the identity). A scan finds every part's G, and one backward pass of the form, from the true memories and with the
+true gradients, gives the gradients of everything; none goes through the scans.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ...rules import Coefficients
 
-SHORTEST = 256  # tokens of a part; with shorter ones the loop over parts leaves the device idle
-FEWEST = 4  # correcting the outputs costs about one or two more runs, so fewer parts gain nothing
+SHORTEST = 256  # tokens of a part
+LEAST = 4096  # tokens of a sequence: to start what the parts need takes the host longer than a shorter one takes the device
+BLOCKS = 2  # parts for each processor, which runs so many blocks of the kernels side by side up to K = V = 64
 
 
-def choose_parts(sequences: int, tokens: int, processors: int) -> int:
-    """The number of parts: enough that every processor of the device has one; 1 where that does not pay."""
-    count = min(processors // sequences, tokens // SHORTEST) if sequences else 1
-    return count if count >= FEWEST else 1
+def choose_parts(sequences: int, tokens: int, processors: int, erase: bool = False, gradients: bool = True) -> int:
+    """The number of parts: enough that every processor of the device has two; 1 where that does not pay. The parts run twice, with
+    erase three times, but backwards once."""
+    count = min(BLOCKS * processors // sequences, tokens // SHORTEST) if sequences and tokens >= LEAST else 1
+    return count if count >= (6 if erase and not gradients else 4) else 1
 
 
 def run_parts(
     form, count: int, q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The result of ``form(q, k, v, coefficients, memory)``, computed in ``count`` parts or a few less."""
-    tokens, dtype = q.shape[2], memory.dtype
+    tokens = q.shape[2]
     length = -(-tokens // count)
     count = -(-tokens // length)
     q, k, v, e, w = (split(x, count, length, 0) for x in (q, k, v, coefficients.e, coefficients.w))
     f, z = (split(x, count, length, 1) for x in (coefficients.f, coefficients.z))
-    empty = memory.new_zeros(*q.shape[:2], *memory.shape[2:])
-    y, own = form(q, k, v, Coefficients(f, z, e, w), empty)
-    seen, transfer = seen_from_start(form, q, k, f, e, dtype)
-    value_decay = None if z is None else z.cumprod(2)
+    coefficients = Coefficients(f, z, e, w)
+    with torch.no_grad():
+        _, own = form(q, k, v, coefficients, memory.new_zeros(*q.shape[:2], *memory.shape[2:]))
+        seen, transfer = (q, key_decay(f)) if e is None else run_from_identity(form, q, k, f, e, memory.dtype)
+        transfer, value_decay = by_part(transfer, count), None if z is None else by_part(z.prod(2, keepdim=True), count)
+        starts, _ = chain(by_part(own, count), transfer, value_decay, memory)
+    starts = torch.cat([memory.unsqueeze(1), starts[:, 1:]], 1)  # no gradient but the first one's leaves the parts
+    y, ends = form(q, k, v, coefficients, starts.flatten(0, 1))
+    ends = by_part(ends, count)
+    if torch.is_grad_enabled():
+        y, ends = Adjoint.apply(y, ends, seen, f if e is None else None, z, transfer, value_decay)
+    return join(y, count, tokens), ends[:, -1]
 
-    starts, memory = chain(by_part(own, count), by_part(transfer, count), by_part(value_decay, count), memory)
-    correction = seen.to(dtype) @ starts.flatten(0, 1)
-    if value_decay is not None:
-        correction = correction * value_decay
-    return join((y.to(dtype) + correction).to(y.dtype), count, tokens), memory
+
+class Adjoint(torch.autograd.Function):
+    """y and the memories after the parts as they are. Backwards, the gradient of each of those memories is made of the gradients of
+    the later parts' outputs and of the last memory."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, ends: Tensor, seen: Tensor, f: Tensor | None, z: Tensor | None, transfer, value_decay):
+        ctx.save_for_backward(seen, f, z, transfer, value_decay)
+        return y.view_as(y), ends.view_as(ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor, dends: Tensor):
+        seen, f, z, transfer, value_decay = ctx.saved_tensors
+        dtype = dends.dtype
+        seen, read = seen.to(dtype), dy.to(dtype)
+        if f is not None:
+            seen = seen * per_channel(f).cumprod(2)
+        if z is not None:
+            read = read * z.cumprod(2)
+        own = by_part(seen.mT @ read, dends.shape[1]).flip(1)
+        if transfer is not None:
+            transfer = (transfer.mT if transfer.dim() == 5 else transfer).flip(1)
+        starts, _ = chain(own, transfer, None if value_decay is None else value_decay.flip(1), dends[:, -1])
+        return dy, starts.flip(1), *[None] * 5
 
 
-def seen_from_start(form, q: Tensor, k: Tensor, f: Tensor | None, e: Tensor | None, dtype) -> tuple[Tensor, Tensor | None]:
-    """The queries seen from the start of their part (N,H,L,K), and the part's transfer: a matrix (N,H,K,K) with erase, else the
-    key-side decay of all its tokens (N,H,1 or K), None for no decay."""
-    if e is not None:
-        identity = torch.eye(q.shape[-1], dtype=dtype, device=q.device).expand(*q.shape[:2], -1, -1)
-        return form(q, k, torch.zeros_like(q), Coefficients(f=f, e=e), identity)
-    if f is None:
-        return q, None
-    decay = (f if f.dim() == 4 else f.unsqueeze(-1)).cumprod(2)
-    return q.to(dtype) * decay, decay[:, :, -1]
+def per_channel(f: Tensor) -> Tensor:
+    """(B,H,T) or (B,H,T,K) -> (B,H,T,1 or K)."""
+    return f if f.dim() == 4 else f.unsqueeze(-1)
+
+
+def key_decay(f: Tensor | None) -> Tensor | None:
+    """The key-side decay of all tokens, (N,H,1 or K); None for none."""
+    return None if f is None else per_channel(f).prod(2)
+
+
+def run_from_identity(form, q: Tensor, k: Tensor, f: Tensor | None, e: Tensor, dtype) -> tuple[Tensor, Tensor]:
+    """The queries seen from the start of their part (N,H,L,K), and the part's transfer (N,H,K,K)."""
+    identity = torch.eye(q.shape[-1], dtype=dtype, device=q.device).expand(*q.shape[:2], -1, -1)
+    return form(q, k, torch.zeros_like(q), Coefficients(f=f, e=e), identity)
 
 
 def chain(own: Tensor, transfer: Tensor | None, value_decay: Tensor | None, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """The memories that S parts start from (B,S,H,K,V), and the memory after the last one."""
-    starts = []
-    for s in range(own.shape[1]):
-        starts.append(memory)
-        if transfer is not None:
-            memory = transfer[:, s] @ memory if transfer.dim() == 5 else transfer[:, s].unsqueeze(-1) * memory
-        if value_decay is not None:
-            memory = memory * value_decay[:, s, :, -1:]
-        memory = memory + own[:, s]
-    return torch.stack(starts, 1), memory
+    """The memories that S parts start from (B,S,H,K,V), and the memory after the last one.
+
+    A part changes the memory that it starts from by transfer (B,S,H,K,K) or (B,S,H,1 or K) and by value_decay (B,S,H,1,V), and adds
+    own (B,S,H,K,V). It takes log2(S) rounds; in the one of distance d, every part takes over what the d parts before it gathered.
+    """
+    matrices = transfer if transfer is not None and transfer.dim() == 5 else None
+    decays = [
+        x for x in (None if transfer is None or matrices is not None else transfer.unsqueeze(-1), value_decay) if x is not None
+    ]
+    memories = torch.cat([memory.unsqueeze(1), own], 1)
+    distance = 1
+    while distance < memories.shape[1]:
+        past = memories[:, :-distance]
+        if matrices is not None:
+            past = matrices[:, distance - 1 :] @ past
+            matrices = torch.cat([matrices[:, :distance], matrices[:, distance:] @ matrices[:, :-distance]], 1)
+        for i, decay in enumerate(decays):
+            past = past * decay[:, distance - 1 :]
+            decays[i] = torch.cat([decay[:, :distance], decay[:, distance:] * decay[:, :-distance]], 1)
+        memories = torch.cat([memories[:, :distance], memories[:, distance:] + past], 1)
+        distance *= 2
+    return memories[:, :-1], memories[:, -1]
 
 
 def split(x: Tensor | None, count: int, length: int, neutral: float) -> Tensor | None:

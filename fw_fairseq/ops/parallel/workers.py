@@ -12,7 +12,7 @@ from torch import Tensor, distributed
 from torch.autograd.function import once_differentiable
 
 from ...rules import Coefficients
-from .parts import chain, seen_from_start
+from .parts import chain, per_channel, run_from_identity
 
 
 class Gather(torch.autograd.Function):
@@ -39,6 +39,17 @@ def by_worker(group, *tensors: Tensor | None) -> list[Tensor | None]:
     gathered = Gather.apply(torch.cat([x.flatten() for x in present]), group)
     parts = iter(gathered.split([x.numel() for x in present], dim=1))
     return [None if x is None else next(parts).unflatten(1, x.shape).transpose(0, 1) for x in tensors]
+
+
+def seen_from_start(form, q: Tensor, k: Tensor, f: Tensor | None, e: Tensor | None, dtype) -> tuple[Tensor, Tensor | None]:
+    """The queries seen from the start of the part (B,H,L,K), and the part's transfer: a matrix (B,H,K,K) with erase, else the
+    key-side decay of all its tokens (B,H,1 or K), None for no decay."""
+    if e is not None:
+        return run_from_identity(form, q, k, f, e, dtype)
+    if f is None:
+        return q, None
+    decay = per_channel(f).cumprod(2)
+    return q.to(dtype) * decay, decay[:, :, -1]
 
 
 def run_across(group, form, q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor) -> tuple[Tensor, Tensor]:
