@@ -25,7 +25,7 @@ from .mutants import Mutant, mutants_of
 
 ROOT = Path(__file__).parents[2]
 IMPORTED = ("torch", "fairseq.trainer", "fairseq.tasks.translation", "fairseq.models.transformer_lm", "transformers", "hypothesis")
-TESTS = "ops layers models tasks patches tools data".split()  # noqa: SIM905
+TESTS = "ops layers models tasks patches tools".split()  # noqa: SIM905
 KERNEL_CODE = "cuda/", "fw_fairseq/ops/kernels/"  # all of its tests take too long for the search of lines
 KERNELS = "tests/kernels/test_cuda*.py"
 LEFT_OUT = "sanitizers", "_gpu", "launch"

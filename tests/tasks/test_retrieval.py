@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 import torch
-from support import programs
-from support.commands import ENVIRONMENT, ROOT, USER_DIR, fairseq
+from support.commands import USER_DIR, fairseq
 from support.draws import PLAIN
+from support.recipes import recipe
 from torch.nn import functional as F
 
 import fw_fairseq.models  # noqa: F401
@@ -121,26 +119,20 @@ def test_softmax_has_no_gates():
     model.load_state_dict(older)
 
 
-def recipe(name: str, out, *args, **environment):
-    variables = ENVIRONMENT | {"OUT": str(out), "BIN": programs.folder()} | environment
-    command = ["bash", str(ROOT / "recipes" / "synthetic" / name), *map(str, args)]
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
-
-
 def test_a_point_is_solved_and_not_run_again(tmp_path):
     arguments = ["capacity-3-delta-dpfp2"]
-    done = recipe("point.sh", tmp_path, *arguments)
+    done = recipe("synthetic/point.sh", tmp_path, *arguments, TOY="")
     assert done.returncode == 0, done.stderr
     name, loss = done.stdout.splitlines()[-1].split("=")
     assert name == "best_eval_loss" and 0 <= float(loss) < 0.001
     [log] = tmp_path.glob("*.log")
     assert "stopping training because current learning rate (0.0)" in log.read_text()
     before = log.stat().st_mtime_ns
-    assert recipe("point.sh", tmp_path, *arguments).stdout == done.stdout and log.stat().st_mtime_ns == before
+    assert recipe("synthetic/point.sh", tmp_path, *arguments, TOY="").stdout == done.stdout and log.stat().st_mtime_ns == before
 
 
 def test_a_sweep_goes_through_its_points(tmp_path):
-    done = recipe("sweep.sh", tmp_path, "capacity-2-softmax", "capacity-2-gated-dpfp2", JOBS="1")
+    done = recipe("synthetic/sweep.sh", tmp_path, "capacity-2-softmax", "capacity-2-gated-dpfp2", JOBS="1", TOY="")
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in (tmp_path / "capacity.txt").read_text().splitlines()]
     assert [row[:2] for row in rows] == [["gated:dpfp2", "2"], ["softmax", "2"]]
@@ -149,7 +141,7 @@ def test_a_sweep_goes_through_its_points(tmp_path):
 
 
 def test_a_sweep_keeps_what_it_has_when_a_point_fails(tmp_path):
-    done = recipe("sweep.sh", tmp_path, "capacity-2-hebb-elu", "capacity-2-softmax", JOBS="1")
+    done = recipe("synthetic/sweep.sh", tmp_path, "capacity-2-hebb-elu", "capacity-2-softmax", JOBS="1", TOY="")
     assert done.returncode != 0 and "capacity-2-hebb-elu failed" in done.stderr and "not all points have a result" in done.stderr
     assert done.stdout.split()[:2] == ["softmax", "2"]
 
@@ -174,11 +166,11 @@ def test_the_best_of_a_point_is_a_number_if_there_is_one(losses, best, tmp_path)
     train = tmp_path / "fairseq-train"
     train.write_text("#!/bin/sh\n" + "".join(f'echo \'{{"valid_loss": "{loss}"}}\'\n' for loss in losses.split()))
     train.chmod(0o755)
-    done = recipe("point.sh", tmp_path / "out", "capacity-3-dpfp1", BIN=str(tmp_path))
+    done = recipe("synthetic/point.sh", tmp_path / "out", "capacity-3-dpfp1", BIN=str(tmp_path), TOY="")
     assert (done.returncode, done.stdout) == (0, f"best_eval_loss={best}\n")
 
 
 def test_a_mistaken_point_says_why(tmp_path):
-    done = recipe("point.sh", tmp_path, "capacity-3-hebb-elu")
+    done = recipe("synthetic/point.sh", tmp_path, "capacity-3-hebb-elu", TOY="")
     assert done.returncode != 0 and "invalid choice: 'hebb'" in done.stderr
     assert not list(tmp_path.glob("*.log"))
