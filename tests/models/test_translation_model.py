@@ -480,3 +480,19 @@ def test_the_terraformer_has_no_cross_attention_and_two_attentions():
 def test_sparse_translation_models_that_cannot_work(options, message):
     with pytest.raises(ValueError, match=message):
         build("", **options)
+
+
+def test_a_layer_with_more_parts_returns_the_weights_of_its_cross_attention():
+    """As fairseq's layer does where nothing is differentiated: those of softmax attention to the words of the source."""
+    torch.manual_seed(3)
+    model, source, target = build("", ffn_sru=3), draw(6, 4), draw(5, 5)
+    read = {}
+    attention = model.decoder.layers[-1].encoder_attn
+    attention.register_forward_hook(lambda _, args, kwargs, found: read.update(weights=found[1]), with_kwargs=True)
+    with torch.no_grad():
+        [weights] = model(source, source.ne(1).sum(1), target)[1]["attn"]
+    assert weights.shape == (2, 5, 6)
+    assert_close(weights, read["weights"].double().mean(0), 1e-6)
+    assert (weights[1, :, source[1] == 1] == 0).all()
+    assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]), 1e-6)  # fp32
+    assert model(source, source.ne(1).sum(1), target)[1]["attn"] == [None] and read["weights"] is None

@@ -123,3 +123,25 @@ def test_a_run_that_has_ended_is_not_stopped_and_signals_are_given_back():
     suit_workers_to_cpus(lambda cfg, main: None, config, None)
     assert signal.getsignal(signal.SIGTERM) == handler and not stopping.received
     assert distributed.distributed_backend == "gloo"
+
+
+@pytest.mark.parametrize(
+    "no_save, no_last, kept",
+    [
+        (False, False, "with a checkpoint"),
+        (True, False, "without a checkpoint"),
+        (False, True, "without a checkpoint"),
+    ],
+)
+def test_it_says_whether_a_checkpoint_is_there(monkeypatch, caplog, no_save, no_last, kept):
+    saved = []
+    monkeypatch.setattr(stopping, "listen", lambda: None)
+    monkeypatch.setattr(stopping, "received", [signal.SIGUSR1])
+    monkeypatch.setattr(stopping.checkpoint_utils, "save_checkpoint", lambda *args: saved.append(args))
+    checkpoint = Namespace(no_save=no_save, no_last_checkpoints=no_last, write_checkpoints_asynchronously=False)
+    config = Namespace(optimization=Namespace(max_update=9), checkpoint=checkpoint)
+    trainer = Namespace(get_num_updates=lambda: 3, device=torch.device("cpu"))
+    with pytest.raises(SystemExit) as ended, caplog.at_level("INFO"):
+        stopping.save_and_exit_if_told(None, config, trainer, None, None, [], False)
+    assert ended.value.code == stopping.EXIT_CODE and len(saved) == 1
+    assert f"SIGUSR1 stopped the run after update 3, {kept}; exit code 75" in caplog.text

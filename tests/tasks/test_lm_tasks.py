@@ -155,6 +155,7 @@ def test_the_number_of_streams():
     assert rows() == 1 and rows(max_tokens=8) == 1 and rows(max_tokens=39) == 4 and rows(max_sentences=3) == 3
     assert rows(max_tokens=24, max_sentences=3) == 3 and rows(max_sentences=3, required_batch_size_multiple=8) == 3
     assert rows(max_sentences=6, required_batch_size_multiple=3) == 6
+    assert len(stateful(tokens_per_sample=1).get_batch_iterator(random_text(), max_tokens=3).dataset.rows) == 3
 
 
 def test_texts_cannot_end_within_softmax_layers():

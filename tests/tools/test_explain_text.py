@@ -11,12 +11,14 @@ import pytest
 import torch
 from fairseq.data import Dictionary
 from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
+from matplotlib import pyplot
 from support.checkpoints import logits, save, source
 
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers import Additive, Leap, LocalAttention, Sru, Srupp, TransformerXl
 from fw_fairseq.tools.explain import __main__ as explain
 from fw_fairseq.tools.explain.page import shaded
+from fw_fairseq.tools.explain.picture import Band, fill
 from fw_fairseq.tools.explain.text import read_text
 from fw_fairseq.tools.explain.weights import EXPECTED, Part, window_of
 
@@ -204,3 +206,15 @@ def test_windows_of_the_mixers():
             else:
                 assert what in ("memory", "write")
     assert window_of(Sru(16, 1, config), "memory", 30) == 0
+
+
+def test_the_picture_of_a_piece_of_text():
+    """Each cell lies around its word and its row; what lies before the window is hatched."""
+    axis = pyplot.figure().add_subplot()
+    image = fill(axis, Band("", ["a", "b", "c"], ["mean", "head 1"], [[0.0, 0.5, -1.0], [1.0, 0.0, 0.0]], [], [0, 2]), columns=5)
+    assert image.get_extent() == [-0.5, 2.5, 1.5, -0.5] and axis.get_xlim() == (-0.5, 4.5)
+    assert image.get_array().tolist() == [[0.0, 0.5, -1.0], [1.0, 0.0, 0.0]] and image.get_clim() == (-1, 1)
+    [hatched] = axis.patches
+    assert hatched.get_bbox().bounds == (-0.5, 0.5, 2.0, 1.0)
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["mean", "head 1"]
+    pyplot.close("all")

@@ -147,6 +147,7 @@ def test_names_beside_points_do_not_overlap(files):
 def test_the_surfaces_of_dpfp():
     """At each point one feature at most is above 0, the product of the coordinates' sizes (Schlag et al. 2021, figure 1)."""
     points, features = surfaces()
+    assert [tuple(points[y, x]) for y in (0, -1) for x in (0, -1)] == [(-1, -1), (1, -1), (-1, 1), (1, 1)]
     assert ((features > 0).sum(-1) <= 1).all() and features.shape[-1] == 4
     assert torch.equal(features.sum(-1), points.abs().prod(-1))
     corners = [features[y, x].argmax().item() for y in (0, -1) for x in (0, -1)]

@@ -7,7 +7,7 @@ import csv
 import pytest
 
 from fw_fairseq.tools.plot import __main__ as plots
-from fw_fairseq.tools.plot.tables import TABLES
+from fw_fairseq.tools.plot.tables import TABLES, collect
 
 TRAINED = (
     "... | INFO | fw_fairseq.models.fast_weight_lm | state size: 0.1311 million numbers for a sequence\n"
@@ -76,6 +76,16 @@ def test_each_row_fits_its_table(name):
     for row in table.rows:
         assert len(row.labels) == len(table.labels) and len(row.published) == len(table.columns)
     assert len({row.labels for row in table.rows}) == len({row.run for row in table.rows}) == len(table.rows)
+
+
+@pytest.mark.parametrize("column", range(2))
+@pytest.mark.parametrize("row", [0, -1])
+def test_one_cell_is_a_table(tmp_path, row, column):
+    """Whichever it is: the first row's, the last row's, of the first column, of the last."""
+    table = TABLES["mao3"]
+    write(tmp_path / list(table.columns.values())[column].format(table.rows[row].run, memory=""), EVALUATED.format("21.5"))
+    cells = [line[len(table.labels) :] for line in collect(table, tmp_path)[1:]]
+    assert cells[row][2 * column + 1] == "21.5" and sum(line.count("21.5") for line in cells) == 1
 
 
 def test_mistakes(tmp_path):
