@@ -17,18 +17,24 @@ MODULUS = 5
 
 @dataclass
 class StateTrackingConfig(DrawnTextConfig):
-    group: ChoiceEnum(["parity", "modular", "s5"]) = option(
-        "parity", "parity: 0 and 1; modular: addition modulo --modulus; s5: permutations of five things"
+    group: ChoiceEnum(["parity", "modular", "s3", "s5"]) = option(
+        "parity", "parity: 0 and 1; modular: addition modulo --modulus; s3, s5: permutations of three or five things"
     )
     modulus: int = option(MODULUS, "the number of numbers of --group modular", least=2)
     length: int = option(128, "elements of a sequence in training", least=1)
+    shortest_length: int = option(
+        0,
+        "elements of the shortest sequences in training; each batch draws how many its sequences have, uniform in the logarithm; 0:"
+        " all have --length",
+        least=0,
+    )
     evaluation_length: int = option(512, "elements of a sequence in validation; 0: as many as in training", least=0)
 
 
 def products(group: str, modulus: int) -> Tensor:
     """(G,G): the number of each product; element 0 changes nothing."""
-    if group == "s5":
-        elements = list(itertools.permutations(range(5)))
+    if group in ("s3", "s5"):
+        elements = list(itertools.permutations(range(int(group[1:]))))
         number = {element: i for i, element in enumerate(elements)}
         return torch.tensor([[number[tuple(a[i] for i in b)] for b in elements] for a in elements])
     numbers = torch.arange(2 if group == "parity" else modulus)
@@ -44,16 +50,26 @@ class StateTrackingTask(DrawnText):
     def __init__(self, cfg, **unused):
         if cfg.modulus != MODULUS and str(cfg.group) != "modular":
             raise Mistake(f"--modulus is {cfg.modulus}; that is for --group modular, leave it out")
+        if cfg.shortest_length > cfg.length:
+            raise Mistake(f"--shortest-length is {cfg.shortest_length}; it must be at most --length, {cfg.length}")
         self.table = products(str(cfg.group), cfg.modulus)
         super().__init__(cfg)
 
     def words(self) -> int:
         return len(self.table)
 
+    def training_length(self, generator: torch.Generator) -> int:
+        """The elements of a batch's sequences: uniform in their logarithm, because a model learns the products of two or three
+        elements first, and long sequences have few of those."""
+        longest, shortest = self.cfg.length, self.cfg.shortest_length or self.cfg.length
+        if shortest == longest:
+            return longest
+        return round(shortest * (longest / shortest) ** torch.rand((), generator=generator).item())
+
     def draw(self, split: str, generator: torch.Generator) -> dict:
         """Each token is a random element; its target is the product of all up to it."""
         cfg, count = self.cfg, self.count(split)
-        length = cfg.length if split == "train" else cfg.evaluation_length or cfg.length
+        length = self.training_length(generator) if split == "train" else cfg.evaluation_length or cfg.length
         source = torch.randint(len(self.table), (count, length), generator=generator)
         states = [source[:, 0]]
         for t in range(1, length):

@@ -59,15 +59,16 @@ def test_sums(group, modulus, size):
     assert torch.equal(target, source.cumsum(1) % size) and source.max() == size - 1
 
 
-def test_products_of_permutations():
-    """Element i is the i-th in the order of Python: applying one after the other to five things gives the state."""
-    elements = list(itertools.permutations(range(5)))
-    source, target, _ = batch(tracking(group="s5"))
+@pytest.mark.parametrize("group, things", [("s3", 3), ("s5", 5)])
+def test_products_of_permutations(group, things):
+    """Element i is the i-th in the order of Python: applying one after the other to the things gives the state."""
+    elements, unit = list(itertools.permutations(range(things))), torch.eye(things)
+    source, target, _ = batch(tracking(group=group))
     for tokens, states in zip(source.tolist(), target.tolist()):
-        product = torch.eye(5)
+        product = unit
         for token, state in zip(tokens, states):
-            product = product @ torch.eye(5)[list(elements[token])].T
-            assert torch.equal(product, torch.eye(5)[list(elements[state])].T)
+            product = product @ unit[list(elements[token])].T
+            assert torch.equal(product, unit[list(elements[state])].T)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,7 @@ def test_products_of_permutations():
         (mqar, {"evaluation_pairs": 11}, "^--evaluation-pairs is 11; with --symbols 20 there are 10 keys"),
         (mqar, {"batch_size": None}, "^mqar needs --batch-size, the sequences of a mini-batch$"),
         (tracking, {"modulus": 3}, "^--modulus is 3; that is for --group modular, leave it out$"),
+        (tracking, {"shortest_length": 10}, "^--shortest-length is 10; it must be at most --length, 9$"),
         (tracking, {"length": 0}, "^--length is 0; it must be at least 1$"),
     ],
 )
@@ -94,7 +96,7 @@ OPTIONS = {"batch_size": 2, "seed": 2, "updates_per_epoch": 3, "evaluation_seque
     "make, name, value",
     [(make, *given) for make in (mqar, tracking) for given in OPTIONS.items()]
     + [(mqar, "pairs", 6), (mqar, "evaluation_pairs", 4), (mqar, "symbols", 30)]
-    + [(tracking, "group", "s5"), (tracking, "length", 8), (tracking, "evaluation_length", 11)],
+    + [(tracking, "group", "s5"), (tracking, "length", 8), (tracking, "shortest_length", 2), (tracking, "evaluation_length", 11)],
 )
 def test_every_option_changes_the_batches(make, name, value):
     def drawn(task):
