@@ -88,6 +88,13 @@ class FastWeightConfig(FairseqDataclass):
     token_shift: bool = setting(
         "token_shift", "make queries, keys, values and gates each of a learnt mixture of a token and the one before it (RWKV)"
     )
+    token_shift_rank: int = setting(
+        "token_shift_rank",
+        "let the mixtures of --token-shift depend on the token by a map of this rank for each part (RWKV 6); 0: they do not",
+    )
+    rotary: bool = setting(
+        "rotary", "turn pairs of features of queries and keys by angles that grow with the position in the text (RetNet)"
+    )
     output_norm: bool = setting("output_norm", "divide what each head reads by its root mean square, times learnt weights")
     output_gate: bool = setting("output_gate", "multiply what is read by the SiLU of a projection of the layer's input")
     scale_reads: bool = setting(

@@ -42,6 +42,8 @@ class FastWeight(Projected):
         key_heads=Setting(0, least=0),
         short_conv=Setting(0, least=0),
         token_shift=Setting(False),
+        token_shift_rank=Setting(0, least=0),
+        rotary=Setting(False),
         output_norm=Setting(False),
         output_gate=Setting(False),
         scale_reads=Setting(False),
@@ -137,9 +139,10 @@ class FastWeight(Projected):
     def why_not_across_workers(self) -> str | None:
         if self.rule.coefficients is None:
             return f"--update-rule {self.rule_name} has steps of its own, which workers cannot take apart"
-        if self.conv is not None or self.shift is not None:
-            named = "--short-conv" if self.conv is not None else "--token-shift"
-            return f"{named} needs the tokens of the worker before it; leave it out"
+        parts = {"--short-conv": self.conv is not None, "--token-shift": self.shift is not None, "--rotary": self.rotary}
+        for named, present in parts.items():
+            if present:
+                return f"{named} needs the tokens of the worker before it; leave it out"
         return None
 
     def redraw(self, keep: bool = False) -> None:

@@ -77,6 +77,7 @@ def check_combination(config, phi: FeatureMap, heads: int = 1) -> None:
     check_norm_of(config, rule)
     check_start(config, rule)
     check_around(config, rule, heads)
+    check_rotary(config, rule, phi)
     divides_erase = config.attention_norm and str(config.attention_norm_of) == NORM_OF[0]
     if rule.erases and norm == "none" and not divides_erase and not phi.at_most_one:
         better = "sum" if phi.non_negative else "l2"
@@ -94,8 +95,23 @@ def check_around(config, rule: Rule, heads: int) -> None:
         raise Mistake(f"--negative-eigenvalues is for rules that erase; leave it out, or use one of: {able}")
     if key_heads and (key_heads > heads or heads % key_heads):
         raise Mistake(f"--key-heads is {key_heads}; it must divide the number of heads, {heads}")
+    if config.token_shift_rank and not config.token_shift:
+        raise Mistake(f"--token-shift-rank is {config.token_shift_rank}; that is for --token-shift: add it, or leave this out")
     if config.short_conv == 1:
         raise Mistake("--short-conv is 1; it must be 0, for none, or at least 2")
+
+
+def check_rotary(config, rule: Rule, phi: FeatureMap) -> None:
+    """Refuses rotary positions where nothing can be turned, or where only a part of it would be."""
+    if not config.rotary:
+        return
+    if rule.keyless or any(gate.of == "k" for gate in rule.gates.values()):
+        able = ", ".join(n for n, r in RULES.items() if not r.keyless and all(gate.of != "k" for gate in r.gates.values()))
+        raise Mistake(f"--rotary turns queries and keys, and nothing else that --update-rule {config.update_rule} has; use: {able}")
+    if config.attention_norm:
+        raise Mistake("--rotary gives --attention-norm divisors that may vanish; leave one of them out")
+    if phi.out_dim % 2:
+        raise Mistake(f"--rotary turns pairs of features, and keys have {phi.out_dim}; choose an even --feature-dim")
 
 
 def check_norm_of(config, rule: Rule) -> None:

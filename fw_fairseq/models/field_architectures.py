@@ -8,9 +8,18 @@ from __future__ import annotations
 
 from fairseq.models import register_model_architecture
 from fairseq.models.transformer_lm import base_lm_architecture
+from fairseq.utils import safe_getattr
 
+from ..config import SETTINGS
 from . import fast_weight_lm  # noqa: F401  registers the model of these architectures
 from .lm_architectures import choose_mixer, defaults
+
+
+def since(args, **options) -> dict:
+    """The options that an architecture has got since it was first published here; for a checkpoint of before, their defaults. Such
+    a checkpoint lacks them, but has a ``_name`` and the other options of its architecture, which a command line does not have."""
+    before = safe_getattr(args, "_name") is not None and safe_getattr(args, "bias_free") is not None
+    return {name: SETTINGS[name].default for name in options} if before else options
 
 
 def published(args, rule: str, layers: int, width: int, heads: int, ffn: int | None = None, **options) -> None:
@@ -29,8 +38,9 @@ def with_unit_keys(args, rule: str, layers: int = 24, width: int = 1024, heads: 
 
 @register_model_architecture("fast_weight_lm", "retnet_lm")
 def retnet_lm(args):
-    """RetNet at the size of 340M parameters in which Yang et al. 2023 compare it, without its rotary positions."""
-    published(args, "retnet", 24, 1024, 4, feature_norm="none", output_gate=True, scale_reads=True)
+    """RetNet at the size of 340M parameters in which Yang et al. 2023 compare it."""
+    parts = {"output_gate": True, "scale_reads": True} | since(args, rotary=True)
+    published(args, "retnet", 24, 1024, 4, feature_norm="none", **parts)
 
 
 @register_model_architecture("fast_weight_lm", "gla_lm")
@@ -55,8 +65,9 @@ def hgrn2_lm(args):
 
 @register_model_architecture("fast_weight_lm", "rwkv6_lm")
 def rwkv6_lm(args):
-    """RWKV 6 in the shape of rwkv7_lm. The mixtures of its token shift are learnt, but do not depend on the token."""
-    published(args, "rwkv6", 12, 768, 12, feature_norm="none", token_shift=True, output_gate=True)
+    """RWKV 6 in the shape of rwkv7_lm; the mixtures of its token shift have rank 32."""
+    parts = {"token_shift": True, "output_gate": True} | since(args, token_shift_rank=32)
+    published(args, "rwkv6", 12, 768, 12, feature_norm="none", **parts)
 
 
 @register_model_architecture("fast_weight_lm", "rwkv7_lm")

@@ -61,8 +61,9 @@ class FastWeightState(NamedTuple):
     memory: Tensor | Factors  # (B,H,K,V), fp32 (float64 for float64 inputs); Factors where decoding asked for them
     normaliser: Tensor | None = None  # (B,H,K): n_t of attention normalisation
     log_scale: Tensor | None = None  # (B,H): memory and normaliser are kept divided by exp(log_scale)
-    recent: Tensor | None = None  # (B,S,X): the last inputs of a layer's short convolution. The operation leaves it and the next
+    recent: Tensor | None = None  # (B,S,X): the last inputs of a layer's short convolution. The operation leaves it and those below
     previous: Tensor | None = None  # (B,1,C): the last token, of a layer that mixes each token with the one before it
+    position: Tensor | None = None  # (B,1), long: the tokens of the text so far, of a layer with rotary positions
 
 
 def empty_state(

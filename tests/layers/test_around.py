@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -9,12 +10,14 @@ import torch
 from torch.nn import functional as F
 
 from fw_fairseq.mixers import FastWeight
-from fw_fairseq.mixers.around.convolution import ShortConvolution, TokenShift
+from fw_fairseq.mixers.around.convolution import DependentShift, ShortConvolution, TokenShift
 from fw_fairseq.mixers.around.output import HeadNorm
+from fw_fairseq.mixers.around.rotation import rotated
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 T, B, C, HEADS = 30, 3, 12, 4
 AROUND = {"short_conv": 4, "token_shift": True, "output_norm": True, "output_gate": True, "key_heads": 2}
+ROTARY = {"rotary": True, "feature_dim": 4}  # pairs of features
 
 
 def masks() -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,6 +73,76 @@ def test_the_shift_of_each_text():
     torch.testing.assert_close(previous[row, 0], own[-1])
 
 
+def test_the_shift_that_depends_on_the_token():
+    """Token by token, from the formulas and starts of RWKV 6."""
+    shift = DependentShift({"q": 3, "u": 0, "v": 5, "f": 2, "output": 4}, C, 1, 4, 2).double()
+    channels, kept = torch.arange(C) / C, 0.75
+    torch.testing.assert_close(shift.both.float(), 1 - channels**kept)
+    starts = [1 - channels ** (kept / 2), 1 - channels**kept - 0.1, 1 - channels**kept, 1 - channels ** (kept / 2)]
+    torch.testing.assert_close(shift.weight.float(), torch.stack(starts))
+    assert shift.down.abs().max() == 0 < shift.up.abs().max() <= 0.01
+    torch.nn.init.normal_(shift.down)
+    torch.nn.init.normal_(shift.up)
+    weight, x = torch.randn(14, C, dtype=torch.float64), torch.randn(T, B, C, dtype=torch.float64)
+    padding, resets = masks()
+    added, previous = shift(x, weight, None, padding, resets)
+    for row, text in texts(padding, resets):
+        before = torch.zeros(C, dtype=torch.float64)
+        for t in text:
+            now, want = x[t, row], []
+            change = before - now
+            both = now + shift.both * change
+            for i, rows in enumerate((slice(0, 3), slice(3, 8), slice(8, 10), slice(10, 14))):
+                low = torch.tanh(shift.down[2 * i : 2 * i + 2] @ both)
+                mixed = now + change * (shift.weight[i] + shift.up[i].T @ low)
+                want.append(weight[rows] @ mixed - weight[rows] @ now)
+            torch.testing.assert_close(added[t, row], torch.cat(want))
+            before = now
+    torch.testing.assert_close(previous[row, 0], before)
+
+
+@pytest.mark.parametrize("rule, writes", [("retnet", 1), ("delta_product", 2)])
+@torch.no_grad()
+def test_rotary_positions(rule, writes):
+    """Features as complex numbers, which a token at place p turns by exp(i p 10000^(-j / 2)); each text begins at 0."""
+    steps = {"product_steps": writes} if writes > 1 else {}
+    mixer, x, given = build(rule, heads=1, **ROTARY, **steps), torch.randn(T, B, C, dtype=torch.float64), masks()
+    y, state = mixer(x, None, *given)
+    lengths = {}  # of the last text of each row
+    for row, text in texts(*given):
+        operands = build_like(mixer).operands(x[text][:, [row]])
+        q, k, v = (part[0, 0] for part in operands[:3])
+        turn = torch.polar(torch.ones(len(text), 2).double(), torch.arange(len(text))[:, None] * torch.tensor([1.0, 0.01]).double())
+        q, k = (torch.complex(part[:, :2], part[:, 2:]) for part in (q, k))
+        memory = torch.zeros(2, C, dtype=torch.complex128)
+        for t, place in enumerate(text):
+            if rule == "retnet":
+                memory = (1 - 2.0**-5) * memory
+            for i in range(writes):
+                key, value = k[writes * t + i] * turn[t], v[writes * t + i]
+                if rule == "delta_product":
+                    value = operands.gates["beta"][0, 0, writes * t + i] * (value - (key.conj() @ memory).real)
+                memory = memory + key[:, None] * value
+            read = ((q[t] * turn[t]).conj() @ memory).real
+            torch.testing.assert_close(y[place, row], mixer.out_proj(read))
+        lengths[row] = len(text)
+    assert state.position[:, 0].tolist() == [*lengths.values()]
+
+
+def build_like(mixer: FastWeight) -> FastWeight:
+    """A copy that turns nothing."""
+    plain = copy.deepcopy(mixer)
+    plain.rotary = False
+    return plain
+
+
+def test_positions_of_long_streams_are_exact():
+    q, k = torch.randn(2, 1, 1, 1, 8)
+    far = 10**10 + 7
+    near, away = ((rotated(q, place) * rotated(k, place - 3)).sum() for place in (torch.tensor([[3]]), torch.tensor([[far]])))
+    torch.testing.assert_close(near, away, atol=1e-5, rtol=0)
+
+
 def test_norm_gate_and_shared_keys():
     mixer, x = build("sum", output_norm=True, output_gate=True, key_heads=2), torch.randn(T, 1, C, dtype=torch.float64)
     torch.nn.init.normal_(mixer.norm.weight)
@@ -84,11 +157,15 @@ def test_norm_gate_and_shared_keys():
     torch.testing.assert_close(mixer(x)[0][:, 0], want)
 
 
-@pytest.mark.parametrize("rule", ["sum", "fwm", "hgrn2", "rwkv6", "rwkv7", "gdn2", "delta_product"])
+@pytest.mark.parametrize(
+    "rule, more",
+    [(rule, {}) for rule in ("sum", "fwm", "hgrn2", "rwkv7", "gdn2")]
+    + [("rwkv6", {"token_shift_rank": 2}), ("retnet", ROTARY), ("delta_product", ROTARY)],
+)
 @torch.no_grad()
-def test_in_pieces_as_at_once(rule):
+def test_in_pieces_as_at_once(rule, more):
     """With every part, padding and texts that begin anywhere; a padded row as without its padding."""
-    mixer, x, given = build(rule, **AROUND), torch.randn(T, B, C, dtype=torch.float64), masks()
+    mixer, x, given = build(rule, **AROUND, **more), torch.randn(T, B, C, dtype=torch.float64), masks()
     seen = ~given[0].mT
     want, last = mixer(x, None, *given)
     for cuts in ([13, 17], [1] * T):
@@ -203,17 +280,33 @@ def test_negative_eigenvalues_double_what_erases():
         ({"key_heads": 3}, "^--key-heads is 3; it must divide the number of heads, 4$"),
         ({"key_heads": 8}, "^--key-heads is 8; it must divide the number of heads, 4$"),
         ({"short_conv": 1}, "^--short-conv is 1; it must be 0, for none, or at least 2$"),
+        ({"token_shift_rank": 2}, "^--token-shift-rank is 2; that is for --token-shift: add it, or leave this out$"),
+        ({"rotary": True}, "^--rotary turns pairs of features, and keys have 3; choose an even --feature-dim$"),
+        (
+            ROTARY | {"update_rule": "rwkv7"},
+            "^--rotary turns queries and keys, and nothing else that --update-rule rwkv7 has; use: ",
+        ),
+        (
+            ROTARY | {"update_rule": "hgrn2"},
+            "^--rotary turns queries and keys, and nothing else that --update-rule hgrn2 has; use: ",
+        ),
+        (
+            ROTARY | {"attention_norm": True, "feature_map": "elu", "feature_norm": "sum"},
+            "^--rotary gives --attention-norm divisors that may vanish; leave one of them out$",
+        ),
     ],
 )
 def test_refused(options, message):
+    plain = {"update_rule": "sum", "feature_map": "identity", "feature_norm": "l2"}
     with pytest.raises(ValueError, match=message):
-        build("sum", **options)
+        FastWeight(C, HEADS, **plain | options)
 
 
 def test_several_workers_are_refused_where_tokens_before_are_needed():
     assert build("sum").why_not_across_workers() is build("rwkv7", output_norm=True).why_not_across_workers() is None
     assert build("sum", short_conv=4).why_not_across_workers().startswith("--short-conv needs the tokens of the worker before")
     assert build("sum", token_shift=True).why_not_across_workers().startswith("--token-shift needs the tokens of the worker")
+    assert build("sum", **ROTARY).why_not_across_workers().startswith("--rotary needs the tokens of the worker")
 
 
 def test_a_norm_of_16_bits_is_computed_in_more():

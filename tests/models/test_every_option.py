@@ -53,6 +53,7 @@ NEEDS = {  # beside the mixer
     "plain_adaptive_softmax": {"adaptive_softmax_cutoff": "10,20"},
     "attention_norm_of": {"attention_norm": True},
     "product_steps": {"update_rule": "delta_product"},
+    "token_shift_rank": {"token_shift": True},
     "sru_projection_norm": {"sru_projection": 4},
     "sru_projection_dropout": {"sru_projection": 4},
     "srupp_heads": {"srupp_width": 4},

@@ -32,6 +32,7 @@ def combinations():
             yield {"update_rule": rule, "attention_norm": True, "attention_norm_of": "read"}
     yield {"update_rule": "gated_delta", "scale_reads": True, "bias_free": True, "feature_norm": "l2"}
     around = {"short_conv": 4, "token_shift": True, "output_norm": True, "output_gate": True, "key_heads": 2}
+    around |= {"token_shift_rank": 2, "rotary": True}
     yield {"update_rule": "kda", "feature_norm": "l2", "negative_eigenvalues": True} | around
     yield from ({"mixer": name} for name in MIXERS if name != "fast_weight")
 

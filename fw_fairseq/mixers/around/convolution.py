@@ -8,6 +8,8 @@ from torch.nn import functional as F
 
 SHIFT_POWERS = {"q": 0.2, "k": 0.7, "v": 0.7, "output": 0.2}  # of RWKV 7; gates have the next
 GATE_POWER = 0.9
+DEPENDENT_POWERS = {"q": 0.5, "output": 0.5}  # of RWKV 6; all others have 1
+LEAST_OF_VALUES = 0.3  # in RWKV 6, less of the token before goes into the values of higher layers
 
 
 class Past:
@@ -87,6 +89,30 @@ class TokenShift(nn.Module):
         """Maps x (T,B,C) and the weights of the projection (rows,C) to what the rows' own mixtures add, (T,B,rows), and the last
         token."""
         past = Past(x, previous, 1, *masks)
-        change = past.in_place(past.earlier(1)) - x
+        return self.added(x, past.in_place(past.earlier(1)) - x, projection), past.recent()
+
+    def added(self, x: Tensor, change: Tensor, projection: Tensor) -> Tensor:
+        """What the mixtures add, for the change from x (T,B,C) to the token before it."""
         shares = self.weight.repeat_interleave(torch.tensor(self.sizes, device=x.device), dim=0, output_size=len(projection))
-        return F.linear(change, projection * shares), past.recent()
+        return F.linear(change, projection * shares)
+
+
+class DependentShift(TokenShift):
+    """A ``TokenShift`` whose mixtures depend on the token (RWKV 6): mu_i + A_i tanh(B_i (x_t + nu * (x_{t-1} - x_t))) for part i,
+    with A_i (C,rank) and B_i (rank,C). B starts at 0."""
+
+    def __init__(self, sizes: dict[str, int], width: int, layer: int, layers: int, rank: int):
+        super().__init__(sizes, width, layer, layers)
+        names = [name for name, size in sizes.items() if size]
+        rest, parts = (torch.arange(width) / width) ** (1 - layer / layers), len(names)
+        starts = torch.stack([1 - rest ** DEPENDENT_POWERS.get(name, 1.0) for name in names])
+        starts[names.index("v")] -= LEAST_OF_VALUES * layer / max(layers - 1, 1)
+        self.weight = nn.Parameter(starts)
+        self.both = nn.Parameter(1 - rest)
+        self.down = nn.Parameter(torch.zeros(parts * rank, width))
+        self.up = nn.Parameter(torch.empty(parts, rank, width).uniform_(-0.01, 0.01))
+
+    def added(self, x: Tensor, change: Tensor, projection: Tensor) -> Tensor:
+        low = torch.tanh(F.linear(torch.addcmul(x, change, self.both), self.down)).unflatten(-1, self.up.shape[:2])
+        rows = projection.split(self.sizes)
+        return torch.cat([F.linear(change * (mu + low[..., i, :] @ self.up[i]), rows[i]) for i, mu in enumerate(self.weight)], -1)

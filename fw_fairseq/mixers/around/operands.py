@@ -16,8 +16,9 @@ from ...rules import RULES, Rule
 from ...rules.starts import Place
 from ..base import Mixer, rows, split_heads
 from ..features import build_feature_map, check_combination, initial_bias, normalised_features, row_map_of, with_room
-from .convolution import ShortConvolution, TokenShift
+from .convolution import DependentShift, ShortConvolution, TokenShift
 from .gates import GateMaker
+from .rotation import positions, rotated
 
 ROW_UNIT = 8  # columns: 16 bytes of the smallest type
 
@@ -47,7 +48,8 @@ class Projected(Mixer):
         self.attention_norm, self.key_heads = config.attention_norm, config.key_heads or heads
         self.feature_map = build_feature_map(config, self.head_dim, self.key_heads)
         check_combination(config, self.feature_map, heads)
-        self.row_map = None if self.rule.keyless else row_map_of(self.feature_map, self.feature_norm)
+        self.rotary = config.rotary
+        self.row_map = None if self.rule.keyless or self.rotary else row_map_of(self.feature_map, self.feature_norm)
         self.writes = config.product_steps if self.rule.several else 1
         self.sign = 2.0 if config.negative_eigenvalues else 1.0  # what gates that erase are multiplied by
         self.write_strength_init = config.write_strength_init
@@ -61,13 +63,16 @@ class Projected(Mixer):
         if config.output_gate:
             self.sizes["output"] = embed_dim
         self.in_proj = nn.Linear(embed_dim, sum(self.sizes.values()), bias=not config.bias_free)
-        self.shift = TokenShift(self.sizes, embed_dim, layer, layers) if config.token_shift else None
+        self.shift = None
+        if config.token_shift:
+            place, rank = (self.sizes, embed_dim, layer, layers), config.token_shift_rank
+            self.shift = DependentShift(*place, rank) if rank else TokenShift(*place)
         self.conv = ShortConvolution(sum([*self.sizes.values()][:3]), config.short_conv) if config.short_conv else None
 
     @property
     def plain(self) -> bool:
         """Whether queries, keys, values and gates are rows of ``in_proj`` and nothing is around the recurrence."""
-        own = self.shift is not None or self.conv is not None or self.makers or "output" in self.sizes
+        own = self.shift is not None or self.conv is not None or self.makers or "output" in self.sizes or self.rotary
         return self.rule.simple and not own and self.writes == 1 and self.sign == 1 and self.key_heads == self.num_heads
 
     @property
@@ -105,6 +110,9 @@ class Projected(Mixer):
         qk, v = qkv.split([q_size + k_size, v_size], dim=-1)
         q, k, key_log_scale = self.queries_and_keys(qk)
         gates = self.all_gates(x, k, others)
+        if self.rotary:
+            place, kept["position"] = positions(None if state is None else state.position, x, *masks)
+            q, k = rotated(q, place), rotated(k, place.repeat_interleave(self.writes, dim=1))
         output = others[len(gates)] if "output" in self.sizes else None
         return Operands(q, k, self.by_head(self.in_turn(v)), gates, key_log_scale, output, kept)
 
