@@ -16,23 +16,7 @@
 // Memory bandwidth bounds the speed: q, k, v are read once and y is written once. Saved for the backward: the memory every FW_PART
 // tokens. A gate of 0 is taken as it is.
 #define FW_NO_GATE 0.f
-#include "delta_memory.cuh"
-
-// A warp's 16 columns of a tile of inputs, ROWS rows, to x.
-template <int ROWS>
-__device__ __forceinline__ void store_columns(const In* tile, const View& x, int b, int h, int t0, int T, int c0, int columns) {
-    constexpr int N = FW_ALIGNED ? 16 / sizeof(In) : 1, PER_ROW = 16 / N, STEP = 32 / PER_ROW;
-    const int row = (threadIdx.x & 31) / PER_ROW, column = threadIdx.x % PER_ROW * N, left = T - t0 - row;
-    if (c0 + column >= columns) return;
-    const In* from = tile + row * INPUT_ROW + column;
-    In* to = at<In>(x, b, h, t0 + row) + c0 + column;
-#pragma unroll(FW_ALIGNED ? ROWS / STEP : 1)
-    for (int i = 0; i < ROWS; i += STEP, to += STEP * x.t) {
-        if (i >= left) break;
-        if constexpr (FW_ALIGNED) *(uint4*)to = *(const uint4*)(from + i * INPUT_ROW);
-        else *to = from[i * INPUT_ROW];
-    }
-}
+#include "delta.cuh"
 
 struct __align__(16) Stage {
     Row q[FW_SPAN * ROW], k[FW_SPAN * ROW];
@@ -81,13 +65,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_forward(const Par
 #endif
         compare_all(s.g, q, k, shared.scores, nullptr, shared.inverse);
         __syncthreads();
-        invert_all(s.g, shared.inverse, shared.inverse);
+        invert_all(s.g.e, shared.inverse, shared.inverse);
         __syncthreads();
         for (int c = 0; c < CHUNKS && t0 + c * C < p.T; c++) {
             const int t = c * C;
             if (p.borders && (t0 + t) % FW_PART == 0) save_border(w, border(p, at, (t0 + t) / FW_PART));
-            const Chunk chunk = {q + t * KEY_ROW, k + t * KEY_ROW, s.v + t * INPUT_ROW, shared.scores[c],
-                                 shared.inverse[c], s.g.w + t, s.g.start + t, (FW_F ? s.g.erasing : s.g.e) + t, s.g.end + t};
+            const Op* keys = k + t * KEY_ROW;
+            const Chunk chunk = {q + t * KEY_ROW, keys, keys, s.v + t * INPUT_ROW, shared.scores[c], shared.inverse[c],
+                                 s.g.w + t, s.g.start + t, (FW_F ? s.g.erasing : s.g.e) + t, s.g.end + t};
             float u[2][4], y[2][4];
             recall<true>(at, chunk, w, u, y, shared.sums, turn);
             if (at.has_first_rows()) {  // y takes the place of v

@@ -1,29 +1,8 @@
-// The code that the forward and the backward of delta.cu share: parameters, tiles, and what a chunk needs from q, k and the gates
-// alone.
-//
-// Macros: FW_IN type of q, k, v, y; FW_K, FW_V padded widths of a block's memory, multiples of 16; FW_F, FW_W 1 where there is a
-// decay f, a write strength w; FW_PRECISION of the products; FW_KSPLIT warps share the rows of one column of the memory;
-// FW_SPAN tokens are in shared memory at a time, FW_PART between two saved memories; FW_ALIGNED rows start at 16 bytes;
-// FW_PARTIAL there are several tiles of V, each with its share of the sums over V; FW_SHARED bytes of shared memory; those of
-// row_map.cuh where q and k are rows to map.
+// The gates of the rules delta and gated_delta, at most one decay per token, and what a chunk needs from q, k and the gates alone.
 #pragma once
-#include "pairs.cuh"
+#include "erase.cuh"
 
-constexpr int C = 16;  // tokens of a chunk
-constexpr int CHUNKS = FW_SPAN / C;
-constexpr int VALUE_WARPS = FW_V / 16;
-constexpr int WARPS = VALUE_WARPS * FW_KSPLIT;
-constexpr int THREADS = WARPS * 32;
-constexpr int WARP_ROWS = FW_K / FW_KSPLIT;  // rows of the memory that a warp holds
-constexpr int TILES = WARP_ROWS / 8;         // its accumulators
-constexpr int INVERTERS = (CHUNKS + 1) / 2;  // warps that have work in invert_all
 constexpr float SMALLEST = FW_NO_GATE;  // a smaller f counts as this: 0 in the forward, where nothing divides by it
-#include "rows.cuh"
-
-constexpr int SOLVE = P == BF16 ? TF32 : EXACT;  // products with the inverse: bf16 there is what breaks
-constexpr int INPUT_ROW = tile_stride<In>(FW_V);
-constexpr int PAIR_ROW = tile_stride<Op>(C);  // of (C,C) operands
-constexpr int SOLVE_ROW = tile_stride<float>(C);
 
 // The gates of a span and their products. D_ts is the product of the gates after s up to t, 1 for t = s, 0 for t < s.
 struct Gates {
@@ -32,13 +11,6 @@ struct Gates {
     float erasing[FW_SPAN];  // e start
     float end[FW_SPAN];      // what is left at the chunk's end of what t wrote
 };
-
-// f(i) for i from first in steps of STEP below END; where that is one turn for every first, no loop is left.
-template <int STEP, int END, class F>
-__device__ __forceinline__ void each_turn(int first, F f) {
-    if constexpr (STEP == END) f(first);
-    else for (int i = first; i < END; i += STEP) f(i);
-}
 
 // Complete after cp_async_wait. Beyond T nothing is erased or written, and f is 1.
 __device__ __forceinline__ void load_gates(Gates& g, const Params& p, int b, int h, int t0) {
@@ -112,55 +84,22 @@ __device__ __forceinline__ void compare_all(Gates& g, const Op* q, const Op* k, 
     });
 }
 
-// Behind a barrier: inverse = (I + e erase)^-1 of all chunks, by forward substitution, which keeps its digits whatever the keys; a
-// product of powers of the strict triangle would lose 4 of them where keys repeat. A warp takes two chunks, a lane one column. erase
-// and inverse may be the same memory.
-__device__ __forceinline__ void invert_all(const Gates& g, const float (*erases)[C * SOLVE_ROW], float (*inverses)[C * SOLVE_ROW]) {
-    const int lane = threadIdx.x & 31, column = lane & 15;
-    for (int first = (threadIdx.x >> 5) * 2; first < CHUNKS; first += 2 * WARPS) {
-        const int c = min(first + (lane >> 4), CHUNKS - 1);
-        const float *erase = erases[c], *e = g.e + c * C;
-        float x[C] = {};  // row by row the sum over the rows above, then the solution
+__device__ __forceinline__ float scale_of(const float* gate) { return FW_F ? *gate : 1.f; }
+
+// What a chunk leaves of a memory or its adjoint.
+__device__ __forceinline__ void multiply_all(float (&x)[TILES][4], float total) {
 #pragma unroll
-        for (int s = 0; s < C; s += 4) {
+    for (int n = 0; n < TILES; n++) {
 #pragma unroll
-            for (int t = s; t < C; t++) {
-                const float4 row = *(const float4*)(erase + t * SOLVE_ROW + s);
-                if (t > s) x[t] = fmaf(row.x, x[s], x[t]);
-                if (t > s + 1) x[t] = fmaf(row.y, x[s + 1], x[t]);
-                if (t > s + 2) x[t] = fmaf(row.z, x[s + 2], x[t]);
-                if (t > s + 3) x[t] = fmaf(row.w, x[s + 3], x[t]);
-                if (t < s + 4) x[t] = (t == column ? 1.f : 0.f) - e[t] * x[t];
-            }
-        }
-        __syncwarp();
-        if (first + (lane >> 4) < CHUNKS) {
-            float* inverse = inverses[c] + column;
-#pragma unroll
-            for (int t = 0; t < C; t++) inverse[t * SOLVE_ROW] = SOLVE == TF32 ? __uint_as_float(to_tf32(x[t])) : x[t];
-        }
+        for (int i = 0; FW_F && i < 4; i++) x[n][i] *= total;
     }
 }
 
-// Sums x over the FW_KSPLIT warps that hold slices of the same columns; every one of them gets the sum. All threads take part;
-// `turn` alternates, so that one barrier is enough.
-template <int N>
-__device__ __forceinline__ void sum_split(float (&x)[N][4], float4* shared, int& turn) {
-#if FW_KSPLIT > 1
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    float4* all = shared + turn * WARPS * N * 32;
-    turn ^= 1;
-#pragma unroll
-    for (int n = 0; n < N; n++) all[(warp * N + n) * 32 + lane] = make_float4(x[n][0], x[n][1], x[n][2], x[n][3]);
-    __syncthreads();
-#pragma unroll
-    for (int n = 0; n < N; n++) {
-        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-        for (int split = 0; split < FW_KSPLIT; split++) {
-            const float4 one = all[((split * VALUE_WARPS + warp % VALUE_WARPS) * N + n) * 32 + lane];
-            sum.x += one.x, sum.y += one.y, sum.z += one.z, sum.w += one.w;
-        }
-        x[n][0] = sum.x, x[n][1] = sum.y, x[n][2] = sum.z, x[n][3] = sum.w;
+__device__ __forceinline__ void advance(const Place& at, const Chunk& c, float (&w)[TILES][4], float (&u)[2][4]) {
+    if (FW_F) {
+        const Four end = four_of(c.end);
+        each_token(at, u, [&](int i, int, int, float& x) { x *= end.x[(i >> 2) * 2 + (i & 1)]; });
+        multiply_all(w, c.start[C - 1]);
     }
-#endif
+    write(at, w, left_of<P>(u[0], u[1]), c.k);
 }

@@ -122,7 +122,7 @@ __device__ __forceinline__ void prepare(const Part& part, int tokens) {
 #endif
     compare_all(part.in.g, part.q, part.k, s.scores, FW_F ? s.pairs : nullptr, s.erase);
     __syncthreads();
-    invert_all(part.in.g, s.erase, s.inverse);
+    invert_all(part.in.g.e, s.erase, s.inverse);
     __syncthreads();
 }
 
@@ -164,7 +164,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_backward(const Pa
         if (!ROOMY && more) prefetch_part(p, s.first, at, t0 - FW_PART);
         run_forward(part, p, at, t0, turn);
         for (int first = CHUNKS - GROUP; first >= 0; first -= GROUP) {
-            for (int c = first + GROUP - 1; c >= first; c--) value_side(part, at, c, dw, turn);
+            for (int c = first + GROUP - 1; c >= first; c--) {
+                const float total = scale_of(part.in.g.start + c * C + C - 1);
+                value_side(part, at, c, dw, turn, [&](float (&x)[TILES][4]) { multiply_all(x, total); });
+            }
             __syncthreads();
             each_turn<WARPS, 2 * GROUP>(at.warp, [&](int job) {
                 if (job % 2 == 0) score_gradient(part, first + job / 2);
@@ -179,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_backward(const Pa
             if (more) compare_all(next.in.g, next.q, next.k, s.scores, FW_F ? s.pairs : nullptr, s.erase);
             __syncthreads();
             if (at.warp >= INVERTERS) store_part<WARPS - INVERTERS>(part, p, at, t0, at.warp - INVERTERS);
-            else if (more) invert_all(next.in.g, s.erase, s.inverse);
+            else if (more) invert_all(next.in.g.e, s.erase, s.inverse);
             __syncthreads();
         } else {
             store_part<WARPS>(part, p, at, t0, at.warp);

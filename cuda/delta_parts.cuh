@@ -1,7 +1,7 @@
 // What a block of delta_backward.cu has in shared memory, and where in device memory it comes from and goes to.
 #pragma once
 #define FW_NO_GATE 1e-30f  // a smaller gate counts as this here, where its gradient is divided by it
-#include "delta_memory.cuh"
+#include "delta.cuh"
 
 static_assert(FW_SPAN == FW_PART, "a part at a time");
 
@@ -84,7 +84,8 @@ struct Part {
     __device__ __forceinline__ Chunk chunk(int c) const {
         const int t = c * C;
         const Gates& g = in.g;
-        return {q + t * KEY_ROW, k + t * KEY_ROW, in.v + t * INPUT_ROW,           s.scores[c], s.inverse[c],
-                g.w + t,         g.start + t,     (FW_F ? g.erasing : g.e) + t, g.end + t};
+        const Op* keys = k + t * KEY_ROW;
+        return {q + t * KEY_ROW, keys,  keys,        in.v + t * INPUT_ROW,        s.scores[c], s.inverse[c],
+                g.w + t,         g.start + t, (FW_F ? g.erasing : g.e) + t, g.end + t};
     }
 };

@@ -1,7 +1,7 @@
 // One token of the recurrence, for decoding: the memory is read once and written once, in place if memory_out is memory.
 //
 //     D   = (f z^T) * W                         what is left of the memory
-//     u   = w v - e D^T k                       what is written
+//     u   = w v - e D^T k                       what is written; with a key e to read with, w v - D^T e
 //     W'  = D + k u^T
 //     y   = W'^T q = D^T q + (k . q) u          so that one pass over D gives the erase and the output
 //
@@ -12,7 +12,8 @@
 //
 // A block has one head's memory and 32 of its columns, one per lane; a warp has FW_ROWS consecutive rows, held in registers between
 // the read and the write. Macros: FW_IN (type of q, k, v, y), FW_F (decay of the key side: 0 none, 1 per token, 2 per key), FW_Z
-// (decay of the value side: 0, 1), FW_E, FW_W (erase and write strength: 0, 1), FW_SUMS (0, 1), FW_ROWS (at most 32); those of
+// (decay of the value side: 0, 1), FW_E (erase: 0 none, 1 a strength per token, 2 a key), FW_W (write strength: 0, 1), FW_SUMS (0, 1),
+// FW_ROWS (at most 32); those of
 // row_map.cuh where q and k are rows to map.
 #include "row_map.cuh"
 #include "views.cuh"
@@ -54,6 +55,11 @@ extern "C" __global__ void __launch_bounds__(COLUMNS * MAX_WARPS) step(const Par
 #elif FW_F == 1
     const float f = *at<const float>(p.f, b, h);
 #endif
+#if FW_E == 2
+    const float erasing = own ? at<const float>(p.e, b, h)[row + lane] : 0.f;
+#else
+    const float erasing = k;
+#endif
 #if FW_Z
     const float z = inside ? at<const float>(p.z, b, h)[column] : 0.f;
 #endif
@@ -94,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(COLUMNS * MAX_WARPS) step(const Par
 #if FW_Z
         left[i] *= z;
 #endif
-        recalls += __shfl_sync(~0u, k, i) * left[i];
+        recalls += __shfl_sync(~0u, erasing, i) * left[i];
         reads += __shfl_sync(~0u, q, i) * left[i];
     }
     float both = q * k;
@@ -114,7 +120,9 @@ extern "C" __global__ void __launch_bounds__(COLUMNS * MAX_WARPS) step(const Par
 #if FW_W
     written *= *at<const float>(p.w, b, h);
 #endif
-#if FW_E
+#if FW_E == 2
+    written -= recalls;
+#elif FW_E
     written -= *at<const float>(p.e, b, h) * recalls;
 #endif
     float y = reads + both * written;

@@ -28,6 +28,7 @@ MAPS = {"gated": RowMap("dpfp", 2, "sum"), "decay": RowMap("elu", 1, "l2"), "del
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 WINDOWS = (0, 3, 20)
 NORMALISED = ("sum", "gated", "delta")
+CHANNELS = ("kda", "gdn2", "rwkv7")  # decay per channel with erase; not plain, but the operation takes their gates as they are
 EPS = 1e-3
 DEVICE = "cuda"
 
@@ -37,8 +38,13 @@ def draw(rule: str, dtype: torch.dtype, row_map: RowMap, attention_norm: bool) -
     x = {name: torch.randn(B, H, T, width, dtype=dtype) for name, width in zip("qkv", (K, K, V))}
     if attention_norm:
         x["q"], x["k"] = x["q"].abs(), x["k"].abs()
-    x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
-    return x | {name: torch.rand(B, H, T, *widths[gate.axis]) * 0.9 + 0.05 for name, gate in RULES[rule].gates.items()}
+    x["k"] = normalised(x["k"])
+    gates = {name: torch.rand(B, H, T, *widths[gate.axis]) * 0.9 + 0.05 for name, gate in RULES[rule].gates.items()}
+    return x | {name: normalised(gate) if RULES[rule].gates[name].form == "unit" else gate for name, gate in gates.items()}
+
+
+def normalised(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.normalize(x, dim=-1)
 
 
 def placed(tensors: dict[str, torch.Tensor], exact: bool) -> dict[str, torch.Tensor]:
@@ -135,7 +141,7 @@ def draw_masks(masked: bool) -> dict[str, torch.Tensor]:
 def has_kernel(name: str) -> bool:
     """Whether kernels compute the rule; others with the same coefficients differ in how layers make their gates."""
     rule = RULES[name]
-    return rule.plain and rule.step is None and find_family(rule.sample) is not None
+    return name in CHANNELS or (rule.plain and rule.step is None and find_family(rule.sample) is not None)
 
 
 def cases() -> dict[str, tuple]:

@@ -32,7 +32,7 @@ class Case(NamedTuple):
     attention_norm: bool = False
 
 
-ALL = ("sum", "gated", "delta", "gated_delta", "decay")
+ALL = ("sum", "gated", "delta", "gated_delta", "decay", "kda")
 CASES = [Case(rule, batch, heads, tokens) for batch, heads, tokens in ((8, 8, 2048), (32, 16, 4096)) for rule in ALL]
 CASES += [Case(rule, 1, 8, tokens) for rule in ("gated", "delta") for tokens in (8192, 65536)]
 CASES += [Case(rule, 8, 8, 2048, aligned=False) for rule in ("gated", "delta")]

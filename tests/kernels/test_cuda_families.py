@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.draws import assert_same
-from support.kernel_rules import KERNEL_RULES, STEP_RULES, coefficients_of
+from support.kernel_rules import CHANNEL_RULES, KERNEL_RULES, STEP_RULES, coefficients_of
 
 from fw_fairseq.ops import fast_weight
 from fw_fairseq.ops.kernels import families, launch, recurrence, step
@@ -25,6 +25,13 @@ def test_the_family_of_each_rule(rule, name):
     assert rule in KERNEL_RULES and rule in STEP_RULES
 
 
+@pytest.mark.parametrize("rule", CHANNEL_RULES)
+def test_the_family_of_decay_per_channel_with_erase(rule):
+    f, _, e, _ = coefficients_of(rule)
+    e = f if e is None else e  # the key of a removal
+    assert families.find_family(Coefficients(f=f, e=e)) is families.FAMILIES["channel_delta"]
+
+
 def given(**shapes) -> Coefficients:
     return Coefficients(**{name: torch.rand(shape) for name, shape in shapes.items()})
 
@@ -32,8 +39,8 @@ def given(**shapes) -> Coefficients:
 @pytest.mark.parametrize(
     "shapes, said",
     [
-        (dict(f=X, e=T, w=T), "f per channel, e per token, w per token"),
         (dict(z=X, e=T), "z per channel, e per token"),
+        (dict(f=X, z=X, e=T), "f per channel, z per channel, e per token"),
         (dict(e=X), "e per channel"),
         (dict(f=T, w=X), "f per token, w per channel"),
         (dict(f=(1, 2, 19, 4, 4)), "f of 5 dimensions"),
@@ -49,7 +56,7 @@ def test_what_no_family_computes(emulate, shapes, said):
         recurrence.run_kernels(q, q, q, coefficients, memory)
 
 
-@pytest.mark.parametrize("shapes, said", [(dict(e=X), "e per channel"), (dict(z=T, w=X), "z per token, w per channel")])
+@pytest.mark.parametrize("shapes, said", [(dict(w=X), "w per channel"), (dict(z=T, w=X), "z per token, w per channel")])
 def test_what_the_decoding_kernel_does_not_compute(emulate, shapes, said):
     emulate()
     q = torch.randn(X)
@@ -57,11 +64,11 @@ def test_what_the_decoding_kernel_does_not_compute(emulate, shapes, said):
 
 
 @pytest.fixture
-def channel_delta(monkeypatch):
-    """A rule of a new shape: decay per channel with an erase."""
-    gates = {"a": Gate("K"), "beta": Gate()}
-    rule = Rule("", "", coefficients=lambda a, beta: Coefficients(f=a, e=beta, w=beta), gates=gates)
-    monkeypatch.setitem(RULES, "channel_delta", rule)
+def both_sides(monkeypatch):
+    """A rule of a new shape: decay per value channel with an erase."""
+    gates = {"a": Gate("V"), "beta": Gate()}
+    rule = Rule("", "", coefficients=lambda a, beta: Coefficients(z=a, e=beta, w=beta), gates=gates)
+    monkeypatch.setitem(RULES, "both_sides", rule)
     launch.log_once.cache_clear()
     q, k, v = (torch.randn(X) for _ in range(3))
     inputs = {"q": q, "k": torch.nn.functional.normalize(k, dim=-1), "v": v, "a": torch.rand(X), "beta": torch.rand(T)}
@@ -69,23 +76,23 @@ def channel_delta(monkeypatch):
 
 
 def results(leaves, backend: str) -> dict[str, torch.Tensor]:
-    y, state = fast_weight(*list(leaves.values())[:3], "channel_delta", {n: leaves[n] for n in ("a", "beta")}, backend=backend)
+    y, state = fast_weight(*list(leaves.values())[:3], "both_sides", {n: leaves[n] for n in ("a", "beta")}, backend=backend)
     grads = torch.autograd.grad(y.square().sum() + state.memory.sum(), list(leaves.values()))
     return {"y": y.detach(), "memory": state.memory.detach()} | dict(zip(leaves, grads))
 
 
-def test_a_rule_of_a_new_shape_runs_in_pytorch(emulate, channel_delta, caplog):
+def test_a_rule_of_a_new_shape_runs_in_pytorch(emulate, both_sides, caplog):
     launcher = emulate()
     with caplog.at_level(logging.WARNING):
-        assert_same(results(channel_delta, "auto"), results(channel_delta, "recurrent"), 1e-4)
-    assert not launcher.calls and [r.message.count("f per channel, e per token, w per token together") for r in caplog.records] == [
+        assert_same(results(both_sides, "auto"), results(both_sides, "recurrent"), 1e-4)
+    assert not launcher.calls and [r.message.count("z per channel, e per token, w per token together") for r in caplog.records] == [
         1
     ]
-    with pytest.raises(ValueError, match=r"^backend='cuda' has no kernel for f per channel, e per token, w per token together"):
-        results(channel_delta, "cuda")
+    with pytest.raises(ValueError, match=r"^backend='cuda' has no kernel for z per channel, e per token, w per token together"):
+        results(both_sides, "cuda")
 
 
-def test_a_family_is_one_entry(emulate, channel_delta, monkeypatch):
+def test_a_family_is_one_entry(emulate, both_sides, monkeypatch):
     """A registered family gets what it says it computes, forward and backward; the other rules keep theirs."""
     emulate()
     seen = []
@@ -106,11 +113,11 @@ def test_a_family_is_one_entry(emulate, channel_delta, monkeypatch):
             grads = iter(torch.autograd.grad(outputs, [x for x in inputs if x is not None], (dy, dmemory)))
         return [None if x is None else next(grads) for x in inputs]
 
-    computes, needs = ("f per channel", "e per token", "w per token"), ("f per channel", "e per token")
+    computes, needs = ("z per channel", "e per token", "w per token"), ("z per channel", "e per token")
     functions = dict(supported=lambda *inputs: None, saved_like=saved_like, forward=forward, backward=backward)
     family = SimpleNamespace(COMPUTES=computes, NEEDS=needs, DIVIDES=False, **functions)
-    monkeypatch.setitem(families.FAMILIES, "channel_delta", family)
-    assert_same(results(channel_delta, "cuda"), results(channel_delta, "recurrent"), 1e-4)
+    monkeypatch.setitem(families.FAMILIES, "both_sides", family)
+    assert_same(results(both_sides, "cuda"), results(both_sides, "recurrent"), 1e-4)
     assert seen == ["forward", "backward"]
     for rule, name in FAMILY.items():
         assert families.find_family(coefficients_of(rule)) is families.FAMILIES[name]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import cuda_gathered, cuda_pooling, cuda_sru
 from support.draws import assert_same, draw_gates, draw_inputs
-from support.kernel_rules import KERNEL_RULES
+from support.kernel_rules import CHANNEL_RULES, KERNEL_RULES
 
 from fw_fairseq.ops import FastWeightState, RowMap, fast_weight
 from fw_fairseq.ops.kernels import step as cuda_step
@@ -30,7 +30,7 @@ def on_device(tensors, dtype=None):
 
 
 MAPS = [RowMap("dpfp", 1, "sum"), RowMap("dpfp", 3, "sum"), RowMap("elu", 1, "sum"), RowMap("relu", 1, "l2")]
-CASES = [(rule, width, RowMap()) for rule in KERNEL_RULES for width in (16, 64, 100, 128)]
+CASES = [(rule, width, RowMap()) for rule in (*KERNEL_RULES, *CHANNEL_RULES) for width in (16, 64, 100, 128)]
 CASES += [(rule, 64, row_map) for rule in ("gated", "delta") for row_map in MAPS]
 
 

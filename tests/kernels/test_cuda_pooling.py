@@ -11,7 +11,7 @@ from support.definitions import by_definition
 from support.draws import assert_same
 from support.emulated import emulated
 
-from fw_fairseq.ops.kernels import pooling as cuda_pooling
+from fw_fairseq.ops.vectors import pooling_kernel as cuda_pooling
 from fw_fairseq.ops.vectors.pooling import pool
 
 WINDOWS = [0, 1, 3, 4, 5, 8, 11, 16, 17, 32, 37, 64]

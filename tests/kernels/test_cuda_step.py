@@ -15,13 +15,13 @@ from fw_fairseq.ops.recurrent import step as one_step
 from fw_fairseq.row_map import AS_IS, RowMap
 from fw_fairseq.rules import RULES
 
-COEFFICIENTS = ["", "w", "fw", "Fz", "ew", "few", "Fzew"]  # F: per key
+COEFFICIENTS = ["", "w", "fw", "Fz", "ew", "few", "FE", "Fzew"]  # F, E: per key
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # y is rounded once to the type
 
 
 def draw(present: str, key: int, value: int, dtype=torch.float32, batch=2, heads=2) -> dict[str, torch.Tensor | None]:
     """Views with strides of their own, as the projections of a layer are."""
-    size = {"f": (), "F": (key,), "z": (value,), "e": (), "w": ()}
+    size = {"f": (), "F": (key,), "z": (value,), "e": (), "E": (key,), "w": ()}
     drawn = {name: torch.randn(heads, batch, width).to(dtype).transpose(0, 1) for name, width in zip("qkv", (key, key, value))}
     drawn |= {name: None for name in "fzew"}
     drawn |= {name.lower(): torch.rand(heads, batch, *size[name]).transpose(0, 1) for name in present}

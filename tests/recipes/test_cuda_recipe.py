@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.kernel_rules import KERNEL_RULES
+from support.kernel_rules import CHANNEL_RULES, KERNEL_RULES
 
 from fw_fairseq.tools.bench import __main__ as bench
 
@@ -109,7 +109,7 @@ def test_kernels_says_all_that_went_wrong(monkeypatch, capsys):
 def test_kernels_has_every_rule_that_a_family_computes():
     cases = load("kernels").cases()
     rules = {name.split()[0] for name in cases} - {"sru", "sru,", "pool,", "attention", "read", "sparse"}
-    assert rules == set(KERNEL_RULES) and len(cases) == 3 * (len(KERNEL_RULES) + 3 + 3 + 1 + 2 + 2 + 6)
+    assert rules == {*KERNEL_RULES, *CHANNEL_RULES} and len(cases) == 3 * (len(rules) + 3 + 3 + 1 + 2 + 2 + 6)
 
 
 def test_kernels_on_the_emulator(emulate, monkeypatch):
@@ -167,7 +167,7 @@ def test_speed_keeps_host_and_device_apart(device_ms):
 def test_speed_runs_every_case():
     """Small, in PyTorch: every case has its passes, and rows start where they should."""
     speed = load("speed")
-    assert {case.rule for case in speed.CASES} == set(speed.ALL) <= set(KERNEL_RULES)
+    assert {case.rule for case in speed.CASES} == set(speed.ALL) <= {*KERNEL_RULES, *CHANNEL_RULES}
     for case in {case._replace(batch=1, heads=1, tokens=4) for case in speed.CASES}:
         x = speed.draw(case, "cpu")
         assert (x["q"].data_ptr() % 16 == 0 and x["q"].stride(2) % 8 == 0) == case.aligned

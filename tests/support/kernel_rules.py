@@ -19,3 +19,6 @@ KERNEL_RULES = [name for name in KNOWN if families.find_family(coefficients_of(n
 
 
 STEP_RULES = [name for name in KNOWN if all(kind in step.COMPUTES for kind in families.kinds(coefficients_of(name)))]
+
+
+CHANNEL_RULES = ["kda", "gdn2", "rwkv7"]  # decay per channel with erase: not plain, but the operation takes their gates

@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import Mistake
 from ...row_map import RowMap
 from ...rules import Coefficients
-from . import decay, delta, linear
+from . import channel_delta, decay, delta, linear
 
 
 class Family(Protocol):
@@ -47,7 +47,7 @@ class Family(Protocol):
         """(dq, dk, dv, df, dz, de, dw, dmemory), None where the input is None."""
 
 
-FAMILIES: dict[str, Family] = {"linear": linear, "decay": decay, "delta": delta}
+FAMILIES: dict[str, Family] = {"linear": linear, "decay": decay, "delta": delta, "channel_delta": channel_delta}
 AXES = {3: "per token", 4: "per channel"}
 
 

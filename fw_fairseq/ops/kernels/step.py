@@ -17,7 +17,14 @@ from .recurrence import DIVIDED, INPUTS, ROW_MAP
 SOURCE, COLUMNS, WARPS = "step.cu", 32, 16
 ROWS = (8, 16, 32)  # of the memory in the registers of a warp
 LARGEST_KEY = WARPS * ROWS[-1]
-COMPUTES = ("f per token", "f per channel", "z per channel", "e per token", "w per token")  # in the words of ``families.kinds``
+COMPUTES = (
+    "f per token",
+    "f per channel",
+    "z per channel",
+    "e per token",
+    "e per channel",
+    "w per token",
+)  # in the words of ``families.kinds``
 VIEW = np.dtype([("p", "u8"), ("stride_b", "i8"), ("stride_h", "i8")])
 VIEWS = ("q", "k", "v", "f", "z", "e", "w", "memory", "y", "memory_out", "sums", "sums_out")
 SIZES = (("order", "u8"), *((name, "i4") for name in "HKV"))
@@ -40,7 +47,7 @@ def step(
     order: Tensor | None = None,
     divided: Divided | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """q, k (B,H,K), v (B,H,V), f (B,H) or (B,H,K), z (B,H,V), e, w (B,H), memory (B,H,K,V) fp32 -> y (B,H,V), the new memory.
+    """q, k (B,H,K), v (B,H,V), f, e (B,H) or (B,H,K), z (B,H,V), w (B,H), memory (B,H,K,V) fp32 -> y (B,H,V), the new memory.
 
     row_map: makes features of q and k, which are then (B,H,D). memory_out: where the new memory goes, ``memory`` itself for an
     update in place. With y and memory_out given nothing is allocated, and the call can be captured in a CUDA graph once it has run.
@@ -96,8 +103,9 @@ def choose_rows(key: int) -> int:
 
 def defines(dtype: torch.dtype, f, z, e, w, rows: int) -> dict[str, object]:
     """The macros of ``cuda/step.cu``."""
-    present = {f"FW_{name}": int(x is not None) for name, x in (("Z", z), ("E", e), ("W", w))}
-    return {"FW_IN": TYPES[dtype], "FW_F": 0 if f is None else f.dim() - 1, **present, "FW_ROWS": rows}
+    by_axis = {f"FW_{name}": 0 if x is None else x.dim() - 1 for name, x in (("F", f), ("E", e))}
+    present = {f"FW_{name}": int(x is not None) for name, x in (("Z", z), ("W", w))}
+    return {"FW_IN": TYPES[dtype], **by_axis, **present, "FW_ROWS": rows}
 
 
 def why_not(q: Tensor, v: Tensor, coefficients: Coefficients, row_map: RowMap = AS_IS) -> str | None:

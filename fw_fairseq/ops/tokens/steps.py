@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...rules import Coefficients
-from ..dispatch import has_kernels, run
+from ..dispatch import asks_for_kernels, has_kernels, run
 from ..inputs import Inputs, fill
 
 
@@ -55,13 +55,14 @@ def run_steps(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def strengths_taken_in(inputs: Inputs) -> Inputs:
-    """With an e per feature as the key that an erase reads with, and v times a w per value channel."""
+    """With an e per feature as the key that an erase reads with, and v times a w per value channel, in v's dtype for kernels."""
     v, coefficients = inputs.v, inputs.coefficients
     e, w = coefficients.e, coefficients.w
     if e is not None and e.dim() == 4:
         coefficients = coefficients._replace(e=e * inputs.k)
     if w is not None and w.dim() == 4:
-        v, coefficients = v * w, coefficients._replace(w=None)
+        v = (v * w).to(v.dtype) if asks_for_kernels(inputs) else v * w
+        coefficients = coefficients._replace(w=None)
     return inputs._replace(v=v, coefficients=coefficients)
 
 

@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..autograd import as_written
-from ..kernels.pooling import pool_cuda_form
 from . import compiled
+from .pooling_kernel import pool_cuda_form
 
 CHUNK, DENSE = 16, 128  # the most tokens in one product: for a long sequence, for a short one
 LOG2_E = 1 / math.log(2)

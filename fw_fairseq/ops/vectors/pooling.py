@@ -18,8 +18,8 @@ from ... import Mistake
 from ...feature_maps import wide
 from ..checks import check_tokens
 from ..kernels.launch import use_kernels
-from ..kernels.pooling import why_not
 from .aggregates import NOTHING, mean, merge, pooled
+from .pooling_kernel import why_not
 from .stacks import PoolState, aggregates, of_aggregates, step
 
 __all__ = ["PoolState", "last_weights", "pool"]

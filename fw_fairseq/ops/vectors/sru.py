@@ -21,8 +21,8 @@ from ...feature_maps import wide
 from ..autograd import as_written, needs_gradient
 from ..checks import check_tokens
 from ..kernels.launch import use_kernels
-from ..kernels.sru import sru_cuda_form, why_not
 from . import compiled
+from .sru_kernel import sru_cuda_form, why_not
 
 BLOCK = 2**17  # numbers of each tensor at a time
 

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import launch
-from .common import TYPES, dense, register_operator, why_not_run
+from ..kernels import launch
+from ..kernels.common import TYPES, dense, register_operator, why_not_run
 
 SOURCE, THREADS = "pooling.cu", 128
 CHUNK, SHORT_CHUNKS = 16, (4, 8)  # tokens of a thread

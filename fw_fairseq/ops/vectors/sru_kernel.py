@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import launch
-from .common import TYPES, dense, register_operator, why_not_run
+from ..kernels import launch
+from ..kernels.common import TYPES, dense, register_operator, why_not_run
 
 SOURCE, UNITS, STEPS = "sru.cu", 32, 8
 VIEW = np.dtype([("p", "u8"), ("stride_t", "i8"), ("stride_b", "i8")])
