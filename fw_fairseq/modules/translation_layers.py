@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 from torch import Tensor, nn
 
@@ -17,6 +18,20 @@ from .updates import Call, Updates
 COPIES = [f"{part}_{kind}" for part in ("in_proj", "out_proj", "fc1", "fc2") for kind in ("weight", "bias")]
 
 
+class Copied(nn.Module):
+    """Stands for sparse parts while fairseq 0.12.2 builds its layer and looks for weights to copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = torch.empty(0, 0), torch.empty(0)
+
+    @property
+    def q_proj(self) -> Copied:
+        return self
+
+    out_proj = q_proj
+
+
 class LinearEncoderLayer(Updates, TransformerEncoderLayerBase):
     """fairseq's encoder layer, with linear self-attention if --linear-attention names the encoder.
 
@@ -28,6 +43,8 @@ class LinearEncoderLayer(Updates, TransformerEncoderLayerBase):
         super().__init__(cfg, return_fc=return_fc)
         for name in COPIES:
             self._parameters.pop(name, None)
+        if config.qkv_sparsity:
+            self.self_attn = self.build_sparse_attention(cfg.encoder.embed_dim, cfg)
         self.sparse_feed_forward(config, cfg, cfg.encoder, "encoder")
 
     def _load_from_state_dict(self, *args, **kwargs) -> None:
@@ -58,21 +75,27 @@ class LinearEncoderLayer(Updates, TransformerEncoderLayerBase):
         return [self.self_attn_layer_norm, self.final_layer_norm]
 
     def build_fc1(self, input_dim, output_dim, *quantisation):
-        """Returns the first dense layer, or nothing where sparse layers replace it."""
-        return None if self._config.ffn_sparsity else super().build_fc1(input_dim, output_dim, *quantisation)
+        """Returns the first dense layer, or what stands for it until a sparse layer replaces it."""
+        return Copied() if self._config.ffn_sparsity else super().build_fc1(input_dim, output_dim, *quantisation)
 
     def build_fc2(self, input_dim, output_dim, *quantisation):
-        """Returns the second dense layer, or nothing where sparse layers replace it."""
-        return None if self._config.ffn_sparsity else super().build_fc2(input_dim, output_dim, *quantisation)
+        """Returns the second dense layer, or what stands for it until a sparse layer replaces it."""
+        return Copied() if self._config.ffn_sparsity else super().build_fc2(input_dim, output_dim, *quantisation)
 
     def build_self_attention(self, embed_dim, cfg):
-        """Returns linear or softmax self-attention."""
+        """Returns linear or softmax self-attention, or what stands for it until a sparse one replaces it."""
+        if self._config.qkv_sparsity:
+            return Copied()
+        if "encoder" in linear_attentions(self._config):
+            return LinearAttention(embed_dim, cfg.encoder.attention_heads, self._config)
+        return super().build_self_attention(embed_dim, cfg)
+
+    def build_sparse_attention(self, embed_dim, cfg):
+        """Returns linear or softmax self-attention with sparse projections."""
         heads, count = cfg.encoder.attention_heads, self._config.qkv_sparsity
         if "encoder" in linear_attentions(self._config):
             return LinearAttention(embed_dim, heads, self._config, sparsity=count)
-        if count:
-            return SparseAttention(embed_dim, heads, count, cfg.attention_dropout, "encoder", "encoder")
-        return super().build_self_attention(embed_dim, cfg)
+        return SparseAttention(embed_dim, heads, count, cfg.attention_dropout, "encoder", "encoder")
 
 
 class TranslationDecoderLayer(FastWeightDecoderLayer):

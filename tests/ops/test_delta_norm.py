@@ -7,6 +7,7 @@ The references are loops over those equations, without any eps.
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 
 import pytest
 import torch
@@ -119,7 +120,7 @@ def test_kernels(emulate, of):
 
 def layer_of(of, phi="relu", width=16, heads=2, **options):
     config = FastWeightConfig(attention_norm=True, attention_norm_of=of, feature_map=phi, **options)
-    return FastWeight(width, heads, OmegaConf.to_object(OmegaConf.structured(config)))
+    return FastWeight(width, heads, Namespace(**OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)))
 
 
 def as_published(layer, x):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -67,7 +69,7 @@ def test_operation(d, m, std, rule, backend):
 def build(cls, d, m, std, norm, heads=2, **options):
     """A layer whose queries and keys of inputs N(0, 1) have about the given size, and whose values come out as they are."""
     config = FastWeightConfig(feature_map="favor", favor_features=m, feature_norm=norm, update_rule="sum", **options)
-    layer = cls(heads * d, heads, OmegaConf.to_object(OmegaConf.structured(config))).eval()
+    layer = cls(heads * d, heads, Namespace(**OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True))).eval()
     with torch.no_grad():
         layer.out_proj.weight.copy_(torch.eye(heads * d))
         projections = [layer.in_proj] if cls is FastWeight else [layer.q_proj, layer.kv_proj]
