@@ -95,6 +95,10 @@ class FastWeightConfig(FairseqDataclass):
     rotary: bool = setting(
         "rotary", "turn pairs of features of queries and keys by angles that grow with the position in the text (RetNet)"
     )
+    value_mixing_rank: int = setting(
+        "value_mixing_rank",
+        "mix the values of layer 0 into those of the others, in shares that a map of this rank makes of a token (RWKV 7); 0: none",
+    )
     output_norm: bool = setting("output_norm", "divide what each head reads by its root mean square, times learnt weights")
     output_gate: bool = setting("output_gate", "multiply what is read by the SiLU of a projection of the layer's input")
     scale_reads: bool = setting(

@@ -15,10 +15,12 @@ from .pools import Pools
 class Stepper:
     """Calls the mixer, which returns a new state for each token.
 
-    ``takes_projected``: whether ``of_projected`` may get what the input projection makes of a token.
+    ``takes_projected``: whether ``of_projected`` may get what the input projection makes of a token. ``shared``: what the layers of
+    a pass share, the same dictionary for all of them; each token replaces what the one before it left there.
     """
 
     takes_projected = False
+    shared: dict | None = None
 
     def __init__(self, mixer: Mixer, state):
         self.mixer, self.last = mixer, state
@@ -26,6 +28,7 @@ class Stepper:
     def __call__(self, x: Tensor, source: Tensor | None = None) -> Tensor:
         """Maps x (R,C) to y (R,C). ``source``: what the input projection reads in place of x."""
         given = {} if source is None else {"source": source.unsqueeze(0)}
+        given |= {"shared": self.shared} if self.mixer.takes_shared else {}
         y, self.last = self.mixer(x.unsqueeze(0), self.last, decoding=True, **given)
         return y.squeeze(0)
 

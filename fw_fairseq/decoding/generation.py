@@ -66,6 +66,9 @@ class Generation:
     def __init__(self, decoder, incremental_state: dict, encoder_out: dict | None = None):
         self.decoder = decoder
         self.layers = [LayerStep(layer, incremental_state, encoder_out) for layer in decoder.layers.children()]
+        shared: dict = {}
+        for layer in self.layers:
+            layer.stepper.shared = shared
         positions = decoder.embed_positions
         self.table = None
         if positions is not None:

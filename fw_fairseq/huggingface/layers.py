@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .. import Mistake
 from ..mixers import MIXERS
 from ..ops.state import tensor_state
 from .configuration import FastWeightHFConfig
@@ -50,6 +51,8 @@ KeysAndValues.join = staticmethod(join_padded)
 
 class SoftmaxAttention(nn.Module):
     """fairseq's attention with the interface of a mixer, for the softmax layers of a hybrid."""
+
+    takes_shared = False
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -161,21 +164,24 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, *rest):
         """Calls ``compute``, with gradient checkpointing where it is on."""
         if self.gradient_checkpointing and self.training:
+            if getattr(self.self_attn, "takes_shared", False):
+                raise Mistake("gradient checkpointing computes layers again without the first layer's values; switch it off")
             return self._gradient_checkpointing_func(self.compute, x, *rest)
         return self.compute(x, *rest)
 
-    def compute(self, x: Tensor, state, padding_mask: Tensor | None, reset_mask: Tensor | None = None):
+    def compute(self, x: Tensor, state, padding_mask: Tensor | None, reset_mask: Tensor | None = None, shared: dict | None = None):
         """Maps x (T,B,C) to the output (T,B,C) and the mixer's state after the last token. reset_mask: (B,T), True at the first
-        token of a new text."""
-        x, state = self.mix(x, state, padding_mask, reset_mask)
+        token of a new text. shared: see ``Mixer.forward``."""
+        x, state = self.mix(x, state, padding_mask, reset_mask, shared)
         return self.feed(x), state
 
-    def mix(self, x: Tensor, state, padding_mask: Tensor | None, reset_mask: Tensor | None):
+    def mix(self, x: Tensor, state, padding_mask: Tensor | None, reset_mask: Tensor | None, shared: dict | None = None):
         """Returns x after the mixer and its norm, and the mixer's state."""
         one = x.shape[0] == 1 and state is not None and not torch.is_grad_enabled()
         inner = self.self_attn_layer_norm(x) if self.before else x
         x = inner if getattr(self.self_attn, "norms_residual", False) else x
-        y, state = self.self_attn(inner, state, padding_mask=padding_mask, reset_mask=reset_mask, decoding=one)
+        more = {"shared": shared} if self.self_attn.takes_shared else {}
+        y, state = self.self_attn(inner, state, padding_mask=padding_mask, reset_mask=reset_mask, decoding=one, **more)
         return (x + y if self.before else self.self_attn_layer_norm(x + y)), state
 
     def feed(self, x: Tensor) -> Tensor:

@@ -40,7 +40,9 @@ class Steps:
     def __init__(self, model: nn.Module, states: dict[int, object], graph: bool):
         self.layers = [LayerStep(layer, states[i]) for i, layer in enumerate(model.layers)]
         self.norm = (lambda x: x) if model.layer_norm is None else plain(model.layer_norm)
-        steppers = [layer.stepper for layer in self.layers]
+        steppers, shared = [layer.stepper for layer in self.layers], {}
+        for stepper in steppers:
+            stepper.shared = shared
         self.in_graph = graph and wanted() and all(getattr(each, "kind", None) is KernelMemory for each in steppers)
         self.count, self.graphs = 0, None
 

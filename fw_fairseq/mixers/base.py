@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from .. import Mistake
 
+VALUES = "values"  # of layer 0, in what layers share: (B,H,n T,V)
+
 
 def check_heads(embed_dim: int, num_heads: int, part: str = "decoder") -> None:
     if num_heads < 1 or embed_dim % num_heads:
@@ -76,6 +78,7 @@ class Mixer(nn.Module):
     """
 
     state_type: type
+    takes_shared = False  # whether layers of one pass share something: see ``forward``
     takes_source = False  # whether ``source`` may replace x as the input of ``in_proj``
     norms_residual = False  # whether the residual connection around it takes its input after the norm, not before it
     settings: ClassVar[dict[str, Setting]] = {}
@@ -119,6 +122,7 @@ class Mixer(nn.Module):
         decoding: bool = False,
         group=None,
         source: Tensor | None = None,
+        shared: dict[str, Tensor] | None = None,
     ):
         """Maps x (T,B,C), T at least 1, to y (T,B,C) and the state after the last token.
 
@@ -130,8 +134,10 @@ class Mixer(nn.Module):
             group: a ``torch.distributed`` group whose workers hold consecutive parts of the tokens. It is None unless
                 ``why_not_across_workers`` returns None.
             source: (T,B,C'), what ``in_proj`` reads in place of x. It is None unless ``takes_source``.
+            shared: a dictionary of the pass, empty before layer 0, where layers leave what later ones read. It is None unless
+                ``takes_shared``.
 
-        A mixer that makes no use of the last three takes ``**unused`` in their place. T = 0 raises ValueError.
+        A mixer that makes no use of the last four takes ``**unused`` in their place. T = 0 raises ValueError.
         """
         raise NotImplementedError
 
@@ -153,6 +159,8 @@ class Mixer(nn.Module):
         x = next(self.parameters()).new_zeros(1, 1, self.embed_dim)
         read = self.in_proj.in_features if self.takes_source else self.embed_dim
         source = {} if read == self.embed_dim else {"source": x.new_zeros(1, 1, read)}
+        if self.takes_shared:
+            source["shared"] = {VALUES: x.new_zeros(1, self.num_heads, 1, self.head_dim)}
         _, state = self(x, **source)
         return sum(x.numel() for x in state if x is not None and x.is_floating_point())
 

@@ -44,6 +44,7 @@ class FastWeight(Projected):
         token_shift=Setting(False),
         token_shift_rank=Setting(0, least=0),
         rotary=Setting(False),
+        value_mixing_rank=Setting(0, least=0),
         output_norm=Setting(False),
         output_gate=Setting(False),
         scale_reads=Setting(False),
@@ -87,8 +88,12 @@ class FastWeight(Projected):
         decoding: bool = False,
         group=None,
         source: Tensor | None = None,
+        shared: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, FastWeightState]:
-        q, k, v, gates, key_log_scale, gate, kept = self.operands(x if source is None else source, state, padding_mask, reset_mask)
+        read = x if source is None else source
+        q, k, v, gates, key_log_scale, gate, mixing, kept = self.operands(read, state, padding_mask, reset_mask)
+        if self.takes_shared:
+            v = self.with_first_values(v, mixing, shared)
         y, state = fast_weight(
             q, k, v.to(q.dtype), self.rule_name, gates, state, self.backend, self.attention_norm, self.feature_map.eps,
             padding_mask=padding_mask, key_log_scale=key_log_scale, reset_mask=reset_mask, feature_map=self.row_map,

@@ -9,6 +9,7 @@ from fairseq.utils import safe_getattr
 from .. import Mistake
 from ..config import FastWeightConfig, layer_mixers, mixer_options, read_config
 from ..mixers.pooled import layer_window
+from .mixing_options import check_kept
 
 
 def keep_layers(args, kind: type = FastWeightConfig) -> None:
@@ -27,6 +28,7 @@ def keep_layers(args, kind: type = FastWeightConfig) -> None:
     if len(numbers) == layers:
         return
     config = read_config(kind, args)
+    check_kept(config.value_mixing_rank, numbers)
     mixers = layer_mixers(config, layers)
     args.mixer, args.mixer_pattern = FastWeightConfig.mixer, ",".join(mixers[number] for number in numbers)
     if any("window_sizes" in mixer_options(name) for name in mixers):

@@ -21,6 +21,7 @@ from ..modules import FastWeightDecoderLayer, MixerAttention, Stack, Stateful, S
 from ..modules.plain_softmax import PlainAdaptiveSoftmax
 from ..modules.sparse import Multiplicative
 from ..modules.sparse.softmax import SparseAttention
+from .mixing_options import check_value_mixing
 from .sparse_options import check_reversible, check_sparse
 
 UNLIMITED = 10**9
@@ -42,6 +43,7 @@ class FastWeightDecoder(TransformerDecoder):
         self.fast_weight_config.longest_text = None if carries_over else longest_text(args)
         check_sparse(self.fast_weight_config, args)
         names = self.mixer_names(args.decoder_layers)
+        check_value_mixing(self.fast_weight_config, args, names)
         self.plain_softmax = safe_getattr(args, "plain_adaptive_softmax", False)
         self._mixers, self.recurrent = iter(enumerate(names)), SOFTMAX not in names
         if safe_getattr(args, "tie_adaptive_weights", False):
@@ -123,7 +125,8 @@ class FastWeightDecoder(TransformerDecoder):
             start = 0 if states.group is None else states.group.rank() * tokens
         layers = [self.layers] if isinstance(self.layers, Stack) else self.layers.children()
         layers = [layer for layer in layers if isinstance(layer, (FastWeightDecoderLayer, Stack))]
-        with counted_from(self.embed_positions, start), with_arguments(layers, states=states, reset_mask=reset_mask):
+        given = {"states": states, "reset_mask": reset_mask, "shared": {} if self.fast_weight_config.value_mixing_rank else None}
+        with counted_from(self.embed_positions, start), with_arguments(layers, **given):
             yield
 
     def generation(self, tokens: Tensor, incremental_state: dict, args: tuple, kwargs: dict) -> Generation | None:

@@ -53,15 +53,24 @@ class FastWeightDecoderLayer(Updates, TransformerDecoderLayerBase):
         self.more_attention = nn.ModuleList(self.build_mixer(self.embed_dim, cfg, layer + i * cfg.decoder.layers) for i in more)
         self.more_norms = nn.ModuleList(nn.LayerNorm(self.embed_dim) for _ in more)
 
-    def forward(self, x: Tensor, *args, states: LayerStates | None = None, reset_mask: Tensor | None = None, **kwargs):
-        """Calls fairseq's forward. ``states`` and ``reset_mask`` reach the mixer: see ``MixerAttention`` and ``Streams``."""
+    def forward(
+        self,
+        x: Tensor,
+        *args,
+        states: LayerStates | None = None,
+        reset_mask: Tensor | None = None,
+        shared: dict | None = None,
+        **kwargs,
+    ):
+        """Calls fairseq's forward. The other three reach the mixer: see ``MixerAttention`` and ``Streams``."""
+        given = {"states": states, "reset_mask": reset_mask, "shared": shared}
         if isinstance(self.self_attn_layer_norm, NormOfResidual):
             x = self.self_attn_layer_norm.norm(x)
         if self.recurrence is not None or len(self.more_attention):
-            call = self.call_of(*args, states=states, reset_mask=reset_mask, **kwargs)
+            call = self.call_of(*args, **given, **kwargs)
             return self.returned(self.run_in_order(x, call), call)
         mixers = [self.self_attn] if isinstance(self.self_attn, Stateful) else []
-        with with_arguments(mixers, states=states, reset_mask=reset_mask):
+        with with_arguments(mixers, **given):
             return super().forward(x, *args, **kwargs)
 
     def call_of(
@@ -77,11 +86,12 @@ class FastWeightDecoderLayer(Updates, TransformerDecoderLayerBase):
         need_head_weights: bool = False,
         states: LayerStates | None = None,
         reset_mask: Tensor | None = None,
+        shared: dict | None = None,
     ) -> Call:
         """Returns fairseq's arguments as a ``Call``."""
         masks = self_attn_mask, self_attn_padding_mask
         weights = None if self.training or torch.is_grad_enabled() else [need_head_weights]
-        return Call(encoder_out, encoder_padding_mask, incremental_state, *masks, states, reset_mask, weights)
+        return Call(encoder_out, encoder_padding_mask, incremental_state, *masks, states, reset_mask, weights, shared)
 
     def returned(self, x: Tensor, call: Call) -> tuple:
         """Returns x as fairseq's layer does, with the weights of cross attention outside of training."""

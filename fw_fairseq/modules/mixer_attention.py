@@ -29,18 +29,21 @@ class MixerAttention(Stateful):
         incremental_state: dict | None = None,
         states: LayerStates | None = None,
         reset_mask: Tensor | None = None,
+        shared: dict | None = None,
         **unused,
     ) -> tuple[Tensor, None]:
         """Maps query (T,B,C) to y (T,B,C), and gives no attention weights.
 
         ``incremental_state`` holds the state of decoding, ``states`` those of streams; at most one of them is used, in this order.
-        ``reset_mask``: (B,T), True at the first token of a new text.
+        ``reset_mask``: (B,T), True at the first token of a new text. ``shared``: see ``Mixer.forward``.
         """
         decoding = incremental_state is not None
         states = None if decoding else states
         state = self.state_before(incremental_state, states, query.device)
         self.mixer.redraw(keep=states is not None)  # in here, so that activation checkpointing draws the same numbers again
         options = {"decoding": decoding, "group": None if states is None else states.group}
+        if self.mixer.takes_shared:
+            options["shared"] = shared
         if self.source is not None:
             options["source"] = self.source(query, key_padding_mask, incremental_state, states, reset_mask)
         y, state = self.mixer(query, state, key_padding_mask, reset_mask, **options)

@@ -29,6 +29,7 @@ class Call(NamedTuple):
     states: object = None
     reset_mask: Tensor | None = None
     weights: list | None = None  # gets the weights of cross attention
+    shared: dict | None = None
 
 
 class Updates:
@@ -51,6 +52,7 @@ class Updates:
             x = norm(x) if self.normalize_before else x
             options = {"key_padding_mask": call.padding, "incremental_state": call.incremental_state, "need_weights": False}
             options |= {"states": call.states, "reset_mask": call.reset_mask} if takes_states(attention) else {}
+            options |= {} if call.shared is None else {"shared": call.shared}
             y, _ = attention(query=x, key=x, value=x, attn_mask=call.mask, **options)
             return self.dropout_module(y)
 

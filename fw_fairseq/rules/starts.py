@@ -90,5 +90,10 @@ def written_7(place: Place) -> Tensor:
     return torch.full((place.count,), 1.02)
 
 
+def values_7(place: Place) -> Tensor:
+    """RWKV 7: the logits of the share of the first layer's values."""
+    return 0.73 - 0.4 * (place.share - 0.5)
+
+
 def ones(place: Place) -> Tensor:
     return torch.ones(place.count)

@@ -27,7 +27,7 @@ LEAST |= dict.fromkeys(("ffn_sparsity", "ffn_controller_dim", "qkv_sparsity", "o
 LEAST |= (
     dict.fromkeys((*SHARES, "write_strength_init", "output_dropout"), 0)
     | dict.fromkeys(("dpfp_nu", "srupp_heads", "srupp_memory", "srupp_segment", "xl_memory", "xl_segment", "slots"), 1)
-    | {"slot_positions": 1, "product_steps": 1, "key_heads": 0, "short_conv": 0, "token_shift_rank": 0}
+    | {"slot_positions": 1, "product_steps": 1, "key_heads": 0, "short_conv": 0, "token_shift_rank": 0, "value_mixing_rank": 0}
     | {"local_window": 2}
 )
 

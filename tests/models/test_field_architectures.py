@@ -13,8 +13,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 WORDS = 20
 TINY = {f"decoder_{name}_dim": 8 for name in ("embed", "input", "output", "ffn_embed")}
 TINY |= {"decoder_layers": 2, "decoder_attention_heads": 2}
-LATER = {"rwkv6_lm": {"token_shift_rank": 32}, "retnet_lm": {"rotary": True}}  # architecture: its later options
-BEFORE = {"token_shift_rank": 0, "rotary": False}
+LATER = {
+    "rwkv6_lm": {"token_shift_rank": 32},
+    "retnet_lm": {"rotary": True},
+    "rwkv7_lm": {"value_mixing_rank": 32},
+}  # architecture: its later options
+BEFORE = {"token_shift_rank": 0, "rotary": False, "value_mixing_rank": 0}
 
 
 def built(args: Namespace, arch: str) -> torch.nn.Module:

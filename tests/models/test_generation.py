@@ -34,6 +34,9 @@ def combinations():
     around = {"short_conv": 4, "token_shift": True, "output_norm": True, "output_gate": True, "key_heads": 2}
     around |= {"token_shift_rank": 2, "rotary": True}
     yield {"update_rule": "kda", "feature_norm": "l2", "negative_eigenvalues": True} | around
+    shared = {"token_shift": True, "value_mixing_rank": 2}
+    yield {"update_rule": "rwkv7", "feature_map": "identity", "feature_norm": "none"} | shared
+    yield {"update_rule": "delta", "ffn_sru": 4, "value_mixing_rank": 2}
     yield from ({"mixer": name} for name in MIXERS if name != "fast_weight")
 
 

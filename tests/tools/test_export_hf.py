@@ -38,8 +38,10 @@ OPTIONS = {
     "favor": "--feature-map favor --feature-norm none --update-rule gated --attention-norm",
     "relu": "--feature-map relu --feature-dim 6",
     "hybrid": "--mixer-pattern softmax,fast_weight --update-rule gated_delta --feature-map dpfp",
-    "retnet": "--update-rule retnet --feature-map identity --feature-norm none --output-norm",
-    "kda": "--update-rule kda --feature-map identity --feature-norm l2 --short-conv 4 --token-shift --output-gate --key-heads 2",
+    "retnet": "--update-rule retnet --feature-map identity --feature-norm none --output-norm --rotary",
+    "rwkv7": "--update-rule rwkv7 --feature-map identity --feature-norm none --token-shift --value-mixing-rank 2",
+    "kda": "--update-rule kda --feature-map identity --feature-norm l2 --short-conv 4 --output-gate --key-heads 2"
+    " --token-shift --token-shift-rank 2",
     "no-feed-forward": "--decoder-ffn-embed-dim 0 --scale-output --decoder-normalize-before --no-decoder-final-norm",
     "published": "--mixer additive --pooling-form published --window-sizes 3 --decoder-learned-pos --decoder-normalize-before",
 } | {name: f"--mixer {name} --decoder-normalize-before" for name in MIXERS if name != "fast_weight"}
@@ -227,6 +229,16 @@ def test_gradient_checkpointing_changes_no_gradient(folder):
     for name, expected in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], expected)
     assert all(layer.gradient_checkpointing for layer in model.layers)
+
+
+def test_gradient_checkpointing_with_values_of_another_layer():
+    options = asdict(FastWeightConfig(update_rule="sum", value_mixing_rank=2))
+    model = FastWeightForCausalLM(
+        FastWeightHFConfig(mixer_options=options, mixers=["fast_weight"] * 2, num_hidden_layers=2)
+    ).train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match=r"^gradient checkpointing computes layers again without the first layer's values; switch"):
+        model(torch.arange(4)[None])
 
 
 @pytest.mark.parametrize("missing", ["layers.0.fc1.weight", "layers.0.self_attn.in_proj.bias", "embed_tokens.weight"])

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 SHIFT_POWERS = {"q": 0.2, "k": 0.7, "v": 0.7, "output": 0.2}  # of RWKV 7; gates have the next
 GATE_POWER = 0.9
+SAME_MIXTURE = {"mixing": "v"}  # a part that reads the mixture of another
 DEPENDENT_POWERS = {"q": 0.5, "output": 0.5}  # of RWKV 6; all others have 1
 LEAST_OF_VALUES = 0.3  # in RWKV 6, less of the token before goes into the values of higher layers
 
@@ -80,9 +81,10 @@ class TokenShift(nn.Module):
 
     def __init__(self, sizes: dict[str, int], width: int, layer: int, layers: int):
         super().__init__()
-        self.sizes = [size for size in sizes.values() if size]
-        powers = [SHIFT_POWERS.get(name, GATE_POWER) for name, size in sizes.items() if size]
-        channels = torch.arange(width) / width
+        names = [name for name, size in sizes.items() if size]
+        self.sizes, self.mixtures = [sizes[name] for name in names], [name for name in names if name not in SAME_MIXTURE]
+        self.mixture_of = [self.mixtures.index(SAME_MIXTURE.get(name, name)) for name in names]
+        channels, powers = torch.arange(width) / width, [SHIFT_POWERS.get(name, GATE_POWER) for name in self.mixtures]
         self.weight = nn.Parameter(torch.stack([1 - channels ** (power * (1 - layer / layers)) for power in powers]))
 
     def forward(self, x: Tensor, projection: Tensor, previous: Tensor | None, *masks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -93,7 +95,8 @@ class TokenShift(nn.Module):
 
     def added(self, x: Tensor, change: Tensor, projection: Tensor) -> Tensor:
         """What the mixtures add, for the change from x (T,B,C) to the token before it."""
-        shares = self.weight.repeat_interleave(torch.tensor(self.sizes, device=x.device), dim=0, output_size=len(projection))
+        sizes, shares = torch.tensor(self.sizes, device=x.device), self.weight[self.mixture_of]
+        shares = shares.repeat_interleave(sizes, dim=0, output_size=len(projection))
         return F.linear(change, projection * shares)
 
 
@@ -103,10 +106,9 @@ class DependentShift(TokenShift):
 
     def __init__(self, sizes: dict[str, int], width: int, layer: int, layers: int, rank: int):
         super().__init__(sizes, width, layer, layers)
-        names = [name for name, size in sizes.items() if size]
-        rest, parts = (torch.arange(width) / width) ** (1 - layer / layers), len(names)
-        starts = torch.stack([1 - rest ** DEPENDENT_POWERS.get(name, 1.0) for name in names])
-        starts[names.index("v")] -= LEAST_OF_VALUES * layer / max(layers - 1, 1)
+        rest, parts = (torch.arange(width) / width) ** (1 - layer / layers), len(self.mixtures)
+        starts = torch.stack([1 - rest ** DEPENDENT_POWERS.get(name, 1.0) for name in self.mixtures])
+        starts[self.mixtures.index("v")] -= LEAST_OF_VALUES * layer / max(layers - 1, 1)
         self.weight = nn.Parameter(starts)
         self.both = nn.Parameter(1 - rest)
         self.down = nn.Parameter(torch.zeros(parts * rank, width))
@@ -114,5 +116,6 @@ class DependentShift(TokenShift):
 
     def added(self, x: Tensor, change: Tensor, projection: Tensor) -> Tensor:
         low = torch.tanh(F.linear(torch.addcmul(x, change, self.both), self.down)).unflatten(-1, self.up.shape[:2])
-        rows = projection.split(self.sizes)
-        return torch.cat([F.linear(change * (mu + low[..., i, :] @ self.up[i]), rows[i]) for i, mu in enumerate(self.weight)], -1)
+        shares = [mu + low[..., i, :] @ self.up[i] for i, mu in enumerate(self.weight)]
+        rows = zip(self.mixture_of, projection.split(self.sizes))
+        return torch.cat([F.linear(change * shares[i], weight) for i, weight in rows], -1)

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ... import Mistake
 from ...feature_maps import wide
 from ...ops import FastWeightState
 from ...ops.dispatch import has_kernels
-from ...rules import RULES, Rule
+from ...rules import RULES, Gate, Rule, starts
 from ...rules.starts import Place
-from ..base import Mixer, rows, split_heads
+from ..base import VALUES, Mixer, rows, split_heads
 from ..features import build_feature_map, check_combination, initial_bias, normalised_features, row_map_of, with_room
 from .convolution import DependentShift, ShortConvolution, TokenShift
 from .gates import GateMaker
 from .rotation import positions, rotated
 
+MIXING = Gate("V", starts.values_7, still=True)
 ROW_UNIT = 8  # columns: 16 bytes of the smallest type
 
 
@@ -32,6 +35,7 @@ class Operands(NamedTuple):
     gates: dict[str, Tensor]
     key_log_scale: Tensor | None
     output: Tensor | None  # (T,B,C): the gate of the output before its SiLU
+    mixing: Tensor | None  # (T,B,X): what the share of the first layer's values is made of
     kept: dict[str, Tensor]  # what the state keeps beside the memory, by its fields
 
 
@@ -62,6 +66,13 @@ class Projected(Mixer):
             self.sizes[name] = self.makers[name].size if name in self.makers else self.writes * count
         if config.output_gate:
             self.sizes["output"] = embed_dim
+        self.mixing, self.takes_shared = None, config.value_mixing_rank > 0
+        if self.takes_shared and layers == 1:
+            raise Mistake(f"--value-mixing-rank is {config.value_mixing_rank}; it has no effect in a model of one layer")
+        if self.takes_shared and layer > 0:
+            gate = replace(MIXING, rank=config.value_mixing_rank)
+            self.mixing = GateMaker(gate, Place(self.sizes["v"], heads, layer, layers), self.head_dim)
+            self.sizes["mixing"] = self.mixing.size
         self.in_proj = nn.Linear(embed_dim, sum(self.sizes.values()), bias=not config.bias_free)
         self.shift = None
         if config.token_shift:
@@ -72,7 +83,14 @@ class Projected(Mixer):
     @property
     def plain(self) -> bool:
         """Whether queries, keys, values and gates are rows of ``in_proj`` and nothing is around the recurrence."""
-        own = self.shift is not None or self.conv is not None or self.makers or "output" in self.sizes or self.rotary
+        own = (
+            self.shift is not None
+            or self.conv is not None
+            or self.makers
+            or "output" in self.sizes
+            or self.rotary
+            or self.takes_shared
+        )
         return self.rule.simple and not own and self.writes == 1 and self.sign == 1 and self.key_heads == self.num_heads
 
     @property
@@ -88,7 +106,7 @@ class Projected(Mixer):
         biases = [None] * len(sizes) if self.in_proj.bias is None else self.in_proj.bias.split(sizes)
         for name, weight, bias in zip(self.sizes, self.in_proj.weight.split(sizes), biases):
             nn.init.xavier_uniform_(weight, gain=1 / math.sqrt(2))
-            if name in gates and gates[name].still:
+            if name == "mixing" or (name in gates and gates[name].still):
                 weight.zero_()
             if bias is not None:
                 plain = name in gates and name not in self.makers
@@ -113,8 +131,21 @@ class Projected(Mixer):
         if self.rotary:
             place, kept["position"] = positions(None if state is None else state.position, x, *masks)
             q, k = rotated(q, place), rotated(k, place.repeat_interleave(self.writes, dim=1))
-        output = others[len(gates)] if "output" in self.sizes else None
-        return Operands(q, k, self.by_head(self.in_turn(v)), gates, key_log_scale, output, kept)
+        named = dict(zip([*self.sizes][3:], others))
+        v = self.by_head(self.in_turn(v))
+        return Operands(q, k, v, gates, key_log_scale, named.get("output"), named.get("mixing"), kept)
+
+    def with_first_values(self, v: Tensor, mixing: Tensor | None, shared: dict[str, Tensor] | None) -> Tensor:
+        """Leaves the values (B,H,n T,V) of layer 0 in ``shared``, and mixes those into the values of a later layer, each channel by
+        a share of its own."""
+        if self.mixing is None:
+            if shared is not None:
+                shared[VALUES] = v
+            return v
+        if not shared or VALUES not in shared:
+            raise Mistake("a layer with --value-mixing-rank needs shared, in which layer 0 leaves its values")
+        share = self.mixing(mixing).unflatten(-1, (self.writes, -1)).flatten(2, 3)
+        return torch.lerp(v, shared[VALUES].to(v.dtype), share.to(v.dtype))
 
     def queries_and_keys(self, qk: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Maps their rows to features (B,H,T,K) and (B,H,n T,K), and the log scale of keys."""
