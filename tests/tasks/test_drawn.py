@@ -126,13 +126,15 @@ def test_drawn_text_has_the_defaults_of_fairseqs_language_models():
 
 def test_probes_by_the_recipe(tmp_path):
     """Each training is asked at all sizes; a second call trains nothing, and prints the same."""
-    rows = "parity-delta-negative", "recall-sum_elu"
+    rows = "s3-delta_product-3-negative", "recall-sum_elu"
     printed = succeed(recipe("synthetic/probe.sh", tmp_path / "out", *rows))
     out = tmp_path / "out_toy"
-    lines = [line for name in ("parity", "recall") for line in (out / f"{name}.txt").read_text().splitlines()]
-    assert [line.rpartition(" ")[0] for line in lines] == ["delta-negative 8", "delta-negative 16", "sum_elu 4", "sum_elu 8"]
+    lines = [line for name in ("s3", "recall") for line in (out / f"{name}.txt").read_text().splitlines()]
+    assert [line.rpartition(" ")[0] for line in lines] == [
+        *("delta_product-3-negative 8", "delta_product-3-negative 16", "sum_elu 4", "sum_elu 8")
+    ]
     assert all(line in printed for line in lines)
-    asked = [(out / "probes" / name).read_text() for name in ("parity-delta-negative/16.log", "recall-sum_elu-8/8.log")]
+    asked = [(out / "probes" / name).read_text() for name in ("s3-delta_product-3-negative/16.log", "recall-sum_elu-8/8.log")]
     assert all(f'"test_accuracy": "{line.split()[-1]}"' in log for log, line in zip(asked, (lines[1], lines[3])))
     assert '"test_total": "64"' in asked[0]  # 4 sequences of 16 elements
     stamps = {path: path.stat().st_mtime_ns for path in out.rglob("*.log")}

@@ -54,7 +54,7 @@ CONVERTED = """| row of the recipe | converted | of the softmax row's performanc
 | `gated_delta-4` | | |
 | `gated_delta-16` | 359.00 | 71.0% |
 """
-PROBES = "delta_elu 16 100\ndelta_elu 32 99.5\nsum_elu 16 41.25\nkda-negative 32 7\n"
+PROBES = "delta_elu 16 100\ndelta_elu 32 99.5\nsum_elu 16 41.25\nkda-negative 32 7\ndelta_product-4-negative 16 9\n"
 MODELS = ("fast_weight_lm delta", "fast_weight_lm sru", "fast_weight_lm abc", "transformer_lm")
 REPORT = {
     "generation": [{"context": t, "name": n, "seconds": t * 1e-6, "state_bytes": 100 * t} for n in MODELS for t in (8, 64)],
@@ -225,6 +225,7 @@ def test_probes_are_drawn_and_printed(files, capsys):
         "delta elu": [(16, 100), (32, 99.5)],
         "sum elu": [(16, 41.25)],
         "kda, negative eigenvalues": [(32, 7)],
+        "delta product, 4 writes, negative eigenvalues": [(16, 9)],
     }
     plots.main(["recall", "probes.txt", "--table"])
     assert capsys.readouterr().out.splitlines() == [
@@ -233,6 +234,7 @@ def test_probes_are_drawn_and_printed(files, capsys):
         "| delta elu | 100.0 | 99.5 |",
         "| sum elu | 41.2 |  |",
         "| kda, negative eigenvalues |  | 7.0 |",
+        "| delta product, 4 writes, negative eigenvalues | 9.0 |  |",
     ]
 
 

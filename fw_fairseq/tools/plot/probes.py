@@ -5,13 +5,14 @@ from __future__ import annotations
 from .retrieval import read_results
 from .style import canvas, legend, log_lengths, look, plot
 
+ENDINGS = {"negative": "negative eigenvalues"}
 SIZES = {"recall": "pairs", "tracking": "elements"}
 
 
 def title(model: str) -> str:
-    """delta_elu -> delta elu; kda-negative -> kda, negative eigenvalues."""
-    name, _, negative = model.partition("-")
-    return name.replace("_", " ") + (", negative eigenvalues" if negative else "")
+    """delta_elu -> delta elu; delta_product-4-negative -> delta product, 4 writes, negative eigenvalues."""
+    name, *endings = model.split("-")
+    return ", ".join([name.replace("_", " "), *(ENDINGS.get(ending, f"{ending} writes") for ending in endings)])
 
 
 def draw(args):
