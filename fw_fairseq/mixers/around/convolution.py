@@ -119,3 +119,11 @@ class DependentShift(TokenShift):
         shares = [mu + low[..., i, :] @ self.up[i] for i, mu in enumerate(self.weight)]
         rows = zip(self.mixture_of, projection.split(self.sizes))
         return torch.cat([F.linear(change * shares[i], weight) for i, weight in rows], -1)
+
+
+def make_shift(config, sizes: dict[str, int], width: int, layer: int, layers: int) -> TokenShift | None:
+    """The token shift that the options ask for, for the parts of a projection."""
+    if not config.token_shift:
+        return None
+    rank = config.token_shift_rank
+    return DependentShift(sizes, width, layer, layers, rank) if rank else TokenShift(sizes, width, layer, layers)

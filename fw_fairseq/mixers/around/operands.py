@@ -18,7 +18,7 @@ from ...rules import RULES, Gate, Rule, starts
 from ...rules.starts import Place
 from ..base import VALUES, Mixer, rows, split_heads
 from ..features import build_feature_map, check_combination, initial_bias, normalised_features, row_map_of, with_room
-from .convolution import DependentShift, ShortConvolution, TokenShift
+from .convolution import ShortConvolution, make_shift
 from .gates import GateMaker
 from .rotation import positions, rotated
 
@@ -66,31 +66,27 @@ class Projected(Mixer):
             self.sizes[name] = self.makers[name].size if name in self.makers else self.writes * count
         if config.output_gate:
             self.sizes["output"] = embed_dim
-        self.mixing, self.takes_shared = None, config.value_mixing_rank > 0
-        if self.takes_shared and layers == 1:
-            raise Mistake(f"--value-mixing-rank is {config.value_mixing_rank}; it has no effect in a model of one layer")
-        if self.takes_shared and layer > 0:
-            gate = replace(MIXING, rank=config.value_mixing_rank)
-            self.mixing = GateMaker(gate, Place(self.sizes["v"], heads, layer, layers), self.head_dim)
-            self.sizes["mixing"] = self.mixing.size
+        self.takes_shared = config.value_mixing_rank > 0
+        self.mixing = self.make_mixing(config.value_mixing_rank, layer, layers) if self.takes_shared else None
         self.in_proj = nn.Linear(embed_dim, sum(self.sizes.values()), bias=not config.bias_free)
-        self.shift = None
-        if config.token_shift:
-            place, rank = (self.sizes, embed_dim, layer, layers), config.token_shift_rank
-            self.shift = DependentShift(*place, rank) if rank else TokenShift(*place)
+        self.shift = make_shift(config, self.sizes, embed_dim, layer, layers)
         self.conv = ShortConvolution(sum([*self.sizes.values()][:3]), config.short_conv) if config.short_conv else None
+
+    def make_mixing(self, rank: int, layer: int, layers: int) -> GateMaker | None:
+        """What makes the shares of the first layer's values, with rows of the projection; None in that layer."""
+        if layers == 1:
+            raise Mistake(f"--value-mixing-rank is {rank}; it has no effect in a model of one layer")
+        if layer == 0:
+            return None
+        maker = GateMaker(replace(MIXING, rank=rank), Place(self.sizes["v"], self.num_heads, layer, layers), self.head_dim)
+        self.sizes["mixing"] = maker.size
+        return maker
 
     @property
     def plain(self) -> bool:
         """Whether queries, keys, values and gates are rows of ``in_proj`` and nothing is around the recurrence."""
-        own = (
-            self.shift is not None
-            or self.conv is not None
-            or self.makers
-            or "output" in self.sizes
-            or self.rotary
-            or self.takes_shared
-        )
+        parts = (self.shift, self.conv, self.makers or None, self.sizes.get("output"))
+        own = any(part is not None for part in parts) or self.rotary or self.takes_shared
         return self.rule.simple and not own and self.writes == 1 and self.sign == 1 and self.key_heads == self.num_heads
 
     @property
