@@ -9,7 +9,7 @@
 # Usage:    recipes/synthetic/probe.sh TASK-MODEL... [OPTION of fairseq-train]...    prints MODEL SIZE PERCENT of each probe
 #           recipes/synthetic/probe.sh recall-delta recall-sum_elu
 #           recipes/synthetic/probe.sh parity-kda parity-kda-negative
-#           recipes/synthetic/probe.sh s3-delta_product-negative s5-delta_product-4-negative
+#           recipes/synthetic/probe.sh s3-delta_product-negative s3-delta_product-3-negative
 #           UPDATES=3000 recipes/synthetic/probe.sh modular-delta_product-negative
 #           SIZES="64 128" recipes/synthetic/probe.sh recall-gated_delta
 #           TOY=1 recipes/synthetic/probe.sh parity-delta-negative
@@ -18,9 +18,9 @@
 # three or five things), which are trained on up to 64 elements and asked for SIZE elements, 64, 128, 256 and 512. MODEL is a rule of
 # recipes/mixers.sh; the ending -negative adds --negative-eigenvalues, and before it a number is that of --product-steps. Models for recall
 # have 2 layers of width 128, 2 heads and a short convolution over queries, keys and values, which brings a value to its key; those for
-# parity have 1 layer of width 64 with 2 heads, those for modular and s3 have 8 heads, and those for s5 are twice as wide. Training
-# sequences of modular, s3 and s5 have 2 to 64 elements, a length for each batch, and the learning rate falls to 0. UPDATES is 1000 for
-# recall, 500 for parity and 1500 for the others where it is not given. Finished probes are only printed again.
+# parity have 1 layer of width 64 with 2 heads, those for modular and s3 have 8 heads, and those for s5 are twice as wide with 4.
+# Training sequences of modular, s3 and s5 have 2 to 64 elements, a length for each batch, and the learning rate falls to 0. UPDATES is 1000
+# for recall, 500 for parity and 1500 for the others where it is not given. Finished probes are only printed again.
 source "$(dirname "$0")/../lib.sh"
 find_programs
 source "$ROOT/recipes/mixers.sh"
@@ -84,7 +84,7 @@ for row in "${rows[@]}"; do
                 ask=(--task state_tracking --evaluation-length "$size")
                 shape=(500 1 64 2)
                 [ "$kind" = parity ] || shape=(1500 1 64 8) task+=(--shortest-length 2)
-                [ "$kind" != s5 ] || shape=(1500 1 128 8)
+                [ "$kind" != s5 ] || shape=(1500 1 128 4)
                 train_probe "$folder" "${shape[@]}" "${task[@]}" --evaluation-length $length
             fi
             found=$(percent "$folder" "$size" "${ask[@]}")
