@@ -2,9 +2,9 @@
 //
 //     D_t = f_t * W_{t-1},    W_t = D_t - e_t k_t (p_t^T D_t) + w_t k_t v_t^T,    y_t = W_t^T q_t
 //
-// with p = k and a strength e per token, or with p in place of e. A block owns one sequence and head and FW_V columns of the memory,
-// which stay in fp32 in the accumulators of its warps, as in delta.cu. Chunks are 16 tokens. Rows are scaled by products of f first
-// (channel_delta.cuh); from then on, with A = tril(Q K^T) and E = strict tril(P K^T) of the scaled rows,
+// with p = k and a strength e per token, or with p in place of e. A block owns one sequence and head and FW_V columns of the
+// memory, which stay in fp32 in the accumulators of its warps, as in delta.cu. Chunks are 16 tokens. Rows are scaled by products of f
+// first (channel_delta.cuh); from then on, with A = tril(Q K^T) and E = strict tril(P K^T) of the scaled rows,
 //
 //     R = w V - e (P W_0),   U = (I + e E)^-1 R,   Y = Q W_0 + A U,   W_C = f_1..f_C W_0 + K^T U
 //
@@ -49,8 +49,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) channel_delta_forward(c
         cp_async_wait<0>();
         __syncthreads();
         if (t0 + FW_SPAN < p.T) load_stage(shared.stage[now ^ 1], p, at, t0 + FW_SPAN);
-        const bool near = prepare(s.q, s.k, shared.p, s.f, s.e, s.g.e, p.T - t0, p.K, 0.f, shared.scores, shared.inverse,
-                                  shared.inverse, shared.totals);
+        const Span span = {s.q,     s.k,           shared.p,       s.f,            s.e,
+                           s.g.e,   shared.scores, shared.inverse, shared.inverse, shared.totals};
+        const bool near = prepare(span, p.T - t0, p.K, 0.f);
         for (int c = 0; c < CHUNKS && t0 + c * C < p.T; c++) {
             const int t = c * C, row = t * KEY_ROW;
             if (p.borders && (t0 + t) % FW_PART == 0) save_border(w, border(p, at, (t0 + t) / FW_PART));

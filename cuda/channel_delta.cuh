@@ -21,11 +21,8 @@ struct Gates {
     float e[FW_SPAN], w[FW_SPAN];
 };
 
-// The rows of f and of the key that an erase reads with, and the strengths. Complete after cp_async_wait. Beyond T nothing is erased
-// or written.
-__device__ __forceinline__ void load_gates(float* f, float* e, Gates& g, const Params& p, int b, int h, int t0) {
-    load_tile<float, float, FW_SPAN, FW_K>(f, p.f, b, h, t0, p.T, 0, p.K);
-    if constexpr (FW_E == 2) load_tile<float, float, FW_SPAN, FW_K>(e, p.e, b, h, t0, p.T, 0, p.K);
+// Complete after cp_async_wait. Beyond T nothing is erased or written.
+__device__ __forceinline__ void load_strengths(Gates& g, const Params& p, int b, int h, int t0) {
     for (int i = threadIdx.x; i < FW_SPAN; i += THREADS) {
         const bool inside = t0 + i < p.T;
         const int t = inside ? t0 + i : 0, bytes = inside ? 4 : 0;
@@ -34,6 +31,13 @@ __device__ __forceinline__ void load_gates(float* f, float* e, Gates& g, const P
         if (FW_W) cp_async4(g.w + i, at<float>(p.w, b, h, t), bytes);
         else g.w[i] = 1.f;
     }
+}
+
+// The same with the rows of f and of the key that an erase reads with.
+__device__ __forceinline__ void load_gates(float* f, float* e, Gates& g, const Params& p, int b, int h, int t0) {
+    load_tile<float, float, FW_SPAN, FW_K>(f, p.f, b, h, t0, p.T, 0, p.K);
+    if constexpr (FW_E == 2) load_tile<float, float, FW_SPAN, FW_K>(e, p.e, b, h, t0, p.T, 0, p.K);
+    load_strengths(g, p, b, h, t0);
 }
 
 // Behind a barrier: a gate of no token or no channel is 1.
@@ -93,29 +97,39 @@ __device__ __forceinline__ void put_rounded(Op* to, float x, float y) {
     put_couple(to, x, y);
 }
 
+// The rows and gates of a span in shared memory, and the places of what is made of them: of each chunk the scores, the erase and its
+// inverse, which may be one memory, and the products of the gates.
+struct Span {
+    Op *q, *k, *p;
+    float* f;
+    const float *e, *strengths;
+    Op (*scores)[C * PAIR_ROW];
+    float (*erase)[C * SOLVE_ROW], (*inverse)[C * SOLVE_ROW], (*totals)[FW_K];
+};
+
 // The rows of q and k in place, those of P from k or e, and the products of the gates of each chunk.
 template <bool NEAR>
-__device__ __forceinline__ void scale_rows(Op* q, Op* k, Op* p, const float* f, const float* e, float (*totals)[FW_K]) {
+__device__ __forceinline__ void scale_rows(const Span& s) {
     each_column([&](const Column& at) {
         float2 gates[8], start[8], whole = ones();
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            gates[j] = at.active ? couple(f + (at.token() + j) * FLOAT_ROW + at.channel) : ones();
+            gates[j] = at.active ? couple(s.f + (at.token() + j) * FLOAT_ROW + at.channel) : ones();
             start[j] = whole = product(whole, gates[j]);
         }
         const float2 other = exchange(whole, 16), before = at.late ? other : ones();
         float2 after = at.late ? ones() : other;
         if (!at.active) return;
-        if (at.late) put_couple(totals[at.chunk] + at.channel, whole.x * other.x, whole.y * other.y);
+        if (at.late) put_couple(s.totals[at.chunk] + at.channel, whole.x * other.x, whole.y * other.y);
 #pragma unroll
         for (int j = 7; j >= 0; j--) {
             const int t = at.token() + j, i = t * KEY_ROW + at.channel;
-            const float2 scale = product(before, start[j]), query = product(couple(q + i), scale), key = couple(k + i);
-            const float2 reader = product(FW_E == 2 ? couple(e + t * FLOAT_ROW + at.channel) : key, scale);
+            const float2 scale = product(before, start[j]), query = product(couple(s.q + i), scale), key = couple(s.k + i);
+            const float2 reader = product(FW_E == 2 ? couple(s.e + t * FLOAT_ROW + at.channel) : key, scale);
             const float2 back = NEAR ? make_float2(reciprocal(scale.x), reciprocal(scale.y)) : after;
-            put_rounded(q + i, query.x, query.y);
-            put_rounded(p + i, reader.x, reader.y);
-            put_rounded(k + i, key.x * back.x, key.y * back.y);
+            put_rounded(s.q + i, query.x, query.y);
+            put_rounded(s.p + i, reader.x, reader.y);
+            put_rounded(s.k + i, key.x * back.x, key.y * back.y);
             if (!NEAR) after = product(after, gates[j]);
         }
     });
@@ -152,35 +166,33 @@ __device__ __forceinline__ void compare_far(T* to, const Row* left, int stride, 
     }
 }
 
-// What all threads make of a span's rows and gates, behind a barrier and before another: scaled rows, and of each chunk the scores,
-// the erase and its inverse, which may be one memory, and the products of the gates. Returns whether the span is near.
-__device__ __forceinline__ bool prepare(Op* q, Op* k, Op* p, float* f, const float* e, const float* strengths, int tokens, int width,
-                                        float least, Op (*scores)[C * PAIR_ROW], float (*erase)[C * SOLVE_ROW],
-                                        float (*inverse)[C * SOLVE_ROW], float (*totals)[FW_K]) {
+// Run by all threads behind a barrier, and with one at its end: scales the rows of a span of so many tokens and channels, and compares
+// them. Returns whether the span is near, for which no gate may be below `least`.
+__device__ __forceinline__ bool prepare(const Span& s, int tokens, int width, float least) {
     const int warp = threadIdx.x >> 5;
-    complete_gates(f, tokens, width);
-    const bool near = vote_near(f, least);
+    complete_gates(s.f, tokens, width);
+    const bool near = vote_near(s.f, least);
     if (near) {
-        scale_rows<true>(q, k, p, f, e, totals);
+        scale_rows<true>(s);
         __syncthreads();
         each_turn<WARPS, 2 * CHUNKS>(warp, [&](int job) {
-            const int c = job / 2, t = c * C * KEY_ROW;
-            if (job % 2 == 0) compare_near<false>(scores[c], q + t, k + t);
-            else compare_near<true>(erase[c], p + t, k + t);
+            const int c = job / 2, row = c * C * KEY_ROW;
+            if (job % 2 == 0) compare_near<false>(s.scores[c], s.q + row, s.k + row);
+            else compare_near<true>(s.erase[c], s.p + row, s.k + row);
         });
     } else {
         each_turn<WARPS, 2 * CHUNKS>(warp, [&](int job) {
-            const int c = job / 2, t = c * C;
-            const float* gates = f + t * FLOAT_ROW;
-            if (job % 2 == 0) compare_far<false>(scores[c], q + t * KEY_ROW, KEY_ROW, k + t * KEY_ROW, gates);
-            else if constexpr (FW_E == 2) compare_far<true>(erase[c], e + t * FLOAT_ROW, FLOAT_ROW, k + t * KEY_ROW, gates);
-            else compare_far<true>(erase[c], k + t * KEY_ROW, KEY_ROW, k + t * KEY_ROW, gates);
+            const int c = job / 2, row = c * C * KEY_ROW, gates = c * C * FLOAT_ROW;
+            const Op* k = s.k + row;
+            if (job % 2 == 0) compare_far<false>(s.scores[c], s.q + row, KEY_ROW, k, s.f + gates);
+            else if constexpr (FW_E == 2) compare_far<true>(s.erase[c], s.e + gates, FLOAT_ROW, k, s.f + gates);
+            else compare_far<true>(s.erase[c], k, KEY_ROW, k, s.f + gates);
         });
         __syncthreads();
-        scale_rows<false>(q, k, p, f, e, totals);
+        scale_rows<false>(s);
     }
     __syncthreads();
-    invert_all(strengths, erase, inverse);
+    invert_all(s.strengths, s.erase, s.inverse);
     __syncthreads();
     return near;
 }

@@ -3,20 +3,23 @@
 #include "channel_delta_parts.cuh"
 #include "erase_gradients.cuh"
 
-// Two channels of a token's gradient to x, of which K are there.
+// Two channels of four tokens from t on to a gradient of this block, which begins at `first`.
 template <class T>
-__device__ __forceinline__ void store_channels(const View& x, const Params& p, const Place& at, int t, int channel, float2 value) {
-    if (t >= p.T || channel >= p.K) return;
-    T* to = ::at<T>(x, at.b, at.h, t) + blockIdx.y * x.tile + channel;
-#if FW_ALIGNED
-    store_couple(to, value.x, value.y);
-#else
-    to[0] = from_float<T>(value.x);
-    if (channel + 1 < p.K) to[1] = from_float<T>(value.y);
-#endif
+__device__ __forceinline__ void store_four(void* first, const View& x, const Params& p, int t, int channel,
+                                           const float2 (&value)[4]) {
+    T* to = (T*)first + t * x.t + channel;
+    const int columns = p.K - channel;
+    if (FW_ALIGNED && t + 4 <= p.T && columns > 0) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) store_couple(to + i * x.t, value[i].x, value[i].y);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if (t + i < p.T && columns > 0) to[i * x.t] = from_float<T>(value[i].x);
+        if (t + i < p.T && columns > 1) to[i * x.t + 1] = from_float<T>(value[i].y);
+    }
 }
-
-using Key = typename KeyGradient<FW_PARTIAL>::type;
 
 // A lane has two channels of four tokens. Lanes 8 apart have the same channels of the next four: f is called with what they have
 // before them, in order, or behind them.
@@ -37,13 +40,17 @@ __device__ __forceinline__ float2 scan(float2 x, float2 none, F f) {
 }
 
 __device__ __forceinline__ float2 add(float2 a, float2 b) { return make_float2(a.x + b.x, a.y + b.y); }
-__device__ __forceinline__ float2 add_product(float2 a, float2 b, float2 c) { return make_float2(fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y)); }
+__device__ __forceinline__ float2 add_product(float2 a, float2 b, float2 c) {
+    return make_float2(fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y));
+}
+
+__device__ __forceinline__ float2 inverse(float2 x) { return make_float2(reciprocal(x.x), reciprocal(x.y)); }
 
 // dq, dk, dp and df of the warp's channels from j on, chunk c of a near part. With F_t the products of f, a gate's log has the sum of
 // what spans it: of reads from it on, less the pairs that begin there too, and of writes before it.
 __device__ __forceinline__ void store_near(const Part& part, const Sums& sums, const Params& p, const Place& at, int c, int j, int t0) {
-    const int own = 2 * (at.lane & 7), first = (at.lane >> 3) * 4, channel = j + own;
-    float2 gate[4], start[4], reads[4], writes[4], whole = ones(), later = make_float2(0.f, 0.f), earlier = later;
+    const int own = 2 * (at.lane & 7), first = (at.lane >> 3) * 4, channel = j + own, t = t0 + c * C + first;
+    float2 gate[4], start[4], reads[4], writes[4], dq[4], dk[4], dp[4], whole = ones(), later = make_float2(0.f, 0.f), earlier = later;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         gate[i] = couple(part.in.f + (c * C + first + i) * FLOAT_ROW + channel);
@@ -52,32 +59,32 @@ __device__ __forceinline__ void store_near(const Part& part, const Sums& sums, c
     const float2 before = scan<false>(whole, ones(), product);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int t = t0 + c * C + first + i, row = (c * C + first + i) * KEY_ROW + channel, at_sums = (first + i) * SUM_ROW + own;
-        const float2 q = couple(sums.q + at_sums), erased = couple(sums.p + at_sums), ends = couple(sums.k + at_sums);
-        const float2 pairs = couple(sums.pairs + at_sums), key = couple(part.in.k + row), scale = product(before, start[i]);
-        const float2 back = make_float2(reciprocal(scale.x), reciprocal(scale.y)), dp = product(scale, erased);
-        float2 dk = product(back, add(ends, pairs));
-        store_channels<Key>(p.dq, p, at, t, channel, product(scale, q));
-        if (FW_E == 2) store_channels<float>(p.de, p, at, t, channel, dp);
-        else dk = add(dk, dp);
-        store_channels<Key>(p.dk, p, at, t, channel, dk);
-        const float2 began = product(key, pairs);
-        reads[i] = add_product(couple(part.in.q + row), q, product(couple(part.s.p + row), erased));
-        reads[i] = make_float2(reads[i].x - began.x, reads[i].y - began.y);
+        const int row = (c * C + first + i) * KEY_ROW + channel, place = (first + i) * SUM_ROW + own;
+        const float2 read = couple(sums.q + place), erased = couple(sums.p + place), ends = couple(sums.k + place);
+        const float2 pairs = couple(sums.pairs + place), key = couple(part.in.k + row), scale = product(before, start[i]);
+        dq[i] = product(scale, read), dp[i] = product(scale, erased);
+        dk[i] = product(inverse(scale), add(ends, pairs));
+        if (FW_E == 1) dk[i] = add(dk[i], dp[i]);
+        reads[i] = add_product(couple(part.in.q + row), read, product(couple(part.s.p + row), erased));
+        reads[i] = make_float2(fmaf(-key.x, pairs.x, reads[i].x), fmaf(-key.y, pairs.y, reads[i].y));
         writes[i] = product(key, ends);
         later = add(later, reads[i]), earlier = add(earlier, writes[i]);
     }
+    const Firsts& firsts = part.s.first;
+    store_four<Key>(firsts.dq, p.dq, p, t, channel, dq);
+    store_four<Key>(firsts.dk, p.dk, p, t, channel, dk);
+    if (FW_E == 2) store_four<float>(firsts.de, p.de, p, t, channel, dp);
     later = scan<true>(later, make_float2(0.f, 0.f), add);
-    float2 spans[4];
-#pragma unroll
-    for (int i = 3; i >= 0; i--) spans[i] = later = add(later, reads[i]);
     earlier = add(scan<false>(earlier, make_float2(0.f, 0.f), add), couple(sums.passing + own));
+    float2 df[4];
+#pragma unroll
+    for (int i = 3; i >= 0; i--) df[i] = later = add(later, reads[i]);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const float2 sum = add(spans[i], earlier);
-        store_channels<float>(p.df, p, at, t0 + c * C + first + i, channel, make_float2(sum.x / gate[i].x, sum.y / gate[i].y));
+        df[i] = product(add(df[i], earlier), inverse(gate[i]));
         earlier = add(earlier, writes[i]);
     }
+    store_four<float>(firsts.df, p.df, p, t, channel, df);
 }
 
 // A number of an input row as it came, 0 where there is none.
@@ -97,9 +104,13 @@ __device__ __forceinline__ void store_far(const Part& part, Sums& sums, const Pa
     const int own = at.lane, channel = j + own, first = t0 + c * C;
     if (own >= C) return;
     const float* f = part.in.f + c * C * FLOAT_ROW + channel;
-    const auto q = [&](int t) { return raw<In>(p.q, p, at, first + t, channel); };
-    const auto k = [&](int t) { return raw<In>(p.k, p, at, first + t, channel); };
-    const auto erasing = [&](int t) { return FW_E == 2 ? raw<float>(p.e, p, at, first + t, channel) : k(t); };
+    const auto key_of = [&](int t) { return raw<In>(p.k, p, at, first + t, channel); };
+    float q[C], erasing[C];
+#pragma unroll
+    for (int t = 0; t < C; t++) {
+        q[t] = raw<In>(p.q, p, at, first + t, channel);
+        erasing[t] = FW_E == 2 ? raw<float>(p.e, p, at, first + t, channel) : key_of(t);
+    }
     float df[C], x[C], start[C], run = 1.f;
 #pragma unroll
     for (int t = 0; t < C; t++) df[t] = run, start[t] = run *= f[t * FLOAT_ROW];  // df: start before t
@@ -108,7 +119,7 @@ __device__ __forceinline__ void store_far(const Part& part, Sums& sums, const Pa
 #pragma unroll
     for (int t = C - 1; t >= 0; t--) {  // reads of the memory that span t, and what passes the chunk
         float &dq = sums.q[t * SUM_ROW + own], &dp = sums.p[t * SUM_ROW + own];
-        later = q(t) * dq + erasing(t) * dp + (t + 1 < C ? f[(t + 1) * FLOAT_ROW] : 0.f) * later;
+        later = q[t] * dq + erasing[t] * dp + (t + 1 < C ? f[(t + 1) * FLOAT_ROW] : 0.f) * later;
         dq *= start[t], dp *= start[t];
         df[t] *= later + end * passing;
         x[t] = end;
@@ -119,13 +130,13 @@ __device__ __forceinline__ void store_far(const Part& part, Sums& sums, const Pa
     for (int t = 0; t < C; t++) {  // writes into the memory that span t
         float& dk = sums.k[t * SUM_ROW + own];
         df[t] += x[t] * earlier;
-        earlier = f[t * FLOAT_ROW] * earlier + k(t) * dk;
+        earlier = f[t * FLOAT_ROW] * earlier + (FW_E == 2 ? key_of(t) : erasing[t]) * dk;
         dk *= x[t];
     }
     const Op *scores = part.s.scores[c], *erase = part.s.dkeys[0];
 #pragma unroll 1
     for (int s = 0; s < C; s++) {  // pairs of which s is the key
-        const float key = k(s);
+        const float key = key_of(s);
         float left = key, sum = 0.f;
 #pragma unroll
         for (int t = 0; t < C; t++) {
@@ -138,7 +149,7 @@ __device__ __forceinline__ void store_far(const Part& part, Sums& sums, const Pa
             const float read = to_float(scores[t * PAIR_ROW + s]), erased = t > s ? to_float(erase[t * PAIR_ROW + s]) : 0.f;
             sums.q[t * SUM_ROW + own] += read * x[t];
             sums.p[t * SUM_ROW + own] += erased * x[t];
-            sum = read * q(t) + erased * erasing(t) + (t + 1 < C ? f[(t + 1) * FLOAT_ROW] : 0.f) * sum;
+            sum = read * q[t] + erased * erasing[t] + (t + 1 < C ? f[(t + 1) * FLOAT_ROW] : 0.f) * sum;
             if (t > s) df[t] += x[t > 0 ? t - 1 : 0] * sum;
         }
         sums.k[s * SUM_ROW + own] += sum;
@@ -154,6 +165,7 @@ __device__ __forceinline__ void store_far(const Part& part, Sums& sums, const Pa
 }
 
 // The products that end in columns of K: a warp takes 16 of them from products to gradients.
+template <bool NEAR>
 __device__ __forceinline__ void key_side(const Part& part, const Params& p, const Place& at, int c, int t0) {
     BackwardShared& s = part.s;
     const Chunk chunk = part.chunk(c);
@@ -191,7 +203,7 @@ __device__ __forceinline__ void key_side(const Part& part, const Params& p, cons
             sums.passing[lane_row()] = place ? passing[0][1] : passing[0][0];
             sums.passing[lane_row() + 8] = place ? passing[1][3] : passing[1][2];
         }
-        if (part.near) {
+        if constexpr (NEAR) {
             float pairs[2][4] = {};
             Right<P> b[2];
             right_from<P, true>(b, chunk.k + j, KEY_ROW);
@@ -208,7 +220,7 @@ __device__ __forceinline__ void key_side(const Part& part, const Params& p, cons
         put_square<false>(sums.p, SUM_ROW, dp[0], dp[1]);
         put_square<false>(sums.k, SUM_ROW, dk[0], dk[1]);
         __syncwarp();
-        if (part.near) store_near(part, sums, p, at, c, j, t0);
+        if constexpr (NEAR) store_near(part, sums, p, at, c, j, t0);
         else store_far(part, sums, p, at, c, j, t0);
         __syncwarp();
     });

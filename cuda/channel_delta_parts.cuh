@@ -23,8 +23,16 @@ struct __align__(16) Sums {
     float passing[C];  // W_0 times its adjoint
 };
 
+using Key = typename KeyGradient<FW_PARTIAL>::type;
+
+// Where a block's sequence, head and tile of V begin: worked out once, by one thread, and read where an address is needed.
+struct __align__(16) Firsts {
+    void *q, *k, *v, *f, *e, *w, *dy, *dq, *dk, *dv, *df, *de, *dw;
+};
+
 struct __align__(16) BackwardShared {
     Stage in;
+    Firsts first;
     Op p[FW_SPAN * KEY_ROW];
     Op memory[CHUNKS][FW_V * KEY_ROW];  // W_0, transposed
     Op dmemory[1][FW_V * KEY_ROW];      // dW_C, transposed; near, F_C dW_C
@@ -40,11 +48,27 @@ static_assert(sizeof(BackwardShared) == FW_SHARED, "the host computes the same")
 
 __device__ __forceinline__ int grouped(int) { return 0; }
 
+template <class T>
+__device__ __forceinline__ void* first_of(const View& x, const Place& at, int column) {
+    return ::at<T>(x, at.b, at.h, 0) + blockIdx.y * x.tile + column;
+}
+
+__device__ __forceinline__ void find_firsts(Firsts& first, const Params& p, const Place& at) {
+    const int column = blockIdx.y * FW_V;
+    first.q = first_of<In>(p.q, at, 0), first.k = first_of<In>(p.k, at, 0);
+    first.v = first_of<In>(p.v, at, column), first.dy = first_of<In>(p.dy, at, column), first.dv = first_of<In>(p.dv, at, column);
+    first.dq = first_of<Key>(p.dq, at, 0), first.dk = first_of<Key>(p.dk, at, 0);
+    first.f = first_of<float>(p.f, at, 0), first.e = first_of<float>(p.e, at, 0), first.w = first_of<float>(p.w, at, 0);
+    first.df = first_of<float>(p.df, at, 0), first.de = first_of<float>(p.de, at, 0), first.dw = first_of<float>(p.dw, at, 0);
+}
+
+// A view of one sequence, head and tile, which begins at `first`.
+__device__ __forceinline__ View view_from(void* first, const View& x) { return {first, 0, 0, x.t, 0}; }
+
 // The part at hand.
 struct Part {
     Stage& in;
     BackwardShared& s;
-    bool near;
 
     __device__ __forceinline__ Chunk chunk(int c) const {
         const int t = c * C, row = t * KEY_ROW;
@@ -53,43 +77,77 @@ struct Part {
     }
 };
 
-__device__ __forceinline__ void load_part(Stage& s, const Params& p, const Place& at, int t0) {
-    const int column = blockIdx.y * FW_V;
-    load_rows<FW_SPAN>(s.q, s.k, p, at.b, at.h, t0);
-    load_tile<In, In, FW_SPAN, FW_V>(s.v, p.v, at.b, at.h, t0, p.T, column, p.V);
-    load_tile<In, Op, FW_SPAN, FW_V>(s.dy, p.dy, at.b, at.h, t0, p.T, column, p.V);
-    load_gates(s.f, s.e, s.g, p, at.b, at.h, t0);
+// Parts that copy_tile and store_whole take, but for the end of a sequence.
+constexpr bool EVEN_PART = EVEN_TILE<In, Op, FW_SPAN, FW_K> && EVEN_TILE<In, Op, FW_SPAN, FW_V> &&
+                           EVEN_TILE<float, float, FW_SPAN, FW_K> && FW_V * sizeof(In) <= 512;
+
+__device__ __forceinline__ bool whole_part(const Params& p, int t0) {
+    return t0 + FW_SPAN <= p.T && p.K == FW_K && p.V - (int)blockIdx.y * FW_V >= FW_V;
+}
+
+__device__ __forceinline__ void load_part(Stage& s, const Params& p, const Firsts& first, int t0) {
+    Params here = p;
+    here.q = view_from(first.q, p.q), here.k = view_from(first.k, p.k);
+    here.f = view_from(first.f, p.f), here.e = view_from(first.e, p.e), here.w = view_from(first.w, p.w);
+    const int columns = p.V - blockIdx.y * FW_V;
+    if constexpr (EVEN_PART) {
+        if (whole_part(p, t0)) {
+            copy_tile<Op, FW_SPAN, FW_K>(s.q, (const Op*)first.q, p.q.t, t0);
+            copy_tile<Op, FW_SPAN, FW_K>(s.k, (const Op*)first.k, p.k.t, t0);
+            copy_tile<In, FW_SPAN, FW_V>(s.v, (const In*)first.v, p.v.t, t0);
+            copy_tile<Op, FW_SPAN, FW_V>(s.dy, (const Op*)first.dy, p.dy.t, t0);
+            copy_tile<float, FW_SPAN, FW_K>(s.f, (const float*)first.f, p.f.t, t0);
+            if constexpr (FW_E == 2) copy_tile<float, FW_SPAN, FW_K>(s.e, (const float*)first.e, p.e.t, t0);
+            load_strengths(s.g, here, 0, 0, t0);
+            return cp_async_commit();
+        }
+    }
+    load_rows<FW_SPAN>(s.q, s.k, here, 0, 0, t0);
+    load_tile<In, In, FW_SPAN, FW_V>(s.v, view_from(first.v, p.v), 0, 0, t0, p.T, 0, columns);
+    load_tile<In, Op, FW_SPAN, FW_V>(s.dy, view_from(first.dy, p.dy), 0, 0, t0, p.T, 0, columns);
+    load_gates(s.f, s.e, s.g, here, 0, 0, t0);
     cp_async_commit();
 }
 
 // Brings the next part into the L2 cache.
-__device__ __forceinline__ void prefetch_part(const Params& p, const Place& at, int t0) {
-    const int column = blockIdx.y * FW_V;
-    prefetch_tile<In, FW_SPAN, FW_K>(p.q, at.b, at.h, t0, p.T, 0, p.K);
-    prefetch_tile<In, FW_SPAN, FW_K>(p.k, at.b, at.h, t0, p.T, 0, p.K);
-    prefetch_tile<float, FW_SPAN, FW_K>(p.f, at.b, at.h, t0, p.T, 0, p.K);
-    if (FW_E == 2) prefetch_tile<float, FW_SPAN, FW_K>(p.e, at.b, at.h, t0, p.T, 0, p.K);
-    prefetch_tile<In, FW_SPAN, FW_V>(p.v, at.b, at.h, t0, p.T, column, p.V);
-    prefetch_tile<In, FW_SPAN, FW_V>(p.dy, at.b, at.h, t0, p.T, column, p.V);
+__device__ __forceinline__ void prefetch_part(const Params& p, const Firsts& first, const Place& at, int t0) {
+    const int columns = p.V - blockIdx.y * FW_V;
+    prefetch_tile<In, FW_SPAN, FW_K>(view_from(first.q, p.q), 0, 0, t0, p.T, 0, p.K);
+    prefetch_tile<In, FW_SPAN, FW_K>(view_from(first.k, p.k), 0, 0, t0, p.T, 0, p.K);
+    prefetch_tile<float, FW_SPAN, FW_K>(view_from(first.f, p.f), 0, 0, t0, p.T, 0, p.K);
+    if (FW_E == 2) prefetch_tile<float, FW_SPAN, FW_K>(view_from(first.e, p.e), 0, 0, t0, p.T, 0, p.K);
+    prefetch_tile<In, FW_SPAN, FW_V>(view_from(first.v, p.v), 0, 0, t0, p.T, 0, columns);
+    prefetch_tile<In, FW_SPAN, FW_V>(view_from(first.dy, p.dy), 0, 0, t0, p.T, 0, columns);
     if (at.lane % 8 == 0) {
+        const uint4* saved = border(p, at, t0 / FW_PART);
 #pragma unroll 1
-        for (int i = 0; i < UNITS; i++) prefetch_l2(border(p, at, t0 / FW_PART) + i * 32);
+        for (int i = 0; i < UNITS; i++) prefetch_l2(saved + i * 32);
     }
 }
 
 // A part's dv, and the gradients of its strengths per token; all threads, behind a barrier.
 __device__ __forceinline__ void store_part(BackwardShared& s, const Params& p, const Place& at, int t0) {
-    const int rows = min(FW_SPAN, p.T - t0), column = blockIdx.y * FW_V;
-    store_tile<FW_SPAN, FW_V, WARPS>(s.in.v, ::at<In>(p.dv, at.b, at.h, t0) + column, p.dv.t, rows, p.V - column, at.warp);
+    const int rows = min(FW_SPAN, p.T - t0);
+    In* dv = (In*)s.first.dv;
+    bool stored = false;
+    if constexpr (EVEN_PART) {
+        stored = whole_part(p, t0);
+        if (stored) store_whole<FW_SPAN, FW_V, WARPS>(s.in.v, dv, p.dv.t, t0, at.warp);
+    }
+    if (!stored) {
+        store_tile<FW_SPAN, FW_V, WARPS>(s.in.v, dv + t0 * p.dv.t, p.dv.t, rows, p.V - blockIdx.y * FW_V, at.warp);
+    }
     for (int i = threadIdx.x; i < rows && (FW_E == 1 || FW_W); i += THREADS) {
         const int c = i / C, t = i % C;
         if (FW_E == 1) {
             float de = s.de[c][t];
+#pragma unroll
             for (int n = 0; n < WARPS; n++) de -= s.erased[c][n][t];
-            ::at<float>(p.de, at.b, at.h, t0 + i)[blockIdx.y * p.de.tile] = de;
+            *::at<float>(view_from(s.first.de, p.de), 0, 0, t0 + i) = de;
         }
         float dw = 0.f;
+#pragma unroll
         for (int n = 0; FW_W && n < VALUE_WARPS; n++) dw += s.dw[c][n][lane_of_column(t)];
-        if (FW_W) ::at<float>(p.dw, at.b, at.h, t0 + i)[blockIdx.y * p.dw.tile] = dw;
+        if (FW_W) *::at<float>(view_from(s.first.dw, p.dw), 0, 0, t0 + i) = dw;
     }
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hostcuda import SCHEDULES, EmulatorLaunch, guarded, sanitized_launch
-from hostcuda.nvrtc import ARCHITECTURES, compile_check
+from hostcuda.nvrtc import ARCHITECTURES, EVERY, compile_check
 from support.cuda_scan import PRECISION, TOLERANCE, by_definition, by_kernels
 from support.draws import assert_same, draw_gates, draw_projections
 from support.emulated import emulated
@@ -75,16 +75,26 @@ def test_any_length(one_thread, dtype, tokens):
     "key, value, dtype, present, gates",
     [
         (16, 16, torch.float16, "tw", "near"),
-        (20, 20, torch.bfloat16, "c", "near"),
         (21, 18, torch.float32, "c", "uniform"),
-        (128, 72, torch.bfloat16, "tw", "near"),
+        (20, 20, torch.bfloat16, "c", "near"),
+        (128, 136, torch.bfloat16, "tw", "near"),
         (120, 50, torch.float32, "cw", "near"),
-        (256, 16, torch.bfloat16, "t", "near"),
         (256, 16, torch.float32, "tw", "some"),
     ],
 )
 def test_widths(one_thread, key, value, dtype, present, gates):
     compare((1, 1, 35, key, value), dtype, present=present, gates=gates)
+
+
+@pytest.mark.parametrize("dtype, key", [(torch.bfloat16, 64), (torch.float32, 64)])
+def test_a_device_with_less_shared_memory(one_thread, dtype, key):
+    """Parts are shorter there, or tiles of V narrower."""
+    device = EmulatorLaunch("prio", 1)
+    device.capability = lambda _: (8, 9)
+    compare((1, 1, 40, key, 64), dtype, device, present="c")
+    forward, backward = (call[2] for call in device.calls)
+    assert (backward["FW_PART"], backward["FW_V"]) == ((16, 64) if dtype == torch.bfloat16 else (16, 32))
+    assert max(forward["FW_SHARED"], backward["FW_SHARED"]) <= common.SHARED
 
 
 def test_fp32_in_tf32(one_thread):
@@ -94,7 +104,7 @@ def test_fp32_in_tf32(one_thread):
 
 def test_large_operands(one_thread):
     """Gates that are nearly too small for one product of a chunk's pairs, with entries as large as fp16's."""
-    x = draw((1, 1, 33, 16, 16), present="t")
+    x = draw((1, 1, 33, 32, 32))
     x["f"], x["e"] = torch.full_like(x["f"], 0.033), x["e"] * 1e-4
     x["k"], x["v"] = x["k"] * 1e2, x["v"] * 3e4
     dy, dmemory = torch.randn_like(x["v"]), torch.randn_like(x["memory"])
@@ -230,7 +240,8 @@ def launches(key: int, dtype: torch.dtype, present: str, arch: str):
 
 
 COMPILED = [(arch, 64, torch.bfloat16, "tw") for arch in ARCHITECTURES if arch != "75"]
-COMPILED += [("90", 64, torch.bfloat16, "c"), ("90", 64, torch.float32, "tw"), ("90", 128, torch.bfloat16, "tw")]
+if ARCHITECTURES == EVERY:
+    COMPILED += [("90", 64, torch.bfloat16, "c"), ("90", 64, torch.float32, "tw"), ("90", 128, torch.bfloat16, "tw")]
 
 
 @pytest.mark.parametrize("arch, width, dtype, present", COMPILED)

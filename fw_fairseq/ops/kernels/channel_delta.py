@@ -29,16 +29,17 @@ from .common import (
 from .delta import CHUNK, Tiling
 
 LARGEST_KEY = 256
+FIRSTS = 112  # bytes of the addresses that the backward keeps in shared memory
 
 # The widest key a row is for, and bytes of an operand in shared memory. Where a device has less of it than that takes, parts are
 # shorter and tiles of V narrower.
 TABLE = {
     (64, 2): Tiling(64, 1, 32, 32),
-    (128, 2): Tiling(32, 2, 16, 16),
-    (256, 2): Tiling(32, 2, 16, 16),
+    (128, 2): Tiling(128, 1, 32, 16),
+    (256, 2): Tiling(64, 2, 16, 16),
     (64, 4): Tiling(64, 1, 16, 16),
-    (128, 4): Tiling(32, 2, 16, 16),
-    (256, 4): Tiling(16, 4, 16, 16),
+    (128, 4): Tiling(64, 2, 16, 16),
+    (256, 4): Tiling(32, 4, 16, 16),
 }
 
 
@@ -58,12 +59,16 @@ class Variant(NamedTuple):
         precision = "tf32" if precision == "bf16" and q.dtype == torch.float16 else precision
         size = 2 if precision == "bf16" else 4
         tiling = next(tiling for (widest, bytes_), tiling in TABLE.items() if widest >= q.shape[3] and bytes_ == size)
-        variant = cls.cut(q, v, e, w, PRECISIONS[precision], tiling)
-        while variant.most_bytes() > held_bytes(q.device) and tiling.value * tiling.part > 16 * CHUNK:
-            smaller = {"part": CHUNK} if tiling.part > CHUNK else {"value": tiling.value // 2}
-            tiling = tiling._replace(**smaller)
-            variant = cls.cut(q, v, e, w, PRECISIONS[precision], tiling)
-        return variant
+        while True:
+            variant, held = cls.cut(q, v, e, w, PRECISIONS[precision], tiling), held_bytes(q.device)
+            if variant.forward_bytes() > held and tiling.span > CHUNK:
+                tiling = tiling._replace(span=CHUNK)
+            elif variant.backward_bytes() > held and tiling.part > CHUNK:
+                tiling = tiling._replace(part=CHUNK)
+            elif variant.most_bytes() > held and tiling.value > 16:
+                tiling = tiling._replace(value=tiling.value // 2)
+            else:
+                return variant
 
     @classmethod
     def cut(cls, q, v, e, w, precision: int, tiling: Tiling) -> Variant:
@@ -107,7 +112,7 @@ class Variant(NamedTuple):
         pairs = tile_bytes(span, CHUNK, torch.float32) + tile_bytes(CHUNK, CHUNK, operand)
         columns = warps * (4 * tile_bytes(CHUNK, CHUNK, torch.float32) + 4 * CHUNK)
         sums = 4 * CHUNK * chunks * (1 + 2 * warps)
-        return stage + self.span_bytes(span) + memories + pairs + columns + sums + self.sums_bytes(2)
+        return stage + FIRSTS + self.span_bytes(span) + memories + pairs + columns + sums + self.sums_bytes(2)
 
     def most_bytes(self) -> int:
         return max(self.forward_bytes(), self.backward_bytes())
