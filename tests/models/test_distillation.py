@@ -124,7 +124,8 @@ def test_what_was_copied_is_not_new(mixer):
 
 
 def changed(before: dict, after: dict) -> set[str]:
-    return {name for name in before if not torch.equal(before[name], after[name])}
+    empty = "_float_tensor"  # a buffer of fairseq 0.12.2 that nothing is written to
+    return {name for name in before if not (name.endswith(empty) or torch.equal(before[name], after[name]))}
 
 
 def test_a_warm_start_in_two_workers_trains_only_what_is_new(counting_data, pretrained, tmp_path):

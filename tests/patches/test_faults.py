@@ -41,7 +41,8 @@ def data(tmp_path_factory):
     folder, draw = tmp_path_factory.mktemp("data"), random.Random(0)
     lines = [" ".join(f"word{draw.randrange(40)}" for _ in range(draw.randint(3, 15))) for _ in range(400)]
     (folder / "train").write_text("\n".join(lines) + "\n")
-    succeed(fairseq("preprocess", "--only-source", "--trainpref", folder / "train", "--destdir", folder / "bin"))
+    both = ["--trainpref", folder / "train", "--validpref", folder / "train"]  # fairseq 0.12.2 opens the second in any case
+    succeed(fairseq("preprocess", "--only-source", *both, "--destdir", folder / "bin"))
     return folder / "bin"
 
 
