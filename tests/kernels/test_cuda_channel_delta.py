@@ -13,6 +13,7 @@ from torch.nn.functional import normalize
 
 from fw_fairseq.ops import fast_weight
 from fw_fairseq.ops.kernels import channel_delta, common, launch
+from fw_fairseq.ops.parallel import parts
 from fw_fairseq.row_map import AS_IS, RowMap
 from fw_fairseq.rules import RULES
 
@@ -161,12 +162,14 @@ def test_decoding(emulate, rule, kernel):
 
 def test_few_long_sequences_run_in_parts(emulate, monkeypatch):
     launcher = emulate()
-    monkeypatch.setattr(launcher, "blocks", 8, raising=False)
-    shape = (1, 1, 1030, 16, 16)
+    monkeypatch.setattr(launcher, "blocks", 3)
+    monkeypatch.setattr(parts, "LEAST", 0)
+    monkeypatch.setattr(parts, "SHORTEST", 32)
+    shape = (1, 1, 230, 16, 16)
     x, gates = draw(shape), {n: g.detach() for n, g in draw_gates(RULES["gdn2"], shape, torch.float32).items()}
     y, state = fast_weight(x["q"], x["k"], x["v"], "gdn2", gates, backend="cuda")
     want, end = fast_weight(x["q"], x["k"], x["v"], "gdn2", gates, backend="chunkwise")
-    assert [call[1] for call in launcher.calls] == ["channel_delta_forward"] * 2
+    assert [call[1] for call in launcher.calls] == ["channel_delta_forward"] * 3  # from empty memories, the identity, the true ones
     torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(state.memory, end.memory, rtol=1e-4, atol=1e-4)
 

@@ -17,16 +17,14 @@ from .common import (
     OLDEST,
     PRECISIONS,
     TYPES,
-    add_up,
     held_bytes,
     in_units,
     pack_params,
     round_up,
     rows_aligned,
-    shares_of,
     tile_bytes,
 )
-from .delta import CHUNK, Tiling
+from .delta import CHUNK, Tiling, run_backward, run_forward
 
 LARGEST_KEY = 256
 FIRSTS = 112  # bytes of the addresses that the backward keeps in shared memory
@@ -180,22 +178,8 @@ def saved_like(q, k, v, f, z, e, w, memory, precision: str, row_map: RowMap = AS
 
 
 def forward(launcher, q, k, v, f, z, e, w, memory, precision: str, keep: bool = True, row_map: RowMap = AS_IS):
-    variant = Variant.of(q, v, e, w, precision)
-    y, final = torch.empty_like(v), torch.empty_like(memory)
-    saved = (memory.new_empty(variant.borders_shape(*q.shape[:3]), dtype=variant.operand),) if keep else ()
-    pointers = {"memory": memory, "final": final, "borders": saved[0] if keep else None}
-    variant.launch(launcher, "forward", dict(q=q, k=k, v=v, f=f, e=e, w=w, y=y), pointers)
-    return y, final, saved
+    return run_forward(Variant.of(q, v, e, w, precision), launcher, q, k, v, f, e, w, memory, keep)
 
 
 def backward(launcher, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str, row_map: RowMap = AS_IS):
-    variant = Variant.of(q, v, e, w, precision)
-    inputs = {"q": q, "k": k, "f": f, "e": e, "w": w}
-    grads = {f"d{name}": torch.empty_like(x) for name, x in inputs.items() if x is not None}
-    shares = {name: shares_of(grad, variant.tiles) for name, grad in grads.items()}
-    dv, before = torch.empty_like(v), torch.empty_like(memory)
-    pointers = {"dfinal": dmemory, "dmemory": before, "borders": saved[0]}
-    variant.launch(launcher, "backward", inputs | shares | {"v": v, "dy": dy, "dv": dv}, pointers)
-    for name, grad in grads.items():
-        add_up(grad, shares[name])
-    return grads["dq"], grads["dk"], dv, grads["df"], None, grads["de"], grads.get("dw"), before
+    return run_backward(Variant.of(q, v, e, w, precision), launcher, q, k, v, f, e, w, memory, saved, dy, dmemory)

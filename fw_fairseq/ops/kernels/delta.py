@@ -189,7 +189,15 @@ def saved_like(q, k, v, f, z, e, w, memory, precision: str, row_map: RowMap = AS
 
 
 def forward(launcher, q, k, v, f, z, e, w, memory, precision: str, keep: bool = True, row_map: RowMap = AS_IS):
-    variant = Variant.of(q, v, f, w, precision, row_map)
+    return run_forward(Variant.of(q, v, f, w, precision, row_map), launcher, q, k, v, f, e, w, memory, keep)
+
+
+def backward(launcher, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str, row_map: RowMap = AS_IS):
+    return run_backward(Variant.of(q, v, f, w, precision, row_map), launcher, q, k, v, f, e, w, memory, saved, dy, dmemory)
+
+
+def run_forward(variant, launcher, q, k, v, f, e, w, memory, keep: bool):
+    """``Family.forward`` by a variant of this family or of another with erase."""
     y, final = torch.empty_like(v), torch.empty_like(memory)
     saved = (memory.new_empty(variant.borders_shape(*q.shape[:3]), dtype=variant.operand),) if keep else ()
     pointers = {"memory": memory, "final": final, "borders": saved[0] if keep else None}
@@ -197,8 +205,8 @@ def forward(launcher, q, k, v, f, z, e, w, memory, precision: str, keep: bool = 
     return y, final, saved
 
 
-def backward(launcher, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str, row_map: RowMap = AS_IS):
-    variant = Variant.of(q, v, f, w, precision, row_map)
+def run_backward(variant, launcher, q, k, v, f, e, w, memory, saved, dy, dmemory):
+    """``Family.backward`` by a variant of this family or of another with erase."""
     inputs = {"q": q, "k": k, "f": f, "e": e, "w": w}
     grads = {f"d{name}": torch.empty_like(x) for name, x in inputs.items() if x is not None}
     shares = {name: shares_of(grad, variant.tiles) for name, grad in grads.items()}
