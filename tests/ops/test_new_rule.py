@@ -20,6 +20,7 @@ from fw_fairseq.mixers import FastWeight
 from fw_fairseq.ops import FastWeightState, fast_weight
 from fw_fairseq.ops.factored import Factors
 from fw_fairseq.ops.kernels import launch
+from fw_fairseq.ops.kernels.families import FAMILIES
 from fw_fairseq.ops.parallel.parts import run_parts
 from fw_fairseq.ops.recall import recall
 from fw_fairseq.ops.recurrent import step_form
@@ -114,11 +115,27 @@ def test_explain_says_what_the_last_token_read():
     torch.testing.assert_close(answer, mixer(x)[0][-1, 0], rtol=1e-4, atol=1e-5)
 
 
-def test_without_a_kernel_it_runs_in_pytorch_and_says_so_once(emulate, caplog):
+def test_a_kernel_that_knows_its_coefficients_runs_it(emulate):
+    """All tokens and their gradients, and one token: no family names the rule."""
+    inputs, gates = draw(torch.float32, (1, 2, 35, 16, 16))
+    want, last = by_loops(*inputs.values(), **gates)
+    launcher = emulate()
+    y, state = fast_weight(**inputs, rule="keyed", gates=gates, backend="cuda")
+    found = with_gradients(inputs | gates, y, state.memory)
+    assert_same(found, with_gradients(inputs | gates, want, last), 2e-5)
+    assert [kernel for _, kernel, _ in launcher.calls] == ["channel_delta_forward", "channel_delta_backward"]
+    with torch.no_grad():
+        first = [x[:, :, :1] for x in inputs.values()]
+        y, _ = fast_weight(*first, "keyed", {n: gate[:, :, :1] for n, gate in gates.items()}, backend="cuda")
+    torch.testing.assert_close(y.double(), want[:, :, :1], rtol=1e-5, atol=1e-5)
+
+
+def test_without_a_kernel_it_runs_in_pytorch_and_says_so_once(emulate, caplog, monkeypatch):
     """Learning, and one token without gradients, where a kernel may know the rule: never as another rule."""
     inputs, gates = draw(torch.float32)
     want, last = by_loops(*inputs.values(), **gates)
     emulate()
+    monkeypatch.delitem(FAMILIES, "channel_delta")
     launch.log_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
