@@ -38,6 +38,7 @@ NOT_QUICK = (
 )
 LONG = (
     "kernels/test_cuda_sanitizers.py",
+    "kernels/test_cuda_channel_delta.py::test_compiles_without_spills[80",
     "kernels/test_cuda_decay.py::test_compiles_without_spills[80",
     "kernels/test_cuda_delta.py::test_compiles_without_spills[80",
     "ops/test_new_rule.py::test_everything_that_goes_through_the_registries",
