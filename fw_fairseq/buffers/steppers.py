@@ -12,6 +12,13 @@ from .memory import Memory
 from .pools import Pools
 
 
+def share(steppers: list[Stepper]) -> None:
+    """Gives the steppers of a pass the one dictionary in which their layers share."""
+    shared: dict = {}
+    for stepper in steppers:
+        stepper.shared = shared
+
+
 class Stepper:
     """Calls the mixer, which returns a new state for each token.
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..buffers.modules import has_hooks, plain
+from ..buffers.steppers import share
 from ..feature_maps import wide
 from ..modules import FastWeightDecoderLayer, LinearAttention
 from .parts import AttentionStep, CrossStep, FeedForwardStep
@@ -66,9 +67,7 @@ class Generation:
     def __init__(self, decoder, incremental_state: dict, encoder_out: dict | None = None):
         self.decoder = decoder
         self.layers = [LayerStep(layer, incremental_state, encoder_out) for layer in decoder.layers.children()]
-        shared: dict = {}
-        for layer in self.layers:
-            layer.stepper.shared = shared
+        share([layer.stepper for layer in self.layers])
         positions = decoder.embed_positions
         self.table = None
         if positions is not None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..buffers.graphs import EAGER, Graphs, wanted
 from ..buffers.kernel_memory import KernelMemory
 from ..buffers.modules import has_hooks, plain
-from ..buffers.steppers import step_mixer
+from ..buffers.steppers import share, step_mixer
 
 
 class LayerStep:
@@ -40,9 +40,8 @@ class Steps:
     def __init__(self, model: nn.Module, states: dict[int, object], graph: bool):
         self.layers = [LayerStep(layer, states[i]) for i, layer in enumerate(model.layers)]
         self.norm = (lambda x: x) if model.layer_norm is None else plain(model.layer_norm)
-        steppers, shared = [layer.stepper for layer in self.layers], {}
-        for stepper in steppers:
-            stepper.shared = shared
+        steppers = [layer.stepper for layer in self.layers]
+        share(steppers)
         self.in_graph = graph and wanted() and all(getattr(each, "kind", None) is KernelMemory for each in steppers)
         self.count, self.graphs = 0, None
 

@@ -94,7 +94,7 @@ class TokenShift(nn.Module):
         return self.added(x, past.in_place(past.earlier(1)) - x, projection), past.recent()
 
     def added(self, x: Tensor, change: Tensor, projection: Tensor) -> Tensor:
-        """What the mixtures add, for the change from x (T,B,C) to the token before it."""
+        """Returns what the mixtures add, for the change from x (T,B,C) to the token before it."""
         sizes, shares = torch.tensor(self.sizes, device=x.device), self.weight[self.mixture_of]
         shares = shares.repeat_interleave(sizes, dim=0, output_size=len(projection))
         return F.linear(change, projection * shares)

@@ -73,7 +73,7 @@ class Projected(Mixer):
         self.conv = ShortConvolution(sum([*self.sizes.values()][:3]), config.short_conv) if config.short_conv else None
 
     def make_mixing(self, rank: int, layer: int, layers: int) -> GateMaker | None:
-        """What makes the shares of the first layer's values, with rows of the projection; None in that layer."""
+        """Returns what makes the shares of the first layer's values, with rows of the projection; None in that layer."""
         if layers == 1:
             raise Mistake(f"--value-mixing-rank is {rank}; it has no effect in a model of one layer")
         if layer == 0:

@@ -89,7 +89,7 @@ class Variant(NamedTuple):
         return keys + values + gates + (gates if self.rows else 16) + 8 * span
 
     def span_bytes(self, span: int) -> int:
-        """What both kernels make of a span: the rows that erases read with, the scores, the inverse, the products of gates."""
+        """The bytes of what both kernels make of a span: rows that erases read with, scores, inverse, products of gates."""
         pairs = tile_bytes(span, CHUNK, torch.float32) + tile_bytes(span, CHUNK, self.operand)
         return tile_bytes(span, self.key, self.operand) + pairs + 4 * span // CHUNK * self.key
 

@@ -104,9 +104,8 @@ def chain(own: Tensor, transfer: Tensor | None, value_decay: Tensor | None, memo
     own (B,S,H,K,V). It takes log2(S) rounds; in the one of distance d, every part takes over what the d parts before it gathered.
     """
     matrices = transfer if transfer is not None and transfer.dim() == 5 else None
-    decays = [
-        x for x in (None if transfer is None or matrices is not None else transfer.unsqueeze(-1), value_decay) if x is not None
-    ]
+    decays = [] if transfer is None or matrices is not None else [transfer.unsqueeze(-1)]
+    decays += [] if value_decay is None else [value_decay]
     memories = torch.cat([memory.unsqueeze(1), own], 1)
     distance = 1
     while distance < memories.shape[1]:
