@@ -1,8 +1,7 @@
 // What a block of channel_delta_backward.cu has in shared memory, and how it comes there.
 #pragma once
 #include "channel_delta.cuh"
-
-static_assert(FW_SPAN == FW_PART, "a part at a time");
+#include "erase_parts.cuh"
 
 // A smaller gate makes a part far. The gradient of a near gate is divided by it, and so is the rounding of the sums that it is made of.
 constexpr float LEAST_GATE = P == EXACT ? 1.f / 16 : 1e-3f;
@@ -23,17 +22,10 @@ struct __align__(16) Sums {
     float passing[C];  // W_0 times its adjoint
 };
 
-using Key = typename KeyGradient<FW_PARTIAL>::type;
-
-// Where a block's sequence, head and tile of V begin: worked out once, by one thread, and read where an address is needed.
-struct __align__(16) Firsts {
-    void *q, *k, *v, *f, *e, *w, *dy, *dq, *dk, *dv, *df, *de, *dw;
-};
-
 struct __align__(16) BackwardShared {
     Stage in;
-    Firsts first;
-    Op p[FW_SPAN * KEY_ROW];
+    __align__(16) Firsts first;
+    __align__(16) Op p[FW_SPAN * KEY_ROW];
     Op memory[CHUNKS][FW_V * KEY_ROW];  // W_0, transposed
     Op dmemory[1][FW_V * KEY_ROW];      // dW_C, transposed; near, F_C dW_C
     Op u[CHUNKS][FW_V * PAIR_ROW], dr[1][FW_V * PAIR_ROW];        // transposed
@@ -47,23 +39,6 @@ struct __align__(16) BackwardShared {
 static_assert(sizeof(BackwardShared) == FW_SHARED, "the host computes the same");
 
 __device__ __forceinline__ int grouped(int) { return 0; }
-
-template <class T>
-__device__ __forceinline__ void* first_of(const View& x, const Place& at, int column) {
-    return ::at<T>(x, at.b, at.h, 0) + blockIdx.y * x.tile + column;
-}
-
-__device__ __forceinline__ void find_firsts(Firsts& first, const Params& p, const Place& at) {
-    const int column = blockIdx.y * FW_V;
-    first.q = first_of<In>(p.q, at, 0), first.k = first_of<In>(p.k, at, 0);
-    first.v = first_of<In>(p.v, at, column), first.dy = first_of<In>(p.dy, at, column), first.dv = first_of<In>(p.dv, at, column);
-    first.dq = first_of<Key>(p.dq, at, 0), first.dk = first_of<Key>(p.dk, at, 0);
-    first.f = first_of<float>(p.f, at, 0), first.e = first_of<float>(p.e, at, 0), first.w = first_of<float>(p.w, at, 0);
-    first.df = first_of<float>(p.df, at, 0), first.de = first_of<float>(p.de, at, 0), first.dw = first_of<float>(p.dw, at, 0);
-}
-
-// A view of one sequence, head and tile, which begins at `first`.
-__device__ __forceinline__ View view_from(void* first, const View& x) { return {first, 0, 0, x.t, 0}; }
 
 // The part at hand.
 struct Part {
@@ -80,10 +55,6 @@ struct Part {
 // Parts that copy_tile and store_whole take, but for the end of a sequence.
 constexpr bool EVEN_PART = EVEN_TILE<In, Op, FW_SPAN, FW_K> && EVEN_TILE<In, Op, FW_SPAN, FW_V> &&
                            EVEN_TILE<float, float, FW_SPAN, FW_K> && FW_V * sizeof(In) <= 512;
-
-__device__ __forceinline__ bool whole_part(const Params& p, int t0) {
-    return t0 + FW_SPAN <= p.T && p.K == FW_K && p.V - (int)blockIdx.y * FW_V >= FW_V;
-}
 
 __device__ __forceinline__ void load_part(Stage& s, const Params& p, const Firsts& first, int t0) {
     Params here = p;

@@ -21,10 +21,6 @@
 constexpr bool EVEN_PART = !FW_MAP && KEEP_KEYS && !FW_PARTIAL && EVEN_TILE<In, Op, FW_SPAN, FW_K> && EVEN_TILE<In, Op, FW_SPAN, FW_V> &&
                            FW_K * sizeof(In) <= 512 && FW_V * sizeof(In) <= 512;
 
-__device__ __forceinline__ bool whole_part(const Params& p, int t0) {
-    return t0 + FW_SPAN <= p.T && p.K == FW_K && p.V - (int)blockIdx.y * FW_V >= FW_V;
-}
-
 __device__ __forceinline__ void load_part(Stage& s, const Params& p, const Firsts& first, int t0) {
     Params here = p;
     here.q = view_from(first.q, p.q), here.k = view_from(first.k, p.k);
@@ -53,7 +49,7 @@ __device__ __forceinline__ void copy_border(BackwardShared& s, const Place& at, 
 }
 
 // Where shared memory has no room for two parts, the next one is brought into the L2 cache.
-__device__ __forceinline__ void prefetch_part(const Params& p, const Firsts& first, const Place& at, int t0) {
+__device__ __forceinline__ void prefetch_part(const Params& p, const DeltaFirsts& first, const Place& at, int t0) {
     const int columns = p.V - blockIdx.y * FW_V;
     prefetch_tile<In, FW_SPAN, ROW_WIDTH>(view_from(first.q, p.q), 0, 0, t0, p.T, 0, row_width(p));
     prefetch_tile<In, FW_SPAN, ROW_WIDTH>(view_from(first.k, p.k), 0, 0, t0, p.T, 0, row_width(p));

@@ -2,8 +2,7 @@
 #pragma once
 #define FW_NO_GATE 1e-30f  // a smaller gate counts as this here, where its gradient is divided by it
 #include "delta.cuh"
-
-static_assert(FW_SPAN == FW_PART, "a part at a time");
+#include "erase_parts.cuh"
 
 // dq and dk go through shared memory, unless shares that are added up would lose digits there.
 constexpr bool KEEP_KEYS = FW_MAP || !(FW_PARTIAL && P == BF16);
@@ -20,15 +19,13 @@ struct __align__(16) Stage {
     Gates g;
 };
 
-// Where a block's sequence, head and tile of V begin: worked out once, by one thread, and read where an address is needed.
-struct Firsts {
-    void *q, *k, *v, *f, *e, *w, *dy, *dq, *dk, *dv, *df, *de, *dw;
+struct DeltaFirsts : Firsts {
     const uint4* borders;
 };
 
 struct __align__(16) BackwardShared {
     Stage stage[FW_STAGES];
-    Firsts first;
+    DeltaFirsts first;
 #if FW_MAP
     Op q[FW_SPAN * KEY_ROW], k[FW_SPAN * KEY_ROW];
 #endif
@@ -52,26 +49,12 @@ __device__ __forceinline__ float* spans_of(BackwardShared& s, int c, bool erasin
     return AHEAD ? s.spans[erasing][c] : erasing ? s.erase[c] : s.inverse[c];
 }
 
-template <class T>
-__device__ __forceinline__ void* first_of(const View& x, const Place& at, int column) {
-    return ::at<T>(x, at.b, at.h, 0) + blockIdx.y * x.tile + column;
-}
-
-__device__ __forceinline__ void find_firsts(Firsts& first, const Params& p, const Place& at) {
-    using Key = typename KeyGradient<FW_PARTIAL>::type;
-    const int column = blockIdx.y * FW_V;
-    first.q = first_of<In>(p.q, at, 0), first.k = first_of<In>(p.k, at, 0);
-    first.v = first_of<In>(p.v, at, column), first.dy = first_of<In>(p.dy, at, column), first.dv = first_of<In>(p.dv, at, column);
-    first.dq = first_of<Key>(p.dq, at, 0), first.dk = first_of<Key>(p.dk, at, 0);
-    first.f = first_of<float>(p.f, at, 0), first.e = first_of<float>(p.e, at, 0), first.w = first_of<float>(p.w, at, 0);
-    first.df = first_of<float>(p.df, at, 0), first.de = first_of<float>(p.de, at, 0), first.dw = first_of<float>(p.dw, at, 0);
+__device__ __forceinline__ void find_firsts(DeltaFirsts& first, const Params& p, const Place& at) {
+    find_firsts((Firsts&)first, p, at);
     first.borders = border(p, at, 0) - (at.warp * UNITS * 32 + at.lane);
 }
 
-// A view of one sequence, head and tile, which begins at `first`.
-__device__ __forceinline__ View view_from(void* first, const View& x) { return {first, 0, 0, x.t, 0}; }
-
-__device__ __forceinline__ const uint4* border_from(const Firsts& first, const Place& at, int s) {
+__device__ __forceinline__ const uint4* border_from(const DeltaFirsts& first, const Place& at, int s) {
     return first.borders + (int64_t)(s * (int)gridDim.y) * (WARPS * UNITS * 32) + (at.warp * UNITS * 32 + at.lane);
 }
 
