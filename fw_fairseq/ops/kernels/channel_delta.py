@@ -24,7 +24,7 @@ from .common import (
     rows_aligned,
     tile_bytes,
 )
-from .delta import CHUNK, Tiling, run_backward, run_forward
+from .delta import CHUNK, Sizes, Tiling, run_backward, run_forward
 
 LARGEST_KEY = 256
 FIRSTS = 112  # bytes of the addresses that the backward keeps in shared memory
@@ -41,8 +41,8 @@ TABLE = {
 }
 
 
-class Variant(NamedTuple):
-    """The macros of a kernel, and the sizes that follow from them."""
+class Macros(NamedTuple):
+    """The macros of a kernel."""
 
     dtype: torch.dtype
     key: int  # FW_K
@@ -51,6 +51,10 @@ class Variant(NamedTuple):
     precision: int
     rows: bool  # whether e is the rows that an erase reads with
     w: bool
+
+
+class Variant(Sizes, Macros):
+    """The macros of a kernel, and the sizes that follow from them."""
 
     @classmethod
     def of(cls, q, v, e, w, precision: str) -> Variant:
@@ -74,14 +78,6 @@ class Variant(NamedTuple):
         tiling = tiling._replace(value=round_up(-(-v.shape[3] // tiles), 16))
         return cls(q.dtype, round_up(q.shape[3], 16 * tiling.ksplit), tiling, tiles, precision, e.dim() == 4, w is not None)
 
-    @property
-    def operand(self) -> torch.dtype:
-        return torch.bfloat16 if self.precision == 0 else torch.float32
-
-    @property
-    def warps(self) -> int:
-        return self.tiling.value // 16 * self.tiling.ksplit
-
     def stage_bytes(self, span: int) -> int:
         """The rows of a span but those of dy, and its gates."""
         gates = tile_bytes(span, self.key, torch.float32)
@@ -92,9 +88,6 @@ class Variant(NamedTuple):
         """The bytes of what both kernels make of a span: rows that erases read with, scores, inverse, products of gates."""
         pairs = tile_bytes(span, CHUNK, torch.float32) + tile_bytes(span, CHUNK, self.operand)
         return tile_bytes(span, self.key, self.operand) + pairs + 4 * span // CHUNK * self.key
-
-    def sums_bytes(self, accumulators: int) -> int:
-        return 16 if self.tiling.ksplit == 1 else 2 * self.warps * accumulators * 32 * 16
 
     def forward_bytes(self) -> int:
         """sizeof(ForwardShared), which the kernel asserts."""
@@ -114,9 +107,6 @@ class Variant(NamedTuple):
 
     def most_bytes(self) -> int:
         return max(self.forward_bytes(), self.backward_bytes())
-
-    def borders_shape(self, B, H, T):
-        return B * H * ((T + self.tiling.part - 1) // self.tiling.part), self.tiles * self.tiling.value, self.key
 
     def launch(self, launcher, pass_: str, views: dict, pointers: dict) -> None:
         source, span, shared = {

@@ -57,8 +57,26 @@ TABLE = {
 }
 
 
-class Variant(NamedTuple):
-    """The macros of a kernel, and the sizes that follow from them."""
+class Sizes:
+    """A mixin for the variants of both families with erase: what follows from precision, tiling, tiles and key."""
+
+    @property
+    def operand(self) -> torch.dtype:
+        return torch.bfloat16 if self.precision == 0 else torch.float32
+
+    @property
+    def warps(self) -> int:
+        return self.tiling.value // 16 * self.tiling.ksplit
+
+    def sums_bytes(self, accumulators: int) -> int:
+        return 16 if self.tiling.ksplit == 1 else 2 * self.warps * accumulators * 32 * 16
+
+    def borders_shape(self, B, H, T):
+        return B * H * ((T + self.tiling.part - 1) // self.tiling.part), self.tiles * self.tiling.value, self.key
+
+
+class Macros(NamedTuple):
+    """The macros of a kernel."""
 
     dtype: torch.dtype
     key: int  # FW_K
@@ -70,6 +88,10 @@ class Variant(NamedTuple):
     row: int  # width of q and k
     row_map: RowMap
     held: int  # bytes of shared memory
+
+
+class Variant(Sizes, Macros):
+    """The macros of a kernel, and the sizes that follow from them."""
 
     @classmethod
     def of(cls, q, v, f, w, precision: str, row_map: RowMap) -> Variant:
@@ -83,14 +105,6 @@ class Variant(NamedTuple):
         if variant.backward_bytes(1) > variant.held:  # by its rows
             variant = variant._replace(tiling=tiling._replace(part=CHUNK))
         return variant
-
-    @property
-    def operand(self) -> torch.dtype:
-        return torch.bfloat16 if self.precision == 0 else torch.float32
-
-    @property
-    def warps(self) -> int:
-        return self.tiling.value // 16 * self.tiling.ksplit
 
     def rows_bytes(self, rows: int) -> int:
         """The bytes of so many rows of q and k before the feature map."""
@@ -125,12 +139,6 @@ class Variant(NamedTuple):
         """2 where the backward has room for two parts, but not at the price of a second block on a multiprocessor."""
         limits = ((self.held - 1024) // 2, self.held)
         return next((n for most in limits for n in (2, 1) if self.backward_bytes(n) <= most), 1)
-
-    def sums_bytes(self, accumulators: int) -> int:
-        return 16 if self.tiling.ksplit == 1 else 2 * self.warps * accumulators * 32 * 16
-
-    def borders_shape(self, B, H, T):
-        return B * H * ((T + self.tiling.part - 1) // self.tiling.part), self.tiles * self.tiling.value, self.key
 
     def launch(self, launcher, pass_: str, views: dict, pointers: dict) -> None:
         stages = self.stages()
