@@ -1,14 +1,17 @@
-"""The mutation run: it finds what can be changed, chooses tests by the lines they run, and says which changes none notices."""
+"""The mutation run: it finds what can be changed, chooses tests that reach it, and says which changes none notices."""
 
 from __future__ import annotations
 
 import ast
+import json
+import shutil
 import subprocess
 import sys
+import types
 
 import pytest
 from mutation import __main__ as run
-from mutation.lines import choose
+from mutation.marks import MODULE, Run, choose, marked, read
 from mutation.mutants import mutants_of
 from support.commands import ENVIRONMENT, ROOT
 
@@ -23,7 +26,10 @@ def larger(x: int, y: int = 0) -> int:
 '''
 CHANGES = """0 -> 1|condition negated|Or -> And|Lt -> LtE|Eq -> NotEq|1 -> 2|call left out|condition negated|True -> False
 Add -> Sub|minus left out|Mult -> Div|2.5 -> 5.0""".replace("\n", "|").split("|")
-TESTS = """from fw_fairseq.sums import double, half
+TESTS = """import subprocess
+import sys
+
+from fw_fairseq.sums import double, half
 
 
 def test_double():
@@ -32,6 +38,11 @@ def test_double():
 
 def test_half():
     half(3)
+
+
+def test_more():
+    source = "from fw_fairseq.sums import more; print(more(2))"
+    assert subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout == "4\\n"
 """
 
 
@@ -52,42 +63,104 @@ def test_places_of_kernels(tmp_path):
                      "if (x < y && z) x += 2.f;"}  # fmt: skip
 
 
-def test_the_cheapest_tests_of_a_line_are_chosen():
-    def test(seconds: float, *lines: int) -> dict:
-        return {"seconds": seconds, "lines": {"a.py": [*lines]}}
+def test_marks_stand_before_the_statements_of_lines(tmp_path, monkeypatch):
+    """A mark of a line in a function says that the statement runs; one of a line that runs at import, that any function does."""
+    text = (
+        '"""Text."""\n\nfrom __future__ import annotations\n\nLIMIT = 3\n\n\ndef small(x: int, y: int = 2):\n    """Text."""\n'
+        "    if x < 0:\n        return True\n    elif x == 7:\n        y = 8\n    return [x for x in range(y)] == LIMIT\n"
+    )
+    calls: list[int] = []
+    monkeypatch.setitem(sys.modules, "mutation_mark", types.SimpleNamespace(mark=calls.append))
+    namespace: dict = {}
+    exec(marked(text, {1: 5, 2: 8, 3: 10, 4: 11, 5: 12, 6: 13, 7: 14}), namespace)
+    for x, expected in ((-1, [1, 2, 3, 4]), (7, [1, 2, 3, 5, 6, 7]), (1, [1, 2, 3, 5, 7])):
+        calls.clear()
+        namespace["small"](x)
+        assert sorted(calls) == expected
 
-    tests = {"slow": test(5, 1, 2), "quick": test(1, 2), "other": test(0.1, 3), "none": {"seconds": 0, "lines": {}}}
-    assert choose(tests, "a.py", 2, 9) == ["quick", "slow"] and choose(tests, "a.py", 2, 3) == ["quick"]
-    assert choose(tests, "a.py", 1, 0) == ["slow"]
-    assert choose(tests, "a.py", 9, 9) == ["other", "quick", "slow"] and choose(tests, "b.py", 1, 9) == []
+
+def test_marks_name_the_test_that_runs(tmp_path):
+    """In the test's own process by the variable that pytest sets, and in a command by the file; each once."""
+    script = "import mutation_mark\nfor number in (3, 3, 5): mutation_mark.mark(number)\n"
+    (tmp_path / "mutation_mark.py").write_text(MODULE)
+    (tmp_path / "current-gw1").write_text("b.py::test_two (setup)")
+    environment = ENVIRONMENT | {"MUTATION_MARKS": str(tmp_path), "PYTEST_XDIST_WORKER": "gw1", "PYTHONPATH": str(tmp_path)}
+    environment.pop("PYTEST_CURRENT_TEST", None)
+    for more in ({"PYTEST_CURRENT_TEST": "a.py::test_one[x y] (call)"}, {}):
+        subprocess.run([sys.executable, "-c", script], env=environment | more, check=True)
+    passed = ("a.py::test_one[x y]", "a.py::test_one[z]", "b.py::test_two", "b.py::test_three")
+    reports = {name: {"seconds": 2.5, "outcomes": ["passed"]} for name in passed}
+    reports["b.py::test_four"] = {"seconds": 2.5, "outcomes": ["failed", "passed"]}
+    (tmp_path / "reports.json").write_text(json.dumps(reports))
+    run = read(tmp_path)
+    assert run.seconds == dict.fromkeys(passed, 2.5)
+    assert run.tests[3] == run.tests[5] == ["a.py::test_one[x y]", "b.py::test_three", "b.py::test_two"] and len(run.tests) == 2
+    assert sorted(file.read_text().count("\n") for file in tmp_path.glob("marks-*")) == [2, 2]
+
+
+def test_the_cheapest_tests_of_each_file_are_chosen_first():
+    run = Run({"a.py::slow": 5, "a.py::quick": 1, "b.py::one": 2, "c.py::long": 30}, {})
+    assert choose(run.seconds, run, 9) == ["a.py::quick", "b.py::one", "a.py::slow"]
+    assert choose(run.seconds, run, 3) == ["a.py::quick", "b.py::one"]
+    assert choose(["c.py::long", "a.py::slow"], run, 1) == ["a.py::slow"] and choose([], run, 9) == []
 
 
 def test_a_run_of_a_small_package(tmp_path):
-    """One function has a test of its value, another is only called. The repository is left as it is."""
+    """One function has a test of its value, another is only called, a third runs only in a command. A test that fails without the
+    change is no proof. The repository is left as it is, and a run that goes on only prints what it has found."""
     package, tests = tmp_path / "fw_fairseq", tmp_path / "tests"
-    package.mkdir()
-    tests.mkdir()
+    for folder in (package, tests):
+        folder.mkdir()
     (package / "__init__.py").touch()
-    (package / "sums.py").write_text("def double(x):\n    return x * 2\n\n\ndef half(x):\n    return x / 2\n")
+    (package / "sums.py").write_text(
+        "def double(x):\n    return x * 2\n\n\ndef half(x):\n    return x / 2\n\n\ndef more(x):\n    return x + x\n"
+    )
+    (package / "least.py").write_text("def never():\n    return not True\n")
     (tests / "test_sums.py").write_text(TESTS)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["long"]\n')
+    (tmp_path / ".gitignore").write_text(".venv\n")
+    shutil.copytree(ROOT / "tests" / "mutation", tests / "mutation", ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     script = f"""
 import sys, pathlib
 from mutation import __main__ as run
 run.ROOT, run.IMPORTED = pathlib.Path({str(tmp_path)!r}), ()
-found = run.main(["--count", "9", "--tests", "tests/test_sums.py", "--seconds", "60"])
+found = run.main(["--count", "9", "--seconds", "20", "--jobs", "2", "--keep", "found", *sys.argv[1:]])
 print({{end: sorted(map(str, mutants)) for end, mutants in found.items()}})
 """
-    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT / "tests"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stderr
-    assert ast.literal_eval(done.stdout.splitlines()[-1]) == {
-        "killed": ["fw_fairseq/sums.py:2 2 -> 3", "fw_fairseq/sums.py:2 Mult -> Div"],
-        "survived": ["fw_fairseq/sums.py:6 2 -> 3", "fw_fairseq/sums.py:6 Div -> Mult"],
-    }
-    assert done.stdout.splitlines()[-2] == "2 killed, 2 survived"
-    assert (package / "sums.py").read_text().endswith("return x / 2\n") and not (tmp_path / "output.txt").exists()
+    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT / "tests")}
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, cwd=tmp_path, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert ast.literal_eval(done.stdout.splitlines()[-1]) == {
+            "killed": ["fw_fairseq/sums.py:10 Add -> Sub", "fw_fairseq/sums.py:2 2 -> 3", "fw_fairseq/sums.py:2 Mult -> Div"],
+            "survived": ["fw_fairseq/sums.py:6 2 -> 3", "fw_fairseq/sums.py:6 Div -> Mult"],
+            "no test": ["fw_fairseq/least.py:2 True -> False"],
+        }
+        assert done.stdout.splitlines()[-2] == "3 killed, 1 no test, 2 survived"
+        (tests / "test_sums.py").write_text("raise SystemExit")  # nothing runs again
+    assert (package / "sums.py").read_text().endswith("return x + x\n") and not (tmp_path / "output.txt").exists()
+    other = subprocess.run(
+        [sys.executable, "-c", script, "--count", "3"], env=environment, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert other.returncode == 1 and "found has the results of another sample" in other.stderr
+
+
+def test_tests_of_a_kernel():
+    names = (
+        "test_cuda_delta.py::a",
+        "test_cuda_channel_delta.py::b",
+        "test_cuda_decay.py::c",
+        "test_cuda_gpu.py::d",
+        "test_hostcuda.py::e",
+    )
+    kernels = [f"tests/kernels/{name}" for name in names]
+    run_of_all = Run(dict.fromkeys(["tests/ops/test_a.py::a", *kernels], 1.0), {})
+    for source, found in (("delta_gradients.cuh", [0]), ("channel_delta.cu", [1]), ("tile.cuh", [0, 1, 2])):
+        assert run.tests_of_kernels(run_of_all, f"cuda/{source}") == [kernels[i] for i in found]
 
 
 @pytest.mark.parametrize("name", ["fw_fairseq/ops/chunkwise", "cuda/decay"])

@@ -1,5 +1,5 @@
 """Runs a sample of mutants: ``tests/mutation.sh --count 60``. Each is written into a copy of the repository, where a copy of this
-process runs the tests that reach its line, until one fails."""
+process runs tests that reach its line, until one fails. One run of all tests, with marks in the code, tells which these are."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import json
 import os
+import queue
 import random
 import shutil
 import signal
@@ -16,33 +17,50 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from .lines import Lines, choose
+from .marks import MODULE, Run, choose, marked, read
 from .mutants import Mutant, mutants_of
 
 ROOT = Path(__file__).parents[2]
 IMPORTED = ("torch", "fairseq.trainer", "fairseq.tasks.translation", "fairseq.models.transformer_lm", "transformers", "hypothesis")
-TESTS = "ops layers models tasks patches tools".split()  # noqa: SIM905
-KERNEL_CODE = "cuda/", "fw_fairseq/ops/kernels/"  # all of its tests take too long for the search of lines
-KERNELS = "tests/kernels/test_cuda*.py"
+KERNELS = "tests/kernels/test_cuda"
+KINDS = "channel_delta", "decay", "delta", "gathered", "linear", "pooling", "scan", "sru", "step"
 LEFT_OUT = "sanitizers", "_gpu", "launch"
+MARKED = ["-m", "not long", "-p", "mutation.marks", "-p", "no:cacheprovider"]
 PYTEST = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header"]
 
 
 def copy_of_the_repository(folder: Path) -> Path:
-    """Everything that git has here, without what Python and pytest keep."""
+    """Everything that git has here, without what Python and pytest keep, and its environment."""
     command = ["git", "ls-files", "-co", "--exclude-standard"]
     for name in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n"):
         if name and (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
+    copy_of_the_environment(ROOT / ".venv", folder)
     return folder
 
 
-def in_a_copy_of_this_process(call, folder: Path, seconds: int) -> int | None:
+def copy_of_the_environment(venv: Path, folder: Path) -> None:
+    """Links to all of it, and copies of the files that name the repository: commands run the copy's code."""
+    for path in [*venv.glob("*"), *venv.glob("bin/*"), *venv.glob("lib/python3*/site-packages/*")]:
+        place = folder / path.relative_to(ROOT)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        text = None
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            text = path.read_text() if path.stat().st_size < 100_000 else None
+        if text is not None and str(ROOT) in text:
+            place.write_text(text.replace(str(ROOT), str(folder)))
+            shutil.copymode(path, place)
+        elif path.name not in ("bin", "lib", "lib64"):
+            place.symlink_to(path)
+
+
+def in_a_copy_of_this_process(call, folder: Path, seconds: float) -> int | None:
     """The exit code of ``call``, which runs in ``folder``; None after ``seconds``."""
     child = os.fork()
     if not child:
@@ -52,6 +70,8 @@ def in_a_copy_of_this_process(call, folder: Path, seconds: int) -> int | None:
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
         sys.path[:0] = [str(folder), str(folder / "tests")]
+        if (folder / ".venv").exists():
+            sys.executable = str(folder / ".venv" / "bin" / "python")
         code = 70
         with contextlib.suppress(BaseException):
             code = int(call())
@@ -68,35 +88,74 @@ def in_a_copy_of_this_process(call, folder: Path, seconds: int) -> int | None:
     return None
 
 
-def measure_lines(folder: Path, tests: list[str], file: Path) -> None:
-    def run() -> int:
-        lines = Lines(folder / "fw_fairseq")
-        pytest.main([*PYTEST[:1], *PYTEST[2:], *tests], plugins=[lines])
-        lines.write(file)
-        return 0
+def run_with_marks(folder: Path, sample: list[Mutant], tests: list[str], keep: Path, jobs: int) -> None:
+    """One run of the tests on a copy of the code with a mark at each mutant; ``keep`` gets what they write."""
+    lines: dict[str, dict[int, int]] = collections.defaultdict(dict)
+    for number, mutant in enumerate(sample):
+        if mutant.file.endswith(".py"):
+            lines[mutant.file][number] = mutant.line
+    for name, of_file in lines.items():
+        (folder / name).write_text(marked((folder / name).read_text(), of_file))
+    [site] = (folder / ".venv").glob("lib/python3*/site-packages")
+    (site / "mutation_mark.py").write_text(MODULE)
+    marks = keep / "marks"
+    shutil.rmtree(marks, ignore_errors=True)
+    marks.mkdir(parents=True)
+    workers = ["--numprocesses", str(jobs), "--dist", "loadfile", "--no-loadscope-reorder"]
+    command = [
+        folder / ".venv" / "bin" / "python",
+        "-m",
+        "pytest",
+        *tests,
+        *workers,
+        "-p",
+        "mutation.marks",
+        "-p",
+        "no:cacheprovider",
+    ]
+    environment = os.environ | {"MUTATION_MARKS": str(marks), "PYTHONPATH": str(folder / "tests")}
+    with (keep / "output.txt").open("w") as output:
+        subprocess.run([*map(str, command)], cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False)
+    if not (marks / "reports.json").exists():
+        raise SystemExit(f"the tests did not run; see {keep / 'output.txt'}")
 
-    in_a_copy_of_this_process(run, folder, 24 * 3600)
+
+class Failed:
+    """A plugin of pytest that writes the name of the test that failed."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.file.write_text(report.nodeid)
 
 
-def outcome(mutant: Mutant, folder: Path, tests: list[str], seconds: int) -> str:
-    """``killed``, ``survived``, ``too slow`` or ``no test`` for a mutant."""
+def outcome(mutant: Mutant, folder: Path, tests: list[str], seconds: float, alone: set[str]) -> str:
+    """``killed``, ``survived``, ``too slow`` or ``no test`` for a mutant; ``not alone`` where the test that fails also fails alone
+    without it. ``alone`` has the tests that are known to pass alone."""
     if not tests:
         return "no test"
-    place = folder / mutant.file
+    place, failed = folder / mutant.file, folder / "failed.txt"
     before = place.read_text()
+    failed.unlink(missing_ok=True)
     place.write_text(mutant.write())
     try:
-        code = in_a_copy_of_this_process(lambda: pytest.main([*PYTEST, *tests]), folder, seconds)
+        code = in_a_copy_of_this_process(lambda: pytest.main([*PYTEST, *tests], plugins=[Failed(failed)]), folder, seconds)
     finally:
         place.write_text(before)
-    return "too slow" if code is None else "survived" if code == 0 else "killed"
+    if code and failed.exists() and (test := failed.read_text()) not in alone:
+        if in_a_copy_of_this_process(lambda: pytest.main([*PYTEST, test]), folder, seconds):
+            return "not alone"
+        alone.add(test)
+    return {None: "too slow", 0: "survived", 5: "no test"}.get(code, "killed")
 
 
-def tests_of_kernels(folder: Path, name: str) -> list[str]:
-    """The tests of all kernels, those of the source's name first."""
-    files = [file for file in folder.glob(KERNELS) if not any(word in file.name for word in LEFT_OUT)]
-    word = Path(name).stem.partition("_")[0]
-    return [str(file.relative_to(folder)) for file in sorted(files, key=lambda file: (word not in file.name, file.name))]
+def tests_of_kernels(run: Run, name: str) -> list[str]:
+    """The tests of the kernels that the source is named for; of all kernels, where many include it."""
+    kernels = [test for test in run.seconds if test.startswith(KERNELS) and not any(word in test for word in LEFT_OUT)]
+    word = max((word for word in KINDS if Path(name).stem.startswith(word)), key=len, default="")
+    return [test for test in kernels if test.partition("::")[0].removeprefix(KERNELS).startswith(f"_{word}")]
 
 
 def sample(folder: Path, only: str, count: int, seed: int) -> list[Mutant]:
@@ -106,14 +165,26 @@ def sample(folder: Path, only: str, count: int, seed: int) -> list[Mutant]:
     return random.Random(seed).sample(every, min(count, len(every)))
 
 
+def earlier(keep: Path, mutants: list[Mutant]) -> dict[str, str]:
+    """The outcomes of a run that was stopped; refused where the folder has those of another sample."""
+    file, names = keep / "sample.json", [*map(str, mutants)]
+    if file.exists() and json.loads(file.read_text()) != names:
+        raise SystemExit(f"--keep {keep} has the results of another sample or other code; name another folder")
+    file.write_text(json.dumps(names))
+    outcomes = keep / "outcomes.txt"
+    lines = outcomes.read_text().splitlines() if outcomes.exists() else []
+    return {mutant.strip(): end.strip() for end, mutant in (line.split("\t") for line in lines)}
+
+
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tests/mutation.sh", description=__doc__)
     parser.add_argument("--count", type=int, default=30, help="mutants of the sample")
     parser.add_argument("--seed", type=int, default=1, help="another seed, another sample")
     parser.add_argument("--only", default="", help="a part of the names of the files to change, such as ops/")
-    parser.add_argument("--tests", nargs="+", default=[f"tests/{name}" for name in TESTS], help="tests that may be chosen")
-    parser.add_argument("--seconds", type=int, default=60, help="for the tests of one mutant")
-    parser.add_argument("--lines", type=Path, help="file that keeps the lines that each test runs; it is read if it exists")
+    parser.add_argument("--tests", nargs="+", default=["tests"], help="tests that may be chosen, such as tests/ops")
+    parser.add_argument("--seconds", type=int, default=30, help="for the tests of one mutant")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at the same time, and processes of the run with marks")
+    parser.add_argument("--keep", type=Path, help="folder for what is found; the same command goes on from there after a stop")
     return parser
 
 
@@ -125,22 +196,47 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Mutant]]:
     for name in IMPORTED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    found: dict[str, list[Mutant]] = collections.defaultdict(list)
+    mutants = sample(ROOT, args.only, args.count, args.seed)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = copy_of_the_repository(Path(temporary))
-        lines = args.lines.resolve() if args.lines else folder / "lines.json"
-        if not lines.exists():
-            measure_lines(folder, [name for name in args.tests if (folder / name.partition("::")[0]).exists()], lines)
-        tests = json.loads(lines.read_text())
-        for mutant in sample(folder, args.only, args.count, args.seed):
-            chosen = choose(tests, mutant.file, mutant.line, args.seconds / 4) if mutant.file.endswith(".py") else []
-            of_kernels = mutant.file.startswith(KERNEL_CODE)
-            if of_kernels:
-                chosen += tests_of_kernels(folder, mutant.file)
-            end = outcome(mutant, folder, chosen, 5 * args.seconds if of_kernels else args.seconds)
+        keep = (args.keep or Path(temporary) / "keep").resolve()
+        keep.mkdir(parents=True, exist_ok=True)
+        done = earlier(keep, mutants)
+        if not (keep / "marks" / "reports.json").exists():
+            folder = copy_of_the_repository(Path(temporary) / "marked")
+            run_with_marks(folder, mutants, args.tests, keep, args.jobs)
+        found = run_mutants(args, mutants, read(keep / "marks"), done, keep, Path(temporary))
+    print(", ".join(f"{len(mutants)} {end}" for end, mutants in sorted(found.items())))
+    return found
+
+
+def run_mutants(
+    args, mutants: list[Mutant], run: Run, done: dict[str, str], keep: Path, temporary: Path
+) -> dict[str, list[Mutant]]:
+    """Each mutant in a copy of the repository that no other uses at that time."""
+    folders: queue.Queue[Path] = queue.Queue()
+    alone: set[str] = set()
+    for job in range(args.jobs):
+        folders.put(copy_of_the_repository(temporary / str(job)))
+
+    def result(number: int, mutant: Mutant) -> tuple[str, Mutant]:
+        if str(mutant) in done:
+            return done[str(mutant)], mutant
+        folder = folders.get()
+        kernel = mutant.file.startswith("cuda/")  # their tests compile them
+        tests = tests_of_kernels(run, mutant.file) if kernel else run.tests.get(number, [])
+        seconds = 4 * args.seconds if kernel else args.seconds
+        end = outcome(mutant, folder, choose(tests, run, seconds), 60 + 3 * seconds, alone)
+        folders.put(folder)
+        return end, mutant
+
+    found: dict[str, list[Mutant]] = collections.defaultdict(list)
+    with ThreadPoolExecutor(args.jobs) as pool, (keep / "outcomes.txt").open("a") as outcomes:
+        for end, mutant in pool.map(result, range(len(mutants)), mutants):
             found[end].append(mutant)
             print(f"{end:9} {mutant}", flush=True)
-    print(", ".join(f"{len(mutants)} {end}" for end, mutants in sorted(found.items())))
+            if str(mutant) not in done:
+                outcomes.write(f"{end}\t{mutant}\n")
+                outcomes.flush()
     return found
 
 
