@@ -11,12 +11,18 @@ from support.draws import assert_same
 from support.kernel_rules import CHANNEL_RULES, KERNEL_RULES, STEP_RULES, coefficients_of
 
 from fw_fairseq.ops import fast_weight
-from fw_fairseq.ops.kernels import families, launch, recurrence, step
+from fw_fairseq.ops.kernels import common, families, launch, recurrence, step
 from fw_fairseq.ops.recurrent import step_form
 from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
 
 FAMILY = {"sum": "linear", "gated": "linear", "decay": "decay", "delta": "delta", "gated_delta": "delta"}
 T, X = (1, 2, 19), (1, 2, 19, 4)  # a coefficient per token, per channel
+
+
+def test_shared_memory_of_devices():
+    """The most that a block may have, in KiB, by compute capability, as the programming guide has it."""
+    guide = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99}
+    assert {device: common.SHARED_MORE.get(device, common.SHARED) for device in guide} == {k: 1024 * x for k, x in guide.items()}
 
 
 @pytest.mark.parametrize("rule, name", FAMILY.items())

@@ -323,6 +323,10 @@ def test_starts():
     assert 0.95 < srupp.gate_weight.abs().max() <= 1
     assert [bias.unique().tolist() for bias in srupp.in_proj.bias.split(256)] == [[0], [0], [-2]]
     assert [bias.unique().tolist() for bias in Sru(16, sru_input_bias=False).gate_bias] == [[0], [-2]]
+    for mixer in (Additive(256, 4), Leap(256, 4)):
+        bound = math.sqrt(6 / 512)
+        assert 0.98 * bound < mixer.out_proj.weight.abs().max() <= bound
+        assert all(0.98 * bound / math.sqrt(2) < x.abs().max() <= bound / math.sqrt(2) for x in mixer.in_proj.weight.split(256))
     mixer = Additive(C, H, pooling_form="published")
     assert mixer.query_score.eq(0).all() and mixer.key_score.eq(0).all() and Additive(C, H).query_score.std() > 0.3
 

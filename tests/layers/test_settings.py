@@ -34,6 +34,20 @@ def test_every_option_of_a_mixer_is_a_setting():
     assert {name for kind in MIXERS.values() for name in kind.settings} == OPTIONS.keys() - of_models
 
 
+def test_defaults_stay():
+    """A checkpoint or an export from before an option computes with the option's default."""
+    zeros = {"dpfp_nu": 1, "product_steps": 2, "srupp_heads": 1, "srupp_segment": 1, "xl_segment": 1, "sru_highway_bias": -2}
+    sizes = {"srupp_memory": 512, "local_window": 32, "xl_memory": 256, "slot_positions": 1024, "slots": 32}
+    words = {"update_rule": "delta", "feature_map": "elu", "feature_norm": "sum", "attention_norm_of": "read_and_erase"}
+    words |= {"fast_weight_backend": "auto", "pooling_form": "adapted", "sru_init": "variance"}
+    on = dict.fromkeys(["sru_rescale", "srupp_rescale", "sru_input_bias"], True)
+    others = zeros | sizes | words | on
+    for mixer in MIXERS.values():
+        assert {name: kind.default for name, kind in mixer.settings.items()} == {
+            name: others.get(name, 0) for name in mixer.settings
+        }
+
+
 @pytest.mark.parametrize("name", MIXERS)
 def test_defaults_are_those_of_the_options(name):
     """With a seed, the layer without a config is that of a model with default options; so is one of an object without attributes,

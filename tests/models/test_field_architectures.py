@@ -18,6 +18,17 @@ LATER = {
     "retnet_lm": {"rotary": True},
     "rwkv7_lm": {"value_mixing_rank": 32},
 }  # architecture: its later options
+SIZES = {  # layers, width, heads, width of the feed-forward layers; of keys, where they have another than values; heads of keys
+    "retnet_lm": (24, 1024, 4, 4096, 0, 0),
+    "gla_lm": (24, 1024, 4, 4096, 128, 0),
+    "mamba2_lm": (24, 768, 12, 0, 128, 1),
+    "hgrn2_lm": (24, 1024, 8, 4096, 0, 0),
+    "rwkv6_lm": (12, 768, 12, 3072, 0, 0),
+    "rwkv7_lm": (12, 768, 12, 3072, 0, 0),
+    "kda_lm": (24, 1024, 8, 4096, 0, 0),
+    "gdn2_lm": (24, 1024, 8, 4096, 0, 0),
+    "delta_product_lm": (24, 1024, 8, 4096, 0, 0),
+}
 BEFORE = {"token_shift_rank": 0, "rotary": False, "value_mixing_rank": 0}
 
 
@@ -25,6 +36,14 @@ def built(args: Namespace, arch: str) -> torch.nn.Module:
     """The model that fairseq makes of the options in a checkpoint, which name their architecture."""
     args._name = arch
     return registered.build_model(args, make_task(WORDS)).eval()
+
+
+@pytest.mark.parametrize("arch", SIZES)
+def test_published_sizes(arch):
+    args = options_of(arch)
+    sizes = (args.decoder_layers, args.decoder_embed_dim, args.decoder_attention_heads, args.decoder_ffn_embed_dim)
+    assert (*sizes, args.feature_dim or 0, args.key_heads or 0) == SIZES[arch]
+    assert args.update_rule == arch[:-3] and args.output_norm and args.bias_free and args.decoder_normalize_before
 
 
 @pytest.mark.parametrize("arch", LATER)

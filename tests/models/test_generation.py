@@ -108,6 +108,8 @@ def test_a_token_writes_into_the_memory_that_is_there(rule):
         steppers = [layer.stepper for layer in state[GENERATION].layers]
         assert all(isinstance(stepper, InPlaceStepper) for stepper in steppers)
         places.append([place(stepper.buffers) for stepper in steppers])
+        factors = [stepper.buffers.factors for stepper in steppers if stepper.buffers.factors is not None]
+        assert all(buffers.shared == (rule in ("sum", "delta")) for buffers in factors), "hypotheses share what does not decay"
     assert len({*map(tuple, places)}) == 2, "factors and then a matrix"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import FrozenInstanceError, fields
+
 import pytest
 import torch
 from support.definitions import READS, WRITES
@@ -78,3 +80,12 @@ def test_rules_that_erase_are_known_whatever_their_gates_are_called(monkeypatch)
 def test_rules_that_cannot_be(options, message):
     with pytest.raises(ValueError, match=message):
         Rule(equation="", source="", **options)
+
+
+@pytest.mark.parametrize("entry", [Gate(), RULES["gated"]])
+def test_entries_cannot_be_changed(entry):
+    """All layers of a process share the table."""
+    with pytest.raises(FrozenInstanceError):
+        setattr(entry, fields(entry)[0].name, None)
+    with pytest.raises(FrozenInstanceError):
+        entry.other = 1

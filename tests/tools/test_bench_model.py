@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fw_fairseq.tools.bench import __main__ as bench
 from fw_fairseq.tools.bench import measure
@@ -95,6 +97,24 @@ def test_the_host_alone(tmp_path, capsys, monkeypatch):
         bench.main([*command, "--mixers", "additive"])
     with pytest.raises(SystemExit):
         bench.main([*command, "--resume", "--json", str(tmp_path / "host.json")])
+
+
+def test_each_token_after_the_context_is_timed_once(monkeypatch):
+    """The first of them warm up; each starts from the same state, which is not changed."""
+    given, lengths = {"layer": {"memory": 3}}, []
+
+    def decoder(tokens, incremental_state):
+        lengths.append(tokens.shape[1])
+        incremental_state["layer"]["memory"] += 1
+
+    def seconds(call, device):
+        call()
+        return float(lengths[-1])
+
+    monkeypatch.setattr(measure, "timed", seconds)
+    model, text = SimpleNamespace(decoder=decoder), torch.zeros(1, 9 + measure.UNTIMED_STEPS)
+    assert measure.time_steps(SimpleNamespace(device="cpu"), model, text, 4, given) == 5 + measure.UNTIMED_STEPS + 2
+    assert lengths == [*range(5, 10 + measure.UNTIMED_STEPS)] and given == {"layer": {"memory": 3}}
 
 
 def test_a_cpu_has_no_graphs_to_leave_out(capsys):

@@ -149,6 +149,7 @@ def test_the_surfaces_of_dpfp():
     points, features = surfaces()
     assert [tuple(points[y, x]) for y in (0, -1) for x in (0, -1)] == [(-1, -1), (1, -1), (-1, 1), (1, 1)]
     assert ((features > 0).sum(-1) <= 1).all() and features.shape[-1] == 4
+    assert points[:, len(points) // 2, 0].abs().max() < 1e-15, "the axes are on the grid"
     assert torch.equal(features.sum(-1), points.abs().prod(-1))
     corners = [features[y, x].argmax().item() for y in (0, -1) for x in (0, -1)]
     assert len(set(corners)) == 4
