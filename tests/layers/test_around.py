@@ -254,6 +254,9 @@ def test_where_published_gates_start():
         assert step.min() >= 0.001 and step.max() <= 0.1 and step.log().std() > 0.5
     for rule, name in (("mamba2", "g"), ("kda", "f"), ("gdn2", "f")):
         assert layers[rule].makers[name].rate.exp().min() >= 1 and layers[rule].makers[name].rate.exp().max() <= 16
+    for rule, rank in (("gla", 16), ("kda", 16), ("gdn2", 16)):
+        up, bound = layers[rule].makers["f"].up, math.sqrt(3 / (64 + rank))
+        assert up.shape == (64, rank) and 0.98 * bound < up.abs().max() <= bound
     assert layers["retnet"].state_dict().keys() == FastWeight(64, 4, update_rule="sum").state_dict().keys()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 
@@ -28,6 +29,14 @@ TINY = [
     "--rounds",
     "2",
 ]
+
+
+def test_sizes_without_options():
+    """Those of the tables in docs/results/ops.md."""
+    parser = argparse.ArgumentParser()
+    bench_ops.add_arguments(parser)
+    args = parser.parse_args([])
+    assert args.tokens == [512, 1024, 8192] and (args.batch, args.heads, args.key_width, args.value_width) == (4, 8, 64, 64)
 
 
 def test_ops_report(tmp_path, capsys, caplog, monkeypatch):

@@ -243,12 +243,15 @@ def test_gradient_checkpointing_with_values_of_another_layer():
 
 @pytest.mark.parametrize("missing", ["layers.0.fc1.weight", "layers.0.self_attn.in_proj.bias", "embed_tokens.weight"])
 @torch.no_grad()
-def test_weights_that_a_checkpoint_lacks_are_drawn(missing, tmp_path):
-    """As a new model draws them; the others are the checkpoint's."""
+def test_weights_that_a_checkpoint_lacks_are_drawn(missing, tmp_path, monkeypatch):
+    """As a new model draws them, which is built once for that; the others are the checkpoint's."""
     model = small(hidden_size=32, num_attention_heads=2)
     kept = {name: x for name, x in model.state_dict().items() if name != missing}
     model.save_pretrained(tmp_path, state_dict=kept)
+    built, draw = [], FastWeightForCausalLM.draw_as_fairseq
+    monkeypatch.setattr(FastWeightForCausalLM, "draw_as_fairseq", lambda self: built.append(self) or draw(self))
     loaded = FastWeightForCausalLM.from_pretrained(tmp_path)
+    assert len(built) == 2
     assert all(loaded.state_dict()[name].equal(x) for name, x in kept.items())
     drawn = loaded.state_dict()[missing]
     assert drawn.isfinite().all() and drawn.abs().max() < 10
