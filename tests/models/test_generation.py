@@ -57,6 +57,9 @@ def label(options) -> str:
 
 
 @torch.no_grad()
+ONE_TOKEN = [{"mixer": mixer, "window_sizes": "1"} for mixer in ("additive", "leap")]
+
+
 def generate(model, tokens, prompt: int = 0) -> tuple[torch.Tensor, dict]:
     """The logits from the prompt on, of hypotheses that change places, and of which one ends; and the last state."""
     state, found, rows = {}, [], torch.arange(len(tokens))
@@ -72,7 +75,7 @@ def generate(model, tokens, prompt: int = 0) -> tuple[torch.Tensor, dict]:
 
 
 @pytest.mark.parametrize("prompt", [0, 3])
-@pytest.mark.parametrize("options", [*combinations(), *LAYOUTS], ids=label)
+@pytest.mark.parametrize("options", [*combinations(), *LAYOUTS, *ONE_TOKEN], ids=label)
 def test_the_short_way_equals_the_general_one(options, prompt, monkeypatch):
     model, tokens = build(**options), draw(3, 11)
     found, state = generate(model, tokens, prompt)

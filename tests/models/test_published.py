@@ -12,6 +12,7 @@ from torch.nn.functional import layer_norm, relu
 import fw_fairseq.models  # noqa: F401
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers.pooled import layer_window
+from fw_fairseq.tasks.stateful_language_modeling import StatefulLanguageModelingConfig, StatefulLanguageModelingTask
 
 
 def command_line(task: str, arch: str, *options):
@@ -46,8 +47,7 @@ def windows(task=None, **options) -> list[int]:
 
 def test_a_window_of_all_positions_is_all_of_the_past():
     """Learned positions limit the text, unless states carry over; then a window means what it says."""
-    task = make_task(40)
-    task.carries_over = True
+    task = StatefulLanguageModelingTask(StatefulLanguageModelingConfig(), make_task(40).source_dictionary)
     assert windows(decoder_learned_pos=True) == [63, 0]
     assert windows() == windows(task, decoder_learned_pos=True) == [63, 64]
     assert windows(decoder_learned_pos=True, no_token_positional_embeddings=True) == [63, 64]

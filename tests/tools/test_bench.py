@@ -32,7 +32,7 @@ TINY = [
 
 
 def test_sizes_without_options():
-    """Those of the tables in docs/results/ops.md."""
+    """With them docs/results/ops.md is made again."""
     parser = argparse.ArgumentParser()
     bench_ops.add_arguments(parser)
     args = parser.parse_args([])
