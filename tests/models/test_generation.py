@@ -56,10 +56,10 @@ def label(options) -> str:
     return "-".join(f"{name}={value}" if isinstance(value, (bool, int)) else str(value) for name, value in options.items())
 
 
-@torch.no_grad()
 ONE_TOKEN = [{"mixer": mixer, "window_sizes": "1"} for mixer in ("additive", "leap")]
 
 
+@torch.no_grad()
 def generate(model, tokens, prompt: int = 0) -> tuple[torch.Tensor, dict]:
     """The logits from the prompt on, of hypotheses that change places, and of which one ends; and the last state."""
     state, found, rows = {}, [], torch.arange(len(tokens))
