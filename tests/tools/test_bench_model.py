@@ -99,6 +99,14 @@ def test_the_host_alone(tmp_path, capsys, monkeypatch):
         bench.main([*command, "--resume", "--json", str(tmp_path / "host.json")])
 
 
+@pytest.mark.parametrize("name", ["fast_weight_lm delta", "transformer_lm"])
+def test_positions_suffice_for_the_longest_context(name):
+    sizes = {"layers": 1, "width": 8, "heads": 2, "ffn": 8, "vocabulary": 20, "device": "cpu", "no_decoding_graph": False}
+    args = SimpleNamespace(tokens=[4], contexts=[5, 30], steps=2, **sizes)
+    model = measure.build_model(args, name)
+    assert model.max_decoder_positions() == 32 + measure.UNTIMED_STEPS
+
+
 def test_each_token_after_the_context_is_timed_once(monkeypatch):
     """The first of them warm up; each starts from the same state, which is not changed."""
     given, lengths = {"layer": {"memory": 3}}, []
