@@ -131,8 +131,16 @@ __device__ __forceinline__ void score_pairs(Shared& s, int mode, int chunk) {
     if (warp == FW_WARPS - 1) score<FW_V>(s.dscores, s.self[1], s.dy, s.v[chunk], mode);
 }
 
+// Where all registers are full, code that seldom runs stays out of the loop's, which then fits the instruction caches. With operands
+// of 32 bits the call itself would spill.
+#if FW_PRECISION == 0
+#define FW_SELDOM __noinline__
+#else
+#define FW_SELDOM __forceinline__
+#endif
+
 // A chunk backwards in several rounds. The adjoint waits in the place of its result, for the registers.
-__device__ __forceinline__ void reverse_rounds(const Params& p, Shared& s, int start, int chunk, int tier, int turn) {
+__device__ FW_SELDOM void reverse_rounds(const Params& p, Shared& s, int start, int chunk, int tier, int turn) {
     Sums sums;
     sums.clear();
 #pragma unroll 1
@@ -256,7 +264,7 @@ __device__ __forceinline__ void take_rows(Shared& s, const Params& p, int part, 
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, 1) decay_backward(const Params p) {
+extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, 1) decay_backward(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char shared[];
     Shared& s = *(Shared*)shared;
 #pragma unroll 1

@@ -19,7 +19,12 @@ CPU=${CPU:-$TOY}
 GPUS=${GPUS:-1}
 SEED=1
 machine=() # options of every fairseq command
-[ -z "$CPU" ] || machine=(--cpu --num-workers 0)
+if [ -n "$CPU" ]; then
+    machine=(--cpu --num-workers 0)
+    # Otherwise glibc returns the tensors of each step to the system, which clears every page before the next step gets it.
+    export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-1073741824} MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-4294967296}
+    export MALLOC_TOP_PAD_=${MALLOC_TOP_PAD_:-67108864}
+fi
 
 find_programs() { # puts BIN, or .venv/bin where there is no BIN, first on the PATH, and sets PYTHON
     if [ -n "${BIN:-}" ]; then

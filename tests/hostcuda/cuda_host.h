@@ -29,6 +29,7 @@
 #undef __constant__
 #undef __launch_bounds__
 #undef __forceinline__
+#undef __noinline__
 #undef __align__
 #undef __grid_constant__
 #define __global__
@@ -38,6 +39,7 @@
 #define __constant__ static
 #define __launch_bounds__(...)
 #define __forceinline__ inline __attribute__((always_inline))
+#define __noinline__ __attribute__((noinline))
 #define __align__(n) __attribute__((aligned(n)))
 #define __grid_constant__
 
