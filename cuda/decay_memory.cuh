@@ -101,7 +101,8 @@ struct Memory {
         }
     }
 
-    // += values^T keys, both (16, channels) arrays of a chunk
+    // += values^T keys, both (16, channels) arrays of a chunk. In fp32 the sum over all of time is not the tensor cores', which cut
+    // off what they add up.
     __device__ __forceinline__ void add_outer(const Operand* values, const Operand* keys) {
         Block left[ROWS];
 #pragma unroll
@@ -111,7 +112,17 @@ struct Memory {
             Block right;
             load_block<false, true>(right, keys + first_column() + 16 * c, FW_LDK);
 #pragma unroll
-            for (int r = 0; r < ROWS; r++) multiply(acc[r][c], left[r], right);
+            for (int r = 0; r < ROWS; r++) {
+                if (FW_PRECISION == 2) {
+                    Acc added;
+                    clear(added);
+                    multiply(added, left[r], right);
+#pragma unroll
+                    for (int i = 0; i < 8; i++) acc[r][c].c[i / 4][i % 4] += added.c[i / 4][i % 4];
+                } else {
+                    multiply(acc[r][c], left[r], right);
+                }
+            }
         }
     }
 };

@@ -9,7 +9,7 @@ from hostcuda.nvrtc import ARCHITECTURES, EVERY, compile_check
 from support.cuda_scan import TOLERANCE, by_definition, by_kernels, compare, draw, launches
 from support.draws import assert_same
 
-from fw_fairseq.ops.kernels import common, decay
+from fw_fairseq.ops.kernels import common, decay, launch
 
 
 @pytest.mark.parametrize("policy, seed", SCHEDULES)
@@ -21,6 +21,20 @@ def test_any_schedule(one_thread, dtype, policy, seed):
 @pytest.mark.parametrize("tokens", [1, 5, 16, 17, 70])
 def test_any_length(one_thread, tokens):
     compare(decay, "decay", (1, 2, tokens, 32, 32))
+
+
+def test_long_sums_in_fp32(one_thread):
+    """Where the tensor cores cut off their sums, as they do on a device: what 8192 tokens write into the memory, and what they add
+    to its gradient, is as accurate as fp32."""
+    x = {name: t if t is None else t.abs() for name, t in draw("decay", (1, 1, 8192, 16, 16)).items()}
+    x["f"], x["z"] = torch.ones_like(x["f"]), torch.ones_like(x["z"])
+    dy, dmemory = torch.randn_like(x["v"]).abs(), torch.randn_like(x["memory"]).abs()
+    with launch.use(EmulatorLaunch(truncates=True)) as launcher:
+        _, final, saved = decay.forward(launcher, *x.values(), "exact")
+        *_, dstart = decay.backward(launcher, *x.values(), saved, dy, dmemory, "exact")
+    for found, start, left, right in ((final, x["memory"], x["k"], x["v"]), (dstart, dmemory, x["q"], dy)):
+        expected = start.double() + left.double().mT @ right.double()
+        assert ((found - expected).abs() / expected).max() < 3e-6
 
 
 # Widths of one tile and of several, padded ones, keys shared by several warps, every type.

@@ -54,13 +54,15 @@ def test_kernels_equal_steps(rule, dtype, width, row_map):
     assert_same(results(leaves, "cuda"), results(on_device(leaves, torch.float64), "recurrent"), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("rule", ["sum", "delta"])
+@pytest.mark.parametrize("rule", ["sum", "delta", "decay"])
 def test_long_sums_in_fp32(rule):
     """The memory of 8192 tokens is as accurate as fp32, though tensor cores cut off their sums."""
     shape = (1, 2, 8192, 64, 64)
     leaves = {name: x.detach().abs().to("cuda") for name, x in draw_inputs(shape, torch.float32).items()}
     leaves["k"] = torch.nn.functional.normalize(leaves["k"], dim=-1)
     gates = {name: x.detach().to("cuda") for name, x in draw_gates(RULES[rule], shape, torch.float32).items()}
+    if rule == "decay":  # keeps everything
+        gates = {name: torch.ones_like(x) for name, x in gates.items()}
     _, state = fast_weight(**leaves, rule=rule, gates=gates, backend="cuda")
     exact = {name: x.double() for name, x in leaves.items()}
     _, expected = fast_weight(**exact, rule=rule, gates={n: g.double() for n, g in gates.items()}, backend="chunkwise")
