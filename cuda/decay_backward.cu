@@ -131,8 +131,8 @@ __device__ __forceinline__ void score_pairs(Shared& s, int mode, int chunk) {
     if (warp == FW_WARPS - 1) score<FW_V>(s.dscores, s.self[1], s.dy, s.v[chunk], mode);
 }
 
-// Where all registers are full, code that seldom runs stays out of the loop's, which then fits the instruction caches. With operands
-// of 32 bits the call itself would spill.
+// What seldom runs is a function of its own, so that the loop has all registers for itself. With operands of 32 bits the call would
+// spill more than it saves.
 #if FW_PRECISION == 0
 #define FW_SELDOM __noinline__
 #else

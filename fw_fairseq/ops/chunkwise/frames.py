@@ -29,8 +29,7 @@ SMALLEST_GATE = 1e-9  # a smaller gate per channel but 0 counts as this: invisib
 SMALLEST_NEAR_GATE = 1 / 16  # of NearGates: rounding in fp32, about 1e-7, is divided by the gate in its gradient
 SMALLEST_NEAR_PRODUCT = 1e-24  # with entries of 1e-12 and their products still in the range of fp32
 CHUNK = 32  # tokens: float64 holds the products of as many of the smallest gates; also the fastest on a CPU without gates
-
-SEQUENCES, TOKENS, ONE = "sequences", "tokens", "one"
+SEQUENCES, TOKENS, ONE = "sequences", "tokens", "one"  # what ``takes`` says
 
 
 class Operands(NamedTuple):
