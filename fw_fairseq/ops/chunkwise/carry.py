@@ -26,6 +26,11 @@ def scaled(x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
     return x if factor is None else x * factor
 
 
+def chunks(c: Chunk, memory: Tensor) -> int:
+    """How many chunks lie side by side."""
+    return len(c.q) // len(memory) if len(memory) else 1
+
+
 def shares(count: int, *tensors: Tensor | None) -> list[tuple[Tensor | None, ...]]:
     """The share of each chunk in all tensors; each has the whole of a tensor with one row."""
     return list(zip(*([x] * count if x is None or x.shape[0] == 1 else x.chunk(count) for x in tensors)))
@@ -37,7 +42,7 @@ def plus_decayed(added: Tensor, memory: Tensor, total: Tensor | None) -> Tensor:
 
 def forwards(c: Chunk, s: Solved, memory: Tensor, frame: Frame) -> tuple[Tensor, Carried, Tensor]:
     """memory (B,K,V) before the first chunk -> the memory before each, what the chunks make of it, the memory after the last."""
-    dtype, work, count = memory.dtype, c.q.dtype, c.q.shape[0] // max(memory.shape[0], 1)
+    dtype, work, count = memory.dtype, c.q.dtype, chunks(c, memory)
     ends, totals = c.until_end(c.k).mT, None if c.decay is None else c.decay.total
     if c.e is None:
         parts = shares(count, *frame, totals, torch.bmm(ends, s.source))
@@ -61,7 +66,7 @@ def forwards(c: Chunk, s: Solved, memory: Tensor, frame: Frame) -> tuple[Tensor,
 def backwards(c: Chunk, s: Solved, dy: Tensor, dmemory: Tensor, frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
     """dmemory (B,K,V) after the last chunk -> the gradients of the memory after each chunk, in its frame, of what the chunks solve
     for, and of the memory before the first."""
-    dtype, work, count = dmemory.dtype, c.q.dtype, c.q.shape[0] // max(dmemory.shape[0], 1)
+    dtype, work, count = dmemory.dtype, c.q.dtype, chunks(c, dmemory)
     ends, totals = c.until_end(c.k), None if c.decay is None else c.decay.total
     dwritten, dreads = torch.bmm(s.scores.mT, dy), torch.bmm(c.since_start(c.q).mT, dy)
     if c.e is None:
