@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,6 +73,23 @@ def sliding(**options) -> SlidingLanguageModelingTask:
 
 def stateful(**options) -> StatefulLanguageModelingTask:
     return StatefulLanguageModelingTask(StatefulLanguageModelingConfig(**options), make_task(40).source_dictionary)
+
+
+@pytest.mark.parametrize("reset_at_eos", [False, True])
+def test_only_the_first_segment_empties_the_states(reset_at_eos):
+    """In training and in each validation; a batch of another task, or a dummy, has no streams."""
+    task, restarts = stateful(reset_at_eos=reset_at_eos), []
+    streams = SimpleNamespace(restart=lambda: restarts.append(segment))
+    for segment in (0, 1, 2, 0):
+        sample = {"streams": streams, "segment": segment, "net_input": {"src_tokens": torch.tensor([[5, EOS, 6]])}}
+        task.bring_state(sample)
+        assert sample["net_input"]["streams"] is streams
+        assert ("reset_mask" in sample["net_input"]) == reset_at_eos
+        if reset_at_eos:
+            assert sample["net_input"]["reset_mask"].tolist() == [[False, True, False]]
+    assert restarts == [0, 0]
+    task.bring_state(sample := {"net_input": {}})
+    assert sample == {"net_input": {}}
 
 
 def random_text() -> Text:
