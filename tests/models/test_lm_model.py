@@ -16,6 +16,7 @@ import fw_fairseq.models  # noqa: F401
 from fw_fairseq.config import FastWeightConfig, layer_mixers
 from fw_fairseq.mixers import MIXERS, FastWeight
 from fw_fairseq.mixers.pooled import layer_window
+from fw_fairseq.models.fast_weight_decoder import counted_from
 from fw_fairseq.modules import MixerAttention, Streams
 from fw_fairseq.rules import RULES
 from fw_fairseq.tools.bench.measure import state_bytes
@@ -426,3 +427,15 @@ def test_favor_estimates_the_kernel_that_is_asked_for(prescale):
     exponent = (q * k).sum() / (4 if prescale else 1)
     phi_q, phi_k = mixer.feature_map(q), mixer.feature_map(k)
     torch.testing.assert_close((phi_q * phi_k).sum(), exponent.exp(), rtol=0.05, atol=0)
+
+
+@torch.no_grad()
+def test_positions_after_other_tokens():
+    """As a worker counts them that has a later part of each segment; without positions there is nothing to count."""
+    positions, tokens = build(tokens_per_sample=16).decoder.embed_positions, draw(2, 16)
+    whole = positions(tokens)
+    with counted_from(positions, 5):
+        assert positions(tokens[:, 5:]).equal(whole[:, 5:])
+    assert positions(tokens).equal(whole)
+    with counted_from(None, 5):
+        pass

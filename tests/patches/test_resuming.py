@@ -91,9 +91,13 @@ def test_another_task_is_refused_within_an_epoch():
     one, other = trainer(Task(AB)), trainer(Task(AB), "stateful_language_modeling")
     for first, second in ((one, other), (other, one)):
         name, before = second.cfg.task._name, first.cfg.task._name
-        with pytest.raises(ValueError, match=f"^--task is {name}, but a.pt stopped within an epoch of {before}; resume with that"):
-            resume(second, saved_by(first, 3))
+        for position in (1, 3):
+            with pytest.raises(
+                ValueError, match=f"^--task is {name}, but a.pt stopped within an epoch of {before}; resume with that"
+            ):
+                resume(second, saved_by(first, position))
         resume(second, saved_by(first, 0))
+        resume(second, saved_by(first, 0) | {"train_iterator": {"epoch": 2}})
         second.cfg.checkpoint.reset_dataloader = True
         resume(second, saved_by(first, 3))
         second.cfg.checkpoint.reset_dataloader = False
