@@ -150,17 +150,16 @@ print({{end: sorted(map(str, mutants)) for end, mutants in found.items()}})
 
 
 def test_tests_of_a_kernel():
-    names = (
-        "test_cuda_delta.py::a",
-        "test_cuda_channel_delta.py::b",
-        "test_cuda_decay.py::c",
-        "test_cuda_gpu.py::d",
-        "test_hostcuda.py::e",
-    )
-    kernels = [f"tests/kernels/{name}" for name in names]
-    run_of_all = Run(dict.fromkeys(["tests/ops/test_a.py::a", *kernels], 1.0), {})
-    for source, found in (("delta_gradients.cuh", [0]), ("channel_delta.cu", [1]), ("tile.cuh", [0, 1, 2])):
-        assert run.tests_of_kernels(run_of_all, f"cuda/{source}") == [kernels[i] for i in found]
+    """Of those that include the source, directly or not."""
+    names = "delta", "channel_delta", "decay", "linear", "sru", "gathered", "maps", "gpu"
+    tests = {name: f"tests/kernels/test_cuda_{name}.py::a" for name in names}
+    run_of_all = Run(dict.fromkeys(["tests/ops/test_a.py::a", *tests.values()], 1.0), {})
+    erase = {"delta", "channel_delta"}
+    expected = {"delta_gradients.cuh": {"delta"}, "channel_delta.cu": {"channel_delta"}, "erase.cuh": erase, "sru.cu": {"sru"}}
+    expected |= {"columns.cuh": {"decay"}, "tile.cuh": {*erase, "linear"}, "gathered.cu": {"gathered"}}
+    for source, kinds in expected.items():
+        found = run.tests_of_kernels(ROOT, run_of_all, f"cuda/{source}")
+        assert {*found} == {tests[name] for name in kinds | {"maps"}}, source
 
 
 @pytest.mark.parametrize("name", ["fw_fairseq/ops/chunkwise", "cuda/decay"])

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import queue
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -29,8 +30,7 @@ from .mutants import Mutant, mutants_of
 ROOT = Path(__file__).parents[2]
 IMPORTED = ("torch", "fairseq.trainer", "fairseq.tasks.translation", "fairseq.models.transformer_lm", "transformers", "hypothesis")
 KERNELS = "tests/kernels/test_cuda"
-KINDS = "channel_delta", "decay", "delta", "gathered", "linear", "pooling", "scan", "sru", "step"
-LEFT_OUT = "sanitizers", "_gpu", "launch"
+KINDS = "channel_delta", "decay", "delta", "linear"  # sources that begin with one of these share the tests of that name
 MARKED = ["-m", "not long", "-p", "mutation.marks", "-p", "no:cacheprovider"]
 PYTEST = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header"]
 
@@ -153,11 +153,24 @@ def outcome(mutant: Mutant, folder: Path, tests: list[str], seconds: float, alon
     return {None: "too slow", 0: "survived", 5: "no test"}.get(code, "killed")
 
 
-def tests_of_kernels(run: Run, name: str) -> list[str]:
-    """The tests of the kernels that the source is named for; of all kernels, where many include it."""
-    kernels = [test for test in run.seconds if test.startswith(KERNELS) and not any(word in test for word in LEFT_OUT)]
-    word = max((word for word in KINDS if Path(name).stem.startswith(word)), key=len, default="")
-    return [test for test in kernels if test.partition("::")[0].removeprefix(KERNELS).startswith(f"_{word}")]
+def tests_of_kernels(folder: Path, run: Run, name: str) -> list[str]:
+    """The tests of the kernels that include the source, and those of all kernels with feature maps."""
+    words = {"maps"}
+    for file in (folder / "cuda").glob("*.cu"):
+        if Path(name).name in included(file):
+            words.add(max((kind for kind in KINDS if file.stem.startswith(kind)), key=len, default=file.stem))
+    files = tuple(f"{KERNELS}_{word}.py::" for word in words)
+    return [test for test in run.seconds if test.startswith(files)]
+
+
+def included(file: Path) -> set[str]:
+    """The names of a source and of everything that it includes."""
+    found, new = set(), {file.name}
+    while new:
+        found |= new
+        texts = [(file.parent / name).read_text() for name in new if (file.parent / name).exists()]
+        new = {name for text in texts for name in re.findall(r'#include "(.+)"', text)} - found
+    return found
 
 
 def sample(folder: Path, only: str, count: int, seed: int) -> list[Mutant]:
@@ -226,7 +239,7 @@ def run_mutants(
             return done[str(mutant)], mutant
         folder = folders.get()
         kernel = mutant.file.startswith("cuda/")  # their tests compile them
-        tests = tests_of_kernels(run, mutant.file) if kernel else run.tests.get(number, [])
+        tests = tests_of_kernels(folder, run, mutant.file) if kernel else run.tests.get(number, [])
         seconds = 4 * args.seconds if kernel else args.seconds
         end = outcome(mutant, folder, choose(tests, run, seconds), 60 + 3 * seconds, alone)
         folders.put(folder)
