@@ -1,4 +1,4 @@
-"""Chunks of the recurrence as matrix products, forward and backward.
+"""One chunk of the recurrence as matrix products, forward and backward.
 
 With U the rows actually written (``docs/chunk_form.md`` derives it):
 
@@ -7,8 +7,7 @@ With U the rows actually written (``docs/chunk_form.md`` derives it):
     Y = Q W_0 + tril(Q K^T) U,      W_C = W_0 + K^T U
 
 With one gate per token, each product is multiplied by the gates between its two tokens (``Decay``). Gates per channel do not get
-here: ``frames`` takes them out by a change of variables. N is the number of sequences times that of chunks side by side: this file
-has what all of them compute at once, and ``carry`` brings the memory through one after another.
+here: ``frames`` takes them out by a change of variables.
 """
 
 from __future__ import annotations
@@ -83,13 +82,13 @@ def gate_gradient(dprefix: Tensor, dlast: Tensor, gate: Tensor, emptied: Emptied
 
 
 class Chunk(NamedTuple):
-    """The operands of chunks, in the dtype that they are computed in, and their decay by one gate per token."""
+    """The operands of one chunk, in the dtype that it is computed in, and its decay by one gate per token."""
 
     q: Tensor  # (N,C,K)
     k: Tensor  # (N,C,K)
     p: Tensor  # (N,C,K): the key that an erase reads with; k itself but in a moving frame or where the rule has another
     v: Tensor  # (N,C,V)
-    e: Tensor | None  # (N,C,1); a 1 where p has the strength in it
+    e: Tensor | None  # (N,C,1), or a 1 where p has the strength in it
     w: Tensor | None  # (N,C,1)
     gate: Tensor | None = None  # (N,C,1) float64
     decay: Decay | None = None
@@ -111,19 +110,12 @@ class Chunk(NamedTuple):
 
 
 class Solved(NamedTuple):
-    """What chunks compute before they know their memory."""
+    """The results that both the outputs and the gradients of a chunk are made from."""
 
     scores: Tensor  # (N,C,C): decayed tril(Q K^T)
-    source: Tensor  # (N,C,V): w V
+    written: Tensor  # (N,C,V): U
     erase: Tensor | None = None  # (N,C,C): decayed tril(P K^T, -1)
     inverse: Tensor | None = None  # (N,C,C): (I + e erase)^-1
-
-
-class Carried(NamedTuple):
-    """What the memory that is carried through the chunks decides."""
-
-    memory: Tensor  # (N,K,V): W_0 of each
-    written: Tensor  # (N,C,V): U
     recalled: Tensor | None = None  # (N,C,V): decayed P W_0
 
 
@@ -135,84 +127,82 @@ class Grads(NamedTuple):
     e: Tensor | None
     w: Tensor | None
     f: Tensor | None  # (N,C,1) of the gate of ``Decay``
+    memory: Tensor
     zeros: tuple[Tensor, Tensor] | None  # (N,C,K), (N,C,V): of gates of 0 on the two sides; see ``Emptied``
 
 
-def solve(c: Chunk, inverse: Tensor | None = None) -> Solved:
+def solve(c: Chunk, memory: Tensor, inverse: Tensor | None = None) -> Solved:
     scores = c.pairs(torch.bmm(c.q, c.k.mT))
-    source = c.v if c.w is None else c.w * c.v
+    written = c.v if c.w is None else c.w * c.v
     if c.e is None:
-        return Solved(scores, source)
+        return Solved(scores, written)
     erase = c.pairs(torch.bmm(c.p, c.k.mT), diagonal=-1)
+    recalled = c.since_start(torch.bmm(c.p, memory))
     if inverse is None:
         eye = torch.eye(erase.shape[-1], dtype=erase.dtype, device=erase.device).expand_as(erase)
         inverse = torch.linalg.solve_triangular(c.e * erase, eye, upper=False, unitriangular=True)
-    return Solved(scores, source, erase, inverse)
+    return Solved(scores, torch.bmm(inverse, written - c.e * recalled), erase, inverse, recalled)
 
 
-def write(c: Chunk, s: Solved, memory: Tensor) -> Carried:
-    """``Carried`` again, from the memory that each chunk starts from."""
-    if c.e is None:
-        return Carried(memory, s.source)
-    recalled = c.since_start(torch.bmm(c.p, memory))
-    return Carried(memory, torch.bmm(s.inverse, s.source - c.e * recalled), recalled)
+def outputs(c: Chunk, s: Solved, memory: Tensor) -> Tensor:
+    return torch.bmm(c.since_start(c.q), memory).baddbmm_(s.scores, s.written)
 
 
-def outputs(c: Chunk, s: Solved, m: Carried) -> Tensor:
-    return torch.bmm(c.since_start(c.q), m.memory).baddbmm_(s.scores, m.written)
+def final_memory(c: Chunk, s: Solved, memory: Tensor) -> Tensor:
+    """The memory after the chunk, in the place of the one before it."""
+    return c.carried_(memory).baddbmm_(c.until_end(c.k).mT, s.written)
 
 
-def final_memory(c: Chunk, m: Carried) -> Tensor:
-    """The memory after each chunk."""
-    return c.carried_(m.memory.clone()).baddbmm_(c.until_end(c.k).mT, m.written)
-
-
-def backward(c: Chunk, s: Solved, m: Carried, dy: Tensor, dfinal: Tensor, dsource: Tensor) -> Grads:
-    """The gradients of chunks, from those of their outputs, dy (N,C,V), of their final memories, dfinal (N,K,V), and of what they
-    solve for, dsource (N,C,V)."""
+def backward(c: Chunk, s: Solved, memory: Tensor, dy: Tensor, dfinal: Tensor) -> Grads:
+    """The gradients of one chunk, from those of its outputs, dy (N,C,V), and of its final memory, dfinal (N,K,V), which is
+    overwritten."""
+    dwritten = torch.bmm(s.scores.mT, dy).baddbmm_(c.until_end(c.k), dfinal)
+    dsource = dwritten if c.e is None else torch.bmm(s.inverse.mT, dwritten)  # of w V - e recalled
     dv = dsource if c.w is None else c.w * dsource
     dw = None if c.w is None else (dsource * c.v).sum(-1)
 
-    dscores = torch.bmm(dy, m.written.mT)
-    dq_start = c.since_start(torch.bmm(dy, m.memory.mT))
-    dk_end = c.until_end(torch.bmm(m.written, dfinal.mT))
+    dscores = torch.bmm(dy, s.written.mT)
+    dq_start = c.since_start(torch.bmm(dy, memory.mT))
+    dk_end = c.until_end(torch.bmm(s.written, dfinal.mT))
     dp = de = df = derase = drecalled = zeros = None
     if c.e is not None:
-        derase = torch.bmm(dsource, m.written.mT).neg_()
+        derase = torch.bmm(dsource, s.written.mT).neg_()
         drecalled = -c.e * dsource
-        de = (derase * s.erase).sum(-1) - (dsource * m.recalled).sum(-1)
+        de = (derase * s.erase).sum(-1) - (dsource * s.recalled).sum(-1)
         derase.mul_(c.e)
     if c.emptied is not None:
-        zeros = zero_gradients(c, m, dy, dfinal, dscores, derase, drecalled)
+        zeros = zero_gradients(c, s, memory, dy, dfinal, dscores, derase, drecalled)
     if c.gate is not None:
-        df = scalar_gate_gradient(c, s, m, dfinal, dscores, dq_start, dk_end, derase, drecalled)
+        df = scalar_gate_gradient(c, s, memory, dfinal, dscores, dq_start, dk_end, derase, drecalled)
 
+    dmemory = c.carried_(dfinal).baddbmm_(c.since_start(c.q).mT, dy)
     dscores = c.pairs(dscores)
     dq = dq_start.baddbmm_(dscores, c.k)
     dk = dk_end.baddbmm_(dscores.mT, c.q)
     if c.e is not None:
+        dmemory.baddbmm_(c.since_start(c.p).mT, drecalled)
         derase = c.pairs(derase, diagonal=-1)
-        dp = torch.bmm(c.since_start(drecalled), m.memory.mT).baddbmm_(derase, c.k)
+        dp = torch.bmm(c.since_start(drecalled), memory.mT).baddbmm_(derase, c.k)
         dk.baddbmm_(derase.mT, c.p)
-    return Grads(dq, dk, dp, dv, de, dw, df, zeros)
+    return Grads(dq, dk, dp, dv, de, dw, df, dmemory, zeros)
 
 
-def zero_gradients(c: Chunk, m: Carried, dy, dfinal, dscores, derase, drecalled) -> tuple[Tensor, Tensor]:
+def zero_gradients(c: Chunk, s: Solved, memory, dy, dfinal, dscores, derase, drecalled) -> tuple[Tensor, Tensor]:
     """The gradients of gates of 0 on the key side and, for a chunk that erases nothing, on the value side: sums of every product
     that spans one such gate and no other."""
     once = c.emptied.once
-    keys = c.q * torch.bmm(dscores.tril() * once.pair, c.k).add_(once.start * torch.bmm(dy, m.memory.mT))
+    keys = c.q * torch.bmm(dscores.tril() * once.pair, c.k).add_(once.start * torch.bmm(dy, memory.mT))
     if derase is not None:
-        keys += c.p * torch.bmm(derase.tril(-1) * once.pair, c.k).add_(once.start * torch.bmm(drecalled, m.memory.mT))
-    carried = once.total * m.memory * dfinal
-    key_ends = (once.end * c.k * torch.bmm(m.written, dfinal.mT)).sum(1, keepdim=True) + carried.sum(-1).unsqueeze(1)
+        keys += c.p * torch.bmm(derase.tril(-1) * once.pair, c.k).add_(once.start * torch.bmm(drecalled, memory.mT))
+    carried = once.total * memory * dfinal
+    key_ends = (once.end * c.k * torch.bmm(s.written, dfinal.mT)).sum(1, keepdim=True) + carried.sum(-1).unsqueeze(1)
     scores = torch.bmm(c.q, c.k.mT).tril_() * once.pair
-    values = dy * torch.bmm(scores, m.written).add_(once.start * torch.bmm(c.q, m.memory))
-    value_ends = (once.end * m.written * torch.bmm(c.k, dfinal)).sum(1, keepdim=True) + carried.sum(-2).unsqueeze(1)
+    values = dy * torch.bmm(scores, s.written).add_(once.start * torch.bmm(c.q, memory))
+    value_ends = (once.end * s.written * torch.bmm(c.k, dfinal)).sum(1, keepdim=True) + carried.sum(-2).unsqueeze(1)
     return c.emptied.gradient(keys, key_ends), c.emptied.gradient(values, value_ends)
 
 
-def scalar_gate_gradient(c: Chunk, s: Solved, m: Carried, dfinal, dscores, dq_start, dk_end, derase, drecalled):
+def scalar_gate_gradient(c: Chunk, s: Solved, memory, dfinal, dscores, dq_start, dk_end, derase, drecalled):
     """The gradient of one gate per token, (N,C,1) in float64. Each decayed quantity adds its product with its gradient where its
     span ends and subtracts it where the span starts. These are the same fp32 numbers in float64 sums: what does not span the
     gate cancels exactly, and a gate of 1e-6 still gets its gradient right."""
@@ -220,8 +210,8 @@ def scalar_gate_gradient(c: Chunk, s: Solved, m: Carried, dfinal, dscores, dq_st
     starting = (dq_start * c.q).sum(-1).double()
     if derase is not None:
         pair += derase * s.erase
-        starting += (drecalled * m.recalled).sum(-1)
+        starting += (drecalled * s.recalled).sum(-1)
     ending = (dk_end * c.k).sum(-1).double()
     dprefix = pair.sum(-1, dtype=torch.float64) - pair.sum(-2, dtype=torch.float64) + starting - ending
-    carried = (m.memory * dfinal * c.decay.total).sum((-2, -1)).double()
+    carried = (memory * dfinal * c.decay.total).sum((-2, -1)).double()
     return gate_gradient(dprefix.unsqueeze(-1), (ending.sum(1) + carried).unsqueeze(-1), c.gate, c.emptied)

@@ -1,9 +1,8 @@
-"""The ways to run chunks, one for each kind of decay. They have one interface:
+"""The ways to run a chunk, one for each kind of decay. They have one interface:
 
-``forward(given, memory)`` returns y, the final memory and two tensors that the backward needs: the memory before each chunk and
-the inverse for its erase. ``backward(given, memories, inverse, dy, dmemory)`` returns the gradients in the order of ``Operands``
-and that of the memory. None overflows for any gate from 0 to 1. ``dtype`` is that of dy, None for that of the memory. ``takes`` is
-what several chunks become: SEQUENCES, more sequences in the order of ``carry``; TOKENS, longer sequences; ONE, nothing does.
+``forward(given, memory)`` returns y, the final memory and the inverse that the backward needs, and ``backward(given, memory,
+inverse, dy, dfinal)`` the gradients in the order of ``Operands`` and that of the memory. None overflows for any gate from 0 to 1.
+``dtype`` is that of dy and dfinal, None for that of the memory.
 
     TokenGates          at most one gate per token
     ChannelGates        one gate per channel, in float64
@@ -22,18 +21,16 @@ from torch import Tensor
 
 from ...rules import Coefficients
 from ..recurrent import step_form
-from .carry import Frame, backwards, forwards
-from .chunk import Chunk, Decay, Emptied, backward, final_memory, gate_gradient, outputs, solve, write
+from .chunk import Chunk, Decay, Emptied, backward, final_memory, gate_gradient, outputs, solve
 
 SMALLEST_GATE = 1e-9  # a smaller gate per channel but 0 counts as this: invisible in fp32, and its gradient is right to 1e-6
 SMALLEST_NEAR_GATE = 1 / 16  # of NearGates: rounding in fp32, about 1e-7, is divided by the gate in its gradient
 SMALLEST_NEAR_PRODUCT = 1e-24  # with entries of 1e-12 and their products still in the range of fp32
 CHUNK = 32  # tokens: float64 holds the products of as many of the smallest gates; also the fastest on a CPU without gates
-SEQUENCES, TOKENS, ONE = "sequences", "tokens", "one"  # what ``takes`` says
 
 
 class Operands(NamedTuple):
-    """The operands of chunks of C tokens; N has the sequences of each chunk, (B,H), one chunk after another."""
+    """The operands of one chunk of C tokens, with (B,H) folded into N."""
 
     q: Tensor  # (N,C,K)
     k: Tensor  # (N,C,K)
@@ -69,40 +66,36 @@ class TokenGates:
     """At most one gate per token: runs in the dtype of the memory, without a change of variables."""
 
     emptying = False  # whether gates may be 0, or below SMALLEST_GATE
-    takes = SEQUENCES
     dtype: torch.dtype | None = None
 
     @classmethod
-    def open(cls, given: Operands, dtype: torch.dtype) -> Chunk:
-        q, k, v, f, _, e, w = given.to(dtype)
+    def open(cls, given: Operands, memory: Tensor) -> Chunk:
+        q, k, v, f, _, e, w = given.to(memory.dtype)
         p, e = given.erasing(k, e)
         if f is None:
             return Chunk(q, k, p, v, e, w)
         if not cls.emptying:
             f = at_least_smallest(f)
-            return Chunk(q, k, p, v, e, w, f, Decay.of(f, dtype))
+            return Chunk(q, k, p, v, e, w, f, Decay.of(f, memory.dtype))
         zero, small = f == 0, f < SMALLEST_GATE
         gate = f.masked_fill(small, 1)
-        emptied = Emptied.of(zero, small, Decay.of(gate, dtype))
-        decay = Decay.of_small(f.masked_fill(zero, 1), dtype).across(emptied.text, 0)
+        emptied = Emptied.of(zero, small, Decay.of(gate, memory.dtype))
+        decay = Decay.of_small(f.masked_fill(zero, 1), memory.dtype).across(emptied.text, 0)
         return Chunk(q, k, p, v, e, w, gate, decay, emptied)
 
     @classmethod
-    def forward(cls, given: Operands, memory: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        chunk = cls.open(given, memory.dtype)
-        solved = solve(chunk)
-        memories, carried, memory = forwards(chunk, solved, memory, Frame())
-        return outputs(chunk, solved, carried), memory, memories, solved.inverse
+    def forward(cls, given: Operands, memory: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        chunk = cls.open(given, memory)
+        solved = solve(chunk, memory)
+        return outputs(chunk, solved, memory), final_memory(chunk, solved, memory.clone()), solved.inverse
 
     @classmethod
-    def backward(cls, given: Operands, memories: Tensor, inverse: Tensor | None, dy: Tensor, dmemory: Tensor):
-        chunk = cls.open(given, memories.dtype)
-        solved = solve(chunk, inverse)
-        dfinal, dsource, dmemory = backwards(chunk, solved, dy, dmemory, Frame())
-        g = backward(chunk, solved, write(chunk, solved, memories), dy, dfinal, dsource)
+    def backward(cls, given: Operands, memory: Tensor, inverse: Tensor | None, dy: Tensor, dfinal: Tensor):
+        chunk = cls.open(given, memory)
+        g = backward(chunk, solve(chunk, memory, inverse), memory, dy, dfinal)
         dk, de = (g.k, g.p) if given.reads_apart else (g.k if g.p is None else g.k.add_(g.p), g.e)
         df = g.f if g.zeros is None else at_zeros(g.f, g.zeros[0], given.f.unsqueeze(-1) < SMALLEST_GATE)
-        return (g.q, dk, g.v, df, None, de, g.w), dmemory
+        return (g.q, dk, g.v, df, None, de, g.w), g.memory
 
 
 class TokenGatesWithZeros(TokenGates):
@@ -121,7 +114,6 @@ class ChannelGates:
     product of the two leaves the range of float64."""
 
     emptying = False  # whether gates may be 0; then all gates of that token on one of the two sides are 0
-    takes = SEQUENCES
     dtype: torch.dtype | None = torch.float64
 
     def __init__(self, f: Tensor | None, z: Tensor | None):
@@ -131,17 +123,20 @@ class ChannelGates:
             self.no_f, self.no_z = (None if x is None else x[..., :1] == 0 for x in (f, z))
             self.f, self.z = (x if no is None else x.masked_fill(no, 1) for x, no in ((self.f, self.no_f), (self.z, self.no_z)))
         products = self.f.cumprod(1)
+        self.carried_keys = products[:, -1:].mT  # (N,K,1)
         self.keys = products[:, -1:] / products
         self.values = self.z.cumprod(1)
-        self.carried = Frame(products[:, -1:].mT, self.values[:, -1:])
+        self.carried_values = self.values[:, -1:]  # (N,1,V)
 
     @classmethod
-    def open(cls, given: Operands, dtype: torch.dtype) -> tuple[ChannelGates, Chunk]:
-        q, k, v, f, z, e, w = given.to(cls.dtype or dtype)
+    def open(cls, given: Operands, memory: Tensor) -> tuple[ChannelGates, Chunk, Tensor]:
+        dtype = cls.dtype or memory.dtype
+        q, k, v, f, z, e, w = given.to(dtype)
         frame = cls(f, z)
         p, e = given.erasing(k, e)
         p = k if e is None else p / frame.keys
-        return frame, Chunk(q / frame.keys, k * frame.keys, p, v / frame.values, e, w, *frame.texts(k))
+        chunk = Chunk(q / frame.keys, k * frame.keys, p, v / frame.values, e, w, *frame.texts(k))
+        return frame, chunk, memory.to(dtype) * frame.carried_keys
 
     def texts(self, k: Tensor) -> tuple[None, Decay | None, Emptied | None]:
         """The gate, decay and zeros of the ``Chunk``: the frame has taken all decay out but that of gates of 0."""
@@ -155,22 +150,21 @@ class ChannelGates:
         return None, products.across(emptied.text, 0), emptied
 
     @classmethod
-    def forward(cls, given: Operands, memory: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        frame, chunk = cls.open(given, memory.dtype)
-        solved = solve(chunk)
-        memories, carried, memory = forwards(chunk, solved, memory, frame.carried)
-        return outputs(chunk, solved, carried).mul_(frame.values), memory, memories, solved.inverse
+    def forward(cls, given: Operands, memory: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        frame, chunk, start = cls.open(given, memory)
+        solved = solve(chunk, start)
+        y = outputs(chunk, solved, start).mul_(frame.values)
+        return y, final_memory(chunk, solved, start).mul_(frame.carried_values), solved.inverse
 
     @classmethod
-    def backward(cls, given: Operands, memories: Tensor, inverse: Tensor | None, dy: Tensor, dmemory: Tensor):
-        frame, c = cls.open(given, memories.dtype)
-        s, dy = solve(c, inverse), dy * frame.values
-        dfinal, dsource, dmemory = backwards(c, s, dy, dmemory, frame.carried)
-        m = write(c, s, memories.to(dy.dtype) * frame.carried.keys)
-        final = final_memory(c, m).mul_(dfinal)
-        g = backward(c, s, m, dy, dfinal, dsource)
+    def backward(cls, given: Operands, memory: Tensor, inverse: Tensor | None, dy: Tensor, dfinal: Tensor):
+        frame, c, start = cls.open(given, memory)
+        s = solve(c, start, inverse)
+        dy, dfinal = dy * frame.values, dfinal * frame.carried_values
+        final = final_memory(c, s, start.clone()).mul_(dfinal)
+        g = backward(c, s, start, dy, dfinal)
         dkeys = (c.q * g.q).addcmul_(c.k, g.k, value=-1)
-        dvalues = outputs(c, s, m).mul_(dy).addcmul_(c.v, g.v, value=-1)
+        dvalues = outputs(c, s, start).mul_(dy).addcmul_(c.v, g.v, value=-1)
         dk, de = g.k.mul_(frame.keys), g.e
         if g.p is not None:
             dkeys.addcmul_(c.p, g.p)
@@ -182,7 +176,7 @@ class ChannelGates:
             df = None if df is None else at_zeros(df, g.zeros[0], frame.no_f)
             dz = None if dz is None else at_zeros(dz, g.zeros[1], frame.no_z)
         grads = (g.q.div_(frame.keys), dk, g.v.div_(frame.values), df, dz, de, g.w)
-        return grads, dmemory
+        return grads, g.memory.mul_(frame.carried_keys)
 
 
 class NearGates(ChannelGates):
@@ -198,7 +192,6 @@ class ChannelGatesWithZeros(ChannelGates):
 class Steps:
     """One token at a time, with gradients by autograd."""
 
-    takes = ONE
     dtype: torch.dtype | None = None
 
     @staticmethod
@@ -208,15 +201,15 @@ class Steps:
         return y.squeeze(1), memory.squeeze(1)
 
     @classmethod
-    def forward(cls, given: Operands, memory: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        return *cls.run(given, memory), memory, None
+    def forward(cls, given: Operands, memory: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *cls.run(given, memory), None
 
     @classmethod
-    def backward(cls, given: Operands, memory: Tensor, _, dy: Tensor, dmemory: Tensor):
+    def backward(cls, given: Operands, memory: Tensor, _, dy: Tensor, dfinal: Tensor):
         with torch.enable_grad():
             leaves = [None if x is None else x.detach().requires_grad_() for x in (*given, memory)]
             results = cls.run(Operands(*leaves[:-1]), leaves[-1])
         given = [x for x in leaves if x is not None]
-        grads = iter(torch.autograd.grad(results, given, (dy.to(memory.dtype), dmemory)))
+        grads = iter(torch.autograd.grad(results, given, (dy.to(memory.dtype), dfinal.to(memory.dtype))))
         grads = [None if x is None else next(grads) for x in leaves]
         return [None if x is None else x.unsqueeze(-1) if x.dim() == 2 else x for x in grads[:-1]], grads[-1]

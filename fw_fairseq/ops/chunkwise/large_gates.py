@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from .chunk import gate_gradient
-from .frames import TOKENS, Operands
+from .frames import Operands
 
 SMALLEST_FP32_GATE = 1e-3  # from here on fp32 holds the products of 8 gates, and their gradient to about 1e-6 / gate
-FP32_CHUNK = 16  # tokens; two take the place of one chunk
+FP32_CHUNK = 16  # tokens; two side by side take the place of one chunk
 
 
 class Products(NamedTuple):
@@ -40,7 +40,6 @@ class LargeChannelGates:
     memory relative to its start, and writes into the memory relative to its end, so that no factor of those two exceeds 1. Only
     the memory is carried from chunk to chunk."""
 
-    takes = TOKENS
     dtype: torch.dtype | None = None
 
     def __init__(self, given: Operands, memory: Tensor):
@@ -64,19 +63,19 @@ class LargeChannelGates:
         return given, memory
 
     @classmethod
-    def forward(cls, given: Operands, memory: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def forward(cls, given: Operands, memory: Tensor) -> tuple[Tensor, Tensor, None]:
         c = cls(given, memory)
         y = (c.scores @ c.v_back).mul_(c.value.middle).addcmul_(c.q_start @ c.starts, c.value.start)
-        return y.flatten(1, 2), c.final, memory, None
+        return y.flatten(1, 2), c.final, None
 
     @classmethod
-    def backward(cls, given: Operands, memory: Tensor, _, dy: Tensor, dmemory: Tensor):
+    def backward(cls, given: Operands, memory: Tensor, _, dy: Tensor, dfinal: Tensor):
         c = cls(given, memory)
         key, value = c.key, c.value
         dy = dy.unflatten(1, (-1, FP32_CHUNK))
         dy_middle, dy_start = dy * value.middle, dy * value.start
         dscores = (dy_middle @ c.v_back.mT).tril_(-1)
-        dends, dmemory = c.chain(dmemory, c.q_start.mT @ dy_start, backwards=True)
+        dends, dmemory = c.chain(dfinal, c.q_start.mT @ dy_start, backwards=True)
         own, scores = c.scores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1), c.scores.tril(-1)
 
         # No gate decays a token's read of itself or the last token's write into the memory: the gates' gradients leave both out.

@@ -1,13 +1,10 @@
 """The recurrence in chunks: matrix products inside a chunk, and the memory carried from chunk to chunk.
 
-``chunk`` has the mathematics of chunks, ``carry`` the memory's way through them and ``frames`` the ways to keep their decay in
-range. This file has the plan, which says how each chunk runs and which run together, and the autograd. The backward keeps the
-inputs and one memory per chunk, and recomputes the rest.
+``chunk`` has the mathematics of one chunk and ``frames`` the ways to keep its decay in range. This file has the loop over chunks,
+its plan and its autograd. The backward keeps the inputs and one memory per chunk, and recomputes the rest.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +15,6 @@ from ...rules import Coefficients
 from ..autograd import as_written
 from .frames import (
     CHUNK,
-    ONE,
-    SEQUENCES,
     SMALLEST_GATE,
     SMALLEST_NEAR_GATE,
     SMALLEST_NEAR_PRODUCT,
@@ -33,29 +28,6 @@ from .frames import (
 )
 from .large_gates import SMALLEST_FP32_GATE, LargeChannelGates
 
-TOGETHER = 2048  # tokens of all sequences that run together on a CPU: more no longer fit into the cache of a core
-TOGETHER_ON_DEVICES = 2**17  # elsewhere, where each product costs a launch: their scores take 16 MB
-
-
-class Run(NamedTuple):
-    """Neighbouring chunks that run together."""
-
-    span: slice
-    way: type
-    count: int = 1  # chunks side by side
-
-    def take(self, *operands: Tensor | None) -> list[Tensor | None]:
-        """The chunks' share (N,C,...) of (B,H,T,...)."""
-        return [None if x is None else self.of(x).flatten(0, 2) for x in operands]
-
-    def put(self, whole: Tensor, share: Tensor) -> None:
-        to = self.of(whole)
-        to.copy_(share.reshape(to.shape))
-
-    def of(self, whole: Tensor) -> Tensor:
-        """A view (chunks,B,H,C,...) of (B,H,T,...)."""
-        return whole[:, :, self.span].unflatten(2, (self.count, -1)).movedim(2, 0)
-
 
 class ChunkScan(torch.autograd.Function):
     """The recurrence over T tokens. It keeps the inputs, and for each chunk the memory before it and the inverse for its erase."""
@@ -64,49 +36,46 @@ class ChunkScan(torch.autograd.Function):
     @as_written
     def forward(ctx, q, k, v, f, z, e, w, memory, keep: bool):
         operands = (q, k, v, f, z, e, w)
-        sequences = v.shape[:2]
-        most = TOGETHER if v.device.type == "cpu" else TOGETHER_ON_DEVICES
-        ctx.plan = together(plan(operands, memory.dtype), sequences.numel(), most)
-        y, memory, kept = torch.empty_like(v), memory.flatten(0, 1), []
-        for run in ctx.plan:
-            part, memory, *saved = run.way.forward(Operands(*run.take(*operands)), memory)
-            run.put(y, part)
-            kept += saved
+        ctx.plan = plan(operands, memory.dtype)
+        y, memories, inverses = torch.empty_like(v), [], []
+        carried = memory.flatten(0, 1)
+        for span, way in ctx.plan:
+            if keep:
+                memories.append(carried)
+            y_chunk, carried, inverse = way.forward(take(operands, span), carried)
+            y[:, :, span] = y_chunk.unflatten(0, v.shape[:2])
+            carried = carried.to(memory.dtype)
+            inverses.append(inverse)
         if keep:
-            ctx.save_for_backward(*operands, *kept)
+            ctx.save_for_backward(*operands, *memories, *inverses)
         ctx.set_materialize_grads(False)
-        return y, memory.unflatten(0, sequences)
+        return y, carried.unflatten(0, v.shape[:2])
 
     @staticmethod
     @once_differentiable
     @as_written
     def backward(ctx, dy, dmemory):
         saved = ctx.saved_tensors  # once: with activation checkpointing, asking again computes again, or fails
-        operands, memories, inverses = saved[:7], saved[7::2], saved[8::2]
-        sequences, grads = operands[2].shape[:2], [None if x is None else torch.empty_like(x) for x in operands]
-        dy = torch.zeros_like(operands[2]) if dy is None else dy
-        dmemory = torch.zeros_like(memories[0][: sequences.numel()]) if dmemory is None else dmemory.flatten(0, 1)
-        for run, memory, inverse in zip(reversed(ctx.plan), reversed(memories), reversed(inverses)):
-            [dpart] = run.take(dy)
-            given = Operands(*run.take(*operands)), memory, inverse
-            parts, dmemory = run.way.backward(*given, dpart.to(run.way.dtype or memory.dtype), dmemory)
+        operands, kept = saved[:7], saved[7:]
+        memories, inverses = kept[: len(ctx.plan)], kept[len(ctx.plan) :]
+        sequences, dtype = operands[0].shape[:2], memories[0].dtype
+        grads = [None if x is None else torch.empty_like(x) for x in operands]
+        dmemory = torch.zeros_like(memories[0]) if dmemory is None else dmemory.flatten(0, 1).clone()  # chunks use it up
+        for (span, way), memory, inverse in zip(reversed(ctx.plan), reversed(memories), reversed(inverses)):
+            chunk = take(operands, span)
+            work = way.dtype or dtype
+            dy_chunk = torch.zeros_like(chunk.v, dtype=work) if dy is None else dy[:, :, span].flatten(0, 1).to(work)
+            parts, dmemory = way.backward(chunk, memory, inverse, dy_chunk, dmemory.to(work))
             for grad, part in zip(grads, parts):
                 if grad is not None:
-                    run.put(grad, part)
-        return *grads, dmemory.unflatten(0, sequences), None
+                    part = part.unflatten(0, sequences)
+                    grad[:, :, span] = part if grad.dim() == part.dim() else part.squeeze(-1)
+        return *grads, dmemory.to(dtype).unflatten(0, sequences), None
 
 
-def together(plan: list[tuple[slice, type]], sequences: int, most: int) -> list[Run]:
-    """The plan with neighbouring whole chunks of one way together, as long as all sequences have at most ``most`` tokens."""
-    runs = [Run(*plan[0])] if plan else []
-    for span, way in plan[1:]:
-        start, tokens = runs[-1].span.start, span.stop - runs[-1].span.start
-        whole = tokens % CHUNK == 0 and span.stop - span.start == CHUNK
-        if whole and way is runs[-1].way and way.takes != ONE and tokens * sequences <= most:
-            runs[-1] = Run(slice(start, span.stop), way, tokens // CHUNK if way.takes == SEQUENCES else 1)
-        else:
-            runs.append(Run(span, way))
-    return runs
+def take(operands, span: slice) -> Operands:
+    """The operands of one chunk."""
+    return Operands(*(None if x is None else x[:, :, span].flatten(0, 1) for x in operands))
 
 
 def plan(operands, dtype: torch.dtype) -> list[tuple[slice, type]]:
