@@ -104,17 +104,7 @@ def run_with_marks(folder: Path, sample: list[Mutant], tests: list[str], keep: P
     shutil.rmtree(marks, ignore_errors=True)
     marks.mkdir(parents=True)
     workers = ["--numprocesses", str(jobs), "--dist", "loadfile", "--no-loadscope-reorder"]
-    command = [
-        folder / ".venv" / "bin" / "python",
-        "-m",
-        "pytest",
-        *tests,
-        *workers,
-        "-p",
-        "mutation.marks",
-        "-p",
-        "no:cacheprovider",
-    ]
+    command = [folder / ".venv" / "bin" / "python", "-m", "pytest", *tests, *workers, *MARKED]
     environment = os.environ | {"MUTATION_MARKS": str(marks), "PYTHONPATH": str(folder / "tests")}
     with (keep / "output.txt").open("w") as output:
         subprocess.run([*map(str, command)], cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False)
@@ -180,15 +170,15 @@ def sample(folder: Path, only: str, count: int, seed: int) -> list[Mutant]:
     return random.Random(seed).sample(every, min(count, len(every)))
 
 
-def earlier(keep: Path, mutants: list[Mutant]) -> dict[str, str]:
-    """The outcomes of a run that was stopped; refused where the folder has those of another sample."""
+def earlier(keep: Path, mutants: list[Mutant]) -> dict[int, str]:
+    """The outcomes of a run that was stopped, by number; refused where the folder has those of another sample."""
     file, names = keep / "sample.json", [*map(str, mutants)]
     if file.exists() and json.loads(file.read_text()) != names:
         raise SystemExit(f"--keep {keep} has the results of another sample or other code; name another folder")
     file.write_text(json.dumps(names))
     outcomes = keep / "outcomes.txt"
     lines = outcomes.read_text().splitlines() if outcomes.exists() else []
-    return {mutant.strip(): end.strip() for end, mutant in (line.split("\t") for line in lines)}
+    return {int(number): end for number, end, _ in (line.split("\t") for line in lines)}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -218,6 +208,9 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Mutant]]:
         keep.mkdir(parents=True, exist_ok=True)
         done = earlier(keep, mutants)
         if not (keep / "marks" / "reports.json").exists():
+            print(
+                f"one run of the tests shows which reach the {len(mutants)} places; its output: {keep / 'output.txt'}", flush=True
+            )
             folder = copy_of_the_repository(Path(temporary) / "marked")
             run_with_marks(folder, mutants, args.tests, keep, args.jobs)
         found = run_mutants(args, mutants, read(keep / "marks"), done, keep, Path(temporary))
@@ -226,7 +219,7 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Mutant]]:
 
 
 def run_mutants(
-    args, mutants: list[Mutant], run: Run, done: dict[str, str], keep: Path, temporary: Path
+    args, mutants: list[Mutant], run: Run, done: dict[int, str], keep: Path, temporary: Path
 ) -> dict[str, list[Mutant]]:
     """Each mutant in a copy of the repository that no other uses at that time."""
     folders: queue.Queue[Path] = queue.Queue()
@@ -234,24 +227,25 @@ def run_mutants(
     for job in range(args.jobs):
         folders.put(copy_of_the_repository(temporary / str(job)))
 
-    def result(number: int, mutant: Mutant) -> tuple[str, Mutant]:
-        if str(mutant) in done:
-            return done[str(mutant)], mutant
+    def result(number: int, mutant: Mutant) -> str:
+        if number in done:
+            return done[number]
         folder = folders.get()
         kernel = mutant.file.startswith("cuda/")  # their tests compile them
         tests = tests_of_kernels(folder, run, mutant.file) if kernel else run.tests.get(number, [])
         seconds = 4 * args.seconds if kernel else args.seconds
         end = outcome(mutant, folder, choose(tests, run, seconds), 60 + 3 * seconds, alone)
         folders.put(folder)
-        return end, mutant
+        return end
 
     found: dict[str, list[Mutant]] = collections.defaultdict(list)
     with ThreadPoolExecutor(args.jobs) as pool, (keep / "outcomes.txt").open("a") as outcomes:
-        for end, mutant in pool.map(result, range(len(mutants)), mutants):
+        for number, end in enumerate(pool.map(result, range(len(mutants)), mutants)):
+            mutant = mutants[number]
             found[end].append(mutant)
             print(f"{end:9} {mutant}", flush=True)
-            if str(mutant) not in done:
-                outcomes.write(f"{end}\t{mutant}\n")
+            if number not in done:
+                outcomes.write(f"{number}\t{end}\t{mutant}\n")
                 outcomes.flush()
     return found
 
