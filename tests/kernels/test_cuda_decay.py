@@ -111,6 +111,6 @@ def test_compiles_without_spills(arch, width, dtype):
     capability = (int(arch[:-1]), int(arch[-1]))
     for launched in launches(decay, "decay", (1, 1, 17, width, width), dtype, capability):
         found = compile_check(launched.source, launched.defines, arch)[launched.kernel]
-        most = 0 if dtype == torch.bfloat16 or width == 64 else 552  # bytes; docs/kernels.md says where
+        most = 0 if dtype == torch.bfloat16 else {64: 8}.get(width, 552)  # bytes; docs/kernels.md says where
         assert max(found["spill_stores"], found["spill_loads"], found["stack"]) <= most, (launched.kernel, found)
         assert launched.defines["FW_SHARED"] <= common.SHARED_MORE.get(capability, common.SHARED)
