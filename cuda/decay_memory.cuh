@@ -43,6 +43,17 @@ struct Scales {
     }
 };
 
+// acc += a b, where acc is a sum over all of time. In fp32 the tensor cores do not make that sum, because they cut off
+// what they add up.
+__device__ __forceinline__ void add_product(Acc& acc, const Block& a, const Block& b) {
+    if (FW_PRECISION != 2) return multiply(acc, a, b);
+    Acc added;
+    clear(added);
+    multiply(added, a, b);
+#pragma unroll
+    for (int i = 0; i < 8; i++) acc.c[i / 4][i % 4] += added.c[i / 4][i % 4];
+}
+
 // A warp's slice of the memory (or of its adjoint), transposed: rows are value channels, columns key channels.
 struct Memory {
     static constexpr int ROWS = FW_V / 16 / FW_V_WARPS, COLUMNS = FW_K / 16 / FW_K_WARPS;
@@ -101,8 +112,7 @@ struct Memory {
         }
     }
 
-    // += values^T keys, both (16, channels) arrays of a chunk. In fp32 the sum over all of time is not the tensor cores', which cut
-    // off what they add up.
+    // += values^T keys, both (16, channels) arrays of a chunk.
     __device__ __forceinline__ void add_outer(const Operand* values, const Operand* keys) {
         Block left[ROWS];
 #pragma unroll
@@ -112,17 +122,7 @@ struct Memory {
             Block right;
             load_block<false, true>(right, keys + first_column() + 16 * c, FW_LDK);
 #pragma unroll
-            for (int r = 0; r < ROWS; r++) {
-                if (FW_PRECISION == 2) {
-                    Acc added;
-                    clear(added);
-                    multiply(added, left[r], right);
-#pragma unroll
-                    for (int i = 0; i < 8; i++) acc[r][c].c[i / 4][i % 4] += added.c[i / 4][i % 4];
-                } else {
-                    multiply(acc[r][c], left[r], right);
-                }
-            }
+            for (int r = 0; r < ROWS; r++) add_product(acc[r][c], left[r], right);
         }
     }
 };

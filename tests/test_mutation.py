@@ -106,8 +106,8 @@ def test_the_cheapest_tests_of_each_file_are_chosen_first():
 
 
 def test_a_run_of_a_small_package(tmp_path):
-    """One function has a test of its value, another is only called, a third runs only in a command. A test that fails without the
-    change is no proof. The repository is left as it is, and a run that goes on only prints what it has found."""
+    """One function has a test of its value, another is only called, a third runs only in a command. The repository is left as it
+    is, and a run that goes on only prints what it has found."""
     package, tests = tmp_path / "fw_fairseq", tmp_path / "tests"
     for folder in (package, tests):
         folder.mkdir()
