@@ -72,8 +72,10 @@ def start_with_keys(inputs: Inputs) -> tuple[Inputs, Sums]:
     coefficients = inputs.coefficients
     if inputs.attention_norm_of == READ_AND_ERASE:
         coefficients = normalise_erase(coefficients, recalled, inputs.eps)
-    inputs = inputs._replace(v=inputs.v.to(state.memory.dtype), coefficients=coefficients)
-    return inputs, Sums(read.unsqueeze(-1), normaliser)
+    v = inputs.v
+    if v.dtype != torch.bfloat16 or not has_kernels(v):  # kernels read in the type of v; in fp16 a sum could be out of range
+        v = v.to(state.memory.dtype)
+    return inputs._replace(v=v, coefficients=coefficients), Sums(read.unsqueeze(-1), normaliser)
 
 
 def start_with_writes(inputs: Inputs) -> tuple[Inputs, Sums]:

@@ -147,6 +147,27 @@ def test_public_op(emulate, rule, attention_norm):
     assert [call[1] for call in launcher.calls] == ["delta_forward", "delta_backward"]
 
 
+def test_attention_normalisation_keeps_bf16(emulate):
+    """The kernels take bf16 rows. Rounded before they are divided, the two parts of the gradient of q cancel less exactly."""
+    launcher = emulate()
+    x = draw((1, 2, 70, 64, 64), torch.bfloat16, resets=False)
+    leaves = {n: (x[n].abs() + 0.1).bfloat16() for n in "qkv"} | {"beta": x["e"]}
+    leaves["k"] = leaves["k"] / leaves["k"].norm(dim=-1, keepdim=True)
+
+    def results(backend, dtype=None):
+        own = {n: t.detach().to(dtype or t.dtype).requires_grad_() for n, t in leaves.items()}
+        y, state = fast_weight(own["q"], own["k"], own["v"], "delta", {"beta": own["beta"]}, backend=backend, attention_norm=True)
+        grads = torch.autograd.grad(y.double().square().sum() + state.memory.double().sum(), list(own.values()))
+        return {"y": y.detach(), "memory": state.memory.detach()} | dict(zip(own, grads))
+
+    got, want = results("cuda"), results("recurrent", torch.float64)
+    assert_same({"q": got.pop("q")}, {"q": want.pop("q")}, 5e-2)
+    assert_same(got, want, 2e-2)
+    assert {call[1]: call[2]["FW_IN"] for call in launcher.calls} == dict.fromkeys(
+        ("delta_forward", "delta_backward"), "__nv_bfloat16"
+    )
+
+
 def test_without_gradients_nothing_is_kept(one_thread):
     x = draw((1, 1, 35, 64, 64))
     operands = [x["q"], x["k"], x["v"], x["f"], None, x["e"], x["w"], x["memory"]]
