@@ -115,7 +115,7 @@ def known_options() -> set[str]:
     parser = argparse.ArgumentParser(conflict_handler="resolve")
     MODEL_REGISTRY["fast_weight_transformer"].add_args(parser)
     names |= {*parser._option_string_actions}
-    for source in [*(ROOT / "fw_fairseq" / "tools").rglob("*.py"), ROOT / "tests" / "mutation" / "__main__.py"]:
+    for source in [*(ROOT / "fw_fairseq" / "tools").rglob("*.py"), *(ROOT / "tests").glob("*/__main__.py")]:
         names |= {*re.findall(r'"(--[a-z][\w-]*)"', source.read_text())}
     for script in (ROOT / "recipes").rglob("*.*"):
         names |= {*re.findall(r"--[a-z][\w-]*", script.read_text())} if script.suffix in (".sh", ".py") else set()

@@ -119,11 +119,11 @@ def build(source: str, command: list[str], folder: Path) -> Path:
     return library
 
 
-def write_whole(target: Path, text: str) -> None:
+def write_whole(target: Path, content: bytes) -> None:
     """Whole or not at all, also where two processes want the same."""
     target.parent.mkdir(exist_ok=True, parents=True)
     unfinished = target.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(text)
+    unfinished.write_bytes(content)
     unfinished.replace(target)
 
 

@@ -16,11 +16,16 @@ ARCHITECTURES = EVERY if os.environ.get("FW_ARCHITECTURES") == "all" else ("75",
 
 
 def compile_check(source_file, defines=None, arch="80", options=(), folder=KERNELS) -> dict[str, dict[str, int]]:
-    """Compiles ``source_file`` and returns {kernel: {registers, shared, stack, spill_stores, spill_loads}}, from the cache on disk
-    where the same text was compiled with the same options by the same compiler.
+    """Compiles ``source_file`` and returns {kernel: {registers, shared, stack, spill_stores, spill_loads}}.
 
     RuntimeError with the compiler's log where it does not compile.
     """
+    return compiled(source_file, defines, arch, options, folder)[1]
+
+
+def compiled(source_file, defines=None, arch="80", options=(), folder=KERNELS) -> tuple[bytes, dict[str, dict[str, int]]]:
+    """The machine code of ``source_file``, and what ``compile_check`` returns; from the cache on disk where the same compiler has
+    compiled the same text with the same options."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Failed to detect number of GPUs")
         from cupy.cuda import nvrtc
@@ -30,16 +35,18 @@ def compile_check(source_file, defines=None, arch="80", options=(), folder=KERNE
     headers = sorted({*Path(folder).glob("*.cuh"), *KERNELS.glob("*.cuh")})
     content = "".join(x.read_text() for x in (path, *headers)) + repr((command, nvrtc.getVersion()))
     found = CACHE / (hashlib.sha1(content.encode()).hexdigest() + ".json")
-    if not found.exists():
+    code = found.with_suffix(".cubin")
+    if not (found.exists() and code.exists()):
         program = nvrtc.createProgram(path.read_text(), str(path), (), ())
         try:
             nvrtc.compileProgram(program, command)
-            write_whole(found, json.dumps(resources(nvrtc.getProgramLog(program))))
+            write_whole(code, nvrtc.getCUBIN(program) + b"\0")  # CuPy leaves out the last byte
+            write_whole(found, json.dumps(resources(nvrtc.getProgramLog(program))).encode())
         except nvrtc.NVRTCError as error:
             raise RuntimeError(f"{source_file} for sm_{arch} with {flags}: {error}\n{nvrtc.getProgramLog(program)}") from None
         finally:
             nvrtc.destroyProgram(program)
-    return json.loads(found.read_text())
+    return code.read_bytes(), json.loads(found.read_text())
 
 
 def cupy_options(folder) -> tuple[str, ...]:

@@ -1,0 +1,99 @@
+"""What ``fast_weight`` would launch on a device for one sequence and head, without a device: kernels, macros, sizes, parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from support.emulated import emulated
+
+from fw_fairseq.ops import fast_weight
+from fw_fairseq.rules import RULES
+
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PASSES = "forward", "forward of training", "backward"
+
+
+class Case(NamedTuple):
+    rule: str
+    width: int  # of keys and of values
+    dtype: str
+    attention_norm: bool = False
+
+    def __str__(self) -> str:
+        norm = ", attention normalisation" if self.attention_norm else ""
+        return f"{self.rule}, K = V = {self.width}, {self.dtype}{norm}"
+
+
+class Launch(NamedTuple):
+    source: str
+    kernel: str
+    defines: dict[str, object]
+    grid: tuple[int, ...]
+    threads: int
+    shared: int  # bytes, dynamic
+    params: bytes
+
+
+class Recorder:
+    """Launches nothing and keeps what would be launched. One sequence fills its device, so none is cut into parts."""
+
+    device_type = "cpu"
+
+    def __init__(self, architecture: str):
+        self.architecture = architecture
+        self.launches: list[Launch] = []
+
+    def why_not(self, device: torch.device) -> None:
+        return None
+
+    def capability(self, device: torch.device) -> tuple[int, int]:
+        return int(self.architecture[:-1]), int(self.architecture[-1])
+
+    def processors(self, device: torch.device) -> int:
+        return 1
+
+    def __call__(self, source_file, kernel_name, defines, grid, block, params, shared_bytes, device) -> None:
+        sizes = tuple(map(int, grid)), math.prod(block), int(shared_bytes)
+        self.launches.append(Launch(source_file, kernel_name, dict(defines), *sizes, params.tobytes()))
+
+    def taken(self) -> list[Launch]:
+        launches, self.launches = self.launches, []
+        return launches
+
+
+class Recording(NamedTuple):
+    """By pass: its launches, and the bytes that it must at least read or write."""
+
+    launches: dict[str, list[Launch]]
+    moved: dict[str, int]
+
+
+def record(case: Case, tokens: int, architecture: str) -> Recording:
+    """One sequence with one head, without gradients and with gradients of everything."""
+    q, k, v = (torch.zeros(1, 1, tokens, case.width, dtype=TYPES[case.dtype]) for _ in range(3))
+    gates = {name: torch.ones(1, 1, tokens, *[case.width] * (g.axis is not None)) for name, g in RULES[case.rule].gates.items()}
+    inputs = [q, k, v, *gates.values()]
+
+    def run():
+        return fast_weight(q, k, v, case.rule, gates, attention_norm=case.attention_norm, backend="cuda")
+
+    launches = {}
+    with emulated(Recorder(architecture)) as recorder:
+        run()
+        launches["forward"] = recorder.taken()
+        for x in inputs:
+            x.requires_grad_()
+        y, state = run()
+        launches["forward of training"] = recorder.taken()
+        y.backward(torch.zeros_like(y))
+        launches["backward"] = recorder.taken()
+    read, written, memories = size(*inputs), size(y), 2 * size(state.memory)
+    once = read + written + memories
+    return Recording(launches, dict(zip(PASSES, (once, once, once + read))))
+
+
+def size(*tensors: torch.Tensor) -> int:
+    """Bytes."""
+    return sum(x.numel() * x.element_size() for x in tensors)
