@@ -21,7 +21,9 @@
 __device__ __forceinline__ void load_sums(Stage& s, const Params& p, const Place& at, int t0) {
     constexpr int N = 16 / sizeof(Op);
     const Op* from = (const Op*)p.sums_borders + ((int64_t)at.bh * ((p.T + C - 1) / C) + t0 / C) * FW_K;
+#pragma unroll 1
     for (int i = threadIdx.x * N; i < FW_K; i += THREADS * N) cp_async16(s.sums + i, from + i);
+#pragma unroll 1
     for (int i = threadIdx.x; i < C; i += THREADS) {
         const bool inside = t0 + i < p.T && blockIdx.y == 0;
         cp_async4(s.reads + i, ::at<float>(p.ddivisors, at.b, at.h, inside ? t0 + i : 0), inside ? 4 : 0);

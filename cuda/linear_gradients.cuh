@@ -59,6 +59,7 @@ __device__ __forceinline__ void load_border(Op* to, const Op* from, int rows) {
     if constexpr (THREADS % UNITS == 0 && FW_V * UNITS % THREADS == 0) {
         if (rows == FW_V) return copy_tile<Op, FW_V, FW_K>(to, from, FW_K);
     }
+#pragma unroll 1
     for (int i = threadIdx.x; i < FW_V * UNITS; i += THREADS) {
         const bool inside = i < rows * UNITS;
         cp_async16(to + i / UNITS * KEY_ROW + i % UNITS * N, inside ? from + i * N : from, inside ? 16 : 0);
@@ -89,11 +90,11 @@ __device__ __forceinline__ void query_side(Shared& s, const Params& p, const Pla
     const Op *dy = rows.dy + t * VALUE_ROW, *q = rows.q + t * KEY_ROW + column;
     float acc[N][4] = {}, sum[2];
     RowNumbers<N> own;
+    if (FW_SUMS) add_numbers(acc, rows.sums + column, rows.reads[t + lane_row()], rows.reads[t + lane_row() + 8]);
 #pragma unroll(FW_V * (P == EXACT ? 4 : 1) <= 64 ? FW_V / 16 : 1)
     for (int i = 0; i < FW_V; i += 16) {
         multiply_wide<true, N, KEY_ROW>(acc, left_from<P, false>(dy + i, VALUE_ROW), rows.memory + i * KEY_ROW + column);
     }
-    if (FW_SUMS) add_numbers(acc, rows.sums + column, rows.reads[t + lane_row()], rows.reads[t + lane_row() + 8]);
     if (FW_F) {
         scale_rows(acc, x.before[block], x.before[block]);
         own.load<KEY_ROW>(q);
@@ -141,13 +142,13 @@ __device__ __forceinline__ void key_side(Shared& s, const Params& p, const Place
     for (int i = 0; i < 2; i++) {
         written[i] = (FW_F ? x.end[t + lane_row() + i * 8] : 1.f) * (FW_W ? rows.w[t + lane_row() + i * 8] : 1.f);
     }
+#if FW_SUMS
+    add_numbers(acc, s.dsums + column, 1.f, 1.f);
+#endif
 #pragma unroll(FW_V * (P == EXACT ? 4 : 1) <= 64 ? FW_V / 16 : 1)
     for (int i = 0; i < FW_V; i += 16) {
         multiply_wide<true, N, KEY_ROW>(acc, left_from<P, false>(v + i, VALUE_ROW), s.dmemory + i * KEY_ROW + column);
     }
-#if FW_SUMS
-    add_numbers(acc, s.dsums + column, 1.f, 1.f);
-#endif
     if (FW_F) {
         scale_rows(acc, x.after[block], x.after[block]);
         own.load<KEY_ROW>(k);

@@ -4,7 +4,8 @@
 #             without fairseq the step "model" is skipped, and everything else runs
 #   Time      about 10 minutes at most: every step has a limit, and what does not finish is reported as such; kernels compile in up to
 #             12 processes at once, tests too with pytest-xdist
-#   Result    OUT/report.json, written after every step: device, versions, every step and every figure; OUT/*.svg; the logs of the steps
+#   Result    OUT/report.json, written after every step: device, versions, every step and every figure; OUT/*.svg; the logs of the steps;
+#             tests/counts.sh --measured OUT/speed.json puts the kernels' times beside those of a model, on any machine
 #   recipes/gpu_check.sh OUT
 #   PYTHON=python3 recipes/gpu_check.sh OUT      with another interpreter than that of .venv
 # Ends with 0 if every step went well, 1 if one did not, 3 without a GPU.

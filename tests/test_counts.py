@@ -3,13 +3,14 @@ is plain to see, and the documentation has the figures that the command prints."
 
 from __future__ import annotations
 
+import json
 import re
 from types import SimpleNamespace
 
 import pytest
 from counts import __main__ as command
 from counts.cases import Case, record
-from counts.counted import DEVICES, count
+from counts.counted import DEVICES, Pass, count
 from counts.lane import Lane, NotFollowed
 from counts.machine_code import read
 from counts.model import LATENCY, Multiprocessor, blocking_loads, milliseconds
@@ -212,8 +213,7 @@ def test_what_is_recorded_and_must_be_moved():
 
 
 def compiler() -> tuple[int, int]:
-    nvrtc = pytest.importorskip("cupy.cuda.nvrtc", exc_type=ImportError)
-    return tuple(nvrtc.getVersion())
+    return pytest.importorskip("cupy.cuda", exc_type=ImportError).nvrtc.getVersion()
 
 
 def documented(rule: str) -> list[str]:
@@ -226,7 +226,7 @@ def documented(rule: str) -> list[str]:
 def test_the_documentation_has_the_counts():
     row = command.row(Case("sum", 64, "bf16"), "90")
     assert documented("sum") == row
-    assert row[1] == f"{count(Case('sum', 64, 'bf16'), '90')['forward'][0][0].instructions:,}"
+    assert row[1] == f"{count(Case('sum', 64, 'bf16'), '90')['forward'].kernels[0].instructions:,}"
 
 
 def test_what_cannot_be_counted_is_a_row_of_the_table(monkeypatch, capsys):
@@ -239,9 +239,32 @@ def test_what_cannot_be_counted_is_a_row_of_the_table(monkeypatch, capsys):
 def test_by_kind(monkeypatch, capsys):
     """A figure for each kind of instruction, and what they add up to."""
     counts = SimpleNamespace(kernel="k", kinds={"MMA": 3, "INT": 4}, guesses=0.5)
-    monkeypatch.setattr(command, "count", lambda case, architecture: {"forward": ([counts], (1.0, 1.0))})
+    monkeypatch.setattr(command, "count", lambda case, architecture: {"forward": Pass([counts], (1.0, 1.0))})
     monkeypatch.setattr("sys.argv", ["counts.sh", "--rules", "sum", "--kinds", "--widths", "32"])
     assert command.main() == 0
     head, _, row = (line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines())
     assert row[:2] == ["sum, K = V = 32, bf16, forward", "k"]
     assert dict(zip(head[1:], row[2:]))["MMA"] == "3" and row[-1] == "0.5"
+
+
+def test_measured_beside_modelled(monkeypatch, tmp_path, capsys):
+    """Training is two passes; what memory needs counts where it is more; parts and rows that are not aligned are left out."""
+    given = dict(rule="delta", batch=8, heads=8, tokens=2048, aligned=True, attention_norm=False)
+    times = [given | {"pass": "forward", "device_ms": 0.3}, given | {"pass": "forward and backward", "device_ms": 1.2}]
+    others = [given | {"batch": 1, "tokens": 65536}, given | {"aligned": False}]
+    (tmp_path / "speed.json").write_text(json.dumps(times + [x | {"pass": "forward", "device_ms": 1.0} for x in others]))
+    ms = {"forward": (0.1, 0.2), "forward of training": (0.25, 0.2), "backward": (0.35, 0.3)}
+    passes = {name: Pass([SimpleNamespace(ms=(modelled,))], (least,)) for name, (modelled, least) in ms.items()}
+    monkeypatch.setattr(command, "count", lambda case, architecture, shapes: passes)
+    monkeypatch.setattr("sys.argv", ["counts.sh", "--measured", str(tmp_path / "speed.json")])
+    assert command.main() == 0
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    what = "delta, 8 x 8 sequences and heads of 2048 tokens"
+    monkeypatch.setattr("sys.argv", ["counts.sh", "--measured", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert f"--measured is {tmp_path}, which is no file" in capsys.readouterr().err
+    assert rows == [
+        [what, "forward", "0.300", "0.100", "0.200", "1.50"],
+        [what, "forward and backward", "1.200", "0.600", "0.500", "2.00"],
+    ]

@@ -29,7 +29,10 @@ Add -> Sub|minus left out|Mult -> Div|2.5 -> 5.0""".replace("\n", "|").split("|"
 TESTS = """import subprocess
 import sys
 
+from fw_fairseq.least import three
 from fw_fairseq.sums import double, half
+
+seen = []
 
 
 def test_double():
@@ -38,6 +41,14 @@ def test_double():
 
 def test_half():
     half(3)
+
+
+def test_before():
+    seen.append(three())
+
+
+def test_after_another():
+    assert [*seen, three()] == [3, 3]
 
 
 def test_more():
@@ -106,8 +117,8 @@ def test_the_cheapest_tests_of_each_file_are_chosen_first():
 
 
 def test_a_run_of_a_small_package(tmp_path):
-    """One function has a test of its value, another is only called, a third runs only in a command. The repository is left as it
-    is, and a run that goes on only prints what it has found."""
+    """One function has a test of its value, another is only called, a third runs only in a command, and the test of a fourth fails
+    alone. The repository is left as it is, and a run that goes on only prints what it has found."""
     package, tests = tmp_path / "fw_fairseq", tmp_path / "tests"
     for folder in (package, tests):
         folder.mkdir()
@@ -115,7 +126,7 @@ def test_a_run_of_a_small_package(tmp_path):
     (package / "sums.py").write_text(
         "def double(x):\n    return x * 2\n\n\ndef half(x):\n    return x / 2\n\n\ndef more(x):\n    return x + x\n"
     )
-    (package / "least.py").write_text("def never():\n    return not True\n")
+    (package / "least.py").write_text("def never():\n    return not True\n\n\ndef three():\n    return 3\n")
     (tests / "test_sums.py").write_text(TESTS)
     (tmp_path / ".venv").symlink_to(sys.prefix)
     (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["long"]\n')
@@ -139,8 +150,9 @@ print({{end: sorted(map(str, mutants)) for end, mutants in found.items()}})
             "killed": ["fw_fairseq/sums.py:10 Add -> Sub", "fw_fairseq/sums.py:2 2 -> 3", "fw_fairseq/sums.py:2 Mult -> Div"],
             "survived": ["fw_fairseq/sums.py:6 2 -> 3", "fw_fairseq/sums.py:6 Div -> Mult"],
             "no test": ["fw_fairseq/least.py:2 True -> False"],
+            "not alone": ["fw_fairseq/least.py:6 3 -> 4"],
         }
-        assert done.stdout.splitlines()[-2] == "3 killed, 1 no test, 2 survived"
+        assert done.stdout.splitlines()[-2] == "3 killed, 1 no test, 1 not alone, 2 survived"
         (tests / "test_sums.py").write_text("raise SystemExit")  # nothing runs again
     assert (package / "sums.py").read_text().endswith("return x + x\n") and not (tmp_path / "output.txt").exists()
     other = subprocess.run(

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
 
 from fw_fairseq import Mistake
+from fw_fairseq.ops.parallel.parts import choose_parts
 from fw_fairseq.rules import RULES
 
 from .cases import TYPES, Case
 from .counted import DEVICES, SHAPES, Figures, count
 from .lane import NotFollowed
 from .machine_code import KINDS
+from .model import PROCESSORS
 
 OF_THE_DOCUMENTATION = ("sum", "gated", "delta", "gated_delta", "decay", "kda", "gdn2", "rwkv7")
 SHOWN = ("forward", "backward")
+MEASURED = {"forward": ("forward",), "forward and backward": ("forward of training", "backward")}  # passes of recipes/gpu_check
 HEAD = [
     "",
     "instructions, forward",
@@ -32,42 +38,64 @@ HEAD = [
 HEAD += [f"modelled time over DRAM's, {b} x {h} sequences and heads of {t} tokens" for b, h, t in SHAPES]
 
 
+def show(head: list[str]) -> None:
+    print(line(head), line("---" for _ in head), sep="\n", flush=True)
+
+
 def line(cells) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def both(passes: list[list[Figures]], text) -> str:
-    """``text`` of the kernels of the forward and of the backward."""
-    return ", ".join(" + ".join(text(kernel) for kernel in kernels) for kernels in passes)
-
-
 def row(case: Case, architecture: str) -> list[str]:
+    """Of the table: forward and backward."""
     counted = count(case, architecture)
-    passes = [counted[name][0] for name in SHOWN]
-    times = [
-        ", ".join(f"{sum(kernel.ms[n] for kernel in counted[name][0]) / counted[name][1][n]:.1f}" for name in SHOWN)
-        for n in range(len(SHAPES))
-    ]
+    passes = [counted[name] for name in SHOWN]
+
+    def both(text) -> str:
+        return ", ".join(joined(x.kernels, text) for x in passes)
+
     return [
         str(case),
-        *(" + ".join(f"{kernel.instructions:,}" for kernel in kernels) for kernels in passes),
-        both(passes, lambda kernel: str(kernel.registers)),
-        both(passes, lambda kernel: str(kernel.spilled)),
-        both(passes, lambda kernel: str(kernel.fits)),
-        both(passes, lambda kernel: f"{kernel.code / 1024:.0f}"),
-        both(passes, lambda kernel: f"{kernel.blocking:g}"),
-        *times,
+        *(joined(x.kernels, lambda kernel: f"{kernel.instructions:,}") for x in passes),
+        both(lambda kernel: str(kernel.registers)),
+        both(lambda kernel: str(kernel.spilled)),
+        both(lambda kernel: str(kernel.fits)),
+        both(lambda kernel: f"{kernel.code / 1024:.0f}"),
+        both(lambda kernel: f"{kernel.blocking:g}"),
+        *(", ".join(f"{x.modelled(n) / x.least[n]:.1f}" for x in passes) for n in range(len(SHAPES))),
     ]
+
+
+def joined(kernels: list[Figures], text) -> str:
+    return " + ".join(map(text, kernels))
 
 
 def kinds(case: Case, architecture: str) -> list[list]:
     """Instructions by kind, of each kernel of each pass."""
-    counted = count(case, architecture)
     return [
         [f"{case}, {name}", kernel.kernel, *(kernel.kinds.get(kind, 0) for kind in KINDS), f"{kernel.guesses:g}"]
-        for name, (kernels, _) in counted.items()
-        for kernel in kernels
+        for name, counted in count(case, architecture).items()
+        for kernel in counted.kernels
     ]
+
+
+def compared(measured: list[dict], architecture: str) -> Iterator[list[str]]:
+    """For each time that recipes/gpu_check.sh measured of whole sequences: the model's, DRAM's, and the first over the larger."""
+    for key, times in itertools.groupby(
+        measured, key=lambda x: (x["rule"], x["attention_norm"], x["batch"], x["heads"], x["tokens"])
+    ):
+        rule, attention_norm, *shape = key
+        times = [x for x in times if x["aligned"]]
+        if not times or choose_parts(shape[0] * shape[1], shape[2], PROCESSORS) > 1:
+            continue
+        counted = count(Case(rule, 64, "bf16", attention_norm), architecture, (tuple(shape),))
+        for x in times:
+            passes = [counted[name] for name in MEASURED[x["pass"]]]
+            modelled, least = sum(one.modelled(0) for one in passes), sum(one.least[0] for one in passes)
+            ratio = x["device_ms"] / max(modelled, least)
+            numbers = [f"{n:.3f}" for n in (x["device_ms"], modelled, least)]
+            sizes = f"{shape[0]} x {shape[1]} sequences and heads of {shape[2]} tokens"
+            yield [f"{rule}{', attention normalisation' * attention_norm}, {sizes}", x["pass"], *numbers, f"{ratio:.2f}"]
 
 
 def main() -> int:
@@ -83,9 +111,17 @@ def main() -> int:
     parser.add_argument(
         "--kinds", action="store_true", help="a table of instructions by kind instead, also for the forward of training"
     )
+    measured = "OUT/speed.json of recipes/gpu_check.sh: a table of its times beside the model's instead"
+    parser.add_argument("--measured", type=Path, metavar="FILE", help=measured)
     args = parser.parse_args()
-    head = ["", "kernel", *KINDS, "branches on data, not taken"] if args.kinds else HEAD
-    print(line(head), line("---" for _ in head), sep="\n", flush=True)
+    if args.measured and not args.measured.is_file():
+        parser.error(f"--measured is {args.measured}, which is no file")
+    if args.measured:
+        show(["", "pass", "measured, ms", "modelled", "by DRAM", "measured over the larger"])
+        for cells in compared(json.loads(args.measured.read_text()), args.architecture):
+            print(line(cells), flush=True)
+        return 0
+    show(["", "kernel", *KINDS, "branches on data, not taken"] if args.kinds else HEAD)
     for width, dtype, rule in itertools.product(args.widths, args.dtypes, args.rules):
         case = Case(rule, width, dtype, args.attention_norm)
         try:

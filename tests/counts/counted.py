@@ -13,10 +13,12 @@ from .lane import Lane
 from .machine_code import disassemble
 from .model import DRAM, Multiprocessor, blocking_loads, milliseconds
 
-SHAPES = ((8, 8, 2048), (32, 16, 4096))  # sequences, heads, tokens of each
+Shape = tuple[int, int, int]  # sequences, heads, tokens of each
+SHAPES: tuple[Shape, ...] = ((8, 8, 2048), (32, 16, 4096))
 TOKENS = (128, 256)  # whole chunks and parts of every kernel
 PER = 64  # figures are for so many tokens
 REGISTERS = 65536  # of a multiprocessor
+INSTRUCTION = 16  # bytes
 
 
 class Device(NamedTuple):
@@ -43,13 +45,13 @@ DEVICES = {
 
 
 class Paths(NamedTuple):
-    """Of one launch: instructions of all warps of a block by kind, what loads block a warp, guesses, bytes of code that runs, and
-    cycles of one block by itself and of as many as fit."""
+    """Of the warps of one block: instructions by kind, loads that block a mean warp, its guesses, and cycles of one block by itself
+    and of as many as fit."""
 
     kinds: collections.Counter
     blocking: float
     guesses: float
-    code: dict[int, int]  # how often each instruction runs
+    times: dict[int, int]  # how often each instruction runs
     alone: int
     full: int
 
@@ -68,11 +70,22 @@ class Figures(NamedTuple):
     blocking: float
     guesses: float
     code: int  # bytes of machine code that run again and again
-    ms: tuple[float, ...]  # modelled, for SHAPES
+    ms: tuple[float, ...]  # modelled, for each shape
 
     @property
     def instructions(self) -> int:
         return sum(self.kinds.values())
+
+
+class Pass(NamedTuple):
+    """Of one pass: its kernels, and for each shape the milliseconds in which memory moves what must be moved."""
+
+    kernels: list[Figures]
+    least: tuple[float, ...]
+
+    def modelled(self, n: int) -> float:
+        """Milliseconds of all kernels for shape n."""
+        return sum(kernel.ms[n] for kernel in self.kernels)
 
 
 def follow(launch: Launch, cubin: bytes, device: Device, fits: int) -> Paths:
@@ -89,7 +102,7 @@ def follow(launch: Launch, cubin: bytes, device: Device, fits: int) -> Paths:
     return Paths(kinds, blocking, lane.guesses.total() / len(paths), dict(times), alone, full)
 
 
-def figures(case: Case, pass_: str, launches: tuple[Launch, Launch], architecture: str) -> Figures:
+def figures(case: Case, pass_: str, launches: tuple[Launch, Launch], architecture: str, shapes=SHAPES) -> Figures:
     """Of a kernel that was launched for the two lengths in ``TOKENS``. Its blocks are tiles of V, or each has a share of the
     tokens; all blocks together are what one sequence and head takes."""
     launch, device = launches[0], DEVICES[architecture]
@@ -116,12 +129,12 @@ def figures(case: Case, pass_: str, launches: tuple[Launch, Launch], architectur
         {kind: round(growth(few.kinds[kind], n)) for kind, n in many.kinds.items() if growth(few.kinds[kind], n)},
         per_block * (blocks[1] * many.blocking - blocks[0] * few.blocking),
         per_block * (blocks[1] * many.guesses - blocks[0] * few.guesses),
-        16 * sum(blocks[1] * n > blocks[0] * few.code.get(step, 0) for step, n in many.code.items()),
-        tuple(extended(shape, fits, blocks, few, many) for shape in SHAPES),
+        INSTRUCTION * sum(blocks[1] * n > blocks[0] * few.times.get(step, 0) for step, n in many.times.items()),
+        tuple(extended(shape, fits, blocks, few, many) for shape in shapes),
     )
 
 
-def extended(shape: tuple[int, int, int], fits: int, blocks: list[int], few: Paths, many: Paths) -> float:
+def extended(shape: Shape, fits: int, blocks: list[int], few: Paths, many: Paths) -> float:
     """Milliseconds for longer sequences: what two lengths show goes on as a straight line."""
     batch, heads, tokens = shape
     further = (tokens - TOKENS[1]) / (TOKENS[1] - TOKENS[0])
@@ -130,17 +143,17 @@ def extended(shape: tuple[int, int, int], fits: int, blocks: list[int], few: Pat
     return milliseconds(count * batch * heads, fits, alone, full)
 
 
-def least(moved: tuple[int, int]) -> tuple[float, ...]:
-    """Milliseconds for SHAPES in which memory moves the bytes that are given for one sequence and head of the two lengths."""
+def least(moved: tuple[int, int], shapes=SHAPES) -> tuple[float, ...]:
+    """Milliseconds for each shape in which memory moves the bytes that are given for one sequence and head of the two lengths."""
     for_one = (moved[1] - moved[0]) / (TOKENS[1] - TOKENS[0])
-    return tuple(batch * heads * (moved[1] + for_one * (tokens - TOKENS[1])) / DRAM * 1e3 for batch, heads, tokens in SHAPES)
+    return tuple(batch * heads * (moved[1] + for_one * (tokens - TOKENS[1])) / DRAM * 1e3 for batch, heads, tokens in shapes)
 
 
-def count(case: Case, architecture: str) -> dict[str, tuple[list[Figures], tuple[float, ...]]]:
-    """By pass: the figures of its kernels, and the least milliseconds for SHAPES."""
+def count(case: Case, architecture: str, shapes=SHAPES) -> dict[str, Pass]:
     few, many = (record(case, tokens, architecture) for tokens in TOKENS)
-    rows = {}
+    passes = {}
     for name in PASSES:
         pairs = zip(few.launches[name], many.launches[name])
-        rows[name] = [figures(case, name, pair, architecture) for pair in pairs], least((few.moved[name], many.moved[name]))
-    return rows
+        kernels = [figures(case, name, pair, architecture, shapes) for pair in pairs]
+        passes[name] = Pass(kernels, least((few.moved[name], many.moved[name]), shapes))
+    return passes
