@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # Sourced after the lib by the recipes that compare mixers of language models: the options of each row, and those of
-# converted models. The ending -parts adds what published layers have around their recurrence to the row of a rule.
+# converted models. An ending adds what published layers have around their recurrence to the row of a rule: -conv, -norm or -gate one
+# part, -parts all three.
 # shellcheck disable=SC2034
 converted_map() { # RULE WIDTH: sets map, the options of what conversion makes of queries and keys, WIDTH of them for each head
     case $1 in
@@ -39,14 +40,20 @@ declare -A row_options=(
 row_options[sparse_gated_delta]="$sparse_parts ${row_options[gated_delta]}"
 
 own_options() { # ROW: sets own, the options of a row; fails where there is no such row
-    local name=${1%-parts}
+    local name=$1 added=()
+    case $1 in
+        *-conv) added=(--short-conv 4) ;;
+        *-norm) added=(--output-norm) ;;
+        *-gate) added=(--output-gate) ;;
+        *-parts) added=(--short-conv 4 --output-norm --output-gate) ;;
+    esac
+    [ ${#added[@]} = 0 ] || name=${1%-*}
     [ -n "${row_options[$name]:-}" ] || return 1
     read -ra own <<<"${row_options[$name]}"
-    [ "$name" != "$1" ] || return 0
-    [ "${own[0]}" = --update-rule ] || return 1
-    own+=(--short-conv 4 --output-norm --output-gate)
+    [ ${#added[@]} = 0 ] || [ "${own[0]}" = --update-rule ] || return 1
+    own+=("${added[@]}")
 }
 
 row_names() { # all rows
-    echo "$(printf '%s\n' "${!row_options[@]}" | sort | paste -sd ' '); rows of rules may end in -parts"
+    echo "$(printf '%s\n' "${!row_options[@]}" | sort | paste -sd ' '); rows of rules may end in -conv, -norm, -gate or -parts"
 }

@@ -3,13 +3,13 @@
 #
 # Paper:    none; the rows are the rules and mixers of all papers. Rows: softmax, sum_elu, delta_elu, delta_dpfp, gated, decay,
 #           gated_delta (the default), additive, additive_all, leap, sru, srupp, retnet, gla, mamba2, hgrn2, rwkv6, rwkv7, kda, gdn2,
-#           delta_product; these and all other rules also with the ending -parts, with a short convolution, an output norm and an output
-#           gate; and Terraformer's layers with softmax attention or gated_delta: sparse_ffn, sparse, sparse_gated_delta;
-#           with as many parameters as dense ones, sparse_ffn_equal beside softmax, and sparse_equal beside softmax_full, the row softmax
-#           with a full output layer
+#           delta_product; these and all other rules also with an ending: -conv with a short convolution, -norm with an output norm,
+#           -gate with an output gate, -parts with all three; and Terraformer's layers with softmax attention or gated_delta: sparse_ffn,
+#           sparse, sparse_gated_delta; with as many parameters as dense ones, sparse_ffn_equal beside softmax, and sparse_equal beside
+#           softmax_full, the row softmax with a full output layer
 # Data:     DATA, a folder with train.txt, valid.txt and test.txt: WikiText-2 by words, <unk> kept (CC BY-SA); nothing is downloaded
 # Hardware: one CPU core, 700 MB of memory
-# Time:     6 minutes for a row of 1500 updates of 1024 tokens
+# Time:     6 to 15 minutes for a row of 1500 updates of 1024 tokens
 # Expected: the tables in docs/results/wikitext2.md
 # Usage:    DATA=folder recipes/wikitext2/table.sh [ROW]... [OPTION of fairseq-train]...
 #           DATA=folder UPDATES=500 recipes/wikitext2/table.sh softmax delta_elu

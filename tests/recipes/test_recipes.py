@@ -73,6 +73,21 @@ def test_sparse_rows_of_wikitext2_have_as_many_parameters_as_dense_ones():
         assert counts[sparse] == pytest.approx(counts[dense], rel=1e-3)
 
 
+def test_rows_of_rules_with_parts_around_them():
+    """An ending adds one part or all three to a rule's row, and to no other mixer's."""
+    parts = {"conv": ["--short-conv", "4"], "norm": ["--output-norm"], "gate": ["--output-gate"]}
+    parts["parts"] = [option for part in parts.values() for option in part]
+
+    def options(row: str) -> list[str]:
+        script = f"source recipes/mixers.sh; own_options {row} && echo ${{own[@]}}"
+        return subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True).stdout.split()
+
+    for ending, added in parts.items():
+        assert options(f"sum_elu-{ending}") == options("sum_elu") + added
+        assert options(f"sru-{ending}") == []
+    assert options("sum_elu-other") == [] and options("sum_elu")[:2] == ["--update-rule", "sum"]
+
+
 def test_gpt2(tmp_path):
     """The four scripts as they are: a row starts from the model that the row softmax tuned, or else from GPT-2 itself."""
     out, row = tmp_path / "out_toy", "delta-4-baseline"
