@@ -108,11 +108,10 @@ def main() -> int:
         "--attention-norm", action="store_true", help="with attention normalisation, which sum, gated and delta have"
     )
     parser.add_argument("--architecture", choices=DEVICES, default="90", help="compute capability; times are always an H100's")
-    parser.add_argument(
-        "--kinds", action="store_true", help="a table of instructions by kind instead, also for the forward of training"
-    )
-    measured = "OUT/speed.json of recipes/gpu_check.sh: a table of its times beside the model's instead"
-    parser.add_argument("--measured", type=Path, metavar="FILE", help=measured)
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--kinds", action="store_true", help="a table of instructions by kind, also for the forward of training")
+    measured = "OUT/speed.json of recipes/gpu_check.sh: a table of all its times beside the model's"
+    other.add_argument("--measured", type=Path, metavar="FILE", help=measured)
     args = parser.parse_args()
     if args.measured and not args.measured.is_file():
         parser.error(f"--measured is {args.measured}, which is no file")

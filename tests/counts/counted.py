@@ -59,8 +59,6 @@ class Paths(NamedTuple):
 class Figures(NamedTuple):
     """Of one kernel, for ``PER`` tokens of a sequence and head."""
 
-    case: Case
-    pass_: str
     kernel: str
     registers: int
     spilled: int  # bytes
@@ -102,7 +100,7 @@ def follow(launch: Launch, cubin: bytes, device: Device, fits: int) -> Paths:
     return Paths(kinds, blocking, lane.guesses.total() / len(paths), dict(times), alone, full)
 
 
-def figures(case: Case, pass_: str, launches: tuple[Launch, Launch], architecture: str, shapes=SHAPES) -> Figures:
+def figures(launches: tuple[Launch, Launch], architecture: str, shapes=SHAPES) -> Figures:
     """Of a kernel that was launched for the two lengths in ``TOKENS``. Its blocks are tiles of V, or each has a share of the
     tokens; all blocks together are what one sequence and head takes."""
     launch, device = launches[0], DEVICES[architecture]
@@ -119,8 +117,6 @@ def figures(case: Case, pass_: str, launches: tuple[Launch, Launch], architectur
 
     per_block = scale / blocks[1] if blocks[0] == blocks[1] else scale
     return Figures(
-        case,
-        pass_,
         launch.kernel,
         limits["registers"],
         limits["spill_stores"],
@@ -154,6 +150,6 @@ def count(case: Case, architecture: str, shapes=SHAPES) -> dict[str, Pass]:
     passes = {}
     for name in PASSES:
         pairs = zip(few.launches[name], many.launches[name])
-        kernels = [figures(case, name, pair, architecture, shapes) for pair in pairs]
+        kernels = [figures(pair, architecture, shapes) for pair in pairs]
         passes[name] = Pass(kernels, least((few.moved[name], many.moved[name]), shapes))
     return passes
