@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ..rules import Coefficients
 from .autograd import as_written
-from .dispatch import divided_kernel, has_kernels
+from .dispatch import choose, divided_kernel, has_kernels
 from .inputs import READ_AND_ERASE, Inputs
 from .parallel.parts import chain
 from .parallel.workers import by_worker
@@ -72,10 +72,10 @@ def start_with_keys(inputs: Inputs) -> tuple[Inputs, Sums]:
     coefficients = inputs.coefficients
     if inputs.attention_norm_of == READ_AND_ERASE:
         coefficients = normalise_erase(coefficients, recalled, inputs.eps)
-    v = inputs.v
-    if v.dtype != torch.bfloat16 or not has_kernels(v):  # kernels read in the type of v; in fp16 a sum could be out of range
-        v = v.to(state.memory.dtype)
-    return inputs._replace(v=v, coefficients=coefficients), Sums(read.unsqueeze(-1), normaliser)
+    inputs = inputs._replace(coefficients=coefficients)
+    if inputs.v.dtype != torch.bfloat16 or not choose(inputs).is_kernel:  # a kernel's sums in fp16 could be out of range
+        inputs = inputs._replace(v=inputs.v.to(state.memory.dtype))
+    return inputs, Sums(read.unsqueeze(-1), normaliser)
 
 
 def start_with_writes(inputs: Inputs) -> tuple[Inputs, Sums]:
