@@ -81,21 +81,21 @@ def kinds(case: Case, architecture: str) -> list[list]:
 
 def compared(measured: list[dict], architecture: str) -> Iterator[list[str]]:
     """For each time that recipes/gpu_check.sh measured of whole sequences: the model's, DRAM's, and the first over the larger."""
-    for key, times in itertools.groupby(
-        measured, key=lambda x: (x["rule"], x["attention_norm"], x["batch"], x["heads"], x["tokens"])
-    ):
-        rule, attention_norm, *shape = key
-        times = [x for x in times if x["aligned"]]
-        if not times or choose_parts(shape[0] * shape[1], shape[2], PROCESSORS) > 1:
-            continue
-        counted = count(Case(rule, 64, "bf16", attention_norm), architecture, (tuple(shape),))
+    cases: dict[Case, list[dict]] = {}
+    for x in measured:
+        if x["aligned"] and choose_parts(x["batch"] * x["heads"], x["tokens"], PROCESSORS) == 1:
+            cases.setdefault(Case(x["rule"], 64, "bf16", x["attention_norm"]), []).append(x)
+    for case, times in cases.items():
+        shapes = tuple({(x["batch"], x["heads"], x["tokens"]): None for x in times})
+        counted = count(case, architecture, shapes)
         for x in times:
+            n = shapes.index((x["batch"], x["heads"], x["tokens"]))
             passes = [counted[name] for name in MEASURED[x["pass"]]]
-            modelled, least = sum(one.modelled(0) for one in passes), sum(one.least[0] for one in passes)
-            ratio = x["device_ms"] / max(modelled, least)
-            numbers = [f"{n:.3f}" for n in (x["device_ms"], modelled, least)]
-            sizes = f"{shape[0]} x {shape[1]} sequences and heads of {shape[2]} tokens"
-            yield [f"{rule}{', attention normalisation' * attention_norm}, {sizes}", x["pass"], *numbers, f"{ratio:.2f}"]
+            modelled, least = sum(one.modelled(n) for one in passes), sum(one.least[n] for one in passes)
+            numbers = [f"{ms:.3f}" for ms in (x["device_ms"], modelled, least)]
+            sizes = f"{x['batch']} x {x['heads']} sequences and heads of {x['tokens']} tokens"
+            name = f"{case.rule}{', attention normalisation' * case.attention_norm}, {sizes}"
+            yield [name, x["pass"], *numbers, f"{x['device_ms'] / max(modelled, least):.2f}"]
 
 
 def main() -> int:

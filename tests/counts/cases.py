@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
+from hostcuda import Launch, Recorder
 from support.emulated import emulated
 
 from fw_fairseq.ops import fast_weight
@@ -26,43 +26,6 @@ class Case(NamedTuple):
         return f"{self.rule}, K = V = {self.width}, {self.dtype}{norm}"
 
 
-class Launch(NamedTuple):
-    source: str
-    kernel: str
-    defines: dict[str, object]
-    grid: tuple[int, ...]
-    threads: int
-    shared: int  # bytes, dynamic
-    params: bytes
-
-
-class Recorder:
-    """Launches nothing and keeps what would be launched. One sequence fills its device, so none is cut into parts."""
-
-    device_type = "cpu"
-
-    def __init__(self, architecture: str):
-        self.architecture = architecture
-        self.launches: list[Launch] = []
-
-    def why_not(self, device: torch.device) -> None:
-        return None
-
-    def capability(self, device: torch.device) -> tuple[int, int]:
-        return int(self.architecture[:-1]), int(self.architecture[-1])
-
-    def processors(self, device: torch.device) -> int:
-        return 1
-
-    def __call__(self, source_file, kernel_name, defines, grid, block, params, shared_bytes, device) -> None:
-        sizes = tuple(map(int, grid)), math.prod(block), int(shared_bytes)
-        self.launches.append(Launch(source_file, kernel_name, dict(defines), *sizes, params.tobytes()))
-
-    def taken(self) -> list[Launch]:
-        launches, self.launches = self.launches, []
-        return launches
-
-
 class Recording(NamedTuple):
     """By pass: its launches, and the bytes that it must at least read or write."""
 
@@ -80,7 +43,7 @@ def record(case: Case, tokens: int, architecture: str) -> Recording:
         return fast_weight(q, k, v, case.rule, gates, attention_norm=case.attention_norm, backend="cuda")
 
     launches = {}
-    with emulated(Recorder(architecture)) as recorder:
+    with emulated(Recorder((int(architecture[:-1]), int(architecture[-1])))) as recorder:
         run()
         launches["forward"] = recorder.taken()
         for x in inputs:

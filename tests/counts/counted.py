@@ -6,9 +6,10 @@ import collections
 import math
 from typing import NamedTuple
 
+from hostcuda import Launch
 from hostcuda.nvrtc import compiled
 
-from .cases import PASSES, Case, Launch, record
+from .cases import PASSES, Case, record
 from .lane import Lane
 from .machine_code import disassemble
 from .model import DRAM, Multiprocessor, blocking_loads, milliseconds
@@ -62,7 +63,6 @@ class Figures(NamedTuple):
     kernel: str
     registers: int
     spilled: int  # bytes
-    shared: int  # bytes
     fits: int  # blocks on a multiprocessor
     kinds: dict[str, int]  # instructions of all warps
     blocking: float
@@ -106,8 +106,7 @@ def figures(launches: tuple[Launch, Launch], architecture: str, shapes=SHAPES) -
     launch, device = launches[0], DEVICES[architecture]
     cubin, found = compiled(launch.source, launch.defines, architecture)
     limits = found[launch.kernel]
-    shared = launch.shared + limits["shared"]
-    fits = device.fits(launch.threads, limits["registers"], shared)
+    fits = device.fits(launch.threads, limits["registers"], launch.shared + limits["shared"])
     few, many = (follow(each, cubin, device, fits) for each in launches)
     blocks = [math.prod(each.grid) for each in launches]
     scale = PER / (TOKENS[1] - TOKENS[0])
@@ -120,7 +119,6 @@ def figures(launches: tuple[Launch, Launch], architecture: str, shapes=SHAPES) -
         launch.kernel,
         limits["registers"],
         limits["spill_stores"],
-        shared,
         fits,
         {kind: round(growth(few.kinds[kind], n)) for kind, n in many.kinds.items() if growth(few.kinds[kind], n)},
         per_block * (blocks[1] * many.blocking - blocks[0] * few.blocking),

@@ -43,11 +43,10 @@ class Multiprocessor:
         self.free = collections.Counter()  # the cycle from which a unit is free
         self.waiting = collections.defaultdict(list)  # at a barrier: (cycle, warp), None for one that does not wait
         self.loaded = {}  # when 32 bytes of device memory arrive
-        self.queue = []
+        self.queue = [(0, n) for n in range(len(self.warps))]
 
     def cycles(self) -> int:
         """Until the last warp has ended."""
-        self.queue = [(0, n) for n in range(len(self.warps))]
         end = 0
         while self.queue:
             now, n = heapq.heappop(self.queue)

@@ -3,6 +3,7 @@ architecture (``nvrtc.compile_check``)."""
 
 from .emulator import SCHEDULES, EmulatorLaunch, guarded, unwritten_is_nan
 from .hostemu import HostError, HostModule
+from .recorder import Launch, Recorder
 from .sanitize import run_sanitized, sanitized_launch
 
 __all__ = [
@@ -10,6 +11,8 @@ __all__ = [
     "EmulatorLaunch",
     "HostError",
     "HostModule",
+    "Launch",
+    "Recorder",
     "guarded",
     "run_sanitized",
     "sanitized_launch",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hostcuda import SCHEDULES, EmulatorLaunch, guarded, sanitized_launch
+from hostcuda import SCHEDULES, EmulatorLaunch, Launch, Recorder, guarded, sanitized_launch
 from hostcuda.nvrtc import ARCHITECTURES, EVERY, compile_check
 from support.cuda_scan import PRECISION, TOLERANCE, by_definition, by_kernels
 from support.draws import assert_same, draw_gates, draw_projections
@@ -227,19 +227,12 @@ def test_what_has_no_kernel(emulate, monkeypatch, capability, key, dtype, messag
     assert reason is None if message is None else reason.startswith("backend='cuda' ") and message in reason
 
 
-def launches(key: int, dtype: torch.dtype, present: str, arch: str):
-    """What would be launched on a device for a forward and a backward: (file, kernel, macros, threads)."""
-    calls, capability = [], (int(arch[:-1]), int(arch[-1]))
-
-    def record(source_file, kernel_name, defines, grid, block, *_):
-        calls.append((source_file, kernel_name, defines, block[0]))
-
-    device = EmulatorLaunch()
-    device.capability = lambda _: capability
+def launches(key: int, dtype: torch.dtype, present: str, capability: tuple[int, int]) -> list[Launch]:
+    """What would be launched on a device for a forward and a backward."""
     x = draw((1, 1, 2, key, key), dtype, present=present)
-    with launch.use(device):
-        by_kernels(channel_delta, x, x["v"], x["memory"], PRECISION[dtype], record)
-    return calls
+    with launch.use(Recorder(capability)) as recorder:
+        by_kernels(channel_delta, x, x["v"], x["memory"], PRECISION[dtype], recorder)
+    return recorder.launches
 
 
 COMPILED = [(arch, 64, torch.bfloat16, "tw") for arch in ARCHITECTURES if arch != "75"]
@@ -250,9 +243,11 @@ if ARCHITECTURES == EVERY:
 @pytest.mark.parametrize("arch, width, dtype, present", COMPILED)
 def test_compiles_without_spills(arch, width, dtype, present):
     """Two blocks fit a multiprocessor at 64 columns."""
-    for source_file, kernel, defines, threads in launches(width, dtype, present, arch):
-        found = compile_check(source_file, defines, arch)[kernel]
-        assert found["spill_stores"] == found["spill_loads"] == found["stack"] == 0, (kernel, found)
-        assert defines["FW_SHARED"] <= common.SHARED_MORE.get((int(arch[:-1]), int(arch[-1])), common.SHARED)
+    capability = (int(arch[:-1]), int(arch[-1]))
+    for launched in launches(width, dtype, present, capability):
+        found = compile_check(launched.source, launched.defines, arch)[launched.kernel]
+        assert found["spill_stores"] == found["spill_loads"] == found["stack"] == 0, (launched.kernel, found)
+        held, shared = common.SHARED_MORE.get(capability, common.SHARED), launched.defines["FW_SHARED"]
+        assert shared <= held
         if arch == "90" and width <= 64:
-            assert defines["FW_SHARED"] <= common.SHARED_MORE[9, 0] // 2 and found["registers"] * threads <= 32768, (kernel, found)
+            assert shared <= held // 2 and found["registers"] * launched.threads <= 32768, (launched.kernel, found)

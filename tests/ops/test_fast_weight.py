@@ -527,4 +527,4 @@ def test_a_long_stream_does_not_drift(rule):
             y, states[dtype] = fast_weight(**given, rule=rule, gates={n: g.to(dtype) for n, g in gates.items()}, state=state)
             outputs.append(y[:, :, -64:].double())
         errors.append(float((outputs[0] - outputs[1]).abs().max() / outputs[1].abs().max()))
-    assert max(errors) < (1e-4 if rule == "sum" else 4e-6)
+    assert max(errors) < {"sum": 1e-4, "fwm": 4e-6}.get(rule, 2e-6)  # fwm normalises what it reads

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from types import SimpleNamespace
-
 import torch
-from hostcuda import EmulatorLaunch
+from hostcuda import EmulatorLaunch, Launch, Recorder
 
 from fw_fairseq.ops.kernels import launch
 from fw_fairseq.ops.recurrent import step_form
@@ -67,17 +64,10 @@ def compare(family, rule: str, shape, dtype=torch.float32, launcher=None, precis
     assert_same(actual, by_definition(x, dy, dmemory), TOLERANCE[precision])
 
 
-def launches(family, rule: str, shape, dtype, capability=(9, 0)) -> list[SimpleNamespace]:
+def launches(family, rule: str, shape, dtype, capability=(9, 0)) -> list[Launch]:
     """What would be launched on a device, without running it."""
-    seen = []
-
-    def record(source, kernel, defines, grid, block, *rest):
-        seen.append(SimpleNamespace(source=source, kernel=kernel, defines=defines, threads=math.prod(block)))
-
-    device = EmulatorLaunch()
-    device.capability = lambda _: capability
     x, precision = draw(rule, shape, dtype), PRECISION[dtype]
-    with launch.use(device):
-        _, _, saved = family.forward(record, *x.values(), precision)
-        family.backward(record, *x.values(), saved, x["v"], x["memory"], precision)
-    return seen
+    with launch.use(Recorder(capability)) as recorder:
+        _, _, saved = family.forward(recorder, *x.values(), precision)
+        family.backward(recorder, *x.values(), saved, x["v"], x["memory"], precision)
+    return recorder.launches

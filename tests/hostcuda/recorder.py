@@ -1,0 +1,49 @@
+"""What would be launched on a device, without running or compiling it."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+
+class Launch(NamedTuple):
+    source: str
+    kernel: str
+    defines: dict[str, object]
+    grid: tuple[int, ...]
+    threads: int
+    shared: int  # bytes, dynamic
+    params: bytes
+
+
+class Recorder:
+    """A launcher for tensors on the CPU that keeps its launches, for a device of this compute capability.
+
+    One sequence fills that device, so that none is cut into parts.
+    """
+
+    device_type = "cpu"
+
+    def __init__(self, capability: tuple[int, int] = (9, 0)):
+        self.of_device = capability
+        self.launches: list[Launch] = []
+
+    def why_not(self, device: torch.device) -> None:
+        return None
+
+    def capability(self, device: torch.device) -> tuple[int, int]:
+        return self.of_device
+
+    def processors(self, device: torch.device) -> int:
+        return 1
+
+    def __call__(self, source_file, kernel_name, defines, grid, block, params, shared_bytes, device) -> None:
+        sizes = tuple(map(int, grid)), math.prod(block), int(shared_bytes)
+        self.launches.append(Launch(source_file, kernel_name, dict(defines), *sizes, params.tobytes()))
+
+    def taken(self) -> list[Launch]:
+        """The launches so far; from now on it has none."""
+        launches, self.launches = self.launches, []
+        return launches
