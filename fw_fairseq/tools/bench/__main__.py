@@ -16,7 +16,7 @@ import torch
 from ... import Mistake
 from ..command import check_outputs, make_parser, mistakes_as_sentences
 from . import language_models, layers, ops, sparse, translation
-from .contest import positive, write_json
+from .contest import positive, progress, write_json
 
 PROG = "fw-bench"
 EXAMPLE = "fw-bench ops --rules delta decay --tokens 512 2048 --json ops.json --figure ops.svg"
@@ -132,6 +132,7 @@ def run(args) -> None:
     torch.set_num_threads(args.threads)
     module = COMMANDS[args.command].module
     report = module.measure(args)
+    progress("")
     print(module.table(report))
     if args.json:
         write_json(args.json, report)

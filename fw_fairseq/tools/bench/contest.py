@@ -100,6 +100,12 @@ def progress(text: str) -> None:
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
+def say(text: str) -> None:
+    """Prints a line that stays, in place of the progress."""
+    progress("")
+    print(text, file=sys.stderr)
+
+
 def peak_beyond(call: Callable[[], object], device: str) -> int:
     """Returns the bytes at the peak of ``call`` beyond those in use before it. On a CPU the process must not have used more
     before."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from typing import NamedTuple
 from ... import Mistake
 from ...mixers import MIXERS
 from ...rules import RULES
-from .contest import machine, parameter_counts, positive, settings, spread, take_turns, times_faster, write_json
+from .contest import machine, parameter_counts, positive, say, settings, spread, take_turns, times_faster, write_json
 from .measure import (
     ALL,
     TRANSFORMER,
@@ -165,7 +164,7 @@ def missing(rows: list[dict], key: str, lengths: list[int]) -> list[int]:
 
 
 def finish_length(args, report: dict, what: str) -> None:
-    print(f"{what}: done", file=sys.stderr)
+    say(f"{what}: done")
     if args.json:
         write_json(args.json, report)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
 
 import torch
 from torch import Tensor
 
-from .contest import timed
+from .contest import say, timed
 
 # rule -> (module of flash-linear-attention, function). "decay" has its key-side decay only: nobody has z.
 FLA = {
@@ -37,7 +36,7 @@ def running_peers(rules: list[str], draw, device: str) -> tuple[dict[str, object
                 calls[peer_name(rule)] = call
         except Exception as error:  # of any kind: it is their code
             reason = refused[peer_name(rule)] = f"{type(error).__name__}: {error}".split("\n")[0]
-            print(f"{peer_name(rule)}: not measured: {reason}", file=sys.stderr)
+            say(f"{peer_name(rule)}: not measured: {reason}")
     return calls, refused
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from ... import native
 from ...modules.past import Past
 from ...modules.sparse import SparseFeedForward
-from .contest import machine, positive, settings, spread, take_turns, timed, write_json
+from .contest import machine, positive, say, settings, spread, take_turns, timed, write_json
 from .measure import make_task
 
 BASE = "dense"
@@ -78,7 +77,7 @@ def measure(args) -> dict:
             report["products"] += measure_products(args, size, threads)
         for name in args.models:
             measure_model(args, size, name, report)
-            print(f"{size}, {name}: done", file=sys.stderr)
+            say(f"{size}, {name}: done")
             if args.json:
                 write_json(args.json, report)
     return report
