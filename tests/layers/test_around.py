@@ -249,6 +249,7 @@ def test_where_published_gates_start():
     removed = torch.sigmoid(-0.19 + 0.3 * x * x.abs() + 0.4 * (n - 0.5))
     torch.testing.assert_close(made["rwkv7"]["c"][0].transpose(0, 1).flatten(1), removed.expand(9, -1))
     torch.testing.assert_close(torch.sigmoid(layers["hgrn2"].makers["f"].bias), torch.full((64,), 0.5))
+    assert layers["gla"].makers["f"].bias.eq(0).all()
     for rule, name in (("mamba2", "s"), ("kda", "f"), ("gdn2", "f")):
         step = F.softplus(layers[rule].makers[name].bias.detach())
         assert step.min() >= 0.001 and step.max() <= 0.1 and step.log().std() > 0.5

@@ -57,6 +57,18 @@ def test_texts_and_padding_keep_to_themselves(name):
     torch.testing.assert_close(mixer(again, after.index_select(torch.tensor([1])))[0], mixer(again, after_alone)[0])
 
 
+@pytest.mark.parametrize("memory", [3, 20])
+@pytest.mark.parametrize("name", ["local_attention", "transformer_xl", "srupp"])
+def test_padding_of_a_first_segment_is_as_if_it_were_not_there(name, memory):
+    """On the left and within; with tokens that are too far back, and where each token sees all before it."""
+    mixer = mixer_of(name, local_window=memory + 1, xl_memory=memory, srupp_memory=memory, srupp_width=4)
+    x, padding = torch.randn(LENGTH, 2, WIDTH).double(), torch.zeros(2, LENGTH, dtype=torch.bool)
+    padding[0, :2] = padding[0, 5] = padding[1, 3:5] = True
+    y, _ = mixer(x, None, padding)
+    for row, real in enumerate(~padding):
+        torch.testing.assert_close(y[real, row], mixer(x[real][:, [row]])[0][:, 0])
+
+
 @pytest.mark.parametrize("name", ["local_attention", "transformer_xl"])
 def test_states_of_decoding_and_of_earlier_versions_continue(name):
     """They hold keys and values, which the next call takes as they are; without segments they are the first two fields."""

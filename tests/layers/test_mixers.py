@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -82,6 +83,18 @@ def test_no_sequence_and_no_token(mixer):
     assert y.shape == (5, 0, WIDTH) and next(s for s in state if s is not None).shape[0] == 0
     with pytest.raises(ValueError, match=r"T.* must be at least 1"):
         mixer(torch.randn(0, 3, WIDTH))
+
+
+@pytest.mark.parametrize("name", ["fast_weight", "local_attention", "transformer_xl", "linformer", "abc"])
+def test_projections_start_as_those_of_fairseqs_attention(name):
+    """Uniform weights, those of queries, keys and values 1/sqrt(2) as large as xavier's, and no biases."""
+    mixer, bound = MIXERS[name](256, 4), math.sqrt(6 / 512)
+    starts = [(mixer.out_proj.weight, bound)]
+    starts += [(weight, bound / math.sqrt(2)) for weight in mixer.in_proj.weight[: 3 * 256].split(256)]
+    for weight, most in starts:
+        assert 0.98 * most < weight.abs().max() <= most
+        assert weight.std().item() == pytest.approx(most / math.sqrt(3), rel=0.02)
+    assert not mixer.in_proj.bias[: 3 * 256].any() and not mixer.out_proj.bias.any()
 
 
 @pytest.mark.parametrize("name", ["fast_weight", "additive", "sru"])

@@ -303,5 +303,12 @@ def test_arguments_that_cannot_be_obeyed_are_refused(both):
     ):
         with pytest.raises(ValueError, match=said):
             model(**given(tokens), **arguments)
+    for arguments, said in (
+        ({}, "the encoder takes either input_ids or inputs_embeds"),
+        (given(tokens) | {"inputs_embeds": torch.zeros(1, 5, 32)}, "the encoder takes either input_ids or inputs_embeds"),
+        (given(tokens) | {"output_attentions": True}, "output_attentions asks for attention weights"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            model.encoder(**arguments)
     with pytest.raises(ValueError, match="new_num_tokens is 99; a translation model keeps its vocabularies"):
         model.resize_token_embeddings(99)
