@@ -197,9 +197,12 @@ def test_outside_the_window_is_not_about_zero():
 def test_windows_of_the_mixers():
     """Every token before the window has no weight, and the first one in it has."""
     config = FastWeightConfig(local_window=8, srupp_memory=7, srupp_heads=2)
-    segments = TransformerXl(16, 2, xl_memory=6, xl_segment=4)  # the last of 30 tokens is the second of its segment
+    segments = [  # the last of 30 tokens is the second of its segment
+        TransformerXl(16, 2, xl_memory=6, xl_segment=4),
+        Srupp(16, 1, srupp_memory=6, srupp_segment=4),
+    ]
     pooled = [kind(16, 2, config, 8) for kind in (Additive, Leap)]
-    for mixer in (*pooled, LocalAttention(16, 2, config), Srupp(16, 1, config), segments):
+    for mixer in (*pooled, LocalAttention(16, 2, config), Srupp(16, 1, config), *segments):
         for what, heads in mixer.explain(torch.randn(30, 1, 16)).items():
             if window := window_of(mixer, what, 30):
                 assert window == 8 and heads[:, :-8].eq(0).all() and heads[:, -8].gt(0).all()
