@@ -97,6 +97,17 @@ def test_what_it_does_not_take(emulate):
     assert "takes a rank up to" in kernel.why_not(*operands[:1], torch.empty(20000, 16), *operands[2:], block=block)
 
 
+@pytest.mark.parametrize("moved", [[], [0], [6], range(7)], ids=["none", "the first", "the last", "all"])
+def test_operands_at_any_place_in_memory(emulate, moved):
+    """All start at multiples of 16 bytes, or numbers are loaded one by one."""
+    launcher = emulate(bounds=True)
+    *operands, block = draw(2, 16, 32, 8, 4)
+    for i in moved:
+        operands[i] = torch.cat([operands[i].new_zeros(1), operands[i].flatten()])[1:].view(operands[i].shape)
+    compare([*operands, block])
+    assert [macros["FW_VECTOR"] for _, _, macros in launcher.calls] == [1 if moved else 4]
+
+
 def test_opcheck(emulate):
     emulate()
     torch.library.opcheck(torch.ops.fw_fairseq.sparse_feed_forward.default, tuple(draw(2, 16, 32, 8, 4)))

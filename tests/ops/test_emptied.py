@@ -168,3 +168,12 @@ def test_chunks_without_zeros_run_as_before():
     f[:, :, 70, 1] = 0
     assert ways(f, z) == [LargeChannelGates, Steps, Steps]
     assert ways(f) == [NearGates, ChannelGatesWithZeros, Steps]
+
+
+def test_the_first_scale_of_keys_is_no_gate_of_zero(monkeypatch):
+    """There was nothing for it to shrink, and a chunk with a gate of 0 would take longer."""
+    seen = []
+    monkeypatch.setattr("fw_fairseq.ops.chunkwise.scan.plan", lambda *given: seen.append(plan(*given)) or seen[-1])
+    q, k, v = draw_inputs(SHAPE, torch.float32, positive=True).values()
+    fast_weight(q, k, v, "sum", {}, None, "chunkwise", True, key_log_scale=torch.zeros(SHAPE[:3]))
+    assert [[way for _, way in chunks] for chunks in seen] == [[TokenGates] * 4]

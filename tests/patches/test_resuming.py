@@ -1,4 +1,4 @@
-"""A run resumes with the task and the dictionaries that it began with, and alone in its directory."""
+"""A run resumes with the task, the dictionaries and the batches that it began with, and alone in its directory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
 from fairseq import checkpoint_utils
-from fairseq.data import Dictionary
+from fairseq.data import Dictionary, FairseqDataset
+from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq.trainer import Trainer
 from support.commands import USER_DIR, fairseq, succeed
 
@@ -113,6 +115,33 @@ def test_checkpoints_of_before_load_with_a_line(caplog):
     with pytest.raises(ValueError, match="stopped within an epoch of stateful_language_modeling"):
         resume(trainer(Task(AB)), saved)
     assert resume(trainer(Task(AB)), None) is None  # there was no checkpoint
+
+
+class Sentences(FairseqDataset):
+    """Twelve of one word, in an order that is drawn."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def num_tokens(self, index: int) -> int:
+        return 1
+
+    def ordered_indices(self) -> numpy.ndarray:
+        return numpy.random.permutation(len(self))  # noqa: NPY002  (fairseq seeds this one)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize("given, epoch", [({}, 1), ({"epoch": 1}, 1), ({"epoch": 3}, 3)], ids=str)
+def test_a_run_has_the_batches_of_the_first_epoch_wherever_it_starts(given, epoch):
+    """fairseq seeds the draw with the sum of its seed and an epoch."""
+    task, sentences = FairseqTask(Namespace()), Sentences()
+    iterator = task.get_batch_iterator(sentences, max_sentences=4, seed=7, **given)
+    drawn = numpy.random.RandomState(7 + 1).permutation(12).reshape(3, 4)
+    assert numpy.array_equal(iterator.frozen_batches, drawn)
+    assert iterator.epoch == sentences.epoch == epoch
+    assert task.get_batch_iterator(sentences, max_sentences=4, seed=7, epoch=epoch + 1) is iterator
 
 
 def test_resuming_on_the_command_line(stream_data, tmp_path):
