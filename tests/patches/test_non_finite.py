@@ -99,6 +99,16 @@ def test_modules_of_other_projects(shape):
     assert found.sentence == "the first is what comes into scaled"
 
 
+def test_a_part_that_did_not_run_is_not_named():
+    """The output overflows, whatever that part holds."""
+    model = nn.ModuleDict({"scaled": Scaled(2)})
+    model["scaled"].part = nn.Linear(2, 2)
+    model["scaled"].part.weight.data.fill_(float("nan"))
+    with FirstNonFinite(model) as found:
+        model["scaled"](x=torch.full((4,), 3e38))
+    assert found.sentence == "the first is the output of scaled"
+
+
 def test_fairseqs_attention():
     """It is called with keywords only, and uses its projections' parameters itself."""
     attention = MultiheadAttention(8, 2, add_bias_kv=True, self_attention=True)

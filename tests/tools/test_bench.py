@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
+import shlex
 
 import pytest
+from support.commands import ROOT
 
 from fw_fairseq.rules import RULES
 from fw_fairseq.tools.bench import __main__ as bench
@@ -37,6 +40,20 @@ def test_sizes_without_options():
     bench_ops.add_arguments(parser)
     args = parser.parse_args([])
     assert args.tokens == [512, 1024, 8192] and (args.batch, args.heads, args.key_width, args.value_width) == (4, 8, 64, 64)
+
+
+def test_the_commands_of_the_pages_make_their_reports_again():
+    """With the defaults of what they leave out. The number of threads is the machine's, and there are more rules and mixers now."""
+    folder, reports = ROOT / "docs" / "results", set()
+    text = "\n".join(page.read_text() for page in folder.glob("*.md"))
+    for command in re.findall(r"^    fw-bench ((?:.*\\\n)*.*)$", text, re.MULTILINE):
+        args = vars(bench.build_parser().parse_args(shlex.split(command.replace("\\\n", " "))))
+        if args["json"]:
+            before = json.loads((ROOT / args["json"]).read_text())["settings"]
+            same = before.keys() & args.keys() - {"rules", "mixers", "threads"}
+            assert {name: args[name] for name in same} == {name: before[name] for name in same}, command
+            reports.add(ROOT / args["json"])
+    assert reports == {*folder.glob("*.json")}
 
 
 def test_ops_report(tmp_path, capsys, caplog, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -48,7 +49,7 @@ class Theirs(nn.Module):
 
 
 def test_peers(monkeypatch, tmp_path, capsys):
-    """The same shapes for both; a package that is not there is named in a sentence."""
+    """The same shapes for both, and as many calls as are timed together; a package that is not there is named in a sentence."""
     for name in ("sru", "leap", "leap.LEAP"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(SRU=Theirs, MultiheadLeap=Theirs))
     monkeypatch.setitem(sys.modules, "leap.fastformerLM", None)
@@ -65,9 +66,10 @@ def test_peers(monkeypatch, tmp_path, capsys):
         ("additive, window 3, training", "additive"),
     ]
     assert all(ratio == 1 for (_, layer), ratio in found.items() if layer in ("sru", "leap", "additive"))
-    inputs = {(args, shapes[0], gradients) for args, shapes, gradients in Theirs.calls}
-    batches = [((5, 2, 8), True), ((5, 2, 8), False), ((5, 1, 8), False), ((1, 1, 8), False)]
-    assert inputs == {((8, 8), *batch) for batch in batches} | {((8, 2, 3), (1, 9, 8), True)}
+    calls = Counter((args, shapes[0], gradients) for args, shapes, gradients in Theirs.calls)
+    together = {((5, 2, 8), True): 1, ((5, 2, 8), False): 1, ((5, 1, 8), False): 20, ((1, 1, 8), False): 100}
+    together = {((8, 8), *batch): times for batch, times in together.items()} | {((8, 2, 3), (1, 9, 8), True): 1}
+    assert calls == {case: 3 * times for case, times in together.items()}  # 2 rounds after one that is not timed
     printed = capsys.readouterr().out
     assert "| leap, window 3, training | leap.LEAP.MultiheadLeap |" in printed
     assert (
@@ -88,3 +90,7 @@ def test_the_backward_is_timed():
     leaf.register_hook(reached.append)
     layers.differentiate(lambda: (leaf * 2, None), [leaf])
     assert len(reached) == 1 and reached[0].tolist() == [2, 2, 2]
+    sizes = SimpleNamespace(width=8, heads=2, batch=2, length=5, tokens=9, windows=[3, 0], device="cpu")
+    for name, (layer, x) in layers.contenders(sizes).items():
+        layers.forward_backward(layer, x)
+        assert x.grad is not None, name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -32,7 +33,8 @@ TINY = [
 NAMES = {"fast_weight_lm delta", "fast_weight_lm sru", "transformer_lm"}
 
 
-def test_model_report(tmp_path, capsys):
+def test_model_report(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     files = ["--json", str(tmp_path / "model.json"), "--figure", str(tmp_path / "model.png")]
     bench.main([*TINY, "--mixers", "delta", "sru", *files])
     report = json.loads((tmp_path / "model.json").read_text())
@@ -49,8 +51,10 @@ def test_model_report(tmp_path, capsys):
     assert peak["transformer_lm", 2048] > 2048**2 * 4 > peak["transformer_lm", 8] >= 0  # its mask alone
     assert peak["fast_weight_lm sru", 2048] < peak["transformer_lm", 2048]
     assert (tmp_path / "model.png").stat().st_size > 1000
-    printed = capsys.readouterr().out
+    printed, progress = capsys.readouterr()
     assert "| transformer_lm | " in printed and f"| {keys_and_values * 8 / 1e3:.0f} |" in printed
+    said = [f"memory of {name}, {tokens} tokens" for name in NAMES for tokens in (8, 2048)]
+    assert all(f"\r\033[K{part}" in progress for part in [*said, "training, 8 tokens, round 2 of 2"])
 
     report["training"] = [row for row in report["training"] if row["tokens"] == 8]
     del report["settings"]["host"]  # as in an older report
