@@ -27,6 +27,10 @@ class Reach(NamedTuple):
         """The most tokens that one sees before itself; a state holds as many."""
         return self.memory + self.segment - 1
 
+    def window(self, tokens: int) -> int:
+        """How many tokens the last of so many may see, itself among them."""
+        return self.memory + 1 + (tokens - 1) % self.segment
+
 
 @tensor_state
 class WindowState(NamedTuple):

@@ -86,8 +86,7 @@ class Srupp(Sru):
         found = self.explain_memory(self.attended(z, z, look_back(z.transpose(0, 1), None, self.reach, None, None)))
         q, k = (split_heads(part, self.inner_heads)[0] for part in (z, self.kv_proj(z).chunk(2, -1)[0]))  # (H,T,X)
         scores = (q[:, -1:] @ k.mT).squeeze(1) * q.shape[-1] ** -0.5
-        window = 1 + self.reach.memory + (len(x) - 1) % self.reach.segment
-        return {"attention": last_weights(scores[None], window)[0]} | found
+        return {"attention": last_weights(scores[None], self.reach.window(len(x)))[0]} | found
 
     def read(self, queries: Tensor, seen: Tensor, view: View) -> Tensor:
         """Maps queries (T,B,width) and the tokens of the view (S,B,width) to the output of attention, (T,B,width)."""

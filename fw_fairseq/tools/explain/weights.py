@@ -89,7 +89,7 @@ def parts_of(module, x: Tensor, layer: int) -> list[Part]:
 def window_of(mixer, what: str, tokens: int) -> int:
     """Returns how many of all tokens the last one may read from, itself among them; 0 means all of them."""
     if what == "attention":
-        return mixer.reach.memory + 1 + (tokens - 1) % mixer.reach.segment
+        return mixer.reach.window(tokens)
     return getattr(mixer, "window", 0)
 
 
