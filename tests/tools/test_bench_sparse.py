@@ -56,3 +56,31 @@ def test_a_token_reads_the_weights_that_count(name, monkeypatch):
     unread += 63 * 32
     torch.testing.assert_close(model.decoder(token, incremental_state={})[0], expected)
     assert sparse.weights_read(model.decoder) == sum(p.numel() for p in model.decoder.parameters()) - unread
+
+
+def test_the_table_of_a_report():
+    """A line for each layer and for each model, which is compared with the dense one after as many tokens."""
+    measured = {"bytes": 2e6, "seconds": 4e-4, "read_speed": 8e9, "copy_speed": 5.5e9}
+    reads = {"dense": 2_400_000, "+ sparse loss": 600_000}
+    seconds = {("dense", 1): 5e-4, ("dense", 40): 8e-4, ("+ sparse loss", 1): 2.5e-4, ("+ sparse loss", 40): 2e-4}
+    size = {"size": "tiny"}
+    report = {
+        "machine": {"device": "a processor", "torch": "2.0"},
+        "settings": {"type": "fp32", "vocabulary": 64, "rounds": 3, "steps": 4},
+        "products": [size | {"name": "compiled", "threads": 1} | measured],
+        "models": [size | {"name": name, "parameters": 2_500_000, "weights_read": read} for name, read in reads.items()],
+        "tokens": [size | {"name": name, "threads": 2, "context": t, "seconds": s} for (name, t), s in seconds.items()],
+    }
+    assert sparse.table(report).splitlines() == [
+        "a processor, torch 2.0, fp32, 64 words; milliseconds per token, medians of 3 rounds of 4 tokens; in brackets: times as"
+        " fast as dense after as many tokens",
+        "",
+        "| feed-forward layer of a token | microseconds | read | GB/s | a matrix is read at | a copy reads at |",
+        "|---|---:|---:|---:|---:|---:|",
+        "| tiny, 1 thread, compiled | 400 | 2.00 MB | 5.0 | 8.0 | 5.5 |",
+        "",
+        "| tiny, 2 threads | parameters | weights read | after 1 | after 40 |",
+        "|---|---:|---:|---:|---:|",
+        "| dense | 2.5M | 2.4M | 0.50 | 0.80 |",
+        "| + sparse loss | 2.5M | 0.6M | 0.25 (2.0 x) | 0.20 (4.0 x) |",
+    ]

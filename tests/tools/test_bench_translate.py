@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from fw_fairseq.tools.bench import __main__ as bench
+from fw_fairseq.tools.bench import translation
+from fw_fairseq.tools.plot import style
 
 SIZES = ["--layers", "1", "--width", "16", "--heads", "2", "--ffn", "16", "--vocabulary", "20"]
 TINY = ["translate", *SIZES, "--sentences", "2", "--beam", "3", "--rounds", "2", "--dpfp-nu", "2", "--lengths", "4", "16"]
@@ -31,6 +34,25 @@ def test_translate_report(tmp_path, capsys):
     assert len(report["ratios"]) == 2 * 2
     assert (tmp_path / "translate.png").stat().st_size > 1000
     assert "| transformer | 16 |" in capsys.readouterr().out
+
+
+def test_the_figure_has_speeds_and_megabytes(monkeypatch):
+    kept = {"fast_weight_transformer elu": 5_000, "transformer": 40_000}  # bytes of a token
+    rows = [
+        {"name": name, "tokens": t, "sentences_per_second": 300 / t, "state_bytes": t * size}
+        for name, size in kept.items()
+        for t in (4, 16)
+    ]
+    figures = []
+    monkeypatch.setattr(style, "save", lambda figure, _: figures.append(figure))
+    translation.draw({"decoding": rows}, Path("x.svg"))
+    speeds, states = figures[0].axes
+    assert (speeds.get_ylabel(), states.get_ylabel()) == ("sentences/s", "state in the end, MB")
+    for axes in (speeds, states):
+        assert {line.get_label(): list(line.get_xdata()) for line in axes.lines} == {name: [4, 16] for name in kept}
+    for speed, state in zip(speeds.lines, states.lines):
+        assert list(speed.get_ydata()) == [75, 18.75]
+        assert list(state.get_ydata()) == pytest.approx([4 * kept[state.get_label()] / 1e6, 16 * kept[state.get_label()] / 1e6])
 
 
 @pytest.mark.parametrize(

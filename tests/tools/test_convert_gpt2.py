@@ -51,6 +51,15 @@ def test_rules_start_from_it(gpt2, tmp_path):
     assert load(tmp_path / "decay.pt")(torch.randint(4, 200, (2, 10)))[0].isfinite().all()
 
 
+def test_the_model_has_the_options_of_its_task(gpt2, tmp_path):
+    """fairseq takes these of a model from its task and from the common options."""
+    convert(gpt2[0], tmp_path / "gpt2.pt", "softmax")
+    cfg = torch.load(tmp_path / "gpt2.pt", weights_only=True)["cfg"]
+    for name in ("add_bos_token", "tokens_per_sample", "max_target_positions"):
+        assert cfg["model"][name] == cfg["task"][name], name
+    assert cfg["model"]["tpu"] == cfg["common"]["tpu"]
+
+
 @pytest.mark.parametrize(
     "changed, said",
     [

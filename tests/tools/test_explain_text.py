@@ -212,12 +212,15 @@ def test_windows_of_the_mixers():
 
 
 def test_the_picture_of_a_piece_of_text():
-    """Each cell lies around its word and its row; what lies before the window is hatched."""
+    """Each cell lies around its word and its row; what lies before the window is hatched; a thin line is above a new part."""
     axis = pyplot.figure().add_subplot()
-    image = fill(axis, Band("", ["a", "b", "c"], ["mean", "head 1"], [[0.0, 0.5, -1.0], [1.0, 0.0, 0.0]], [], [0, 2]), columns=5)
+    image = fill(axis, Band("", ["a", "b", "c"], ["mean", "head 1"], [[0.0, 0.5, -1.0], [1.0, 0.0, 0.0]], [1], [0, 2]), columns=5)
     assert image.get_extent() == [-0.5, 2.5, 1.5, -0.5] and axis.get_xlim() == (-0.5, 4.5)
     assert image.get_array().tolist() == [[0.0, 0.5, -1.0], [1.0, 0.0, 0.0]] and image.get_clim() == (-1, 1)
     [hatched] = axis.patches
     assert hatched.get_bbox().bounds == (-0.5, 0.5, 2.0, 1.0)
+    [border] = axis.collections
+    assert [line.tolist() for line in border.get_segments()] == [[[-0.5, 0.5], [2.5, 0.5]]]
+    assert border.get_linewidth()[0] < axis.spines["left"].get_linewidth()
     assert [text.get_text() for text in axis.get_yticklabels()] == ["mean", "head 1"]
     pyplot.close("all")

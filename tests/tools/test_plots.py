@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from matplotlib.text import Text
 
 from fw_fairseq.tools.plot import __main__ as plots
 from fw_fairseq.tools.plot import cost, probes, retrieval
@@ -15,8 +16,8 @@ from fw_fairseq.tools.plot.dpfp import surfaces
 from fw_fairseq.tools.plot.logs import read_log
 from fw_fairseq.tools.plot.published import read_losses
 from fw_fairseq.tools.plot.retrieval import point_of_log, read_results
-from fw_fairseq.tools.plot.style import SMALL, canvas, log_values, look, save, spread_out
-from fw_fairseq.tools.plot.wikitext2 import draw_state, read_table
+from fw_fairseq.tools.plot.style import SMALL, canvas, legend, log_values, look, plot, save, spread_out
+from fw_fairseq.tools.plot.wikitext2 import draw_conversion, draw_state, read_table
 
 RESULTS = "dpfp1 20 0.0008\ndpfp1 40 0.2\nelu 20 0.001\nelu 40 0.3\n"
 UPDATES = "delta:dpfp1 20 0.0002\nother:map 20 30\n"
@@ -122,6 +123,7 @@ def test_every_number_of_a_report_is_drawn(name):
             for model in MODELS
         }
         assert drawn(axes) == wanted and axes.get_ylabel() == panel.label
+        assert axes.get_xscale() == axes.get_yscale() == "log" and axes.get_xticks().tolist() == [8, 64]
 
 
 def test_results_and_published_losses_are_drawn(files):
@@ -134,14 +136,39 @@ def test_results_and_published_losses_are_drawn(files):
 
 
 def test_names_beside_points_do_not_overlap(files):
-    rows = "".join(f"| m{i} | {100 + i / 100} | {1000 + 900 * (i % 2)} |\n" for i in range(8))
+    """Names of near points stand a line apart; that of a point far from them stands at its height."""
+    rows = "".join(f"| m{i} | {200 if i > 5 else 100 + i / 100} | {1000 + 900 * (i % 2)} |\n" for i in range(8))
     (files / "near.md").write_text("| row | test perplexity | numbers kept |\n|---|---|---|\n" + rows)
     figure = draw_state(SimpleNamespace(page=files / "near.md"))
     axes = figure.axes[0]
     figure.draw_without_rendering()
     for side in ("left", "right"):
         heights = sorted(axes.transData.transform((1, text.get_position()[1]))[1] for text in axes.texts if text.get_ha() == side)
-        assert len(heights) == 4 and min(b - a for a, b in zip(heights, heights[1:])) * 72 / figure.dpi > SMALL
+        *near, far = ((b - a) * 72 / figure.dpi for a, b in zip(heights, heights[1:]))
+        assert len(near) == 2 and all(SMALL < gap < 1.5 * SMALL for gap in near) and far > 10 * SMALL
+
+
+def test_a_line_leads_from_the_middle_of_a_name_to_its_point(files):
+    """Between the name and the line matplotlib leaves two typographical points."""
+    figure = draw_state(SimpleNamespace(page=files / "page.md"))
+    axes, size = figure.axes[0], 72 / figure.dpi
+    figure.draw_without_rendering()
+    assert sorted(text.get_ha() for text in axes.texts) == ["left", "right"]
+    for text in axes.texts:
+        name, leader = Text.get_window_extent(text), text.arrow_patch.get_path().vertices
+        side = name.x1 if text.get_ha() == "right" else name.x0
+        assert 2 < abs(leader[0][0] - side) * size < 2.75 and abs(leader[0][1] - (name.y0 + name.y1) / 2) < 1
+        assert abs(leader[-1] - axes.transData.transform(text.xy)).max() * size < 3
+
+
+@pytest.mark.parametrize("name", ["generation", "conversion"])
+def test_names_of_lines_stand_between_the_axes_and_the_edge(name, files):
+    figure = cost.draw_report(REPORT, name) if name in REPORT else draw_conversion(SimpleNamespace(page=files / "converted.md"))
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        boxes = [Text.get_window_extent(text) for text in axes.texts]
+        assert len(boxes) == len(axes.lines) > 2
+        assert all(axes.bbox.x1 < box.x0 and box.x1 < figure.bbox.x1 for box in boxes)
 
 
 def test_the_surfaces_of_dpfp():
@@ -174,6 +201,9 @@ def test_a_run_of_one_epoch_has_more_than_one_point(tmp_path):
     lines.append('| {"epoch": 1, "train_loss": "7.5", "train_num_updates": "160"}')
     (tmp_path / "short.log").write_text("\n".join(lines))
     assert read_log(tmp_path / "short.log", "train_loss") == {50: 8.0, 100: 7.0, 150: 6.0}
+    lines.append('| {"epoch": 2, "train_loss": "6.5", "train_num_updates": "320"}')
+    (tmp_path / "two.log").write_text("\n".join(lines))
+    assert read_log(tmp_path / "two.log", "train_loss") == {160: 7.5, 320: 6.5}, "a point of each epoch"
 
 
 @pytest.mark.parametrize("values", [(0.94, 1.54), (0.3, 400.0), (11.0, 14.0)])
@@ -183,6 +213,15 @@ def test_a_logarithmic_axis_has_at_least_two_numbers(values):
     log_values(axes)
     low, high = axes.get_ylim()
     assert sum(low <= tick <= high for tick in axes.yaxis.get_major_locator()()) >= 2
+    save(figure, [])
+
+
+@pytest.mark.parametrize("high, ticks", [(99, [1, 2, 5, 10, 20, 50]), (100, [1, 10, 100])])
+def test_a_logarithmic_axis_has_more_numbers_where_it_spans_less_than_two_powers_of_ten(high, ticks):
+    figure, [axes] = canvas()
+    axes.set_ylim(1, high)
+    log_values(axes)
+    assert [tick for tick in axes.get_yticks() if 1 <= tick <= high] == pytest.approx(ticks)
     save(figure, [])
 
 
@@ -247,6 +286,36 @@ def test_labels_are_spread_out_in_their_order():
 
 def test_no_two_lines_are_alike_in_grey():
     assert len({look(i)[1:] for i in range(12)}) == 12
+    assert all(look(i).linestyle == "-" or look(i).linestyle[0] == 0 for i in range(12)), "a line begins with a whole dash"
+
+
+def test_the_frame_stands_back_behind_the_lines():
+    """It is open at the top and at the right; it, its ticks and the grid are much thinner than a line, and below it."""
+    figure, [axes] = canvas()
+    plot(axes, look(0), "a", {1: 1, 2: 2})
+    [line] = axes.lines
+    ticks, grid = [*axes.get_xticklines(), *axes.get_yticklines()], [*axes.get_xgridlines(), *axes.get_ygridlines()]
+    assert {side for side, edge in axes.spines.items() if edge.get_visible()} == {"left", "bottom"}
+    assert all(each.get_visible() for each in grid) and axes.get_axisbelow() is True
+    widths = [edge.get_linewidth() for edge in (*axes.spines.values(), *grid)] + [tick.get_markeredgewidth() for tick in ticks]
+    assert len(grid) > 4 < len(ticks) and 1.5 * max(widths) < line.get_linewidth()
+    save(figure, [])
+
+
+@pytest.mark.parametrize("length, columns", [(3, 3), (17, 2), (60, 1)])
+def test_a_legend_has_as_many_columns_as_fit(length, columns):
+    """At least one, also where that does not fit. The figure grows with the legend's lines."""
+    figure, [axes] = canvas(2.2)
+    for index in range(4):
+        plot(axes, look(index), "n" * (length - 1) + str(index), {1: 1, 2: 2})
+    legend(figure, axes)
+    figure.draw_without_rendering()
+    [drawn] = figure.legends
+    boxes = [text.get_window_extent() for text in drawn.get_texts()]
+    assert len(boxes) == 4 and len({round(box.x0) for box in boxes}) == columns
+    lines = {3: 2, 2: 2, 1: 4}[columns]
+    assert lines * SMALL < 72 * (figure.get_figheight() - 2.2) < 2 * lines * SMALL
+    save(figure, [])
 
 
 @pytest.mark.parametrize(
