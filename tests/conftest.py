@@ -50,6 +50,8 @@ LONG = (
     "recipes/test_recipes.py::test_conversion_on_wikitext2",
     "recipes/test_recipes.py::test_gpt2",
     "recipes/test_recipes.py::test_table_of_several_seeds",
+    "recipes/test_recipes.py::test_wikitext103[delta_schlag",
+    "tasks/test_drawn.py::test_probes_by_the_recipe",
     "tasks/test_retrieval.py::test_a_point_is_solved_and_not_run_again",
     "tasks/test_retrieval.py::test_a_sweep_goes_through_its_points",
     "tasks/test_translation_cli.py::test_multi30k_recipe",
