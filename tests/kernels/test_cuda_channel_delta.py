@@ -195,6 +195,18 @@ def test_nothing_outside_the_tensors(one_thread, monkeypatch, gates):
         assert_same(actual, by_definition(x, dy, dmemory), TOLERANCE[PRECISION[dtype]])
 
 
+def test_nothing_past_a_row_that_all_tokens_share(one_thread):
+    """Values in two tiles, of which the second is not full: the row ends at an unmapped page, and no other one follows it. What is
+    brought into the cache ahead counts too."""
+    x = draw((1, 1, 20, 16, 80))
+    x["v"] = guarded(x["v"][:, :, :1]).expand(1, 1, 20, 80)
+    dy, dmemory = torch.randn_like(x["v"]), torch.randn_like(x["memory"])
+    with launch.use(EmulatorLaunch()) as launcher:
+        actual = by_kernels(channel_delta, x, dy, dmemory, "exact", launcher)
+    assert_same(actual, by_definition(x, dy, dmemory), TOLERANCE["exact"])
+    assert [(call[2]["FW_V"], call[2]["FW_PART"]) for call in launcher.calls] == [(48, 16)] * 2
+
+
 def test_symbolic_shapes(emulate):
     emulate()
     *x, memory = draw((1, 2, 17, 32, 32)).values()
