@@ -162,8 +162,8 @@ print({{end: sorted(map(str, mutants)) for end, mutants in found.items()}})
 
 
 def test_tests_of_a_kernel():
-    """Of those that include the source, directly or not."""
-    names = "delta", "channel_delta", "decay", "linear", "sru", "gathered", "maps", "gpu"
+    """Of those that include the source, directly or not, and of what all kernels have in common."""
+    names = "delta", "channel_delta", "decay", "linear", "sru", "gathered", "maps", "scan", "gpu"
     tests = {name: f"tests/kernels/test_cuda_{name}.py::a" for name in names}
     run_of_all = Run(dict.fromkeys(["tests/ops/test_a.py::a", *tests.values()], 1.0), {})
     erase = {"delta", "channel_delta"}
@@ -171,7 +171,7 @@ def test_tests_of_a_kernel():
     expected |= {"columns.cuh": {"decay"}, "tile.cuh": {*erase, "linear"}, "gathered.cu": {"gathered"}}
     for source, kinds in expected.items():
         found = run.tests_of_kernels(ROOT, run_of_all, f"cuda/{source}")
-        assert {*found} == {tests[name] for name in kinds | {"maps"}}, source
+        assert {*found} == {tests[name] for name in kinds | {"maps", "scan"}}, source
 
 
 @pytest.mark.parametrize("name", ["fw_fairseq/ops/chunkwise", "cuda/decay"])

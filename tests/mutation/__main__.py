@@ -144,8 +144,8 @@ def outcome(mutant: Mutant, folder: Path, tests: list[str], seconds: float, alon
 
 
 def tests_of_kernels(folder: Path, run: Run, name: str) -> list[str]:
-    """The tests of the kernels that include the source, and those of all kernels with feature maps."""
-    words = {"maps"}
+    """The tests of the kernels that include the source, and those of all kernels: with feature maps, and of their bounds."""
+    words = {"maps", "scan"}
     for file in (folder / "cuda").glob("*.cu"):
         if Path(name).name in included(file):
             words.add(max((kind for kind in KINDS if file.stem.startswith(kind)), key=len, default=file.stem))
