@@ -153,6 +153,13 @@ def test_layers_are_matched_in_fp32(criterion, monkeypatch):
     assert distance.dtype == torch.float32 and float(distance) == pytest.approx(300**2 / 400**2)
 
 
+@pytest.mark.parametrize("place", [{"dtype": torch.float16}, {"device": "meta"}], ids=str)
+def test_the_teacher_has_the_precision_and_the_device_of_the_model(place, criterion):
+    student = build(**DECAY).to(**place)
+    like, teacher = next(student.parameters()), criterion(softmax()).teacher_for(student)
+    assert all((x.dtype, x.device) == (like.dtype, like.device) for x in teacher.parameters())
+
+
 def test_a_negative_number_of_updates_is_refused(criterion):
     with pytest.raises(ValueError, match=r"^--match-updates is -5; it must be at least 0$"):
         criterion(softmax(), match_updates=-5)

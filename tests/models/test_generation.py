@@ -113,11 +113,27 @@ def test_a_token_writes_into_the_memory_that_is_there(rule):
         places.append([place(stepper.buffers) for stepper in steppers])
         factors = [stepper.buffers.factors for stepper in steppers if stepper.buffers.factors is not None]
         assert all(buffers.shared == (rule in ("sum", "delta")) for buffers in factors), "hypotheses share what does not decay"
+        assert all(buffers.room() == 3 for buffers in factors), "3 (8 + 8) numbers are fewer than 8 * 8, and 4 (8 + 8) are not"
     assert len({*map(tuple, places)}) == 2, "factors and then a matrix"
 
 
 def place(buffers: CompiledMemory) -> int:
     return (buffers.memory if buffers.factors is None else buffers.factors.keys).data_ptr()
+
+
+@pytest.mark.parametrize("second", [[1, 0, 2], [0, 2]], ids=str)
+@pytest.mark.parametrize("length", [2, 6])
+@torch.no_grad()
+def test_orders_without_a_token_between_them_act_one_after_the_other(length, second):
+    """On a memory that is still a few factors, and on a matrix."""
+    model, tokens, state = build(), draw(3, length), {}
+    for t in range(length):
+        model(tokens[:, : t + 1], incremental_state=state)
+    for order in ([1, 2, 0], second):
+        model.decoder.reorder_incremental_state_scripting(state, torch.tensor(order))
+    rows = [[1, 2, 0][row] for row in second]
+    whole = torch.cat([tokens[rows], draw(len(rows), 1)], 1)
+    assert_close(model(whole, incremental_state=state)[0], model(whole)[0][:, -1:])
 
 
 @torch.no_grad()

@@ -147,8 +147,9 @@ def test_rfa_estimates_the_gaussian_kernel():
 def test_random_features_are_those_of_fp32_under_autocast(name):
     phi, x = FEATURE_MAPS[name](8), torch.randn(5, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        features = phi(x)
+        features, projected = phi(x), phi.project(x)
     assert torch.equal(features, phi(x))
+    torch.testing.assert_close(projected.double(), x.double() @ phi.projection.double().mT, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["favor", "rfa"])

@@ -17,8 +17,8 @@ from fw_fairseq.ops import FastWeightState
 PAD, EOS = 1, 2
 
 
-def streams(tokens, segment, rows, shard=0, shards=1, **options):
-    return StreamDataset(Text(torch.arange(10, 10 + tokens), "train"), segment, rows, PAD, EOS, shard, shards, **options)
+def streams(tokens, segment, rows, *shard, **options):
+    return StreamDataset(Text(torch.arange(10, 10 + tokens), "train"), segment, rows, PAD, EOS, *shard, **options)
 
 
 @settings(deadline=None, derandomize=True)
@@ -51,6 +51,7 @@ def test_shares_of_a_segment_are_the_segment(tokens):
     """All as wide, also where the last segment is shorter than there are parts; what is made up with is padding."""
     whole, parts = streams(tokens, 12, 1), [streams(tokens, 12, 1, share=(i, 4)) for i in range(4)]
     assert [len(part) for part in parts] == [len(whole)] * 4
+    assert sum(whole[index]["ntokens"] for index in range(len(whole))) == tokens
     for index in range(len(whole)):
         want, got = whole[index], [part[index] for part in parts]
         width = want["target"].shape[1]
