@@ -13,6 +13,9 @@ from fw_fairseq.mixers import FastWeight
 from fw_fairseq.mixers.around.convolution import DependentShift, ShortConvolution, TokenShift
 from fw_fairseq.mixers.around.output import HeadNorm
 from fw_fairseq.mixers.around.rotation import rotated
+from fw_fairseq.ops.chunkwise import scan
+from fw_fairseq.ops.chunkwise.frames import ChannelGates, TokenGatesWithZeros
+from fw_fairseq.ops.chunkwise.scan import plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 T, B, C, HEADS = 30, 3, 12, 4
@@ -259,6 +262,28 @@ def test_where_published_gates_start():
         up, bound = layers[rule].makers["f"].up, math.sqrt(3 / (64 + rank))
         assert up.shape == (64, rank) and 0.98 * bound < up.abs().max() <= bound
     assert layers["retnet"].state_dict().keys() == FastWeight(64, 4, update_rule="sum").state_dict().keys()
+
+
+@pytest.mark.parametrize("rule, name", [("rwkv6", "f"), ("kda", "f"), ("gdn2", "f"), ("mamba2", "g")])
+def test_a_channel_that_forgets_at_once_keeps_the_chunk_form(rule, name, monkeypatch):
+    """Its gates are next to 0, but not 0, which would run the chunk token by token. The outputs are those of gates of 0."""
+    mixer = FastWeight(C, HEADS, update_rule=rule, feature_map="identity", feature_norm="l2")
+    maker = mixer.makers["s" if rule == "mamba2" else name]
+    with torch.no_grad():
+        maker.bias.view(HEADS, -1)[1, 0] = 500.0
+    x = torch.randn(T, B, C)
+    gates = mixer.operands(x).gates[name]
+    fast = gates[:, 1] if rule == "mamba2" else gates[:, 1, :, 0]
+    assert fast.min() > 1e-36 and fast.max() < 1e-30
+    ways = []
+    monkeypatch.setattr(scan, "plan", lambda *given: ways.extend(made := plan(*given)) or made)
+    y, _ = mixer(x)
+    assert {way for _, way in ways} == {TokenGatesWithZeros if rule == "mamba2" else ChannelGates}
+    y.sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in mixer.parameters())
+    monkeypatch.setattr("fw_fairseq.rules.forms.FASTEST", math.inf)
+    assert (mixer.operands(x).gates[name] == 0).any()
+    torch.testing.assert_close(y, mixer(x)[0])
 
 
 def test_negative_eigenvalues_double_what_erases():

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ...feature_maps import wide
 from ...rules import Gate
-from ...rules.forms import FORMS, INNER
+from ...rules.forms import FORMS, INNER, left
 from ...rules.starts import Place, log_rates
 
 
@@ -52,7 +52,7 @@ class GateMaker(nn.Module):
             x = x if form.bound else x + self.by_head(self.bias)
         x = form.function(x)
         if form.rate:
-            x = (-self.rate.exp().view(-1, 1, 1) * x).exp()
+            x = left(self.rate.exp().view(-1, 1, 1) * x)
         if form.bound:
             bound = self.by_head(self.bias).sigmoid()
             x = bound + (1 - bound) * x
