@@ -88,7 +88,7 @@ def safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     size = file.stat().st_size
     content = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
     start = 8 + int.from_bytes(bytes(content[:8].tolist()), "little")
-    if size < 8 or start > size:
+    if start > size:
         raise Mistake("it is cut short or not a safetensors file")
     for name, entry in json.loads(bytes(content[8:start].numpy())).items():
         if name == "__metadata__":

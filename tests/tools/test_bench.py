@@ -9,12 +9,15 @@ import re
 import shlex
 
 import pytest
+import torch
 from support.commands import ROOT
 
+from fw_fairseq.ops import RowMap, fast_weight
 from fw_fairseq.rules import RULES
 from fw_fairseq.tools.bench import __main__ as bench
 from fw_fairseq.tools.bench import ops as bench_ops
 from fw_fairseq.tools.bench.contest import take_turns
+from fw_fairseq.tools.plot import style
 
 TINY = [
     "ops",
@@ -40,6 +43,8 @@ def test_sizes_without_options():
     bench_ops.add_arguments(parser)
     args = parser.parse_args([])
     assert args.tokens == [512, 1024, 8192] and (args.batch, args.heads, args.key_width, args.value_width) == (4, 8, 64, 64)
+    assert args.rules == [name for name in RULES if name != "fwm"] and args.dpfp_nu == 1
+    assert (args.loop_up_to, args.softmax_up_to, args.cumsum_up_to) == (512, 1024, 512)
 
 
 def test_the_commands_of_the_pages_make_their_reports_again():
@@ -59,6 +64,7 @@ def test_the_commands_of_the_pages_make_their_reports_again():
 def test_ops_report(tmp_path, capsys, caplog, monkeypatch):
     outputs = ["--json", str(tmp_path / "ops.json"), "--figure", str(tmp_path / "ops.png")]
     monkeypatch.setattr(logging.getLogger(), "level", logging.DEBUG)  # as the first import of fairseq leaves it
+    torch.manual_seed(5)
     bench.main([*TINY, "--rules", "sum", "decay", "--feature-map", "dpfp", *outputs])
     assert not [record for record in caplog.records if record.name.startswith("matplotlib")]
     report = json.loads((tmp_path / "ops.json").read_text())
@@ -78,6 +84,8 @@ def test_ops_report(tmp_path, capsys, caplog, monkeypatch):
         )
     } | {(f"{rule} with dpfp", f"{rule} after dpfp") for rule in ("sum", "decay")}
     assert [row["rule"] for row in report["memory"]] == ["sum", "decay"]
+    assert all(row["times_inputs"] == row["bytes"] / row["input_bytes"] for row in report["memory"])
+    assert torch.initial_seed() == 0
     assert {row["name"] for row in report["one_token"]} == {"sum", "decay", "softmax attention"}
     assert (tmp_path / "ops.png").stat().st_size > 1000
     printed = capsys.readouterr().out
@@ -119,3 +127,133 @@ def test_contenders_take_turns(untimed):
     found = take_turns({"a": contender("a"), "b": contender("b")}, 2, untimed=untimed)
     assert called == ["a", "b"] * (2 + untimed)
     assert found == {"a": [1 + 2 * untimed, 3 + 2 * untimed], "b": [2 + 2 * untimed, 4 + 2 * untimed]}
+
+
+def sizes(**changed) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench_ops.add_arguments(parser)
+    parser.set_defaults(device="cpu", rounds=2, threads=1, batch=2, heads=3, key_width=4, value_width=5)
+    parser.set_defaults(**changed)
+    return parser.parse_args([])
+
+
+def test_gates_are_drawn_within_the_range_of_uniform_gates():
+    q, k, v, gates = bench_ops.draw_inputs(sizes(), "gated_delta", 2000, grad=False)
+    assert (q.shape, k.shape, v.shape) == ((2, 3, 2000, 4), (2, 3, 2000, 4), (2, 3, 2000, 5)) and not q.requires_grad
+    torch.testing.assert_close(k.norm(dim=-1), torch.ones(2, 3, 2000))
+    for gate in gates.values():
+        assert gate.min() >= 1 / 64 and gate.max() <= 63 / 64 and gate.min() < 0.02 and gate.max() > 0.98
+    for name, gate in bench_ops.draw_inputs(sizes(), "rwkv7", 8)[3].items():
+        if RULES["rwkv7"].gates[name].form == "unit":
+            torch.testing.assert_close(gate.norm(dim=-1), torch.ones(gate.shape[:-1]))
+
+
+@pytest.mark.parametrize("feature_map, norm", [("dpfp", "sum"), ("identity", "l2")])
+def test_a_feature_map_in_the_operation_and_before_it(feature_map, norm, monkeypatch):
+    """Have the same gradients."""
+    args, given = sizes(feature_map=feature_map, dpfp_nu=2), []
+    assert bench_ops.map_of(args) == RowMap(feature_map, 2, norm)
+
+    def noted(*inputs, feature_map, **options):
+        given.append(feature_map)
+        return fast_weight(*inputs, feature_map=feature_map, **options)
+
+    monkeypatch.setattr(bench_ops, "fast_weight", noted)
+    found = []
+    for inside in (True, False):
+        torch.manual_seed(0)
+        found.append(bench_ops.mapped(args, "delta", 7, inside)())
+    assert given == [bench_ops.map_of(args), None]
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_peers_compute_what_their_names_say(monkeypatch):
+    """Each is there up to its own length."""
+    monkeypatch.setattr(torch, "randn_like", torch.ones_like)
+    drawn = bench_ops.draw_inputs(sizes(), "sum", 6)
+    monkeypatch.setattr(bench_ops, "draw_inputs", lambda *_, **options: drawn)
+    args = sizes(rules=["sum", "gated"], loop_up_to=5, softmax_up_to=6, cumsum_up_to=6)
+    calls = bench_ops.build_contenders(args, 6, [])
+    assert list(calls) == ["sum", "gated", bench_ops.SOFTMAX, bench_ops.CUMSUM]
+    assert list(bench_ops.build_contenders(args, 5, []))[2:4] == ["sum step loop", "gated step loop"]
+    assert list(bench_ops.build_contenders(args, 7, [])) == ["sum", "gated"]
+    assert bench_ops.CUMSUM not in bench_ops.build_contenders(sizes(rules=["gated"]), 6, [])
+    q, k, v, _ = drawn
+    seen = torch.ones(6, 6).tril()
+    scores = q @ k.transpose(-1, -2)
+    weights = (scores / 2).masked_fill(seen == 0, -torch.inf).softmax(-1)  # 2: the root of the width
+    for name, y in ((bench_ops.SOFTMAX, weights @ v), (bench_ops.CUMSUM, (scores * seen) @ v)):
+        torch.testing.assert_close(calls[name](), torch.autograd.grad(y.sum(), (q, k, v), retain_graph=True))
+
+
+def test_one_token_reads_one_query(monkeypatch):
+    """From an earlier state, and without gradients; of softmax attention with a cache of each length."""
+    given = []
+    monkeypatch.setattr(bench_ops, "repeated", lambda call, args: given.append(call) or float(len(call())))
+    bench_ops.one_token(sizes(rules=["delta"], tokens=[3, 8]))
+    assert [call.args[0].shape[2] for call in given] == [1, 1, 1] and [call.args[1].shape[2] for call in given] == [1, 3, 8]
+    assert given[0].args[-1] is not None and not any(x.requires_grad for call in given for x in call.args[:3])
+
+
+def test_memory_is_that_of_forward_and_backward(monkeypatch):
+    """Of one call, in a process that has called it before; beside it the bytes of the inputs."""
+    happened, grad = [], torch.autograd.grad
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: happened.append(("threads", count)))
+    monkeypatch.setattr(bench_ops, "forward_backward", lambda args, rule, tokens, _: lambda: happened.append((rule, tokens)))
+    monkeypatch.setattr(torch.autograd, "grad", lambda *given: happened.append("grad") or grad(*given))
+    monkeypatch.setattr(bench_ops, "peak_beyond", lambda call, device: happened.append(device) or call() or 77)
+    inputs = 2 * 3 * 7 * (4 + 4 + 5 + 1) * 4
+    assert bench_ops.measure_memory(sizes(threads=3), "delta", 7) == (77, inputs)
+    assert happened == [("threads", 3), ("delta", 64), "cpu", "grad"]
+
+
+def test_the_table_of_a_report():
+    """A column for each length, empty where nothing was measured."""
+    ratio = {"rule": "sum", "tokens": 8, "peer": "sum step loop", "times_faster": 2.5}
+    report = {
+        "machine": {"device": "a processor", "threads": 2, "torch": "2.0"},
+        "settings": {"dtype": "float32", "batch": 1, "heads": 2, "key_width": 3, "value_width": 4, "rounds": 5, "tokens": [8, 16]},
+        "forward_backward": [
+            {"name": "sum", "tokens": 8, "seconds": 0.002},
+            {"name": "sum", "tokens": 16, "seconds": 0.003},
+            {"name": "sum step loop", "tokens": 8, "seconds": 0.005},
+        ],
+        "ratios": [ratio, {"rule": "sum", "tokens": 16, "peer": "itself at 8 tokens", "times_slower": 1.5}],
+        "memory": [{"rule": "sum", "tokens": 16, "bytes": 3e6, "times_inputs": 1.5}],
+        "one_token": [{"name": "sum", "tokens": "any", "microseconds": 12.0}],
+    }
+    assert bench_ops.table(report).splitlines() == [
+        "a processor, 2 threads, torch 2.0; float32, B1 H2 K3 V4; medians of 5 rounds",
+        "",
+        "| forward + backward | T=8, ms | T=16, ms |",
+        "|---|---:|---:|",
+        "| sum | 2.0 | 3.0 |",
+        "| sum step loop | 5.0 |  |",
+        "",
+        "| times as fast | T=8 |",
+        "|---|---:|",
+        "| sum against step loop | 2.5 |",
+        "",
+        "| times the time at the length before | T=16 |",
+        "|---|---:|",
+        "| sum | 1.5 |",
+        "",
+        "| peak memory beyond the inputs | T | MB | times the inputs |",
+        "|---|---:|---:|---:|",
+        "| sum | 16 | 3 | 1.5 |",
+        "",
+        "| one token | history | us |",
+        "|---|---:|---:|",
+        "| sum | any | 12 |",
+    ]
+
+
+def test_the_figure_has_milliseconds(monkeypatch):
+    """Without what is slow at every length and what has a feature map."""
+    names = ("sum", "sum step loop", "cumulative sum", "softmax attention", "sum with dpfp", "sum after dpfp")
+    rows = [{"name": name, "tokens": t, "seconds": t / 1e3} for name in names for t in (8, 16)]
+    figures = []
+    monkeypatch.setattr(style, "save", lambda figure, _: figures.append(figure))
+    bench_ops.draw({"forward_backward": rows}, "x.svg")
+    [axes] = figures[0].axes
+    assert [list(line.get_ydata()) for line in axes.lines] == [[8, 16]] * 2 and axes.get_ylabel() == "forward + backward, ms"

@@ -8,9 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fairseq.data import Dictionary
 
+from fw_fairseq.mixers import MIXERS
+from fw_fairseq.rules import RULES
 from fw_fairseq.tools.bench import __main__ as bench
-from fw_fairseq.tools.bench import measure
+from fw_fairseq.tools.bench import language_models, measure
 
 SIZES = ["--layers", "1", "--width", "16", "--heads", "2", "--ffn", "16", "--vocabulary", "20"]
 TINY = [
@@ -47,6 +50,10 @@ def test_model_report(tmp_path, capsys, monkeypatch):
     assert state.pop("transformer_lm") == [keys_and_values * context for context in (8, 32, 64)]
     assert all(sizes[0] > 0 and len(set(sizes)) == 1 for sizes in state.values())
     assert len(report["ratios"]) == 2 * (2 + 3)
+    for row in report["training"]:
+        assert row["tokens_per_second"] == pytest.approx(max(64, row["tokens"]) / row["seconds"])
+    parameters = {row["name"]: row["parameters"] for row in report["parameters"]}
+    assert parameters["transformer_lm"] == 20 * 16 + 4 * (16 * 16 + 16) + 2 * (16 * 16 + 16) + 3 * 2 * 16  # one matrix for words
     peak = {(row["name"], row["tokens"]): row["peak_bytes"] for row in report["training"]}
     assert peak["transformer_lm", 2048] > 2048**2 * 4 > peak["transformer_lm", 8] >= 0  # its mask alone
     assert peak["fast_weight_lm sru", 2048] < peak["transformer_lm", 2048]
@@ -99,6 +106,8 @@ def test_the_host_alone(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.count("| fast_weight_lm gated | yes |") == 1
     with pytest.raises(SystemExit, match="--mixers: the decoding kernel does not do a step of additive"):
         bench.main([*command, "--mixers", "additive"])
+    with pytest.raises(SystemExit, match="--host needs --device cpu and --threads 1, not cpu and 2"):
+        bench.main([*command[:-1], "2"])
     with pytest.raises(SystemExit):
         bench.main([*command, "--resume", "--json", str(tmp_path / "host.json")])
 
@@ -133,3 +142,186 @@ def test_a_cpu_has_no_graphs_to_leave_out(capsys):
     with pytest.raises(SystemExit):
         bench.main([*TINY, "--no-decoding-graph"])
     assert "--no-decoding-graph needs --device cuda" in capsys.readouterr().err
+
+
+def test_the_table_of_a_report():
+    """A table for each number, a column for each length, with ratios in brackets."""
+    m, s = {"device": "a processor", "threads": 2, "torch": "2.0"}, {"layers": 2, "width": 16, "heads": 4, "ffn": 32, "rounds": 3}
+    s |= {"vocabulary": 20, "max_tokens": 64, "steps": 5, "hypotheses": 6}
+    names = ("own", "transformer_lm")
+    ratio = {"name": "own", "times_faster": 10.0, "times_smaller": 2.5}
+    report = {
+        "machine": m,
+        "settings": s,
+        "generation": [{"name": n, "context": t, "seconds": t / 1e3, "state_bytes": t * 2e3} for n in names for t in (1, 7)],
+        "training": [{"name": n, "tokens": 8, "tokens_per_second": 900.0, "peak_bytes": 3e6} for n in names],
+        "ratios": [ratio | {"what": "generation", "tokens": 7}, ratio | {"what": "training", "tokens": 8}],
+        "parameters": [{"name": n, "parameters": 1_234_567} for n in names],
+    }
+    assert language_models.table(report).splitlines() == [
+        "a processor, 2 threads, torch 2.0; 2 layers, width 16, 4 heads, ffn 32, 20 words; training with 64 tokens a batch,"
+        " generation of 5 tokens for 6 hypotheses; medians of 3 rounds; in brackets: times as fast, or as small, as transformer_lm",
+        "",
+        "| generation, ms per token | after 1 tokens | after 7 tokens |",
+        "|---|---:|---:|",
+        "| own | 1.00 | 7.00 (10 x) |",
+        "| transformer_lm | 1.00 | 7.00 |",
+        "",
+        "| generation, state in kB | after 1 tokens | after 7 tokens |",
+        "|---|---:|---:|",
+        "| own | 2 | 14 (2.50 x) |",
+        "| transformer_lm | 2 | 14 |",
+        "",
+        "| training, tokens/s | 8 tokens |",
+        "|---|---:|",
+        "| own | 900 (10 x) |",
+        "| transformer_lm | 900 |",
+        "",
+        "| training, peak memory in MB | 8 tokens |",
+        "|---|---:|",
+        "| own | 3 (2.50 x) |",
+        "| transformer_lm | 3 |",
+        "",
+        "| model | parameters |",
+        "|---|---:|",
+        "| own | 1,234,567 |",
+        "| transformer_lm | 1,234,567 |",
+    ]
+    rows = [{"name": "own", "graph": graph, "seconds": 3e-4} for graph in (True, False)]
+    assert language_models.table({"machine": m, "settings": s, "host": rows}).splitlines() == [
+        "a processor, 1 thread, torch 2.0; 2 layers, width 16, 6 hypotheses; medians of 3 rounds",
+        "",
+        "| model | graph | host, us per token | per layer |",
+        "|---|---|---:|---:|",
+        "| own | yes | 300 | 150.0 |",
+        "| own | no | 300 | 150.0 |",
+    ]
+
+
+def test_ratios_to_the_transformer():
+    """A state of no bytes counts as one."""
+    rows = language_models.ratios(
+        "training", 8, {"a": [2.0], "b": [1.0], "transformer_lm": [6.0]}, {"a": 4, "b": 0, "transformer_lm": 12}
+    )
+    assert [(row["times_faster"], row["times_smaller"]) for row in rows] == [(3, 3), (6, 12)]
+
+
+def test_a_report_is_continued_only_where_it_is_asked_for(tmp_path):
+    """A switch that one of both does not have yet, or any more, is off."""
+    file = tmp_path / "x.json"
+    args = SimpleNamespace(device="cpu", threads=1, resume=True, json=file, host=False, steps=2)
+    assert language_models.begin(args)["training"] == []
+    before = {"settings": {"device": "cpu", "threads": 1, "steps": 2, "older": False}, "training": ["kept"]}
+    file.write_text(json.dumps(before))
+    assert language_models.begin(args) == before
+    args.resume = False
+    assert language_models.begin(args)["training"] == []
+    language_models.finish_length(args, {"a": 1}, "a length")
+    assert json.loads(file.read_text()) == {"a": 1}
+
+
+def test_all_rules_and_mixers_are_those_with_a_time_of_their_own():
+    assert {*measure.ALL} == {*RULES, *MIXERS} - {"fwm", "fast_weight"} and len(measure.ALL) == len({*measure.ALL})
+    assert language_models.vocabulary("5") == 5
+
+
+def test_a_task_has_as_many_words_as_it_is_told():
+    task = measure.make_task(Dictionary(), 20)
+    assert len(task.source_dictionary) == 20 and task.source_dictionary is task.target_dictionary
+    args = SimpleNamespace(vocabulary=6, device="cpu")
+    assert set(measure.draw_tokens(args, 2, 50).flatten().tolist()) == {4, 5}, "without special symbols"
+
+
+class Embedding(torch.nn.Embedding):
+    """The smallest language model; it keeps the shapes of what it reads."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.read = []
+
+    def forward(self, tokens):
+        assert self.training
+        self.read.append((*tokens.shape, self.weight.grad is None))
+        return super().forward(tokens), None
+
+
+def test_rows_are_as_long_as_they_are_told(monkeypatch):
+    """With one more token as the last target. What was there before, of gradients and of libraries, counts in no measurement."""
+    args, model = SimpleNamespace(max_tokens=20, vocabulary=6, device="cpu", rounds=1), Embedding().eval()
+    text = measure.draw_tokens(args, 2, 5)
+    for _ in range(2):
+        measure.forward_backward(model, text)
+        torch.testing.assert_close(model.weight.grad.sum(), torch.zeros(()), atol=1e-6, rtol=0)
+        kept = model.weight.grad if model.read[1:] else model.weight.grad.clone()
+    expected = torch.autograd.grad(
+        torch.nn.functional.cross_entropy(model.weight[text[:, :-1]].flatten(0, 1), text[:, 1:].flatten()), model.weight
+    )[0]
+    torch.testing.assert_close(kept, expected)
+    model.read.clear()
+    measure.time_training(args, {"a": model}, 8)
+    assert [read[:2] for read in model.read] == [(2, 8)] * 2
+    model.read.clear()
+    monkeypatch.setattr(measure, "peak_beyond", lambda call, device: call() or 77)
+    assert measure.measure_memory(args, model, 8) == 77 and model.read == [(1, 8, True), (2, 8, True)]
+
+
+def test_memory_is_measured_in_a_process_for_each(monkeypatch):
+    """They come from one that has imported the models."""
+    happened = []
+
+    class Pool:
+        def __init__(self, *given, **options):
+            happened.append((given, options))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def apply(self, call, given):
+            return call(*given)
+
+    context = SimpleNamespace(set_forkserver_preload=happened.append, Pool=Pool)
+    monkeypatch.setattr(measure.multiprocessing, "get_context", lambda method: happened.append(method) or context)
+    monkeypatch.setattr(measure, "build_model", lambda args, name: name)
+    monkeypatch.setattr(measure, "measure_memory", lambda args, model, length: f"{model} {length}")
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: happened.append(count))
+    args = SimpleNamespace(device="cpu", threads=3)
+    assert measure.peak_memory(args, {"a": None, "b": None}, 8) == {"a": "a 8", "b": "b 8"}
+    preload = ["fw_fairseq.tools.bench.fairseq_parts"]
+    assert happened == ["forkserver", preload, ((1,), {"maxtasksperchild": 1}), 3, 3]
+
+
+def test_the_steps_that_are_timed_follow_a_prompt(monkeypatch):
+    """Which is read without logits; three of them warm up."""
+    args, given, taken = SimpleNamespace(hypotheses=2, steps=2, vocabulary=6, device="cpu", rounds=1), [], []
+    decoder = SimpleNamespace(take_prompt=lambda tokens, **options: taken.append((tokens.shape, options)))
+    model = SimpleNamespace(decoder=decoder, eval=lambda: model)
+    monkeypatch.setattr(measure, "time_steps", lambda args, model, text, context, state: given.append((text.shape, context)) or 1.0)
+    assert measure.time_generation(args, {"a": model}, 4) == {"a": ([1.0], 0)}
+    assert given == [((2, 4 + 3 + 2), 4)] * 2 and taken == [((2, 4), {"incremental_state": {}, "features_only": True})]
+
+
+def test_the_host_is_timed_at_each_of_its_tokens(monkeypatch):
+    """The first quarter of them warms up; a token is read without logits, and then the hypotheses change places."""
+    read, orders, numbers, build = [], [], iter(range(1, 1000)), measure.build_model
+
+    def noted(args, name):
+        model = build(args, name)
+        decoder, reorder = model.decoder, model.decoder.reorder_incremental_state_scripting
+        decoder.register_forward_pre_hook(
+            lambda _, given, options: read.append((given[0].shape[1], options["features_only"])), with_kwargs=True
+        )
+        decoder.reorder_incremental_state_scripting = lambda state, order: orders.append(order.tolist()) or reorder(state, order)
+        return model
+
+    monkeypatch.setattr(measure, "build_model", noted)
+    monkeypatch.setattr(measure, "HOST_STEPS", 12)
+    monkeypatch.setattr(measure, "timed", lambda call, device: call() or next(numbers))
+    sizes = {"layers": 1, "width": 8, "heads": 2, "ffn": 8, "vocabulary": 20, "device": "cpu"}
+    args = SimpleNamespace(tokens=[4], contexts=[5], steps=2, hypotheses=3, **sizes)
+    torch.manual_seed(5)
+    assert measure.time_host(args, "fast_weight_lm sum", True) == 8
+    assert read == [(length, True) for length in range(1, 13)] and orders == [[2, 1, 0]] * 12
+    assert torch.initial_seed() == 0

@@ -84,3 +84,35 @@ def test_the_table_of_a_report():
         "| dense | 2.5M | 2.4M | 0.50 | 0.80 |",
         "| + sparse loss | 2.5M | 0.6M | 0.25 (2.0 x) | 0.20 (4.0 x) |",
     ]
+
+
+def test_weights_come_from_one_block():
+    """Which starts again in each tensor, and where it ends; norms are near 1."""
+    block = torch.randn(2**20 + 7, generator=torch.Generator().manual_seed(1))
+    model = torch.nn.Sequential()
+    model.wide, model.norm = torch.nn.Linear(4, 2**18 + 2), torch.nn.LayerNorm(4)
+    model.register_buffer("table", torch.ones(3))
+    sparse.fill(model)
+    flat = model.wide.weight.flatten()
+    assert torch.equal(flat[: len(block)], block * 0.5) and flat[len(block)] == block[0] * 0.5
+    assert not model.wide.bias.any() and model.norm.weight.tolist() == [1] * 4 and not model.norm.bias.any()
+    assert not model.table.any()
+
+
+def test_rows_of_one_feed_forward_layer(monkeypatch):
+    """Eight layers take turns, so that none is in a cache, and two dense ones; memory is read and copied in 64 MiB."""
+    called, products = [], []
+    monkeypatch.setattr(sparse, "timed", lambda call, device: called.append(call()) or 0.5)
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, w, *b: products.append((x.shape, w.nbytes)) or linear(x, w, *b))
+    rows = sparse.measure_products(Namespace(type="fp32", device="cpu", rounds=1), "tiny", 3)
+    assert len(called) == 2 * (8 + 8 + 2 + 2) and ((1, 2048), 2**26) in products
+    assert all(x.shape == (1, 64) for x in called[:18])
+    assert called[19].nbytes == 2**26
+    chosen = 4 * (2 * 64 + 128 * 2 + 128 + 2 * 2 * 64 + 64)  # controller, its bias, 2 of 128 units, bias
+    assert {row["name"]: row["bytes"] for row in rows} == {
+        "compiled": chosen, "PyTorch": chosen, "dense": 4 * (2 * 64 * 128 + 64 + 128)
+    }  # fmt: skip
+    for row in rows:
+        assert (row["size"], row["threads"], row["seconds"]) == ("tiny", 3, 0.5)
+        assert row["read_speed"] == row["copy_speed"] == 2**27

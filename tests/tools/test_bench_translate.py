@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 
 from fw_fairseq.tools.bench import __main__ as bench
 from fw_fairseq.tools.bench import translation
@@ -30,6 +32,8 @@ def test_translate_report(tmp_path, capsys):
     width = 4 * head  # of dpfp: 6 tokens are smaller as keys and values
     short, full = state["fast_weight_transformer dpfp"]
     assert short < full == (hypotheses + 2) * 2 * (width * head + width) * 4
+    for row in report["decoding"]:
+        assert row["sentences_per_second"] == pytest.approx(2 / row["seconds"])
     assert state["transformer"][0] < state["transformer"][1]
     assert len(report["ratios"]) == 2 * 2
     assert (tmp_path / "translate.png").stat().st_size > 1000
@@ -67,3 +71,52 @@ def test_mistakes(change, message, capsys):
     with pytest.raises(SystemExit) as exit_:
         bench.main([*TINY, *change])
     assert exit_.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_the_table_of_a_report():
+    report = {
+        "machine": {"device": "a processor", "threads": 2, "torch": "2.0"},
+        "settings": {"layers": 1, "width": 16, "heads": 2, "ffn": 32, "vocabulary": 20, "sentences": 4, "beam": 3, "rounds": 5},
+        "decoding": [{"name": "own", "tokens": 8, "sentences_per_second": 12.5, "state_bytes": 3000}],
+        "ratios": [{"name": "own", "tokens": 8, "times_smaller": 2.5, "times_faster": 1.25}],
+    }
+    assert translation.table(report).splitlines() == [
+        "a processor, 2 threads, torch 2.0; 1+1 layers, width 16, 2 heads, ffn 32, 20 words; 4 sentences at beam 3, as long as"
+        " their translations; medians of 5 rounds",
+        "",
+        "| model | tokens | sentences/s | state in the end, kB |",
+        "|---|---:|---:|---:|",
+        "| own | 8 | 12.5 | 3 |",
+        "",
+        "| model | tokens | against transformer |",
+        "|---|---:|---|",
+        "| own | 8 | 1.25 x as fast, 2.5 x smaller state |",
+    ]
+
+
+def test_ratios_to_the_transformer():
+    [row] = translation.ratios({(8, "own"): ([2.0], 4), (8, "transformer"): ([6.0], 12)})
+    assert (row["times_faster"], row["times_smaller"]) == (3, 3)
+
+
+def test_each_batch_is_timed_once_a_round(monkeypatch):
+    """After one of the shortest length, which loads libraries; the state is that of the last round."""
+    decoded, sizes = [], iter(range(9))
+    monkeypatch.setattr(
+        translation, "decode", lambda args, task, model, source: decoded.append((model, *source.shape)) or (1.0, next(sizes))
+    )
+    args = Namespace(sentences=2, lengths=[4, 3], rounds=2, vocabulary=20, device="cpu")
+    found = translation.time_decoding(args, None, {"a": "A"})
+    assert found == {(4, "a"): ([1.0, 1.0], 2), (3, "a"): ([1.0, 1.0], 4)}
+    assert decoded == [("A", 2, 3), ("A", 2, 4), ("A", 2, 4), ("A", 2, 3), ("A", 2, 3)]
+
+
+def test_the_models_are_of_one_size():
+    """They share all embeddings, and have room for the longest text and what fairseq puts around it."""
+    args = bench.build_parser().parse_args(TINY)
+    torch.manual_seed(5)
+    task, models = translation.build_models(args)
+    assert torch.initial_seed() == 0 and len(task.target_dictionary) == 20 and {*models} == NAMES
+    for model in models.values():
+        assert model.encoder.embed_tokens is model.decoder.embed_tokens and not model.training
+        assert model.max_positions() == (19, 19)

@@ -52,7 +52,7 @@ def measure(args) -> dict:
     refused: list[dict] = []
     calls = {(t, name): call for t in args.tokens for name, call in build_contenders(args, t, refused).items()}
     seconds = take_turns({key: partial(timed, call, args.device) for key, call in calls.items()}, args.rounds)
-    calls.clear()  # their tensors
+    del calls  # and their tensors
     longest = max(args.tokens)
     return {
         "machine": machine(args),

@@ -88,15 +88,14 @@ def measure_products(args, size: str, threads: int) -> list[dict]:
     """The rows of one sparse feed-forward layer: its compiled loops, PyTorch in their place, and a dense layer of its sizes. Layers
     take turns, so that their weights come from memory."""
     _, width, _, units = SIZES[size]
-    block = min(FEED_FORWARD["ffn_sparsity"], units // 2)
+    block = FEED_FORWARD["ffn_sparsity"]
     dtype = TYPES[args.type]
     layers = [SparseFeedForward(width, units, block).to(dtype).eval() for _ in range(LAYERS)]
     dense = [(nn.Linear(width, units).to(dtype), nn.Linear(units, width).to(dtype)) for _ in range(2)]
     sparse_bytes = sum(p.numel() for p in layers[0].parameters()) - 2 * (units - units // block) * width
-    inputs = iter(torch.randn(10**4, 1, width, dtype=dtype))
 
     def each(call: Callable, of: list) -> float:
-        found = [timed(partial(call, layer, next(inputs)), args.device) for layer in of]
+        found = [timed(partial(call, layer, torch.randn(1, width, dtype=dtype)), args.device) for layer in of]
         return statistics.median(found)
 
     calls = {
