@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import metadata
 
 import pytest
 
 from fw_fairseq.tools.bench import __main__ as bench
+from fw_fairseq.tools.command import mistakes_as_sentences
 from fw_fairseq.tools.convert import __main__ as convert
 from fw_fairseq.tools.explain import __main__ as explain
 from fw_fairseq.tools.export_hf import __main__ as export_hf
@@ -110,3 +112,16 @@ def test_fw_explain_writes_over_nothing_that_it_reads(outputs, said, tmp_path, m
         (tmp_path / name).write_text("kept")
     assert exit_of(explain, f"a.pt text.txt {outputs}") == f"fw-explain: {said}"
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a.pt": "kept", "text.txt": "kept"}
+
+
+def test_libraries_log_only_warnings_while_a_command_runs():
+    logger = logging.getLogger("fairseq")
+    before = logger.level
+    logger.setLevel(logging.DEBUG)
+    try:
+        with mistakes_as_sentences("fw-test"):
+            assert logger.level == logging.WARNING
+        assert logger.level == logging.DEBUG
+    finally:
+        logger.setLevel(before)
+    assert logging.getLogger("fairseq.tasks.text_to_speech").level == logging.WARNING

@@ -17,8 +17,9 @@ from support.draws import PLAIN
 
 from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
 from fw_fairseq.tools.convert.__main__ import main as convert_command
-from fw_fairseq.tools.convert.conversion import convert
-from fw_fairseq.tools.convert.pretrained import load_mapped
+from fw_fairseq.tools.convert.__main__ import parser
+from fw_fairseq.tools.convert.conversion import Change, convert, fast_weight_config, table, width_map
+from fw_fairseq.tools.convert.pretrained import lm_options, load_mapped, options_of_any_kind, read_fairseq
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -72,7 +73,7 @@ def test_a_checkpoint_of_the_published_kind(arch, dictionary, tmp_path):
     model, args, _ = source(f"--arch {arch} {ADAPTIVE} --tie-adaptive-proj --no-decoder-final-norm", dictionary)
     convert(save(old_format(model, args), tmp_path), tmp_path / "out.pt", "softmax")
     converted, tokens = load(tmp_path / "out.pt", dictionary), torch.randint(4, 64, (3, 20))
-    assert converted.decoder.layer_norm is None
+    assert converted.decoder.layer_norm is None and converted.state_dict()["decoder.version"] == 3
     torch.testing.assert_close(logits(converted, tokens), logits(model, tokens), rtol=1e-5, atol=1e-5)
     lines = convert(tmp_path / "source.pt", tmp_path / "decay.pt", "decay", feature_dim=4)
     assert any(line.what == "new" and line.name.endswith("gate z") for line in lines)
@@ -272,3 +273,88 @@ def measure(read, path, answers) -> None:
 def anonymous_kilobytes() -> int:
     """This process's memory, files that it maps left out."""
     return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def test_a_seed_makes_the_same_model(plain, tmp_path):
+    """By default it is 1, in the command too."""
+    found = []
+    for name, given in {"a": {}, "b": {"seed": 1}, "c": {"seed": 2}}.items():
+        convert(plain[1], tmp_path / name, "decay", feature_dim=4, **given)
+        found.append(torch.load(tmp_path / name, weights_only=True)["model"]["decoder.layers.0.self_attn.mixer.in_proj.weight"])
+    assert found[0].equal(found[1]) and not found[0].equal(found[2])
+    args = parser().parse_args(["a", "b", "--rule", "sum"])
+    assert (args.seed, args.feature_dim, args.force, args.attention_norm) == (1, 0, False, False)
+    with pytest.raises(SystemExit, match="2"):
+        parser().parse_args(["a", "b"])
+
+
+def test_a_converted_checkpoint_is_at_its_first_update(plain, tmp_path):
+    convert(plain[1], tmp_path / "out.pt", "sum")
+    state = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert state["extra_state"] == {"epoch": 1, "train_iterator": {"epoch": 1, "iterations_in_epoch": 0, "shuffle": True}}
+    assert state["optimizer_history"][0]["num_updates"] == 0
+
+
+def test_what_the_report_says_of_attention(plain, tmp_path):
+    """Of two layers of width 32."""
+    lines = {line.name.rpartition("mixer.")[2]: line for line in convert(plain[1], tmp_path / "out.pt", "sum", feature_dim=4)}
+    assert [tuple(lines[f"in_proj {name}"][1:]) for name in "qkv"] == [
+        ("changed", 2 * 16 * 33, "times 1/sqrt(8), width per head 8 -> 4"),
+        ("changed", 2 * 16 * 33, "width per head 8 -> 4"),
+        ("changed", 2 * 32 * 33, "times 1/512"),
+    ]
+    lines = {line.name.rpartition("mixer.")[2]: line for line in convert(plain[1], tmp_path / "delta.pt", "delta")}
+    assert tuple(lines["in_proj k"][1:]) == tuple(lines["in_proj v"][1:]) == ("copied", 2 * 32 * 33, "")
+    assert lines["feature_map.weight"][1:] == ("new", 2 * 4 * 8 * 8, "starts as the identity")
+    lines = convert(plain[1], tmp_path / "favor.pt", "sum", feature_map="favor")
+    assert {line.how for line in lines if "feature_map." in line.name} == {""}
+
+
+def test_the_table_has_columns_and_totals():
+    changes = [Change("first", "copied", 1200, ""), Change("b", "changed", 30, "doubled"), Change("c", "changed", 4, "")]
+    assert table(changes).splitlines() == [
+        "copied   first  1,200",
+        "changed  b         30  doubled",
+        "changed  c          4",
+        "copied   all    1,200",
+        "changed  all       34",
+        "new      all        0",
+    ]
+
+
+def test_maps_to_another_width_are_orthogonal():
+    """Narrower ones are scaled, so that products of random queries and keys stay as large on average."""
+    wide, narrow = width_map(3, 16, 8), width_map(3, 4, 8)
+    torch.testing.assert_close(wide.mT @ wide, torch.eye(8).expand(3, 8, 8))
+    torch.testing.assert_close(narrow @ narrow.mT, 2 * torch.eye(4).expand(3, 4, 4))
+
+
+def test_features_that_a_rule_gets_by_default():
+    for (rule, *given), expected in {
+        ("delta",): ("relu", "sum"),
+        ("delta", "identity"): ("identity", "l2"),
+        ("delta", "relu", "l2"): ("relu", "l2"),
+        ("decay",): ("identity", "none"),
+        ("decay", "relu"): ("relu", "none"),
+    }.items():
+        config = fast_weight_config(rule, *given)
+        assert (config.feature_map, config.feature_norm) == expected
+
+
+def test_options_that_a_source_leaves_out():
+    options = lm_options({"quant_noise_pq": False, "no_scale_embedding": True})
+    assert options["quant_noise_pq"] == 0 and not isinstance(options["quant_noise_pq"], bool)
+    assert options["no_scale_embedding"] is True and options["add_bos_token"] is False and options["tpu"] is False
+    assert options["tokens_per_sample"] == 1024 and options["max_target_positions"] is None
+
+
+@pytest.mark.parametrize("of_task, expected", [(40, 40), (None, 24)])
+def test_the_longest_text_is_that_of_the_task(of_task, expected, dictionary, tmp_path):
+    _, _, state = source("--arch transformer_lm", dictionary)
+    state["cfg"]["model"] |= {"max_target_positions": None, "tokens_per_sample": 24}
+    state["cfg"]["task"] |= {"max_target_positions": of_task}
+    assert read_fairseq(save(state, tmp_path)).options["max_target_positions"] == expected
+
+
+def test_options_may_have_a_namespace_among_them():
+    assert options_of_any_kind({"model": Namespace(width=3)})["model"].width == 3

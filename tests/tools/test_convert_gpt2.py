@@ -13,6 +13,7 @@ from fairseq.data import Dictionary
 from support.gpt2 import MERGES, TEXT, transformers
 
 from fw_fairseq.tools.convert.conversion import convert
+from fw_fairseq.tools.convert.pretrained import gpt2_config, gpt2_to_fairseq, read_gpt2
 
 sys.modules.setdefault("torchaudio", None)  # fairseq's, of another torch than ours: transformers would trip over it
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -33,6 +34,7 @@ def test_logits_are_those_of_transformers(stored, gpt2, tmp_path):
         folder = shutil.copytree(folder, tmp_path / "bin", ignore=shutil.ignore_patterns("*.safetensors"))
         torch.save(model.state_dict(), folder / "pytorch_model.bin")
     convert(folder, tmp_path / "out" / "gpt2.pt", "softmax")
+    assert load(tmp_path / "out" / "gpt2.pt").state_dict()["decoder.version"] == 3
     symbols = Dictionary.load(str(tmp_path / "out" / "dict.txt"))
     ids = ids_of(folder)
     assert len(set(ids)) > 8 and 257 + MERGES.index("th e") in ids, "the merges were used"
@@ -58,6 +60,8 @@ def test_the_model_has_the_options_of_its_task(gpt2, tmp_path):
     for name in ("add_bos_token", "tokens_per_sample", "max_target_positions"):
         assert cfg["model"][name] == cfg["task"][name], name
     assert cfg["model"]["tpu"] == cfg["common"]["tpu"]
+    groups = {"common": ("seed", "tpu", "use_plasma_view", "plasma_path"), "dataset": ("batch_size", "data_buffer_size")}
+    assert all(cfg["task"][name] == cfg[group][name] for group, names in groups.items() for name in names)
 
 
 @pytest.mark.parametrize(
@@ -122,3 +126,52 @@ def test_another_models_dictionary_stays(gpt2, tmp_path):
     with pytest.raises(ValueError, match=r"dict\.txt"):
         convert(gpt2[0], tmp_path / "out.pt", "decay")
     assert (tmp_path / "dict.txt").read_text() == "word 1\n"
+    convert(gpt2[0], tmp_path / "out.pt", "decay", force=True)
+    assert (tmp_path / "dict.txt").read_text().startswith("0 1\n1 1\n")
+    convert(gpt2[0], tmp_path / "second.pt", "decay")  # the dictionary is its own
+    with pytest.raises(ValueError, match=r"^OUTPUT is .*dict\.txt, which is the dictionary too"):
+        convert(gpt2[0], tmp_path / "new" / "dict.txt", "decay")
+
+
+SMALLEST = {"model_type": "gpt2", "n_embd": 1, "n_layer": 1, "n_head": 1, "vocab_size": 50257}
+
+
+def test_what_an_old_configuration_leaves_out_is_that_of_gpt2(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMALLEST))
+    config = gpt2_config(tmp_path)
+    assert [config[name] for name in ("n_positions", "activation_function", "eos_token_id")] == [1024, "gelu_new", 50256]
+
+
+@pytest.mark.parametrize(
+    "name, taken, refused",
+    [
+        ("layer_norm_epsilon", 1e-5, 2e-5),
+        ("scale_attn_weights", True, False),
+        ("scale_attn_by_inverse_layer_idx", False, True),
+        ("add_cross_attention", False, True),
+        ("tie_word_embeddings", True, False),
+        ("eos_token_id", 0, 50257),
+        ("n_layer", 1, 0),
+    ],
+)
+def test_options_that_gpt2_may_have(name, taken, refused, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMALLEST | {name: taken}))
+    assert gpt2_config(tmp_path)[name] == taken
+    (tmp_path / "config.json").write_text(json.dumps(SMALLEST | {name: refused}))
+    with pytest.raises(ValueError, match=f"config.json has {name} = {refused}"):
+        gpt2_config(tmp_path)
+
+
+def test_masks_and_the_tied_output_are_left_out():
+    names = ("lm_head.weight", "h.3.attn.bias", "transformer.h.3.attn.masked_bias")
+    assert all(gpt2_to_fairseq(name, torch.zeros(1, 1, 4, 4), 0) == {} for name in names)
+
+
+def test_dropout_is_that_of_the_configuration(gpt2, tmp_path):
+    folder = shutil.copytree(gpt2[0], tmp_path / "dropout")
+    config = json.loads((folder / "config.json").read_text())
+    config = {name: value for name, value in config.items() if not name.endswith("_pdrop")}
+    for given, expected in (({}, (0.1, 0.0)), ({"resid_pdrop": 0.3, "attn_pdrop": 0.2}, (0.3, 0.2))):
+        (folder / "config.json").write_text(json.dumps(config | given))
+        options = read_gpt2(folder).options
+        assert (options["dropout"], options["attention_dropout"]) == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -18,12 +19,21 @@ from fw_fairseq.mixers import MIXERS
 from fw_fairseq.tools.checkpoints import load_language_model
 from fw_fairseq.tools.convert.conversion import convert
 from fw_fairseq.tools.export_hf import export as exporting
+from fw_fairseq.tools.export_hf.__main__ import main as export_command
 from fw_fairseq.tools.export_hf.export import export
 from fw_fairseq.tools.export_hf.tokenizers import word_tokenizer
+from fw_fairseq.tools.standalone import quoted
 
 sys.modules.setdefault("torchaudio", None)  # fairseq's, of another torch than ours: transformers would trip over it
 transformers = pytest.importorskip("transformers")
-from fw_fairseq.huggingface import FastWeightForCausalLM, FastWeightHFConfig  # noqa: E402
+from fw_fairseq.huggingface import (  # noqa: E402
+    Cache,
+    FastWeightForCausalLM,
+    FastWeightForTranslation,
+    FastWeightHFConfig,
+    FastWeightTranslationConfig,
+)
+from fw_fairseq.huggingface.parts import padding_of  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -290,6 +300,8 @@ def test_the_tokenizer_joins_what_the_corpus_had_split(folder):
     Words.symbols = ["<s>", "<pad>", "</s>", "<unk>", "lo@@", "w@@", "er"]
     pieces = word_tokenizer(Words())
     assert pieces.decode([4, 5, 6, 6]) == " lower er"
+    Words.symbols = ["<s>", "<pad>", "</s>", "<unk>", "3@@", ",@@", ",", "5"]
+    assert word_tokenizer(Words()).decode([4, 6, 4, 5, 7]) == " 3, 3,5"
 
 
 def test_the_pipeline_keeps_spaces(folder):
@@ -413,7 +425,8 @@ def test_a_tokenizer_of_another_size_is_refused(name, gpt2, tmp_path):
             with pytest.raises(ValueError, match=f"--tokenizer .*other has {count + 1} tokens; .*, which has {tokens}$"):
                 export(tmp_path / "gpt2.pt", tmp_path / "out", data=tmp_path, tokenizer=other)
             assert not (tmp_path / "out").exists()
-    export(tmp_path / "gpt2.pt", tmp_path / "out", data=tmp_path, tokenizer=other)
+    made = export(tmp_path / "gpt2.pt", tmp_path / "out", data=tmp_path, tokenizer=other)
+    assert all(x.requires_grad for x in made.parameters())
     (other / name).write_text("{")
     with pytest.raises(ValueError, match=rf"{name} cannot be read as a tokenizer"):
         export(tmp_path / "gpt2.pt", tmp_path / "again", data=tmp_path, tokenizer=other)
@@ -474,7 +487,91 @@ def test_mistakes_leave_what_is_there(dictionary, folder, tmp_path):
         export(tmp_path / "source.pt", tmp_path / "out", data=dictionary)
     with pytest.raises(ValueError, match=r"CHECKPOINT .*nowhere\.pt is not a file"):
         export(tmp_path / "nowhere.pt", tmp_path / "out")
+    with pytest.raises(ValueError, match="holds a transformer_lm; fw-export-hf takes fast_weight_lm and fast_weight_transformer"):
+        export(tmp_path / "source.pt", tmp_path / "out", data=tmp_path)
     _, _, state = source("--arch fast_weight_lm", dictionary)
     with pytest.raises(ValueError, match=r"no dictionary at .*; name its folder by --data"):
         export(save(state, tmp_path), tmp_path / "out", data=tmp_path)
     assert sorted(path.name for path in folder.iterdir()) == before and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("difference, is_written", [(1e-4, True), (1.5e-4, False), (float("nan"), False)])
+def test_a_model_that_computes_other_logits_is_not_written(difference, is_written, dictionary, tmp_path, monkeypatch):
+    _, _, state = source("--arch fast_weight_lm", dictionary)
+    monkeypatch.setattr(exporting.language_models, "compare", lambda *_: difference)
+    checkpoint, out = save(state, tmp_path), tmp_path / "new" / "out"
+    if is_written:
+        export(checkpoint, out, data=dictionary)
+    else:
+        with pytest.raises(ValueError, match=r"computes other logits in transformers, by .*; nothing was written"):
+            export(checkpoint, out, data=dictionary)
+    assert out.exists() == is_written
+
+
+def test_what_appears_at_the_output_meanwhile_stays(dictionary, tmp_path, monkeypatch):
+    _, _, state = source("--arch fast_weight_lm", dictionary)
+    out = tmp_path / "out"
+    monkeypatch.setattr(exporting, "write", lambda *_: out.mkdir())
+    with pytest.raises(ValueError, match=r"OUTPUT .* exists; name another folder"):
+        export(save(state, tmp_path), out, data=dictionary)
+
+
+def test_the_command_says_what_it_wrote(dictionary, tmp_path, capsys):
+    _, _, state = source(f"--arch fast_weight_lm {OPTIONS['hybrid']}", dictionary)
+    export_command([str(save(state, tmp_path)), str(tmp_path / "out"), "--data", str(dictionary)])
+    count = load(tmp_path / "out").num_parameters()
+    assert capsys.readouterr().out.splitlines()[-1] == f"{tmp_path / 'out'}: {count:,} parameters, softmax, fast_weight"
+
+
+def test_an_option_that_a_folder_leaves_out_has_its_default():
+    config = FastWeightHFConfig()
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    switches = {"normalize_before": True, "final_norm": True, "embedding_norm": False, "decoding_graph": True}
+    others = {"embedding_scale": 1.0, "output_scale": 1.0, "first_position": 0}
+    for name, value in (sizes | switches | others).items():
+        assert getattr(config, name) == value, name
+    both = FastWeightTranslationConfig()
+    assert both.linear_cross and both.is_encoder_decoder and not both.tie_word_embeddings
+
+
+@pytest.mark.parametrize("kind", [FastWeightForCausalLM, FastWeightForTranslation])
+def test_what_transformers_is_told(kind):
+    assert kind._is_stateful and not kind._supports_default_dynamic_cache() and not Cache.is_compileable
+
+
+@torch.no_grad()
+def test_learned_positions_end():
+    model = small(positions="learned", max_position_embeddings=4, first_position=2).eval()
+    assert model(torch.zeros(1, 4).long()).logits.isfinite().all()
+    with pytest.raises(ValueError, match="longer than max_position_embeddings, 4 tokens"):
+        model(torch.zeros(1, 5).long())
+
+
+@torch.no_grad()
+def test_arguments_of_transformers_that_change_nothing():
+    model, tokens = small().eval(), torch.arange(8)[None]
+    plain = model(tokens)
+    unused = {"cache_position": torch.arange(8), "token_type_ids": tokens, "head_mask": None}
+    assert model(tokens, **unused).logits.equal(plain.logits)
+
+
+def test_padding_is_looked_for_among_the_last_tokens():
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    assert padding_of(mask, 3).tolist() == [[True, False, False], [False] * 3]
+    assert padding_of(mask, 2) is None and padding_of(None, 2) is None
+
+
+@torch.no_grad()
+def test_a_token_in_another_precision_takes_the_general_way():
+    model, token = small().eval(), torch.ones(1, 1).long()
+    cache = model(token.expand(1, 3)).past_key_values
+    with torch.autocast("cpu", torch.bfloat16):
+        model(token, past_key_values=cache)
+    assert cache.steps is None
+    model(token, past_key_values=cache)
+    assert cache.steps is not None
+
+
+def test_sources_are_quoted_with_a_mark_before_each_line():
+    assert quoted("a\\b\nc\n") == "r'''|a\\b\n|c\n'''"
+    assert ast.literal_eval(quoted("a = '''b'''\n")) == "|a = '''b'''\n"

@@ -312,3 +312,22 @@ def test_arguments_that_cannot_be_obeyed_are_refused(both):
             model.encoder(**arguments)
     with pytest.raises(ValueError, match="new_num_tokens is 99; a translation model keeps its vocabularies"):
         model.resize_token_embeddings(99)
+
+
+@torch.no_grad()
+def test_what_it_computes_on_its_way_and_from_what(both):
+    *_, model = both
+    tokens, target = sources(5, 3), torch.tensor([[EOS, 5, 6], [EOS, 7, 8]])
+    plain = model(**given(tokens), decoder_input_ids=target)
+    assert plain.decoder_hidden_states is plain.encoder_hidden_states is None and plain.past_key_values is not None
+    shown = model(**given(tokens), decoder_input_ids=target, output_hidden_states=True, use_cache=False)
+    assert len(shown.decoder_hidden_states) == len(shown.encoder_hidden_states) == 3 and shown.past_key_values is None
+    assert shown.encoder_hidden_states[-1].equal(shown.encoder_last_hidden_state)
+    assert model.decoder.scores(shown.decoder_hidden_states[-1]).equal(plain.logits)
+    as_tuple = model(**given(tokens), decoder_input_ids=target, return_dict=False)
+    assert isinstance(as_tuple, tuple) and as_tuple[0].equal(plain.logits)
+    assert isinstance(model.encoder(**given(tokens), return_dict=False), tuple)
+    sides = {"inputs_embeds": model.encoder.embed_tokens(tokens), "decoder_inputs_embeds": model.decoder.embed_tokens(target)}
+    assert model(attention_mask=given(tokens)["attention_mask"], **sides).logits.equal(plain.logits)
+    assert model.resize_token_embeddings(SOURCE) is model.resize_token_embeddings() is model.encoder.embed_tokens
+    assert not model.accepts_loss_kwargs

@@ -205,7 +205,7 @@ def gpt2_to_fairseq(name: str, tensor: Tensor, eos: int) -> dict[str, Tensor]:
     if name in ("ln_f.weight", "ln_f.bias"):
         return {f"decoder.layer_norm.{name[5:]}": tensor}
     layer, part, kind = parsed.groups() if (parsed := re.fullmatch(r"h\.(\d+)\.(.+)\.(\w+)", name)) else ("", name, "")
-    if f"{part}.{kind}" in ("attn.bias", "attn.masked_bias") or name.endswith((".attn.bias", ".attn.masked_bias")):
+    if name.endswith((".attn.bias", ".attn.masked_bias")):
         return {}  # the causal mask
     prefix = f"decoder.layers.{layer}."
     tensor = tensor.t().contiguous() if tensor.dim() == 2 else tensor
