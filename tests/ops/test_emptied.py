@@ -8,7 +8,7 @@ from support.definitions import READS, WRITES
 from support.draws import FITTING, NORMALISED, assert_same, draw_gates, draw_inputs
 
 from fw_fairseq.ops import fast_weight
-from fw_fairseq.ops.chunkwise.frames import ChannelGatesWithZeros, NearGates, Steps, TokenGates, TokenGatesWithZeros
+from fw_fairseq.ops.chunkwise.frames import ChannelGates, ChannelGatesWithZeros, NearGates, Steps, TokenGates, TokenGatesWithZeros
 from fw_fairseq.ops.chunkwise.large_gates import LargeChannelGates
 from fw_fairseq.ops.chunkwise.scan import plan
 from fw_fairseq.rules import RULES
@@ -158,9 +158,16 @@ def test_chunks_without_zeros_run_as_before():
     f, z = torch.full((1, 1, 96, 2), 0.5), torch.full((1, 1, 96, 2), 0.5)
     q = torch.zeros(1, 1, 96, 2)
 
-    def ways(f, z=None):
-        return [way for _, way in plan((q, q, q, f, z, None, None), torch.float32)]
+    def ways(f, z=None, dtype=torch.float32, tokens=96):
+        given = (None if x is None else x[:, :, :tokens] for x in (q, q, q, f, z, None, None))
+        return [way for _, way in plan([*given], dtype)]
 
+    assert ways(f, z, tokens=80) == [LargeChannelGates, LargeChannelGates, ChannelGates]
+    assert ways(f, z, torch.float64) == ways(f, None, torch.float64) == [ChannelGates] * 3
+    limits = {(0.0625, 0.9): NearGates, (0.0624, 0.9): ChannelGates, (0.18, 0.18): NearGates, (0.17, 0.17): ChannelGates}
+    for (smallest, others), way in limits.items():
+        gates = torch.cat((torch.full((1, 1, 1, 2), smallest), torch.full((1, 1, 31, 2), others)), 2)
+        assert ways(gates, tokens=32) == [way]
     f[:, :, 40] = 0
     assert ways(f[..., 0]) == [TokenGates, TokenGatesWithZeros, TokenGates]
     assert ways(f, z) == [LargeChannelGates, ChannelGatesWithZeros, LargeChannelGates]

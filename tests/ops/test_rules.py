@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 import torch
@@ -44,6 +44,19 @@ def test_fwm_gradient():
     assert torch.autograd.gradcheck(
         lambda q, k, v, beta: fast_weight(q, k, v * 3, "fwm", {"beta": beta})[0], (*inputs.values(), *gates.values())
     )
+
+
+def test_fwm_reads_one_token_in_one_step_and_several_as_a_sequence(monkeypatch):
+    called = []
+    step, sequence = RULES["fwm"].step, RULES["fwm"].sequence
+    noted = {"step": lambda *a, **k: called.append("step") or step(*a, **k)}
+    noted["sequence"] = lambda *a, **k: called.append("sequence") or sequence(*a, **k)
+    monkeypatch.setitem(RULES, "fwm", replace(RULES["fwm"], **noted))
+    for tokens, backend, expected in ((1, "auto", ["step"]), (2, "auto", ["sequence"]), (2, "recurrent", ["step"] * 2)):
+        shape = (1, 1, tokens, 4, 3)
+        fast_weight(*draw_inputs(shape).values(), "fwm", draw_gates(RULES["fwm"], shape), backend=backend)
+        assert called == expected
+        called.clear()
 
 
 def test_delta_replaces_what_is_stored_under_a_key():
