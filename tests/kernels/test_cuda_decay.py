@@ -85,6 +85,7 @@ def test_large_operands(one_thread):
     [
         ((9, 0), 513, torch.bfloat16, "for keys up to 512 wide, not 513"),
         ((7, 5), 64, torch.float16, "for compute capability 8.0 and higher only"),
+        ((8, 0), 64, torch.float16, None),
         ((8, 9), 512, torch.float32, "this device has 101376"),
         ((9, 0), 512, torch.bfloat16, None),
         ((9, 0), 384, torch.float32, None),

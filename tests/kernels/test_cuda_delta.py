@@ -206,6 +206,7 @@ def test_what_has_no_kernel(key, message):
     "capability, key, dtype, message",
     [
         ((7, 5), 64, torch.float16, "for compute capability 8.0 and higher only"),
+        ((8, 0), 64, torch.float16, None),
         ((8, 9), 512, torch.float32, "this device has 101376"),
         ((8, 9), 512, torch.bfloat16, None),
     ],

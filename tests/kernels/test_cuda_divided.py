@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hostcuda import SCHEDULES, EmulatorLaunch, sanitized_launch
+from hostcuda import SCHEDULES, EmulatorLaunch, Recorder, sanitized_launch
 from hostcuda.nvrtc import ARCHITECTURES, compile_check
 from support.cuda_scan import PRECISION, TOLERANCE, draw
 from support.draws import assert_same
 
 from fw_fairseq.ops import FastWeightState, fast_weight
-from fw_fairseq.ops.kernels import launch, linear
+from fw_fairseq.ops.kernels import launch, linear, recurrence
 from fw_fairseq.ops.kernels import step as cuda_step
 from fw_fairseq.ops.kernels.common import Divided
 from fw_fairseq.row_map import AS_IS
+from fw_fairseq.rules import Coefficients
 
 EPS, LEAST = 1e-3, 1e-2
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -126,6 +127,27 @@ def test_one_token_in_any_schedule(emulate, policy, seed):
     want = by_definition(x, torch.zeros(3, 2, 1, 70), torch.zeros_like(after), torch.zeros_like(final))
     want = {"y": want["y"].squeeze(2), "memory": want["final memory"], "sums": want["final sums"]}
     assert_same({"y": y, "memory": after, "sums": final}, want, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "processors, dtype, shapes, taken",
+    [
+        (15, BF16, {"f": (1, 2, 4096)}, True),
+        (16, BF16, {"f": (1, 2, 4096)}, False),  # 16 parts
+        (15, torch.float16, {"f": (1, 2, 4096)}, False),
+        (15, BF16, {"f": (1, 2, 4096), "z": (1, 2, 4096, 16)}, False),
+        (15, BF16, {"f": (1, 2, 4096, 16)}, False),
+        (15, BF16, {"e": (1, 2, 4096)}, False),
+        (15, BF16, {"f": (1, 2, 4096, 16), "e": (1, 2, 4096)}, False),
+    ],
+)
+def test_what_the_kernels_divide(processors, dtype, shapes, taken):
+    """Few parts, not in fp16, and sums that follow the writes."""
+    q, device = torch.empty(1, 2, 4096, 16, dtype=dtype), Recorder()
+    device.processors = lambda _: processors
+    with launch.use(device):
+        coefficients = Coefficients(**{name: torch.empty(shape) for name, shape in shapes.items()})
+        assert recurrence.divides(q, q, q, coefficients) is taken
 
 
 def test_opcheck(emulate):

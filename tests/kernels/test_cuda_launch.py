@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -134,6 +135,7 @@ def test_a_changed_header_is_another_kernel(monkeypatch, tmp_path):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     monkeypatch.setattr(launch, "kernel_folder", lambda: tmp_path)
     before = launch.compile_options(())
+    assert re.fullmatch("-DFW_HEADERS=0x[0-9a-f]{16}", before[-1])  # a number of 64 bits
     (tmp_path / "common.cuh").write_text("// changed")
     assert launch.compile_options(()) != before
 
@@ -166,7 +168,7 @@ def fresh(cupy):
     ],
 )
 def test_why_not(fresh, monkeypatch, changes, reason):
-    usual = dict(is_available=lambda: True, get_device_capability=lambda device: (9, 0))
+    usual = dict(is_available=lambda: True, get_device_capability=lambda device: (7, 5))
     for name, value in (usual | changes).items():
         monkeypatch.setattr(torch.cuda, name, value)
     assert CupyLaunch().why_not(torch.device("cuda:0")) == reason

@@ -25,6 +25,8 @@ def test_means_and_gradients_are_those_of_the_definition(emulate, window, with_r
     several = window == 0 or window > 16
     kernels = ["pool_chunks", "pool_borders", "pool_tokens"] if several else ["pool_tokens"]
     assert [kernel for _, kernel, _ in launcher.calls] == 2 * kernels
+    chunk = next((size for size in (4, 8) if 0 < window <= size), 16)
+    assert {macros["FW_CHUNK"] for *_, macros in launcher.calls} == {chunk}
 
 
 @pytest.mark.parametrize("policy, seed", SCHEDULES)

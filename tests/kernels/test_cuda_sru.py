@@ -22,7 +22,7 @@ MASKS = [(False, False), (True, False), (False, True), (True, True)]  # padding,
 def test_outputs_states_and_gradients_are_those_of_the_equations(emulate, length, padded, with_resets):
     launcher = emulate(bounds=True)
     compare(draw(length, 3, 21), padded, with_resets)
-    assert [kernel for _, kernel, _ in launcher.calls] == ["sru_forward", "sru_backward"]
+    assert [(kernel, macros["FW_STEPS"]) for _, kernel, macros in launcher.calls] == [("sru_forward", 8), ("sru_backward", 8)]
 
 
 @pytest.mark.parametrize("policy, seed", SCHEDULES)

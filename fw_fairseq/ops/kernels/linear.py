@@ -33,7 +33,7 @@ from .common import (
 
 COMPUTES, NEEDS = ("f per token", "w per token"), ()
 DIVIDES = True
-LARGEST_KEY, LARGEST_VALUE, WARPS = 512, 128, 8
+LARGEST_KEY, LARGEST_VALUE, FEWEST_WARPS = 512, 128, 4  # so few where the key can be split further
 ROWS_OF_A_WARP = 128  # of the memory: 64 fp32 registers a thread, and as many for its operands
 
 
@@ -65,7 +65,7 @@ def tiles_for(key: int, value: int, longest: int) -> Iterator[Tile]:
         width //= 2
     while width >= 16:
         slices = least
-        while width // 16 * slices < WARPS // 2 and key % (32 * slices) == 0:
+        while width // 16 * slices < FEWEST_WARPS and key % (32 * slices) == 0:
             slices *= 2
         chunk = min(longest, width * slices)
         while chunk >= 16:

@@ -72,8 +72,7 @@ def run_divided(
 
 def divides(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, row_map: RowMap = AS_IS) -> bool:
     """Whether ``run_divided`` runs on these inputs: in few parts only, and not in fp16, whose range divided gradients can leave."""
-    follows = coefficients.z is None and coefficients.e is None
-    if not follows or v.dtype == torch.float16 or why_not(q, k, v, coefficients, row_map):
+    if coefficients.z is not None or v.dtype == torch.float16 or why_not(q, k, v, coefficients, row_map):
         return False
     family = family_of(*coefficients)
     return parts_of(q) < MANY_PARTS and family.DIVIDES and family.supported(q, k, v, *coefficients, row_map, divided=True) is None
