@@ -60,6 +60,13 @@ def test_the_convolution_of_each_text():
     torch.testing.assert_close(recent[row], F.pad(own, (0, 0, 3, 0))[-3:])
 
 
+def test_the_convolution_starts_as_one_of_pytorch():
+    """Uniform, up to one over the root of the number of taps."""
+    weight = ShortConvolution(512, 4).weight
+    torch.testing.assert_close(torch.stack([-weight.min(), weight.max()]), torch.tensor([0.5, 0.5]), rtol=0, atol=0.01)
+    assert weight.abs().max() <= 0.5
+
+
 def test_the_shift_of_each_text():
     shift, weight = TokenShift({"q": 3, "u": 0, "v": 5}, C, 1, 4).double(), torch.randn(8, C, dtype=torch.float64)
     x, (padding, resets) = torch.randn(T, B, C, dtype=torch.float64), masks()
@@ -67,6 +74,10 @@ def test_the_shift_of_each_text():
     shares = shift.weight
     channels = torch.arange(C) / C
     torch.testing.assert_close(shares.float(), torch.stack([1 - channels ** (0.2 * 0.75), 1 - channels ** (0.7 * 0.75)]))
+    all_parts = TokenShift(dict.fromkeys(["q", "k", "v", "s", "output", "mixing"], 1), C, 1, 4)
+    powers = torch.tensor([0.2, 0.7, 0.7, 0.9, 0.2])[:, None] * 0.75  # "mixing" reads the mixture of the values
+    torch.testing.assert_close(all_parts.weight, 1 - channels**powers)
+    assert all_parts.mixture_of == [0, 1, 2, 3, 4, 2]
     for row, text in texts(padding, resets):
         own = x[text, row]
         before = F.pad(own, (0, 0, 1, 0))[:-1]
@@ -83,6 +94,9 @@ def test_the_shift_that_depends_on_the_token():
     torch.testing.assert_close(shift.both.float(), 1 - channels**kept)
     starts = [1 - channels ** (kept / 2), 1 - channels**kept - 0.1, 1 - channels**kept, 1 - channels ** (kept / 2)]
     torch.testing.assert_close(shift.weight.float(), torch.stack(starts))
+    for layer, layers in ((0, 1), (1, 2)):  # the only one, and the last of two, whose values take the least
+        values = DependentShift({"v": 5}, C, layer, layers, 2).weight[0]
+        torch.testing.assert_close(values, 1 - channels ** (1 / layers) - 0.3 * layer)
     assert shift.down.abs().max() == 0 < shift.up.abs().max() <= 0.01
     torch.nn.init.normal_(shift.down)
     torch.nn.init.normal_(shift.up)

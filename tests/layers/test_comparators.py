@@ -87,6 +87,9 @@ def test_exponents_of_any_size_stay_finite():
     y, _ = mixer.float()(x.float())
     y.sum().backward()
     assert y.isfinite().all() and all(p.grad.isfinite().all() for p in mixer.parameters())
+    _, state = mixer(x[:1].float())
+    exponents = state.weights.log()
+    torch.testing.assert_close(torch.stack([exponents.min(), exponents.max()]), torch.tensor([-20.0, 20.0]))
 
 
 @pytest.mark.parametrize(

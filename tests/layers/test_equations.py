@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import layer_norm
 
+from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers import Abc, Additive, Leap, Linformer, LocalAttention, Sru, Srupp, TransformerXl
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -275,6 +276,12 @@ def test_dropout_of_the_cell_is_the_same_for_all_tokens(kind):
     torch.testing.assert_close(y, expected)
 
 
+@pytest.mark.parametrize("kind", [Sru, Srupp])
+def test_the_last_layer_drops_nothing_of_its_cell(kind):
+    config = FastWeightConfig(sru_dropout=0.5)
+    assert [kind.of_layer(C, 1, config, layer, 3).cell_dropout for layer in range(3)] == [0.5, 0.5, 0]
+
+
 @pytest.mark.parametrize("build", [lambda p: Srupp(C, attention_dropout=p), lambda p: TransformerXl(C, H, attention_dropout=p),
                                    lambda p: LocalAttention(C, H, attention_dropout=p)])  # fmt: skip
 def test_dropout_of_attention_weights(build):
@@ -314,7 +321,8 @@ def test_dropout_of_pooled_vectors():
 
 
 def test_starts():
-    """SRU++ draws its products as xavier does and v from -1 to 1; the published additive attention begins with plain means."""
+    """SRU++ draws its products as xavier does and v from -1 to 1; the published additive attention begins with plain means; the
+    weights of Linformer's positions keep a sum over the slots of one size."""
     srupp = Srupp(256, sru_init="xavier", srupp_width=128, srupp_dropout=0.36)
     for layer, factor in ((srupp.down_proj, 1), (srupp.kv_proj, 1), (srupp.in_proj, 0.8)):
         bound = factor * math.sqrt(6 / sum(layer.weight.shape))
@@ -329,6 +337,10 @@ def test_starts():
         assert all(0.98 * bound / math.sqrt(2) < x.abs().max() <= bound / math.sqrt(2) for x in mixer.in_proj.weight.split(256))
     mixer = Additive(C, H, pooling_form="published")
     assert mixer.query_score.eq(0).all() and mixer.key_score.eq(0).all() and Additive(C, H).query_score.std() > 0.3
+    xl, bound = TransformerXl(256, 4), math.sqrt(3 / 512)
+    assert 0.98 * bound < xl.position_proj.weight.abs().max() <= bound
+    assert xl.content_bias.eq(0).all() and xl.position_bias.eq(0).all()
+    assert Linformer(C, H, slots=64).position_weight.std().item() == pytest.approx(1 / 8, rel=0.05)
 
 
 @pytest.mark.parametrize("name, value", [("norm", True), ("dropout", 0.1)])

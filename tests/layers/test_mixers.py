@@ -97,6 +97,16 @@ def test_projections_start_as_those_of_fairseqs_attention(name):
     assert not mixer.in_proj.bias[: 3 * 256].any() and not mixer.out_proj.bias.any()
 
 
+@pytest.mark.parametrize("width", [2, 3, 8])
+def test_decays_of_channels_start_uniformly(width):
+    """From 1/n to 1 - 1/n, for n channels."""
+    options = {"update_rule": "decay", "feature_map": "identity", "feature_norm": "none"}
+    starts = torch.stack([MIXERS["fast_weight"](width, **options).in_proj.bias[3 * width :] for _ in range(200)]).sigmoid()
+    ends = torch.stack([starts.amin(0), starts.amax(0)])
+    torch.testing.assert_close(ends, torch.tensor([[1 / width], [1 - 1 / width]]).expand(-1, 2 * width), rtol=0, atol=0.05)
+    assert ends[0].min() > 1 / width - 1e-5 and ends[1].max() < 1 - 1 / width + 1e-5
+
+
 @pytest.mark.parametrize("name", ["fast_weight", "additive", "sru"])
 def test_exported(name):
     mixer, x = MIXERS[name](WIDTH, 2, FastWeightConfig()).eval(), torch.randn(20, 3, WIDTH)

@@ -86,6 +86,10 @@ def test_it_starts_without_attention():
     assert torch.equal(mixer(x)[0], before)
 
 
+def test_attention_has_a_quarter_of_the_width():
+    assert [Srupp(width).down_proj.out_features for width in (2, 7, 8)] == [1, 1, 2]
+
+
 def test_training_drops_what_the_product_reads():
     mixer, x = build(srupp_dropout=0.5), torch.randn(9, 2, 8, dtype=torch.float64)
     read = []

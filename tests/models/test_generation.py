@@ -49,6 +49,7 @@ LAYOUTS = [
     {"adaptive_input": True, "adaptive_input_cutoff": "10,20", "adaptive_softmax_cutoff": "10,20"},
     {"mixer_pattern": "softmax,fast_weight"},
     {"mixer": "softmax", "decoder_normalize_before": True},
+    {"mixer": "sru", "sru_tanh": True},
 ]
 
 
@@ -136,20 +137,22 @@ def test_orders_without_a_token_between_them_act_one_after_the_other(length, sec
     assert_close(model(whole, incremental_state=state)[0], model(whole)[0][:, -1:])
 
 
-@torch.no_grad()
 def test_the_states_of_a_generation_count():
-    model, tokens, state = build(), draw(2, 12), {}
-    for t in range(12):
-        model(tokens[:, : t + 1], incremental_state=state)
+    """Those of the two hypotheses that are left."""
+    model = build()
+    _, state = generate(model, draw(3, 12))
     assert state_bytes(state) == 8 * 2 * model.state_size()
 
 
-@pytest.mark.parametrize("mixer", ["fast_weight", "additive", "leap", "sru"])
+PADDED = [{"mixer": name} for name in ("fast_weight", "additive", "leap", "sru")] + [{"update_rule": "sum", "attention_norm": True}]
+
+
+@pytest.mark.parametrize("options", PADDED, ids=label)
 @pytest.mark.parametrize("place", [0, 3, 7])
 @torch.no_grad()
-def test_a_padded_token_changes_no_state(place, mixer):
+def test_a_padded_token_changes_no_state(place, options):
     """Where it is the first one, the general path leaves a memory that is still a few factors."""
-    model, tokens = build(mixer=mixer), draw(2, 9)
+    model, tokens = build(**options), draw(2, 9)
     padded = torch.cat([tokens[:, :place], torch.tensor([[1], [7]]), tokens[:, place:]], 1)
 
     def last_of(rows):
