@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fairseq.logging import metrics
 from support.commands import train_two_workers
 from support.distillation import sample
 from support.language_models import build, make_task
@@ -163,3 +164,22 @@ def test_the_teacher_has_the_precision_and_the_device_of_the_model(place, criter
 def test_a_negative_number_of_updates_is_refused(criterion):
     with pytest.raises(ValueError, match=r"^--match-updates is -5; it must be at least 0$"):
         criterion(softmax(), match_updates=-5)
+
+
+def test_the_parts_of_the_loss_are_means_over_the_tokens_of_all_workers():
+    logs = [{"loss": 1.0, "ntokens": n, "sample_size": n, "distil_teacher": n * value} for n, value in ((1, 0.1), (5, 0.9))]
+    with metrics.aggregate(new_root=True) as found:
+        T2rDistillation.reduce_metrics(logs)
+        T2rDistillation.reduce_metrics([{"loss": 1.0, "ntokens": 6, "sample_size": 6, "distil_teacher": 0.0}])
+    assert found.get_smoothed_values()["distil_teacher"] == 0.3833
+
+
+def test_half_of_the_loss_is_the_teachers_from_the_first_update_if_nothing_else_is_said():
+    config = module.T2rDistillationConfig()
+    assert (config.match_updates, config.teacher_weight, config.state_norm_penalty) == (0, 0.5, 0.0)
+
+
+def test_the_loss_of_words_is_shared_between_the_teacher_and_the_text(criterion):
+    teacher, student, batch = softmax(), build(**DECAY), sample()
+    text, both, words = (loss_of(criterion(teacher, teacher_weight=share), student, batch)[0] for share in (0.0, 0.25, 1.0))
+    torch.testing.assert_close(both, 0.75 * text + 0.25 * words)

@@ -61,6 +61,24 @@ def test_a_model_can_be_copied_after_a_penalty():
     copy.deepcopy(model)
 
 
+def test_statistics_are_means_over_the_tokens_of_all_workers():
+    logs = [{"ntokens": n, "sample_size": n, "loss": 0.0, "ran_0": n, "fw_0_gate": n * value} for n, value in ((1, 0.1), (3, 0.9))]
+    assert logged(*logs) == {"fw_0_gate": 0.7}
+    logs = [{"ntokens": 3, "sample_size": 3, "loss": 0.0, "ran_0": 3, "fw_0_gate": 1.0}]
+    assert logged(*logs) == {"fw_0_gate": 0.3333}, "four places"
+
+
+def test_the_penalty_is_the_mean_norm_of_the_layers_for_each_token():
+    """In training; validation has the plain loss and no statistics."""
+    model, batch = build().train(), sample()
+    plain, size, log = criterion()(model, batch)
+    loss, _, _ = criterion(0.25)(model, batch)
+    norms = [log[f"fw_{layer}_state_norm"] / size for layer in (0, 1)]
+    torch.testing.assert_close(loss - plain, 0.25 * size * sum(norms) / 2, rtol=1e-3, atol=1e-4)
+    valid, _, log = criterion(0.25)(model.eval(), batch)
+    assert valid.item() == log["loss"].item() and not any(name.startswith("fw_") for name in log)
+
+
 @pytest.mark.parametrize(
     "penalty, options, message",
     [

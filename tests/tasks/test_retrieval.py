@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fairseq.logging import metrics
 from support.commands import USER_DIR, fairseq
 from support.draws import PLAIN
 from support.recipes import recipe
 from torch.nn import functional as F
 
 import fw_fairseq.models  # noqa: F401
+from fw_fairseq.criterions import RetrievalMse
 from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.models.retrieval import RetrievalConfig, RetrievalModel
 from fw_fairseq.ops import fast_weight
@@ -174,3 +176,19 @@ def test_a_mistaken_point_says_why(tmp_path):
     done = recipe("synthetic/point.sh", tmp_path, "capacity-3-hebb-elu", TOY="")
     assert done.returncode != 0 and "invalid choice: 'hebb'" in done.stderr
     assert not list(tmp_path.glob("*.log"))
+
+
+def test_the_loss_and_the_accuracy_are_of_the_queries_that_ask():
+    """Of three queries one asks for nothing; of the others one is answered. Workers with more queries weigh more."""
+    read = torch.tensor([[[0.0, 2.0, 0.5], [9.0, 9.0, 9.0], [1.0, 0.0, 0.5]]])
+    sample = {"net_input": {"x": read}, "target": torch.tensor([[1, -1, 2]]), "nsentences": 1}
+    loss, size, log = RetrievalMse(None)(lambda x: x, sample)
+    assert float(loss) == (1 + 0.25) / 2 + (1 + 0.25) / 2 and size == 2
+    assert {name: float(value) for name, value in log.items()} == {
+        "loss": 1.25, "right": 1, "ntokens": 2, "nsentences": 1, "sample_size": 2,
+    }  # fmt: skip
+    with metrics.aggregate(new_root=True) as found:
+        RetrievalMse.reduce_metrics([log, {"loss": 0.0123456789, "right": 1, "sample_size": 1}])
+        RetrievalMse.reduce_metrics([{"loss": 0.0, "right": 0, "sample_size": 3}])
+    assert found.get_smoothed_values() == {"loss": round(1.2623456789 / 6, 7), "accuracy": round(2 / 6, 4)}
+    assert RetrievalMse.logging_outputs_can_be_summed() is True

@@ -17,8 +17,9 @@ from support.checkpoints import logits, save, source
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers import Additive, Leap, LocalAttention, Sru, Srupp, TransformerXl
 from fw_fairseq.tools.explain import __main__ as explain
-from fw_fairseq.tools.explain.page import shaded
-from fw_fairseq.tools.explain.picture import Band, fill
+from fw_fairseq.tools.explain import picture
+from fw_fairseq.tools.explain.page import Shown, section, shaded, strongest
+from fw_fairseq.tools.explain.picture import Band, bands_of, draw, fill, plain
 from fw_fairseq.tools.explain.text import read_text
 from fw_fairseq.tools.explain.weights import EXPECTED, Part, window_of
 
@@ -224,3 +225,67 @@ def test_the_picture_of_a_piece_of_text():
     assert border.get_linewidth()[0] < axis.spines["left"].get_linewidth()
     assert [text.get_text() for text in axis.get_yticklabels()] == ["mean", "head 1"]
     pyplot.close("all")
+
+
+def test_words_are_shaded_by_their_weights():
+    """White letters stand on dark ground only."""
+    shades, weights = torch.tensor([0.5, 0.6, -0.75, 0.0], dtype=torch.float64), torch.tensor([0.12345, 2.0, -3.0, 0.0])
+    blue, red = "31,119,180", "214,39,40"
+    assert shaded(list("a<bc"), shades, weights, 0) == (
+        f'<span style="background:rgba({blue},0.50)" title="0: 0.123">a</span> '
+        f'<span style="background:rgba({blue},0.60)" title="1: 2">&lt;</span> '
+        f'<span style="background:rgba({red},0.75);color:#fff" title="2: -3">b</span> '
+        f'<span style="background:rgba({blue},0.00)" title="3: 0">c</span>'
+    )
+
+
+def test_the_strongest_tokens_are_named_by_the_size_of_their_weights():
+    weights = torch.tensor([0.1, -0.9, 0.5, 0.0, 0.3, -0.2, 0.25])
+    assert strongest(list("abcdefg"), weights) == "b (1) -0.9, c (2) 0.5, e (4) 0.3, g (6) 0.25, f (5) -0.2"
+
+
+@pytest.mark.parametrize("heads, words", [(1, "1 head,"), (2, "2 heads,")])
+def test_the_heads_of_a_part_are_numbered_from_one(heads, words):
+    lines = section(["a", "b"], Part(3, "delta", "read", torch.ones(heads, 2)))
+    assert lines[0] == "<h2>layer 3, delta: read</h2>" and f"<summary>{words} and " in lines[2]
+    assert [line[6] for line in lines if line.startswith("<p><b>")] == [str(number) for number in range(1, heads + 1)]
+
+
+def test_a_long_text_continues_in_the_next_band():
+    """Up to 40 words are one band, with every head; the title is over the first band, and each knows what is outside."""
+
+    def bands(tokens, window=0):
+        return bands_of(Shown(["w"] * tokens, [Part(1, "delta", "read", torch.ones(2, tokens), window)], [("next", 0.5)]))
+
+    assert [(len(band.words), len(band.rows)) for band in bands(40)] == [(40, 2)]
+    assert [(len(band.words), len(band.rows)) for band in bands(90, 30)] == [(40, 1), (40, 1), (10, 1)]
+    assert [band.outside for band in bands(90, 30)] == [[40], [20], [0]] and bands(9, 4)[0].outside == [5, 5]
+    assert [band.title for band in bands(90)] == ["What “w” (89) reads; expected next: next 50%", "", ""]
+
+
+def test_words_in_a_picture_are_plain_and_not_too_long():
+    assert plain("$x$") == r"\$x\$" and plain("a" * 60) == "a" * 60 and plain("a" * 61) == "a" * 59 + "…"
+
+
+@pytest.mark.parametrize("tokens, window", [(6, 0), (30, 4)])
+def test_a_picture_has_room_for_its_words_and_rows(tokens, window, tmp_path, monkeypatch):
+    """Cells are at least as large as letters and not much larger, words stand above them, and nothing is cut off."""
+    figures = []
+    monkeypatch.setattr(picture, "write_atomically", lambda path, write: figures.append(pyplot.gcf()))
+    shown = Shown(["word"] * tokens, [Part(1, "delta", "read", torch.randn(4, tokens), window)], [("next", 0.5)])
+    draw("a title", [shown], tmp_path / "picture.png")
+    [figure] = figures
+    assert not pyplot.fignum_exists(figure.number) and figure.get_suptitle() == "a title"
+    assert [text.get_text() for legend in figure.legends for text in legend.get_texts()] == ["outside the window"] * bool(window)
+    figure.draw_without_rendering()
+    axis, bar = figure.axes
+    assert bar.get_ylabel() == "weight / largest of its row" and bar.get_yticks().tolist() == [-1, 0, 1]
+    point, words = figure.dpi / 72, [tick.label2 for tick in axis.xaxis.get_major_ticks()]
+    assert 8 < axis.bbox.height / 4 / point < 45 and axis.bbox.width / tokens / point > 8 and figure.get_figwidth() < 13
+    assert not any(spine.get_visible() for spine in axis.spines.values())
+    assert [word.get_text() for word in words if word.get_visible()] == ["word"] * tokens
+    assert all(word.get_window_extent().y0 >= axis.bbox.y1 for word in words)
+    assert not any(tick.label1.get_visible() for tick in axis.xaxis.get_major_ticks())
+    box = axis.get_tightbbox()
+    assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
+    assert axis.get_title(loc="left") == f"What “word” ({tokens - 1}) reads; expected next: next 50%"
