@@ -180,8 +180,8 @@ def test_a_mistaken_point_says_why(tmp_path):
 
 def test_the_loss_and_the_accuracy_are_of_the_queries_that_ask():
     """Of three queries one asks for nothing; of the others one is answered. Workers with more queries weigh more."""
-    read = torch.tensor([[[0.0, 2.0, 0.5], [9.0, 9.0, 9.0], [1.0, 0.0, 0.5]]])
-    sample = {"net_input": {"x": read}, "target": torch.tensor([[1, -1, 2]]), "nsentences": 1}
+    read = torch.tensor([[[2.0, 0.0, 0.5], [9.0, 9.0, 9.0], [1.0, 0.0, 0.5]]])
+    sample = {"net_input": {"x": read}, "target": torch.tensor([[0, -1, 2]]), "nsentences": 1}
     loss, size, log = RetrievalMse(None)(lambda x: x, sample)
     assert float(loss) == (1 + 0.25) / 2 + (1 + 0.25) / 2 and size == 2
     assert {name: float(value) for name, value in log.items()} == {

@@ -289,6 +289,15 @@ def test_no_two_lines_are_alike_in_grey():
     assert all(look(i).linestyle == "-" or look(i).linestyle[0] == 0 for i in range(12)), "a line begins with a whole dash"
 
 
+@pytest.mark.parametrize("points, every_point", [(12, True), (13, False)])
+def test_many_points_have_markers_at_even_distances(points, every_point):
+    figure, [axes] = canvas()
+    plot(axes, look(0), "a", {x: x for x in reversed(range(points))})
+    [line] = axes.lines
+    assert line.get_markevery() == (1 if every_point else 0.07) and [*line.get_xdata()] == [*range(points)]
+    save(figure, [])
+
+
 def test_the_frame_stands_back_behind_the_lines():
     """It is open at the top and at the right; it, its ticks and the grid are much thinner than a line, and below it."""
     figure, [axes] = canvas()
