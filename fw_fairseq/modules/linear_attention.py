@@ -30,12 +30,11 @@ class LinearAttention(Incremental, SourceMemory):
         """Maps query (T,B,C) and key (S,B,C') to y (T,B,C) and None, as there are no attention weights. key_padding_mask:
         (B,S), True at padding."""
         self.feature_map.redraw()  # in here, because checkpointing runs it again with the same random numbers
-        state = None if incremental_state is None else self._get_input_buffer(incremental_state)
+        state = self._get_input_buffer(incremental_state)
         if self.source is not None:
             query = key = self.source(query, None, key_padding_mask)[0]
         if state is None:
             state = self.summarise(key, key_padding_mask)
             state = state._replace(beam=query.shape[1] // len(state.memory))
-            if incremental_state is not None:
-                self._set_input_buffer(incremental_state, state)
+            self._set_input_buffer(incremental_state, state)
         return self.out_proj(self.read(query, state)), None

@@ -174,6 +174,23 @@ def test_refused(options, message):
         build(**options)
 
 
+@pytest.mark.parametrize(
+    "cutoff, fits", [([1], True), ([39], True), ([0], False), ([40], False), ([10, 10], False), ([10, 39], True)]
+)
+def test_where_bands_may_end(cutoff, fits):
+    """Each has a word at least, and they rise."""
+    words = torch.nn.Embedding(40, 4)
+    if not fits:
+        with pytest.raises(ValueError, match="it must rise and stay below 40, the number of words"):
+            PlainAdaptiveSoftmax(words, cutoff, 0.0)
+        return
+    softmax = PlainAdaptiveSoftmax(words, cutoff, 0.0)
+    x = torch.randn(2, 3, 4)
+    assert softmax.get_log_prob(x, None).exp().sum(-1).allclose(torch.ones(2, 3))
+    sizes = [band.bias.numel() for band in (softmax.head, *softmax.tail)]
+    assert sizes == [cutoff[0] + len(cutoff), *(stop - start for start, stop in zip(cutoff, [*cutoff[1:], 40]))]
+
+
 def test_the_words_are_one_table():
     model = published()
     softmax = model.decoder.adaptive_softmax
