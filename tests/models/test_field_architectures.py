@@ -29,6 +29,18 @@ SIZES = {  # layers, width, heads, width of the feed-forward layers; of keys, wh
     "gdn2_lm": (24, 1024, 8, 4096, 0, 0),
     "delta_product_lm": (24, 1024, 8, 4096, 0, 0),
 }
+PARTS = {  # those that are on, beside an output norm and no biases: the length of the convolution, the norm of keys, and switches
+    "retnet_lm": (0, "none", {"output_gate", "scale_reads", "rotary"}),
+    "gla_lm": (0, "none", {"output_gate", "scale_reads"}),
+    "mamba2_lm": (4, "none", {"output_gate"}),
+    "hgrn2_lm": (0, "none", set()),
+    "rwkv6_lm": (0, "none", {"output_gate", "token_shift"}),
+    "rwkv7_lm": (0, "none", {"output_gate", "token_shift"}),
+    "kda_lm": (4, "l2", {"output_gate", "scale_reads"}),
+    "gdn2_lm": (4, "l2", {"output_gate", "scale_reads"}),
+    "delta_product_lm": (4, "l2", {"output_gate", "scale_reads", "negative_eigenvalues"}),
+}
+SWITCHES = {"output_gate", "scale_reads", "rotary", "token_shift", "negative_eigenvalues", "attention_norm"}
 BEFORE = {"token_shift_rank": 0, "rotary": False, "value_mixing_rank": 0}
 
 
@@ -44,6 +56,17 @@ def test_published_sizes(arch):
     sizes = (args.decoder_layers, args.decoder_embed_dim, args.decoder_attention_heads, args.decoder_ffn_embed_dim)
     assert (*sizes, args.feature_dim or 0, args.key_heads or 0) == SIZES[arch]
     assert args.update_rule == arch[:-3] and args.output_norm and args.bias_free and args.decoder_normalize_before
+
+
+@pytest.mark.parametrize("arch", PARTS)
+def test_the_parts_of_published_layers(arch):
+    args = options_of(arch)
+    on = {name for name in SWITCHES if getattr(args, name)}
+    assert (args.short_conv or 0, args.feature_norm, on) == PARTS[arch] and args.feature_map == "identity"
+    assert (args.token_shift_rank, args.value_mixing_rank) == {"rwkv6_lm": (32, 0), "rwkv7_lm": (0, 32)}.get(arch, (0, 0))
+    assert args.activation_fn == "gelu" and args.no_token_positional_embeddings and args.share_decoder_input_output_embed
+    one_layer = options_of("rwkv7_lm", decoder_layers=1)
+    assert one_layer.value_mixing_rank == 0, "the first layer has no other whose values it could mix in"
 
 
 @pytest.mark.parametrize("arch", LATER)

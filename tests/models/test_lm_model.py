@@ -316,6 +316,53 @@ def test_what_published_architectures_share():
     assert args.reversible and args.no_token_positional_embeddings and args.decoder_normalize_before
 
 
+BANDS = {"adaptive_softmax_cutoff": "20000,40000,200000", "adaptive_input_cutoff": "20000,40000,200000", "adaptive_input": True}
+BANDS |= {"tie_adaptive_weights": True}
+
+
+@pytest.mark.parametrize(
+    "arch, sizes, others",
+    [
+        ("sru_lm", (6, 512, 2048, 1), {"mixer": "sru", "no_token_positional_embeddings": True, "decoder_normalize_before": True}),
+        ("terraformer_lm", (4, 128, 512, 4), {"ffn_sparsity": 16, "qkv_sparsity": 4, "output_sparsity": 4, "dropout": 0.1}),
+        ("additive_lm", (6, 128, 512, 4), {"dropout": 0.1, "activation_dropout": 0.1, "activation_fn": "gelu"}),
+        ("leap_lm", (6, 128, 512, 4), {"mixer": "leap", "scale_output": True, "no_scale_embedding": True}),
+        ("additive_lm_published", (6, 128, 512, 4), {"pooling_form": "published", "pooling_dropout": 0.1, "activation_dropout": 0}),
+        ("additive_lm_published", (6, 128, 512, 4), {"layernorm_embedding": True, "no_decoder_final_norm": True}),
+        ("leap_lm_published", (6, 128, 512, 4), {"pooling_form": "published", "pooling_dropout": 0.1, "activation_dropout": 0}),
+        ("additive_lm_gpt2_small", (12, 768, 3072, 12), {"mixer": "additive", "no_scale_embedding": True, "scale_output": True}),
+        ("fast_weight_lm_gpt2_small", (12, 768, 3072, 12), {"dropout": 0.1, "activation_fn": "gelu"}),
+        ("fast_weight_lm_wiki103_small", (16, 128, 2048, 8), BANDS | {"adaptive_softmax_factor": 1, "dropout": 0.1}),
+        ("fast_weight_lm_wiki103_medium_schlag", (16, 256, 2048, 8), {"scale_reads": True, "bias_free": True, "init_std": 0.02}),
+        (
+            "fast_weight_lm_wiki103_small_schlag",
+            (16, 128, 2048, 8),
+            {"activation_dropout": 0.1, "output_dropout": 0.1, "dropout": 0.1},
+        ),
+        ("srupp_lm_wiki103_base", (10, 3072, 0, 1), BANDS | {"adaptive_softmax_factor": 4, "adaptive_input_factor": 4}),
+        (
+            "srupp_lm_wiki103_base",
+            (10, 3072, 0, 1),
+            {"tie_adaptive_proj": True, "decoder_input_dim": 1024, "decoder_output_dim": 1024},
+        ),
+        ("transformer_xl_lm", (16, 410, 2100, 10), BANDS | {"xl_memory": 150, "xl_segment": 150}),
+    ],
+)
+def test_what_an_architecture_stands_for(arch, sizes, others):
+    args = options_of(arch)
+    found = args.decoder_layers, args.decoder_embed_dim, args.decoder_ffn_embed_dim, args.decoder_attention_heads
+    assert found == sizes and {name: getattr(args, name) for name in others} == others
+
+
+def test_an_option_of_another_mixer_is_left_alone():
+    """An architecture's options are those of its mixer; with another one they would have no effect."""
+    assert options_of("transformer_xl_lm", mixer="softmax").xl_memory != 150
+    assert options_of("terraformer_lm", mixer="softmax").update_rule == options_of("fast_weight_lm").update_rule != "gated_delta"
+    assert options_of("additive_lm", mixer_pattern="sru,additive").mixer == options_of("fast_weight_lm").mixer
+    assert options_of("fast_weight_lm_baevski_auli").attention_dropout == 0
+    assert options_of("fast_weight_lm_baevski_auli", mixer="softmax").attention_dropout == 0.1
+
+
 def test_transformer_xl_is_near_its_published_size():
     args = options_of("transformer_xl_lm")
     assert (args.decoder_layers, args.decoder_embed_dim, args.decoder_attention_heads, args.xl_memory) == (16, 410, 10, 150)
