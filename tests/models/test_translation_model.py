@@ -295,6 +295,23 @@ def test_architectures(arch, layers, width, ffn, heads):
         assert sizes == [layers, width, ffn, heads]
 
 
+def test_the_terraformer_of_jaszczur_et_al():
+    """With gated_delta in the decoder alone."""
+    args = Namespace()
+    registered.ARCH_CONFIG_REGISTRY["terraformer"](args)
+    assert (args.linear_attention, args.update_rule, args.decoder_attentions) == ("decoder", "gated_delta", 2)
+    assert (args.ffn_sparsity, args.qkv_sparsity, args.output_sparsity, args.ffn_sru) == (64, 16, 4, 32)
+    assert args.source_in_front and args.reversible and args.no_token_positional_embeddings
+    assert args.encoder_normalize_before and args.decoder_normalize_before
+
+
+@pytest.mark.parametrize("subset, dropout", [("encoder,decoder,cross", 0.0), ("encoder,cross", 0.1), ("", 0.1)])
+def test_weights_of_softmax_attention_alone_are_dropped(subset, dropout):
+    args = Namespace(linear_attention=subset)
+    registered.ARCH_CONFIG_REGISTRY["fast_weight_transformer_wmt_en_de_big"](args)
+    assert args.attention_dropout == dropout and args.dropout == 0.3
+
+
 @pytest.mark.parametrize(
     "message, options",
     [
