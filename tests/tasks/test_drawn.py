@@ -53,6 +53,35 @@ def test_validation_has_its_own_size():
     assert batch(tracking(), "valid")[0].shape == (64, 512) and batch(tracking(evaluation_length=0), "test")[0].shape == (64, 9)
 
 
+def test_no_batch_is_drawn_twice_but_those_that_score():
+    """Of three epochs of two updates, by all splits and two seeds. An epoch's batches are the same ones when it is run again."""
+    drawn = []
+    for seed in (1, 2):
+        task = mqar(seed=seed, updates_per_epoch=2)
+        for split in ("train", "valid", "test"):
+            task.load_dataset(split)
+        assert len(task.dataset("valid")) == len(task.dataset("test")) == 1
+        for epoch in (1, 2, 3):
+            iterator = task.get_batch_iterator(task.dataset("train"), epoch=epoch).next_epoch_itr(shuffle=False)
+            drawn += [found["net_input"]["src_tokens"] for found in iterator]
+            scored = [batch(task, split)[2]["net_input"]["src_tokens"] for split in ("valid", "test")]
+            if epoch == 1:
+                drawn += [x[:3] for x in scored]
+                first = scored
+            assert all(map(torch.equal, scored, first))
+    assert len({tuple(x.flatten().tolist()) for x in drawn}) == len(drawn) == 2 * (3 * 2 + 2)
+    again = task.get_batch_iterator(task.dataset("train"), epoch=3).next_epoch_itr(shuffle=False)
+    assert [next(again)["net_input"]["src_tokens"].tolist() for _ in range(2)] == [x.tolist() for x in drawn[-2:]]
+
+
+def test_a_batch_as_fairseq_takes_it():
+    task = mqar()
+    *_, found = batch(task)
+    assert found["id"].tolist() == [0, 1, 2] and found["net_input"]["src_lengths"].tolist() == [15] * 3
+    assert found["net_input"]["src_tokens"].min() >= task.dictionary.nspecial and task.target_dictionary is task.dictionary
+    assert task.max_positions() is None and task.dataset("train").collater([]) == {}
+
+
 @pytest.mark.parametrize("group, modulus, size", [("parity", 5, 2), ("modular", 7, 7)])
 def test_sums(group, modulus, size):
     source, target, _ = batch(tracking(group=group, modulus=modulus))
