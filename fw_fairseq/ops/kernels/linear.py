@@ -33,7 +33,8 @@ from .common import (
 
 COMPUTES, NEEDS = ("f per token", "w per token"), ()
 DIVIDES = True
-LARGEST_KEY, LARGEST_VALUE, FEWEST_WARPS = 512, 128, 4  # so few where the key can be split further
+LARGEST_KEY, LARGEST_VALUE = 512, 128
+FEWEST_WARPS = 4  # of a block, if the key can be split among them
 ROWS_OF_A_WARP = 128  # of the memory: 64 fp32 registers a thread, and as many for its operands
 
 
