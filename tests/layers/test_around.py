@@ -15,7 +15,6 @@ from fw_fairseq.mixers.around.output import HeadNorm
 from fw_fairseq.mixers.around.rotation import rotated
 from fw_fairseq.ops.chunkwise import scan
 from fw_fairseq.ops.chunkwise.frames import ChannelGates, TokenGatesWithZeros
-from fw_fairseq.ops.chunkwise.scan import plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 T, B, C, HEADS = 30, 3, 12, 4
@@ -289,7 +288,7 @@ def test_a_channel_that_forgets_at_once_keeps_the_chunk_form(rule, name, monkeyp
     gates = mixer.operands(x).gates[name]
     fast = gates[:, 1] if rule == "mamba2" else gates[:, 1, :, 0]
     assert fast.min() > 1e-36 and fast.max() < 1e-30
-    ways = []
+    ways, plan = [], scan.plan
     monkeypatch.setattr(scan, "plan", lambda *given: ways.extend(made := plan(*given)) or made)
     y, _ = mixer(x)
     assert {way for _, way in ways} == {TokenGatesWithZeros if rule == "mamba2" else ChannelGates}
