@@ -3,7 +3,7 @@
 # made .venv. It prints "survived" for a change that no test noticed: write the test, or see that the change changes nothing.
 #   tests/mutation.sh --count 60 --seed 2               a sample of fw_fairseq/ and cuda/
 #   tests/mutation.sh --only ops/ --tests tests/ops     of some files, with some of the tests
-#   tests/mutation.sh --jobs 2 --keep found             two at a time; after a stop the same command goes on
+#   tests/mutation.sh --jobs 2 --keep found             two at a time; after a stop it goes on, and another sample starts at once
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 PYTHONPATH=tests

@@ -7,7 +7,6 @@ import argparse
 import collections
 import contextlib
 import importlib
-import json
 import multiprocessing
 import os
 import queue
@@ -90,12 +89,11 @@ def in_a_copy_of_this_process(call, folder: Path, seconds: float) -> int | None:
     return None
 
 
-def run_with_marks(folder: Path, sample: list[Mutant], tests: list[str], keep: Path, jobs: int) -> None:
-    """One run of the tests on a copy of the code with a mark at each mutant; ``keep`` gets what they write."""
+def run_with_marks(folder: Path, places: list[tuple[str, int]], tests: list[str], keep: Path, jobs: int) -> None:
+    """One run of the tests on a copy of the code with a mark at each line; ``keep`` gets what they write."""
     lines: dict[str, dict[int, int]] = collections.defaultdict(dict)
-    for number, mutant in enumerate(sample):
-        if mutant.file.endswith(".py"):
-            lines[mutant.file][number] = mutant.line
+    for number, (name, line) in enumerate(places):
+        lines[name][number] = line
     for name, of_file in lines.items():
         (folder / name).write_text(marked((folder / name).read_text(), of_file))
     [site] = (folder / ".venv").glob("lib/python3*/site-packages")
@@ -163,20 +161,27 @@ def included(file: Path) -> set[str]:
     return found
 
 
-def sample(folder: Path, only: str, count: int, seed: int) -> list[Mutant]:
+def mutants_in(folder: Path, only: str) -> list[Mutant]:
     files = [*(folder / "fw_fairseq").rglob("*.py"), *(folder / "cuda").glob("*.cu*")]
     names = sorted(name for file in files if only in (name := file.relative_to(folder).as_posix()))
-    every = [mutant for name in names for mutant in mutants_of(folder / name, name)]
-    return random.Random(seed).sample(every, min(count, len(every)))
+    return [mutant for name in names for mutant in mutants_of(folder / name, name)]
 
 
-def earlier(keep: Path, mutants: list[Mutant]) -> dict[int, str]:
-    """The outcomes of a run that was stopped, by number; refused where the folder has those of another sample."""
-    file, names = keep / "sample.json", [*map(str, mutants)]
-    if file.exists() and json.loads(file.read_text()) != names:
-        raise SystemExit(f"--keep {keep} has the results of another sample or other code; name another folder")
-    file.write_text(json.dumps(names))
-    outcomes = keep / "outcomes.txt"
+def lines_of(mutants: list[Mutant]) -> list[tuple[str, int]]:
+    """The lines of Python that they change, each once."""
+    return [*dict.fromkeys((mutant.file, mutant.line) for mutant in mutants if mutant.file.endswith(".py"))]
+
+
+def check_code(keep: Path, mutants: list[Mutant]) -> None:
+    """Refuses a folder with what an earlier run found in other code."""
+    file, names = keep / "mutants.txt", "\n".join(map(str, mutants))
+    if file.exists() and file.read_text() != names:
+        raise SystemExit(f"--keep {keep} has the results of other code or other files; name another folder")
+    file.write_text(names)
+
+
+def earlier(outcomes: Path) -> dict[int, str]:
+    """The outcomes of a run that was stopped, by number."""
     lines = outcomes.read_text().splitlines() if outcomes.exists() else []
     return {int(number): end for number, end, _ in (line.split("\t") for line in lines)}
 
@@ -189,7 +194,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--tests", nargs="+", default=["tests"], help="tests that may be chosen, such as tests/ops")
     parser.add_argument("--seconds", type=int, default=30, help="for the tests of one mutant")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at the same time, and processes of the run with marks")
-    parser.add_argument("--keep", type=Path, help="folder for what is found; the same command goes on from there after a stop")
+    help_ = "folder for what is found: the same command goes on from there after a stop, and another sample starts at once"
+    parser.add_argument("--keep", type=Path, help=help_)
     return parser
 
 
@@ -202,28 +208,32 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Mutant]]:
     for name in IMPORTED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    mutants = sample(ROOT, args.only, args.count, args.seed)
+    every = mutants_in(ROOT, args.only)
+    mutants = random.Random(args.seed).sample(every, min(args.count, len(every)))
+    places = lines_of(every)
     with tempfile.TemporaryDirectory() as temporary:
         keep = (args.keep or Path(temporary) / "keep").resolve()
         keep.mkdir(parents=True, exist_ok=True)
-        done = earlier(keep, mutants)
+        check_code(keep, every)
         if not (keep / "marks" / "reports.json").exists():
-            print(
-                f"one run of the tests shows which reach the {len(mutants)} places; its output: {keep / 'output.txt'}", flush=True
-            )
+            print(f"one run of the tests shows which reach which lines; its output: {keep / 'output.txt'}", flush=True)
             folder = copy_of_the_repository(Path(temporary) / "marked")
-            run_with_marks(folder, mutants, args.tests, keep, args.jobs)
-        found = run_mutants(args, mutants, read(keep / "marks"), done, keep, Path(temporary))
+            run_with_marks(folder, places, args.tests, keep, args.jobs)
+        run = read(keep / "marks")
+        tests = {place: run.tests.get(number, []) for number, place in enumerate(places)}
+        outcomes = keep / f"outcomes-{args.count}-{args.seed}.txt"
+        found = run_mutants(args, mutants, run, tests, outcomes, Path(temporary))
     print(", ".join(f"{len(mutants)} {end}" for end, mutants in sorted(found.items())))
     return found
 
 
 def run_mutants(
-    args, mutants: list[Mutant], run: Run, done: dict[int, str], keep: Path, temporary: Path
+    args, mutants: list[Mutant], run: Run, tests: dict[tuple[str, int], list[str]], file: Path, temporary: Path
 ) -> dict[str, list[Mutant]]:
     """Each mutant in a copy of the repository that no other uses at that time."""
     folders: queue.Queue[Path] = queue.Queue()
     alone: set[str] = set()
+    done = earlier(file)
     for job in range(args.jobs):
         folders.put(copy_of_the_repository(temporary / str(job)))
 
@@ -232,14 +242,14 @@ def run_mutants(
             return done[number]
         folder = folders.get()
         kernel = mutant.file.startswith("cuda/")  # their tests compile them
-        tests = tests_of_kernels(folder, run, mutant.file) if kernel else run.tests.get(number, [])
+        own = tests_of_kernels(folder, run, mutant.file) if kernel else tests[mutant.file, mutant.line]
         seconds = 4 * args.seconds if kernel else args.seconds
-        end = outcome(mutant, folder, choose(tests, run, seconds), 60 + 3 * seconds, alone)
+        end = outcome(mutant, folder, choose(own, run, seconds), 60 + 3 * seconds, alone)
         folders.put(folder)
         return end
 
     found: dict[str, list[Mutant]] = collections.defaultdict(list)
-    with ThreadPoolExecutor(args.jobs) as pool, (keep / "outcomes.txt").open("a") as outcomes:
+    with ThreadPoolExecutor(args.jobs) as pool, file.open("a") as outcomes:
         for number, end in enumerate(pool.map(result, range(len(mutants)), mutants)):
             mutant = mutants[number]
             found[end].append(mutant)

@@ -21,25 +21,27 @@ import os
 import time
 
 FOLDER, WORKER = os.environ.get("MUTATION_MARKS"), os.environ.get("PYTEST_XDIST_WORKER", "")
-written, asked = set(), {}
+written, read, name = set(), -1.0, None
 
 
-def current(number):
+def current():
     """The name of the test that runs, which a command reads from a file, 20 times a second at most."""
+    global read, name
     if "PYTEST_CURRENT_TEST" in os.environ:
         return os.environ["PYTEST_CURRENT_TEST"]
-    if time.monotonic() - asked.get(number, 0) < 0.05:
-        return None
-    asked[number] = time.monotonic()
-    try:
-        with open(os.path.join(FOLDER, "current-" + WORKER)) as file:
-            return file.read()
-    except OSError:
-        return None
+    now = time.monotonic()
+    if now - read >= 0.05:
+        read, name = now, None
+        try:
+            with open(os.path.join(FOLDER, "current-" + WORKER)) as file:
+                name = file.read()
+        except OSError:
+            pass
+    return name
 
 
 def mark(number):
-    test = FOLDER and current(number)
+    test = FOLDER and current()
     if test and (number, test) not in written:
         written.add((number, test))
         place = os.open(os.path.join(FOLDER, f"marks-{os.getpid()}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)

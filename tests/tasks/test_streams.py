@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -73,6 +75,14 @@ def test_the_buffer_is_loaded_by_all_processes_together(monkeypatch):
         iterator = StreamIterator(streams(100, 7, 2), Streams(), num_workers=workers, buffer_size=buffer)
         iterator.next_epoch_itr()
     assert [options.get("prefetch_factor") for options in asked] == [4, 2, None]
+
+
+def test_the_processes_end_before_the_last_batch_is_handed_over():
+    """Whoever has it need not ask for more."""
+    others = multiprocessing.active_children()
+    batches = StreamIterator(streams(100, 7, 2), Streams(), num_workers=1).next_epoch_itr()
+    running = [len(multiprocessing.active_children()) - len(others) for _ in batches]
+    assert running == [1] * 7 + [0]
 
 
 @pytest.mark.parametrize("loading", [{}, {"num_workers": 1, "buffer_size": 10}, {"num_workers": 2}], ids=str)
