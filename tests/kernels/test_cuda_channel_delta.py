@@ -81,6 +81,7 @@ def test_any_length(one_thread, dtype, tokens):
         (128, 136, torch.bfloat16, "tw", "near"),
         (120, 50, torch.float32, "cw", "near"),
         (256, 16, torch.float32, "tw", "some"),
+        (20, 72, torch.float32, "c", "some"),
     ],
 )
 def test_widths(one_thread, key, value, dtype, present, gates):

@@ -9,7 +9,7 @@ from hostcuda.nvrtc import ARCHITECTURES, EVERY, compile_check
 from support.cuda_scan import TOLERANCE, by_definition, by_kernels, compare, draw, launches
 from support.draws import assert_same
 
-from fw_fairseq.ops.kernels import common, decay, launch
+from fw_fairseq.ops.kernels import common, decay, decay_tiles, launch
 
 
 @pytest.mark.parametrize("policy, seed", SCHEDULES)
@@ -35,6 +35,20 @@ def test_long_sums_in_fp32(one_thread):
     for found, start, left, right in ((final, x["memory"], x["k"], x["v"]), (dstart, dmemory, x["q"], dy)):
         expected = start.double() + left.double().mT @ right.double()
         assert ((found - expected).abs() / expected).max() < 3e-6
+
+
+def test_keys_are_padded_to_the_next_width_that_has_tiles():
+    widths = (16, 32, 64, 128, 256, 384, 512)
+    assert tuple(decay_tiles.FORWARD) == tuple(decay_tiles.BACKWARD) == widths
+    for K in range(1, 513):
+        assert decay_tiles.padded(K) == min(width for width in widths if width >= K)
+
+
+@pytest.mark.parametrize("table, first, least", [(decay_tiles.FORWARD, 64, 32), (decay_tiles.BACKWARD, 32, 16)])
+def test_a_thread_holds_enough_of_a_memory_and_not_too_much(table, first, least):
+    for K, (V, k_warps, v_warps) in table.items():
+        assert K % (16 * k_warps) == V % (16 * v_warps) == 0
+        assert K < first or least <= K * V // (32 * k_warps * v_warps) <= 2 * least
 
 
 # Widths of one tile and of several, padded ones, keys shared by several warps, every type.

@@ -11,6 +11,7 @@ import torch
 
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers import MIXERS
+from fw_fairseq.rules import RULES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WIDTH, SIZES = 16, dict(local_window=4, xl_memory=4, srupp_memory=4, slots=3)
@@ -64,6 +65,17 @@ def test_autocast_around_forward_and_backward(mixer):
     with torch.autocast("cpu", torch.bfloat16):
         y, _ = mixer(x)
         close(torch.autograd.grad(y.sum(), mixer.in_proj.weight)[0], expected, 0.03 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_the_names_of_statistics_are_known_before_a_forward(rule):
+    """All workers log the same names, also for a layer that was left out."""
+    norm = "sum" if RULES[rule].erases else "none"
+    mixer = MIXERS["fast_weight"].of_layer(WIDTH, 2, FastWeightConfig(update_rule=rule, feature_norm=norm), 0, 2).train()
+    names = list(mixer.statistics())
+    mixer.watch(keeps_state_norm=False)
+    mixer(torch.randn(5, 2, WIDTH))
+    assert names and list(mixer.statistics()) == names and all(value.isfinite() for value in mixer.statistics().values())
 
 
 def test_a_row_of_padding_leaves_an_empty_state(mixer):

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from fw_fairseq import Mistake, native
 from fw_fairseq.mixers.sru import SruState
 from fw_fairseq.modules.sparse import Convolutions, Multiplicative, RecurrentUnits, SparseFeedForward, SparseSource, feed_forward
+from fw_fairseq.modules.sparse.fused import FusedFeedForward
 from fw_fairseq.modules.sparse.recent import RecentState, with_recent
 from fw_fairseq.ops.sparse import gathered
 
@@ -82,6 +83,18 @@ def test_few_tokens_read_the_chosen_rows_only():
         layer.weight_in[mask == 0], layer.weight_out[mask == 0] = torch.nan, torch.nan
         assert (mask > 0).sum() <= 2 * 3
         assert torch.equal(layer(x), expected)
+
+
+@pytest.mark.skipif(native.library() is None, reason="no compiler")
+@torch.no_grad()
+def test_which_layers_have_a_loop_for_all_their_parts():
+    norm, units = torch.nn.LayerNorm(8), RecurrentUnits(8, 4)
+    for activation, fits in ((F.relu, True), (torch.relu, True), (F.gelu, False)):
+        layer = SparseFeedForward(8, 16, 4, activation=activation)
+        assert FusedFeedForward.fits(layer, norm, units) is FusedFeedForward.fits(layer, None, None) is fits
+    layer = SparseFeedForward(8, 16, 4)
+    assert not FusedFeedForward.fits(layer, torch.nn.Identity(), None) and not FusedFeedForward.fits(torch.nn.Linear(8, 8), norm, None)
+    assert not FusedFeedForward.fits(layer, norm.double(), None), "two types of numbers"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -39,6 +39,7 @@ def test_every_token_is_a_target_once_and_follows_its_source(tokens, segment, ro
         target = torch.cat([b["target"] for b in batches], dim=1)
         assert all(b["target"].shape[1] <= segment for b in batches)
         assert sum(b["ntokens"] for b in batches) == target.ne(PAD).sum()
+        assert torch.cat([b["id"] for b in batches]).tolist() == list(range(len(dataset) * rows))
         for sources, targets in zip(source, target):
             length = int(targets.ne(PAD).sum())
             assert sources[0] == EOS and torch.equal(sources[1:length], targets[: length - 1])

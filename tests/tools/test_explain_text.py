@@ -21,7 +21,7 @@ from fw_fairseq.tools.explain import picture
 from fw_fairseq.tools.explain.page import Shown, section, shaded, strongest
 from fw_fairseq.tools.explain.picture import Band, bands_of, draw, fill, plain
 from fw_fairseq.tools.explain.text import read_text
-from fw_fairseq.tools.explain.weights import EXPECTED, Part, window_of
+from fw_fairseq.tools.explain.weights import Part, window_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORDS = "the other thing is there".split()  # noqa: SIM905
@@ -131,7 +131,7 @@ def test_several_readers_and_the_words_expected_next(checkpoint, capsys):
     for reader, word in ((2, "other"), (4, "is")):
         best = chances[reader].sort(descending=True)
         names = [
-            f"{dictionary[i]} {100 * chance:.2g}%" for i, chance in zip(best.indices[:EXPECTED].tolist(), best.values.tolist())
+            f"{dictionary[i]} {100 * chance:.2g}%" for i, chance in zip(best.indices[:5].tolist(), best.values.tolist())
         ]
         expected = ", ".join(names).replace("<", "&lt;").replace(">", "&gt;")
         assert f"<h1>What “{word}” ({reader}) reads</h1>\n<p>expected next: {expected}</p>" in page

@@ -91,7 +91,6 @@ def legend(figure, axes) -> None:
         drawn = figure.legend(
             handles, labels, loc="outside lower center", ncols=columns, frameon=False, handlelength=2.6, columnspacing=1.2
         )
-        figure.draw_without_rendering()
         if drawn.get_window_extent().width <= figure.bbox.width or columns == 1:
             break
         drawn.remove()
