@@ -16,6 +16,7 @@ from fw_fairseq.ops import RowMap, fast_weight
 from fw_fairseq.rules import RULES
 from fw_fairseq.tools.bench import __main__ as bench
 from fw_fairseq.tools.bench import ops as bench_ops
+from fw_fairseq.tools.bench import sparse as bench_sparse
 from fw_fairseq.tools.bench.contest import take_turns
 from fw_fairseq.tools.plot import style
 
@@ -37,14 +38,37 @@ TINY = [
 ]
 
 
-def test_sizes_without_options():
-    """With them docs/results/ops.md is made again."""
-    parser = argparse.ArgumentParser()
-    bench_ops.add_arguments(parser)
-    args = parser.parse_args([])
-    assert args.tokens == [512, 1024, 8192] and (args.batch, args.heads, args.key_width, args.value_width) == (4, 8, 64, 64)
-    assert args.rules == [name for name in RULES if name != "fwm"] and args.dpfp_nu == 1
-    assert (args.loop_up_to, args.softmax_up_to, args.cumsum_up_to) == (512, 1024, 512)
+WITHOUT_OPTIONS = {
+    "ops": {
+        "dtype": "float32", "rules": [name for name in RULES if name != "fwm"], "tokens": [512, 1024, 8192], "batch": 4, "heads": 8,
+        "key_width": 64, "value_width": 64, "backend": "auto", "feature_map": None, "dpfp_nu": 1, "no_peers": False,
+        "loop_up_to": 512, "softmax_up_to": 1024, "cumsum_up_to": 512,
+    },
+    "model": {
+        "mixers": ["delta"], "layers": 4, "width": 128, "heads": 8, "ffn": 512, "vocabulary": 10000, "tokens": [512, 2048],
+        "max_tokens": 2048, "hypotheses": 5, "contexts": [256, 1024, 4096], "steps": 16, "no_decoding_graph": False, "host": False,
+        "resume": False,
+    },
+    "mixers": {
+        "width": 128, "heads": 4, "batch": 32, "length": 128, "tokens": 2048, "windows": [4, 1024, 0], "peers": False,
+    },
+    "sparse": {
+        "sizes": ["110M"], "models": [*bench_sparse.MODELS], "contexts": [1, 512, 4096], "try_threads": [1], "type": "fp32",
+        "steps": 4, "vocabulary": 32000,
+    },
+    "translate": {
+        "feature_maps": ["elu", "dpfp"], "dpfp_nu": 1, "layers": 3, "width": 256, "heads": 4, "ffn": 512, "vocabulary": 8000,
+        "lengths": [30, 200, 1000], "sentences": 8, "beam": 5, "no_decoding_graph": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", bench.COMMANDS)
+def test_what_is_measured_without_options(command):
+    """With these the reports of the pages are made again."""
+    found = vars(bench.build_parser().parse_args([command]))
+    always = {"command": command, "device": "cpu", "rounds": 7, "threads": torch.get_num_threads(), "json": None, "figure": None}
+    assert found == WITHOUT_OPTIONS[command] | always
 
 
 def test_the_commands_of_the_pages_make_their_reports_again():

@@ -130,9 +130,7 @@ def test_several_readers_and_the_words_expected_next(checkpoint, capsys):
     chances = logits(model, torch.tensor([[2, 4, 5, 6, 7]])).softmax(-1)[0]
     for reader, word in ((2, "other"), (4, "is")):
         best = chances[reader].sort(descending=True)
-        names = [
-            f"{dictionary[i]} {100 * chance:.2g}%" for i, chance in zip(best.indices[:5].tolist(), best.values.tolist())
-        ]
+        names = [f"{dictionary[i]} {100 * chance:.2g}%" for i, chance in zip(best.indices[:5].tolist(), best.values.tolist())]
         expected = ", ".join(names).replace("<", "&lt;").replace(">", "&gt;")
         assert f"<h1>What “{word}” ({reader}) reads</h1>\n<p>expected next: {expected}</p>" in page
     assert page.count("<h2>") == 2 * 2 and "linear-gradient" in page and "Each row has a scale of its own" in page
