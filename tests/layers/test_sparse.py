@@ -85,6 +85,12 @@ def test_few_tokens_read_the_chosen_rows_only():
         assert torch.equal(layer(x), expected)
 
 
+@pytest.mark.parametrize("loops, few", [(gathered, 2**17), (native, 2**18)])
+def test_threads_share_what_is_not_small(loops, few, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    assert (loops.threads(few), loops.threads(few + 1)) == (1, 5)
+
+
 @pytest.mark.skipif(native.library() is None, reason="no compiler")
 @torch.no_grad()
 def test_which_layers_have_a_loop_for_all_their_parts():
@@ -93,7 +99,9 @@ def test_which_layers_have_a_loop_for_all_their_parts():
         layer = SparseFeedForward(8, 16, 4, activation=activation)
         assert FusedFeedForward.fits(layer, norm, units) is FusedFeedForward.fits(layer, None, None) is fits
     layer = SparseFeedForward(8, 16, 4)
-    assert not FusedFeedForward.fits(layer, torch.nn.Identity(), None) and not FusedFeedForward.fits(torch.nn.Linear(8, 8), norm, None)
+    assert not FusedFeedForward.fits(layer, torch.nn.Identity(), None) and not FusedFeedForward.fits(
+        torch.nn.Linear(8, 8), norm, None
+    )
     assert not FusedFeedForward.fits(layer, norm.double(), None), "two types of numbers"
 
 

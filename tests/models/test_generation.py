@@ -163,6 +163,7 @@ def test_a_padded_token_changes_no_state(place, options):
     found, state = last_of(padded)
     assert GENERATION in state
     assert_close(found[0], last_of(tokens)[0][0])
+    assert_close(found[1], model(padded[1:])[0][0, -1:])  # which has a token there
 
 
 @torch.no_grad()
@@ -185,7 +186,7 @@ def test_beam_search_writes_the_same_tokens(monkeypatch):
         assert [score for _, score in hypotheses] == pytest.approx([score for _, score in expected], abs=1e-9)
 
 
-@pytest.mark.parametrize("change", ["training", "gradients", "hook", "part"])
+@pytest.mark.parametrize("change", ["training", "gradients", "hook", "part", "argument", "place"])
 def test_everything_else_takes_the_general_way(change):
     model, tokens, state = build(), draw(2, 1), {}
     if change == "training":
@@ -194,6 +195,7 @@ def test_everything_else_takes_the_general_way(change):
         model.decoder.layers[0].fc1.register_forward_hook(lambda module, inputs, output: None)
     if change == "part":
         model.decoder.layers[1].ffn_layernorm = torch.nn.LayerNorm(48).double()
+    more = {"return_all_hiddens": True} if change == "argument" else {}
     with torch.set_grad_enabled(change == "gradients"):
-        model(tokens, incremental_state=state)
+        model.decoder(tokens, *([None] if change == "place" else []), incremental_state=state, **more)
     assert not state.get(GENERATION) and len(state) > 1

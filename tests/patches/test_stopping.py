@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -19,6 +20,7 @@ from support.commands import USER_DIR, Command, fairseq, succeed
 from torch.multiprocessing import ProcessExitedException
 
 import fw_fairseq.models  # noqa: F401
+from fw_fairseq import Mistake
 from fw_fairseq.patches import stopping
 from fw_fairseq.patches.distributed import suit_workers_to_cpus
 
@@ -124,6 +126,20 @@ def test_a_run_that_has_ended_is_not_stopped_and_signals_are_given_back():
     suit_workers_to_cpus(lambda cfg, main: None, config, None)
     assert signal.getsignal(signal.SIGTERM) == handler and not stopping.received
     assert distributed.distributed_backend == "gloo"
+
+
+@pytest.mark.parametrize("cpu, gpu, backend", [(True, True, "gloo"), (False, False, "gloo"), (False, True, "nccl")])
+def test_workers_on_cpus_talk_through_gloo_and_do_not_shard(cpu, gpu, backend, monkeypatch):
+    """On CPUs by an option, or because there is no GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    distributed = Namespace(ddp_backend="pytorch_ddp", distributed_backend="nccl", distributed_world_size=1)
+    config, ran = Namespace(distributed_training=distributed, common=Namespace(cpu=cpu)), []
+    suit_workers_to_cpus(lambda cfg, main: ran.append(distributed.distributed_backend), config, None)
+    assert ran == [backend]
+    distributed.ddp_backend = "fully_sharded"
+    with contextlib.nullcontext() if backend == "nccl" else pytest.raises(Mistake, match="shards over GPUs only"):
+        suit_workers_to_cpus(lambda cfg, main: ran.append("sharded"), config, None)
+    assert ran[1:] == (["sharded"] if backend == "nccl" else [])
 
 
 @pytest.mark.parametrize(

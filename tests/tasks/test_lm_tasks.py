@@ -110,6 +110,13 @@ def test_the_shards_of_the_windows_score_every_token_once(shards):
     assert max(len(batch["id"]) for batch in batches) == (1 if shards == 60 else 50 // 8)
 
 
+def test_the_least_that_windows_may_be():
+    """No context, one token, and one window at a time."""
+    batches = list(windows(6, 1, 0, batch_size=1, max_tokens=50))
+    assert [batch["target"].tolist() for batch in batches] == [[[token]] for token in range(6)]
+    assert [batch["net_input"]["src_tokens"].tolist() for batch in batches] == [[[EOS]], *([[token]] for token in range(5))]
+
+
 def test_validation_on_the_text_of_training_has_memories_of_its_own():
     """With fewer rows, and in the middle of the training text."""
     task, model, text = stateful(tokens_per_sample=8), build(no_token_positional_embeddings=True), random_text()

@@ -72,6 +72,8 @@ def test_a_checkpoint_of_the_published_kind(arch, dictionary, tmp_path):
     """adaptive_lm_wiki103.v2: a Namespace that misses later options, packed attention, no final norm, tied projections."""
     model, args, _ = source(f"--arch {arch} {ADAPTIVE} --tie-adaptive-proj --no-decoder-final-norm", dictionary)
     convert(save(old_format(model, args), tmp_path), tmp_path / "out.pt", "softmax")
+    options, wiki103 = read_fairseq(tmp_path / "source.pt").options, arch == "transformer_lm_wiki103"
+    assert options["attention_dropout"] == options["activation_dropout"] == (0.1 if wiki103 else 0.0)
     converted, tokens = load(tmp_path / "out.pt", dictionary), torch.randint(4, 64, (3, 20))
     assert converted.decoder.layer_norm is None and converted.state_dict()["decoder.version"] == 3
     torch.testing.assert_close(logits(converted, tokens), logits(model, tokens), rtol=1e-5, atol=1e-5)

@@ -11,7 +11,7 @@ import torch
 from matplotlib.text import Text
 
 from fw_fairseq.tools.plot import __main__ as plots
-from fw_fairseq.tools.plot import cost, probes, retrieval
+from fw_fairseq.tools.plot import cost, probes, retrieval, sparse
 from fw_fairseq.tools.plot.dpfp import surfaces
 from fw_fairseq.tools.plot.logs import read_log
 from fw_fairseq.tools.plot.published import read_losses
@@ -124,6 +124,22 @@ def test_every_number_of_a_report_is_drawn(name):
         }
         assert drawn(axes) == wanted and axes.get_ylabel() == panel.label
         assert axes.get_xscale() == axes.get_yscale() == "log" and axes.get_xticks().tolist() == [8, 64]
+
+
+def test_a_token_of_large_models_has_a_panel_for_each_size():
+    """With the fewest threads of the report."""
+    sizes, names, lengths = ("110M", "3.9B"), ("dense", "+ sparse loss"), (1, 512)
+    tokens = [
+        {"size": size, "name": name, "context": t, "threads": threads, "seconds": threads * t * (1 + i) / (1 + j)}
+        for i, size in enumerate(sizes) for j, name in enumerate(names) for t in lengths for threads in (2, 1)
+    ]  # fmt: skip
+    figure = sparse.draw_report({"tokens": tokens})
+    assert [axes.get_ylabel() for axes in figure.axes] == ["110M, ms per token", "3.9B, ms per token"]
+    for i, axes in enumerate(figure.axes):
+        assert drawn(axes) == {name: [(t, 1e3 * t * (1 + i) / (1 + j)) for t in lengths] for j, name in enumerate(names)}
+        assert axes.get_xscale() == axes.get_yscale() == "log" and axes.get_xticks().tolist() == [1, 512]
+        assert {text.get_text() for text in axes.texts} == {*names}
+    assert figure.axes[-1].get_xlabel() == "tokens before"
 
 
 def test_results_and_published_losses_are_drawn(files):
