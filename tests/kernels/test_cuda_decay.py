@@ -48,7 +48,7 @@ def test_keys_are_padded_to_the_next_width_that_has_tiles():
 def test_a_thread_holds_enough_of_a_memory_and_not_too_much(table, first, least):
     for K, (V, k_warps, v_warps) in table.items():
         assert K % (16 * k_warps) == V % (16 * v_warps) == 0
-        assert K < first or least <= K * V // (32 * k_warps * v_warps) <= 2 * least
+        assert first > K or least <= K * V // (32 * k_warps * v_warps) <= 2 * least
 
 
 # Widths of one tile and of several, padded ones, keys shared by several warps, every type.
