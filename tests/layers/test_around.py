@@ -264,6 +264,14 @@ def test_where_published_gates_start():
     torch.testing.assert_close(made["rwkv7"]["s"][0].transpose(0, 1).flatten(1), decay.expand(9, -1))
     removed = torch.sigmoid(-0.19 + 0.3 * x * x.abs() + 0.4 * (n - 0.5))
     torch.testing.assert_close(made["rwkv7"]["c"][0].transpose(0, 1).flatten(1), removed.expand(9, -1))
+    bonus = [2 / 3 * (1 - i / 63) + ((i + 1) % 3 - 1) / 10 for i in range(64)]
+    torch.testing.assert_close(layers["rwkv6"].makers["u"].bias.detach(), torch.tensor(bonus))
+    mixing = FastWeight(64, 4, update_rule="rwkv7", layer=2, layers=4, value_mixing_rank=2, **plain).mixing
+    torch.testing.assert_close(mixing.bias.detach(), 0.73 - 0.4 * (n - 0.5))
+    makers = layers["rwkv7"].makers
+    torch.testing.assert_close(makers["kappa"].bias.detach(), 0.71 - 0.1 * (n - 0.5))
+    assert makers["a"].bias.eq(1.02).all() and layers["mamba2"].makers["d"].bias.eq(1).all()
+    torch.testing.assert_close(made["retnet"]["g"][0, :, 0], 1 - torch.tensor([1 / 32, 1 / 64, 1 / 128, 1 / 256]))
     torch.testing.assert_close(torch.sigmoid(layers["hgrn2"].makers["f"].bias), torch.full((64,), 0.5))
     assert layers["gla"].makers["f"].bias.eq(0).all()
     for rule, name in (("mamba2", "s"), ("kda", "f"), ("gdn2", "f")):
