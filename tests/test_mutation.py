@@ -11,7 +11,7 @@ import types
 
 import pytest
 from mutation import __main__ as run
-from mutation.marks import MODULE, Run, choose, marked, read
+from mutation.marks import MODULE, Run, choose, marked, most_specific, read
 from mutation.mutants import mutants_of
 from support.commands import ENVIRONMENT, ROOT
 
@@ -114,6 +114,16 @@ def test_the_cheapest_tests_of_each_file_are_chosen_first():
     assert choose(run.seconds, run, 9) == ["a.py::quick", "b.py::one", "a.py::slow"]
     assert choose(run.seconds, run, 3) == ["a.py::quick", "b.py::one"]
     assert choose(["c.py::long", "a.py::slow"], run, 1) == ["a.py::slow"] and choose([], run, 9) == []
+
+
+def test_the_most_specific_tests_are_those_that_run_the_fewest_lines():
+    reached = {0: ["a.py::all", "a.py::some", "b.py::one"], 1: ["a.py::all", "a.py::some"], 2: ["a.py::all"]}
+    reached |= {line: ["c.py::x", "d.py::y"] for line in (3, 4, 5, 6)}
+    run = Run(dict.fromkeys(["a.py::all", "a.py::some", "b.py::one", "c.py::x", "d.py::y"], 2.0), reached)
+    assert most_specific(run.seconds, run, 99) == ["b.py::one", "a.py::some", "a.py::all", "c.py::x"], "of three files"
+    assert most_specific(run.seconds, run, 5) == ["b.py::one", "a.py::some"] and most_specific(run.seconds, run, 1) == []
+    many = {f"a.py::{i:02}": 0.1 for i in range(20)}
+    assert most_specific(many, Run(many, {0: [*many]}), 99) == [*many][:12]
 
 
 def test_a_run_of_a_small_package(tmp_path):

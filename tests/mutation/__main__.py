@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from .marks import MODULE, Run, choose, marked, read
+from .marks import MODULE, Run, choose, marked, most_specific, read
 from .mutants import Mutant, mutants_of
 
 ROOT = Path(__file__).parents[2]
@@ -244,7 +244,9 @@ def run_mutants(
         kernel = mutant.file.startswith("cuda/")  # their tests compile them
         own = tests_of_kernels(folder, run, mutant.file) if kernel else tests[mutant.file, mutant.line]
         seconds = 4 * args.seconds if kernel else args.seconds
-        end = outcome(mutant, folder, choose(own, run, seconds), 60 + 3 * seconds, alone)
+        end = "no test" if kernel else outcome(mutant, folder, most_specific(own, run, seconds / 4), 60 + 3 * seconds, alone)
+        if end not in ("killed", "too slow"):
+            end = outcome(mutant, folder, choose(own, run, seconds), 60 + 3 * seconds, alone)
         folders.put(folder)
         return end
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import itertools
 import json
 import os
 from collections.abc import Iterable
@@ -134,6 +135,20 @@ def choose(tests: Iterable[str], run: Run, seconds: float) -> list[str]:
         if not chosen or cost <= seconds:
             chosen.append(name)
             seconds -= cost
+    return chosen
+
+
+def most_specific(tests: Iterable[str], run: Run, seconds: float) -> list[str]:
+    """The tests that run the fewest lines, as many as take ``seconds``: 12 of 3 files at most, which are collected in a moment."""
+    lines = collections.Counter(itertools.chain(*run.tests.values()))
+    chosen: list[str] = []
+    files: set[str] = set()
+    for name in sorted(tests, key=lambda name: (lines[name], name)):
+        file = name.partition("::")[0]
+        if run.seconds[name] <= seconds and len(files | {file}) <= 3 and len(chosen) < 12:
+            chosen.append(name)
+            files.add(file)
+            seconds -= run.seconds[name]
     return chosen
 
 
