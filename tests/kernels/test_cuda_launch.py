@@ -206,6 +206,19 @@ def test_why_not_without_cupy_or_on_the_cpu(fresh, monkeypatch):
     assert CupyLaunch().why_not(torch.device("cuda:0")).startswith("backend='cuda' needs CuPy; install fw_fairseq with the extra")
 
 
+def test_a_form_without_kernels_here_runs_in_pytorch_and_says_so_once(emulate, caplog):
+    """Where the kernels could run but for one thing. A device that has none is no news."""
+    device, reason = torch.device("cpu"), "this operation has no kernel for integers"
+    with caplog.at_level("WARNING"):
+        assert not launch.use_kernels("auto", device, lambda: reason) and not caplog.records
+        emulate()
+        launch.log_once.cache_clear()
+        assert launch.use_kernels("auto", device, lambda: None) and not caplog.records
+        assert not any(launch.use_kernels("auto", device, lambda: reason) for _ in range(2))
+        assert not launch.use_kernels("torch", device, lambda: "another reason")
+    assert [record.getMessage() for record in caplog.records] == [f"{reason}; running the PyTorch form instead"]
+
+
 def test_asked_once_and_inside_a_graph(fresh):
     launcher = CupyLaunch()
 

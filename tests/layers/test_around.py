@@ -173,6 +173,19 @@ def test_norm_gate_and_shared_keys():
     torch.testing.assert_close(mixer(x)[0][:, 0], want)
 
 
+def test_shared_keys_whose_scale_is_kept_apart():
+    """FAVOR+ divides a factor out of each key. Heads that share keys read as heads with copies of these keys."""
+    options = {"update_rule": "sum", "feature_map": "favor", "feature_norm": "none", "attention_norm": True}
+    mixer, x = FastWeight(C, HEADS, key_heads=2, **options).double(), 5 * torch.randn(T, 2, C, dtype=torch.float64)
+    copied = FastWeight(C, HEADS, **options).double()
+    copied.feature_map, copied.out_proj = mixer.feature_map, mixer.out_proj
+    for name in ("weight", "bias"):
+        q, k, v = getattr(mixer.in_proj, name).data.split([*mixer.sizes.values()])
+        of_heads = [part.unflatten(0, (2, -1)).repeat_interleave(2, 0).flatten(0, 1) for part in (q, k)]
+        getattr(copied.in_proj, name).data = torch.cat([*of_heads, v])
+    torch.testing.assert_close(mixer(x)[0], copied(x)[0])
+
+
 @pytest.mark.parametrize(
     "rule, more",
     [(rule, {}) for rule in ("sum", "fwm", "hgrn2", "rwkv7", "gdn2")]

@@ -6,12 +6,15 @@ import math
 
 import pytest
 import torch
+from support.definitions import by_the_equations
 from torch.nn import functional as F
 
 from fw_fairseq import Mistake, native
+from fw_fairseq.mixers import FastWeight, Sru
 from fw_fairseq.mixers.sru import SruState
 from fw_fairseq.modules.sparse import Convolutions, Multiplicative, RecurrentUnits, SparseFeedForward, SparseSource, feed_forward
 from fw_fairseq.modules.sparse.fused import FusedFeedForward
+from fw_fairseq.modules.sparse.projections import make_sparse
 from fw_fairseq.modules.sparse.recent import RecentState, with_recent
 from fw_fairseq.ops.sparse import gathered
 
@@ -215,6 +218,30 @@ def test_queries_keys_and_values_are_causal_convolutions():
         assert_close(y[t], torch.cat([*parts, heads.weights["gate s"] @ p[t]]) + heads.bias)
     assert [weight.shape[1] for weight in heads.weights.values() if weight.dim() == 4] == [3, 3, 1]
     assert_close(heads.rows(source(x)[0], "k", "v")[:, 0], y[:, 8:32])
+
+
+def test_gates_keep_their_biases_where_inputs_have_none():
+    mixer, x = Sru(12, sru_input_bias=False), draw(6, 1, 12)
+    mixer.gate_bias.data.normal_()
+    source = make_sparse(mixer, 4).double()
+    mixer.double()
+    read = source(x)[0]
+    product = mixer.in_proj(read) + torch.cat([torch.zeros(12), mixer.gate_bias.data.flatten()])
+    expected = by_the_equations(product, x, *mixer.gate_weight, torch.zeros(1, 12), scale=mixer.scale)
+    h, state = mixer(x, source=read)
+    assert_close((h, state.cell), expected)
+
+
+def test_kernels_read_what_convolutions_make(emulate):
+    """Its rows, 4 (3 + 3 + 3 + 2) numbers, are no multiple of 16 bytes."""
+    mixer, x = FastWeight(12, 4, update_rule="gated_delta", feature_map="identity", feature_norm="l2"), torch.randn(9, 2, 12)
+    source = make_sparse(mixer, 4)(x)[0]
+    assert mixer.in_proj.out_features == 44
+    expected = mixer(x, source=source)[0]
+    launcher = emulate()
+    found = mixer(x, source=source)[0]
+    assert launcher.calls
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def recent_by_loops(p, padding, resets) -> tuple[torch.Tensor, torch.Tensor]:

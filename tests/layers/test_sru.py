@@ -8,6 +8,7 @@ from support.definitions import NAMES, by_the_equations
 
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers import Sru
+from fw_fairseq.mixers.sru import SruState
 from fw_fairseq.ops.vectors import sru as ops
 from fw_fairseq.ops.vectors.sru import sru
 
@@ -46,6 +47,18 @@ def test_parts_with_their_state_equal_the_whole():
         h, c = sru(*(x[part] for x in steps), v_forget, v_reset, c)
         parts.append(h)
     torch.testing.assert_close(results((torch.cat(parts), c), leaves), expected)
+
+
+@pytest.mark.parametrize("from_a_state", [False, True], ids=["", "state"])
+def test_a_cell_behind_a_tanh(from_a_state):
+    """With padding, and texts that begin at any token: gates read the cell of their own text before them."""
+    mixer, x = Sru(5, sru_tanh=True).double(), torch.randn(20, 3, 5, dtype=torch.float64)
+    padding, resets = (torch.rand(3, 20) < 0.3 for _ in range(2))
+    cell = torch.randn(3, 5, dtype=torch.float64) if from_a_state else None
+    h, state = mixer(x, SruState(cell) if from_a_state else None, padding, resets)
+    start = torch.zeros(3, 5).double() if cell is None else cell
+    expected = by_the_equations(mixer.in_proj(x), x, *mixer.gate_weight, start, padding, resets, mixer.scale, torch.tanh)
+    torch.testing.assert_close((h, state.cell), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -13,7 +13,7 @@ from fw_fairseq.buffers.compiled_memory import CompiledMemory
 from fw_fairseq.buffers.steppers import InPlaceStepper
 from fw_fairseq.decoding import GENERATION, Generation
 from fw_fairseq.mixers import MIXERS
-from fw_fairseq.rules import RULES
+from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
 from fw_fairseq.tools.bench.measure import state_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -90,7 +90,8 @@ def test_the_short_way_equals_the_general_one(options, prompt, monkeypatch):
 WITH_LOOPS = [
     options
     for options in combinations()
-    if options.get("feature_map", "elu") in ("elu", "dpfp", "favor") and options.get("mixer") in (None, "additive", "leap", "sru")
+    if (options.get("feature_map", "elu") in ("elu", "dpfp", "favor") or options.get("attention_norm"))
+    and options.get("mixer") in (None, "additive", "leap", "sru")
 ]
 
 
@@ -100,6 +101,22 @@ def test_pytorch_computes_the_same_without_a_compiler(options, monkeypatch):
     found, _ = generate(model, tokens)
     monkeypatch.setattr(native, "library", lambda: None)
     assert_close(generate(model, tokens)[0], found)
+
+
+@pytest.mark.parametrize("norm", [{}, {"attention_norm": True}, {"attention_norm": True, "attention_norm_of": "read"}], ids=label)
+@pytest.mark.parametrize("compiler", [True, False], ids=["compiled", "PyTorch"])
+def test_a_token_that_erases_less_than_it_writes(norm, compiler, monkeypatch):
+    """By a rule from outside, whose two strengths are gates of their own."""
+    gates = {"beta": Gate(), "w": Gate()}
+    rule = Rule("", "this test", lambda beta, w: Coefficients(e=beta, w=w), gates, normaliser="keys")
+    monkeypatch.setitem(RULES, "apart", rule)
+    if not compiler:
+        monkeypatch.setattr(native, "library", lambda: None)
+    model, tokens = build(update_rule="apart", **norm), draw(3, 11)
+    found, state = generate(model, tokens)
+    assert state[GENERATION]
+    monkeypatch.setattr(Generation, "fits", staticmethod(lambda decoder: False))
+    assert_close(found, generate(model, tokens)[0])
 
 
 @pytest.mark.parametrize("rule", [name for name in PLAIN if RULES[name].coefficients])

@@ -10,6 +10,7 @@ from support.graphs import Repeated, emulate_graphs, generate
 from support.language_models import build, draw, make_task
 
 from fw_fairseq.buffers.kernel_memory import KernelMemory
+from fw_fairseq.buffers.steppers import InPlaceStepper
 from fw_fairseq.decoding import GENERATION, Generation
 from fw_fairseq.decoding.captured import CapturedGeneration
 from fw_fairseq.ops.kernels.launch import CupyLaunch
@@ -44,6 +45,16 @@ def test_tokens_are_those_of_the_general_way(kernels, monkeypatch, given, graph)
     expected, _ = generate(model, tokens, prompt)
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_read_that_divides_what_it_erases_takes_the_general_way(kernels, monkeypatch):
+    """With --attention-norm, a token of the delta rule first reads what it erases, which no kernel divides."""
+    model, tokens = build(update_rule="delta", feature_map="relu", feature_norm="none", attention_norm=True).float(), draw(3, 7)
+    found, state = generate(model, tokens, 0)
+    assert not any(isinstance(layer.stepper, InPlaceStepper) for layer in state[GENERATION].layers)
+    monkeypatch.setattr(Generation, "fits", staticmethod(lambda decoder: False))
+    for ours, theirs in zip(found, generate(model, tokens, 0)[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 

@@ -137,6 +137,39 @@ def test_an_erase_that_reads_with_another_key(present, monkeypatch):
     compare("apart", inputs, gates, memory, inputs | gates | {"memory": memory}, 1e-10)
 
 
+@pytest.mark.parametrize("more", ["", "w"])
+def test_one_gate_for_each_token_beside_gates_of_values(more, monkeypatch):
+    given = {"f": Gate(), "z": Gate("V"), **{name: Gate() for name in more}}
+    rule = Rule(equation="", source="", gates=given, coefficients=lambda f, z, w=None: Coefficients(f=f, z=z, w=w))
+    monkeypatch.setitem(RULES, "both", rule)
+    monkeypatch.setitem(WRITES, "both", lambda W, k, v, f, z, w=1.0: f * W * z + w * torch.outer(k, v))
+    inputs, gates = draw("both")
+    memory = torch.randn(2, 2, 6, 5, dtype=torch.float64).requires_grad_()
+    compare("both", inputs, gates, memory, inputs | gates | {"memory": memory}, 1e-10)
+
+
+@pytest.mark.parametrize("erases", ["", "e"])
+def test_a_removal_before_the_write(erases, monkeypatch):
+    """By keys of its own, and with or without an erase by the key of the write."""
+    given = {"f": Gate("K"), "a": Gate("K"), "p": Gate("K"), **{name: Gate() for name in erases}}
+    rule = Rule(
+        equation="", source="", gates=given, coefficients=lambda f, a, p, e=None: Coefficients(f=f, e=e),
+        removal=lambda f, a, p, e=None: (a, p),
+    )  # fmt: skip
+
+    def write(W, k, v, f, a, p, e=0.0):
+        W = f[:, None] * W
+        W = W - torch.outer(a, p @ W)
+        return W - e * torch.outer(k, k @ W) + torch.outer(k, v)
+
+    monkeypatch.setitem(RULES, "removing", rule)
+    monkeypatch.setitem(WRITES, "removing", write)
+    inputs, gates = draw("removing")
+    gates |= {name: (gates[name] / 3).detach().requires_grad_() for name in "ap"}  # so that the memory stays small
+    memory = torch.randn(2, 2, 6, 5, dtype=torch.float64).requires_grad_()
+    compare("removing", inputs, gates, memory, inputs | gates | {"memory": memory}, 1e-10)
+
+
 @pytest.mark.parametrize("rule", ["gla", "kda", "gdn2"])
 @pytest.mark.parametrize("least, most, way", [(1 / 16, 0.6, NearGates), (0.9, 1, NearGates), (1 / 16, 0.1, ChannelGates)])
 def test_gates_whose_products_fit_into_fp32(rule, least, most, way):

@@ -6,6 +6,7 @@ import ast
 import sys
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,6 +113,19 @@ def test_the_traceback_can_be_asked_for(monkeypatch, capsys):
     assert (shown.startswith("Traceback") and shown.rstrip().endswith(f"Error: {error}")) or shown.rstrip().endswith(
         f"Mistake: {error}"
     )
+
+
+@pytest.mark.parametrize("first", ["etype", "exc"])
+def test_hydra_of_any_version_shows_a_sentence(first, monkeypatch, capsys):
+    """Its first version calls the function of Python 3.9 and before, by the name that its first argument had."""
+    monkeypatch.setattr(sys, "argv", ["/bin/fairseq-hydra-train"])
+    monkeypatch.setattr(mistakes.hydra_utils, "traceback", SimpleNamespace(print_exception=shortened(traceback.print_exception)))
+    error = raised(unknown_rule)
+    if first == "etype":
+        mistakes.print_for_hydra(etype=None, value=error, tb=error.__traceback__)
+    else:
+        mistakes.hydra_utils.traceback.print_exception(None, error, error.__traceback__)
+    assert capsys.readouterr().err == f"fairseq-hydra-train: {error}\n"
 
 
 def test_no_plain_value_error_is_raised():

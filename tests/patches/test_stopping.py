@@ -162,3 +162,31 @@ def test_it_says_whether_a_checkpoint_is_there(monkeypatch, caplog, no_save, no_
         stopping.save_and_exit_if_told(None, config, trainer, None, None, [], False)
     assert ended.value.code == stopping.EXIT_CODE and len(saved) == 1
     assert f"SIGUSR1 stopped the run after update 3, {kept}; exit code 75" in caplog.text
+
+
+def test_at_the_end_of_an_epoch_it_validates_and_waits_for_what_is_being_written(monkeypatch):
+    """It saves before, since a cluster may not wait for the validation."""
+    done = []
+    monkeypatch.setattr(stopping, "listen", lambda: None)
+    monkeypatch.setattr(stopping, "received", [signal.SIGUSR1])
+    monkeypatch.setattr(stopping.checkpoint_utils, "save_checkpoint", lambda *args: done.append("saved"))
+    monkeypatch.setattr(stopping.PathManager, "async_close", lambda: done.append("written"))
+    checkpoint = Namespace(no_save=False, no_last_checkpoints=False, write_checkpoints_asynchronously=True)
+    config = Namespace(optimization=Namespace(max_update=9), checkpoint=checkpoint)
+    trainer = Namespace(get_num_updates=lambda: 3, device=torch.device("cpu"))
+    with pytest.raises(SystemExit):
+        stopping.save_and_exit_if_told(lambda *args: done.append("validated"), config, trainer, None, None, [], True)
+    assert done == ["saved", "validated", "written"]
+
+
+@pytest.mark.parametrize("of", ["a process that loads data", "a process without workers"])
+def test_signals_end_other_processes_as_before(of, monkeypatch):
+    def ended_by_it() -> None:
+        stopping.note(signal.SIGTERM, None) if of == "a process that loads data" else stopping.pass_on(signal.SIGTERM, None)
+        os._exit(0)  # not reached
+
+    monkeypatch.setattr(stopping, "listening", [os.getpid()])
+    process = multiprocessing.get_context("fork").Process(target=ended_by_it)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGTERM

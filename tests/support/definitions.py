@@ -36,14 +36,14 @@ READS = {  # what a token reads, from the memory before it and after it, where t
 NAMES = ("product", "x", "v_forget", "v_reset", "state")
 
 
-def by_the_equations(product, x, v_forget, v_reset, state, padding=None, resets=None, scale=1.0):
+def by_the_equations(product, x, v_forget, v_reset, state, padding=None, resets=None, scale=1.0, of_cell=lambda c: c):
     (u, forget, reset), c, outputs = product.chunk(3, -1), state, []
     for t in range(len(u)):
         if resets is not None:
             c = torch.where(resets[:, t, None], 0.0, c)
         f, r = (forget[t] + v_forget * c).sigmoid(), (reset[t] + v_reset * c).sigmoid()
         new = f * c + (1 - f) * u[t]
-        h = r * new + (1 - r) * scale * x[t]
+        h = r * of_cell(new) + (1 - r) * scale * x[t]
         skipped = c.new_zeros(len(c), 1, dtype=torch.bool) if padding is None else padding[:, t, None]
         c = torch.where(skipped, c, new)
         outputs.append(torch.where(skipped, 0.0, h))

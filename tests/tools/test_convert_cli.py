@@ -8,8 +8,10 @@ from argparse import Namespace
 import pytest
 import torch
 import yaml
+from fairseq import models
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from support.commands import ROOT, USER_DIR, fairseq, succeed
+from support.language_models import make_task, options_of
 from support.pretrained import CONVERTED, SHAPE, perplexity, train
 from support.recipes import recipe
 
@@ -61,6 +63,16 @@ def test_a_converted_model_is_trained_with_its_options(counting_data, pretrained
         start.rename(tmp_path / "away.pt")  # what was taken over is in the new checkpoint
         assert perplexity(counting_data, tmp_path / name / "checkpoint_last.pt") == perplexity(counting_data, tmp_path / "away.pt")
         (tmp_path / "away.pt").rename(start)
+
+
+def test_a_program_takes_options_over_as_the_commands_do(pretrained, tmp_path):
+    """Its options are a Namespace."""
+    start = tmp_path / "start.pt"
+    fw_convert([str(pretrained), str(start), "--rule", "gated", "--feature-dim", "4"])
+    given = Namespace(**vars(options_of("fast_weight_lm", options_from=str(start), dropout=0.3)), arch="fast_weight_lm")
+    model = models.build_model(given, make_task(24))
+    assert (given.options_from, given.update_rule, given.feature_dim, given.dropout) == ("", "gated", 4, 0.3)
+    assert {layer.self_attn.mixer.rule_name for layer in model.decoder.layers} == {"gated"}
 
 
 def test_options_come_from_a_model_of_this_project(counting_data, pretrained, tmp_path):

@@ -165,6 +165,12 @@ def test_another_number_of_words(tied):
     torch.testing.assert_close(after[:, :16, :16], before)
 
 
+def test_new_words_are_drawn_as_those_of_a_new_model():
+    model = small(hidden_size=64, num_attention_heads=2)
+    model.resize_token_embeddings(2500, mean_resizing=False)
+    assert model.embed_tokens.weight[16:].std().item() == pytest.approx(64**-0.5, rel=0.02)
+
+
 def test_what_transformers_asks_for_in_vain():
     for side in ("input_bands", "output_bands"):
         model = small(**{side: [[10, 8], [6, 4]]}, tie_word_embeddings=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 
@@ -312,6 +313,18 @@ def test_arguments_that_cannot_be_obeyed_are_refused(both):
             model.encoder(**arguments)
     with pytest.raises(ValueError, match="new_num_tokens is 99; a translation model keeps its vocabularies"):
         model.resize_token_embeddings(99)
+
+
+@torch.no_grad()
+def test_other_embeddings_of_the_source(both):
+    """They are those of the target, too, where the model has one table for both."""
+    *_, model = both
+    for tied in (False, True):
+        copied, other = copy.deepcopy(model), torch.nn.Embedding(SOURCE, 32)
+        copied.config.tie_word_embeddings, before = tied, copied.decoder.embed_tokens
+        copied.set_input_embeddings(other)
+        assert copied.get_input_embeddings() is copied.encoder.embed_tokens is other
+        assert copied.decoder.embed_tokens is (other if tied else before)
 
 
 @torch.no_grad()
