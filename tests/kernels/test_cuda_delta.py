@@ -207,7 +207,7 @@ def test_what_has_no_kernel(key, message):
     [
         ((7, 5), 64, torch.float16, "for compute capability 8.0 and higher only"),
         ((8, 0), 64, torch.float16, None),
-        ((8, 9), 512, torch.float32, "this device has 101376"),
+        ((8, 9), 512, torch.float32, "torch.float32 keys 512 wide; this device has 101376"),
         ((8, 9), 512, torch.bfloat16, None),
     ],
 )

@@ -168,6 +168,18 @@ def test_pytorch_computes_where_it_cannot_be_compiled(fresh, monkeypatch, switch
     assert ("cannot compile their loops" in caplog.text) == (switch in ("a compiler that fails", "a folder that cannot be made"))
 
 
+def test_what_a_compiler_says_is_not_shown(fresh, monkeypatch, caplog, capfd):
+    """The log has how it ended."""
+    compiler = fresh / "c++"
+    compiler.write_text("#!/bin/sh\necho no such instruction >&2\nexit 3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with caplog.at_level(logging.INFO):
+        assert native.library() is None
+    assert "returned non-zero exit status 3" in caplog.text
+    assert "no such instruction" not in "".join(capfd.readouterr())
+
+
 def test_the_loops_stay_inside_their_tensors(tmp_path):
     """The address sanitizer watches every loop, and the tensors that PyTorch allocates for them."""
     found = [Path(subprocess.check_output(["c++", f"-print-file-name={name}"], text=True).strip()) for name in SANITIZER]

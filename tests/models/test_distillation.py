@@ -174,6 +174,13 @@ def test_the_parts_of_the_loss_are_means_over_the_tokens_of_all_workers():
     assert found.get_smoothed_values()["distil_teacher"] == 0.3833
 
 
+def test_a_worker_without_words_has_no_part_in_the_means():
+    """It logs nothing of its own, and counts as 0."""
+    with metrics.aggregate(new_root=True) as found:
+        T2rDistillation.reduce_metrics([{"loss": 4.0, "ntokens": 4, "sample_size": 4, "distil_teacher": 2.0}, {}])
+    assert found.get_smoothed_values()["distil_teacher"] == 0.5
+
+
 def test_half_of_the_loss_is_the_teachers_from_the_first_update_if_nothing_else_is_said():
     config = module.T2rDistillationConfig()
     assert (config.match_updates, config.teacher_weight, config.state_norm_penalty) == (0, 0.5, 0.0)

@@ -77,6 +77,21 @@ def test_tokens_are_those_of_the_general_way(kernels, monkeypatch, name, graph):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+def test_a_source_that_no_token_has_read_is_no_state(kernels):
+    """Its sums are made for the first token; before it, hypotheses may change places."""
+    model = build(**OPTIONS["elu"])
+    encoded, attention = model.encoder(draw(6, 9)), model.decoder.layers[0].encoder_attn
+    source = KernelSource(attention, None, encoded)
+    source.reorder(torch.tensor([1, 0]))
+    assert source.states() == []
+    source(torch.randn(4, 32))
+    [(of, state)] = source.states()
+    want = attention.summarise(encoded["encoder_out"][0], encoded["encoder_padding_mask"][0])
+    assert of is attention and state.beam == 2
+    torch.testing.assert_close((state.memory, state.normaliser), (want.memory, want.normaliser))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPTIONS)
 def test_graphs_on_a_device(name, monkeypatch):

@@ -20,7 +20,7 @@ from fw_fairseq.data.text import Text
 from fw_fairseq.files import write_atomically
 from fw_fairseq.ops import fast_weight
 from fw_fairseq.patches import mistakes
-from fw_fairseq.patches.checkpoints.writing import named_if_not_written
+from fw_fairseq.patches.checkpoints.writing import Unwritable, named_if_not_written
 from fw_fairseq.patches.literals import read_literal
 from fw_fairseq.patches.mistakes import sentence, shortened
 
@@ -91,6 +91,23 @@ def test_only_mistakes_are_sentences(call, start, where, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     said = sentence(where(raised(call)))
     assert said == start or (said.startswith(start) and "\n" not in said)
+
+
+@pytest.mark.parametrize(
+    "error, named",
+    [
+        (RuntimeError("[enforce fail] PytorchStreamWriter failed writing file data/1"), True),
+        (OSError(28, "No space left on device"), True),
+        (RuntimeError("size mismatch"), False),
+        (KeyError("model"), False),
+    ],
+)
+def test_only_a_file_that_is_not_written_is_named_and_removed(error, named, tmp_path):
+    (tmp_path / "a.pt.tmp").touch()
+    with pytest.raises(Unwritable if named else type(error)) as raised, named_if_not_written(tmp_path / "a.pt"):
+        raise error
+    assert (raised.value is not error) == named != (tmp_path / "a.pt.tmp").exists()
+    assert not named or str(raised.value).startswith(f"{tmp_path}/a.pt cannot be written (")
 
 
 def test_a_sentence_needs_no_source(monkeypatch):

@@ -22,6 +22,7 @@ from support.language_models import build, draw, make_task
 import fw_fairseq.models
 from fw_fairseq import Mistake, files
 from fw_fairseq.patches.batches import too_long
+from fw_fairseq.patches.checkpoints.model_options import deciding
 from fw_fairseq.patches.mistakes import sentence, shortened
 from fw_fairseq.patches.training import NotFinite
 
@@ -116,6 +117,14 @@ def test_an_option_without_effect_is_refused_for_new_models_only(dictionary):
 def test_a_translation_user_reads_of_no_option_of_language_models(languages):
     said = too_long(tasks.setup_task(translation(languages).task), 24, (2, 200))
     assert said == "all 24 texts are longer than the model's (2, 200) positions; give shorter texts"
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("without", [False, True])
+def test_the_longest_text_decides_where_positions_are_learned(learned, without):
+    """A checkpoint with sines for positions, or with none, may go on with longer texts."""
+    found = deciding({"decoder_learned_pos": learned, "no_token_positional_embeddings": without})
+    assert ("max_target_positions" in found) == (learned and not without) and "decoder_embed_dim" in found
 
 
 def test_no_message_recommends_amp():

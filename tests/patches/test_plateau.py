@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
 from support.commands import USER_DIR, fairseq, succeed
 from support.runs import parameters, updates
+
+from fw_fairseq.patches.checkpoints.plateau import judge_the_last_epoch
 
 MODEL = (
     "--task language_modeling --tokens-per-sample 16 --batch-size 16 --optimizer adam --lr 0.3 --arch fast_weight_lm"
@@ -44,3 +48,20 @@ def test_a_new_run_from_old_parameters_does_not_follow_their_loss(stream_data, t
     shutil.copytree(tmp_path / "old", tmp_path / "reset")
     reset = train(stream_data, tmp_path / "reset", 4, "--reset-lr-scheduler", "--reset-optimizer")
     assert set(fresh.values()) == {0.3} == {next(iter(reset.values()))}
+
+
+@pytest.mark.parametrize(
+    "iterations, epoch, following, loss, judged",
+    [(0, 3, 3, 5.0, [(2, 5.0)]), (7, 3, 3, 5.0, []), (0, 3, 4, 5.0, []), (0, 1, 1, 5.0, []), (0, 3, 3, None, [])],
+    ids=["between epochs", "within an epoch", "at its end", "before the first", "without a loss"],
+)
+def test_the_scheduler_sees_a_loss_that_it_has_not_seen(iterations, epoch, following, loss, judged):
+    """That of the epoch before, once: a checkpoint within an epoch has a loss, too, if validation ran there."""
+    seen = []
+    scheduler = ReduceLROnPlateauLRSchedule.__new__(ReduceLROnPlateauLRSchedule)
+    trainer = SimpleNamespace(lr_scheduler=scheduler, lr_step=lambda *args: seen.append(args))
+    extra = {"train_iterator": {"iterations_in_epoch": iterations, "epoch": epoch}, "val_loss": loss}
+    found = extra, SimpleNamespace(next_epoch_idx=following)
+    config = SimpleNamespace(reset_optimizer=False, reset_lr_scheduler=False)
+    assert judge_the_last_epoch(lambda cfg, trainer: found, config, trainer) == found
+    assert seen == judged

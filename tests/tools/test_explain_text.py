@@ -45,6 +45,12 @@ def test_bytes():
     assert symbols(numbers, dictionary) == ["</s>", "97", "32", "98", "</s>", "195", "169"]
 
 
+def test_printable_bytes_are_shown_as_they_are():
+    dictionary = dictionary_of(*map(str, range(256)))
+    shown, _ = read_text("!~\x1f\x7f", dictionary, "bytes")
+    assert shown[1:] == ["!", "~", "\\x1f", "\\x7f"]
+
+
 def test_pieces_of_a_tokenizer_json(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.SentencePieceUnigramTokenizer()

@@ -15,7 +15,7 @@ from fw_fairseq.tools.plot import cost, probes, retrieval, sparse
 from fw_fairseq.tools.plot.dpfp import surfaces
 from fw_fairseq.tools.plot.logs import read_log
 from fw_fairseq.tools.plot.published import read_losses
-from fw_fairseq.tools.plot.retrieval import point_of_log, read_results
+from fw_fairseq.tools.plot.retrieval import SOLVED, point_of_log, read_results
 from fw_fairseq.tools.plot.style import SMALL, canvas, legend, log_values, look, plot, save, spread_out
 from fw_fairseq.tools.plot.wikitext2 import draw_conversion, draw_state, read_table
 
@@ -104,6 +104,23 @@ def test_figures(command, words, files):
     assert all(word in svg for word in words) and "later" not in svg
     plots.main([*command.split(), "--out", "y.svg"])
     assert (files / "y.svg").read_text() == svg
+
+
+@pytest.mark.parametrize("given", [[], ["--log-axis"], ["--log-updates"]])
+def test_axes_are_logarithmic_if_asked_for(given, files, monkeypatch):
+    figures = []
+    monkeypatch.setattr("fw_fairseq.tools.plot.__main__.save", lambda figure, paths: figures.append(figure))
+    plots.main(["curves", "a.log", *given, "--out", "x.svg"])
+    scales = {"--log-axis": figures[0].axes[0].get_yscale(), "--log-updates": figures[0].axes[0].get_xscale()}
+    assert scales == {name: "log" if name in given else "linear" for name in scales}
+
+
+def test_losses_of_updates_span_many_sizes(files):
+    """Its axis is logarithmic, with a line where a task counts as solved; that of the capacity has neither."""
+    for command, scale in (("updates", "log"), ("capacity", "linear")):
+        axes = retrieval.draw(SimpleNamespace(command=command, results=files / f"{command}.txt", published=False)).axes[0]
+        levels = [line for line in axes.lines if set(line.get_ydata()) == {SOLVED}]
+        assert axes.get_yscale() == scale and len(levels) == (command == "updates")
 
 
 def drawn(axes) -> dict[str, list[tuple[float, float]]]:
