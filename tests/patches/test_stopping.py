@@ -182,7 +182,8 @@ def test_at_the_end_of_an_epoch_it_validates_and_waits_for_what_is_being_written
 @pytest.mark.parametrize("of", ["a process that loads data", "a process without workers"])
 def test_signals_end_other_processes_as_before(of, monkeypatch):
     def ended_by_it() -> None:
-        stopping.note(signal.SIGTERM, None) if of == "a process that loads data" else stopping.pass_on(signal.SIGTERM, None)
+        signal.signal(signal.SIGTERM, stopping.note if of == "a process that loads data" else stopping.pass_on)
+        os.kill(os.getpid(), signal.SIGTERM)
         os._exit(0)  # not reached
 
     monkeypatch.setattr(stopping, "listening", [os.getpid()])

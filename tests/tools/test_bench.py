@@ -189,6 +189,10 @@ def test_a_feature_map_in_the_operation_and_before_it(feature_map, norm, monkeyp
         found.append(bench_ops.mapped(args, "delta", 7, inside)())
     assert given == [bench_ops.map_of(args), None]
     torch.testing.assert_close(found[0], found[1])
+    calls = bench_ops.build_contenders(args, 7, [])
+    for place in ("with", "after"):
+        calls[f"{args.rules[0]} {place} {feature_map}"]()
+    assert given[2:] == given[:2]
 
 
 def test_peers_compute_what_their_names_say(monkeypatch):

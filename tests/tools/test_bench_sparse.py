@@ -116,3 +116,28 @@ def test_rows_of_one_feed_forward_layer(monkeypatch):
     for row in rows:
         assert (row["size"], row["threads"], row["seconds"]) == ("tiny", 3, 0.5)
         assert row["read_speed"] == row["copy_speed"] == 2**27
+
+
+def test_what_is_measured_is_written_at_once(tmp_path, monkeypatch):
+    """With as many threads as the row says. A run that is stopped leaves the models before."""
+    threads, path = [], tmp_path / "sparse.json"
+
+    def measure_model(args, size, name, report):
+        if name == "second":
+            raise KeyboardInterrupt
+        report["models"].append(name)
+
+    monkeypatch.setattr(sparse, "measure_model", measure_model)
+    monkeypatch.setattr(
+        sparse, "measure_products", lambda args, size, count: threads.append((count, torch.get_num_threads())) or []
+    )
+    before = torch.get_num_threads()
+    given = ["sparse", "--sizes", "tiny", "--try-threads", "2", "1", "--json", str(path)]
+    args = bench.build_parser().parse_args(given)
+    args.models = ["first", "second"]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            sparse.measure(args)
+    finally:
+        torch.set_num_threads(before)
+    assert json.loads(path.read_text())["models"] == ["first"] and threads == [(2, 2), (1, 1)]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fairseq.sequence_generator import SequenceGenerator
 
 from fw_fairseq.tools.bench import __main__ as bench
 from fw_fairseq.tools.bench import translation
@@ -120,3 +121,23 @@ def test_the_models_are_of_one_size():
     for model in models.values():
         assert model.encoder.embed_tokens is model.decoder.embed_tokens and not model.training
         assert model.max_positions() == (19, 19)
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+@torch.no_grad()
+def test_every_hypothesis_has_as_many_tokens_as_the_source(name, monkeypatch):
+    """They are those of a search that nobody watches, and the state is that of all hypotheses."""
+    args = bench.build_parser().parse_args(TINY)
+    task, models = translation.build_models(args)
+    found, source = [], translation.draw_tokens(args, 2, 16)
+    monkeypatch.setattr(translation, "timed", lambda call, device: found.append(call()) or 1.5)
+    seconds, size = translation.decode(args, task, models[name], source)
+    hypotheses = [hypothesis["tokens"] for sentence in found[0] for hypothesis in sentence]
+    assert seconds == 1.5 and [len(tokens) for tokens in hypotheses] == [16] * 6
+    generator = SequenceGenerator([models[name]], task.target_dictionary, beam_size=3, max_len_b=15, min_len=15)
+    plain = generator.generate([models[name]], {"net_input": {"src_tokens": source, "src_lengths": torch.tensor([16, 16])}})
+    for ours, theirs in zip(hypotheses, [hypothesis["tokens"] for sentence in plain for hypothesis in sentence], strict=True):
+        assert ours.equal(theirs)
+    features = {"fast_weight_transformer elu": 8, "fast_weight_transformer dpfp": 32}
+    if name in features:  # memories and sums of two heads, of six rows and of two sources
+        assert size == 4 * (6 + 2) * 2 * features[name] * (8 + 1)
