@@ -38,11 +38,8 @@ def load_model(checkpoint, data, command: str, architectures: tuple[str, ...]):
 
 
 def architecture(checkpoint) -> str | None:
-    """Returns the name of the model's architecture, from the options in the checkpoint."""
-    from fairseq import checkpoint_utils
-
+    """Returns the name of the model's architecture, from the options in the checkpoint, which was read last."""
     from ..patches.checkpoints.reading import model_options
 
-    checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint))
     options = model_options.get(str(checkpoint), {})
     return options.get("_name") or options.get("arch")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hostcuda import SCHEDULES, guarded, sanitized_launch
@@ -119,3 +121,20 @@ def test_compiles_without_spills(arch):
         macros = kernel.defines(dtype, aligned, 1024, 96)
         found = compile_check("gathered.cu", macros, arch)["feed_forward"]
         assert found["spill_stores"] == found["spill_loads"] == 0 and found["registers"] <= 64, (macros, found)
+
+
+def test_counters_are_made_once_for_each_stream_and_number(monkeypatch):
+    """Those that are made while a graph is recorded are the graph's own."""
+    stream, capturing, device = SimpleNamespace(cuda_stream=5), [False], torch.device("cuda", 3)
+    monkeypatch.setattr(kernel, "COUNTERS", {})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch, "zeros", lambda count, dtype, device: ([0] * count, dtype, device))
+    first = kernel.counters(device, 4)
+    assert first == ([0] * 4, torch.int32, device) and kernel.counters(device, 4) is first
+    assert kernel.counters(device, 2) == ([0] * 2, torch.int32, device)
+    stream.cuda_stream, capturing[0] = 6, True
+    recorded = kernel.counters(device, 4)
+    assert recorded is not first and kernel.counters(device, 4) is not recorded
+    here = kernel.counters(torch.device("cpu"), 4)
+    assert kernel.counters(torch.device("cpu"), 4) is here

@@ -121,6 +121,7 @@ def evaluates(file: Path) -> bool:
         ("{'a': [1, None], 'b': True}", {"a": [1, None], "b": True}),
         ("[(512, 3)] * 2 + [(1024, 3)]", [(512, 3), (512, 3), (1024, 3)]),
         ("'text'", "text"),
+        (f"[0] * {LONGEST}", [0] * LONGEST),
     ],
 )
 def test_literals_are_what_they_were(text, value):
