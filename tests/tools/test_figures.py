@@ -1,0 +1,58 @@
+"""The figures of the pages of results are what the commands on these pages draw today from the numbers beside them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from support.commands import ROOT
+
+from fw_fairseq.tools.bench import __main__ as bench
+from fw_fairseq.tools.plot import __main__ as plots
+
+RESULTS = Path("docs/results")
+OF_LOGS = {"retrieval_curves.svg", "retrieval_updates_curves.svg"}  # of runs whose logs are not kept
+IDS = re.compile(r"\b[mp][0-9a-f]{7,12}(_\w+)?\b")  # of the last digits of coordinates
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
+BY = re.compile(r"Matplotlib v([\d.]+)")
+
+
+def commands() -> dict[str, list[str]]:
+    """By figure the command that draws it. One may go on in the next line."""
+    found = {}
+    for page in sorted((ROOT / RESULTS).glob("*.md")):
+        for line in re.sub(r" \\\n\s+", " ", page.read_text()).splitlines():
+            words = line.split()
+            if words[:1] in (["fw-plot"], ["fw-bench"]) and (out := re.search(r"--(?:out|figure) docs/results/(\S+\.svg)", line)):
+                found[out[1]] = words
+    return found
+
+
+COMMANDS = commands()
+
+
+def test_every_figure_has_its_command():
+    assert {path.name for path in (ROOT / RESULTS).glob("*.svg")} == {*COMMANDS}
+    assert {name for name, words in COMMANDS.items() if words[1] == "curves"} == OF_LOGS
+
+
+@pytest.mark.parametrize("name", sorted({*COMMANDS} - OF_LOGS))
+def test_a_figure_is_what_its_command_draws(name, tmp_path, monkeypatch):
+    """To a hundredth of a typographical point."""
+    matplotlib = pytest.importorskip("matplotlib")
+    monkeypatch.chdir(ROOT)
+    kept, (program, command, *given) = (RESULTS / name).read_text(), COMMANDS[name]
+    if BY.search(kept)[1] != matplotlib.__version__:
+        pytest.skip(f"docs/results has figures of Matplotlib {BY.search(kept)[1]}")
+    drawn = tmp_path / name
+    if program == "fw-bench":
+        bench.COMMANDS[command].module.draw(json.loads(Path(given[given.index("--json") + 1]).read_text()), drawn)
+    else:
+        given[given.index("--out") + 1] = str(drawn)
+        plots.main([command, *given])
+    ours, theirs = (IDS.sub("id", text) for text in (drawn.read_text(), kept))
+    assert NUMBER.sub("0", ours) == NUMBER.sub("0", theirs)
+    numbers = [[float(number) for number in NUMBER.findall(text)] for text in (ours, theirs)]
+    assert numbers[0] == pytest.approx(numbers[1], abs=0.01)
