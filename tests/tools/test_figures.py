@@ -1,19 +1,20 @@
-"""The figures of the pages of results are what the commands on these pages draw today from the numbers beside them."""
+"""The figures of the documentation are what the commands on its pages draw today from the numbers beside them."""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
-from support.commands import ROOT
+from support.commands import ROOT, run, succeed
 
 from fw_fairseq.tools.bench import __main__ as bench
 from fw_fairseq.tools.plot import __main__ as plots
 
-RESULTS = Path("docs/results")
-OF_LOGS = {"retrieval_curves.svg", "retrieval_updates_curves.svg"}  # of runs whose logs are not kept
+OF_LOGS = {f"docs/results/{name}_curves.svg" for name in ("retrieval", "retrieval_updates")}  # of runs whose logs are not kept
+BY_HAND = {"docs/figures/architecture.svg", "docs/figures/generation.svg"}  # and by docs/figures/generation.py
 IDS = re.compile(r"\b[mp][0-9a-f]{7,12}(_\w+)?\b")  # of the last digits of coordinates
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
 BY = re.compile(r"Matplotlib v([\d.]+)")
@@ -22,10 +23,10 @@ BY = re.compile(r"Matplotlib v([\d.]+)")
 def commands() -> dict[str, list[str]]:
     """By figure the command that draws it. One may go on in the next line."""
     found = {}
-    for page in sorted((ROOT / RESULTS).glob("*.md")):
+    for page in sorted((ROOT / "docs").rglob("*.md")):
         for line in re.sub(r" \\\n\s+", " ", page.read_text()).splitlines():
             words = line.split()
-            if words[:1] in (["fw-plot"], ["fw-bench"]) and (out := re.search(r"--(?:out|figure) docs/results/(\S+\.svg)", line)):
+            if words[:1] in (["fw-plot"], ["fw-bench"]) and (out := re.search(r"--(?:out|figure) (docs/\S+\.svg)", line)):
                 found[out[1]] = words
     return found
 
@@ -34,8 +35,13 @@ COMMANDS = commands()
 
 
 def test_every_figure_has_its_command():
-    assert {path.name for path in (ROOT / RESULTS).glob("*.svg")} == {*COMMANDS}
+    assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.svg")} == {*COMMANDS} | BY_HAND
     assert {name for name, words in COMMANDS.items() if words[1] == "curves"} == OF_LOGS
+
+
+def test_the_picture_of_the_readme_is_of_the_report():
+    command = [sys.executable, "docs/figures/generation.py", "docs/results/cost.json"]
+    assert succeed(run(*command, cwd=ROOT)) == (ROOT / "docs" / "figures" / "generation.svg").read_text()
 
 
 @pytest.mark.parametrize("name", sorted({*COMMANDS} - OF_LOGS))
@@ -43,10 +49,10 @@ def test_a_figure_is_what_its_command_draws(name, tmp_path, monkeypatch):
     """To a hundredth of a typographical point."""
     matplotlib = pytest.importorskip("matplotlib")
     monkeypatch.chdir(ROOT)
-    kept, (program, command, *given) = (RESULTS / name).read_text(), COMMANDS[name]
+    kept, (program, command, *given) = Path(name).read_text(), COMMANDS[name]
     if BY.search(kept)[1] != matplotlib.__version__:
-        pytest.skip(f"docs/results has figures of Matplotlib {BY.search(kept)[1]}")
-    drawn = tmp_path / name
+        pytest.skip(f"the figures are of Matplotlib {BY.search(kept)[1]}")
+    drawn = tmp_path / "x.svg"
     if program == "fw-bench":
         bench.COMMANDS[command].module.draw(json.loads(Path(given[given.index("--json") + 1]).read_text()), drawn)
     else:
