@@ -4,6 +4,7 @@
 #   tests/mutation.sh --count 60 --seed 2               a sample of fw_fairseq/ and cuda/
 #   tests/mutation.sh --only ops/ --tests tests/ops     of some files, with some of the tests
 #   tests/mutation.sh --jobs 2 --keep found             two at a time; after a stop it goes on, and another sample starts at once
+#   tests/mutation.sh --jobs 2 --keep found --again     after you wrote tests: those of the sample that none noticed
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 PYTHONPATH=tests

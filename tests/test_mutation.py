@@ -55,6 +55,17 @@ def test_more():
     source = "from fw_fairseq.sums import more; print(more(2))"
     assert subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout == "4\\n"
 """
+MORE_TESTS = """from fw_fairseq.least import never
+from fw_fairseq.sums import half
+
+
+def test_half():
+    assert half(0) == 0 and half(1) < 1
+
+
+def test_never():
+    assert not never()
+"""
 
 
 def test_every_place_of_a_source_is_changed_once(tmp_path):
@@ -150,30 +161,45 @@ run.ROOT, run.IMPORTED = pathlib.Path({str(tmp_path)!r}), ()
 found = run.main(["--count", "9", "--seconds", "20", "--jobs", "2", "--keep", "found", *sys.argv[1:]])
 print({{end: sorted(map(str, mutants)) for end, mutants in found.items()}})
 """
-    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT / "tests")}
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, cwd=tmp_path, check=False
-        )
+
+    def mutation(*more):
+        environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT / "tests")}
+        return subprocess.run([sys.executable, "-c", script, *more], env=environment, capture_output=True, text=True, cwd=tmp_path)
+
+    def ends(*more):
+        done = mutation(*more)
         assert done.returncode == 0, done.stderr
-        assert ast.literal_eval(done.stdout.splitlines()[-1]) == {
+        return done.stdout, ast.literal_eval(done.stdout.splitlines()[-1])
+
+    for _ in range(2):
+        output, found = ends()
+        assert found == {
             "killed": ["fw_fairseq/sums.py:10 Add -> Sub", "fw_fairseq/sums.py:2 2 -> 3", "fw_fairseq/sums.py:2 Mult -> Div"],
             "survived": ["fw_fairseq/sums.py:6 2 -> 3", "fw_fairseq/sums.py:6 Div -> Mult"],
             "no test": ["fw_fairseq/least.py:2 True -> False"],
             "not alone": ["fw_fairseq/least.py:6 3 -> 4"],
         }
-        assert done.stdout.splitlines()[-2] == "3 killed, 1 no test, 1 not alone, 2 survived"
+        assert output.splitlines()[-2] == "3 killed, 1 no test, 1 not alone, 2 survived"
         (tests / "test_sums.py").write_text("raise SystemExit")  # nothing runs again
     assert (package / "sums.py").read_text().endswith("return x + x\n") and not (tmp_path / "output.txt").exists()
     (tests / "test_sums.py").write_text(TESTS)
-    other = subprocess.run(
-        [sys.executable, "-c", script, "--count", "3", "--seed", "5"], env=environment, capture_output=True, text=True, cwd=tmp_path
-    )
-    assert other.returncode == 0 and "one run of the tests" not in other.stdout
-    assert sum(map(len, ast.literal_eval(other.stdout.splitlines()[-1]).values())) == 3
+    output, found = ends("--count", "3", "--seed", "5")
+    assert "one run of" not in output and sum(map(len, found.values())) == 3
+    (tests / "test_more.py").write_text(MORE_TESTS)
+    output, found = ends("--again")
+    assert "one run of 1 changed test files" in output and output.splitlines()[-2] == "5 killed, 1 not alone, 1 survived"
+    assert found["survived"] == ["fw_fairseq/sums.py:6 2 -> 3"]
+    (tests / "test_more.py").unlink()
+    output, found = ends("--again", "--count", "8")
+    assert "one run of" not in output
+    assert output.splitlines()[-2] == "3 killed, 1 no test, 1 not alone, 2 survived", "tests that are gone are not chosen"
     (package / "sums.py").write_text("def double(x):\n    return 2 * x\n")
-    other = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, cwd=tmp_path)
-    assert other.returncode == 1 and "found has the results of other code" in other.stderr
+    assert (other := mutation()).returncode == 1 and "found has the results of other code" in other.stderr
+
+
+def test_a_sample_is_tried_again_only_where_it_was_kept():
+    with pytest.raises(SystemExit, match="--again needs --keep"):
+        run.main(["--again"])
 
 
 def test_tests_of_a_kernel():

@@ -6,7 +6,9 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import hashlib
 import importlib
+import json
 import multiprocessing
 import os
 import queue
@@ -23,7 +25,7 @@ from pathlib import Path
 
 import pytest
 
-from .marks import MODULE, Run, choose, marked, most_specific, read
+from .marks import MODULE, NEW, Run, add_reports, choose, drop_reports, marked, most_specific, read
 from .mutants import Mutant, mutants_of
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +92,8 @@ def in_a_copy_of_this_process(call, folder: Path, seconds: float) -> int | None:
 
 
 def run_with_marks(folder: Path, places: list[tuple[str, int]], tests: list[str], keep: Path, jobs: int) -> None:
-    """One run of the tests on a copy of the code with a mark at each line; ``keep`` gets what they write."""
+    """One run of the tests on a copy of the code with a mark at each line; ``keep`` gets what they write, beside what
+    earlier runs of other tests wrote."""
     lines: dict[str, dict[int, int]] = collections.defaultdict(dict)
     for number, (name, line) in enumerate(places):
         lines[name][number] = line
@@ -99,15 +102,41 @@ def run_with_marks(folder: Path, places: list[tuple[str, int]], tests: list[str]
     [site] = (folder / ".venv").glob("lib/python3*/site-packages")
     (site / "mutation_mark.py").write_text(MODULE)
     marks = keep / "marks"
-    shutil.rmtree(marks, ignore_errors=True)
-    marks.mkdir(parents=True)
+    marks.mkdir(parents=True, exist_ok=True)
     workers = ["--numprocesses", str(jobs), "--dist", "loadfile", "--no-loadscope-reorder"]
     command = [folder / ".venv" / "bin" / "python", "-m", "pytest", *tests, *workers, *MARKED]
     environment = os.environ | {"MUTATION_MARKS": str(marks), "PYTHONPATH": str(folder / "tests")}
     with (keep / "output.txt").open("w") as output:
         subprocess.run([*map(str, command)], cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False)
-    if not (marks / "reports.json").exists():
+    if not (marks / NEW).exists():
         raise SystemExit(f"the tests did not run; see {keep / 'output.txt'}")
+    add_reports(marks)
+
+
+def renew_marks(args, places: list[tuple[str, int]], keep: Path, temporary: Path) -> None:
+    """Runs the tests with marks whose files are not as they were when ``keep`` last saw them; at first, all."""
+    file, sums = keep / "tests.json", sums_of_tests(args.tests)
+    before = json.loads(file.read_text()) if file.exists() else {}
+    changed = [name for name in sums if sums[name] != before.get(name)]
+    gone = [name for name in before if not (ROOT / name).exists()]
+    if before:
+        drop_reports(keep / "marks", [*changed, *gone])
+    else:
+        shutil.rmtree(keep / "marks", ignore_errors=True)
+    if changed:
+        words = (
+            "the tests shows which reach which lines" if not before else f"{len(changed)} changed test files shows what they reach"
+        )
+        print(f"one run of {words}; its output: {keep / 'output.txt'}", flush=True)
+        folder = copy_of_the_repository(temporary / "marked")
+        run_with_marks(folder, places, changed if before else args.tests, keep, args.jobs)
+    file.write_text(json.dumps({name: sum_ for name, sum_ in (before | sums).items() if name not in gone}))
+
+
+def sums_of_tests(tests: list[str]) -> dict[str, str]:
+    """By file with tests the sum of its text."""
+    files = [file for name in tests for file in ([ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("test_*.py"))]
+    return {file.relative_to(ROOT).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)}
 
 
 class Failed:
@@ -186,6 +215,12 @@ def earlier(outcomes: Path) -> dict[int, str]:
     return {int(number): end for number, end, _ in (line.split("\t") for line in lines)}
 
 
+def forget(outcomes: Path) -> None:
+    """Keeps only the mutants that a test noticed, so that the others are tried again."""
+    lines = outcomes.read_text().splitlines(keepends=True) if outcomes.exists() else []
+    outcomes.write_text("".join(line for line in lines if line.split("\t")[1] == "killed"))
+
+
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tests/mutation.sh", description=__doc__)
     parser.add_argument("--count", type=int, default=30, help="mutants of the sample")
@@ -194,14 +229,18 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--tests", nargs="+", default=["tests"], help="tests that may be chosen, such as tests/ops")
     parser.add_argument("--seconds", type=int, default=30, help="for the tests of one mutant")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at the same time, and processes of the run with marks")
-    help_ = "folder for what is found: the same command goes on from there after a stop, and another sample starts at once"
+    help_ = """folder for what is found: the same command goes on from there after a stop, and another sample starts as soon as the
+        test files that have changed have run"""
     parser.add_argument("--keep", type=Path, help=help_)
+    parser.add_argument("--again", action="store_true", help="with --keep, try those again that no test noticed")
     return parser
 
 
 def main(arguments: list[str] | None = None) -> dict[str, list[Mutant]]:
     """Prints a line for each mutant and the sums, and returns the mutants by outcome."""
     args = parser().parse_args(arguments)
+    if args.again and not args.keep:
+        raise SystemExit("--again needs --keep, which names the folder with the outcomes of the sample")
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     sys.dont_write_bytecode = True
     sys.modules.setdefault("torchaudio", None)  # as tests with transformers do, before it looks for that
@@ -215,13 +254,13 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Mutant]]:
         keep = (args.keep or Path(temporary) / "keep").resolve()
         keep.mkdir(parents=True, exist_ok=True)
         check_code(keep, every)
-        if not (keep / "marks" / "reports.json").exists():
-            print(f"one run of the tests shows which reach which lines; its output: {keep / 'output.txt'}", flush=True)
-            folder = copy_of_the_repository(Path(temporary) / "marked")
-            run_with_marks(folder, places, args.tests, keep, args.jobs)
+        outcomes = keep / f"outcomes-{args.count}-{args.seed}.txt"
+        if args.again:
+            forget(outcomes)
+        if len(earlier(outcomes)) < len(mutants):
+            renew_marks(args, places, keep, Path(temporary))
         run = read(keep / "marks")
         tests = {place: run.tests.get(number, []) for number, place in enumerate(places)}
-        outcomes = keep / f"outcomes-{args.count}-{args.seed}.txt"
         found = run_mutants(args, mutants, run, tests, outcomes, Path(temporary))
     print(", ".join(f"{len(mutants)} {end}" for end, mutants in sorted(found.items())))
     return found

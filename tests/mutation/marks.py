@@ -50,6 +50,7 @@ def mark(number):
         os.close(place)
 '''
 STATEMENTS = "body", "orelse", "finalbody"
+ALL, NEW = "reports.json", "new.json"  # of the tests of all runs, and of the last run
 
 
 class Run(NamedTuple):
@@ -109,7 +110,7 @@ def first_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def read(folder: Path) -> Run:
     """What a run of the tests has written into the folder. A fixture's marks count for all tests of its file."""
-    reports = json.loads((folder / "reports.json").read_text())
+    reports = json.loads((folder / ALL).read_text())
     seconds = {name: report["seconds"] for name, report in reports.items() if report["outcomes"] == ["passed"]}
     files: dict[str, list[str]] = collections.defaultdict(list)
     for name in seconds:
@@ -120,6 +121,21 @@ def read(folder: Path) -> Run:
         name, _, phase = test.rpartition(" ")
         found[int(number)] |= {name} if phase == "(call)" else {name, *files[name.partition("::")[0]]}
     return Run(seconds, {number: sorted(names & seconds.keys()) for number, names in found.items()})
+
+
+def drop_reports(folder: Path, files: Iterable[str]) -> None:
+    """Forgets the tests of these files."""
+    if (folder / ALL).exists():
+        reports = json.loads((folder / ALL).read_text())
+        kept = {name: report for name, report in reports.items() if name.partition("::")[0] not in {*files}}
+        (folder / ALL).write_text(json.dumps(kept))
+
+
+def add_reports(folder: Path) -> None:
+    """Puts the reports of the last run beside those of earlier runs."""
+    before = json.loads((folder / ALL).read_text()) if (folder / ALL).exists() else {}
+    (folder / ALL).write_text(json.dumps(before | json.loads((folder / NEW).read_text())))
+    (folder / NEW).unlink()
 
 
 def choose(tests: Iterable[str], run: Run, seconds: float) -> list[str]:
@@ -165,7 +181,7 @@ class Reports:
         test["outcomes"] = sorted({*test["outcomes"], report.outcome})
 
     def pytest_sessionfinish(self) -> None:
-        (self.folder / "reports.json").write_text(json.dumps(self.tests))
+        (self.folder / NEW).write_text(json.dumps(self.tests))
 
 
 class Current:
