@@ -297,7 +297,7 @@ def check_sizes(args, *names: str) -> None:
 @functools.cache
 def parser_of(kind: type[FairseqDataclass]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    gen_parser_from_dataclass(parser, kind(), delete_default=True)
+    gen_parser_from_dataclass(parser, kind())
     return parser
 
 

@@ -36,7 +36,8 @@ class Pool:
         size = self.struct.size
         past = empty.expand(-1, -1, max(1, size), -1) if state is None else pack(*aggregates(state))
         self.running = empty if window else past.contiguous()
-        self.front, self.back = (past.contiguous(), torch.empty_like(past)) if size else (empty[:, :, :0], empty[:, :, :0])
+        self.front = past.contiguous() if size else empty[:, :, :0]
+        self.back = torch.empty_like(self.front)
         self.place()
 
     def place(self) -> None:

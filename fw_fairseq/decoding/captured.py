@@ -23,7 +23,7 @@ class CapturedGeneration(Generation):
 
     def __init__(self, decoder, incremental_state: dict, encoder_out: dict | None = None):
         super().__init__(decoder, incremental_state, encoder_out)
-        self.rows, self.count = 0, 0
+        self.count = 0
         self.graphs: Graphs | None = None
 
     @staticmethod

@@ -60,8 +60,7 @@ class KernelSource:
             q, row_map = attention.features(q.flatten(1).unsqueeze(0))[0].squeeze(2), AS_IS
         else:
             q = attention.feature_map.linear(q.unsqueeze(2)).squeeze(2)
-        q = q if q.stride(-1) == 1 else q.contiguous()
-        return q, self.memory, self.sums, self.order, attention.feature_map.eps, row_map
+        return q.contiguous(), self.memory, self.sums, self.order, attention.feature_map.eps, row_map
 
     def reorder(self, order: Tensor) -> None:
         """Gives row i the source of row ``order[i]``."""

@@ -26,7 +26,7 @@ def published(args, rule: str, layers: int, width: int, heads: int, ffn: int | N
     """Sets sizes and options; every published layer here has an output norm and no biases. Positions come from the recurrence."""
     choose_mixer(args, "fast_weight", update_rule=rule, feature_map="identity", bias_free=True, output_norm=True, **options)
     defaults(args, decoder_layers=layers, decoder_embed_dim=width, decoder_attention_heads=heads)
-    defaults(args, decoder_ffn_embed_dim=4 * width if ffn is None else ffn, activation_fn="gelu", decoder_normalize_before=True)
+    defaults(args, decoder_ffn_embed_dim=4 * width if ffn is None else ffn, activation_fn="gelu")
     defaults(args, no_token_positional_embeddings=True, share_decoder_input_output_embed=True)
     base_lm_architecture(args)
 

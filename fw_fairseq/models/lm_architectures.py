@@ -24,7 +24,7 @@ def additive_lm(args):
 def additive_lm_gpt2_small(args):
     """The shape of GPT-2 small, with additive attention in place of softmax attention."""
     choose_mixer(args, "additive")
-    defaults(args, decoder_normalize_before=True, no_scale_embedding=True, scale_output=True)
+    defaults(args, no_scale_embedding=True, scale_output=True)
     fast_weight_lm_gpt2_small(args)
 
 
@@ -57,7 +57,7 @@ def sru_lm(args):
     """A model of 6 SRU layers of width 512."""
     choose_mixer(args, "sru")
     defaults(args, decoder_layers=6, decoder_embed_dim=512, decoder_ffn_embed_dim=2048, decoder_attention_heads=1)
-    defaults(args, decoder_normalize_before=True, no_token_positional_embeddings=True, share_decoder_input_output_embed=True)
+    defaults(args, no_token_positional_embeddings=True, share_decoder_input_output_embed=True)
     base_lm_architecture(args)
 
 
@@ -116,21 +116,19 @@ def terraformer_parts(args) -> None:
     """Sets what all sizes of Terraformer share."""
     if "fast_weight" in chosen_mixers(args):
         defaults(args, update_rule="gated_delta")
-    defaults(args, output_sparsity=4, ffn_sru=32, reversible=True, dropout=0.1)
-    defaults(args, decoder_normalize_before=True, no_token_positional_embeddings=True)
+    defaults(args, output_sparsity=4, ffn_sru=32, reversible=True, dropout=0.1, no_token_positional_embeddings=True)
 
 
 def srupp_base(args) -> None:
     """Sets the sizes that both SRU++ architectures share."""
     choose_mixer(args, "srupp", srupp_width=768)
     defaults(args, decoder_layers=10, decoder_embed_dim=3072, decoder_ffn_embed_dim=0, decoder_attention_heads=1)
-    defaults(args, no_token_positional_embeddings=True, decoder_normalize_before=True)
+    defaults(args, no_token_positional_embeddings=True)
 
 
 def gpt2_like(args) -> None:
     """Sets norms before the layers, learned positions, tied embeddings, and logits divided by the square root of the width."""
-    defaults(args, decoder_normalize_before=True, decoder_learned_pos=True, share_decoder_input_output_embed=True)
-    defaults(args, no_scale_embedding=True, scale_output=True)
+    defaults(args, decoder_learned_pos=True, share_decoder_input_output_embed=True, no_scale_embedding=True, scale_output=True)
     base_lm_architecture(args)
 
 

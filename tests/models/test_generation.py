@@ -161,6 +161,12 @@ def test_the_states_of_a_generation_count():
     assert state_bytes(state) == 8 * 2 * model.state_size()
 
 
+@pytest.mark.parametrize("options", ONE_TOKEN, ids=label)
+def test_a_window_of_one_token_keeps_none(options):
+    _, state = generate(build(**options), draw(3, 5))
+    assert state[GENERATION] and state_bytes(state) == 0
+
+
 PADDED = [{"mixer": name} for name in ("fast_weight", "additive", "leap", "sru")] + [{"update_rule": "sum", "attention_norm": True}]
 
 

@@ -231,6 +231,11 @@ def test_layers_that_are_kept_keep_their_windows(sizes, expected):
     assert [layer.self_attn.mixer.window for layer in layers] == expected
 
 
+def test_all_layers_may_be_kept():
+    layers = build(mixer_pattern="softmax,fast_weight", decoder_layers=4, decoder_layers_to_keep="3,0,1,2").decoder.layers
+    assert [isinstance(layer.self_attn, MixerAttention) for layer in layers] == [False, True] * 2
+
+
 def test_layers_to_keep_must_be_there():
     with pytest.raises(ValueError, match="--decoder-layers-to-keep is '0,4'; the model has layers 0 to 3"):
         build(decoder_layers=4, decoder_layers_to_keep="0,4")
@@ -463,8 +468,10 @@ def test_refused_combinations(message, options):
 
 
 def test_refused_width():
-    with pytest.raises(ValueError, match="--decoder-embed-dim is 30; it must be a multiple of --decoder-attention-heads, 4"):
-        FastWeight(30, 4, FastWeightConfig())
+    """By a mixer, and by a model whose layers are all fairseq's."""
+    for make in (lambda: FastWeight(30, 4, FastWeightConfig()), lambda: build(mixer="softmax", decoder_embed_dim=30)):
+        with pytest.raises(ValueError, match="--decoder-embed-dim is 30; it must be a multiple of --decoder-attention-heads, 4"):
+            make()
 
 
 @pytest.mark.parametrize("prescale", [False, True])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from fairseq import models as registered
 from fairseq.modules import MultiheadAttention
+from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 from fairseq.sequence_generator import SequenceGenerator
 from support.draws import PLAIN
 from support.language_models import ERASING, NON_NEGATIVE, assert_close, make_task
@@ -16,6 +17,7 @@ from support.language_models import ERASING, NON_NEGATIVE, assert_close, make_ta
 from fw_fairseq.config import ATTENTIONS, FastWeightTransformerConfig, linear_attentions
 from fw_fairseq.decoding import GENERATION, Generation
 from fw_fairseq.feature_maps import FEATURE_MAPS
+from fw_fairseq.models.fast_weight_transformer import TranslationDecoder
 from fw_fairseq.modules import LinearAttention
 from fw_fairseq.tools.bench.measure import state_bytes
 
@@ -406,6 +408,37 @@ def test_decoder_layers_that_are_kept_keep_mixers_and_windows():
     assert [layer.self_attn.mixer.window for layer in layers] == [4, 16, 0]
 
 
+def test_a_window_of_all_positions_is_all_of_the_past():
+    """Learned positions limit a translation, and no state carries over to the next one."""
+    positions = {"decoder_learned_pos": True, "max_target_positions": 64}
+    layers = build("decoder", mixer="additive", window_sizes="63,64", **positions).decoder.layers
+    assert [layer.self_attn.mixer.window for layer in layers] == [63, 0]
+
+
+@pytest.mark.parametrize("given, looks", [({}, True), ({"no_encoder_attn": True}, False)])
+def test_a_decoder_looks_at_a_source_unless_it_is_told_not_to(given, looks):
+    """As fairseq's decoder, which other projects build themselves."""
+    args = Namespace(**SMALL)
+    registered.ARCH_CONFIG_REGISTRY["fast_weight_transformer"](args)
+    decoder = TranslationDecoder(args, make_task(40).target_dictionary, torch.nn.Embedding(40, 32, 1), **given)
+    assert [layer.encoder_attn is not None for layer in decoder.layers] == [looks] * 2
+
+
+def test_an_encoder_layer_keeps_no_copies_of_its_weights(monkeypatch):
+    """fairseq 0.12.2 makes them, as parameters that nothing reads."""
+    make = TransformerEncoderLayerBase.__init__
+
+    def with_copies(layer, *args, **options):
+        make(layer, *args, **options)
+        for part in ("in_proj", "out_proj", "fc1", "fc2"):
+            for kind in ("weight", "bias"):
+                layer.register_parameter(f"{part}_{kind}", torch.nn.Parameter(torch.ones(2)))
+
+    expected = [name for name, _ in build().encoder.named_parameters()]
+    monkeypatch.setattr(TransformerEncoderLayerBase, "__init__", with_copies)
+    assert [name for name, _ in build().encoder.named_parameters()] == expected
+
+
 SPARSE = {"ffn_sparsity": 4, "qkv_sparsity": 4, "output_sparsity": 3, "ffn_sru": 5}
 FRONT = {"source_in_front": True}
 BEFORE = {"encoder_normalize_before": True, "decoder_normalize_before": True}
@@ -461,6 +494,15 @@ def test_the_source_stands_in_front_of_the_target_without_padding_between():
         for layer in model.decoder.layers.children():
             x, *_ = layer(x)
         assert_close(model.decoder.output_layer(x[length:, 0]), logits(model, source, target)[row])
+
+
+@torch.no_grad()
+def test_a_source_in_front_may_have_no_mask():
+    """fairseq's decoders take an empty list in its place, where no word is padding."""
+    model, target = build("decoder", **FRONT), draw(5, 5)
+    encoded = model.encoder(draw(6, 6))
+    expected = model.decoder(target, encoder_out=encoded)[0]
+    assert_close(model.decoder(target, encoder_out=encoded | {"encoder_padding_mask": []})[0], expected)
 
 
 def test_the_terraformer_has_no_cross_attention_and_two_attentions():

@@ -92,6 +92,24 @@ def test_a_source_that_no_token_has_read_is_no_state(kernels):
     torch.testing.assert_close((state.memory, state.normaliser), (want.memory, want.normaliser))
 
 
+@pytest.mark.parametrize(
+    "order, sentences, beam",
+    [([1, 0, 3, 2], [0, 1], 2), ([0, 2, 1, 3], [0, 1, 0, 1], 1), ([3, 2, 1], [1, 1, 0], 1), ([2, 3], [1], 2)],
+    ids=str,
+)
+@torch.no_grad()
+def test_rows_of_a_sentence_share_its_memory_while_they_stand_side_by_side(kernels, order, sentences, beam):
+    model = build(**OPTIONS["elu"])
+    encoded, attention = model.encoder(draw(6, 9)), model.decoder.layers[0].encoder_attn
+    source = KernelSource(attention, None, encoded)
+    source(torch.randn(4, 32))
+    source.reorder(torch.tensor(order))
+    [(_, state)] = source.states()
+    want = attention.summarise(encoded["encoder_out"][0], encoded["encoder_padding_mask"][0])
+    assert state.beam == beam
+    torch.testing.assert_close((state.memory, state.normaliser), (want.memory[sentences], want.normaliser[sentences]))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPTIONS)
 def test_graphs_on_a_device(name, monkeypatch):

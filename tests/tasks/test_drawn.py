@@ -74,6 +74,20 @@ def test_no_batch_is_drawn_twice_but_those_that_score():
     assert [next(again)["net_input"]["src_tokens"].tolist() for _ in range(2)] == [x.tolist() for x in drawn[-2:]]
 
 
+@pytest.mark.parametrize(
+    "split, epoch, index, seed",
+    [("train", 1, 0, 3_000_000_000), ("train", 3, 1, 3_000_000_005), ("valid", 3, 0, 4_000_000_000), ("test", 1, 0, 5_000_000_000)],
+)
+def test_a_run_of_another_version_draws_the_same_batches(split, epoch, index, seed):
+    """Results can be had again, and a checkpoint, which has the number of its batch only, goes on with the next one."""
+    task = tracking(updates_per_epoch=2, evaluation_sequences=3, evaluation_length=0)
+    task.load_dataset(split)
+    task.dataset(split).set_epoch(epoch)
+    expected = torch.randint(2, (3, 9), generator=torch.Generator().manual_seed(seed))
+    found = task.dataset(split)[index]["net_input"]["src_tokens"] - task.source_dictionary.nspecial
+    assert torch.equal(found, expected)
+
+
 def test_a_batch_as_fairseq_takes_it():
     task = mqar()
     *_, found = batch(task)

@@ -117,6 +117,14 @@ def test_the_least_that_windows_may_be():
     assert [batch["net_input"]["src_tokens"].tolist() for batch in batches] == [[[EOS]], *([[token]] for token in range(5))]
 
 
+@pytest.mark.parametrize(
+    "options, most", [({}, 64), ({"batch_size": 70}, 70), ({"max_tokens": 16}, 2), ({"max_tokens": 15}, 1), ({"max_tokens": 3}, 1)]
+)
+def test_the_number_of_windows_at_once(options, most):
+    """As many as --max-tokens and --batch-size allow, and one where the first is less than a window."""
+    assert max(len(batch["id"]) for batch in windows(300, **options)) == most
+
+
 def test_validation_on_the_text_of_training_has_memories_of_its_own():
     """With fewer rows, and in the middle of the training text."""
     task, model, text = stateful(tokens_per_sample=8), build(no_token_positional_embeddings=True), random_text()
