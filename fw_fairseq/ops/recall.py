@@ -67,5 +67,4 @@ def after_erasures_and_decay(q: Tensor, k: Tensor, f: Tensor, e: Tensor) -> Tens
 
 def solve(scores: Tensor, erase: Tensor) -> Tensor:
     """The solution a of a (I + erase) = scores, erase (B,H,T,T) below the diagonal."""
-    unit = erase + torch.eye(erase.shape[-1], dtype=erase.dtype, device=erase.device)
-    return torch.linalg.solve_triangular(unit, scores, upper=False, left=False, unitriangular=True)
+    return torch.linalg.solve_triangular(erase, scores, upper=False, left=False, unitriangular=True)

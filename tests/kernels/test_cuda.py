@@ -14,7 +14,7 @@ from fw_fairseq.ops import FastWeightState, fast_weight
 from fw_fairseq.ops.chunkwise.scan import chunk_form
 from fw_fairseq.ops.kernels import families
 from fw_fairseq.ops.kernels.launch import log_once, look_up
-from fw_fairseq.row_map import AS_IS, RowMap
+from fw_fairseq.row_map import AS_IS, MAPS, RowMap
 from fw_fairseq.rules import RULES, Coefficients
 
 NAMES = ("q", "k", "v", "f", "z", "e", "w", "memory")
@@ -158,6 +158,19 @@ def test_where_the_map_is_applied(stand_in, monkeypatch, attention_norm, refused
 
     assert_same(results("cuda"), results("chunkwise"), 1e-5)
     assert seen[-1] == (row_map if fused else AS_IS)
+
+
+def test_nothing_is_said_of_a_map_that_kernels_have_or_that_they_do_not_wait_for(stand_in, monkeypatch, caplog):
+    """One that they have may run before them, and one that they lack may not be what keeps them from running."""
+    log_once.cache_clear()
+    monkeypatch.setattr(families.FAMILIES["all"], "supported", lambda *inputs: None if inputs[-1] == AS_IS else "no map here")
+    monkeypatch.setitem(MAPS, "square", lambda x, nu: x.square())
+    with caplog.at_level(logging.WARNING):
+        fast_weight(**draw_inputs(SHAPE, torch.float32), rule="sum", feature_map=RowMap("elu"))
+        assert PRECISIONS == ["exact"] and not caplog.records
+        fast_weight(**draw_inputs(SHAPE), rule="sum", feature_map=RowMap("square"))
+    [record] = caplog.records
+    assert PRECISIONS == ["exact"] and record.message.endswith(", not for torch.float64; running the PyTorch form instead")
 
 
 @pytest.mark.parametrize("used", ["y", "memory"])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import doctest
+from dataclasses import replace
 
 import pytest
 import torch
 
 from fw_fairseq.ops import FastWeightState, RowMap, fast_weight, operation
-from fw_fairseq.rules import Coefficients, Rule
+from fw_fairseq.rules import RULES, Coefficients, Rule
 
 B, H, T, K, V = 2, 3, 4, 5, 6
 Q, KEYS, VALUES, BETA = torch.rand(B, H, T, K), torch.rand(B, H, T, K), torch.rand(B, H, T, V), torch.rand(B, H, T)
@@ -70,6 +71,17 @@ def test_one_sentence_per_mistake(change, message):
     with pytest.raises(ValueError, match=message) as error:
         fast_weight(**(CALL | change))
     assert "\n" not in str(error.value)
+
+
+def test_a_rule_of_steps_alone(monkeypatch):
+    """It has neither chunks nor kernels; the others run its steps."""
+    monkeypatch.setitem(RULES, "steps", replace(RULES["fwm"], sequence=None))
+    want, _ = fast_weight(**CALL | dict(rule="fwm"), backend="recurrent")
+    for backend in ("auto", "recurrent"):
+        assert torch.equal(fast_weight(**CALL | dict(rule="steps"), backend=backend)[0], want)
+    for backend, form in (("chunkwise", "chunk form"), ("cuda", "kernel")):
+        with pytest.raises(ValueError, match=rf"^rule 'steps' has no {form}; use backend='auto' or 'recurrent'$"):
+            fast_weight(**CALL | dict(rule="steps"), backend=backend)
 
 
 def test_the_unchanged_call_works():

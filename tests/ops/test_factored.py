@@ -78,6 +78,16 @@ def test_never_larger_than_the_memory():
     assert sizes == [3 * 2 * min(t * (K + V), K * V) for t in range(1, TOKENS + 1)]
 
 
+def test_gates_of_two_features():
+    """They decay keys, which are narrower than the values."""
+    shape = (2, 1, TOKENS, 2, 8)
+    inputs, gates = draw_inputs(shape), draw_gates(RULES["decay"], shape)
+    y, states = decode("decay", inputs, gates)
+    whole, last = fast_weight(**inputs, rule="decay", gates=gates, backend="recurrent")
+    assert isinstance(states[0].memory, Factors)
+    torch.testing.assert_close((y, states[-1].memory), (whole, last.memory), rtol=TOLERANCE, atol=TOLERANCE)
+
+
 def test_a_longer_piece_and_explicit_backends_have_the_memory_itself():
     inputs, gates = draw("delta", False)
     q, k, v = inputs.values()

@@ -469,6 +469,16 @@ def test_smallest_gates_that_run_in_fp32(share):
     assert_same(results(torch.float32, "chunkwise"), results(torch.float64, "recurrent"), 2e-4, smallest=1.0)
 
 
+def test_strengths_of_writes_beside_gates_of_all_channels(monkeypatch):
+    """In fp32, where no gate is small."""
+    rule = Rule(
+        equation="", source="", gates={"f": Gate("K"), "z": Gate("V"), "w": Gate()},
+        coefficients=lambda f, z, w: Coefficients(f=f, z=z, w=w),
+    )  # fmt: skip
+    monkeypatch.setitem(RULES, "written", rule)
+    compare("written", SHAPE, FLOAT32, dtype=torch.float32, with_state=True)
+
+
 def test_plan_covers_every_token_once():
     """Chunks in fp32 where their gates allow, in float64 where one does not, and for the rest of an odd length."""
     shape = (1, 1, 163, 2, 2)

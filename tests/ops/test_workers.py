@@ -7,11 +7,11 @@ import contextlib
 import pytest
 import torch
 from support.commands import preloaded
-from support.draws import CASES, FITTING, assert_same, draw_gates, draw_inputs, draw_state
+from support.draws import CASES, FITTING, assert_same, draw_gates, draw_inputs, draw_state, run_with_gradients
 from torch import distributed
 
 from fw_fairseq.ops import FastWeightState, RowMap, fast_weight
-from fw_fairseq.rules import RULES
+from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
 
 ENDS = [0, 21, 57, 70]  # where the parts of three workers begin and end
 SHAPE = (2, 2, ENDS[-1], 4, 3)
@@ -120,6 +120,22 @@ def test_three_workers_equal_one(one_thread, parts, case):
     tolerance = {torch.bfloat16: 2e-2, torch.float32: 2e-5}[case[3]] if len(case) == 4 else 1e-6 if "reset" in case[2] else 1e-10
     want = run(case, slice(0, SHAPE[2]), lambda x: x.sum(0))
     assert_same(together([part[name(case)] for part in parts]), want, tolerance)
+
+
+def test_gates_of_values_beside_an_erase(one_thread, monkeypatch, tmp_path):
+    """The erase changes what is left of the memory that a worker starts from, here the only one."""
+    given = {"z": Gate("V"), "beta": Gate()}
+    rule = Rule(equation="", source="", gates=given, coefficients=lambda z, beta: Coefficients(z=z, e=beta, w=beta))
+    monkeypatch.setitem(RULES, "both", rule)
+    inputs, gates, state = draw_inputs(SHAPE), draw_gates(rule, SHAPE), draw_state(rule, SHAPE)
+
+    def results(**options):
+        leaves = inputs | gates | {"memory": state.memory}
+        return run_with_gradients(leaves, lambda: fast_weight(**inputs, rule="both", gates=gates, state=state, **options))
+
+    with worker_of(0, 1, tmp_path) as group:
+        found = results(group=group)
+    assert_same(found, results(backend="recurrent"), 1e-10)
 
 
 def test_mistakes(tmp_path):

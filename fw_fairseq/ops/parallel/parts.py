@@ -28,7 +28,9 @@ BLOCKS = 2  # parts for each processor, which runs so many blocks of the kernels
 def choose_parts(sequences: int, tokens: int, processors: int, erase: bool = False, gradients: bool = True) -> int:
     """The number of parts: enough that every processor of the device has two; 1 where that does not pay. The parts run twice, with
     erase three times, but backwards once."""
-    count = min(BLOCKS * processors // sequences, tokens // SHORTEST) if sequences and tokens >= LEAST else 1
+    if not sequences or tokens < LEAST:
+        return 1
+    count = min(BLOCKS * processors // sequences, tokens // SHORTEST)
     return count if count >= (6 if erase and not gradients else 4) else 1
 
 
