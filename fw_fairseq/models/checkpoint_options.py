@@ -25,6 +25,8 @@ def keep_layers(args, kind: type = FastWeightConfig) -> None:
     numbers = sorted(map(int, kept.split(",")))
     if not {*numbers} <= {*range(layers)}:
         raise Mistake(f"--decoder-layers-to-keep is {kept!r}; the model has layers 0 to {layers - 1}")
+    if len({*numbers}) < len(numbers):
+        raise Mistake(f"--decoder-layers-to-keep is {kept!r}; each layer can be kept only once")
     if len(numbers) == layers:
         return
     config = read_config(kind, args)

@@ -239,6 +239,9 @@ def test_all_layers_may_be_kept():
 def test_layers_to_keep_must_be_there():
     with pytest.raises(ValueError, match="--decoder-layers-to-keep is '0,4'; the model has layers 0 to 3"):
         build(decoder_layers=4, decoder_layers_to_keep="0,4")
+    for twice in ("0,0", "0,1,2,2"):
+        with pytest.raises(ValueError, match=f"--decoder-layers-to-keep is '{twice}'; each layer can be kept only once"):
+            build(decoder_layers=len(twice.split(",")), decoder_layers_to_keep=twice)
 
 
 def shapes(arch: str, words: int, **given) -> dict:
