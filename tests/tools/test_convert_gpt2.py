@@ -143,22 +143,22 @@ def test_what_an_old_configuration_leaves_out_is_that_of_gpt2(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, taken, refused",
+    "name, taken, refused, allowed",
     [
-        ("layer_norm_epsilon", 1e-5, 2e-5),
-        ("scale_attn_weights", True, False),
-        ("scale_attn_by_inverse_layer_idx", False, True),
-        ("add_cross_attention", False, True),
-        ("tie_word_embeddings", True, False),
-        ("eos_token_id", 0, 50257),
-        ("n_layer", 1, 0),
+        ("layer_norm_epsilon", 1e-5, 2e-5, "fw-convert takes: 1e-05"),
+        ("scale_attn_weights", True, False, "fw-convert takes: True"),
+        ("scale_attn_by_inverse_layer_idx", False, True, "fw-convert takes: False"),
+        ("add_cross_attention", False, True, "fw-convert takes: False"),
+        ("tie_word_embeddings", True, False, "fw-convert takes: True"),
+        ("eos_token_id", 0, 50257, "fw-convert takes: 0 to 50256"),
+        ("n_layer", 1, 0, "it must be a number of at least 1"),
     ],
 )
-def test_options_that_gpt2_may_have(name, taken, refused, tmp_path):
+def test_options_that_gpt2_may_have(name, taken, refused, allowed, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMALLEST | {name: taken}))
     assert gpt2_config(tmp_path)[name] == taken
     (tmp_path / "config.json").write_text(json.dumps(SMALLEST | {name: refused}))
-    with pytest.raises(ValueError, match=f"config.json has {name} = {refused}"):
+    with pytest.raises(ValueError, match=f"config.json has {name} = {refused}; {allowed}$"):
         gpt2_config(tmp_path)
 
 

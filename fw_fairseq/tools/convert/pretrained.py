@@ -173,7 +173,10 @@ def gpt2_config(folder: Path) -> dict:
     }
     for name, allowed in needed.items():
         if config.get(name) not in allowed:
-            listed = allowed if isinstance(allowed, range) else ", ".join(str(value) for value in allowed if value is not None)
+            if isinstance(allowed, range):
+                listed = f"{allowed[0]} to {allowed[-1]}"
+            else:
+                listed = ", ".join(str(value) for value in allowed if value is not None)
             raise Mistake(f"{path} has {name} = {config.get(name)!r}; fw-convert takes: {listed}")
     return config
 
