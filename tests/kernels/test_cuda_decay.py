@@ -51,6 +51,19 @@ def test_a_thread_holds_enough_of_a_memory_and_not_too_much(table, first, least)
         assert first > K or least <= K * V // (32 * k_warps * v_warps) <= 2 * least
 
 
+@pytest.mark.parametrize("width, backward", [(64, False), (128, False), (64, True)])
+def test_a_warp_has_half_as_much_of_a_memory_in_fp32(width, backward):
+    """As in 16 bits, where operands take half as many registers."""
+
+    def share(precision: str) -> int:
+        given = (width, width, precision)
+        none = (True, True, lambda chunks: 0, common.SHARED)
+        tile = decay_tiles.choose_backward(*given, *none)[0] if backward else decay_tiles.choose_forward(*given)
+        return width * tile.V // (tile.k_warps * tile.v_warps)
+
+    assert 2 * share("exact") == share("bf16")
+
+
 # Widths of one tile and of several, padded ones, keys shared by several warps, every type.
 @pytest.mark.parametrize(
     "K, V, dtype",

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hostcuda import Recorder
 from support.draws import assert_same
+from support.emulated import emulated
 from support.kernel_rules import CHANNEL_RULES, KERNEL_RULES, STEP_RULES, coefficients_of
 
 from fw_fairseq.ops import fast_weight
@@ -60,6 +62,16 @@ def test_what_no_family_computes(emulate, shapes, said):
     assert reason.startswith(f"backend='cuda' has no kernel for {said} together; its families compute linear: f per token, ")
     with pytest.raises(ValueError, match="has no kernel for"):
         recurrence.run_kernels(q, q, q, coefficients, memory)
+
+
+@pytest.mark.parametrize("dtype, number", [(torch.bfloat16, 0), (torch.float16, 1), (torch.float32, 2)])
+@pytest.mark.parametrize("shapes", [{}, dict(f=X), dict(e=T), dict(f=X, e=T)])
+def test_products_are_as_exact_as_the_inputs(dtype, number, shapes):
+    """fp16 is multiplied in tf32, which holds it and a wider range; the numbers are those of cuda/tile.cuh."""
+    rows, memory = (torch.randn(X).to(dtype).requires_grad_() for _ in range(3)), torch.zeros(1, 2, 4, 4)
+    with emulated(Recorder()) as recorder:
+        recurrence.run_kernels(*rows, given(**shapes), memory)[0].sum().backward()
+    assert [launched.defines["FW_PRECISION"] for launched in recorder.launches] == [number] * 2
 
 
 @pytest.mark.parametrize("shapes, said", [(dict(w=X), "w per channel"), (dict(z=T, w=X), "z per token, w per channel")])

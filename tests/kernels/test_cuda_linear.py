@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hostcuda import SCHEDULES, EmulatorLaunch
+from hostcuda import SCHEDULES, EmulatorLaunch, Recorder
 from hostcuda.nvrtc import ARCHITECTURES, compile_check
-from support.cuda_scan import GATES, compare, draw, launches
+from support.cuda_scan import GATES, PRECISION, compare, draw, launches
 from support.draws import assert_same
 
 from fw_fairseq.ops import fast_weight
 from fw_fairseq.ops.kernels import common, launch, linear, recurrence
 from fw_fairseq.ops.recurrent import step_form
+from fw_fairseq.row_map import RowMap
 from fw_fairseq.rules import RULES, Coefficients
 
 MAIN = [torch.bfloat16, torch.float32]
@@ -119,6 +120,27 @@ def test_what_has_no_kernel(emulate, monkeypatch, capability, key, dtype, messag
     q = torch.empty(1, 1, 2, key, dtype=dtype)
     reason = linear.supported(q, q, q, q[..., 0], None, None, None)
     assert reason is None if message is None else reason.startswith("backend='cuda' ") and message in reason
+
+
+def test_attention_normalisation_takes_more_shared_memory():
+    """The sum of the keys, which nothing else needs."""
+    q, v = torch.empty(1, 1, 2, 272), torch.empty(1, 1, 2, 64)
+    given = (q, q, v, None, None, None, None, RowMap("elu", 1, "sum"))
+    with launch.use(Recorder((8, 0))):
+        assert linear.supported(*given) is None
+        assert linear.supported(*given, divided=True).endswith("keys 272 wide; this device has 166912")
+
+
+@pytest.mark.parametrize("dtype, chunks", [(torch.bfloat16, 3), (torch.float32, 5)])
+def test_what_is_saved_for_the_backward(dtype, chunks):
+    """The memory before each of its chunks, padded, in the type of the products; and what divides reads."""
+    shape = (2, 3, 150, 20, 35)
+    assert {-(-150 // call.defines["FW_PART"]) for call in launches(linear, "gated", shape, dtype)[:1]} == {chunks}
+    given = (*draw("gated", shape, dtype).values(), PRECISION[dtype])
+    with launch.use(Recorder()):
+        saved = [((2, 3, chunks, 48, 32), dtype)]
+        assert linear.saved_like(*given) == saved
+        assert linear.saved_like(*given, divided=True) == [*saved, ((2, 3, chunks, 32), dtype), ((2, 3, 150), torch.float32)]
 
 
 PLACES = [(arch, 64) for arch in ARCHITECTURES if arch != "75"] + [("90", 32), ("90", 128)]

@@ -7,12 +7,31 @@ import torch
 from hostcuda import Recorder
 
 from fw_fairseq.ops.kernels import launch, step
-from fw_fairseq.ops.kernels.common import Divided, undivided
+from fw_fairseq.ops.kernels.common import Divided, in_units, undivided
 from fw_fairseq.ops.kernels.families import FAMILIES
 from fw_fairseq.row_map import AS_IS
 from fw_fairseq.rules import Coefficients
 
 BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    "dtype, start, width, strides, whole",
+    [
+        (FP32, 4, 8, (480, 160, 8), True),
+        (FP32, 0, 8, (484, 164, 12), True),
+        (FP32, 2, 8, (480, 160, 8), False),
+        (FP32, 0, 6, (480, 160, 8), False),
+        (FP32, 0, 8, (482, 160, 8), False),
+        (FP32, 0, 8, (480, 162, 8), False),
+        (FP32, 0, 8, (480, 160, 10), False),
+        (BF16, 0, 8, (480, 160, 8), True),
+        (BF16, 0, 8, (480, 160, 12), False),
+    ],
+)
+def test_rows_that_can_be_moved_16_bytes_at_a_time(dtype, start, width, strides, whole):
+    """All of them start at 16 bytes, those of other tokens, heads and sequences too, and are whole units."""
+    assert in_units(torch.empty(2000, dtype=dtype).as_strided((2, 3, 20, width), (*strides, 1), start)) is whole
 
 
 # 16 bytes a lane, up to a warp for a token, 256 threads a block.

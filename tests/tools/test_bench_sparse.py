@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -97,6 +98,25 @@ def test_weights_come_from_one_block():
     assert torch.equal(flat[: len(block)], block * 0.5) and flat[len(block)] == block[0] * 0.5
     assert not model.wide.bias.any() and model.norm.weight.tolist() == [1] * 4 and not model.norm.bias.any()
     assert not model.table.any()
+
+
+def test_weights_are_made_in_their_type():
+    """What is made after the model is in fp32 again."""
+    args = Namespace(contexts=[1], vocabulary=64, type="bf16")
+    try:
+        model = sparse.build_model(args, sparse.SIZES["tiny"], sparse.MODELS["dense"])
+        assert {x.dtype for x in model.parameters()} == {torch.bfloat16} and torch.zeros(1).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_each_token_that_is_timed_follows_the_one_before(monkeypatch):
+    """The first of them follows the context and the token that gave its buffers room."""
+    lengths: list[int] = []
+    monkeypatch.setattr(sparse, "timed", lambda call, device: call() or float(lengths[-1] ** 2))
+    model = SimpleNamespace(decoder=lambda tokens, incremental_state: lengths.append(tokens.shape[1]))
+    args = Namespace(steps=3, vocabulary=64, device="cpu")
+    assert sparse.time_tokens(args, model, {}, 5) == 8**2 and lengths == [7, 8, 9]
 
 
 def test_rows_of_one_feed_forward_layer(monkeypatch):

@@ -67,6 +67,16 @@ def test_softmax_reproduces_the_source(layout, dictionary, tmp_path):
     torch.testing.assert_close(logits(load(tmp_path / "out.pt", dictionary), tokens), logits(model, tokens), rtol=1e-5, atol=1e-5)
 
 
+def test_a_buffer_that_nothing_is_written_to_may_be_missing(dictionary, tmp_path):
+    model, _, state = source(LAYOUTS["adaptive"], dictionary)
+    unset = [name for name in state["model"] if name.endswith("_float_tensor")]
+    state["model"] = {name: x for name, x in state["model"].items() if name not in unset}
+    convert(save(state, tmp_path), tmp_path / "out.pt", "softmax")
+    tokens = torch.randint(4, 64, (3, 20))
+    torch.testing.assert_close(logits(load(tmp_path / "out.pt", dictionary), tokens), logits(model, tokens), rtol=1e-5, atol=1e-5)
+    assert len(unset) == 2
+
+
 @pytest.mark.parametrize("arch", ["transformer_lm_wiki103", "transformer_lm --decoder-normalize-before"])
 def test_a_checkpoint_of_the_published_kind(arch, dictionary, tmp_path):
     """adaptive_lm_wiki103.v2: a Namespace that misses later options, packed attention, no final norm, tied projections."""
@@ -310,6 +320,14 @@ def test_what_the_report_says_of_attention(plain, tmp_path):
     assert lines["feature_map.weight"][1:] == ("new", 2 * 4 * 8 * 8, "starts as the identity")
     lines = convert(plain[1], tmp_path / "favor.pt", "sum", feature_map="favor")
     assert {line.how for line in lines if "feature_map." in line.name} == {""}
+
+
+def test_the_report_counts_every_number_once(dictionary, tmp_path):
+    """Also where words share their embeddings with the output."""
+    _, _, state = source("--arch transformer_lm --share-decoder-input-output-embed", dictionary)
+    lines = convert(save(state, tmp_path), tmp_path / "out.pt", "decay")
+    tensors = torch.load(tmp_path / "out.pt", weights_only=True)["model"].values()
+    assert sum(line.parameters for line in lines) == sum({x.data_ptr(): x.numel() for x in tensors}.values())
 
 
 def test_the_table_has_columns_and_totals():

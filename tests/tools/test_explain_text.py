@@ -293,3 +293,23 @@ def test_a_picture_has_room_for_its_words_and_rows(tokens, window, tmp_path, mon
     box = axis.get_tightbbox()
     assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
     assert axis.get_title(loc="left") == f"What “word” ({tokens - 1}) reads; expected next: next 50%"
+
+
+def some_weights(tokens: int, heads: int) -> Shown:
+    return Shown(["word"] * tokens, [Part(layer, "delta", "read", torch.randn(heads, tokens)) for layer in (1, 2)], [("next", 0.5)])
+
+
+def test_the_colour_bar_of_a_tall_picture_is_not_tall(tmp_path, monkeypatch):
+    """A few centimetres."""
+    figures = []
+    monkeypatch.setattr(picture, "write_atomically", lambda path, write: figures.append(pyplot.gcf()))
+    draw("a title", [some_weights(4, 20)], tmp_path / "picture.png")
+    figures[0].draw_without_rendering()
+    axis, bar = figures[0].axes
+    assert 1 < bar.bbox.height / figures[0].dpi < 2.5 < axis.bbox.height / figures[0].dpi
+
+
+@pytest.mark.parametrize("name, start", [("x.svg", b"<?xml"), ("x.png", b"\x89PNG"), ("x", b"\x89PNG")])
+def test_the_ending_of_a_picture_decides_its_format(name, start, tmp_path):
+    draw("a title", [some_weights(2, 1)], tmp_path / name)
+    assert (tmp_path / name).read_bytes().startswith(start)

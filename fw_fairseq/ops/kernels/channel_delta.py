@@ -34,10 +34,10 @@ FIRSTS = 112  # bytes of the addresses that the backward keeps in shared memory
 TABLE = {
     (64, 2): Tiling(64, 1, 32, 32),
     (128, 2): Tiling(128, 1, 32, 16),
-    (256, 2): Tiling(64, 2, 16, 16),
+    (LARGEST_KEY, 2): Tiling(64, 2, 16, 16),
     (64, 4): Tiling(64, 1, 16, 16),
     (128, 4): Tiling(64, 2, 16, 16),
-    (256, 4): Tiling(32, 4, 16, 16),
+    (LARGEST_KEY, 4): Tiling(32, 4, 16, 16),
 }
 
 

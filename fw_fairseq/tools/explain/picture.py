@@ -37,7 +37,7 @@ def draw(title: str, readings: list[Shown], path: Path) -> None:
     figure, axes = pyplot.subplots(len(bands), figsize=size, squeeze=False, layout="constrained", gridspec_kw=ratios)
     for band, axis in zip(bands, axes[:, 0]):
         image = fill(axis, band, columns)
-    figure.colorbar(image, ax=list(axes[:, 0]), label=SCALE, shrink=min(1, 2.2 / size[1]), ticks=[-1, 0, 1], pad=0.01)
+    figure.colorbar(image, ax=list(axes[:, 0]), label=SCALE, shrink=2.2 / size[1], ticks=[-1, 0, 1], pad=0.01)
     if any(max(band.outside) > 0 for band in bands):
         handle = Patch(facecolor="white", edgecolor="0.6", hatch=HATCH, label="outside the window")
         figure.legend(handles=[handle], loc="outside lower right", fontsize=8, frameon=False)
