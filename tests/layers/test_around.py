@@ -15,6 +15,7 @@ from fw_fairseq.mixers.around.output import HeadNorm
 from fw_fairseq.mixers.around.rotation import rotated
 from fw_fairseq.ops.chunkwise import scan
 from fw_fairseq.ops.chunkwise.frames import ChannelGates, TokenGatesWithZeros
+from fw_fairseq.rules import RULES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 T, B, C, HEADS = 30, 3, 12, 4
@@ -263,6 +264,15 @@ def test_gates_are_made_as_published(rule):
         torch.testing.assert_close(gate[0].transpose(0, 1), want[name].double())
 
 
+@pytest.mark.parametrize(
+    "rule, rows",
+    [("sum", 3 * C), ("hgrn2", 3 * C), ("delta", 3 * C + 4), ("gdn2", 5 * C + C // HEADS), ("delta_product", 5 * C + 2 * 4)],
+)
+def test_a_projection_has_the_rows_that_are_read(rule, rows):
+    """hgrn2 makes its keys of its gates; gdn2 has two gates of channels, and one of a rank; delta_product writes twice."""
+    assert build(rule).in_proj.out_features == rows
+
+
 def test_where_published_gates_start():
     """Whatever the token for RWKV; the third of four layers, with heads of 16."""
     torch.manual_seed(0)
@@ -272,6 +282,10 @@ def test_where_published_gates_start():
     n, depth = torch.arange(64) / 63, 2 / 3
     slow = torch.exp(-torch.exp(-6 + 5 * n ** (0.7 + 1.3 * depth)))
     torch.testing.assert_close(made["rwkv6"]["f"][0].transpose(0, 1).flatten(1), slow.expand(9, -1))
+    only = FastWeight(64, 4, update_rule="rwkv6", **plain)  # the first of one layer, where nothing is said
+    torch.testing.assert_close(only.makers["f"].bias.detach(), -6 + 5 * n**0.7)
+    with pytest.raises(ValueError, match="in a model of one layer"):
+        FastWeight(64, 4, value_mixing_rank=2, **plain)
     x = (torch.arange(64) % 16 - 7.5) / 7.5
     decay = torch.sigmoid(-6 + 6 * n ** (1 + depth**0.3) + 0.5 + 2.5 * x * x.abs())
     torch.testing.assert_close(made["rwkv7"]["s"][0].transpose(0, 1).flatten(1), decay.expand(9, -1))
@@ -363,6 +377,15 @@ def test_refused(options, message):
     plain = {"update_rule": "sum", "feature_map": "identity", "feature_norm": "l2"}
     with pytest.raises(ValueError, match=message):
         FastWeight(C, HEADS, **plain | options)
+
+
+def test_the_refusal_of_rotary_positions_names_the_rules_that_have_them():
+    with pytest.raises(ValueError, match="use: ") as refused:
+        build("rwkv7", **ROTARY)
+    named = str(refused.value).rpartition("use: ")[2].split(", ")
+    assert named == [rule for rule in RULES if rule not in ("hgrn2", "rwkv7")]
+    for rule in named:
+        build(rule, **ROTARY)
 
 
 def test_several_workers_are_refused_where_tokens_before_are_needed():
