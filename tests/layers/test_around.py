@@ -273,6 +273,16 @@ def test_a_projection_has_the_rows_that_are_read(rule, rows):
     assert build(rule).in_proj.out_features == rows
 
 
+def test_where_gates_of_one_row_start():
+    """At 1/2, or at 0.007 where a write that erases is to begin small."""
+    starts = {"gated": {"g": 0}, "delta": {"beta": -5}, "gated_delta": {"g": 0, "beta": -5}, "fwm": {"beta": 0}}
+    starts |= {"kda": {"beta": 0}, "gdn2": {"b": 0, "w": 0}, "delta_product": {"beta": 0}}
+    for rule, gates in starts.items():
+        mixer = build(rule)
+        biases = dict(zip(mixer.sizes, mixer.in_proj.bias.split([*mixer.sizes.values()])))
+        assert {name: biases[name].unique().tolist() for name in gates} == {name: [start] for name, start in gates.items()}
+
+
 def test_where_published_gates_start():
     """Whatever the token for RWKV; the third of four layers, with heads of 16."""
     torch.manual_seed(0)
@@ -332,6 +342,31 @@ def test_a_channel_that_forgets_at_once_keeps_the_chunk_form(rule, name, monkeyp
     monkeypatch.setattr("fw_fairseq.rules.forms.FASTEST", math.inf)
     assert (mixer.operands(x).gates[name] == 0).any()
     torch.testing.assert_close(y, mixer(x)[0])
+
+
+def test_layers_with_parts_around_the_recurrence_are_not_plain():
+    parts = [{"short_conv": 4}, {"token_shift": True}, {"output_norm": True}, {"output_gate": True}, ROTARY, {"key_heads": 2}]
+    parts += [{"negative_eigenvalues": True}, {"value_mixing_rank": 1}]
+    assert not any(build("delta", **options).plain for options in parts)
+    plain = ["sum", "gated", "delta", "decay", "gated_delta"]
+    assert [rule for rule, entry in RULES.items() if entry.coefficients is not None and build(rule).plain] == plain
+
+
+def test_reads_may_be_divided_by_the_root_of_the_width_of_a_head():
+    mixer, x = build("sum"), torch.randn(T, B, C, dtype=torch.float64)
+    scaled = build("sum", scale_reads=True)
+    scaled.load_state_dict(mixer.state_dict())
+    scaled.out_proj = mixer.out_proj = torch.nn.Identity()
+    torch.testing.assert_close(scaled(x)[0], mixer(x)[0] / math.sqrt(3))
+
+
+def test_features_of_favor_without_any_norm_are_those_of_the_map():
+    """Nothing is divided out of them, since nothing would cancel it."""
+    mixer, x = FastWeight(C, HEADS, update_rule="sum", feature_map="favor", feature_norm="none"), torch.randn(T, B, C)
+    made = mixer.operands(x)
+    for found, rows in zip((made.q, made.k), mixer.in_proj(x).chunk(3, -1)):
+        torch.testing.assert_close(found, mixer.feature_map(mixer.by_head(rows)))
+    assert made.key_log_scale is None
 
 
 def test_negative_eigenvalues_double_what_erases():

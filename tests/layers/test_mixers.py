@@ -98,6 +98,15 @@ def test_statistics_are_those_of_a_training_forward_that_was_watched(rule):
     assert found.keys() == mixer.statistics().keys() and mixer.take_state_norm() is None
 
 
+def test_random_features_are_new_unless_they_are_kept():
+    mixer, x = MIXERS["fast_weight"](WIDTH, 2, feature_map="favor"), torch.randn(5, 3, WIDTH)
+    expected, _ = mixer.eval()(x)
+    mixer.train().redraw()
+    assert not mixer(x)[0].allclose(expected, rtol=0.01)
+    mixer.redraw(keep=True)
+    close(mixer(x)[0], expected)
+
+
 def test_a_row_of_padding_leaves_an_empty_state(mixer):
     x, padding = torch.randn(12, 3, WIDTH), torch.zeros(3, 12, dtype=torch.bool)
     padding[1] = True

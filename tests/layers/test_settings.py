@@ -72,6 +72,14 @@ def test_one_head_where_nothing_is_said():
     assert {kind(7).num_heads for kind in (Mixer, *MIXERS.values())} == {1}
 
 
+def test_what_layers_around_a_mixer_ask_of_it():
+    mixers = {name: kind(8) for name, kind in MIXERS.items()}
+    assert [name for name, mixer in mixers.items() if not mixer.takes_source] == ["srupp"]
+    assert not any(mixer.takes_shared or mixer.norms_residual for mixer in mixers.values())
+    assert FastWeight(8, value_mixing_rank=1, layers=2).takes_shared and not Sru(8, sru_projection=4).takes_source
+    assert MIXERS["additive"](8, pooling_form="published").norms_residual
+
+
 def test_a_mixer_beside_a_base_that_is_told_of_its_subclasses():
     told = []
 
