@@ -124,7 +124,7 @@ class Cache:
         for name, value in state.items():
             setattr(self, name, value)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
         """Returns how many tokens were read, padding included."""
         return self.length
 

@@ -60,7 +60,7 @@ class FastWeight(Projected):
         self.norm = HeadNorm(self.head_dim) if config.output_norm else None
         self.read_scale = self.head_dim**-0.5 if config.scale_reads else 1.0
         strength = [] if self.rule.coefficients is None else ["write_strength"]
-        self.watched, self.keeps_state_norm = False, False  # see ``watch``
+        self.watched = False  # see ``watch``
         self.state_norm: Tensor | None = None  # with its gradient
         names = [*(f"gate_{name}" for name in self.rule.gates), *strength, "state_norm"]
         self.last_statistics: dict[str, Tensor | None] = dict.fromkeys(names)

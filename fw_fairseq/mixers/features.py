@@ -93,7 +93,7 @@ def check_around(config, rule: Rule, heads: int) -> None:
     if config.negative_eigenvalues and not any(gate.erases for gate in rule.gates.values()):
         able = ", ".join(n for n, r in RULES.items() if any(gate.erases for gate in r.gates.values()))
         raise Mistake(f"--negative-eigenvalues is for rules that erase; leave it out, or use one of: {able}")
-    if key_heads and (key_heads > heads or heads % key_heads):
+    if key_heads and heads % key_heads:
         raise Mistake(f"--key-heads is {key_heads}; it must divide the number of heads, {heads}")
     if config.token_shift_rank and not config.token_shift:
         raise Mistake(f"--token-shift-rank is {config.token_shift_rank}; that is for --token-shift: add it, or leave this out")
@@ -137,7 +137,7 @@ def check_start(config, rule: Rule) -> None:
         raise Mistake(f"--write-strength-init is {start}, a bias; leave it out, or leave --bias-free out")
 
 
-def initial_bias(gate: Gate, count: int, write_strength: float = 0.0) -> Tensor:
+def initial_bias(gate: Gate, count: int, write_strength: float) -> Tensor:
     """The bias of each of ``count`` gates: that of ``write_strength`` where it is given and this gate is one, else the gate's own,
     a constant, 0 for None, or uniform gate initialisation."""
     if write_strength and gate.writes:

@@ -82,11 +82,11 @@ class View(NamedTuple):
         """Returns which keys each query sees, (B or 1,t,s)."""
         back = self.of_queries(self.order(), queries)[..., None] - self.order()[:, None, keys]
         limits = self.most if self.limits is None else self.limits[:, queries, None]
-        seen = (back >= 0) & (self.distances(queries, keys) <= limits)
+        seen = self.distances(queries, keys) <= limits
         if not self.one_text:
             texts = self.texts[:, None, keys]
             seen = seen & (texts >= 0) & (texts == self.of_queries(self.texts, queries)[..., None])
-        return seen | (back == 0)  # padding sees itself, because a softmax needs at least one key
+        return torch.where(back > 0, seen, back == 0)  # padding sees itself, because a softmax needs at least one key
 
     def order(self) -> Tensor:
         """Returns the numbers of the tokens, (1,S)."""

@@ -46,7 +46,7 @@ class Pooled(Mixer):
     settings = settings_of(pooling_form=Setting("adapted", choices=FORMS), pooling_dropout=Setting(0.0, least=0, below=1))
     options = (*settings, "window_sizes")
 
-    def __init__(self, embed_dim: int, heads: int = 1, config=None, window: int = 0, **given):
+    def __init__(self, embed_dim: int, heads: int, config, window: int, **given):
         super().__init__(embed_dim, heads)
         if window < 0:
             raise Mistake(f"window is {window}; it must be a number of tokens, or 0 for all before")

@@ -15,6 +15,7 @@ from fw_fairseq.mixers.around.output import HeadNorm
 from fw_fairseq.mixers.around.rotation import rotated
 from fw_fairseq.ops.chunkwise import scan
 from fw_fairseq.ops.chunkwise.frames import ChannelGates, TokenGatesWithZeros
+from fw_fairseq.rules import RULES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 T, B, C, HEADS = 30, 3, 12, 4
@@ -263,6 +264,25 @@ def test_gates_are_made_as_published(rule):
         torch.testing.assert_close(gate[0].transpose(0, 1), want[name].double())
 
 
+@pytest.mark.parametrize(
+    "rule, rows",
+    [("sum", 3 * C), ("hgrn2", 3 * C), ("delta", 3 * C + 4), ("gdn2", 5 * C + C // HEADS), ("delta_product", 5 * C + 2 * 4)],
+)
+def test_a_projection_has_the_rows_that_are_read(rule, rows):
+    """hgrn2 makes its keys of its gates; gdn2 has two gates of channels, and one of a rank; delta_product writes twice."""
+    assert build(rule).in_proj.out_features == rows
+
+
+def test_where_gates_of_one_row_start():
+    """At 1/2, or at 0.007 where a write that erases is to begin small."""
+    starts = {"gated": {"g": 0}, "delta": {"beta": -5}, "gated_delta": {"g": 0, "beta": -5}, "fwm": {"beta": 0}}
+    starts |= {"kda": {"beta": 0}, "gdn2": {"b": 0, "w": 0}, "delta_product": {"beta": 0}}
+    for rule, gates in starts.items():
+        mixer = build(rule)
+        biases = dict(zip(mixer.sizes, mixer.in_proj.bias.split([*mixer.sizes.values()])))
+        assert {name: biases[name].unique().tolist() for name in gates} == {name: [start] for name, start in gates.items()}
+
+
 def test_where_published_gates_start():
     """Whatever the token for RWKV; the third of four layers, with heads of 16."""
     torch.manual_seed(0)
@@ -272,6 +292,10 @@ def test_where_published_gates_start():
     n, depth = torch.arange(64) / 63, 2 / 3
     slow = torch.exp(-torch.exp(-6 + 5 * n ** (0.7 + 1.3 * depth)))
     torch.testing.assert_close(made["rwkv6"]["f"][0].transpose(0, 1).flatten(1), slow.expand(9, -1))
+    only = FastWeight(64, 4, update_rule="rwkv6", **plain)  # the first of one layer, where nothing is said
+    torch.testing.assert_close(only.makers["f"].bias.detach(), -6 + 5 * n**0.7)
+    with pytest.raises(ValueError, match="in a model of one layer"):
+        FastWeight(64, 4, value_mixing_rank=2, **plain)
     x = (torch.arange(64) % 16 - 7.5) / 7.5
     decay = torch.sigmoid(-6 + 6 * n ** (1 + depth**0.3) + 0.5 + 2.5 * x * x.abs())
     torch.testing.assert_close(made["rwkv7"]["s"][0].transpose(0, 1).flatten(1), decay.expand(9, -1))
@@ -320,6 +344,31 @@ def test_a_channel_that_forgets_at_once_keeps_the_chunk_form(rule, name, monkeyp
     torch.testing.assert_close(y, mixer(x)[0])
 
 
+def test_layers_with_parts_around_the_recurrence_are_not_plain():
+    parts = [{"short_conv": 4}, {"token_shift": True}, {"output_norm": True}, {"output_gate": True}, ROTARY, {"key_heads": 2}]
+    parts += [{"negative_eigenvalues": True}, {"value_mixing_rank": 1}]
+    assert not any(build("delta", **options).plain for options in parts)
+    plain = ["sum", "gated", "delta", "decay", "gated_delta"]
+    assert [rule for rule, entry in RULES.items() if entry.coefficients is not None and build(rule).plain] == plain
+
+
+def test_reads_may_be_divided_by_the_root_of_the_width_of_a_head():
+    mixer, x = build("sum"), torch.randn(T, B, C, dtype=torch.float64)
+    scaled = build("sum", scale_reads=True)
+    scaled.load_state_dict(mixer.state_dict())
+    scaled.out_proj = mixer.out_proj = torch.nn.Identity()
+    torch.testing.assert_close(scaled(x)[0], mixer(x)[0] / math.sqrt(3))
+
+
+def test_features_of_favor_without_any_norm_are_those_of_the_map():
+    """Nothing is divided out of them, since nothing would cancel it."""
+    mixer, x = FastWeight(C, HEADS, update_rule="sum", feature_map="favor", feature_norm="none"), torch.randn(T, B, C)
+    made = mixer.operands(x)
+    for found, rows in zip((made.q, made.k), mixer.in_proj(x).chunk(3, -1)):
+        torch.testing.assert_close(found, mixer.feature_map(mixer.by_head(rows)))
+    assert made.key_log_scale is None
+
+
 def test_negative_eigenvalues_double_what_erases():
     """And nothing else: a write with full strength then turns around what its key reads."""
     x = torch.randn(T, B, C, dtype=torch.float64)
@@ -363,6 +412,15 @@ def test_refused(options, message):
     plain = {"update_rule": "sum", "feature_map": "identity", "feature_norm": "l2"}
     with pytest.raises(ValueError, match=message):
         FastWeight(C, HEADS, **plain | options)
+
+
+def test_the_refusal_of_rotary_positions_names_the_rules_that_have_them():
+    with pytest.raises(ValueError, match="use: ") as refused:
+        build("rwkv7", **ROTARY)
+    named = str(refused.value).rpartition("use: ")[2].split(", ")
+    assert named == [rule for rule in RULES if rule not in ("hgrn2", "rwkv7")]
+    for rule in named:
+        build(rule, **ROTARY)
 
 
 def test_several_workers_are_refused_where_tokens_before_are_needed():

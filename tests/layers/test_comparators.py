@@ -57,6 +57,36 @@ def test_texts_and_padding_keep_to_themselves(name):
     torch.testing.assert_close(mixer(again, after.index_select(torch.tensor([1])))[0], mixer(again, after_alone)[0])
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("with_resets", [False, True])
+def test_places_count_the_tokens_of_a_text(padded, with_resets):
+    """Padding takes no place; it and a reset may be at the last token, too."""
+    padding, resets = (torch.rand(16, LENGTH) < 0.4 if wanted else None for wanted in (padded, with_resets))
+    start = torch.arange(16)
+    places, end = look_back.places_in_texts(start, LENGTH, padding, resets)
+    for row, place in enumerate(start.tolist()):
+        for t in range(LENGTH):
+            place = 0 if with_resets and resets[row, t] else place
+            assert places[row, t] == place
+            place += not (padded and padding[row, t])
+        assert end[row] == place
+
+
+def test_what_each_token_sees():
+    """The tokens of its text up to two before it, padding left out, and itself; padding sees itself alone."""
+    padding, resets = (torch.rand(16, LENGTH) < share for share in (0.4, 0.2))
+    everything = slice(0, LENGTH)
+    view = look_back.look_back(torch.zeros(16, LENGTH, 1), None, look_back.Reach(2), padding, resets)
+    found = view.seen(everything, everything)
+    for row in range(16):
+        before = []
+        for t in range(LENGTH):
+            before = [] if resets[row, t] else before
+            seen = [*before[-2:], t] if not padding[row, t] else [t]
+            assert found[row, t].nonzero().flatten().tolist() == seen
+            before = before if padding[row, t] else [*before, t]
+
+
 @pytest.mark.parametrize("memory", [3, 20])
 @pytest.mark.parametrize("name", ["local_attention", "transformer_xl", "srupp"])
 def test_padding_of_a_first_segment_is_as_if_it_were_not_there(name, memory):

@@ -11,6 +11,7 @@ from torch.nn.functional import layer_norm
 
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers import Abc, Additive, Leap, Linformer, LocalAttention, Sru, Srupp, TransformerXl
+from fw_fairseq.mixers.leap import log_focus
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 C, H, D, T = 8, 2, 4, 13
@@ -194,13 +195,28 @@ CASES = {
         lambda w, x: sru(w, x, srupp_inner(w, x, 4, 3), zeros(), False)[0],
         SRUPP,
     ),
+    "srupp, one segment sees all": (
+        lambda: Srupp(C, srupp_memory=8, srupp_segment=6),
+        lambda w, x: sru(w, x, srupp_inner(w, x, 8, 6), zeros())[0],
+        SRUPP,
+    ),
     "local attention": (lambda: LocalAttention(C, H), lambda w, x: local_attention(w, x, 32), PAIR),
     "local attention, window": (lambda: LocalAttention(C, H, local_window=4), lambda w, x: local_attention(w, x, 4), PAIR),
+    "local attention, all but one token": (
+        lambda: LocalAttention(C, H, local_window=T - 1),
+        lambda w, x: local_attention(w, x, T - 1),
+        PAIR,
+    ),
     "transformer xl": (lambda: TransformerXl(C, H), lambda w, x: transformer_xl(w, x, 256), XL),
     "transformer xl, memory": (lambda: TransformerXl(C, H, xl_memory=4), lambda w, x: transformer_xl(w, x, 4), XL),
     "transformer xl, segments": (
         lambda: TransformerXl(C, H, xl_memory=4, xl_segment=3),
         lambda w, x: transformer_xl(w, x, 4, 3),
+        XL,
+    ),
+    "transformer xl, short segments": (
+        lambda: TransformerXl(C, H, xl_memory=4, xl_segment=2),
+        lambda w, x: transformer_xl(w, x, 4, 2),
         XL,
     ),
     "abc": (lambda: Abc(C, H), abc, PAIR | {"in_proj.weight": (3 * C + 32 * H, C), "in_proj.bias": (3 * C + 32 * H,)}),
@@ -239,6 +255,12 @@ def test_outputs_and_gradients_are_those_of_the_equations(build, reference, shap
     length = 4 if getattr(mixer, "slots", 0) == 32 else T  # the loops over many slots take long
     x, weights = torch.randn(length, C, dtype=torch.float64, requires_grad=True), dict(mixer.named_parameters())
     check(mixer(x[:, None])[0][:, 0], torch.stack(reference(weights, x)), [x, *weights.values()])
+
+
+def test_the_focus_of_leap_has_one_slope_where_its_parts_meet():
+    x = torch.zeros(1, requires_grad=True)
+    log_focus(x).backward()
+    assert x.grad == 1
 
 
 @pytest.mark.parametrize("segment", [1, 6])

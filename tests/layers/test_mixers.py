@@ -78,6 +78,35 @@ def test_the_names_of_statistics_are_known_before_a_forward(rule):
     assert names and list(mixer.statistics()) == names and all(value.isfinite() for value in mixer.statistics().values())
 
 
+@pytest.mark.parametrize("rule", ["delta", "sum"])
+def test_statistics_are_those_of_a_training_forward_that_was_watched(rule):
+    mixer, x = MIXERS["fast_weight"](WIDTH, 2, update_rule=rule), torch.randn(5, 3, WIDTH)
+    mixer.train()(x)
+    assert {*mixer.statistics().values()} == {None} and mixer.take_state_norm() is None
+    mixer.watch(keeps_state_norm=True)
+    mixer.eval()(x)
+    assert {*mixer.statistics().values()} == {None} and mixer.take_state_norm() is None
+    _, state = mixer.train()(x)
+    norm = state.memory.square().sum((2, 3)).sqrt().mean()
+    found, kept = mixer.statistics(), mixer.take_state_norm()
+    close(torch.stack([found["state_norm"], kept]), norm.detach().expand(2))
+    assert kept.requires_grad and not found["state_norm"].requires_grad and mixer.take_state_norm() is None
+    strength = mixer.operands(x).gates["beta"].mean() if rule == "delta" else torch.ones(())
+    close(found["write_strength"], strength)
+    mixer.watch(keeps_state_norm=False)
+    mixer(x)
+    assert found.keys() == mixer.statistics().keys() and mixer.take_state_norm() is None
+
+
+def test_random_features_are_new_unless_they_are_kept():
+    mixer, x = MIXERS["fast_weight"](WIDTH, 2, feature_map="favor"), torch.randn(5, 3, WIDTH)
+    expected, _ = mixer.eval()(x)
+    mixer.train().redraw()
+    assert not mixer(x)[0].allclose(expected, rtol=0.01)
+    mixer.redraw(keep=True)
+    close(mixer(x)[0], expected)
+
+
 def test_a_row_of_padding_leaves_an_empty_state(mixer):
     x, padding = torch.randn(12, 3, WIDTH), torch.zeros(3, 12, dtype=torch.bool)
     padding[1] = True

@@ -10,6 +10,7 @@ import torch
 
 from fw_fairseq.config import DECODER_OPTIONS, FastWeightConfig
 from fw_fairseq.mixers import MIXERS, FastWeight, Leap, Linformer, Mixer, Sru, Srupp
+from fw_fairseq.mixers.base import Setting
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIONS = {f.name: f for f in fields(FastWeightConfig)}
@@ -65,6 +66,29 @@ def test_settings_by_name():
     assert Sru(16, sru_highway_bias=-1).in_proj.bias[-1].item() == -1
     assert FastWeight(32, heads=4, update_rule="gated", feature_map="dpfp", dpfp_nu=2).rule_name == "gated"
     assert Linformer(8, config=FastWeightConfig(slots=3), slot_positions=7).position_weight.shape == (7, 1, 3)
+
+
+def test_one_head_where_nothing_is_said():
+    assert {kind(7).num_heads for kind in (Mixer, *MIXERS.values())} == {1}
+
+
+def test_what_layers_around_a_mixer_ask_of_it():
+    mixers = {name: kind(8) for name, kind in MIXERS.items()}
+    assert [name for name, mixer in mixers.items() if not mixer.takes_source] == ["srupp"]
+    assert not any(mixer.takes_shared or mixer.norms_residual for mixer in mixers.values())
+    assert FastWeight(8, value_mixing_rank=1, layers=2).takes_shared and not Sru(8, sru_projection=4).takes_source
+    assert MIXERS["additive"](8, pooling_form="published").norms_residual
+
+
+def test_a_mixer_beside_a_base_that_is_told_of_its_subclasses():
+    told = []
+
+    class Listed:
+        def __init_subclass__(cls):
+            told.append(cls.__name__)
+
+    other = type("Other", (Mixer, Listed), {"settings": {"size": Setting(3)}})
+    assert told == ["Other"] and other.options == ("size",)
 
 
 @pytest.mark.parametrize(

@@ -244,6 +244,12 @@ def test_kernels_read_what_convolutions_make(emulate):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_the_state_size_of_a_layer_that_reads_convolutions():
+    mixer = FastWeight(12, 4, update_rule="sum")
+    make_sparse(mixer, 4)
+    assert mixer.state_size() == 4 * 3 * 3
+
+
 def recent_by_loops(p, padding, resets) -> tuple[torch.Tensor, torch.Tensor]:
     """What every token reads, and the last two tokens' vectors."""
     total, batch, width = p.shape

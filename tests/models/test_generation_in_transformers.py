@@ -70,6 +70,15 @@ def test_the_short_way_finds_the_same_tokens(name, options, monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_has_the_short_way(name):
+    model, token = build(name), torch.full((2, 1), 7)
+    cache = model(token.expand(2, 3)).past_key_values
+    model(token, past_key_values=cache)
+    assert cache.steps is not None and cache.get_seq_length() == 4 and cache.tokens.tolist() == [4, 4]
+
+
+@torch.no_grad()
 def test_a_cache_can_be_copied_and_goes_on_either_way(monkeypatch):
     """With its states in place, and with them given back."""
     model, tokens = build("delta"), torch.randint(4, 50, (2, 12))
@@ -105,6 +114,22 @@ def test_gradients_hooks_and_hidden_states_take_the_general_way():
         assert cache.steps is not None
 
 
+def test_states_keep_what_was_made_of_the_tokens_once_they_come_one_by_one(monkeypatch):
+    """In the general way, too, but with gradients: in place of the window's inputs the state then has their keys and values."""
+    in_general(monkeypatch)
+    model, tokens = build("delta", mixers=["local_attention"] * 2), torch.randint(4, 50, (2, 4))
+
+    def small(cache) -> bool:
+        return all(state.inputs is None and state.memory is not None for state in cache.states.values())
+
+    with torch.no_grad():
+        assert not small(model(tokens[:, :1]).past_key_values)
+        cache = model(tokens[:, :3]).past_key_values
+    assert not small(cache) and not small(model(tokens[:, 3:], past_key_values=copy.deepcopy(cache)).past_key_values)
+    with torch.no_grad():
+        assert small(model(tokens[:, 3:], past_key_values=cache).past_key_values)
+
+
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 3, "min_new_tokens": 9}], ids=str)
 @pytest.mark.parametrize("name", ["delta", "gated"])
 def test_graphs_find_the_same_tokens_at_the_same_addresses(kernels, name, options, monkeypatch):
@@ -127,6 +152,7 @@ def test_graphs_can_be_switched_off(kernels, monkeypatch):
     assert generate(model) == found
     monkeypatch.delenv("FW_FAIRSEQ_DECODING_GRAPH")
     assert generate(build("delta", decoding_graph=False)) and not Repeated.made
+    del model.config.decoding_graph  # as in a folder that an earlier version wrote
     assert generate(model) == found and len(Repeated.made) == 2
 
 
@@ -192,3 +218,4 @@ def test_groups_cost_the_fewest_tokens():
     found = prompts.cut(lengths)
     assert sorted(row for rows in found for row in rows) == list(range(8)) and cost(found) == min(ways)
     assert prompts.cut([3, 4, 3]) and len(prompts.cut([3, 4, 3])) == 1 and len(prompts.cut([3, 1000, 1000])) == 2
+    assert prompts.cut([10, 74]) == [[0, 1]] and prompts.cut([10, 75]) == [[1], [0]], "a pass takes the time of 64 tokens"

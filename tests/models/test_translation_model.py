@@ -17,6 +17,7 @@ from support.language_models import ERASING, NON_NEGATIVE, assert_close, make_ta
 from fw_fairseq.config import ATTENTIONS, FastWeightTransformerConfig, linear_attentions
 from fw_fairseq.decoding import GENERATION, Generation
 from fw_fairseq.feature_maps import FEATURE_MAPS
+from fw_fairseq.mixers.around.source import Source
 from fw_fairseq.models.fast_weight_transformer import TranslationDecoder
 from fw_fairseq.modules import LinearAttention
 from fw_fairseq.tools.bench.measure import state_bytes
@@ -134,6 +135,27 @@ def test_beams_as_the_generator_orders_them(subset):
     encoded = model.encoder.reorder_encoder_out(encoded, second)
     whole, sources = torch.cat([before[second], after], 1), source[first][second]
     assert_close(decode(model, None, whole, 4, state, encoded), logits(model, sources, whole)[:, 4:], tolerance(subset))
+
+
+@pytest.mark.parametrize(
+    "order, memories, beam",
+    [
+        ([2, 3, 0, 1], [1, 0], 2),
+        ([0, 1, 0, 1, 2, 3], [0, 0, 1], 2),
+        ([1, 1, 3, 2], [0, 1], 2),  # of the first two sentences of three
+        ([0, 2, 1, 3], [0, 1, 0, 1], 1),
+        ([5, 4, 1], [2, 2, 0], 1),
+        ([4], [2], 1),
+    ],
+)
+def test_hypotheses_of_one_sentence_share_its_memory(order, memories, beam):
+    numbers = torch.arange(3.0)
+    for normaliser in (numbers.view(3, 1, 1), None):
+        source = Source(numbers.view(3, 1, 1, 1), normaliser, 2)
+        assert source.index_select(torch.tensor([1, 0, 2, 2, 5, 4])) is source
+        chosen = source.index_select(torch.tensor(order))
+        assert chosen.memory.flatten().tolist() == memories and chosen.beam == beam
+        assert (chosen.normaliser is None) if normaliser is None else chosen.normaliser.flatten().tolist() == memories
 
 
 @torch.no_grad()

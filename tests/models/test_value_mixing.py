@@ -83,6 +83,11 @@ def test_the_first_layer_learns_from_what_the_others_mix_in():
     assert model.state_size() == build(**RWKV_7 | {"value_mixing_rank": 0}).state_size()
 
 
+def test_shares_of_one_number():
+    first, _, last = layers("sum", value_mixing_rank=1)
+    assert (first.in_proj.out_features, last.in_proj.out_features) == (3 * C, 3 * C + 1)
+
+
 def test_a_layer_without_the_first_one_is_refused():
     *_, last = layers("sum")
     with pytest.raises(ValueError, match=r"^a layer with --value-mixing-rank needs shared, in which layer 0 leaves its values$"):

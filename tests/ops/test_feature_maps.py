@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.feature_maps import FEATURE_MAPS, draw_projection, sum_normalise, wide
-from fw_fairseq.mixers.features import build_feature_map
+from fw_fairseq.mixers.features import build_feature_map, normalised_features
 from fw_fairseq.ops import fast_weight
 
 NON_NEGATIVE = [name for name, phi in FEATURE_MAPS.items() if phi.non_negative]
@@ -194,10 +194,20 @@ def test_bad_options(name, options, message):
         FEATURE_MAPS[name](8, **options)
 
 
-def test_a_nu_too_large_is_refused_by_its_option():
-    config = FastWeightConfig(feature_map="dpfp", dpfp_nu=99)
-    with pytest.raises(ValueError, match="--dpfp-nu is 99; with keys of width 8 per head it must be at most 15"):
-        build_feature_map(config, 8, 2)
+@pytest.mark.parametrize(
+    "name, keep_scale, dtype",
+    [("favor", True, torch.float32), ("favor", False, torch.float16), ("elu", True, torch.float16), ("elu", False, torch.float16)],
+)
+def test_features_whose_products_16_bits_do_not_hold_have_more(name, keep_scale, dtype):
+    features, _ = normalised_features(FEATURE_MAPS[name](4), "none", torch.randn(3, 4).half(), keep_scale)
+    assert features.dtype == dtype
+
+
+@pytest.mark.parametrize("nu", [16, 99])
+def test_a_nu_too_large_is_refused_by_its_option(nu):
+    build_feature_map(FastWeightConfig(feature_map="dpfp", dpfp_nu=15), 8, 2)
+    with pytest.raises(ValueError, match=f"--dpfp-nu is {nu}; with keys of width 8 per head it must be at most 15"):
+        build_feature_map(FastWeightConfig(feature_map="dpfp", dpfp_nu=nu), 8, 2)
 
 
 @pytest.mark.parametrize("name", FEATURE_MAPS)

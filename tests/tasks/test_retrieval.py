@@ -105,6 +105,7 @@ def test_no_combination_gives_nan_with_many_keys(rule, phi):
         ({"mixer_pattern": "softmax"}, "--mixer-pattern is 'softmax'; retrieval has no layers"),
         ({"update_rule": "fwm", "feature_map": "tanh"}, "--feature-norm sum needs a non-negative --feature-map, not tanh"),
         ({"update_rule": "fwm", "attention_norm": True}, "--attention-norm is not defined for --update-rule fwm"),
+        ({"key_heads": 2}, "--key-heads is 2; it must divide the number of heads, 1"),
         ({"update_rule": "gla"}, "--update-rule gla is not for retrieval, whose gates are sigmoids; use one of: sum, gated, "),
     ],
 )

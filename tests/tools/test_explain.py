@@ -98,10 +98,10 @@ def test_leap_weights():
     torch.testing.assert_close(torch.einsum("ht,htv->hv", mixer.explain(x)["focus"], k[0]), focused)
 
 
-@pytest.mark.parametrize("kind", [Sru, Srupp])
-def test_sru_memory(kind):
+@pytest.mark.parametrize("kind, segment", [(Sru, 1), (Srupp, 1), (Srupp, 8)])
+def test_sru_memory(kind, segment):
     """Where every token writes ones, the state is the sum of the weights; and the last token's is what it writes."""
-    mixer, x = kind(C, 1, FastWeightConfig(srupp_heads=2, srupp_memory=12)), text()
+    mixer, x = kind(C, 1, FastWeightConfig(srupp_heads=2, srupp_memory=12, srupp_segment=segment)), text()
     with torch.no_grad():
         mixer.in_proj.weight[:C] = 0
         mixer.in_proj.bias[:C] = 1
@@ -114,6 +114,8 @@ def test_sru_memory(kind):
         attended = mixer.read(z, z, view)
         values = mixer.kv_proj(z)[:, 0].chunk(2, -1)[1].unflatten(-1, (2, -1))
         torch.testing.assert_close(torch.einsum("ht,thv->hv", found["attention"], values).flatten(), attended[-1, 0])
+        own = (T - 1) % segment  # of its segment, the tokens before the last one
+        assert (found["attention"] > 0).sum(-1).tolist() == [12 + own + 1] * 2
 
 
 @pytest.mark.parametrize("kind", [LocalAttention, TransformerXl])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import os
 import shutil
 import sys
@@ -33,6 +34,7 @@ from fw_fairseq.huggingface import (  # noqa: E402
     FastWeightHFConfig,
     FastWeightTranslationConfig,
 )
+from fw_fairseq.huggingface.layers import BandedEmbedding  # noqa: E402
 from fw_fairseq.huggingface.parts import padding_of  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -171,6 +173,15 @@ def test_new_words_are_drawn_as_those_of_a_new_model():
     assert model.embed_tokens.weight[16:].std().item() == pytest.approx(64**-0.5, rel=0.02)
 
 
+def test_a_new_model_is_drawn_as_fairseqs():
+    """Embeddings and output have the standard deviation width**-0.5; layers draw their own weights, evenly from -width**-0.5 on."""
+    model = small(hidden_size=64, positions="learned", max_position_embeddings=20, tie_word_embeddings=False)
+    for weight in (model.embed_tokens.weight, model.embed_positions.weight, model.output.weight):
+        assert weight.std().item() == pytest.approx(1 / 8, rel=0.1) and weight.abs().max() > 2 / 8
+    inner = model.layers[0].fc1.weight
+    assert inner.std().item() == pytest.approx(1 / 8 / 3**0.5, rel=0.1) and inner.abs().max() <= 1 / 8
+
+
 def test_what_transformers_asks_for_in_vain():
     for side in ("input_bands", "output_bands"):
         model = small(**{side: [[10, 8], [6, 4]]}, tie_word_embeddings=False)
@@ -220,14 +231,16 @@ def test_packed_texts_do_not_see_each_other(options):
     """A position of 0 begins a text, also one that a cache continues."""
     torch.manual_seed(0)
     model = small(num_attention_heads=2, max_position_embeddings=20, **options).eval()
-    one, two = torch.randint(16, (1, 5)), torch.randint(16, (1, 4))
-    alone = torch.cat([model(one).logits, model(two).logits], 1)
-    tokens, positions = torch.cat([one, two], 1), torch.tensor([[*range(5), *range(4)]])
-    torch.testing.assert_close(model(tokens, position_ids=positions).logits, alone)
-    first = model(tokens[:, :7], position_ids=positions[:, :7], use_cache=True)
-    rest = model(tokens[:, 7:], position_ids=positions[:, 7:], past_key_values=first.past_key_values)
-    torch.testing.assert_close(rest.logits, alone[:, 7:])
-    assert not torch.allclose(model(tokens).logits[:, 5:], alone[:, 5:])
+    for length in (1, 5):
+        one, two = torch.randint(16, (1, length)), torch.randint(16, (1, 4))
+        alone = torch.cat([model(one).logits, model(two).logits], 1)
+        tokens, positions = torch.cat([one, two], 1), torch.tensor([[*range(length), *range(4)]])
+        torch.testing.assert_close(model(tokens, position_ids=positions).logits, alone)
+        for cut in (1, length, length + 2):  # within a text, or between the two
+            first = model(tokens[:, :cut], position_ids=positions[:, :cut], use_cache=True)
+            rest = model(tokens[:, cut:], position_ids=positions[:, cut:], past_key_values=first.past_key_values)
+            torch.testing.assert_close(rest.logits, alone[:, cut:])
+        assert not torch.allclose(model(tokens).logits[:, length:], alone[:, length:])
 
 
 def test_others_may_read_what_the_owner_may(folder):
@@ -551,6 +564,23 @@ def test_learned_positions_end():
     assert model(torch.zeros(1, 4).long()).logits.isfinite().all()
     with pytest.raises(ValueError, match="longer than max_position_embeddings, 4 tokens"):
         model(torch.zeros(1, 5).long())
+    with pytest.raises(ValueError, match="longer than max_position_embeddings, 0 tokens"):
+        small(positions="learned")(torch.zeros(1, 1).long())
+
+
+def test_sinusoidal_positions_have_rates_from_one_to_a_ten_thousandth():
+    """An odd width has a zero at its end."""
+    waves = [wave(10000 * rate) for wave in (math.sin, math.cos) for rate in (1, 1 / 100, 1 / 10000)]
+    found = small(hidden_size=7, positions="sinusoidal").positions(torch.tensor([[0, 10000]]))
+    torch.testing.assert_close(found, torch.tensor([[[0, 0, 0, 1, 1, 1, 0], [*waves, 0]]]).float(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("bands", [[[16, 4]], [[5, 8], [3, 4], [8, 2]]])
+@torch.no_grad()
+def test_words_are_numbered_through_all_bands(bands):
+    embed, ids = BandedEmbedding(bands, 8), torch.arange(16).view(2, 8)
+    tables = [words.weight @ linear.weight.t() for words, linear in zip(embed.words, embed.maps)]
+    torch.testing.assert_close(embed(ids).flatten(0, 1), torch.cat(tables))
 
 
 @torch.no_grad()

@@ -182,6 +182,14 @@ def test_the_defaults_of_generate_are_those_of_fairseq_generate(both):
     assert [row[1:][row[1:].ne(PAD)].tolist() for row in model.generate(**given(tokens))] == expected
 
 
+def test_without_an_end_no_translation_ends_early(both):
+    model = copy.deepcopy(both[2])
+    for part in (model.generation_config, model.config, model.config.decoder):
+        part.eos_token_id = None
+    words = model.generate(**given(sources(9, 4)), num_beams=1, max_new_tokens=6)
+    assert words.shape == (2, 7)
+
+
 def test_a_source_is_read_once(both, monkeypatch):
     *_, model = both
     read = []

@@ -22,7 +22,7 @@ from .convolution import ShortConvolution, make_shift
 from .gates import GateMaker
 from .rotation import positions, rotated
 
-MIXING = Gate("V", starts.values_7, still=True)
+MIXING = Gate("V", starts.values_7)
 ROW_UNIT = 8  # columns: 16 bytes of the smallest type
 
 
