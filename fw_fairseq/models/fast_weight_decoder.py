@@ -44,9 +44,9 @@ class FastWeightDecoder(TransformerDecoder):
         check_sparse(self.fast_weight_config, args)
         names = self.mixer_names(args.decoder_layers)
         check_value_mixing(self.fast_weight_config, args, names)
-        self.plain_softmax = safe_getattr(args, "plain_adaptive_softmax", False)
+        self.plain_softmax = safe_getattr(args, "plain_adaptive_softmax")
         self._mixers, self.recurrent = iter(enumerate(names)), SOFTMAX not in names
-        if safe_getattr(args, "tie_adaptive_weights", False):
+        if safe_getattr(args, "tie_adaptive_weights"):
             args = copy.copy(args)  # the input's projections, used backwards, start from the layers' width
             args.decoder_output_dim = args.decoder_embed_dim
         super().__init__(args, dictionary, embed_tokens, no_encoder_attn, output_projection)
@@ -202,8 +202,8 @@ class FastWeightDecoder(TransformerDecoder):
 
 def longest_text(args) -> int | None:
     """The number of tokens that no text exceeds, since there are no more learned positions; None: there is no such number."""
-    free = safe_getattr(args, "no_token_positional_embeddings", False) or not safe_getattr(args, "decoder_learned_pos", False)
-    return None if free else safe_getattr(args, "max_target_positions", None)
+    free = safe_getattr(args, "no_token_positional_embeddings") or not safe_getattr(args, "decoder_learned_pos")
+    return None if free else safe_getattr(args, "max_target_positions")
 
 
 @contextlib.contextmanager

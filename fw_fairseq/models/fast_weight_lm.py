@@ -90,7 +90,7 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
         keep_layers(args)
         decoder = functools.partial(FastWeightDecoder, carries_over=getattr(task, "carries_over", False))
         model = build_with(decoder, cls, args, task)
-        if std := safe_getattr(args, "init_std", 0.0):
+        if std := safe_getattr(args, "init_std"):
             start_from(model, std)
         if safe_getattr(args, "train_only", "all") == "new":
             model.freeze_all_but_new()
@@ -172,7 +172,7 @@ def check_cutoffs(args, words: int) -> None:
     """Refuses bands of an adaptive vocabulary that end beyond it, which fairseq refuses by an assertion."""
     for name in ("adaptive_input", "adaptive_softmax"):
         cutoff = safe_getattr(args, f"{name}_cutoff", None)
-        used = cutoff and (name == "adaptive_softmax" or safe_getattr(args, name, False))
+        used = cutoff and (name == "adaptive_softmax" or safe_getattr(args, name))
         if used and max(eval_str_list(cutoff, type=int)) > words:
             option = f"--{name.replace('_', '-')}-cutoff"
             raise Mistake(f"{option} is {cutoff}, and the dictionary has {words} words; its numbers must be at most that")

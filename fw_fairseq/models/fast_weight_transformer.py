@@ -142,7 +142,7 @@ class FastWeightTransformer(NamesWhatDiffers, TransformerModel):
         for name in ("print_alignment", "replace_unk"):
             if getattr(cfg.generation, name, None) is not None:
                 refuse_alignments("--" + name.replace("_", "-"), self.decoder.fast_weight_config)
-        if getattr(cfg.generation, "retain_iter_history", False):
+        if getattr(cfg.generation, "retain_iter_history", None):
             logger.warning("--retain-iter-history is for models that refine a translation in rounds; this one writes it once")
             cfg.generation.retain_iter_history = False
         super().prepare_for_inference_(cfg)
@@ -166,22 +166,22 @@ def check_options(args) -> None:
     check_sparse(config, args)
     if config.source_in_front:
         check_source_in_front(args)
-    if safe_getattr(args, "cross_self_attention", False) and linear & {"decoder", "cross"}:
+    if safe_getattr(args, "cross_self_attention") and linear & {"decoder", "cross"}:
         raise Mistake(
             "--cross-self-attention needs softmax attention in the decoder; leave it out or use --linear-attention encoder"
         )
     for part, users in (("encoder", {"encoder", "cross"}), ("decoder", {"decoder"})):
-        if safe_getattr(args, f"{part}_xformers_att_config", None) and linear & users:
+        if safe_getattr(args, f"{part}_xformers_att_config") and linear & users:
             taken = " and ".join(sorted(users))
             raise Mistake(f"--{part}-xformers-att-config is for softmax attention; take {taken} out of --linear-attention")
-    if safe_getattr(args, "load_alignments", False):
+    if safe_getattr(args, "load_alignments"):
         refuse_alignments("--load-alignments", config)
 
 
 def check_source_in_front(args) -> None:
     """Refuses what a source in front of the target cannot go with."""
     for name in ("no_cross_attention", "cross_self_attention"):
-        if safe_getattr(args, name, False):
+        if safe_getattr(args, name):
             raise Mistake(f"--source-in-front takes the place of cross attention; leave {option_name(name)} out")
     widths = [safe_getattr(args, f"{part}_embed_dim", None) for part in ("encoder", "decoder")]
     if widths[0] != widths[1]:

@@ -73,8 +73,8 @@ def rwkv6_lm(args):
 @register_model_architecture("fast_weight_lm", "rwkv7_lm")
 def rwkv7_lm(args):
     """RWKV 7 in the shape of its model of 0.1B: 12 layers of width 768, heads of 64, which mix in the first layer's values."""
-    layers = 12 if safe_getattr(args, "decoder_layers") is None else args.decoder_layers
-    parts = {"token_shift": True, "output_gate": True} | since(args, value_mixing_rank=32 if layers > 1 else 0)
+    rank = 0 if safe_getattr(args, "decoder_layers") == 1 else 32
+    parts = {"token_shift": True, "output_gate": True} | since(args, value_mixing_rank=rank)
     published(args, "rwkv7", 12, 768, 12, feature_norm="none", **parts)
 
 

@@ -35,6 +35,8 @@ def check_sparse(config: FastWeightConfig, args) -> None:
     parts = [("decoder", cfg.decoder)] + ([("encoder", cfg.encoder)] if safe_getattr(args, "encoder_layers", None) else [])
     for part, sizes in parts:
         check_layers(config, cfg, part, sizes)
+    if getattr(config, "decoder_attentions", 1) > 1:
+        refuse_extras(cfg, "--decoder-attentions")
     if config.reversible and cfg.checkpoint_activations:
         raise Mistake("--reversible computes activations again as --checkpoint-activations does; leave one of them out")
 
@@ -55,8 +57,6 @@ def check_layers(config: FastWeightConfig, cfg, part: str, sizes) -> None:
     for option in ("ffn_sparsity", "reversible"):
         if getattr(config, option) and not sizes.ffn_embed_dim:
             raise Mistake(f"{option_name(option)} needs feed-forward layers, and --{part}-ffn-embed-dim is 0")
-    if part == "decoder" and getattr(config, "decoder_attentions", 1) > 1:
-        refuse_extras(cfg, "--decoder-attentions")
     if config.reversible and not sizes.normalize_before:
         raise Mistake(f"--reversible has norms before the layers; add --{part}-normalize-before")
 

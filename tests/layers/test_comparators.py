@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from support.language_models import build
@@ -143,8 +145,12 @@ def test_state_sizes_are_those_of_table_4(options, millions):
     assert model.describe_state() == f"state size: {millions:.4g} million numbers for a sequence"
 
 
-def test_the_state_of_a_hybrid_grows_with_its_softmax():
-    assert build(mixer_pattern="softmax,fast_weight").describe_state().endswith("and 64 numbers more with each token")
+def test_the_state_of_a_hybrid_grows_with_its_softmax(caplog):
+    """As the log of training says, in which fw-plot looks for it."""
+    with caplog.at_level(logging.INFO, "fw_fairseq"):
+        model = build(mixer_pattern="softmax,fast_weight")
+    assert model.describe_state().endswith("and 64 numbers more with each token")
+    assert caplog.messages.count(model.describe_state()) == 1
 
 
 class Largest(TorchDispatchMode):

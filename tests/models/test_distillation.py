@@ -124,6 +124,25 @@ def test_what_was_copied_is_not_new(mixer):
         build(mixer=mixer, train_only="new")
 
 
+def test_what_is_new_learns_as_if_all_learnt():
+    """Queries, keys, gates and the feature map do, in all their rows; values do not."""
+    found = []
+    for train_only in ("all", "new"):
+        torch.manual_seed(3)
+        model = build(update_rule="delta", feature_map="relu", train_only=train_only)
+        model(torch.arange(4, 40).view(2, 18))[0].square().sum().backward()
+        mixer = model.decoder.layers[0].self_attn.mixer
+        found.append([dict(mixer.named_parameters()), model.decoder.layers[0].fc1.weight.grad])
+    (every, _), (new, fc1) = found
+    assert {name for name, p in new.items() if p.requires_grad} == {name for name in new if not name.startswith("out_proj")}
+    assert fc1 is None and new["out_proj.weight"].grad is None
+    for name in new.keys() - {"out_proj.weight", "out_proj.bias"}:
+        expected = every[name].grad.clone()
+        if name.startswith("in_proj"):
+            expected[64:96] = 0
+        torch.testing.assert_close(new[name].grad, expected)
+
+
 def changed(before: dict, after: dict) -> set[str]:
     empty = "_float_tensor"  # a buffer of fairseq 0.12.2 that nothing is written to
     return {name for name in before if not (name.endswith(empty) or torch.equal(before[name], after[name]))}

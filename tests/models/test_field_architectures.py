@@ -74,6 +74,7 @@ def test_one_layer_has_no_other_whose_values_it_could_mix_in():
 @pytest.mark.parametrize("arch", LATER)
 def test_later_parts_can_be_left_out(arch):
     assert LATER[arch].items() <= vars(options_of(arch, **TINY)).items()
+    assert LATER[arch].items() <= vars(options_of(arch, **TINY, bias_free=True)).items()
     without = {name: BEFORE[name] for name in LATER[arch]}
     assert without.items() <= vars(options_of(arch, **TINY, **without)).items()
 

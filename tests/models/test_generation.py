@@ -167,6 +167,19 @@ def test_a_window_of_one_token_keeps_none(options):
     assert state[GENERATION] and state_bytes(state) == 0
 
 
+@pytest.mark.parametrize("beam", [None, 2])
+@pytest.mark.parametrize("options", [{}, {"mixer_pattern": "softmax,fast_weight"}], ids=label)
+@torch.no_grad()
+def test_a_promised_prompt_is_read_once(options, beam):
+    """Its first token asks for it; each hypothesis of a beam then goes on from it."""
+    model, tokens, state = build(**options), draw(2, 9), {}
+    tokens = tokens.repeat_interleave(beam or 1, 0)
+    tokens[:, 4:] = draw(len(tokens), 5)
+    model.decoder.expect_prompt(tokens[:: beam or 1, :4], *filter(None, [beam]))
+    steps = [model(tokens[:, : t + 1], incremental_state=state)[0] for t in range(9)]
+    assert_close(torch.cat(steps, 1), model(tokens)[0], 1e-5)  # fairseq's softmax is fp32
+
+
 PADDED = [{"mixer": name} for name in ("fast_weight", "additive", "leap", "sru")] + [{"update_rule": "sum", "attention_norm": True}]
 
 

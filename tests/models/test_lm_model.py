@@ -196,12 +196,14 @@ def test_random_features_stay_while_a_memory_is_carried(phi):
 )
 def test_hybrids_decode_as_the_full_pass(pattern):
     """Token by token, and after a prompt that is read in one pass; hypotheses change places after it."""
-    model, tokens, state, order = build(mixer_pattern=pattern, decoder_layers=4), draw(3, 12), {}, torch.tensor([2, 0, 0, 1])
+    model, tokens, order = build(mixer_pattern=pattern, decoder_layers=4), draw(3, 12), torch.tensor([2, 0, 0, 1])
     expected = logits(model, tokens)
     assert_close(decode(model, tokens), expected, 1e-5)  # fairseq's softmax is fp32
-    assert_close(logits(model, tokens[:, :7], incremental_state=state), expected[:, :7], 1e-5)
-    model.decoder.reorder_incremental_state_scripting(state, order)
-    assert_close(decode(model, tokens[order], 7, state), expected[order, 7:], 1e-5)
+    for prompt in (2, 7):
+        state = {}
+        assert_close(logits(model, tokens[:, :prompt], incremental_state=state), expected[:, :prompt], 1e-5)
+        model.decoder.reorder_incremental_state_scripting(state, order)
+        assert_close(decode(model, tokens[order], prompt, state), expected[order, prompt:], 1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"mixer_pattern": "softmax,fast_weight"}, {"share_decoder_input_output_embed": True}])
@@ -332,6 +334,8 @@ BANDS |= {"tie_adaptive_weights": True}
     "arch, sizes, others",
     [
         ("sru_lm", (6, 512, 2048, 1), {"mixer": "sru", "no_token_positional_embeddings": True, "decoder_normalize_before": True}),
+        ("sru_lm", (6, 512, 2048, 1), {"share_decoder_input_output_embed": True}),
+        ("fast_weight_lm", (4, 128, 512, 8), {"decoder_input_dim": 128, "decoder_output_dim": 128, "no_decoding_graph": False}),
         ("terraformer_lm", (4, 128, 512, 4), {"ffn_sparsity": 16, "qkv_sparsity": 4, "output_sparsity": 4, "dropout": 0.1}),
         ("additive_lm", (6, 128, 512, 4), {"dropout": 0.1, "activation_dropout": 0.1, "activation_fn": "gelu"}),
         ("leap_lm", (6, 128, 512, 4), {"mixer": "leap", "scale_output": True, "no_scale_embedding": True}),
@@ -371,6 +375,26 @@ def test_an_option_of_another_mixer_is_left_alone():
     assert options_of("fast_weight_lm_baevski_auli", mixer="softmax").attention_dropout == 0.1
 
 
+@pytest.mark.parametrize(
+    "options, refused",
+    [
+        ({"adaptive_softmax_cutoff": "10,40"}, None),
+        ({"adaptive_softmax_cutoff": "10,41"}, "softmax"),
+        ({"adaptive_input_cutoff": "10,41"}, None),
+        ({"adaptive_input_cutoff": "10,40", "adaptive_input": True}, None),
+        ({"adaptive_input_cutoff": "10,41", "adaptive_input": True}, "input"),
+    ],
+)
+def test_bands_end_within_the_dictionary(options, refused):
+    """It has 40 words. Bands of the input matter where it is adaptive."""
+    if refused is None:
+        assert build(**options)(draw(2, 5), features_only=True)[0].isfinite().all()
+        return
+    message = f"^--adaptive-{refused}-cutoff is 10,41, and the dictionary has 40 words; its numbers must be at most that$"
+    with pytest.raises(ValueError, match=message):
+        build(**options)
+
+
 def test_transformer_xl_is_near_its_published_size():
     args = options_of("transformer_xl_lm")
     assert (args.decoder_layers, args.decoder_embed_dim, args.decoder_attention_heads, args.xl_memory) == (16, 410, 10, 150)
@@ -385,6 +409,19 @@ def test_scaled_output():
     plain = build()
     torch.manual_seed(1)
     assert_close(logits(build(scale_output=True), tokens), logits(plain, tokens) / 32**0.5)
+
+
+@pytest.mark.parametrize(
+    "options, limit",
+    [
+        ({"no_token_positional_embeddings": True}, 1_000_000_000),
+        ({}, 64),
+        ({"no_token_positional_embeddings": True, "mixer_pattern": "fast_weight,softmax"}, 64),
+    ],
+)
+def test_positions_and_softmax_limit_the_length(options, limit):
+    """To the length of the training samples."""
+    assert build(**options).max_positions() == limit
 
 
 @pytest.mark.parametrize("sizes, expected", [("", [4, 8, 0]), ("5", [5, 5, 5]), ("1, 0,7", [1, 0, 7])])
@@ -487,12 +524,15 @@ def test_favor_estimates_the_kernel_that_is_asked_for(prescale):
 
 
 @torch.no_grad()
-def test_positions_after_other_tokens():
+@pytest.mark.parametrize("others", [1, 5])
+def test_positions_after_other_tokens(others):
     """As a worker counts them that has a later part of each segment; without positions there is nothing to count."""
-    positions, tokens = build(tokens_per_sample=16).decoder.embed_positions, draw(2, 16)
+    model, tokens = build(tokens_per_sample=16), draw(2, 16)
+    positions = model.decoder.embed_positions
     whole = positions(tokens)
-    with counted_from(positions, 5):
-        assert positions(tokens[:, 5:]).equal(whole[:, 5:])
+    with counted_from(positions, others):
+        assert positions(tokens[:, others:]).equal(whole[:, others:])
     assert positions(tokens).equal(whole)
+    assert_close(logits(model, tokens, streams=Streams()), logits(model, tokens))  # alone, a worker counts from the first
     with counted_from(None, 5):
         pass

@@ -55,10 +55,21 @@ def test_the_start():
             assert weights.std().item() == pytest.approx(0.02, rel=0.25) and weights.mean().abs() < 0.01, name
     mixers = [module for module in model.modules() if isinstance(module, FastWeight)]
     assert len(mixers) == 16
+    words = model.decoder.embed_tokens
+    assert words.padding_idx == 1 and (words.weight.abs().sum(1) == 0).nonzero().flatten().tolist() == [1]
     x = torch.randn(50, 4, 128)
     for mixer in mixers:
         beta = torch.sigmoid(mixer.in_proj(x)[..., -8:])
         assert beta.min() > 0.2 and beta.max() < 0.8 and beta.mean().item() == pytest.approx(0.5, abs=0.05)
+
+
+def test_gates_start_where_their_biases_have_them():
+    """Whatever the width of the distribution of the weights; other biases are 0."""
+    model = build(init_std=0.02)
+    mixer, plain = model.decoder.mixers[0].mixer, build().decoder.mixers[0].mixer
+    assert mixer.in_proj.bias.equal(plain.in_proj.bias) and mixer.in_proj.bias.any()
+    assert mixer.in_proj.weight.std().item() == pytest.approx(0.02, rel=0.25)
+    assert not model.decoder.layers[0].fc1.bias.any()
 
 
 def test_the_dropouts():

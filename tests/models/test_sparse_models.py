@@ -273,6 +273,10 @@ def test_combinations_that_cannot_work(options, message):
         build(**options)
 
 
+def test_dense_layers_may_have_the_parts_that_fairseq_adds():
+    assert build(scale_fc=True).decoder.layers[0].ffn_layernorm is not None
+
+
 @pytest.mark.parametrize("name, value", [("qkv_sparsity", 4), ("ffn_sru", 3), ("reversible", True)])
 def test_workers_that_share_a_stream(name, value):
     with pytest.raises(Mistake, match=f"^--sequence-parallel: --{name.replace('_', '-')} "):

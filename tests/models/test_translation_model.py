@@ -202,6 +202,24 @@ def test_memory_of_decoding_does_not_depend_on_the_length_of_the_source():
     linear, softmax = build(), build("encoder,decoder")
     assert kept(linear, 4) == kept(linear, 300)
     assert kept(softmax, 4) < kept(softmax, 300)
+    encoded, order = linear.encoder(draw(7)), torch.tensor([0, 0])
+    for _ in range(2):
+        encoded = linear.encoder.reorder_encoder_out(encoded, order)
+    assert state_bytes(encoded) == 0  # after the first step
+
+
+@pytest.mark.parametrize(
+    "subset, options, reads",
+    [("encoder,decoder,cross", {}, True), ("encoder,cross", {}, True), ("encoder,decoder", {}, False), ("", {}, False),
+     ("decoder", {"source_in_front": True}, False)],
+)  # fmt: skip
+def test_which_decoders_read_several_tokens_in_one_pass(subset, options, reads):
+    """fairseq's attention to the source does not, nor its self-attention by xformers, nor layers that begin with the source."""
+    decoder = build(subset, **options).decoder
+    assert decoder.reads_prompts is reads
+    for attention in decoder.softmax:
+        attention.use_xformers = True
+    assert decoder.reads_prompts is (reads and not decoder.softmax)
 
 
 @every_map
@@ -267,8 +285,11 @@ def test_activation_checkpointing_has_the_same_gradients(phi):
     gradients = []
     for checkpointed in (False, True):
         torch.manual_seed(1)
-        model = build(feature_map=phi, checkpoint_activations=checkpointed).train()
+        model, calls = build(feature_map=phi, checkpoint_activations=checkpointed).train(), []
+        for part in (model.encoder, model.decoder):
+            part.layers[0].fc1.register_forward_hook(lambda module, inputs, output, part=part, calls=calls: calls.append(part))
         logits(model, draw(6, 9), draw(7, 4)).square().sum().backward()
+        assert [calls.count(part) for part in (model.encoder, model.decoder)] == [1 + checkpointed] * 2, "again in the backward"
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, expected in gradients[0].items():
         assert expected.abs().max() > 0, name
@@ -305,6 +326,8 @@ def test_without_linear_attention_it_is_fairseqs_transformer():
     theirs.load_state_dict(ours.state_dict())
     source, target = draw(6, 9, pad_left=True), draw(5, 7)
     assert logits(ours, source, target).equal(logits(theirs, source, target))
+    for model in (ours, theirs):
+        assert model.encoder(source, return_all_hiddens=True)["fc_results"] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -391,6 +414,23 @@ def test_alignments_are_refused():
     soft = build("encoder,decoder")
     _, extra = soft(source, source.ne(1).sum(1), target, alignment_layer=1)
     assert extra["attn"][0].shape == (1, 5, 6)
+
+
+def test_options_of_generation(caplog):
+    """Alignments need the weights of cross attention; a translation has no rounds whose history could be kept."""
+
+    def prepare(model, **given):
+        cfg = Namespace(generation=Namespace(**{"retain_iter_history": False, "retain_dropout_modules": None} | given))
+        model.prepare_for_inference_(cfg)
+        return cfg.generation.retain_iter_history, caplog.text.count("--retain-iter-history is for models that refine")
+
+    for name, value in {"print_alignment": "hard", "replace_unk": ""}.items():
+        with pytest.raises(ValueError, match=f"^--{name.replace('_', '-')} needs the weights of softmax cross attention"):
+            prepare(build(), **{name: value})
+        prepare(build("encoder,decoder"), **{name: value})
+    model = build()
+    assert prepare(model, retain_dropout=True) == (False, 0) and model.encoder.dropout_module.apply_during_inference
+    assert prepare(build(), retain_iter_history=True) == (False, 1)
 
 
 def test_a_source_that_was_let_go_is_missed():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from fairseq.logging import metrics
@@ -15,7 +17,7 @@ from fw_fairseq.criterions import RetrievalMse
 from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.models.retrieval import RetrievalConfig, RetrievalModel
 from fw_fairseq.ops import fast_weight
-from fw_fairseq.rules import RULES
+from fw_fairseq.rules import RULES, Gate, Rule
 from fw_fairseq.tasks.associative_retrieval import AssociativeRetrievalConfig, AssociativeRetrievalTask
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -86,6 +88,58 @@ def test_what_is_read_is_in_the_memory(rule, attention_norm):
     torch.testing.assert_close(read, expected.squeeze(1))
 
 
+def test_softmax_weighs_the_values():
+    """By the exponentials of the products of the query and the keys, divided by the square root of their width."""
+    model = RetrievalModel(RetrievalConfig(mixer="softmax", key_dim=4), 7).double()
+    keys, values, queries = (torch.randint(7, (3, count)) for count in (20, 20, 5))
+    v = F.one_hot(values, 7).double()
+    k = torch.cat([model.embedding(keys), v], -1) @ model.key_projection.weight.mT
+    q = model.embedding(queries) @ model.query_projection.weight.mT
+    torch.testing.assert_close(model(keys, values, queries), (q @ k.mT / 2).softmax(-1) @ v, rtol=1e-5, atol=1e-5)
+
+
+def test_a_rule_of_steps_with_a_gate_of_each_feature(monkeypatch):
+    """Reading leaves its memory as the last pair left it."""
+
+    def step(memory, q, k, v, f):
+        memory = f.unsqueeze(-1) * memory + k.unsqueeze(-1) * v.unsqueeze(-2)
+        return (q.unsqueeze(-2) @ memory).squeeze(-2), memory
+
+    monkeypatch.setitem(RULES, "steps", Rule("", "this test", gates={"f": Gate("K")}, step=step))
+    model, tokens = RetrievalModel(RetrievalConfig(update_rule="steps", key_dim=4), 7).double(), torch.randint(7, (2, 9))
+    seen = {}
+    model.read = lambda q, k, v, gates: seen.update(q=q, k=k, v=v, gates=gates) or RetrievalModel.read(model, q, k, v, gates)
+    read = model(tokens, tokens.flip(1), tokens[:, :5])
+    memory = torch.zeros(2, 1, 4, 7).double()
+    for t in range(9):
+        memory = seen["gates"]["f"][:, :, t, :, None] * memory
+        memory = memory + seen["k"][:, :, t, :, None] * seen["v"][:, :, t, None]
+    torch.testing.assert_close(read, (seen["q"] @ memory).squeeze(1))
+
+
+@pytest.mark.parametrize("phi", ["favor", "rfa"])
+def test_random_features_are_drawn_for_each_forward_of_training(phi):
+    model, tokens = RetrievalModel(RetrievalConfig(feature_map=phi, feature_norm="l2"), 7), torch.randint(7, (2, 9))
+    first, second = (model.train()(tokens, tokens, tokens) for _ in range(2))
+    assert not torch.allclose(first, second)
+    assert model.eval()(tokens, tokens, tokens).equal(model(tokens, tokens, tokens))
+
+
+def test_the_parts_of_the_model():
+    """Embeddings of width 1.1 * 2 * symbols, and keys and queries of width 64 by maps without biases. Gates start around 1/2, or
+    where uniform gate initialisation has them."""
+    model = RetrievalModel(RetrievalConfig(), 7)
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == {
+        "embedding.weight": (7, 15), "query_projection.weight": (64, 15), "key_projection.weight": (64, 22),
+        "gates.beta.weight": (1, 22), "gates.beta.bias": (1,),
+    }  # fmt: skip
+    assert 0 < model.gates["beta"].bias.abs() < 22**-0.5
+    decay = (
+        RetrievalModel(RetrievalConfig(update_rule="decay", feature_norm="none", feature_map="elu"), 7).gates["f"].bias.sigmoid()
+    )
+    assert decay.shape == (64,) and decay.min() < 0.2 and decay.max() > 0.8
+
+
 @pytest.mark.parametrize("phi", FEATURE_MAPS)
 @pytest.mark.parametrize("rule", [rule for rule in PLAIN if rule != "fwm"])
 def test_no_combination_gives_nan_with_many_keys(rule, phi):
@@ -112,6 +166,26 @@ def test_no_combination_gives_nan_with_many_keys(rule, phi):
 def test_refused_options(options, message):
     with pytest.raises(ValueError, match=message):
         RetrievalModel(RetrievalConfig(**options), 7)
+
+
+def test_the_least_width_of_keys():
+    task = SimpleNamespace(cfg=SimpleNamespace(symbols=7))
+    assert RetrievalModel.build_model(RetrievalConfig(key_dim=1), task).key_projection.weight.shape == (1, 22)
+    with pytest.raises(ValueError, match=r"^--key-dim is 0; it must be at least 1$"):
+        RetrievalModel.build_model(RetrievalConfig(key_dim=0), task)
+
+
+def test_options_without_effect_are_refused():
+    def refuse(**options):
+        config = RetrievalConfig(**options)
+        RetrievalModel(config, 7).refuse_without_effect(config)
+
+    refuse(update_rule="decay", feature_norm="none", key_dim=8)
+    refuse(update_rule="gated_delta", write_strength_init=0.5)
+    refuse(mixer="softmax", key_dim=8)
+    for options, name in [({"mixer": "softmax", "update_rule": "sum"}, "update-rule"), ({"scale_reads": True}, "scale-reads")]:
+        with pytest.raises(ValueError, match=f"^--{name} has no effect without --mixer fast_weight; leave it out$"):
+            refuse(**options)
 
 
 def test_softmax_has_no_gates():
