@@ -19,6 +19,9 @@ class Mistake(ValueError):
     exit_code = 1  # of a command that ends with it
 
 
+HINT = " (FW_TRACEBACK=1 shows where)"  # after an error that is no Mistake: any code may have raised it
+
+
 if sys.modules.get("fairseq"):
     wrap_import()
 else:

@@ -45,6 +45,10 @@ class Distillation(PlainOrAdaptive):
             raise Mistake(f"--teacher-weight is {teacher_weight}; it must be from 0 to 1")
         if match_updates < 0:
             raise Mistake(f"--match-updates is {match_updates}; it must be at least 0")
+        if str(match) != MATCHES[0] and not match_updates:
+            raise Mistake(
+                f"--match {match} has no effect with --match-updates 0; leave it out, or say how many updates match layers"
+            )
         [model], _ = checkpoint_utils.load_model_ensemble([teacher], task=task)
         self._teacher = [model.eval().requires_grad_(False)]  # a list hides it from training and checkpoints
         self.match, self.match_updates, self.teacher_weight = str(match), match_updates, teacher_weight

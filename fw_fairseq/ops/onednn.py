@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from .autograd import once_differentiable
 
 FEWEST = 32  # rows that oneDNN is used for
 

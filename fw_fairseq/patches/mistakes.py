@@ -13,10 +13,9 @@ from types import SimpleNamespace
 from hydra._internal import utils as hydra_utils
 from torch.multiprocessing import ProcessRaisedException
 
-from .. import Mistake
+from .. import HINT, Mistake
 
 FULL = ("FW_TRACEBACK", "HYDRA_FULL_ERROR")
-HINT = " (FW_TRACEBACK=1 shows where)"  # after an error of the system, which any code may have raised
 FILES = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 

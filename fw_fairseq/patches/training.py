@@ -14,6 +14,7 @@ from fairseq import checkpoint_utils, models, utils
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
+from fairseq.sequence_generator import SequenceGenerator
 from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks import FairseqTask
 from fairseq.tasks.language_modeling import LanguageModelingTask
@@ -30,6 +31,7 @@ from .replacing import changes, replaces
 
 WHILE_TRAINING: ContextVar[bool] = ContextVar("WHILE_TRAINING", default=False)
 WHOLE = (CrossEntropyCriterion, LabelSmoothedCrossEntropyCriterion)  # criterions that read the probabilities of all words
+FINITE = "all parameters are finite"
 
 
 class NotFinite(Mistake, FloatingPointError):
@@ -129,11 +131,24 @@ def refuse_scores_that_are_nan(original, scorer, models, sample, **kwargs):
     return found
 
 
+@replaces(SequenceGenerator, "generate")
+def refuse_to_write_from_nan(original, generator, models, sample, **kwargs):
+    """If a model's scores are NaN, no hypothesis ends, and `fairseq-generate` and `fairseq-interactive` stop with an
+    AssertionError. Now one sentence names the first parameter that is not finite, and the exit code is 3."""
+    try:
+        return original(generator, models, sample, **kwargs)
+    except AssertionError as error:
+        why = why_not_finite(*models)
+        if why == FINITE:
+            raise
+        raise NotFinite(f"the model's scores are NaN; {why}") from error
+
+
 def why_not_finite(*models: nn.Module) -> str:
-    """Returns the name of the first parameter that is not finite, in words."""
+    """Returns which parameter is the first that is not finite, in words."""
     weights = ((name, x) for model in models for name, x in model.named_parameters())
     weight = next((name for name, x in weights if not x.isfinite().all()), None)
-    return "all parameters are finite" if weight is None else f"the parameter {weight} is not finite"
+    return FINITE if weight is None else f"the parameter {weight} is not finite"
 
 
 @replaces(Trainer, "valid_step")

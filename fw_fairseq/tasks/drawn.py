@@ -11,16 +11,19 @@ from omegaconf import II
 from torch import Tensor
 
 from .. import Mistake
-from ..config import check_numbers, option
+from ..config import check_numbers, option, option_name
 from ..data.loading import BatchIterator
 
 SEED_OF = {"train": 0, "valid": 1, "test": 2}
+WITHOUT_EFFECT = "max_tokens", "curriculum", "add_bos_token"  # fairseq's options that drawn batches do not obey
 
 
 @dataclass
 class DrawnConfig(FairseqDataclass):
     updates_per_epoch: int = option(100, "updates between two validations", least=1)
     batch_size: Optional[int] = II("dataset.batch_size")
+    max_tokens: Optional[int] = II("dataset.max_tokens")
+    curriculum: int = II("dataset.curriculum")
     seed: int = II("common.seed")
 
 
@@ -56,6 +59,10 @@ class DrawnTask(FairseqTask):
         check_numbers(cfg, self.config)
         if not cfg.batch_size:
             raise Mistake(f"{self.name} needs --batch-size, the sequences of a mini-batch")
+        for name in WITHOUT_EFFECT:
+            value = getattr(cfg, name, None)
+            if type(value) in (int, bool) and value:  # else it names another group, which is not there in Python
+                raise Mistake(f"{option_name(name)} has no effect on sequences that {self.name} draws; leave it out")
         super().__init__(cfg)
 
     def draw(self, split: str, generator: torch.Generator) -> dict:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
-from .. import Mistake
+from .. import HINT, Mistake
 
 TALKATIVE = "fairseq", "matplotlib", "PIL"  # fairseq's first import opens the logs of all libraries
 
@@ -46,8 +46,9 @@ def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[tuple[st
 
 @contextlib.contextmanager
 def mistakes_as_sentences(prog: str) -> Iterator[None]:
-    """Ends the program with exit code 1 and one sentence after a mistake. With FW_TRACEBACK=1 its traceback is shown. A wrong
-    option ends it with exit code 2, by argparse. fairseq and the libraries that draw log nothing but warnings meanwhile."""
+    """Ends the program with one sentence after a mistake, and with the mistake's exit code, which is 1 for most. With
+    FW_TRACEBACK=1 its traceback is shown. A wrong option ends it with exit code 2, by argparse. fairseq and the libraries that
+    draw log nothing but warnings meanwhile."""
     levels = {logging.getLogger(name): logging.getLogger(name).level for name in TALKATIVE}
     for logger in levels:
         logger.setLevel(logging.WARNING)
@@ -56,7 +57,11 @@ def mistakes_as_sentences(prog: str) -> Iterator[None]:
     except (OSError, ValueError) as error:
         if os.environ.get("FW_TRACEBACK") == "1":
             raise
-        sys.exit(f"{prog}: {error}")
+        said = f"{prog}: {error}{'' if isinstance(error, Mistake) else HINT}"
+        if getattr(error, "exit_code", 1) == 1:
+            sys.exit(said)
+        print(said, file=sys.stderr)
+        sys.exit(error.exit_code)
     finally:
         for logger, level in levels.items():
             logger.setLevel(level)

@@ -185,6 +185,12 @@ def test_a_negative_number_of_updates_is_refused(criterion):
         criterion(softmax(), match_updates=-5)
 
 
+def test_a_match_of_no_updates_is_refused(criterion):
+    said = r"^--match attention has no effect with --match-updates 0; leave it out, or say how many updates match layers$"
+    with pytest.raises(ValueError, match=said):
+        criterion(softmax(), match="attention")
+
+
 def test_the_parts_of_the_loss_are_means_over_the_tokens_of_all_workers():
     logs = [{"loss": 1.0, "ntokens": n, "sample_size": n, "distil_teacher": n * value} for n, value in ((1, 0.1), (5, 0.9))]
     with metrics.aggregate(new_root=True) as found:

@@ -11,7 +11,7 @@ from support.distillation import sample
 from support.draws import PLAIN
 from support.language_models import build, make_task
 
-from fw_fairseq.criterions import FastWeightCrossEntropy
+from fw_fairseq.criterions import FastWeightCrossEntropy, FastWeightLabelSmoothedCrossEntropy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -59,6 +59,22 @@ def test_a_model_can_be_copied_after_a_penalty():
     loss.backward()
     assert loss > log["loss"]
     copy.deepcopy(model)
+
+
+def test_the_penalty_of_translations_criterion():
+    """Beside the smoothed loss."""
+    model, batch = build().train(), sample()
+
+    def losses(penalty):
+        made = FastWeightLabelSmoothedCrossEntropy(make_task(40), False, 0.1, 0, False, penalty)
+        return made(model, batch)
+
+    plain, size, log = losses(0.0)
+    norms = [log[f"fw_{layer}_state_norm"] / size for layer in (0, 1)]
+    torch.testing.assert_close(losses(0.25)[0] - plain, 0.25 * size * sum(norms) / 2, rtol=1e-3, atol=1e-4)
+    assert plain.item() != criterion()(model, batch)[0].item()
+    with pytest.raises(ValueError, match=r"^--state-norm-penalty is -1; it must be at least 0$"):
+        losses(-1)
 
 
 def test_statistics_are_means_over_the_tokens_of_all_workers():

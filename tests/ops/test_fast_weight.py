@@ -223,6 +223,22 @@ def test_double_backward_is_refused():
         dq.sum().backward()
 
 
+def test_a_penalty_on_a_gradient_is_refused_rather_than_lost():
+    """Also where the gradients that come in are constants, and whatever the penalty is differentiated by."""
+    q, k, v = draw_inputs(SHAPE).values()
+    y, _ = fast_weight(q, k, v, "sum")
+    (dq,) = torch.autograd.grad(y.sum(), q, create_graph=True)
+    assert torch.equal(dq, torch.autograd.grad(fast_weight(q, k, v, "sum")[0].sum(), q)[0])
+    for loss, leaves in ((dq.sum(), (k,)), (k.sum() + dq.sum(), (k, v))):
+        with pytest.raises(RuntimeError, match=r"fast_weight has such gradients with backend='recurrent'"):
+            torch.autograd.grad(loss, leaves)
+
+
+def test_steps_have_gradients_of_gradients():
+    q, k, v = (x.detach().requires_grad_() for x in torch.randn(3, 1, 1, 3, 2, dtype=torch.float64))
+    assert torch.autograd.gradgradcheck(lambda *x: fast_weight(*x, "sum", backend="recurrent")[0], (q, k, v))
+
+
 @pytest.mark.parametrize("rule, attention_norm", CASES)
 def test_causal(rule, attention_norm):
     q, k, v = (x.detach() for x in draw_inputs(SHAPE, positive=True).values())

@@ -12,6 +12,7 @@ import torch
 from fairseq import checkpoint_utils, options, tasks
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.sequence_generator import SequenceGenerator
 from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.trainer import Trainer
@@ -143,6 +144,25 @@ def test_scores_that_are_nan_name_a_parameter():
     model.decoder.layers[1].fc2.weight.data[0, 0] = float("nan")
     with pytest.raises(NotFinite, match=r"^the model's scores are NaN; the parameter decoder.layers.1.fc2.weight is not finite$"):
         scored(model)
+
+
+def test_generation_from_nan_names_a_parameter(monkeypatch):
+    model = build(no_token_positional_embeddings=True)
+    model.max_positions = lambda: 64
+    generator = SequenceGenerator([model], make_task(40).target_dictionary, beam_size=2, max_len_a=0, max_len_b=8)
+    sample = {"net_input": {"src_tokens": draw(2, 6)}}
+    assert len(generator.generate([model], sample)) == 2
+    model.decoder.layers[1].fc2.weight.data[0, 0] = float("nan")
+    with pytest.raises(NotFinite, match=r"^the model's scores are NaN; the parameter decoder.layers.1.fc2.weight is not finite$"):
+        generator.generate([model], sample)
+    model.decoder.layers[1].fc2.weight.data[0, 0] = 0
+    monkeypatch.setattr(generator, "_generate", fail)
+    with pytest.raises(AssertionError, match=r"^another$"):  # a fault of the program
+        generator.generate([model], sample)
+
+
+def fail(*args, **kwargs):
+    raise AssertionError("another")
 
 
 def test_losses_that_are_nan_name_a_parameter_but_do_not_end_a_run():

@@ -18,7 +18,7 @@ MODEL = (
     " --decoder-layers 1 --decoder-embed-dim 8 --decoder-input-dim 8 --decoder-output-dim 8 --decoder-ffn-embed-dim 8"
     " --decoder-attention-heads 1"
 )
-PLATEAU = "--lr-scheduler reduce_lr_on_plateau --lr-shrink 0.5 --lr-patience 1 --lr-threshold 0.2 --num-workers 0"
+PLATEAU = "--lr-scheduler reduce_lr_on_plateau --lr-shrink 0.5 --lr-patience 1 --lr-threshold 0.2"
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -27,7 +27,7 @@ from fw_fairseq.patches.training import say_what_does_not_fit
 SHAPE = (
     "--arch fast_weight_lm --decoder-layers 1 --decoder-embed-dim 8 --decoder-input-dim 8 --decoder-output-dim 8"
     " --decoder-ffn-embed-dim 8 --decoder-attention-heads 1 --optimizer adam --lr 0.01 --tokens-per-sample 16 --batch-size 4"
-    " --disable-validation --no-epoch-checkpoints --num-workers 0"
+    " --disable-validation --no-epoch-checkpoints"
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")

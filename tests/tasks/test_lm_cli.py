@@ -241,9 +241,18 @@ def test_hydra_sweep(lm_data, tmp_path):
     assert shapes == [(3 * 128, 128), (3 * 128 + 8, 128)], "delta has one more output a head"
 
 
-def test_hydra_shows_a_mistake_as_a_sentence(lm_data, tmp_path):
-    done = hydra(lm_data, "model.update_rule=decay", "model.attention_norm=true", f"hydra.run.dir={tmp_path}")
-    assert done.returncode != 0 and "hydra_train: --attention-norm is not defined for --update-rule decay" in done.stderr
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (["model.update_rule=decay", "model.attention_norm=true"], "--attention-norm is not defined for --update-rule decay"),
+        (["model.update_rule=deltaa"], "argument --update-rule: invalid choice: 'deltaa'"),
+        (["model.attention_norm=maybe"], "argument --attention-norm: invalid bool value: 'maybe'"),
+    ],
+    ids=["combination", "choice", "switch"],
+)
+def test_hydra_shows_a_mistake_as_a_sentence(given, said, lm_data, tmp_path):
+    done = hydra(lm_data, *given, f"hydra.run.dir={tmp_path}")
+    assert done.returncode != 0 and f"hydra_train: {said}" in done.stderr
     assert "Traceback" not in done.stderr and "HYDRA_FULL_ERROR=1" in done.stderr
 
 

@@ -23,6 +23,7 @@ STREAMS = {
 }  # fmt: skip
 OF_THE_MODEL = {"_name", "data", "future_target", "max_target_positions"}  # future_target is what the task does
 RETRIEVAL = {"symbols": 5, "setting": "2", "evaluation_pairs": 3, "updates_per_epoch": 3, "batch_size": 3, "seed": 2}
+REFUSED = {"max_tokens": 9, "curriculum": 1}
 
 
 def given_elsewhere(kind: type) -> set[str]:
@@ -75,7 +76,7 @@ def test_every_option_of_streams(name, folder):
 def test_every_option_is_tried():
     streams = {f.name for f in fields(StatefulLanguageModelingConfig)} - given_elsewhere(StatefulLanguageModelingConfig)
     assert streams - OF_THE_MODEL == STREAMS.keys()
-    assert {f.name for f in fields(AssociativeRetrievalConfig)} - {"_name"} == RETRIEVAL.keys()
+    assert {f.name for f in fields(AssociativeRetrievalConfig)} - {"_name"} == RETRIEVAL.keys() | REFUSED.keys()
 
 
 def pairs(**options) -> list[torch.Tensor] | str:
@@ -87,6 +88,15 @@ def pairs(**options) -> list[torch.Tensor] | str:
         return str(error)
     items = [task.dataset(split)[i] for split in ("train", "valid") for i in range(len(task.dataset(split)))]
     return [x for item in items for x in (item["target"], *item["net_input"].values())]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_options_that_drawn_batches_do_not_obey(name):
+    assert (
+        pairs(**{name: REFUSED[name]})
+        == f"{option_name(name)} has no effect on sequences that associative_retrieval draws; leave it out"
+    )
+    assert same(pairs(**{name: 0}), pairs())
 
 
 @pytest.mark.parametrize("name", RETRIEVAL)

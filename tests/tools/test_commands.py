@@ -7,6 +7,8 @@ from importlib import metadata
 
 import pytest
 
+from fw_fairseq import Mistake
+from fw_fairseq.patches.training import NotFinite
 from fw_fairseq.tools.bench import __main__ as bench
 from fw_fairseq.tools.command import mistakes_as_sentences
 from fw_fairseq.tools.convert import __main__ as convert
@@ -64,7 +66,7 @@ def test_a_mistake_is_a_sentence(name, tmp_path, monkeypatch):
     monkeypatch.setenv("FW_TRACEBACK", "1")
     with pytest.raises((OSError, ValueError)) as error:
         COMMANDS[name].main(MISTAKES[name].split())
-    assert said == f"{name}: {error.value}"
+    assert said == f"{name}: {error.value}{'' if isinstance(error.value, Mistake) else ' (FW_TRACEBACK=1 shows where)'}"
 
 
 @pytest.mark.parametrize(
@@ -103,15 +105,27 @@ def test_nothing_is_written_over_by_a_slip(command, said, tmp_path, monkeypatch)
     [
         ("--html a.pt", "--html is a.pt, which is CHECKPOINT too; name another file"),
         ("--html text.txt", "--html is text.txt, which is TEXT too; name another file"),
+        ("--html b.pt", "--html is b.pt, a file that is there and would be lost; name another, or one that ends in .html or .htm"),
+        ("--html x --png b.pt", "--png is b.pt, a file that is there and would be lost; name another, or one that ends in .png or"),
         ("--html ./x --png x", "--png is x, which is --html too; name another file"),
     ],
 )
 def test_fw_explain_writes_over_nothing_that_it_reads(outputs, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("a.pt", "text.txt"):
-        (tmp_path / name).write_text("kept")
-    assert exit_of(explain, f"a.pt text.txt {outputs}") == f"fw-explain: {said}"
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a.pt": "kept", "text.txt": "kept"}
+    kept = dict.fromkeys(("a.pt", "b.pt", "text.txt"), "kept")
+    for name, content in kept.items():
+        (tmp_path / name).write_text(content)
+    assert exit_of(explain, f"a.pt text.txt {outputs}").startswith(f"fw-explain: {said}")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == kept
+
+
+@pytest.mark.parametrize(
+    "error, code", [(Mistake("m"), "p: m"), (OSError("o"), "p: o (FW_TRACEBACK=1 shows where)"), (NotFinite("n"), 3)]
+)
+def test_exit_codes(error, code, capsys):
+    with pytest.raises(SystemExit) as end, mistakes_as_sentences("p"):
+        raise error
+    assert end.value.code == code and capsys.readouterr().err == ("p: n\n" if code == 3 else "")
 
 
 def test_libraries_log_only_warnings_while_a_command_runs():

@@ -186,11 +186,11 @@ def test_the_command(stream_data, tmp_path, capsys):
     full.symlink_to("/dev/full")
     for arguments, message in (
         (["w1"], "nothing to write; give --html, --png or both"),
-        (["w1", "--last", "2", "--html", html], "--last is 2; TEXT has tokens 1 to 1"),
+        (["word1", "--last", "2", "--html", html], "--last is 2; TEXT has tokens 1 to 1"),
         (["w1 " * 5000, "--html", html], "TEXT has 5001 tokens, </s> included; the model takes at most"),
         (["", "--html", html], "TEXT has no words"),
         (["w1", "--html", html, "--data", str(tmp_path / "none")], "there is no dictionary at .*none"),
-        (["w1", "--html", str(full)], f"{full} cannot be written .No space left on device"),
+        (["word1", "--html", str(full)], f"{full} cannot be written .No space left on device"),
     ):
         with pytest.raises(SystemExit, match=f"fw-explain: {message}"):
             explain.main([checkpoint, *arguments])

@@ -158,6 +158,26 @@ def test_a_warning_when_most_words_are_unknown(checkpoint, capsys, text, unknown
     )
 
 
+def test_a_text_that_is_no_text_is_refused(checkpoint, tmp_path, monkeypatch):
+    """A folder, and a name of a file that is not there; but a file may hold one word that is not known."""
+    _, path, folder = checkpoint
+    monkeypatch.chdir(tmp_path)
+    for name in ("texts", "the"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "one.txt").write_text("zzz")
+    options = ["--data", str(folder), "--html", "page.html"]
+    for text, said in (
+        ("texts", "texts, a folder; give"),
+        ("on.txt", "on.txt, which is neither a file nor a word of the dictionary; give"),
+    ):
+        with pytest.raises(SystemExit, match=f"^fw-explain: TEXT is {said} a sentence, or a file with one$"):
+            explain.main([path, text, *options])
+    assert not (tmp_path / "page.html").exists()
+    for text in ("the", "one.txt"):
+        explain.main([path, text, *options])
+    assert (tmp_path / "page.html").exists()
+
+
 def test_the_terminal_stays_quiet(checkpoint, monkeypatch):
     """The first import of fairseq makes every library log all that it does."""
     _, path, folder = checkpoint

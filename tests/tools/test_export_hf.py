@@ -514,23 +514,66 @@ def test_mistakes_leave_what_is_there(dictionary, folder, tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == before and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("difference, is_written", [(1e-4, True), (1.5e-4, False), (float("nan"), False)])
-def test_a_model_that_computes_other_logits_is_not_written(difference, is_written, dictionary, tmp_path, monkeypatch):
+@pytest.mark.parametrize("difference, is_written", [(1e-4, True), (1.5e-4, False), (float("inf"), False)])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_model_that_computes_other_logits_is_not_written(before, difference, is_written, dictionary, tmp_path, monkeypatch):
+    """Before the folder is written, and as it is loaded of it."""
     _, _, state = source("--arch fast_weight_lm", dictionary)
-    monkeypatch.setattr(exporting.language_models, "compare", lambda *_: difference)
+    found = iter([difference] if before and not is_written else [0.0, difference])
+    monkeypatch.setattr(exporting.language_models, "compare", lambda *_, **given: next(found))
     checkpoint, out = save(state, tmp_path), tmp_path / "new" / "out"
     if is_written:
         export(checkpoint, out, data=dictionary)
     else:
         with pytest.raises(ValueError, match=r"computes other logits in transformers, by .*; nothing was written"):
             export(checkpoint, out, data=dictionary)
-    assert out.exists() == is_written
+    assert out.exists() == is_written and not list(out.parent.glob(".*")) and not [*found]
+
+
+@pytest.mark.parametrize("tokenizer", [False, True])
+def test_the_folder_is_compared_as_it_was_written(tokenizer, gpt2, tmp_path, monkeypatch):
+    """Weights that do not fit the model's words, and a tokenizer of another size."""
+    convert(gpt2[0], tmp_path / "gpt2.pt", "decay")
+    write, asked = exporting.write, {"data": tmp_path, "tokenizer": gpt2[0] if tokenizer else None}
+
+    def swapped(model, tokenizers, folder):
+        rows = model.embed_tokens.weight.data
+        rows[[5, 6]] = rows[[6, 5]]
+        write(model, tokenizers, folder)
+
+    def longer(model, tokenizers, folder):
+        write(model, tokenizers, folder)
+        name = "tokenizer.json" if (folder / "tokenizer.json").exists() else "vocab.json"
+        content = json.loads((folder / name).read_text())
+        (content["model"]["vocab"] if name == "tokenizer.json" else content)["another"] = 999
+        (folder / name).write_text(json.dumps(content))
+
+    for change, said in (
+        (swapped, "computes other logits in transformers"),
+        (longer, "the tokenizer would have .* tokens and the"),
+    ):
+        monkeypatch.setattr(exporting, "write", change)
+        with pytest.raises(ValueError, match=f"{said}.*; nothing was written$"):
+            export(tmp_path / "gpt2.pt", tmp_path / "out", **asked)
+        assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(exporting, "write", write)
+    export(tmp_path / "gpt2.pt", tmp_path / "out", **asked)
+
+
+def test_a_model_of_nan_is_named(dictionary, tmp_path, capsys):
+    _, _, state = source("--arch fast_weight_lm", dictionary)
+    state["model"]["decoder.layers.1.fc2.weight"][0, 0] = float("nan")
+    with pytest.raises(SystemExit) as end:
+        export_command([str(save(state, tmp_path)), str(tmp_path / "out"), "--data", str(dictionary)])
+    said = "computes NaN; the parameter decoder.layers.1.fc2.weight is not finite, and nothing was written"
+    assert end.value.code == 3 and said in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_what_appears_at_the_output_meanwhile_stays(dictionary, tmp_path, monkeypatch):
     _, _, state = source("--arch fast_weight_lm", dictionary)
     out = tmp_path / "out"
-    monkeypatch.setattr(exporting, "write", lambda *_: out.mkdir())
+    write = exporting.write
+    monkeypatch.setattr(exporting, "write", lambda *given: write(*given) or out.mkdir())
     with pytest.raises(ValueError, match=r"OUTPUT .* exists; name another folder"):
         export(save(state, tmp_path), out, data=dictionary)
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ... import Mistake
 from ...rules import Coefficients
-from ..autograd import as_written
+from ..autograd import as_written, once_differentiable
 from .frames import (
     CHUNK,
     SMALLEST_GATE,

@@ -11,10 +11,9 @@ import math
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ..autograd import as_written
+from ..autograd import as_written, once_differentiable
 from . import compiled
 from .pooling_kernel import pool_cuda_form
 

@@ -14,11 +14,10 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ... import Mistake
 from ...feature_maps import wide
-from ..autograd import as_written, needs_gradient
+from ..autograd import as_written, needs_gradient, once_differentiable
 from ..checks import check_tokens
 from ..kernels.launch import use_kernels
 from . import compiled

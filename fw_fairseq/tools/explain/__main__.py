@@ -22,6 +22,7 @@ from .text import BYTES, read_text
 from .weights import explain
 
 PROG = "fw-explain"
+ENDINGS = {"--html": (".html", ".htm"), "--png": (".png", ".svg", ".pdf")}  # of files that it may have written
 EXAMPLE = 'fw-explain checkpoint_best.pt "the game was released in japan" --html page.html --png picture.png'
 
 
@@ -88,7 +89,7 @@ def warn_of_unknown(tokens, dictionary) -> None:
 
 
 def check_outputs(args) -> None:
-    """Refuses to write nothing, or over a file that is read or written too."""
+    """Refuses to write nothing, or over a file that is read or written too, or that is no page or picture."""
     if args.html is None and args.png is None:
         raise Mistake("nothing to write; give --html, --png or both")
     if args.png:
@@ -99,8 +100,15 @@ def check_outputs(args) -> None:
     if args.tokenizer not in (None, BYTES):
         taken[Path(args.tokenizer).resolve()] = "--tokenizer"
     for option, path in (("--html", args.html), ("--png", args.png)):
-        if path is not None and (other := taken.setdefault(path.resolve(), option)) != option:
+        if path is None:
+            continue
+        if (other := taken.setdefault(path.resolve(), option)) != option:
             raise Mistake(f"{option} is {path}, which is {other} too; name another file")
+        if path.is_file() and path.suffix not in ENDINGS[option]:
+            allowed = " or ".join(ENDINGS[option])
+            raise Mistake(
+                f"{option} is {path}, a file that is there and would be lost; name another, or one that ends in {allowed}"
+            )
 
 
 if __name__ == "__main__":

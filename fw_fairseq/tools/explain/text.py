@@ -32,14 +32,19 @@ def read_text(text: str, dictionary, tokenizer: str | None = None) -> tuple[list
 
     text: a sentence or a file's name. tokenizer: see ``choose_tokenizer``; without one, words are what spaces separate.
     """
+    given = text
     if os.path.isfile(text):  # which Path.is_file does not answer for a sentence too long for a name
         with reading(Path(text), "a text"):
             text = Path(text).read_text(encoding="utf-8")
+    elif os.path.isdir(text) and text not in dictionary:
+        raise Mistake(f"TEXT is {text}, a folder; give a sentence, or a file with one")
     pieces = choose_tokenizer(tokenizer)(text.strip("\n"))
     if not pieces.shown:
         raise Mistake("TEXT has no words")
     ways = [[dictionary.eos() if symbol == START else dictionary.index(symbol) for symbol in way] for way in pieces.symbols]
     numbers = min(ways, key=lambda way: way.count(dictionary.unk()))
+    if tokenizer is None and numbers == [dictionary.unk()] and text is given:
+        raise Mistake(f"TEXT is {text}, which is neither a file nor a word of the dictionary; give a sentence, or a file with one")
     shown = [f"{word}?" if number == dictionary.unk() else word for word, number in zip(pieces.shown, numbers)]
     return [START, *shown], torch.tensor([dictionary.eos(), *numbers])
 

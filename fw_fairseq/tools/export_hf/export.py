@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import shutil
 from pathlib import Path
 
 from ... import Mistake
+from ...files import tokenizer_size
+from ...patches.training import NotFinite, why_not_finite
 from ..checkpoints import load_model
 from . import language_models, translation
-from .folders import TARGET, check_output, replace, write
+from .folders import TARGET, check_output, load, replace, write
 from .tokenizers import renumber, word_tokenizer
 
 PROG = "fw-export-hf"
@@ -28,14 +32,15 @@ def export(checkpoint, output, data=None, tokenizer=None, force: bool = False):
     check_output(output, force)
     source, task = load_model(checkpoint, data, PROG, ARCHITECTURES)
     if hasattr(source, "encoder"):
-        model, difference, tokenizers = translation_model(source, task, tokenizer)
+        model, compare, tokenizers = translation_model(source, task, tokenizer)
     else:
-        model, difference, tokenizers = language_model(source, task.source_dictionary, tokenizer)
-    if not difference <= TOLERANCE:
-        raise Mistake(f"CHECKPOINT {checkpoint} computes other logits in transformers, by {difference:.1e}; nothing was written")
+        model, compare, tokenizers = language_model(source, task.source_dictionary, tokenizer)
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
+        check(compare(model), source, checkpoint)
         write(model, tokenizers, temporary)
+        check(compare(load(type(model), temporary)), source, checkpoint)
+        check_sizes(model.config, temporary, tokenizers)
         check_output(output, force)
         replace(temporary, output)
     finally:
@@ -43,26 +48,42 @@ def export(checkpoint, output, data=None, tokenizer=None, force: bool = False):
     return model
 
 
+def check(difference: float, source, checkpoint) -> None:
+    """Refuses a model that computes something else than fairseq's."""
+    if math.isnan(difference):
+        raise NotFinite(f"CHECKPOINT {checkpoint} computes NaN; {why_not_finite(source)}, and nothing was written")
+    if not difference <= TOLERANCE:
+        raise Mistake(f"CHECKPOINT {checkpoint} computes other logits in transformers, by {difference:.1e}; nothing was written")
+
+
+def check_sizes(config, folder: Path, tokenizers: dict) -> None:
+    """Refuses a folder whose tokenizers have other numbers of tokens than its model. tokenizers: by their places in it."""
+    sides = ("encoder", "decoder") if config.is_encoder_decoder else ("",)
+    for side, place in zip(sides, tokenizers):
+        words, tokens = getattr(config, side, config).vocab_size, tokenizer_size(folder / place)
+        if words != tokens:
+            raise Mistake(f"the tokenizer would have {tokens} tokens and the model {words}; nothing was written")
+
+
 def language_model(source, dictionary, tokenizer):
-    """Returns the model of a fast_weight_lm, its difference from fairseq's, and its tokenizer."""
-    model = language_models.build(source.decoder)
-    difference = language_models.compare(source, model, len(dictionary))
+    """Returns the model of a fast_weight_lm, a function that compares a model with fairseq's, and its tokenizer."""
+    model, order = language_models.build(source.decoder), None
     model.config.update({"bos_token_id": dictionary.eos(), "eos_token_id": dictionary.eos(), "pad_token_id": dictionary.pad()})
-    if tokenizer is None:
-        return model, difference, {"": word_tokenizer(dictionary)}
-    renumber(model, dictionary, Path(tokenizer))
-    return model, difference, {"": Path(tokenizer)}
+    if tokenizer is not None:
+        order = renumber(model, dictionary, Path(tokenizer))
+    compare = functools.partial(language_models.compare, source, words=len(dictionary), order=order)
+    return model, compare, {"": word_tokenizer(dictionary) if tokenizer is None else Path(tokenizer)}
 
 
 def translation_model(source, task, tokenizer):
-    """Returns the model of a fast_weight_transformer, its difference from fairseq's, and the tokenizers of both languages."""
+    """Returns the model of a fast_weight_transformer, a function that compares a model with fairseq's, and the tokenizers of both
+    languages."""
     if tokenizer is not None:
         raise Mistake(
             "--tokenizer is for a CHECKPOINT that fw-convert made of a GPT-2; a translation model has the words of its data"
         )
     dictionaries = [task.source_dictionary, task.target_dictionary]
     model = translation.build(source)
-    difference = translation.compare(source, model, dictionaries)
     translation.set_generation(model, task.target_dictionary)
     first, second = (word_tokenizer(words, before=False) for words in dictionaries)
-    return model, difference, {"": first, TARGET: second}
+    return model, functools.partial(translation.compare, source, dictionaries=dictionaries), {"": first, TARGET: second}

@@ -64,6 +64,20 @@ def replace(new: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def load(kind: type, folder: Path):
+    """Returns the model that transformers loads of a folder, in evaluation mode. kind: its class, which is not taken from the
+    folder's code."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        return kind.from_pretrained(folder).eval()
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def write(model, tokenizers: dict, folder: Path) -> None:
     """Writes the model, its code and its tokenizers into a new folder. tokenizers: a tokenizer, or the folder of one, for each
     folder inside it, "" for itself."""

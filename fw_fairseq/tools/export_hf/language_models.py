@@ -157,15 +157,17 @@ def output_tensors(decoder, tied: bool) -> tuple[dict[str, Tensor], list]:
 
 
 @torch.no_grad()
-def compare(source, model, words: int) -> float:
-    """Returns the difference from fairseq's model on random tokens."""
-    length = min(16, model.config.max_position_embeddings or 16)
-    tokens = torch.randint(4, words, (2, length), generator=torch.Generator().manual_seed(0))
-    return difference(source, source(tokens), model(tokens).logits)
+def compare(source, model, words: int, order: Tensor | None = None) -> float:
+    """Returns the difference from fairseq's model on random tokens. order: the dictionary's number of each of the model's
+    tokens, where they are numbered otherwise."""
+    length, draw = min(16, model.config.max_position_embeddings or 16), torch.Generator().manual_seed(0)
+    tokens = torch.randint(4 if order is None else 0, words if order is None else len(order), (2, length), generator=draw)
+    return difference(source, source(tokens if order is None else order[tokens]), model(tokens).logits, order)
 
 
-def difference(source, output, logits: Tensor) -> float:
+def difference(source, output, logits: Tensor, order: Tensor | None = None) -> float:
     """Returns the largest difference between the log probabilities of fairseq's output and of these logits, relative to the
     largest log probability."""
     expected = source.get_normalized_probs(output, log_probs=True)
+    expected = expected if order is None else expected[..., order].log_softmax(-1)
     return float((logits.float().log_softmax(-1) - expected).abs().max() / expected.abs().max())

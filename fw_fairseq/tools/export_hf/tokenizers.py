@@ -31,8 +31,9 @@ MARKS_AFTER = (
 )  # that follow without a space
 
 
-def renumber(model, dictionary, tokenizer: Path) -> None:
-    """Sorts embeddings by the tokenizer's ids. Its token i is the dictionary's symbol 'i', and the one without a symbol is </s>."""
+def renumber(model, dictionary, tokenizer: Path) -> torch.Tensor:
+    """Sorts embeddings by the tokenizer's ids. Its token i is the dictionary's symbol 'i', and the one without a symbol is </s>.
+    Returns the dictionary's number of each id."""
     if not any((tokenizer / name).exists() for name in ("vocab.json", "tokenizer.json")):
         raise Mistake(f"--tokenizer {tokenizer} has neither vocab.json nor tokenizer.json; it must be a GPT-2 tokenizer's folder")
     numbers = dictionary.symbols[dictionary.nspecial :]
@@ -48,6 +49,7 @@ def renumber(model, dictionary, tokenizer: Path) -> None:
     if model.output is not None:
         model.output.weight = nn.Parameter(model.output.weight[order].detach())
     model.config.update({"vocab_size": size, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None})
+    return order
 
 
 def word_tokenizer(dictionary, before: bool = True):
