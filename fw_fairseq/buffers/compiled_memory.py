@@ -99,7 +99,7 @@ class CompiledMemory(Memory):
 
     def prepare(self, rows: int, heads: int, keys: int, columns: int, like: Tensor) -> None:
         """Fills in what does not change from token to token."""
-        self.sizes, self.like = (heads, keys, columns), like.new_empty(0)
+        self.sizes, self.like = (heads, keys, columns), like.new_empty(())
         mixer, query_size = self.mixer, self.mixer.sizes["q"]
         total, numbers = mixer.in_proj.out_features, rows * heads * keys * columns
         self.arguments = a = MemoryStep(rows=rows, heads=heads, values=self.value_dim, threads=threads(numbers))

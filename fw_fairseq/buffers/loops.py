@@ -33,13 +33,12 @@ class Features(ctypes.Structure):
     """
 
     _fields_ = [(name, ctypes.c_int64) for name in ("input", "keys", "map", "nu", "norm")]
-    maps_rows = of_projection = False
 
     def describe(self, feature_map: FeatureMap, row_map: RowMap | None) -> None:
         """Fills in the numbers for a feature map, and for the part of it that the loop may apply."""
         self.maps_rows = row_map is not None and row_map.name in MAP_NAMES
         self.of_projection = self.maps_rows and type(feature_map).linear is FeatureMap.linear
-        self.keys, self.nu = feature_map.out_dim, 1
+        self.keys = feature_map.out_dim
         self.input = feature_map.head_dim if self.of_projection else self.keys
         if self.maps_rows:
             self.map, self.norm, self.nu = MAP_NAMES.index(row_map.name), NORM_NAMES.index(row_map.norm), row_map.nu

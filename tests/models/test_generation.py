@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from fairseq.modules import MultiheadAttention
 from fairseq.sequence_generator import SequenceGenerator
 from support.draws import PLAIN
 from support.language_models import ERASING, NON_NEGATIVE, assert_close, build, draw, every_map, make_task
+from torch.utils._pytree import tree_leaves
 
 from fw_fairseq import native
-from fw_fairseq.buffers.compiled_memory import CompiledMemory
+from fw_fairseq.buffers.cell import Cell
+from fw_fairseq.buffers.compiled_memory import CompiledMemory, FactorBuffers
+from fw_fairseq.buffers.memory import Memory
+from fw_fairseq.buffers.pools import Pools
 from fw_fairseq.buffers.steppers import InPlaceStepper
 from fw_fairseq.decoding import GENERATION, Generation
-from fw_fairseq.mixers import MIXERS
+from fw_fairseq.decoding.steppers import has_stepper
+from fw_fairseq.mixers import MIXERS, Additive, Leap
+from fw_fairseq.ops import FastWeightState
+from fw_fairseq.ops.factored import Factors
 from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
 from fw_fairseq.tools.bench.measure import state_bytes
 
@@ -30,6 +40,7 @@ def combinations():
             yield {"update_rule": rule, "feature_map": "favor", "feature_norm": "none", "attention_norm": True}
         if RULES[rule].normaliser == "keys":
             yield {"update_rule": rule, "attention_norm": True, "attention_norm_of": "read"}
+    yield {"update_rule": "sum", "feature_map": "favor", "feature_norm": "none"}
     yield {"update_rule": "gated_delta", "scale_reads": True, "bias_free": True, "feature_norm": "l2"}
     around = {"short_conv": 4, "token_shift": True, "output_norm": True, "output_gate": True, "key_heads": 2}
     around |= {"token_shift_rank": 2, "rotary": True}
@@ -50,6 +61,8 @@ LAYOUTS = [
     {"mixer_pattern": "softmax,fast_weight"},
     {"mixer": "softmax", "decoder_normalize_before": True},
     {"mixer": "sru", "sru_tanh": True},
+    {"activation_fn": "gelu"},
+    {name: 4 for name in ("decoder_embed_dim", "decoder_input_dim", "decoder_output_dim")} | {"decoder_attention_heads": 2},
 ]
 
 
@@ -119,6 +132,64 @@ def test_a_token_that_erases_less_than_it_writes(norm, compiler, monkeypatch):
     assert_close(found, generate(model, tokens)[0])
 
 
+@pytest.mark.parametrize("compiler", [True, False], ids=["compiled", "PyTorch"])
+def test_sums_of_keys_that_do_not_decay_with_the_keys(compiler, monkeypatch):
+    """By a rule from outside, whose factors would decay both."""
+    gates = {"f": Gate("K"), "beta": Gate()}
+    rule = Rule("", "this test", lambda f, beta: Coefficients(f=f, e=beta, w=beta), gates, normaliser="keys")
+    monkeypatch.setitem(RULES, "whole_sums", rule)
+    if not compiler:
+        monkeypatch.setattr(native, "library", lambda: None)
+    model, tokens = build(update_rule="whole_sums", attention_norm=True), draw(3, 11)
+    found, state = generate(model, tokens)
+    assert all(isinstance(layer.stepper, InPlaceStepper) for layer in state[GENERATION].layers)
+    monkeypatch.setattr(Generation, "fits", staticmethod(lambda decoder: False))
+    assert_close(found, generate(model, tokens)[0])
+
+
+SUMS = {"update_rule": "sum", "feature_norm": "none", "attention_norm": True}
+HELD = [
+    ({}, CompiledMemory),
+    ({"fast_weight_backend": "recurrent"}, CompiledMemory),
+    ({"fast_weight_backend": "chunkwise"}, None),
+    ({"qkv_sparsity": 4}, CompiledMemory),
+    ({"short_conv": 2}, None),
+    ({"update_rule": "fwm"}, None),
+    (SUMS | {"feature_map": "relu"}, CompiledMemory),
+    (SUMS | {"feature_map": "favor"}, None),  # whose keys have a scale of their own
+    (SUMS | {"feature_map": "favor", "feature_norm": "sum"}, CompiledMemory),
+    (SUMS | {"feature_map": "favor", "attention_norm": False}, CompiledMemory),
+    ({"mixer": "additive"}, Pools),
+    ({"mixer": "additive", "pooling_form": "published"}, None),
+    ({"mixer": "leap"}, Pools),
+    ({"mixer": "leap", "qkv_sparsity": 4}, None),
+    ({"mixer": "sru"}, Cell),
+    ({"mixer": "sru", "sru_tanh": True}, None),
+    ({"mixer": "softmax"}, None),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("compiler", [True, False], ids=["compiled", "PyTorch"])
+@pytest.mark.parametrize("options, kind", HELD, ids=lambda x: label(x) if isinstance(x, dict) else "")
+@torch.no_grad()
+def test_what_holds_the_state_of_a_layer(options, kind, compiler, dtype, monkeypatch):
+    """After the first token. None: its mixer is called, and returns a new state."""
+    if not compiler:
+        monkeypatch.setattr(native, "library", lambda: None)
+        kind = Memory if kind is CompiledMemory else None
+    model, state = build(**options).to(dtype), {}
+    for mixer in model.modules():
+        if isinstance(mixer, (Additive, Leap)) and "pooling_form" not in options:
+            assert Pools.fits(mixer) == (kind is not None and dtype != torch.bfloat16)
+    model(draw(2, 1), incremental_state=state)
+    if options.get("pooling_form"):
+        assert not state.get(GENERATION)
+    else:
+        held = getattr(state[GENERATION].layers[0].stepper, "buffers", None)
+        assert type(held) is (type(None) if kind is None or dtype == torch.bfloat16 else kind)
+
+
 @pytest.mark.parametrize("rule", [name for name in PLAIN if RULES[name].coefficients])
 @torch.no_grad()
 def test_a_token_writes_into_the_memory_that_is_there(rule):
@@ -152,6 +223,115 @@ def test_orders_without_a_token_between_them_act_one_after_the_other(length, sec
     rows = [[1, 2, 0][row] for row in second]
     whole = torch.cat([tokens[rows], draw(len(rows), 1)], 1)
     assert_close(model(whole, incremental_state=state)[0], model(whole)[0][:, -1:])
+
+
+def tensors(state) -> list[torch.Tensor]:
+    return [part for part in tree_leaves(state) if part is not None]
+
+
+STATES = [{}, SUMS, {"update_rule": "gated"}, {"short_conv": 3}, {"mixer": "sru"}]
+STATES += [{"mixer": mixer, "window_sizes": sizes} for mixer in ("additive", "leap") for sizes in ("0", "2", "5")]
+
+
+@pytest.mark.parametrize("options", STATES, ids=label)
+@pytest.mark.parametrize("compiler", [True, False], ids=["compiled", "PyTorch"])
+@pytest.mark.parametrize("length", [2, 9])
+@torch.no_grad()
+def test_a_state_has_the_order_of_its_rows_and_stays_as_it_is(length, compiler, options, monkeypatch):
+    if not compiler:
+        monkeypatch.setattr(native, "library", lambda: None)
+    model, tokens, state = build(**options), draw(3, length + 1), {}
+    for t in range(length):
+        model(tokens[:, : t + 1], incremental_state=state)
+    steppers = [layer.stepper for layer in state[GENERATION].layers]
+    before = [stepper.state() for stepper in steppers]
+    for order in (torch.tensor([2, 0, 0]), torch.tensor([2, 1])):
+        model.decoder.reorder_incremental_state_scripting(state, order)
+        before, tokens = [part.index_select(order) for part in before], tokens[order]
+        for stepper, part in zip(steppers, before):
+            assert_close(tensors(stepper.state()), tensors(part))
+    copies = copy.deepcopy(before)
+    assert_close(model(tokens, incremental_state=state)[0], model(tokens)[0][:, -1:])
+    assert_close(tensors(before), tensors(copies), 0)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_factors_of_hypotheses(shared):
+    """Those that have no decay stay where they are while there are no more rows; a new order moves their places alone."""
+    buffers = FactorBuffers(2, 1, 4, 6, shared, torch.empty(0))
+    assert buffers.room() == 2, "2 (4 + 6) numbers are fewer than 4 * 6, and 3 (4 + 6) are not"
+    buffers.keys.copy_(torch.randn(2, 1, 2, 4))
+    buffers.values.copy_(torch.randn(2, 1, 2, 6))
+    buffers.count, first = 2, buffers.keys.data_ptr()
+    for order, stays in ([1, 1], True), ([0], True), ([0, 0], True), ([1, 0, 0], False), ([2, 0, 1], True):
+        want, place = [part[order] for part in buffers.gathered()], buffers.keys.data_ptr()
+        buffers.reorder(torch.tensor(order))
+        assert_close(buffers.gathered(), tuple(want), 0)
+        assert (buffers.keys.data_ptr() == place) == (shared and stays)
+        assert (shared and len(order) < 3) or len(buffers.keys) == len(order)
+    assert buffers.keys.data_ptr() != first
+
+
+@pytest.mark.parametrize(
+    "heads, keys, values, room", [(1, 2, 2, 0), (2, 1, 9, 0), (1, 3, 3, 1), (1, 4, 4, 1), (1, 5, 5, 2), (4, 64, 64, 31)]
+)
+def test_room_for_as_many_factors_as_take_less_than_the_memory(heads, keys, values, room):
+    assert FactorBuffers(1, heads, keys, values, True, torch.empty(0)).room() == room
+
+
+@torch.no_grad()
+def test_a_memory_starts_as_a_matrix_up_to_half_a_million_numbers(monkeypatch):
+    """2,048 rows of 4 heads with 8 by 8; a larger one starts as the factors of its mixer's state."""
+    mixer = build().decoder.layers[0].self_attn.mixer
+    factors = FastWeightState(Factors(torch.randn(2, 4, 1, 8), torch.randn(2, 4, 1, 8)), None)
+    matrix = FastWeightState(torch.randn(2, 4, 8, 8), None)
+    for kind, state, rows, taken in [
+        (Memory, None, 2048, True), (Memory, None, 2049, False), (Memory, factors, 2048, True), (Memory, factors, 2049, False),
+        (Memory, matrix, 2049, True), (CompiledMemory, None, 2049, True), (CompiledMemory, factors, 2049, False),
+        (CompiledMemory, factors, 2048, True), (CompiledMemory, matrix, 2049, True),
+    ]:  # fmt: skip
+        assert kind.takes(mixer, state, rows) == taken, (kind, state, rows)
+
+
+@torch.no_grad()
+def test_factors_that_a_mixer_keeps_until_they_are_a_matrix(monkeypatch):
+    """A matrix from the fourth token on, as 4 (8 + 8) numbers are no fewer than 8 * 8; then the buffers take it."""
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr("fw_fairseq.buffers.memory.SMALL", 0)
+    for options in ({}, {"qkv_sparsity": 2}):
+        model, tokens, state = build(**options), draw(2, 7), {}
+        whole = model(tokens)[0]
+        for t in range(7):
+            found = model(tokens[:, : t + 1], incremental_state=state)[0]
+            assert_close(found, whole[:, t : t + 1])
+            stepper = state[GENERATION].layers[0].stepper
+            assert (stepper.buffers is None) == (t < 4) and stepper.ready(2) == (t >= 3)
+            assert t > 3 or isinstance(stepper.state().memory, Factors) == (t < 3)
+
+
+@torch.no_grad()
+def test_a_memory_without_a_compiler_has_two_buffers_that_take_turns(monkeypatch):
+    monkeypatch.setattr(native, "library", lambda: None)
+    model, tokens, state = build(), draw(3, 2), {}
+    model(tokens[:, :1], incremental_state=state)
+    buffers, places = state[GENERATION].layers[0].stepper.buffers, []
+    for _ in range(4):
+        places.append(buffers.memory.data_ptr())
+        model.decoder.reorder_incremental_state_scripting(state, torch.tensor([2, 0, 1]))
+    assert places[0] != places[1] and places[:2] == places[2:]
+
+
+def test_attentions_that_read_token_by_token():
+    """Of fairseq's, those that read the tokens themselves, and nothing else."""
+
+    def has(**options):
+        return has_stepper(MultiheadAttention(8, 2, **options))
+
+    assert has(self_attention=True)
+    assert not has(encoder_decoder_attention=True)
+    assert not has(self_attention=True, add_bias_kv=True)
+    assert not has(self_attention=True, add_zero_attn=True)
+    assert not has_stepper(torch.nn.Linear(2, 2))
 
 
 def test_the_states_of_a_generation_count():
@@ -222,16 +402,18 @@ def test_beam_search_writes_the_same_tokens(monkeypatch):
         assert [score for _, score in hypotheses] == pytest.approx([score for _, score in expected], abs=1e-9)
 
 
-@pytest.mark.parametrize("change", ["training", "gradients", "hook", "part", "argument", "place"])
+@pytest.mark.parametrize("change", ["training", "gradients", "autocast", "hook", "hook before", "part", "argument", "place"])
 def test_everything_else_takes_the_general_way(change):
     model, tokens, state = build(), draw(2, 1), {}
     if change == "training":
         model.train()
     if change == "hook":
         model.decoder.layers[0].fc1.register_forward_hook(lambda module, inputs, output: None)
+    if change == "hook before":
+        model.decoder.layers[0].fc1.register_forward_pre_hook(lambda module, inputs: None)
     if change == "part":
         model.decoder.layers[1].ffn_layernorm = torch.nn.LayerNorm(48).double()
     more = {"return_all_hiddens": True} if change == "argument" else {}
-    with torch.set_grad_enabled(change == "gradients"):
+    with torch.set_grad_enabled(change == "gradients"), torch.autocast("cpu", enabled=change == "autocast"):
         model.decoder(tokens, *([None] if change == "place" else []), incremental_state=state, **more)
     assert not state.get(GENERATION) and len(state) > 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from fairseq import options
@@ -9,9 +11,11 @@ from fairseq.sequence_generator import SequenceGenerator
 from support.graphs import Repeated, emulate_graphs, generate
 from support.language_models import build, draw, make_task
 
+from fw_fairseq.buffers.graphs import CudaGraph
 from fw_fairseq.buffers.kernel_memory import KernelMemory
+from fw_fairseq.buffers.pools import Pools
 from fw_fairseq.buffers.steppers import InPlaceStepper
-from fw_fairseq.decoding import GENERATION, Generation
+from fw_fairseq.decoding import GENERATION, Generation, start
 from fw_fairseq.decoding.captured import CapturedGeneration
 from fw_fairseq.ops.kernels.launch import CupyLaunch
 
@@ -56,6 +60,96 @@ def test_a_read_that_divides_what_it_erases_takes_the_general_way(kernels, monke
     monkeypatch.setattr(Generation, "fits", staticmethod(lambda decoder: False))
     for ours, theirs in zip(found, generate(model, tokens, 0)[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+HELD = [
+    ({"fast_weight_backend": "cuda"}, KernelMemory, CapturedGeneration),
+    ({"fast_weight_backend": "recurrent"}, None, Generation),
+    ({"short_conv": 2}, None, Generation),
+    ({"qkv_sparsity": 4}, None, Generation),
+    ({"mixer": "leap"}, Pools, Generation),
+    ({"feature_dim": 512}, KernelMemory, CapturedGeneration),
+    ({"feature_dim": 513}, None, Generation),  # as wide as the keys of the kernel are 512
+    ({"ffn_sru": 4}, KernelMemory, Generation),
+    ({"decoder_normalize_before": True, "reversible": True}, KernelMemory, Generation),
+]
+
+
+@pytest.mark.parametrize("options, kind, way", HELD, ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else "")
+@torch.no_grad()
+def test_what_the_kernel_and_graphs_take(kernels, options, kind, way):
+    model, state = build(**options).float(), {}
+    assert type(start(model.decoder, {}, None)) is way
+    if options.get("feature_dim", 0) < 512:
+        model(draw(2, 1), incremental_state=state)
+        assert type(getattr(state[GENERATION].layers[0].stepper, "buffers", None)) is (kind or type(None))
+    else:
+        assert KernelMemory.fits(model.decoder.layers[0].self_attn.mixer) == (kind is KernelMemory)
+
+
+@torch.no_grad()
+def test_one_layer_has_its_graphs_alone(kernels):
+    model, tokens = build(decoder_layers=1).float(), draw(2, 6)
+    found, state = generate(model, tokens[:, :4], 0)
+    assert state[GENERATION].graphs is not None
+    torch.testing.assert_close(torch.stack(found, 1), model(tokens[:, :4])[0], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_positions_beyond_the_table_take_the_general_way(kernels):
+    """Tokens 1 to 6 have the rows 2 to 7 of the table; fairseq's module makes the others."""
+    model, tokens, state = build().float(), draw(2, 9), {}
+    whole = model(tokens)[0]
+    model.decoder.embed_positions.weights = model.decoder.embed_positions.weights[:8]
+    found = [model(tokens[:, : t + 1], incremental_state=state)[0] for t in range(9)]
+    assert sum(len(graph.seen) for graph in Repeated.made) == 4, "2 tokens before the graphs, and 3 after the table"
+    torch.testing.assert_close(torch.cat(found, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"update_rule": "sum", "feature_norm": "none", "attention_norm": True}], ids=["plain", "sums"]
+)
+@pytest.mark.parametrize("graph", ["0", "1"])
+@torch.no_grad()
+def test_a_state_has_the_order_of_its_rows(kernels, monkeypatch, given, graph):
+    """Before the next token, which reads the memories in this order, and with a new one that has fewer rows."""
+    monkeypatch.setenv("FW_FAIRSEQ_DECODING_GRAPH", graph)
+    model, tokens, state = build(**given).float(), draw(3, 5), {}
+    for t in range(4):
+        model(tokens[:, : t + 1], incremental_state=state)
+    generation = state[GENERATION]
+    before = generation.states()
+    for order in (torch.tensor([2, 0, 0]), torch.tensor([2, 1])):
+        model.decoder.reorder_incremental_state_scripting(state, order)
+        before, tokens = [part.index_select(order) for part in before], tokens[order]
+        for found, want in zip(generation.states(), before, strict=True):
+            torch.testing.assert_close(found.memory, want.memory, rtol=0, atol=0)
+            assert (found.normaliser is None) == (want.normaliser is None)
+            if want.normaliser is not None:
+                torch.testing.assert_close(found.normaliser, want.normaliser, rtol=0, atol=0)
+    found = model(tokens, incremental_state=state)[0]
+    torch.testing.assert_close(found, model(tokens)[0][:, -1:], rtol=1e-4, atol=1e-4)
+
+
+def test_a_graph_captures_its_function_and_repeats_it_alone(monkeypatch):
+    events = []
+
+    class Graph:
+        def replay(self):
+            events.append("replayed")
+
+    @contextlib.contextmanager
+    def capture(graph):
+        events.append("begins")
+        yield
+        events.append("ends")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    graph = CudaGraph(lambda: events.append("works"))
+    assert events == ["begins", "works", "ends"]
+    graph.replay()
+    assert events[3:] == ["replayed"]
 
 
 def test_graphs_always_touch_the_same_addresses(kernels):

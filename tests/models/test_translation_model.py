@@ -14,6 +14,7 @@ from fairseq.sequence_generator import SequenceGenerator
 from support.draws import PLAIN
 from support.language_models import ERASING, NON_NEGATIVE, assert_close, make_task
 
+from fw_fairseq import native
 from fw_fairseq.config import ATTENTIONS, FastWeightTransformerConfig, linear_attentions
 from fw_fairseq.decoding import GENERATION, Generation
 from fw_fairseq.feature_maps import FEATURE_MAPS
@@ -105,6 +106,22 @@ def test_decoding_with_any_rule_and_feature_map(rule, phi, monkeypatch):
     assert state[GENERATION]
     monkeypatch.setattr(Generation, "fits", staticmethod(lambda decoder: False))
     assert_close(decode(model, source, target), expected)
+
+
+@pytest.mark.parametrize("phi", ["elu", "identity", "favor"])
+def test_decoding_without_a_compiler(phi, monkeypatch):
+    monkeypatch.setattr(native, "library", lambda: None)
+    model, source, target = build(feature_map=phi, feature_norm=NORM[phi], update_rule="delta"), draw(6, 9), draw(5, 5)
+    assert_close(decode(model, source, target, state=(state := {})), logits(model, source, target))
+    assert state[GENERATION]
+
+
+@torch.no_grad()
+def test_a_decoder_that_is_given_no_source_reads_its_tokens_alone(monkeypatch):
+    model, target, state = build(), draw(5, 5), {}
+    found = [model.decoder(target[:, : t + 1], incremental_state=state)[0] for t in range(5)]
+    assert state[GENERATION]
+    assert_close(torch.cat(found, 1), model.decoder(target)[0])
 
 
 @pytest.mark.parametrize("order", [[0, 0, 1, 1, 2, 2], [1, 1, 2, 2], [2, 0, 1], [0, 2, 2, 1, 1], [1, 0, 2, 2]], ids=str)

@@ -7,14 +7,17 @@ from argparse import Namespace
 import pytest
 import torch
 from fairseq import models as registered
+from fairseq.modules import MultiheadAttention
 from fairseq.sequence_generator import SequenceGenerator
 from support.graphs import Repeated, emulate_graphs
 from support.language_models import make_task
 
 import fw_fairseq.models  # noqa: F401
+from fw_fairseq.config import FastWeightTransformerConfig
 from fw_fairseq.decoding import GENERATION, Generation
 from fw_fairseq.decoding.captured import CapturedGeneration
 from fw_fairseq.decoding.kernel_source import KernelSource
+from fw_fairseq.modules import LinearAttention
 from fw_fairseq.ops.kernels.launch import CupyLaunch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -108,6 +111,29 @@ def test_rows_of_a_sentence_share_its_memory_while_they_stand_side_by_side(kerne
     want = attention.summarise(encoded["encoder_out"][0], encoded["encoder_padding_mask"][0])
     assert state.beam == beam
     torch.testing.assert_close((state.memory, state.normaliser), (want.memory[sentences], want.normaliser[sentences]))
+
+
+def test_which_sources_the_kernel_reads(kernels, monkeypatch):
+    """Those of linear attention whose features are at most as wide as its keys, 512; and its queries are a dense product."""
+
+    def attention(**options):
+        return LinearAttention(32, 4, FastWeightTransformerConfig(update_rule="sum", **options))
+
+    assert KernelSource.fits(attention(feature_dim=512))
+    assert not KernelSource.fits(attention(feature_dim=513))
+    assert not KernelSource.fits(attention().to(torch.float64))
+    assert not KernelSource.fits(attention(qkv_sparsity=4))
+    assert not KernelSource.fits(MultiheadAttention(32, 4, encoder_decoder_attention=True))
+
+
+@torch.no_grad()
+def test_a_batch_without_padding_has_no_mask(kernels):
+    """fairseq's encoder leaves the list of masks empty, or it has one."""
+    model = build(**OPTIONS["elu"])
+    encoded, attention, x = model.encoder(draw(6, 6)), model.decoder.layers[0].encoder_attn, torch.randn(2, 32)
+    want = KernelSource(attention, None, encoded)(x)
+    found = KernelSource(attention, None, encoded | {"encoder_padding_mask": []})(x)
+    torch.testing.assert_close(found, want)
 
 
 @pytest.mark.gpu
