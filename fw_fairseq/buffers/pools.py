@@ -36,7 +36,7 @@ class Pool:
         size = self.struct.size
         past = empty.expand(-1, -1, max(1, size), -1) if state is None else pack(*aggregates(state))
         self.running = empty if window else past.contiguous()
-        self.front = past.contiguous() if size else empty[:, :, :0]
+        self.front = past.clone(memory_format=torch.contiguous_format) if size else empty[:, :, :0]
         self.back = torch.empty_like(self.front)
         self.place()
 

@@ -116,13 +116,13 @@ def test_rows_of_a_sentence_share_its_memory_while_they_stand_side_by_side(kerne
 def test_which_sources_the_kernel_reads(kernels, monkeypatch):
     """Those of linear attention whose features are at most as wide as its keys, 512; and its queries are a dense product."""
 
-    def attention(**options):
-        return LinearAttention(32, 4, FastWeightTransformerConfig(update_rule="sum", **options))
+    def attention(sparsity=0, **options):
+        return LinearAttention(32, 4, FastWeightTransformerConfig(update_rule="sum", **options), sparsity=sparsity)
 
     assert KernelSource.fits(attention(feature_dim=512))
     assert not KernelSource.fits(attention(feature_dim=513))
     assert not KernelSource.fits(attention().to(torch.float64))
-    assert not KernelSource.fits(attention(qkv_sparsity=4))
+    assert not KernelSource.fits(attention(sparsity=4))
     assert not KernelSource.fits(MultiheadAttention(32, 4, encoder_decoder_attention=True))
 
 
