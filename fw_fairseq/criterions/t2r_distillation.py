@@ -46,7 +46,7 @@ class Distillation(PlainOrAdaptive):
         if match_updates < 0:
             raise Mistake(f"--match-updates is {match_updates}; it must be at least 0")
         [model], _ = checkpoint_utils.load_model_ensemble([teacher], task=task)
-        self._teacher = [model.eval().requires_grad_(False)]  # a list hides it from training and checkpoints
+        self._teacher = [model.eval()]  # a list hides it from training and checkpoints
         self.match, self.match_updates, self.teacher_weight = str(match), match_updates, teacher_weight
         self.state_norm_penalty = checked_penalty(state_norm_penalty)
 

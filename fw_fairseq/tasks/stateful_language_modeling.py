@@ -80,7 +80,7 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
             raise Mistake(f"--max-tokens is {max_tokens}; it must be at least {wanted}")
         rows = max_sentences or (max_tokens or segment) // segment
         multiple = options.get("required_batch_size_multiple", 1)
-        if multiple not in (1, MULTIPLE) and rows % multiple:
+        if multiple != MULTIPLE and rows % multiple:
             raise Mistake(f"--required-batch-size-multiple is {multiple}, and a batch has {rows} streams; leave it out")
         pad, eos = self.dictionary.pad(), self.dictionary.eos()
         workers, (shard_id, share) = self.sequence_workers(num_shards), divmod(shard_id, self.args.sequence_parallel)
@@ -93,18 +93,18 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
     def sequence_workers(self, workers: int) -> int:
         """The number of workers that share a stream. The first call makes their group."""
         count, segment = self.args.sequence_parallel, self.args.tokens_per_sample
-        if count == 1:
-            return 1
         if count < 1 or workers % count or segment % count:
             wanted = f"it must divide the number of workers ({workers}) and --tokens-per-sample ({segment})"
             raise Mistake(f"--sequence-parallel is {count}; {wanted}")
+        if count == 1:
+            return count
         if self.args.sentence_avg:
             raise Mistake("--sequence-parallel cuts streams into parts that are not sentences; leave --sentence-avg out")
         if self.group is None:
             self.group, _ = torch.distributed.new_subgroups(count)
         return count
 
-    def eval_lm_dataloader(self, dataset, max_tokens=36000, batch_size=None, context_window=0, **options):
+    def eval_lm_dataloader(self, dataset, max_tokens=None, batch_size=None, context_window=0, **options):
         """Reads the text once, as one stream or as --batch-size streams side by side. The first token of each has no context."""
         check_shard(options.get("shard_id", 0), options.get("num_shards", 1))
         for model in self.stateless:  # before any thread loads data, which could not end with the program
