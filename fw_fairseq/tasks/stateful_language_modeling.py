@@ -41,7 +41,8 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
         super().__init__(args, dictionary, output_dictionary, targets)
         if self.targets != ["future"]:
             raise Mistake("stateful_language_modeling predicts the next token only; leave --self-target and --past-target out")
-        if type(getattr(args, "curriculum", 0)) is int and args.curriculum:
+        curriculum = getattr(args, "curriculum", 0)
+        if type(curriculum) is int and curriculum:
             raise Mistake("--curriculum keeps the order of batches for some epochs, and streams always keep it; leave it out")
         self.stateless: list = []  # models that cannot read streams, such as the teacher of a distillation
         self.group = None  # of the workers that share this one's streams

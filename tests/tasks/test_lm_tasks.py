@@ -266,7 +266,7 @@ def test_curriculum_is_refused():
     with pytest.raises(ValueError, match=r"^--curriculum keeps the order of batches for some epochs, and streams always keep it"):
         stateful(curriculum=2)
     older = {name: value for name, value in vars(StatefulLanguageModelingConfig()).items() if name != "curriculum"}
-    StatefulLanguageModelingTask(Namespace(**older), make_task(40).source_dictionary)
+    StatefulLanguageModelingTask(Namespace(**older), make_task(40).source_dictionary)  # of a checkpoint
 
 
 @pytest.mark.parametrize("task, window", [(sliding, 0), (stateful, 64)])
