@@ -50,7 +50,7 @@ class Distillation(PlainOrAdaptive):
                 f"--match {match} has no effect with --match-updates 0; leave it out, or say how many updates match layers"
             )
         [model], _ = checkpoint_utils.load_model_ensemble([teacher], task=task)
-        self._teacher = [model.eval().requires_grad_(False)]  # a list hides it from training and checkpoints
+        self._teacher = [model.eval()]  # a list hides it from training and checkpoints
         self.match, self.match_updates, self.teacher_weight = str(match), match_updates, teacher_weight
         self.state_norm_penalty = checked_penalty(state_norm_penalty)
 

@@ -29,7 +29,7 @@ class Text(FairseqDataset):
         return len(self.tokens)
 
 
-def load_text(task, split: str, epoch: int = 1, combine: bool = False) -> Text:
+def load_text(task, split: str, epoch: int, combine: bool) -> Text:
     """Reads a split of a task like language_modeling. Options that cut a text into samples are refused."""
     for name in CUTTING:
         value = getattr(task.args, name, None)

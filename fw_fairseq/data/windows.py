@@ -23,7 +23,7 @@ class SlidingWindows(torch.utils.data.Dataset):
         stop = start + (self.stride if index else self.context + self.stride)
         return index, self.source[max(0, start - self.context) : stop], self.target[start:stop]
 
-    def batches(self, windows: int, shard: int = 0, shards: int = 1) -> list[list[int]]:
+    def batches(self, windows: int, shard: int, shards: int) -> list[list[int]]:
         """The first window and the last, which may be shorter, are batches of their own; all others have one length. A shard has
         neighbouring windows."""
         own, ends = range(len(self) * shard // shards, len(self) * (shard + 1) // shards), (0, len(self) - 1)

@@ -135,7 +135,7 @@ class FastWeightDecoderLayer(Updates, TransformerDecoderLayerBase):
         sparse = self._mixer[0].ffn_sparsity
         return super().build_fc2(input_dim, output_dim, *quantisation) if input_dim and not sparse else None
 
-    def build_self_attention(self, embed_dim, cfg, add_bias_kv=False, add_zero_attn=False):
+    def build_self_attention(self, embed_dim, cfg, **unused):
         return self.build_mixer(embed_dim, cfg, self._mixer[2])
 
     def build_mixer(self, embed_dim: int, cfg, name: int) -> nn.Module:

@@ -17,7 +17,7 @@ class Stack(nn.ModuleList):
     residual streams. ``in_front``: the encoder's output stands before the target, and there is no cross attention.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], drop: float = 0.0, reversible: bool = False, in_front: bool = False):
+    def __init__(self, layers: Sequence[nn.Module], drop: float, reversible: bool, in_front: bool = False):
         super().__init__(layers)
         self.drop, self.reversible, self.in_front = drop, reversible, in_front
 

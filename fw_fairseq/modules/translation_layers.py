@@ -38,7 +38,7 @@ class LinearEncoderLayer(Updates, TransformerEncoderLayerBase):
     Its feed-forward part may be sparse; then, and in reversible layers, it runs as a sum of updates.
     """
 
-    def __init__(self, cfg, config, return_fc: bool = False):
+    def __init__(self, cfg, config, return_fc: bool):
         self._config = config
         super().__init__(cfg, return_fc=return_fc)
         for name in COPIES:

@@ -100,10 +100,10 @@ def processor() -> bytes:
     return b"".join(sorted({line for line in lines if line.startswith((b"flags", b"model name", b"Features", b"CPU part"))}))
 
 
-def takes(*tensors: Tensor) -> bool:
+def takes(first: Tensor, *others: Tensor) -> bool:
     """Returns whether the compiled loops take these operands: plain tensors in memory, all of one type."""
-    plain = all(type(x) is Tensor and x.device.type == "cpu" and x.dtype == tensors[0].dtype for x in tensors)
-    return plain and tensors[0].dtype in NAMES and not torch.compiler.is_compiling() and library() is not None
+    plain = all(type(x) is Tensor and x.device.type == "cpu" and x.dtype == first.dtype for x in (first, *others))
+    return plain and first.dtype in NAMES and not torch.compiler.is_compiling() and library() is not None
 
 
 def threads(numbers: int) -> int:

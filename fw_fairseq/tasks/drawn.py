@@ -69,7 +69,7 @@ class DrawnTask(FairseqTask):
         """Returns a batch as fairseq's criterions take it."""
         raise NotImplementedError
 
-    def load_dataset(self, split, combine=False, **kwargs):
+    def load_dataset(self, split, **unused):
         if split not in SEED_OF:
             raise Mistake(f"{self.name} has no split {split!r}; it has: {', '.join(SEED_OF)}")
         self.datasets[split] = DrawnBatches(self, split)

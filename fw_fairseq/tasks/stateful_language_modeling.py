@@ -41,7 +41,8 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
         super().__init__(args, dictionary, output_dictionary, targets)
         if self.targets != ["future"]:
             raise Mistake("stateful_language_modeling predicts the next token only; leave --self-target and --past-target out")
-        if type(getattr(args, "curriculum", 0)) is int and args.curriculum:
+        curriculum = getattr(args, "curriculum", 0)
+        if type(curriculum) is int and curriculum:
             raise Mistake("--curriculum keeps the order of batches for some epochs, and streams always keep it; leave it out")
         self.stateless: list = []  # models that cannot read streams, such as the teacher of a distillation
         self.group = None  # of the workers that share this one's streams
@@ -80,7 +81,7 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
             raise Mistake(f"--max-tokens is {max_tokens}; it must be at least {wanted}")
         rows = max_sentences or (max_tokens or segment) // segment
         multiple = options.get("required_batch_size_multiple", 1)
-        if multiple not in (1, MULTIPLE) and rows % multiple:
+        if multiple != MULTIPLE and rows % multiple:
             raise Mistake(f"--required-batch-size-multiple is {multiple}, and a batch has {rows} streams; leave it out")
         pad, eos = self.dictionary.pad(), self.dictionary.eos()
         workers, (shard_id, share) = self.sequence_workers(num_shards), divmod(shard_id, self.args.sequence_parallel)
@@ -93,18 +94,18 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
     def sequence_workers(self, workers: int) -> int:
         """The number of workers that share a stream. The first call makes their group."""
         count, segment = self.args.sequence_parallel, self.args.tokens_per_sample
-        if count == 1:
-            return 1
         if count < 1 or workers % count or segment % count:
             wanted = f"it must divide the number of workers ({workers}) and --tokens-per-sample ({segment})"
             raise Mistake(f"--sequence-parallel is {count}; {wanted}")
+        if count == 1:
+            return count
         if self.args.sentence_avg:
             raise Mistake("--sequence-parallel cuts streams into parts that are not sentences; leave --sentence-avg out")
         if self.group is None:
             self.group, _ = torch.distributed.new_subgroups(count)
         return count
 
-    def eval_lm_dataloader(self, dataset, max_tokens=36000, batch_size=None, context_window=0, **options):
+    def eval_lm_dataloader(self, dataset, max_tokens=None, batch_size=None, context_window=0, **options):
         """Reads the text once, as one stream or as --batch-size streams side by side. The first token of each has no context."""
         check_shard(options.get("shard_id", 0), options.get("num_shards", 1))
         for model in self.stateless:  # before any thread loads data, which could not end with the program

@@ -128,14 +128,17 @@ def fresh(monkeypatch, tmp_path):
 
 
 def test_it_is_compiled_once(fresh, monkeypatch):
-    """Each source, all sources at the same time, then the library."""
+    """Each source, all sources at the same time, then the library. The compiler has five minutes for each."""
     run, commands = subprocess.run, []
     monkeypatch.setattr(native, "OPTIONS", [*native.OPTIONS, "-O0"])  # which takes a moment
-    monkeypatch.setattr(subprocess, "run", lambda command, **options: commands.append(command) or run(command, **options))
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **options: commands.append((command, options["timeout"])) or run(command, **options)
+    )
     for _ in range(2):
         assert native.library() is not None
         native.library.cache_clear()
-    assert len(commands) == len(list(native.FOLDER.glob("*.cpp"))) + 1 and "-shared" in commands[-1]
+    assert len(commands) == len(list(native.FOLDER.glob("*.cpp"))) + 1 and "-shared" in commands[-1][0]
+    assert {seconds for _, seconds in commands} == {300}
     assert len(list((fresh / "fw_fairseq").iterdir())) == 1
 
 
@@ -150,6 +153,24 @@ def test_a_library_of_another_user_is_not_loaded(owner, loads, monkeypatch, requ
     with caplog.at_level(logging.INFO):
         assert (native.library() is not None) == loads
     assert ("belongs to another user" in caplog.text) != loads
+
+
+def test_operands_of_compiled_loops(in_memory):
+    """Plain tensors in memory, all of one type that the loops have."""
+    assert all(native.takes(*in_memory(dtype, dtype)) for dtype in (torch.float32, torch.float64))
+    assert native.takes(torch.ones(2))
+    for dtypes in ((torch.float32, torch.float64), (torch.float64, torch.float32), (torch.bfloat16, torch.bfloat16)):
+        assert not native.takes(*in_memory(*dtypes))
+    other = torch.ones(2, device="meta")
+    for operands in ((torch.ones(2), other), (other, torch.ones(2)), (torch.ones(2), torch.nn.Parameter(torch.ones(2)))):
+        assert not native.takes(*operands)
+
+
+@pytest.fixture
+def in_memory(monkeypatch):
+    """Makes tensors of these types; there is a library."""
+    monkeypatch.setattr(native, "library", object)
+    return lambda *dtypes: [torch.ones(2, dtype=dtype) for dtype in dtypes]
 
 
 def owned(found: os.stat_result, user: int) -> os.stat_result:

@@ -49,6 +49,14 @@ def gradients(model, y) -> dict:
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
+def test_random_features_of_training_stay_while_a_text_goes_on():
+    """The next segment reads what was written with them."""
+    options = {"feature_map": "favor", "feature_norm": "none", "update_rule": "sum"}
+    model, tokens = build(no_token_positional_embeddings=True, **options).train(), draw(2, 9)
+    assert not torch.allclose(model(tokens)[0], model(tokens)[0])
+    assert_close(model(tokens, streams=Streams())[0], model(tokens, streams=Streams())[0])
+
+
 def test_models_of_an_ensemble_read_the_same_streams():
     """Each with its own memory, whatever the order in which they ask."""
     models, tokens, streams = [build(no_token_positional_embeddings=True) for _ in range(2)], draw(2, 9), Streams()

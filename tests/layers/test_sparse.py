@@ -13,7 +13,7 @@ from fw_fairseq import Mistake, native
 from fw_fairseq.mixers import FastWeight, Sru
 from fw_fairseq.mixers.sru import SruState
 from fw_fairseq.modules.sparse import Convolutions, Multiplicative, RecurrentUnits, SparseFeedForward, SparseSource, feed_forward
-from fw_fairseq.modules.sparse.fused import FusedFeedForward
+from fw_fairseq.modules.sparse.fused import FusedFeedForward, FusedProjections
 from fw_fairseq.modules.sparse.projections import make_sparse
 from fw_fairseq.modules.sparse.recent import RecentState, with_recent
 from fw_fairseq.ops.sparse import gathered
@@ -106,6 +106,10 @@ def test_which_layers_have_a_loop_for_all_their_parts():
         torch.nn.Linear(8, 8), norm, None
     )
     assert not FusedFeedForward.fits(layer, norm.double(), None), "two types of numbers"
+    dense, heads, other = Multiplicative(8, 8, 2), Convolutions(8, 2, {"q": 8}), torch.nn.Linear(8, 8)
+    assert FusedProjections.fits(dense, heads)
+    assert not any(FusedProjections.fits(*pair) for pair in ((dense, other), (other, heads), (other, other)))
+    assert not FusedProjections.fits(dense, heads.double()), "two types of numbers"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -192,6 +196,42 @@ def test_the_noise_is_gumbels_with_a_tenth():
     assert drawn[:, 0].mean().item() == pytest.approx(1 / (1 + math.exp(-1)), abs=0.05)
 
 
+def assert_glorots(weight: torch.Tensor) -> None:
+    """Uniform up to the ends of Glorot's range for so many rows and columns."""
+    end = math.sqrt(6 / sum(weight.shape))
+    assert 0.95 * end < weight.abs().max() <= end and 0.9 < weight.std() * math.sqrt(3) / end < 1.1
+
+
+@torch.no_grad()
+def test_what_sparse_layers_start_from():
+    """Matrices of Glorot's distribution, gains with a deviation of 1/2, and biases at 0 or, with the units, near 0."""
+    dense, layer, units = Multiplicative(64, 96, 4), SparseFeedForward(64, 256, 8), RecurrentUnits(64, 32)
+    dense.bias.fill_(1)
+    dense.reset_parameters()
+    assert dense.gains.std().item() == pytest.approx(0.5, rel=0.2)
+    for bias in (layer.controller_bias, layer.bias):
+        assert bias.std().item() == pytest.approx(1e-6, rel=0.4)
+    assert layer.controller_in.shape == (256 // 8, 64), "a logit of each block"
+    linears = units.down, units.gates, units.up
+    assert not any(bias.any() for bias in (dense.bias, *(linear.bias for linear in linears)))
+    matrices = dense.weight, layer.controller_in, layer.controller_out, layer.weight_in, layer.weight_out
+    for weight in (*matrices, *(linear.weight for linear in linears)):
+        assert_glorots(weight)
+
+
+@torch.no_grad()
+def test_what_convolutions_start_from():
+    """Glorot's distribution, for all numbers that an output reads; narrow parts and biases are those of a dense projection."""
+    dense, parts = torch.nn.Linear(64, 3 * 64 + 5), {"q": 64, "k": 64, "v": 64, "gate s": 5}
+    heads = Convolutions(64, 4, parts, dense)
+    for name, read in (("q", 9), ("k", 9), ("v", 3)):  # modules of 16 numbers
+        assert heads.weights[name].flatten(1).shape == (16, 16 * read)
+        assert_glorots(heads.weights[name].flatten(1))
+    assert heads.weights["gate s"].equal(dense.weight[-5:]) and heads.bias.equal(dense.bias)
+    assert not Convolutions(64, 4, {"q": 64}).bias.any()
+    assert Convolutions(64, 4, {"q": 64}, torch.nn.Linear(64, 64, bias=False)).bias is None
+
+
 def convolution_by_loops(weight, p, t: int, module: int, count: int) -> torch.Tensor:
     """weight (O, modules read, 3 tokens, C/S); p (T,C)."""
     outputs, sides, taps, channels = weight.shape
@@ -269,9 +309,9 @@ def recent_by_loops(p, padding, resets) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("reset", [False, True])
 def test_tokens_before_each_token(padded, reset):
-    """Padding is no token, and a text begins with nothing before it."""
+    """Padding is no token, and a text begins with nothing before it, also in a long segment."""
     torch.manual_seed(2)
-    p, padding, resets = draw(9, 4, 3), torch.rand(4, 9) < 0.4, torch.rand(4, 9) < 0.3
+    p, padding, resets = draw(40, 4, 3), torch.rand(4, 40) < 0.4, torch.rand(4, 40) < 0.3
     padding, resets = padding & padded, resets & reset & ~padding
     expected, last = recent_by_loops(p, padding, resets)
     read, state = with_recent(p, None, padding if padded else None, resets if reset else None)
@@ -279,7 +319,7 @@ def test_tokens_before_each_token(padded, reset):
     assert_close(read[real], expected[real])
     assert_close(state.vectors, last)
     state, parts = None, []
-    for piece in (slice(0, 1), slice(1, 4), slice(4, 9)):
+    for piece in (slice(0, 1), slice(1, 4), slice(4, 40)):
         masks = padding[:, piece] if padded else None, resets[:, piece] if reset else None
         read, state = with_recent(p[piece], state, *masks)
         parts.append(read)

@@ -173,6 +173,22 @@ def test_layers_are_matched_in_fp32(criterion, monkeypatch):
     assert distance.dtype == torch.float32 and float(distance) == pytest.approx(300**2 / 400**2)
 
 
+def test_a_layer_that_gives_zeros_can_be_matched(criterion, monkeypatch):
+    """Its mean square counts as 1e-12 in the quotient."""
+    values = [torch.full((3, 2, 8), 1e-6)], [torch.zeros(3, 2, 8)]
+    monkeypatch.setattr(module, "hidden", lambda model, net_input: values[model])
+    distance = criterion(softmax()).match_layers(0, 1, sample()["net_input"], torch.ones(2, 3, dtype=torch.bool))
+    assert float(distance) == pytest.approx(1)
+
+
+def test_an_update_counts_sentences_where_losses_are_means_over_sentences(criterion):
+    objective, student = criterion(softmax()), build(**DECAY).train()
+    objective.sentence_avg = True
+    assert objective(student, sample())[1] == 2
+    objective.sentence_avg = False
+    assert objective(student, sample())[1] == 18
+
+
 @pytest.mark.parametrize("place", [{"dtype": torch.float16}, {"device": "meta"}], ids=str)
 def test_the_teacher_has_the_precision_and_the_device_of_the_model(place, criterion):
     student = build(**DECAY).to(**place)

@@ -6,12 +6,14 @@ import copy
 
 import pytest
 import torch
+from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.logging import metrics
 from support.distillation import sample
 from support.draws import PLAIN
 from support.language_models import build, make_task
 
 from fw_fairseq.criterions import FastWeightCrossEntropy, FastWeightLabelSmoothedCrossEntropy
+from fw_fairseq.criterions.memory_logging import MemoryLogging
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -53,11 +55,12 @@ def test_a_layer_that_is_left_out_logs_nothing_and_has_no_penalty(rule, leave_ou
     assert loss.item() == logs[2]["loss"].item()
 
 
-def test_a_model_can_be_copied_after_a_penalty():
+@pytest.mark.parametrize("penalty", [0.1, 0.0])
+def test_a_model_can_be_copied_after_a_penalty_or_none(penalty):
     model = build().train()
-    loss, _, log = criterion(0.1)(model, sample())
+    loss, _, log = criterion(penalty)(model, sample())
     loss.backward()
-    assert loss > log["loss"]
+    assert (loss > log["loss"]) == (penalty > 0)
     copy.deepcopy(model)
 
 
@@ -77,11 +80,20 @@ def test_the_penalty_of_translations_criterion():
         losses(-1)
 
 
+def test_another_criterion_with_these_statistics_has_no_penalty():
+    class Own(MemoryLogging, CrossEntropyCriterion):
+        pass
+
+    loss, _, log = Own(make_task(40), False)(build().train(), sample())
+    assert loss.item() == log["loss"].item() and "fw_1_state_norm" in log
+
+
 def test_statistics_are_means_over_the_tokens_of_all_workers():
     logs = [{"ntokens": n, "sample_size": n, "loss": 0.0, "ran_0": n, "fw_0_gate": n * value} for n, value in ((1, 0.1), (3, 0.9))]
     assert logged(*logs) == {"fw_0_gate": 0.7}
     logs = [{"ntokens": 3, "sample_size": 3, "loss": 0.0, "ran_0": 3, "fw_0_gate": 1.0}]
     assert logged(*logs) == {"fw_0_gate": 0.3333}, "four places"
+    assert logged(*logs, {}) == {"fw_0_gate": 0.3333}, "and a worker without words"
 
 
 def test_the_penalty_is_the_mean_norm_of_the_layers_for_each_token():

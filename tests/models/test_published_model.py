@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from fairseq import models as registered
+from fairseq.modules import AdaptiveSoftmax
 from support.draws import PLAIN
 from support.language_models import build, draw, make_task, options_of
 from torch.nn import functional as F
@@ -200,6 +201,15 @@ def test_where_bands_may_end(cutoff, fits):
     assert softmax.get_log_prob(x, None).exp().sum(-1).allclose(torch.ones(2, 3))
     sizes = [band.bias.numel() for band in (softmax.head, *softmax.tail)]
     assert sizes == [cutoff[0] + len(cutoff), *(stop - start for start, stop in zip(cutoff, [*cutoff[1:], 40]))]
+
+
+def test_what_bands_start_from():
+    """Words of a band for later bands from Glorot's distribution, biases at 0, and fairseq's number of its format."""
+    softmax = PlainAdaptiveSoftmax(torch.nn.Embedding(100, 64), [20, 40, 60, 80], 0.0)
+    end = (6 / (4 + 64)) ** 0.5
+    assert softmax.head.classes.shape == (4, 64) and 0.9 * end < softmax.head.classes.abs().max() <= end
+    assert not any(band.bias.any() for band in (softmax.head, *softmax.tail))
+    assert softmax.state_dict()["version"].tolist() == AdaptiveSoftmax(9, 4, [5], 0.0).version.tolist() == [1]
 
 
 def test_the_words_are_one_table():

@@ -150,6 +150,16 @@ def test_a_stream_continues_from_the_states_of_a_checkpoint():
     assert_close(logits(model, tokens[:, 4:], streams=again), logits(model, tokens)[:, 4:])
 
 
+@torch.no_grad()
+def test_training_leaves_weights_of_sparse_attention_out():
+    model, tokens = make(mixer="softmax", qkv_sparsity=4, attention_dropout=0.5), draw(2, 9)
+    attention = model.decoder.layers[0].self_attn
+    assert (attention.num_heads, attention.head_dim) == (4, 8)
+    assert logits(model, tokens).equal(logits(model, tokens))
+    model.train()
+    assert not torch.allclose(logits(model, tokens), logits(model, tokens))
+
+
 @every_option
 def test_every_parameter_is_trained_and_saved(options):
     model, tokens = make(**options).train(), draw(2, 7)

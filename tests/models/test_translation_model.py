@@ -21,6 +21,7 @@ from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.mixers.around.source import Source
 from fw_fairseq.models.fast_weight_transformer import TranslationDecoder
 from fw_fairseq.modules import LinearAttention
+from fw_fairseq.modules.stack import joined
 from fw_fairseq.tools.bench.measure import state_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -289,9 +290,10 @@ def test_linear_attention_starts_as_fairseqs_attention():
     assert not any(projection.bias.any() for projection in (own.q_proj, own.kv_proj, own.out_proj))
 
 
+@pytest.mark.parametrize("subset", ATTENTIONS)
 @pytest.mark.parametrize("phi", ["favor", "rfa"])
-def test_random_features_are_drawn_for_each_forward_of_training(phi):
-    model, source, target = build(feature_map=phi, feature_norm="none", update_rule="sum").train(), draw(6), draw(5)
+def test_random_features_are_drawn_for_each_forward_of_training(phi, subset):
+    model, source, target = build(subset, feature_map=phi, feature_norm="none", update_rule="sum").train(), draw(6), draw(5)
     assert not torch.allclose(logits(model, source, target), logits(model, source, target))
     model.eval()
     assert_close(logits(model, source, target), logits(model, source, target))
@@ -555,6 +557,34 @@ def test_sparse_models_decode_as_they_read(subset, options):
     assert_close(decode(model, None, whole, 4, state, encoded), logits(model, sources, whole)[:, 4:], 1e-5)
 
 
+@pytest.mark.parametrize("name", [name for name in NEW_MODELS if name.startswith("in front")])
+@torch.no_grad()
+def test_the_shortest_source_in_front(name):
+    """Two tokens are read at first, the one word of the source and the first of the target."""
+    subset, options = NEW_MODELS[name]
+    model, source, target = build(subset, **options), draw(1, 1), draw(4, 4)
+    assert_close(decode(model, source, target), logits(model, source, target), 1e-5)
+
+
+@torch.no_grad()
+def test_cross_attention_keeps_the_keys_of_a_source_once(monkeypatch):
+    monkeypatch.setattr(Generation, "fits", staticmethod(lambda decoder: False))
+    model, source, state = build("", ffn_sru=3), draw(6, 4), {}
+    decode(model, source, draw(5, 5), state=state)
+    for layer in model.decoder.layers:
+        assert layer.encoder_attn._get_input_buffer(state)["prev_key"].shape == (2, 4, 6, 8)
+
+
+@pytest.mark.parametrize("options", [{}, {"ffn_sru": 3}], ids=str)
+@torch.no_grad()
+def test_a_layer_returns_the_weights_of_every_head_if_it_is_asked_to(options):
+    """Their mean otherwise, as fairseq's layer does."""
+    layer, x, source = build("", **options).decoder.layers[0], torch.randn(5, 2, 32).double(), torch.randn(6, 2, 32).double()
+    mean, every = (layer(x, source, **asked)[1] for asked in ({}, {"need_head_weights": True}))
+    assert mean.shape == (2, 5, 6) and every.shape == (4, 2, 5, 6)
+    assert_close(every.mean(0), mean)
+
+
 @every_new_model
 def test_sparse_models_train_all_their_parameters(subset, options):
     model = build(subset, **options).train()
@@ -573,6 +603,18 @@ def test_the_source_stands_in_front_of_the_target_without_padding_between():
         for layer in model.decoder.layers.children():
             x, *_ = layer(x)
         assert_close(model.decoder.output_layer(x[length:, 0]), logits(model, source, target)[row])
+
+
+def test_words_keep_their_order_where_padding_goes_to_the_end():
+    """Also many words."""
+    source, x = torch.arange(60.0).view(30, 2, 1), torch.arange(100.0, 140).view(20, 2, 1)
+    hidden, padding = torch.rand(2, 30) < 0.4, torch.arange(20).expand(2, -1) > 15
+    both, masked, places = joined(source, x, hidden, padding)
+    for row in range(2):
+        words = [*source[~hidden[row], row, 0].tolist(), *x[~padding[row], row, 0].tolist()]
+        assert both[: len(words), row, 0].tolist() == words
+        assert masked[row].tolist() == [False] * len(words) + [True] * (50 - len(words))
+    assert both.gather(0, places[..., None]).equal(x)
 
 
 @torch.no_grad()
@@ -611,6 +653,14 @@ def test_the_terraformer_has_no_cross_attention_and_two_attentions():
         (
             {"reversible": True, "decoder_normalize_before": True},
             "--reversible has norms before the layers; add --encoder-normalize",
+        ),
+        (
+            {"qkv_sparsity": 4, "encoder_attention_heads": 5},
+            "--encoder-embed-dim is 32; it must be a multiple of --encoder-attention",
+        ),
+        (
+            {"qkv_sparsity": 4, "decoder_attention_heads": 5},
+            "--decoder-embed-dim is 32; it must be a multiple of --decoder-attention",
         ),
         ({"qkv_sparsity": 4, "cross_self_attention": True}, "--qkv-sparsity does not work with --cross-self-attention"),
     ],

@@ -82,7 +82,8 @@ def test_a_run_of_another_version_draws_the_same_batches(split, epoch, index, se
     """Results can be had again, and a checkpoint, which has the number of its batch only, goes on with the next one."""
     task = tracking(updates_per_epoch=2, evaluation_sequences=3, evaluation_length=0)
     task.load_dataset(split)
-    task.dataset(split).set_epoch(epoch)
+    if epoch != 1:  # which it is at first
+        task.dataset(split).set_epoch(epoch)
     expected = torch.randint(2, (3, 9), generator=torch.Generator().manual_seed(seed))
     found = task.dataset(split)[index]["net_input"]["src_tokens"] - task.source_dictionary.nspecial
     assert torch.equal(found, expected)
@@ -167,6 +168,25 @@ def test_training(tmp_path):
 def test_drawn_text_has_the_defaults_of_fairseqs_language_models():
     for name in ("tokens_per_sample", "add_bos_token", "max_target_positions"):
         assert getattr(DrawnTextConfig(), name) == LanguageModelingConfig.__dataclass_fields__[name].default, name
+
+
+def test_sizes_if_nothing_else_is_said():
+    mqar, group = MqarConfig(), StateTrackingConfig()
+    assert (mqar.pairs, mqar.evaluation_pairs, mqar.symbols) == (64, 0, 8192)
+    assert (str(group.group), group.modulus) == ("parity", 5)
+    assert (group.length, group.shortest_length, group.evaluation_length) == (128, 0, 512)
+    assert (group.updates_per_epoch, group.evaluation_sequences) == (100, 64)
+
+
+def test_the_smallest_sizes():
+    """One pair of two symbols; one element of a group of two. One worker reads the first epoch itself, if nothing else is said."""
+    least = {"updates_per_epoch": 1, "evaluation_sequences": 1}
+    task = mqar(pairs=1, symbols=2, **least)
+    assert batch(task, "valid")[0].tolist() == [[0, 1, 0]]
+    iterator = task.get_batch_iterator(task.dataset("valid"))
+    assert (iterator.epoch, iterator.num_shards, iterator.shard_id, iterator.num_workers) == (1, 1, 0, 0)
+    assert batch(tracking(group="modular", modulus=2, length=1, **least))[0].shape == (3, 1)
+    assert batch(tracking(group="modular", modulus=2, evaluation_length=1, **least), "valid")[0].shape == (1, 1)
 
 
 def test_probes_by_the_recipe(tmp_path):

@@ -19,7 +19,11 @@ import fw_fairseq.models  # noqa: F401
 from fw_fairseq.data.text import Text
 from fw_fairseq.tasks.generation import PromptedGenerator
 from fw_fairseq.tasks.sliding_language_modeling import SlidingLanguageModelingTask
-from fw_fairseq.tasks.stateful_language_modeling import StatefulLanguageModelingConfig, StatefulLanguageModelingTask
+from fw_fairseq.tasks.stateful_language_modeling import (
+    StatefulLanguageModelingConfig,
+    StatefulLanguageModelingTask,
+    check_across_workers,
+)
 
 EOS = 2
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -65,6 +69,17 @@ def test_prompts_of_unequal_length_go_on_as_one_by_one(options, monkeypatch):
     for found, expected in zip(together, alone):
         assert torch.stack(found).equal(torch.stack(expected))
     assert passes == [(3, 4)]
+
+
+def test_a_model_of_fairseq_reads_a_prompt_word_by_word():
+    task, prompts = sliding(), torch.randint(4, 40, (2, 3))
+    model = of_fairseq("transformer_lm", task)
+    sample = {"net_input": {"src_tokens": prompts, "src_lengths": torch.full((2,), 3)}}
+    wanted, found = (
+        kind([model], task.dictionary, beam_size=2, max_len_b=9).generate([model], sample, prefix_tokens=prompts)
+        for kind in (SequenceGenerator, PromptedGenerator)
+    )
+    assert [h["tokens"].tolist() for h in chain(*found)] == [h["tokens"].tolist() for h in chain(*wanted)]
 
 
 def sliding(**options) -> SlidingLanguageModelingTask:
@@ -123,6 +138,12 @@ def test_the_least_that_windows_may_be():
 def test_the_number_of_windows_at_once(options, most):
     """As many as --max-tokens and --batch-size allow, and one where the first is less than a window."""
     assert max(len(batch["id"]) for batch in windows(300, **options)) == most
+
+
+def test_windows_have_36000_tokens_if_nothing_else_is_said():
+    """As fairseq-eval-lm's batches: 36 windows of 973, since 37 have one token more."""
+    loader = windows(1100, 973, 972)
+    assert max(map(len, loader.batch_sampler)) == 36 and loader.num_workers == 0
 
 
 def test_validation_on_the_text_of_training_has_memories_of_its_own():
@@ -189,6 +210,42 @@ def test_the_number_of_streams():
     assert rows(max_tokens=24, max_sentences=3) == 3 and rows(max_sentences=3, required_batch_size_multiple=8) == 3
     assert rows(max_sentences=6, required_batch_size_multiple=3) == 6
     assert len(stateful(tokens_per_sample=1).get_batch_iterator(random_text(), max_tokens=3).dataset.rows) == 3
+    assert rows(max_sentences=4, required_batch_size_multiple=2) == 4 and rows(max_sentences=3, required_batch_size_multiple=1) == 3
+
+
+def test_streams_are_read_from_the_first_epoch_on_and_by_no_other_process_if_nothing_else_is_said():
+    iterator = stateful(tokens_per_sample=8).get_batch_iterator(random_text())
+    assert (iterator.epoch, iterator.num_workers, iterator.buffer_size) == (1, 0, 0)
+    assert StatefulLanguageModelingConfig().reset_at_eos is False
+
+
+@pytest.mark.parametrize(
+    "segment, options, workers, message",
+    [
+        (8, {"sequence_parallel": 3}, 6, r"--sequence-parallel is 3; it must divide .* \(6\) and --tokens-per-sample \(8\)"),
+        (6, {"sequence_parallel": 3}, 4, "--sequence-parallel is 3; it must divide the number of workers"),
+        (8, {"sequence_parallel": 2}, 1, "--sequence-parallel is 2; it must divide the number of workers"),
+        (8, {"sequence_parallel": 0}, 1, "--sequence-parallel is 0; it must divide the number of workers"),
+        (8, {"sequence_parallel": -1}, 1, "--sequence-parallel is -1; it must divide the number of workers"),
+        (8, {"sequence_parallel": 2, "sentence_avg": True}, 2, "--sequence-parallel cuts streams into parts that are not"),
+    ],
+)
+def test_parts_of_segments_that_are_refused(segment, options, workers, message):
+    task = stateful(**{"tokens_per_sample": segment, "sentence_avg": False} | options)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        task.get_batch_iterator(random_text(), num_shards=workers)
+
+
+@pytest.mark.parametrize("count, workers", [(2, 4), (3, 3)])
+def test_neighbouring_workers_have_the_parts_of_a_segment(count, workers, monkeypatch):
+    """Each group of them has streams of its own."""
+    monkeypatch.setattr(torch.distributed, "new_subgroups", lambda size: ((size, "group"), None))
+    task, seen = stateful(tokens_per_sample=6, sequence_parallel=count, sentence_avg=False), []
+    for worker in range(workers):
+        iterator = task.get_batch_iterator(random_text(), num_shards=workers, shard_id=worker)
+        assert iterator.streams.group == (count, "group")
+        seen.append((iterator.shard, iterator.shards, iterator.dataset.share, iterator.dataset.shares))
+    assert seen == [(worker // count, workers // count, worker % count, count) for worker in range(workers)]
 
 
 def test_texts_cannot_end_within_softmax_layers():
@@ -208,6 +265,22 @@ def test_texts_cannot_end_within_softmax_layers():
 def test_curriculum_is_refused():
     with pytest.raises(ValueError, match=r"^--curriculum keeps the order of batches for some epochs, and streams always keep it"):
         stateful(curriculum=2)
+    older = {name: value for name, value in vars(StatefulLanguageModelingConfig()).items() if name != "curriculum"}
+    StatefulLanguageModelingTask(Namespace(**older), make_task(40).source_dictionary)  # of a checkpoint
+
+
+@pytest.mark.parametrize("task, window", [(sliding, 0), (stateful, 64)])
+def test_a_window_of_all_positions_is_not_all_of_a_stream(task, window):
+    """Learned positions limit a text, whose past a window of as many tokens has; a stream goes on."""
+    options = SMALL | {"decoder_learned_pos": True, "max_target_positions": 64, "mixer": "additive", "window_sizes": "63,64"}
+    args = Namespace(arch="fast_weight_lm", criterion="cross_entropy", **vars(options_of("fast_weight_lm", **options)))
+    assert [layer.self_attn.mixer.window for layer in task().build_model(args).decoder.layers] == [63, window]
+
+
+def test_prompts_are_read_in_one_pass_if_no_generator_is_named():
+    task, models = stateful(), [build()]
+    kinds = [type(task.build_generator(models, Namespace(), **given)) for given in ({}, {"seq_gen_cls": SequenceGenerator})]
+    assert kinds == [PromptedGenerator, SequenceGenerator]
 
 
 def test_a_text_shorter_than_the_model_has_any_segment():
@@ -222,6 +295,19 @@ def test_a_text_is_not_cut_into_samples(task, option):
     [(name, value)] = option.items()
     with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is {value}; this task reads all of test as one text"):
         task(data="nowhere", **option).load_dataset("test")
+
+
+@pytest.mark.parametrize("task", [sliding, stateful])
+def test_an_epoch_reads_its_folder(task, monkeypatch):
+    """The first one, and one file of a split, if nothing else is said."""
+    task, asked = task(data="a:b:c"), []
+    monkeypatch.setattr(
+        data_utils, "load_indexed_dataset", lambda path, *args, combine: asked.append((path, combine)) or [torch.arange(4, 9)]
+    )
+    task.load_dataset("test")
+    for epoch in (1, 2, 3, 4):
+        task.load_dataset("train", epoch=epoch, combine=True)
+    assert asked == [("a/test", False), ("a/train", True), ("b/train", True), ("c/train", True), ("a/train", True)]
 
 
 @pytest.mark.parametrize("task", [sliding, stateful])
@@ -248,13 +334,16 @@ def test_windows_take_any_model():
         for batch in batches:
             every, _ = type(model).forward(model, batch["net_input"]["src_tokens"])
             torch.testing.assert_close(model(**batch["net_input"])[0], every[:, -batch["target"].shape[1] :])
+            torch.testing.assert_close(model(batch["net_input"]["src_tokens"])[0], every)
     assert sum(batch["ntokens"] for batch in batches) == 100
     assert eval_lm(models, task.dictionary, batches)["perplexity"] > 1
 
 
 def test_streams_of_a_shard_that_is_not_there():
-    with pytest.raises(ValueError, match="--shard-id is 2; it must be at least 0 and less than --num-shards, 2"):
-        stateful(tokens_per_sample=8).eval_lm_dataloader(random_text(), num_shards=2, shard_id=2)
+    for shard, given in ((2, {"num_shards": 2}), (1, {})):
+        message = f"--shard-id is {shard}; it must be at least 0 and less than --num-shards, {shard}"
+        with pytest.raises(ValueError, match=message):
+            stateful(tokens_per_sample=8).eval_lm_dataloader(random_text(), shard_id=shard, **given)
 
 
 def test_streams_need_a_model_with_memories():
@@ -267,3 +356,5 @@ def test_streams_need_a_model_with_memories():
         task.eval_lm_dataloader(random_text())
     with pytest.raises(ValueError, match=message):
         model(torch.ones(1, 5, dtype=torch.long), streams=None)
+    with pytest.raises(ValueError, match=r"^--sequence-parallel: softmax attention sees only its own worker's tokens"):
+        check_across_workers(model)

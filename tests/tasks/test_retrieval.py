@@ -58,6 +58,16 @@ def test_the_answer_is_the_last_value_of_the_key(split, sequences, setting, leng
         assert (queries.shape[1] == 1 and batch["target"].min() >= 0) if split == "train" else queries[0].tolist() == list(range(7))
 
 
+def test_the_sizes_of_schlag_et_al():
+    """20 keys of which each is told once, if nothing else is said; the least are two."""
+    config = AssociativeRetrievalConfig()
+    assert (config.symbols, str(config.setting), config.evaluation_pairs) == (20, "1", 0)
+    [first, *_] = batches("valid", "1", symbols=2)
+    assert first["net_input"]["keys"].sum(1).tolist() == [1] * 20 and first["ntokens"] == 40
+    with pytest.raises(ValueError, match="--evaluation-pairs is 9; --setting 1 has every key once, leave it out"):
+        batches("valid", "1", evaluation_pairs=9)
+
+
 def test_data_is_drawn_anew_each_epoch_and_the_same_in_each_run():
     drawn = [[batch["net_input"]["keys"] for batch in batches("train", "2", epoch)] for epoch in (1, 1, 2)]
     assert all(torch.equal(one, same) and not torch.equal(one, other) for one, same, other in zip(*drawn))

@@ -153,6 +153,13 @@ def test_another_cut_of_the_text_does_not_resume_within_it(caplog):
         resumed.load_state_dict(stopped(3, 7, 2, tokens=90))
     with pytest.raises(ValueError, match="the checkpoint stopped within a text that was not read as streams; resume with its task"):
         resumed.load_state_dict({name: value for name, value in saved.items() if name != "carried"})
+    with pytest.raises(ValueError, match=r"is 2, but .* within the text with 1\.5; "):  # of three streams
+        StreamIterator(streams(100, 7, 2, 1, 2), Streams(), shard=1, shards=2).load_state_dict(stopped(3, 7, 3))
+    resumed = StreamIterator(streams(100, 5, 2), Streams())
+    with pytest.raises(ValueError, match="--tokens-per-sample is 5, "):
+        resumed.load_state_dict(stopped(1, 7, 2))
+    resumed.load_state_dict({"epoch": 4})  # which has no place within it
+    assert resumed.next_epoch_idx == 4
     before = {name: value for name, value in saved.items() if name not in ("segment", "rows")}  # of an older version
     resumed = StreamIterator(streams(100, 5, 2), Streams())
     resumed.load_state_dict(before)
@@ -168,6 +175,8 @@ def test_states_start_again_from_the_same_until_they_advance():
     assert torch.equal(states.before[0].memory, first.memory)
     states.advance()
     assert torch.equal(states.before[0].memory, second.memory) and not states.after
+    states.advance()
+    assert torch.equal(states.before[0].memory, second.memory), "a layer that was left out of a segment"
 
 
 def test_every_decoder_has_states_of_its_own():

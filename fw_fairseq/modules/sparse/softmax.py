@@ -40,7 +40,7 @@ class SparseAttention(Stateful):
         if incremental_state is None:
             return join_heads(attend(q, k, v, key_padding_mask, attn_mask is not None, self.dropout_now())), None
         past = self._get_input_buffer(incremental_state)
-        past = (Past.empty(k, 2 * k.shape[2]) if past is None else past).add(k, v, key_padding_mask)
+        past = (Past.empty(k, 0) if past is None else past).add(k, v, key_padding_mask)
         self._set_input_buffer(incremental_state, past)
         return join_heads(attend(q, *past.tokens(), len(query) > 1, self.dropout_now())), None
 
