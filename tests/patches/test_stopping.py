@@ -164,6 +164,16 @@ def test_it_says_whether_a_checkpoint_is_there(monkeypatch, caplog, no_save, no_
     assert f"SIGUSR1 stopped the run after update 3, {kept}; exit code 75" in caplog.text
 
 
+def test_the_function_of_fairseq_train_is_replaced_once_wherever_it_is(monkeypatch):
+    started, other = Namespace(validate_and_save=lambda *args: None), Namespace()
+    original = started.validate_and_save
+    monkeypatch.setitem(sys.modules, "fairseq_cli.train", other)
+    monkeypatch.setitem(sys.modules, "__mp_main__", started)
+    for _ in range(2):
+        stopping.save_when_told_to_stop()
+    assert started.validate_and_save.__wrapped__ is original and vars(other) == {}
+
+
 @pytest.mark.parametrize("updates, most, goes_on", [(8, 9, False), (9, 9, True), (10, 9, True), (9, 0, False)])
 def test_a_run_that_has_made_all_updates_ends_as_without_a_signal(updates, most, goes_on, monkeypatch):
     """No largest number is a 0."""
