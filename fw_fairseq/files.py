@@ -86,7 +86,7 @@ def pickled(file: Path) -> Iterator[tuple[str, Tensor]]:
 def safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors of a file that holds a length, a JSON header with each tensor's place, and the tensors."""
     size = file.stat().st_size
-    content = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
+    content = torch.from_file(str(file), size=size, dtype=torch.uint8)
     start = 8 + int.from_bytes(bytes(content[:8].tolist()), "little")
     if start > size:
         raise Mistake("it is cut short or not a safetensors file")

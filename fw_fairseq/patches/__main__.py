@@ -33,7 +33,7 @@ def page() -> str:
 
 
 def entry(places: str, text: str) -> str:
-    return textwrap.fill(f"- {places}: {text}", 132, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(f"- {places}: {text}", 132, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def first_line(module: object) -> str:

@@ -41,7 +41,7 @@ def keep_the_last_batch(original, indices, *args, **kwargs) -> list:
     translated nor scored. An empty list of sentences makes it fail. Now the last batch holds the rest, and no sentences make no
     batches."""
     if isinstance(indices, numpy.ndarray):
-        indices = indices.astype(numpy.int64, copy=False)
+        indices = numpy.asarray(indices, dtype=numpy.int64)
     else:
         indices = numpy.fromiter(indices, dtype=numpy.int64)
     if not len(indices):

@@ -75,5 +75,5 @@ def shortened(original: Callable) -> Callable:
         if code != 1:
             raise SystemExit(code)  # Python's own code for an exception is 1
 
-    show.shortened = True
+    show.shortened = original
     return show

@@ -26,7 +26,7 @@ class FirstNonFinite:
         self.found = self.sentence = ""
         leaves = [module for module in self.names if next(module.parameters(recurse=False), None) is not None]
         self.hooks = [module.register_forward_hook(self.after_forward, with_kwargs=True) for module in leaves]
-        maps = {id(x): module for module in leaves if isinstance(module, FeatureMap) for x in module.parameters(recurse=False)}
+        maps = {id(x): module for module in leaves if isinstance(module, FeatureMap) for x in module.parameters()}
         self.uses = ParameterUses(maps, self.look_at)  # a map's linear part is called without the map's forward, so no hook sees it
 
     def __enter__(self) -> FirstNonFinite:
@@ -64,7 +64,7 @@ class FirstNonFinite:
         if bad(output):
             weight = bad_weight(module)
             of = f", whose {weight} is not finite" if weight else ""
-            return f"the output of {self.place(module, output.flatten(0, -2).t() if output.dim() > 1 else None)}{of}"
+            return f"the output of {self.place(module, output.movedim(-1, 0))}{of}"
         return ""
 
     def first_gradient(self) -> str:
@@ -73,13 +73,13 @@ class FirstNonFinite:
         module, gradient = next(((module, gradient) for module, gradient in gradients if gradient is not None), (None, None))
         return "" if module is None else f"the gradient of {self.place(module, gradient)}"
 
-    def place(self, module: nn.Module, rows: Tensor | None) -> str:
+    def place(self, module: nn.Module, rows: Tensor) -> str:
         """Returns the module's name and, where it makes all projections of a mixer, the projection whose ``rows`` are not
         finite."""
         name, owner = self.names[module], self.mixers.get(module)
         projections = {} if owner is None else owner.mixer.projections()
         parts = next((parts for key, parts in projections.items() if owner.mixer.get_submodule(key) is module), None)
-        if rows is None or parts is None:
+        if parts is None:
             return name
         part = next(part for part, own in parts.items() if bad(rows[own]))
         return f"{part} of layer {owner.layer} ({name})"

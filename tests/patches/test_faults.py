@@ -11,11 +11,14 @@ import time
 from argparse import Namespace
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from fairseq import checkpoint_utils, file_io
 from fairseq.data import data_utils, indexed_dataset
 from fairseq.file_io import PathManager
+from fairseq.modules.sinusoidal_positional_embedding import SinusoidalPositionalEmbedding
+from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 from fairseq.trainer import Trainer
 from support.commands import USER_DIR, Command, fairseq, succeed
 from support.language_models import build
@@ -192,6 +195,8 @@ def test_a_copy_takes_the_place_of_a_file_as_fairseqs_does(iopath, overwrite, tm
     copied = bool(overwrite or iopath is None)
     assert bool(PathManager.copy(str(tmp_path / "a"), str(tmp_path / "b"), overwrite=overwrite)) == copied
     assert (tmp_path / "b").read_text() == ("a" if copied else "b")
+    (tmp_path / "b").write_text("b")
+    assert bool(PathManager.copy(str(tmp_path / "a"), str(tmp_path / "b"))) == (iopath is None)  # not told to
     assert PathManager.copy(str(tmp_path / "a"), str(tmp_path / "c")) and (tmp_path / "c").read_text() == "a"
 
 
@@ -218,6 +223,47 @@ def test_texts_that_are_not_mapped_are_left_to_fairseq(tmp_path):
     builder.add_item(torch.tensor([4, 5]))
     builder.finalize(str(tmp_path / "test.idx"))
     assert indexed_dataset.make_dataset(str(tmp_path / "test"), "lazy", fix_lua_indexing=True)[0].tolist() == [4, 5]
+    assert indexed_dataset.make_dataset(str(tmp_path / "test"), "lazy")[0].tolist() == [5, 6]  # as the file counts, from 1
+
+
+def binarised(folder, *texts: list[int], kind=numpy.uint16) -> str:
+    builder = indexed_dataset.MMapIndexedDatasetBuilder(str(folder / "test.bin"), dtype=kind)
+    for text in texts:
+        builder.add_item(torch.tensor(text))
+    builder.finalize(str(folder / "test.idx"))
+    return str(folder / "test")
+
+
+def test_tokens_and_index_fit_the_dictionary_and_each_other(tmp_path):
+    """Of six words, whose numbers are 0 to 5; a line may be empty."""
+    six = range(6)
+    path = binarised(tmp_path, [0, 5], [], [1])
+    whole = indexed_dataset.make_dataset(path, "mmap", dictionary=six)
+    assert [whole[i].tolist() for i in range(len(whole))] == [[0, 5], [], [1]]
+    for text, kind, said in (
+        ([0, 6], numpy.uint16, "tokens from 0 to 6, and the dictionary has 6 words"),
+        ([-1, 5], numpy.int16, "tokens from -1 to 5, and the dictionary has 6 words"),
+        ([0, 5], numpy.float64, "tokens from 0.0 to 5.0, and the dictionary has 6 words"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            indexed_dataset.make_dataset(binarised(tmp_path, text, kind=kind), "mmap", dictionary=six)
+    path = binarised(tmp_path)
+    for content in (b"a", b"ab"):
+        (tmp_path / "test.bin").write_bytes(content)
+        with pytest.raises(ValueError, match=f"there are {len(content)} bytes of tokens, and the index names 0"):
+            indexed_dataset.make_dataset(path, "mmap", dictionary=six)
+
+
+def test_what_fairseq_0122_leaves_unset_is_set():
+    """An encoder's layer that has loaded asks for a fused function, and a buffer of positions holds what the memory held."""
+    layer, positions = SimpleNamespace(load_to_BT=True), SimpleNamespace(_float_tensor=torch.full((1,), 7.0))
+    called = []
+    TransformerEncoderLayerBase._load_from_state_dict.changed_by(called.append, layer)
+    assert called == [layer] and not layer.load_to_BT
+    for name in ("__init__", "_load_from_state_dict"):
+        positions._float_tensor.fill_(7.0)
+        getattr(SinusoidalPositionalEmbedding, name).changed_by(called.append, positions)
+        assert called[-1] is positions and positions._float_tensor.tolist() == [0.0]
 
 
 def test_no_texts_make_no_batches():
@@ -227,16 +273,21 @@ def test_no_texts_make_no_batches():
 HALVES = ("fp16", "bf16", "memory_efficient_fp16", "memory_efficient_bf16", "amp")
 
 
-def half_precision_on_cpus(option: str) -> None:
+def half_precision_on_cpus(option: str, cpu: bool = True) -> None:
     common = dict.fromkeys(HALVES, False)
-    common |= {option: True, option[-4:]: True, "cpu": True, "tpu": option[-4:] == "bf16"}  # as fairseq sets them
+    common |= {option: True, option[-4:]: True, "cpu": cpu, "tpu": option[-4:] == "bf16"}  # as fairseq sets them
     Trainer(Namespace(common=Namespace(**common)), None, None, None)
 
 
 @pytest.mark.parametrize("option", [name for name in HALVES if name != "memory_efficient_fp16"])
-def test_half_precision_needs_a_gpu(option):
-    with pytest.raises(ValueError, match=f"^--{option.replace('_', '-')} is for GPUs; leave it out to train on CPUs$"):
-        half_precision_on_cpus(option)
+def test_half_precision_needs_a_gpu(option, monkeypatch):
+    """One that is there and not left aside by --cpu."""
+    for gpu, cpu in ((False, False), (False, True), (True, True)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        with pytest.raises(ValueError, match=f"^--{option.replace('_', '-')} is for GPUs; leave it out to train on CPUs$"):
+            half_precision_on_cpus(option, cpu)
+    with pytest.raises(AttributeError):  # of fairseq's own constructor
+        half_precision_on_cpus(option, cpu=False)
 
 
 def test_memory_efficient_half_precision_works_on_cpus():
@@ -255,16 +306,26 @@ def test_other_errors_of_loading_stay_as_they_are():
         say_what_does_not_fit(original, None, "a.pt")
 
 
-@pytest.mark.parametrize("given", [None, "tcp://localhost:1"])
-def test_torchrun_counts_the_workers_unless_a_method_is_given(given, monkeypatch):
+@pytest.mark.parametrize(
+    "given, workers, gpus, size, method",
+    [
+        (None, 3, 0, 3, "env://"),
+        (None, 2, 0, 2, "env://"),
+        (None, 1, 0, 1, None),
+        (None, 3, 3, 3, None),
+        ("tcp://localhost:1", 3, 0, 7, "tcp://localhost:1"),
+    ],
+)
+def test_torchrun_counts_the_workers_unless_a_method_is_given(given, workers, gpus, size, method, monkeypatch):
+    """One worker, and workers on GPUs, are left to fairseq."""
     monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(os, "environ", os.environ | {"WORLD_SIZE": "3", "RANK": "2"})
-    cfg, asked = Namespace(distributed_init_method=given, distributed_world_size=1), []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(os, "environ", os.environ | {"WORLD_SIZE": str(workers), "RANK": "2"})
+    cfg, asked = Namespace(distributed_init_method=given, distributed_world_size=7), []
     count_workers_as_torchrun_does(lambda cfg: asked.append(cfg.distributed_init_method), cfg)
-    assert asked == ([] if given is None else [given])
-    assert (cfg.distributed_world_size, cfg.distributed_init_method) == ((3, "env://") if given is None else (1, given))
-    assert given or (cfg.distributed_rank, cfg.distributed_no_spawn) == (2, True)  # torchrun has started the others
+    assert asked == ([] if method == "env://" else [given])
+    assert (cfg.distributed_world_size, cfg.distributed_init_method) == (size, method)
+    assert asked or (cfg.distributed_rank, cfg.distributed_no_spawn) == (2, True)  # torchrun has started the others
 
 
 def test_a_checkpoint_of_another_rule_says_so_when_a_run_goes_on():

@@ -75,6 +75,37 @@ class Scaled(nn.Module):
         return (x.sum() * self.weight).expand(self.shape)
 
 
+class Doubled(nn.Module):
+    """Has a part, and a parameter of its own if it is told to."""
+
+    def __init__(self, own: bool):
+        super().__init__()
+        self.part = nn.Linear(2, 2)
+        self.register_parameter("weight", nn.Parameter(torch.ones(())) if own else None)
+
+    def forward(self, x):
+        return self.part(x) * (2 if self.weight is None else 2 * self.weight)
+
+
+def test_a_part_without_parameters_of_its_own_is_not_named():
+    """Another reads what it makes."""
+    model = nn.Sequential(Doubled(own=False), nn.Linear(2, 2))
+    model[0].part.weight.data.zero_()
+    model[0].part.bias.data.fill_(3e38)
+    with FirstNonFinite(model) as found:
+        model(torch.zeros(4, 2))
+    assert found.sentence == "the first is what comes into 1"
+
+
+def test_a_gradient_is_of_the_part_that_has_the_parameter():
+    """Not of what is around it, although that has finished later."""
+    model = nn.Sequential(Doubled(own=True))
+    model[0].part.weight.register_hook(lambda gradient: gradient * float("nan"))
+    with FirstNonFinite(model) as found:
+        model(torch.zeros(4, 2)).sum().backward()
+    assert found.sentence == "the first is the gradient of 0.part"
+
+
 class Bare(nn.Module):
     """Takes nothing and returns no tensor."""
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fairseq import checkpoint_utils, options, tasks
+from fairseq import checkpoint_utils, models, options, tasks
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.sequence_generator import SequenceGenerator
@@ -23,7 +23,7 @@ from support.language_models import build, draw, make_task
 import fw_fairseq.models
 from fw_fairseq import Mistake, files
 from fw_fairseq.patches.batches import too_long
-from fw_fairseq.patches.checkpoints.model_options import deciding
+from fw_fairseq.patches.checkpoints.model_options import deciding, differing, written
 from fw_fairseq.patches.mistakes import sentence, shortened
 from fw_fairseq.patches.training import NotFinite
 
@@ -112,6 +112,8 @@ def test_an_option_without_effect_is_refused_for_new_models_only(dictionary):
     task = tasks.setup_task(cfg.task)
     with pytest.raises(Mistake, match=r"^--dpfp-nu "):
         task.build_model(cfg.model)
+    with pytest.raises(Mistake, match=r"^--dpfp-nu "):
+        models.build_model(cfg.model, task)
     assert task.build_model(cfg.model, from_checkpoint=True).decoder.fast_weight_config.dpfp_nu == 2
 
 
@@ -126,6 +128,40 @@ def test_the_longest_text_decides_where_positions_are_learned(learned, without):
     """A checkpoint with sines for positions, or with none, may go on with longer texts."""
     found = deciding({"decoder_learned_pos": learned, "no_token_positional_embeddings": without})
     assert ("max_target_positions" in found) == (learned and not without) and "decoder_embed_dim" in found
+
+
+NAMES = {"mixer", "mixer_pattern", "activation_fn"}
+
+
+@pytest.mark.parametrize(
+    "saved, now, found",
+    [
+        ({"mixer": "sru", "activation_fn": "relu"}, {"mixer": "sru", "activation_fn": "gelu"}, {"activation_fn": ("relu", "gelu")}),
+        ({"mixer": "sru", "activation_fn": None}, {"mixer": "sru", "activation_fn": "gelu"}, {}),
+        ({"mixer": "sru"}, {"mixer": "delta", "mixer_pattern": "sru,sru"}, {}),
+        ({"mixer": "sru"}, {"mixer": "delta", "mixer_pattern": "sru,additive"}, {"mixer_pattern": ("sru,sru", "sru,additive")}),
+        ({"activation_fn": "relu"}, {"mixer": "sru", "activation_fn": "relu"}, {}),
+    ],
+)
+def test_options_that_make_another_model(saved, now, found):
+    """Of two layers. One mixer and a pattern of it are the same, and what a checkpoint does not say does not differ."""
+    options = {name: saved.get(name) for name in NAMES}
+    assert differing(options, Namespace(**dict.fromkeys(NAMES, "") | now, decoder_layers=2), NAMES) == found
+
+
+@pytest.mark.parametrize(
+    "name, value, text",
+    [
+        ("no_scale_embedding", True, "--no-scale-embedding"),
+        ("no_scale_embedding", False, "--scale-embedding"),
+        ("scale_fc", True, "--scale-fc"),
+        ("scale_fc", False, "--no-scale-fc"),
+        ("dpfp_nu", 1, "--dpfp-nu 1"),
+        ("mixer_pattern", "", "--mixer-pattern ''"),
+    ],
+)
+def test_options_are_written_as_on_the_command_line(name, value, text):
+    assert written(name, value) == text
 
 
 def test_no_message_recommends_amp():
@@ -178,6 +214,8 @@ def test_losses_that_are_nan_name_a_parameter_but_do_not_end_a_run():
         data_parallel_world_size=1, _prepare_sample=lambda x: (x, False), _reduce_and_log_stats=lambda logs, size: logs[0],
     )  # fmt: skip
     assert Trainer.valid_step(trainer, sample)["loss"].isnan()
+    with pytest.raises(NotFinite):
+        task.valid_step(sample, model, criterion)
 
 
 @pytest.mark.parametrize("error, code", [(Mistake("m"), 1), (NotFinite("n"), 3), (OSError(2, "No such file"), 1)])
@@ -198,6 +236,12 @@ def test_a_context_that_leaves_no_tokens():
     task = SimpleNamespace(args=Namespace(tokens_per_sample=-368))
     with pytest.raises(Mistake, match=r"^--tokens-per-sample less --context-window is -368; it must be at least 1$"):
         LanguageModelingTask.load_dataset(task, "test")
+    task.args.tokens_per_sample, loaded = 0, []
+    with pytest.raises(Mistake, match=r"is 0; it must be at least 1$"):
+        LanguageModelingTask.load_dataset(task, "test")
+    task.args.tokens_per_sample = 1
+    LanguageModelingTask.load_dataset.changed_by(lambda task, split: loaded.append(split), task, "test")
+    assert loaded == ["test"]
 
 
 def test_no_path():
@@ -212,8 +256,9 @@ def test_a_sharded_checkpoint_in_a_folder_with_a_colon(tmp_path, monkeypatch):
     asked = []
     original = checkpoint_utils.load_model_ensemble_and_task.changed_by
     for name, suffix in ((f"{tmp_path}/x:y/m.pt", "-shard0"), (f"{tmp_path}/a.pt:b.pt", "")):
-        original(lambda names, *args, **kwargs: asked.append(names), [name], suffix=suffix)
-    assert asked == [[f"{tmp_path}/x:y/m.pt"], [f"{tmp_path}/a.pt", "b.pt"]]
+        original(lambda names, *args: asked.append((names, args)), [name], suffix=suffix)
+    assert [names for names, _ in asked] == [[f"{tmp_path}/x:y/m.pt"], [f"{tmp_path}/a.pt", "b.pt"]]
+    assert [args for _, args in asked] == [(None, None, True, "-shard0"), (None, None, True, "")]  # True: all parameters must fit
 
 
 @pytest.mark.parametrize(

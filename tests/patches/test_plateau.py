@@ -11,6 +11,7 @@ from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRS
 from support.commands import USER_DIR, fairseq, succeed
 from support.runs import parameters, updates
 
+import fw_fairseq.models  # noqa: F401
 from fw_fairseq.patches.checkpoints.plateau import judge_the_last_epoch
 
 MODEL = (
@@ -52,8 +53,16 @@ def test_a_new_run_from_old_parameters_does_not_follow_their_loss(stream_data, t
 
 @pytest.mark.parametrize(
     "iterations, epoch, following, loss, judged",
-    [(0, 3, 3, 5.0, [(2, 5.0)]), (7, 3, 3, 5.0, []), (0, 3, 4, 5.0, []), (0, 1, 1, 5.0, []), (0, 3, 3, None, [])],
-    ids=["between epochs", "within an epoch", "at its end", "before the first", "without a loss"],
+    [
+        (0, 3, 3, 5.0, [(2, 5.0)]),
+        (0, 2, 2, 5.0, [(1, 5.0)]),
+        (1, 3, 3, 5.0, []),
+        (7, 3, 3, 5.0, []),
+        (0, 3, 4, 5.0, []),
+        (0, 1, 1, 5.0, []),
+        (0, 3, 3, None, []),
+    ],
+    ids=["between epochs", "after the first", "after an update", "within an epoch", "at its end", "before the first", "no loss"],
 )
 def test_the_scheduler_sees_a_loss_that_it_has_not_seen(iterations, epoch, following, loss, judged):
     """That of the epoch before, once: a checkpoint within an epoch has a loss, too, if validation ran there."""
@@ -65,3 +74,18 @@ def test_the_scheduler_sees_a_loss_that_it_has_not_seen(iterations, epoch, follo
     config = SimpleNamespace(reset_optimizer=False, reset_lr_scheduler=False)
     assert judge_the_last_epoch(lambda cfg, trainer: found, config, trainer) == found
     assert seen == judged
+    for option in ("reset_optimizer", "reset_lr_scheduler"):
+        seen.clear()
+        judge_the_last_epoch(lambda cfg, trainer: found, SimpleNamespace(**vars(config) | {option: True}), trainer)
+        assert seen == []
+    trainer.lr_scheduler = object()
+    assert judge_the_last_epoch(lambda cfg, trainer: found, config, trainer) == found and seen == []
+
+
+def test_bad_epochs_are_counted_from_0_where_a_checkpoint_has_no_count():
+    """As in the checkpoints of fairseq itself."""
+    scheduler = SimpleNamespace(lr_scheduler=SimpleNamespace(num_bad_epochs=4))
+    load = ReduceLROnPlateauLRSchedule.load_state_dict.changed_by
+    for state, count in (({}, 0), ({"num_bad_epochs": 3}, 3)):
+        load(lambda *args: None, scheduler, state)
+        assert scheduler.lr_scheduler.num_bad_epochs == count

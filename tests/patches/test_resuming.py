@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import shutil
@@ -56,8 +57,8 @@ def saved_by(run: SimpleNamespace, position: int, **iterator) -> dict:
     return state | {"train_iterator": {"epoch": 1, "iterations_in_epoch": position} | iterator}
 
 
-def resume(run: SimpleNamespace, saved: dict, reset_optimizer: bool = False) -> dict:
-    return say_what_does_not_fit(lambda *args, **kwargs: saved, run, "a.pt", reset_optimizer)
+def resume(run: SimpleNamespace, saved: dict, **options: bool) -> dict:
+    return say_what_does_not_fit(lambda *args, **kwargs: saved, run, "a.pt", **options)
 
 
 AB, BA = words("a", "b"), words("b", "a")
@@ -120,6 +121,8 @@ def test_checkpoints_of_before_load_with_a_line(caplog):
 class Sentences(FairseqDataset):
     """Twelve of one word, in an order that is drawn."""
 
+    can_reuse_epoch_itr_across_epochs = True
+
     def __len__(self) -> int:
         return 12
 
@@ -142,6 +145,17 @@ def test_a_run_has_the_batches_of_the_first_epoch_wherever_it_starts(given, epoc
     assert numpy.array_equal(iterator.frozen_batches, drawn)
     assert iterator.epoch == sentences.epoch == epoch
     assert task.get_batch_iterator(sentences, max_sentences=4, seed=7, epoch=epoch + 1) is iterator
+    assert iterator.epoch == sentences.epoch == epoch  # which is its own to count
+
+
+@pytest.mark.parametrize("why", ["disable_iterator_cache", "update_epoch_batch_itr", "a data set whose batches change"])
+def test_batches_that_are_made_anew_are_those_of_their_epoch(why):
+    sentences, options = Sentences(), {why: True}
+    if why not in inspect.signature(FairseqTask.get_batch_iterator).parameters:
+        sentences.can_reuse_epoch_itr_across_epochs, options = False, {}
+    iterator = FairseqTask(Namespace()).get_batch_iterator(sentences, max_sentences=4, seed=7, epoch=3, **options)
+    drawn = numpy.random.RandomState(7 + 3).permutation(12).reshape(3, 4)
+    assert numpy.array_equal(iterator.frozen_batches, drawn) and iterator.epoch == 3
 
 
 def test_resuming_on_the_command_line(stream_data, tmp_path):
@@ -191,6 +205,8 @@ def test_a_second_run_in_a_directory_is_refused(tmp_path, monkeypatch):
     checkpoint_utils.verify_checkpoint_directory(str(tmp_path / "." / ""))  # the same run asks again
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
     assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} of ")
+    checkpoint_utils.verify_checkpoint_directory(str(tmp_path / "new" / "run"))
+    assert [path.name for path in (tmp_path / "new" / "run").iterdir()] == [".lock"]
 
 
 def test_only_the_run_itself_has_its_lock(tmp_path, monkeypatch):
@@ -225,12 +241,16 @@ def test_a_file_that_another_run_removes_is_no_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(locks.fcntl, "lockf", lockf)
     locks.lock(str(tmp_path))
     assert len(calls) == 3 and (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} of ")
+    assert [file.closed for file, _ in calls] == [True, True, False]
 
 
 def test_a_directory_that_cannot_be_locked_is_used_with_a_warning(tmp_path, monkeypatch, caplog):
-    def refuse(*args):
+    opened = []
+
+    def refuse(file, how):
+        opened.append(file)
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(locks.fcntl, "lockf", refuse)
     checkpoint_utils.verify_checkpoint_directory(str(tmp_path))
-    assert "cannot be locked (Operation not supported)" in caplog.text
+    assert "cannot be locked (Operation not supported)" in caplog.text and [file.closed for file in opened] == [True]

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pickle
+import re
 import sys
 import tokenize
 from argparse import Namespace
@@ -26,7 +27,8 @@ from support.commands import ROOT, USER_DIR, fairseq, preloaded
 from support.pretrained import SHAPE as TRAINING
 
 import fw_fairseq.models  # noqa: F401
-from fw_fairseq.patches.literals import LONGEST, naming, read_literal
+from fw_fairseq.patches.checkpoints import reading
+from fw_fairseq.patches.literals import naming, read_literal
 from fw_fairseq.patches.mistakes import sentence
 from fw_fairseq.tools import standalone
 from fw_fairseq.tools.convert import __main__ as convert
@@ -101,6 +103,8 @@ def test_nothing_of_fairseqs_evaluates():
     files = [file for file in root.rglob("*.py") if "examples" not in file.parts and evaluates(file)]
     assert len(files) > 15
     assert all(loaded[str(file)].eval is read_literal for file in files)
+    changed = [name for name, module in list(sys.modules.items()) if getattr(module, "__dict__", {}).get("eval") is read_literal]
+    assert {name.partition(".")[0] for name in changed} == {"fairseq"}  # other modules keep Python's own
 
 
 def evaluates(file: Path) -> bool:
@@ -121,7 +125,7 @@ def evaluates(file: Path) -> bool:
         ("{'a': [1, None], 'b': True}", {"a": [1, None], "b": True}),
         ("[(512, 3)] * 2 + [(1024, 3)]", [(512, 3), (512, 3), (1024, 3)]),
         ("'text'", "text"),
-        (f"[0] * {LONGEST}", [0] * LONGEST),
+        ("[0] * 100000", [0] * 100_000),
     ],
 )
 def test_literals_are_what_they_were(text, value):
@@ -141,7 +145,7 @@ def test_literals_are_what_they_were(text, value):
         "[1] + (2,)",
         "'ab' * 3",
         "[1] * [2]",
-        f"[0] * {LONGEST + 1}",
+        "[0] * 100001",
         "",
         "(" * 9999,
         "-" * 99999,
@@ -151,6 +155,12 @@ def test_what_is_no_literal_is_refused(text):
     with pytest.raises(ValueError, match=f"^option is .*{REFUSED}") as error, naming(Namespace(option=text)):
         read_literal(text)
     assert len(str(error.value)) < 300 and str(error.value) == sentence(error.value)
+
+
+@pytest.mark.parametrize("length, shown", [(40, "a" * 40), (41, "a" * 37 + "...")])
+def test_a_long_string_is_cut(length, shown):
+    with pytest.raises(ValueError, match=f"^an option is '{re.escape(shown)}'; {REFUSED}"):
+        read_literal("a" * length)
 
 
 def test_fairseqs_readers_under_all_their_names():
@@ -282,6 +292,7 @@ def legitimate() -> dict:
         "arrays": arrays,
         "scalars": scalars,
         "tuple": (1, (arrays[0], "a"), DOUBLE),
+        "tuples": ((arrays[0], arrays[1]), torch.Size((2, 3))),
         "args": Namespace(a=arrays[3], b=scalars[0]),
     }
 
@@ -318,6 +329,25 @@ def renamed(pickled: bytes, module: str) -> bytes:
     written = REBUILD.__module__.encode()
     assert written in pickled
     return pickled.replace(b"c" + written + b"\n", b"c" + module.encode() + b"\n")
+
+
+def test_an_array_that_gets_no_numbers_is_empty(tmp_path):
+    torch.save(state_with(Reduced(REBUILD, EMPTY)), tmp_path / "a.pt")
+    assert_same(checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "a.pt"))["extra"], numpy.zeros(0))
+
+
+def test_options_are_not_looked_up(tmp_path):
+    """One may refer to another or to the environment, which is read where the option is; a name may be unknown here."""
+    options = {"a": "${unknown}", "b": [1, {"c": "${oc.env:HOME}"}]}
+    torch.save(save_format({}, cfg={"model": options}), tmp_path / "a.pt")
+    model = checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "a.pt"))["cfg"]["model"]
+    assert OmegaConf.to_container(model, resolve=False) == options == reading.model_options[str(tmp_path / "a.pt")]
+    torch.save(save_format({}, cfg={"task": {"a": 1}}), tmp_path / "a.pt")
+    checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "a.pt"))
+    assert reading.model_options == {str(tmp_path / "a.pt"): {}}
+    torch.save(save_format({}), tmp_path / "b.pt")
+    checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "b.pt"))
+    assert reading.model_options == {}  # only of the file that was read last
 
 
 @pytest.mark.parametrize("own", [[], [numpy.ndarray, DOUBLE.__class__, (Reduced, "a.name")]])

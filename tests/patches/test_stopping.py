@@ -164,19 +164,66 @@ def test_it_says_whether_a_checkpoint_is_there(monkeypatch, caplog, no_save, no_
     assert f"SIGUSR1 stopped the run after update 3, {kept}; exit code 75" in caplog.text
 
 
+def test_the_function_of_fairseq_train_is_replaced_once_wherever_it_is(monkeypatch):
+    started, other = Namespace(validate_and_save=lambda *args: None), Namespace()
+    original = started.validate_and_save
+    monkeypatch.setitem(sys.modules, "fairseq_cli.train", other)
+    monkeypatch.setitem(sys.modules, "__mp_main__", started)
+    for _ in range(2):
+        stopping.save_when_told_to_stop()
+    assert started.validate_and_save.__wrapped__ is original and vars(other) == {}
+
+
+@pytest.mark.parametrize("updates, most, goes_on", [(8, 9, False), (9, 9, True), (10, 9, True), (9, 0, False)])
+def test_a_run_that_has_made_all_updates_ends_as_without_a_signal(updates, most, goes_on, monkeypatch):
+    """No largest number is a 0."""
+    done = []
+    monkeypatch.setattr(stopping, "listen", lambda: None)
+    monkeypatch.setattr(stopping, "received", [signal.SIGUSR1])
+    monkeypatch.setattr(stopping.checkpoint_utils, "save_checkpoint", lambda *args: done.append("saved"))
+    checkpoint = Namespace(no_save=False, no_last_checkpoints=False, write_checkpoints_asynchronously=False)
+    config = Namespace(optimization=Namespace(max_update=most), checkpoint=checkpoint)
+    trainer = Namespace(get_num_updates=lambda: updates, device=torch.device("cpu"))
+    with contextlib.nullcontext() if goes_on else pytest.raises(SystemExit):
+        stopping.save_and_exit_if_told(lambda *args: done.append("as ever"), config, trainer, None, None, [], False)
+    assert done == ["as ever" if goes_on else "saved"]
+
+
+@pytest.mark.parametrize(
+    "main, workers, gpus, launched, passed_on",
+    [
+        (fairseq_cli.train.main, 2, 2, False, True),
+        (fairseq_cli.train.main, 1, 2, False, False),
+        (fairseq_cli.train.main, 2, 1, False, False),
+        (fairseq_cli.train.main, 2, 2, True, False),
+        (print, 2, 2, False, False),
+    ],
+)
+def test_signals_are_passed_on_by_the_parent_of_several_workers_only(main, workers, gpus, launched, passed_on, monkeypatch):
+    """fairseq-train starts one for each GPU, unless torchrun has started them."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: launched)
+    config = Namespace(distributed_training=Namespace(distributed_world_size=workers))
+    with stopping.as_parent_of_workers(main, config):
+        assert [signal.getsignal(number) == stopping.pass_on for number in stopping.SIGNALS] == [passed_on] * 2
+
+
 def test_at_the_end_of_an_epoch_it_validates_and_waits_for_what_is_being_written(monkeypatch):
-    """It saves before, since a cluster may not wait for the validation."""
+    """It saves before, since a cluster may not wait for the validation. Workers wait for the one that writes."""
     done = []
     monkeypatch.setattr(stopping, "listen", lambda: None)
     monkeypatch.setattr(stopping, "received", [signal.SIGUSR1])
     monkeypatch.setattr(stopping.checkpoint_utils, "save_checkpoint", lambda *args: done.append("saved"))
     monkeypatch.setattr(stopping.PathManager, "async_close", lambda: done.append("written"))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda flag: None)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: done.append("waited"))
     checkpoint = Namespace(no_save=False, no_last_checkpoints=False, write_checkpoints_asynchronously=True)
     config = Namespace(optimization=Namespace(max_update=9), checkpoint=checkpoint)
     trainer = Namespace(get_num_updates=lambda: 3, device=torch.device("cpu"))
     with pytest.raises(SystemExit):
         stopping.save_and_exit_if_told(lambda *args: done.append("validated"), config, trainer, None, None, [], True)
-    assert done == ["saved", "validated", "written"]
+    assert done == ["saved", "validated", "written", "waited"]
 
 
 @pytest.mark.parametrize("of", ["a process that loads data", "a process without workers"])

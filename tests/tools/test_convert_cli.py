@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from argparse import Namespace
 
@@ -65,13 +66,16 @@ def test_a_converted_model_is_trained_with_its_options(counting_data, pretrained
         (tmp_path / "away.pt").rename(start)
 
 
-def test_a_program_takes_options_over_as_the_commands_do(pretrained, tmp_path):
-    """Its options are a Namespace."""
+def test_a_program_takes_options_over_as_the_commands_do(pretrained, tmp_path, caplog):
+    """Its options are a Namespace. The log names those that are taken."""
+    caplog.set_level(logging.INFO)
     start = tmp_path / "start.pt"
     fw_convert([str(pretrained), str(start), "--rule", "gated", "--feature-dim", "4"])
     given = Namespace(**vars(options_of("fast_weight_lm", options_from=str(start), dropout=0.3)), arch="fast_weight_lm")
     model = models.build_model(given, make_task(24))
     assert (given.options_from, given.update_rule, given.feature_dim, given.dropout) == ("", "gated", 4, 0.3)
+    [said] = [record.message for record in caplog.records if record.message.startswith(f"options of {start}: ")]
+    assert " --feature-dim 4 " in said and " --update-rule gated" in said and "--dropout" not in said
     assert {layer.self_attn.mixer.rule_name for layer in model.decoder.layers} == {"gated"}
 
 

@@ -32,7 +32,7 @@ class NumberType:
         self.code, self.order = code, "="
 
     def __setstate__(self, state: object) -> None:
-        numbers = type(state) is tuple and len(state) >= 5 and all(part is None for part in state[2:5])  # no fields of a record
+        numbers = type(state) is tuple and state[2:5] == (None, None, None)  # no fields of a record
         if not numbers or type(state[1]) is not str or state[1] not in ("<", ">", "|", "="):
             raise Mistake("it holds NumPy's data of another kind than numbers")
         self.order = state[1]

@@ -41,7 +41,7 @@ def load_only_data(original, path, *args, **kwargs) -> dict:
     except Exception as error:  # the unpickler does what the file says
         raise Mistake(f"{path} cannot be read as a fairseq checkpoint ({why(error)}); {offer(Path(path))}") from error
     model_options.clear()
-    if isinstance(state, dict) and state.get("cfg") is not None:
+    if state.get("cfg") is not None:
         model_options[str(path)] = plain(state["cfg"].get("model"))
     return state
 
@@ -105,7 +105,7 @@ def is_empty(path: str) -> bool:
     files = f"{path}.bin", f"{path}.idx"
     if not all(map(os.path.exists, files)) or os.path.getsize(files[0]):
         return False
-    return Path(files[1]).read_bytes()[:26][18:] == bytes(8)
+    return Path(files[1]).read_bytes()[18:] == bytes(8)
 
 
 def check_text(index, path: str, dictionary) -> None:
@@ -116,7 +116,7 @@ def check_text(index, path: str, dictionary) -> None:
         raise Mistake("the index contradicts itself")
     if content != (ends[-1] if len(ends) else 0):
         raise Mistake(f"there are {content} bytes of tokens, and the index names {ends[-1] if len(ends) else 0}")
-    if dictionary is None or not content:
+    if dictionary is None:
         return
     tokens = numpy.memmap(f"{path}.bin", dtype=dtype, mode="r")
     least, most = tokens.min(), tokens.max()
