@@ -88,7 +88,10 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
         num_shards //= workers
         streams = StreamDataset(text, segment, rows, pad, eos, shard_id, num_shards, (share, workers))
         check_positions(min(segment, streams.longest), max_positions)
-        loading = dict(num_workers=options.get("num_workers", 0), buffer_size=options.get("data_buffer_size", 0))
+        processes = options.get("num_workers", 0)
+        if processes == 1:  # fairseq's default. To cut a batch here takes less time than to get it from another process
+            processes = 0
+        loading = dict(num_workers=processes, buffer_size=options.get("data_buffer_size", 0))
         return StreamIterator(streams, Streams(self.group), shard_id, num_shards, epoch=epoch, **loading)
 
     def sequence_workers(self, workers: int) -> int:

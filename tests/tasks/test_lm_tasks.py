@@ -219,6 +219,12 @@ def test_streams_are_read_from_the_first_epoch_on_and_by_no_other_process_if_not
     assert StatefulLanguageModelingConfig().reset_at_eos is False
 
 
+def test_one_loader_process_would_only_delay_the_streams():
+    task = stateful(tokens_per_sample=8)
+    started = [task.get_batch_iterator(random_text(), num_workers=count).num_workers for count in (0, 1, 2, 3)]
+    assert started == [0, 0, 2, 3]
+
+
 @pytest.mark.parametrize(
     "segment, options, workers, message",
     [
