@@ -170,6 +170,20 @@ def test_a_removal_before_the_write(erases, monkeypatch):
     compare("removing", inputs, gates, memory, inputs | gates | {"memory": memory}, 1e-10)
 
 
+def test_a_read_before_the_write_beside_gates_of_values(monkeypatch):
+    """The token's own value is read with the strength of its write."""
+    rule = Rule(
+        equation="", source="", gates={"z": Gate("V"), "w": Gate(), "u": Gate("K")},
+        coefficients=lambda z, w, u: Coefficients(z=z, w=w), bonus=lambda z, w, u: u,
+    )  # fmt: skip
+    monkeypatch.setitem(RULES, "before", rule)
+    monkeypatch.setitem(WRITES, "before", lambda W, k, v, z, w, u: W * z + w * torch.outer(k, v))
+    monkeypatch.setitem(READS, "before", lambda before, W, q, k, v, z, w, u: q @ (before + torch.outer(u * k, w * v)))
+    inputs, gates = draw("before")
+    memory = torch.randn(2, 2, 6, 5, dtype=torch.float64).requires_grad_()
+    compare("before", inputs, gates, memory, inputs | gates | {"memory": memory}, 1e-10)
+
+
 @pytest.mark.parametrize("rule", ["gla", "kda", "gdn2"])
 @pytest.mark.parametrize("least, most, way", [(1 / 16, 0.6, NearGates), (0.9, 1, NearGates), (1 / 16, 0.1, ChannelGates)])
 def test_gates_whose_products_fit_into_fp32(rule, least, most, way):
