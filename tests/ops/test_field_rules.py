@@ -89,6 +89,13 @@ def test_every_form_against_the_equation(rule, dtype, tolerance):
     compare(rule, inputs, gates, memory, leaves, tolerance)
 
 
+@pytest.mark.parametrize("rule", ["rwkv6", "rwkv7", "delta_product"])
+def test_keys_of_one_number(rule):
+    inputs, gates = draw(rule, shape=(2, 2, 70, 1, 5))
+    memory = torch.randn(2, 2, 1, 5, dtype=torch.float64).requires_grad_()
+    compare(rule, inputs, gates, memory, inputs | gates | {"memory": memory}, 1e-11)
+
+
 @pytest.mark.parametrize("rule", OWN)
 def test_any_cut_and_one_token_at_a_time(rule):
     """Also as decoding does it, whose first states are factors where a token is one step."""
@@ -96,13 +103,13 @@ def test_any_cut_and_one_token_at_a_time(rule):
     n, given = k.shape[2] // q.shape[2], masks()
     empty = torch.zeros(2, 2, 6, 5, dtype=torch.float64)
     want, last = loops(rule, q, k, v, gates, empty, **given)
-    for pieces in ([33, 1, 36], [1] * 70):
+    for pieces in ([33, 1, 2, 34], [1] * 70):
         outputs, state, start = [], None, 0
         for length in pieces:
             now, writes = slice(start, start + length), slice(n * start, n * (start + length))
             y, state = fast_weight(
                 q[:, :, now], k[:, :, writes], v[:, :, writes], rule, {name: x[:, :, writes] for name, x in gates.items()}, state,
-                decoding=len(pieces) > 3, **{name: x[:, now] for name, x in given.items()},
+                decoding=len(pieces) > 4, **{name: x[:, now] for name, x in given.items()},
             )  # fmt: skip
             outputs.append(y)
             start += length
