@@ -129,7 +129,7 @@ class RandomFeatures(FeatureMap):
 
     options = ("favor_features",)
 
-    def __init__(self, head_dim: int, features: int | None = None, orthogonal: bool = True):
+    def __init__(self, head_dim: int, features: int | None, orthogonal: bool):
         features = positive("head_dim", head_dim) if features is None else positive("features", features)
         super().__init__(head_dim, 2 * features)
         self.features, self.orthogonal = features, orthogonal
@@ -207,7 +207,7 @@ def elu(x: Tensor) -> Tensor:
     return F.elu(x) + 1
 
 
-def dpfp(x: Tensor, nu: int = 1) -> Tensor:
+def dpfp(x: Tensor, nu: int) -> Tensor:
     x = torch.cat([torch.relu(x), torch.relu(-x)], dim=-1)
     return torch.cat([x * x.roll(j, dims=-1) for j in range(1, nu + 1)], dim=-1)
 

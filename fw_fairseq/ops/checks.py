@@ -93,7 +93,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, several: bool) -> None:
     if v.shape[:3] != k.shape[:3]:
         other = f"k {tuple(k.shape)}" if several else f"q {tuple(q.shape)}"
         raise Mistake(f"v has shape {tuple(v.shape)} but {other}; B, H and T must agree")
-    check_tokens("q", q, q.shape[2])
+    for name, x in (("q", q), ("k", k)):
+        check_tokens(name, x, x.shape[2])
     if q.shape[3] == 0 or v.shape[3] == 0:
         raise Mistake(f"q has shape {tuple(q.shape)} and v {tuple(v.shape)}; K and V must be at least 1")
 

@@ -160,6 +160,21 @@ def test_where_the_map_is_applied(stand_in, monkeypatch, attention_norm, refused
     assert seen[-1] == (row_map if fused else AS_IS)
 
 
+@pytest.mark.parametrize("rule", ["sum", "gated", "delta"])
+def test_padding_under_a_map(stand_in, rule):
+    """A map may make something else of 0: padding is neither written nor read, and erases nothing."""
+    inputs, gates = draw_inputs(SHAPE, torch.float32), draw_gates(RULES[rule], SHAPE, torch.float32)
+    padding = torch.zeros(SHAPE[0], SHAPE[2], dtype=torch.bool)
+    padding[:, [0, 20, 21]] = padding[1, -4:] = True
+    kept = ~padding[0]
+    call = dict(rule=rule, backend="cuda", feature_map=RowMap("elu", norm="sum"))
+    y, state = fast_weight(**inputs, gates=gates, padding_mask=padding, **call)
+    assert (y.movedim(2, 1)[padding] == 0).all()
+    cut, cut_gates = ({name: x[:1, :, kept] for name, x in part.items()} for part in (inputs, gates))
+    want, final = fast_weight(**cut, gates=cut_gates, **call)
+    torch.testing.assert_close((y[:1, :, kept], state.memory[:1]), (want, final.memory))
+
+
 def test_nothing_is_said_of_a_map_that_kernels_have_or_that_they_do_not_wait_for(stand_in, monkeypatch, caplog):
     """One that they have may run before them, and one that they lack may not be what keeps them from running."""
     log_once.cache_clear()

@@ -148,7 +148,8 @@ def test_chain_is_a_loop_over_parts(kind, count, value_side):
         (8, 65536, 132, 33),  # by the processors, two for each
         (64, 65536, 132, 4),
         (67, 65536, 132, 1),  # the device is full enough
-        (1, 4000, 132, 1),  # too short
+        (1, 4096, 132, 16),
+        (1, 4095, 132, 1),  # too short
         (500, 100000, 132, 1),
         (0, 100000, 132, 1),  # an empty batch
     ],

@@ -32,6 +32,12 @@ SUM = dict(rule="sum", gates=None)
         (dict(k=KEYS[..., :3]), r"k has shape \(2, 3, 4, 3\) but q \(2, 3, 4, 5\)"),
         (dict(v=VALUES[:, :, :2]), r"v has shape \(2, 3, 2, 6\) but q .*B, H and T must agree"),
         (dict(q=Q[:, :, :0], k=KEYS[:, :, :0], v=VALUES[:, :, :0]), r"q has shape \(2, 3, 0, 5\); T must be at least 1"),
+        (dict(q=Q[..., :0], k=KEYS[..., :0]), r"q has shape \(2, 3, 4, 0\) and v \(2, 3, 4, 6\); K and V must be at least 1"),
+        (dict(v=VALUES[..., :0]), r"q has shape \(2, 3, 4, 5\) and v \(2, 3, 4, 0\); K and V must be at least 1"),
+        (
+            dict(rule="delta_product", k=KEYS[:, :, :0], v=VALUES[:, :, :0], gates={"beta": BETA[..., :0]}),
+            r"k has shape \(2, 3, 0, 5\); T must be at least 1",
+        ),
         (dict(feature_map="dpfp"), r"feature_map is a str; it must be None or a RowMap"),
         (dict(feature_map=RowMap("dfpf")), r"feature_map is RowMap\(name='dfpf'.*; allowed: name identity, elu, relu, dpfp, norm"),
         (dict(feature_map=RowMap("dpfp", 10)), r"feature_map has nu 10; it must be from 1 to 2 \* D - 1 = 9"),

@@ -53,16 +53,21 @@ def test_the_constant_in_divisors():
     v = torch.ones(1, 1, 1, 1, dtype=torch.float64)
     y, _ = fast_weight(q, q, v, "sum", attention_norm=True)
     assert y.item() == pytest.approx(1e-6 / (1e-6 + 1e-6))
+    y, _ = fast_weight(q * 1e-12, q * 1e-12, v, "sum", attention_norm=True, key_log_scale=torch.zeros_like(q[..., 0]))
+    assert y.item() == pytest.approx(1e-30 / (1e-30 + 1e-30))
     assert FEATURE_MAPS["favor"](4).eps == 1e-30 and FEATURE_MAPS["elu"](4).eps == 1e-6
 
 
 def test_a_key_that_nothing_was_written_under_writes_fully():
     """The second key is orthogonal to the first; the authors' divisor, k / (z.k + eps) with z.k = 0 as a factor, would write 0."""
-    k = torch.eye(2, dtype=torch.float64)[None, None]
+    k = torch.eye(2, dtype=torch.float64)[None, None].requires_grad_()
     v, beta = torch.randn(1, 1, 2, V, dtype=torch.float64), torch.full((1, 1, 2), 0.5, dtype=torch.float64)
     y, state = fast_weight(k, k, v, "delta", {"beta": beta}, attention_norm=True)
     torch.testing.assert_close(state.memory, 0.5 * v)
     torch.testing.assert_close(y, 0.5 * v, rtol=1e-5, atol=0)
+    adjoint = torch.randn(2, V, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad((state.memory * adjoint).sum(), k)
+    torch.testing.assert_close(gradient[0, 0, 1], 0.5 * adjoint @ v[0, 0, 1])  # of the write alone: it erases nothing
 
 
 def test_favor_adds_nothing_to_its_exponentials():

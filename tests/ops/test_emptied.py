@@ -131,6 +131,17 @@ def test_gates_of_zero_and_their_gradients(rule, zeros, dtype, tolerance):
     assert_same(with_gradients(leaves, y), want, tolerance)
 
 
+@pytest.mark.parametrize("rule", ["gated", "gated_delta"])
+def test_the_smallest_gate_in_a_chunk_with_one_of_zero(rule):
+    """Its gradient too, in fp32, where 1e-9 is a little less than 1e-9."""
+    inputs, gates = draw(rule, torch.float32, False)
+    gates["g"].data[1, :, 37], gates["g"].data[1, :, 45] = 0, 1e-9
+    leaves, none = inputs | gates, torch.zeros(SHAPE[0], SHAPE[2], dtype=torch.bool)
+    y, _ = fast_weight(**inputs, rule=rule, gates=gates, backend="chunkwise")
+    want = with_gradients(leaves, loops(rule, *inputs.values(), gates, False, none))
+    assert_same(with_gradients(leaves, y), want, 5e-5)
+
+
 def test_zeros_on_the_value_side():
     inputs, gates = draw("decay", torch.float64, False)
     gates = {n: g.detach().clone() for n, g in gates.items()}
@@ -154,6 +165,18 @@ def test_a_gate_of_zero_forgets_the_scale():
         torch.testing.assert_close(y[:, :, 60:], want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("gate, fall", [(1e-6, 13.8155), (1e-9, 20.7233), (1e-12, 20.7233)])
+def test_how_far_one_token_lets_the_scale_fall(gate, fall):
+    """To the log of its gate, but of no gate below 1e-9 other than 0. The memory stands for the same."""
+    q, k, v = (x[:, :, :2].detach() for x in draw_inputs(SHAPE, positive=True).values())
+    g = torch.tensor([0.5, gate], dtype=torch.float64).expand(*SHAPE[:2], 2)
+    scale = torch.tensor([0.0, -100.0], dtype=torch.float64).expand(*SHAPE[:2], 2)
+    _, state = fast_weight(q, k, v, "gated", {"g": g}, attention_norm=True, key_log_scale=scale)
+    assert state.log_scale.numpy() == pytest.approx(-fall, abs=1e-4)
+    left = state.memory * state.log_scale.exp()[..., None, None] / gate
+    torch.testing.assert_close(left, 0.5 * k[:, :, :1].mT @ v[:, :, :1])
+
+
 def test_chunks_without_zeros_run_as_before():
     f, z = torch.full((1, 1, 96, 2), 0.5), torch.full((1, 1, 96, 2), 0.5)
     q = torch.zeros(1, 1, 96, 2)
@@ -168,8 +191,18 @@ def test_chunks_without_zeros_run_as_before():
     for (smallest, others), way in limits.items():
         gates = torch.cat((torch.full((1, 1, 1, 2), smallest), torch.full((1, 1, 31, 2), others)), 2)
         assert ways(gates, tokens=32) == [way]
+
+    def same(gate):
+        return torch.full((1, 1, 32, 2), gate)
+
+    assert ways(same(1 / 16), tokens=16) == [NearGates]
+    assert ways(same(1e-3), same(1e-3), tokens=32) == [LargeChannelGates]
+    assert ways(same(1e-3), same(9e-4), tokens=32) == [ChannelGates]
+    assert ways(same(1e-9)[..., 0], tokens=32) == [TokenGates]
+    assert ways(same(9e-10)[..., 0], tokens=32) == [TokenGatesWithZeros]
     f[:, :, 40] = 0
     assert ways(f[..., 0]) == [TokenGates, TokenGatesWithZeros, TokenGates]
+    assert ways(f[..., 0], z) == [ChannelGates, ChannelGatesWithZeros, ChannelGates]
     assert ways(f, z) == [LargeChannelGates, ChannelGatesWithZeros, LargeChannelGates]
     z[:, :, 40] = 0
     f[:, :, 70, 1] = 0

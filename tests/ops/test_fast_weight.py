@@ -390,6 +390,9 @@ def test_state_moves_as_a_whole_and_never_grows(rule):
         _, state = fast_weight(*inputs.values(), rule, gates, state, attention_norm=attention_norm)
         sizes.add(tuple(x.shape for x in state if x is not None))
     assert len(sizes) == 1
+    assert state.index_select(torch.arange(3)) is state
+    first = state.index_select(torch.arange(2))  # 2 of 3 sequences, of 2 heads
+    assert all(torch.equal(a, b[:2]) for a, b in zip(first, state) if b is not None)
     picked = state.index_select(torch.tensor([2, 0, 0, 1]))
     assert all(torch.equal(a, b[[2, 0, 0, 1]]) for a, b in zip(picked, state) if b is not None)
     assert state.memory.requires_grad and not state.detach().memory.requires_grad
@@ -402,6 +405,32 @@ def test_one_token_runs_no_chunk_machinery(monkeypatch):
     for rule in RULES:
         shape = (1, 1, 1, 4, 4)
         fast_weight(*draw_inputs(shape).values(), rule, draw_gates(RULES[rule], shape))
+
+
+@pytest.mark.parametrize("rule", [name for name in RULES if RULES[name].step is None])
+def test_two_tokens_run_as_a_chunk(rule, monkeypatch):
+    from fw_fairseq.ops.chunkwise import scan as chunkwise
+
+    apply, called = chunkwise.ChunkScan.apply, []
+    monkeypatch.setattr(chunkwise.ChunkScan, "apply", lambda *args: called.append(args) or apply(*args))
+    writes = 2 if RULES[rule].several else 1
+    shape = (1, 1, 2 * writes, 4, 4)
+    q, k, v = draw_inputs(shape).values()
+    y, _ = fast_weight(q[:, :, ::writes], k, v, rule, draw_gates(RULES[rule], shape))
+    assert y.shape == (1, 1, 2, 4) and len(called) == 1
+
+
+@pytest.mark.parametrize("backend", ["recurrent", "chunkwise"])
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("rule, attention_norm", [(r, n) for r, n in CHUNKED_CASES if RULES[r].bonus is None])
+def test_16_bit_outputs_are_rounded_once(rule, attention_norm, dtype, backend):
+    """They are those of the same numbers in fp32, rounded."""
+    inputs = {name: x.detach() for name, x in draw_inputs(SHAPE, dtype, positive=attention_norm).items()}
+    call = dict(rule=rule, gates=draw_gates(RULES[rule], SHAPE, torch.float32), backend=backend, attention_norm=attention_norm)
+    with torch.no_grad():
+        y, _ = fast_weight(**inputs, **call)
+        want, _ = fast_weight(**{name: x.float() for name, x in inputs.items()}, **call)
+    assert (y == want.to(dtype)).double().mean() > 0.99
 
 
 def test_saved_memory_does_not_hold_every_state():
@@ -438,6 +467,24 @@ def test_a_new_rule_gets_everything(monkeypatch):
     test_any_cut_gives_the_same("leaky", True, [7, 33])
     test_gradcheck("leaky", "chunkwise")
     test_gradcheck("keyed", "chunkwise")
+
+
+def test_scales_of_keys_beside_gates_per_channel(monkeypatch):
+    """The scale falls with the channel that keeps most."""
+    channels = Rule(
+        equation="", source="", gates={"f": Gate("K")}, coefficients=lambda f: Coefficients(f=f), normaliser="write"
+    )  # fmt: skip
+    monkeypatch.setitem(RULES, "channels", channels)
+    test_key_log_scale("channels")
+    test_a_scale_does_not_outlive_its_keys("channels", "auto")
+
+
+def test_gates_of_values_alone(monkeypatch):
+    values = Rule(equation="", source="", gates={"z": Gate("V")}, coefficients=lambda z: Coefficients(z=z))
+    monkeypatch.setitem(RULES, "values", values)
+    compare("values", SHAPE, FLOAT64, with_state=True)
+    compare("values", SHAPE, FLOAT32, dtype=torch.float32, with_state=True)
+    test_gates_exactly_zero_and_one("values")
 
 
 def test_value_decay_with_erase_runs_stepwise(monkeypatch):

@@ -56,6 +56,25 @@ def test_learned_relu_is_per_head():
     assert {n for n, _ in phi.named_parameters()} == {"weight", "bias"}
 
 
+def test_the_start_of_a_learned_relu():
+    """Xavier's uniform numbers for each head, up to (6 / (64 + 96))^(1/2), and no bias."""
+    phi = FEATURE_MAPS["relu"](64, out_dim=96, heads=3)
+    assert ((phi.weight.abs().amax((1, 2)) - 0.193649).abs() < 0.001).all() and (phi.bias == 0).all()
+    assert phi.weight.abs().mean().item() == pytest.approx(0.193649 / 2, rel=0.05)
+
+
+def test_what_maps_promise():
+    """Sum and attention normalisation need the one; an erase without normalisation the other."""
+    assert NON_NEGATIVE == ["elu", "relu", "dpfp", "favor"]
+    assert [name for name, phi in FEATURE_MAPS.items() if phi.at_most_one] == ["rfa"]
+
+
+@pytest.mark.parametrize("total, sum_after", [(1e-3, 1.0), (1e-6, 1.0), (5e-7, 0.5), (1e-8, 0.01)])
+def test_a_sum_below_one_millionth_counts_as_that(total, sum_after):
+    features = torch.tensor([0.25, 0.75], dtype=torch.float64) * total
+    torch.testing.assert_close(sum_normalise(features), torch.tensor([0.25, 0.75], dtype=torch.float64) * sum_after)
+
+
 def test_sum_normalisation_is_safe_at_zero():
     x = torch.cat([torch.zeros(1, 6), torch.eye(6)[:1] * 0, torch.rand(4, 6)]).requires_grad_()
     normalised = sum_normalise(FEATURE_MAPS["dpfp"](6)(x))
@@ -95,9 +114,10 @@ def test_favor_estimates_the_softmax_kernel(orthogonal):
     assert abs((phi(x) @ phi(y)) / (x @ y).exp() - 1) < 0.05
 
 
-def test_the_directions_of_favor_are_orthogonal_within_blocks():
+@pytest.mark.parametrize("name", ["favor", "rfa"])
+def test_random_directions_are_orthogonal_within_blocks(name):
     def largest_cosine(**options) -> float:
-        rows = FEATURE_MAPS["favor"](8, features=24, **options).projection.unflatten(0, (3, 8))
+        rows = FEATURE_MAPS[name](8, features=24, **options).projection.unflatten(0, (3, 8))
         rows = rows / rows.norm(dim=-1, keepdim=True)
         return float((rows @ rows.mT - torch.eye(8)).abs().max())
 

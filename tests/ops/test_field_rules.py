@@ -89,6 +89,13 @@ def test_every_form_against_the_equation(rule, dtype, tolerance):
     compare(rule, inputs, gates, memory, leaves, tolerance)
 
 
+@pytest.mark.parametrize("rule", ["rwkv6", "rwkv7", "delta_product"])
+def test_keys_of_one_number(rule):
+    inputs, gates = draw(rule, shape=(2, 2, 70, 1, 5))
+    memory = torch.randn(2, 2, 1, 5, dtype=torch.float64).requires_grad_()
+    compare(rule, inputs, gates, memory, inputs | gates | {"memory": memory}, 1e-11)
+
+
 @pytest.mark.parametrize("rule", OWN)
 def test_any_cut_and_one_token_at_a_time(rule):
     """Also as decoding does it, whose first states are factors where a token is one step."""
@@ -96,13 +103,13 @@ def test_any_cut_and_one_token_at_a_time(rule):
     n, given = k.shape[2] // q.shape[2], masks()
     empty = torch.zeros(2, 2, 6, 5, dtype=torch.float64)
     want, last = loops(rule, q, k, v, gates, empty, **given)
-    for pieces in ([33, 1, 36], [1] * 70):
+    for pieces in ([33, 1, 2, 34], [1] * 70):
         outputs, state, start = [], None, 0
         for length in pieces:
             now, writes = slice(start, start + length), slice(n * start, n * (start + length))
             y, state = fast_weight(
                 q[:, :, now], k[:, :, writes], v[:, :, writes], rule, {name: x[:, :, writes] for name, x in gates.items()}, state,
-                decoding=len(pieces) > 3, **{name: x[:, now] for name, x in given.items()},
+                decoding=len(pieces) > 4, **{name: x[:, now] for name, x in given.items()},
             )  # fmt: skip
             outputs.append(y)
             start += length
@@ -168,6 +175,20 @@ def test_a_removal_before_the_write(erases, monkeypatch):
     gates |= {name: (gates[name] / 3).detach().requires_grad_() for name in "ap"}  # so that the memory stays small
     memory = torch.randn(2, 2, 6, 5, dtype=torch.float64).requires_grad_()
     compare("removing", inputs, gates, memory, inputs | gates | {"memory": memory}, 1e-10)
+
+
+def test_a_read_before_the_write_beside_gates_of_values(monkeypatch):
+    """The token's own value is read with the strength of its write."""
+    rule = Rule(
+        equation="", source="", gates={"z": Gate("V"), "w": Gate(), "u": Gate("K")},
+        coefficients=lambda z, w, u: Coefficients(z=z, w=w), bonus=lambda z, w, u: u,
+    )  # fmt: skip
+    monkeypatch.setitem(RULES, "before", rule)
+    monkeypatch.setitem(WRITES, "before", lambda W, k, v, z, w, u: W * z + w * torch.outer(k, v))
+    monkeypatch.setitem(READS, "before", lambda before, W, q, k, v, z, w, u: q @ (before + torch.outer(u * k, w * v)))
+    inputs, gates = draw("before")
+    memory = torch.randn(2, 2, 6, 5, dtype=torch.float64).requires_grad_()
+    compare("before", inputs, gates, memory, inputs | gates | {"memory": memory}, 1e-10)
 
 
 @pytest.mark.parametrize("rule", ["gla", "kda", "gdn2"])

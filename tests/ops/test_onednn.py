@@ -27,6 +27,16 @@ def test_as_pytorch(shape, with_bias):
     torch.testing.assert_close(results(linear, x, weight, bias), results(F.linear, x, weight, bias))
 
 
+@pytest.mark.parametrize("learns", ["x", "weight", "bias"])
+def test_a_gradient_of_one_operand_alone(learns):
+    leaves = {"x": torch.randn(32, 7), "weight": torch.randn(6, 7), "bias": torch.randn(6)}
+    leaves[learns].requires_grad_()
+    dy = torch.randn(32, 6)
+    found, want = (torch.autograd.grad(form(**part), leaves[learns], dy) for form, part in
+                   ((linear, leaves), (lambda x, weight, bias: F.linear(x, weight, bias), leaves)))  # fmt: skip
+    torch.testing.assert_close(found, want)
+
+
 @pytest.mark.parametrize("why", ["float64", "autocast", "few rows", "without oneDNN", "missing"])
 def test_pytorch_itself(monkeypatch, why):
     monkeypatch.setattr(OneDnn, "apply", None)

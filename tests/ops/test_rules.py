@@ -13,6 +13,7 @@ from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers import FastWeight
 from fw_fairseq.ops import fast_weight
 from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
+from fw_fairseq.rules.forms import FORMS, left
 from fw_fairseq.rules.fwm import fwm_sequence, fwm_step
 from fw_fairseq.tools.convert.conversion import fast_weight_config
 
@@ -87,12 +88,36 @@ def test_rules_that_erase_are_known_whatever_their_gates_are_called(monkeypatch)
         ({"coefficients": Coefficients, "step": fwm_step}, "either coefficients .* or step .*, not both"),
         ({"coefficients": Coefficients, "sequence": fwm_sequence}, "Rule.sequence .* give step too"),
         ({"coefficients": Coefficients, "gates": {"k": Gate()}}, "Rule.gates has 'k', which is an argument already"),
+        ({"coefficients": Coefficients, "key": max, "normaliser": "write"}, "Rule.key is for rules of .* without a normaliser"),
+        ({"step": fwm_step, "skip": max}, "Rule.skip is for rules of the recurrence"),
+        ({"coefficients": Coefficients, "removal": max, "bonus": max}, "either removal or bonus, not both"),
         ({"coefficients": Coefficients, "normaliser": "values"}, "Rule.normaliser is 'values'; allowed: None, 'write', 'keys'"),
     ],
 )
 def test_rules_that_cannot_be(options, message):
     with pytest.raises(ValueError, match=message):
         Rule(equation="", source="", **options)
+
+
+@pytest.mark.parametrize(
+    "form, x, gate",
+    [
+        ("root16", 0.0, 0.9576033),  # (1/2)^(1/16)
+        ("root16", -16.0, 0.3678794),
+        ("exponent", 0.0, 0.3678794),
+        ("exponent", 4.0, 1.9423376e-24),
+        ("exponent", 99.0, 1.8048514e-35),  # exp(-80), the fastest
+        ("softplus", 0.0, 0.6931472),
+        ("sigmoid", 0.0, 0.5),
+        ("identity", -3.0, -3.0),
+    ],
+)
+def test_gates_of_numbers(form, x, gate):
+    assert FORMS[form].function(torch.tensor(x)).item() == pytest.approx(gate, rel=1e-5, abs=0)
+
+
+def test_the_fastest_decay_leaves_something():
+    assert left(torch.tensor([0.5, 1e9])).tolist() == pytest.approx([0.6065307, 1.8048514e-35], rel=1e-5, abs=0)
 
 
 @pytest.mark.parametrize("entry", [Gate(), RULES["gated"]])

@@ -94,7 +94,7 @@ class TokenGates:
         chunk = cls.open(given, memory)
         g = backward(chunk, solve(chunk, memory, inverse), memory, dy, dfinal)
         dk, de = (g.k, g.p) if given.reads_apart else (g.k if g.p is None else g.k.add_(g.p), g.e)
-        df = g.f if g.zeros is None else at_zeros(g.f, g.zeros[0], given.f.unsqueeze(-1) < SMALLEST_GATE)
+        df = g.f if g.zeros is None else at_zeros(g.f, g.zeros[0], given.f.unsqueeze(-1).double() < SMALLEST_GATE)
         return (g.q, dk, g.v, df, None, de, g.w), g.memory
 
 
@@ -211,5 +211,5 @@ class Steps:
             results = cls.run(Operands(*leaves[:-1]), leaves[-1])
         given = [x for x in leaves if x is not None]
         grads = iter(torch.autograd.grad(results, given, (dy.to(memory.dtype), dfinal.to(memory.dtype))))
-        grads = [None if x is None else next(grads) for x in leaves]
-        return [None if x is None else x.unsqueeze(-1) if x.dim() == 2 else x for x in grads[:-1]], grads[-1]
+        *grads, dmemory = (None if x is None else next(grads) for x in leaves)
+        return grads, dmemory

@@ -80,7 +80,7 @@ class Adjoint(torch.autograd.Function):
         if transfer is not None:
             transfer = (transfer.mT if transfer.dim() == 5 else transfer).flip(1)
         starts, _ = chain(own, transfer, None if value_decay is None else value_decay.flip(1), dends[:, -1])
-        return dy, starts.flip(1), *[None] * 5
+        return dy, starts.flip(1), None, None, None, None, None
 
 
 def per_channel(f: Tensor) -> Tensor:
