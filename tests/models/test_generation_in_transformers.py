@@ -56,6 +56,15 @@ def generate(model, **options) -> list[list[int]]:
     return model.generate(prompt, attention_mask=mask, max_new_tokens=9, **options).tolist()
 
 
+@pytest.mark.parametrize("positions, window", [("learned", 0), ("sinusoidal", 4), (None, 4)])
+def test_only_learned_positions_limit_the_text_that_a_window_can_be_all_of(positions, window):
+    """A window as wide as the longest text is all of the past."""
+    options = asdict(FastWeightConfig(window_sizes="4"))
+    options = {key: value for key, value in options.items() if not key.startswith("_")}
+    model = build("leap", positions=positions, max_position_embeddings=4, mixer_options=options)
+    assert [layer.self_attn.window for layer in model.layers] == [window] * 2
+
+
 def in_general(monkeypatch) -> None:
     monkeypatch.setattr(Steps, "fit", staticmethod(lambda model, kind: False))
 

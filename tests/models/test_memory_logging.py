@@ -13,6 +13,8 @@ from support.draws import PLAIN
 from support.language_models import build, make_task
 
 from fw_fairseq.criterions import FastWeightCrossEntropy, FastWeightLabelSmoothedCrossEntropy
+from fw_fairseq.criterions.fast_weight_cross_entropy import FastWeightCrossEntropyConfig
+from fw_fairseq.criterions.fast_weight_label_smoothed_cross_entropy import FastWeightLabelSmoothedCrossEntropyConfig
 from fw_fairseq.criterions.memory_logging import MemoryLogging
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,6 +64,11 @@ def test_a_model_can_be_copied_after_a_penalty_or_none(penalty):
     loss.backward()
     assert (loss > log["loss"]) == (penalty > 0)
     copy.deepcopy(model)
+
+
+def test_no_criterion_has_a_penalty_of_its_own():
+    for config in (FastWeightCrossEntropyConfig, FastWeightLabelSmoothedCrossEntropyConfig):
+        assert config().state_norm_penalty == 0
 
 
 def test_the_penalty_of_translations_criterion():

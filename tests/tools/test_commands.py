@@ -51,8 +51,14 @@ def test_the_example_is_one_that_the_command_takes(name):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_wrong_option_is_a_matter_of_usage(name, capsys):
-    assert exit_of(COMMANDS[name], "--no-such-option") == 2
-    assert f"{name}: error: " in capsys.readouterr().err
+    for arguments in ("--no-such-option", ""):
+        assert exit_of(COMMANDS[name], arguments) == 2
+        assert f"{name}: error: " in capsys.readouterr().err
+
+
+def test_what_a_figure_shows_is_in_its_help(capsys):
+    assert exit_of(plot, "dpfp --help") == 0
+    assert " The four features of DPFP with nu = 1 over the plane, as surfaces. " in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("name", COMMANDS)

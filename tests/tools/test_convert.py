@@ -18,7 +18,7 @@ from support.draws import PLAIN
 from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
 from fw_fairseq.tools.convert.__main__ import main as convert_command
 from fw_fairseq.tools.convert.__main__ import parser
-from fw_fairseq.tools.convert.conversion import Change, convert, fast_weight_config, table, width_map
+from fw_fairseq.tools.convert.conversion import Change, convert, describe, fast_weight_config, table, width_map
 from fw_fairseq.tools.convert.pretrained import lm_options, load_mapped, options_of_any_kind, read_fairseq
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -207,9 +207,19 @@ def rename(state):
     state["cfg"]["model"]["_name"] = "fconv_lm"
 
 
+def without_model(state):
+    state["model"] = [1]
+
+
+def without_options(state):
+    state["cfg"] = None
+
+
 @pytest.mark.parametrize(
     "change, said",
     [
+        (without_model, "holds no fairseq model with its options; SOURCE must be a checkpoint that fairseq-train saved"),
+        (without_options, "holds no fairseq model with its options; SOURCE must be a checkpoint that fairseq-train saved"),
         (drop, "lacks decoder.layers.1.fc1.bias"),
         (widen, "fc1.weight of shape"),
         (add, "decoder.layers.0.extra"),
@@ -320,6 +330,12 @@ def test_what_the_report_says_of_attention(plain, tmp_path):
     assert lines["feature_map.weight"][1:] == ("new", 2 * 4 * 8 * 8, "starts as the identity")
     lines = convert(plain[1], tmp_path / "favor.pt", "sum", feature_map="favor")
     assert {line.how for line in lines if "feature_map." in line.name} == {""}
+
+
+def test_how_the_report_says_where_a_gate_starts():
+    """Also that of a single head."""
+    assert describe(torch.zeros(1)) == describe(torch.zeros(3)) == "at 0.5000" and describe(torch.tensor([-5.0])) == "at 0.0067"
+    assert describe(torch.tensor([0.0, 0.0, 1.0])) == describe(torch.tensor([1.0, 0.0])) == "by uniform gate initialisation"
 
 
 def test_the_report_counts_every_number_once(dictionary, tmp_path):

@@ -134,6 +134,18 @@ def test_scores_that_are_nan_are_refused():
         weights_of(model, torch.tensor([2, 5, 6]), [2])
 
 
+def test_a_token_reads_what_it_reads_in_a_shorter_text():
+    """And the model is as it was before."""
+    model, tokens = build(mixer_pattern="fast_weight,softmax").eval(), torch.tensor([2, 5, 6, 7, 8])
+    first, last = weights_of(model, tokens, [2, 4])
+    [alone] = weights_of(model, tokens[:3], [2])
+    assert (first.reader, last.reader) == (2, 4) and [part.heads.shape[1] for part in last.parts] == [5] * len(last.parts)
+    for part, wanted in zip(first.parts, alone.parts, strict=True):
+        torch.testing.assert_close(part.heads, wanted.heads)
+    assert [word for word, _ in first.expected] == [word for word, _ in alone.expected]
+    assert not any(layer.self_attn._forward_pre_hooks for layer in model.decoder.layers)
+
+
 def test_a_mixer_that_cannot_say_is_refused():
     with pytest.raises(ValueError, match="fw-explain cannot say what a layer of Abc takes from which token"):
         Abc(C, HEADS, FastWeightConfig()).explain(text())

@@ -20,7 +20,7 @@ from fw_fairseq.tools.explain import __main__ as explain
 from fw_fairseq.tools.explain import picture
 from fw_fairseq.tools.explain.page import Shown, section, shaded, strongest
 from fw_fairseq.tools.explain.picture import Band, bands_of, draw, fill, plain
-from fw_fairseq.tools.explain.text import read_text
+from fw_fairseq.tools.explain.text import read_text, refusals
 from fw_fairseq.tools.explain.weights import Part, window_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -79,6 +79,15 @@ def test_the_tokenizer_of_gpt2(tmp_path):
     assert symbols(numbers, dictionary)[1:] == ["258", "220", "78", "258", "81", "259"]  # of bytes and of its merges
 
 
+def test_special_tokens_are_shown_by_their_names(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.ByteLevelBPETokenizer({"a": 0, "Ġ": 1, "Ċ": 2}, [])
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    shown, numbers = read_text("a <|end|>\na", dictionary_of("0", "1", "2", "3"), str(tmp_path))
+    assert shown == ["</s>", "a", "▁", "<|end|>", "↵", "a"] and numbers.tolist() == [2, 4, 5, 7, 6, 4]
+
+
 def test_codes_of_subword_nmt(tmp_path):
     pytest.importorskip("subword_nmt")
     (tmp_path / "codes").write_text("#version: 0.2\nt h\nth e</w>\n")
@@ -114,11 +123,19 @@ def test_refused_tokenizers(tmp_path):
     for name, message in (
         ("empty", "has neither tokenizer.json nor vocab.json with merges.txt"),
         ("missing", "is no file or folder; name one, or 'bytes'"),
-        ("damaged.json", "cannot be read as a tokenizer"),
+        ("damaged.json", r"cannot be read as a tokenizer \(.+\)"),  # as the library says it
         ("codes", "cannot be read as a tokenizer"),
     ):
-        with pytest.raises(ValueError, match=rf"--tokenizer .*{name} {message}"):
+        with pytest.raises(ValueError, match=rf"--tokenizer .*{name} {message}$"):
             read_text("a", dictionary_of(), str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    "error, said", [(RuntimeError(), ""), (RuntimeError("too old\nat line 3"), r" \(too old\)"), (SystemExit(1), "")]
+)
+def test_why_a_file_is_no_tokenizer_is_said_in_one_line_if_the_library_says_it(error, said, tmp_path):
+    with pytest.raises(ValueError, match=rf"^--tokenizer .* cannot be read as a tokenizer{said}$"), refusals(tmp_path):
+        raise error
 
 
 @pytest.fixture
@@ -146,13 +163,33 @@ def test_several_readers_and_the_words_expected_next(checkpoint, capsys):
     assert (folder / "both.png").stat().st_size > (folder / "one.png").stat().st_size
 
 
-@pytest.mark.parametrize("text, unknown", [("the zzz other", None), ("the zzz other", "bytes"), ("x y the", None)])
+def test_texts_as_long_as_the_model_takes(checkpoint):
+    """32 tokens, </s> among them; those after the last one that reads do not count. The first that may read is word 1."""
+    _, path, folder = checkpoint
+    rest, page = ["--data", str(folder), "--html", str(folder / "page.html")], folder / "page.html"
+    for words, last in ((31, []), (40, ["--last", "31"])):
+        explain.main([path, "the " * words, *last, *rest])
+        assert "What “the” (31) reads" in page.read_text()
+        assert f"<title>fw-explain: {folder.name}/source.pt</title>" in page.read_text()
+    for words, last, said in (
+        (32, [], "TEXT has 33 tokens, </s> included; the model takes at most 32"),
+        (40, ["--last", "32"], "TEXT has 33 tokens, </s> included; the model takes at most 32"),
+        (2, ["--last", "0"], "--last is 0; TEXT has tokens 1 to 2"),
+        (2, ["--last", "2,-1"], "--last is -1; TEXT has tokens 1 to 2"),
+    ):
+        with pytest.raises(SystemExit, match=f"^fw-explain: {said}$"):
+            explain.main([path, "the " * words, *last, *rest])
+
+
+@pytest.mark.parametrize(
+    "text, unknown", [("the zzz other", None), ("the zzz other", "bytes"), ("x y the", None), ("the zzz", None)]
+)
 def test_a_warning_when_most_words_are_unknown(checkpoint, capsys, text, unknown):
     _, path, folder = checkpoint
     options = ["--tokenizer", unknown] if unknown else []
     explain.main([path, text, "--data", str(folder), "--html", str(folder / "page.html"), *options])
     warned = capsys.readouterr().err
-    count = "13 of 13" if unknown else "2 of 3" if text.startswith("x") else None
+    count = "13 of 13" if unknown else "2 of 3" if text == "x y the" else None
     assert (
         warned == "" if count is None else f"{count} words are not in the model's dictionary" in warned and "--tokenizer" in warned
     )
@@ -214,6 +251,7 @@ def test_nothing_that_is_read_is_written_over(checkpoint, capsys):
 def test_outside_the_window_is_not_about_zero():
     part = Part(1, "additive", "query pooling", torch.tensor([[0.0, 0.0, 0.0, 1.0, 0.0, 0.5]]), 4)
     assert part.outside() == 2 and part._replace(window=0).outside() == part._replace(window=9).outside() == 0
+    assert Part(1, "softmax", "attention", part.heads).outside() == 0
     cells = shaded(list("abcdef"), part.mean(), part.mean(), part.outside()).split("</span>")
     assert ["class=outside" in cell for cell in cells[:6]] == [True, True, False, False, False, False]
     assert 'title="1: outside the window"' in cells[1] and 'title="2: 0"' in cells[2]
@@ -291,7 +329,7 @@ def test_words_in_a_picture_are_plain_and_not_too_long():
     assert plain("$x$") == r"\$x\$" and plain("a" * 60) == "a" * 60 and plain("a" * 61) == "a" * 59 + "…"
 
 
-@pytest.mark.parametrize("tokens, window", [(6, 0), (30, 4)])
+@pytest.mark.parametrize("tokens, window", [(6, 0), (30, 29)])
 def test_a_picture_has_room_for_its_words_and_rows(tokens, window, tmp_path, monkeypatch):
     """Cells are at least as large as letters and not much larger, words stand above them, and nothing is cut off."""
     figures = []

@@ -9,11 +9,12 @@ import os
 import shutil
 import sys
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.checkpoints import ADAPTIVE, logits, save, source
-from support.commands import USER_DIR, fairseq, run, succeed
+from support.commands import ROOT, USER_DIR, fairseq, run, succeed
 
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers import MIXERS
@@ -22,8 +23,9 @@ from fw_fairseq.tools.convert.conversion import convert
 from fw_fairseq.tools.export_hf import export as exporting
 from fw_fairseq.tools.export_hf.__main__ import main as export_command
 from fw_fairseq.tools.export_hf.export import export
+from fw_fairseq.tools.export_hf.language_models import difference
 from fw_fairseq.tools.export_hf.tokenizers import word_tokenizer
-from fw_fairseq.tools.standalone import quoted
+from fw_fairseq.tools.standalone import code, quoted
 
 sys.modules.setdefault("torchaudio", None)  # fairseq's, of another torch than ours: transformers would trip over it
 transformers = pytest.importorskip("transformers")
@@ -569,6 +571,14 @@ def test_a_model_of_nan_is_named(dictionary, tmp_path, capsys):
     assert end.value.code == 3 and said in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
+def test_the_difference_is_that_of_log_probabilities_beside_the_largest():
+    """1/4 and 3/4 against 1/2 and 1/2: log 2 of log 4; any logits of the same probabilities are equal."""
+    fairseqs = SimpleNamespace(get_normalized_probs=lambda chances, log_probs: chances.log() if log_probs else chances)
+    chances = torch.tensor([[0.25, 0.75]])
+    assert difference(fairseqs, chances, torch.tensor([[7.0, 7.0]])) == pytest.approx(0.5)
+    assert difference(fairseqs, chances, chances.log() + 3) == pytest.approx(0, abs=1e-6)
+
+
 def test_what_appears_at_the_output_meanwhile_stays(dictionary, tmp_path, monkeypatch):
     _, _, state = source("--arch fast_weight_lm", dictionary)
     out = tmp_path / "out"
@@ -649,6 +659,15 @@ def test_a_token_in_another_precision_takes_the_general_way():
     assert cache.steps is None
     model(token, past_key_values=cache)
     assert cache.steps is not None
+
+
+def test_what_the_code_of_a_folder_holds():
+    """The modules of the model with all that they import, and which of them are packages; nothing that needs fairseq."""
+    assigned = {node.targets[0].id: node.value for node in ast.parse(code()).body if isinstance(node, ast.Assign)}
+    names, packages = (ast.literal_eval(assigned[name]) for name in ("SOURCES", "PACKAGES"))
+    assert {"", "huggingface", "mixers", "mixers.fast_weight", "ops", "rules", "feature_maps"} <= {*names}
+    assert packages == sorted(name for name in names if (ROOT / "fw_fairseq" / name.replace(".", "/")).is_dir())
+    assert not any(name.startswith(("models", "tools", "tasks", "criterions")) for name in names)
 
 
 def test_sources_are_quoted_with_a_mark_before_each_line():

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fairseq import options, tasks
+from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.sequence_generator import SequenceGenerator
 from omegaconf import OmegaConf
@@ -16,6 +18,7 @@ from support.checkpoints import save, save_format
 from support.commands import run
 
 from fw_fairseq.tools.export_hf.export import export
+from fw_fairseq.tools.export_hf.translation import set_generation
 
 sys.modules.setdefault("torchaudio", None)  # fairseq's, of another torch than ours: transformers would trip over it
 transformers = pytest.importorskip("transformers")
@@ -188,6 +191,20 @@ def test_without_an_end_no_translation_ends_early(both):
         part.eos_token_id = None
     words = model.generate(**given(sources(9, 4)), num_beams=1, max_new_tokens=6)
     assert words.shape == (2, 7)
+
+
+@pytest.mark.parametrize("limit, longest", [(None, 202), (24, 25), (201, 202), (1024, 202)])
+def test_generate_has_the_defaults_of_fairseq_generate(limit, longest):
+    """At most 200 words, and one less than the decoder has positions, between two ends of sentence; without padding."""
+    config, search = transformers.PretrainedConfig(), SimpleNamespace()
+    config.decoder = SimpleNamespace(max_position_embeddings=limit)
+    set_generation(SimpleNamespace(config=config, generation_config=search), Dictionary())
+    assert vars(search) == {
+        "num_beams": 5, "early_stopping": True, "length_penalty": 1.0, "max_length": longest, "min_new_tokens": 1,
+        "suppress_tokens": [PAD], "decoder_start_token_id": EOS,
+    }  # fmt: skip
+    ids = (config.bos_token_id, config.eos_token_id, config.pad_token_id, config.decoder_start_token_id)
+    assert ids == (EOS, EOS, PAD, EOS)
 
 
 def test_a_source_is_read_once(both, monkeypatch):

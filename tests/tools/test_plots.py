@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from matplotlib import pyplot
 from matplotlib.text import Text
 
 from fw_fairseq.tools.plot import __main__ as plots
@@ -15,7 +16,7 @@ from fw_fairseq.tools.plot import cost, probes, retrieval, sparse
 from fw_fairseq.tools.plot.dpfp import surfaces
 from fw_fairseq.tools.plot.logs import read_log
 from fw_fairseq.tools.plot.published import read_losses
-from fw_fairseq.tools.plot.retrieval import SOLVED, point_of_log, read_results
+from fw_fairseq.tools.plot.retrieval import SOLVED, number, point_of_log, read_results
 from fw_fairseq.tools.plot.style import SMALL, canvas, legend, log_values, look, plot, save, spread_out
 from fw_fairseq.tools.plot.wikitext2 import draw_conversion, draw_state, read_table
 
@@ -143,6 +144,15 @@ def test_every_number_of_a_report_is_drawn(name):
         assert axes.get_xscale() == axes.get_yscale() == "log" and axes.get_xticks().tolist() == [8, 64]
 
 
+def test_what_a_report_does_not_have_is_not_drawn():
+    """A time or a size that was not measured or is 0, which a logarithmic axis has no place for."""
+    rows = [{"context": t, "name": name, "seconds": t} for name in ("a", "b") for t in (1, 8)]
+    rows[0] |= {"state_bytes": 0}
+    rows[1] |= {"state_bytes": 1}
+    times, sizes = cost.draw_report({"generation": rows}, "generation").axes
+    assert drawn(times) == {name: [(1, 1000), (8, 8000)] for name in ("a", "b")} and drawn(sizes) == {"a": [(8, 1e-6)]}
+
+
 def test_a_token_of_large_models_has_a_panel_for_each_size():
     """With the fewest threads of the report."""
     sizes, names, lengths = ("110M", "3.9B"), ("dense", "+ sparse loss"), (1, 512)
@@ -216,9 +226,11 @@ def test_the_surfaces_of_dpfp():
 
 
 def test_endings(files, capsys):
+    pyplot.close("all")
     plots.main(["capacity", "capacity.txt", "--out", "x.png", "x.pdf"])
     assert (files / "x.png").read_bytes().startswith(b"\x89PNG") and (files / "x.pdf").read_bytes().startswith(b"%PDF")
     assert capsys.readouterr().out.split() == ["x.png", "x.pdf"] and not list(files.glob(".*"))
+    assert not pyplot.get_fignums(), "matplotlib keeps figures until they are closed"
 
 
 def test_logs_are_read_by_metric(files):
@@ -227,6 +239,8 @@ def test_logs_are_read_by_metric(files):
     assert read_log(files / "simple.log", "valid_ppl") == {60: 362.04}
     assert read_log(files / "simple.log", "train_ppl") == {60: 512.0}
     assert read_log(files / "simple.log", "ppl") == {50: 17000.5}
+    (files / "bare.log").write_text('{"valid_loss": "8.5", "valid_num_updates": "1"}\n["valid_loss"]\n{"valid_loss": "2"}\n')
+    assert read_log(files / "bare.log", "valid_loss") == {1: 8.5}, "of a line of which no update is known, nothing"
 
 
 def test_a_run_of_one_epoch_has_more_than_one_point(tmp_path):
@@ -290,6 +304,11 @@ def test_results_as_a_table(files, capsys):
         "| delta, DPFP-1, published | 0.00077 | 0.00097 | 0.0049 | 0.0063 | 8.6e-05 | 0.014 | 0.047 | 0.1 | 0.13 | 0.17 |",
         "| other, map | 30" + 9 * " | " + " |",
     ]
+
+
+def test_small_losses_have_two_digits_and_large_ones_three():
+    losses = [None, 0.000123, 0.0996, 0.1, 0.1234, 1.234, 12.345]
+    assert [number(loss) for loss in losses] == ["", "0.00012", "0.1", "0.1", "0.123", "1.23", "12.3"]
 
 
 def test_probes_are_drawn_and_printed(files, capsys):

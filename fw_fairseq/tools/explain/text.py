@@ -115,7 +115,7 @@ def of_library(tokenizer) -> Callable[[str], Pieces]:
     def cut(text: str) -> Pieces:
         found = tokenizer.encode(text)
         shown = [
-            piece if piece.startswith(SPACE) else tokenizer.decode([number], skip_special_tokens=False).replace(" ", SPACE) or piece
+            piece if piece.startswith(SPACE) else tokenizer.decode([number]).replace(" ", SPACE) or piece
             for piece, number in zip(found.tokens, found.ids)
         ]
         return Pieces([word.replace("\n", NEW_LINE) for word in shown], [found.tokens, list(map(str, found.ids))])

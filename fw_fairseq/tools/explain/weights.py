@@ -95,7 +95,7 @@ def window_of(mixer, what: str, tokens: int) -> int:
 
 def expected(model, output, reader: int) -> list[tuple[int, float]]:
     """Returns the most probable next words after the reader and their probabilities."""
-    chances = model.get_normalized_probs((output[0][:, reader : reader + 1], output[1]), log_probs=False, sample=None)[0, 0]
+    chances = model.get_normalized_probs((output[0][:, [reader]], output[1]), log_probs=False, sample=None)[0, 0]
     best = chances.topk(min(EXPECTED, len(chances)))
     return list(zip(best.indices.tolist(), best.values.tolist()))
 

@@ -62,11 +62,12 @@ def set_generation(model, dictionary) -> None:
     end, pad = dictionary.eos(), dictionary.pad()
     model.config.update({"bos_token_id": end, "eos_token_id": end, "pad_token_id": pad, "decoder_start_token_id": end})
     limit = model.config.decoder.max_position_embeddings
+    words = min(LONGEST, limit - 1) if limit else LONGEST  # the end of sentence takes a position too
     options = dict(
         num_beams=BEAM,
         early_stopping=True,
         length_penalty=1.0,
-        max_length=min(LONGEST + 2, (limit or LONGEST) + 1),  # with the end of sentence at either end
+        max_length=words + 2,  # with the end of sentence at either end
         min_new_tokens=1,
         suppress_tokens=[pad],
         decoder_start_token_id=end,

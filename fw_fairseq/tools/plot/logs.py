@@ -38,9 +38,7 @@ def read_line(line: str) -> dict:
         kind, text = found.groups()
         prefix = "" if kind == "train_inner" else f"{kind}_"
         return {prefix + name: value for name, value in PAIR.findall(text)}
-    start = line.find("{")
     try:
-        entry = json.loads(line[start:]) if start >= 0 else {}
-    except json.JSONDecodeError:
+        return json.loads(line[line.index("{") :])
+    except ValueError:  # no brace, or no JSON
         return {}
-    return entry if isinstance(entry, dict) else {}

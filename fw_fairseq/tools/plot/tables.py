@@ -181,7 +181,7 @@ def entries(text: str) -> list[dict]:
             found.append(json.loads(line[line.index("{") :]))
         except ValueError:  # no brace, or no JSON
             continue
-    return [entry for entry in found if isinstance(entry, dict)]
+    return found
 
 
 def markdown(title: str, lines: list[list[str]]) -> str:
