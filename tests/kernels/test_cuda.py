@@ -140,6 +140,39 @@ def test_few_long_sequences_run_in_parts(stand_in, monkeypatch, row_map):
     torch.testing.assert_close(state.memory, end.memory, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    "rule, gradients, rows",
+    [
+        ("sum", False, [4, 4]),
+        ("sum", True, [4, 4]),
+        ("delta", False, [1]),  # three runs over the parts would take longer than one of the whole
+        ("delta", True, [4, 4, 4]),
+    ],
+)
+def test_four_parts_of_a_long_sequence(stand_in, monkeypatch, rule, gradients, rows):
+    monkeypatch.setattr(stand_in, "blocks", 4, raising=False)
+    inputs, gates = draw_inputs((1, 2, 4200, 3, 2), torch.float32), draw_gates(RULES[rule], (1, 2, 4200, 3, 2), torch.float32)
+    with torch.set_grad_enabled(gradients):
+        fast_weight(**inputs, rule=rule, gates=gates, backend="cuda")
+    assert rows == ROWS
+
+
+@pytest.mark.parametrize("enabled, required, keep", [(True, True, True), (False, True, False), (True, False, False)])
+def test_what_is_kept_for_gradients(stand_in, monkeypatch, enabled, required, keep):
+    """Nothing where nobody can ask for them: evaluation would pay for memories that it never reads."""
+    kept = []
+
+    def forward_seen(*inputs):
+        kept.append(inputs[-2])
+        return forward(*inputs)
+
+    monkeypatch.setattr(families.FAMILIES["all"], "forward", forward_seen)
+    inputs = {name: x.detach().requires_grad_(required) for name, x in draw_inputs(SHAPE, torch.float32).items()}
+    with torch.set_grad_enabled(enabled):
+        fast_weight(**inputs, rule="sum", backend="cuda")
+    assert kept == [keep]
+
+
 @pytest.mark.parametrize("attention_norm, refused, fused", [(False, False, True), (False, True, False), (True, False, False)])
 def test_where_the_map_is_applied(stand_in, monkeypatch, attention_norm, refused, fused):
     """In the kernels, or before them where they do not take it, or where the normaliser of delta needs the features."""

@@ -240,12 +240,50 @@ def test_what_has_no_kernel(emulate, monkeypatch, capability, key, dtype, messag
     assert reason is None if message is None else reason.startswith("backend='cuda' ") and message in reason
 
 
-def launches(key: int, dtype: torch.dtype, present: str, capability: tuple[int, int]) -> list[Launch]:
+def launches(key: int, dtype: torch.dtype, present: str, capability: tuple[int, int], value: int | None = None) -> list[Launch]:
     """What would be launched on a device for a forward and a backward."""
-    x = draw((1, 1, 2, key, key), dtype, present=present)
+    x = draw((1, 1, 2, key, value or key), dtype, present=present)
     with launch.use(Recorder(capability)) as recorder:
         by_kernels(channel_delta, x, x["v"], x["memory"], PRECISION[dtype], recorder)
     return recorder.launches
+
+
+# The narrowest and the widest key of each layout, values one column wider than a tile: the tiles, their width, the warps that share
+# 16 of its columns, the tokens in shared memory in the forward, the tokens between two saved memories.
+@pytest.mark.parametrize(
+    "dtype, key, value, layout",
+    [
+        (torch.bfloat16, 64, 129, (3, 48, 1, 32, 32)),
+        (torch.bfloat16, 65, 129, (2, 80, 1, 32, 16)),
+        (torch.bfloat16, 128, 129, (2, 80, 1, 32, 16)),
+        (torch.bfloat16, 129, 65, (2, 48, 2, 16, 16)),
+        (torch.bfloat16, 256, 65, (2, 48, 2, 16, 16)),
+        (torch.float32, 64, 129, (3, 48, 1, 16, 16)),
+        (torch.float32, 65, 129, (3, 48, 2, 16, 16)),
+        (torch.float32, 128, 129, (3, 48, 2, 16, 16)),
+        (torch.float32, 129, 33, (2, 32, 4, 16, 16)),
+        (torch.float32, 256, 33, (2, 32, 4, 16, 16)),
+    ],
+)
+def test_layouts(dtype, key, value, layout):
+    """On a device with 227 KiB."""
+    tiles, width, ksplit, span, part = layout
+    for launched in launches(key, dtype, "tw", (9, 0), value):
+        defines = launched.defines
+        assert (defines["FW_K"], defines["FW_V"], defines["FW_KSPLIT"]) == (common.round_up(key, 16 * ksplit), width, ksplit)
+        assert (defines["FW_PART"], launched.grid, launched.threads) == (part, (1, tiles), 2 * width * ksplit)
+        assert defines["FW_SPAN"] == (span if launched.kernel == "channel_delta_forward" else part)
+
+
+def test_rows_of_gates_that_start_anywhere():
+    """Those that an erase reads with are moved like the decay's: 16 bytes at a time only where all of either can be."""
+    x = draw((1, 1, 17, 16, 16), present="c")
+    apart = torch.empty(1, 1, 17, 17)[..., :16]
+    for changes, aligned in (({}, 1), ({"f": apart}, 0), ({"e": apart}, 0), ({"e": apart[..., 0]}, 1)):
+        given = x | {"q": x["v"], "k": x["v"]} | changes
+        with launch.use(Recorder()) as recorder:
+            by_kernels(channel_delta, given, x["v"], x["memory"], "exact", recorder)
+        assert [launched.defines["FW_ALIGNED"] for launched in recorder.launches] == [aligned] * 2
 
 
 COMPILED = [(arch, 64, torch.bfloat16, "tw") for arch in ARCHITECTURES if arch != "75"]

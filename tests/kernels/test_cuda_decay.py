@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hostcuda import SCHEDULES, EmulatorLaunch
+from hostcuda import SCHEDULES, EmulatorLaunch, Recorder
 from hostcuda.nvrtc import ARCHITECTURES, EVERY, compile_check
-from support.cuda_scan import TOLERANCE, by_definition, by_kernels, compare, draw, launches
+from support.cuda_scan import PRECISION, TOLERANCE, by_definition, by_kernels, compare, draw, launches
 from support.draws import assert_same
 
 from fw_fairseq.ops.kernels import common, decay, decay_tiles, launch
+from fw_fairseq.row_map import AS_IS, RowMap
 
 
 @pytest.mark.parametrize("policy, seed", SCHEDULES)
@@ -46,9 +47,9 @@ def test_keys_are_padded_to_the_next_width_that_has_tiles():
 
 @pytest.mark.parametrize("table, first, least", [(decay_tiles.FORWARD, 64, 32), (decay_tiles.BACKWARD, 32, 16)])
 def test_a_thread_holds_enough_of_a_memory_and_not_too_much(table, first, least):
-    for K, (V, k_warps, v_warps) in table.items():
-        assert K % (16 * k_warps) == V % (16 * v_warps) == 0
-        assert first > K or least <= K * V // (32 * k_warps * v_warps) <= 2 * least
+    for K, tile in table.items():
+        assert K % (16 * tile.k_warps) == tile.V % 16 == 0
+        assert first > K or least <= K * tile.V // (32 * tile.k_warps * tile.v_warps) <= 2 * least
 
 
 @pytest.mark.parametrize("width, backward", [(64, False), (128, False), (64, True)])
@@ -125,6 +126,102 @@ def test_what_has_no_kernel(emulate, monkeypatch, capability, key, dtype, messag
     q = torch.empty(1, 1, 2, key, dtype=dtype)
     reason = decay.supported(q, q, q, q, q, None, None)
     assert reason is None if message is None else reason.startswith("backend='cuda' ") and message in reason
+
+
+@pytest.mark.parametrize(
+    "absent, key, needed",
+    [("f", 512, None), ("fz", 512, None), ("z", 384, None), ("z", 385, 249216), ("", 385, 252288)],
+)
+def test_wide_keys_in_fp32_have_kernels_without_a_decay_of_keys(absent, key, needed):
+    """Its sums, of 16 rows of keys, are what does not fit; those of a decay of values take 3072 bytes more."""
+    q, v = torch.empty(1, 1, 2, key), torch.empty(1, 1, 2, 16)
+    f, z = (None if name in absent else x for name, x in (("f", q), ("z", v)))
+    with launch.use(Recorder((9, 0))):
+        reason = decay.supported(q, q, v, f, z, None, None)
+    assert reason is None if needed is None else reason.startswith(f"backend='cuda' needs {needed} bytes of shared memory")
+
+
+# Values of several tiles: the width of the tile, the warps that share it along K and all of them, forward and backward; the tokens
+# of a part. A gate of the value side, on a device with 227 KiB.
+@pytest.mark.parametrize(
+    "dtype, key, ahead, back, part",
+    [
+        (torch.bfloat16, 16, (64, 1, 4), (64, 1, 4), 64),
+        (torch.bfloat16, 32, (64, 1, 4), (64, 1, 4), 64),
+        (torch.bfloat16, 64, (128, 1, 8), (64, 1, 4), 64),
+        (torch.bfloat16, 128, (128, 1, 8), (64, 2, 8), 64),
+        (torch.bfloat16, 256, (64, 2, 10), (16, 4, 9), 32),
+        (torch.bfloat16, 300, (32, 6, 13), (16, 12, 13), 16),
+        (torch.bfloat16, 500, (32, 8, 17), (16, 16, 17), 16),
+        (torch.float32, 32, (64, 1, 4), (64, 1, 4), 32),
+        (torch.float32, 64, (64, 2, 8), (32, 2, 4), 32),
+        (torch.float32, 128, (64, 2, 8), (16, 4, 5), 32),
+        (torch.float32, 256, (64, 2, 10), (16, 4, 9), 16),
+    ],
+)
+def test_layouts(dtype, key, ahead, back, part):
+    x = draw("decay", (1, 1, 2, key, 200), dtype) | {"f": None}
+    with launch.use(Recorder()) as recorder:
+        by_kernels(decay, x, x["v"], x["memory"], PRECISION[dtype], recorder)
+    for launched, (width, k_warps, warps) in zip(recorder.launches, (ahead, back), strict=True):
+        defines = launched.defines
+        assert (defines["FW_V"], defines["FW_K_WARPS"], defines["FW_V_WARPS"]) == (width, k_warps, width // 16)
+        assert (launched.grid, launched.threads, defines["FW_WARPS"]) == ((-(-200 // width), 1, 1), 32 * warps, warps)
+        assert defines["FW_PART"] == part
+
+
+@pytest.mark.parametrize("tokens, borders", [(1, 0), (64, 0), (65, 1), (128, 1), (129, 2)])
+def test_a_memory_is_saved_before_each_part_but_the_first(tokens, borders):
+    x = draw("decay", (2, 3, tokens, 32, 20), torch.bfloat16)
+    with launch.use(Recorder()):
+        assert decay.saved_like(*x.values(), "bf16") == [((2, 3, borders, 32, 20), torch.float32)]
+
+
+def test_rows_that_a_map_takes_are_all_in_shared_memory_in_the_backward():
+    """Two chunks in turns in the forward, the four of a part in the backward."""
+    x, row_map = draw("decay", (1, 1, 65, 16, 64), torch.bfloat16), RowMap("dpfp", 1, "sum")
+    x["f"], x["memory"] = torch.rand(1, 1, 65, 32), torch.randn(1, 1, 32, 64)
+    with launch.use(Recorder()) as recorder:
+        _, _, saved = decay.forward(recorder, *x.values(), "bf16", row_map=row_map)
+        decay.backward(recorder, *x.values(), saved, x["v"], x["memory"], "bf16", row_map)
+    assert [(call.defines["FW_PART"], call.defines["FW_ROW_CHUNKS"]) for call in recorder.launches] == [(64, 2), (64, 4)]
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    "dtype, start, shape, strides, paired",
+    [
+        (BF16, 2, (2, 3, 5, 4), (240, 80, 6), True),
+        (BF16, 1, (2, 3, 5, 4), (240, 80, 6), False),
+        (FP32, 1, (2, 3, 5, 4), (240, 80, 6), False),
+        (FP32, 6, (2, 3, 5, 4), (240, 80, 6), True),
+        (BF16, 0, (2, 3, 5, 3), (240, 80, 6), False),
+        (BF16, 0, (2, 3, 5, 4), (241, 80, 6), False),
+        (BF16, 0, (2, 3, 5, 4), (240, 81, 6), False),
+        (BF16, 0, (2, 3, 5, 4), (240, 80, 5), False),
+        (BF16, 1, (2, 3, 5), (241, 81, 1), True),  # one number for a token
+    ],
+)
+def test_channels_that_can_be_moved_in_pairs(dtype, start, shape, strides, paired):
+    strides = strides if len(shape) == 3 else (*strides, 1)
+    assert decay.in_pairs(torch.empty(1000, dtype=dtype).as_strided(shape, strides, start)) is paired
+
+
+@pytest.mark.parametrize("dtype, stride, paired", [(BF16, 2**30 - 2, True), (BF16, 2**30, False), (FP32, 2**29, False)])
+def test_pairs_whose_way_from_row_to_row_has_32_bits(dtype, stride, paired):
+    x = torch.empty_strided((1, 1, 2, 4), (4 * stride, 2 * stride, stride, 1), dtype=dtype, device="meta")
+    assert decay.in_pairs(x) is paired
+
+
+@pytest.mark.parametrize("row_map, paired", [(AS_IS, 0), (RowMap("dpfp", 2), 1)])
+def test_rows_that_a_map_takes_need_no_pairs(row_map, paired):
+    """Seven channels of q and k are no pairs, but the features are."""
+    q, v, width = torch.empty(1, 1, 17, 7), torch.empty(1, 1, 17, 16), row_map.width(7)
+    with launch.use(Recorder()) as recorder:
+        decay.forward(recorder, q, q, v, None, v, None, None, torch.empty(1, 1, width, 16), "exact", False, row_map)
+    assert [call.defines["FW_PAIRED"] for call in recorder.launches] == [paired]
 
 
 MAIN = [torch.bfloat16, torch.float32]

@@ -227,6 +227,54 @@ def launches(key: int, value: int, dtype: torch.dtype, precision: str, capabilit
     return recorder.launches
 
 
+# The narrowest and the widest key of each layout, values one column wider than a tile or two: the tiles, their width, the warps
+# that share 16 of its columns, the tokens in shared memory in the forward, the tokens between two saved memories.
+@pytest.mark.parametrize(
+    "dtype, key, value, layout",
+    [
+        (torch.bfloat16, 64, 65, (2, 48, 1, 64, 32)),
+        (torch.bfloat16, 65, 129, (3, 48, 1, 32, 32)),
+        (torch.bfloat16, 128, 129, (3, 48, 1, 32, 32)),
+        (torch.bfloat16, 129, 33, (2, 32, 2, 32, 16)),
+        (torch.bfloat16, 256, 33, (2, 32, 2, 32, 16)),
+        (torch.bfloat16, 257, 33, (3, 16, 4, 16, 16)),
+        (torch.bfloat16, 512, 33, (3, 16, 4, 16, 16)),
+        (torch.float32, 64, 129, (3, 48, 1, 32, 16)),
+        (torch.float32, 65, 129, (5, 32, 2, 32, 16)),
+        (torch.float32, 128, 129, (5, 32, 2, 32, 16)),
+        (torch.float32, 129, 33, (3, 16, 4, 16, 16)),
+        (torch.float32, 512, 33, (3, 16, 4, 16, 16)),
+    ],
+)
+def test_layouts(dtype, key, value, layout):
+    """On a device with 227 KiB."""
+    tiles, width, ksplit, span, part = layout
+    for launched in launches(key, value, dtype, PRECISION[dtype], (9, 0)):
+        defines = launched.defines
+        assert (defines["FW_K"], defines["FW_V"], defines["FW_KSPLIT"]) == (common.round_up(key, 16 * ksplit), width, ksplit)
+        assert (defines["FW_PART"], launched.grid, launched.threads) == (part, (1, tiles), 2 * width * ksplit)
+        assert defines["FW_SPAN"] == (span if launched.kernel == "delta_forward" else part)
+
+
+@pytest.mark.parametrize("capability, stages", [((8, 9), 1), ((9, 0), 2)])
+def test_a_second_part_does_not_take_the_place_of_a_second_block(capability, stages):
+    """Two parts of 16 columns would leave room for two blocks in 100 KiB, but for the 1 KiB of each block that is CUDA's."""
+    q, e, memory = torch.empty(1, 1, 33, 64).bfloat16(), torch.empty(1, 1, 33), torch.empty(1, 1, 64, 16)
+    recorder = Recorder(capability)
+    with launching.use(recorder):
+        given = (q, q, q[..., :16], None, None, e, None, memory)
+        delta.backward(recorder, *given, (memory,), q[..., :16], memory, "bf16")
+    assert [launched.defines["FW_STAGES"] for launched in recorder.launches] == [stages]
+
+
+@pytest.mark.parametrize("tokens, parts", [(1, 1), (32, 1), (33, 2), (64, 2)])
+def test_a_memory_is_saved_before_each_part(tokens, parts):
+    x = draw((2, 3, tokens, 64, 20), torch.bfloat16)
+    with launching.use(Recorder()):
+        given = (x["q"], x["k"], x["v"], x["f"], None, x["e"], x["w"], x["memory"])
+        assert delta.saved_like(*given, "bf16") == [((6 * parts, 32, 64), torch.bfloat16)]
+
+
 MAIN = [(torch.bfloat16, "bf16"), (torch.float32, "exact")]
 COMPILED = [(arch, 64, *how) for arch in ARCHITECTURES for how in MAIN if arch != "75"]
 COMPILED += [("90", width, *how) for width in (32, 128) for how in MAIN] + [("80", 128, *how) for how in MAIN]

@@ -143,6 +143,34 @@ def test_what_is_saved_for_the_backward(dtype, chunks):
         assert linear.saved_like(*given, divided=True) == [*saved, ((2, 3, chunks, 32), dtype), ((2, 3, 150), torch.float32)]
 
 
+# Narrow values, keys that one, two and four warps hold 16 columns of, one tile of V and several, devices with little shared memory:
+# the tiles, their width, the warps, the tokens at a time forward and backward.
+@pytest.mark.parametrize(
+    "capability, dtype, key, value, layout",
+    [
+        ((9, 0), torch.bfloat16, 64, 8, (1, 16, 4, 64, 64)),
+        ((9, 0), torch.bfloat16, 64, 65, (1, 128, 8, 64, 64)),
+        ((9, 0), torch.bfloat16, 128, 129, (2, 128, 8, 64, 64)),
+        ((9, 0), torch.bfloat16, 129, 64, (1, 64, 8, 64, 64)),
+        ((9, 0), torch.bfloat16, 256, 64, (1, 64, 8, 64, 64)),
+        ((9, 0), torch.bfloat16, 257, 64, (2, 32, 8, 64, 64)),
+        ((9, 0), torch.bfloat16, 512, 128, (4, 32, 8, 32, 64)),
+        ((8, 0), torch.bfloat16, 500, 128, (4, 32, 8, 16, 32)),
+        ((8, 9), torch.bfloat16, 192, 128, (2, 64, 8, 32, 32)),
+        ((9, 0), torch.float32, 64, 65, (1, 128, 8, 32, 32)),
+        ((9, 0), torch.float32, 512, 128, (4, 32, 8, 16, 16)),
+        ((8, 9), torch.float32, 192, 128, (4, 32, 4, 16, 16)),
+    ],
+)
+def test_layouts(capability, dtype, key, value, layout):
+    tiles, width, warps, ahead, back = layout
+    for launched, chunk in zip(launches(linear, "sum", (1, 1, 2, key, value), dtype, capability), (ahead, back), strict=True):
+        defines = launched.defines
+        found = launched.grid, defines["FW_V"], defines["FW_WARPS"], launched.threads, defines["FW_CHUNK"]
+        assert found == ((1, tiles), width, warps, 32 * warps, chunk)
+        assert defines.get("FW_PART", back) == back and defines.get("FW_PARTIAL", tiles > 1) == (tiles > 1)
+
+
 PLACES = [(arch, 64) for arch in ARCHITECTURES if arch != "75"] + [("90", 32), ("90", 128)]
 COMPILED = [(arch, width, dtype) for arch, width in PLACES for dtype in MAIN]
 

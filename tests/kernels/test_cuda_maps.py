@@ -230,6 +230,16 @@ def launches(family: str, row_map: RowMap, d: int, value: int, dtype: torch.dtyp
     return calls
 
 
+@pytest.mark.parametrize("family, present, needed", [("linear", "f", 88192), ("delta", "few", 72880)])
+def test_shared_memory_of_a_documented_map(family, present, needed):
+    """The least that the backward takes, as docs/kernels.md has it for D = 64, nu = 3 and V = 64 in bf16."""
+    row_map = RowMap("dpfp", 3, "sum")
+    x = draw(row_map, (1, 1, 17, 64, 64), torch.bfloat16, present)
+    variant = FAMILIES[family].Variant.of(x["q"], x["v"], x["f"], x["w"], "bf16", row_map)
+    least = variant.backward_bytes(variant.back, 1) if family == "linear" else variant.backward_bytes(1)
+    assert least == needed <= variant.held == 99 * 1024
+
+
 @pytest.mark.parametrize(
     "arch, family, nu, d, present",
     [

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hostcuda import Recorder
 
-from fw_fairseq.ops.kernels import launch, step
+from fw_fairseq.ops.kernels import common, decay, launch, step
 from fw_fairseq.ops.kernels.common import Divided, in_units, undivided
 from fw_fairseq.ops.kernels.families import FAMILIES
 from fw_fairseq.row_map import AS_IS
@@ -52,6 +52,28 @@ def test_lanes_of_a_token_where_reads_are_divided(dtype, width, lanes, blocks):
     undivided(recorder, Divided(0.0, 1.0, sums, sums, y), torch.empty(2, 3, 40), y)
     [launched] = recorder.launches
     assert (launched.defines["FW_LANES"], launched.grid, launched.threads) == (lanes, (6, blocks), 256)
+
+
+def test_the_last_tokens_have_lanes_where_reads_are_divided():
+    """A warp for each of 2056 tokens is 257 whole blocks."""
+    y, sums, recorder = torch.empty(1, 1, 1, 128).expand(1, 1, 2056, 128), torch.empty(1, 1, 8), Recorder()
+    undivided(recorder, Divided(0.0, 1.0, sums, sums, y), torch.empty(1, 1, 2056), y)
+    assert recorder.launches[0].grid == (1, 257)
+
+
+@pytest.mark.parametrize("params", [common.PARAMS, common.DIVIDED, decay.PARAMS, step.PARAMS, step.READ_PARAMS])
+def test_parameters_are_laid_out_as_a_structure_in_cuda(params):
+    """Each begins at a multiple of its size, and the whole is a multiple of 8 bytes."""
+    assert params.isalignedstruct and params.itemsize % 8 == 0
+    for dtype, start in params.fields.values():
+        assert start % (dtype.itemsize if dtype.names is None else 8) == 0
+
+
+def test_rows_that_kernels_get_are_dense():
+    x = torch.empty(2, 3, 4)
+    assert common.dense(x) is x and common.dense(x[:, 1:, :2]).data_ptr() == x[:, 1:].data_ptr()
+    for strided in (x.mT, x[..., ::2], torch.empty(2, 4, 1).expand(2, 4, 3)):
+        assert common.dense(strided).is_contiguous() and common.dense(strided).shape == strided.shape
 
 
 @pytest.mark.parametrize("key, rows, warps", [(1, 8, 1), (128, 8, 16), (129, 16, 9), (256, 16, 16), (257, 32, 9), (512, 32, 16)])

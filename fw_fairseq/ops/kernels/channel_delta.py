@@ -136,8 +136,7 @@ class Variant(Sizes, Macros):
 
 def aligned(views: dict[str, Tensor | None]) -> bool:
     """Whether all rows can be moved 16 bytes at a time, those of the gates too."""
-    gates = [views["f"], *(views[name] for name in ("e",) if views[name].dim() == 4)]
-    gates += [views[name][0] for name in ("df", "de") if name in views and views[name].dim() == 5]
+    gates = [views["f"], *(views[name] for name in ("e",) if views[name].dim() == 4)]  # their gradients are laid out alike
     return rows_aligned(views) and all(map(in_units, gates))
 
 

@@ -31,7 +31,7 @@ PARAMS = np.dtype([*((name, VIEW) for name in VIEWS), *((name, "u8") for name in
 ROWS = ("q", "k", "v", "y", "dy", "dq", "dk", "dv")
 DIVIDED_VIEWS = ("y", "dy", "dx", "divisors", "ddivisors")  # ``View`` and ``Params`` in ``cuda/divided.cu``
 DIVIDED_SIZES = (*((name, "i4") for name in "HTV"), ("eps", "f4"), ("least", "f4"))
-DIVIDED_VIEW = np.dtype([("p", "u8"), ("b", "i8"), ("h", "i8"), ("t", "i8")])
+DIVIDED_VIEW = np.dtype([("p", "u8"), ("b", "i8"), ("h", "i8"), ("t", "i8")], align=True)  # so that the whole is, too
 DIVIDED = np.dtype([*((name, DIVIDED_VIEW) for name in DIVIDED_VIEWS), *DIVIDED_SIZES], align=True)
 LIBRARY = torch.library.Library("fw_fairseq", "FRAGMENT")
 OPERATORS: dict[str, Callable] = {}  # by name, the function that launches; tests run the same ones on an emulator

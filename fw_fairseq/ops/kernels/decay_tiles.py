@@ -15,11 +15,14 @@ CHUNK = 16
 
 
 class Tile(NamedTuple):
-    """How a block is laid out: V channels of its tile, warps that share the memory along K and along V."""
+    """How a block is laid out: V channels of its tile, and warps that share 16 of them along K."""
 
     V: int
     k_warps: int
-    v_warps: int
+
+    @property
+    def v_warps(self) -> int:
+        return self.V // 16
 
     def warps(self, K: int) -> int:
         """Enough for the memory, and one for 64 columns of half a chunk, or for 32 of all of it."""
@@ -28,22 +31,22 @@ class Tile(NamedTuple):
 
 # By K, padded: the widest tile. A memory is 32 to 64 fp32 registers a thread, its adjoint 16 to 32: no spills to K = 64.
 FORWARD = {
-    16: Tile(64, 1, 4),
-    32: Tile(64, 1, 4),
-    64: Tile(128, 1, 8),
-    128: Tile(128, 1, 8),
-    256: Tile(64, 2, 4),
-    384: Tile(32, 6, 2),
-    512: Tile(32, 8, 2),
+    16: Tile(64, 1),
+    32: Tile(64, 1),
+    64: Tile(128, 1),
+    128: Tile(128, 1),
+    256: Tile(64, 2),
+    384: Tile(32, 6),
+    512: Tile(32, 8),
 }
 BACKWARD = {
-    16: Tile(64, 1, 4),
-    32: Tile(64, 1, 4),
-    64: Tile(64, 1, 4),
-    128: Tile(32, 4, 2),
-    256: Tile(32, 4, 2),
-    384: Tile(16, 12, 1),
-    512: Tile(16, 16, 1),
+    16: Tile(64, 1),
+    32: Tile(64, 1),
+    64: Tile(64, 1),
+    128: Tile(32, 4),
+    256: Tile(32, 4),
+    384: Tile(16, 12),
+    512: Tile(16, 16),
 }
 
 
@@ -62,8 +65,7 @@ def operands(dtype: torch.dtype, precision: str) -> str:
 def choose_tile(table: dict[int, Tile], K: int, V: int) -> Tile:
     """The table's tile, no wider than V needs."""
     tile = table[padded(K)]
-    width = min(tile.V, padded(V))
-    return tile._replace(V=width, v_warps=min(tile.v_warps, width // 16))
+    return tile._replace(V=min(tile.V, padded(V)))
 
 
 def choose_forward(K: int, V: int, precision: str) -> Tile:
@@ -71,8 +73,7 @@ def choose_forward(K: int, V: int, precision: str) -> Tile:
     if precision == "bf16" or padded(K) not in (64, 128):
         return tile
     # Operands of 32 bits take more registers: less of the memory to a warp.
-    width = min(tile.V, 64)
-    return tile._replace(V=width, k_warps=2, v_warps=width // 16)
+    return Tile(min(tile.V, 64), 2)
 
 
 def choose_backward(K: int, V: int, precision: str, has_f: bool, has_z: bool, map_bytes, held: int) -> tuple[Tile, int]:
@@ -82,7 +83,7 @@ def choose_backward(K: int, V: int, precision: str, has_f: bool, has_z: bool, ma
         tile = tile._replace(k_warps=2)
     if precision == "bf16" and padded(K) == 128 and held > SHARED:  # fewer tiles: each of them scales all of q and k
         width = min(64, padded(V))
-        tile = Tile(width, 128 // width, width // 16)
+        tile = Tile(width, 128 // width)
     else:
         held = SHARED
     while True:
@@ -91,7 +92,7 @@ def choose_backward(K: int, V: int, precision: str, has_f: bool, has_z: bool, ma
                 return tile, part
         if tile.V == 16:
             return tile, CHUNK
-        tile = tile._replace(V=tile.V // 2, v_warps=min(tile.v_warps, tile.V // 32))
+        tile = tile._replace(V=tile.V // 2)
 
 
 def map_bytes(q: Tensor, row_map: RowMap, chunks: int) -> int:
