@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import re
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -233,6 +235,21 @@ def test_memory_is_that_of_forward_and_backward(monkeypatch):
     inputs = 2 * 3 * 7 * (4 + 4 + 5 + 1) * 4
     assert bench_ops.measure_memory(sizes(threads=3), "delta", 7) == (77, inputs)
     assert happened == [("threads", 3), ("delta", 64), "cpu", "grad"]
+
+
+def test_memory_is_measured_in_a_process_of_its_own(monkeypatch):
+    """On a GPU in this one, since the peak of a GPU's memory starts again with each measurement."""
+    happened = []
+
+    pool = SimpleNamespace(apply=lambda call, given: call(*given))
+    context = SimpleNamespace(Pool=lambda count: happened.append(count) or contextlib.nullcontext(pool))
+    monkeypatch.setattr(bench_ops.multiprocessing, "get_context", lambda method: happened.append(method) or context)
+    monkeypatch.setattr(bench_ops, "measure_memory", lambda args, rule, tokens: happened.append((rule, tokens)) or (30, 12))
+    monkeypatch.setattr(bench_ops, "progress", happened.append)
+    for device in ("cpu", "cuda"):
+        found = bench_ops.peak_memory(sizes(device=device), "delta", 7)
+        assert found == {"bytes": 30, "input_bytes": 12, "times_inputs": 2.5}
+    assert happened == ["memory of delta", "spawn", 1, ("delta", 7), "memory of delta", ("delta", 7)]
 
 
 def test_the_table_of_a_report():

@@ -86,10 +86,12 @@ def test_the_processor_has_its_name(monkeypatch):
 
 
 def test_memory_of_the_process(monkeypatch):
-    status = "Name:\ta:b:c\nVmHWM:\t  20 kB\nVmRSS:\t  12 kB\n"
-    monkeypatch.setattr(Path, "read_text", lambda _: status)
+    kilobytes = {"VmHWM": 20, "VmRSS": 12}
+    monkeypatch.setattr(
+        Path, "read_text", lambda _: "Name:\ta:b:c\n" + "".join(f"{name}:\t  {size} kB\n" for name, size in kilobytes.items())
+    )
     assert contest.process_memory("VmRSS") == 12 * 1024
-    assert contest.peak_beyond(lambda: None, "cpu") == 8 * 1024
+    assert contest.peak_beyond(lambda: kilobytes.update(VmHWM=30), "cpu") == 18 * 1024
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=7))
     assert contest.process_memory("VmRSS") == 7

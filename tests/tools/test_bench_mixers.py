@@ -216,6 +216,9 @@ def test_the_authors_layers_have_the_sizes_of_ours(monkeypatch):
     } and window == 3  # fmt: skip
     assert leap(x)[0].shape == additive(x)[0].shape == x.shape
     assert given == [[(2, 5, 16)] * 4, [(2, 5, 16), (2, 5, 1)]]
+    given.clear()
+    authors.cases(SimpleNamespace(width=8, heads=2, batch=2, length=5, tokens=9, windows=[], device="cpu"), {})
+    assert given == [((8, 8), {"num_layers": 1})] * 4
 
     def fail():
         raise RuntimeError("no\nmore")

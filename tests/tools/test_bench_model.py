@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import logging
 import sys
 from types import SimpleNamespace
 
@@ -13,7 +15,7 @@ from fairseq.data import Dictionary
 from fw_fairseq.mixers import MIXERS
 from fw_fairseq.rules import RULES
 from fw_fairseq.tools.bench import __main__ as bench
-from fw_fairseq.tools.bench import language_models, measure
+from fw_fairseq.tools.bench import fairseq_parts, language_models, measure
 
 SIZES = ["--layers", "1", "--width", "16", "--heads", "2", "--ffn", "16", "--vocabulary", "20"]
 TINY = [
@@ -218,6 +220,46 @@ def test_a_report_is_continued_only_where_it_is_asked_for(tmp_path):
     assert language_models.begin(args)["training"] == []
     language_models.finish_length(args, {"a": 1}, "a length")
     assert json.loads(file.read_text()) == {"a": 1}
+
+
+def test_what_is_measured_is_written_at_once(tmp_path, monkeypatch, capsys):
+    """A run that is stopped leaves the lengths before."""
+    path, before = tmp_path / "model.json", []
+
+    def note(models, each):
+        report = json.loads(path.read_text()) if path.exists() else {"training": [], "generation": []}
+        before.append([[row["name"] for row in report[part]] for part in ("training", "generation")])
+        return dict.fromkeys(models, each)
+
+    monkeypatch.setattr(language_models, "build_model", lambda args, name: torch.nn.Linear(2, 3))
+    monkeypatch.setattr(language_models, "peak_memory", lambda args, models, length: dict.fromkeys(models, 7))
+    monkeypatch.setattr(language_models, "time_training", lambda args, models, length: note(models, [0.5]))
+    monkeypatch.setattr(language_models, "time_generation", lambda args, models, context: note(models, ([0.25], 9)))
+    given = ["model", "--mixers", "sum", "--tokens", "8", "16", "--max-tokens", "20", "--contexts", "4", "9", "--json", str(path)]
+    report = language_models.measure(bench.build_parser().parse_args(given))
+    both = ["fast_weight_lm sum", "transformer_lm"]
+    assert before == [[[], []], [both, []], [both * 2, []], [both * 2, both]] and json.loads(path.read_text()) == report
+    assert capsys.readouterr().err.splitlines() == [
+        *(f"training with {length} tokens: done" for length in (8, 16)),
+        *(f"generation after {context} tokens: done" for context in (4, 9)),
+    ]
+    assert [row["tokens_per_second"] for row in report["training"]] == [32] * 4  # 2 rows of 8, or 1 of 16, in half a second
+    assert {row["peak_bytes"] for row in report["training"]} == {7} and {row["state_bytes"] for row in report["generation"]} == {9}
+    assert report["parameters"] == [{"name": name, "parameters": 2 * 3 + 3} for name in both]
+
+
+def test_other_libraries_do_not_log_what_they_do():
+    """fairseq's import leaves their logs as they are where someone has set them up before."""
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    try:
+        root.handlers = []
+        root.setLevel(logging.DEBUG)
+        importlib.reload(fairseq_parts)
+        assert root.level == logging.WARNING and len(root.handlers) == 1
+    finally:
+        root.handlers = handlers
+        root.setLevel(level)
 
 
 def test_all_rules_and_mixers_are_those_with_a_time_of_their_own():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from argparse import Namespace
 from types import SimpleNamespace
 
@@ -11,6 +13,8 @@ import torch
 
 from fw_fairseq.tools.bench import __main__ as bench
 from fw_fairseq.tools.bench import sparse
+
+FEWEST = Namespace(contexts=[3], vocabulary=5, type="fp32", steps=1, device="cpu")
 
 
 def test_report(tmp_path, capsys):
@@ -22,6 +26,9 @@ def test_report(tmp_path, capsys):
     assert [row["name"] for row in report["models"]] == list(sparse.MODELS)
     read = [row["weights_read"] for row in report["models"]]
     assert read == sorted(read, reverse=True) or read[-1] <= read[0]
+    layer = 4 * (64 * 64 + 64) + 64 * 128 + 128 + 128 * 64 + 64 + 2 * 2 * 64  # attention, feed-forward, two norms
+    assert report["models"][0]["parameters"] == 2 * layer + 2 * 64 + 2 * 64 * 64  # the last norm; words before and after
+    assert [row["bytes_of_weights"] for row in report["tokens"]] == [4 * count for count in read for _ in range(2)]
     state = {(row["name"], row["context"]): row["bytes_of_state"] for row in report["tokens"]}
     keys_and_values = 2 * 64 * 2 * 4  # of a token
     assert state["dense", 40] - state["dense", 1] == 39 * keys_and_values
@@ -31,6 +38,21 @@ def test_report(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "| tiny, 1 thread | parameters | weights read | after 1 | after 40 |" in printed and "| + sparse loss | " in printed
     assert (tmp_path / "sparse.png").stat().st_size > 1000
+
+
+def test_sizes_and_parts():
+    """Layers, width, heads and hidden units; each model has the parts of the one before."""
+    sizes = {
+        "tiny": (2, 64, 2, 128), "110M": (12, 768, 12, 3072), "470M": (24, 1024, 16, 6144), "1.6B": (30, 2048, 16, 8192),
+        "3.9B": (34, 3072, 24, 12288),
+    }  # fmt: skip
+    assert sizes == sparse.SIZES
+    for name, (layers, width, _, units) in sizes.items():  # square matrices of attention, feed-forward, words before and after
+        numbers = layers * (4 * width**2 + 2 * width * units) + 2 * 32000 * width
+        assert name == "tiny" or numbers == pytest.approx(float(name[:-1]) * {"M": 1e6, "B": 1e9}[name[-1]], rel=0.25)
+    parts = {"ffn_sparsity": 64, "ffn_sru": 32, "qkv_sparsity": 16, "output_sparsity": 4}
+    found = [{key: value for key, value in options.items() if key in parts} for options in sparse.MODELS.values()]
+    assert found == [{name: parts[name] for name in [*parts][:count]} for count in (0, 2, 3, 4, 4)]
 
 
 @pytest.mark.parametrize("name", sparse.MODELS)
@@ -106,8 +128,74 @@ def test_weights_are_made_in_their_type():
     try:
         model = sparse.build_model(args, sparse.SIZES["tiny"], sparse.MODELS["dense"])
         assert {x.dtype for x in model.parameters()} == {torch.bfloat16} and torch.zeros(1).dtype == torch.float32
+        assert model.decoder.embed_positions is None
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_a_model_is_measured_after_every_context_with_every_number_of_threads(monkeypatch):
+    """Beside the speed of memory. It is gone before the next one is made, also where only the garbage collector frees it."""
+    happened, made = [], []
+
+    def build(args, *given):
+        assert not any(model() for model in made)
+        happened.append(given)
+        model = torch.nn.Linear(3, 2)
+        model.decoder, model.itself = SimpleNamespace(), [model]
+        made.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(sparse, "build_model", build)
+    monkeypatch.setattr(sparse, "measure_products", lambda *given: [])
+    monkeypatch.setattr(sparse, "weights_read", lambda decoder: 7)
+    monkeypatch.setattr(sparse, "state_after", lambda model, context: context)
+    monkeypatch.setattr(sparse, "state_bytes", lambda state: 100 * state)
+    monkeypatch.setattr(sparse, "time_tokens", lambda args, model, state, context: happened.append((state, context)) or 0.25)
+    monkeypatch.setattr(sparse, "probes", lambda args: {"read": lambda: 0.5, "copy": lambda: 2.0})
+    monkeypatch.setattr(torch, "set_num_threads", happened.append)
+    names = ["dense", "+ sparse loss"]
+    args = Namespace(
+        sizes=["tiny"], models=names, type="bf16", try_threads=[2, 1], contexts=[3, 5], rounds=1, device="cpu", json=None
+    )
+    gc.disable()
+    try:
+        report = sparse.measure(args)
+    finally:
+        gc.enable()
+    turns = [2, (3, 3), (3, 3), (5, 5), (5, 5), 1, (3, 3), (3, 3), (5, 5), (5, 5)]  # one round is not timed
+    assert happened == [2, 1] + [x for name in names for x in [(sparse.SIZES["tiny"], sparse.MODELS[name]), *turns]]
+    assert report["models"] == [{"size": "tiny", "name": name, "parameters": 8, "weights_read": 7} for name in names]
+    measured = {"seconds": 0.25, "min": 0.25, "max": 0.25, "bytes_of_weights": 14, "read_speed": 2**27, "copy_speed": 2**25}
+    assert report["tokens"] == [
+        {"size": "tiny", "name": name, "threads": threads, "context": context, "bytes_of_state": 100 * context} | measured
+        for name in names for threads in (2, 1) for context in (3, 5)
+    ]  # fmt: skip
+
+
+@torch.no_grad()
+def test_a_state_has_read_its_context_and_a_token_that_gives_it_room():
+    """Five words are the fewest: the special symbols and one more."""
+    model, read = sparse.build_model(FEWEST, sparse.SIZES["tiny"], sparse.MODELS["dense"]), []
+    model.decoder.register_forward_pre_hook(lambda _, given: read.append(given[0].tolist()))
+    state = sparse.state_after(model, 3)
+    assert read == [[[4]], [[4] * 4]]
+    assert sparse.state_bytes(state) == 2 * 2 * 4 * 64 * 4  # keys and values, in two layers, of four tokens
+    sparse.time_tokens(FEWEST, model, state, 3)
+    assert read[2:] == [[[4] * 5]]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (["--vocabulary", "4"], "4 leaves no room beside fairseq's 4 special symbols"),
+        (["--device", "cuda"], "sparse measures a CPU; leave out --device cuda"),
+    ],
+)
+def test_mistakes(change, message, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(SystemExit) as exit_:
+        bench.main(["sparse", *change])
+    assert exit_.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_each_token_that_is_timed_follows_the_one_before(monkeypatch):
@@ -138,7 +226,7 @@ def test_rows_of_one_feed_forward_layer(monkeypatch):
         assert row["read_speed"] == row["copy_speed"] == 2**27
 
 
-def test_what_is_measured_is_written_at_once(tmp_path, monkeypatch):
+def test_what_is_measured_is_written_at_once(tmp_path, monkeypatch, capsys):
     """With as many threads as the row says. A run that is stopped leaves the models before."""
     threads, path = [], tmp_path / "sparse.json"
 
@@ -161,3 +249,4 @@ def test_what_is_measured_is_written_at_once(tmp_path, monkeypatch):
     finally:
         torch.set_num_threads(before)
     assert json.loads(path.read_text())["models"] == ["first"] and threads == [(2, 2), (1, 1)]
+    assert capsys.readouterr().err == "tiny, first: done\n"

@@ -95,6 +95,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def check(parser: argparse.ArgumentParser, args) -> None:
     """Refuses options that do not fit each other or this machine."""
+    if args.command == "sparse" and args.device != "cpu":
+        parser.error(f"sparse measures a CPU; leave out --device {args.device}")
     if args.device != "cpu" and not torch.cuda.is_available():
         parser.error(f"--device {args.device} needs a CUDA device, and torch sees none; use --device cpu")
     if getattr(args, "no_decoding_graph", False) and args.device == "cpu":

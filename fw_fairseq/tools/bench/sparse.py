@@ -20,6 +20,7 @@ from ... import native
 from ...modules.past import Past
 from ...modules.sparse import SparseFeedForward
 from .contest import machine, positive, say, settings, spread, take_turns, timed, write_json
+from .language_models import vocabulary
 from .measure import make_task
 
 BASE = "dense"
@@ -64,7 +65,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--try-threads", nargs="+", type=positive, default=[1], metavar="N", help="numbers of CPU threads")
     parser.add_argument("--type", choices=list(TYPES), default="fp32", help="type of the weights")
     parser.add_argument("--steps", type=positive, default=4, help="tokens of a round")
-    parser.add_argument("--vocabulary", type=positive, default=32000, help="words")
+    parser.add_argument("--vocabulary", type=vocabulary, default=32000, help="words")
 
 
 def measure(args) -> dict:
@@ -77,6 +78,7 @@ def measure(args) -> dict:
             report["products"] += measure_products(args, size, threads)
         for name in args.models:
             measure_model(args, size, name, report)
+            gc.collect()  # what refers to itself would still be there with the next model
             say(f"{size}, {name}: done")
             if args.json:
                 write_json(args.json, report)
@@ -141,8 +143,6 @@ def measure_model(args, size: str, name: str, report: dict) -> None:
             row = {"size": size, "name": name, "threads": threads, "context": context, **spread(found["token"])}
             speeds = {f"{probe}_speed": PROBE / statistics.median(found[probe]) for probe in ("read", "copy")}
             report["tokens"].append(row | {"bytes_of_weights": bytes_read, "bytes_of_state": state_bytes(state), **speeds})
-    del model
-    gc.collect()
 
 
 def build_model(args, size: Size, options: dict) -> nn.Module:
@@ -194,7 +194,7 @@ def state_after(model, context: int) -> dict:
     from ...decoding import GENERATION
 
     state: dict = {}
-    tokens = torch.full((1, 1), 5)
+    tokens = torch.full((1, 1), 4)
     model.decoder(tokens, incremental_state=state)
     generation = state[GENERATION]
     for part in generation.parts():

@@ -122,9 +122,8 @@ def ratios(found) -> list[dict]:
     for (length, name), (own, size) in found.items():
         if name != TRANSFORMER:
             peer, peer_size = found[length, TRANSFORMER]
-            rows.append(
-                {"name": name, "tokens": length, "times_faster": times_faster(peer, own), "times_smaller": peer_size / size}
-            )
+            smaller = max(1, peer_size) / max(1, size)  # a translation of one token keeps nothing
+            rows.append({"name": name, "tokens": length, "times_faster": times_faster(peer, own), "times_smaller": smaller})
     return rows
 
 
