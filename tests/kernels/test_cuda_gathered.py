@@ -6,19 +6,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hostcuda import SCHEDULES, guarded, sanitized_launch
+from hostcuda import SCHEDULES, Recorder, guarded, sanitized_launch
 from hostcuda.nvrtc import ARCHITECTURES, compile_check
 from support.cuda_gathered import TOLERANCE, compare, draw
 from support.emulated import emulated
 from torch import nn
 
 from fw_fairseq.modules.sparse import SparseFeedForward
+from fw_fairseq.ops.kernels import launch
 from fw_fairseq.ops.sparse import kernel
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
-    "rows, width, units, block, rank", [(1, 64, 64, 16, 8), (3, 72, 40, 8, 16), (2, 7, 12, 3, 33), (1, 136, 6, 2, 9)]
+    "rows, width, units, block, rank",
+    [(1, 64, 64, 16, 8), (3, 72, 40, 8, 16), (2, 7, 12, 3, 33), (1, 136, 6, 2, 9), (2, 66, 12, 3, 4)],
 )
 def test_widths_and_dtypes(emulate, rows, width, units, block, rank, dtype):
     """With loads of 16 bytes and one by one, and with fewer units than warps; one launch."""
@@ -97,6 +99,33 @@ def test_what_it_does_not_take(emulate):
     assert kernel.why_not(*operands, block=block) is None
     assert "of one type" in kernel.why_not(*operands[:-1], operands[-1].bfloat16(), block=block)
     assert "takes a rank up to" in kernel.why_not(*operands[:1], torch.empty(20000, 16), *operands[2:], block=block)
+
+
+@pytest.mark.parametrize("ranks, blocks, taken", [(12032, 6016, True), (12033, 1, False), (1, 6017, False)])
+def test_sizes_that_shared_memory_holds(emulate, ranks, blocks, taken):
+    """47 KiB, with four bytes for each of the rank or eight for each block, whichever is more."""
+    emulate()
+    x, one, outer = torch.empty(1, 1), torch.empty(ranks, 1), torch.empty(1, 1).expand(2 * blocks, ranks)
+    reason = kernel.why_not(x, one, outer, x, x, x, x, block=2)
+    assert reason is None if taken else reason.endswith("takes a rank up to 12032 and up to 6016 blocks of units")
+
+
+# The numbers of a load and of a lane's columns; thread blocks: those of 8 rows of A, of blocks of units and of 32 lanes' columns.
+@pytest.mark.parametrize(
+    "sizes, dtype, vector, columns, items, shared",
+    [
+        ((2, 136, 32, 8, 8), torch.float32, 4, 1, 1 + 4 + 5, 32),
+        ((2, 136, 32, 8, 8), torch.bfloat16, 8, 2, 1 + 4 + 3, 32),
+        ((2, 66, 32, 8, 8), torch.bfloat16, 1, 1, 1 + 4 + 3, 32),
+        ((1, 64, 32, 2, 9), torch.float16, 1, 1, 2 + 16 + 2, 128),
+    ],
+)
+def test_threads(sizes, dtype, vector, columns, items, shared):
+    with launch.use(Recorder()) as recorder:
+        kernel.feed_forward(*draw(*sizes, dtype))
+    [launched] = recorder.launches
+    assert (launched.defines["FW_VECTOR"], launched.defines["FW_COLUMNS"]) == (vector, columns)
+    assert (launched.grid, launched.threads, launched.shared) == ((sizes[0] * items,), 256, shared)
 
 
 @pytest.mark.parametrize("moved", [[], [0], [6], range(7)], ids=["none", "the first", "the last", "all"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hostcuda import SCHEDULES, guarded, sanitized_launch
+from hostcuda import SCHEDULES, Recorder, guarded, sanitized_launch
 from hostcuda.nvrtc import compile_check
 from support.cuda_pooling import TOLERANCE, compare, draw, results
 from support.definitions import by_definition
@@ -27,6 +27,41 @@ def test_means_and_gradients_are_those_of_the_definition(emulate, window, with_r
     assert [kernel for _, kernel, _ in launcher.calls] == 2 * kernels
     chunk = next((size for size in (4, 8) if 0 < window <= size), 16)
     assert {macros["FW_CHUNK"] for *_, macros in launcher.calls} == {chunk}
+
+
+# B = 2, H = 3 and V = 40, a thread for each channel of each chunk: 16 tokens, or all of a window of up to 4 or 8. The thread blocks
+# over chunks, over blocks of chunks (the borders) and over chunks again.
+@pytest.mark.parametrize(
+    "window, total, grids",
+    [
+        (0, 16, [2]),
+        (0, 17, [4, 2, 4]),
+        (0, 112, [14, 2, 14]),
+        (1, 100, [188]),
+        (4, 100, [47]),
+        (8, 100, [25]),
+        (16, 100, [14]),
+        (17, 100, [23, 12, 23]),
+        (20, 100, [19, 10, 19]),
+    ],
+)
+def test_threads(window, total, grids):
+    a, x = draw(total, 40, heads=3)
+    with emulated(Recorder()) as recorder:
+        results(lambda a, x: pool(a, x, window, backend="cuda")[0], a, x)
+    assert [(launched.grid, launched.threads) for launched in recorder.launches] == 2 * [((grid,), 128) for grid in grids]
+    for backward, launched in enumerate(recorder.launches[:: len(grids)]):
+        flags = [launched.defines[f"FW_{name}"] for name in ("WINDOW", "CHUNKS", "TEXTS", "BACKWARD")]
+        assert flags == [window > 0, len(grids) > 1, False, backward]
+
+
+def test_a_state_of_all_of_the_past_is_not_rounded(emulate):
+    """Means of a window, which no state has, are of the values' type."""
+    emulate()
+    (a, x), reset = draw(30, 4, torch.bfloat16), torch.zeros(2, 30, dtype=torch.bool)
+    _, state = pool(a, x, reset_mask=reset, backend="cuda")
+    torch.testing.assert_close(state.values.double(), by_definition(a.double(), x.double())[:, :, -1:], rtol=1e-5, atol=1e-5)
+    assert cuda_pooling.pool_cuda_form(a, x, 6, reset.long())[1].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("policy, seed", SCHEDULES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hostcuda import SCHEDULES, guarded, sanitized_launch
+from hostcuda import SCHEDULES, Recorder, guarded, sanitized_launch
 from hostcuda.nvrtc import ARCHITECTURES, compile_check
 from support.cuda_sru import TOLERANCE, compare, draw, results
 from support.definitions import by_the_equations
@@ -23,6 +23,7 @@ def test_outputs_states_and_gradients_are_those_of_the_equations(emulate, length
     launcher = emulate(bounds=True)
     compare(draw(length, 3, 21), padded, with_resets)
     assert [(kernel, macros["FW_STEPS"]) for _, kernel, macros in launcher.calls] == [("sru_forward", 8), ("sru_backward", 8)]
+    assert launcher.calls[0][2] == launcher.calls[1][2], "both are compiled at once"
 
 
 @pytest.mark.parametrize("policy, seed", SCHEDULES)
@@ -61,6 +62,13 @@ def test_only_what_is_asked_for(emulate):
     assert [(kernel, macros["FW_KEEP"]) for _, kernel, macros in launcher.calls] == [("sru_forward", 0)]
     c = sru(*inputs[:4], inputs[4].requires_grad_())[1]
     assert torch.autograd.grad(c.sum(), inputs[4])[0].isfinite().all()
+
+
+@pytest.mark.parametrize("batch, width, blocks", [(2, 16, 1), (3, 11, 2), (3, 64, 6)])
+def test_a_warp_for_each_32_units(batch, width, blocks):
+    with emulated(Recorder()) as recorder:
+        results(sru, draw(4, batch, width), backend="cuda")
+    assert [(launched.grid, launched.threads) for launched in recorder.launches] == [((blocks,), 32)] * 2
 
 
 def test_nothing_past_the_end(emulate):

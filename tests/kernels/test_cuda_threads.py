@@ -9,6 +9,8 @@ from hostcuda import Recorder
 from fw_fairseq.ops.kernels import common, decay, launch, step
 from fw_fairseq.ops.kernels.common import Divided, in_units, undivided
 from fw_fairseq.ops.kernels.families import FAMILIES
+from fw_fairseq.ops.sparse import kernel
+from fw_fairseq.ops.vectors import pooling_kernel, sru_kernel
 from fw_fairseq.row_map import AS_IS
 from fw_fairseq.rules import Coefficients
 
@@ -61,7 +63,11 @@ def test_the_last_tokens_have_lanes_where_reads_are_divided():
     assert recorder.launches[0].grid == (1, 257)
 
 
-@pytest.mark.parametrize("params", [common.PARAMS, common.DIVIDED, decay.PARAMS, step.PARAMS, step.READ_PARAMS])
+STRUCTURES = [common.PARAMS, common.DIVIDED, decay.PARAMS, step.PARAMS, step.READ_PARAMS]
+STRUCTURES += [pooling_kernel.PARAMS, sru_kernel.PARAMS, kernel.PARAMS]
+
+
+@pytest.mark.parametrize("params", STRUCTURES)
 def test_parameters_are_laid_out_as_a_structure_in_cuda(params):
     """Each begins at a multiple of its size, and the whole is a multiple of 8 bytes."""
     assert params.isalignedstruct and params.itemsize % 8 == 0

@@ -64,6 +64,16 @@ def test_pooling(calls, window, with_masks, dtype):
     assert calls == ["pool", "pool_gradients"]
 
 
+@pytest.mark.parametrize("window", [0, 7])
+def test_pooling_of_any_layout(calls, window):
+    """Channels that are apart in memory, and a gradient that is one number for all of them."""
+    a, x = leaves(torch.float64, (2, 3, 20), (2, 3, 5, 20))
+    found, expected = pool(a, x.mT, window)[0], by_definition(a, x.mT, window)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), (a, x)) for y in (found, expected)))
+    assert calls == ["pool", "pool_gradients"]
+
+
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("with_masks", [False, True], ids=["", "masks"])
 @pytest.mark.parametrize("gradients", [True, False], ids=["", "no gradients"])

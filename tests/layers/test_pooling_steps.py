@@ -67,7 +67,24 @@ def test_segments_between_tokens(window):
     torch.testing.assert_close(torch.cat(parts, 2), by_definition(a, x, window))
 
 
-@pytest.mark.parametrize("window", [3, 50])
+@pytest.mark.parametrize("window", [34, 61])
+def test_a_state_of_any_phase(window):
+    """A segment that replaces the whole window can follow any token, and so can the first token of another text."""
+    length = 4 * window
+    a, x = draw(length + window)
+    expected, begins = by_definition(a, x, window), torch.tensor([[True], [False]])
+    _, state = pool(a[:, :, :window], x[:, :, :window], window)
+    found, wanted = [], []
+    for t in range(window, length):
+        segment, _ = pool(a[:, :, t : t + window], x[:, :, t : t + window], window, state)
+        fresh, _ = pool(a[:, :, t : t + 1], x[:, :, t : t + 1], window, state, None, begins)
+        found += [segment, fresh]
+        wanted += [expected[:, :, t : t + window], torch.cat([x[:1, :, t : t + 1], expected[1:, :, t : t + 1]])]
+        _, state = read(a, x, window, state, [t])
+    torch.testing.assert_close(torch.cat(found, 2), torch.cat(wanted, 2))
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 50])
 @pytest.mark.parametrize("kinds", ["padding", "reset", "both"])
 def test_padding_and_resets_at_single_tokens(window, kinds):
     """Rows then have read different numbers of tokens."""
@@ -172,4 +189,21 @@ def test_a_token_touches_few_numbers(monkeypatch):
         assert 0 < max(taken) <= 3 * stacks.GROUP and sum(taken) <= 3 * (2600 - window)
 
 
-PREFIX = stacks.prefix
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference mode"])
+@pytest.mark.parametrize("window", [62, 100, 401])
+def test_a_text_that_goes_on_is_not_copied(window, inference, monkeypatch):
+    """Its rows are written where there is room for them, and there is room for little more than two and a half windows."""
+    copied, numbers = [], []
+    monkeypatch.setattr(stacks, "roomy", lambda rows, count: copied.append(rows.shape[2]) or ROOMY(rows, count))
+    with torch.inference_mode(inference):
+        a, x = draw(5 * window, 3)
+        _, state = pool(a[:, :, :window], x[:, :, :window], window)
+        for t in range(window, 5 * window):
+            _, state = read(a, x, window, state, [t])
+            storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in state if part is not None}
+            numbers.append(sum(storages.values()) / (3 * 2 * 4 * 8))
+    assert copied and not any(copied)
+    assert max(numbers) <= 2.5 * window + 50
+
+
+PREFIX, ROOMY = stacks.prefix, stacks.roomy

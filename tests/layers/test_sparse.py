@@ -77,15 +77,56 @@ def test_a_sparse_feed_forward_layer_uses_one_unit_of_each_block(way, monkeypatc
         assert_close(y[t, 0], feed_forward_by_loops(layer, x[t, 0], largest))
 
 
-def test_few_tokens_read_the_chosen_rows_only():
-    """All other rows may be anything."""
+@pytest.mark.parametrize("tokens, block, few", [(1, 2, True), (2, 8, True), (3, 8, False)])
+@torch.no_grad()
+def test_few_tokens_read_the_chosen_rows_only(tokens, block, few):
+    """All other rows may be anything. One token, or as many as choose at most a quarter of the rows, are few."""
     torch.manual_seed(0)
-    layer, x = SparseFeedForward(6, 24, 8).double().eval(), draw(2, 6)
-    with torch.no_grad():
-        expected, mask = layer(x), layer.mask(x).sum(0)
-        layer.weight_in[mask == 0], layer.weight_out[mask == 0] = torch.nan, torch.nan
-        assert (mask > 0).sum() <= 2 * 3
-        assert torch.equal(layer(x), expected)
+    layer, x = SparseFeedForward(6, 24, block).double().eval(), draw(tokens, 6)
+    expected, mask = layer(x), layer.mask(x).sum(0)
+    layer.weight_in[mask == 0], layer.weight_out[mask == 0] = torch.nan, torch.nan
+    assert (mask > 0).sum() <= tokens * 24 // block
+    assert torch.equal(layer(x), expected) is few
+
+
+@torch.no_grad()
+def test_operands_of_the_loops(monkeypatch):
+    """Contiguous tensors in memory, all of one type that the loops have, without gradients."""
+    monkeypatch.setattr(native, "library", object)
+    x = torch.ones(2, 3)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        assert gathered.takes(x.to(dtype), x[0].to(dtype))
+    for other in (x.mT, x.double(), x.to("meta")):
+        assert not gathered.takes(x, other) and not gathered.takes(other, x)
+    assert not gathered.takes(x.half(), x.half())
+    with torch.enable_grad():
+        assert not gathered.takes(x, x)
+    for place, name, value in ((torch.compiler, "is_compiling", True), (native, "library", None)):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, lambda value=value: value)
+            assert not gathered.takes(x, x)
+
+
+@pytest.mark.skipif(native.library() is None, reason="no compiler")
+@torch.no_grad()
+def test_which_products_are_loops(monkeypatch):
+    """Those of one token with gains, of up to 32 rows, and of chosen units. Threads share a loop by the weights that it reads."""
+    loop, called, read = native.loop, [], []
+    monkeypatch.setattr(native, "loop", lambda name, dtype: called.append(name) or loop(name, dtype))
+    monkeypatch.setattr(gathered, "threads", lambda numbers: read.append(numbers) or 1)
+    gains, weight, bias = draw(2, 6), draw(3, 6), draw(6)
+    for tokens in (1, 2):
+        x = draw(tokens, 1, 6)
+        expected = torch.einsum("tbi,mi,oi->tbmo", x, gains, weight).flatten(2) + bias
+        assert_close(gathered.gained(x, gains, weight, bias), expected)
+    assert (called, read) == (["few"], [3 * 6])
+    for rows in (33, 32):
+        x = draw(1, rows, 6)
+        assert_close(gathered.rows_product(x, weight), torch.einsum("bsi,oi->bso", x, weight).flatten(1))
+        assert len(called) == (2 if rows == 32 else 1)
+    chosen, hidden = gathered.chosen_units(draw(5, 6), draw(2, 6), draw(12, 2), draw(12), draw(12, 6), 4)
+    gathered.sum_of_units(hidden, chosen, draw(12, 6), bias)
+    assert called[2:] == ["choose", "sum"] and read[2:] == [2 * 6 + 12 * 2, 5 * 3 * 6]
 
 
 @pytest.mark.parametrize("loops, few", [(gathered, 2**17), (native, 2**18)])

@@ -122,7 +122,8 @@ def opened(state: PoolState) -> PoolState:
     scores, values = aggregates(state)
     front, empty = pack(scores, values).flip(2), nothing(scores, values, 0)
     used = torch.zeros(len(scores), dtype=torch.long, device=scores.device)
-    return PoolState(scores[:, :, :0], values[:, :, :0], front, empty, empty, empty, nothing(scores, values, 2), used)
+    none = scores[:, :, :0].clone(), values[:, :, :0].clone()  # views would keep all aggregates in memory
+    return PoolState(*none, front, empty, empty, empty, nothing(scores, values, 2), used)
 
 
 def decode(token: Tensor, state: PoolState) -> tuple[Tensor, PoolState]:
