@@ -204,12 +204,12 @@ def test_a_sample_is_tried_again_only_where_it_was_kept():
 
 def test_tests_of_a_kernel():
     """Of those that include the source, directly or not, and of what all kernels have in common."""
-    names = "delta", "channel_delta", "decay", "linear", "sru", "gathered", "maps", "scan", "gpu"
+    names = "delta", "channel_delta", "decay", "linear", "divided", "sru", "gathered", "maps", "scan", "gpu"
     tests = {name: f"tests/kernels/test_cuda_{name}.py::a" for name in names}
     run_of_all = Run(dict.fromkeys(["tests/ops/test_a.py::a", *tests.values()], 1.0), {})
     erase = {"delta", "channel_delta"}
     expected = {"delta_gradients.cuh": {"delta"}, "channel_delta.cu": {"channel_delta"}, "erase.cuh": erase, "sru.cu": {"sru"}}
-    expected |= {"columns.cuh": {"decay"}, "tile.cuh": {*erase, "linear"}, "gathered.cu": {"gathered"}}
+    expected |= {"columns.cuh": {"decay"}, "tile.cuh": {*erase, "linear", "divided"}, "gathered.cu": {"gathered"}}
     for source, kinds in expected.items():
         found = run.tests_of_kernels(ROOT, run_of_all, f"cuda/{source}")
         assert {*found} == {tests[name] for name in kinds | {"maps", "scan"}}, source

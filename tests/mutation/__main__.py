@@ -176,6 +176,8 @@ def tests_of_kernels(folder: Path, run: Run, name: str) -> list[str]:
     for file in (folder / "cuda").glob("*.cu"):
         if Path(name).name in included(file):
             words.add(max((kind for kind in KINDS if file.stem.startswith(kind)), key=len, default=file.stem))
+    if "linear" in words:
+        words.add("divided")  # reads that are divided by sums of keys, which the same kernels compute
     files = tuple(f"{KERNELS}_{word}.py::" for word in words)
     return [test for test in run.seconds if test.startswith(files)]
 

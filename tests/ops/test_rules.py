@@ -71,6 +71,17 @@ def test_delta_replaces_what_is_stored_under_a_key():
     assert not torch.allclose(reads @ gated.memory[0, 0], v[0, 0, [0, 2]])
 
 
+def test_which_gates_write_and_which_erase():
+    """--write-strength-init starts the first, and --negative-eigenvalues doubles the others."""
+    both = {rule: ["beta"] for rule in ("delta", "gated_delta", "kda", "delta_product")}
+    for flag, expected in (
+        ("writes", both | {"fwm": ["beta"], "mamba2": ["s"], "gdn2": ["w"]}),
+        ("erases", both | {"rwkv7": ["c"], "gdn2": ["b"]}),
+    ):
+        flagged = {name: [gate for gate in rule.gates if getattr(rule.gates[gate], flag)] for name, rule in RULES.items()}
+        assert {name: gates for name, gates in flagged.items() if gates} == expected
+
+
 def test_rules_that_erase_are_known_whatever_their_gates_are_called(monkeypatch):
     assert [name for name, rule in RULES.items() if rule.erases] == ["delta", "gated_delta", "kda", "gdn2", "delta_product"]
     eta = Rule(equation="", source="", gates={"eta": Gate()}, coefficients=lambda eta: Coefficients(e=eta, w=eta))
