@@ -39,12 +39,20 @@ def test_equation(rule):
     torch.testing.assert_close(state.memory[0, 0], memory)
 
 
-def test_fwm_gradient():
+@pytest.mark.parametrize("sizes", [(3, 3, 3, 3), (0.1, 0.1, 0.1, 9)], ids=str)
+@pytest.mark.parametrize("reset", [None, 0, 1, 3])
+def test_fwm_gradient(reset, sizes):
+    """With memories that are divided by their norm, and small ones before; and nothing passes back over the beginning of a text."""
     shape = (1, 2, 4, 3, 4)
     inputs, gates = draw_inputs(shape), draw_gates(RULES["fwm"], shape)
-    assert torch.autograd.gradcheck(
-        lambda q, k, v, beta: fast_weight(q, k, v * 3, "fwm", {"beta": beta})[0], (*inputs.values(), *gates.values())
-    )
+    mask = None if reset is None else torch.arange(4)[None] == reset
+    size = torch.tensor(sizes)[:, None]
+
+    def run(q, k, v, beta):
+        y, state = fast_weight(q, k, v * size, "fwm", {"beta": beta}, reset_mask=mask)
+        return y, state.memory
+
+    assert torch.autograd.gradcheck(run, (*inputs.values(), *gates.values()))
 
 
 def test_fwm_reads_one_token_in_one_step_and_several_as_a_sequence(monkeypatch):

@@ -129,8 +129,8 @@ def test_the_models_are_of_one_size():
 @pytest.mark.parametrize("name", sorted(NAMES))
 @torch.no_grad()
 def test_every_hypothesis_has_as_many_tokens_as_the_source(name, monkeypatch):
-    """Though the model would end each as soon as it may. They are those of a search that nobody watches, and the state is that of all
-    hypotheses."""
+    """Though the model would end each as soon as it may. They are those of a search that nobody watches, and the state is that of
+    all hypotheses."""
     args = bench.build_parser().parse_args(TINY)
     task, models = translation.build_models(args)
     plain_scores, end = models[name].get_normalized_probs, torch.arange(args.vocabulary) == task.target_dictionary.eos()
