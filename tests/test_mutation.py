@@ -137,6 +137,7 @@ def test_the_most_specific_tests_are_those_that_run_the_fewest_lines():
     assert most_specific(many, Run(many, {0: [*many]}), 99) == [*many][:12]
 
 
+@pytest.mark.long
 def test_a_run_of_a_small_package(tmp_path):
     """One function has a test of its value, another is only called, a third runs only in a command, and the test of a fourth fails
     alone. The repository is left as it is, and a run that goes on only prints what it has found."""
