@@ -1,6 +1,6 @@
 """Stopping
 
-A run that a cluster takes its machine from saves what it has.
+A run that a cluster takes its machine from saves what it has, and a run that is complete trains no further.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from fairseq import checkpoint_utils
@@ -33,10 +33,36 @@ def save_when_told_to_stop() -> None:
     """A signal that tells a run to stop loses everything since the last checkpoint. Now SIGTERM and SIGUSR1 end a training after
     the update at hand: it saves `checkpoint_last.pt` without validating, and ends with exit code 75. The same command resumes it.
     If one worker gets the signal, all of them stop."""
+    change_program("validate_and_save", save_and_exit_if_told)
+
+
+@changes("fairseq_cli.train.train")
+def leave_complete_runs_alone() -> None:
+    """Each repetition of the command of a run that has reached `--max-update` or `--stop-time-hours` makes one more update, and
+    writes it over the run's checkpoint. Now it makes none."""
+    change_program("train", train_unless_complete)
+
+
+def change_program(name: str, function: Callable) -> None:
+    """Changes a function of fairseq-train, in whichever module it is. Other programs have no validate_and_save."""
     for module in filter(None, map(sys.modules.get, PROGRAMS)):
-        original = getattr(module, "validate_and_save", None)
-        if original is not None and not hasattr(original, "changed_by"):
-            module.validate_and_save = changed(original, save_and_exit_if_told)
+        original = getattr(module, name, None)
+        if hasattr(module, "validate_and_save") and original is not None and not hasattr(original, "changed_by"):
+            setattr(module, name, changed(original, function))
+
+
+def train_unless_complete(original, cfg, trainer, task, epoch_itr):
+    """Trains for an epoch, unless the run that was resumed had reached its end."""
+    updates, limits = trainer.get_num_updates(), cfg.optimization
+    hours = trainer._previous_training_time / 3600  # all workers have read the same number from the checkpoint
+    if 0 < limits.max_update <= updates:
+        reached = f"--max-update {limits.max_update}"
+    elif 0 < limits.stop_time_hours < hours:
+        reached = f"--stop-time-hours {limits.stop_time_hours:g}"
+    else:
+        return original(cfg, trainer, task, epoch_itr)
+    logger.info("the run was complete after %d updates, by %s, and trains no further", updates, reached)
+    return [None], True
 
 
 def save_and_exit_if_told(original, cfg, trainer, task, epoch_itr, valid_subsets, end_of_epoch):

@@ -72,6 +72,11 @@ def test_a_run_that_is_told_to_stop_saves_and_resumes_as_if_it_had_not(data, tmp
     succeed(fairseq("train", *training(data, tmp_path / "whole", "--batch-size", 4)))
     one, two = parameters(tmp_path), parameters(tmp_path / "whole")
     assert all(one[name].equal(two[name]) for name in one if not name.endswith("_float_tensor"))
+    complete = (tmp_path / "checkpoint_last.pt").read_bytes()
+    for limit in ([], ["--max-update", 0, "--stop-time-hours", 1e-9]):
+        again = succeed(fairseq("train", *command, *limit))
+        assert f"the run was complete after {UPDATES} updates, by {limit[2] if limit else '--max-update'} " in again
+    assert (tmp_path / "checkpoint_last.pt").read_bytes() == complete
 
 
 def test_all_workers_stop_if_one_is_told_to(data, tmp_path):
@@ -165,13 +170,34 @@ def test_it_says_whether_a_checkpoint_is_there(monkeypatch, caplog, no_save, no_
 
 
 def test_the_function_of_fairseq_train_is_replaced_once_wherever_it_is(monkeypatch):
-    started, other = Namespace(validate_and_save=lambda *args: None), Namespace()
-    original = started.validate_and_save
+    started, other = Namespace(validate_and_save=lambda *args: None, train=lambda *args: None), Namespace(train=print)
+    save, train = started.validate_and_save, started.train
     monkeypatch.setitem(sys.modules, "fairseq_cli.train", other)
     monkeypatch.setitem(sys.modules, "__mp_main__", started)
     for _ in range(2):
         stopping.save_when_told_to_stop()
-    assert started.validate_and_save.__wrapped__ is original and vars(other) == {}
+        stopping.leave_complete_runs_alone()
+    assert started.validate_and_save.__wrapped__ is save and started.train.__wrapped__ is train and vars(other) == {"train": print}
+
+
+@pytest.mark.parametrize(
+    "updates, seconds, most, hours, trains",
+    [
+        (8, 0, 9, 0, True),
+        (9, 0, 9, 0, False),
+        (10, 0, 9, 0, False),
+        (9, 99, 0, 0, True),
+        (9, 1800, 0, 0.5, True),  # fairseq stops after the time, not at it
+        (9, 1801, 0, 0.5, False),
+        (9, 1801, 9, 0.5, False),
+    ],
+)
+def test_a_complete_run_trains_no_further(updates, seconds, most, hours, trains):
+    """No limit is a 0."""
+    trainer = Namespace(get_num_updates=lambda: updates, _previous_training_time=seconds)
+    config = Namespace(optimization=Namespace(max_update=most, stop_time_hours=hours))
+    done = stopping.train_unless_complete(lambda *args: args, config, trainer, "task", "iterator")
+    assert done == ((config, trainer, "task", "iterator") if trains else ([None], True))
 
 
 @pytest.mark.parametrize("updates, most, goes_on", [(8, 9, False), (9, 9, True), (10, 9, True), (9, 0, False)])

@@ -22,6 +22,7 @@ from support.recipes import recipe
 
 from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModel
 from fw_fairseq.tools.plot import __main__ as plots
+from fw_fairseq.tools.plot.parts import read_parts
 
 BIN = str(Path(sys.executable).parent)
 
@@ -44,7 +45,8 @@ def test_table_of_several_seeds(tmp_path):
     words = [f"w{i}" for i in range(12000)]  # more than the cutoffs of the adaptive softmax
     for split, count in (("train", 12000), ("valid", 300), ("test", 300)):
         (tmp_path / f"{split}.txt").write_text("".join(" ".join(words[i : i + 30]) + "\n" for i in range(0, count, 30)))
-    done = recipe("wikitext2/table.sh", tmp_path / "out", "sru", TOY="", DATA=str(tmp_path), UPDATES="2", SEEDS="1 2")
+    call, setting = (tmp_path / "out", "sru"), {"TOY": "", "DATA": str(tmp_path), "UPDATES": "2", "SEEDS": "1 2"}
+    done = recipe("wikitext2/table.sh", *call, **setting)
     [row] = [line for line in succeed(done).splitlines() if line.startswith("| sru | ")]
     reached = [[float(number) for number in re.findall(r"[\d.]+", line)[1:]] for line in done.stderr.splitlines() if "seed" in line]
     assert len(reached) == 2 and reached[0] != reached[1]
@@ -53,6 +55,11 @@ def test_table_of_several_seeds(tmp_path):
         assert mean == pytest.approx((one + other) / 2, abs=0.01) and deviation == pytest.approx(
             abs(one - other) / 2**0.5, abs=0.01
         )
+    table = tmp_path / "out" / "perplexity-2.txt"
+    for _ in range(2):  # the lines of a second call replace those of the first
+        for sliding in (False, True):
+            assert read_parts(table, sliding) == {"sru": {"": [values[sliding] for values in reached]}}
+        assert row in succeed(recipe("wikitext2/table.sh", *call, **setting))
 
 
 def test_sparse_rows_of_wikitext2_have_as_many_parameters_as_dense_ones():

@@ -12,7 +12,7 @@ from matplotlib import pyplot
 from matplotlib.text import Text
 
 from fw_fairseq.tools.plot import __main__ as plots
-from fw_fairseq.tools.plot import cost, probes, retrieval, sparse
+from fw_fairseq.tools.plot import cost, parts, probes, retrieval, sparse
 from fw_fairseq.tools.plot.dpfp import surfaces
 from fw_fairseq.tools.plot.logs import read_log
 from fw_fairseq.tools.plot.published import read_losses
@@ -57,6 +57,9 @@ CONVERTED = """| row of the recipe | converted | of the softmax row's performanc
 | `gated_delta-16` | 359.00 | 71.0% |
 """
 PROBES = "delta_elu 16 100\ndelta_elu 32 99.5\nsum_elu 16 41.25\nkda-negative 32 7\ndelta_product-4-negative 16 9\n"
+PARTS = (
+    "sum_elu 1 258 260\nkda 1 205 203\nsum_elu 2 259 262\nsum_elu-conv 1 233.04 231\nkda-parts 1 217 215\nkda-parts 2 219.5 214\n"
+)
 MODELS = ("fast_weight_lm delta", "fast_weight_lm sru", "fast_weight_lm abc", "transformer_lm")
 REPORT = {
     "generation": [{"context": t, "name": n, "seconds": t * 1e-6, "state_bytes": 100 * t} for n in MODELS for t in (8, 64)],
@@ -74,6 +77,9 @@ def files(tmp_path, monkeypatch):
         "page.md": PAGE,
         "converted.md": CONVERTED,
         "probes.txt": PROBES,
+        "parts.txt": PARTS,
+        "other.txt": "kda 1 2 3\nkda-part 1 2 3\n",
+        "empty.txt": "",
     }
     texts |= dict.fromkeys(("setting2-20-gated_delta-dpfp_--dpfp-nu_1.log", "setting2-20-fwm-tanh_.log"), LOG)
     for name, text in (texts | {"report.json": json.dumps(REPORT)}).items():
@@ -97,6 +103,8 @@ def files(tmp_path, monkeypatch):
         ("conversion converted.md", [">gated delta<", ">decay<", ">decay, distilled<", "% of softmax"]),
         ("dpfp", [">0.5<"]),
         ("state page.md", ["delta elu", "softmax", "numbers kept"]),
+        ("parts parts.txt", [">sum elu<", ">no parts<", ">short convolution<", ">all three<", ">test perplexity<"]),
+        ("parts parts.txt --sliding", [">test perplexity, sliding<"]),
     ],
 )
 def test_figures(command, words, files):
@@ -379,6 +387,32 @@ def test_a_legend_has_as_many_columns_as_fit(length, columns):
     save(figure, [])
 
 
+def test_parts_are_points_at_their_rules(files):
+    """The best rule without parts is on top, each seed has its point, and a line joins the means of no parts and of all three."""
+    axes = parts.draw(SimpleNamespace(results=Path("parts.txt"), sliding=False)).axes[0]
+    points = drawn(axes)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["kda", "sum elu"] and axes.yaxis_inverted()
+    assert sorted(points["no parts"]) == [(205, 0), (258, 1), (259, 1)] and points["short convolution"] == [(233.04, 1)]
+    assert points["all three"] == [(217, 0), (219.5, 0)] and "output norm" not in points
+    joins = [[*line.get_xdata()] for line in axes.lines if line.get_linestyle() == "-"]
+    assert joins == [[205, 218.25], [258.5]]
+
+
+def test_table_of_parts(files, capsys):
+    """Means, and standard deviations where there are several seeds."""
+    plots.main(["parts", "parts.txt", "--table"])
+    assert capsys.readouterr().out.splitlines() == [
+        "| test perplexity, parts: | none | short convolution | all three |",
+        "|---|---:|---:|---:|",
+        "| `kda` | 205.0 |  | 218.2 ± 1.8 |",
+        "| `sum_elu` | 258.5 ± 0.7 | 233.0 |  |",
+    ]
+    plots.main(["parts", "parts.txt", "--table", "--sliding"])
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "| `kda` | 203.0 |  | 214.5 ± 0.7 |", "| `sum_elu` | 261.0 ± 1.4 | 231.0 |  |",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "command, message",
     [
@@ -388,6 +422,9 @@ def test_a_legend_has_as_many_columns_as_fit(length, columns):
         ("curves capacity.txt", "capacity.txt has no valid_loss"),
         ("generation a.log", "a.log is not what fw-bench model --json writes"),
         ("conversion page.md", "page.md has no table with the columns row, of the softmax row's performance"),
+        ("parts probes.txt", "probes.txt, line 1 is 'delta_elu 16 100'; it must be ROW SEED PERPLEXITY SLIDING"),
+        ("parts other.txt", "other.txt, line 2 has the row kda-part; its ending must be conv, norm, gate, parts or none"),
+        ("parts empty.txt", "empty.txt has no results"),
         ("state a.log", "a.log has no table with the columns row, numbers kept, test perplexity"),
     ],
 )
