@@ -54,7 +54,7 @@ struct Part {
 
 // Parts that copy_tile and store_whole take, but for the end of a sequence.
 constexpr bool EVEN_PART = EVEN_TILE<In, Op, FW_SPAN, FW_K> && EVEN_TILE<In, Op, FW_SPAN, FW_V> &&
-                           EVEN_TILE<float, float, FW_SPAN, FW_K> && FW_V * sizeof(In) <= 512;
+                           EVEN_TILE<float, float, FW_SPAN, FW_K> && WHOLE_ROWS<In, FW_V>;
 
 __device__ __forceinline__ void load_part(Stage& s, const Params& p, const Firsts& first, int t0) {
     Params here = p;

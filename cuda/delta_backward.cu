@@ -19,7 +19,7 @@
 
 // Parts that copy_tile and store_whole take, but for the end of a sequence.
 constexpr bool EVEN_PART = !FW_MAP && KEEP_KEYS && !FW_PARTIAL && EVEN_TILE<In, Op, FW_SPAN, FW_K> && EVEN_TILE<In, Op, FW_SPAN, FW_V> &&
-                           FW_K * sizeof(In) <= 512 && FW_V * sizeof(In) <= 512;
+                           WHOLE_ROWS<In, FW_K> && WHOLE_ROWS<In, FW_V>;
 
 __device__ __forceinline__ void load_part(Stage& s, const Params& p, const Firsts& first, int t0) {
     Params here = p;

@@ -1,7 +1,7 @@
 // The gradient of reads that are divided, y = x / (r + eps) with a divisor r for each token: dx = dy / (r + eps) and
 // dr = -(dy . y) / (r + eps). Where r is 0, the divisor was `least` and dr is 0.
 //
-// A block has 256 / FW_LANES tokens of one sequence and head, a token FW_LANES lanes of a warp. A lane moves 16 bytes at a time where
+// A block has ROWS tokens of one sequence and head, a token FW_LANES lanes of a warp. A lane moves 16 bytes at a time where
 // rows are aligned (FW_ALIGNED). Memory bandwidth bounds the speed: y and dy are read and dx is written, once each. FW_IN is their type.
 #include "common.cuh"
 
@@ -21,13 +21,14 @@ __device__ __forceinline__ T* at(const View& x, int b, int h, int t) {
     return (T*)x.p + b * x.b + h * x.h + t * x.t;
 }
 
-constexpr int N = FW_ALIGNED ? 16 / (int)sizeof(FW_IN) : 1;
+constexpr int ROWS = 256 / FW_LANES, N = FW_ALIGNED ? 16 / (int)sizeof(FW_IN) : 1;
 struct __align__(N * sizeof(FW_IN)) Unit {
     FW_IN x[N];
 };
 
 extern "C" __global__ void __launch_bounds__(256) divided_backward(const Params p) {
-    const int b = blockIdx.x / p.H, h = blockIdx.x % p.H, row = blockIdx.y * (256 / FW_LANES) + threadIdx.x / FW_LANES;
+    const int blocks = (p.T + ROWS - 1) / ROWS, head = blockIdx.x / blocks;  // a sequence may need more blocks than a grid has in y
+    const int b = head / p.H, h = head % p.H, row = blockIdx.x % blocks * ROWS + threadIdx.x / FW_LANES;
     const bool there = row < p.T;
     const int t = there ? row : 0;
     const FW_IN *y = at<const FW_IN>(p.y, b, h, t), *dy = at<const FW_IN>(p.dy, b, h, t);

@@ -6,7 +6,7 @@
 //   accumulators (fp32):   d0 d1 (g, 2t..2t+1), d2 d3 (g+8, 2t..2t+1)
 // The lower half of a register holds the element with the lower index.
 //
-// bf16 and tf32 products exist from sm_80 on; fp16 products and everything else from sm_75 on.
+// bf16 and tf32 products exist from sm_80 on, stmatrix from sm_90 on; fp16 products and everything else from sm_75 on.
 #pragma once
 
 #include <cuda_bf16.h>

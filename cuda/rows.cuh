@@ -48,6 +48,10 @@ template <class From, class To, int ROWS, int WIDTH>
 constexpr bool EVEN_TILE = FW_ALIGNED && same_type<From, To> && THREADS % (WIDTH * (int)sizeof(From) / 16) == 0 &&
                            ROWS * (WIDTH * (int)sizeof(From) / 16) % THREADS == 0;
 
+// Whether the units of 16 bytes that a warp moves at a time are whole rows, as store_whole needs.
+template <class T, int WIDTH>
+constexpr bool WHOLE_ROWS = 32 % (WIDTH * (int)sizeof(T) / 16) == 0;
+
 // A whole tile: rows [t0, t0+ROWS) of those that begin at `from`.
 template <class T, int ROWS, int WIDTH>
 __device__ __forceinline__ void copy_tile(T* tile, const T* from, int64_t stride, unsigned t0 = 0) {

@@ -80,6 +80,8 @@ def test_any_length(one_thread, dtype, tokens):
         (20, 20, torch.bfloat16, "c", "near"),
         (128, 136, torch.bfloat16, "tw", "near"),
         (120, 50, torch.float32, "cw", "near"),
+        (96, 96, torch.bfloat16, "tw", "near"),
+        (48, 48, torch.float32, "c", "near"),
         (256, 16, torch.float32, "tw", "some"),
         (20, 72, torch.float32, "c", "some"),
     ],

@@ -12,7 +12,7 @@ from support.draws import assert_same
 from fw_fairseq.ops import FastWeightState, fast_weight
 from fw_fairseq.ops.kernels import launch, linear, recurrence
 from fw_fairseq.ops.kernels import step as cuda_step
-from fw_fairseq.ops.kernels.common import Divided
+from fw_fairseq.ops.kernels.common import Divided, undivided
 from fw_fairseq.row_map import AS_IS
 from fw_fairseq.rules import Coefficients
 
@@ -55,6 +55,13 @@ def by_definition(x: dict, dy, dmemory, dsums) -> dict[str, torch.Tensor]:
     grads = torch.autograd.grad((y, memory, n), list(leaves.values()), (dy.double(), dmemory.double(), dsums.double()))
     results = {"y": y, "final memory": memory, "final sums": n}
     return {name: t.detach() for name, t in results.items()} | {f"gradient of {name}": g for name, g in zip(leaves, grads)}
+
+
+def test_a_long_sequence_fits_the_grid():
+    """It needs 65,536 blocks, one more than a grid has in y."""
+    dy, recorder = torch.empty(1, 1, 524_281, 33), Recorder()
+    undivided(recorder, Divided(EPS, LEAST, None, None, dy), dy[..., 0], dy)
+    assert [launch.grid for launch in recorder.launches] == [(65_536,)]
 
 
 def compare(rule: str, shape, dtype, launcher=None, gates: str = "uniform") -> None:

@@ -30,7 +30,7 @@ def on_device(tensors, dtype=None):
 
 
 MAPS = [RowMap("dpfp", 1, "sum"), RowMap("dpfp", 3, "sum"), RowMap("elu", 1, "sum"), RowMap("relu", 1, "l2")]
-CASES = [(rule, width, RowMap()) for rule in (*KERNEL_RULES, *CHANNEL_RULES) for width in (16, 64, 100, 128)]
+CASES = [(rule, width, RowMap()) for rule in (*KERNEL_RULES, *CHANNEL_RULES) for width in (16, 48, 64, 96, 100, 128)]
 CASES += [(rule, 64, row_map) for rule in ("gated", "delta") for row_map in MAPS]
 
 

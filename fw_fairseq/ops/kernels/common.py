@@ -135,7 +135,7 @@ def undivided(launcher, divided: Divided, divisors: Tensor, dy: Tensor) -> tuple
     while lanes < min(units, 32):
         lanes *= 2
     defines = {"FW_IN": TYPES[dy.dtype], "FW_ALIGNED": int(aligned), "FW_LANES": lanes}
-    grid = (batch * heads, -(-tokens * lanes // 256))
+    grid = (batch * heads * -(-tokens * lanes // 256),)
     launcher("divided.cu", "divided_backward", defines, grid, (256,), params, 0, dy.device)
     return dx, ddivisors
 

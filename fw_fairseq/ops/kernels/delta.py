@@ -183,10 +183,9 @@ def unsupported_device(q, v, f, w, row_map: RowMap = AS_IS) -> str | None:
         return f"backend='cuda' has kernels with erase for compute capability {OLDEST[0]}.{OLDEST[1]} and higher only"
     variant = Variant.of(q, v, f, w, "exact" if q.dtype == torch.float32 else "bf16", row_map)
     needed = max(variant.forward_bytes(), variant.backward_bytes(1))
-    held = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
-    if needed > held:
+    if needed > variant.held:
         key = row_map.width(q.shape[-1])
-        return f"backend='cuda' needs {needed} bytes of shared memory for {q.dtype} keys {key} wide; this device has {held}"
+        return f"backend='cuda' needs {needed} bytes of shared memory for {q.dtype} keys {key} wide; this device has {variant.held}"
     return None
 
 
