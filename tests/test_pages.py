@@ -18,7 +18,7 @@ from fairseq.models import MODEL_DATACLASS_REGISTRY, MODEL_REGISTRY
 from fairseq.tasks import TASK_DATACLASS_REGISTRY
 
 import fw_fairseq.models  # noqa: F401
-from fw_fairseq.config import option_name
+from fw_fairseq.config import FastWeightConfig, option_name
 from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.rules import RULES
 from fw_fairseq.tools.bench.language_models import SIZES
@@ -53,6 +53,21 @@ def test_links_lead_somewhere():
 def test_the_index_lists_every_page():
     index = (ROOT / "docs" / "README.md").read_text()
     assert [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md" and f"({page.name})" not in index] == []
+
+
+def test_the_page_of_options_is_made_of_their_help_texts():
+    """And it has all of them."""
+    made = runpy.run_path(str(ROOT / "docs" / "options.py"))["page"]()
+    assert (ROOT / "docs" / "options.md").read_text() == made
+    listed = re.findall(r"^\| `(--[a-z-]+)`", made, re.MULTILINE)
+    every = {option_name(f.name) for f in fields(FastWeightConfig) if "help" in f.metadata}
+    every |= {"--linear-attention", "--decoder-attentions", "--source-in-front", "--options-from", "--train-only", "--init-std"}
+    every |= {"--plain-adaptive-softmax", "--key-dim", "--reset-at-eos", "--sequence-parallel", "--pairs", "--group", "--setting"}
+    assert every | {"--teacher", "--state-norm-penalty", "--target-loss"} <= {*listed}
+    more_than_once = {name for name in listed if listed.count(name) > 1}  # options of several tasks or losses
+    assert more_than_once == {
+        "--updates-per-epoch", "--evaluation-sequences", "--evaluation-pairs", "--symbols", "--state-norm-penalty",
+    }  # fmt: skip
 
 
 def test_every_promise_of_the_security_page_has_tests():
