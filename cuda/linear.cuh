@@ -80,7 +80,8 @@ __device__ __forceinline__ void multiply_gates(Products& to, const float* f, int
     float g[EACH], up = 1.f;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-        g[i] = first + i < min(tokens, C) ? fmaxf(f[first + i], SMALLEST) : 1.f;
+        g[i] = first + i < min(tokens, C) ? f[first + i] : 1.f;
+        g[i] = g[i] < SMALLEST ? SMALLEST : g[i];  // which leaves NaN as it is
         up *= g[i];
     }
     float down = up;

@@ -33,6 +33,18 @@ A switch is `on` or `off` by default and takes no value: `--NAME` turns it on an
 called `--no-NAME`. Architectures have other defaults for some options. An option that no part of the model reads is refused.
 """
 
+TAIL = """\
+## Environment variables
+
+| variable | effect |
+|---|---|
+| `FW_TRACEBACK=1` | the traceback is shown with the sentence that a mistake ends in |
+| `FW_FAIRSEQ_COMPILED=0` | no loop in C++ is compiled for the CPU; PyTorch computes the same |
+| `CXX` | the compiler of these loops, `c++` without it; they lie in `$XDG_CACHE_HOME/fw_fairseq` or `~/.cache/fw_fairseq` |
+| `FW_FAIRSEQ_DECODING_GRAPH=0` | generation on a GPU uses no CUDA graph |
+| `FW_FAIRSEQ_FP32=tf32` | the CUDA kernels round the operands of fp32 products to 11 bits, which is faster |
+"""
+
 
 def own(kind: type) -> list[Field]:
     """Returns the fields with a help text that a class of options has beyond those of fairseq's classes."""
@@ -92,7 +104,7 @@ def page() -> str:
     lines = [HEAD]
     for title, options in groups():
         lines += [f"## {title}", "", *table(options)]
-    return "\n".join(lines[:-1]) + "\n"
+    return "\n".join([*lines, TAIL])
 
 
 if __name__ == "__main__":

@@ -54,6 +54,23 @@ def test_a_device_with_less_shared_memory(one_thread):
     assert device.calls[0][2]["FW_MEMORIES"] == device.calls[1][2]["FW_STAGES"] == 1
 
 
+def test_a_gate_that_is_not_a_number_is_seen_from_its_token_on(one_thread):
+    x = draw("gated", (1, 1, 33, 32, 32))
+    with launch.use(EmulatorLaunch()) as launcher:
+        before, *_ = linear.forward(launcher, *x.values(), "exact", keep=False)
+        x["f"][:, :, 5] = float("nan")
+        y, *_ = linear.forward(launcher, *x.values(), "exact", keep=False)
+    assert y[:, :, :5].equal(before[:, :, :5]) and y[:, :, 5:].isnan().all()
+
+
+@pytest.mark.parametrize("value", [64, 100, 128])
+def test_two_blocks_fit_where_a_block_takes_room_twice(value):
+    """On an A100, whose multiprocessors have 164 KiB, 1 KiB of which each block costs beside its own."""
+    for launched in launches(linear, "gated", (1, 1, 2, 20, value), torch.bfloat16, (8, 0)):
+        twice = launched.defines.get("FW_MEMORIES", launched.defines.get("FW_STAGES"))
+        assert twice in (1, 2) and (twice == 1 or 2 * (launched.defines["FW_SHARED"] + 1024) <= 164 * 1024)
+
+
 def test_long_sums_in_fp32(one_thread):
     """Where the tensor cores cut off their sums, as they do on a device: the memory of 8192 tokens is as accurate as fp32."""
     x = {name: t if t is None else t.abs() for name, t in draw("sum", (1, 1, 8192, 16, 16)).items()}

@@ -53,14 +53,14 @@ def test_lanes_of_a_token_where_reads_are_divided(dtype, width, lanes, blocks):
     y, sums, recorder = torch.empty(2, 3, 40, width, dtype=dtype), torch.empty(2, 3, 8), Recorder()
     undivided(recorder, Divided(0.0, 1.0, sums, sums, y), torch.empty(2, 3, 40), y)
     [launched] = recorder.launches
-    assert (launched.defines["FW_LANES"], launched.grid, launched.threads) == (lanes, (6, blocks), 256)
+    assert (launched.defines["FW_LANES"], launched.grid, launched.threads) == (lanes, (6 * blocks,), 256)
 
 
 def test_the_last_tokens_have_lanes_where_reads_are_divided():
     """A warp for each of 2056 tokens is 257 whole blocks."""
     y, sums, recorder = torch.empty(1, 1, 1, 128).expand(1, 1, 2056, 128), torch.empty(1, 1, 8), Recorder()
     undivided(recorder, Divided(0.0, 1.0, sums, sums, y), torch.empty(1, 1, 2056), y)
-    assert recorder.launches[0].grid == (1, 257)
+    assert recorder.launches[0].grid == (257,)
 
 
 STRUCTURES = [common.PARAMS, common.DIVIDED, decay.PARAMS, step.PARAMS, step.READ_PARAMS]

@@ -148,7 +148,7 @@ class Variant(NamedTuple):
 
     def fitting(self, needed) -> int:
         """1, or 2 where two blocks with as much fit a multiprocessor."""
-        return 2 if needed(2) <= self.held // 2 else 1
+        return 2 if needed(2) <= (self.held - 1024) // 2 else 1
 
     def defines(self, tile: Tile, views: dict) -> dict[str, int | str]:
         return {

@@ -14,8 +14,8 @@ NAMES = ("x", "A", "B", "c", "W1", "W2", "b")
 POINTERS = (*NAMES, "y", "inner", "hidden", "chosen", "counters")
 SIZES = ("R", "C", "rank", "units", "block")
 PARAMS = np.dtype([*((name, "u8") for name in POINTERS), *((name, "i4") for name in SIZES)], align=True)
-HELD = launch.WITHOUT_ASKING - 1024  # bytes of shared memory for what a thread block reads of others
-COUNTERS: dict[tuple, Tensor] = {}  # by device, stream and size: 0 before and after each launch
+HELD = launch.WITHOUT_ASKING - 3 * 1024  # bytes of shared memory for what a block reads of others; its own takes 1 or 2 KiB
+COUNTERS: dict[tuple[torch.device, int], Tensor] = {}  # by device and size: 0 before and after each launch
 
 
 def why_not(*operands: Tensor, block: int) -> str | None:
@@ -61,15 +61,13 @@ def defines(dtype: torch.dtype, aligned: bool, width: int, rank: int) -> dict[st
 
 
 def counters(device: torch.device, count: int) -> Tensor:
-    """Returns so many zeros, which a launch leaves as it found them. Launches of one stream follow each other and share them."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    known = COUNTERS.get((device, stream, count))
-    if known is not None:
-        return known
-    made = torch.zeros(count, dtype=torch.int32, device=device)
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # else the zeros exist in the graph only
-        COUNTERS[device, stream, count] = made
-    return made
+    """Returns so many zeros, which a launch leaves as it found them. Launches of the default stream follow each other and share
+    them. Another stream may be recorded in a graph, which is then replayed beside others, and its memory may be the graph's."""
+    if device.type == "cuda" and torch.cuda.current_stream(device).cuda_stream:
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    if (device, count) not in COUNTERS:
+        COUNTERS[device, count] = torch.zeros(count, dtype=torch.int32, device=device)
+    return COUNTERS[device, count]
 
 
 def feed_forward_fake(x, *others):
