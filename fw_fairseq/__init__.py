@@ -1,7 +1,8 @@
 """Fast weights and linear attention for fairseq (``--user-dir fw_fairseq``).
 
-``fw_fairseq.ops``, ``rules``, ``feature_maps`` and ``mixers`` need torch alone. fairseq registers the models, tasks, criterions and
-schedules when it imports this directory as its user directory; ``import fw_fairseq.models`` registers them in a program.
+``fw_fairseq.ops``, ``rules``, ``feature_maps`` and ``mixers`` need torch and NumPy alone. fairseq registers the models, tasks,
+criterions and schedules when it imports this directory as its user directory; ``import fw_fairseq.models`` registers them in a
+program.
 
 The options take their choices from ``rules.RULES``, ``feature_maps.FEATURE_MAPS`` and ``mixers.MIXERS`` at that moment. A package
 that adds to them does so first and then imports ``fw_fairseq.models``. It is itself the user directory, ``--user-dir PACKAGE``.

@@ -47,7 +47,8 @@ class FastWeightConfig(FairseqDataclass):
     mixer: ChoiceEnum([*MIXERS, SOFTMAX]) = option("fast_weight", "the token mixer of every layer; softmax is fairseq's attention")
     mixer_pattern: str = option(
         "",
-        "the mixer of each layer, bottom first, with repeats: 'softmax,fast_weight*3'; short ones repeat; overrides --mixer",
+        "the mixer of each layer, bottom first, with repeats: 'softmax,fast_weight*3'; short ones repeat; give it in place of"
+        " --mixer",
     )
     update_rule: ChoiceEnum(list(RULES)) = setting("update_rule", "the update rule of the fast-weight memory")
     feature_map: ChoiceEnum(list(FEATURE_MAPS)) = setting("feature_map", "the map that queries and keys pass through")
@@ -57,7 +58,9 @@ class FastWeightConfig(FairseqDataclass):
     feature_norm: ChoiceEnum(list(NORMS)) = setting(
         "feature_norm", "divide features by their sum (for non-negative maps), by their length (l2), or by neither"
     )
-    attention_norm: bool = setting("attention_norm", "divide each read by the product of the query and the sum of the keys")
+    attention_norm: bool = setting(
+        "attention_norm", "divide each read by the product of the query and the keys that the rule has accumulated"
+    )
     attention_norm_of: ChoiceEnum(list(NORM_OF)) = setting(
         "attention_norm_of",
         "under delta, divide what an erase reads too (read_and_erase: Schlag et al. 2021, eq. 27) or the output alone (read: Mao"
@@ -69,7 +72,8 @@ class FastWeightConfig(FairseqDataclass):
     )
     favor_prescale: bool = setting(
         "favor_prescale",
-        "favor estimates exp(q.k / sqrt(feature_dim)), as softmax attention weighs, instead of exp(q.k), with fewer features",
+        "favor estimates exp(q.k / sqrt(feature_dim)), as softmax attention weighs, instead of exp(q.k), and needs fewer"
+        " features for it",
     )
     write_strength_init: float = setting(
         "write_strength_init",
@@ -125,9 +129,11 @@ class FastWeightConfig(FairseqDataclass):
     )
     sru_projection: int = setting("sru_projection", "width of a projection of sru's input before its product; 0: no projection")
     sru_projection_norm: bool = setting(
-        "sru_projection_norm", "normalise that projection, as SRU++ does in layers without attention"
+        "sru_projection_norm", "normalise the projection of --sru-projection, as SRU++ does in layers without attention"
     )
-    sru_projection_dropout: float = setting("sru_projection_dropout", "dropout probability of that projection, after the norm")
+    sru_projection_dropout: float = setting(
+        "sru_projection_dropout", "dropout probability of the projection of --sru-projection, after the norm"
+    )
     sru_highway_bias: float = setting(
         "sru_highway_bias", "initial bias of the gate of sru and srupp that chooses between state and input"
     )
@@ -153,8 +159,8 @@ class FastWeightConfig(FairseqDataclass):
     )
     srupp_segment: int = setting(
         "srupp_segment",
-        "token i of each so many tokens of a text sees i tokens more than --srupp-memory; the published runs train with their"
-        " --tokens-per-sample and evaluate with 1",
+        "N: a text is cut into groups of N tokens, and token i of a group, counted from 0, sees i tokens more than --srupp-memory;"
+        " the published runs train with their --tokens-per-sample and evaluate with 1",
     )
     srupp_rescale: bool = setting("srupp_rescale", "scale the input that passes srupp's highway; the published SRU++ does not")
     srupp_dropout: float = setting(
@@ -166,8 +172,8 @@ class FastWeightConfig(FairseqDataclass):
     )
     xl_segment: int = setting(
         "xl_segment",
-        "token i of each so many tokens of a text sees i tokens more than --xl-memory; the published runs have their"
-        " --tokens-per-sample here, in training and evaluation",
+        "N: a text is cut into groups of N tokens, and token i of a group, counted from 0, sees i tokens more than --xl-memory; the"
+        " published runs have their --tokens-per-sample here, in training and evaluation",
     )
     attention_dropout: float = setting("attention_dropout", "dropout probability for attention weights")
     slots: int = setting("slots", "number of keys, and of values, that each head of abc and linformer keeps")
@@ -176,11 +182,11 @@ class FastWeightConfig(FairseqDataclass):
     )
     ffn_sparsity: int = option(
         0,
-        "use one of each so many hidden units of the feed-forward layers, which a controller chooses for each token; 0: use all",
+        "N: each token uses one of each N hidden units of the feed-forward layers; a controller chooses them; 0: it uses all",
         0,
     )
     ffn_controller_dim: int = option(
-        0, "rank of that controller; 0: the width of the feed-forward layers divided by --ffn-sparsity", 0
+        0, "rank of the controller of --ffn-sparsity; 0: the number of hidden units divided by --ffn-sparsity", 0
     )
     qkv_sparsity: int = option(
         0,

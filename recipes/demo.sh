@@ -14,6 +14,7 @@
 #           PYTHON=python3.12 recipes/demo.sh       takes another interpreter for a new .venv
 wanted_python=${PYTHON:-python3}
 source "$(dirname "$0")/lib.sh"
+no_toy "leave TOY out, and set UPDATES=50 for a short demo"
 
 OUT=${OUT:-${DEMO:-outputs/demo}}
 UPDATES=${UPDATES:-300}

@@ -103,6 +103,10 @@ renamed() { # VARIABLE SENTENCE: fails where a variable is set that recipes no l
     [ -z "${!1+set}" ] || fail "$1 is set, which this recipe does not read; $2"
 }
 
+no_toy() { # SENTENCE: fails with TOY=1, in a recipe that has no toy size; SENTENCE says what to do
+    [ -z "$TOY" ] || fail "TOY is set, and this recipe has no toy size; $1"
+}
+
 # ---- data
 
 download() { # URL FILE SHA256: resumes and checks a download; without SHA256 the sum of the first download holds

@@ -10,7 +10,7 @@
 #           DATA=folder SEEDS="1 2" recipes/convergence/translation.sh softmax dpfp2-decoder
 #           DATA=folder TEST="test_2016_flickr test_2017_flickr" recipes/convergence/translation.sh      a row for each test set
 #           recipes/convergence/translation.sh --status     which rows are done, and how far the others are
-#           TOY=1 recipes/convergence/translation.sh dpfp2  a tiny model on a small text
+#           TOY=1 DATA=folder recipes/convergence/translation.sh dpfp2      a tiny model
 #
 # A call resumes each row from its last checkpoint; finished rows are only printed again. No row is cut short.
 source "$(dirname "$0")/../lib.sh"
@@ -25,6 +25,7 @@ split_rows "$@"
 [ ${#rows[@]} -gt 0 ] || rows=(softmax dpfp2 linear performer128 dpfp2-decoder linear-decoder performer128-decoder)
 for row in "${rows[@]}"; do row_model "$row"; done # says what is wrong with one before the first trains
 [ -z "$TOY" ] || width=16 batch=512 warm_up=4
+[ -n "${DATA:-}" ] || fail "DATA is missing; it must be the folder with train, val and test_2016_flickr, each in .en and .de"
 export OUT CPU=${CPU:-1}
 VALID=${VALID:-val} TEST=${TEST:-test_2016_flickr} BPE=${BPE:-8000} LOWERCASE=1 "$ROOT/recipes/wmt14/prepare.sh"
 fit=(--encoder-layers 3 --decoder-layers 3 --encoder-embed-dim "$width" --decoder-embed-dim "$width" --encoder-ffn-embed-dim $((2 * width))

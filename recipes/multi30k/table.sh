@@ -14,10 +14,12 @@
 source "$(dirname "$0")/../lib.sh"
 find_programs
 renamed ROWS "rows are arguments"
+no_toy "leave TOY out, and set UPDATES=10 for short rows"
 split_rows "$@"
 [ ${#rows[@]} -gt 0 ] || rows=(softmax dpfp2 linear prescaled128 performer128 dpfp2-decoder linear-decoder performer128-decoder)
 OUT=$(output_folder multi30k)
 updates=${UPDATES:-1400}
+[ -n "${DATA:-}" ] || fail "DATA is missing; it must be the folder with train, val and test_2016_flickr, each in .en and .de"
 export OUT CPU=1
 
 VALID=val TEST=${TEST:-test_2016_flickr} BPE=8000 LOWERCASE=1 "$ROOT/recipes/wmt14/prepare.sh"

@@ -11,6 +11,7 @@
 source "$(dirname "$0")/../lib.sh"
 find_programs
 renamed ROWS "rows are arguments"
+no_toy "leave TOY out, and set TOKENS=20000 and EVERY=2000 for a short text"
 OUT=$(output_folder streaming)
 split_rows "$@"
 [ ${#rows[@]} -gt 0 ] || rows=(delta srupp)

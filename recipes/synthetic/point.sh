@@ -16,6 +16,7 @@
 # loss is below 0.001 or has made no progress for 1000 updates.
 source "$(dirname "$0")/../lib.sh"
 find_programs
+no_toy "leave TOY out, and name a row with few keys, such as capacity-20-dpfp1"
 OUT=$(output_folder synthetic)
 kinds="FIGURE-KEYS-RULE-MAP, for example updates-20-delta-dpfp1"
 need_row "$kinds" "$@"

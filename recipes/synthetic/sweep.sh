@@ -28,6 +28,7 @@ case $figure in
             delta-dpfp2 delta-favor128) ;;
     *) fail "ROW is $1; it must begin with capacity or updates" ;;
 esac
+no_toy "leave TOY out, and name rows with few keys, such as capacity-20"
 results=$OUT/$figure.txt
 mkdir -p "$OUT"
 export OUT ROOT

@@ -13,6 +13,7 @@ row_options[sparse_equal]="${row_options[softmax_full]} --ffn-sparsity 16 --ffn-
 row_options[sparse_equal]+=" --qkv-sparsity 16 --ffn-sru 32 --output-sparsity 4"
 
 renamed ROWS "rows are arguments"
+no_toy "leave TOY out, and set UPDATES=10 for a short table.sh or ROUNDS=1 for a short speed.sh"
 [ -n "${DATA:-}" ] || fail "DATA is missing; it must be the folder with train.txt, valid.txt and test.txt of WikiText-2"
 data=$DATA
 OUT=$(output_folder wikitext2)

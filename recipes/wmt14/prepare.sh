@@ -20,6 +20,7 @@ OUT=$(output_folder wmt14)
 source=${SOURCE:-en}
 target=${TARGET:-de}
 data=${DATA:-}
+[ -n "$data" ] || no_toy "leave TOY out, and set DATA to a folder with a small parallel text"
 train=${TRAIN:-train} valid=${VALID:-valid} tests=${TEST:-test}
 read -ra names <<<"$tests"
 splits=(train valid) testprefs=

@@ -21,6 +21,7 @@
 source "$(dirname "$0")/../lib.sh"
 find_programs
 renamed ATTENTIONS "name them in the row, for example dpfp2-decoder"
+no_toy "leave TOY out, and give the sizes of a small model, for example SHAPE=iwslt_de_en with --encoder-layers 2 --decoder-layers 2"
 OUT=$(output_folder wmt14)
 source "$ROOT/recipes/wmt14/rows.sh"
 need_row "$kinds" "$@"

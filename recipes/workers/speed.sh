@@ -22,6 +22,7 @@ export OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
 for row in "${rows[@]}"; do
     [[ $row =~ ^[a-z_]+-(batches|streams|long)$ ]] || fail "ROW is $row; it must be RULE-batches, RULE-streams or RULE-long"
 done
+no_toy "leave TOY out, and set UPDATES=10 for short rows"
 if [ ! -d "$OUT/data" ]; then
     language_reference "$OUT/text"
     binarise "$OUT/data" -- --only-source --thresholdsrc 3 --trainpref "$OUT/text/train.txt" --validpref "$OUT/text/valid.txt"

@@ -1,6 +1,6 @@
 """Small changes of real checkpoints and weights: each ends in a sentence or is read as data, and none ends the process.
 
-FW_ALTERED=20 tries 10,000 changes.
+FW_ALTERED=20 tries 12,000 changes in place of 600.
 """
 
 from __future__ import annotations

@@ -198,6 +198,27 @@ def test_variables_of_before_are_not_ignored(name, variable, tmp_path):
     assert done.returncode == 1 and f"{variable} is set, which this recipe does not read; " in done.stderr
 
 
+@pytest.mark.parametrize(
+    "name, args", [("wmt14/prepare.sh", []), ("wmt14/train.sh", ["dpfp2"]), ("wikitext2/table.sh", []), ("wikitext2/speed.sh", []),
+                   ("multi30k/table.sh", []), ("streaming/memory.sh", []), ("synthetic/point.sh", ["capacity-2-softmax"]),
+                   ("synthetic/sweep.sh", ["capacity-2"]), ("workers/speed.sh", []), ("demo.sh", [])]
+)  # fmt: skip
+def test_recipes_without_a_toy_size_refuse_it(name, args, tmp_path):
+    """In one sentence that says what to do, before anything is downloaded, made or trained."""
+    done = recipe(name, tmp_path / "out", *args)
+    assert (done.returncode, done.stdout) == (1, "") and not list(tmp_path.iterdir())
+    [sentence] = done.stderr.splitlines()
+    assert sentence.startswith(f"{Path(name).name}: TOY is set, and this recipe has no toy size; leave TOY out")
+
+
+@pytest.mark.parametrize("name", ["multi30k/table.sh", "convergence/translation.sh"])
+def test_small_translations_do_not_download_wmt14(name, tmp_path):
+    """Whose recipe prepares their text."""
+    done = recipe(name, tmp_path / "out", "softmax", TOY="")
+    assert done.returncode == 1 and "DATA is missing; it must be the folder with train, val and test_2016_flickr" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_every_recipe_prints_its_head():
     """--help alone, without data, programs or folders; each head has the same parts, and its examples name the script."""
     parts = ["Paper", "Data", "Hardware", "Time", "Expected", "Usage"]

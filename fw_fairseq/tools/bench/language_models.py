@@ -68,7 +68,8 @@ def add_arguments(parser) -> None:
     add_graph(parser)
     parser.add_argument(
         "--host", action="store_true",
-        help="instead: the work of the host for a token on a GPU, with kernels and graphs that do nothing; on one CPU thread",
+        help="measure nothing but the CPU's work for one token on a GPU, with kernels and graphs that do nothing; needs"
+        " --threads 1",
     )  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="continue the report in --json, which is written after each length")
 

@@ -21,16 +21,16 @@ STEPS = 256  # tokens that are timed together
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--width", type=positive, default=128)
-    parser.add_argument("--heads", type=positive, default=4)
+    parser.add_argument("--width", type=positive, default=128, help="of every layer")
+    parser.add_argument("--heads", type=positive, default=4, help="of additive, leap and softmax attention")
     parser.add_argument("--batch", type=positive, default=32, help="sequences for sru and the LSTM")
-    parser.add_argument("--length", type=positive, default=128, help="their tokens")
+    parser.add_argument("--length", type=positive, default=128, help="tokens of each of these sequences")
     parser.add_argument("--tokens", type=positive, default=2048, metavar="T", help="tokens of one sequence for the others")
     parser.add_argument("--windows", type=int, nargs="+", default=[4, 1024, 0], help="of additive; 0: all of the past")
     parser.add_argument(
         "--peers",
         action="store_true",
-        help="against the authors' packages instead, sru and leap-transformer, where they are installed",
+        help="measure against the authors' packages, sru and leap-transformer, in place of the others, where they are installed",
     )
 
 

@@ -22,22 +22,31 @@ PLACES = ("with", "after")  # a rule with the feature map in the operation, or a
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--dtype", default="float32", choices=DTYPES)
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="type of the inputs")
     parser.add_argument(
-        "--rules", nargs="+", default=[n for n, r in RULES.items() if r.step is None], choices=RULES, metavar="RULE"
+        "--rules",
+        nargs="+",
+        default=[n for n, r in RULES.items() if r.step is None],
+        choices=RULES,
+        metavar="RULE",
+        help="update rules to measure",
     )
-    parser.add_argument("--tokens", nargs="+", type=positive, default=[512, 1024, 8192], metavar="T")
-    parser.add_argument("--batch", type=positive, default=4)
-    parser.add_argument("--heads", type=positive, default=8)
-    parser.add_argument("--key-width", type=positive, default=64)
-    parser.add_argument("--value-width", type=positive, default=64)
+    parser.add_argument(
+        "--tokens", nargs="+", type=positive, default=[512, 1024, 8192], metavar="T", help="lengths of the sequences"
+    )
+    parser.add_argument("--batch", type=positive, default=4, help="sequences computed together")
+    parser.add_argument("--heads", type=positive, default=8, help="heads of each sequence")
+    parser.add_argument("--key-width", type=positive, default=64, help="width of queries and keys per head")
+    parser.add_argument("--value-width", type=positive, default=64, help="width of values per head")
     parser.add_argument(
         "--backend", default="auto", choices=BACKENDS, help="what runs the rules; on a GPU their chunk form runs too"
     )
     parser.add_argument(
-        "--feature-map", choices=MAPS, help="also every rule with this map, normalised, inside the operation, and before it"
+        "--feature-map",
+        choices=MAPS,
+        help="also time every rule with this map and its norm twice: applied inside the operation, and before it",
     )
-    parser.add_argument("--dpfp-nu", type=positive, default=1)
+    parser.add_argument("--dpfp-nu", type=positive, default=1, help="nu of --feature-map dpfp")
     parser.add_argument(
         "--no-peers", action="store_true", help="without flash-linear-attention, whose kernels may be tuned for minutes at first"
     )

@@ -21,14 +21,16 @@ RULE = "sum"
 
 def add_arguments(parser) -> None:
     maps = [name for name, phi in FEATURE_MAPS.items() if phi.non_negative]
-    parser.add_argument("--feature-maps", nargs="+", default=["elu", "dpfp"], choices=maps, metavar="MAP")
+    parser.add_argument(
+        "--feature-maps", nargs="+", default=["elu", "dpfp"], choices=maps, metavar="MAP", help="feature maps, each a model"
+    )
     parser.add_argument("--dpfp-nu", type=positive, default=1, help="nu of dpfp")
     add_sizes(parser, layers=3, width=256, heads=4, ffn=512, vocabulary=8000)
     parser.add_argument(
         "--lengths", nargs="+", type=positive, default=[30, 200, 1000], metavar="T", help="tokens of each translation"
     )
     parser.add_argument("--sentences", type=positive, default=8, help="translated together")
-    parser.add_argument("--beam", type=positive, default=5)
+    parser.add_argument("--beam", type=positive, default=5, help="hypotheses of each sentence")
     add_graph(parser)
 
 

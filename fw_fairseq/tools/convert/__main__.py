@@ -23,7 +23,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("source", metavar="SOURCE", help="a checkpoint of fairseq's transformer_lm, or the folder of a GPT-2")
     parser.add_argument("output", metavar="OUTPUT", help="the checkpoint to write, for --finetune-from-model or --restore-file")
     parser.add_argument(
-        "--rule", required=True, choices=TARGETS, help="local_attention: a window of it; softmax: nothing is converted"
+        "--rule",
+        required=True,
+        choices=TARGETS,
+        help="an update rule makes fast weights; local_attention keeps softmax attention within a window; softmax leaves everything"
+        " as it is",
     )
     parser.add_argument("--feature-dim", type=int, default=0, help="width of queries and keys per head before the map; 0: as it is")
     parser.add_argument("--feature-map", choices=list(FEATURE_MAPS), help="default: relu for rules that erase, identity for others")
