@@ -27,9 +27,10 @@ struct __align__(N * sizeof(FW_IN)) Unit {
 };
 
 extern "C" __global__ void __launch_bounds__(256) divided_backward(const Params p) {
-    const int blocks = (p.T + ROWS - 1) / ROWS, head = blockIdx.x / blocks;  // a sequence may need more blocks than a grid has in y
-    const int b = head / p.H, h = head % p.H, row = blockIdx.x % blocks * ROWS + threadIdx.x / FW_LANES;
-    const bool there = row < p.T;
+    const unsigned H = p.H, blocks = (p.T + ROWS - 1u) / ROWS;  // a sequence may need more blocks than a grid has in y
+    const unsigned head = blockIdx.x / blocks, row = blockIdx.x % blocks * ROWS + threadIdx.x / FW_LANES;
+    const int b = head / H, h = head % H;
+    const bool there = row < (unsigned)p.T;
     const int t = there ? row : 0;
     const FW_IN *y = at<const FW_IN>(p.y, b, h, t), *dy = at<const FW_IN>(p.dy, b, h, t);
     FW_IN* dx = at<FW_IN>(p.dx, b, h, t);

@@ -29,8 +29,9 @@ These are the options that `--user-dir fw_fairseq` adds to fairseq's commands. `
 fairseq prints its help before it reads the options of a model or task. `python docs/options.py` makes this page of the program's
 own help texts.
 
-A switch is `on` or `off` by default and takes no value: `--NAME` turns it on and `--no-NAME` off, and `--NAME` turns off what is
-called `--no-NAME`. Architectures have other defaults for some options. An option that no part of the model reads is refused.
+A switch is `on` or `off` by default and takes no value: `--sru-tanh` turns one on, `--no-sru-rescale` turns one off that is on by
+default. [Each switch has an opposite](mixers.md#switches-in-both-directions). Architectures have other defaults for some options.
+An option that no part of the model reads is refused.
 """
 
 TAIL = """\

@@ -8,6 +8,7 @@ import importlib
 import json
 import re
 import runpy
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -16,6 +17,8 @@ import torch
 from fairseq import options, registry
 from fairseq.models import MODEL_DATACLASS_REGISTRY, MODEL_REGISTRY
 from fairseq.tasks import TASK_DATACLASS_REGISTRY
+from support.commands import run, succeed
+from support.lm_data import sentences
 
 import fw_fairseq.models  # noqa: F401
 from fw_fairseq.config import FastWeightConfig, option_name
@@ -105,6 +108,26 @@ def test_the_layers_example_runs():
     exec(code, names)
     torch.testing.assert_close(torch.cat([names["first"], names["rest"]]), names["sru"](names["x"])[0])
     assert names["state"].inputs.shape == (8, 51, 128) and names["attention"].in_proj.weight.grad.abs().sum() > 0
+
+
+def test_a_model_of_ones_own_text(tmp_path, monkeypatch, capsys):
+    """The commands of the page, with smaller sizes, and then its lines of Python."""
+    for count, split in enumerate(("train", "valid", "test")):
+        (tmp_path / f"{split}.txt").write_text("".join(f"{text}\n" for text in sentences(60, count)))
+    commands = next(code for code in blocks("docs/language_models.md", "bash") if "fairseq-preprocess" in code)
+    [code] = blocks("docs/language_models.md", "python")
+    smaller = {" fw_fairseq ": f" {ROOT / 'fw_fairseq'} --cpu ", " 1024": " 32", " 256": " 16", " 2000": " 2", " 40": " 8"}
+    for size, small in smaller.items():
+        assert size in commands
+        commands = commands.replace(size, small)
+    monkeypatch.chdir(tmp_path)
+    path = f"PATH={Path(sys.executable).parent}:$PATH"
+    printed = succeed(run("bash", "-euc", f"{path}\n{commands}"))
+    assert "Perplexity" in printed and re.search(r"^H-0\t\S+\tthe old cat ", printed, re.MULTILINE)
+    capsys.readouterr()
+    exec(code, {})
+    text, score = capsys.readouterr().out.splitlines()[-2:]
+    assert text.startswith("the old cat") and -10 < float(score.split("(")[-1].rstrip(")")) < 0
 
 
 def test_the_picture_of_the_readme_is_that_of_the_report():

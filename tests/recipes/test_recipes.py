@@ -22,7 +22,7 @@ from support.recipes import recipe
 
 from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModel
 from fw_fairseq.tools.plot import __main__ as plots
-from fw_fairseq.tools.plot.parts import read_parts
+from fw_fairseq.tools.plot.wikitext2 import read_parts
 
 BIN = str(Path(sys.executable).parent)
 

@@ -12,13 +12,13 @@ from matplotlib import pyplot
 from matplotlib.text import Text
 
 from fw_fairseq.tools.plot import __main__ as plots
-from fw_fairseq.tools.plot import cost, parts, probes, retrieval, sparse
+from fw_fairseq.tools.plot import cost, probes, retrieval, sparse
 from fw_fairseq.tools.plot.dpfp import surfaces
 from fw_fairseq.tools.plot.logs import read_log
 from fw_fairseq.tools.plot.published import read_losses
 from fw_fairseq.tools.plot.retrieval import SOLVED, number, point_of_log, read_results
 from fw_fairseq.tools.plot.style import SMALL, canvas, legend, log_values, look, plot, save, spread_out
-from fw_fairseq.tools.plot.wikitext2 import draw_conversion, draw_state, read_table
+from fw_fairseq.tools.plot.wikitext2 import draw_conversion, draw_parts, draw_state, read_table
 
 RESULTS = "dpfp1 20 0.0008\ndpfp1 40 0.2\nelu 20 0.001\nelu 40 0.3\n"
 UPDATES = "delta:dpfp1 20 0.0002\nother:map 20 30\n"
@@ -389,7 +389,7 @@ def test_a_legend_has_as_many_columns_as_fit(length, columns):
 
 def test_parts_are_points_at_their_rules(files):
     """The best rule without parts is on top, each seed has its point, and a line joins the means of no parts and of all three."""
-    axes = parts.draw(SimpleNamespace(results=Path("parts.txt"), sliding=False)).axes[0]
+    axes = draw_parts(SimpleNamespace(results=Path("parts.txt"), sliding=False)).axes[0]
     points = drawn(axes)
     assert [label.get_text() for label in axes.get_yticklabels()] == ["kda", "sum elu"] and axes.yaxis_inverted()
     assert sorted(points["no parts"]) == [(205, 0), (258, 1), (259, 1)] and points["short convolution"] == [(233.04, 1)]

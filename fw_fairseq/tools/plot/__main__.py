@@ -10,10 +10,10 @@ from pathlib import Path
 
 from ... import Mistake
 from ..command import check_outputs, make_parser, mistakes_as_sentences
-from . import cost, dpfp, parts, probes, retrieval, tables
+from . import cost, dpfp, probes, retrieval, tables
 from .logs import read_log
 from .style import Look, canvas, legend, log_values, look, plot, save
-from .wikitext2 import draw_conversion, draw_state
+from .wikitext2 import draw_conversion, draw_parts, draw_state, table_of_parts
 
 PROG = "fw-plot"
 EXAMPLE = "fw-plot curves softmax=runs/softmax/train.log delta=runs/delta/train.log --out curves.svg"
@@ -70,10 +70,10 @@ def build_parser():
         command.add_argument("report", type=Path, help="the file of fw-bench model --json")
     state = add("state", draw_state, "perplexity against the size of the state, one point for each model")
     state.add_argument("page", type=Path, help="the table that recipes/wikitext2/table.sh printed, or a page that holds it")
-    command = add("parts", parts.draw, "perplexity of rules with and without the parts around them, a point for each seed")
+    command = add("parts", draw_parts, "perplexity of rules with and without the parts around them, a point for each seed")
     command.add_argument("results", type=Path, help="a file of recipes/wikitext2/table.sh: lines of ROW SEED PERPLEXITY SLIDING")
     command.add_argument("--sliding", action="store_true", help="the perplexity with a sliding context")
-    add_table(command, parts.table)
+    add_table(command, table_of_parts)
     conversion = add("conversion", draw_conversion, "the share of a Transformer's performance that a conversion keeps, against m")
     conversion.add_argument(
         "page", type=Path, help="the table that recipes/wikitext2/conversion.sh printed, or a page that holds it"
