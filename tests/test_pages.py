@@ -73,6 +73,14 @@ def test_the_page_of_options_is_made_of_their_help_texts():
     }  # fmt: skip
 
 
+def test_every_publication_that_a_page_names_has_its_title():
+    listed = (ROOT / "docs" / "references.md").read_text()
+    name = r"(?:[A-Z][a-z]+ et al\.|[A-Z][a-z]+ (?:and|&) [A-Z][a-z]+|Lei|Mao|Kimi Team) 20\d\d"
+    named = {found.replace("&", "and") for page in PAGES for found in re.findall(name, page.read_text())}
+    named -= {"Irie and Schmidhuber 2021"}  # the end of three names
+    assert len(named) > 20 and {found for found in named if found not in listed} == set()
+
+
 def test_every_promise_of_the_security_page_has_tests():
     """Those that its source names in comments."""
     promises, _, _ = (ROOT / "SECURITY.md").read_text().partition("The source of this page")

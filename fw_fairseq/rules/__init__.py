@@ -138,7 +138,7 @@ RULES: dict[str, Rule] = {
     ),
     "gdn2": Rule(
         equation="D_t = f_t * W_{t-1}; W_t = D_t - k_t ((b_t * k_t)^T D_t) + k_t (w_t * v_t)^T",
-        source="Gated DeltaNet 2, 2026",
+        source="Hatamizadeh et al. 2026 (Gated DeltaNet 2)",
         gates={"f": KIMI, "b": Gate("K", erases=True), "w": Gate("V", writes=True)},
         coefficients=lambda f, b, w: Coefficients(f=f, e=b, w=w),
     ),
