@@ -62,3 +62,30 @@ def test_a_figure_is_what_its_command_draws(name, tmp_path, monkeypatch):
     assert NUMBER.sub("0", ours) == NUMBER.sub("0", theirs)
     numbers = [[float(number) for number in NUMBER.findall(text)] for text in (ours, theirs)]
     assert numbers[0] == pytest.approx(numbers[1], abs=0.01)
+
+
+def tables() -> list[tuple[str, list[str]]]:
+    """Pages, and the commands that print a table of theirs."""
+    found = []
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        for line in page.read_text().splitlines():
+            words = line.split()
+            if words[:1] == ["fw-plot"] and "--table" in words and ("--out" not in words or "docs" in words[-1]):
+                found.append(
+                    (page.relative_to(ROOT).as_posix(), words[1 : words.index("--out")] if "--out" in words else words[1:])
+                )
+    return found
+
+
+TABLES = tables()
+
+
+def test_pages_have_tables_of_commands():
+    assert {words[0] for _, words in TABLES} == {"capacity", "updates", "recall", "tracking", "parts"}
+
+
+@pytest.mark.parametrize("page, words", TABLES)
+def test_a_table_is_what_its_command_prints(page, words, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    plots.main(words)
+    assert capsys.readouterr().out in Path(page).read_text()
