@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import secrets
 import struct
 import zipfile
 from collections.abc import Callable, Iterator
@@ -44,7 +45,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Calls ``write`` with a temporary file beside ``path``, which then takes its place. A device or a pipe is written directly."""
     itself = path.exists() and not path.is_file()
     place = path if itself else path.resolve()  # a link stays one
-    temporary = path if itself else place.with_name(f".{place.name}.{os.getpid()}.tmp")
+    temporary = path if itself else place.with_name(f".{place.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)

@@ -42,7 +42,7 @@ class FactorBuffers:
         self.shared, self.count = shared, 0
         room = -(-keys * columns // (keys + columns)) - 1
         self.keys, self.values = (like.new_empty(rows, heads, room, width) for width in (keys, columns))
-        self.places = torch.arange(rows)[:, None].repeat(1, room)
+        self.places = torch.arange(rows, device=like.device)[:, None].repeat(1, room)
 
     def room(self) -> int:
         """How many tokens fit in."""
@@ -56,11 +56,11 @@ class FactorBuffers:
         keys, values = self.gathered()
         self.keys, self.values = (part.new_empty(len(order), *part.shape[1:]) for part in (self.keys, self.values))
         self.keys[:, :, : self.count], self.values[:, :, : self.count] = keys, values
-        self.places = torch.arange(len(order))[:, None].repeat(1, self.room())
+        self.places = torch.arange(len(order), device=order.device)[:, None].repeat(1, self.room())
 
     def gathered(self) -> tuple[Tensor, Tensor]:
         """The factors of each hypothesis, (R,H,S,K) and (R,H,S,V)."""
-        rows, tokens = self.places[:, : self.count], torch.arange(self.count)
+        rows, tokens = self.places[:, : self.count], torch.arange(self.count, device=self.places.device)
         return tuple(part[rows, :, tokens].transpose(1, 2) for part in (self.keys, self.values))
 
 
@@ -126,11 +126,17 @@ class CompiledMemory(Memory):
             q.data, k.data = queries.data_ptr(), keys.data_ptr()
         opened = parts[:, self.gate_start :].sigmoid().split(self.gates, -1) if self.gates else ()
         coefficients = self.rule.coefficients(**{name: self.shaped(part) for name, part in zip(self.rule.gates, opened)})
+        coefficients = type(coefficients)(*map(self.readable, coefficients))
         for view, part in zip(rest, coefficients):
             view.show(part)
         a.decay_of_keys, a.y = coefficients.f is not None and coefficients.f.dim() == 4, y.data_ptr()
         self.run(a)
         return put_out(mixer, y)
+
+    def readable(self, part: Tensor | None) -> Tensor | None:
+        """As the loop reads it: of one type with the memory, and with channels side by side, whatever the rule returned."""
+        part = None if part is None else part.to(self.like.dtype)
+        return part if part is None or part.stride(-1) == 1 or part.shape[-1] == 1 else part.contiguous()
 
     def mapped(self, qk: Tensor) -> Tensor:
         """Maps the projections of queries and keys to what the loop reads, (2,R,H,1,X): features, or rows that it maps."""

@@ -153,7 +153,7 @@ class Memory:
         if f is not None:
             memory.mul_(f.unsqueeze(-1) if f.dim() == 3 else f.mT)
         if z is not None:
-            self.memory[..., : self.value_dim].mul_(z)
+            self.memory[..., : self.value_dim].mul_(z if z.dim() == 4 else z.unsqueeze(-1))
 
     def without(self, recalled: Tensor, v: Tensor, e: Tensor, w: Tensor | None) -> Tensor:
         """Returns w v - e times what the key recalls, (R,H,V)."""

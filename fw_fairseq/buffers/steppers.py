@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .. import Mistake
 from ..mixers import Additive, FastWeight, Leap, Mixer, Sru
 from .cell import Cell
 from .compiled_memory import CompiledMemory
@@ -59,19 +60,31 @@ class InPlaceStepper(Stepper):
     def __init__(self, mixer: Mixer, state, kind: type):
         super().__init__(mixer, state)
         self.kind, self.buffers = kind, None
+        self.rows: int | None = None if state is None else state[0].shape[0]  # that the states have
         self.takes_projected = kind in (CompiledMemory, Memory)
 
     def ready(self, rows: int) -> bool:
         """Whether the buffers hold the state, or can hold it from now on."""
+        self.check(rows)
         return self.buffers is not None or self.kind.takes(self.mixer, self.last, rows)
+
+    def check(self, rows: int) -> None:
+        """Refuses tokens of other rows than the states have: loops trust in their number."""
+        if self.rows not in (None, rows):
+            raise Mistake(
+                f"tokens have {rows} rows and the states of this generation {self.rows}; give as many or reorder the states"
+            )
+        self.rows = rows
 
     def of_projected(self, parts: Tensor) -> Tensor:
         """Maps what the input projection makes of a token, (R,P), to y (R,C)."""
+        self.check(len(parts))
         if self.buffers is None:
             self.buffers, self.last = self.kind(self.mixer, self.last, parts), None
         return self.buffers.of_projected(parts)
 
     def __call__(self, x: Tensor, source: Tensor | None = None) -> Tensor:
+        self.check(len(x))
         if self.buffers is None:
             if not self.kind.takes(self.mixer, self.last, len(x)):
                 return super().__call__(x, source)
@@ -79,6 +92,7 @@ class InPlaceStepper(Stepper):
         return self.buffers.step(x if source is None else source)
 
     def reorder(self, order: Tensor) -> None:
+        self.rows = None if self.rows is None else len(order)
         super().reorder(order) if self.buffers is None else self.buffers.reorder(order)
 
     def state(self):

@@ -133,7 +133,7 @@ class FastWeightDecoder(TransformerDecoder):
         """The object that reads this generation's tokens, from the first single one on; None where the general path must read them.
         ``incremental_state`` has False in its place if the model has parts that it does not know."""
         generation = incremental_state.get(GENERATION)
-        if generation is False:
+        if generation is False or (generation is not None and generation.decoder is not self):  # of another model
             return None
         known = not args and all(name in ("features_only", "encoder_out") or value is None for name, value in kwargs.items())
         known = known and (not self.in_front or bool(incremental_state))  # the first token reads the source
@@ -147,7 +147,7 @@ class FastWeightDecoder(TransformerDecoder):
 
     def reorder_incremental_state_scripting(self, incremental_state: dict, new_order: Tensor) -> None:
         """Gives each hypothesis of a beam search the states of the hypothesis that it continues."""
-        if generation := incremental_state.get(GENERATION):
+        if (generation := incremental_state.get(GENERATION)) and generation.decoder is self:
             generation.reorder(new_order)
         else:
             super().reorder_incremental_state_scripting(incremental_state, new_order)

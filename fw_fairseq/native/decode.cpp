@@ -38,14 +38,14 @@ template <class T> void apply(const Features& s, const T* x, T* unrolled, T* y) 
   const int64_t n = s.input;
   if (s.map == DPFP) {  // y = [x' rolled by 1 .. nu] * x', x' = [relu(x), relu(-x)] written twice
     for (int64_t i = 0; i < n; ++i) {
-      unrolled[i] = unrolled[i + 2 * n] = x[i] > 0 ? x[i] : 0;
-      unrolled[i + n] = unrolled[i + 3 * n] = x[i] < 0 ? -x[i] : 0;
+      unrolled[i] = unrolled[i + 2 * n] = x[i] < 0 ? 0 : x[i];
+      unrolled[i + n] = unrolled[i + 3 * n] = x[i] > 0 ? 0 : -x[i];
     }
     for (int64_t j = 1; j <= s.nu; ++j)
       for (int64_t i = 0; i < 2 * n; ++i) y[(j - 1) * 2 * n + i] = unrolled[i] * unrolled[i + 2 * n - j];
   } else if (s.map == ELU) {
     for (int64_t i = 0; i < n; ++i) {
-      const T e = exponential(x[i] < 0 ? x[i] : 0);
+      const T e = exponential(x[i] > 0 ? 0 : x[i]);
       y[i] = x[i] > 0 ? x[i] + 1 : e;
     }
   } else {

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -227,3 +228,80 @@ def test_the_loops_stay_inside_their_tensors(tmp_path):
         [sys.executable, "-m", "support.generated"], env=os.environ | environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0 and done.stdout.endswith("8 models\n"), done.stderr[-3000:]
+
+
+LINKER = """#!/bin/sh
+for out; do :; done
+case "$*" in
+  *-shared*)
+    mkdir "$TURN/second" 2>/dev/null && sleep 1 || mkdir "$TURN/first"
+    rm -f "$out"; exec 3>"$out"; head -c 100000 "$LIB" >&3; sleep 2; tail -c +100001 "$LIB" >&3 ;;
+  *) : > "$out" ;;
+esac
+"""
+
+
+def test_two_threads_that_need_the_library_first(tmp_path, monkeypatch):
+    """Neither sees a part of what the other one writes; so it is with two containers that share a home folder and number processes
+    from 1. The compiler removes what is there and then writes, as linkers do."""
+    library = native.library()
+    if library is None:
+        pytest.skip("no compiler")
+    (tmp_path / "c++").write_text(LINKER)
+    (tmp_path / "c++").chmod(0o755)
+    for name, value in (("CXX", tmp_path / "c++"), ("XDG_CACHE_HOME", tmp_path), ("LIB", library._name), ("TURN", tmp_path)):
+        monkeypatch.setenv(name, str(value))
+    found, size = [], os.path.getsize(library._name)
+
+    def need():
+        place = native.build(str(tmp_path / "c++"))
+        found.append(place.stat().st_size)
+
+    threads = [threading.Thread(target=need) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [size, size]
+    assert len(list((tmp_path / "fw_fairseq").iterdir())) == 1
+
+
+@pytest.mark.parametrize("threads", [2, 4])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_threads_share_the_rows_of_an_sru(calls, gradients, threads, monkeypatch):
+    """A row has one thread, which changes its cell in place where nothing is differentiated."""
+    monkeypatch.setattr(native, "MANY", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    given = leaves(torch.float64, (40, 5, 63), (40, 5, 21), (21,), (21,), (5, 21))
+    with torch.set_grad_enabled(gradients):
+        found = sru(*given, scale=1.3)
+    torch.testing.assert_close(found, by_the_equations(*given, scale=1.3), rtol=1e-9, atol=1e-9)
+    assert calls == ["sru"]
+
+
+def test_padding_at_the_beginning_of_a_text_empties_the_cell(calls):
+    """All combinations of padding and of new texts."""
+    given = leaves(torch.float64, (9, 1, 63), (9, 1, 21), (21,), (21,), (1, 21))
+    padding, resets = (torch.tensor([[int(bit) for bit in row]]).bool() for row in ("010110101", "110011001"))
+    for gradients in (True, False):
+        with torch.set_grad_enabled(gradients):
+            found = sru(*given, padding, resets)
+        torch.testing.assert_close(found, by_the_equations(*given, padding, resets), rtol=1e-9, atol=1e-9)
+
+
+def test_a_gate_has_few_units_in_the_last_place_of_error(calls):
+    """fp32; a gate that is almost closed is its exponential."""
+    forget = torch.linspace(-87, 17, 30_000)
+    product, x, zero = torch.stack([torch.zeros_like(forget), forget, forget], -1).mT.reshape(1, 1, -1), forget * 0, forget * 0
+    _, found = sru(product, x[None, None], zero, zero, torch.ones(1, len(forget)))
+    expected = forget.double().sigmoid()
+    assert ((found[0].double() - expected) / expected).abs().max() < 4 * 2**-24
+    assert calls == ["sru"]
+
+
+@pytest.mark.parametrize("window", [0, 3, 7])
+def test_pooling_of_scores_whose_exponents_no_number_holds(calls, window):
+    """Differences of thousands between the tokens of a window and of the block before, either way."""
+    given = leaves(torch.float64, (2, 3, 40), (2, 3, 40, 5))
+    steps = 3000 * torch.randint(-1, 2, (2, 3, 40))
+    compare(lambda a, x: pool(a + steps, x, window)[0], lambda a, x: by_definition(a + steps, x, window), given, 1e-9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -12,7 +13,15 @@ from torch.nn import functional as F
 from fw_fairseq import Mistake, native
 from fw_fairseq.mixers import FastWeight, Sru
 from fw_fairseq.mixers.sru import SruState
-from fw_fairseq.modules.sparse import Convolutions, Multiplicative, RecurrentUnits, SparseFeedForward, SparseSource, feed_forward
+from fw_fairseq.modules.sparse import (
+    Convolutions,
+    Multiplicative,
+    RecurrentUnits,
+    SparseFeedForward,
+    SparseSource,
+    feed_forward,
+    fused,
+)
 from fw_fairseq.modules.sparse.fused import FusedFeedForward, FusedProjections
 from fw_fairseq.modules.sparse.projections import make_sparse
 from fw_fairseq.modules.sparse.recent import RecentState, with_recent
@@ -404,3 +413,110 @@ def test_recurrent_units():
 def test_sizes_that_do_not_fit(make, message):
     with pytest.raises(Mistake, match=message):
         make()
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 5), (2, 0, 3, 5)])
+@torch.no_grad()
+def test_products_of_no_rows(shape):
+    assert gathered.rows_product(torch.ones(shape), torch.ones(6, 5)).shape == (*shape[:-2], 18)
+
+
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}
+SHAPES = [(13, 1, 1), (13, 3, 2), (150, 1, 3), (150, 4, 2)]  # width, rows, threads
+
+
+def assert_near(found, expected, dtype):
+    assert found.dtype == dtype and found.shape == expected.shape
+    assert (found.double() - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max()
+
+
+@pytest.mark.skipif(native.library() is None, reason="no compiler")
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("width, rows, threads", SHAPES)
+@torch.no_grad()
+def test_a_feed_forward_part_in_one_call(width, rows, threads, normed, dtype, monkeypatch):
+    """Norm, chosen units and recurrent units of any width, by threads that wait for each other, and the cell for the next token."""
+    monkeypatch.setattr(fused, "threads", lambda numbers: threads)
+    norm, layer, units = torch.nn.LayerNorm(width), SparseFeedForward(width, 96, 16, rank=5), RecurrentUnits(width, 3)
+    parts = torch.nn.ModuleList([norm, layer, units]).eval()
+    for p in parts.parameters():
+        p += 0.1 * torch.randn_like(p)
+    part = FusedFeedForward(parts.to(dtype)[1], norm if normed else None, units)
+    cell = torch.zeros(rows, 3, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    norm, layer, units = copy.deepcopy(parts).double()
+    expected_cell = cell.double().clone()
+    for _ in range(3):
+        x = draw(rows, width).to(dtype)
+        read = norm(x.double()) if normed else x.double()
+        hidden = (read @ layer.weight_in.T).relu() * layer.mask(read)
+        expected = hidden @ layer.weight_out + layer.bias + units.step(x.double(), expected_cell)
+        assert_near(part(x, cell), expected, dtype)
+        assert_near(cell, expected_cell, cell.dtype) if dtype != torch.bfloat16 else None
+
+
+@pytest.mark.skipif(native.library() is None, reason="no compiler")
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("width, rows, threads", [(20, 1, 1), (20, 3, 2), (72, 2, 3)])
+@torch.no_grad()
+def test_the_projections_of_a_layer_in_one_call(width, rows, threads, bias, dtype, monkeypatch):
+    """Four tokens, one after another; with biases and without."""
+    monkeypatch.setattr(fused, "threads", lambda numbers: threads)
+    sizes = {"q": width, "k": 2 * width, "v": width, "gate s": 5}
+    dense = Multiplicative(width, width, 4)
+    heads = Convolutions(width, 4, sizes, torch.nn.Linear(width, sum(sizes.values()), bias=bias))
+    for p in (*dense.parameters(), *heads.parameters()):
+        p += 0.1 * torch.randn_like(p)
+    part, before = FusedProjections(dense.to(dtype), heads.to(dtype)), torch.zeros(rows, 2 * width, dtype=dtype)
+    x, weights = draw(4, rows, width).to(dtype), {name: weight.double() for name, weight in heads.weights.items()}
+    gains, weight = dense.gains.double(), dense.weight.double()
+    p = torch.einsum("tri,mi,oi->trmo", x.double(), gains, weight).flatten(2) + dense.bias.double()
+    for t in range(4):
+        found = part(x[t], before)
+        for row in range(rows):
+            names = ("q", "k", "v")
+            each = [convolution_by_loops(weights[name], p[:, row], t, module, 4) for name in names for module in range(4)]
+            expected = torch.cat([*each, weights["gate s"] @ p[t, row]]) + (heads.bias.double() if bias else 0)
+            assert_near(found[row], expected, dtype)
+        assert_near(before[:, :width], p[t], dtype)
+
+
+@pytest.mark.skipif(native.library() is None, reason="no compiler")
+@torch.no_grad()
+def test_the_first_of_equal_units_is_chosen():
+    """As argmax does, also where there are fewer blocks than are read at the same time, and where all logits are below 0."""
+    for rows, units, block in ((1, 12, 4), (3, 12, 4), (2, 40, 4)):
+        x, bias = draw(rows, 6), torch.full((units,), -1.0).double()
+        chosen, _ = gathered.chosen_units(x, torch.zeros(2, 6).double(), draw(units, 2), bias, draw(units, 6), block)
+        assert chosen.equal(torch.arange(0, units, block).expand(rows, -1))
+
+
+@pytest.mark.skipif(native.library() is None, reason="no compiler")
+@torch.no_grad()
+def test_hidden_values_below_0_count():
+    """After an activation that has some."""
+    hidden, weight, bias, chosen = draw(3, 11), draw(44, 9), draw(9), torch.arange(11) * 4 + torch.randint(4, (3, 11))
+    hidden[:, ::3] = 0
+    assert_close(gathered.sum_of_units(hidden, chosen, weight, bias), torch.einsum("rb,rbc->rc", hidden, weight[chosen]) + bias)
+
+
+@pytest.mark.skipif(native.library() is None, reason="no compiler")
+@torch.no_grad()
+def test_16_bits_are_rounded_to_the_nearest():
+    """Products of two numbers, which fp32 holds; halves go to the even one."""
+    ones = torch.arange(128, 256).to(torch.bfloat16) / 128  # all mantissas
+    found = gathered.rows_product(ones[:32, None], ones[:, None])
+    assert found.view(32, 128).equal((ones[:32, None].double() * ones.double()).bfloat16())
+    found = gathered.rows_product(ones[96:, None], -ones[:, None])
+    assert found.view(32, 128).equal((ones[96:, None].double() * -ones.double()).bfloat16())
+
+
+@pytest.mark.skipif(native.library() is None, reason="no compiler")
+@torch.no_grad()
+def test_nothing_is_written_behind_an_output_that_is_cut():
+    x, gains, weight, bias, y = draw(15), draw(4, 15), draw(20, 15), draw(78), torch.full((80,), 7.0).double()
+    pointers = [part.data_ptr() for part in (x, gains, weight, bias, y)]
+    native.loop("few", torch.float64)(*pointers, native.integers(4, 15, 20, 78, 1))
+    assert_close(y[:78], torch.einsum("i,mi,oi->mo", x, gains, weight).flatten()[:78] + bias)
+    assert y[78:].eq(7).all()

@@ -12,7 +12,7 @@ from support.draws import PLAIN
 from support.language_models import ERASING, NON_NEGATIVE, assert_close, build, draw, every_map, make_task
 from torch.utils._pytree import tree_leaves
 
-from fw_fairseq import native
+from fw_fairseq import Mistake, native
 from fw_fairseq.buffers.cell import Cell
 from fw_fairseq.buffers.compiled_memory import CompiledMemory, FactorBuffers
 from fw_fairseq.buffers.memory import Memory
@@ -417,3 +417,172 @@ def test_everything_else_takes_the_general_way(change):
     with torch.set_grad_enabled(change == "gradients"), torch.autocast("cpu", enabled=change == "autocast"):
         model.decoder(tokens, *([None] if change == "place" else []), incremental_state=state, **more)
     assert not state.get(GENERATION) and len(state) > 1
+
+
+EVERY_STATE = [{}, SUMS, {"mixer": "sru"}, {"mixer": "additive"}, {"mixer": "leap", "window_sizes": "3"}]
+EVERY_STATE += [{"qkv_sparsity": 4, "ffn_sparsity": 12, "ffn_sru": 3}]
+
+
+@pytest.mark.parametrize("options", EVERY_STATE, ids=label)
+@pytest.mark.parametrize("compiler", [True, False], ids=["compiled", "PyTorch"])
+@pytest.mark.parametrize("prompt, tokens", [(3, 0), (3, 2), (0, 5)])
+@torch.no_grad()
+def test_other_rows_than_the_states_have_are_refused(prompt, tokens, compiler, options, monkeypatch):
+    """The loops would read and write behind the states. After the refusal the generation goes on."""
+    if not compiler:
+        monkeypatch.setattr(native, "library", lambda: None)
+    model, text, state = build(**options), draw(3, 9), {}
+    if prompt:
+        model(text[:, :prompt], incremental_state=state)
+    for t in range(prompt, prompt + tokens):
+        model(text[:, : t + 1], incremental_state=state)
+    read = prompt + tokens
+    for rows in (1, 5):
+        with pytest.raises((Mistake, RuntimeError)):
+            model(draw(rows, read + 1), incremental_state=state)
+    if tokens:
+        found = model(text[:, : read + 1], incremental_state=state)[0]
+        assert_close(found, model(text[:, : read + 1])[0][:, -1:])
+
+
+@torch.no_grad()
+def test_two_models_may_share_a_dictionary():
+    """As fairseq's modules may: each has its own states in it, and its own order."""
+    models, text, state, order = [build(), build(update_rule="gated")], draw(3, 6), {}, torch.tensor([2, 0, 0])
+    for t in range(6):
+        if t == 3:
+            for model in models:
+                model.decoder.reorder_incremental_state_scripting(state, order)
+            text = torch.cat([text[order, :3], text[:, 3:]], 1)
+        for model in models:
+            assert_close(model(text[:, : t + 1], incremental_state=state)[0], model(text[:, : t + 1])[0][:, -1:])
+
+
+def rule_of(coefficients, **gates):
+    return Rule("", "this test", coefficients, gates)
+
+
+LAYOUTS_OF_COEFFICIENTS = {
+    "one number for all channels": rule_of(
+        lambda f, beta: Coefficients(f=torch.full_like(f[..., :1], 0.9).expand_as(f), w=beta), f=Gate("K"), beta=Gate()
+    ),
+    "every second number": rule_of(
+        lambda f, beta: Coefficients(f=torch.stack([f, 1 - f], -1)[..., 0], w=beta), f=Gate("K"), beta=Gate()
+    ),
+    "another type": rule_of(lambda beta: Coefficients(f=torch.full(beta.shape, 0.9), w=beta), beta=Gate()),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS_OF_COEFFICIENTS)
+def test_coefficients_of_any_layout_and_type(name, monkeypatch):
+    """A rule from outside returns what PyTorch computes with."""
+    monkeypatch.setitem(RULES, "outside", LAYOUTS_OF_COEFFICIENTS[name])
+    model, tokens = build(update_rule="outside"), draw(3, 11)
+    found, state = generate(model, tokens)
+    assert isinstance(state[GENERATION].layers[0].stepper.buffers, CompiledMemory)
+    monkeypatch.setattr(Generation, "fits", staticmethod(lambda decoder: False))
+    assert_close(found, generate(model, tokens)[0])
+
+
+@pytest.mark.parametrize("compiler", [True, False], ids=["compiled", "PyTorch"])
+def test_a_rule_without_keys_generates(compiler, monkeypatch):
+    """From outside, with no function of its own that makes the key."""
+    monkeypatch.setitem(RULES, "keyless", Rule("", "this test", lambda f: Coefficients(f=f), {"f": Gate("K")}, keyless=True))
+    if not compiler:
+        monkeypatch.setattr(native, "library", lambda: None)
+    model, tokens, state = build(update_rule="keyless"), draw(3, 7), {}
+    with torch.no_grad():
+        found = [model(tokens[:, : t + 1], incremental_state=state)[0] for t in range(7)]
+        assert state[GENERATION]
+        assert_close(torch.cat(found, 1), model(tokens)[0])
+
+
+@pytest.mark.parametrize("compiler", [True, False], ids=["compiled", "PyTorch"])
+def test_heads_of_one_channel(compiler, monkeypatch):
+    if not compiler:
+        monkeypatch.setattr(native, "library", lambda: None)
+    narrow = {name: 4 for name in ("decoder_embed_dim", "decoder_input_dim", "decoder_output_dim", "decoder_attention_heads")}
+    model, tokens = build(update_rule="decay", feature_map="identity", feature_norm="none", **narrow), draw(3, 11)
+    found, _ = generate(model, tokens)
+    monkeypatch.setattr(Generation, "fits", staticmethod(lambda decoder: False))
+    assert_close(found, generate(model, tokens)[0])
+
+
+@pytest.mark.parametrize("phi", ["elu", "dpfp", "relu", "identity"])
+@torch.no_grad()
+def test_a_number_that_is_none_is_not_hidden(phi, monkeypatch):
+    """One weight of a key is damaged: what the general way shows, the short one shows."""
+    norm = "sum" if phi != "identity" else "none"
+    model, tokens = build(update_rule="sum", feature_map=phi, feature_norm=norm), draw(2, 5)
+    mixer = model.decoder.layers[1].self_attn.mixer
+    mixer.in_proj.weight[mixer.sizes["q"]] = torch.nan
+    found, _ = generate(model, tokens)
+    monkeypatch.setattr(Generation, "fits", staticmethod(lambda decoder: False))
+    assert generate(model, tokens)[0].isnan().equal(found.isnan()) and found.isnan().all()
+
+
+def test_places_of_factors_lie_in_memory_whatever_the_default_device():
+    with torch.device("meta"):
+        buffers = FactorBuffers(2, 1, 4, 6, True, torch.empty(0, device="cpu"))
+        buffers.reorder(torch.tensor([1, 0, 0], device="cpu"))
+        assert buffers.places.device.type == "cpu"
+
+
+KINDS = [{}, SUMS, {"update_rule": "decay", "feature_map": "identity", "feature_norm": "none"}, {"feature_map": "dpfp"}]
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+@pytest.mark.parametrize("options", KINDS, ids=label)
+def test_threads_share_the_memories(options, threads, monkeypatch):
+    """Factors and matrices; each row's head has one thread, which changes it in place."""
+    model, tokens = build(**options), draw(3, 11)
+    expected, _ = generate(model, tokens)
+    monkeypatch.setattr(native, "MANY", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert_close(generate(model, tokens)[0], expected)
+
+
+APART = {"f": Gate(), "z": Gate("V"), "beta": Gate(), "w": Gate()}
+ALL = Rule("", "this test", lambda f, z, beta, w: Coefficients(f=f, z=z, e=beta, w=w), APART, normaliser="keys")
+CHANNELS = Rule(
+    "", "this test", lambda f, z, beta, w: Coefficients(f=f, z=z, e=beta, w=w), APART | {"f": Gate("K")}, normaliser="keys"
+)
+NORMS = [{}, {"attention_norm": True}, {"attention_norm": True, "attention_norm_of": "read"}]
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=label)
+@pytest.mark.parametrize("compiler", [True, False], ids=["compiled", "PyTorch"])
+@pytest.mark.parametrize("rule", [ALL, CHANNELS], ids=["all", "channels"])
+def test_rules_with_every_coefficient(rule, compiler, norm, monkeypatch):
+    """From outside. Erases read what both decays left; sums of keys decay with neither of them."""
+    monkeypatch.setitem(RULES, "every", rule)
+    if not compiler:
+        monkeypatch.setattr(native, "library", lambda: None)
+    model, tokens = build(update_rule="every", **norm), draw(3, 11)
+    found, state = generate(model, tokens)
+    assert all(isinstance(layer.stepper, InPlaceStepper) for layer in state[GENERATION].layers)
+    monkeypatch.setattr(Generation, "fits", staticmethod(lambda decoder: False))
+    assert_close(found, generate(model, tokens)[0])
+
+
+@pytest.mark.parametrize(
+    "options", [{"feature_map": "dpfp", "dpfp_nu": 3}, {"feature_map": "dpfp", "dpfp_nu": 2, "feature_norm": "l2"}], ids=label
+)
+def test_several_rolls_of_features(options, monkeypatch):
+    model, tokens = build(**options), draw(3, 9)
+    found, _ = generate(model, tokens)
+    monkeypatch.setattr(Generation, "fits", staticmethod(lambda decoder: False))
+    assert_close(found, generate(model, tokens)[0])
+
+
+@pytest.mark.parametrize("norm, size", [("sum", 1e-9), ("l2", 1e-9), ("l2", 1e-13)])
+@torch.no_grad()
+def test_features_that_are_almost_0(norm, size, monkeypatch):
+    """A sum below 1e-6 and a length below 1e-12 are divided by those."""
+    model, tokens = build(feature_map="relu", feature_norm=norm, update_rule="sum"), draw(3, 9)
+    for layer in model.decoder.layers:
+        layer.self_attn.mixer.feature_map.weight.mul_(size)
+        layer.self_attn.mixer.out_proj.weight.mul_(1e4 if norm == "sum" or size < 1e-12 else 1)
+    found, _ = generate(model, tokens)
+    monkeypatch.setattr(Generation, "fits", staticmethod(lambda decoder: False))
+    assert_close(found, generate(model, tokens)[0])

@@ -87,7 +87,8 @@ class Projected(Mixer):
         """Whether queries, keys, values and gates are rows of ``in_proj`` and nothing is around the recurrence."""
         parts = (self.shift, self.conv, self.makers or None, self.sizes.get("output"))
         own = any(part is not None for part in parts) or self.rotary or self.takes_shared
-        return self.rule.simple and not own and self.writes == 1 and self.sign == 1 and self.key_heads == self.num_heads
+        one = self.writes == 1 and self.sign == 1 and self.key_heads == self.num_heads
+        return self.rule.simple and not self.rule.keyless and one and not own
 
     @property
     def rule(self) -> Rule:

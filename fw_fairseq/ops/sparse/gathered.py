@@ -89,7 +89,7 @@ def gained(x: Tensor, gains: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def rows_product(x: Tensor, weight: Tensor) -> Tensor:
     """Returns x weight^T for few rows x (...,S,I), weight (O,I), as (...,S O)."""
     rows = x.numel() // x.shape[-1]
-    if rows <= ROWS and takes(x, weight):
+    if 0 < rows <= ROWS and takes(x, weight):
         return few_products(x, None, weight, None, rows, x.shape[:-2])
     return F.linear(x, weight).flatten(-2)
 
