@@ -8,6 +8,7 @@
 # Expected: the tables in docs/results/probes.md
 # Usage:    recipes/synthetic/probe.sh TASK-MODEL... [OPTION of fairseq-train]...    prints MODEL SIZE PERCENT of each probe
 #           recipes/synthetic/probe.sh recall-delta recall-sum_elu
+#           recipes/synthetic/probe.sh recall-delta-w64 recall-delta-w256
 #           recipes/synthetic/probe.sh parity-kda parity-kda-negative
 #           recipes/synthetic/probe.sh s3-delta_product-negative s3-delta_product-3-negative
 #           UPDATES=3000 recipes/synthetic/probe.sh modular-delta_product-negative
@@ -16,8 +17,8 @@
 #
 # TASK is recall (mqar: SIZE pairs, 16, 32 and 64, a training for each), or parity, modular (addition modulo 5), s3 or s5 (permutations of
 # three or five things), which are trained on up to 64 elements and asked for SIZE elements, 64, 128, 256 and 512. MODEL is a rule of
-# recipes/mixers.sh; the ending -negative adds --negative-eigenvalues, and before it a number is that of --product-steps. Models for recall
-# have 2 layers of width 128, 2 heads and a short convolution over queries, keys and values, which brings a value to its key; those for
+# recipes/mixers.sh. After it, a number is that of --product-steps, -wN sets the width, and -negative adds --negative-eigenvalues. Models for
+# recall have 2 layers of width 128, 2 heads and a short convolution over queries, keys and values, which brings a value to its key; those for
 # parity have 1 layer of width 64 with 2 heads, those for modular and s3 have 8 heads, and those for s5 are twice as wide with 4.
 # Training sequences of modular, s3 and s5 have 2 to 64 elements, a length for each batch, and the learning rate falls to 0. UPDATES is 1000
 # for recall, 500 for parity and 1500 for the others where it is not given. Finished probes are only printed again.
@@ -33,9 +34,10 @@ every=100 sizes_of_recall="16 32 64" length=64 lengths="64 128 256 512" symbols=
 sizes_of_recall=${SIZES:-$sizes_of_recall} lengths=${SIZES:-$lengths}
 
 read_row() { # ROW: sets kind, model and own, the options of the model
-    kind=${1%%-*} model=${1#*-} steps=
+    kind=${1%%-*} model=${1#*-} steps= of_width=
     [[ $1 =~ ^(recall|parity|modular|s3|s5)-. ]] || fail "ROW is $1; it must be $kinds"
     local rule=${model%-negative}
+    [[ ! $rule =~ ^(.+)-w([1-9][0-9]*)$ ]] || rule=${BASH_REMATCH[1]} of_width=${BASH_REMATCH[2]}
     [[ ! $rule =~ ^delta_product-[0-9]+$ ]] || steps=${rule##*-} rule=delta_product
     if ! own_options "$rule" || [ "${own[0]}" != --update-rule ]; then
         fail "ROW is $1; MODEL must be a rule of recipes/mixers.sh: $(row_names)"
@@ -48,6 +50,7 @@ read_row() { # ROW: sets kind, model and own, the options of the model
 train_probe() { # FOLDER UPDATES LAYERS WIDTH HEADS OPTION...: resumes from the last checkpoint; a finished training is left alone
     local updates=${UPDATES:-$2} layers=$3 width=$4 heads=$5 rate=(inverse_sqrt)
     [ -z "$TOY" ] || updates=4 width=16
+    width=${of_width:-$width}
     [[ $kind == recall || $kind == parity ]] || rate=(polynomial_decay --total-num-update "$updates")
     ! grep -qs "done training" "$1/train.log" || return 0
     echo "training ${1##*/}; its progress is in $1/train.log" >&2

@@ -191,17 +191,21 @@ def test_the_smallest_sizes():
 
 def test_probes_by_the_recipe(tmp_path):
     """Each training is asked at all sizes; a second call trains nothing, and prints the same."""
-    rows = "s3-delta_product-3-negative", "recall-sum_elu"
+    rows = "s3-delta_product-3-negative", "recall-sum_elu-w32"
     printed = succeed(recipe("synthetic/probe.sh", tmp_path / "out", *rows))
     out = tmp_path / "out_toy"
     lines = [line for name in ("s3", "recall") for line in (out / f"{name}.txt").read_text().splitlines()]
     assert [line.rpartition(" ")[0] for line in lines] == [
-        *("delta_product-3-negative 8", "delta_product-3-negative 16", "sum_elu 4", "sum_elu 8")
+        *("delta_product-3-negative 8", "delta_product-3-negative 16", "sum_elu-w32 4", "sum_elu-w32 8")
     ]
     assert all(line in printed for line in lines)
-    asked = [(out / "probes" / name).read_text() for name in ("s3-delta_product-3-negative/16.log", "recall-sum_elu-8/8.log")]
+    asked = [(out / "probes" / name).read_text() for name in ("s3-delta_product-3-negative/16.log", "recall-sum_elu-w32-8/8.log")]
     assert all(f'"test_accuracy": "{line.split()[-1]}"' in log for log, line in zip(asked, (lines[1], lines[3])))
     assert '"test_total": "64"' in asked[0]  # 4 sequences of 16 elements
+    trained = [
+        (out / "probes" / name / "train.log").read_text() for name in ("s3-delta_product-3-negative", "recall-sum_elu-w32-8")
+    ]
+    assert ["'decoder_embed_dim': 16" in trained[0], "'decoder_embed_dim': 32" in trained[1]] == [True, True]
     stamps = {path: path.stat().st_mtime_ns for path in out.rglob("*.log")}
     assert succeed(recipe("synthetic/probe.sh", tmp_path / "out", *rows)).splitlines() == lines
     assert stamps == {path: path.stat().st_mtime_ns for path in out.rglob("*.log")}
@@ -213,6 +217,7 @@ def test_probes_by_the_recipe(tmp_path):
     [
         ("parity", "ROW is parity; it must be TASK-MODEL, for example recall-delta"),
         ("recall-softmax", "MODEL must be a rule of recipes/mixers.sh: "),
+        ("recall-delta-w0", "MODEL must be a rule of recipes/mixers.sh: "),
         ("s5-delta-parts-x", "MODEL must be a rule of recipes/mixers.sh: "),
     ],
 )

@@ -56,7 +56,7 @@ CONVERTED = """| row of the recipe | converted | of the softmax row's performanc
 | `gated_delta-4` | | |
 | `gated_delta-16` | 359.00 | 71.0% |
 """
-PROBES = "delta_elu 16 100\ndelta_elu 32 99.5\nsum_elu 16 41.25\nkda-negative 32 7\ndelta_product-4-negative 16 9\n"
+PROBES = "delta_elu 16 100\ndelta_elu 32 99.5\nsum_elu 16 41.25\nkda-w64-negative 32 7\ndelta_product-4-negative 16 9\n"
 PARTS = (
     "sum_elu 1 258 260\nkda 1 205 203\nsum_elu 2 259 262\nsum_elu-conv 1 233.04 231\nkda-parts 1 217 215\nkda-parts 2 219.5 214\n"
 )
@@ -94,7 +94,7 @@ def files(tmp_path, monkeypatch):
         ("capacity capacity.txt --published", ["linear (ELU)", "DPFP-1", "published (hollow)"]),
         ("updates updates.txt", ["delta, DPFP-1", "other, map"]),
         ("recall probes.txt", [">delta elu<", ">sum elu<", "pairs", "right answers (%)"]),
-        ("tracking probes.txt", [">kda, negative eigenvalues<", "elements"]),
+        ("tracking probes.txt", [">kda, width 64, negative eigenvalues<", "elements"]),
         ("curves a.log", [">a<", "evaluation loss"]),
         ("curves json=a.log other=simple.log --log-axis --log-updates", [">json<", ">other<", "updates"]),
         ("curves setting2-20-gated_delta-dpfp_--dpfp-nu_1.log setting2-20-fwm-tanh_.log", [">FWM, tanh<", ">gated delta, DPFP-1<"]),
@@ -324,7 +324,7 @@ def test_probes_are_drawn_and_printed(files, capsys):
     assert lines == {
         "delta elu": [(16, 100), (32, 99.5)],
         "sum elu": [(16, 41.25)],
-        "kda, negative eigenvalues": [(32, 7)],
+        "kda, width 64, negative eigenvalues": [(32, 7)],
         "delta product, 4 writes, negative eigenvalues": [(16, 9)],
     }
     plots.main(["recall", "probes.txt", "--table"])
@@ -333,7 +333,7 @@ def test_probes_are_drawn_and_printed(files, capsys):
         "|---|---:|---:|",
         "| delta elu | 100.0 | 99.5 |",
         "| sum elu | 41.2 |  |",
-        "| kda, negative eigenvalues |  | 7.0 |",
+        "| kda, width 64, negative eigenvalues |  | 7.0 |",
         "| delta product, 4 writes, negative eigenvalues | 9.0 |  |",
     ]
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 from .retrieval import read_results
 from .style import canvas, legend, log_lengths, look, plot
 
-ENDINGS = {"negative": "negative eigenvalues"}
 SIZES = {"recall": "pairs", "tracking": "elements"}
 
 
 def title(model: str) -> str:
-    """delta_elu -> delta elu; delta_product-4-negative -> delta product, 4 writes, negative eigenvalues."""
+    """delta_elu-w64 -> delta elu, width 64; delta_product-4-negative -> delta product, 4 writes, negative eigenvalues."""
     name, *endings = model.split("-")
-    return ", ".join([name.replace("_", " "), *(ENDINGS.get(ending, f"{ending} writes") for ending in endings)])
+    return ", ".join([name.replace("_", " "), *map(title_of_ending, endings)])
+
+
+def title_of_ending(ending: str) -> str:
+    if ending == "negative":
+        return "negative eigenvalues"
+    return f"width {ending[1:]}" if ending.startswith("w") else f"{ending} writes"
 
 
 def draw(args):
