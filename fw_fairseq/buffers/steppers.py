@@ -20,6 +20,12 @@ def share(steppers: list[Stepper]) -> None:
         stepper.shared = shared
 
 
+def check_rows(rows: int, held: int) -> None:
+    """Refuses tokens of other rows than the states have: loops trust in their number."""
+    if rows != held:
+        raise Mistake(f"tokens have {rows} rows and the states of this generation {held}; give as many or reorder the states")
+
+
 class Stepper:
     """Calls the mixer, which returns a new state for each token.
 
@@ -69,11 +75,8 @@ class InPlaceStepper(Stepper):
         return self.buffers is not None or self.kind.takes(self.mixer, self.last, rows)
 
     def check(self, rows: int) -> None:
-        """Refuses tokens of other rows than the states have: loops trust in their number."""
-        if self.rows not in (None, rows):
-            raise Mistake(
-                f"tokens have {rows} rows and the states of this generation {self.rows}; give as many or reorder the states"
-            )
+        """Refuses tokens of other rows than the states have."""
+        check_rows(rows, rows if self.rows is None else self.rows)
         self.rows = rows
 
     def of_projected(self, parts: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from fairseq.utils import get_activation_fn
 from torch import Tensor, nn
 
 from ..buffers.modules import plain
+from ..buffers.steppers import check_rows
 from ..mixers.sru import SruState
 from ..modules import FastWeightDecoderLayer
 from ..modules.sparse import RecentState
@@ -30,6 +31,7 @@ class SourceStepper:
         """The vectors of the two tokens before x (R,C); 0 where there were none."""
         if self.before is None:
             self.before = x.new_zeros(len(x), 2 * x.shape[1])
+        check_rows(len(x), len(self.before))
         self.before = self.before.contiguous()
         return self.before
 
@@ -56,6 +58,7 @@ class CellStepper:
         if self.cell is None:
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
             self.cell = x.new_zeros(len(x), self.units.units, dtype=dtype)
+        check_rows(len(x), len(self.cell))
         return self.cell
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -279,16 +279,6 @@ def test_threads_share_the_rows_of_an_sru(calls, gradients, threads, monkeypatch
     assert calls == ["sru"]
 
 
-def test_padding_at_the_beginning_of_a_text_empties_the_cell(calls):
-    """All combinations of padding and of new texts."""
-    given = leaves(torch.float64, (9, 1, 63), (9, 1, 21), (21,), (21,), (1, 21))
-    padding, resets = (torch.tensor([[int(bit) for bit in row]]).bool() for row in ("010110101", "110011001"))
-    for gradients in (True, False):
-        with torch.set_grad_enabled(gradients):
-            found = sru(*given, padding, resets)
-        torch.testing.assert_close(found, by_the_equations(*given, padding, resets), rtol=1e-9, atol=1e-9)
-
-
 def test_a_gate_has_few_units_in_the_last_place_of_error(calls):
     """fp32; a gate that is almost closed is its exponential."""
     forget = torch.linspace(-87, 17, 30_000)
@@ -297,11 +287,3 @@ def test_a_gate_has_few_units_in_the_last_place_of_error(calls):
     expected = forget.double().sigmoid()
     assert ((found[0].double() - expected) / expected).abs().max() < 4 * 2**-24
     assert calls == ["sru"]
-
-
-@pytest.mark.parametrize("window", [0, 3, 7])
-def test_pooling_of_scores_whose_exponents_no_number_holds(calls, window):
-    """Differences of thousands between the tokens of a window and of the block before, either way."""
-    given = leaves(torch.float64, (2, 3, 40), (2, 3, 40, 5))
-    steps = 3000 * torch.randint(-1, 2, (2, 3, 40))
-    compare(lambda a, x: pool(a + steps, x, window)[0], lambda a, x: by_definition(a + steps, x, window), given, 1e-9)

@@ -297,3 +297,15 @@ def test_workers_that_share_a_stream(name, value):
 def test_options_reach_the_command_line():
     args = options_of("fast_weight_lm", ffn_sparsity=2)
     assert args.ffn_sparsity == 2 and args.qkv_sparsity == 0 and make_task(10)
+
+
+@torch.no_grad()
+def test_softmax_layers_refuse_other_rows_than_their_convolutions_have():
+    model, text, state = build(mixer="softmax", qkv_sparsity=4), draw(3, 9), {}
+    for t in range(5):
+        model(text[:, : t + 1], incremental_state=state)
+    for rows in (1, 5):
+        with pytest.raises(Mistake, match=f"tokens have {rows} rows and the states of this generation 3"):
+            model(draw(rows, 6), incremental_state=state)
+    found = model(text[:, :6], incremental_state=state)[0]
+    assert_close(found, model(text[:, :6])[0][:, -1:])
