@@ -8,7 +8,8 @@
 //     Y^ = Q^ W^ + tril(Q^ K^T) V^,    W^ += K^T V^
 //
 // on tensor cores, while the next chunk's columns are being loaded. There are two barriers for each chunk: one with the vote on its
-// rounds, and one before the products; FW_K_WARPS > 1 adds one, and a map two. Saved for the backward: the memory before each part of FW_PART tokens.
+// rounds, and one before the products; FW_K_WARPS > 1 adds one, and a map two. Saved for the backward: the memory before each part of
+// FW_PART tokens.
 #include "decay_memory.cuh"
 
 struct Shared {

@@ -13,8 +13,9 @@
 // with D, start, end, total the products of f between two tokens, since the chunk's start, until its end, over all of it. Every
 // warp reads for 16 tokens: with W_0 as the operands of a product in shared memory, and with the pairs of its tokens and earlier
 // ones in its own registers. Between blocks of 16 tokens D is a product of a factor of each block and of the blocks between
-// (Products), so no number is divided by a gate and a gate may be 0. There is one barrier for each chunk, or two with one
-// memory (FW_MEMORIES), and one more with a map; the next chunk's rows are copied meanwhile. Saved for the backward: the memory every FW_PART tokens, in the operands' type.
+// (Products), so no number is divided by a gate and a gate may be 0. There is one barrier for each chunk, or two with one memory
+// (FW_MEMORIES), and one more with a map; the next chunk's rows are copied meanwhile. Saved for the backward: the memory every FW_PART
+// tokens, in the operands' type.
 #define FW_NO_GATE 0.f
 #include "linear.cuh"
 
