@@ -100,6 +100,7 @@ class CompiledMemory(Memory):
     def prepare(self, rows: int, heads: int, keys: int, columns: int, like: Tensor) -> None:
         """Fills in what does not change from token to token."""
         self.sizes, self.like = (heads, keys, columns), like.new_empty(())
+        self.as_returned: bool | None = None  # whether the loop reads coefficients as the rule returns them
         mixer, query_size = self.mixer, self.mixer.sizes["q"]
         total, numbers = mixer.in_proj.out_features, rows * heads * keys * columns
         self.arguments = a = MemoryStep(rows=rows, heads=heads, values=self.value_dim, threads=threads(numbers))
@@ -126,7 +127,10 @@ class CompiledMemory(Memory):
             q.data, k.data = queries.data_ptr(), keys.data_ptr()
         opened = parts[:, self.gate_start :].sigmoid().split(self.gates, -1) if self.gates else ()
         coefficients = self.rule.coefficients(**{name: self.shaped(part) for name, part in zip(self.rule.gates, opened)})
-        coefficients = type(coefficients)(*map(self.readable, coefficients))
+        if self.as_returned is None:  # the first token tells for all
+            self.as_returned = all(part is self.readable(part) for part in coefficients)
+        if not self.as_returned:
+            coefficients = type(coefficients)(*map(self.readable, coefficients))
         for view, part in zip(rest, coefficients):
             view.show(part)
         a.decay_of_keys, a.y = coefficients.f is not None and coefficients.f.dim() == 4, y.data_ptr()
@@ -134,7 +138,7 @@ class CompiledMemory(Memory):
         return put_out(mixer, y)
 
     def readable(self, part: Tensor | None) -> Tensor | None:
-        """As the loop reads it: of one type with the memory, and with channels side by side, whatever the rule returned."""
+        """As the loop reads it: of one type with the memory, and with channels side by side."""
         part = None if part is None else part.to(self.like.dtype)
         return part if part is None or part.stride(-1) == 1 or part.shape[-1] == 1 else part.contiguous()
 
