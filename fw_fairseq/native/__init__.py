@@ -11,6 +11,7 @@ import functools
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -34,16 +35,25 @@ SECONDS = 300  # that a compiler may take for one file
 MANY = 2**18  # numbers from which on threads share the work
 
 
+def find_compiler() -> list[str] | None:
+    """Returns the command of the compiler, the words of CXX or ``c++``, or None where there is no such program."""
+    words = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    program = shutil.which(words[0])
+    return None if program is None else [program, *words[1:]]
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Returns the compiled loops, or None where they cannot be had."""
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    compiler = find_compiler()
     if os.environ.get("FW_FAIRSEQ_COMPILED") == "0" or compiler is None:
         return None
     try:
-        found = ctypes.CDLL(str(build(compiler)))
+        found = ctypes.CDLL(str(build(*compiler)))
     except (OSError, RuntimeError, subprocess.SubprocessError, Mistake) as error:
-        logger.info("SRU, pooling and decoding run in PyTorch, because %s cannot compile their loops: %s", compiler, error)
+        logger.info(
+            "SRU, pooling and decoding run in PyTorch, because %s cannot compile their loops: %s", shlex.join(compiler), error
+        )
         return None
     for name, number in (("float", ctypes.c_float), ("double", ctypes.c_double)):
         for loop, count in POINTERS.items():
@@ -66,9 +76,9 @@ def sources() -> list[Path]:
     return sorted(path for path in FOLDER.iterdir() if path.suffix in (".cpp", ".h"))
 
 
-def build(compiler: str) -> Path:
+def build(*compiler: str) -> Path:
     """Returns the library, which is compiled unless an earlier process did so."""
-    command = [compiler, *OPTIONS]
+    command = [*compiler, *OPTIONS]
     parts = [*(path.read_bytes() for path in sources()), " ".join(command).encode(), processor()]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = cache / "fw_fairseq" / f"loops-{hashlib.sha256(bytes(1).join(parts)).hexdigest()[:20]}.so"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -228,6 +229,18 @@ def test_the_loops_stay_inside_their_tensors(tmp_path):
         [sys.executable, "-m", "support.generated"], env=os.environ | environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0 and done.stdout.endswith("8 models\n"), done.stderr[-3000:]
+
+
+def test_a_compiler_of_several_words(monkeypatch):
+    """Such as that of a cache of compilations."""
+    monkeypatch.setenv("CXX", "env -u NAME c++")
+    assert native.find_compiler() == [shutil.which("env"), "-u", "NAME", "c++"]
+    monkeypatch.setenv("CXX", "no-such-program c++")
+    assert native.find_compiler() is None
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    for given in ("", "c++"):
+        monkeypatch.setenv("CXX", given)
+        assert native.find_compiler() == ["/bin/c++"]
 
 
 LINKER = """#!/bin/sh
