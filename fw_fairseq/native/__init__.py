@@ -51,9 +51,7 @@ def library() -> ctypes.CDLL | None:
     try:
         found = ctypes.CDLL(str(build(*compiler)))
     except (OSError, RuntimeError, subprocess.SubprocessError, Mistake) as error:
-        logger.info(
-            "SRU, pooling and decoding run in PyTorch, because %s cannot compile their loops: %s", shlex.join(compiler), error
-        )
+        logger.info("SRU, pooling and decoding run in PyTorch, because %s cannot compile their loops: %s", compiler[0], error)
         return None
     for name, number in (("float", ctypes.c_float), ("double", ctypes.c_double)):
         for loop, count in POINTERS.items():
