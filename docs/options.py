@@ -41,7 +41,7 @@ TAIL = """\
 |---|---|
 | `FW_TRACEBACK=1` | the traceback is shown with the sentence that a mistake ends in |
 | `FW_FAIRSEQ_COMPILED=0` | no loop in C++ is compiled for the CPU; PyTorch computes the same |
-| `CXX` | the compiler of these loops and its options, else `c++`; they lie in `$XDG_CACHE_HOME/fw_fairseq` or `~/.cache/fw_fairseq` |
+| `CXX` | their compiler and its options, else `c++`; the loops lie in `$XDG_CACHE_HOME/fw_fairseq` or `~/.cache/fw_fairseq` |
 | `FW_FAIRSEQ_DECODING_GRAPH=0` | generation on a GPU uses no CUDA graph |
 | `FW_FAIRSEQ_FP32=tf32` | the CUDA kernels round the operands of fp32 products to 11 bits, which is faster |
 """
