@@ -80,8 +80,7 @@ class InPlaceStepper(Stepper):
         self.rows = rows
 
     def of_projected(self, parts: Tensor) -> Tensor:
-        """Maps what the input projection makes of a token, (R,P), to y (R,C)."""
-        self.check(len(parts))
+        """Maps what the input projection makes of a token, (R,P), to y (R,C). ``ready`` has been asked for its rows."""
         if self.buffers is None:
             self.buffers, self.last = self.kind(self.mixer, self.last, parts), None
         return self.buffers.of_projected(parts)

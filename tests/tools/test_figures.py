@@ -20,14 +20,22 @@ NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
 BY = re.compile(r"Matplotlib v([\d.]+)")
 
 
+def lines_of_commands() -> list[tuple[str, list[str]]]:
+    """Each page with the words of its commands that draw or print. A command may go on in the next line."""
+    return [
+        (page.relative_to(ROOT).as_posix(), line.split())
+        for page in sorted((ROOT / "docs").rglob("*.md"))
+        for line in re.sub(r" \\\n\s+", " ", page.read_text()).splitlines()
+        if line.split()[:1] in (["fw-plot"], ["fw-bench"])
+    ]
+
+
 def commands() -> dict[str, list[str]]:
-    """By figure the command that draws it. One may go on in the next line."""
+    """By figure the command that draws it."""
     found = {}
-    for page in sorted((ROOT / "docs").rglob("*.md")):
-        for line in re.sub(r" \\\n\s+", " ", page.read_text()).splitlines():
-            words = line.split()
-            if words[:1] in (["fw-plot"], ["fw-bench"]) and (out := re.search(r"--(?:out|figure) (docs/\S+\.svg)", line)):
-                found[out[1]] = words
+    for _, words in lines_of_commands():
+        if out := re.search(r"--(?:out|figure) (docs/\S+\.svg)", " ".join(words)):
+            found[out[1]] = words
     return found
 
 
@@ -66,15 +74,11 @@ def test_a_figure_is_what_its_command_draws(name, tmp_path, monkeypatch):
 
 def tables() -> list[tuple[str, list[str]]]:
     """Pages, and the commands that print a table of theirs."""
-    found = []
-    for page in sorted((ROOT / "docs").rglob("*.md")):
-        for line in page.read_text().splitlines():
-            words = line.split()
-            if words[:1] == ["fw-plot"] and "--table" in words and ("--out" not in words or "docs" in words[-1]):
-                found.append(
-                    (page.relative_to(ROOT).as_posix(), words[1 : words.index("--out")] if "--out" in words else words[1:])
-                )
-    return found
+    return [
+        (page, words[1 : words.index("--out")] if "--out" in words else words[1:])
+        for page, words in lines_of_commands()
+        if words[0] == "fw-plot" and "--table" in words and ("--out" not in words or "docs" in words[-1])
+    ]
 
 
 TABLES = tables()

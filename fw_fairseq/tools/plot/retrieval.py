@@ -32,17 +32,27 @@ MAPS, RULES = {"elu": "ELU", "dpfp": "DPFP", "favor": "FAVOR+"}, {"fwm": "FWM", 
 SOLVED = 0.001
 
 
+def read_lines(path: Path, form: str, *kinds: type) -> list[list]:
+    """Returns the words of each line, each as the type at its place. ``form``: what a line must be, the names of its words."""
+    found = []
+    for number, line in enumerate(read_text(path, f"lines of {form}").splitlines(), 1):
+        words = line.split()
+        try:
+            if len(words) != len(kinds):
+                raise ValueError
+            found.append([kind(word) for kind, word in zip(kinds, words)])
+        except ValueError:
+            raise Mistake(f"{path}, line {number} is {line!r}; it must be {form}") from None
+    if not found:
+        raise Mistake(f"{path} has no results")
+    return found
+
+
 def read_results(path: Path) -> dict[str, dict[int, float]]:
     """Returns the value by model and number of keys, pairs or elements."""
     found: dict[str, dict[int, float]] = {}
-    for number, line in enumerate(read_text(path, "lines of MODEL SIZE VALUE").splitlines(), 1):
-        try:
-            model, size, value = line.split()
-            found.setdefault(model, {})[int(size)] = float(value)
-        except ValueError:
-            raise Mistake(f"{path}, line {number} is {line!r}; it must be MODEL SIZE VALUE") from None
-    if not found:
-        raise Mistake(f"{path} has no results")
+    for model, size, value in read_lines(path, "MODEL SIZE VALUE", str, int, float):
+        found.setdefault(model, {})[size] = value
     return found
 
 

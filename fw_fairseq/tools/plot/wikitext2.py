@@ -8,11 +8,11 @@ from statistics import mean, stdev
 
 from ... import Mistake
 from ...files import read_text
+from .retrieval import read_lines
 from .style import SMALL, canvas, label_ends, legend, log_lengths, look, plot, spread_out
 
 # The endings of rows in recipes/mixers.sh, in the order of the columns.
 PARTS = {"": "none", "conv": "short convolution", "norm": "output norm", "gate": "output gate", "parts": "all three"}
-LINE = "ROW SEED PERPLEXITY SLIDING"
 RULES, SOFTMAX = ("sum", "gated", "delta", "decay", "gated_delta"), "softmax"
 
 
@@ -86,19 +86,12 @@ def draw_conversion(args):
 def read_parts(path: Path, sliding: bool) -> dict[str, dict[str, list[float]]]:
     """Returns the perplexity of each seed by rule and part; the best rule without parts comes first."""
     found: dict[str, dict[str, list[float]]] = {}
-    for number, line in enumerate(read_text(path, f"lines of {LINE}").splitlines(), 1):
-        try:
-            row, seed, plain, slid = line.split()
-            int(seed)
-            value = float(slid if sliding else plain)
-        except ValueError:
-            raise Mistake(f"{path}, line {number} is {line!r}; it must be {LINE}") from None
+    lines = read_lines(path, "ROW SEED PERPLEXITY SLIDING", str, int, float, float)
+    for number, (row, _, *values) in enumerate(lines, 1):
         rule, _, part = row.partition("-")
         if part not in PARTS:
             raise Mistake(f"{path}, line {number} has the row {row}; its ending must be {', '.join(filter(None, PARTS))} or none")
-        found.setdefault(rule, {}).setdefault(part, []).append(value)
-    if not found:
-        raise Mistake(f"{path} has no results")
+        found.setdefault(rule, {}).setdefault(part, []).append(values[sliding])
     return dict(sorted(found.items(), key=lambda item: next(mean(item[1][part]) for part in PARTS if part in item[1])))
 
 
