@@ -38,11 +38,12 @@ def read_lines(path: Path, form: str, *kinds: type) -> list[list]:
     for number, line in enumerate(read_text(path, f"lines of {form}").splitlines(), 1):
         words = line.split()
         try:
-            if len(words) != len(kinds):
-                raise ValueError
-            found.append([kind(word) for kind, word in zip(kinds, words)])
+            values = [kind(word) for kind, word in zip(kinds, words)]
         except ValueError:
-            raise Mistake(f"{path}, line {number} is {line!r}; it must be {form}") from None
+            values = []
+        if not len(words) == len(values) == len(kinds):
+            raise Mistake(f"{path}, line {number} is {line!r}; it must be {form}")
+        found.append(values)
     if not found:
         raise Mistake(f"{path} has no results")
     return found
