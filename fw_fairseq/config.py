@@ -77,8 +77,7 @@ class FastWeightConfig(FairseqDataclass):
     )
     write_strength_init: float = setting(
         "write_strength_init",
-        "where the gates of write strength start; 0: where their rule has them, near 0.007 for delta (Schlag et al. 2021 start at"
-        " 0.5)",
+        "where the gates of write strength start; 0: where their rule has them, mostly near 0.5",
     )
     product_steps: int = setting("product_steps", "how many times each token writes under delta_product")
     negative_eigenvalues: bool = setting(

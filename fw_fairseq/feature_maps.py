@@ -7,6 +7,7 @@ Exponentials and random projections are computed in fp32 whatever the input's dt
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -227,6 +228,13 @@ def l2_normalise(features: Tensor) -> Tensor:
 
 
 NORMS = {"none": lambda features: features, "sum": sum_normalise, "l2": l2_normalise}
+
+
+def normalised(phi: Callable[[Tensor], Tensor], norm: str, x: Tensor) -> Tensor:
+    """phi(x) after a norm, a name in ``NORMS``. fp16 does not hold the gradient of small features, so that it gets both in fp32."""
+    if norm == "none":
+        return phi(x)
+    return NORMS[norm](phi(wide(x) if x.dtype == torch.float16 else x)).to(x.dtype)
 
 
 def draw_projection(rows: int, width: int, orthogonal: bool = True, device=None) -> Tensor:

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from .. import Mistake
-from ..feature_maps import FEATURE_MAPS, FeatureMap, l2_normalise, sum_normalise, wide
+from ..feature_maps import FEATURE_MAPS, FeatureMap, normalised, wide
 from ..ops import RowMap
 from ..ops.checks import NORM_OF, missing_form
 from ..rules import RULES, Gate, Rule
+from ..rules.starts import Place
 
 PRODUCT_STEPS = 2  # writes of a token where the rule has several and nothing else is said
 FEATURE_OPTIONS = ("feature_map", "feature_dim", "feature_norm")  # and those of the chosen map
@@ -21,9 +22,9 @@ def normalised_features(phi: FeatureMap, norm: str, x: Tensor, keep_scale: bool)
     if keep_scale:
         x = with_room(phi, x)
     if norm == "sum":
-        return sum_normalise(phi.scaled(x)[0]), None
+        return normalised(lambda x: phi.scaled(x)[0], norm, x), None
     if norm == "l2":
-        return l2_normalise(phi(x)), None
+        return normalised(phi, norm, x), None
     return phi.scaled(x) if keep_scale else (phi(x), None)
 
 
@@ -130,19 +131,20 @@ def check_feature_norm(config, phi: FeatureMap) -> None:
 def check_start(config, rule: Rule) -> None:
     """Refuses --write-strength-init where no gate starts there, and beside --bias-free."""
     start, free = config.write_strength_init, config.bias_free
-    if start and not any(gate.writes for gate in rule.gates.values()):
-        able = ", ".join(n for n, r in RULES.items() if any(gate.writes for gate in r.gates.values()))
+    able = [n for n, r in RULES.items() if any(gate.writes and gate.projected for gate in r.gates.values())]
+    if start and config.update_rule not in able:
+        able = ", ".join(able)
         raise Mistake(f"--write-strength-init is {start}; --update-rule {config.update_rule} has no such gate; use one of: {able}")
     if start and free:
         raise Mistake(f"--write-strength-init is {start}, a bias; leave it out, or leave --bias-free out")
 
 
-def initial_bias(gate: Gate, count: int, write_strength: float) -> Tensor:
-    """The bias of each of ``count`` gates: that of ``write_strength`` where it is given and this gate is one, else the gate's own,
-    a constant, 0 for None, or uniform gate initialisation."""
+def initial_bias(gate: Gate, place: Place, write_strength: float) -> Tensor:
+    """The bias of a gate at each number of a place: that of ``write_strength`` where it is given and this gate is one, else the
+    gate's own."""
     if write_strength and gate.writes:
-        return torch.full((count,), write_strength).logit()
-    return drawn_bias(gate.bias, count)
+        return torch.full((place.count,), write_strength).logit()
+    return gate.bias(place) if callable(gate.bias) else drawn_bias(gate.bias, place.count)
 
 
 def drawn_bias(bias: float | str | None, count: int) -> Tensor:

@@ -16,6 +16,7 @@ from ..ops.inputs import READ
 from ..ops.normalisation import divide
 from ..ops.recall import recall
 from ..rules import RULES, Rule
+from ..rules.starts import Place
 
 
 @dataclass
@@ -64,7 +65,7 @@ class RetrievalModel(BaseFairseqModel):
         for name, gate in self.gates.items():
             spec, start = self.rule.gates[name], config.write_strength_init
             if spec.bias == "uniform" or (start and spec.writes):  # the others start around 1/2, as published
-                gate.bias.data.copy_(initial_bias(spec, len(gate.bias), start))
+                gate.bias.data.copy_(initial_bias(spec, Place(len(gate.bias), 1), start))
 
     @property
     def rule(self) -> Rule:

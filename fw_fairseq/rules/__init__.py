@@ -25,8 +25,9 @@ from .rule import OPERANDS, Coefficients, Gate, Rule
 __all__ = ["OPERANDS", "RULES", "Coefficients", "Gate", "Rule"]
 
 SCALAR = Gate()
-SMALL = Gate(bias=-5.0, writes=True, erases=True)  # starts near 0.007
 HALF = Gate(writes=True, erases=True)  # starts near 1/2
+SMALL = Gate(converted=-5.0, writes=True, erases=True)  # near 1/2, or 0.007 in a converted model (Mao 2022)
+KEPT = Gate(bias=starts.kept, converted="uniform")
 KIMI = Gate("K", starts.time_steps, form="kept_softplus", rank="head")
 SLOWEST_7 = math.exp(-0.5)  # RWKV 7 decays by at most exp of minus this
 
@@ -66,7 +67,7 @@ RULES: dict[str, Rule] = {
     "gated_delta": Rule(
         equation="W_t = g_t W_{t-1} + beta_t k_t (v_t - g_t W_{t-1}^T k_t)^T",
         source="Yang et al. 2024 (Gated DeltaNet)",
-        gates={"g": SCALAR, "beta": SMALL},
+        gates={"g": KEPT, "beta": SMALL},
         coefficients=lambda g, beta: Coefficients(f=g, e=beta, w=beta),
     ),
     "fwm": Rule(

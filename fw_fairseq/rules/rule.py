@@ -32,7 +32,8 @@ class Gate:
 
     ``bias`` is the start of the layer's bias, from which ``form`` makes the gate: a number, "uniform" for uniform gate
     initialisation, logit(U(1/n, 1 - 1/n)) over the n gates of a layer, or a function of a ``starts.Place``. None stands for 0 in a
-    new model and for "uniform" in a converted one.
+    new model and for "uniform" in a converted one. ``converted``: the start in a converted model where it is another, a number or
+    "uniform".
     ``writes``: whether the gate itself is the strength of a write. ``erases``: whether --negative-eigenvalues doubles it.
 
     The rest says how a layer makes the gate of a token; the defaults are one row of its projection for each number, and a sigmoid.
@@ -47,6 +48,7 @@ class Gate:
 
     axis: str | None = None
     bias: float | str | Callable[..., Tensor] | None = None
+    converted: float | str | None = None
     writes: bool = False
     erases: bool = False
     form: str = "sigmoid"

@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 RATES = (1.0, 16.0)  # between them Mamba 2 and those after it draw exp(A)
@@ -35,6 +36,12 @@ def time_steps(place: Place) -> Tensor:
     least, most = math.log(0.001), math.log(0.1)
     step = torch.empty(place.count).uniform_(least, most).exp()
     return step + (-torch.expm1(-step)).log()
+
+
+def kept(place: Place) -> Tensor:
+    """The logits of what Mamba 2 keeps at its start: exp(-rate step), with its rates and time steps."""
+    rate, step = log_rates(place.count).exp(), F.softplus(time_steps(place))
+    return -torch.expm1(rate * step).log()
 
 
 def log_rates(count: int) -> Tensor:

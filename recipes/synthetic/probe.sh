@@ -42,7 +42,6 @@ read_row() { # ROW: sets kind, model and own, the options of the model
     if ! own_options "$rule" || [ "${own[0]}" != --update-rule ]; then
         fail "ROW is $1; MODEL must be a rule of recipes/mixers.sh: $(row_names)"
     fi
-    [[ ${own[1]} != delta && ${own[1]} != gated_delta ]] || own+=(--write-strength-init 0.5) # their gates start near 0.007 otherwise
     [ -z "$steps" ] || own+=(--product-steps "$steps")
     [[ $model != *-negative ]] || own+=(--negative-eigenvalues)
 }

@@ -274,13 +274,28 @@ def test_a_projection_has_the_rows_that_are_read(rule, rows):
 
 
 def test_where_gates_of_one_row_start():
-    """At 1/2, or at 0.007 where a write that erases is to begin small."""
-    starts = {"gated": {"g": 0}, "delta": {"beta": -5}, "gated_delta": {"g": 0, "beta": -5}, "fwm": {"beta": 0}}
+    """At 1/2."""
+    starts = {"gated": {"g": 0}, "delta": {"beta": 0}, "gated_delta": {"beta": 0}, "fwm": {"beta": 0}}
     starts |= {"kda": {"beta": 0}, "gdn2": {"b": 0, "w": 0}, "delta_product": {"beta": 0}}
     for rule, gates in starts.items():
         mixer = build(rule)
         biases = dict(zip(mixer.sizes, mixer.in_proj.bias.split([*mixer.sizes.values()])))
         assert {name: biases[name].unique().tolist() for name in gates} == {name: [start] for name, start in gates.items()}
+
+
+def test_where_the_gate_of_the_gated_delta_rule_starts():
+    """At exp(-a s), with a uniform from 1 to 16 and s from 0.001 to 0.1, uniform in its logarithm: shares of the numbers that are
+    below, of the heads of many layers."""
+    torch.manual_seed(0)
+    layers = [FastWeight(64, 64, update_rule="gated_delta", feature_map="identity", feature_norm="l2") for _ in range(60)]
+    biases = (dict(zip(layer.sizes, layer.in_proj.bias.split([*layer.sizes.values()]))) for layer in layers)
+    found = torch.cat([bias["g"] for bias in biases]).detach().double().sigmoid()
+    a = 1 + 15 * (torch.arange(500, dtype=torch.float64) + 0.5) / 500
+    s = 10 ** (-3 + 2 * (torch.arange(500, dtype=torch.float64) + 0.5) / 500)
+    want = torch.exp(-a[:, None] * s)
+    for bound in (0.4, 0.7, 0.9, 0.97, 0.99):
+        assert (found < bound).double().mean().item() == pytest.approx((want < bound).double().mean().item(), abs=0.04)
+    assert found.min() > math.exp(-1.6) - 1e-6 and found.max() < math.exp(-0.001) + 1e-6
 
 
 def test_where_published_gates_start():

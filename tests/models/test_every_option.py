@@ -33,6 +33,7 @@ OPTIONS = {f.name: f for f in fields(FastWeightLanguageModelConfig)}
 ELSEWHERE = {"options_from", "no_decoding_graph"}  # the one stands for others, and graphs are of a GPU
 OWN = sorted(OPTIONS.keys() - {f.name for f in fields(TransformerLanguageModelConfig)} - ELSEWHERE)
 VALUES = {  # where a default or the next number would change nothing in so small a model
+    "write_strength_init": [0.25],
     "mixer_pattern": ["softmax,fast_weight"],
     "fast_weight_backend": ["recurrent"],  # auto may choose the others
     "feature_dim": [3],

@@ -176,7 +176,7 @@ def search(model, source, **options):
 @pytest.mark.parametrize("ends", [True, False])
 def test_beam_search_finds_the_same_sentences(kernels, monkeypatch, ends):
     """Where sentences end, they leave the batch before the others."""
-    torch.manual_seed(2)  # of weights with which three sentences end
+    torch.manual_seed(7)  # of weights with which three sentences end
     model, source, rows = build(**OPTIONS["dpfp"]), draw(6, 9, 4, 7), set()
     reorder = CapturedGeneration.reorder
     monkeypatch.setattr(CapturedGeneration, "reorder", lambda self, order: rows.add(len(order)) or reorder(self, order))

@@ -124,6 +124,8 @@ def test_every_rule(rule, width, plain, dictionary, tmp_path):
         assert all(pieces[name].eq(0).all() for name in gates)
         if "delta" in rule:
             assert gates["beta"].allclose(torch.tensor(0.007), atol=5e-4)
+        if "gated" in rule:  # uniform over the 32 channels of the model, of which these are the gates of 4 heads
+            assert gates["g"].unique().numel() == 4 and (gates["g"] >= 1 / 32).all() and (gates["g"] <= 31 / 32).all()
         if rule == "decay":
             assert (gates["z"] >= 1 / 32).all() and gates["z"].std() > 0.2 and gates["f"].std() > 0.2
     assert logits(converted, torch.randint(4, 64, (2, 32))).isfinite().all()

@@ -106,8 +106,8 @@ class Projected(Mixer):
             if name == "mixing" or (name in gates and gates[name].still):
                 weight.zero_()
             if bias is not None:
-                plain = name in gates and name not in self.makers
-                bias.copy_(initial_bias(gates[name], len(bias), self.write_strength_init) if plain else bias.new_zeros(()))
+                plain, place = name in gates and name not in self.makers, Place(len(bias), self.num_heads)
+                bias.copy_(initial_bias(gates[name], place, self.write_strength_init) if plain else bias.new_zeros(()))
 
     def operands(self, x: Tensor, state: FastWeightState | None = None, padding_mask=None, reset_mask=None) -> Operands:
         """Maps x (T,B,C) to what ``fast_weight`` takes."""

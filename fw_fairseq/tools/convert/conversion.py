@@ -157,14 +157,15 @@ def width_map(heads: int, width: int, head_dim: int) -> Tensor:
 
 
 def gate_rows(mixer: FastWeight) -> dict[str, Tensor]:
-    """Returns rows of zero weights and the biases that the rule gives. A gate without a bias gets uniform gate initialisation,
-    over the width of the model or over its own size, whichever is larger."""
+    """Returns rows of zero weights and the biases that the rule gives a converted model. A gate without one gets uniform gate
+    initialisation, over the width of the model or over its own size, whichever is larger."""
     biases = dict(zip(mixer.sizes, mixer.in_proj.bias.split(list(mixer.sizes.values()))))
     rows = {}
     for name, gate in mixer.rule.gates.items():
         bias, count = biases[name], len(biases[name])
-        if gate.bias is None and name not in mixer.makers:
-            bias = drawn_bias("uniform", max(mixer.embed_dim, count))[:count]
+        start = "uniform" if gate.bias is None and gate.converted is None else gate.converted
+        if start is not None and name not in mixer.makers:
+            bias = drawn_bias(start, max(mixer.embed_dim, count))[:count]
         rows[name] = torch.cat([torch.zeros(len(bias), mixer.embed_dim), bias[:, None]], 1)
     return rows
 
@@ -181,7 +182,9 @@ def value_scale(mixer: FastWeight, gates: dict[str, Tensor]) -> tuple[Tensor | f
 
 def start_of(name: str, rows: Tensor, mixer: FastWeight) -> str:
     """Returns where a gate starts, as the report says it."""
-    return "starts as in a new model" if name in mixer.makers else f"starts {describe(rows[:, -1])}"
+    gate = mixer.rule.gates[name]
+    as_new = name in mixer.makers or (callable(gate.bias) and gate.converted is None)
+    return "starts as in a new model" if as_new else f"starts {describe(rows[:, -1])}"
 
 
 def describe(bias: Tensor) -> str:
