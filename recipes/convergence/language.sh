@@ -6,7 +6,7 @@
 #           the ending -stream does so too, and trains on streams whose state is carried over from segment to segment
 # Data:     DATA, a folder with train.txt, valid.txt and test.txt: WikiText-2 by words, <unk> kept (CC BY-SA); nothing is downloaded
 # Hardware: one CPU core, 1 GB of memory
-# Time:     not measured yet
+# Time:     4 minutes for an epoch of softmax attention on an Intel Xeon with AVX-512; no row has ended yet
 # Expected: no numbers yet: no row has been trained to its end
 # Usage:    DATA=folder recipes/convergence/language.sh [ROW]... [OPTION of fairseq-train]...
 #           DATA=folder SEEDS="1 2" recipes/convergence/language.sh softmax delta_dpfp

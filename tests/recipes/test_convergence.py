@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
+from argparse import Namespace
 
 import pytest
+import torch
+from fairseq import checkpoint_utils, utils
+from fairseq.data import data_utils
 from support.commands import ROOT, succeed
 from support.recipes import recipe
 
@@ -14,12 +19,16 @@ FOLDER = ROOT / "recipes" / "convergence"
 ROW = r"| {row} | 1 | "
 
 
-@pytest.fixture(scope="module")
-def status():
-    spec = importlib.util.spec_from_file_location("convergence_status", FOLDER / "status.py")
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(f"convergence_{name}", FOLDER / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def status():
+    return load("status")
 
 
 def write_log(folder, losses: list[float], ended: bool) -> None:
@@ -83,3 +92,83 @@ def test_rows_that_are_none(row, tmp_path):
     assert done.returncode == 1 and f"ROW is {row}; it must be one of additive additive_all decay " in done.stderr
     done = recipe("convergence/conversion.sh", tmp_path / "out_toy", "leap-4")
     assert done.returncode == 1 and "ROW is leap-4; it must be RULE-M" in done.stderr
+
+
+def test_spans_of_a_stream_beside_segments(tmp_path, capsys):
+    """Pieces come in any order, between lines of other kinds, and the last span is half full at least."""
+    words, length = [f"w[{i}" for i in range(24)], load("length")
+    scores = [(-0.1 * i, -0.2 * i) for i in range(24)]  # in the stream and in segments
+
+    def write(name: str, which: int, size: int) -> None:
+        lines = ["INFO:fairseq_cli.eval_lm:Loss (base 2): 7.1, Perplexity: 140", "INFO:fairseq_cli.eval_lm:3 tokens [x]"]
+        for number, start in reversed(list(enumerate(range(0, 24, size)))):
+            piece = "\t".join(f"{words[i]} [{scores[i][which]:2f}]" for i in range(start, min(start + size, 24)))
+            lines.append(f"2026-01-01 00:00:00 | INFO | fairseq_cli.eval_lm | {number} {piece}")
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+
+    write("stream.log", 0, 5)
+    write("segments.log", 1, 7)
+    length.main(str(tmp_path / "stream.log"), str(tmp_path / "segments.log"), "8")
+    want = [(8, 0, 8), (16, 8, 16), (24, 16, 24)]
+    assert capsys.readouterr().out.splitlines() == [
+        f"{end} " + " ".join(f"{math.exp(factor * sum(range(a, b)) / (b - a)):.3f}" for factor in (0.1, 0.2)) for end, a, b in want
+    ]
+    assert (
+        length.spans(24, 8) == [(0, 8), (8, 16), (16, 24)] and length.spans(23, 8) == [(0, 8), (8, 16)] and length.spans(3, 8) == []
+    )
+    words[4] = "other"
+    write("segments.log", 1, 7)
+    with pytest.raises(SystemExit, match=r"have other words; both must be of the same text$"):
+        length.main(str(tmp_path / "stream.log"), str(tmp_path / "segments.log"), "8")
+    (tmp_path / "stream.log").write_text("nothing\n")
+    with pytest.raises(SystemExit, match=r"stream\.log has no words; it must be a log of fairseq-eval-lm --output-word-probs$"):
+        length.main(str(tmp_path / "stream.log"), str(tmp_path / "segments.log"), "8")
+
+
+@torch.no_grad()
+def test_length_of_a_finished_row(tmp_path):
+    """Against one pass over the whole text, and one over each segment."""
+    out, row = tmp_path / "out_toy", "delta_elu-stream"
+    done = recipe("convergence/length.sh", out, row)
+    assert (
+        done.returncode == 1 and f"{row}-0.1-1 is not finished; run recipes/convergence/language.sh {row} with the" in done.stderr
+    )
+    succeed(recipe("convergence/language.sh", out, row))
+    printed = succeed(recipe("convergence/length.sh", out, row))
+    found = [line.split() for line in (out / "length.txt").read_text().splitlines()]
+    assert [(name, seed, int(end)) for name, seed, end, *_ in found] == [
+        (f"{row}-0.1", "1", end) for end in (32, 64, 128, 256, 512, 1024, int(found[-1][2]))
+    ]
+    utils.import_user_module(Namespace(user_dir=str(ROOT / "fw_fairseq")))
+    run = out / "runs" / "language" / f"{row}-0.1-1"
+    [model], _, task = checkpoint_utils.load_model_ensemble_and_task(
+        [str(run / "checkpoint_best.pt")], {"data": str(out / "words")}
+    )
+    text = torch.cat(list(data_utils.load_indexed_dataset(str(out / "words" / "test"), task.source_dictionary))).long()
+    model = model.double().eval()
+
+    def scores(tokens: torch.Tensor) -> torch.Tensor:
+        logits = model(tokens[None, :-1])[0][0]
+        return -logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+
+    text = torch.cat([torch.tensor([task.source_dictionary.eos()]), text])
+    whole = scores(text)
+    pieces = torch.cat([scores(text[start : start + 33]) for start in range(0, len(text) - 1, 32)])
+    start, cells = 0, []
+    for *_, end, stream, segments in found:
+        values = [part[start : int(end)].mean().exp().item() for part in (whole, pieces)]
+        assert [float(stream), float(segments)] == pytest.approx(values, rel=1e-3)
+        cells.append(values[0] / values[1])
+        start = int(end)
+    [line] = [line for line in printed.splitlines() if line.startswith(f"| {row} | 1 |")]
+    assert [float(cell) for cell in line.strip("| ").split("|")[3:]] == pytest.approx(cells[1:], abs=0.002)
+    again = recipe("convergence/length.sh", out, row)
+    assert succeed(again) == printed and len((out / "length.txt").read_text().splitlines()) == len(found)
+
+
+@pytest.mark.parametrize("arguments", [["softmax-nopos"], ["delta_elu"], [], ["delta_elu-stream", "--dropout", "0"]])
+def test_rows_without_a_length(arguments, tmp_path):
+    done = recipe("convergence/length.sh", tmp_path / "out_toy", *arguments)
+    assert done.returncode == 1 and (
+        "that ends in -stream or -nopos" in done.stderr or "--dropout has no effect here" in done.stderr
+    )

@@ -18,7 +18,7 @@ from fw_fairseq.tools.plot.logs import read_log
 from fw_fairseq.tools.plot.published import read_losses
 from fw_fairseq.tools.plot.retrieval import SOLVED, number, point_of_log, read_results
 from fw_fairseq.tools.plot.style import SMALL, canvas, legend, log_values, look, plot, save, spread_out
-from fw_fairseq.tools.plot.wikitext2 import draw_conversion, draw_parts, draw_state, read_table
+from fw_fairseq.tools.plot.wikitext2 import draw_conversion, draw_length, draw_parts, draw_state, read_table
 
 RESULTS = "dpfp1 20 0.0008\ndpfp1 40 0.2\nelu 20 0.001\nelu 40 0.3\n"
 UPDATES = "delta:dpfp1 20 0.0002\nother:map 20 30\n"
@@ -57,6 +57,10 @@ CONVERTED = """| row of the recipe | converted | of the softmax row's performanc
 | `gated_delta-16` | 359.00 | 71.0% |
 """
 PROBES = "delta_elu 16 100\ndelta_elu 32 99.5\nsum_elu 16 41.25\nkda-w64-negative 32 7\ndelta_product-4-negative 16 9\n"
+LENGTH = (
+    "delta_elu-stream 1 256 80 80\ndelta_elu-stream 1 512 60 75\ndelta_elu-stream 2 256 82 82\ndelta_elu-stream 2 512 90 100\n"
+    "decay-stream 1 256 84 84\ndecay-stream 1 512 210 70\n"
+)
 PARTS = (
     "sum_elu 1 258 260\nkda 1 205 203\nsum_elu 2 259 262\nsum_elu-conv 1 233.04 231\nkda-parts 1 217 215\nkda-parts 2 219.5 214\n"
 )
@@ -78,6 +82,7 @@ def files(tmp_path, monkeypatch):
         "converted.md": CONVERTED,
         "probes.txt": PROBES,
         "parts.txt": PARTS,
+        "length.txt": LENGTH,
         "other.txt": "kda 1 2 3\nkda-part 1 2 3\n",
         "empty.txt": "",
     }
@@ -94,7 +99,7 @@ def files(tmp_path, monkeypatch):
         ("capacity capacity.txt --published", ["linear (ELU)", "DPFP-1", "published (hollow)"]),
         ("updates updates.txt", ["delta, DPFP-1", "other, map"]),
         ("recall probes.txt", [">delta elu<", ">sum elu<", "pairs", "right answers (%)"]),
-        ("tracking probes.txt", [">kda, width 64, negative eigenvalues<", "elements"]),
+        ("tracking probes.txt", [">negative eigenvalues<", "elements"]),
         ("curves a.log", [">a<", "evaluation loss"]),
         ("curves json=a.log other=simple.log --log-axis --log-updates", [">json<", ">other<", "updates"]),
         ("curves setting2-20-gated_delta-dpfp_--dpfp-nu_1.log setting2-20-fwm-tanh_.log", [">FWM, tanh<", ">gated delta, DPFP-1<"]),
@@ -104,6 +109,7 @@ def files(tmp_path, monkeypatch):
         ("dpfp", [">0.5<"]),
         ("state page.md", ["delta elu", "softmax", "numbers kept"]),
         ("parts parts.txt", [">sum elu<", ">no parts<", ">short convolution<", ">all three<", ">test perplexity<"]),
+        ("length length.txt", [">delta elu-stream<", ">decay-stream<", ">words read<", ">perplexity, stream / segments<"]),
         ("parts parts.txt --sliding", [">test perplexity, sliding<"]),
     ],
 )
@@ -320,12 +326,11 @@ def test_small_losses_have_two_digits_and_large_ones_three():
 
 
 def test_probes_are_drawn_and_printed(files, capsys):
-    lines = drawn(probes.draw(SimpleNamespace(command="recall", results=files / "probes.txt")).axes[0])
-    assert lines == {
-        "delta elu": [(16, 100), (32, 99.5)],
-        "sum elu": [(16, 41.25)],
-        "kda, width 64, negative eigenvalues": [(32, 7)],
-        "delta product, 4 writes, negative eigenvalues": [(16, 9)],
+    """With and without negative eigenvalues in a panel each."""
+    figure = probes.draw(SimpleNamespace(command="recall", results=files / "probes.txt"))
+    assert {axes.get_title(loc="left"): drawn(axes) for axes in figure.axes} == {
+        "without negative eigenvalues": {"delta elu": [(16, 100), (32, 99.5)], "sum elu": [(16, 41.25)]},
+        "negative eigenvalues": {"kda, width 64": [(32, 7)], "delta product, 4 writes": [(16, 9)]},
     }
     plots.main(["recall", "probes.txt", "--table"])
     assert capsys.readouterr().out.splitlines() == [
@@ -413,6 +418,33 @@ def test_table_of_parts(files, capsys):
     ]  # fmt: skip
 
 
+def test_length_is_a_share_of_the_same_words_in_segments(files, capsys):
+    """A point is the mean of the seeds, and the table has their standard deviation."""
+    lines = drawn(draw_length(SimpleNamespace(results=Path("length.txt"))).axes[0])
+    assert lines["delta_elu-stream"] == [(256, 1), (512, pytest.approx(0.85))] and lines["decay-stream"] == [(256, 1), (512, 3)]
+    plots.main(["length", "length.txt", "--table"])
+    assert capsys.readouterr().out.splitlines() == [
+        "| stream / segments, words to | 256 | 512 |",
+        "|---|---:|---:|",
+        "| `delta_elu-stream` | 1.000 ± 0.000 | 0.850 ± 0.071 |",
+        "| `decay-stream` | 1.000 | 3.000 |",
+    ]
+
+
+def test_probes_of_several_widths_have_a_panel_each(tmp_path):
+    """From narrow to wide, with one look for each rule; but one panel where a model names no width."""
+    (tmp_path / "widths.txt").write_text("delta-w128 32 99\nkda-w128 16 100\ndelta-w64 16 98\nkda-w64 16 97\n")
+    figure = probes.draw(SimpleNamespace(command="recall", results=tmp_path / "widths.txt"))
+    narrow, wide = figure.axes
+    assert drawn(narrow) == {"delta": [(16, 98)], "kda": [(16, 97)]} and drawn(wide) == {"delta": [(32, 99)], "kda": [(16, 100)]}
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["width 64", "width 128"]
+    looks = [{line.get_label(): line.get_color() for line in axes.lines} for axes in figure.axes]
+    assert looks[0] == looks[1] and len(set(looks[0].values())) == 2
+    (tmp_path / "widths.txt").write_text("delta-w64 16 98\ndelta 16 97\n")
+    [axes] = probes.draw(SimpleNamespace(command="recall", results=tmp_path / "widths.txt")).axes
+    assert axes.get_title(loc="left") == "" and drawn(axes) == {"delta, width 64": [(16, 98)], "delta": [(16, 97)]}
+
+
 @pytest.mark.parametrize(
     "command, message",
     [
@@ -424,6 +456,7 @@ def test_table_of_parts(files, capsys):
         ("conversion page.md", "page.md has no table with the columns row, of the softmax row's performance"),
         ("parts probes.txt", "probes.txt, line 1 is 'delta_elu 16 100'; it must be ROW SEED PERPLEXITY SLIDING"),
         ("parts other.txt", "other.txt, line 2 has the row kda-part; its ending must be conv, norm, gate, parts or none"),
+        ("length parts.txt", "parts.txt, line 1 is 'sum_elu 1 258 260'; it must be ROW SEED END STREAM SEGMENTS"),
         ("parts empty.txt", "empty.txt has no results"),
         ("state a.log", "a.log has no table with the columns row, numbers kept, test perplexity"),
     ],

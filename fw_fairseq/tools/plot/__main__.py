@@ -13,7 +13,7 @@ from ..command import check_outputs, make_parser, mistakes_as_sentences
 from . import cost, dpfp, probes, retrieval, tables
 from .logs import read_log
 from .style import Look, canvas, legend, log_values, look, plot, save
-from .wikitext2 import draw_conversion, draw_parts, draw_state, table_of_parts
+from .wikitext2 import draw_conversion, draw_length, draw_parts, draw_state, table_of_length, table_of_parts
 
 PROG = "fw-plot"
 EXAMPLE = "fw-plot curves softmax=runs/softmax/train.log delta=runs/delta/train.log --out curves.svg"
@@ -74,6 +74,11 @@ def build_parser():
     command.add_argument("results", type=Path, help="a file of recipes/wikitext2/table.sh: lines of ROW SEED PERPLEXITY SLIDING")
     command.add_argument("--sliding", action="store_true", help="the perplexity with a sliding context")
     add_table(command, table_of_parts)
+    command = add("length", draw_length, "perplexity in one stream, as a share of that in segments, against the words read so far")
+    command.add_argument(
+        "results", type=Path, help="a file of recipes/convergence/length.sh: lines of ROW SEED END STREAM SEGMENTS"
+    )
+    add_table(command, table_of_length)
     conversion = add("conversion", draw_conversion, "the share of a Transformer's performance that a conversion keeps, against m")
     conversion.add_argument(
         "page", type=Path, help="the table that recipes/wikitext2/conversion.sh printed, or a page that holds it"

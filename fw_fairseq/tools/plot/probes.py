@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .retrieval import read_results
-from .style import canvas, legend, log_lengths, look, plot
+from .style import SMALL, canvas, legend, log_lengths, look, plot
 
 SIZES = {"recall": "pairs", "tracking": "elements"}
 
@@ -21,27 +21,33 @@ def title_of_ending(ending: str) -> str:
 
 
 def panels_of(lines: dict[str, dict]) -> dict[str, dict[str, dict]]:
-    """Returns the lines of each panel by its title: one for each width where all models have one, with or without negative
-    eigenvalues, else one for all."""
-    found = {}
+    """Returns the lines of each panel by its title: one for each width where all models name theirs, and one for models with and
+    one for models without negative eigenvalues where there are both."""
+    endings = {model: model.split("-")[1:] for model in lines}
+    widths = {model: int(ending[1:]) for model, found in endings.items() for ending in found if ending.startswith("w")}
+    by_width, by_sign = len(widths) == len(lines), len({"negative" in found for found in endings.values()}) == 2
+    found: dict = {}
     for model, points in lines.items():
-        name, *endings = model.split("-")
-        width = [ending for ending in endings if ending.startswith("w")]
-        rest = "-".join([name, *(ending for ending in endings if ending not in width)])
-        found.setdefault("".join(map(title_of_ending, width)), {})[rest] = points
-    return {"": lines} if "" in found else dict(sorted(found.items(), key=lambda panel: int(panel[0].split()[-1])))
+        taken = [e for e in endings[model] if (by_width and e.startswith("w")) or (by_sign and e == "negative")]
+        at = [title_of_ending(ending) for ending in taken] + ["without negative eigenvalues"] * (
+            by_sign and "negative" not in taken
+        )
+        rest = "-".join([model.split("-")[0], *(ending for ending in endings[model] if ending not in taken)])
+        found.setdefault((widths.get(model, 0) * by_width, ", ".join(at)), {})[rest] = points
+    return {title: found[width, title] for width, title in sorted(found, key=lambda key: key[0])}
 
 
 def draw(args):
-    """Draws a line for each model, in the order of the file; in a panel for each width where all models have one."""
+    """Draws a line for each model, in the order of the file."""
     lines = read_results(args.results)
     panels = panels_of(lines)
     names = list(dict.fromkeys(name for models in panels.values() for name in models))
-    figure, rows = canvas(2.2 if len(panels) == 1 else 0.5 + 1.15 * len(panels), len(panels))
-    for axes, (width, models) in zip(rows, panels.items()):
+    figure, rows = canvas(2.2 if len(panels) == 1 else 0.5 + 1.3 * len(panels), len(panels))
+    for axes, (heading, models) in zip(rows, panels.items()):
         for model, points in models.items():
             plot(axes, look(names.index(model)), title(model), points, clip_on=False)
-        axes.set(ylabel="right answers (%)" if not width else f"{width}\nright answers (%)", ylim=(0, 100))
+        axes.set(ylabel="right answers (%)", ylim=(0, 100))
+        axes.set_title(heading, loc="left", fontsize=SMALL)
     log_lengths(axes, (size for points in lines.values() for size in points))
     axes.set_xlabel(SIZES[args.command])
     legend(figure, max(rows, key=lambda axes: len(axes.lines)))

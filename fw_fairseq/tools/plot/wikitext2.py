@@ -1,4 +1,4 @@
-"""fw-plot state, conversion and parts: figures of what the recipes of WikiText-2 print and collect."""
+"""fw-plot state, conversion, parts and length: figures of what the recipes of WikiText-2 print and collect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import mean, stdev
 from ... import Mistake
 from ...files import read_text
 from .retrieval import read_lines
-from .style import SMALL, canvas, label_ends, legend, log_lengths, look, plot, spread_out
+from .style import SMALL, canvas, label_ends, legend, log_lengths, log_values, look, plot, spread_out
 
 # The endings of rows in recipes/mixers.sh, in the order of the columns.
 PARTS = {"": "none", "conv": "short convolution", "norm": "output norm", "gate": "output gate", "parts": "all three"}
@@ -125,6 +125,41 @@ def table_of_parts(args) -> str:
     return "\n".join(found)
 
 
-def cell(values: list[float]) -> str:
-    spread = f" ± {stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{mean(values):.1f}{spread}" if values else ""
+def cell(values: list[float], digits: int = 1) -> str:
+    spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{mean(values):.{digits}f}{spread}" if values else ""
+
+
+def read_length(path: Path) -> dict[str, dict[int, list[float]]]:
+    """Returns the perplexity in a stream divided by that in segments, of each seed, by row and by the last word of a span."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for row, _, end, stream, segments in read_lines(path, "ROW SEED END STREAM SEGMENTS", str, int, int, float, float):
+        found.setdefault(row, {}).setdefault(end, []).append(stream / segments)
+    return found
+
+
+def draw_length(args):
+    """Draws a line for each row: the mean of its seeds."""
+    rows = read_length(args.results)
+    figure, [axes] = canvas(2.3, left=0.15, right=0.71, top=0.96, bottom=0.17)
+    ends = []
+    for index, (row, spans) in enumerate(rows.items()):
+        points = {end: mean(ratios) for end, ratios in spans.items()}
+        plot(axes, look(index), row, points)
+        ends.append((row.replace("_", " "), max(points.items()), look(index).color))
+    axes.axhline(1, color="0.6", lw=0.8, zorder=0)
+    log_lengths(axes, (end for spans in rows.values() for end in list(spans)[::2]))
+    log_values(axes)
+    axes.set(xlabel="words read", ylabel="perplexity, stream / segments")
+    label_ends(axes, ends)
+    return figure
+
+
+def table_of_length(args) -> str:
+    """Returns Markdown with a row for each row and a column for each span: the mean, ± the deviation of several seeds."""
+    rows = read_length(args.results)
+    columns = sorted({end for spans in rows.values() for end in spans})
+    found = [f"| stream / segments, words to | {' | '.join(map(str, columns))} |", "|---|" + "---:|" * len(columns)]
+    for row, spans in rows.items():
+        found.append(f"| `{row}` | " + " | ".join(cell(spans.get(end, []), 3) for end in columns) + " |")
+    return "\n".join(found)

@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# Evaluates finished rows of language.sh on the test text as one stream, and prints how the perplexity changes with the words read so far.
+#
+# Paper:    none; the question is which memories are still right far beyond the length of training
+# Data:     OUT of language.sh, where the rows are finished
+# Hardware: one CPU core, 1 GB of memory
+# Time:     2 minutes for each row and seed
+# Expected: no numbers yet: no row has been trained to its end
+# Usage:    recipes/convergence/length.sh ROW...      rows of language.sh that end in -stream or -nopos
+#           recipes/convergence/length.sh delta_elu-stream decay-stream
+#           DROPOUT=0.2 SEEDS="1 2" recipes/convergence/length.sh gated_delta-stream
+#           TOY=1 recipes/convergence/length.sh delta_elu-stream      after TOY=1 language.sh delta_elu-stream
+#
+# Words differ in how hard they are to predict. Each cell is therefore the perplexity in the stream divided by that of the same words in
+# segments as long as those of the training, which begin with an empty memory: below 1 the memory helps, far above 1 the model has
+# diverged. A column's words are those from half of its length to its length. OUT/length.txt collects the lines that fw-plot length draws.
+source "$(dirname "$0")/../lib.sh"
+source "$ROOT/recipes/convergence/end.sh"
+find_programs
+OUT=$(output_folder convergence)
+source "$ROOT/recipes/convergence/model.sh"
+split_rows "$@"
+kinds="a row of language.sh that ends in -stream or -nopos, for example delta_elu-stream"
+need_row "$kinds" "${rows[@]}"
+[ ${#options[@]} = 0 ] || fail "${options[0]} has no effect here; leave it out"
+for row in "${rows[@]}"; do
+    [[ $row =~ ^[a-z0-9_-]+-(stream|nopos)$ && $row != softmax-* ]] || fail "ROW is $row; it must be $kinds"
+    for seed in $seeds; do
+        run=$OUT/runs/language/$row-$dropout-$seed
+        is_finished "$run" || fail "$run is not finished; run recipes/convergence/language.sh $row with the same OUT, DROPOUT and SEEDS first"
+    done
+done
+
+positions() { # RUN: END STREAM SEGMENTS of each span
+    evaluate "$1" checkpoint_best.pt words-stream --task stateful_language_modeling --tokens-per-sample "$length" --batch-size 1 \
+        --output-word-probs >/dev/null
+    evaluate "$1" checkpoint_best.pt words-segments "${segment_task[@]}" --max-tokens 4096 --output-word-probs >/dev/null
+    "$PYTHON" "$ROOT/recipes/convergence/length.py" "$1/words-stream.log" "$1/words-segments.log" "$length"
+}
+
+header=
+for row in "${rows[@]}"; do
+    for seed in $seeds; do
+        run=$OUT/runs/language/$row-$dropout-$seed
+        found=$(kept "$run/positions" positions "$run")
+        rm -f "$run"/words-*.log # a line for each segment, with all words
+        if [ -z "$header" ]; then
+            header="| row | seed | perplexity to $length words |$(tail -n +2 <<<"$found" | awk '{ printf " %d |", $1 }')"
+            echo "$header"
+            sed 's/[^|]\+/---:/g; s/^|---:/|---/' <<<"$header"
+        fi
+        echo "| $row | $seed | $(awk 'NR == 1 { printf "%.2f |", $2 } NR > 1 { printf " %.3f |", $2 / $3 }' <<<"$found")"
+        touch "$OUT/length.txt"
+        grep -q "^$row-$dropout $seed " "$OUT/length.txt" || sed "s/^/$row-$dropout $seed /" <<<"$found" >>"$OUT/length.txt"
+    done
+done
