@@ -8,19 +8,21 @@ from .text import Text
 
 
 class SlidingWindows(torch.utils.data.Dataset):
-    """Windows of ``context`` + ``stride`` tokens. Each scores its last ``stride`` tokens, the first one all tokens."""
+    """Windows of ``context`` + ``stride`` tokens. Each scores its last ``stride`` tokens, the first one all tokens. That one
+    ends after a multiple of ``stride``, as fairseq's windows do."""
 
     def __init__(self, text: Text, context: int, stride: int, eos: int):
         self.target, self.context, self.stride = text.targets, context, stride
         self.source = torch.cat([torch.tensor([eos]), text.tokens[:-1]])
-        self.starts = [0, *range(context + stride, len(text.tokens), stride)]  # of what each scores
+        self.first = (context + stride) // stride * stride
+        self.starts = [0, *range(self.first, len(text.tokens), stride)]  # of what each scores
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor, torch.Tensor]:
         start = self.starts[index]
-        stop = start + (self.stride if index else self.context + self.stride)
+        stop = start + (self.stride if index else self.first)
         return index, self.source[max(0, start - self.context) : stop], self.target[start:stop]
 
     def batches(self, windows: int, shard: int, shards: int) -> list[list[int]]:

@@ -4,9 +4,8 @@
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # several runs side by side do not wait for each other's threads
 
 # The learning rate falls to 0.3 of itself after each epoch that lowers the validation loss by less than 0.5%, and the run ends the third
-# time: at a constant rate a loss goes on falling by a little for tens of epochs, of which the next lower rate makes one. Both are read
-# from the checkpoint, so that a run which was stopped and resumed is the run that was never stopped. Epochs only bound a run that would
-# never end: it counts as unfinished.
+# time. At one rate a loss goes on falling by a little for many epochs. Rate and end are read from the checkpoint, so that a run which was
+# stopped and resumed is the run that was never stopped. Epochs only bound a run that would never end: it counts as unfinished.
 until_the_end=(--lr-scheduler reduce_lr_on_plateau --lr-shrink 0.3 --lr-patience 0 --lr-threshold 0.005 --max-epoch 200
     --no-epoch-checkpoints --log-format json --log-interval 50)
 [ -z "$TOY" ] || until_the_end+=(--lr-threshold 0.2)

@@ -4,7 +4,7 @@
 # Paper:    none; the question is which memories are still right far beyond the length of training
 # Data:     OUT of language.sh, where the rows are finished
 # Hardware: one CPU core, 1 GB of memory
-# Time:     2 minutes for each row and seed
+# Time:     not measured yet
 # Expected: no numbers yet: no row has been trained to its end
 # Usage:    recipes/convergence/length.sh ROW...      rows of language.sh that end in -stream or -nopos
 #           recipes/convergence/length.sh delta_elu-stream decay-stream

@@ -125,6 +125,15 @@ def test_the_shards_of_the_windows_score_every_token_once(shards):
     assert max(len(batch["id"]) for batch in batches) == (1 if shards == 60 else 50 // 8)
 
 
+def test_each_token_is_predicted_from_as_many_as_in_fairseqs_windows():
+    """Of pieces of 3 tokens with the 5 before them; the context is no multiple of 3."""
+    read = {}
+    for batch in windows():
+        for source, target in zip(batch["net_input"]["src_tokens"], batch["target"].tolist()):
+            read |= {token: len(source) - len(target) + place for place, token in enumerate(target, 1)}
+    assert read == {token: token % 3 + 1 + min(5, token - token % 3) for token in range(138)}
+
+
 def test_the_least_that_windows_may_be():
     """No context, one token, and one window at a time."""
     batches = list(windows(6, 1, 0, batch_size=1, max_tokens=50))
@@ -292,7 +301,7 @@ def test_prompts_are_read_in_one_pass_if_no_generator_is_named():
 def test_a_text_shorter_than_the_model_has_any_segment():
     task = stateful(tokens_per_sample=1000)
     assert len(task.get_batch_iterator(random_text(), max_sentences=2, max_positions=50)) == 1
-    assert len(windows(tokens=7, max_positions=7)) == 1
+    assert len(windows(tokens=7, max_positions=7)) == 2
 
 
 @pytest.mark.parametrize("task", [sliding, stateful])

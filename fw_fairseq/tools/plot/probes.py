@@ -29,9 +29,9 @@ def panels_of(lines: dict[str, dict]) -> dict[str, dict[str, dict]]:
     found: dict = {}
     for model, points in lines.items():
         taken = [e for e in endings[model] if (by_width and e.startswith("w")) or (by_sign and e == "negative")]
-        at = [title_of_ending(ending) for ending in taken] + ["without negative eigenvalues"] * (
-            by_sign and "negative" not in taken
-        )
+        at = [title_of_ending(ending) for ending in taken]
+        if by_sign and "negative" not in taken:
+            at.append("without negative eigenvalues")
         rest = "-".join([model.split("-")[0], *(ending for ending in endings[model] if ending not in taken)])
         found.setdefault((widths.get(model, 0) * by_width, ", ".join(at)), {})[rest] = points
     return {title: found[width, title] for width, title in sorted(found, key=lambda key: key[0])}
