@@ -139,7 +139,7 @@ def check_start(config, rule: Rule) -> None:
         raise Mistake(f"--write-strength-init is {start}, a bias; leave it out, or leave --bias-free out")
 
 
-def initial_bias(gate: Gate, place: Place, write_strength: float) -> Tensor:
+def initial_bias(gate: Gate, place: Place, write_strength: float = 0) -> Tensor:
     """The bias of a gate at each number of a place: that of ``write_strength`` where it is given and this gate is one, else the
     gate's own."""
     if write_strength and gate.writes:

@@ -12,6 +12,7 @@ from ...feature_maps import wide
 from ...rules import Gate
 from ...rules.forms import FORMS, INNER, left
 from ...rules.starts import Place, log_rates
+from ..features import initial_bias
 
 
 class GateMaker(nn.Module):
@@ -32,8 +33,7 @@ class GateMaker(nn.Module):
         self.fixed = None if gate.learnt else functools.partial(gate.bias, place)
         self.bias = None
         if gate.learnt and (gate.bias is not None or gate.of is None):
-            start = gate.bias(place) if callable(gate.bias) else torch.full((place.count,), float(gate.bias or 0))
-            self.bias = nn.Parameter(start)
+            self.bias = nn.Parameter(initial_bias(gate, place))
         if self.up is not None:
             nn.init.xavier_uniform_(self.up, gain=2**-0.5)
 

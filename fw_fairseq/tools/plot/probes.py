@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .retrieval import read_results
-from .style import SMALL, canvas, legend, log_lengths, look, plot
+from .style import SMALL, canvas, legend, log_lengths, look, markdown, plot
 
 SIZES = {"recall": "pairs", "tracking": "elements"}
 
@@ -58,7 +58,5 @@ def table(args) -> str:
     """Returns Markdown with a row for each model and a column for each size."""
     lines = read_results(args.results)
     sizes = sorted({size for points in lines.values() for size in points})
-    found = [f"| right answers, %, of {SIZES[args.command]} | {' | '.join(map(str, sizes))} |", "|---|" + "---:|" * len(sizes)]
-    for model, points in lines.items():
-        found.append(f"| {title(model)} | " + " | ".join(f"{points[size]:.1f}" if size in points else "" for size in sizes) + " |")
-    return "\n".join(found)
+    cells = {title(model): [f"{points[size]:.1f}" if size in points else "" for size in sizes] for model, points in lines.items()}
+    return markdown(f"right answers, %, of {SIZES[args.command]}", sizes, cells)

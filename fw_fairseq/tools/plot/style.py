@@ -136,3 +136,10 @@ def save(figure, paths: list[Path]) -> None:
         write_atomically(path, lambda part: figure.savefig(part, **options))  # noqa: B023
         print(path)
     pyplot.close(figure)
+
+
+def markdown(corner: str, columns: Iterable, rows: dict[str, Iterable[str]]) -> str:
+    """A table of numbers: a row of cells for each name, below the columns' heads."""
+    heads = [str(column) for column in columns]
+    lines = [f"| {corner} | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
+    return "\n".join(lines + [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()])

@@ -9,7 +9,7 @@ from statistics import mean, stdev
 from ... import Mistake
 from ...files import read_text
 from .retrieval import read_lines
-from .style import SMALL, canvas, label_ends, legend, log_lengths, log_values, look, plot, spread_out
+from .style import SMALL, canvas, label_ends, legend, log_lengths, log_values, look, markdown, plot, spread_out
 
 # The endings of rows in recipes/mixers.sh, in the order of the columns.
 PARTS = {"": "none", "conv": "short convolution", "norm": "output norm", "gate": "output gate", "parts": "all three"}
@@ -119,10 +119,8 @@ def table_of_parts(args) -> str:
     rules = read_parts(args.results, args.sliding)
     drawn = [part for part in PARTS if any(part in parts for parts in rules.values())]
     head = "sliding perplexity" if args.sliding else "test perplexity"
-    found = [f"| {head}, parts: | " + " | ".join(PARTS[part] for part in drawn) + " |", "|---|" + "---:|" * len(drawn)]
-    for rule, parts in rules.items():
-        found.append(f"| `{rule}` | " + " | ".join(cell(parts.get(part, [])) for part in drawn) + " |")
-    return "\n".join(found)
+    cells = {f"`{rule}`": [cell(parts.get(part, [])) for part in drawn] for rule, parts in rules.items()}
+    return markdown(f"{head}, parts:", [PARTS[part] for part in drawn], cells)
 
 
 def cell(values: list[float], digits: int = 1) -> str:
@@ -159,7 +157,5 @@ def table_of_length(args) -> str:
     """Returns Markdown with a row for each row and a column for each span: the mean, ± the deviation of several seeds."""
     rows = read_length(args.results)
     columns = sorted({end for spans in rows.values() for end in spans})
-    found = [f"| stream / segments, words to | {' | '.join(map(str, columns))} |", "|---|" + "---:|" * len(columns)]
-    for row, spans in rows.items():
-        found.append(f"| `{row}` | " + " | ".join(cell(spans.get(end, []), 3) for end in columns) + " |")
-    return "\n".join(found)
+    cells = {f"`{row}`": [cell(spans.get(end, []), 3) for end in columns] for row, spans in rows.items()}
+    return markdown("stream / segments, words to", columns, cells)
