@@ -24,6 +24,8 @@ if [ -n "$CPU" ]; then
     # Otherwise glibc returns the tensors of each step to the system, which clears every page before the next step gets it.
     export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-1073741824} MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-4294967296}
     export MALLOC_TOP_PAD_=${MALLOC_TOP_PAD_:-67108864}
+    # Fewer and larger pages, where the system gives them to programs that ask.
+    export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}
 fi
 
 find_programs() { # puts BIN, or .venv/bin where there is no BIN, first on the PATH, and sets PYTHON

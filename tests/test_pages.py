@@ -69,7 +69,7 @@ def test_the_page_of_options_is_made_of_their_help_texts():
     assert every | {"--teacher", "--state-norm-penalty", "--target-loss"} <= {*listed}
     more_than_once = {name for name in listed if listed.count(name) > 1}  # options of several tasks or losses
     assert more_than_once == {
-        "--updates-per-epoch", "--evaluation-sequences", "--evaluation-pairs", "--symbols", "--state-norm-penalty",
+        "--updates-per-epoch", "--evaluation-sequences", "--evaluation-pairs", "--symbols", "--state-norm-penalty", "--loss-chunk",
     }  # fmt: skip
 
 

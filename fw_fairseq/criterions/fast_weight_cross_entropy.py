@@ -10,17 +10,26 @@ from omegaconf import II
 
 from .. import Mistake
 from ..config import option
+from .chunks import CHUNK_HELP, InChunks, checked_chunk
 from .memory_logging import MemoryLogging, checked_penalty
 
 PENALTY_HELP = "weight of the mean norm of the layers' memories in the loss of a token"
 
 
 @dataclass
-class FastWeightCrossEntropyConfig(CrossEntropyCriterionConfig):
-    """The options of --criterion fast_weight_cross_entropy."""
+class PlainOrAdaptiveConfig(CrossEntropyCriterionConfig):
+    """The options of cross entropy with statistics of the memories."""
 
     ddp_backend: str = II("distributed_training.ddp_backend")
     state_norm_penalty: float = option(0.0, PENALTY_HELP)
+
+
+@dataclass
+class FastWeightCrossEntropyConfig(PlainOrAdaptiveConfig):
+    """The options of --criterion fast_weight_cross_entropy."""
+
+    find_unused_parameters: bool = II("distributed_training.find_unused_parameters")
+    loss_chunk: int = option(0, CHUNK_HELP)
 
 
 class PlainOrAdaptive(CrossEntropyCriterion):
@@ -40,9 +49,10 @@ class PlainOrAdaptive(CrossEntropyCriterion):
 
 
 @register_criterion("fast_weight_cross_entropy", dataclass=FastWeightCrossEntropyConfig)
-class FastWeightCrossEntropy(MemoryLogging, PlainOrAdaptive):
+class FastWeightCrossEntropy(MemoryLogging, InChunks, PlainOrAdaptive):
     """The cross entropy of language models, with statistics of the memories in the log and a penalty on their norm."""
 
-    def __init__(self, task, sentence_avg, ddp_backend, state_norm_penalty):
+    def __init__(self, task, sentence_avg, ddp_backend, state_norm_penalty, find_unused_parameters=False, loss_chunk=0):
         super().__init__(task, sentence_avg, ddp_backend)
         self.state_norm_penalty = checked_penalty(state_norm_penalty)
+        self.loss_chunk = checked_chunk(loss_chunk, ddp_backend, find_unused_parameters)

@@ -15,14 +15,14 @@ from torch.nn import functional as F
 
 from .. import Mistake
 from ..config import option
-from .fast_weight_cross_entropy import FastWeightCrossEntropyConfig, PlainOrAdaptive
+from .fast_weight_cross_entropy import PlainOrAdaptive, PlainOrAdaptiveConfig
 from .memory_logging import MemoryLogging, checked_penalty
 
 MATCHES = ["hidden", "attention"]
 
 
 @dataclass
-class T2rDistillationConfig(FastWeightCrossEntropyConfig):
+class T2rDistillationConfig(PlainOrAdaptiveConfig):
     """The options of --criterion t2r_distillation."""
 
     teacher: str = option("", "checkpoint of the Transformer with softmax attention to learn from")

@@ -50,7 +50,7 @@ for seed in $seeds; do
         mkdir -p "$run"
         converted=
         if [ "$way" = scratch ]; then
-            SEED=$seed to_the_end "$run" "$OUT/words" 0.003 "${both[@]}" --warmup-init-lr 0.0003 "${options[@]}"
+            SEED=$seed to_the_end "$run" "$OUT/words" 0.003 "${both[@]}" "${criterion[@]}" --warmup-init-lr 0.0003 "${options[@]}"
         else
             convert_row "$run/converted.pt" "$rule" "${map[@]}"
             converted=$(kept "$run/converted" evaluate "$run" converted.pt converted "${segment_task[@]}" --max-tokens 4096)
@@ -65,7 +65,7 @@ for seed in $seeds; do
                     touch "$run/matched.done"
                 }
             fi
-            SEED=$seed to_the_end "$run" "$OUT/words" 0.001 "${both[@]}" --warmup-init-lr 0.0001 --finetune-from-model "$begin" "${options[@]}"
+            SEED=$seed to_the_end "$run" "$OUT/words" 0.001 "${both[@]}" "${criterion[@]}" --warmup-init-lr 0.0001 --finetune-from-model "$begin" "${options[@]}"
         fi
         tuned=$(segments "$run")
         echo "| $row | $seed | $converted | $(cells "$run" "$tuned" "$(awk "BEGIN { printf \"%.1f%%\", 100 * $softmax / $tuned }")") |"

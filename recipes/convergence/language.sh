@@ -54,7 +54,7 @@ row_task() { # ROW: sets task and own, the options of the row
     local name
     name=$(without_ending "$1")
     own_options "$name"
-    own=(--arch fast_weight_lm "${own[@]}")
+    own=(--arch fast_weight_lm "${criterion[@]}" "${own[@]}")
     [ "$name" != softmax ] || own=(--arch transformer_lm) # fairseq's own, which conversion.sh begins with
     task=("${segment_task[@]}")
     case $1 in

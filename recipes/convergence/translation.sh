@@ -31,7 +31,7 @@ VALID=${VALID:-val} TEST=${TEST:-test_2016_flickr} BPE=${BPE:-8000} LOWERCASE=1 
 fit=(--encoder-layers 3 --decoder-layers 3 --encoder-embed-dim "$width" --decoder-embed-dim "$width" --encoder-ffn-embed-dim $((2 * width))
     --decoder-ffn-embed-dim $((2 * width)) --encoder-attention-heads 4 --decoder-attention-heads 4 --encoder-normalize-before
     --decoder-normalize-before --share-all-embeddings --dropout "${DROPOUT:-0.1}" --attention-dropout 0.0 --weight-decay 1e-4
-    --criterion label_smoothed_cross_entropy --label-smoothing 0.1 --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 1.0
+    --criterion fast_weight_label_smoothed_cross_entropy --loss-chunk 256 --label-smoothing 0.1 --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 1.0
     --max-tokens "$batch" --warmup-updates "$warm_up" --warmup-init-lr 0.0002)
 
 echo "| row | seed | best validation perplexity | epochs | hours |"

@@ -244,6 +244,9 @@ def test_label_smoothing_with_the_logs_of_the_memories(prepared, tmp_path):
     assert 0 < float(free[6]["fw_1_gate_beta"]) < 1
     assert float(free[6]["nll_loss"]) < float(free[1]["nll_loss"])
     assert float(held[6]["fw_1_state_norm"]) < float(free[6]["fw_1_state_norm"])
+    chunks = updates(succeed(train(out, tmp_path / "chunks", *options.split(), "--loss-chunk", 7)))
+    for name in ("loss", "nll_loss", "gnorm"):
+        assert [float(log[name]) for log in chunks.values()] == pytest.approx([float(log[name]) for log in free.values()], rel=1e-3)
 
 
 def test_training_mistakes(prepared, trained, tmp_path):

@@ -1,0 +1,151 @@
+"""Cross entropy that computes the logits of a few tokens at a time, with their gradients, and never holds those of a batch."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import Mistake
+from ..ops.autograd import as_written, once_differentiable
+
+CHUNK_HELP = (
+    "N: compute the logits of N tokens at a time, and their gradients, so that those of a whole batch are never in memory; 0: all"
+    " at once"
+)
+
+
+class Goal(NamedTuple):
+    """What the loss of a token is: its target, (N), and how much of it is spread over the vocabulary."""
+
+    target: Tensor
+    padding: int
+    smoothing: float
+
+
+def sweep(features: Tensor, weight: Tensor, bias: Tensor | None, goal: Goal, chunk: int, scale: Tensor | None = None):
+    """Returns the summed loss, the sum of it without smoothing, and the gradients of the loss, times ``scale``, for features (N,C),
+    weight (V,C) and bias (V). Without a scale there are no gradients: None."""
+    words = len(weight)
+    spread = goal.smoothing / (words - 1)  # as fairseq's label_smoothed_cross_entropy
+    exact = features.dtype if features.dtype == torch.float64 else torch.float32
+    nll, smooth = features.new_zeros(2, dtype=exact)
+    for_features = for_weight = for_bias = None
+    if scale is not None:
+        for_features = torch.empty_like(features)
+        for_weight = torch.zeros_like(weight, dtype=exact)
+        for_bias = None if bias is None else torch.zeros_like(bias, dtype=exact)
+    for begin in range(0, len(features), chunk):
+        rows = slice(begin, begin + chunk)
+        x, target = features[rows], goal.target[rows, None]
+        counts = (target != goal.padding).to(exact)
+        logits = F.linear(x, weight, bias).to(exact)
+        wanted, top = logits.gather(1, target), logits.amax(1, keepdim=True)
+        if goal.smoothing:
+            smooth -= (counts * logits.sum(1, keepdim=True)).sum()
+        powers = logits.sub_(top).exp_()
+        total = powers.sum(1, keepdim=True)
+        log_total = total.log() + top
+        nll += (counts * (log_total - wanted)).sum()
+        smooth += words * (counts * log_total).sum()
+        if scale is None:
+            continue
+        counts *= scale
+        gradient = powers.mul_(counts / total)
+        if goal.smoothing:
+            gradient.sub_(spread * counts)
+        gradient.scatter_add_(1, target, (goal.smoothing + spread - 1) * counts)
+        if for_bias is not None:
+            for_bias += gradient.sum(0)
+        gradient = gradient.to(x.dtype)
+        torch.mm(gradient, weight, out=for_features[rows])
+        if x.dtype == exact:
+            for_weight.addmm_(gradient.t(), x)
+        else:
+            for_weight += gradient.t() @ x
+    gradients = [x if x is None else x.to(features.dtype) for x in (for_features, for_weight, for_bias)]
+    return (1 - goal.smoothing - spread) * nll + spread * smooth, nll, gradients
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """``cross_entropy``. The forward computes the gradients too, while it has a chunk's probabilities. In fp16 they would underflow
+    before the loss is scaled, so that there the backward computes the logits once more."""
+
+    @staticmethod
+    @as_written
+    def forward(ctx, features, weight, bias, goal, chunk):
+        ctx.early, ctx.goal, ctx.chunk = any(ctx.needs_input_grad) and features.dtype != torch.float16, goal, chunk
+        operands = features, weight, bias
+        loss, nll, gradients = sweep(*operands, goal, chunk, features.new_ones(()) if ctx.early else None)
+        ctx.save_for_backward(*(gradients if ctx.early else operands))
+        ctx.mark_non_differentiable(nll)
+        return loss, nll
+
+    @staticmethod
+    @once_differentiable
+    @as_written
+    def backward(ctx, upstream, _):
+        if not ctx.early:
+            return (*sweep(*ctx.saved_tensors, ctx.goal, ctx.chunk, upstream)[2], None, None)
+        return (*(x if x is None else x * upstream.to(x.dtype) for x in ctx.saved_tensors), None, None)
+
+
+def cross_entropy(features: Tensor, weight: Tensor, bias: Tensor | None, goal: Goal, chunk: int) -> tuple[Tensor, Tensor]:
+    """Returns the summed loss of features (N,C) under the softmax of words with these weights (V,C) and biases (V), and the loss
+    without smoothing, which has no gradient."""
+    operands, kind = [features, weight, bias], features.device.type
+    if torch.is_autocast_enabled(kind):
+        operands = [x if x is None else x.to(torch.get_autocast_dtype(kind)) for x in operands]
+    return ChunkedCrossEntropy.apply(*operands, goal, chunk)
+
+
+@contextlib.contextmanager
+def left_out(projection: nn.Module):
+    """The module returns its input."""
+    projection.forward = lambda x: x
+    try:
+        yield
+    finally:
+        del projection.forward
+
+
+def checked_chunk(value: int, ddp_backend: str, find_unused_parameters: bool) -> int:
+    """Returns the value of --loss-chunk, or raises if it is negative or if the workers need the projection to run in the model."""
+    if value < 0:
+        raise Mistake(f"--loss-chunk is {value}; it must be at least 0")
+    if value and ddp_backend == "fully_sharded":
+        raise Mistake("--loss-chunk does not work with --ddp-backend fully_sharded; use another --ddp-backend, or leave it out")
+    if value and find_unused_parameters:
+        raise Mistake("--loss-chunk does not work with --find-unused-parameters; leave one of them out")
+    return value
+
+
+class InChunks:
+    """A mixin that stands before fairseq's cross entropy, plain or label-smoothed, among the bases of a class."""
+
+    loss_chunk = 0
+
+    def forward(self, model, sample, reduce=True):
+        """Returns the loss, the sample size and the log of one batch."""
+        if not (self.loss_chunk and reduce):
+            return super().forward(model, sample, reduce)
+        projection = getattr(model.decoder, "output_projection", None)
+        if type(projection) is not nn.Linear:
+            others = "--adaptive-softmax-cutoff and --output-sparsity"
+            raise Mistake(f"--loss-chunk needs a plain softmax over the words, without {others}")
+        with left_out(projection):
+            return super().forward(model, sample, reduce)
+
+    def compute_loss(self, model, net_output, sample, reduce=True):
+        """Returns the summed loss, and what of it is without smoothing."""
+        if not (self.loss_chunk and reduce):
+            return super().compute_loss(model, net_output, sample, reduce)
+        features, target = net_output[0], model.get_targets(sample, net_output)
+        ignored = getattr(self, "ignore_prefix_size", 0)
+        features, target = features[:, ignored:].flatten(0, 1), target[:, ignored:].flatten()
+        projection = model.decoder.output_projection
+        goal = Goal(target, self.padding_idx, getattr(self, "eps", 0.0))
+        return cross_entropy(features, projection.weight, projection.bias, goal, self.loss_chunk)
