@@ -16,7 +16,8 @@
 #
 # The vocabulary has the 4,000 most frequent words, 84% of the text; the others become <unk>, as WikiText-2 has its rarest words. So the
 # layers, not the tables of words, have most of the parameters and of the work. A call resumes each row from its last checkpoint;
-# finished rows are only printed again. No row is cut short: a row without an end is not in the table.
+# finished rows are only printed again. No row is cut short: a row without an end is not in the table. OUT/language.txt collects the test
+# perplexities, which fw-plot converged draws.
 source "$(dirname "$0")/../lib.sh"
 source "$ROOT/recipes/convergence/end.sh"
 source "$ROOT/recipes/mixers.sh"
@@ -77,6 +78,8 @@ for row in "${rows[@]}"; do
         stream=
         [[ $row != *-nopos && $row != *-stream ]] || [[ $row == softmax-* ]] || stream=$(kept "$run/stream" evaluate "$run" checkpoint_best.pt stream \
             --task stateful_language_modeling --tokens-per-sample "$length" --batch-size 1)
-        echo "| $row | $seed | $(cells "$run" "$(segments "$run")" "$sliding" "$stream") |"
+        tested=$(segments "$run")
+        echo "| $row | $seed | $(cells "$run" "$tested" "$sliding" "$stream") |"
+        collect "$OUT/language.txt" "$row $dropout $seed" "$tested $sliding ${stream:--}"
     done
 done

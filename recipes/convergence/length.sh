@@ -50,7 +50,6 @@ for row in "${rows[@]}"; do
             sed 's/[^|]\+/---:/g; s/^|---:/|---/' <<<"$header"
         fi
         echo "| $row | $seed | $(awk 'NR == 1 { printf "%.2f |", $2 } NR > 1 { printf " %.3f |", $2 / $3 }' <<<"$found")"
-        touch "$OUT/length.txt"
-        grep -q "^$row-$dropout $seed " "$OUT/length.txt" || sed "s/^/$row-$dropout $seed /" <<<"$found" >>"$OUT/length.txt"
+        collect "$OUT/length.txt" "$row $dropout $seed" "$found"
     done
 done

@@ -70,6 +70,7 @@ def test_language_models_and_conversion(tmp_path):
     assert min(map(float, (best, segments, sliding))) > 10 and stream == "" and int(epochs) > 3
     log = (out / "runs" / "language" / "softmax-0.1-1" / "train.log").read_text()
     assert ENDED in log
+    assert (out / "language.txt").read_text() == f"softmax 0.1 1 {segments} {sliding} -\n"
     printed = succeed(recipe("convergence/conversion.sh", out, "decay-4-distilled"))
     converted, _, tuned, share = (float(cell.strip("%")) for cell in cells(printed, "decay-4-distilled")[:4])
     softmax = float((out / "runs" / "language" / "softmax-0.1-1" / "segments").read_text())
@@ -134,10 +135,12 @@ def test_length_of_a_finished_row(tmp_path):
         done.returncode == 1 and f"{row}-0.1-1 is not finished; run recipes/convergence/language.sh {row} with the" in done.stderr
     )
     succeed(recipe("convergence/language.sh", out, row))
+    [line] = (out / "language.txt").read_text().splitlines()
+    assert line.startswith(f"{row} 0.1 1 ") and all(float(value) > 10 for value in line.split()[3:]) and len(line.split()) == 6
     printed = succeed(recipe("convergence/length.sh", out, row))
     found = [line.split() for line in (out / "length.txt").read_text().splitlines()]
-    assert [(name, seed, int(end)) for name, seed, end, *_ in found] == [
-        (f"{row}-0.1", "1", end) for end in (32, 64, 128, 256, 512, 1024, int(found[-1][2]))
+    assert [(name, dropout, seed, int(end)) for name, dropout, seed, end, *_ in found] == [
+        (row, "0.1", "1", end) for end in (32, 64, 128, 256, 512, 1024, int(found[-1][3]))
     ]
     utils.import_user_module(Namespace(user_dir=str(ROOT / "fw_fairseq")))
     run = out / "runs" / "language" / f"{row}-0.1-1"

@@ -18,7 +18,16 @@ from fw_fairseq.tools.plot.logs import read_log
 from fw_fairseq.tools.plot.published import read_losses
 from fw_fairseq.tools.plot.retrieval import SOLVED, number, point_of_log, read_results
 from fw_fairseq.tools.plot.style import SMALL, canvas, legend, log_values, look, plot, save, spread_out
-from fw_fairseq.tools.plot.wikitext2 import draw_conversion, draw_length, draw_parts, draw_state, read_table
+from fw_fairseq.tools.plot.wikitext2 import (
+    draw_converged,
+    draw_conversion,
+    draw_length,
+    draw_parts,
+    draw_state,
+    read_converged,
+    read_length,
+    read_table,
+)
 
 RESULTS = "dpfp1 20 0.0008\ndpfp1 40 0.2\nelu 20 0.001\nelu 40 0.3\n"
 UPDATES = "delta:dpfp1 20 0.0002\nother:map 20 30\n"
@@ -58,9 +67,10 @@ CONVERTED = """| row of the recipe | converted | of the softmax row's performanc
 """
 PROBES = "delta_elu 16 100\ndelta_elu 32 99.5\nsum_elu 16 41.25\nkda-w64-negative 32 7\ndelta_product-4-negative 16 9\n"
 LENGTH = (
-    "delta_elu-stream 1 256 80 80\ndelta_elu-stream 1 512 60 75\ndelta_elu-stream 2 256 82 82\ndelta_elu-stream 2 512 90 100\n"
-    "decay-stream 1 256 84 84\ndecay-stream 1 512 210 70\n"
+    "delta_elu-stream 0.1 1 256 80 80\ndelta_elu-stream 0.1 1 512 60 75\ndelta_elu-stream 0.1 2 256 82 82\n"
+    "delta_elu-stream 0.1 2 512 90 100\ndecay-stream 0.1 1 256 84 84\ndecay-stream 0.1 1 512 210 70\n"
 )
+CONVERGED = "softmax 0.1 1 40 39 -\nsum_elu 0.1 1 44 45 -\nsoftmax 0.1 2 40.5 39.5 -\ndelta_elu-stream 0.1 1 38 37 36\n"
 PARTS = (
     "sum_elu 1 258 260\nkda 1 205 203\nsum_elu 2 259 262\nsum_elu-conv 1 233.04 231\nkda-parts 1 217 215\nkda-parts 2 219.5 214\n"
 )
@@ -83,6 +93,7 @@ def files(tmp_path, monkeypatch):
         "probes.txt": PROBES,
         "parts.txt": PARTS,
         "length.txt": LENGTH,
+        "converged.txt": CONVERGED,
         "other.txt": "kda 1 2 3\nkda-part 1 2 3\n",
         "empty.txt": "",
     }
@@ -110,6 +121,7 @@ def files(tmp_path, monkeypatch):
         ("state page.md", ["delta elu", "softmax", "numbers kept"]),
         ("parts parts.txt", [">sum elu<", ">no parts<", ">short convolution<", ">all three<", ">test perplexity<"]),
         ("length length.txt", [">delta elu-stream<", ">decay-stream<", ">words read<", ">perplexity, stream / segments<"]),
+        ("converged converged.txt", [">delta elu-stream<", ">softmax<", ">segments<", ">sliding<", ">one stream<"]),
         ("parts parts.txt --sliding", [">test perplexity, sliding<"]),
     ],
 )
@@ -418,6 +430,38 @@ def test_table_of_parts(files, capsys):
     ]  # fmt: skip
 
 
+def test_converged_models_are_points_of_seeds(files, capsys):
+    """The best in segments is on top; a row without a memory has no point of one stream."""
+    axes = draw_converged(SimpleNamespace(results=Path("converged.txt"))).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["delta elu-stream", "softmax", "sum elu"]
+    assert axes.yaxis_inverted() and drawn(axes) == {
+        "segments": [(38, 0), (40, 1), (40.5, 1), (44, 2)],
+        "sliding": [(37, 0), (39, 1), (39.5, 1), (45, 2)],
+        "one stream": [(36, 0)],
+    }
+    plots.main(["converged", "converged.txt", "--table"])
+    assert capsys.readouterr().out.splitlines() == [
+        "| test perplexity | segments | sliding | one stream |",
+        "|---|---:|---:|---:|",
+        "| `delta_elu-stream` | 38.00 | 37.00 | 36.00 |",
+        "| `softmax` | 40.25 ± 0.35 | 39.25 ± 0.35 |  |",
+        "| `sum_elu` | 44.00 | 45.00 |  |",
+    ]
+
+
+def test_rows_of_several_dropouts_say_theirs(files):
+    Path("converged.txt").write_text(CONVERGED + "softmax 0.2 1 41 40 -\n")
+    assert [*read_converged(Path("converged.txt"))] == [
+        "delta_elu-stream, dropout 0.1",
+        "softmax, dropout 0.1",
+        "softmax, dropout 0.2",
+        "sum_elu, dropout 0.1",
+    ]
+    Path("length.txt").write_text(LENGTH + "decay-stream 0.2 1 512 210 70\n")
+    rows = [("delta_elu", 0.1), ("decay", 0.1), ("decay", 0.2)]
+    assert [*read_length(Path("length.txt"))] == [f"{row}-stream, dropout {dropout}" for row, dropout in rows]
+
+
 def test_length_is_a_share_of_the_same_words_in_segments(files, capsys):
     """A point is the mean of the seeds, and the table has their standard deviation."""
     lines = drawn(draw_length(SimpleNamespace(results=Path("length.txt"))).axes[0])
@@ -456,7 +500,7 @@ def test_probes_of_several_widths_have_a_panel_each(tmp_path):
         ("conversion page.md", "page.md has no table with the columns row, of the softmax row's performance"),
         ("parts probes.txt", "probes.txt, line 1 is 'delta_elu 16 100'; it must be ROW SEED PERPLEXITY SLIDING"),
         ("parts other.txt", "other.txt, line 2 has the row kda-part; its ending must be conv, norm, gate, parts or none"),
-        ("length parts.txt", "parts.txt, line 1 is 'sum_elu 1 258 260'; it must be ROW SEED END STREAM SEGMENTS"),
+        ("length parts.txt", "parts.txt, line 1 is 'sum_elu 1 258 260'; it must be ROW DROPOUT SEED END STREAM SEGMENTS"),
         ("parts empty.txt", "empty.txt has no results"),
         ("state a.log", "a.log has no table with the columns row, numbers kept, test perplexity"),
     ],

@@ -13,7 +13,16 @@ from ..command import check_outputs, make_parser, mistakes_as_sentences
 from . import cost, dpfp, probes, retrieval, tables
 from .logs import read_log
 from .style import Look, canvas, legend, log_values, look, plot, save
-from .wikitext2 import draw_conversion, draw_length, draw_parts, draw_state, table_of_length, table_of_parts
+from .wikitext2 import (
+    draw_converged,
+    draw_conversion,
+    draw_length,
+    draw_parts,
+    draw_state,
+    table_of_converged,
+    table_of_length,
+    table_of_parts,
+)
 
 PROG = "fw-plot"
 EXAMPLE = "fw-plot curves softmax=runs/softmax/train.log delta=runs/delta/train.log --out curves.svg"
@@ -74,9 +83,14 @@ def build_parser():
     command.add_argument("results", type=Path, help="a file of recipes/wikitext2/table.sh: lines of ROW SEED PERPLEXITY SLIDING")
     command.add_argument("--sliding", action="store_true", help="the perplexity with a sliding context")
     add_table(command, table_of_parts)
+    command = add("converged", draw_converged, "perplexity of models trained to their end, a point for each seed and evaluation")
+    command.add_argument(
+        "results", type=Path, help="a file of recipes/convergence/language.sh: lines of ROW DROPOUT SEED SEGMENTS SLIDING STREAM"
+    )
+    add_table(command, table_of_converged)
     command = add("length", draw_length, "perplexity in one stream, as a share of that in segments, against the words read so far")
     command.add_argument(
-        "results", type=Path, help="a file of recipes/convergence/length.sh: lines of ROW SEED END STREAM SEGMENTS"
+        "results", type=Path, help="a file of recipes/convergence/length.sh: lines of ROW DROPOUT SEED END STREAM SEGMENTS"
     )
     add_table(command, table_of_length)
     conversion = add("conversion", draw_conversion, "the share of a Transformer's performance that a conversion keeps, against m")

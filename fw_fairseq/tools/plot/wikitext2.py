@@ -1,4 +1,4 @@
-"""fw-plot state, conversion, parts and length: figures of what the recipes of WikiText-2 print and collect."""
+"""fw-plot state, conversion, parts, converged and length: figures of what the recipes of WikiText-2 print and collect."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from .style import SMALL, canvas, label_ends, legend, log_lengths, log_values, l
 
 # The endings of rows in recipes/mixers.sh, in the order of the columns.
 PARTS = {"": "none", "conv": "short convolution", "norm": "output norm", "gate": "output gate", "parts": "all three"}
+# How language.sh of recipes/convergence evaluates, in the order of its columns.
+WAYS = ("segments", "sliding", "one stream")
 RULES, SOFTMAX = ("sum", "gated", "delta", "decay", "gated_delta"), "softmax"
 
 
@@ -128,10 +130,56 @@ def cell(values: list[float], digits: int = 1) -> str:
     return f"{mean(values):.{digits}f}{spread}" if values else ""
 
 
+def optional(word: str) -> float | None:
+    """A number, or "-" for none."""
+    return None if word == "-" else float(word)
+
+
+def without_common_dropout(lines: list[list]) -> list[list]:
+    """The row in the first place of each line gets the dropout in the second one into its name, where lines have several."""
+    several = len({dropout for _, dropout, *_ in lines}) > 1
+    return [[f"{row}, dropout {dropout:g}" if several else row, *others] for row, dropout, *others in lines]
+
+
+def read_converged(path: Path) -> dict[str, dict[str, list[float]]]:
+    """Returns the test perplexity of each seed by row and by way to evaluate; the best row in segments comes first."""
+    found: dict[str, dict[str, list[float]]] = {}
+    form = "ROW DROPOUT SEED SEGMENTS SLIDING STREAM"
+    for row, _, *values in without_common_dropout(read_lines(path, form, str, float, int, float, float, optional)):
+        for way, value in zip(WAYS, values):
+            if value is not None:
+                found.setdefault(row, {}).setdefault(way, []).append(value)
+    return dict(sorted(found.items(), key=lambda item: mean(item[1][WAYS[0]])))
+
+
+def draw_converged(args):
+    """Draws a row for each model, and in it a point for each seed and way to evaluate."""
+    rows = read_converged(args.results)
+    figure, [axes] = canvas(0.5 + 0.17 * len(rows))
+    for index, way in enumerate(WAYS):
+        points = [(value, at) for at, ways in enumerate(rows.values()) for value in ways.get(way, ())]
+        if points:
+            style = {"color": look(index).color, "marker": look(index).marker, "ms": 3.4, "ls": "", "mew": 0.7, "clip_on": False}
+            axes.plot(*zip(*points), label=way, mfc="white" if index == 0 else style["color"], **style)
+    axes.set_yticks(range(len(rows)), [name.replace("_", " ") for name in rows], fontsize=SMALL)
+    axes.set(xlabel="test perplexity", ylim=(len(rows) - 0.4, -0.6))
+    legend(figure, axes)
+    return figure
+
+
+def table_of_converged(args) -> str:
+    """Returns Markdown with a row for each model and a column for each way: the mean, ± the deviation of several seeds."""
+    rows = read_converged(args.results)
+    drawn = [way for way in WAYS if any(way in ways for ways in rows.values())]
+    cells = {f"`{row}`": [cell(ways.get(way, []), 2) for way in drawn] for row, ways in rows.items()}
+    return markdown("test perplexity", drawn, cells)
+
+
 def read_length(path: Path) -> dict[str, dict[int, list[float]]]:
     """Returns the perplexity in a stream divided by that in segments, of each seed, by row and by the last word of a span."""
     found: dict[str, dict[int, list[float]]] = {}
-    for row, _, end, stream, segments in read_lines(path, "ROW SEED END STREAM SEGMENTS", str, int, int, float, float):
+    form = "ROW DROPOUT SEED END STREAM SEGMENTS"
+    for row, _, end, stream, segments in without_common_dropout(read_lines(path, form, str, float, int, int, float, float)):
         found.setdefault(row, {}).setdefault(end, []).append(stream / segments)
     return found
 
