@@ -25,9 +25,9 @@ from fw_fairseq.mixers import MIXERS
 HEAD = """\
 # Options
 
-These are the options that `--user-dir fw_fairseq` adds to fairseq's commands. `fairseq-train --help` does not list them, because
-fairseq prints its help before it reads the options of a model or task. `python docs/options.py` makes this page of the program's
-own help texts.
+These are the options that `--user-dir fw_fairseq` adds to fairseq's commands. `fairseq-train --help` lists fairseq's options, and
+beside them those of the `--arch`, `--task` and `--criterion` that it is given. `python docs/options.py` makes this page of the
+program's own help texts.
 
 A switch is `on` or `off` by default and takes no value: `--sru-tanh` turns one on, `--no-sru-rescale` turns one off that is on by
 default. [Each switch has an opposite](mixers.md#switches-in-both-directions). Architectures have other defaults for some options.

@@ -11,6 +11,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import yaml
 from support.commands import install_sdist
 
 ROOT = Path(__file__).parents[1]
@@ -102,6 +103,13 @@ def test_sdist_installs_and_runs(tmp_path):
     commands = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert commands.keys() == {path.name for path in (site / "bin").iterdir()}
     assert "usage: fw-bench" in run(site / "bin" / "fw-bench", "--help", cwd=tmp_path, PYTHONPATH=str(site)).stdout
+
+
+def test_the_citation_is_of_this_version():
+    """PyYAML, which fairseq needs, reads it."""
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (cited["version"], cited["license"]) == (project["version"], project["license"]) and project["name"] in cited["title"]
 
 
 def test_every_pinned_version_has_hashes():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 
 from fairseq import models, options, registry, tasks
 from fairseq.dataclass import utils as dataclass_utils
@@ -31,6 +32,27 @@ def say_what_the_command_line_says(original, options, cfg, *args, **kwargs):
     except OmegaConfBaseException as error:
         check_values(options if isinstance(options, type) else type(options), plain(cfg))
         raise Mistake(str(error).splitlines()[0]) from error
+
+
+@replaces(options, "parse_args_and_arch")
+def list_every_option_in_the_help(original, parser, input_args=None, *args, **kwargs):
+    """fairseq's commands print `--help` and end before they read the options of the architecture, the task and the criterion that
+    the command line names. Now their help lists these too."""
+    given = sys.argv[1:] if input_args is None else input_args
+    if not {"-h", "--help"}.isdisjoint(given):
+        parse = parser.parse_known_args
+
+        def parse_without_help(_, namespace=None):
+            """In place of the first of two passes, of which the second one knows all options."""
+            del parser.parse_known_args
+            found = parse([word for word in given if word not in ("-h", "--help")], namespace)
+            if getattr(found[0], "arch", "") is None:  # fairseq has no sentence for that
+                parser.print_help()
+                parser.exit()
+            return found
+
+        parser.parse_known_args = parse_without_help
+    return original(parser, input_args, *args, **kwargs)
 
 
 class WithoutGraphs(argparse.Action):

@@ -56,6 +56,29 @@ def test_overrides_are_refused_as_on_the_command_line(name, value, checkpoint, d
         checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], arg_overrides={"data": str(dictionary), name: value})
 
 
+@pytest.mark.parametrize(
+    "words, listed",
+    [
+        ("--arch fast_weight_lm --task stateful_language_modeling", ["--update-rule", "--reset-at-eos", "--max-update"]),
+        ("--arch fast_weight_transformer -h --criterion fast_weight_cross_entropy", ["--linear-attention", "--loss-chunk"]),
+        ("--task mqar", ["--max-update"]),
+        ("", ["--max-update"]),
+    ],
+)
+def test_help_lists_the_options_of_what_is_given(words, listed, capsys, monkeypatch):
+    """From the command line and from a list; without an architecture what fairseq lists."""
+    given = [*words.split(), *([] if "-h" in words else ["--help"])]
+    monkeypatch.setattr(sys, "argv", ["fairseq-train", *given])
+    printed = []
+    for arguments in (given, None):
+        with pytest.raises(SystemExit) as end:
+            options.parse_args_and_arch(options.get_training_parser(), arguments)
+        assert end.value.code == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] and all(f"\n  {option}" in printed[0] for option in listed)
+    assert ("\n  --update-rule" in printed[0]) == ("--arch" in words)
+
+
 def translation(languages, *arguments: str):
     words = [str(languages), "--arch", "fast_weight_transformer", "--task", "translation", "-s", "a", "-t", "b", *SMALL.split()]
     return convert_namespace_to_omegaconf(options.parse_args_and_arch(options.get_training_parser(), [*words, *arguments]))
