@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..buffers.modules import has_hooks, plain
-from ..buffers.steppers import share
+from ..buffers.steppers import check_rows, share
 from ..feature_maps import wide
 from ..modules import FastWeightDecoderLayer, LinearAttention
 from .parts import AttentionStep, CrossStep, FeedForwardStep
@@ -65,7 +65,7 @@ class Generation:
     """
 
     def __init__(self, decoder, incremental_state: dict, encoder_out: dict | None = None):
-        self.decoder = decoder
+        self.decoder, self.held = decoder, None  # held: the rows that the states have, from the first token on
         self.layers = [LayerStep(layer, incremental_state, encoder_out) for layer in decoder.layers.children()]
         share([layer.stepper for layer in self.layers])
         positions = decoder.embed_positions
@@ -81,6 +81,8 @@ class Generation:
 
     def features(self, tokens: Tensor) -> Tensor:
         """Maps the rows' tokens so far, (R,T), to the features at the last one, (R,1,C). All before it have been read."""
+        check_rows(len(tokens), len(tokens) if self.held is None else self.held)  # before the first layer changes its state
+        self.held = len(tokens)
         return self.read(tokens[:, -1], None if self.table is None else self.position(tokens)).unsqueeze(1)
 
     def read(self, tokens: Tensor, position: Tensor | None) -> Tensor:
@@ -131,6 +133,7 @@ class Generation:
 
     def reorder(self, order: Tensor) -> None:
         """Gives row i the states of row ``order[i]``."""
+        self.held = len(order)
         for part in self.parts():
             part.reorder(order)
 

@@ -300,8 +300,10 @@ def test_options_reach_the_command_line():
 
 
 @torch.no_grad()
-def test_softmax_layers_refuse_other_rows_than_their_convolutions_have():
-    model, text, state = build(mixer="softmax", qkv_sparsity=4), draw(3, 9), {}
+@pytest.mark.parametrize("sparsity", [0, 4])
+def test_softmax_layers_refuse_other_rows_than_their_states_have(sparsity):
+    """And keep theirs. One row would be written into all."""
+    model, text, state = build(mixer="softmax", qkv_sparsity=sparsity), draw(3, 9), {}
     for t in range(5):
         model(text[:, : t + 1], incremental_state=state)
     for rows in (1, 5):
