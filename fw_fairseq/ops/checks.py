@@ -161,6 +161,11 @@ def check_attention_norm(rule_name: str, rule: Rule, eps: float) -> None:
     if rule.normaliser is None:
         able = ", ".join(name for name, r in RULES.items() if r.normaliser)
         raise Mistake(f"attention_norm=True is not defined for rule {rule_name!r}; it is for: {able}")
+    if rule.normaliser == "write" and (rule.sample.z is not None or (rule.sample.w is not None and rule.sample.w.dim() == 4)):
+        raise Mistake(
+            f"attention_norm=True is not defined for rule {rule_name!r}, whose z or w differs between value channels; its"
+            " normaliser, which has no channels, must be 'keys' or None"
+        )
     if type(eps) not in (int, float) or not 0 < eps < math.inf:
         raise Mistake(f"eps is {eps!r:.40}; it must be a finite number above 0 with attention_norm=True")
 

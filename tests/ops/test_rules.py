@@ -118,6 +118,22 @@ def test_rules_that_cannot_be(options, message):
         Rule(equation="", source="", **options)
 
 
+@pytest.mark.parametrize("name", ["z", "w"])
+def test_a_normaliser_that_follows_the_writes_has_no_channels(name, monkeypatch):
+    rule = Rule(
+        equation="",
+        source="",
+        gates={"x": Gate("V")},
+        coefficients=lambda x: Coefficients(**{name: x}),
+        normaliser="write",
+    )
+    monkeypatch.setitem(RULES, "channels", rule)
+    q = torch.rand(1, 1, 3, 2)
+    fast_weight(q, q, q, "channels", {"x": q})
+    with pytest.raises(ValueError, match="attention_norm=True is not defined for rule 'channels', whose z or w differs between"):
+        fast_weight(q, q, q, "channels", {"x": q}, attention_norm=True)
+
+
 @pytest.mark.parametrize(
     "form, x, gate",
     [
