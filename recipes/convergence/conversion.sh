@@ -15,7 +15,8 @@
 #           recipes/convergence/conversion.sh --status      which rows are done, and how far the others are
 #           TOY=1 recipes/convergence/conversion.sh decay-4 after TOY=1 language.sh softmax
 #
-# A call resumes each row from its last checkpoint; finished rows are only printed again. No row is cut short.
+# A call resumes each row from its last checkpoint; finished rows are only printed again. No row is cut short. fw-plot conversion draws the
+# table of one seed.
 source "$(dirname "$0")/../lib.sh"
 source "$ROOT/recipes/convergence/end.sh"
 source "$ROOT/recipes/mixers.sh"
@@ -36,7 +37,7 @@ convert_row() { # FILE RULE OPTION...
     [ -f "$1" ] || logged "$1.log" "$PYTHON" -m fw_fairseq.tools.convert "$start/checkpoint_best.pt" "$1" --rule "$2" "${@:3}"
 }
 
-echo "| row | seed | converted, test | best validation | test | of softmax attention's perplexity | epochs | hours |"
+echo "| row | seed | converted, test | best validation | test | of the softmax row's performance | epochs | hours |"
 echo "|---|---:|---:|---:|---:|---:|---:|---:|"
 for seed in $seeds; do
     start=$OUT/runs/language/softmax-$dropout-$seed
