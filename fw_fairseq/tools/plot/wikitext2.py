@@ -104,16 +104,23 @@ def draw_parts(args):
     for at, parts in enumerate(rules.values()):
         ends = [mean(parts[part]) for part in ("", "parts") if part in parts]
         axes.plot(ends, [at] * len(ends), color="0.6", lw=1, zorder=1)
-    for index, (part, name) in enumerate(PARTS.items()):
-        points = [(value, at) for at, parts in enumerate(rules.values()) for value in parts.get(part, ())]
+    draw_points(figure, axes, rules, PARTS | {"": "no parts"})
+    axes.set_xlabel("test perplexity" + (", sliding" if args.sliding else ""))
+    return figure
+
+
+def draw_points(figure, axes, rows: dict[str, dict[str, list[float]]], labels: dict[str, str]) -> None:
+    """Draws a row for each name, the first on top, and in it the values of each kind that has a label, with a look of its own; the
+    first kind is hollow."""
+    for index, (sort, label) in enumerate(labels.items()):
+        points = [(value, at) for at, kinds in enumerate(rows.values()) for value in kinds.get(sort, ())]
         if points:
             style = {"color": look(index).color, "marker": look(index).marker, "ms": 3.4, "ls": "", "mew": 0.7, "clip_on": False}
-            axes.plot(*zip(*points), label=name if part else "no parts", mfc=style["color"] if part else "white", **style)
-    axes.set_yticks(range(len(rules)), [name.replace("_", " ") for name in rules], fontsize=SMALL)
-    axes.set(xlabel="test perplexity" + (", sliding" if args.sliding else ""), ylim=(len(rules) - 0.4, -0.6))
+            axes.plot(*zip(*points), label=label, mfc=style["color"] if index else "white", **style)
+    axes.set_yticks(range(len(rows)), [name.replace("_", " ") for name in rows], fontsize=SMALL)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
     legend(figure, axes)
-    return figure
 
 
 def table_of_parts(args) -> str:
@@ -156,14 +163,8 @@ def draw_converged(args):
     """Draws a row for each model, and in it a point for each seed and way to evaluate."""
     rows = read_converged(args.results)
     figure, [axes] = canvas(0.5 + 0.17 * len(rows))
-    for index, way in enumerate(WAYS):
-        points = [(value, at) for at, ways in enumerate(rows.values()) for value in ways.get(way, ())]
-        if points:
-            style = {"color": look(index).color, "marker": look(index).marker, "ms": 3.4, "ls": "", "mew": 0.7, "clip_on": False}
-            axes.plot(*zip(*points), label=way, mfc="white" if index == 0 else style["color"], **style)
-    axes.set_yticks(range(len(rows)), [name.replace("_", " ") for name in rows], fontsize=SMALL)
-    axes.set(xlabel="test perplexity", ylim=(len(rows) - 0.4, -0.6))
-    legend(figure, axes)
+    draw_points(figure, axes, rows, dict(zip(WAYS, WAYS)))
+    axes.set_xlabel("test perplexity")
     return figure
 
 
