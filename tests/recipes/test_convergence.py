@@ -14,6 +14,8 @@ from fairseq.data import data_utils
 from support.commands import ROOT, succeed
 from support.recipes import recipe
 
+from fw_fairseq.tools.plot.logs import read_log
+
 ENDED = "stopping training because current learning rate"
 FOLDER = ROOT / "recipes" / "convergence"
 ROW = r"| {row} | 1 | "
@@ -71,6 +73,8 @@ def test_language_models_and_conversion(tmp_path):
     log = (out / "runs" / "language" / "softmax-0.1-1" / "train.log").read_text()
     assert ENDED in log
     assert (out / "language.txt").read_text() == f"softmax 0.1 1 {segments} {sliding} -\n"
+    curve = [*read_log(out / "curves" / "softmax-0.1-1.log", "valid_ppl").values()]
+    assert len(curve) == int(epochs) and min(curve) == pytest.approx(float(best))
     printed = succeed(recipe("convergence/conversion.sh", out, "decay-4-distilled"))
     converted, _, tuned, share = (float(cell.strip("%")) for cell in cells(printed, "decay-4-distilled")[:4])
     softmax = float((out / "runs" / "language" / "softmax-0.1-1" / "segments").read_text())
