@@ -16,8 +16,10 @@ OPTIONS = [
     {"mixer": "additive"},
     {"mixer": "leap"},
     {"mixer": "sru"},
+    {"ffn_sparsity": 2},
     {"ffn_sparsity": 12, "ffn_sru": 3, "qkv_sparsity": 4, "output_sparsity": 3},
 ]
+ORDERS = {2: [1, 1, 0], 9: [1, 1, 0], 15: [0, 2], 20: [1]}  # of the rows, after the token at that place
 
 
 @torch.no_grad()
@@ -29,8 +31,8 @@ def main() -> None:
         model(tokens)
         for t in range(24):
             model(tokens[rows, : t + 1], incremental_state=state)
-            if t in (2, 9, 15):
-                order = torch.tensor([1, 1, 0] if t < 15 else [0, 2])
+            if order := ORDERS.get(t):
+                order = torch.tensor(order)
                 rows = rows[order]
                 model.decoder.reorder_incremental_state_scripting(state, order)
     print(len(OPTIONS), "models")
