@@ -23,11 +23,11 @@
 #
 # small has width 128, segments of 256 tokens and 44M parameters (the paper says 40M, its code has 44.0M); medium has width 256, segments
 # of 384 and 90M. Rows with _stream carry their state over from segment to segment. By default models have fairseq's norms, start, biases
-# and dropout, and delta starts with writes of strength 0.007; _schlag has those of the authors' code, which starts with 1/2
-# (docs/differences.md), and its 400,000 updates of medium. The paper names the first learning rate and the warm-up, but no schedule; this
-# recipe takes cosine. Updates are about 120 epochs (small) and 70 (medium). transformer_xl_stream has the warm-up and the updates of the
-# authors' code; token i of a segment sees the memory, as long as a segment, and i tokens more. base has the dropout, the start and the
-# units of the authors' code; its schedule is this recipe's own. The publication's segments have 768 tokens: --tokens-per-sample 768.
+# and dropout; _schlag has those of the authors' code (docs/differences.md), and its 400,000 updates of medium. The paper names the first
+# learning rate and the warm-up, but no schedule; this recipe takes cosine. Updates are about 120 epochs (small) and 70 (medium).
+# transformer_xl_stream has the warm-up and the updates of the authors' code; token i of a segment sees the memory, as long as a segment,
+# and i tokens more. base has the dropout, the start and the units of the authors' code; its schedule is this recipe's own. The
+# publication's segments have 768 tokens: --tokens-per-sample 768.
 source "$(dirname "$0")/../lib.sh"
 find_programs
 renamed BATCH "pass --batch-size, the segments of one worker, or set GPUS, the workers that share the batch"
