@@ -12,14 +12,9 @@ from torch import Tensor, nn
 from .. import Mistake
 from ..ops.autograd import as_written, once_differentiable
 
-CHUNK_HELP = (
-    "N: compute the logits of N tokens at a time, and their gradients, so that those of a whole batch are never in memory; 0: all"
-    " at once"
-)
-
 
 class Goal(NamedTuple):
-    """What the loss of a token is: its target, (N), and how much of it is spread over the vocabulary."""
+    """The loss asks for these targets, (N), and for a share ``smoothing`` of the probability at all other words together."""
 
     target: Tensor
     padding: int
@@ -29,10 +24,10 @@ class Goal(NamedTuple):
 def sweep(features: Tensor, weight: Tensor, bias: Tensor | None, goal: Goal, chunk: int, scale: Tensor | None = None):
     """Returns the summed loss, the sum of it without smoothing, and the gradients of the loss, times ``scale``, for features (N,C),
     weight (V,C) and bias (V). Without a scale there are no gradients: None."""
-    words = len(weight)
-    spread = goal.smoothing / (words - 1)  # as fairseq's label_smoothed_cross_entropy
+    spread = goal.smoothing / (len(weight) - 1)  # over the other words, as in fairseq's label_smoothed_cross_entropy
+    more = 1 - goal.smoothing - spread  # that the target has beyond it
     exact = features.dtype if features.dtype == torch.float64 else torch.float32
-    nll, smooth = features.new_zeros(2, dtype=exact)
+    loss, nll = (features.new_zeros((), dtype=exact) for _ in range(2))
     for_features = for_weight = for_bias = None
     if scale is not None:
         for_features = torch.empty_like(features)
@@ -44,20 +39,19 @@ def sweep(features: Tensor, weight: Tensor, bias: Tensor | None, goal: Goal, chu
         counts = (target != goal.padding).to(exact)
         logits = F.linear(x, weight, bias).to(exact)
         wanted, top = logits.gather(1, target), logits.amax(1, keepdim=True)
-        if goal.smoothing:
-            smooth -= (counts * logits.sum(1, keepdim=True)).sum()
+        asked = more * wanted + spread * logits.sum(1, keepdim=True) if spread else wanted
         powers = logits.sub_(top).exp_()
         total = powers.sum(1, keepdim=True)
         log_total = total.log() + top
+        loss += (counts * (log_total - asked)).sum()
         nll += (counts * (log_total - wanted)).sum()
-        smooth += words * (counts * log_total).sum()
         if scale is None:
             continue
         counts *= scale
         gradient = powers.mul_(counts / total)
-        if goal.smoothing:
+        if spread:
             gradient.sub_(spread * counts)
-        gradient.scatter_add_(1, target, (goal.smoothing + spread - 1) * counts)
+        gradient.scatter_add_(1, target, -more * counts)
         if for_bias is not None:
             for_bias += gradient.sum(0)
         gradient = gradient.to(x.dtype)
@@ -67,7 +61,7 @@ def sweep(features: Tensor, weight: Tensor, bias: Tensor | None, goal: Goal, chu
         else:
             for_weight += gradient.t() @ x
     gradients = [x if x is None else x.to(features.dtype) for x in (for_features, for_weight, for_bias)]
-    return (1 - goal.smoothing - spread) * nll + spread * smooth, nll, gradients
+    return loss, nll, gradients
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):

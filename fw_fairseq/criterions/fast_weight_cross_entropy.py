@@ -6,11 +6,12 @@ import torch
 from fairseq.criterions import register_criterion
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion, CrossEntropyCriterionConfig
+from fairseq.dataclass import FairseqDataclass
 from omegaconf import II
 
 from .. import Mistake
 from ..config import option
-from .chunks import CHUNK_HELP, InChunks, checked_chunk
+from .chunks import InChunks, checked_chunk
 from .memory_logging import MemoryLogging, checked_penalty
 
 PENALTY_HELP = "weight of the mean norm of the layers' memories in the loss of a token"
@@ -25,11 +26,21 @@ class PlainOrAdaptiveConfig(CrossEntropyCriterionConfig):
 
 
 @dataclass
-class FastWeightCrossEntropyConfig(PlainOrAdaptiveConfig):
-    """The options of --criterion fast_weight_cross_entropy."""
+class InChunksConfig(FairseqDataclass):
+    """The options of ``InChunks``."""
 
+    ddp_backend: str = II("distributed_training.ddp_backend")
     find_unused_parameters: bool = II("distributed_training.find_unused_parameters")
-    loss_chunk: int = option(0, CHUNK_HELP)
+    loss_chunk: int = option(
+        0,
+        "N: compute the logits of N tokens at a time, and their gradients, so that those of a whole batch are never in memory; 0:"
+        " all at once",
+    )
+
+
+@dataclass
+class FastWeightCrossEntropyConfig(InChunksConfig, PlainOrAdaptiveConfig):
+    """The options of --criterion fast_weight_cross_entropy."""
 
 
 class PlainOrAdaptive(CrossEntropyCriterion):

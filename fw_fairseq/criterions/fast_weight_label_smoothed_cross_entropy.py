@@ -7,23 +7,19 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
     LabelSmoothedCrossEntropyCriterion,
     LabelSmoothedCrossEntropyCriterionConfig,
 )
-from omegaconf import II
 
 from .. import Mistake
 from ..config import option
-from .chunks import CHUNK_HELP, InChunks, checked_chunk
-from .fast_weight_cross_entropy import PENALTY_HELP
+from .chunks import InChunks, checked_chunk
+from .fast_weight_cross_entropy import PENALTY_HELP, InChunksConfig
 from .memory_logging import MemoryLogging, checked_penalty
 
 
 @dataclass
-class FastWeightLabelSmoothedCrossEntropyConfig(LabelSmoothedCrossEntropyCriterionConfig):
+class FastWeightLabelSmoothedCrossEntropyConfig(InChunksConfig, LabelSmoothedCrossEntropyCriterionConfig):
     """The options of --criterion fast_weight_label_smoothed_cross_entropy."""
 
-    ddp_backend: str = II("distributed_training.ddp_backend")
-    find_unused_parameters: bool = II("distributed_training.find_unused_parameters")
     state_norm_penalty: float = option(0.0, PENALTY_HELP)
-    loss_chunk: int = option(0, CHUNK_HELP)
 
 
 @register_criterion("fast_weight_label_smoothed_cross_entropy", dataclass=FastWeightLabelSmoothedCrossEntropyConfig)

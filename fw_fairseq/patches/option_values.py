@@ -1,6 +1,7 @@
-"""Values of options
+"""Options
 
-Options that come from a checkpoint, `--model-overrides` or Hydra are refused in the words of the command line.
+The help lists all of them, and wrong ones that come from a checkpoint, `--model-overrides` or Hydra are refused in the words of the
+command line.
 """
 
 from __future__ import annotations

@@ -32,11 +32,6 @@ kept() { # FILE COMMAND...: the output of a command, from FILE where it has been
     cat "$1"
 }
 
-collect() { # FILE NAME TEXT: adds the lines of TEXT, each behind NAME, to FILE, which fw-plot reads, unless it has some of NAME
-    touch "$1"
-    grep -q "^$2 " "$1" || sed "s/^/$2 /" <<<"$3" >>"$1"
-}
-
 cells() { # RUN CELL...: cells of a table: best validation perplexity, CELL..., epochs, hours
     "$PYTHON" "$ROOT/recipes/convergence/status.py" --cells "$@"
 }

@@ -40,12 +40,6 @@ train_row() { # ROW SEED FOLDER
         { tail -n 3 "$3.log" >&2; exit 1; }
 }
 
-collect() { # ROW SEED NUMBER...: a line for fw-plot parts, instead of an earlier one of this row and seed
-    local results=$OUT/perplexity-$updates.txt
-    { grep -v "^$1 $2 " "$results" 2>/dev/null || true; echo "$*"; } >"$results.part"
-    mv "$results.part" "$results"
-}
-
 summary() { # NUMBER...: the mean, and the standard deviation of several
     printf '%s\n' "$@" | awk '{ sum += $1; squares += $1 * $1 }
         END { printf "%.2f", sum / NR; if (NR > 1) { d = (squares - sum * sum / NR) / (NR - 1); printf " ± %.2f", sqrt(d > 0 ? d : 0) } }'
@@ -65,7 +59,7 @@ for row in "${rows[@]}"; do
         checkpoint=$folder/checkpoint_last.pt
         plain+=("$(evaluate "$checkpoint" --task language_modeling --tokens-per-sample 256 --max-tokens 1024)")
         sliding+=("$(evaluate "$checkpoint" --task sliding_language_modeling --tokens-per-sample 256 --context-window 192 --batch-size 16)")
-        collect "$row" "$seed" "${plain[-1]}" "${sliding[-1]}"
+        collect "$OUT/perplexity-$updates.txt" "$row $seed" "${plain[-1]} ${sliding[-1]}"
         echo "$row, seed $seed: ${plain[-1]}, sliding ${sliding[-1]}" >&2
     done
     kept=$("$PYTHON" "$ROOT/recipes/wikitext2/state.py" "$checkpoint" "$OUT/data" 256 2>>"$folder.log")
