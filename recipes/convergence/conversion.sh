@@ -2,39 +2,55 @@
 # Converts the softmax Transformer of language.sh to each rule, fine-tunes it until its validation loss no longer falls and prints what
 # is left, beside models that were trained from scratch for as long.
 #
-# Paper:    a small relative of Mao 2022, tables 1 and 2. Rows: RULE-M, a rule (sum, delta, gated, decay, gated_delta) and the width of
-#           queries and keys per head. The ending -distilled learns from the Transformer first: UPDATES updates match its layers while
-#           only the new parts train. The ending -scratch is the same model without the Transformer's parameters
+# Paper:    a small relative of Mao 2022, tables 1 and 2. Rows: softmax (the same fine-tuning of the unchanged model), and RULE-M, a rule
+#           (sum, delta, gated, decay, gated_delta) and the width of queries and keys per head. The ending -distilled learns from the
+#           Transformer first: UPDATES updates match its layers while only the new parts train. The ending -scratch is the same model
+#           without the Transformer's parameters
 # Data:     OUT of language.sh, where the row softmax is finished
 # Hardware: one CPU core, 1 GB of memory
 # Time:     half an hour for a row on an Intel Xeon with AVX-512
 # Expected: test perplexity 32.1 (decay-16): docs/results/convergence.md
 # Usage:    recipes/convergence/conversion.sh [ROW]... [OPTION of fairseq-train]...
-#           recipes/convergence/conversion.sh decay-16 decay-16-distilled decay-16-scratch
+#           recipes/convergence/conversion.sh softmax decay-16 decay-16-distilled decay-16-scratch
 #           DROPOUT=0.2 SEEDS=2 recipes/convergence/conversion.sh      of that Transformer
 #           recipes/convergence/conversion.sh --status      which rows are done, and how far the others are
 #           TOY=1 recipes/convergence/conversion.sh decay-4 after TOY=1 language.sh softmax
 #
-# A call resumes each row from its last checkpoint; finished rows are only printed again. No row is cut short. fw-plot conversion draws the
-# table of one seed.
+# A call resumes each row from its last checkpoint; finished rows are only printed again. No row is cut short. The last share is left empty
+# until the row softmax is finished. fw-plot conversion draws the table of one seed; OUT/curves has the validations, for fw-plot curves.
 source "$(dirname "$0")/../lib.sh"
 source "$ROOT/recipes/convergence/end.sh"
 source "$ROOT/recipes/mixers.sh"
 find_programs
 OUT=$(output_folder convergence)
 source "$ROOT/recipes/convergence/model.sh"
-kinds="RULE-M, RULE-M-distilled or RULE-M-scratch, with the rule sum, delta, gated, decay or gated_delta"
+kinds="softmax, RULE-M, RULE-M-distilled or RULE-M-scratch, with the rule sum, delta, gated, decay or gated_delta"
 [ "${1:-}" != --status ] || { show_status conversion; exit 0; }
 split_rows "$@"
-[ ${#rows[@]} -gt 0 ] || rows=({decay,gated,delta,sum}-{16,32,4} {decay,gated,delta,sum}-16-{distilled,scratch})
+[ ${#rows[@]} -gt 0 ] || rows=(softmax {decay,gated,delta,sum}-{16,32,4} {decay,gated,delta,sum}-16-{distilled,scratch})
 for row in "${rows[@]}"; do
-    [[ $row =~ ^(sum|delta|gated|decay|gated_delta)-[1-9][0-9]*(-distilled|-scratch)?$ ]] || fail "ROW is $row; it must be $kinds"
+    [[ $row =~ ^(softmax|(sum|delta|gated|decay|gated_delta)-[1-9][0-9]*(-distilled|-scratch)?)$ ]] || fail "ROW is $row; it must be $kinds"
 done
 match=${UPDATES:-1000}
 [ -z "$TOY" ] || match=8
 
-convert_row() { # FILE RULE OPTION...
-    [ -f "$1" ] || logged "$1.log" "$PYTHON" -m fw_fairseq.tools.convert "$start/checkpoint_best.pt" "$1" --rule "$2" "${@:3}"
+convert_row() { # sets begin to the converted Transformer, and converted to its perplexity
+    begin=$run/converted.pt
+    [ -f "$begin" ] ||
+        logged "$begin.log" "$PYTHON" -m fw_fairseq.tools.convert "$start/checkpoint_best.pt" "$begin" --rule "$rule" "${map[@]}"
+    converted=$(kept "$run/converted" evaluate "$run" converted.pt converted "${segment_task[@]}" --max-tokens 4096)
+}
+
+match_row() { # sets begin to the converted Transformer after it has learnt the layers of the Transformer
+    local matched=$run/matched
+    [ -f "$matched.done" ] || {
+        SEED=$seed logged "$matched.log" train "$matched" "$OUT/words" "${common[@]}" --criterion t2r_distillation \
+            --teacher "$start/checkpoint_best.pt" --match-updates "$match" --train-only new --max-update "$match" --lr 0.001 \
+            --lr-scheduler polynomial_decay --total-num-update "$match" --disable-validation \
+            --no-epoch-checkpoints --finetune-from-model "$begin"
+        touch "$matched.done"
+    }
+    begin=$matched/checkpoint_last.pt
 }
 
 echo "| row | seed | converted, test | best validation | test | of the softmax row's performance | epochs | hours |"
@@ -42,33 +58,34 @@ echo "|---|---:|---:|---:|---:|---:|---:|---:|"
 for seed in $seeds; do
     start=$OUT/runs/language/softmax-$dropout-$seed
     is_finished "$start" || fail "$start is not finished; run recipes/convergence/language.sh softmax with the same OUT, DROPOUT and SEEDS first"
-    softmax=$(segments "$start")
+    softmax=$OUT/runs/conversion/softmax-$dropout-$seed
     for row in "${rows[@]}"; do
         IFS=- read -r rule features way <<<"$row"
         run=$OUT/runs/conversion/$row-$dropout-$seed
-        converted_map "$rule" "$features"
-        both=("${segment_task[@]}" --arch fast_weight_lm --update-rule "$rule" "${map[@]}" "${model[@]}" "${fit[@]}")
         mkdir -p "$run"
-        converted=
-        if [ "$way" = scratch ]; then
-            SEED=$seed to_the_end "$run" "$OUT/words" 0.003 "${both[@]}" "${criterion[@]}" --warmup-init-lr 0.0003 "${options[@]}"
+        common=("${segment_task[@]}" "${model[@]}" "${fit[@]}")
+        begin=$start/checkpoint_best.pt
+        if [ "$rule" = softmax ]; then # fairseq's own, as in language.sh
+            loss=()
+            common+=(--arch transformer_lm)
+            converted=$(segments "$start")
         else
-            convert_row "$run/converted.pt" "$rule" "${map[@]}"
-            converted=$(kept "$run/converted" evaluate "$run" converted.pt converted "${segment_task[@]}" --max-tokens 4096)
-            begin=$run/converted.pt
-            if [ "$way" = distilled ]; then
-                begin=$run/matched/checkpoint_last.pt
-                [ -f "$run/matched.done" ] || {
-                    SEED=$seed logged "$run/matched.log" train "$run/matched" "$OUT/words" "${both[@]}" --criterion t2r_distillation \
-                        --teacher "$start/checkpoint_best.pt" --match-updates "$match" --train-only new --max-update "$match" --lr 0.001 \
-                        --lr-scheduler polynomial_decay --total-num-update "$match" --disable-validation \
-                        --no-epoch-checkpoints --finetune-from-model "$run/converted.pt"
-                    touch "$run/matched.done"
-                }
-            fi
-            SEED=$seed to_the_end "$run" "$OUT/words" 0.001 "${both[@]}" "${criterion[@]}" --warmup-init-lr 0.0001 --finetune-from-model "$begin" "${options[@]}"
+            loss=("${criterion[@]}")
+            converted_map "$rule" "$features"
+            common+=(--arch fast_weight_lm --update-rule "$rule" "${map[@]}")
+            converted=
+            [ "$way" = scratch ] || convert_row
         fi
-        tuned=$(segments "$run")
-        echo "| $row | $seed | $converted | $(cells "$run" "$tuned" "$(awk "BEGIN { printf \"%.1f%%\", 100 * $softmax / $tuned }")") |"
+        if [ "$way" = scratch ]; then
+            SEED=$seed to_the_end "$run" "$OUT/words" 0.003 "${common[@]}" "${loss[@]}" --warmup-init-lr 0.0003 "${options[@]}"
+        else
+            [ "$way" != distilled ] || match_row
+            SEED=$seed to_the_end "$run" "$OUT/words" 0.001 "${common[@]}" "${loss[@]}" --warmup-init-lr 0.0001 \
+                --finetune-from-model "$begin" "${options[@]}"
+        fi
+        tuned=$(segments "$run") share=
+        ! is_finished "$softmax" || share=$(awk "BEGIN { printf \"%.1f%%\", 100 * $(segments "$softmax") / $tuned }")
+        keep_curve "$run" "converted-${run##*/}"
+        echo "| $row | $seed | $converted | $(cells "$run" "$tuned" "$share") |"
     done
 done

@@ -32,6 +32,11 @@ kept() { # FILE COMMAND...: the output of a command, from FILE where it has been
     cat "$1"
 }
 
+keep_curve() { # RUN NAME: OUT/curves/NAME.log gets the validations of a run
+    mkdir -p "$OUT/curves"
+    grep '"valid_ppl"' "$1/train.log" >"$OUT/curves/$2.log"
+}
+
 cells() { # RUN CELL...: cells of a table: best validation perplexity, CELL..., epochs, hours
     "$PYTHON" "$ROOT/recipes/convergence/status.py" --cells "$@"
 }

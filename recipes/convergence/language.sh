@@ -81,7 +81,6 @@ for row in "${rows[@]}"; do
         tested=$(segments "$run")
         echo "| $row | $seed | $(cells "$run" "$tested" "$sliding" "$stream") |"
         collect "$OUT/language.txt" "$row $dropout $seed" "$tested $sliding ${stream:--}"
-        mkdir -p "$OUT/curves"
-        grep '"valid_ppl"' "$run/train.log" >"$OUT/curves/${run##*/}.log"
+        keep_curve "$run" "${run##*/}"
     done
 done

@@ -76,13 +76,20 @@ def test_language_models_and_conversion(tmp_path):
     curve = [*read_log(out / "curves" / "softmax-0.1-1.log", "valid_ppl").values()]
     assert len(curve) == int(epochs) and min(curve) == pytest.approx(float(best))
     printed = succeed(recipe("convergence/conversion.sh", out, "decay-4-distilled"))
-    converted, _, tuned, share = (float(cell.strip("%")) for cell in cells(printed, "decay-4-distilled")[:4])
-    softmax = float((out / "runs" / "language" / "softmax-0.1-1" / "segments").read_text())
-    assert tuned < converted and share == pytest.approx(100 * softmax / tuned, abs=0.06)
-    stamps = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.suffix in (".pt", ".log")}
+    converted, validated, tuned, share, *_ = cells(printed, "decay-4-distilled")
+    assert float(tuned) < float(converted) and share == ""
+    printed = succeed(recipe("convergence/conversion.sh", out, "softmax", "decay-4-distilled"))
+    before, best, softmax, share, epochs, _ = cells(printed, "softmax")
+    assert before == segments and float(softmax) < float(segments) and share == "100.0%"
+    curve = [*read_log(out / "curves" / "converted-softmax-0.1-1.log", "valid_ppl").values()]
+    assert len(curve) == int(epochs) and min(curve) == pytest.approx(float(best))
+    row = cells(printed, "decay-4-distilled")
+    assert row[:3] == [converted, validated, tuned]
+    assert float(row[3].strip("%")) == pytest.approx(100 * float(softmax) / float(tuned), abs=0.06)
+    stamps = {path: path.stat().st_mtime_ns for path in (out / "runs").rglob("*.*") if path.is_file()}
     again = recipe("convergence/conversion.sh", out, "decay-4-distilled")
-    assert succeed(again) and again.stdout in printed and "training" not in again.stderr
-    assert stamps == {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.suffix in (".pt", ".log")}
+    assert cells(succeed(again), "decay-4-distilled") == row and "training" not in again.stderr
+    assert stamps == {path: path.stat().st_mtime_ns for path in (out / "runs").rglob("*.*") if path.is_file()}
     assert "decay-4-distilled-0.1-1: finished, " in succeed(recipe("convergence/conversion.sh", out, "--status"))
 
 
@@ -96,7 +103,7 @@ def test_rows_that_are_none(row, tmp_path):
     done = recipe("convergence/language.sh", tmp_path / "out_toy", row)
     assert done.returncode == 1 and f"ROW is {row}; it must be one of additive additive_all decay " in done.stderr
     done = recipe("convergence/conversion.sh", tmp_path / "out_toy", "leap-4")
-    assert done.returncode == 1 and "ROW is leap-4; it must be RULE-M" in done.stderr
+    assert done.returncode == 1 and "ROW is leap-4; it must be softmax, RULE-M, " in done.stderr
 
 
 def test_spans_of_a_stream_beside_segments(tmp_path, capsys):
