@@ -64,25 +64,21 @@ for seed in $seeds; do
         run=$OUT/runs/conversion/$row-$dropout-$seed
         mkdir -p "$run"
         common=("${segment_task[@]}" "${model[@]}" "${fit[@]}")
-        begin=$start/checkpoint_best.pt
+        loss=("${criterion[@]}") converted= rate=0.001 first_rate=0.0001
         if [ "$rule" = softmax ]; then # fairseq's own, as in language.sh
-            loss=()
             common+=(--arch transformer_lm)
-            converted=$(segments "$start")
+            loss=() converted=$(segments "$start") begin=$start/checkpoint_best.pt
         else
-            loss=("${criterion[@]}")
             converted_map "$rule" "$features"
             common+=(--arch fast_weight_lm --update-rule "$rule" "${map[@]}")
-            converted=
-            [ "$way" = scratch ] || convert_row
+            case $way in
+                scratch) rate=0.003 first_rate=0.0003 begin= ;;
+                distilled) convert_row; match_row ;;
+                *) convert_row ;;
+            esac
         fi
-        if [ "$way" = scratch ]; then
-            SEED=$seed to_the_end "$run" "$OUT/words" 0.003 "${common[@]}" "${loss[@]}" --warmup-init-lr 0.0003 "${options[@]}"
-        else
-            [ "$way" != distilled ] || match_row
-            SEED=$seed to_the_end "$run" "$OUT/words" 0.001 "${common[@]}" "${loss[@]}" --warmup-init-lr 0.0001 \
-                --finetune-from-model "$begin" "${options[@]}"
-        fi
+        SEED=$seed to_the_end "$run" "$OUT/words" "$rate" --warmup-init-lr "$first_rate" "${common[@]}" "${loss[@]}" \
+            ${begin:+--finetune-from-model "$begin"} "${options[@]}"
         tuned=$(segments "$run") share=
         ! is_finished "$softmax" || share=$(awk "BEGIN { printf \"%.1f%%\", 100 * $(segments "$softmax") / $tuned }")
         keep_curve "$run" "converted-${run##*/}"
