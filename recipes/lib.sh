@@ -217,6 +217,10 @@ perplexity() { # LOG of fairseq-eval-lm
     sed -n 's/.*Perplexity: //p' "$1"
 }
 
+performance() { # FILE PERPLEXITY: what share of the performance of the model whose perplexity is in FILE is left; nothing without FILE
+    [ ! -f "$1" ] || awk "BEGIN { printf \"%.1f%%\", 100 * $(cat "$1") / $2 }"
+}
+
 bits() { # LOG of fairseq-eval-lm: bits per token
     sed -n 's/.*Loss (base 2): \([0-9.]*\).*/\1/p' "$1"
 }

@@ -8,7 +8,7 @@
 #           without the Transformer's parameters
 # Data:     OUT of language.sh, where the row softmax is finished
 # Hardware: one CPU core, 1 GB of memory
-# Time:     half an hour for a row on an Intel Xeon with AVX-512
+# Time:     half an hour for a row on an Intel Xeon or AMD EPYC with AVX-512
 # Expected: test perplexity 32.2 (decay-16, mean of two seeds): docs/results/convergence.md
 # Usage:    recipes/convergence/conversion.sh [ROW]... [OPTION of fairseq-train]...
 #           recipes/convergence/conversion.sh softmax decay-16 decay-16-distilled decay-16-scratch
@@ -58,7 +58,6 @@ echo "|---|---:|---:|---:|---:|---:|---:|---:|"
 for seed in $seeds; do
     start=$OUT/runs/language/softmax-$dropout-$seed
     is_finished "$start" || fail "$start is not finished; run recipes/convergence/language.sh softmax with the same OUT, DROPOUT and SEEDS first"
-    softmax=$OUT/runs/conversion/softmax-$dropout-$seed
     for row in "${rows[@]}"; do
         IFS=- read -r rule features way <<<"$row"
         run=$OUT/runs/conversion/$row-$dropout-$seed
@@ -79,8 +78,8 @@ for seed in $seeds; do
         fi
         SEED=$seed to_the_end "$run" "$OUT/words" "$rate" --warmup-init-lr "$first_rate" "${common[@]}" "${loss[@]}" \
             ${begin:+--finetune-from-model "$begin"} "${options[@]}"
-        tuned=$(segments "$run") share=
-        ! is_finished "$softmax" || share=$(awk "BEGIN { printf \"%.1f%%\", 100 * $(segments "$softmax") / $tuned }")
+        tuned=$(segments "$run")
+        share=$(performance "$OUT/runs/conversion/softmax-$dropout-$seed/segments" "$tuned")
         keep_curve "$run" "converted-${run##*/}"
         echo "| $row | $seed | $converted | $(cells "$run" "$tuned" "$share") |"
     done

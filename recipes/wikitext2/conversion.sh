@@ -93,6 +93,5 @@ for row in "${rows[@]}"; do
     fi
     fit "$folder" "$count" 0.0003 "${tune[@]}" "${criterion[@]}" --finetune-from-model "$begin"
     converted=$(measure "$folder/converted.pt") tuned=$(measure "$folder/finished.pt")
-    softmax=$(cat "$start-softmax-$updates/finished.pt.perplexity" 2>/dev/null || true)
-    echo "| $row | $converted | $tuned | ${softmax:+$(awk "BEGIN {printf \"%.1f%%\", 100 * $softmax / $tuned}")} |"
+    echo "| $row | $converted | $tuned | $(performance "$start-softmax-$updates/finished.pt.perplexity" "$tuned") |"
 done
