@@ -51,7 +51,7 @@ class Additive(Pooled):
     ``--pooling-form published``: q' = W pool(q), scores that are 0 at the start, and y = q' k + p' v, which is added to x.
     """
 
-    state_type, parts, takes_source = PooledState, 3, True
+    state_type, parts, poolings = PooledState, 3, 2
 
     def __init__(self, embed_dim: int, heads: int = 1, config=None, window: int = 0, **given):
         super().__init__(embed_dim, heads, config, window, **given)
@@ -69,17 +69,20 @@ class Additive(Pooled):
         for weight in (self.query_score, self.key_score):
             nn.init.zeros_(weight) if self.published else nn.init.normal_(weight)
 
-    def forward(self, x: Tensor, state: PooledState | None = None, padding_mask=None, reset_mask=None, source=None, **unused):
+    def forward(
+        self, x: Tensor, state: PooledState | None = None, padding_mask=None, reset_mask=None, *, source=None, keep_state=True, **unused
+    ):
         """Maps x (T,B,C) to y (T,B,C) and the state after the last token."""
         queries, keys = (None, None) if state is None else state.rounds()
+        given = {"padding_mask": padding_mask, "reset_mask": reset_mask, "keep_state": keep_state}
         q, k, v = self.in_proj(x if source is None else source).chunk(3, -1)
         q = self.by_head(q)
-        pooled, queries = pool(self.scores(q, self.query_score), q, self.window, queries, padding_mask, reset_mask)
+        pooled, queries = pool(self.scores(q, self.query_score), q, self.window, queries, **given)
         mixed = self.mixed(pooled, k)
         p = self.by_head(self.norm(x + mixed))
-        pooled, keys = pool(self.scores(p, self.key_score), p, self.window, keys, padding_mask, reset_mask)
+        pooled, keys = pool(self.scores(p, self.key_score), p, self.window, keys, **given)
         y = self.dropout(self.join(pooled)) * v
-        return mixed + y if self.published else self.out_proj(y), PooledState.of_rounds(queries, keys)
+        return mixed + y if self.published else self.out_proj(y), PooledState.of_rounds(queries, keys) if keep_state else None
 
     def mixed(self, pooled: Tensor, k: Tensor) -> Tensor:
         """Maps the pooled queries (B,H,T,X) and the keys (T,B,C) to q' k, (T,B,C)."""

@@ -80,6 +80,7 @@ class Mixer(nn.Module):
     state_type: type
     takes_shared = False  # whether layers of one pass share something: see ``forward``
     takes_source = False  # whether ``source`` may replace x as the input of ``in_proj``
+    takes_keep_state = False  # whether ``forward`` saves work where no state is kept
     norms_residual = False  # whether the residual connection around it takes its input after the norm, not before it
     settings: ClassVar[dict[str, Setting]] = {}
     options: tuple[str, ...] = ()
@@ -123,6 +124,7 @@ class Mixer(nn.Module):
         group=None,
         source: Tensor | None = None,
         shared: dict[str, Tensor] | None = None,
+        keep_state: bool = True,
     ):
         """Maps x (T,B,C), T at least 1, to y (T,B,C) and the state after the last token.
 
@@ -136,8 +138,10 @@ class Mixer(nn.Module):
             source: (T,B,C'), what ``in_proj`` reads in place of x. It is None unless ``takes_source``.
             shared: a dictionary of the pass, empty before layer 0, where layers leave what later ones read. It is None unless
                 ``takes_shared``.
+            keep_state: False where no call continues from this one, so that the state may be None. It is True unless
+                ``takes_keep_state``.
 
-        A mixer that makes no use of the last four takes ``**unused`` in their place. T = 0 raises ValueError.
+        A mixer that makes no use of the last five takes ``**unused`` in their place. T = 0 raises ValueError.
         """
         raise NotImplementedError
 

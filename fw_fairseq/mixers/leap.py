@@ -19,19 +19,21 @@ class Leap(Pooled):
     ``--pooling-form published`` has no W. ``--pooling-dropout`` is that of q, f, v and f k / sqrt(d).
     """
 
-    state_type, parts, takes_source = PoolState, 4, True
+    state_type, parts, poolings = PoolState, 4, 1
 
     def __init__(self, embed_dim: int, heads: int = 1, config=None, window: int = 0, **given):
         super().__init__(embed_dim, heads, config, window, **given)
         self.out_proj = None if self.published else nn.Linear(embed_dim, embed_dim, bias=False)
         self.reset_parameters()
 
-    def forward(self, x: Tensor, state: PoolState | None = None, padding_mask=None, reset_mask=None, source=None, **unused):
+    def forward(
+        self, x: Tensor, state: PoolState | None = None, padding_mask=None, reset_mask=None, *, source=None, keep_state=True, **unused
+    ):
         """Maps x (T,B,C) to y (T,B,C) and the state after the last token."""
         q, f, k, v = map(self.by_head, self.in_proj(x if source is None else source).chunk(4, -1))
         q, f, v = self.dropout(q), self.dropout(f), self.dropout(v)
         scores = self.scores(f, k)
-        focused, state = pool(scores, torch.cat([k, v], -1), self.window, state, padding_mask, reset_mask)
+        focused, state = pool(scores, torch.cat([k, v], -1), self.window, state, padding_mask, reset_mask, keep_state=keep_state)
         k, v = focused.chunk(2, -1)
         read = torch.sigmoid(self.scaled_product(wide(q), wide(k))).to(v.dtype)
         y = self.join(read[..., None] * v)

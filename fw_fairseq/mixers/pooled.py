@@ -40,9 +40,12 @@ def named_window(config, layer: int, layers: int) -> int:
 
 
 class Pooled(Mixer):
-    """A mixer that pools the last ``window`` tokens, or all of the past for 0. Its projection makes ``parts`` vectors."""
+    """A mixer that pools the last ``window`` tokens, or all of the past for 0. Its projection makes ``parts`` vectors, and two of its
+    vectors for each token are pooled, in ``poolings`` rounds."""
 
+    takes_source = takes_keep_state = True
     parts: int
+    poolings: int
     settings = settings_of(pooling_form=Setting("adapted", choices=FORMS), pooling_dropout=Setting(0.0, least=0, below=1))
     options = (*settings, "window_sizes")
 
@@ -59,6 +62,10 @@ class Pooled(Mixer):
     def of_layer(cls, embed_dim: int, num_heads: int, config, layer: int, layers: int) -> Pooled:
         """Returns the mixer of one layer, with the window of that layer."""
         return cls(embed_dim, num_heads, config, layer_window(config, layer, layers))
+
+    def state_size(self) -> int:
+        """Returns the number of numbers in the state of one sequence."""
+        return (self.window - 1 if self.window else 1) * (2 * self.embed_dim + self.poolings * self.num_heads)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -44,6 +44,8 @@ class MixerAttention(Stateful):
         options = {"decoding": decoding, "group": None if states is None else states.group}
         if self.mixer.takes_shared:
             options["shared"] = shared
+        if self.mixer.takes_keep_state:
+            options["keep_state"] = decoding or states is not None
         if self.source is not None:
             options["source"] = self.source(query, key_padding_mask, incremental_state, states, reset_mask)
         y, state = self.mixer(query, state, key_padding_mask, reset_mask, **options)

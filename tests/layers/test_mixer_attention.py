@@ -7,7 +7,7 @@ import torch
 from support.language_models import assert_close, build, draw
 
 from fw_fairseq.config import FastWeightConfig
-from fw_fairseq.mixers import FastWeight
+from fw_fairseq.mixers import Additive, FastWeight, Leap
 from fw_fairseq.modules import LayerStates, MixerAttention, Streams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -23,6 +23,19 @@ def test_a_refused_call_leaves_nothing_behind():
     _, state = attention.mixer(x)
     assert isinstance(state.memory, torch.Tensor)
     assert_close(attention(x)[0], attention.mixer(x)[0])
+
+
+@pytest.mark.parametrize("mixer", [Additive, Leap])
+def test_a_window_far_longer_than_the_text_costs_no_memory_in_training(mixer):
+    """As in deep models, whose windows double from layer to layer: of this one no machine could keep the state."""
+    layer = MixerAttention(mixer(8, 2, window=2**40), 0)
+    x = torch.randn(5, 3, 8)
+    y, _ = layer(x)
+    y.sum().backward()
+    everything = mixer(8, 2)
+    everything.load_state_dict(layer.mixer.state_dict())
+    assert_close(y, everything(x)[0])
+    assert layer.mixer.state_size() > 2**44
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

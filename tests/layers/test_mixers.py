@@ -38,6 +38,14 @@ def test_any_layout_and_no_gradients(mixer):
         close(mixer(x)[0], y)
 
 
+@pytest.mark.parametrize("window", [0, 1, 2, 7])
+@pytest.mark.parametrize("name", ["additive", "leap"])
+def test_the_state_size_of_a_mixer_that_pools_is_that_of_its_state(name, window):
+    mixer = MIXERS[name](WIDTH, 4, window=window)
+    _, state = mixer(torch.randn(1, 1, WIDTH))
+    assert mixer.state_size() == sum(part.numel() for part in state if part is not None)
+
+
 def test_copies(mixer):
     x = torch.randn(9, 2, WIDTH)
     y, state = mixer(x)

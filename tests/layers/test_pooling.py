@@ -65,6 +65,18 @@ def test_parts_with_their_state_equal_the_whole(window, padded):
     torch.testing.assert_close(gradients(torch.cat(parts, 2), a, x), gradients(expected, a, x))
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padding"])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_without_the_state_the_means_are_the_same(window, padded):
+    a, x = draw(150)
+    padding, reset = masks(150, padded, True)
+    _, before = pool(*draw(70), window)
+    for state in (None, before):
+        expected, _ = pool(a, x, window, state, padding, reset)
+        y, state = pool(a, x, window, state, padding, reset, keep_state=False)
+        assert state is None and torch.equal(y, expected)
+
+
 @pytest.mark.parametrize("window", [0, 4, 1024])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_long_texts_with_large_scores_in_half_precision(window, dtype):

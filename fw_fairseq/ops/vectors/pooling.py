@@ -25,7 +25,9 @@ from .stacks import PoolState, aggregates, of_aggregates, step
 __all__ = ["PoolState", "last_weights", "pool"]
 
 
-def pool(scores, values, window=0, state=None, padding_mask=None, reset_mask=None, backend="auto") -> tuple[Tensor, PoolState]:
+def pool(
+    scores, values, window=0, state=None, padding_mask=None, reset_mask=None, backend="auto", keep_state=True
+) -> tuple[Tensor, PoolState | None]:
     """The weighted means of what each token sees, (B,H,T,V) in the dtype of values, and the state after the last token.
 
     scores: (B,H,T), the logs of the weights; T is at least 1. values: (B,H,T,V).
@@ -34,6 +36,7 @@ def pool(scores, values, window=0, state=None, padding_mask=None, reset_mask=Non
     padding_mask: (B,T) bool. A padded token counts in no window, and its output is 0.
     reset_mask: (B,T) bool, True at the first token of a new text, which sees no token before it.
     backend: "cuda" runs the kernels, "torch" PyTorch, "auto" the kernels where they can run.
+    keep_state: False where no call continues from this one; the state is then None, and what only it needs is left out.
     """
     check(scores, values, window, state)
     kernels = use_kernels(backend, values.device, partial(why_not, scores, values))
@@ -51,10 +54,10 @@ def pool(scores, values, window=0, state=None, padding_mask=None, reset_mask=Non
     elif state is not None and order is None and a.shape[2] == 1:
         g, state = step(a, wide(x), state, reset_mask[:, 0] if reset_mask is not None and reset_mask.any() else None)
     else:
-        g, state = of_window(a, x, window, state, texts, lengths, ends, kernels)
+        g, state = of_window(a, x, window, state, texts, lengths, ends, kernels, keep_state)
     if order is not None:
         g = g.gather(2, order.argsort(dim=1)[:, None, :, None].expand_as(g)).masked_fill(padding_mask[:, None, :, None], 0)
-    return g.to(values.dtype), state
+    return g.to(values.dtype), state if keep_state else None
 
 
 def check(scores: Tensor, values: Tensor, window: int, state: PoolState | None) -> None:
@@ -92,12 +95,12 @@ def own(texts, lengths, ends, before: int):
     return None if texts is None else texts == ends[:, None], None if lengths is None else lengths + before
 
 
-def of_window(a: Tensor, x: Tensor, window: int, state, texts, lengths, ends, kernels: bool) -> tuple[Tensor, PoolState]:
+def of_window(a, x, window: int, state, texts, lengths, ends, kernels: bool, keep_state: bool) -> tuple[Tensor, PoolState | None]:
     """Runs ``pool`` with a window. What a token sees of its segment is merged with the state's aggregate of what it sees there."""
     size, total = window - 1, a.shape[2]
     log_weights, g = pooled(a, x, window, texts, kernels)
     counted, lengths = own(texts, lengths, ends, 0)
-    tokens = PoolState(*latest(a, wide(x), size, counted, lengths))
+    tokens = PoolState(*latest(a, wide(x), size, counted, lengths)) if keep_state else None
     if state is None or not size:
         return g, tokens
     (old_scores, old), reach = aggregates(state, kernels), min(size, total)
@@ -107,7 +110,7 @@ def of_window(a: Tensor, x: Tensor, window: int, state, texts, lengths, ends, ke
         old_scores = old_scores.masked_fill((ends > 0)[:, None, None], NOTHING)
     first = merge(seen, old[:, :, :reach], log_weights[:, :, :reach], wide(g[:, :, :reach]))[1]
     g = torch.cat([first, g[:, :, reach:].to(first)], 2)
-    if lengths is None and total >= size:
+    if tokens is None or (lengths is None and total >= size):
         return g, tokens
     still = F.pad(old_scores, (0, total), value=NOTHING), F.pad(old, (0, 0, 0, total))
     still = latest(*still, size, None, size + (total if lengths is None else lengths))
