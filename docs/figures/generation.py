@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 MODELS = {"transformer_lm": ("softmax attention", "#000000"), "fast_weight_lm delta": ("fast weights (delta rule)", "#0072B2")}
-PANELS = {"seconds": ("ms for one more token", 1e3, 15, 5), "state_bytes": ("MB kept of the text", 1e-6, 100, 25)}
+PANELS = {"seconds": ("ms for one more token", 1e3, 10, 2), "state_bytes": ("MB kept of the text", 1e-6, 100, 25)}
 WIDTH, HEIGHT, LEFT, TOP, ACROSS, UP = 760, 290, 50, 48, 300, 190  # of the picture; of a panel: its place and its size
 LONGEST = 4096
 

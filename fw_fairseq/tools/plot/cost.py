@@ -6,7 +6,7 @@ import json
 from typing import NamedTuple
 
 from ... import Mistake
-from .style import DASHES, MARKERS, Look, canvas, label_ends, log_lengths, log_values, plot
+from .style import DASHES, LINE, MARKERS, Look, canvas, label_ends, log_lengths, log_values, plot
 
 TRANSFORMER = "transformer_lm"
 OWN = "fast_weight_lm "
@@ -61,9 +61,9 @@ def draw_report(report: dict, name: str):
 def draw_rows(rows: list[dict], length: str, panels, peer: str = TRANSFORMER, label: str = "tokens"):
     """``rows`` against their ``length``, both axes logarithmic, one panel above the other, names at the ends of the lines."""
     panels = [panel for panel in panels if any(panel.key in row for row in rows)]
-    height = 0.45 + 1.75 * len(panels)
-    figure, axes = canvas(height, len(panels), left=0.17, right=0.75, top=1 - 0.06 / height, bottom=0.4 / height, hspace=0.1)
     names = list(dict.fromkeys(row["name"] for row in rows))
+    height = 0.45 + max(1.75, 1.1 * LINE / 72 * len(names)) * len(panels)  # the names of all lines fit beside each panel
+    figure, axes = canvas(height, len(panels), left=0.17, right=0.75, top=1 - 0.06 / height, bottom=0.4 / height, hspace=0.1)
     for axis, panel in zip(axes, panels):
         ends = []
         for name in names:

@@ -14,6 +14,7 @@ from ...files import write_atomically
 
 COLUMN = 3.3  # inches, a column of a two-column page
 SMALL, TEXT = 6.5, 7.5  # points
+LINE = 1.15 * SMALL  # from one name to the next
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#8C4FA8", "#B8860B", "#5B5B5B")
 DASHES, MARKERS = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.2, 1, 1.2))), "osD^vPX*<>hd"
 UNDATED = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
@@ -102,7 +103,7 @@ def label_ends(axes, ends: list[tuple[str, tuple[float, float], str]]) -> None:
     height = 72 * axes.get_window_extent().height / axes.figure.dpi
     to_axes = axes.transData + axes.transAxes.inverted()
     wanted = [to_axes.transform(point)[1] for _, point, _ in ends]
-    for (label, point, colour), at in zip(ends, spread_out(wanted, 1.15 * SMALL / height, 0.02, 0.98)):
+    for (label, point, colour), at in zip(ends, spread_out(wanted, LINE / height, 0.02, 0.98)):
         leader = {"arrowstyle": "-", "lw": 0.4, "color": colour, "relpos": (0, 0.5), "shrinkA": 0.5, "shrinkB": 2.5}
         axes.annotate(
             label, point, (1.07, at), textcoords="axes fraction", va="center", fontsize=SMALL, color=colour, arrowprops=leader,
