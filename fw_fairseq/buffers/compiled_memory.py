@@ -15,13 +15,14 @@ from ..mixers import FastWeight
 from ..native import loop, takes, threads
 from ..ops import FastWeightState
 from ..ops.factored import Factors
+from ..row_map import RowMap
 from .loops import Features, View
 from .memory import Memory, put_out
 
 _, WRITE, KEYS, KEYS_READ = range(4)  # in the order of Normaliser there
-VIEWS = ("q", "k", "v", "f", "z", "e", "w")
+VIEWS = ("q", "k", "v", "f", "z", "e", "w", "u", "a", "p")
 POINTERS = ("memory", "y", "source", "order", "factor_keys", "factor_values", "places")
-SIZES = ("tokens", "room", "rows", "heads", "values", "decay_of_keys", "normaliser", "threads")
+SIZES = ("tokens", "room", "rows", "heads", "values", "decay_of_keys", "erase_of_keys", "normaliser", "threads")
 
 
 class MemoryStep(Features):
@@ -83,7 +84,8 @@ class CompiledMemory(Memory):
         axes = {gate.axis for gate in self.rule.gates.values()}
         decays = self.rule.sample[:2] != (None, None)
         sizes = len(x), self.heads, self.mixer.feature_map.out_dim, self.columns
-        if state is None and not (self.mixer.attention_norm and self.rule.normaliser == "keys" and "K" in axes):
+        whole_sums = self.mixer.attention_norm and self.rule.normaliser == "keys" and "K" in axes
+        if state is None and self.rule.one_step and not whole_sums:
             self.factors = FactorBuffers(*sizes, not decays, x)
         if self.factors is None or not self.factors.room():
             self.factors = None
@@ -105,7 +107,7 @@ class CompiledMemory(Memory):
         total, numbers = mixer.in_proj.out_features, rows * heads * keys * columns
         self.arguments = a = MemoryStep(rows=rows, heads=heads, values=self.value_dim, threads=threads(numbers))
         a.eps, a.scale = self.eps, mixer.read_scale
-        a.describe(mixer.feature_map, mixer.row_map)
+        a.describe(mixer.feature_map, self.map_of_loop())
         if mixer.attention_norm:
             a.normaliser = WRITE if self.rule.normaliser == "write" else KEYS if self.divides_erase else KEYS_READ
         self.views = q, k, v, *_ = [getattr(a, name) for name in VIEWS]
@@ -116,6 +118,10 @@ class CompiledMemory(Memory):
         self.starts = [part * like.element_size() for part in (0, query_size, 2 * query_size)]
         if not self.arguments.maps_rows:
             self.qk = like.new_empty(2, rows, heads, 1, keys)
+
+    def map_of_loop(self) -> RowMap | None:
+        """The map that the loop may apply to rows; None: they are features."""
+        return self.mixer.row_map
 
     def of_projected(self, parts: Tensor) -> Tensor:
         """Writes and reads what the input projection makes of a token: (R,P) -> y (R,C)."""
@@ -139,8 +145,10 @@ class CompiledMemory(Memory):
 
     def readable(self, part: Tensor | None) -> Tensor | None:
         """As the loop reads it: of one type with the memory, and with channels side by side."""
-        part = None if part is None else part.to(self.like.dtype)
-        return part if part is None or part.stride(-1) == 1 or part.shape[-1] == 1 else part.contiguous()
+        if part is None:
+            return None
+        part = part if part.dtype == self.like.dtype else part.to(self.like.dtype)
+        return part if part.stride(-1) == 1 or part.shape[-1] == 1 else part.contiguous()
 
     def mapped(self, qk: Tensor) -> Tensor:
         """Maps the projections of queries and keys to what the loop reads, (2,R,H,1,X): features, or rows that it maps."""

@@ -28,10 +28,8 @@ class KernelMemory(Memory):
     @staticmethod
     def fits(mixer: FastWeight) -> bool:
         """Whether the kernel does the whole step of this mixer: what an erase reads is not divided."""
-        weight = next(mixer.in_proj.parameters())
-        if not (
-            type(mixer.in_proj) is nn.Linear and has_kernels(weight) and mixer.backend in ("auto", "cuda") and in_columns(mixer)
-        ):
+        weight, dense = next(mixer.in_proj.parameters()), type(mixer.in_proj) is nn.Linear
+        if not (dense and has_kernels(weight) and mixer.backend in ("auto", "cuda") and mixer.plain and in_columns(mixer)):
             return False
         if mixer.attention_norm and mixer.rule.normaliser == "keys":
             return False

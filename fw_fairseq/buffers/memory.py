@@ -34,10 +34,17 @@ def put_out(mixer: FastWeight, y: Tensor) -> Tensor:
 
 
 def in_columns(mixer: FastWeight) -> bool:
-    """Whether the mixer's state is one matrix, (R,H,K,V) or (R,H,K,V+1): its rule has coefficients, keys have no scale of their
-    own, and nothing is around the recurrence."""
+    """Whether memory and sums of keys can be one matrix, (R,H,K,V) or (R,H,K,V+1): the rule has coefficients, and keys have no
+    scale of their own."""
     scaled = type(mixer.feature_map).scaled is not FeatureMap.scaled and mixer.attention_norm and mixer.feature_norm == "none"
-    return not scaled and mixer.plain and mixer.rule.coefficients is not None
+    return not scaled and mixer.rule.coefficients is not None
+
+
+def steps_here(mixer: FastWeight) -> bool:
+    """Whether neither the mixer's options nor its kernels ask for another form of the step."""
+    weight = next(mixer.in_proj.parameters())
+    wide = weight.dtype in (torch.float32, torch.float64)
+    return wide and mixer.backend in ("auto", "recurrent") and not has_kernels(weight)
 
 
 class Memory:
@@ -65,9 +72,7 @@ class Memory:
     @staticmethod
     def fits(mixer: FastWeight) -> bool:
         """Whether the memory of this mixer can be changed in place here, and no kernel does the step."""
-        weight = next(mixer.in_proj.parameters())
-        plain = weight.dtype in (torch.float32, torch.float64) and mixer.backend in ("auto", "recurrent")
-        return plain and in_columns(mixer) and not has_kernels(weight)
+        return mixer.plain and in_columns(mixer) and steps_here(mixer)
 
     @staticmethod
     def takes(mixer: FastWeight, state: FastWeightState | None, rows: int) -> bool:

@@ -10,6 +10,7 @@ from .cell import Cell
 from .compiled_memory import CompiledMemory
 from .kernel_memory import KernelMemory
 from .memory import Memory
+from .operand_memory import OperandMemory
 from .pools import Pools
 
 
@@ -91,7 +92,8 @@ class InPlaceStepper(Stepper):
             if not self.kind.takes(self.mixer, self.last, len(x)):
                 return super().__call__(x, source)
             self.buffers, self.last = self.kind(self.mixer, self.last, x), None
-        return self.buffers.step(x if source is None else source)
+        given = {"shared": self.shared} if self.mixer.takes_shared else {}
+        return self.buffers.step(x if source is None else source, **given)
 
     def reorder(self, order: Tensor) -> None:
         self.rows = None if self.rows is None else len(order)
@@ -102,7 +104,7 @@ class InPlaceStepper(Stepper):
 
 
 BUFFERS = {
-    FastWeight: (KernelMemory, CompiledMemory, Memory),
+    FastWeight: (KernelMemory, CompiledMemory, Memory, OperandMemory),
     Additive: (Pools,),
     Leap: (Pools,),
     Sru: (Cell,),

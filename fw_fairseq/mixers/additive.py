@@ -70,7 +70,15 @@ class Additive(Pooled):
             nn.init.zeros_(weight) if self.published else nn.init.normal_(weight)
 
     def forward(
-        self, x: Tensor, state: PooledState | None = None, padding_mask=None, reset_mask=None, *, source=None, keep_state=True, **unused
+        self,
+        x: Tensor,
+        state: PooledState | None = None,
+        padding_mask=None,
+        reset_mask=None,
+        *,
+        source=None,
+        keep_state=True,
+        **unused,
     ):
         """Maps x (T,B,C) to y (T,B,C) and the state after the last token."""
         queries, keys = (None, None) if state is None else state.rounds()

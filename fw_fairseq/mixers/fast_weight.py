@@ -106,7 +106,8 @@ class FastWeight(Projected):
 
     def output(self, y: Tensor, gate: Tensor | None) -> Tensor:
         """Maps what the heads read, (B,H,T,V), and the gate before its SiLU to the layer's output (T,B,C)."""
-        y = self.join(y if self.norm is None else self.norm(y)) * self.read_scale
+        y = self.join(y if self.norm is None else self.norm(y))
+        y = y if self.read_scale == 1 else y * self.read_scale
         return self.out_proj(y if gate is None else y * F.silu(gate))
 
     def pretrained(self) -> dict[str, slice]:

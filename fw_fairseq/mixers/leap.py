@@ -27,7 +27,15 @@ class Leap(Pooled):
         self.reset_parameters()
 
     def forward(
-        self, x: Tensor, state: PoolState | None = None, padding_mask=None, reset_mask=None, *, source=None, keep_state=True, **unused
+        self,
+        x: Tensor,
+        state: PoolState | None = None,
+        padding_mask=None,
+        reset_mask=None,
+        *,
+        source=None,
+        keep_state=True,
+        **unused,
     ):
         """Maps x (T,B,C) to y (T,B,C) and the state after the last token."""
         q, f, k, v = map(self.by_head, self.in_proj(x if source is None else source).chunk(4, -1))

@@ -40,8 +40,10 @@ def named_window(config, layer: int, layers: int) -> int:
 
 
 class Pooled(Mixer):
-    """A mixer that pools the last ``window`` tokens, or all of the past for 0. Its projection makes ``parts`` vectors, and two of its
-    vectors for each token are pooled, in ``poolings`` rounds."""
+    """A mixer that pools the last ``window`` tokens, or all of the past for 0.
+
+    Its projection makes ``parts`` vectors. Two vectors of each token are pooled, in ``poolings`` rounds.
+    """
 
     takes_source = takes_keep_state = True
     parts: int

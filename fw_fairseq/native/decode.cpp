@@ -1,5 +1,5 @@
 // One token of generation on a CPU, for all hypotheses: what buffers/ calls between two matrix products. The states change in place.
-// memory.py and pooled.py there have the structs of the arguments under the same names, and say what is computed.
+// compiled_memory.py and pools.py there have the structs of the arguments under the same names, and say what is computed.
 #include "common.h"
 
 namespace {
@@ -19,19 +19,22 @@ template <class T> struct View {  // (R,H) or (R,H,X), where X has stride 1; str
 };
 
 // The fast-weight memory (R,H,K,V), or (R,H,K,V+1) with sums of keys: row r continues from row order[r] of ``source``, which may be
-// ``memory`` itself without an order. The coefficients f (R,H) or (R,H,K), z (R,H,V), e and w (R,H) may be null.
+// ``memory`` itself without an order. The coefficients f (R,H) or (R,H,K), z (R,H,V), e (R,H) or (R,H,K) and w (R,H) may be null.
+// So may the rest, each (R,H,K). With u, the bonus, outputs read the memory as it was before the token. With p, what p reads is taken
+// away where a says, before the write; there is no e then, and no normaliser. Neither u nor p goes with factors.
 //
 // While there are few tokens, the memory may be their factors in place of a matrix: keys (rows,H,room,K) and values (rows,H,room,V or
 // V+1). Token t of hypothesis r is in row places[r * room + t].
 template <class T> struct MemoryStep : Features {
-  View<const T> q, k, v, f, z, e, w;
+  View<const T> q, k, v, f, z, e, w, u, a, p;
   T *memory, *y;
   const T* source;
   const int64_t* order;
   T *factor_keys, *factor_values;
   int64_t* places;
-  int64_t tokens, room, rows, heads, values, decay_of_keys, normaliser, threads;
+  int64_t tokens, room, rows, heads, values, decay_of_keys, erase_of_keys, normaliser, threads;
   double eps, scale;
+  bool erases() const { return e.data || p.data; }
 };
 
 template <class T> void apply(const Features& s, const T* x, T* unrolled, T* y) {
@@ -62,13 +65,13 @@ template <class T> void apply(const Features& s, const T* x, T* unrolled, T* y) 
 // The token of one head of one row, and what is being made of it.
 template <class T> struct Token {
   std::vector<T> numbers;
-  T *unrolled, *q, *k, *left, *recalled, *written, *read;
-  const T* f;
+  T *unrolled, *q, *k, *reading, *left, *recalled, *written, *read;
+  const T *f, *erasing;  // erasing: the key that an erase reads with
   T strength, erase;
   int64_t columns;
-  explicit Token(const MemoryStep<T>& s) : numbers(4 * s.input + 2 * s.keys + 4 * s.values) {
-    unrolled = numbers.data(), q = unrolled + 4 * s.input, k = q + s.keys;
-    left = k + s.keys, recalled = left + s.values, written = recalled + s.values, read = written + s.values;
+  explicit Token(const MemoryStep<T>& s) : numbers(4 * s.input + 3 * s.keys + 4 * s.values) {
+    unrolled = numbers.data(), q = unrolled + 4 * s.input, k = q + s.keys, reading = k + s.keys;
+    left = reading + s.keys, recalled = left + s.values, written = recalled + s.values, read = written + s.values;
     columns = s.values + (s.normaliser != WITHOUT);
   }
   void load(const MemoryStep<T>& s, int64_t row, int64_t head) {
@@ -77,8 +80,17 @@ template <class T> struct Token {
     const T *v = s.v.at(row, head), *z = s.z.data ? s.z.at(row, head) : nullptr;
     f = s.f.data ? s.f.at(row, head) : nullptr;
     strength = s.w.data ? *s.w.at(row, head) : T(1), erase = s.e.data ? *s.e.at(row, head) : T(0);
+    erasing = s.p.data ? s.p.at(row, head) : s.erase_of_keys ? reading : k;
+    if (s.erase_of_keys) {
+      const T* e = s.e.at(row, head);
+      for (int64_t j = 0; j < s.keys; ++j) reading[j] = e[j] * k[j];
+      erase = 1;
+    }
+    T own = 0;
+    if (s.u.data)
+      for (int64_t j = 0; j < s.keys; ++j) own += s.u.at(row, head)[j] * k[j] * q[j];
     for (int64_t c = 0; c < s.values; ++c) {
-      left[c] = z ? z[c] : T(1), written[c] = strength * v[c], read[c] = recalled[c] = 0;
+      left[c] = z ? z[c] : T(1), written[c] = strength * v[c], read[c] = own * written[c], recalled[c] = 0;
     }
   }
   T kept(const MemoryStep<T>& s, int64_t j) const { return f ? f[s.decay_of_keys ? j : 0] : T(1); }
@@ -93,34 +105,55 @@ template <class T> struct Token {
   }
 };
 
+// The memory of one key, V numbers, before the token and after it; the query reads one of them.
+template <class T> struct Line {
+  const T* from;
+  T* to;
+  T key, query, stays, removed;
+};
+
+template <bool REMOVES, bool BEFORE, class T> void write_and_read(const Line<T>& line, const Token<T>& a, int64_t V) {
+  const T* from = line.from;
+  T *to = line.to, *const __restrict read = a.read;
+  const T *const __restrict written = a.written, *const __restrict recalled = a.recalled, *const __restrict left = a.left;
+  const T key = line.key, query = line.query, stays = line.stays, removed = line.removed;
+#pragma GCC ivdep
+  for (int64_t c = 0; c < V; ++c) {
+    const T was = from[c], now = stays * left[c] * was + key * written[c] - (REMOVES ? removed * left[c] * recalled[c] : T(0));
+    to[c] = now, read[c] += query * (BEFORE ? was : now);
+  }
+}
+
 // A first pass over the memory recalls what the key erases; a second one writes and reads.
 template <class T> void one_head(const MemoryStep<T>& s, int64_t row, int64_t head, Token<T>& a) {
   const int64_t K = s.keys, V = s.values, columns = a.columns, block = K * columns;
   const T* source = s.source + ((s.order ? s.order[row] : row) * s.heads + head) * block;
   T *memory = s.memory + (row * s.heads + head) * block, sum = 0;
-  T *const __restrict written = a.written, *const __restrict read = a.read, *const __restrict recalled = a.recalled;
-  const T* const __restrict left = a.left;
+  T* const __restrict recalled = a.recalled;
   a.load(s, row, head);
-  if (s.e.data) {
+  if (s.erases()) {
     for (int64_t j = 0; j < K; ++j) {
-      const T *const __restrict line = source + j * columns, key = a.k[j] * a.kept(s, j);
+      const T *const __restrict line = source + j * columns, key = a.erasing[j] * a.kept(s, j);
       for (int64_t c = 0; c < V; ++c) recalled[c] += key * line[c];
       if (s.normaliser == KEYS) sum += a.k[j] * line[V];
     }
-    a.take_away(s, sum);
+    if (s.e.data) a.take_away(s, sum);
   }
   sum = 0;
+  const T* removes = s.p.data ? s.a.at(row, head) : nullptr;
   for (int64_t j = 0; j < K; ++j) {
-    const T *from = source + j * columns, key = a.k[j], query = a.q[j], stays = a.kept(s, j);
+    const T* from = source + j * columns;
     T* to = memory + j * columns;
-#pragma GCC ivdep
-    for (int64_t c = 0; c < V; ++c) {
-      const T now = stays * left[c] * from[c] + key * written[c];
-      to[c] = now, read[c] += query * now;
-    }
+    const Line<T> line{from, to, a.k[j], a.q[j], a.kept(s, j), removes ? removes[j] : T(0)};
+    if (removes)
+      write_and_read<true, false>(line, a, V);
+    else if (s.u.data)
+      write_and_read<false, true>(line, a, V);
+    else
+      write_and_read<false, false>(line, a, V);
     if (s.normaliser != WITHOUT) {
-      to[V] = s.normaliser == WRITE ? stays * from[V] + key * a.strength : from[V] + key;
-      sum += query * to[V];
+      to[V] = s.normaliser == WRITE ? line.stays * from[V] + line.key * a.strength : from[V] + line.key;
+      sum += line.query * to[V];
     }
   }
   a.give(s, row, head, sum);
@@ -154,7 +187,7 @@ template <class T> void one_head_of_factors(const MemoryStep<T>& s, int64_t row,
     for (int64_t c = 0; c < V; ++c) read[c] += seen * values[c];
     if (s.normaliser != WITHOUT) sum += seen * values[V];
     if (!s.e.data) continue;
-    const T known = dot(a.k, keys, K);
+    const T known = dot(a.erasing, keys, K);
     for (int64_t c = 0; c < V; ++c) recalled[c] += known * values[c];
     if (s.normaliser == KEYS) erased += known * values[V];
   }

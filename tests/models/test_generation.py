@@ -16,6 +16,7 @@ from fw_fairseq import Mistake, native
 from fw_fairseq.buffers.cell import Cell
 from fw_fairseq.buffers.compiled_memory import CompiledMemory, FactorBuffers
 from fw_fairseq.buffers.memory import Memory
+from fw_fairseq.buffers.operand_memory import OperandMemory
 from fw_fairseq.buffers.pools import Pools
 from fw_fairseq.buffers.steppers import InPlaceStepper
 from fw_fairseq.decoding import GENERATION, Generation
@@ -147,17 +148,72 @@ def test_sums_of_keys_that_do_not_decay_with_the_keys(compiler, monkeypatch):
     assert_close(found, generate(model, tokens)[0])
 
 
+K, V = Gate("K"), Gate("V")
+FROM_OUTSIDE = {  # what no rule of the table has together, and whether the loop takes it
+    "removal, both decays, a strength per channel": (
+        {"f": K, "z": V, "a": K, "p": K, "w": V},
+        {"coefficients": lambda f, z, a, p, w: Coefficients(f=f, z=z, w=w), "removal": lambda f, z, a, p, w: (-a / 3, p)},
+        True,
+    ),
+    "bonus, erase per feature, a strength per token": (
+        {"u": K, "e": K, "w": Gate(), "z": V},
+        {"coefficients": lambda u, e, w, z: Coefficients(z=z, e=e / 3, w=w), "bonus": lambda u, e, w, z: u},
+        True,
+    ),
+    "bonus, a strength per channel, another key, a skip": (
+        {"u": K, "w": V, "f": Gate(), "d": Gate()},
+        {"coefficients": lambda u, w, f, d: Coefficients(f=f, w=w), "bonus": lambda u, w, f, d: u}
+        | {"key": lambda k, u, w, f, d: (1 - u) * k, "skip": lambda u, w, f, d: d},
+        True,
+    ),
+    "removal and erase": (
+        {"a": K, "e": Gate()},
+        {"coefficients": lambda a, e: Coefficients(e=e / 3, w=e), "removal": lambda a, e: (a / 3, -a)},
+        False,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt", [0, 3])
+@pytest.mark.parametrize("name", FROM_OUTSIDE)
+def test_rules_from_outside(name, prompt, monkeypatch):
+    gates, functions, has_loop = FROM_OUTSIDE[name]
+    monkeypatch.setitem(RULES, "outside", Rule("", "this test", gates=gates, **functions))
+    model, tokens = build(update_rule="outside"), draw(3, 11)
+    found, state = generate(model, tokens, prompt)
+    held = [getattr(layer.stepper, "buffers", None) for layer in state[GENERATION].layers]
+    assert all(type(buffers) is (OperandMemory if has_loop else type(None)) for buffers in held)
+    monkeypatch.setattr(Generation, "fits", staticmethod(lambda decoder: False))
+    assert_close(found, generate(model, tokens, prompt)[0])
+
+
+def test_sums_of_keys_beside_an_erase_per_feature_have_no_loop(monkeypatch):
+    rule = Rule("", "this test", lambda e, w: Coefficients(e=e, w=w), {"e": K, "w": Gate()}, normaliser="write")
+    monkeypatch.setitem(RULES, "outside", rule)
+    mixer = build(update_rule="outside").decoder.layers[0].self_attn.mixer
+    assert OperandMemory.fits(mixer)
+    mixer.attention_norm = True
+    assert not OperandMemory.fits(mixer)
+
+
 SUMS = {"update_rule": "sum", "feature_norm": "none", "attention_norm": True}
 HELD = [
     ({}, CompiledMemory),
     ({"fast_weight_backend": "recurrent"}, CompiledMemory),
     ({"fast_weight_backend": "chunkwise"}, None),
     ({"qkv_sparsity": 4}, CompiledMemory),
-    ({"short_conv": 2}, None),
+    ({"short_conv": 2}, OperandMemory),
+    ({"rotary": True, "fast_weight_backend": "chunkwise"}, None),
+    ({"output_norm": True, "output_gate": True, "qkv_sparsity": 4}, OperandMemory),
+    *(({"update_rule": rule}, OperandMemory) for rule in ("retnet", "gla", "mamba2", "hgrn2", "rwkv6", "rwkv7", "kda", "gdn2")),
+    ({"update_rule": "delta_product", "product_steps": 2}, OperandMemory),
+    ({"update_rule": "rwkv7", "value_mixing_rank": 2}, OperandMemory),
     ({"update_rule": "fwm"}, None),
     (SUMS | {"feature_map": "relu"}, CompiledMemory),
     (SUMS | {"feature_map": "favor"}, None),  # whose keys have a scale of their own
+    (SUMS | {"feature_map": "favor", "short_conv": 2}, None),
     (SUMS | {"feature_map": "favor", "feature_norm": "sum"}, CompiledMemory),
+    (SUMS | {"short_conv": 2}, OperandMemory),
     (SUMS | {"feature_map": "favor", "attention_norm": False}, CompiledMemory),
     ({"mixer": "additive"}, Pools),
     ({"mixer": "additive", "pooling_form": "published"}, None),
@@ -230,6 +286,7 @@ def tensors(state) -> list[torch.Tensor]:
 
 
 STATES = [{}, SUMS, {"update_rule": "gated"}, {"short_conv": 3}, {"mixer": "sru"}]
+STATES += [{"update_rule": "kda", "short_conv": 2, "token_shift": True, "rotary": True}, {"update_rule": "rwkv7"}]
 STATES += [{"mixer": mixer, "window_sizes": sizes} for mixer in ("additive", "leap") for sizes in ("0", "2", "5")]
 
 
