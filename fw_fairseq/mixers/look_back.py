@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..ops.autograd import slices_of
 from ..ops.checks import check_tokens
 from ..ops.state import tensor_state
 
@@ -161,11 +162,11 @@ def attend(
     scores; ``dropout`` is that of the weights."""
     if bias is None and view.limits is None and view.one_text and view.total <= view.most + 1:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
-    outputs = []
-    for queries, keys in view.blocks():
-        part, mask = q[:, :, queries], view.seen(queries, keys)[:, None]
+    blocks, outputs = list(view.blocks()), []
+    spans = [queries for queries, _ in blocks], *[[keys for _, keys in blocks]] * 2
+    for (queries, keys), *parts in zip(blocks, *map(slices_of, (q, k, v), spans)):
+        mask = view.seen(queries, keys)[:, None]
         if bias is not None:
-            mask = bias(part, view.distances(queries, keys)).masked_fill(~mask, -torch.inf)
-        parts = part, k[:, :, keys], v[:, :, keys]
+            mask = bias(parts[0], view.distances(queries, keys)).masked_fill(~mask, -torch.inf)
         outputs.append(F.scaled_dot_product_attention(*parts, attn_mask=mask, dropout_p=dropout))
     return torch.cat(outputs, 2)

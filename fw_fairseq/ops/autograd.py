@@ -28,6 +28,46 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
+def slices_of(x: Tensor, spans: Sequence[slice]) -> Sequence[Tensor]:
+    """Returns the spans of x (B,H,S,X) in S, which may overlap. Their gradients are added up in one tensor: the gradient of one
+    index is as large as x, and that of many would take time that grows with the square of S."""
+    if not needs_gradient(x) or torch.compiler.is_compiling():
+        return [x[:, :, span] for span in spans]
+    return Slices.apply(x, *spans)
+
+
+class Slices(torch.autograd.Function):
+    """The spans of a tensor."""
+
+    @staticmethod
+    @as_written
+    def forward(ctx, x: Tensor, *spans: slice) -> tuple[Tensor, ...]:
+        ctx.spans, ctx.length = spans, x.shape[2]
+        return tuple(x[:, :, span] for span in spans)
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return Sum.apply(ctx.length, ctx.spans, *gradients), *(None for _ in ctx.spans)
+
+
+class Sum(torch.autograd.Function):
+    """A tensor of ``length`` tokens with the sum of what was given for its spans: the gradient of ``Slices``, which has one too."""
+
+    @staticmethod
+    @as_written
+    def forward(ctx, length: int, spans: Sequence[slice], *parts: Tensor) -> Tensor:
+        ctx.spans = spans
+        first = parts[0]
+        total = first.new_zeros(*first.shape[:2], length, first.shape[3])
+        for span, part in zip(spans, parts):
+            total[:, :, span] += part
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *Slices.apply(gradient, *ctx.spans)
+
+
 def once_differentiable(backward: Callable) -> Callable:
     """Decorates a backward whose results have no gradient. PyTorch's decorator of this name takes them for constants if the
     gradients that come in are constants, so that a penalty on a gradient is lost without a word; here that is an error too."""

@@ -33,10 +33,9 @@ def fwm_sequence(
     masks = (None if mask is None else mask[:, None].expand(*sequences, tokens) for mask in (padding_mask, reset_mask))
     operands = [None if x is None else x.flatten(0, 1) for x in (q, k, v, beta, *masks)]
     memory = memory.flatten(0, 1)
-    outputs = []
-    for start in range(0, tokens, CHUNK):
-        span = slice(start, start + CHUNK)
-        y, memory = chunk(*(None if x is None else x[:, span] for x in operands), memory)
+    chunks, outputs = -(-tokens // CHUNK), []
+    for parts in zip(*(chunks * [None] if x is None else x.split(CHUNK, 1) for x in operands)):  # a slice has a gradient of all T
+        y, memory = chunk(*parts, memory)
         outputs.append(y)
     y = torch.cat(outputs, dim=1)
     return F.layer_norm(y, y.shape[-1:]).unflatten(0, sequences), memory.unflatten(0, sequences)

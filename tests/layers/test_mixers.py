@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers import MIXERS
@@ -161,3 +162,37 @@ def test_exported(name):
     mixer, x = MIXERS[name](WIDTH, 2, FastWeightConfig()).eval(), torch.randn(20, 3, WIDTH)
     exported = torch.export.export(mixer, (x,), strict=False).module()
     close(exported(x)[0], mixer(x)[0])
+
+
+def numbers_of_slices(y: torch.Tensor) -> int:
+    """How many numbers the gradients of indexed tensors have, each as large as the whole tensor, in the graph that made y."""
+    nodes, found = [y.grad_fn], {}
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in found:
+            found[node] = math.prod(getattr(node, "_saved_self_sym_sizes", [0]))
+            nodes += [earlier for earlier, _ in node.next_functions]
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("name, options", [*CASES, *(("fast_weight", {"update_rule": rule}) for rule in RULES)], ids=str)
+def test_gradients_of_slices_do_not_take_time_that_grows_with_the_square_of_the_length(name, options):
+    options = {"feature_map": "elu", "feature_norm": "sum"} | options
+    mixer = MIXERS[name].of_layer(WIDTH, 2, FastWeightConfig(mixer=name, **SIZES, **options), 0, 2)
+    short, long = (numbers_of_slices(mixer(torch.randn(tokens, 1, WIDTH, requires_grad=True))[0]) for tokens in (256, 1024))
+    assert long <= 4.5 * short
+
+
+@pytest.mark.parametrize("name", ["local_attention", "transformer_xl", "srupp"])
+def test_gradients_across_blocks_are_those_of_one_block_and_have_gradients(name, monkeypatch):
+    mixer = MIXERS[name].of_layer(WIDTH, 2, FastWeightConfig(mixer=name, **SIZES), 0, 2).double()
+    x, dy = torch.randn(40, 2, WIDTH, dtype=torch.float64, requires_grad=True), torch.randn(40, 2, WIDTH, dtype=torch.float64)
+    found = []
+    for block in (8, 40):
+        monkeypatch.setattr("fw_fairseq.mixers.look_back.BLOCK", block)
+        with sdpa_kernel(SDPBackend.MATH):  # the others have no second gradient, and neither has the cell of srupp
+            [dx] = torch.autograd.grad(mixer(x)[0], x, dy, create_graph=name != "srupp")
+        found.append((dx.detach(), *torch.autograd.grad((dx * dy).sum(), x)) if dx.requires_grad else (dx,))
+    assert len(found[0]) == (1 if name == "srupp" else 2)
+    for part, whole in zip(*found):
+        torch.testing.assert_close(part, whole)
