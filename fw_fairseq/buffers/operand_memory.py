@@ -15,15 +15,14 @@ from ..row_map import RowMap
 from .compiled_memory import CompiledMemory
 from .memory import in_columns, steps_here
 
-BESIDE = ("recent", "previous", "position")  # what a state keeps beside the memory
-
 
 class OperandMemory(CompiledMemory):
     """The memory of a layer, and what the parts around the recurrence keep."""
 
     def __init__(self, mixer: FastWeight, state: FastWeightState | None, x: Tensor):
         super().__init__(mixer, state, x)
-        self.beside = None if state is None else FastWeightState(None, **{name: getattr(state, name) for name in BESIDE})
+        before = {} if state is None else state._replace(memory=None, normaliser=None)._asdict()
+        self.kept = {name: part for name, part in before.items() if part is not None}  # by the layer itself
 
     @staticmethod
     def fits(mixer: FastWeight) -> bool:
@@ -45,9 +44,9 @@ class OperandMemory(CompiledMemory):
     def step(self, x: Tensor, shared: dict[str, Tensor] | None = None) -> Tensor:
         """Writes and reads: x (R,C) -> y (R,C). shared: see ``Mixer.forward``."""
         mixer, rule = self.mixer, self.rule
-        made = mixer.operands(x.unsqueeze(0), self.beside)
+        made = mixer.operands(x.unsqueeze(0), FastWeightState(None, **self.kept))
         q, k, v, gates, *_ = made
-        self.beside = FastWeightState(None, **made.kept)
+        self.kept = made.kept
         if mixer.takes_shared:
             v = mixer.with_first_values(v, made.mixing, shared)
         if mixer.row_map is not None and not self.arguments.maps_rows:
@@ -79,11 +78,8 @@ class OperandMemory(CompiledMemory):
 
     def reorder(self, order: Tensor) -> None:
         super().reorder(order)
-        if self.beside is not None:
-            kept = {name: getattr(self.beside, name) for name in BESIDE}
-            self.beside = FastWeightState(None, **{name: x if x is None else x.index_select(0, order) for name, x in kept.items()})
+        self.kept = {name: part.index_select(0, order) for name, part in self.kept.items()}
 
     def state(self) -> FastWeightState:
         """The state after the last token."""
-        state = super().state()
-        return state if self.beside is None else state._replace(**{name: getattr(self.beside, name) for name in BESIDE})
+        return super().state()._replace(**self.kept)
