@@ -59,9 +59,12 @@ def measure(args) -> dict:
     """Times every rule and its peers at every length, and measures their memory and the time of one token."""
     torch.manual_seed(0)
     refused: list[dict] = []
-    calls = {(t, name): call for t in args.tokens for name, call in build_contenders(args, t, refused).items()}
-    seconds = take_turns({key: partial(timed, call, args.device) for key, call in calls.items()}, args.rounds)
-    del calls  # and their tensors
+    seconds: dict[tuple[int, str], list[float]] = {}
+    for tokens in args.tokens:  # each length by itself: the tensors of all of them would fill a small machine's memory
+        calls = build_contenders(args, tokens, refused)
+        turns = {(tokens, name): partial(timed, call, args.device) for name, call in calls.items()}
+        seconds |= take_turns(turns, args.rounds, f"{tokens} tokens")
+        del calls, turns
     longest = max(args.tokens)
     return {
         "machine": machine(args),
