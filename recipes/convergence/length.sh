@@ -4,8 +4,8 @@
 # Paper:    none; the question is which memories are still right far beyond the length of training
 # Data:     OUT of language.sh, where the rows are finished
 # Hardware: one CPU core, 1 GB of memory
-# Time:     not measured yet
-# Expected: no numbers yet: no row has been trained to its end
+# Time:     half a minute for a row on an AMD EPYC
+# Expected: the perplexity of delta_elu-stream is 8% to 33% below that of its segments up to 245,569 words: docs/results/convergence.md
 # Usage:    recipes/convergence/length.sh ROW...      rows of language.sh that end in -stream or -nopos
 #           recipes/convergence/length.sh delta_elu-stream decay-stream
 #           DROPOUT=0.2 SEEDS="1 2" recipes/convergence/length.sh gated_delta-stream

@@ -195,7 +195,7 @@ def draw_length(args):
         plot(axes, look(index), row, points)
         ends.append((row.replace("_", " "), max(points.items()), look(index).color))
     axes.axhline(1, color="0.6", lw=0.8, zorder=0)
-    log_lengths(axes, (end for spans in rows.values() for end in list(spans)[::2]))
+    log_lengths(axes, (end for spans in rows.values() for end in list(spans)[::3]))
     log_values(axes)
     axes.set(xlabel="words read", ylabel="perplexity, stream / segments")
     label_ends(axes, ends)
