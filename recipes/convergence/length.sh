@@ -25,31 +25,13 @@ need_row "$kinds" "${rows[@]}"
 [ ${#options[@]} = 0 ] || fail "${options[0]} has no effect here; leave it out"
 for row in "${rows[@]}"; do
     [[ $row =~ ^[a-z0-9_-]+-(stream|nopos)$ && $row != softmax-* ]] || fail "ROW is $row; it must be $kinds"
-    for seed in $seeds; do
-        run=$OUT/runs/language/$row-$dropout-$seed
-        is_finished "$run" || fail "$run is not finished; run recipes/convergence/language.sh $row with the same OUT, DROPOUT and SEEDS first"
-    done
 done
+need_finished "${rows[@]}"
 
-positions() { # RUN: END STREAM SEGMENTS of each span
-    evaluate "$1" checkpoint_best.pt words-stream --task stateful_language_modeling --tokens-per-sample "$length" --batch-size 1 \
-        --output-word-probs >/dev/null
-    evaluate "$1" checkpoint_best.pt words-segments "${segment_task[@]}" --max-tokens 4096 --output-word-probs >/dev/null
-    "$PYTHON" "$ROOT/recipes/convergence/length.py" "$1/words-stream.log" "$1/words-segments.log" "$length"
+length_spans() { # RUN: END STREAM SEGMENTS of each span
+    word_log "$1" stream --task stateful_language_modeling --tokens-per-sample "$length" --batch-size 1
+    segments_word_log "$1"
+    "$PYTHON" "$ROOT/recipes/convergence/words.py" length "$1/words-stream.log" "$1/words-segments.log" "$length"
 }
 
-header=
-for row in "${rows[@]}"; do
-    for seed in $seeds; do
-        run=$OUT/runs/language/$row-$dropout-$seed
-        found=$(kept "$run/positions" positions "$run")
-        rm -f "$run"/words-*.log # a line for each segment, with all words
-        if [ -z "$header" ]; then
-            header="| row | seed | perplexity to $length words |$(tail -n +2 <<<"$found" | awk '{ printf " %d |", $1 }')"
-            echo "$header"
-            sed 's/[^|]\+/---:/g; s/^|---:/|---/' <<<"$header"
-        fi
-        echo "| $row | $seed | $(awk 'NR == 1 { printf "%.2f |", $2 } NR > 1 { printf " %.3f |", $2 / $3 }' <<<"$found")"
-        collect "$OUT/length.txt" "$row $dropout $seed" "$found"
-    done
-done
+print_spans length "perplexity to $length words" '{ printf NR == 1 ? " %.2f |" : " %.3f |", NR == 1 ? $2 : $2 / $3 }' "${rows[@]}"

@@ -18,3 +18,39 @@ evaluate() { # RUN CHECKPOINT NAME OPTION...: the perplexity of the test text
 segments() { # RUN: in segments without context, by the best checkpoint
     kept "$1/segments" evaluate "$1" checkpoint_best.pt segments "${segment_task[@]}" --max-tokens 4096
 }
+
+need_finished() { # ROW...: fails where one of language.sh is not finished for a seed
+    local row seed run
+    for row; do
+        for seed in $seeds; do
+            run=$OUT/runs/language/$row-$dropout-$seed
+            is_finished "$run" || fail "$run is not finished; run recipes/convergence/language.sh $row with the same OUT, DROPOUT and SEEDS first"
+        done
+    done
+}
+
+word_log() { # RUN NAME OPTION...: RUN/words-NAME.log gets each word of the test text and its probability by the best checkpoint
+    evaluate "$1" checkpoint_best.pt "words-$2" "${@:3}" --output-word-probs >/dev/null
+}
+
+segments_word_log() { # RUN: RUN/words-segments.log
+    word_log "$1" segments "${segment_task[@]}" --max-tokens 4096
+}
+
+print_spans() { # NAME HEAD CELLS ROW...: a table of the lines that NAME_spans prints for each run, collected in OUT/NAME.txt
+    local name=$1 head=$2 cells=$3 header='' row seed run found
+    for row in "${@:4}"; do
+        for seed in $seeds; do
+            run=$OUT/runs/language/$row-$dropout-$seed
+            found=$(kept "$run/$name.spans" "${name}_spans" "$run")
+            rm -f "$run"/words-*.log # a line for each segment, with all words
+            if [ -z "$header" ]; then
+                header="| row | seed | $head |$(tail -n +2 <<<"$found" | awk '{ printf " %d |", $1 }')"
+                echo "$header"
+                sed 's/[^|]\+/---:/g; s/^|---:|/|---|/' <<<"$header"
+            fi
+            echo "| $row | $seed |$(awk "$cells" <<<"$found")"
+            collect "$OUT/$name.txt" "$row $dropout $seed" "$found"
+        done
+    done
+}

@@ -106,35 +106,49 @@ def test_rows_that_are_none(row, tmp_path):
     assert done.returncode == 1 and "ROW is leap-4; it must be softmax, RULE-M, " in done.stderr
 
 
-def test_spans_of_a_stream_beside_segments(tmp_path, capsys):
-    """Pieces come in any order, between lines of other kinds, and the last span is half full at least."""
-    words, length = [f"w[{i}" for i in range(24)], load("length")
-    scores = [(-0.1 * i, -0.2 * i) for i in range(24)]  # in the stream and in segments
+@pytest.fixture
+def write_words(tmp_path):
+    """Returns what writes a log of these words and scores in pieces, in any order and between lines of other kinds."""
 
-    def write(name: str, which: int, size: int) -> None:
+    def write(name: str, words: list[tuple[str, float]], size: int) -> str:
         lines = ["INFO:fairseq_cli.eval_lm:Loss (base 2): 7.1, Perplexity: 140", "INFO:fairseq_cli.eval_lm:3 tokens [x]"]
-        for number, start in reversed(list(enumerate(range(0, 24, size)))):
-            piece = "\t".join(f"{words[i]} [{scores[i][which]:2f}]" for i in range(start, min(start + size, 24)))
+        for number, start in reversed(list(enumerate(range(0, len(words), size)))):
+            piece = "\t".join(f"{word} [{score:2f}]" for word, score in words[start : start + size])
             lines.append(f"2026-01-01 00:00:00 | INFO | fairseq_cli.eval_lm | {number} {piece}")
         (tmp_path / name).write_text("\n".join(lines) + "\n")
+        return str(tmp_path / name)
 
-    write("stream.log", 0, 5)
-    write("segments.log", 1, 7)
-    length.main(str(tmp_path / "stream.log"), str(tmp_path / "segments.log"), "8")
+    return write
+
+
+def test_spans_of_a_stream_beside_segments(write_words, tmp_path, capsys):
+    """The last span is half full at least."""
+    words = load("words")
+    stream = write_words("stream.log", [(f"w[{i}", -0.1 * i) for i in range(24)], 5)
+    segments = write_words("segments.log", [(f"w[{i}", -0.2 * i) for i in range(24)], 7)
+    words.by_length(stream, segments, "8")
     want = [(8, 0, 8), (16, 8, 16), (24, 16, 24)]
     assert capsys.readouterr().out.splitlines() == [
         f"{end} " + " ".join(f"{math.exp(factor * sum(range(a, b)) / (b - a)):.3f}" for factor in (0.1, 0.2)) for end, a, b in want
     ]
-    assert (
-        length.spans(24, 8) == [(0, 8), (8, 16), (16, 24)] and length.spans(23, 8) == [(0, 8), (8, 16)] and length.spans(3, 8) == []
-    )
-    words[4] = "other"
-    write("segments.log", 1, 7)
+    assert words.spans(24, 8) == [(0, 8), (8, 16), (16, 24)] and words.spans(23, 8) == [(0, 8), (8, 16)] and words.spans(3, 8) == []
+    write_words("segments.log", [(f"w[{i}" if i != 4 else "other", -0.2 * i) for i in range(24)], 7)
     with pytest.raises(SystemExit, match=r"have other words; both must be of the same text$"):
-        length.main(str(tmp_path / "stream.log"), str(tmp_path / "segments.log"), "8")
+        words.by_length(stream, segments, "8")
     (tmp_path / "stream.log").write_text("nothing\n")
     with pytest.raises(SystemExit, match=r"stream\.log has no words; it must be a log of fairseq-eval-lm --output-word-probs$"):
-        length.main(str(tmp_path / "stream.log"), str(tmp_path / "segments.log"), "8")
+        words.by_length(stream, segments, "8")
+
+
+def test_spans_of_places_in_segments(write_words, capsys):
+    """Two segments of 8 words, and a last one of 3, which counts at its places only."""
+    words = load("words")
+    segments = write_words("segments.log", [("w", -0.1 * i) for i in range(19)], 8)
+    words.by_position(segments, "8")
+    places = {1: (0, 8, 16), 2: (1, 9, 17), 4: (2, 3, 10, 11, 18), 8: (4, 5, 6, 7, 12, 13, 14, 15)}
+    assert capsys.readouterr().out.splitlines() == [f"{end} {math.exp(0.1 * sum(at) / len(at)):.3f}" for end, at in places.items()]
+    with pytest.raises(SystemExit, match=r"segments\.log has segments of another length than 7$"):
+        words.by_position(segments, "7")
 
 
 @torch.no_grad()
@@ -178,6 +192,13 @@ def test_length_of_a_finished_row(tmp_path):
     assert [float(cell) for cell in line.strip("| ").split("|")[3:]] == pytest.approx(cells[1:], abs=0.002)
     again = recipe("convergence/length.sh", out, row)
     assert succeed(again) == printed and len((out / "length.txt").read_text().splitlines()) == len(found)
+    succeed(recipe("convergence/position.sh", out, row))
+    places = [line.split() for line in (out / "position.txt").read_text().splitlines()]
+    assert [place[:4] for place in places] == [[row, "0.1", "1", str(end)] for end in (1, 2, 4, 8, 16, 32)]
+    at = torch.arange(len(pieces)) % 32
+    for *_, end, value in places:
+        span = (at < int(end)) & (at >= int(end) // 2)
+        assert float(value) == pytest.approx(pieces[span].mean().exp().item(), rel=1e-3)
 
 
 @pytest.mark.parametrize("arguments", [["softmax-nopos"], ["delta_elu"], [], ["delta_elu-stream", "--dropout", "0"]])
@@ -186,3 +207,16 @@ def test_rows_without_a_length(arguments, tmp_path):
     assert done.returncode == 1 and (
         "that ends in -stream or -nopos" in done.stderr or "--dropout has no effect here" in done.stderr
     )
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "ROW is missing; it must be a row of language.sh, for example softmax"),
+        (["softmax", "--dropout", "0"], "--dropout has no effect here; leave it out"),
+        (["softmax"], "softmax-0.1-1 is not finished; run recipes/convergence/language.sh softmax with the same OUT"),
+    ],
+)
+def test_rows_without_a_position(arguments, message, tmp_path):
+    done = recipe("convergence/position.sh", tmp_path / "out_toy", *arguments)
+    assert done.returncode == 1 and message in done.stderr

@@ -23,9 +23,11 @@ from fw_fairseq.tools.plot.wikitext2 import (
     draw_conversion,
     draw_length,
     draw_parts,
+    draw_position,
     draw_state,
     read_converged,
     read_length,
+    read_position,
     read_table,
 )
 
@@ -70,6 +72,10 @@ LENGTH = (
     "delta_elu-stream 0.1 1 256 80 80\ndelta_elu-stream 0.1 1 512 60 75\ndelta_elu-stream 0.1 2 256 82 82\n"
     "delta_elu-stream 0.1 2 512 90 100\ndecay-stream 0.1 1 256 84 84\ndecay-stream 0.1 1 512 210 70\n"
 )
+POSITION = (
+    "softmax 0.1 1 1 80\nsoftmax 0.1 1 2 60\nsoftmax 0.1 1 4 50\nsoftmax 0.1 2 1 82\nsoftmax 0.1 2 2 61\nsoftmax 0.1 2 4 50\n"
+    "sum_elu 0.1 1 1 81\nsum_elu 0.1 1 2 70\n"
+)
 CONVERGED = "softmax 0.1 1 40 39 -\nsum_elu 0.1 1 44 45 -\nsoftmax 0.1 2 40.5 39.5 -\ndelta_elu-stream 0.1 1 38 37 36\n"
 PARTS = (
     "sum_elu 1 258 260\nkda 1 205 203\nsum_elu 2 259 262\nsum_elu-conv 1 233.04 231\nkda-parts 1 217 215\nkda-parts 2 219.5 214\n"
@@ -93,6 +99,7 @@ def files(tmp_path, monkeypatch):
         "probes.txt": PROBES,
         "parts.txt": PARTS,
         "length.txt": LENGTH,
+        "position.txt": POSITION,
         "converged.txt": CONVERGED,
         "other.txt": "kda 1 2 3\nkda-part 1 2 3\n",
         "empty.txt": "",
@@ -121,6 +128,7 @@ def files(tmp_path, monkeypatch):
         ("state page.md", ["delta elu", "softmax", "numbers kept"]),
         ("parts parts.txt", [">sum elu<", ">no parts<", ">short convolution<", ">all three<", ">test perplexity<"]),
         ("length length.txt", [">delta elu-stream<", ">decay-stream<", ">words read<", ">perplexity, stream / segments<"]),
+        ("position position.txt", [">softmax<", ">sum elu<", ">place in the segment<", ">test perplexity<"]),
         ("converged converged.txt", [">delta elu-stream<", ">softmax<", ">segments<", ">sliding<", ">one stream<"]),
         ("parts parts.txt --sliding", [">test perplexity, sliding<"]),
     ],
@@ -460,6 +468,8 @@ def test_rows_of_several_dropouts_say_theirs(files):
     Path("length.txt").write_text(LENGTH + "decay-stream 0.2 1 512 210 70\n")
     rows = [("delta_elu", 0.1), ("decay", 0.1), ("decay", 0.2)]
     assert [*read_length(Path("length.txt"))] == [f"{row}-stream, dropout {dropout}" for row, dropout in rows]
+    Path("position.txt").write_text(POSITION + "softmax 0 1 1 90\n")
+    assert [*read_position(Path("position.txt"))] == ["softmax, dropout 0.1", "sum_elu, dropout 0.1", "softmax, dropout 0"]
 
 
 def test_length_is_a_share_of_the_same_words_in_segments(files, capsys):
@@ -472,6 +482,20 @@ def test_length_is_a_share_of_the_same_words_in_segments(files, capsys):
         "|---|---:|---:|",
         "| `delta_elu-stream` | 1.000 ± 0.000 | 0.850 ± 0.071 |",
         "| `decay-stream` | 1.000 | 3.000 |",
+    ]
+
+
+def test_position_is_the_perplexity_at_each_place(files, capsys):
+    """A row with fewer places than another one leaves its cells empty."""
+    axes = draw_position(SimpleNamespace(results=Path("position.txt"))).axes[0]
+    assert drawn(axes) == {"softmax": [(1, 81), (2, 60.5), (4, 50)], "sum_elu": [(1, 81), (2, 70)]}
+    assert axes.get_xscale() == axes.get_yscale() == "log" and [*axes.get_xticks()] == [1, 2, 4]
+    plots.main(["position", "position.txt", "--table"])
+    assert capsys.readouterr().out.splitlines() == [
+        "| test perplexity, words to | 1 | 2 | 4 |",
+        "|---|---:|---:|---:|",
+        "| `softmax` | 81.00 ± 1.41 | 60.50 ± 0.71 | 50.00 ± 0.00 |",
+        "| `sum_elu` | 81.00 | 70.00 |  |",
     ]
 
 
@@ -501,6 +525,10 @@ def test_probes_of_several_widths_have_a_panel_each(tmp_path):
         ("parts probes.txt", "probes.txt, line 1 is 'delta_elu 16 100'; it must be ROW SEED PERPLEXITY SLIDING"),
         ("parts other.txt", "other.txt, line 2 has the row kda-part; its ending must be conv, norm, gate, parts or none"),
         ("length parts.txt", "parts.txt, line 1 is 'sum_elu 1 258 260'; it must be ROW DROPOUT SEED END STREAM SEGMENTS"),
+        (
+            "position length.txt",
+            "length.txt, line 1 is 'delta_elu-stream 0.1 1 256 80 80'; it must be ROW DROPOUT SEED END PERPLEXITY",
+        ),
         ("parts empty.txt", "empty.txt has no results"),
         ("state a.log", "a.log has no table with the columns row, numbers kept, test perplexity"),
     ],

@@ -18,10 +18,12 @@ from .wikitext2 import (
     draw_conversion,
     draw_length,
     draw_parts,
+    draw_position,
     draw_state,
     table_of_converged,
     table_of_length,
     table_of_parts,
+    table_of_position,
 )
 
 PROG = "fw-plot"
@@ -93,6 +95,11 @@ def build_parser():
         "results", type=Path, help="a file of recipes/convergence/length.sh: lines of ROW DROPOUT SEED END STREAM SEGMENTS"
     )
     add_table(command, table_of_length)
+    command = add("position", draw_position, "perplexity in segments against the place of a word in its segment")
+    command.add_argument(
+        "results", type=Path, help="a file of recipes/convergence/position.sh: lines of ROW DROPOUT SEED END PERPLEXITY"
+    )
+    add_table(command, table_of_position)
     conversion = add("conversion", draw_conversion, "the share of a Transformer's performance that a conversion keeps, against m")
     conversion.add_argument(
         "page", type=Path, help="the table that recipes/wikitext2/conversion.sh printed, or a page that holds it"

@@ -1,8 +1,9 @@
-"""fw-plot state, conversion, parts, converged and length: figures of what the recipes of WikiText-2 print and collect."""
+"""fw-plot state, conversion, parts, converged, length and position: what the recipes of WikiText-2 print and collect."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -176,35 +177,64 @@ def table_of_converged(args) -> str:
     return markdown("test perplexity", drawn, cells)
 
 
-def read_length(path: Path) -> dict[str, dict[int, list[float]]]:
-    """Returns the perplexity in a stream divided by that in segments, of each seed, by row and by the last word of a span."""
-    found: dict[str, dict[int, list[float]]] = {}
-    form = "ROW DROPOUT SEED END STREAM SEGMENTS"
-    for row, _, end, stream, segments in without_common_dropout(read_lines(path, form, str, float, int, int, float, float)):
-        found.setdefault(row, {}).setdefault(end, []).append(stream / segments)
+Spans = dict[str, dict[int, list[float]]]  # by row and by the last word of a span, a value of each seed
+
+
+def read_length(path: Path) -> Spans:
+    """Returns the perplexity in a stream divided by that in segments."""
+    lines = read_lines(path, "ROW DROPOUT SEED END STREAM SEGMENTS", str, float, int, int, float, float)
+    return spans([*others, stream / segments] for *others, stream, segments in lines)
+
+
+def read_position(path: Path) -> Spans:
+    """Returns the perplexity of the words of all segments at a span of places."""
+    return spans(read_lines(path, "ROW DROPOUT SEED END PERPLEXITY", str, float, int, int, float))
+
+
+def spans(lines: Iterable[list]) -> Spans:
+    found: Spans = {}
+    for row, _, end, value in without_common_dropout(list(lines)):
+        found.setdefault(row, {}).setdefault(end, []).append(value)
     return found
 
 
-def draw_length(args):
-    """Draws a line for each row: the mean of its seeds."""
-    rows = read_length(args.results)
+def draw_spans(rows: Spans, ticks: Callable, **labels):
+    """Draws a line for each row: the mean of its seeds. Returns the figure and its axes."""
     figure, [axes] = canvas(2.3, left=0.15, right=0.71, top=0.96, bottom=0.17)
     ends = []
-    for index, (row, spans) in enumerate(rows.items()):
-        points = {end: mean(ratios) for end, ratios in spans.items()}
+    for index, (row, found) in enumerate(rows.items()):
+        points = {end: mean(values) for end, values in found.items()}
         plot(axes, look(index), row, points)
         ends.append((row.replace("_", " "), max(points.items()), look(index).color))
-    axes.axhline(1, color="0.6", lw=0.8, zorder=0)
-    log_lengths(axes, (end for spans in rows.values() for end in list(spans)[::3]))
+    log_lengths(axes, (end for found in rows.values() for end in ticks(list(found))))
     log_values(axes)
-    axes.set(xlabel="words read", ylabel="perplexity, stream / segments")
+    axes.set(**labels)
     label_ends(axes, ends)
+    return figure, axes
+
+
+def table_of_spans(corner: str, rows: Spans, digits: int) -> str:
+    """Returns Markdown with a row for each row and a column for each span: the mean, ± the deviation of several seeds."""
+    columns = sorted({end for found in rows.values() for end in found})
+    cells = {f"`{row}`": [cell(found.get(end, []), digits) for end in columns] for row, found in rows.items()}
+    return markdown(corner, columns, cells)
+
+
+def draw_length(args):
+    rows, every_third = read_length(args.results), slice(None, None, 3)
+    figure, axes = draw_spans(rows, lambda ends: ends[every_third], xlabel="words read", ylabel="perplexity, stream / segments")
+    axes.axhline(1, color="0.6", lw=0.8, zorder=0)
     return figure
 
 
 def table_of_length(args) -> str:
-    """Returns Markdown with a row for each row and a column for each span: the mean, ± the deviation of several seeds."""
-    rows = read_length(args.results)
-    columns = sorted({end for spans in rows.values() for end in spans})
-    cells = {f"`{row}`": [cell(spans.get(end, []), 3) for end in columns] for row, spans in rows.items()}
-    return markdown("stream / segments, words to", columns, cells)
+    return table_of_spans("stream / segments, words to", read_length(args.results), 3)
+
+
+def draw_position(args):
+    figure, _ = draw_spans(read_position(args.results), list, xlabel="place in the segment", ylabel="test perplexity")
+    return figure
+
+
+def table_of_position(args) -> str:
+    return table_of_spans("test perplexity, words to", read_position(args.results), 2)
