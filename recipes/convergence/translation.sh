@@ -12,14 +12,15 @@
 #           recipes/convergence/translation.sh --status     which rows are done, and how far the others are
 #           TOY=1 DATA=folder recipes/convergence/translation.sh dpfp2      a tiny model
 #
-# A call resumes each row from its last checkpoint; finished rows are only printed again. No row is cut short.
+# A call resumes each row from its last checkpoint; finished rows are only printed again. No row is cut short. OUT/translated.txt collects
+# the scores, which fw-plot translated draws, and OUT/curves the validations, which fw-plot curves draws.
 source "$(dirname "$0")/../lib.sh"
 source "$ROOT/recipes/convergence/end.sh"
 export SHAPE=iwslt_de_en
 source "$ROOT/recipes/wmt14/rows.sh"
 find_programs
 OUT=$(output_folder convergence_translation)
-seeds=${SEEDS:-1} width=256 batch=2048 warm_up=200
+seeds=${SEEDS:-1} dropout=${DROPOUT:-0.1} width=256 batch=2048 warm_up=200
 [ "${1:-}" != --status ] || { show_status .; exit 0; }
 split_rows "$@"
 [ ${#rows[@]} -gt 0 ] || rows=(softmax dpfp2 linear performer128 dpfp2-decoder linear-decoder performer128-decoder)
@@ -30,25 +31,29 @@ export OUT CPU=${CPU:-1}
 VALID=${VALID:-val} TEST=${TEST:-test_2016_flickr} BPE=${BPE:-8000} LOWERCASE=1 "$ROOT/recipes/wmt14/prepare.sh"
 fit=(--encoder-layers 3 --decoder-layers 3 --encoder-embed-dim "$width" --decoder-embed-dim "$width" --encoder-ffn-embed-dim $((2 * width))
     --decoder-ffn-embed-dim $((2 * width)) --encoder-attention-heads 4 --decoder-attention-heads 4 --encoder-normalize-before
-    --decoder-normalize-before --share-all-embeddings --dropout "${DROPOUT:-0.1}" --attention-dropout 0.0 --weight-decay 1e-4
+    --decoder-normalize-before --share-all-embeddings --dropout "$dropout" --attention-dropout 0.0 --weight-decay 1e-4
     --criterion fast_weight_label_smoothed_cross_entropy --loss-chunk 256 --label-smoothing 0.1 --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 1.0
     --max-tokens "$batch" --warmup-updates "$warm_up" --warmup-init-lr 0.0002)
 
 echo "| row | seed | best validation perplexity | epochs | hours |"
 echo "|---|---:|---:|---:|---:|"
-finished=()
 for row in "${rows[@]}"; do
     row_model "$row"
     for seed in $seeds; do
-        name=$row-$seed
-        SEED=$seed to_the_end "$OUT/runs/$name" "$OUT/bin" 0.002 "${model[@]}" "${fit[@]}" "${options[@]}"
-        echo "| $row | $seed | $(cells "$OUT/runs/$name") |"
-        finished+=("$name")
+        run=$OUT/runs/$row-$dropout-$seed
+        SEED=$seed to_the_end "$run" "$OUT/bin" 0.002 "${model[@]}" "${fit[@]}" "${options[@]}"
+        echo "| $row | $seed | $(cells "$run") |"
+        keep_curve "$run" "translated-${run##*/}"
     done
 done
 echo
-echo "| row and seed | detokenised BLEU | tokenised, compounds split | sentences/s |"
+echo "| run | detokenised BLEU | tokenised, compounds split | sentences/s |"
 echo "|---|---:|---:|---:|"
-for name in "${finished[@]}"; do
-    BEAM=5 LENPEN=1 RUN=$name kept "$OUT/runs/$name/table" "$ROOT/recipes/wmt14/eval.sh" "$name"
+for row in "${rows[@]}"; do
+    for seed in $seeds; do
+        run=$OUT/runs/$row-$dropout-$seed
+        BEAM=5 LENPEN=1 RUN=${run##*/} kept "$run/table" "$ROOT/recipes/wmt14/eval.sh" "${run##*/}"
+        scores=$(for file in "$run"/bleu-*.txt; do basename "$file" .txt | sed "s|^bleu-\(.*\)|\1 $(<"$file")|"; done)
+        collect "$OUT/translated.txt" "$row $dropout $seed" "$scores"
+    done
 done

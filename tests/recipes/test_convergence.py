@@ -11,9 +11,12 @@ import pytest
 import torch
 from fairseq import checkpoint_utils, utils
 from fairseq.data import data_utils
+from sacrebleu import corpus_bleu
+from support import parallel_text
 from support.commands import ROOT, succeed
 from support.recipes import recipe
 
+from fw_fairseq.tools.plot.convergence import read_translated
 from fw_fairseq.tools.plot.logs import read_log
 
 ENDED = "stopping training because current learning rate"
@@ -91,6 +94,34 @@ def test_language_models_and_conversion(tmp_path):
     assert cells(succeed(again), "decay-4-distilled") == row and "training" not in again.stderr
     assert stamps == {path: path.stat().st_mtime_ns for path in (out / "runs").rglob("*.*") if path.is_file()}
     assert "decay-4-distilled-0.1-1: finished, " in succeed(recipe("convergence/conversion.sh", out, "--status"))
+
+
+def test_translations(tmp_path):
+    """Two test sets and two dropouts, each of which has a run of its own; the scores are those of fairseq's translations."""
+    out = tmp_path / "out_toy"
+    parallel_text.write(tmp_path, train=60, val=4, test_2016_flickr=4, test_2017_flickr=5)
+    given = {"DATA": str(tmp_path), "TEST": "test_2016_flickr test_2017_flickr"}
+    first = recipe("convergence/translation.sh", out, "dpfp2-decoder", **given)
+    best, epochs, _ = cells(succeed(first), "dpfp2-decoder")
+    curve = [*read_log(out / "curves" / "translated-dpfp2-decoder-0.1-1.log", "valid_ppl").values()]
+    assert len(curve) == int(epochs) > 3 and min(curve) == pytest.approx(float(best))
+    run = out / "runs" / "dpfp2-decoder-0.1-1"
+    wanted = []
+    for name in ("test", "test1"):
+        [bleu, split] = (run / f"bleu-{name}.txt").read_text().split()
+        text, reference = ((folder / f"{name}.de").read_text().splitlines() for folder in (run, out / "raw"))
+        assert float(bleu) == pytest.approx(corpus_bleu(text, [reference], lowercase=True).score, abs=0.01)
+        wanted.append(f"dpfp2-decoder 0.1 1 {name} {bleu} {split}")
+    assert (out / "translated.txt").read_text().splitlines() == wanted
+    assert [*read_translated(out / "translated.txt")] == ["dpfp2-decoder"]
+    again = recipe("convergence/translation.sh", out, "dpfp2-decoder", **given)
+    succeed(again)
+    assert again.stdout == first.stdout and "training" not in again.stderr
+    assert "dpfp2-decoder-0.1-1: finished, " in succeed(recipe("convergence/translation.sh", out, "--status"))
+    other = recipe("convergence/translation.sh", out, "dpfp2-decoder", DROPOUT="0", **given)
+    succeed(other)
+    assert "training dpfp2-decoder-0-1;" in other.stderr
+    assert {*read_translated(out / "translated.txt")} == {"dpfp2-decoder, dropout 0.1", "dpfp2-decoder, dropout 0"}
 
 
 def cells(printed: str, row: str) -> list[str]:

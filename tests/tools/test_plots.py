@@ -12,24 +12,22 @@ from matplotlib import pyplot
 from matplotlib.text import Text
 
 from fw_fairseq.tools.plot import __main__ as plots
-from fw_fairseq.tools.plot import cost, probes, retrieval, sparse
+from fw_fairseq.tools.plot import cost, probes, retrieval
+from fw_fairseq.tools.plot.convergence import (
+    draw_converged,
+    draw_length,
+    draw_position,
+    draw_translated,
+    read_converged,
+    read_length,
+    read_position,
+)
 from fw_fairseq.tools.plot.dpfp import surfaces
 from fw_fairseq.tools.plot.logs import read_log
 from fw_fairseq.tools.plot.published import read_losses
 from fw_fairseq.tools.plot.retrieval import SOLVED, number, point_of_log, read_results
 from fw_fairseq.tools.plot.style import SMALL, canvas, legend, log_values, look, plot, save, spread_out
-from fw_fairseq.tools.plot.wikitext2 import (
-    draw_converged,
-    draw_conversion,
-    draw_length,
-    draw_parts,
-    draw_position,
-    draw_state,
-    read_converged,
-    read_length,
-    read_position,
-    read_table,
-)
+from fw_fairseq.tools.plot.wikitext2 import draw_conversion, draw_parts, draw_state, read_table
 
 RESULTS = "dpfp1 20 0.0008\ndpfp1 40 0.2\nelu 20 0.001\nelu 40 0.3\n"
 UPDATES = "delta:dpfp1 20 0.0002\nother:map 20 30\n"
@@ -76,6 +74,10 @@ POSITION = (
     "softmax 0.1 1 1 80\nsoftmax 0.1 1 2 60\nsoftmax 0.1 1 4 50\nsoftmax 0.1 2 1 82\nsoftmax 0.1 2 2 61\nsoftmax 0.1 2 4 50\n"
     "sum_elu 0.1 1 1 81\nsum_elu 0.1 1 2 70\n"
 )
+TRANSLATED = (
+    "linear 0.1 1 test 37 37.5\nsoftmax 0.1 1 test 38 38.5\nsoftmax 0.1 1 test1 31 31.5\nsoftmax 0.1 2 test 39 39.5\n"
+    "softmax 0.1 2 test1 32 32.5\n"
+)
 CONVERGED = "softmax 0.1 1 40 39 -\nsum_elu 0.1 1 44 45 -\nsoftmax 0.1 2 40.5 39.5 -\ndelta_elu-stream 0.1 1 38 37 36\n"
 PARTS = (
     "sum_elu 1 258 260\nkda 1 205 203\nsum_elu 2 259 262\nsum_elu-conv 1 233.04 231\nkda-parts 1 217 215\nkda-parts 2 219.5 214\n"
@@ -100,6 +102,7 @@ def files(tmp_path, monkeypatch):
         "parts.txt": PARTS,
         "length.txt": LENGTH,
         "position.txt": POSITION,
+        "translated.txt": TRANSLATED,
         "converged.txt": CONVERGED,
         "other.txt": "kda 1 2 3\nkda-part 1 2 3\n",
         "empty.txt": "",
@@ -129,6 +132,7 @@ def files(tmp_path, monkeypatch):
         ("parts parts.txt", [">sum elu<", ">no parts<", ">short convolution<", ">all three<", ">test perplexity<"]),
         ("length length.txt", [">delta elu-stream<", ">decay-stream<", ">words read<", ">perplexity, stream / segments<"]),
         ("position position.txt", [">softmax<", ">sum elu<", ">place in the segment<", ">test perplexity<"]),
+        ("translated translated.txt", [">softmax<", ">linear<", ">test<", ">test1<", ">detokenised BLEU<"]),
         ("converged converged.txt", [">delta elu-stream<", ">softmax<", ">segments<", ">sliding<", ">one stream<"]),
         ("parts parts.txt --sliding", [">test perplexity, sliding<"]),
     ],
@@ -194,7 +198,7 @@ def test_a_token_of_large_models_has_a_panel_for_each_size():
         {"size": size, "name": name, "context": t, "threads": threads, "seconds": threads * t * (1 + i) / (1 + j)}
         for i, size in enumerate(sizes) for j, name in enumerate(names) for t in lengths for threads in (2, 1)
     ]  # fmt: skip
-    figure = sparse.draw_report({"tokens": tokens})
+    figure = cost.draw_sizes({"tokens": tokens})
     assert [axes.get_ylabel() for axes in figure.axes] == ["110M, ms per token", "3.9B, ms per token"]
     for i, axes in enumerate(figure.axes):
         assert drawn(axes) == {name: [(t, 1e3 * t * (1 + i) / (1 + j)) for t in lengths] for j, name in enumerate(names)}
@@ -454,6 +458,20 @@ def test_converged_models_are_points_of_seeds(files, capsys):
         "| `delta_elu-stream` | 38.00 | 37.00 | 36.00 |",
         "| `softmax` | 40.25 ± 0.35 | 39.25 ± 0.35 |  |",
         "| `sum_elu` | 44.00 | 45.00 |  |",
+    ]
+
+
+def test_translated_rows_have_a_point_for_each_seed_and_test_set(files, capsys):
+    """The best row comes first."""
+    axes = draw_translated(SimpleNamespace(results=Path("translated.txt"))).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["softmax", "linear"]
+    assert drawn(axes) == {"test": [(38, 0), (39, 0), (37, 1)], "test1": [(31, 0), (32, 0)]}
+    plots.main(["translated", "translated.txt", "--table"])
+    assert capsys.readouterr().out.splitlines() == [
+        "| detokenised BLEU | test | test1 |",
+        "|---|---:|---:|",
+        "| `softmax` | 38.50 ± 0.71 | 31.50 ± 0.71 |",
+        "| `linear` | 37.00 |  |",
     ]
 
 

@@ -295,7 +295,7 @@ def faster(rows: dict, name: str, context: int) -> str:
 
 def draw(report: dict, path) -> None:
     """The time of a token of each model against the tokens before it."""
-    from ..plot.sparse import draw_report
+    from ..plot.cost import draw_sizes
     from ..plot.style import save
 
-    save(draw_report(report), [path])
+    save(draw_sizes(report), [path])

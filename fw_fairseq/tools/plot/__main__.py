@@ -10,21 +10,10 @@ from pathlib import Path
 
 from ... import Mistake
 from ..command import check_outputs, make_parser, mistakes_as_sentences
-from . import cost, dpfp, probes, retrieval, tables
+from . import convergence, cost, dpfp, probes, retrieval, tables
 from .logs import read_log
 from .style import Look, canvas, legend, log_values, look, plot, save
-from .wikitext2 import (
-    draw_converged,
-    draw_conversion,
-    draw_length,
-    draw_parts,
-    draw_position,
-    draw_state,
-    table_of_converged,
-    table_of_length,
-    table_of_parts,
-    table_of_position,
-)
+from .wikitext2 import draw_conversion, draw_parts, draw_state, table_of_parts
 
 PROG = "fw-plot"
 EXAMPLE = "fw-plot curves softmax=runs/softmax/train.log delta=runs/delta/train.log --out curves.svg"
@@ -85,21 +74,10 @@ def build_parser():
     command.add_argument("results", type=Path, help="a file of recipes/wikitext2/table.sh: lines of ROW SEED PERPLEXITY SLIDING")
     command.add_argument("--sliding", action="store_true", help="the perplexity with a sliding context")
     add_table(command, table_of_parts)
-    command = add("converged", draw_converged, "perplexity of models trained to their end, a point for each seed and evaluation")
-    command.add_argument(
-        "results", type=Path, help="a file of recipes/convergence/language.sh: lines of ROW DROPOUT SEED SEGMENTS SLIDING STREAM"
-    )
-    add_table(command, table_of_converged)
-    command = add("length", draw_length, "perplexity in one stream, as a share of that in segments, against the words read so far")
-    command.add_argument(
-        "results", type=Path, help="a file of recipes/convergence/length.sh: lines of ROW DROPOUT SEED END STREAM SEGMENTS"
-    )
-    add_table(command, table_of_length)
-    command = add("position", draw_position, "perplexity in segments against the place of a word in its segment")
-    command.add_argument(
-        "results", type=Path, help="a file of recipes/convergence/position.sh: lines of ROW DROPOUT SEED END PERPLEXITY"
-    )
-    add_table(command, table_of_position)
+    for name, figure in convergence.FIGURES.items():
+        command = add(name, figure.draw, figure.help)
+        command.add_argument("results", type=Path, help=f"a file of recipes/convergence/{figure.recipe}: lines of {figure.form}")
+        add_table(command, figure.table)
     conversion = add("conversion", draw_conversion, "the share of a Transformer's performance that a conversion keeps, against m")
     conversion.add_argument(
         "page", type=Path, help="the table that recipes/wikitext2/conversion.sh printed, or a page that holds it"

@@ -1,4 +1,4 @@
-"""fw-plot generation and training: what each model costs against length, out of the report of fw-bench model."""
+"""fw-plot generation and training, and the figure of fw-bench sparse: what each model costs against length."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from typing import NamedTuple
 
 from ... import Mistake
-from .style import DASHES, LINE, MARKERS, Look, canvas, label_ends, log_lengths, log_values, plot
+from .style import DASHES, LINE, MARKERS, Look, canvas, label_ends, log_lengths, log_values, look, plot
 
 TRANSFORMER = "transformer_lm"
 OWN = "fast_weight_lm "
@@ -97,3 +97,27 @@ def look_of(name: str, names: list[str], peer: str) -> Look:
     if short in RECURRENT:
         return Look("#D55E00", DASHES[2], marker)
     return Look("#009E73", DASHES[1], marker) if short in BOUNDED else Look("#0072B2", DASHES[0], marker)
+
+
+def draw_sizes(report: dict):
+    """Draws the time of a token out of a report of fw-bench sparse: a panel for each size, with the fewest threads."""
+    rows = report["tokens"]
+    threads = min(row["threads"] for row in rows)
+    rows = [row for row in rows if row["threads"] == threads]
+    sizes, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("size", "name"))
+    height = 0.45 + 1.6 * len(sizes)
+    figure, axes = canvas(height, len(sizes), left=0.17, right=0.66, top=1 - 0.12 / height, bottom=0.4 / height, hspace=0.16)
+    for axis, size in zip(axes, sizes):
+        ends = []
+        for index, name in enumerate(names):
+            points = {row["context"]: 1e3 * row["seconds"] for row in rows if (row["size"], row["name"]) == (size, name)}
+            if points:
+                plot(axis, look(index), name, points)
+                ends.append((name, max(points.items()), look(index).color))
+        axis.set_ylabel(f"{size}, ms per token")
+        log_values(axis)
+        log_lengths(axis, (row["context"] for row in rows))
+        label_ends(axis, ends)
+    axes[-1].set_xlabel("tokens before")
+    figure.align_ylabels()
+    return figure

@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Iterable
 from math import ceil, inf
 from pathlib import Path
+from statistics import mean, stdev
 from typing import NamedTuple
 
 from ... import Mistake
@@ -85,6 +86,20 @@ def log_values(axes, name: str = "y") -> None:
     axis.set_major_formatter("{x:g}")
 
 
+def draw_points(figure, axes, rows: dict[str, dict[str, list[float]]], labels: dict[str, str]) -> None:
+    """Draws a row for each name, the first on top, and in it the values of each kind that has a label, with a look of its own; the
+    first kind is hollow."""
+    for index, (sort, label) in enumerate(labels.items()):
+        points = [(value, at) for at, kinds in enumerate(rows.values()) for value in kinds.get(sort, ())]
+        if points:
+            style = {"color": look(index).color, "marker": look(index).marker, "ms": 3.4, "ls": "", "mew": 0.7, "clip_on": False}
+            axes.plot(*zip(*points), label=label, mfc=style["color"] if index else "white", **style)
+    axes.set_yticks(range(len(rows)), [name.replace("_", " ") for name in rows], fontsize=SMALL)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.grid(axis="y", visible=False)
+    legend(figure, axes)
+
+
 def legend(figure, axes) -> None:
     """Draws the legend below the axes in as many columns as fit; the figure grows with the legend's lines."""
     handles, labels = axes.get_legend_handles_labels()
@@ -144,3 +159,9 @@ def markdown(corner: str, columns: Iterable, rows: dict[str, Iterable[str]]) -> 
     heads = [str(column) for column in columns]
     lines = [f"| {corner} | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
     return "\n".join(lines + [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()])
+
+
+def cell(values: list[float], digits: int = 1) -> str:
+    """A cell of a table: the mean, ± the deviation of several seeds, or nothing."""
+    spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{mean(values):.{digits}f}{spread}" if values else ""
