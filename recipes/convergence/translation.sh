@@ -5,7 +5,7 @@
 # Data:     DATA, a folder with train, val and test_2016_flickr, each in .en and .de (29,000 image captions); nothing is downloaded
 # Hardware: one CPU core, 1 GB of memory
 # Time:     45 to 60 minutes for a row on an AMD EPYC
-# Expected: detokenised BLEU 38.6 (softmax), 37.2 (dpfp2), means of two seeds: docs/results/convergence.md
+# Expected: detokenised BLEU 38.6 (softmax), 37.2 (dpfp2), 35.8 (linear), means of two seeds: docs/results/convergence.md
 # Usage:    DATA=folder recipes/convergence/translation.sh [ROW]... [OPTION of fairseq-train]...
 #           DATA=folder SEEDS="1 2" recipes/convergence/translation.sh softmax dpfp2-decoder
 #           DATA=folder TEST="test_2016_flickr test_2017_flickr" recipes/convergence/translation.sh      a row for each test set
