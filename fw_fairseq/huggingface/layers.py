@@ -52,7 +52,7 @@ KeysAndValues.join = staticmethod(join_padded)
 class SoftmaxAttention(nn.Module):
     """fairseq's attention with the interface of a mixer, for the softmax layers of a hybrid."""
 
-    takes_shared = False
+    takes_shared = takes_keep_state = False
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -82,12 +82,14 @@ class SoftmaxAttention(nn.Module):
 class Cache:
     """The state that ``generate`` keeps between tokens: the state of each layer, and how many tokens each sequence has read.
 
-    ``steps`` reads token by token. It has the states meanwhile, and ``states`` takes them back.
+    ``steps`` reads token by token. It has the states meanwhile, and ``states`` takes them back. Without ``keep_state`` nobody
+    reads on from the cache, and layers may leave None in it.
     """
 
     is_compileable = False
 
-    def __init__(self):
+    def __init__(self, keep_state: bool = True):
+        self.keep_state = keep_state
         self.steps: Steps | None = None
         self.states = {}
         self.tokens: Tensor | None = None  # (B,)
@@ -169,18 +171,29 @@ class Layer(nn.Module):
             return self._gradient_checkpointing_func(self.compute, x, *rest)
         return self.compute(x, *rest)
 
-    def compute(self, x: Tensor, state, padding_mask: Tensor | None, reset_mask: Tensor | None = None, shared: dict | None = None):
+    def compute(
+        self,
+        x: Tensor,
+        state,
+        padding_mask: Tensor | None,
+        reset_mask: Tensor | None = None,
+        keep_state: bool = True,
+        shared: dict | None = None,
+    ):
         """Maps x (T,B,C) to the output (T,B,C) and the mixer's state after the last token. reset_mask: (B,T), True at the first
-        token of a new text. shared: see ``Mixer.forward``."""
-        x, state = self.mix(x, state, padding_mask, reset_mask, shared)
+        token of a new text. keep_state and shared: see ``Mixer.forward``."""
+        x, state = self.mix(x, state, padding_mask, reset_mask, keep_state, shared)
         return self.feed(x), state
 
-    def mix(self, x: Tensor, state, padding_mask: Tensor | None, reset_mask: Tensor | None, shared: dict | None = None):
+    def mix(
+        self, x: Tensor, state, padding_mask: Tensor | None, reset_mask: Tensor | None, keep_state: bool, shared: dict | None = None
+    ):
         """Returns x after the mixer and its norm, and the mixer's state."""
         one = x.shape[0] == 1 and state is not None and not torch.is_grad_enabled()
         inner = self.self_attn_layer_norm(x) if self.before else x
         x = inner if getattr(self.self_attn, "norms_residual", False) else x
         more = {"shared": shared} if self.self_attn.takes_shared else {}
+        more |= {"keep_state": keep_state} if self.self_attn.takes_keep_state else {}
         y, state = self.self_attn(inner, state, padding_mask=padding_mask, reset_mask=reset_mask, decoding=one, **more)
         return (x + y if self.before else self.self_attn_layer_norm(x + y)), state
 

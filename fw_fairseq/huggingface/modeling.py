@@ -88,7 +88,8 @@ class FastWeightForCausalLM(Drawn, Decodes, PreTrainedModel, GenerationMixin):
         """
         self.check(labels, shift_labels, logits_to_keep, input_ids, inputs_embeds, output_attentions, others)
         inputs = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        cache = past_key_values or Cache()
+        use_cache = not self.training if use_cache is None else use_cache
+        cache = past_key_values or Cache(keep_state=use_cache)
         padding = padding_of(attention_mask, inputs.shape[1])
         x, tokens, resets = self.embed(inputs, padding, position_ids, cache.tokens)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
@@ -100,11 +101,10 @@ class FastWeightForCausalLM(Drawn, Decodes, PreTrainedModel, GenerationMixin):
         hidden = self.through_layers(x, padding, resets, cache, tokens) if last is None else [x, last]
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.scores(hidden[-1][:, kept])
-        kept = cache if (not self.training if use_cache is None else use_cache) else None
         output = CausalLMOutputWithPast(
             loss=mean_loss(logits, labels, shift_labels),
             logits=logits,
-            past_key_values=kept,
+            past_key_values=cache if use_cache else None,
             hidden_states=tuple(hidden) if wanted else None,
         )
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()

@@ -117,7 +117,7 @@ class Decodes(Embeds):
         shares = any(layer.self_attn.takes_shared for layer in self.layers)
         more = (*source, {}) if shares else source
         for i, layer in enumerate(self.layers):
-            y, states[i] = layer(hidden[-1].transpose(0, 1), before.get(i), padding, resets, *more)
+            y, states[i] = layer(hidden[-1].transpose(0, 1), before.get(i), padding, resets, cache.keep_state, *more)
             hidden.append(y.transpose(0, 1))
         cache.states, cache.tokens, cache.length = states, tokens, cache.length + x.shape[1]
         hidden[-1] = hidden[-1] if self.layer_norm is None else self.layer_norm(hidden[-1])

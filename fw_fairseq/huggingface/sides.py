@@ -132,13 +132,14 @@ class DecoderLayer(Layer):
         state: BothStates | None,
         padding_mask: Tensor | None,
         reset_mask: Tensor | None,
+        keep_state: bool,
         source: Tensor | None,
         source_padding: Tensor | None,
     ) -> tuple[Tensor, BothStates]:
         """Maps x (T,B,C) to the output (T,B,C) and the states after the last token. source: (S,B,C'); with a state it is not
         looked at."""
         own, memory = state or (None, None)
-        x, own = self.mix(x, own, padding_mask, reset_mask)
+        x, own = self.mix(x, own, padding_mask, reset_mask, keep_state)
         if memory is None:
             memory = self.encoder_attn.summarise(source, source_padding)
         inner = self.encoder_attn_layer_norm(x) if self.before else x

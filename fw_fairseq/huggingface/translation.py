@@ -124,13 +124,13 @@ class FastWeightForTranslation(Drawn, PreTrainedModel, GenerationMixin):
             encoder_outputs = self.encoder(input_ids, attention_mask, inputs_embeds, wanted)
         source = encoder_outputs[0]
         inputs = self.decoder.embed_tokens(decoder_input_ids) if decoder_inputs_embeds is None else decoder_inputs_embeds
-        cache = past_key_values or Cache()
+        use_cache = not self.training if use_cache is None else use_cache
+        cache = past_key_values or Cache(keep_state=use_cache)
         padding = padding_of(decoder_attention_mask, inputs.shape[1])
         looked_at = source.transpose(0, 1), padding_of(attention_mask, source.shape[1])
         x, tokens, _ = self.decoder.embed(inputs, padding, None, cache.tokens)
         hidden = self.decoder.through_layers(x, padding, None, cache, tokens, *looked_at)
         logits = self.decoder.scores(hidden[-1])
-        use_cache = not self.training if use_cache is None else use_cache
         output = Seq2SeqLMOutput(
             loss=mean_loss(logits, None, labels),
             logits=logits,

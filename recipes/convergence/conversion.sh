@@ -31,6 +31,7 @@ split_rows "$@"
 for row in "${rows[@]}"; do
     [[ $row =~ ^(softmax|(sum|delta|gated|decay|gated_delta)-[1-9][0-9]*(-distilled|-scratch)?)$ ]] || fail "ROW is $row; it must be $kinds"
 done
+need_finished softmax
 match=${UPDATES:-1000}
 [ -z "$TOY" ] || match=8
 
@@ -57,7 +58,6 @@ echo "| row | seed | converted, test | best validation | test | of the softmax r
 echo "|---|---:|---:|---:|---:|---:|---:|---:|"
 for seed in $seeds; do
     start=$OUT/runs/language/softmax-$dropout-$seed
-    is_finished "$start" || fail "$start is not finished; run recipes/convergence/language.sh softmax with the same OUT, DROPOUT and SEEDS first"
     for row in "${rows[@]}"; do
         IFS=- read -r rule features way <<<"$row"
         run=$OUT/runs/conversion/$row-$dropout-$seed

@@ -263,6 +263,18 @@ def test_gradient_checkpointing_changes_no_gradient(folder):
     assert all(layer.gradient_checkpointing for layer in model.layers)
 
 
+@pytest.mark.parametrize("mixer", ["additive", "leap"])
+def test_no_state_is_made_where_none_is_kept(mixer):
+    """The state of a window has as many tokens as the window, most of them empty while a text is short."""
+    model, states = small(mixers=[mixer] * 2, num_hidden_layers=2).train(), []
+    for layer in model.layers:
+        layer.self_attn.register_forward_hook(lambda *call: states.append(call[-1][1]))
+    tokens = torch.arange(9)[None]
+    plain, kept = model(tokens), model(tokens, use_cache=True)
+    model(tokens, past_key_values=kept.past_key_values)
+    assert [state is None for state in states] == [True] * 2 + [False] * 4 and plain.logits.equal(kept.logits)
+
+
 def test_gradient_checkpointing_with_values_of_another_layer():
     options = asdict(FastWeightConfig(update_rule="sum", value_mixing_rank=2))
     model = FastWeightForCausalLM(

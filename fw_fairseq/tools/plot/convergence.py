@@ -31,14 +31,13 @@ def without_common_dropout(lines: list[list]) -> list[list]:
 Ways = dict[str, dict[str, list[float]]]  # by row and by way to evaluate, a value of each seed
 
 
-def by_way(lines: Iterable[tuple[str, str, float | None]], best: Callable = min) -> Ways:
-    """The row that is best in the first way comes first."""
+def by_way(lines: Iterable[tuple[str, str, float | None]], highest_first: bool = False) -> Ways:
+    """Sorts the rows by the mean in their first way."""
     found: Ways = {}
     for row, way, value in lines:
         if value is not None:
             found.setdefault(row, {}).setdefault(way, []).append(value)
-    sign = 1 if best is min else -1
-    return dict(sorted(found.items(), key=lambda item: sign * mean(next(iter(item[1].values())))))
+    return dict(sorted(found.items(), key=lambda item: mean(next(iter(item[1].values()))), reverse=highest_first))
 
 
 def read_converged(path: Path) -> Ways:
@@ -50,7 +49,7 @@ def read_converged(path: Path) -> Ways:
 def read_translated(path: Path) -> Ways:
     """Returns the detokenised BLEU of each test set."""
     lines = read_lines(path, TRANSLATED, str, float, int, str, float, float)
-    return by_way(((row, name, bleu) for row, _, name, bleu, _ in without_common_dropout(lines)), max)
+    return by_way(((row, name, bleu) for row, _, name, bleu, _ in without_common_dropout(lines)), highest_first=True)
 
 
 def ways_of(rows: Ways) -> list[str]:
