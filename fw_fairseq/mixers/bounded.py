@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..feature_maps import wide
 from ..ops import FastWeightState, fast_weight
-from ..ops.checks import BACKENDS, check_tokens
+from ..ops.checks import BACKENDS, check_sequences, check_tokens
 from ..ops.state import tensor_state
 from .base import Mixer, Setting, rows, settings_of
 from .look_back import places_in_texts
@@ -115,6 +115,7 @@ class Linformer(Bounded):
         """Maps x (T,B,C) to y (T,B,C) and the state after the last token."""
         check_tokens("x", x, len(x))
         start = x.new_zeros(x.shape[1], dtype=torch.long) if state is None else state.position
+        check_sequences(start, x.shape[1])
         places, end = places_in_texts(start, x.shape[0], padding_mask, reset_mask)
         weights = wide(self.position_weight)[places.clamp(max=len(self.position_weight) - 1)].transpose(1, 2)  # (B,H,T,N)
         masks = {"padding_mask": padding_mask, "reset_mask": reset_mask}

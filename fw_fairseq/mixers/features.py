@@ -21,10 +21,8 @@ def normalised_features(phi: FeatureMap, norm: str, x: Tensor, keep_scale: bool)
     divided out; else None."""
     if keep_scale:
         x = with_room(phi, x)
-    if norm == "sum":
+    if norm != "none":
         return normalised(lambda x: phi.scaled(x)[0], norm, x), None
-    if norm == "l2":
-        return normalised(phi, norm, x), None
     return phi.scaled(x) if keep_scale else (phi(x), None)
 
 
@@ -44,6 +42,11 @@ def with_common_scale(keys: Tensor, log_scale: Tensor | None) -> Tensor:
 def row_map_of(phi: FeatureMap, norm: str) -> RowMap | None:
     """The part of phi, and of --feature-norm, that ``fast_weight`` can apply itself: all after the part that has parameters."""
     return None if phi.row_map is None else RowMap(phi.row_map, getattr(phi, "nu", 1), norm)
+
+
+def makes_gates_of_keys(rule: Rule) -> bool:
+    """Whether a gate is made of the features of keys."""
+    return any(gate.of == "k" for gate in rule.gates.values())
 
 
 def build_feature_map(config, head_dim: int, num_heads: int) -> FeatureMap:
@@ -106,8 +109,8 @@ def check_rotary(config, rule: Rule, phi: FeatureMap) -> None:
     """Refuses rotary positions where nothing can be turned, or where only a part of it would be."""
     if not config.rotary:
         return
-    if rule.keyless or any(gate.of == "k" for gate in rule.gates.values()):
-        able = ", ".join(n for n, r in RULES.items() if not r.keyless and all(gate.of != "k" for gate in r.gates.values()))
+    if rule.keyless or makes_gates_of_keys(rule):
+        able = ", ".join(n for n, r in RULES.items() if not r.keyless and not makes_gates_of_keys(r))
         raise Mistake(f"--rotary turns queries and keys, and nothing else that --update-rule {config.update_rule} has; use: {able}")
     if config.attention_norm:
         raise Mistake("--rotary gives --attention-norm divisors that may vanish; leave one of them out")

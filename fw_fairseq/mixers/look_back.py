@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..ops.autograd import slices_of
-from ..ops.checks import check_tokens
+from ..ops.checks import check_sequences, check_tokens
 from ..ops.state import tensor_state
 
 BLOCK = 128  # the least number of queries in a block; a larger window makes larger blocks
@@ -114,6 +114,8 @@ def look_back(x: Tensor, state: WindowState | None, reach: Reach, padding_mask, 
     """Maps x (B,T,X) and the state before it to the view of its tokens."""
     batch, total = x.shape[:2]
     check_tokens("x", x, total)
+    if state is not None:
+        check_sequences(state.filled, batch)
     real = torch.ones(batch, total, dtype=torch.bool, device=x.device) if padding_mask is None else ~padding_mask
     texts = torch.zeros_like(real, dtype=torch.long) if reset_mask is None else reset_mask.long().cumsum(1)
     one_text = state is None and padding_mask is None and reset_mask is None

@@ -99,6 +99,12 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, several: bool) -> None:
         raise Mistake(f"q has shape {tuple(q.shape)} and v {tuple(v.shape)}; K and V must be at least 1")
 
 
+def check_sequences(state: Tensor, count: int) -> None:
+    """Refuses a state, of which one part is given, that is not of as many sequences as the tokens."""
+    if len(state) != count:
+        raise Mistake(f"state is of {len(state)} sequences and the tokens of {count}; they must be as many")
+
+
 def check_tokens(name: str, x: Tensor, tokens: int) -> None:
     """The contract of every operation and mixer over time: there is at least one token. A batch may be empty."""
     if tokens == 0:

@@ -36,6 +36,7 @@ def product():
 
 
 def times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    bias = None if bias is None else bias.contiguous()  # the product takes no account of its stride
     return product()(x, weight, bias, "none", [], "")
 
 

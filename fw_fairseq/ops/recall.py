@@ -19,7 +19,7 @@ def recall(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients) -> tuple
     """The reads y (B,H,Q,V) and the weights (B,H,Q,T) of each token in them, for a memory that was empty before the first token.
 
     q (B,H,Q,K), k (B,H,T,K), v (B,H,T,V). y = weights v; with a value-side decay z, each value first loses what z takes until the
-    end. There is a form for every rule of the recurrence.
+    end. There is a form for every rule whose erasing coefficient e is one number for each token and head.
     """
     f, z, e, w = coefficients
     left = None if f is None or (e is not None and f.dim() == 4) else until_end(f)

@@ -264,6 +264,33 @@ def test_gates_are_made_as_published(rule):
         torch.testing.assert_close(gate[0].transpose(0, 1), want[name].double())
 
 
+def dpfp_1(x):
+    both = torch.cat([x, -x], -1).relu()
+    return both * both.roll(1, -1)
+
+
+@pytest.mark.parametrize("name, phi", [("elu", lambda x: torch.where(x > 0, x + 1, x.exp())), ("dpfp", dpfp_1)])
+@pytest.mark.parametrize("norm", ["sum", "l2"])
+def test_a_gate_made_of_the_key_is_made_of_its_features(name, phi, norm):
+    mixer = FastWeight(C, HEADS, update_rule="rwkv7", feature_map=name, feature_norm=norm, layer=1, layers=4).double()
+    x, bias = torch.randn(T, 1, C, dtype=torch.float64), channels(mixer.makers["kappa"].bias)
+    keys = phi(channels(mixer.in_proj(x[:, 0])[:, C : 2 * C]))
+    torch.testing.assert_close(mixer.operands(x).gates["kappa"][0].transpose(0, 1), F.normalize(keys * bias, dim=-1))
+
+
+@pytest.mark.parametrize(
+    "part, x, message",
+    [({"rotary": True, "heads": 2}, (2, 3), "state is of 2 sequences and the tokens of 3; they must be as many"),
+     ({"short_conv": 3}, (2, 3), r"state has earlier tokens of shape \(2, 2, 36\); for this x they must be \(3, 2, 36\)"),
+     ({"token_shift": True}, (2, 1), r"state has earlier tokens of shape \(2, 1, 12\); for this x they must be \(1, 1, 12\)")],
+)  # fmt: skip
+def test_a_state_of_another_batch(part, x, message):
+    mixer = build("delta", **part)
+    _, state = mixer(torch.randn(T, 2, C, dtype=torch.float64))
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        mixer(torch.randn(*x, C, dtype=torch.float64), state)
+
+
 @pytest.mark.parametrize(
     "rule, rows",
     [("sum", 3 * C), ("hgrn2", 3 * C), ("delta", 3 * C + 4), ("gdn2", 5 * C + C // HEADS), ("delta_product", 5 * C + 2 * 4)],

@@ -127,6 +127,12 @@ def test_a_row_of_padding_leaves_an_empty_state(mixer):
     close(mixer(x[:, 1:2], state.index_select(torch.tensor([1])))[0], whole[:, 1:2])
 
 
+def test_a_state_of_another_batch_is_refused(mixer):
+    _, state = mixer(torch.randn(5, 2, WIDTH))
+    with pytest.raises(ValueError, match="state"):
+        mixer(torch.randn(5, 3, WIDTH), state)
+
+
 def test_no_sequence_and_no_token(mixer):
     y, state = mixer(torch.randn(5, 0, WIDTH))
     y.sum().backward()

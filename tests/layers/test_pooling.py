@@ -104,6 +104,18 @@ def test_memory_of_a_window_does_not_grow_with_it(window):
     assert sum(kept) / 4096 < 30
 
 
+@pytest.mark.parametrize("window", [0, 600])
+@torch.no_grad()
+def test_single_tokens_under_autocast(window):
+    """A mean of many tokens moves less with each token than bf16 can hold."""
+    a, x, state, steps = torch.zeros(1, 1, 1000), torch.rand(1, 1, 1000, 4).cumsum(2) / 1000, None, []
+    with torch.autocast("cpu", torch.bfloat16):
+        for t in range(1000):
+            y, state = pool(a[:, :, t : t + 1], x[:, :, t : t + 1], window, state)
+            steps.append(y)
+    torch.testing.assert_close(torch.cat(steps, 2), by_definition(a, x, window, None, None), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "shapes, window, state, message",
     [
@@ -111,6 +123,8 @@ def test_memory_of_a_window_does_not_grow_with_it(window):
         (((1, 2, 3), (1, 2, 4, 5)), 0, None, r"values \(1, 2, 4, 5\)"),
         (((1, 2, 3), (1, 2, 3, 5)), -1, None, "window is -1; it must be 0"),
         (((1, 2, 3), (1, 2, 3, 5)), 4, 8, "state holds 8 tokens and window 4 needs 3"),
+        (((2, 2, 3), (2, 2, 3, 5)), 4, 3, r"state has \(B,H,V\) = \(1, 2, 5\); with these .* it must be \(2, 2, 5\)"),
+        (((1, 2, 3), (1, 2, 3, 1)), 0, 1, r"state has \(B,H,V\) = \(1, 2, 5\); with these .* it must be \(1, 2, 1\)"),
     ],
 )
 def test_refused(shapes, window, state, message):

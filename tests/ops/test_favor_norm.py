@@ -99,6 +99,18 @@ def test_layer(d, m, std, norm):
     assert_mean(by_head(torch.cat(steps)), want)
 
 
+@pytest.mark.parametrize("std", [1, 2, 4])
+@torch.no_grad()
+def test_features_of_length_one_at_any_size_of_keys(std):
+    """exp(-|x|^2 / 2) is 1e-56 of keys with 64 channels of size 2; the length of the features does not depend on it."""
+    config = FastWeightConfig(feature_map="favor", feature_norm="l2", update_rule="delta")
+    layer = FastWeight(64, 1, config)
+    x = torch.randn(T, 1, 64) * std
+    logs = log_features(layer.feature_map, layer.in_proj(x)[..., 64:128].permute(1, 0, 2)[:, None])
+    want = torch.nn.functional.normalize((logs - logs.amax(-1, keepdim=True)).exp(), dim=-1)
+    torch.testing.assert_close(layer.operands(x).k.double(), want.double(), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("norm", ["none", "sum"])
 @pytest.mark.parametrize("d, m, std", SIZES)

@@ -27,6 +27,12 @@ def test_as_pytorch(shape, with_bias):
     torch.testing.assert_close(results(linear, x, weight, bias), results(F.linear, x, weight, bias))
 
 
+@pytest.mark.parametrize("bias", [torch.randn(12)[::2], torch.ones(1).expand(6)], ids=["every second", "expanded"])
+def test_a_bias_with_strides(bias):
+    x, weight = torch.randn(40, 7), torch.randn(6, 7)
+    torch.testing.assert_close(linear(x, weight, bias), F.linear(x, weight, bias))
+
+
 @pytest.mark.parametrize("learns", ["x", "weight", "bias"])
 def test_a_gradient_of_one_operand_alone(learns):
     leaves = {"x": torch.randn(32, 7), "weight": torch.randn(6, 7), "bias": torch.randn(6)}

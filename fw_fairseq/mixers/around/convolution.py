@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ... import Mistake
+
 SHIFT_POWERS = {"q": 0.2, "k": 0.7, "v": 0.7, "output": 0.2}  # of RWKV 7; gates have the next
 GATE_POWER = 0.9
 SAME_MIXTURE = {"mixing": "v"}  # a part that reads the mixture of another
@@ -23,7 +25,10 @@ class Past:
     def __init__(
         self, x: Tensor, recent: Tensor | None, before: int, padding_mask: Tensor | None = None, reset_mask: Tensor | None = None
     ):
-        given = x.new_zeros(x.shape[1], before, x.shape[2]) if recent is None else recent.to(x.dtype)
+        needed = (x.shape[1], before, x.shape[2])
+        if recent is not None and recent.shape != needed:
+            raise Mistake(f"state has earlier tokens of shape {tuple(recent.shape)}; for this x they must be {needed}")
+        given = x.new_zeros(needed) if recent is None else recent.to(x.dtype)
         self.before, self.count, self.order = before, None, None
         text = None if reset_mask is None else reset_mask.cumsum(1).mT  # (T,B)
         self.last_text = None if text is None else text[-1]

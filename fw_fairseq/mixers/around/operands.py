@@ -17,7 +17,15 @@ from ...ops.dispatch import has_kernels
 from ...rules import RULES, Gate, Rule, starts
 from ...rules.starts import Place
 from ..base import VALUES, Mixer, rows, split_heads
-from ..features import build_feature_map, check_combination, initial_bias, normalised_features, row_map_of, with_room
+from ..features import (
+    build_feature_map,
+    check_combination,
+    initial_bias,
+    makes_gates_of_keys,
+    normalised_features,
+    row_map_of,
+    with_room,
+)
 from .convolution import ShortConvolution, make_shift
 from .gates import GateMaker
 from .rotation import positions, rotated
@@ -53,7 +61,8 @@ class Projected(Mixer):
         self.feature_map = build_feature_map(config, self.head_dim, self.key_heads)
         check_combination(config, self.feature_map, heads)
         self.rotary = config.rotary
-        self.row_map = None if self.rule.keyless or self.rotary else row_map_of(self.feature_map, self.feature_norm)
+        layer_maps = self.rule.keyless or self.rotary or makes_gates_of_keys(self.rule)  # which need the features
+        self.row_map = None if layer_maps else row_map_of(self.feature_map, self.feature_norm)
         self.writes = config.product_steps if self.rule.several else 1
         self.sign = 2.0 if config.negative_eigenvalues else 1.0  # what gates that erase are multiplied by
         self.write_strength_init = config.write_strength_init

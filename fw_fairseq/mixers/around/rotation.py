@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...feature_maps import wide
+from ...ops.checks import check_sequences
 
 BASE = 10000.0
 
@@ -20,6 +21,7 @@ def positions(
     """
     zeros = torch.zeros_like(tokens[..., 0], dtype=torch.long).T
     start = zeros[:, :1] if start is None else start
+    check_sequences(start, len(zeros))
     real = zeros + 1 if padding_mask is None else (~padding_mask).long()
     counted = real.cumsum(1)
     begun = -start  # where the text begins, in tokens of this call

@@ -39,24 +39,25 @@ def pool(
     keep_state: False where no call continues from this one; the state is then None, and what only it needs is left out.
     """
     check(scores, values, window, state)
-    kernels = use_kernels(backend, values.device, partial(why_not, scores, values))
-    a, x, texts, order = wide(scores), values if kernels else wide(values), None, None
-    if reset_mask is not None:
-        texts = reset_mask.long().cumsum(1)
-    ends = None if texts is None else texts[:, -1]
-    if padding_mask is not None and padding_mask.any():
-        order = padding_mask.long().argsort(dim=1, stable=True)  # real tokens first
-        a, x = a.gather(2, order[:, None].expand_as(a)), x.gather(2, order[:, None, :, None].expand_as(x))
-        texts = None if texts is None else texts.gather(1, order)
-    lengths = None if order is None else (~padding_mask).sum(1)
-    if not window:
-        g, state = all_of_past(a, x, state, texts, lengths, ends, kernels)
-    elif state is not None and order is None and a.shape[2] == 1:
-        g, state = step(a, wide(x), state, reset_mask[:, 0] if reset_mask is not None and reset_mask.any() else None)
-    else:
-        g, state = of_window(a, x, window, state, texts, lengths, ends, kernels, keep_state)
-    if order is not None:
-        g = g.gather(2, order.argsort(dim=1)[:, None, :, None].expand_as(g)).masked_fill(padding_mask[:, None, :, None], 0)
+    with torch.autocast(values.device.type, enabled=False):
+        kernels = use_kernels(backend, values.device, partial(why_not, scores, values))
+        a, x, texts, order = wide(scores), values if kernels else wide(values), None, None
+        if reset_mask is not None:
+            texts = reset_mask.long().cumsum(1)
+        ends = None if texts is None else texts[:, -1]
+        if padding_mask is not None and padding_mask.any():
+            order = padding_mask.long().argsort(dim=1, stable=True)  # real tokens first
+            a, x = a.gather(2, order[:, None].expand_as(a)), x.gather(2, order[:, None, :, None].expand_as(x))
+            texts = None if texts is None else texts.gather(1, order)
+        lengths = None if order is None else (~padding_mask).sum(1)
+        if not window:
+            g, state = all_of_past(a, x, state, texts, lengths, ends, kernels)
+        elif state is not None and order is None and a.shape[2] == 1:
+            g, state = step(a, wide(x), state, reset_mask[:, 0] if reset_mask is not None and reset_mask.any() else None)
+        else:
+            g, state = of_window(a, x, window, state, texts, lengths, ends, kernels, keep_state)
+        if order is not None:
+            g = g.gather(2, order.argsort(dim=1)[:, None, :, None].expand_as(g)).masked_fill(padding_mask[:, None, :, None], 0)
     return g.to(values.dtype), state if keep_state else None
 
 
@@ -68,8 +69,13 @@ def check(scores: Tensor, values: Tensor, window: int, state: PoolState | None) 
     if window < 0:
         raise Mistake(f"window is {window}; it must be 0, for all of the past, or the number of tokens in it")
     size = window - 1 if window else 1
-    if state is not None and state.tokens() != size:
+    if state is None:
+        return
+    if state.tokens() != size:
         raise Mistake(f"state holds {state.tokens()} tokens and window {window} needs {size}; use one of this window")
+    given, needed = (*state.scores.shape[:2], state.values.shape[3]), (*scores.shape[:2], values.shape[3])
+    if given != needed:
+        raise Mistake(f"state has (B,H,V) = {given}; with these scores and values it must be {needed}")
 
 
 def all_of_past(a: Tensor, x: Tensor, state, texts, lengths, ends, kernels: bool) -> tuple[Tensor, PoolState]:
