@@ -6,8 +6,9 @@
 #           the ending -stream does so too, and trains on streams whose state is carried over from segment to segment
 # Data:     DATA, a folder with train.txt, valid.txt and test.txt: WikiText-2 by words, <unk> kept (CC BY-SA); nothing is downloaded
 # Hardware: one CPU core, 1 GB of memory
-# Time:     50 to 60 minutes for a row on an Intel Xeon or AMD EPYC with AVX-512
-# Expected: test perplexity in segments 34.7 (softmax), 32.5 (delta_dpfp), 36.6 (sum_elu), means of two seeds: docs/results/convergence.md
+# Time:     50 to 70 minutes for a row on an Intel Xeon or AMD EPYC with AVX-512
+# Expected: test perplexity in segments 34.7 (softmax), 32.5 (delta_dpfp), 32.4 (gated), 32.7 (decay), 36.6 (sum_elu), means of two seeds:
+#           docs/results/convergence.md
 # Usage:    DATA=folder recipes/convergence/language.sh [ROW]... [OPTION of fairseq-train]...
 #           DATA=folder SEEDS="1 2" recipes/convergence/language.sh softmax delta_dpfp
 #           DATA=folder DROPOUT=0.2 recipes/convergence/language.sh softmax      another dropout, in a folder of its own
