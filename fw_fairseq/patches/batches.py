@@ -9,6 +9,7 @@ import math
 import types
 
 import numpy
+import torch
 from fairseq.data import data_utils, indexed_dataset
 from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.search import DiverseBeamSearch
@@ -88,8 +89,11 @@ def number_rows_within_the_batch(original, search, step, lprobs, scores, prev_ou
 @replaces(NGramRepeatBlock, "_no_repeat_ngram")
 def compare_with_the_tokens_so_far(original, block, tokens, lprobs, bsz, beam_size, step):
     """Without its CUDA extension, `--no-repeat-ngram-size` compares with the end of the buffer of tokens, which is padding until
-    the last step, and so forbids nothing. Now it compares with the tokens so far. A size of 1 forbids all words so far."""
-    written = tokens[:, : step + 1]
+    the last step, and so forbids nothing. Now it compares with the tokens so far. A size of 1 forbids all words so far. A word that
+    `--prefix-size`, a prompt or the greatest length prescribes is allowed, where search would have no word left."""
+    before, written = lprobs.clone(), tokens[:, : step + 1]
     if block.no_repeat_ngram_size > 1:
-        return original(block, written, lprobs, bsz, beam_size, step)
-    return lprobs.scatter_(1, written[:, 1:], -math.inf)
+        lprobs = original(block, written, lprobs, bsz, beam_size, step)
+    else:
+        lprobs = lprobs.scatter_(1, written[:, 1:], -math.inf)
+    return torch.where(lprobs.isneginf().all(1, keepdim=True), before, lprobs)

@@ -27,3 +27,16 @@ def test_every_repeated_ngram_is_forbidden_and_nothing_else(size):
             before = [tuple(written[i : i + size]) for i in range(len(written) - size + 1)]
             expected = [-math.inf if (*written[len(written) - size + 1 :], word) in before else 0.0 for word in range(WORDS)]
             assert allowed.tolist() == expected
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_prescribed_word_is_allowed_though_it_repeats_an_ngram(size):
+    """The first sentence may go on with word 3 only, as in a prefix, and every size forbids it; the second may take all words."""
+    tokens = torch.tensor([[2, 3, 4, 3, 4, PAD, PAD], [2, 3, 4, 3, 4, PAD, PAD]])
+    scores = torch.zeros(2, WORDS)
+    scores[0] = -math.inf
+    scores[0, 3] = -0.5
+    prescribed, free = NGramRepeatBlock(size)(tokens, scores, 2, 1, 4).tolist()
+    assert prescribed == [-0.5 if word == 3 else -math.inf for word in range(WORDS)]
+    forbidden = {3, 4} if size == 1 else {3}
+    assert free == [-math.inf if word in forbidden else 0.0 for word in range(WORDS)]

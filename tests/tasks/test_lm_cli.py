@@ -182,6 +182,18 @@ def test_interactive(lm_data, trained):
     assert hypotheses(succeed(done))["H-0"].startswith("the old cat sees a ")
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_prompt_may_repeat_what_its_answer_may_not(size, lm_data, trained):
+    options = [*USER_DIR, *TASK, "--path", trained[0] / "checkpoint_last.pt", "--beam", 3, "--max-len-b", 14]
+    prompt = "the old cat the old dog the old"
+    done = fairseq("interactive", lm_data, *options, "--no-repeat-ngram-size", size, input=f"{prompt}\n")
+    written = hypotheses(succeed(done))["H-0"].split()
+    count = len(prompt.split())
+    assert written[:count] == prompt.split() and len(written) > count
+    ngrams = [tuple(written[i : i + size]) for i in range(len(written) - size + 1)]
+    assert all(ngrams[i] not in ngrams[:i] for i in range(count - size + 1, len(ngrams)))
+
+
 def test_sixty_four_prompts_at_once_are_answered_as_one_by_one(lm_data, trained):
     """In Python and by fairseq-interactive, prompts of 1 to 8 words mixed."""
     draw, model = random.Random(3), load(trained[0], "checkpoint_last.pt", lm_data)
