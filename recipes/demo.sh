@@ -13,7 +13,7 @@
 #           OUT=folder UPDATES=600 PROMPT="if the class has" recipes/demo.sh
 #           PYTHON=python3.12 recipes/demo.sh       takes another interpreter for a new .venv
 wanted_python=${PYTHON:-python3}
-source "$(dirname "$0")/lib.sh"
+source "$(dirname "$(realpath "$0")")/lib.sh" || exit 1
 no_toy "leave TOY out, and set UPDATES=50 for a short demo"
 
 OUT=${OUT:-${DEMO:-outputs/demo}}
@@ -39,7 +39,7 @@ install() { # into .venv, unless that of tests/run.sh or an earlier call is ther
     step "installing into .venv"
     "$wanted_python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null ||
         fail "$wanted_python is not Python 3.11 or 3.12; set PYTHON to one that is"
-    [ -x .venv/bin/python ] || "$wanted_python" -m venv .venv
+    .venv/bin/python -m pip --version >/dev/null 2>&1 || "$wanted_python" -m venv .venv # again, where a call was stopped in it
     requirements/cpu_torch.sh .venv/bin/python
     .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plots]'
     echo "$wanted" >.venv/installed-plots

@@ -40,6 +40,11 @@ ROWS = (
 
 
 def main(chosen: list[str]) -> None:
+    if chosen[:1] in (["-h"], ["--help"]):
+        print(__doc__.strip())
+        return
+    if len(chosen) not in (0, 2):
+        sys.exit("estimate.py: give a step and its row, such as wikitext103/train.sh small-delta, or nothing for all rows")
     print("| recipe | parameters | multiply-adds per token, forward | tokens | A100-hours, estimated |\n|---|---:|---:|---:|---:|")
     for step, row in [tuple(chosen)] if chosen else ROWS:
         with tempfile.TemporaryDirectory() as folder:
@@ -49,7 +54,7 @@ def main(chosen: list[str]) -> None:
 def counted(step: str, row: str, folder: Path) -> str:
     """Runs the step with data that are a dictionary and nothing else, and a start.pt that is empty."""
     name = step.split("/")[0]
-    out = Path(f"{folder}_toy" if os.environ.get("TOY") else folder)
+    out = Path(f"{folder}_toy" if os.environ.get("TOY") == "1" else folder)
     words = "".join(f"w{i} 1\n" for i in range(WORDS[name] - 4))
     for data in ("bin", "data"):
         for file in ("dict.txt", "dict.en.txt", "dict.de.txt", "train.en-de.en.idx"):

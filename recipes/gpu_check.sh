@@ -11,9 +11,14 @@
 # Ends with 0 if every step went well, 1 if one did not, 3 without a GPU.
 set -euo pipefail
 
+if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then # the comment above
+    awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "$0"
+    exit 0
+fi
 out=${1:?usage: recipes/gpu_check.sh OUT}
+[ "${out#-}" = "$out" ] || { echo "gpu_check.sh: $out is no option; the argument is OUT, a folder for the report" >&2; exit 2; }
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
-cd "$(dirname "$0")/.."
+cd "$(dirname "$(realpath "$0")")/.."
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} exec "$python" recipes/gpu_check/run.py "$out"

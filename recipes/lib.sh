@@ -14,8 +14,18 @@ fail() {
 }
 
 ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
-TOY=${TOY:-}
+
+switched() { # VARIABLE: sets it to 1 or to nothing
+    case ${!1:-} in
+        1) ;;
+        0 | '') printf -v "$1" '' ;;
+        *) fail "$1 is ${!1}; it must be 1, or 0 as without it" ;;
+    esac
+}
+
+switched TOY
 CPU=${CPU:-$TOY}
+switched CPU
 GPUS=${GPUS:-1}
 SEED=1
 machine=() # options of every fairseq command
@@ -50,6 +60,7 @@ output_folder() { # NAME: OUT or outputs/NAME. It ends in _toy with TOY=1 only, 
     elif [ "$out" != "${out%_toy}" ]; then
         fail "OUT is $out; only the folders of TOY=1 end in _toy"
     fi
+    [ ! -e "$out" ] || [ -d "$out" ] || fail "OUT is $out, which is not a folder"
     echo "$out"
 }
 
@@ -59,6 +70,17 @@ absolute() { # PATH: the same file by one name; nothing where PATH is empty
 
 need_folder() { # FOLDER RECIPE: fails if FOLDER, which RECIPE makes, is not there
     [ -d "$1" ] || fail "$1 is missing; run $2 with the same OUT and TOY first"
+}
+
+need_data() { # fails where DATA is not given
+    [ -n "${DATA:-}" ] || fail "DATA is missing; it must be the folder with train.txt, valid.txt and test.txt"
+}
+
+need_texts() { # fails where a text of DATA is not there
+    local split
+    for split in train valid test; do
+        [ -f "$DATA/$split.txt" ] || fail "$DATA/$split.txt is missing; DATA must be the folder with train.txt, valid.txt and test.txt"
+    done
 }
 
 need_file() { # FILE RECIPE: fails if FILE, which RECIPE makes, is not there
@@ -162,13 +184,14 @@ own_text() { # NAME VOCABULARY: sets OUT, and data, vocabulary and made_with for
     if [ -n "$TOY" ]; then
         vocabulary=500 DATA=$OUT/text
     fi
-    data=${DATA:-}
-    [ -n "$data" ] || fail "DATA is missing; it must be the folder with train.txt, valid.txt and test.txt"
+    need_data
+    data=$DATA
     made_with=("TOY=$TOY" "DATA=$(absolute "$data")" "VOCABULARY=$vocabulary")
     if prepared "$OUT/bin" "${made_with[@]}"; then
         exit 0
     fi
     [ -z "$TOY" ] || language_reference "$data"
+    need_texts
 }
 
 language_reference() { # FOLDER: train.txt, valid.txt and test.txt of the demo
@@ -179,7 +202,7 @@ language_reference() { # FOLDER: train.txt, valid.txt and test.txt of the demo
 
 logged() { # LOG COMMAND...: the output goes to LOG; where the command fails, the last lines are shown and the recipe ends
     mkdir -p "$(dirname "$1")"
-    "${@:2}" >"$1" 2>&1 || {
+    ("${@:2}") >"$1" 2>&1 || {
         tail -n 3 "$1" >&2
         exit 1
     }
@@ -209,7 +232,7 @@ train() { # FOLDER DATA OPTION...: trains in FOLDER, which also gets train.log; 
 }
 
 collect() { # FILE NAME TEXT: puts the lines of TEXT, each behind NAME, into FILE, which fw-plot reads, in place of earlier ones of NAME
-    { grep -v "^$2 " "$1" 2>/dev/null || true; sed "s/^/$2 /" <<<"$3"; } >"$1.part"
+    { grep -v "^$2 " "$1" 2>/dev/null || true; awk -v name="$2" '{ print name, $0 }' <<<"$3"; } >"$1.part"
     mv "$1.part" "$1"
 }
 

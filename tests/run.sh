@@ -30,7 +30,7 @@ elif [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
     "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null ||
         { echo "$python is not Python 3.11 or 3.12; set PYTHON to one that is" >&2; exit 2; }
     echo "installing into .venv"
-    [ -x .venv/bin/python ] || "$python" -m venv .venv
+    .venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv .venv # again, where a call was stopped in it
     install=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
     "${install[@]}" --require-hashes -r requirements/build.txt
     requirements/cpu_torch.sh .venv/bin/python

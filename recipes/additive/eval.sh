@@ -10,7 +10,7 @@
 # Usage:    recipes/additive/eval.sh ROW [OPTION of fairseq-eval-lm]...
 #           prints | row | split | perplexity of a piece | bits per character |
 #           SPLIT=test recipes/additive/eval.sh windowed
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 find_checkpoint additive "windowed, additive, softmax, leap or adapted" "$@"
 shift

@@ -9,7 +9,7 @@
 # Usage:    DATA=folder recipes/additive/prepare.sh         a second call continues where the first one stopped
 #           DATA=folder OUT=folder VOCABULARY=8000 recipes/additive/prepare.sh
 #           TOY=1 recipes/additive/prepare.sh               a small text, to try all steps on a CPU in a minute
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 own_text additive 8000
 "$PYTHON" "$ROOT/recipes/additive/pieces.py" "$data" "$OUT/pieces" "$vocabulary"

@@ -17,7 +17,7 @@
 # Segments of 2048 tokens, 6 layers of width 128 with 4 heads, batches of 2, Adam at 5e-4 with linear decay, clipping at 1, no weight decay
 # and no label smoothing, as in the notebook that the numbers come from. The pieces are those of prepare.sh, so compare bits per
 # character, or the rows with each other; docs/differences.md says what else differs.
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 renamed BATCH "pass --batch-size"
 OUT=$(output_folder additive)

@@ -10,13 +10,17 @@
 # Usage:    recipes/baevski_auli/convert.sh ROW [OPTION of fw-convert]...
 #           recipes/baevski_auli/convert.sh decay-32
 #           recipes/baevski_auli/convert.sh delta-64 --force      writes over a start.pt that is there
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 source "$ROOT/recipes/baevski_auli/rows.sh"
 read_row "$@"
 case $rule in abc | linformer) fail "ROW is $row; $rule starts from nothing and is not converted" ;; esac
 need_file "$OUT/pretrained.pt" recipes/baevski_auli/prepare.sh
 
+if [ -f "$OUT/$row/start.pt" ] && [ -z "${FORCE:-}" ] && [[ " ${*:2} " != *" --force "* ]]; then
+    echo "$OUT/$row/start.pt is there and stays; --force writes over it" >&2
+    exit 0
+fi
 mkdir -p "$OUT/$row"
 "$PYTHON" -m fw_fairseq.tools.convert "$OUT/pretrained.pt" "$OUT/$row/start.pt" --rule "$rule" "${attention[@]}" ${FORCE:+--force} "${@:2}" |
     tee "$OUT/$row/convert.txt"

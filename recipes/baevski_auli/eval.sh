@@ -9,7 +9,7 @@
 # Usage:    recipes/baevski_auli/eval.sh ROW [OPTION of fairseq-eval-lm]...
 #           recipes/baevski_auli/eval.sh decay-32
 #           recipes/baevski_auli/eval.sh pretrained
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 source "$ROOT/recipes/baevski_auli/rows.sh"
 if [ "${1:-}" = pretrained ]; then

@@ -17,7 +17,7 @@
 #
 # UPDATES and WARMUP shorten a run. Adam, 4000 updates of warm-up to 1e-4, cosine to 2e-6, clipping at 0.1. finetune.yaml beside this file
 # does the same with Hydra.
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 source "$ROOT/recipes/baevski_auli/rows.sh"
 read_row "$@"

@@ -11,7 +11,7 @@
 # Usage:    recipes/baevski_auli/prepare.sh                 a second call continues where the first one stopped
 #           DATA=folder CHECKPOINT=model.pt DICT=dict.txt recipes/baevski_auli/prepare.sh
 #           TOY=1 recipes/baevski_auli/prepare.sh           a few sentences and a tiny transformer_lm_wiki103 trained on them, on a CPU
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 source "$ROOT/recipes/baevski_auli/rows.sh"
 

@@ -18,7 +18,7 @@
 #
 # A call resumes each row from its last checkpoint; finished rows are only printed again. No row is cut short. The last share is left empty
 # until the row softmax is finished. fw-plot conversion draws the table of one seed; OUT/curves has the validations, for fw-plot curves.
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 source "$ROOT/recipes/convergence/end.sh"
 source "$ROOT/recipes/mixers.sh"
 find_programs
@@ -63,7 +63,7 @@ for seed in $seeds; do
         run=$OUT/runs/conversion/$row-$dropout-$seed
         mkdir -p "$run"
         common=("${segment_task[@]}" "${model[@]}" "${fit[@]}")
-        loss=("${criterion[@]}") converted= rate=0.001 first_rate=0.0001
+        loss=("${criterion[@]}") converted='' rate=0.001 first_rate=0.0001
         if [ "$rule" = softmax ]; then # fairseq's own, as in language.sh
             common+=(--arch transformer_lm)
             loss=() converted=$(segments "$start") begin=$start/checkpoint_best.pt

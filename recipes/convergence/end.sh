@@ -20,15 +20,16 @@ to_the_end() { # FOLDER DATA LR OPTION...: trains until the loss no longer falls
     ! is_finished "$folder" || return 0
     echo "training ${folder##*/}; its progress is in $folder/train.log" >&2
     (train "$folder" "$2" --lr "$lr" --stop-min-lr "$(awk "BEGIN { print 0.03 * $lr }")" "${until_the_end[@]}" "${@:4}") >/dev/null ||
-        { tail -n 3 "$folder/train.log" >&2; exit 1; }
+        { [ ! -f "$folder/train.log" ] || tail -n 3 "$folder/train.log" >&2; exit 1; }
     is_finished "$folder" || fail "$folder did not end by its learning rate; $folder/train.log says why"
 }
 
 kept() { # FILE COMMAND...: the output of a command, from FILE where it has been written before
-    [ -f "$1" ] || {
-        "${@:2}" >"$1.part"
+    if [ ! -f "$1" ]; then # in $(...) a command that fails does not end the recipe by itself
+        "${@:2}" >"$1.part" || fail "$1 is not made, because its command failed"
+        [ -s "$1.part" ] || fail "$1 is not made, because its command printed nothing"
         mv "$1.part" "$1"
-    }
+    fi
     cat "$1"
 }
 

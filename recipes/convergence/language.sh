@@ -19,7 +19,7 @@
 # layers, not the tables of words, have most of the parameters and of the work. A call resumes each row from its last checkpoint;
 # finished rows are only printed again. No row is cut short: a row without an end is not in the table. OUT/language.txt collects the test
 # perplexities, which fw-plot converged draws, and OUT/curves the validations, which fw-plot curves draws.
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 source "$ROOT/recipes/convergence/end.sh"
 source "$ROOT/recipes/mixers.sh"
 find_programs
@@ -44,12 +44,12 @@ if [ -n "$TOY" ]; then
     mkdir -p "$DATA"
     for split in train valid test; do head -n 60 "$OUT/reference/$split.txt" >"$DATA/$split.txt"; done
 fi
-data=${DATA:-}
-[ -n "$data" ] || fail "DATA is missing; it must be the folder with train.txt, valid.txt and test.txt of WikiText-2"
-made_with=("TOY=$TOY" "DATA=$(absolute "$data")")
+need_data
+made_with=("TOY=$TOY" "DATA=$(absolute "$DATA")")
 if ! prepared "$OUT/words" "${made_with[@]}"; then
+    need_texts
     binarise "$OUT/words" "${made_with[@]}" -- --only-source --nwordssrc "$words" \
-        --trainpref "$data/train.txt" --validpref "$data/valid.txt" --testpref "$data/test.txt"
+        --trainpref "$DATA/train.txt" --validpref "$DATA/valid.txt" --testpref "$DATA/test.txt"
 fi
 
 row_task() { # ROW: sets task and own, the options of the row

@@ -14,7 +14,7 @@
 # Words differ in how hard they are to predict. Each cell is therefore the perplexity in the stream divided by that of the same words in
 # segments as long as those of the training, which begin with an empty memory: below 1 the memory helps, far above 1 the model has
 # diverged. A column's words are those from half of its length to its length. OUT/length.txt collects the lines that fw-plot length draws.
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 source "$ROOT/recipes/convergence/end.sh"
 find_programs
 OUT=$(output_folder convergence)
@@ -29,9 +29,9 @@ done
 need_finished "${rows[@]}"
 
 length_spans() { # RUN: END STREAM SEGMENTS of each span
-    word_log "$1" stream --task stateful_language_modeling --tokens-per-sample "$length" --batch-size 1
-    segments_word_log "$1"
-    "$PYTHON" "$ROOT/recipes/convergence/words.py" length "$1/words-stream.log" "$1/words-segments.log" "$length"
+    word_log "$1" stream --task stateful_language_modeling --tokens-per-sample "$length" --batch-size 1 &&
+        segments_word_log "$1" &&
+        "$PYTHON" "$ROOT/recipes/convergence/words.py" length "$1/words-stream.log" "$1/words-segments.log" "$length"
 }
 
 print_spans length "perplexity to $length words" '{ printf NR == 1 ? " %.2f |" : " %.3f |", NR == 1 ? $2 : $2 / $3 }' "${rows[@]}"

@@ -14,7 +14,7 @@
 # The segments are as long as those of the training and nothing is carried over between them. A column has the perplexity of all words
 # from half of its place to its place: 1 is the first word of each segment, 2 the second, 4 the third and the fourth. OUT/position.txt
 # collects the lines that fw-plot position draws.
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 source "$ROOT/recipes/convergence/end.sh"
 find_programs
 OUT=$(output_folder convergence)
@@ -25,8 +25,8 @@ need_row "a row of language.sh, for example softmax" "${rows[@]}"
 need_finished "${rows[@]}"
 
 position_spans() { # RUN: END PERPLEXITY of each span
-    segments_word_log "$1"
-    "$PYTHON" "$ROOT/recipes/convergence/words.py" position "$1/words-segments.log" "$length"
+    segments_word_log "$1" &&
+        "$PYTHON" "$ROOT/recipes/convergence/words.py" position "$1/words-segments.log" "$length"
 }
 
 print_spans position 1 '{ printf " %.2f |", $2 }' "${rows[@]}"

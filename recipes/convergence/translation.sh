@@ -14,7 +14,7 @@
 #
 # A call resumes each row from its last checkpoint; finished rows are only printed again. No row is cut short. OUT/translated.txt collects
 # the scores, which fw-plot translated draws, and OUT/curves the validations, which fw-plot curves draws.
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 source "$ROOT/recipes/convergence/end.sh"
 export SHAPE=iwslt_de_en
 source "$ROOT/recipes/wmt14/rows.sh"

@@ -12,7 +12,7 @@
 #
 # SRUPP_MEMORY is how many bytes back each byte sees in the attention of srupp, srupp5 and rescaled. Without it, byte i of a segment sees
 # i bytes more than the memory of training.
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 find_checkpoint enwik8 "srupp, srupp5, rescaled, transformer_xl or delta" "$@"
 shift

@@ -10,7 +10,7 @@
 # Usage:    recipes/enwik8/prepare.sh                       a second call continues where the first one stopped
 #           DATA=file OUT=folder SHA256=sum recipes/enwik8/prepare.sh
 #           TOY=1 recipes/enwik8/prepare.sh                 a small text, to try all steps on a CPU in a minute
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 OUT=$(output_folder enwik8)
 data=${DATA:-}

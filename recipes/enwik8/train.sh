@@ -17,7 +17,7 @@
 # Learning rate, warm-up, weight decay, clipping, dropout and the number of updates are those of the paper's code, and so are the units of
 # srupp and srupp5: their start, their highway and their memory, which is the segment before. The optimizer is Adam (RAdam in the
 # paper), and fairseq's residual connection and norm are around each unit. docs/differences.md has all differences.
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 renamed BATCH "pass --batch-size, the segments of one worker, or set GPUS, the workers that share the batch"
 renamed LENGTH "pass --tokens-per-sample"

@@ -17,12 +17,16 @@
 # The paper tunes GPT-2 on The Pile first and converts that model (section 4). Rows but softmax therefore start from the best checkpoint of
 # the row softmax, OUT/softmax/checkpoint_best.pt; where it is not there, they start from GPT-2 itself, and a line says so. The rows
 # delta-M-baseline divide the output and not what an erase reads, as the paper does.
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 source "$ROOT/recipes/gpt2/rows.sh"
 read_row "$@"
 need_folder "$OUT/pretrained" recipes/gpt2/prepare.sh
 
+if [ -f "$OUT/$row/start.pt" ] && [ -z "${FORCE:-}" ] && [[ " ${*:2} " != *" --force "* ]]; then
+    echo "$OUT/$row/start.pt is there and stays; --force writes over it" >&2
+    exit 0
+fi
 start=$OUT/pretrained tuned=$OUT/softmax/checkpoint_best.pt
 if [ "$row" != softmax ]; then
     if [ -f "$tuned" ]; then start=$tuned; else echo "$tuned is not there: $row starts from GPT-2 itself, unlike the paper's" >&2; fi

@@ -10,7 +10,7 @@
 #           recipes/gpt2/eval.sh decay-32-phi
 #           SPLIT=test CONTEXT=512 recipes/gpt2/eval.sh softmax
 #           CHECKPOINT=start.pt recipes/gpt2/eval.sh decay-32-phi      before fine-tuning
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 source "$ROOT/recipes/gpt2/rows.sh"
 renamed START "set CHECKPOINT=start.pt"

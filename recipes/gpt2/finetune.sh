@@ -17,7 +17,7 @@
 #
 # UPDATES, WARMUP and EVERY (updates between validations) shorten a run. The paper names neither optimizer nor schedule; this recipe takes
 # Adam, 4000 updates of warm-up and cosine, as the paper's appendix B does. finetune.yaml beside this file does the same with Hydra.
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 source "$ROOT/recipes/gpt2/rows.sh"
 read_row "$@"

@@ -11,7 +11,7 @@
 # Usage:    DATA=folder recipes/gpt2/prepare.sh             a second call continues where the first one stopped
 #           DATA=folder MODEL=folder recipes/gpt2/prepare.sh      takes config.json, weights, vocab.json and merges.txt of MODEL
 #           TOY=1 recipes/gpt2/prepare.sh                   a small text and a tiny GPT-2 of random numbers, on a CPU
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 source "$ROOT/recipes/gpt2/rows.sh"
 

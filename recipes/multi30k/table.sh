@@ -11,7 +11,7 @@
 #           DATA=folder TEST="test_2016_flickr test_2017_flickr" recipes/multi30k/table.sh      a row for each test set
 #
 # Rows are those of recipes/wmt14/train.sh. A second call resumes each row from its last checkpoint; finished rows are only evaluated again.
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 renamed ROWS "rows are arguments"
 no_toy "leave TOY out, and set UPDATES=10 for short rows"

@@ -14,7 +14,7 @@
 #
 # Batches of 32 and Adam with its defaults (for fwm with tanh 128 and a tenth of the learning rate, as in the paper), until the evaluation
 # loss is below 0.001 or has made no progress for 1000 updates.
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 no_toy "leave TOY out, and name a row with few keys, such as capacity-20-dpfp1"
 OUT=$(output_folder synthetic)

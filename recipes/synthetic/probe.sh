@@ -21,8 +21,9 @@
 # recall have 2 layers of width 128, 2 heads and a short convolution over queries, keys and values, which brings a value to its key; those for
 # parity have 1 layer of width 64 with 2 heads, those for modular and s3 have 8 heads, and those for s5 are twice as wide with 4.
 # Training sequences of modular, s3 and s5 have 2 to 64 elements, a length for each batch, and the learning rate falls to 0. UPDATES is 1000
-# for recall, 500 for parity and 1500 for the others where it is not given. Finished probes are only printed again.
-source "$(dirname "$0")/../lib.sh"
+# for recall, 500 for parity and 1500 for the others where it is not given. Finished probes are only printed again, and
+# refused with other options.
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 source "$ROOT/recipes/mixers.sh"
 OUT=$(output_folder synthetic)
@@ -34,7 +35,7 @@ every=100 sizes_of_recall="16 32 64" length=64 lengths="64 128 256 512" symbols=
 sizes_of_recall=${SIZES:-$sizes_of_recall} lengths=${SIZES:-$lengths}
 
 read_row() { # ROW: sets kind, model and own, the options of the model
-    kind=${1%%-*} model=${1#*-} steps= of_width=
+    kind=${1%%-*} model=${1#*-} steps='' of_width=''
     [[ $1 =~ ^(recall|parity|modular|s3|s5)-. ]] || fail "ROW is $1; it must be $kinds"
     local rule=${model%-negative}
     [[ ! $rule =~ ^(.+)-w([1-9][0-9]*)$ ]] || rule=${BASH_REMATCH[1]} of_width=${BASH_REMATCH[2]}
@@ -44,6 +45,14 @@ read_row() { # ROW: sets kind, model and own, the options of the model
     fi
     [ -z "$steps" ] || own+=(--product-steps "$steps")
     [[ $model != *-negative ]] || own+=(--negative-eigenvalues)
+}
+
+same_options() { # FOLDER: records the options of a probe; fails where it was made with others
+    local chosen=(${UPDATES:+"UPDATES=$UPDATES"} "${options[@]}") made
+    mkdir -p "$1"
+    [ -f "$1/options" ] || echo "${chosen[*]}" >"$1/options"
+    made=$(cat "$1/options")
+    [ "$made" = "${chosen[*]}" ] || fail "$1 was made with ${made:-no options}, not with ${chosen[*]:-no options}; set OUT to another folder"
 }
 
 train_probe() { # FOLDER UPDATES LAYERS WIDTH HEADS OPTION...: resumes from the last checkpoint; a finished training is left alone
@@ -72,12 +81,12 @@ for row in "${rows[@]}"; do read_row "$row"; done # all are refused before the f
 for row in "${rows[@]}"; do
     read_row "$row"
     results=$OUT/$kind.txt
-    mkdir -p "$OUT/probes"
     for size in $([ "$kind" = recall ] && echo "$sizes_of_recall" || echo "$lengths"); do
+        folder=$OUT/probes/$row
+        [ "$kind" != recall ] || folder+=-$size
+        same_options "$folder"
         if ! grep -qs "^$model $size " "$results"; then
-            folder=$OUT/probes/$row
             if [ "$kind" = recall ]; then
-                folder+=-$size
                 task=(--task mqar --pairs "$size" --symbols "$symbols" --batch-size 32)
                 ask=(--task mqar)
                 train_probe "$folder" 1000 2 128 2 "${task[@]}" --short-conv 4

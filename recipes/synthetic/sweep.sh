@@ -12,7 +12,7 @@
 #           JOBS=1 recipes/synthetic/sweep.sh capacity-60-softmax capacity-60-elu
 #
 # A row is one of point.sh, or its beginning. Finished points are not run again: stop and restart the sweep at will.
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 renamed MODELS "rows are arguments, for example updates-20-delta-dpfp1"
 renamed SIZES "rows are arguments, for example capacity-60"
 OUT=$(output_folder synthetic)
@@ -55,7 +55,9 @@ xargs -P "${JOBS:-$(nproc)}" -L 1 bash -c 'point "$@"' point <"$results.points" 
         echo "$line"
         echo "$((ended += 1)) of $total: $line" >&2
     done >"$results.part" || failed=yes
-sort -k1,1 -k2,2n "$results.part" >"$results"
+sort -k1,1 -k2,2n "$results.part"
+touch "$results" # the points of earlier calls stay, unless they are among those of this one
+awk '!seen[$1 " " $2]++' "$results.part" "$results" | sort -k1,1 -k2,2n >"$results.new"
+mv "$results.new" "$results"
 rm "$results.part" "$results.points"
-cat "$results"
 [ -z "${failed:-}" ] || fail "not all points have a result"

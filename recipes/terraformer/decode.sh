@@ -8,7 +8,7 @@
 # Expected: a text of TOKENS words, the prompt included, and a line | row | tokens | tokens/s |
 # Usage:    echo the | recipes/terraformer/decode.sh ROW [OPTION of fairseq-interactive]...
 #           echo the | TOKENS=200 recipes/terraformer/decode.sh terraformer
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 OUT=$(output_folder terraformer)
 need_row "a row that train.sh has trained" "$@"

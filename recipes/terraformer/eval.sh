@@ -10,7 +10,7 @@
 #           SPLIT=valid recipes/terraformer/eval.sh terraformer
 #
 # Softmax attention sees the current segment only, so that --tokens-per-sample changes the numbers of dense, ffn and softmax.
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 find_checkpoint terraformer "a row that train.sh has trained" "$@"
 shift

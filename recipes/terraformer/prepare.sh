@@ -9,11 +9,8 @@
 # Usage:    DATA=folder recipes/terraformer/prepare.sh     a second call continues where the first one stopped
 #           DATA=folder OUT=folder VOCABULARY=16000 recipes/terraformer/prepare.sh
 #           TOY=1 recipes/terraformer/prepare.sh           a small text, to try all steps on a CPU in a minute
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 own_text terraformer 32000
-for split in train valid test; do
-    [ -f "$data/$split.txt" ] || fail "$data/$split.txt is missing; DATA must be the folder with train.txt, valid.txt and test.txt"
-done
 binarise "$OUT/bin" "${made_with[@]}" -- --only-source --nwordssrc "$vocabulary" \
     --trainpref "$data/train.txt" --validpref "$data/valid.txt" --testpref "$data/test.txt"

@@ -15,7 +15,7 @@
 # terraformer (all sparse parts, gated_delta). dense and ffn have sinusoidal positions; the convolutions and recurrent units of the
 # others order the tokens. The learning rate is the inverse square root of the number of updates after 10,000 of warm-up, as published;
 # Adafactor scales it by the size of each parameter.
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 OUT=$(output_folder terraformer)
 kinds="dense, ffn, softmax or terraformer"

@@ -10,7 +10,7 @@
 #           DATA=folder OUT=folder recipes/wikitext103/prepare.sh
 #           DICT=dict.txt recipes/wikitext103/prepare.sh    uses this dictionary, for example that of a pretrained model
 #           TOY=1 recipes/wikitext103/prepare.sh            a small text, to try all steps on a CPU in a minute
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 OUT=$(output_folder wikitext103)
 data=${DATA:-}

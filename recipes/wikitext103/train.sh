@@ -28,7 +28,7 @@
 # transformer_xl_stream has the warm-up and the updates of the authors' code; token i of a segment sees the memory, as long as a segment,
 # and i tokens more. base has the dropout, the start and the units of the authors' code; its schedule is this recipe's own. The
 # publication's segments have 768 tokens: --tokens-per-sample 768.
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 renamed BATCH "pass --batch-size, the segments of one worker, or set GPUS, the workers that share the batch"
 OUT=$(output_folder wikitext103)

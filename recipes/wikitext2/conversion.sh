@@ -15,7 +15,7 @@
 #
 # Finished runs are kept: call it again to continue, or with other rows. The perplexity is that of the first TEST_LINES lines of the
 # test text, without context.
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 source "$ROOT/recipes/mixers.sh"
 find_programs
 renamed ROWS "rows are arguments"
@@ -24,6 +24,10 @@ start_updates=${START_UPDATES:-1600} updates=${UPDATES:-60} lines=${TEST_LINES:-
 rules=(decay gated delta sum gated_delta)
 split_rows "$@"
 [ ${#rows[@]} -gt 0 ] || rows=(softmax "${rules[@]/%/-16}" decay-16-distilled "${rules[@]/%/-32}" "${rules[@]/%/-4}")
+for row in "${rows[@]}"; do
+    [[ $row =~ ^(softmax|(decay|gated|delta|sum|gated_delta)-[1-9][0-9]*(-distilled)?)$ ]] ||
+        fail "ROW is $row; it must be softmax, RULE-M or RULE-M-distilled, with the rule decay, gated, delta, sum or gated_delta"
+done
 batch=(--tokens-per-sample 256 --max-tokens 1024 --num-workers 0)
 model=(--decoder-layers 4 --decoder-embed-dim 256 --decoder-input-dim 256 --decoder-output-dim 256 --decoder-ffn-embed-dim 1024
     --decoder-attention-heads 8 --decoder-normalize-before --adaptive-input --adaptive-input-cutoff 2000,10000
@@ -34,8 +38,7 @@ if [ -n "$TOY" ]; then
         --adaptive-input-cutoff 500,1000 --adaptive-softmax-cutoff 500,1000)
     [ -d "$DATA" ] || language_reference "$DATA"
 fi
-data=${DATA:-}
-[ -n "$data" ] || fail "DATA is missing; it must be the folder with train.txt, valid.txt and test.txt of WikiText-2"
+need_data
 
 fit() { # FOLDER UPDATES LR WARM-UP SCHEDULE OPTION...: trains, and keeps FOLDER/finished.pt alone
     local folder=$1 count=$2
@@ -59,12 +62,13 @@ measure() { # CHECKPOINT: its perplexity, kept in a file beside it
     cat "$1.perplexity"
 }
 
-made_with=("TOY=$TOY" "DATA=$(absolute "$data")" "TEST_LINES=$lines")
+made_with=("TOY=$TOY" "DATA=$(absolute "$DATA")" "TEST_LINES=$lines")
 if ! prepared "$OUT/data" "${made_with[@]}"; then
+    need_texts
     mkdir -p "$OUT/text"
-    head -n "$lines" "$data/test.txt" >"$OUT/text/test.txt"
+    head -n "$lines" "$DATA/test.txt" >"$OUT/text/test.txt"
     binarise "$OUT/data" "${made_with[@]}" -- --only-source \
-        --trainpref "$data/train.txt" --validpref "$data/valid.txt" --testpref "$OUT/text/test.txt"
+        --trainpref "$DATA/train.txt" --validpref "$DATA/valid.txt" --testpref "$OUT/text/test.txt"
 fi
 start=$OUT/start-$start_updates
 fit "$start" "$start_updates" 0.002 150 polynomial_decay --total-num-update "$start_updates" --arch transformer_lm --criterion adaptive_loss

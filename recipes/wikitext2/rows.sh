@@ -14,15 +14,15 @@ row_options[sparse_equal]+=" --qkv-sparsity 16 --ffn-sru 32 --output-sparsity 4"
 
 renamed ROWS "rows are arguments"
 no_toy "leave TOY out, and set UPDATES=10 for a short table.sh or ROUNDS=1 for a short speed.sh"
-[ -n "${DATA:-}" ] || fail "DATA is missing; it must be the folder with train.txt, valid.txt and test.txt of WikiText-2"
-data=$DATA
+need_data
 OUT=$(output_folder wikitext2)
 split_rows "$@"
 [ ${#rows[@]} -gt 0 ] || rows=(softmax sum_elu delta_elu delta_dpfp gated decay gated_delta)
 for row in "${rows[@]}"; do
     own_options "$row" || fail "ROW is $row; it must be one of $(row_names)"
 done
-if ! prepared "$OUT/data" "DATA=$(absolute "$data")"; then
-    binarise "$OUT/data" "DATA=$(absolute "$data")" -- --only-source \
-        --trainpref "$data/train.txt" --validpref "$data/valid.txt" --testpref "$data/test.txt"
+if ! prepared "$OUT/data" "DATA=$(absolute "$DATA")"; then
+    need_texts
+    binarise "$OUT/data" "DATA=$(absolute "$DATA")" -- --only-source \
+        --trainpref "$DATA/train.txt" --validpref "$DATA/valid.txt" --testpref "$DATA/test.txt"
 fi

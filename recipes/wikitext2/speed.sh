@@ -8,7 +8,7 @@
 # Expected: the table "Training speed" in docs/results/wikitext2.md
 # Usage:    DATA=folder recipes/wikitext2/speed.sh [ROW]... [OPTION of fairseq-train]...
 #           DATA=folder ROUNDS=15 recipes/wikitext2/speed.sh softmax additive additive_all sru srupp leap delta_elu
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 source "$ROOT/recipes/wikitext2/rows.sh"
 named=()

@@ -18,7 +18,7 @@
 #
 # Each run resumes from its last checkpoint; finished runs are only evaluated again. OUT/perplexity-UPDATES.txt collects ROW SEED, the
 # perplexity at context 0 and the sliding one, for fw-plot parts.
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 renamed SPEED "recipes/wikitext2/speed.sh measures speed"
 source "$ROOT/recipes/wikitext2/rows.sh"

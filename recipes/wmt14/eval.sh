@@ -13,7 +13,7 @@
 # Published BLEU of WMT14 English-German mostly has compounds split: "mother-in-law" counts as three words, and the score is higher.
 # Both scores are kept in the run's folder, where fw-plot tables schlag1 OUT finds the first.
 # Text that prepare.sh put in lower case is compared in lower case.
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 OUT=$(output_folder wmt14)
 source=${SOURCE:-en}

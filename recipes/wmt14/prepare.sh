@@ -14,7 +14,7 @@
 # TRAIN, VALID and TEST are the names of the files in DATA, SOURCE and TARGET their languages. TEST may name several test sets, such as
 # "test2016 test2017", or without DATA those of sacrebleu, such as "wmt14/full wmt17"; eval.sh scores each. BPE is the number of merges; LONGEST is
 # the number of words above which a training sentence is left out.
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 OUT=$(output_folder wmt14)
 source=${SOURCE:-en}

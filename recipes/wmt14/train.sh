@@ -18,7 +18,7 @@
 # attentions are linear, nor the learning rate: this recipe makes all three linear and takes that of Ott et al. 2018 for batches accumulated
 # over 16, 0.001. No row drops attention weights, as in their configuration. The model has 6+6 layers of width 1024, about 210 million
 # parameters.
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 renamed ATTENTIONS "name them in the row, for example dpfp2-decoder"
 no_toy "leave TOY out, and give the sizes of a small model, for example SHAPE=iwslt_de_en with --encoder-layers 2 --decoder-layers 2"

@@ -9,7 +9,7 @@
 # Expected: the table in docs/distributed.md: medians of the speeds that fairseq logs every 5 updates, without the first
 # Usage:    recipes/workers/speed.sh [ROW]... [OPTION of fairseq-train]...
 #           UPDATES=60 recipes/workers/speed.sh delta-streams delta-long
-source "$(dirname "$0")/../lib.sh"
+source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 renamed RULES "rows are arguments, for example delta-batches"
 OUT=$(output_folder workers)

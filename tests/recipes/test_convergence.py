@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import subprocess
 from argparse import Namespace
 
 import pytest
@@ -94,6 +95,20 @@ def test_language_models_and_conversion(tmp_path):
     assert cells(succeed(again), "decay-4-distilled") == row and "training" not in again.stderr
     assert stamps == {path: path.stat().st_mtime_ns for path in (out / "runs").rglob("*.*") if path.is_file()}
     assert "decay-4-distilled-0.1-1: finished, " in succeed(recipe("convergence/conversion.sh", out, "--status"))
+
+
+@pytest.mark.parametrize("command", ["{ echo 1.5; false; }", "true", "{ echo 1.5; kill -9 $BASHPID; }"])
+def test_no_result_of_a_command_that_failed_is_kept(command, tmp_path):
+    """In a command substitution, as the recipes ask for results; the next call asks again."""
+    script = f"source recipes/lib.sh; source recipes/convergence/end.sh; result() {command.replace('true', '{ true; }')}\n"
+    script += f"found=$(kept {tmp_path}/result result); echo found $found"
+    done = subprocess.run(["bash", "-c", script, "some.sh"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode and not done.stdout and not (tmp_path / "result").exists()
+    script = script.replace(command.replace("true", "{ true; }"), "{ echo 2.5; }")
+    for _ in range(2):
+        assert subprocess.run(["bash", "-c", script, "some.sh"], cwd=ROOT, capture_output=True, text=True).stdout == "found 2.5\n"
+        script = script.replace("2.5", "3.5")
+    assert (tmp_path / "result").read_text() == "2.5\n"
 
 
 def test_translations(tmp_path):

@@ -106,6 +106,12 @@ def test_gpt2(tmp_path):
     for script in ("convert", "finetune", "eval"):
         printed = succeed(recipe(f"gpt2/{script}.sh", out, row))
     assert 100 < float(re.fullmatch(rf"{row}, valid, context 0: ([\d.]+)", printed.splitlines()[-1])[1]) < 1000
+    stamp = (out / row / "start.pt").stat().st_mtime_ns
+    done = recipe("gpt2/convert.sh", out, row)
+    assert (done.returncode, done.stderr) == (0, f"{out}/{row}/start.pt is there and stays; --force writes over it\n")
+    assert (out / row / "start.pt").stat().st_mtime_ns == stamp
+    succeed(recipe("gpt2/convert.sh", out, row, "--force"))
+    assert (out / row / "start.pt").stat().st_mtime_ns > stamp
     name = "decoder.layers.0.self_attn.{}out_proj.weight"
     tuned, start, raw = (
         torch.load(out / file, weights_only=False)["model"]
@@ -177,6 +183,8 @@ def test_wikitext103(row, wikitext):
         ("wikitext103/eval.sh", ["small-linear"], "run recipes/wikitext103/train.sh small-linear with the same OUT and TOY first"),
         ("gpt2/convert.sh", ["delta-4-phi"], "ROW is delta-4-phi; delta diverges without a feature map"),
         ("gpt2/convert.sh", ["decay-4"], "ROW is decay-4; it must be softmax, local_attention or RULE-M-VARIANT"),
+        ("wikitext2/conversion.sh", ["decay-4-scratch"], "ROW is decay-4-scratch; it must be softmax, RULE-M or RULE-M-distilled"),
+        ("wikitext2/conversion.sh", ["foo-16"], "ROW is foo-16; it must be softmax, RULE-M or RULE-M-distilled"),
         ("baevski_auli/convert.sh", ["abc-4"], "ROW is abc-4; abc starts from nothing and is not converted"),
         ("baevski_auli/finetune.sh", ["decay"], "ROW is decay; it must be RULE-M, abc-M or linformer-M"),
         ("synthetic/sweep.sh", ["retrieval"], "ROW is retrieval; it must begin with capacity or updates"),
@@ -231,6 +239,92 @@ def test_every_recipe_prints_its_head():
         name = str(path.relative_to(ROOT))
         assert found == parts, path
         assert name in done.stdout and not done.stdout.startswith("#"), path
+
+
+def test_every_recipe_can_be_called_through_a_link(tmp_path):
+    """And finds its own files: a recipe that went on without lib.sh would write and remove in folders that are not its own."""
+    for path in ROOT.glob("recipes/**/*.sh"):
+        if not os.access(path, os.X_OK):
+            continue
+        link = tmp_path / path.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(path)
+        done = subprocess.run([link, "--help"], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "") and "recipes/" in done.stdout, path
+        copy = tmp_path / "alone" / path.name
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy(path, copy)
+        if "lib.sh" in path.read_text():
+            done = subprocess.run(
+                [copy, "row"], env={"PATH": "/usr/bin:/bin"}, cwd=tmp_path, capture_output=True, text=True, timeout=60
+            )
+            assert done.returncode == 1 and "lib.sh: No such file" in done.stderr and len(done.stderr.splitlines()) == 1, path
+
+
+def test_help_of_programs_without_the_common_part(tmp_path):
+    for command, said in (
+        (["bash", ROOT / "recipes/gpu_check.sh", "--help"], "OUT/report.json, written after every step"),
+        ([sys.executable, ROOT / "recipes/estimate.py", "--help"], "Estimates the GPU-hours of the recipes"),
+    ):
+        done = subprocess.run(command, env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert said in succeed(done) and not list(tmp_path.iterdir())
+    done = subprocess.run(
+        ["bash", ROOT / "recipes/gpu_check.sh", "--fast"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and "--fast is no option; the argument is OUT" in done.stderr and not list(tmp_path.iterdir())
+    command = [sys.executable, ROOT / "recipes/estimate.py", "wikitext103/train.sh"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "give a step and its row, such as wikitext103/train.sh small-delta" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "name, args",
+    [("convergence/language.sh", ["softmax"]), ("wikitext2/table.sh", ["softmax"]), ("wikitext2/conversion.sh", ["softmax"]),
+     ("terraformer/prepare.sh", []), ("additive/prepare.sh", [])],
+)  # fmt: skip
+def test_a_text_that_is_missing_is_named(name, args, tmp_path):
+    (tmp_path / "train.txt").write_text("some words\n")
+    done = recipe(name, tmp_path / "out", *args, DATA=str(tmp_path), TOY="")
+    [sentence] = done.stderr.splitlines()
+    assert done.returncode == 1 and not (tmp_path / "out").exists()
+    assert sentence.endswith(f": {tmp_path}/valid.txt is missing; DATA must be the folder with train.txt, valid.txt and test.txt")
+    done = recipe(name, tmp_path / "out", *args, TOY="")
+    assert done.stderr.endswith(": DATA is missing; it must be the folder with train.txt, valid.txt and test.txt\n")
+
+
+def test_switches_are_on_or_off(tmp_path):
+    """TOY=0 and CPU=0 are as without them, and other values are refused."""
+    done = recipe("synthetic/point.sh", tmp_path, "capacity", TOY="0")
+    assert "ROW is capacity; it must be FIGURE-KEYS-RULE-MAP" in done.stderr
+    for variable in ("TOY", "CPU"):
+        done = recipe("synthetic/probe.sh", tmp_path, "recall-delta", **{variable: "yes"})
+        assert (done.returncode, done.stderr) == (1, f"probe.sh: {variable} is yes; it must be 1, or 0 as without it\n")
+
+
+def test_a_file_is_no_folder_for_results(tmp_path):
+    (tmp_path / "out_toy").write_text("a file")
+    done = recipe("enwik8/prepare.sh", tmp_path / "out")
+    assert (done.returncode, done.stderr) == (1, f"prepare.sh: OUT is {tmp_path}/out_toy, which is not a folder\n")
+
+
+def test_a_launcher_that_cannot_be_read_is_named(tmp_path):
+    """In a recipe that sends the output of training to a log."""
+    done = recipe("streaming/memory.sh", tmp_path / "out", "delta", TOY="", TOKENS="400", LAUNCH="it's")
+    assert done.returncode == 1 and "LAUNCH is it's; its quotes must be in pairs" in done.stderr.splitlines()[-1]
+
+
+def test_a_sweep_keeps_the_points_of_earlier_calls(tmp_path):
+    """Of one figure, sorted; those of a second call are new, or in place of the first."""
+    out = tmp_path / "out"
+    out.mkdir()
+    for row, loss in (("setting1-4-sum-dpfp_--dpfp-nu_1", 0.5), ("setting1-4-sum-softmax_", 0.25)):
+        (out / f"{row}.log").write_text(f"best_eval_loss={loss}\n")
+    first = recipe("synthetic/sweep.sh", out, "capacity-4-dpfp1", TOY="")
+    assert (first.returncode, first.stdout) == (0, "dpfp1 4 0.5\n")
+    (out / "setting1-4-sum-dpfp_--dpfp-nu_1.log").write_text("best_eval_loss=0.125\n")
+    for row in ("capacity-4-softmax", "capacity-4-dpfp1"):
+        succeed(recipe("synthetic/sweep.sh", out, row, TOY=""))
+    assert (out / "capacity.txt").read_text() == "dpfp1 4 0.125\nsoftmax 4 0.25\n"
 
 
 def test_paths_with_spaces_are_the_callers(tmp_path):

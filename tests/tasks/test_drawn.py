@@ -210,6 +210,12 @@ def test_probes_by_the_recipe(tmp_path):
     assert succeed(recipe("synthetic/probe.sh", tmp_path / "out", *rows)).splitlines() == lines
     assert stamps == {path: path.stat().st_mtime_ns for path in out.rglob("*.log")}
     assert succeed(recipe("synthetic/probe.sh", tmp_path / "out", *rows, SIZES="8")).splitlines() == [lines[0], lines[3]]
+    done = recipe("synthetic/probe.sh", tmp_path / "out", rows[0], "--lr", 0.01, UPDATES="9")
+    assert done.returncode == 1 and done.stdout == ""
+    assert (
+        "/s3-delta_product-3-negative was made with no options, not with UPDATES=9 --lr 0.01; set OUT to another folder"
+        in done.stderr
+    )
 
 
 @pytest.mark.parametrize(
