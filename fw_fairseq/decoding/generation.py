@@ -9,11 +9,11 @@ from ..buffers.modules import has_hooks, plain
 from ..buffers.steppers import check_rows, share
 from ..feature_maps import wide
 from ..modules import FastWeightDecoderLayer, LinearAttention
+from ..modules.updates import EXTRAS
 from .parts import AttentionStep, CrossStep, FeedForwardStep
 from .steppers import Stepper, has_stepper
 
 GENERATION = "generation"  # its key in fairseq's incremental state
-UNKNOWN_PARTS = ("attn_ln", "ffn_layernorm", "w_resid", "c_attn")  # options of fairseq's layer
 
 
 class LayerStep:
@@ -41,7 +41,7 @@ class LayerStep:
             isinstance(layer, FastWeightDecoderLayer)
             and all(map(has_stepper, [layer.self_attn, *layer.more_attention]))
             and isinstance(layer.encoder_attn, (LinearAttention, type(None)))
-            and all(getattr(layer, part) is None for part in UNKNOWN_PARTS)
+            and all(getattr(layer, part) is None for part in EXTRAS.values())
             and not has_hooks(layer)
         )
 

@@ -20,12 +20,14 @@ from ..config import (
     check_sizes,
     layer_mixers,
     option,
+    option_name,
     options_read,
     read_config,
     refuse_without_effect,
 )
 from ..mixers.base import check_heads
 from ..modules.plain_softmax import Band
+from ..modules.updates import EXTRAS
 from .checkpoint_options import NamesWhatDiffers, keep_layers
 from .fast_weight_decoder import FastWeightDecoder
 from .switches import add_opposites
@@ -107,6 +109,9 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
     def refuse_without_effect(self, args) -> None:
         """Refuses options that no part of a new model reads."""
         refuse_without_effect(args, FastWeightConfig, self.options_read(args))
+        for name, part in EXTRAS.items():  # which fairseq does not hand on to the layers of a language model
+            if safe_getattr(args, name, False) and all(getattr(layer, part, None) is None for layer in self.decoder.layers):
+                raise Mistake(f"{option_name(name)} has no effect in a language model; leave it out")
 
     def forward(self, src_tokens, src_lengths=None, **kwargs):
         return self.decoder(src_tokens, **kwargs)
@@ -174,8 +179,9 @@ def check_cutoffs(args, words: int) -> None:
         cutoff = safe_getattr(args, f"{name}_cutoff", None)
         used = cutoff and (name == "adaptive_softmax" or safe_getattr(args, name))
         if used and max(eval_str_list(cutoff, type=int)) > words:
-            option = f"--{name.replace('_', '-')}-cutoff"
-            raise Mistake(f"{option} is {cutoff}, and the dictionary has {words} words; its numbers must be at most that")
+            raise Mistake(
+                f"{option_name(name)}-cutoff is {cutoff}, and the dictionary has {words} words; its numbers must be at most that"
+            )
 
 
 def without_rows(gradient, rows: slice):

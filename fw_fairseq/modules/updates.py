@@ -9,13 +9,13 @@ from fairseq.modules.fairseq_dropout import FairseqDropout
 from torch import Tensor, nn
 
 from .. import Mistake
+from ..config import option_name
 from ..mixers.sru import SruState
 from .sparse import RecurrentUnits, SparseFeedForward
 from .stateful import Kept
 
-EXTRAS = {  # parts that fairseq's options add to a layer
-    "scale_fc": "--scale-fc", "scale_attn": "--scale-attn", "scale_heads": "--scale-heads", "scale_resids": "--scale-resids",
-}  # fmt: skip
+# fairseq's options that add a part to a layer, and the name of the part there
+EXTRAS = {"scale_fc": "ffn_layernorm", "scale_attn": "attn_ln", "scale_heads": "c_attn", "scale_resids": "w_resid"}
 
 
 class Call(NamedTuple):
@@ -86,6 +86,6 @@ def takes_states(attention: nn.Module) -> bool:
 
 def refuse_extras(cfg, option: str) -> None:
     """Refuses parts that fairseq's options add to a layer."""
-    for name, other in EXTRAS.items():
+    for name in EXTRAS:
         if getattr(cfg, name, False):
-            raise Mistake(f"{option} does not work with {other}; leave one of them out")
+            raise Mistake(f"{option} does not work with {option_name(name)}; leave one of them out")

@@ -7,6 +7,7 @@ from dataclasses import fields
 
 import pytest
 from fairseq import models as registered
+from omegaconf import OmegaConf
 from support.language_models import SMALL, build, make_task, options_of
 
 from fw_fairseq.config import (
@@ -60,6 +61,17 @@ def refusal(**options) -> str | None:
         model.refuse_without_effect(args)
     except ValueError as error:
         return str(error)
+
+
+@pytest.mark.parametrize("name", ["scale_fc", "scale_attn", "scale_heads", "scale_resids"])
+def test_options_that_fairseq_does_not_hand_on_are_refused(name):
+    """From the command line a language model has no such part. One that is built from a Namespace may have it."""
+    args = OmegaConf.create(vars(options_of("fast_weight_lm", **SMALL, **{name: True})))
+    model = registered.MODEL_REGISTRY["fast_weight_lm"].build_model(args, make_task(40))
+    with pytest.raises(ValueError, match=f"^{option_name(name)} has no effect in a language model; leave it out$"):
+        model.refuse_without_effect(args)
+    if name != "scale_heads" and name != "scale_attn":  # which belong to fairseq's own attention
+        assert refusal(**{name: True}) is None
 
 
 WEIGHTS = "--mixer softmax or --mixer srupp or --mixer local_attention or --mixer transformer_xl"

@@ -18,7 +18,7 @@ from support.draws import PLAIN
 from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
 from fw_fairseq.tools.convert.__main__ import main as convert_command
 from fw_fairseq.tools.convert.__main__ import parser
-from fw_fairseq.tools.convert.conversion import Change, convert, describe, fast_weight_config, table, width_map
+from fw_fairseq.tools.convert.conversion import Change, convert, describe, fast_weight_config, table, training_options, width_map
 from fw_fairseq.tools.convert.pretrained import lm_options, load_mapped, options_of_any_kind, read_fairseq
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,6 +62,7 @@ def test_softmax_reproduces_the_source(layout, dictionary, tmp_path):
     model, _, state = source(LAYOUTS[layout], dictionary)
     changes = convert(save(state, tmp_path), tmp_path / "out.pt", "softmax")
     assert {change.what for change in changes} == {"copied"}
+    assert "--scale" not in training_options(tmp_path / "out.pt"), "fairseq has not handed them on to the layers"
     assert sum(change.parameters for change in changes) >= sum(x.numel() for x in model.parameters())
     tokens = torch.randint(4, 64, (3, 20))
     torch.testing.assert_close(logits(load(tmp_path / "out.pt", dictionary), tokens), logits(model, tokens), rtol=1e-5, atol=1e-5)

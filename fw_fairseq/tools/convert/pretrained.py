@@ -25,6 +25,7 @@ from ... import Mistake
 from ...config import SOFTMAX, layer_mixers
 from ...files import pickled, reading, safetensors
 from ...models.fast_weight_lm import FastWeightLanguageModel, FastWeightLanguageModelConfig
+from ...modules.updates import EXTRAS
 from ...patches.checkpoints.reading import load_only_data
 from ...patches.literals import naming
 
@@ -86,6 +87,8 @@ def read_fairseq(path: Path) -> Source:
     options = lm_options(vars(given))
     if options["max_target_positions"] is None:
         options["max_target_positions"] = cfg["task"].get("max_target_positions") or options["tokens_per_sample"]
+    for name, part in EXTRAS.items():  # which fairseq does not hand on to the layers of a language model
+        options[name] = bool(options[name]) and any(f".{part}" in key for key in state["model"])
     return Source(options, state["model"], cfg)
 
 
