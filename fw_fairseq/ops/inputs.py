@@ -61,6 +61,17 @@ def fill(x: Tensor | None, mask: Tensor, value: float) -> Tensor | None:
     return None if x is None else x.masked_fill(mask[:, None] if x.dim() == 3 else mask[:, None, :, None], value)
 
 
+def hide_padded_rows(inputs: Inputs) -> Inputs:
+    """At padding the rows of q and k that features are made of are 0: features of NaN would have a gradient of NaN."""
+    if inputs.padding_mask is None:
+        return inputs
+    q, k = (
+        fill(x, inputs.padding_mask.repeat_interleave(x.shape[2] // inputs.padding_mask.shape[1], 1), 0)
+        for x in (inputs.q, inputs.k)
+    )
+    return inputs._replace(q=q, k=k)
+
+
 def hide_padding(inputs: Inputs) -> Inputs:
     """At padding q, k and v are 0 and every gate is 1, whatever was there."""
     mask = inputs.padding_mask

@@ -187,12 +187,19 @@ def log_left(f: Tensor | None, key_log_scale: Tensor, reset_mask: Tensor | None)
 
 
 def running_scale(key_log_scale: Tensor, left: Tensor, start: Tensor) -> Tensor:
-    """m_t = max(m_{t-1} + left_t, key_log_scale_t), from m_0 = start (B,H) on: (B,H,T+1) in float64."""
+    """m_t = max(m_{t-1} + left_t, key_log_scale_t), from m_0 = start (B,H) on: (B,H,T+1) in float64; -inf while nothing is kept."""
     scale = torch.cat([start.unsqueeze(-1), key_log_scale.detach()], dim=-1).double()
+    last_write, last_end = last_place(scale != -torch.inf), last_place(F.pad(left == -torch.inf, (1, 0)))
     known = scale.nan_to_num(neginf=0.0)
     left = left.masked_fill(left == -torch.inf, known.min() - known.max() - 1)  # enough for no scale to outlive its text
     lost = F.pad(left.cumsum(-1), (1, 0))
-    return lost + (scale - lost).cummax(-1).values
+    return (lost + (scale - lost).cummax(-1).values).masked_fill(last_write < last_end, -torch.inf)
+
+
+def last_place(mask: Tensor) -> Tensor:
+    """The place of the last True so far along the last dimension; -1 before the first."""
+    places = torch.arange(mask.shape[-1], device=mask.device)
+    return torch.where(mask, places, -1).cummax(-1).values
 
 
 def sum_keys_across(group, q: Tensor, k: Tensor, normaliser: Tensor, reset_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ from ..row_map import AS_IS, RowMap
 from . import checks, normalisation
 from .dispatch import has_kernels, maps_inside, run
 from .factored import Factors
-from .inputs import READ_AND_ERASE, Inputs, fill, hide_padding, with_coefficients
+from .inputs import READ_AND_ERASE, Inputs, fill, hide_padded_rows, hide_padding, with_coefficients
 from .recurrent import scan
 from .state import FastWeightState, empty_state
 from .tokens.steps import run_steps, spread
@@ -104,7 +104,7 @@ def fast_weight(
         group, attention_norm_of,
     )  # fmt: skip
     if inputs.row_map != AS_IS and not maps_inside(inputs):
-        inputs = inputs.mapped()
+        inputs = hide_padded_rows(inputs).mapped()
     inputs, writes = spread(inputs)
     with torch.autocast(q.device.type, enabled=False):
         inputs = hide_padding(start(inputs))

@@ -30,7 +30,14 @@ def detach(self):
 
 
 def to(self, *args, **kwargs):
-    return self._map(lambda x: x.to(*args, **kwargs))
+    """The state on another device or in another dtype, as ``Tensor.to``. Masks and positions keep their dtype."""
+
+    def moved(x):
+        if x.dtype.is_floating_point:
+            return x.to(*args, **kwargs)
+        return x.to(x.new_empty(0).to(*args, **kwargs).device)
+
+    return self._map(moved)
 
 
 def _map(self, change):

@@ -19,10 +19,12 @@ from support.draws import (
     run_with_gradients,
 )
 
+from fw_fairseq.feature_maps import NORMS
 from fw_fairseq.ops import FastWeightState, fast_weight
 from fw_fairseq.ops.chunkwise.frames import ChannelGates, TokenGates
 from fw_fairseq.ops.chunkwise.large_gates import SMALLEST_FP32_GATE, LargeChannelGates
 from fw_fairseq.ops.chunkwise.scan import plan
+from fw_fairseq.row_map import MAPS, RowMap
 from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
 
 FLOAT64 = 1e-10  # float64 sums in another order; 100 times what is seen
@@ -269,6 +271,64 @@ def test_padding_leaves_no_trace(rule, backend):
     assert (y[:, :, mask[0]] == 0).all()
     torch.testing.assert_close(y[:, :, kept], want)
     torch.testing.assert_close(state.memory, final.memory)
+
+
+@pytest.mark.parametrize(
+    "row_map", [RowMap(name, 1, norm) for name in MAPS for norm in NORMS if (name, norm) != ("identity", "sum")]
+)
+@pytest.mark.parametrize("rule", ["sum", "delta_product"])
+def test_garbage_in_padding_has_no_gradient_through_a_feature_map(rule, row_map):
+    """Rules with one and with two keys for each query. Gradients at padding are 0, elsewhere as without the garbage."""
+    count = 2 if rule == "delta_product" else 1
+    shape, keys = (1, 2, 9, 4, 3), (1, 2, 9 * count, 4, 3)
+    q, (_, k, v), gates = draw_inputs(shape)["q"], draw_inputs(keys).values(), draw_gates(RULES[rule], keys)
+    mask = torch.zeros(1, 9, dtype=torch.bool)
+    mask[0, [0, 4, 8]] = True
+    hidden = mask.repeat_interleave(count, 1)[:, None, :, None]
+    gradients = []
+    for garbage in (0.5, float("nan")):
+        leaves = [
+            x.detach().masked_fill(m, garbage).requires_grad_() for x, m in ((q, mask[:, None, :, None]), (k, hidden), (v, hidden))
+        ]
+        y, _ = fast_weight(*leaves, rule, gates, feature_map=row_map, padding_mask=mask)
+        gradients.append(torch.autograd.grad(y.square().sum(), leaves))
+    for (clean, found), padded in zip(zip(*gradients), (mask[:, None, :, None], hidden, hidden)):
+        assert (found.masked_select(padded) == 0).all() and found.abs().sum() > 0
+        torch.testing.assert_close(found, clean)
+
+
+@pytest.mark.parametrize("backend", ["recurrent", "chunkwise"])
+def test_a_text_that_ends_in_padding_leaves_no_scale(backend):
+    """The memory is emptied by a reset at padding, and what a text of much larger keys left must not make later ones vanish."""
+    q, k, v = torch.rand(3, 1, 1, 6, 4).double().abs().unbind()
+    scale = torch.tensor([0.0, 300.0, 0.0, 0.0, -600.0, -601.0]).double()[None, None]
+    masks = [torch.tensor([[place in where for place in range(6)]]) for where in ((2, 3), (2,))]
+    options = dict(attention_norm=True, backend=backend)
+
+    def run(part):
+        padding, resets = (mask[:, part] for mask in masks)
+        state = None if part.start == 0 else first
+        return fast_weight(
+            *(x[:, :, part].float() for x in (q, k, v)), "sum", None, state,
+            key_log_scale=scale[:, :, part].float(), padding_mask=padding, reset_mask=resets, **options,
+        )  # fmt: skip
+
+    first = run(slice(0, 4))[1]
+    assert first.log_scale.item() == -torch.inf and not first.memory.any()
+    weights = (k[:, :, 4:] * (scale[:, :, 4:] + 600).exp().unsqueeze(-1)) @ q[:, :, 4:].mT  # (1,1,2,2): key by query
+    weights = weights.triu()
+    want = weights.mT @ v[:, :, 4:] / weights.sum(2).unsqueeze(-1)
+    torch.testing.assert_close(run(slice(4, 6))[0].double(), want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_state_moves_with_its_positions_and_masks_as_they_are():
+    """A position beyond what a half-precision number holds, and a mask."""
+    state = FastWeightState(torch.randn(1, 2, 3, 4), position=torch.tensor([[70001]]), recent=torch.tensor([[True]]))
+    moved = state.to(torch.float16)
+    assert moved.memory.dtype == torch.float16 and moved.normaliser is None
+    assert moved.position.equal(state.position) and moved.recent.equal(state.recent)
+    assert {x.device.type for x in state.to("meta") if x is not None} == {"meta"}
+    assert state.to(device="meta", dtype=torch.float64).memory.dtype == torch.float64
 
 
 def test_identical_keys_stay_accurate():
