@@ -75,10 +75,10 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
         if segment < 1:
             raise Mistake(f"--tokens-per-sample is {segment}; it must be at least 1")
         if max_sentences is not None and max_sentences < 1:
-            raise Mistake(f"--batch-size is {max_sentences}; it must be at least 1, the streams of a worker")
+            raise Mistake(f"{self.option('--batch-size', text)} is {max_sentences}; it must be at least 1, the streams of a worker")
         if max_tokens and max_tokens < segment * (max_sentences or 1):
             wanted = f"--tokens-per-sample, {segment}" + (f", times --batch-size, {max_sentences}" if max_sentences else "")
-            raise Mistake(f"--max-tokens is {max_tokens}; it must be at least {wanted}")
+            raise Mistake(f"{self.option('--max-tokens', text)} is {max_tokens}; it must be at least {wanted}")
         rows = max_sentences or (max_tokens or segment) // segment
         multiple = options.get("required_batch_size_multiple", 1)
         if multiple != MULTIPLE and rows % multiple:
@@ -93,6 +93,10 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
             processes = 0
         loading = dict(num_workers=processes, buffer_size=options.get("data_buffer_size", 0))
         return StreamIterator(streams, Streams(self.group), shard_id, num_shards, epoch=epoch, **loading)
+
+    def option(self, name: str, text) -> str:
+        """The option that gives the size of a batch of this text: training has its own, or lends it to validation."""
+        return name if text is self.datasets.get("train") else f"{name} or {name}-valid"
 
     def sequence_workers(self, workers: int) -> int:
         """The number of workers that share a stream. The first call makes their group."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .. import HINT, Mistake
 
-TALKATIVE = "fairseq", "matplotlib", "PIL"  # fairseq's first import opens the logs of all libraries
+TALKATIVE = "fairseq", "matplotlib", "PIL", "fontTools"  # fairseq's first import opens the logs of all libraries
 
 
 def make_parser(prog: str, description: str, example: str) -> argparse.ArgumentParser:
@@ -33,6 +33,12 @@ def version() -> str:
         return metadata.version("fw_fairseq")
     except metadata.PackageNotFoundError:
         return "of a folder that is not installed"
+
+
+def refuse_folder(name: str, path: Path) -> None:
+    """Refuses a folder where a file is written. ``name``: the option."""
+    if Path(path).is_dir():
+        raise Mistake(f"{name} is {path}, which is a folder; name a file")
 
 
 def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[tuple[str, Path]] = ()) -> None:

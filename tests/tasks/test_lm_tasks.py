@@ -193,14 +193,14 @@ def test_windows_that_are_refused(options, message):
     [
         (0, {}, "--tokens-per-sample is 0; it must be at least 1"),
         (-3, {}, "--tokens-per-sample is -3; it must be at least 1"),
-        (16, {"max_tokens": 8}, "--max-tokens is 8; it must be at least --tokens-per-sample, 16"),
+        (16, {"max_tokens": 8}, "--max-tokens or --max-tokens-valid is 8; it must be at least --tokens-per-sample, 16"),
         (
             16,
             {"max_tokens": 63, "max_sentences": 4},
-            "--max-tokens is 63; it must be at least --tokens-per-sample, 16, times",
+            "--max-tokens or --max-tokens-valid is 63; it must be at least --tokens-per-sample, 16, times",
         ),
-        (16, {"max_sentences": 0}, "--batch-size is 0; it must be at least 1, the streams of a worker"),
-        (16, {"max_sentences": -1}, "--batch-size is -1; it must be at least 1, the streams of a worker"),
+        (16, {"max_sentences": 0}, "--batch-size or --batch-size-valid is 0; it must be at least 1, the streams of a worker"),
+        (16, {"max_sentences": -1}, "--batch-size or --batch-size-valid is -1; it must be at least 1, the streams of a worker"),
         (8, {"max_sentences": 4, "required_batch_size_multiple": 3}, "--required-batch-size-multiple is 3, and a batch has 4 stre"),
         (16, {"max_positions": 8}, "16 tokens at once are more than the model's 8 positions; give a shorter --tokens-per-sample"),
     ],
@@ -208,6 +208,15 @@ def test_windows_that_are_refused(options, message):
 def test_segments_that_are_refused(segment, options, message):
     with pytest.raises(ValueError, match=message):
         stateful(tokens_per_sample=segment).get_batch_iterator(random_text(), **options)
+
+
+def test_the_option_of_a_text_is_named():
+    """Training has options of its own, and lends them to validation where it has none."""
+    task = stateful(tokens_per_sample=16)
+    task.datasets |= {"train": random_text(), "valid": random_text()}
+    for text, said in (("train", "^--max-tokens is 8"), ("valid", "^--max-tokens or --max-tokens-valid is 8")):
+        with pytest.raises(ValueError, match=f"{said}; it must be at least --tokens-per-sample, 16"):
+            task.get_batch_iterator(task.datasets[text], max_tokens=8)
 
 
 def rows(**options) -> int:

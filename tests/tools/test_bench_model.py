@@ -106,8 +106,9 @@ def test_the_host_alone(tmp_path, capsys, monkeypatch):
     assert len(rows) == 4 and sum(row["graph"] for row in rows) == 2 and all(row["seconds"] > 0 for row in rows)
     assert len(replays) == 2 * 2 * 6  # 2 rounds, 6 tokens after the first two
     assert capsys.readouterr().out.count("| fast_weight_lm gated | yes |") == 1
-    with pytest.raises(SystemExit, match="--mixers: the decoding kernel does not do a step of additive"):
-        bench.main([*command, "--mixers", "additive"])
+    for name in ("additive", "retnet"):  # without a kernel, and with another one
+        with pytest.raises(SystemExit, match=f"--mixers: the decoding kernel does not do a step of {name}"):
+            bench.main([*command, "--mixers", name])
     with pytest.raises(SystemExit, match="--host needs --device cpu and --threads 1, not cpu and 2"):
         bench.main([*command[:-1], "2"])
     with pytest.raises(SystemExit):
@@ -213,7 +214,12 @@ def test_a_report_is_continued_only_where_it_is_asked_for(tmp_path):
     file = tmp_path / "x.json"
     args = SimpleNamespace(device="cpu", threads=1, resume=True, json=file, host=False, steps=2)
     assert language_models.begin(args)["training"] == []
-    before = {"settings": {"device": "cpu", "threads": 1, "steps": 2, "older": False}, "training": ["kept"]}
+    before = {"settings": {"device": "cpu", "threads": 1, "steps": 2, "older": False}}
+    before |= {"training": [{"tokens": 8, "name": "kept"}], "generation": [], "ratios": []}
+    for broken in ({"ratios": None}, {"settings": []}, {"training": [{"tokens": "8"}]}, {"generation": 3}):
+        file.write_text(json.dumps(before | broken))
+        with pytest.raises(ValueError, match=r"--resume: .* is not what fw-bench model --json writes; name another file"):
+            language_models.begin(args)
     file.write_text(json.dumps(before))
     assert language_models.begin(args) == before
     args.resume = False

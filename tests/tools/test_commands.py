@@ -86,6 +86,10 @@ def test_a_mistake_is_a_sentence(name, tmp_path, monkeypatch):
         ((bench, "ops --json b.svg --figure b.svg"), "--figure is b.svg, which is --json too; name another file"),
         ((bench, "ops --json a.pt"), "--json is a.pt, which is no report of fw-bench and would be lost; name another file"),
         ((bench, "ops --figure a.pt"), "--figure is a.pt; it must end in .svg, .pdf or .png"),
+        ((bench, "ops --json folder.json"), "--json is folder.json, which is a folder; name a file"),
+        ((bench, "ops --figure folder.json"), "--figure is folder.json, which is a folder; name a file"),
+        ((plot, "dpfp --out folder.svg"), "--out is folder.svg, which is a folder; name a file"),
+        ((convert, "text.txt b.pt --rule sum --feature-dim -3"), "--feature-dim is -3; it must be at least 0"),
         ((convert, "a.pt a.pt --rule sum --force"), "OUTPUT is a.pt, which is SOURCE too; name another file"),
         (
             (convert, "a.pt text.txt --rule sum --force"),
@@ -101,9 +105,11 @@ def test_nothing_is_written_over_by_a_slip(command, said, tmp_path, monkeypatch)
     kept = {"a.pt": b"\xf6", "a.svg": b"kept", "text.txt": b"m 1 0.5"}
     for name, content in kept.items():
         (tmp_path / name).write_bytes(content)
+    for name in ("folder.json", "folder.svg"):
+        (tmp_path / name).mkdir()
     program, arguments = command
     assert exit_of(program, arguments) == f"{program.PROG}: {said}"
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == kept
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == kept
 
 
 @pytest.mark.parametrize(
@@ -111,9 +117,11 @@ def test_nothing_is_written_over_by_a_slip(command, said, tmp_path, monkeypatch)
     [
         ("--html a.pt", "--html is a.pt, which is CHECKPOINT too; name another file"),
         ("--html text.txt", "--html is text.txt, which is TEXT too; name another file"),
-        ("--html b.pt", "--html is b.pt, a file that is there and would be lost; name another, or one that ends in .html or .htm"),
-        ("--html x --png b.pt", "--png is b.pt, a file that is there and would be lost; name another, or one that ends in .png or"),
-        ("--html ./x --png x", "--png is x, which is --html too; name another file"),
+        ("--html b.pt", "--html is b.pt; it must end in .html or .htm"),
+        ("--html x.html --png b.pt", "--png is b.pt; it must end in .png or .svg or .pdf"),
+        ("--png new.gif", "--png is new.gif; it must end in .png or .svg or .pdf"),
+        ("--html folder.html", "--html is folder.html, which is a folder; name a file"),
+        ("--html ./x.html --png x.html", "--png is x.html, which is --html too; name another file"),
     ],
 )
 def test_fw_explain_writes_over_nothing_that_it_reads(outputs, said, tmp_path, monkeypatch):
@@ -121,8 +129,9 @@ def test_fw_explain_writes_over_nothing_that_it_reads(outputs, said, tmp_path, m
     kept = dict.fromkeys(("a.pt", "b.pt", "text.txt"), "kept")
     for name, content in kept.items():
         (tmp_path / name).write_text(content)
+    (tmp_path / "folder.html").mkdir()
     assert exit_of(explain, f"a.pt text.txt {outputs}").startswith(f"fw-explain: {said}")
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == kept
+    assert {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()} == kept
 
 
 @pytest.mark.parametrize(

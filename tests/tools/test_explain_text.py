@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -215,6 +217,18 @@ def test_a_text_that_is_no_text_is_refused(checkpoint, tmp_path, monkeypatch):
     assert (tmp_path / "page.html").exists()
 
 
+def test_a_text_from_a_pipe(checkpoint, tmp_path):
+    """As of ``fw-explain model.pt <(command)``."""
+    _, path, folder = checkpoint
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writing = threading.Thread(target=pipe.write_text, args=("the other thing",))
+    writing.start()
+    explain.main([path, str(pipe), "--data", str(folder), "--html", str(tmp_path / "page.html")])
+    writing.join()
+    assert all(word in (tmp_path / "page.html").read_text() for word in ("the", "other", "thing"))
+
+
 def test_the_terminal_stays_quiet(checkpoint, monkeypatch):
     """The first import of fairseq makes every library log all that it does."""
     _, path, folder = checkpoint
@@ -240,7 +254,10 @@ def test_nothing_that_is_read_is_written_over(checkpoint, capsys):
     before = (folder / "source.pt").read_bytes()
     for options, message in (
         (["--html", path], "--html is .*source.pt, which is CHECKPOINT too"),
-        (["--html", f"{folder}/page", "--png", f"{folder}/../{folder.name}/page"], "--png is .*page, which is --html too"),
+        (
+            ["--html", f"{folder}/page.html", "--png", f"{folder}/../{folder.name}/page.html"],
+            "--png is .*page.html, which is --html too",
+        ),
         (["--html", f"{folder}/codes", "--tokenizer", f"{folder}/codes"], "--html is .*codes, which is --tokenizer too"),
     ):
         with pytest.raises(SystemExit, match=f"fw-explain: {message}; name another file"):

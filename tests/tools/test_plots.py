@@ -539,6 +539,9 @@ def test_probes_of_several_widths_have_a_panel_each(tmp_path):
         ("curves a.log --metric ppl", "a.log has no ppl; train with --log-format json or simple"),
         ("curves capacity.txt", "capacity.txt has no valid_loss"),
         ("generation a.log", "a.log is not what fw-bench model --json writes"),
+        ("generation zero.json", "zero.json is not what fw-bench model --json writes"),
+        ("curves words.log", "words.log has no valid_loss; train with --log-format json or simple"),
+        ("state short.md", "short.md has no table with the columns row, numbers kept, test perplexity"),
         ("conversion page.md", "page.md has no table with the columns row, of the softmax row's performance"),
         ("parts probes.txt", "probes.txt, line 1 is 'delta_elu 16 100'; it must be ROW SEED PERPLEXITY SLIDING"),
         ("parts other.txt", "other.txt, line 2 has the row kda-part; its ending must be conv, norm, gate, parts or none"),
@@ -552,9 +555,23 @@ def test_probes_of_several_widths_have_a_panel_each(tmp_path):
     ],
 )
 def test_mistakes(command, message, files):
+    (files / "zero.json").write_text('{"generation": [{"context": 0, "name": "x", "seconds": 1}]}')
+    (files / "words.log").write_text('{"valid_loss": "none", "valid_num_updates": "3"}')
+    (files / "short.md").write_text("| row | numbers kept | test perplexity |\n|---|---|---|\n| softmax | 12 |\n| sum | 1.2.3 |\n")
     with pytest.raises(SystemExit, match="fw-plot: ") as exit_:
         plots.main([*command.split(), "--out", "x.svg"])
     assert message in str(exit_.value) and not (files / "x.svg").exists()
+
+
+def test_logs_in_folders_with_an_equals_sign(files):
+    """With a name and without one, as a folder of a sweep is often called."""
+    folder = files / "lr=0.1"
+    folder.mkdir()
+    (folder / "train.log").write_text((files / "a.log").read_text())
+    for text, name in (("lr=0.1/train.log", ""), ("x=lr=0.1/train.log", "x"), ("a=b=a.log", "a=b"), ("a=none.log", "a")):
+        assert plots.split(text) == (name, Path(text.removeprefix(f"{name}=" if name else "")))
+    plots.main(["curves", "delta, lr=0.1=lr=0.1/train.log", "--out", "x.svg"])
+    assert ">delta, lr=0.1<" in (files / "x.svg").read_text()
 
 
 @pytest.mark.parametrize("out, message", [([], "--out is missing"), (["--out", "x.gif"], "--out is x.gif; it must end in .svg")])

@@ -6,6 +6,7 @@ Its parameters show the options that decide their shapes. Others change what the
 from __future__ import annotations
 
 import logging
+import shlex
 from dataclasses import fields
 from enum import Enum
 from types import SimpleNamespace
@@ -37,7 +38,7 @@ WAYS = ("mixer", "mixer_pattern")  # to say the same
 def written(name: str, value: object) -> str:
     """Returns an option as it is written on the command line, where every switch has an opposite."""
     if not isinstance(value, bool):
-        return f"{option_name(name)} {value if value != '' else repr('')}"
+        return f"{option_name(name)} {shlex.quote(str(value))}"
     opposite = name[3:] if name.startswith("no_") else f"no_{name}"
     return option_name(name if value else opposite)
 

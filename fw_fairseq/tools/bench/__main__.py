@@ -14,7 +14,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import torch
 
 from ... import Mistake
-from ..command import check_outputs, make_parser, mistakes_as_sentences
+from ..command import check_outputs, make_parser, mistakes_as_sentences, refuse_folder
 from . import language_models, layers, ops, sparse, translation
 from .contest import positive, progress, write_json
 
@@ -117,6 +117,9 @@ def check(parser: argparse.ArgumentParser, args) -> None:
 def check_files(args) -> None:
     """Refuses one file for two outputs, and to write over a file that is no report."""
     check_outputs((name, path) for name, path in (("--json", args.json), ("--figure", args.figure)) if path)
+    for name, path in (("--json", args.json), ("--figure", args.figure)):
+        if path:
+            refuse_folder(name, path)
     if args.figure and args.figure.suffix not in (".svg", ".pdf", ".png"):
         raise Mistake(f"--figure is {args.figure}; it must end in .svg, .pdf or .png")
     if args.json and args.json.is_file() and not is_report(args.json):

@@ -149,7 +149,10 @@ def begin(args) -> dict:
     try:
         report = json.loads(args.json.read_text())
         before = report["settings"]
-    except (json.JSONDecodeError, KeyError, TypeError):
+        done = [row[key] for part, key in (("training", "tokens"), ("generation", "context")) for row in report[part]]
+        if not isinstance(before, dict) or not isinstance(report["ratios"], list) or not all(isinstance(x, int) for x in done):
+            raise TypeError
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
         raise Mistake(f"--resume: {args.json} is not what fw-bench model --json writes; name another file") from None
     for name in sorted(now.keys() | before.keys()):
         if now.get(name, False) != before.get(name, False):  # an older report lacks newer switches

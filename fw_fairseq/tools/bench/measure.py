@@ -82,9 +82,11 @@ def time_host(args, name: str, graph: bool) -> float:
         with use(Idle()):
             for length in range(1, HOST_STEPS + 1):
                 seconds.append(timed(lambda: step(length), args.device))  # noqa: B023
+        kernels = [getattr(layer.stepper, "kind", None) is KernelMemory for layer in state[GENERATION].layers]
+    except NotImplementedError:  # another kernel, which takes tensors of a GPU only
+        kernels = [False]
     finally:
         Graphs.graph_type = kept
-    kernels = [getattr(layer.stepper, "kind", None) is KernelMemory for layer in state[GENERATION].layers]
     if not all(kernels):
         raise Mistake(f"--mixers: the decoding kernel does not do a step of {name.removeprefix(OWN).strip()}; leave it out")
     return statistics.median(seconds[HOST_STEPS // 4 :])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import zipfile
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import Mistake
-from ...config import SOFTMAX, FastWeightConfig, layer_mixers
+from ...config import SOFTMAX, FastWeightConfig, check_numbers, layer_mixers
 from ...feature_maps import FEATURE_MAPS
 from ...files import write_atomically
 from ...mixers import MIXERS, Mixer
@@ -48,6 +49,8 @@ def convert(source, output, rule: str, *, force: bool = False, seed: int = 1, **
     """
     if rule not in TARGETS:
         raise Mistake(f"--rule is {rule!r}; it must be one of: {', '.join(TARGETS)}")
+    config = fast_weight_config(rule, **options)
+    check_numbers(config)
     output = Path(output)
     if output.exists() and not force:
         raise Mistake(f"OUTPUT {output} exists; name another file, or give --force to replace it")
@@ -57,7 +60,6 @@ def convert(source, output, rule: str, *, force: bool = False, seed: int = 1, **
     read = read_pretrained(source)
     if read.symbols is not None:
         check_outputs([("OUTPUT", output)], [("the dictionary", output.parent / "dict.txt")])
-    config = fast_weight_config(rule, **options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         changes = convert_tensors(read, config)
@@ -214,7 +216,7 @@ def training_options(checkpoint: Path) -> str:
     decide = [name for name in options if name in {*SHAPES, *UNSEEN, *OWN} and options[name] not in (None, defaults.get(name))]
     task = [written(name, options[name]) for name in ("tokens_per_sample", "max_target_positions")]
     given = [written(name, options[name]) for name in sorted(decide)]
-    return " ".join(["--arch fast_weight_lm --finetune-from-model", str(checkpoint), *task, *given])
+    return " ".join(["--arch fast_weight_lm --finetune-from-model", shlex.quote(str(checkpoint)), *task, *given])
 
 
 def write_symbols(symbols: list[str] | None, folder: Path, force: bool) -> None:

@@ -15,14 +15,14 @@ from pathlib import Path
 from ... import Mistake
 from ...files import write_atomically
 from ..checkpoints import load_language_model
-from ..command import make_parser, mistakes_as_sentences
+from ..command import make_parser, mistakes_as_sentences, refuse_folder
 from .page import Shown, page
 from .picture import draw, require_matplotlib
 from .text import BYTES, read_text
 from .weights import explain
 
 PROG = "fw-explain"
-ENDINGS = {"--html": (".html", ".htm"), "--png": (".png", ".svg", ".pdf")}  # of files that it may have written
+ENDINGS = {"--html": (".html", ".htm"), "--png": (".png", ".svg", ".pdf")}
 EXAMPLE = 'fw-explain checkpoint_best.pt "the game was released in japan" --html page.html --png picture.png'
 
 
@@ -104,11 +104,9 @@ def check_outputs(args) -> None:
             continue
         if (other := taken.setdefault(path.resolve(), option)) != option:
             raise Mistake(f"{option} is {path}, which is {other} too; name another file")
-        if path.is_file() and path.suffix not in ENDINGS[option]:
-            allowed = " or ".join(ENDINGS[option])
-            raise Mistake(
-                f"{option} is {path}, a file that is there and would be lost; name another, or one that ends in {allowed}"
-            )
+        if path.suffix not in ENDINGS[option] and (path.is_file() or not path.exists()):  # a pipe has no ending
+            raise Mistake(f"{option} is {path}; it must end in {' or '.join(ENDINGS[option])}")
+        refuse_folder(option, path)
 
 
 if __name__ == "__main__":

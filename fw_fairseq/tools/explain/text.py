@@ -33,11 +33,11 @@ def read_text(text: str, dictionary, tokenizer: str | None = None) -> tuple[list
     text: a sentence or a file's name. tokenizer: see ``choose_tokenizer``; without one, words are what spaces separate.
     """
     given = text
-    if os.path.isfile(text):  # which Path.is_file does not answer for a sentence too long for a name
+    if os.path.isdir(text) and text not in dictionary:
+        raise Mistake(f"TEXT is {text}, a folder; give a sentence, or a file with one")
+    if os.path.exists(text) and not os.path.isdir(text):  # which Path does not answer for a sentence too long for a name
         with reading(Path(text), "a text"):
             text = Path(text).read_text(encoding="utf-8")
-    elif os.path.isdir(text) and text not in dictionary:
-        raise Mistake(f"TEXT is {text}, a folder; give a sentence, or a file with one")
     pieces = choose_tokenizer(tokenizer)(text.strip("\n"))
     if not pieces.shown:
         raise Mistake("TEXT has no words")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ... import Mistake
-from ..command import check_outputs, make_parser, mistakes_as_sentences
+from ..command import check_outputs, make_parser, mistakes_as_sentences, refuse_folder
 from . import convergence, cost, dpfp, probes, retrieval, tables
 from .logs import read_log
 from .style import Look, canvas, legend, log_values, look, plot, save
@@ -98,13 +98,14 @@ def add_table(command, table: Callable) -> None:
 def inputs(args) -> list[tuple[str, Path]]:
     """Returns the files that a figure is drawn of, with the names of their arguments."""
     files = {name.upper(): getattr(args, name) for name in ("results", "report", "page") if hasattr(args, name)}
-    return [*files.items(), *(("LOG", Path(text.rpartition("=")[2])) for text in getattr(args, "logs", []))]
+    return [*files.items(), *(("LOG", split(text)[1]) for text in getattr(args, "logs", []))]
 
 
 def check_endings(paths: list[Path]) -> None:
     for path in paths:
         if path.suffix not in (".svg", ".pdf", ".png"):
             raise Mistake(f"--out is {path}; it must end in .svg, .pdf or .png")
+        refuse_folder("--out", path)
 
 
 def draw_curves(args):
@@ -122,9 +123,16 @@ def draw_curves(args):
     return figure
 
 
+def split(text: str) -> tuple[str, Path]:
+    """Returns the name and the file of [NAME=]LOG, where both may have a "=": the file is the longest one that is there."""
+    places = [0, *(place + 1 for place, letter in enumerate(text) if letter == "=")]
+    start = next((place for place in places if Path(text[place:]).is_file()), places[-1])
+    return text[: max(start - 1, 0)], Path(text[start:])
+
+
 def runs(logs: list[str]) -> list[tuple[str, Look, Path]]:
     """Returns the name, look and file of each line; logs of retrieval look as in its other figures."""
-    named = [(name, Path(path)) for name, _, path in (text.rpartition("=") for text in logs)]
+    named = [split(text) for text in logs]
     points = {retrieval.point_of_log(path): path for name, path in named if not name}
     if None not in points and len(points) == len(named) and len({figure for figure, _ in points}) == 1:
         drawn = sorted(points, key=lambda point: retrieval.rank(*point))

@@ -47,8 +47,10 @@ def draw(args):
     """Draws the figure of the command out of a report's file."""
     try:
         report = json.loads(args.report.read_text())
+        if not all(row[FIGURES[args.command].length] > 0 for row in report[args.command]):
+            raise TypeError
         return draw_report(report, args.command)
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError):
         raise Mistake(f"{args.report} is not what fw-bench model --json writes") from None
 
 

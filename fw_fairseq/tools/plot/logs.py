@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from ... import Mistake
@@ -28,7 +29,9 @@ def read_log(path: Path, metric: str) -> dict[int, float]:
 def by_update(entries: list[dict], metric: str) -> dict[int, float]:
     prefix = metric.split("_")[0]
     updates = [entry.get(f"{prefix}_num_updates", entry.get("num_updates")) for entry in entries]
-    return {int(at): float(entry[metric]) for at, entry in zip(updates, entries) if metric in entry and at is not None}
+    with suppress(TypeError, ValueError):
+        return {int(at): float(entry[metric]) for at, entry in zip(updates, entries) if metric in entry and at is not None}
+    return {}  # the metric is no number
 
 
 def read_line(line: str) -> dict:

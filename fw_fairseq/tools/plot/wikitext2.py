@@ -28,7 +28,8 @@ def read_table(path: Path, *columns: str) -> dict[str, tuple[float, ...]]:
         elif not cells:
             break
         else:
-            numbers = [re.match(r"\d[\d.]*", cells[place].replace(",", "")) for place in places[1:]]
+            given = [cells[place].replace(",", "") if place < len(cells) else "" for place in places]
+            numbers = [re.match(r"\d+(\.\d+)?", number) for number in given[1:]]
             if all(numbers):
                 found[cells[places[0]]] = tuple(float(number[0]) for number in numbers)
     if not found:
