@@ -24,7 +24,7 @@ from torch import nn
 
 from .. import Mistake
 from .checkpoints.model_options import check_options, take_options_over
-from .checkpoints.resuming import check_origin
+from .checkpoints.resuming import check_origin, with_averages
 from .literals import naming
 from .non_finite import FirstNonFinite
 from .replacing import changes, replaces
@@ -97,9 +97,11 @@ def say_what_does_not_fit(original, trainer, filename, reset_optimizer=False, *a
     """fairseq replaces the message about parameters that do not fit by "please ensure that the architectures match". Now the
     message names them. fairseq also resumes with another task or dictionary, at a wrong place of the text or with wrong words, and
     it loads parameters into a model with options that make another model of them, such as another `--feature-map`. Now this is
-    refused; with an explicit `--restore-file` the log names such options."""
+    refused; with an explicit `--restore-file` the log names such options. A run that is resumed with `--store-ema`, where its
+    checkpoint has no averages, ends in a KeyError; now the averages start from the parameters."""
     try:
-        extra_state = original(trainer, filename, reset_optimizer, *args, **kwargs)
+        with with_averages(trainer):
+            extra_state = original(trainer, filename, reset_optimizer, *args, **kwargs)
     except Exception as error:
         if type(error) is Exception and isinstance(error.__context__, ValueError):
             raise Mistake(f"{filename}: {error.__context__}") from error

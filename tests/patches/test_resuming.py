@@ -13,11 +13,13 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
+import torch
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary, FairseqDataset
 from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq.trainer import Trainer
 from support.commands import USER_DIR, fairseq, succeed
+from support.runs import parameters
 
 import fw_fairseq.models  # noqa: F401
 from fw_fairseq.patches.checkpoints import lock as locks
@@ -48,6 +50,7 @@ class Task:
 
 def trainer(task: object, name: str = "language_modeling", reset_dataloader: bool = False) -> SimpleNamespace:
     cfg = Namespace(task=Namespace(_name=name), checkpoint=Namespace(reset_dataloader=reset_dataloader))
+    cfg.ema = Namespace(store_ema=False)
     return SimpleNamespace(task=task, cfg=cfg)
 
 
@@ -254,3 +257,21 @@ def test_a_directory_that_cannot_be_locked_is_used_with_a_warning(tmp_path, monk
     monkeypatch.setattr(locks.fcntl, "lockf", refuse)
     checkpoint_utils.verify_checkpoint_directory(str(tmp_path))
     assert "cannot be locked (Operation not supported)" in caplog.text and [file.closed for file in opened] == [True]
+
+
+@pytest.mark.parametrize("precise", [False, True])
+def test_averages_that_a_resumed_run_asks_for_start_from_its_parameters(precise, stream_data, tmp_path):
+    """With one update more, they are what that update makes of these; a second resumption goes on with them."""
+    command = [stream_data, *SHAPE.split(), "--task", "language_modeling", "--save-dir", tmp_path, *USER_DIR]
+    succeed(fairseq("train", *command, "--max-update", 2))
+    before = parameters(tmp_path)
+    ema = ["--store-ema", "--ema-decay", 0.75, *(["--ema-fp32"] if precise else [])]
+    for updates in (3, 4):
+        log = succeed(fairseq("train", *command, "--max-update", updates, *ema))
+        assert ("the averages of --store-ema start from the parameters" in log) == (updates == 3)
+        after, saved = parameters(tmp_path), torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)["extra_state"]["ema"]
+        for name, now in after.items():
+            if name == "decoder.version":  # a number, not a parameter
+                continue
+            torch.testing.assert_close(saved[name], 0.75 * before[name] + 0.25 * now)
+        before = saved

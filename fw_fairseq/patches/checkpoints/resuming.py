@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+from collections.abc import Iterator
 
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
@@ -39,6 +40,26 @@ def keep_task_and_dictionaries(original, trainer) -> dict:
     state = original(trainer)
     state["extra_state"][ORIGIN] = {"task": task_name(trainer), "dictionaries": dictionary_sums(trainer.task)}
     return state
+
+
+@contextlib.contextmanager
+def with_averages(trainer: Trainer) -> Iterator[None]:
+    """Within this block, a checkpoint without the averages that --store-ema keeps is read as one whose averages are its
+    parameters. fairseq means to start from these, but has deleted them by then."""
+    read = checkpoint_utils.load_checkpoint_to_cpu
+
+    def read_with_averages(*args, **kwargs) -> dict:
+        state = read(*args, **kwargs)
+        if state.get("extra_state", {}).setdefault("ema", state["model"]) is state["model"]:
+            logger.info("the averages of --store-ema start from the parameters of the checkpoint, which has none")
+        return state
+
+    if trainer.cfg.ema.store_ema:
+        checkpoint_utils.load_checkpoint_to_cpu = read_with_averages
+    try:
+        yield
+    finally:
+        checkpoint_utils.load_checkpoint_to_cpu = read
 
 
 def check_origin(trainer: Trainer, filename: str, extra_state: dict | None, fresh: bool) -> None:
