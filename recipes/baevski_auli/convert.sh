@@ -17,7 +17,7 @@ read_row "$@"
 case $rule in abc | linformer) fail "ROW is $row; $rule starts from nothing and is not converted" ;; esac
 need_file "$OUT/pretrained.pt" recipes/baevski_auli/prepare.sh
 
-if [ -f "$OUT/$row/start.pt" ] && [ -z "${FORCE:-}" ] && [[ " ${*:2} " != *" --force "* ]]; then
+if [ -f "$OUT/$row/start.pt" ] && [ $# = 1 ] && [ -z "${FORCE:-}" ]; then
     echo "$OUT/$row/start.pt is there and stays; --force writes over it" >&2
     exit 0
 fi

@@ -25,7 +25,7 @@ to_the_end() { # FOLDER DATA LR OPTION...: trains until the loss no longer falls
 }
 
 kept() { # FILE COMMAND...: the output of a command, from FILE where it has been written before
-    if [ ! -f "$1" ]; then # in $(...) a command that fails does not end the recipe by itself
+    if [ ! -s "$1" ]; then # in $(...) a command that fails does not end the recipe by itself
         "${@:2}" >"$1.part" || fail "$1 is not made, because its command failed"
         [ -s "$1.part" ] || fail "$1 is not made, because its command printed nothing"
         mv "$1.part" "$1"

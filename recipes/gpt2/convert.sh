@@ -23,13 +23,14 @@ source "$ROOT/recipes/gpt2/rows.sh"
 read_row "$@"
 need_folder "$OUT/pretrained" recipes/gpt2/prepare.sh
 
-if [ -f "$OUT/$row/start.pt" ] && [ -z "${FORCE:-}" ] && [[ " ${*:2} " != *" --force "* ]]; then
-    echo "$OUT/$row/start.pt is there and stays; --force writes over it" >&2
-    exit 0
-fi
 start=$OUT/pretrained tuned=$OUT/softmax/checkpoint_best.pt
 if [ "$row" != softmax ]; then
     if [ -f "$tuned" ]; then start=$tuned; else echo "$tuned is not there: $row starts from GPT-2 itself, unlike the paper's" >&2; fi
+fi
+# A start that was made before the row softmax was tuned is not that of the paper: fw-convert then asks for --force.
+if [ -f "$OUT/$row/start.pt" ] && [ $# = 1 ] && [ -z "${FORCE:-}" ] && { [ "$row" = softmax ] || [ ! "$tuned" -nt "$OUT/$row/start.pt" ]; }; then
+    echo "$OUT/$row/start.pt is there and stays; --force writes over it" >&2
+    exit 0
 fi
 mkdir -p "$OUT/$row"
 "$PYTHON" -m fw_fairseq.tools.convert "$start" "$OUT/$row/start.pt" --rule "$rule" "${attention[@]}" ${FORCE:+--force} "${@:2}" |

@@ -50,8 +50,10 @@ read_row() { # ROW: sets kind, model and own, the options of the model
 same_options() { # FOLDER: records the options of a probe; fails where it was made with others
     local chosen=(${UPDATES:+"UPDATES=$UPDATES"} "${options[@]}") made
     mkdir -p "$1"
-    [ -f "$1/options" ] || echo "${chosen[*]}" >"$1/options"
-    made=$(cat "$1/options")
+    if [ ! -f "$1/checkpoint_last.pt" ]; then # nothing has been made yet
+        echo "${chosen[*]}" >"$1/options"
+    fi
+    made=$(cat "$1/options" 2>/dev/null || echo "unknown options")
     [ "$made" = "${chosen[*]}" ] || fail "$1 was made with ${made:-no options}, not with ${chosen[*]:-no options}; set OUT to another folder"
 }
 

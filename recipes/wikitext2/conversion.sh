@@ -24,9 +24,10 @@ start_updates=${START_UPDATES:-1600} updates=${UPDATES:-60} lines=${TEST_LINES:-
 rules=(decay gated delta sum gated_delta)
 split_rows "$@"
 [ ${#rows[@]} -gt 0 ] || rows=(softmax "${rules[@]/%/-16}" decay-16-distilled "${rules[@]/%/-32}" "${rules[@]/%/-4}")
+known="decay|gated|delta|sum|gated_delta|fwm|retnet|gla|mamba2|hgrn2|rwkv6|rwkv7" # rules that converted_map has maps for
 for row in "${rows[@]}"; do
-    [[ $row =~ ^(softmax|(decay|gated|delta|sum|gated_delta)-[1-9][0-9]*(-distilled)?)$ ]] ||
-        fail "ROW is $row; it must be softmax, RULE-M or RULE-M-distilled, with the rule decay, gated, delta, sum or gated_delta"
+    [[ $row =~ ^(softmax|($known)-[1-9][0-9]*(-distilled)?)$ ]] ||
+        fail "ROW is $row; it must be softmax, RULE-M or RULE-M-distilled, with a rule of: ${known//|/ }"
 done
 batch=(--tokens-per-sample 256 --max-tokens 1024 --num-workers 0)
 model=(--decoder-layers 4 --decoder-embed-dim 256 --decoder-input-dim 256 --decoder-output-dim 256 --decoder-ffn-embed-dim 1024
@@ -57,6 +58,7 @@ measure() { # CHECKPOINT: its perplexity, kept in a file beside it
         logged "$1.log" fairseq-eval-lm "$OUT/data" --user-dir "$ROOT/fw_fairseq" --path "$1" --gen-subset test --task language_modeling \
             "${batch[@]}" "${machine[@]}"
         perplexity "$1.log" >"$1.part"
+        [ -s "$1.part" ] || fail "$1.log has no perplexity"
         mv "$1.part" "$1.perplexity"
     }
     cat "$1.perplexity"
@@ -72,7 +74,8 @@ if ! prepared "$OUT/data" "${made_with[@]}"; then
 fi
 start=$OUT/start-$start_updates
 fit "$start" "$start_updates" 0.002 150 polynomial_decay --total-num-update "$start_updates" --arch transformer_lm --criterion adaptive_loss
-echo "The Transformer after $start_updates updates: $(measure "$start/finished.pt")"
+transformer=$(measure "$start/finished.pt")
+echo "The Transformer after $start_updates updates: $transformer"
 echo
 echo "| row | converted | after $updates updates | of the softmax row's performance |"
 echo "|---|---:|---:|---:|"
@@ -96,6 +99,7 @@ for row in "${rows[@]}"; do
         begin=$folder/warm/finished.pt
     fi
     fit "$folder" "$count" 0.0003 "${tune[@]}" "${criterion[@]}" --finetune-from-model "$begin"
-    converted=$(measure "$folder/converted.pt") tuned=$(measure "$folder/finished.pt")
+    converted=$(measure "$folder/converted.pt")
+    tuned=$(measure "$folder/finished.pt")
     echo "| $row | $converted | $tuned | $(performance "$start-softmax-$updates/finished.pt.perplexity" "$tuned") |"
 done

@@ -110,6 +110,10 @@ def test_gpt2(tmp_path):
     done = recipe("gpt2/convert.sh", out, row)
     assert (done.returncode, done.stderr) == (0, f"{out}/{row}/start.pt is there and stays; --force writes over it\n")
     assert (out / row / "start.pt").stat().st_mtime_ns == stamp
+    done = recipe("gpt2/convert.sh", out, row, "--seed", 5)
+    assert done.returncode and "start.pt exists; name another file, or give --force to replace it" in done.stderr, "another start"
+    os.utime(out / "softmax/checkpoint_best.pt")
+    assert recipe("gpt2/convert.sh", out, row).returncode, "it is not made of this checkpoint"
     succeed(recipe("gpt2/convert.sh", out, row, "--force"))
     assert (out / row / "start.pt").stat().st_mtime_ns > stamp
     name = "decoder.layers.0.self_attn.{}out_proj.weight"

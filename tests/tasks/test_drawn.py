@@ -210,12 +210,21 @@ def test_probes_by_the_recipe(tmp_path):
     assert succeed(recipe("synthetic/probe.sh", tmp_path / "out", *rows)).splitlines() == lines
     assert stamps == {path: path.stat().st_mtime_ns for path in out.rglob("*.log")}
     assert succeed(recipe("synthetic/probe.sh", tmp_path / "out", *rows, SIZES="8")).splitlines() == [lines[0], lines[3]]
-    done = recipe("synthetic/probe.sh", tmp_path / "out", rows[0], "--lr", 0.01, UPDATES="9")
+    probe = out / "probes" / "s3-delta_product-3-negative"
+    other = "--lr", 0.01
+    done = recipe("synthetic/probe.sh", tmp_path / "out", rows[0], *other, UPDATES="9")
     assert done.returncode == 1 and done.stdout == ""
+    assert f"{probe} was made with no options, not with UPDATES=9 --lr 0.01; set OUT to another folder" in done.stderr
+    (probe / "options").unlink()
     assert (
-        "/s3-delta_product-3-negative was made with no options, not with UPDATES=9 --lr 0.01; set OUT to another folder"
-        in done.stderr
+        f"{probe} was made with unknown options, not with" in recipe("synthetic/probe.sh", tmp_path / "out", rows[0], *other).stderr
     )
+
+
+def test_a_probe_that_could_not_begin_is_not_held_to_its_options(tmp_path):
+    row = "parity-delta-negative"
+    assert recipe("synthetic/probe.sh", tmp_path / "out", row, "--lrr", 3).returncode
+    assert succeed(recipe("synthetic/probe.sh", tmp_path / "out", row)).startswith("delta-negative 8 ")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from support.pretrained import CONVERTED, SHAPE, perplexity, train
 from support.recipes import recipe
 
 from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModel
+from fw_fairseq.patches.checkpoints.model_options import take_options_over
 from fw_fairseq.tools.convert.__main__ import main as fw_convert
 from fw_fairseq.tools.convert.conversion import convert
 
@@ -74,6 +75,12 @@ def test_a_program_takes_options_over_as_the_commands_do(pretrained, tmp_path, c
     given = Namespace(**vars(options_of("fast_weight_lm", options_from=str(start), dropout=0.3)), arch="fast_weight_lm")
     model = models.build_model(given, make_task(24))
     assert (given.options_from, given.update_rule, given.feature_dim, given.dropout) == ("", "gated", 4, 0.3)
+    state = torch.load(start, weights_only=False)
+    state["cfg"]["model"]["scale_fc"] = True  # as of an older version: the option is there, its part is not
+    torch.save(state, start.with_name("older.pt"))
+    given = Namespace(**vars(options_of("fast_weight_lm", options_from=str(start.with_name("older.pt")))), arch="fast_weight_lm")
+    take_options_over(given)
+    assert (given.update_rule, given.scale_fc) == ("gated", False)
     [said] = [record.message for record in caplog.records if record.message.startswith(f"options of {start}: ")]
     assert " --feature-dim 4 " in said and " --update-rule gated" in said and "--dropout" not in said
     assert {layer.self_attn.mixer.rule_name for layer in model.decoder.layers} == {"gated"}

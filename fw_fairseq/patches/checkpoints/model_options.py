@@ -18,6 +18,7 @@ from omegaconf import DictConfig, open_dict
 
 from ... import Mistake
 from ...config import FastWeightTransformerConfig, layer_mixers, option_name
+from ...modules.updates import EXTRAS
 from .reading import model_options
 
 logger = logging.getLogger(__name__)
@@ -91,11 +92,14 @@ def take_options_over(cfg: object) -> None:
     source = value_of(cfg, "options_from")
     if not source:
         return
-    checkpoint_utils.load_checkpoint_to_cpu(str(source))
+    parameters = checkpoint_utils.load_checkpoint_to_cpu(str(source))["model"]
     saved = model_options.get(str(source), {})
     if "update_rule" not in saved:
         raise Mistake(f"--options-from is {source}, which holds no model of this project; name a checkpoint of fast_weight_lm")
     taken = {name: value_of(saved, name) for name in saved.keys() & deciding(saved) if saved[name] is not None}
+    for name, part in EXTRAS.items():  # an older checkpoint may hold one that had no effect
+        if taken.get(name) and not any(f".{part}" in key for key in parameters):
+            del taken[name]
     if isinstance(cfg, DictConfig):
         with open_dict(cfg):
             cfg.update(taken | {"options_from": ""})

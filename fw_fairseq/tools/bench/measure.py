@@ -83,13 +83,17 @@ def time_host(args, name: str, graph: bool) -> float:
             for length in range(1, HOST_STEPS + 1):
                 seconds.append(timed(lambda: step(length), args.device))  # noqa: B023
         kernels = [getattr(layer.stepper, "kind", None) is KernelMemory for layer in state[GENERATION].layers]
-    except NotImplementedError:  # another kernel, which takes tensors of a GPU only
-        kernels = [False]
+    except NotImplementedError as error:  # another kernel, which takes tensors of a GPU only
+        raise no_step(name) from error
     finally:
         Graphs.graph_type = kept
     if not all(kernels):
-        raise Mistake(f"--mixers: the decoding kernel does not do a step of {name.removeprefix(OWN).strip()}; leave it out")
+        raise no_step(name)
     return statistics.median(seconds[HOST_STEPS // 4 :])
+
+
+def no_step(name: str) -> Mistake:
+    return Mistake(f"--mixers: the decoding kernel does not do a step of {name.removeprefix(OWN).strip()}; leave it out")
 
 
 def make_task(dictionary, words: int) -> SimpleNamespace:
