@@ -97,7 +97,7 @@ class Pools:
     @staticmethod
     def fits(mixer: Additive | Leap) -> bool:
         """Whether there is a loop for the mixer: the published additive attention has a product in its middle."""
-        if type(mixer.in_proj) is not nn.Linear:
+        if not all(part is None or type(part) is nn.Linear for part in (mixer.in_proj, mixer.out_proj)):
             return False
         return takes(mixer.in_proj.weight.detach()) and not (isinstance(mixer, Additive) and mixer.published)
 

@@ -10,7 +10,7 @@ class FastWeightHFConfig(PretrainedConfig):
 
     ``mixers`` has one name for each layer, and ``mixer_options`` the options of FastWeightConfig. Widths and norms are as in
     fairseq's decoder. ``input_bands`` and ``output_bands`` give (words, width) of each cluster of an adaptive vocabulary.
-    ``decoding_graph``: whether a GPU generates with CUDA graphs.
+    ``decoding_graph``: whether a GPU generates with CUDA graphs. ``use_cache``: whether the model returns a cache outside training.
     """
 
     model_type = "fw_fairseq"
@@ -39,6 +39,7 @@ class FastWeightHFConfig(PretrainedConfig):
         output_bands=None,
         tie_word_embeddings=True,
         decoding_graph=True,
+        use_cache=True,
         pad_token_id=None,
         bos_token_id=None,
         eos_token_id=None,
@@ -61,11 +62,20 @@ class FastWeightTranslationConfig(PretrainedConfig):
     model_type = "fw_fairseq_translation"
     sub_configs = {"encoder": FastWeightHFConfig, "decoder": FastWeightHFConfig}  # noqa: RUF012
 
-    def __init__(self, encoder=None, decoder=None, linear_cross=True, tie_word_embeddings=False, is_encoder_decoder=True, **kwargs):
+    def __init__(
+        self,
+        encoder=None,
+        decoder=None,
+        linear_cross=True,
+        tie_word_embeddings=False,
+        is_encoder_decoder=True,
+        use_cache=True,
+        **kwargs,
+    ):
         self.encoder, self.decoder = (
             side if isinstance(side, FastWeightHFConfig) else FastWeightHFConfig(**(side or {})) for side in (encoder, decoder)
         )
-        self.linear_cross = linear_cross
+        self.linear_cross, self.use_cache = linear_cross, use_cache
         super().__init__(tie_word_embeddings=tie_word_embeddings, is_encoder_decoder=is_encoder_decoder, **kwargs)
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):  # generation may ask the decoder's configuration
             if getattr(self.decoder, name) is None:

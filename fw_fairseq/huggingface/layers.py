@@ -130,6 +130,10 @@ class Cache:
         """Returns how many tokens were read, padding included."""
         return self.length
 
+    def crop(self, length: int) -> None:
+        """Refuses to take tokens back, which assisted generation asks for."""
+        raise Mistake("a state cannot take tokens back, so this model cannot assist another one's generation")
+
     def reorder_cache(self, order: Tensor) -> None:
         """Replaces the states by those of the sequences ``order``, for beam search."""
         order = order.long()  # beam search has shorter numbers
@@ -218,7 +222,7 @@ class BandedEmbedding(nn.Module):
         result, start = self.maps[0].weight.new_zeros(*ids.shape, self.maps[0].out_features), 0
         for words, linear in zip(self.words, self.maps):
             mine = (ids >= start) & (ids < start + words.num_embeddings)
-            result[mine] = linear(words(ids[mine] - start))
+            result[mine] = linear(words(ids[mine] - start)).to(result.dtype)  # which autocast may compute in another
             start += words.num_embeddings
         return result
 

@@ -14,7 +14,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .. import Mistake
 from .configuration import FastWeightHFConfig
 from .layers import Cache, Layer
-from .parts import Decodes, Drawn, mean_loss, padding_of, refuse_attentions, refuse_unknown
+from .parts import Decodes, Drawn, cache_of, caches, mean_loss, padding_of, refuse_attentions, refuse_unknown
+from .prompts import carried
 from .prompts import read as read_prompts
 
 
@@ -69,7 +70,6 @@ class FastWeightForCausalLM(Drawn, Decodes, PreTrainedModel, GenerationMixin):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        shift_labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
@@ -82,14 +82,15 @@ class FastWeightForCausalLM(Drawn, Decodes, PreTrainedModel, GenerationMixin):
 
         attention_mask: 0 at padding, on either side. position_ids: a token at position 0 begins a new text, which does not see the
         one before it. past_key_values: the cache to continue from; its tokens must not be given again. inputs_embeds: what the
-        input embeddings return, in place of input_ids. labels: the ids, -100 where there is none. shift_labels: the id that each
-        position is to predict, in place of labels. decoding_graph: whether a GPU generates with CUDA graphs; ``generate`` takes it,
-        too.
+        input embeddings return, in place of input_ids. labels: the ids, -100 where there is none; none counts for a position
+        that is padding. shift_labels, by name: the id that each position is to predict, in place of labels. decoding_graph:
+        whether a GPU generates with CUDA graphs; ``generate`` takes it, too.
         """
+        shift_labels = others.pop("shift_labels", None)  # by that name Trainer would expect it of every text
         self.check(labels, shift_labels, logits_to_keep, input_ids, inputs_embeds, output_attentions, others)
         inputs = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        use_cache = not self.training if use_cache is None else use_cache
-        cache = past_key_values or Cache(keep_state=use_cache)
+        use_cache = caches(self) if use_cache is None else use_cache
+        cache = cache_of(past_key_values, use_cache)
         padding = padding_of(attention_mask, inputs.shape[1])
         x, tokens, resets = self.embed(inputs, padding, position_ids, cache.tokens)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
@@ -100,9 +101,10 @@ class FastWeightForCausalLM(Drawn, Decodes, PreTrainedModel, GenerationMixin):
         last = self.generation(x, padding, cache, tokens, graph) if generates else None
         hidden = self.through_layers(x, padding, resets, cache, tokens) if last is None else [x, last]
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.scores(hidden[-1][:, kept])
+        final = hidden[-1] if padding is None or last is not None else carried(hidden[-1], ~padding)
+        logits = self.scores(final[:, kept])
         output = CausalLMOutputWithPast(
-            loss=mean_loss(logits, labels, shift_labels),
+            loss=mean_loss(logits, labels, shift_labels, padding),
             logits=logits,
             past_key_values=cache if use_cache else None,
             hidden_states=tuple(hidden) if wanted else None,

@@ -22,13 +22,30 @@ def draw(module: nn.Module) -> None:
         nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
 
 
-def mean_loss(logits: Tensor, labels: Tensor | None, shift_labels: Tensor | None) -> Tensor | None:
-    """Returns the cross entropy of the labels, which are shifted here, or of labels that are shifted already."""
+def mean_loss(logits: Tensor, labels: Tensor | None, shift_labels: Tensor | None, padding: Tensor | None = None) -> Tensor | None:
+    """Returns the cross entropy of the labels, which are shifted here, or of labels that are shifted already. padding: (B,T), True
+    where a position has read nothing, so that no label counts for it."""
     if labels is not None:
         logits, shift_labels = logits[:, :-1], labels[:, 1:]
+        if padding is not None:
+            shift_labels = shift_labels.masked_fill(padding[:, :-1].to(labels.device), -100)
     if shift_labels is None:
         return None
     return F.cross_entropy(logits.flatten(0, 1).float(), shift_labels.flatten().to(logits.device))
+
+
+def caches(model: nn.Module) -> bool:
+    """Returns whether a model keeps a cache where its caller does not say: not while it trains."""
+    return not model.training and getattr(model.config, "use_cache", True)
+
+
+def cache_of(past_key_values: Cache | None, keep_state: bool) -> Cache:
+    """Returns the cache to continue from, or a new one; refuses caches of other models."""
+    if isinstance(past_key_values, Cache):
+        return past_key_values
+    if past_key_values is not None and past_key_values != ():
+        raise Mistake(f"past_key_values is a {type(past_key_values).__name__}; it must be what this model returned, or None")
+    return Cache(keep_state=keep_state)
 
 
 def padding_of(attention_mask: Tensor | None, tokens: int) -> Tensor | None:

@@ -51,6 +51,11 @@ def read(x: Tensor, padding: Tensor, through: Callable) -> tuple[Tensor, dict[in
         states.append(found)
     back = torch.tensor([row for rows in groups for row in rows], device=x.device).argsort()
     together = {i: joined([found[i] for found in states]).index_select(back) for i in states[0]}
+    return carried(out, real), together
+
+
+def carried(x: Tensor, real: Tensor) -> Tensor:
+    """Returns x (B,T,C) with the vector of a row's last real token, (B,T), at the padding after it."""
     steps = torch.arange(x.shape[1], device=x.device)
     last = torch.where(real, steps, 0).cummax(1).values
-    return out.gather(1, last[..., None].expand_as(out)), together
+    return x.gather(1, last[..., None].expand_as(x))

@@ -11,7 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 from .. import Mistake
 from .configuration import FastWeightTranslationConfig
 from .layers import Cache
-from .parts import Drawn, mean_loss, padding_of, refuse_attentions, refuse_unknown
+from .parts import Drawn, cache_of, caches, mean_loss, padding_of, refuse_attentions, refuse_unknown
 from .sides import Decoder, Encoder
 
 
@@ -124,8 +124,8 @@ class FastWeightForTranslation(Drawn, PreTrainedModel, GenerationMixin):
             encoder_outputs = self.encoder(input_ids, attention_mask, inputs_embeds, wanted)
         source = encoder_outputs[0]
         inputs = self.decoder.embed_tokens(decoder_input_ids) if decoder_inputs_embeds is None else decoder_inputs_embeds
-        use_cache = not self.training if use_cache is None else use_cache
-        cache = past_key_values or Cache(keep_state=use_cache)
+        use_cache = caches(self) if use_cache is None else use_cache
+        cache = cache_of(past_key_values, use_cache)
         padding = padding_of(decoder_attention_mask, inputs.shape[1])
         looked_at = source.transpose(0, 1), padding_of(attention_mask, source.shape[1])
         x, tokens, _ = self.decoder.embed(inputs, padding, None, cache.tokens)

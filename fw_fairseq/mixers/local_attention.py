@@ -65,8 +65,10 @@ class LocalAttention(Mixer):
 
     def keys_and_values(self, inputs: Tensor) -> Tensor:
         """Maps inputs (B,R,C) to their keys and values (B,R,2C)."""
-        if not isinstance(self.in_proj, nn.Linear):
+        if hasattr(self.in_proj, "rows"):  # sparse projections
             return self.in_proj.rows(inputs, "k", "v")
+        if not isinstance(self.in_proj, nn.Linear):  # an adapter around it
+            return self.in_proj(inputs)[..., self.embed_dim :]
         return F.linear(inputs, self.in_proj.weight[self.embed_dim :], self.in_proj.bias[self.embed_dim :])
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:

@@ -7,12 +7,13 @@ it is used, since it also has the CUDA kernels.
 from __future__ import annotations
 
 import ast
+import hashlib
 from pathlib import Path
 
 from .. import Mistake
 
 ROOT = Path(__file__).parents[1]
-START = "huggingface"
+START, NAME = "huggingface", "fw_fairseq_of_a_model"
 HEAD = '''"""The model of this folder, for transformers. Written by fw-export-hf of the package fw_fairseq, whose licence is MIT.
 
 SOURCES at the end has the modules of that package which the model needs. They are used where the package is not installed. Their
@@ -87,7 +88,8 @@ def code() -> str:
     modules = needed()
     sources = "".join(f"    {name!r}: {quoted(source(name))},\n" for name in modules)
     packages = {name for name in modules if path_of(name).name == "__init__.py"}
-    return f"{HEAD}\nPACKAGES = {sorted(packages)!r}\nSOURCES = {{\n{sources}}}\n{TAIL}"
+    head = HEAD.replace(NAME, f"{NAME}_{hashlib.sha256(sources.encode()).hexdigest()[:16]}")  # folders of two versions are two
+    return f"{head}\nPACKAGES = {sorted(packages)!r}\nSOURCES = {{\n{sources}}}\n{TAIL}"
 
 
 def needed() -> list[str]:

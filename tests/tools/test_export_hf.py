@@ -18,6 +18,7 @@ from support.commands import ROOT, USER_DIR, fairseq, run, succeed
 
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers import MIXERS
+from fw_fairseq.tools import standalone
 from fw_fairseq.tools.checkpoints import load_language_model
 from fw_fairseq.tools.convert.conversion import convert
 from fw_fairseq.tools.export_hf import export as exporting
@@ -371,7 +372,7 @@ def test_the_folder_stands_alone(missing, folder):
         "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
         "tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
         "tokens = model.generate(**tokenizer('w1 w2', return_tensors='pt'), max_new_tokens=3, min_new_tokens=3)\n"
-        "print('fw_fairseq_of_a_model.ops' in sys.modules)\n"
+        "print(any(name.startswith('fw_fairseq_of_a_model_') and name.endswith('.ops') for name in sys.modules))\n"
         "print(tokenizer.decode(tokens[0]))"
     )
     done = run(sys.executable, "-c", code, folder)
@@ -680,6 +681,15 @@ def test_what_the_code_of_a_folder_holds():
     assert {"", "huggingface", "mixers", "mixers.fast_weight", "ops", "rules", "feature_maps"} <= {*names}
     assert packages == sorted(name for name in names if (ROOT / "fw_fairseq" / name.replace(".", "/")).is_dir())
     assert not any(name.startswith(("models", "tools", "tasks", "criterions")) for name in names)
+
+
+def test_folders_of_two_versions_are_two_packages(monkeypatch):
+    """In one program, each runs its own code."""
+    names = []
+    for text in ("", "# another version\n"):
+        monkeypatch.setattr(standalone, "quoted", lambda source, text=text: quoted(text + source))
+        names += [ast.literal_eval(node.value) for node in ast.parse(code()).body if ast.unparse(node).startswith("NAME =")]
+    assert len({*names}) == 2 and all(name.startswith("fw_fairseq_of_a_model_") for name in names)
 
 
 def test_sources_are_quoted_with_a_mark_before_each_line():

@@ -64,8 +64,10 @@ def word_tokenizer(dictionary, before: bool = True):
     eos = dictionary.eos_word
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(dictionary.symbols)}, unk_token=dictionary.unk_word))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    place = f"{eos} $A" if before else f"$A {eos}"
-    tokenizer.post_processor = processors.TemplateProcessing(single=place, special_tokens=[(eos, dictionary.eos())])
+    place, after = (f"{eos} $A", f"{eos}:1 $B:1") if before else (f"$A {eos}", f"$B:1 {eos}:1")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=place, pair=f"{place} {after}", special_tokens=[(eos, dictionary.eos())]
+    )
     joined = [decoders.Replace(f" {mark}", mark) for mark in MARKS_AFTER] + [decoders.Replace(f"{mark} ", mark) for mark in "(["]
     joined += [decoders.Replace(" @-@ ", "-"), decoders.Replace(" @,@ ", ","), decoders.Replace(" @.@ ", ".")]  # of WikiText
     if any(word.endswith("@@") for word in dictionary.symbols):
@@ -75,4 +77,5 @@ def word_tokenizer(dictionary, before: bool = True):
     tokenizer.decoder = decoders.Sequence([spaced, decoders.Fuse(), *joined, *first])
     special = {"bos_token": eos, "eos_token": eos, "unk_token": dictionary.unk_word, "pad_token": dictionary.pad_word}
     names = ["input_ids", "attention_mask"]
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", model_input_names=names, **special)
+    side = "left" if before else "right"  # generation goes on at the right; labels of translations begin at the left
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side=side, model_input_names=names, **special)

@@ -1,0 +1,180 @@
+"""What users of transformers do with an exported model: evaluate, pad, adapt, pass caches and configure."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+
+import pytest
+import torch
+from torch import nn
+
+from fw_fairseq.config import FastWeightConfig
+
+sys.modules.setdefault("torchaudio", None)  # fairseq's, of another torch than ours: transformers would trip over it
+transformers = pytest.importorskip("transformers")
+from transformers.utils.generic import find_labels  # noqa: E402
+
+from fw_fairseq.huggingface import (  # noqa: E402
+    Cache,
+    FastWeightForCausalLM,
+    FastWeightForTranslation,
+    FastWeightHFConfig,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SIZES = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+BANDS = {"input_bands": [[20, 32], [30, 16]], "output_bands": [[20, 32], [30, 16]]}
+PAD = 1
+
+
+def build(mixer: str = "fast_weight", given: dict | None = None, **options) -> FastWeightForCausalLM:
+    torch.manual_seed(0)
+    mixing = {name: value for name, value in asdict(FastWeightConfig(**given or {})).items() if not name.startswith("_")}
+    config = {"mixers": [mixer] * 2, "mixer_options": mixing, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": PAD}
+    return FastWeightForCausalLM(FastWeightHFConfig(**SIZES | config | options)).double().eval()
+
+
+def padded(rows: list[torch.Tensor], left: bool) -> dict[str, torch.Tensor]:
+    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD, padding_side="left" if left else "right")
+    return {"input_ids": tokens, "attention_mask": tokens.ne(PAD).long()}
+
+
+def texts(*lengths: int) -> list[torch.Tensor]:
+    return [torch.randint(4, 50, (length,)) for length in lengths]
+
+
+def test_trainer_evaluates(tmp_path):
+    """Trainer takes all arguments with "label" in their names for labels that every text must have."""
+    pytest.importorskip("accelerate")
+    model, tokens = build(positions="sinusoidal").float(), torch.randint(4, 50, (6, 9))
+    assert find_labels(FastWeightForCausalLM) == find_labels(FastWeightForTranslation) == ["labels"]
+    options = transformers.TrainingArguments(tmp_path, report_to=[], use_cpu=True, disable_tqdm=True, per_device_eval_batch_size=3)
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    trainer = transformers.Trainer(model, options, eval_dataset=data, compute_metrics=lambda found: {"seen": len(found.label_ids)})
+    measured = trainer.evaluate()
+    logits = model.eval()(tokens).logits[:, :-1].log_softmax(-1)
+    assert measured["eval_loss"] == pytest.approx(-logits.gather(-1, tokens[:, 1:, None]).mean().item(), rel=1e-4)
+    assert measured["eval_seen"] == 6
+
+
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("mixer", ["fast_weight", "leap", "softmax"])
+def test_padding_changes_no_generated_word_in_any_way_to_read_a_prompt(mixer, left):
+    """Hidden states, training mode and a second turn read a prompt in other ways than the first turn does."""
+    model, rows, more = build(mixer, positions="sinusoidal"), texts(3, 7), texts(4, 2)
+    exactly = {"max_new_tokens": 5, "min_new_tokens": 5}
+    alone = [model.generate(row[None], **exactly)[0, len(row) :].tolist() for row in rows]
+    batch = padded(rows, left)
+
+    def found(**options) -> list:
+        return model.generate(**batch, **exactly, **options)[:, 7:].tolist()
+
+    assert found() == alone
+    assert (
+        model.generate(**batch, **exactly, output_hidden_states=True, return_dict_in_generate=True).sequences[:, 7:].tolist()
+        == alone
+    )
+    with torch.no_grad():
+        first = model(**batch)
+        second = padded(more, left)
+        seen = torch.cat([batch["attention_mask"], second["attention_mask"]], 1)
+        logits = model(second["input_ids"], attention_mask=seen, past_key_values=first.past_key_values).logits[:, -1]
+        for row, following, score in zip(rows, more, logits):
+            torch.testing.assert_close(score, model(torch.cat([row, following])[None]).logits[0, -1])
+
+
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_the_loss_of_a_batch_is_that_of_its_texts(gradients, left):
+    model, rows = build(positions="sinusoidal"), texts(4, 30, 9)
+    batch = padded(rows, left)
+    labels = batch["input_ids"].masked_fill(batch["input_ids"].eq(PAD), -100)
+    with torch.set_grad_enabled(gradients):
+        loss = model(**batch, labels=labels).loss
+        alone = [model(row[None], labels=row[None]).loss * (len(row) - 1) for row in rows]
+    torch.testing.assert_close(loss, sum(alone) / sum(len(row) - 1 for row in rows))
+
+
+def test_an_adaptive_vocabulary_trains_under_autocast():
+    model, tokens = build(**BANDS).float().train(), torch.randint(4, 50, (2, 9))
+    plain = model(tokens, labels=tokens).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(tokens, labels=tokens).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(plain.item(), rel=0.02) and model.embed_tokens.maps[1].weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("made", [transformers.DynamicCache, lambda: "cache"])
+def test_another_models_cache_is_refused(made):
+    """An empty one too, which is no better than none."""
+    model, tokens = build(), torch.randint(4, 50, (1, 4))
+    with pytest.raises(
+        ValueError, match=r"^past_key_values is a (DynamicCache|str); it must be what this model returned, or None$"
+    ):
+        model(tokens, past_key_values=made())
+    assert isinstance(model(tokens, past_key_values=()).past_key_values, Cache)
+
+
+def test_the_configuration_says_whether_a_cache_is_returned():
+    assert build(use_cache=False)(torch.tensor([[4]])).past_key_values is None
+    model = build()
+    assert model(torch.tensor([[4]])).past_key_values is not None and model.train()(torch.tensor([[4]])).past_key_values is None
+    model.eval().config.use_cache = False
+    assert model(torch.tensor([[4]])).past_key_values is None and model(torch.tensor([[4]]), use_cache=True).past_key_values
+
+
+def test_a_state_takes_no_tokens_back():
+    cache = build()(torch.tensor([[4, 5]])).past_key_values
+    with pytest.raises(ValueError, match="a state cannot take tokens back, so this model cannot assist another one's generation"):
+        cache.crop(1)
+
+
+class Adapted(nn.Module):
+    """A linear map with an adapter of low rank beside it, which shows the weight of the map alone, as that of peft does."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base = base
+        self.down, self.up = (nn.Linear(*sizes, bias=False).double() for sizes in ((base.in_features, 2), (2, base.out_features)))
+        self.weight, self.bias, self.out_features = base.weight, base.bias, base.out_features
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+    def merged(self) -> nn.Linear:
+        linear = nn.Linear(self.base.in_features, self.base.out_features, bias=self.bias is not None).double()
+        linear.weight.data = self.weight.data + self.up.weight.data @ self.down.weight.data
+        if self.bias is not None:
+            linear.bias.data = self.bias.data
+        return linear
+
+
+@pytest.mark.parametrize("name", ["in_proj", "out_proj"])
+@pytest.mark.parametrize("mixer", ["fast_weight", "additive", "leap", "sru", "srupp", "local_attention", "transformer_xl", "abc"])
+@torch.no_grad()
+def test_an_adapter_around_a_projection_counts_in_every_way_to_read(mixer, name):
+    """All tokens at once, and one by one."""
+    model, tokens = build(mixer, positions="sinusoidal"), torch.randint(4, 50, (2, 9))
+    if getattr(model.layers[0].self_attn, name, None) is None:
+        pytest.skip(f"{mixer} has no {name}")
+    found = []
+    for step in (Adapted, Adapted.merged):
+        for layer in model.layers:
+            setattr(layer.self_attn, name, step(getattr(layer.self_attn, name)))
+        cache, one_by_one = None, []
+        for token in tokens.split(1, 1):
+            output = model(token, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            one_by_one.append(output.logits)
+        found += [model(tokens).logits, torch.cat(one_by_one, 1)]
+    for logits in found[:-1]:
+        torch.testing.assert_close(logits, found[-1])
+
+
+@torch.no_grad()
+def test_token_shift_refuses_an_adapter():
+    model = build(given={"token_shift": True})
+    model.layers[0].self_attn.in_proj = Adapted(model.layers[0].self_attn.in_proj)
+    with pytest.raises(ValueError, match="in_proj was replaced, and token shift reads its weight; merge an adapter into it first"):
+        model(torch.tensor([[4, 5]]))
