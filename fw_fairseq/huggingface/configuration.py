@@ -73,7 +73,8 @@ class FastWeightTranslationConfig(PretrainedConfig):
         **kwargs,
     ):
         self.encoder, self.decoder = (
-            side if isinstance(side, FastWeightHFConfig) else FastWeightHFConfig(**(side or {})) for side in (encoder, decoder)
+            side if isinstance(side, FastWeightHFConfig) else FastWeightHFConfig(**defaults | (side or {}))
+            for side, defaults in ((encoder, {"mixers": ["linear"]}), (decoder, {}))
         )
         self.linear_cross, self.use_cache = linear_cross, use_cache
         super().__init__(tie_word_embeddings=tie_word_embeddings, is_encoder_decoder=is_encoder_decoder, **kwargs)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import Mistake
+from ..mixers import MIXERS
+from ..rules import RULES
 from .configuration import FastWeightHFConfig
-from .layers import BandedEmbedding, BandedOutput, Cache, Layer
+from .layers import ACTIVATIONS, BandedEmbedding, BandedOutput, Cache, Layer
 
+POSITIONS = ("none", "learned", "sinusoidal")
 WITHOUT_EFFECT = ("cache_position", "token_type_ids")  # which transformers passes to every model
 
 
@@ -32,6 +36,25 @@ def mean_loss(logits: Tensor, labels: Tensor | None, shift_labels: Tensor | None
     if shift_labels is None:
         return None
     return F.cross_entropy(logits.flatten(0, 1).float(), shift_labels.flatten().to(logits.device))
+
+
+def check_config(config: FastWeightHFConfig, mixers: Iterable[str]) -> None:
+    """Refuses a configuration that no model has. mixers: the names of those that the layers may have."""
+    if config.positions not in POSITIONS:
+        raise Mistake(f"positions is {config.positions!r}; it must be one of: {', '.join(POSITIONS)}")
+    if config.activation not in ACTIVATIONS:
+        raise Mistake(f"activation is {config.activation!r}; it must be one of: {', '.join(ACTIVATIONS)}")
+    if wrong := [name for name in config.mixers if name not in mixers]:
+        raise Mistake(f"mixers has {wrong[0]!r}; it must have names of: {', '.join(mixers)}")
+    if len(config.mixers) != config.num_hidden_layers:
+        raise Mistake(f"mixers has {len(config.mixers)} names; it must have one for each of {config.num_hidden_layers} layers")
+    rule = config.mixer_options.get("update_rule")
+    if rule is not None and rule not in RULES:
+        raise Mistake(f"update_rule is {rule!r}; it must be one of: {', '.join(RULES)}")
+    for name in ("input_bands", "output_bands"):
+        bands = getattr(config, name)
+        if bands and (words := sum(count for count, _ in bands)) != config.vocab_size:
+            raise Mistake(f"{name} has {words} words; it must have vocab_size, {config.vocab_size}")
 
 
 def caches(model: nn.Module) -> bool:
@@ -116,6 +139,7 @@ class Decodes(Embeds):
 
     def make_layers(self, config: FastWeightHFConfig, kind: type[Layer], *options) -> None:
         """Adds layers and output to this module. kind: the class of the layers, which gets the options."""
+        check_config(config, (*MIXERS, "softmax"))
         width, size_out = config.hidden_size, config.output_size or config.hidden_size
         self.layers = nn.ModuleList(kind(config, i, *options) for i in range(config.num_hidden_layers))
         self.layer_norm = nn.LayerNorm(width) if config.final_norm else None

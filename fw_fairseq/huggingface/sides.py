@@ -11,10 +11,11 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from .. import Mistake
 from ..mixers.around.source import SourceMemory
+from ..mixers.fast_weight import FastWeight
 from ..ops.state import tensor_state
 from .configuration import FastWeightHFConfig
 from .layers import Layer
-from .parts import Decodes, Embeds, padding_of, refuse_attentions
+from .parts import Decodes, Embeds, check_config, padding_of, refuse_attentions
 
 
 @tensor_state
@@ -55,7 +56,8 @@ def attention(config: FastWeightHFConfig, linear: bool, source_width: int | None
     width, heads = config.hidden_size, config.num_attention_heads
     if not linear:
         return SoftmaxSource(width, heads, source_width)
-    return SourceMemory(width, heads, SimpleNamespace(**config.mixer_options), source_width)
+    defaults = {name: setting.default for name, setting in FastWeight.settings.items()}
+    return SourceMemory(width, heads, SimpleNamespace(**defaults | config.mixer_options), source_width)
 
 
 class EncoderLayer(Layer):
@@ -79,6 +81,7 @@ class Encoder(Embeds, nn.Module):
 
     def __init__(self, config: FastWeightHFConfig):
         super().__init__()
+        check_config(config, ("linear", "softmax"))
         self.make_embeddings(config)
         self.layers = nn.ModuleList(EncoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.layer_norm = nn.LayerNorm(config.hidden_size) if config.final_norm else None

@@ -56,7 +56,7 @@ def generate(model, **options) -> list[list[int]]:
     return model.generate(prompt, attention_mask=mask, max_new_tokens=9, **options).tolist()
 
 
-@pytest.mark.parametrize("positions, window", [("learned", 0), ("sinusoidal", 4), (None, 4)])
+@pytest.mark.parametrize("positions, window", [("learned", 0), ("sinusoidal", 4), ("none", 4)])
 def test_only_learned_positions_limit_the_text_that_a_window_can_be_all_of(positions, window):
     """A window as wide as the longest text is all of the past."""
     options = asdict(FastWeightConfig(window_sizes="4"))

@@ -20,6 +20,7 @@ from fw_fairseq.huggingface import (  # noqa: E402
     FastWeightForCausalLM,
     FastWeightForTranslation,
     FastWeightHFConfig,
+    FastWeightTranslationConfig,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -178,3 +179,26 @@ def test_token_shift_refuses_an_adapter():
     model.layers[0].self_attn.in_proj = Adapted(model.layers[0].self_attn.in_proj)
     with pytest.raises(ValueError, match="in_proj was replaced, and token shift reads its weight; merge an adapter into it first"):
         model(torch.tensor([[4, 5]]))
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"positions": "rotary"}, "positions is 'rotary'; it must be one of: none, learned, sinusoidal"),
+        ({"activation": "mish"}, "activation is 'mish'; it must be one of: relu, gelu, "),
+        ({"mixers": ["sru", "foo"]}, "mixers has 'foo'; it must have names of: fast_weight, "),
+        ({"mixers": ["sru"] * 3}, "mixers has 3 names; it must have one for each of 2 layers"),
+        ({"mixers": ["sru"]}, "mixers has 1 names; it must have one for each of 2 layers"),
+        ({"mixer_options": {"update_rule": "foo"}}, "update_rule is 'foo'; it must be one of: sum, "),
+        ({"input_bands": [[20, 32], [20, 16]]}, "input_bands has 40 words; it must have vocab_size, 50"),
+    ],
+)
+def test_a_configuration_of_no_model_is_refused(wrong, said):
+    with pytest.raises(ValueError, match=f"^{said}"):
+        build(**wrong)
+    sides = [FastWeightHFConfig(**SIZES | {"mixers": [mixer] * 2}) for mixer in ("linear", "fast_weight")]
+    with pytest.raises(ValueError, match=r"^mixers has .fast_weight.; it must have names of: linear, softmax$"):
+        FastWeightForTranslation(FastWeightTranslationConfig(sides[1], sides[1]))
+    made = FastWeightForTranslation(FastWeightTranslationConfig(*sides)), FastWeightForTranslation(FastWeightTranslationConfig())
+    words = torch.tensor([[4, 2]])
+    assert all(model(words, decoder_input_ids=words).logits.isfinite().all() for model in made)
