@@ -295,6 +295,9 @@ def test_memory_efficient_half_precision_works_on_cpus():
         half_precision_on_cpus("memory_efficient_fp16")
 
 
+WITHOUT_EMA = SimpleNamespace(ema=SimpleNamespace(store_ema=False))
+
+
 def test_other_errors_of_loading_stay_as_they_are():
     def original(trainer, filename, reset_optimizer):
         try:
@@ -303,7 +306,7 @@ def test_other_errors_of_loading_stay_as_they_are():
             raise RuntimeError("the disk is on fire")  # noqa: B904
 
     with pytest.raises(RuntimeError, match=r"^the disk is on fire$"):
-        say_what_does_not_fit(original, None, "a.pt")
+        say_what_does_not_fit(original, SimpleNamespace(cfg=WITHOUT_EMA), "a.pt")
 
 
 @pytest.mark.parametrize(
@@ -341,5 +344,5 @@ def test_a_checkpoint_of_another_rule_says_so_when_a_run_goes_on():
     with pytest.raises(
         ValueError, match=r"^a.pt: .*differ in decoder.layers.0.self_attn.mixer.in_proj.weight and 3 more"
     ) as caught:
-        say_what_does_not_fit(original, None, "a.pt")
+        say_what_does_not_fit(original, SimpleNamespace(cfg=WITHOUT_EMA), "a.pt")
     assert sentence(caught.value)

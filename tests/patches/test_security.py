@@ -183,7 +183,7 @@ def commands(evil, data, folder):
     student = [*TRAINING.split(), "--arch", "fast_weight_lm", "--save-dir", folder / "saved", "--max-update", 1]
     return {
         "fairseq-eval-lm": lambda: fairseq("eval_lm", data, *USER_DIR, *task, "--path", evil),
-        "fw-explain": lambda: called(explain, evil, "w1 w2", "--html", folder / "out", "--data", data),
+        "fw-explain": lambda: called(explain, evil, "w1 w2", "--html", folder / "out.html", "--data", data),
         "fw-export-hf": lambda: called(export_hf, evil, folder / "out", "--data", data),
         "fw-convert": lambda: called(convert, evil, folder / "out", "--rule", "sum"),
         "teacher": lambda: fairseq("train", data, *USER_DIR, *student, "--criterion", "t2r_distillation", "--teacher", evil),
@@ -198,7 +198,7 @@ def test_the_commands_name_the_option(command, counting_data, pretrained, tmp_pa
     done = commands(tmp_path / "evil.pt", counting_data, tmp_path)[command]()
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode > 0 and "adaptive_softmax_cutoff is \"__import__('pathlib')" in last and REFUSED in last, done.stderr
-    assert not (tmp_path / "mark").exists() and not (tmp_path / "out").exists() and "Traceback" not in done.stderr
+    assert not (tmp_path / "mark").exists() and not [*tmp_path.glob("out*")] and "Traceback" not in done.stderr
 
 
 class Reduced:
