@@ -14,18 +14,17 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .. import Mistake
 from .configuration import FastWeightHFConfig
 from .layers import Cache, Layer
-from .parts import Decodes, Drawn, cache_of, caches, mean_loss, padding_of, refuse_attentions, refuse_unknown
+from .parts import Decodes, Drawn, KeepsState, cache_of, caches, mean_loss, padding_of, refuse_attentions, refuse_unknown
 from .prompts import carried
 from .prompts import read as read_prompts
 
 
-class FastWeightForCausalLM(Drawn, Decodes, PreTrainedModel, GenerationMixin):
+class FastWeightForCausalLM(KeepsState, Drawn, Decodes, PreTrainedModel, GenerationMixin):
     """The language model as transformers loads it."""
 
     config_class = FastWeightHFConfig
     base_model_prefix = "model"
     _no_split_modules = ["Layer"]  # noqa: RUF012
-    _is_stateful = True  # tokens cannot be taken back, so there is no assisted generation
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = False  # the loss is a mean, so Trainer divides it by the number of accumulated steps
 
@@ -35,10 +34,6 @@ class FastWeightForCausalLM(Drawn, Decodes, PreTrainedModel, GenerationMixin):
         self.make_layers(config, Layer)
         self.draw_as_fairseq()
         self.post_init()
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # it makes its own Cache
 
     def get_input_embeddings(self):
         """Returns the embeddings of the input."""
@@ -91,7 +86,7 @@ class FastWeightForCausalLM(Drawn, Decodes, PreTrainedModel, GenerationMixin):
         inputs = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = caches(self) if use_cache is None else use_cache
         cache = cache_of(past_key_values, use_cache)
-        padding = padding_of(attention_mask, inputs.shape[1])
+        padding = padding_of(attention_mask, inputs)
         x, tokens, resets = self.embed(inputs, padding, position_ids, cache.tokens)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         graph = (

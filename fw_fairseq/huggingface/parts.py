@@ -17,6 +17,9 @@ from .layers import ACTIVATIONS, BandedEmbedding, BandedOutput, Cache, Layer
 
 POSITIONS = ("none", "learned", "sinusoidal")
 WITHOUT_EFFECT = ("cache_position", "token_type_ids")  # which transformers passes to every model
+UNREAD = {"mixer", "mixer_pattern", "ffn_sru", "ffn_sparsity", "ffn_controller_dim", "qkv_sparsity", "output_sparsity"}
+UNREAD |= {"scale_output", "output_dropout", "reversible", "no_decoding_graph"}  # of training, which exported folders have too
+OPTIONS = UNREAD.union(*({*mixer.settings, *mixer.options} for mixer in MIXERS.values()))
 
 
 def draw(module: nn.Module) -> None:
@@ -48,6 +51,8 @@ def check_config(config: FastWeightHFConfig, mixers: Iterable[str]) -> None:
         raise Mistake(f"mixers has {wrong[0]!r}; it must have names of: {', '.join(mixers)}")
     if len(config.mixers) != config.num_hidden_layers:
         raise Mistake(f"mixers has {len(config.mixers)} names; it must have one for each of {config.num_hidden_layers} layers")
+    if unknown := sorted(config.mixer_options.keys() - OPTIONS):
+        raise Mistake(f"mixer_options has {unknown[0]!r}; it must have names of: {', '.join(sorted(OPTIONS - UNREAD))}")
     rule = config.mixer_options.get("update_rule")
     if rule is not None and rule not in RULES:
         raise Mistake(f"update_rule is {rule!r}; it must be one of: {', '.join(RULES)}")
@@ -71,10 +76,16 @@ def cache_of(past_key_values: Cache | None, keep_state: bool) -> Cache:
     return Cache(keep_state=keep_state)
 
 
-def padding_of(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
-    """Returns which of the last ``tokens`` tokens are padding, (B,T); None where none is."""
-    padding = None if attention_mask is None else attention_mask[:, -tokens:].eq(0)
-    return padding if padding is not None and padding.any() else None
+def padding_of(attention_mask: Tensor | None, inputs: Tensor, name: str = "attention_mask") -> Tensor | None:
+    """Returns which of the inputs, (B,T,...), are padding, (B,T); None where none is. The mask may have earlier tokens too."""
+    if attention_mask is None:
+        return None
+    batch, tokens = inputs.shape[:2]
+    shape = tuple(attention_mask.shape)
+    if len(shape) != 2 or shape[0] != batch or shape[1] < tokens:
+        raise Mistake(f"{name} has the shape {shape}; it must be (batch, tokens), here {(batch, tokens)}, with 0 at padding")
+    padding = attention_mask[:, -tokens:].eq(0)
+    return padding if padding.any() else None
 
 
 def refuse_unknown(others: dict) -> None:
@@ -88,6 +99,23 @@ def refuse_attentions(output_attentions: bool | None) -> None:
     """Refuses to return attention weights."""
     if output_attentions:
         raise Mistake("output_attentions asks for attention weights, which this model never computes; leave it out")
+
+
+class KeepsState:
+    """A model that generates from a cache of its own, ``Cache``."""
+
+    _is_stateful = True  # tokens cannot be taken back, so there is no assisted generation
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def _prepare_cache_for_generation(self, generation_config, *args, **kwargs):
+        """Refuses to choose a cache of transformers, of which it would only warn."""
+        if generation_config.cache_implementation is not None:
+            kind = generation_config.cache_implementation
+            raise Mistake(f"cache_implementation is {kind!r}; this model has one kind of cache, its state, so leave it out")
+        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
 
 
 class Embeds:

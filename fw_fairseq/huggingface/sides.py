@@ -100,7 +100,7 @@ class Encoder(Embeds, nn.Module):
         if (input_ids is None) == (inputs_embeds is None):
             raise Mistake("the encoder takes either input_ids or inputs_embeds")
         inputs = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        padding = padding_of(attention_mask, inputs.shape[1])
+        padding = padding_of(attention_mask, inputs)
         x, _, _ = self.embed(inputs, padding, None, None)
         hidden = [x]
         for layer in self.layers:

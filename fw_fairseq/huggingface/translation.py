@@ -11,7 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 from .. import Mistake
 from .configuration import FastWeightTranslationConfig
 from .layers import Cache
-from .parts import Drawn, cache_of, caches, mean_loss, padding_of, refuse_attentions, refuse_unknown
+from .parts import Drawn, KeepsState, cache_of, caches, mean_loss, padding_of, refuse_attentions, refuse_unknown
 from .sides import Decoder, Encoder
 
 
@@ -32,7 +32,7 @@ class EndAtLast(LogitsProcessor):
         return torch.where(alone.isneginf().all(1, keepdim=True), scores, alone)
 
 
-class FastWeightForTranslation(Drawn, PreTrainedModel, GenerationMixin):
+class FastWeightForTranslation(KeepsState, Drawn, PreTrainedModel, GenerationMixin):
     """The translation model as transformers loads it."""
 
     config_class = FastWeightTranslationConfig
@@ -40,7 +40,6 @@ class FastWeightForTranslation(Drawn, PreTrainedModel, GenerationMixin):
     main_input_name = "input_ids"
     _no_split_modules = ["EncoderLayer", "DecoderLayer"]  # noqa: RUF012
     _tied_weights_keys = {"encoder.embed_tokens.weight": "decoder.embed_tokens.weight"}  # noqa: RUF012
-    _is_stateful = True  # tokens cannot be taken back, so there is no assisted generation
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = False  # the loss is a mean, so Trainer divides it by the number of accumulated steps
 
@@ -50,10 +49,6 @@ class FastWeightForTranslation(Drawn, PreTrainedModel, GenerationMixin):
         self.decoder = Decoder(config.decoder, config.linear_cross, config.encoder.hidden_size)
         self.draw_as_fairseq()
         self.post_init()
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # it makes its own Cache
 
     def get_encoder(self, *unused, **others) -> nn.Module:
         """Returns the encoder."""
@@ -126,8 +121,8 @@ class FastWeightForTranslation(Drawn, PreTrainedModel, GenerationMixin):
         inputs = self.decoder.embed_tokens(decoder_input_ids) if decoder_inputs_embeds is None else decoder_inputs_embeds
         use_cache = caches(self) if use_cache is None else use_cache
         cache = cache_of(past_key_values, use_cache)
-        padding = padding_of(decoder_attention_mask, inputs.shape[1])
-        looked_at = source.transpose(0, 1), padding_of(attention_mask, source.shape[1])
+        padding = padding_of(decoder_attention_mask, inputs, "decoder_attention_mask")
+        looked_at = source.transpose(0, 1), padding_of(attention_mask, source)
         x, tokens, _ = self.decoder.embed(inputs, padding, None, cache.tokens)
         hidden = self.decoder.through_layers(x, padding, None, cache, tokens, *looked_at)
         logits = self.decoder.scores(hidden[-1])

@@ -22,6 +22,7 @@ from fw_fairseq.huggingface import (  # noqa: E402
     FastWeightHFConfig,
     FastWeightTranslationConfig,
 )
+from fw_fairseq.huggingface.parts import OPTIONS  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -117,6 +118,34 @@ def test_another_models_cache_is_refused(made):
     assert isinstance(model(tokens, past_key_values=()).past_key_values, Cache)
 
 
+def test_other_kinds_of_cache_are_refused_in_generation():
+    """Of which transformers only warns."""
+    said = r"^cache_implementation is 'static'; this model has one kind of cache, its state, so leave it out$"
+    words = torch.randint(4, 50, (1, 4))
+    for model in (build(), FastWeightForTranslation(FastWeightTranslationConfig(eos_token_id=2, decoder_start_token_id=2))):
+        with pytest.raises(ValueError, match=said):
+            model.generate(words % 8, max_new_tokens=2, cache_implementation="static")
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 4, 4), (4,), (1, 4), (2, 3)])
+def test_a_mask_of_another_shape_is_refused(shape):
+    """A longer one is that of all tokens so far."""
+    said = r"attention_mask has the shape \(.*\); it must be \(batch, tokens\), here \(2, 4\), with 0 at padding$"
+    words, mask = torch.randint(4, 8, (2, 4)), torch.ones(shape)
+    model, translation = build(), FastWeightForTranslation(FastWeightTranslationConfig())
+    with pytest.raises(ValueError, match=f"^{said}"):
+        model(words, attention_mask=mask)
+    for name in ("attention_mask", "decoder_attention_mask"):
+        with pytest.raises(ValueError, match=f"^{name.removesuffix('attention_mask')}{said}"):
+            translation(words, decoder_input_ids=words, **{name: mask})
+    assert torch.equal(model(words, attention_mask=torch.ones(2, 9)).logits, model(words).logits)
+
+
+def test_every_option_of_an_exported_folder_is_known():
+    """And no name is allowed that no model has."""
+    assert {name for name in asdict(FastWeightConfig()) if not name.startswith("_")} == OPTIONS
+
+
 def test_the_configuration_says_whether_a_cache_is_returned():
     assert build(use_cache=False)(torch.tensor([[4]])).past_key_values is None
     model = build()
@@ -190,6 +219,7 @@ def test_token_shift_refuses_an_adapter():
         ({"mixers": ["sru"] * 3}, "mixers has 3 names; it must have one for each of 2 layers"),
         ({"mixers": ["sru"]}, "mixers has 1 names; it must have one for each of 2 layers"),
         ({"mixer_options": {"update_rule": "foo"}}, "update_rule is 'foo'; it must be one of: sum, "),
+        ({"mixer_options": {"update_rules": "sum"}}, "mixer_options has 'update_rules'; it must have names of: .*, update_rule, "),
         ({"input_bands": [[20, 32], [20, 16]]}, "input_bands has 40 words; it must have vocab_size, 50"),
     ],
 )
