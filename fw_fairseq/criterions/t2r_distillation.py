@@ -67,7 +67,7 @@ class Distillation(PlainOrAdaptive):
         real = target.ne(self.padding_idx)
         if matching:
             losses = {"match": real.sum() * self.match_layers(model, teacher, sample["net_input"], real)}
-            loss = losses["match"]
+            loss = losses["match"] + zero_of_all(model) if torch.distributed.is_initialized() else losses["match"]
         else:
             losses = self.match_words(model, teacher, sample["net_input"], target)
             loss = self.teacher_weight * losses["teacher"] + (1 - self.teacher_weight) * losses["text"]
@@ -104,7 +104,8 @@ class Distillation(PlainOrAdaptive):
             )
         rows = real.t()  # (T,B), as in the layers
         pairs = [(x[rows].float(), y[rows].float()) for x, y in zip(given, wanted)]
-        return torch.stack([(x - y).square().mean() / y.square().mean().clamp(min=1e-12) for x, y in pairs]).mean()
+        smallest = 1e-12 * max(1, pairs[0][1].numel())  # none: all is padding
+        return torch.stack([(x - y).square().sum() / y.square().sum().clamp(min=smallest) for x, y in pairs]).mean()
 
     def match_words(self, model, teacher, net_input, target) -> dict[str, Tensor]:
         """Returns the text's cross entropy and the divergence from the teacher's probabilities, each summed over tokens."""
@@ -123,6 +124,12 @@ class Distillation(PlainOrAdaptive):
             losses["text"] += F.nll_loss(x, t, reduction="sum")
             losses["teacher"] += F.kl_div(x, F.log_softmax(y.float(), -1), reduction="sum", log_target=True)
         return losses
+
+
+def zero_of_all(model) -> Tensor:
+    """Returns 0, which depends on every parameter. Torch's DDP waits for the gradients of all of them, and matched layers do not
+    use those of the output."""
+    return sum(0 * p.view(-1)[0] for p in model.parameters() if p.requires_grad and p.numel())
 
 
 def plain(net_input: dict) -> dict:

@@ -94,6 +94,17 @@ def test_layers_first_words_then_and_plain_validation(criterion):
     assert not any(key.startswith("distil") for key in log)
 
 
+@pytest.mark.parametrize("settings", [{"match_updates": 1}, {"match_updates": 1, "match": "attention"}, {"teacher_weight": 0.5}])
+def test_a_batch_of_padding_teaches_nothing(settings, criterion):
+    """A worker may get one. Its gradients are 0, not NaN."""
+    student, batch = build(**DECAY).train(), sample()
+    batch["target"].fill_(1)
+    loss, size, _ = criterion(softmax(), **settings)(student, batch)
+    loss.backward()
+    assert (float(loss), size) == (0, 0)
+    assert all(p.grad is None or not p.grad.any() for p in student.parameters())
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [
@@ -162,6 +173,15 @@ def test_a_warm_start_in_two_workers_trains_only_what_is_new(counting_data, pret
     for mixer in mixers:
         rows = (before[mixer + "in_proj.weight"] != after[mixer + "in_proj.weight"]).any(1)
         assert rows[:32].any() and not rows[32:64].any() and rows[64:].all(), "queries and keys, values, gates"
+
+
+@pytest.mark.parametrize("match", ["hidden", "attention"])
+def test_layers_are_matched_with_the_ddp_of_torch(match, counting_data, pretrained, tmp_path):
+    """It waits for the gradient of every parameter. The last norm and the output have none while layers are matched."""
+    options = [*SHAPE.split(), "--arch", "fast_weight_lm", "--update-rule", "delta", "--max-update", 4]
+    options += ["--criterion", "t2r_distillation", "--teacher", pretrained, "--match", match, "--match-updates", 3]
+    log = train_two_workers(counting_data, *options, "--ddp-backend", "pytorch_ddp", "--save-dir", tmp_path)
+    assert "distil_match" in log and "distil_teacher" in log
 
 
 def test_layers_are_matched_in_fp32(criterion, monkeypatch):
