@@ -9,9 +9,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import fields
 
 from fairseq import models, options, registry, tasks
+from fairseq.dataclass import FairseqDataclass
 from fairseq.dataclass import utils as dataclass_utils
+from fairseq.models import FairseqEncoderDecoderModel
+from fairseq.tasks.language_modeling import LanguageModelingTask
 from omegaconf.errors import OmegaConfBaseException
 
 from .. import Mistake
@@ -38,7 +42,8 @@ def say_what_the_command_line_says(original, options, cfg, *args, **kwargs):
 @replaces(options, "parse_args_and_arch")
 def list_every_option_in_the_help(original, parser, input_args=None, *args, **kwargs):
     """fairseq's commands print `--help` and end before they read the options of the architecture, the task and the criterion that
-    the command line names. Now their help lists these too."""
+    the command line names. Now their help lists these too. An architecture that is missing, or that the task does not train, is
+    refused in one sentence."""
     given = sys.argv[1:] if input_args is None else input_args
     if not {"-h", "--help"}.isdisjoint(given):
         parse = parser.parse_known_args
@@ -53,7 +58,28 @@ def list_every_option_in_the_help(original, parser, input_args=None, *args, **kw
             return found
 
         parser.parse_known_args = parse_without_help
-    return original(parser, input_args, *args, **kwargs)
+    try:
+        found = original(parser, input_args, *args, **kwargs)
+    except RuntimeError as error:  # without a message, where no architecture is named
+        if error.args:
+            raise
+        raise Mistake("--arch is missing; name the architecture to train, for example --arch fast_weight_lm") from error
+    name_the_task_that_a_model_needs(found[0] if isinstance(found, tuple) else found)
+    return found
+
+
+def name_the_task_that_a_model_needs(args: argparse.Namespace) -> None:
+    """Refuses to train a language model by a task of another kind, and a model with an encoder by one of language models."""
+    model = models.ARCH_MODEL_REGISTRY.get(getattr(args, "arch", None))
+    task = tasks.TASK_REGISTRY.get(getattr(args, "task", None))
+    if model is None or task is None:
+        return
+    said = f"--arch {args.arch} is {{}}, which --task {args.task} does not train; name its task, for example --task {{}}"
+    defaults = [field.default for field in fields(getattr(model, "__dataclass", None) or FairseqDataclass)]
+    if "${task.tokens_per_sample}" in defaults and not hasattr(args, "tokens_per_sample"):
+        raise Mistake(said.format("a language model", "language_modeling"))
+    if issubclass(task, LanguageModelingTask) and issubclass(model, FairseqEncoderDecoderModel):
+        raise Mistake(said.format("a model with an encoder", "translation"))
 
 
 class WithoutGraphs(argparse.Action):

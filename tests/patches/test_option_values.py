@@ -48,6 +48,39 @@ def of_the_command_line(capsys, *arguments: str) -> str:
     return capsys.readouterr().err.strip().rpartition("error: ")[2]
 
 
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--task language_modeling", "--arch is missing; name the architecture to train, for example --arch fast_weight_lm"),
+        (
+            "--arch fast_weight_lm",
+            "--arch fast_weight_lm is a language model, which --task translation does not train; name its task, for example --task"
+            " language_modeling",
+        ),
+        (
+            "--arch transformer_lm --task translation",
+            "--arch transformer_lm is a language model, which --task translation does not train; name its task, for example --task"
+            " language_modeling",
+        ),
+        (
+            "--arch fast_weight_transformer --task stateful_language_modeling",
+            "--arch fast_weight_transformer is a model with an encoder, which --task stateful_language_modeling does not train;"
+            " name its task, for example --task translation",
+        ),
+    ],
+)
+def test_a_model_and_a_task_that_do_not_belong_together_are_refused(words, said):
+    with pytest.raises(Mistake, match=f"^{re.escape(said)}$"):
+        options.parse_args_and_arch(options.get_training_parser(), ["data", *words.split()])
+
+
+@pytest.mark.parametrize("arch, task", [("fast_weight_lm", "stateful_language_modeling"), ("fast_weight_transformer", "translation")])
+def test_a_model_and_its_task_are_taken(arch, task):
+    words = ["data", "--arch", arch, "--task", task]
+    assert options.parse_args_and_arch(options.get_training_parser(), words).arch == arch
+    options.parse_args_and_arch(options.get_training_parser(), [*words, "--other"], parse_known=True)
+
+
 @pytest.mark.parametrize("name, value", BAD)
 def test_overrides_are_refused_as_on_the_command_line(name, value, checkpoint, dictionary, capsys):
     option = "--" + name.replace("_", "-")
