@@ -28,6 +28,8 @@ LAYOUTS = {
     "tied-learned-positions": "--arch transformer_lm_gpt --share-decoder-input-output-embed --decoder-learned-pos",
     "input-width": "--arch transformer_lm --decoder-input-dim 16 --decoder-output-dim 24 --no-token-positional-embeddings",
     "adaptive": f"--arch transformer_lm {ADAPTIVE}",
+    "fewer-words-out": "--arch transformer_lm --output-dictionary-size 30",
+    "quantised": "--arch transformer_lm --quant-noise-pq 0.1 --quant-noise-pq-block-size 4",
     "baevski": f"--arch transformer_lm_wiki103 {ADAPTIVE} --tie-adaptive-proj",
     "scaled": "--arch transformer_lm --layernorm-embedding --scale-fc --scale-resids --activation-fn gelu --no-scale-embedding",
 }
@@ -218,9 +220,14 @@ def without_options(state):
     state["cfg"] = None
 
 
+def by_characters(state):
+    state["cfg"]["model"]["character_embeddings"] = True
+
+
 @pytest.mark.parametrize(
     "change, said",
     [
+        (by_characters, "was trained with --character-embeddings; fw-convert takes models that embed whole words"),
         (without_model, "holds no fairseq model with its options; SOURCE must be a checkpoint that fairseq-train saved"),
         (without_options, "holds no fairseq model with its options; SOURCE must be a checkpoint that fairseq-train saved"),
         (drop, "lacks decoder.layers.1.fc1.bias"),

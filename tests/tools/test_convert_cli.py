@@ -77,10 +77,11 @@ def test_a_program_takes_options_over_as_the_commands_do(pretrained, tmp_path, c
     assert (given.options_from, given.update_rule, given.feature_dim, given.dropout) == ("", "gated", 4, 0.3)
     state = torch.load(start, weights_only=False)
     state["cfg"]["model"]["scale_fc"] = True  # as of an older version: the option is there, its part is not
+    state["cfg"]["model"]["quant_noise_pq"] = 0.1  # with which the decoder has a layer of its own
     torch.save(state, start.with_name("older.pt"))
     given = Namespace(**vars(options_of("fast_weight_lm", options_from=str(start.with_name("older.pt")))), arch="fast_weight_lm")
     take_options_over(given)
-    assert (given.update_rule, given.scale_fc) == ("gated", False)
+    assert (given.update_rule, given.scale_fc, given.quant_noise_pq) == ("gated", False, 0.1)
     [said] = [record.message for record in caplog.records if record.message.startswith(f"options of {start}: ")]
     assert " --feature-dim 4 " in said and " --update-rule gated" in said and "--dropout" not in said
     assert {layer.self_attn.mixer.rule_name for layer in model.decoder.layers} == {"gated"}

@@ -222,12 +222,15 @@ def gpt2_to_fairseq(name: str, tensor: Tensor, eos: int) -> dict[str, Tensor]:
     return {f"{prefix}{GPT2_NAMES[part]}.{kind}": tensor}
 
 
-def skeleton(options: dict, tensors: dict[str, Tensor]) -> FastWeightLanguageModel:
-    """Returns the model without its numbers; the embeddings give the size of its vocabulary."""
+def skeleton(source: Source) -> FastWeightLanguageModel:
+    """Returns the model without its numbers; the embeddings give the size of its vocabulary, of which the output may have the first
+    words only."""
     pattern = r"decoder\.embed_tokens\.(weight|embeddings\.\d+\.0\.weight)"
-    dictionary = Vocabulary(sum(len(x) for name, x in tensors.items() if re.fullmatch(pattern, name)))
+    words = sum(len(x) for name, x in source.tensors.items() if re.fullmatch(pattern, name))
+    written, options = source.cfg["task"].get("output_dictionary_size", -1), source.options
     with torch.device("meta"), naming(options):
-        task = Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
+        written = words if written is None or written < 0 else min(words, written)
+        task = Namespace(source_dictionary=Vocabulary(words), target_dictionary=Vocabulary(written))
         return FastWeightLanguageModel.build_model(OmegaConf.create(options), task)
 
 
@@ -236,7 +239,9 @@ def match_layout(source: Source, path: str) -> Source:
     options, tensors = source.options, source.tensors
     if set(layer_mixers(Namespace(**options), options["decoder_layers"])) != {SOFTMAX}:
         raise Mistake(f"{path} has mixers other than softmax already; fw-convert takes those with softmax in every layer")
-    model = skeleton(options, tensors)
+    if options.get("character_embeddings"):
+        raise Mistake(f"{path} was trained with --character-embeddings; fw-convert takes models that embed whole words")
+    model = skeleton(source)
     model.upgrade_state_dict(tensors)
     if model.decoder.layer_norm is None:  # checkpoints before version 3 had no norm after the last layer
         options["no_decoder_final_norm"] = True
