@@ -6,6 +6,7 @@ A run that a cluster takes its machine from saves what it has, and a run that is
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
 from torch.multiprocessing import ProcessExitedException
 
+from .checkpoints.plateau import go_on_counting
 from .replacing import changed, changes
 
 logger = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ def save_when_told_to_stop() -> None:
 @changes("fairseq_cli.train.train")
 def leave_complete_runs_alone() -> None:
     """Each repetition of the command of a run that has reached `--max-update` or `--stop-time-hours` makes one more update, and
-    writes it over the run's checkpoint. Now it makes none."""
+    writes it over the run's checkpoint; where `--patience` has ended the run, it trains on. Now it makes no update."""
     change_program("train", train_unless_complete)
 
 
@@ -53,12 +55,16 @@ def change_program(name: str, function: Callable) -> None:
 
 def train_unless_complete(original, cfg, trainer, task, epoch_itr):
     """Trains for an epoch, unless the run that was resumed had reached its end."""
+    counter = inspect.unwrap(original).__globals__["should_stop_early"]
+    go_on_counting(counter, trainer)
     updates, limits = trainer.get_num_updates(), cfg.optimization
     hours = trainer._previous_training_time / 3600  # all workers have read the same number from the checkpoint
     if 0 < limits.max_update <= updates:
         reached = f"--max-update {limits.max_update}"
     elif 0 < limits.stop_time_hours < hours:
         reached = f"--stop-time-hours {limits.stop_time_hours:g}"
+    elif 0 < cfg.checkpoint.patience <= getattr(counter, "num_runs", 0):
+        reached = f"--patience {cfg.checkpoint.patience}"
     else:
         return original(cfg, trainer, task, epoch_itr)
     logger.info("the run was complete after %d updates, by %s, and trains no further", updates, reached)

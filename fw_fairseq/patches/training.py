@@ -24,6 +24,7 @@ from torch import nn
 
 from .. import Mistake
 from .checkpoints.model_options import check_options, take_options_over
+from .checkpoints.plateau import PATIENCE
 from .checkpoints.resuming import check_origin, with_averages
 from .literals import naming
 from .non_finite import FirstNonFinite
@@ -98,7 +99,8 @@ def say_what_does_not_fit(original, trainer, filename, reset_optimizer=False, *a
     message names them. fairseq also resumes with another task or dictionary, at a wrong place of the text or with wrong words, and
     it loads parameters into a model with options that make another model of them, such as another `--feature-map`. Now this is
     refused; with an explicit `--restore-file` the log names such options. A run that is resumed with `--store-ema`, where its
-    checkpoint has no averages, ends in a KeyError; now the averages start from the parameters."""
+    checkpoint has no averages, ends in a KeyError; now the averages start from the parameters. fairseq counts the validations of
+    `--patience` from 0 after each stop; now the count goes on."""
     try:
         with with_averages(trainer):
             extra_state = original(trainer, filename, reset_optimizer, *args, **kwargs)
@@ -109,6 +111,8 @@ def say_what_does_not_fit(original, trainer, filename, reset_optimizer=False, *a
     if extra_state is not None:
         check_options(trainer, filename)
     check_origin(trainer, filename, extra_state, fresh=reset_optimizer)
+    fresh = extra_state is None or reset_optimizer or kwargs.get("reset_meters", False)
+    trainer.patience_read = {} if fresh else dict(extra_state.get(PATIENCE, {}))
     return extra_state
 
 

@@ -74,7 +74,9 @@ def test_a_model_and_a_task_that_do_not_belong_together_are_refused(words, said)
         options.parse_args_and_arch(options.get_training_parser(), ["data", *words.split()])
 
 
-@pytest.mark.parametrize("arch, task", [("fast_weight_lm", "stateful_language_modeling"), ("fast_weight_transformer", "translation")])
+@pytest.mark.parametrize(
+    "arch, task", [("fast_weight_lm", "stateful_language_modeling"), ("fast_weight_transformer", "translation")]
+)
 def test_a_model_and_its_task_are_taken(arch, task):
     words = ["data", "--arch", arch, "--task", task]
     assert options.parse_args_and_arch(options.get_training_parser(), words).arch == arch

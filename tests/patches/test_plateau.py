@@ -1,7 +1,9 @@
-"""A learning rate that follows the validation loss goes on after a stop as if there had been none."""
+"""A learning rate or an end that follows the validation loss comes after a stop as if there had been none."""
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -12,7 +14,8 @@ from support.commands import USER_DIR, fairseq, succeed
 from support.runs import parameters, updates
 
 import fw_fairseq.models  # noqa: F401
-from fw_fairseq.patches.checkpoints.plateau import judge_the_last_epoch
+from fw_fairseq.optim.until_solved import UntilSolved
+from fw_fairseq.patches.checkpoints.plateau import go_on_counting, judge_the_last_epoch, patience_of
 
 MODEL = (
     "--task language_modeling --tokens-per-sample 16 --batch-size 16 --optimizer adam --lr 0.3 --arch fast_weight_lm"
@@ -78,6 +81,10 @@ def test_the_scheduler_sees_a_loss_that_it_has_not_seen(iterations, epoch, follo
         seen.clear()
         judge_the_last_epoch(lambda cfg, trainer: found, SimpleNamespace(**vars(config) | {option: True}), trainer)
         assert seen == []
+    trainer.lr_scheduler = UntilSolved.__new__(UntilSolved)
+    judge_the_last_epoch(lambda cfg, trainer: found, config, trainer)
+    assert seen == judged
+    seen.clear()
     trainer.lr_scheduler = object()
     assert judge_the_last_epoch(lambda cfg, trainer: found, config, trainer) == found and seen == []
 
@@ -89,3 +96,47 @@ def test_bad_epochs_are_counted_from_0_where_a_checkpoint_has_no_count():
     for state, count in (({}, 0), ({"num_bad_epochs": 3}, 3)):
         load(lambda *args: None, scheduler, state)
         assert scheduler.lr_scheduler.num_bad_epochs == count
+
+
+def epochs_of(data, folder, last: int, *more) -> list[int]:
+    """The epochs that a run of up to ``last`` trains, one validation each."""
+    options = [*MODEL.split(), "--max-epoch", last, "--save-dir", folder, "--no-epoch-checkpoints", *more]
+    printed = succeed(fairseq("train", data, *options, "--log-format", "json", *USER_DIR))
+    return [json.loads(line)["epoch"] for line in re.findall(r"\| valid \| (\{.*\})", printed)]
+
+
+def test_patience_counts_on_after_a_stop(stream_data, tmp_path):
+    """Without learning no validation is better than the first one. A run that has ended trains on where more patience is given, or
+    as a new run."""
+    still = ("--lr", 0, "--patience")
+    assert epochs_of(stream_data, tmp_path / "whole", 9, *still, 3) == [1, 2, 3, 4]
+    runs = [(2, 3), (3, 3), (9, 3), (9, 3), (9, 5), (9, 5)]
+    assert [epochs_of(stream_data, tmp_path / "parts", last, *still, patience) for last, patience in runs] == [
+        [1, 2], [3], [4], [], [5, 6], []
+    ]  # fmt: skip
+    extra = torch.load(tmp_path / "parts" / "checkpoint_last.pt", weights_only=True)["extra_state"]
+    assert extra["patience"] == {"best": extra["best"], "num_runs": 5}
+    old = tmp_path / "parts" / "checkpoint_last.pt"
+    assert epochs_of(stream_data, tmp_path / "new", 9, *still, 2, "--finetune-from-model", old) == [1, 2, 3]
+
+
+def test_a_solved_run_trains_no_further(stream_data, tmp_path):
+    options = ["--lr-scheduler", "until_solved", "--target-loss", 100, "--stop-min-lr", 0]
+    assert [epochs_of(stream_data, tmp_path, 3, *options) for _ in range(2)] == [[1], []]
+
+
+def test_what_was_counted_belongs_to_one_run():
+    """The next one in the same process begins with what its own checkpoint says, and this once."""
+
+    def counter():
+        pass
+
+    counter.best, counter.num_runs = 1.0, 4
+    trainer = SimpleNamespace(patience_read={"best": 3.0, "num_runs": 2, "other": 1})
+    go_on_counting(counter, trainer)
+    assert vars(counter) == {"best": 3.0, "num_runs": 2} == patience_of(trainer)
+    counter.num_runs = 3
+    go_on_counting(counter, trainer)
+    assert patience_of(trainer)["num_runs"] == 3
+    go_on_counting(counter, SimpleNamespace(patience_read={}))
+    assert vars(counter) == {} == patience_of(SimpleNamespace())

@@ -180,22 +180,30 @@ def test_the_function_of_fairseq_train_is_replaced_once_wherever_it_is(monkeypat
     assert started.validate_and_save.__wrapped__ is save and started.train.__wrapped__ is train and vars(other) == {"train": print}
 
 
+def should_stop_early():
+    """In place of fairseq's function of this name, which keeps what --patience counts."""
+
+
 @pytest.mark.parametrize(
-    "updates, seconds, most, hours, trains",
+    "updates, seconds, most, hours, patience, trains",
     [
-        (8, 0, 9, 0, True),
-        (9, 0, 9, 0, False),
-        (10, 0, 9, 0, False),
-        (9, 99, 0, 0, True),
-        (9, 1800, 0, 0.5, True),  # fairseq stops after the time, not at it
-        (9, 1801, 0, 0.5, False),
-        (9, 1801, 9, 0.5, False),
+        (8, 0, 9, 0, 0, True),
+        (9, 0, 9, 0, 0, False),
+        (10, 0, 9, 0, 0, False),
+        (9, 99, 0, 0, -1, True),
+        (9, 1800, 0, 0.5, 0, True),  # fairseq stops after the time, not at it
+        (9, 1801, 0, 0.5, 0, False),
+        (9, 1801, 9, 0.5, 0, False),
+        (8, 0, 9, 0, 3, True),
+        (8, 0, 9, 0, 2, False),
+        (8, 0, 9, 0, 1, False),
     ],
 )
-def test_a_complete_run_trains_no_further(updates, seconds, most, hours, trains):
-    """No limit is a 0."""
-    trainer = Namespace(get_num_updates=lambda: updates, _previous_training_time=seconds)
-    config = Namespace(optimization=Namespace(max_update=most, stop_time_hours=hours))
+def test_a_complete_run_trains_no_further(updates, seconds, most, hours, patience, trains):
+    """No limit is a 0. Two validations have brought nothing."""
+    read = {"best": 1.0, "num_runs": 2}
+    trainer = Namespace(get_num_updates=lambda: updates, _previous_training_time=seconds, patience_read=read)
+    config = Namespace(optimization=Namespace(max_update=most, stop_time_hours=hours), checkpoint=Namespace(patience=patience))
     done = stopping.train_unless_complete(lambda *args: args, config, trainer, "task", "iterator")
     assert done == ((config, trainer, "task", "iterator") if trains else ([None], True))
 

@@ -1,16 +1,23 @@
-"""Learning rates that follow the validation loss
+"""Runs that follow the validation loss
 
-A run with `--lr-scheduler reduce_lr_on_plateau` resumes with the learning rate that it would have had without the stop.
+A run with `--lr-scheduler reduce_lr_on_plateau` or `until_solved`, or with `--patience`, resumes as it would have gone on without
+the stop.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fairseq import checkpoint_utils
 from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
+from fairseq.trainer import Trainer
 
+from ...optim.until_solved import UntilSolved
 from ..replacing import replaces
 
 BAD_EPOCHS = "num_bad_epochs"
+PATIENCE = "patience"  # an entry of a checkpoint's extra_state
+COUNTED = ("best", "num_runs")  # attributes of fairseq's should_stop_early
 
 
 @replaces(ReduceLROnPlateauLRSchedule, "state_dict")
@@ -32,10 +39,29 @@ def judge_the_last_epoch(original, cfg, trainer, **passthrough_args):
     """fairseq writes the checkpoint of an epoch before its scheduler sees the epoch's validation loss, so that a run which stopped
     between two epochs forgets that loss. Now the scheduler sees it when the run resumes."""
     extra_state, epochs = original(cfg, trainer, **passthrough_args)
-    follows = isinstance(trainer.lr_scheduler, ReduceLROnPlateauLRSchedule) and not (cfg.reset_optimizer or cfg.reset_lr_scheduler)
+    kinds = (ReduceLROnPlateauLRSchedule, UntilSolved)
+    follows = isinstance(trainer.lr_scheduler, kinds) and not (cfg.reset_optimizer or cfg.reset_lr_scheduler)
     if extra_state is not None and follows:
         position, loss = extra_state["train_iterator"], extra_state.get("val_loss")
         between = position["iterations_in_epoch"] == 0 and epochs.next_epoch_idx == position["epoch"] > 1
         if between and loss is not None:
             trainer.lr_step(position["epoch"] - 1, loss)
     return extra_state, epochs
+
+
+def go_on_counting(counter: Callable, trainer: Trainer) -> None:
+    """Gives ``counter``, fairseq's should_stop_early, what it had counted when the checkpoint was written, once for each run."""
+    read = getattr(trainer, "patience_read", None)
+    if read is None:
+        return
+    for name in COUNTED:
+        vars(counter).pop(name, None)
+    vars(counter).update({name: read[name] for name in COUNTED if name in read})
+    trainer.patience_read, trainer.patience_counter = None, counter
+
+
+def patience_of(trainer: Trainer) -> dict:
+    """Returns what a checkpoint is to know of the validations that `--patience` counts."""
+    counter = getattr(trainer, "patience_counter", None)
+    counted = {} if counter is None else vars(counter)
+    return {name: counted[name] for name in COUNTED if name in counted}

@@ -18,6 +18,7 @@ from fairseq.trainer import Trainer
 from ... import Mistake
 from ..replacing import replaces
 from .lock import lock
+from .plateau import PATIENCE, patience_of
 
 logger = logging.getLogger(__name__)
 ORIGIN = "origin"  # an entry of a checkpoint's extra_state
@@ -35,9 +36,11 @@ def lock_the_save_directory(original, save_dir) -> None:
 
 @replaces(Trainer, "state_dict")
 def keep_task_and_dictionaries(original, trainer) -> dict:
-    """fairseq's checkpoints name the data folder, but not what was in it. Now they also have a sum of each dictionary and the name
-    of the task."""
+    """fairseq's checkpoints name the data folder, but not what was in it. Now they also have a sum of each dictionary, the name of
+    the task, and what `--patience` has counted."""
     state = original(trainer)
+    if counted := patience_of(trainer):
+        state["extra_state"][PATIENCE] = counted
     state["extra_state"][ORIGIN] = {"task": task_name(trainer), "dictionaries": dictionary_sums(trainer.task)}
     return state
 
