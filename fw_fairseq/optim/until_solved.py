@@ -22,6 +22,8 @@ class UntilSolvedConfig(FairseqDataclass):
 class UntilSolved(FairseqLRScheduler):
     """A constant learning rate that becomes 0 when the validation loss falls below --target-loss."""
 
+    follows_validation = True
+
     def __init__(self, cfg: UntilSolvedConfig, optimizer):
         super().__init__(cfg, optimizer)
         self.optimizer.set_lr(cfg.lr[0])

@@ -12,7 +12,6 @@ from fairseq import checkpoint_utils
 from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
 from fairseq.trainer import Trainer
 
-from ...optim.until_solved import UntilSolved
 from ..replacing import replaces
 
 BAD_EPOCHS = "num_bad_epochs"
@@ -39,9 +38,9 @@ def judge_the_last_epoch(original, cfg, trainer, **passthrough_args):
     """fairseq writes the checkpoint of an epoch before its scheduler sees the epoch's validation loss, so that a run which stopped
     between two epochs forgets that loss. Now the scheduler sees it when the run resumes."""
     extra_state, epochs = original(cfg, trainer, **passthrough_args)
-    kinds = (ReduceLROnPlateauLRSchedule, UntilSolved)
-    follows = isinstance(trainer.lr_scheduler, kinds) and not (cfg.reset_optimizer or cfg.reset_lr_scheduler)
-    if extra_state is not None and follows:
+    scheduler = trainer.lr_scheduler
+    follows = isinstance(scheduler, ReduceLROnPlateauLRSchedule) or getattr(scheduler, "follows_validation", False)
+    if extra_state is not None and follows and not (cfg.reset_optimizer or cfg.reset_lr_scheduler):
         position, loss = extra_state["train_iterator"], extra_state.get("val_loss")
         between = position["iterations_in_epoch"] == 0 and epochs.next_epoch_idx == position["epoch"] > 1
         if between and loss is not None:
