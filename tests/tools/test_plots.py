@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -505,7 +506,7 @@ def test_length_is_a_share_of_the_same_words_in_segments(files, capsys):
 
 def test_position_is_the_perplexity_at_each_place(files, capsys):
     """A row with fewer places than another one leaves its cells empty."""
-    axes = draw_position(SimpleNamespace(results=Path("position.txt"))).axes[0]
+    axes = draw_position(SimpleNamespace(results=Path("position.txt"), relative_to=None, leave_out=[])).axes[0]
     assert drawn(axes) == {"softmax": [(1, 81), (2, 60.5), (4, 50)], "sum_elu": [(1, 81), (2, 70)]}
     assert axes.get_xscale() == axes.get_yscale() == "log" and [*axes.get_xticks()] == [1, 2, 4]
     plots.main(["position", "position.txt", "--table"])
@@ -515,6 +516,41 @@ def test_position_is_the_perplexity_at_each_place(files, capsys):
         "| `softmax` | 81.00 ± 1.41 | 60.50 ± 0.71 | 50.00 ± 0.00 |",
         "| `sum_elu` | 81.00 | 70.00 |  |",
     ]
+
+
+def test_position_as_a_share_of_a_row(tmp_path, capsys, monkeypatch):
+    """Of the same seed; a seed that the row has not does not count."""
+    monkeypatch.chdir(tmp_path)
+    rows = ["a 0.1 1 1 90", "a 0.1 1 2 40", "a 0.1 2 1 80", "a 0.1 2 2 50", "b 0.1 1 1 45", "b 0.1 2 1 60", "b 0.1 3 1 1"]
+    Path("position.txt").write_text("\n".join([*rows, "b 0.1 1 2 50", "c 0.1 1 1 9", "d 0.1 3 1 9"]) + "\n")
+    asked = ["position", "position.txt", "--relative-to", "a", "--leave-out", "c", "d"]
+    axes = draw_position(plots.build_parser().parse_args(asked)).axes[0]
+    assert drawn(axes)["b"] == [(1, pytest.approx(0.625)), (2, 1.25)] and axes.get_yscale() == "linear"
+    assert axes.get_ylabel() == "test perplexity / that of a"
+    plots.main([*asked, "--table"])
+    assert capsys.readouterr().out.splitlines() == [
+        "| test perplexity / that of a, words to | 1 | 2 |",
+        "|---|---:|---:|",
+        "| `b` | 0.625 ± 0.177 | 1.250 |",
+    ]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--relative-to x", "--relative-to is x, which is no row of position.txt; it has: a, b"),
+        ("--leave-out a x", "--leave-out is x, which is no row of position.txt; it has: a, b"),
+        ("--relative-to a", "--relative-to is a, which has no seed and dropout of b in position.txt; give --leave-out b"),
+        ("--leave-out a b", "--leave-out leaves no row of position.txt to draw"),
+        ("--relative-to a --leave-out b", "--leave-out leaves no row of position.txt to draw"),
+    ],
+)
+def test_rows_that_positions_do_not_have(words, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("position.txt").write_text("a 0.1 1 1 90\nb 0.1 2 1 80\n")
+    with pytest.raises(SystemExit, match=f"^fw-plot: {re.escape(said)}$"):
+        plots.main(["position", "position.txt", *words.split(), "--out", "x.svg"])
+    assert not Path("x.svg").exists()
 
 
 def test_probes_of_several_widths_have_a_panel_each(tmp_path):

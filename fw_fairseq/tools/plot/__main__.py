@@ -78,6 +78,7 @@ def build_parser():
         command = add(name, figure.draw, figure.help)
         command.add_argument("results", type=Path, help=f"a file of recipes/convergence/{figure.recipe}: lines of {figure.form}")
         add_table(command, figure.table)
+        figure.add_options(command)
     conversion = add("conversion", draw_conversion, "the share of a Transformer's performance that a conversion keeps, against m")
     conversion.add_argument(
         "page", type=Path, help="the table that recipes/wikitext2/conversion.sh printed, or a page that holds it"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
+from ... import Mistake
 from .retrieval import read_lines
 from .style import canvas, cell, draw_points, label_ends, log_lengths, log_values, look, markdown, plot
 
@@ -95,9 +96,25 @@ def read_length(path: Path) -> Spans:
     return spans([*others, stream / segments] for *others, stream, segments in lines)
 
 
-def read_position(path: Path) -> Spans:
-    """Returns the perplexity of the words of all segments at a span of places."""
-    return spans(read_lines(path, POSITION, str, float, int, int, float))
+def read_position(path: Path, relative_to: str | None = None, leave_out: Sequence[str] = ()) -> Spans:
+    """Returns the perplexity of the words of all segments at a span of places, or its share of that of the row ``relative_to`` with
+    the same dropout and seed."""
+    lines = read_lines(path, POSITION, str, float, int, int, float)
+    rows = list(dict.fromkeys(row for row, *_ in lines))
+    for option, name in [("--relative-to", relative_to)] * bool(relative_to) + [("--leave-out", name) for name in leave_out]:
+        if name not in rows:
+            raise Mistake(f"{option} is {name}, which is no row of {path}; it has: {', '.join(rows)}")
+    lines = [line for line in lines if line[0] not in leave_out or line[0] == relative_to]
+    if relative_to:
+        whole = {tuple(key): value for row, *key, value in lines if row == relative_to}
+        lines = [[row, *key, value / whole[tuple(key)]] for row, *key, value in lines if row != relative_to and tuple(key) in whole]
+        drawn = {row for row, *_ in lines}
+        if alone := [row for row in rows if row not in (relative_to, *leave_out, *drawn)]:
+            said = f"--relative-to is {relative_to}, which has no seed and dropout of {', '.join(alone)} in {path}"
+            raise Mistake(f"{said}; give --leave-out {' '.join(alone)}")
+    if not lines:
+        raise Mistake(f"--leave-out leaves no row of {path} to draw")
+    return spans(lines)
 
 
 def spans(lines: Iterable[list]) -> Spans:
@@ -107,16 +124,17 @@ def spans(lines: Iterable[list]) -> Spans:
     return found
 
 
-def draw_spans(rows: Spans, ticks: Callable, **labels):
+def draw_spans(rows: Spans, ticks: Callable, log_axis: bool = True, **labels):
     """Draws a line for each row: the mean of its seeds. Returns the figure and its axes."""
-    figure, [axes] = canvas(2.3, left=0.15, right=0.71, top=0.96, bottom=0.17)
+    figure, [axes] = canvas(2.3, left=0.15 if log_axis else 0.18, right=0.71, top=0.96, bottom=0.17)
     ends = []
     for index, (row, found) in enumerate(rows.items()):
         points = {end: mean(values) for end, values in found.items()}
         plot(axes, look(index), row, points)
         ends.append((row.replace("_", " "), max(points.items()), look(index).color))
     log_lengths(axes, (end for found in rows.values() for end in ticks(list(found))))
-    log_values(axes)
+    if log_axis:
+        log_values(axes)
     axes.set(**labels)
     label_ends(axes, ends)
     return figure, axes
@@ -132,8 +150,13 @@ def table_of_spans(corner: str, rows: Spans, digits: int) -> str:
 def draw_length(args):
     rows, every_third = read_length(args.results), slice(None, None, 3)
     figure, axes = draw_spans(rows, lambda ends: ends[every_third], xlabel="words read", ylabel="perplexity, stream / segments")
-    axes.axhline(1, color="0.6", lw=0.8, zorder=0)
+    mark_one(axes)
     return figure
+
+
+def mark_one(axes) -> None:
+    """Draws the line of a share of 1."""
+    axes.axhline(1, color="0.6", lw=0.8, zorder=0)
 
 
 def table_of_length(args) -> str:
@@ -141,12 +164,27 @@ def table_of_length(args) -> str:
 
 
 def draw_position(args):
-    figure, _ = draw_spans(read_position(args.results), list, xlabel="place in the segment", ylabel="test perplexity")
+    rows = read_position(args.results, args.relative_to, args.leave_out)
+    label = f"test perplexity{over(args)}"
+    figure, axes = draw_spans(rows, list, not args.relative_to, xlabel="place in the segment", ylabel=label)
+    if args.relative_to:
+        mark_one(axes)
     return figure
 
 
+def over(args) -> str:
+    return f" / that of {args.relative_to}" if args.relative_to else ""
+
+
 def table_of_position(args) -> str:
-    return table_of_spans("test perplexity, words to", read_position(args.results), 2)
+    rows = read_position(args.results, args.relative_to, args.leave_out)
+    return table_of_spans(f"test perplexity{over(args)}, words to", rows, 3 if args.relative_to else 2)
+
+
+def add_position_options(command) -> None:
+    """Adds what ``fw-plot position`` takes beside what all figures take."""
+    command.add_argument("--relative-to", metavar="ROW", help="draw shares of this row's perplexity with the same seed and dropout")
+    command.add_argument("--leave-out", metavar="ROW", nargs="+", default=[], help="rows that are not drawn")
 
 
 class Figure(NamedTuple):
@@ -155,6 +193,7 @@ class Figure(NamedTuple):
     form: str
     draw: Callable
     table: Callable
+    add_options: Callable = lambda command: None
 
 
 FIGURES = {
@@ -185,5 +224,6 @@ FIGURES = {
         POSITION,
         draw_position,
         table_of_position,
+        add_position_options,
     ),
 }
