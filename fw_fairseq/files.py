@@ -9,6 +9,7 @@ import pickle
 import re
 import secrets
 import struct
+import textwrap
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +32,18 @@ def reading(file: Path, what: str) -> Iterator[None]:
         raise
     except (*UNREADABLE, AttributeError) as error:
         raise Mistake(f"{file} cannot be read as {what} ({why(error)}); download it again if it is damaged") from error
+
+
+@contextlib.contextmanager
+def building(said: str) -> Iterator[None]:
+    """Within this block, what other libraries raise for options or parameters that make no model becomes a sentence that begins
+    with ``said``."""
+    try:
+        yield
+    except (Mistake, OSError):
+        raise
+    except Exception as error:
+        raise Mistake(f"{said} ({textwrap.shorten(why(error), 200, placeholder=' ...')})") from error
 
 
 def read_text(file: Path, what: str) -> str:
@@ -127,7 +140,8 @@ def why(error: Exception) -> str:
         return f"it is not what torch.save writes: {found[1] or 'its instructions do not fit'}"
     if isinstance(error, PROGRAM):
         return f"its parts do not fit together: {said.splitlines()[0]}"
-    return said.splitlines()[0].split(". ")[0]
+    first, *rest = said.splitlines()
+    return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first.split(". ")[0]
 
 
 def offer(path: Path) -> str:

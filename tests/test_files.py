@@ -99,6 +99,7 @@ def test_weights_are_tensors_with_names(content, tmp_path):
         (RuntimeError("x: WeightsUnpickler error: "), "it is not what torch.save writes: its instructions do not fit"),
         (TypeError("one. two\nthree"), "its parts do not fit together: one. two"),
         (ValueError("one. two\nthree"), "one"),
+        (RuntimeError("several errors:\n\tone. two\nthree"), "several errors: one. two"),
     ],
 )
 def test_the_reason_is_a_phrase(error, said):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .. import Mistake
+from ..files import building
 
 
 def load_language_model(checkpoint, data, command: str, architectures: tuple[str, ...]):
@@ -27,7 +28,8 @@ def load_model(checkpoint, data, command: str, architectures: tuple[str, ...]):
     kinds = tuple(MODEL_REGISTRY[name] for name in architectures)
     overrides = {} if data is None else {"data": str(data)}
     try:
-        [model], _, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], arg_overrides=overrides)
+        with building(f"CHECKPOINT {checkpoint} has options or a dictionary that do not make the model of its parameters"):
+            [model], _, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], arg_overrides=overrides)
     except FileNotFoundError as error:
         if (name := architecture(checkpoint)) in ARCH_MODEL_REGISTRY and ARCH_MODEL_REGISTRY[name] not in kinds:
             raise Mistake(f"CHECKPOINT {checkpoint} holds a {name}; {command} takes {' and '.join(architectures)}") from None

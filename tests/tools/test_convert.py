@@ -29,6 +29,9 @@ LAYOUTS = {
     "input-width": "--arch transformer_lm --decoder-input-dim 16 --decoder-output-dim 24 --no-token-positional-embeddings",
     "adaptive": f"--arch transformer_lm {ADAPTIVE}",
     "fewer-words-out": "--arch transformer_lm --output-dictionary-size 30",
+    "kept-layer": "--arch transformer_lm --decoder-layers-to-keep 0",
+    "own-parts": "--arch fast_weight_lm --mixer softmax --scale-output --ffn-sru 8",
+    "own-sparse-parts": "--arch fast_weight_lm --mixer softmax --ffn-sparsity 4 --output-sparsity 4",
     "quantised": "--arch transformer_lm --quant-noise-pq 0.1 --quant-noise-pq-block-size 4",
     "baevski": f"--arch transformer_lm_wiki103 {ADAPTIVE} --tie-adaptive-proj",
     "scaled": "--arch transformer_lm --layernorm-embedding --scale-fc --scale-resids --activation-fn gelu --no-scale-embedding",
@@ -64,10 +67,13 @@ def test_softmax_reproduces_the_source(layout, dictionary, tmp_path):
     model, _, state = source(LAYOUTS[layout], dictionary)
     changes = convert(save(state, tmp_path), tmp_path / "out.pt", "softmax")
     assert {change.what for change in changes} == {"copied"}
-    assert "--scale" not in training_options(tmp_path / "out.pt"), "fairseq has not handed them on to the layers"
+    scales = re.findall(r"--scale-(?!output)", training_options(tmp_path / "out.pt"))
+    assert not scales, "fairseq has not handed them on to the layers"
     assert sum(change.parameters for change in changes) >= sum(x.numel() for x in model.parameters())
     tokens = torch.randint(4, 64, (3, 20))
     torch.testing.assert_close(logits(load(tmp_path / "out.pt", dictionary), tokens), logits(model, tokens), rtol=1e-5, atol=1e-5)
+    convert(tmp_path / "source.pt", tmp_path / "decay.pt", "decay")
+    assert logits(load(tmp_path / "decay.pt", dictionary), tokens).isfinite().all()
 
 
 def test_a_buffer_that_nothing_is_written_to_may_be_missing(dictionary, tmp_path):
@@ -224,9 +230,29 @@ def by_characters(state):
     state["cfg"]["model"]["character_embeddings"] = True
 
 
+def of_text(state):
+    state["cfg"]["model"]["decoder_layers"] = "two"
+
+
+def without_task(state):
+    del state["cfg"]["task"]
+
+
+def numbered(state):
+    state["model"][3] = torch.ones(1)
+
+
+def without_numbers(state):
+    state["model"]["decoder.layers.0.fc1.bias"] = torch.empty(48, device="meta")
+
+
 @pytest.mark.parametrize(
     "change, said",
     [
+        (of_text, "has --decoder-layers two; it must be a number of at least 1"),
+        (without_task, r"has options or parameters of which no model can be made \(it has no 'task'\)"),
+        (numbered, r"of which no model can be made \(its parts do not fit together: expected string"),
+        (without_numbers, "it has no numbers for decoder.layers.0.fc1.bias"),
         (by_characters, "was trained with --character-embeddings; fw-convert takes models that embed whole words"),
         (without_model, "holds no fairseq model with its options; SOURCE must be a checkpoint that fairseq-train saved"),
         (without_options, "holds no fairseq model with its options; SOURCE must be a checkpoint that fairseq-train saved"),
@@ -248,6 +274,7 @@ def test_unknown_layouts_are_refused_by_their_first_key(change, said, dictionary
     "given, said",
     [
         ({"rule": "decoy"}, "--rule"),
+        ({"rule": "decay", "seed": 2**64}, "--seed is 18446744073709551616; it must have at most 64 bits"),
         ({"rule": "softmax", "feature_dim": 4}, "--feature-dim"),
         ({"rule": "local_attention", "feature_norm": "l2"}, "--rule local_attention keeps .* leave --feature-norm out"),
         (

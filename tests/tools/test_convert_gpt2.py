@@ -136,6 +136,31 @@ def test_another_models_dictionary_stays(gpt2, tmp_path):
 SMALLEST = {"model_type": "gpt2", "n_embd": 1, "n_layer": 1, "n_head": 1, "vocab_size": 50257}
 
 
+def test_a_conversion_that_is_not_written_leaves_the_dictionary(gpt2, tmp_path, monkeypatch):
+    """The disk is full. With --force the dictionary would be replaced."""
+    (tmp_path / "dict.txt").write_text("word 1\n")
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(ValueError, match=r"out\.pt cannot be written \(No space left on device\)$"):
+        convert(gpt2[0], tmp_path / "out.pt", "decay", force=True)
+    assert (tmp_path / "dict.txt").read_text() == "word 1\n"
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"vocab_size": 20, "eos_token_id": 5}, "has vocab_size = 20, and its weights have embeddings of "),
+        ({"n_inner": "a"}, r"has options or parameters of which no model can be made \(its parts do not fit together: "),
+        ({"eos_token_id": 2.0}, r"has options or parameters of which no model can be made \(its parts do not fit together: "),
+    ],
+)
+def test_configurations_that_do_not_fit_are_refused(changed, said, gpt2, tmp_path):
+    test_what_is_not_gpt2_is_refused(changed, said, gpt2, tmp_path)
+
+
 def test_what_an_old_configuration_leaves_out_is_that_of_gpt2(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMALLEST))
     config = gpt2_config(tmp_path)

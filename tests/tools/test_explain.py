@@ -222,6 +222,22 @@ def test_other_models_and_texts_are_refused(dictionary, tmp_path, monkeypatch):
     assert (tmp_path / "page.html").read_text() == "before"
 
 
+def test_checkpoints_without_a_model_are_refused_in_a_sentence(dictionary, tmp_path):
+    """One has no options; the other one has those of more words."""
+    state = source("--arch transformer_lm", dictionary)[2]
+    fewer = tmp_path / "fewer"
+    fewer.mkdir()
+    (fewer / "dict.txt").write_text("w1 1\nw2 1\n")
+    for changed, data, reason in (
+        (state | {"cfg": None}, dictionary, "Neither args nor cfg exist"),
+        (state, fewer, r"Error\(s\) in loading state_dict for TransformerLanguageModel: size mismatch for decoder"),
+    ):
+        path = save(changed, tmp_path)
+        said = f"^fw-explain: CHECKPOINT {path} has options or a dictionary that do not make the model of its parameters .{reason}"
+        with pytest.raises(SystemExit, match=said):
+            explain.main([str(path), "w1 w2", "--data", str(data), "--html", str(tmp_path / "page.html")])
+
+
 @pytest.mark.parametrize("tokens", [10, 95])
 def test_rows_and_picture(tmp_path, tokens):
     """Of a short text every head, of a long one every part; borders between parts, or between layers."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import Mistake
-from ...config import SOFTMAX, FastWeightConfig, check_numbers, layer_mixers
+from ...config import DECODER_OPTIONS, SOFTMAX, FastWeightConfig, check_numbers, layer_mixers
 from ...feature_maps import FEATURE_MAPS
 from ...files import write_atomically
 from ...mixers import MIXERS, Mixer
@@ -49,6 +49,8 @@ def convert(source, output, rule: str, *, force: bool = False, seed: int = 1, **
     """
     if rule not in TARGETS:
         raise Mistake(f"--rule is {rule!r}; it must be one of: {', '.join(TARGETS)}")
+    if not -(2**63) <= seed < 2**64:
+        raise Mistake(f"--seed is {seed}; it must have at most 64 bits")
     config = fast_weight_config(rule, **options)
     check_numbers(config)
     output = Path(output)
@@ -63,9 +65,12 @@ def convert(source, output, rule: str, *, force: bool = False, seed: int = 1, **
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         changes = convert_tensors(read, config)
-    read.options |= {name: value for name, value in asdict(config).items() if not name.startswith("_")}
-    write_symbols(read.symbols, output.parent, force)
+    made = {name: value for name, value in asdict(config).items() if name not in DECODER_OPTIONS}  # which the source keeps
+    read.options |= {name: value for name, value in made.items() if not name.startswith("_")}
+    symbols = checked_symbols(read.symbols, output.parent, force)
     write_atomically(output, lambda temporary: torch.save(checkpoint(read), temporary))
+    if symbols is not None:
+        write_atomically(output.parent / "dict.txt", lambda temporary: temporary.write_text(symbols))
     return merged(changes)
 
 
@@ -219,13 +224,14 @@ def training_options(checkpoint: Path) -> str:
     return " ".join(["--arch fast_weight_lm --finetune-from-model", shlex.quote(str(checkpoint)), *task, *given])
 
 
-def write_symbols(symbols: list[str] | None, folder: Path, force: bool) -> None:
+def checked_symbols(symbols: list[str] | None, folder: Path, force: bool) -> str | None:
+    """Returns the text of a dictionary of these symbols; refuses to replace another one in the folder."""
     if symbols is None:
-        return
+        return None
     path, text = folder / "dict.txt", "".join(f"{symbol} 1\n" for symbol in symbols)
     if path.exists() and path.read_text() != text and not force:
         raise Mistake(f"{path} is another model's dictionary; name an OUTPUT in another folder, or give --force to replace it")
-    write_atomically(path, lambda temporary: temporary.write_text(text))
+    return text
 
 
 def merged(changes: list[Change]) -> list[Change]:

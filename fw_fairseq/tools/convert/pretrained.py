@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ... import Mistake
 from ...config import SOFTMAX, layer_mixers
-from ...files import pickled, reading, safetensors
+from ...files import building, pickled, reading, safetensors
 from ...models.fast_weight_lm import FastWeightLanguageModel, FastWeightLanguageModelConfig
 from ...modules.updates import EXTRAS
 from ...patches.checkpoints.reading import load_only_data
@@ -66,8 +66,9 @@ def read_pretrained(path) -> Source:
     path = Path(path)
     if not path.exists():
         raise Mistake(f"SOURCE {path} does not exist; it is a fairseq checkpoint or a folder with a Hugging Face GPT-2")
-    source = read_gpt2(path) if path.is_dir() else read_fairseq(path)
-    return match_layout(source, str(path))
+    with building(f"SOURCE {path} has options or parameters of which no model can be made"):
+        source = read_gpt2(path) if path.is_dir() else read_fairseq(path)
+        return match_layout(source, str(path))
 
 
 def read_fairseq(path: Path) -> Source:
@@ -142,7 +143,11 @@ def read_gpt2(folder: Path) -> Source:
     tensors: dict[str, Tensor] = {"decoder.version": torch.tensor([3.0])}
     for name, tensor in gpt2_tensors(folder):
         tensors |= gpt2_to_fairseq(name, tensor, eos)
-    tensors["decoder.output_projection.weight"] = tensors.get("decoder.embed_tokens.weight")
+    words = tensors.get("decoder.embed_tokens.weight")
+    if words is None or len(words) != vocabulary + SPECIAL - 1:
+        found = "none" if words is None else str(len(words) - SPECIAL + 1)
+        raise Mistake(f"{folder} has vocab_size = {vocabulary}, and its weights have embeddings of {found}; it must be the same")
+    tensors["decoder.output_projection.weight"] = words
     cfg = OmegaConf.to_container(OmegaConf.structured(FairseqConfig), resolve=False, enum_to_str=True)
     task = LanguageModelingConfig(
         data="", tokens_per_sample=options["tokens_per_sample"], max_target_positions=options["max_target_positions"]
@@ -237,12 +242,15 @@ def skeleton(source: Source) -> FastWeightLanguageModel:
 def match_layout(source: Source, path: str) -> Source:
     """Returns the source with today's names. Refuses one that lacks a tensor of the model, or has another tensor or shape."""
     options, tensors = source.options, source.tensors
+    if not isinstance(options["decoder_layers"], int) or options["decoder_layers"] < 1:
+        raise Mistake(f"{path} has --decoder-layers {options['decoder_layers']}; it must be a number of at least 1")
     if set(layer_mixers(Namespace(**options), options["decoder_layers"])) != {SOFTMAX}:
         raise Mistake(f"{path} has mixers other than softmax already; fw-convert takes those with softmax in every layer")
     if options.get("character_embeddings"):
         raise Mistake(f"{path} was trained with --character-embeddings; fw-convert takes models that embed whole words")
     model = skeleton(source)
     model.upgrade_state_dict(tensors)
+    options |= {"decoder_layers": len(model.decoder.layers), "decoder_layers_to_keep": None}  # those that were kept
     if model.decoder.layer_norm is None:  # checkpoints before version 3 had no norm after the last layer
         options["no_decoder_final_norm"] = True
         tensors["decoder.version"] = torch.tensor([3.0])
@@ -254,6 +262,8 @@ def match_layout(source: Source, path: str) -> Source:
             tensors[name] = torch.zeros(1)
         if name not in tensors:
             refuse(path, f"lacks {name}")
+        if not isinstance(tensors[name], Tensor) or tensors[name].is_meta:
+            refuse(path, f"has no numbers for {name}")
         if tensors[name].shape != want.shape:
             refuse(path, f"has {name} of shape {tuple(tensors[name].shape)} instead of {tuple(want.shape)}")
     for name in tensors:
