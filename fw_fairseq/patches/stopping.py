@@ -33,8 +33,8 @@ listening: list[int] = []  # the process that listens
 @changes("fairseq_cli.train.validate_and_save")
 def save_when_told_to_stop() -> None:
     """A signal that tells a run to stop loses everything since the last checkpoint. Now SIGTERM and SIGUSR1 end a training after
-    the update at hand: it saves `checkpoint_last.pt` without validating, and ends with exit code 75. The same command resumes it.
-    If one worker gets the signal, all of them stop."""
+    the update at hand: it saves `checkpoint_last.pt`, then validates where that is due, and ends with exit code 75. The same
+    command resumes it. If one worker gets the signal, all of them stop."""
     change_program("validate_and_save", save_and_exit_if_told)
 
 
@@ -72,14 +72,17 @@ def train_unless_complete(original, cfg, trainer, task, epoch_itr):
 
 
 def save_and_exit_if_told(original, cfg, trainer, task, epoch_itr, valid_subsets, end_of_epoch):
-    """Does what fairseq does after each update, unless a signal has come: then it saves and exits. At the end of an epoch it first
-    saves and then validates, for which the time may not suffice."""
+    """Does what fairseq does after each update, unless a signal has come: then it saves and exits. Where a validation is due it
+    first saves and then validates, for which the time may not suffice."""
     listen()
-    complete = trainer.get_num_updates() >= (cfg.optimization.max_update or float("inf"))
+    updates, hours = trainer.get_num_updates(), trainer.cumulative_training_time() / 3600
+    limits = cfg.optimization
+    complete = updates >= (limits.max_update or float("inf")) or hours > (limits.stop_time_hours or float("inf"))
     if complete or not told(trainer.device):
         return original(cfg, trainer, task, epoch_itr, valid_subsets, end_of_epoch)
     checkpoint_utils.save_checkpoint(cfg.checkpoint, trainer, epoch_itr, None)
-    if end_of_epoch:
+    intervals = cfg.checkpoint.save_interval_updates, cfg.dataset.validate_interval_updates
+    if end_of_epoch or any(interval > 0 and updates % interval == 0 for interval in intervals):
         original(cfg, trainer, task, epoch_itr, valid_subsets, end_of_epoch)
     if cfg.checkpoint.write_checkpoints_asynchronously:
         PathManager.async_close()
@@ -87,7 +90,7 @@ def save_and_exit_if_told(original, cfg, trainer, task, epoch_itr, valid_subsets
         torch.distributed.barrier()  # a worker that exits earlier makes the launcher end the one that is still writing
     kept = "without a checkpoint" if cfg.checkpoint.no_save or cfg.checkpoint.no_last_checkpoints else "with a checkpoint"
     names = " and ".join(signal.Signals(number).name for number in dict.fromkeys(received)) or "another worker's signal"
-    logger.info("%s stopped the run after update %d, %s; exit code %d", names, trainer.get_num_updates(), kept, EXIT_CODE)
+    logger.info("%s stopped the run after update %d, %s; exit code %d", names, updates, kept, EXIT_CODE)
     raise SystemExit(EXIT_CODE)
 
 

@@ -147,6 +147,17 @@ def test_workers_on_cpus_talk_through_gloo_and_do_not_shard(cpu, gpu, backend, m
     assert ran[1:] == (["sharded"] if backend == "nccl" else [])
 
 
+def settings(most: int, hours: float = 0, saving: int = 0, validating: int = 0, waits: bool = False) -> Namespace:
+    checkpoint = Namespace(no_save=False, no_last_checkpoints=False, write_checkpoints_asynchronously=waits)
+    checkpoint.save_interval_updates = saving
+    optimization, dataset = Namespace(max_update=most, stop_time_hours=hours), Namespace(validate_interval_updates=validating)
+    return Namespace(optimization=optimization, checkpoint=checkpoint, dataset=dataset)
+
+
+def trainer_after(updates: int, seconds: float = 0) -> Namespace:
+    return Namespace(get_num_updates=lambda: updates, cumulative_training_time=lambda: seconds, device=torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     "no_save, no_last, kept",
     [
@@ -160,9 +171,8 @@ def test_it_says_whether_a_checkpoint_is_there(monkeypatch, caplog, no_save, no_
     monkeypatch.setattr(stopping, "listen", lambda: None)
     monkeypatch.setattr(stopping, "received", [signal.SIGUSR1])
     monkeypatch.setattr(stopping.checkpoint_utils, "save_checkpoint", lambda *args: saved.append(args))
-    checkpoint = Namespace(no_save=no_save, no_last_checkpoints=no_last, write_checkpoints_asynchronously=False)
-    config = Namespace(optimization=Namespace(max_update=9), checkpoint=checkpoint)
-    trainer = Namespace(get_num_updates=lambda: 3, device=torch.device("cpu"))
+    config, trainer = settings(9), trainer_after(3)
+    config.checkpoint.no_save, config.checkpoint.no_last_checkpoints = no_save, no_last
     with pytest.raises(SystemExit) as ended, caplog.at_level("INFO"):
         stopping.save_and_exit_if_told(None, config, trainer, None, None, [], False)
     assert ended.value.code == stopping.EXIT_CODE and len(saved) == 1
@@ -208,16 +218,17 @@ def test_a_complete_run_trains_no_further(updates, seconds, most, hours, patienc
     assert done == ((config, trainer, "task", "iterator") if trains else ([None], True))
 
 
-@pytest.mark.parametrize("updates, most, goes_on", [(8, 9, False), (9, 9, True), (10, 9, True), (9, 0, False)])
-def test_a_run_that_has_made_all_updates_ends_as_without_a_signal(updates, most, goes_on, monkeypatch):
-    """No largest number is a 0."""
+@pytest.mark.parametrize(
+    "updates, most, hours, goes_on",
+    [(8, 9, 0, False), (9, 9, 0, True), (10, 9, 0, True), (9, 0, 0, False), (8, 9, 0.5, True), (8, 0, 1.5, False)],
+)
+def test_a_run_that_has_made_all_updates_ends_as_without_a_signal(updates, most, hours, goes_on, monkeypatch):
+    """Or whose time is over, here after an hour. No limit is a 0."""
     done = []
     monkeypatch.setattr(stopping, "listen", lambda: None)
     monkeypatch.setattr(stopping, "received", [signal.SIGUSR1])
     monkeypatch.setattr(stopping.checkpoint_utils, "save_checkpoint", lambda *args: done.append("saved"))
-    checkpoint = Namespace(no_save=False, no_last_checkpoints=False, write_checkpoints_asynchronously=False)
-    config = Namespace(optimization=Namespace(max_update=most), checkpoint=checkpoint)
-    trainer = Namespace(get_num_updates=lambda: updates, device=torch.device("cpu"))
+    config, trainer = settings(most, hours), trainer_after(updates, 3600)
     with contextlib.nullcontext() if goes_on else pytest.raises(SystemExit):
         stopping.save_and_exit_if_told(lambda *args: done.append("as ever"), config, trainer, None, None, [], False)
     assert done == ["as ever" if goes_on else "saved"]
@@ -252,9 +263,7 @@ def test_at_the_end_of_an_epoch_it_validates_and_waits_for_what_is_being_written
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda flag: None)
     monkeypatch.setattr(torch.distributed, "barrier", lambda: done.append("waited"))
-    checkpoint = Namespace(no_save=False, no_last_checkpoints=False, write_checkpoints_asynchronously=True)
-    config = Namespace(optimization=Namespace(max_update=9), checkpoint=checkpoint)
-    trainer = Namespace(get_num_updates=lambda: 3, device=torch.device("cpu"))
+    config, trainer = settings(9, waits=True), trainer_after(3)
     with pytest.raises(SystemExit):
         stopping.save_and_exit_if_told(lambda *args: done.append("validated"), config, trainer, None, None, [], True)
     assert done == ["saved", "validated", "written", "waited"]
@@ -272,3 +281,21 @@ def test_signals_end_other_processes_as_before(of, monkeypatch):
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    "updates, saving, validating, validates",
+    [(6, 0, 0, False), (6, 3, 0, True), (6, 0, 2, True), (6, 4, 0, False), (6, 0, 5, False), (6, 4, 3, True)],
+)
+def test_a_validation_that_is_due_is_not_lost(updates, saving, validating, validates, monkeypatch):
+    """Within an epoch: the run that resumes goes on after it."""
+    done = []
+    monkeypatch.setattr(stopping, "listen", lambda: None)
+    monkeypatch.setattr(stopping, "received", [signal.SIGTERM])
+    monkeypatch.setattr(stopping.checkpoint_utils, "save_checkpoint", lambda *args: done.append("saved"))
+    config = settings(9, saving=saving, validating=validating)
+    with pytest.raises(SystemExit):
+        stopping.save_and_exit_if_told(
+            lambda *args: done.append("validated"), config, trainer_after(updates), None, None, [], False
+        )
+    assert done == ["saved", *["validated"] * validates]
