@@ -100,7 +100,7 @@ class FastWeight(Projected):
             decoding=decoding, group=group, attention_norm_of=self.attention_norm_of,
         )  # fmt: skip
         if self.training and self.watched:
-            self.last_statistics = self.measure(gates, state)
+            self.last_statistics = self.measure(gates, state, padding_mask)
             self.state_norm = state.memory.flatten(2).norm(dim=-1).mean() if self.keeps_state_norm else None
         return self.output(y.to(v.dtype), gate), state._replace(**kept) if kept else state
 
@@ -168,9 +168,20 @@ class FastWeight(Projected):
         return self.last_statistics
 
     @torch.no_grad()
-    def measure(self, gates: dict[str, Tensor], state: FastWeightState) -> dict[str, Tensor]:
-        statistics = {f"gate_{name}": gate.mean() for name, gate in gates.items()}
+    def measure(self, gates: dict[str, Tensor], state: FastWeightState, padding_mask: Tensor | None) -> dict[str, Tensor]:
+        statistics = {f"gate_{name}": mean_of_tokens(gate, padding_mask) for name, gate in gates.items()}
         if self.rule.coefficients is not None:
             write = self.rule.coefficients(**gates).w
-            statistics["write_strength"] = torch.ones((), device=state.memory.device) if write is None else write.mean()
+            one = torch.ones((), device=state.memory.device)
+            statistics["write_strength"] = one if write is None else mean_of_tokens(write, padding_mask)
         return statistics | {"state_norm": state.memory.flatten(2).norm(dim=-1).mean()}
+
+
+def mean_of_tokens(x: Tensor, padding_mask: Tensor | None) -> Tensor:
+    """Returns the mean of x, (B,H,n T) or (B,H,n T,C), over what belongs to tokens; 0 where all is padding. padding_mask: (B,T)."""
+    if padding_mask is None:
+        return x.mean()
+    hidden = padding_mask.repeat_interleave(x.shape[2] // padding_mask.shape[1], 1)[:, None]
+    hidden = hidden if x.dim() == 3 else hidden[..., None]
+    count = (~hidden).sum() * (x.numel() // (x.shape[0] * x.shape[2]))
+    return x.masked_fill(hidden, 0).sum() / count.clamp(min=1)

@@ -107,6 +107,26 @@ def test_statistics_are_those_of_a_training_forward_that_was_watched(rule):
     assert found.keys() == mixer.statistics().keys() and mixer.take_state_norm() is None
 
 
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_statistics_are_means_over_the_tokens(rule):
+    """Padding has gates too. A text of padding has a mean of 0, not NaN."""
+    norm = "sum" if RULES[rule].erases else "none"
+    mixer = MIXERS["fast_weight"].of_layer(WIDTH, 2, FastWeightConfig(update_rule=rule, feature_norm=norm), 0, 2).train()
+    x, lengths = torch.randn(7, 3, WIDTH), (7, 2, 0)
+    padding = torch.arange(7)[None] >= torch.tensor(lengths)[:, None]
+
+    def measured(x, padding=None) -> dict:
+        mixer.watch(keeps_state_norm=False)
+        mixer(x, padding_mask=padding)
+        return {name: value for name, value in mixer.statistics().items() if name != "state_norm"}
+
+    alone = [measured(x[:length, row : row + 1]) for row, length in enumerate(lengths) if length]
+    assert measured(x[:, 2:], padding[2:]).keys() == alone[0].keys()
+    assert all(value.isfinite() for value in measured(x[:, 2:], padding[2:]).values())
+    for name, value in measured(x, padding).items():
+        close(value, (7 * alone[0][name] + 2 * alone[1][name]) / 9)
+
+
 def test_random_features_are_new_unless_they_are_kept():
     mixer, x = MIXERS["fast_weight"](WIDTH, 2, feature_map="favor"), torch.randn(5, 3, WIDTH)
     expected, _ = mixer.eval()(x)
