@@ -87,7 +87,8 @@ class StreamIterator(BatchIterator):
 
     def state_dict(self) -> dict:
         cut = {"segment": self.dataset.segment, "rows": len(self.dataset.rows), "tokens": len(self.dataset.tokens)}
-        return super().state_dict() | cut | {"carried": self.collected if self.shards > 1 else [self.memories()]}
+        place = {name: value for name, value in super().state_dict().items() if name not in ("workers", "batches")}
+        return place | cut | {"carried": self.collected if self.shards > 1 else [self.memories()]}
 
     def load_state_dict(self, state_dict: dict) -> None:
         within = state_dict.get("iterations_in_epoch", 0) > 0

@@ -5,18 +5,21 @@ No sentence is lost, a resumed run has the same batches, diverse beams find thei
 
 from __future__ import annotations
 
+import logging
 import math
 import types
 
 import numpy
 import torch
-from fairseq.data import data_utils, indexed_dataset
+from fairseq.data import data_utils, indexed_dataset, iterators
 from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.search import DiverseBeamSearch
 from fairseq.tasks.fairseq_task import FairseqTask
 
 from .. import Mistake
 from .replacing import changes, replaces
+
+logger = logging.getLogger(__name__)
 
 
 @changes("numpy.compat")
@@ -68,6 +71,35 @@ def make_the_batches_of_the_first_epoch(original, task, dataset, *args, epoch=1,
     iterator.epoch = max(epoch, 1)
     dataset.set_epoch(epoch)
     return iterator
+
+
+@replaces(iterators.EpochBatchIterator, "state_dict")
+def count_the_workers(original, iterator) -> dict:
+    """A checkpoint's place within an epoch is a number of batches of one worker. Now the checkpoint also says how many workers
+    there were, and how many batches the epoch has."""
+    state = original(iterator)
+    if isinstance(iterator, iterators.GroupedEpochBatchIterator):
+        return state
+    return state | {"workers": iterator.num_shards, "batches": len(iterator.frozen_batches)}
+
+
+@replaces(iterators.EpochBatchIterator, "load_state_dict")
+def go_on_with_other_workers(original, iterator, state_dict: dict) -> None:
+    """If a run resumes within an epoch with another number of workers, fairseq skips batches or reads them twice, or it stops with
+    a RuntimeError. Now it goes on after the batches that all workers have read; where their number cannot be shared, it reads the
+    last few again. An epoch that has another number of batches is refused."""
+    place, before = state_dict.get("iterations_in_epoch", 0), state_dict.get("workers")
+    if place and before and not isinstance(iterator, iterators.GroupedEpochBatchIterator):
+        now, batches, count = iterator.num_shards, state_dict["batches"], len(iterator.frozen_batches)
+        if batches != count:
+            said = f"the epoch has {count} batches, but the checkpoint stopped within one of {batches}"
+            raise Mistake(f"{said}; resume with the same data and size of batches, or begin it again with --reset-dataloader")
+        state_dict = state_dict | {"iterations_in_epoch": place * before // now}
+        if again := place * before % now:
+            logger.info(
+                "%d workers cannot share the %d batches that were read; the last %d are read again", now, place * before, again
+            )
+    original(iterator, state_dict)
 
 
 def too_long(task, count: int, positions) -> str:
