@@ -275,3 +275,40 @@ def test_averages_that_a_resumed_run_asks_for_start_from_its_parameters(precise,
                 continue
             torch.testing.assert_close(saved[name], 0.75 * before[name] + 0.25 * now)
         before = saved
+
+
+def layers_in(state: dict) -> list[str]:
+    return [f"{name}={x}" for name, x in sorted(state.items())]
+
+
+@pytest.mark.parametrize(
+    "encoder, decoder, left",
+    [
+        (None, "0,2", "decoder.layers.0.w=d0 decoder.layers.1.w=d2 decoder.w=d encoder.layers.0.w=e0 encoder.layers.1.w=e1"),
+        ("1", None, "decoder.layers.0.w=d0 decoder.layers.1.w=d1 decoder.layers.2.w=d2 decoder.w=d encoder.layers.0.w=e1"),
+        ("1", "2", "decoder.layers.0.w=d2 decoder.w=d encoder.layers.0.w=e1"),
+        ("0,3", "1", "decoder.layers.0.w=d1 decoder.w=d encoder.layers.0.w=e0 encoder.layers.1.w=e1"),
+    ],
+)
+def test_each_side_is_pruned_once(encoder, decoder, left):
+    """The side that has no more layers than are kept was pruned before. The options stay for the next checkpoint."""
+    state = {f"decoder.layers.{i}.w": f"d{i}" for i in range(3)} | {f"encoder.layers.{i}.w": f"e{i}" for i in range(2)}
+    state["decoder.w"] = "d"
+    cfg = Namespace(arch="transformer", encoder_layers_to_keep=encoder, decoder_layers_to_keep=decoder)
+    once = checkpoint_utils.prune_state_dict(dict(state), cfg)
+    assert layers_in(once) == left.split() == layers_in(checkpoint_utils.prune_state_dict(once, cfg))
+    assert (cfg.encoder_layers_to_keep, cfg.decoder_layers_to_keep) == (encoder, decoder)
+
+
+def test_a_run_that_keeps_some_layers_is_resumed_and_evaluated(stream_data, tmp_path):
+    """From a checkpoint with all of them."""
+    task = ["--task", "language_modeling", *SHAPE.split(), "--decoder-layers", 2]
+    succeed(fairseq("train", stream_data, *task, "--max-update", 1, "--save-dir", tmp_path / "whole", *USER_DIR))
+    pruned = [*task, "--decoder-layers-to-keep", 1, "--save-dir", tmp_path]
+    pruned += ["--finetune-from-model", tmp_path / "whole" / "checkpoint_last.pt"]
+    for updates in (2, 3):
+        log = succeed(fairseq("train", stream_data, *pruned, "--max-update", updates, *USER_DIR))
+        assert f"num_updates: {updates} >= max_update" in log
+    assert not any(".layers.1." in name for name in parameters(tmp_path))
+    options = ["--path", tmp_path / "checkpoint_last.pt", "--task", "language_modeling", "--tokens-per-sample", 16]
+    assert "Perplexity: " in succeed(fairseq("eval_lm", stream_data, *options, "--gen-subset", "valid", *USER_DIR))

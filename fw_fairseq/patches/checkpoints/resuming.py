@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import re
 from collections.abc import Iterator
 
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
 from fairseq.file_io import PathManager
 from fairseq.trainer import Trainer
+from omegaconf import DictConfig, open_dict
 
 from ... import Mistake
 from ..replacing import replaces
@@ -43,6 +45,29 @@ def keep_task_and_dictionaries(original, trainer) -> dict:
         state["extra_state"][PATIENCE] = counted
     state["extra_state"][ORIGIN] = {"task": task_name(trainer), "dictionaries": dictionary_sums(trainer.task)}
     return state
+
+
+@replaces(checkpoint_utils, "prune_state_dict")
+def prune_once(original, state_dict: dict, model_cfg) -> dict:
+    """fairseq prunes by `--decoder-layers-to-keep` whenever it reads a checkpoint, so that a run with this option cannot be resumed
+    or evaluated; where one side of a translation model is pruned, it loses the layers of the other. Now a side is pruned if it has
+    more layers than are kept, and the other side stays whole."""
+    names = [f"{side}_layers_to_keep" for side in ("encoder", "decoder")]
+    kept = {name: value for name in names if (value := getattr(model_cfg, name, None))}
+    pruned = tuple(name[:7] for name, value in kept.items() if layers_of(name[:7], state_dict) > len(value.split(",")))
+    if not pruned:
+        return state_dict
+    found = original({name: x for name, x in state_dict.items() if name.startswith(pruned)}, model_cfg)
+    with open_dict(model_cfg) if isinstance(model_cfg, DictConfig) else contextlib.nullcontext():
+        for name, value in kept.items():  # fairseq deletes them; the next checkpoint holds them, and the model as it is now
+            setattr(model_cfg, name, value)
+    return {name: x for name, x in state_dict.items() if not name.startswith(pruned)} | found
+
+
+def layers_of(side: str, state_dict: dict) -> int:
+    """Returns how many layers a side of a model has."""
+    found = (re.match(rf"{side}.*?\.layers\.(\d+)\.", name) for name in state_dict)
+    return len({match[1] for match in found if match})
 
 
 @contextlib.contextmanager
