@@ -518,6 +518,18 @@ def test_position_is_the_perplexity_at_each_place(files, capsys):
     ]
 
 
+def test_a_line_without_a_number_hides_no_other_one(tmp_path):
+    """JSON has null for what was not computed; a run that was stopped may leave half a line."""
+    lines = ['{"valid_num_updates": 1, "valid_loss": null}', '{"valid_num_updates": 2, "valid_loss": "3.5"}', '{"a":' * 9999]
+    lines += ['{"valid_num_updates": null, "valid_loss": 1}', '{"valid_num_updates": Infinity, "valid_loss": 1}']
+    (tmp_path / "a.log").write_text("\n".join([*lines, '{"valid_num_updates": 4, "valid_loss": [1]}']))
+    assert read_log(tmp_path / "a.log", "valid_loss") == {2: 3.5}
+
+
+def test_an_ending_that_is_no_width_is_a_number_of_writes():
+    assert [*probes.panels_of({"delta-wide": {1: 2}})] == [""] and probes.title_of_ending("wide") == "wide writes"
+
+
 def test_position_as_a_share_of_a_row(tmp_path, capsys, monkeypatch):
     """Of the same seed; a seed that the row has not does not count."""
     monkeypatch.chdir(tmp_path)
@@ -576,6 +588,9 @@ def test_probes_of_several_widths_have_a_panel_each(tmp_path):
         ("curves capacity.txt", "capacity.txt has no valid_loss"),
         ("generation a.log", "a.log is not what fw-bench model --json writes"),
         ("generation zero.json", "zero.json is not what fw-bench model --json writes"),
+        ("generation endless.json", "endless.json is not what fw-bench model --json writes"),
+        ("generation none.json", "none.json is not what fw-bench model --json writes"),
+        ("length zero.txt", "zero.txt has a line whose SEGMENTS are not above 0; perplexities are at least 1"),
         ("curves words.log", "words.log has no valid_loss; train with --log-format json or simple"),
         ("state short.md", "short.md has no table with the columns row, numbers kept, test perplexity"),
         ("conversion page.md", "page.md has no table with the columns row, of the softmax row's performance"),
@@ -592,6 +607,9 @@ def test_probes_of_several_widths_have_a_panel_each(tmp_path):
 )
 def test_mistakes(command, message, files):
     (files / "zero.json").write_text('{"generation": [{"context": 0, "name": "x", "seconds": 1}]}')
+    (files / "endless.json").write_text('{"generation": [{"context": Infinity, "name": "x", "seconds": 1}]}')
+    (files / "none.json").write_text('{"generation": []}')
+    (files / "zero.txt").write_text("decay-stream 0.1 1 256 80 0\n")
     (files / "words.log").write_text('{"valid_loss": "none", "valid_num_updates": "3"}')
     (files / "short.md").write_text("| row | numbers kept | test perplexity |\n|---|---|---|\n| softmax | 12 |\n| sum | 1.2.3 |\n")
     with pytest.raises(SystemExit, match="fw-plot: ") as exit_:

@@ -7,6 +7,7 @@ import csv
 import pytest
 
 from fw_fairseq.tools.plot import __main__ as plots
+from fw_fairseq.tools.plot import tables
 from fw_fairseq.tools.plot.tables import TABLES, collect
 
 TRAINED = (
@@ -62,6 +63,21 @@ def test_memories_tried_in_evaluation_have_their_own_state_size(tmp_path, capsys
     write(run / "eval-test-memory64.log", "state size: 1.049 million numbers for a sequence\n" + EVALUATED.format("30.2"))
     plots.main(["tables", "schlag4", str(tmp_path)])
     assert "| Transformer-XL | 1.05 | 29.3 |  | 30.1 | 30.2 | 250 | 1.049 |\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "lines, best",
+    [
+        (['"nan"', '"30"'], "30.00"),
+        (['"30"', '"nan"'], "30.00"),
+        (["null", '"abc"', "[1]", "31"], "31.00"),
+        (['"nan"'], "nan"),
+        (["null"], ""),
+    ],
+)
+def test_the_best_of_what_was_computed(lines, best, tmp_path):
+    (tmp_path / "a.log").write_text("".join(f'{{"valid_ppl": {line}, "num_updates": null}}\n' for line in lines))
+    assert tables.perplexity(tmp_path / "a.log") == best and tables.read_training(tmp_path / "a.log") == ("", "")
 
 
 def test_the_best_of_validation(tmp_path, capsys):

@@ -93,6 +93,8 @@ Spans = dict[str, dict[int, list[float]]]  # by row and by the last word of a sp
 def read_length(path: Path) -> Spans:
     """Returns the perplexity in a stream divided by that in segments."""
     lines = read_lines(path, LENGTH, str, float, int, int, float, float)
+    if not all(segments > 0 for *_, segments in lines):
+        raise Mistake(f"{path} has a line whose SEGMENTS are not above 0; perplexities are at least 1")
     return spans([*others, stream / segments] for *others, stream, segments in lines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import NamedTuple
 
 from ... import Mistake
@@ -47,7 +48,8 @@ def draw(args):
     """Draws the figure of the command out of a report's file."""
     try:
         report = json.loads(args.report.read_text())
-        if not all(row[FIGURES[args.command].length] > 0 for row in report[args.command]):
+        lengths = [row[FIGURES[args.command].length] for row in report[args.command]]
+        if not lengths or not all(0 < length < math.inf for length in lengths):
             raise TypeError
         return draw_report(report, args.command)
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from contextlib import suppress
 from pathlib import Path
 
 from ... import Mistake
@@ -28,10 +28,17 @@ def read_log(path: Path, metric: str) -> dict[int, float]:
 
 def by_update(entries: list[dict], metric: str) -> dict[int, float]:
     prefix = metric.split("_")[0]
-    updates = [entry.get(f"{prefix}_num_updates", entry.get("num_updates")) for entry in entries]
-    with suppress(TypeError, ValueError):
-        return {int(at): float(entry[metric]) for at, entry in zip(updates, entries) if metric in entry and at is not None}
-    return {}  # the metric is no number
+    updates = (number(entry.get(f"{prefix}_num_updates", entry.get("num_updates"))) for entry in entries)
+    found = ((at, number(entry.get(metric))) for at, entry in zip(updates, entries))
+    return {int(at): value for at, value in found if value is not None and at is not None and math.isfinite(at)}
+
+
+def number(value: object) -> float | None:
+    """Returns a number that a log holds, which may be a text; None for anything else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
 
 
 def read_line(line: str) -> dict:
@@ -43,5 +50,5 @@ def read_line(line: str) -> dict:
         return {prefix + name: value for name, value in PAIR.findall(text)}
     try:
         return json.loads(line[line.index("{") :])
-    except ValueError:  # no brace, or no JSON
+    except (ValueError, RecursionError):  # no brace, or no JSON
         return {}

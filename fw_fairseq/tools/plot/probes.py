@@ -17,18 +17,22 @@ def title(model: str) -> str:
 def title_of_ending(ending: str) -> str:
     if ending == "negative":
         return "negative eigenvalues"
-    return f"width {ending[1:]}" if ending.startswith("w") else f"{ending} writes"
+    return f"width {ending[1:]}" if is_width(ending) else f"{ending} writes"
+
+
+def is_width(ending: str) -> bool:
+    return ending.startswith("w") and ending[1:].isdecimal()
 
 
 def panels_of(lines: dict[str, dict]) -> dict[str, dict[str, dict]]:
     """Returns the lines of each panel by its title: one for each width where all models name theirs, and one for models with and
     one for models without negative eigenvalues where there are both."""
     endings = {model: model.split("-")[1:] for model in lines}
-    widths = {model: int(ending[1:]) for model, found in endings.items() for ending in found if ending.startswith("w")}
+    widths = {model: int(ending[1:]) for model, found in endings.items() for ending in found if is_width(ending)}
     by_width, by_sign = len(widths) == len(lines), len({"negative" in found for found in endings.values()}) == 2
     found: dict = {}
     for model, points in lines.items():
-        taken = [e for e in endings[model] if (by_width and e.startswith("w")) or (by_sign and e == "negative")]
+        taken = [e for e in endings[model] if (by_width and is_width(e)) or (by_sign and e == "negative")]
         at = [title_of_ending(ending) for ending in taken]
         if by_sign and "negative" not in taken:
             at.append("without negative eigenvalues")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import NamedTuple
 from ... import Mistake
 from ...files import read_text, write_atomically
 from ..command import check_outputs
+from .logs import number
 from .published import Row, read_rows
 
 
@@ -21,8 +23,8 @@ def perplexity(file: Path) -> str:
     text = text_of(file)
     if found := re.findall(r"Perplexity: ([\d.]+|inf|nan)", text):
         return found[-1]
-    valid = [float(entry["valid_ppl"]) for entry in entries(text) if entry.get("valid_ppl")]
-    return f"{min(valid):.2f}" if valid else ""
+    valid = [value for entry in entries(text) if (value := number(entry.get("valid_ppl"))) is not None]
+    return f"{min(valid, key=lambda value: (math.isnan(value), value)):.2f}" if valid else ""
 
 
 def bleu(file: Path) -> str:
@@ -169,7 +171,8 @@ def read_training(file: Path) -> tuple[str, str]:
     """Returns the number of updates and the state size in millions."""
     text = text_of(file)
     updates = [int(number) for number in re.findall(r"\bnum_updates(?:=| )(\d+)", text)]  # simple logs; the others are JSON
-    updates += [int(entry[name]) for entry in entries(text) for name in ("num_updates", "train_num_updates") if name in entry]
+    logged = (number(entry.get(name)) for entry in entries(text) for name in ("num_updates", "train_num_updates"))
+    updates += [int(at) for at in logged if at is not None and math.isfinite(at)]
     state = re.findall(r"state size: ([\d.e+-]+) million", text)
     return str(max(updates)) if updates else "", state[-1] if state else ""
 
@@ -179,7 +182,7 @@ def entries(text: str) -> list[dict]:
     for line in text.splitlines():
         try:
             found.append(json.loads(line[line.index("{") :]))
-        except ValueError:  # no brace, or no JSON
+        except (ValueError, RecursionError):  # no brace, or no JSON
             continue
     return found
 
