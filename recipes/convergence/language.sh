@@ -6,8 +6,8 @@
 #           the ending -stream does so too, and trains on streams whose state is carried over from segment to segment
 # Data:     DATA, a folder with train.txt, valid.txt and test.txt: WikiText-2 by words, <unk> kept (CC BY-SA); nothing is downloaded
 # Hardware: one CPU core, 1 GB of memory
-# Time:     35 to 70 minutes for a row on an Intel Xeon or AMD EPYC with AVX-512
-# Expected: test perplexity in segments 34.7 (softmax), 32.5 (delta_dpfp), 32.4 (gated), 32.7 (decay), 36.6 (sum_elu), means of two seeds,
+# Time:     half an hour to 80 minutes for a row on an Intel Xeon or AMD EPYC with AVX-512
+# Expected: test perplexity in segments 34.7 (softmax), 32.6 (delta_dpfp), 32.4 (gated), 32.7 (decay), 36.6 (sum_elu), means of two seeds,
 #           31.4 (gated_delta), 32.2 (delta_elu), 31.9 (delta_elu-nopos), 33.1 (sru), 33.5 (srupp), 34.2 (additive), 34.8 (leap), seed 2:
 #           docs/results/convergence.md
 # Usage:    DATA=folder recipes/convergence/language.sh [ROW]... [OPTION of fairseq-train]...
@@ -68,7 +68,7 @@ row_task() { # ROW: sets task and own, the options of the row
     esac
 }
 
-echo "| row | seed | best validation | test, context 0 | sliding, context $context | one stream | epochs | hours |"
+echo "| row | seed | best validation | test, segments | test, sliding | test, one stream | epochs | hours |"
 echo "|---|---:|---:|---:|---:|---:|---:|---:|"
 for row in "${rows[@]}"; do
     row_task "$row"

@@ -4,7 +4,7 @@
 # Paper:    none; a small relative of Schlag et al. 2021, table 1. Rows: those of recipes/wmt14/train.sh
 # Data:     DATA, a folder with train, val and test_2016_flickr, each in .en and .de (29,000 image captions); nothing is downloaded
 # Hardware: one CPU core, 1 GB of memory
-# Time:     45 to 60 minutes for a row on an AMD EPYC
+# Time:     35 to 60 minutes for a row on an AMD EPYC
 # Expected: detokenised BLEU 38.6 (softmax), 37.2 (dpfp2), 35.8 (linear), means of two seeds: docs/results/convergence.md
 # Usage:    DATA=folder recipes/convergence/translation.sh [ROW]... [OPTION of fairseq-train]...
 #           DATA=folder SEEDS="1 2" recipes/convergence/translation.sh softmax dpfp2-decoder

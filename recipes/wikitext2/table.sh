@@ -9,7 +9,7 @@
 #           softmax_full, the row softmax with a full output layer
 # Data:     DATA, a folder with train.txt, valid.txt and test.txt: WikiText-2 by words, <unk> kept (CC BY-SA); nothing is downloaded
 # Hardware: one CPU core, 700 MB of memory
-# Time:     6 to 25 minutes for a row of 1500 updates of 1024 tokens
+# Time:     6 to 30 minutes for a row of 1500 updates of 1024 tokens; one to two hours for softmax_full and sparse_equal
 # Expected: the tables in docs/results/wikitext2.md
 # Usage:    DATA=folder recipes/wikitext2/table.sh [ROW]... [OPTION of fairseq-train]...
 #           DATA=folder UPDATES=500 recipes/wikitext2/table.sh softmax delta_elu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -20,6 +21,8 @@ from support.commands import ENVIRONMENT, ROOT, succeed
 from support.language_models import make_task, options_of
 from support.recipes import recipe
 
+from fw_fairseq.mixers.local_attention import LocalAttention, TransformerXl
+from fw_fairseq.mixers.srupp import Srupp
 from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModel
 from fw_fairseq.tools.plot import __main__ as plots
 from fw_fairseq.tools.plot.wikitext2 import read_parts
@@ -533,3 +536,16 @@ def test_estimates():
     row = succeed(done).splitlines()[-1].strip("| ").split(" | ")
     assert row[2:4] == [f"{per_token / 1e6:.3g}M", f"{tokens / 1e9:.3g}G"]
     assert float(row[4]) == pytest.approx(6 * per_token * tokens / (0.4 * 312e12) / 3600, rel=0.06)
+
+
+@pytest.mark.parametrize("segment", [1, 8])
+def test_attention_to_a_memory_costs_what_its_tokens_see(segment):
+    """Token i of each segment sees the memory, i tokens and itself; each of them for scores, values and what else there is."""
+    spec = importlib.util.spec_from_file_location("estimate", ROOT / "recipes/estimate.py")
+    estimate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(estimate)
+    seen = sum(6 + i + 1 for i in range(segment)) / segment
+    srupp = Srupp(32, srupp_width=12, srupp_memory=6, srupp_segment=segment)
+    assert estimate.mixing(srupp, 99) == 2 * 12 * seen + 2 * 32
+    assert estimate.mixing(TransformerXl(32, 4, xl_memory=6, xl_segment=segment), 99) == 3 * 32 * seen
+    assert estimate.mixing(LocalAttention(32, 4, local_window=7), 99) == 2 * 32 * 7
