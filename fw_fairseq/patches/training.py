@@ -112,7 +112,7 @@ def say_what_does_not_fit(original, trainer, filename, reset_optimizer=False, *a
         check_options(trainer, filename)
     check_origin(trainer, filename, extra_state, fresh=reset_optimizer)
     fresh = extra_state is None or reset_optimizer or kwargs.get("reset_meters", False)
-    trainer.patience_read = {} if fresh else dict(extra_state.get(PATIENCE, {}))
+    trainer.patience_read = {} if fresh else extra_state.get(PATIENCE, {})
     return extra_state
 
 
