@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fw_fairseq.config import FastWeightConfig
+from fw_fairseq.config import FastWeightConfig, FastWeightTransformerConfig
 
 sys.modules.setdefault("torchaudio", None)  # fairseq's, of another torch than ours: transformers would trip over it
 transformers = pytest.importorskip("transformers")
@@ -143,7 +143,7 @@ def test_a_mask_of_another_shape_is_refused(shape):
 
 def test_every_option_of_an_exported_folder_is_known():
     """And no name is allowed that no model has."""
-    assert {name for name in asdict(FastWeightConfig()) if not name.startswith("_")} == OPTIONS
+    assert {*asdict(FastWeightConfig()), *asdict(FastWeightTransformerConfig())} == OPTIONS
 
 
 def test_the_configuration_says_whether_a_cache_is_returned():
