@@ -242,6 +242,10 @@ def numbered(state):
     state["model"][3] = torch.ones(1)
 
 
+def in_whole_numbers(state):
+    state["model"]["decoder.layers.0.fc1.bias"] = torch.ones(48, dtype=torch.int32)
+
+
 def without_numbers(state):
     state["model"]["decoder.layers.0.fc1.bias"] = torch.empty(48, device="meta")
 
@@ -252,6 +256,7 @@ def without_numbers(state):
         (of_text, "has --decoder-layers two; it must be a number of at least 1"),
         (without_task, r"has options or parameters of which no model can be made \(it has no 'task'\)"),
         (numbered, r"of which no model can be made \(its parts do not fit together: expected string"),
+        (in_whole_numbers, "it has decoder.layers.0.fc1.bias in torch.int32"),
         (without_numbers, "it has no numbers for decoder.layers.0.fc1.bias"),
         (by_characters, "was trained with --character-embeddings; fw-convert takes models that embed whole words"),
         (without_model, "holds no fairseq model with its options; SOURCE must be a checkpoint that fairseq-train saved"),

@@ -264,6 +264,8 @@ def match_layout(source: Source, path: str) -> Source:
             refuse(path, f"lacks {name}")
         if not isinstance(tensors[name], Tensor) or tensors[name].is_meta:
             refuse(path, f"has no numbers for {name}")
+        if tensors[name].is_floating_point() != want.is_floating_point():
+            refuse(path, f"has {name} in {tensors[name].dtype}")
         if tensors[name].shape != want.shape:
             refuse(path, f"has {name} of shape {tuple(tensors[name].shape)} instead of {tuple(want.shape)}")
     for name in tensors:
