@@ -12,6 +12,7 @@ import sys
 from dataclasses import fields
 
 from fairseq import models, options, registry, tasks
+from fairseq.data import data_utils
 from fairseq.dataclass import FairseqDataclass
 from fairseq.dataclass import utils as dataclass_utils
 from fairseq.models import FairseqEncoderDecoderModel
@@ -80,6 +81,17 @@ def name_the_task_that_a_model_needs(args: argparse.Namespace) -> None:
         raise Mistake(said.format("a language model", "language_modeling"))
     if issubclass(task, LanguageModelingTask) and issubclass(model, FairseqEncoderDecoderModel):
         raise Mistake(said.format("a model with an encoder", "translation"))
+
+
+@replaces(data_utils, "infer_language_pair")
+def name_the_languages(original, path):
+    """A folder that names no pair of languages ends `--task translation` in a traceback. Now one sentence names the folder and the
+    options."""
+    pair = original(path)
+    if None in pair:
+        said = f"DATA {path} has no text of two languages, such as train.en-de.en.idx"
+        raise Mistake(f"{said}; name a folder of fairseq-preprocess, and its languages by --source-lang and --target-lang")
+    return pair
 
 
 class WithoutGraphs(argparse.Action):

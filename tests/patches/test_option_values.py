@@ -11,10 +11,12 @@ import pytest
 import torch
 from fairseq import checkpoint_utils, models, options, tasks
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
+from fairseq.data import data_utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks.language_modeling import LanguageModelingTask
+from fairseq.tasks.translation import TranslationTask
 from fairseq.trainer import Trainer
 from omegaconf import OmegaConf
 from support.checkpoints import SHAPE, parse, save, save_format
@@ -81,6 +83,17 @@ def test_a_model_and_its_task_are_taken(arch, task):
     words = ["data", "--arch", arch, "--task", task]
     assert options.parse_args_and_arch(options.get_training_parser(), words).arch == arch
     options.parse_args_and_arch(options.get_training_parser(), [*words, "--other"], parse_known=True)
+
+
+def test_a_folder_without_languages_is_named(tmp_path):
+    said = (
+        f"^DATA {tmp_path} has no text of two languages, such as train.en-de.en.idx; name a folder of fairseq-preprocess, and its"
+    )
+    cfg = Namespace(_name="translation", task="translation", data=str(tmp_path), source_lang=None, target_lang="de")
+    with pytest.raises(Mistake, match=said):
+        TranslationTask.setup_task(cfg)
+    (tmp_path / "train.en-de.en.idx").touch()
+    assert data_utils.infer_language_pair(str(tmp_path)) == ["en", "de"]
 
 
 @pytest.mark.parametrize("name, value", BAD)
