@@ -9,11 +9,13 @@ import os
 from contextvars import ContextVar
 
 import fairseq.trainer
+import numpy
 import torch
 from fairseq import checkpoint_utils, models, utils
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
+from fairseq.data import LMContextWindowDataset
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks import FairseqTask
@@ -185,6 +187,31 @@ def refuse_blocks_without_tokens(original, task, *args, **kwargs):
     if task.args.tokens_per_sample < 1:
         raise Mistake(f"--tokens-per-sample less --context-window is {task.args.tokens_per_sample}; it must be at least 1")
     return original(task, *args, **kwargs)
+
+
+@replaces(LanguageModelingTask, "eval_lm_dataloader")
+def score_every_block(original, task, dataset, *args, max_positions=None, context_window: int = 0, **kwargs):
+    """`fairseq-eval-lm` leaves out blocks that are longer than the model's positions, and reports the perplexity of the others;
+    with `--context-window` learned positions end in an IndexError. Now both are refused."""
+    blocks = [*map(int, dataset.sizes)] if task.args.sample_break_mode in (None, "none") else []
+    tokens = min(max(blocks, default=0) + context_window, sum(blocks))
+    if isinstance(max_positions, int) and tokens > max_positions:
+        said = f"blocks of {tokens} tokens are longer than the model's {max_positions} positions"
+        raise Mistake(f"{said}; give a shorter --tokens-per-sample")
+    return original(task, dataset, *args, max_positions=max_positions, context_window=context_window, **kwargs)
+
+
+@replaces(LMContextWindowDataset, "collater")
+def read_the_context_from_the_text(original, windows, samples):
+    """`--context-window` takes as context what the same process has read last, so that with several `--num-workers` or shards words
+    get the context of another place, and the perplexity is wrong. Now it takes the words before them."""
+    context, at, missing = [], int(samples[0]["id"]) if samples else 0, windows.context_window
+    while at and missing > 0:
+        at -= 1
+        context.insert(0, windows.dataset[at]["source"][-missing:].numpy())
+        missing -= len(context[0])
+    windows.prev_tokens = numpy.concatenate(context) if context else numpy.empty([0])
+    return original(windows, samples) if samples else {}
 
 
 @replaces(models, "build_model")

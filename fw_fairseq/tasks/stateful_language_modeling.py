@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
 from omegaconf import II
@@ -142,8 +143,18 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
         if sample["segment"] == 0:
             streams.restart()
         net_input["streams"] = streams
+        self.empty_at_eos(net_input)
+
+    def empty_at_eos(self, net_input: dict) -> None:
+        """Adds to the model's inputs where --reset-at-eos empties the state."""
         if self.args.reset_at_eos:
             net_input["reset_mask"] = net_input["src_tokens"].eq(self.dictionary.eos())
+
+    def inference_step(self, generator, models, sample, *args, **kwargs):
+        """Scores or goes on single texts. A prompt ends where it has an end of sentence; a text that is scored may have several."""
+        if isinstance(generator, SequenceScorer) and all(takes(model, "reset_mask") for model in models):
+            self.empty_at_eos(sample["net_input"])
+        return super().inference_step(generator, models, sample, *args, **kwargs)
 
 
 def refuse_memory(model, args, kwargs) -> None:

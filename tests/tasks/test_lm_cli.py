@@ -134,6 +134,21 @@ def test_evaluation_with_a_sliding_window(lm_data, trained):
     sliding = evaluate(lm_data, checkpoint, "--tokens-per-sample", 32, "--context-window", 16)
     assert sliding[0] == blocks[0] == sum(len(line.split()) + 1 for line in sentences(50, 2)), "every token once"
     assert 0 < abs(sliding[1] - blocks[1]) < 0.5
+    window = ["--tokens-per-sample", 32, "--context-window", 16, "--batch-size", 1]
+    assert evaluate(lm_data, checkpoint, *window, "--num-workers", 2) == sliding, "each process loads every other block"
+    halves = [evaluate(lm_data, checkpoint, *window, "--num-shards", 2, "--shard-id", shard) for shard in (0, 1)]
+    counts, sums = [count for count, _ in halves], [count * loss for count, loss in halves]
+    assert sum(counts) == sliding[0] and sum(sums) / sum(counts) == pytest.approx(sliding[1], abs=2e-4)
+
+
+@pytest.mark.parametrize(
+    "options, tokens", [(["--tokens-per-sample", 48], 48), (["--tokens-per-sample", 40, "--context-window", 30], 40)]
+)
+def test_blocks_that_are_longer_than_the_positions_are_not_left_out(options, tokens, lm_data, trained):
+    """The rest of the text alone would be scored."""
+    done = fairseq("eval_lm", lm_data, *USER_DIR, *TASK, "--path", trained[0] / "checkpoint_last.pt", *options)
+    said = f"blocks of {tokens} tokens are longer than the model's 32 positions; give a shorter --tokens-per-sample"
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].endswith(said)
 
 
 def generate(data, paths, *options) -> dict[int, str]:
@@ -291,7 +306,7 @@ def test_refused_options(options, message, lm_data, trained):
 
 def test_texts_longer_than_the_model_are_refused(lm_data, trained):
     done = fairseq("eval_lm", lm_data, *USER_DIR, *TASK, "--path", trained[0] / "checkpoint_last.pt", "--tokens-per-sample", 100)
-    said = r"eval_lm: all \d+ texts are longer than the model's 32 positions; give a shorter --tokens-per-sample$"
+    said = r"eval_lm: blocks of 100 tokens are longer than the model's 32 positions; give a shorter --tokens-per-sample$"
     assert done.returncode != 0 and re.search(said, done.stderr.strip()), done.stderr[-900:]
 
 

@@ -91,6 +91,25 @@ def stateful(**options) -> StatefulLanguageModelingTask:
 
 
 @pytest.mark.parametrize("reset_at_eos", [False, True])
+def test_a_text_that_is_scored_begins_anew_after_each_sentence(reset_at_eos):
+    """As in training."""
+    task, model = stateful(reset_at_eos=reset_at_eos), build(no_token_positional_embeddings=True).eval()
+    scorer = task.build_generator([model], Namespace(score_reference=True))
+    sentences = [[5, 6, 7, EOS], [8, 9, EOS]]
+
+    def scores(target: list[int]) -> torch.Tensor:
+        target = torch.tensor([target])
+        source = torch.cat([torch.tensor([[EOS]]), target[:, :-1]], 1)
+        sample = {"net_input": {"src_tokens": source, "src_lengths": torch.tensor([source.shape[1]])}, "target": target}
+        [[found]] = task.inference_step(scorer, [model], sample)
+        return found["positional_scores"]
+
+    alone, together = torch.cat([*map(scores, sentences)]), scores([*chain(*sentences)])
+    torch.testing.assert_close(together[:4], alone[:4])
+    assert torch.allclose(together, alone) == reset_at_eos
+
+
+@pytest.mark.parametrize("reset_at_eos", [False, True])
 def test_only_the_first_segment_empties_the_states(reset_at_eos):
     """In training and in each validation; a batch of another task, or a dummy, has no streams."""
     task, restarts = stateful(reset_at_eos=reset_at_eos), []
