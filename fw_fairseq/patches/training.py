@@ -191,13 +191,13 @@ def refuse_blocks_without_tokens(original, task, *args, **kwargs):
 
 @replaces(LanguageModelingTask, "eval_lm_dataloader")
 def score_every_block(original, task, dataset, *args, max_positions=None, context_window: int = 0, **kwargs):
-    """`fairseq-eval-lm` leaves out blocks that are longer than the model's positions, and reports the perplexity of the others;
-    with `--context-window` learned positions end in an IndexError. Now both are refused."""
-    blocks = [*map(int, dataset.sizes)] if task.args.sample_break_mode in (None, "none") else []
-    tokens = min(max(blocks, default=0) + context_window, sum(blocks))
+    """`fairseq-eval-lm` leaves out texts that are longer than the model's positions, and reports the perplexity of the others; with
+    `--context-window` learned positions end in an IndexError. Now both are refused."""
+    sizes = [*map(int, dataset.sizes)]
+    tokens = min(max(sizes, default=0) + context_window, sum(sizes))
     if isinstance(max_positions, int) and tokens > max_positions:
-        said = f"blocks of {tokens} tokens are longer than the model's {max_positions} positions"
-        raise Mistake(f"{said}; give a shorter --tokens-per-sample")
+        shorter = "--sample-break-mode none" if task.args.sample_break_mode == "eos" else "a shorter --tokens-per-sample"
+        raise Mistake(f"texts of {tokens} tokens are longer than the model's {max_positions} positions; give {shorter}")
     return original(task, dataset, *args, max_positions=max_positions, context_window=context_window, **kwargs)
 
 
@@ -212,6 +212,18 @@ def read_the_context_from_the_text(original, windows, samples):
         missing -= len(context[0])
     windows.prev_tokens = numpy.concatenate(context) if context else numpy.empty([0])
     return original(windows, samples) if samples else {}
+
+
+@replaces(FairseqTask, "filter_indices_by_size")
+def refuse_texts_that_are_too_long(original, *args, **kwargs):
+    """A text longer than the model's positions ends `fairseq-generate` and `fairseq-interactive` in a traceback. Now its last
+    sentence, which names the text and the option that leaves it out, is all that is shown."""
+    try:
+        return original(*args, **kwargs)
+    except Exception as error:
+        if type(error) is Exception:
+            raise Mistake(str(error)) from error
+        raise
 
 
 @replaces(models, "build_model")

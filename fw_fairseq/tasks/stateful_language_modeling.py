@@ -151,8 +151,16 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
             net_input["reset_mask"] = net_input["src_tokens"].eq(self.dictionary.eos())
 
     def inference_step(self, generator, models, sample, *args, **kwargs):
-        """Scores or goes on single texts. A prompt ends where it has an end of sentence; a text that is scored may have several."""
-        if isinstance(generator, SequenceScorer) and all(takes(model, "reset_mask") for model in models):
+        """Scores streams and single texts, and goes on with single texts. A prompt ends with its first end of sentence; a text
+        that is scored may have several."""
+        if "streams" in sample and not isinstance(generator, SequenceScorer):
+            said = "stateful_language_modeling reads a text as streams, which nothing goes on from"
+            raise Mistake(f"{said}; generate with --task language_modeling --sample-break-mode eos, or --score-reference")
+        if "streams" in sample and not all(takes(model, "streams") for model in models):
+            refuse_memory(models[0], (), {"streams": None})
+        if "streams" in sample:
+            self.bring_state(sample)
+        elif isinstance(generator, SequenceScorer) and all(takes(model, "reset_mask") for model in models):
             self.empty_at_eos(sample["net_input"])
         return super().inference_step(generator, models, sample, *args, **kwargs)
 

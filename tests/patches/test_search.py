@@ -1,4 +1,4 @@
-"""Search: n-grams that were generated do not come again."""
+"""Search: n-grams that were generated do not come again, and hypotheses end at their end."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import math
 import pytest
 import torch
 from fairseq.ngram_repeat_block import NGramRepeatBlock
+from fairseq.search import DiverseBeamSearch
+from fairseq.sequence_generator import SequenceGenerator
+from support.language_models import build, make_task
 
 import fw_fairseq.models  # noqa: F401
 
@@ -27,6 +30,23 @@ def test_every_repeated_ngram_is_forbidden_and_nothing_else(size):
             before = [tuple(written[i : i + size]) for i in range(len(written) - size + 1)]
             expected = [-math.inf if (*written[len(written) - size + 1 :], word) in before else 0.0 for word in range(WORDS)]
             assert allowed.tolist() == expected
+
+
+@pytest.mark.parametrize("groups, beam", [(2, 4), (3, 3), (2, 2)])
+def test_diverse_hypotheses_end_at_their_end(groups, beam):
+    """Also where others of the sentence are still searched for."""
+    torch.manual_seed(0)
+    model, dictionary = build(no_token_positional_embeddings=True).eval(), make_task(40).source_dictionary
+    with torch.no_grad():
+        model.decoder.output_projection.weight.mul_(6)
+        model.decoder.output_projection.weight[2] *= 2
+    search = DiverseBeamSearch(dictionary, groups, 0.5)
+    generator = SequenceGenerator([model], dictionary, beam_size=beam, max_len_b=15, search_strategy=search)
+    prompts = torch.randint(4, 40, (24, 3))
+    sample = {"net_input": {"src_tokens": prompts, "src_lengths": torch.full((24,), 3)}}
+    found = [hypothesis["tokens"] for row in generator.generate([model], sample, prefix_tokens=prompts) for hypothesis in row]
+    ends = [tokens[:-1].eq(2).any() for tokens in found]
+    assert len(found) == 24 * beam and len({len(tokens) for tokens in found}) > 1 and not any(ends)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -147,7 +147,7 @@ def test_evaluation_with_a_sliding_window(lm_data, trained):
 def test_blocks_that_are_longer_than_the_positions_are_not_left_out(options, tokens, lm_data, trained):
     """The rest of the text alone would be scored."""
     done = fairseq("eval_lm", lm_data, *USER_DIR, *TASK, "--path", trained[0] / "checkpoint_last.pt", *options)
-    said = f"blocks of {tokens} tokens are longer than the model's 32 positions; give a shorter --tokens-per-sample"
+    said = f"texts of {tokens} tokens are longer than the model's 32 positions; give a shorter --tokens-per-sample"
     assert done.returncode == 1 and done.stderr.splitlines()[-1].endswith(said)
 
 
@@ -306,7 +306,7 @@ def test_refused_options(options, message, lm_data, trained):
 
 def test_texts_longer_than_the_model_are_refused(lm_data, trained):
     done = fairseq("eval_lm", lm_data, *USER_DIR, *TASK, "--path", trained[0] / "checkpoint_last.pt", "--tokens-per-sample", 100)
-    said = r"eval_lm: blocks of 100 tokens are longer than the model's 32 positions; give a shorter --tokens-per-sample$"
+    said = r"eval_lm: texts of 100 tokens are longer than the model's 32 positions; give a shorter --tokens-per-sample$"
     assert done.returncode != 0 and re.search(said, done.stderr.strip()), done.stderr[-900:]
 
 

@@ -109,6 +109,30 @@ def test_a_text_that_is_scored_begins_anew_after_each_sentence(reset_at_eos):
     assert torch.allclose(together, alone) == reset_at_eos
 
 
+def test_streams_that_are_scored_carry_their_states():
+    """Whoever asks for the scores, as fairseq-generate --score-reference does. Nothing goes on from a stream."""
+    text, model = random_text(), build(no_token_positional_embeddings=True).eval()
+    task = stateful(tokens_per_sample=16)
+    scorer = task.build_generator([model], Namespace(score_reference=True))
+    found = [
+        hypothesis["positional_scores"]
+        for batch in task.streams(text, max_sentences=1).next_epoch_itr(shuffle=False)
+        for [hypothesis] in task.inference_step(scorer, [model], batch)
+    ]
+    source = torch.cat([torch.tensor([EOS]), text.tokens[:-1]])[None]
+    with torch.no_grad():
+        wanted = model.get_normalized_probs(model(source), log_probs=True)[0].gather(1, text.tokens[:, None])[:, 0]
+    torch.testing.assert_close(torch.cat(found), wanted)
+    [batch, *_] = task.streams(text, max_sentences=1).next_epoch_itr(shuffle=False)
+    with pytest.raises(
+        ValueError, match=r"^stateful_language_modeling reads a text as streams, which nothing goes on from; generate"
+    ):
+        task.inference_step(task.build_generator([model], Namespace(beam=2)), [model], batch)
+    other = SimpleNamespace(forward=lambda src_tokens, src_lengths: None)
+    with pytest.raises(ValueError, match="and SimpleNamespace has none; use --task language_modeling"):
+        task.inference_step(scorer, [other], batch)
+
+
 @pytest.mark.parametrize("reset_at_eos", [False, True])
 def test_only_the_first_segment_empties_the_states(reset_at_eos):
     """In training and in each validation; a batch of another task, or a dummy, has no streams."""
