@@ -193,8 +193,8 @@ def refuse_blocks_without_tokens(original, task, *args, **kwargs):
 def score_every_block(original, task, dataset, *args, max_positions=None, context_window: int = 0, **kwargs):
     """`fairseq-eval-lm` leaves out texts that are longer than the model's positions, and reports the perplexity of the others; with
     `--context-window` learned positions end in an IndexError. Now both are refused."""
-    sizes = [*map(int, dataset.sizes)]
-    tokens = min(max(sizes, default=0) + context_window, sum(sizes))
+    sizes = numpy.asarray(dataset.sizes)
+    tokens = int(min(sizes.max(initial=0) + context_window, sizes.sum()))
     if isinstance(max_positions, int) and tokens > max_positions:
         shorter = "--sample-break-mode none" if task.args.sample_break_mode == "eos" else "a shorter --tokens-per-sample"
         raise Mistake(f"texts of {tokens} tokens are longer than the model's {max_positions} positions; give {shorter}")

@@ -153,14 +153,16 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
     def inference_step(self, generator, models, sample, *args, **kwargs):
         """Scores streams and single texts, and goes on with single texts. A prompt ends with its first end of sentence; a text
         that is scored may have several."""
-        if "streams" in sample and not isinstance(generator, SequenceScorer):
-            said = "stateful_language_modeling reads a text as streams, which nothing goes on from"
-            raise Mistake(f"{said}; generate with --task language_modeling --sample-break-mode eos, or --score-reference")
-        if "streams" in sample and not all(takes(model, "streams") for model in models):
-            refuse_memory(models[0], (), {"streams": None})
+        scores = isinstance(generator, SequenceScorer)
         if "streams" in sample:
+            if not scores:
+                said = "stateful_language_modeling reads a text as streams, which nothing goes on from"
+                raise Mistake(f"{said}; generate with --task language_modeling --sample-break-mode eos, or --score-reference")
+            for model in models:
+                if not takes(model, "streams"):
+                    refuse_memory(model, (), {"streams": None})
             self.bring_state(sample)
-        elif isinstance(generator, SequenceScorer) and all(takes(model, "reset_mask") for model in models):
+        elif scores and all(takes(model, "reset_mask") for model in models):
             self.empty_at_eos(sample["net_input"])
         return super().inference_step(generator, models, sample, *args, **kwargs)
 

@@ -7,11 +7,9 @@ import torch
 from fairseq.data import iterators
 from torch.utils.data import TensorDataset
 
-import fw_fairseq.models
+import fw_fairseq.models  # noqa: F401
 from fw_fairseq import Mistake
 from fw_fairseq.data.loading import BatchIterator
-
-assert fw_fairseq.models
 
 
 def numbers(items: list) -> tuple[int, ...]:

@@ -158,6 +158,16 @@ def trainer_after(updates: int, seconds: float = 0) -> Namespace:
     return Namespace(get_num_updates=lambda: updates, cumulative_training_time=lambda: seconds, device=torch.device("cpu"))
 
 
+@pytest.fixture
+def done(monkeypatch) -> list[str]:
+    """What a run that has got a signal does: "saved" where it saves."""
+    found = []
+    monkeypatch.setattr(stopping, "listen", lambda: None)
+    monkeypatch.setattr(stopping, "received", [signal.SIGUSR1])
+    monkeypatch.setattr(stopping.checkpoint_utils, "save_checkpoint", lambda *args: found.append("saved"))
+    return found
+
+
 @pytest.mark.parametrize(
     "no_save, no_last, kept",
     [
@@ -166,16 +176,12 @@ def trainer_after(updates: int, seconds: float = 0) -> Namespace:
         (False, True, "without a checkpoint"),
     ],
 )
-def test_it_says_whether_a_checkpoint_is_there(monkeypatch, caplog, no_save, no_last, kept):
-    saved = []
-    monkeypatch.setattr(stopping, "listen", lambda: None)
-    monkeypatch.setattr(stopping, "received", [signal.SIGUSR1])
-    monkeypatch.setattr(stopping.checkpoint_utils, "save_checkpoint", lambda *args: saved.append(args))
+def test_it_says_whether_a_checkpoint_is_there(done, caplog, no_save, no_last, kept):
     config, trainer = settings(9), trainer_after(3)
     config.checkpoint.no_save, config.checkpoint.no_last_checkpoints = no_save, no_last
     with pytest.raises(SystemExit) as ended, caplog.at_level("INFO"):
         stopping.save_and_exit_if_told(None, config, trainer, None, None, [], False)
-    assert ended.value.code == stopping.EXIT_CODE and len(saved) == 1
+    assert ended.value.code == stopping.EXIT_CODE and len(done) == 1
     assert f"SIGUSR1 stopped the run after update 3, {kept}; exit code 75" in caplog.text
 
 
@@ -222,12 +228,8 @@ def test_a_complete_run_trains_no_further(updates, seconds, most, hours, patienc
     "updates, most, hours, goes_on",
     [(8, 9, 0, False), (9, 9, 0, True), (10, 9, 0, True), (9, 0, 0, False), (8, 9, 0.5, True), (8, 0, 1.5, False)],
 )
-def test_a_run_that_has_made_all_updates_ends_as_without_a_signal(updates, most, hours, goes_on, monkeypatch):
+def test_a_run_that_has_made_all_updates_ends_as_without_a_signal(updates, most, hours, goes_on, done):
     """Or whose time is over, here after an hour. No limit is a 0."""
-    done = []
-    monkeypatch.setattr(stopping, "listen", lambda: None)
-    monkeypatch.setattr(stopping, "received", [signal.SIGUSR1])
-    monkeypatch.setattr(stopping.checkpoint_utils, "save_checkpoint", lambda *args: done.append("saved"))
     config, trainer = settings(most, hours), trainer_after(updates, 3600)
     with contextlib.nullcontext() if goes_on else pytest.raises(SystemExit):
         stopping.save_and_exit_if_told(lambda *args: done.append("as ever"), config, trainer, None, None, [], False)
@@ -253,12 +255,8 @@ def test_signals_are_passed_on_by_the_parent_of_several_workers_only(main, worke
         assert [signal.getsignal(number) == stopping.pass_on for number in stopping.SIGNALS] == [passed_on] * 2
 
 
-def test_at_the_end_of_an_epoch_it_validates_and_waits_for_what_is_being_written(monkeypatch):
+def test_at_the_end_of_an_epoch_it_validates_and_waits_for_what_is_being_written(done, monkeypatch):
     """It saves before, since a cluster may not wait for the validation. Workers wait for the one that writes."""
-    done = []
-    monkeypatch.setattr(stopping, "listen", lambda: None)
-    monkeypatch.setattr(stopping, "received", [signal.SIGUSR1])
-    monkeypatch.setattr(stopping.checkpoint_utils, "save_checkpoint", lambda *args: done.append("saved"))
     monkeypatch.setattr(stopping.PathManager, "async_close", lambda: done.append("written"))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda flag: None)
@@ -287,12 +285,8 @@ def test_signals_end_other_processes_as_before(of, monkeypatch):
     "updates, saving, validating, validates",
     [(6, 0, 0, False), (6, 3, 0, True), (6, 0, 2, True), (6, 4, 0, False), (6, 0, 5, False), (6, 4, 3, True)],
 )
-def test_a_validation_that_is_due_is_not_lost(updates, saving, validating, validates, monkeypatch):
+def test_a_validation_that_is_due_is_not_lost(updates, saving, validating, validates, done):
     """Within an epoch: the run that resumes goes on after it."""
-    done = []
-    monkeypatch.setattr(stopping, "listen", lambda: None)
-    monkeypatch.setattr(stopping, "received", [signal.SIGTERM])
-    monkeypatch.setattr(stopping.checkpoint_utils, "save_checkpoint", lambda *args: done.append("saved"))
     config = settings(9, saving=saving, validating=validating)
     with pytest.raises(SystemExit):
         stopping.save_and_exit_if_told(

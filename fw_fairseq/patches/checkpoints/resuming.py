@@ -52,15 +52,14 @@ def prune_once(original, state_dict: dict, model_cfg) -> dict:
     """fairseq prunes by `--decoder-layers-to-keep` whenever it reads a checkpoint, so that a run with this option cannot be resumed
     or evaluated; where one side of a translation model is pruned, it loses the layers of the other. Now a side is pruned if it has
     more layers than are kept, and the other side stays whole."""
-    names = [f"{side}_layers_to_keep" for side in ("encoder", "decoder")]
-    kept = {name: value for name in names if (value := getattr(model_cfg, name, None))}
-    pruned = tuple(name[:7] for name, value in kept.items() if layers_of(name[:7], state_dict) > len(value.split(",")))
+    kept = {side: value for side in ("encoder", "decoder") if (value := getattr(model_cfg, f"{side}_layers_to_keep", None))}
+    pruned = tuple(side for side, value in kept.items() if layers_of(side, state_dict) > len(value.split(",")))
     if not pruned:
         return state_dict
     found = original({name: x for name, x in state_dict.items() if name.startswith(pruned)}, model_cfg)
     with open_dict(model_cfg) if isinstance(model_cfg, DictConfig) else contextlib.nullcontext():
-        for name, value in kept.items():  # fairseq deletes them; the next checkpoint holds them, and the model as it is now
-            setattr(model_cfg, name, value)
+        for side, value in kept.items():  # fairseq deletes them; the next checkpoint holds them, and the model as it is now
+            setattr(model_cfg, f"{side}_layers_to_keep", value)
     return {name: x for name, x in state_dict.items() if not name.startswith(pruned)} | found
 
 

@@ -48,6 +48,11 @@ def read_line(line: str) -> dict:
         kind, text = found.groups()
         prefix = "" if kind == "train_inner" else f"{kind}_"
         return {prefix + name: value for name, value in PAIR.findall(text)}
+    return json_of(line)
+
+
+def json_of(line: str) -> dict:
+    """Returns the metrics of a line in JSON, which other words may precede; nothing where it holds none."""
     try:
         return json.loads(line[line.index("{") :])
     except (ValueError, RecursionError):  # no brace, or no JSON

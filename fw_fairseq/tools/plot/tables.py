@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import re
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from typing import NamedTuple
 from ... import Mistake
 from ...files import read_text, write_atomically
 from ..command import check_outputs
-from .logs import number
+from .logs import json_of, number
 from .published import Row, read_rows
 
 
@@ -178,13 +177,7 @@ def read_training(file: Path) -> tuple[str, str]:
 
 
 def entries(text: str) -> list[dict]:
-    found = []
-    for line in text.splitlines():
-        try:
-            found.append(json.loads(line[line.index("{") :]))
-        except (ValueError, RecursionError):  # no brace, or no JSON
-            continue
-    return found
+    return [entry for line in text.splitlines() if (entry := json_of(line))]
 
 
 def markdown(title: str, lines: list[list[str]]) -> str:
