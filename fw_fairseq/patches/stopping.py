@@ -57,18 +57,22 @@ def train_unless_complete(original, cfg, trainer, task, epoch_itr):
     """Trains for an epoch, unless the run that was resumed had reached its end."""
     counter = inspect.unwrap(original).__globals__["should_stop_early"]
     go_on_counting(counter, trainer)
-    updates, limits = trainer.get_num_updates(), cfg.optimization
+    updates, patience = trainer.get_num_updates(), cfg.checkpoint.patience
     hours = trainer._previous_training_time / 3600  # all workers have read the same number from the checkpoint
-    if 0 < limits.max_update <= updates:
-        reached = f"--max-update {limits.max_update}"
-    elif 0 < limits.stop_time_hours < hours:
-        reached = f"--stop-time-hours {limits.stop_time_hours:g}"
-    elif 0 < cfg.checkpoint.patience <= getattr(counter, "num_runs", 0):
-        reached = f"--patience {cfg.checkpoint.patience}"
-    else:
+    reached = limit_reached(cfg.optimization, updates, hours)
+    if not reached and 0 < patience <= getattr(counter, "num_runs", 0):
+        reached = f"--patience {patience}"
+    if not reached:
         return original(cfg, trainer, task, epoch_itr)
     logger.info("the run was complete after %d updates, by %s, and trains no further", updates, reached)
     return [None], True
+
+
+def limit_reached(limits, updates: int, hours: float) -> str | None:
+    """Returns the option whose limit a run of so many updates and hours has reached, with its value."""
+    if 0 < limits.max_update <= updates:
+        return f"--max-update {limits.max_update}"
+    return f"--stop-time-hours {limits.stop_time_hours:g}" if 0 < limits.stop_time_hours < hours else None
 
 
 def save_and_exit_if_told(original, cfg, trainer, task, epoch_itr, valid_subsets, end_of_epoch):
@@ -76,9 +80,7 @@ def save_and_exit_if_told(original, cfg, trainer, task, epoch_itr, valid_subsets
     first saves and then validates, for which the time may not suffice."""
     listen()
     updates, hours = trainer.get_num_updates(), trainer.cumulative_training_time() / 3600
-    limits = cfg.optimization
-    complete = updates >= (limits.max_update or float("inf")) or hours > (limits.stop_time_hours or float("inf"))
-    if complete or not told(trainer.device):
+    if limit_reached(cfg.optimization, updates, hours) or not told(trainer.device):
         return original(cfg, trainer, task, epoch_itr, valid_subsets, end_of_epoch)
     checkpoint_utils.save_checkpoint(cfg.checkpoint, trainer, epoch_itr, None)
     intervals = cfg.checkpoint.save_interval_updates, cfg.dataset.validate_interval_updates
