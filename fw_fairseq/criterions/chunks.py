@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import Mistake
-from ..ops.autograd import as_written, once_differentiable
+from ..autograd import as_written, once_differentiable
 
 
 class Goal(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from fairseq.modules import FairseqDropout
 from torch import Tensor, nn
 
 from ..buffers.modules import has_hooks, plain
@@ -75,8 +76,10 @@ class Generation:
 
     @staticmethod
     def fits(decoder) -> bool:
-        """Whether the decoder has no other part than those that ``features`` and ``LayerStep`` know, and no gradient is wanted."""
+        """Whether the decoder has no other part than those that ``features`` and ``LayerStep`` know, drops nothing, and no gradient
+        is wanted."""
         general = decoder.training or torch.is_grad_enabled() or torch.is_autocast_enabled(next(decoder.parameters()).device.type)
+        general = general or any(isinstance(part, FairseqDropout) and part.apply_during_inference for part in decoder.modules())
         return not general and decoder.quant_noise is None and all(map(LayerStep.fits, decoder.layers.children()))
 
     def features(self, tokens: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..feature_maps import wide
 from ..ops import FastWeightState, fast_weight
-from ..ops.checks import BACKENDS, check_sequences, check_tokens
+from ..ops.checks import BACKENDS, check_masks, check_sequences, check_tokens
 from ..ops.state import tensor_state
 from .base import Mixer, Setting, rows, settings_of
 from .look_back import places_in_texts
@@ -114,6 +114,7 @@ class Linformer(Bounded):
     def forward(self, x: Tensor, state: BoundedState | None = None, padding_mask=None, reset_mask=None, source=None, **unused):
         """Maps x (T,B,C) to y (T,B,C) and the state after the last token."""
         check_tokens("x", x, len(x))
+        check_masks(padding_mask, reset_mask, (x.shape[1], x.shape[0]), x.device)
         start = x.new_zeros(x.shape[1], dtype=torch.long) if state is None else state.position
         check_sequences(start, x.shape[1])
         places, end = places_in_texts(start, x.shape[0], padding_mask, reset_mask)

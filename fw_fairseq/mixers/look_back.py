@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..ops.autograd import slices_of
-from ..ops.checks import check_sequences, check_tokens
+from ..autograd import slices_of
+from ..ops.checks import check_masks, check_sequences, check_tokens
 from ..ops.state import tensor_state
 
 BLOCK = 128  # the least number of queries in a block; a larger window makes larger blocks
@@ -114,6 +114,7 @@ def look_back(x: Tensor, state: WindowState | None, reach: Reach, padding_mask, 
     """Maps x (B,T,X) and the state before it to the view of its tokens."""
     batch, total = x.shape[:2]
     check_tokens("x", x, total)
+    check_masks(padding_mask, reset_mask, (batch, total), x.device)
     if state is not None:
         check_sequences(state.filled, batch)
     real = torch.ones(batch, total, dtype=torch.bool, device=x.device) if padding_mask is None else ~padding_mask

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from .. import Mistake
 from ..feature_maps import wide
+from ..ops.checks import check_masks
 from ..ops.onednn import Linear, linear
 from ..ops.recall import until_end
 from ..ops.state import tensor_state
@@ -157,6 +158,7 @@ class Sru(Mixer):
 
     def with_tanh(self, product: Tensor, x: Tensor, cell: Tensor | None, padding_mask, reset_mask):
         """Returns h = r tanh(c) + (1 - r) x scale and the last cell. A recurrence whose highway passes cells alone gives all c."""
+        check_masks(padding_mask, reset_mask, (x.shape[1], x.shape[0]), x.device)
         u, forget, highway = wide(product).chunk(3, -1)
         if padding_mask is not None:
             forget = forget.masked_fill(padding_mask.t()[..., None], OPEN)  # c stays

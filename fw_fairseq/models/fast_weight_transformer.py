@@ -1,6 +1,7 @@
 """fast_weight_transformer: fairseq's translation Transformer with linear attention in any of its three attentions."""
 
 import logging
+from argparse import Namespace
 from dataclasses import fields
 
 from fairseq.dataclass.utils import gen_parser_from_dataclass
@@ -12,6 +13,7 @@ from fairseq.models.transformer.transformer_encoder import TransformerEncoder
 from fairseq.models.transformer.transformer_legacy import transformer_vaswani_wmt_en_de_big
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.utils import safe_getattr
+from omegaconf import DictConfig, OmegaConf
 
 from .. import Mistake
 from ..config import (
@@ -108,6 +110,8 @@ class FastWeightTransformer(NamesWhatDiffers, TransformerModel):
         check_sizes(args, *SIZES)
         check_options(args)
         keep_layers(args, FastWeightTransformerConfig)
+        if isinstance(args, DictConfig):  # fairseq-hydra-train; fairseq reads options that are not its own from a Namespace only
+            args = Namespace(**OmegaConf.to_container(args, resolve=True))
         return super().build_model(args, task)
 
     @classmethod

@@ -44,10 +44,7 @@ def check_arguments(
         check_attention_norm(rule, spec, eps)
     if key_log_scale is not None:
         check_key_log_scale(key_log_scale, rule, spec, attention_norm, q)
-    if padding_mask is not None:
-        check_mask("padding_mask", padding_mask, q, "at padding")
-    if reset_mask is not None:
-        check_mask("reset_mask", reset_mask, q, "where a new text begins")
+    check_masks(padding_mask, reset_mask, (q.shape[0], q.shape[2]), q.device)
     if group is not None:
         check_group(group, rule, spec)
     row_map, gates = AS_IS if feature_map is None else feature_map, {} if gates is None else gates
@@ -154,13 +151,19 @@ def check_state(state, q: Tensor, sizes: tuple[int, ...], dtype: torch.dtype, no
             raise Mistake(f"state.{name} is {x.dtype} on {x.device}; it must be {dtype} on {q.device}")
 
 
-def check_mask(name: str, mask, q: Tensor, meaning: str) -> None:
-    shape = (q.shape[0], q.shape[2])
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != shape:
-        is_ = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise Mistake(f"{name} is {is_}; it must be a bool tensor of shape (B,T) = {shape}, True {meaning}")
-    if mask.device != q.device:
-        raise Mistake(f"{name} is on {mask.device}; it must be on {q.device} like q")
+def check_masks(padding_mask, reset_mask, shape: tuple[int, int], device: torch.device) -> None:
+    """The contract of every operation and mixer: a mask is None or says one thing of each token. ``shape``: (B, T)."""
+    for name, mask, meaning in (
+        ("padding_mask", padding_mask, "at padding"),
+        ("reset_mask", reset_mask, "where a new text begins"),
+    ):
+        if mask is None:
+            continue
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != shape:
+            is_ = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+            raise Mistake(f"{name} is {is_}; it must be a bool tensor of shape (B,T) = {shape}, True {meaning}")
+        if mask.device != device:
+            raise Mistake(f"{name} is on {mask.device}; it must be on {device} like the tokens")
 
 
 def check_attention_norm(rule_name: str, rule: Rule, eps: float) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..autograd import as_written
 from ..rules import Coefficients
-from .autograd import as_written
 from .dispatch import choose, divided_kernel, has_kernels
 from .inputs import READ_AND_ERASE, Inputs
 from .parallel.parts import chain

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from ..autograd import once_differentiable
 
 CHUNK = 32  # tokens; the fastest of 16, 32 and 64 on a CPU for values 20 to 200 wide
 

@@ -161,6 +161,17 @@ def test_no_sequence_and_no_token(mixer):
         mixer(torch.randn(0, 3, WIDTH))
 
 
+@pytest.mark.parametrize("mask", ["padding_mask", "reset_mask"])
+@pytest.mark.parametrize("tanh", [False, True])
+def test_a_mask_says_one_thing_of_each_token(mixer, mask, tanh):
+    mixer.tanh = tanh  # SRU and SRU++ with a tanh have a way of their own
+    x, right = torch.randn(4, 3, WIDTH), torch.zeros(3, 4, dtype=torch.bool)
+    close(mixer(x, **{mask: right})[0], mixer(x)[0])
+    for wrong in (right.t(), right[:1], right[:, :1], right[0], torch.zeros(3, 8, dtype=torch.bool), right.int(), right.float()):
+        with pytest.raises(ValueError, match=rf"{mask} is .* must be a bool tensor of shape \(B,T\) = \(3, 4\)"):
+            mixer(x, **{mask: wrong})
+
+
 @pytest.mark.parametrize("name", ["fast_weight", "local_attention", "transformer_xl", "linformer", "abc"])
 def test_projections_start_as_those_of_fairseqs_attention(name):
     """Uniform weights, those of queries, keys and values 1/sqrt(2) as large as xavier's, and no biases."""

@@ -459,11 +459,15 @@ def test_beam_search_writes_the_same_tokens(monkeypatch):
         assert [score for _, score in hypotheses] == pytest.approx([score for _, score in expected], abs=1e-9)
 
 
-@pytest.mark.parametrize("change", ["training", "gradients", "autocast", "hook", "hook before", "part", "argument", "place"])
+@pytest.mark.parametrize(
+    "change", ["training", "gradients", "autocast", "dropout", "hook", "hook before", "part", "argument", "place"]
+)
 def test_everything_else_takes_the_general_way(change):
     model, tokens, state = build(), draw(2, 1), {}
     if change == "training":
         model.train()
+    if change == "dropout":
+        model.make_generation_fast_(retain_dropout=True)
     if change == "hook":
         model.decoder.layers[0].fc1.register_forward_hook(lambda module, inputs, output: None)
     if change == "hook before":

@@ -11,6 +11,7 @@ from fairseq import models as registered
 from fairseq.modules import MultiheadAttention
 from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 from fairseq.sequence_generator import SequenceGenerator
+from omegaconf import OmegaConf
 from support.draws import PLAIN
 from support.language_models import ERASING, NON_NEGATIVE, assert_close, make_task
 
@@ -325,6 +326,17 @@ def test_half_precision_stays_near_the_exact_model(phi, dtype):
     rounded.float().square().mean().backward()
     assert (rounded.float() - exact).abs().mean() < 0.05 * exact.abs().mean()
     assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_model_of_hydra_has_the_options_of_the_command_line():
+    """fairseq-hydra-train gives a DictConfig, whose attributes vars() does not name."""
+    options = {"linear_attention": "decoder", "update_rule": "decay", "feature_map": "tanh", "feature_norm": "l2"}
+    args = Namespace(**SMALL, **options)
+    registered.ARCH_CONFIG_REGISTRY["fast_weight_transformer"](args)
+    config = OmegaConf.create({"_name": "fast_weight_transformer", **vars(args)})
+    model = registered.MODEL_REGISTRY["fast_weight_transformer"].build_model(config, make_task(40))
+    shapes, expected = ({name: p.shape for name, p in m.named_parameters()} for m in (model, build("decoder", **options)))
+    assert shapes == expected and model.decoder.layers[0].self_attn.mixer.rule_name == "decay"
 
 
 @every_subset

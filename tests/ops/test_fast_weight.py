@@ -236,6 +236,15 @@ def test_a_penalty_on_a_gradient_is_refused_rather_than_lost():
             torch.autograd.grad(loss, leaves)
 
 
+@pytest.mark.parametrize("rule", CHUNKED)
+def test_a_penalty_on_a_gradient_is_refused_under_every_rule(rule):
+    inputs, gates = draw_inputs(SHAPE), draw_gates(RULES[rule], SHAPE)
+    y, _ = fast_weight(*inputs.values(), rule, gates, backend="chunkwise")
+    found = torch.autograd.grad(y.square().sum(), inputs["k"], create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        torch.autograd.grad(found.square().sum(), inputs["k"])
+
+
 def test_steps_have_gradients_of_gradients():
     q, k, v = (x.detach().requires_grad_() for x in torch.randn(3, 1, 1, 3, 2, dtype=torch.float64))
     assert torch.autograd.gradgradcheck(lambda *x: fast_weight(*x, "sum", backend="recurrent")[0], (q, k, v))

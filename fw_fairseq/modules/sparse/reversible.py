@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from fairseq import utils
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from ...autograd import once_differentiable
 from ...feature_maps import wide
 
 

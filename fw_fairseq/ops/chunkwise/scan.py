@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ... import Mistake
+from ...autograd import as_written, once_differentiable
 from ...rules import Coefficients
-from ..autograd import as_written, once_differentiable
 from .frames import (
     CHUNK,
     SMALLEST_GATE,

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from ...autograd import once_differentiable
 from ...rules import Coefficients
 
 SHORTEST = 256  # tokens of a part

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, distributed
-from torch.autograd.function import once_differentiable
 
+from ...autograd import once_differentiable
 from ...rules import Coefficients
 from .parts import chain, per_channel, run_from_identity
 

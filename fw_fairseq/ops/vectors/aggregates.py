@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..autograd import as_written, once_differentiable
+from ...autograd import as_written, once_differentiable
 from . import compiled
 from .pooling_kernel import pool_cuda_form
 

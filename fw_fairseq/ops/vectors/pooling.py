@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ... import Mistake
 from ...feature_maps import wide
-from ..checks import check_tokens
+from ..checks import check_masks, check_tokens
 from ..kernels.launch import use_kernels
 from .aggregates import NOTHING, mean, merge, pooled
 from .pooling_kernel import why_not
@@ -39,6 +39,7 @@ def pool(
     keep_state: False where no call continues from this one; the state is then None, and what only it needs is left out.
     """
     check(scores, values, window, state)
+    check_masks(padding_mask, reset_mask, (scores.shape[0], scores.shape[2]), scores.device)
     with torch.autocast(values.device.type, enabled=False):
         kernels = use_kernels(backend, values.device, partial(why_not, scores, values))
         a, x, texts, order = wide(scores), values if kernels else wide(values), None, None

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ... import Mistake
+from ...autograd import as_written, needs_gradient, once_differentiable
 from ...feature_maps import wide
-from ..autograd import as_written, needs_gradient, once_differentiable
-from ..checks import check_tokens
+from ..checks import check_masks, check_tokens
 from ..kernels.launch import use_kernels
 from . import compiled
 from .sru_kernel import sru_cuda_form, why_not
@@ -37,7 +37,7 @@ def sru(
     reset_mask: (B,T) bool, True at the first token of a new text, which starts from c = 0.
     backend: "cuda" runs the kernels, "torch" PyTorch, "auto" the kernels where they can run.
     """
-    check(product, x, v_forget, v_reset, state)
+    check(product, x, v_forget, v_reset, state, padding_mask, reset_mask)
     dtype = torch.float64 if product.dtype == torch.float64 else torch.float32
     c = product.new_zeros(x.shape[1:], dtype=dtype) if state is None else state
     if use_kernels(backend, product.device, partial(why_not, product, x)):
@@ -50,7 +50,7 @@ def sru(
     return Scan.apply(product, x, wide(v_forget), wide(v_reset), c, padded, keep, scale)
 
 
-def check(product, x, v_forget, v_reset, state) -> None:
+def check(product, x, v_forget, v_reset, state, padding_mask, reset_mask) -> None:
     if x.dim() != 3 or product.shape != (*x.shape[:2], 3 * x.shape[2]):
         raise Mistake(f"product is {tuple(product.shape)} and x {tuple(x.shape)}; they must be (T,B,3D) and (T,B,D)")
     check_tokens("x", x, len(x))
@@ -59,6 +59,7 @@ def check(product, x, v_forget, v_reset, state) -> None:
             raise Mistake(f"{name} is {tuple(part.shape)}; it must be {tuple(x.shape[2:])}")
     if state is not None and state.shape != x.shape[1:]:
         raise Mistake(f"state is {tuple(state.shape)}; it must be {tuple(x.shape[1:])}")
+    check_masks(padding_mask, reset_mask, (x.shape[1], x.shape[0]), x.device)
 
 
 class Scan(torch.autograd.Function):

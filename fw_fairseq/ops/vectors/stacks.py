@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd import needs_gradient
+from ...autograd import needs_gradient
 from ..state import tensor_state
 from .aggregates import CHUNK, NOTHING, mean, merge, pooled, prefix
 
