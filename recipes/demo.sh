@@ -15,6 +15,7 @@
 wanted_python=${PYTHON:-python3}
 source "$(dirname "$(realpath "$0")")/lib.sh" || exit 1
 no_toy "leave TOY out, and set UPDATES=50 for a short demo"
+[ $# = 0 ] || fail "$1 has no effect here; leave it out"
 
 OUT=${OUT:-${DEMO:-outputs/demo}}
 UPDATES=${UPDATES:-300}

@@ -23,9 +23,18 @@ switched() { # VARIABLE: sets it to 1 or to nothing
     esac
 }
 
+of_form() { # VARIABLE PATTERN ALLOWED: fails where it has another form
+    [[ ${!1:-} =~ ^($2)?$ ]] || fail "$1 is ${!1}; it must be $3"
+}
+
 switched TOY
 CPU=${CPU:-$TOY}
 switched CPU
+for variable in JOBS WORKERS UPDATES START_UPDATES WARMUP EVERY TOKENS TEST_LINES; do
+    of_form $variable '[0-9]+' "a whole number"
+done
+of_form SEEDS ' *[0-9]+( +[0-9]+)* *' 'one or more whole numbers, for example "1 2"'
+of_form DROPOUT '0|0?\.[0-9]+' "a number from 0 to below 1, for example 0.1"
 GPUS=${GPUS:-1}
 SEED=1
 machine=() # options of every fairseq command

@@ -226,6 +226,29 @@ def test_recipes_without_a_toy_size_refuse_it(name, args, tmp_path):
     assert sentence.startswith(f"{Path(name).name}: TOY is set, and this recipe has no toy size; leave TOY out")
 
 
+@pytest.mark.parametrize(
+    "name, variable, value, allowed",
+    [
+        ("convergence/language.sh", "SEEDS", "1,2", "one or more whole numbers"),
+        ("wikitext2/table.sh", "SEEDS", " ", "one or more whole numbers"),
+        ("convergence/translation.sh", "DROPOUT", "2", "a number from 0 to below 1"),
+        ("synthetic/sweep.sh", "JOBS", "x", "a whole number"),
+        ("streaming/memory.sh", "TOKENS", "1e6", "a whole number"),
+    ],
+)
+def test_variables_with_other_values_are_refused(name, variable, value, allowed, tmp_path):
+    done = recipe(name, tmp_path / "out", **{variable: value, "TOY": ""})
+    assert (done.returncode, done.stdout) == (1, "") and not list(tmp_path.iterdir())
+    [sentence] = done.stderr.splitlines()
+    assert sentence.startswith(f"{Path(name).name}: {variable} is {value}; it must be {allowed}")
+
+
+def test_the_demo_takes_no_arguments(tmp_path):
+    done = recipe("demo.sh", tmp_path / "out", "foo", TOY="")
+    assert (done.returncode, done.stdout) == (1, "") and not list(tmp_path.iterdir())
+    assert done.stderr == "demo.sh: foo has no effect here; leave it out\n"
+
+
 @pytest.mark.parametrize("name", ["multi30k/table.sh", "convergence/translation.sh"])
 def test_small_translations_do_not_download_wmt14(name, tmp_path):
     """Whose recipe prepares their text."""
