@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
 from fairseq.file_io import PathManager
+from fairseq.models.ema.ema import EMA
 from fairseq.trainer import Trainer
 from omegaconf import DictConfig, open_dict
 
@@ -67,6 +68,14 @@ def layers_of(side: str, state_dict: dict) -> int:
     """Returns how many layers a side of a model has."""
     found = (re.match(rf"{side}.*?\.layers\.(\d+)\.", name) for name in state_dict)
     return len({match[1] for match in found if match})
+
+
+@replaces(EMA, "restore")
+def keep_versions(original, averages, state_dict: dict, *args, **kwargs) -> None:
+    """fairseq leaves the number of a decoder's format out of the averages that `--store-ema` keeps, and drops the last norm of a
+    decoder without it, so that averages with `--decoder-normalize-before` are of another model. Now they have both."""
+    versions = {name: x for name, x in averages.model.state_dict().items() if "version" in name}
+    original(averages, versions | state_dict, *args, **kwargs)
 
 
 @contextlib.contextmanager
