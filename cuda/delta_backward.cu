@@ -28,8 +28,8 @@ __device__ __forceinline__ void load_part(Stage& s, const Params& p, const First
     const int columns = p.V - blockIdx.y * FW_V;
     if constexpr (EVEN_PART) {
         if (whole_part(p, t0)) {
-            copy_tile<Op, FW_SPAN, FW_K>(s.q, (const Op*)first.q, p.q.t, t0);
-            copy_tile<Op, FW_SPAN, FW_K>(s.k, (const Op*)first.k, p.k.t, t0);
+            copy_tile<Row, FW_SPAN, FW_K>(s.q, (const Row*)first.q, p.q.t, t0);
+            copy_tile<Row, FW_SPAN, FW_K>(s.k, (const Row*)first.k, p.k.t, t0);
             copy_tile<In, FW_SPAN, FW_V>(s.v, (const In*)first.v, p.v.t, t0);
             copy_tile<Op, FW_SPAN, FW_V>(s.dy, (const Op*)first.dy, p.dy.t, t0);
             return load_gates(s.g, here, 0, 0, t0);

@@ -29,6 +29,12 @@ def on_device(tensors, dtype=None):
     return {name: x.detach().to("cuda", dtype or x.dtype).requires_grad_() for name, x in tensors.items()}
 
 
+def within(gates, rule):
+    """In fp32, and of length 1 where the rule wants that: over 150 tokens longer ones fill the memory beyond its range."""
+    unit = {name for name, gate in RULES[rule].gates.items() if gate.form == "unit"}
+    return {n: (torch.nn.functional.normalize(x, dim=-1) if n in unit else x).detach().float() for n, x in gates.items()}
+
+
 MAPS = [RowMap("dpfp", 1, "sum"), RowMap("dpfp", 3, "sum"), RowMap("elu", 1, "sum"), RowMap("relu", 1, "l2")]
 CASES = [(rule, width, RowMap()) for rule in (*KERNEL_RULES, *CHANNEL_RULES) for width in (16, 48, 64, 96, 100, 128)]
 CASES += [(rule, 64, row_map) for rule in ("gated", "delta") for row_map in MAPS]
@@ -39,7 +45,7 @@ CASES += [(rule, 64, row_map) for rule in ("gated", "delta") for row_map in MAPS
 def test_kernels_equal_steps(rule, dtype, width, row_map):
     """Outputs, states and gradients, against float64 steps on the same device; also with maps inside the kernels."""
     shape, key = (2, 2, 150, width, width), row_map.width(width)
-    leaves = on_device(draw_inputs(shape, dtype)) | on_device(draw_gates(RULES[rule], (*shape[:3], key, width), torch.float32))
+    leaves = on_device(draw_inputs(shape, dtype)) | on_device(within(draw_gates(RULES[rule], (*shape[:3], key, width)), rule))
     leaves["memory"] = torch.randn(*shape[:2], key, width, device="cuda").requires_grad_()
 
     def results(leaves, backend):
@@ -151,9 +157,12 @@ def to_device(tensors):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masks"])
 def test_sru_kernels(dtype, masked):
-    """Against the equations in float64, as on the emulator, at several sizes."""
+    """Against the equations in float64, as on the emulator, at several sizes. v_f and v_r are small: with large ones a rounding of
+    the state grows a thousandfold in a hundred steps, in every implementation."""
+    torch.manual_seed(0)
     for length, batch, width in ((1, 1, 1), (133, 3, 100), (40, 2, 256)):
-        cuda_sru.compare(to_device(cuda_sru.draw(length, batch, width, dtype)), masked, masked)
+        product, x, v_forget, v_reset, state = cuda_sru.draw(length, batch, width, dtype)
+        cuda_sru.compare(to_device([product, x, v_forget / 4, v_reset / 4, state]), masked, masked)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -69,6 +69,8 @@ def compare(family: str, row_map: RowMap, shape, dtype, present: str, launch) ->
         ("linear", RowMap("relu", 1, "l2"), 17, 16, torch.float16, ""),
         ("delta", RowMap("dpfp", 3, "sum"), 24, 40, torch.bfloat16, "few"),
         ("delta", RowMap("dpfp", 4, "l2"), 7, 16, torch.float32, "few"),
+        ("delta", RowMap("elu", 1, "sum"), 16, 16, torch.float16, "ew"),
+        ("decay", RowMap("elu", 1, "none"), 16, 16, torch.float16, "F"),
     ],
 )
 def test_equals_the_map_and_the_steps(one_thread, family, row_map, d, value, dtype, present):
