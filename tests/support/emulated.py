@@ -7,7 +7,7 @@ import contextlib
 import torch
 
 from fw_fairseq.ops.kernels import launch
-from fw_fairseq.ops.kernels.common import OPERATORS
+from fw_fairseq.ops.kernels.operators import OPERATORS
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from .common import (
     held_bytes,
     in_units,
     pack_params,
+    remembered,
     round_up,
     rows_aligned,
     tile_bytes,
@@ -58,11 +59,16 @@ class Variant(Sizes, Macros):
 
     @classmethod
     def of(cls, q, v, e, w, precision: str) -> Variant:
-        precision = "tf32" if precision == "bf16" and q.dtype == torch.float16 else precision
+        return cls.of_sizes(q.dtype, q.shape[3], v.shape[3], e.dim() == 4, w is not None, precision, held_bytes(q.device))
+
+    @classmethod
+    @remembered
+    def of_sizes(cls, dtype, key: int, value: int, rows: bool, w: bool, precision: str, held: int) -> Variant:
+        precision = "tf32" if precision == "bf16" and dtype == torch.float16 else precision
         size = 2 if precision == "bf16" else 4
-        tiling = next(tiling for (widest, bytes_), tiling in TABLE.items() if widest >= q.shape[3] and bytes_ == size)
+        tiling = next(tiling for (widest, bytes_), tiling in TABLE.items() if widest >= key and bytes_ == size)
         while True:
-            variant, held = cls.cut(q, v, e, w, PRECISIONS[precision], tiling), held_bytes(q.device)
+            variant = cls.cut(dtype, key, value, rows, w, PRECISIONS[precision], tiling)
             if variant.forward_bytes() > held and tiling.span > CHUNK:
                 tiling = tiling._replace(span=CHUNK)
             elif variant.backward_bytes() > held and tiling.part > CHUNK:
@@ -73,10 +79,10 @@ class Variant(Sizes, Macros):
                 return variant
 
     @classmethod
-    def cut(cls, q, v, e, w, precision: int, tiling: Tiling) -> Variant:
-        tiles = -(-v.shape[3] // tiling.value)
-        tiling = tiling._replace(value=round_up(-(-v.shape[3] // tiles), 16))
-        return cls(q.dtype, round_up(q.shape[3], 16 * tiling.ksplit), tiling, tiles, precision, e.dim() == 4, w is not None)
+    def cut(cls, dtype, key: int, value: int, rows: bool, w: bool, precision: int, tiling: Tiling) -> Variant:
+        tiles = -(-value // tiling.value)
+        tiling = tiling._replace(value=round_up(-(-value // tiles), 16))
+        return cls(dtype, round_up(key, 16 * tiling.ksplit), tiling, tiles, precision, rows, w)
 
     def stage_bytes(self, span: int) -> int:
         """The rows of a span but those of dy, and its gates."""
@@ -89,11 +95,13 @@ class Variant(Sizes, Macros):
         pairs = tile_bytes(span, CHUNK, torch.float32) + tile_bytes(span, CHUNK, self.operand)
         return tile_bytes(span, self.key, self.operand) + pairs + 4 * span // CHUNK * self.key
 
+    @remembered
     def forward_bytes(self) -> int:
         """sizeof(ForwardShared), which the kernel asserts."""
         span = self.tiling.span
         return 2 * self.stage_bytes(span) + self.span_bytes(span) + self.sums_bytes(4)
 
+    @remembered
     def backward_bytes(self) -> int:
         """sizeof(BackwardShared), which the kernel asserts."""
         span, value, operand = self.tiling.part, self.tiling.value, self.operand

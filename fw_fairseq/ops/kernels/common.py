@@ -1,7 +1,9 @@
-"""The checks, the tensors, the feature maps and the registration of operators that the modules of several kernels share."""
+"""The checks, the tensors and the feature maps that the modules of several kernels share."""
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -33,8 +35,6 @@ DIVIDED_VIEWS = ("y", "dy", "dx", "divisors", "ddivisors")  # ``View`` and ``Par
 DIVIDED_SIZES = (*((name, "i4") for name in "HTV"), ("eps", "f4"), ("least", "f4"))
 DIVIDED_VIEW = np.dtype([("p", "u8"), ("b", "i8"), ("h", "i8"), ("t", "i8")], align=True)  # so that the whole is, too
 DIVIDED = np.dtype([*((name, DIVIDED_VIEW) for name in DIVIDED_VIEWS), *DIVIDED_SIZES], align=True)
-LIBRARY = torch.library.Library("fw_fairseq", "FRAGMENT")
-OPERATORS: dict[str, Callable] = {}  # by name, the function that launches; tests run the same ones on an emulator
 
 
 class Divided(NamedTuple):
@@ -81,8 +81,22 @@ def dense(x: Tensor) -> Tensor:
 
 def in_units(x: Tensor) -> bool:
     """Whether every row of x can be moved 16 bytes at a time."""
-    unit = 16 // x.element_size()
-    return x.data_ptr() % 16 == 0 and all(n % unit == 0 for n in (*x.stride()[:-1], x.shape[-1]))
+    steps = functools.reduce(operator.or_, x.stride()[:-1], x.shape[-1])  # a power of 2 divides all of them if it divides this
+    return (steps * x.element_size() | x.data_ptr()) % 16 == 0
+
+
+def remembered(function: Callable) -> Callable:
+    """Decorates a function of sizes: each result is computed once, but for sizes that a compiler keeps symbolic."""
+    known = functools.lru_cache(maxsize=None)(function)
+
+    @functools.wraps(function)
+    def run(*sizes):
+        try:
+            return known(*sizes)
+        except TypeError:  # symbolic ones cannot be hashed
+            return function(*sizes)
+
+    return run
 
 
 def round_up(n, multiple: int):
@@ -158,22 +172,3 @@ def add_up(whole: Tensor | None, shares: Tensor | None) -> None:
     """Writes the sum of the shares from ``shares_of`` into ``whole``."""
     if shares is not None and len(shares) > 1:
         whole.copy_(shares.sum(0))
-
-
-def register_operator(
-    name: str, schema: str, run: Callable, fake: Callable, setup_context: Callable | None = None, backward: Callable | None = None
-) -> None:
-    """Defines ``torch.ops.fw_fairseq.<name>``, which ``torch.compile`` keeps in one graph.
-
-    Args:
-        schema: the arguments and the results in torch.library's notation, ``(Tensor q, ...) -> Tensor``.
-        run: what the operator does on a GPU.
-        fake: returns tensors with the shapes, dtypes and strides of the results, for tracing; sizes may be symbolic.
-        setup_context, backward: the two halves of its gradient as for ``torch.library.register_autograd``; none without both.
-    """
-    OPERATORS[name] = run
-    LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, run, "CUDA")
-    torch.library.register_fake(f"fw_fairseq::{name}", fake, lib=LIBRARY)
-    if backward is not None:
-        torch.library.register_autograd(f"fw_fairseq::{name}", backward, setup_context=setup_context, lib=LIBRARY)

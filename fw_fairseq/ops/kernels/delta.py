@@ -22,6 +22,7 @@ from .common import (
     held_bytes,
     map_defines,
     pack_params,
+    remembered,
     round_up,
     rows_aligned,
     shares_of,
@@ -94,13 +95,17 @@ class Variant(Sizes, Macros):
 
     @classmethod
     def of(cls, q, v, f, w, precision: str, row_map: RowMap) -> Variant:
-        precision = "tf32" if precision == "bf16" and q.dtype == torch.float16 else precision
-        row, key, value = q.shape[3], row_map.width(q.shape[3]), v.shape[3]
+        return cls.of_sizes(q.dtype, q.shape[3], v.shape[3], f is not None, w is not None, precision, row_map, held_bytes(q.device))
+
+    @classmethod
+    @remembered
+    def of_sizes(cls, dtype, row: int, value: int, f: bool, w: bool, precision: str, row_map: RowMap, held: int) -> Variant:
+        precision = "tf32" if precision == "bf16" and dtype == torch.float16 else precision
+        key = row_map.width(row)
         tiling = next(row for (widest, size), row in TABLE.items() if widest >= key and size == (2 if precision == "bf16" else 4))
         tiles = -(-value // tiling.value)
         tiling = tiling._replace(value=round_up(-(-value // tiles), 16))
-        key, gates = round_up(key, 16 * tiling.ksplit), (f is not None, w is not None)
-        variant = cls(q.dtype, key, tiling, tiles, PRECISIONS[precision], *gates, row, row_map, held_bytes(q.device))
+        variant = cls(dtype, round_up(key, 16 * tiling.ksplit), tiling, tiles, PRECISIONS[precision], f, w, row, row_map, held)
         if variant.backward_bytes(1) > variant.held:  # by its rows
             variant = variant._replace(tiling=tiling._replace(part=CHUNK))
         return variant
@@ -109,6 +114,7 @@ class Variant(Sizes, Macros):
         """The bytes of so many rows of q and k before the feature map."""
         return 2 * tile_bytes(rows, round_up(self.row, 16 // self.dtype.itemsize), self.dtype)
 
+    @remembered
     def forward_bytes(self) -> int:
         """sizeof(ForwardShared), which the kernel asserts."""
         span, value = self.tiling.span, self.tiling.value
@@ -118,6 +124,7 @@ class Variant(Sizes, Macros):
         solved = tile_bytes(span, CHUNK, torch.float32) + tile_bytes(span, CHUNK, self.operand)
         return staged + solved + self.sums_bytes(4)
 
+    @remembered
     def backward_bytes(self, stages: int) -> int:
         """sizeof(BackwardShared), which the kernel asserts."""
         span, value, operand, mapped = self.tiling.part, self.tiling.value, self.operand, self.row_map != AS_IS

@@ -24,6 +24,7 @@ from .common import (
     held_bytes,
     map_defines,
     pack_params,
+    remembered,
     round_up,
     rows_aligned,
     shares_of,
@@ -93,11 +94,18 @@ class Variant(NamedTuple):
 
     @classmethod
     def of(cls, q, v, f, w, precision: str, row_map: RowMap, sums: bool = False) -> Variant:
-        precision = "tf32" if precision == "bf16" and q.dtype == torch.float16 else precision
-        row, key, value = q.shape[3], row_map.width(q.shape[3]), v.shape[3]
-        key = round_up(key, 16 * fewest_slices(key))
         gates, held = (f is not None, w is not None), held_bytes(q.device)
-        variant = cls(q.dtype, key, value, precision, *gates, row, row_map, held, sums)
+        return cls.of_sizes(q.dtype, q.shape[3], v.shape[3], *gates, precision, row_map, held, sums)
+
+    @classmethod
+    @remembered
+    def of_sizes(
+        cls, dtype, row: int, value: int, f: bool, w: bool, precision: str, row_map: RowMap, held: int, sums: bool
+    ) -> Variant:
+        precision = "tf32" if precision == "bf16" and dtype == torch.float16 else precision
+        key = row_map.width(row)
+        key = round_up(key, 16 * fewest_slices(key))
+        variant = cls(dtype, key, value, precision, f, w, row, row_map, held, sums)
         longest = 64 if precision == "bf16" else 32
         back = variant.choose(longest, lambda tile: variant.backward_bytes(tile, 1))
         ahead = variant.choose(back.chunk, lambda tile: variant.forward_bytes(tile, 1))
@@ -130,12 +138,14 @@ class Variant(NamedTuple):
         """The memory as operands, and the sum of the keys."""
         return tile_bytes(tile.value, self.key, self.operand) + (self.key * self.operand.itemsize if self.sums else 0)
 
+    @remembered
     def forward_bytes(self, tile: Tile, memories: int) -> int:
         """sizeof(Shared) in linear.cu, which asserts it."""
         memory = self.memory_bytes(tile)
         features = 0 if self.row_map == AS_IS else 2 * tile_bytes(tile.chunk, self.key, self.operand)
         return 2 * self.stage_bytes(tile, 1) + memories * memory + features + self.products_bytes(tile)
 
+    @remembered
     def backward_bytes(self, tile: Tile, stages: int) -> int:
         """sizeof(Shared) in linear_gradients.cuh, which asserts it."""
         memory = self.memory_bytes(tile)

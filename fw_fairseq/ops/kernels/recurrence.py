@@ -16,8 +16,9 @@ from ...row_map import AS_IS, RowMap
 from ...rules import Coefficients
 from ..parallel.parts import choose_parts, run_parts
 from . import launch
-from .common import Divided, dense, register_operator, why_no_map, why_not_run
+from .common import Divided, dense, why_no_map, why_not_run
 from .families import family_of, why_no_family
+from .operators import call, register
 
 FP32_PRECISIONS = ("exact", "tf32")
 MANY_PARTS = 16  # so many run faster in parts, with an fp32 column, than whole with the divisor inside the kernels
@@ -53,7 +54,7 @@ def run_kernels(
     operands = [None if x is None else dense(x) for x in (q, k, v, *coefficients)]
     memory = memory.contiguous()
     keep = needs_gradients(*operands, memory)
-    y, memory, _ = torch.ops.fw_fairseq.scan(*operands, memory, precision, keep, *row_map)
+    y, memory, _ = call("scan", *operands, memory, precision, keep, *row_map)
     return y, memory
 
 
@@ -66,7 +67,7 @@ def run_divided(
     operands += [memory.contiguous(), sums.contiguous()]
     keep = needs_gradients(*operands)
     precision = choose_precision(v.dtype)
-    y, memory, sums, _ = torch.ops.fw_fairseq.scan_divided(*operands, eps, least, precision, keep, *row_map)
+    y, memory, sums, _ = call("scan_divided", *operands, eps, least, precision, keep, *row_map)
     return y, memory, sums
 
 
@@ -140,7 +141,7 @@ def backward(ctx, dy, dmemory, _dsaved):
     operands, saved = tensors[:8], list(tensors[8:])
     dy = torch.zeros_like(operands[2]) if dy is None else dense(dy)
     dmemory = torch.zeros_like(operands[7]) if dmemory is None else dmemory.contiguous()
-    grads = iter(torch.ops.fw_fairseq.scan_backward(*operands, saved, dy, dmemory, ctx.precision, *ctx.row_map))
+    grads = iter(call("scan_backward", *operands, saved, dy, dmemory, ctx.precision, *ctx.row_map))
     return *(None if x is None else next(grads) for x in operands), *[None] * (2 + len(ctx.row_map))
 
 
@@ -185,14 +186,14 @@ def divided_backward(ctx, dy, dmemory, dsums, _dsaved):
     operands, y, saved = tensors[:9], tensors[9], list(tensors[10:])
     dy = torch.zeros_like(y) if dy is None else dense(dy)
     after = (torch.zeros_like(x) if g is None else g.contiguous() for g, x in ((dmemory, operands[7]), (dsums, operands[8])))
-    grads = iter(torch.ops.fw_fairseq.scan_divided_backward(*operands[:8], saved, y, dy, *after, *ctx.settings))
+    grads = iter(call("scan_divided_backward", *operands[:8], saved, y, dy, *after, *ctx.settings))
     return *(None if x is None else next(grads) for x in operands), *[None] * (len(ctx.settings) + 1)
 
 
 INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? f, Tensor? z, Tensor? e, Tensor? w, Tensor memory"
 ROW_MAP = "str name, int nu, str norm"
 DIVIDED = "Tensor sums, float eps, float least"
-register_operator(
+register(
     "scan",
     f"({INPUTS}, str precision, bool keep, {ROW_MAP}) -> (Tensor, Tensor, Tensor[])",
     scan,
@@ -200,13 +201,13 @@ register_operator(
     setup_context,
     backward,
 )
-register_operator(
+register(
     "scan_backward",
     f"({INPUTS}, Tensor[] saved, Tensor dy, Tensor dmemory, str precision, {ROW_MAP}) -> Tensor[]",
     scan_backward,
     scan_backward_fake,
 )
-register_operator(
+register(
     "scan_divided",
     f"({INPUTS}, {DIVIDED}, str precision, bool keep, {ROW_MAP}) -> (Tensor, Tensor, Tensor, Tensor[])",
     scan_divided,
@@ -214,7 +215,7 @@ register_operator(
     setup_divided_context,
     divided_backward,
 )
-register_operator(
+register(
     "scan_divided_backward",
     f"({INPUTS}, Tensor[] saved, Tensor y, Tensor dy, Tensor dmemory, Tensor dsums, float eps, float least, str precision, "
     f"{ROW_MAP}) -> Tensor[]",

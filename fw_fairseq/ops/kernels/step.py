@@ -10,8 +10,9 @@ from torch import Tensor
 from ...row_map import AS_IS, RowMap
 from ...rules import Coefficients
 from . import launch
-from .common import TYPES, Divided, dense, map_defines, register_operator, why_no_map, why_not_run
+from .common import TYPES, Divided, dense, map_defines, why_no_map, why_not_run
 from .families import kinds
+from .operators import call, register
 from .recurrence import DIVIDED, INPUTS, ROW_MAP
 
 SOURCE, COLUMNS, WARPS = "step.cu", 32, 16
@@ -122,7 +123,7 @@ def why_not(q: Tensor, v: Tensor, coefficients: Coefficients, row_map: RowMap = 
 def step_cuda_form(q, k, v, coefficients: Coefficients, memory: Tensor, row_map: RowMap = AS_IS) -> tuple[Tensor, Tensor]:
     """As ``cuda_form``, for one token and without gradients; the memory it is given stays as it is."""
     token = [None if x is None else dense(x).squeeze(2) for x in (q, k, v, *coefficients)]
-    y, memory = torch.ops.fw_fairseq.step(*token, memory.contiguous(), *row_map)
+    y, memory = call("step", *token, memory.contiguous(), *row_map)
     return y.unsqueeze(2), memory
 
 
@@ -132,7 +133,7 @@ def step_divided_form(
     """As ``step_cuda_form`` where the read is divided; with the new sums of the keys (B,H,K)."""
     token = [None if x is None else dense(x).squeeze(2) for x in (q, k, v, *coefficients)]
     inputs = (*token, memory.contiguous(), sums.contiguous(), eps, least, *row_map)
-    y, memory, sums = torch.ops.fw_fairseq.step_divided(*inputs)
+    y, memory, sums = call("step_divided", *inputs)
     return y.unsqueeze(2), memory, sums
 
 
@@ -153,8 +154,8 @@ def step_fake(q, k, v, f, z, e, w, memory, *row_map):
     return torch.empty_like(v), torch.empty_like(memory)
 
 
-register_operator("step", f"({INPUTS}, {ROW_MAP}) -> (Tensor, Tensor)", step_operator, step_fake)
-register_operator(
+register("step", f"({INPUTS}, {ROW_MAP}) -> (Tensor, Tensor)", step_operator, step_fake)
+register(
     "step_divided",
     f"({INPUTS}, {DIVIDED}, {ROW_MAP}) -> (Tensor, Tensor, Tensor)",
     step_divided_operator,

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from ... import native
 from ..kernels.launch import use_kernels
+from ..kernels.operators import call
 from . import kernel
 
 SHARE = 4  # as many tokens read at most this share of a matrix: beyond it, a product with all of it is faster
@@ -60,7 +61,7 @@ def feed_forward(x, inner, outer, controller_bias, weight_in, weight_out, bias, 
     """Returns a sparse feed-forward layer's output for few tokens, (R,C); shapes as in ``chosen_units`` and ``sum_of_units``."""
     operands = x, inner, outer, controller_bias, weight_in, weight_out, bias
     if activation in RELU and use_kernels("auto", x.device, lambda: kernel.why_not(*operands, block=block)):
-        return torch.ops.fw_fairseq.sparse_feed_forward(*operands, block)
+        return call("sparse_feed_forward", *operands, block)
     chosen, hidden = chosen_units(*operands[:5], block)
     return sum_of_units(activation(hidden), chosen, weight_out, bias)
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import launch
-from ..kernels.common import TYPES, register_operator, why_not_run
+from ..kernels.common import TYPES, why_not_run
+from ..kernels.operators import register
 
 SOURCE, WARPS = "gathered.cu", 8
 NAMES = ("x", "A", "B", "c", "W1", "W2", "b")
@@ -75,4 +76,4 @@ def feed_forward_fake(x, *others):
 
 
 OPERANDS = ", ".join(f"Tensor {name}" for name in ("x", "inner", "outer", "controller_bias", "weight_in", "weight_out", "bias"))
-register_operator("sparse_feed_forward", f"({OPERANDS}, int block) -> Tensor", feed_forward, feed_forward_fake)
+register("sparse_feed_forward", f"({OPERANDS}, int block) -> Tensor", feed_forward, feed_forward_fake)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import launch
-from ..kernels.common import TYPES, dense, register_operator, why_not_run
+from ..kernels.common import TYPES, dense, why_not_run
+from ..kernels.operators import call, register
 
 SOURCE, THREADS = "pooling.cu", 128
 CHUNK, SHORT_CHUNKS = 16, (4, 8)  # tokens of a thread
@@ -25,7 +26,7 @@ def pool_cuda_form(scores: Tensor, values: Tensor, window: int, texts: Tensor | 
     Means are fp32 without a window, because they belong to a state then, and in the values' dtype with one.
     """
     texts = None if texts is None else texts.long()
-    means, log_weights = torch.ops.fw_fairseq.pool(scores, dense(values), texts, window)
+    means, log_weights = call("pool", scores, dense(values), texts, window)
     return log_weights, means
 
 
@@ -106,11 +107,11 @@ def differentiate(ctx, dmeans, dlog_weights):
     dmeans = torch.zeros_like(means) if dmeans is None else dense(dmeans)
     dlog_weights = torch.zeros_like(log_weights) if dlog_weights is None else dlog_weights
     args = (scores, values, texts, ctx.window, means, log_weights, dmeans, dlog_weights)
-    dscores, dvalues = torch.ops.fw_fairseq.pool_backward(*args)
+    dscores, dvalues = call("pool_backward", *args)
     return dscores, dvalues, None, None
 
 
 INPUTS = "Tensor scores, Tensor values, Tensor? texts, int window"
 GRADIENTS = "Tensor means, Tensor log_weights, Tensor dmeans, Tensor dlog_weights"
-register_operator("pool", f"({INPUTS}) -> (Tensor, Tensor)", forward, forward_fake, setup_context, differentiate)
-register_operator("pool_backward", f"({INPUTS}, {GRADIENTS}) -> (Tensor, Tensor)", backward, backward_fake)
+register("pool", f"({INPUTS}) -> (Tensor, Tensor)", forward, forward_fake, setup_context, differentiate)
+register("pool_backward", f"({INPUTS}, {GRADIENTS}) -> (Tensor, Tensor)", backward, backward_fake)

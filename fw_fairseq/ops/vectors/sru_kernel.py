@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import launch
-from ..kernels.common import TYPES, dense, register_operator, why_not_run
+from ..kernels.common import TYPES, dense, why_not_run
+from ..kernels.operators import call, register
 
 SOURCE, UNITS, STEPS = "sru.cu", 32, 8
 VIEW = np.dtype([("p", "u8"), ("stride_t", "i8"), ("stride_b", "i8")])
@@ -24,7 +25,7 @@ def sru_cuda_form(u, forget, reset, x, v_forget, v_reset, first, padding=None, r
     steps = [dense(part) for part in (u, forget.to(u.dtype), reset.to(u.dtype), x)]
     wide = [part.float().contiguous() for part in (v_forget, v_reset, first)]
     keep = torch.is_grad_enabled() and any(part.requires_grad for part in (*steps, *wide))
-    h, last, _ = torch.ops.fw_fairseq.sru(*steps, *wide, padding, resets, keep)
+    h, last, _ = call("sru", *steps, *wide, padding, resets, keep)
     return h, last
 
 
@@ -102,10 +103,8 @@ def differentiate(ctx, dh, dlast, _dsaved):
     u, *_, first, _padding, _resets, _c = saved
     dh = torch.zeros_like(u) if dh is None else dense(dh)
     dlast = torch.zeros_like(first) if dlast is None else dlast.contiguous()
-    return *torch.ops.fw_fairseq.sru_backward(*saved, dh, dlast), None, None, None
+    return *call("sru_backward", *saved, dh, dlast), None, None, None
 
 
-register_operator(
-    "sru", f"({INPUTS}, bool keep) -> (Tensor, Tensor, Tensor[])", forward, forward_fake, setup_context, differentiate
-)
-register_operator("sru_backward", f"({INPUTS}, Tensor c, Tensor dh, Tensor dlast) -> Tensor[]", backward, backward_fake)
+register("sru", f"({INPUTS}, bool keep) -> (Tensor, Tensor, Tensor[])", forward, forward_fake, setup_context, differentiate)
+register("sru_backward", f"({INPUTS}, Tensor c, Tensor dh, Tensor dlast) -> Tensor[]", backward, backward_fake)
