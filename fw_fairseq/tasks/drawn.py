@@ -15,7 +15,8 @@ from ..config import check_numbers, option, option_name
 from ..data.loading import BatchIterator
 
 SEED_OF = {"train": 0, "valid": 1, "test": 2}
-WITHOUT_EFFECT = "max_tokens", "curriculum", "add_bos_token"  # fairseq's options that drawn batches do not obey
+# fairseq's options that drawn batches do not obey. fairseq fills --batch-size-valid in, so that nobody may have given it
+WITHOUT_EFFECT = "max_tokens", "max_tokens_valid", "skip_remainder_batch", "curriculum", "add_bos_token"
 
 
 @dataclass
@@ -23,6 +24,8 @@ class DrawnConfig(FairseqDataclass):
     updates_per_epoch: int = option(100, "updates between two validations", least=1)
     batch_size: Optional[int] = II("dataset.batch_size")
     max_tokens: Optional[int] = II("dataset.max_tokens")
+    max_tokens_valid: Optional[int] = II("dataset.max_tokens_valid")
+    skip_remainder_batch: Optional[bool] = II("dataset.skip_remainder_batch")
     curriculum: int = II("dataset.curriculum")
     seed: int = II("common.seed")
 

@@ -125,6 +125,7 @@ def test_products_of_permutations(group, things):
         (tracking, {"shortest_length": 10}, "^--shortest-length is 10; it must be at most --length, 9$"),
         (mqar, {"add_bos_token": True}, "^--add-bos-token has no effect on sequences that mqar draws; leave it out$"),
         (tracking, {"max_tokens": 64}, "^--max-tokens has no effect on sequences that state_tracking draws; leave it out$"),
+        (tracking, {"max_tokens_valid": 64}, "^--max-tokens-valid has no effect on sequences that state_tracking draws"),
         (tracking, {"length": 0}, "^--length is 0; it must be at least 1$"),
     ],
 )

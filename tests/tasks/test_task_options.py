@@ -23,7 +23,7 @@ STREAMS = {
 }  # fmt: skip
 OF_THE_MODEL = {"_name", "data", "future_target", "max_target_positions"}  # future_target is what the task does
 RETRIEVAL = {"symbols": 5, "setting": "2", "evaluation_pairs": 3, "updates_per_epoch": 3, "batch_size": 3, "seed": 2}
-REFUSED = {"max_tokens": 9, "curriculum": 1}
+REFUSED = {"max_tokens": 9, "max_tokens_valid": 9, "skip_remainder_batch": True, "curriculum": 1}
 
 
 def given_elsewhere(kind: type) -> set[str]:
