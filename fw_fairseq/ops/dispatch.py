@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from .. import Mistake
+from ..autograd import needs_gradient
 from ..row_map import AS_IS
 from .chunkwise.scan import chunk_form
 from .factored import Factors, factored_form
@@ -97,8 +97,7 @@ def divided_kernel(inputs: Inputs) -> Callable[..., tuple[Tensor, Tensor, Tensor
 
 def learns(inputs: Inputs) -> bool:
     """Whether a gradient may be asked for."""
-    tensors = (inputs.q, inputs.k, inputs.v, *inputs.coefficients, inputs.state.memory, inputs.state.normaliser)
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    return needs_gradient(inputs.q, inputs.k, inputs.v, *inputs.coefficients, inputs.state.memory, inputs.state.normaliser)
 
 
 def run_on_workers(inputs: Inputs) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ... import Mistake
+from ...autograd import needs_gradient
 from ...row_map import AS_IS, RowMap
 from ...rules import Coefficients
 from ..parallel.parts import choose_parts, run_parts
@@ -31,7 +32,7 @@ def cuda_form(
 
     With a ``row_map`` q and k are (B,H,T,D). Their features exist only inside the kernels, unless the sequence runs in parts.
     """
-    count = parts_of(q, coefficients.e is not None, needs_gradients(q, k, v, *coefficients, memory))
+    count = parts_of(q, coefficients.e is not None, needs_gradient(q, k, v, *coefficients, memory))
     if count == 1:
         return run_kernels(q, k, v, coefficients, memory, row_map)
     return run_parts(run_kernels, count, row_map(q), row_map(k), v, coefficients, memory)
@@ -42,10 +43,6 @@ def parts_of(q: Tensor, erase: bool = False, gradients: bool = True) -> int:
     return choose_parts(q.shape[0] * q.shape[1], q.shape[2], launch.current().processors(q.device), erase, gradients)
 
 
-def needs_gradients(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
 def run_kernels(
     q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor, row_map: RowMap = AS_IS
 ) -> tuple[Tensor, Tensor]:
@@ -53,7 +50,7 @@ def run_kernels(
     precision, coefficients = choose_precision(v.dtype), join_decays(coefficients)
     operands = [None if x is None else dense(x) for x in (q, k, v, *coefficients)]
     memory = memory.contiguous()
-    keep = needs_gradients(*operands, memory)
+    keep = needs_gradient(*operands, memory)
     y, memory, _ = call("scan", *operands, memory, precision, keep, *row_map)
     return y, memory
 
@@ -65,7 +62,7 @@ def run_divided(
     """As ``run_kernels`` where reads are divided as ``Divided`` says; with the sums of the keys after the last token."""
     operands = [None if x is None else dense(x) for x in (q, k, v, *coefficients)]
     operands += [memory.contiguous(), sums.contiguous()]
-    keep = needs_gradients(*operands)
+    keep = needs_gradient(*operands)
     precision = choose_precision(v.dtype)
     y, memory, sums, _ = call("scan_divided", *operands, eps, least, precision, keep, *row_map)
     return y, memory, sums

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...autograd import needs_gradient
 from ..kernels import launch
 from ..kernels.common import TYPES, dense, why_not_run
 from ..kernels.operators import call, register
@@ -24,8 +25,7 @@ def sru_cuda_form(u, forget, reset, x, v_forget, v_reset, first, padding=None, r
     """u, F, R (T,B,D) of one dtype, x (T,B,D), v_f, v_r (D), first (B,D), masks (B,T) -> h in u's dtype, the last c in fp32."""
     steps = [dense(part) for part in (u, forget.to(u.dtype), reset.to(u.dtype), x)]
     wide = [part.float().contiguous() for part in (v_forget, v_reset, first)]
-    keep = torch.is_grad_enabled() and any(part.requires_grad for part in (*steps, *wide))
-    h, last, _ = call("sru", *steps, *wide, padding, resets, keep)
+    h, last, _ = call("sru", *steps, *wide, padding, resets, needs_gradient(*steps, *wide))
     return h, last
 
 
