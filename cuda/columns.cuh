@@ -124,11 +124,12 @@ __device__ __forceinline__ void load_rows(Rows* all, const Params& p, int start)
 // The features of the chunk from `start` on; all warps. The first 16 rows are k, then q.
 __device__ __forceinline__ void map_chunk(Features& to, const Rows* all, const Params& p, int start, int rows) {
     const Rows& from = all[start / FW_CHUNK % FW_ROW_CHUNKS];
-#pragma unroll 1  // registers
-    for (int i = threadIdx.x >> 5; i < rows; i += FW_WARPS) {
+    map_rows_at<32, FW_WARPS, FW_K, FW_IN, FW_IN>(rows, [&](const FW_IN*& x, FW_IN*& features, int i) {
         int token = i % 16;
-        map_row<FW_K>((i < 16 ? to.k : to.q) + token * FW_LDK, (i < 16 ? from.k : from.q) + token * ROW, start + token < p.T);
-    }
+        x = (i < 16 ? from.k : from.q) + token * ROW;
+        features = (i < 16 ? to.k : to.q) + token * FW_LDK;
+        return start + token < p.T;
+    });
 }
 #endif
 

@@ -294,14 +294,14 @@ __device__ __forceinline__ void store_side(const Params& p, Shared& s, const Job
 // dk and dq of a chunk, from those of the features that store_side has left.
 __device__ __forceinline__ void unmap_chunk(const Params& p, const Shared& s, int start) {
     const Rows& rows = s.rows[start / FW_CHUNK % FW_ROW_CHUNKS];
-#pragma unroll 1
-    for (int i = threadIdx.x >> 5; i < 32; i += FW_WARPS) {
+    unmap_rows_at<32, FW_WARPS, Share, FW_IN, FW_IN>([&](const FW_IN*& x, const FW_IN*& df, Share*& dx, int i) {
         int token = i % 16;
-        if (start + token >= p.T) continue;
-        Share* to = row_of<Share>(i < 16 ? p.dk : p.dq, start + token, blockIdx.x);
-        unmap_row((i < 16 ? rows.k : rows.q) + token * ROW, (i < 16 ? s.features.k : s.features.q) + token * FW_LDK,
-                  [&](int column, float dx) { to[column] = from_float<Share>(dx); });
-    }
+        bool there = start + token < p.T;
+        x = (i < 16 ? rows.k : rows.q) + token * ROW;
+        df = (i < 16 ? s.features.k : s.features.q) + token * FW_LDK;
+        dx = row_of<Share>(i < 16 ? p.dk : p.dq, there ? start + token : 0, blockIdx.x);
+        return there;
+    });
 }
 #endif
 

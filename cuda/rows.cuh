@@ -172,10 +172,12 @@ __device__ __forceinline__ void load_rows(Row* q, Row* k, const Params& p, int b
 // The features of ROWS tokens; all threads.
 template <int ROWS>
 __device__ __forceinline__ void map_rows(Op* q, Op* k, const In* rows_q, const In* rows_k, int tokens) {
-    for (int i = threadIdx.x >> 5; i < 2 * ROWS; i += THREADS / 32) {
+    map_rows_at<2 * ROWS, THREADS / 32, FW_K, Op, In>(2 * ROWS, [&](const In*& x, Op*& to, int i) {
         const int t = i % ROWS;
-        map_row<FW_K>((i < ROWS ? q : k) + t * KEY_ROW, (i < ROWS ? rows_q : rows_k) + t * ROW, t < tokens);
-    }
+        x = (i < ROWS ? rows_q : rows_k) + t * ROW;
+        to = (i < ROWS ? q : k) + t * KEY_ROW;
+        return t < tokens;
+    });
 }
 #endif
 
@@ -236,15 +238,15 @@ template <bool PARTIAL, int ROWS, class At>
 __device__ __forceinline__ void unmap_rows(const In* rows_q, const In* rows_k, const Op* dq, const Op* dk, const Params& p,
                                            const At& at, int t0) {
     using Out = typename KeyGradient<PARTIAL>::type;
-    for (int i = at.warp; i < 2 * ROWS; i += THREADS / 32) {
-        const bool query = i < ROWS;
+    unmap_rows_at<2 * ROWS, THREADS / 32, Out, In, Op>([&](const In*& x, const Op*& df, Out*& dx, int i) {
+        const bool query = i < ROWS, there = t0 + i % ROWS < p.T;
         const int t = i % ROWS;
-        if (t0 + t >= p.T) continue;
         const View& to = query ? p.dq : p.dk;
-        Out* row = ::at<Out>(to, at.b, at.h, t0 + t) + blockIdx.y * to.tile;
-        unmap_row((query ? rows_q : rows_k) + t * ROW, (query ? dq : dk) + t * KEY_ROW,
-                  [&](int i, float dx) { row[i] = from_float<Out>(dx); });
-    }
+        x = (query ? rows_q : rows_k) + t * ROW;
+        df = (query ? dq : dk) + t * KEY_ROW;
+        dx = ::at<Out>(to, at.b, at.h, there ? t0 + t : 0) + blockIdx.y * to.tile;
+        return there;
+    });
 }
 #endif
 

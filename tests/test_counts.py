@@ -16,6 +16,9 @@ from counts.machine_code import read
 from counts.model import LATENCY, Multiprocessor, blocking_loads, milliseconds
 from support.commands import ROOT
 
+from fw_fairseq.ops.kernels.common import MAPS
+from fw_fairseq.row_map import RowMap
+
 PARAMS = 0x210
 NONE = 7  # no scoreboard
 
@@ -207,6 +210,17 @@ def test_what_is_recorded_and_must_be_moved():
     rows, gate, memories = 128 * 64 * 2, 128 * 4, 2 * 64 * 64 * 4
     assert recording.moved["forward"] == 4 * rows + gate + memories
     assert recording.moved["backward"] == 7 * rows + 2 * gate + memories
+
+
+def test_a_feature_map_is_recorded_inside_the_kernels():
+    """dpfp makes 32 keys of rows 16 wide; gates per channel of the keys are as wide, and only the rows are moved."""
+    case = Case("decay", 16, "bf16", row_map=RowMap("dpfp", 1, "sum"))
+    recording = record(case, 128, "90")
+    assert str(case) == "decay, K = 32, V = 16, bf16, dpfp with sum norm"
+    (launch,) = recording.launches["forward"]
+    assert launch.defines["FW_MAP"] == MAPS["dpfp"] and launch.defines["FW_K"] == 32 and launch.defines["FW_D"] == 16
+    rows, gates, memories = 128 * 16 * 2, 128 * (32 + 16) * 4, 2 * 32 * 16 * 4
+    assert recording.moved["forward"] == 4 * rows + gates + memories
 
 
 def compiler() -> tuple[int, int]:

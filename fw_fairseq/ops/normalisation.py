@@ -1,8 +1,9 @@
 """Attention normalisation: the output divided by n_t . q_t, with n_t accumulated in fp32.
 
 Where the normaliser follows the rule's writes ("write"), it is one more column of the memory, whose value is always 1: any form
-computes it with the rest, and some kernels do without the column (``run_divided``). Where it sums the keys ("keys"), it is a
-cumulative sum beside the recurrence.
+computes it with the rest, and some kernels do without the column (``run_divided``). A log scale of the keys becomes write strengths
+and decays before (``scale_writes``). Where the normaliser sums the keys ("keys"), it is a cumulative sum beside the recurrence, or
+two more runs of the kernels.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch.nn import functional as F
 
 from ..autograd import as_written
 from ..rules import Coefficients
-from .dispatch import choose, divided_kernel, has_kernels
-from .inputs import READ_AND_ERASE, Inputs
+from .dispatch import choose, divided_kernel, has_kernels, run
+from .inputs import READ_AND_ERASE, Inputs, fill
 from .parallel.parts import chain
 from .parallel.workers import by_worker
 from .recurrent import step_form
@@ -24,6 +25,7 @@ from .state import FastWeightState
 
 EPS = 1e-6
 SCALED_EPS = 1e-30  # for features at most 1, whose products can be that small; fp32 holds its inverse times any value
+UNIT = 4  # fp32 numbers in 16 bytes: kernels are slow on rows that are not whole units
 SMALLEST_FACTOR = 1e-9  # of what a token leaves of the scale before it; a smaller one but 0 counts as this, a log of -20.7
 
 
@@ -32,12 +34,11 @@ class Sums(NamedTuple):
 
     read: Tensor | None = None  # (B,H,T,1): n_t . q_t; None where n is the last column of the memory
     normaliser: Tensor | None = None  # (B,H,K): n after the last token; None likewise
-    log_scale: Tensor | None = None  # (B,H): of the state after the last token
 
 
 def run_divided(inputs: Inputs) -> tuple[Tensor, FastWeightState] | None:
     """The normalised y and the state from a kernel that divides what it reads; None where no kernel does."""
-    if inputs.rule.normaliser != "write" or inputs.key_log_scale is not None:
+    if inputs.rule.normaliser != "write":
         return None
     run = divided_kernel(inputs)
     if run is None:
@@ -55,18 +56,19 @@ def start(inputs: Inputs) -> tuple[Inputs, Sums]:
 
 def finish(y: Tensor, memory: Tensor, sums: Sums, inputs: Inputs) -> tuple[Tensor, FastWeightState]:
     """The normalised y in v's dtype and the state, from the results of the recurrence for the inputs that ``start`` returned."""
-    (read, normaliser, log_scale) = sums
+    read, normaliser = sums
     if read is None:
-        y, read = y[..., :-1], y[..., -1:]
-        memory, normaliser = memory[..., :-1], memory[..., -1]
-    return divide(y, read, inputs.eps).to(inputs.v.dtype), FastWeightState(memory, normaliser, log_scale)
+        width = inputs.v.shape[3]
+        y, read = y[..., :width], y[..., width : width + 1]
+        memory, normaliser = memory[..., :width], memory[..., width]
+    return divide(y, read, inputs.eps).to(inputs.v.dtype), inputs.state._replace(memory=memory, normaliser=normaliser)
 
 
 def start_with_keys(inputs: Inputs) -> tuple[Inputs, Sums]:
     """n_t = n_{t-1} + k_t. Where ``attention_norm_of`` says so, what an erase reads is divided too: by n_{t-1} . k_t."""
     q, k, state, resets = inputs.q, inputs.k, inputs.state, inputs.reset_mask
     if inputs.group is None:
-        read, recalled, normaliser = sum_keys(q, k, state.normaliser, resets)
+        read, recalled, normaliser = sum_keys_in_kernels(inputs) or sum_keys(q, k, state.normaliser, resets)
     else:
         read, recalled, normaliser = sum_keys_across(inputs.group, q, k, state.normaliser, resets)
     coefficients = inputs.coefficients
@@ -80,28 +82,29 @@ def start_with_keys(inputs: Inputs) -> tuple[Inputs, Sums]:
 
 def start_with_writes(inputs: Inputs) -> tuple[Inputs, Sums]:
     """n_t = f_t n_{t-1} + w_t k_t: the memory of a value that is always 1."""
-    state, coefficients, log_scale = inputs.state, inputs.coefficients, inputs.state.log_scale
-    if inputs.key_log_scale is not None:
-        coefficients, log_scale = scale_writes(inputs)
+    state, width = inputs.state, inputs.v.shape[3]
     v = inputs.v.to(state.memory.dtype)  # so that n is read in it
-    one = torch.ones_like(v[..., :1])
     if v.shape[2] == 1 and inputs.group is None and not has_kernels(v):  # a column would copy the memory for one token
-        read, n = step_form(inputs.q, inputs.k, one, coefficients, state.normaliser.unsqueeze(-1))
-        return inputs._replace(v=v, coefficients=coefficients), Sums(read, n.squeeze(-1), log_scale)
-    state = state._replace(memory=torch.cat([state.memory, state.normaliser.unsqueeze(-1)], dim=-1))
-    return inputs._replace(v=torch.cat([v, one], dim=-1), coefficients=coefficients, state=state), Sums(log_scale=log_scale)
+        read, n = step_form(inputs.q, inputs.k, torch.ones_like(v[..., :1]), inputs.coefficients, state.normaliser.unsqueeze(-1))
+        return inputs._replace(v=v), Sums(read, n.squeeze(-1))
+    columns = UNIT - width % UNIT if has_kernels(v) else 1  # equal ones, of which one is read
+    memory = torch.cat([state.memory, state.normaliser.unsqueeze(-1).expand(-1, -1, -1, columns)], dim=-1)
+    return inputs._replace(v=F.pad(v, (0, columns), value=1.0), state=state._replace(memory=memory)), Sums()
 
 
-def scale_writes(inputs: Inputs) -> tuple[Coefficients, Tensor]:
-    """The coefficients with the keys' log scale in them, and the state's log scale after the last token."""
+def scale_writes(inputs: Inputs) -> Inputs:
+    """With the keys' log scale in the coefficients, and the state's log scale after the last token in the state."""
+    if inputs.key_log_scale is None:
+        return inputs
     log_scale, coefficients = inputs.state.log_scale, inputs.coefficients
     key_log_scale = inputs.key_log_scale.to(log_scale.dtype)
     left = log_left(coefficients.f, key_log_scale, inputs.reset_mask)
     if inputs.group is None:
-        return rescale_writes(coefficients, key_log_scale, log_scale, left)
-    log_scale, last = largest_scales(inputs.group, key_log_scale, log_scale, left)
-    coefficients, _ = rescale_writes(coefficients, key_log_scale, log_scale, left)
-    return coefficients, last
+        coefficients, last = rescale_writes(coefficients, key_log_scale, log_scale, left)
+    else:
+        log_scale, last = largest_scales(inputs.group, key_log_scale, log_scale, left)
+        coefficients, _ = rescale_writes(coefficients, key_log_scale, log_scale, left)
+    return inputs._replace(coefficients=coefficients, state=inputs.state._replace(log_scale=last), key_log_scale=None)
 
 
 def divide(y: Tensor, read: Tensor, eps: float) -> Tensor:
@@ -118,6 +121,25 @@ def sum_keys(q: Tensor, k: Tensor, normaliser: Tensor, reset_mask: Tensor | None
     if reset_mask is not None:
         before = before.masked_fill(reset_mask[:, None, :, None], 0)
     return (after * q).sum(-1), (before * k).sum(-1), after[:, :, -1].clone()  # not the others with it
+
+
+def sum_keys_in_kernels(inputs: Inputs) -> tuple[Tensor, Tensor | None, Tensor] | None:
+    """``sum_keys`` as two more runs of the recurrence: memories of a value that is always 1, which each token writes its key to, or
+    the key before its own. The second, n_{t-1} . k_t, is left out where it is not asked for. None where no kernel runs."""
+    resets, normaliser = inputs.reset_mask, inputs.state.normaliser
+    q, k = (x.to(normaliser.dtype) for x in (inputs.q, inputs.k))
+    one = normaliser.new_ones(UNIT).expand(*k.shape[:3], UNIT)  # as often as rows of whole units need it
+    f = None if resets is None else fill(one[..., 0], resets, 0)
+    memory = normaliser.unsqueeze(-1).expand(*normaliser.shape, UNIT)
+    sums = inputs._replace(q=q, k=k, v=one, coefficients=Coefficients(f=f), state=FastWeightState(memory))
+    if not choose(sums).is_kernel:
+        return None
+    read, after = run(sums)
+    if inputs.attention_norm_of != READ_AND_ERASE:
+        return read[..., 0], None, after[..., 0]
+    earlier = F.pad(k[:, :, :-1], (0, 0, 1, 0))
+    recalled, _ = run(sums._replace(q=k, k=earlier if resets is None else fill(earlier, resets, 0)))
+    return read[..., 0], recalled[..., 0], after[..., 0]
 
 
 def sum_texts(terms: Tensor, reset_mask: Tensor) -> Tensor:

@@ -112,6 +112,7 @@ def fast_weight(
             return run_own_form(inputs)
         inputs = with_coefficients(inputs)
         if attention_norm:
+            inputs = normalisation.scale_writes(inputs)
             y, state = normalisation.run_divided(inputs) or run_normalised(inputs)
         else:
             y, memory = run(inputs) if inputs.rule.simple else run_steps(inputs)

@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fw_fairseq import Mistake
+from fw_fairseq.ops.kernels.common import MAPS
 from fw_fairseq.ops.parallel.parts import choose_parts
+from fw_fairseq.row_map import AS_IS, RowMap
 from fw_fairseq.rules import RULES
 
 from .cases import TYPES, Case
@@ -107,6 +109,10 @@ def main() -> int:
     parser.add_argument(
         "--attention-norm", action="store_true", help="with attention normalisation, which sum, gated and delta have"
     )
+    parser.add_argument(
+        "--feature-map", choices=[name for name in MAPS if name != AS_IS.name], metavar="MAP",
+        help="with features of the keys and queries, divided by their sum: elu, relu or dpfp; dpfp has nu 1; default: none",
+    )  # fmt: skip
     parser.add_argument("--architecture", choices=DEVICES, default="90", help="compute capability; times are always an H100's")
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--kinds", action="store_true", help="a table of instructions by kind, also for the forward of training")
@@ -120,9 +126,10 @@ def main() -> int:
         for cells in compared(json.loads(args.measured.read_text()), args.architecture):
             print(line(cells), flush=True)
         return 0
+    row_map = RowMap(args.feature_map, 1, "sum") if args.feature_map else AS_IS
     show(["", "kernel", *KINDS, "branches on data, not taken"] if args.kinds else HEAD)
     for width, dtype, rule in itertools.product(args.widths, args.dtypes, args.rules):
-        case = Case(rule, width, dtype, args.attention_norm)
+        case = Case(rule, width, dtype, args.attention_norm, row_map)
         try:
             rows = kinds(case, args.architecture) if args.kinds else [row(case, args.architecture)]
         except (Mistake, NotFollowed) as error:

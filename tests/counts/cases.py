@@ -9,6 +9,7 @@ from hostcuda import Launch, Recorder
 from support.emulated import emulated
 
 from fw_fairseq.ops import fast_weight
+from fw_fairseq.row_map import AS_IS, RowMap
 from fw_fairseq.rules import RULES
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -17,13 +18,17 @@ PASSES = "forward", "forward of training", "backward"
 
 class Case(NamedTuple):
     rule: str
-    width: int  # of keys and of values
+    width: int  # of values, and of keys before the feature map
     dtype: str
     attention_norm: bool = False
+    row_map: RowMap = AS_IS
 
     def __str__(self) -> str:
         norm = ", attention normalisation" if self.attention_norm else ""
-        return f"{self.rule}, K = V = {self.width}, {self.dtype}{norm}"
+        features = f", {self.row_map.name} with {self.row_map.norm} norm" if self.row_map != AS_IS else ""
+        key, widths = self.row_map.width(self.width), f"V = {self.width}"
+        widths = f"K = {widths}" if key == self.width else f"K = {key}, {widths}"
+        return f"{self.rule}, {widths}, {self.dtype}{norm}{features}"
 
 
 class Recording(NamedTuple):
@@ -36,11 +41,13 @@ class Recording(NamedTuple):
 def record(case: Case, tokens: int, architecture: str) -> Recording:
     """One sequence with one head, without gradients and with gradients of everything."""
     q, k, v = (torch.zeros(1, 1, tokens, case.width, dtype=TYPES[case.dtype]) for _ in range(3))
-    gates = {name: torch.ones(1, 1, tokens, *[case.width] * (g.axis is not None)) for name, g in RULES[case.rule].gates.items()}
+    sizes = (1, 1, tokens, case.row_map.width(case.width), case.width)
+    gates = {name: torch.ones(gate.shape(sizes)) for name, gate in RULES[case.rule].gates.items()}
     inputs = [q, k, v, *gates.values()]
 
     def run():
-        return fast_weight(q, k, v, case.rule, gates, attention_norm=case.attention_norm, backend="cuda")
+        row_map = None if case.row_map == AS_IS else case.row_map
+        return fast_weight(q, k, v, case.rule, gates, attention_norm=case.attention_norm, feature_map=row_map, backend="cuda")
 
     launches = {}
     with emulated(Recorder((int(architecture[:-1]), int(architecture[-1])))) as recorder:

@@ -146,11 +146,15 @@ def test_public_op(emulate, rule, attention_norm):
         return {"y": y.detach(), "memory": state.memory.detach()} | dict(zip(leaves, grads))
 
     assert_same(results("cuda"), results("recurrent"), 2e-5)
-    assert [call[1] for call in launcher.calls] == ["delta_forward", "delta_backward"]
+    passes = [name for name, *_ in launcher.calls]
+    sums = 2 * attention_norm  # keys, and keys before a token
+    assert passes == ["linear.cu"] * sums + ["delta.cu", "delta_backward.cu"] + ["linear_backward.cu"] * sums
+    assert all(made["FW_ALIGNED"] for name, _, made in launcher.calls if name.startswith("linear"))
 
 
 def test_attention_normalisation_keeps_bf16(emulate):
-    """The kernels take bf16 rows. Rounded before they are divided, the two parts of the gradient of q cancel less exactly."""
+    """The kernels take bf16 rows, those that sum the keys fp32. Rounded before they are divided, the two parts of the gradient of q
+    cancel less exactly."""
     launcher = emulate()
     x = draw((1, 2, 70, 64, 64), torch.bfloat16, resets=False)
     leaves = {n: (x[n].abs() + 0.1).bfloat16() for n in "qkv"} | {"beta": x["e"]}
@@ -166,9 +170,34 @@ def test_attention_normalisation_keeps_bf16(emulate):
     assert_same(results("chunkwise"), want, 1e-2)  # without kernels reads are divided in fp32
     assert_same({"q": got.pop("q")}, {"q": want.pop("q")}, 5e-2)
     assert_same(got, want, 2e-2)
-    assert {call[1]: call[2]["FW_IN"] for call in launcher.calls} == dict.fromkeys(
-        ("delta_forward", "delta_backward"), "__nv_bfloat16"
-    )
+    kinds = {name: made["FW_IN"] for _, name, made in launcher.calls}
+    kind = {"delta": "__nv_bfloat16", "linear": "float"}
+    assert kinds == {f"{family}_{way}": kind[family] for family in kind for way in ("forward", "backward")}
+
+
+@pytest.mark.parametrize("norm_of, runs", [("read", 1), ("read_and_erase", 2)])
+def test_sums_of_keys_over_one_token(emulate, norm_of, runs):
+    """Decoding: each sum that is divided by is one more step, and a key that nothing was written under erases nothing."""
+    launcher, (q, k, v) = emulate(), torch.rand(3, 2, 2, 3, 16)
+    k[:, :, 1, :8], k[:, :, 0, 8:] = 0, 0  # the second key is the first one that is written to its features
+    call = dict(rule="delta", attention_norm=True, attention_norm_of=norm_of)
+    beta, state, reads = torch.rand(2, 2, 3), None, []
+    for t in range(3):
+        token = [x[:, :, t : t + 1] for x in (q, k, v, beta)]
+        y, state = fast_weight(*token[:3], gates={"beta": token[3]}, state=state, **call)
+        reads.append(y)
+    exact = [x.double() for x in (q, k, v, beta)]
+    memory, n, want = torch.zeros(2, 2, 16, 16).double(), torch.zeros(2, 2, 16).double(), []
+    for t in range(3):
+        q, k, v, beta = (x[:, :, t] for x in exact)
+        recalled = (n * k).sum(-1, keepdim=True)
+        divisor = recalled + 1e-6 if norm_of == "read_and_erase" else torch.ones_like(recalled)
+        erased = (k[:, :, None] @ memory).squeeze(2) / divisor if t > 0 else torch.zeros_like(v)
+        memory = memory + beta[..., None, None] * k[..., None] * (v - erased)[:, :, None]
+        n = n + k
+        want.append((q[:, :, None] @ memory).squeeze(2) / ((n * q).sum(-1, keepdim=True) + 1e-6))
+    assert_same({"y": torch.cat(reads, 2)}, {"y": torch.stack(want, 2)}, 1e-5)
+    assert [name for _, name, _ in launcher.calls] == ["step"] * (runs + 1) * 3
 
 
 def test_without_gradients_nothing_is_kept(one_thread):

@@ -119,6 +119,64 @@ def test_16_bits_stay_16_bits(emulate):
     assert {made["FW_IN"] for *_, made in launcher.calls} == {"__nv_bfloat16"} and launcher.calls[0][2]["FW_V"] == 64
 
 
+def scaled_reads(q, k, v, f, w, key_log_scale) -> torch.Tensor:
+    """sum_s a_s (k_s . q_t) v_s / sum_s a_s (k_s . q_t), a_s = w_s exp(key_log_scale_s) f_{s+1} ... f_t; 0 where all a_s are 0."""
+    reads = []
+    for t in range(q.shape[2]):
+        left = f[:, :, 1 : t + 1].flip(2).cumprod(2).flip(2)
+        left = torch.cat([left, torch.ones_like(f[:, :, :1])], 2)
+        written = w[:, :, : t + 1] * key_log_scale[:, :, : t + 1].exp()
+        pairs = (k[:, :, : t + 1] @ q[:, :, t, :, None]).squeeze(-1) * left * written
+        total = pairs.sum(-1, keepdim=True)
+        reads.append((pairs[..., None] * v[:, :, : t + 1]).sum(2) / torch.where(total == 0, 1.0, total))
+    return torch.stack(reads, 2)
+
+
+def test_keys_with_a_scale_of_their_own(emulate):
+    """The kernels divide these reads, too, over many tokens and over one, with scales that fp32 cannot hold as factors."""
+    launcher, shape = emulate(), (2, 2, 40)
+    q, k, v = (torch.rand(*shape, width).requires_grad_() for width in (16, 16, 24))
+    g, scale = (torch.rand(shape) * 0.3 + 0.7).requires_grad_(), (30 * torch.randn(shape)).requires_grad_()
+    with torch.no_grad():
+        q[:, :, 2::7] = 0
+    leaves = [q, k, v, g, scale]
+    y, state = fast_weight(q, k, v, "gated", {"g": g}, attention_norm=True, key_log_scale=scale)
+    dy = torch.randn_like(y)
+    dy[:, :, 2::7] = 0  # a query that reads nothing has no gradient of its own
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    want = scaled_reads(*exact[:4], 1 - exact[3], exact[4])
+    names = [f"gradient of {name}" for name in ("q", "k", "v", "g", "key_log_scale")]
+    results = {"y": y.detach()} | dict(zip(names, torch.autograd.grad(y, leaves, dy)))
+    assert scale.abs().max() > 60 and (want[:, :, 2::7] == 0).all()
+    assert_same(results, {"y": want.detach()} | dict(zip(names, torch.autograd.grad(want, exact, dy.double()))), 2e-5)
+    with torch.no_grad():
+        cut = [x[:, :, :39] for x in leaves]
+        _, state = fast_weight(*cut[:3], "gated", {"g": cut[3]}, attention_norm=True, key_log_scale=cut[4])
+        last = [x[:, :, 39:] for x in leaves]
+        y, _ = fast_weight(*last[:3], "gated", {"g": last[3]}, state, attention_norm=True, key_log_scale=last[4])
+    assert_same({"y": y}, {"y": want[:, :, 39:].detach()}, 1e-5)
+    ran = [name for _, name, _ in launcher.calls]
+    assert ran == ["linear_forward", "divided_backward", "linear_backward", "linear_forward", "step"]
+    assert all(made["FW_SUMS"] for _, name, made in launcher.calls if name != "divided_backward")
+
+
+@pytest.mark.parametrize("width", [24, 30])
+def test_a_column_for_the_sums_leaves_rows_whole(emulate, width):
+    """fp16, whose reads are divided outside the kernels: rows of the values can still be moved 16 bytes at a time."""
+    launcher = emulate()
+    q, k, v = (torch.rand(2, 2, 40, n).half().requires_grad_() for n in (16, 16, width))
+    y, state = fast_weight(q, k, v, "sum", attention_norm=True)
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    always, never = torch.ones(2, 2, 40).double(), torch.zeros(2, 2, 40).double()
+    want, dy = scaled_reads(*exact, always, always, never), torch.randn_like(y)
+    names = ("gradient of q", "gradient of k", "gradient of v")
+    results = {"y": y.detach()} | dict(zip(names, torch.autograd.grad(y, (q, k, v), dy)))
+    assert_same(results, {"y": want.detach()} | dict(zip(names, torch.autograd.grad(want, exact, dy.double()))), 2e-3)
+    assert state.memory.shape == (2, 2, 16, width) and state.normaliser.shape == (2, 2, 16)
+    assert_same({"sums": state.normaliser}, {"sums": k.detach().double().sum(2)}, 1e-5)
+    assert [made["FW_ALIGNED"] for _, _, made in launcher.calls] == [1, 1]
+
+
 @pytest.mark.parametrize("policy, seed", SCHEDULES)
 def test_one_token_in_any_schedule(emulate, policy, seed):
     """Several tiles of V and several warps of keys, rows in another order, a query that reads nothing."""

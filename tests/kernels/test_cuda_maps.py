@@ -71,6 +71,9 @@ def compare(family: str, row_map: RowMap, shape, dtype, present: str, launch) ->
         ("delta", RowMap("dpfp", 4, "l2"), 7, 16, torch.float32, "few"),
         ("delta", RowMap("elu", 1, "sum"), 16, 16, torch.float16, "ew"),
         ("decay", RowMap("elu", 1, "none"), 16, 16, torch.float16, "F"),
+        ("decay", RowMap("relu", 1, "sum"), 22, 16, torch.float32, "F"),
+        ("linear", RowMap("dpfp", 1, "none"), 16, 16, torch.float32, "fw"),
+        ("delta", RowMap("identity", 1, "l2"), 64, 40, torch.bfloat16, "e"),
     ],
 )
 def test_equals_the_map_and_the_steps(one_thread, family, row_map, d, value, dtype, present):
