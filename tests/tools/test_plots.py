@@ -253,6 +253,18 @@ def test_names_of_lines_stand_between_the_axes_and_the_edge(name, files):
         assert all(axes.bbox.x1 < box.x0 and box.x1 < figure.bbox.x1 for box in boxes)
 
 
+@pytest.mark.parametrize("name, narrower", [("delta", False), ("gated_delta_with_a_long_name", True)])
+def test_the_axes_leave_room_for_the_longest_name(name, narrower, tmp_path):
+    lines = [f"{row} 0.1 1 {words} {words} {words + 1}" for row in ("sum", name) for words in (256, 512, 1024)]
+    (tmp_path / "length.txt").write_text("\n".join(lines))
+    figure = draw_length(SimpleNamespace(results=tmp_path / "length.txt"))
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    boxes = [Text.get_window_extent(text) for text in axes.texts]
+    assert len(boxes) == 2 and all(axes.bbox.x1 < box.x0 and box.x1 <= figure.bbox.x1 + 0.01 for box in boxes)
+    assert bool(axes.get_position().x1 < 0.7) is narrower
+
+
 def test_the_surfaces_of_dpfp():
     """At each point one feature at most is above 0, the product of the coordinates' sizes (Schlag et al. 2021, figure 1)."""
     points, features = surfaces()

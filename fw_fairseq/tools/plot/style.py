@@ -16,6 +16,7 @@ from ...files import write_atomically
 COLUMN = 3.3  # inches, a column of a two-column page
 SMALL, TEXT = 6.5, 7.5  # points
 LINE = 1.15 * SMALL  # from one name to the next
+BESIDE = 1.07  # where names right of the axes begin, in widths of the axes
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#8C4FA8", "#B8860B", "#5B5B5B")
 DASHES, MARKERS = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.2, 1, 1.2))), "osD^vPX*<>hd"
 UNDATED = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
@@ -114,16 +115,29 @@ def legend(figure, axes) -> None:
 
 
 def label_ends(axes, ends: list[tuple[str, tuple[float, float], str]]) -> None:
-    """Writes names right of the axes, (label, last point, colour), in the order of their heights and without overlap."""
+    """Writes names right of the axes, (label, last point, colour), in the order of their heights and without overlap. Where the
+    figure has no room for a name the axes become narrower."""
     height = 72 * axes.get_window_extent().height / axes.figure.dpi
     to_axes = axes.transData + axes.transAxes.inverted()
     wanted = [to_axes.transform(point)[1] for _, point, _ in ends]
     for (label, point, colour), at in zip(ends, spread_out(wanted, LINE / height, 0.02, 0.98)):
         leader = {"arrowstyle": "-", "lw": 0.4, "color": colour, "relpos": (0, 0.5), "shrinkA": 0.5, "shrinkB": 2.5}
         axes.annotate(
-            label, point, (1.07, at), textcoords="axes fraction", va="center", fontsize=SMALL, color=colour, arrowprops=leader,
+            label, point, (BESIDE, at), textcoords="axes fraction", va="center", fontsize=SMALL, color=colour, arrowprops=leader,
             annotation_clip=False,
         )  # fmt: skip
+    widest = max((text_width(text) for text in axes.texts), default=0.0)
+    figure, box = axes.figure, axes.get_window_extent()
+    width = (figure.bbox.width - box.x0 - widest) / BESIDE
+    if width < box.width:
+        figure.subplots_adjust(right=(box.x0 + width) / figure.bbox.width)
+
+
+def text_width(text) -> float:
+    """Pixels, without the leader of an annotation."""
+    from matplotlib.text import Text
+
+    return Text.get_window_extent(text).width
 
 
 def spread_out(wanted: list[float], gap: float, low: float = -inf, high: float = inf) -> list[float]:
