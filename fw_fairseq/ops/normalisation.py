@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ..autograd import as_written
 from ..rules import Coefficients
-from .dispatch import choose, divided_kernel, has_kernels, run
+from .dispatch import asks_for_kernels, choose, divided_kernel, has_kernels, run
 from .inputs import READ_AND_ERASE, Inputs, fill
 from .parallel.parts import chain
 from .parallel.workers import by_worker
@@ -40,12 +40,12 @@ def run_divided(inputs: Inputs) -> tuple[Tensor, FastWeightState] | None:
     """The normalised y and the state from a kernel that divides what it reads; None where no kernel does."""
     if inputs.rule.normaliser != "write":
         return None
-    run = divided_kernel(inputs)
-    if run is None:
+    kernel = divided_kernel(inputs)
+    if kernel is None:
         return None
     state, eps = inputs.state, inputs.eps
     given = (inputs.q, inputs.k, inputs.v, inputs.coefficients, state.memory, state.normaliser, eps, max(eps, EPS), inputs.row_map)
-    y, memory, normaliser = run(*given)
+    y, memory, normaliser = kernel(*given)
     return y, state._replace(memory=memory, normaliser=normaliser)
 
 
@@ -126,6 +126,8 @@ def sum_keys(q: Tensor, k: Tensor, normaliser: Tensor, reset_mask: Tensor | None
 def sum_keys_in_kernels(inputs: Inputs) -> tuple[Tensor, Tensor | None, Tensor] | None:
     """``sum_keys`` as two more runs of the recurrence: memories of a value that is always 1, which each token writes its key to, or
     the key before its own. The second, n_{t-1} . k_t, is left out where it is not asked for. None where no kernel runs."""
+    if not asks_for_kernels(inputs):  # a CPU's tokens need not make the inputs below
+        return None
     resets, normaliser = inputs.reset_mask, inputs.state.normaliser
     q, k = (x.to(normaliser.dtype) for x in (inputs.q, inputs.k))
     one = normaliser.new_ones(UNIT).expand(*k.shape[:3], UNIT)  # as often as rows of whole units need it

@@ -46,8 +46,8 @@ def record(case: Case, tokens: int, architecture: str) -> Recording:
     inputs = [q, k, v, *gates.values()]
 
     def run():
-        row_map = None if case.row_map == AS_IS else case.row_map
-        return fast_weight(q, k, v, case.rule, gates, attention_norm=case.attention_norm, feature_map=row_map, backend="cuda")
+        options = dict(attention_norm=case.attention_norm, feature_map=case.row_map, backend="cuda")
+        return fast_weight(q, k, v, case.rule, gates, **options)
 
     launches = {}
     with emulated(Recorder((int(architecture[:-1]), int(architecture[-1])))) as recorder:

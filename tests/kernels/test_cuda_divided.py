@@ -120,7 +120,7 @@ def test_16_bits_stay_16_bits(emulate):
 
 
 def scaled_reads(q, k, v, f, w, key_log_scale) -> torch.Tensor:
-    """sum_s a_s (k_s . q_t) v_s / sum_s a_s (k_s . q_t), a_s = w_s exp(key_log_scale_s) f_{s+1} ... f_t; 0 where all a_s are 0."""
+    """sum_s a_s (k_s . q_t) v_s / sum_s a_s (k_s . q_t), a_s = w_s exp(key_log_scale_s) f_{s+1} ... f_t; 0 where that is 0 / 0."""
     reads = []
     for t in range(q.shape[2]):
         left = f[:, :, 1 : t + 1].flip(2).cumprod(2).flip(2)
