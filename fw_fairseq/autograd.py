@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -17,10 +18,15 @@ def as_written(method):
     @functools.wraps(method)
     def run(ctx, *inputs):
         device = next((x.device.type for x in inputs if isinstance(x, Tensor)), "cpu")  # an input without a gradient comes as None
-        with torch.no_grad(), torch.autocast(device, enabled=False):
+        with torch.no_grad(), without_autocast(device):
             return method(ctx, *inputs)
 
     return run
+
+
+def without_autocast(device: str) -> AbstractContextManager:
+    """Products keep the dtypes that they are written with. ``device``: the type of the tensors' device; "meta" has no autocast."""
+    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import Mistake
+from .autograd import without_autocast
 
 
 class FeatureMap(nn.Module):
@@ -146,7 +147,7 @@ class RandomFeatures(FeatureMap):
     def project(self, x: Tensor) -> Tensor:
         """R x (..., features) in fp32 at least."""
         rows = self.drawn if self.training and self.drawn is not None else self.projection
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             return x @ rows.to(x.dtype).mT
 
 

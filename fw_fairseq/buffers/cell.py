@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..mixers import Sru
+from ..mixers.base import is_linear
 from ..mixers.sru import SruState
 from ..native import integers, loop, takes
 
@@ -21,7 +22,7 @@ class Cell:
     @staticmethod
     def fits(mixer: Sru) -> bool:
         """Whether the compiled scan computes this mixer; it has no tanh."""
-        return isinstance(mixer.in_proj, nn.Linear) and not mixer.tanh and takes(mixer.gate_weight.detach())
+        return is_linear(mixer.in_proj) and not mixer.tanh and takes(mixer.gate_weight.detach())
 
     @staticmethod
     def takes(mixer: Sru, state: SruState | None, rows: int) -> bool:

@@ -83,10 +83,10 @@ class FastWeightForCausalLM(KeepsState, Drawn, Decodes, PreTrainedModel, Generat
         """
         shift_labels = others.pop("shift_labels", None)  # by that name Trainer would expect it of every text
         self.check(labels, shift_labels, logits_to_keep, input_ids, inputs_embeds, output_attentions, others)
-        inputs = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        inputs = self.embeddings_of(input_ids, inputs_embeds)
         use_cache = caches(self) if use_cache is None else use_cache
         cache = cache_of(past_key_values, use_cache)
-        padding = padding_of(attention_mask, inputs)
+        padding = padding_of(attention_mask, inputs, earlier=cache.length > 0)
         x, tokens, resets = self.embed(inputs, padding, position_ids, cache.tokens)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         graph = (

@@ -77,13 +77,14 @@ def cache_of(past_key_values: Cache | None, keep_state: bool) -> Cache:
     return Cache(keep_state=keep_state)
 
 
-def padding_of(attention_mask: Tensor | None, inputs: Tensor, name: str = "attention_mask") -> Tensor | None:
-    """Returns which of the inputs, (B,T,...), are padding, (B,T); None where none is. The mask may have earlier tokens too."""
+def padding_of(attention_mask: Tensor | None, inputs: Tensor, name: str = "attention_mask", earlier: bool = False) -> Tensor | None:
+    """Returns which of the inputs, (B,T,...), are padding, (B,T); None where none is. With ``earlier``, the mask may have tokens
+    before them too."""
     if attention_mask is None:
         return None
     batch, tokens = inputs.shape[:2]
     shape = tuple(attention_mask.shape)
-    if len(shape) != 2 or shape[0] != batch or shape[1] < tokens:
+    if len(shape) != 2 or shape[0] != batch or shape[1] < tokens or (shape[1] > tokens and not earlier):
         raise Mistake(f"{name} has the shape {shape}; it must be (batch, tokens), here {(batch, tokens)}, with 0 at padding")
     padding = attention_mask[:, -tokens:].eq(0)
     return padding if padding.any() else None
@@ -132,6 +133,17 @@ class Embeds:
         rows = config.first_position + (config.max_position_embeddings or 0)
         self.embed_positions = nn.Embedding(rows, width) if config.positions == "learned" else None
         self.embedding_norm = nn.LayerNorm(width) if config.embedding_norm else None
+
+    def embeddings_of(self, ids: Tensor | None, embeds: Tensor | None, ids_name: str = "input_ids") -> Tensor:
+        """Returns the embeddings (B,T,C) of the ids (B,T), or those that are given in their place."""
+        if embeds is None and (ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool or not ids.shape[1]):
+            must = "it must be whole numbers (batch, tokens), at least one token"
+            raise Mistake(f"{ids_name} is {ids.dtype} of shape {tuple(ids.shape)}; {must}")
+        width = self.config.input_size or self.config.hidden_size
+        if embeds is not None and (embeds.dim() != 3 or not embeds.shape[1] or embeds.shape[2] != width):
+            name, must = ids_name.replace("input_ids", "inputs_embeds"), f"(batch, tokens, {width}), at least one token"
+            raise Mistake(f"{name} has the shape {tuple(embeds.shape)}; it must be {must}")
+        return self.embed_tokens(ids) if embeds is None else embeds
 
     def embed(
         self, inputs: Tensor, padding: Tensor | None, position_ids: Tensor | None, before: Tensor | None

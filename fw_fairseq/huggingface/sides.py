@@ -99,7 +99,7 @@ class Encoder(Embeds, nn.Module):
         refuse_attentions(output_attentions)
         if (input_ids is None) == (inputs_embeds is None):
             raise Mistake("the encoder takes either input_ids or inputs_embeds")
-        inputs = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        inputs = self.embeddings_of(input_ids, inputs_embeds)
         padding = padding_of(attention_mask, inputs)
         x, _, _ = self.embed(inputs, padding, None, None)
         hidden = [x]

@@ -118,10 +118,10 @@ class FastWeightForTranslation(KeepsState, Drawn, PreTrainedModel, GenerationMix
         if encoder_outputs is None:
             encoder_outputs = self.encoder(input_ids, attention_mask, inputs_embeds, wanted)
         source = encoder_outputs[0]
-        inputs = self.decoder.embed_tokens(decoder_input_ids) if decoder_inputs_embeds is None else decoder_inputs_embeds
+        inputs = self.decoder.embeddings_of(decoder_input_ids, decoder_inputs_embeds, "decoder_input_ids")
         use_cache = caches(self) if use_cache is None else use_cache
         cache = cache_of(past_key_values, use_cache)
-        padding = padding_of(decoder_attention_mask, inputs, "decoder_attention_mask")
+        padding = padding_of(decoder_attention_mask, inputs, "decoder_attention_mask", earlier=cache.length > 0)
         looked_at = source.transpose(0, 1), padding_of(attention_mask, source)
         x, tokens, _ = self.decoder.embed(inputs, padding, None, cache.tokens)
         hidden = self.decoder.through_layers(x, padding, None, cache, tokens, *looked_at)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import Mistake
+from ..feature_maps import FEATURE_MAPS
 
 VALUES = "values"  # of layer 0, in what layers share: (B,H,n T,V)
 
@@ -27,6 +28,11 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 def join_heads(x: Tensor) -> Tensor:
     """(B,H,T,X) -> (T,B,H*X)"""
     return x.permute(2, 0, 1, 3).flatten(2)
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """Whether a layer's weight and bias say all that it computes: there is no adapter around it, and no hook changes them."""
+    return isinstance(layer, nn.Linear) and not (layer._forward_pre_hooks or layer._forward_hooks)
 
 
 def rows(**counts: int) -> dict[str, slice]:
@@ -92,7 +98,8 @@ class Mixer(nn.Module):
 
     def __init__(self, embed_dim: int, heads: int = 1):
         super().__init__()
-        check_heads(embed_dim, heads)
+        if heads < 1 or embed_dim % heads:
+            raise Mistake(f"embed_dim is {embed_dim}; it must be a multiple of the number of heads, {heads}")
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, heads, embed_dim // heads
 
     @classmethod
@@ -106,12 +113,29 @@ class Mixer(nn.Module):
             if allowed is not None:
                 raise Mistake(f"{name} is {value!r}; it must be {allowed}")
         defaults = {name: setting.default for name, setting in cls.settings.items()}
-        return SimpleNamespace(**defaults | ({} if config is None else vars(config)) | given)
+        settings = SimpleNamespace(**defaults | ({} if config is None else vars(config)) | given)
+        for name in given:
+            maps = [phi for phi, kind in FEATURE_MAPS.items() if name in kind.options]
+            if maps and str(settings.feature_map) not in maps and given[name] != defaults[name]:
+                raise Mistake(f"{name} has no effect with feature_map {str(settings.feature_map)!r}; it is for: {', '.join(maps)}")
+        return settings
 
     @classmethod
     def of_layer(cls, embed_dim: int, num_heads: int, config, layer: int, layers: int) -> Mixer:
         """The mixer of layer number ``layer`` of ``layers``; ``config`` is a FastWeightConfig."""
         return cls(embed_dim, num_heads, config)
+
+    def __call__(self, x: Tensor, state=None, *args, **kwargs):
+        """``forward``, for an input and a state that this mixer can have."""
+        must = f"it must be a tensor of floating-point numbers (T,B,C) with C = {self.embed_dim}"
+        if not isinstance(x, Tensor):
+            raise Mistake(f"x is a {type(x).__name__}; {must}")
+        if x.dim() != 3 or x.shape[2] != self.embed_dim or not x.is_floating_point():
+            raise Mistake(f"x is {x.dtype} of shape {tuple(x.shape)}; {must}")
+        if state is not None and not isinstance(state, self.state_type):
+            kind = self.state_type.__name__
+            raise Mistake(f"state is a {type(state).__name__}; it must be None or the {kind} that an earlier call returned")
+        return super().__call__(x, state, *args, **kwargs)
 
     def forward(
         self,

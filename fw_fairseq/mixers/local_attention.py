@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .base import Mixer, Setting, rows, settings_of
+from .base import Mixer, Setting, is_linear, rows, settings_of
 from .look_back import Reach, View, WindowState, attend, look_back, with_memory
 
 
@@ -67,7 +67,7 @@ class LocalAttention(Mixer):
         """Maps inputs (B,R,C) to their keys and values (B,R,2C)."""
         if hasattr(self.in_proj, "rows"):  # sparse projections
             return self.in_proj.rows(inputs, "k", "v")
-        if not isinstance(self.in_proj, nn.Linear):  # an adapter around it
+        if not is_linear(self.in_proj):
             return self.in_proj(inputs)[..., self.embed_dim :]
         return F.linear(inputs, self.in_proj.weight[self.embed_dim :], self.in_proj.bias[self.embed_dim :])
 

@@ -17,7 +17,7 @@ from ..ops.onednn import Linear, linear
 from ..ops.recall import until_end
 from ..ops.state import tensor_state
 from ..ops.vectors.sru import sru
-from .base import Mixer, Setting, rows, settings_of
+from .base import Mixer, Setting, is_linear, rows, settings_of
 
 OPEN = 1e4  # the input of a sigmoid that is 1 then, in every type of number
 
@@ -139,7 +139,7 @@ class Sru(Mixer):
         if self.in_proj.bias is not None:
             return self.in_proj(inner)
         biases = F.pad(self.gate_bias.flatten(), (self.embed_dim, 0))
-        if not isinstance(self.in_proj, nn.Linear):
+        if not is_linear(self.in_proj):
             return self.in_proj(inner) + biases
         return linear(inner, self.in_proj.weight, biases)
 

@@ -28,6 +28,8 @@ def check_sparse(config: FastWeightConfig, args) -> None:
                 raise Mistake(f"--train-only new is for models that fw-convert made, which have no {option_name(name)}")
     if config.qkv_sparsity and config.token_shift:
         raise Mistake("--token-shift mixes tokens before a dense projection, which --qkv-sparsity replaces; leave one of them out")
+    if config.token_shift and cfg.quant_noise.pq > 0:
+        raise Mistake("--token-shift does not work with --quant-noise-pq; leave one of them out")
     if config.output_sparsity:
         for name in TIED:
             if safe_getattr(args, name, None):

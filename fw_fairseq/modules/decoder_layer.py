@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..config import SOFTMAX
 from ..mixers import MIXERS
+from .linear_attention import with_noise
 from .mixer_attention import MixerAttention
 from .sparse.softmax import SparseAttention
 from .stateful import Stateful
@@ -147,4 +148,4 @@ class FastWeightDecoderLayer(Updates, TransformerDecoderLayerBase):
         if mixer == SOFTMAX:
             return SparseAttention(embed_dim, heads, config.qkv_sparsity, cfg.attention_dropout, name)
         made = MIXERS[mixer].of_layer(embed_dim, heads, config, layer, cfg.decoder.layers)
-        return MixerAttention(made, name, config.qkv_sparsity)
+        return with_noise(MixerAttention(made, name, config.qkv_sparsity), cfg)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..config import linear_attentions
 from .decoder_layer import FastWeightDecoderLayer
-from .linear_attention import LinearAttention
+from .linear_attention import LinearAttention, with_noise
 from .sparse.softmax import SparseAttention
 from .updates import Call, Updates
 
@@ -87,7 +87,7 @@ class LinearEncoderLayer(Updates, TransformerEncoderLayerBase):
         if self._config.qkv_sparsity:
             return Copied()
         if "encoder" in linear_attentions(self._config):
-            return LinearAttention(embed_dim, cfg.encoder.attention_heads, self._config)
+            return with_noise(LinearAttention(embed_dim, cfg.encoder.attention_heads, self._config), cfg)
         return super().build_self_attention(embed_dim, cfg)
 
     def build_sparse_attention(self, embed_dim, cfg):
@@ -106,4 +106,5 @@ class TranslationDecoderLayer(FastWeightDecoderLayer):
         config, _, _ = self._mixer
         if "cross" not in linear_attentions(config):
             return super().build_encoder_attention(embed_dim, cfg)
-        return LinearAttention(embed_dim, cfg.decoder.attention_heads, config, cfg.encoder.embed_dim, "decoder")
+        linear = LinearAttention(embed_dim, cfg.decoder.attention_heads, config, cfg.encoder.embed_dim, "decoder")
+        return with_noise(linear, cfg)

@@ -12,6 +12,7 @@ from .. import Mistake
 from ..feature_maps import NORMS
 from ..row_map import AS_IS, MAPS, RowMap
 from ..rules import RULES, Rule
+from .factored import Factors
 from .inputs import READ, READ_AND_ERASE, Inputs
 from .normalisation import EPS, SCALED_EPS
 from .state import FastWeightState
@@ -29,19 +30,24 @@ def check_arguments(
     check_choice("rule", rule, RULES)
     spec = RULES[rule]
     check_tensors(q, k, v, spec.several)
+    check_dense(q=q, k=k, v=v, padding_mask=padding_mask, reset_mask=reset_mask, key_log_scale=key_log_scale)
     check_choice("backend", backend, BACKENDS)
     missing = missing_form(spec, backend)
     if missing is not None:
         raise Mistake(f"rule {rule!r} has no {missing}; use backend='auto' or 'recurrent'")
-    if not isinstance(attention_norm, bool):
-        raise Mistake(f"attention_norm is a {type(attention_norm).__name__}; it must be True or False")
+    for name, flag in (("attention_norm", attention_norm), ("decoding", decoding)):
+        if not isinstance(flag, bool):
+            raise Mistake(f"{name} is a {type(flag).__name__}; it must be True or False")
     check_norm_of(attention_norm_of, attention_norm, spec)
     if feature_map is not None:
         check_feature_map(feature_map, q)
     if eps is None:
         eps = EPS if key_log_scale is None else SCALED_EPS
+    if type(eps) not in (int, float) or not 0 < eps < math.inf:
+        is_ = repr(eps) if isinstance(eps, (int, float)) else f"a {type(eps).__name__}"
+        raise Mistake(f"eps is {is_}; it must be a finite number above 0, or None")
     if attention_norm:
-        check_attention_norm(rule, spec, eps)
+        check_attention_norm(rule, spec)
     if key_log_scale is not None:
         check_key_log_scale(key_log_scale, rule, spec, attention_norm, q)
     check_masks(padding_mask, reset_mask, (q.shape[0], q.shape[2]), q.device)
@@ -96,6 +102,13 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, several: bool) -> None:
         raise Mistake(f"q has shape {tuple(q.shape)} and v {tuple(v.shape)}; K and V must be at least 1")
 
 
+def check_dense(**tensors: Tensor | None) -> None:
+    """Refuses tensors whose numbers are not all in memory, such as sparse ones."""
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and x.layout != torch.strided:
+            raise Mistake(f"{name} has layout {x.layout}; it must be a dense tensor, as x.to_dense() gives")
+
+
 def check_sequences(state: Tensor, count: int) -> None:
     """Refuses a state, of which one part is given, that is not of as many sequences as the tokens."""
     if len(state) != count:
@@ -132,6 +145,7 @@ def check_gates(rule_name: str, rule: Rule, gates, q: Tensor, sizes: tuple[int, 
         if not isinstance(gate, Tensor) or gate.shape != shape:
             is_ = f"has shape {tuple(gate.shape)}" if isinstance(gate, Tensor) else f"is a {type(gate).__name__}"
             raise Mistake(f"gates[{name!r}] {is_}; it must be a tensor of shape (B,H,T{',' + axis if axis else ''}) = {shape}")
+        check_dense(**{f"gates[{name!r}]": gate})
         if gate.device != q.device or gate.dtype not in (q.dtype, torch.float32):
             raise Mistake(f"gates[{name!r}] is {gate.dtype} on {gate.device}; allowed: {q.dtype} or float32, on {q.device}")
 
@@ -144,6 +158,9 @@ def check_state(state, q: Tensor, sizes: tuple[int, ...], dtype: torch.dtype, no
     wanted = {"memory": shape, "normaliser": shape[:3] if normaliser else None, "log_scale": shape[:2] if log_scale else None}
     for name, want in wanted.items():
         x = getattr(state, name)
+        if x is not None and not isinstance(x, (Tensor, Factors) if name == "memory" else Tensor):
+            raise Mistake(f"state.{name} is a {type(x).__name__}; it must be a tensor, as an earlier call returned it")
+        check_dense(**{f"state.{name}": x})
         got = None if x is None else tuple(x.shape)
         if got != want:
             raise Mistake(f"state.{name} has shape {got}; with these inputs and options it must be {want}")
@@ -166,7 +183,7 @@ def check_masks(padding_mask, reset_mask, shape: tuple[int, int], device: torch.
             raise Mistake(f"{name} is on {mask.device}; it must be on {device} like the tokens")
 
 
-def check_attention_norm(rule_name: str, rule: Rule, eps: float) -> None:
+def check_attention_norm(rule_name: str, rule: Rule) -> None:
     if rule.normaliser is None:
         able = ", ".join(name for name, r in RULES.items() if r.normaliser)
         raise Mistake(f"attention_norm=True is not defined for rule {rule_name!r}; it is for: {able}")
@@ -175,8 +192,6 @@ def check_attention_norm(rule_name: str, rule: Rule, eps: float) -> None:
             f"attention_norm=True is not defined for rule {rule_name!r}, whose z or w differs between value channels; its"
             " normaliser, which has no channels, must be 'keys' or None"
         )
-    if type(eps) not in (int, float) or not 0 < eps < math.inf:
-        raise Mistake(f"eps is {eps!r:.40}; it must be a finite number above 0 with attention_norm=True")
 
 
 def check_norm_of(norm_of, attention_norm: bool, rule: Rule) -> None:

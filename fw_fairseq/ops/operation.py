@@ -7,9 +7,9 @@ form and calls it; ``tokens.steps.run_steps`` is around it for rules that need m
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, distributed
 
+from ..autograd import without_autocast
 from ..row_map import AS_IS, RowMap
 from . import checks, normalisation
 from .dispatch import has_kernels, maps_inside, run
@@ -106,7 +106,7 @@ def fast_weight(
     if inputs.row_map != AS_IS and not maps_inside(inputs):
         inputs = hide_padded_rows(inputs).mapped()
     inputs, writes = spread(inputs)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         inputs = hide_padding(start(inputs))
         if inputs.rule.step is not None:
             return run_own_form(inputs)
@@ -132,12 +132,12 @@ def run_normalised(inputs: Inputs) -> tuple[Tensor, FastWeightState]:
 def start(inputs: Inputs) -> Inputs:
     """With the state that the call continues from, an empty one for None. Only one token at a time takes ``Factors``."""
     one_token = inputs.q.shape[2] == 1 and inputs.group is None
+    takes_factors = one_token and inputs.rule.step is None and inputs.rule.one_step
     if inputs.state is not None:
-        if one_token or not isinstance(inputs.state.memory, Factors):
+        if takes_factors or not isinstance(inputs.state.memory, Factors):
             return inputs
         return inputs._replace(state=inputs.state._replace(memory=inputs.state.memory.dense()))
-    factored = inputs.decoding and one_token and inputs.backend == "auto" and inputs.rule.step is None
-    factored = factored and inputs.rule.one_step and not has_kernels(inputs.q)
+    factored = takes_factors and inputs.decoding and inputs.backend == "auto" and not has_kernels(inputs.q)
     scaled = inputs.key_log_scale is not None
     return inputs._replace(state=empty_state(inputs.sizes, inputs.q.device, inputs.dtype, inputs.attention_norm, scaled, factored))
 

@@ -7,21 +7,27 @@ command line.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from dataclasses import fields
 
+import torch
 from fairseq import models, options, registry, tasks
 from fairseq.data import data_utils
 from fairseq.dataclass import FairseqDataclass
 from fairseq.dataclass import utils as dataclass_utils
 from fairseq.models import FairseqEncoderDecoderModel
+from fairseq.modules.quantization import scalar
+from fairseq.modules.quantization.scalar.utils import MAPPING as KINDS
 from fairseq.tasks.language_modeling import LanguageModelingTask
+from fairseq.utils import safe_getattr
+from omegaconf import ListConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from .. import Mistake
 from ..buffers.graphs import VARIABLE
-from ..config import check_values
+from ..config import check_values, option_name
 from .literals import plain
 from .replacing import replaces
 
@@ -38,6 +44,60 @@ def say_what_the_command_line_says(original, options, cfg, *args, **kwargs):
     except OmegaConfBaseException as error:
         check_values(options if isinstance(options, type) else type(options), plain(cfg))
         raise Mistake(str(error).splitlines()[0]) from error
+
+
+# the least and the largest value of fairseq's options whose other values end in a traceback or mean something else than they say
+BOUNDS = {
+    "common": {"seed": (0, 2**32 - 1), "log_interval": (1, math.inf)},
+    "dataset": {
+        "num_workers": (0, math.inf),
+        "max_tokens": (1, math.inf),
+        "batch_size": (1, math.inf),
+        "max_tokens_valid": (1, math.inf),
+        "batch_size_valid": (1, math.inf),
+        "validate_interval": (1, math.inf),
+    },
+    "optimization": {"update_freq": (1, math.inf), "lr": (0, math.inf), "clip_norm": (0, math.inf)},
+    "checkpoint": {"save_interval": (1, math.inf), "save_interval_updates": (0, math.inf)},
+    "generation": {"beam": (1, math.inf), "nbest": (1, math.inf), "max_len_b": (0, math.inf)},
+}
+SHARES = [f"{name}dropout" for name in ("", "attention_", "activation_", "relu_", "adaptive_softmax_")]
+SHARES += ["encoder_layerdrop", "decoder_layerdrop", "quant_noise_pq", "quant_noise_scalar"]
+
+
+def check_shares(cfg) -> None:
+    """Refuses the first of a model's probabilities that is none."""
+    for name in SHARES:
+        refuse_outside(cfg, name, 0, 1)
+
+
+def check_bounds(cfg) -> None:
+    """Refuses the first of the options of a command that is out of its bounds."""
+    for group, bounds in BOUNDS.items():
+        for name, (least, most) in bounds.items():
+            refuse_outside(cfg.get(group, {}), name, least, most)
+
+
+def refuse_outside(values, name: str, least: float, most: float) -> None:
+    """Refuses an option that has, or holds, a number out of its bounds. ``values``: options by their names."""
+    value = safe_getattr(values, name)
+    for number in value if isinstance(value, (list, ListConfig)) else [value]:
+        if isinstance(number, (int, float)) and not least <= number <= most:
+            allowed = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+            raise Mistake(f"{option_name(name)} is {number}; it must be {allowed}")
+
+
+@replaces(scalar, "quantize_model_")
+def quantise_layers_of_other_classes(original, model, *args, **kwargs):
+    """With `--quant-noise-scalar` a dense layer of a class of its own, as those of sru and srupp, ends in a KeyError. Now it is
+    quantised as torch's dense layers are. Without a GPU the first batch ends in a traceback; now one sentence says so before."""
+    if not torch.cuda.is_available():
+        raise Mistake("--quant-noise-scalar needs a GPU, on which fairseq computes its scales; leave it out on CPUs")
+    for module in model.modules():
+        for kind, quantised in list(KINDS.items()):
+            if isinstance(module, kind):
+                KINDS.setdefault(type(module), quantised)
+    return original(model, *args, **kwargs)
 
 
 @replaces(options, "parse_args_and_arch")

@@ -30,6 +30,7 @@ from .checkpoints.plateau import PATIENCE
 from .checkpoints.resuming import check_origin, with_averages
 from .literals import naming
 from .non_finite import FirstNonFinite
+from .option_values import check_shares
 from .replacing import changes, replaces
 
 WHILE_TRAINING: ContextVar[bool] = ContextVar("WHILE_TRAINING", default=False)
@@ -230,9 +231,11 @@ def refuse_texts_that_are_too_long(original, *args, **kwargs):
 def build_what_the_options_say(original, cfg, task, from_checkpoint: bool = False):
     """fairseq runs some option strings as Python when it builds a model. Now they must be Python literals, and one that is not is
     refused by the name of its option. fairseq takes every option, whether the model reads it or not. Now a new model of this
-    project refuses an option that no part of it reads. fairseq takes options from the command line alone; now `--options-from`
-    takes those of a checkpoint over, and new checkpoints hold them as if they had been given."""
+    project refuses an option that no part of it reads, and every model a probability such as `--dropout 2`, which ends in a
+    traceback. fairseq takes options from the command line alone; now `--options-from` takes those of a checkpoint over, and new
+    checkpoints hold them as if they had been given."""
     take_options_over(cfg)
+    check_shares(cfg)
     with naming(cfg):
         model = original(cfg, task, from_checkpoint)
     if not from_checkpoint and hasattr(model, "refuse_without_effect"):

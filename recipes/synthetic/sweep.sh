@@ -55,6 +55,10 @@ xargs -P "${JOBS:-$(nproc)}" -L 1 bash -c 'point "$@"' point <"$results.points" 
         echo "$line"
         echo "$((ended += 1)) of $total: $line" >&2
     done >"$results.part" || failed=yes
+if [ ! -s "$results.part" ]; then
+    rm "$results.part" "$results.points"
+    fail "no point has a result"
+fi
 sort -k1,1 -k2,2n "$results.part"
 touch "$results" # the points of earlier calls stay, unless they are among those of this one
 awk '!seen[$1 " " $2]++' "$results.part" "$results" | sort -k1,1 -k2,2n >"$results.new"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -65,6 +66,38 @@ def test_half_precision(mixer, dtype):
     torch.cat([first, rest]).float().sum().backward()
     assert rest.dtype == dtype and leaf.grad.isfinite().all()
     close(torch.cat([first, rest]), y, 0.1)
+
+
+@pytest.mark.parametrize(
+    "x, is_",
+    [
+        ([1.0], "a list"),
+        (torch.zeros(3, 2, WIDTH - 4), rf"torch.float32 of shape \(3, 2, {WIDTH - 4}\)"),
+        (torch.zeros(3, WIDTH), rf"torch.float32 of shape \(3, {WIDTH}\)"),
+        (torch.zeros(3, 2, WIDTH, dtype=torch.int64), rf"torch.int64 of shape \(3, 2, {WIDTH}\)"),
+    ],
+)
+def test_an_input_of_another_kind_is_refused(mixer, x, is_):
+    must = rf"it must be a tensor of floating-point numbers \(T,B,C\) with C = {WIDTH}"
+    with pytest.raises(ValueError, match=f"^x is {is_}; {must}$"):
+        mixer(x)
+
+
+def test_a_state_of_another_kind_is_refused(mixer):
+    class Other(NamedTuple):
+        memory: torch.Tensor
+
+    for state in (torch.zeros(2, WIDTH), Other(torch.zeros(2, WIDTH))):
+        must = f"it must be None or the {mixer.state_type.__name__} that an earlier call returned"
+        with pytest.raises(ValueError, match=f"^state is a {type(state).__name__}; {must}$"):
+            mixer(torch.zeros(3, 2, WIDTH), state)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_mixer_on_the_meta_device_has_the_shapes_of_its_results(name):
+    with torch.device("meta"):
+        y, state = MIXERS[name](WIDTH, 2)(torch.zeros(9, 2, WIDTH))
+    assert y.shape == (9, 2, WIDTH) and y.is_meta and len(next(part for part in state if part is not None)) == 2
 
 
 def test_autocast_around_forward_and_backward(mixer):

@@ -102,8 +102,13 @@ def test_a_mixer_beside_a_base_that_is_told_of_its_subclasses():
         (lambda: Srupp(8, srupp_memory=True), "^srupp_memory is True; it must be a whole number$"),
         (lambda: Srupp(8, srupp_dropout="a"), "^srupp_dropout is 'a'; it must be a number$"),
         (lambda: Sru(8, sru_tanh=1), "^sru_tanh is 1; it must be True or False$"),
+        (lambda: FastWeight(8, dpfp_nu=2), "^dpfp_nu has no effect with feature_map 'elu'; it is for: dpfp$"),
+        (
+            lambda: FastWeight(8, feature_map="relu", favor_features=4),
+            "^favor_features has no effect with feature_map 'relu'; it is for: favor, rfa$",
+        ),
         (lambda: FastWeight(8, update_rule="dleta"), "^update_rule is 'dleta'; it must be one of: sum, "),
-        (lambda: Leap(8, heads=3), "embed-dim is 8; it must be a multiple of"),
+        (lambda: Leap(8, heads=3), "^embed_dim is 8; it must be a multiple of the number of heads, 3$"),
         (lambda: Leap(8, window=-1), "^window is -1; it must be a number of tokens, or 0 for all before$"),
     ],
 )

@@ -508,10 +508,10 @@ def test_refused_combinations(message, options):
 
 
 def test_refused_width():
-    """By a mixer, and by a model whose layers are all fairseq's."""
-    for make in (lambda: FastWeight(30, 4, FastWeightConfig()), lambda: build(mixer="softmax", decoder_embed_dim=30)):
+    """Also by a model whose layers are all fairseq's."""
+    for mixer in ("fast_weight", "softmax"):
         with pytest.raises(ValueError, match="--decoder-embed-dim is 30; it must be a multiple of --decoder-attention-heads, 4"):
-            make()
+            build(mixer=mixer, decoder_embed_dim=30)
 
 
 @pytest.mark.parametrize("prescale", [False, True])

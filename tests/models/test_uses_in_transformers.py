@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import asdict
 
@@ -127,9 +128,9 @@ def test_other_kinds_of_cache_are_refused_in_generation():
             model.generate(words % 8, max_new_tokens=2, cache_implementation="static")
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 4, 4), (4,), (1, 4), (2, 3)])
+@pytest.mark.parametrize("shape", [(2, 1, 4, 4), (4,), (1, 4), (2, 3), (2, 9)])
 def test_a_mask_of_another_shape_is_refused(shape):
-    """A longer one is that of all tokens so far."""
+    """A longer one is that of all tokens so far, where there are earlier ones."""
     said = r"attention_mask has the shape \(.*\); it must be \(batch, tokens\), here \(2, 4\), with 0 at padding$"
     words, mask = torch.randint(4, 8, (2, 4)), torch.ones(shape)
     model, translation = build(), FastWeightForTranslation(FastWeightTranslationConfig())
@@ -138,7 +139,40 @@ def test_a_mask_of_another_shape_is_refused(shape):
     for name in ("attention_mask", "decoder_attention_mask"):
         with pytest.raises(ValueError, match=f"^{name.removesuffix('attention_mask')}{said}"):
             translation(words, decoder_input_ids=words, **{name: mask})
-    assert torch.equal(model(words, attention_mask=torch.ones(2, 9)).logits, model(words).logits)
+    before = model.eval()(words, use_cache=True).past_key_values
+    again = model(words, use_cache=True).past_key_values
+    want = model(words, past_key_values=again).logits
+    assert torch.equal(model(words, attention_mask=torch.ones(2, 8), past_key_values=before).logits, want)
+
+
+IDS = [torch.zeros(3).long(), torch.zeros(2, 0).long(), torch.zeros(2, 3), torch.zeros(2, 3, 1).long()]
+
+
+@pytest.mark.parametrize("ids", IDS, ids=lambda x: f"{x.dtype} {tuple(x.shape)}")
+def test_ids_of_another_shape_or_type_are_refused(ids):
+    said = rf"input_ids is {ids.dtype} of shape {re.escape(str(tuple(ids.shape)))}; it must be whole numbers \(batch, tokens\)"
+    words = torch.randint(4, 8, (2, 4))
+    model, translation = build().eval(), FastWeightForTranslation(FastWeightTranslationConfig()).eval()
+    for call, name in (
+        (lambda: model(ids), ""),
+        (lambda: translation(ids, decoder_input_ids=words), ""),
+        (lambda: translation(words, decoder_input_ids=ids), "decoder_"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}{said}, at least one token$"):
+            call()
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 16), (2, 3), (2, 3, 15)])
+def test_embeddings_of_another_shape_are_refused(shape):
+    said = re.escape(f"inputs_embeds has the shape {shape}; it must be (batch, tokens, ")
+    words = torch.randint(4, 8, (2, 4))
+    model, translation = build().eval(), FastWeightForTranslation(FastWeightTranslationConfig()).eval()
+    with pytest.raises(ValueError, match=f"^{said}"):
+        model(inputs_embeds=torch.zeros(shape))
+    with pytest.raises(ValueError, match=f"^{said}"):
+        translation(inputs_embeds=torch.zeros(shape), decoder_input_ids=words)
+    with pytest.raises(ValueError, match=f"^decoder_{said}"):
+        translation(words, decoder_inputs_embeds=torch.zeros(shape))
 
 
 def test_every_option_of_an_exported_folder_is_known():
@@ -206,7 +240,9 @@ def test_an_adapter_around_a_projection_counts_in_every_way_to_read(mixer, name)
 def test_token_shift_refuses_an_adapter():
     model = build(given={"token_shift": True})
     model.layers[0].self_attn.in_proj = Adapted(model.layers[0].self_attn.in_proj)
-    with pytest.raises(ValueError, match="in_proj was replaced, and token shift reads its weight; merge an adapter into it first"):
+    with pytest.raises(
+        ValueError, match="token shift reads the weight of in_proj, and something replaced it; merge an adapter into it first"
+    ):
         model(torch.tensor([[4, 5]]))
 
 

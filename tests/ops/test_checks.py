@@ -26,6 +26,11 @@ SUM = dict(rule="sum", gates=None)
         (dict(q=[1.0]), r"q is a list; it must be a torch.Tensor"),
         (dict(q=Q[0]), r"q has shape \(3, 4, 5\); it must have 4 dimensions, \(B,H,T,K\)"),
         (dict(v=VALUES[0]), r"v has shape .*\(B,H,T,V\)"),
+        (dict(q=Q.to_sparse()), r"q has layout torch.sparse_coo; it must be a dense tensor"),
+        (dict(gates={"beta": BETA.to_sparse()}), r"gates\['beta'\] has layout torch.sparse_coo; it must be a dense tensor"),
+        (dict(padding_mask=torch.zeros(B, T, dtype=torch.bool).to_sparse()), r"padding_mask has layout torch.sparse_coo"),
+        (dict(decoding="no"), r"decoding is a str; it must be True or False"),
+        (dict(eps="x"), r"eps is a str; it must be a finite number above 0, or None"),
         (dict(q=Q.long()), r"q has dtype torch.int64; allowed: torch.float32"),
         (dict(k=KEYS.double()), r"k is torch.float64 on cpu but q is torch.float32"),
         (dict(v=VALUES.to("meta")), r"v is torch.float32 on meta but q is torch.float32 on cpu"),
@@ -49,6 +54,8 @@ SUM = dict(rule="sum", gates=None)
         (dict(gates={"beta": BETA[:1]}), r"gates\['beta'\] has shape \(1, 3, 4\); it must be .*\(B,H,T\) = \(2, 3, 4\)"),
         (dict(gates={"beta": 0.5}), r"gates\['beta'\] is a float; it must be a tensor of shape"),
         (dict(gates={"beta": BETA.half()}), r"gates\['beta'\] is torch.float16 .*allowed: torch.float32"),
+        (dict(state=FastWeightState([1])), r"state.memory is a list; it must be a tensor"),
+        (dict(state=STATE._replace(memory=STATE.memory.to_sparse())), r"state.memory has layout torch.sparse_coo"),
         (dict(state=torch.zeros(B, H, K, V)), r"state is a Tensor; it must be None or the state"),
         (dict(state=FastWeightState(torch.zeros(B, H, V, K))), r"state.memory has shape \(2, 3, 6, 5\); .*\(2, 3, 5, 6\)"),
         (dict(state=FastWeightState(STATE.memory.double())), r"state.memory is torch.float64 on cpu; it must be torch.float32"),
@@ -58,8 +65,9 @@ SUM = dict(rule="sum", gates=None)
         (dict(padding_mask=torch.zeros(T, B, dtype=torch.bool)), r"padding_mask is .*\(4, 2\).*\(B,T\) = \(2, 4\)"),
         (dict(reset_mask=torch.zeros(B, T)), r"reset_mask is torch.float32 \(2, 4\); it must be a bool tensor"),
         *(
-            (dict(attention_norm=True, eps=x), rf"eps is {x}; it must be a finite number above 0")
+            (dict(attention_norm=divides, eps=x), rf"eps is {x}; it must be a finite number above 0, or None")
             for x in (0.0, True, float("inf"))
+            for divides in (True, False)
         ),
         (
             dict(rule="decay", gates={"f": Q, "z": VALUES}, attention_norm=True),
@@ -93,6 +101,14 @@ def test_a_rule_of_steps_alone(monkeypatch):
 def test_the_unchanged_call_works():
     y, state = fast_weight(**CALL)
     assert y.shape == VALUES.shape and state.memory.shape == (B, H, K, V)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("backend", ["auto", "recurrent"])
+def test_a_call_on_the_meta_device_has_the_shapes_of_its_results(rule, backend):
+    gates = {name: torch.rand(gate.shape((B, H, T, K, V)), device="meta") for name, gate in RULES[rule].gates.items()}
+    y, state = fast_weight(Q.to("meta"), KEYS.to("meta"), VALUES.to("meta"), rule, gates, backend=backend)
+    assert (y.shape, state.memory.shape, y.device.type) == ((B, H, T, V), (B, H, K, V), "meta")
 
 
 def test_the_example_in_the_docstring():

@@ -7,7 +7,7 @@ import torch
 from support.draws import CASES, FITTING, assert_same, draw_gates, draw_inputs, run_with_gradients
 from torch import Tensor
 
-from fw_fairseq.ops import fast_weight
+from fw_fairseq.ops import FastWeightState, fast_weight
 from fw_fairseq.ops.factored import Factors
 from fw_fairseq.rules import RULES
 
@@ -54,6 +54,18 @@ def test_the_same_outputs_states_and_gradients(rule, norm):
 
     leaves = inputs | gates
     assert_same(run_with_gradients(leaves, one_by_one), run_with_gradients(leaves, whole), TOLERANCE)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_continues_from_factors(rule):
+    """Also those that never keep them, in the states of calls under another rule."""
+    inputs, gates = draw(rule, False)
+    factors = Factors(torch.rand(3, 2, 2, K).double(), torch.rand(3, 2, 2, V).double())
+    q, k, v, *values = (x[:, :, :1] for x in (*inputs.values(), *gates.values()))
+    gates = dict(zip(gates, values))
+    want, _ = fast_weight(q, k, v, rule, gates, FastWeightState(factors.keys.mT @ factors.values))
+    y, _ = fast_weight(q, k, v, rule, gates, FastWeightState(factors))
+    torch.testing.assert_close(y, want, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("rule, norm", FACTORED)

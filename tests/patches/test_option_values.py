@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from argparse import Namespace
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,9 @@ import torch
 from fairseq import checkpoint_utils, models, options, tasks
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.data import data_utils
+from fairseq.dataclass.configs import FairseqConfig
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.modules.quantization import scalar
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks.language_modeling import LanguageModelingTask
@@ -21,12 +24,15 @@ from fairseq.trainer import Trainer
 from omegaconf import OmegaConf
 from support.checkpoints import SHAPE, parse, save, save_format
 from support.language_models import build, draw, make_task
+from torch import nn
 
 import fw_fairseq.models
 from fw_fairseq import Mistake, files
+from fw_fairseq.mixers import MIXERS
 from fw_fairseq.patches.batches import too_long
 from fw_fairseq.patches.checkpoints.model_options import deciding, differing, written
 from fw_fairseq.patches.mistakes import sentence, shortened
+from fw_fairseq.patches.option_values import BOUNDS, check_bounds
 from fw_fairseq.patches.training import NotFinite
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -161,6 +167,82 @@ def test_an_option_of_another_task_is_refused(dictionary):
     cfg.reset_at_eos = True
     with pytest.raises(Mistake, match=r"^Key 'reset_at_eos' not in 'LanguageModelingConfig'$"):
         tasks.setup_task(cfg)
+
+
+@pytest.mark.parametrize("name, value", [("dropout", 2), ("activation_dropout", -0.1), ("decoder_layerdrop", 1.5)])
+def test_probabilities_are_from_0_to_1(name, value, dictionary):
+    """In any model."""
+    for arch in ("fast_weight_lm", "transformer_lm"):
+        cfg = convert_namespace_to_omegaconf(parse(f"--arch {arch}", dictionary))
+        cfg.model[name] = value
+        with pytest.raises(Mistake, match=rf"^--{name.replace('_', '-')} is {value}.*; it must be from 0 to 1$"):
+            tasks.setup_task(cfg.task).build_model(cfg.model)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--seed -1", "--seed is -1; it must be from 0 to 4294967295"),
+        ("--seed 4294967296", "--seed is 4294967296; it must be from 0 to 4294967295"),
+        ("--batch-size 0", "--batch-size is 0; it must be at least 1"),
+        ("--update-freq 2,0", "--update-freq is 0; it must be at least 1"),
+        ("--lr 0.1,-1", "--lr is -1.0; it must be at least 0"),
+        ("--seed 4294967295 --batch-size 1 --update-freq 1 --clip-norm 0", None),
+    ],
+)
+def test_numbers_out_of_bounds_are_refused(words, said, dictionary):
+    cfg = convert_namespace_to_omegaconf(parse(f"--arch fast_weight_lm {words}", dictionary))
+    if said is None:
+        return check_bounds(cfg)
+    with pytest.raises(Mistake, match=f"^{re.escape(said)}$"):
+        check_bounds(cfg)
+
+
+def test_every_option_with_bounds_is_one_of_fairseqs():
+    groups = FairseqConfig()
+    for group, bounds in BOUNDS.items():
+        assert bounds.keys() <= {f.name for f in fields(getattr(groups, group))}
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_noise_of_product_quantisation_reaches_every_projection(mixer):
+    """As it does in fairseq's attention: in training all dense layers lose blocks of 8 weights, and outputs change."""
+    model, tokens = build(mixer=mixer, quant_noise_pq=0.9, quant_noise_pq_block_size=8), draw(2, 70)
+    layer = model.decoder.layers[0].self_attn
+    dense = [part for part in layer.modules() if isinstance(part, nn.Linear)]
+    before = [part.weight.detach().clone() for part in dense]
+    model(tokens)
+    assert dense and all(torch.equal(part.weight, weight) for part, weight in zip(dense, before))
+    model.train()(tokens)
+    for part, weight in zip(dense, before):
+        blocks = part.weight.detach().unflatten(1, (-1, 8))
+        gone = (blocks == 0).all(-1)
+        torch.testing.assert_close(blocks[~gone], 10 * weight.unflatten(1, (-1, 8))[~gone])
+        assert gone.any()
+
+
+def test_blocks_of_noise_divide_the_inputs():
+    with pytest.raises(Mistake, match=r"^--quant-noise-pq-block-size is 8; it must divide 4, the inputs of a layer$"):
+        build(mixer="srupp", quant_noise_pq=0.1, srupp_width=4)
+    with pytest.raises(Mistake, match=r"^--token-shift does not work with --quant-noise-pq; leave one of them out$"):
+        build(quant_noise_pq=0.1, token_shift=True)
+
+
+@pytest.mark.parametrize("mixer", ["fast_weight", "sru", "srupp", "local_attention"])
+def test_scalar_quantisation_takes_every_dense_layer(mixer, monkeypatch):
+    """Outside training all weights are quantised, however many tokens are read at once. fairseq wants a GPU for it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda x: x)
+    model, tokens = build(mixer=mixer), draw(2, 9)
+    plain = model(tokens)[0]
+    scalar.quantize_model_(model, p=0.5, bits=8, update_step=1000)
+    found = model.eval()(tokens)[0]
+    state, steps = {}, []
+    for t in range(tokens.shape[1]):
+        steps.append(model(tokens[:, : t + 1], incremental_state=state)[0])
+    assert not any(isinstance(part, nn.Linear) for part in model.decoder.layers.modules())
+    assert 0 < (found - plain).abs().max() < 0.5
+    torch.testing.assert_close(torch.cat(steps, 1), found, rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize("name", ["decoder_layers", "decoder_embed_dim", "tokens_per_sample", "max_target_positions"])

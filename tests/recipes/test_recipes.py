@@ -357,6 +357,12 @@ def test_a_sweep_keeps_the_points_of_earlier_calls(tmp_path):
     assert (out / "capacity.txt").read_text() == "dpfp1 4 0.125\nsoftmax 4 0.25\n"
 
 
+def test_a_sweep_without_a_result_leaves_no_file(tmp_path):
+    done = recipe("synthetic/sweep.sh", tmp_path / "out", "capacity-20-foo", TOY="")
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == "sweep.sh: no point has a result"
+    assert not list((tmp_path / "out").glob("capacity*"))
+
+
 def test_paths_with_spaces_are_the_callers(tmp_path):
     """OUT and DATA are relative to where the user stands; the words of LAUNCH are split as in a shell."""
     here, programs = tmp_path / "my texts", tmp_path / "my programs"

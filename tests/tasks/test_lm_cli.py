@@ -350,8 +350,9 @@ def test_training_from_the_installed_package(lm_data, tmp_path):
         ),
         ("--adaptive-softmax-cutoff 20,4000", "--adaptive-softmax-cutoff is 20,4000, and the dictionary has"),
         ("--max-update 1", "--max-tokens or --batch-size is missing"),
+        ("--max-update 1 --seed -1", "--seed is -1; it must be from 0 to 4294967295"),
     ],
-    ids=["criterion", "backend", "cutoff", "batch"],
+    ids=["criterion", "backend", "cutoff", "batch", "seed"],
 )
 def test_what_cannot_be_trained_is_a_sentence(options, sentence, lm_data, tmp_path):
     batch = [] if "--max-update" in options else ["--batch-size", 8]

@@ -660,7 +660,7 @@ def test_arguments_of_transformers_that_change_nothing():
 def test_padding_is_looked_for_among_the_last_tokens():
     mask, inputs = torch.tensor([[0, 1, 1], [1, 1, 1]]), torch.zeros(2, 3, 8)
     assert padding_of(mask, inputs).tolist() == [[True, False, False], [False] * 3]
-    assert padding_of(mask, inputs[:, :2]) is None and padding_of(None, inputs) is None
+    assert padding_of(mask, inputs[:, :2], earlier=True) is None and padding_of(None, inputs) is None
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from ...ops import FastWeightState
 from ...ops.dispatch import has_kernels
 from ...rules import RULES, Gate, Rule, starts
 from ...rules.starts import Place
-from ..base import VALUES, Mixer, rows, split_heads
+from ..base import VALUES, Mixer, is_linear, rows, split_heads
 from ..features import (
     build_feature_map,
     check_combination,
@@ -124,8 +124,8 @@ class Projected(Mixer):
         q_size, k_size, v_size, *others = self.sizes.values()
         projected = self.project(x)
         if self.shift is not None:
-            if not isinstance(self.in_proj, nn.Linear):
-                raise Mistake("in_proj was replaced, and token shift reads its weight; merge an adapter into it first")
+            if not is_linear(self.in_proj):
+                raise Mistake("token shift reads the weight of in_proj, and something replaced it; merge an adapter into it first")
             previous = None if state is None else state.previous
             added, kept["previous"] = self.shift(x, self.in_proj.weight, previous, *masks)
             projected = projected[..., : added.shape[-1]] + added
@@ -193,7 +193,7 @@ class Projected(Mixer):
         missing = -self.in_proj.out_features % ROW_UNIT
         if missing == 0 or len(x) == 1 or not has_kernels(x):
             return self.in_proj(x)
-        if not isinstance(self.in_proj, nn.Linear):
+        if not is_linear(self.in_proj):
             return F.pad(self.in_proj(x), (0, missing))
         bias = None if self.in_proj.bias is None else F.pad(self.in_proj.bias, (0, missing))
         return F.linear(x, F.pad(self.in_proj.weight, (0, 0, 0, missing)), bias)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import Mistake
+from ...autograd import without_autocast
 from ...feature_maps import wide
 from ...ops.normalisation import divide
 from ..base import check_heads, join_heads, split_heads
@@ -79,7 +80,7 @@ class SourceMemory(nn.Module):
         k = with_common_scale(k, log_scale)
         if padding_mask is not None:
             k, v = (x.masked_fill(padding_mask[:, None, :, None], 0) for x in (k, v))
-        with torch.autocast(k.device.type, enabled=False):
+        with without_autocast(k.device.type):
             memory = k.mT @ v
         if self.feature_map.non_negative:
             return Source(memory, k.sum(2))
@@ -91,7 +92,7 @@ class SourceMemory(nn.Module):
         positions."""
         rows = query.unflatten(1, (-1, source.beam)).transpose(1, 2)  # (T,beam,B,C)
         q, _ = self.features(self.q_proj(rows.flatten(0, 1)))
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q.device.type):
             y = q @ source.memory
             if source.normaliser is not None:
                 y = divide(y, q @ source.normaliser.unsqueeze(-1), self.feature_map.eps)

@@ -83,12 +83,12 @@ def plan(operands, dtype: torch.dtype) -> list[tuple[slice, type]]:
     q, _, _, f, z, e, _ = operands
     cuts = spans(q.shape[2])
     if z is None and (f is None or f.dim() == 3):
-        if f is None:
+        if f is None or f.is_meta:
             return [(span, TokenGates) for span in cuts]
         traced = torch.compiler.is_compiling()
         small = [True] * q.shape[2] if traced else (f < SMALLEST_GATE).flatten(0, 1).any(0).tolist()  # of each token
         return [(span, TokenGatesWithZeros if any(small[span]) else TokenGates) for span in cuts]
-    if not q.numel():
+    if not q.numel() or q.is_meta:  # no gate to look at
         return [(span, ChannelGates) for span in cuts]
     mins = [x.amin((0, 1, *range(3, x.dim()))) for x in (f, z) if x is not None]
     smallest = (mins[0] if len(mins) == 1 else torch.minimum(*mins)).tolist()  # of each token

@@ -20,6 +20,7 @@ from .common import (
     held_bytes,
     in_units,
     pack_params,
+    precision_of,
     remembered,
     round_up,
     rows_aligned,
@@ -64,7 +65,7 @@ class Variant(Sizes, Macros):
     @classmethod
     @remembered
     def of_sizes(cls, dtype, key: int, value: int, rows: bool, w: bool, precision: str, held: int) -> Variant:
-        precision = "tf32" if precision == "bf16" and dtype == torch.float16 else precision
+        precision = precision_of(dtype, precision)
         size = 2 if precision == "bf16" else 4
         tiling = next(tiling for (widest, bytes_), tiling in TABLE.items() if widest >= key and bytes_ == size)
         while True:

@@ -47,6 +47,11 @@ class Divided(NamedTuple):
     y: Tensor | None = None  # in the backward the divided reads
 
 
+def precision_of(dtype: torch.dtype, precision: str) -> str:
+    """The precision of a kernel's products: operands of fp16 are rounded to tf32, which holds them exactly; bf16 would not."""
+    return "tf32" if dtype == torch.float16 else precision
+
+
 def why_not_run(*inputs: Tensor) -> str | None:
     """A sentence that says why no kernel runs on this device or takes these dtypes; None where one can."""
     if reason := launch.current().why_not(inputs[0].device):

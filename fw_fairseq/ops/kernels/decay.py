@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...row_map import AS_IS, RowMap
 from . import launch
-from .common import OLDEST, PRECISIONS, TYPES, add_up, held_bytes, in_units, map_defines, shares_of
+from .common import OLDEST, PRECISIONS, TYPES, add_up, held_bytes, in_units, map_defines, precision_of, shares_of
 from .decay_tiles import (
     CHUNK,
     Tile,
@@ -25,7 +25,6 @@ from .decay_tiles import (
     choose_forward,
     map_bytes,
     operand_bytes,
-    operands,
     padded,
     scale_bytes,
 )
@@ -53,7 +52,7 @@ def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w, row_map: RowMap = AS_
     if capability < OLDEST:
         return f"backend='cuda' has kernels without erase for compute capability {OLDEST[0]}.{OLDEST[1]} and higher only"
     gates = f is not None, z is not None
-    precision, mapping = operands(q.dtype, "bf16" if q.dtype == torch.bfloat16 else "exact"), partial(map_bytes, q, row_map)
+    precision, mapping = precision_of(q.dtype, "bf16" if q.dtype == torch.bfloat16 else "exact"), partial(map_bytes, q, row_map)
     held = held_bytes(q.device)
     needed = backward_shared(K, *choose_backward(K, V, precision, *gates, mapping, held), precision, *gates, mapping)
     if needed > held:
@@ -63,7 +62,7 @@ def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w, row_map: RowMap = AS_
 
 def cut_backward(q, v, f, z, memory, precision: str, row_map: RowMap) -> tuple[Tile, int]:
     gates, mapping = (f is not None, z is not None), partial(map_bytes, q, row_map)
-    return choose_backward(memory.shape[2], v.shape[3], operands(q.dtype, precision), *gates, mapping, held_bytes(q.device))
+    return choose_backward(memory.shape[2], v.shape[3], precision_of(q.dtype, precision), *gates, mapping, held_bytes(q.device))
 
 
 def saved_like(q, k, v, f, z, e, w, memory, precision: str, row_map: RowMap = AS_IS):
@@ -76,7 +75,7 @@ def forward(launcher, q, k, v, f, z, e, w, memory, precision: str, keep: bool = 
     """y, the final memory, and what ``backward`` needs; without ``keep`` that is nothing."""
     kept = saved_like(q, k, v, f, z, e, w, memory, precision, row_map) if keep else []
     _, part = cut_backward(q, v, f, z, memory, precision, row_map)
-    precision = operands(q.dtype, precision)
+    precision = precision_of(q.dtype, precision)
     y, final_memory = torch.empty_like(v), torch.empty_like(memory)
     saved = tuple(memory.new_empty(shape, dtype=dtype) for shape, dtype in kept)
     tensors = {"q": q, "k": k, "v": v, "f": f, "z": z, "w": w, "y": y}
@@ -100,7 +99,7 @@ def backward(launcher, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precisio
     }
     tensors = {"q": q, "k": k, "v": v, "f": f, "z": z, "w": w, "dy": dy, "dv": dv, "dz": dz}
     memories = {"memory": memory, "borders": saved[0], "dfinal": dmemory, "dmemory": dstart}
-    call = Call(tile, part, operands(q.dtype, precision), tensors, memories, shares, row_map)
+    call = Call(tile, part, precision_of(q.dtype, precision), tensors, memories, shares, row_map)
     call.run(launcher, "decay_backward.cu", "decay_backward", backward_bytes(call))
     for whole, share in zip((dq, dk, df, dw), shares.values()):
         add_up(whole, share)

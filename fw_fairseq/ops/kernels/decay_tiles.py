@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...row_map import AS_IS, RowMap
@@ -56,10 +55,6 @@ def padded(width: int) -> int:
         if width <= room:
             break
     return room
-
-
-def operands(dtype: torch.dtype, precision: str) -> str:
-    return "tf32" if dtype == torch.float16 else precision
 
 
 def choose_tile(table: dict[int, Tile], K: int, V: int) -> Tile:

@@ -22,6 +22,7 @@ from .common import (
     held_bytes,
     map_defines,
     pack_params,
+    precision_of,
     remembered,
     round_up,
     rows_aligned,
@@ -100,7 +101,7 @@ class Variant(Sizes, Macros):
     @classmethod
     @remembered
     def of_sizes(cls, dtype, row: int, value: int, f: bool, w: bool, precision: str, row_map: RowMap, held: int) -> Variant:
-        precision = "tf32" if precision == "bf16" and dtype == torch.float16 else precision
+        precision = precision_of(dtype, precision)
         key = row_map.width(row)
         tiling = next(row for (widest, size), row in TABLE.items() if widest >= key and size == (2 if precision == "bf16" else 4))
         tiles = -(-value // tiling.value)

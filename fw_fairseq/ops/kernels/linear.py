@@ -24,6 +24,7 @@ from .common import (
     held_bytes,
     map_defines,
     pack_params,
+    precision_of,
     remembered,
     round_up,
     rows_aligned,
@@ -102,7 +103,7 @@ class Variant(NamedTuple):
     def of_sizes(
         cls, dtype, row: int, value: int, f: bool, w: bool, precision: str, row_map: RowMap, held: int, sums: bool
     ) -> Variant:
-        precision = "tf32" if precision == "bf16" and dtype == torch.float16 else precision
+        precision = precision_of(dtype, precision)
         key = row_map.width(row)
         key = round_up(key, 16 * fewest_slices(key))
         variant = cls(dtype, key, value, precision, f, w, row, row_map, held, sums)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import Mistake
+from ...autograd import without_autocast
 from ...feature_maps import wide
 from ..checks import check_masks, check_tokens
 from ..kernels.launch import use_kernels
@@ -40,7 +41,7 @@ def pool(
     """
     check(scores, values, window, state)
     check_masks(padding_mask, reset_mask, (scores.shape[0], scores.shape[2]), scores.device)
-    with torch.autocast(values.device.type, enabled=False):
+    with without_autocast(values.device.type):
         kernels = use_kernels(backend, values.device, partial(why_not, scores, values))
         a, x, texts, order = wide(scores), values if kernels else wide(values), None, None
         if reset_mask is not None:
