@@ -45,7 +45,8 @@ def suit_workers_to_cpus(original, cfg, main, **kwargs):
     """With `--ddp-backend fully_sharded` fairscale asks for a GPU in the middle of its work and fails with a traceback. Now the
     option is refused before the run starts. On CPUs, workers talk through `gloo` where `--distributed-backend` is `nccl`, fairseq's
     default, which is for GPUs. A training without a batch size is refused in one sentence, and so are numbers that end in a
-    traceback or in one batch of all texts, such as `--seed -1` and `--batch-size 0`. The locks of save directories end with the run."""
+    traceback or in one batch of all texts, such as `--seed -1` and `--batch-size 0`. The locks of save directories end with the
+    run."""
     check_bounds(cfg)
     if is_training(main) and cfg.dataset.max_tokens is None and cfg.dataset.batch_size is None:
         raise Mistake("--max-tokens or --batch-size is missing; a training needs the size of its batches")
