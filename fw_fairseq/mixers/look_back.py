@@ -150,7 +150,7 @@ def with_memory(
 
 def places_in_texts(start: Tensor, total: int, padding_mask, reset_mask) -> tuple[Tensor, Tensor]:
     """Maps start (B) to the place of each token in its text (B,T) and the place of the next one (B). Padding takes no place."""
-    real = start.new_ones(len(start), total) if padding_mask is None else (~padding_mask).long()
+    real = start.new_ones(start.shape[0], total) if padding_mask is None else (~padding_mask).long()
     before = real.cumsum(1) - real
     first = -start[:, None].expand_as(before)
     if reset_mask is not None:

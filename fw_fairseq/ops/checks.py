@@ -111,8 +111,8 @@ def check_dense(**tensors: Tensor | None) -> None:
 
 def check_sequences(state: Tensor, count: int) -> None:
     """Refuses a state, of which one part is given, that is not of as many sequences as the tokens."""
-    if len(state) != count:
-        raise Mistake(f"state is of {len(state)} sequences and the tokens of {count}; they must be as many")
+    if state.shape[0] != count:
+        raise Mistake(f"state is of {state.shape[0]} sequences and the tokens of {count}; they must be as many")
 
 
 def check_tokens(name: str, x: Tensor, tokens: int) -> None:

@@ -227,11 +227,15 @@ def test_decays_of_channels_start_uniformly(width):
     assert ends[0].min() > 1 / width - 1e-5 and ends[1].max() < 1 - 1 / width + 1e-5
 
 
-@pytest.mark.parametrize("name", ["fast_weight", "additive", "sru"])
+@pytest.mark.parametrize("name", MIXERS)
 def test_exported(name):
-    mixer, x = MIXERS[name](WIDTH, 2, FastWeightConfig()).eval(), torch.randn(20, 3, WIDTH)
-    exported = torch.export.export(mixer, (x,), strict=False).module()
-    close(exported(x)[0], mixer(x)[0])
+    """For batches of any size."""
+    mixer, x = MIXERS[name](WIDTH, 2, FastWeightConfig()).eval(), torch.randn(40, 3, WIDTH)
+    batch = torch.export.Dim("batch", min=1, max=64)
+    exported = torch.export.export(mixer, (x,), dynamic_shapes=({1: batch},), strict=False).module()
+    for size in (3, 1, 7):
+        x = torch.randn(40, size, WIDTH)
+        close(exported(x)[0], mixer(x)[0])
 
 
 def numbers_of_slices(y: torch.Tensor) -> int:

@@ -129,7 +129,10 @@ class Steps:
         self.v_forget, self.v_reset = (v.expand(c.shape[1:]).contiguous() for v in (v_forget, v_reset))
 
     def spans(self) -> list[slice]:
-        total, length = len(self.c) - 1, max(1, BLOCK // max(1, self.c[0].numel()))
+        total = len(self.c) - 1
+        if torch.compiler.is_compiling():  # a graph for every size of a batch
+            return [slice(0, total)]
+        length = max(1, BLOCK // max(1, self.c[0].numel()))
         return [slice(t, min(t + length, total)) for t in range(0, total, length)]
 
     def u(self, span: slice) -> Tensor:
