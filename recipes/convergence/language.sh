@@ -9,7 +9,7 @@
 # Time:     half an hour to 80 minutes for a row on an Intel Xeon or AMD EPYC with AVX-512; 1.5 hours for sru and additive without, beside
 #           other work
 # Expected: test perplexity in segments 34.7 (softmax), 31.2 (gated_delta), 32.6 (delta_dpfp), 32.4 (gated), 32.7 (decay), 33.0 (sru),
-#           33.6 (srupp), 34.2 (additive), 34.9 (leap), 36.6 (sum_elu), means of two seeds, 32.2 (delta_elu), 31.9 (delta_elu-nopos), seed 2:
+#           33.6 (srupp), 34.2 (additive), 34.9 (leap), 36.6 (sum_elu), 32.0 (delta_elu and delta_elu-nopos), means of two seeds:
 #           docs/results/convergence.md
 # Usage:    DATA=folder recipes/convergence/language.sh [ROW]... [OPTION of fairseq-train]...
 #           DATA=folder SEEDS="1 2" recipes/convergence/language.sh softmax delta_dpfp
