@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from importlib import metadata
@@ -53,13 +54,16 @@ def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[tuple[st
 @contextlib.contextmanager
 def mistakes_as_sentences(prog: str) -> Iterator[None]:
     """Ends the program with one sentence after a mistake, and with the mistake's exit code, which is 1 for most. With
-    FW_TRACEBACK=1 its traceback is shown. A wrong option ends it with exit code 2, by argparse. fairseq and the libraries that
-    draw log nothing but warnings meanwhile."""
+    FW_TRACEBACK=1 its traceback is shown. A wrong option ends it with exit code 2, by argparse, and Ctrl-C with 130. fairseq and
+    the libraries that draw log nothing but warnings meanwhile."""
     levels = {logging.getLogger(name): logging.getLogger(name).level for name in TALKATIVE}
     for logger in levels:
         logger.setLevel(logging.WARNING)
     try:
         yield
+    except KeyboardInterrupt:
+        print(f"\n{prog}: interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     except (OSError, ValueError) as error:
         if os.environ.get("FW_TRACEBACK") == "1":
             raise

@@ -143,6 +143,13 @@ def test_exit_codes(error, code, capsys):
     assert end.value.code == code and capsys.readouterr().err == ("p: n\n" if code == 3 else "")
 
 
+def test_an_interrupted_command_says_so(capsys):
+    """And ends as a program that SIGINT has ended."""
+    with pytest.raises(SystemExit) as end, mistakes_as_sentences("p"):
+        raise KeyboardInterrupt
+    assert end.value.code == 130 and capsys.readouterr().err == "\np: interrupted\n"
+
+
 def test_libraries_log_only_warnings_while_a_command_runs():
     logger = logging.getLogger("fairseq")
     before = logger.level
