@@ -71,8 +71,8 @@ class Bounded(Mixer):
         keys, values, totals = (None, None, None) if state is None else state[:3]
         scores, keys = self.sums(q * self.head_dim**-0.5, k, weights, keys, masks)
         if means:
-            ones = torch.ones_like(q[..., :1])
-            total, totals = self.sums(ones, ones, weights, totals, masks)
+            of_q, of_k = (torch.ones_like(part[..., :1]) for part in (q, k))  # two tensors, as the inputs of a graph must be
+            total, totals = self.sums(of_q, of_k, weights, totals, masks)
             total = torch.where(total > 0, total, 1)  # 0 before the first token, at padding
             scores = scores / total
         shares = scores.softmax(-1)

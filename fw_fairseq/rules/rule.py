@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -112,6 +111,9 @@ class Rule:
     skip: Callable[..., Tensor] | None = None
     several: bool = False
     keyless: bool = False
+    # made of the others at once, because a graph that is being traced cannot compute them
+    sample: Coefficients = field(init=False, repr=False, compare=False)  # see ``coefficients_of_halves``
+    simple: bool = field(init=False, repr=False)  # whether the coefficients say all, with erase and write strengths per token
 
     def __post_init__(self):
         if (self.coefficients is None) == (self.step is None):
@@ -127,14 +129,9 @@ class Rule:
             raise Mistake(f"Rule.{added[0]} is for rules of the recurrence without a normaliser; leave it out, or leave those out")
         if self.removal is not None and self.bonus is not None:
             raise Mistake("a Rule takes either removal or bonus, not both")
-
-    @cached_property
-    def sample(self) -> Coefficients:
-        """The coefficients for gates of 1/2; none for a rule outside the recurrence."""
-        if self.coefficients is None:
-            return Coefficients()
-        gates = {name: torch.full(gate.shape((1, 1, 1, 1, 1)), 0.5) for name, gate in self.gates.items()}
-        return self.coefficients(**gates)
+        sample, functions = self.coefficients_of_halves(), (self.key, self.removal, self.bonus, self.skip)
+        object.__setattr__(self, "sample", sample)
+        object.__setattr__(self, "simple", not any(functions) and all(x is None or x.dim() == 3 for x in (sample.e, sample.w)))
 
     @property
     def erases(self) -> bool:
@@ -151,8 +148,9 @@ class Rule:
         """Whether a rule needs no more of a layer than keys, values and gates that are sigmoids of its projection."""
         return self.simple and not self.several and all(gate.projected for gate in self.gates.values())
 
-    @cached_property
-    def simple(self) -> bool:
-        """Whether the coefficients say all, with erase and write strengths per token."""
-        functions = (self.key, self.removal, self.bonus, self.skip)
-        return functions == (None,) * 4 and all(x is None or x.dim() == 3 for x in (self.sample.e, self.sample.w))
+    def coefficients_of_halves(self) -> Coefficients:
+        """The coefficients for gates of 1/2; none for a rule outside the recurrence."""
+        if self.coefficients is None:
+            return Coefficients()
+        gates = {name: torch.full(gate.shape((1, 1, 1, 1, 1)), 0.5) for name, gate in self.gates.items()}
+        return self.coefficients(**gates)

@@ -238,6 +238,15 @@ def test_exported(name):
         close(exported(x)[0], mixer(x)[0])
 
 
+@pytest.mark.parametrize("name", MIXERS)
+def test_compiled_by_torch(name):
+    """As one graph, also where it is the first call of all; the loops of SRU stay outside."""
+    mixer, x = MIXERS[name](WIDTH, 2, FastWeightConfig()), torch.randn(40, 3, WIDTH)
+    torch.compiler.reset()
+    y, _ = torch.compile(mixer, backend="eager", fullgraph=name not in ("sru", "srupp"))(x)
+    close(y, mixer(x)[0])
+
+
 def numbers_of_slices(y: torch.Tensor) -> int:
     """How many numbers the gradients of indexed tensors have, each as large as the whole tensor, in the graph that made y."""
     nodes, found = [y.grad_fn], {}
