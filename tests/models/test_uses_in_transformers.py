@@ -240,9 +240,7 @@ def test_an_adapter_around_a_projection_counts_in_every_way_to_read(mixer, name)
 def test_token_shift_refuses_an_adapter():
     model = build(given={"token_shift": True})
     model.layers[0].self_attn.in_proj = Adapted(model.layers[0].self_attn.in_proj)
-    with pytest.raises(
-        ValueError, match="token shift reads the weight of in_proj, and something replaced it; merge an adapter into it first"
-    ):
+    with pytest.raises(ValueError, match="in_proj was replaced, and token shift reads its weight; merge an adapter into it first"):
         model(torch.tensor([[4, 5]]))
 
 

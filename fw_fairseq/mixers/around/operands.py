@@ -124,8 +124,8 @@ class Projected(Mixer):
         q_size, k_size, v_size, *others = self.sizes.values()
         projected = self.project(x)
         if self.shift is not None:
-            if not is_linear(self.in_proj):
-                raise Mistake("token shift reads the weight of in_proj, and something replaced it; merge an adapter into it first")
+            if not isinstance(self.in_proj, nn.Linear):
+                raise Mistake("in_proj was replaced, and token shift reads its weight; merge an adapter into it first")
             previous = None if state is None else state.previous
             added, kept["previous"] = self.shift(x, self.in_proj.weight, previous, *masks)
             projected = projected[..., : added.shape[-1]] + added
