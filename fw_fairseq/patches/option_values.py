@@ -75,7 +75,7 @@ def check_bounds(cfg) -> None:
     """Refuses the first of the options of a command that is out of its bounds."""
     for group, bounds in BOUNDS.items():
         for name, (least, most) in bounds.items():
-            refuse_outside(cfg.get(group, {}), name, least, most)
+            refuse_outside(safe_getattr(cfg, group), name, least, most)
 
 
 def refuse_outside(values, name: str, least: float, most: float) -> None:
