@@ -11,6 +11,7 @@ from typing import Optional
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.utils import safe_getattr
+from omegaconf import ListConfig
 
 from . import Mistake
 from .feature_maps import FEATURE_MAPS, NORMS
@@ -294,9 +295,16 @@ def check_numbers(config: FastWeightConfig, kind: Optional[type] = None) -> None
 def check_sizes(args, *names: str) -> None:
     """Refuses sizes of a model, among fairseq's options, that are not positive. A decoder may have no feed-forward layers: 0."""
     for name in names:
-        value, least = safe_getattr(args, name, None), int(name != "decoder_ffn_embed_dim")
-        if value is not None and value < least:
-            raise Mistake(f"{option_name(name)} is {value}; it must be at least {least}")
+        refuse_outside(args, name, int(name != "decoder_ffn_embed_dim"))
+
+
+def refuse_outside(values, name: str, least: float, most: float = math.inf) -> None:
+    """Refuses an option that has, or holds, a number out of these bounds. ``values``: options by their names."""
+    value = safe_getattr(values, name)
+    for number in value if isinstance(value, (list, ListConfig)) else [value]:
+        if isinstance(number, (int, float)) and not least <= number <= most:
+            allowed = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+            raise Mistake(f"{option_name(name)} is {number}; it must be {allowed}")
 
 
 @functools.cache

@@ -16,8 +16,3 @@ def plain(module: nn.Module) -> Callable[[Tensor], Tensor]:
     if type(module) is nn.LayerNorm:
         return lambda x: torch.layer_norm(x, module.normalized_shape, module.weight, module.bias, module.eps)
     return (lambda x: x) if type(module) is nn.Identity else module
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether someone wants to be told when a part of the module runs, or has put a function in its place."""
-    return any(part._forward_hooks or part._forward_pre_hooks or hasattr(part, "_hf_hook") for part in module.modules())

@@ -6,9 +6,10 @@ import torch
 from fairseq.modules import FairseqDropout
 from torch import Tensor, nn
 
-from ..buffers.modules import has_hooks, plain
+from ..buffers.modules import plain
 from ..buffers.steppers import check_rows, share
 from ..feature_maps import wide
+from ..mixers.base import has_hooks
 from ..modules import FastWeightDecoderLayer, LinearAttention
 from ..modules.updates import EXTRAS
 from .parts import AttentionStep, CrossStep, FeedForwardStep

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from ..buffers.graphs import EAGER, Graphs, wanted
 from ..buffers.kernel_memory import KernelMemory
-from ..buffers.modules import has_hooks, plain
+from ..buffers.modules import plain
 from ..buffers.steppers import share, step_mixer
+from ..mixers.base import has_hooks
 
 
 class LayerStep:

@@ -15,9 +15,12 @@ from ..feature_maps import FEATURE_MAPS
 VALUES = "values"  # of layer 0, in what layers share: (B,H,n T,V)
 
 
-def check_heads(embed_dim: int, num_heads: int, part: str = "decoder") -> None:
+def check_heads(embed_dim: int, num_heads: int, part: str | None = None) -> None:
+    """Refuses a width that heads cannot share. With ``part``, "encoder" or "decoder", it has the names of the command line."""
     if num_heads < 1 or embed_dim % num_heads:
-        raise Mistake(f"--{part}-embed-dim is {embed_dim}; it must be a multiple of --{part}-attention-heads, {num_heads}")
+        options = f"--{part}-embed-dim", f"--{part}-attention-heads"
+        width, heads = ("embed_dim", "the number of heads") if part is None else options
+        raise Mistake(f"{width} is {embed_dim}; it must be a multiple of {heads}, {num_heads}")
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
@@ -32,7 +35,12 @@ def join_heads(x: Tensor) -> Tensor:
 
 def is_linear(layer: nn.Module) -> bool:
     """Whether a layer's weight and bias say all that it computes: there is no adapter around it, and no hook changes them."""
-    return isinstance(layer, nn.Linear) and not (layer._forward_pre_hooks or layer._forward_hooks)
+    return isinstance(layer, nn.Linear) and not has_hooks(layer)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether someone wants to be told when a part of the module runs, or has put a function in its place."""
+    return any(part._forward_hooks or part._forward_pre_hooks or hasattr(part, "_hf_hook") for part in module.modules())
 
 
 def rows(**counts: int) -> dict[str, slice]:
@@ -98,8 +106,7 @@ class Mixer(nn.Module):
 
     def __init__(self, embed_dim: int, heads: int = 1):
         super().__init__()
-        if heads < 1 or embed_dim % heads:
-            raise Mistake(f"embed_dim is {embed_dim}; it must be a multiple of the number of heads, {heads}")
+        check_heads(embed_dim, heads)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, heads, embed_dim // heads
 
     @classmethod
@@ -127,11 +134,9 @@ class Mixer(nn.Module):
 
     def __call__(self, x: Tensor, state=None, *args, **kwargs):
         """``forward``, for an input and a state that this mixer can have."""
-        must = f"it must be a tensor of floating-point numbers (T,B,C) with C = {self.embed_dim}"
-        if not isinstance(x, Tensor):
-            raise Mistake(f"x is a {type(x).__name__}; {must}")
-        if x.dim() != 3 or x.shape[2] != self.embed_dim or not x.is_floating_point():
-            raise Mistake(f"x is {x.dtype} of shape {tuple(x.shape)}; {must}")
+        if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[2] != self.embed_dim or not x.is_floating_point():
+            is_ = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise Mistake(f"x is {is_}; it must be a tensor of floating-point numbers (T,B,C) with C = {self.embed_dim}")
         if state is not None and not isinstance(state, self.state_type):
             kind = self.state_type.__name__
             raise Mistake(f"state is a {type(state).__name__}; it must be None or the {kind} that an earlier call returned")

@@ -86,7 +86,7 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
         if source := safe_getattr(args, "options_from", ""):
             raise Mistake(f"--options-from is {source}, which fairseq.models.build_model takes over; build the model by it")
         check_sizes(args, *SIZES)
-        check_heads(args.decoder_embed_dim, args.decoder_attention_heads)  # before fairseq does, by an assertion
+        check_heads(args.decoder_embed_dim, args.decoder_attention_heads, "decoder")  # before fairseq does, by an assertion
         read_config(FastWeightLanguageModelConfig, args)
         check_cutoffs(args, len(task.target_dictionary))
         keep_layers(args)

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from ..config import SOFTMAX
 from ..mixers import MIXERS
-from .linear_attention import with_noise
 from .mixer_attention import MixerAttention
 from .sparse.softmax import SparseAttention
 from .stateful import Stateful
 from .streams import LayerStates, with_arguments
-from .updates import Call, Updates
+from .updates import Call, Updates, with_noise
 
 
 class NoFeedForward(nn.Module):

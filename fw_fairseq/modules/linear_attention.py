@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from fairseq.modules.quant_noise import quant_noise
 from torch import Tensor, nn
 
-from .. import Mistake
 from ..mixers.around.source import SourceMemory
 from .sparse import Convolutions, SparseSource
 from .stateful import Incremental
-
-
-def with_noise(attention: nn.Module, cfg) -> nn.Module:
-    """Returns the attention with the noise of --quant-noise-pq on its dense layers, as fairseq's attention has it. ``cfg``: options
-    of a Transformer."""
-    share, block = cfg.quant_noise.pq, cfg.quant_noise.pq_block_size
-    for layer in attention.modules():
-        if share > 0 and isinstance(layer, nn.Linear):
-            if layer.in_features % block:
-                raise Mistake(f"--quant-noise-pq-block-size is {block}; it must divide {layer.in_features}, the inputs of a layer")
-            quant_noise(layer, share, block)
-    return attention
 
 
 class LinearAttention(Incremental, SourceMemory):

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ..config import linear_attentions
 from .decoder_layer import FastWeightDecoderLayer
-from .linear_attention import LinearAttention, with_noise
+from .linear_attention import LinearAttention
 from .sparse.softmax import SparseAttention
-from .updates import Call, Updates
+from .updates import Call, Updates, with_noise
 
 # fairseq 0.12.2 copies these weights of an encoder layer, for a fused kernel of torch's softmax attention
 COPIES = [f"{part}_{kind}" for part in ("in_proj", "out_proj", "fc1", "fc2") for kind in ("weight", "bias")]

@@ -30,7 +30,6 @@ def check_arguments(
     check_choice("rule", rule, RULES)
     spec = RULES[rule]
     check_tensors(q, k, v, spec.several)
-    check_dense(q=q, k=k, v=v, padding_mask=padding_mask, reset_mask=reset_mask, key_log_scale=key_log_scale)
     check_choice("backend", backend, BACKENDS)
     missing = missing_form(spec, backend)
     if missing is not None:
@@ -83,6 +82,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, several: bool) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise Mistake(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
+        check_dense(name, x)
         if x.dim() != 4:
             raise Mistake(f"{name} has shape {tuple(x.shape)}; it must have 4 dimensions, (B,H,T,{'V' if name == 'v' else 'K'})")
         if x.dtype not in DTYPES:
@@ -102,11 +102,10 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, several: bool) -> None:
         raise Mistake(f"q has shape {tuple(q.shape)} and v {tuple(v.shape)}; K and V must be at least 1")
 
 
-def check_dense(**tensors: Tensor | None) -> None:
-    """Refuses tensors whose numbers are not all in memory, such as sparse ones."""
-    for name, x in tensors.items():
-        if isinstance(x, Tensor) and x.layout != torch.strided:
-            raise Mistake(f"{name} has layout {x.layout}; it must be a dense tensor, as x.to_dense() gives")
+def check_dense(name: str, x: Tensor) -> None:
+    """Refuses a tensor whose numbers are not all in memory, such as a sparse one."""
+    if x.layout != torch.strided:
+        raise Mistake(f"{name} has layout {x.layout}; it must be a dense tensor, as x.to_dense() gives")
 
 
 def check_sequences(state: Tensor, count: int) -> None:
@@ -145,7 +144,7 @@ def check_gates(rule_name: str, rule: Rule, gates, q: Tensor, sizes: tuple[int, 
         if not isinstance(gate, Tensor) or gate.shape != shape:
             is_ = f"has shape {tuple(gate.shape)}" if isinstance(gate, Tensor) else f"is a {type(gate).__name__}"
             raise Mistake(f"gates[{name!r}] {is_}; it must be a tensor of shape (B,H,T{',' + axis if axis else ''}) = {shape}")
-        check_dense(**{f"gates[{name!r}]": gate})
+        check_dense(f"gates[{name!r}]", gate)
         if gate.device != q.device or gate.dtype not in (q.dtype, torch.float32):
             raise Mistake(f"gates[{name!r}] is {gate.dtype} on {gate.device}; allowed: {q.dtype} or float32, on {q.device}")
 
@@ -158,9 +157,10 @@ def check_state(state, q: Tensor, sizes: tuple[int, ...], dtype: torch.dtype, no
     wanted = {"memory": shape, "normaliser": shape[:3] if normaliser else None, "log_scale": shape[:2] if log_scale else None}
     for name, want in wanted.items():
         x = getattr(state, name)
-        if x is not None and not isinstance(x, (Tensor, Factors) if name == "memory" else Tensor):
+        if isinstance(x, Tensor):
+            check_dense(f"state.{name}", x)
+        elif x is not None and not (name == "memory" and isinstance(x, Factors)):
             raise Mistake(f"state.{name} is a {type(x).__name__}; it must be a tensor, as an earlier call returned it")
-        check_dense(**{f"state.{name}": x})
         got = None if x is None else tuple(x.shape)
         if got != want:
             raise Mistake(f"state.{name} has shape {got}; with these inputs and options it must be {want}")
@@ -179,6 +179,7 @@ def check_masks(padding_mask, reset_mask, shape: tuple[int, int], device: torch.
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != shape:
             is_ = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
             raise Mistake(f"{name} is {is_}; it must be a bool tensor of shape (B,T) = {shape}, True {meaning}")
+        check_dense(name, mask)
         if mask.device != device:
             raise Mistake(f"{name} is on {mask.device}; it must be on {device} like the tokens")
 
@@ -220,5 +221,6 @@ def check_key_log_scale(key_log_scale, rule_name: str, rule: Rule, attention_nor
     if not isinstance(key_log_scale, Tensor) or key_log_scale.shape != q.shape[:3]:
         is_ = tuple(key_log_scale.shape) if isinstance(key_log_scale, Tensor) else type(key_log_scale).__name__
         raise Mistake(f"key_log_scale is {is_}; it must be a tensor of shape (B,H,T) = {tuple(q.shape[:3])}")
+    check_dense("key_log_scale", key_log_scale)
     if not key_log_scale.is_floating_point():
         raise Mistake(f"key_log_scale is {key_log_scale.dtype}; it must hold floating-point numbers")

@@ -22,12 +22,11 @@ from fairseq.modules.quantization import scalar
 from fairseq.modules.quantization.scalar.utils import MAPPING as KINDS
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.utils import safe_getattr
-from omegaconf import ListConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from .. import Mistake
 from ..buffers.graphs import VARIABLE
-from ..config import check_values, option_name
+from ..config import check_values, refuse_outside
 from .literals import plain
 from .replacing import replaces
 
@@ -76,15 +75,6 @@ def check_bounds(cfg) -> None:
     for group, bounds in BOUNDS.items():
         for name, (least, most) in bounds.items():
             refuse_outside(safe_getattr(cfg, group), name, least, most)
-
-
-def refuse_outside(values, name: str, least: float, most: float) -> None:
-    """Refuses an option that has, or holds, a number out of its bounds. ``values``: options by their names."""
-    value = safe_getattr(values, name)
-    for number in value if isinstance(value, (list, ListConfig)) else [value]:
-        if isinstance(number, (int, float)) and not least <= number <= most:
-            allowed = f"at least {least}" if most == math.inf else f"from {least} to {most}"
-            raise Mistake(f"{option_name(name)} is {number}; it must be {allowed}")
 
 
 @replaces(scalar, "quantize_model_")

@@ -206,7 +206,7 @@ def test_every_option_with_bounds_is_one_of_fairseqs():
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_noise_of_product_quantisation_reaches_every_projection(mixer):
-    """As it does in fairseq's attention: in training all dense layers lose blocks of 8 weights, and outputs change."""
+    """As it does in fairseq's attention: in training all dense layers lose blocks of 8 weights."""
     model, tokens = build(mixer=mixer, quant_noise_pq=0.9, quant_noise_pq_block_size=8), draw(2, 70)
     layer = model.decoder.layers[0].self_attn
     dense = [part for part in layer.modules() if isinstance(part, nn.Linear)]
