@@ -217,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, 1) decay_forward(con
     Shared& s = *(Shared*)shared;
     Memory memory;
     Columns columns;
-    int tier = 1, turn = 1;
+    int tier = SPLIT, turn = 1;
 
 #if FW_MAP
     load_rows(s.rows, p, 0);
@@ -237,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, 1) decay_forward(con
                 smallest = frame.smallest();
             });
             tier = vote_tier(smallest);
-            if (tier == 0) {
+            if (in_one_round(tier)) {
                 by_side(p, s, [&](const auto& job) {
                     put_chunk(s, columns, job, frame);
                     s.scales.put<false>(job, frame.half, turn);
@@ -248,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, 1) decay_forward(con
         }
         __syncthreads();
         by_side(p, s, [&](const auto& job) { load_early(columns, p, job, start + FW_CHUNK); });
-        if (tier == 0 && is_owner()) take_chunk(p, s, memory, start, turn);
+        if (in_one_round(tier) && is_owner()) take_chunk(p, s, memory, start, turn);
         if (FW_K_WARPS > 1 && start >= 0) {
             __syncthreads();
             by_side<true>(p, s, [&](const auto& job) { sum_y(p, s, job, start); });

@@ -10,8 +10,8 @@
 // A gate's log gradient is the sum over everything that spans it: the memory's way through the chunk (sum of W * dW), reads from
 // the memory after it (q dq), writes into the memory before it (k dk), all of one sign of error, and pairs of tokens on its two
 // sides. Those come as sums of q dq - k dk, which cancel but for rounding: the terms are made of the same rounded operands, without
-// the pairs of a token with itself, within one chunk only. Divided by the gate that is right to 1e-7 / gate; where gates are
-// smaller than FW_SMALL_GATE the pairs are taken apart (gates.cuh), and nothing cancels.
+// the pairs of a token with itself, within one chunk only. Divided by the gate that is right to 1e-7 / gate; where a gate is
+// smaller than FW_SMALL_GATE the pairs that it spans are summed one by one, or taken apart (gates.cuh), and nothing cancels.
 //
 // Each value tile writes its share of dq, dk, df and dw.
 #include "decay_one_round.cuh"
@@ -30,12 +30,11 @@ __device__ __forceinline__ void put_memory(Operand* at, Memory& memory) {
             }
 }
 
-// The smallest product of 8 gates, 0 where a gate is too small to divide by.
-__device__ __forceinline__ float smallest_of(const Columns& columns, const Frame& frame) {
+__device__ __forceinline__ bool has_small_gate(const Columns& columns) {
     float smallest = 1.f;
 #pragma unroll
     for (int j = 0; j < 8; j++) smallest = fminf(smallest, fminf(columns.gate[0][j], columns.gate[1][j]));
-    return smallest < FW_SMALL_GATE ? 0.f : frame.smallest();
+    return smallest < FW_SMALL_GATE;
 }
 
 // Gates, and k and v, or with READS q and dy.
@@ -80,7 +79,7 @@ __device__ __forceinline__ void put_round(Shared& s, const Params& p, const J& j
 __device__ __forceinline__ int recompute(const Params& p, Shared& s, int part, int chunks) {
     Memory memory;
     Columns columns;
-    int tier = 0, tiers = 0;
+    int tier = ONE_ROUND, tiers = 0;
     s.scales.leave_nothing(1);
     by_side(p, s, [&](const auto& job) { columns.find(p, job); });
     if (is_owner()) memory.load(part ? memory_of(p.borders, p, p.parts - 1, part - 1) : memory_of(p.memory, p), p);
@@ -93,13 +92,15 @@ __device__ __forceinline__ int recompute(const Params& p, Shared& s, int part, i
 #endif
             Frame frame;
             float smallest = 1.f;
+            bool small = false;
             by_side(p, s, [&](const auto& job) {
                 frame.multiply(job, columns.gate);
-                smallest = smallest_of(columns, frame);
+                smallest = frame.smallest();
+                small = job.gated && has_small_gate(columns);
             });
-            tier = vote_tier(smallest);
+            tier = vote_tier(smallest, small);
             tiers |= tier << 2 * chunk;
-            if (tier == 0) {
+            if (in_one_round(tier)) {
                 by_side(p, s, [&](const auto& job) {
                     columns.put<false>(job.key ? s.k[chunk] : s.v[chunk], job.key ? FW_LDK : FW_LDV, job, frame.writes);
                     s.scales.put<false>(job, frame.half, turn);
@@ -114,9 +115,9 @@ __device__ __forceinline__ int recompute(const Params& p, Shared& s, int part, i
         if (chunk + 1 < chunks) by_side(p, s, [&](const auto& job) { load_columns<false>(columns, p, job, start + FW_CHUNK); });
 #endif
         if (chunk >= 0 && is_owner()) {
-            memory.scale(s.scales, tier == 0 ? Scales::CHUNK : Scales::LEFT + (turn ^ 1));
+            memory.scale(s.scales, in_one_round(tier) ? Scales::CHUNK : Scales::LEFT + (turn ^ 1));
             put_memory(s.memory[chunk], memory);
-            if (tier) memory.scale(s.scales, Scales::CHUNK);
+            if (!in_one_round(tier)) memory.scale(s.scales, Scales::CHUNK);
             memory.add_outer(s.v[chunk], s.k[chunk]);
         }
     }
@@ -197,18 +198,19 @@ __device__ __forceinline__ void put_reads(Shared& s, const Columns& columns, con
 
 // And what they do, in shared memory.
 __device__ __forceinline__ void reverse_round(const Params& p, Shared& s, Memory& adjoint, const float (&gate)[2][8], int start,
-                                              int chunk) {
+                                              int chunk, bool small) {
     if (is_owner()) {
         adjoint.scale(s.scales, Scales::CHUNK);
         put_memory(s.adjoint, adjoint);
     }
     score_pairs(s, PAIRS, chunk);
     __syncthreads();
-    take_side<true>(p, s, start, chunk);
-    take_side<false>(p, s, start, chunk);
+    take_side<true>(p, s, start, chunk, small);
+    take_side<false>(p, s, start, chunk, small);
     if (is_owner()) adjoint.add_outer(s.dy, s.q);
     __syncthreads();
-    by_side(p, s, [&](const auto& job) { take_gates(p, s, job, gate, start); });
+    by_side(p, s, [&](const auto& job) { take_gates(p, s, job, gate, start, chunk, small); });
+    if (small) __syncthreads();  // it has read columns of other warps
 }
 
 // The chunks of a part, from the last to the first. Between two parts the adjoint is in the place of its result.
@@ -220,20 +222,21 @@ __device__ __forceinline__ void reverse_part(const Params& p, Shared& s, int par
     by_side(p, s, [&](const auto& job) { columns.find(p, job); });
 #pragma unroll 1
     for (int chunk = chunks; chunk >= 0; chunk--) {  // the first turn loads the last chunk
-        const int start = part * FW_PART + chunk * FW_CHUNK, turn = chunk & 1, tier = chunk < chunks ? tiers >> 2 * chunk & 3 : 0;
+        const int start = part * FW_PART + chunk * FW_CHUNK, turn = chunk & 1;
+        const int tier = chunk < chunks ? tiers >> 2 * chunk & 3 : ONE_ROUND;
         float gate[2][8];
         if (chunk < chunks) {
 #if FW_MAP
             map_columns<true>(p, s, columns, start);
 #endif
-            if (tier == 0) {
+            if (in_one_round(tier)) {
                 by_side(p, s, [&](const auto& job) { put_reads(s, columns, job, turn); });
 #pragma unroll
                 for (int i = 0; i < 16; i++) gate[i / 8][i % 8] = columns.gate[i / 8][i % 8];
             }
         }
         __syncthreads();
-        if (tier) {
+        if (!in_one_round(tier)) {
             if (is_owner()) adjoint.store(memory_of(p.dmemory, p), p);
             reverse_rounds(p, s, start, chunk, tier, turn);
             if (is_owner()) adjoint.load(memory_of(p.dmemory, p), p);
@@ -242,7 +245,7 @@ __device__ __forceinline__ void reverse_part(const Params& p, Shared& s, int par
         columns.forget();
         if (chunk > 0) by_side(p, s, [&](const auto& job) { load_columns<true>(columns, p, job, start - FW_CHUNK); });
 #endif
-        if (chunk < chunks && tier == 0) reverse_round(p, s, adjoint, gate, start, chunk);
+        if (chunk < chunks && in_one_round(tier)) reverse_round(p, s, adjoint, gate, start, chunk, tier == SMALL_GATES);
 #if FW_MAP
         __syncthreads();
         if (chunk < chunks) unmap_chunk(p, s, start);

@@ -58,7 +58,7 @@ struct Results {
     Acc reads, writes, pairs, past;
 
     template <bool KEY>
-    __device__ __forceinline__ void multiply_all(const Shared& s, int chunk, int own) {
+    __device__ __forceinline__ void multiply_memories(const Shared& s, int chunk, int own) {
         constexpr int ACROSS = KEY ? FW_V : FW_K;
         constexpr bool GATED = KEY ? FW_F != 0 : FW_Z != 0, READS = KEY || GATED;
         Block left, right;
@@ -83,22 +83,30 @@ struct Results {
                 multiply(past, left, right);
             }
         }
-        multiply_scores<KEY>(s, chunk, own, reads, pairs);
     }
 };
 
-// The gradients of one side's operands, 16 channels a warp at a time, and what spans the side's gates.
+// The gradients of one side's operands, 16 channels a warp at a time, and what spans the side's gates; where one of them is small,
+// without the pairs.
 template <bool KEY>
-__device__ __forceinline__ void take_side(const Params& p, Shared& s, int start, int chunk) {
+__device__ __forceinline__ void take_side(const Params& p, Shared& s, int start, int chunk, bool small) {
     constexpr int OWN = KEY ? FW_K : FW_V, LD = OWN + 8;
     constexpr bool GATED = KEY ? FW_F != 0 : FW_Z != 0;
     const int warp = threadIdx.x >> 5, g = lane_id() >> 2, t = lane_id() & 3;
 #pragma unroll 1
     for (int own = 16 * (KEY ? warp : FW_WARPS - 1 - warp); own < OWN; own += 16 * FW_WARPS) {
         Results x;
-        x.multiply_all<KEY>(s, chunk, own);
+        x.multiply_memories<KEY>(s, chunk, own);
         float* sums = (KEY ? s.key[0] : s.value[0]) + own;
         float* past = (KEY ? s.past_key : s.past_value) + own;
+        if (GATED && small) {
+            float2 reads[4];
+            load_couples(reads, (KEY ? s.q : s.dy) + own, LD);
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                *(float2*)(sums + (g + 8 * (i % 2)) * LD + 8 * (i / 2) + 2 * t) = times(reads[i], couple_of(x.reads, i));
+        }
+        multiply_scores<KEY>(s, chunk, own, x.reads, x.pairs);
         if (GATED && g / 2 == t) {
             past[g] = g % 2 ? x.past.c[0][1] : x.past.c[0][0];
             past[g + 8] = g % 2 ? x.past.c[1][3] : x.past.c[1][2];
@@ -116,8 +124,9 @@ __device__ __forceinline__ void take_side(const Params& p, Shared& s, int start,
                 float* at = sums + token * LD + column;
                 read_factor = *(const float2*)(at + 32 * LD);
                 write_factor = make_float2(reciprocal(read_factor.x), reciprocal(read_factor.y));
-                *(float2*)at = make_float2(reads[i].x * dread.x - writes[i].x * dpair.x,
-                                           reads[i].y * dread.y - writes[i].y * dpair.y);
+                if (!small)
+                    *(float2*)at = make_float2(reads[i].x * dread.x - writes[i].x * dpair.x,
+                                               reads[i].y * dread.y - writes[i].y * dpair.y);
                 *(float2*)(at + 16 * LD) = times(writes[i], dwrite);
             }
             const float self = s.self[KEY][token];
@@ -140,10 +149,35 @@ __device__ __forceinline__ void take_side(const Params& p, Shared& s, int start,
     }
 }
 
+// Adds the pairs of tokens on the two sides of each of a lane's gates one by one.
+template <class J>
+__device__ __forceinline__ void add_pairs(float2 (&sums)[8], const Shared& s, const J& job, int chunk) {
+    constexpr int LD = (J::key ? FW_K : FW_V) + 8;
+    const int column = job.active ? job.column : 0, first = 8 * job.late;
+    const Operand *reads = (J::key ? s.q : s.dy) + column, *writes = (J::key ? s.k[chunk] : s.v[chunk]) + column;
+    const Operand* scores = J::key ? s.dscores : s.scores;
+    auto pair = [&](int reader, int writer) {  // 0 unless the writer comes first
+        return times(to_float(scores[reader * FW_LDP + writer]), load_operands(writes + writer * LD));
+    };
+#pragma unroll 1
+    for (int reader = first; reader < FW_CHUNK; reader++) {
+        const float2 read = load_operands(reads + reader * LD);
+        float2 earlier = make_float2(0.f, 0.f);  // writes before the gate, as this token reads them
+#pragma unroll 1
+        for (int writer = 0; writer < first; writer++) earlier = plus(earlier, pair(reader, writer));
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            if (first + j <= reader) sums[j] = plus(sums[j], times(read, earlier));
+            earlier = plus(earlier, pair(reader, first + j));
+        }
+    }
+}
+
 // The gradients of a lane's gates: a gate is spanned by what goes past the chunk, by reads from the memory at its token and after
 // it, by writes before it, and by pairs of tokens on its two sides.
 template <class J>
-__device__ __forceinline__ void take_gates(const Params& p, const Shared& s, const J& job, const float (&gate)[2][8], int start) {
+__device__ __forceinline__ void take_gates(const Params& p, const Shared& s, const J& job, const float (&gate)[2][8], int start,
+                                           int chunk, bool small) {
     constexpr int LD = (J::key ? FW_K : FW_V) + 8;
     if constexpr (!J::gated) return;
     const int column = job.active ? job.column : 0;
@@ -163,6 +197,7 @@ __device__ __forceinline__ void take_gates(const Params& p, const Shared& s, con
         sums[j] = plus(sums[j], run);
         run = plus(run, *(const float2*)(before + j * LD));
     }
+    if (small) add_pairs(sums, s, job, chunk);
     const Tensor& to = J::key ? p.df : p.dz;
     store_eight<float>(p, job, to, start, J::key ? blockIdx.x : 0, [&](int j) {
         return make_float2(sums[j].x * reciprocal(gate[0][j]), sums[j].y * reciprocal(gate[1][j]));

@@ -2,16 +2,20 @@
 //
 // A pair of tokens s < t is weighed by the gates s+1..t. Split about the chunk's middle into a factor of t and one of s, one
 // product of matrices does all pairs, and the memory can live in the same frame. The factors are products from the middle or their
-// reciprocals. Nearly all chunks run so, in one round. Where gates are too small for reciprocals in fp32, a chunk takes several: the
+// reciprocals. A chunk takes one round so. Where gates are too small for reciprocals in fp32, a chunk takes several: the
 // products run from border to token (BORDERS: no factor exceeds 1), and the pairs are split about the middle (PAIRS), or they are
 // taken apart: those across the chunk's middle, then across the middle of each half, and so on (LEVEL16, 8, 4, 2), where no factor
 // exceeds 1 either, and those of a token with itself (DIAGONAL). That is exact for every gate, 0 included.
+//
+// A chunk of one round in which a gate is small, though not too small for that, differs in the backward only: there the pairs that a
+// gate spans are summed one by one.
 #pragma once
 
 #include "common.cuh"
 
 #define FW_CHUNK 16
 
+enum Tier { ONE_ROUND, SMALL_GATES, SPLIT, LEVELS };  // how a chunk runs
 enum Mode { BORDERS, PAIRS, LEVEL16, LEVEL8, LEVEL4, LEVEL2, DIAGONAL, DONE };
 
 // The smallest product of 8 gates with which a chunk can run in one round, or with split pairs (PAIRS). In one round a factor of
@@ -20,7 +24,7 @@ enum Mode { BORDERS, PAIRS, LEVEL16, LEVEL8, LEVEL4, LEVEL2, DIAGONAL, DONE };
 #define FW_SPLIT_PAIRS 1e-30f
 
 __device__ __forceinline__ int next_mode(int mode, int tier) {
-    if (mode == BORDERS) return tier == 1 ? PAIRS : LEVEL16;
+    if (mode == BORDERS) return tier == SPLIT ? PAIRS : LEVEL16;
     return mode == PAIRS ? DONE : mode + 1;
 }
 
@@ -138,9 +142,17 @@ struct Frame {
     __device__ __forceinline__ float smallest() const { return fminf(half[0], half[1]); }
 };
 
-// How a chunk is run, from the smallest product of 8 gates that this thread has seen: 0 in one round, 1 or 2 in several. A
-// barrier.
+__device__ __forceinline__ bool in_one_round(int tier) { return tier <= SMALL_GATES; }
+
+// How a chunk runs, from the smallest product of 8 gates that this thread has seen. A barrier.
 __device__ __forceinline__ int vote_tier(float smallest) {
-    if (__syncthreads_and(smallest >= FW_ONE_FRAME)) return 0;
-    return __syncthreads_and(smallest >= FW_SPLIT_PAIRS) ? 1 : 2;
+    if (__syncthreads_and(smallest >= FW_ONE_FRAME)) return ONE_ROUND;
+    return __syncthreads_and(smallest >= FW_SPLIT_PAIRS) ? SPLIT : LEVELS;
+}
+
+// And from whether one of its gates is so small that no difference of sums may be divided by it.
+__device__ __forceinline__ int vote_tier(float smallest, bool small) {
+    if (__syncthreads_and(smallest >= FW_ONE_FRAME && !small)) return ONE_ROUND;
+    if (__syncthreads_and(smallest >= FW_ONE_FRAME)) return SMALL_GATES;
+    return __syncthreads_and(smallest >= FW_SPLIT_PAIRS && !small) ? SPLIT : LEVELS;
 }

@@ -243,9 +243,9 @@ def draw_projection(rows: int, width: int, orthogonal: bool = True, device=None)
     gaussian = torch.randn(rows, width, device=device)
     if not orthogonal:
         return gaussian
-    blocks = [torch.linalg.qr(torch.randn(width, width, device=device))[0] for _ in range(-(-rows // width))]
+    blocks = torch.linalg.qr(torch.randn(-(-rows // width), width, width, device=device))[0]
     signs = torch.randn(len(blocks), 1, width, device=device).sign()  # QR fixes signs; these make the direction uniform
-    directions = (torch.stack(blocks) * signs).mT.reshape(-1, width)[:rows]
+    directions = (blocks * signs).mT.reshape(-1, width)[:rows]
     return directions * gaussian.norm(dim=-1, keepdim=True)
 
 

@@ -94,7 +94,8 @@ def quantise_layers_of_other_classes(original, model, *args, **kwargs):
 def list_every_option_in_the_help(original, parser, input_args=None, *args, **kwargs):
     """fairseq's commands print `--help` and end before they read the options of the architecture, the task and the criterion that
     the command line names. Now their help lists these too. An architecture that is missing, or that the task does not train, is
-    refused in one sentence."""
+    refused in one sentence. `--bf16` looks for a TPU, and on a GPU ends in a traceback; now only `--tpu` does, and `--bf16` trains
+    on GPUs."""
     given = sys.argv[1:] if input_args is None else input_args
     if not {"-h", "--help"}.isdisjoint(given):
         parse = parser.parse_known_args
@@ -115,7 +116,9 @@ def list_every_option_in_the_help(original, parser, input_args=None, *args, **kw
         if error.args:
             raise
         raise Mistake("--arch is missing; name the architecture to train, for example --arch fast_weight_lm") from error
-    name_the_task_that_a_model_needs(found[0] if isinstance(found, tuple) else found)
+    args = found[0] if isinstance(found, tuple) else found
+    args.tpu = args.tpu and "--tpu" in given
+    name_the_task_that_a_model_needs(args)
     return found
 
 

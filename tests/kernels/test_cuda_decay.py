@@ -108,6 +108,21 @@ def test_large_operands(one_thread):
     assert_same(actual, by_definition(x, dy, dmemory), TOLERANCE["exact"])
 
 
+@pytest.mark.parametrize("width", [32, 64])
+def test_gradients_of_small_gates(one_thread, width):
+    """As accurate as those of other gates, though differences of sums would lose them: half a chunk to a warp, or all of it."""
+    x, at = draw("decay", (1, 1, 48, width, width), gates="near one"), [0, 7, 8, 21, 34, 47]
+    for name in "fz":
+        x[name][:, :, at] = 10.0 ** -torch.linspace(2.1, 7, len(at))[:, None]
+    dy, dmemory = torch.randn_like(x["v"]), torch.randn_like(x["memory"])
+    actual = by_kernels(decay, x, dy, dmemory, "exact", EmulatorLaunch())
+    expected = by_definition(x, dy, dmemory)
+    assert_same(actual, expected, TOLERANCE["exact"])
+    for name in ("gradient of f", "gradient of z"):
+        found, exact = actual[name][:, :, at], expected[name][:, :, at]
+        assert ((found - exact).abs().amax(-1) < 1e-5 * exact.abs().amax(-1)).all()
+
+
 @pytest.mark.parametrize(
     "capability, key, dtype, message",
     [
@@ -236,6 +251,6 @@ def test_compiles_without_spills(arch, width, dtype):
     capability = (int(arch[:-1]), int(arch[-1]))
     for launched in launches(decay, "decay", (1, 1, 17, width, width), dtype, capability):
         found = compile_check(launched.source, launched.defines, arch)[launched.kernel]
-        most = 0 if dtype == torch.bfloat16 else {64: 8}.get(width, 552)  # bytes; docs/kernels.md says where
+        most = 0 if dtype == torch.bfloat16 else {64: 56}.get(width, 552)  # bytes; docs/kernels.md says where
         assert max(found["spill_stores"], found["spill_loads"], found["stack"]) <= most, (launched.kernel, found)
         assert launched.defines["FW_SHARED"] <= common.SHARED_MORE.get(capability, common.SHARED)

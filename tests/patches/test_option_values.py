@@ -91,6 +91,14 @@ def test_a_model_and_its_task_are_taken(arch, task):
     options.parse_args_and_arch(options.get_training_parser(), [*words, "--other"], parse_known=True)
 
 
+@pytest.mark.parametrize("precision, tpu", [("--bf16", False), ("--bf16 --tpu", True), ("--tpu", True), ("--fp16", False)])
+def test_only_tpu_is_for_tpus(precision, tpu):
+    """With --bf16 fairseq looks for one too."""
+    words = f"data --arch fast_weight_lm --task language_modeling {precision}"
+    args = options.parse_args_and_arch(options.get_training_parser(), words.split())
+    assert (args.tpu, args.bf16) == (tpu, "bf16" in precision)
+
+
 def test_a_folder_without_languages_is_named(tmp_path):
     said = (
         f"^DATA {tmp_path} has no text of two languages, such as train.en-de.en.idx; name a folder of fairseq-preprocess, and its"

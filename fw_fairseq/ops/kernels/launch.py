@@ -65,7 +65,8 @@ class CupyLaunch:
             if kernel is None:
                 kernel = self.kernels[key] = self.compile(source_file, kernel_name, key[2], index, shared_bytes)
             stream = Stream(torch.cuda.current_stream(index).cuda_stream)
-            kernel(grid, block, (np.asarray(params),), shared_mem=shared_bytes, stream=stream)
+            plain = np.asarray(params).view((np.void, params.dtype.itemsize))  # CuPy would describe each field, in 0.2 ms
+            kernel(grid, block, (plain,), shared_mem=shared_bytes, stream=stream)
 
     def compile(self, source_file, kernel_name, defines, index: int, shared_bytes: int):
         with one_error("CuPy, which compiles the kernels, cannot be imported"):
