@@ -117,7 +117,8 @@ def list_every_option_in_the_help(original, parser, input_args=None, *args, **kw
             raise
         raise Mistake("--arch is missing; name the architecture to train, for example --arch fast_weight_lm") from error
     args = found[0] if isinstance(found, tuple) else found
-    args.tpu = args.tpu and "--tpu" in given
+    if getattr(args, "tpu", False) and "--tpu" not in given:  # with suppress_defaults only what was given is there
+        args.tpu = False
     name_the_task_that_a_model_needs(args)
     return found
 

@@ -443,3 +443,9 @@ def test_a_folder_offers_its_own_checkpoint(tmp_path):
         torch.save({}, path)
     with pytest.raises(Mistake, match=r"run is a folder, not a checkpoint; the newest whole one in it is a.pt$"):
         checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "run"))
+
+
+def test_without_defaults_only_what_was_given_is_there():
+    parser = options.get_eval_lm_parser()
+    args = options.parse_args_and_arch(parser, ["data", "--path", "a.pt", "--bf16"], suppress_defaults=True)
+    assert vars(args) == {"data": "data", "path": "a.pt", "bf16": True}
