@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import random
@@ -273,21 +274,22 @@ def test_no_texts_make_no_batches():
 HALVES = ("fp16", "bf16", "memory_efficient_fp16", "memory_efficient_bf16", "amp")
 
 
-def half_precision_on_cpus(option: str, cpu: bool = True) -> None:
+def half_precision_on_cpus(option: str, cpu: bool = True, tpu: bool = False) -> None:
     common = dict.fromkeys(HALVES, False)
-    common |= {option: True, option[-4:]: True, "cpu": cpu, "tpu": False}  # as fairseq sets them
+    common |= {option: True, option[-4:]: True, "cpu": cpu, "tpu": tpu}  # as fairseq sets them
     Trainer(Namespace(common=Namespace(**common)), None, None, None)
 
 
 @pytest.mark.parametrize("option", [name for name in HALVES if name != "memory_efficient_fp16"])
 def test_half_precision_needs_a_gpu(option, monkeypatch):
     """One that is there and not left aside by --cpu."""
-    for gpu, cpu in ((False, False), (False, True), (True, True)):
+    for (gpu, cpu), tpu in itertools.product(((False, False), (False, True), (True, True)), (False, True)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
         with pytest.raises(ValueError, match=f"^--{option.replace('_', '-')} is for GPUs; leave it out to train on CPUs$"):
-            half_precision_on_cpus(option, cpu)
-    with pytest.raises(AttributeError):  # of fairseq's own constructor
-        half_precision_on_cpus(option, cpu=False)
+            half_precision_on_cpus(option, cpu, tpu)
+    for tpu in (False, True):
+        with pytest.raises(AttributeError):  # of fairseq's own constructor
+            half_precision_on_cpus(option, cpu=False, tpu=tpu)
 
 
 def test_memory_efficient_half_precision_works_on_cpus():
