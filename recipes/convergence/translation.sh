@@ -4,9 +4,10 @@
 # Paper:    none; a small relative of Schlag et al. 2021, table 1. Rows: those of recipes/wmt14/train.sh
 # Data:     DATA, a folder with train, val and test_2016_flickr, each in .en and .de (29,000 image captions); nothing is downloaded
 # Hardware: one CPU core, 1 GB of memory
-# Time:     35 to 60 minutes for a row on an AMD EPYC, performer128 several times that; 6 to 7 on an H100, nine rows at a time
-# Expected: detokenised BLEU 38.6 (softmax), 37.2 (dpfp2), 35.8 (linear), 38.5 (dpfp2-decoder), 38.3 (linear-decoder), means of two seeds:
-#           docs/results/convergence.md
+# Time:     35 to 60 minutes for a row on an AMD EPYC, performer128 several times that; 5 to 8 on an H100 or H200, five to nine
+#           rows at a time
+# Expected: detokenised BLEU 38.6 (softmax), 37.2 (dpfp2), 35.8 (linear), 29.8 (performer128), 38.5 (dpfp2-decoder), 38.3 (linear-decoder),
+#           37.8 (performer128-decoder), means of two seeds: docs/results/convergence.md
 # Usage:    DATA=folder recipes/convergence/translation.sh [ROW]... [OPTION of fairseq-train]...
 #           DATA=folder SEEDS="1 2" recipes/convergence/translation.sh softmax dpfp2-decoder
 #           DATA=folder TEST="test_2016_flickr test_2017_flickr" recipes/convergence/translation.sh      a row for each test set
