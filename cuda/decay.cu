@@ -232,11 +232,13 @@ extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, 1) decay_forward(con
 #endif
             Frame frame;
             float smallest = 1.f;
+            bool key = false;
             by_side(p, s, [&](const auto& job) {
                 frame.multiply(job, columns.gate);
                 smallest = frame.smallest();
+                key = job.key;
             });
-            tier = vote_tier(smallest);
+            tier = vote_tier(smallest, key);
             if (in_one_round(tier)) {
                 by_side(p, s, [&](const auto& job) {
                     put_chunk(s, columns, job, frame);

@@ -11,7 +11,8 @@
 // the memory after it (q dq), writes into the memory before it (k dk), all of one sign of error, and pairs of tokens on its two
 // sides. Those come as sums of q dq - k dk, which cancel but for rounding: the terms are made of the same rounded operands, without
 // the pairs of a token with itself, within one chunk only. Divided by the gate that is right to 1e-7 / gate; where a gate is
-// smaller than FW_SMALL_GATE the pairs that it spans are summed one by one, or taken apart (gates.cuh), and nothing cancels.
+// smaller than FW_SMALL_GATE, and where pairs are split, those that it spans are summed one by one, or they are taken apart
+// (gates.cuh), and nothing cancels.
 //
 // Each value tile writes its share of dq, dk, df and dw.
 #include "decay_one_round.cuh"
@@ -92,13 +93,14 @@ __device__ __forceinline__ int recompute(const Params& p, Shared& s, int part, i
 #endif
             Frame frame;
             float smallest = 1.f;
-            bool small = false;
+            bool key = false, small = false;
             by_side(p, s, [&](const auto& job) {
                 frame.multiply(job, columns.gate);
                 smallest = frame.smallest();
+                key = job.key;
                 small = job.gated && has_small_gate(columns);
             });
-            tier = vote_tier(smallest, small);
+            tier = vote_tier(smallest, key, small);
             tiers |= tier << 2 * chunk;
             if (in_one_round(tier)) {
                 by_side(p, s, [&](const auto& job) {
@@ -171,6 +173,7 @@ __device__ FW_SELDOM void reverse_rounds(const Params& p, Shared& s, int start, 
             const float2 past = mode == BORDERS && job.gated ? through(s, job, chunk) : make_float2(0.f, 0.f);
             collect<0>(sums, s, job, columns, mode, chunk, past.x);
             collect<1>(sums, s, job, columns, mode, chunk, past.y);
+            if (mode == PAIRS && job.gated) add_pairs(sums.log_gate, s, job, chunk);
         });
         __syncthreads();
     }

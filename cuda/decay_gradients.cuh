@@ -245,15 +245,14 @@ __device__ __forceinline__ void collect(Sums& sums, const Shared& s, const Job<K
             if (job.key || gated) dread = results[16 * ld + at];
             if (gated) {
                 dpair = results[32 * ld + at];
-                float write = to_float(writes[at]), by_pairs = write * dpair;
-                after[j] = to_float(reads[at]) * dread - (mode < LEVEL16 ? by_pairs : 0.f);
-                before[j] = write * dwrite + (mode < LEVEL16 ? 0.f : by_pairs);
+                after[j] = to_float(reads[at]) * dread;
+                before[j] = to_float(writes[at]) * (dwrite + dpair);
             }
         }
         sums.reads[C][j] += read_factors[j] * dread;
         sums.writes[C][j] += write_factors[j] * (dwrite + dpair);
     }
-    if (!gated || mode == DIAGONAL) return;
+    if (!gated || mode == DIAGONAL || mode == PAIRS) return;  // pairs that are split are added one by one
     add_spans(sums.log_gate[C], after, before, job.late, mode);
 #pragma unroll
     for (int j = 0; j < 8; j++) sums.log_gate[C][j] += past;

@@ -173,6 +173,22 @@ __device__ __forceinline__ void add_pairs(float2 (&sums)[8], const Shared& s, co
     }
 }
 
+// The same for a round of a chunk that takes several, whose tokens run outward from the middle.
+template <class J>
+__device__ __forceinline__ void add_pairs(float (&log_gate)[2][8], const Shared& s, const J& job, int chunk) {
+    float2 sums[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+        sums[j] = job.late ? make_float2(log_gate[0][j], log_gate[1][j]) : make_float2(log_gate[0][7 - j], log_gate[1][7 - j]);
+    add_pairs(sums, s, job, chunk);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const float2 sum = job.late ? sums[j] : sums[7 - j];
+        log_gate[0][j] = sum.x;
+        log_gate[1][j] = sum.y;
+    }
+}
+
 // The gradients of a lane's gates: a gate is spanned by what goes past the chunk, by reads from the memory at its token and after
 // it, by writes before it, and by pairs of tokens on its two sides.
 template <class J>

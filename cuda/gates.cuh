@@ -7,8 +7,8 @@
 // taken apart: those across the chunk's middle, then across the middle of each half, and so on (LEVEL16, 8, 4, 2), where no factor
 // exceeds 1 either, and those of a token with itself (DIAGONAL). That is exact for every gate, 0 included.
 //
-// A chunk of one round in which a gate is small, though not too small for that, differs in the backward only: there the pairs that a
-// gate spans are summed one by one.
+// Where a gate is small, though not too small for one round or for split pairs, the backward differs: there the pairs that a gate
+// spans are summed one by one.
 #pragma once
 
 #include "common.cuh"
@@ -18,10 +18,15 @@
 enum Tier { ONE_ROUND, SMALL_GATES, SPLIT, LEVELS };  // how a chunk runs
 enum Mode { BORDERS, PAIRS, LEVEL16, LEVEL8, LEVEL4, LEVEL2, DIAGONAL, DONE };
 
-// The smallest product of 8 gates with which a chunk can run in one round, or with split pairs (PAIRS). In one round a factor of
-// the key side meets one of the value side, 1e15 * 1e15, and the operands themselves.
-#define FW_ONE_FRAME 1e-15f
+// The smallest product of 8 gates with which a chunk can run in one round. There a factor of the key side meets one of the value
+// side. Together they reach 1e28, so that products of operands may reach 1e10, and the memory's gradient meets 1e-28, so that it is
+// lost below 1e-10. One side's product may be smaller where the other side's is larger by as much; not by more, because the
+// memory is scaled by two of them at a time.
+#define FW_ONE_FRAME 1e-14f
+#define FW_UNEVEN 1e4f
+// And with split pairs (PAIRS), where the sides do not meet: forward, and backward, where gradients are multiplied by it.
 #define FW_SPLIT_PAIRS 1e-30f
+#define FW_SPLIT_GRADIENTS 1e-25f
 
 __device__ __forceinline__ int next_mode(int mode, int tier) {
     if (mode == BORDERS) return tier == SPLIT ? PAIRS : LEVEL16;
@@ -144,15 +149,23 @@ struct Frame {
 
 __device__ __forceinline__ bool in_one_round(int tier) { return tier <= SMALL_GATES; }
 
-// How a chunk runs, from the smallest product of 8 gates that this thread has seen. A barrier.
-__device__ __forceinline__ int vote_tier(float smallest) {
-    if (__syncthreads_and(smallest >= FW_ONE_FRAME)) return ONE_ROUND;
+// Whether a chunk can run in one round, from the smallest product of 8 gates that this thread has seen, on the key side or the
+// value side. A barrier.
+__device__ __forceinline__ bool fits_one_round(float smallest, bool key) {
+    constexpr float LESS = FW_ONE_FRAME / FW_UNEVEN, MORE = FW_ONE_FRAME * FW_UNEVEN;
+    return __syncthreads_and(smallest >= FW_ONE_FRAME) || __syncthreads_and(smallest >= (key ? LESS : MORE)) ||
+           __syncthreads_and(smallest >= (key ? MORE : LESS));
+}
+
+// How a chunk runs forward.
+__device__ __forceinline__ int vote_tier(float smallest, bool key) {
+    if (fits_one_round(smallest, key)) return ONE_ROUND;
     return __syncthreads_and(smallest >= FW_SPLIT_PAIRS) ? SPLIT : LEVELS;
 }
 
-// And from whether one of its gates is so small that no difference of sums may be divided by it.
-__device__ __forceinline__ int vote_tier(float smallest, bool small) {
+// And backward, where a gate may be so small that no difference of sums may be divided by it.
+__device__ __forceinline__ int vote_tier(float smallest, bool key, bool small) {
     if (__syncthreads_and(smallest >= FW_ONE_FRAME && !small)) return ONE_ROUND;
-    if (__syncthreads_and(smallest >= FW_ONE_FRAME)) return SMALL_GATES;
-    return __syncthreads_and(smallest >= FW_SPLIT_PAIRS && !small) ? SPLIT : LEVELS;
+    if (fits_one_round(smallest, key)) return __syncthreads_and(!small) ? ONE_ROUND : SMALL_GATES;
+    return __syncthreads_and(smallest >= FW_SPLIT_GRADIENTS) ? SPLIT : LEVELS;
 }

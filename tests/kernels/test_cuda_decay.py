@@ -98,10 +98,12 @@ def test_gates_of_one_side(one_thread, absent, gates):
     assert_same(actual, by_definition(x, dy, dmemory), TOLERANCE["bf16"])
 
 
-def test_large_operands(one_thread):
-    """Gates that nearly need the chunks' rounds, with entries as large as fp16's: no infinity on the way."""
+@pytest.mark.parametrize("f, z", [(0.018, 0.018), (0.0057, 0.057), (0.057, 0.0057), (0.0175, 0.0175), (0.0055, 0.5)])
+def test_large_operands(one_thread, f, z):
+    """Gates of one side and of both that nearly need more rounds than one, and such as do, with entries as large as fp16's: no
+    infinity on the way."""
     x = draw("decay", (1, 1, 33, 16, 16))
-    x["f"], x["z"] = torch.full_like(x["f"], 0.0101), torch.full_like(x["z"], 0.0101)
+    x["f"], x["z"] = torch.full_like(x["f"], f), torch.full_like(x["z"], z)
     x["k"], x["v"] = x["k"] * 1e3, x["v"] * 3e4
     dy, dmemory = torch.randn_like(x["v"]), torch.randn_like(x["memory"])
     actual = by_kernels(decay, x, dy, dmemory, "exact", EmulatorLaunch())
@@ -121,6 +123,20 @@ def test_gradients_of_small_gates(one_thread, width):
     for name in ("gradient of f", "gradient of z"):
         found, exact = actual[name][:, :, at], expected[name][:, :, at]
         assert ((found - exact).abs().amax(-1) < 1e-5 * exact.abs().amax(-1)).all()
+
+
+@pytest.mark.parametrize("f, z", [(0.01, 0.1), (0.1, 0.01), (0.005, 0.005), (0.002, 0.0015), (1e-4, 1e-4)])
+@pytest.mark.parametrize("scale", [1.0, 1e-9])
+def test_gradients_where_every_gate_is_small(one_thread, f, z, scale):
+    """In one round, in two and in six; and where the loss hardly changes."""
+    x = draw("decay", (1, 1, 48, 32, 32))
+    for name, gate in (("f", f), ("z", z)):
+        x[name] = gate * (0.9 + 0.2 * torch.rand_like(x[name]))
+    dy, dmemory = scale * torch.randn_like(x["v"]), scale * torch.randn_like(x["memory"])
+    actual = by_kernels(decay, x, dy, dmemory, "exact", EmulatorLaunch())
+    expected = by_definition(x, dy, dmemory)
+    for name, found in actual.items():
+        assert ((found - expected[name]).abs() <= 1e-4 * expected[name].abs().amax(-1, keepdim=True)).all(), name
 
 
 @pytest.mark.parametrize(
@@ -251,6 +267,6 @@ def test_compiles_without_spills(arch, width, dtype):
     capability = (int(arch[:-1]), int(arch[-1]))
     for launched in launches(decay, "decay", (1, 1, 17, width, width), dtype, capability):
         found = compile_check(launched.source, launched.defines, arch)[launched.kernel]
-        most = 0 if dtype == torch.bfloat16 else {64: 56}.get(width, 552)  # bytes; docs/kernels.md says where
+        most = 0 if dtype == torch.bfloat16 else {64: 76}.get(width, 552)  # bytes; docs/kernels.md says where
         assert max(found["spill_stores"], found["spill_loads"], found["stack"]) <= most, (launched.kernel, found)
         assert launched.defines["FW_SHARED"] <= common.SHARED_MORE.get(capability, common.SHARED)
