@@ -29,7 +29,7 @@ split_rows "$@"
 for row in "${rows[@]}"; do row_model "$row"; done # says what is wrong with one before the first trains
 [ -z "$TOY" ] || width=16 batch=512 warm_up=4
 [ -n "${DATA:-}" ] || fail "DATA is missing; it must be the folder with train, val and test_2016_flickr, each in .en and .de"
-export OUT CPU=${CPU:-1}
+export OUT CPU
 VALID=${VALID:-val} TEST=${TEST:-test_2016_flickr} BPE=${BPE:-8000} LOWERCASE=1 "$ROOT/recipes/wmt14/prepare.sh"
 fit=(--encoder-layers 3 --decoder-layers 3 --encoder-embed-dim "$width" --decoder-embed-dim "$width" --encoder-ffn-embed-dim $((2 * width))
     --decoder-ffn-embed-dim $((2 * width)) --encoder-attention-heads 4 --decoder-attention-heads 4 --encoder-normalize-before
