@@ -240,10 +240,10 @@ def test_exported(name):
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_compiled_by_torch(name):
-    """As one graph, also where it is the first call of all; the loops of SRU stay outside."""
+    """As one graph, also where it is the first call of all."""
     mixer, x = MIXERS[name](WIDTH, 2, FastWeightConfig()), torch.randn(40, 3, WIDTH)
     torch.compiler.reset()
-    y, _ = torch.compile(mixer, backend="eager", fullgraph=name not in ("sru", "srupp"))(x)
+    y, _ = torch.compile(mixer, backend="eager", fullgraph=True)(x)
     close(y, mixer(x)[0])
 
 

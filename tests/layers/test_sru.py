@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from support.definitions import NAMES, by_the_equations
+from torch._dynamo import lookup_backend
 
 from fw_fairseq.config import FastWeightConfig
+from fw_fairseq.feature_maps import wide
 from fw_fairseq.mixers import Sru
 from fw_fairseq.mixers.sru import SruState
 from fw_fairseq.ops.vectors import sru as ops
@@ -17,7 +19,8 @@ pytestmark = pytest.mark.usefixtures("one_thread", "in_pytorch")
 
 def draw(length=20, dtype=torch.float64):
     shapes = [(length, 3, 15), (length, 3, 5), (5,), (5,), (3, 5)]
-    return [torch.randn(shape, dtype=dtype).mul_(2).requires_grad_() for shape in shapes]
+    dtypes = [dtype] * 4 + [torch.promote_types(dtype, torch.float32)]  # the state is wide
+    return [torch.randn(shape, dtype=dtype).mul_(2).requires_grad_() for shape, dtype in zip(shapes, dtypes)]
 
 
 def results(outputs, leaves):
@@ -68,6 +71,38 @@ def test_half_precision_keeps_a_wide_state(dtype):
     assert (h.dtype, c.dtype) == (dtype, torch.float32)
     torch.testing.assert_close(h.double(), exact[0], rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(c.double(), exact[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masks"])
+def test_compiled_by_torch_as_one_operator_with_its_gradients(masked, dtype):
+    leaves, masks = draw(dtype=dtype), [torch.rand(3, 20) < 0.3 if masked else None for _ in range(2)]
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes if "sru" in str(node.target)])
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    torch.compiler.reset()
+    compiled = torch.compile(sru, fullgraph=True, backend=backend)
+    torch.testing.assert_close(results(compiled(*leaves, *masks), leaves), results(sru(*leaves, *masks), leaves))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*leaves, *masks), sru(*leaves, *masks))
+    assert graphs == [["fw_fairseq.sru_portable"]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_opcheck(dtype):
+    """Shapes, strides and gradients, also where only one result is used, and inputs that lie otherwise in memory."""
+    product, x, *others = draw(4, dtype)
+    others = [wide(part.detach()).requires_grad_() for part in others]
+    product, x = (part.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for part in (product, x))
+    padded, keep = torch.rand(4, 3, 1) < 0.3, (torch.rand(4, 3, 1) < 0.7).to(others[2].dtype)
+    for masks in ((None, None), (padded, keep)):
+        torch.library.opcheck(torch.ops.fw_fairseq.sru_portable.default, (product, x, *others, *masks, 1.3, True))
+    h, c = sru(product, x, *others)
+    for result in (h, c):
+        assert all(part is not None for part in torch.autograd.grad(result.sum(), (product, *others[2:]), retain_graph=True))
 
 
 @pytest.mark.parametrize(

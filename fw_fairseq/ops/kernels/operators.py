@@ -22,19 +22,26 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def register(
-    name: str, schema: str, run: Callable, fake: Callable, setup_context: Callable | None = None, backward: Callable | None = None
+    name: str,
+    schema: str,
+    run: Callable,
+    fake: Callable,
+    setup_context: Callable | None = None,
+    backward: Callable | None = None,
+    device: str = "CUDA",
 ) -> None:
     """Defines ``torch.ops.fw_fairseq.<name>``.
 
     Args:
         schema: the arguments and the results in torch.library's notation, ``(Tensor q, ...) -> Tensor``.
-        run: what the operator does on a GPU.
+        run: what the operator does.
         fake: returns tensors with the shapes, dtypes and strides of the results, for tracing; sizes may be symbolic.
         setup_context, backward: the two halves of its gradient as for ``torch.library.register_autograd``; none without both.
+        device: where it does so; "CompositeExplicitAutograd" is everywhere.
     """
     OPERATORS[name] = run
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, run, "CUDA")
+    LIBRARY.impl(name, run, device)
     torch.library.register_fake(f"fw_fairseq::{name}", fake, lib=LIBRARY)
     if backward is not None:
         torch.library.register_autograd(f"fw_fairseq::{name}", backward, setup_context=setup_context, lib=LIBRARY)

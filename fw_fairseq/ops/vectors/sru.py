@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from ... import Mistake
-from ...autograd import as_written, needs_gradient, once_differentiable
+from ...autograd import needs_gradient, without_autocast
 from ...feature_maps import wide
 from ..checks import check_masks, check_tokens
 from ..kernels.launch import use_kernels
+from ..kernels.operators import call, register
 from . import compiled
 from .sru_kernel import sru_cuda_form, why_not
 
@@ -45,9 +46,7 @@ def sru(
     padded = None if padding_mask is None else padding_mask.t()[..., None]
     keep = None if reset_mask is None else (~reset_mask).t()[..., None].to(dtype)
     operands = product, x, wide(v_forget), wide(v_reset), c
-    if not needs_gradient(*operands) and compiled.takes(*operands):
-        return compiled.sru(*operands, padded, keep, scale, gradients=False)[:2]
-    return Scan.apply(product, x, wide(v_forget), wide(v_reset), c, padded, keep, scale)
+    return call("sru_portable", *operands, padded, keep, scale, needs_gradient(*operands))[:2]
 
 
 def check(product, x, v_forget, v_reset, state, padding_mask, reset_mask) -> None:
@@ -62,52 +61,60 @@ def check(product, x, v_forget, v_reset, state, padding_mask, reset_mask) -> Non
     check_masks(padding_mask, reset_mask, (x.shape[1], x.shape[0]), x.device)
 
 
-class Scan(torch.autograd.Function):
-    @staticmethod
-    @as_written
-    def forward(ctx, product, x, v_forget, v_reset, c0, padded, keep, scale):
-        if compiled.takes(product, x, v_forget, v_reset, c0):
-            h, c, f, r = compiled.sru(product, x, v_forget, v_reset, c0, padded, keep, scale, gradients=True)
-            ctx.save_for_backward(product, x, v_forget, v_reset, padded, keep, c, f, r)
-            ctx.scale = scale
-            return h, c[-1].clone()
-        steps = Steps(product, v_forget, v_reset, padded, keep, c0.new_empty(len(x) + 1, *c0.shape))
-        steps.c[0] = before = c0
-        h, f, r = (torch.empty_like(x, dtype=c0.dtype) for _ in range(3))
-        for span in steps.spans():
-            rows = zip(steps.forget(span).unbind(), steps.u(span).unbind(), f[span].unbind(), steps.c[1:][span].unbind())
-            for t, (forget, u, f_t, c) in enumerate(rows, span.start):
-                before = before if keep is None else before * keep[t]
-                before = torch.lerp(u, before, torch.addcmul(forget, steps.v_forget, before, out=f_t).sigmoid_(), out=c)
-            steps.reset(span, out=r[span]).sigmoid_()
-            torch.lerp(torch.mul(x[span].to(h.dtype), scale), steps.c[1:][span], r[span], out=h[span])
-        if padded is not None:
-            h.masked_fill_(padded, 0)
-        ctx.save_for_backward(product, x, v_forget, v_reset, padded, keep, steps.c, f, r)
-        ctx.scale = scale
-        return h.to(product.dtype), before.clone()
+def forward(product, x, v_forget, v_reset, first, padded, keep, scale: float, gradients: bool):
+    """Returns h, the last c, and what the backward needs beside the operands: every c, with the first, and every f and r."""
+    operands = product, x, v_forget, v_reset, first
+    with torch.no_grad(), without_autocast(x.device.type):
+        if compiled.takes(*operands):
+            h, c, *gates = compiled.sru(*operands, padded, keep, scale, gradients)
+            return (h, c[-1].clone(), [c, *gates]) if gradients else (h, c, [])
+        h, *saved = forward_in_blocks(*operands, padded, keep, scale)
+        return h, saved[0][-1].clone(), saved if gradients else []
 
-    @staticmethod
-    @once_differentiable
-    @as_written
-    def backward(ctx, dh, dc):
-        product, x, *others, c, forgets, resets = ctx.saved_tensors
-        steps, (_, _, padded, keep) = Steps(product, *others, c), others
-        dproduct, dx = (torch.empty_like(part, dtype=c.dtype) for part in (product, x))
+
+def forward_fake(product, x, v_forget, v_reset, first, padded, keep, scale: float, gradients: bool):
+    """Returns tensors of the shapes that ``forward`` returns."""
+    steps = [len(x) + extra for extra in (1, 0, 0)] if gradients else []
+    saved = [first.new_empty(count, *first.shape) for count in steps]
+    return product.new_empty(x.shape), first.new_empty(first.shape), saved
+
+
+def forward_in_blocks(product, x, v_forget, v_reset, first, padded, keep, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns h, and every c, f and r."""
+    steps = Steps(product, v_forget, v_reset, padded, keep, first.new_empty(len(x) + 1, *first.shape))
+    steps.c[0] = before = first
+    h, f, r = (first.new_empty(x.shape) for _ in range(3))
+    for span in steps.spans():
+        rows = zip(steps.forget(span).unbind(), steps.u(span).unbind(), f[span].unbind(), steps.c[1:][span].unbind())
+        for t, (forget, u, f_t, c) in enumerate(rows, span.start):
+            before = before if keep is None else before * keep[t]
+            before = torch.lerp(u, before, torch.addcmul(forget, steps.v_forget, before, out=f_t).sigmoid_(), out=c)
+        steps.reset(span, out=r[span]).sigmoid_()
+        torch.lerp(torch.mul(x[span].to(h.dtype), scale), steps.c[1:][span], r[span], out=h[span])
+    if padded is not None:
+        h.masked_fill_(padded, 0)
+    return h.to(product.dtype), steps.c, f, r
+
+
+def backward(product, x, v_forget, v_reset, padded, keep, c, forgets, resets, dh, dlast, scale: float) -> list[Tensor]:
+    """Returns the gradients of product, x, v_forget, v_reset and the first c."""
+    with torch.no_grad(), without_autocast(x.device.type):
+        steps = Steps(product, v_forget, v_reset, padded, keep, c)
+        dproduct, dx = c.new_empty(product.shape), c.new_empty(x.shape)
         du, dforget, dreset = dproduct.chunk(3, -1)
-        dv_forget, dv_reset = c.new_zeros(x.shape[2]), c.new_zeros(x.shape[2])
+        dv_forget, dv_reset, dc = c.new_zeros(x.shape[2]), c.new_zeros(x.shape[2]), dlast
         dh = dh if padded is None else dh.masked_fill(padded, 0)
         for span in reversed(steps.spans()):
             past, now, dh_now = steps.past(span), c[1:][span], dh[span].to(c.dtype)
             f, r = forgets[span], resets[span]
-            of_reset = through_sigmoid(torch.add(now, x[span], alpha=-ctx.scale).mul_(dh_now), r)
+            of_reset = through_sigmoid(torch.add(now, x[span], alpha=-scale).mul_(dh_now), r)
             slope = through_sigmoid(past - steps.u(span), f)  # of c_t in F_t
             step = torch.addcmul(f, steps.v_forget, slope)  # of c_t in c_{t-1}
             of_past = of_reset * steps.v_reset  # through r
             if keep is not None:
                 step, of_past = step.mul_(keep[span]), of_past.mul_(keep[span])
             rows = r * dh_now  # of c_t through h_t; then all of it
-            torch.add(dh_now * ctx.scale, rows, alpha=-ctx.scale, out=dx[span])
+            torch.add(dh_now * scale, rows, alpha=-scale, out=dx[span])
             rows[:-1] += of_past[1:]
             rows[-1] += dc
             after, *earlier = reversed(rows.unbind())
@@ -118,7 +125,29 @@ class Scan(torch.autograd.Function):
             dforget[span], dreset[span] = slope.mul_(rows), of_reset
             dv_forget += over_rows(slope.mul_(past))
             dv_reset += over_rows(of_reset.mul_(past))
-        return dproduct.to(product.dtype), dx.to(x.dtype), dv_forget, dv_reset, dc, None, None, None
+        return [dproduct.to(product.dtype), dx.to(x.dtype), dv_forget, dv_reset, dc]
+
+
+def backward_fake(product, x, v_forget, v_reset, padded, keep, c, forgets, resets, dh, dlast, scale: float) -> list[Tensor]:
+    """Returns tensors of the shapes that ``backward`` returns."""
+    grads = [part.new_empty(part.shape) for part in (product, x)]
+    return grads + [c.new_empty(shape) for shape in (x.shape[2:], x.shape[2:], x.shape[1:])]
+
+
+def setup_context(ctx, inputs, output) -> None:
+    *operands, _first, padded, keep, ctx.scale, gradients = inputs
+    if not gradients:
+        raise RuntimeError("fw_fairseq::sru_portable was called with gradients=False on tensors that require gradients")
+    ctx.mark_non_differentiable(*output[2])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*operands, padded, keep, *output[2])
+
+
+def differentiate(ctx, dh, dlast, _saved):
+    product, x, *_, c, _forgets, _resets = saved = ctx.saved_tensors
+    dh = product.new_zeros(x.shape) if dh is None else dh
+    dlast = torch.zeros_like(c[0]) if dlast is None else dlast
+    return *call("sru_portable_backward", *saved, dh, dlast, ctx.scale), None, None, None, None
 
 
 class Steps:
@@ -130,8 +159,6 @@ class Steps:
 
     def spans(self) -> list[slice]:
         total = len(self.c) - 1
-        if torch.compiler.is_compiling():  # a graph for every size of a batch
-            return [slice(0, total)]
         length = max(1, BLOCK // max(1, self.c[0].numel()))
         return [slice(t, min(t + length, total)) for t in range(0, total, length)]
 
@@ -162,3 +189,23 @@ def over_rows(x: Tensor) -> Tensor:
     """(T,B,D) -> (D): the sum, as a product, which is several times as fast."""
     rows = x.flatten(0, 1)
     return torch.mv(rows.t(), rows.new_ones(len(rows)))
+
+
+OPERANDS = "Tensor product, Tensor x, Tensor v_forget, Tensor v_reset"
+MASKS = "Tensor? padded, Tensor? keep"
+register(
+    "sru_portable",
+    f"({OPERANDS}, Tensor first, {MASKS}, float scale, bool gradients) -> (Tensor, Tensor, Tensor[])",
+    forward,
+    forward_fake,
+    setup_context,
+    differentiate,
+    device="CompositeExplicitAutograd",
+)
+register(
+    "sru_portable_backward",
+    f"({OPERANDS}, {MASKS}, Tensor c, Tensor forgets, Tensor resets, Tensor dh, Tensor dlast, float scale) -> Tensor[]",
+    backward,
+    backward_fake,
+    device="CompositeExplicitAutograd",
+)
