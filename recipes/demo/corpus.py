@@ -6,8 +6,8 @@ Each line is one paragraph in lower case, words and punctuation apart. Topics qu
 longest topic that has it, or else the test text would be in the training text.
 """
 
+import argparse
 import re
-import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -32,4 +32,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="for the three files; it is made where it is missing")
+    main(parser.parse_args().folder)
