@@ -31,7 +31,7 @@ from ..config import (
 from ..modules import LinearAttention, LinearEncoderLayer, Stack, TranslationDecoderLayer
 from .checkpoint_options import NamesWhatDiffers, keep_layers
 from .fast_weight_decoder import FastWeightDecoder
-from .lm_architectures import defaults
+from .lm_architectures import chosen_mixers, defaults
 from .sparse_options import check_sparse
 from .switches import add_opposites
 
@@ -216,7 +216,9 @@ def fast_weight_transformer_wmt_en_de_big(args):
 def terraformer(args):
     """A Terraformer of Jaszczur et al. 2021 with gated_delta in the decoder: 6+6 layers of width 512, the source in front of the
     target, two attention layers in each decoder layer, sparse and reversible layers. The encoder has softmax attention."""
-    defaults(args, linear_attention="decoder", update_rule="gated_delta", source_in_front=True, decoder_attentions=2)
+    defaults(args, linear_attention="decoder", source_in_front=True, decoder_attentions=2)
+    if "decoder" in linear_attentions(read_config(FastWeightTransformerConfig, args)) and "fast_weight" in chosen_mixers(args):
+        defaults(args, update_rule="gated_delta")
     defaults(args, ffn_sparsity=64, qkv_sparsity=16, output_sparsity=4, ffn_sru=32, reversible=True)
     defaults(args, no_token_positional_embeddings=True, encoder_normalize_before=True, decoder_normalize_before=True)
     fairseq_base(args)

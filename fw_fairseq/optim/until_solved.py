@@ -7,6 +7,7 @@ from fairseq.dataclass import FairseqDataclass
 from fairseq.optim.lr_scheduler import FairseqLRScheduler, register_lr_scheduler
 from omegaconf import II
 
+from .. import Mistake
 from ..config import option
 
 
@@ -26,6 +27,8 @@ class UntilSolved(FairseqLRScheduler):
 
     def __init__(self, cfg: UntilSolvedConfig, optimizer):
         super().__init__(cfg, optimizer)
+        if len(cfg.lr) > 1:
+            raise Mistake(f"--lr is {','.join(map(str, cfg.lr))}; --lr-scheduler until_solved has one learning rate for all epochs")
         self.optimizer.set_lr(cfg.lr[0])
 
     def step(self, epoch, val_loss=None):

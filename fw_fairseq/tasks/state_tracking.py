@@ -1,5 +1,6 @@
 """state_tracking: elements of a group one after the other, and their product so far (Grazzi et al. 2024; Siems et al. 2025)."""
 
+import functools
 import itertools
 from dataclasses import dataclass
 
@@ -52,8 +53,12 @@ class StateTrackingTask(DrawnText):
             raise Mistake(f"--modulus is {cfg.modulus}; that is for --group modular, leave it out")
         if cfg.shortest_length > cfg.length:
             raise Mistake(f"--shortest-length is {cfg.shortest_length}; it must be at most --length, {cfg.length}")
-        self.table = products(str(cfg.group), cfg.modulus)
         super().__init__(cfg)
+
+    @functools.cached_property
+    def table(self) -> Tensor:
+        """The number of each product of two elements."""
+        return products(str(self.cfg.group), self.cfg.modulus)
 
     def words(self) -> int:
         return len(self.table)

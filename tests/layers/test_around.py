@@ -364,6 +364,13 @@ def test_where_published_gates_start():
     assert layers["retnet"].state_dict().keys() == FastWeight(64, 4, update_rule="sum").state_dict().keys()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gates_of_retnet_that_are_nearly_1_stay_so_in_16_bits(dtype):
+    mixer, x = FastWeight(64, 8, update_rule="retnet").to(dtype), torch.randn(3, 2, 64, dtype=dtype)
+    expected = 1 - 2.0 ** -(5 + torch.arange(8.0))
+    torch.testing.assert_close(mixer.operands(x).gates["g"], expected[None, :, None].expand(2, -1, 3), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("rule, name", [("rwkv6", "f"), ("kda", "f"), ("gdn2", "f"), ("mamba2", "g")])
 def test_a_channel_that_forgets_at_once_keeps_the_chunk_form(rule, name, monkeypatch):
     """Its gates are next to 0, but not 0, which would run the chunk token by token. The outputs are those of gates of 0."""

@@ -696,3 +696,13 @@ def test_a_layer_with_more_parts_returns_the_weights_of_its_cross_attention():
     assert (weights[1, :, source[1] == 1] == 0).all()
     assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]), 1e-6)  # fp32
     assert model(source, source.ne(1).sum(1), target)[1]["attn"] == [None] and read["weights"] is None
+
+
+@pytest.mark.parametrize(
+    "subset, mixer", [("decoder", "softmax"), ("decoder", "abc"), ("", "fast_weight"), ("encoder", "fast_weight")]
+)
+def test_a_terraformer_with_softmax_attention_or_another_mixer(subset, mixer):
+    """The architecture chooses an update rule only for a decoder that has one."""
+    sizes = {"encoder_embed_dim": 64, "decoder_embed_dim": 64, "encoder_ffn_embed_dim": 128, "decoder_ffn_embed_dim": 128}
+    model = build(subset, arch="terraformer", mixer=mixer, **sizes)
+    assert logits(model, draw(5, 3), draw(4, 4)).isfinite().all()

@@ -127,6 +127,7 @@ def test_products_of_permutations(group, things):
         (tracking, {"max_tokens": 64}, "^--max-tokens has no effect on sequences that state_tracking draws; leave it out$"),
         (tracking, {"max_tokens_valid": 64}, "^--max-tokens-valid has no effect on sequences that state_tracking draws"),
         (tracking, {"length": 0}, "^--length is 0; it must be at least 1$"),
+        (tracking, {"group": "modular", "modulus": -5}, "^--modulus is -5; it must be at least 2$"),
     ],
 )
 def test_refused(make, options, message):

@@ -37,11 +37,15 @@ class GateMaker(nn.Module):
         if self.up is not None:
             nn.init.xavier_uniform_(self.up, gain=2**-0.5)
 
+    def fixed_as(self, source: Tensor) -> Tensor:
+        """Returns the constant beside ``source``, but in fp32 at least: in 16 bits RetNet's gates near 1 would be 1."""
+        return self.fixed().to(source.device, torch.promote_types(source.dtype, torch.float32))
+
     def forward(self, source: Tensor) -> Tensor:
         """Maps the rows of the projection (T,B,size), or the gate or the key that it is made of, to (B,H,T) or (B,H,T,X)."""
         form = FORMS[self.form]
         if self.constant:
-            bias = self.bias if self.fixed is None else self.fixed().to(source)
+            bias = self.bias if self.fixed is None else self.fixed_as(source)
             x = self.by_head(bias).expand(source.shape[1], -1, len(source), -1)
         elif self.of is not None:
             x = wide(source if source.dim() == 4 else source.unsqueeze(-1))
