@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 
-def as_written(method):
-    """Runs a forward or backward without autocast and without gradients: its products keep the dtypes that they are written with,
-    and ``torch.export``, which traces a forward with gradients on, can trace it."""
+def as_written(function):
+    """Runs a forward or backward, of an autograd function or of an operator, without autocast and without gradients: its products
+    keep the dtypes that they are written with, and ``torch.export``, which traces a forward with gradients on, can trace it."""
 
-    @functools.wraps(method)
-    def run(ctx, *inputs):
+    @functools.wraps(function)
+    def run(*inputs):
         device = next((x.device.type for x in inputs if isinstance(x, Tensor)), "cpu")  # an input without a gradient comes as None
         with torch.no_grad(), without_autocast(device):
-            return method(ctx, *inputs)
+            return function(*inputs)
 
     return run
 

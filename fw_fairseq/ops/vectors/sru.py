@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ... import Mistake
-from ...autograd import needs_gradient, without_autocast
+from ...autograd import as_written, needs_gradient
 from ...feature_maps import wide
 from ..checks import check_masks, check_tokens
 from ..kernels.launch import use_kernels
@@ -61,15 +61,15 @@ def check(product, x, v_forget, v_reset, state, padding_mask, reset_mask) -> Non
     check_masks(padding_mask, reset_mask, (x.shape[1], x.shape[0]), x.device)
 
 
+@as_written
 def forward(product, x, v_forget, v_reset, first, padded, keep, scale: float, gradients: bool):
     """Returns h, the last c, and what the backward needs beside the operands: every c, with the first, and every f and r."""
     operands = product, x, v_forget, v_reset, first
-    with torch.no_grad(), without_autocast(x.device.type):
-        if compiled.takes(*operands):
-            h, c, *gates = compiled.sru(*operands, padded, keep, scale, gradients)
-            return (h, c[-1].clone(), [c, *gates]) if gradients else (h, c, [])
-        h, *saved = forward_in_blocks(*operands, padded, keep, scale)
-        return h, saved[0][-1].clone(), saved if gradients else []
+    if compiled.takes(*operands):
+        h, c, *gates = compiled.sru(*operands, padded, keep, scale, gradients)
+        return (h, c[-1].clone(), [c, *gates]) if gradients else (h, c, [])
+    h, *saved = forward_in_blocks(*operands, padded, keep, scale)
+    return h, saved[0][-1].clone(), saved if gradients else []
 
 
 def forward_fake(product, x, v_forget, v_reset, first, padded, keep, scale: float, gradients: bool):
@@ -96,36 +96,36 @@ def forward_in_blocks(product, x, v_forget, v_reset, first, padded, keep, scale:
     return h.to(product.dtype), steps.c, f, r
 
 
+@as_written
 def backward(product, x, v_forget, v_reset, padded, keep, c, forgets, resets, dh, dlast, scale: float) -> list[Tensor]:
     """Returns the gradients of product, x, v_forget, v_reset and the first c."""
-    with torch.no_grad(), without_autocast(x.device.type):
-        steps = Steps(product, v_forget, v_reset, padded, keep, c)
-        dproduct, dx = c.new_empty(product.shape), c.new_empty(x.shape)
-        du, dforget, dreset = dproduct.chunk(3, -1)
-        dv_forget, dv_reset, dc = c.new_zeros(x.shape[2]), c.new_zeros(x.shape[2]), dlast
-        dh = dh if padded is None else dh.masked_fill(padded, 0)
-        for span in reversed(steps.spans()):
-            past, now, dh_now = steps.past(span), c[1:][span], dh[span].to(c.dtype)
-            f, r = forgets[span], resets[span]
-            of_reset = through_sigmoid(torch.add(now, x[span], alpha=-scale).mul_(dh_now), r)
-            slope = through_sigmoid(past - steps.u(span), f)  # of c_t in F_t
-            step = torch.addcmul(f, steps.v_forget, slope)  # of c_t in c_{t-1}
-            of_past = of_reset * steps.v_reset  # through r
-            if keep is not None:
-                step, of_past = step.mul_(keep[span]), of_past.mul_(keep[span])
-            rows = r * dh_now  # of c_t through h_t; then all of it
-            torch.add(dh_now * scale, rows, alpha=-scale, out=dx[span])
-            rows[:-1] += of_past[1:]
-            rows[-1] += dc
-            after, *earlier = reversed(rows.unbind())
-            for row, step_after in zip(earlier, reversed(step.unbind())):
-                after = row.addcmul_(step_after, after)
-            dc = of_past[0].addcmul(step[0], after)
-            torch.addcmul(rows, rows, f, value=-1, out=du[span])
-            dforget[span], dreset[span] = slope.mul_(rows), of_reset
-            dv_forget += over_rows(slope.mul_(past))
-            dv_reset += over_rows(of_reset.mul_(past))
-        return [dproduct.to(product.dtype), dx.to(x.dtype), dv_forget, dv_reset, dc]
+    steps = Steps(product, v_forget, v_reset, padded, keep, c)
+    dproduct, dx = c.new_empty(product.shape), c.new_empty(x.shape)
+    du, dforget, dreset = dproduct.chunk(3, -1)
+    dv_forget, dv_reset, dc = c.new_zeros(x.shape[2]), c.new_zeros(x.shape[2]), dlast
+    dh = dh if padded is None else dh.masked_fill(padded, 0)
+    for span in reversed(steps.spans()):
+        past, now, dh_now = steps.past(span), c[1:][span], dh[span].to(c.dtype)
+        f, r = forgets[span], resets[span]
+        of_reset = through_sigmoid(torch.add(now, x[span], alpha=-scale).mul_(dh_now), r)
+        slope = through_sigmoid(past - steps.u(span), f)  # of c_t in F_t
+        step = torch.addcmul(f, steps.v_forget, slope)  # of c_t in c_{t-1}
+        of_past = of_reset * steps.v_reset  # through r
+        if keep is not None:
+            step, of_past = step.mul_(keep[span]), of_past.mul_(keep[span])
+        rows = r * dh_now  # of c_t through h_t; then all of it
+        torch.add(dh_now * scale, rows, alpha=-scale, out=dx[span])
+        rows[:-1] += of_past[1:]
+        rows[-1] += dc
+        after, *earlier = reversed(rows.unbind())
+        for row, step_after in zip(earlier, reversed(step.unbind())):
+            after = row.addcmul_(step_after, after)
+        dc = of_past[0].addcmul(step[0], after)
+        torch.addcmul(rows, rows, f, value=-1, out=du[span])
+        dforget[span], dreset[span] = slope.mul_(rows), of_reset
+        dv_forget += over_rows(slope.mul_(past))
+        dv_reset += over_rows(of_reset.mul_(past))
+    return [dproduct.to(product.dtype), dx.to(x.dtype), dv_forget, dv_reset, dc]
 
 
 def backward_fake(product, x, v_forget, v_reset, padded, keep, c, forgets, resets, dh, dlast, scale: float) -> list[Tensor]:
