@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .captured import CapturedGeneration
-from .generation import GENERATION, Generation
+from .generation import GENERATION, Generation, generation_in
 
-__all__ = ["GENERATION", "Generation", "start"]
+__all__ = ["GENERATION", "Generation", "generation_in", "start"]
 
 
 def start(decoder, incremental_state: dict, encoder_out: dict | None) -> Generation | bool:

@@ -63,7 +63,8 @@ class LayerStep:
 class Generation:
     """The states of one generation: all rows read their next token together, and every layer changes its state in place.
 
-    It takes the states in fairseq's ``incremental_state``, where the prompt left them, and ``release`` puts them back.
+    It takes the states in fairseq's ``incremental_state``, where the prompt left them, and ``release`` puts them back. A copy, or a
+    pickle, is a dictionary of the states alone, from which ``generation_in`` lets the same decoder go on.
     """
 
     def __init__(self, decoder, incremental_state: dict, encoder_out: dict | None = None):
@@ -82,6 +83,11 @@ class Generation:
         general = decoder.training or torch.is_grad_enabled() or torch.is_autocast_enabled(next(decoder.parameters()).device.type)
         general = general or any(isinstance(part, FairseqDropout) and part.apply_during_inference for part in decoder.modules())
         return not general and decoder.quant_noise is None and all(map(LayerStep.fits, decoder.layers.children()))
+
+    def __reduce__(self):
+        states: dict = {}
+        self.release(states)
+        return dict, (states,)
 
     def features(self, tokens: Tensor) -> Tensor:
         """Maps the rows' tokens so far, (R,T), to the features at the last one, (R,1,C). All before it have been read."""
@@ -147,3 +153,11 @@ class Generation:
         for owner, state in zip(owners, self.states()):
             if state is not None:
                 owner._set_input_buffer(incremental_state, state)
+
+
+def generation_in(incremental_state: dict) -> Generation | bool | None:
+    """The generation that holds the states; False where the decoder has parts that none knows, None where there is none yet. Where
+    ``incremental_state`` is a copy, its states go where the layers' general path, and a new generation, look for them."""
+    if isinstance(incremental_state.get(GENERATION), dict):
+        incremental_state.update(incremental_state.pop(GENERATION))
+    return incremental_state.get(GENERATION)

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from .. import Mistake
 from ..mixers import MIXERS
-from ..rules import RULES
 from .configuration import FastWeightHFConfig
 from .layers import ACTIVATIONS, BandedEmbedding, BandedOutput, Cache, Layer
 
@@ -20,7 +19,8 @@ WITHOUT_EFFECT = ("cache_position", "token_type_ids")  # which transformers pass
 UNREAD = {"mixer", "mixer_pattern", "ffn_sru", "ffn_sparsity", "ffn_controller_dim", "qkv_sparsity", "output_sparsity"}
 UNREAD |= {"scale_output", "output_dropout", "reversible", "no_decoding_graph", "linear_attention", "decoder_attentions"}
 UNREAD |= {"source_in_front", "_name"}  # of fairseq's models, which exported folders have too
-OPTIONS = UNREAD.union(*({*mixer.settings, *mixer.options} for mixer in MIXERS.values()))
+SETTINGS = {name: setting for mixer in MIXERS.values() for name, setting in mixer.settings.items()}
+OPTIONS = UNREAD.union(SETTINGS, *(mixer.options for mixer in MIXERS.values()))
 
 
 def draw(module: nn.Module) -> None:
@@ -54,9 +54,10 @@ def check_config(config: FastWeightHFConfig, mixers: Iterable[str]) -> None:
         raise Mistake(f"mixers has {len(config.mixers)} names; it must have one for each of {config.num_hidden_layers} layers")
     if unknown := sorted(config.mixer_options.keys() - OPTIONS):
         raise Mistake(f"mixer_options has {unknown[0]!r}; it must have names of: {', '.join(sorted(OPTIONS - UNREAD))}")
-    rule = config.mixer_options.get("update_rule")
-    if rule is not None and rule not in RULES:
-        raise Mistake(f"update_rule is {rule!r}; it must be one of: {', '.join(RULES)}")
+    for name, setting in SETTINGS.items():
+        value = config.mixer_options.get(name)
+        if value is not None and (allowed := setting.why_not(value)):
+            raise Mistake(f"{name} is {value!r}; it must be {allowed}")
     for name in ("input_bands", "output_bands"):
         bands = getattr(config, name)
         if bands and (words := sum(count for count, _ in bands)) != config.vocab_size:

@@ -66,7 +66,7 @@ class Setting(NamedTuple):
         kind = type(self.default)
         if isinstance(value, bool) != (kind is bool) or not isinstance(value, (int, float) if kind is float else kind):
             return {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}[kind]
-        if (self.least is not None and value < self.least) or (self.below is not None and value >= self.below):
+        if (self.least is not None and not value >= self.least) or (self.below is not None and not value < self.below):  # or NaN
             return f"at least {self.least}" + (f" and below {self.below}" if self.below is not None else "")
         return None
 

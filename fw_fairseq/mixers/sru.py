@@ -41,7 +41,7 @@ class Sru(Mixer):
         sru_projection=Setting(0, least=0),
         sru_projection_norm=Setting(False),
         sru_rescale=Setting(True),
-        sru_highway_bias=Setting(-2.0),
+        sru_highway_bias=Setting(-2.0, least=-100, below=100),
         sru_init=Setting("variance", choices=("variance", "xavier")),
         sru_input_bias=Setting(True),
         sru_tanh=Setting(False),

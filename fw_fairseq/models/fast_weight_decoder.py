@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
+from threading import get_ident
 
 import torch
 from fairseq.models.transformer import TransformerDecoder
@@ -13,10 +15,11 @@ from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.fairseq_dropout import FairseqDropout
 from fairseq.modules.multihead_attention import MultiheadAttention
 from fairseq.utils import eval_str_list, safe_getattr
-from torch import Tensor
+from torch import Tensor, nn
 
+from .. import Mistake
 from ..config import SOFTMAX, FastWeightConfig, layer_mixers, read_config
-from ..decoding import GENERATION, Generation, start
+from ..decoding import GENERATION, Generation, generation_in, start
 from ..modules import FastWeightDecoderLayer, MixerAttention, Stack, Stateful, Streams, with_arguments
 from ..modules.plain_softmax import PlainAdaptiveSoftmax
 from ..modules.sparse import Multiplicative
@@ -25,6 +28,15 @@ from .mixing_options import check_value_mixing
 from .sparse_options import check_reversible, check_sparse
 
 UNLIMITED = 10**9
+
+
+@dataclass
+class Promise:
+    """The tokens that a decoding begins with, (B,P), each in ``beam`` neighbouring rows. ``features``: theirs, once read."""
+
+    prompt: Tensor
+    beam: int
+    features: Tensor | None = None
 
 
 class FastWeightDecoder(TransformerDecoder):
@@ -60,7 +72,7 @@ class FastWeightDecoder(TransformerDecoder):
         self.mixers = [module for module in self.modules() if isinstance(module, MixerAttention)]
         self.softmax = [module for module in self.modules() if isinstance(module, (MultiheadAttention, SparseAttention))]
         self.output_dropout = FairseqDropout(self.fast_weight_config.output_dropout, module_name="output")
-        self.expect_prompt(None)
+        self.promises: dict[int, Promise] = {}  # of each thread that decodes
 
     def mixer_names(self, layers: int) -> list[str]:
         return layer_mixers(self.fast_weight_config, layers)
@@ -99,8 +111,10 @@ class FastWeightDecoder(TransformerDecoder):
         reset_mask: (B,T), True at the first token of a new text, before which the states are emptied.
         score_last: outputs at that many last tokens only; 0: at all.
         """
-        if incremental_state is not None and self.prompt is not None and prev_output_tokens.shape[1] <= self.prompt.shape[1]:
-            return self.read_prompt(prev_output_tokens.shape[1], incremental_state)
+        self.check_length(prev_output_tokens)
+        promise = None if incremental_state is None else self.promises.get(get_ident())
+        if promise is not None and prev_output_tokens.shape[1] <= promise.prompt.shape[1]:
+            return self.read_prompt(promise, prev_output_tokens.shape[1], incremental_state)
         if self.starts_with_a_prompt(prev_output_tokens, incremental_state):
             return self.take_prompt(prev_output_tokens, *args, incremental_state=incremental_state, **kwargs)
         if incremental_state is not None:
@@ -114,6 +128,18 @@ class FastWeightDecoder(TransformerDecoder):
                 return super().forward(prev_output_tokens, *args, **kwargs)
             features, extra = super().forward(prev_output_tokens, *args, **kwargs, features_only=True)
         return self.output_layer(features[:, -score_last:]), extra
+
+    def check_length(self, tokens: Tensor) -> None:
+        """Refuses more tokens than there are learned positions, where the lookup would fail. Padding has none."""
+        table = self.embed_positions
+        if not isinstance(table, nn.Embedding) or tokens.shape[1] <= table.max_positions:
+            return
+        longest = int(tokens.ne(self.padding_idx).sum(1).max())
+        if longest > table.max_positions:
+            raise Mistake(
+                f"a text has {longest} tokens, and the model has {table.max_positions} learned positions; give shorter texts, or"
+                " train with more --max-target-positions"
+            )
 
     @contextlib.contextmanager
     def reading(self, streams: Streams | None, reset_mask: Tensor | None, tokens: int) -> Iterator[None]:
@@ -132,7 +158,7 @@ class FastWeightDecoder(TransformerDecoder):
     def generation(self, tokens: Tensor, incremental_state: dict, args: tuple, kwargs: dict) -> Generation | None:
         """The object that reads this generation's tokens, from the first single one on; None where the general path must read them.
         ``incremental_state`` has False in its place if the model has parts that it does not know."""
-        generation = incremental_state.get(GENERATION)
+        generation = generation_in(incremental_state)
         if generation is False or (generation is not None and generation.decoder is not self):  # of another model
             return None
         known = not args and all(name in ("features_only", "encoder_out") or value is None for name, value in kwargs.items())
@@ -147,7 +173,7 @@ class FastWeightDecoder(TransformerDecoder):
 
     def reorder_incremental_state_scripting(self, incremental_state: dict, new_order: Tensor) -> None:
         """Gives each hypothesis of a beam search the states of the hypothesis that it continues."""
-        if (generation := incremental_state.get(GENERATION)) and generation.decoder is self:
+        if (generation := generation_in(incremental_state)) and generation.decoder is self:
             generation.reorder(new_order)
         else:
             super().reorder_incremental_state_scripting(incremental_state, new_order)
@@ -174,18 +200,20 @@ class FastWeightDecoder(TransformerDecoder):
         return output
 
     def expect_prompt(self, prompt: Tensor | None, beam: int = 1) -> None:
-        """The next incremental decoding begins with these tokens, (B,P), given in steps or not, each in ``beam`` neighbouring rows;
-        None: no such promise."""
-        self.prompt, self.beam, self.prompt_features = prompt, beam, None
+        """The next incremental decoding by this thread begins with these tokens, (B,P), given in steps or not, each in ``beam``
+        neighbouring rows; None: no such promise."""
+        self.promises.pop(get_ident(), None)
+        if prompt is not None:
+            self.promises[get_ident()] = Promise(prompt, beam)
 
-    def read_prompt(self, tokens: int, incremental_state):
+    def read_prompt(self, promise: Promise, tokens: int, incremental_state):
         """The outputs at one of the prompt's tokens. The first call reads all of it in one pass, once for all rows that have it."""
-        if self.prompt_features is None:
-            features, _ = self.take_prompt(self.prompt, incremental_state=incremental_state, features_only=True)
-            rows = torch.arange(len(self.prompt), device=features.device).repeat_interleave(self.beam)
+        if promise.features is None:
+            features, _ = self.take_prompt(promise.prompt, incremental_state=incremental_state, features_only=True)
+            rows = torch.arange(len(promise.prompt), device=features.device).repeat_interleave(promise.beam)
             super().reorder_incremental_state_scripting(incremental_state, rows)
-            self.prompt_features = features.index_select(0, rows)
-        return self.output_layer(self.prompt_features[:, tokens - 1 : tokens]), {"attn": [None]}
+            promise.features = features.index_select(0, rows)
+        return self.output_layer(promise.features[:, tokens - 1 : tokens]), {"attn": [None]}
 
     def output_layer(self, features):
         features = self.output_dropout(features)
@@ -208,18 +236,21 @@ def longest_text(args) -> int | None:
 
 @contextlib.contextmanager
 def counted_from(embed_positions, start: int):
-    """Tokens get the positions that they have after ``start`` others."""
+    """Tokens get the positions that they have after ``start`` others, in calls by this thread."""
     if embed_positions is None or start == 0:
         yield
         return
+    own = get_ident()
 
     def with_others(module, inputs):
+        if get_ident() != own:
+            return None
         (tokens,) = inputs
         return (torch.cat([torch.full_like(tokens[:, :1], module.padding_idx + 1).expand(-1, start), tokens], dim=1),)
 
     hooks = [
         embed_positions.register_forward_pre_hook(with_others),
-        embed_positions.register_forward_hook(lambda module, inputs, output: output[:, start:]),
+        embed_positions.register_forward_hook(lambda module, inputs, output: output[:, start:] if get_ident() == own else None),
     ]
     try:
         yield

@@ -54,8 +54,8 @@ class FastWeightLanguageModelConfig(FastWeightConfig, TransformerLanguageModelCo
     )
     init_std: float = option(
         0.0,
-        "start all weights from a normal distribution of this width around 0, and those of norms around 1, as Transformer-XL's"
-        " code does; 0: as fairseq does",
+        "start the weights of all linear maps and embeddings from a normal distribution of this width around 0, and those of norms"
+        " from one around 1, as Transformer-XL's code does; rows that start as 0 stay; 0: as fairseq does",
         0,
         below=1,
     )
@@ -89,6 +89,8 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
         check_heads(args.decoder_embed_dim, args.decoder_attention_heads, "decoder")  # before fairseq does, by an assertion
         read_config(FastWeightLanguageModelConfig, args)
         check_cutoffs(args, len(task.target_dictionary))
+        if safe_getattr(args, "base_layers") and not torch.distributed.is_initialized():
+            raise Mistake(f"--base-layers is {args.base_layers}; its experts are spread over workers: train on several, or give 0")
         keep_layers(args)
         decoder = functools.partial(FastWeightDecoder, carries_over=getattr(task, "carries_over", False))
         model = build_with(decoder, cls, args, task)
@@ -157,20 +159,19 @@ def build_with(decoder: Callable, cls: type, args, task) -> TransformerLanguageM
 
 @torch.no_grad()
 def start_from(model: nn.Module, std: float) -> None:
-    """Draws the weights of all linear maps, embeddings and norms anew. Biases become 0, but those of mixers, where gates start,
-    stay."""
+    """Draws the weights of all linear maps, embeddings and norms anew. Rows that are 0, as that of padding, stay so. Biases become
+    0, but those of mixers, where gates start, stay."""
     inside = {part for attention in model.decoder.mixers for part in attention.modules()}
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
             nn.init.normal_(module.weight, 1.0, std)
         elif isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, std=std)
+            still = module.weight.eq(0).all(-1, keepdim=True)
+            nn.init.normal_(module.weight, std=std).masked_fill_(still, 0)
             if getattr(module, "bias", None) is not None and module not in inside:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, Band) and module.classes is not None:
             nn.init.normal_(module.classes, std=std)
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            nn.init.zeros_(module.weight[module.padding_idx])
 
 
 def check_cutoffs(args, words: int) -> None:

@@ -170,6 +170,7 @@ def check_options(args) -> None:
     check_sparse(config, args)
     if config.source_in_front:
         check_source_in_front(args)
+    check_cross(args, linear)
     if safe_getattr(args, "cross_self_attention") and linear & {"decoder", "cross"}:
         raise Mistake(
             "--cross-self-attention needs softmax attention in the decoder; leave it out or use --linear-attention encoder"
@@ -180,6 +181,13 @@ def check_options(args) -> None:
             raise Mistake(f"--{part}-xformers-att-config is for softmax attention; take {taken} out of --linear-attention")
     if safe_getattr(args, "load_alignments"):
         refuse_alignments("--load-alignments", config)
+
+
+def check_cross(args, linear: set[str]) -> None:
+    """Refuses to make cross attention linear where there is none; the default of --linear-attention names all three."""
+    for name in ("no_cross_attention", "source_in_front"):
+        if safe_getattr(args, name, False) and "cross" in linear and linear != {*ATTENTIONS}:
+            raise Mistake(f"--linear-attention names cross attention, which {option_name(name)} leaves out; leave cross out of it")
 
 
 def check_source_in_front(args) -> None:

@@ -84,14 +84,14 @@ class RetrievalModel(BaseFairseqModel):
             for key in [key for key in state_dict if key.startswith("gates.")]:
                 del state_dict[key]
 
+    def options_read(self, cfg: RetrievalConfig) -> set[str]:
+        """Returns the names of this project's options that the model reads."""
+        memory = "update_rule", "feature_map", "feature_norm", "attention_norm", "attention_norm_of", "write_strength_init"
+        return options_read(cfg, (), *(() if self.softmax else memory), "mixer", "key_dim")
+
     def refuse_without_effect(self, cfg: RetrievalConfig) -> None:
         """Refuses options that this model does not read."""
-        read = (
-            ()
-            if self.softmax
-            else ("update_rule", "feature_map", "feature_norm", "attention_norm", "attention_norm_of", "write_strength_init")
-        )
-        refuse_without_effect(cfg, RetrievalConfig, options_read(cfg, (), *read, "mixer", "key_dim"))
+        refuse_without_effect(cfg, RetrievalConfig, self.options_read(cfg))
 
     def forward(self, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
         """Maps keys and values (B,T) and queries (B,Q) to the value that each query reads, (B,Q,S)."""

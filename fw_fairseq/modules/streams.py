@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from threading import get_ident
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -74,11 +75,12 @@ CarriedState = Streams  # its earlier name
 
 @contextlib.contextmanager
 def with_arguments(modules: Iterable[nn.Module], **arguments) -> Iterator[None]:
-    """Calls of these modules get these keyword arguments, too, within the context; None leaves one out."""
-    given = {name: value for name, value in arguments.items() if value is not None}
+    """Calls of these modules get these keyword arguments, too, within the context; None leaves one out. Calls by other threads stay
+    as they are."""
+    given, own = {name: value for name, value in arguments.items() if value is not None}, get_ident()
 
-    def add(module, args, kwargs):
-        return args, kwargs | given
+    def add(module, args, kwargs=None):  # None: by another thread, which saw half of the hook's registration
+        return (args, kwargs | given) if get_ident() == own else None
 
     hooks = [module.register_forward_pre_hook(add, with_kwargs=True) for module in modules] if given else []
     try:

@@ -68,6 +68,8 @@ def check_shares(cfg) -> None:
     """Refuses the first of a model's probabilities that is none."""
     for name in SHARES:
         refuse_outside(cfg, name, 0, 1)
+    if safe_getattr(cfg, "quant_noise_pq", None) == 1:
+        raise Mistake("--quant-noise-pq is 1; it must be below 1, since noise on all blocks leaves no weights")
 
 
 def check_bounds(cfg) -> None:

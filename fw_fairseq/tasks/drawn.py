@@ -8,7 +8,7 @@ from fairseq.data import Dictionary, FairseqDataset
 from fairseq.dataclass import FairseqDataclass
 from fairseq.tasks import FairseqTask
 from omegaconf import II
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import Mistake
 from ..config import check_numbers, option, option_name
@@ -119,6 +119,22 @@ class DrawnText(DrawnTask):
 
     def words(self) -> int:
         raise NotImplementedError
+
+    def longest(self) -> dict[str, int]:
+        """The tokens of the longest sequences, by the names of the options that set them."""
+        return {}
+
+    def build_model(self, cfg, from_checkpoint=False):
+        """Refuses sequences that have more tokens than the model has learned positions."""
+        model = super().build_model(cfg, from_checkpoint)
+        positions = getattr(getattr(model, "decoder", None), "embed_positions", None)
+        for name, tokens in self.longest().items() if isinstance(positions, nn.Embedding) else ():
+            if tokens > positions.max_positions:
+                raise Mistake(
+                    f"{option_name(name)} is {getattr(self.cfg, name)}, which makes {tokens} tokens, and the model has"
+                    f" {positions.max_positions} learned positions; give --max-target-positions {tokens}"
+                )
+        return model
 
     def count(self, split: str) -> int:
         """The sequences of a batch."""

@@ -36,6 +36,9 @@ class MqarTask(DrawnText):
     def words(self) -> int:
         return self.cfg.symbols
 
+    def longest(self) -> dict[str, int]:
+        return {name: 3 * getattr(self.cfg, name) for name in ("pairs", "evaluation_pairs")}
+
     def draw(self, split: str, generator: torch.Generator) -> dict:
         """Keys have the first half of the numbers and values the second; the tokens are k_1 v_1 ... k_N v_N and the keys in random
         order, whose targets are their values."""

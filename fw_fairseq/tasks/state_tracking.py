@@ -60,6 +60,9 @@ class StateTrackingTask(DrawnText):
         """The number of each product of two elements."""
         return products(str(self.cfg.group), self.cfg.modulus)
 
+    def longest(self) -> dict[str, int]:
+        return {name: getattr(self.cfg, name) for name in ("length", "evaluation_length")}
+
     def words(self) -> int:
         return len(self.table)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from fw_fairseq.buffers.steppers import InPlaceStepper
 from fw_fairseq.decoding import GENERATION, Generation
 from fw_fairseq.decoding.steppers import has_stepper
 from fw_fairseq.mixers import MIXERS, Additive, Leap
+from fw_fairseq.modules import Streams
 from fw_fairseq.ops import FastWeightState
 from fw_fairseq.ops.factored import Factors
 from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
@@ -99,6 +102,27 @@ def test_the_short_way_equals_the_general_one(options, prompt, monkeypatch):
     expected, state = generate(model, tokens, prompt)
     assert not state.get(GENERATION)
     assert_close(found, expected, 1e-9 if model.decoder.recurrent else 1e-6)  # fairseq's softmax is in fp32
+
+
+COPIES = {"copied": copy.deepcopy, "pickled": lambda state: pickle.loads(pickle.dumps(state))}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("options", [*combinations(), *LAYOUTS], ids=label)
+@torch.no_grad()
+def test_a_copy_goes_on_by_itself(options, way):
+    """Two texts with the same beginning, and hypotheses that change places in the copy before its next token."""
+    model, tokens, state = build(**options), draw(3, 9), {}
+    for t in range(5):
+        model(tokens[:, : t + 1], incremental_state=state)
+    other, order = COPIES[way](state), torch.tensor([2, 0, 0])
+    assert b"FastWeightDecoder" not in pickle.dumps(other), "a copy has no model"
+    model.decoder.reorder_incremental_state_scripting(other, order)
+    others = torch.cat([tokens[order, :5], draw(3, 4)], 1)
+    for rows, states in (tokens, state), (others, other):
+        found = torch.cat([model(rows[:, : t + 1], incremental_state=states)[0] for t in range(5, 9)], 1)
+        assert_close(found, model(rows)[0][:, 5:], 1e-9 if model.decoder.recurrent else 1e-5)
+    assert bool(other.get(GENERATION)) == ("pooling_form" not in options)
 
 
 WITH_LOOPS = [
@@ -415,6 +439,30 @@ def test_a_promised_prompt_is_read_once(options, beam):
     model.decoder.expect_prompt(tokens[:: beam or 1, :4], *filter(None, [beam]))
     steps = [model(tokens[:, : t + 1], incremental_state=state)[0] for t in range(9)]
     assert_close(torch.cat(steps, 1), model(tokens)[0], 1e-5)  # fairseq's softmax is fp32
+
+
+def elsewhere(call):
+    """The result of a call by another thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(torch.no_grad()(call)).result()
+
+
+@torch.no_grad()
+def test_another_thread_may_use_the_model_meanwhile():
+    """While a prompt is promised, and while a segment of streams is read."""
+    model, tokens, streams = build(mixer_pattern="softmax,fast_weight"), draw(2, 6), Streams()
+    want = model(tokens)[0]
+    model.decoder.expect_prompt(draw(2, 4))
+    state = {}
+    found = elsewhere(lambda: [model(tokens[:, : t + 1], incremental_state=state)[0] for t in range(6)])
+    assert_close(torch.cat(found, 1), want, 1e-5)  # fairseq's softmax is fp32
+    model.decoder.expect_prompt(None)
+    assert not model.decoder.promises
+    model = build(value_mixing_rank=2, ffn_sru=4)
+    want = model(tokens)[0]
+    model(draw(2, 6), streams=streams)
+    with model.decoder.reading(streams, None, 6):
+        assert_close(elsewhere(lambda: model(tokens)[0]), want)
 
 
 PADDED = [{"mixer": name} for name in ("fast_weight", "additive", "leap", "sru")] + [{"update_rule": "sum", "attention_norm": True}]

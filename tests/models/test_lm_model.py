@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -524,6 +525,15 @@ def test_favor_estimates_the_kernel_that_is_asked_for(prescale):
 
 
 @torch.no_grad()
+def test_texts_longer_than_the_learned_positions_are_refused():
+    """Padding counts for nothing."""
+    model = build(tokens_per_sample=16, decoder_learned_pos=True)
+    model(torch.cat([torch.ones(2, 3, dtype=torch.long), draw(2, 16)], 1))
+    with pytest.raises(ValueError, match=r"^a text has 17 tokens, and the model has 16 learned positions; give shorter"):
+        model(draw(2, 17))
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("others", [1, 5])
 def test_positions_after_other_tokens(others):
     """As a worker counts them that has a later part of each segment; without positions there is nothing to count."""
@@ -532,6 +542,8 @@ def test_positions_after_other_tokens(others):
     whole = positions(tokens)
     with counted_from(positions, others):
         assert positions(tokens[:, others:]).equal(whole[:, others:])
+        with ThreadPoolExecutor(1) as another_thread:
+            assert another_thread.submit(torch.no_grad()(positions), tokens).result().equal(whole)
     assert positions(tokens).equal(whole)
     assert_close(logits(model, tokens, streams=Streams()), logits(model, tokens))  # alone, a worker counts from the first
     with counted_from(None, 5):

@@ -73,6 +73,20 @@ def test_gates_start_where_their_biases_have_them():
     assert not model.decoder.layers[0].fc1.bias.any()
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_that_start_as_0_stay(tied):
+    """That of padding, also where the output layer has the table of the input, and the gates of RWKV-7 that are the same for all
+    tokens at first."""
+    options = {"update_rule": "rwkv7", "feature_map": "identity", "feature_norm": "none", "token_shift": True}
+    options |= {"share_decoder_input_output_embed": tied}
+    make = registered.MODEL_REGISTRY["fast_weight_lm"].build_model
+    drawn, plain = (make(options_of("fast_weight_lm", init_std=std, **options), make_task(40)) for std in (0.02, 0.0))
+    for name in ("decoder.embed_tokens.weight", "decoder.layers.0.self_attn.mixer.in_proj.weight"):
+        rows = [model.state_dict()[name].eq(0).all(-1) for model in (drawn, plain)]
+        assert rows[0].any() and rows[0].equal(rows[1])
+        assert drawn.state_dict()[name][~rows[0]].std().item() == pytest.approx(0.02, rel=0.25)
+
+
 def test_the_dropouts():
     model = published()
     decoder = model.decoder
@@ -181,6 +195,9 @@ def test_the_start_of_write_strength(rule):
             },
             "^--plain-adaptive-softmax shares its words with one table; leave --adaptive-input out",
         ),
+        ({"sru_highway_bias": 1e9, "mixer": "sru"}, "^--sru-highway-bias is 1000000000.0; it must be at least -100 and below 100"),
+        ({"sru_highway_bias": math.nan, "mixer": "sru"}, "^--sru-highway-bias is nan; it must be at least -100 and below 100"),
+        ({"base_layers": 1}, "^--base-layers is 1; its experts are spread over workers: train on several, or give 0"),
         ({"init_std": -1.0}, "^--init-std is -1.0; it must be at least 0 and below 1"),
         ({"output_dropout": 1.0}, "^--output-dropout is 1.0; it must be at least 0 and below 1"),
     ],

@@ -273,6 +273,7 @@ REFUSED = [
         {"reversible": True, "mixer": "additive", "pooling_form": "published"} | BEFORE,
         "does not work with --pooling-form published",
     ),
+    ({"ffn_sparsity": 4, "init_std": 0.02}, "--init-std draws the weights of dense layers, not those of --ffn-sparsity; leave one"),
     ({"ffn_sparsity": 4, "train_only": "new"}, "--train-only new is for models that fw-convert made, which have no --ffn-sparsity"),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from argparse import Namespace
 from itertools import chain, combinations
 
@@ -140,6 +141,16 @@ def test_reordered_states_belong_to_the_reordered_hypotheses(subset, order):
     encoded = model.encoder.reorder_encoder_out(encoded, order)
     whole, sources = torch.cat([before[order], after], 1), source[order]
     assert_close(decode(model, None, whole, 5, state, encoded), logits(model, sources, whole)[:, 5:], tolerance(subset))
+
+
+@every_subset
+def test_a_copy_of_the_states_goes_on_by_itself(subset):
+    model, source, target = build(subset), draw(6, 9, 4), draw(9, 9, 9)
+    state, encoded = {}, model.encoder(source)
+    decode(model, source, target[:, :5], state=state, encoded=encoded)
+    other, changed = copy.deepcopy(state), torch.cat([target[:, :5], draw(4, 4, 4)], 1)
+    for rows, states in (target, state), (changed, other):
+        assert_close(decode(model, None, rows, 5, states, encoded), logits(model, source, rows)[:, 5:], tolerance(subset))
 
 
 @every_subset
@@ -658,6 +669,14 @@ def test_the_terraformer_has_no_cross_attention_and_two_attentions():
         (
             FRONT | {"decoder_embed_dim": 64},
             "--source-in-front needs one width; --encoder-embed-dim is 32 and --decoder-embed-dim 64",
+        ),
+        (
+            FRONT | {"linear_attention": "cross"},
+            "--linear-attention names cross attention, which --source-in-front leaves out; leave cross out of it",
+        ),
+        (
+            {"linear_attention": "decoder,cross", "no_cross_attention": True},
+            "--linear-attention names cross attention, which --no-cross-attention leaves out; leave cross out of it",
         ),
         ({"decoder_attentions": 2, "scale_heads": True}, "--decoder-attentions does not work with --scale-heads"),
         ({"ffn_sparsity": 5}, "--ffn-sparsity is 5; it must divide --decoder-ffn-embed-dim, 48"),

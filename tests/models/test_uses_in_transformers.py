@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from dataclasses import asdict
@@ -253,6 +254,9 @@ def test_token_shift_refuses_an_adapter():
         ({"mixers": ["sru"] * 3}, "mixers has 3 names; it must have one for each of 2 layers"),
         ({"mixers": ["sru"]}, "mixers has 1 names; it must have one for each of 2 layers"),
         ({"mixer_options": {"update_rule": "foo"}}, "update_rule is 'foo'; it must be one of: sum, "),
+        ({"mixer_options": {"feature_dim": -3}}, "feature_dim is -3; it must be at least 0"),
+        ({"mixer_options": {"attention_norm": "yes"}}, "attention_norm is 'yes'; it must be True or False"),
+        ({"mixer_options": {"sru_highway_bias": math.nan}}, "sru_highway_bias is nan; it must be at least -100 and below 100"),
         ({"mixer_options": {"update_rules": "sum"}}, "mixer_options has 'update_rules'; it must have names of: .*, update_rule, "),
         ({"input_bands": [[20, 32], [20, 16]]}, "input_bands has 40 words; it must have vocab_size, 50"),
     ],

@@ -32,7 +32,7 @@ from fw_fairseq.mixers import MIXERS
 from fw_fairseq.patches.batches import too_long
 from fw_fairseq.patches.checkpoints.model_options import deciding, differing, written
 from fw_fairseq.patches.mistakes import sentence, shortened
-from fw_fairseq.patches.option_values import BOUNDS, check_bounds
+from fw_fairseq.patches.option_values import BOUNDS, check_bounds, check_shares
 from fw_fairseq.patches.training import NotFinite
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -227,6 +227,11 @@ def test_noise_of_product_quantisation_reaches_every_projection(mixer):
         gone = (blocks == 0).all(-1)
         torch.testing.assert_close(blocks[~gone], 10 * weight.unflatten(1, (-1, 8))[~gone])
         assert gone.any()
+
+
+def test_noise_leaves_some_weights():
+    with pytest.raises(Mistake, match=r"^--quant-noise-pq is 1; it must be below 1, since noise on all blocks leaves no weights$"):
+        check_shares(Namespace(quant_noise_pq=1))
 
 
 def test_blocks_of_noise_divide_the_inputs():

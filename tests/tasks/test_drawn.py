@@ -9,6 +9,7 @@ import pytest
 import torch
 from fairseq.tasks.language_modeling import LanguageModelingConfig
 from support.commands import USER_DIR, fairseq, succeed
+from support.language_models import options_of
 from support.recipes import recipe
 
 from fw_fairseq.tasks.drawn import DrawnBatches, DrawnTextConfig
@@ -33,6 +34,33 @@ def mqar(**options) -> MqarTask:
 
 def tracking(**options) -> StateTrackingTask:
     return StateTrackingTask(StateTrackingConfig(**{"batch_size": 3, "seed": 1, "length": 9} | options))
+
+
+@pytest.mark.parametrize(
+    "task, said",
+    [
+        (mqar(), None),
+        (
+            mqar(pairs=6),
+            "--pairs is 6, which makes 18 tokens, and the model has 15 learned positions; give --max-target-po",
+        ),
+        (mqar(evaluation_pairs=7), "--evaluation-pairs is 7, which makes 21 tokens"),
+        (tracking(length=16, evaluation_length=0), "--length is 16, which makes 16 tokens"),
+        (tracking(evaluation_length=16), "--evaluation-length is 16, which makes 16 tokens"),
+    ],
+)
+def test_sequences_fit_the_learned_positions(task, said):
+    def build(**options):
+        args = options_of("fast_weight_lm", **options)
+        vars(args).update(arch="fast_weight_lm", tokens_per_sample=15)
+        return task.build_model(args)
+
+    build()
+    if said is None:
+        return build(decoder_learned_pos=True)
+    with pytest.raises(ValueError, match=f"^{said}"):
+        build(decoder_learned_pos=True)
+    return build(decoder_learned_pos=True, no_token_positional_embeddings=True)
 
 
 def test_every_pair_is_asked_for_once():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from fw_fairseq.criterions import RetrievalMse
 from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.models.retrieval import RetrievalConfig, RetrievalModel
 from fw_fairseq.ops import fast_weight
+from fw_fairseq.patches.checkpoints import model_options
 from fw_fairseq.rules import RULES, Gate, Rule
 from fw_fairseq.tasks.associative_retrieval import AssociativeRetrievalConfig, AssociativeRetrievalTask
 
@@ -106,6 +108,28 @@ def test_softmax_weighs_the_values():
     k = torch.cat([model.embedding(keys), v], -1) @ model.key_projection.weight.mT
     q = model.embedding(queries) @ model.query_projection.weight.mT
     torch.testing.assert_close(model(keys, values, queries), (q @ k.mT / 2).softmax(-1) @ v, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "other, said",
+    [
+        ({"update_rule": "delta"}, "--update-rule sum, and this model has --update-rule delta;"),
+        ({"feature_map": "dpfp"}, "--feature-map elu, and this model has --feature-map dpfp;"),
+        ({"mixer": "softmax"}, "--mixer fast_weight, and this model has --mixer softmax;"),
+        ({"fast_weight_backend": "recurrent"}, None),
+    ],
+)
+def test_a_checkpoint_of_other_options_is_refused(other, said, monkeypatch):
+    """Also where the parameters have the same shapes. How the model computes may change."""
+    monkeypatch.setitem(model_options.model_options, "other.pt", asdict(RetrievalConfig(update_rule="sum")))
+    config = RetrievalConfig(**{"update_rule": "sum"} | other)
+    given = SimpleNamespace(model=config, checkpoint=SimpleNamespace(restore_file="checkpoint_last.pt"))
+    trainer = SimpleNamespace(model=RetrievalModel(config, 7), cfg=given)
+    if said is None:
+        return model_options.check_options(trainer, "other.pt")
+    with pytest.raises(ValueError, match=f"^other.pt was made with {said}"):
+        model_options.check_options(trainer, "other.pt")
+    return None
 
 
 def test_a_rule_of_steps_with_a_gate_of_each_feature(monkeypatch):

@@ -286,6 +286,10 @@ def test_unknown_layouts_are_refused_by_their_first_key(change, said, dictionary
             {"rule": "decay", "mixer_pattern": "sru"},
             "--mixer-pattern has sru; fw-convert makes: fast_weight, local_attention, softmax",
         ),
+        (
+            {"rule": "decay", "mixer_pattern": "softmax,local_attention"},
+            "^--mixer-pattern is 'softmax,local_attention' and has no layer for --rule decay; name fast_weight in it, or give",
+        ),
         ({"rule": "decay", "attention_norm": True}, "--attention-norm"),
         ({"rule": "delta", "feature_map": "identity", "feature_norm": "none"}, "--feature-norm"),
     ],

@@ -58,9 +58,11 @@ def deciding(options: dict) -> set[str]:
 
 def differing(saved: dict, now: object, names: set[str]) -> dict[str, tuple[object, object]]:
     """Returns the value saved and the value now of each of these options that both have and that differ."""
-    pairs = {name: (value_of(saved, name), value_of(now, name)) for name in sorted(names.difference(WAYS))}
+    layered = names.issuperset(WAYS)
+    singly = sorted(names.difference(WAYS if layered else ()))
+    pairs = {name: (value_of(saved, name), value_of(now, name)) for name in singly}
     found = {name: pair for name, pair in pairs.items() if None not in pair and pair[0] != pair[1]}
-    if names.issuperset(WAYS) and value_of(saved, "mixer") is not None:
+    if layered and value_of(saved, "mixer") is not None:
         ways = [SimpleNamespace(**{way: value_of(options, way) or "" for way in WAYS}) for options in (saved, now)]
         mixers = [",".join(layer_mixers(way, value_of(now, "decoder_layers"))) for way in ways]
         found |= {"mixer_pattern": tuple(mixers)} if len({*mixers}) > 1 else {}

@@ -94,6 +94,11 @@ def convert_tensors(source: Source, config: FastWeightConfig) -> list[Change]:
     """Replaces each layer's attention in ``source.tensors``, one layer after the other, and returns the lines of the report."""
     tensors, options, changes = source.tensors, source.options, []
     names = layer_mixers(config, options["decoder_layers"])
+    if "fast_weight" not in names and config.mixer_pattern and {*names} <= {*CONVERSIONS, SOFTMAX}:
+        raise Mistake(
+            f"--mixer-pattern is {config.mixer_pattern!r} and has no layer for --rule {config.update_rule}; name fast_weight in it,"
+            f" or give --rule {LOCAL} alone"
+        )
     for layer, name in enumerate(names):
         if name == SOFTMAX:
             continue
