@@ -15,7 +15,7 @@ DEPENDENT_POWERS = {"q": 0.5, "output": 0.5}  # of RWKV 6; all others have 1
 LEAST_OF_VALUES = 0.3  # in RWKV 6, less of the token before goes into the values of higher layers
 
 
-class Past:
+class EarlierTokens:
     """The ``before`` tokens before each token of x (T,B,C), in the same text; zeros where it has fewer. ``recent`` (B,before,C) are
     those before the first. Padding, (B,T), is not there, and a reset, (B,T), begins a text.
 
@@ -40,7 +40,7 @@ class Past:
         self.seen = torch.cat([given.transpose(0, 1), x])
         self.text = None if text is None else F.pad(text, (0, 0, before, 0))
 
-    def earlier(self, tokens: int) -> Tensor:
+    def back(self, tokens: int) -> Tensor:
         """The token so many tokens before each token, (T,B,C), itself for 0."""
         start, stop = self.before - tokens, len(self.seen) - tokens
         x = self.seen[start:stop]
@@ -49,7 +49,7 @@ class Past:
         return x.masked_fill((self.text[start:stop] != self.text[self.before :]).unsqueeze(-1), 0)
 
     def in_place(self, y: Tensor) -> Tensor:
-        """(T,B,X) in the order of ``earlier`` in the order of x."""
+        """(T,B,X) in the order of ``back`` in the order of x."""
         return y if self.order is None else torch.zeros_like(y).scatter(0, self.order.unsqueeze(-1).expand_as(y), y)
 
     def recent(self) -> Tensor:
@@ -74,11 +74,11 @@ class ShortConvolution(nn.Module):
 
     def forward(self, x: Tensor, recent: Tensor | None, *masks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Maps x (T,B,C), what came before it, and the masks of padding and resets, to y (T,B,C) and the last inputs."""
-        past = Past(x, recent, len(self.weight) - 1, *masks)
-        y = past.earlier(0) * self.weight[0]
+        earlier = EarlierTokens(x, recent, len(self.weight) - 1, *masks)
+        y = earlier.back(0) * self.weight[0]
         for tokens in range(1, len(self.weight)):
-            y = torch.addcmul(y, past.earlier(tokens), self.weight[tokens])
-        return F.silu(past.in_place(y)), past.recent()
+            y = torch.addcmul(y, earlier.back(tokens), self.weight[tokens])
+        return F.silu(earlier.in_place(y)), earlier.recent()
 
 
 class TokenShift(nn.Module):
@@ -95,8 +95,8 @@ class TokenShift(nn.Module):
     def forward(self, x: Tensor, projection: Tensor, previous: Tensor | None, *masks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Maps x (T,B,C) and the weights of the projection (rows,C) to what the rows' own mixtures add, (T,B,rows), and the last
         token."""
-        past = Past(x, previous, 1, *masks)
-        return self.added(x, past.in_place(past.earlier(1)) - x, projection), past.recent()
+        earlier = EarlierTokens(x, previous, 1, *masks)
+        return self.added(x, earlier.in_place(earlier.back(1)) - x, projection), earlier.recent()
 
     def added(self, x: Tensor, change: Tensor, projection: Tensor) -> Tensor:
         """Returns what the mixtures add, for the change from x (T,B,C) to the token before it."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...feature_maps import wide
 from ...ops.checks import check_sequences
+from ..look_back import places_in_texts
 
 BASE = 10000.0
 
@@ -22,13 +23,8 @@ def positions(
     zeros = torch.zeros_like(tokens[..., 0], dtype=torch.long).T
     start = zeros[:, :1] if start is None else start
     check_sequences(start, len(zeros))
-    real = zeros + 1 if padding_mask is None else (~padding_mask).long()
-    counted = real.cumsum(1)
-    begun = -start  # where the text begins, in tokens of this call
-    if reset_mask is not None:
-        begun = torch.where(reset_mask, counted - real, begun).cummax(1).values
-    before = counted - real - begun
-    return before, before[:, -1:] + real[:, -1:]
+    places, after = places_in_texts(start[:, 0], len(tokens), padding_mask, reset_mask)
+    return places, after[:, None]
 
 
 def rotated(x: Tensor, place: Tensor) -> Tensor:
