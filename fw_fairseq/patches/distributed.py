@@ -13,7 +13,7 @@ from fairseq.models import distributed_fairseq_model
 
 from .. import Mistake
 from .checkpoints.lock import release
-from .option_values import check_bounds
+from .option_values import check_bounds, check_training
 from .replacing import replaces
 from .stopping import as_parent_of_workers, is_training
 
@@ -45,11 +45,13 @@ def suit_workers_to_cpus(original, cfg, main, **kwargs):
     """With `--ddp-backend fully_sharded` fairscale asks for a GPU in the middle of its work and fails with a traceback. Now the
     option is refused before the run starts. On CPUs, workers talk through `gloo` where `--distributed-backend` is `nccl`, fairseq's
     default, which is for GPUs. A training without a batch size is refused in one sentence, and so are numbers that end in a
-    traceback or in one batch of all texts, such as `--seed -1` and `--batch-size 0`. The locks of save directories end with the
-    run."""
+    traceback or in one batch of all texts, such as `--seed -1` and `--batch-size 0`, and a schedule of the learning rate that lacks
+    a number. The locks of save directories end with the run."""
     check_bounds(cfg)
-    if is_training(main) and cfg.dataset.max_tokens is None and cfg.dataset.batch_size is None:
-        raise Mistake("--max-tokens or --batch-size is missing; a training needs the size of its batches")
+    if is_training(main):
+        check_training(cfg)
+        if cfg.dataset.max_tokens is None and cfg.dataset.batch_size is None:
+            raise Mistake("--max-tokens or --batch-size is missing; a training needs the size of its batches")
     on_cpus = cfg.common.cpu or not torch.cuda.is_available()
     if cfg.distributed_training.ddp_backend == "fully_sharded" and on_cpus:
         raise Mistake("--ddp-backend fully_sharded shards over GPUs only; on CPUs use pytorch_ddp or legacy_ddp")

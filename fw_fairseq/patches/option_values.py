@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from .. import Mistake
 from ..buffers.graphs import VARIABLE
 from ..config import check_values, refuse_outside
-from .literals import plain
+from .literals import NotALiteral, plain, read_literal
 from .replacing import replaces
 
 
@@ -79,6 +79,34 @@ def check_bounds(cfg) -> None:
             refuse_outside(safe_getattr(cfg, group), name, least, most)
 
 
+def check_training(cfg) -> None:
+    """Refuses a learning rate's schedule, and an Adam, without the numbers that they need."""
+    schedule, most = cfg.lr_scheduler, cfg.optimization.max_update
+    name, lr = safe_getattr(schedule, "_name"), cfg.optimization.lr[0]
+    given = {key: safe_getattr(schedule, key) for key in ("total_num_update", "max_lr", "lr_period_updates", "phase_ratio")}
+    said = f"--lr-scheduler {name} needs"
+    if name == "polynomial_decay" and not (given["total_num_update"] or 0) > 0:
+        raise Mistake(f"{said} --total-num-update, the updates until the learning rate has fallen, or --max-update")
+    if name == "triangular" and not given["max_lr"] > lr:
+        raise Mistake(f"{said} --max-lr above --lr, {lr:g}; it is {given['max_lr']:g}")
+    if name == "cosine" and not max(given["lr_period_updates"], most) > 0:
+        raise Mistake(f"{said} --lr-period-updates, the updates of the first period, or --max-update")
+    if name == "tri_stage" and not (schedule.decay_steps if given["phase_ratio"] is None else most) > 0:
+        raise Mistake(f"{said} --decay-steps, or --phase-ratio with --max-update")
+    betas = safe_getattr(cfg.optimizer, "adam_betas", None)
+    if betas is not None and not is_pair_of_shares(betas):
+        raise Mistake(f"--adam-betas is {betas}; it must be two numbers, each at least 0 and below 1, such as '(0.9, 0.98)'")
+
+
+def is_pair_of_shares(value: object) -> bool:
+    """Whether a value, or the string that it is written as, is two numbers that are at least 0 and below 1."""
+    try:
+        numbers = read_literal(value) if isinstance(value, str) else value
+        return len(numbers) == 2 and all(0 <= x < 1 for x in numbers)
+    except (NotALiteral, TypeError):
+        return False
+
+
 @replaces(scalar, "quantize_model_")
 def quantise_layers_of_other_classes(original, model, *args, **kwargs):
     """With `--quant-noise-scalar` a dense layer of a class of its own, as those of sru and srupp, ends in a KeyError. Now it is
@@ -96,8 +124,9 @@ def quantise_layers_of_other_classes(original, model, *args, **kwargs):
 def list_every_option_in_the_help(original, parser, input_args=None, *args, **kwargs):
     """fairseq's commands print `--help` and end before they read the options of the architecture, the task and the criterion that
     the command line names. Now their help lists these too. An architecture that is missing, or that the task does not train, is
-    refused in one sentence. `--bf16` looks for a TPU, and on a GPU ends in a traceback; now only `--tpu` does, and `--bf16` trains
-    on GPUs."""
+    refused in one sentence. `--lr-scheduler polynomial_decay` without `--total-num-update` ends in Hydra's traceback; now its
+    updates are those of `--max-update`. `--bf16` looks for a TPU, and on a GPU ends in a traceback; now only `--tpu` does, and
+    `--bf16` trains on GPUs."""
     given = sys.argv[1:] if input_args is None else input_args
     if not {"-h", "--help"}.isdisjoint(given):
         parse = parser.parse_known_args
@@ -122,6 +151,8 @@ def list_every_option_in_the_help(original, parser, input_args=None, *args, **kw
     if getattr(args, "tpu", False) and "--tpu" not in given:  # with suppress_defaults only what was given is there
         args.tpu = False
     name_the_task_that_a_model_needs(args)
+    if getattr(args, "total_num_update", 0) is None:  # as the option's own default says, which Hydra refuses
+        args.total_num_update = getattr(args, "max_update", None) or 0
     return found
 
 

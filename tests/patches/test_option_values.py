@@ -32,7 +32,7 @@ from fw_fairseq.mixers import MIXERS
 from fw_fairseq.patches.batches import too_long
 from fw_fairseq.patches.checkpoints.model_options import deciding, differing, written
 from fw_fairseq.patches.mistakes import sentence, shortened
-from fw_fairseq.patches.option_values import BOUNDS, check_bounds, check_shares
+from fw_fairseq.patches.option_values import BOUNDS, check_bounds, check_shares, check_training
 from fw_fairseq.patches.training import NotFinite
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -204,6 +204,45 @@ def test_numbers_out_of_bounds_are_refused(words, said, dictionary):
         return check_bounds(cfg)
     with pytest.raises(Mistake, match=f"^{re.escape(said)}$"):
         check_bounds(cfg)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--lr-scheduler polynomial_decay", "--lr-scheduler polynomial_decay needs --total-num-update, the updates until"),
+        ("--lr-scheduler polynomial_decay --max-update 9", None),
+        ("--lr-scheduler polynomial_decay --total-num-update 9", None),
+        ("--lr-scheduler triangular --max-lr 0.1 --lr 0.2", "--lr-scheduler triangular needs --max-lr above --lr, 0.2; it is 0.1"),
+        ("--lr-scheduler triangular --max-lr 0.3 --lr 0.2", None),
+        ("--lr-scheduler cosine", "--lr-scheduler cosine needs --lr-period-updates, the updates of the first period, or --max-u"),
+        ("--lr-scheduler cosine --max-update 9", None),
+        ("--lr-scheduler cosine --lr-period-updates 9", None),
+        ("--lr-scheduler tri_stage --warmup-steps 9", "--lr-scheduler tri_stage needs --decay-steps, or --phase-ratio with --max"),
+        ("--lr-scheduler tri_stage --phase-ratio (0.1,0.4,0.5)", "--lr-scheduler tri_stage needs --decay-steps, or --phase-ratio"),
+        ("--lr-scheduler tri_stage --phase-ratio (0.1,0.4,0.5) --max-update 9", None),
+        ("--lr-scheduler tri_stage --decay-steps 9", None),
+        ("--adam-betas 0.9", "--adam-betas is 0.9; it must be two numbers, each at least 0 and below 1, such as '(0.9, 0.98)'"),
+        ("--adam-betas (0.9,0.9,0.9)", "--adam-betas is (0.9,0.9,0.9); it must be two numbers"),
+        ("--adam-betas (0.9,1)", "--adam-betas is (0.9,1); it must be two numbers"),
+        ("--adam-betas (0.9", "--adam-betas is (0.9; it must be two numbers"),
+        ("--adam-betas ('a',0)", "--adam-betas is ('a',0); it must be two numbers"),
+        ("--adam-betas 0.9,0.98", None),
+        ("--optimizer sgd", None),
+    ],
+)
+def test_what_a_training_needs(words, said, dictionary):
+    cfg = convert_namespace_to_omegaconf(parse(f"--arch fast_weight_lm --optimizer adam {words}", dictionary))
+    if said is None:
+        return check_training(cfg)
+    with pytest.raises(Mistake, match=f"^{re.escape(said)}"):
+        check_training(cfg)
+
+
+def test_polynomial_decay_ends_with_the_run(dictionary):
+    """As its option's default says."""
+    for given, updates in (("", 9), ("--total-num-update 5", 5)):
+        words = f"--arch fast_weight_lm --lr-scheduler polynomial_decay --max-update 9 {given}"
+        assert convert_namespace_to_omegaconf(parse(words, dictionary)).lr_scheduler.total_num_update == updates
 
 
 def test_every_option_with_bounds_is_one_of_fairseqs():
