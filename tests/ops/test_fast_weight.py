@@ -18,6 +18,7 @@ from support.draws import (
     draw_state,
     run_with_gradients,
 )
+from torch._dynamo import lookup_backend
 
 from fw_fairseq.feature_maps import NORMS
 from fw_fairseq.ops import FastWeightState, fast_weight
@@ -416,18 +417,73 @@ def test_delta_attention_norm_after_a_text_of_large_keys():
     torch.testing.assert_close(state.normaliser, final.normaliser)
 
 
-@pytest.mark.parametrize("rule", ["sum", "gated", "delta", "gated_delta"])
-def test_a_graph_of_the_whole_operation(rule):
-    """Not with gates per channel: how a chunk runs depends on their values."""
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("rule", [rule for rule in CHUNKED if RULES[rule].coefficients])
+def test_compiled_by_torch_as_one_operator_with_its_gradients(rule, zeros):
+    """Against the step form; gates of 0 need other ways to run a chunk."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes if "fw_fairseq" in str(node.target)])
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    def call(*leaves, backend="auto"):
+        q, k, v, memory, *parts = leaves
+        return fast_weight(q, k, v, rule, dict(zip(gates, parts)), FastWeightState(memory), backend=backend)
+
+    gates = draw_gates(RULES[rule], SHAPE)
+    if zeros:
+        gates = {name: torch.where(torch.rand(g.shape) < 0.2, 0.0, g.detach()).requires_grad_() for name, g in gates.items()}
+    leaves = draw_inputs(SHAPE) | {"memory": draw_state(RULES[rule], SHAPE).memory} | gates
     torch.compiler.reset()
-    inputs, gates = draw_inputs(SHAPE, torch.float32), draw_gates(RULES[rule], SHAPE, torch.float32)
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
+    found = run_with_gradients(leaves, lambda: compiled(*leaves.values()))
+    expected = run_with_gradients(leaves, lambda: call(*leaves.values(), backend="recurrent"))
+    assert_same(found, expected, 5e-6 if zeros else GATE64, smallest=1.0)
+    assert graphs == [["fw_fairseq.scan_portable"]]
 
-    def call(q, k, v, gates):
-        return fast_weight(q, k, v, rule, gates)[0]
 
-    y = torch.compile(call, fullgraph=True, backend="eager")(*inputs.values(), gates)
-    torch.testing.assert_close(y, call(*inputs.values(), gates))
-    assert all(g is not None for g in torch.autograd.grad(y.sum(), [*inputs.values(), *gates.values()]))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rule", ["sum", "gated", "decay", "delta", "kda"])
+def test_opcheck(rule, dtype):
+    """Shapes, strides and gradients, also for inputs that lie otherwise in memory."""
+    shape = (2, 3, 40, 6, 5)
+    q, k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in draw_inputs(shape, dtype).values())
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    memory = draw_state(RULES[rule], shape, wide).memory.detach().requires_grad_()
+    gates = draw_gates(RULES[rule], shape, wide)
+    given = [None if x is None else x.detach().clone().requires_grad_() for x in RULES[rule].coefficients(**gates)]
+    torch.library.opcheck(torch.ops.fw_fairseq.scan_portable.default, (q, k, v, *given, memory, True))
+    with torch.no_grad():
+        torch.library.opcheck(torch.ops.fw_fairseq.scan_portable.default, (q, k, v, *given, memory, False))
+    with pytest.raises(RuntimeError, match="fw_fairseq::scan_portable was called with keep=False on tensors that"):
+        torch.ops.fw_fairseq.scan_portable(q, k, v, *given, memory, False)
+
+
+@pytest.mark.parametrize("used", [0, 1], ids=["y", "memory"])
+def test_gradients_of_the_operator_where_one_result_is_used(used):
+    inputs, gates = draw_inputs(SHAPE), draw_gates(RULES["gated_delta"], SHAPE)
+    leaves = [*inputs.values(), *gates.values()][0 if used == 0 else 1 :]  # the memory does not read q
+
+    def call(*leaves):
+        y, state = fast_weight(*inputs.values(), "gated_delta", gates)
+        return (y, state.memory)[used].square().sum()
+
+    torch.compiler.reset()
+    found = torch.autograd.grad(torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves), leaves)
+    for one, other in zip(found, torch.autograd.grad(call(*leaves), leaves)):
+        torch.testing.assert_close(one, other)
+
+
+def test_an_exported_operation_needs_nothing_of_this_project():
+    class Operation(torch.nn.Module):
+        def forward(self, q, k, v, beta):
+            return fast_weight(q, k, v, "delta", {"beta": beta})[0]
+
+    inputs = [*draw_inputs(SHAPE, torch.float32).values(), *draw_gates(RULES["delta"], SHAPE, torch.float32).values()]
+    program = torch.export.export(Operation(), tuple(inputs), strict=False)
+    assert not [node for node in program.graph.nodes if "fw_fairseq" in str(node.target)]
+    torch.testing.assert_close(program.module()(*inputs), Operation()(*inputs))
 
 
 def test_a_state_holds_no_other_tokens():

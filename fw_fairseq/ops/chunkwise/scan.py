@@ -1,7 +1,8 @@
 """The recurrence in chunks: matrix products inside a chunk, and the memory carried from chunk to chunk.
 
 ``chunk`` has the mathematics of one chunk and ``frames`` the ways to keep its decay in range. This file has the loop over chunks,
-its plan and its autograd. The backward keeps the inputs and one memory per chunk, and recomputes the rest.
+its plan and its autograd. The backward keeps the inputs and one memory per chunk, and recomputes the rest. For ``torch.compile``
+all of it is one operator, ``scan_portable``: a traced loop is long, and how a chunk runs depends on the values of its gates.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ... import Mistake
-from ...autograd import as_written, once_differentiable
+from ...autograd import as_written, needs_gradient, once_differentiable
 from ...rules import Coefficients
+from ..kernels.operators import call, register
 from .frames import (
     CHUNK,
     SMALLEST_GATE,
@@ -36,19 +38,11 @@ class ChunkScan(torch.autograd.Function):
     def forward(ctx, q, k, v, f, z, e, w, memory, keep: bool):
         operands = (q, k, v, f, z, e, w)
         ctx.plan = plan(operands, memory.dtype)
-        y, memories, inverses = torch.empty_like(v), [], []
-        carried = memory.flatten(0, 1)
-        for span, way in ctx.plan:
-            if keep:
-                memories.append(carried)
-            y_chunk, carried, inverse = way.forward(take(operands, span), carried)
-            y[:, :, span] = y_chunk.unflatten(0, v.shape[:2])
-            carried = carried.to(memory.dtype)
-            inverses.append(inverse)
+        y, last, memories, inverses = run(operands, ctx.plan, memory, keep)
         if keep:
             ctx.save_for_backward(*operands, *memories, *inverses)
         ctx.set_materialize_grads(False)
-        return y, carried.unflatten(0, v.shape[:2])
+        return y, last
 
     @staticmethod
     @once_differentiable
@@ -56,20 +50,39 @@ class ChunkScan(torch.autograd.Function):
     def backward(ctx, dy, dmemory):
         saved = ctx.saved_tensors  # once: with activation checkpointing, asking again computes again, or fails
         operands, kept = saved[:7], saved[7:]
-        memories, inverses = kept[: len(ctx.plan)], kept[len(ctx.plan) :]
-        sequences, dtype = operands[0].shape[:2], memories[0].dtype
-        grads = [None if x is None else torch.empty_like(x) for x in operands]
-        dmemory = torch.zeros_like(memories[0]) if dmemory is None else dmemory.flatten(0, 1).clone()  # chunks use it up
-        for (span, way), memory, inverse in zip(reversed(ctx.plan), reversed(memories), reversed(inverses)):
-            chunk = take(operands, span)
-            work = way.dtype or dtype
-            dy_chunk = torch.zeros_like(chunk.v, dtype=work) if dy is None else dy[:, :, span].flatten(0, 1).to(work)
-            parts, dmemory = way.backward(chunk, memory, inverse, dy_chunk, dmemory.to(work))
-            for grad, part in zip(grads, parts):
-                if grad is not None:
-                    part = part.unflatten(0, sequences)
-                    grad[:, :, span] = part if grad.dim() == part.dim() else part.squeeze(-1)
-        return *grads, dmemory.to(dtype).unflatten(0, sequences), None
+        return *run_backward(operands, ctx.plan, kept[: len(ctx.plan)], kept[len(ctx.plan) :], dy, dmemory), None
+
+
+def run(operands, chunks, memory: Tensor, keep: bool) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor | None]]:
+    """Returns y, the last memory, and with ``keep`` for each chunk the memory before it and the inverse for its erase."""
+    v, memories, inverses = operands[2], [], []
+    y, carried = torch.empty_like(v), memory.flatten(0, 1)
+    for span, way in chunks:
+        before = carried
+        y_chunk, carried, inverse = way.forward(take(operands, span), before)
+        y[:, :, span] = y_chunk.unflatten(0, v.shape[:2])
+        carried = carried.to(memory.dtype)
+        if keep:
+            memories.append(before)
+            inverses.append(inverse)
+    return y, carried.unflatten(0, v.shape[:2]), memories, inverses
+
+
+def run_backward(operands, chunks, memories, inverses, dy: Tensor | None, dmemory: Tensor | None) -> list[Tensor | None]:
+    """Returns the gradients of the operands and of the first memory. An inverse that is None is made again."""
+    sequences, dtype = operands[0].shape[:2], memories[0].dtype
+    grads = [None if x is None else torch.empty_like(x) for x in operands]
+    dmemory = torch.zeros_like(memories[0]) if dmemory is None else dmemory.flatten(0, 1).clone()  # chunks use it up
+    for (span, way), memory, inverse in zip(reversed(chunks), reversed(memories), reversed(inverses)):
+        chunk = take(operands, span)
+        work = way.dtype or dtype
+        dy_chunk = torch.zeros_like(chunk.v, dtype=work) if dy is None else dy[:, :, span].flatten(0, 1).to(work)
+        parts, dmemory = way.backward(chunk, memory, inverse, dy_chunk, dmemory.to(work))
+        for grad, part in zip(grads, parts):
+            if grad is not None:
+                part = part.unflatten(0, sequences)
+                grad[:, :, span] = part if grad.dim() == part.dim() else part.squeeze(-1)
+    return [*grads, dmemory.to(dtype).unflatten(0, sequences)]
 
 
 def take(operands, span: slice) -> Operands:
@@ -137,5 +150,76 @@ def chunk_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memo
     if coefficients.w is not None and coefficients.w is coefficients.e:  # torch.compile wants no input twice
         coefficients = coefficients._replace(w=coefficients.w.view_as(coefficients.w))
     inputs = (q, k, v, *coefficients, memory)
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    keep = needs_gradient(*inputs)
+    if torch.compiler.is_compiling() and not is_exporting():
+        return call("scan_portable", *inputs, keep)[:2]
     return ChunkScan.apply(*inputs, keep)
+
+
+def is_exporting() -> bool:
+    """Whether ``torch.export`` traces, whose graph others run without this project: it gets the loop. torch 2.6 does not say."""
+    return getattr(torch.compiler, "is_exporting", bool)()
+
+
+@as_written
+def scan(q, k, v, f, z, e, w, memory, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns y, the last memory, and those before each chunk, (chunks,B H,K,V), for the backward."""
+    operands = (q, k, v, f, z, e, w)
+    y, last, memories, _ = run(operands, plan(operands, memory.dtype), memory, keep)
+    return y, last.contiguous(), torch.stack(memories) if keep else memory.new_empty(0)
+
+
+def scan_fake(q, k, v, f, z, e, w, memory, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns tensors of the shapes that ``scan`` returns."""
+    batch, heads, *matrix = memory.shape
+    kept = (-(-q.shape[2] // CHUNK), batch * heads, *matrix) if keep else (0,)
+    return torch.empty_like(v), memory.new_empty(memory.shape), memory.new_empty(kept)
+
+
+@as_written
+def scan_backward(q, k, v, f, z, e, w, memories, dy, dmemory) -> list[Tensor]:
+    """Returns the gradients of the operands that are there, and of the first memory."""
+    operands = (q, k, v, f, z, e, w)
+    chunks = plan(operands, memories.dtype)
+    grads = run_backward(operands, chunks, memories.unbind(), [None] * len(chunks), dy, dmemory)
+    return [x.contiguous() if i == len(operands) else x for i, x in enumerate(grads) if x is not None]
+
+
+def scan_backward_fake(q, k, v, f, z, e, w, memories, dy, dmemory) -> list[Tensor]:
+    """Returns tensors of the shapes that ``scan_backward`` returns."""
+    grads = [torch.empty_like(x) for x in (q, k, v, f, z, e, w) if x is not None]
+    return [*grads, memories.new_empty(*q.shape[:2], *memories.shape[2:])]
+
+
+def setup_context(ctx, inputs, output) -> None:
+    *operands, _memory, keep = inputs
+    if not keep:
+        raise RuntimeError("fw_fairseq::scan_portable was called with keep=False on tensors that require gradients")
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*operands, output[2])
+
+
+def differentiate(ctx, dy, dmemory, _memories):
+    *operands, memories = ctx.saved_tensors
+    grads = iter(call("scan_portable_backward", *operands, memories, dy, dmemory))
+    return *(None if x is None else next(grads) for x in operands), next(grads), None
+
+
+OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? f, Tensor? z, Tensor? e, Tensor? w"
+register(
+    "scan_portable",
+    f"({OPERANDS}, Tensor memory, bool keep) -> (Tensor, Tensor, Tensor)",
+    scan,
+    scan_fake,
+    setup_context,
+    differentiate,
+    device="CompositeExplicitAutograd",
+)
+register(
+    "scan_portable_backward",
+    f"({OPERANDS}, Tensor memories, Tensor? dy, Tensor? dmemory) -> Tensor[]",
+    scan_backward,
+    scan_backward_fake,
+    device="CompositeExplicitAutograd",
+)
