@@ -18,19 +18,23 @@ class Run:
     def __init__(self, folder: Path):
         self.name = folder.name
         self.text = (folder / "train.log").read_text(encoding="utf-8", errors="replace")
-        self.epochs: dict[int, tuple[float, float]] = {}  # loss, perplexity
+        self.validations: list[tuple[float, float, int]] = []  # loss, perplexity, epoch; some are within an epoch
         self.seconds: dict[int, float] = {}
         for entry in map(read_line, self.text.splitlines()):
             if "valid_loss" in entry:
-                self.epochs[int(entry["epoch"])] = float(entry["valid_loss"]), float(entry["valid_ppl"])
+                self.validations.append((float(entry["valid_loss"]), float(entry["valid_ppl"]), int(entry["epoch"])))
             if "train_train_wall" in entry:
                 self.seconds[int(entry["epoch"])] = float(entry["train_train_wall"])
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """The epoch of the lowest loss, and its perplexity."""
-        epoch = min(self.epochs, key=lambda epoch: self.epochs[epoch][0], default=None)
-        return None if epoch is None else (epoch, self.epochs[epoch][1])
+        """The epoch of the lowest loss, whose checkpoint is the best one, and its perplexity."""
+        return min(self.validations)[:0:-1] if self.validations else None
+
+    @property
+    def epochs(self) -> int:
+        """How many epochs there are."""
+        return len({epoch for *_, epoch in self.validations})
 
 
 def state(run: Run, ended: str) -> str:
@@ -38,13 +42,13 @@ def state(run: Run, ended: str) -> str:
     if run.best is None:
         return f"{run.name}: {end}, no epoch is complete"
     epoch, perplexity = run.best
-    return f"{run.name}: {end}, {len(run.epochs)} epochs, best validation perplexity {perplexity:.2f} after epoch {epoch}"
+    return f"{run.name}: {end}, {run.epochs} epochs, best validation perplexity {perplexity:.2f} in epoch {epoch}"
 
 
 def cells(run: Run, *values: str) -> str:
     if run.best is None:
         sys.exit(f"status.py: the log of {run.name} has no validation loss")
-    return " | ".join([f"{run.best[1]:.2f}", *values, str(len(run.epochs)), f"{sum(run.seconds.values()) / 3600:.1f}"])
+    return " | ".join([f"{run.best[1]:.2f}", *values, str(run.epochs), f"{sum(run.seconds.values()) / 3600:.1f}"])
 
 
 def main(way: str, first: str, *others: str) -> None:

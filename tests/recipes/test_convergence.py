@@ -37,11 +37,11 @@ def status():
     return load("status")
 
 
-def write_log(folder, losses: list[float], ended: bool) -> None:
+def write_log(folder, losses: list[float], ended: bool, epochs=range(1, 9)) -> None:
     """A log of fairseq-train with these validation losses, half an hour for each epoch."""
     folder.mkdir(parents=True)
     lines = ["2026-01-01 | INFO | fairseq_cli.train | {not json"]
-    for epoch, loss in enumerate(losses, 1):
+    for epoch, loss in zip(epochs, losses):
         valid = {"epoch": epoch, "valid_loss": str(loss), "valid_ppl": str(round(2 ** (loss - 1), 2))}
         lines += [f"x | INFO | train | {json.dumps({'epoch': epoch, 'train_train_wall': '1800'})}", f"x | {json.dumps(valid)}"]
     if ended:
@@ -53,14 +53,18 @@ def test_status_of_runs(status, tmp_path, capsys):
     write_log(tmp_path / "a-1", [7.0, 6.0, 6.5], ended=True)
     write_log(tmp_path / "b-1", [7.0], ended=False)
     write_log(tmp_path / "c-1", [], ended=False)
+    write_log(tmp_path / "d-1", [7.0, 5.0, 6.0], ended=False, epochs=(1, 2, 2))  # the second is within its epoch
     status.main("--ended", ENDED, str(tmp_path))
     assert capsys.readouterr().out.splitlines() == [
-        "a-1: finished, 3 epochs, best validation perplexity 32.00 after epoch 2",  # valid_ppl
-        "b-1: unfinished, 1 epochs, best validation perplexity 64.00 after epoch 1",
+        "a-1: finished, 3 epochs, best validation perplexity 32.00 in epoch 2",  # valid_ppl
+        "b-1: unfinished, 1 epochs, best validation perplexity 64.00 in epoch 1",
         "c-1: unfinished, no epoch is complete",
+        "d-1: unfinished, 2 epochs, best validation perplexity 16.00 in epoch 2",
     ]
     status.main("--cells", str(tmp_path / "a-1"), "5.1", "")
     assert capsys.readouterr().out == "32.00 | 5.1 |  | 3 | 1.5\n"
+    status.main("--cells", str(tmp_path / "d-1"))
+    assert capsys.readouterr().out == "16.00 | 2 | 1.0\n"
     with pytest.raises(SystemExit, match="the log of c-1 has no validation loss"):
         status.main("--cells", str(tmp_path / "c-1"))
     status.main("--ended", ENDED, str(tmp_path / "nothing"))
