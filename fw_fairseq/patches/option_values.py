@@ -81,19 +81,19 @@ def check_bounds(cfg) -> None:
 
 def check_training(cfg) -> None:
     """Refuses a learning rate's schedule, and an Adam, without the numbers that they need."""
-    schedule, most = cfg.lr_scheduler, cfg.optimization.max_update
-    name, lr = safe_getattr(schedule, "_name"), cfg.optimization.lr[0]
+    schedule, optimization, optimizer = (safe_getattr(cfg, group) for group in ("lr_scheduler", "optimization", "optimizer"))
+    name, most, lr = safe_getattr(schedule, "_name"), safe_getattr(optimization, "max_update"), safe_getattr(optimization, "lr")
     given = {key: safe_getattr(schedule, key) for key in ("total_num_update", "max_lr", "lr_period_updates", "phase_ratio")}
     said = f"--lr-scheduler {name} needs"
     if name == "polynomial_decay" and not (given["total_num_update"] or 0) > 0:
         raise Mistake(f"{said} --total-num-update, the updates until the learning rate has fallen, or --max-update")
-    if name == "triangular" and not given["max_lr"] > lr:
-        raise Mistake(f"{said} --max-lr above --lr, {lr:g}; it is {given['max_lr']:g}")
+    if name == "triangular" and not given["max_lr"] > lr[0]:
+        raise Mistake(f"{said} --max-lr above --lr, {lr[0]:g}; it is {given['max_lr']:g}")
     if name == "cosine" and not max(given["lr_period_updates"], most) > 0:
         raise Mistake(f"{said} --lr-period-updates, the updates of the first period, or --max-update")
     if name == "tri_stage" and not (schedule.decay_steps if given["phase_ratio"] is None else most) > 0:
         raise Mistake(f"{said} --decay-steps, or --phase-ratio with --max-update")
-    betas = safe_getattr(cfg.optimizer, "adam_betas", None)
+    betas = safe_getattr(optimizer, "adam_betas")
     if betas is not None and not is_pair_of_shares(betas):
         raise Mistake(f"--adam-betas is {betas}; it must be two numbers, each at least 0 and below 1, such as '(0.9, 0.98)'")
 
