@@ -22,7 +22,7 @@ from fw_fairseq.tools.plot.logs import read_log
 
 ENDED = "stopping training because current learning rate"
 FOLDER = ROOT / "recipes" / "convergence"
-ROW = r"| {row} | 1 | "
+ROW = "| {row} | {seed} | "
 
 
 def load(name: str):
@@ -75,6 +75,8 @@ def test_language_models_and_conversion(tmp_path):
     out = tmp_path / "out_toy"
     done = recipe("convergence/conversion.sh", out, "decay-4-distilled")
     assert done.returncode == 1 and "softmax-0.1-1 is not finished; run recipes/convergence/language.sh softmax" in done.stderr
+    done = recipe("convergence/conversion.sh", out, "decay-4-scratch")
+    assert done.returncode == 1 and "words is not there; run recipes/convergence/language.sh with the same OUT first" in done.stderr
     printed = succeed(recipe("convergence/language.sh", out, "softmax"))
     best, segments, sliding, stream, epochs, _ = cells(printed, "softmax")
     assert min(map(float, (best, segments, sliding))) > 10 and stream == "" and int(epochs) > 3
@@ -99,6 +101,9 @@ def test_language_models_and_conversion(tmp_path):
     assert cells(succeed(again), "decay-4-distilled") == row and "training" not in again.stderr
     assert stamps == {path: path.stat().st_mtime_ns for path in (out / "runs").rglob("*.*") if path.is_file()}
     assert "decay-4-distilled-0.1-1: finished, " in succeed(recipe("convergence/conversion.sh", out, "--status"))
+    printed = succeed(recipe("convergence/conversion.sh", out, "decay-4-scratch", SEEDS="2"))
+    before, _, trained, share, *_ = cells(printed, "decay-4-scratch", seed=2)
+    assert before == share == "" and float(trained) > 10  # of a seed without a Transformer
 
 
 @pytest.mark.parametrize("command", ["{ echo 1.5; false; }", "true", "{ echo 1.5; kill -9 $BASHPID; }"])
@@ -144,8 +149,8 @@ def test_translations(tmp_path):
     assert {*read_translated(out / "translated.txt")} == {"dpfp2-decoder, dropout 0.1", "dpfp2-decoder, dropout 0"}
 
 
-def cells(printed: str, row: str) -> list[str]:
-    [line] = [line for line in printed.splitlines() if line.startswith(ROW.format(row=row))]
+def cells(printed: str, row: str, seed: int = 1) -> list[str]:
+    [line] = [line for line in printed.splitlines() if line.startswith(ROW.format(row=row, seed=seed))]
     return [cell.strip() for cell in line.strip("|").split("|")][2:]
 
 
