@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .. import Mistake
 from ..config import SOFTMAX, FastWeightConfig, layer_mixers, read_config
 from ..decoding import GENERATION, Generation, generation_in, start
-from ..modules import FastWeightDecoderLayer, MixerAttention, Stack, Stateful, Streams, with_arguments
+from ..modules import FastWeightDecoderLayer, MixerAttention, Stack, Stateful, Streams, of_this_thread, with_arguments
 from ..modules.plain_softmax import PlainAdaptiveSoftmax
 from ..modules.sparse import Multiplicative
 from ..modules.sparse.softmax import SparseAttention
@@ -240,18 +240,17 @@ def counted_from(embed_positions, start: int):
     if embed_positions is None or start == 0:
         yield
         return
-    own = get_ident()
 
+    @of_this_thread
     def with_others(module, inputs):
-        if get_ident() != own:
-            return None
         (tokens,) = inputs
         return (torch.cat([torch.full_like(tokens[:, :1], module.padding_idx + 1).expand(-1, start), tokens], dim=1),)
 
-    hooks = [
-        embed_positions.register_forward_pre_hook(with_others),
-        embed_positions.register_forward_hook(lambda module, inputs, output: output[:, start:] if get_ident() == own else None),
-    ]
+    @of_this_thread
+    def without_them(module, inputs, output):
+        return output[:, start:]
+
+    hooks = [embed_positions.register_forward_pre_hook(with_others), embed_positions.register_forward_hook(without_them)]
     try:
         yield
     finally:

@@ -20,15 +20,14 @@ def check_sparse(config: FastWeightConfig, args) -> None:
     for name in ("ffn_sparsity", "qkv_sparsity", "output_sparsity"):
         if getattr(config, name) == 1:
             raise Mistake(f"{option_name(name)} is 1; it must be 0 or at least 2")
+        if getattr(config, name) and safe_getattr(args, "init_std", None):
+            raise Mistake(f"--init-std draws the weights of dense layers, not those of {option_name(name)}; leave one of them out")
     if config.ffn_controller_dim and not config.ffn_sparsity:
         raise Mistake("--ffn-controller-dim has no effect without --ffn-sparsity; leave it out")
     if safe_getattr(args, "train_only", "all") == "new":
         for name in SPARSE_OPTIONS:
             if getattr(config, name):
                 raise Mistake(f"--train-only new is for models that fw-convert made, which have no {option_name(name)}")
-    for name in ("ffn_sparsity", "qkv_sparsity", "output_sparsity"):
-        if getattr(config, name) and safe_getattr(args, "init_std", None):
-            raise Mistake(f"--init-std draws the weights of dense layers, not those of {option_name(name)}; leave one of them out")
     if config.qkv_sparsity and config.token_shift:
         raise Mistake("--token-shift mixes tokens before a dense projection, which --qkv-sparsity replaces; leave one of them out")
     if config.token_shift and cfg.quant_noise.pq > 0:

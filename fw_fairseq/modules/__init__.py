@@ -5,7 +5,7 @@ from .linear_attention import LinearAttention
 from .mixer_attention import MixerAttention
 from .stack import Stack
 from .stateful import Stateful
-from .streams import CarriedState, LayerStates, Streams, with_arguments
+from .streams import CarriedState, LayerStates, Streams, of_this_thread, with_arguments
 from .translation_layers import LinearEncoderLayer, TranslationDecoderLayer
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "Stateful",
     "Streams",
     "TranslationDecoderLayer",
+    "of_this_thread",
     "with_arguments",
 ]

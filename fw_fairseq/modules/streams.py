@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from threading import get_ident
 from weakref import WeakKeyDictionary
 
@@ -73,14 +74,26 @@ class Streams:
 CarriedState = Streams  # its earlier name
 
 
+def of_this_thread(hook: Callable) -> Callable:
+    """A module's hook for the calls by the thread that asks for it; it leaves those by others as they are."""
+    own = get_ident()
+
+    @functools.wraps(hook)
+    def run(*args, **kwargs):  # with half of the arguments, where another thread calls while the hook is being registered
+        return hook(*args, **kwargs) if get_ident() == own else None
+
+    return run
+
+
 @contextlib.contextmanager
 def with_arguments(modules: Iterable[nn.Module], **arguments) -> Iterator[None]:
     """Calls of these modules get these keyword arguments, too, within the context; None leaves one out. Calls by other threads stay
     as they are."""
-    given, own = {name: value for name, value in arguments.items() if value is not None}, get_ident()
+    given = {name: value for name, value in arguments.items() if value is not None}
 
-    def add(module, args, kwargs=None):  # None: by another thread, which saw half of the hook's registration
-        return (args, kwargs | given) if get_ident() == own else None
+    @of_this_thread
+    def add(module, args, kwargs):
+        return args, kwargs | given
 
     hooks = [module.register_forward_pre_hook(add, with_kwargs=True) for module in modules] if given else []
     try:

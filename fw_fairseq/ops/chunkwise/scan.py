@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import Mistake
 from ...autograd import as_written, needs_gradient, once_differentiable
 from ...rules import Coefficients
-from ..kernels.operators import call, register
+from ..kernels.operators import call, need_kept, register
 from .frames import (
     CHUNK,
     SMALLEST_GATE,
@@ -58,12 +58,12 @@ def run(operands, chunks, memory: Tensor, keep: bool) -> tuple[Tensor, Tensor, l
     v, memories, inverses = operands[2], [], []
     y, carried = torch.empty_like(v), memory.flatten(0, 1)
     for span, way in chunks:
-        before = carried
-        y_chunk, carried, inverse = way.forward(take(operands, span), before)
+        if keep:
+            memories.append(carried)
+        y_chunk, carried, inverse = way.forward(take(operands, span), carried)
         y[:, :, span] = y_chunk.unflatten(0, v.shape[:2])
         carried = carried.to(memory.dtype)
         if keep:
-            memories.append(before)
             inverses.append(inverse)
     return y, carried.unflatten(0, v.shape[:2]), memories, inverses
 
@@ -91,15 +91,14 @@ def take(operands, span: slice) -> Operands:
 
 
 def plan(operands, dtype: torch.dtype) -> list[tuple[slice, type]]:
-    """The chunks in order, each with the way to run it, which depends on the smallest of its gates. A graph that is being traced
+    """The chunks in order, each with the way to run it, which depends on the smallest of its gates. A graph that is exported
     cannot look at gates: with one gate per token each of its chunks is ready for gates of 0."""
     q, _, _, f, z, e, _ = operands
     cuts = spans(q.shape[2])
     if z is None and (f is None or f.dim() == 3):
         if f is None or f.is_meta:
             return [(span, TokenGates) for span in cuts]
-        traced = torch.compiler.is_compiling()
-        small = [True] * q.shape[2] if traced else (f < SMALLEST_GATE).flatten(0, 1).any(0).tolist()  # of each token
+        small = [True] * q.shape[2] if is_exporting() else (f < SMALLEST_GATE).flatten(0, 1).any(0).tolist()  # of each token
         return [(span, TokenGatesWithZeros if any(small[span]) else TokenGates) for span in cuts]
     if not q.numel() or q.is_meta:  # no gate to look at
         return [(span, ChannelGates) for span in cuts]
@@ -193,8 +192,7 @@ def scan_backward_fake(q, k, v, f, z, e, w, memories, dy, dmemory) -> list[Tenso
 
 def setup_context(ctx, inputs, output) -> None:
     *operands, _memory, keep = inputs
-    if not keep:
-        raise RuntimeError("fw_fairseq::scan_portable was called with keep=False on tensors that require gradients")
+    need_kept("scan_portable", keep)
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*operands, output[2])

@@ -71,6 +71,12 @@ def call(name: str, *inputs):
     return FUNCTIONS[name].apply(*inputs) if learns else OPERATORS[name](*inputs)
 
 
+def need_kept(name: str, keep: bool) -> None:
+    """Refuses the gradient of a call that kept nothing for it."""
+    if not keep:
+        raise RuntimeError(f"fw_fairseq::{name} was called with keep=False on tensors that require gradients")
+
+
 def seen(tensors: list[Tensor]) -> bool:
     """Whether somebody looks at calls with these tensors: a compiler, a transform such as ``vmap``, forward mode, a dispatch mode
     such as a counter of operations, or a class of tensors of its own."""

@@ -19,7 +19,7 @@ from ..parallel.parts import choose_parts, run_parts
 from . import launch
 from .common import Divided, dense, why_no_map, why_not_run
 from .families import family_of, why_no_family
-from .operators import call, register
+from .operators import call, need_kept, register
 
 FP32_PRECISIONS = ("exact", "tf32")
 MANY_PARTS = 16  # so many run faster in parts, with an fp32 column, than whole with the divisor inside the kernels
@@ -126,8 +126,7 @@ def scan_backward_fake(q, k, v, f, z, e, w, memory, saved, dy, dmemory, precisio
 def setup_context(ctx, inputs, output) -> None:
     operands, (ctx.precision, keep), ctx.row_map = inputs[:8], inputs[8:10], inputs[10:]
     saved = output[2]
-    if not keep:
-        raise RuntimeError("fw_fairseq::scan was called with keep=False on tensors that require gradients")
+    need_kept("scan", keep)
     ctx.mark_non_differentiable(*saved)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*operands, *saved)
@@ -170,8 +169,7 @@ def scan_divided_backward_fake(q, k, v, f, z, e, w, memory, saved, y, dy, dmemor
 def setup_divided_context(ctx, inputs, output) -> None:
     operands, (*ctx.settings, keep), row_map = inputs[:9], inputs[9:13], inputs[13:]
     y, _, _, saved = output
-    if not keep:
-        raise RuntimeError("fw_fairseq::scan_divided was called with keep=False on tensors that require gradients")
+    need_kept("scan_divided", keep)
     ctx.settings += row_map
     ctx.mark_non_differentiable(*saved)
     ctx.set_materialize_grads(False)

@@ -9,7 +9,7 @@ from torch import Tensor
 from ...autograd import needs_gradient
 from ..kernels import launch
 from ..kernels.common import TYPES, dense, why_not_run
-from ..kernels.operators import call, register
+from ..kernels.operators import call, need_kept, register
 
 SOURCE, UNITS, STEPS = "sru.cu", 32, 8
 VIEW = np.dtype([("p", "u8"), ("stride_t", "i8"), ("stride_b", "i8")])
@@ -90,8 +90,7 @@ def backward_fake(u, forget, reset, x, v_forget, v_reset, first, padding, resets
 
 def setup_context(ctx, inputs, output) -> None:
     *operands, keep = inputs
-    if not keep:
-        raise RuntimeError("fw_fairseq::sru was called with keep=False on tensors that require gradients")
+    need_kept("sru", keep)
     [c] = output[2]
     ctx.mark_non_differentiable(c)
     ctx.set_materialize_grads(False)
