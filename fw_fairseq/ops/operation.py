@@ -15,7 +15,7 @@ from . import checks, normalisation
 from .dispatch import has_kernels, maps_inside, run
 from .factored import Factors
 from .inputs import READ_AND_ERASE, Inputs, fill, hide_padded_rows, hide_padding, with_coefficients
-from .recurrent import scan
+from .recurrent import looped
 from .state import FastWeightState, empty_state
 from .tokens.steps import run_steps, spread
 
@@ -146,9 +146,6 @@ def run_own_form(inputs: Inputs) -> tuple[Tensor, FastWeightState]:
     """The result of a rule outside the recurrence, by its ``sequence`` or its ``step``."""
     q, k, v, rule, state = inputs.q, inputs.k, inputs.v, inputs.rule, inputs.state
     masks = inputs.padding_mask, inputs.reset_mask
-    if rule.sequence is None or inputs.backend == "recurrent" or q.shape[2] == 1:
-        y, memory = scan(rule.step, q, k, v, inputs.gates, state.memory, *masks)
-    else:
-        q, k, values, *gates = (x.to(state.memory.dtype) for x in (q, k, v, *inputs.gates.values()))
-        y, memory = rule.sequence(q, k, values, state.memory, *masks, **dict(zip(inputs.gates, gates)))
-    return y.to(v.dtype), state._replace(memory=memory)
+    stepwise = rule.sequence is None or inputs.backend == "recurrent" or q.shape[2] == 1
+    y, memory = looped(rule, stepwise, q, k, v, inputs.gates, state.memory, *masks)
+    return y, state._replace(memory=memory)

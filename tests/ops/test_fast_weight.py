@@ -460,6 +460,43 @@ def test_opcheck(rule, dtype):
         torch.ops.fw_fairseq.scan_portable(q, k, v, *given, memory, False)
 
 
+@pytest.mark.parametrize("rule, backend", [("decay", "recurrent"), ("fwm", "recurrent"), ("fwm", "auto")])
+def test_steps_compiled_by_torch_as_one_operator(rule, backend):
+    """torch.compile would unroll them. With texts that end and begin; a single token is part of the graph."""
+    graphs, shape = [], (2, 2, 12, 4, 3)
+
+    def record(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes if "fw_fairseq" in str(node.target)])
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    def call(q, k, v, memory, *parts):
+        masks = dict(padding_mask=padding[:, : q.shape[2]], reset_mask=reset[:, : q.shape[2]])
+        return fast_weight(q, k, v, rule, dict(zip(gates, parts)), FastWeightState(memory), backend=backend, **masks)
+
+    gates = draw_gates(RULES[rule], shape)
+    padding, reset = torch.arange(12) >= torch.tensor([[9], [12]]), (torch.arange(12) == 7).expand(2, -1)
+    leaves = draw_inputs(shape) | {"memory": draw_state(RULES[rule], shape).memory} | gates
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, backend=record, dynamic=False)
+    found = run_with_gradients(leaves, lambda: compiled(*leaves.values()))
+    expected = run_with_gradients(leaves, lambda: call(*leaves.values()))
+    assert_same(found, expected, 1e-12, smallest=1.0)
+    one = {name: x if name == "memory" else x[:, :, :1].detach().requires_grad_() for name, x in leaves.items()}
+    found = run_with_gradients(one, lambda: compiled(*one.values()))
+    assert_same(found, run_with_gradients(one, lambda: call(*one.values())), 1e-12, smallest=1.0)
+    assert graphs == [["fw_fairseq.loop"], []]
+
+
+@pytest.mark.parametrize("rule, stepwise", [("", True), ("fwm", True), ("fwm", False)])
+def test_opcheck_of_steps(rule, stepwise):
+    shape = (2, 2, 5, 4, 3)
+    q, k, v = draw_inputs(shape).values()
+    memory, gates = draw_state(RULES[rule or "delta"], shape).memory, draw_gates(RULES[rule or "delta"], shape)
+    masks = [torch.rand(2, 5) < 0.3 for _ in range(2)] if rule else [None, None]
+    inputs = rule, stepwise, "beta" if rule else "e", q, k, v, [*gates.values()], memory, *masks
+    torch.library.opcheck(torch.ops.fw_fairseq.loop.default, inputs)
+
+
 @pytest.mark.parametrize("used", [0, 1], ids=["y", "memory"])
 def test_gradients_of_the_operator_where_one_result_is_used(used):
     inputs, gates = draw_inputs(SHAPE), draw_gates(RULES["gated_delta"], SHAPE)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import Mistake
 from ...autograd import as_written, needs_gradient, once_differentiable
 from ...rules import Coefficients
-from ..kernels.operators import call, need_kept, register
+from ..kernels.operators import call, is_compiling, is_exporting, need_kept, register
 from .frames import (
     CHUNK,
     SMALLEST_GATE,
@@ -150,14 +150,9 @@ def chunk_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memo
         coefficients = coefficients._replace(w=coefficients.w.view_as(coefficients.w))
     inputs = (q, k, v, *coefficients, memory)
     keep = needs_gradient(*inputs)
-    if torch.compiler.is_compiling() and not is_exporting():
+    if is_compiling():
         return call("scan_portable", *inputs, keep)[:2]
     return ChunkScan.apply(*inputs, keep)
-
-
-def is_exporting() -> bool:
-    """Whether ``torch.export`` traces, whose graph others run without this project: it gets the loop. torch 2.6 does not say."""
-    return getattr(torch.compiler, "is_exporting", bool)()
 
 
 @as_written

@@ -71,6 +71,16 @@ def call(name: str, *inputs):
     return FUNCTIONS[name].apply(*inputs) if learns else OPERATORS[name](*inputs)
 
 
+def is_compiling() -> bool:
+    """Whether ``torch.compile`` traces. ``torch.export`` is something else: others run its graph without this project."""
+    return torch.compiler.is_compiling() and not is_exporting()
+
+
+def is_exporting() -> bool:
+    """Whether ``torch.export`` traces. torch 2.6 does not say."""
+    return getattr(torch.compiler, "is_exporting", bool)()
+
+
 def need_kept(name: str, keep: bool) -> None:
     """Refuses the gradient of a call that kept nothing for it."""
     if not keep:
