@@ -90,12 +90,15 @@ def with_arguments(modules: Iterable[nn.Module], **arguments) -> Iterator[None]:
     """Calls of these modules get these keyword arguments, too, within the context; None leaves one out. Calls by other threads stay
     as they are."""
     given = {name: value for name, value in arguments.items() if value is not None}
+    if not given:  # torch.compile cannot look at threads
+        yield
+        return
 
     @of_this_thread
     def add(module, args, kwargs):
         return args, kwargs | given
 
-    hooks = [module.register_forward_pre_hook(add, with_kwargs=True) for module in modules] if given else []
+    hooks = [module.register_forward_pre_hook(add, with_kwargs=True) for module in modules]
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ from fairseq.modules import MultiheadAttention
 from fairseq.sequence_generator import SequenceGenerator
 from support.draws import PLAIN
 from support.language_models import ERASING, NON_NEGATIVE, assert_close, build, draw, every_map, make_task
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from fw_fairseq import Mistake, native
@@ -24,7 +25,7 @@ from fw_fairseq.buffers.steppers import InPlaceStepper
 from fw_fairseq.decoding import GENERATION, Generation
 from fw_fairseq.decoding.steppers import has_stepper
 from fw_fairseq.mixers import MIXERS, Additive, Leap
-from fw_fairseq.modules import Streams
+from fw_fairseq.modules import Streams, with_arguments
 from fw_fairseq.ops import FastWeightState
 from fw_fairseq.ops.factored import Factors
 from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
@@ -463,6 +464,18 @@ def test_another_thread_may_use_the_model_meanwhile():
     model(draw(2, 6), streams=streams)
     with model.decoder.reading(streams, None, 6):
         assert_close(elsewhere(lambda: model(tokens)[0]), want)
+
+
+def test_torch_compile_meets_no_thread_where_nothing_is_given():
+    """It would have to cut its graph there."""
+    module = nn.Linear(2, 2)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def call(x):
+        with with_arguments([module], reset_mask=None):
+            return module(x)
+
+    assert_close(call(torch.ones(1, 2)), module(torch.ones(1, 2)))
 
 
 PADDED = [{"mixer": name} for name in ("fast_weight", "additive", "leap", "sru")] + [{"update_rule": "sum", "attention_norm": True}]
