@@ -26,11 +26,12 @@ def layer_window(config, layer: int, layers: int) -> int:
 
 def named_window(config, layer: int, layers: int) -> int:
     """Returns the window of a layer that --window-sizes names."""
-    if not config.window_sizes:
+    named = str(getattr(config, "window_sizes", ""))
+    if not named:
         return 0 if layer == layers - 1 else 4 * 2**layer
-    if config.window_sizes == LEAP_WINDOWS:
+    if named == LEAP_WINDOWS:
         return 4 * 2 ** (layer % 4 - 1) if layer % 4 else 0
-    sizes = [part.strip() for part in config.window_sizes.split(",")]
+    sizes = [part.strip() for part in named.split(",")]
     for part in sizes:
         if not part.isdecimal():
             raise Mistake(f"--window-sizes has {part!r}; each part must be a number of tokens, or 0 for all before")

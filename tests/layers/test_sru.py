@@ -91,6 +91,22 @@ def test_compiled_by_torch_as_one_operator_with_its_gradients(masked, dtype):
     assert graphs == [["fw_fairseq.sru_portable"]] * 2
 
 
+def test_one_graph_serves_texts_of_any_length():
+    graphs, leaves = [], draw()
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    torch.compiler.reset()
+    compiled = torch.compile(sru, fullgraph=True, backend=backend)
+    for x in leaves[:2]:
+        torch._dynamo.mark_dynamic(x, 0)
+    for shorter in (leaves, [x.detach()[:9].requires_grad_() for x in leaves[:2]] + leaves[2:]):
+        torch.testing.assert_close(results(compiled(*shorter), shorter), results(sru(*shorter), shorter))
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_opcheck(dtype):
     """Shapes, strides and gradients, also for inputs that lie otherwise in memory."""

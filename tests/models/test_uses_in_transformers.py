@@ -25,6 +25,7 @@ from fw_fairseq.huggingface import (  # noqa: E402
     FastWeightTranslationConfig,
 )
 from fw_fairseq.huggingface.parts import OPTIONS  # noqa: E402
+from fw_fairseq.mixers import MIXERS  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -243,6 +244,13 @@ def test_token_shift_refuses_an_adapter():
     model.layers[0].self_attn.in_proj = Adapted(model.layers[0].self_attn.in_proj)
     with pytest.raises(ValueError, match="in_proj was replaced, and token shift reads its weight; merge an adapter into it first"):
         model(torch.tensor([[4, 5]]))
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_options_that_are_left_out_have_their_defaults(mixer):
+    all_given, none_given = build(mixer), build(mixer, mixer_options={})
+    tokens = torch.randint(4, 50, (2, 40))
+    torch.testing.assert_close(none_given(tokens).logits, all_given(tokens).logits, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

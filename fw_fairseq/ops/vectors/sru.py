@@ -74,7 +74,7 @@ def forward(product, x, v_forget, v_reset, first, padded, keep, scale: float, gr
 
 def forward_fake(product, x, v_forget, v_reset, first, padded, keep, scale: float, gradients: bool):
     """Returns tensors of the shapes that ``forward`` returns."""
-    steps = [len(x) + extra for extra in (1, 0, 0)] if gradients else []
+    steps = [x.shape[0] + extra for extra in (1, 0, 0)] if gradients else []
     saved = [first.new_empty(count, *first.shape) for count in steps]
     return product.new_empty(x.shape), first.new_empty(first.shape), saved
 
