@@ -44,7 +44,7 @@ def looped(rule: Rule | None, stepwise: bool, q, k, v, gates: dict[str, Tensor],
     or all tokens at once by its sequence. Masks and their meaning are those of ``scan``."""
     if not is_compiling() or q.shape[2] == 1:
         return run(rule, stepwise, q, k, v, gates, memory, frozen, reset)
-    name = next((name for name, known in RULES.items() if known is rule), "")
+    name = "" if rule is None else next(name for name, known in RULES.items() if known is rule)
     distinct = [x.view_as(x) for x in gates.values()]  # torch.compile wants no input twice
     return call("loop", name, stepwise, ",".join(gates), q, k, v, distinct, memory, frozen, reset)
 
