@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..autograd import as_written
 from ..rules import RULES, Coefficients, Rule
-from .kernels.operators import call, is_compiling, register
+from .kernels.operators import EVERYWHERE, call, is_compiling, register
 
 
 def step(memory: Tensor, q: Tensor, k: Tensor, v: Tensor, f=None, z=None, e=None, w=None) -> tuple[Tensor, Tensor]:
@@ -123,7 +123,6 @@ def differentiate(ctx, dy, dmemory):
 
 WORDS, MASKS = "str name, bool stepwise, str names", "Tensor? frozen, Tensor? reset"
 INPUTS = f"{WORDS}, Tensor q, Tensor k, Tensor v, Tensor[] gates, Tensor memory, {MASKS}"
-EVERYWHERE = "CompositeExplicitAutograd"
 register("loop", f"({INPUTS}) -> (Tensor, Tensor)", loop_forward, loop_fake, setup_context, differentiate, device=EVERYWHERE)
 register(
     "loop_backward", f"({INPUTS}, Tensor? dy, Tensor? dmemory) -> Tensor[]", loop_backward, loop_backward_fake, device=EVERYWHERE

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.compiled import compile_and_record
 from support.definitions import NAMES, by_the_equations
-from torch._dynamo import lookup_backend
 
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.feature_maps import wide
@@ -77,14 +77,7 @@ def test_half_precision_keeps_a_wide_state(dtype):
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masks"])
 def test_compiled_by_torch_as_one_operator_with_its_gradients(masked, dtype):
     leaves, masks = draw(dtype=dtype), [torch.rand(3, 20) < 0.3 if masked else None for _ in range(2)]
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append([str(node.target) for node in graph.graph.nodes if "sru" in str(node.target)])
-        return lookup_backend("aot_eager")(graph, inputs)
-
-    torch.compiler.reset()
-    compiled = torch.compile(sru, fullgraph=True, backend=backend)
+    compiled, graphs = compile_and_record(sru)
     torch.testing.assert_close(results(compiled(*leaves, *masks), leaves), results(sru(*leaves, *masks), leaves))
     with torch.no_grad():
         torch.testing.assert_close(compiled(*leaves, *masks), sru(*leaves, *masks))
@@ -92,14 +85,8 @@ def test_compiled_by_torch_as_one_operator_with_its_gradients(masked, dtype):
 
 
 def test_one_graph_serves_texts_of_any_length():
-    graphs, leaves = [], draw()
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return lookup_backend("aot_eager")(graph, inputs)
-
-    torch.compiler.reset()
-    compiled = torch.compile(sru, fullgraph=True, backend=backend)
+    leaves = draw()
+    compiled, graphs = compile_and_record(sru)
     for x in leaves[:2]:
         torch._dynamo.mark_dynamic(x, 0)
     for shorter in (leaves, [x.detach()[:9].requires_grad_() for x in leaves[:2]] + leaves[2:]):

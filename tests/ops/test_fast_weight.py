@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.compiled import compile_and_record
 from support.draws import (
     CASES,
     CHUNKED,
@@ -18,7 +19,6 @@ from support.draws import (
     draw_state,
     run_with_gradients,
 )
-from torch._dynamo import lookup_backend
 
 from fw_fairseq.feature_maps import NORMS
 from fw_fairseq.ops import FastWeightState, fast_weight
@@ -421,11 +421,6 @@ def test_delta_attention_norm_after_a_text_of_large_keys():
 @pytest.mark.parametrize("rule", [rule for rule in CHUNKED if RULES[rule].coefficients])
 def test_compiled_by_torch_as_one_operator_with_its_gradients(rule, zeros):
     """Against the step form; gates of 0 need other ways to run a chunk."""
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append([str(node.target) for node in graph.graph.nodes if "fw_fairseq" in str(node.target)])
-        return lookup_backend("aot_eager")(graph, inputs)
 
     def call(*leaves, backend="auto"):
         q, k, v, memory, *parts = leaves
@@ -435,8 +430,7 @@ def test_compiled_by_torch_as_one_operator_with_its_gradients(rule, zeros):
     if zeros:
         gates = {name: torch.where(torch.rand(g.shape) < 0.2, 0.0, g.detach()).requires_grad_() for name, g in gates.items()}
     leaves = draw_inputs(SHAPE) | {"memory": draw_state(RULES[rule], SHAPE).memory} | gates
-    torch.compiler.reset()
-    compiled = torch.compile(call, fullgraph=True, backend=backend)
+    compiled, graphs = compile_and_record(call)
     found = run_with_gradients(leaves, lambda: compiled(*leaves.values()))
     expected = run_with_gradients(leaves, lambda: call(*leaves.values(), backend="recurrent"))
     assert_same(found, expected, 5e-6 if zeros else GATE64, smallest=1.0)
@@ -463,11 +457,7 @@ def test_opcheck(rule, dtype):
 @pytest.mark.parametrize("rule, backend", [("decay", "recurrent"), ("fwm", "recurrent"), ("fwm", "auto")])
 def test_steps_compiled_by_torch_as_one_operator(rule, backend):
     """torch.compile would unroll them. With texts that end and begin; a single token is part of the graph."""
-    graphs, shape = [], (2, 2, 12, 4, 3)
-
-    def record(graph, inputs):
-        graphs.append([str(node.target) for node in graph.graph.nodes if "fw_fairseq" in str(node.target)])
-        return lookup_backend("aot_eager")(graph, inputs)
+    shape = (2, 2, 12, 4, 3)
 
     def call(q, k, v, memory, *parts):
         masks = dict(padding_mask=padding[:, : q.shape[2]], reset_mask=reset[:, : q.shape[2]])
@@ -476,8 +466,7 @@ def test_steps_compiled_by_torch_as_one_operator(rule, backend):
     gates = draw_gates(RULES[rule], shape)
     padding, reset = torch.arange(12) >= torch.tensor([[9], [12]]), (torch.arange(12) == 7).expand(2, -1)
     leaves = draw_inputs(shape) | {"memory": draw_state(RULES[rule], shape).memory} | gates
-    torch.compiler.reset()
-    compiled = torch.compile(call, fullgraph=True, backend=record, dynamic=False)
+    compiled, graphs = compile_and_record(call, dynamic=False)
     found = run_with_gradients(leaves, lambda: compiled(*leaves.values()))
     expected = run_with_gradients(leaves, lambda: call(*leaves.values()))
     assert_same(found, expected, 1e-12, smallest=1.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import Mistake
 from ...autograd import as_written, needs_gradient, once_differentiable
 from ...rules import Coefficients
-from ..kernels.operators import call, is_compiling, is_exporting, need_kept, register
+from ..kernels.operators import EVERYWHERE, call, is_compiling, is_exporting, need_kept, register
 from .frames import (
     CHUNK,
     SMALLEST_GATE,
@@ -207,12 +207,12 @@ register(
     scan_fake,
     setup_context,
     differentiate,
-    device="CompositeExplicitAutograd",
+    device=EVERYWHERE,
 )
 register(
     "scan_portable_backward",
     f"({OPERANDS}, Tensor memories, Tensor? dy, Tensor? dmemory) -> Tensor[]",
     scan_backward,
     scan_backward_fake,
-    device="CompositeExplicitAutograd",
+    device=EVERYWHERE,
 )

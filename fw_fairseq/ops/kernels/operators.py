@@ -19,6 +19,7 @@ LIBRARY = torch.library.Library("fw_fairseq", "FRAGMENT")
 OPERATORS: dict[str, Callable] = {}  # by name, the function that launches; tests run the same ones on an emulator
 FUNCTIONS: dict[str, type[torch.autograd.Function]] = {}  # by name, those of operators with a gradient
 PLAIN = (Tensor, torch.nn.Parameter)
+EVERYWHERE = "CompositeExplicitAutograd"  # torch's word for an operator that any device runs
 
 
 def register(
@@ -37,7 +38,7 @@ def register(
         run: what the operator does.
         fake: returns tensors with the shapes, dtypes and strides of the results, for tracing; sizes may be symbolic.
         setup_context, backward: the two halves of its gradient as for ``torch.library.register_autograd``; none without both.
-        device: where it does so; "CompositeExplicitAutograd" is everywhere.
+        device: where it does so, "CUDA" or ``EVERYWHERE``.
     """
     OPERATORS[name] = run
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))

@@ -20,7 +20,7 @@ from ...autograd import as_written, needs_gradient
 from ...feature_maps import wide
 from ..checks import check_masks, check_tokens
 from ..kernels.launch import use_kernels
-from ..kernels.operators import call, register
+from ..kernels.operators import EVERYWHERE, call, register
 from . import compiled
 from .sru_kernel import sru_cuda_form, why_not
 
@@ -200,12 +200,12 @@ register(
     forward_fake,
     setup_context,
     differentiate,
-    device="CompositeExplicitAutograd",
+    device=EVERYWHERE,
 )
 register(
     "sru_portable_backward",
     f"({OPERANDS}, {MASKS}, Tensor c, Tensor forgets, Tensor resets, Tensor dh, Tensor dlast, float scale) -> Tensor[]",
     backward,
     backward_fake,
-    device="CompositeExplicitAutograd",
+    device=EVERYWHERE,
 )
