@@ -15,7 +15,7 @@ from ..buffers.steppers import share, step_mixer
 from ..mixers.base import has_hooks
 
 
-class LayerStep:
+class PlainLayerStep:
     """One layer that reads one token of each sequence at a time."""
 
     def __init__(self, layer: nn.Module, state):
@@ -39,7 +39,7 @@ class Steps:
     """The states of all layers of a model for B sequences, from the ``states`` after a prompt on."""
 
     def __init__(self, model: nn.Module, states: dict[int, object], graph: bool):
-        self.layers = [LayerStep(layer, states[i]) for i, layer in enumerate(model.layers)]
+        self.layers = [PlainLayerStep(layer, states[i]) for i, layer in enumerate(model.layers)]
         self.norm = (lambda x: x) if model.layer_norm is None else plain(model.layer_norm)
         steppers = [layer.stepper for layer in self.layers]
         share(steppers)

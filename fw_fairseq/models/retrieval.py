@@ -52,8 +52,8 @@ class RetrievalModel(BaseFairseqModel):
             check_rule(self.rule_name)
         if self.attention_norm and self.rule.normaliser == "keys" and str(config.attention_norm_of) != READ:
             raise Mistake(
-                f"--attention-norm is not for --update-rule {self.rule_name} in retrieval; use --feature-norm sum, or"
-                f" --attention-norm-of {READ}"
+                f"--attention-norm divides what an erase of --update-rule {self.rule_name} reads, too, which retrieval cannot do;"
+                f" use --feature-norm sum, or --attention-norm-of {READ}"
             )
         width = int(1.1 * 2 * symbols)
         self.embedding = nn.Embedding(symbols, width)
@@ -144,4 +144,7 @@ def check_rule(name: str) -> None:
     able = [n for n, rule in RULES.items() if rule.plain]
     able += [n for n, rule in RULES.items() if rule.step is not None and n not in able]
     if name not in able:
-        raise Mistake(f"--update-rule {name} is not for retrieval, whose gates are sigmoids; use one of: {', '.join(able)}")
+        raise Mistake(
+            f"--update-rule {name} is not for retrieval, which makes one key, one value and gates that are sigmoids for each pair;"
+            f" use one of: {', '.join(able)}"
+        )

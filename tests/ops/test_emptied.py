@@ -8,7 +8,14 @@ from support.definitions import READS, WRITES
 from support.draws import FITTING, NORMALISED, assert_same, draw_gates, draw_inputs
 
 from fw_fairseq.ops import fast_weight
-from fw_fairseq.ops.chunkwise.frames import ChannelGates, ChannelGatesWithZeros, NearGates, Steps, TokenGates, TokenGatesWithZeros
+from fw_fairseq.ops.chunkwise.frames import (
+    ChannelGates,
+    ChannelGatesWithZeros,
+    NearGates,
+    SingleTokens,
+    TokenGates,
+    TokenGatesWithZeros,
+)
 from fw_fairseq.ops.chunkwise.large_gates import LargeChannelGates
 from fw_fairseq.ops.chunkwise.scan import plan
 from fw_fairseq.rules import RULES
@@ -206,8 +213,8 @@ def test_chunks_without_zeros_run_as_before():
     assert ways(f, z) == [LargeChannelGates, ChannelGatesWithZeros, LargeChannelGates]
     z[:, :, 40] = 0
     f[:, :, 70, 1] = 0
-    assert ways(f, z) == [LargeChannelGates, Steps, Steps]
-    assert ways(f) == [NearGates, ChannelGatesWithZeros, Steps]
+    assert ways(f, z) == [LargeChannelGates, SingleTokens, SingleTokens]
+    assert ways(f) == [NearGates, ChannelGatesWithZeros, SingleTokens]
 
 
 def test_the_first_scale_of_keys_is_no_gate_of_zero(monkeypatch):

@@ -63,26 +63,26 @@ class FusedProjections:
         return y
 
 
-class NormStep(ctypes.Structure):
+class NormArguments(ctypes.Structure):
     """A norm; without weights there is none."""
 
     _fields_ = (("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("eps", ctypes.c_double))
 
 
-class FeedForwardStep(ctypes.Structure):
+class LoopArguments(ctypes.Structure):
     """The arguments of the loop."""
 
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("x", "inner", "outer", "controller_bias", "in_", "out", "bias")]
         + [(name, ctypes.c_void_p) for name in ("down", "down_bias", "gates", "gates_bias", "up", "up_bias", "cell", "y")]
-        + [("norm", NormStep), ("recurrent_norm", NormStep)]
+        + [("norm", NormArguments), ("recurrent_norm", NormArguments)]
         + [(name, ctypes.c_int64) for name in ("rows", "width", "rank", "units", "block", "recurrent", "threads")]
     )
 
 
-def norm_step(norm: nn.LayerNorm) -> NormStep:
+def norm_arguments(norm: nn.LayerNorm) -> NormArguments:
     """The norm's numbers."""
-    return NormStep(norm.weight.data_ptr(), norm.bias.data_ptr(), norm.eps)
+    return NormArguments(norm.weight.data_ptr(), norm.bias.data_ptr(), norm.eps)
 
 
 class FusedFeedForward:
@@ -90,16 +90,16 @@ class FusedFeedForward:
 
     def __init__(self, layer: SparseFeedForward, norm: nn.LayerNorm | None, units: RecurrentUnits | None):
         self.modules, self.block = (layer, norm, units), layer.block  # whose memory the loop reads
-        self.arguments = a = FeedForwardStep(block=layer.block, width=layer.weight_in.shape[1], units=len(layer.weight_in))
+        self.arguments = a = LoopArguments(block=layer.block, width=layer.weight_in.shape[1], units=len(layer.weight_in))
         a.rank, a.threads = len(layer.controller_in), threads(layer.controller_in.numel() + layer.controller_out.numel())
         a.inner, a.outer, a.controller_bias = (
             part.data_ptr() for part in (layer.controller_in, layer.controller_out, layer.controller_bias)
         )
         a.in_, a.out, a.bias = (part.data_ptr() for part in (layer.weight_in, layer.weight_out, layer.bias))
         if norm is not None:
-            a.norm = norm_step(norm)
+            a.norm = norm_arguments(norm)
         if units is not None:
-            a.recurrent, a.recurrent_norm = units.units, norm_step(units.norm)
+            a.recurrent, a.recurrent_norm = units.units, norm_arguments(units.norm)
             for name in ("down", "gates", "up"):
                 linear = getattr(units, name)
                 setattr(a, name, linear.weight.data_ptr())

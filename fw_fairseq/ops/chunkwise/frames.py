@@ -9,7 +9,7 @@ inverse, dy, dfinal)`` the gradients in the order of ``Operands`` and that of th
     NearGates           one gate per feature and no value-side decay, with products in the range of fp32: in fp32
     LargeChannelGates   one gate per channel on both sides, none of them small, without erase: in fp32 (``large_gates``)
     ...WithZeros        the same where a gate of exactly 0 empties the whole memory, which leaves exactly nothing
-    Steps               one token at a time, where gates of exactly 0 empty some channels of the memory and not the others
+    SingleTokens        one token at a time, where gates of exactly 0 empty some channels of the memory and not the others
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class ChannelGatesWithZeros(ChannelGates):
     emptying = True
 
 
-class Steps:
+class SingleTokens:
     """One token at a time, with gradients by autograd."""
 
     dtype: torch.dtype | None = None

@@ -23,7 +23,7 @@ from .frames import (
     ChannelGatesWithZeros,
     NearGates,
     Operands,
-    Steps,
+    SingleTokens,
     TokenGates,
     TokenGatesWithZeros,
 )
@@ -135,7 +135,7 @@ def way_with_zeros(f: Tensor | None, z: Tensor | None, span: slice) -> type:
     sides = [x.all(-1) for x in zeros]
     some = [(x.any(-1) & ~side).any() for x, side in zip(zeros, sides)]
     both = [(sides[0] & sides[1]).any()] if len(sides) == 2 else []
-    return Steps if torch.stack(some + both).any() else ChannelGatesWithZeros
+    return SingleTokens if torch.stack(some + both).any() else ChannelGatesWithZeros
 
 
 def spans(tokens: int) -> list[slice]:

@@ -81,7 +81,7 @@ def forward_fake(product, x, v_forget, v_reset, first, padded, keep, scale: floa
 
 def forward_in_blocks(product, x, v_forget, v_reset, first, padded, keep, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns h, and every c, f and r."""
-    steps = Steps(product, v_forget, v_reset, padded, keep, first.new_empty(len(x) + 1, *first.shape))
+    steps = StepOperands(product, v_forget, v_reset, padded, keep, first.new_empty(len(x) + 1, *first.shape))
     steps.c[0] = before = first
     h, f, r = (first.new_empty(x.shape) for _ in range(3))
     for span in steps.spans():
@@ -99,7 +99,7 @@ def forward_in_blocks(product, x, v_forget, v_reset, first, padded, keep, scale:
 @as_written
 def backward(product, x, v_forget, v_reset, padded, keep, c, forgets, resets, dh, dlast, scale: float) -> list[Tensor]:
     """Returns the gradients of product, x, v_forget, v_reset and the first c."""
-    steps = Steps(product, v_forget, v_reset, padded, keep, c)
+    steps = StepOperands(product, v_forget, v_reset, padded, keep, c)
     dproduct, dx = c.new_empty(product.shape), c.new_empty(x.shape)
     du, dforget, dreset = dproduct.chunk(3, -1)
     dv_forget, dv_reset, dc = c.new_zeros(x.shape[2]), c.new_zeros(x.shape[2]), dlast
@@ -150,7 +150,7 @@ def differentiate(ctx, dh, dlast, _saved):
     return *call("sru_portable_backward", *saved, dh, dlast, ctx.scale), None, None, None, None
 
 
-class Steps:
+class StepOperands:
     """The operands of a block of steps, in c's dtype."""
 
     def __init__(self, product, v_forget, v_reset, padded, keep, c):
