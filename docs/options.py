@@ -26,7 +26,7 @@ HEAD = """\
 # Options
 
 These are the options that `--user-dir fw_fairseq` adds to fairseq's commands. `fairseq-train --help` lists fairseq's options, and
-beside them those of the `--arch`, `--task` and `--criterion` that it is given. `python docs/options.py` makes this page of the
+beside them those of the `--arch`, `--task` and `--criterion` that it is given. `python docs/options.py` prints this page from the
 program's own help texts.
 
 A switch is `on` or `off` by default and takes no value: `--sru-tanh` turns one on, `--no-sru-rescale` turns one off that is on by

@@ -5,8 +5,8 @@
 # Data:     OUT of language.sh, where the rows are finished
 # Hardware: one CPU core, 1 GB of memory
 # Time:     half a minute for a row on an AMD EPYC
-# Expected: the perplexity of delta_elu-stream is 8% to 38% below that of its segments up to 245,569 words, that of decay-stream 2% to 10%,
-#           that of gated_delta-stream 5% to 12%; that of delta_elu-nopos rises above it after 1,024, to 27 and 34 times at
+# Expected: the perplexity of delta_elu-stream is 8% to 38% below that of its segments up to 245,569 words, that of decay-stream 2% to 9%,
+#           that of gated_delta-stream 4% to 12%; that of delta_elu-nopos rises above it after 1,024, to 27 and 34 times at
 #           the end (seeds 1 and 2): docs/results/convergence.md
 # Usage:    recipes/convergence/length.sh ROW...      rows of language.sh that end in -stream or -nopos
 #           recipes/convergence/length.sh delta_elu-stream decay-stream
