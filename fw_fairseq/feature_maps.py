@@ -189,8 +189,8 @@ class Rfa(RandomFeatures):
         self.scale = nn.Parameter(torch.ones(head_dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        unit = F.normalize(wide(x), dim=-1)
-        projected = self.project(unit * self.scale.to(unit.dtype))
+        direction = unit(wide(x))
+        projected = self.project(direction * self.scale.to(direction.dtype))
         return (torch.cat([projected.sin(), projected.cos()], dim=-1) / math.sqrt(self.features)).to(x.dtype)
 
 
@@ -224,8 +224,17 @@ def sum_normalise(features: Tensor, eps: float = SMALLEST_SUM) -> Tensor:
     return (wide_features / total.clamp(min=eps).masked_fill(total == 0, 1)).to(features.dtype)  # fp16 does not hold 1 / eps
 
 
+SMALLEST_LENGTH = 1e-12
+
+
+def unit(x: Tensor) -> Tensor:
+    """x divided by its length. A length below 1e-12 counts as that: a vector of zeros stays so, with a finite gradient."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x / length.clamp(min=SMALLEST_LENGTH).masked_fill(length == 0, 1)
+
+
 def l2_normalise(features: Tensor) -> Tensor:
-    return F.normalize(wide(features), dim=-1).to(features.dtype)
+    return unit(wide(features)).to(features.dtype)
 
 
 NORMS = {"none": lambda features: features, "sum": sum_normalise, "l2": l2_normalise}

@@ -28,8 +28,10 @@ class KernelMemory(Memory):
     @staticmethod
     def fits(mixer: FastWeight) -> bool:
         """Whether the kernel does the whole step of this mixer: what an erase reads is not divided."""
-        weight, dense = next(mixer.in_proj.parameters()), type(mixer.in_proj) is nn.Linear
-        if not (dense and has_kernels(weight) and mixer.backend in ("auto", "cuda") and mixer.plain and in_columns(mixer)):
+        if type(mixer.in_proj) is not nn.Linear:
+            return False
+        weight = mixer.in_proj.weight
+        if not (has_kernels(weight) and mixer.backend in ("auto", "cuda") and mixer.plain and in_columns(mixer)):
             return False
         if mixer.attention_norm and mixer.rule.normaliser == "keys":
             return False

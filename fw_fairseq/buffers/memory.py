@@ -42,8 +42,8 @@ def in_columns(mixer: FastWeight) -> bool:
 
 def steps_here(mixer: FastWeight) -> bool:
     """Whether neither the mixer's options nor its kernels ask for another form of the step."""
-    weight = next(mixer.in_proj.parameters())
-    wide = weight.dtype in (torch.float32, torch.float64)
+    weight = next(mixer.in_proj.parameters(), None)  # a quantised layer has none
+    wide = weight is not None and weight.dtype in (torch.float32, torch.float64)
     return wide and mixer.backend in ("auto", "recurrent") and not has_kernels(weight)
 
 

@@ -15,15 +15,28 @@ from ..ops.state import tensor_state
 from .configuration import FastWeightHFConfig
 from .steps import Steps
 
-ACTIVATIONS = {
+
+def gelu_of_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+ACTIVATIONS = {  # named functions, which a pickled model can have
     "relu": F.relu,
     "gelu": F.gelu,
-    "gelu_accurate": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_fast": lambda x: F.gelu(x, approximate="tanh"),
-    "relu_squared": lambda x: F.relu(x).square(),
+    "gelu_accurate": gelu_of_tanh,
+    "gelu_fast": gelu_of_tanh,
+    "relu_squared": relu_squared,
     "swish": F.silu,
     "tanh": torch.tanh,
-    "linear": lambda x: x,
+    "linear": unchanged,
 }
 
 
@@ -112,12 +125,15 @@ class Cache:
         device = x.device.type
         if torch.is_grad_enabled() or torch.is_autocast_enabled(device) or torch.compiler.is_compiling():
             return None
+        if self.steps is not None and self.steps.model is not model:
+            self.kept, self.steps = self.steps.states(), None
         if self.steps is None:
             if len(self.kept) != len(model.layers) or not Steps.fit(model, Layer):
                 return None
             self.steps, self.kept = Steps(model, self.kept, graph), {}
+        y = self.steps(x.squeeze(1)).unsqueeze(1)
         self.tokens, self.length = self.tokens + 1, self.length + 1
-        return self.steps(x.squeeze(1)).unsqueeze(1)
+        return y
 
     def __getstate__(self) -> dict:
         return {"states": self.states} | {name: value for name, value in vars(self).items() if name not in ("kept", "steps")}
@@ -227,6 +243,15 @@ class BandedEmbedding(nn.Module):
         return result
 
 
+def scores_of(x: Tensor, words: nn.Module) -> Tensor:
+    """Maps hidden states to the scores of words by their embeddings. Only an embedding itself can load its offloaded weight."""
+    if words.weight.is_meta and not x.is_meta:
+        raise Mistake(
+            "the embeddings are offloaded, and the output layer reads them too; name a device for embed_tokens in device_map"
+        )
+    return F.linear(x, words.weight)
+
+
 class BandedOutput(nn.Module):
     """The output layer of an adaptive vocabulary. With ``tied``, it uses the input's embeddings."""
 
@@ -241,7 +266,7 @@ class BandedOutput(nn.Module):
     def forward(self, x: Tensor, embedding: BandedEmbedding) -> Tensor:
         """Returns log probabilities of all words."""
         words = self.words if self.words is not None else embedding.words
-        scores = [F.linear(x if mapped is None else mapped(x), band.weight) for mapped, band in zip(self.maps, words)]
+        scores = [scores_of(x if mapped is None else mapped(x), band) for mapped, band in zip(self.maps, words)]
         first = torch.cat([scores[0], self.bands(x)], -1).log_softmax(-1)
         chosen = first[..., scores[0].shape[-1] :].split(1, dim=-1)
         return torch.cat([first[..., : scores[0].shape[-1]], *(p + s.log_softmax(-1) for p, s in zip(chosen, scores[1:]))], -1)

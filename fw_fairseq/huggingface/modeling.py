@@ -85,7 +85,7 @@ class FastWeightForCausalLM(KeepsState, Drawn, Decodes, PreTrainedModel, Generat
         self.check(labels, shift_labels, logits_to_keep, input_ids, inputs_embeds, output_attentions, others)
         inputs = self.embeddings_of(input_ids, inputs_embeds)
         use_cache = caches(self) if use_cache is None else use_cache
-        cache = cache_of(past_key_values, use_cache)
+        cache = cache_of(past_key_values, inputs, use_cache)
         padding = padding_of(attention_mask, inputs, earlier=cache.length > 0)
         x, tokens, resets = self.embed(inputs, padding, position_ids, cache.tokens)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states

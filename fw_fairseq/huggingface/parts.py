@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from .. import Mistake
 from ..mixers import MIXERS
 from .configuration import FastWeightHFConfig
-from .layers import ACTIVATIONS, BandedEmbedding, BandedOutput, Cache, Layer
+from .layers import ACTIVATIONS, BandedEmbedding, BandedOutput, Cache, Layer, scores_of
 
 POSITIONS = ("none", "learned", "sinusoidal")
 WITHOUT_EFFECT = ("cache_position", "token_type_ids")  # which transformers passes to every model
@@ -69,9 +69,12 @@ def caches(model: nn.Module) -> bool:
     return not model.training and getattr(model.config, "use_cache", True)
 
 
-def cache_of(past_key_values: Cache | None, keep_state: bool) -> Cache:
-    """Returns the cache to continue from, or a new one; refuses caches of other models."""
+def cache_of(past_key_values: Cache | None, inputs: Tensor, keep_state: bool) -> Cache:
+    """Returns the cache to continue from, or a new one; refuses caches of other models and of another number of sequences."""
     if isinstance(past_key_values, Cache):
+        if past_key_values.tokens is not None and len(past_key_values.tokens) != len(inputs):
+            had = len(past_key_values.tokens)
+            raise Mistake(f"past_key_values is of {had} sequences; it must be of as many as the input has, {len(inputs)}")
         return past_key_values
     if past_key_values is not None and past_key_values != ():
         raise Mistake(f"past_key_values is a {type(past_key_values).__name__}; it must be what this model returned, or None")
@@ -211,7 +214,7 @@ class Decodes(Embeds):
         x = (x if self.project_out is None else self.project_out(x)) * self.config.output_scale
         if isinstance(self.output, BandedOutput):
             return self.output(x, self.embed_tokens)
-        return F.linear(x, self.embed_tokens.weight) if self.output is None else self.output(x)
+        return scores_of(x, self.embed_tokens) if self.output is None else self.output(x)
 
 
 class Drawn:

@@ -39,6 +39,7 @@ class Steps:
     """The states of all layers of a model for B sequences, from the ``states`` after a prompt on."""
 
     def __init__(self, model: nn.Module, states: dict[int, object], graph: bool):
+        self.model = model
         self.layers = [PlainLayerStep(layer, states[i]) for i, layer in enumerate(model.layers)]
         self.norm = (lambda x: x) if model.layer_norm is None else plain(model.layer_norm)
         steppers = [layer.stepper for layer in self.layers]

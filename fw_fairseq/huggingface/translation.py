@@ -45,6 +45,8 @@ class FastWeightForTranslation(KeepsState, Drawn, PreTrainedModel, GenerationMix
 
     def __init__(self, config: FastWeightTranslationConfig):
         super().__init__(config)
+        if config.decoder.mixer_options.get("value_mixing_rank"):
+            raise Mistake("value_mixing_rank is for language models; leave it out of the decoder's mixer_options")
         self.encoder = Encoder(config.encoder)
         self.decoder = Decoder(config.decoder, config.linear_cross, config.encoder.hidden_size)
         self.draw_as_fairseq()
@@ -120,7 +122,7 @@ class FastWeightForTranslation(KeepsState, Drawn, PreTrainedModel, GenerationMix
         source = encoder_outputs[0]
         inputs = self.decoder.embeddings_of(decoder_input_ids, decoder_inputs_embeds, "decoder_input_ids")
         use_cache = caches(self) if use_cache is None else use_cache
-        cache = cache_of(past_key_values, use_cache)
+        cache = cache_of(past_key_values, inputs, use_cache)
         padding = padding_of(decoder_attention_mask, inputs, "decoder_attention_mask", earlier=cache.length > 0)
         looked_at = source.transpose(0, 1), padding_of(attention_mask, source)
         x, tokens, _ = self.decoder.embed(inputs, padding, None, cache.tokens)

@@ -70,7 +70,7 @@ class View(NamedTuple):
 
     def first_seen(self, query: int) -> int:
         """Returns the first token that ``query`` may see, in any row."""
-        if self.places is None or query <= self.most:
+        if self.places is None or query <= self.most or not len(self.places):
             return max(0, query - self.most)
         return int((self.places >= self.places[:, query, None] - self.most).long().argmax(1).min())
 

@@ -158,7 +158,7 @@ def normalise_erase(coefficients: Coefficients, recalled: Tensor, eps: float) ->
     """With erase strengths for which an erase takes away the normalised read of k_t. A key that nothing was written under erases
     nothing."""
     empty = recalled == 0
-    e = Quotient.apply(coefficients.e, recalled.masked_fill(empty, 1.0) + eps)
+    e = quotient(coefficients.e, recalled.masked_fill(empty, 1.0) + eps)
     return coefficients._replace(e=torch.where(empty, 0.0, e))
 
 
@@ -167,16 +167,34 @@ class Quotient(torch.autograd.Function):
 
     @staticmethod
     @as_written
-    def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
-        quotient = a / b
-        ctx.save_for_backward(b, quotient)
-        return quotient
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return a / b
 
     @staticmethod
-    @as_written
+    def setup_context(ctx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1], output)
+        ctx.save_for_forward(inputs[1], output)
+
+    @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
         b, quotient = ctx.saved_tensors
         return gradient / b, -(gradient * quotient) / b
+
+
+class TransformedQuotient(Quotient):
+    """The same for ``torch.func`` and for forward mode, whose rules ``torch.compile`` does not take."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def jvp(ctx, da: Tensor, db: Tensor) -> Tensor:
+        b, quotient = ctx.saved_tensors
+        return (da - quotient * db) / b
+
+
+def quotient(a: Tensor, b: Tensor) -> Tensor:
+    """a / b, with the gradient of ``Quotient``."""
+    return (Quotient if torch.compiler.is_compiling() else TransformedQuotient).apply(a, b)
 
 
 def rescale_writes(
@@ -213,6 +231,8 @@ def log_left(f: Tensor | None, key_log_scale: Tensor, reset_mask: Tensor | None)
 def running_scale(key_log_scale: Tensor, left: Tensor, start: Tensor) -> Tensor:
     """m_t = max(m_{t-1} + left_t, key_log_scale_t), from m_0 = start (B,H) on: (B,H,T+1) in float64; -inf while nothing is kept."""
     scale = torch.cat([start.unsqueeze(-1), key_log_scale.detach()], dim=-1).double()
+    if not scale.numel():  # an empty batch, which has no smallest scale
+        return scale
     last_write, last_end = last_place(scale != -torch.inf), last_place(F.pad(left == -torch.inf, (1, 0)))
     known = scale.nan_to_num(neginf=0.0)
     left = left.masked_fill(left == -torch.inf, known.min() - known.max() - 1)  # enough for no scale to outlive its text

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..feature_maps import unit
+
 FASTEST = 80.0  # leaves 2e-35, which fp32 holds with all its digits
 
 
@@ -39,11 +41,6 @@ def left(x: Tensor) -> Tensor:
 def exponent(x: Tensor) -> Tensor:
     """exp(-exp(x)); held before the first exponential, which would overflow, and its gradient become NaN."""
     return (-x.clamp(max=math.log(FASTEST)).exp()).exp()
-
-
-def unit(x: Tensor) -> Tensor:
-    """x divided by its length."""
-    return F.normalize(x, dim=-1)
 
 
 FORMS: dict[str, Form] = {

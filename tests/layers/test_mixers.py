@@ -194,6 +194,26 @@ def test_no_sequence_and_no_token(mixer):
         mixer(torch.randn(0, 3, WIDTH))
 
 
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("fast_weight", {"update_rule": "gated", "feature_map": "favor", "feature_norm": "none", "attention_norm": True}),
+        ("fast_weight", {"short_conv": 4, "token_shift": True}),
+        ("fast_weight", {"feature_map": "identity", "feature_norm": "l2", "rotary": True}),
+        ("local_attention", {"local_window": 4}),
+        ("transformer_xl", {"xl_memory": 4}),
+        ("srupp", {"srupp_memory": 4}),
+    ],
+    ids=str,
+)
+def test_no_sequence_and_no_token_with_other_options_and_padding(name, options):
+    """The window is shorter than the text, which then runs in several blocks."""
+    layer = MIXERS[name](WIDTH, 2, **options)
+    assert layer(torch.randn(300, 0, WIDTH), padding_mask=torch.zeros(0, 300, dtype=torch.bool))[0].shape == (300, 0, WIDTH)
+    with pytest.raises(ValueError, match=r"T.* must be at least 1"):
+        layer(torch.randn(0, 3, WIDTH))
+
+
 @pytest.mark.parametrize("mask", ["padding_mask", "reset_mask"])
 @pytest.mark.parametrize("tanh", [False, True])
 def test_a_mask_says_one_thing_of_each_token(mixer, mask, tanh):

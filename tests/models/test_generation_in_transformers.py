@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 from dataclasses import asdict
 
@@ -17,7 +18,9 @@ sys.modules.setdefault("torchaudio", None)  # fairseq's, of another torch than o
 pytest.importorskip("transformers")
 from fw_fairseq.huggingface import (  # noqa: E402
     FastWeightForCausalLM,
+    FastWeightForTranslation,
     FastWeightHFConfig,
+    FastWeightTranslationConfig,
     prompts,
 )
 from fw_fairseq.huggingface.steps import Steps  # noqa: E402
@@ -106,6 +109,66 @@ def test_a_cache_can_be_copied_and_goes_on_either_way(monkeypatch):
     last = model(tokens[1:, :1], past_key_values=cache).logits
     expected = model(torch.cat([tokens[1:], tokens[1:, :1]], 1)).logits[:, -1:]
     torch.testing.assert_close(last, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_cache_goes_on_with_the_model_that_is_called():
+    """Also where it was filled token by token by another one, with other weights."""
+    one, other, tokens = build("delta"), build("delta"), torch.tensor([[4, 5, 6, 7, 8]])
+    for parameter in other.parameters():
+        parameter.data.add_(torch.randn_like(parameter).mul_(0.3))
+    found = []
+    for as_states in (False, True):
+        with torch.no_grad():
+            cache = one(tokens[:, :3]).past_key_values
+            one(tokens[:, 3:4], past_key_values=cache)
+            if as_states:
+                cache.states  # noqa: B018  (takes them back from the steps)
+            found.append(other(tokens[:, 4:], past_key_values=cache).logits)
+    torch.testing.assert_close(found[0], found[1])
+
+
+@torch.no_grad()
+def test_a_cache_of_other_sequences_is_refused_and_stays_as_it_is():
+    model, tokens = build("delta"), torch.tensor([[4, 5, 6, 7]])
+    cache = model(tokens[:, :2]).past_key_values
+    model(tokens[:, 2:3], past_key_values=cache)
+    for rows in (2, 3):
+        with pytest.raises(ValueError, match=f"^past_key_values is of 1 sequences; it must be of .* the input has, {rows}$"):
+            model(tokens[:, 3:].expand(rows, -1), past_key_values=cache)
+    assert cache.get_seq_length() == 3
+    torch.testing.assert_close(model(tokens[:, 3:], past_key_values=cache).logits[:, 0], model(tokens).logits[:, -1])
+
+
+@torch.no_grad()
+def test_models_with_dynamically_quantised_layers_generate():
+    model = torch.ao.quantization.quantize_dynamic(build("delta"), {torch.nn.Linear}, dtype=torch.qint8)
+    tokens = torch.tensor([[4, 5, 6]])
+    found = model.generate(tokens, max_new_tokens=4, min_new_tokens=4)
+    for length in range(3, 7):
+        assert model(found[:, :length]).logits[0, -1].topk(2).indices.eq(found[0, length]).any()  # the end is not allowed
+
+
+@pytest.mark.parametrize("activation", ["gelu_accurate", "gelu_fast", "relu_squared", "linear"])
+def test_models_can_be_pickled(activation):
+    model, tokens = build("delta", activation=activation), torch.tensor([[4, 5, 6]])
+    torch.testing.assert_close(pickle.loads(pickle.dumps(model))(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("name", ["delta", "sru"])
+def test_an_output_layer_of_offloaded_embeddings_is_refused(name):
+    """accelerate leaves a placeholder in place of an offloaded weight, and multiplies by whatever memory has."""
+    model = build(name, tie_word_embeddings=True)
+    x = model(torch.tensor([[4, 5]]), output_hidden_states=True).hidden_states[-1]
+    model.embed_tokens.to("meta")
+    with pytest.raises(ValueError, match="the embeddings are offloaded, and the output layer reads them too; name"):
+        model.scores(x)
+
+
+def test_value_mixing_is_for_language_models():
+    source = FastWeightHFConfig(**SIZES, mixers=["linear"] * 2)
+    target = FastWeightHFConfig(**SIZES, mixers=["fast_weight"] * 2, mixer_options={"value_mixing_rank": 4})
+    with pytest.raises(ValueError, match="value_mixing_rank is for language models; leave it out of the decoder's mixer_options"):
+        FastWeightForTranslation(FastWeightTranslationConfig(source, target))
 
 
 def test_gradients_hooks_and_hidden_states_take_the_general_way():

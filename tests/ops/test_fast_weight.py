@@ -251,6 +251,27 @@ def test_steps_have_gradients_of_gradients():
     assert torch.autograd.gradgradcheck(lambda *x: fast_weight(*x, "sum", backend="recurrent")[0], (q, k, v))
 
 
+@pytest.mark.parametrize("rule", NORMALISED)
+def test_divided_steps_have_gradients_of_gradients_and_transforms(rule):
+    """Under delta, what an erase reads is divided, too."""
+    shape = (1, 1, 3, 2, 2)
+    gates, (q, k, v) = draw_gates(RULES[rule], shape), draw_inputs(shape, positive=True).values()
+
+    def call(q, k, v, *parts):
+        return fast_weight(q, k, v, rule, dict(zip(gates, parts)), backend="recurrent", attention_norm=True)[0]
+
+    leaves = [q, k, v, *gates.values()]
+    assert torch.autograd.gradgradcheck(call, leaves)
+    fixed = [x.detach() for x in leaves]
+    gradient = torch.autograd.grad(call(*leaves).sum(), leaves[:3])
+    torch.testing.assert_close(torch.func.grad(lambda *x: call(*x).sum(), argnums=(0, 1, 2))(*fixed), gradient)
+    along = [torch.randn_like(x) for x in fixed[:3]]
+    _, slope = torch.func.jvp(lambda *x: call(*x, *fixed[3:]).sum(), tuple(fixed[:3]), tuple(along))
+    torch.testing.assert_close(slope, sum((a * d).sum() for a, d in zip(along, gradient)))
+    several = [torch.stack([x, x.flip(2)]) for x in fixed]
+    torch.testing.assert_close(torch.func.vmap(call)(*several), torch.stack([call(*fixed), call(*(x.flip(2) for x in fixed))]))
+
+
 @pytest.mark.parametrize("rule, attention_norm", CASES)
 def test_causal(rule, attention_norm):
     q, k, v = (x.detach() for x in draw_inputs(SHAPE, positive=True).values())
@@ -501,12 +522,16 @@ def test_gradients_of_the_operator_where_one_result_is_used(used):
         torch.testing.assert_close(one, other)
 
 
-def test_an_exported_operation_needs_nothing_of_this_project():
-    class Operation(torch.nn.Module):
-        def forward(self, q, k, v, beta):
-            return fast_weight(q, k, v, "delta", {"beta": beta})[0]
+@pytest.mark.parametrize("rule, length", [("delta", SHAPE[2]), ("decay", 40), ("kda", 40)])
+def test_an_exported_operation_needs_nothing_of_this_project(rule, length):
+    shape = (*SHAPE[:2], length, *SHAPE[3:])
+    gates = draw_gates(RULES[rule], shape, torch.float32)
 
-    inputs = [*draw_inputs(SHAPE, torch.float32).values(), *draw_gates(RULES["delta"], SHAPE, torch.float32).values()]
+    class Operation(torch.nn.Module):
+        def forward(self, q, k, v, *parts):
+            return fast_weight(q, k, v, rule, dict(zip(gates, parts)))[0]
+
+    inputs = [*draw_inputs(shape, torch.float32).values(), *gates.values()]
     program = torch.export.export(Operation(), tuple(inputs), strict=False)
     assert not [node for node in program.graph.nodes if "fw_fairseq" in str(node.target)]
     torch.testing.assert_close(program.module()(*inputs), Operation()(*inputs))

@@ -249,6 +249,18 @@ def test_elementwise_maps_have_no_other_width(name):
         FEATURE_MAPS[name](6, out_dim=3)
 
 
+@pytest.mark.parametrize("way", ["l2", "rfa"])
+def test_a_vector_of_zeros_has_no_huge_gradient(way):
+    """Its length has none, and 1 / 1e-12 would be the largest gradient of a batch by far."""
+    x = torch.cat([torch.zeros(1, 8), torch.randn(4, 8)]).requires_grad_()
+    y = FEATURE_MAPS["rfa"](8)(x) if way == "rfa" else normalised_features(FEATURE_MAPS["identity"](8), "l2", x, False)[0]
+    if way == "l2":
+        torch.testing.assert_close(y[1:], F.normalize(x[1:], dim=-1))
+        assert not y[0].any()
+    (y * torch.randn_like(y)).sum().backward()
+    assert 0 < x.grad[0].abs().max() < 100 and x.grad.isfinite().all()
+
+
 def test_sum_normalisation_has_a_gradient_at_zero_in_half_precision():
     x = torch.tensor([[1.0, 0.0, 0.0, 0.0]], dtype=torch.float16, requires_grad=True)
     sum_normalise(FEATURE_MAPS["dpfp"](4)(x)).sum().backward()

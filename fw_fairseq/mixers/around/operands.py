@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from ... import Mistake
 from ...feature_maps import wide
 from ...ops import FastWeightState
+from ...ops.checks import check_tokens
 from ...ops.dispatch import has_kernels
 from ...rules import RULES, Gate, Rule, starts
 from ...rules.starts import Place
@@ -120,12 +121,16 @@ class Projected(Mixer):
 
     def operands(self, x: Tensor, state: FastWeightState | None = None, padding_mask=None, reset_mask=None) -> Operands:
         """Maps x (T,B,C) to what ``fast_weight`` takes."""
+        check_tokens("x", x, len(x))
         kept, masks = {}, (padding_mask, reset_mask)
         q_size, k_size, v_size, *others = self.sizes.values()
         projected = self.project(x)
         if self.shift is not None:
-            if not isinstance(self.in_proj, nn.Linear):
-                raise Mistake("in_proj was replaced, and token shift reads its weight; merge an adapter into it first")
+            if not is_linear(self.in_proj):
+                raise Mistake(
+                    "in_proj was replaced or has a hook, and token shift reads its weight; merge an adapter into it first, and"
+                    " offload no layer"
+                )
             previous = None if state is None else state.previous
             added, kept["previous"] = self.shift(x, self.in_proj.weight, previous, *masks)
             projected = projected[..., : added.shape[-1]] + added

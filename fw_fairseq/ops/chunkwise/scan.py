@@ -92,7 +92,8 @@ def take(operands, span: slice) -> Operands:
 
 def plan(operands, dtype: torch.dtype) -> list[tuple[slice, type]]:
     """The chunks in order, each with the way to run it, which depends on the smallest of its gates. A graph that is exported
-    cannot look at gates: with one gate per token each of its chunks is ready for gates of 0."""
+    cannot look at gates: with one gate per token each of its chunks is ready for gates of 0, and with gates per channel it has
+    single tokens."""
     q, _, _, f, z, e, _ = operands
     cuts = spans(q.shape[2])
     if z is None and (f is None or f.dim() == 3):
@@ -102,6 +103,8 @@ def plan(operands, dtype: torch.dtype) -> list[tuple[slice, type]]:
         return [(span, TokenGatesWithZeros if any(small[span]) else TokenGates) for span in cuts]
     if not q.numel() or q.is_meta:  # no gate to look at
         return [(span, ChannelGates) for span in cuts]
+    if is_exporting():
+        return [(span, SingleTokens) for span in cuts]
     mins = [x.amin((0, 1, *range(3, x.dim()))) for x in (f, z) if x is not None]
     smallest = (mins[0] if len(mins) == 1 else torch.minimum(*mins)).tolist()  # of each token
     by_feature = f is not None and f.dim() == 4 and dtype != torch.float64
