@@ -43,7 +43,8 @@ class SoftmaxStepper(Stepper):
         if not isinstance(state, dict):
             return state
         hidden = state.get("prev_key_padding_mask")
-        return Past(state["prev_key"], state["prev_value"], state["prev_key"].shape[2], None if hidden is None else hidden.bool())
+        length = state["prev_key"].shape[2]
+        return Past(state["prev_key"], state["prev_value"], length, [length], None if hidden is None else hidden.bool())
 
     def state(self):
         if self.last is None or isinstance(self.mixer, SparseAttention):

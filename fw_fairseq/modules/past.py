@@ -10,30 +10,33 @@ from torch.nn import functional as F
 
 
 class Past(NamedTuple):
-    """The keys and values of the tokens so far, in buffers with room for more. Nothing is copied until they are full."""
+    """The keys and values of the tokens so far, in buffers with room for more. Nothing is copied until they are full, or until a
+    second text goes on from here: the buffers then have the tokens of the first."""
 
     keys: Tensor  # (B,H,room,X)
     values: Tensor  # (B,H,room,X)
     length: int
+    used: list[int]  # how many places of the buffers have a token, for all that share them
     hidden: Tensor | None = None  # (B,length), True at padding; None: there is none
 
     @classmethod
     def empty(cls, like: Tensor, room: int) -> Past:
         """Returns buffers for keys like ``like`` (B,H,T,X)."""
         batch, heads, _, width = like.shape
-        return cls(*(like.new_empty(batch, heads, room, width) for _ in range(2)), 0)
+        return cls(*(like.new_empty(batch, heads, room, width) for _ in range(2)), 0, [0])
 
     def add(self, k: Tensor, v: Tensor, hidden: Tensor | None) -> Past:
         """Returns the past with more tokens, k and v (B,H,T,X). It changes the buffers in place where they have room."""
-        stop, keys, values = self.length + k.shape[2], self.keys, self.values
-        if stop > keys.shape[2]:
-            keys, values, _, _ = Past.empty(k, 2 * stop)
+        stop, keys, values, used = self.length + k.shape[2], self.keys, self.values, self.used
+        if stop > keys.shape[2] or used[0] != self.length:
+            keys, values, _, used, _ = Past.empty(k, 2 * stop)
             keys[:, :, : self.length], values[:, :, : self.length] = (
                 self.keys[:, :, : self.length],
                 self.values[:, :, : self.length],
             )
         keys[:, :, self.length : stop], values[:, :, self.length : stop] = k, v
-        return Past(keys, values, stop, self.hidden_after(k, hidden))
+        used[0] = stop
+        return Past(keys, values, stop, used, self.hidden_after(k, hidden))
 
     def hidden_after(self, k: Tensor, hidden: Tensor | None) -> Tensor | None:
         """Returns which tokens are padding, with those of k."""
@@ -51,7 +54,7 @@ class Past(NamedTuple):
     def index_select(self, order: Tensor) -> Past:
         """Returns the past of the hypotheses ``order``, with its room, so that the next token is added without a copy."""
         keys, values, hidden = (None if x is None else x.index_select(0, order) for x in (self.keys, self.values, self.hidden))
-        return Past(keys, values, self.length, hidden)
+        return Past(keys, values, self.length, [self.length], hidden)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, causal: bool, dropout: float = 0.0) -> Tensor:

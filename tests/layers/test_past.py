@@ -27,6 +27,21 @@ def test_buffers_grow_to_twice_what_they_hold_once_they_are_full():
     assert chosen.keys.shape[2] == 12 and chosen.tokens()[0].equal(tokens[0][order])
 
 
+def test_two_texts_that_go_on_from_one_past_do_not_write_into_each_other():
+    first, one, other = some(3), some(2), some(2)
+    past = Past.empty(first, 8).add(first, first, None)
+    for text in (one, other):
+        longer = past
+        for t in range(2):
+            longer = longer.add(text[:, :, t : t + 1], text[:, :, t : t + 1], None)
+        text_so_far = torch.cat([first, text], 2)
+        assert longer.tokens()[0].equal(text_so_far) and longer.tokens()[1].equal(text_so_far)
+        if text is one:
+            assert longer.keys.data_ptr() == past.keys.data_ptr()  # the first one goes on in place
+            kept = longer
+    assert kept.tokens()[0].equal(torch.cat([first, one], 2))
+
+
 def test_tokens_without_a_mask_are_no_padding():
     past = Past.empty(some(1), 8).add(some(1), some(1), None)
     mask = torch.tensor([[False, True], [False, False]])

@@ -202,7 +202,7 @@ def state_after(model, context: int) -> dict:
         if isinstance(getattr(stepper, "last", None), Past):
             past = stepper.last
             shape = (1, past.keys.shape[1], context, past.keys.shape[3])
-            stepper.last = Past(*(torch.randn(shape, dtype=past.keys.dtype) for _ in range(2)), context)
+            stepper.last = Past(*(torch.randn(shape, dtype=past.keys.dtype) for _ in range(2)), context, [context])
         elif stepper is not None:
             for _ in range(min(context, part.stepper.mixer.head_dim)):
                 part(torch.randn(1, model.decoder.embed_dim, dtype=model.decoder.embed_tokens.weight.dtype))
