@@ -49,7 +49,7 @@ def building(said: str) -> Iterator[None]:
 def read_text(file: Path, what: str) -> str:
     """Returns the text of a file. ``what``: the kind of file that it should be."""
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")  # which other programs begin with a byte-order mark
     except UnicodeDecodeError:
         raise Mistake(f"{file} is not {what}, as it is no text in UTF-8") from None
 
@@ -129,7 +129,7 @@ def damaged_part(path) -> str | None:
 
 def why(error: Exception) -> str:
     """Returns the reason for which a file cannot be read."""
-    said = str(error).strip()
+    said = re.sub(r"^\[enforce fail at [^]]*\]\s*\.?\s*", "", str(error).strip())  # torch's, before what it says
     if foreign := re.search(r"GLOBAL (\S+)", said):
         return f"it holds {foreign[1]}, which is neither a tensor nor an option, and is not run"
     if isinstance(error, KeyError):

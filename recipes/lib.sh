@@ -2,6 +2,7 @@
 # The common part of all recipes, sourced before anything else. recipes/README.md describes the calling convention and the variables.
 # Recipes stay in the caller's folder: DATA and OUT are relative to it, and files of this repository are named by $ROOT.
 set -euo pipefail
+export LC_ALL=C.UTF-8 # in the locale C, wc counts bytes as characters, and sed cuts letters in two
 
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then # the comment at the head of the recipe
     awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "$0"

@@ -31,6 +31,16 @@ def test_a_file_is_written_beside_its_place(tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["c.txt"] and path.read_text() == "two"
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\ufeffa b\n".encode())
+    assert files.read_text(tmp_path / "a.txt", "a table") == "a b\n"
+
+
+def test_the_place_in_torchs_code_is_no_reason():
+    error = RuntimeError("[enforce fail at inline_container.cc:747] . open file failed with strerror: Permission denied")
+    assert files.why(error) == "open file failed with strerror: Permission denied"
+
+
 def test_a_pipe_is_written_to_and_stays(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     end = os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK)

@@ -6,6 +6,7 @@ Errors are clear, a NaN is traced to its layer, and fairseq-eval-lm takes ensemb
 from __future__ import annotations
 
 import os
+import re
 from contextvars import ContextVar
 
 import fairseq.trainer
@@ -99,14 +100,21 @@ def name_the_backend_of_adaptive_losses(original, *args, **kwargs):
 @replaces(Trainer, "load_checkpoint")
 def say_what_does_not_fit(original, trainer, filename, reset_optimizer=False, *args, **kwargs):
     """fairseq replaces the message about parameters that do not fit by "please ensure that the architectures match". Now the
-    message names them. fairseq also resumes with another task or dictionary, at a wrong place of the text or with wrong words, and
-    it loads parameters into a model with options that make another model of them, such as another `--feature-map`. Now this is
-    refused; with an explicit `--restore-file` the log names such options. A run that is resumed with `--store-ema`, where its
+    message names them. A run that resumes with another optimizer or criterion ends in a traceback; now in one sentence. fairseq
+    also resumes with another task or dictionary, at a wrong place of the text or with wrong words, and it loads parameters into a
+    model with options that make another model of them, such as another `--feature-map`. Now this is refused; with an explicit
+    `--restore-file` the log names such options. A run that is resumed with `--store-ema`, where its
     checkpoint has no averages, ends in a KeyError; now the averages start from the parameters. fairseq counts the validations of
     `--patience` from 0 after each stop; now the count goes on."""
     try:
         with with_averages(trainer):
             extra_state = original(trainer, filename, reset_optimizer, *args, **kwargs)
+    except AssertionError as error:
+        if found := re.fullmatch(r"(Criterion|Optimizer) does not match; .*\. (\w+) vs (\w+)", str(error)):
+            name, before, now = found.groups()
+            said = f"--{name.lower()} is another one ({now}) than that of {filename} ({before})"
+            raise Mistake(f"{said}; give the same one, or begin a run with --finetune-from-model") from error
+        raise
     except Exception as error:
         if type(error) is Exception and isinstance(error.__context__, ValueError):
             raise Mistake(f"{filename}: {error.__context__}") from error

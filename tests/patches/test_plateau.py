@@ -34,6 +34,19 @@ def train(data, folder, epochs: int, *more) -> dict[int, float]:
     return {update: float(entry["lr"]) for update, entry in logged.items()}
 
 
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (["--finetune-from-model", "nope.pt"], "fairseq-train: --finetune-from-model nope.pt does not exist"),
+        (["--finetune-from-model", "nope.pt", "--reset-optimizer"], "can not be set together"),
+    ],
+)
+def test_a_model_to_start_from_that_cannot_be_taken_is_refused(more, said, stream_data, tmp_path):
+    done = fairseq("train", stream_data, *MODEL.split(), "--max-epoch", 1, "--save-dir", tmp_path / "new", *more, *USER_DIR)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert said.split(": ")[-1] in done.stderr.splitlines()[-1]
+
+
 def test_a_run_that_stops_between_epochs_keeps_its_learning_rates(stream_data, tmp_path):
     whole = train(stream_data, tmp_path / "whole", 6)
     assert len(set(whole.values())) == 3  # no epoch is better than the one before by a fifth: the rate falls after every second one

@@ -121,6 +121,22 @@ def test_checkpoints_of_before_load_with_a_line(caplog):
     assert resume(trainer(Task(AB)), None) is None  # there was no checkpoint
 
 
+@pytest.mark.parametrize("name, before, now", [("Optimizer", "FairseqAdam", "SGD"), ("Criterion", "OneLoss", "OtherLoss")])
+def test_another_optimizer_or_criterion_is_refused(name, before, now):
+    def original(*args, **kwargs):
+        raise AssertionError(f"{name} does not match; please reset the optimizer (--reset-optimizer). {before} vs {now}")
+
+    said = rf"^--{name.lower()} is another one \({now}\) than that of a.pt \({before}\); give the same one, or begin a run"
+    with pytest.raises(ValueError, match=said):
+        say_what_does_not_fit(original, trainer(Task(AB)), "a.pt")
+
+    def wrong(*args, **kwargs):
+        raise AssertionError("something else")
+
+    with pytest.raises(AssertionError, match="something else"):
+        say_what_does_not_fit(wrong, trainer(Task(AB)), "a.pt")
+
+
 class Sentences(FairseqDataset):
     """Twelve of one word, in an order that is drawn."""
 

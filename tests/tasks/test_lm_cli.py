@@ -325,6 +325,13 @@ def test_truncated_checkpoint(lm_data, trained, tmp_path):
     assert f"eval_lm: {tmp_path / 'half.pt'} cannot be read as a fairseq checkpoint (" in done.stderr.splitlines()[-1]
 
 
+def test_overrides_that_are_no_dict_do_not_blame_the_checkpoint(lm_data, trained):
+    path = trained[0] / "checkpoint_last.pt"
+    done = fairseq("eval_lm", lm_data, *USER_DIR, *TASK, "--path", path, "--model-overrides", "{'window_sizes', 3}")
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].endswith("it must be a dict such as {'xl_memory': 128}")
+
+
 def test_training_from_the_installed_package(lm_data, tmp_path):
     """Not from the checkout: its editable install is taken out of the interpreter, and the place of the import is checked."""
     site = install_sdist(tmp_path)

@@ -67,7 +67,9 @@ def test_softmax_reproduces_the_source(layout, dictionary, tmp_path):
     model, _, state = source(LAYOUTS[layout], dictionary)
     changes = convert(save(state, tmp_path), tmp_path / "out.pt", "softmax")
     assert {change.what for change in changes} == {"copied"}
-    scales = re.findall(r"--scale-(?!output)", training_options(tmp_path / "out.pt"))
+    options = training_options(tmp_path / "out.pt")
+    assert options.startswith("--task language_modeling --arch fast_weight_lm --finetune-from-model ")
+    scales = re.findall(r"--scale-(?!output)", options)
     assert not scales, "fairseq has not handed them on to the layers"
     assert sum(change.parameters for change in changes) >= sum(x.numel() for x in model.parameters())
     tokens = torch.randint(4, 64, (3, 20))

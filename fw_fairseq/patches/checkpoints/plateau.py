@@ -12,6 +12,7 @@ from fairseq import checkpoint_utils
 from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
 from fairseq.trainer import Trainer
 
+from ... import Mistake
 from ..replacing import replaces
 
 BAD_EPOCHS = "num_bad_epochs"
@@ -36,8 +37,14 @@ def load_the_bad_epochs(original, scheduler, state: dict) -> None:
 @replaces(checkpoint_utils, "load_checkpoint")
 def judge_the_last_epoch(original, cfg, trainer, **passthrough_args):
     """fairseq writes the checkpoint of an epoch before its scheduler sees the epoch's validation loss, so that a run which stopped
-    between two epochs forgets that loss. Now the scheduler sees it when the run resumes."""
-    extra_state, epochs = original(cfg, trainer, **passthrough_args)
+    between two epochs forgets that loss. Now the scheduler sees it when the run resumes. A `--finetune-from-model` that is not
+    there, or that stands beside a `--reset-...` option, ends in a traceback; now it is refused in one sentence."""
+    try:
+        extra_state, epochs = original(cfg, trainer, **passthrough_args)
+    except ValueError as error:
+        if type(error) is ValueError and "--finetune-from-model" in str(error):
+            raise Mistake(str(error)) from error
+        raise
     scheduler = trainer.lr_scheduler
     follows = isinstance(scheduler, ReduceLROnPlateauLRSchedule) or getattr(scheduler, "follows_validation", False)
     if extra_state is not None and follows and not (cfg.reset_optimizer or cfg.reset_lr_scheduler):

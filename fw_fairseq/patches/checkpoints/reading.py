@@ -29,6 +29,9 @@ def load_only_data(original, path, *args, **kwargs) -> dict:
     """fairseq's checkpoints hold options that `torch.load` refuses since torch 2.6, and torch does not compare check sums. Now a
     checkpoint may hold tensors, plain data, options and NumPy's numbers. One that holds anything else, or that is cut short or
     altered, is refused, nothing in it is run, and the newest whole checkpoint of the folder is named."""
+    overrides = args[0] if args else kwargs.get("arg_overrides")
+    if not isinstance(overrides, (dict, type(None))):
+        raise Mistake(f"--model-overrides is {overrides!r}; it must be a dict such as {{'xl_memory': 128}}")
     if os.path.isdir(path):
         raise Mistake(f"{path} is a folder, not a checkpoint; {offer(Path(path))}")
     try:

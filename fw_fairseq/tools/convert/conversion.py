@@ -226,7 +226,8 @@ def training_options(checkpoint: Path) -> str:
     decide = [name for name in options if name in {*SHAPES, *UNSEEN, *OWN} and options[name] not in (None, defaults.get(name))]
     task = [written(name, options[name]) for name in ("tokens_per_sample", "max_target_positions")]
     given = [written(name, options[name]) for name in sorted(decide)]
-    return " ".join(["--arch fast_weight_lm --finetune-from-model", shlex.quote(str(checkpoint)), *task, *given])
+    kind = "--task language_modeling --arch fast_weight_lm"  # the task first, which --tokens-per-sample belongs to
+    return " ".join([kind, "--finetune-from-model", shlex.quote(str(checkpoint)), *task, *given])
 
 
 def checked_symbols(symbols: list[str] | None, folder: Path, force: bool) -> str | None:

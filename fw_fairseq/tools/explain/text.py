@@ -37,7 +37,7 @@ def read_text(text: str, dictionary, tokenizer: str | None = None) -> tuple[list
         raise Mistake(f"TEXT is {text}, a folder; give a sentence, or a file with one")
     if os.path.exists(text) and not os.path.isdir(text):  # which Path does not answer for a sentence too long for a name
         with reading(Path(text), "a text"):
-            text = Path(text).read_text(encoding="utf-8")
+            text = Path(text).read_text(encoding="utf-8-sig")
     pieces = choose_tokenizer(tokenizer)(text.strip("\n"))
     if not pieces.shown:
         raise Mistake("TEXT has no words")
