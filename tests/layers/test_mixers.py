@@ -214,6 +214,18 @@ def test_no_sequence_and_no_token_with_other_options_and_padding(name, options):
         layer(torch.randn(0, 3, WIDTH))
 
 
+def test_token_shift_with_an_offloaded_projection_is_refused():
+    """accelerate loads the weight for the projection itself alone."""
+    layer, x = MIXERS["fast_weight"](WIDTH, 2, token_shift=True), torch.randn(3, 2, WIDTH)
+    projected = layer.in_proj(x)
+    layer.project = lambda x: projected
+    layer.in_proj.to("meta")
+    with pytest.raises(
+        ValueError, match="^in_proj is offloaded, and token shift reads its weight; name a device for the layers in"
+    ):
+        layer(x)
+
+
 @pytest.mark.parametrize("mask", ["padding_mask", "reset_mask"])
 @pytest.mark.parametrize("tanh", [False, True])
 def test_a_mask_says_one_thing_of_each_token(mixer, mask, tanh):

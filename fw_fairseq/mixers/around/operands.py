@@ -126,11 +126,10 @@ class Projected(Mixer):
         q_size, k_size, v_size, *others = self.sizes.values()
         projected = self.project(x)
         if self.shift is not None:
-            if not is_linear(self.in_proj):
-                raise Mistake(
-                    "in_proj was replaced or has a hook, and token shift reads its weight; merge an adapter into it first, and"
-                    " offload no layer"
-                )
+            if not isinstance(self.in_proj, nn.Linear):
+                raise Mistake("in_proj was replaced, and token shift reads its weight; merge an adapter into it first")
+            if self.in_proj.weight.is_meta and not x.is_meta:
+                raise Mistake("in_proj is offloaded, and token shift reads its weight; name a device for the layers in device_map")
             previous = None if state is None else state.previous
             added, kept["previous"] = self.shift(x, self.in_proj.weight, previous, *masks)
             projected = projected[..., : added.shape[-1]] + added
