@@ -220,9 +220,7 @@ def test_token_shift_with_an_offloaded_projection_is_refused():
     projected = layer.in_proj(x)
     layer.project = lambda x: projected
     layer.in_proj.to("meta")
-    with pytest.raises(
-        ValueError, match="^in_proj is offloaded, and token shift reads its weight; name a device for the layers in"
-    ):
+    with pytest.raises(ValueError, match="in_proj is offloaded, and token shift reads its weight; name a device"):
         layer(x)
 
 
