@@ -1,4 +1,4 @@
-"""The parts that all hand-written autograd functions share."""
+"""The parts that all hand-written autograd functions share, and a division whose gradient stays finite."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+
+SMALLEST_LENGTH = 1e-12
 
 
 def as_written(function):
@@ -27,6 +29,12 @@ def as_written(function):
 def without_autocast(device: str) -> AbstractContextManager:
     """Products keep the dtypes that they are written with. ``device``: the type of the tensors' device; "meta" has no autocast."""
     return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
+
+
+def unit(x: Tensor) -> Tensor:
+    """x divided by its length. A length below 1e-12 counts as that: a vector of zeros stays so, with a finite gradient."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x / length.clamp(min=SMALLEST_LENGTH).masked_fill(length == 0, 1)
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import Mistake
-from .autograd import without_autocast
+from .autograd import unit, without_autocast
 
 
 class FeatureMap(nn.Module):
@@ -222,15 +222,6 @@ def sum_normalise(features: Tensor, eps: float = SMALLEST_SUM) -> Tensor:
     wide_features = wide(features)
     total = wide_features.sum(-1, keepdim=True)
     return (wide_features / total.clamp(min=eps).masked_fill(total == 0, 1)).to(features.dtype)  # fp16 does not hold 1 / eps
-
-
-SMALLEST_LENGTH = 1e-12
-
-
-def unit(x: Tensor) -> Tensor:
-    """x divided by its length. A length below 1e-12 counts as that: a vector of zeros stays so, with a finite gradient."""
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x / length.clamp(min=SMALLEST_LENGTH).masked_fill(length == 0, 1)
 
 
 def l2_normalise(features: Tensor) -> Tensor:

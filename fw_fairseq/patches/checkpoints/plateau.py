@@ -38,7 +38,7 @@ def load_the_bad_epochs(original, scheduler, state: dict) -> None:
 def judge_the_last_epoch(original, cfg, trainer, **passthrough_args):
     """fairseq writes the checkpoint of an epoch before its scheduler sees the epoch's validation loss, so that a run which stopped
     between two epochs forgets that loss. Now the scheduler sees it when the run resumes. A `--finetune-from-model` that is not
-    there, or that stands beside a `--reset-...` option, ends in a traceback; now it is refused in one sentence."""
+    there, or that stands beside `--reset-optimizer`, ends in a traceback; now it is refused in one sentence."""
     try:
         extra_state, epochs = original(cfg, trainer, **passthrough_args)
     except ValueError as error:
