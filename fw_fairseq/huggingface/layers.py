@@ -111,13 +111,17 @@ class Cache:
     @property
     def states(self) -> dict[int, object]:
         """The state of each layer."""
-        if self.steps is not None:
-            self.kept, self.steps = self.steps.states(), None
+        self.take_back()
         return self.kept
 
     @states.setter
     def states(self, states: dict[int, object]) -> None:
         self.kept, self.steps = states, None
+
+    def take_back(self) -> None:
+        """Takes the states from ``steps``, where it has them."""
+        if self.steps is not None:
+            self.kept, self.steps = self.steps.states(), None
 
     def step(self, model: nn.Module, x: Tensor, graph: bool) -> Tensor | None:
         """Maps the embeddings of the next token, (B,1,C), to the input of the output layer, (B,1,C), where the layers can read one
@@ -126,7 +130,7 @@ class Cache:
         if torch.is_grad_enabled() or torch.is_autocast_enabled(device) or torch.compiler.is_compiling():
             return None
         if self.steps is not None and self.steps.model is not model:
-            self.kept, self.steps = self.steps.states(), None
+            self.take_back()
         if self.steps is None:
             if len(self.kept) != len(model.layers) or not Steps.fit(model, Layer):
                 return None

@@ -37,14 +37,14 @@ def train(data, folder, epochs: int, *more) -> dict[int, float]:
 @pytest.mark.parametrize(
     "more, said",
     [
-        (["--finetune-from-model", "nope.pt"], "fairseq-train: --finetune-from-model nope.pt does not exist"),
+        (["--finetune-from-model", "nope.pt"], "--finetune-from-model nope.pt does not exist"),
         (["--finetune-from-model", "nope.pt", "--reset-optimizer"], "can not be set together"),
     ],
 )
 def test_a_model_to_start_from_that_cannot_be_taken_is_refused(more, said, stream_data, tmp_path):
     done = fairseq("train", stream_data, *MODEL.split(), "--max-epoch", 1, "--save-dir", tmp_path / "new", *more, *USER_DIR)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert said.split(": ")[-1] in done.stderr.splitlines()[-1]
+    assert said in done.stderr.splitlines()[-1]
 
 
 def test_a_run_that_stops_between_epochs_keeps_its_learning_rates(stream_data, tmp_path):

@@ -196,7 +196,8 @@ def test_no_combination_gives_nan_with_many_keys(rule, phi):
         ({"key_heads": 2}, "--key-heads is 2; it must divide the number of heads, 1"),
         (
             {"update_rule": "gla"},
-            "which makes one key, one value and .*sigmoids for each pair; use one of: sum,",
+            "--update-rule gla is not for retrieval, which makes one key, one value and gates that are sigmoids for each pair;"
+            " use one of: sum, gated, ",
         ),
     ],
 )
