@@ -26,9 +26,11 @@ from fairseq.utils import safe_getattr
 from torch import nn
 
 from .. import Mistake
-from .checkpoints.model_options import check_options, take_options_over
+from .checkpoints.model_options import LAST, check_options, take_options_over
+from .checkpoints.origin import check_origin, check_the_last_one
 from .checkpoints.plateau import PATIENCE
-from .checkpoints.resuming import check_origin, with_averages
+from .checkpoints.reading import ModelOverrides
+from .checkpoints.resuming import with_averages
 from .literals import naming
 from .non_finite import FirstNonFinite
 from .option_values import check_shares
@@ -103,9 +105,9 @@ def say_what_does_not_fit(original, trainer, filename, reset_optimizer=False, *a
     message names them. A run that resumes with another optimizer or criterion ends in a traceback; now in one sentence. fairseq
     also resumes with another task or dictionary, at a wrong place of the text or with wrong words, and it loads parameters into a
     model with options that make another model of them, such as another `--feature-map`. Now this is refused; with an explicit
-    `--restore-file` the log names such options. A run that is resumed with `--store-ema`, where its
-    checkpoint has no averages, ends in a KeyError; now the averages start from the parameters. fairseq counts the validations of
-    `--patience` from 0 after each stop; now the count goes on."""
+    `--restore-file` the log names such options. Where that file is missing, fairseq trains from scratch; now it is refused. A run
+    that is resumed with `--store-ema`, where its checkpoint has no averages, ends in a KeyError; now the averages start from the
+    parameters. fairseq counts the validations of `--patience` from 0 after each stop; now the count goes on."""
     try:
         with with_averages(trainer):
             extra_state = original(trainer, filename, reset_optimizer, *args, **kwargs)
@@ -117,11 +119,14 @@ def say_what_does_not_fit(original, trainer, filename, reset_optimizer=False, *a
         raise
     except Exception as error:
         if type(error) is Exception and isinstance(error.__context__, ValueError):
+            check_the_last_one(trainer.task)
             raise Mistake(f"{filename}: {error.__context__}") from error
         raise
     if extra_state is not None:
         check_options(trainer, filename)
-    check_origin(trainer, filename, extra_state, fresh=reset_optimizer)
+    elif (given := safe_getattr(trainer.cfg.checkpoint, "restore_file", LAST)) != LAST:
+        raise Mistake(f"--restore-file is {given}, where there is no file; name the checkpoint from which the run starts")
+    check_origin(trainer, filename, extra_state, reset_optimizer)
     fresh = extra_state is None or reset_optimizer or kwargs.get("reset_meters", False)
     trainer.patience_read = {} if fresh else extra_state.get(PATIENCE, {})
     return extra_state
@@ -135,6 +140,8 @@ def split_ensembles(original, filenames, arg_overrides=None, task=None, strict=T
         raise Mistake("--path is missing; name the checkpoint of the model")
     whole = {name for name in filenames if os.path.exists(name) or os.path.exists(name.replace(".pt", f"{suffix}.pt"))}
     split = [part for name in filenames for part in ([name] if name in whole else utils.split_paths(name))]
+    if task is not None:  # it has its own options, and all overrides are for the model
+        arg_overrides = ModelOverrides(arg_overrides)
     return original(split, arg_overrides, task, strict, suffix, *args, **kwargs)
 
 
@@ -241,7 +248,10 @@ def build_what_the_options_say(original, cfg, task, from_checkpoint: bool = Fals
     refused by the name of its option. fairseq takes every option, whether the model reads it or not. Now a new model of this
     project refuses an option that no part of it reads, and every model a probability such as `--dropout 2`, which ends in a
     traceback. fairseq takes options from the command line alone; now `--options-from` takes those of a checkpoint over, and new
-    checkpoints hold them as if they had been given."""
+    checkpoints hold them as if they had been given. fairseq's commands take a checkpoint with any dictionary of its size, and their
+    results are nonsense. Now a dictionary with other words, or in another order, is refused."""
+    if from_checkpoint:
+        check_the_last_one(task)
     take_options_over(cfg)
     check_shares(cfg)
     with naming(cfg):

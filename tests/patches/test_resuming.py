@@ -23,7 +23,7 @@ from support.runs import parameters
 
 import fw_fairseq.models  # noqa: F401
 from fw_fairseq.patches.checkpoints import lock as locks
-from fw_fairseq.patches.checkpoints.resuming import ORIGIN, dictionary_sums
+from fw_fairseq.patches.checkpoints.origin import ORIGIN, dictionary_sums
 from fw_fairseq.patches.distributed import suit_workers_to_cpus
 from fw_fairseq.patches.training import say_what_does_not_fit
 
@@ -76,12 +76,29 @@ AB, BA = words("a", "b"), words("b", "a")
     ],
 )
 @pytest.mark.parametrize("position", [0, 3])
-def test_another_dictionary_is_refused(task, said, position):
+def test_another_dictionary_is_refused(task, said, position, caplog):
     saved = saved_by(trainer(Task(AB)), position)
     with pytest.raises(ValueError, match=f"^{said}"):
         resume(trainer(task), saved)
     assert resume(trainer(Task(words("a", "b"))), saved) is saved
-    assert resume(trainer(task), saved, reset_optimizer=True) is saved  # a new run from its parameters
+    resetting = trainer(task, reset_dataloader=True)
+    for run, reset in ((trainer(task), True), (resetting, False)):  # each goes on with a part of the run
+        with pytest.raises(ValueError, match=f"^{said}"):
+            resume(run, saved, reset_optimizer=reset)
+    tuning = trainer(task)
+    tuning.cfg.checkpoint.finetune_from_model = "a.pt"
+    for run in (resetting, tuning):
+        caplog.clear()
+        assert resume(run, saved, reset_optimizer=True) is saved
+        assert "that of a.pt; the new run begins with that one's embeddings for its own words" in caplog.text
+
+
+def test_a_missing_file_to_restore_is_refused():
+    run = trainer(Task(AB))
+    assert resume(run, None) is None  # a first run
+    run.cfg.checkpoint.restore_file = "nope.pt"
+    with pytest.raises(ValueError, match=r"^--restore-file is nope.pt, where there is no file; name the checkpoint"):
+        resume(run, None)
 
 
 def test_the_sum_is_of_the_words_and_their_order():
@@ -102,6 +119,8 @@ def test_another_task_is_refused_within_an_epoch():
                 ValueError, match=f"^--task is {name}, but a.pt stopped within an epoch of {before}; resume with that"
             ):
                 resume(second, saved_by(first, position))
+        with pytest.raises(ValueError, match=r"^--task is"):
+            resume(second, saved_by(first, 3), reset_optimizer=True)  # which keeps the place in the text
         resume(second, saved_by(first, 0))
         resume(second, saved_by(first, 0) | {"train_iterator": {"epoch": 2}})
         second.cfg.checkpoint.reset_dataloader = True
@@ -188,6 +207,9 @@ def test_resuming_on_the_command_line(stream_data, tmp_path):
     assert "--task is language_modeling, but " in done.stderr.splitlines()[-1]
     lines = (tmp_path / "data" / "dict.txt").read_text().splitlines(keepends=True)
     (tmp_path / "data" / "dict.txt").write_text("".join(reversed(lines)))
+    done = fairseq("train", *command, *streams, "--max-update", 4)
+    assert done.returncode == 1 and "the source dictionary of the data has other words, or another order" in done.stderr
+    (tmp_path / "data" / "dict.txt").write_text("".join([*lines, "another 1\n"]))
     done = fairseq("train", *command, *streams, "--max-update", 4)
     assert done.returncode == 1 and "the source dictionary of the data has other words, or another order" in done.stderr
     (tmp_path / "data" / "dict.txt").write_text("".join(lines))

@@ -332,6 +332,35 @@ def test_overrides_that_are_no_dict_do_not_blame_the_checkpoint(lm_data, trained
     assert done.stderr.splitlines()[-1].endswith("it must be a dict such as {'xl_memory': 128}")
 
 
+def test_an_override_is_an_option_of_the_model(lm_data, trained, tmp_path):
+    """A name that the checkpoint lacks, as one of an older version does, is set if the model has such an option today."""
+    path = trained[0] / "checkpoint_last.pt"
+    done = fairseq("eval_lm", lm_data, *USER_DIR, *TASK, "--path", path, "--model-overrides", "{'xl_segmnet': 3}")
+    assert done.returncode != 0
+    said = f"eval_lm: --model-overrides names 'xl_segmnet', which is no option of {path}; is it xl_segment?"
+    assert done.stderr.splitlines()[-1].endswith(said)
+    state = torch.load(path, weights_only=False)
+    del state["cfg"]["model"]["attention_norm"]
+    torch.save(state, tmp_path / "older.pt")
+    given = [tmp_path / "older.pt", "--tokens-per-sample", 32, "--model-overrides"]
+    before = evaluate(lm_data, *given, "{'data': 'elsewhere'}")
+    assert before == evaluate(lm_data, path, "--tokens-per-sample", 32) != evaluate(lm_data, *given, "{'attention_norm': True}")
+
+
+def test_another_dictionary_of_the_same_size_is_refused(lm_data, trained, tmp_path):
+    shutil.copytree(lm_data, tmp_path / "data")
+    lines = (lm_data / "dict.txt").read_text().splitlines(keepends=True)
+    path = trained[0] / "checkpoint_last.pt"
+    said = f"the source dictionary of the data has other words, or another order, than that of {path}; give the data that its"
+    for changed in (lines[::-1], lines[1:]):
+        (tmp_path / "data" / "dict.txt").write_text("".join(changed))
+        for command in (["eval_lm", *TASK], ["validate", *TASK, "--valid-subset", "test", "--batch-size", 8]):
+            done = fairseq(command[0], tmp_path / "data", *USER_DIR, *command[1:], "--path", path)
+            assert done.returncode != 0 and said in done.stderr.splitlines()[-1], done.stderr[-900:]
+        with pytest.raises(ValueError, match=r"^the source dictionary of the data has other words"):
+            load(trained[0], "checkpoint_last.pt", tmp_path / "data")
+
+
 def test_training_from_the_installed_package(lm_data, tmp_path):
     """Not from the checkout: its editable install is taken out of the interpreter, and the place of the import is checked."""
     site = install_sdist(tmp_path)

@@ -365,6 +365,16 @@ def test_a_converted_checkpoint_is_at_its_first_update(plain, tmp_path):
     assert state["optimizer_history"][0]["num_updates"] == 0
 
 
+def test_what_the_source_says_of_its_dictionary_stays(dictionary, tmp_path):
+    _, _, state = source("--arch transformer_lm", dictionary)
+    origin = {"task": "language_modeling", "dictionaries": {"source": "abc", "target": "abc"}}
+    convert(save(state | {"extra_state": {"epoch": 3, "origin": origin}}, tmp_path), tmp_path / "out.pt", "sum")
+    kept = torch.load(tmp_path / "out.pt", weights_only=True)["extra_state"]
+    assert kept["origin"] == origin and kept["epoch"] == 1
+    with pytest.raises(ValueError, match=r"^the source dictionary of the data has other words, .* than that of .*out\.pt; give"):
+        load(tmp_path / "out.pt", dictionary)
+
+
 def test_what_the_report_says_of_attention(plain, tmp_path):
     """Of two layers of width 32."""
     lines = {line.name.rpartition("mixer.")[2]: line for line in convert(plain[1], tmp_path / "out.pt", "sum", feature_dim=4)}

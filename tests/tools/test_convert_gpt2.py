@@ -43,6 +43,9 @@ def test_logits_are_those_of_transformers(stored, gpt2, tmp_path):
     with torch.no_grad():
         want = model(torch.tensor([[256, *ids]])).logits[0]
         got = load(tmp_path / "out" / "gpt2.pt")(torch.tensor([[symbols.eos(), *mapped]]))[0][0]
+    (tmp_path / "out" / "dict.txt").write_text("".join(f"{symbol} 1\n" for symbol in symbols.symbols[:3:-1]))
+    with pytest.raises(ValueError, match=r"^the source dictionary of the data has other words, or another order"):
+        load(tmp_path / "out" / "gpt2.pt")
     columns = [symbols.eos() if i == 256 else symbols.index(str(i)) for i in range(model.config.vocab_size)]
     torch.testing.assert_close(got[:, columns], want, rtol=1e-5, atol=1e-5)
 

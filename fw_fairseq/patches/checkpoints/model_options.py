@@ -33,6 +33,7 @@ TRAINING = {"write_strength_init", "fast_weight_backend", "sru_highway_bias", "s
 TRAINING |= {"xl_memory", "xl_segment", "srupp_memory", "srupp_segment"}  # which a trained model may change
 OWN = {f.name for f in fields(FastWeightTransformerConfig) if not f.name.startswith("_")} - TRAINING
 OWN = {name for name in OWN if not name.endswith("dropout")}
+LAST = "checkpoint_last.pt"  # the default of --restore-file
 WAYS = ("mixer", "mixer_pattern")  # to say the same
 
 
@@ -83,7 +84,7 @@ def check_options(trainer: Trainer, filename: str) -> None:
         return
     theirs, ours = (" ".join(written(name, pair[i]) for name, pair in found.items()) for i in (0, 1))
     said = f"{filename} was made with {theirs}, and this model has {ours}"
-    if trainer.cfg.checkpoint.restore_file == "checkpoint_last.pt":
+    if trainer.cfg.checkpoint.restore_file == LAST:
         raise Mistake(f"{said}; give the checkpoint's options, or take them over with --options-from {filename}")
     logger.warning("%s; it computes something else with the same parameters", said)
 

@@ -7,46 +7,98 @@ from __future__ import annotations
 
 import os
 import struct
+from argparse import ArgumentParser
+from difflib import get_close_matches
 from pathlib import Path
 
 import numpy
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary, indexed_dataset
+from fairseq.dataclass.utils import overwrite_args_by_name
+from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
 from fairseq.modules.sinusoidal_positional_embedding import SinusoidalPositionalEmbedding
 from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
+from omegaconf import DictConfig, open_dict
 
 from ... import Mistake
-from ...files import damaged_part, offer, why
+from ...files import building, damaged_part, offer, why
 from ..literals import plain
 from ..replacing import replaces
 from .numpy_numbers import allowed, without_stand_ins
 
+ORIGIN = "origin"  # an entry of a checkpoint's extra_state
 model_options: dict[str, dict] = {}  # of the checkpoint that was read last, by its path
+origins: dict[str, dict] = {}  # the same
 
 
 @replaces(checkpoint_utils, "load_checkpoint_to_cpu")
-def load_only_data(original, path, *args, **kwargs) -> dict:
+def load_only_data(original, path, arg_overrides=None, **kwargs) -> dict:
     """fairseq's checkpoints hold options that `torch.load` refuses since torch 2.6, and torch does not compare check sums. Now a
     checkpoint may hold tensors, plain data, options and NumPy's numbers. One that holds anything else, or that is cut short or
-    altered, is refused, nothing in it is run, and the newest whole checkpoint of the folder is named."""
-    overrides = args[0] if args else kwargs.get("arg_overrides")
-    if not isinstance(overrides, (dict, type(None))):
-        raise Mistake(f"--model-overrides is {overrides!r}; it must be a dict such as {{'xl_memory': 128}}")
+    altered, is refused, nothing in it is run, and the newest whole checkpoint of the folder is named. fairseq ignores a name in
+    `--model-overrides` that the checkpoint's options lack. Now an option of its model that is newer than the checkpoint is set, and
+    any other name is refused."""
     if os.path.isdir(path):
         raise Mistake(f"{path} is a folder, not a checkpoint; {offer(Path(path))}")
     try:
         if damaged := damaged_part(path):
             raise Mistake(f"{damaged} in it is damaged")
         with allowed():
-            state = without_stand_ins(original(path, *args, **kwargs))
+            state = without_stand_ins(original(path, **kwargs))
     except (FileNotFoundError, PermissionError):
         raise
     except Exception as error:  # the unpickler does what the file says
         raise Mistake(f"{path} cannot be read as a fairseq checkpoint ({why(error)}); {offer(Path(path))}") from error
+    override(state, arg_overrides or {}, path)
     model_options.clear()
+    origins.clear()
     if state.get("cfg") is not None:
         model_options[str(path)] = plain(state["cfg"].get("model"))
+    if isinstance(origin := (state.get("extra_state") or {}).get(ORIGIN), dict):
+        origins[str(path)] = origin
     return state
+
+
+class ModelOverrides(dict):
+    """What `--model-overrides` gives. Other overrides, as those of `fairseq-validate`, have names of a command too."""
+
+    def __init__(self, given: object):
+        if not isinstance(given, (dict, type(None))):
+            raise Mistake(f"--model-overrides is {given!r}; it must be a dict such as {{'xl_memory': 128}}")
+        super().__init__(given or {})
+
+
+def override(state: dict, overrides: dict, path: object) -> None:
+    """Gives a checkpoint's options other values."""
+    old = state.get("args")
+    cfg = state.get("cfg") if old is None else {"model": old}
+    if cfg is None or not overrides:
+        return
+    groups, model = plain(cfg), cfg.get("model")
+    there = {*groups}.union(*map(plain, groups.values()))
+    newer = options_of(plain(model)) - there
+    if isinstance(overrides, ModelOverrides) and (unknown := overrides.keys() - there - newer):
+        name = min(unknown)
+        like = get_close_matches(name, there | newer, 1)
+        raise Mistake(f"--model-overrides names {name!r}, which is no option of {path}" + (f"; is it {like[0]}?" if like else ""))
+    with building(f"the options of {path} cannot be overridden by {dict(overrides)}"):
+        if old is not None:
+            vars(old).update(overrides)
+            return
+        overwrite_args_by_name(cfg, overrides)
+        if isinstance(model, DictConfig):
+            with open_dict(model):
+                model.update({name: overrides[name] for name in newer.intersection(overrides)})
+
+
+def options_of(model: dict) -> set[str]:
+    """Returns the names of all options that a model with these options has today."""
+    name = model.get("_name") or model.get("arch")
+    kind = ARCH_MODEL_REGISTRY.get(name) or MODEL_REGISTRY.get(name)
+    parser = ArgumentParser(add_help=False, conflict_handler="resolve")
+    if kind is not None:
+        kind.add_args(parser)
+    return {action.dest for action in parser._actions}
 
 
 @replaces(checkpoint_utils, "load_ema_from_checkpoint")

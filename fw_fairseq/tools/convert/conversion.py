@@ -22,6 +22,7 @@ from ...mixers.fast_weight import FastWeight
 from ...mixers.features import drawn_bias
 from ...models.fast_weight_lm import FastWeightLanguageModelConfig
 from ...patches.checkpoints.model_options import OWN, SHAPES, UNSEEN, written
+from ...patches.checkpoints.reading import ORIGIN
 from ...rules import RULES
 from ..command import check_outputs
 from .pretrained import Source, load_mapped, read_pretrained
@@ -208,6 +209,7 @@ def checkpoint(source: Source) -> dict:
     criterion can continue from it."""
     history = {"criterion_name": "", "optimizer_name": "", "lr_scheduler_state": {}, "num_updates": 0}
     iterator = {"epoch": 1, "iterations_in_epoch": 0, "shuffle": True}
+    origin = {} if source.origin is None else {ORIGIN: source.origin}
     return {
         "args": None,
         "cfg": source.cfg | {"model": {"_name": "fast_weight_lm", **source.options}},
@@ -215,7 +217,7 @@ def checkpoint(source: Source) -> dict:
         "optimizer_history": [history],
         "last_optimizer_state": None,
         "task_state": {},
-        "extra_state": {"epoch": 1, "train_iterator": iterator},
+        "extra_state": {"epoch": 1, "train_iterator": iterator, **origin},
     }
 
 

@@ -14,6 +14,7 @@ from typing import NoReturn
 import omegaconf._utils
 import torch
 from fairseq import checkpoint_utils
+from fairseq.data import Dictionary
 from fairseq.dataclass.configs import FairseqConfig
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_REGISTRY
 from fairseq.models.transformer_lm import TransformerLanguageModel, base_lm_architecture
@@ -26,7 +27,8 @@ from ...config import SOFTMAX, layer_mixers
 from ...files import building, pickled, reading, safetensors
 from ...models.fast_weight_lm import FastWeightLanguageModel, FastWeightLanguageModelConfig
 from ...modules.updates import EXTRAS
-from ...patches.checkpoints.reading import load_only_data
+from ...patches.checkpoints.origin import SIDES, symbols_sum
+from ...patches.checkpoints.reading import ORIGIN, load_only_data
 from ...patches.literals import naming
 
 SPECIAL = 4  # <s>, <pad>, </s>, <unk>: the first symbols of every fairseq dictionary
@@ -40,13 +42,15 @@ GPT2_NAMES = {"ln_1": "self_attn_layer_norm", "ln_2": "final_layer_norm", "attn.
 class Source:
     """A softmax Transformer: fast_weight_lm's options, tensors under fairseq's names, and the other groups of its cfg.
 
-    ``symbols``: the dictionary after fairseq's four special symbols, where the source brings none of fairseq's own.
+    ``symbols``: the dictionary after fairseq's four special symbols, where the source brings none of fairseq's own. ``origin``:
+    what the checkpoint says of its task and dictionaries.
     """
 
     options: dict
     tensors: dict[str, Tensor]
     cfg: dict
     symbols: list[str] | None = None
+    origin: dict | None = None
 
 
 class Vocabulary:
@@ -90,7 +94,7 @@ def read_fairseq(path: Path) -> Source:
         options["max_target_positions"] = cfg["task"].get("max_target_positions") or options["tokens_per_sample"]
     for name, part in EXTRAS.items():  # which fairseq does not hand on to the layers of a language model
         options[name] = bool(options[name]) and any(f".{part}" in key for key in state["model"])
-    return Source(options, state["model"], cfg)
+    return Source(options, state["model"], cfg, origin=(state.get("extra_state") or {}).get(ORIGIN))
 
 
 def load_mapped(path: Path) -> dict:
@@ -155,7 +159,9 @@ def read_gpt2(folder: Path) -> Source:
     cfg["task"] = OmegaConf.to_container(OmegaConf.structured(task), resolve=False, enum_to_str=True)
     cfg["task"] |= {"_name": "language_modeling", "seed": 1, "batch_size": None, "batch_size_valid": None, "dataset_impl": None}
     cfg["task"] |= {"data_buffer_size": 10, "tpu": False, "use_plasma_view": False, "plasma_path": "/tmp/plasma"}
-    return Source(options, tensors, cfg, [str(i) for i in range(vocabulary) if i != eos])
+    symbols = [str(i) for i in range(vocabulary) if i != eos]
+    words_sum = symbols_sum([*Dictionary().symbols, *symbols])
+    return Source(options, tensors, cfg, symbols, {"task": "language_modeling", "dictionaries": dict.fromkeys(SIDES, words_sum)})
 
 
 def gpt2_config(folder: Path) -> dict:
