@@ -101,6 +101,8 @@ class LearnedRelu(FeatureMap):
             nn.init.xavier_uniform_(head)
 
     def linear(self, x: Tensor) -> Tensor:
+        if self.weight.is_meta and not x.is_meta:
+            raise Mistake("feature_map is offloaded, and its layer reads its weight; name a device for the layers in device_map")
         return x @ self.weight.to(x.dtype) + self.bias.to(x.dtype)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -82,12 +82,15 @@ class Memory:
         return rows * mixer.num_heads * mixer.feature_map.out_dim * mixer.head_dim <= SMALL
 
     def take(self, memory: Tensor) -> None:
-        """Makes ``memory`` the buffer, and sets up what depends on its number of rows."""
+        """Makes ``memory`` the buffer, and sets up what depends on its number of rows. Buffers that are made in inference mode
+        could not be changed outside of it."""
         rows, heads, width, columns = memory.shape
-        self.memory, self.flat = memory, memory.view(rows * heads, width, columns)
-        self.spare: Tensor | None = None
-        self.qk = memory.new_empty(2, rows, heads, 1, width)  # for ``features``
-        self.values = memory.new_ones(rows, heads, columns) if self.mixer.attention_norm else None
+        with torch.inference_mode(False):
+            memory = memory.clone() if memory.is_inference() else memory
+            self.memory, self.flat = memory, memory.view(rows * heads, width, columns)
+            self.spare: Tensor | None = None
+            self.qk = memory.new_empty(2, rows, heads, 1, width)  # for ``features``
+            self.values = memory.new_ones(rows, heads, columns) if self.mixer.attention_norm else None
 
     def state(self) -> FastWeightState:
         """The state after the last token."""
@@ -98,10 +101,11 @@ class Memory:
         """Copies the rows ``order`` into a second buffer, in one pass."""
         if len(order) != len(self.memory):
             return self.take(self.memory.index_select(0, order))
-        spare = torch.empty_like(self.memory) if self.spare is None else self.spare
+        with torch.inference_mode(False):
+            spare = torch.empty_like(self.memory) if self.spare is None else self.spare
+            flat = spare.view(self.flat.shape)
         torch.index_select(self.memory, 0, order, out=spare)
-        self.spare, self.memory = self.memory, spare
-        self.flat = spare.view(self.flat.shape)
+        self.spare, self.memory, self.flat = self.memory, spare, flat
         return None
 
     def step(self, x: Tensor) -> Tensor:

@@ -27,8 +27,9 @@ def normalised_features(phi: FeatureMap, norm: str, x: Tensor, keep_scale: bool)
 
 
 def with_room(phi: FeatureMap, x: Tensor) -> Tensor:
-    """x, in fp32 at least where attention normalisation divides by products of features that 16 bits do not hold."""
-    return wide(x) if phi.eps < FeatureMap.eps else x
+    """x, in fp32 at least where attention normalisation divides by products of features that 16 bits do not hold; fp16 does not
+    hold the gradient of a small one."""
+    return wide(x) if phi.eps < FeatureMap.eps or x.dtype == torch.float16 else x
 
 
 def with_common_scale(keys: Tensor, log_scale: Tensor | None) -> Tensor:

@@ -50,10 +50,13 @@ class Inputs(NamedTuple):
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
     def mapped(self) -> Inputs:
-        """The same with features in place of the rows that they are made of."""
+        """The same with features in place of the rows that they are made of. With attention normalisation they are in fp32 where
+        the rows are in fp16, which does not hold the gradient of a small divisor."""
         if self.row_map == AS_IS:
             return self
-        return self._replace(q=self.row_map(self.q), k=self.row_map(self.k), row_map=AS_IS)
+        half = self.attention_norm and self.q.dtype == torch.float16
+        q, k = (self.row_map(x.float() if half else x) for x in (self.q, self.k))
+        return self._replace(q=q, k=k, row_map=AS_IS)
 
 
 def fill(x: Tensor | None, mask: Tensor, value: float) -> Tensor | None:

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers import MIXERS
+from fw_fairseq.mixers.around.source import SourceMemory
 from fw_fairseq.rules import RULES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -66,6 +67,23 @@ def test_half_precision(mixer, dtype):
     torch.cat([first, rest]).float().sum().backward()
     assert rest.dtype == dtype and leaf.grad.isfinite().all()
     close(torch.cat([first, rest]), y, 0.1)
+
+
+@pytest.mark.parametrize("kind", ["delta", "gated", "sum", "cross attention"])
+def test_gradients_in_fp16_of_divisors_that_are_small(kind):
+    """fp16 holds neither the small features of dpfp nor their gradients."""
+    given = dict(feature_map="dpfp", feature_norm="none")
+    if kind == "cross attention":
+        half = SourceMemory(WIDTH, 4, FastWeightConfig(**given)).half()
+    else:
+        half = MIXERS["fast_weight"](WIDTH, 4, update_rule=kind, attention_norm=True, **given).half()
+    x, weight, gradients = torch.randn(37, 2, WIDTH).half(), torch.randn(37, 2, WIDTH).double(), []
+    for layer in (half, copy.deepcopy(half).double()):
+        leaf = x.to(next(layer.parameters()).dtype).requires_grad_()
+        y = layer.read(leaf, layer.summarise(leaf[:3], None)) if kind == "cross attention" else layer(leaf)[0]
+        found = torch.autograd.grad((y.double() * weight).sum(), [leaf, *layer.parameters()], materialize_grads=True)
+        gradients.append(torch.cat([gradient.double().flatten() for gradient in found]))
+    assert (gradients[0] - gradients[1]).norm() < 0.02 * gradients[1].norm()
 
 
 @pytest.mark.parametrize(
@@ -221,6 +239,13 @@ def test_token_shift_with_an_offloaded_projection_is_refused():
     layer.project = lambda x: projected
     layer.in_proj.to("meta")
     with pytest.raises(ValueError, match="in_proj is offloaded, and token shift reads its weight; name a device"):
+        layer(x)
+
+
+def test_an_offloaded_feature_map_is_refused():
+    layer, x = MIXERS["fast_weight"](WIDTH, 2, feature_map="relu"), torch.randn(3, 2, WIDTH)
+    layer.feature_map.to("meta")
+    with pytest.raises(ValueError, match="feature_map is offloaded, and its layer reads its weight; name a device"):
         layer(x)
 
 

@@ -403,6 +403,22 @@ def test_a_memory_without_a_compiler_has_two_buffers_that_take_turns(monkeypatch
     assert places[0] != places[1] and places[:2] == places[2:]
 
 
+@pytest.mark.parametrize("options", [{}, {"update_rule": "gated", "attention_norm": True, "feature_norm": "none"}], ids=str)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_generation_may_change_between_inference_mode_and_no_grad(options, compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(native, "library", lambda: None)
+    model, tokens, state = build(**options), draw(3, 9), {}
+    with torch.no_grad():
+        whole = model(tokens)[0]
+    for t, order in enumerate([None, [0, 1, 2], None, [0, 1, 2], None, [0, 1], None, [0, 1], None]):
+        with torch.inference_mode() if t % 4 < 2 else torch.no_grad():
+            rows = 3 if t <= 5 else 2
+            assert_close(model(tokens[:rows, : t + 1], incremental_state=state)[0], whole[:rows, t : t + 1])
+            if order is not None:
+                model.decoder.reorder_incremental_state_scripting(state, torch.tensor(order))
+
+
 def test_attentions_that_read_token_by_token():
     """Of fairseq's, those that read the tokens themselves, and nothing else."""
 
