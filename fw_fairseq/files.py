@@ -145,10 +145,11 @@ def why(error: Exception) -> str:
 
 
 def offer(path: Path) -> str:
-    """Returns words that name the newest other checkpoint of the folder that is whole; ``path`` may be the folder."""
+    """Returns words that name the newest other checkpoint of the folder that is whole; ``path`` may be the folder. The parameters
+    with which a run crashed are none to go on from."""
     folder = path if path.is_dir() else path.parent
     others = sorted(folder.glob("*.pt"), key=lambda other: other.stat().st_mtime, reverse=True)
-    found = next((other for other in others if other != path and is_whole(other)), None)
+    found = next((other for other in others if other not in (path, folder / "crash.pt") and is_whole(other)), None)
     place = "it" if path.is_dir() else "its folder"
     return f"the newest whole one in {place} is {found.name}" if found else f"{place} has no other one that is whole"
 

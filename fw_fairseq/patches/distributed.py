@@ -40,18 +40,31 @@ def count_workers_as_torchrun_does(original, cfg, *args, **kwargs) -> None:
     return original(cfg, *args, **kwargs)
 
 
+@replaces(distributed_utils, "_infer_single_node_init")
+def ask_for_a_gpu_for_each_worker(original, cfg) -> None:
+    """`--distributed-world-size` with more workers than GPUs ends in an AssertionError. Now one sentence says how to start workers
+    on CPUs."""
+    workers, gpus = cfg.distributed_world_size, torch.cuda.device_count()
+    if workers > gpus:
+        said = f"--distributed-world-size is {workers}, and this machine has {gpus} GPUs"
+        raise Mistake(f"{said}; give at most as many workers, or start them on CPUs with torchrun --nproc-per-node {workers}")
+    original(cfg)
+
+
 @replaces(distributed_utils, "call_main")
 def suit_workers_to_cpus(original, cfg, main, **kwargs):
     """With `--ddp-backend fully_sharded` fairscale asks for a GPU in the middle of its work and fails with a traceback. Now the
     option is refused before the run starts. On CPUs, workers talk through `gloo` where `--distributed-backend` is `nccl`, fairseq's
-    default, which is for GPUs. A training without a batch size is refused in one sentence, and so are numbers that end in a
-    traceback or in one batch of all texts, such as `--seed -1` and `--batch-size 0`, and a schedule of the learning rate that lacks
-    a number. The locks of save directories end with the run."""
+    default, which is for GPUs. A training or a validation without a batch size is refused in one sentence, and so are numbers that
+    end in a traceback or in one batch of all texts, such as `--seed -1` and `--batch-size 0`, a schedule of the learning rate that
+    lacks a number, and a `--best-checkpoint-metric` that no validation has. The locks of save directories end with the run."""
     check_bounds(cfg)
     if is_training(main):
         check_training(cfg)
-        if cfg.dataset.max_tokens is None and cfg.dataset.batch_size is None:
-            raise Mistake("--max-tokens or --batch-size is missing; a training needs the size of its batches")
+    validates = "override_args" in kwargs  # which fairseq-validate alone hands on
+    if (is_training(main) or validates) and cfg.dataset.max_tokens is None and cfg.dataset.batch_size is None:
+        what = "validation" if validates else "training"
+        raise Mistake(f"--max-tokens or --batch-size is missing; a {what} needs the size of its batches")
     on_cpus = cfg.common.cpu or not torch.cuda.is_available()
     if cfg.distributed_training.ddp_backend == "fully_sharded" and on_cpus:
         raise Mistake("--ddp-backend fully_sharded shards over GPUs only; on CPUs use pytorch_ddp or legacy_ddp")
@@ -60,6 +73,11 @@ def suit_workers_to_cpus(original, cfg, main, **kwargs):
     try:
         with as_parent_of_workers(main, cfg):
             return original(cfg, main, **kwargs)
+    except KeyError as error:
+        name = cfg.checkpoint.best_checkpoint_metric
+        if not is_training(main) or error.args != (name,):
+            raise
+        raise Mistake(f"--best-checkpoint-metric is {name}, which a validation does not report; name one that it logs") from error
     finally:
         release()
 

@@ -123,8 +123,9 @@ def quantise_layers_of_other_classes(original, model, *args, **kwargs):
 @replaces(options, "parse_args_and_arch")
 def list_every_option_in_the_help(original, parser, input_args=None, *args, **kwargs):
     """fairseq's commands print `--help` and end before they read the options of the architecture, the task and the criterion that
-    the command line names. Now their help lists these too. An architecture that is missing, or that the task does not train, is
-    refused in one sentence. `--lr-scheduler polynomial_decay` without `--total-num-update` ends in Hydra's traceback; now its
+    the command line names. Now their help lists these too. An architecture that is missing, or that the task does not train, and a
+    `--path` that is missing are refused in one sentence, and so is `--bf16` in the commands that only read a model, where it has no
+    effect. `--lr-scheduler polynomial_decay` without `--total-num-update` ends in Hydra's traceback; now its
     updates are those of `--max-update`. `--bf16` looks for a TPU, and on a GPU ends in a traceback; now only `--tpu` does, and
     `--bf16` trains on GPUs."""
     given = sys.argv[1:] if input_args is None else input_args
@@ -141,18 +142,39 @@ def list_every_option_in_the_help(original, parser, input_args=None, *args, **kw
             return found
 
         parser.parse_known_args = parse_without_help
+    else:
+        name_the_task_that_a_model_needs(named_early(parser, given))
     try:
         found = original(parser, input_args, *args, **kwargs)
     except RuntimeError as error:  # without a message, where no architecture is named
         if error.args:
             raise
         raise Mistake("--arch is missing; name the architecture to train, for example --arch fast_weight_lm") from error
+    except KeyError as error:
+        if error.args != (None,):
+            raise
+        raise Mistake("--task is missing; name the task of the model, for example --task language_modeling") from error
     args = found[0] if isinstance(found, tuple) else found
     if getattr(args, "tpu", False) and "--tpu" not in given:  # with suppress_defaults only what was given is there
         args.tpu = False
     name_the_task_that_a_model_needs(args)
+    if getattr(args, "path", "") is None:
+        raise Mistake("--path is missing; name the checkpoint of the model")
+    if hasattr(args, "path") and getattr(args, "bf16", False):
+        raise Mistake("--bf16 is for trainings; evaluation and generation take --fp16, or run in fp32")
     if getattr(args, "total_num_update", 0) is None:  # as the option's own default says, which Hydra refuses
         args.total_num_update = getattr(args, "max_update", None) or 0
+    return found
+
+
+def named_early(parser: argparse.ArgumentParser, given: list[str]) -> argparse.Namespace:
+    """Returns the architecture, where no task is named, with the default task. If that task is not for it, its options are unknown
+    words to ``parser``."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--arch", "-a")
+    early.add_argument("--task")
+    found = early.parse_known_args(given)[0]
+    found.task = parser.get_default("task") if found.task is None else None
     return found
 
 

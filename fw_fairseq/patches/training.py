@@ -134,10 +134,7 @@ def say_what_does_not_fit(original, trainer, filename, reset_optimizer=False, *a
 
 @replaces(checkpoint_utils, "load_model_ensemble_and_task")
 def split_ensembles(original, filenames, arg_overrides=None, task=None, strict=True, suffix="", *args, **kwargs):
-    """`fairseq-eval-lm` takes `--path a.pt:b.pt` for one file, unlike fairseq's other tools. Now it is an ensemble everywhere.
-    Without `--path` it shows a traceback; now one sentence asks for it."""
-    if None in filenames:
-        raise Mistake("--path is missing; name the checkpoint of the model")
+    """`fairseq-eval-lm` takes `--path a.pt:b.pt` for one file, unlike fairseq's other tools. Now it is an ensemble everywhere."""
     whole = {name for name in filenames if os.path.exists(name) or os.path.exists(name.replace(".pt", f"{suffix}.pt"))}
     split = [part for name in filenames for part in ([name] if name in whole else utils.split_paths(name))]
     if task is not None:  # it has its own options, and all overrides are for the model
@@ -256,6 +253,11 @@ def build_what_the_options_say(original, cfg, task, from_checkpoint: bool = Fals
     check_shares(cfg)
     with naming(cfg):
         model = original(cfg, task, from_checkpoint)
+    if isinstance(task, LanguageModelingTask) and isinstance(model, models.FairseqEncoderDecoderModel):
+        raise Mistake(
+            f"--path names a checkpoint of {type(model).__name__}, a model with an encoder, which no task of language models reads;"
+            " evaluate it by fairseq-generate or fairseq-validate with its own task"
+        )
     if not from_checkpoint and hasattr(model, "refuse_without_effect"):
         model.refuse_without_effect(cfg)
     return model

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fairseq import checkpoint_utils, models, options, tasks
+from fairseq import checkpoint_utils, distributed_utils, models, options, tasks
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.data import data_utils
 from fairseq.dataclass.configs import FairseqConfig
@@ -30,6 +30,7 @@ from torch import nn
 import fw_fairseq.models
 from fw_fairseq import Mistake, files
 from fw_fairseq.mixers import MIXERS
+from fw_fairseq.models.fast_weight_transformer import FastWeightTransformer
 from fw_fairseq.patches.batches import too_long
 from fw_fairseq.patches.checkpoints.model_options import deciding, differing, written
 from fw_fairseq.patches.mistakes import sentence, shortened
@@ -63,6 +64,11 @@ def of_the_command_line(capsys, *arguments: str) -> str:
         ("--task language_modeling", "--arch is missing; name the architecture to train, for example --arch fast_weight_lm"),
         (
             "--arch fast_weight_lm",
+            "--arch fast_weight_lm is a language model, which --task translation does not train; name its task, for example --task"
+            " language_modeling",
+        ),
+        (
+            "--arch=fast_weight_lm --tokens-per-sample 16",  # an option of the task that is missing
             "--arch fast_weight_lm is a language model, which --task translation does not train; name its task, for example --task"
             " language_modeling",
         ),
@@ -451,9 +457,66 @@ def test_a_context_that_leaves_no_tokens():
     assert loaded == ["test"]
 
 
-def test_no_path():
+TASK = ["--task", "language_modeling"]
+PARSERS = {
+    "generate": options.get_generation_parser,
+    "interactive": options.get_interactive_generation_parser,
+    "validate": options.get_validation_parser,
+    "eval_lm": options.get_eval_lm_parser,
+}
+
+
+@pytest.mark.parametrize("command", PARSERS)
+def test_commands_that_read_a_model_ask_for_its_path_and_do_not_take_bf16(command):
     with pytest.raises(Mistake, match=r"^--path is missing; name the checkpoint of the model$"):
-        checkpoint_utils.load_model_ensemble_and_task([None])
+        options.parse_args_and_arch(PARSERS[command](), ["data", *TASK])
+    with pytest.raises(Mistake, match=r"^--bf16 is for trainings; evaluation and generation take --fp16, or run in fp32$"):
+        options.parse_args_and_arch(PARSERS[command](), ["data", *TASK, "--path", "a.pt", "--bf16"])
+    assert options.parse_args_and_arch(PARSERS[command](), ["data", *TASK, "--path", "a.pt"]).path == "a.pt"
+
+
+def test_a_validation_without_a_task_is_refused():
+    with pytest.raises(Mistake, match=r"^--task is missing; name the task of the model, for example --task language_modeling$"):
+        options.parse_args_and_arch(options.get_validation_parser(), ["data", "--path", "a.pt"])
+
+
+def test_more_workers_than_gpus_are_refused(monkeypatch):
+    for name in ("MASTER_ADDR", "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"):
+        monkeypatch.delenv(name, raising=False)
+    distributed = OmegaConf.structured(FairseqConfig).distributed_training
+    distributed.distributed_world_size = torch.cuda.device_count() + 2
+    said = r"^--distributed-world-size is \d+, and this machine has \d+ GPUs; give at most as many workers, or start them on CPUs"
+    with pytest.raises(Mistake, match=said):
+        distributed_utils.infer_init_method(distributed)
+
+
+def test_a_validation_without_a_batch_size_is_refused():
+    cfg = OmegaConf.structured(FairseqConfig)
+    with pytest.raises(Mistake, match=r"^--max-tokens or --batch-size is missing; a validation needs the size of its batches$"):
+        distributed_utils.call_main(cfg, lambda cfg, override_args: None, override_args=None)
+
+
+def test_a_metric_that_no_validation_has(dictionary, monkeypatch):
+    words = "--arch fast_weight_lm --optimizer adam --lr 0.1 --max-tokens 10 --cpu --best-checkpoint-metric nope"
+    cfg = convert_namespace_to_omegaconf(parse(words, dictionary))
+
+    def main(cfg, missing):
+        raise KeyError(missing)
+
+    with pytest.raises(KeyError, match="nope"):  # of another command
+        distributed_utils.call_main(cfg, main, missing="nope")
+    monkeypatch.setitem(main.__globals__, "validate_and_save", None)  # as fairseq-train's has it
+    with pytest.raises(KeyError, match="another"):
+        distributed_utils.call_main(cfg, main, missing="another")
+    with pytest.raises(Mistake, match=r"^--best-checkpoint-metric is nope, which a validation does not report; name one that it"):
+        distributed_utils.call_main(cfg, main, missing="nope")
+
+
+def test_a_model_with_an_encoder_is_no_language_model():
+    model, task = (kind.__new__(kind) for kind in (FastWeightTransformer, LanguageModelingTask))
+    said = r"^--path names a checkpoint of FastWeightTransformer, a model with an encoder, which no task of language models reads"
+    with pytest.raises(Mistake, match=said):
+        models.build_model.changed_by(lambda *args: model, Namespace(), task, from_checkpoint=True)
 
 
 def test_a_sharded_checkpoint_in_a_folder_with_a_colon(tmp_path, monkeypatch):
@@ -485,7 +548,7 @@ def test_reasons_say_something(write, said, tmp_path):
 
 def test_a_folder_offers_its_own_checkpoint(tmp_path):
     (tmp_path / "run").mkdir()
-    for path in (tmp_path / "run" / "a.pt", tmp_path / "other.pt"):
+    for path in (tmp_path / "run" / "a.pt", tmp_path / "other.pt", tmp_path / "run" / "crash.pt"):
         torch.save({}, path)
     with pytest.raises(Mistake, match=r"run is a folder, not a checkpoint; the newest whole one in it is a.pt$"):
         checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "run"))
@@ -493,5 +556,5 @@ def test_a_folder_offers_its_own_checkpoint(tmp_path):
 
 def test_without_defaults_only_what_was_given_is_there():
     parser = options.get_eval_lm_parser()
-    args = options.parse_args_and_arch(parser, ["data", "--path", "a.pt", "--bf16"], suppress_defaults=True)
-    assert vars(args) == {"data": "data", "path": "a.pt", "bf16": True}
+    args = options.parse_args_and_arch(parser, ["data", "--path", "a.pt", "--fp16"], suppress_defaults=True)
+    assert vars(args) == {"data": "data", "path": "a.pt", "fp16": True}
