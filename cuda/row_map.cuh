@@ -210,7 +210,7 @@ __device__ __forceinline__ void unmap_rows_at(P place) {
         }
         if constexpr (FW_NORM != 0) {
             sum = row_sum<S::LANES>(sum), product = row_sum<S::LANES>(product);
-            scale = 1.f / divisor(sum);
+            scale = sum == 0.f ? 1.f : 1.f / divisor(sum);  // zeros have a finite gradient
             const bool counts = FW_NORM == FW_SUM ? sum >= LEAST_SUM : sqrtf(sum) >= LEAST_LENGTH;
             along = counts ? product * scale * scale * (FW_NORM == FW_L2 ? scale : 1.f) : 0.f;
         }

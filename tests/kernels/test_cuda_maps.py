@@ -28,7 +28,8 @@ NAMES = ("q", "k", "v", "f", "z", "e", "w", "memory")
 
 
 def draw(row_map: RowMap, shape, dtype, present: str) -> dict[str, torch.Tensor | None]:
-    """shape (B,H,T,D,V); present: the coefficients, F for one decay gate per channel. Some coordinates, and rows of dpfp, are 0."""
+    """shape (B,H,T,D,V); present: the coefficients, F for one decay gate per channel. Some coordinates are 0, and rows of
+    dpfp and of the identity where a norm divides by nothing there."""
     B, H, T, d, V = shape
     key = row_map.width(d)
     size = {"f": (), "F": (key,), "z": (V,), "e": (), "w": ()}
@@ -36,7 +37,7 @@ def draw(row_map: RowMap, shape, dtype, present: str) -> dict[str, torch.Tensor 
     x |= {name.lower(): torch.rand(B, H, T, *size[name]) * 0.9 + 0.05 for name in present}
     x |= {"memory": torch.randn(B, H, key, V)}
     x["q"][:, :, ::6, 1::5] = x["k"][:, :, 2::6, ::5] = 0  # where maps have a kink
-    if row_map.name == "dpfp" and row_map.norm == "sum":
+    if (row_map.name, row_map.norm) in (("dpfp", "sum"), ("identity", "l2")):
         x["q"][:, :, 3:4] = x["k"][:, :, 5:6] = 0
     return {name: x.get(name) for name in NAMES}
 
