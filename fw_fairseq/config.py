@@ -302,9 +302,9 @@ def refuse_outside(values, name: str, least: float, most: float = math.inf) -> N
     """Refuses an option that has, or holds, a number out of these bounds. ``values``: options by their names."""
     value = safe_getattr(values, name)
     for number in value if isinstance(value, (list, ListConfig)) else [value]:
-        if number is not None and not least <= number <= most:
+        if number is not None and not (isinstance(number, (int, float)) and least <= number <= most):
             allowed = f"at least {least}" if most == math.inf else f"from {least} to {most}"
-            raise Mistake(f"{option_name(name)} is {number}; it must be {allowed}")
+            raise Mistake(f"{option_name(name)} is {number!r}; it must be {allowed}")
 
 
 @functools.cache

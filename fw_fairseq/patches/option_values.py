@@ -158,12 +158,25 @@ def list_every_option_in_the_help(original, parser, input_args=None, *args, **kw
     if getattr(args, "tpu", False) and "--tpu" not in given:  # with suppress_defaults only what was given is there
         args.tpu = False
     name_the_task_that_a_model_needs(args)
+    if getattr(args, "model_overrides", None) is not None:
+        read_overrides(args.model_overrides)
     if getattr(args, "path", "") is None:
         raise Mistake("--path is missing; name the checkpoint of the model")
     if hasattr(args, "path") and getattr(args, "bf16", False):
         raise Mistake("--bf16 is for trainings; evaluation and generation take --fp16, or run in fp32")
     if getattr(args, "total_num_update", 0) is None:  # as the option's own default says, which Hydra refuses
         args.total_num_update = getattr(args, "max_update", None) or 0
+    return found
+
+
+def read_overrides(text: str) -> dict:
+    """Returns what `--model-overrides` gives."""
+    try:
+        found = read_literal(text)
+    except NotALiteral:
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise Mistake(f"--model-overrides is {text}; it must be a dict such as {{'xl_memory': 128}}")
     return found
 
 

@@ -138,7 +138,7 @@ def split_ensembles(original, filenames, arg_overrides=None, task=None, strict=T
     whole = {name for name in filenames if os.path.exists(name) or os.path.exists(name.replace(".pt", f"{suffix}.pt"))}
     split = [part for name in filenames for part in ([name] if name in whole else utils.split_paths(name))]
     if task is not None:  # it has its own options, and all overrides are for the model
-        arg_overrides = ModelOverrides(arg_overrides)
+        arg_overrides = ModelOverrides(arg_overrides or {})
     return original(split, arg_overrides, task, strict, suffix, *args, **kwargs)
 
 
@@ -253,7 +253,7 @@ def build_what_the_options_say(original, cfg, task, from_checkpoint: bool = Fals
     check_shares(cfg)
     with naming(cfg):
         model = original(cfg, task, from_checkpoint)
-    if isinstance(task, LanguageModelingTask) and isinstance(model, models.FairseqEncoderDecoderModel):
+    if from_checkpoint and isinstance(task, LanguageModelingTask) and isinstance(model, models.FairseqEncoderDecoderModel):
         raise Mistake(
             f"--path names a checkpoint of {type(model).__name__}, a model with an encoder, which no task of language models reads;"
             " evaluate it by fairseq-generate or fairseq-validate with its own task"

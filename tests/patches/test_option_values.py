@@ -276,6 +276,11 @@ def test_noise_of_product_quantisation_reaches_every_projection(mixer):
         assert gone.any()
 
 
+def test_a_probability_that_is_no_number():
+    with pytest.raises(Mistake, match=r"^--dropout is 'x'; it must be from 0 to 1$"):
+        check_shares(Namespace(dropout="x"))
+
+
 def test_noise_leaves_some_weights():
     with pytest.raises(Mistake, match=r"^--quant-noise-pq is 1; it must be below 1, since noise on all blocks leaves no weights$"):
         check_shares(Namespace(quant_noise_pq=1))
@@ -473,6 +478,15 @@ def test_commands_that_read_a_model_ask_for_its_path_and_do_not_take_bf16(comman
     with pytest.raises(Mistake, match=r"^--bf16 is for trainings; evaluation and generation take --fp16, or run in fp32$"):
         options.parse_args_and_arch(PARSERS[command](), ["data", *TASK, "--path", "a.pt", "--bf16"])
     assert options.parse_args_and_arch(PARSERS[command](), ["data", *TASK, "--path", "a.pt"]).path == "a.pt"
+
+
+@pytest.mark.parametrize("command", PARSERS)
+@pytest.mark.parametrize("text", ["{'window_sizes', 3}", "{'xl_memory': 3", "3", "{3: 'xl_memory'}", "print('ran')"])
+def test_overrides_that_are_no_dict_are_refused(command, text):
+    words = ["data", *TASK, "--path", "a.pt", "--model-overrides", text]
+    said = f"--model-overrides is {text}; it must be a dict such as {{'xl_memory': 128}}"
+    with pytest.raises(Mistake, match=f"^{re.escape(said)}$"):
+        options.parse_args_and_arch(PARSERS[command](), words)
 
 
 def test_a_validation_without_a_task_is_refused():

@@ -22,13 +22,13 @@ from omegaconf import DictConfig, open_dict
 
 from ... import Mistake
 from ...files import building, damaged_part, offer, why
-from ..literals import plain
+from ..literals import plain, read_literal
 from ..replacing import replaces
 from .numpy_numbers import allowed, without_stand_ins
 
 ORIGIN = "origin"  # an entry of a checkpoint's extra_state
 model_options: dict[str, dict] = {}  # of the checkpoint that was read last, by its path
-origins: dict[str, dict] = {}  # the same
+origins: dict[str, dict] = {}  # what that checkpoint says of its task and dictionaries, by its path
 
 
 @replaces(checkpoint_utils, "load_checkpoint_to_cpu")
@@ -60,12 +60,7 @@ def load_only_data(original, path, arg_overrides=None, **kwargs) -> dict:
 
 
 class ModelOverrides(dict):
-    """What `--model-overrides` gives. Other overrides, as those of `fairseq-validate`, have names of a command too."""
-
-    def __init__(self, given: object):
-        if not isinstance(given, (dict, type(None))):
-            raise Mistake(f"--model-overrides is {given!r}; it must be a dict such as {{'xl_memory': 128}}")
-        super().__init__(given or {})
+    """What `--model-overrides` gives, and nothing else."""
 
 
 def override(state: dict, overrides: dict, path: object) -> None:
@@ -77,7 +72,9 @@ def override(state: dict, overrides: dict, path: object) -> None:
     groups, model = plain(cfg), cfg.get("model")
     there = {*groups}.union(*map(plain, groups.values()))
     newer = options_of(plain(model)) - there
-    if isinstance(overrides, ModelOverrides) and (unknown := overrides.keys() - there - newer):
+    named = overrides if isinstance(overrides, ModelOverrides) else overrides.get("model_overrides")  # fairseq-validate joins all
+    named = read_literal(named) if isinstance(named, str) else named or {}
+    if unknown := named.keys() - there - newer:
         name = min(unknown)
         like = get_close_matches(name, there | newer, 1)
         raise Mistake(f"--model-overrides names {name!r}, which is no option of {path}" + (f"; is it {like[0]}?" if like else ""))
