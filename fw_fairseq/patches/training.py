@@ -72,12 +72,15 @@ def say_where_a_nan_came_from(original, trainer, *args, **kwargs):
 def refuse_what_cannot_be_trained(original, trainer, cfg, task, model, criterion, *args, **kwargs) -> None:
     """With `--fp16` or `--bf16` and no GPU, fairseq fails in the middle of its work, or looks for a TPU, and `--amp` does nothing.
     `--adaptive-softmax-cutoff` with a criterion that reads all words' probabilities ends in a traceback after the first batch. Now
-    these options are refused before the run starts. `--memory-efficient-fp16` trains on CPUs."""
+    these options are refused before the run starts, and so is `--tpu` without torch_xla. `--memory-efficient-fp16` trains on
+    CPUs."""
     halves = ("memory_efficient_bf16", "fp16", "bf16", "amp")
     given = next((name for name in halves if getattr(cfg.common, name)), None)
     works = cfg.common.memory_efficient_fp16 or (cfg.common.tpu and utils.xm is not None)
     if given and not works and (cfg.common.cpu or not torch.cuda.is_available()):
         raise Mistake(f"--{given.replace('_', '-')} is for GPUs; leave it out to train on CPUs")
+    if cfg.common.tpu and utils.xm is None and not given:
+        raise Mistake("--tpu needs the package torch_xla, which is not installed; leave it out to train on CPUs or GPUs")
     adaptive = getattr(getattr(model, "decoder", None), "adaptive_softmax", None) is not None
     if adaptive and isinstance(criterion, WHOLE) and not hasattr(criterion, "adaptive"):
         raise Mistake(

@@ -292,6 +292,12 @@ def test_half_precision_needs_a_gpu(option, monkeypatch):
             half_precision_on_cpus(option, cpu=False, tpu=tpu)
 
 
+def test_a_tpu_needs_its_package():
+    common = dict.fromkeys((*HALVES, "cpu"), False) | {"tpu": True}
+    with pytest.raises(ValueError, match=r"^--tpu needs the package torch_xla, which is not installed; leave it out to train on"):
+        Trainer(Namespace(common=Namespace(**common)), None, None, None)
+
+
 def test_memory_efficient_half_precision_works_on_cpus():
     with pytest.raises(AttributeError):  # of fairseq's own constructor, which gets nothing here
         half_precision_on_cpus("memory_efficient_fp16")
