@@ -9,7 +9,7 @@
 # Expected: OUT/table.md and OUT/demo.png. Test perplexity of the fast-weight model 65.9 in segments of 128 tokens, 65.1 in a sliding
 #           window and 65.1 as one stream; of the Transformer 77.5 and 79.3. The state of the fast-weight model has one size at every length
 # Usage:    recipes/demo.sh                 makes .venv, unless an environment is active that has fairseq, torch and matplotlib;
-#                                           a second call continues where the first one stopped
+#                                           a second call continues where the first one stopped; with more UPDATES it trains on
 #           OUT=folder UPDATES=600 PROMPT="if the class has" recipes/demo.sh
 #           PYTHON=python3.12 recipes/demo.sh       takes another interpreter for a new .venv
 wanted_python=${PYTHON:-python3}
@@ -49,6 +49,16 @@ install() { # into .venv, unless that of tests/run.sh or an earlier call is ther
 shape=(--decoder-layers 3 --decoder-embed-dim 128 --decoder-input-dim 128 --decoder-output-dim 128 --decoder-ffn-embed-dim 512
     --decoder-attention-heads 4 --decoder-normalize-before --share-decoder-input-output-embed --dropout 0.2)
 
+check_updates() { # fails where a model of OUT has had more updates, by the checkpoints that its log names
+    local name had
+    for name in gated_delta transformer; do
+        [ -f "$OUT/$name/train.log" ] || continue
+        had=$(sed -nE 's/.*Saved checkpoint .* @ ([0-9]+) updates.*/\1/p' "$OUT/$name/train.log" | tail -n 1)
+        [ "${had:-0}" -le "$UPDATES" ] ||
+            fail "OUT is $OUT, where $name has had $had updates; UPDATES is $UPDATES and must be at least $had, or OUT another folder"
+    done
+}
+
 fit() { # NAME OPTION...: trains until UPDATES
     local folder=$OUT/$1
     [ "$(cat "$folder/updates" 2>/dev/null)" != "$UPDATES" ] || return 0
@@ -74,14 +84,17 @@ evaluate() { # NAME HOW OPTION...
 }
 
 continue_prompt() { # NAME
-    local log=$OUT/$1/sample.log
-    [ ! "$log" -nt "$OUT/$1/updates" ] || return 0
+    local folder=$OUT/$1 log=$OUT/$1/sample.log
+    if [ "$log" -nt "$folder/updates" ] && grep -q '^H-' "$log" && [ "$(cat "$folder/prompt" 2>/dev/null)" = "$PROMPT" ]; then return; fi
     step "$1 continues: $PROMPT"
+    rm -f "$folder/prompt"
     logged "$log" fairseq-interactive "$OUT/data" --user-dir "$ROOT/fw_fairseq" --task language_modeling "${machine[@]}" \
-        --path "$OUT/$1/checkpoint_best.pt" --sampling --sampling-topk 10 --unkpen 100 --beam 1 --min-len 20 --max-len-b 40 --seed 1 <<<"$PROMPT"
+        --path "$folder/checkpoint_best.pt" --sampling --sampling-topk 10 --unkpen 100 --beam 1 --min-len 20 --max-len-b 40 --seed 1 <<<"$PROMPT"
+    printf "%s\n" "$PROMPT" >"$folder/prompt"
     grep -P '^H-' "$log" | cut -f 3
 }
 
+check_updates
 (install)
 BIN=$ROOT/.venv/bin
 ! ready || BIN=${VIRTUAL_ENV:-$CONDA_PREFIX}/bin
@@ -114,7 +127,8 @@ continue_prompt transformer
 if [ ! -f "$OUT/generation.json" ]; then
     step "generation at growing length"
     "$PYTHON" -m fw_fairseq.tools.bench model --mixers gated_delta --layers 3 --heads 4 --vocabulary "$(($(wc -l <"$OUT/data/dict.txt") + 4))" --tokens 128 512 \
-        --threads 1 --contexts 256 1024 4096 --json "$OUT/generation.json"
+        --threads 1 --contexts 256 1024 4096 --json "$OUT/generation.json.part"
+    mv "$OUT/generation.json.part" "$OUT/generation.json"
 fi
 
 step "$OUT/table.md, $OUT/demo.png"
