@@ -83,7 +83,7 @@ def documents(folder: Path, split: str) -> Iterator[str]:
     path = source(folder, split)
     with path.open(encoding="utf-8") as file:
         if path.suffix == ".jsonl":
-            yield from (json.loads(line)["text"] for line in file)
+            yield from (text_of(line, f"line {number} of {path}") for number, line in enumerate(file, 1) if line.strip())
             return
         document: list[str] = []
         for line in file:
@@ -93,6 +93,17 @@ def documents(folder: Path, split: str) -> Iterator[str]:
             else:
                 document.append(line)
         yield "".join(document)
+
+
+def text_of(line: str, place: str) -> str:
+    try:
+        document = json.loads(line)
+    except (ValueError, RecursionError):
+        document = None
+    text = document.get("text") if isinstance(document, dict) else None
+    if not isinstance(text, str):
+        sys.exit(f'encode.py: {place} is no JSON object with a text; it must be like {{"text": "some words"}}')
+    return text
 
 
 if __name__ == "__main__":

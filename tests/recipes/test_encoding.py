@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
 import sys
 
+import pytest
 from fairseq.data.encoders.gpt2_bpe_utils import get_encoder
 from support.commands import ROOT, run, succeed
 
@@ -42,3 +44,25 @@ def test_processes_write_every_document_once_and_continue_where_one_was_killed(t
     (killed / ".train.part").write_text(written + "17 1")
     (killed / ".train.place").write_text(f"1 {len(written)}")
     encode(killed)
+
+
+@pytest.fixture(scope="module")
+def encode():
+    spec = importlib.util.spec_from_file_location("encode", RECIPE / "encode.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_blank_lines_are_no_documents(encode, tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"text": "a b"}\n\n \t\n{"text": ""}\n{"text": "c"}\n\n')
+    assert [*encode.documents(tmp_path, "train")] == ["a b", "", "c"]
+
+
+@pytest.mark.parametrize("line", ["words", '{"words": "a"}', '{"text": null}', '["text"]', '{"text": "a', '{"a":' * 9999])
+def test_a_line_without_a_text_is_named(line, encode, tmp_path):
+    (tmp_path / "train.jsonl").write_text(f'{{"text": "a b"}}\n\n{line}\n')
+    with pytest.raises(SystemExit) as end:
+        list(encode.documents(tmp_path, "train"))
+    place = f"line 3 of {tmp_path}/train.jsonl"
+    assert end.value.code == f'encode.py: {place} is no JSON object with a text; it must be like {{"text": "some words"}}'
