@@ -214,7 +214,10 @@ def test_other_models_and_texts_are_refused(dictionary, tmp_path, monkeypatch):
     monkeypatch.setattr("support.checkpoints.SHAPE", "--task language_modeling")
     lstm = save(source("--arch lstm_lm --decoder-embed-dim 8 --decoder-hidden-size 8", dictionary)[2], tmp_path)
     (tmp_path / "latin").write_bytes("größer".encode("latin-1"))
-    messages = ["holds a LSTMLanguageModel; fw-explain takes fast_weight_lm and transformer_lm", "latin cannot be read as a text"]
+    messages = [
+        "holds a LSTMLanguageModel; fw-explain takes fast_weight_lm and transformer_lm",
+        "latin is not a file with a sentence, as it is no text in UTF-8$",
+    ]
     (tmp_path / "page.html").write_text("before")
     for (checkpoint, text), message in zip([(lstm, "a"), (transformer, tmp_path / "latin")], messages):
         with pytest.raises(SystemExit, match=message):

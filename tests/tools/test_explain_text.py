@@ -16,6 +16,7 @@ from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
 from matplotlib import pyplot
 from support.checkpoints import logits, save, source
 
+from fw_fairseq import Mistake
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers import Additive, Leap, LocalAttention, Sru, Srupp, TransformerXl
 from fw_fairseq.tools.explain import __main__ as explain
@@ -116,6 +117,15 @@ def test_a_sentencepiece_model(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(ValueError, match=r"--tokenizer .*bpe.model needs the package sentencepiece; install it"):
         read_text("a", dictionary_of(), str(tmp_path / "bpe.model"))
+
+
+def test_a_text_is_read_as_other_files_are(tmp_path):
+    """Without a byte-order mark; another encoding is refused as by every command, and no download is asked for."""
+    (tmp_path / "marked").write_bytes("\ufeffthe other\n".encode())
+    assert read_text(str(tmp_path / "marked"), dictionary_of(*WORDS))[0] == ["</s>", "the", "other"]
+    (tmp_path / "latin").write_bytes("größer".encode("latin-1"))
+    with pytest.raises(Mistake, match=rf"^{tmp_path}/latin is not a file with a sentence, as it is no text in UTF-8$"):
+        read_text(str(tmp_path / "latin"), dictionary_of())
 
 
 def test_refused_tokenizers(tmp_path):

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ... import Mistake
-from ...files import reading
+from ... import Mistake, files
 
 START = "</s>"  # what every text begins after
 BYTES = "bytes"
@@ -36,8 +35,7 @@ def read_text(text: str, dictionary, tokenizer: str | None = None) -> tuple[list
     if os.path.isdir(text) and text not in dictionary:
         raise Mistake(f"TEXT is {text}, a folder; give a sentence, or a file with one")
     if os.path.exists(text) and not os.path.isdir(text):  # which Path does not answer for a sentence too long for a name
-        with reading(Path(text), "a text"):
-            text = Path(text).read_text(encoding="utf-8-sig")
+        text = files.read_text(Path(text), "a file with a sentence")
     pieces = choose_tokenizer(tokenizer)(text.strip("\n"))
     if not pieces.shown:
         raise Mistake("TEXT has no words")
