@@ -42,6 +42,20 @@ SIMPLE = (
     "... | INFO | valid | epoch 001 | valid on 'valid' subset | loss 8.5 | ppl 362.04 | wps 0 | num_updates 60 | best_loss 8.5\n"
     "... | INFO | train | epoch 001 | loss 9 | ppl 512 | num_updates 60 | lr 1e-05\n"
 )
+HYDRA = {
+    "json": (
+        '[2026-11-28 12:00:00,123][train_inner][INFO] - {"epoch": 1, "loss": "9", "num_updates": "1"}\n'
+        "[2026-11-28 12:00:00,124][fairseq.trainer][INFO] - begin training epoch 2\n"
+        '[2026-11-28 12:00:00,125][valid][INFO] - {"epoch": 1, "valid_loss": "8.5", "valid_num_updates": "2"}\n'
+        '[2026-11-28 12:00:00,126][train][INFO] - {"epoch": 1, "train_loss": "8.75", "train_num_updates": "2"}\n'
+    ),
+    "simple": (
+        "[2026-11-28 12:00:00,123][train_inner][INFO] - epoch 001:      1 / 2 loss=9, ppl=512, wps=574, num_updates=1, wall=14\n"
+        "[2026-11-28 12:00:00,124][fairseq.trainer][INFO] - begin training epoch 2\n"
+        "[2026-11-28 12:00:00,125][valid][INFO] - epoch 001 | valid on 'valid' subset | loss 8.5 | wps 0 | num_updates 2\n"
+        "[2026-11-28 12:00:00,126][train][INFO] - epoch 001 | loss 8.75 | ppl 430.54 | num_updates 2 | lr 8e-05 | wall 14\n"
+    ),
+}
 PAGE = """# Page
 
 | option | |
@@ -84,6 +98,7 @@ PARTS = (
     "sum_elu 1 258 260\nkda 1 205 203\nsum_elu 2 259 262\nsum_elu-conv 1 233.04 231\nkda-parts 1 217 215\nkda-parts 2 219.5 214\n"
 )
 MODELS = ("fast_weight_lm delta", "fast_weight_lm sru", "fast_weight_lm abc", "transformer_lm")
+NO_LOG = "has no metric of any update; it must be a log of fairseq-train with --log-format json or simple"
 REPORT = {
     "generation": [{"context": t, "name": n, "seconds": t * 1e-6, "state_bytes": 100 * t} for n in MODELS for t in (8, 64)],
     "training": [{"tokens": t, "name": n, "tokens_per_second": 1e5 / t} for n in MODELS for t in (8, 64)],
@@ -292,6 +307,13 @@ def test_logs_are_read_by_metric(files):
     assert read_log(files / "simple.log", "ppl") == {50: 17000.5}
     (files / "bare.log").write_text('{"valid_loss": "8.5", "valid_num_updates": "1"}\n["valid_loss"]\n{"valid_loss": "2"}\n')
     assert read_log(files / "bare.log", "valid_loss") == {1: 8.5}, "of a line of which no update is known, nothing"
+
+
+@pytest.mark.parametrize("form", HYDRA)
+def test_logs_of_hydra_are_read(form, tmp_path):
+    (tmp_path / "hydra_train.log").write_text(HYDRA[form])
+    found = {metric: read_log(tmp_path / "hydra_train.log", metric) for metric in ("loss", "valid_loss", "train_loss")}
+    assert found == {"loss": {1: 9.0}, "valid_loss": {2: 8.5}, "train_loss": {2: 8.75}}
 
 
 def test_a_run_of_one_epoch_has_more_than_one_point(tmp_path):
@@ -596,14 +618,16 @@ def test_probes_of_several_widths_have_a_panel_each(tmp_path):
     [
         ("capacity missing.txt", "No such file or directory: 'missing.txt'"),
         ("capacity a.log", "a.log, line 1 is '2026-01-01 "),
-        ("curves a.log --metric ppl", "a.log has no ppl; train with --log-format json or simple"),
-        ("curves capacity.txt", "capacity.txt has no valid_loss"),
+        ("curves a.log --metric ppl", "a.log has no ppl; --metric may be one that it has: loss, valid_loss"),
+        ("curves begun.log", "begun.log has no valid_loss; --metric may be one that it has: loss, ppl"),
+        ("curves capacity.txt", f"capacity.txt {NO_LOG}"),
+        ("curves empty.txt", f"empty.txt {NO_LOG}"),
         ("generation a.log", "a.log is not what fw-bench model --json writes"),
         ("generation zero.json", "zero.json is not what fw-bench model --json writes"),
         ("generation endless.json", "endless.json is not what fw-bench model --json writes"),
         ("generation none.json", "none.json is not what fw-bench model --json writes"),
         ("length zero.txt", "zero.txt has a line whose SEGMENTS are not above 0; perplexities are at least 1"),
-        ("curves words.log", "words.log has no valid_loss; train with --log-format json or simple"),
+        ("curves words.log", f"words.log {NO_LOG}"),
         ("state short.md", "short.md has no table with the columns row, numbers kept, test perplexity"),
         ("conversion page.md", "page.md has no table with the columns row, of the softmax row's performance"),
         ("parts probes.txt", "probes.txt, line 1 is 'delta_elu 16 100'; it must be ROW SEED PERPLEXITY SLIDING"),
@@ -622,6 +646,7 @@ def test_mistakes(command, message, files):
     (files / "endless.json").write_text('{"generation": [{"context": Infinity, "name": "x", "seconds": 1}]}')
     (files / "none.json").write_text('{"generation": []}')
     (files / "zero.txt").write_text("decay-stream 0.1 1 256 80 0\n")
+    (files / "begun.log").write_text(SIMPLE.splitlines()[0].replace(", lr=1e-05", ""))
     (files / "words.log").write_text('{"valid_loss": "none", "valid_num_updates": "3"}')
     (files / "short.md").write_text("| row | numbers kept | test perplexity |\n|---|---|---|\n| softmax | 12 |\n| sum | 1.2.3 |\n")
     with pytest.raises(SystemExit, match="fw-plot: ") as exit_:

@@ -44,6 +44,7 @@ def test_measured_stands_beside_published(tmp_path, capsys):
     [
         "... | INFO | valid | epoch 00{} | valid on 'valid' subset | loss 4.1 | ppl 8 | bleu {} | wps 9 | num_updates {}00",
         '... | INFO | valid | {{"epoch": {}, "valid_loss": "4.1", "valid_bleu": "{}", "valid_num_updates": "{}00"}}',
+        "[...][valid][INFO] - epoch 00{} | valid on 'valid' subset | loss 4.1 | ppl 8 | bleu {} | wps 9 | num_updates {}00",
     ],
 )
 def test_bleu(line, tmp_path, capsys):
@@ -86,6 +87,17 @@ def test_the_best_of_validation(tmp_path, capsys):
     assert "| Decay | 16 | 16.1 | 38.25 | 250 | 0.1311 |\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["... | INFO | valid | epoch {} | valid on 'valid' subset | loss 5.26 | ppl {} | num_updates {}00",
+     "[...][valid][INFO] - epoch {} | valid on 'valid' subset | loss 5.26 | ppl {} | num_updates {}00",
+     '[...][valid][INFO] - {{"epoch": {}, "valid_ppl": "{}", "valid_num_updates": "{}00"}}'],
+)  # fmt: skip
+def test_logs_of_every_form_have_a_best_of_validation(line, tmp_path):
+    (tmp_path / "train.log").write_text("\n".join(line.format(*row) for row in ((1, 40.5, 1), (2, 38.25, 2), (3, 39, 3))))
+    assert tables.perplexity(tmp_path / "train.log") == "38.25"
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_each_row_fits_its_table(name):
     table = TABLES[name]
@@ -109,6 +121,13 @@ def test_mistakes(tmp_path):
         SystemExit, match=r"has no finished run of this table; none of its files is there, such as .*eval/decay-64-480\.log"
     ):
         plots.main(["tables", "mao3", str(tmp_path)])
+    with pytest.raises(SystemExit, match=rf"fw-plot: FOLDER is {tmp_path}/none, which is no folder; it must be OUT of the recipe"):
+        plots.main(["tables", "mao3", f"{tmp_path}/none"])
+    for table, file, measure in (("mao3", "eval/decay-64-0.log", "perplexity"), ("schlag1", "runs/dpfp2/train.log", "BLEU")):
+        write(tmp_path / file, "... | INFO | fairseq_cli.eval_lm | loading model(s)\n")
+        said = f"{tmp_path} has no finished run of this table; {tmp_path}/{file} is there and holds no {measure}"
+        with pytest.raises(SystemExit, match=f"^fw-plot: {said}$"):
+            plots.main(["tables", table, str(tmp_path)])
     write(tmp_path / "eval/decay-64-0.log", EVALUATED.format("21.0"))
     with pytest.raises(SystemExit, match=r"t\.txt; it must end in \.md or \.csv"):
         plots.main(["tables", "mao3", str(tmp_path), "--out", "t.txt"])

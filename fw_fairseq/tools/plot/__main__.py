@@ -59,7 +59,12 @@ def build_parser():
         command.add_argument("results", type=Path, help="a file of recipes/synthetic/probe.sh: lines of MODEL SIZE PERCENT")
         add_table(command, probes.table)
     curves = add("curves", draw_curves, "a metric of fairseq's logs against updates, one line for each run")
-    curves.add_argument("logs", nargs="+", metavar="[NAME=]LOG", help="logs of fairseq-train, JSON or simple; named by their files")
+    curves.add_argument(
+        "logs",
+        nargs="+",
+        metavar="[NAME=]LOG",
+        help="logs of fairseq-train or fairseq-hydra-train, JSON or simple; named by their files",
+    )
     curves.add_argument(
         "--metric", default="valid_loss", help="as in JSON logs: valid_loss, valid_ppl, train_loss; ppl: of train_inner"
     )

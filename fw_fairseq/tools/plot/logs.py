@@ -1,4 +1,4 @@
-"""Metrics out of logs of fairseq-train, written with --log-format json or simple."""
+"""Metrics out of logs of fairseq-train and fairseq-hydra-train, written with --log-format json or simple."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import NoReturn
 
 from ... import Mistake
 from ...files import read_text
 
-SIMPLE = re.compile(r"\| INFO \| (\w+) \| (epoch \d+.*)")
+SIMPLE = re.compile(r"(?:\| INFO \| |\]\[)(\w+)(?: \| |\]\[INFO\] - )(epoch \d+.*)")  # fairseq's beginning of a line, or Hydra's
+PLACES = ("epoch", "update")  # of an entry, which are no metrics
 PAIR = re.compile(r"(?:\| |[ ,])(\w+)[ =]([-+\d.eE]+|nan|-?inf)(?=,| \||$)")
 
 
@@ -22,8 +24,16 @@ def read_log(path: Path, metric: str) -> dict[int, float]:
     if metric.startswith("train_") and len(values) < 2:
         values = max(values, by_update(entries, metric.removeprefix("train_")), key=len)
     if not values:
-        raise Mistake(f"{path} has no {metric}; train with --log-format json or simple")
+        refuse(path, entries, metric)
     return values
+
+
+def refuse(path: Path, entries: list[dict], metric: str) -> NoReturn:
+    """Says what the log has in place of the metric."""
+    names = dict.fromkeys(name for entry in entries for name in entry if name not in PLACES and not name.endswith("num_updates"))
+    if found := [name for name in names if by_update(entries, name)]:
+        raise Mistake(f"{path} has no {metric}; --metric may be one that it has: {', '.join(found)}")
+    raise Mistake(f"{path} has no metric of any update; it must be a log of fairseq-train with --log-format json or simple")
 
 
 def by_update(entries: list[dict], metric: str) -> dict[int, float]:

@@ -13,12 +13,12 @@ from typing import NamedTuple
 from ... import Mistake
 from ...files import read_text, write_atomically
 from ..command import check_outputs
-from .logs import json_of, number
+from .logs import number, read_line
 from .published import Row, read_rows
 
 
 def perplexity(file: Path) -> str:
-    """Returns the last perplexity that fairseq-eval-lm printed, or the best of validation in a log of fairseq-train in JSON."""
+    """Returns the last perplexity that fairseq-eval-lm printed, or the best of validation in a log of fairseq-train."""
     text = text_of(file)
     if found := re.findall(r"Perplexity: ([\d.]+|inf|nan)", text):
         return found[-1]
@@ -31,7 +31,7 @@ def bleu(file: Path) -> str:
     text = text_of(file)
     if found := re.fullmatch(r"([\d.]+) [\d.]+\s*", text):
         return found[1]
-    valid = [float(score) for score in re.findall(r"\| valid \|.*?\bbleu[\s\":]+([\d.]+)", text.replace("valid_bleu", "bleu"))]
+    valid = [value for entry in entries(text) if (value := number(entry.get("valid_bleu"))) is not None and not math.isnan(value)]
     return f"{max(valid):.2f}" if valid else ""
 
 
@@ -44,6 +44,7 @@ class Table(NamedTuple):
     columns: dict[str, str]  # what is measured, with the file it is read from: of fairseq-eval-lm, or a log of fairseq-train
     log: str  # of fairseq-train
     read: Callable[[Path], str] = perplexity
+    measure: str = "perplexity"
 
     @property
     def rows(self) -> list[Row]:
@@ -64,6 +65,7 @@ TABLES = {
             {"valid": "runs/{}/train.log", "test": "runs/{}/bleu-test.txt"},
             RUN_LOG,
             bleu,
+            "BLEU",
         ),
         Table(
             "schlag2",
@@ -144,6 +146,8 @@ def main(args) -> None:
 
 def collect(table: Table, folder: Path) -> list[list[str]]:
     """Returns the head and a line for each row; cells that were not measured are empty."""
+    if not folder.is_dir():
+        raise Mistake(f"FOLDER is {folder}, which is no folder; it must be OUT of the recipe that trained the runs")
     head = [*table.labels, *(f"{name}, {kind}" for name in table.columns for kind in ("published", "measured"))]
     lines, sought = [[*head, "updates", "state size (millions)"]], []
     for row in table.rows:
@@ -158,7 +162,9 @@ def collect(table: Table, folder: Path) -> list[list[str]]:
         lines.append([*row.labels, *cells, updates, state])
         sought += files
     if not any(cell for line in lines[1:] for cell in line[len(table.labels) + 1 : -2 : 2]):
-        raise Mistake(f"{folder} has no finished run of this table; none of its files is there, such as {sought[-1]}")
+        there = [file for file in sought if file.exists()]
+        why = f"{there[-1]} is there and holds no {table.measure}" if there else f"none of its files is there, such as {sought[-1]}"
+        raise Mistake(f"{folder} has no finished run of this table; {why}")
     return lines
 
 
@@ -177,7 +183,7 @@ def read_training(file: Path) -> tuple[str, str]:
 
 
 def entries(text: str) -> list[dict]:
-    return [entry for line in text.splitlines() if (entry := json_of(line))]
+    return [entry for line in text.splitlines() if (entry := read_line(line))]
 
 
 def markdown(title: str, lines: list[list[str]]) -> str:
