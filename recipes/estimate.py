@@ -8,7 +8,9 @@ Each step of a recipe runs as it is, except that LAUNCH is this file: its option
   to a memory scores and values of the tokens that one sees in the mean, and scores of their distances in Transformer-XL; for a
   recurrent layer each number of its state twice (write and read), or three times where the rule erases. Rare words of an adaptive
   softmax count by Zipf's law.
-- Training costs three times the forward; tokens = updates x batch x length.
+  A multiplicative dense layer and its convolutions use their weights once for each module.
+- Training costs three times the forward, and four times in reversible layers, which compute it again for the backward; tokens =
+  updates x batch x length.
 - The GPU reaches 40% of the 312 TFLOP/s of an A100 in bfloat16.
 The count leaves out chunk forms, random features, new projections of a memory, optimizer, validation and data. Real runs take
 longer where these matter, or where layers are too small to keep the GPU busy.
@@ -27,7 +29,11 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOPS, SHARE = 312e12, 0.4  # of an A100 in bfloat16, without sparsity
 WMT14_PAIRS, WMT14_TOKENS = 4.5e6, 28  # sentence pairs after filtering and target tokens of one, about
 WIKITEXT2_PIECES = 3477138  # of the training text, as additive/prepare.sh cuts it
-WORDS = {"wikitext103": 267744, "baevski_auli": 267744, "enwik8": 208, "additive": 8000, "gpt2": 50260, "wmt14": 40000}
+WORDS = {
+    "wikitext103": 267744, "baevski_auli": 267744, "enwik8": 208, "additive": 8000, "gpt2": 50260, "wmt14": 40000,
+    "terraformer": 32000,
+}  # fmt: skip
+STEPS = [f"{name}/{step}" for name in WORDS for step in ("train.sh", "finetune.sh") if (ROOT / "recipes" / name / step).exists()]
 ROWS = (
     *(
         ("wikitext103/train.sh", row)
@@ -38,6 +44,7 @@ ROWS = (
     *(("gpt2/finetune.sh", row) for row in ("softmax", "decay-32-phi")),
     ("baevski_auli/finetune.sh", "decay-32"),
     ("additive/train.sh", "windowed"),
+    *(("terraformer/train.sh", row) for row in ("dense", "terraformer")),
 )
 
 
@@ -47,6 +54,8 @@ def main(chosen: list[str]) -> None:
         return
     if len(chosen) not in (0, 2):
         sys.exit("estimate.py: give a step and its row, such as wikitext103/train.sh small-delta, or nothing for all rows")
+    if chosen and chosen[0] not in STEPS:
+        sys.exit(f"estimate.py: the step is {chosen[0]}; it must be one of {', '.join(STEPS)}")
     print("| recipe | parameters | multiply-adds per token, forward | tokens | A100-hours, estimated |\n|---|---:|---:|---:|---:|")
     for step, row in [tuple(chosen)] if chosen else ROWS:
         with tempfile.TemporaryDirectory() as folder:
@@ -91,7 +100,8 @@ def count(arguments: list[str]) -> None:
     model = tasks.setup_task(config.task).build_model(config.model)
     length = config.task.get("tokens_per_sample") or WMT14_TOKENS
     per_token, tokens = forward(model, length), trained_tokens(config, length)
-    hours = 6 * per_token * tokens / (FLOPS * SHARE) / 3600  # two operations a multiply-add, forward and twice that backward
+    passes = 4 if getattr(config.model, "reversible", False) else 3  # forward, forward again, and twice that backward
+    hours = 2 * passes * per_token * tokens / (FLOPS * SHARE) / 3600  # two operations a multiply-add
     size = sum(parameter.numel() for parameter in model.parameters())
     print(f"\ncounted: {size / 1e6:.3g}M | {per_token / 1e6:.3g}M | {tokens / 1e9:.3g}G | {hours:.2g}")
 
@@ -124,16 +134,24 @@ def forward(model, length: int) -> float:
 
 
 def mixing(module, length: int) -> float:
-    """Multiply-adds of a layer that are not those of its weights."""
+    """Multiply-adds of a layer that are not those of its weights, each once."""
     from fairseq.modules import MultiheadAttention
 
     from fw_fairseq.mixers.base import Mixer
     from fw_fairseq.mixers.local_attention import TransformerXl
     from fw_fairseq.mixers.srupp import Srupp
     from fw_fairseq.modules.linear_attention import LinearAttention
+    from fw_fairseq.modules.sparse import Convolutions, Multiplicative, RecurrentUnits
+    from fw_fairseq.modules.sparse.softmax import SparseAttention
 
-    if isinstance(module, MultiheadAttention):
-        return length * module.embed_dim  # scores and values of half of the tokens, which is too few for an encoder
+    if isinstance(module, (MultiheadAttention, SparseAttention)):
+        return length * module.num_heads * module.head_dim  # scores and values of half of the tokens, too few for an encoder
+    if isinstance(module, Multiplicative):
+        return (module.count - 1) * module.weight.numel()
+    if isinstance(module, Convolutions):
+        return (module.count - 1) * sum(weight.numel() for weight in module.weights.values() if weight.dim() == 4)
+    if isinstance(module, RecurrentUnits):
+        return 2 * module.units
     if isinstance(module, LinearAttention):
         return 2 * module.num_heads * module.feature_map.out_dim * module.head_dim
     if hasattr(module, "reach"):

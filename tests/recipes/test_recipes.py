@@ -20,10 +20,12 @@ from support import programs
 from support.commands import ENVIRONMENT, ROOT, succeed
 from support.language_models import make_task, options_of
 from support.recipes import recipe
+from torch.utils.flop_counter import FlopCounterMode
 
 from fw_fairseq.mixers.local_attention import LocalAttention, TransformerXl
 from fw_fairseq.mixers.srupp import Srupp
 from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModel
+from fw_fairseq.modules.sparse import Convolutions, Multiplicative
 from fw_fairseq.tools.plot import __main__ as plots
 from fw_fairseq.tools.plot.wikitext2 import read_parts
 
@@ -555,6 +557,14 @@ def test_a_killed_preparation_starts_again_with_other_options(tmp_path):
     assert (out / "bin.options").read_text() == f"TOY=\nDATA={text}\nSHA256=\n" and (out / "bin" / "train.bin").is_file()
 
 
+@pytest.fixture(scope="module")
+def estimate():
+    spec = importlib.util.spec_from_file_location("estimate", ROOT / "recipes/estimate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_estimates():
     """Multiply-adds of the toy's delta network, written out: 2 layers of width 32, 8 heads, feed-forward 2048, 208 words."""
     command = [sys.executable, ROOT / "recipes" / "estimate.py", "enwik8/train.sh", "delta"]
@@ -567,12 +577,54 @@ def test_estimates():
     assert float(row[4]) == pytest.approx(6 * per_token * tokens / (0.4 * 312e12) / 3600, rel=0.06)
 
 
+def test_estimate_of_sparse_layers():
+    """The toy's Terraformer, written out: 2 layers of width 32, 4 heads, feed-forward 64, 4 modules, 32 units, 32000 words. Weights
+    of a multiplicative layer and of convolutions are used 4 times, and reversible layers compute the forward twice."""
+    command = [sys.executable, ROOT / "recipes" / "estimate.py", "terraformer/train.sh", "terraformer"]
+    done = subprocess.run(command, env=ENVIRONMENT | {"TOY": "1"}, capture_output=True, text=True, timeout=300)
+    width, heads, modules, units = 32, 4, 4, 32
+    source = modules * width + width * width
+    part = width // modules  # of a vector, in each module
+    convolutions = modules * (2 * part * 3 * 3 * part + part * 3 * part) + 2 * heads * width
+    feed_forward = 2 * width * 64 + (64 // 16) * (width + 64)
+    recurrence = width * units + 3 * units * units + units * width + 2 * units
+    layer = source + convolutions + 3 * heads * (width // heads) ** 2 + feed_forward + recurrence
+    per_token, tokens = 2 * layer + modules * width + 32000 * width, 20 * 4 * 32
+    row = succeed(done).splitlines()[-1].strip("| ").split(" | ")
+    assert row[2:4] == [f"{per_token / 1e6:.3g}M", f"{tokens / 1e9:.3g}G"]
+    assert float(row[4]) == pytest.approx(8 * per_token * tokens / (0.4 * 312e12) / 3600, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [Multiplicative(32, 32, 4), Convolutions(32, 4, {"q": 32, "k": 32, "v": 32, "g": 4})],
+    ids=["dense", "heads"],
+)
+def test_modules_use_their_weights_again(layer, estimate):
+    """As often as the layer multiplies by them. Gains are a product of vectors."""
+    tokens = 5
+    with FlopCounterMode(display=False) as counter:  # of training, as the compiled loops of generation are not counted
+        layer(torch.randn(tokens, 1, layer.in_features))
+    weights = sum(p.numel() for name, p in layer.named_parameters() if p.dim() > 1 and name != "gains")
+    assert counter.get_total_flops() == 2 * tokens * (weights + estimate.mixing(layer, 99))
+
+
+@pytest.mark.parametrize("step", ["wikitext2/table.sh", "enwik8/prepare.sh", "none/train.sh", "terraformer/finetune.sh"])
+def test_steps_that_train_no_model_of_a_known_size_are_not_estimated(step):
+    done = subprocess.run(
+        [sys.executable, ROOT / "recipes" / "estimate.py", step, "delta"], capture_output=True, text=True, timeout=60
+    )
+    [sentence] = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (1, "")
+    assert sentence.startswith(
+        f"estimate.py: the step is {step}; it must be one of wikitext103/train.sh, baevski_auli/finetune.sh, "
+    )
+    assert sentence.endswith(", terraformer/train.sh")
+
+
 @pytest.mark.parametrize("segment", [1, 8])
-def test_attention_to_a_memory_costs_what_its_tokens_see(segment):
+def test_attention_to_a_memory_costs_what_its_tokens_see(segment, estimate):
     """Token i of each segment sees the memory, i tokens and itself; each of them for scores, values and what else there is."""
-    spec = importlib.util.spec_from_file_location("estimate", ROOT / "recipes/estimate.py")
-    estimate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(estimate)
     seen = sum(6 + i + 1 for i in range(segment)) / segment
     srupp = Srupp(32, srupp_width=12, srupp_memory=6, srupp_segment=segment)
     assert estimate.mixing(srupp, 99) == 2 * 12 * seen + 2 * 32
