@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import Optional
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
@@ -302,7 +303,7 @@ def refuse_outside(values, name: str, least: float, most: float = math.inf) -> N
     """Refuses an option that has, or holds, a number out of these bounds. ``values``: options by their names."""
     value = safe_getattr(values, name)
     for number in value if isinstance(value, (list, ListConfig)) else [value]:
-        if number is not None and not (isinstance(number, (int, float)) and least <= number <= most):
+        if number is not None and not (isinstance(number, Real) and least <= number <= most):
             allowed = f"at least {least}" if most == math.inf else f"from {least} to {most}"
             raise Mistake(f"{option_name(name)} is {number!r}; it must be {allowed}")
 
