@@ -352,5 +352,5 @@ def test_a_checkpoint_of_another_rule_says_so_when_a_run_goes_on():
     with pytest.raises(
         ValueError, match=r"^a.pt: .*differ in decoder.layers.0.self_attn.mixer.in_proj.weight and 3 more"
     ) as caught:
-        say_what_does_not_fit(original, SimpleNamespace(cfg=WITHOUT_EMA), "a.pt")
+        say_what_does_not_fit(original, SimpleNamespace(cfg=WITHOUT_EMA, task=None), "a.pt")
     assert sentence(caught.value)

@@ -65,9 +65,9 @@ def check_the_last_one(task) -> None:
 
 
 def another_dictionary(task, filename: str, origin: dict | None) -> str | None:
-    """Returns words that name a dictionary of the task which is not that of the checkpoint."""
+    """Returns words that name a dictionary of the task which is not that of the checkpoint, of those that both have."""
     now, before = dictionary_sums(task), (origin or {}).get("dictionaries", {})
-    side = next((side for side in SIDES if before.get(side, now.get(side)) != now.get(side)), None)
+    side = next((side for side in SIDES if side in now and before.get(side, now[side]) != now[side]), None)
     return side and f"the {side} dictionary of the data has other words, or another order, than that of {filename}"
 
 
