@@ -150,7 +150,7 @@ def test_the_commands_know_the_extension(stream_data, tmp_path):
     printed = [succeed(fairseq("eval_lm", stream_data, *USER_DIR, *read, "--tokens-per-sample", n)) for n in (7, 50)]
     short, long = (text[text.index("Perplexity") :] for text in printed)
     assert short.split()[1] == long.split()[1]
-    refused = fairseq("train", stream_data, *USER_DIR, *MODEL.split(), "--update-rule", "decayed")
+    refused = fairseq("train", stream_data, *USER_DIR, *MODEL.split(), "--task", "language_modeling", "--update-rule", "decayed")
     assert refused.returncode and "'decayed_delta'" in refused.stderr
 
 

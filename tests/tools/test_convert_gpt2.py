@@ -78,7 +78,7 @@ def test_the_model_has_the_options_of_its_task(gpt2, tmp_path):
         ({"n_embd": None}, "config.json has n_embd = None; it must be a number of at least 1"),
         ({"n_head": 5}, "config.json has n_embd = 32; it must be a multiple of n_head, 5"),
         ({"vocab_size": 20, "eos_token_id": 5}, "has vocab_size = 20, and its weights have embeddings of "),
-        ({"n_inner": "a"}, r"has options or parameters of which no model can be made \(its parts do not fit together: "),
+        ({"n_inner": "a"}, r"^--decoder-ffn-embed-dim is 'a'; it must be at least 0$"),
         ({"eos_token_id": 2.0}, r"has options or parameters of which no model can be made \(its parts do not fit together: "),
     ],
 )
