@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import subprocess
@@ -15,7 +14,7 @@ from fairseq.data import data_utils
 from sacrebleu import corpus_bleu
 from support import parallel_text
 from support.commands import ROOT, succeed
-from support.recipes import recipe
+from support.recipes import load, recipe
 
 from fw_fairseq.tools.plot.convergence import read_translated
 from fw_fairseq.tools.plot.logs import read_log
@@ -25,16 +24,9 @@ FOLDER = ROOT / "recipes" / "convergence"
 ROW = "| {row} | {seed} | "
 
 
-def load(name: str):
-    spec = importlib.util.spec_from_file_location(f"convergence_{name}", FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def status():
-    return load("status")
+    return load("convergence/status.py")
 
 
 def write_log(folder, losses: list[float], ended: bool, epochs=range(1, 9)) -> None:
@@ -179,7 +171,7 @@ def write_words(tmp_path):
 
 def test_spans_of_a_stream_beside_segments(write_words, tmp_path, capsys):
     """The last span is half full at least."""
-    words = load("words")
+    words = load("convergence/words.py")
     stream = write_words("stream.log", [(f"w[{i}", -0.1 * i) for i in range(24)], 5)
     segments = write_words("segments.log", [(f"w[{i}", -0.2 * i) for i in range(24)], 7)
     words.by_length(stream, segments, "8")
@@ -198,7 +190,7 @@ def test_spans_of_a_stream_beside_segments(write_words, tmp_path, capsys):
 
 def test_spans_of_places_in_segments(write_words, capsys):
     """Two segments of 8 words, and a last one of 3, which counts at its places only."""
-    words = load("words")
+    words = load("convergence/words.py")
     segments = write_words("segments.log", [("w", -0.1 * i) for i in range(19)], 8)
     words.by_position(segments, "8")
     places = {1: (0, 8, 16), 2: (1, 9, 17), 4: (2, 3, 10, 11, 18), 8: (4, 5, 6, 7, 12, 13, 14, 15)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -15,22 +14,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.kernel_rules import CHANNEL_RULES, KERNEL_RULES
+from support.recipes import load
 
 from fw_fairseq.tools.bench import __main__ as bench
 
 ROOT = Path(__file__).parents[2]
 
 
-def load(name: str):
-    spec = importlib.util.spec_from_file_location(f"gpu_check_{name}", ROOT / "recipes" / "gpu_check" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def recipe():
-    return load("run")
+    return load("gpu_check/run.py")
 
 
 def test_without_a_gpu(tmp_path):
@@ -96,7 +89,7 @@ def test_kernels_says_all_that_went_wrong(monkeypatch, capsys):
     def fail():
         raise RuntimeError("does not compile")
 
-    kernels = load("kernels")
+    kernels = load("gpu_check/kernels.py")
     stand_ins = {"good": (1e-2, lambda: 1e-3), "off": (1e-2, lambda: 0.5), "broken": (1e-2, fail), "nan": (1e-2, lambda: math.nan)}
     monkeypatch.setattr(kernels, "cases", lambda: stand_ins)
     assert kernels.main(1) == 1
@@ -107,14 +100,14 @@ def test_kernels_says_all_that_went_wrong(monkeypatch, capsys):
 
 
 def test_kernels_has_every_rule_that_a_family_computes():
-    cases = load("kernels").cases()
+    cases = load("gpu_check/kernels.py").cases()
     rules = {name.split()[0] for name in cases} - {"sru", "sru,", "pool,", "attention", "read", "sparse"}
     assert rules == {*KERNEL_RULES, *CHANNEL_RULES} and len(cases) == 3 * (len(rules) + 3 + 3 + 1 + 2 + 2 + 6)
 
 
 def test_kernels_on_the_emulator(emulate, monkeypatch):
     """The cases that PyTorch has no part in, small as they are; a wrong kernel would show."""
-    kernels, launcher = load("kernels"), emulate()
+    kernels, launcher = load("gpu_check/kernels.py"), emulate()
     monkeypatch.setattr(kernels, "DEVICE", "cpu")
     names = [f"{name} torch.bfloat16" for name in ("attention norm of gated", "read")]
     assert all(kernels.outcome(name)[1] for name in names), [kernels.outcome(name) for name in names]
@@ -153,7 +146,7 @@ class Device:
 @pytest.mark.parametrize("device_ms, calls", [(3.0, 20), (0.5, 20), (0.5, 3)])
 def test_speed_keeps_host_and_device_apart(device_ms, calls):
     """Also where the host is slower than the device, which then would wait for it."""
-    speed, device = load("speed"), Device()
+    speed, device = load("gpu_check/speed.py"), Device()
 
     def call():
         device.host += 2e-3
@@ -166,7 +159,7 @@ def test_speed_keeps_host_and_device_apart(device_ms, calls):
 
 def test_speed_runs_every_case():
     """Small, in PyTorch: every case has its passes, and rows start where they should."""
-    speed = load("speed")
+    speed = load("gpu_check/speed.py")
     assert {case.rule for case in speed.CASES} == set(speed.ALL) <= {*KERNEL_RULES, *CHANNEL_RULES}
     for case in {case._replace(batch=1, heads=1, tokens=4) for case in speed.CASES}:
         x = speed.draw(case, "cpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
@@ -11,6 +10,7 @@ import sys
 import pytest
 from fairseq.data.encoders.gpt2_bpe_utils import get_encoder
 from support.commands import ROOT, run, succeed
+from support.recipes import load
 
 RECIPE = ROOT / "recipes" / "gpt2"
 SMALL = "import sys; sys.path.insert(0, {!r}); import encode; from pathlib import Path; encode.BLOCK = 300; " + (
@@ -48,10 +48,7 @@ def test_processes_write_every_document_once_and_continue_where_one_was_killed(t
 
 @pytest.fixture(scope="module")
 def encode():
-    spec = importlib.util.spec_from_file_location("encode", RECIPE / "encode.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("gpt2/encode.py")
 
 
 def test_blank_lines_are_no_documents(encode, tmp_path):

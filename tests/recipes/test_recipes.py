@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import re
 import shutil
@@ -19,7 +18,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from support import programs
 from support.commands import ENVIRONMENT, ROOT, succeed
 from support.language_models import make_task, options_of
-from support.recipes import recipe
+from support.recipes import load, recipe
 from torch.utils.flop_counter import FlopCounterMode
 
 from fw_fairseq.mixers.local_attention import LocalAttention, TransformerXl
@@ -559,10 +558,7 @@ def test_a_killed_preparation_starts_again_with_other_options(tmp_path):
 
 @pytest.fixture(scope="module")
 def estimate():
-    spec = importlib.util.spec_from_file_location("estimate", ROOT / "recipes/estimate.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("estimate.py")
 
 
 def test_estimates():

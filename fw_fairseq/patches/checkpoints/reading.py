@@ -60,7 +60,7 @@ def load_only_data(original, path, arg_overrides=None, **kwargs) -> dict:
 
 
 class ModelOverrides(dict):
-    """What `--model-overrides` gives, and nothing else."""
+    """Holds what `--model-overrides` gives, and nothing else."""
 
 
 def override(state: dict, overrides: dict, path: object) -> None:
