@@ -101,8 +101,7 @@ class LearnedRelu(FeatureMap):
             nn.init.xavier_uniform_(head)
 
     def linear(self, x: Tensor) -> Tensor:
-        if self.weight.is_meta and not x.is_meta:
-            raise Mistake("feature_map is offloaded, and its layer reads its weight; name a device for the layers in device_map")
+        check_not_offloaded(self.weight, x, "feature_map is", "its layer reads its weight", "the layers")
         return x @ self.weight.to(x.dtype) + self.bias.to(x.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -253,6 +252,12 @@ def draw_projection(rows: int, width: int, orthogonal: bool = True, device=None)
 
 def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
+
+
+def check_not_offloaded(weight: Tensor, x: Tensor, what: str, why: str, where: str) -> None:
+    """Refuses a weight that accelerate has offloaded and does not load here: its placeholder has whatever is in memory."""
+    if weight.is_meta and not x.is_meta:
+        raise Mistake(f"{what} offloaded, and {why}; name a device for {where} in device_map")
 
 
 def positive(name: str, value: int) -> int:

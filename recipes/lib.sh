@@ -31,9 +31,10 @@ of_form() { # VARIABLE PATTERN ALLOWED: fails where it has another form
 switched TOY
 CPU=${CPU:-$TOY}
 switched CPU
-for variable in JOBS WORKERS UPDATES START_UPDATES WARMUP EVERY TOKENS TEST_LINES; do
-    of_form $variable '[0-9]+' "a whole number"
+for variable in JOBS WORKERS UPDATES START_UPDATES EVERY TOKENS TEST_LINES; do
+    of_form $variable '0*[1-9][0-9]*' "a whole number of at least 1"
 done
+of_form WARMUP '[0-9]+' "a whole number"
 of_form SEEDS ' *[0-9]+( +[0-9]+)* *' 'one or more whole numbers, for example "1 2"'
 of_form DROPOUT '0|0?\.[0-9]+' "a number from 0 to below 1, for example 0.1"
 GPUS=${GPUS:-1}

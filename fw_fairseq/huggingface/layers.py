@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import Mistake
+from ..feature_maps import check_not_offloaded
 from ..mixers import MIXERS
 from ..ops.state import tensor_state
 from .configuration import FastWeightHFConfig
@@ -249,10 +250,7 @@ class BandedEmbedding(nn.Module):
 
 def scores_of(x: Tensor, words: nn.Module) -> Tensor:
     """Maps hidden states to the scores of words by their embeddings. Only an embedding itself can load its offloaded weight."""
-    if words.weight.is_meta and not x.is_meta:
-        raise Mistake(
-            "the embeddings are offloaded, and the output layer reads them too; name a device for embed_tokens in device_map"
-        )
+    check_not_offloaded(words.weight, x, "the embeddings are", "the output layer reads them too", "embed_tokens")
     return F.linear(x, words.weight)
 
 

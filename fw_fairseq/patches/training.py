@@ -1,15 +1,13 @@
 """Training
 
-Errors are clear, a NaN is traced to its layer, and fairseq-eval-lm takes ensembles.
+Errors are clear, and fairseq-eval-lm takes ensembles.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from contextvars import ContextVar
 
-import fairseq.trainer
 import numpy
 import torch
 from fairseq import checkpoint_utils, models, utils
@@ -17,13 +15,10 @@ from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 from fairseq.data import LMContextWindowDataset
-from fairseq.sequence_generator import SequenceGenerator
-from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks import FairseqTask
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.trainer import Trainer
 from fairseq.utils import safe_getattr
-from torch import nn
 
 from .. import Mistake
 from .checkpoints.model_options import LAST, check_options, take_options_over
@@ -32,40 +27,10 @@ from .checkpoints.plateau import PATIENCE
 from .checkpoints.reading import ModelOverrides
 from .checkpoints.resuming import with_averages
 from .literals import naming
-from .non_finite import FirstNonFinite
 from .option_values import check_shares
-from .replacing import changes, replaces
+from .replacing import replaces
 
-WHILE_TRAINING: ContextVar[bool] = ContextVar("WHILE_TRAINING", default=False)
 WHOLE = (CrossEntropyCriterion, LabelSmoothedCrossEntropyCriterion)  # criterions that read the probabilities of all words
-FINITE = "all parameters are finite"
-
-
-class NotFinite(Mistake, FloatingPointError):
-    """A loss, a gradient or a score is NaN or infinite."""
-
-    exit_code = 3
-
-
-@changes("fairseq.trainer.NanDetector")
-def find_the_first_non_finite_tensor() -> None:
-    """After a NaN, fairseq repeats the pass and logs every tensor of the model. Now the repeated pass finds the first tensor that
-    is not finite."""
-    fairseq.trainer.NanDetector = FirstNonFinite
-
-
-@replaces(Trainer, "train_step")
-def say_where_a_nan_came_from(original, trainer, *args, **kwargs):
-    """fairseq ends a run whose loss or gradient is NaN or infinite with a traceback. Now one sentence names the layer, the gate or
-    projection, the update, and the file with the parameters."""
-    try:
-        return original(trainer, *args, **kwargs)
-    except NotFinite:
-        raise  # of a repeated step within this one
-    except FloatingPointError as error:
-        where = getattr(error, "first_non_finite", "the repeated pass did not show where")
-        crash = f"{trainer.cfg.checkpoint.save_dir}/crash.pt"
-        raise NotFinite(f"{error}; {where}, at update {trainer.get_num_updates() + 1}; {crash} has the parameters") from None
 
 
 @replaces(Trainer, "__init__")
@@ -143,57 +108,6 @@ def split_ensembles(original, filenames, arg_overrides=None, task=None, strict=T
     if task is not None:  # it has its own options, and all overrides are for the model
         arg_overrides = ModelOverrides(arg_overrides or {})
     return original(split, arg_overrides, task, strict, suffix, *args, **kwargs)
-
-
-@replaces(SequenceScorer, "generate")
-def refuse_scores_that_are_nan(original, scorer, models, sample, **kwargs):
-    """`fairseq-eval-lm` and `--score-reference` report NaN as a result, with exit code 0. Now one sentence names the first
-    parameter that is not finite, and the exit code is 3."""
-    found = original(scorer, models, sample, **kwargs)
-    if any(bool(hypothesis["positional_scores"].isnan().any()) for hypotheses in found for hypothesis in hypotheses):
-        raise NotFinite(f"the model's scores are NaN; {why_not_finite(*models)}")
-    return found
-
-
-@replaces(SequenceGenerator, "generate")
-def refuse_to_write_from_nan(original, generator, models, sample, **kwargs):
-    """If a model's scores are NaN, no hypothesis ends, and `fairseq-generate` and `fairseq-interactive` stop with an
-    AssertionError. Now one sentence names the first parameter that is not finite, and the exit code is 3."""
-    try:
-        return original(generator, models, sample, **kwargs)
-    except AssertionError as error:
-        why = why_not_finite(*models)
-        if why == FINITE:
-            raise
-        raise NotFinite(f"the model's scores are NaN; {why}") from error
-
-
-def why_not_finite(*models: nn.Module) -> str:
-    """Returns which parameter is the first that is not finite, in words."""
-    weights = ((name, x) for model in models for name, x in model.named_parameters())
-    weight = next((name for name, x in weights if not x.isfinite().all()), None)
-    return FINITE if weight is None else f"the parameter {weight} is not finite"
-
-
-@replaces(Trainer, "valid_step")
-def validate_while_training(original, trainer, *args, **kwargs):
-    """A run goes on where the loss of a validation is NaN, and saves its checkpoint. Now this is told apart from
-    `fairseq-validate`."""
-    token = WHILE_TRAINING.set(True)
-    try:
-        return original(trainer, *args, **kwargs)
-    finally:
-        WHILE_TRAINING.reset(token)
-
-
-@replaces(FairseqTask, "valid_step")
-def refuse_losses_that_are_nan(original, task, sample, model, criterion, **kwargs):
-    """`fairseq-validate` reports NaN as a result, with exit code 0. Now one sentence names the first parameter that is not finite,
-    and the exit code is 3."""
-    found = original(task, sample, model, criterion, **kwargs)
-    if not WHILE_TRAINING.get() and bool(torch.as_tensor(found[0]).isnan().any()):
-        raise NotFinite(f"the loss is NaN; {why_not_finite(model)}")
-    return found
 
 
 @replaces(LanguageModelingTask, "load_dataset")

@@ -81,18 +81,26 @@ def source(folder: Path, split: str) -> Path:
 
 def documents(folder: Path, split: str) -> Iterator[str]:
     path = source(folder, split)
+    lines = lines_of(path)
+    if path.suffix == ".jsonl":
+        yield from (text_of(line, f"line {number} of {path}") for number, line in enumerate(lines, 1) if line.strip())
+        return
+    document: list[str] = []
+    for line in lines:
+        if line.strip() == END:
+            yield "".join(document)
+            document = []
+        else:
+            document.append(line)
+    yield "".join(document)
+
+
+def lines_of(path: Path) -> Iterator[str]:
     with path.open(encoding="utf-8") as file:
-        if path.suffix == ".jsonl":
-            yield from (text_of(line, f"line {number} of {path}") for number, line in enumerate(file, 1) if line.strip())
-            return
-        document: list[str] = []
-        for line in file:
-            if line.strip() == END:
-                yield "".join(document)
-                document = []
-            else:
-                document.append(line)
-        yield "".join(document)
+        try:
+            yield from file
+        except UnicodeDecodeError as error:
+            sys.exit(f"encode.py: {path} is not in UTF-8 ({error}); write it in UTF-8 first, for example with iconv")
 
 
 def text_of(line: str, place: str) -> str:

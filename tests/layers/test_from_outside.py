@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 
 import pytest
 import torch
 from support.checkpoints import save, source
 from support.commands import ROOT, fairseq, run, succeed
+from support.imports import import_file
 from support.language_models import assert_close, build, draw
 from support.runs import updates
 from support.streams import MODEL
@@ -40,10 +40,7 @@ def extension():
     """Registered for this file only."""
     registries = (RULES, FEATURE_MAPS, MIXERS)
     before = [dict(registry) for registry in registries]
-    spec = importlib.util.spec_from_file_location("extension", EXTENSION / "__init__.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
+    yield import_file(EXTENSION / "__init__.py", "extension")
     for registry, entries in zip(registries, before):
         registry.clear()
         registry.update(entries)

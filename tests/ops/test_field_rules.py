@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.definitions import READS, WRITES
 from support.draws import PLAIN, assert_same, draw_gates, draw_inputs, run_with_gradients
+from support.imports import import_file
 from torch.nn import functional as F
 
 from fw_fairseq.ops import FastWeightState, fast_weight
@@ -247,10 +248,7 @@ def reference_of(module: str, function: str):
     if package is None or importlib.util.find_spec("einops") is None:
         pytest.skip("flash-linear-attention and einops are not installed")
     path = Path(package.submodule_search_locations[0], "ops", *module.split(".")).with_suffix(".py")
-    spec = importlib.util.spec_from_file_location(f"reference_{module.replace('.', '_')}", path)
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return getattr(loaded, function)
+    return getattr(import_file(path, f"reference_{module.replace('.', '_')}"), function)
 
 
 @pytest.mark.parametrize("rule", PEERS)

@@ -34,8 +34,8 @@ from fw_fairseq.models.fast_weight_transformer import FastWeightTransformer
 from fw_fairseq.patches.batches import too_long
 from fw_fairseq.patches.checkpoints.model_options import deciding, differing, written
 from fw_fairseq.patches.mistakes import sentence, shortened
+from fw_fairseq.patches.non_finite import NotFinite
 from fw_fairseq.patches.option_values import BOUNDS, check_bounds, check_shares, check_training
-from fw_fairseq.patches.training import NotFinite
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -63,3 +63,10 @@ def test_a_line_without_a_text_is_named(line, encode, tmp_path):
         list(encode.documents(tmp_path, "train"))
     place = f"line 3 of {tmp_path}/train.jsonl"
     assert end.value.code == f'encode.py: {place} is no JSON object with a text; it must be like {{"text": "some words"}}'
+
+
+@pytest.mark.parametrize("name", ["train.txt", "train.jsonl"])
+def test_a_text_in_another_encoding_is_named(name, encode, tmp_path):
+    (tmp_path / name).write_text('{"text": "a b"}\n{"text": "café"}\n', encoding="latin-1")
+    with pytest.raises(SystemExit, match=f"^encode.py: {tmp_path}/{name} is not in UTF-8 .*; write it in UTF-8 first"):
+        list(encode.documents(tmp_path, "train"))

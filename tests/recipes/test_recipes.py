@@ -233,8 +233,10 @@ def test_recipes_without_a_toy_size_refuse_it(name, args, tmp_path):
         ("convergence/language.sh", "SEEDS", "1,2", "one or more whole numbers"),
         ("wikitext2/table.sh", "SEEDS", " ", "one or more whole numbers"),
         ("convergence/translation.sh", "DROPOUT", "2", "a number from 0 to below 1"),
-        ("synthetic/sweep.sh", "JOBS", "x", "a whole number"),
-        ("streaming/memory.sh", "TOKENS", "1e6", "a whole number"),
+        ("synthetic/sweep.sh", "JOBS", "x", "a whole number of at least 1"),
+        ("streaming/memory.sh", "TOKENS", "1e6", "a whole number of at least 1"),
+        ("demo.sh", "UPDATES", "0", "a whole number of at least 1"),  # which fairseq takes for no limit
+        ("gpt2/finetune.sh", "WARMUP", "-1", "a whole number"),
     ],
 )
 def test_variables_with_other_values_are_refused(name, variable, value, allowed, tmp_path):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 from types import ModuleType
 
 from . import programs
 from .commands import ENVIRONMENT, ROOT
+from .imports import import_file
 
 
 def recipe(name: str, out, *args, cwd=None, **environment):
@@ -17,8 +17,5 @@ def recipe(name: str, out, *args, cwd=None, **environment):
 
 
 def load(name: str) -> ModuleType:
-    """Imports a Python file of a recipe, which is in no package."""
-    spec = importlib.util.spec_from_file_location(name.removesuffix(".py").replace("/", "_"), ROOT / "recipes" / name)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """Imports a Python file of a recipe."""
+    return import_file(ROOT / "recipes" / name, name.removesuffix(".py").replace("/", "_"))

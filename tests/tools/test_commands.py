@@ -8,7 +8,7 @@ from importlib import metadata
 import pytest
 
 from fw_fairseq import Mistake
-from fw_fairseq.patches.training import NotFinite
+from fw_fairseq.patches.non_finite import NotFinite
 from fw_fairseq.tools.bench import __main__ as bench
 from fw_fairseq.tools.command import mistakes_as_sentences
 from fw_fairseq.tools.convert import __main__ as convert

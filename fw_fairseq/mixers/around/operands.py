@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ... import Mistake
-from ...feature_maps import wide
+from ...feature_maps import check_not_offloaded, wide
 from ...ops import FastWeightState
 from ...ops.checks import check_tokens
 from ...ops.dispatch import has_kernels
@@ -128,8 +128,7 @@ class Projected(Mixer):
         if self.shift is not None:
             if not isinstance(self.in_proj, nn.Linear):
                 raise Mistake("in_proj was replaced, and token shift reads its weight; merge an adapter into it first")
-            if self.in_proj.weight.is_meta and not x.is_meta:
-                raise Mistake("in_proj is offloaded, and token shift reads its weight; name a device for the layers in device_map")
+            check_not_offloaded(self.in_proj.weight, x, "in_proj is", "token shift reads its weight", "the layers")
             previous = None if state is None else state.previous
             added, kept["previous"] = self.shift(x, self.in_proj.weight, previous, *masks)
             projected = projected[..., : added.shape[-1]] + added

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ... import Mistake
 from ...mixers import MIXERS
-from ...patches.training import NotFinite, why_not_finite
+from ...patches.non_finite import NotFinite, why_not_finite
 from .text import START
 
 EXPECTED = 5  # words

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ... import Mistake
 from ...files import tokenizer_size
-from ...patches.training import NotFinite, why_not_finite
+from ...patches.non_finite import NotFinite, why_not_finite
 from ..checkpoints import load_model
 from . import language_models, translation
 from .folders import TARGET, check_output, load, replace, write
