@@ -10,9 +10,11 @@ import os
 import torch
 from fairseq import distributed_utils
 from fairseq.models import distributed_fairseq_model
+from torch.multiprocessing import ProcessRaisedException
 
 from .. import Mistake
 from .checkpoints.lock import release
+from .mistakes import last_line
 from .option_values import check_bounds, check_training
 from .replacing import replaces
 from .stopping import as_parent_of_workers, is_training
@@ -73,9 +75,9 @@ def suit_workers_to_cpus(original, cfg, main, **kwargs):
     try:
         with as_parent_of_workers(main, cfg):
             return original(cfg, main, **kwargs)
-    except KeyError as error:
+    except (KeyError, ProcessRaisedException) as error:
         name = cfg.checkpoint.best_checkpoint_metric
-        if not is_training(main) or error.args != (name,):
+        if not is_training(main) or last_line(error) != f"KeyError: {name!r}":
             raise
         raise Mistake(f"--best-checkpoint-metric is {name}, which a validation does not report; name one that it logs") from error
     finally:

@@ -30,9 +30,11 @@ def kind_of(error: BaseException) -> type:
     return class_of(last_line(error).partition(": ")[0]) if isinstance(error, ProcessRaisedException) else type(error)
 
 
-def last_line(error: ProcessRaisedException) -> str:
-    """Returns "module.Kind: message", the end of the worker's traceback, which the error has as text."""
-    return str(error).rstrip().rpartition("\n")[2]
+def last_line(error: BaseException) -> str:
+    """Returns "module.Kind: message", the end of an exception's traceback. The error of a worker has that as text."""
+    worker = isinstance(error, ProcessRaisedException)
+    text = str(error) if worker else "".join(traceback.format_exception_only(type(error), error))
+    return text.rstrip().rpartition("\n")[2]
 
 
 def class_of(name: str) -> type:

@@ -26,6 +26,7 @@ from omegaconf import OmegaConf
 from support.checkpoints import SHAPE, parse, save, save_format
 from support.language_models import build, draw, make_task
 from torch import nn
+from torch.multiprocessing import ProcessRaisedException
 
 import fw_fairseq.models
 from fw_fairseq import Mistake, files
@@ -510,17 +511,21 @@ def test_a_validation_without_a_batch_size_is_refused():
         distributed_utils.call_main(cfg, lambda cfg, override_args: None, override_args=None)
 
 
-def test_a_metric_that_no_validation_has(dictionary, monkeypatch):
+@pytest.mark.parametrize("in_worker", [False, True])
+def test_a_metric_that_no_validation_has(in_worker, dictionary, monkeypatch):
     words = "--arch fast_weight_lm --optimizer adam --lr 0.1 --max-tokens 10 --cpu --best-checkpoint-metric nope"
     cfg = convert_namespace_to_omegaconf(parse(words, dictionary))
 
     def main(cfg, missing):
+        if in_worker:  # as torch hands a worker's error on
+            raise ProcessRaisedException(f"-- Process 1 terminated:\nTraceback\n  stats[metric]\nKeyError: {missing!r}\n", 1, 77)
         raise KeyError(missing)
 
-    with pytest.raises(KeyError, match="nope"):  # of another command
+    unchanged = ProcessRaisedException if in_worker else KeyError
+    with pytest.raises(unchanged, match="nope"):  # of another command
         distributed_utils.call_main(cfg, main, missing="nope")
     monkeypatch.setitem(main.__globals__, "validate_and_save", None)  # as fairseq-train's has it
-    with pytest.raises(KeyError, match="another"):
+    with pytest.raises(unchanged, match="another"):
         distributed_utils.call_main(cfg, main, missing="another")
     with pytest.raises(Mistake, match=r"^--best-checkpoint-metric is nope, which a validation does not report; name one that it"):
         distributed_utils.call_main(cfg, main, missing="nope")
