@@ -159,16 +159,6 @@ template <class T> void one_head(const MemoryStep<T>& s, int64_t row, int64_t he
   a.give(s, row, head, sum);
 }
 
-template <class T> T dot(const T* x, const T* y, int64_t width) {  // in eight sums, which the compiler computes at a time
-  T sums[8] = {}, sum = 0;
-  int64_t i = 0;
-  for (; i + 8 <= width; i += 8)
-    for (int64_t j = 0; j < 8; ++j) sums[j] += x[i + j] * y[i + j];
-  for (; i < width; ++i) sum += x[i] * y[i];
-  for (T part : sums) sum += part;
-  return sum;
-}
-
 // The same with factors. A decay changes those of the tokens before, which are then this hypothesis's own.
 template <class T> void one_head_of_factors(const MemoryStep<T>& s, int64_t row, int64_t head, Token<T>& a) {
   const int64_t K = s.keys, V = s.values, columns = a.columns, *places = s.places + row * s.room;

@@ -17,7 +17,7 @@ struct Sum {
     top = -INFINITY, weights = 0;
     for (int64_t i = 0; i < width; ++i) values[i] = 0;
   }
-  template <class T> void add(T score, const T* value, int64_t width) {
+  double weigh(double score, int64_t width) {  // the weight of one more token
     if (score > top) {
       const double old = std::exp(top - score);
       top = score, weights *= old;
@@ -25,6 +25,9 @@ struct Sum {
     }
     const double weight = std::exp(score - top);
     weights += weight;
+    return weight;
+  }
+  template <class T> void add(double weight, const T* value, int64_t width) {
     for (int64_t i = 0; i < width; ++i) values[i] += weight * value[i];
   }
 };
@@ -35,7 +38,7 @@ template <class T> struct Means {
   Rows<T> logs, means;
   int64_t b, h, width;
   int64_t channels() const { return width; }
-  void add(Sum& sum, int64_t t) { sum.add(*scores.at(b, h, t), x.at(b, h, t), width); }
+  void add(Sum& sum, int64_t t) { sum.add(sum.weigh(*scores.at(b, h, t), width), x.at(b, h, t), width); }
   void write(int64_t t, const Sum& now, const Sum& before) {  // nothing is before where its top is -INFINITY
     const double top = now.top > before.top ? now.top : before.top, mine = std::exp(now.top - top), past = std::exp(before.top - top);
     const double total = mine * now.weights + past * before.weights, share = mine / total, rest = past / total;
@@ -52,24 +55,22 @@ template <class T> struct Gradients {
   Rows<const T> logs, dmeans, means, dlogs, scores, x;
   Rows<T> dscores, dx;
   int64_t b, h, width;
-  std::vector<T> row;
   int64_t channels() const { return width + 1; }
   void add(Sum& sum, int64_t t) {
-    const T *d = dmeans.at(b, h, t), *mean = means.at(b, h, t), log = *logs.at(b, h, t);
-    T shared = -*dlogs.at(b, h, t);
-    for (int64_t i = 0; i < width; ++i) row[i] = d[i], shared += d[i] * mean[i];
-    row[width] = shared;
-    sum.add(log > T(NOTHING / 2) ? -log : T(NOTHING), row.data(), width + 1);
+    const T *d = dmeans.at(b, h, t), log = *logs.at(b, h, t);
+    const double weight = sum.weigh(log > T(NOTHING / 2) ? -log : T(NOTHING), width + 1);
+    sum.add(weight, d, width);
+    sum.values[width] += weight * (dot(d, means.at(b, h, t), width) - *dlogs.at(b, h, t));
   }
   void write(int64_t t, const Sum& now, const Sum& before) {
     const double score = *scores.at(b, h, t), mine = std::exp(score + now.top), past = std::exp(score + before.top);
-    const T* value = x.at(b, h, t);
-    T *out = dx.at(b, h, t), taken = 0;
-    for (int64_t i = 0; i < width; ++i) {
-      out[i] = T(mine * now.values[i] + (before.values ? past * before.values[i] : 0));
-      taken += value[i] * out[i];
-    }
-    *dscores.at(b, h, t) = taken - T(mine * now.values[width] + (before.values ? past * before.values[width] : 0));
+    T *out = dx.at(b, h, t), shared = T(mine * now.values[width]);
+    if (before.values) {
+      for (int64_t i = 0; i < width; ++i) out[i] = T(mine * now.values[i] + past * before.values[i]);
+      shared = T(mine * now.values[width] + past * before.values[width]);
+    } else
+      for (int64_t i = 0; i < width; ++i) out[i] = T(mine * now.values[i]);
+    *dscores.at(b, h, t) = dot(x.at(b, h, t), out, width) - shared;
   }
 };
 
@@ -156,7 +157,7 @@ using Strides = const int64_t*;
                                         Strides das, T* dx, Strides dxs, const int64_t* texts, Strides ts, const int64_t* sizes) {   \
     auto start = [=](int64_t b, int64_t h) {                                                                                         \
       return Gradients<T>{{logs, ls}, {dmeans, dms}, {means, ms}, {dlogs, dls}, {a, as}, {x, xs}, {da, das}, {dx, dxs}, b, h,        \
-                          sizes[3], std::vector<T>(sizes[3] + 1)};                                                                   \
+                          sizes[3]};                                                                   \
     };                                                                                                                               \
     every_row(start, texts, ts, sizes);                                                                                              \
   }                                                                                                                                  \

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from ...mixers import Additive, Leap, Sru
 from .contest import machine, settings, spread, take_turns, timed, times_faster
 
-LSTM, AUTHORS = "torch.nn.LSTM", {"sru": "sru", "leap": "leap-transformer", "additive": "leap-transformer"}
-OF_SRU, OF_LEAP, OF_ADDITIVE = "sru.SRU", "leap.LEAP.MultiheadLeap", "leap.fastformerLM.fastformer.FastSelfAttention"
+LSTM, OF_SRU = "torch.nn.LSTM", "sru.SRU"
+OF_LEAP, OF_ADDITIVE = "leap.LEAP.MultiheadLeap", "leap.fastformerLM.fastformer.FastSelfAttention"
+AUTHORS = {OF_SRU: "sru", OF_LEAP: "leap-transformer", OF_ADDITIVE: "leap-transformer"}
 
 
 class Case(NamedTuple):
-    """Layers that do the same job, ours first, and the input of all of them, (T,B,C)."""
+    """Layers that do the same job, one of ours first, and the input of all of them, (T,B,C)."""
 
     name: str
     layers: dict[str, nn.Module]
@@ -29,7 +30,7 @@ class Case(NamedTuple):
 
 
 class AuthorsLeap(nn.Module):
-    """Attention of their LeapBlock, with its projections: (T,B,C) -> (T,B,C). Ours has one product more."""
+    """Attention of their LeapBlock, with its projections: (T,B,C) -> (T,B,C). Our published form has as many products."""
 
     def __init__(self, width: int, heads: int, window: int):
         super().__init__()
@@ -100,12 +101,12 @@ def cases(args, missing: dict[str, str]) -> list[Case]:
         found.append(Case(name, prepared(layers, trains), draw(args, length, batch, trains), trains, times))
     for window in args.windows:
         seen = f"window {window}" if window else "all of the past"
-        for name, kind, theirs, peer in (
-            ("leap", Leap, OF_LEAP, AuthorsLeap),
-            ("additive", Additive, OF_ADDITIVE, AuthorsAdditive),
-        ):
-            layers = {name: kind(width, heads, window=window)}
-            add(layers, theirs, missing, partial(peer, width, heads, window or args.tokens))
+        leaps: dict[str, nn.Module] = {"leap, published form": Leap(width, heads, window=window, pooling_form="published")}
+        add(leaps, OF_LEAP, missing, partial(AuthorsLeap, width, heads, window or args.tokens))
+        leaps["leap"] = Leap(width, heads, window=window)
+        additives: dict[str, nn.Module] = {"additive": Additive(width, heads, window=window)}
+        add(additives, OF_ADDITIVE, missing, partial(AuthorsAdditive, width, heads, window or args.tokens))
+        for name, layers in (("leap", leaps), ("additive", additives)):
             found.append(Case(f"{name}, {seen}, training", prepared(layers, True), draw(args, args.tokens, 1, True), True, 1))
     return found
 
@@ -122,11 +123,10 @@ def add(layers: dict[str, nn.Module], name: str, missing: dict[str, str], make: 
     """Adds a layer of another package, or says why there is none."""
     if name in missing:
         return
-    package = AUTHORS[next(iter(layers))]
     try:
         layers[name] = make()
     except ModuleNotFoundError as error:
-        missing[name] = f"{name} is not measured, because there is no module {error.name}; pip install {package} brings it."
+        missing[name] = f"{name} is not measured, because there is no module {error.name}; pip install {AUTHORS[name]} brings it."
     except Exception as error:  # of any kind: it is their code, and may compile some
         missing[name] = f"{name} is not measured: {type(error).__name__}: {error}".split("\n")[0]
 
@@ -138,7 +138,7 @@ def table(report: dict) -> str:
         f"{m['device']}, {m['threads']} threads, torch {m['torch']}; width {s['width']}; sru: batch {s['batch']}, length "
         f"{s['length']}; the others: one sequence of {s['tokens']}, {s['heads']} heads; medians of {s['rounds']} rounds",
         "",
-        "| | layer | ms | ours is so many times as fast |",
+        "| | layer | ms | the first is so many times as fast |",
         "|---|---|---:|---:|",
     ]
     for row in report["peers"]:
