@@ -253,6 +253,8 @@ def refuse_without_effect(args, kind: type, effective: set[str]) -> None:
         value = safe_getattr(args, name, None)
         if not name.startswith("_") and name not in effective and value is not None and value != default:
             owners = [f"--mixer {mixer}" for mixer in (SOFTMAX, *MIXERS) if name in mixer_options(mixer)]
+            if "linear_attention" in defaults and "mixer" not in effective and (owners or name in ("mixer", "mixer_pattern")):
+                owners = ["decoder in --linear-attention"]
             owners += [f"--feature-map {phi}" for phi, made in FEATURE_MAPS.items() if name in made.options]
             belongs = f" without {' or '.join(owners)}" if owners else " in this model"
             raise Mistake(f"{option_name(name)} has no effect{belongs}; leave it out")

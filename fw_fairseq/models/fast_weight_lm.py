@@ -89,6 +89,7 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
         check_heads(args.decoder_embed_dim, args.decoder_attention_heads, "decoder")  # before fairseq does, by an assertion
         read_config(FastWeightLanguageModelConfig, args)
         check_cutoffs(args, len(task.target_dictionary))
+        check_tied_widths(args)
         if safe_getattr(args, "base_layers") and not torch.distributed.is_initialized():
             raise Mistake(f"--base-layers is {args.base_layers}; its experts are spread over workers: train on several, or give 0")
         keep_layers(args)
@@ -179,10 +180,22 @@ def check_cutoffs(args, words: int) -> None:
     for name in ("adaptive_input", "adaptive_softmax"):
         cutoff = safe_getattr(args, f"{name}_cutoff", None)
         used = cutoff and (name == "adaptive_softmax" or safe_getattr(args, name))
-        if used and max(eval_str_list(cutoff, type=int)) > words:
+        ends = eval_str_list(cutoff, type=int) if used else []
+        if ends and (max(ends) > words or ends != sorted({*ends})):
             raise Mistake(
-                f"{option_name(name)}-cutoff is {cutoff}, and the dictionary has {words} words; its numbers must be at most that"
+                f"{option_name(name)}-cutoff is {cutoff}, and the dictionary has {words} words; its numbers must grow, and be at"
+                " most that"
             )
+
+
+def check_tied_widths(args) -> None:
+    """Refuses to share the input's embeddings with an output of another width."""
+    width_in, width_out = args.decoder_input_dim, args.decoder_output_dim
+    if safe_getattr(args, "share_decoder_input_output_embed") and width_in != width_out:
+        raise Mistake(
+            f"--decoder-input-dim is {width_in} and --decoder-output-dim {width_out}; --share-decoder-input-output-embed needs them"
+            " to be equal"
+        )
 
 
 def without_rows(gradient, rows: slice):

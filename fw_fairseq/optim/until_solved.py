@@ -1,5 +1,4 @@
-"""until_solved: a constant learning rate until the validation loss is good enough, then 0. With --stop-min-lr 0, fairseq-train
-then ends."""
+"""until_solved: a constant learning rate until the validation loss is good enough, then 0, at which --stop-min-lr 0 ends a run."""
 
 from dataclasses import dataclass, field
 
@@ -15,8 +14,9 @@ from ..config import option
 class UntilSolvedConfig(FairseqDataclass):
     """The options of --lr-scheduler until_solved."""
 
-    target_loss: float = option(0.001, "training ends when the validation loss falls below this")
+    target_loss: float = option(0.001, "training ends when the validation loss falls below this; give --stop-min-lr 0 with it")
     lr: list[float] = field(default_factory=lambda: II("optimization.lr"))
+    stop_min_lr: float = II("optimization.stop_min_lr")
 
 
 @register_lr_scheduler("until_solved", dataclass=UntilSolvedConfig)
@@ -29,6 +29,11 @@ class UntilSolved(FairseqLRScheduler):
         super().__init__(cfg, optimizer)
         if len(cfg.lr) > 1:
             raise Mistake(f"--lr is {','.join(map(str, cfg.lr))}; --lr-scheduler until_solved has one learning rate for all epochs")
+        if cfg.stop_min_lr < 0:
+            raise Mistake(
+                f"--stop-min-lr is {cfg.stop_min_lr}; --lr-scheduler until_solved ends a run by a learning rate of 0: give"
+                " --stop-min-lr 0"
+            )
         self.optimizer.set_lr(cfg.lr[0])
 
     def step(self, epoch, val_loss=None):

@@ -10,6 +10,7 @@ import os
 import torch
 from fairseq import distributed_utils
 from fairseq.models import distributed_fairseq_model
+from fairseq.utils import safe_getattr, safe_hasattr
 from torch.multiprocessing import ProcessRaisedException
 
 from .. import Mistake
@@ -56,13 +57,17 @@ def ask_for_a_gpu_for_each_worker(original, cfg) -> None:
 @replaces(distributed_utils, "call_main")
 def suit_workers_to_cpus(original, cfg, main, **kwargs):
     """With `--ddp-backend fully_sharded` fairscale asks for a GPU in the middle of its work and fails with a traceback. Now the
-    option is refused before the run starts. On CPUs, workers talk through `gloo` where `--distributed-backend` is `nccl`, fairseq's
-    default, which is for GPUs. A training or a validation without a batch size is refused in one sentence, and so are numbers that
-    end in a traceback or in one batch of all texts, such as `--seed -1` and `--batch-size 0`, a schedule of the learning rate that
-    lacks a number, and a `--best-checkpoint-metric` that no validation has. The locks of save directories end with the run."""
+    option is refused before the run starts. On CPUs, workers talk through `gloo` where `--distributed-backend` is `nccl`,
+    fairseq's default, which is for GPUs. A training or a validation without a batch size is refused in one sentence, and so are
+    numbers that end in a traceback or in one batch of all texts, such as `--seed -1` and `--batch-size 0`, a schedule of the
+    learning rate that lacks a number, a `--best-checkpoint-metric` that no validation has, and `fairseq-eval-lm` with a task that
+    reads no text. The locks of save directories end with the run."""
     check_bounds(cfg)
     if is_training(main):
         check_training(cfg)
+    if "eval_lm" in getattr(main, "__globals__", {}) and not safe_hasattr(cfg.task, "data"):
+        task = safe_getattr(cfg.task, "_name", "")
+        raise Mistake(f"--task is {task}, which reads no DATA, as fairseq-eval-lm does; evaluate its models by fairseq-validate")
     validates = "override_args" in kwargs  # which fairseq-validate alone hands on
     if (is_training(main) or validates) and cfg.dataset.max_tokens is None and cfg.dataset.batch_size is None:
         what = "validation" if validates else "training"

@@ -22,7 +22,7 @@ FILES = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError,
 def sentence(error: BaseException) -> str | None:
     """Returns the message of a user's mistake, and None for a fault of the program, whose traceback says more."""
     said = last_line(error).partition(": ")[2] if isinstance(error, ProcessRaisedException) else str(error)
-    return said if is_mistake(kind_of(error)) else None
+    return said if is_mistake(kind_of(error)) or names_option(kind_of(error), said) else None
 
 
 def kind_of(error: BaseException) -> type:
@@ -47,6 +47,11 @@ def class_of(name: str) -> type:
 def is_mistake(kind: type) -> bool:
     """Whether ``kind`` is raised for what the user gave. fairseq raises a plain OSError for a file that is not there."""
     return issubclass(kind, (Mistake, *FILES)) or kind is OSError
+
+
+def names_option(kind: type, said: str) -> bool:
+    """Whether fairseq refuses an option by an assertion or a ValueError, whose message then begins with the option's name."""
+    return kind in (AssertionError, ValueError) and said.startswith("--")
 
 
 def shorten() -> None:

@@ -212,7 +212,10 @@ def name_the_languages(original, path):
     pair = original(path)
     if None in pair:
         said = f"DATA {path} has no text of two languages, such as train.en-de.en.idx"
-        raise Mistake(f"{said}; name a folder of fairseq-preprocess, and its languages by --source-lang and --target-lang")
+        raise Mistake(
+            f"{said}; name a folder of fairseq-preprocess, and its languages by --source-lang and --target-lang, or another --task,"
+            " such as language_modeling for a language model"
+        )
     return pair
 
 

@@ -70,12 +70,13 @@ def name_the_backend_of_adaptive_losses(original, *args, **kwargs):
 @replaces(Trainer, "load_checkpoint")
 def say_what_does_not_fit(original, trainer, filename, reset_optimizer=False, *args, **kwargs):
     """fairseq replaces the message about parameters that do not fit by "please ensure that the architectures match". Now the
-    message names them. A run that resumes with another optimizer or criterion ends in a traceback; now in one sentence. fairseq
-    also resumes with another task or dictionary, at a wrong place of the text or with wrong words, and it loads parameters into a
-    model with options that make another model of them, such as another `--feature-map`. Now this is refused; with an explicit
-    `--restore-file` the log names such options. Where that file is missing, fairseq trains from scratch; now it is refused. A run
-    that is resumed with `--store-ema`, where its checkpoint has no averages, ends in a KeyError; now the averages start from the
-    parameters. fairseq counts the validations of `--patience` from 0 after each stop; now the count goes on."""
+    message names them. A run that resumes with another optimizer or criterion, or with other parameters to train, ends in a
+    traceback; now in one sentence. fairseq also resumes with another task or dictionary, at a wrong place of the text or with
+    wrong words, and it loads parameters into a model with options that make another model of them, such as another
+    `--feature-map`. Now this is refused; with an explicit `--restore-file` the log names such options. Where that file is
+    missing, fairseq trains from scratch; now it is refused. A run that is resumed with `--store-ema`, where its checkpoint has no
+    averages, ends in a KeyError; now the averages start from the parameters. fairseq counts the validations of `--patience` from
+    0 after each stop; now the count goes on."""
     try:
         with with_averages(trainer):
             extra_state = original(trainer, filename, reset_optimizer, *args, **kwargs)
@@ -89,6 +90,11 @@ def say_what_does_not_fit(original, trainer, filename, reset_optimizer=False, *a
         if type(error) is Exception and isinstance(error.__context__, ValueError):
             check_the_last_one(trainer.task)
             raise Mistake(f"{filename}: {error.__context__}") from error
+        if isinstance(error, ValueError) and str(error).startswith("loaded state dict"):  # of the optimizer, by torch
+            raise Mistake(
+                f"{filename} is of a run that trains other parameters; give its --train-only, or another --save-dir and"
+                f" --finetune-from-model {filename}"
+            ) from error
         raise
     if extra_state is not None:
         check_options(trainer, filename)

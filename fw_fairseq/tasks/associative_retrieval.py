@@ -51,6 +51,12 @@ class AssociativeRetrievalTask(DrawnTask):
         if cfg.evaluation_pairs and str(cfg.setting) == "1":
             raise Mistake(f"--evaluation-pairs is {cfg.evaluation_pairs}; --setting 1 has every key once, leave it out")
 
+    def build_criterion(self, cfg, from_checkpoint=False):
+        """Refuses criterions that read the model's output as scores of words."""
+        if cfg._name != "retrieval_mse":
+            raise Mistake(f"--criterion is {cfg._name}; associative_retrieval is trained by retrieval_mse")
+        return super().build_criterion(cfg, from_checkpoint)
+
     def draw(self, split: str, generator: torch.Generator) -> dict:
         """Keys, values and queries, (B,T) and (B,Q), and the last value of each query."""
         cfg, training = self.cfg, split == "train"

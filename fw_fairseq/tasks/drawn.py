@@ -1,7 +1,7 @@
 """Tasks that draw their data: no files. An epoch is --updates-per-epoch batches of --batch-size sequences."""
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from fairseq.data import Dictionary, FairseqDataset
@@ -25,7 +25,7 @@ class DrawnConfig(FairseqDataclass):
     batch_size: Optional[int] = II("dataset.batch_size")
     max_tokens: Optional[int] = II("dataset.max_tokens")
     max_tokens_valid: Optional[int] = II("dataset.max_tokens_valid")
-    skip_remainder_batch: Optional[bool] = II("dataset.skip_remainder_batch")
+    skip_remainder_batch: Any = II("optimization.skip_remainder_batch")  # a bool would be True where no command line has it
     curriculum: int = II("dataset.curriculum")
     seed: int = II("common.seed")
 

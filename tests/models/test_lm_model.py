@@ -384,16 +384,29 @@ def test_an_option_of_another_mixer_is_left_alone():
         ({"adaptive_input_cutoff": "10,41"}, None),
         ({"adaptive_input_cutoff": "10,40", "adaptive_input": True}, None),
         ({"adaptive_input_cutoff": "10,41", "adaptive_input": True}, "input"),
+        ({"adaptive_softmax_cutoff": "20,10"}, "softmax"),
+        ({"adaptive_input_cutoff": "10,10", "adaptive_input": True}, "input"),
     ],
 )
-def test_bands_end_within_the_dictionary(options, refused):
+def test_bands_follow_each_other_within_the_dictionary(options, refused):
     """It has 40 words. Bands of the input matter where it is adaptive."""
     if refused is None:
         assert build(**options)(draw(2, 5), features_only=True)[0].isfinite().all()
         return
-    message = f"^--adaptive-{refused}-cutoff is 10,41, and the dictionary has 40 words; its numbers must be at most that$"
+    given = options[f"adaptive_{refused}_cutoff"]
+    message = (
+        f"^--adaptive-{refused}-cutoff is {given}, and the dictionary has 40 words; its numbers must grow, and be at most that$"
+    )
     with pytest.raises(ValueError, match=message):
         build(**options)
+
+
+def test_embeddings_are_shared_with_an_output_of_their_width():
+    tied = {"share_decoder_input_output_embed": True, "decoder_output_dim": 24}
+    said = r"^--decoder-input-dim is 16 and --decoder-output-dim 24; --share-decoder-input-output-embed needs them to be equal$"
+    with pytest.raises(ValueError, match=said):
+        build(decoder_input_dim=16, **tied)
+    assert build(decoder_input_dim=24, **tied)(draw(2, 5))[0].isfinite().all()
 
 
 def test_transformer_xl_is_near_its_published_size():

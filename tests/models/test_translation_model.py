@@ -424,11 +424,12 @@ def test_refused_options(message, options):
     "subset, option, owner",
     [
         ("encoder,decoder,cross", {"attention_dropout": 0.1}, "--mixer softmax or .*"),
-        ("encoder,cross", {"update_rule": "sum"}, "--mixer fast_weight"),
-        ("encoder,cross", {"mixer": "sru"}, None),
+        ("encoder,cross", {"update_rule": "sum"}, "decoder in --linear-attention"),
+        ("encoder,cross", {"mixer": "sru"}, "decoder in --linear-attention"),
+        ("encoder,decoder,cross", {"srupp_width": 8}, "--mixer srupp"),
         ("encoder,decoder", {"dpfp_nu": 2}, "--feature-map dpfp"),
-        ("", {"feature_map": "dpfp"}, "--mixer fast_weight"),
-        ("", {"mixer_pattern": "sru"}, None),
+        ("", {"feature_map": "dpfp"}, "decoder in --linear-attention"),
+        ("", {"mixer_pattern": "sru"}, "decoder in --linear-attention"),
         ("decoder", {"mixer": "sru", "feature_norm": "none"}, "--mixer fast_weight"),
     ],
 )

@@ -317,6 +317,18 @@ def test_other_errors_of_loading_stay_as_they_are():
         say_what_does_not_fit(original, SimpleNamespace(cfg=WITHOUT_EMA), "a.pt")
 
 
+def test_a_run_that_trains_other_parameters_says_so(data, tmp_path):
+    """torch tells them by their number alone."""
+    train = [*training(data, tmp_path, "language_modeling", 1), "--update-rule", "delta"]
+    succeed(fairseq("train", *train, "--train-only", "new"))
+    done = fairseq("train", *train, "--max-update", 2)
+    last = tmp_path / "checkpoint_last.pt"
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].endswith(
+        f"{last} is of a run that trains other parameters; give its --train-only, or another --save-dir and --finetune-from-model"
+        f" {last}"
+    )
+
+
 @pytest.mark.parametrize(
     "given, workers, gpus, size, method",
     [

@@ -110,6 +110,14 @@ def test_only_a_file_that_is_not_written_is_named_and_removed(error, named, tmp_
     assert not named or str(raised.value).startswith(f"{tmp_path}/a.pt cannot be written (")
 
 
+@pytest.mark.parametrize("where", [lambda error: error, in_a_worker], ids=["here", "worker"])
+def test_an_option_that_fairseq_names_is_a_sentence(where):
+    """Its assertions and ValueErrors that begin with one; others are faults of the program."""
+    assert sentence(where(AssertionError("--sampling requires --nbest to be equal to --beam"))).startswith("--sampling requires")
+    assert sentence(where(ValueError("--share-all-embeddings requires a joined dictionary"))).startswith("--share-all")
+    assert sentence(where(AssertionError("lengths differ"))) is None and sentence(where(RuntimeError("--lr"))) is None
+
+
 def test_a_sentence_needs_no_source(monkeypatch):
     """The kind of the exception decides, not the place or the text of the statement that raised it."""
     error = Mistake("--rule is 'hebb'")

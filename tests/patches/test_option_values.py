@@ -110,6 +110,7 @@ def test_only_tpu_is_for_tpus(precision, tpu):
 def test_a_folder_without_languages_is_named(tmp_path):
     said = (
         f"^DATA {tmp_path} has no text of two languages, such as train.en-de.en.idx; name a folder of fairseq-preprocess, and its"
+        " languages by --source-lang and --target-lang, or another --task, such as language_modeling for a language model$"
     )
     cfg = Namespace(_name="translation", task="translation", data=str(tmp_path), source_lang=None, target_lang="de")
     with pytest.raises(Mistake, match=said):
@@ -509,6 +510,23 @@ def test_a_validation_without_a_batch_size_is_refused():
     cfg = OmegaConf.structured(FairseqConfig)
     with pytest.raises(Mistake, match=r"^--max-tokens or --batch-size is missing; a validation needs the size of its batches$"):
         distributed_utils.call_main(cfg, lambda cfg, override_args: None, override_args=None)
+
+
+def test_a_task_without_texts_is_not_for_eval_lm(monkeypatch):
+    cfg, done = OmegaConf.structured(FairseqConfig), []
+    cfg.task = {"_name": "state_tracking"}
+
+    def main(cfg):
+        done.append(cfg)
+
+    distributed_utils.call_main(cfg, main)
+    monkeypatch.setitem(main.__globals__, "eval_lm", None)  # as fairseq-eval-lm's has it
+    said = "^--task is state_tracking, which reads no DATA, as fairseq-eval-lm does; evaluate its models by fairseq-validate$"
+    with pytest.raises(Mistake, match=said):
+        distributed_utils.call_main(cfg, main)
+    cfg.task = {"_name": "language_modeling", "data": "texts"}
+    distributed_utils.call_main(cfg, main)
+    assert len(done) == 2
 
 
 @pytest.mark.parametrize("in_worker", [False, True])

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fairseq.logging import metrics
+from omegaconf import OmegaConf
 from support.commands import USER_DIR, fairseq
 from support.draws import PLAIN
 from support.recipes import recipe
@@ -224,6 +225,13 @@ def test_options_without_effect_are_refused():
     for options, name in [({"mixer": "softmax", "update_rule": "sum"}, "update-rule"), ({"scale_reads": True}, "scale-reads")]:
         with pytest.raises(ValueError, match=f"^--{name} has no effect without --mixer fast_weight; leave it out$"):
             refuse(**options)
+
+
+def test_the_output_is_no_score_of_words():
+    task = AssociativeRetrievalTask(AssociativeRetrievalConfig(batch_size=2))
+    with pytest.raises(ValueError, match=r"^--criterion is cross_entropy; associative_retrieval is trained by retrieval_mse$"):
+        task.build_criterion(OmegaConf.create({"_name": "cross_entropy", "sentence_avg": False}))
+    assert type(task.build_criterion(OmegaConf.create({"_name": "retrieval_mse"}))) is RetrievalMse
 
 
 def test_softmax_has_no_gates():

@@ -16,6 +16,7 @@ from support.language_models import make_task, options_of
 from support.pretrained import CONVERTED, SHAPE, perplexity, train
 from support.recipes import recipe
 
+from fw_fairseq import Mistake
 from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModel
 from fw_fairseq.patches.checkpoints.model_options import take_options_over
 from fw_fairseq.tools.convert.__main__ import main as fw_convert
@@ -85,6 +86,42 @@ def test_a_program_takes_options_over_as_the_commands_do(pretrained, tmp_path, c
     [said] = [record.message for record in caplog.records if record.message.startswith(f"options of {start}: ")]
     assert " --feature-dim 4 " in said and " --update-rule gated" in said and "--dropout" not in said
     assert {layer.self_attn.mixer.rule_name for layer in model.decoder.layers} == {"gated"}
+
+
+@pytest.mark.parametrize(
+    "given, theirs, ours",
+    [
+        ({"feature_map": "dpfp", "dropout": 0.3}, "--feature-map identity", "--feature-map dpfp"),
+        ({"mixer": "sru"}, "--mixer-pattern fast_weight,fast_weight", "--mixer-pattern sru,sru"),
+        ({"decoder_layers": 3}, "--decoder-layers 2", "--decoder-layers 3"),
+        ({"decoder_input_dim": 7}, "--decoder-input-dim 32", "--decoder-input-dim 7"),
+        ({"decoder_embed_dim": 32, "decoder_input_dim": 32}, "", ""),
+        ({"decoder_layers": 2}, "", ""),
+    ],
+)
+def test_options_beside_those_that_are_taken_over(given, theirs, ours, pretrained, tmp_path):
+    """They may be the same, or such as the checkpoint does not decide."""
+    start = tmp_path / "start.pt"
+    fw_convert([str(pretrained), str(start), "--rule", "decay"])
+    options = Namespace(**vars(options_of("fast_weight_lm", options_from=str(start), **given)), arch="fast_weight_lm")
+    if not theirs:
+        return take_options_over(options)
+    before = vars(options).copy()
+    with pytest.raises(Mistake) as caught:
+        take_options_over(options)
+    both = f"takes {theirs} over, and {ours} is given beside it"
+    assert str(caught.value) == f"--options-from {start} {both}; leave out one of the two"
+    assert vars(options) == before
+
+
+def test_an_architecture_gives_no_options(pretrained, tmp_path):
+    """What it sets is not the user's, so that the checkpoint decides."""
+    start = tmp_path / "start.pt"
+    fw_convert([str(pretrained), str(start), "--rule", "decay"])
+    options = Namespace(**vars(options_of("fast_weight_lm_gpt2_small", options_from=str(start))), arch="fast_weight_lm_gpt2_small")
+    assert options.decoder_layers == 12
+    take_options_over(options)
+    assert options.decoder_layers == 2
 
 
 def test_options_come_from_a_model_of_this_project(counting_data, pretrained, tmp_path):

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 import shlex
+from argparse import Namespace
 from dataclasses import fields
 from enum import Enum
 from types import SimpleNamespace
 
 from fairseq import checkpoint_utils
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_NAME_REGISTRY, MODEL_DATACLASS_REGISTRY
 from fairseq.trainer import Trainer
 from fairseq.utils import safe_getattr
 from omegaconf import DictConfig, open_dict
@@ -33,6 +35,7 @@ TRAINING = {"write_strength_init", "fast_weight_backend", "sru_highway_bias", "s
 TRAINING |= {"xl_memory", "xl_segment", "srupp_memory", "srupp_segment"}  # which a trained model may change
 OWN = {f.name for f in fields(FastWeightTransformerConfig) if not f.name.startswith("_")} - TRAINING
 OWN = {name for name in OWN if not name.endswith("dropout")}
+DERIVED = {"decoder_input_dim", "decoder_output_dim"}  # from --decoder-embed-dim, where they are not given
 LAST = "checkpoint_last.pt"  # the default of --restore-file
 WAYS = ("mixer", "mixer_pattern")  # to say the same
 
@@ -103,9 +106,30 @@ def take_options_over(cfg: object) -> None:
     for name, part in EXTRAS.items():  # an older checkpoint may hold one that had no effect
         if taken.get(name) and not any(f".{part}" in key for key in parameters):
             del taken[name]
+    refuse_others(cfg, taken, source)
     if isinstance(cfg, DictConfig):
         with open_dict(cfg):
             cfg.update(taken | {"options_from": ""})
     else:
         vars(cfg).update(taken | {"options_from": ""})
     logger.info("options of %s: %s", source, " ".join(written(name, taken[name]) for name in sorted(taken)))
+
+
+def refuse_others(cfg: object, taken: dict, source: object) -> None:
+    """Refuses options that were given beside a checkpoint's own and differ from them. One that has its default may not have been
+    given."""
+    defaults, same = defaults_of(cfg), {name for name in DERIVED if value_of(cfg, name) == value_of(cfg, "decoder_embed_dim")}
+    given = {name for name in taken if value_of(cfg, name) != value_of(defaults, name)} - same - {"max_target_positions"}
+    given |= {*WAYS} if given.intersection(WAYS) else set()
+    if found := differing(taken, SimpleNamespace(**taken | {name: value_of(cfg, name) for name in given}), given):
+        theirs, ours = (" ".join(written(name, pair[i]) for name, pair in found.items()) for i in (0, 1))
+        raise Mistake(f"--options-from {source} takes {theirs} over, and {ours} is given beside it; leave out one of the two")
+
+
+def defaults_of(cfg: object) -> SimpleNamespace:
+    """Returns the options of a language model's architecture where none is given."""
+    name = value_of(cfg, "arch") or value_of(cfg, "_name")
+    of_architecture = Namespace()
+    ARCH_CONFIG_REGISTRY.get(name, lambda options: None)(of_architecture)
+    model = MODEL_DATACLASS_REGISTRY[ARCH_MODEL_NAME_REGISTRY.get(name, name)]
+    return SimpleNamespace(**{f.name: f.default for f in fields(model)} | vars(of_architecture))
