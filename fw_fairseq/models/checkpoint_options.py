@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from fairseq.utils import safe_getattr
+from omegaconf import ListConfig
 
 from .. import Mistake
 from ..config import FastWeightConfig, layer_mixers, mixer_options, read_config
@@ -35,6 +36,14 @@ def keep_layers(args, kind: type = FastWeightConfig) -> None:
     args.mixer, args.mixer_pattern = FastWeightConfig.mixer, ",".join(mixers[number] for number in numbers)
     if any("window_sizes" in mixer_options(name) for name in mixers):
         args.window_sizes = ",".join(str(layer_window(config, number, layers)) for number in numbers)
+
+
+def write_kept_layers(args) -> None:
+    """Writes the numbers of --encoder-layers-to-keep and --decoder-layers-to-keep as a text, which fairseq's models read. Its
+    command line makes a list of them where the model is one of translation."""
+    for name in ("encoder_layers_to_keep", "decoder_layers_to_keep"):
+        if isinstance(kept := safe_getattr(args, name, None), (list, ListConfig)):
+            setattr(args, name, ",".join(map(str, kept)))
 
 
 class NamesWhatDiffers:

@@ -29,7 +29,7 @@ from ..config import (
     refuse_without_effect,
 )
 from ..modules import LinearAttention, LinearEncoderLayer, Stack, TranslationDecoderLayer
-from .checkpoint_options import NamesWhatDiffers, keep_layers
+from .checkpoint_options import NamesWhatDiffers, keep_layers, write_kept_layers
 from .fast_weight_decoder import FastWeightDecoder
 from .lm_architectures import chosen_mixers, defaults
 from .sparse_options import check_sparse
@@ -109,6 +109,7 @@ class FastWeightTransformer(NamesWhatDiffers, TransformerModel):
         """Checks the options and builds the model."""
         check_sizes(args, *SIZES)
         check_options(args)
+        write_kept_layers(args)
         keep_layers(args, FastWeightTransformerConfig)
         if isinstance(args, DictConfig):  # fairseq-hydra-train; fairseq reads options that are not its own from a Namespace only
             args = Namespace(**OmegaConf.to_container(args, resolve=True))

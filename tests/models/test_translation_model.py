@@ -9,6 +9,7 @@ from itertools import chain, combinations
 import pytest
 import torch
 from fairseq import models as registered
+from fairseq import options
 from fairseq.modules import MultiheadAttention
 from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 from fairseq.sequence_generator import SequenceGenerator
@@ -511,6 +512,13 @@ def test_decoder_layers_that_are_kept_keep_mixers_and_windows():
     layers = build(**kept).decoder.layers
     assert [type(layer.self_attn.mixer).__name__ for layer in layers] == ["Leap", "Additive", "Additive"]
     assert [layer.self_attn.mixer.window for layer in layers] == [4, 16, 0]
+
+
+def test_layers_that_the_command_line_names_are_kept():
+    words = "data --task translation --arch fast_weight_transformer --encoder-layers-to-keep 1,3,5 --decoder-layers-to-keep 0,1"
+    args = options.parse_args_and_arch(options.get_training_parser(), words.split())
+    model = registered.build_model(args, make_task(40))
+    assert [len(side.layers) for side in (model.encoder, model.decoder)] == [3, 2]
 
 
 def test_a_window_of_all_positions_is_all_of_the_past():
