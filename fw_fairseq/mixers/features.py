@@ -97,7 +97,7 @@ def check_around(config, rule: Rule, heads: int) -> None:
         raise Mistake(f"--product-steps is {config.product_steps}; that is for --update-rule {able}: leave it out")
     if config.negative_eigenvalues and not any(gate.erases for gate in rule.gates.values()):
         able = ", ".join(n for n, r in RULES.items() if any(gate.erases for gate in r.gates.values()))
-        raise Mistake(f"--negative-eigenvalues is for rules that erase; leave it out, or use one of: {able}")
+        raise Mistake(f"--negative-eigenvalues doubles a gate that erases; leave it out, or use a rule that has one: {able}")
     if key_heads and heads % key_heads:
         raise Mistake(f"--key-heads is {key_heads}; it must divide the number of heads, {heads}")
     if config.token_shift_rank and not config.token_shift:

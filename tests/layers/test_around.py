@@ -435,7 +435,7 @@ def test_negative_eigenvalues_double_what_erases():
     [
         (
             {"negative_eigenvalues": True},
-            "^--negative-eigenvalues is for rules that erase; leave it out, or use one of: delta, gated_",
+            "^--negative-eigenvalues doubles a gate that erases; leave it out, or use a rule that has one: delta, gated_",
         ),
         ({"product_steps": 3}, "^--product-steps is 3; that is for --update-rule delta_product: leave it out$"),
         ({"key_heads": 3}, "^--key-heads is 3; it must divide the number of heads, 4$"),
