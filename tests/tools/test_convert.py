@@ -187,13 +187,20 @@ def test_layers_that_stay_softmax(plain, dictionary, tmp_path):
     assert "decoder.layers.0.self_attn.q_proj.weight" in names and "decoder.layers.1.self_attn.mixer.in_proj.weight" in names
 
 
-def test_local_attention_is_the_source_as_far_as_its_window(plain, dictionary, tmp_path):
-    changes = convert(plain[1], tmp_path / "out.pt", "local_attention")
+@pytest.mark.parametrize("given, window", [({}, 32), ({"local_window": 7}, 7)])
+def test_local_attention_is_the_source_as_far_as_its_window(given, window, plain, dictionary, tmp_path):
+    changes = convert(plain[1], tmp_path / "out.pt", "local_attention", **given)
     assert {change.what for change in changes} == {"copied"}
     tokens = torch.randint(4, 64, (2, 40))
     source, local = (logits(model, tokens) for model in (plain[0], load(tmp_path / "out.pt", dictionary)))
-    torch.testing.assert_close(local[:, :32], source[:, :32], rtol=1e-5, atol=1e-5)
-    assert (local[:, 32:] - source[:, 32:]).abs().amax() > 1e-3
+    torch.testing.assert_close(local[:, :window], source[:, :window], rtol=1e-5, atol=1e-5)
+    assert (local[:, window] - source[:, window]).abs().amax() > 1e-3
+
+
+def test_the_window_of_a_pattern(plain, dictionary, tmp_path):
+    convert(plain[1], tmp_path / "out.pt", "decay", mixer_pattern="fast_weight,local_attention", local_window=5)
+    layers = load(tmp_path / "out.pt", dictionary).decoder.layers
+    assert layers[1].self_attn.mixer.reach.most == 4
 
 
 def test_half_precision_stays(dictionary, tmp_path):
@@ -293,6 +300,8 @@ def test_unknown_layouts_are_refused_by_their_first_key(change, said, dictionary
             "^--mixer-pattern is 'softmax,local_attention' and has no layer for --rule decay; name fast_weight in it, or give",
         ),
         ({"rule": "decay", "attention_norm": True}, "--attention-norm"),
+        ({"rule": "decay", "local_window": 4}, "^--local-window is 4; it is for local_attention, of which the model has no layer"),
+        ({"rule": "local_attention", "local_window": 1}, "^--local-window is 1; it must be at least 2$"),
         ({"rule": "delta", "feature_map": "identity", "feature_norm": "none"}, "--feature-norm"),
     ],
 )

@@ -45,8 +45,8 @@ class Change(NamedTuple):
 def convert(source, output, rule: str, *, force: bool = False, seed: int = 1, **options) -> list[Change]:
     """Writes the checkpoint ``output`` and returns a line for every tensor: copied, changed or new.
 
-    options: feature_dim, feature_map, feature_norm, attention_norm, attention_norm_of and mixer_pattern, as fast_weight_lm has
-    them; None stands for the default. A GPT-2 also gets dict.txt, its tokens as fairseq's symbols, in the folder of ``output``.
+    options: feature_dim, feature_map, feature_norm, attention_norm, attention_norm_of, mixer_pattern and local_window, as
+    fast_weight_lm has them; None stands for the default. A GPT-2 also gets dict.txt, its tokens as fairseq's symbols, in the folder of ``output``.
     """
     if rule not in TARGETS:
         raise Mistake(f"--rule is {rule!r}; it must be one of: {', '.join(TARGETS)}")
@@ -75,20 +75,23 @@ def convert(source, output, rule: str, *, force: bool = False, seed: int = 1, **
     return merged(changes)
 
 
-def fast_weight_config(rule: str, feature_map=None, feature_norm=None, **options) -> FastWeightConfig:
+def fast_weight_config(rule: str, feature_map=None, feature_norm=None, local_window=None, **options) -> FastWeightConfig:
     """Returns the options of the new model. The defaults are the best ones of Mao 2022, table 1: learned ReLU features divided by
     their sum for rules that erase, plain features for the others."""
+    window = {} if local_window is None else {"local_window": local_window}
+    if window and LOCAL not in (rule, *re.findall(r"\w+", options.get("mixer_pattern", ""))):
+        raise Mistake(f"--local-window is {local_window}; it is for {LOCAL}, of which the model has no layer: leave it out")
     if rule in (LOCAL, SOFTMAX):
         given = {"--feature-map": feature_map, "--feature-norm": feature_norm}
         given |= {"--" + name.replace("_", "-"): value for name, value in options.items()}
         if named := [name for name, value in given.items() if value]:
             raise Mistake(f"--rule {rule} keeps queries and keys as they are; leave {', '.join(named)} out")
-        return FastWeightConfig(mixer=rule)
+        return FastWeightConfig(mixer=rule, **window)
     options = {name: value for name, value in options.items() if value is not None}
     erases = RULES[rule].erases
     feature_map = feature_map or ("relu" if erases else "identity")
     norm = feature_norm or (("sum" if FEATURE_MAPS[feature_map].non_negative else "l2") if erases else "none")
-    return FastWeightConfig(update_rule=rule, feature_map=feature_map, feature_norm=norm, **options)
+    return FastWeightConfig(update_rule=rule, feature_map=feature_map, feature_norm=norm, **window, **options)
 
 
 def convert_tensors(source: Source, config: FastWeightConfig) -> list[Change]:
