@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--attention-norm-of", choices=list(NORM_OF), help="as in training; default: read_and_erase")
     parser.add_argument("--mixer-pattern", default="", help="one mixer per layer, as in training: 'softmax,fast_weight*3'")
     parser.add_argument(
-        "--local-window", type=int, help="tokens that a token sees in local_attention, itself included; default: 32"
+        "--local-window", type=int, help="tokens that each one sees in local_attention, counting itself; default: 32"
     )
     parser.add_argument("--seed", type=int, default=1, help="of the new parameters and of W_phi")
     parser.add_argument("--force", action="store_true", help="replace OUTPUT if it exists")

@@ -46,7 +46,8 @@ def convert(source, output, rule: str, *, force: bool = False, seed: int = 1, **
     """Writes the checkpoint ``output`` and returns a line for every tensor: copied, changed or new.
 
     options: feature_dim, feature_map, feature_norm, attention_norm, attention_norm_of, mixer_pattern and local_window, as
-    fast_weight_lm has them; None stands for the default. A GPT-2 also gets dict.txt, its tokens as fairseq's symbols, in the folder of ``output``.
+    fast_weight_lm has them; None stands for the default. A GPT-2 also gets dict.txt, its tokens as fairseq's symbols, in the
+    folder of ``output``.
     """
     if rule not in TARGETS:
         raise Mistake(f"--rule is {rule!r}; it must be one of: {', '.join(TARGETS)}")
