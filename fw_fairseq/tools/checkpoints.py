@@ -9,10 +9,10 @@ from ..files import building
 
 
 def load_language_model(checkpoint, data, command: str, architectures: tuple[str, ...]):
-    """Returns a language model of one of the ``architectures`` in evaluation mode, and its dictionary. ``data``: the folder of
-    dict.txt, where it has moved since the training."""
+    """Returns a language model of one of the ``architectures`` in evaluation mode, its dictionary, and the number of the symbol
+    that its texts begin with. ``data``: the folder of dict.txt, where it has moved since the training."""
     model, task = load_model(checkpoint, data, command, architectures)
-    return model, task.source_dictionary
+    return model, task.source_dictionary, first_symbol(task)
 
 
 def load_model(checkpoint, data, command: str, architectures: tuple[str, ...]):
@@ -37,6 +37,13 @@ def load_model(checkpoint, data, command: str, architectures: tuple[str, ...]):
     if not isinstance(model, kinds):
         raise Mistake(f"CHECKPOINT {checkpoint} holds a {type(model).__name__}; {command} takes {' and '.join(architectures)}")
     return model.eval(), task
+
+
+def first_symbol(task) -> int:
+    """Returns the number of the symbol that fairseq begins the texts of a language model with: <s> after --add-bos-token, else the
+    end of sentence."""
+    words = task.source_dictionary
+    return words.bos() if getattr(getattr(task, "args", None), "add_bos_token", False) else words.eos()
 
 
 def architecture(checkpoint) -> str | None:

@@ -19,8 +19,8 @@ def count(kept) -> int:
 
 @torch.no_grad()
 def main(checkpoint: str, data: str, length: int) -> None:
-    model, dictionary = load_language_model(checkpoint, data, "state.py", ("fast_weight_lm", "transformer_lm"))
-    tokens, kept = torch.full((1, length), dictionary.eos()), {}
+    model, _, first = load_language_model(checkpoint, data, "state.py", ("fast_weight_lm", "transformer_lm"))
+    tokens, kept = torch.full((1, length), first), {}
     for end in range(1, length + 1):
         model(tokens[:, :end], incremental_state=kept)
     print(count(kept))

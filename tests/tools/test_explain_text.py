@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import html
 import json
 import logging
 import os
+import re
 import sys
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+from fairseq import tasks
 from fairseq.data import Dictionary
 from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
 from matplotlib import pyplot
@@ -173,6 +176,22 @@ def test_several_readers_and_the_words_expected_next(checkpoint, capsys):
     explain.main([path, "the other thing is", "--last", "2,4", "--data", str(folder), "--png", str(folder / "both.png")])
     explain.main([path, "the other thing is", "--last", "4", "--data", str(folder), "--png", str(folder / "one.png")])
     assert (folder / "both.png").stat().st_size > (folder / "one.png").stat().st_size
+
+
+@pytest.mark.parametrize("options, start", [("", "</s>"), ("--add-bos-token", "<s>")])
+def test_a_text_begins_as_those_of_fairseq(options, start, tmp_path, monkeypatch):
+    """What the model reads is what the task makes of a text to generate from; the page shows its first symbol."""
+    (tmp_path / "dict.txt").write_text("".join(f"{word} 1\n" for word in WORDS))
+    _, args, state = source(f"--arch fast_weight_lm {options}", tmp_path)
+    read, weights = [], explain.explain
+    monkeypatch.setattr(explain, "explain", lambda model, tokens, readers: read.append(tokens) or weights(model, tokens, readers))
+    given = ["--data", str(tmp_path), "--html", str(tmp_path / "page.html")]
+    explain.main([str(save(state, tmp_path)), "the other thing", *given])
+    [text] = tasks.setup_task(args).build_dataset_for_inference([torch.tensor([4, 5, 6])], [3])
+    assert read[0].tolist() == text["net_input.src_tokens"].tolist()
+    assert re.search(f'title="0: [^"]*">{html.escape(start)}</span>', (tmp_path / "page.html").read_text())
+    with pytest.raises(SystemExit, match=f"^fw-explain: TEXT has 41 tokens, {start} included; the model takes at most 32$"):
+        explain.main([str(tmp_path / "source.pt"), "the " * 40, *given])
 
 
 def test_texts_as_long_as_the_model_takes(checkpoint):

@@ -13,9 +13,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fairseq.tasks import setup_task
+from omegaconf import OmegaConf
 from support.checkpoints import ADAPTIVE, logits, save, source
 from support.commands import ROOT, USER_DIR, fairseq, run, succeed
 
+from fw_fairseq import Mistake
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers import MIXERS
 from fw_fairseq.tools import standalone
@@ -338,6 +341,40 @@ def test_the_tokenizer_joins_what_the_corpus_had_split(folder):
     assert word_tokenizer(Words()).decode([4, 6, 4, 5, 7]) == " 3, 3,5"
 
 
+def begun_by_fairseq(state: dict, words: torch.Tensor, data) -> list[int]:
+    """The words with what the task of a checkpoint begins a text with, where it generates and scores."""
+    task = setup_task(OmegaConf.create(state["cfg"]["task"] | {"data": str(data)}))
+    [text] = task.build_dataset_for_inference([words], [len(words)])
+    return text["net_input.src_tokens"].tolist()
+
+
+@pytest.mark.parametrize("options, first", [("", 2), ("--add-bos-token", 0)])
+def test_texts_begin_as_those_of_fairseq(options, first, dictionary, tmp_path):
+    """Alone and in a batch; the symbol is no word of what is decoded, and ``generate`` begins with it too."""
+    _, _, state = source(f"--arch fast_weight_lm {options}", dictionary)
+    export(save(state, tmp_path), tmp_path / "out", data=dictionary)
+    tokenizer, model = transformers.AutoTokenizer.from_pretrained(tmp_path / "out"), load(tmp_path / "out")
+    assert tokenizer("w1 w2")["input_ids"] == begun_by_fairseq(state, torch.tensor([5, 6]), dictionary) == [first, 5, 6]
+    assert tokenizer(["w1 w2", "w3"], padding=True)["input_ids"] == [[first, 5, 6], [1, first, 7]]
+    assert tokenizer("w1", "w2")["input_ids"] == [first, 5, first, 6]
+    for known in (model.config, model.generation_config, tokenizer):
+        assert (known.bos_token_id, known.eos_token_id, known.pad_token_id) == (first, 2, 1)
+    assert model.generate(max_new_tokens=1)[0, 0] == first
+    start = "<s>" if options else "</s>"
+    assert tokenizer.decode([first, 5, 6, 2]) == f"{start} w1 w2</s>"
+    assert tokenizer.decode([first, 5, 6, 2], skip_special_tokens=True) == " w1 w2"
+
+
+def test_the_tokenizer_of_a_gpt2_has_no_symbol_before_a_text(gpt2, tmp_path):
+    convert(gpt2[0], tmp_path / "gpt2.pt", "decay")
+    state = torch.load(tmp_path / "gpt2.pt")
+    state["cfg"]["task"]["add_bos_token"] = True
+    asked = save(state, tmp_path), tmp_path / "out", tmp_path
+    with pytest.raises(Mistake, match=r"^--tokenizer is a GPT-2's, which has no <s>, and CHECKPOINT was .* --add-bos-token; leave"):
+        export(*asked, tokenizer=gpt2[0])
+    assert not (tmp_path / "out").exists() and export(*asked).config.bos_token_id == 0
+
+
 def test_the_pipeline_keeps_spaces(folder):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     pipeline = transformers.pipeline("text-generation", model=load(folder), tokenizer=tokenizer)
@@ -413,12 +450,12 @@ def test_a_fine_tuned_gpt2_keeps_its_tokenizer(gpt2, tmp_path):
     tuned = tmp_path / "tuned" / "checkpoint_last.pt"
     export(tuned, tmp_path / "out", data=tmp_path / "bin", tokenizer=folder)
     model, tokenizer = load(tmp_path / "out"), transformers.GPT2Tokenizer.from_pretrained(tmp_path / "out")
-    fairseqs, words = load_language_model(tuned, tmp_path / "bin", "the test", ("fast_weight_lm",))
+    fairseqs, words, _ = load_language_model(tuned, tmp_path / "bin", "the test", ("fast_weight_lm",))
     size, end = original.config.vocab_size, original.config.eos_token_id
     order = torch.tensor([words.eos() if i == end else words.index(str(i)) for i in range(size)])
     text = torch.tensor([[end, *ids]])
     torch.testing.assert_close(model(text).logits, logits(fairseqs, order[text])[..., order], rtol=1e-4, atol=1e-4)
-    start, _ = load_language_model(tmp_path / "start.pt", tmp_path / "bin", "the test", ("fast_weight_lm",))
+    start, *_ = load_language_model(tmp_path / "start.pt", tmp_path / "bin", "the test", ("fast_weight_lm",))
     inputs, wanted = order[text[:, :-1]], order[text[0, 1:], None]
     likely = [logits(each, inputs).log_softmax(-1)[0].gather(-1, wanted).sum() for each in (start, fairseqs)]
     assert likely[1] > likely[0] + 1, "it was trained"

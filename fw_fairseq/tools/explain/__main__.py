@@ -56,9 +56,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(args) -> None:
     check_outputs(args)
-    model, dictionary = load_language_model(args.checkpoint, args.data, PROG, ("fast_weight_lm", "transformer_lm"))
+    model, dictionary, first = load_language_model(args.checkpoint, args.data, PROG, ("fast_weight_lm", "transformer_lm"))
     logging.getLogger().setLevel(logging.WARNING)  # the first import of fairseq opens it for everything
-    words, tokens = read_text(args.text, dictionary, args.tokenizer)
+    words, tokens = read_text(args.text, dictionary, args.tokenizer, first)
     warn_of_unknown(tokens, dictionary)
     readers = list(dict.fromkeys([len(words) - 1] if args.last is None else args.last))
     for reader in readers:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ... import Mistake, files
 
-START = "</s>"  # what every text begins after
+END = "</s>"  # of a sentence, after which most texts begin
 BYTES = "bytes"
 SPACE, NEW_LINE = "▁", "↵"  # as they are shown
 
@@ -26,10 +26,11 @@ class Pieces(NamedTuple):
     symbols: list[list[str]]  # each a way to write all of them
 
 
-def read_text(text: str, dictionary, tokenizer: str | None = None) -> tuple[list[str], Tensor]:
+def read_text(text: str, dictionary, tokenizer: str | None = None, first: int | None = None) -> tuple[list[str], Tensor]:
     """Returns tokens, as they are shown, and their numbers (T,), with the symbol that every text begins with.
 
-    text: a sentence or a file's name. tokenizer: see ``choose_tokenizer``; without one, words are what spaces separate.
+    text: a sentence or a file's name. tokenizer: see ``choose_tokenizer``; without one, words are what spaces separate. first: the
+    number of the symbol that texts begin with; by default the end of sentence.
     """
     given = text
     if os.path.isdir(text) and text not in dictionary:
@@ -39,12 +40,13 @@ def read_text(text: str, dictionary, tokenizer: str | None = None) -> tuple[list
     pieces = choose_tokenizer(tokenizer)(text.strip("\n"))
     if not pieces.shown:
         raise Mistake("TEXT has no words")
-    ways = [[dictionary.eos() if symbol == START else dictionary.index(symbol) for symbol in way] for way in pieces.symbols]
+    ways = [[dictionary.eos() if symbol == END else dictionary.index(symbol) for symbol in way] for way in pieces.symbols]
     numbers = min(ways, key=lambda way: way.count(dictionary.unk()))
     if tokenizer is None and numbers == [dictionary.unk()] and text is given:
         raise Mistake(f"TEXT is {text}, which is neither a file nor a word of the dictionary; give a sentence, or a file with one")
     shown = [f"{word}?" if number == dictionary.unk() else word for word, number in zip(pieces.shown, numbers)]
-    return [START, *shown], torch.tensor([dictionary.eos(), *numbers])
+    first = dictionary.eos() if first is None else first
+    return [dictionary[first], *shown], torch.tensor([first, *numbers])
 
 
 def choose_tokenizer(name: str | None) -> Callable[[str], Pieces]:
@@ -99,7 +101,7 @@ def as_bytes(text: str) -> Pieces:
     """Bytes; that of a new line is the end of a sentence, as in recipes/enwik8."""
     data = text.encode()
     shown = [{32: SPACE, 10: NEW_LINE}.get(byte, chr(byte) if 32 < byte < 127 else f"\\x{byte:02x}") for byte in data]
-    return Pieces(shown, [[START if byte == 10 else str(byte) for byte in data]])
+    return Pieces(shown, [[END if byte == 10 else str(byte) for byte in data]])
 
 
 def json_tokenizer(path: Path) -> Callable[[str], Pieces]:

@@ -10,7 +10,6 @@ from torch import Tensor
 from ... import Mistake
 from ...mixers import MIXERS
 from ...patches.non_finite import NotFinite, why_not_finite
-from .text import START
 
 EXPECTED = 5  # words
 
@@ -54,7 +53,8 @@ def explain(model, tokens: Tensor, readers: list[int]) -> list[Reading]:
     """Returns the weights of all tokens up to each reader in what it reads, for each layer, and what the model expects after it."""
     limit = model.max_positions()
     if len(tokens) > limit:
-        raise Mistake(f"TEXT has {len(tokens)} tokens, {START} included; the model takes at most {limit}")
+        first = model.decoder.dictionary[int(tokens[0])]
+        raise Mistake(f"TEXT has {len(tokens)} tokens, {first} included; the model takes at most {limit}")
     seen: dict[int, Tensor] = {}
     layers = list(model.decoder.layers.children())
     hooks = [

@@ -1,8 +1,8 @@
 """fw-export-hf: writes a checkpoint of fast_weight_lm or fast_weight_transformer as a folder for Hugging Face transformers.
 
 AutoModelForCausalLM.from_pretrained(OUTPUT, trust_remote_code=True), or AutoModelForSeq2SeqLM for translation, loads it wherever
-torch and transformers are installed, because the folder has the code of the model. Texts begin with the end of sentence, as in
-fairseq, and sources end with it; the tokenizers in the folder add it.
+torch and transformers are installed, because the folder has the code of the model. The tokenizers in the folder add what fairseq
+adds: texts begin with the end of sentence, or with <s> after --add-bos-token, and sources end with the end of sentence.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from pathlib import Path
 from ... import Mistake
 from ...files import tokenizer_size
 from ...patches.non_finite import NotFinite, why_not_finite
-from ..checkpoints import load_model
+from ..checkpoints import first_symbol, load_model
 from . import language_models, translation
 from .folders import TARGET, check_output, load, replace, write
 from .tokenizers import renumber, word_tokenizer
@@ -34,7 +34,7 @@ def export(checkpoint, output, data=None, tokenizer=None, force: bool = False):
     if hasattr(source, "encoder"):
         model, compare, tokenizers = translation_model(source, task, tokenizer)
     else:
-        model, compare, tokenizers = language_model(source, task.source_dictionary, tokenizer)
+        model, compare, tokenizers = language_model(source, task, tokenizer)
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
         check(compare(model), source, checkpoint)
@@ -65,14 +65,20 @@ def check_sizes(config, folder: Path, tokenizers: dict) -> None:
             raise Mistake(f"the tokenizer would have {tokens} tokens and the model {words}; nothing was written")
 
 
-def language_model(source, dictionary, tokenizer):
+def language_model(source, task, tokenizer):
     """Returns the model of a fast_weight_lm, a function that compares a model with fairseq's, and its tokenizer."""
+    dictionary, first = task.source_dictionary, first_symbol(task)
     model, order = language_models.build(source.decoder), None
-    model.config.update({"bos_token_id": dictionary.eos(), "eos_token_id": dictionary.eos(), "pad_token_id": dictionary.pad()})
+    model.config.update({"bos_token_id": first, "eos_token_id": dictionary.eos(), "pad_token_id": dictionary.pad()})
+    if tokenizer is not None and first != dictionary.eos():
+        raise Mistake(
+            "--tokenizer is a GPT-2's, which has no <s>, and CHECKPOINT was trained with --add-bos-token; leave --tokenizer out for"
+            " the words of dict.txt"
+        )
     if tokenizer is not None:
         order = renumber(model, dictionary, Path(tokenizer))
     compare = functools.partial(language_models.compare, source, words=len(dictionary), order=order)
-    return model, compare, {"": word_tokenizer(dictionary) if tokenizer is None else Path(tokenizer)}
+    return model, compare, {"": word_tokenizer(dictionary, first=first) if tokenizer is None else Path(tokenizer)}
 
 
 def translation_model(source, task, tokenizer):

@@ -52,11 +52,12 @@ def renumber(model, dictionary, tokenizer: Path) -> torch.Tensor:
     return order
 
 
-def word_tokenizer(dictionary, before: bool = True):
-    """Returns a tokenizer that splits at spaces and puts the end of sentence before each text, or after it.
+def word_tokenizer(dictionary, before: bool = True, first: int | None = None):
+    """Returns a tokenizer that splits at spaces and puts a symbol before each text, or the end of sentence after it.
 
     ``before`` is for language models: the tokenizer then also decodes with a space before the first word, so that it continues a
-    prompt. Where a text was split at its marks, it decodes without those spaces.
+    prompt. Where a text was split at its marks, it decodes without those spaces. first: the number of the symbol that is put
+    before texts; by default the end of sentence.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -64,18 +65,20 @@ def word_tokenizer(dictionary, before: bool = True):
     eos = dictionary.eos_word
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(dictionary.symbols)}, unk_token=dictionary.unk_word))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    place, after = (f"{eos} $A", f"{eos}:1 $B:1") if before else (f"$A {eos}", f"$B:1 {eos}:1")
+    bos = eos if first is None else dictionary.symbols[first]
+    numbers = {word: dictionary.symbols.index(word) for word in dict.fromkeys([bos, eos])}
+    place, after = (f"{bos} $A", f"{bos}:1 $B:1") if before else (f"$A {eos}", f"$B:1 {eos}:1")
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=place, pair=f"{place} {after}", special_tokens=[(eos, dictionary.eos())]
+        single=place, pair=f"{place} {after}", special_tokens=[*numbers.items()]
     )
     joined = [decoders.Replace(f" {mark}", mark) for mark in MARKS_AFTER] + [decoders.Replace(f"{mark} ", mark) for mark in "(["]
     joined += [decoders.Replace(" @-@ ", "-"), decoders.Replace(" @,@ ", ","), decoders.Replace(" @.@ ", ".")]  # of WikiText
     if any(word.endswith("@@") for word in dictionary.symbols):
         joined.insert(0, decoders.Replace("@@ ", ""))  # pieces of words
-    spaced = decoders.Replace(Regex(f"^(?!{re.escape(eos)})"), " ")
-    first = [] if before else [decoders.Strip(" ", 1, 0)]
-    tokenizer.decoder = decoders.Sequence([spaced, decoders.Fuse(), *joined, *first])
-    special = {"bos_token": eos, "eos_token": eos, "unk_token": dictionary.unk_word, "pad_token": dictionary.pad_word}
+    spaced = decoders.Replace(Regex(f"^(?!{'|'.join(map(re.escape, numbers))})"), " ")
+    stripped = [] if before else [decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence([spaced, decoders.Fuse(), *joined, *stripped])
+    special = {"bos_token": bos, "eos_token": eos, "unk_token": dictionary.unk_word, "pad_token": dictionary.pad_word}
     names = ["input_ids", "attention_mask"]
     side = "left" if before else "right"  # generation goes on at the right; labels of translations begin at the left
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side=side, model_input_names=names, **special)
