@@ -45,11 +45,15 @@ from fw_fairseq.huggingface.parts import padding_of  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+ADAPTIVE_INPUT = "--adaptive-input --adaptive-input-cutoff 20,40 --adaptive-input-factor 2"
 OPTIONS = {
     "plain": "",
     "adaptive": ADAPTIVE,
     "adaptive-untied": ADAPTIVE.replace("--tie-adaptive-weights", "--decoder-normalize-before"),
     "adaptive-tied-maps": f"{ADAPTIVE} --tie-adaptive-proj --decoder-input-dim 24 --decoder-output-dim 24",
+    "adaptive-input": ADAPTIVE_INPUT,
+    "adaptive-input-widths": f"{ADAPTIVE_INPUT} --decoder-input-dim 24 --decoder-output-dim 16 --quant-noise-pq 0.1"
+    " --quant-noise-pq-block-size 2",
     "learned-positions": "--share-decoder-input-output-embed --decoder-learned-pos --activation-fn gelu --no-scale-embedding",
     "other-widths": "--decoder-input-dim 16 --decoder-output-dim 24 --layernorm-embedding",
     "decay": "--no-token-positional-embeddings --update-rule decay --feature-map identity --feature-norm none",
@@ -151,6 +155,24 @@ def test_it_trains_and_is_saved_again(folder, tmp_path):
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         assert load(tmp_path)(tokens).logits.equal(model.eval()(tokens).logits)
+
+
+def test_a_model_with_adaptive_inputs_alone_is_trained_and_saved_again(dictionary, tmp_path):
+    """Its output has scores of its own for all words, and the vocabulary keeps its size."""
+    _, model = exported(OPTIONS["adaptive-input"], dictionary, tmp_path)
+    assert isinstance(model.embed_tokens, BandedEmbedding) and model.output.weight.shape == (64, 32)
+    tokens, before = torch.arange(4, 64)[None, ::4], [x.clone() for x in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.train()(tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    words = [*model.embed_tokens.parameters(), *model.output.parameters()]
+    assert all(x.grad.abs().sum() > 0 for x in words) and any(not x.equal(y) for x, y in zip(model.parameters(), before))
+    with pytest.raises(ValueError, match="new_num_tokens is 70; an adaptive vocabulary keeps its size, 64"):
+        model.resize_token_embeddings(70)
+    model.eval().save_pretrained(tmp_path / "again")
+    options = dict(max_new_tokens=6, min_new_tokens=6, num_beams=2)
+    found = [each.generate(tokens, **options) for each in (model, load(tmp_path / "again"))]
+    assert found[0].equal(found[1]) and found[0].shape == (1, tokens.shape[1] + 6)
 
 
 def small(**options):
@@ -564,6 +586,29 @@ def test_mistakes_leave_what_is_there(dictionary, folder, tmp_path):
     with pytest.raises(ValueError, match=r"no dictionary at .*; name its folder by --data"):
         export(save(state, tmp_path), tmp_path / "out", data=tmp_path)
     assert sorted(path.name for path in folder.iterdir()) == before and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ("--output-dictionary-size 30", "--output-dictionary-size, which fw-export-hf does not have"),
+        (
+            "--output-dictionary-size 50 --adaptive-softmax-cutoff 20,40 --criterion adaptive_loss --ddp-backend legacy_ddp",
+            "--output-dictionary-size, which fw-export-hf does not have",
+        ),
+        ("--character-embeddings", "--character-embeddings; fw-export-hf takes models that embed whole words"),
+        ("--quant-noise-pq 0.1", "--quant-noise-pq, whose map after the embeddings fw-export-hf does not have"),
+    ],
+)
+def test_what_it_cannot_export_is_refused(options, said, dictionary, tmp_path):
+    _, _, state = source(f"--arch fast_weight_lm {options}", dictionary)
+    with pytest.raises(Mistake, match=f"^CHECKPOINT was trained with {said}$"):
+        export(save(state, tmp_path), tmp_path / "out", data=dictionary)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_of_all_words_is_no_smaller_one(dictionary, tmp_path):
+    exported("--output-dictionary-size 64", dictionary, tmp_path)
 
 
 @pytest.mark.parametrize("difference, is_written", [(1e-4, True), (1.5e-4, False), (float("inf"), False)])

@@ -68,13 +68,15 @@ def check_sizes(config, folder: Path, tokenizers: dict) -> None:
 def language_model(source, task, tokenizer):
     """Returns the model of a fast_weight_lm, a function that compares a model with fairseq's, and its tokenizer."""
     dictionary, first = task.source_dictionary, first_symbol(task)
-    model, order = language_models.build(source.decoder), None
-    model.config.update({"bos_token_id": first, "eos_token_id": dictionary.eos(), "pad_token_id": dictionary.pad()})
+    if len(task.target_dictionary) != len(dictionary):
+        raise Mistake("CHECKPOINT was trained with --output-dictionary-size, which fw-export-hf does not have")
     if tokenizer is not None and first != dictionary.eos():
         raise Mistake(
             "--tokenizer is a GPT-2's, which has no <s>, and CHECKPOINT was trained with --add-bos-token; leave --tokenizer out for"
             " the words of dict.txt"
         )
+    model, order = language_models.build(source.decoder), None
+    model.config.update({"bos_token_id": first, "eos_token_id": dictionary.eos(), "pad_token_id": dictionary.pad()})
     if tokenizer is not None:
         order = renumber(model, dictionary, Path(tokenizer))
     compare = functools.partial(language_models.compare, source, words=len(dictionary), order=order)

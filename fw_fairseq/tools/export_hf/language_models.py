@@ -6,6 +6,7 @@ import re
 from dataclasses import asdict
 
 import torch
+from fairseq.modules import CharacterTokenEmbedder
 from torch import Tensor, nn
 
 from ... import Mistake
@@ -58,6 +59,10 @@ def side_options(side: nn.Module, cfg, width: int, config) -> dict:
     """Returns the options that an encoder and a decoder have in common. cfg: fairseq's options of this side; config: this
     project's options."""
     words = side.embed_tokens
+    if isinstance(words, CharacterTokenEmbedder):
+        raise Mistake("CHECKPOINT was trained with --character-embeddings; fw-export-hf takes models that embed whole words")
+    if side.quant_noise is not None:
+        raise Mistake("CHECKPOINT was trained with --quant-noise-pq, whose map after the embeddings fw-export-hf does not have")
     return dict(
         vocab_size=len(side.dictionary),
         hidden_size=width,
@@ -126,7 +131,7 @@ def embedding_tensors(words: nn.Module) -> dict:
 def is_tied(decoder) -> bool:
     """Returns whether the output shares the input's embeddings."""
     if decoder.adaptive_softmax is None:
-        return decoder.output_projection.weight is decoder.embed_tokens.weight
+        return decoder.output_projection.weight is getattr(decoder.embed_tokens, "weight", None)
     head = decoder.adaptive_softmax.head
     return hasattr(head, "word_proj") and weights(head.word_proj)[-1] is decoder.embed_tokens.embeddings[0][0].weight
 
