@@ -116,12 +116,29 @@ class KeepsState:
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
 
-    def _prepare_cache_for_generation(self, generation_config, *args, **kwargs):
-        """Refuses to choose a cache of transformers, of which it would only warn."""
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        """Refuses to choose a cache of transformers, of which it would only warn. Adds an empty cache where a prompt is read in
+        chunks, which continue each other."""
         if generation_config.cache_implementation is not None:
             kind = generation_config.cache_implementation
             raise Mistake(f"cache_implementation is {kind!r}; this model has one kind of cache, its state, so leave it out")
-        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
+        prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if generation_config.prefill_chunk_size is not None:
+            self.check_chunks(generation_config.prefill_chunk_size, model_kwargs)
+            if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+                model_kwargs["past_key_values"] = Cache()
+        return prepared
+
+    def check_chunks(self, size: int, model_kwargs: dict) -> None:
+        """Refuses to read a prompt in chunks of ``size`` tokens where transformers cuts the mask of a source or leaves embeddings
+        out, and where a prompt may end before the last chunk."""
+        mask = model_kwargs.get("attention_mask")
+        if self.config.is_encoder_decoder:
+            raise Mistake(f"prefill_chunk_size is {size}; a translation model reads its source at once, so leave it out")
+        if model_kwargs.get("inputs_embeds") is not None:
+            raise Mistake(f"prefill_chunk_size is {size}; it is for prompts of input_ids, so leave it out with inputs_embeds")
+        if mask is not None and mask.shape[-1] > size and mask[..., -1].eq(0).any():
+            raise Mistake(f"prefill_chunk_size is {size}; prompts that are read in chunks must be padded on the left")
 
 
 class Embeds:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from fw_fairseq import Mistake
 from fw_fairseq.config import FastWeightConfig, FastWeightTransformerConfig
 
 sys.modules.setdefault("torchaudio", None)  # fairseq's, of another torch than ours: transformers would trip over it
@@ -128,6 +129,43 @@ def test_other_kinds_of_cache_are_refused_in_generation():
     for model in (build(), FastWeightForTranslation(FastWeightTranslationConfig(eos_token_id=2, decoder_start_token_id=2))):
         with pytest.raises(ValueError, match=said):
             model.generate(words % 8, max_new_tokens=2, cache_implementation="static")
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=str)
+@pytest.mark.parametrize("mixer", ["fast_weight", "leap", "srupp", "softmax"])
+def test_a_prompt_in_chunks_is_the_prompt(mixer, options, monkeypatch):
+    """Alone, in a batch where chunks have nothing of some prompts, and in a second turn."""
+    model, rows = build(mixer, positions="sinusoidal"), texts(3, 7, 1, 8)
+    exactly, widths, embed = {"max_new_tokens": 4, "min_new_tokens": 4} | options, [], type(model).embed
+    batch = padded(rows, left=True)
+    expected = model.generate(**batch, **exactly)
+    monkeypatch.setattr(type(model), "embed", lambda self, x, *rest: widths.append(x.shape[1]) or embed(self, x, *rest))
+    for size, pieces in ((1, [1] * 8), (3, [3, 3, 2]), (9, [8])):
+        widths.clear()
+        assert model.generate(**batch, **exactly, prefill_chunk_size=size).equal(expected)
+        assert widths == [*pieces, 1, 1, 1]
+        assert model.generate(rows[1][None], **exactly, prefill_chunk_size=size)[0].equal(expected[1, 1:])
+    if not options:
+        first = model.generate(rows[1][None], **exactly, prefill_chunk_size=2, return_dict_in_generate=True)
+        whole = torch.cat([first.sequences, rows[3][None]], 1)
+        widths.clear()
+        second = model.generate(whole, past_key_values=first.past_key_values, **exactly, prefill_chunk_size=5)
+        assert second.equal(model.generate(whole, **exactly)) and widths[:2] == [5, 4]
+
+
+def test_chunks_that_would_be_read_wrongly_are_refused():
+    model, batch = build(), padded(texts(3, 7), left=False)
+    translating = FastWeightForTranslation(FastWeightTranslationConfig(eos_token_id=2, decoder_start_token_id=2))
+    embedded = {"inputs_embeds": model.get_input_embeddings()(batch["input_ids"])}
+    for each, given, said in (
+        (model, batch, "prompts that are read in chunks must be padded on the left"),
+        (model, embedded, "it is for prompts of input_ids, so leave it out with inputs_embeds"),
+        (translating, {"input_ids": batch["input_ids"] % 8}, "a translation model reads its source at once, so leave it out"),
+    ):
+        with pytest.raises(Mistake, match=f"^prefill_chunk_size is 6; {said}$"):
+            each.generate(**given, max_new_tokens=2, prefill_chunk_size=6)
+    whole = model.generate(**batch, max_new_tokens=2)
+    assert model.generate(**batch, max_new_tokens=2, prefill_chunk_size=7).equal(whole)
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 4, 4), (4,), (1, 4), (2, 3), (2, 9)])
