@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 
 from .. import Mistake
 from ..files import building
+
+
+def import_user_dir(folder: Path) -> None:
+    """Imports a user directory as fairseq's commands do, so that a checkpoint may have parts that it registers."""
+    from fairseq import utils
+
+    if not folder.is_dir():
+        raise Mistake(f"--user-dir is {folder}, which is not a folder; name the one that the training had")
+    with building(f"--user-dir {folder} cannot be imported"):
+        utils.import_user_module(Namespace(user_dir=str(folder)))
 
 
 def load_language_model(checkpoint, data, command: str, architectures: tuple[str, ...]):

@@ -151,6 +151,20 @@ def test_the_commands_know_the_extension(stream_data, tmp_path):
     assert refused.returncode and "'decayed_delta'" in refused.stderr
 
 
+def test_fw_explain_reads_a_model_of_the_extension(stream_data, tmp_path):
+    """In a process of its own, which knows the rule and the map from --user-dir alone."""
+    model = "--update-rule decayed_delta --feature-map squares --task language_modeling --tokens-per-sample 16 --batch-size 4"
+    train = "--optimizer adam --lr 0.01 --max-update 1 --disable-validation --save-dir"
+    succeed(fairseq("train", stream_data, *USER_DIR, *MODEL.split(), *model.split(), *train.split(), tmp_path))
+    page = tmp_path / "page.html"
+    words = " ".join(line.split()[0] for line in (stream_data / "dict.txt").read_text().splitlines()[:3])
+    command = [sys.executable, "-m", "fw_fairseq.tools.explain", tmp_path / "checkpoint_last.pt", words, "--html", page]
+    refused = run(*command, cwd=ROOT)
+    assert refused.returncode == 1 and "--update-rule: invalid choice: 'decayed_delta'" in refused.stderr and not page.exists()
+    succeed(run(*command, "--user-dir", EXTENSION, cwd=ROOT))
+    assert all(f"<h2>layer {number}, fast_weight: read</h2>" in page.read_text() for number in (1, 2))
+
+
 def test_retrieval_by_the_command(tmp_path):
     task = "--task associative_retrieval --symbols 7 --batch-size 4 --criterion retrieval_mse --optimizer adam --lr 0.001"
     model = "--arch retrieval --key-dim 8 --update-rule decayed_delta --feature-map squares --max-update 3"

@@ -246,6 +246,18 @@ def test_a_text_that_is_no_text_is_refused(checkpoint, tmp_path, monkeypatch):
     assert (tmp_path / "page.html").exists()
 
 
+@pytest.mark.parametrize("name, said", [("none", "is .*none, which is not a folder; name the one that the training had"),
+                                        ("torch", r".*torch cannot be imported \(Failed to import .*\)")])  # fmt: skip
+def test_a_user_directory_that_cannot_be_imported_is_refused(checkpoint, name, said):
+    """One that is not there, and one with the name of another package."""
+    _, path, folder = checkpoint
+    (folder / "torch").mkdir()
+    asked = ["--data", str(folder), "--html", str(folder / "page.html"), "--user-dir", str(folder / name)]
+    with pytest.raises(SystemExit, match=f"^fw-explain: --user-dir {said}$"):
+        explain.main([path, "the", *asked])
+    assert not (folder / "page.html").exists()
+
+
 def test_a_text_from_a_pipe(checkpoint, tmp_path):
     """As of ``fw-explain model.pt <(command)``."""
     _, path, folder = checkpoint

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ... import Mistake
 from ...files import write_atomically
-from ..checkpoints import load_language_model
+from ..checkpoints import import_user_dir, load_language_model
 from ..command import make_parser, mistakes_as_sentences, refuse_folder
 from .page import Shown, page
 from .picture import draw, require_matplotlib
@@ -30,6 +30,9 @@ def parser() -> argparse.ArgumentParser:
     parser = make_parser(PROG, __doc__, EXAMPLE)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint of a language model")
     parser.add_argument("text", metavar="TEXT", help="a sentence, or a file with one, prepared as the training text was")
+    parser.add_argument(
+        "--user-dir", type=Path, metavar="FOLDER", help="the user directory of the training, if it was another one than fw_fairseq"
+    )
     parser.add_argument("--data", help="folder with the model's dict.txt; default: the data folder of the training")
     parser.add_argument(
         "--tokenizer",
@@ -56,6 +59,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(args) -> None:
     check_outputs(args)
+    if args.user_dir is not None:
+        import_user_dir(args.user_dir)  # before the options of models, which have the choices that it adds
     model, dictionary, first = load_language_model(args.checkpoint, args.data, PROG, ("fast_weight_lm", "transformer_lm"))
     logging.getLogger().setLevel(logging.WARNING)  # the first import of fairseq opens it for everything
     words, tokens = read_text(args.text, dictionary, args.tokenizer, first)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ... import Mistake
 from ...mixers import MIXERS
-from ...patches.non_finite import NotFinite, why_not_finite
 
 EXPECTED = 5  # words
 
@@ -51,6 +50,8 @@ def relative(weights: Tensor) -> Tensor:
 @torch.no_grad()
 def explain(model, tokens: Tensor, readers: list[int]) -> list[Reading]:
     """Returns the weights of all tokens up to each reader in what it reads, for each layer, and what the model expects after it."""
+    from ...patches.non_finite import NotFinite, why_not_finite  # which makes the options, whose choices a user directory adds to
+
     limit = model.max_positions()
     if len(tokens) > limit:
         first = model.decoder.dictionary[int(tokens[0])]
