@@ -21,6 +21,7 @@ from . import Mistake
 
 SAFETENSORS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool,
                "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}  # fmt: skip
+CRASH = "crash.pt"  # fairseq writes it when a run ends in an error
 
 
 @contextlib.contextmanager
@@ -149,7 +150,7 @@ def offer(path: Path) -> str:
     with which a run crashed are none to go on from."""
     folder = path if path.is_dir() else path.parent
     others = sorted(folder.glob("*.pt"), key=lambda other: other.stat().st_mtime, reverse=True)
-    found = next((other for other in others if other not in (path, folder / "crash.pt") and is_whole(other)), None)
+    found = next((other for other in others if other not in (path, folder / CRASH) and is_whole(other)), None)
     place = "it" if path.is_dir() else "its folder"
     return f"the newest whole one in {place} is {found.name}" if found else f"{place} has no other one that is whole"
 

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import Mistake
 from ..feature_maps import FeatureMap
+from ..files import CRASH
 from ..modules import MixerAttention
 from .replacing import changes, replaces
 
@@ -51,7 +52,7 @@ def say_where_a_nan_came_from(original, trainer, *args, **kwargs):
         raise  # of a repeated step within this one
     except FloatingPointError as error:
         where = getattr(error, "first_non_finite", "the repeated pass did not show where")
-        crash = f"{trainer.cfg.checkpoint.save_dir}/crash.pt"
+        crash = f"{trainer.cfg.checkpoint.save_dir}/{CRASH}"
         raise NotFinite(f"{error}; {where}, at update {trainer.get_num_updates() + 1}; {crash} has the parameters") from None
 
 

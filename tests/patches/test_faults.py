@@ -25,8 +25,11 @@ from support.commands import USER_DIR, Command, fairseq, succeed
 from support.language_models import build
 
 import fw_fairseq.models  # noqa: F401
+from fw_fairseq import Mistake
+from fw_fairseq.patches.checkpoints.writing import keep_no_crash_of_a_mistake
 from fw_fairseq.patches.distributed import count_workers_as_torchrun_does
 from fw_fairseq.patches.mistakes import sentence
+from fw_fairseq.patches.non_finite import NotFinite
 from fw_fairseq.patches.training import say_what_does_not_fit
 
 TRAIN = (
@@ -366,3 +369,24 @@ def test_a_checkpoint_of_another_rule_says_so_when_a_run_goes_on():
     ) as caught:
         say_what_does_not_fit(original, SimpleNamespace(cfg=WITHOUT_EMA, task=None), "a.pt")
     assert sentence(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error, updates, name, written",
+    [
+        (Mistake("--loss-chunk"), 0, "crash.pt", False),
+        (Mistake("--loss-chunk"), 1, "crash.pt", True),
+        (Mistake("--loss-chunk"), 0, "checkpoint_last.pt", True),
+        (NotFinite("the loss is NaN"), 0, "crash.pt", True),
+        (RuntimeError("size mismatch"), 0, "crash.pt", True),
+    ],
+)
+def test_a_mistake_in_the_first_update_leaves_no_crash(error, updates, name, written):
+    files = []
+    try:
+        raise error
+    except Exception:
+        keep_no_crash_of_a_mistake(
+            lambda trainer, *given: files.append(given), SimpleNamespace(get_num_updates=lambda: updates), f"run/{name}", {}
+        )
+    assert files == ([(f"run/{name}", {})] if written else [])

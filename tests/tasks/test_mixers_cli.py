@@ -42,6 +42,7 @@ def test_a_penalty_on_the_memories_needs_fast_weights(stream_data, tmp_path):
     options = [*training(stream_data, tmp_path, "--mixer", "sru"), "--state-norm-penalty", 0.1]
     done = fairseq("train", *options, *USER_DIR)
     assert done.returncode and "--state-norm-penalty needs fast-weight layers" in done.stderr
+    assert not (tmp_path / "crash.pt").exists()
 
 
 def test_windows_are_refused_in_one_sentence(stream_data, tmp_path):

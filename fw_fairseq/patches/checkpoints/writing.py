@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 
 from fairseq import checkpoint_utils, file_io
 from fairseq.file_io import PathManager
+from fairseq.trainer import Trainer
 
 from ... import Mistake
-from ...files import why
+from ...files import CRASH, why
 from ..replacing import replaces
 
 
@@ -54,6 +56,15 @@ def named_if_not_written(path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             os.remove(f"{path}.tmp")
         raise Unwritable(f"{path} cannot be written ({why(error)})") from error
+
+
+@replaces(Trainer, "save_checkpoint")
+def keep_no_crash_of_a_mistake(original, trainer, filename, *args, **kwargs):
+    """fairseq writes `crash.pt` after every error within an update, with `--no-save` too. Now a user's mistake in the first update,
+    before which nothing has been trained, leaves no file."""
+    mistake = isinstance(error := sys.exc_info()[1], Mistake) and not isinstance(error, FloatingPointError)
+    if not (mistake and os.path.basename(filename) == CRASH and trainer.get_num_updates() == 0):
+        original(trainer, filename, *args, **kwargs)
 
 
 @replaces(checkpoint_utils, "save_checkpoint")
