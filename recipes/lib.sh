@@ -31,7 +31,7 @@ of_form() { # VARIABLE PATTERN ALLOWED: fails where it has another form
 switched TOY
 CPU=${CPU:-$TOY}
 switched CPU
-for variable in JOBS WORKERS UPDATES START_UPDATES EVERY TOKENS TEST_LINES; do
+for variable in JOBS WORKERS UPDATES START_UPDATES EVERY SAVE_EVERY TOKENS TEST_LINES; do
     of_form $variable '0*[1-9][0-9]*' "a whole number of at least 1"
 done
 of_form WARMUP '[0-9]+' "a whole number"

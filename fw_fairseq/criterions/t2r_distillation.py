@@ -10,7 +10,7 @@ from fairseq.criterions import register_criterion
 from fairseq.dataclass import ChoiceEnum
 from fairseq.logging import metrics
 from fairseq.utils import item
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import Mistake
@@ -64,8 +64,10 @@ class Distillation(PlainOrAdaptive):
         teacher = self.teacher_for(model)
         matching = model.num_updates < self.match_updates
         target = model.get_targets(sample, None)
+        check_length(teacher, target.shape[1])
         real = target.ne(self.padding_idx)
         if matching:
+            check_layers(model.decoder, teacher.decoder)
             losses = {"match": real.sum() * self.match_layers(model, teacher, sample["net_input"], real)}
             loss = losses["match"] + zero_of_all(model) if torch.distributed.is_initialized() else losses["match"]
         else:
@@ -97,18 +99,14 @@ class Distillation(PlainOrAdaptive):
                 hidden(model, net_input)
             if not all(x.requires_grad for x in given):
                 raise Mistake("--match attention does not work with --checkpoint-activations or --reversible; use --match hidden")
-        if [x.shape for x in given] != [x.shape for x in wanted]:
-            raise Mistake(
-                f"--teacher has {len(wanted)} layers of width {wanted[0].shape[-1]}, the model {len(given)} of"
-                f" {given[0].shape[-1]}; they must be the same (and --decoder-layerdrop 0)"
-            )
         rows = real.t()  # (T,B), as in the layers
         pairs = [(x[rows].float(), y[rows].float()) for x, y in zip(given, wanted)]
         smallest = 1e-12 * max(1, pairs[0][1].numel())  # none: all is padding
         return torch.stack([(x - y).square().sum() / y.square().sum().clamp(min=smallest) for x, y in pairs]).mean()
 
     def match_words(self, model, teacher, net_input, target) -> dict[str, Tensor]:
-        """Returns the text's cross entropy and the divergence from the teacher's probabilities, each summed over tokens."""
+        """Returns the text's cross entropy and the divergence from the teacher's probabilities, each summed over tokens. Of an
+        adaptive softmax, the words of a cluster are compared only where the text has one of them."""
         with torch.no_grad():
             wanted, _ = words(teacher, teacher(**plain(net_input))[0], target)
         given, targets = words(model, model(**net_input)[0], target)
@@ -124,6 +122,26 @@ class Distillation(PlainOrAdaptive):
             losses["text"] += F.nll_loss(x, t, reduction="sum")
             losses["teacher"] += F.kl_div(x, F.log_softmax(y.float(), -1), reduction="sum", log_target=True)
         return losses
+
+
+def check_layers(own, theirs) -> None:
+    """Refuses to match the layers of decoders that do not have as many of one width, or of which some are left out."""
+    (count, width), (wanted, their_width) = ((len(decoder.layers), decoder.layers[0].embed_dim) for decoder in (own, theirs))
+    if (count, width) != (wanted, their_width) or own.decoder_layerdrop:
+        raise Mistake(
+            f"--teacher has {wanted} layers of width {their_width}, the model {count} of {width}; they must be the same (and"
+            " --decoder-layerdrop 0)"
+        )
+
+
+def check_length(teacher, tokens: int) -> None:
+    """Refuses a text that has more tokens than the teacher has learned positions."""
+    positions = teacher.decoder.embed_positions
+    if isinstance(positions, nn.Embedding) and tokens > positions.max_positions:
+        raise Mistake(
+            f"--teacher has {positions.max_positions} positions, and the text {tokens} tokens at once; give a shorter"
+            " --tokens-per-sample"
+        )
 
 
 def zero_of_all(model) -> Tensor:

@@ -121,6 +121,19 @@ def test_a_teacher_of_another_shape_is_refused(criterion):
     batch = sample()
     with pytest.raises(ValueError, match="--teacher has 3 layers of width 32, the model 2 of 32"):
         loss_of(criterion(softmax(decoder_layers=3), match_updates=1), build(**DECAY), batch)
+    wide = dict.fromkeys(("decoder_embed_dim", "decoder_input_dim", "decoder_output_dim"), 48)
+    for settings in ({"match": "hidden"}, {"match": "attention"}):
+        matched = criterion(softmax(), match_updates=1, **settings)
+        with pytest.raises(ValueError, match=r"^--teacher has 2 layers of width 32, the model 3 of 32; they must be the same"):
+            loss_of(matched, build(**DECAY, decoder_layers=3), batch)
+        with pytest.raises(ValueError, match=r"^--teacher has 2 layers of width 32, the model 2 of 48; they must be the same"):
+            loss_of(matched, build(**DECAY, **wide), batch)
+        with pytest.raises(ValueError, match=r"must be the same \(and --decoder-layerdrop 0\)$"):
+            loss_of(matched, build(**DECAY, decoder_layerdrop=0.1), batch)
+    tokens = batch["target"].shape[1]
+    with pytest.raises(ValueError, match=f"^--teacher has {tokens - 1} positions, and the text {tokens} tokens at once; give"):
+        loss_of(criterion(softmax(decoder_learned_pos=True, max_target_positions=tokens - 1)), build(**DECAY), batch)
+    loss_of(criterion(softmax(decoder_learned_pos=True, max_target_positions=tokens)), build(**DECAY), batch)
     with pytest.raises(ValueError, match="--teacher has another vocabulary, or other cutoffs"):
         loss_of(criterion(softmax(**ADAPTIVE)), build(**DECAY, **ADAPTIVE | {"adaptive_softmax_cutoff": "20,30"}), batch)
     with pytest.raises(

@@ -12,6 +12,7 @@ import torch
 from matplotlib import pyplot
 from matplotlib.text import Text
 
+from fw_fairseq import Mistake
 from fw_fairseq.tools.plot import __main__ as plots
 from fw_fairseq.tools.plot import cost, probes, retrieval
 from fw_fairseq.tools.plot.convergence import (
@@ -368,6 +369,28 @@ def test_the_first_table_with_sizes_is_read(files):
     }
 
 
+def test_a_number_is_read_whole(tmp_path):
+    """Or not at all: 2.5M is not 2.5."""
+    rows = "| a | 5 | 1.2e5 |\n| b | 2.5M | 7 |\n| c | 3 | nan |\n| d | 1,000 | 3.5 ± 0.1 |\n"
+    (tmp_path / "page.md").write_text(f"| row | numbers kept | test perplexity |\n|---|---|---|\n{rows}")
+    assert read_table(tmp_path / "page.md", "numbers kept", "test perplexity") == {"a": (5, 120000), "d": (1000, 3.5)}
+
+
+@pytest.mark.parametrize("text, shown", [("inf", "inf"), ("nan", "nan")])
+def test_a_seed_that_diverged_is_in_the_mean(text, shown, tmp_path, capsys):
+    (tmp_path / "parts.txt").write_text(f"delta 1 50 45\ndelta 2 {text} 47\n")
+    plots.main(["parts", str(tmp_path / "parts.txt"), "--table"])
+    assert capsys.readouterr().out.splitlines()[-1] == f"| `delta` | {shown} |"
+
+
+def test_the_name_of_a_validation_set_may_have_underscores(tmp_path):
+    lines = [{"valid_loss": "5", "valid_num_updates": "10"}, {"valid_long_loss": "6", "valid_long_num_updates": "12"}]
+    (tmp_path / "a.log").write_text("".join(f"| INFO | valid | {json.dumps(line)}\n" for line in lines))
+    assert read_log(tmp_path / "a.log", "valid_loss") == {10: 5} and read_log(tmp_path / "a.log", "valid_long_loss") == {12: 6}
+    with pytest.raises(Mistake, match=r"has no ppl; --metric may be one that it has: valid_loss, valid_long_loss$"):
+        read_log(tmp_path / "a.log", "ppl")
+
+
 def test_results_as_a_table(files, capsys):
     plots.main(["updates", "updates.txt", "--published", "--table"])
     assert capsys.readouterr().out.splitlines() == [
@@ -628,6 +651,10 @@ def test_probes_of_several_widths_have_a_panel_each(tmp_path):
         ("generation none.json", "none.json is not what fw-bench model --json writes"),
         ("length zero.txt", "zero.txt has a line whose SEGMENTS are not above 0; perplexities are at least 1"),
         ("curves words.log", f"words.log {NO_LOG}"),
+        (
+            "position nothing.txt --relative-to softmax",
+            "nothing.txt has a line of softmax whose perplexity is not above 0; perplexities are at least 1",
+        ),
         ("state short.md", "short.md has no table with the columns row, numbers kept, test perplexity"),
         ("conversion page.md", "page.md has no table with the columns row, of the softmax row's performance"),
         ("parts probes.txt", "probes.txt, line 1 is 'delta_elu 16 100'; it must be ROW SEED PERPLEXITY SLIDING"),
@@ -646,6 +673,7 @@ def test_mistakes(command, message, files):
     (files / "endless.json").write_text('{"generation": [{"context": Infinity, "name": "x", "seconds": 1}]}')
     (files / "none.json").write_text('{"generation": []}')
     (files / "zero.txt").write_text("decay-stream 0.1 1 256 80 0\n")
+    (files / "nothing.txt").write_text("delta 0.1 1 100 50\nsoftmax 0.1 1 100 0\n")
     (files / "begun.log").write_text(SIMPLE.splitlines()[0].replace(", lr=1e-05", ""))
     (files / "words.log").write_text('{"valid_loss": "none", "valid_num_updates": "3"}')
     (files / "short.md").write_text("| row | numbers kept | test perplexity |\n|---|---|---|\n| softmax | 12 |\n| sum | 1.2.3 |\n")

@@ -78,7 +78,8 @@ def build_parser() -> argparse.ArgumentParser:
         command.module.add_arguments(sub)
         sub.add_argument("--device", default="cpu", help="cpu or cuda")
         sub.add_argument("--rounds", type=positive, default=7, help="timed rounds, after one that is not timed")
-        sub.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="CPU threads")
+        if name != "sparse":  # which has several numbers of them, --try-threads
+            sub.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="CPU threads")
         sub.add_argument("--json", type=Path, help="file to write all measurements to")
         sub.add_argument("--figure", type=Path, help=f"file for a plot of {command.plot} (png, svg or pdf; needs matplotlib)")
     return parser

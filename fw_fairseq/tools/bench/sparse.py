@@ -63,6 +63,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS), metavar="MODEL", help="; ".join(MODELS))
     parser.add_argument("--contexts", nargs="+", type=positive, default=[1, 512, 4096], metavar="T", help="tokens read before")
     parser.add_argument("--try-threads", nargs="+", type=positive, default=[1], metavar="N", help="numbers of CPU threads")
+    parser.set_defaults(threads=1)
     parser.add_argument("--type", choices=list(TYPES), default="fp32", help="type of the weights")
     parser.add_argument("--steps", type=positive, default=4, help="tokens of a round")
     parser.add_argument("--vocabulary", type=vocabulary, default=32000, help="words")

@@ -109,6 +109,8 @@ def read_position(path: Path, relative_to: str | None = None, leave_out: Sequenc
     lines = [line for line in lines if line[0] not in leave_out or line[0] == relative_to]
     if relative_to:
         whole = {tuple(key): value for row, *key, value in lines if row == relative_to}
+        if not all(value > 0 for value in whole.values()):
+            raise Mistake(f"{path} has a line of {relative_to} whose perplexity is not above 0; perplexities are at least 1")
         lines = [[row, *key, value / whole[tuple(key)]] for row, *key, value in lines if row != relative_to and tuple(key) in whole]
         drawn = {row for row, *_ in lines}
         if alone := [row for row in rows if row not in (relative_to, *leave_out, *drawn)]:

@@ -37,8 +37,10 @@ def refuse(path: Path, entries: list[dict], metric: str) -> NoReturn:
 
 
 def by_update(entries: list[dict], metric: str) -> dict[int, float]:
-    prefix = metric.split("_")[0]
-    updates = (number(entry.get(f"{prefix}_num_updates", entry.get("num_updates"))) for entry in entries)
+    """Returns the values of a metric by the number of updates. The name of a validation set may have underscores."""
+    parts = metric.split("_")
+    places = [f"{'_'.join(parts[:count])}_num_updates" for count in range(len(parts) - 1, 0, -1)] + ["num_updates"]
+    updates = (next((number(entry[place]) for place in places if place in entry), None) for entry in entries)
     found = ((at, number(entry.get(metric))) for at, entry in zip(updates, entries))
     return {int(at): value for at, value in found if value is not None and at is not None and math.isfinite(at)}
 

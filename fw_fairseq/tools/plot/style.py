@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable
-from math import ceil, inf
+from math import ceil, inf, isfinite, nan
 from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
@@ -176,6 +176,7 @@ def markdown(corner: str, columns: Iterable, rows: dict[str, Iterable[str]]) -> 
 
 
 def cell(values: list[float], digits: int = 1) -> str:
-    """A cell of a table: the mean, ± the deviation of several seeds, or nothing."""
-    spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{mean(values):.{digits}f}{spread}" if values else ""
+    """A cell of a table: the mean, ± the deviation of several seeds, or nothing. A mean that is not finite has no deviation."""
+    whole = mean(values) if values else nan
+    spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 and isfinite(whole) else ""
+    return f"{whole:.{digits}f}{spread}" if values else ""

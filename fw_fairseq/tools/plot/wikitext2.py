@@ -29,7 +29,7 @@ def read_table(path: Path, *columns: str) -> dict[str, tuple[float, ...]]:
             break
         else:
             given = [cells[place].replace(",", "") if place < len(cells) else "" for place in places]
-            numbers = [re.match(r"\d+(\.\d+)?", number) for number in given[1:]]
+            numbers = [re.match(r"\d+(\.\d+)?(e[+-]?\d+)?(?![\w.])", number) for number in given[1:]]
             if all(numbers):
                 found[cells[places[0]]] = tuple(float(number[0]) for number in numbers)
     if not found:
