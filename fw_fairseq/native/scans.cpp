@@ -157,7 +157,7 @@ using Strides = const int64_t*;
                                         Strides das, T* dx, Strides dxs, const int64_t* texts, Strides ts, const int64_t* sizes) {   \
     auto start = [=](int64_t b, int64_t h) {                                                                                         \
       return Gradients<T>{{logs, ls}, {dmeans, dms}, {means, ms}, {dlogs, dls}, {a, as}, {x, xs}, {da, das}, {dx, dxs}, b, h,        \
-                          sizes[3]};                                                                   \
+                          sizes[3]};                                                                                                 \
     };                                                                                                                               \
     every_row(start, texts, ts, sizes);                                                                                              \
   }                                                                                                                                  \

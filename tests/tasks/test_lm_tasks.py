@@ -413,7 +413,8 @@ def test_streams_of_a_shard_that_is_not_there():
             stateful(tokens_per_sample=8).eval_lm_dataloader(random_text(), shard_id=shard, **given)
 
 
-def test_streams_need_a_model_with_memories():
+def test_streams_need_a_model_with_memories(monkeypatch):
+    monkeypatch.setattr("fw_fairseq.patches.checkpoints.origin.origins", {})  # no other test's checkpoint was read last
     task, message = stateful(tokens_per_sample=8), "TransformerLanguageModel has none; use --task language_modeling"
     with pytest.raises(ValueError, match=message):
         of_fairseq("transformer_lm", task)
