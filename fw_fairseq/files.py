@@ -64,6 +64,8 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
         if not itself:
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())  # or a loss of power could leave a part of it under its name
             os.replace(temporary, place)
     except (OSError, RuntimeError) as error:  # torch's
         raise Mistake(f"{path} cannot be written ({getattr(error, 'strerror', None) or why(error)})") from error

@@ -148,7 +148,7 @@ download() { # URL FILE SHA256: resumes and checks a download; without SHA256 th
     local url=$1 file=$2 wanted=${3:-} found
     if [ ! -f "$file" ]; then
         mkdir -p "$(dirname "$file")"
-        curl --fail --location --retry 5 --continue-at - --output "$file.part" "$url"
+        curl --fail --location --proto-redir =https --retry 5 --continue-at - --output "$file.part" "$url"
         mv "$file.part" "$file"
     fi
     found=$(sha256sum "$file" | cut -d ' ' -f 1)

@@ -1,7 +1,8 @@
 """Loops in C++ for a CPU. The machine's compiler compiles all sources of this folder on first use, in a few seconds.
 
-The library lies in the user's cache folder, by sources, compiler options and processor. Without a compiler, PyTorch computes the
-same. The environment variable FW_FAIRSEQ_COMPILED=0 asks for that, and CXX names another compiler.
+The library lies in the user's cache folder, by sources, compiler options and processor. It ends with its check sum, and is loaded
+only from a file and a folder that no other user can write to; otherwise it is compiled again. Without a compiler, PyTorch computes
+the same. The environment variable FW_FAIRSEQ_COMPILED=0 asks for that, and CXX names another compiler.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import io
 import logging
 import os
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +34,7 @@ NAMES = {torch.float32: "float", torch.float64: "double"}
 GATHERED_NAMES = NAMES | {torch.bfloat16: "bfloat16"}  # of the loops of gathered.cpp and projections.cpp
 POINTERS = {"pool": 11, "pool_gradients": 19, "sru": 10, "memory_step": 1, "source_step": 1, "additive_step": 1, "leap_step": 1}
 GATHERED = {"choose": 8, "sum": 6, "few": 6, "project": 1, "feed": 1}
+SUM = hashlib.sha256().digest_size
 SECONDS = 300  # that a compiler may take for one file
 MANY = 2**18  # numbers from which on threads share the work
 
@@ -49,7 +53,9 @@ def library() -> ctypes.CDLL | None:
     if os.environ.get("FW_FAIRSEQ_COMPILED") == "0" or compiler is None:
         return None
     try:
-        found = ctypes.CDLL(str(build(*compiler)))
+        file = build(*compiler)
+        found = ctypes.CDLL(opened(file))
+        found.file = file  # open as long as the library, whose name is the number of this file
     except (OSError, RuntimeError, subprocess.SubprocessError, Mistake) as error:
         logger.info("SRU, pooling and decoding run in PyTorch, because %s cannot compile their loops: %s", compiler[0], error)
         return None
@@ -74,21 +80,58 @@ def sources() -> list[Path]:
     return sorted(path for path in FOLDER.iterdir() if path.suffix in (".cpp", ".h"))
 
 
-def build(*compiler: str) -> Path:
-    """Returns the library, which is compiled unless an earlier process did so."""
+def build(*compiler: str) -> io.FileIO:
+    """Returns the library as an open file. It is compiled unless an earlier process did so."""
     command = [*compiler, *OPTIONS]
     parts = [*(path.read_bytes() for path in sources()), " ".join(command).encode(), processor()]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = cache / "fw_fairseq" / f"loops-{hashlib.sha256(bytes(1).join(parts)).hexdigest()[:20]}.so"
-    if not path.exists():
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    file = open_whole(path)
+    if file is None:
         write_atomically(path, lambda part: compile_sources(command, part))
-    if path.stat().st_uid not in (0, os.getuid()):
+        file = open_whole(path)
+    if file is None:
+        raise OSError(f"{path} is not as it was written")
+    return file
+
+
+def open_whole(path: Path) -> io.FileIO | None:
+    """Returns the library at ``path`` as an open file, or None where it is missing, is damaged, or other users could write to it. A
+    folder of this user is closed to them."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        closed = is_closed(folder, path.parent)
+        if not closed:
+            os.fchmod(folder, 0o700)
+        file = io.FileIO(path, opener=lambda path, flags: os.open(path.name, flags, dir_fd=folder))
+    except FileNotFoundError:
+        return None
+    finally:
+        os.close(folder)
+    content = file.readall()
+    if closed and is_closed(file.fileno(), path) and sha256(content[:-SUM]) == content[-SUM:]:
+        return file
+    logger.info("%s is damaged, or other users could write to it; it is compiled again", path)
+    return None
+
+
+def is_closed(descriptor: int, path: Path) -> bool:
+    """Returns whether only this user and the machine's administrator can write to what is open. It must belong to one of them."""
+    found = os.fstat(descriptor)
+    if found.st_uid not in (0, os.getuid()):
         raise OSError(f"{path} belongs to another user")
-    return path
+    return not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def opened(file: io.FileIO) -> str:
+    """Returns a name that stands for just this open file, whatever lies under its path by now."""
+    name = f"/proc/self/fd/{file.fileno()}"
+    return name if os.path.exists(name) else str(file.name)
 
 
 def compile_sources(command: list[str], path: Path) -> None:
-    """Writes the library to ``path``. All sources are compiled at the same time."""
+    """Writes the library and its check sum to ``path``. All sources are compiled at the same time."""
 
     def run(*arguments: str) -> None:
         subprocess.run([*command, *arguments], check=True, capture_output=True, timeout=SECONDS)
@@ -97,6 +140,13 @@ def compile_sources(command: list[str], path: Path) -> None:
         objects = {source: f"{folder}/{source.stem}.o" for source in sources() if source.suffix == ".cpp"}
         list(pool.map(lambda source: run("-c", str(source), "-o", objects[source]), objects))
         run("-shared", *objects.values(), "-o", str(path))
+    with path.open("r+b") as file:
+        file.write(sha256(file.read()))
+    path.chmod(path.stat().st_mode & 0o755)
+
+
+def sha256(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
 
 
 def processor() -> bytes:

@@ -18,7 +18,7 @@ from .checkpoints.lock import release
 from .mistakes import last_line
 from .option_values import check_bounds, check_training
 from .replacing import replaces
-from .stopping import as_parent_of_workers, is_training
+from .stopping import as_parent_of_workers, is_training, started_from_outside
 
 
 @replaces(distributed_utils, "_broadcast_object_slow")
@@ -31,10 +31,11 @@ def broadcast_with_torch(original, obj, src_rank, group, dist_device):
 
 
 @replaces(distributed_utils, "infer_init_method")
-def count_workers_as_torchrun_does(original, cfg, *args, **kwargs) -> None:
-    """Under torchrun fairseq takes the number of GPUs for the number of workers. On CPUs each worker then trains alone and
-    overwrites the others' checkpoints. Now torchrun's number of workers is used."""
-    if cfg.distributed_init_method is None and torch.distributed.is_torchelastic_launched():
+def count_workers_as_their_launcher_does(original, cfg, *args, **kwargs) -> None:
+    """fairseq takes the number of GPUs for the number of workers, also where torchrun, mpirun or Kubernetes has started the workers
+    and says in `WORLD_SIZE` how many there are. On CPUs, or with one GPU each, every worker then trains alone and overwrites the
+    others' checkpoints. Now that number is used."""
+    if cfg.distributed_init_method is None and started_from_outside():
         cfg.distributed_world_size = int(os.environ["WORLD_SIZE"])
         if cfg.distributed_world_size > 1 and not torch.cuda.device_count():
             cfg.distributed_init_method, cfg.distributed_rank = "env://", int(os.environ["RANK"])

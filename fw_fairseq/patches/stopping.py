@@ -110,12 +110,17 @@ def told(device: torch.device) -> bool:
     return bool(flag)
 
 
+def started_from_outside() -> bool:
+    """Whether another program, such as torchrun or mpirun, has started this worker and says in the environment which one it is."""
+    return {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"} <= os.environ.keys()
+
+
 @contextlib.contextmanager
 def as_parent_of_workers(main, cfg) -> Iterator[None]:
     """Within this block, a process of fairseq-train that starts a worker for each of its GPUs passes the signals on to them, and it
     ends with their exit code."""
     starts = is_training(main) and cfg.distributed_training.distributed_world_size > 1 and torch.cuda.device_count() > 1
-    if starts and not torch.distributed.is_torchelastic_launched():
+    if starts and not started_from_outside():
         handle(pass_on)
     try:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import shutil
@@ -154,17 +155,76 @@ def test_it_is_compiled_once(fresh, monkeypatch):
     assert len(list((fresh / "fw_fairseq").iterdir())) == 1
 
 
-@pytest.mark.parametrize("owner, loads", [(1007, True), (0, True), (1, False), (1014, False)])
-def test_a_library_of_another_user_is_not_loaded(owner, loads, monkeypatch, request, caplog):
-    """But for that of the machine's administrator."""
+@pytest.fixture
+def loops(fresh, monkeypatch):
+    """The file of a library that an earlier process compiled."""
+    monkeypatch.setattr(native, "OPTIONS", [*native.OPTIONS, "-O0"])  # which takes a moment
     assert native.library() is not None
     native.library.cache_clear()
-    request.addfinalizer(native.library.cache_clear)
+    [path] = (fresh / "fw_fairseq").iterdir()
+    return path
+
+
+@pytest.mark.parametrize("owner, loads", [(1007, True), (0, True), (1, False), (1014, False)])
+def test_a_library_of_another_user_is_not_loaded(owner, loads, loops, monkeypatch, caplog):
+    """But for that of the machine's administrator."""
     monkeypatch.setattr(os, "getuid", lambda: 1007)
-    monkeypatch.setattr(Path, "stat", lambda path, stat=Path.stat, **options: owned(stat(path, **options), owner))
+    monkeypatch.setattr(os, "fstat", lambda file, stat=os.fstat: owned(stat(file), owner))
     with caplog.at_level(logging.INFO):
         assert (native.library() is not None) == loads
     assert ("belongs to another user" in caplog.text) != loads
+
+
+@pytest.mark.parametrize("damage", ["half", "empty", "a bit", "no library", "without its sum"])
+def test_a_damaged_library_is_compiled_again(damage, loops, caplog):
+    """The system loads half of a library and ends the process by a signal at its first use, and it does not see a flipped bit."""
+    whole = loops.read_bytes()
+    flipped = bytes([whole[len(whole) // 2] ^ 1])
+    content = {
+        "half": whole[: len(whole) // 2],
+        "empty": b"",
+        "a bit": whole[: len(whole) // 2] + flipped + whole[len(whole) // 2 + 1 :],
+        "no library": b"hello",
+        "without its sum": whole[: -native.SUM],
+    }
+    loops.unlink()  # this process has it loaded
+    loops.write_bytes(content[damage])
+    with caplog.at_level(logging.INFO):
+        assert native.library() is not None
+    assert "it is compiled again" in caplog.text
+    assert loops.read_bytes()[: -native.SUM] == whole[: -native.SUM]
+    assert hashlib.sha256(whole[: -native.SUM]).digest() == whole[-native.SUM :]
+
+
+@pytest.mark.parametrize("place, mode", [("file", 0o775), ("file", 0o757), ("folder", 0o775), ("folder", 0o757)])
+def test_a_library_that_others_could_write_to_is_compiled_again(place, mode, loops, caplog):
+    """In a folder that is closed to them from then on, whatever the mask of new files."""
+    before = loops.stat().st_ino
+    (loops if place == "file" else loops.parent).chmod(mode)
+    umask = os.umask(0o002)
+    try:
+        with caplog.at_level(logging.INFO):
+            assert native.library() is not None
+        assert "it is compiled again" in caplog.text and loops.stat().st_ino != before
+        native.library.cache_clear()
+        caplog.clear()
+        assert native.library() is not None
+    finally:
+        os.umask(umask)
+    assert "compiled again" not in caplog.text
+    assert not any(path.stat().st_mode & 0o022 for path in (loops, loops.parent))
+
+
+def test_the_file_that_was_checked_is_the_one_that_is_loaded(loops, monkeypatch):
+    """Another one that has taken its path meanwhile is not."""
+
+    def replace(file, opened=native.opened):
+        loops.with_name("other").write_bytes(b"hello")
+        os.replace(loops.with_name("other"), loops)
+        return opened(file)
+
+    monkeypatch.setattr(native, "opened", replace)
+    assert native.library() is not None and loops.read_bytes() == b"hello"
 
 
 def test_operands_of_compiled_loops(in_memory):
@@ -262,20 +322,24 @@ def test_two_threads_that_need_the_library_first(tmp_path, monkeypatch):
         pytest.skip("no compiler")
     (tmp_path / "c++").write_text(LINKER)
     (tmp_path / "c++").chmod(0o755)
-    for name, value in (("CXX", tmp_path / "c++"), ("XDG_CACHE_HOME", tmp_path), ("LIB", library._name), ("TURN", tmp_path)):
+    for name, value in (
+        ("CXX", tmp_path / "c++"),
+        ("XDG_CACHE_HOME", tmp_path),
+        ("LIB", os.path.realpath(library._name)),
+        ("TURN", tmp_path),
+    ):
         monkeypatch.setenv(name, str(value))
     found, size = [], os.path.getsize(library._name)
 
     def need():
-        place = native.build(str(tmp_path / "c++"))
-        found.append(place.stat().st_size)
+        found.append(native.build(str(tmp_path / "c++")).seek(0, os.SEEK_END))
 
     threads = [threading.Thread(target=need) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [size, size]
+    assert found == [size + native.SUM] * 2
     assert len(list((tmp_path / "fw_fairseq").iterdir())) == 1
 
 

@@ -27,7 +27,7 @@ from support.language_models import build
 import fw_fairseq.models  # noqa: F401
 from fw_fairseq import Mistake
 from fw_fairseq.patches.checkpoints.writing import keep_no_crash_of_a_mistake
-from fw_fairseq.patches.distributed import count_workers_as_torchrun_does
+from fw_fairseq.patches.distributed import count_workers_as_their_launcher_does
 from fw_fairseq.patches.mistakes import sentence
 from fw_fairseq.patches.non_finite import NotFinite
 from fw_fairseq.patches.training import say_what_does_not_fit
@@ -342,13 +342,13 @@ def test_a_run_that_trains_other_parameters_says_so(data, tmp_path):
         ("tcp://localhost:1", 3, 0, 7, "tcp://localhost:1"),
     ],
 )
-def test_torchrun_counts_the_workers_unless_a_method_is_given(given, workers, gpus, size, method, monkeypatch):
+def test_the_environment_counts_the_workers_unless_a_method_is_given(given, workers, gpus, size, method, monkeypatch):
     """One worker, and workers on GPUs, are left to fairseq."""
-    monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(os, "environ", os.environ | {"WORLD_SIZE": str(workers), "RANK": "2"})
+    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": 1, "WORLD_SIZE": workers, "RANK": 2}.items():
+        monkeypatch.setenv(name, str(value))
     cfg, asked = Namespace(distributed_init_method=given, distributed_world_size=7), []
-    count_workers_as_torchrun_does(lambda cfg: asked.append(cfg.distributed_init_method), cfg)
+    count_workers_as_their_launcher_does(lambda cfg: asked.append(cfg.distributed_init_method), cfg)
     assert asked == ([] if method == "env://" else [given])
     assert (cfg.distributed_world_size, cfg.distributed_init_method) == (size, method)
     assert asked or (cfg.distributed_rank, cfg.distributed_no_spawn) == (2, True)  # torchrun has started the others

@@ -247,9 +247,10 @@ def test_a_run_that_has_made_all_updates_ends_as_without_a_signal(updates, most,
     ],
 )
 def test_signals_are_passed_on_by_the_parent_of_several_workers_only(main, workers, gpus, launched, passed_on, monkeypatch):
-    """fairseq-train starts one for each GPU, unless torchrun has started them."""
+    """fairseq-train starts one for each GPU, unless another program, such as torchrun, has started them."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: launched)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK") if launched else ():
+        monkeypatch.setenv(name, "1")
     config = Namespace(distributed_training=Namespace(distributed_world_size=workers))
     with stopping.as_parent_of_workers(main, config):
         assert [signal.getsignal(number) == stopping.pass_on for number in stopping.SIGNALS] == [passed_on] * 2

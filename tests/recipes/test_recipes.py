@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -461,6 +463,26 @@ def test_download(tmp_path):
     assert download("nowhere").returncode == 1
     file.unlink()
     assert download("nowhere").returncode != 0 and not file.exists()
+
+
+class Redirecting(BaseHTTPRequestHandler):
+    """Sends a client on to another address without encryption."""
+
+    def do_GET(self) -> None:
+        self.send_response(302 if self.path == "/first" else 200)
+        self.send_header("Location", "/second")
+        self.end_headers()
+        self.wfile.write(b"anything")
+
+
+def test_a_download_follows_no_redirect_without_encryption(tmp_path):
+    with ThreadingHTTPServer(("localhost", 0), Redirecting) as server:
+        threading.Thread(target=server.serve_forever).start()
+        url = f"http://localhost:{server.server_port}/first"
+        script = f"source recipes/lib.sh; download {url} {tmp_path / 'file'}"
+        done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        server.shutdown()
+    assert done.returncode and "disabled" in done.stderr and not (tmp_path / "file").exists()
 
 
 def test_additive(tmp_path):

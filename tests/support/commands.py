@@ -95,13 +95,23 @@ def succeed(done) -> str:
     return done.stdout + done.stderr
 
 
-def train_two_workers(*args) -> str:
-    """fairseq-train in two processes of this machine; what the first one printed."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def train_two_workers(*args) -> str:
+    """fairseq-train in two processes of this machine; what the first one printed."""
     options = "--distributed-no-spawn --distributed-backend gloo --distributed-world-size 2 --distributed-rank"
-    options = ["--ddp-backend", "legacy_ddp", *args, "--distributed-init-method", f"tcp://localhost:{port}", *options.split()]
+    options = [
+        "--ddp-backend",
+        "legacy_ddp",
+        *args,
+        "--distributed-init-method",
+        f"tcp://localhost:{free_port()}",
+        *options.split(),
+    ]
     workers = [Command("train", *options, rank, *USER_DIR) for rank in "01"]
     first, _ = [succeed(worker.wait()) for worker in workers]
     return first

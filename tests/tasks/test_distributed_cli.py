@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 
 import pytest
@@ -12,7 +13,7 @@ from fairseq import distributed_utils
 from fairseq.dataclass.configs import FairseqConfig
 from omegaconf import OmegaConf
 from support import parallel_text
-from support.commands import ROOT, USER_DIR, fairseq, run, succeed, train_two_workers
+from support.commands import ROOT, USER_DIR, fairseq, free_port, run, succeed, train_two_workers
 from support.lm_data import SMALL
 from support.runs import parameters, updates
 
@@ -70,13 +71,18 @@ def test_two_workers_with_4_are_one_with_8(options, lm_data, tmp_path):
     assert_same_run(whole, train_two_workers(*two, "--batch-size", 4), tmp_path)
 
 
-def test_translation_by_torchrun(sentences, tmp_path):
-    """Only torchrun says how many workers there are. The batches of 4 are odd in number: for the last the second has none."""
+def test_translation_by_workers_of_another_launcher(sentences, tmp_path):
+    """Only torchrun, or the environment as mpirun and Kubernetes set it, says how many workers there are. The batches of 4 are odd
+    in number: for the last the second has none."""
     options = [sentences, *TRANSLATION.split(), *TRAIN.split(), *USER_DIR]
     whole = succeed(fairseq("train", *options, "--batch-size", 8, "--save-dir", tmp_path / "one"))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "fairseq_cli.train"]
-    options += ["--batch-size", 4, "--save-dir", tmp_path / "two"]
-    assert_same_run(whole, succeed(run(*torchrun, *options, cwd=ROOT)), tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    variables = ["env", "MASTER_ADDR=localhost", f"MASTER_PORT={free_port()}", "WORLD_SIZE=2"]
+    both = ["bash", "-c", 'RANK=1 "$@" & RANK=0 "$@" && wait $!', "both", *variables, sys.executable]
+    for launcher in (torchrun, both):
+        command = [*launcher, "-m", "fairseq_cli.train", *options, "--batch-size", 4, "--save-dir", tmp_path / "two"]
+        assert_same_run(whole, succeed(run(*command, cwd=ROOT)), tmp_path)
+        shutil.rmtree(tmp_path / "two")
 
 
 @pytest.mark.parametrize("page", ["docs/distributed.md", "recipes/README.md"])
