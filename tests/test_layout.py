@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fw_fairseq"
 ENTRIES = ("__init__", "late_registration")  # what fairseq and Python import first; they register all of it

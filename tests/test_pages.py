@@ -26,6 +26,8 @@ from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.rules import RULES
 from fw_fairseq.tools.bench.language_models import SIZES
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[1]
 MADE = (".", "outputs", "demo")  # folders of other people's pages, and of what recipes wrote
 PAGES = sorted(page for page in ROOT.rglob("*.md") if not page.relative_to(ROOT).parts[0].startswith(MADE))

@@ -9,10 +9,17 @@ import re
 import warnings
 from pathlib import Path
 
+import pytest
+
 from .hostemu import CACHE, KERNELS, write_whole
 
 EVERY = ("75", "80", "86", "89", "90", "100", "120")
 ARCHITECTURES = EVERY if os.environ.get("FW_ARCHITECTURES") == "all" else ("75", "80", "90")  # of tests that compile for several
+
+
+def long_ones(cases: list[tuple]) -> list:
+    """These cases, which begin with an architecture. Tests of sm_80 are marked as long: sm_90 sees the same faults."""
+    return [pytest.param(*case, marks=[pytest.mark.long] * (case[0] == "80")) for case in cases]
 
 
 def compile_check(source_file, defines=None, arch="80", options=(), folder=KERNELS) -> dict[str, dict[str, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hostcuda import SCHEDULES, EmulatorLaunch, Launch, Recorder, guarded, sanitized_launch
-from hostcuda.nvrtc import ARCHITECTURES, EVERY, compile_check
+from hostcuda.nvrtc import ARCHITECTURES, EVERY, compile_check, long_ones
 from support.cuda_scan import PRECISION, TOLERANCE, by_definition, by_kernels
 from support.draws import assert_same, draw_gates, draw_projections
 from support.emulated import emulated
@@ -293,7 +293,7 @@ if ARCHITECTURES == EVERY:
     COMPILED += [("90", 64, torch.bfloat16, "c"), ("90", 64, torch.float32, "tw"), ("90", 128, torch.bfloat16, "tw")]
 
 
-@pytest.mark.parametrize("arch, width, dtype, present", COMPILED)
+@pytest.mark.parametrize("arch, width, dtype, present", long_ones(COMPILED))
 def test_compiles_without_spills(arch, width, dtype, present):
     """Two blocks fit a multiprocessor at 64 columns."""
     capability = (int(arch[:-1]), int(arch[-1]))

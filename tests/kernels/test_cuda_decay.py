@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hostcuda import SCHEDULES, EmulatorLaunch, Recorder
-from hostcuda.nvrtc import ARCHITECTURES, EVERY, compile_check
+from hostcuda.nvrtc import ARCHITECTURES, EVERY, compile_check, long_ones
 from support.cuda_scan import PRECISION, TOLERANCE, by_definition, by_kernels, compare, draw, launches
 from support.draws import assert_same
 
@@ -262,7 +262,7 @@ if ARCHITECTURES == EVERY:
     COMPILED += [("90", 32, torch.float32), ("90", 128, torch.float32), *(("80", 128, dtype) for dtype in MAIN)]
 
 
-@pytest.mark.parametrize("arch, width, dtype", COMPILED)
+@pytest.mark.parametrize("arch, width, dtype", long_ones(COMPILED))
 def test_compiles_without_spills(arch, width, dtype):
     capability = (int(arch[:-1]), int(arch[-1]))
     for launched in launches(decay, "decay", (1, 1, 17, width, width), dtype, capability):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hostcuda import SCHEDULES, EmulatorLaunch, Launch, Recorder, guarded, sanitized_launch
-from hostcuda.nvrtc import ARCHITECTURES, compile_check
+from hostcuda.nvrtc import ARCHITECTURES, compile_check, long_ones
 from support.draws import assert_same, draw_projections
 from support.emulated import emulated
 
@@ -311,7 +311,7 @@ COMPILED = [(arch, 64, *how) for arch in ARCHITECTURES for how in MAIN if arch !
 COMPILED += [("90", width, *how) for width in (32, 128) for how in MAIN] + [("80", 128, *how) for how in MAIN]
 
 
-@pytest.mark.parametrize("arch, width, dtype, precision", COMPILED)
+@pytest.mark.parametrize("arch, width, dtype, precision", long_ones(COMPILED))
 def test_compiles_without_spills(arch, width, dtype, precision):
     """Two blocks fit a multiprocessor up to 64 columns."""
     capability = (int(arch[:-1]), int(arch[-1]))

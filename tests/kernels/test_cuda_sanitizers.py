@@ -17,6 +17,7 @@ def start() -> None:
     assert torch.initial_seed() == 0 and torch.empty(4).isnan().all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["thread", "address"])
 def test_every_kernel_is_clean(kind):
     run_sanitized(kind, "test_cuda_sanitizers.start()", *OTHERS, DELTA[kind])

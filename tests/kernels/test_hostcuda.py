@@ -181,6 +181,7 @@ def launch_rotate(*missing: str) -> None:
     assert torch.equal(y, torch.roll(x, -33 * 8))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind, change, told", [("thread", "WITHOUT_SECOND", "data race"), ("address", "BEYOND", "heap-buffer-overflow")]
 )

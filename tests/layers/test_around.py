@@ -17,7 +17,7 @@ from fw_fairseq.ops.chunkwise import scan
 from fw_fairseq.ops.chunkwise.frames import ChannelGates, TokenGatesWithZeros
 from fw_fairseq.rules import RULES
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 T, B, C, HEADS = 30, 3, 12, 4
 AROUND = {"short_conv": 4, "token_shift": True, "output_norm": True, "output_gate": True, "key_heads": 2}
 ROTARY = {"rotary": True, "feature_dim": 4}  # pairs of features

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers import MIXERS, look_back
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 
 WIDTH, HEADS, LENGTH, BATCH = 12, 2, 9, 3
 

@@ -22,6 +22,8 @@ from fw_fairseq.ops.vectors import compiled
 from fw_fairseq.ops.vectors.pooling import pool
 from fw_fairseq.ops.vectors.sru import sru
 
+pytestmark = pytest.mark.quick
+
 TESTS = Path(__file__).parents[1]
 SANITIZER = ("libasan.so", "libstdc++.so.6")
 TYPES = {torch.float64: 1e-9, torch.float32: 2e-4}
@@ -275,6 +277,7 @@ def test_what_a_compiler_says_is_not_shown(fresh, monkeypatch, caplog, capfd):
     assert "no such instruction" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.long
 def test_the_loops_stay_inside_their_tensors(tmp_path):
     """The address sanitizer watches every loop, and the tensors that PyTorch allocates for them."""
     found = [Path(subprocess.check_output(["c++", f"-print-file-name={name}"], text=True).strip()) for name in SANITIZER]

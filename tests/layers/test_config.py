@@ -22,6 +22,8 @@ from fw_fairseq.config import (
 from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.mixers import MIXERS
 
+pytestmark = pytest.mark.quick
+
 SHARES = ("srupp_dropout", "sru_dropout", "sru_projection_dropout", "pooling_dropout", "attention_dropout")
 LEAST = dict.fromkeys(("feature_dim", "favor_features", "sru_projection", "srupp_width"), 0)
 LEAST |= dict.fromkeys(("ffn_sparsity", "ffn_controller_dim", "qkv_sparsity", "output_sparsity", "ffn_sru"), 0)

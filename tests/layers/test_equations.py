@@ -13,7 +13,7 @@ from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers import Abc, Additive, Leap, Linformer, LocalAttention, Sru, Srupp, TransformerXl
 from fw_fairseq.mixers.leap import log_focus
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 C, H, D, T = 8, 2, 4, 13
 
 

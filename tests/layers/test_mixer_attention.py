@@ -10,7 +10,7 @@ from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers import Additive, FastWeight, Leap
 from fw_fairseq.modules import LayerStates, MixerAttention, Streams
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 
 
 def test_a_refused_call_leaves_nothing_behind():

@@ -16,7 +16,7 @@ from fw_fairseq.mixers import MIXERS
 from fw_fairseq.mixers.around.source import SourceMemory
 from fw_fairseq.rules import RULES
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 WIDTH, SIZES = 16, dict(local_window=4, xl_memory=4, srupp_memory=4, slots=3)
 FAST_WEIGHTS = [dict(update_rule="decay", feature_norm="none"), dict(update_rule="gated_delta", feature_map="relu")]
 CASES = [(name, {}) for name in MIXERS] + [("fast_weight", options) for options in FAST_WEIGHTS]

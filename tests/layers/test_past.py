@@ -7,6 +7,8 @@ import torch
 
 from fw_fairseq.modules.past import Past, attend
 
+pytestmark = pytest.mark.quick
+
 
 def some(tokens: int) -> torch.Tensor:
     return torch.randn(2, 3, tokens, 4, dtype=torch.float64)

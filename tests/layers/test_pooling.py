@@ -9,7 +9,7 @@ from support.definitions import by_definition
 from fw_fairseq.ops.vectors import aggregates, pooling
 from fw_fairseq.ops.vectors.pooling import pool
 
-pytestmark = pytest.mark.usefixtures("one_thread", "in_pytorch")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread", "in_pytorch")]
 WINDOWS = [0, 1, 2, 5, 32, 33, 40, 64, 1000]
 
 

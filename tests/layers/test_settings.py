@@ -12,7 +12,7 @@ from fw_fairseq.config import DECODER_OPTIONS, FastWeightConfig
 from fw_fairseq.mixers import MIXERS, FastWeight, Leap, Linformer, Mixer, Sru, Srupp
 from fw_fairseq.mixers.base import Setting
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 OPTIONS = {f.name: f for f in fields(FastWeightConfig)}
 
 

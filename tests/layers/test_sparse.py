@@ -27,7 +27,7 @@ from fw_fairseq.modules.sparse.projections import make_sparse
 from fw_fairseq.modules.sparse.recent import RecentState, with_recent
 from fw_fairseq.ops.sparse import gathered
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 
 
 def draw(*shape: int) -> torch.Tensor:

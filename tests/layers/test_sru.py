@@ -14,7 +14,7 @@ from fw_fairseq.mixers.sru import SruState
 from fw_fairseq.ops.vectors import sru as ops
 from fw_fairseq.ops.vectors.sru import sru
 
-pytestmark = pytest.mark.usefixtures("one_thread", "in_pytorch")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread", "in_pytorch")]
 
 
 def draw(length=20, dtype=torch.float64):

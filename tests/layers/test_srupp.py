@@ -10,7 +10,7 @@ from support.definitions import by_the_equations
 
 from fw_fairseq.mixers import Srupp
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 
 
 def build(alpha=0.7, **changed):

@@ -14,7 +14,7 @@ from fw_fairseq.criterions import T2rDistillation
 from fw_fairseq.criterions import t2r_distillation as module
 from fw_fairseq.tools.convert.conversion import convert
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 
 ADAPTIVE = {"adaptive_softmax_cutoff": "10,30", "adaptive_input": True, "adaptive_input_cutoff": "10,30"}
 DECAY = {"update_rule": "decay", "feature_map": "identity", "feature_norm": "none"}
@@ -172,6 +172,7 @@ def changed(before: dict, after: dict) -> set[str]:
     return {name for name in before if not (name.endswith(empty) or torch.equal(before[name], after[name]))}
 
 
+@pytest.mark.slow
 def test_a_warm_start_in_two_workers_trains_only_what_is_new(counting_data, pretrained, tmp_path):
     convert(pretrained, tmp_path / "start.pt", "delta", feature_dim=4)
     options = [*SHAPE.split(), "--arch", "fast_weight_lm", "--update-rule", "delta", "--feature-map", "relu", "--feature-dim", 4]
@@ -188,6 +189,7 @@ def test_a_warm_start_in_two_workers_trains_only_what_is_new(counting_data, pret
         assert rows[:32].any() and not rows[32:64].any() and rows[64:].all(), "queries and keys, values, gates"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("match", ["hidden", "attention"])
 def test_layers_are_matched_with_the_ddp_of_torch(match, counting_data, pretrained, tmp_path):
     """It waits for the gradient of every parameter. The last norm and the output have none while layers are matched."""

@@ -23,7 +23,7 @@ from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModelConfig
 from fw_fairseq.models.retrieval import RetrievalConfig, RetrievalModel
 from fw_fairseq.modules import Streams
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 
 TINY = {
     "decoder_layers": 2, "decoder_embed_dim": 8, "decoder_input_dim": 8, "decoder_output_dim": 8, "decoder_ffn_embed_dim": 8,

@@ -9,7 +9,7 @@ import torch
 from fairseq import models as registered
 from support.language_models import make_task, options_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 WORDS = 20
 TINY = {f"decoder_{name}_dim": 8 for name in ("embed", "input", "output", "ffn_embed")}
 TINY |= {"decoder_layers": 2, "decoder_attention_heads": 2}

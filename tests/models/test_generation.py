@@ -31,7 +31,7 @@ from fw_fairseq.ops.factored import Factors
 from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
 from fw_fairseq.tools.bench.measure import state_bytes
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 
 
 def combinations():

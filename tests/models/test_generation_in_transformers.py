@@ -25,7 +25,7 @@ from fw_fairseq.huggingface import (  # noqa: E402
 )
 from fw_fairseq.huggingface.steps import Steps  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 LENGTHS = [2, 9, 5, 1, 9]
 SIZES = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 MODELS = {

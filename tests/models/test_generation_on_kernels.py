@@ -19,7 +19,7 @@ from fw_fairseq.decoding import GENERATION, Generation, start
 from fw_fairseq.decoding.captured import CapturedGeneration
 from fw_fairseq.ops.kernels.launch import CupyLaunch
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 OPTIONS = [
     {"update_rule": "sum", "feature_map": "dpfp", "attention_norm": True},
     {"update_rule": "gated", "feature_map": "relu", "feature_norm": "none", "attention_norm": True},

@@ -22,7 +22,7 @@ from fw_fairseq.modules import MixerAttention, Streams
 from fw_fairseq.rules import RULES
 from fw_fairseq.tools.bench.measure import state_bytes
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 
 POOLED = [{}, {"window_sizes": "3"}, {"window_sizes": "0"}, {"pooling_form": "published"}]
 OTHER_MIXERS = dict.fromkeys(("additive", "leap"), POOLED) | {
@@ -154,6 +154,7 @@ def test_the_state_size_after_decoding():
     assert model.state_size() == before
 
 
+@pytest.mark.slow
 @every_combination
 def test_activation_checkpointing_has_the_same_gradients(options):
     """Random features are drawn once for a forward and its backward."""
@@ -171,6 +172,7 @@ def test_activation_checkpointing_has_the_same_gradients(options):
         assert_close(gradients[True][name], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @every_combination
 def test_half_precision_stays_near_the_exact_model(options, dtype):

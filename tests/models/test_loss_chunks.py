@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fw_fairseq.criterions import FastWeightCrossEntropy, FastWeightLabelSmoothedCrossEntropy
 from fw_fairseq.criterions.chunks import Goal, cross_entropy
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 PADDING, TOKENS, WIDTH, WORDS = 1, 11, 6, 17
 
 

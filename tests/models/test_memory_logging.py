@@ -17,7 +17,7 @@ from fw_fairseq.criterions.fast_weight_cross_entropy import FastWeightCrossEntro
 from fw_fairseq.criterions.fast_weight_label_smoothed_cross_entropy import FastWeightLabelSmoothedCrossEntropyConfig
 from fw_fairseq.criterions.memory_logging import MemoryLogging
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 
 
 def criterion(penalty: float = 0.0) -> FastWeightCrossEntropy:

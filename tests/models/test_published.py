@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from fairseq import models as registered
 from fairseq import options as fairseq_options
@@ -13,6 +14,8 @@ import fw_fairseq.models  # noqa: F401
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers.pooled import layer_window
 from fw_fairseq.tasks.stateful_language_modeling import StatefulLanguageModelingConfig, StatefulLanguageModelingTask
+
+pytestmark = pytest.mark.quick
 
 
 def command_line(task: str, arch: str, *options):

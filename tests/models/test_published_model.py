@@ -17,6 +17,8 @@ from fw_fairseq.models.retrieval import RetrievalConfig, RetrievalModel
 from fw_fairseq.modules.plain_softmax import PlainAdaptiveSoftmax
 from fw_fairseq.rules import RULES
 
+pytestmark = pytest.mark.quick
+
 WORDS, CUTOFF = 400, "100,200"
 
 

@@ -18,7 +18,7 @@ from fw_fairseq.modules.sparse import Multiplicative, SparseFeedForward, fused, 
 from fw_fairseq.ops.state import SavedState
 from fw_fairseq.tasks.stateful_language_modeling import check_across_workers
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 
 BEFORE = {"decoder_normalize_before": True}
 EVERYTHING = {"ffn_sparsity": 4, "qkv_sparsity": 4, "output_sparsity": 3, "ffn_sru": 5, "reversible": True} | BEFORE

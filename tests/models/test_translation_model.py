@@ -27,7 +27,7 @@ from fw_fairseq.modules import LinearAttention
 from fw_fairseq.modules.stack import joined
 from fw_fairseq.tools.bench.measure import state_bytes
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 
 SMALL = {
     "encoder_layers": 2, "decoder_layers": 2, "encoder_embed_dim": 32, "decoder_embed_dim": 32, "encoder_ffn_embed_dim": 48,

@@ -20,7 +20,7 @@ from fw_fairseq.decoding.kernel_source import KernelSource
 from fw_fairseq.modules import LinearAttention
 from fw_fairseq.ops.kernels.launch import CupyLaunch
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 SIDE = {"layers": 2, "embed_dim": 32, "ffn_embed_dim": 48, "attention_heads": 4}
 OPTIONS = {
     "elu": {"update_rule": "sum", "feature_norm": "none", "attention_norm": True},

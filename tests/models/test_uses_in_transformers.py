@@ -28,7 +28,7 @@ from fw_fairseq.huggingface import (  # noqa: E402
 from fw_fairseq.huggingface.parts import OPTIONS  # noqa: E402
 from fw_fairseq.mixers import MIXERS  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 SIZES = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 BANDS = {"input_bands": [[20, 32], [30, 16]], "output_bands": [[20, 32], [30, 16]]}
 PAD = 1

@@ -12,7 +12,7 @@ from fw_fairseq.mixers import FastWeight
 from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModel
 from fw_fairseq.models.mixing_options import check_value_mixing
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 T, B, C, HEADS, RANK = 7, 2, 12, 3, 2
 RWKV_7 = {"update_rule": "rwkv7", "feature_map": "identity", "feature_norm": "none", "token_shift": True, "value_mixing_rank": RANK}
 

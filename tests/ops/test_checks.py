@@ -11,6 +11,8 @@ import torch
 from fw_fairseq.ops import FastWeightState, RowMap, fast_weight, operation
 from fw_fairseq.rules import RULES, Coefficients, Rule
 
+pytestmark = pytest.mark.quick
+
 B, H, T, K, V = 2, 3, 4, 5, 6
 Q, KEYS, VALUES, BETA = torch.rand(B, H, T, K), torch.rand(B, H, T, K), torch.rand(B, H, T, V), torch.rand(B, H, T)
 STATE = FastWeightState(torch.zeros(B, H, K, V))

@@ -22,6 +22,8 @@ from fw_fairseq.models.retrieval import RetrievalConfig, RetrievalModel
 from fw_fairseq.ops import FastWeightState, RowMap, fast_weight
 from fw_fairseq.rules import RULES
 
+pytestmark = pytest.mark.quick
+
 BOTH = ["read", "read_and_erase"]
 SHAPE = (2, 2, 41, 5, 4)
 TOLERANCE = 2e-5  # the 1e-6 that is added to divisors, which are at least 0.1 here

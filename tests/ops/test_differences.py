@@ -9,6 +9,8 @@ from torch.nn import functional as F
 from fw_fairseq.feature_maps import FEATURE_MAPS, draw_projection
 from fw_fairseq.ops import fast_weight
 
+pytestmark = pytest.mark.quick
+
 T, K, V = 12, 5, 4
 
 

@@ -20,6 +20,8 @@ from fw_fairseq.ops.chunkwise.large_gates import LargeChannelGates
 from fw_fairseq.ops.chunkwise.scan import plan
 from fw_fairseq.rules import RULES
 
+pytestmark = pytest.mark.quick
+
 SHAPE = (2, 2, 100, 6, 5)
 TEXTS = (0, 37, 38, 70)  # where the texts after the first begin, in the second sequence; two within a chunk
 EMPTYING = {"gated": "g", "gated_delta": "g", "decay": "f"}

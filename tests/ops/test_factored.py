@@ -11,6 +11,8 @@ from fw_fairseq.ops import FastWeightState, fast_weight
 from fw_fairseq.ops.factored import Factors
 from fw_fairseq.rules import RULES
 
+pytestmark = pytest.mark.quick
+
 K, V, TOKENS = 12, 6, 9  # 4 tokens are smaller as factors
 SHAPE = (3, 2, TOKENS, K, V)
 TOLERANCE = 1e-10  # float64 sums in another order

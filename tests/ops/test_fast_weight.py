@@ -28,6 +28,8 @@ from fw_fairseq.ops.chunkwise.scan import plan
 from fw_fairseq.row_map import MAPS, RowMap
 from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
 
+pytestmark = pytest.mark.quick
+
 FLOAT64 = 1e-10  # float64 sums in another order; 100 times what is seen
 GATE64 = 1e-8  # a gate's gradient is a difference of float64 sums divided by the gate: 1e-16 / 1e-6, and some room
 FLOAT32 = 2e-5  # fp32 sums over at most 200 tokens in another order; for gates also differences of them divided by 0.01
@@ -438,6 +440,7 @@ def test_delta_attention_norm_after_a_text_of_large_keys():
     torch.testing.assert_close(state.normaliser, final.normaliser)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("rule", [rule for rule in CHUNKED if RULES[rule].coefficients])
 def test_compiled_by_torch_as_one_operator_with_its_gradients(rule, zeros):
@@ -475,6 +478,7 @@ def test_opcheck(rule, dtype):
         torch.ops.fw_fairseq.scan_portable(q, k, v, *given, memory, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule, backend", [("decay", "recurrent"), ("fwm", "recurrent"), ("fwm", "auto")])
 def test_steps_compiled_by_torch_as_one_operator(rule, backend):
     """torch.compile would unroll them. With texts that end and begin; a single token is part of the graph."""
@@ -763,6 +767,7 @@ def test_reset_starts_a_new_text(rule, attention_norm, backend):
     assert_same(actual, expected, FLOAT64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [name for name in CHUNKED if name in PLAIN])
 @torch.no_grad()
 def test_a_long_stream_does_not_drift(rule):

@@ -16,6 +16,8 @@ from fw_fairseq.models.retrieval import RetrievalConfig, RetrievalModel
 from fw_fairseq.modules.linear_attention import LinearAttention
 from fw_fairseq.ops import fast_weight
 
+pytestmark = pytest.mark.quick
+
 T = 256
 HALF = {torch.float16: 5e-3, torch.bfloat16: 4e-2}  # of outputs that are rounded twice
 SIZES = [(16, 8, 0.3), (16, 256, 1.5), (32, 16, 1.5), (64, 8, 1.5), (64, 256, 0.3), (64, 256, 1.0), (64, 256, 1.5)]  # d, m, std

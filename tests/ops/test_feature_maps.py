@@ -13,6 +13,8 @@ from fw_fairseq.feature_maps import FEATURE_MAPS, draw_projection, sum_normalise
 from fw_fairseq.mixers.features import build_feature_map, normalised_features
 from fw_fairseq.ops import fast_weight
 
+pytestmark = pytest.mark.quick
+
 NON_NEGATIVE = [name for name, phi in FEATURE_MAPS.items() if phi.non_negative]
 
 

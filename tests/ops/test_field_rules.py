@@ -21,6 +21,8 @@ from fw_fairseq.ops.recurrent import step_form
 from fw_fairseq.ops.tokens import steps
 from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
 
+pytestmark = pytest.mark.quick
+
 OWN = [name for name in RULES if name not in PLAIN]
 SHAPE = (2, 2, 70, 6, 5)  # two chunks and a part
 WRITES_OF_A_TOKEN = 3

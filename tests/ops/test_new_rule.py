@@ -150,6 +150,7 @@ def test_without_a_kernel_it_runs_in_pytorch_and_says_so_once(emulate, caplog, m
     torch.testing.assert_close(y.double(), want[:, :, :1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_everything_that_goes_through_the_registries():
     """The operation's own tests, in a process where the rule and the map were there before them."""
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "-k", "keyed or square", *DRIVEN]

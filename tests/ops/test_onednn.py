@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from fw_fairseq.ops import onednn as module
 from fw_fairseq.ops.onednn import OneDnn, linear
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 
 
 def results(form, x, weight, bias):

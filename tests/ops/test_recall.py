@@ -11,6 +11,8 @@ from fw_fairseq.ops.recall import recall
 from fw_fairseq.ops.recurrent import step_form
 from fw_fairseq.rules import RULES, Coefficients
 
+pytestmark = pytest.mark.quick
+
 SHAPE = (2, 3, 17, 5, 4)
 
 

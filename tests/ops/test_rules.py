@@ -17,6 +17,8 @@ from fw_fairseq.rules.forms import FORMS, left
 from fw_fairseq.rules.fwm import fwm_sequence, fwm_step
 from fw_fairseq.tools.convert.conversion import fast_weight_config
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("rule", RULES)
 def test_equation(rule):

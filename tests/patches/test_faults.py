@@ -57,6 +57,7 @@ def training(data, folder, task, updates):
     return [data, *TRAIN.split(), "--task", task, "--save-dir", folder, "--max-update", updates, *USER_DIR]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("task, kills", [("language_modeling", 5), ("stateful_language_modeling", 8)])
 def test_a_run_that_is_killed_again_and_again_is_the_same_run(task, kills, data, tmp_path):
     """Every update saves, so that kills fall into the writing of checkpoints too; there are four epochs."""

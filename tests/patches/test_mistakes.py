@@ -24,6 +24,8 @@ from fw_fairseq.patches.checkpoints.writing import Unwritable, named_if_not_writ
 from fw_fairseq.patches.literals import read_literal
 from fw_fairseq.patches.mistakes import sentence, shortened
 
+pytestmark = pytest.mark.quick
+
 
 def unknown_rule():
     fast_weight(*torch.ones(3, 1, 1, 1, 1), rule="hebb")

@@ -63,6 +63,7 @@ def test_status_of_runs(status, tmp_path, capsys):
     assert capsys.readouterr().out == "no run has begun\n"
 
 
+@pytest.mark.long
 def test_language_models_and_conversion(tmp_path):
     out = tmp_path / "out_toy"
     done = recipe("convergence/conversion.sh", out, "decay-4-distilled")

@@ -18,6 +18,7 @@ SMALL = "import sys; sys.path.insert(0, {!r}); import encode; from pathlib impor
 )
 
 
+@pytest.mark.long
 def test_processes_write_every_document_once_and_continue_where_one_was_killed(tmp_path):
     model, data, draw = tmp_path / "model", tmp_path / "data", random.Random(0)
     succeed(run(sys.executable, RECIPE / "toy.py", model))

@@ -33,6 +33,7 @@ from fw_fairseq.tools.plot.wikitext2 import read_parts
 BIN = str(Path(sys.executable).parent)
 
 
+@pytest.mark.long
 def test_conversion_on_wikitext2(tmp_path):
     """Start, warm start and fine-tune; a second call only prints."""
     out = tmp_path / "out_toy"
@@ -46,6 +47,7 @@ def test_conversion_on_wikitext2(tmp_path):
     assert stamps == {path: path.stat().st_mtime_ns for path in out.rglob("*.pt")}
 
 
+@pytest.mark.long
 def test_table_of_several_seeds(tmp_path):
     """Mean and standard deviation of what each seed reached."""
     words = [f"w{i}" for i in range(12000)]  # more than the cutoffs of the adaptive softmax
@@ -101,6 +103,7 @@ def test_rows_of_rules_with_parts_around_them():
     assert options("sum_elu-other") == [] and options("sum_elu")[:2] == ["--update-rule", "sum"]
 
 
+@pytest.mark.long
 def test_gpt2(tmp_path):
     """The four scripts as they are: a row starts from the model that the row softmax tuned, or else from GPT-2 itself."""
     out, row = tmp_path / "out_toy", "delta-4-baseline"
@@ -172,7 +175,7 @@ def wikitext(tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("row", ["delta_schlag", "transformer_xl_stream"])
+@pytest.mark.parametrize("row", [pytest.param("delta_schlag", marks=pytest.mark.long), "transformer_xl_stream"])
 def test_wikitext103(row, wikitext):
     succeed(recipe("wikitext103/train.sh", wikitext, f"small-{row}", "--max-update", 4))
     log = succeed(recipe("wikitext103/train.sh", wikitext, f"small-{row}", "--max-update", 6))

@@ -219,6 +219,7 @@ def test_the_smallest_sizes():
     assert batch(tracking(group="modular", modulus=2, evaluation_length=1, **least), "valid")[0].shape == (1, 1)
 
 
+@pytest.mark.long
 def test_probes_by_the_recipe(tmp_path):
     """Each training is asked at all sizes; a second call trains nothing, and prints the same."""
     rows = "s3-delta_product-3-negative", "recall-sum_elu-w32"

@@ -26,7 +26,7 @@ from fw_fairseq.tasks.stateful_language_modeling import (
 )
 
 EOS = 2
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.mark.parametrize("prompts", [[[5, 6, EOS, 7, 8], [9, 10, 11, 12, 13]], [[5, EOS], [5, EOS]]])

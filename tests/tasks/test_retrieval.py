@@ -242,6 +242,7 @@ def test_softmax_has_no_gates():
     model.load_state_dict(older)
 
 
+@pytest.mark.long
 def test_a_point_is_solved_and_not_run_again(tmp_path):
     arguments = ["capacity-3-delta-dpfp2"]
     done = recipe("synthetic/point.sh", tmp_path, *arguments, TOY="")
@@ -254,6 +255,7 @@ def test_a_point_is_solved_and_not_run_again(tmp_path):
     assert recipe("synthetic/point.sh", tmp_path, *arguments, TOY="").stdout == done.stdout and log.stat().st_mtime_ns == before
 
 
+@pytest.mark.long
 def test_a_sweep_goes_through_its_points(tmp_path):
     done = recipe("synthetic/sweep.sh", tmp_path, "capacity-2-softmax", "capacity-2-gated-dpfp2", JOBS="1", TOY="")
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,8 @@ from fw_fairseq.data.text import Text
 from fw_fairseq.modules import CarriedState, LayerStates, Streams
 from fw_fairseq.ops import FastWeightState
 
+pytestmark = pytest.mark.quick
+
 PAD, EOS = 1, 2
 
 

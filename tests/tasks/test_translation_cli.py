@@ -270,6 +270,7 @@ def test_commands_for_language_models_say_what_they_take(trained, tmp_path):
             load_language_model(checkpoint, tmp_path / "none", name, architectures)
 
 
+@pytest.mark.long
 def test_multi30k_recipe(tmp_path):
     """One row with a linear decoder only, two updates and two test sets."""
     parallel_text.write(tmp_path, train=60, val=4, test_2016_flickr=4, test_2017_flickr=5)

@@ -130,6 +130,7 @@ def test_options_come_from_a_model_of_this_project(counting_data, pretrained, tm
     assert f"--options-from is {pretrained}, which holds no model of this project" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_the_baevski_auli_recipe_at_toy_size(tmp_path):
     """The four scripts as they are; a second prepare.sh leaves what is there."""
 

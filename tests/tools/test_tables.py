@@ -10,6 +10,8 @@ from fw_fairseq.tools.plot import __main__ as plots
 from fw_fairseq.tools.plot import tables
 from fw_fairseq.tools.plot.tables import TABLES, collect
 
+pytestmark = pytest.mark.quick
+
 TRAINED = (
     "... | INFO | fw_fairseq.models.fast_weight_lm | state size: 0.1311 million numbers for a sequence\n"
     '... | INFO | train_inner | {"epoch": 1, "num_updates": "100", "loss": "5"}\n'
