@@ -28,9 +28,15 @@ constexpr float LEAST_SUM = 1e-6f, LEAST_LENGTH = 1e-12f;  // of a row's feature
 
 __device__ __forceinline__ float rectified(float x) { return x < 0.f ? 0.f : x; }
 
+// elu(x) + 1. Both sides are computed: with a branch, each number of a lane would wait for the one before.
+__device__ __forceinline__ float elu_of(float x) {
+    const float below = expf(x > 0.f ? 0.f : x);
+    return x > 0.f ? x + 1.f : below;
+}
+
 // What the maps other than dpfp make of a number, and the slope there, from what they made of it.
 __device__ __forceinline__ float point_of(float x) {
-    return FW_MAP == FW_ELU ? (x > 0.f ? x + 1.f : expf(x)) : FW_MAP == FW_RELU ? rectified(x) : x;
+    return FW_MAP == FW_ELU ? elu_of(x) : FW_MAP == FW_RELU ? rectified(x) : x;
 }
 __device__ __forceinline__ float slope(float point) {
     return FW_MAP == FW_ELU ? (point > 1.f ? 1.f : point) : FW_MAP == FW_RELU ? (point > 0.f ? 1.f : 0.f) : 1.f;

@@ -11,7 +11,7 @@ Each step of a recipe runs as it is, except that LAUNCH is this file: its option
   A multiplicative dense layer and its convolutions use their weights once for each module.
 - Training costs three times the forward, and four times in reversible layers, which compute it again for the backward; tokens =
   updates x batch x length.
-- The GPU reaches 40% of the 312 TFLOP/s of an A100 in bfloat16.
+- The GPU reaches 40% of the 312 TFLOP/s of an A100 in bfloat16, also where a recipe trains in fp32.
 The count leaves out chunk forms, random features, new projections of a memory, optimizer, validation and data. Real runs take
 longer where these matter, or where layers are too small to keep the GPU busy.
 """
@@ -56,7 +56,8 @@ def main(chosen: list[str]) -> None:
         sys.exit("estimate.py: give a step and its row, such as wikitext103/train.sh small-delta, or nothing for all rows")
     if chosen and chosen[0] not in STEPS:
         sys.exit(f"estimate.py: the step is {chosen[0]}; it must be one of {', '.join(STEPS)}")
-    print("| recipe | parameters | multiply-adds per token, forward | tokens | A100-hours, estimated |\n|---|---:|---:|---:|---:|")
+    print("| recipe | parameters | multiply-adds per token, forward | tokens | A100-hours in bf16, estimated |")
+    print("|---|---:|---:|---:|---:|")
     for step, row in [tuple(chosen)] if chosen else ROWS:
         with tempfile.TemporaryDirectory() as folder:
             print(f"| `{step} {row}` | {counted(step, row, Path(folder))} |", flush=True)

@@ -36,6 +36,7 @@ for variable in JOBS WORKERS UPDATES START_UPDATES EVERY SAVE_EVERY TOKENS TEST_
 done
 of_form WARMUP '[0-9]+' "a whole number"
 of_form SEEDS ' *[0-9]+( +[0-9]+)* *' 'one or more whole numbers, for example "1 2"'
+of_form PRECISION 'bf16|fp16|fp32|tf32' "bf16, fp16, fp32 or tf32"
 of_form DROPOUT '0|0?\.[0-9]+' "a number from 0 to below 1, for example 0.1"
 GPUS=${GPUS:-1}
 SEED=1
@@ -224,6 +225,21 @@ share() { # BATCH: the part of one of the GPUS workers
         fail "GPUS is $GPUS; it must divide $1, the batch that the workers share"
     fi
     echo $(($1 / GPUS))
+}
+
+choose_precision() { # DEFAULT ARGUMENT...: adds PRECISION to machine, or else bf16 where every GPU has it, or else DEFAULT; fp32 on CPUs
+    local argument precision=${PRECISION:-}
+    [ -z "$CPU" ] || return 0
+    for argument in "${@:2}"; do
+        case $argument in --fp16 | --bf16 | --amp | --memory-efficient-fp16 | --memory-efficient-bf16) return 0 ;; esac
+    done
+    [ -n "$precision" ] || precision=$("$PYTHON" -c 'import sys, torch
+gpus = [torch.cuda.get_device_capability(number) for number in range(torch.cuda.device_count())]
+print("bf16" if gpus and min(gpus) >= (8, 0) else sys.argv[1])' "$1")
+    case $precision in
+        bf16 | fp16) machine+=("--$precision") ;;
+        tf32) export TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 FW_FAIRSEQ_FP32=tf32 ;; # PyTorch reads the one, the CUDA kernels the other
+    esac
 }
 
 launcher() { # sets launch to the command that starts "-m fairseq_cli.train": LAUNCH, its words split as in a shell, or python

@@ -12,8 +12,9 @@ from counts import __main__ as command
 from counts.cases import Case, record
 from counts.counted import DEVICES, Pass, count
 from counts.lane import Lane, NotFollowed
-from counts.machine_code import read
+from counts.machine_code import disassemble, read
 from counts.model import LATENCY, Multiprocessor, blocking_loads, milliseconds
+from hostcuda.nvrtc import compiled
 from support.commands import ROOT
 
 from fw_fairseq.ops.kernels.common import MAPS
@@ -221,6 +222,24 @@ def test_a_feature_map_is_recorded_inside_the_kernels():
     assert launch.defines["FW_MAP"] == MAPS["dpfp"] and launch.defines["FW_K"] == 32 and launch.defines["FW_D"] == 16
     rows, gates, memories = 128 * 16 * 2, 128 * (32 + 16) * 4, 2 * 32 * 16 * 4
     assert recording.moved["forward"] == 4 * rows + gates + memories
+
+
+def branches_on_data(rule: str, feature_map: str) -> dict[str, int]:
+    """Of a warp over 128 tokens, in each pass."""
+    found = {}
+    for name, launches in record(Case(rule, 16, "bf16", row_map=RowMap(feature_map, 1, "sum")), 128, "90").launches.items():
+        (launch,) = launches
+        code, labels = disassemble(compiled(launch.source, launch.defines, "90")[0], launch.kernel)
+        lane = Lane(code, labels, launch.threads, launch.grid, launch.params, DEVICES["90"].params_at)
+        lane.run(0)
+        found[name] = lane.guesses.total()
+    return found
+
+
+@pytest.mark.parametrize("rule", ["sum", "delta"])
+def test_elu_takes_no_branch_for_a_number(rule):
+    """relu is one instruction for a number, and elu has no branch beyond those around it."""
+    assert branches_on_data(rule, "elu") == branches_on_data(rule, "relu")
 
 
 def compiler() -> tuple[int, int]:

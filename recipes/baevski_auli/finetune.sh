@@ -16,7 +16,8 @@
 #           TOY=1 recipes/baevski_auli/finetune.sh decay-4    a tiny model on the CPU, after the same row of convert.sh
 #
 # UPDATES and WARMUP shorten a run. Adam, 4000 updates of warm-up to 1e-4, cosine to 2e-6, clipping at 0.1. finetune.yaml beside this file
-# does the same with Hydra.
+# does the same with Hydra. PRECISION is bf16, the default where every GPU has it, fp16, the default elsewhere, fp32 or tf32; the paper does
+# not name its own.
 source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 source "$ROOT/recipes/baevski_auli/rows.sh"
@@ -25,7 +26,7 @@ need_folder "$OUT/data" recipes/baevski_auli/prepare.sh
 
 updates=${UPDATES:-${TOY:+6}} warmup=${WARMUP:-${TOY:+2}}
 updates=${updates:-100000} warmup=${warmup:-4000}
-[ -n "$CPU" ] || machine=(--fp16)
+choose_precision fp16 "$@"
 case $rule in
     abc | linformer) model=(--mixer "$rule" --slots "$width") ;;
     *)

@@ -17,6 +17,7 @@
 #
 # UPDATES, WARMUP and EVERY (updates between validations) shorten a run. The paper names neither optimizer nor schedule; this recipe takes
 # Adam, 4000 updates of warm-up and cosine, as the paper's appendix B does. finetune.yaml beside this file does the same with Hydra.
+# PRECISION is bf16, the default where every GPU has it, fp16, the default elsewhere, fp32 or tf32; the paper has mixed precision (fp16).
 source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 source "$ROOT/recipes/gpt2/rows.sh"
@@ -25,7 +26,7 @@ need_file "$OUT/$row/start.pt" "recipes/gpt2/convert.sh $row"
 
 updates=${UPDATES:-${TOY:+6}} warmup=${WARMUP:-${TOY:+2}} every=${EVERY:-${TOY:+3}}
 updates=${updates:-100000} warmup=${warmup:-4000} every=${every:-4000}
-[ -n "$CPU" ] || machine=(--fp16)
+choose_precision fp16 "$@"
 case $row in
     softmax | local_attention) model=(--mixer "$row") ;;
     *) model=(--update-rule "$rule" "${attention[@]}") ;;

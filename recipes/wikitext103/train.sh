@@ -27,7 +27,8 @@
 # learning rate and the warm-up, but no schedule; this recipe takes cosine. Updates are about 120 epochs (small) and 70 (medium).
 # transformer_xl_stream has the warm-up and the updates of the authors' code; token i of a segment sees the memory, as long as a segment,
 # and i tokens more. base has the dropout, the start and the units of the authors' code; its schedule is this recipe's own. The
-# publication's segments have 768 tokens: --tokens-per-sample 768.
+# publication's segments have 768 tokens: --tokens-per-sample 768. PRECISION is bf16, the default where every GPU has it, fp32, the default
+# elsewhere, tf32 (fp32 with faster, coarser products) or fp16. Schlag et al. 2021 do not name theirs; the code of base has fp16.
 source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 renamed BATCH "pass --batch-size, the segments of one worker, or set GPUS, the workers that share the batch"
@@ -89,6 +90,7 @@ if [ -n "$TOY" ]; then
     model+=(--adaptive-input-cutoff 500,1000 --adaptive-softmax-cutoff 500,1000)
     [ "$size" = base ] || model+=(--decoder-ffn-embed-dim 64)
 fi
+choose_precision fp32 "$@"
 
 batch=$(share "$batch")
 train "$OUT/runs/${RUN:-$row}" "$OUT/bin" --task $task --arch "$arch" \

@@ -14,10 +14,10 @@
 #           GPUS=16 srun --nodes 2 --ntasks-per-node 1 --gpus-per-node 8 recipes/wmt14/train.sh dpfp2 --distributed-port 29500
 #           CPU=1 recipes/wmt14/train.sh dpfp2
 #
-# SHAPE names the architecture: wmt_en_de_big, or iwslt_de_en. PRECISION is --fp16, --bf16 or nothing. The paper does not say which
-# attentions are linear, nor the learning rate: this recipe makes all three linear and takes that of Ott et al. 2018 for batches accumulated
-# over 16, 0.001. No row drops attention weights, as in their configuration. The model has 6+6 layers of width 1024, about 210 million
-# parameters.
+# SHAPE names the architecture: wmt_en_de_big, or iwslt_de_en. PRECISION is bf16, the default where every GPU has it, fp16, the default
+# elsewhere, fp32 or tf32. The paper does not name its own, nor which attentions are linear, nor the learning rate: this recipe makes all
+# three linear and takes the rate of Ott et al. 2018 for batches accumulated over 16, 0.001. No row drops attention weights, as in their
+# configuration. The model has 6+6 layers of width 1024, about 210 million parameters.
 source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 renamed ATTENTIONS "name them in the row, for example dpfp2-decoder"
@@ -29,8 +29,7 @@ row=$1
 shift
 row_model "$row"
 need_folder "$OUT/bin" recipes/wmt14/prepare.sh
-precision=${PRECISION---fp16}
-[ -z "$precision" ] || [ -n "$CPU" ] || model+=("$precision")
+choose_precision fp16 "$@"
 
 batches=$(share 48)
 train "$OUT/runs/${RUN:-$row}" "$OUT/bin" "${model[@]}" --share-all-embeddings --dropout 0.3 --attention-dropout 0.0 \

@@ -242,6 +242,7 @@ def test_recipes_without_a_toy_size_refuse_it(name, args, tmp_path):
         ("streaming/memory.sh", "TOKENS", "1e6", "a whole number of at least 1"),
         ("demo.sh", "UPDATES", "0", "a whole number of at least 1"),  # which fairseq takes for no limit
         ("gpt2/finetune.sh", "WARMUP", "-1", "a whole number"),
+        ("wmt14/train.sh", "PRECISION", "--fp16", "bf16, fp16, fp32 or tf32"),
     ],
 )
 def test_variables_with_other_values_are_refused(name, variable, value, allowed, tmp_path):
