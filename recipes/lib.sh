@@ -184,7 +184,8 @@ binarise() { # FOLDER NAME=VALUE... -- OPTION of fairseq-preprocess...: makes FO
     flock "$binarising"
     [ ! -d "$folder" ] || { exec {binarising}>&-; return 0; }
     rm -rf "$folder.part"
-    logged "$(dirname "$folder")/preprocess.log" fairseq-preprocess --destdir "$folder.part" --workers "${WORKERS:-$(nproc)}" "${@:2}"
+    logged "$(dirname "$folder")/preprocess.log" fairseq-preprocess --user-dir "$ROOT/fw_fairseq" --destdir "$folder.part" \
+        --workers "${WORKERS:-$(nproc)}" "${@:2}"
     record "$folder" "${made_with[@]}"
     mv "$folder.part" "$folder"
     exec {binarising}>&-

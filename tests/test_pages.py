@@ -8,6 +8,7 @@ import importlib
 import json
 import re
 import runpy
+import shlex
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -138,6 +139,13 @@ def test_a_model_of_ones_own_text(tmp_path, monkeypatch, capsys):
     exec(code, {})
     text, score = capsys.readouterr().out.splitlines()[-2:]
     assert text.startswith("the old cat") and -10 < float(score.split("(")[-1].rstrip(")")) < 0
+
+
+def test_the_readme_says_where_an_editable_installation_is(tmp_path):
+    """From another folder."""
+    [command] = re.findall(r'`--user-dir "\$\(python (-c \'.*?\')\)"`', (ROOT / "README.md").read_text())
+    printed = succeed(run(sys.executable, *shlex.split(command), cwd=tmp_path)).strip()
+    assert Path(printed).name == "fw_fairseq" and Path(printed, "models", "fast_weight_lm.py").is_file()
 
 
 def test_the_picture_of_the_readme_is_that_of_the_report():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import batches, distributed, literals, non_finite, option_values, stopping, training  # noqa: F401  each adds its changes to the list
+from . import batches, distributed, literals, non_finite, option_values, stopping, texts, training  # noqa: F401  each adds its changes
 from .checkpoints import origin, plateau, reading, resuming, writing  # noqa: F401
 from .replacing import CHANGES
 

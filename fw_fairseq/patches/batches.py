@@ -18,6 +18,7 @@ from fairseq.tasks.fairseq_task import FairseqTask
 
 from .. import Mistake
 from .replacing import changes, replaces
+from .texts import refuse_lines_longer_than_a_batch, shorter
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,10 @@ def keep_the_last_batch(original, indices, *args, **kwargs) -> list:
 def make_the_batches_of_the_first_epoch(original, task, dataset, *args, epoch=1, **kwargs):
     """fairseq composes the batches of a run once, and the epoch that the run starts in decides how. A run that is resumed after its
     first epoch therefore has other batches than one that was not interrupted. Now every run has the batches of the first epoch. If
-    all texts are too long for the model, fairseq evaluates nothing and reports a perplexity of 1; now this is an error."""
+    all texts are too long for the model, fairseq evaluates nothing and reports a perplexity of 1; now this is an error. A line of
+    any length is one sample where no option limits it, and can take all memory; now a line that is longer than a batch is refused,
+    at more than 36,000 tokens if neither `--max-tokens` nor `--batch-size` allows for it."""
+    refuse_lines_longer_than_a_batch(task, dataset, **kwargs)
     once = (
         task.can_reuse_epoch_itr(dataset) and not kwargs.get("disable_iterator_cache") and not kwargs.get("update_epoch_batch_itr")
     )
@@ -67,7 +71,7 @@ def make_the_batches_of_the_first_epoch(original, task, dataset, *args, epoch=1,
         return original(task, dataset, *args, epoch=epoch, **kwargs)
     iterator = original(task, dataset, *args, epoch=1, **kwargs)
     if len(dataset) and not iterator.frozen_batches:
-        raise Mistake(too_long(task, len(dataset), kwargs.get("max_positions")))
+        raise Mistake(too_long(task, len(dataset), kwargs.get("max_positions"), kwargs.get("max_tokens")))
     iterator.epoch = max(epoch, 1)
     dataset.set_epoch(epoch)
     return iterator
@@ -102,9 +106,9 @@ def go_on_with_other_workers(original, iterator, state_dict: dict) -> None:
     original(iterator, state_dict)
 
 
-def too_long(task, count: int, positions) -> str:
-    shorter = "a shorter --tokens-per-sample" if hasattr(getattr(task, "args", task.cfg), "tokens_per_sample") else "shorter texts"
-    return f"all {count} texts are longer than the model's {positions} positions; give {shorter}"
+def too_long(task, count: int, positions, max_tokens: int | None = None) -> str:
+    most = f"--max-tokens, {max_tokens}" if positions == max_tokens else f"the model's {positions} positions"
+    return f"all {count} texts are longer than {most}; give {shorter(task, positions)}"
 
 
 @replaces(DiverseBeamSearch, "step")

@@ -69,10 +69,14 @@ def refuse_scores_that_are_nan(original, scorer, models, sample, **kwargs):
 @replaces(SequenceGenerator, "generate")
 def refuse_to_write_from_nan(original, generator, models, sample, **kwargs):
     """If a model's scores are NaN, no hypothesis ends, and `fairseq-generate` and `fairseq-interactive` stop with an
-    AssertionError. Now one sentence names the first parameter that is not finite, and the exit code is 3."""
+    AssertionError. Now one sentence names the first parameter that is not finite, and the exit code is 3. A `--min-len` that is
+    longer than a text may become is refused in one sentence, too."""
     try:
         return original(generator, models, sample, **kwargs)
     except AssertionError as error:
+        if str(error).startswith("min_len"):
+            limits = "--max-len-a, --max-len-b and the model's positions"
+            raise Mistake(f"--min-len is {generator.min_len}, which is more than {limits} allow") from error
         why = why_not_finite(*models)
         if why == FINITE:
             raise

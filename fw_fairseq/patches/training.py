@@ -29,6 +29,7 @@ from .checkpoints.resuming import with_averages
 from .literals import naming
 from .option_values import check_shares
 from .replacing import replaces
+from .texts import shorter
 
 WHOLE = (CrossEntropyCriterion, LabelSmoothedCrossEntropyCriterion)  # criterions that read the probabilities of all words
 
@@ -132,8 +133,8 @@ def score_every_block(original, task, dataset, *args, max_positions=None, contex
     sizes = numpy.asarray(dataset.sizes)
     tokens = int(min(sizes.max(initial=0) + context_window, sizes.sum()))
     if isinstance(max_positions, int) and tokens > max_positions:
-        shorter = "--sample-break-mode none" if task.args.sample_break_mode == "eos" else "a shorter --tokens-per-sample"
-        raise Mistake(f"texts of {tokens} tokens are longer than the model's {max_positions} positions; give {shorter}")
+        said = f"texts of {tokens} tokens are longer than the model's {max_positions} positions"
+        raise Mistake(f"{said}; give {shorter(task, max_positions)}")
     return original(task, dataset, *args, max_positions=max_positions, context_window=context_window, **kwargs)
 
 

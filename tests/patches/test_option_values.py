@@ -421,6 +421,14 @@ def fail(*args, **kwargs):
     raise AssertionError("another")
 
 
+def test_a_min_len_that_no_text_reaches_is_refused():
+    model = build(no_token_positional_embeddings=True)
+    generator = SequenceGenerator([model], make_task(40).target_dictionary, beam_size=2, max_len_b=8, min_len=9)
+    said = "^--min-len is 9, which is more than --max-len-a, --max-len-b and the model's positions allow$"
+    with pytest.raises(Mistake, match=said):
+        generator.generate([model], {"net_input": {"src_tokens": draw(2, 6)}})
+
+
 def test_losses_that_are_nan_name_a_parameter_but_do_not_end_a_run():
     task, model, tokens = make_task(40), build(), draw(2, 6)
     task = LanguageModelingTask(Namespace(), task.target_dictionary)

@@ -70,7 +70,11 @@ def test_the_model_has_the_options_of_its_task(gpt2, tmp_path):
 @pytest.mark.parametrize(
     "changed, said",
     [
-        ({"model_type": "llama"}, "model_type"),
+        (
+            {"model_type": "llama", "n_embd": None},
+            r"^SOURCE .*changed holds a model of type llama; fw-convert reads GPT-2 and fairseq's transformer_lm$",
+        ),
+        ({"model_type": None}, r"^SOURCE .* holds a model of a type that config.json does not name; fw-convert reads GPT-2 and "),
         ({"activation_function": "silu"}, "activation_function"),
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon"),
         ({"eos_token_id": 5000}, "eos_token_id"),

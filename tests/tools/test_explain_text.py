@@ -310,7 +310,7 @@ def test_outside_the_window_is_not_about_zero():
     part = Part(1, "additive", "query pooling", torch.tensor([[0.0, 0.0, 0.0, 1.0, 0.0, 0.5]]), 4)
     assert part.outside() == 2 and part._replace(window=0).outside() == part._replace(window=9).outside() == 0
     assert Part(1, "softmax", "attention", part.heads).outside() == 0
-    cells = shaded(list("abcdef"), part.mean(), part.mean(), part.outside()).split("</span>")
+    cells = shaded(list("abcdef"), part.sizes(), part.sizes(), part.outside()).split("</span>")
     assert ["class=outside" in cell for cell in cells[:6]] == [True, True, False, False, False, False]
     assert 'title="1: outside the window"' in cells[1] and 'title="2: 0"' in cells[2]
 
@@ -362,6 +362,29 @@ def test_words_are_shaded_by_their_weights():
 def test_the_strongest_tokens_are_named_by_the_size_of_their_weights():
     weights = torch.tensor([0.1, -0.9, 0.5, 0.0, 0.3, -0.2, 0.25])
     assert strongest(list("abcdefg"), weights) == "b (1) -0.9, c (2) 0.5, e (4) 0.3, g (6) 0.25, f (5) -0.2"
+
+
+def test_heads_of_opposite_sign_do_not_hide_what_a_layer_reads():
+    """In the page and, for a long text, in the picture: the mean of |0.3| and |-0.1| is the largest of the row."""
+    part = Part(4, "fast_weight", "read", torch.tensor([[0.3, 0.0, 0.1], [-0.1, 0.0, 0.0]], dtype=torch.float64))
+    assert section(["a", "b", "c"], part)[1] == (
+        '<p><span style="background:rgba(84,39,143,1.00);color:#fff" title="0: 0.2">a</span> '
+        '<span style="background:rgba(84,39,143,0.00)" title="1: 0">b</span> '
+        '<span style="background:rgba(84,39,143,0.25)" title="2: 0.05">c</span></p>'
+    )
+    [row] = picture.rows_of([part], heads=False)[1]
+    assert row == pytest.approx([1, 0, 0.25])
+
+
+def test_a_picture_of_short_and_long_texts_has_a_colour_bar_for_each(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(picture, "write_atomically", lambda path, write: figures.append(pyplot.gcf()))
+    draw("a title", [some_weights(4, 2), some_weights(41, 2)], tmp_path / "picture.png")
+    short, long, _, heads, layers = figures[0].axes
+    assert (short.images[0].get_clim(), long.images[0].get_clim()) == ((-1, 1), (0, 1))
+    assert (heads.get_ylabel(), heads.get_ylim()) == ("weight / largest of its row", (-1, 1))
+    assert (layers.get_ylabel(), layers.get_ylim()) == ("mean |weight| / largest of its row", (0, 1))
+    assert short.images[0].get_cmap() != long.images[0].get_cmap()
 
 
 @pytest.mark.parametrize("heads, words", [(1, "1 head,"), (2, "2 heads,")])

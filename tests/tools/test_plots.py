@@ -25,7 +25,7 @@ from fw_fairseq.tools.plot.convergence import (
     read_position,
 )
 from fw_fairseq.tools.plot.dpfp import surfaces
-from fw_fairseq.tools.plot.logs import read_log
+from fw_fairseq.tools.plot.logs import read_log, read_logs
 from fw_fairseq.tools.plot.published import read_losses
 from fw_fairseq.tools.plot.retrieval import SOLVED, number, point_of_log, read_results
 from fw_fairseq.tools.plot.style import SMALL, canvas, legend, log_values, look, plot, save, spread_out
@@ -321,10 +321,26 @@ def test_a_run_of_one_epoch_has_more_than_one_point(tmp_path):
     lines = [f'| {{"epoch": 1, "loss": "{9 - n}", "num_updates": "{50 * n}"}}' for n in (1, 2, 3)]
     lines.append('| {"epoch": 1, "train_loss": "7.5", "train_num_updates": "160"}')
     (tmp_path / "short.log").write_text("\n".join(lines))
-    assert read_log(tmp_path / "short.log", "train_loss") == {50: 8.0, 100: 7.0, 150: 6.0}
+    short, two, epochs = (tmp_path / f"{name}.log" for name in ("short", "two", "epochs"))
+    within = {50: 8.0, 100: 7.0, 150: 6.0}
+    assert read_logs([short], "train_loss") == ([within], "loss")
     lines.append('| {"epoch": 2, "train_loss": "6.5", "train_num_updates": "320"}')
-    (tmp_path / "two.log").write_text("\n".join(lines))
-    assert read_log(tmp_path / "two.log", "train_loss") == {160: 7.5, 320: 6.5}, "a point of each epoch"
+    two.write_text("\n".join(lines))
+    assert read_logs([two], "train_loss") == ([{160: 7.5, 320: 6.5}], "train_loss"), "a point of each epoch"
+    assert read_logs([two, short], "train_loss") == ([within, within], "loss"), "one quantity in one figure"
+    epochs.write_text("\n".join(lines[3:]))
+    assert read_logs([epochs, short], "train_loss") == ([{160: 7.5, 320: 6.5}, {160: 7.5}], "train_loss")
+
+
+@pytest.mark.parametrize("epochs, label", [(1, "training loss within epochs"), (2, "training loss of each epoch")])
+def test_the_axis_says_which_training_loss_is_drawn(epochs, label, tmp_path):
+    lines = ['| {"epoch": 1, "loss": "9", "num_updates": "50"}', '| {"epoch": 1, "loss": "8", "num_updates": "100"}']
+    lines += [f'| {{"epoch": {n}, "train_loss": "7.5", "train_num_updates": "{160 * n}"}}' for n in range(1, epochs + 1)]
+    (tmp_path / "a.log").write_text("\n".join(lines))
+    args = plots.build_parser().parse_args(["curves", str(tmp_path / "a.log"), "--metric", "train_loss", "--out", "x.svg"])
+    figure = args.draw(args)
+    assert figure.axes[0].get_ylabel() == label
+    save(figure, [])
 
 
 @pytest.mark.parametrize("values", [(0.94, 1.54), (0.3, 400.0), (11.0, 14.0)])

@@ -69,7 +69,8 @@ class Vocabulary:
 def read_pretrained(path) -> Source:
     path = Path(path)
     if not path.exists():
-        raise Mistake(f"SOURCE {path} does not exist; it is a fairseq checkpoint or a folder with a Hugging Face GPT-2")
+        known = "a fairseq checkpoint or a folder with a Hugging Face GPT-2"
+        raise Mistake(f"SOURCE {path} does not exist; it is {known}, and a model of the Hub must be downloaded first")
     with building(f"SOURCE {path} has options or parameters of which no model can be made"):
         source = read_gpt2(path) if path.is_dir() else read_fairseq(path)
         return match_layout(source, str(path))
@@ -170,13 +171,15 @@ def gpt2_config(folder: Path) -> dict:
         raise Mistake(f"SOURCE {folder} has no config.json; a folder must hold a Hugging Face GPT-2 (config.json and weights)")
     with reading(path, "a configuration"):
         config = {"n_positions": 1024, "activation_function": "gelu_new", "eos_token_id": 50256} | json.loads(path.read_text())
+    if (kind := config.get("model_type")) != "gpt2":
+        found = "of a type that config.json does not name" if kind is None else f"of type {kind}"
+        raise Mistake(f"SOURCE {folder} holds a model {found}; fw-convert reads GPT-2 and fairseq's transformer_lm")
     for name in ("n_embd", "n_layer", "n_head", "n_positions", "vocab_size"):
         if not isinstance(config.get(name), int) or config[name] < 1:
             raise Mistake(f"{path} has {name} = {config.get(name)!r}; it must be a number of at least 1")
     if config["n_embd"] % config["n_head"]:
         raise Mistake(f"{path} has n_embd = {config['n_embd']}; it must be a multiple of n_head, {config['n_head']}")
     needed = {
-        "model_type": ("gpt2",),
         "activation_function": tuple(ACTIVATIONS),
         "layer_norm_epsilon": (1e-5, None),
         "scale_attn_weights": (True, None),

@@ -10,7 +10,7 @@ from torch import Tensor
 from .weights import Part, relative
 
 STRONGEST = 5
-POSITIVE, NEGATIVE = "31,119,180", "214,39,40"
+POSITIVE, NEGATIVE, SIZE = "31,119,180", "214,39,40", "84,39,143"
 HATCHED = "repeating-linear-gradient(45deg,#ccc 0 1px,#fff 1px 5px)"
 STYLE = f"""
 body {{ font: 15px/1.7 sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; color: #111; background: #fff }}
@@ -20,15 +20,17 @@ span {{ padding: .1em .15em; border-radius: .2em }} span:last-child {{ outline: 
 .outside {{ background: {HATCHED}; color: #888 }} .legend b {{ font-weight: normal; padding: .1em .6em; margin: 0 .4em }}
 .bar {{ display: inline-block; width: 12em; height: 1em; vertical-align: middle; border: 1px solid #ccc;
   background: linear-gradient(90deg,rgb({NEGATIVE}),#fff,rgb({POSITIVE})) }}
+.sizes {{ background: linear-gradient(90deg,#fff,rgb({SIZE})) }}
 """
 LEGEND = (
-    "<p class=legend>largest negative weight of the row <b class=bar></b> largest positive; white: about 0"
+    "<p class=legend>a layer: 0 <b class='bar sizes'></b> its largest mean size</p>"
+    "<p class=legend>a head: largest weight, negative <b class=bar></b> positive; white: about 0"
     " <b class=outside>outside the window</b></p>"
 )
 NOTE = (
     "Each row has a scale of its own: a colour is as strong as the weight is beside the largest of its row. A layer's own line is"
-    " the mean of its heads, each beside its largest; the heads are folded. The outlined token is the one that reads. A word with ?"
-    " is not in the dictionary. Numbers are under the mouse."
+    " the mean of the sizes of its heads' weights, without their signs; the heads are folded. The outlined token is the one that"
+    " reads. A word with ? is not in the dictionary. Numbers are under the mouse."
 )
 
 
@@ -61,22 +63,23 @@ def page(title: str, readings: list[Shown]) -> str:
 
 def section(words: list[str], part: Part) -> list[str]:
     """Returns the lines of one part."""
-    lines = [f"<h2>{html.escape(part.name())}</h2>", f"<p>{shaded(words, mean := part.mean(), mean, part.outside())}</p>"]
+    sizes, outside = part.sizes(), part.outside()
+    lines = [f"<h2>{html.escape(part.name())}</h2>", f"<p>{shaded(words, relative(sizes), sizes, outside, SIZE)}</p>"]
     lines.append(f"<details><summary>{len(part.heads)} head{'s' * (len(part.heads) > 1)}, and their strongest tokens</summary>")
     for number, weights in enumerate(part.heads, 1):
         lines.append(f"<p><b>{number}</b> <i class=note>{html.escape(strongest(words, weights))}</i><br>")
-        lines.append(f"{shaded(words, relative(weights), weights, part.outside())}</p>")
+        lines.append(f"{shaded(words, relative(weights), weights, outside)}</p>")
     return [*lines, "</details>"]
 
 
-def shaded(words: list[str], relative: Tensor, weights: Tensor, outside: int) -> str:
+def shaded(words: list[str], relative: Tensor, weights: Tensor, outside: int, positive: str = POSITIVE) -> str:
     """Returns words with their weight as background, and the number in their title; those before the window hatched."""
     cells = []
     for number, (word, shade, weight) in enumerate(zip(words, relative.tolist(), weights.tolist())):
         if number < outside:
             cells.append(f'<span class=outside title="{number}: outside the window">{html.escape(word)}</span>')
             continue
-        colour = f"rgba({POSITIVE if shade >= 0 else NEGATIVE},{abs(shade):.2f})"
+        colour = f"rgba({positive if shade >= 0 else NEGATIVE},{abs(shade):.2f})"
         dark = ";color:#fff" if abs(shade) > 0.6 else ""
         cells.append(f'<span style="background:{colour}{dark}" title="{number}: {weight:.3g}">{html.escape(word)}</span>')
     return " ".join(cells)

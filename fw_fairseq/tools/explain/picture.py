@@ -13,7 +13,18 @@ from .weights import Part, relative
 
 SHORT = 40  # tokens; longer texts are drawn in lines of this many, without heads
 HATCH = "/////"
-SCALE = "weight / largest of its row"
+
+
+class Scale(NamedTuple):
+    """What colours stand for."""
+
+    label: str
+    colours: str
+    least: int
+
+
+HEADS = Scale("weight / largest of its row", "RdBu", -1)
+LAYERS = Scale("mean |weight| / largest of its row", "Purples", 0)
 
 
 def require_matplotlib() -> None:
@@ -35,9 +46,10 @@ def draw(title: str, readings: list[Shown], path: Path) -> None:
     size = (max(6.5, 3.2 + 0.32 * columns), sum(heights) + 0.9)
     ratios = {"height_ratios": heights}
     figure, axes = pyplot.subplots(len(bands), figsize=size, squeeze=False, layout="constrained", gridspec_kw=ratios)
-    for band, axis in zip(bands, axes[:, 0]):
-        image = fill(axis, band, columns)
-    figure.colorbar(image, ax=list(axes[:, 0]), label=SCALE, shrink=2.2 / size[1], ticks=[-1, 0, 1], pad=0.01)
+    images = {band.scale: fill(axis, band, columns) for band, axis in zip(bands, axes[:, 0])}
+    for scale, image in images.items():  # two where some texts are short and others long
+        ticks = range(scale.least, 2)
+        figure.colorbar(image, ax=list(axes[:, 0]), label=scale.label, shrink=2.2 / size[1], ticks=ticks, pad=0.01)
     if any(max(band.outside) > 0 for band in bands):
         handle = Patch(facecolor="white", edgecolor="0.6", hatch=HATCH, label="outside the window")
         figure.legend(handles=[handle], loc="outside lower right", fontsize=8, frameon=False)
@@ -55,6 +67,7 @@ class Band(NamedTuple):
     rows: list[list[float]]
     borders: list[int]  # rows that have a line above
     outside: list[int]  # of each row, how many of these tokens lie before the window
+    scale: Scale = HEADS
 
 
 def bands_of(reading: Shown) -> list[Band]:
@@ -65,7 +78,7 @@ def bands_of(reading: Shown) -> list[Band]:
     for start in range(0, len(reading.words), SHORT):
         words, cells = reading.words[start : start + SHORT], [row[start : start + SHORT] for row in rows]
         left = [min(len(words), max(0, count - start)) for count in outside]
-        found.append(Band("" if start else title, words, labels, cells, borders, left))
+        found.append(Band("" if start else title, words, labels, cells, borders, left, HEADS if heads else LAYERS))
     return found
 
 
@@ -74,7 +87,7 @@ def fill(axis, band: Band, columns: int):
     from matplotlib.patches import Rectangle
 
     extent = (-0.5, len(band.words) - 0.5, len(band.rows) - 0.5, -0.5)
-    image = axis.imshow(band.rows, cmap="RdBu", vmin=-1, vmax=1, aspect="auto", extent=extent)
+    image = axis.imshow(band.rows, cmap=band.scale.colours, vmin=band.scale.least, vmax=1, aspect="auto", extent=extent)
     for row, count in enumerate(band.outside):
         if count:
             axis.add_patch(Rectangle((-0.5, row - 0.5), count, 1, facecolor="white", edgecolor="0.6", hatch=HATCH, lw=0))
@@ -90,8 +103,8 @@ def fill(axis, band: Band, columns: int):
 
 
 def rows_of(parts: list[Part], heads: bool) -> tuple[list[str], list[list[float]], list[int]]:
-    """Returns the rows' labels, their weights relative to the largest, and the rows that have a border above: new parts or
-    layers."""
+    """Returns the rows' labels, their weights or sizes relative to the largest, and the rows that have a border above: new parts
+    or layers."""
     labels, rows, borders = [], [], []
     for before, part in zip([None, *parts], parts):
         if before is not None and (heads or part.layer != before.layer):
@@ -101,7 +114,7 @@ def rows_of(parts: list[Part], heads: bool) -> tuple[list[str], list[list[float]
             rows += relative(part.heads).tolist()
         else:
             labels.append(part.name())
-            rows.append(part.mean().tolist())
+            rows.append(relative(part.sizes()).tolist())
     return labels, rows, borders
 
 

@@ -29,9 +29,9 @@ class Part(NamedTuple):
         """Returns the number of tokens before the window, which begin the text."""
         return max(0, self.heads.shape[1] - self.window) if self.window else 0
 
-    def mean(self) -> Tensor:
-        """Returns the mean over heads, each relative to its largest weight."""
-        return relative(self.heads).mean(0)
+    def sizes(self) -> Tensor:
+        """Returns the mean over heads of the weights' absolute values (T,), in which heads of opposite sign do not cancel."""
+        return self.heads.abs().mean(0)
 
 
 class Reading(NamedTuple):

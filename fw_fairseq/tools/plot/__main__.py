@@ -11,13 +11,20 @@ from pathlib import Path
 from ... import Mistake
 from ..command import check_outputs, make_parser, mistakes_as_sentences, refuse_folder
 from . import convergence, cost, dpfp, probes, retrieval, tables
-from .logs import read_log
+from .logs import read_logs
 from .style import Look, canvas, legend, log_values, look, plot, save
 from .wikitext2 import draw_conversion, draw_parts, draw_state, table_of_parts
 
 PROG = "fw-plot"
 EXAMPLE = "fw-plot curves softmax=runs/softmax/train.log delta=runs/delta/train.log --out curves.svg"
-NAMES = {"valid_loss": "evaluation loss", "valid_ppl": "validation perplexity", "ppl": "training perplexity"}
+NAMES = {
+    "valid_loss": "evaluation loss",
+    "valid_ppl": "validation perplexity",
+    "train_loss": "training loss of each epoch",
+    "train_ppl": "training perplexity of each epoch",
+    "loss": "training loss within epochs",
+    "ppl": "training perplexity within epochs",
+}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -66,7 +73,10 @@ def build_parser():
         help="logs of fairseq-train or fairseq-hydra-train, JSON or simple; named by their files",
     )
     curves.add_argument(
-        "--metric", default="valid_loss", help="as in JSON logs: valid_loss, valid_ppl, train_loss; ppl: of train_inner"
+        "--metric",
+        default="valid_loss",
+        help="as in JSON logs: valid_loss or valid_ppl; train_loss or train_ppl, of each epoch; loss or ppl, within epochs."
+        " Where a log has less than two epochs, train_loss draws loss for all logs",
     )
     curves.add_argument("--log-axis", action="store_true", help="logarithmic values")
     curves.add_argument("--log-updates", action="store_true", help="logarithmic updates")
@@ -117,10 +127,11 @@ def check_endings(paths: list[Path]) -> None:
 def draw_curves(args):
     """Draws a line for each log."""
     figure, [axes] = canvas(2.2)
-    for name, style, path in runs(args.logs):
-        plot(axes, style, name, read_log(path, args.metric))
-    label = NAMES.get(args.metric, args.metric.replace("_", " "))
-    axes.set(xlabel="updates", ylabel=label)
+    lines = runs(args.logs)
+    found, metric = read_logs([path for _, _, path in lines], args.metric)
+    for (name, style, _), values in zip(lines, found):
+        plot(axes, style, name, values)
+    axes.set(xlabel="updates", ylabel=NAMES.get(metric, metric.replace("_", " ")))
     if args.log_axis:
         log_values(axes)
     if args.log_updates:

@@ -16,16 +16,28 @@ PLACES = ("epoch", "update")  # of an entry, which are no metrics
 PAIR = re.compile(r"(?:\| |[ ,])(\w+)[ =]([-+\d.eE]+|nan|-?inf)(?=,| \||$)")
 
 
+def read_logs(paths: list[Path], metric: str) -> tuple[list[dict[int, float]], str]:
+    """Returns the metric of each log by update, and its name. A metric of training, such as train_loss, is logged once in an epoch;
+    where this makes less than two points of one log, the same metric of train_inner, which is logged at every --log-interval, is
+    taken for all logs."""
+    if (inner := metric.removeprefix("train_")) != metric:
+        logs = [read_entries(path) for path in paths]
+        epochs, steps = ([by_update(entries, name) for entries in logs] for name in (metric, inner))
+        if all(steps) and any(len(few) < min(2, len(more)) for few, more in zip(epochs, steps)):
+            metric = inner
+    return [read_log(path, metric) for path in paths], metric
+
+
 def read_log(path: Path, metric: str) -> dict[int, float]:
-    """Returns the metric by update. A metric of training, such as train_loss, is logged once in an epoch; where this makes one
-    point, the same metric of train_inner is taken if it has more: it is logged at every --log-interval."""
-    entries = [read_line(line) for line in read_text(path, "a log of fairseq-train").splitlines()]
-    values = by_update(entries, metric)
-    if metric.startswith("train_") and len(values) < 2:
-        values = max(values, by_update(entries, metric.removeprefix("train_")), key=len)
-    if not values:
-        refuse(path, entries, metric)
-    return values
+    """Returns the metric by update."""
+    entries = read_entries(path)
+    if values := by_update(entries, metric):
+        return values
+    refuse(path, entries, metric)
+
+
+def read_entries(path: Path) -> list[dict]:
+    return [read_line(line) for line in read_text(path, "a log of fairseq-train").splitlines()]
 
 
 def refuse(path: Path, entries: list[dict], metric: str) -> NoReturn:
