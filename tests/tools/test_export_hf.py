@@ -614,6 +614,7 @@ def test_mistakes_leave_what_is_there(dictionary, folder, tmp_path):
             "--output-dictionary-size, which fw-export-hf does not have",
         ),
         ("--character-embeddings", "--character-embeddings; fw-export-hf takes models that embed whole words"),
+        ("--positions-from-end", "--positions-from-end, which fw-export-hf does not have"),
         ("--quant-noise-pq 0.1", "--quant-noise-pq, whose map after the embeddings fw-export-hf does not have"),
     ],
 )

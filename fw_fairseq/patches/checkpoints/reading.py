@@ -51,7 +51,8 @@ def load_only_data(original, path, arg_overrides=None, **kwargs) -> dict:
     except Exception as error:  # the unpickler does what the file says
         raise Mistake(f"{path} cannot be read as a fairseq checkpoint ({why(error)}); {offer(Path(path))}") from error
     if state.get("cfg") is not None:
-        add_options(model := state["cfg"].get("model"), FastWeight.of_before(plain(model)))
+        model = state["cfg"].get("model")
+        add_options(model, newer_options(plain(model)))
     override(state, arg_overrides or {}, path)
     model_options.clear()
     origins.clear()
@@ -88,6 +89,12 @@ def override(state: dict, overrides: dict, path: object) -> None:
         overwrite_args_by_name(cfg, overrides)
         if isinstance(model, DictConfig):
             add_options(model, {name: overrides[name] for name in newer.intersection(overrides)})
+
+
+def newer_options(options: dict) -> dict:
+    """Returns what a model's options that are older than others lack to mean what they did."""
+    positions = {"positions_from_end": False} if "plain_adaptive_softmax" in options else {}
+    return {name: value for name, value in positions.items() if name not in options} | FastWeight.of_before(options)
 
 
 def add_options(model: object, options: dict) -> None:
