@@ -107,7 +107,11 @@ class FastWeightConfig(FairseqDataclass):
     output_norm: bool = setting("output_norm", "divide what each head reads by its root mean square, times learnt weights")
     output_gate: bool = setting("output_gate", "multiply what is read by the SiLU of a projection of the layer's input")
     scale_reads: bool = setting(
-        "scale_reads", "divide what a memory reads by the square root of the width of a head, before the output projection"
+        "scale_reads",
+        "divide what a memory reads by the square root of the width of a head, before --output-norm and the output projection",
+    )
+    scale_after_norm: bool = setting(
+        "scale_after_norm", "let --scale-reads divide after --output-norm, as in checkpoints that were made before this option"
     )
     bias_free: bool = setting("bias_free", "leave the biases out of fast_weight's projections; its gates then start around 1/2")
     fast_weight_backend: ChoiceEnum(list(BACKENDS)) = setting(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
+from ..mixers import FastWeight
+
 
 class FastWeightHFConfig(PretrainedConfig):
     """The sizes and options of an exported model.
@@ -50,6 +52,8 @@ class FastWeightHFConfig(PretrainedConfig):
         for name, value in given.items():
             setattr(self, name, value)
         self.mixers, self.mixer_options = list(mixers), dict(mixer_options or {})
+        if "slots" in self.mixer_options:  # of an export, which has the options of all mixers
+            self.mixer_options |= FastWeight.of_before(self.mixer_options)
 
 
 class FastWeightTranslationConfig(PretrainedConfig):

@@ -86,7 +86,7 @@ class Bounded(Mixer):
 
 
 class Abc(Bounded):
-    """ABC_MLP: the weights are w_t = exp(W_w x_t), and each slot is a mean weighted by them."""
+    """ABC_MLP: the weights are w_t = exp(W_w x_t), with exponents from -20 to 20, and each slot is a mean weighted by them."""
 
     def weights_of_a_token(self) -> int:
         """Returns how many weights the input projection makes of a token."""

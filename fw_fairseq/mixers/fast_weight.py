@@ -48,6 +48,7 @@ class FastWeight(Projected):
         output_norm=Setting(False),
         output_gate=Setting(False),
         scale_reads=Setting(False),
+        scale_after_norm=Setting(False),
         bias_free=Setting(False),
         fast_weight_backend=Setting("auto", choices=BACKENDS),
     )
@@ -57,14 +58,21 @@ class FastWeight(Projected):
         super().__init__(embed_dim, heads, config, layer, layers)
         self.backend, self.attention_norm_of = str(config.fast_weight_backend), str(config.attention_norm_of)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=not config.bias_free)
-        self.norm = HeadNorm(self.head_dim) if config.output_norm else None
-        self.read_scale = self.head_dim**-0.5 if config.scale_reads else 1.0
+        scale = self.head_dim**-0.5 if config.scale_reads else 1.0
+        of_norm, self.read_scale = (scale, 1.0) if config.output_norm and not config.scale_after_norm else (1.0, scale)
+        self.norm = HeadNorm(self.head_dim, of_norm) if config.output_norm else None
         strength = [] if self.rule.coefficients is None else ["write_strength"]
         self.watched = False  # see ``watch``
         self.state_norm: Tensor | None = None  # with its gradient
         names = [*(f"gate_{name}" for name in self.rule.gates), *strength, "state_norm"]
         self.last_statistics: dict[str, Tensor | None] = dict.fromkeys(names)
         self.reset_parameters()
+
+    @staticmethod
+    def of_before(options: dict) -> dict[str, bool]:
+        """Returns what stored options that are older than --scale-after-norm lack, to compute what they did."""
+        scaled = options.get("scale_reads") and options.get("output_norm") and "scale_after_norm" not in options
+        return {"scale_after_norm": True} if scaled else {}
 
     @classmethod
     def of_layer(cls, embed_dim: int, num_heads: int, config, layer: int, layers: int) -> FastWeight:

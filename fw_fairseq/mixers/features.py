@@ -102,6 +102,8 @@ def check_around(config, rule: Rule, heads: int) -> None:
         raise Mistake(f"--key-heads is {key_heads}; it must divide the number of heads, {heads}")
     if config.token_shift_rank and not config.token_shift:
         raise Mistake(f"--token-shift-rank is {config.token_shift_rank}; that is for --token-shift: add it, or leave this out")
+    if config.scale_after_norm and not (config.scale_reads and config.output_norm):
+        raise Mistake("--scale-after-norm is for --scale-reads with --output-norm; add both, or leave it out")
     if config.short_conv == 1:
         raise Mistake("--short-conv is 1; it must be 0, for none, or at least 2")
 

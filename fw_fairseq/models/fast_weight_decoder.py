@@ -22,6 +22,7 @@ from ..config import SOFTMAX, FastWeightConfig, layer_mixers, read_config
 from ..decoding import GENERATION, Generation, generation_in, start
 from ..modules import FastWeightDecoderLayer, MixerAttention, Stack, Stateful, Streams, of_this_thread, with_arguments
 from ..modules.plain_softmax import PlainAdaptiveSoftmax
+from ..modules.positions import PositionsFromEnd
 from ..modules.sparse import Multiplicative
 from ..modules.sparse.softmax import SparseAttention
 from .mixing_options import check_value_mixing
@@ -62,6 +63,8 @@ class FastWeightDecoder(TransformerDecoder):
             args = copy.copy(args)  # the input's projections, used backwards, start from the layers' width
             args.decoder_output_dim = args.decoder_embed_dim
         super().__init__(args, dictionary, embed_tokens, no_encoder_attn, output_projection)
+        if safe_getattr(args, "positions_from_end"):
+            self.embed_positions = PositionsFromEnd.in_place_of(self.embed_positions, self.embed_dim, self.padding_idx)
         self.reversible = self.fast_weight_config.reversible
         self.in_front = getattr(self.fast_weight_config, "source_in_front", False)
         if self.reversible:
@@ -112,6 +115,8 @@ class FastWeightDecoder(TransformerDecoder):
         score_last: outputs at that many last tokens only; 0: at all.
         """
         self.check_length(prev_output_tokens)
+        if incremental_state is not None and isinstance(self.embed_positions, PositionsFromEnd):
+            raise Mistake("--positions-from-end moves all positions with each new token; such a model scores and does not generate")
         promise = None if incremental_state is None else self.promises.get(get_ident())
         if promise is not None and prev_output_tokens.shape[1] <= promise.prompt.shape[1]:
             return self.read_prompt(promise, prev_output_tokens.shape[1], incremental_state)

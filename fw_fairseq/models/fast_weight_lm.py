@@ -52,6 +52,11 @@ class FastWeightLanguageModelConfig(FastWeightConfig, TransformerLanguageModelCo
         "let the bands of --adaptive-softmax-cutoff share one table of embeddings with the input, with a bias for each word and"
         " without projections, as Transformer-XL's code does",
     )
+    positions_from_end: bool = option(
+        False,
+        "count sinusoidal positions back from the end of each segment, whose last token has 0, as the code of Schlag et al. 2021"
+        " does; such a model scores texts and does not generate",
+    )
     init_std: float = option(
         0.0,
         "start the weights of all linear maps and embeddings from a normal distribution of this width around 0, and those of norms"

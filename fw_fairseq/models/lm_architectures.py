@@ -185,14 +185,15 @@ def fast_weight_lm_wiki103_medium(args):
 
 def schlag(args, width: int) -> None:
     """Sets the model of the authors' code: norms after the layers, dropout in the feed-forward layers and at the end, reads divided
-    by sqrt(width of a head), no biases in the projections, one table of embeddings with biases at the output, weights from
-    N(0, 0.02)."""
+    by sqrt(width of a head), no biases in the projections, positions from the end of the segment, one table of embeddings with
+    biases at the output, weights from N(0, 0.02)."""
     norm_before = safe_getattr(args, "decoder_normalize_before", False)
     wiki103_sizes(args, width)
     defaults(args, activation_dropout=0.1, output_dropout=0.1, init_std=0.02)
     if "fast_weight" in chosen_mixers(args):
         defaults(args, scale_reads=True, bias_free=True)
-    defaults(args, plain_adaptive_softmax=True)
+    other_positions = safe_getattr(args, "no_token_positional_embeddings") or safe_getattr(args, "decoder_learned_pos")
+    defaults(args, plain_adaptive_softmax=True, positions_from_end=not other_positions)
     base_lm_architecture(args)
     args.decoder_normalize_before = norm_before  # fairseq sets it for every language model
 

@@ -21,12 +21,13 @@ from fairseq.trainer import Trainer
 from fairseq.utils import safe_getattr
 
 from .. import Mistake
+from ..mixers import FastWeight
 from .checkpoints.model_options import LAST, check_options, take_options_over
 from .checkpoints.origin import check_origin, check_the_last_one
 from .checkpoints.plateau import PATIENCE
-from .checkpoints.reading import ModelOverrides
+from .checkpoints.reading import ModelOverrides, add_options
 from .checkpoints.resuming import with_averages
-from .literals import naming
+from .literals import naming, plain
 from .option_values import check_shares
 from .replacing import replaces
 from .texts import shorter
@@ -174,6 +175,8 @@ def build_what_the_options_say(original, cfg, task, from_checkpoint: bool = Fals
     if from_checkpoint:
         check_the_last_one(task)
     take_options_over(cfg)
+    if not from_checkpoint:  # its checkpoints say so, although models of translation leave out what was not given
+        add_options(cfg, dict.fromkeys(FastWeight.of_before(plain(cfg)), False))
     check_shares(cfg)
     with naming(cfg):
         model = original(cfg, task, from_checkpoint)

@@ -13,6 +13,7 @@ from ..config import option
 from ..data.streams import StreamDataset, StreamIterator
 from ..data.text import Text, check_positions, check_shard, load_text, takes
 from ..modules import Streams
+from ..modules.positions import PositionsFromEnd
 from .generation import PromptedGenerator
 
 MULTIPLE = 8  # fairseq's default of --required-batch-size-multiple, which says nothing about streams
@@ -179,6 +180,8 @@ def check_across_workers(model) -> None:
     softmax = "softmax attention sees only its own worker's tokens; use --mixer fast_weight"
     reasons = [] if getattr(model.decoder, "recurrent", False) else [softmax]
     reasons += [attention.mixer.why_not_across_workers() for attention in getattr(model.decoder, "mixers", [])]
+    if isinstance(getattr(model.decoder, "embed_positions", None), PositionsFromEnd):
+        reasons.append("--positions-from-end counts the tokens of later workers, which a worker does not see; leave it out")
     reasons += why_sparse_layers_cannot(getattr(model.decoder, "fast_weight_config", None))
     for reason in filter(None, reasons):
         raise Mistake(f"--sequence-parallel: {reason}")

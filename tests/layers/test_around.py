@@ -409,6 +409,32 @@ def test_reads_may_be_divided_by_the_root_of_the_width_of_a_head():
     torch.testing.assert_close(scaled(x)[0], mixer(x)[0] / math.sqrt(3))
 
 
+def reads_of_retnet(q, k, v):
+    """Of each head and token, from (H,T,X). Head h keeps 1 - 2^(-5-h) of its memory."""
+    for head, own in enumerate(zip(q, k, v)):
+        memory = q.new_zeros(q.shape[2], v.shape[2])
+        for query, key, value in zip(*own):
+            memory = (1 - 2.0 ** (-5 - head)) * memory + torch.outer(key, value)
+            yield query @ memory
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_reads_are_scaled_before_the_norm(after):
+    """Queries are divided by the root of the width, then come recurrence, norm and gate, as in the authors' RetNet. Reads are so
+    small that the norm's 1e-5 counts. In checkpoints of before, the scale comes after the norm."""
+    options = {"update_rule": "retnet", "feature_map": "identity", "feature_norm": "none", "output_norm": True, "output_gate": True}
+    mixer = FastWeight(C, HEADS, scale_reads=True, scale_after_norm=after, bias_free=True, **options).double()
+    torch.nn.init.normal_(mixer.norm.weight)
+    x, width = 0.05 * torch.randn(T, 1, C, dtype=torch.float64), C // HEADS
+    q, k, v, gate = (x[:, 0] @ rows.mT for rows in mixer.in_proj.weight.split([C] * 4))
+    q, k, v = (part.unflatten(1, (HEADS, width)).transpose(0, 1) for part in (q if after else q / math.sqrt(width), k, v))
+    reads = torch.stack([*reads_of_retnet(q, k, v)]).unflatten(0, (HEADS, T))
+    reads = reads / (reads.square().mean(-1, keepdim=True) + 1e-5).sqrt() * mixer.norm.weight
+    reads = reads / math.sqrt(width) if after else reads
+    want = (reads.transpose(0, 1).flatten(1) * gate * torch.sigmoid(gate)) @ mixer.out_proj.weight.mT
+    torch.testing.assert_close(mixer(x)[0][:, 0], want)
+
+
 def test_features_of_favor_without_any_norm_are_those_of_the_map():
     """Nothing is divided out of them, since nothing would cancel it."""
     mixer, x = FastWeight(C, HEADS, update_rule="sum", feature_map="favor", feature_norm="none"), torch.randn(T, B, C)

@@ -57,6 +57,7 @@ NEEDS = {  # beside the mixer
     "plain_adaptive_softmax": {"adaptive_softmax_cutoff": "10,20"},
     "attention_norm_of": {"attention_norm": True},
     "product_steps": {"update_rule": "delta_product"},
+    "scale_after_norm": {"scale_reads": True, "output_norm": True},
     "token_shift_rank": {"token_shift": True},
     "sru_projection_norm": {"sru_projection": 4},
     "sru_projection_dropout": {"sru_projection": 4},

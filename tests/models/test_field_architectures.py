@@ -6,7 +6,9 @@ from argparse import Namespace
 
 import pytest
 import torch
+from fairseq import checkpoint_utils
 from fairseq import models as registered
+from support.checkpoints import save, save_format
 from support.language_models import make_task, options_of
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
@@ -90,3 +92,13 @@ def test_a_checkpoint_of_before_computes_as_before(arch):
     model, tokens = built(old, arch), torch.randint(4, WORDS, (2, 9))
     model.load_state_dict(want.state_dict())
     torch.testing.assert_close(model(tokens)[0], want(tokens)[0], atol=0, rtol=0)
+
+
+def test_models_of_translation_say_where_their_reads_are_scaled(tmp_path):
+    """Their checkpoints lack options that were not given. Those of new models have this one, and it is added to older ones."""
+    sizes = {f"{side}_{name}": 8 for side in ("encoder", "decoder") for name in ("embed_dim", "ffn_embed_dim", "attention_heads")}
+    given = Namespace(arch="fast_weight_transformer", scale_reads=True, output_norm=True, **sizes)
+    old = save(save_format({}, cfg={"model": Namespace(**vars(given)), "task": {}}), tmp_path)
+    assert checkpoint_utils.load_checkpoint_to_cpu(str(old))["cfg"]["model"].scale_after_norm is True
+    registered.build_model(given, make_task(WORDS))
+    assert given.scale_after_norm is False

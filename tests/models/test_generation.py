@@ -48,7 +48,7 @@ def combinations():
     yield {"update_rule": "sum", "feature_map": "favor", "feature_norm": "none"}
     yield {"update_rule": "gated_delta", "scale_reads": True, "bias_free": True, "feature_norm": "l2"}
     around = {"short_conv": 4, "token_shift": True, "output_norm": True, "output_gate": True, "key_heads": 2}
-    around |= {"token_shift_rank": 2, "rotary": True}
+    around |= {"token_shift_rank": 2, "rotary": True, "scale_reads": True}
     yield {"update_rule": "kda", "feature_norm": "l2", "negative_eigenvalues": True} | around
     shared = {"token_shift": True, "value_mixing_rank": 2}
     yield {"update_rule": "rwkv7", "feature_map": "identity", "feature_norm": "none"} | shared

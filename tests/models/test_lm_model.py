@@ -349,6 +349,7 @@ BANDS |= {"tie_adaptive_weights": True}
         ("fast_weight_lm_gpt2_small", (12, 768, 3072, 12), {"dropout": 0.1, "activation_fn": "gelu"}),
         ("fast_weight_lm_wiki103_small", (16, 128, 2048, 8), BANDS | {"adaptive_softmax_factor": 1, "dropout": 0.1}),
         ("fast_weight_lm_wiki103_medium_schlag", (16, 256, 2048, 8), {"scale_reads": True, "bias_free": True, "init_std": 0.02}),
+        ("fast_weight_lm_wiki103_medium_schlag", (16, 256, 2048, 8), {"positions_from_end": True, "plain_adaptive_softmax": True}),
         (
             "fast_weight_lm_wiki103_small_schlag",
             (16, 128, 2048, 8),

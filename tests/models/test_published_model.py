@@ -6,16 +6,22 @@ import math
 
 import pytest
 import torch
+from fairseq import checkpoint_utils
 from fairseq import models as registered
 from fairseq.modules import AdaptiveSoftmax
+from support.checkpoints import save, save_format
 from support.draws import PLAIN
 from support.language_models import build, draw, make_task, options_of
 from torch.nn import functional as F
 
 from fw_fairseq.mixers.fast_weight import FastWeight
 from fw_fairseq.models.retrieval import RetrievalConfig, RetrievalModel
+from fw_fairseq.modules import Streams
 from fw_fairseq.modules.plain_softmax import PlainAdaptiveSoftmax
+from fw_fairseq.patches.checkpoints.model_options import UNSEEN, differing
+from fw_fairseq.patches.checkpoints.reading import model_options
 from fw_fairseq.rules import RULES
+from fw_fairseq.tasks.stateful_language_modeling import check_across_workers
 
 pytestmark = pytest.mark.quick
 
@@ -99,13 +105,13 @@ def test_the_dropouts():
 
 
 def scores_by_the_equations(model, tokens, heads=8, layers=2):
-    """Log probabilities (B,T,words) in float64 from the weights of the model: norms after the sums, reads divided by sqrt(d)."""
+    """Log probabilities (B,T,words) in float64 from the weights of the model: positions from the end of the text, norms after the
+    sums, reads divided by sqrt(d)."""
     at = {name: p.detach() for name, p in model.decoder.state_dict().items()}
     table = at["embed_tokens.weight"]
     width = table.shape[1]
-    half = width // 2
-    rates = torch.exp(torch.arange(half, dtype=torch.float64) * -math.log(10000) / (half - 1))
-    angles = (torch.arange(tokens.shape[1]) + 2).double()[:, None] * rates  # fairseq's first position is 2
+    rates = torch.tensor([10000 ** (-2 * i / width) for i in range(width // 2)], dtype=torch.float64)
+    angles = torch.tensor([*range(tokens.shape[1])][::-1], dtype=torch.float64)[:, None] * rates
     positions = torch.cat([angles.sin(), angles.cos()], -1)
     elu = lambda x: torch.where(x > 0, x + 1, x.exp())  # noqa: E731
     results = []
@@ -138,10 +144,7 @@ def scores_by_the_equations(model, tokens, heads=8, layers=2):
 
 
 def test_the_whole_model():
-    model = published(decoder_layers=2).double().eval()
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.3)
-    tokens = draw(2, 9)
+    model, tokens = drawn(), draw(2, 9)
     output = model(tokens)
     got = model.get_normalized_probs(output, log_probs=True)
     want = scores_by_the_equations(model, tokens)
@@ -151,6 +154,56 @@ def test_the_whole_model():
     logits, targets = model.decoder.adaptive_softmax(output[0], target)
     losses = [F.cross_entropy(x, t, reduction="sum") for x, t in zip(logits, targets) if t is not None]
     torch.testing.assert_close(sum(losses), -want.gather(-1, target.unsqueeze(-1)).sum(), rtol=1e-5, atol=1e-4)
+
+
+def drawn(**options):
+    model = published(decoder_layers=2, **options).double().eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    return model
+
+
+@torch.no_grad()
+def test_positions_count_from_the_end_of_a_text_or_segment():
+    """Whatever padding follows or stands before it; in streams each segment has positions of its own."""
+    model, tokens = drawn(), draw(1, 7)
+    want = model(tokens)[0]
+    for padding in ((0, 3), (3, 0)):
+        own = slice(padding[0], padding[0] + 7)
+        torch.testing.assert_close(model(F.pad(tokens, padding, value=1))[0][:, own], want)
+    streams = Streams()
+    torch.testing.assert_close(model(tokens, streams=streams)[0], want)
+    emptied = torch.tensor([[True, False, False]])
+    torch.testing.assert_close(model(tokens[:, :3], streams=streams, reset_mask=emptied)[0], model(tokens[:, :3])[0])
+
+
+def test_positions_from_the_end_score_and_do_not_generate():
+    model = published(decoder_layers=2)
+    with pytest.raises(ValueError, match=r"^--positions-from-end moves all positions with each new token; such a model scores and"):
+        model(draw(1, 3), incremental_state={})
+    with pytest.raises(ValueError, match=r"^--sequence-parallel: --positions-from-end counts the tokens of later workers"):
+        check_across_workers(model)
+    for other in ("no_token_positional_embeddings", "decoder_learned_pos"):
+        assert not options_of("fast_weight_lm_wiki103_small_schlag", **{other: True}).positions_from_end
+        with pytest.raises(ValueError, match=r"^--positions-from-end is for sinusoidal positions; leave it out, or"):
+            published(decoder_layers=2, positions_from_end=True, **{other: True})
+
+
+@torch.no_grad()
+def test_a_checkpoint_of_before_keeps_its_positions(tmp_path):
+    """It lacks the option, which the architecture sets today; a run of today does not continue it unawares."""
+    model, tokens = drawn(positions_from_end=False), draw(2, 9)
+    arch = "fast_weight_lm_wiki103_small_schlag"
+    now = options_of(arch, adaptive_softmax_cutoff=CUTOFF, decoder_layers=2, tokens_per_sample=64)
+    saved = vars(now) | {"_name": arch, "arch": arch}
+    path = save(
+        save_format({}, cfg={"model": {name: x for name, x in saved.items() if name != "positions_from_end"}, "task": {}}), tmp_path
+    )
+    read = checkpoint_utils.load_checkpoint_to_cpu(str(path))["cfg"]["model"]
+    loaded = registered.build_model(read, make_task(WORDS), from_checkpoint=True).double().eval()
+    loaded.load_state_dict(model.state_dict())
+    torch.testing.assert_close(loaded(tokens)[0], model(tokens)[0], rtol=0, atol=0)
+    assert differing(model_options[str(path)], now, {*UNSEEN}) == {"positions_from_end": (False, True)}
 
 
 @pytest.mark.parametrize("rule", [name for name in PLAIN if any(gate.writes for gate in RULES[name].gates.values())])

@@ -343,6 +343,23 @@ def test_an_override_is_an_option_of_the_model(lm_data, trained, tmp_path):
     assert before == evaluate(lm_data, path, "--tokens-per-sample", 32) != evaluate(lm_data, *given, "{'attention_norm': True}")
 
 
+def test_a_checkpoint_that_scales_reads_after_the_norm(lm_data, tmp_path):
+    """As all did before there was an option: it computes what it did, and is resumed with the option alone."""
+    options = ["--update-rule", "gated_delta", "--feature-norm", "l2", "--scale-reads", "--output-norm", "--max-update"]
+    train(lm_data, tmp_path, *options, 3, "--scale-after-norm")
+    path = tmp_path / "checkpoint_last.pt"
+    given = [lm_data, path, "--tokens-per-sample", 32, "--model-overrides"]
+    before = evaluate(*given, "{}")
+    state = torch.load(path, weights_only=False)
+    del state["cfg"]["model"]["scale_after_norm"]
+    torch.save(state, path)
+    assert before == evaluate(*given, "{}") != evaluate(*given, "{'scale_after_norm': False}")
+    done = fairseq("train", lm_data, *USER_DIR, *TRAIN.split(), "--save-dir", tmp_path, *options, 4)
+    said = f"{path} was made with --scale-after-norm, and this model has --no-scale-after-norm; give the checkpoint's options"
+    assert done.returncode == 1 and said in done.stderr.splitlines()[-1]
+    assert [*losses(train(lm_data, tmp_path, *options, 4, "--scale-after-norm"))] == [4]
+
+
 def test_another_dictionary_of_the_same_size_is_refused(lm_data, trained, tmp_path):
     shutil.copytree(lm_data, tmp_path / "data")
     lines = (lm_data / "dict.txt").read_text().splitlines(keepends=True)

@@ -76,6 +76,23 @@ def exported(options: str, data, folder):
     return model, load(folder / "out")
 
 
+def test_a_checkpoint_and_a_folder_of_before_scale_reads_after_the_norm(dictionary, tmp_path):
+    """Their options lack the switch, and the older order is kept when they are saved again."""
+    order = "--output-norm --scale-reads --scale-after-norm"
+    model, _, state = source(f"--arch fast_weight_lm {OPTIONS['kda']} {order}", dictionary)
+    state["cfg"]["model"].pop("scale_after_norm")
+    export(save(state, tmp_path), tmp_path / "out", data=dictionary)
+    config, tokens = json.loads((tmp_path / "out" / "config.json").read_text()), torch.randint(4, 64, (2, 9))
+    assert config["mixer_options"].pop("scale_after_norm") is True
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    older = load(tmp_path / "out")
+    older.save_pretrained(tmp_path / "again")
+    for exported_model in (older, FastWeightForCausalLM.from_pretrained(tmp_path / "again").eval()):
+        torch.testing.assert_close(exported_model(tokens).logits, logits(model, tokens), rtol=1e-4, atol=1e-5)
+    new = FastWeightHFConfig(mixer_options={"scale_reads": True, "output_norm": True})
+    assert "scale_after_norm" not in new.mixer_options
+
+
 def load(folder):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
 
@@ -597,6 +614,7 @@ def test_mistakes_leave_what_is_there(dictionary, folder, tmp_path):
             "--output-dictionary-size, which fw-export-hf does not have",
         ),
         ("--character-embeddings", "--character-embeddings; fw-export-hf takes models that embed whole words"),
+        ("--positions-from-end", "--positions-from-end, which fw-export-hf does not have"),
         ("--quant-noise-pq 0.1", "--quant-noise-pq, whose map after the embeddings fw-export-hf does not have"),
     ],
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import struct
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from omegaconf import DictConfig, open_dict
 
 from ... import Mistake
 from ...files import building, damaged_part, offer, why
+from ...mixers import FastWeight
 from ..literals import plain, read_literal
 from ..replacing import replaces
 from .numpy_numbers import allowed, without_stand_ins
@@ -37,7 +38,7 @@ def load_only_data(original, path, arg_overrides=None, **kwargs) -> dict:
     checkpoint may hold tensors, plain data, options and NumPy's numbers. One that holds anything else, or that is cut short or
     altered, is refused, nothing in it is run, and the newest whole checkpoint of the folder is named. fairseq ignores a name in
     `--model-overrides` that the checkpoint's options lack. Now an option of its model that is newer than the checkpoint is set, and
-    any other name is refused."""
+    any other name is refused. A newer option whose default computes something else is added as the checkpoint was trained."""
     if os.path.isdir(path):
         raise Mistake(f"{path} is a folder, not a checkpoint; {offer(Path(path))}")
     try:
@@ -49,6 +50,9 @@ def load_only_data(original, path, arg_overrides=None, **kwargs) -> dict:
         raise
     except Exception as error:  # the unpickler does what the file says
         raise Mistake(f"{path} cannot be read as a fairseq checkpoint ({why(error)}); {offer(Path(path))}") from error
+    if state.get("cfg") is not None:
+        model = state["cfg"].get("model")
+        add_options(model, newer_options(plain(model)))
     override(state, arg_overrides or {}, path)
     model_options.clear()
     origins.clear()
@@ -84,8 +88,22 @@ def override(state: dict, overrides: dict, path: object) -> None:
             return
         overwrite_args_by_name(cfg, overrides)
         if isinstance(model, DictConfig):
-            with open_dict(model):
-                model.update({name: overrides[name] for name in newer.intersection(overrides)})
+            add_options(model, {name: overrides[name] for name in newer.intersection(overrides)})
+
+
+def newer_options(options: dict) -> dict:
+    """Returns what a model's options that are older than others lack to mean what they did."""
+    positions = {"positions_from_end": False} if "plain_adaptive_softmax" in options else {}
+    return {name: value for name, value in positions.items() if name not in options} | FastWeight.of_before(options)
+
+
+def add_options(model: object, options: dict) -> None:
+    """Adds options to those of a model, of either of fairseq's kinds."""
+    if isinstance(model, DictConfig):
+        with open_dict(model):
+            model.update(options)
+    elif isinstance(model, Namespace):
+        vars(model).update(options)
 
 
 def options_of(model: dict) -> set[str]:

@@ -14,6 +14,7 @@ from ...config import SOFTMAX, SPARSE_OPTIONS, option_name
 from ...mixers import MIXERS
 from ...models.fast_weight_decoder import FastWeightDecoder
 from ...modules.plain_softmax import PlainAdaptiveSoftmax
+from ...modules.positions import PositionsFromEnd
 
 
 def build(decoder: FastWeightDecoder):
@@ -29,8 +30,10 @@ def decoder_options(decoder: FastWeightDecoder) -> dict:
     """Returns the options of fairseq's decoder as those of FastWeightHFConfig."""
     cfg, config = decoder.cfg, decoder.fast_weight_config
     check_options(cfg, config)
-    if isinstance(decoder.adaptive_softmax, PlainAdaptiveSoftmax):
-        raise Mistake("CHECKPOINT was trained with --plain-adaptive-softmax, which fw-export-hf does not have")
+    parts = {"--plain-adaptive-softmax": decoder.adaptive_softmax, "--positions-from-end": decoder.embed_positions}
+    for name, part in parts.items():
+        if isinstance(part, (PlainAdaptiveSoftmax, PositionsFromEnd)):
+            raise Mistake(f"CHECKPOINT was trained with {name}, which fw-export-hf does not have")
     _, output_bands = output_tensors(decoder, is_tied(decoder))
     size_out = decoder.project_out_dim.out_features if decoder.project_out_dim is not None else decoder.embed_dim
     return side_options(decoder, cfg.decoder, decoder.embed_dim, config) | dict(
