@@ -22,7 +22,7 @@ from .rules import RULES
 
 SOFTMAX = "softmax"
 REGISTRIES = {"update_rule": RULES, "feature_map": FEATURE_MAPS, "mixer": MIXERS}
-SOFTMAX_OPTIONS = ("attention_dropout",)
+SOFTMAX_OPTIONS = ("attention_dropout", "bias_free")
 SPARSE_OPTIONS = ("ffn_sparsity", "ffn_controller_dim", "qkv_sparsity", "output_sparsity", "ffn_sru", "reversible")
 DECODER_OPTIONS = ("scale_output", "output_dropout", "no_decoding_graph", *SPARSE_OPTIONS)  # which no mixer reads
 ATTENTIONS = ("encoder", "decoder", "cross")
@@ -113,7 +113,9 @@ class FastWeightConfig(FairseqDataclass):
     scale_after_norm: bool = setting(
         "scale_after_norm", "let --scale-reads divide after --output-norm, as in checkpoints that were made before this option"
     )
-    bias_free: bool = setting("bias_free", "leave the biases out of fast_weight's projections; its gates then start around 1/2")
+    bias_free: bool = setting(
+        "bias_free", "leave the biases out of the mixer's projections; gates of fast_weight then start around 1/2"
+    )
     fast_weight_backend: ChoiceEnum(list(BACKENDS)) = setting(
         "fast_weight_backend", "the form that runs the recurrence; auto chooses the fastest one that fits"
     )

@@ -169,9 +169,17 @@ def adaptive(softmax) -> float:
     """The words of the head for each token, a rarer word's part as often as Zipf's law has it."""
     ends = [*softmax.cutoff]
     weights = [sum(1 / rank for rank in range(first + 1, last + 1)) for first, last in zip([0, *ends], ends)]
-    parts = [sum(parameter.numel() for parameter in part.parameters() if parameter.dim() > 1) for part in softmax.tail]
-    head = sum(parameter.numel() for parameter in softmax.head.parameters() if parameter.dim() > 1)
+    head, *parts = map(scored, [softmax.head, *softmax.tail])
     return head + sum(part * weight / sum(weights) for part, weight in zip(parts, weights[1:]))
+
+
+def scored(band) -> int:
+    """Multiply-adds of the words of a band, which may be some rows of a table that all bands share."""
+    from fw_fairseq.modules.plain_softmax import Band
+
+    if isinstance(band, Band):
+        return band.bias.numel() * band.words.shape[1]
+    return sum(parameter.numel() for parameter in band.parameters() if parameter.dim() > 1)
 
 
 if __name__ == "__main__":

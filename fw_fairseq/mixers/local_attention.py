@@ -20,13 +20,16 @@ class LocalAttention(Mixer):
     """
 
     state_type, takes_source = WindowState, True
-    settings = settings_of(local_window=Setting(32, least=2), attention_dropout=Setting(0.0, least=0, below=1))
+    settings = settings_of(
+        local_window=Setting(32, least=2), attention_dropout=Setting(0.0, least=0, below=1), bias_free=Setting(False)
+    )
 
     def __init__(self, embed_dim: int, heads: int = 1, config=None, **given):
         super().__init__(embed_dim, heads)
         settings = self.read_settings(config, given)
         self.reach, self.attention_dropout = self.reach_of(settings), settings.attention_dropout
-        self.in_proj, self.out_proj = nn.Linear(embed_dim, 3 * embed_dim), nn.Linear(embed_dim, embed_dim)
+        biases = not settings.bias_free
+        self.in_proj, self.out_proj = (nn.Linear(embed_dim, count * embed_dim, bias=biases) for count in (3, 1))
         self.reset_parameters()
 
     @staticmethod
@@ -41,7 +44,8 @@ class LocalAttention(Mixer):
             nn.init.xavier_uniform_(weight, gain=1 / math.sqrt(2))
         nn.init.xavier_uniform_(self.out_proj.weight)
         for linear in (self.in_proj, self.out_proj):
-            nn.init.zeros_(linear.bias)
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
 
     def forward(
         self,
@@ -69,7 +73,8 @@ class LocalAttention(Mixer):
             return self.in_proj.rows(inputs, "k", "v")
         if not is_linear(self.in_proj):
             return self.in_proj(inputs)[..., self.embed_dim :]
-        return F.linear(inputs, self.in_proj.weight[self.embed_dim :], self.in_proj.bias[self.embed_dim :])
+        weight, bias = self.in_proj.weight, self.in_proj.bias
+        return F.linear(inputs, weight[self.embed_dim :], None if bias is None else bias[self.embed_dim :])
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
         """Returns the output of attention, (B,H,T,X)."""
@@ -113,6 +118,7 @@ class TransformerXl(LocalAttention):
         xl_memory=Setting(256, least=1),
         xl_segment=Setting(1, least=1),
         attention_dropout=LocalAttention.settings["attention_dropout"],
+        bias_free=LocalAttention.settings["bias_free"],
     )
 
     def __init__(self, embed_dim: int, heads: int = 1, config=None, **given):

@@ -130,8 +130,10 @@ class FastWeightTransformer(NamesWhatDiffers, TransformerModel):
         """Returns the names of this project's options that a part of the model reads."""
         config = self.decoder.fast_weight_config
         linear = {*linear_attentions(config)}
-        mixers = self.decoder.mixer_names(args.decoder_layers) + ([SOFTMAX] if linear != {*ATTENTIONS} else [])
+        mixers = self.decoder.mixer_names(args.decoder_layers)
         others = ["linear_attention", "source_in_front", "decoder_attentions", *DECODER_OPTIONS]
+        if linear != {*ATTENTIONS}:
+            others.append("attention_dropout")
         if "decoder" in linear:
             others += ["mixer", "mixer_pattern"]
         if linear & {"encoder", "cross"}:

@@ -191,7 +191,9 @@ def schlag(args, width: int) -> None:
     wiki103_sizes(args, width)
     defaults(args, activation_dropout=0.1, output_dropout=0.1, init_std=0.02)
     if "fast_weight" in chosen_mixers(args):
-        defaults(args, scale_reads=True, bias_free=True)
+        defaults(args, scale_reads=True)
+    if any("bias_free" in mixer_options(name) for name in chosen_mixers(args)):
+        defaults(args, bias_free=True)
     other_positions = safe_getattr(args, "no_token_positional_embeddings") or safe_getattr(args, "decoder_learned_pos")
     defaults(args, plain_adaptive_softmax=True, positions_from_end=not other_positions)
     base_lm_architecture(args)

@@ -143,8 +143,18 @@ class FastWeightDecoderLayer(Updates, TransformerDecoderLayerBase):
         config, mixer, layer = self._mixer
         heads = cfg.decoder.attention_heads
         if mixer == SOFTMAX and not config.qkv_sparsity:
-            return super().build_self_attention(embed_dim, cfg)
+            attention = super().build_self_attention(embed_dim, cfg)
+            return without_biases(attention) if config.bias_free else attention
         if mixer == SOFTMAX:
             return SparseAttention(embed_dim, heads, config.qkv_sparsity, cfg.attention_dropout, name)
         made = MIXERS[mixer].of_layer(embed_dim, heads, config, layer, cfg.decoder.layers)
         return with_noise(MixerAttention(made, name, config.qkv_sparsity), cfg)
+
+
+def without_biases(attention: nn.Module) -> nn.Module:
+    """fairseq's attention joins its biases and fails where there are none; here they are zeros, and no parameters."""
+    for linear in (attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj):
+        zeros = torch.zeros_like(linear.bias.detach())
+        del linear.bias
+        linear.register_buffer("bias", zeros)
+    return attention

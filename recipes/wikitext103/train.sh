@@ -11,7 +11,8 @@
 #             medium-  transformer 29.6   linear 33.0   delta 31.5   performer 33.8   performer_delta 31.8
 #                      delta_norm 32.1   delta_nopos_norm 31.2   delta_nopos 31.1   delta_stream 29.4   linear_stream above 260
 #                      transformer_xl_stream, evaluated with XL_MEMORY: 15 (and XL_SEGMENT=1) 65.5   64 30.1   128 27.4   384 25.5
-#             the same rows with _schlag, for example small-delta_schlag, are the model of the authors' code
+#             the same rows with _schlag, for example small-delta_schlag, are the model of the authors' code, which does not generate
+#             where it has positions
 #             base-    srupp 18.3 (148M parameters, evaluated with SRUPP_MEMORY=2560)   srupp5, no published number
 #             small- and medium-local_attention, -abc and -linformer are comparators that these tables do not have
 # Usage:    recipes/wikitext103/train.sh ROW [OPTION of fairseq-train]...     resumes from the last checkpoint of the row
@@ -22,9 +23,9 @@
 #           TOY=1 recipes/wikitext103/train.sh small-delta      a tiny model on the CPU, after TOY=1 prepare.sh
 #
 # small has width 128, segments of 256 tokens and 44M parameters (the paper says 40M, its code has 44.0M); medium has width 256, segments
-# of 384 and 90M. Rows with _stream carry their state over from segment to segment. By default models have fairseq's norms, start, biases
-# and dropout; _schlag has those of the authors' code (docs/differences.md), and its 400,000 updates of medium. The paper names the first
-# learning rate and the warm-up, but no schedule; this recipe takes cosine. Updates are about 120 epochs (small) and 70 (medium).
+# of 384 and 90M. Rows with _stream carry their state over from segment to segment. By default models have fairseq's norms, start, biases,
+# positions and dropout; _schlag has those of the authors' code (docs/differences.md), and its 400,000 updates of medium. The paper names
+# the first learning rate and the warm-up, but no schedule; this recipe takes cosine. Updates are about 120 epochs (small) and 70 (medium).
 # transformer_xl_stream has the warm-up and the updates of the authors' code; token i of a segment sees the memory, as long as a segment,
 # and i tokens more. base has the dropout, the start and the units of the authors' code; its schedule is this recipe's own. The
 # publication's segments have 768 tokens: --tokens-per-sample 768. PRECISION is bf16, the default where every GPU has it, fp32, the default
@@ -38,8 +39,10 @@ need_row "$kinds" "$@"
 row=$1 size=${1%%-*} name=${1#*-} model_of=
 shift
 case $name in
-    *linear*_schlag | *delta*_schlag | *performer*_schlag | *dpfp*_schlag) name=${name%_schlag} model_of=_schlag ;;
-    *_schlag) fail "ROW is $row; the ending _schlag goes with linear, delta, performer and dpfp" ;;
+    *linear*_schlag | *delta*_schlag | *performer*_schlag | *dpfp*_schlag | transformer_schlag | transformer_xl_stream_schlag)
+        name=${name%_schlag} model_of=_schlag
+        ;;
+    *_schlag) fail "ROW is $row; the ending _schlag goes with transformer, transformer_xl_stream, linear, delta, performer and dpfp" ;;
 esac
 need_folder "$OUT/bin" recipes/wikitext103/prepare.sh
 

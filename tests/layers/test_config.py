@@ -112,12 +112,18 @@ def test_an_option_that_no_layer_reads_is_refused(option, with_effect, owner):
         {"attention_norm_of": "read"},
         {"write_strength_init": 0.5},
         {"scale_reads": True},
-        {"bias_free": True},
     ],
 )
 def test_options_of_fast_weights_are_refused_without_any(option):
     (name,) = option
     assert refusal(mixer="sru", **option) == f"{option_name(name)} has no effect without --mixer fast_weight; leave it out"
+
+
+def test_mixers_that_can_leave_their_biases_out():
+    able = ["softmax", "fast_weight", "local_attention", "transformer_xl"]
+    said = f"--bias-free has no effect without {' or '.join(f'--mixer {mixer}' for mixer in able)}; leave it out"
+    assert refusal(mixer="sru", bias_free=True) == said
+    assert all(refusal(mixer=mixer, bias_free=True) is None for mixer in able)
 
 
 def test_a_mixer_beside_a_pattern_is_refused():

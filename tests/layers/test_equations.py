@@ -208,6 +208,11 @@ CASES = {
         PAIR,
     ),
     "transformer xl": (lambda: TransformerXl(C, H), lambda w, x: transformer_xl(w, x, 256), XL),
+    "transformer xl, no biases": (
+        lambda: TransformerXl(C, H, bias_free=True),
+        lambda w, x: transformer_xl(w | {"in_proj.bias": torch.zeros(3 * C).double(), "out_proj.bias": zeros()}, x, 256),
+        {name: shape for name, shape in XL.items() if not name.endswith(".bias")},
+    ),
     "transformer xl, memory": (lambda: TransformerXl(C, H, xl_memory=4), lambda w, x: transformer_xl(w, x, 4), XL),
     "transformer xl, segments": (
         lambda: TransformerXl(C, H, xl_memory=4, xl_segment=3),

@@ -65,6 +65,7 @@ LAYOUTS = [
     {"adaptive_input": True, "adaptive_input_cutoff": "10,20", "adaptive_softmax_cutoff": "10,20"},
     {"mixer_pattern": "softmax,fast_weight"},
     {"mixer": "softmax", "decoder_normalize_before": True},
+    {"mixer_pattern": "softmax,local_attention", "bias_free": True},
     {"mixer": "sru", "sru_tanh": True},
     {"activation_fn": "gelu"},
     {name: 4 for name in ("decoder_embed_dim", "decoder_input_dim", "decoder_output_dim")} | {"decoder_attention_heads": 2},

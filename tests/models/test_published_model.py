@@ -29,14 +29,14 @@ WORDS, CUTOFF = 400, "100,200"
 
 
 def published(size: str = "small", words: int = WORDS, cutoff: str = CUTOFF, **options):
-    """The model with the delta rule, as the recipe's row small-delta_schlag builds it, with other words."""
+    """The model with the delta rule, as the recipe's row small-delta_schlag builds it, with other words; or that of another row."""
     args = options_of(f"fast_weight_lm_wiki103_{size}_schlag", adaptive_softmax_cutoff=cutoff, tokens_per_sample=64, **options)
     return registered.MODEL_REGISTRY["fast_weight_lm"].build_model(args, make_task(words))
 
 
 def parameters_of_the_authors(words: int, bands: int, width: int, heads: int = 8, inner: int = 2048, layers: int = 16) -> int:
     """Counted from their code: tied words with biases, bands' classes with biases; q, k, v, beta and output without biases, two
-    norms, and a feed-forward layer, in each layer."""
+    norms, and a feed-forward layer, in each layer. Softmax attention has no beta: heads = 0."""
     layer = width * (3 * width + heads) + width * width + 2 * width * inner + inner + width + 4 * width
     return (words + bands) * (width + 1) + layers * layer
 
@@ -45,6 +45,16 @@ def parameters_of_the_authors(words: int, bands: int, width: int, heads: int = 8
 def test_the_number_of_parameters(size, width):
     model = published(size)
     assert sum(p.numel() for p in model.parameters()) == parameters_of_the_authors(WORDS, 2, width)
+
+
+@pytest.mark.parametrize("size, width", [("small", 128), ("medium", 256)])
+def test_the_number_of_parameters_of_the_comparators(size, width):
+    """Transformer-XL has a matrix more in each layer, for distances, and two vectors, which all layers of the authors share."""
+    plain = parameters_of_the_authors(WORDS, 2, width, heads=0)
+    transformer = published(size, mixer="softmax")
+    assert sum(p.numel() for p in transformer.parameters()) == plain
+    xl = published(size, mixer="transformer_xl", no_token_positional_embeddings=True)
+    assert sum(p.numel() for p in xl.parameters()) == plain + 16 * (width**2 + 2 * width)
 
 
 def test_the_published_numbers_of_parameters():
@@ -104,32 +114,50 @@ def test_the_dropouts():
     assert (decoder.train().output_layer(features) == 0).any() and (decoder.eval().output_layer(features) == 1).all()
 
 
-def scores_by_the_equations(model, tokens, heads=8, layers=2):
+def read_by_the_delta_rule(at, x, part, heads=8):
+    """What the heads of layer ``part`` read, (T,C): keys and queries after ELU + 1 divided by their sums, reads by sqrt(d)."""
+    elu = lambda x: torch.where(x > 0, x + 1, x.exp())  # noqa: E731
+    width = x.shape[1]
+    d, read = width // heads, torch.zeros_like(x)
+    q, k, v, beta = (x @ at[f"{part}.mixer.in_proj.weight"].mT).split([width, width, width, heads], -1)
+    for h in range(heads):
+        own = slice(h * d, h * d + d)
+        W = x.new_zeros(d, d)
+        for t in range(len(x)):
+            key, query = (elu(y[t, own]) / elu(y[t, own]).sum() for y in (k, q))
+            W = W + torch.sigmoid(beta[t, h]) * torch.outer(v[t, own] - W @ key, key)
+            read[t, own] = W @ query / math.sqrt(d)
+    return read @ at[f"{part}.mixer.out_proj.weight"].mT
+
+
+def read_by_softmax(at, x, part, heads=8):
+    """What causal softmax attention without biases reads, (T,C)."""
+    width = x.shape[1]
+    d, read = width // heads, torch.zeros_like(x)
+    q, k, v = (x @ at[f"{part}.{name}_proj.weight"].mT for name in "qkv")
+    for h in range(heads):
+        own = slice(h * d, h * d + d)
+        for t in range(len(x)):
+            weights = (k[: t + 1, own] @ q[t, own] / math.sqrt(d)).exp()
+            read[t, own] = weights @ v[: t + 1, own] / weights.sum()
+    return read @ at[f"{part}.out_proj.weight"].mT
+
+
+def scores_by_the_equations(model, tokens, read, layers=2):
     """Log probabilities (B,T,words) in float64 from the weights of the model: positions from the end of the text, norms after the
-    sums, reads divided by sqrt(d)."""
+    sums. ``read``: what attention adds."""
     at = {name: p.detach() for name, p in model.decoder.state_dict().items()}
     table = at["embed_tokens.weight"]
     width = table.shape[1]
     rates = torch.tensor([10000 ** (-2 * i / width) for i in range(width // 2)], dtype=torch.float64)
     angles = torch.tensor([*range(tokens.shape[1])][::-1], dtype=torch.float64)[:, None] * rates
     positions = torch.cat([angles.sin(), angles.cos()], -1)
-    elu = lambda x: torch.where(x > 0, x + 1, x.exp())  # noqa: E731
     results = []
     for row in tokens:
         x = table[row] * math.sqrt(width) + positions
         for i in range(layers):
-            read = torch.zeros_like(x)
-            q, k, v, beta = (x @ at[f"layers.{i}.self_attn.mixer.in_proj.weight"].mT).split([width, width, width, heads], -1)
-            d = width // heads
-            for h in range(heads):
-                part = slice(h * d, h * d + d)
-                W = x.new_zeros(d, d)
-                for t in range(len(x)):
-                    key, query = (elu(y[t, part]) / elu(y[t, part]).sum() for y in (k, q))
-                    W = W + torch.sigmoid(beta[t, h]) * torch.outer(v[t, part] - W @ key, key)
-                    read[t, part] = W @ query / math.sqrt(d)
             norm = lambda x, name: F.layer_norm(x, (width,), at[f"{name}.weight"], at[f"{name}.bias"])  # noqa: E731
-            x = norm(x + read @ at[f"layers.{i}.self_attn.mixer.out_proj.weight"].mT, f"layers.{i}.self_attn_layer_norm")
+            x = norm(x + read(at, x, f"layers.{i}.self_attn"), f"layers.{i}.self_attn_layer_norm")
             inner = torch.relu(x @ at[f"layers.{i}.fc1.weight"].mT + at[f"layers.{i}.fc1.bias"])
             x = norm(x + inner @ at[f"layers.{i}.fc2.weight"].mT + at[f"layers.{i}.fc2.bias"], f"layers.{i}.final_layer_norm")
         softmax = "adaptive_softmax."
@@ -143,11 +171,12 @@ def scores_by_the_equations(model, tokens, heads=8, layers=2):
     return torch.stack(results)
 
 
-def test_the_whole_model():
-    model, tokens = drawn(), draw(2, 9)
+@pytest.mark.parametrize("mixer, read", [("fast_weight", read_by_the_delta_rule), ("softmax", read_by_softmax)])
+def test_the_whole_model(mixer, read):
+    model, tokens = drawn(mixer=mixer), draw(2, 9)
     output = model(tokens)
     got = model.get_normalized_probs(output, log_probs=True)
-    want = scores_by_the_equations(model, tokens)
+    want = scores_by_the_equations(model, tokens, read)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got.exp().sum(-1), torch.ones(2, 9, dtype=torch.float64))
     target = torch.randint(4, WORDS, (2, 9))

@@ -21,11 +21,13 @@ from support import programs
 from support.commands import ENVIRONMENT, ROOT, succeed
 from support.language_models import make_task, options_of
 from support.recipes import load, recipe
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fw_fairseq.mixers.local_attention import LocalAttention, TransformerXl
 from fw_fairseq.mixers.srupp import Srupp
 from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModel
+from fw_fairseq.modules.plain_softmax import PlainAdaptiveSoftmax
 from fw_fairseq.modules.sparse import Convolutions, Multiplicative
 from fw_fairseq.tools.plot import __main__ as plots
 from fw_fairseq.tools.plot.wikitext2 import read_parts
@@ -175,7 +177,15 @@ def wikitext(tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("row", [pytest.param("delta_schlag", marks=pytest.mark.long), "transformer_xl_stream"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param("delta_schlag", marks=pytest.mark.long),
+        "transformer_schlag",
+        "transformer_xl_stream",
+        "transformer_xl_stream_schlag",
+    ],
+)
 def test_wikitext103(row, wikitext):
     succeed(recipe("wikitext103/train.sh", wikitext, f"small-{row}", "--max-update", 4))
     log = succeed(recipe("wikitext103/train.sh", wikitext, f"small-{row}", "--max-update", 6))
@@ -191,7 +201,7 @@ def test_wikitext103(row, wikitext):
         ("wikitext103/train.sh", ["tiny-delta"], "ROW is tiny-delta; it must be SIZE-NAME, for example small-delta"),
         ("wikitext103/train.sh", ["small-detla"], "ROW is small-detla; it must be SIZE-NAME"),
         ("wikitext103/train.sh", ["small-srupp"], "ROW is small-srupp; base goes with srupp and srupp5"),
-        ("wikitext103/train.sh", ["small-transformer_schlag"], "the ending _schlag goes with linear, delta, performer and dpfp"),
+        ("wikitext103/train.sh", ["small-abc_schlag"], "the ending _schlag goes with transformer, transformer_xl_stream, linear,"),
         ("wikitext103/train.sh", ["--lr", "1"], "ROW is missing; it must be SIZE-NAME"),
         ("wikitext103/eval.sh", ["small-linear"], "run recipes/wikitext103/train.sh small-linear with the same OUT and TOY first"),
         ("gpt2/convert.sh", ["delta-4-phi"], "ROW is delta-4-phi; delta diverges without a feature map"),
@@ -631,6 +641,13 @@ def test_modules_use_their_weights_again(layer, estimate):
         layer(torch.randn(tokens, 1, layer.in_features))
     weights = sum(p.numel() for name, p in layer.named_parameters() if p.dim() > 1 and name != "gains")
     assert counter.get_total_flops() == 2 * tokens * (weights + estimate.mixing(layer, 99))
+
+
+def test_bands_that_share_a_table_cost_their_own_words(estimate):
+    """A word of each later band stands for it in the first; later bands are read as often as Zipf's law has their words."""
+    shares = [sum(1 / rank for rank in range(*ends)) for ends in ((1, 3), (3, 5), (5, 10))]
+    softmax = PlainAdaptiveSoftmax(nn.Embedding(9, 8), [2, 4], 0.0)
+    assert estimate.adaptive(softmax) == pytest.approx(8 * (2 + 2 + (2 * shares[1] + 5 * shares[2]) / sum(shares)))
 
 
 @pytest.mark.parametrize("step", ["wikitext2/table.sh", "enwik8/prepare.sh", "none/train.sh", "terraformer/finetune.sh"])

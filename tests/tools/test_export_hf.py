@@ -60,6 +60,7 @@ OPTIONS = {
     "favor": "--feature-map favor --feature-norm none --update-rule gated --attention-norm",
     "relu": "--feature-map relu --feature-dim 6",
     "hybrid": "--mixer-pattern softmax,fast_weight --update-rule gated_delta --feature-map dpfp",
+    "no-biases": "--mixer-pattern softmax,transformer_xl --bias-free",
     "retnet": "--update-rule retnet --feature-map identity --feature-norm none --output-norm --rotary",
     "rwkv7": "--update-rule rwkv7 --feature-map identity --feature-norm none --token-shift --value-mixing-rank 2",
     "kda": "--update-rule kda --feature-map identity --feature-norm l2 --short-conv 4 --output-gate --key-heads 2"
