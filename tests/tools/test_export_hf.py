@@ -43,7 +43,7 @@ from fw_fairseq.huggingface import (  # noqa: E402
 from fw_fairseq.huggingface.layers import BandedEmbedding  # noqa: E402
 from fw_fairseq.huggingface.parts import padding_of  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "checked_here")
 
 ADAPTIVE_INPUT = "--adaptive-input --adaptive-input-cutoff 20,40 --adaptive-input-factor 2"
 OPTIONS = {

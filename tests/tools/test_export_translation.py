@@ -23,7 +23,7 @@ from fw_fairseq.tools.export_hf.translation import set_generation
 
 sys.modules.setdefault("torchaudio", None)  # fairseq's, of another torch than ours: transformers would trip over it
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "checked_here")
 
 SOURCE, TARGET, EOS, PAD = 30, 24, 2, 1  # words with the special ones
 SHAPE = (
