@@ -100,7 +100,8 @@ class Cache:
     reads on from the cache, and layers may leave None in it.
     """
 
-    is_compileable = False
+    is_compileable = is_croppable = False
+    is_linear = (False,)  # transformers asks for it, and leaves the tokens that were read out of a prompt where it is not True
 
     def __init__(self, keep_state: bool = True):
         self.keep_state = keep_state

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .. import Mistake
 from .configuration import FastWeightHFConfig
 from .layers import Cache, Layer
-from .parts import Decodes, Drawn, KeepsState, cache_of, caches, mean_loss, padding_of, refuse_attentions, refuse_unknown
+from .parts import CACHE, Decodes, Drawn, KeepsState, cache_of, caches, mean_loss, padding_of, refuse_attentions, refuse_unknown
 from .prompts import carried
 from .prompts import read as read_prompts
 
@@ -76,16 +76,17 @@ class FastWeightForCausalLM(KeepsState, Drawn, Decodes, PreTrainedModel, Generat
         """Returns the logits of the next token; with an adaptive vocabulary they are log probabilities.
 
         attention_mask: 0 at padding, on either side. position_ids: a token at position 0 begins a new text, which does not see the
-        one before it. past_key_values: the cache to continue from; its tokens must not be given again. inputs_embeds: what the
-        input embeddings return, in place of input_ids. labels: the ids, -100 where there is none; none counts for a position
-        that is padding. shift_labels, by name: the id that each position is to predict, in place of labels. decoding_graph:
-        whether a GPU generates with CUDA graphs; ``generate`` takes it, too.
+        one before it. past_key_values, or cache by name: the cache to continue from; its tokens must not be given again.
+        inputs_embeds: what the input embeddings return, in place of input_ids. labels: the ids, -100 where there is none; none
+        counts for a position that is padding. shift_labels, by name: the id that each position is to predict, in place of labels.
+        decoding_graph: whether a GPU generates with CUDA graphs; ``generate`` takes it, too.
         """
+        named = {"past_key_values": past_key_values, "cache": others.pop("cache", None)}
         shift_labels = others.pop("shift_labels", None)  # by that name Trainer would expect it of every text
         self.check(labels, shift_labels, logits_to_keep, input_ids, inputs_embeds, output_attentions, others)
         inputs = self.embeddings_of(input_ids, inputs_embeds)
         use_cache = caches(self) if use_cache is None else use_cache
-        cache = cache_of(past_key_values, inputs, use_cache)
+        cache = cache_of(named, inputs, use_cache)
         padding = padding_of(attention_mask, inputs, earlier=cache.length > 0)
         x, tokens, resets = self.embed(inputs, padding, position_ids, cache.tokens)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
@@ -101,8 +102,8 @@ class FastWeightForCausalLM(KeepsState, Drawn, Decodes, PreTrainedModel, Generat
         output = CausalLMOutputWithPast(
             loss=mean_loss(logits, labels, shift_labels, padding),
             logits=logits,
-            past_key_values=cache if use_cache else None,
             hidden_states=tuple(hidden) if wanted else None,
+            **{CACHE: cache if use_cache else None},
         )
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 

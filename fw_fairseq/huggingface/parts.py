@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterable
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .. import Mistake
 from ..mixers import MIXERS
@@ -15,6 +17,8 @@ from .configuration import FastWeightHFConfig
 from .layers import ACTIVATIONS, BandedEmbedding, BandedOutput, Cache, Layer, scores_of
 
 POSITIONS = ("none", "learned", "sinusoidal")
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"  # its name changed in 5.24
+CUTS_CHUNKS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 21)  # what a cache has read is in none of them
 WITHOUT_EFFECT = ("cache_position", "token_type_ids")  # which transformers passes to every model
 UNREAD = {"mixer", "mixer_pattern", "ffn_sru", "ffn_sparsity", "ffn_controller_dim", "qkv_sparsity", "output_sparsity"}
 UNREAD |= {"scale_output", "output_dropout", "reversible", "no_decoding_graph", "linear_attention", "decoder_attentions"}
@@ -69,15 +73,19 @@ def caches(model: nn.Module) -> bool:
     return not model.training and getattr(model.config, "use_cache", True)
 
 
-def cache_of(past_key_values: Cache | None, inputs: Tensor, keep_state: bool) -> Cache:
-    """Returns the cache to continue from, or a new one; refuses caches of other models and of another number of sequences."""
-    if isinstance(past_key_values, Cache):
-        if past_key_values.tokens is not None and len(past_key_values.tokens) != len(inputs):
-            had = len(past_key_values.tokens)
-            raise Mistake(f"past_key_values is of {had} sequences; it must be of as many as the input has, {len(inputs)}")
-        return past_key_values
-    if past_key_values is not None and past_key_values != ():
-        raise Mistake(f"past_key_values is a {type(past_key_values).__name__}; it must be what this model returned, or None")
+def cache_of(named: dict[str, Cache | None], inputs: Tensor, keep_state: bool) -> Cache:
+    """Returns the cache to continue from, or a new one; refuses caches of other models and of another number of sequences. named:
+    what was given by each of the names that versions of transformers have for it."""
+    given = {name: cache for name, cache in named.items() if cache is not None and cache != ()}
+    if len(given) > 1:
+        raise Mistake(f"{' and '.join(given)} are both given; they are two names of one thing, so give one of them")
+    for name, cache in given.items():
+        if not isinstance(cache, Cache):
+            raise Mistake(f"{name} is a {type(cache).__name__}; it must be what this model returned, or None")
+        if cache.tokens is not None and len(cache.tokens) != len(inputs):
+            had = len(cache.tokens)
+            raise Mistake(f"{name} is of {had} sequences; it must be of as many as the input has, {len(inputs)}")
+        return cache
     return Cache(keep_state=keep_state)
 
 
@@ -98,7 +106,7 @@ def refuse_unknown(others: dict) -> None:
     """Refuses arguments that a model does not know."""
     unknown = [name for name, value in others.items() if name not in WITHOUT_EFFECT and value is not None]
     if unknown:
-        raise Mistake(f"forward takes no {unknown[0]}; leave it out")
+        raise Mistake(f"forward takes no {unknown[0]}; leave it out, or, if you did not give it, install an earlier transformers")
 
 
 def refuse_attentions(output_attentions: bool | None) -> None:
@@ -125,18 +133,22 @@ class KeepsState:
         prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if generation_config.prefill_chunk_size is not None:
             self.check_chunks(generation_config.prefill_chunk_size, model_kwargs)
-            if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
-                model_kwargs["past_key_values"] = Cache()
+            if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
+                model_kwargs[CACHE] = Cache()
         return prepared
 
     def check_chunks(self, size: int, model_kwargs: dict) -> None:
-        """Refuses to read a prompt in chunks of ``size`` tokens where transformers cuts the mask of a source or leaves embeddings
-        out, and where a prompt may end before the last chunk."""
+        """Refuses to read a prompt in chunks of ``size`` tokens where transformers cuts the mask of a source, leaves embeddings
+        out or reads tokens twice, and where a prompt may end before the last chunk."""
         mask = model_kwargs.get("attention_mask")
         if self.config.is_encoder_decoder:
             raise Mistake(f"prefill_chunk_size is {size}; a translation model reads its source at once, so leave it out")
         if model_kwargs.get("inputs_embeds") is not None:
             raise Mistake(f"prefill_chunk_size is {size}; it is for prompts of input_ids, so leave it out with inputs_embeds")
+        if not CUTS_CHUNKS and model_kwargs.get(CACHE) is not None and model_kwargs[CACHE].get_seq_length():
+            raise Mistake(
+                f"prefill_chunk_size is {size}; transformers before 5.21 reads again what a cache has read, so leave it out"
+            )
         if mask is not None and mask.shape[-1] > size and mask[..., -1].eq(0).any():
             raise Mistake(f"prefill_chunk_size is {size}; prompts that are read in chunks must be padded on the left")
 

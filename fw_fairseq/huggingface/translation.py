@@ -11,7 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 from .. import Mistake
 from .configuration import FastWeightTranslationConfig
 from .layers import Cache
-from .parts import Drawn, KeepsState, cache_of, caches, mean_loss, padding_of, refuse_attentions, refuse_unknown
+from .parts import CACHE, Drawn, KeepsState, cache_of, caches, mean_loss, padding_of, refuse_attentions, refuse_unknown
 from .sides import Decoder, Encoder
 
 
@@ -84,6 +84,11 @@ class FastWeightForTranslation(KeepsState, Drawn, PreTrainedModel, GenerationMix
             processors.append(EndAtLast(generation_config.max_length - 1, end))
         return processors
 
+    def _prepare_generated_length(self, generation_config, has_default_max_length, *args, **kwargs):
+        """The folder's longest length is what it says, which transformers 5.0 to 5.2 take for a default of theirs and raise."""
+        has_default_max_length = has_default_max_length and self.generation_config.max_length is None
+        return super()._prepare_generated_length(generation_config, has_default_max_length, *args, **kwargs)
+
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """Returns the labels after the end of sentence that each translation begins with."""
         start, pad = self.config.decoder_start_token_id, self.config.pad_token_id
@@ -110,9 +115,10 @@ class FastWeightForTranslation(KeepsState, Drawn, PreTrainedModel, GenerationMix
 
         attention_mask and decoder_attention_mask: 0 at padding, on either side. decoder_input_ids: the end of sentence and the
         translation so far; by default the labels, one place later. encoder_outputs: what the encoder returned, in place of a
-        source. past_key_values: the cache to continue from, which has read the source; its tokens must not be given again.
-        labels: the words of the translations and their ends, -100 where there is none.
+        source. past_key_values, or cache by name: the cache to continue from, which has read the source; its tokens must not be
+        given again. labels: the words of the translations and their ends, -100 where there is none.
         """
+        named = {"past_key_values": past_key_values, "cache": others.pop("cache", None)}
         if decoder_input_ids is None and decoder_inputs_embeds is None and labels is not None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
         self.check(decoder_input_ids, decoder_inputs_embeds, output_attentions, others)
@@ -122,7 +128,7 @@ class FastWeightForTranslation(KeepsState, Drawn, PreTrainedModel, GenerationMix
         source = encoder_outputs[0]
         inputs = self.decoder.embeddings_of(decoder_input_ids, decoder_inputs_embeds, "decoder_input_ids")
         use_cache = caches(self) if use_cache is None else use_cache
-        cache = cache_of(past_key_values, inputs, use_cache)
+        cache = cache_of(named, inputs, use_cache)
         padding = padding_of(decoder_attention_mask, inputs, "decoder_attention_mask", earlier=cache.length > 0)
         looked_at = source.transpose(0, 1), padding_of(attention_mask, source)
         x, tokens, _ = self.decoder.embed(inputs, padding, None, cache.tokens)
@@ -131,10 +137,10 @@ class FastWeightForTranslation(KeepsState, Drawn, PreTrainedModel, GenerationMix
         output = Seq2SeqLMOutput(
             loss=mean_loss(logits, None, labels),
             logits=logits,
-            past_key_values=cache if use_cache else None,
             decoder_hidden_states=tuple(hidden) if wanted else None,
             encoder_last_hidden_state=source,
             encoder_hidden_states=getattr(encoder_outputs, "hidden_states", None),
+            **{CACHE: cache if use_cache else None},
         )
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 

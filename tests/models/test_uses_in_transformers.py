@@ -24,8 +24,9 @@ from fw_fairseq.huggingface import (  # noqa: E402
     FastWeightForTranslation,
     FastWeightHFConfig,
     FastWeightTranslationConfig,
+    parts,
 )
-from fw_fairseq.huggingface.parts import OPTIONS  # noqa: E402
+from fw_fairseq.huggingface.parts import CACHE, CUTS_CHUNKS, OPTIONS  # noqa: E402
 from fw_fairseq.mixers import MIXERS  # noqa: E402
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
@@ -122,6 +123,25 @@ def test_another_models_cache_is_refused(made):
     assert isinstance(model(tokens, past_key_values=()).past_key_values, Cache)
 
 
+@torch.no_grad()
+def test_a_cache_is_taken_by_either_of_its_names():
+    """That of transformers up to 5.23, and that since 5.24. It is returned by the one that transformers has."""
+    words = torch.tensor([[4, 5, 6, 7]])
+    translation = FastWeightForTranslation(FastWeightTranslationConfig()).double().eval()
+    for model, name, source in ((build(), "input_ids", {}), (translation, "decoder_input_ids", {"input_ids": words})):
+        expected = model(**source, **{name: words}).logits[:, 2:]
+        going_on = source | {name: words[:, 2:]}
+        for given in ("past_key_values", "cache"):
+            cache = model(**source, **{name: words[:, :2]})[CACHE]
+            torch.testing.assert_close(model(**going_on, **{given: cache}).logits, expected)
+        with pytest.raises(
+            Mistake, match=r"^past_key_values and cache are both given; they are two names of one thing, so give one"
+        ):
+            model(**going_on, past_key_values=cache, cache=cache)
+        with pytest.raises(Mistake, match=r"^cache is a DynamicCache; it must be what this model returned, or None$"):
+            model(**going_on, cache=transformers.DynamicCache())
+
+
 def test_other_kinds_of_cache_are_refused_in_generation():
     """Of which transformers only warns."""
     said = r"^cache_implementation is 'static'; this model has one kind of cache, its state, so leave it out$"
@@ -145,7 +165,7 @@ def test_a_prompt_in_chunks_is_the_prompt(mixer, options, monkeypatch):
         assert model.generate(**batch, **exactly, prefill_chunk_size=size).equal(expected)
         assert widths == [*pieces, 1, 1, 1]
         assert model.generate(rows[1][None], **exactly, prefill_chunk_size=size)[0].equal(expected[1, 1:])
-    if not options:
+    if not options and CUTS_CHUNKS:
         first = model.generate(rows[1][None], **exactly, prefill_chunk_size=2, return_dict_in_generate=True)
         whole = torch.cat([first.sequences, rows[3][None]], 1)
         widths.clear()
@@ -153,7 +173,7 @@ def test_a_prompt_in_chunks_is_the_prompt(mixer, options, monkeypatch):
         assert second.equal(model.generate(whole, **exactly)) and widths[:2] == [5, 4]
 
 
-def test_chunks_that_would_be_read_wrongly_are_refused():
+def test_chunks_that_would_be_read_wrongly_are_refused(monkeypatch):
     model, batch = build(), padded(texts(3, 7), left=False)
     translating = FastWeightForTranslation(FastWeightTranslationConfig(eos_token_id=2, decoder_start_token_id=2))
     embedded = {"inputs_embeds": model.get_input_embeddings()(batch["input_ids"])}
@@ -166,6 +186,12 @@ def test_chunks_that_would_be_read_wrongly_are_refused():
             each.generate(**given, max_new_tokens=2, prefill_chunk_size=6)
     whole = model.generate(**batch, max_new_tokens=2)
     assert model.generate(**batch, max_new_tokens=2, prefill_chunk_size=7).equal(whole)
+    monkeypatch.setattr(parts, "CUTS_CHUNKS", False)
+    model.generate(whole, max_new_tokens=2, prefill_chunk_size=2)
+    with pytest.raises(
+        Mistake, match=r"^prefill_chunk_size is 2; transformers before 5\.21 reads again what a cache has read, so leave"
+    ):
+        model.generate(whole, past_key_values=model(whole[:, :3])[CACHE], max_new_tokens=2, prefill_chunk_size=2)
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 4, 4), (4,), (1, 4), (2, 3), (2, 9)])

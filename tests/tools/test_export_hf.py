@@ -43,7 +43,7 @@ from fw_fairseq.huggingface import (  # noqa: E402
 from fw_fairseq.huggingface.layers import BandedEmbedding  # noqa: E402
 from fw_fairseq.huggingface.parts import padding_of  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "checked_here")
 
 ADAPTIVE_INPUT = "--adaptive-input --adaptive-input-cutoff 20,40 --adaptive-input-factor 2"
 OPTIONS = {
@@ -722,7 +722,8 @@ def test_an_option_that_a_folder_leaves_out_has_its_default():
 
 @pytest.mark.parametrize("kind", [FastWeightForCausalLM, FastWeightForTranslation])
 def test_what_transformers_is_told(kind):
-    assert kind._is_stateful and not kind._supports_default_dynamic_cache() and not Cache.is_compileable
+    assert kind._is_stateful and not kind._supports_default_dynamic_cache()
+    assert not Cache.is_compileable and not Cache.is_croppable
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from fw_fairseq.tools.export_hf.translation import set_generation
 
 sys.modules.setdefault("torchaudio", None)  # fairseq's, of another torch than ours: transformers would trip over it
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "checked_here")
 
 SOURCE, TARGET, EOS, PAD = 30, 24, 2, 1  # words with the special ones
 SHAPE = (
@@ -206,6 +206,15 @@ def test_generate_has_the_defaults_of_fairseq_generate(limit, longest):
     }  # fmt: skip
     ids = (config.bos_token_id, config.eos_token_id, config.pad_token_id, config.decoder_start_token_id)
     assert ids == (EOS, EOS, PAD, EOS)
+
+
+def test_the_longest_translation_is_that_of_the_folder(both):
+    """Also where transformers takes its length for a default, to which it adds the words that a translation begins with."""
+    *_, model = both
+    sizes = {"model_input_name": "input_ids", "input_ids_length": 1, "inputs_tensor": sources(5)}
+    defaults = {"has_default_max_length": True, "has_default_min_length": True}
+    found = model._prepare_generated_length(generation_config=copy.deepcopy(model.generation_config), **defaults, **sizes)
+    assert found.max_length == model.generation_config.max_length == 202
 
 
 def test_a_source_is_read_once(both, monkeypatch):

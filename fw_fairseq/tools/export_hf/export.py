@@ -13,12 +13,11 @@ from ...files import tokenizer_size
 from ...patches.non_finite import NotFinite, why_not_finite
 from ..checkpoints import first_symbol, load_model
 from . import language_models, translation
-from .folders import TARGET, check_output, load, replace, write
+from .folders import TARGET, TOLERANCE, check_alone, check_output, load, replace, write
 from .tokenizers import renumber, word_tokenizer
 
 PROG = "fw-export-hf"
 ARCHITECTURES = ("fast_weight_lm", "fast_weight_transformer")
-TOLERANCE = 1e-4
 
 
 def export(checkpoint, output, data=None, tokenizer=None, force: bool = False):
@@ -41,6 +40,7 @@ def export(checkpoint, output, data=None, tokenizer=None, force: bool = False):
         write(model, tokenizers, temporary)
         check(compare(load(type(model), temporary)), source, checkpoint)
         check_sizes(model.config, temporary, tokenizers)
+        check_alone(temporary, f"CHECKPOINT {checkpoint}")
         check_output(output, force)
         replace(temporary, output)
     finally:

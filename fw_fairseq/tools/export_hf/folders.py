@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
 from pathlib import Path
 
 from ... import Mistake
+from ...files import reading, write_atomically
 from .. import standalone
 
+TOLERANCE = 1e-4
+PROGRAM = Path(__file__).with_name("alone.py")
 CODE_FILE = "modeling_fw_fairseq.py"
 TARGET = "target"  # the folder of the tokenizer of translations
 TOKENIZER_FILES = (
@@ -89,7 +97,7 @@ def write(model, tokenizers: dict, folder: Path) -> None:
         setattr(model.generation_config, name, getattr(model.config, name))
     model.generation_config._from_model_config = False
     model.save_pretrained(folder)
-    (folder / CODE_FILE).write_text(standalone.code(), encoding="utf-8")
+    write_code(folder / CODE_FILE)
     for place, tokenizer in tokenizers.items():
         if not isinstance(tokenizer, Path):
             tokenizer.save_pretrained(folder / place)
@@ -100,3 +108,46 @@ def write(model, tokenizers: dict, folder: Path) -> None:
     for path in folder.rglob("*"):  # transformers writes weights that only their owner may read
         if path.is_file():
             path.chmod((folder / CODE_FILE).stat().st_mode)
+
+
+def check_alone(folder: Path, named: str) -> None:
+    """Refuses a folder whose model does not generate what a pass over the same words gives, where there are torch and transformers
+    alone. named: what the user gave for it."""
+    with tempfile.TemporaryDirectory() as modules:  # where transformers copies the folder's code, in place of the user's home
+        environment = os.environ | {"HF_MODULES_CACHE": modules, "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-c", PROGRAM.read_text(encoding="utf-8"), folder]
+        done = subprocess.run(command, cwd=modules, env=environment, capture_output=True, text=True)
+    if done.returncode == 0:
+        found = float(done.stdout.split()[-1])
+        reason = None if found <= TOLERANCE else f"its state changes what it generates, by {found:.1e}"
+    else:
+        reason = done.stderr.strip().splitlines()[-1] if done.returncode == 1 else f"its process ended with {done.returncode}"
+    if reason is not None:
+        raise Mistake(
+            f"{named} does not generate in transformers {metadata.version('transformers')} ({reason}); nothing was written"
+        )
+
+
+def renew(folder: Path) -> None:
+    """Puts the code of today into an earlier export, once its other files were checked with it; they stay as they are."""
+    code, wrong = folder / CODE_FILE, f"--renew is {folder}, which is no folder of fw-export-hf"
+    if not code.is_file():
+        raise Mistake(f"{wrong}, as it has no {CODE_FILE}")
+    with reading(folder / "config.json", "a model's configuration"):
+        places = json.loads((folder / "config.json").read_text(encoding="utf-8"))["auto_map"].values()
+    if foreign := [place for place in places if not place.startswith(f"{code.stem}.")]:  # whose code would be run
+        raise Mistake(f"{wrong}, as its config.json names {foreign[0]}")
+    with tempfile.TemporaryDirectory() as place:
+        copy = Path(place, "renewed")
+        copy.mkdir()
+        for path in folder.iterdir():
+            if path.is_file() and WRITTEN.fullmatch(path.name) and path.name != CODE_FILE:
+                (copy / path.name).symlink_to(path.resolve())
+        write_code(copy / CODE_FILE)
+        check_alone(copy, f"--renew {folder}")
+    write_atomically(code, write_code)
+
+
+def write_code(path: Path) -> None:
+    """Writes the code of the models."""
+    path.write_text(standalone.code(), encoding="utf-8")
