@@ -282,7 +282,7 @@ def test_the_folder_stands_alone(data, tmp_path):
     exported("", data / "apart", tmp_path)
     missing = ["fairseq", "fw_fairseq", "omegaconf", "hydra"]
     code = (
-        f"import sys; sys.modules.update(dict.fromkeys({missing}))\n"
+        f"import sys; sys.modules.update(dict.fromkeys({[*missing, 'torchaudio']}))\n"
         "from transformers import AutoModelForSeq2SeqLM, AutoTokenizer\n"
         "model = AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
         "places = (sys.argv[1], sys.argv[1] + '/target')\n"

@@ -22,7 +22,7 @@ def load(folder: str) -> torch.nn.Module:
     model, found = kind.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
     for what in ("missing", "unexpected", "mismatched"):
         if names := found[f"{what}_keys"]:
-            raise ValueError(f"the weights have {what} parameters, {sorted(map(str, names))[0]} among them")
+            sys.exit(f"the weights have {what} parameters, {sorted(map(str, names))[0]} among them")
     return model.double().eval()
 
 
