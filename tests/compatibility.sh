@@ -3,6 +3,8 @@
 # that comes without further ado is made for CUDA, 3 GB to download and 6 GB on disk.
 #   PYTHON=python3.12 tests/compatibility.sh          arguments go to pytest
 #   JOBS=1 tests/compatibility.sh                     on one core
+#   tests/compatibility.sh newest [TEST...]           the tests of exports, commands and patches with the newest versions that pyproject.toml
+#                                                     allows, in .venv-newest; remove that folder for newer ones. PYTHON: 3.11 or 3.12
 #   tests/compatibility.sh official [TEST...]         the tests with the official fairseq 0.12.2, in .venv-official, without those of
 #                                                     kernels, recipes and installing; PYTHON: a Python 3.10 or 3.9. Then checkpoints of this
 #                                                     fairseq are read by that of .venv, where there is one, and the other way round
@@ -26,6 +28,18 @@ if [ "${1:-}" = transformers ]; then
     FW_TRANSFORMERS=$(realpath "$1")
     export FW_TRANSFORMERS OMP_NUM_THREADS=1
     PYTHONPATH=tests exec .venv/bin/python -m pytest -p no:cacheprovider -c /dev/null --rootdir tests tests/support/transformers_tests.py "${@:2}"
+fi
+
+if [ "${1:-}" = newest ]; then
+    shift
+    python=.venv-newest/bin/python
+    [ -x $python ] || "${PYTHON:-python3}" -m venv .venv-newest
+    requirements/cpu_torch.sh $python torch
+    "$python" -m pip install --quiet --disable-pip-version-check -e '.[test,plots]'
+    "$python" -m pip list --format freeze | grep -E '^(torch|transformers|accelerate|numpy|ve-fairseq|hydra-core)=='
+    [ $# -gt 0 ] || set -- tests/tools tests/patches tests/models/test_{generation,uses}_in_transformers.py tests/test_first_generation.py
+    export OMP_NUM_THREADS=1
+    exec $python -m pytest --numprocesses "${JOBS:-auto}" --dist loadfile "$@"
 fi
 
 if [ "${1:-}" = official ]; then
