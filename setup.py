@@ -7,7 +7,7 @@ setup(
     package_dir={"fw_fairseq.cuda": "cuda"},
     package_data={
         "fw_fairseq.cuda": ["*.cu", "*.cuh"],
-        "fw_fairseq.native": ["*.cpp", "*.h"],
+        "fw_fairseq.ops.native": ["*.cpp", "*.h"],
         "fw_fairseq.tools.plot": ["data/*.csv"],
     },
 )

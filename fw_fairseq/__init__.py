@@ -10,18 +10,10 @@ that adds to them does so first and then imports ``fw_fairseq.models``. It is it
 
 import sys
 
+from .errors import Mistake
 from .late_registration import WithFairseq, wrap_import
 
-
-class Mistake(ValueError):
-    """Something that the user gave is not allowed: an option, an argument or a file. The message is one sentence that names it and
-    says what is allowed. Commands show the sentence alone; any other exception keeps its traceback."""
-
-    exit_code = 1  # of a command that ends with it
-
-
-HINT = " (FW_TRACEBACK=1 shows where)"  # after an error that is no Mistake: any code may have raised it
-
+__all__ = ["Mistake"]
 
 if sys.modules.get("fairseq"):
     wrap_import()

@@ -14,7 +14,7 @@ from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.utils import safe_getattr
 from omegaconf import ListConfig
 
-from . import Mistake
+from .errors import Mistake
 from .feature_maps import FEATURE_MAPS, NORMS
 from .mixers import MIXERS
 from .ops.checks import BACKENDS, NORM_OF

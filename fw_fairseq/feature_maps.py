@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import Mistake
 from .autograd import unit, without_autocast
+from .errors import Mistake
 
 
 class FeatureMap(nn.Module):
@@ -24,7 +25,7 @@ class FeatureMap(nn.Module):
     options: the options of the command line that belong to the map.
     non_negative: whether no feature is below 0, so that sum and attention normalisation may be used.
     at_most_one: whether no phi(x) is longer than 1, so that a rule with an erase needs no normalisation.
-    row_map: the name in ``row_map.MAPS`` of the function from ``linear(x)`` to phi(x), where that has no parameters; kernels can
+    row_map: the name in ``ROW_MAPS`` of the function from ``linear(x)`` to phi(x), where that has no parameters; kernels can
         then compute it. None: the map always runs in PyTorch.
     """
 
@@ -264,3 +265,25 @@ def positive(name: str, value: int) -> int:
     if not isinstance(value, int) or value < 1:
         raise Mistake(f"{name} is {value!r}; it must be an integer of at least 1")
     return value
+
+
+ROW_MAPS = {"identity": lambda x, nu: x, "elu": lambda x, nu: elu(x), "relu": lambda x, nu: torch.relu(x), "dpfp": dpfp}
+
+
+class RowMap(NamedTuple):
+    """A map without parameters by name, and its norm: what a kernel can apply to the rows of q and k as it loads them. Calling it
+    on rows (...,D) computes the features (...,K) in PyTorch, which is the definition."""
+
+    name: str = "identity"  # in ROW_MAPS
+    nu: int = 1  # of dpfp
+    norm: str = "none"  # in NORMS
+
+    def width(self, d: int) -> int:
+        """K, the number of features of rows that are d wide."""
+        return 2 * self.nu * d if self.name == "dpfp" else d
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return normalised(lambda x: ROW_MAPS[self.name](x, self.nu), self.norm, x)
+
+
+AS_IS = RowMap()  # q and k are features already

@@ -51,7 +51,7 @@ def one_thread():
 @pytest.fixture
 def in_pytorch(monkeypatch):
     """Pooling, SRU and generation as on a machine without a compiler."""
-    from fw_fairseq import native
+    from fw_fairseq.ops import native
 
     monkeypatch.setattr(native, "library", lambda: None)
 

@@ -17,8 +17,8 @@ from counts.model import LATENCY, Multiprocessor, blocking_loads, milliseconds
 from hostcuda.nvrtc import compiled
 from support.commands import ROOT
 
+from fw_fairseq.feature_maps import RowMap
 from fw_fairseq.ops.kernels.common import MAPS
-from fw_fairseq.row_map import RowMap
 
 PARAMS = 0x210
 NONE = 7  # no scoreboard

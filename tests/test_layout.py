@@ -39,7 +39,7 @@ def imported(module: str) -> Iterator[str]:
                 name = f"{source}.{alias.name}"
                 if name in FILES:
                     yield name
-                elif source in FILES and source != PACKAGE.name:  # the package itself is there first, with Mistake
+                elif source in FILES:
                     yield source
 
 
@@ -84,7 +84,7 @@ def test_no_import_circle():
 def test_folders_are_small():
     folders = {path.parent for path in FILES.values()}
     sizes = {str(folder.relative_to(ROOT)): len([*folder.glob("*.py")]) for folder in folders}
-    assert {name: size for name, size in sizes.items() if size > (7 if name == "fw_fairseq" else 12)} == {}
+    assert {name: size for name, size in sizes.items() if size > (8 if name == "fw_fairseq" else 12)} == {}
 
 
 def test_every_folder_is_a_package():

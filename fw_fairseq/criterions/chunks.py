@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import Mistake
 from ..autograd import as_written, once_differentiable
+from ..errors import Mistake
 
 
 class Goal(NamedTuple):

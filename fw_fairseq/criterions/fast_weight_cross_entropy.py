@@ -9,8 +9,8 @@ from fairseq.criterions.cross_entropy import CrossEntropyCriterion, CrossEntropy
 from fairseq.dataclass import FairseqDataclass
 from omegaconf import II
 
-from .. import Mistake
 from ..config import option
+from ..errors import Mistake
 from .chunks import InChunks, checked_chunk
 from .memory_logging import MemoryLogging, checked_penalty
 

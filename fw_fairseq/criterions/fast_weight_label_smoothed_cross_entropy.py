@@ -8,8 +8,8 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
     LabelSmoothedCrossEntropyCriterionConfig,
 )
 
-from .. import Mistake
 from ..config import option
+from ..errors import Mistake
 from .chunks import InChunks, checked_chunk
 from .fast_weight_cross_entropy import PENALTY_HELP, InChunksConfig
 from .memory_logging import MemoryLogging, checked_penalty

@@ -6,7 +6,7 @@ import torch
 from fairseq import utils
 from fairseq.logging import metrics
 
-from .. import Mistake
+from ..errors import Mistake
 from ..mixers import FastWeight
 from ..modules import MixerAttention
 

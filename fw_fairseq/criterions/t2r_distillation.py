@@ -13,8 +13,8 @@ from fairseq.utils import item
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import Mistake
 from ..config import option
+from ..errors import Mistake
 from .fast_weight_cross_entropy import PlainOrAdaptive, PlainOrAdaptiveConfig
 from .memory_logging import MemoryLogging, checked_penalty
 

@@ -7,7 +7,7 @@ import logging
 import torch
 from fairseq.data import iterators
 
-from .. import Mistake
+from ..errors import Mistake
 from ..modules import Streams
 from ..ops.state import SavedState
 from .loading import BatchIterator

@@ -11,8 +11,8 @@ from fairseq.data import FairseqDataset, data_utils
 from fairseq.tasks.language_modeling import LanguageModelingConfig
 from torch import Tensor
 
-from .. import Mistake
 from ..config import option_name
+from ..errors import Mistake
 
 CUTTING = ("sample_break_mode", "add_bos_token", "shorten_method", "shorten_data_split_list", "pad_to_fixed_length")
 CUTTING += ("pad_to_fixed_bsz",)

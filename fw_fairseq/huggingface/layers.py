@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import Mistake
+from ..errors import Mistake
 from ..feature_maps import check_not_offloaded
 from ..mixers import MIXERS
 from ..ops.state import tensor_state

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .. import Mistake
+from ..errors import Mistake
 from .configuration import FastWeightHFConfig
 from .layers import Cache, Layer
 from .parts import CACHE, Decodes, Drawn, KeepsState, cache_of, caches, mean_loss, padding_of, refuse_attentions, refuse_unknown

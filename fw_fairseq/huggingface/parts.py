@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .. import Mistake
+from ..errors import Mistake
 from ..mixers import MIXERS
 from .configuration import FastWeightHFConfig
 from .layers import ACTIVATIONS, BandedEmbedding, BandedOutput, Cache, Layer, scores_of

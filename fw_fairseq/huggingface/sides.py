@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import BaseModelOutput
 
-from .. import Mistake
-from ..mixers.around.source import SourceMemory
+from ..errors import Mistake
 from ..mixers.fast_weight import FastWeight
+from ..mixers.parts.source import SourceMemory
 from ..ops.state import tensor_state
 from .configuration import FastWeightHFConfig
 from .layers import Layer

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..buffers.graphs import EAGER, Graphs, wanted
-from ..buffers.kernel_memory import KernelMemory
-from ..buffers.modules import plain
-from ..buffers.steppers import share, step_mixer
+from ..generation.graphs import EAGER, Graphs, wanted
+from ..generation.kernel_memory import KernelMemory
+from ..generation.modules import plain
+from ..generation.steppers import share, step_mixer
 from ..mixers.base import has_hooks
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
-from .. import Mistake
+from ..errors import Mistake
 from .configuration import FastWeightTranslationConfig
 from .layers import Cache
 from .parts import CACHE, Drawn, KeepsState, cache_of, caches, mean_loss, padding_of, refuse_attentions, refuse_unknown

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..feature_maps import wide
+from ..ops.scans.pooling import PoolState, last_weights, pool
 from ..ops.state import tensor_state
-from ..ops.vectors.pooling import PoolState, last_weights, pool
 from .base import rows
 from .pooled import Pooled
 

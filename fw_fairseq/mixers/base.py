@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import Mistake
+from ..errors import Mistake
 from ..feature_maps import FEATURE_MAPS
 
 VALUES = "values"  # of layer 0, in what layers share: (B,H,n T,V)

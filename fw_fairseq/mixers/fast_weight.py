@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import Mistake
+from ..errors import Mistake
 from ..feature_maps import FEATURE_MAPS, NORMS
 from ..ops import FastWeightState, fast_weight
 from ..ops.checks import BACKENDS, NORM_OF
 from ..ops.recall import until_end
 from ..rules import RULES
-from .around.operands import Projected
-from .around.output import HeadNorm
 from .base import Setting, settings_of
 from .features import PRODUCT_STEPS
+from .parts.operands import Projected
+from .parts.output import HeadNorm
 
 
 class FastWeight(Projected):

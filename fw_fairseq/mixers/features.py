@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import Mistake
+from ..errors import Mistake
 from ..feature_maps import FEATURE_MAPS, FeatureMap, normalised, wide
 from ..ops import RowMap
 from ..ops.checks import NORM_OF, missing_form
 from ..rules import RULES, Gate, Rule
-from ..rules.starts import Place
+from ..rules.gates import Place
 
 PRODUCT_STEPS = 2  # writes of a token where the rule has several and nothing else is said
 FEATURE_OPTIONS = ("feature_map", "feature_dim", "feature_norm")  # and those of the chosen map

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..feature_maps import wide
-from ..ops.vectors.pooling import PoolState, last_weights, pool
+from ..ops.scans.pooling import PoolState, last_weights, pool
 from .base import rows
 from .pooled import Pooled
 

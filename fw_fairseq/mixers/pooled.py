@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .. import Mistake
+from ..errors import Mistake
 from .base import Mixer, Setting, settings_of
 
 FORMS = ("adapted", "published")

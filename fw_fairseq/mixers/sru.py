@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import Mistake
+from ..errors import Mistake
 from ..feature_maps import wide
 from ..ops.checks import check_masks
 from ..ops.onednn import Linear, linear
 from ..ops.recall import until_end
+from ..ops.scans.sru import sru
 from ..ops.state import tensor_state
-from ..ops.vectors.sru import sru
 from .base import Mixer, Setting, is_linear, rows, settings_of
 
 OPEN = 1e4  # the input of a sigmoid that is 1 then, in every type of number

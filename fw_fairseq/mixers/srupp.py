@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import Mistake
+from ..errors import Mistake
 from ..ops.onednn import Linear
+from ..ops.scans.pooling import last_weights
 from ..ops.state import tensor_state
-from ..ops.vectors.pooling import last_weights
 from .base import Mixer, Setting, join_heads, rows, settings_of, split_heads
 from .look_back import Reach, View, WindowState, attend, look_back, with_memory
 from .sru import Sru

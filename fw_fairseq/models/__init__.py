@@ -8,7 +8,7 @@ apply()
 shorten()
 
 from .. import criterions, tasks  # noqa: E402
-from ..optim import until_solved  # noqa: E402
+from ..tasks import until_solved  # noqa: E402
 from . import field_architectures, lm_architectures  # noqa: E402
 from .fast_weight_decoder import FastWeightDecoder  # noqa: E402
 from .fast_weight_lm import FastWeightLanguageModel  # noqa: E402

@@ -7,8 +7,8 @@ import re
 from fairseq.utils import safe_getattr
 from omegaconf import ListConfig
 
-from .. import Mistake
 from ..config import FastWeightConfig, layer_mixers, mixer_options, read_config
+from ..errors import Mistake
 from ..mixers.pooled import layer_window
 from .mixing_options import check_kept
 

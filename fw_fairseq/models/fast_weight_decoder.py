@@ -17,14 +17,14 @@ from fairseq.modules.multihead_attention import MultiheadAttention
 from fairseq.utils import eval_str_list, safe_getattr
 from torch import Tensor, nn
 
-from .. import Mistake
 from ..config import SOFTMAX, FastWeightConfig, layer_mixers, read_config
-from ..decoding import GENERATION, Generation, generation_in, start
+from ..errors import Mistake
 from ..modules import FastWeightDecoderLayer, MixerAttention, Stack, Stateful, Streams, of_this_thread, with_arguments
 from ..modules.plain_softmax import PlainAdaptiveSoftmax
 from ..modules.positions import PositionsFromEnd
 from ..modules.sparse import Multiplicative
 from ..modules.sparse.softmax import SparseAttention
+from .generation import GENERATION, Generation, generation_in, start
 from .mixing_options import check_value_mixing
 from .sparse_options import check_reversible, check_sparse
 

@@ -13,7 +13,6 @@ from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerL
 from fairseq.utils import eval_str_list, safe_getattr
 from torch import nn
 
-from .. import Mistake
 from ..config import (
     DECODER_OPTIONS,
     FastWeightConfig,
@@ -25,6 +24,7 @@ from ..config import (
     read_config,
     refuse_without_effect,
 )
+from ..errors import Mistake
 from ..mixers.base import check_heads
 from ..modules.plain_softmax import Band
 from ..modules.updates import EXTRAS

@@ -15,7 +15,6 @@ from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.utils import safe_getattr
 from omegaconf import DictConfig, OmegaConf
 
-from .. import Mistake
 from ..config import (
     ATTENTIONS,
     DECODER_OPTIONS,
@@ -28,6 +27,7 @@ from ..config import (
     read_config,
     refuse_without_effect,
 )
+from ..errors import Mistake
 from ..modules import LinearAttention, LinearEncoderLayer, Stack, TranslationDecoderLayer
 from .checkpoint_options import NamesWhatDiffers, keep_layers, write_kept_layers
 from .fast_weight_decoder import FastWeightDecoder

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fairseq.utils import safe_getattr
 
-from .. import Mistake
 from ..config import FastWeightConfig, FastWeightTransformerConfig
+from ..errors import Mistake
 
 
 def check_value_mixing(config: FastWeightConfig, args, mixers: list[str]) -> None:

@@ -8,15 +8,15 @@ from fairseq.models import BaseFairseqModel, register_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import Mistake
 from ..config import SOFTMAX, FastWeightConfig, check_numbers, option, options_read, refuse_without_effect
+from ..errors import Mistake
 from ..mixers.features import build_feature_map, check_combination, initial_bias, normalised_features, with_common_scale
 from ..ops import fast_weight
 from ..ops.inputs import READ
 from ..ops.normalisation import divide
 from ..ops.recall import recall
 from ..rules import RULES, Rule
-from ..rules.starts import Place
+from ..rules.gates import Place
 
 
 @dataclass

@@ -6,8 +6,8 @@ from fairseq.models.transformer.transformer_config import TransformerConfig
 from fairseq.utils import safe_getattr
 from torch import nn
 
-from .. import Mistake
 from ..config import SPARSE_OPTIONS, FastWeightConfig, option_name
+from ..errors import Mistake
 from ..modules import MixerAttention
 from ..modules.updates import refuse_extras
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..mixers.around.source import SourceMemory
+from ..mixers.parts.source import SourceMemory
 from .sparse import Convolutions, SparseSource
 from .stateful import Incremental
 

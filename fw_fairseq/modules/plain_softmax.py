@@ -8,7 +8,7 @@ from fairseq.modules.fairseq_dropout import FairseqDropout
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import Mistake
+from ..errors import Mistake
 
 
 class Band(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .. import Mistake
+from ..errors import Mistake
 from ..mixers.local_attention import sinusoids
 
 

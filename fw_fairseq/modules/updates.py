@@ -9,8 +9,8 @@ from fairseq.modules.fairseq_dropout import FairseqDropout
 from fairseq.modules.quant_noise import quant_noise
 from torch import Tensor, nn
 
-from .. import Mistake
 from ..config import option_name
+from ..errors import Mistake
 from ..mixers.sru import SruState
 from .sparse import RecurrentUnits, SparseFeedForward
 from .stateful import Kept

@@ -1,6 +1,6 @@
 """Fast-weight layers as one differentiable operation. Imports torch and nothing of fairseq."""
 
-from ..row_map import RowMap
+from ..feature_maps import RowMap
 from .operation import fast_weight
 from .state import FastWeightState
 

@@ -8,9 +8,8 @@ import math
 import torch
 from torch import Tensor, distributed
 
-from .. import Mistake
-from ..feature_maps import NORMS
-from ..row_map import AS_IS, MAPS, RowMap
+from ..errors import Mistake
+from ..feature_maps import AS_IS, NORMS, ROW_MAPS, RowMap
 from ..rules import RULES, Rule
 from .factored import Factors
 from .inputs import READ, READ_AND_ERASE, Inputs
@@ -124,8 +123,8 @@ def check_feature_map(feature_map, q: Tensor) -> None:
     if not isinstance(feature_map, RowMap):
         raise Mistake(f"feature_map is a {type(feature_map).__name__}; it must be None or a RowMap")
     name, nu, norm = feature_map
-    if name not in tuple(MAPS) or norm not in tuple(NORMS):
-        raise Mistake(f"feature_map is {feature_map}; allowed: name {', '.join(MAPS)}, norm {', '.join(NORMS)}")
+    if name not in tuple(ROW_MAPS) or norm not in tuple(NORMS):
+        raise Mistake(f"feature_map is {feature_map}; allowed: name {', '.join(ROW_MAPS)}, norm {', '.join(NORMS)}")
     if name == "identity" and norm == "sum":
         raise Mistake("feature_map has norm 'sum' with name 'identity', which can be negative; use norm 'l2'")
     if name == "dpfp" and not (type(nu) is int and 1 <= nu < 2 * q.shape[3]):

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .. import Mistake
 from ..autograd import needs_gradient
-from ..row_map import AS_IS
+from ..errors import Mistake
+from ..feature_maps import AS_IS
 from .chunkwise.scan import chunk_form
 from .factored import Factors, factored_form
 from .inputs import Inputs

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..row_map import AS_IS, RowMap
+from ..feature_maps import AS_IS, RowMap
 from ..rules import Coefficients, Rule
 from .state import FastWeightState
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 from torch import Tensor, distributed
 
 from ..autograd import without_autocast
-from ..row_map import AS_IS, RowMap
+from ..feature_maps import AS_IS, RowMap
 from . import checks, normalisation
 from .dispatch import has_kernels, maps_inside, run
 from .factored import Factors
 from .inputs import READ_AND_ERASE, Inputs, fill, hide_padded_rows, hide_padding, with_coefficients
+from .multistep import run_steps, spread
 from .recurrent import looped
 from .state import FastWeightState, empty_state
-from .tokens.steps import run_steps, spread
 
 
 def fast_weight(

@@ -16,7 +16,7 @@ from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.search import DiverseBeamSearch
 from fairseq.tasks.fairseq_task import FairseqTask
 
-from .. import Mistake
+from ..errors import Mistake
 from .replacing import changes, replaces
 from .texts import refuse_lines_longer_than_a_batch, shorter
 

@@ -13,7 +13,7 @@ from fairseq.models import distributed_fairseq_model
 from fairseq.utils import safe_getattr, safe_hasattr
 from torch.multiprocessing import ProcessRaisedException
 
-from .. import Mistake
+from ..errors import Mistake
 from .checkpoints.lock import release
 from .mistakes import last_line
 from .option_values import check_bounds, check_training

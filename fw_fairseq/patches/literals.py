@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-from .. import Mistake
+from ..errors import Mistake
 from .replacing import changes
 
 LONGEST = 100_000  # items of a repeated list

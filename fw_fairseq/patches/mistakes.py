@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from hydra._internal import utils as hydra_utils
 from torch.multiprocessing import ProcessRaisedException
 
-from .. import HINT, Mistake
+from ..errors import HINT, Mistake
 
 FULL = ("FW_TRACEBACK", "HYDRA_FULL_ERROR")
 FILES = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)

@@ -19,7 +19,7 @@ from fairseq.trainer import Trainer
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .. import Mistake
+from ..errors import Mistake
 from ..feature_maps import FeatureMap
 from ..files import CRASH
 from ..modules import MixerAttention

@@ -24,9 +24,9 @@ from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.utils import safe_getattr
 from omegaconf.errors import OmegaConfBaseException
 
-from .. import Mistake
-from ..buffers.graphs import VARIABLE
 from ..config import check_values, refuse_outside
+from ..errors import Mistake
+from ..generation.graphs import VARIABLE
 from .literals import NotALiteral, plain, read_literal
 from .replacing import replaces
 

@@ -9,7 +9,7 @@ import numpy
 from fairseq import binarizer
 from fairseq.data import LMContextWindowDataset, MonolingualDataset, TokenBlockDataset, dictionary
 
-from .. import Mistake
+from ..errors import Mistake
 from .replacing import replaces
 
 TOKENS = 36000  # of a batch of fairseq-eval-lm without --max-tokens

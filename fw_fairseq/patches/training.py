@@ -20,7 +20,7 @@ from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.trainer import Trainer
 from fairseq.utils import safe_getattr
 
-from .. import Mistake
+from ..errors import Mistake
 from ..mixers import FastWeight
 from .checkpoints.model_options import LAST, check_options, take_options_over
 from .checkpoints.origin import check_origin, check_the_last_one

@@ -18,7 +18,7 @@ import math
 
 from torch import Tensor
 
-from . import starts
+from . import gates
 from .fwm import fwm_sequence, fwm_step
 from .rule import OPERANDS, Coefficients, Gate, Rule
 
@@ -27,8 +27,8 @@ __all__ = ["OPERANDS", "RULES", "Coefficients", "Gate", "Rule"]
 SCALAR = Gate()
 HALF = Gate(writes=True, erases=True)  # starts near 1/2
 SMALL = Gate(converted=-5.0, writes=True, erases=True)  # near 1/2, or 0.007 in a converted model (Mao 2022)
-KEPT = Gate(bias=starts.kept, converted="uniform")
-KIMI = Gate("K", starts.time_steps, form="kept_softplus", rank="head")
+KEPT = Gate(bias=gates.kept, converted="uniform")
+KIMI = Gate("K", gates.time_steps, form="kept_softplus", rank="head")
 SLOWEST_7 = math.exp(-0.5)  # RWKV 7 decays by at most exp of minus this
 
 
@@ -80,7 +80,7 @@ RULES: dict[str, Rule] = {
     "retnet": Rule(
         equation="W_t = g W_{t-1} + k_t v_t^T, g = 1 - 2^(-5-h) in head h",
         source="Sun et al. 2023 (RetNet)",
-        gates={"g": Gate(bias=starts.retention, form="identity", constant=True, learnt=False)},
+        gates={"g": Gate(bias=gates.retention, form="identity", constant=True, learnt=False)},
         coefficients=lambda g: Coefficients(f=g),
     ),
     "gla": Rule(
@@ -93,9 +93,9 @@ RULES: dict[str, Rule] = {
         equation="W_t = g_t W_{t-1} + s_t k_t v_t^T; y_t = W_t^T q_t + d v_t",
         source="Dao & Gu 2024 (Mamba 2)",
         gates={
-            "s": Gate(bias=starts.time_steps, form="softplus", writes=True),
+            "s": Gate(bias=gates.time_steps, form="softplus", writes=True),
             "g": Gate(of="s", form="kept"),
-            "d": Gate(bias=starts.ones, form="identity", constant=True),
+            "d": Gate(bias=gates.ones, form="identity", constant=True),
         },
         coefficients=lambda s, g, d: Coefficients(f=g, w=s),
         skip=lambda s, g, d: d,
@@ -103,7 +103,7 @@ RULES: dict[str, Rule] = {
     "hgrn2": Rule(
         equation="W_t = f_t * W_{t-1} + ((1 - f_t) * k_t) v_t^T, k_t = 1 in a layer",
         source="Qin et al. 2024 (HGRN 2)",
-        gates={"f": Gate("K", starts.bounds, form="bounded")},
+        gates={"f": Gate("K", gates.bounds, form="bounded")},
         coefficients=lambda f: Coefficients(f=f),
         key=lambda k, f: (1 - f) * k,
         keyless=True,
@@ -112,8 +112,8 @@ RULES: dict[str, Rule] = {
         equation="y_t = (W_{t-1} + u * k_t v_t^T)^T q_t; W_t = f_t * W_{t-1} + k_t v_t^T",
         source="Peng et al. 2024 (RWKV 6)",
         gates={
-            "f": Gate("K", starts.decay_6, form="exponent", rank=64, inner="tanh", still=True),
-            "u": Gate("K", starts.bonus_6, form="identity", constant=True),
+            "f": Gate("K", gates.decay_6, form="exponent", rank=64, inner="tanh", still=True),
+            "u": Gate("K", gates.bonus_6, form="identity", constant=True),
         },
         coefficients=lambda f, u: Coefficients(f=f),
         bonus=lambda f, u: u,
@@ -122,10 +122,10 @@ RULES: dict[str, Rule] = {
         equation="W_t = exp(-e^(-1/2) s_t) * W_{t-1} - (c_t * kappa_t) (kappa_t^T W_{t-1}) + (k_t * (1 + (c_t - 1) * a)) v_t^T",
         source="Peng et al. 2025 (RWKV 7)",
         gates={
-            "s": Gate("K", starts.decay_7, rank=64, inner="tanh", still=True),
-            "c": Gate("K", starts.removal_7, rank=64, still=True, erases=True),
-            "kappa": Gate("K", starts.key_7, of="k", form="unit"),
-            "a": Gate("K", starts.written_7, form="identity", constant=True),
+            "s": Gate("K", gates.decay_7, rank=64, inner="tanh", still=True),
+            "c": Gate("K", gates.removal_7, rank=64, still=True, erases=True),
+            "kappa": Gate("K", gates.key_7, of="k", form="unit"),
+            "a": Gate("K", gates.written_7, form="identity", constant=True),
         },
         coefficients=lambda s, c, kappa, a: Coefficients(f=(-SLOWEST_7 * s).exp()),
         key=lambda k, s, c, kappa, a: k * (1 + (c - 1) * a),

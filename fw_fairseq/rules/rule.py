@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import Mistake
+from ..errors import Mistake
 
 
 class Coefficients(NamedTuple):
@@ -30,16 +30,16 @@ class Gate:
     """A gate. ``axis``: None for one number per token and head, "K" for one per feature, "V" for one per value channel.
 
     ``bias`` is the start of the layer's bias, from which ``form`` makes the gate: a number, "uniform" for uniform gate
-    initialisation, logit(U(1/n, 1 - 1/n)) over the n gates of a layer, or a function of a ``starts.Place``. None stands for 0 in a
+    initialisation, logit(U(1/n, 1 - 1/n)) over the n gates of a layer, or a function of a ``gates.Place``. None stands for 0 in a
     new model and for "uniform" in a converted one. ``converted``: the start in a converted model where it is another, a number or
     "uniform".
     ``writes``: whether the gate itself is the strength of a write. ``erases``: whether --negative-eigenvalues doubles it.
 
     The rest says how a layer makes the gate of a token; the defaults are one row of its projection for each number, and a sigmoid.
 
-    form: a name in ``forms.FORMS``.
+    form: a name in ``gates.FORMS``.
     rank: the gate comes from so many numbers of the token, or "head" for as many as a head is wide; ``inner`` is applied to them, a
-        name in ``forms.INNER``.
+        name in ``gates.INNER``.
     of: the gate comes from another gate, or from "k", times learnt numbers.
     still: at the start the gate is that of its bias, whatever the token.
     constant: the gate is its bias, whatever the token; ``learnt`` says whether training changes it.

@@ -8,8 +8,8 @@ from fairseq.dataclass import ChoiceEnum
 from fairseq.tasks import register_task
 from torch import Tensor
 
-from .. import Mistake
 from ..config import option
+from ..errors import Mistake
 from .drawn import DrawnConfig, DrawnTask
 
 VALIDATION_SEQUENCES = 20

@@ -10,9 +10,9 @@ from fairseq.tasks import FairseqTask
 from omegaconf import II
 from torch import Tensor, nn
 
-from .. import Mistake
 from ..config import check_numbers, option, option_name
 from ..data.loading import BatchIterator
+from ..errors import Mistake
 
 SEED_OF = {"train": 0, "valid": 1, "test": 2}
 # fairseq's options that drawn batches do not obey. fairseq fills --batch-size-valid in, so that nobody may have given it

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from fairseq.tasks import register_task
 
-from .. import Mistake
 from ..config import option
+from ..errors import Mistake
 from .drawn import DrawnText, DrawnTextConfig
 
 

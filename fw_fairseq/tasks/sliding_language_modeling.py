@@ -6,9 +6,9 @@ import torch
 from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
 
-from .. import Mistake
 from ..data.text import check_positions, check_shard, load_text, takes
 from ..data.windows import SlidingWindows
+from ..errors import Mistake
 
 
 @register_task("sliding_language_modeling", dataclass=LanguageModelingConfig)

@@ -9,8 +9,8 @@ from fairseq.dataclass import ChoiceEnum
 from fairseq.tasks import register_task
 from torch import Tensor
 
-from .. import Mistake
 from ..config import option
+from ..errors import Mistake
 from .drawn import DrawnText, DrawnTextConfig
 
 MODULUS = 5

@@ -8,10 +8,10 @@ from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
 from omegaconf import II
 
-from .. import Mistake
 from ..config import option
 from ..data.streams import StreamDataset, StreamIterator
 from ..data.text import Text, check_positions, check_shard, load_text, takes
+from ..errors import Mistake
 from ..modules import Streams
 from ..modules.positions import PositionsFromEnd
 from .generation import PromptedGenerator

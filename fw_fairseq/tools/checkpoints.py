@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from .. import Mistake
+from ..errors import Mistake
 from ..files import building
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
-from .. import HINT, Mistake
+from ..errors import HINT, Mistake
 
 TALKATIVE = "fairseq", "matplotlib", "PIL", "fontTools"  # fairseq's first import opens the logs of all libraries
 

@@ -10,8 +10,6 @@ import ast
 import hashlib
 from pathlib import Path
 
-from .. import Mistake
-
 ROOT = Path(__file__).parents[1]
 START, NAME = "huggingface", "fw_fairseq_of_a_model"
 HEAD = '''"""The model of this folder, for transformers. Written by fw-export-hf of the package fw_fairseq, whose licence is MIT.
@@ -126,12 +124,8 @@ def path_of(name: str) -> Path:
 
 
 def source(name: str) -> str:
-    """Returns the source of a module. The package itself has the class of its errors alone: the rest waits for fairseq."""
-    text = path_of(name).read_text(encoding="utf-8")
-    if name:
-        return text
-    [mistake] = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == Mistake.__name__]
-    return ast.get_source_segment(text, mistake) + "\n"
+    """Returns the source of a module. That of the package itself is empty: it waits for fairseq."""
+    return path_of(name).read_text(encoding="utf-8") if name else ""
 
 
 def quoted(text: str) -> str:

@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from fw_fairseq.decoding import Generation
+from fw_fairseq.models.generation import Generation
 from fw_fairseq.tools.checkpoints import load_language_model
 
 

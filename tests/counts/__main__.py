@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fw_fairseq import Mistake
+from fw_fairseq.feature_maps import AS_IS, RowMap
 from fw_fairseq.ops.kernels.common import MAPS
 from fw_fairseq.ops.parallel.parts import choose_parts
-from fw_fairseq.row_map import AS_IS, RowMap
 from fw_fairseq.rules import RULES
 
 from .cases import TYPES, Case

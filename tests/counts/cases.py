@@ -8,8 +8,8 @@ import torch
 from hostcuda import Launch, Recorder
 from support.emulated import emulated
 
+from fw_fairseq.feature_maps import AS_IS, RowMap
 from fw_fairseq.ops import fast_weight
-from fw_fairseq.row_map import AS_IS, RowMap
 from fw_fairseq.rules import RULES
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -10,11 +10,11 @@ import torch
 from support.draws import NORMALISED, assert_same, draw_gates, draw_inputs, draw_state, run_with_gradients
 from support.kernel_rules import KERNEL_RULES
 
+from fw_fairseq.feature_maps import AS_IS, ROW_MAPS, RowMap
 from fw_fairseq.ops import FastWeightState, fast_weight
 from fw_fairseq.ops.chunkwise.scan import chunk_form
 from fw_fairseq.ops.kernels import families
 from fw_fairseq.ops.kernels.launch import log_once, look_up
-from fw_fairseq.row_map import AS_IS, MAPS, RowMap
 from fw_fairseq.rules import RULES, Coefficients
 
 NAMES = ("q", "k", "v", "f", "z", "e", "w", "memory")
@@ -214,7 +214,7 @@ def test_nothing_is_said_of_a_map_that_kernels_have_or_that_they_do_not_wait_for
     """One that they have may run before them, and one that they lack may not be what keeps them from running."""
     log_once.cache_clear()
     monkeypatch.setattr(families.FAMILIES["all"], "supported", lambda *inputs: None if inputs[-1] == AS_IS else "no map here")
-    monkeypatch.setitem(MAPS, "square", lambda x, nu: x.square())
+    monkeypatch.setitem(ROW_MAPS, "square", lambda x, nu: x.square())
     with caplog.at_level(logging.WARNING):
         fast_weight(**draw_inputs(SHAPE, torch.float32), rule="sum", feature_map=RowMap("elu"))
         assert PRECISIONS == ["exact"] and not caplog.records

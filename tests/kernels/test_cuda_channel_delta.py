@@ -11,10 +11,10 @@ from support.draws import assert_same, draw_gates, draw_projections
 from support.emulated import emulated
 from torch.nn.functional import normalize
 
+from fw_fairseq.feature_maps import AS_IS, RowMap
 from fw_fairseq.ops import fast_weight
 from fw_fairseq.ops.kernels import channel_delta, common, launch
 from fw_fairseq.ops.parallel import parts
-from fw_fairseq.row_map import AS_IS, RowMap
 from fw_fairseq.rules import RULES
 
 GATES = {

@@ -9,8 +9,8 @@ from hostcuda.nvrtc import ARCHITECTURES, EVERY, compile_check, long_ones
 from support.cuda_scan import PRECISION, TOLERANCE, by_definition, by_kernels, compare, draw, launches
 from support.draws import assert_same
 
+from fw_fairseq.feature_maps import AS_IS, RowMap
 from fw_fairseq.ops.kernels import common, decay, decay_tiles, launch
-from fw_fairseq.row_map import AS_IS, RowMap
 
 
 @pytest.mark.parametrize("policy, seed", SCHEDULES)

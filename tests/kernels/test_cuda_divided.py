@@ -9,11 +9,11 @@ from hostcuda.nvrtc import ARCHITECTURES, compile_check
 from support.cuda_scan import PRECISION, TOLERANCE, draw
 from support.draws import assert_same
 
+from fw_fairseq.feature_maps import AS_IS
 from fw_fairseq.ops import FastWeightState, fast_weight
 from fw_fairseq.ops.kernels import launch, linear, recurrence
 from fw_fairseq.ops.kernels import step as cuda_step
 from fw_fairseq.ops.kernels.common import Divided, undivided
-from fw_fairseq.row_map import AS_IS
 from fw_fairseq.rules import Coefficients
 
 EPS, LEAST = 1e-3, 1e-2

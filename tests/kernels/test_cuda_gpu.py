@@ -115,8 +115,8 @@ def test_generation_in_cuda_graphs(monkeypatch, rule, attention_norm):
     from support.graphs import generate
     from support.language_models import build, draw
 
-    from fw_fairseq.decoding import GENERATION, Generation
-    from fw_fairseq.decoding.captured import CapturedGeneration
+    from fw_fairseq.models.generation import GENERATION, Generation
+    from fw_fairseq.models.generation.captured import CapturedGeneration
 
     model = (
         build(update_rule=rule, attention_norm=attention_norm, **{"feature_map": "elu"} if attention_norm else {}).float().cuda()

@@ -10,10 +10,10 @@ from hostcuda.nvrtc import ARCHITECTURES, compile_check
 from support.cuda_scan import GATES, PRECISION, compare, draw, launches
 from support.draws import assert_same
 
+from fw_fairseq.feature_maps import RowMap
 from fw_fairseq.ops import fast_weight
 from fw_fairseq.ops.kernels import common, launch, linear, recurrence
 from fw_fairseq.ops.recurrent import step_form
-from fw_fairseq.row_map import RowMap
 from fw_fairseq.rules import RULES, Coefficients
 
 MAIN = [torch.bfloat16, torch.float32]

@@ -11,7 +11,7 @@ from hostcuda.nvrtc import compile_check
 from support.draws import assert_same, draw_projections
 from support.emulated import emulated
 
-from fw_fairseq import feature_maps, row_map
+from fw_fairseq import feature_maps
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers.fast_weight import FastWeight
 from fw_fairseq.ops import RowMap, fast_weight
@@ -111,7 +111,7 @@ def test_public_op(emulate, rule, norm, attention_norm):
 @pytest.fixture
 def added(monkeypatch):
     """A map and a norm that no kernel has, added from outside."""
-    monkeypatch.setitem(row_map.MAPS, "square", lambda x, nu: x.square())
+    monkeypatch.setitem(feature_maps.ROW_MAPS, "square", lambda x, nu: x.square())
     monkeypatch.setitem(
         feature_maps.NORMS, "largest", lambda features: features / features.abs().amax(-1, keepdim=True).clamp(min=1e-6)
     )
@@ -159,7 +159,7 @@ def test_what_the_kernels_lack_is_never_launched(emulate, added, row_map, lackin
 
 
 def test_every_map_and_norm_has_a_number():
-    assert common.MAPS.keys() == row_map.MAPS.keys() and common.NORMS.keys() == feature_maps.NORMS.keys()
+    assert common.MAPS.keys() == feature_maps.ROW_MAPS.keys() and common.NORMS.keys() == feature_maps.NORMS.keys()
     assert len(set(common.MAPS.values())) == len(common.MAPS) and 0 not in common.MAPS.values()
 
 

@@ -8,9 +8,9 @@ from support.draws import draw_gates, draw_inputs
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fw_fairseq.feature_maps import AS_IS
 from fw_fairseq.ops import fast_weight
 from fw_fairseq.ops.kernels import operators
-from fw_fairseq.row_map import AS_IS
 from fw_fairseq.rules import RULES
 
 SHAPE = (1, 2, 21, 16, 16)

@@ -11,8 +11,8 @@ from support.definitions import by_definition
 from support.draws import assert_same
 from support.emulated import emulated
 
-from fw_fairseq.ops.vectors import pooling_kernel as cuda_pooling
-from fw_fairseq.ops.vectors.pooling import pool
+from fw_fairseq.ops.scans import pooling_kernel as cuda_pooling
+from fw_fairseq.ops.scans.pooling import pool
 
 WINDOWS = [0, 1, 3, 4, 5, 8, 11, 16, 17, 32, 37, 64]
 

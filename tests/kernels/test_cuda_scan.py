@@ -9,8 +9,8 @@ from support.cuda_scan import GATES, TOLERANCE, by_definition, by_kernels, compa
 from support.draws import assert_same
 from support.emulated import emulated
 
+from fw_fairseq.feature_maps import AS_IS
 from fw_fairseq.ops.kernels import decay, linear
-from fw_fairseq.row_map import AS_IS
 
 each_family = pytest.mark.parametrize("family, rule", [(linear, "gated"), (decay, "decay")], ids=["linear", "decay"])
 

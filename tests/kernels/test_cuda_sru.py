@@ -11,8 +11,8 @@ from support.definitions import by_the_equations
 from support.draws import assert_same
 from support.emulated import emulated
 
-from fw_fairseq.ops.vectors import sru_kernel as cuda_sru
-from fw_fairseq.ops.vectors.sru import sru
+from fw_fairseq.ops.scans import sru_kernel as cuda_sru
+from fw_fairseq.ops.scans.sru import sru
 
 MASKS = [(False, False), (True, False), (False, True), (True, True)]  # padding, resets
 

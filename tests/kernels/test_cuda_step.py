@@ -9,10 +9,10 @@ from hostcuda.nvrtc import ARCHITECTURES, compile_check
 from support.emulated import emulated
 from support.kernel_rules import STEP_RULES
 
+from fw_fairseq.feature_maps import AS_IS, RowMap
 from fw_fairseq.ops import fast_weight
 from fw_fairseq.ops.kernels import step as cuda_step
 from fw_fairseq.ops.recurrent import step as one_step
-from fw_fairseq.row_map import AS_IS, RowMap
 from fw_fairseq.rules import RULES
 
 COEFFICIENTS = ["", "w", "fw", "Fz", "ew", "few", "FE", "Fzew"]  # F, E: per key

@@ -15,12 +15,12 @@ import pytest
 import torch
 from support.definitions import by_definition, by_the_equations
 
-from fw_fairseq import native
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers import Additive, Leap, Sru
-from fw_fairseq.ops.vectors import compiled
-from fw_fairseq.ops.vectors.pooling import pool
-from fw_fairseq.ops.vectors.sru import sru
+from fw_fairseq.ops import native
+from fw_fairseq.ops.scans import compiled
+from fw_fairseq.ops.scans.pooling import pool
+from fw_fairseq.ops.scans.sru import sru
 
 pytestmark = pytest.mark.quick
 

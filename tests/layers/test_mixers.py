@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers import MIXERS
-from fw_fairseq.mixers.around.source import SourceMemory
+from fw_fairseq.mixers.parts.source import SourceMemory
 from fw_fairseq.rules import RULES
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fw_fairseq.modules.past import Past, attend
+from fw_fairseq.generation.kv_cache import Past, attend
 
 pytestmark = pytest.mark.quick
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.definitions import by_definition
 
-from fw_fairseq.ops.vectors import aggregates, pooling
-from fw_fairseq.ops.vectors.pooling import pool
+from fw_fairseq.ops.scans import aggregates, pooling
+from fw_fairseq.ops.scans.pooling import pool
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread", "in_pytorch")]
 WINDOWS = [0, 1, 2, 5, 32, 33, 40, 64, 1000]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.definitions import by_definition
 
-from fw_fairseq.ops.vectors import stacks
-from fw_fairseq.ops.vectors.pooling import PoolState, pool
+from fw_fairseq.ops.scans import stacks
+from fw_fairseq.ops.scans.pooling import PoolState, pool
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 WINDOWS = [1, 2, 3, 20, 33, 34, 35, 40, 41, 64, 100, 129, 300]

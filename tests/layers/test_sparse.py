@@ -10,7 +10,7 @@ import torch
 from support.definitions import by_the_equations
 from torch.nn import functional as F
 
-from fw_fairseq import Mistake, native
+from fw_fairseq import Mistake
 from fw_fairseq.mixers import FastWeight, Sru
 from fw_fairseq.mixers.sru import SruState
 from fw_fairseq.modules.sparse import (
@@ -25,6 +25,7 @@ from fw_fairseq.modules.sparse import (
 from fw_fairseq.modules.sparse.fused import FusedFeedForward, FusedProjections
 from fw_fairseq.modules.sparse.projections import make_sparse
 from fw_fairseq.modules.sparse.recent import RecentState, with_recent
+from fw_fairseq.ops import native
 from fw_fairseq.ops.sparse import gathered
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]

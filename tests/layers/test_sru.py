@@ -11,8 +11,8 @@ from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.feature_maps import wide
 from fw_fairseq.mixers import Sru
 from fw_fairseq.mixers.sru import SruState
-from fw_fairseq.ops.vectors import sru as ops
-from fw_fairseq.ops.vectors.sru import sru
+from fw_fairseq.ops.scans import sru as ops
+from fw_fairseq.ops.scans.sru import sru
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread", "in_pytorch")]
 

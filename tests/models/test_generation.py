@@ -15,18 +15,18 @@ from support.language_models import ERASING, NON_NEGATIVE, assert_close, build, 
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from fw_fairseq import Mistake, native
-from fw_fairseq.buffers.cell import Cell
-from fw_fairseq.buffers.compiled_memory import CompiledMemory, FactorBuffers
-from fw_fairseq.buffers.memory import Memory
-from fw_fairseq.buffers.operand_memory import OperandMemory
-from fw_fairseq.buffers.pools import Pools
-from fw_fairseq.buffers.steppers import InPlaceStepper
-from fw_fairseq.decoding import GENERATION, Generation
-from fw_fairseq.decoding.steppers import has_stepper
+from fw_fairseq import Mistake
+from fw_fairseq.generation.cell import Cell
+from fw_fairseq.generation.compiled_memory import CompiledMemory, FactorBuffers
+from fw_fairseq.generation.memory import Memory
+from fw_fairseq.generation.operand_memory import OperandMemory
+from fw_fairseq.generation.pools import Pools
+from fw_fairseq.generation.steppers import InPlaceStepper
 from fw_fairseq.mixers import MIXERS, Additive, Leap
+from fw_fairseq.models.generation import GENERATION, Generation
+from fw_fairseq.models.generation.steppers import has_stepper
 from fw_fairseq.modules import Streams, with_arguments
-from fw_fairseq.ops import FastWeightState
+from fw_fairseq.ops import FastWeightState, native
 from fw_fairseq.ops.factored import Factors
 from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
 from fw_fairseq.tools.bench.measure import state_bytes
@@ -380,7 +380,7 @@ def test_a_memory_starts_as_a_matrix_up_to_half_a_million_numbers(monkeypatch):
 def test_factors_that_a_mixer_keeps_until_they_are_a_matrix(monkeypatch):
     """A matrix from the fourth token on, as 4 (8 + 8) numbers are no fewer than 8 * 8; then the buffers take it."""
     monkeypatch.setattr(native, "library", lambda: None)
-    monkeypatch.setattr("fw_fairseq.buffers.memory.SMALL", 0)
+    monkeypatch.setattr("fw_fairseq.generation.memory.SMALL", 0)
     for options in ({}, {"qkv_sparsity": 2}):
         model, tokens, state = build(**options), draw(2, 7), {}
         whole = model(tokens)[0]

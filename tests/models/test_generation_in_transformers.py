@@ -11,8 +11,8 @@ import pytest
 import torch
 from support.graphs import Repeated, emulate_graphs
 
-from fw_fairseq.buffers.steppers import InPlaceStepper
 from fw_fairseq.config import FastWeightConfig
+from fw_fairseq.generation.steppers import InPlaceStepper
 
 sys.modules.setdefault("torchaudio", None)  # fairseq's, of another torch than ours: transformers would trip over it
 pytest.importorskip("transformers")

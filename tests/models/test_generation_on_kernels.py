@@ -11,12 +11,12 @@ from fairseq.sequence_generator import SequenceGenerator
 from support.graphs import Repeated, emulate_graphs, generate
 from support.language_models import build, draw, make_task
 
-from fw_fairseq.buffers.graphs import CudaGraph
-from fw_fairseq.buffers.kernel_memory import KernelMemory
-from fw_fairseq.buffers.pools import Pools
-from fw_fairseq.buffers.steppers import InPlaceStepper
-from fw_fairseq.decoding import GENERATION, Generation, start
-from fw_fairseq.decoding.captured import CapturedGeneration
+from fw_fairseq.generation.graphs import CudaGraph
+from fw_fairseq.generation.kernel_memory import KernelMemory
+from fw_fairseq.generation.pools import Pools
+from fw_fairseq.generation.steppers import InPlaceStepper
+from fw_fairseq.models.generation import GENERATION, Generation, start
+from fw_fairseq.models.generation.captured import CapturedGeneration
 from fw_fairseq.ops.kernels.launch import CupyLaunch
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]

@@ -10,11 +10,12 @@ from support.language_models import assert_close, build, draw, make_task, option
 from torch import nn
 
 import fw_fairseq.models  # noqa: F401
-from fw_fairseq import Mistake, native
-from fw_fairseq.decoding import GENERATION, Generation
+from fw_fairseq import Mistake
 from fw_fairseq.mixers import MIXERS
+from fw_fairseq.models.generation import GENERATION, Generation
 from fw_fairseq.modules import Stack, Streams
 from fw_fairseq.modules.sparse import Multiplicative, SparseFeedForward, fused, reversible
+from fw_fairseq.ops import native
 from fw_fairseq.ops.state import SavedState
 from fw_fairseq.tasks.stateful_language_modeling import check_across_workers
 

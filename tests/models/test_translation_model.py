@@ -17,14 +17,14 @@ from omegaconf import OmegaConf
 from support.draws import PLAIN
 from support.language_models import ERASING, NON_NEGATIVE, assert_close, make_task
 
-from fw_fairseq import native
 from fw_fairseq.config import ATTENTIONS, FastWeightTransformerConfig, linear_attentions
-from fw_fairseq.decoding import GENERATION, Generation
 from fw_fairseq.feature_maps import FEATURE_MAPS
-from fw_fairseq.mixers.around.source import Source
+from fw_fairseq.mixers.parts.source import Source
 from fw_fairseq.models.fast_weight_transformer import TranslationDecoder
+from fw_fairseq.models.generation import GENERATION, Generation
 from fw_fairseq.modules import LinearAttention
 from fw_fairseq.modules.stack import joined
+from fw_fairseq.ops import native
 from fw_fairseq.tools.bench.measure import state_bytes
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]

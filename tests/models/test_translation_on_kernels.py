@@ -14,9 +14,9 @@ from support.language_models import make_task
 
 import fw_fairseq.models  # noqa: F401
 from fw_fairseq.config import FastWeightTransformerConfig
-from fw_fairseq.decoding import GENERATION, Generation
-from fw_fairseq.decoding.captured import CapturedGeneration
-from fw_fairseq.decoding.kernel_source import KernelSource
+from fw_fairseq.models.generation import GENERATION, Generation
+from fw_fairseq.models.generation.captured import CapturedGeneration
+from fw_fairseq.models.generation.kernel_source import KernelSource
 from fw_fairseq.modules import LinearAttention
 from fw_fairseq.ops.kernels.launch import CupyLaunch
 

@@ -20,12 +20,11 @@ from support.draws import (
     run_with_gradients,
 )
 
-from fw_fairseq.feature_maps import NORMS
+from fw_fairseq.feature_maps import NORMS, ROW_MAPS, RowMap
 from fw_fairseq.ops import FastWeightState, fast_weight
 from fw_fairseq.ops.chunkwise.frames import ChannelGates, TokenGates
 from fw_fairseq.ops.chunkwise.large_gates import SMALLEST_FP32_GATE, LargeChannelGates
 from fw_fairseq.ops.chunkwise.scan import plan
-from fw_fairseq.row_map import MAPS, RowMap
 from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
 
 pytestmark = pytest.mark.quick
@@ -307,7 +306,7 @@ def test_padding_leaves_no_trace(rule, backend):
 
 
 @pytest.mark.parametrize(
-    "row_map", [RowMap(name, 1, norm) for name in MAPS for norm in NORMS if (name, norm) != ("identity", "sum")]
+    "row_map", [RowMap(name, 1, norm) for name in ROW_MAPS for norm in NORMS if (name, norm) != ("identity", "sum")]
 )
 @pytest.mark.parametrize("rule", ["sum", "delta_product"])
 def test_garbage_in_padding_has_no_gradient_through_a_feature_map(rule, row_map):

@@ -14,11 +14,11 @@ from support.imports import import_file
 from torch.nn import functional as F
 
 from fw_fairseq.ops import FastWeightState, fast_weight
+from fw_fairseq.ops import multistep as steps
 from fw_fairseq.ops.chunkwise.frames import ChannelGates, NearGates
 from fw_fairseq.ops.chunkwise.scan import plan
 from fw_fairseq.ops.parallel import parts as parallel
 from fw_fairseq.ops.recurrent import step_form
-from fw_fairseq.ops.tokens import steps
 from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
 
 pytestmark = pytest.mark.quick

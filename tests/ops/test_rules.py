@@ -13,8 +13,8 @@ from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers import FastWeight
 from fw_fairseq.ops import fast_weight
 from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
-from fw_fairseq.rules.forms import FORMS, left
 from fw_fairseq.rules.fwm import fwm_sequence, fwm_step
+from fw_fairseq.rules.gates import FORMS, left
 from fw_fairseq.tools.convert.conversion import fast_weight_config
 
 pytestmark = pytest.mark.quick

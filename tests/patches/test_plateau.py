@@ -14,8 +14,8 @@ from support.commands import USER_DIR, fairseq, succeed
 from support.runs import parameters, updates
 
 import fw_fairseq.models  # noqa: F401
-from fw_fairseq.optim.until_solved import UntilSolved
 from fw_fairseq.patches.checkpoints.plateau import go_on_counting, judge_the_last_epoch, patience_of
+from fw_fairseq.tasks.until_solved import UntilSolved
 
 MODEL = (
     "--task language_modeling --tokens-per-sample 16 --batch-size 16 --optimizer adam --lr 0.3 --arch fast_weight_lm"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fairseq.optim.sgd import SGD
 
-from fw_fairseq.optim.until_solved import UntilSolved, UntilSolvedConfig
+from fw_fairseq.tasks.until_solved import UntilSolved, UntilSolvedConfig
 
 
 def test_the_rate_is_0_once_the_loss_is_below_the_target():

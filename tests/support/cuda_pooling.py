@@ -6,7 +6,7 @@ import torch
 from support.definitions import by_definition
 from support.draws import assert_same
 
-from fw_fairseq.ops.vectors.pooling import pool
+from fw_fairseq.ops.scans.pooling import pool
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 

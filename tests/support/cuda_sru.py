@@ -6,7 +6,7 @@ import torch
 from support.definitions import NAMES, by_the_equations
 from support.draws import assert_same
 
-from fw_fairseq.ops.vectors.sru import sru
+from fw_fairseq.ops.scans.sru import sru
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 

@@ -1,4 +1,4 @@
-"""Generates a few tokens with every loop of ``fw_fairseq/native``, in a process that a sanitizer watches."""
+"""Generates a few tokens with every loop of ``fw_fairseq/ops/native``, in a process that a sanitizer watches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from support.language_models import build, draw
 
 import fw_fairseq.models  # noqa: F401
-from fw_fairseq import native
+from fw_fairseq.ops import native
 
 OPTIONS = [
     {"update_rule": "sum", "feature_map": "dpfp", "attention_norm": True},

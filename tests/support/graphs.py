@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fw_fairseq.buffers.graphs import Graphs
+from fw_fairseq.generation.graphs import Graphs
 from fw_fairseq.ops.kernels import launch
 
 PLACES = {"step": ("memory", "memory_out"), "read_memory": ("memory", "y")}  # what stays where it is, by kernel

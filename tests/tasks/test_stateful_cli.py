@@ -17,7 +17,7 @@ from support.runs import losses, parameters, updates
 from support.streams import evaluate, train, training
 
 import fw_fairseq.models  # noqa: F401
-from fw_fairseq.buffers.memory import Memory
+from fw_fairseq.generation.memory import Memory
 from fw_fairseq.mixers import FastWeight
 from fw_fairseq.models.fast_weight_decoder import FastWeightDecoder
 from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModel, FastWeightLanguageModelConfig

@@ -17,7 +17,7 @@ import fw_fairseq.models  # noqa: F401
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers import Abc, Additive, FastWeight, Leap, LocalAttention, Sru, Srupp, TransformerXl
 from fw_fairseq.mixers.look_back import look_back
-from fw_fairseq.ops.vectors.pooling import pool
+from fw_fairseq.ops.scans.pooling import pool
 from fw_fairseq.patches.non_finite import NotFinite
 from fw_fairseq.rules import RULES
 from fw_fairseq.tools.explain import __main__ as explain

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ... import Mistake
+from ...errors import Mistake
 from ...ops.sparse import feed_forward, few_rows
 
 TEMPERATURE = 0.1  # of the Gumbel noise

@@ -8,7 +8,7 @@ import ctypes
 import torch
 from torch import Tensor, nn
 
-from ... import native
+from ...ops import native
 from ...ops.sparse import few_rows
 from ...ops.sparse.gathered import RELU, takes, threads
 from .feed_forward import SparseFeedForward

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ... import Mistake
+from ...errors import Mistake
 from ...mixers import Mixer
 from ...ops.sparse import rows_product
 from .multiplicative import Multiplicative

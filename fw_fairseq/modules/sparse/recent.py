@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...mixers.around.convolution import EarlierTokens
+from ...mixers.parts.convolution import EarlierTokens
 from ...ops.state import tensor_state
 
 BEFORE = 2  # tokens that a convolution reads before its own

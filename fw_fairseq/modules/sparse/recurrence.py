@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...mixers.sru import SruState
-from ...ops.vectors.sru import sru
+from ...ops.scans.sru import sru
 
 HIGHWAY = math.sqrt(3)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ...generation.kv_cache import Past, attend
 from ...mixers.base import check_heads, join_heads, split_heads
-from ..past import Past, attend
 from ..stateful import Kept, Stateful
 from .projections import Convolutions, SparseSource
 from .recent import RecentState

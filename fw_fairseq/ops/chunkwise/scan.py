@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ... import Mistake
 from ...autograd import as_written, needs_gradient, once_differentiable
+from ...errors import Mistake
 from ...rules import Coefficients
 from ..kernels.operators import EVERYWHERE, call, is_compiling, is_exporting, need_kept, register
 from .frames import (

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ... import Mistake
-from ...row_map import AS_IS, RowMap
+from ...errors import Mistake
+from ...feature_maps import AS_IS, RowMap
 from . import launch
 
 OLDEST = (8, 0)  # compute capability: the first with products of bf16 and tf32

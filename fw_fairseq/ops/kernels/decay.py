@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...row_map import AS_IS, RowMap
+from ...feature_maps import AS_IS, RowMap
 from . import launch
 from .common import OLDEST, PRECISIONS, TYPES, add_up, held_bytes, in_units, map_defines, precision_of, shares_of
 from .decay_tiles import (

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...row_map import AS_IS, RowMap
+from ...feature_maps import AS_IS, RowMap
 from .common import SHARED
 
 CHUNK = 16

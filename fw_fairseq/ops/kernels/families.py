@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ... import Mistake
-from ...row_map import RowMap
+from ...errors import Mistake
+from ...feature_maps import RowMap
 from ...rules import Coefficients
 from . import channel_delta, decay, delta, linear
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ... import Mistake
+from ...errors import Mistake
 
 logger = logging.getLogger(__name__)
 PACKAGE = Path(__file__).parents[2]

@@ -11,9 +11,9 @@ import os
 import torch
 from torch import Tensor
 
-from ... import Mistake
 from ...autograd import needs_gradient
-from ...row_map import AS_IS, RowMap
+from ...errors import Mistake
+from ...feature_maps import AS_IS, RowMap
 from ...rules import Coefficients
 from ..parallel.parts import choose_parts, run_parts
 from . import launch

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...row_map import AS_IS, RowMap
+from ...feature_maps import AS_IS, RowMap
 from ...rules import Coefficients
 from . import launch
 from .common import TYPES, Divided, dense, map_defines, why_no_map, why_not_run

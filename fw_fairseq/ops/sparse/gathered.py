@@ -1,7 +1,7 @@
 """The products of sparse layers for few tokens. Those of a feed-forward layer read the rows of the chosen units only.
 
-On a CPU compiled loops, ``native/gathered.cpp`` and ``native/projections.cpp``, read them where they lie; on a GPU one kernel does,
-``cuda/gathered.cu``. Without a compiler PyTorch copies the rows first.
+On a CPU compiled loops (``ops/native``) read them where they lie; on a GPU one kernel does, ``cuda/gathered.cu``. Without a
+compiler PyTorch copies the rows first.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import native
+from .. import native
 from ..kernels.launch import use_kernels
 from ..kernels.operators import call
 from . import kernel

@@ -13,7 +13,7 @@ import os
 import socket
 from typing import IO
 
-from ... import Mistake
+from ...errors import Mistake
 
 NAME = ".lock"
 logger = logging.getLogger(__name__)

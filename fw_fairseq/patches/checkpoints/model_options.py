@@ -18,8 +18,8 @@ from fairseq.trainer import Trainer
 from fairseq.utils import safe_getattr
 from omegaconf import DictConfig, open_dict
 
-from ... import Mistake
 from ...config import FastWeightTransformerConfig, layer_mixers, option_name
+from ...errors import Mistake
 from ...modules.updates import EXTRAS
 from .reading import model_options
 

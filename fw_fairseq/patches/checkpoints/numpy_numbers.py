@@ -16,7 +16,7 @@ import numpy
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from ... import Mistake
+from ...errors import Mistake
 
 MODULES = "numpy.core.multiarray", "numpy._core.multiarray"  # NumPy 1 and 2
 

@@ -13,7 +13,7 @@ from fairseq.data import Dictionary
 from fairseq.trainer import Trainer
 from fairseq.utils import safe_getattr
 
-from ... import Mistake
+from ...errors import Mistake
 from ..replacing import replaces
 from .plateau import PATIENCE, patience_of
 from .reading import ORIGIN, origins

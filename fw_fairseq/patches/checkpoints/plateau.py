@@ -12,7 +12,7 @@ from fairseq import checkpoint_utils
 from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
 from fairseq.trainer import Trainer
 
-from ... import Mistake
+from ...errors import Mistake
 from ..replacing import replaces
 
 BAD_EPOCHS = "num_bad_epochs"

@@ -20,7 +20,7 @@ from fairseq.modules.sinusoidal_positional_embedding import SinusoidalPositional
 from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 from omegaconf import DictConfig, open_dict
 
-from ... import Mistake
+from ...errors import Mistake
 from ...files import building, damaged_part, offer, why
 from ...mixers import FastWeight
 from ..literals import plain, read_literal

@@ -15,7 +15,7 @@ from fairseq import checkpoint_utils, file_io
 from fairseq.file_io import PathManager
 from fairseq.trainer import Trainer
 
-from ... import Mistake
+from ...errors import Mistake
 from ...files import CRASH, why
 from ..replacing import replaces
 

@@ -13,7 +13,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import torch
 
-from ... import Mistake
+from ...errors import Mistake
 from ..command import check_outputs, make_parser, mistakes_as_sentences, refuse_folder
 from . import language_models, layers, ops, sparse, translation
 from .contest import positive, progress, write_json

@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from ... import Mistake
+from ...errors import Mistake
 from ...mixers import MIXERS
 from ...rules import RULES
 from .contest import machine, parameter_counts, positive, say, settings, spread, take_turns, times_faster, write_json
-from .measure import (
+from .measure import (  # fmt: skip
     ALL,
     TRANSFORMER,
     batch_rows,
@@ -23,7 +23,7 @@ from .measure import (
     time_generation,
     time_host,
     time_training,
-)  # fmt: skip
+)
 
 SIZES = {
     "layers": "of encoder and decoder each, where there is an encoder", "width": "of the embeddings", "heads": "of each attention",

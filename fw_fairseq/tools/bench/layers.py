@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...mixers import Additive, Leap, Sru
-from ...ops.vectors.pooling import pool
-from ...ops.vectors.sru import sru
+from ...ops.scans.pooling import pool
+from ...ops.scans.sru import sru
 from . import authors
 from .contest import machine, positive, settings, spread, take_turns, timed, times_faster
 

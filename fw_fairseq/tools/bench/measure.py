@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ... import Mistake
-from ...buffers.graphs import Graphs
-from ...buffers.kernel_memory import KernelMemory
-from ...decoding import GENERATION, Generation
+from ...errors import Mistake
+from ...generation.graphs import Graphs
+from ...generation.kernel_memory import KernelMemory
 from ...mixers import MIXERS
+from ...models.generation import GENERATION, Generation
 from ...ops.kernels.launch import use
 from ...rules import RULES
 from .contest import peak_beyond, progress, take_turns, timed

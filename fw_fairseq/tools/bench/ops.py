@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
+from ...feature_maps import AS_IS, ROW_MAPS
 from ...ops import RowMap, fast_weight
 from ...ops.checks import BACKENDS
-from ...row_map import AS_IS, MAPS
 from ...rules import RULES
 from .contest import machine, peak_beyond, positive, progress, repeated, settings, spread, take_turns, timed, times_faster
 from .peers import peer_name, running_peers
@@ -43,7 +43,7 @@ def add_arguments(parser) -> None:
     )
     parser.add_argument(
         "--feature-map",
-        choices=MAPS,
+        choices=ROW_MAPS,
         help="also time every rule with this map and its norm twice: applied inside the operation, and before it",
     )
     parser.add_argument("--dpfp-nu", type=positive, default=1, help="nu of --feature-map dpfp")

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ... import native
-from ...modules.past import Past
+from ...generation.kv_cache import Past
 from ...modules.sparse import SparseFeedForward
+from ...ops import native
 from .contest import machine, positive, say, settings, spread, take_turns, timed, write_json
 from .language_models import vocabulary
 from .measure import make_task
@@ -192,7 +192,7 @@ def weights_read(decoder) -> int:
 def state_after(model, context: int) -> dict:
     """The incremental state after so many tokens. Softmax attention gets random keys and values, and a memory of fast weights is a
     matrix where so many tokens make it one; no time depends on their values."""
-    from ...decoding import GENERATION
+    from ...models.generation import GENERATION
 
     state: dict = {}
     tokens = torch.full((1, 1), 4)
@@ -213,7 +213,7 @@ def state_after(model, context: int) -> dict:
 
 def state_bytes(state: dict) -> int:
     """The bytes of the state that a token reads."""
-    from ...decoding import GENERATION
+    from ...models.generation import GENERATION
 
     found = 0
     for part in state[GENERATION].parts():

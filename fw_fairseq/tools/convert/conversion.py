@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ... import Mistake
 from ...config import DECODER_OPTIONS, SOFTMAX, FastWeightConfig, check_numbers, layer_mixers
+from ...errors import Mistake
 from ...feature_maps import FEATURE_MAPS
 from ...files import write_atomically
 from ...mixers import MIXERS, Mixer

@@ -22,8 +22,8 @@ from fairseq.tasks.language_modeling import LanguageModelingConfig
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from ... import Mistake
 from ...config import SOFTMAX, layer_mixers
+from ...errors import Mistake
 from ...files import building, pickled, reading, safetensors
 from ...models.fast_weight_lm import FastWeightLanguageModel, FastWeightLanguageModelConfig
 from ...modules.updates import EXTRAS

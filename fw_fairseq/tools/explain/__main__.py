@@ -12,7 +12,7 @@ import logging
 import sys
 from pathlib import Path
 
-from ... import Mistake
+from ...errors import Mistake
 from ...files import write_atomically
 from ..checkpoints import import_user_dir, load_language_model
 from ..command import make_parser, mistakes_as_sentences, refuse_folder

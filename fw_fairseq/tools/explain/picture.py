@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import NamedTuple
 
-from ... import Mistake
+from ...errors import Mistake
 from ...files import write_atomically
 from .page import Shown
 from .weights import Part, relative

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ... import Mistake, files
+from ... import files
+from ...errors import Mistake
 
 END = "</s>"  # of a sentence, after which most texts begin
 BYTES = "bytes"

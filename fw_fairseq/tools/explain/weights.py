@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ... import Mistake
+from ...errors import Mistake
 from ...mixers import MIXERS
 
 EXPECTED = 5  # words

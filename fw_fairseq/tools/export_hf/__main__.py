@@ -12,7 +12,7 @@ import argparse
 import importlib.util
 from pathlib import Path
 
-from ... import Mistake
+from ...errors import Mistake
 from ..command import make_parser, mistakes_as_sentences
 from .export import PROG, export
 from .folders import renew

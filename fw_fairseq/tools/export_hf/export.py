@@ -8,7 +8,7 @@ import os
 import shutil
 from pathlib import Path
 
-from ... import Mistake
+from ...errors import Mistake
 from ...files import tokenizer_size
 from ...patches.non_finite import NotFinite, why_not_finite
 from ..checkpoints import first_symbol, load_model

@@ -12,7 +12,7 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
-from ... import Mistake
+from ...errors import Mistake
 from ...files import reading, write_atomically
 from .. import standalone
 

@@ -9,8 +9,8 @@ import torch
 from fairseq.modules import CharacterTokenEmbedder
 from torch import Tensor, nn
 
-from ... import Mistake
 from ...config import SOFTMAX, SPARSE_OPTIONS, option_name
+from ...errors import Mistake
 from ...mixers import MIXERS
 from ...models.fast_weight_decoder import FastWeightDecoder
 from ...modules.plain_softmax import PlainAdaptiveSoftmax

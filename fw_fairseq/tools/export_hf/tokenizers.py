@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ... import Mistake
+from ...errors import Mistake
 from ...files import tokenizer_size
 
 MARKS_AFTER = (

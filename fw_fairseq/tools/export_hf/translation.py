@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ... import Mistake
 from ...config import linear_attentions, option_name
+from ...errors import Mistake
 from .language_models import decoder_options, decoder_tensors, difference, load, side_options, side_tensors
 
 BEAM, LONGEST = 5, 200  # fairseq-generate's --beam and --max-len-b

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ... import Mistake
+from ...errors import Mistake
 from ..command import check_outputs, make_parser, mistakes_as_sentences, refuse_folder
 from . import convergence, cost, dpfp, probes, retrieval, tables
 from .logs import read_logs

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-from ... import Mistake
+from ...errors import Mistake
 from .retrieval import read_lines
 from .style import canvas, cell, draw_points, label_ends, log_lengths, log_values, look, markdown, plot
 

@@ -6,7 +6,7 @@ import json
 import math
 from typing import NamedTuple
 
-from ... import Mistake
+from ...errors import Mistake
 from .style import DASHES, LINE, MARKERS, Look, canvas, label_ends, log_lengths, log_values, look, plot
 
 TRANSFORMER = "transformer_lm"

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import NoReturn
 
-from ... import Mistake
+from ...errors import Mistake
 from ...files import read_text
 
 SIMPLE = re.compile(r"(?:\| INFO \| |\]\[)(\w+)(?: \| |\]\[INFO\] - )(epoch \d+.*)")  # fairseq's beginning of a line, or Hydra's

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ... import Mistake
+from ...errors import Mistake
 from ...files import read_text
 from .published import read_losses
 from .style import Look, canvas, legend, log_values, look, plot

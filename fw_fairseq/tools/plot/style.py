@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
 
-from ... import Mistake
+from ...errors import Mistake
 from ...files import write_atomically
 
 COLUMN = 3.3  # inches, a column of a two-column page

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from ... import Mistake
+from ...errors import Mistake
 from ...files import read_text, write_atomically
 from ..command import check_outputs
 from .logs import number, read_line

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from statistics import mean
 
-from ... import Mistake
+from ...errors import Mistake
 from ...files import read_text
 from .retrieval import read_lines
 from .style import SMALL, canvas, cell, draw_points, label_ends, log_lengths, look, markdown, plot, spread_out

@@ -1,0 +1,163 @@
+"""A decoder's step of generation, from the tokens to the features, without the general path through fairseq's decoder."""
+
+from __future__ import annotations
+
+import torch
+from fairseq.modules import FairseqDropout
+from torch import Tensor, nn
+
+from ...feature_maps import wide
+from ...generation.modules import plain
+from ...generation.steppers import check_rows, share
+from ...mixers.base import has_hooks
+from ...modules import FastWeightDecoderLayer, LinearAttention
+from ...modules.updates import EXTRAS
+from .parts import AttentionStep, CrossStep, FeedForwardStep
+from .steppers import Stepper, has_stepper
+
+GENERATION = "generation"  # its key in fairseq's incremental state
+
+
+class LayerStep:
+    """One decoder layer that reads one token of each row at a time. ``parts``: what adds to the residual stream."""
+
+    def __init__(self, layer: FastWeightDecoderLayer, incremental_state: dict, encoder_out: dict | None):
+        attentions = zip([layer.self_attn, *layer.more_attention], [layer.self_attn_layer_norm, *layer.more_norms])
+        self.parts = [AttentionStep(*pair, layer.normalize_before, incremental_state) for pair in attentions]
+        norms = [layer.self_attn_layer_norm, *layer.more_norms]
+        if layer.encoder_attn is not None and encoder_out is not None:
+            self.parts.append(CrossStep(layer, incremental_state, encoder_out))
+            norms.append(layer.encoder_attn_layer_norm)
+        self.parts.append(FeedForwardStep(layer, incremental_state))
+        self.norms = None if layer.normalize_before else [plain(norm) for norm in [*norms, layer.final_layer_norm]]
+
+    @property
+    def stepper(self) -> Stepper:
+        """The stepper of the first self-attention."""
+        return self.parts[0].stepper
+
+    @staticmethod
+    def fits(layer: nn.Module) -> bool:
+        """Whether all self-attention of the layer has steppers, and it has no other part than those that are known here."""
+        return (
+            isinstance(layer, FastWeightDecoderLayer)
+            and all(map(has_stepper, [layer.self_attn, *layer.more_attention]))
+            and isinstance(layer.encoder_attn, (LinearAttention, type(None)))
+            and all(getattr(layer, part) is None for part in EXTRAS.values())
+            and not has_hooks(layer)
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Maps x (R,C) to the layer's output (R,C)."""
+        if self.norms is not None:
+            for part, norm in zip(self.parts, self.norms):
+                x = norm(part(x).add_(x))
+            return x
+        first, *others = self.parts
+        x = x + first(x)
+        for part in others:
+            x.add_(part(x))
+        return x
+
+
+class Generation:
+    """The states of one generation: all rows read their next token together, and every layer changes its state in place.
+
+    It takes the states in fairseq's ``incremental_state``, where the prompt left them, and ``release`` puts them back. A copy, or a
+    pickle, is a dictionary of the states alone, from which ``generation_in`` lets the same decoder go on.
+    """
+
+    def __init__(self, decoder, incremental_state: dict, encoder_out: dict | None = None):
+        self.decoder, self.held = decoder, None  # held: the rows that the states have, from the first token on
+        self.layers = [LayerStep(layer, incremental_state, encoder_out) for layer in decoder.layers.children()]
+        share([layer.stepper for layer in self.layers])
+        positions = decoder.embed_positions
+        self.table = None
+        if positions is not None:
+            self.table = positions.weight if isinstance(positions, nn.Embedding) else positions.weights
+
+    @staticmethod
+    def fits(decoder) -> bool:
+        """Whether the decoder has no other part than those that ``features`` and ``LayerStep`` know, drops nothing, and no gradient
+        is wanted."""
+        general = decoder.training or torch.is_grad_enabled() or torch.is_autocast_enabled(next(decoder.parameters()).device.type)
+        general = general or any(isinstance(part, FairseqDropout) and part.apply_during_inference for part in decoder.modules())
+        return not general and decoder.quant_noise is None and all(map(LayerStep.fits, decoder.layers.children()))
+
+    def __reduce__(self):
+        states: dict = {}
+        self.release(states)
+        return dict, (states,)
+
+    def features(self, tokens: Tensor) -> Tensor:
+        """Maps the rows' tokens so far, (R,T), to the features at the last one, (R,1,C). All before it have been read."""
+        check_rows(len(tokens), len(tokens) if self.held is None else self.held)  # before the first layer changes its state
+        self.held = len(tokens)
+        return self.read(tokens[:, -1], None if self.table is None else self.position(tokens)).unsqueeze(1)
+
+    def read(self, tokens: Tensor, position: Tensor | None) -> Tensor:
+        """Maps tokens (R) and the embedding of their position to features (R,C)."""
+        decoder = self.decoder
+        x = decoder.embed_tokens(tokens)
+        if decoder.embed_scale != 1:
+            x = x * decoder.embed_scale
+        if decoder.project_in_dim is not None:
+            x = decoder.project_in_dim(x)
+        if position is not None:
+            x = x + position
+        if decoder.layernorm_embedding is not None:
+            x = decoder.layernorm_embedding(x)
+        x = self.through_layers(x)
+        if decoder.layer_norm is not None:
+            x = decoder.layer_norm(x)
+        if decoder.project_out_dim is not None:
+            x = decoder.project_out_dim(x)
+        return x
+
+    def position(self, tokens: Tensor) -> Tensor:
+        """The embedding of the last token's position. fairseq's module makes those beyond its table, or refuses them."""
+        row = self.decoder.padding_idx + tokens.shape[1]
+        if row < len(self.table):
+            return self.table[row]
+        return self.decoder.embed_positions(tokens, incremental_state={})[:, -1]
+
+    def through_layers(self, x: Tensor) -> Tensor:
+        """Maps x (R,C) to the output of the last layer, or to the mean of the streams of reversible layers."""
+        if not self.decoder.reversible:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+        first = second = wide(x)
+        for layer in self.layers:
+            for part in layer.parts:
+                first, second = second, first + part(second.to(x.dtype))
+        return ((first + second) / 2).to(x.dtype)
+
+    def parts(self) -> list:
+        """The parts of all layers."""
+        return [part for layer in self.layers for part in layer.parts]
+
+    def states(self) -> list:
+        """The states of all parts after the last token."""
+        return [state for part in self.parts() for _, state in part.states()]
+
+    def reorder(self, order: Tensor) -> None:
+        """Gives row i the states of row ``order[i]``."""
+        self.held = len(order)
+        for part in self.parts():
+            part.reorder(order)
+
+    def release(self, incremental_state: dict) -> None:
+        """Puts the states where the layers' general path looks for them."""
+        owners = [owner for part in self.parts() for owner, _ in part.states()]
+        for owner, state in zip(owners, self.states()):
+            if state is not None:
+                owner._set_input_buffer(incremental_state, state)
+
+
+def generation_in(incremental_state: dict) -> Generation | bool | None:
+    """The generation that holds the states; False where the decoder has parts that none knows, None where there is none yet. Where
+    ``incremental_state`` is a copy, its states go where the layers' general path, and a new generation, look for them."""
+    if isinstance(incremental_state.get(GENERATION), dict):
+        incremental_state.update(incremental_state.pop(GENERATION))
+    return incremental_state.get(GENERATION)

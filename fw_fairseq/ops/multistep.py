@@ -1,0 +1,107 @@
+"""Rules whose tokens take several steps of the recurrence, or read before they write: their inputs as plain steps, and back.
+
+``spread`` gives each of several writes a step of its own, before everything else. ``run_steps`` does the rest, after the
+coefficients: strengths per channel become parts of k and v, a removal a step before the write, and a read before the write the read
+of the step before it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..rules import Coefficients
+from .dispatch import asks_for_kernels, has_kernels, run
+from .inputs import Inputs, fill
+
+
+def spread(inputs: Inputs) -> tuple[Inputs, int]:
+    """The inputs with as many queries as keys, and the number of writes for each query: those before the last one read too, which
+    nobody looks at."""
+    writes = inputs.k.shape[2] // inputs.q.shape[2]
+    if writes == 1:
+        return inputs, 1
+    q, padding, resets = inputs.q, inputs.padding_mask, inputs.reset_mask
+    q = F.pad(q.unsqueeze(3), (0, 0, writes - 1, 0)).flatten(2, 3)
+    if padding is not None:
+        padding = padding.repeat_interleave(writes, dim=1)
+    if resets is not None:  # before the first write
+        resets = F.pad(resets.unsqueeze(2), (0, writes - 1)).flatten(1)
+    return stepwise(inputs)._replace(q=q, padding_mask=padding, reset_mask=resets), writes
+
+
+def stepwise(inputs: Inputs) -> Inputs:
+    """The same for the steps of one token, which are too few for a chunk."""
+    few = inputs.q.shape[2] == 1 and inputs.backend == "auto" and not has_kernels(inputs.q)
+    return inputs._replace(backend="recurrent") if few else inputs
+
+
+def run_steps(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """y (B,H,T,V) in v's dtype and the memory after the last token, for any rule of the recurrence."""
+    rule, gates = inputs.rule, {name: gate.to(inputs.dtype) for name, gate in inputs.gates.items()}
+    ready = strengths_taken_in(inputs)
+    if rule.removal is not None:
+        y, memory = remove_and_write(ready, *rule.removal(**gates))
+    elif rule.bonus is not None:
+        y, memory = read_before(ready)
+        own, w = (ready.q * rule.bonus(**gates) * ready.k).sum(-1), ready.coefficients.w
+        y = y + (own if w is None else own * w).unsqueeze(-1) * ready.v
+    else:
+        y, memory = run(ready)
+    if rule.skip is not None:
+        y = y + rule.skip(**gates).unsqueeze(-1) * inputs.v
+    return y.to(inputs.v.dtype), memory
+
+
+def strengths_taken_in(inputs: Inputs) -> Inputs:
+    """With an e per feature as the key that an erase reads with, and v times a w per value channel, in v's dtype for kernels."""
+    v, coefficients = inputs.v, inputs.coefficients
+    e, w = coefficients.e, coefficients.w
+    if e is not None and e.dim() == 4:
+        coefficients = coefficients._replace(e=e * inputs.k)
+    if w is not None and w.dim() == 4:
+        v = (v * w).to(v.dtype) if asks_for_kernels(inputs) else v * w
+        coefficients = coefficients._replace(w=None)
+    return inputs._replace(v=v, coefficients=coefficients)
+
+
+def remove_and_write(inputs: Inputs, key: Tensor, reading: Tensor) -> tuple[Tensor, Tensor]:
+    """Each token as two steps: decay and removal, then the write. Padding removes nothing."""
+    q, k, v, (f, z, e, w), zeros = inputs.q, inputs.k.to(key.dtype), inputs.v, inputs.coefficients, torch.zeros_like
+    key = key if inputs.padding_mask is None else fill(key, inputs.padding_mask, 0)
+    if e is None:
+        e = zeros(k)
+    elif e.dim() == 3:
+        e = e.unsqueeze(-1) * k
+    f, z = (None if x is None else in_turn(x, torch.ones_like(x)) for x in (f, z))
+    w = None if w is None else in_turn(torch.ones_like(w), w)
+    q, k, v = in_turn(zeros(q), q), in_turn(key, k), in_turn(zeros(v), v)
+    y, memory = run(stepwise(inputs)._replace(q=q, k=k, v=v, coefficients=Coefficients(f, z, in_turn(reading, e), w)))
+    return y[:, :, 1::2], memory
+
+
+def in_turn(first: Tensor, second: Tensor) -> Tensor:
+    """Two (B,H,T,...) as one (B,H,2T,...), of which each token has one after the other."""
+    return torch.stack([first, second], 3).flatten(2, 3)
+
+
+def read_before(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Returns what the queries read before their tokens' writes, and the memory after the last token: the reads of the step before
+    each. A step that changes nothing comes first."""
+    resets = inputs.reset_mask
+    if inputs.q.shape[2] == 1 and inputs.group is None:
+        y = inputs.q.to(inputs.dtype) @ inputs.state.memory
+        _, memory = run(inputs)
+    else:
+        (f, z, e, w), still = inputs.coefficients, first
+        coefficients = Coefficients(still(f, 1), still(z, 1), still(e, 0), still(w, 0))
+        q = F.pad(inputs.q, (0, 0, 0, 1))
+        y, memory = run(inputs._replace(q=q, k=still(inputs.k, 0), v=still(inputs.v, 0), coefficients=coefficients))
+        y = y[:, :, :-1]
+    return y if resets is None else fill(y, resets, 0), memory
+
+
+def first(x: Tensor | None, value: float) -> Tensor | None:
+    """(B,H,T,...) with ``value`` before the first token."""
+    return None if x is None else F.pad(x, (*(0, 0) * (x.dim() - 3), 1, 0), value=value)

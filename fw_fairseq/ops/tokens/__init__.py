@@ -1,1 +1,0 @@
-"""Tokens that are not one step of the recurrence with one read after it."""

@@ -1,1 +1,0 @@
-"""The learning-rate schedules that fairseq finds under --lr-scheduler."""
