@@ -26,6 +26,8 @@ SOFTMAX_OPTIONS = ("attention_dropout", "bias_free")
 SPARSE_OPTIONS = ("ffn_sparsity", "ffn_controller_dim", "qkv_sparsity", "output_sparsity", "ffn_sru", "reversible")
 DECODER_OPTIONS = ("scale_output", "output_dropout", "no_decoding_graph", *SPARSE_OPTIONS)  # which no mixer reads
 ATTENTIONS = ("encoder", "decoder", "cross")
+# fairseq's options that add a part to a layer, and the name of the part there
+EXTRAS = {"scale_fc": "ffn_layernorm", "scale_attn": "attn_ln", "scale_heads": "c_attn", "scale_resids": "w_resid"}
 
 
 def option(default, help_: str, least: Optional[int] = None, below: Optional[int] = None):

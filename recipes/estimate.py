@@ -142,8 +142,8 @@ def mixing(module, length: int) -> float:
     from fw_fairseq.mixers.local_attention import TransformerXl
     from fw_fairseq.mixers.srupp import Srupp
     from fw_fairseq.modules.linear_attention import LinearAttention
-    from fw_fairseq.modules.sparse import Convolutions, Multiplicative, RecurrentUnits
-    from fw_fairseq.modules.sparse.softmax import SparseAttention
+    from fw_fairseq.modules.sparse import Multiplicative, RecurrentUnits, SparseAttention
+    from fw_fairseq.modules.sparse.projections import Convolutions
 
     if isinstance(module, (MultiheadAttention, SparseAttention)):
         return length * module.num_heads * module.head_dim  # scores and values of half of the tokens, too few for an encoder

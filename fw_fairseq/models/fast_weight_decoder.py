@@ -19,14 +19,12 @@ from torch import Tensor, nn
 
 from ..config import SOFTMAX, FastWeightConfig, layer_mixers, read_config
 from ..errors import Mistake
-from ..modules import FastWeightDecoderLayer, MixerAttention, Stack, Stateful, Streams, of_this_thread, with_arguments
+from ..modules import FastWeightDecoderLayer, MixerAttention, Stateful, Streams, of_this_thread, with_arguments
 from ..modules.plain_softmax import PlainAdaptiveSoftmax
 from ..modules.positions import PositionsFromEnd
-from ..modules.sparse import Multiplicative
-from ..modules.sparse.softmax import SparseAttention
+from ..modules.sparse import Multiplicative, SparseAttention, Stack, check_reversible, check_sparse
 from .generation import GENERATION, Generation, generation_in, start
 from .mixing_options import check_value_mixing
-from .sparse_options import check_reversible, check_sparse
 
 UNLIMITED = 10**9
 
@@ -68,7 +66,7 @@ class FastWeightDecoder(TransformerDecoder):
         self.reversible = self.fast_weight_config.reversible
         self.in_front = getattr(self.fast_weight_config, "source_in_front", False)
         if self.reversible:
-            check_reversible(list(self.layers.children()))
+            check_reversible(self.layers.children())
         if self.reversible or self.in_front:
             self.layers = Stack(list(self.layers.children()), self.decoder_layerdrop, self.reversible, self.in_front)
         self.stateful = [module for module in self.modules() if isinstance(module, Stateful)]

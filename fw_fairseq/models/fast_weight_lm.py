@@ -15,6 +15,7 @@ from torch import nn
 
 from ..config import (
     DECODER_OPTIONS,
+    EXTRAS,
     FastWeightConfig,
     check_sizes,
     layer_mixers,
@@ -27,7 +28,6 @@ from ..config import (
 from ..errors import Mistake
 from ..mixers.base import check_heads
 from ..modules.plain_softmax import Band
-from ..modules.updates import EXTRAS
 from .checkpoint_options import NamesWhatDiffers, keep_layers
 from .fast_weight_decoder import FastWeightDecoder
 from .switches import add_opposites

@@ -28,11 +28,11 @@ from ..config import (
     refuse_without_effect,
 )
 from ..errors import Mistake
-from ..modules import LinearAttention, LinearEncoderLayer, Stack, TranslationDecoderLayer
+from ..modules import LinearAttention, LinearEncoderLayer, TranslationDecoderLayer
+from ..modules.sparse import Stack, check_sparse
 from .checkpoint_options import NamesWhatDiffers, keep_layers, write_kept_layers
 from .fast_weight_decoder import FastWeightDecoder
 from .lm_architectures import chosen_mixers, defaults
-from .sparse_options import check_sparse
 from .switches import add_opposites
 
 logger = logging.getLogger(__name__)

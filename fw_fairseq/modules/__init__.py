@@ -3,19 +3,16 @@
 from .decoder_layer import FastWeightDecoderLayer
 from .linear_attention import LinearAttention
 from .mixer_attention import MixerAttention
-from .stack import Stack
 from .stateful import Stateful
-from .streams import CarriedState, LayerStates, Streams, of_this_thread, with_arguments
+from .streams import LayerStates, Streams, of_this_thread, with_arguments
 from .translation_layers import LinearEncoderLayer, TranslationDecoderLayer
 
 __all__ = [
-    "CarriedState",
     "FastWeightDecoderLayer",
     "LayerStates",
     "LinearAttention",
     "LinearEncoderLayer",
     "MixerAttention",
-    "Stack",
     "Stateful",
     "Streams",
     "TranslationDecoderLayer",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ..mixers.parts.source import SourceMemory
-from .sparse import Convolutions, SparseSource
 from .stateful import Incremental
 
 
@@ -14,17 +13,9 @@ class LinearAttention(Incremental, SourceMemory):
 
     state_name = "source"
 
-    def __init__(
-        self, embed_dim: int, num_heads: int, config, source_dim: int | None = None, name: str = "encoder", sparsity: int = 0
-    ):
-        """``sparsity``: the number of modules of sparse queries, keys and values of self-attention; 0: dense projections."""
+    def __init__(self, embed_dim: int, num_heads: int, config, source_dim: int | None = None, name: str = "encoder"):
         super().__init__(embed_dim, num_heads, config, source_dim, name)
-        self.source = SparseSource(embed_dim, sparsity) if sparsity else None
-        if sparsity:
-            key_size, _ = self.sizes
-            self.q_proj = Convolutions(embed_dim, sparsity, {"q": key_size})
-            self.kv_proj = Convolutions(embed_dim, sparsity, {"k": key_size, "v": embed_dim})
-            self.out_proj = nn.Identity()
+        self.source: nn.Module | None = None  # the sparse layer that the projections of self-attention read
 
     def forward(self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None = None, incremental_state=None, **unused):
         """Maps query (T,B,C) and key (S,B,C') to y (T,B,C) and None, as there are no attention weights. key_padding_mask:

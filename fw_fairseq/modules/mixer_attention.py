@@ -5,21 +5,18 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..mixers import Mixer
-from .sparse import RecentState, make_sparse
-from .stateful import Kept, Stateful
+from .stateful import Stateful, StatefulModule
 from .streams import LayerStates
 
 
 class MixerAttention(Stateful):
-    """Takes the place of fairseq's MultiheadAttention in layer number ``layer``.
+    """Takes the place of fairseq's MultiheadAttention in layer number ``layer``. ``source``: the sparse layer that the mixer's
+    projection reads in place of the tokens, or None."""
 
-    ``sparsity``: the number of modules of sparse queries, keys and values; 0: the mixer's own projections.
-    """
-
-    def __init__(self, mixer: Mixer, layer: int, sparsity: int = 0):
+    def __init__(self, mixer: Mixer, layer: int):
         super().__init__(mixer.state_type, layer)
         self.mixer = mixer
-        self.source = Kept(make_sparse(mixer, sparsity), RecentState, f"{layer}.source") if sparsity else None
+        self.source: StatefulModule | None = None
         self.num_heads, self.head_dim = mixer.num_heads, mixer.head_dim
 
     def forward(

@@ -55,7 +55,7 @@ class Stateful(Incremental):
             states.after[self.layer] = state
 
 
-class Kept(Stateful):
+class StatefulModule(Stateful):
     """A module that maps x, its state and the masks of padding and of new texts to y and the next state."""
 
     def __init__(self, part: nn.Module, state_type: type, layer: str):

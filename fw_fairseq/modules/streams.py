@@ -71,9 +71,6 @@ class Streams:
         self.states.clear()
 
 
-CarriedState = Streams  # its earlier name
-
-
 def of_this_thread(hook: Callable) -> Callable:
     """A module's hook for the calls by the thread that asks for it; it leaves those by others as they are."""
     own = get_ident()

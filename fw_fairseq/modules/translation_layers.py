@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 from torch import Tensor, nn
 
 from ..config import linear_attentions
 from .decoder_layer import FastWeightDecoderLayer
+from .layer_parts import Call, LayerParts, Update, with_noise
 from .linear_attention import LinearAttention
-from .sparse.softmax import SparseAttention
-from .updates import Call, Updates, with_noise
 
 # fairseq 0.12.2 copies these weights of an encoder layer, for a fused kernel of torch's softmax attention
 COPIES = [f"{part}_{kind}" for part in ("in_proj", "out_proj", "fc1", "fc2") for kind in ("weight", "bias")]
@@ -32,7 +29,7 @@ class Copied(nn.Module):
     out_proj = q_proj
 
 
-class LinearEncoderLayer(Updates, TransformerEncoderLayerBase):
+class LinearEncoderLayer(LayerParts, TransformerEncoderLayerBase):
     """fairseq's encoder layer, with linear self-attention if --linear-attention names the encoder.
 
     Its feed-forward part may be sparse; then, and in reversible layers, it runs as a sum of updates.
@@ -44,7 +41,7 @@ class LinearEncoderLayer(Updates, TransformerEncoderLayerBase):
         for name in COPIES:
             self._parameters.pop(name, None)
         if config.qkv_sparsity:
-            self.self_attn = self.build_sparse_attention(cfg.encoder.embed_dim, cfg)
+            self.self_attn = self.build_sparse_attention(cfg)
         self.sparse_feed_forward(config, cfg, cfg.encoder, "encoder")
 
     def _load_from_state_dict(self, *args, **kwargs) -> None:
@@ -66,11 +63,11 @@ class LinearEncoderLayer(Updates, TransformerEncoderLayerBase):
         """Returns x as fairseq's layer does."""
         return x
 
-    def updates(self, call: Call) -> list[Callable[[Tensor, Tensor | None], Tensor]]:
+    def updates(self, call: Call) -> list[Update]:
         """Returns what the parts add to the residual stream, in their order."""
         return [self.attend(self.self_attn, self.self_attn_layer_norm, call), self.feed(call)]
 
-    def norms(self) -> list[nn.Module]:
+    def norms(self, call: Call) -> list[nn.Module]:
         """Returns the norms of these parts."""
         return [self.self_attn_layer_norm, self.final_layer_norm]
 
@@ -87,15 +84,15 @@ class LinearEncoderLayer(Updates, TransformerEncoderLayerBase):
         if self._config.qkv_sparsity:
             return Copied()
         if "encoder" in linear_attentions(self._config):
-            return with_noise(LinearAttention(embed_dim, cfg.encoder.attention_heads, self._config), cfg)
+            return self.finished(LinearAttention(embed_dim, cfg.encoder.attention_heads, self._config), self._config, cfg)
         return super().build_self_attention(embed_dim, cfg)
 
-    def build_sparse_attention(self, embed_dim, cfg):
-        """Returns linear or softmax self-attention with sparse projections."""
-        heads, count = cfg.encoder.attention_heads, self._config.qkv_sparsity
+    def build_sparse_attention(self, cfg) -> nn.Module:
+        """Linear or softmax self-attention with sparse projections."""
+        sizes = cfg.encoder
         if "encoder" in linear_attentions(self._config):
-            return LinearAttention(embed_dim, heads, self._config, sparsity=count)
-        return SparseAttention(embed_dim, heads, count, cfg.attention_dropout, "encoder", "encoder")
+            return self.finished(LinearAttention(sizes.embed_dim, sizes.attention_heads, self._config), self._config, cfg)
+        return self.sparse_softmax(self._config, cfg, sizes, "encoder", "encoder")
 
 
 class TranslationDecoderLayer(FastWeightDecoderLayer):

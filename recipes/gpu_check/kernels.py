@@ -15,12 +15,12 @@ from functools import partial
 
 import torch
 
+from fw_fairseq.modules.sparse.gathered import feed_forward
 from fw_fairseq.ops import FastWeightState, RowMap, fast_weight
 from fw_fairseq.ops.kernels import step as kernel
 from fw_fairseq.ops.kernels.families import find_family
 from fw_fairseq.ops.scans.pooling import pool
 from fw_fairseq.ops.scans.sru import sru
-from fw_fairseq.ops.sparse import feed_forward
 from fw_fairseq.rules import RULES
 
 B, H, T, K, V = 2, 2, 37, 24, 40

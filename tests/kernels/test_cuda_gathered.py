@@ -12,9 +12,8 @@ from support.cuda_gathered import TOLERANCE, compare, draw
 from support.emulated import emulated
 from torch import nn
 
-from fw_fairseq.modules.sparse import SparseFeedForward
+from fw_fairseq.modules.sparse import SparseFeedForward, kernel
 from fw_fairseq.ops.kernels import launch
-from fw_fairseq.ops.sparse import kernel
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -7,11 +7,11 @@ import torch
 from hostcuda import Recorder
 
 from fw_fairseq.feature_maps import AS_IS
+from fw_fairseq.modules.sparse import kernel
 from fw_fairseq.ops.kernels import common, decay, launch, step
 from fw_fairseq.ops.kernels.common import Divided, in_units, undivided
 from fw_fairseq.ops.kernels.families import FAMILIES
 from fw_fairseq.ops.scans import pooling_kernel, sru_kernel
-from fw_fairseq.ops.sparse import kernel
 from fw_fairseq.rules import Coefficients
 
 BF16, FP32 = torch.bfloat16, torch.float32

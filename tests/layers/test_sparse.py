@@ -13,22 +13,20 @@ from torch.nn import functional as F
 from fw_fairseq import Mistake
 from fw_fairseq.mixers import FastWeight, Sru
 from fw_fairseq.mixers.sru import SruState
-from fw_fairseq.modules.sparse import (
-    Convolutions,
-    Multiplicative,
-    RecurrentUnits,
-    SparseFeedForward,
-    SparseSource,
-    feed_forward,
-    fused,
-)
+from fw_fairseq.modules import MixerAttention
+from fw_fairseq.modules.sparse import Multiplicative, RecurrentUnits, SparseFeedForward, feed_forward, fused, gathered, make_sparse
 from fw_fairseq.modules.sparse.fused import FusedFeedForward, FusedProjections
-from fw_fairseq.modules.sparse.projections import make_sparse
-from fw_fairseq.modules.sparse.recent import RecentState, with_recent
+from fw_fairseq.modules.sparse.projections import Convolutions, RecentState, SparseSource, with_recent
 from fw_fairseq.ops import native
-from fw_fairseq.ops.sparse import gathered
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
+
+
+def sparse_source(mixer):
+    """Makes the projections of a mixer sparse, and returns what they read."""
+    attention = MixerAttention(mixer, 0)
+    make_sparse(attention, 4)
+    return attention.source.part
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -314,7 +312,7 @@ def test_queries_keys_and_values_are_causal_convolutions():
 def test_gates_keep_their_biases_where_inputs_have_none():
     mixer, x = Sru(12, sru_input_bias=False), draw(6, 1, 12)
     mixer.gate_bias.data.normal_()
-    source = make_sparse(mixer, 4).double()
+    source = sparse_source(mixer).double()
     mixer.double()
     read = source(x)[0]
     product = mixer.in_proj(read) + torch.cat([torch.zeros(12), mixer.gate_bias.data.flatten()])
@@ -326,7 +324,7 @@ def test_gates_keep_their_biases_where_inputs_have_none():
 def test_kernels_read_what_convolutions_make(emulate):
     """Its rows, 4 (3 + 3 + 3 + 2) numbers, are no multiple of 16 bytes."""
     mixer, x = FastWeight(12, 4, update_rule="gated_delta", feature_map="identity", feature_norm="l2"), torch.randn(9, 2, 12)
-    source = make_sparse(mixer, 4)(x)[0]
+    source = sparse_source(mixer)(x)[0]
     assert mixer.in_proj.out_features == 44
     expected = mixer(x, source=source)[0]
     launcher = emulate()
@@ -337,7 +335,7 @@ def test_kernels_read_what_convolutions_make(emulate):
 
 def test_the_state_size_of_a_layer_that_reads_convolutions():
     mixer = FastWeight(12, 4, update_rule="sum")
-    make_sparse(mixer, 4)
+    sparse_source(mixer)
     assert mixer.state_size() == 4 * 3 * 3
 
 

@@ -23,7 +23,7 @@ from fw_fairseq.mixers.parts.source import Source
 from fw_fairseq.models.fast_weight_transformer import TranslationDecoder
 from fw_fairseq.models.generation import GENERATION, Generation
 from fw_fairseq.modules import LinearAttention
-from fw_fairseq.modules.stack import joined
+from fw_fairseq.modules.sparse.reversible import joined
 from fw_fairseq.ops import native
 from fw_fairseq.tools.bench.measure import state_bytes
 

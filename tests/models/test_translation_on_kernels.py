@@ -18,6 +18,7 @@ from fw_fairseq.models.generation import GENERATION, Generation
 from fw_fairseq.models.generation.captured import CapturedGeneration
 from fw_fairseq.models.generation.kernel_source import KernelSource
 from fw_fairseq.modules import LinearAttention
+from fw_fairseq.modules.sparse import make_sparse
 from fw_fairseq.ops.kernels.launch import CupyLaunch
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
@@ -117,7 +118,10 @@ def test_which_sources_the_kernel_reads(kernels, monkeypatch):
     """Those of linear attention whose features are at most as wide as its keys, 512; and its queries are a dense product."""
 
     def attention(sparsity=0, **options):
-        return LinearAttention(32, 4, FastWeightTransformerConfig(update_rule="sum", **options), sparsity=sparsity)
+        made = LinearAttention(32, 4, FastWeightTransformerConfig(update_rule="sum", **options))
+        if sparsity:
+            make_sparse(made, sparsity)
+        return made
 
     assert KernelSource.fits(attention(feature_dim=512))
     assert not KernelSource.fits(attention(feature_dim=513))

@@ -28,7 +28,7 @@ from fw_fairseq.mixers.local_attention import LocalAttention, TransformerXl
 from fw_fairseq.mixers.srupp import Srupp
 from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModel
 from fw_fairseq.modules.plain_softmax import PlainAdaptiveSoftmax
-from fw_fairseq.modules.sparse import Convolutions, Multiplicative
+from fw_fairseq.modules.sparse.projections import Convolutions, Multiplicative
 from fw_fairseq.tools.plot import __main__ as plots
 from fw_fairseq.tools.plot.wikitext2 import read_parts
 

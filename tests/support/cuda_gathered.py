@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fw_fairseq.ops.sparse import kernel
+from fw_fairseq.modules.sparse import kernel
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # y is rounded once to the type
 

@@ -13,7 +13,7 @@ import fw_fairseq.models  # noqa: F401
 from fw_fairseq.data import loading as batches_loading
 from fw_fairseq.data.streams import StreamDataset, StreamIterator
 from fw_fairseq.data.text import Text
-from fw_fairseq.modules import CarriedState, LayerStates, Streams
+from fw_fairseq.modules import LayerStates, Streams
 from fw_fairseq.ops import FastWeightState
 
 pytestmark = pytest.mark.quick
@@ -183,7 +183,7 @@ def test_states_start_again_from_the_same_until_they_advance():
 
 def test_every_decoder_has_states_of_its_own():
     """Those of an ensemble, each of which starts from the checkpoint's."""
-    read_by, decoders, saved = CarriedState(), [torch.nn.Identity(), torch.nn.Identity()], FastWeightState(torch.ones(1, 1, 2, 2))
+    read_by, decoders, saved = Streams(), [torch.nn.Identity(), torch.nn.Identity()], FastWeightState(torch.ones(1, 1, 2, 2))
     read_by.restart({0: saved})
     first, second = map(read_by.of, decoders)
     assert first is read_by.of(decoders[0]) and first is not second

@@ -6,12 +6,12 @@ import torch
 from fairseq.modules import FairseqDropout
 from torch import Tensor, nn
 
+from ...config import EXTRAS
 from ...feature_maps import wide
 from ...generation.modules import plain
 from ...generation.steppers import check_rows, share
 from ...mixers.base import has_hooks
 from ...modules import FastWeightDecoderLayer, LinearAttention
-from ...modules.updates import EXTRAS
 from .parts import AttentionStep, CrossStep, FeedForwardStep
 from .steppers import Stepper, has_stepper
 

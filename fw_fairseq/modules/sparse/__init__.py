@@ -1,21 +1,23 @@
-"""The sparse layers of Jaszczur et al. 2021, and reversible residual connections."""
+"""The sparse layers of Jaszczur et al. 2021, and reversible residual connections.
 
-from .feed_forward import SparseFeedForward
-from .multiplicative import Multiplicative
-from .projections import Convolutions, SparseSource, make_sparse
-from .recent import RecentState, with_recent
-from .recurrence import RecurrentUnits
-from .reversible import Update, run_updates
+Outside, ``modules.layer_parts`` builds them into layers, the decoder and the encoder check their options and stack them, and
+``models.generation.sparse`` runs them for a token.
+"""
+
+from .feed_forward import RecurrentUnits, SparseFeedForward
+from .options import check_reversible, check_sparse
+from .projections import Multiplicative, RecentState, make_sparse
+from .reversible import Stack
+from .softmax import SparseAttention
 
 __all__ = [
-    "Convolutions",
     "Multiplicative",
     "RecentState",
     "RecurrentUnits",
+    "SparseAttention",
     "SparseFeedForward",
-    "SparseSource",
-    "Update",
+    "Stack",
+    "check_reversible",
+    "check_sparse",
     "make_sparse",
-    "run_updates",
-    "with_recent",
 ]

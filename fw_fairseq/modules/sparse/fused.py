@@ -9,12 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ...ops import native
-from ...ops.sparse import few_rows
-from ...ops.sparse.gathered import RELU, takes, threads
-from .feed_forward import SparseFeedForward
-from .multiplicative import Multiplicative
-from .projections import Convolutions
-from .recurrence import RecurrentUnits
+from .feed_forward import RecurrentUnits, SparseFeedForward
+from .gathered import RELU, few_rows, takes, threads
+from .projections import Convolutions, Multiplicative
 
 
 class Part(ctypes.Structure):

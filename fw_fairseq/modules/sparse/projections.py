@@ -2,20 +2,75 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...errors import Mistake
 from ...mixers import Mixer
-from ...ops.sparse import rows_product
-from .multiplicative import Multiplicative
-from .recent import BEFORE, RecentState, with_recent
+from ...mixers.parts.convolution import EarlierTokens
+from ...ops.state import tensor_state
+from ..linear_attention import LinearAttention
+from ..mixer_attention import MixerAttention
+from ..stateful import StatefulModule
+from .gathered import gained, rows_product
 
+BEFORE = 2  # tokens that a convolution reads before its own
 TAPS = BEFORE + 1  # of time: the token and those before it
 SIDES = 3  # modules that queries and keys read: their own and both neighbours
 ALONE = ("v", "input")  # parts that read their own module only
 CONVOLVED = ("q", "k", "v", "f")  # parts that are convolutions at any width; others only at the width of the layer
+
+
+class Multiplicative(nn.Module):
+    """y[n] = (x * G[n]) P for n = 1..M, side by side, plus a bias: M I + I O/M + O weights in place of I O.
+
+    Where M does not divide O, the last module has outputs that are left out.
+    """
+
+    def __init__(self, in_features: int, out_features: int, count: int):
+        super().__init__()
+        self.in_features, self.out_features, self.count = in_features, out_features, count
+        self.gains = nn.Parameter(torch.empty(count, in_features))  # G
+        self.weight = nn.Parameter(torch.empty(-(-out_features // count), in_features))  # P^T
+        self.bias = nn.Parameter(torch.empty(out_features))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws the weights as published."""
+        nn.init.normal_(self.gains, std=0.5)
+        nn.init.xavier_uniform_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps x (...,I) to (...,O)."""
+        return gained(x, self.gains, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, count={self.count}"
+
+
+@tensor_state
+class RecentState(NamedTuple):
+    """The vectors of the last two tokens of a text, 0 where there was none."""
+
+    vectors: Tensor  # (B,2,C), the last token first
+
+
+def with_recent(
+    p: Tensor, state: RecentState | None, padding_mask: Tensor | None = None, reset_mask: Tensor | None = None
+) -> tuple[Tensor, RecentState]:
+    """Maps p (T,B,C) to [p_t, p_{t-1}, p_{t-2}] (T,B,3C), with 0 before a text begins, and to the state after the last token.
+
+    ``padding_mask`` (B,T): padding counts as no token. ``reset_mask`` (B,T): True at the first token of a new text.
+    """
+    recent = None if state is None else state.vectors.to(p).flip(1)
+    earlier = EarlierTokens(p, recent, BEFORE, padding_mask, reset_mask)
+    before = [earlier.in_place(earlier.back(tokens)) for tokens in range(1, BEFORE + 1)]
+    return torch.cat([p, *before], -1), RecentState(earlier.recent().flip(1))
 
 
 class Convolutions(nn.Module):
@@ -104,16 +159,20 @@ class SparseSource(nn.Module):
         return with_recent(self.dense(x), state, padding_mask, reset_mask)
 
 
-def make_sparse(mixer: Mixer, count: int) -> SparseSource:
-    """Replaces the input projection of a mixer by convolutions and takes its output projection away. Returns what they read."""
-    name = type(mixer).__name__
+def make_sparse(attention: MixerAttention | LinearAttention, count: int) -> None:
+    """Replaces the input projections of an attention by convolutions, and takes its output projection away."""
+    if isinstance(attention, LinearAttention):
+        width, (key_size, _) = attention.q_proj.in_features, attention.sizes
+        attention.source = SparseSource(width, count)
+        attention.q_proj = Convolutions(width, count, {"q": key_size})
+        attention.kv_proj = Convolutions(width, count, {"k": key_size, "v": width})
+        attention.out_proj = nn.Identity()
+        return
+    mixer: Mixer = attention.mixer
     if not mixer.takes_source:
-        raise Mistake(
-            f"--qkv-sparsity needs queries, keys and values that one projection makes of a token, which {name} does not have"
-        )
+        raise Mistake(f"--qkv-sparsity is not for {type(mixer).__name__}, which makes queries, keys and values in other ways")
     parts = {part: rows.stop - rows.start for part, rows in mixer.projections()["in_proj"].items() if rows.stop > rows.start}
-    source = SparseSource(mixer.embed_dim, count)
+    attention.source = StatefulModule(SparseSource(mixer.embed_dim, count), RecentState, f"{attention.layer}.source")
     mixer.in_proj = Convolutions(mixer.embed_dim, count, parts, mixer.in_proj)
     if getattr(mixer, "out_proj", None) is not None:
         mixer.out_proj = nn.Identity()
-    return source

@@ -6,9 +6,8 @@ from torch import Tensor
 
 from ...generation.kv_cache import Past, attend
 from ...mixers.base import check_heads, join_heads, split_heads
-from ..stateful import Kept, Stateful
-from .projections import Convolutions, SparseSource
-from .recent import RecentState
+from ..stateful import Stateful, StatefulModule
+from .projections import Convolutions, RecentState, SparseSource
 
 
 class SparseAttention(Stateful):
@@ -20,7 +19,7 @@ class SparseAttention(Stateful):
         super().__init__(Past, layer)
         check_heads(embed_dim, heads, part)
         self.num_heads, self.head_dim, self.dropout = heads, embed_dim // heads, dropout
-        self.source = Kept(SparseSource(embed_dim, count), RecentState, f"{layer}.source")
+        self.source = StatefulModule(SparseSource(embed_dim, count), RecentState, f"{layer}.source")
         self.in_proj = Convolutions(embed_dim, count, {"q": embed_dim, "k": embed_dim, "v": embed_dim})
 
     def forward(

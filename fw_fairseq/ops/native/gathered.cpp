@@ -1,5 +1,5 @@
 // A sparse feed-forward layer for few tokens on a CPU: each weight that counts is read once, as a contiguous row, and the rest of both
-// matrices is not touched. ops/sparse/gathered.py and modules/sparse/fused.py call these loops and say what they compute.
+// matrices is not touched. modules/sparse/gathered.py and fused.py call these loops and say what they compute.
 #include "products.h"
 
 namespace {

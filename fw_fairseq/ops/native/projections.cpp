@@ -1,5 +1,5 @@
 // Products of multiplicative layers and of convolutions for few tokens on a CPU: each weight is read once, for all modules.
-// ops/sparse/gathered.py and modules/sparse/fused.py call these loops and say what they compute.
+// modules/sparse/gathered.py and fused.py call these loops and say what they compute.
 #include "products.h"
 
 namespace {

@@ -18,9 +18,8 @@ from fairseq.trainer import Trainer
 from fairseq.utils import safe_getattr
 from omegaconf import DictConfig, open_dict
 
-from ...config import FastWeightTransformerConfig, layer_mixers, option_name
+from ...config import EXTRAS, FastWeightTransformerConfig, layer_mixers, option_name
 from ...errors import Mistake
-from ...modules.updates import EXTRAS
 from .reading import model_options
 
 logger = logging.getLogger(__name__)

@@ -13,17 +13,7 @@ from ...errors import Mistake
 from ...mixers import MIXERS
 from ...rules import RULES
 from .contest import machine, parameter_counts, positive, say, settings, spread, take_turns, times_faster, write_json
-from .measure import (  # fmt: skip
-    ALL,
-    TRANSFORMER,
-    batch_rows,
-    build_model,
-    model_names,
-    peak_memory,
-    time_generation,
-    time_host,
-    time_training,
-)
+from .measure import ALL, TRANSFORMER, batch_rows, build_model, model_names, peak_memory, time_generation, time_host, time_training
 
 SIZES = {
     "layers": "of encoder and decoder each, where there is an encoder", "width": "of the embeddings", "heads": "of each attention",

@@ -22,11 +22,10 @@ from fairseq.tasks.language_modeling import LanguageModelingConfig
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from ...config import SOFTMAX, layer_mixers
+from ...config import EXTRAS, SOFTMAX, layer_mixers
 from ...errors import Mistake
 from ...files import building, pickled, reading, safetensors
 from ...models.fast_weight_lm import FastWeightLanguageModel, FastWeightLanguageModelConfig
-from ...modules.updates import EXTRAS
 from ...patches.checkpoints.origin import SIDES, symbols_sum
 from ...patches.checkpoints.reading import ORIGIN, load_only_data
 from ...patches.literals import naming

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels import launch
-from ..kernels.common import TYPES, why_not_run
-from ..kernels.operators import register
+from ...ops.kernels import launch
+from ...ops.kernels.common import TYPES, why_not_run
+from ...ops.kernels.operators import register
 
 SOURCE, WARPS = "gathered.cu", 8
 NAMES = ("x", "A", "B", "c", "W1", "W2", "b")
