@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from torch.nn import functional as F
 from ..errors import Mistake
 from ..feature_maps import check_not_offloaded
 from ..mixers import MIXERS
+from ..mixers.options import MixerOptions
 from ..ops.state import tensor_state
 from .configuration import FastWeightHFConfig
 from .steps import Steps
@@ -186,7 +186,8 @@ class Layer(nn.Module):
         if name == "softmax":
             return SoftmaxAttention(width, heads)
         limit = config.max_position_embeddings if config.positions == "learned" else None
-        options = SimpleNamespace(**config.mixer_options, longest_text=limit)
+        options = MixerOptions.of(config.mixer_options)
+        options.longest_text = limit
         return MIXERS[name].of_layer(width, heads, options, index, config.num_hidden_layers)
 
     def forward(self, x: Tensor, *rest):

@@ -13,6 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..errors import Mistake
 from ..mixers import MIXERS
+from ..mixers.options import DECLARED, check_option
 from .configuration import FastWeightHFConfig
 from .layers import ACTIVATIONS, BandedEmbedding, BandedOutput, Cache, Layer, scores_of
 
@@ -23,8 +24,7 @@ WITHOUT_EFFECT = ("cache_position", "token_type_ids")  # which transformers pass
 UNREAD = {"mixer", "mixer_pattern", "ffn_sru", "ffn_sparsity", "ffn_controller_dim", "qkv_sparsity", "output_sparsity"}
 UNREAD |= {"scale_output", "output_dropout", "reversible", "no_decoding_graph", "linear_attention", "decoder_attentions"}
 UNREAD |= {"source_in_front", "_name"}  # of fairseq's models, which exported folders have too
-SETTINGS = {name: setting for mixer in MIXERS.values() for name, setting in mixer.settings.items()}
-OPTIONS = UNREAD.union(SETTINGS, *(mixer.options for mixer in MIXERS.values()))
+OPTIONS = UNREAD.union(DECLARED, *(mixer.options for mixer in MIXERS.values()))
 
 
 def draw(module: nn.Module) -> None:
@@ -58,10 +58,9 @@ def check_config(config: FastWeightHFConfig, mixers: Iterable[str]) -> None:
         raise Mistake(f"mixers has {len(config.mixers)} names; it must have one for each of {config.num_hidden_layers} layers")
     if unknown := sorted(config.mixer_options.keys() - OPTIONS):
         raise Mistake(f"mixer_options has {unknown[0]!r}; it must have names of: {', '.join(sorted(OPTIONS - UNREAD))}")
-    for name, setting in SETTINGS.items():
-        value = config.mixer_options.get(name)
-        if value is not None and (allowed := setting.why_not(value)):
-            raise Mistake(f"{name} is {value!r}; it must be {allowed}")
+    for name, declared in DECLARED.items():
+        if (value := config.mixer_options.get(name)) is not None:
+            check_option(declared, value, name)
     for name in ("input_bands", "output_bands"):
         bands = getattr(config, name)
         if bands and (words := sum(count for count, _ in bands)) != config.vocab_size:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -10,7 +9,7 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..errors import Mistake
-from ..mixers.fast_weight import FastWeight
+from ..mixers.options import MixerOptions
 from ..mixers.parts.source import SourceMemory
 from ..ops.state import tensor_state
 from .configuration import FastWeightHFConfig
@@ -56,8 +55,7 @@ def attention(config: FastWeightHFConfig, linear: bool, source_width: int | None
     width, heads = config.hidden_size, config.num_attention_heads
     if not linear:
         return SoftmaxSource(width, heads, source_width)
-    defaults = {name: setting.default for name, setting in FastWeight.settings.items()}
-    return SourceMemory(width, heads, SimpleNamespace(**defaults | config.mixer_options), source_width)
+    return SourceMemory(width, heads, MixerOptions.of(config.mixer_options), source_width)
 
 
 class EncoderLayer(Layer):

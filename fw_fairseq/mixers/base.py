@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from types import SimpleNamespace
-from typing import ClassVar, NamedTuple
+from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import Mistake
 from ..feature_maps import FEATURE_MAPS
+from .options import DECLARED, MixerOptions, Value, check_option
 
 VALUES = "values"  # of layer 0, in what layers share: (B,H,n T,V)
 
@@ -51,31 +51,6 @@ def rows(**counts: int) -> dict[str, slice]:
     return found
 
 
-class Setting(NamedTuple):
-    """A setting of a mixer: its default, and which values are allowed. ``config.FastWeightConfig`` has the option of that name."""
-
-    default: bool | int | float | str
-    least: float | None = None
-    below: float | None = None
-    choices: Collection[str] | None = None
-
-    def why_not(self, value) -> str | None:
-        """Says what a value must be if this one is not allowed; else None."""
-        if self.choices is not None:
-            return None if str(value) in self.choices else f"one of: {', '.join(self.choices)}"
-        kind = type(self.default)
-        if isinstance(value, bool) != (kind is bool) or not isinstance(value, (int, float) if kind is float else kind):
-            return {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}[kind]
-        if (self.least is not None and not value >= self.least) or (self.below is not None and not value < self.below):  # or NaN
-            return f"at least {self.least}" + (f" and below {self.below}" if self.below is not None else "")
-        return None
-
-
-def settings_of(**settings: Setting) -> dict[str, Setting]:
-    """Returns the settings by name."""
-    return settings
-
-
 class Mixer(nn.Module):
     """``forward(x[0:T])`` equals ``forward(x[0:s])`` followed by ``forward(x[s:T], state)`` for every s, up to rounding.
 
@@ -84,8 +59,8 @@ class Mixer(nn.Module):
     the number of tokens. A new mixer overrides ``forward`` and sets ``state_type``; it overrides the other methods where it can do
     more than they do here.
 
-    A mixer with settings names them in ``settings`` and reads them with ``read_settings``. Models give all options as one object,
-    ``config``; ``Leap(128, heads=4, pooling_dropout=0.1)`` gives settings by name, and the others have their defaults.
+    ``settings`` names those of ``MixerOptions`` that a mixer takes, which ``read_settings`` returns. Models give all options as one
+    object, ``config``; ``Leap(128, heads=4, pooling_dropout=0.1)`` gives settings by name, and the others have their defaults.
 
     ``options`` names the options of the command line that the mixer reads: its settings, where it does not say otherwise. A model
     that is to be trained refuses every other option that was given, because it would have no effect.
@@ -96,13 +71,13 @@ class Mixer(nn.Module):
     takes_source = False  # whether ``source`` may replace x as the input of ``in_proj``
     takes_keep_state = False  # whether ``forward`` saves work where no state is kept
     norms_residual = False  # whether the residual connection around it takes its input after the norm, not before it
-    settings: ClassVar[dict[str, Setting]] = {}
-    options: tuple[str, ...] = ()
+    settings: ClassVar[tuple[str, ...]] = ()
+    options: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **keywords) -> None:
         super().__init_subclass__(**keywords)
         if "settings" in vars(cls) and "options" not in vars(cls):
-            cls.options = tuple(cls.settings)
+            cls.options = cls.settings
 
     def __init__(self, embed_dim: int, heads: int = 1):
         super().__init__()
@@ -110,26 +85,26 @@ class Mixer(nn.Module):
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, heads, embed_dim // heads
 
     @classmethod
-    def read_settings(cls, config, given: dict[str, object]) -> SimpleNamespace:
-        """Returns the settings: those given by name, else those of ``config``, else the defaults. ``config`` is a FastWeightConfig,
-        another object with such attributes, or None. It was checked before; those given by name are checked here."""
+    def read_settings(cls, config: object, given: dict[str, Value]) -> MixerOptions:
+        """The options of ``config``, a MixerOptions, another object with such attributes, or None, and in their place those given
+        by name. Those of ``config`` were checked before; those given by name are checked here."""
+        options = MixerOptions.of(config)
+        if not given:
+            return options
         for name, value in given.items():
             if name not in cls.settings:
                 raise Mistake(f"{cls.__name__} has no setting {name}; it has: {', '.join(cls.settings) or 'none'}")
-            allowed = cls.settings[name].why_not(value)
-            if allowed is not None:
-                raise Mistake(f"{name} is {value!r}; it must be {allowed}")
-        defaults = {name: setting.default for name, setting in cls.settings.items()}
-        settings = SimpleNamespace(**defaults | ({} if config is None else vars(config)) | given)
-        for name in given:
+            check_option(DECLARED[name], value, name)
+        options = replace(options, **given)
+        for name, value in given.items():
             maps = [phi for phi, kind in FEATURE_MAPS.items() if name in kind.options]
-            if maps and str(settings.feature_map) not in maps and given[name] != defaults[name]:
-                raise Mistake(f"{name} has no effect with feature_map {str(settings.feature_map)!r}; it is for: {', '.join(maps)}")
-        return settings
+            if maps and str(options.feature_map) not in maps and value != DECLARED[name].default:
+                raise Mistake(f"{name} has no effect with feature_map {str(options.feature_map)!r}; it is for: {', '.join(maps)}")
+        return options
 
     @classmethod
-    def of_layer(cls, embed_dim: int, num_heads: int, config, layer: int, layers: int) -> Mixer:
-        """The mixer of layer number ``layer`` of ``layers``; ``config`` is a FastWeightConfig."""
+    def of_layer(cls, embed_dim: int, num_heads: int, config: MixerOptions, layer: int, layers: int) -> Mixer:
+        """The mixer of layer number ``layer`` of ``layers``."""
         return cls(embed_dim, num_heads, config)
 
     def __call__(self, x: Tensor, state=None, *args, **kwargs):

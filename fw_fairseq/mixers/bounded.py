@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ..feature_maps import wide
 from ..ops import FastWeightState, fast_weight
-from ..ops.checks import BACKENDS, check_masks, check_sequences, check_tokens
+from ..ops.checks import check_masks, check_sequences, check_tokens
 from ..ops.state import tensor_state
-from .base import Mixer, Setting, rows, settings_of
+from .base import Mixer, rows
 from .look_back import places_in_texts
 
 LIMIT = 20.0  # the bound of the exponents: a slot's weights differ by a factor of up to exp(40), and their sums stay within fp32
@@ -36,7 +36,7 @@ class Bounded(Mixer):
     """
 
     state_type, takes_source = BoundedState, True
-    settings = settings_of(slots=Setting(32, least=1), fast_weight_backend=Setting("auto", choices=BACKENDS))
+    settings = ("slots", "fast_weight_backend")
 
     def __init__(self, embed_dim: int, heads: int = 1, config=None, **given):
         super().__init__(embed_dim, heads)
@@ -104,7 +104,7 @@ class Abc(Bounded):
 class Linformer(Bounded):
     """The weights w_t are a learned vector for each position. After ``--slot-positions`` positions, the last vector serves."""
 
-    settings = settings_of(slot_positions=Setting(1024, least=1)) | Bounded.settings
+    settings = ("slot_positions", *Bounded.settings)
 
     def __init__(self, embed_dim: int, heads: int = 1, config=None, **given):
         super().__init__(embed_dim, heads, config, **given)

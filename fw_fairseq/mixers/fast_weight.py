@@ -11,13 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import Mistake
-from ..feature_maps import FEATURE_MAPS, NORMS
 from ..ops import FastWeightState, fast_weight
-from ..ops.checks import BACKENDS, NORM_OF
 from ..ops.recall import until_end
-from ..rules import RULES
-from .base import Setting, settings_of
-from .features import PRODUCT_STEPS
 from .parts.operands import Projected
 from .parts.output import HeadNorm
 
@@ -26,32 +21,12 @@ class FastWeight(Projected):
     """Fast weights with any update rule and feature map. One projection makes q, k, v and every gate of the rule."""
 
     state_type, takes_source = FastWeightState, True
-    settings = settings_of(
-        update_rule=Setting("delta", choices=RULES),
-        feature_map=Setting("elu", choices=FEATURE_MAPS),
-        feature_dim=Setting(0, least=0),
-        feature_norm=Setting("sum", choices=NORMS),
-        attention_norm=Setting(False),
-        attention_norm_of=Setting(NORM_OF[0], choices=NORM_OF),
-        dpfp_nu=Setting(1, least=1),
-        favor_features=Setting(0, least=0),
-        favor_prescale=Setting(False),
-        write_strength_init=Setting(0.0, least=0, below=1),
-        product_steps=Setting(PRODUCT_STEPS, least=1),
-        negative_eigenvalues=Setting(False),
-        key_heads=Setting(0, least=0),
-        short_conv=Setting(0, least=0),
-        token_shift=Setting(False),
-        token_shift_rank=Setting(0, least=0),
-        rotary=Setting(False),
-        value_mixing_rank=Setting(0, least=0),
-        output_norm=Setting(False),
-        output_gate=Setting(False),
-        scale_reads=Setting(False),
-        scale_after_norm=Setting(False),
-        bias_free=Setting(False),
-        fast_weight_backend=Setting("auto", choices=BACKENDS),
-    )
+    settings = (
+        "update_rule", "feature_map", "feature_dim", "feature_norm", "attention_norm", "attention_norm_of", "dpfp_nu",
+        "favor_features", "favor_prescale", "write_strength_init", "product_steps", "negative_eigenvalues", "key_heads",
+        "short_conv", "token_shift", "token_shift_rank", "rotary", "value_mixing_rank", "output_norm", "output_gate",
+        "scale_reads", "scale_after_norm", "bias_free", "fast_weight_backend",
+    )  # fmt: skip
 
     def __init__(self, embed_dim: int, heads: int = 1, config=None, *, layer: int = 0, layers: int = 1, **given):
         config = self.read_settings(config, given)

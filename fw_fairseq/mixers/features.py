@@ -11,8 +11,8 @@ from ..ops import RowMap
 from ..ops.checks import NORM_OF, missing_form
 from ..rules import RULES, Gate, Rule
 from ..rules.gates import Place
+from .options import PRODUCT_STEPS
 
-PRODUCT_STEPS = 2  # writes of a token where the rule has several and nothing else is said
 FEATURE_OPTIONS = ("feature_map", "feature_dim", "feature_norm")  # and those of the chosen map
 
 

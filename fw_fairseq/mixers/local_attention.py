@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .base import Mixer, Setting, is_linear, rows, settings_of
+from .base import Mixer, is_linear, rows
 from .look_back import Reach, View, WindowState, attend, look_back, with_memory
+from .options import MixerOptions
 
 
 class LocalAttention(Mixer):
@@ -20,9 +20,7 @@ class LocalAttention(Mixer):
     """
 
     state_type, takes_source = WindowState, True
-    settings = settings_of(
-        local_window=Setting(32, least=2), attention_dropout=Setting(0.0, least=0, below=1), bias_free=Setting(False)
-    )
+    settings = ("local_window", "attention_dropout", "bias_free")
 
     def __init__(self, embed_dim: int, heads: int = 1, config=None, **given):
         super().__init__(embed_dim, heads)
@@ -33,7 +31,7 @@ class LocalAttention(Mixer):
         self.reset_parameters()
 
     @staticmethod
-    def reach_of(settings: SimpleNamespace) -> Reach:
+    def reach_of(settings: MixerOptions) -> Reach:
         """Returns how many tokens each one sees before itself."""
         return Reach(settings.local_window - 1)
 
@@ -114,12 +112,7 @@ class TransformerXl(LocalAttention):
     fairseq-eval-lm --model-overrides "{'xl_memory': 128, 'xl_segment': 128}".
     """
 
-    settings = settings_of(
-        xl_memory=Setting(256, least=1),
-        xl_segment=Setting(1, least=1),
-        attention_dropout=LocalAttention.settings["attention_dropout"],
-        bias_free=LocalAttention.settings["bias_free"],
-    )
+    settings = ("xl_memory", "xl_segment", "attention_dropout", "bias_free")
 
     def __init__(self, embed_dim: int, heads: int = 1, config=None, **given):
         super().__init__(embed_dim, heads, config, **given)
@@ -128,7 +121,7 @@ class TransformerXl(LocalAttention):
         self.content_bias, self.position_bias = (nn.Parameter(torch.zeros(heads, 1, self.head_dim)) for _ in range(2))
 
     @staticmethod
-    def reach_of(settings: SimpleNamespace) -> Reach:
+    def reach_of(settings: MixerOptions) -> Reach:
         """Returns how many tokens each one sees before itself."""
         return Reach(settings.xl_memory, settings.xl_segment)
 

@@ -8,25 +8,25 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import Mistake
-from .base import Mixer, Setting, settings_of
+from .base import Mixer
+from .options import MixerOptions
 
-FORMS = ("adapted", "published")
 LEAP_WINDOWS = "leap"
 
 
-def layer_window(config, layer: int, layers: int) -> int:
+def layer_window(config: MixerOptions, layer: int, layers: int) -> int:
     """Returns how many tokens the mixer of a layer sees; 0 means all of them.
 
     ``config.longest_text``, where it is there, is the number of tokens that no text exceeds: a window of as many is all of them.
     """
     window = named_window(config, layer, layers)
-    longest = getattr(config, "longest_text", None)
+    longest = config.longest_text
     return 0 if longest is not None and window >= longest else window
 
 
-def named_window(config, layer: int, layers: int) -> int:
+def named_window(config: MixerOptions, layer: int, layers: int) -> int:
     """Returns the window of a layer that --window-sizes names."""
-    named = str(getattr(config, "window_sizes", ""))
+    named = config.window_sizes
     if not named:
         return 0 if layer == layers - 1 else 4 * 2**layer
     if named == LEAP_WINDOWS:
@@ -49,7 +49,7 @@ class Pooled(Mixer):
     takes_source = takes_keep_state = True
     parts: int
     poolings: int
-    settings = settings_of(pooling_form=Setting("adapted", choices=FORMS), pooling_dropout=Setting(0.0, least=0, below=1))
+    settings = ("pooling_form", "pooling_dropout")
     options = (*settings, "window_sizes")
 
     def __init__(self, embed_dim: int, heads: int, config, window: int, **given):

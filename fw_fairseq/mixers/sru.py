@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,8 @@ from ..ops.onednn import Linear, linear
 from ..ops.recall import until_end
 from ..ops.scans.sru import sru
 from ..ops.state import tensor_state
-from .base import Mixer, Setting, is_linear, rows, settings_of
+from .base import Mixer, is_linear, rows
+from .options import MixerOptions
 
 OPEN = 1e4  # the input of a sigmoid that is 1 then, in every type of number
 
@@ -37,17 +37,10 @@ class Sru(Mixer):
     """
 
     state_type = SruState
-    settings = settings_of(
-        sru_projection=Setting(0, least=0),
-        sru_projection_norm=Setting(False),
-        sru_rescale=Setting(True),
-        sru_highway_bias=Setting(-2.0, least=-100, below=100),
-        sru_init=Setting("variance", choices=("variance", "xavier")),
-        sru_input_bias=Setting(True),
-        sru_tanh=Setting(False),
-        sru_dropout=Setting(0.0, least=0, below=1),
-        sru_projection_dropout=Setting(0.0, least=0, below=1),
-    )
+    settings = (
+        "sru_projection", "sru_projection_norm", "sru_rescale", "sru_highway_bias", "sru_init", "sru_input_bias", "sru_tanh",
+        "sru_dropout", "sru_projection_dropout",
+    )  # fmt: skip
 
     def __init__(self, embed_dim: int, heads: int = 1, config=None, **given):
         super().__init__(embed_dim, heads)
@@ -69,7 +62,7 @@ class Sru(Mixer):
         mixer.cell_dropout *= layer < layers - 1
         return mixer
 
-    def prepare(self, width: int, settings: SimpleNamespace, rescale: bool) -> None:
+    def prepare(self, width: int, settings: MixerOptions, rescale: bool) -> None:
         """Creates the parameters of the recurrence. Its product reads inputs of size ``width``."""
         self.highway_bias, self.init = settings.sru_highway_bias, str(settings.sru_init)
         self.scale = math.sqrt(1 + 2 * math.exp(self.highway_bias)) if rescale else 1.0

@@ -11,7 +11,7 @@ from ..errors import Mistake
 from ..ops.onednn import Linear
 from ..ops.scans.pooling import last_weights
 from ..ops.state import tensor_state
-from .base import Mixer, Setting, join_heads, rows, settings_of, split_heads
+from .base import Mixer, join_heads, rows, split_heads
 from .look_back import Reach, View, WindowState, attend, look_back, with_memory
 from .sru import Sru
 
@@ -36,15 +36,10 @@ class Srupp(Sru):
     """
 
     state_type = SruppState
-    settings = settings_of(
-        srupp_width=Setting(0, least=0),
-        srupp_heads=Setting(1, least=1),
-        srupp_memory=Setting(512, least=1),
-        srupp_segment=Setting(1, least=1),
-        srupp_dropout=Setting(0.0, least=0, below=1),
-        srupp_rescale=Setting(True),
-        attention_dropout=Setting(0.0, least=0, below=1),
-    ) | {name: Sru.settings[name] for name in ("sru_highway_bias", "sru_init", "sru_input_bias", "sru_tanh", "sru_dropout")}
+    settings = (
+        "srupp_width", "srupp_heads", "srupp_memory", "srupp_segment", "srupp_dropout", "srupp_rescale", "attention_dropout",
+        "sru_highway_bias", "sru_init", "sru_input_bias", "sru_tanh", "sru_dropout",
+    )  # fmt: skip
 
     def __init__(self, embed_dim: int, heads: int = 1, config=None, **given):
         Mixer.__init__(self, embed_dim, heads)

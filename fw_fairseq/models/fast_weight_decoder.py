@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from threading import get_ident
 
 import torch
+from fairseq.data import Dictionary
 from fairseq.models.transformer import TransformerDecoder
 from fairseq.models.transformer.transformer_config import TransformerConfig
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
@@ -24,7 +25,7 @@ from ..modules.plain_softmax import PlainAdaptiveSoftmax
 from ..modules.positions import PositionsFromEnd
 from ..modules.sparse import Multiplicative, SparseAttention, Stack, check_reversible, check_sparse
 from .generation import GENERATION, Generation, generation_in, start
-from .mixing_options import check_value_mixing
+from .model_options import check_value_mixing
 
 UNLIMITED = 10**9
 
@@ -48,9 +49,17 @@ class FastWeightDecoder(TransformerDecoder):
     config_class, layer_class = FastWeightConfig, FastWeightDecoderLayer
 
     def __init__(
-        self, args, dictionary, embed_tokens, no_encoder_attn=False, output_projection=None, *, carries_over: bool = False
+        self,
+        args,
+        dictionary: Dictionary,
+        embed_tokens: nn.Module,
+        no_encoder_attn: bool = False,
+        output_projection: nn.Module | None = None,
+        *,
+        config: FastWeightConfig | None = None,
+        carries_over: bool = False,
     ):
-        self.fast_weight_config = read_config(self.config_class, args)
+        self.fast_weight_config = read_config(self.config_class, args) if config is None else config
         self.fast_weight_config.longest_text = None if carries_over else longest_text(args)
         check_sparse(self.fast_weight_config, args)
         names = self.mixer_names(args.decoder_layers)

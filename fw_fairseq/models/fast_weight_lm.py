@@ -15,9 +15,7 @@ from torch import nn
 
 from ..config import (
     DECODER_OPTIONS,
-    EXTRAS,
     FastWeightConfig,
-    check_sizes,
     layer_mixers,
     option,
     option_name,
@@ -28,9 +26,8 @@ from ..config import (
 from ..errors import Mistake
 from ..mixers.base import check_heads
 from ..modules.plain_softmax import Band
-from .checkpoint_options import NamesWhatDiffers, keep_layers
 from .fast_weight_decoder import FastWeightDecoder
-from .switches import add_opposites
+from .model_options import NamesWhatDiffers, add_opposites, check_sizes, keep_layers
 
 logger = logging.getLogger(__name__)
 SIZES = [f"decoder_{name}" for name in ("layers", "embed_dim", "input_dim", "output_dim", "ffn_embed_dim")]
@@ -88,21 +85,16 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
 
     @classmethod
     def build_model(cls, args, task):
-        if source := safe_getattr(args, "options_from", ""):
-            raise Mistake(f"--options-from is {source}, which fairseq.models.build_model takes over; build the model by it")
         check_sizes(args, *SIZES)
         check_heads(args.decoder_embed_dim, args.decoder_attention_heads, "decoder")  # before fairseq does, by an assertion
-        read_config(FastWeightLanguageModelConfig, args)
         check_cutoffs(args, len(task.target_dictionary))
-        check_tied_widths(args)
-        if safe_getattr(args, "base_layers") and not torch.distributed.is_initialized():
-            raise Mistake(f"--base-layers is {args.base_layers}; its experts are spread over workers: train on several, or give 0")
         keep_layers(args)
-        decoder = functools.partial(FastWeightDecoder, carries_over=getattr(task, "carries_over", False))
+        config = read_config(FastWeightLanguageModelConfig, args)
+        decoder = functools.partial(FastWeightDecoder, config=config, carries_over=getattr(task, "carries_over", False))
         model = build_with(decoder, cls, args, task)
-        if std := safe_getattr(args, "init_std"):
-            start_from(model, std)
-        if safe_getattr(args, "train_only", "all") == "new":
+        if config.init_std:
+            start_from(model, config.init_std)
+        if config.train_only == "new":
             model.freeze_all_but_new()
         if not next(model.parameters()).is_meta:
             logger.info(model.describe_state())
@@ -117,9 +109,6 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
     def refuse_without_effect(self, args) -> None:
         """Refuses options that no part of a new model reads."""
         refuse_without_effect(args, FastWeightConfig, self.options_read(args))
-        for name, part in EXTRAS.items():  # which fairseq does not hand on to the layers of a language model
-            if safe_getattr(args, name, False) and all(getattr(layer, part, None) is None for layer in self.decoder.layers):
-                raise Mistake(f"{option_name(name)} has no effect in a language model; leave it out")
 
     def forward(self, src_tokens, src_lengths=None, **kwargs):
         return self.decoder(src_tokens, **kwargs)
@@ -149,8 +138,6 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
                     continue
                 parameter.requires_grad_(True)
                 parameter.register_hook(functools.partial(without_rows, rows=rows))
-        if not any(parameter.requires_grad for parameter in self.parameters()):
-            raise Mistake("--train-only new leaves nothing to train, since the attention of all layers is unchanged")
 
 
 def build_with(decoder: Callable, cls: type, args, task) -> TransformerLanguageModel:
@@ -191,16 +178,6 @@ def check_cutoffs(args, words: int) -> None:
                 f"{option_name(name)}-cutoff is {cutoff}, and the dictionary has {words} words; its numbers must grow, and be at"
                 " most that"
             )
-
-
-def check_tied_widths(args) -> None:
-    """Refuses to share the input's embeddings with an output of another width."""
-    width_in, width_out = args.decoder_input_dim, args.decoder_output_dim
-    if safe_getattr(args, "share_decoder_input_output_embed") and width_in != width_out:
-        raise Mistake(
-            f"--decoder-input-dim is {width_in} and --decoder-output-dim {width_out}; --share-decoder-input-output-embed needs them"
-            " to be equal"
-        )
 
 
 def without_rows(gradient, rows: slice):

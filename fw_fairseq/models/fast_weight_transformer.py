@@ -20,7 +20,6 @@ from ..config import (
     DECODER_OPTIONS,
     SOFTMAX,
     FastWeightTransformerConfig,
-    check_sizes,
     linear_attentions,
     option_name,
     options_read,
@@ -30,10 +29,9 @@ from ..config import (
 from ..errors import Mistake
 from ..modules import LinearAttention, LinearEncoderLayer, TranslationDecoderLayer
 from ..modules.sparse import Stack, check_sparse
-from .checkpoint_options import NamesWhatDiffers, keep_layers, write_kept_layers
 from .fast_weight_decoder import FastWeightDecoder
 from .lm_architectures import chosen_mixers, defaults
-from .switches import add_opposites
+from .model_options import NamesWhatDiffers, add_opposites, check_sizes, keep_layers, write_kept_layers
 
 logger = logging.getLogger(__name__)
 SIZES = [
@@ -155,52 +153,26 @@ class FastWeightTransformer(NamesWhatDiffers, TransformerModel):
         super().prepare_for_inference_(cfg)
 
 
-def refuse_alignments(option: str, config) -> None:
-    """Raises if cross attention is linear, because ``option`` then has no weights to read."""
-    if config.source_in_front:
-        raise Mistake(f"{option} needs the weights of cross attention, which a model with --source-in-front does not have")
-    if "cross" in linear_attentions(config):
-        raise Mistake(
-            f"{option} needs the weights of softmax cross attention, which linear attention never computes;"
-            " train with --linear-attention encoder,decoder"
-        )
+def refuse_alignments(option: str, config: FastWeightTransformerConfig) -> None:
+    """Refuses an option that needs the weights of cross attention where there are none."""
+    if config.source_in_front or "cross" in linear_attentions(config):
+        raise Mistake(f"{option} needs the weights of softmax cross attention; train with --linear-attention encoder,decoder")
 
 
 def check_options(args) -> None:
-    """Refuses options of softmax attention where no attention is softmax."""
+    """Refuses options that need softmax attention, or cross attention, where there is none."""
     config = read_config(FastWeightTransformerConfig, args)
     linear = {*linear_attentions(config)}
     check_sparse(config, args)
-    if config.source_in_front:
-        check_source_in_front(args)
-    check_cross(args, linear)
+    for name in ("no_cross_attention", "cross_self_attention") if config.source_in_front else ():
+        if safe_getattr(args, name):
+            raise Mistake(f"--source-in-front takes the place of cross attention; leave {option_name(name)} out")
     if safe_getattr(args, "cross_self_attention") and linear & {"decoder", "cross"}:
         raise Mistake(
             "--cross-self-attention needs softmax attention in the decoder; leave it out or use --linear-attention encoder"
         )
-    for part, users in (("encoder", {"encoder", "cross"}), ("decoder", {"decoder"})):
-        if safe_getattr(args, f"{part}_xformers_att_config") and linear & users:
-            taken = " and ".join(sorted(users))
-            raise Mistake(f"--{part}-xformers-att-config is for softmax attention; take {taken} out of --linear-attention")
     if safe_getattr(args, "load_alignments"):
         refuse_alignments("--load-alignments", config)
-
-
-def check_cross(args, linear: set[str]) -> None:
-    """Refuses to make cross attention linear where there is none; the default of --linear-attention names all three."""
-    for name in ("no_cross_attention", "source_in_front"):
-        if safe_getattr(args, name, False) and "cross" in linear and linear != {*ATTENTIONS}:
-            raise Mistake(f"--linear-attention names cross attention, which {option_name(name)} leaves out; leave cross out of it")
-
-
-def check_source_in_front(args) -> None:
-    """Refuses what a source in front of the target cannot go with."""
-    for name in ("no_cross_attention", "cross_self_attention"):
-        if safe_getattr(args, name):
-            raise Mistake(f"--source-in-front takes the place of cross attention; leave {option_name(name)} out")
-    widths = [safe_getattr(args, f"{part}_embed_dim", None) for part in ("encoder", "decoder")]
-    if widths[0] != widths[1]:
-        raise Mistake(f"--source-in-front needs one width; --encoder-embed-dim is {widths[0]} and --decoder-embed-dim {widths[1]}")
 
 
 @register_model_architecture("fast_weight_transformer", "fast_weight_transformer")

@@ -10,7 +10,7 @@ from fairseq.models import register_model_architecture
 from fairseq.models.transformer_lm import base_lm_architecture
 from fairseq.utils import safe_getattr
 
-from ..config import SETTINGS
+from ..mixers.options import DECLARED
 from . import fast_weight_lm  # noqa: F401  registers the model of these architectures
 from .lm_architectures import choose_mixer, defaults
 
@@ -19,7 +19,7 @@ def since(args, **options) -> dict:
     """The options that an architecture has got since it was first published here; for a checkpoint of before, their defaults. Such
     a checkpoint lacks them, but has a ``_name`` and the other options of its architecture, which a command line does not have."""
     before = safe_getattr(args, "_name") is not None and safe_getattr(args, "bias_free") is not None
-    return {name: SETTINGS[name].default for name in options} if before else options
+    return {name: DECLARED[name].default for name in options} if before else options
 
 
 def published(args, rule: str, layers: int, width: int, heads: int, ffn: int | None = None, **options) -> None:

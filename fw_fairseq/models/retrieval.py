@@ -8,7 +8,7 @@ from fairseq.models import BaseFairseqModel, register_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..config import SOFTMAX, FastWeightConfig, check_numbers, option, options_read, refuse_without_effect
+from ..config import SOFTMAX, FastWeightConfig, check_options, option, options_read, refuse_without_effect
 from ..errors import Mistake
 from ..mixers.features import build_feature_map, check_combination, initial_bias, normalised_features, with_common_scale
 from ..ops import fast_weight
@@ -35,10 +35,6 @@ class RetrievalModel(BaseFairseqModel):
         super().__init__()
         if str(config.mixer) not in ("fast_weight", SOFTMAX):
             raise Mistake(f"--mixer is {config.mixer}; retrieval has one head of fast_weight or {SOFTMAX}")
-        if config.feature_dim:
-            raise Mistake(f"--feature-dim is {config.feature_dim}; retrieval has --key-dim for that: leave it out")
-        if config.mixer_pattern:
-            raise Mistake(f"--mixer-pattern is {config.mixer_pattern!r}; retrieval has no layers: leave it out")
         self.softmax = str(config.mixer) == SOFTMAX
         self.rule_name, self.feature_norm, self.attention_norm = (
             str(config.update_rule),
@@ -75,7 +71,7 @@ class RetrievalModel(BaseFairseqModel):
     @classmethod
     def build_model(cls, cfg: RetrievalConfig, task):
         """Checks the options and returns the model for the symbols of the task."""
-        check_numbers(cfg, RetrievalConfig)
+        check_options(cfg, RetrievalConfig)
         return cls(cfg, task.cfg.symbols)
 
     def upgrade_state_dict_named(self, state_dict, name):

@@ -13,37 +13,20 @@ import sys
 from dataclasses import fields
 
 import torch
-from fairseq import models, options, registry, tasks
+from fairseq import models, options, tasks
 from fairseq.data import data_utils
 from fairseq.dataclass import FairseqDataclass
-from fairseq.dataclass import utils as dataclass_utils
 from fairseq.models import FairseqEncoderDecoderModel
 from fairseq.modules.quantization import scalar
 from fairseq.modules.quantization.scalar.utils import MAPPING as KINDS
 from fairseq.tasks.language_modeling import LanguageModelingTask
 from fairseq.utils import safe_getattr
-from omegaconf.errors import OmegaConfBaseException
 
-from ..config import check_values, refuse_outside
+from ..config import refuse_outside
 from ..errors import Mistake
 from ..generation.graphs import VARIABLE
-from .literals import NotALiteral, plain, read_literal
+from .literals import NotALiteral, read_literal
 from .replacing import replaces
-
-
-@replaces(dataclass_utils, "merge_with_parent")
-@replaces(models, "merge_with_parent")
-@replaces(tasks, "merge_with_parent")
-@replaces(registry, "merge_with_parent")
-def say_what_the_command_line_says(original, options, cfg, *args, **kwargs):
-    """A value that an option cannot have ends in omegaconf's traceback if it does not come from the command line. Now the sentence
-    of the command line is shown."""
-    try:
-        return original(options, cfg, *args, **kwargs)
-    except OmegaConfBaseException as error:
-        check_values(options if isinstance(options, type) else type(options), plain(cfg))
-        raise Mistake(str(error).splitlines()[0]) from error
-
 
 # the least and the largest value of fairseq's options whose other values end in a traceback or mean something else than they say
 BOUNDS = {

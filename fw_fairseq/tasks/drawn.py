@@ -10,7 +10,7 @@ from fairseq.tasks import FairseqTask
 from omegaconf import II
 from torch import Tensor, nn
 
-from ..config import check_numbers, option, option_name
+from ..config import check_options, option, option_name
 from ..data.loading import BatchIterator
 from ..errors import Mistake
 
@@ -59,7 +59,7 @@ class DrawnTask(FairseqTask):
     config: type[DrawnConfig]
 
     def __init__(self, cfg, **unused):
-        check_numbers(cfg, self.config)
+        check_options(cfg, self.config)
         if not cfg.batch_size:
             raise Mistake(f"{self.name} needs --batch-size, the sequences of a mini-batch")
         for name in WITHOUT_EFFECT:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import fields
 
 import pytest
 from fairseq import models as registered
-from omegaconf import OmegaConf
 from support.language_models import SMALL, build, make_task, options_of
 
 from fw_fairseq.config import (
     DECODER_OPTIONS,
     FastWeightConfig,
-    check_numbers,
+    check_options,
     layer_mixers,
     option_name,
     options_read,
@@ -21,6 +19,7 @@ from fw_fairseq.config import (
 )
 from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.mixers import MIXERS
+from fw_fairseq.mixers.options import DECLARED, MixerOptions
 
 pytestmark = pytest.mark.quick
 
@@ -37,7 +36,7 @@ LEAST |= (
 
 @pytest.mark.parametrize("name", LEAST)
 def test_a_number_below_the_least_is_refused(name):
-    check_numbers(FastWeightConfig(**{name: LEAST[name]}))
+    check_options(FastWeightConfig(**{name: LEAST[name]}))
     with pytest.raises(
         ValueError, match=rf"^{option_name(name)} is {LEAST[name] - 1}; it must be at least {LEAST[name]}( and below 1(00)?)?$"
     ):
@@ -62,17 +61,6 @@ def refusal(**options) -> str | None:
         model.refuse_without_effect(args)
     except ValueError as error:
         return str(error)
-
-
-@pytest.mark.parametrize("name", ["scale_fc", "scale_attn", "scale_heads", "scale_resids"])
-def test_options_that_fairseq_does_not_hand_on_are_refused(name):
-    """From the command line a language model has no such part. One that is built from a Namespace may have it."""
-    args = OmegaConf.create(vars(options_of("fast_weight_lm", **SMALL, **{name: True})))
-    model = registered.MODEL_REGISTRY["fast_weight_lm"].build_model(args, make_task(40))
-    with pytest.raises(ValueError, match=f"^{option_name(name)} has no effect in a language model; leave it out$"):
-        model.refuse_without_effect(args)
-    if name != "scale_heads" and name != "scale_attn":  # which belong to fairseq's own attention
-        assert refusal(**{name: True}) is None
 
 
 WEIGHTS = "--mixer softmax or --mixer srupp or --mixer local_attention or --mixer transformer_xl"
@@ -146,6 +134,18 @@ def test_layers_that_are_kept_keep_their_options():
     assert refusal(mixer="additive", decoder_layers_to_keep="0") is refusal(mixer="sru", decoder_layers_to_keep="1") is None
 
 
+class Watched(MixerOptions):
+    """Options of which only these may be read."""
+
+    def __init__(self, config, names):
+        super().__init__(**{name: getattr(config, name) for name in DECLARED})
+        self.names = names
+
+    def __getattribute__(self, name):
+        assert name not in DECLARED or "names" not in vars(self) or name in vars(self)["names"], name
+        return super().__getattribute__(name)
+
+
 def test_a_mixer_reads_the_options_that_it_names():
     """Reading another one fails here, so that ``options`` is complete."""
     for name, mixer in MIXERS.items():
@@ -153,7 +153,7 @@ def test_a_mixer_reads_the_options_that_it_names():
             norm = "sum" if FEATURE_MAPS[phi].non_negative else "l2"
             config = FastWeightConfig(feature_map=phi, feature_norm=norm)
             names = options_read(config, [name])
-            mixer.of_layer(8, 2, Namespace(**{option: getattr(config, option) for option in names}), 0, 2)
+            mixer.of_layer(8, 2, Watched(config, names), 0, 2)
 
 
 def test_a_mixer_names_the_options_of_its_settings():

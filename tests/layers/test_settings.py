@@ -10,29 +10,24 @@ import torch
 
 from fw_fairseq.config import DECODER_OPTIONS, FastWeightConfig
 from fw_fairseq.mixers import MIXERS, FastWeight, Leap, Linformer, Mixer, Sru, Srupp
-from fw_fairseq.mixers.base import Setting
+from fw_fairseq.mixers.options import DECLARED
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 OPTIONS = {f.name: f for f in fields(FastWeightConfig)}
 
 
-@pytest.mark.parametrize("name", MIXERS)
-def test_settings_are_the_options_of_the_command_line(name):
-    for setting, kind in MIXERS[name].settings.items():
-        option = OPTIONS[setting]
-        assert (kind.default, kind.least, kind.below) == (
-            option.default,
-            option.metadata.get("least"),
-            option.metadata.get("below"),
-        ), setting
-        choices = getattr(option.type, "__members__", None)
-        assert (kind.choices is None) == (choices is None), setting
-        assert {*(kind.choices or ())} == {*(choices or ())}, setting
+@pytest.mark.parametrize("name", DECLARED)
+def test_an_option_is_declared_once(name):
+    option, declared = OPTIONS[name], DECLARED[name]
+    assert (option.default, option.metadata) == (declared.default, declared.metadata)
+    choices = declared.metadata.get("choices")
+    assert (option.type is declared.type) == (choices is None)
+    assert [*getattr(option.type, "__members__", ())] == [*(choices or ())]
 
 
 def test_every_option_of_a_mixer_is_a_setting():
     of_models = {"_name", "mixer", "mixer_pattern", "window_sizes", *DECODER_OPTIONS}
-    assert {name for kind in MIXERS.values() for name in kind.settings} == OPTIONS.keys() - of_models
+    assert {name for kind in MIXERS.values() for name in kind.settings} == DECLARED.keys() - of_models == OPTIONS.keys() - of_models
 
 
 def test_defaults_stay():
@@ -43,10 +38,9 @@ def test_defaults_stay():
     words |= {"fast_weight_backend": "auto", "pooling_form": "adapted", "sru_init": "variance"}
     on = dict.fromkeys(["sru_rescale", "srupp_rescale", "sru_input_bias"], True)
     others = zeros | sizes | words | on
-    for mixer in MIXERS.values():
-        assert {name: kind.default for name, kind in mixer.settings.items()} == {
-            name: others.get(name, 0) for name in mixer.settings
-        }
+    assert {name: declared.default for name, declared in DECLARED.items()} == {
+        name: others.get(name, "" if name == "window_sizes" else 0) for name in DECLARED
+    }
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -87,8 +81,8 @@ def test_a_mixer_beside_a_base_that_is_told_of_its_subclasses():
         def __init_subclass__(cls):
             told.append(cls.__name__)
 
-    other = type("Other", (Mixer, Listed), {"settings": {"size": Setting(3)}})
-    assert told == ["Other"] and other.options == ("size",)
+    other = type("Other", (Mixer, Listed), {"settings": ("slots",)})
+    assert told == ["Other"] and other.options == ("slots",)
 
 
 @pytest.mark.parametrize(

@@ -241,12 +241,10 @@ def test_all_layers_may_be_kept():
     assert [isinstance(layer.self_attn, MixerAttention) for layer in layers] == [False, True] * 2
 
 
-def test_layers_to_keep_must_be_there():
-    with pytest.raises(ValueError, match="--decoder-layers-to-keep is '0,4'; the model has layers 0 to 3"):
-        build(decoder_layers=4, decoder_layers_to_keep="0,4")
-    for twice in ("0,0", "0,1,2,2"):
-        with pytest.raises(ValueError, match=f"--decoder-layers-to-keep is '{twice}'; each layer can be kept only once"):
-            build(decoder_layers=len(twice.split(",")), decoder_layers_to_keep=twice)
+@pytest.mark.parametrize("kept", ["0,4", "0,0", "0,x"])
+def test_layers_to_keep_must_be_there(kept):
+    with pytest.raises(ValueError, match=f"--decoder-layers-to-keep is '{kept}'; it must have different numbers from 0 to 3"):
+        build(decoder_layers=4, decoder_layers_to_keep=kept)
 
 
 def shapes(arch: str, words: int, **given) -> dict:
@@ -402,14 +400,6 @@ def test_bands_follow_each_other_within_the_dictionary(options, refused):
     )
     with pytest.raises(ValueError, match=message):
         build(**options)
-
-
-def test_embeddings_are_shared_with_an_output_of_their_width():
-    tied = {"share_decoder_input_output_embed": True, "decoder_output_dim": 24}
-    said = r"^--decoder-input-dim is 16 and --decoder-output-dim 24; --share-decoder-input-output-embed needs them to be equal$"
-    with pytest.raises(ValueError, match=said):
-        build(decoder_input_dim=16, **tied)
-    assert build(decoder_input_dim=24, **tied)(draw(2, 5))[0].isfinite().all()
 
 
 def test_transformer_xl_is_near_its_published_size():

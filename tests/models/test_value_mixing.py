@@ -7,10 +7,8 @@ import torch
 from support.language_models import SMALL, build, make_task, options_of
 from torch.nn import functional as F
 
-from fw_fairseq.config import FastWeightTransformerConfig
 from fw_fairseq.mixers import FastWeight
 from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModel
-from fw_fairseq.models.mixing_options import check_value_mixing
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 T, B, C, HEADS, RANK = 7, 2, 12, 3, 2
@@ -94,24 +92,16 @@ def test_a_layer_without_the_first_one_is_refused():
         last(torch.randn(T, B, C, dtype=torch.float64))
 
 
-def test_translation_is_refused():
-    with pytest.raises(ValueError, match=r"^--value-mixing-rank is 2; it is for language models, leave it out$"):
-        check_value_mixing(FastWeightTransformerConfig(value_mixing_rank=2), None, ["fast_weight"])
-
-
-AGAIN = "computes layers again without the values of layer 0; leave it out, or give --value-mixing-rank 0"
-
-
 @pytest.mark.parametrize(
     "options, message",
     [
         ({"decoder_layers": 1}, "--value-mixing-rank is 2; it has no effect in a model of one layer"),
-        ({"mixer_pattern": "softmax,fast_weight"}, "--value-mixing-rank is 2; it mixes in the values of layer 0, which is softmax"),
-        ({"decoder_layerdrop": 0.1}, "--decoder-layerdrop may leave out layer 0, whose values the others mix in; leave it out, or"),
-        ({"checkpoint_activations": True}, f"--checkpoint-activations {AGAIN}"),
-        ({"offload_activations": True}, f"--offload-activations {AGAIN}"),
-        ({"reversible": True, "decoder_normalize_before": True}, f"--reversible {AGAIN}"),
-        ({"qkv_sparsity": 4, "token_shift": False}, "--qkv-sparsity replaces the projection that makes the shares"),
+        ({"mixer_pattern": "softmax,fast_weight"}, "--value-mixing-rank mixes in the values of layer 0, which is softmax"),
+        ({"decoder_layerdrop": 0.1}, "--value-mixing-rank does not work with --decoder-layerdrop"),
+        ({"checkpoint_activations": True}, "--value-mixing-rank does not work with --checkpoint-activations"),
+        ({"reversible": True, "decoder_normalize_before": True}, "--value-mixing-rank does not work with --reversible"),
+        ({"qkv_sparsity": 4, "token_shift": False}, "--value-mixing-rank does not work with --qkv-sparsity"),
+        ({"encoder_layers": 2}, "--value-mixing-rank does not work with --encoder-layers"),
         ({"decoder_layers_to_keep": "1"}, "--decoder-layers-to-keep leaves out layer 0, whose values the others mix in; keep it"),
     ],
 )

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...config import DECODER_OPTIONS, SOFTMAX, FastWeightConfig, check_numbers, layer_mixers
+from ...config import DECODER_OPTIONS, SOFTMAX, FastWeightConfig, check_options, layer_mixers
 from ...errors import Mistake
 from ...feature_maps import FEATURE_MAPS
 from ...files import write_atomically
@@ -54,7 +54,7 @@ def convert(source, output, rule: str, *, force: bool = False, seed: int = 1, **
     if not -(2**63) <= seed < 2**64:
         raise Mistake(f"--seed is {seed}; it must have at most 64 bits")
     config = fast_weight_config(rule, **options)
-    check_numbers(config)
+    check_options(config)
     output = Path(output)
     if output.exists() and not force:
         raise Mistake(f"OUTPUT {output} exists; name another file, or give --force to replace it")
