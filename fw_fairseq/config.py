@@ -16,7 +16,7 @@ from omegaconf import ListConfig
 from .errors import Mistake
 from .feature_maps import FEATURE_MAPS
 from .mixers import MIXERS
-from .mixers.options import DECLARED, MixerOptions, check_option, option
+from .mixers.options import DECLARED, MixerOptions, check_values, option, option_name
 
 SOFTMAX = "softmax"
 MIXER_NAMES = ChainMap({SOFTMAX: None}, MIXERS)  # which grows with MIXERS
@@ -130,10 +130,6 @@ def refuse_without_effect(args, kind: type, effective: set[str]) -> None:
         raise Mistake("--mixer has no effect beside --mixer-pattern; leave one of them out")
 
 
-def option_name(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def layer_mixers(config: FastWeightConfig, layers: int) -> list[str]:
     """The mixer of each layer, bottom first."""
     if not config.mixer_pattern:
@@ -164,9 +160,8 @@ def check_options(config: FairseqDataclass, kind: Optional[type] = None) -> None
 
     ``kind``: the class of the options, where ``config`` is a DictConfig.
     """
-    for declared in fields(kind or config):
-        if {"least", "below", "choices"} & {*declared.metadata} or declared.name in DECLARED:
-            check_option(declared, getattr(config, declared.name), option_name(declared.name))
+    limited = {"least", "below", "choices"}
+    check_values([f for f in fields(kind or config) if f.name in DECLARED or limited & {*f.metadata}], config)
 
 
 def read_config(kind: type, args):

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..errors import Mistake
 from ..mixers import MIXERS
-from ..mixers.options import DECLARED, check_option
+from ..mixers.options import DECLARED, check_values
 from .configuration import FastWeightHFConfig
 from .layers import ACTIVATIONS, BandedEmbedding, BandedOutput, Cache, Layer, scores_of
 
@@ -58,9 +58,8 @@ def check_config(config: FastWeightHFConfig, mixers: Iterable[str]) -> None:
         raise Mistake(f"mixers has {len(config.mixers)} names; it must have one for each of {config.num_hidden_layers} layers")
     if unknown := sorted(config.mixer_options.keys() - OPTIONS):
         raise Mistake(f"mixer_options has {unknown[0]!r}; it must have names of: {', '.join(sorted(OPTIONS - UNREAD))}")
-    for name, declared in DECLARED.items():
-        if (value := config.mixer_options.get(name)) is not None:
-            check_option(declared, value, name)
+    given = [declared for name, declared in DECLARED.items() if config.mixer_options.get(name) is not None]
+    check_values(given, config.mixer_options, str)
     for name in ("input_bands", "output_bands"):
         bands = getattr(config, name)
         if bands and (words := sum(count for count, _ in bands)) != config.vocab_size:

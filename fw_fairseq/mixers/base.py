@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import Mistake
 from ..feature_maps import FEATURE_MAPS
-from .options import DECLARED, MixerOptions, Value, check_option
+from .options import DECLARED, MixerOptions, Value, check_values
 
 VALUES = "values"  # of layer 0, in what layers share: (B,H,n T,V)
 
@@ -91,10 +91,10 @@ class Mixer(nn.Module):
         options = MixerOptions.of(config)
         if not given:
             return options
-        for name, value in given.items():
+        for name in given:
             if name not in cls.settings:
                 raise Mistake(f"{cls.__name__} has no setting {name}; it has: {', '.join(cls.settings) or 'none'}")
-            check_option(DECLARED[name], value, name)
+        check_values([DECLARED[name] for name in given], given, str)
         options = replace(options, **given)
         for name, value in given.items():
             maps = [phi for phi, kind in FEATURE_MAPS.items() if name in kind.options]

@@ -3,7 +3,7 @@
 They are the settings of a mixer in Python and options of the command line alike.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Optional, Union, cast
 
@@ -213,24 +213,26 @@ class MixerOptions:
         return cls(**{f.name: given[f.name] for f in fields(cls) if given.get(f.name) is not None})
 
 
-def why_not(declared: Field, value: object) -> Optional[str]:
-    """What a value of an option must be if this one is not allowed; None if it is."""
-    choices, least, below = (declared.metadata.get(name) for name in ("choices", "least", "below"))
-    if choices is not None:
-        return None if str(value) in choices else f"one of: {', '.join(choices)}"
-    kind: type = type(declared.default)
-    if isinstance(value, bool) != (kind is bool) or not isinstance(value, (int, float) if kind is float else kind):
-        return {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}.get(kind, f"a {kind.__name__}")
-    assert isinstance(value, (int, float, str))
-    if (least is not None and not value >= least) or (below is not None and not value < below):  # or NaN
-        return f"at least {least}" + (f" and below {below}" if below is not None else "")
-    return None
-
-
-def check_option(declared: Field, value: object, name: str) -> None:
-    """Refuses a value that an option cannot have."""
-    if (allowed := why_not(declared, value)) is not None:
-        raise Mistake(f"{name} is {value!r}; it must be {allowed}")
-
-
 DECLARED: dict[str, Field] = {f.name: f for f in fields(MixerOptions)}
+
+
+def option_name(name: str) -> str:
+    """The option on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+def check_values(declared: Iterable[Field], values: object, named: Callable[[str], str] = option_name) -> None:
+    """Refuses values that options cannot have. ``values``: an object with attributes, or a dictionary."""
+    for one in declared:
+        choices, least, below = (one.metadata.get(name) for name in ("choices", "least", "below"))
+        value = values[one.name] if isinstance(values, dict) else getattr(values, one.name)
+        kind: type = type(one.default)
+        allowed = None
+        if choices is not None:
+            allowed = None if str(value) in choices else f"one of: {', '.join(choices)}"
+        elif isinstance(value, bool) != (kind is bool) or not isinstance(value, (int, float) if kind is float else kind):
+            allowed = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}[kind]
+        elif (least is not None and not value >= least) or (below is not None and not value < below):  # or NaN
+            allowed = f"at least {least}" + (f" and below {below}" if below is not None else "")
+        if allowed is not None:
+            raise Mistake(f"{named(one.name)} is {value!r}; it must be {allowed}")
