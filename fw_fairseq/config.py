@@ -7,7 +7,7 @@ from collections import ChainMap
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Optional
+from typing import Any, Optional
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.utils import safe_getattr
@@ -80,6 +80,8 @@ class FastWeightConfig(MixerOptions, FairseqDataclass):
 
 @dataclass
 class FastWeightTransformerConfig(FastWeightConfig):
+    """The options of translation models."""
+
     linear_attention: str = option(
         ",".join(ATTENTIONS),
         "the attentions that are linear, of encoder, decoder and cross, separated by commas; '' makes none linear. Update rule and"
@@ -113,7 +115,7 @@ def options_read(config: FastWeightConfig, mixers: Iterable[str], *others: str) 
     return names | {*FEATURE_MAPS[str(config.feature_map)].options} if "feature_map" in names else names
 
 
-def refuse_without_effect(args, kind: type, effective: set[str]) -> None:
+def refuse_without_effect(args: object, kind: type, effective: set[str]) -> None:
     """Refuses an option that has another value than its default and that is none of ``effective``."""
     defaults = {f.name: f.default for f in fields(kind)}
     for name, default in defaults.items():
@@ -146,7 +148,7 @@ def layer_mixers(config: FastWeightConfig, layers: int) -> list[str]:
     return [names[i % len(names)] for i in range(layers)]
 
 
-def refuse_outside(values, name: str, least: float, most: float = math.inf) -> None:
+def refuse_outside(values: object, name: str, least: float, most: float = math.inf) -> None:
     """Refuses an option that has, or holds, a number out of these bounds. ``values``: options by their names."""
     value = safe_getattr(values, name)
     for number in value if isinstance(value, (list, ListConfig)) else [value]:
@@ -164,7 +166,7 @@ def check_options(config: FairseqDataclass, kind: Optional[type] = None) -> None
     check_values([f for f in fields(kind or config) if f.name in DECLARED or limited & {*f.metadata}], config)
 
 
-def read_config(kind: type, args):
+def read_config(kind: type, args: object) -> Any:
     """Returns the options of this project, of class ``kind``, from all options of a model."""
     given = {f.name: value for f in fields(kind) if (value := safe_getattr(args, f.name, None)) is not None}
     config = kind(**given)

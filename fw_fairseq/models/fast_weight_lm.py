@@ -3,15 +3,18 @@
 import functools
 import logging
 import types
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Optional
 
 import torch
 from fairseq.dataclass import ChoiceEnum
 from fairseq.models import register_model
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
+from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq.utils import eval_str_list, safe_getattr
-from torch import nn
+from torch import Tensor, nn
 
 from ..config import (
     DECODER_OPTIONS,
@@ -75,16 +78,18 @@ class FastWeightLanguageModelConfig(FastWeightConfig, TransformerLanguageModelCo
 
 @register_model("fast_weight_lm", dataclass=FastWeightLanguageModelConfig)
 class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
+    """fairseq's Transformer language model with fast weights in place of attention."""
+
     num_updates = 0  # for criterions that change during training
 
     @classmethod
-    def add_args(cls, parser):
+    def add_args(cls, parser: ArgumentParser) -> None:
         """Adds all options, each switch with its opposite."""
         super().add_args(parser)
         add_opposites(parser, [f.name for f in fields(FastWeightConfig)])
 
     @classmethod
-    def build_model(cls, args, task):
+    def build_model(cls, args: Namespace, task: FairseqTask) -> TransformerLanguageModel:
         check_sizes(args, *SIZES)
         check_heads(args.decoder_embed_dim, args.decoder_attention_heads, "decoder")  # before fairseq does, by an assertion
         check_cutoffs(args, len(task.target_dictionary))
@@ -100,20 +105,20 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
             logger.info(model.describe_state())
         return model
 
-    def options_read(self, args) -> set[str]:
+    def options_read(self, args: Namespace) -> set[str]:
         """Returns the names of this project's options that a part of the model reads."""
         config = self.decoder.fast_weight_config
         names = layer_mixers(config, args.decoder_layers)
         return options_read(config, names, "mixer", "mixer_pattern", *DECODER_OPTIONS)
 
-    def refuse_without_effect(self, args) -> None:
+    def refuse_without_effect(self, args: Namespace) -> None:
         """Refuses options that no part of a new model reads."""
         refuse_without_effect(args, FastWeightConfig, self.options_read(args))
 
-    def forward(self, src_tokens, src_lengths=None, **kwargs):
+    def forward(self, src_tokens: Tensor, src_lengths: Optional[Tensor] = None, **kwargs) -> tuple:
         return self.decoder(src_tokens, **kwargs)
 
-    def set_num_updates(self, num_updates):
+    def set_num_updates(self, num_updates: int) -> None:
         super().set_num_updates(num_updates)
         self.num_updates = num_updates
 
@@ -140,7 +145,7 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
                 parameter.register_hook(functools.partial(without_rows, rows=rows))
 
 
-def build_with(decoder: Callable, cls: type, args, task) -> TransformerLanguageModel:
+def build_with(decoder: Callable, cls: type, args: Namespace, task: FairseqTask) -> TransformerLanguageModel:
     """Calls fairseq's ``build_model`` with ``decoder`` in place of the class that its code names, which has no hook to choose it.
 
     A model that is built by ``super().build_model`` first has a decoder of softmax attention, at its full cost in memory.
@@ -167,7 +172,7 @@ def start_from(model: nn.Module, std: float) -> None:
             nn.init.normal_(module.classes, std=std)
 
 
-def check_cutoffs(args, words: int) -> None:
+def check_cutoffs(args: Namespace, words: int) -> None:
     """Refuses bands of an adaptive vocabulary that end beyond it, which fairseq refuses by an assertion."""
     for name in ("adaptive_input", "adaptive_softmax"):
         cutoff = safe_getattr(args, f"{name}_cutoff", None)
@@ -180,7 +185,8 @@ def check_cutoffs(args, words: int) -> None:
             )
 
 
-def without_rows(gradient, rows: slice):
+def without_rows(gradient: Tensor, rows: slice) -> Tensor:
+    """The gradient with 0 in these rows."""
     gradient = gradient.clone()
     gradient[rows] = 0
     return gradient

@@ -1,9 +1,11 @@
 """fast_weight_transformer: fairseq's translation Transformer with linear attention in any of its three attentions."""
 
 import logging
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from dataclasses import fields
+from typing import Optional
 
+from fairseq.data import Dictionary
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import register_model, register_model_architecture
 from fairseq.models.transformer import TransformerModel, transformer_iwslt_de_en
@@ -12,8 +14,10 @@ from fairseq.models.transformer.transformer_config import TransformerConfig
 from fairseq.models.transformer.transformer_encoder import TransformerEncoder
 from fairseq.models.transformer.transformer_legacy import transformer_vaswani_wmt_en_de_big
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
+from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq.utils import safe_getattr
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
 
 from ..config import (
     ATTENTIONS,
@@ -44,7 +48,7 @@ class TranslationEncoder(TransformerEncoder):
     """fairseq's encoder. With linear cross attention in the decoder, beam search keeps the encoder's output for the first
     step only."""
 
-    def __init__(self, args, dictionary, embed_tokens, return_fc=False):
+    def __init__(self, args: Namespace, dictionary: Dictionary, embed_tokens: nn.Module, return_fc: bool = False) -> None:
         self.fast_weight_config = read_config(FastWeightTransformerConfig, args)
         in_front = self.fast_weight_config.source_in_front
         self.read_once = "cross" in linear_attentions(self.fast_weight_config) and not in_front
@@ -52,13 +56,13 @@ class TranslationEncoder(TransformerEncoder):
         if self.fast_weight_config.reversible:
             self.layers = Stack(list(self.layers.children()), self.encoder_layerdrop, reversible=True)
 
-    def build_encoder_layer(self, args):
+    def build_encoder_layer(self, args: Namespace) -> nn.Module:
         """Returns one layer, with linear attention if --linear-attention names the encoder."""
         cfg = TransformerConfig.from_namespace(args)
         layer = LinearEncoderLayer(cfg, self.fast_weight_config, self.return_fc)
         return checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations) if cfg.checkpoint_activations else layer
 
-    def reorder_encoder_out(self, encoder_out, new_order):
+    def reorder_encoder_out(self, encoder_out: dict[str, list], new_order: Tensor) -> dict[str, list]:
         """Returns the encoder's output for the hypotheses ``new_order``. Beam search first asks for one copy for each
         hypothesis, which linear cross attention does not need; after the first step it does not need the source either."""
         if not self.read_once:
@@ -83,7 +87,14 @@ class TranslationDecoder(FastWeightDecoder):
         linear = "decoder" in linear_attentions(self.fast_weight_config)
         return super().mixer_names(layers) if linear else [SOFTMAX] * layers
 
-    def forward(self, prev_output_tokens, *args, alignment_layer=None, alignment_heads=None, **kwargs):
+    def forward(
+        self,
+        prev_output_tokens: Tensor,
+        *args,
+        alignment_layer: Optional[int] = None,
+        alignment_heads: Optional[int] = None,
+        **kwargs,
+    ) -> tuple:
         """Refuses alignments where cross attention is linear; otherwise runs the decoder."""
         if alignment_layer is not None or alignment_heads is not None:
             refuse_alignments("alignment_layer and alignment_heads", self.fast_weight_config)
@@ -96,14 +107,14 @@ class FastWeightTransformer(NamesWhatDiffers, TransformerModel):
     """fairseq's translation Transformer with linear attention where --linear-attention names it."""
 
     @classmethod
-    def add_args(cls, parser):
+    def add_args(cls, parser: ArgumentParser) -> None:
         """Adds the options of FastWeightTransformerConfig to those of fairseq's Transformer, each switch with its opposite."""
         super().add_args(parser)
         gen_parser_from_dataclass(parser, FastWeightTransformerConfig(), delete_default=True)
         add_opposites(parser, [f.name for f in fields(FastWeightTransformerConfig)])
 
     @classmethod
-    def build_model(cls, args, task):
+    def build_model(cls, args: Namespace, task: FairseqTask) -> TransformerModel:
         """Checks the options and builds the model."""
         check_sizes(args, *SIZES)
         check_options(args)
@@ -114,17 +125,17 @@ class FastWeightTransformer(NamesWhatDiffers, TransformerModel):
         return super().build_model(args, task)
 
     @classmethod
-    def build_encoder(cls, args, src_dict, embed_tokens):
+    def build_encoder(cls, args: Namespace, src_dict: Dictionary, embed_tokens: nn.Module) -> TranslationEncoder:
         """Returns the encoder."""
         return TranslationEncoder(args, src_dict, embed_tokens)
 
     @classmethod
-    def build_decoder(cls, args, tgt_dict, embed_tokens):
+    def build_decoder(cls, args: Namespace, tgt_dict: Dictionary, embed_tokens: nn.Module) -> TranslationDecoder:
         """Returns the decoder."""
         in_front = safe_getattr(args, "source_in_front", False)
         return TranslationDecoder(args, tgt_dict, embed_tokens, no_encoder_attn=args.no_cross_attention or in_front)
 
-    def options_read(self, args) -> set[str]:
+    def options_read(self, args: Namespace) -> set[str]:
         """Returns the names of this project's options that a part of the model reads."""
         config = self.decoder.fast_weight_config
         linear = {*linear_attentions(config)}
@@ -138,11 +149,11 @@ class FastWeightTransformer(NamesWhatDiffers, TransformerModel):
             others += LinearAttention.options
         return options_read(config, mixers, *others)
 
-    def refuse_without_effect(self, args) -> None:
+    def refuse_without_effect(self, args: Namespace) -> None:
         """Refuses options that no part of a new model reads."""
         refuse_without_effect(args, FastWeightTransformerConfig, self.options_read(args))
 
-    def prepare_for_inference_(self, cfg):
+    def prepare_for_inference_(self, cfg: TransformerConfig) -> None:
         """Prepares the model for generation, and refuses options that need softmax cross attention."""
         for name in ("print_alignment", "replace_unk"):
             if getattr(cfg.generation, name, None) is not None:
@@ -159,7 +170,7 @@ def refuse_alignments(option: str, config: FastWeightTransformerConfig) -> None:
         raise Mistake(f"{option} needs the weights of softmax cross attention; train with --linear-attention encoder,decoder")
 
 
-def check_options(args) -> None:
+def check_options(args: Namespace) -> None:
     """Refuses options that need softmax attention, or cross attention, where there is none."""
     config = read_config(FastWeightTransformerConfig, args)
     linear = {*linear_attentions(config)}
@@ -176,19 +187,19 @@ def check_options(args) -> None:
 
 
 @register_model_architecture("fast_weight_transformer", "fast_weight_transformer")
-def fast_weight_transformer(args):
+def fast_weight_transformer(args: Namespace) -> None:
     """The size of fairseq's base: 6+6 layers, width 512, 8 heads."""
     fairseq_base(args)
 
 
 @register_model_architecture("fast_weight_transformer", "fast_weight_transformer_iwslt_de_en")
-def fast_weight_transformer_iwslt_de_en(args):
+def fast_weight_transformer_iwslt_de_en(args: Namespace) -> None:
     """The size of fairseq's transformer_iwslt_de_en."""
     transformer_iwslt_de_en(args)
 
 
 @register_model_architecture("fast_weight_transformer", "fast_weight_transformer_wmt_en_de_big")
-def fast_weight_transformer_wmt_en_de_big(args):
+def fast_weight_transformer_wmt_en_de_big(args: Namespace) -> None:
     """The size of Schlag et al. 2021, appendix E, as in Ott et al. 2018: 6+6 layers, width 1024, 16 heads, feed-forward 4096."""
     softmax = {*linear_attentions(read_config(FastWeightTransformerConfig, args))} != {*ATTENTIONS}
     defaults(args, attention_dropout=0.1 if softmax else 0.0)
@@ -196,7 +207,7 @@ def fast_weight_transformer_wmt_en_de_big(args):
 
 
 @register_model_architecture("fast_weight_transformer", "terraformer")
-def terraformer(args):
+def terraformer(args: Namespace) -> None:
     """A Terraformer of Jaszczur et al. 2021 with gated_delta in the decoder: 6+6 layers of width 512, the source in front of the
     target, two attention layers in each decoder layer, sparse and reversible layers. The encoder has softmax attention."""
     defaults(args, linear_attention="decoder", source_in_front=True, decoder_attentions=2)

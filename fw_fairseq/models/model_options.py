@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+from argparse import Namespace
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from fairseq.utils import safe_getattr
 from omegaconf import ListConfig
+from torch import Tensor, nn
 
 from ..config import FastWeightConfig, layer_mixers, mixer_options, option_name, read_config
 from ..errors import Mistake
@@ -16,7 +19,7 @@ from ..mixers.pooled import layer_window
 APART = ("encoder_layers", "decoder_layerdrop", "checkpoint_activations", "offload_activations", "reversible", "qkv_sparsity")
 
 
-def check_value_mixing(config: FastWeightConfig, args, mixers: list[str]) -> None:
+def check_value_mixing(config: FastWeightConfig, args: Namespace, mixers: list[str]) -> None:
     """Refuses value mixing where layers would not get the values of layer 0."""
     if not config.value_mixing_rank:
         return
@@ -27,7 +30,7 @@ def check_value_mixing(config: FastWeightConfig, args, mixers: list[str]) -> Non
             raise Mistake(f"--value-mixing-rank does not work with {option_name(name)}; leave one of them out")
 
 
-def check_sizes(args, *names: str) -> None:
+def check_sizes(args: Namespace, *names: str) -> None:
     """Refuses sizes of a model, among fairseq's options, that are not positive. A decoder may have no feed-forward layers: 0."""
     for name in names:
         value, least = safe_getattr(args, name), int(name != "decoder_ffn_embed_dim")
@@ -53,7 +56,7 @@ def add_opposites(group: argparse._ActionsContainer, own: Collection[str] = ()) 
             group.add_argument(opposite, dest=action.dest, action="store_const", const=not action.const, default=default, help=text)
 
 
-def keep_layers(args, kind: type = FastWeightConfig) -> None:
+def keep_layers(args: Namespace, kind: type = FastWeightConfig) -> None:
     """Gives the layers that --decoder-layers-to-keep keeps the mixers and windows that they had in the whole model.
 
     It is called before fairseq reduces ``decoder_layers`` to the number of layers kept.
@@ -76,7 +79,7 @@ def keep_layers(args, kind: type = FastWeightConfig) -> None:
         args.window_sizes = ",".join(str(layer_window(config, number, layers)) for number in numbers)
 
 
-def write_kept_layers(args) -> None:
+def write_kept_layers(args: Namespace) -> None:
     """Writes the numbers of --encoder-layers-to-keep and --decoder-layers-to-keep as a text, which fairseq's models read. Its
     command line makes a list of them where the model is one of translation."""
     for name in ("encoder_layers_to_keep", "decoder_layers_to_keep"):
@@ -84,10 +87,10 @@ def write_kept_layers(args) -> None:
             setattr(args, name, ",".join(map(str, kept)))
 
 
-class NamesWhatDiffers:
+class NamesWhatDiffers(nn.Module):
     """A mixin for fairseq's models, which refuses the parameters of a different model in one sentence."""
 
-    def load_state_dict(self, state_dict, *args, **kwargs):
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], *args, **kwargs) -> Any:
         try:
             return super().load_state_dict(state_dict, *args, **kwargs)
         except RuntimeError as error:

@@ -5,6 +5,7 @@ from typing import Optional
 
 import torch
 from fairseq.models import BaseFairseqModel, register_model
+from fairseq.tasks.fairseq_task import FairseqTask
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -31,7 +32,7 @@ class RetrievalModel(BaseFairseqModel):
     """A model of one head. It makes keys of the key symbol's learned embedding and the one-hot value, and queries of the embedding
     alone."""
 
-    def __init__(self, config: RetrievalConfig, symbols: int):
+    def __init__(self, config: RetrievalConfig, symbols: int) -> None:
         super().__init__()
         if str(config.mixer) not in ("fast_weight", SOFTMAX):
             raise Mistake(f"--mixer is {config.mixer}; retrieval has one head of fast_weight or {SOFTMAX}")
@@ -69,12 +70,12 @@ class RetrievalModel(BaseFairseqModel):
         return RULES[self.rule_name]
 
     @classmethod
-    def build_model(cls, cfg: RetrievalConfig, task):
+    def build_model(cls, cfg: RetrievalConfig, task: FairseqTask) -> "RetrievalModel":
         """Checks the options and returns the model for the symbols of the task."""
         check_options(cfg, RetrievalConfig)
         return cls(cfg, task.cfg.symbols)
 
-    def upgrade_state_dict_named(self, state_dict, name):
+    def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> None:
         """Leaves out the gates that softmax attention once had, and never used."""
         if self.softmax:
             for key in [key for key in state_dict if key.startswith("gates.")]:

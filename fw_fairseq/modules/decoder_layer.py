@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from fairseq.models.transformer.transformer_config import TransformerConfig
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from torch import Tensor, nn
 
@@ -28,7 +29,9 @@ class FastWeightDecoderLayer(LayerParts, TransformerDecoderLayerBase):
     ``layer``: its number, the name of its states. The forward is not fairseq's, which could not hand states on to a mixer.
     """
 
-    def __init__(self, cfg, config: FastWeightConfig, mixer: str, layer: int, no_encoder_attn: bool = False):
+    def __init__(
+        self, cfg: TransformerConfig, config: FastWeightConfig, mixer: str, layer: int, no_encoder_attn: bool = False
+    ) -> None:
         self._mixer = (config, mixer, layer)
         super().__init__(cfg, no_encoder_attn)
         if cfg.decoder.ffn_embed_dim == 0:
@@ -105,18 +108,18 @@ class FastWeightDecoderLayer(LayerParts, TransformerDecoderLayerBase):
 
         return update
 
-    def build_fc1(self, input_dim: int, output_dim: int, *quantisation):
+    def build_fc1(self, input_dim: int, output_dim: int, *quantisation) -> nn.Module | None:
         sparse = self._mixer[0].ffn_sparsity
         return super().build_fc1(input_dim, output_dim, *quantisation) if output_dim and not sparse else None
 
-    def build_fc2(self, input_dim: int, output_dim: int, *quantisation):
+    def build_fc2(self, input_dim: int, output_dim: int, *quantisation) -> nn.Module | None:
         sparse = self._mixer[0].ffn_sparsity
         return super().build_fc2(input_dim, output_dim, *quantisation) if input_dim and not sparse else None
 
-    def build_self_attention(self, embed_dim: int, cfg, **unused) -> nn.Module:
+    def build_self_attention(self, embed_dim: int, cfg: TransformerConfig, **unused) -> nn.Module:
         return self.build_mixer(embed_dim, cfg, self._mixer[2])
 
-    def build_mixer(self, embed_dim: int, cfg, name: int) -> nn.Module:
+    def build_mixer(self, embed_dim: int, cfg: TransformerConfig, name: int) -> nn.Module:
         """A mixer of the layer, or softmax attention. ``name``: that of its states."""
         config, mixer, layer = self._mixer
         if mixer != SOFTMAX:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from fairseq.models.transformer.transformer_config import EncDecBaseConfig, TransformerConfig
 from fairseq.modules.fairseq_dropout import FairseqDropout
 from fairseq.modules.quant_noise import quant_noise
 from torch import Tensor, nn
 
+from ..config import FastWeightConfig
 from ..errors import Mistake
 from ..mixers.sru import SruState
 from .linear_attention import LinearAttention
@@ -37,7 +39,9 @@ class Call(NamedTuple):
 class LayerParts:
     """A mixin for fairseq's layers."""
 
-    def sparse_feed_forward(self, config, cfg, sizes, layer: int | str) -> None:
+    def sparse_feed_forward(
+        self, config: FastWeightConfig, cfg: TransformerConfig, sizes: EncDecBaseConfig, layer: int | str
+    ) -> None:
         """Adds the sparse and recurrent parts that the options ask for. ``sizes``: the options of the encoder or the decoder."""
         width, units = sizes.embed_dim, sizes.ffn_embed_dim
         if config.ffn_sparsity:
@@ -48,13 +52,15 @@ class LayerParts:
         units = config.ffn_sru
         self.recurrence = StatefulModule(RecurrentUnits(width, units), SruState, f"{layer}.recurrence") if units else None
 
-    def finished(self, attention: MixerAttention | LinearAttention, config, cfg) -> nn.Module:
+    def finished(self, attention: MixerAttention | LinearAttention, config: FastWeightConfig, cfg: TransformerConfig) -> nn.Module:
         """Returns the attention with the sparse projections, or the noise on its weights, that the options ask for."""
         if config.qkv_sparsity:
             make_sparse(attention, config.qkv_sparsity)
         return with_noise(attention, cfg)
 
-    def sparse_softmax(self, config, cfg, sizes, layer: int | str, part: str) -> SparseAttention:
+    def sparse_softmax(
+        self, config: FastWeightConfig, cfg: TransformerConfig, sizes: EncDecBaseConfig, layer: int | str, part: str
+    ) -> SparseAttention:
         """Returns softmax attention with sparse projections."""
         return SparseAttention(sizes.embed_dim, sizes.attention_heads, config.qkv_sparsity, cfg.attention_dropout, layer, part)
 
@@ -104,7 +110,7 @@ class LayerParts:
         return x
 
 
-def with_noise(attention: nn.Module, cfg) -> nn.Module:
+def with_noise(attention: nn.Module, cfg: TransformerConfig) -> nn.Module:
     """Returns the attention with the noise of --quant-noise-pq on its dense layers, as fairseq's attention has it. ``cfg``: options
     of a Transformer."""
     share, block = cfg.quant_noise.pq, cfg.quant_noise.pq_block_size

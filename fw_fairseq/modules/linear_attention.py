@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from ..mixers.options import MixerOptions
 from ..mixers.parts.source import SourceMemory
 from .stateful import Incremental
 
@@ -13,11 +14,15 @@ class LinearAttention(Incremental, SourceMemory):
 
     state_name = "source"
 
-    def __init__(self, embed_dim: int, num_heads: int, config, source_dim: int | None = None, name: str = "encoder"):
+    def __init__(
+        self, embed_dim: int, num_heads: int, config: MixerOptions, source_dim: int | None = None, name: str = "encoder"
+    ) -> None:
         super().__init__(embed_dim, num_heads, config, source_dim, name)
         self.source: nn.Module | None = None  # the sparse layer that the projections of self-attention read
 
-    def forward(self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None = None, incremental_state=None, **unused):
+    def forward(
+        self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None = None, incremental_state: dict | None = None, **unused
+    ) -> tuple[Tensor, None]:
         """Maps query (T,B,C) and key (S,B,C') to y (T,B,C) and None, as there are no attention weights. key_padding_mask:
         (B,S), True at padding."""
         self.feature_map.redraw()  # in here, because checkpointing runs it again with the same random numbers

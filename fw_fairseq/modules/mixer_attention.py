@@ -13,7 +13,7 @@ class MixerAttention(Stateful):
     """Takes the place of fairseq's MultiheadAttention in layer number ``layer``. ``source``: the sparse layer that the mixer's
     projection reads in place of the tokens, or None."""
 
-    def __init__(self, mixer: Mixer, layer: int):
+    def __init__(self, mixer: Mixer, layer: int) -> None:
         super().__init__(mixer.state_type, layer)
         self.mixer = mixer
         self.source: StatefulModule | None = None

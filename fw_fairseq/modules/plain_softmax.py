@@ -14,7 +14,7 @@ from ..errors import Mistake
 class Band(nn.Module):
     """The scores of some neighbouring words, and of ``classes`` later bands."""
 
-    def __init__(self, words: nn.Parameter, first: int, last: int, classes: int = 0):
+    def __init__(self, words: nn.Parameter, first: int, last: int, classes: int = 0) -> None:
         super().__init__()
         self.words, self.first, self.last = words, first, last
         self.classes = nn.Parameter(words.new_empty(classes, words.shape[1])) if classes else None
@@ -30,7 +30,7 @@ class Band(nn.Module):
 class PlainAdaptiveSoftmax(AdaptiveSoftmax):
     """fairseq's adaptive softmax with bands of this kind. ``cutoff``: where bands end; the last one ends with the vocabulary."""
 
-    def __init__(self, embedding: nn.Module, cutoff: list[int], dropout: float):
+    def __init__(self, embedding: nn.Module, cutoff: list[int], dropout: float) -> None:
         nn.Module.__init__(self)  # fairseq's would make weights of its own
         if not isinstance(embedding, nn.Embedding):
             raise Mistake("--plain-adaptive-softmax shares its words with one table; leave --adaptive-input out")

@@ -15,7 +15,7 @@ class PositionsFromEnd(nn.Module):
 
     max_positions = 100_000  # as fairseq's
 
-    def __init__(self, width: int, padding: int):
+    def __init__(self, width: int, padding: int) -> None:
         super().__init__()
         self.width, self.padding = width, padding
         self.register_buffer("like", torch.zeros(()), persistent=False)
@@ -29,7 +29,7 @@ class PositionsFromEnd(nn.Module):
             )
         return cls(width, padding)
 
-    def forward(self, tokens: Tensor, incremental_state=None) -> Tensor:
+    def forward(self, tokens: Tensor, incremental_state: dict | None = None) -> Tensor:
         """Maps tokens (B,T) to (B,T,C)."""
         real = tokens.ne(self.padding).long()
         following = real.flip(1).cumsum(1).flip(1) - real

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from fairseq.incremental_decoding_utils import with_incremental_state
 from torch import Tensor, nn
 
@@ -15,13 +18,13 @@ class Incremental(nn.Module):
 
     state_name = "mixer"
 
-    def _get_input_buffer(self, incremental_state):
+    def _get_input_buffer(self, incremental_state: dict | None) -> Any:
         return self.get_incremental_state(incremental_state, self.state_name)
 
-    def _set_input_buffer(self, incremental_state, state) -> None:
+    def _set_input_buffer(self, incremental_state: dict | None, state: Any) -> None:
         self.set_incremental_state(incremental_state, self.state_name, state)
 
-    def reorder_incremental_state(self, incremental_state, new_order: Tensor) -> None:
+    def reorder_incremental_state(self, incremental_state: dict | None, new_order: Tensor) -> None:
         """Gives each hypothesis of a beam search the state of the hypothesis that it continues."""
         state = self._get_input_buffer(incremental_state)
         if state is not None:
@@ -35,11 +38,11 @@ class Stateful(Incremental):
     this order.
     """
 
-    def __init__(self, state_type: type, layer: int | str):
+    def __init__(self, state_type: type, layer: int | str) -> None:
         super().__init__()
         self.state_type, self.layer = state_type, layer
 
-    def state_before(self, incremental_state: dict | None, states: LayerStates | None, device):
+    def state_before(self, incremental_state: dict | None, states: LayerStates | None, device: torch.device) -> Any:
         """The state that the call starts from; None where nothing was read yet."""
         if incremental_state is not None:
             state = self._get_input_buffer(incremental_state)
@@ -47,7 +50,7 @@ class Stateful(Incremental):
             state = None if states is None else states.before.get(self.layer)
         return self.state_type(*state).to(device) if isinstance(state, SavedState) else state
 
-    def keep(self, state, incremental_state: dict | None, states: LayerStates | None) -> None:
+    def keep(self, state: Any, incremental_state: dict | None, states: LayerStates | None) -> None:
         """Keeps the state after the call."""
         if incremental_state is not None:
             self._set_input_buffer(incremental_state, state)
@@ -58,7 +61,7 @@ class Stateful(Incremental):
 class StatefulModule(Stateful):
     """A module that maps x, its state and the masks of padding and of new texts to y and the next state."""
 
-    def __init__(self, part: nn.Module, state_type: type, layer: str):
+    def __init__(self, part: nn.Module, state_type: type, layer: str) -> None:
         super().__init__(state_type, layer)
         self.part = part
 

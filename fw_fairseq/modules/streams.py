@@ -6,9 +6,11 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from threading import get_ident
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.distributed import ProcessGroup
 
 
 class LayerStates:
@@ -17,9 +19,9 @@ class LayerStates:
     ``group``: the workers that hold consecutive parts of each segment. Each of them has all states.
     """
 
-    def __init__(self, start: dict[int, object] | None = None, group=None):
-        self.before: dict[int, object] = {}
-        self.after: dict[int, object] = {} if start is None else dict(start)
+    def __init__(self, start: dict[int | str, Any] | None = None, group: ProcessGroup | None = None) -> None:
+        self.before: dict[int | str, Any] = {}
+        self.after: dict[int | str, Any] = {} if start is None else dict(start)
         self.group, self.resets = group, False
 
     def advance(self, resets: bool = False) -> None:
@@ -31,7 +33,7 @@ class LayerStates:
         self.before, self.after = {layer: state.detach() for layer, state in self.last().items()}, {}
         self.resets = resets
 
-    def last(self) -> dict[int, object]:
+    def last(self) -> dict[int | str, Any]:
         """The states that the next segment starts from. A layer that LayerDrop left out keeps its state, unless texts may have
         ended in the segment."""
         return self.after if self.resets else self.before | self.after
@@ -49,9 +51,9 @@ class Streams:
     module holds them afterwards, so that copies and pickles of a model have no stream.
     """
 
-    def __init__(self, group=None):
+    def __init__(self, group: ProcessGroup | None = None) -> None:
         self.group = group
-        self.start: dict[int, object] = {}
+        self.start: dict[int | str, Any] = {}
         self.states: WeakKeyDictionary[nn.Module, LayerStates] = WeakKeyDictionary()
 
     def of(self, decoder: nn.Module) -> LayerStates:
@@ -60,12 +62,12 @@ class Streams:
             self.states[decoder] = LayerStates(self.start, self.group)
         return self.states[decoder]
 
-    def last(self) -> dict[int, object]:
+    def last(self) -> dict[int | str, Any]:
         """The states that the next segment starts from, of the first decoder that read the streams: training has only one."""
         first = next(iter(self.states.values()), None)
         return self.start if first is None else first.last()
 
-    def restart(self, start: dict[int, object] | None = None) -> None:
+    def restart(self, start: dict[int | str, Any] | None = None) -> None:
         """Forgets all states; the next segment starts from ``start``, or from empty states."""
         self.start = {} if start is None else start
         self.states.clear()
@@ -76,7 +78,7 @@ def of_this_thread(hook: Callable) -> Callable:
     own = get_ident()
 
     @functools.wraps(hook)
-    def run(*args, **kwargs):  # with half of the arguments, where another thread calls while the hook is being registered
+    def run(*args, **kwargs) -> Any:  # with half of the arguments, where another thread calls while the hook is being registered
         return hook(*args, **kwargs) if get_ident() == own else None
 
     return run
@@ -92,7 +94,7 @@ def with_arguments(modules: Iterable[nn.Module], **arguments) -> Iterator[None]:
         return
 
     @of_this_thread
-    def add(module, args, kwargs):
+    def add(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return args, kwargs | given
 
     hooks = [module.register_forward_pre_hook(add, with_kwargs=True) for module in modules]

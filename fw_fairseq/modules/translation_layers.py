@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from fairseq.models.transformer.transformer_config import TransformerConfig
 from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 from torch import Tensor, nn
 
-from ..config import linear_attentions
+from ..config import FastWeightTransformerConfig, linear_attentions
 from .decoder_layer import FastWeightDecoderLayer
 from .layer_parts import Call, LayerParts, Update, with_noise
 from .linear_attention import LinearAttention
@@ -18,7 +19,7 @@ COPIES = [f"{part}_{kind}" for part in ("in_proj", "out_proj", "fc1", "fc2") for
 class Copied(nn.Module):
     """Stands for sparse parts while fairseq 0.12.2 builds its layer and looks for weights to copy."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.weight, self.bias = torch.empty(0, 0), torch.empty(0)
 
@@ -35,7 +36,7 @@ class LinearEncoderLayer(LayerParts, TransformerEncoderLayerBase):
     Its feed-forward part may be sparse; then, and in reversible layers, it runs as a sum of updates.
     """
 
-    def __init__(self, cfg, config, return_fc: bool):
+    def __init__(self, cfg: TransformerConfig, config: FastWeightTransformerConfig, return_fc: bool) -> None:
         self._config = config
         super().__init__(cfg, return_fc=return_fc)
         for name in COPIES:
@@ -48,7 +49,7 @@ class LinearEncoderLayer(LayerParts, TransformerEncoderLayerBase):
         """Loads as a plain module does, without the copies."""
         nn.Module._load_from_state_dict(self, *args, **kwargs)
 
-    def forward(self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: Tensor | None = None):
+    def forward(self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: Tensor | None = None) -> Tensor:
         """Calls fairseq's forward, or runs the updates where the layer has recurrent units."""
         if self.recurrence is None:
             return super().forward(x, encoder_padding_mask, attn_mask)
@@ -71,15 +72,15 @@ class LinearEncoderLayer(LayerParts, TransformerEncoderLayerBase):
         """Returns the norms of these parts."""
         return [self.self_attn_layer_norm, self.final_layer_norm]
 
-    def build_fc1(self, input_dim, output_dim, *quantisation):
+    def build_fc1(self, input_dim: int, output_dim: int, *quantisation) -> nn.Module:
         """Returns the first dense layer, or what stands for it until a sparse layer replaces it."""
         return Copied() if self._config.ffn_sparsity else super().build_fc1(input_dim, output_dim, *quantisation)
 
-    def build_fc2(self, input_dim, output_dim, *quantisation):
+    def build_fc2(self, input_dim: int, output_dim: int, *quantisation) -> nn.Module:
         """Returns the second dense layer, or what stands for it until a sparse layer replaces it."""
         return Copied() if self._config.ffn_sparsity else super().build_fc2(input_dim, output_dim, *quantisation)
 
-    def build_self_attention(self, embed_dim, cfg):
+    def build_self_attention(self, embed_dim: int, cfg: TransformerConfig) -> nn.Module:
         """Returns linear or softmax self-attention, or what stands for it until a sparse one replaces it."""
         if self._config.qkv_sparsity:
             return Copied()
@@ -87,7 +88,7 @@ class LinearEncoderLayer(LayerParts, TransformerEncoderLayerBase):
             return self.finished(LinearAttention(embed_dim, cfg.encoder.attention_heads, self._config), self._config, cfg)
         return super().build_self_attention(embed_dim, cfg)
 
-    def build_sparse_attention(self, cfg) -> nn.Module:
+    def build_sparse_attention(self, cfg: TransformerConfig) -> nn.Module:
         """Linear or softmax self-attention with sparse projections."""
         sizes = cfg.encoder
         if "encoder" in linear_attentions(self._config):
@@ -98,7 +99,7 @@ class LinearEncoderLayer(LayerParts, TransformerEncoderLayerBase):
 class TranslationDecoderLayer(FastWeightDecoderLayer):
     """The decoder layer of this project, with linear cross attention if --linear-attention names it."""
 
-    def build_encoder_attention(self, embed_dim, cfg):
+    def build_encoder_attention(self, embed_dim: int, cfg: TransformerConfig) -> nn.Module:
         """Returns linear or softmax cross attention."""
         config, _, _ = self._mixer
         if "cross" not in linear_attentions(config):

@@ -30,7 +30,7 @@ class SparseFeedForward(nn.Module):
 
     def __init__(
         self, width: int, units: int, block: int, rank: int = 0, activation: Callable = F.relu, dropout: nn.Module | None = None
-    ):
+    ) -> None:
         super().__init__()
         if block < 2 or units % block:
             raise Mistake(
@@ -98,7 +98,7 @@ class RecurrentUnits(nn.Module):
     """Few simple recurrent units, which order the tokens of a model without positions: W_o SRU(W_i LN(x)), with gates of the token
     alone: f_t = sigmoid(F_t), r_t = sigmoid(R_t), c_t = f_t c_{t-1} + (1 - f_t) u_t, h_t = r_t c_t + (1 - r_t) sqrt(3) x_t."""
 
-    def __init__(self, width: int, units: int):
+    def __init__(self, width: int, units: int) -> None:
         super().__init__()
         self.units = units
         self.norm = nn.LayerNorm(width)

@@ -33,7 +33,7 @@ class ProjectionsStep(ctypes.Structure):
 class FusedProjections:
     """Queries, keys and values of one token of each row."""
 
-    def __init__(self, dense: Multiplicative, heads: Convolutions):
+    def __init__(self, dense: Multiplicative, heads: Convolutions) -> None:
         self.modules, self.width, self.outputs = (dense, heads), heads.width, heads.out_features  # whose memory the loop reads
         parts = [
             Part(w.data_ptr(), size, w.shape[1] if w.dim() == 4 else 0)
@@ -85,7 +85,7 @@ def norm_arguments(norm: nn.LayerNorm) -> NormArguments:
 class FusedFeedForward:
     """A sparse feed-forward layer, the norm before it, and the recurrent units beside it."""
 
-    def __init__(self, layer: SparseFeedForward, norm: nn.LayerNorm | None, units: RecurrentUnits | None):
+    def __init__(self, layer: SparseFeedForward, norm: nn.LayerNorm | None, units: RecurrentUnits | None) -> None:
         self.modules, self.block = (layer, norm, units), layer.block  # whose memory the loop reads
         self.arguments = a = LoopArguments(block=layer.block, width=layer.weight_in.shape[1], units=len(layer.weight_in))
         a.rank, a.threads = len(layer.controller_in), threads(layer.controller_in.numel() + layer.controller_out.numel())

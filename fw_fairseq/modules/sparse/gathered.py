@@ -6,6 +6,8 @@ compiler PyTorch copies the rows first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -57,7 +59,17 @@ def chosen_units(x: Tensor, inner: Tensor, outer: Tensor, bias: Tensor, weight: 
     return chosen, torch.bmm(F.embedding(chosen, weight), x.unsqueeze(-1)).squeeze(-1)
 
 
-def feed_forward(x, inner, outer, controller_bias, weight_in, weight_out, bias, block: int, activation) -> Tensor:
+def feed_forward(
+    x: Tensor,
+    inner: Tensor,
+    outer: Tensor,
+    controller_bias: Tensor,
+    weight_in: Tensor,
+    weight_out: Tensor,
+    bias: Tensor,
+    block: int,
+    activation: Callable[[Tensor], Tensor],
+) -> Tensor:
     """Returns a sparse feed-forward layer's output for few tokens, (R,C); shapes as in ``chosen_units`` and ``sum_of_units``."""
     operands = x, inner, outer, controller_bias, weight_in, weight_out, bias
     if activation in RELU and use_kernels("auto", x.device, lambda: kernel.why_not(*operands, block=block)):
@@ -95,7 +107,7 @@ def rows_product(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight).flatten(-2)
 
 
-def few_products(x, gains, weight, bias, rows: int, shape: torch.Size) -> Tensor:
+def few_products(x: Tensor, gains: Tensor | None, weight: Tensor, bias: Tensor, rows: int, shape: torch.Size) -> Tensor:
     """Calls the loop for so many rows of x, or of gains."""
     outputs, width = weight.shape
     y = x.new_empty(*shape, rows * outputs // shape.numel() if bias is None else len(bias))

@@ -36,10 +36,19 @@ def shared_bytes(rank: int, blocks: int) -> int:
     return max(4 * rank, 8 * blocks)
 
 
-def feed_forward(x, inner, outer, controller_bias, weight_in, weight_out, bias, block: int) -> Tensor:
+def feed_forward(
+    x: Tensor,
+    inner: Tensor,
+    outer: Tensor,
+    controller_bias: Tensor,
+    weight_in: Tensor,
+    weight_out: Tensor,
+    bias: Tensor,
+    block: int,
+) -> Tensor:
     """Returns the layer's output with ReLU, (R,C), for x (R,C), inner (rank,C), outer (F,rank), weight_in and weight_out (F,C)."""
     operands = [part.contiguous() for part in (x, inner, outer, controller_bias, weight_in, weight_out, bias)]
-    x, rows, width, rank, units = operands[0], *x.shape, *outer.shape[::-1]
+    x, (rows, width), (units, rank) = operands[0], x.shape, outer.shape
     blocks = units // block
     macros = defines(x.dtype, all(part.data_ptr() % 16 == 0 for part in operands), width, rank)
     y, spare = torch.empty_like(x), x.new_empty(rows * (rank + 2 * blocks), dtype=torch.float32)
@@ -71,9 +80,9 @@ def counters(device: torch.device, count: int) -> Tensor:
     return COUNTERS[device, count]
 
 
-def feed_forward_fake(x, *others):
+def _fake(x: Tensor, *others) -> Tensor:
     return torch.empty_like(x)
 
 
 OPERANDS = ", ".join(f"Tensor {name}" for name in ("x", "inner", "outer", "controller_bias", "weight_in", "weight_out", "bias"))
-register("sparse_feed_forward", f"({OPERANDS}, int block) -> Tensor", feed_forward, feed_forward_fake)
+register("sparse_feed_forward", f"({OPERANDS}, int block) -> Tensor", feed_forward, _fake)

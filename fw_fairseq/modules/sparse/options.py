@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterable
 
 from fairseq.utils import safe_getattr
@@ -13,7 +14,7 @@ from ...errors import Mistake
 TIED = ("adaptive_softmax_cutoff", "plain_adaptive_softmax", "share_all_embeddings", "share_decoder_input_output_embed")
 
 
-def check_sparse(config: FastWeightConfig, args) -> None:
+def check_sparse(config: FastWeightConfig, args: Namespace) -> None:
     """Refuses options of a model that its sparse and reversible parts would ignore."""
     for name in TIED if config.output_sparsity else ():
         if safe_getattr(args, name, None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ class Multiplicative(nn.Module):
     Where M does not divide O, the last module has outputs that are left out.
     """
 
-    def __init__(self, in_features: int, out_features: int, count: int):
+    def __init__(self, in_features: int, out_features: int, count: int) -> None:
         super().__init__()
         self.in_features, self.out_features, self.count = in_features, out_features, count
         self.gains = nn.Parameter(torch.empty(count, in_features))  # G
@@ -81,7 +82,7 @@ class Convolutions(nn.Module):
     one number per head, are dense rows that read p_t.
     """
 
-    def __init__(self, width: int, count: int, parts: dict[str, int], start: nn.Linear | None = None):
+    def __init__(self, width: int, count: int, parts: dict[str, int], start: nn.Linear | None = None) -> None:
         """``start``: a dense projection with these rows. Biases, and the weights of narrow parts, start as its own."""
         super().__init__()
         self.width, self.count, self.parts = width, count, dict(parts)
@@ -116,7 +117,7 @@ class Convolutions(nn.Module):
         y = self.some(source, self.parts)
         return y if self.bias is None else y + self.bias
 
-    def some(self, source: Tensor, names) -> Tensor:
+    def some(self, source: Tensor, names: Iterable[str]) -> Tensor:
         """The parts of these names, without their biases."""
         modules = source.unflatten(-1, (TAPS, self.count, -1))  # (...,3,S,C/S)
         by_module = modules.transpose(-3, -2)  # (...,S,3,C/S)
@@ -146,7 +147,7 @@ class Convolutions(nn.Module):
 class SparseSource(nn.Module):
     """The convolutions of a layer read its output: the modules p of a token and of the two before it."""
 
-    def __init__(self, width: int, count: int):
+    def __init__(self, width: int, count: int) -> None:
         super().__init__()
         if width % count:
             raise Mistake(f"--qkv-sparsity is {count}; it must divide the width of the layers, {width}")

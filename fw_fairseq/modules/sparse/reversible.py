@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from fairseq import utils
@@ -40,7 +40,16 @@ class Reversible(torch.autograd.Function):
     """The updates of two streams. Random draws are the same in the second computation, and autocast is the same."""
 
     @staticmethod
-    def forward(ctx, updates, dtype, parameters, first, second, source, *unused):
+    def forward(
+        ctx: Any,
+        updates: Sequence[Update],
+        dtype: torch.dtype,
+        parameters: list[nn.Parameter],
+        first: Tensor,
+        second: Tensor,
+        source: Tensor | None,
+        *unused,
+    ) -> tuple[Tensor, Tensor]:
         ctx.random = []
         for update in updates:
             ctx.random.append(utils.get_rng_state())
@@ -53,7 +62,7 @@ class Reversible(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_first, d_second):
+    def backward(ctx: Any, d_first: Tensor, d_second: Tensor) -> tuple:
         first, second, source = ctx.saved_tensors
         d_source, gradients = None, dict.fromkeys(ctx.parameters)
         after = utils.get_rng_state()
@@ -89,7 +98,7 @@ class Stack(nn.ModuleList):
     residual streams. ``in_front``: the encoder's output stands before the target, and there is no cross attention.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], drop: float, reversible: bool, in_front: bool = False):
+    def __init__(self, layers: Sequence[nn.Module], drop: float, reversible: bool, in_front: bool = False) -> None:
         super().__init__(layers)
         self.drop, self.reversible, self.in_front = drop, reversible, in_front
 
@@ -98,20 +107,20 @@ class Stack(nn.ModuleList):
 
     __repr__ = nn.Module.__repr__
 
-    def kept(self) -> list[nn.Module]:
+    def kept(self) -> list[Any]:
         """The layers that this pass uses."""
         layers = list(self.children())
         if not self.training or not self.drop:
             return layers
         return [layer for layer, drawn in zip(layers, torch.empty(len(layers)).uniform_()) if drawn > self.drop]
 
-    def forward(self, x: Tensor, *args, **kwargs):
+    def forward(self, x: Tensor, *args, **kwargs) -> Any:
         """Calls all layers as fairseq calls one of them."""
         return self.with_source(x, *args, **kwargs) if self.in_front else self.run(x, *args, **kwargs)
 
-    def run(self, x: Tensor, *args, **kwargs):
+    def run(self, x: Tensor, *args, **kwargs) -> Any:
         """Runs the layers one after the other."""
-        first, *_ = self.children()
+        first: Any = next(self.children())
         if not self.reversible:
             for layer in self.kept():
                 x, *_ = layer(x, *args, **kwargs)
@@ -123,7 +132,7 @@ class Stack(nn.ModuleList):
     def with_source(
         self, x: Tensor, source: Tensor, source_padding: Tensor | None, incremental_state: dict | None, *,
         self_attn_mask: Tensor | None = None, self_attn_padding_mask: Tensor | None = None, **others,
-    ):  # fmt: skip
+    ) -> tuple:  # fmt: skip
         """Runs the layers on the source (S,B,C) and the target x (T,B,C), and returns the outputs at the target. While decoding,
         the first call reads the source."""
         masks = {"self_attn_mask": self_attn_mask, "self_attn_padding_mask": self_attn_padding_mask}

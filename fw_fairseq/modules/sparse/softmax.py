@@ -7,6 +7,7 @@ from torch import Tensor
 from ...generation.kv_cache import Past, attend
 from ...mixers.base import check_heads, join_heads, split_heads
 from ..stateful import Stateful, StatefulModule
+from ..streams import LayerStates
 from .projections import Convolutions, RecentState, SparseSource
 
 
@@ -15,7 +16,7 @@ class SparseAttention(Stateful):
     dense layer. It takes the place of fairseq's MultiheadAttention. Between the segments of a stream only the convolutions
     carry over."""
 
-    def __init__(self, embed_dim: int, heads: int, count: int, dropout: float, layer: int | str, part: str = "decoder"):
+    def __init__(self, embed_dim: int, heads: int, count: int, dropout: float, layer: int | str, part: str = "decoder") -> None:
         super().__init__(Past, layer)
         check_heads(embed_dim, heads, part)
         self.num_heads, self.head_dim, self.dropout = heads, embed_dim // heads, dropout
@@ -28,7 +29,7 @@ class SparseAttention(Stateful):
         key_padding_mask: Tensor | None = None,
         incremental_state: dict | None = None,
         attn_mask: Tensor | None = None,
-        states=None,
+        states: LayerStates | None = None,
         reset_mask: Tensor | None = None,
         **unused,
     ) -> tuple[Tensor, None]:
