@@ -6,6 +6,7 @@ setup(
     packages=[*find_packages(include=["fw_fairseq*"]), "fw_fairseq.cuda"],
     package_dir={"fw_fairseq.cuda": "cuda"},
     package_data={
+        "fw_fairseq": ["py.typed"],
         "fw_fairseq.cuda": ["*.cu", "*.cuh"],
         "fw_fairseq.ops.native": ["*.cpp", "*.h"],
         "fw_fairseq.tools.plot": ["data/*.csv"],

@@ -6,7 +6,6 @@ import re
 from collections import ChainMap
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from numbers import Real
 from typing import Any, Optional
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
@@ -19,7 +18,7 @@ from .mixers import MIXERS
 from .mixers.options import DECLARED, MixerOptions, check_values, option, option_name
 
 SOFTMAX = "softmax"
-MIXER_NAMES = ChainMap({SOFTMAX: None}, MIXERS)  # which grows with MIXERS
+MIXER_NAMES: ChainMap[str, Any] = ChainMap({SOFTMAX: None}, MIXERS)  # which grows with MIXERS
 SOFTMAX_OPTIONS = ("attention_dropout", "bias_free")
 SPARSE_OPTIONS = ("ffn_sparsity", "ffn_controller_dim", "qkv_sparsity", "output_sparsity", "ffn_sru", "reversible")
 DECODER_OPTIONS = ("scale_output", "output_dropout", "no_decoding_graph", *SPARSE_OPTIONS)  # which no mixer reads
@@ -28,11 +27,11 @@ ATTENTIONS = ("encoder", "decoder", "cross")
 EXTRAS = {"scale_fc": "ffn_layernorm", "scale_attn": "attn_ln", "scale_heads": "c_attn", "scale_resids": "w_resid"}
 
 
-def command_line(kind: type) -> type:
+def command_line(kind: Any) -> Any:
     """Decorates a class of options for the command line: a dataclass in which an option with choices has them as its type."""
     kind = dataclass(kind)
     for name, declared in kind.__dataclass_fields__.items():
-        if "choices" in declared.metadata:
+        if "choices" in declared.metadata and declared.type is str:
             kind.__dataclass_fields__[name] = declared = copy.copy(declared)
             kind.__annotations__[name] = declared.type = ChoiceEnum(list(declared.metadata["choices"]))
     return kind
@@ -152,7 +151,7 @@ def refuse_outside(values: object, name: str, least: float, most: float = math.i
     """Refuses an option that has, or holds, a number out of these bounds. ``values``: options by their names."""
     value = safe_getattr(values, name)
     for number in value if isinstance(value, (list, ListConfig)) else [value]:
-        if number is not None and not (isinstance(number, Real) and least <= number <= most):
+        if number is not None and not (isinstance(number, (int, float)) and least <= number <= most):
             allowed = f"at least {least}" if most == math.inf else f"from {least} to {most}"
             raise Mistake(f"{option_name(name)} is {number!r}; it must be {allowed}")
 

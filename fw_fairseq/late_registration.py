@@ -28,7 +28,7 @@ class WithFairseq(MetaPathFinder):
                 load(module)
                 wrap_import()
 
-            spec.loader.exec_module = load_and_wrap
+            spec.loader.exec_module = load_and_wrap  # type: ignore[method-assign]
         return spec
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The test command. First run: makes .venv with pinned packages whose hashes are checked. Then: ruff and pytest, with one process
+# The test command. First run: makes .venv with pinned packages whose hashes are checked. Then: ruff, mypy and pytest, with one process
 # more than there are cores, because many tests wait for commands; arguments go to pytest. Where an environment is active
 # that has all packages which the tests need, they run there.
 #   tests/run.sh                    everything
@@ -11,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-needed="cupy fairseq hypothesis matplotlib pytest ruff sacremoses subword_nmt torch transformers xdist"
+needed="cupy fairseq hypothesis matplotlib mypy pytest ruff sacremoses subword_nmt torch transformers xdist"
 active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
 if [ -n "$active" ] && [ "$active" != "$PWD/.venv" ] && "$active/bin/python" - $needed <<'EOF'; then
 import importlib.util, sys
@@ -41,5 +41,6 @@ fi
 
 "$folder/bin/python" -m ruff check .
 "$folder/bin/python" -m ruff format --check .
+"$folder/bin/python" -m mypy
 export OMP_NUM_THREADS=1 # tensors in tests are too small for more, which would only wait for each other
 exec "$folder/bin/python" -m pytest --numprocesses "${JOBS:-$(($(getconf _NPROCESSORS_ONLN) + 1))}" --dist loadfile --no-loadscope-reorder "$@"

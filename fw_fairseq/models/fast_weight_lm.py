@@ -5,11 +5,10 @@ import logging
 import types
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Optional
 
 import torch
-from fairseq.dataclass import ChoiceEnum
 from fairseq.models import register_model
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from fairseq.tasks.fairseq_task import FairseqTask
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from ..config import (
     DECODER_OPTIONS,
     FastWeightConfig,
+    command_line,
     layer_mixers,
     option,
     option_name,
@@ -37,7 +37,7 @@ SIZES = [f"decoder_{name}" for name in ("layers", "embed_dim", "input_dim", "out
 SIZES += ["tokens_per_sample", "max_target_positions"]
 
 
-@dataclass
+@command_line
 class FastWeightLanguageModelConfig(FastWeightConfig, TransformerLanguageModelConfig):
     """Options of fast_weight_lm. The defaults are the architecture of that name, small enough for a laptop."""
 
@@ -69,10 +69,11 @@ class FastWeightLanguageModelConfig(FastWeightConfig, TransformerLanguageModelCo
         "a checkpoint of fast_weight_lm, for example one that fw-convert wrote, whose options the new model takes over: those that"
         " decide what it computes, but not dropout",
     )
-    train_only: ChoiceEnum(["all", "new"]) = option(
+    train_only: str = option(
         "all",
         "new: train only the parts that fw-convert makes anew: query and key projections, gates and feature maps. All else stays"
         " as it is, but --weight-decay shrinks the value projections",
+        choices=("all", "new"),
     )
 
 
@@ -156,7 +157,7 @@ def build_with(decoder: Callable, cls: type, args: Namespace, task: FairseqTask)
 
 
 @torch.no_grad()
-def start_from(model: nn.Module, std: float) -> None:
+def start_from(model: TransformerLanguageModel, std: float) -> None:
     """Draws the weights of all linear maps, embeddings and norms anew. Rows that are 0, as that of padding, stay so. Biases become
     0, but those of mixers, where gates start, stay."""
     inside = {part for attention in model.decoder.mixers for part in attention.modules()}
@@ -166,8 +167,9 @@ def start_from(model: nn.Module, std: float) -> None:
         elif isinstance(module, (nn.Linear, nn.Embedding)):
             still = module.weight.eq(0).all(-1, keepdim=True)
             nn.init.normal_(module.weight, std=std).masked_fill_(still, 0)
-            if getattr(module, "bias", None) is not None and module not in inside:
-                nn.init.zeros_(module.bias)
+            bias = getattr(module, "bias", None)
+            if isinstance(bias, Tensor) and module not in inside:
+                nn.init.zeros_(bias)
         elif isinstance(module, Band) and module.classes is not None:
             nn.init.normal_(module.classes, std=std)
 

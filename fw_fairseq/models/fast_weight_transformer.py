@@ -54,7 +54,7 @@ class TranslationEncoder(TransformerEncoder):
         self.read_once = "cross" in linear_attentions(self.fast_weight_config) and not in_front
         super().__init__(args, dictionary, embed_tokens, return_fc)
         if self.fast_weight_config.reversible:
-            self.layers = Stack(list(self.layers.children()), self.encoder_layerdrop, reversible=True)
+            self.layers: nn.Module = Stack(list(self.layers.children()), self.encoder_layerdrop, reversible=True)
 
     def build_encoder_layer(self, args: Namespace) -> nn.Module:
         """Returns one layer, with linear attention if --linear-attention names the encoder."""

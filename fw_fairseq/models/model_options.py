@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from argparse import Namespace
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, cast
 
 from fairseq.utils import safe_getattr
 from omegaconf import ListConfig
@@ -87,14 +87,16 @@ def write_kept_layers(args: Namespace) -> None:
             setattr(args, name, ",".join(map(str, kept)))
 
 
-class NamesWhatDiffers(nn.Module):
+class NamesWhatDiffers:
     """A mixin for fairseq's models, which refuses the parameters of a different model in one sentence."""
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *args, **kwargs) -> Any:
         try:
-            return super().load_state_dict(state_dict, *args, **kwargs)
+            return cast(Any, super()).load_state_dict(state_dict, *args, **kwargs)
         except RuntimeError as error:
-            own, theirs = ({name: x.shape for name, x in state.items()} for state in (self.state_dict(), state_dict))
+            own, theirs = (
+                {name: x.shape for name, x in state.items()} for state in (cast(nn.Module, self).state_dict(), state_dict)
+            )
             differing = [name for name in own | theirs if own.get(name) != theirs.get(name)]
             if not differing:
                 raise

@@ -1,7 +1,7 @@
 """retrieval: one head stores pairs of keys and values, and is then asked for a value (Schlag et al. 2021, sec. 6.1)."""
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import Optional, cast
 
 import torch
 from fairseq.models import BaseFairseqModel, register_model
@@ -59,7 +59,7 @@ class RetrievalModel(BaseFairseqModel):
         widths = self.feature_map.out_dim, symbols
         gates = {} if self.softmax else self.rule.gates
         self.gates = nn.ModuleDict({name: nn.Linear(width + symbols, g.width(*widths)) for name, g in gates.items()})
-        for name, gate in self.gates.items():
+        for name, gate in cast("dict[str, nn.Linear]", self.gates).items():
             spec, start = self.rule.gates[name], config.write_strength_init
             if spec.bias == "uniform" or (start and spec.writes):  # the others start around 1/2, as published
                 gate.bias.data.copy_(initial_bias(spec, Place(len(gate.bias), 1), start))
@@ -98,7 +98,10 @@ class RetrievalModel(BaseFairseqModel):
         if self.softmax:
             return F.scaled_dot_product_attention(q, k, v.unsqueeze(1)).squeeze(1)
         self.feature_map.redraw()
-        gates = {name: torch.sigmoid(self.of_pairs(gate, keys, values)).unsqueeze(1) for name, gate in self.gates.items()}
+        gates = {
+            name: torch.sigmoid(self.of_pairs(gate, keys, values)).unsqueeze(1)
+            for name, gate in cast("dict[str, nn.Linear]", self.gates).items()
+        }
         gates = {name: x.squeeze(-1) if self.rule.gates[name].axis is None else x for name, x in gates.items()}
         return self.read(self.features(q)[0], self.key_features(k), v.unsqueeze(1), gates).squeeze(1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from fairseq.models.transformer.transformer_config import TransformerConfig
+from fairseq.modules import MultiheadAttention
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from torch import Tensor, nn
 
@@ -131,7 +132,7 @@ class FastWeightDecoderLayer(LayerParts, TransformerDecoderLayerBase):
         return without_biases(attention) if config.bias_free else attention
 
 
-def without_biases(attention: nn.Module) -> nn.Module:
+def without_biases(attention: MultiheadAttention) -> nn.Module:
     """fairseq's attention joins its biases and fails where there are none; here they are zeros, and no parameters."""
     for linear in (attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj):
         zeros = torch.zeros_like(linear.bias.detach())

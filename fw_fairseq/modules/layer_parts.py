@@ -37,7 +37,22 @@ class Call(NamedTuple):
 
 
 class LayerParts:
-    """A mixin for fairseq's layers."""
+    """A mixin for fairseq's layers, which have these parts."""
+
+    normalize_before: bool
+    final_layer_norm: nn.Module
+    fc1: Any
+    fc2: Any
+    activation_fn: Any
+    dropout_module: Any
+    activation_dropout_module: Any
+    updates: Callable[[Call], list[Update]]
+    norms: Callable[[Call], list[nn.Module]]
+    nh: int  # this and the next four: in a decoder, with fairseq's options for them
+    c_attn: Any
+    attn_ln: Any
+    ffn_layernorm: Any
+    w_resid: Any
 
     def sparse_feed_forward(
         self, config: FastWeightConfig, cfg: TransformerConfig, sizes: EncDecBaseConfig, layer: int | str
@@ -69,7 +84,9 @@ class LayerParts:
 
         def update(x: Tensor, source: Tensor | None) -> Tensor:
             x = norm(x) if self.normalize_before and norm is not None else x
-            given = {"states": call.states, "reset_mask": call.reset_mask} if isinstance(attention, Stateful) else {}
+            given: dict[str, Any] = (
+                {"states": call.states, "reset_mask": call.reset_mask} if isinstance(attention, Stateful) else {}
+            )
             if isinstance(attention, MixerAttention):
                 given["shared"] = call.shared
             y, _ = attention(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from ..mixers import Mixer
@@ -38,7 +40,7 @@ class MixerAttention(Stateful):
         states = None if decoding else states
         state = self.state_before(incremental_state, states, query.device)
         self.mixer.redraw(keep=states is not None)  # in here, so that activation checkpointing draws the same numbers again
-        options = {"decoding": decoding, "group": None if states is None else states.group}
+        options: dict[str, Any] = {"decoding": decoding, "group": None if states is None else states.group}
         if self.mixer.takes_shared:
             options["shared"] = shared
         if self.mixer.takes_keep_state:

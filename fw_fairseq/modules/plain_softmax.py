@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from fairseq.modules import AdaptiveSoftmax
 from fairseq.modules.fairseq_dropout import FairseqDropout
@@ -19,7 +21,7 @@ class Band(nn.Module):
         self.words, self.first, self.last = words, first, last
         self.classes = nn.Parameter(words.new_empty(classes, words.shape[1])) if classes else None
         self.bias = nn.Parameter(words.new_zeros(last - first + classes))
-        if classes:
+        if self.classes is not None:
             nn.init.xavier_uniform_(self.classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,7 +36,8 @@ class PlainAdaptiveSoftmax(AdaptiveSoftmax):
         nn.Module.__init__(self)  # fairseq's would make weights of its own
         if not isinstance(embedding, nn.Embedding):
             raise Mistake("--plain-adaptive-softmax shares its words with one table; leave --adaptive-input out")
-        self.vocab_size, self.input_dim = embedding.weight.shape
+        words = cast(nn.Parameter, embedding.weight)
+        self.vocab_size, self.input_dim = words.shape
         if not cutoff or not 0 < cutoff[0] <= cutoff[-1] < self.vocab_size or cutoff != sorted(set(cutoff)):
             raise Mistake(
                 f"--adaptive-softmax-cutoff is {','.join(map(str, cutoff)) or 'missing'}; with --plain-adaptive-softmax it must"
@@ -43,6 +46,6 @@ class PlainAdaptiveSoftmax(AdaptiveSoftmax):
         self.cutoff = [*cutoff, self.vocab_size]
         self.dropout_module = FairseqDropout(dropout, module_name=type(self).__name__)
         self.lsm = nn.LogSoftmax(dim=1)
-        self.head = Band(embedding.weight, 0, cutoff[0], classes=len(cutoff))
-        self.tail = nn.ModuleList(Band(embedding.weight, *ends) for ends in zip(self.cutoff, self.cutoff[1:]))
+        self.head = Band(words, 0, cutoff[0], classes=len(cutoff))
+        self.tail = nn.ModuleList(Band(words, *ends) for ends in zip(self.cutoff, self.cutoff[1:]))
         self.register_buffer("version", torch.LongTensor([1]))

@@ -14,6 +14,7 @@ class PositionsFromEnd(nn.Module):
     place of fairseq's embedding of positions."""
 
     max_positions = 100_000  # as fairseq's
+    like: Tensor
 
     def __init__(self, width: int, padding: int) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ class Incremental(nn.Module):
     """A part whose state is in fairseq's ``incremental_state`` while decoding, under the name ``state_name``."""
 
     state_name = "mixer"
+    get_incremental_state: Callable[..., Any]
+    set_incremental_state: Callable[..., Any]
 
     def _get_input_buffer(self, incremental_state: dict | None) -> Any:
         return self.get_incremental_state(incremental_state, self.state_name)

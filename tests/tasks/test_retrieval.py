@@ -190,8 +190,6 @@ def test_no_combination_gives_nan_with_many_keys(rule, phi):
     "options, message",
     [
         ({"mixer": "sru"}, "--mixer is sru; retrieval has one head of fast_weight or softmax"),
-        ({"feature_dim": 8}, "--feature-dim is 8; retrieval has --key-dim for that: leave it out"),
-        ({"mixer_pattern": "softmax"}, "--mixer-pattern is 'softmax'; retrieval has no layers"),
         ({"update_rule": "fwm", "feature_map": "tanh"}, "--feature-norm sum needs a non-negative --feature-map, not tanh"),
         ({"update_rule": "fwm", "attention_norm": True}, "--attention-norm is not defined for --update-rule fwm"),
         ({"key_heads": 2}, "--key-heads is 2; it must divide the number of heads, 1"),

@@ -107,7 +107,7 @@ def rows_product(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight).flatten(-2)
 
 
-def few_products(x: Tensor, gains: Tensor | None, weight: Tensor, bias: Tensor, rows: int, shape: torch.Size) -> Tensor:
+def few_products(x: Tensor, gains: Tensor | None, weight: Tensor, bias: Tensor | None, rows: int, shape: torch.Size) -> Tensor:
     """Calls the loop for so many rows of x, or of gains."""
     outputs, width = weight.shape
     y = x.new_empty(*shape, rows * outputs // shape.numel() if bias is None else len(bias))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -63,7 +65,7 @@ def feed_forward(
     return y
 
 
-def defines(dtype: torch.dtype, aligned: bool, width: int, rank: int) -> dict[str, object]:
+def defines(dtype: torch.dtype, aligned: bool, width: int, rank: int) -> dict[str, Any]:
     """The macros of ``cuda/gathered.cu``."""
     vector = 16 // dtype.itemsize
     whole = aligned and width % vector == 0 and rank % vector == 0

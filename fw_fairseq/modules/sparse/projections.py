@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...errors import Mistake
-from ...mixers import Mixer
 from ...mixers.parts.convolution import EarlierTokens
 from ...ops.state import tensor_state
 from ..linear_attention import LinearAttention
@@ -121,7 +120,7 @@ class Convolutions(nn.Module):
         """The parts of these names, without their biases."""
         modules = source.unflatten(-1, (TAPS, self.count, -1))  # (...,3,S,C/S)
         by_module = modules.transpose(-3, -2)  # (...,S,3,C/S)
-        around = None
+        around: Tensor | None = None
         found = []
         for name in names:
             weight = self.weights[name]
@@ -131,7 +130,9 @@ class Convolutions(nn.Module):
             if weight.shape[1] == SIDES and around is None:
                 padded = F.pad(by_module, (0, 0, 0, 0, 1, 1))
                 around = torch.cat([padded[..., i : i + self.count, :, :] for i in range(SIDES)], -2).flatten(-2)
-            read = by_module.reshape(*by_module.shape[:-2], -1) if weight.shape[1] == 1 else around
+            read = around
+            if read is None or weight.shape[1] == 1:
+                read = by_module.reshape(*by_module.shape[:-2], -1)
             found.append(rows_product(read, weight.flatten(1)))
         return torch.cat(found, -1)
 
@@ -163,13 +164,14 @@ class SparseSource(nn.Module):
 def make_sparse(attention: MixerAttention | LinearAttention, count: int) -> None:
     """Replaces the input projections of an attention by convolutions, and takes its output projection away."""
     if isinstance(attention, LinearAttention):
-        width, (key_size, _) = attention.q_proj.in_features, attention.sizes
-        attention.source = SparseSource(width, count)
-        attention.q_proj = Convolutions(width, count, {"q": key_size})
-        attention.kv_proj = Convolutions(width, count, {"k": key_size, "v": width})
-        attention.out_proj = nn.Identity()
+        linear: Any = attention
+        width, (key_size, _) = linear.q_proj.in_features, linear.sizes
+        linear.source = SparseSource(width, count)
+        linear.q_proj = Convolutions(width, count, {"q": key_size})
+        linear.kv_proj = Convolutions(width, count, {"k": key_size, "v": width})
+        linear.out_proj = nn.Identity()
         return
-    mixer: Mixer = attention.mixer
+    mixer: Any = attention.mixer
     if not mixer.takes_source:
         raise Mistake(f"--qkv-sparsity is not for {type(mixer).__name__}, which makes queries, keys and values in other ways")
     parts = {part: rows.stop - rows.start for part, rows in mixer.projections()["in_proj"].items() if rows.stop > rows.start}

@@ -62,7 +62,7 @@ class Reversible(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_first: Tensor, d_second: Tensor) -> tuple:
+    def backward(ctx: Any, d_first: Any, d_second: Any) -> tuple:
         first, second, source = ctx.saved_tensors
         d_source, gradients = None, dict.fromkeys(ctx.parameters)
         after = utils.get_rng_state()
