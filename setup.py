@@ -8,6 +8,5 @@ setup(
     package_data={
         "fw_fairseq.cuda": ["*.cu", "*.cuh"],
         "fw_fairseq.ops.native": ["*.cpp", "*.h"],
-        "fw_fairseq.tools.plot": ["data/*.csv"],
     },
 )
