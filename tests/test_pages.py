@@ -157,6 +157,7 @@ def test_the_picture_of_the_readme_is_that_of_the_report():
 
 ELSEWHERE = {"--config-dir", "--config-name", "--multirun"}  # of Hydra
 ELSEWHERE |= {"--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"}  # of torchrun
+ELSEWHERE |= {"--surviving-only", "--show-diff"}  # of cosmic-ray
 ELSEWHERE |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--requeue", "--signal"}  # of Slurm
 
 
