@@ -9,6 +9,5 @@ setup(
         "fw_fairseq": ["py.typed"],
         "fw_fairseq.cuda": ["*.cu", "*.cuh"],
         "fw_fairseq.ops.native": ["*.cpp", "*.h"],
-        "fw_fairseq.tools.plot": ["data/*.csv"],
     },
 )

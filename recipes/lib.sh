@@ -259,7 +259,7 @@ train() { # FOLDER DATA OPTION...: trains in FOLDER, which also gets train.log; 
         --distributed-world-size "$GPUS" "${machine[@]}" "${saving[@]}" "${@:3}" 2>&1 | tee -a "$folder/train.log"
 }
 
-collect() { # FILE NAME TEXT: puts the lines of TEXT, each behind NAME, into FILE, which fw-plot reads, in place of earlier ones of NAME
+collect() { # FILE NAME TEXT: puts the lines of TEXT, each behind NAME, into FILE, which docs/results/figures reads, in place of earlier ones of NAME
     { grep -v "^$2 " "$1" 2>/dev/null || true; awk -v name="$2" '{ print name, $0 }' <<<"$3"; } >"$1.part"
     mv "$1.part" "$1"
 }

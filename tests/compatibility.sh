@@ -52,7 +52,7 @@ if [ "${1:-}" = official ]; then
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || pins=official39
     "${install[@]}" -c requirements/$pins.txt -e '.[test,plots]'
     export OMP_NUM_THREADS=1
-    leave=(kernels recipes test_install.py test_mutation.py test_layout.py test_pages.py)
+    leave=(kernels recipes test_install.py test_layout.py test_pages.py)
     [ $# -gt 0 ] || set -- tests "${leave[@]/#/--ignore=tests/}"
     $python -m pytest --numprocesses "${JOBS:-auto}" --dist loadfile "$@"
     [ -x .venv/bin/python ] || { echo "no .venv to exchange checkpoints with"; exit 0; }

@@ -157,6 +157,7 @@ def test_the_picture_of_the_readme_is_that_of_the_report():
 
 ELSEWHERE = {"--config-dir", "--config-name", "--multirun"}  # of Hydra
 ELSEWHERE |= {"--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"}  # of torchrun
+ELSEWHERE |= {"--surviving-only", "--show-diff"}  # of cosmic-ray
 ELSEWHERE |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--requeue", "--signal"}  # of Slurm
 
 
@@ -173,7 +174,7 @@ def known_options() -> set[str]:
     names |= {*parser._option_string_actions}
     for source in [*(ROOT / "fw_fairseq" / "tools").rglob("*.py"), *(ROOT / "tests").glob("*/__main__.py")]:
         names |= {*re.findall(r'"(--[a-z][\w-]*)"', source.read_text())}
-    for script in (ROOT / "recipes").rglob("*.*"):
+    for script in [*(ROOT / "recipes").rglob("*.*"), *(ROOT / "docs" / "results").rglob("*.py")]:
         names |= {*re.findall(r"--[a-z][\w-]*", script.read_text())} if script.suffix in (".sh", ".py") else set()
     return names | {f"--{name}" for name in SIZES} | ELSEWHERE
 

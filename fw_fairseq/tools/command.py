@@ -38,8 +38,15 @@ def version() -> str:
 
 def refuse_folder(name: str, path: Path) -> None:
     """Refuses a folder where a file is written. ``name``: the option."""
-    if Path(path).is_dir():
+    if path.is_dir():
         raise Mistake(f"{name} is {path}, which is a folder; name a file")
+
+
+def check_figure(name: str, path: Path) -> None:
+    """Refuses a file for a figure whose ending is that of no picture. ``name``: the option."""
+    if path.suffix not in (".svg", ".pdf", ".png"):
+        raise Mistake(f"{name} is {path}; it must end in .svg, .pdf or .png")
+    refuse_folder(name, path)
 
 
 def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[tuple[str, Path]] = ()) -> None:

@@ -7,7 +7,7 @@
 # Hardware: one GPU of 40 GB; GPUS workers share the 26 segments (1, 2, 13 or 26)
 # Time:     35 hours on an A40 in the paper; not run at this size for want of the data and a GPU; recipes/README.md has estimates
 # Expected: the paper's test perplexity at context 0 and 480: decay-32 22.1 and 20.7, decay-64 21.9 and 20.5, abc-32 21.9 and 20.5,
-#           linformer-64 27.2 and 30.7; the pretrained model has 20.5 and 19.0. fw-plot tables mao3 OUT puts yours beside them
+#           linformer-64 27.2 and 30.7; the pretrained model has 20.5 and 19.0. docs/results/figures/tables.py mao3 OUT puts yours beside them
 # Usage:    recipes/baevski_auli/finetune.sh ROW [OPTION of fairseq-train]...       resumes from the last checkpoint of the row
 #           recipes/baevski_auli/finetune.sh decay-32
 #           GPUS=2 recipes/baevski_auli/finetune.sh decay-64

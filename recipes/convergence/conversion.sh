@@ -17,7 +17,7 @@
 #           TOY=1 recipes/convergence/conversion.sh decay-4 after TOY=1 language.sh softmax
 #
 # A call resumes each row from its last checkpoint; finished rows are only printed again. No row is cut short. The last share is left empty
-# until the row softmax is finished. fw-plot conversion draws the table of one seed; OUT/curves has the validations, for fw-plot curves.
+# until the row softmax is finished. docs/results/figures/wikitext2.py draws the table of one seed; OUT/curves has the validations, for fw-plot curves.
 source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 source "$ROOT/recipes/convergence/end.sh"
 source "$ROOT/recipes/mixers.sh"

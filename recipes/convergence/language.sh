@@ -20,7 +20,7 @@
 # The vocabulary has the 4,000 most frequent words, 84% of the text; the others become <unk>, as WikiText-2 has its rarest words. So the
 # layers, not the tables of words, have most of the parameters and of the work. A call resumes each row from its last checkpoint;
 # finished rows are only printed again. No row is cut short: a row without an end is not in the table. OUT/language.txt collects the test
-# perplexities, which fw-plot converged draws, and OUT/curves the validations, which fw-plot curves draws.
+# perplexities, which docs/results/figures/convergence.py draws, and OUT/curves the validations, which fw-plot curves draws.
 source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 source "$ROOT/recipes/convergence/end.sh"
 source "$ROOT/recipes/mixers.sh"

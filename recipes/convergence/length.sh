@@ -15,7 +15,7 @@
 #
 # Words differ in how hard they are to predict. Each cell is therefore the perplexity in the stream divided by that of the same words in
 # segments as long as those of the training, which begin with an empty memory: below 1 the memory helps, far above 1 the model has
-# diverged. A column's words are those from half of its length to its length. OUT/length.txt collects the lines that fw-plot length draws.
+# diverged. A column's words are those from half of its length to its length. OUT/length.txt collects the lines that docs/results/figures/convergence.py draws.
 source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 source "$ROOT/recipes/convergence/end.sh"
 find_programs

@@ -13,7 +13,7 @@
 #
 # The segments are as long as those of the training and nothing is carried over between them. A column has the perplexity of all words
 # from half of its place to its place: 1 is the first word of each segment, 2 the second, 4 the third and the fourth. OUT/position.txt
-# collects the lines that fw-plot position draws.
+# collects the lines that docs/results/figures/convergence.py draws.
 source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 source "$ROOT/recipes/convergence/end.sh"
 find_programs

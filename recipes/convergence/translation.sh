@@ -15,7 +15,7 @@
 #           TOY=1 DATA=folder recipes/convergence/translation.sh dpfp2      a tiny model
 #
 # A call resumes each row from its last checkpoint; finished rows are only printed again. No row is cut short. OUT/translated.txt collects
-# the scores, which fw-plot translated draws, and OUT/curves the validations, which fw-plot curves draws.
+# the scores, which docs/results/figures/convergence.py draws, and OUT/curves the validations, which fw-plot curves draws.
 source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 source "$ROOT/recipes/convergence/end.sh"
 export SHAPE=iwslt_de_en

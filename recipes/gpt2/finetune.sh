@@ -7,7 +7,7 @@
 # Time:     13 hours on an A100 in the paper; not run at this size for want of the data and a GPU; recipes/README.md has estimates
 # Expected: the paper's best perplexity of validation text: softmax 14.5; sum-4-phi 20.0, gated-4-phi 17.1, decay-4-phi 17.1,
 #           delta-4-baseline 21.6, delta-4-norm (without attention norm) 20.1; gated-16-phi 16.8, gated-32-phi 16.4, decay-16-phi 16.1, decay-32-phi 14.6; local_attention 19.4.
-#           fw-plot tables mao1 OUT (and mao2) puts yours beside them
+#           docs/results/figures/tables.py mao1 OUT (and mao2) puts yours beside them
 # Usage:    recipes/gpt2/finetune.sh ROW [OPTION of fairseq-train]...       resumes from the last checkpoint of the row
 #           recipes/gpt2/finetune.sh decay-32-phi
 #           GPUS=2 recipes/gpt2/finetune.sh softmax

@@ -56,7 +56,8 @@ def steps(out: Path) -> list[tuple[str, int, list[str]]]:
         "8",
         "--no-decoding-graph",
     ]
-    mixers = ["mixers", *device, "--width", "1024", "--heads", "16", "--length", "512", "--tokens", "8192"]
+    layers = str(HERE.parents[1] / "docs" / "results" / "benchmarks" / "layers.py")
+    mixers = [sys.executable, layers, *device, "--width", "1024", "--heads", "16", "--length", "512", "--tokens", "8192"]
     outputs = {name: ["--json", str(out / f"{name}.json"), "--figure", str(out / f"{name}.svg")] for name in FIGURES}
     found = [
         ("tests", 240, [*python, "pytest", "-m", "gpu", "-rs", *workers, "tests/kernels/test_cuda_gpu.py"]),
@@ -65,7 +66,7 @@ def steps(out: Path) -> list[tuple[str, int, list[str]]]:
         ("ops", 90, [*bench, *few, *outputs["ops"]]),
         ("model", 65, [*bench, *model, *outputs["model"]]),
         ("model_eager", 30, [*bench, *eager, *outputs["model_eager"]]),  # what graphs are worth
-        ("mixers", 35, [*bench, *mixers, *outputs["mixers"]]),
+        ("mixers", 35, [*mixers, *outputs["mixers"]]),
         ("speed", 40, [sys.executable, str(HERE / "speed.py"), str(out / "speed.json")]),
         ("ops_32", 60, [*bench, *many, *outputs["ops_32"]]),
     ]

@@ -46,7 +46,7 @@ else
 fi
 more+=("$@")
 
-# fw-plot curves reads the model from this name
+# docs/results/figures/retrieval.py reads the model from this name
 name=$(echo "setting$setting-$keys-$rule-$map ${more[*]:-}" | tr -s ' ' '_' | tr -dc 'A-Za-z0-9_.-')
 log=$OUT/$name.log
 if ! grep -qs '^best_eval_loss=' "$log"; then

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Trains small models on the tasks mqar and state_tracking, prints how many of their answers are right and collects that for fw-plot.
+# Trains small models on the tasks mqar and state_tracking, prints how many of their answers are right and collects that for
+# docs/results/figures/probes.py.
 #
 # Paper:    Arora et al. 2023 (recall of many pairs); Grazzi et al. 2024 and Siems et al. 2025 (products of many elements of a group)
 # Data:     drawn on the fly

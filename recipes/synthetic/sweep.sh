@@ -6,7 +6,8 @@
 # Hardware: 2 CPU cores; JOBS points run at once, as many as there are cores by default
 # Time:     docs/results/retrieval.md has the time of each sweep
 # Expected: the tables in docs/results/retrieval.md
-# Usage:    recipes/synthetic/sweep.sh ROW...      prints RULE:MAP KEYS LOSS of each point, and keeps them in OUT/FIGURE.txt for fw-plot
+# Usage:    recipes/synthetic/sweep.sh ROW...      prints RULE:MAP KEYS LOSS of each point, and keeps them in OUT/FIGURE.txt for
+#           docs/results/figures/retrieval.py
 #           recipes/synthetic/sweep.sh capacity                 all points of the figure
 #           recipes/synthetic/sweep.sh updates-20 updates-40    all models with so many keys
 #           JOBS=1 recipes/synthetic/sweep.sh capacity-60-softmax capacity-60-elu

@@ -15,7 +15,7 @@
 #
 # SRUPP_MEMORY is how many tokens back each token of srupp sees. XL_MEMORY is the memory of transformer_xl, and XL_SEGMENT the length of
 # its segments, by default as long as the memory: token i of a segment sees the memory and i tokens more. Without these variables, the
-# memory is that of training. The logs stay in the run's folder, where fw-plot tables schlag2 OUT (to schlag5) collects them.
+# memory is that of training. The logs stay in the run's folder, where docs/results/figures/tables.py schlag2 OUT (to schlag5) collects them.
 source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 find_checkpoint wikitext103 "a row that train.sh has trained" "$@"

@@ -17,7 +17,7 @@
 #           DATA=folder recipes/wikitext2/table.sh softmax sparse_ffn_equal softmax_full sparse_equal      dense and sparse layers
 #
 # Each run resumes from its last checkpoint; finished runs are only evaluated again. OUT/perplexity-UPDATES.txt collects ROW SEED, the
-# perplexity at context 0 and the sliding one, for fw-plot parts.
+# perplexity at context 0 and the sliding one, for docs/results/figures/wikitext2.py.
 source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 renamed SPEED "recipes/wikitext2/speed.sh measures speed"

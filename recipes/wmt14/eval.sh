@@ -11,7 +11,7 @@
 #           CHECKPOINT=checkpoint_last.pt BEAM=5 LENPEN=1 recipes/wmt14/eval.sh dpfp2
 #
 # Published BLEU of WMT14 English-German mostly has compounds split: "mother-in-law" counts as three words, and the score is higher.
-# Both scores are kept in the run's folder, where fw-plot tables schlag1 OUT finds the first.
+# Both scores are kept in the run's folder, where docs/results/figures/tables.py schlag1 OUT finds the first.
 # Text that prepare.sh put in lower case is compared in lower case.
 source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs

@@ -14,9 +14,8 @@ from fairseq.data import data_utils
 from sacrebleu import corpus_bleu
 from support import parallel_text
 from support.commands import ROOT, succeed
-from support.recipes import load, recipe
+from support.recipes import load, recipe, results_script
 
-from fw_fairseq.tools.plot.convergence import read_translated
 from fw_fairseq.tools.plot.logs import read_log
 
 ENDED = "stopping training because current learning rate"
@@ -131,7 +130,7 @@ def test_translations(tmp_path):
         assert float(bleu) == pytest.approx(corpus_bleu(text, [reference], lowercase=True).score, abs=0.01)
         wanted.append(f"dpfp2-decoder 0.1 1 {name} {bleu} {split}")
     assert (out / "translated.txt").read_text().splitlines() == wanted
-    assert [*read_translated(out / "translated.txt")] == ["dpfp2-decoder"]
+    assert [*results_script("figures/convergence.py").read_translated(out / "translated.txt")] == ["dpfp2-decoder"]
     again = recipe("convergence/translation.sh", out, "dpfp2-decoder", **given)
     succeed(again)
     assert again.stdout == first.stdout and "training" not in again.stderr
@@ -139,7 +138,10 @@ def test_translations(tmp_path):
     other = recipe("convergence/translation.sh", out, "dpfp2-decoder", DROPOUT="0", **given)
     succeed(other)
     assert "training dpfp2-decoder-0-1;" in other.stderr
-    assert {*read_translated(out / "translated.txt")} == {"dpfp2-decoder, dropout 0.1", "dpfp2-decoder, dropout 0"}
+    assert {*results_script("figures/convergence.py").read_translated(out / "translated.txt")} == {
+        "dpfp2-decoder, dropout 0.1",
+        "dpfp2-decoder, dropout 0",
+    }
 
 
 def cells(printed: str, row: str, seed: int = 1) -> list[str]:

@@ -20,7 +20,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from support import programs
 from support.commands import ENVIRONMENT, ROOT, succeed
 from support.language_models import make_task, options_of
-from support.recipes import load, recipe
+from support.recipes import load, recipe, results_script
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -29,8 +29,6 @@ from fw_fairseq.mixers.srupp import Srupp
 from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModel
 from fw_fairseq.modules.plain_softmax import PlainAdaptiveSoftmax
 from fw_fairseq.modules.sparse.projections import Convolutions, Multiplicative
-from fw_fairseq.tools.plot import __main__ as plots
-from fw_fairseq.tools.plot.wikitext2 import read_parts
 
 BIN = str(Path(sys.executable).parent)
 
@@ -68,7 +66,9 @@ def test_table_of_several_seeds(tmp_path):
     table = tmp_path / "out" / "perplexity-2.txt"
     for _ in range(2):  # the lines of a second call replace those of the first
         for sliding in (False, True):
-            assert read_parts(table, sliding) == {"sru": {"": [values[sliding] for values in reached]}}
+            assert results_script("figures/wikitext2.py").read_parts(table, sliding) == {
+                "sru": {"": [values[sliding] for values in reached]}
+            }
         assert row in succeed(recipe("wikitext2/table.sh", *call, **setting))
 
 
@@ -134,7 +134,7 @@ def test_gpt2(tmp_path):
     )
     assert torch.equal(start[name.format("mixer.")], tuned[name.format("")])
     assert not torch.equal(start[name.format("mixer.")], raw[name.format("mixer.")])
-    plots.main(["tables", "mao1", str(out), "--out", str(out / "table.csv")])
+    results_script("figures/tables.py").main("mao1", str(out), str(out / "table.csv"))
     [line] = [line for line in (out / "table.csv").read_text().splitlines() if line.startswith("Delta,baseline,21.6,")]
     updates, state = line.split(",")[4:]
     assert (updates, float(state)) == ("6", 2 * 4 * (4 * 8 + 4) / 1e6), "memories and normalisers"

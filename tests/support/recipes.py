@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from types import ModuleType
 
 from . import programs
@@ -19,3 +20,11 @@ def recipe(name: str, out, *args, cwd=None, **environment):
 def load(name: str) -> ModuleType:
     """Imports a Python file of a recipe."""
     return import_file(ROOT / "recipes" / name, name.removesuffix(".py").replace("/", "_"))
+
+
+def results_script(name: str) -> ModuleType:
+    """Imports a script of docs/results, which imports others of its folder."""
+    path = ROOT / "docs" / "results" / name
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    return import_file(path, f"results_{path.stem}")

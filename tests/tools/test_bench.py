@@ -3,41 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import logging
-import re
-import shlex
+import os
+import resource
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support.commands import ROOT
 
+from fw_fairseq.mixers import MIXERS
 from fw_fairseq.ops import RowMap, fast_weight
 from fw_fairseq.rules import RULES
 from fw_fairseq.tools.bench import __main__ as bench
+from fw_fairseq.tools.bench import contest, language_models, measure, peers
 from fw_fairseq.tools.bench import ops as bench_ops
-from fw_fairseq.tools.bench import sparse as bench_sparse
-from fw_fairseq.tools.bench.contest import take_turns
-from fw_fairseq.tools.plot import style
 
-TINY = [
-    "ops",
-    "--tokens",
-    "40",
-    "80",
-    "--batch",
-    "1",
-    "--heads",
-    "2",
-    "--key-width",
-    "8",
-    "--value-width",
-    "8",
-    "--rounds",
-    "2",
-]
+OPS = ["ops", "--tokens", "40", "80", "--batch", "1", "--heads", "2", "--key-width", "8", "--value-width", "8", "--rounds", "2"]
+MODEL = ["model", "--layers", "1", "--width", "16", "--heads", "2", "--ffn", "16", "--vocabulary", "20"]
+TINY_MODEL = [*MODEL, *["--tokens", "8", "2048", "--max-tokens", "64", "--contexts", "8", "32", "--steps", "2", "--rounds", "1"]]
+NAMES = {"fast_weight_lm delta", "fast_weight_lm sru", "transformer_lm"}
 
 
 WITHOUT_OPTIONS = {
@@ -51,17 +38,6 @@ WITHOUT_OPTIONS = {
         "max_tokens": 2048, "hypotheses": 5, "contexts": [256, 1024, 4096], "steps": 16, "no_decoding_graph": False, "host": False,
         "resume": False,
     },
-    "mixers": {
-        "width": 128, "heads": 4, "batch": 32, "length": 128, "tokens": 2048, "windows": [4, 1024, 0], "peers": False,
-    },
-    "sparse": {
-        "sizes": ["110M"], "models": [*bench_sparse.MODELS], "contexts": [1, 512, 4096], "try_threads": [1], "type": "fp32",
-        "steps": 4, "vocabulary": 32000,
-    },
-    "translate": {
-        "feature_maps": ["elu", "dpfp"], "dpfp_nu": 1, "layers": 3, "width": 256, "heads": 4, "ffn": 512, "vocabulary": 8000,
-        "lengths": [30, 200, 1000], "sentences": 8, "beam": 5, "no_decoding_graph": False,
-    },
 }  # fmt: skip
 
 
@@ -73,66 +49,101 @@ def test_what_is_measured_without_options(command):
     assert found == WITHOUT_OPTIONS[command] | always
 
 
-def test_the_commands_of_the_pages_make_their_reports_again():
-    """With the defaults of what they leave out. The number of threads is the machine's, and there are more rules and mixers now."""
-    folder, reports = ROOT / "docs" / "results", set()
-    text = "\n".join(page.read_text() for page in folder.glob("*.md"))
-    for command in re.findall(r"^    fw-bench ((?:.*\\\n)*.*)$", text, re.MULTILINE):
-        args = vars(bench.build_parser().parse_args(shlex.split(command.replace("\\\n", " "))))
-        if args["json"]:
-            before = json.loads((ROOT / args["json"]).read_text())["settings"]
-            same = before.keys() & args.keys() - {"rules", "mixers", "threads"}
-            assert {name: args[name] for name in same} == {name: before[name] for name in same}, command
-            reports.add(ROOT / args["json"])
-    kernels = {ROOT / name for name in re.findall(r"^    python recipes/gpu_check/speed\.py (\S+)$", text, re.MULTILINE)}
-    assert reports | kernels == {*folder.glob("*.json")}
-
-
 def test_ops_report(tmp_path, capsys, caplog, monkeypatch):
     outputs = ["--json", str(tmp_path / "ops.json"), "--figure", str(tmp_path / "ops.png")]
     monkeypatch.setattr(logging.getLogger(), "level", logging.DEBUG)  # as the first import of fairseq leaves it
     torch.manual_seed(5)
-    bench.main([*TINY, "--rules", "sum", "decay", "--feature-map", "dpfp", *outputs])
+    bench.main([*OPS, "--rules", "sum", "--feature-map", "dpfp", *outputs])
     assert not [record for record in caplog.records if record.name.startswith("matplotlib")]
     report = json.loads((tmp_path / "ops.json").read_text())
     timed = {(row["name"], row["tokens"]) for row in report["forward_backward"]}
-    peers = {"softmax attention", "cumulative sum", "sum", "decay", "sum step loop", "decay step loop"}
-    peers |= {f"{rule} {place} dpfp" for rule in ("sum", "decay") for place in ("with", "after")}
+    peers = {"softmax attention", "cumulative sum", "sum", "sum step loop", "sum with dpfp", "sum after dpfp"}
     assert timed == {(name, tokens) for name in peers for tokens in (40, 80)}
     assert all(0 < row["min"] <= row["seconds"] <= row["max"] for row in report["forward_backward"])
-    assert {(row["rule"], row["peer"]) for row in report["ratios"]} == {
-        (rule, peer)
-        for rule in ("sum", "decay")
-        for peer in (
-            f"{rule} step loop",
-            "softmax attention",
-            "itself at 40 tokens",
-            *(["cumulative sum"] if rule == "sum" else []),
-        )
-    } | {(f"{rule} with dpfp", f"{rule} after dpfp") for rule in ("sum", "decay")}
-    assert [row["rule"] for row in report["memory"]] == ["sum", "decay"]
-    assert all(row["times_inputs"] == row["bytes"] / row["input_bytes"] for row in report["memory"])
+    against = {("sum", peer) for peer in ("sum step loop", "softmax attention", "itself at 40 tokens", "cumulative sum")}
+    assert {(row["rule"], row["peer"]) for row in report["ratios"]} == against | {("sum with dpfp", "sum after dpfp")}
+    [memory] = report["memory"]
+    assert memory["rule"] == "sum" and memory["times_inputs"] == memory["bytes"] / memory["input_bytes"]
     assert torch.initial_seed() == 0
-    assert {row["name"] for row in report["one_token"]} == {"sum", "decay", "softmax attention"}
+    assert {row["name"] for row in report["one_token"]} == {"sum", "softmax attention"}
     assert (tmp_path / "ops.png").stat().st_size > 1000
     printed = capsys.readouterr().out
-    assert "| decay |" in printed and "| decay against step loop |" in printed
+    assert "| sum |" in printed and "| sum against step loop |" in printed
+
+
+def test_model_report(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    files = ["--json", str(tmp_path / "model.json"), "--figure", str(tmp_path / "model.png")]
+    bench.main([*TINY_MODEL, "--mixers", "delta", "sru", *files])
+    report = json.loads((tmp_path / "model.json").read_text())
+    assert {row["name"] for row in report["parameters"]} == NAMES
+    assert {(row["name"], row["tokens"]) for row in report["training"]} == {(n, t) for n in NAMES for t in (8, 2048)}
+    assert {(row["name"], row["context"]) for row in report["generation"]} == {(n, c) for n in NAMES for c in (8, 32)}
+    assert all(0 < row["min"] <= row["seconds"] <= row["max"] for row in report["training"] + report["generation"])
+    state = {name: [row["state_bytes"] for row in report["generation"] if row["name"] == name] for name in NAMES}
+    keys_and_values = 2 * 16 * 4 * 5  # 5 hypotheses
+    assert state.pop("transformer_lm") == [keys_and_values * context for context in (8, 32)]
+    assert all(sizes[0] > 0 and len(set(sizes)) == 1 for sizes in state.values())
+    assert len(report["ratios"]) == 2 * (2 + 2)
+    for row in report["training"]:
+        assert row["tokens_per_second"] == pytest.approx(max(64, row["tokens"]) / row["seconds"])
+    parameters = {row["name"]: row["parameters"] for row in report["parameters"]}
+    assert parameters["transformer_lm"] == 20 * 16 + 4 * (16 * 16 + 16) + 2 * (16 * 16 + 16) + 3 * 2 * 16  # one matrix for words
+    peak = {(row["name"], row["tokens"]): row["peak_bytes"] for row in report["training"]}
+    assert peak["transformer_lm", 2048] > 2048**2 * 4 > peak["transformer_lm", 8] >= 0  # its mask alone
+    assert peak["fast_weight_lm sru", 2048] < peak["transformer_lm", 2048]
+    assert (tmp_path / "model.png").stat().st_size > 1000
+    printed, progress = capsys.readouterr()
+    assert "| transformer_lm | " in printed and f"| {keys_and_values * 8 / 1e3:.0f} |" in printed
+    said = [f"memory of {name}, {tokens} tokens" for name in NAMES for tokens in (8, 2048)]
+    assert all(f"\r\033[K{part}" in progress for part in [*said, "training, 8 tokens, round 1 of 1"])
+
+    report["training"] = [row for row in report["training"] if row["tokens"] == 8]
+    del report["settings"]["host"]  # as in an older report
+    (tmp_path / "model.json").write_text(json.dumps(report))
+    bench.main([*TINY_MODEL, "--mixers", "delta", "sru", *files, "--resume"])
+    resumed = json.loads((tmp_path / "model.json").read_text())
+    assert resumed["generation"] == report["generation"] and resumed["training"][: len(NAMES)] == report["training"]
+    assert {row["tokens"] for row in resumed["training"][len(NAMES) :]} == {2048}
+    with pytest.raises(SystemExit, match=r"model.json was measured with mixers \['delta', 'sru'\], not \['delta'\]"):
+        bench.main([*TINY_MODEL, *files, "--resume"])
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    "command, change, message",
     [
-        (["--rules", "dleta"], "invalid choice: 'dleta'"),
-        (["--rounds", "0"], "0 is not a positive number"),
-        (["--json", "no/such/folder/x.json"], "no/such/folder is not a folder"),
-        (["--device", "cuda"], "needs a CUDA device"),
+        (OPS, ["--rules", "dleta"], "invalid choice: 'dleta'"),
+        (OPS, ["--rounds", "0"], "0 is not a positive number"),
+        (OPS, ["--device", "cuda"], "needs a CUDA device"),
+        (MODEL, ["--mixers", "dleta"], "invalid choice: 'dleta'"),
+        (MODEL, ["--vocabulary", "4"], "4 leaves no room beside fairseq's 4 special symbols"),
     ],
 )
-def test_mistakes(change, message, capsys, monkeypatch):
+def test_mistakes(command, change, message, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit) as exit_:
-        bench.main([*TINY, *change])
+        bench.main([*command, *change])
     assert exit_.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_the_host_alone(tmp_path, capsys, monkeypatch):
+    """With graphs and without; additive attention runs without the decoding kernel."""
+    replays, replay = [], measure.Idle.replay
+    monkeypatch.setattr(measure.Idle, "replay", lambda self: replays.append(1) or replay(self))
+    monkeypatch.setattr(measure, "HOST_STEPS", 8)
+    command = [*MODEL, "--host", "--rounds", "1", "--threads", "1"]
+    bench.main([*command, "--mixers", "sum", "gated", "--json", str(tmp_path / "host.json")])
+    rows = json.loads((tmp_path / "host.json").read_text())["host"]
+    assert len(rows) == 4 and sum(row["graph"] for row in rows) == 2 and all(row["seconds"] > 0 for row in rows)
+    assert len(replays) == 2 * 2 * 6  # 2 rounds, 6 tokens after the first two
+    assert capsys.readouterr().out.count("| fast_weight_lm gated | yes |") == 1
+    for name in ("additive", "retnet"):  # without a kernel, and with another one
+        with pytest.raises(SystemExit, match=f"--mixers: the decoding kernel does not do a step of {name}"):
+            bench.main([*command, "--mixers", name])
+    with pytest.raises(SystemExit, match="--host needs --device cpu and --threads 1, not cpu and 2"):
+        bench.main([*command[:-1], "2"])
+    with pytest.raises(SystemExit, match="--resume needs --json"):
+        bench.main([*MODEL, "--resume"])
 
 
 def test_inputs_fit_every_rule(monkeypatch):
@@ -151,7 +162,7 @@ def test_contenders_take_turns(untimed):
     def contender(name):
         return lambda: called.append(name) or len(called)
 
-    found = take_turns({"a": contender("a"), "b": contender("b")}, 2, untimed=untimed)
+    found = contest.take_turns({"a": contender("a"), "b": contender("b")}, 2, untimed=untimed)
     assert called == ["a", "b"] * (2 + untimed)
     assert found == {"a": [1 + 2 * untimed, 3 + 2 * untimed], "b": [2 + 2 * untimed, 4 + 2 * untimed]}
 
@@ -178,8 +189,7 @@ def test_gates_are_drawn_within_the_range_of_uniform_gates():
 @pytest.mark.parametrize("feature_map, norm", [("dpfp", "sum"), ("identity", "l2")])
 def test_a_feature_map_in_the_operation_and_before_it(feature_map, norm, monkeypatch):
     """Have the same gradients."""
-    args, given = sizes(feature_map=feature_map, dpfp_nu=2), []
-    assert bench_ops.map_of(args) == RowMap(feature_map, 2, norm)
+    args, given, row_map = sizes(feature_map=feature_map, dpfp_nu=2), [], RowMap(feature_map, 2, norm)
 
     def noted(*inputs, feature_map, **options):
         given.append(feature_map)
@@ -189,10 +199,10 @@ def test_a_feature_map_in_the_operation_and_before_it(feature_map, norm, monkeyp
     found = []
     for inside in (True, False):
         torch.manual_seed(0)
-        found.append(bench_ops.mapped(args, "delta", 7, inside)())
-    assert given == [bench_ops.map_of(args), None]
+        found.append(bench_ops._mapped(args, "delta", 7, inside)())
+    assert given == [row_map, None]
     torch.testing.assert_close(found[0], found[1])
-    calls = bench_ops.build_contenders(args, 7, [])
+    calls = bench_ops._contenders(args, 7, [])
     for place in ("with", "after"):
         calls[f"{args.rules[0]} {place} {feature_map}"]()
     assert given[2:] == given[:2]
@@ -204,11 +214,11 @@ def test_peers_compute_what_their_names_say(monkeypatch):
     drawn = bench_ops.draw_inputs(sizes(), "sum", 6)
     monkeypatch.setattr(bench_ops, "draw_inputs", lambda *_, **options: drawn)
     args = sizes(rules=["sum", "gated"], loop_up_to=5, softmax_up_to=6, cumsum_up_to=6)
-    calls = bench_ops.build_contenders(args, 6, [])
+    calls = bench_ops._contenders(args, 6, [])
     assert list(calls) == ["sum", "gated", bench_ops.SOFTMAX, bench_ops.CUMSUM]
-    assert list(bench_ops.build_contenders(args, 5, []))[2:4] == ["sum step loop", "gated step loop"]
-    assert list(bench_ops.build_contenders(args, 7, [])) == ["sum", "gated"]
-    assert bench_ops.CUMSUM not in bench_ops.build_contenders(sizes(rules=["gated"]), 6, [])
+    assert list(bench_ops._contenders(args, 5, []))[2:4] == ["sum step loop", "gated step loop"]
+    assert list(bench_ops._contenders(args, 7, [])) == ["sum", "gated"]
+    assert bench_ops.CUMSUM not in bench_ops._contenders(sizes(rules=["gated"]), 6, [])
     q, k, v, _ = drawn
     seen = torch.ones(6, 6).tril()
     scores = q @ k.transpose(-1, -2)
@@ -220,37 +230,10 @@ def test_peers_compute_what_their_names_say(monkeypatch):
 def test_one_token_reads_one_query(monkeypatch):
     """From an earlier state, and without gradients; of softmax attention with a cache of each length."""
     given = []
-    monkeypatch.setattr(bench_ops, "repeated", lambda call, args: given.append(call) or float(len(call())))
-    bench_ops.one_token(sizes(rules=["delta"], tokens=[3, 8]))
+    monkeypatch.setattr(bench_ops, "_microseconds", lambda call, args: given.append(call) or float(len(call())))
+    bench_ops._one_token(sizes(rules=["delta"], tokens=[3, 8]))
     assert [call.args[0].shape[2] for call in given] == [1, 1, 1] and [call.args[1].shape[2] for call in given] == [1, 3, 8]
     assert given[0].args[-1] is not None and not any(x.requires_grad for call in given for x in call.args[:3])
-
-
-def test_memory_is_that_of_forward_and_backward(monkeypatch):
-    """Of one call, in a process that has called it before; beside it the bytes of the inputs."""
-    happened, grad = [], torch.autograd.grad
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: happened.append(("threads", count)))
-    monkeypatch.setattr(bench_ops, "forward_backward", lambda args, rule, tokens, _: lambda: happened.append((rule, tokens)))
-    monkeypatch.setattr(torch.autograd, "grad", lambda *given: happened.append("grad") or grad(*given))
-    monkeypatch.setattr(bench_ops, "peak_beyond", lambda call, device: happened.append(device) or call() or 77)
-    inputs = 2 * 3 * 7 * (4 + 4 + 5 + 1) * 4
-    assert bench_ops.measure_memory(sizes(threads=3), "delta", 7) == (77, inputs)
-    assert happened == [("threads", 3), ("delta", 64), "cpu", "grad"]
-
-
-def test_memory_is_measured_in_a_process_of_its_own(monkeypatch):
-    """On a GPU in this one, since the peak of a GPU's memory starts again with each measurement."""
-    happened = []
-
-    pool = SimpleNamespace(apply=lambda call, given: call(*given))
-    context = SimpleNamespace(Pool=lambda count: happened.append(count) or contextlib.nullcontext(pool))
-    monkeypatch.setattr(bench_ops.multiprocessing, "get_context", lambda method: happened.append(method) or context)
-    monkeypatch.setattr(bench_ops, "measure_memory", lambda args, rule, tokens: happened.append((rule, tokens)) or (30, 12))
-    monkeypatch.setattr(bench_ops, "progress", happened.append)
-    for device in ("cpu", "cuda"):
-        found = bench_ops.peak_memory(sizes(device=device), "delta", 7)
-        assert found == {"bytes": 30, "input_bytes": 12, "times_inputs": 2.5}
-    assert happened == ["memory of delta", "spawn", 1, ("delta", 7), "memory of delta", ("delta", 7)]
 
 
 def test_the_table_of_a_report():
@@ -294,12 +277,211 @@ def test_the_table_of_a_report():
     ]
 
 
-def test_the_figure_has_milliseconds(monkeypatch):
-    """Without what is slow at every length and what has a feature map."""
-    names = ("sum", "sum step loop", "cumulative sum", "softmax attention", "sum with dpfp", "sum after dpfp")
-    rows = [{"name": name, "tokens": t, "seconds": t / 1e3} for name in names for t in (8, 16)]
-    figures = []
-    monkeypatch.setattr(style, "save", lambda figure, _: figures.append(figure))
-    bench_ops.draw({"forward_backward": rows}, "x.svg")
-    [axes] = figures[0].axes
-    assert [list(line.get_ydata()) for line in axes.lines] == [[8, 16]] * 2 and axes.get_ylabel() == "forward + backward, ms"
+@pytest.mark.parametrize("name", ["fast_weight_lm delta", "transformer_lm"])
+def test_positions_suffice_for_the_longest_context(name):
+    sizes = {"layers": 1, "width": 8, "heads": 2, "ffn": 8, "vocabulary": 20, "device": "cpu", "no_decoding_graph": False}
+    args = SimpleNamespace(tokens=[4], contexts=[5, 30], steps=2, **sizes)
+    model = measure.build_model(args, name)
+    assert model.max_decoder_positions() == 32 + measure.UNTIMED_STEPS
+
+
+def test_each_token_after_the_context_is_timed_once(monkeypatch):
+    """The first of them warm up; each starts from the same state, which is not changed."""
+    given, lengths = {"layer": {"memory": 3}}, []
+
+    def decoder(tokens, incremental_state):
+        lengths.append(tokens.shape[1])
+        incremental_state["layer"]["memory"] += 1
+
+    def seconds(call, device):
+        call()
+        return float(lengths[-1])
+
+    monkeypatch.setattr(measure, "timed", seconds)
+    model, text = SimpleNamespace(decoder=decoder), torch.zeros(1, 9 + measure.UNTIMED_STEPS)
+    assert measure.time_steps(SimpleNamespace(device="cpu"), model, text, 4, given) == 5 + measure.UNTIMED_STEPS + 2
+    assert lengths == [*range(5, 10 + measure.UNTIMED_STEPS)] and given == {"layer": {"memory": 3}}
+
+
+def test_the_table_of_a_report_of_models():
+    """A table for each number, a column for each length, with ratios in brackets."""
+    m, s = {"device": "a processor", "threads": 2, "torch": "2.0"}, {"layers": 2, "width": 16, "heads": 4, "ffn": 32, "rounds": 3}
+    s |= {"vocabulary": 20, "max_tokens": 64, "steps": 5, "hypotheses": 6}
+    names = ("own", "transformer_lm")
+    ratio = {"name": "own", "times_faster": 10.0, "times_smaller": 2.5}
+    report = {
+        "machine": m,
+        "settings": s,
+        "generation": [{"name": n, "context": t, "seconds": t / 1e3, "state_bytes": t * 2e3} for n in names for t in (1, 7)],
+        "training": [{"name": n, "tokens": 8, "tokens_per_second": 900.0, "peak_bytes": 3e6} for n in names],
+        "ratios": [ratio | {"what": "generation", "tokens": 7}, ratio | {"what": "training", "tokens": 8}],
+        "parameters": [{"name": n, "parameters": 1_234_567} for n in names],
+    }
+    assert language_models.table(report).splitlines() == [
+        "a processor, 2 threads, torch 2.0; 2 layers, width 16, 4 heads, ffn 32, 20 words; training with 64 tokens a batch,"
+        " generation of 5 tokens for 6 hypotheses; medians of 3 rounds; in brackets: times as fast, or as small, as transformer_lm",
+        "",
+        "| generation, ms per token | after 1 tokens | after 7 tokens |",
+        "|---|---:|---:|",
+        "| own | 1.00 | 7.00 (10 x) |",
+        "| transformer_lm | 1.00 | 7.00 |",
+        "",
+        "| generation, state in kB | after 1 tokens | after 7 tokens |",
+        "|---|---:|---:|",
+        "| own | 2 | 14 (2.50 x) |",
+        "| transformer_lm | 2 | 14 |",
+        "",
+        "| training, tokens/s | 8 tokens |",
+        "|---|---:|",
+        "| own | 900 (10 x) |",
+        "| transformer_lm | 900 |",
+        "",
+        "| training, peak memory in MB | 8 tokens |",
+        "|---|---:|",
+        "| own | 3 (2.50 x) |",
+        "| transformer_lm | 3 |",
+        "",
+        "| model | parameters |",
+        "|---|---:|",
+        "| own | 1,234,567 |",
+        "| transformer_lm | 1,234,567 |",
+    ]
+    rows = [{"name": "own", "graph": graph, "seconds": 3e-4} for graph in (True, False)]
+    assert language_models.table({"machine": m, "settings": s, "host": rows}).splitlines() == [
+        "a processor, 1 thread, torch 2.0; 2 layers, width 16, 6 hypotheses; medians of 3 rounds",
+        "",
+        "| model | graph | host, us per token | per layer |",
+        "|---|---|---:|---:|",
+        "| own | yes | 300 | 150.0 |",
+        "| own | no | 300 | 150.0 |",
+    ]
+
+
+def test_ratios_to_the_transformer():
+    """A state of no bytes counts as one."""
+    rows = language_models._ratios(
+        "training", 8, {"a": [2.0], "b": [1.0], "transformer_lm": [6.0]}, {"a": 4, "b": 0, "transformer_lm": 12}
+    )
+    assert [(row["times_faster"], row["times_smaller"]) for row in rows] == [(3, 3), (6, 12)]
+
+
+def test_a_report_is_continued_only_where_it_is_asked_for(tmp_path):
+    """A switch that one of both does not have yet, or any more, is off."""
+    file = tmp_path / "x.json"
+    args = SimpleNamespace(device="cpu", threads=1, resume=True, json=file, host=False, steps=2)
+    assert language_models._begin(args)["training"] == []
+    before = {"settings": {"device": "cpu", "threads": 1, "steps": 2, "older": False}}
+    before |= {"training": [{"tokens": 8, "name": "kept"}], "generation": [], "ratios": []}
+    file.write_text(json.dumps(before))
+    assert language_models._begin(args).items() >= before.items()
+    args.resume = False
+    assert language_models._begin(args)["training"] == []
+    language_models._finish_length(args, {"a": 1}, "a length")
+    assert json.loads(file.read_text()) == {"a": 1}
+
+
+def test_what_is_measured_is_written_at_once(tmp_path, monkeypatch, capsys):
+    """A run that is stopped leaves the lengths before."""
+    path, before = tmp_path / "model.json", []
+
+    def note(models, each):
+        report = json.loads(path.read_text()) if path.exists() else {"training": [], "generation": []}
+        before.append([[row["name"] for row in report[part]] for part in ("training", "generation")])
+        return dict.fromkeys(models, each)
+
+    monkeypatch.setattr(language_models, "build_model", lambda args, name: torch.nn.Linear(2, 3))
+    monkeypatch.setattr(language_models, "peak_memory", lambda args, models, length: dict.fromkeys(models, 7))
+    monkeypatch.setattr(language_models, "time_training", lambda args, models, length: note(models, [0.5]))
+    monkeypatch.setattr(
+        language_models, "time_generation", lambda args, models, context: (note(models, [0.25]), dict.fromkeys(models, 9))
+    )
+    given = ["model", "--mixers", "sum", "--tokens", "8", "16", "--max-tokens", "20", "--contexts", "4", "9", "--json", str(path)]
+    report = language_models.measure(bench.build_parser().parse_args(given))
+    both = ["fast_weight_lm sum", "transformer_lm"]
+    assert before == [[[], []], [both, []], [both * 2, []], [both * 2, both]] and json.loads(path.read_text()) == report
+    assert capsys.readouterr().err.splitlines() == [
+        *(f"training with {length} tokens: done" for length in (8, 16)),
+        *(f"generation after {context} tokens: done" for context in (4, 9)),
+    ]
+    assert [row["tokens_per_second"] for row in report["training"]] == [32] * 4  # 2 rows of 8, or 1 of 16, in half a second
+    assert {row["peak_bytes"] for row in report["training"]} == {7} and {row["state_bytes"] for row in report["generation"]} == {9}
+    assert report["parameters"] == [{"name": name, "parameters": 2 * 3 + 3} for name in both]
+
+
+def test_all_rules_and_mixers_are_those_with_a_time_of_their_own():
+    assert {*measure.ALL} == {*RULES, *MIXERS} - {"fwm", "fast_weight"} and len(measure.ALL) == len({*measure.ALL})
+    assert language_models.vocabulary("5") == 5
+
+
+@pytest.mark.parametrize("device, threads, seconds", [("cpu", 1, 3), ("cpu", 2, 20), ("cuda", 1, 20)])
+def test_one_thread_is_timed_without_other_processes(device, threads, seconds, monkeypatch):
+    """A GPU is waited for before and after the call."""
+    happened = []
+    own, all_of_them = iter([5, 8]), iter([100, 120])
+    monkeypatch.setattr(contest.time, "process_time", lambda: happened.append("clock") or next(own))
+    monkeypatch.setattr(contest.time, "perf_counter", lambda: happened.append("clock") or next(all_of_them))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("wait"))
+    found = contest.timed(lambda: happened.append("call"), device)
+    monkeypatch.undo()
+    wait = ["wait"] * (device == "cuda")
+    assert found == seconds and happened == [*wait, "clock", "call", *wait, "clock"]
+
+
+def test_the_processor_has_its_name(monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda _: "processor : 0\nmodel name\t: A: B\nmodel name\t: C\n")
+    assert contest._processor() == "A: B"
+    monkeypatch.setattr(contest.platform, "processor", lambda: "of the platform")
+    monkeypatch.setattr(Path, "read_text", lambda _: "processor : 0\n")
+    assert contest._processor() == "of the platform"
+    monkeypatch.setattr(Path, "read_text", lambda _: (_ for _ in ()).throw(FileNotFoundError()))
+    assert contest._processor() == "of the platform"
+
+
+def test_memory_of_the_process(monkeypatch):
+    kilobytes = {"VmHWM": 20, "VmRSS": 12}
+    monkeypatch.setattr(
+        Path, "read_text", lambda _: "Name:\ta:b:c\n" + "".join(f"{name}:\t  {size} kB\n" for name, size in kilobytes.items())
+    )
+    assert contest.process_memory("VmRSS") == 12 * 1024
+    assert contest.peak_beyond(lambda: kilobytes.update(VmHWM=30), "cpu") == 18 * 1024
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=7))
+    assert contest.process_memory("VmRSS") == 7
+
+
+def test_memory_of_a_gpu(monkeypatch):
+    used = {"now": 100, "peak": 900}
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: used.update(peak=used["now"]))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: used["now"])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: used["peak"])
+    assert contest.peak_beyond(lambda: used.update(peak=used["peak"] + 30), "cuda") == 30
+
+
+@pytest.mark.parametrize("terminal, said", [(True, "\r\033[Kround 1 of 1\r\033[Kdone\n"), (False, "done\n")])
+def test_progress_takes_the_place_of_the_line_before_on_a_terminal(terminal, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    contest.take_turns({"a": int}, 1, untimed=0)
+    contest.say("done")
+    assert capsys.readouterr().err == said
+
+
+def test_large_tensors_are_in_huge_pages():
+    assert os.environ["THP_MEM_ALLOC_ENABLE"]
+
+
+def test_kernels_of_others(monkeypatch, capsys):
+    """Those that run are timed, from tensors (B,T,H,D) and logarithms of gates; why another one does not is said."""
+    given = {}
+
+    def kernel(q, k, v, scale, g, beta=None):
+        given.update(shape=q.shape, g=g, beta=beta)
+        return q * k * v * g.unsqueeze(-1) * (1 if beta is None else beta.unsqueeze(-1)), None
+
+    modules = {"fla.ops.simple_gla": SimpleNamespace(chunk_simple_gla=kernel), "fla.ops.delta_rule": SimpleNamespace()}
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(peers.importlib, "import_module", modules.__getitem__)
+    args = sizes(value_width=4)
+    calls, refused = peers.running_peers(["gated", "delta", "kda"], lambda rule: bench_ops.draw_inputs(args, rule, 5), "cpu")
+    assert [*calls] == ["fla chunk_simple_gla"] and [*refused] == ["fla chunk_delta_rule"]
+    assert given["shape"] == (2, 5, 3, 4) and given["g"].max() <= 0 and "AttributeError" in capsys.readouterr().err

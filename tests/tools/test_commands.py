@@ -22,7 +22,7 @@ MISTAKES = {
     "fw-convert": "none.pt out.pt --rule sum",
     "fw-explain": "none.pt w1 --html out.html",
     "fw-export-hf": "none.pt out",
-    "fw-plot": "capacity none.txt --out out.svg",
+    "fw-plot": "generation none.json --out out.svg",
 }
 
 
@@ -56,11 +56,6 @@ def test_a_wrong_option_is_a_matter_of_usage(name, capsys):
         assert f"{name}: error: " in capsys.readouterr().err
 
 
-def test_what_a_figure_shows_is_in_its_help(capsys):
-    assert exit_of(plot, "dpfp --help") == 0
-    assert " The four features of DPFP with nu = 1 over the plane, as surfaces. " in " ".join(capsys.readouterr().out.split())
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_mistake_is_a_sentence(name, tmp_path, monkeypatch):
     """``sys.exit`` prints it and ends with exit code 1."""
@@ -80,15 +75,13 @@ def test_a_mistake_is_a_sentence(name, tmp_path, monkeypatch):
     [
         ((plot, "curves a.svg --out a.svg"), "--out is a.svg, which is LOG too; name another file"),
         ((plot, "curves x=a.svg --out b.svg ./a.svg"), "--out is a.svg, which is LOG too; name another file"),
-        ((plot, "state a.svg --out a.svg"), "--out is a.svg, which is PAGE too; name another file"),
-        ((plot, "capacity text.txt --out b.svg b.svg"), "--out is b.svg, which is given twice; name another file"),
-        ((plot, "tables mao1 . --out b.md b.md"), "--out is b.md, which is given twice; name another file"),
+        ((plot, "generation text.txt --out b.svg b.svg"), "--out is b.svg, which is given twice; name another file"),
         ((bench, "ops --json b.svg --figure b.svg"), "--figure is b.svg, which is --json too; name another file"),
         ((bench, "ops --json a.pt"), "--json is a.pt, which is no report of fw-bench and would be lost; name another file"),
         ((bench, "ops --figure a.pt"), "--figure is a.pt; it must end in .svg, .pdf or .png"),
         ((bench, "ops --json folder.json"), "--json is folder.json, which is a folder; name a file"),
-        ((bench, "ops --figure folder.json"), "--figure is folder.json, which is a folder; name a file"),
-        ((plot, "dpfp --out folder.svg"), "--out is folder.svg, which is a folder; name a file"),
+        ((bench, "ops --figure folder.svg"), "--figure is folder.svg, which is a folder; name a file"),
+        ((plot, "generation text.txt --out folder.svg"), "--out is folder.svg, which is a folder; name a file"),
         ((convert, "text.txt b.pt --rule sum --feature-dim -3"), "--feature-dim is -3; it must be at least 0"),
         ((convert, "a.pt a.pt --rule sum --force"), "OUTPUT is a.pt, which is SOURCE too; name another file"),
         (
@@ -96,8 +89,6 @@ def test_a_mistake_is_a_sentence(name, tmp_path, monkeypatch):
             "OUTPUT text.txt is no checkpoint, and --force would delete it; name another file",
         ),
         ((plot, "curves a.pt --out b.svg"), "a.pt is not a log of fairseq-train, as it is no text in UTF-8"),
-        ((plot, "updates a.pt --out b.svg"), "a.pt is not lines of MODEL SIZE VALUE, as it is no text in UTF-8"),
-        ((plot, "conversion a.pt --out b.svg"), "a.pt is not a page with a table, as it is no text in UTF-8"),
     ],
 )
 def test_nothing_is_written_over_by_a_slip(command, said, tmp_path, monkeypatch):

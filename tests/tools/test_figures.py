@@ -1,51 +1,81 @@
-"""The figures of the documentation are what the commands on its pages draw today from the numbers beside them."""
+"""The figures and tables of the documentation are what the commands on its pages draw and print today from the numbers beside them,
+and its benchmarks run."""
 
 from __future__ import annotations
 
+import csv
 import json
 import re
+import runpy
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support.commands import ROOT, run, succeed
+from support.recipes import results_script
 
 from fw_fairseq.tools.bench import __main__ as bench
 from fw_fairseq.tools.plot import __main__ as plots
 
+RESULTS = ROOT / "docs" / "results"
 OF_LOGS = {f"docs/results/{name}_curves.svg" for name in ("retrieval", "retrieval_updates")}  # of runs whose logs are not kept
-KEPT = {f"docs/results/{name}.svg" for name in ("convergence", "converted")}  # of logs beside them
 BY_HAND = {"docs/figures/architecture.svg", "docs/figures/generation.svg"}  # and by docs/figures/generation.py
+SCRIPT = re.compile(r"docs/results/(figures|benchmarks)/\w+\.py")
 IDS = re.compile(r"\b[mp][0-9a-f]{7,12}(_\w+)?\b")  # of the last digits of coordinates
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
 BY = re.compile(r"Matplotlib v([\d.]+)")
+TINY = {
+    "layers": "--width 8 --heads 2 --batch 2 --length 4 --tokens 6 --windows 3 0",
+    "translation": "--feature-maps elu --layers 1 --width 8 --heads 2 --ffn 8 --vocabulary 20 --lengths 1 3 --sentences 2 --beam 2",
+    "sparse": "--sizes tiny --models dense '+ gated_delta for softmax' --contexts 1 3 --vocabulary 100 --steps 1",
+}
 
 
-def lines_of_commands() -> list[tuple[str, list[str]]]:
-    """Each page with the words of its commands that draw or print. A command may go on in the next line."""
-    return [
-        (page.relative_to(ROOT).as_posix(), line.split())
-        for page in sorted((ROOT / "docs").rglob("*.md"))
-        for line in re.sub(r" \\\n\s+", " ", page.read_text()).splitlines()
-        if line.split()[:1] in (["fw-plot"], ["fw-bench"])
-    ]
-
-
-def commands() -> dict[str, list[str]]:
-    """By figure the command that draws it."""
-    found = {}
-    for _, words in lines_of_commands():
-        if out := re.search(r"--(?:out|figure) (docs/\S+\.svg)", " ".join(words)):
-            found[out[1]] = words
+def commands() -> list[tuple[str, list[str]]]:
+    """Each page with the words of its commands that draw, print or measure. A command may go on in the next line."""
+    found = []
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        for line in re.sub(r" \\\n\s+", " ", page.read_text()).splitlines():
+            words = shlex.split(line) if re.match(r"    (fw-plot|fw-bench|python docs/results)", line) else []
+            found += [(page.relative_to(ROOT).as_posix(), words)] if words else []
     return found
 
 
 COMMANDS = commands()
+FIGURES = {
+    word: words for _, words in COMMANDS for word in words if word.startswith("docs") and word.endswith(".svg")
+}  # by figure the command that draws it
+
+
+def call(words: list[str], monkeypatch) -> None:
+    """Runs a command of a page in this process."""
+    if words[0] == "python":
+        monkeypatch.setattr(sys, "argv", words[1:])
+        monkeypatch.syspath_prepend(str(Path(words[1]).resolve().parent))
+        runpy.run_path(words[1], run_name="__main__")
+    else:
+        (plots if words[0] == "fw-plot" else bench).main(words[1:])
+
+
+def drawn_again(words: list[str], name: str, place: Path, monkeypatch) -> str:
+    """Returns the figure. What was measured is taken from its report."""
+    words = [str(place) if word == name else word for word in words]
+    if "--figure" in words:
+        report = json.loads(Path(words[words.index("--json") + 1]).read_text())
+        if words[0] == "python":
+            module = results_script(words[1].removeprefix("docs/results/"))
+            results_script("benchmarks/common.py").save_with(module.draw)(report, place)
+        else:
+            bench.COMMANDS[words[1]].draw(report, place)
+    else:
+        call(words, monkeypatch)
+    return place.read_text()
 
 
 def test_every_figure_has_its_command():
-    assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.svg")} == {*COMMANDS} | BY_HAND
-    assert {name for name, words in COMMANDS.items() if words[1] == "curves"} - KEPT == OF_LOGS
+    assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.svg")} == {*FIGURES} | BY_HAND
 
 
 def test_the_picture_of_the_readme_is_of_the_report():
@@ -53,44 +83,104 @@ def test_the_picture_of_the_readme_is_of_the_report():
     assert succeed(run(*command, cwd=ROOT)) == (ROOT / "docs" / "figures" / "generation.svg").read_text()
 
 
-@pytest.mark.parametrize("name", sorted({*COMMANDS} - OF_LOGS))
+@pytest.mark.parametrize("name", sorted({*FIGURES} - OF_LOGS))
 def test_a_figure_is_what_its_command_draws(name, tmp_path, monkeypatch):
     """To a hundredth of a typographical point."""
     matplotlib = pytest.importorskip("matplotlib")
     monkeypatch.chdir(ROOT)
-    kept, (program, command, *given) = Path(name).read_text(), COMMANDS[name]
+    kept = Path(name).read_text()
     if BY.search(kept)[1] != matplotlib.__version__:
         pytest.skip(f"the figures are of Matplotlib {BY.search(kept)[1]}")
-    drawn = tmp_path / "x.svg"
-    if program == "fw-bench":
-        bench.COMMANDS[command].module.draw(json.loads(Path(given[given.index("--json") + 1]).read_text()), drawn)
-    else:
-        given[given.index("--out") + 1] = str(drawn)
-        plots.main([command, *given])
-    ours, theirs = (IDS.sub("id", text) for text in (drawn.read_text(), kept))
+    ours, theirs = (IDS.sub("id", text) for text in (drawn_again(FIGURES[name], name, tmp_path / "x.svg", monkeypatch), kept))
     assert NUMBER.sub("0", ours) == NUMBER.sub("0", theirs)
     numbers = [[float(number) for number in NUMBER.findall(text)] for text in (ours, theirs)]
     assert numbers[0] == pytest.approx(numbers[1], abs=0.01)
 
 
-def tables() -> list[tuple[str, list[str]]]:
-    """Pages, and the commands that print a table of theirs."""
-    return [
-        (page, words[1 : words.index("--out")] if "--out" in words else words[1:])
-        for page, words in lines_of_commands()
-        if words[0] == "fw-plot" and "--table" in words and ("--out" not in words or "docs" in words[-1])
-    ]
-
-
-TABLES = tables()
-
-
-def test_pages_have_tables_of_commands():
-    assert {words[0] for _, words in TABLES} == {"capacity", "updates", "recall", "tracking", "parts"}
+TABLES = [(page, words) for page, words in COMMANDS if "--table" in words and ("--out" not in words or "docs" in words[-1])]
 
 
 @pytest.mark.parametrize("page, words", TABLES)
 def test_a_table_is_what_its_command_prints(page, words, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    plots.main(words)
-    assert capsys.readouterr().out in Path(page).read_text()
+    call(words[: words.index("--out")] if "--out" in words else words, monkeypatch)
+    assert capsys.readouterr().out in Path(page).read_text() and len(TABLES) > 5
+
+
+def test_rows_of_the_pages_of_models_trained_to_their_end(monkeypatch, capsys):
+    """Their tables are printed with means and deviations of seeds."""
+    monkeypatch.chdir(ROOT)
+    for name in ("converged docs/results/convergence.txt", "translated docs/results/translated.txt"):
+        call(["python", "docs/results/figures/convergence.py", *name.split(), "--table"], monkeypatch)
+        _, _, *rows = capsys.readouterr().out.splitlines()
+        assert len(rows) > 3 and all(" ± " in row for row in rows[:3])
+
+
+def test_curves_of_retrieval_have_the_looks_of_its_figures(tmp_path, monkeypatch):
+    log = tmp_path / "setting2-20-gated_delta-dpfp_--dpfp-nu_1.log"
+    log.write_text('... | INFO | valid | {"epoch": 1, "valid_loss": "8.5", "valid_num_updates": "1"}\n')
+    monkeypatch.chdir(ROOT)
+    call(["python", "docs/results/figures/retrieval.py", "curves", str(log), "--out", str(tmp_path / "x.svg")], monkeypatch)
+    assert ">gated delta, DPFP-1<" in (tmp_path / "x.svg").read_text()
+
+
+def test_finished_runs_stand_in_the_tables_of_publications(tmp_path, monkeypatch, capsys):
+    """Perplexity of the best validation or of fairseq-eval-lm, or BLEU, beside what was published."""
+    trained = (
+        "... | INFO | fw_fairseq.models.fast_weight_lm | state size: 0.1311 million numbers for a sequence\n"
+        '... | INFO | valid | {"epoch": 1, "valid_ppl": "40.5", "valid_bleu": "26.3", "valid_num_updates": "100"}\n'
+        '... | INFO | train | {"epoch": 2, "train_num_updates": "250"}\n... {broken\n'
+    )
+    for run_ in ("runs/small-delta", "runs/dpfp2", "decay-16-phi"):
+        (tmp_path / run_).mkdir(parents=True)
+        (tmp_path / run_ / "train.log").write_text(trained)
+    (tmp_path / "runs/small-delta/eval-test.log").write_text("Loss (base 2): 4.9000, Perplexity: 36.02\n")
+    (tmp_path / "runs/dpfp2/bleu-test.txt").write_text("26.87 27.40\n")
+    tables = results_script("figures/tables.py")
+    tables.main("schlag2", str(tmp_path), str(tmp_path / "t.csv"))
+    rows = list(csv.reader((tmp_path / "t.csv").open()))
+    assert len(rows) == 11 and rows[3] == ["small", "Delta Network", "delta", "34.1", "", "35.5", "36.02", "250", "0.1311"]
+    for name, row in (("schlag1", "| DPFP | 256 | 26.2 | 26.30 | 26.9 | 26.87 |"), ("mao2", "| Decay | 16 | 16.1 | 40.50 | 250 |")):
+        tables.main(name, str(tmp_path))
+        assert row in capsys.readouterr().out
+    for name, table in tables.TABLES.items():
+        for row in tables.read_rows(name, len(table.labels)):
+            assert len(row.labels) == len(table.labels) and len(row.published) == len(table.columns)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_benchmark_of_the_pages(name, tmp_path, monkeypatch, capsys):
+    """Its report has a time of everything, its table a row, and its figure is drawn."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.set_num_threads", lambda count: None)
+    words = ["python", str(RESULTS / "benchmarks" / f"{name}.py"), *shlex.split(TINY[name]), "--rounds", "1"]
+    call([*words, "--json", "x.json", "--figure", "x.svg"], monkeypatch)
+    report, printed = json.loads(Path("x.json").read_text()), capsys.readouterr().out
+    parts = {"layers": ["layers", "scans", "tokens"], "translation": ["decoding"], "sparse": ["products", "tokens"]}[name]
+    rows = [row for part in parts for row in report[part]]
+    assert len(rows) > 3 and all(row["seconds"] > 0 for row in rows) and all(f"{row['name']} |" in printed for row in rows)
+    assert Path("x.svg").stat().st_size > 1000
+    if name == "layers":
+        call([*words, "--peers"], monkeypatch)
+        assert "| sru, training | torch.nn.LSTM |" in capsys.readouterr().out
+
+
+def test_the_commands_of_the_pages_make_their_reports_again():
+    """With the defaults of what they leave out. The number of threads is the machine's, and there are more rules and mixers now."""
+    reports = set()
+    for _, words in COMMANDS:
+        if "--json" in words:
+            if words[0] == "fw-bench":
+                parser = bench.build_parser()
+            else:
+                parser = bench.ArgumentParser()
+                results_script(words[1].removeprefix("docs/results/")).add_arguments(parser)
+                bench.add_common(parser, "")
+            args = vars(parser.parse_args(words[1 if words[0] == "fw-bench" else 2 :]))
+            before = json.loads((ROOT / args["json"]).read_text())["settings"]
+            same = before.keys() & args.keys() - {"rules", "mixers", "threads"}
+            assert {name: args[name] for name in same} == {name: before[name] for name in same}, words
+            reports.add(ROOT / args["json"])
+    text = (RESULTS / "gpu.md").read_text()
+    kernels = {ROOT / name for name in re.findall(r"^    python recipes/gpu_check/speed\.py (\S+)$", text, re.MULTILINE)}
+    assert reports | kernels == {*RESULTS.glob("*.json")} and torch.get_num_threads() > 0

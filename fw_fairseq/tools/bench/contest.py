@@ -1,4 +1,4 @@
-"""The parts that every fw-bench command shares: rounds, clocks, memory, the machine and progress.
+"""The parts that every benchmark shares: options, rounds, clocks, memory, the machine, progress and the report's files.
 
 Contenders take turns within each round, so that a machine that becomes slower or faster affects all of them equally. Reports have
 the median time, and the median over rounds of the ratio of two contenders in the same round.
@@ -13,24 +13,68 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from ...errors import Mistake
 from ...files import write_atomically
+from ..command import check_figure, check_outputs, refuse_folder
 
 
 def positive(text: str) -> int:
+    """An option that is a number of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a positive number")
     return value
 
 
-def take_turns(contenders: dict, rounds: int, what: str = "", untimed: int = 1) -> dict[object, list]:
+def add_common(parser: argparse.ArgumentParser, plot: str) -> None:
+    """Adds the options that all benchmarks have."""
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--rounds", type=positive, default=7, help="timed rounds, after one that is not timed")
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="CPU threads")
+    parser.add_argument("--json", type=Path, help="file to write all measurements to")
+    parser.add_argument("--figure", type=Path, help=f"file for a plot of {plot} (png, svg or pdf; needs matplotlib)")
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuses a device that is not there and files that cannot be written, before anything is measured."""
+    if args.device != "cpu" and not torch.cuda.is_available():
+        parser.error(f"--device {args.device} needs a CUDA device, and torch sees none; use --device cpu")
+    check_outputs((name, path) for name, path in (("--json", args.json), ("--figure", args.figure)) if path)
+    if args.figure:
+        check_figure("--figure", args.figure)
+    if args.json:
+        refuse_folder("--json", args.json)
+        if args.json.is_file() and not _is_report(args.json):
+            raise Mistake(f"--json is {args.json}, which is no report of fw-bench and would be lost; name another file")
+    torch.set_num_threads(args.threads)
+
+
+def _is_report(file: Path) -> bool:
+    try:
+        return "settings" in json.loads(file.read_text())
+    except (ValueError, TypeError):
+        return False
+
+
+def finish(args: argparse.Namespace, report: dict, table: Callable[[dict], str], draw: Callable[[dict, Path], None] | None) -> None:
+    """Prints the tables of a report, and writes its files."""
+    progress("")
+    print(table(report))
+    if args.json:
+        write_json(args.json, report)
+    if args.figure and draw:
+        draw(report, args.figure)
+
+
+def take_turns(contenders: Mapping[Any, Callable[[], Any]], rounds: int, what: str = "", untimed: int = 1) -> dict[Any, list]:
     """Calls every contender once in each round. Returns by name the results of all rounds but the first ``untimed`` ones."""
-    found: dict[object, list] = {name: [] for name in contenders}
+    found: dict[Any, list] = {name: [] for name in contenders}
     for number in range(1 - untimed, rounds + 1):
         for name, call in contenders.items():
             result = call()
@@ -41,6 +85,7 @@ def take_turns(contenders: dict, rounds: int, what: str = "", untimed: int = 1) 
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
+    """Median, least and most."""
     return {"seconds": statistics.median(seconds), "min": min(seconds), "max": max(seconds)}
 
 
@@ -49,45 +94,37 @@ def times_faster(peer: list[float], own: list[float]) -> float:
     return statistics.median(p / o for p, o in zip(peer, own))
 
 
-def repeated(call: Callable[[], object], args) -> float:
-    """Returns the median of many calls, in microseconds."""
-    for _ in range(10):
-        call()
-    return 1e6 * statistics.median(timed(call, args.device) for _ in range(20 * args.rounds))
-
-
 def timed(call: Callable[[], object], device: str) -> float:
     """Returns the seconds of one call; with one thread on a CPU the seconds that this process ran, without those of other
     processes."""
     clock = time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
-    synchronise(device)
+    if device != "cpu":
+        torch.cuda.synchronize()
     start = clock()
     call()
-    synchronise(device)
+    if device != "cpu":
+        torch.cuda.synchronize()
     return clock() - start
 
 
-def synchronise(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize()
-
-
-def settings(args) -> dict:
+def settings(args: argparse.Namespace) -> dict:
     """Returns the options of the command, for the report."""
     return {name: value for name, value in vars(args).items() if isinstance(value, (int, str, list)) and name != "resume"}
 
 
 def parameter_counts(models: dict[str, torch.nn.Module]) -> list[dict]:
+    """Returns the number of parameters of each model."""
     return [{"name": name, "parameters": sum(x.numel() for x in model.parameters())} for name, model in models.items()]
 
 
-def machine(args) -> dict:
-    name = torch.cuda.get_device_name() if args.device != "cpu" else processor()
+def machine(args: argparse.Namespace) -> dict:
+    """Returns what the report says of the machine."""
+    name = torch.cuda.get_device_name() if args.device != "cpu" else _processor()
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     return {"device": name, "threads": args.threads, "system": platform.system(), **versions}
 
 
-def processor() -> str:
+def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -96,6 +133,7 @@ def processor() -> str:
 
 
 def progress(text: str) -> None:
+    """Prints what is going on, on a terminal, in place of the text before."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
@@ -129,4 +167,5 @@ def process_memory(field: str) -> int:
 
 
 def write_json(path: Path, report: dict) -> None:
+    """Writes a report."""
     write_atomically(path, lambda part: part.write_text(json.dumps(report, indent=1) + "\n"))

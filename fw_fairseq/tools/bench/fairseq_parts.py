@@ -6,21 +6,8 @@ import logging
 logging.basicConfig(level=logging.WARNING)  # before fairseq's import, which else makes every library log what it does
 
 from fairseq.data import Dictionary
-from fairseq.models.transformer import TransformerModel
-from fairseq.models.transformer import base_architecture as transformer_base
 from fairseq.models.transformer_lm import TransformerLanguageModel, base_lm_architecture
-from fairseq.sequence_generator import SequenceGenerator
 
-from ...models import FastWeightTransformer
 from ...models.fast_weight_lm import FastWeightLanguageModel
 
-__all__ = [
-    "Dictionary",
-    "FastWeightLanguageModel",
-    "FastWeightTransformer",
-    "SequenceGenerator",
-    "TransformerLanguageModel",
-    "TransformerModel",
-    "base_lm_architecture",
-    "transformer_base",
-]
+__all__ = ["Dictionary", "FastWeightLanguageModel", "TransformerLanguageModel", "base_lm_architecture"]

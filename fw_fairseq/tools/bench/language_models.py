@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from argparse import ArgumentParser, Namespace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,9 @@ from ...rules import RULES
 from .contest import machine, parameter_counts, positive, say, settings, spread, take_turns, times_faster, write_json
 from .measure import ALL, TRANSFORMER, batch_rows, build_model, model_names, peak_memory, time_generation, time_host, time_training
 
+HELP = "whole language models, training and generation: time and memory of any rule or mixer"
+DESCRIPTION = "fast_weight_lm with any rules and mixers against fairseq's transformer_lm of the same size, with random weights."
+PLOT = "time and state against context"
 SIZES = {
     "layers": "of encoder and decoder each, where there is an encoder", "width": "of the embeddings", "heads": "of each attention",
     "ffn": "width of the feed-forward layers", "vocabulary": "words",
@@ -41,129 +45,105 @@ PARTS = (
 )
 
 
-def add_arguments(parser) -> None:
-    names = [*RULES, *(name for name in MIXERS if name != "fast_weight")]
-    parser.add_argument(
-        "--mixers", nargs="+", default=["delta"], choices=[*names, "all"], metavar="NAME",
-        help=f"update rules and other mixers, each a model: {', '.join(names)}; all: all but fwm",
-    )  # fmt: skip
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the options of model."""
+    add, names = parser.add_argument, [*RULES, *(name for name in MIXERS if name != "fast_weight")]
+    said = f"update rules and other mixers, each a model: {', '.join(names)}; all: all but fwm"
+    add("--mixers", nargs="+", default=["delta"], choices=[*names, "all"], metavar="NAME", help=said)
     add_sizes(parser, layers=4, width=128, heads=8, ffn=512, vocabulary=10000)
-    parser.add_argument("--tokens", nargs="+", type=positive, default=[512, 2048], metavar="T", help="lengths to train on")
-    parser.add_argument("--max-tokens", type=positive, default=2048, help="tokens of a training batch")
-    parser.add_argument("--hypotheses", type=positive, default=5, help="sequences generated together; 5: fairseq's beam")
-    parser.add_argument(
-        "--contexts", nargs="+", type=positive, default=[256, 1024, 4096], metavar="T", help="tokens before generation"
-    )
-    parser.add_argument("--steps", type=positive, default=16, help="timed tokens at each context")
+    add("--tokens", nargs="+", type=positive, default=[512, 2048], metavar="T", help="lengths to train on")
+    add("--max-tokens", type=positive, default=2048, help="tokens of a training batch")
+    add("--hypotheses", type=positive, default=5, help="sequences generated together; 5: fairseq's beam")
+    add("--contexts", nargs="+", type=positive, default=[256, 1024, 4096], metavar="T", help="tokens before generation")
+    add("--steps", type=positive, default=16, help="timed tokens at each context")
     add_graph(parser)
-    parser.add_argument(
-        "--host", action="store_true",
-        help="measure nothing but the CPU's work for one token on a GPU, with kernels and graphs that do nothing; needs"
-        " --threads 1",
-    )  # fmt: skip
-    parser.add_argument("--resume", action="store_true", help="continue the report in --json, which is written after each length")
+    said = "measure nothing but the CPU's work for one token on a GPU, with kernels and graphs that do nothing; needs --threads 1"
+    add("--host", action="store_true", help=said)
+    add("--resume", action="store_true", help="continue the report in --json, which is written after each length")
 
 
-def add_graph(parser) -> None:
+def add_graph(parser: ArgumentParser) -> None:
+    """Adds --no-decoding-graph."""
     parser.add_argument("--no-decoding-graph", action="store_true", help="generate on a GPU without CUDA graphs")
 
 
-def add_sizes(parser, **defaults) -> None:
+def add_sizes(parser: ArgumentParser, **defaults: int) -> None:
+    """Adds options for the sizes of a model."""
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=vocabulary if name == "vocabulary" else positive, default=default, help=SIZES[name])
 
 
 def vocabulary(text: str) -> int:
+    """An option that is a number of words."""
     if (value := int(text)) < 5:
         raise argparse.ArgumentTypeError(f"{value} leaves no room beside fairseq's 4 special symbols")
     return value
 
 
-def measure(args) -> dict:
+def measure(args: Namespace) -> dict:
     """Times training and generation with every model, and measures their memory."""
     args.mixers = list(dict.fromkeys(name for given in args.mixers for name in (ALL if given == "all" else [given])))
     if args.host:
-        return measure_host(args)
-    report = begin(args)
+        return _measure_host(args)
+    report = _begin(args)
     models = {name: build_model(args, name) for name in model_names(args)}
     report["parameters"] = parameter_counts(models)
-    for length in missing(report["training"], "tokens", args.tokens):
+    for length in _missing(report["training"], "tokens", args.tokens):
         sizes, seconds = peak_memory(args, models, length), time_training(args, models, length)
         tokens = batch_rows(args, length) * length
         report["training"] += [
             {"tokens": length, "name": n, "tokens_per_second": tokens / statistics.median(s), "peak_bytes": sizes[n], **spread(s)}
             for n, s in seconds.items()
         ]
-        report["ratios"] += ratios("training", length, seconds, sizes)
-        finish_length(args, report, f"training with {length} tokens")
-    for context in missing(report["generation"], "context", args.contexts):
-        found = time_generation(args, models, context)
-        seconds, sizes = ({name: pair[i] for name, pair in found.items()} for i in (0, 1))
+        report["ratios"] += _ratios("training", length, seconds, sizes)
+        _finish_length(args, report, f"training with {length} tokens")
+    for context in _missing(report["generation"], "context", args.contexts):
+        seconds, sizes = time_generation(args, models, context)
         report["generation"] += [{"context": context, "name": n, "state_bytes": sizes[n], **spread(s)} for n, s in seconds.items()]
-        report["ratios"] += ratios("generation", context, seconds, sizes)
-        finish_length(args, report, f"generation after {context} tokens")
+        report["ratios"] += _ratios("generation", context, seconds, sizes)
+        _finish_length(args, report, f"generation after {context} tokens")
     return report
 
 
-def measure_host(args) -> dict:
+def _measure_host(args: Namespace) -> dict:
     """Times the host alone, with and without graphs; the models take turns."""
     if args.device != "cpu" or args.threads != 1:
         raise Mistake(f"--host needs --device cpu and --threads 1, not {args.device} and {args.threads}")
-    calls = {
-        (name, graph): partial(time_host, args, name, graph)
-        for name in model_names(args) if name != TRANSFORMER for graph in (True, False)
-    }  # fmt: skip
+    names = [name for name in model_names(args) if name != TRANSFORMER]
+    calls = {(name, graph): partial(time_host, args, name, graph) for name in names for graph in (True, False)}
     found = take_turns(calls, args.rounds, "host")
     rows = [{"name": name, "graph": graph, **spread(seconds)} for (name, graph), seconds in found.items()]
     return {"machine": machine(args), "settings": settings(args), "host": rows}
 
 
-def host_table(report: dict) -> str:
-    m, s = report["machine"], report["settings"]
-    lines = [
-        f"{m['device']}, 1 thread, torch {m['torch']}; {s['layers']} layers, width {s['width']}, {s['hypotheses']} hypotheses;"
-        f" medians of {s['rounds']} rounds", "", "| model | graph | host, us per token | per layer |", "|---|---|---:|---:|",
-    ]  # fmt: skip
-    for row in report["host"]:
-        time = 1e6 * row["seconds"]
-        lines.append(f"| {row['name']} | {'yes' if row['graph'] else 'no'} | {time:.0f} | {time / s['layers']:.1f} |")
-    return "\n".join(lines)
-
-
-def begin(args) -> dict:
+def _begin(args: Namespace) -> dict:
     """Returns an empty report, or with --resume the report in the file."""
     now = settings(args)
-    empty = {"machine": machine(args), "settings": now, "parameters": [], "training": [], "generation": [], "ratios": []}
+    report = {"machine": machine(args), "settings": now, "parameters": [], "training": [], "generation": [], "ratios": []}
+    if args.resume and args.json is None:
+        raise Mistake("--resume needs --json, the file with the report to continue")
     if not args.resume or not args.json.exists():
-        return empty
-    try:
-        report = json.loads(args.json.read_text())
-        before = report["settings"]
-        done = [row[key] for part, key in (("training", "tokens"), ("generation", "context")) for row in report[part]]
-        if not isinstance(before, dict) or not isinstance(report["ratios"], list) or not all(isinstance(x, int) for x in done):
-            raise TypeError
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
-        raise Mistake(f"--resume: {args.json} is not what fw-bench model --json writes; name another file") from None
+        return report
+    report |= json.loads(args.json.read_text())
+    before = report["settings"]
     for name in sorted(now.keys() | before.keys()):
         if now.get(name, False) != before.get(name, False):  # an older report lacks newer switches
-            raise Mistake(
-                f"--resume: {args.json} was measured with {name} {before.get(name)}, not {now.get(name)};"
-                " repeat its options, or name another file"
-            )
+            said = f"--resume: {args.json} was measured with {name} {before.get(name)}, not {now.get(name)}"
+            raise Mistake(f"{said}; repeat its options, or name another file")
     return report
 
 
-def missing(rows: list[dict], key: str, lengths: list[int]) -> list[int]:
+def _missing(rows: list[dict], key: str, lengths: list[int]) -> list[int]:
     return [length for length in lengths if length not in {row[key] for row in rows}]
 
 
-def finish_length(args, report: dict, what: str) -> None:
+def _finish_length(args: Namespace, report: dict, what: str) -> None:
     say(f"{what}: done")
     if args.json:
         write_json(args.json, report)
 
 
-def ratios(what: str, length: int, seconds: dict[str, list[float]], sizes: dict[str, int]) -> list[dict]:
+def _ratios(what: str, length: int, seconds: dict[str, list[float]], sizes: dict[str, int]) -> list[dict]:
     """Returns by what factor each model is faster (the median over rounds) and smaller than transformer_lm."""
     peer, peer_size = seconds[TRANSFORMER], sizes[TRANSFORMER]
     return [
@@ -177,9 +157,16 @@ def ratios(what: str, length: int, seconds: dict[str, list[float]], sizes: dict[
 
 def table(report: dict) -> str:
     """The report as Markdown."""
-    if "host" in report:
-        return host_table(report)
     m, s = report["machine"], report["settings"]
+    if "host" in report:
+        lines = [
+            f"{m['device']}, 1 thread, torch {m['torch']}; {s['layers']} layers, width {s['width']}, {s['hypotheses']} hypotheses;"
+            f" medians of {s['rounds']} rounds", "", "| model | graph | host, us per token | per layer |", "|---|---|---:|---:|",
+        ]  # fmt: skip
+        for row in report["host"]:
+            time = 1e6 * row["seconds"]
+            lines.append(f"| {row['name']} | {'yes' if row['graph'] else 'no'} | {time:.0f} | {time / s['layers']:.1f} |")
+        return "\n".join(lines)
     lines = [
         f"{m['device']}, {m['threads']} threads, torch {m['torch']}; {s['layers']} layers, width {s['width']}, {s['heads']} heads, "
         f"ffn {s['ffn']}, {s['vocabulary']} words; training with {s['max_tokens']} tokens a batch, generation of {s['steps']} "
@@ -187,29 +174,26 @@ def table(report: dict) -> str:
         f"in brackets: times as fast, or as small, as {TRANSFORMER}",
     ]
     for part in PARTS:
-        lines += ["", *part_table(report, part)]
+        lines += ["", *_part_table(report, part)]
     lines += ["", "| model | parameters |", "|---|---:|"]
     lines += [f"| {row['name']} | {row['parameters']:,} |" for row in report["parameters"]]
     return "\n".join(lines)
 
 
-def part_table(report: dict, part: Part) -> list[str]:
+def _part_table(report: dict, part: Part) -> list[str]:
     """A row for each model, a column for each length."""
     rows = report[part.what]
     cells = {(row["name"], row[part.length]): format(part.factor * row[part.key], part.digits) for row in rows}
     for row in report["ratios"]:
         if row["what"] == part.what:
-            cells[row["name"], row["tokens"]] += f" ({round_off(row[part.ratio])} x)"
+            ratio = row[part.ratio]
+            cells[row["name"], row["tokens"]] += f" ({ratio:.2f} x)" if ratio < 10 else f" ({ratio:.0f} x)"
     lengths = list(dict.fromkeys(row[part.length] for row in rows))
     after = "after " if part.length == "context" else ""
     lines = [" | ".join([f"| {part.title}", *(f"{after}{t} tokens" for t in lengths)]) + " |", "|---|" + "---:|" * len(lengths)]
     for name in dict.fromkeys(row["name"] for row in rows):
         lines.append(" | ".join([f"| {name}", *(cells[name, t] for t in lengths)]) + " |")
     return lines
-
-
-def round_off(ratio: float) -> str:
-    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"
 
 
 def draw(report: dict, path: Path) -> None:

@@ -8,16 +8,16 @@ import shlex
 import zipfile
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...config import DECODER_OPTIONS, SOFTMAX, FastWeightConfig, check_options, layer_mixers
+from ...config import DECODER_OPTIONS, SOFTMAX, FastWeightConfig, check_options, layer_mixers, option_name
 from ...errors import Mistake
 from ...feature_maps import FEATURE_MAPS
 from ...files import write_atomically
-from ...mixers import MIXERS, Mixer
+from ...mixers import MIXERS
 from ...mixers.fast_weight import FastWeight
 from ...mixers.features import drawn_bias
 from ...models.fast_weight_lm import FastWeightLanguageModelConfig
@@ -28,8 +28,10 @@ from ..command import check_outputs
 from .pretrained import Source, load_mapped, read_pretrained
 
 LOCAL = "local_attention"
+Tensors = dict[str, Tensor]
 ATTENTION = [f"{part}_proj.{kind}" for part in ("q", "k", "v", "out") for kind in ("weight", "bias")]
 TARGETS = [*RULES, LOCAL, SOFTMAX]
+KINDS = ("copied", "changed", "new")
 SUM_SCALE = 1 / 512  # Mao 2022, footnote 4
 
 
@@ -42,51 +44,53 @@ class Change(NamedTuple):
     how: str
 
 
-def convert(source, output, rule: str, *, force: bool = False, seed: int = 1, **options) -> list[Change]:
+def convert(
+    source: str | Path, output: str | Path, rule: str, *, force: bool = False, seed: int = 1, **options: Any
+) -> list[Change]:
     """Writes the checkpoint ``output`` and returns a line for every tensor: copied, changed or new.
 
     options: feature_dim, feature_map, feature_norm, attention_norm, attention_norm_of, mixer_pattern and local_window, as
     fast_weight_lm has them; None stands for the default. A GPT-2 also gets dict.txt, its tokens as fairseq's symbols, in the
     folder of ``output``.
     """
-    if rule not in TARGETS:
-        raise Mistake(f"--rule is {rule!r}; it must be one of: {', '.join(TARGETS)}")
-    if not -(2**63) <= seed < 2**64:
-        raise Mistake(f"--seed is {seed}; it must have at most 64 bits")
     config = fast_weight_config(rule, **options)
     check_options(config)
-    output = Path(output)
+    output, source = Path(output), Path(source)
     if output.exists() and not force:
         raise Mistake(f"OUTPUT {output} exists; name another file, or give --force to replace it")
     check_outputs([("OUTPUT", output)], [("SOURCE", source)])
     if output.exists() and not zipfile.is_zipfile(output):
         raise Mistake(f"OUTPUT {output} is no checkpoint, and --force would delete it; name another file")
     read = read_pretrained(source)
-    if read.symbols is not None:
-        check_outputs([("OUTPUT", output)], [("the dictionary", output.parent / "dict.txt")])
+    words = output.parent / "dict.txt"
+    symbols = None if read.symbols is None else "".join(f"{symbol} 1\n" for symbol in read.symbols)
+    if symbols is not None:
+        check_outputs([("OUTPUT", output)], [("the dictionary", words)])
+        if words.exists() and words.read_text() != symbols and not force:
+            raise Mistake(f"{words} is another model's dictionary; name an OUTPUT in another folder, or give --force to replace it")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         changes = convert_tensors(read, config)
     made = {name: value for name, value in asdict(config).items() if name not in DECODER_OPTIONS}  # which the source keeps
     read.options |= {name: value for name, value in made.items() if not name.startswith("_")}
-    symbols = checked_symbols(read.symbols, output.parent, force)
-    write_atomically(output, lambda temporary: torch.save(checkpoint(read), temporary))
+    write_atomically(output, lambda temporary: torch.save(_checkpoint(read), temporary))
     if symbols is not None:
-        write_atomically(output.parent / "dict.txt", lambda temporary: temporary.write_text(symbols))
-    return merged(changes)
+        write_atomically(words, lambda temporary: temporary.write_text(symbols))
+    return _merged(changes)
 
 
-def fast_weight_config(rule: str, feature_map=None, feature_norm=None, local_window=None, **options) -> FastWeightConfig:
+def fast_weight_config(
+    rule: str, feature_map: str | None = None, feature_norm: str | None = None, local_window: int | None = None, **options: Any
+) -> FastWeightConfig:
     """Returns the options of the new model. The defaults are the best ones of Mao 2022, table 1: learned ReLU features divided by
     their sum for rules that erase, plain features for the others."""
     window = {} if local_window is None else {"local_window": local_window}
-    if window and LOCAL not in (rule, *re.findall(r"\w+", options.get("mixer_pattern", ""))):
-        raise Mistake(f"--local-window is {local_window}; it is for {LOCAL}, of which the model has no layer: leave it out")
     if rule in (LOCAL, SOFTMAX):
-        given = {"--feature-map": feature_map, "--feature-norm": feature_norm}
-        given |= {"--" + name.replace("_", "-"): value for name, value in options.items()}
-        if named := [name for name, value in given.items() if value]:
-            raise Mistake(f"--rule {rule} keeps queries and keys as they are; leave {', '.join(named)} out")
+        if named := [
+            name for name, value in {"feature_map": feature_map, "feature_norm": feature_norm, **options}.items() if value
+        ]:
+            given = ", ".join(map(option_name, named))
+            raise Mistake(f"--rule {rule} keeps queries and keys as they are; leave {given} out")
         return FastWeightConfig(mixer=rule, **window)
     options = {name: value for name, value in options.items() if value is not None}
     erases = RULES[rule].erases
@@ -99,11 +103,8 @@ def convert_tensors(source: Source, config: FastWeightConfig) -> list[Change]:
     """Replaces each layer's attention in ``source.tensors``, one layer after the other, and returns the lines of the report."""
     tensors, options, changes = source.tensors, source.options, []
     names = layer_mixers(config, options["decoder_layers"])
-    if "fast_weight" not in names and config.mixer_pattern and {*names} <= {*CONVERSIONS, SOFTMAX}:
-        raise Mistake(
-            f"--mixer-pattern is {config.mixer_pattern!r} and has no layer for --rule {config.update_rule}; name fast_weight in it,"
-            f" or give --rule {LOCAL} alone"
-        )
+    if unknown := sorted({*names} - {*CONVERSIONS, SOFTMAX}):
+        raise Mistake(f"--mixer-pattern has {unknown[0]}; fw-convert makes: {', '.join([*CONVERSIONS, SOFTMAX])}")
     for layer, name in enumerate(names):
         if name == SOFTMAX:
             continue
@@ -111,8 +112,6 @@ def convert_tensors(source: Source, config: FastWeightConfig) -> list[Change]:
         parts = {key: tensors.pop(prefix + key) for key in ATTENTION if prefix + key in tensors}
         if left := next((key for key in tensors if key.startswith(prefix)), None):
             raise Mistake(f"SOURCE has {left}, an option of attention that fast weights do not have")
-        if name not in CONVERSIONS:
-            raise Mistake(f"--mixer-pattern has {name}; fw-convert makes: {', '.join([*CONVERSIONS, SOFTMAX])}")
         sizes = options["decoder_embed_dim"], options["decoder_attention_heads"]
         mixer = MIXERS[name].of_layer(*sizes, config, layer, len(names))
         new, entries = CONVERSIONS[name](parts, mixer)
@@ -124,7 +123,7 @@ def convert_tensors(source: Source, config: FastWeightConfig) -> list[Change]:
 
 
 @torch.no_grad()
-def convert_attention(parts: dict[str, Tensor], mixer: FastWeight) -> tuple[dict[str, Tensor], list[tuple]]:
+def convert_attention(parts: Tensors, mixer: Any) -> tuple[Tensors, list[tuple]]:
     """Returns the mixer's tensors, made from softmax attention's, and (name, what, parameters, how) of each of their pieces."""
     dtype, heads, width = parts["q_proj.weight"].dtype, mixer.num_heads, mixer.sizes["q"] // mixer.num_heads
     q, k, v = (torch.cat([parts[f"{x}_proj.weight"], parts[f"{x}_proj.bias"][:, None]], 1).float() for x in "qkv")
@@ -156,7 +155,7 @@ def convert_attention(parts: dict[str, Tensor], mixer: FastWeight) -> tuple[dict
     return state, entries
 
 
-def convert_to_local(parts: dict[str, Tensor], mixer: Mixer) -> tuple[dict[str, Tensor], list[tuple]]:
+def convert_to_local(parts: Tensors, mixer: Any) -> tuple[Tensors, list[tuple]]:
     """Returns queries, keys and values in one matrix, unchanged."""
     state = {f"in_proj.{kind}": torch.cat([parts[f"{x}_proj.{kind}"] for x in "qkv"]) for kind in ("weight", "bias")}
     state |= {key: x for key, x in parts.items() if key.startswith("out_proj.")}
@@ -173,7 +172,7 @@ def width_map(heads: int, width: int, head_dim: int) -> Tensor:
     return columns if width > head_dim else columns.transpose(1, 2) * math.sqrt(head_dim / width)
 
 
-def gate_rows(mixer: FastWeight) -> dict[str, Tensor]:
+def gate_rows(mixer: FastWeight) -> Tensors:
     """Returns rows of zero weights and the biases that the rule gives a converted model. A gate without one gets uniform gate
     initialisation, over the width of the model or over its own size, whichever is larger."""
     biases = dict(zip(mixer.sizes, mixer.in_proj.bias.split(list(mixer.sizes.values()))))
@@ -187,7 +186,7 @@ def gate_rows(mixer: FastWeight) -> dict[str, Tensor]:
     return rows
 
 
-def value_scale(mixer: FastWeight, gates: dict[str, Tensor]) -> tuple[Tensor | float, str]:
+def value_scale(mixer: FastWeight, gates: Tensors) -> tuple[Tensor | float, str]:
     """Returns the factor of the rows of W_v and its name in the report. Without it the first updates overflow (Mao 2022, sec.
     3)."""
     decay = [name for name, gate in mixer.rule.gates.items() if gate.axis == "V"]
@@ -199,18 +198,15 @@ def value_scale(mixer: FastWeight, gates: dict[str, Tensor]) -> tuple[Tensor | f
 
 def start_of(name: str, rows: Tensor, mixer: FastWeight) -> str:
     """Returns where a gate starts, as the report says it."""
-    gate = mixer.rule.gates[name]
-    as_new = name in mixer.makers or (callable(gate.bias) and gate.converted is None)
-    return "starts as in a new model" if as_new else f"starts {describe(rows[:, -1])}"
+    gate, bias = mixer.rule.gates[name], rows[:, -1]
+    if name in mixer.makers or (callable(gate.bias) and gate.converted is None):
+        return "starts as in a new model"
+    return f"starts at {bias[0].sigmoid():.4f}" if bias.eq(bias[0]).all() else "starts by uniform gate initialisation"
 
 
-def describe(bias: Tensor) -> str:
-    return f"at {bias[0].sigmoid():.4f}" if bias.eq(bias[0]).all() else "by uniform gate initialisation"
-
-
-def checkpoint(source: Source) -> dict:
-    """Returns the checkpoint that fairseq saves before the first update. It has no optimizer state, so that any optimizer and
-    criterion can continue from it."""
+def _checkpoint(source: Source) -> dict:
+    """The checkpoint that fairseq saves before the first update. It has no optimizer state, so that any optimizer and criterion can
+    continue from it."""
     history = {"criterion_name": "", "optimizer_name": "", "lr_scheduler_state": {}, "num_updates": 0}
     iterator = {"epoch": 1, "iterations_in_epoch": 0, "shuffle": True}
     origin = {} if source.origin is None else {ORIGIN: source.origin}
@@ -236,31 +232,20 @@ def training_options(checkpoint: Path) -> str:
     return " ".join([kind, "--finetune-from-model", shlex.quote(str(checkpoint)), *task, *given])
 
 
-def checked_symbols(symbols: list[str] | None, folder: Path, force: bool) -> str | None:
-    """Returns the text of a dictionary of these symbols; refuses to replace another one in the folder."""
-    if symbols is None:
-        return None
-    path, text = folder / "dict.txt", "".join(f"{symbol} 1\n" for symbol in symbols)
-    if path.exists() and path.read_text() != text and not force:
-        raise Mistake(f"{path} is another model's dictionary; name an OUTPUT in another folder, or give --force to replace it")
-    return text
-
-
-def merged(changes: list[Change]) -> list[Change]:
-    """Returns one line for the same tensor in all layers."""
+def _merged(changes: list[Change]) -> list[Change]:
+    """One line for the same tensor in all layers."""
     lines: dict[tuple, Change] = {}
     for change in changes:
-        name = re.sub(r"\.\d+\.", ".*.", change.name)
-        before = lines.get((name, change.what, change.how))
-        lines[name, change.what, change.how] = change._replace(
-            name=name, parameters=change.parameters + (before.parameters if before else 0)
-        )
-    return sorted(lines.values(), key=lambda line: ("copied", "changed", "new").index(line.what))
+        change = change._replace(name=re.sub(r"\.\d+\.", ".*.", change.name))
+        key = (change.name, change.what, change.how)
+        lines[key] = change._replace(parameters=change.parameters + (lines[key].parameters if key in lines else 0))
+    return sorted(lines.values(), key=lambda line: KINDS.index(line.what))
 
 
 def table(changes: list[Change]) -> str:
+    """Returns the report in columns."""
     rows = [(change.what, change.name, f"{change.parameters:,}", change.how) for change in changes]
-    for what in ("copied", "changed", "new"):
+    for what in KINDS:
         rows.append((what, "all", f"{sum(change.parameters for change in changes if change.what == what):,}", ""))
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in rows)

@@ -9,7 +9,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NoReturn
 
 import omegaconf._utils
 import torch
@@ -33,6 +32,10 @@ from ...patches.literals import naming
 SPECIAL = 4  # <s>, <pad>, </s>, <unk>: the first symbols of every fairseq dictionary
 PADDING = 1
 ACTIVATIONS = {"gelu_new": "gelu_accurate", "gelu_pytorch_tanh": "gelu_accurate", "gelu": "gelu", "relu": "relu"}
+GPT2_OPTIONS = {
+    "activation_function": tuple(ACTIVATIONS), "layer_norm_epsilon": (1e-5,), "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,), "tie_word_embeddings": (True,),
+}  # fmt: skip
 GPT2_NAMES = {"ln_1": "self_attn_layer_norm", "ln_2": "final_layer_norm", "attn.c_proj": "self_attn.out_proj",
               "mlp.c_fc": "fc1", "mlp.c_proj": "fc2"}  # fmt: skip
 
@@ -65,17 +68,18 @@ class Vocabulary:
         return PADDING
 
 
-def read_pretrained(path) -> Source:
-    path = Path(path)
+def read_pretrained(path: Path) -> Source:
+    """Returns the model of a checkpoint or of a GPT-2's folder."""
     if not path.exists():
         known = "a fairseq checkpoint or a folder with a Hugging Face GPT-2"
         raise Mistake(f"SOURCE {path} does not exist; it is {known}, and a model of the Hub must be downloaded first")
     with building(f"SOURCE {path} has options or parameters of which no model can be made"):
         source = read_gpt2(path) if path.is_dir() else read_fairseq(path)
-        return match_layout(source, str(path))
+        return match_layout(source, path)
 
 
 def read_fairseq(path: Path) -> Source:
+    """Returns the model of a checkpoint."""
     state = load_mapped(path)
     if not isinstance(state.get("model"), dict) or state.get("cfg") is None:
         raise Mistake(f"{path} holds no fairseq model with its options; SOURCE must be a checkpoint that fairseq-train saved")
@@ -134,6 +138,7 @@ def lm_options(given: dict) -> dict:
 
 
 def read_gpt2(folder: Path) -> Source:
+    """Returns the model of a GPT-2's folder."""
     config = gpt2_config(folder)
     width, vocabulary, eos = config["n_embd"], config["vocab_size"], config["eos_token_id"]
     options = lm_options({
@@ -147,11 +152,7 @@ def read_gpt2(folder: Path) -> Source:
     tensors: dict[str, Tensor] = {"decoder.version": torch.tensor([3.0])}
     for name, tensor in gpt2_tensors(folder):
         tensors |= gpt2_to_fairseq(name, tensor, eos)
-    words = tensors.get("decoder.embed_tokens.weight")
-    if words is None or len(words) != vocabulary + SPECIAL - 1:
-        found = "none" if words is None else str(len(words) - SPECIAL + 1)
-        raise Mistake(f"{folder} has vocab_size = {vocabulary}, and its weights have embeddings of {found}; it must be the same")
-    tensors["decoder.output_projection.weight"] = words
+    tensors["decoder.output_projection.weight"] = tensors["decoder.embed_tokens.weight"]
     cfg = OmegaConf.to_container(OmegaConf.structured(FairseqConfig), resolve=False, enum_to_str=True)
     task = LanguageModelingConfig(
         data="", tokens_per_sample=options["tokens_per_sample"], max_target_positions=options["max_target_positions"]
@@ -165,35 +166,15 @@ def read_gpt2(folder: Path) -> Source:
 
 
 def gpt2_config(folder: Path) -> dict:
+    """Returns the configuration; refuses what would compute something else."""
     path = folder / "config.json"
-    if not path.exists():
-        raise Mistake(f"SOURCE {folder} has no config.json; a folder must hold a Hugging Face GPT-2 (config.json and weights)")
     with reading(path, "a configuration"):
         config = {"n_positions": 1024, "activation_function": "gelu_new", "eos_token_id": 50256} | json.loads(path.read_text())
     if (kind := config.get("model_type")) != "gpt2":
-        found = "of a type that config.json does not name" if kind is None else f"of type {kind}"
-        raise Mistake(f"SOURCE {folder} holds a model {found}; fw-convert reads GPT-2 and fairseq's transformer_lm")
-    for name in ("n_embd", "n_layer", "n_head", "n_positions", "vocab_size"):
-        if not isinstance(config.get(name), int) or config[name] < 1:
-            raise Mistake(f"{path} has {name} = {config.get(name)!r}; it must be a number of at least 1")
-    if config["n_embd"] % config["n_head"]:
-        raise Mistake(f"{path} has n_embd = {config['n_embd']}; it must be a multiple of n_head, {config['n_head']}")
-    needed = {
-        "activation_function": tuple(ACTIVATIONS),
-        "layer_norm_epsilon": (1e-5, None),
-        "scale_attn_weights": (True, None),
-        "scale_attn_by_inverse_layer_idx": (False, None),
-        "add_cross_attention": (False, None),
-        "tie_word_embeddings": (True, None),
-        "eos_token_id": range(config["vocab_size"]),
-    }
-    for name, allowed in needed.items():
-        if config.get(name) not in allowed:
-            if isinstance(allowed, range):
-                listed = f"{allowed[0]} to {allowed[-1]}"
-            else:
-                listed = ", ".join(str(value) for value in allowed if value is not None)
-            raise Mistake(f"{path} has {name} = {config.get(name)!r}; fw-convert takes: {listed}")
+        raise Mistake(f"SOURCE {folder} holds a model of type {kind}; fw-convert reads GPT-2 and fairseq's transformer_lm")
+    for name, allowed in GPT2_OPTIONS.items():
+        if config.get(name, allowed[0]) not in (*allowed, None):
+            raise Mistake(f"{path} has {name} = {config[name]!r}; fw-convert takes: {', '.join(map(str, allowed))}")
     return config
 
 
@@ -215,8 +196,8 @@ def gpt2_to_fairseq(name: str, tensor: Tensor, eos: int) -> dict[str, Tensor]:
     the most.
     """
     name = name.removeprefix("transformer.")
-    if name == "lm_head.weight":
-        return {}
+    if name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias")):
+        return {}  # the embeddings, and the causal mask
     if name == "wte.weight":
         return {"decoder.embed_tokens.weight": torch.cat([tensor[[eos] * SPECIAL], tensor[:eos], tensor[eos + 1 :]])}
     if name == "wpe.weight":
@@ -224,15 +205,11 @@ def gpt2_to_fairseq(name: str, tensor: Tensor, eos: int) -> dict[str, Tensor]:
     if name in ("ln_f.weight", "ln_f.bias"):
         return {f"decoder.layer_norm.{name[5:]}": tensor}
     layer, part, kind = parsed.groups() if (parsed := re.fullmatch(r"h\.(\d+)\.(.+)\.(\w+)", name)) else ("", name, "")
-    if name.endswith((".attn.bias", ".attn.masked_bias")):
-        return {}  # the causal mask
     prefix = f"decoder.layers.{layer}."
     tensor = tensor.t().contiguous() if tensor.dim() == 2 else tensor
     if part == "attn.c_attn":
         return {f"{prefix}self_attn.{which}_proj.{kind}": x for which, x in zip("qkv", tensor.chunk(3))}
-    if part not in GPT2_NAMES:
-        raise Mistake(f"SOURCE has a tensor {name!r} that GPT-2 does not have; fw-convert cannot tell what it is")
-    return {f"{prefix}{GPT2_NAMES[part]}.{kind}": tensor}
+    return {f"{prefix}{GPT2_NAMES.get(part, part)}.{kind}": tensor}
 
 
 def skeleton(source: Source) -> FastWeightLanguageModel:
@@ -247,15 +224,11 @@ def skeleton(source: Source) -> FastWeightLanguageModel:
         return FastWeightLanguageModel.build_model(OmegaConf.create(options), task)
 
 
-def match_layout(source: Source, path: str) -> Source:
+def match_layout(source: Source, path: Path) -> Source:
     """Returns the source with today's names. Refuses one that lacks a tensor of the model, or has another tensor or shape."""
     options, tensors = source.options, source.tensors
-    if not isinstance(options["decoder_layers"], int) or options["decoder_layers"] < 1:
-        raise Mistake(f"{path} has --decoder-layers {options['decoder_layers']}; it must be a number of at least 1")
     if set(layer_mixers(Namespace(**options), options["decoder_layers"])) != {SOFTMAX}:
         raise Mistake(f"{path} has mixers other than softmax already; fw-convert takes those with softmax in every layer")
-    if options.get("character_embeddings"):
-        raise Mistake(f"{path} was trained with --character-embeddings; fw-convert takes models that embed whole words")
     model = skeleton(source)
     model.upgrade_state_dict(tensors)
     options |= {"decoder_layers": len(model.decoder.layers), "decoder_layers_to_keep": None}  # those that were kept
@@ -263,24 +236,14 @@ def match_layout(source: Source, path: str) -> Source:
         options["no_decoder_final_norm"] = True
         tensors["decoder.version"] = torch.tensor([3.0])
     expected = model.state_dict()
-    for name in [name for name in tensors if name.endswith("._float_tensor") and name not in expected]:
-        del tensors[name]  # only its dtype and device were ever used
+    for name in {*tensors, *expected}:  # of which only the dtype and device were ever used
+        if name.endswith("._float_tensor"):
+            (tensors.setdefault(name, torch.zeros(1)) if name in expected else tensors.pop(name))
+    wrong = [f"lacks {name}" for name in expected if name not in tensors]
+    wrong += [f"has {name}, which transformer_lm with its options does not have" for name in tensors if name not in expected]
     for name, want in expected.items():
-        if name not in tensors and name.endswith("._float_tensor"):
-            tensors[name] = torch.zeros(1)
-        if name not in tensors:
-            refuse(path, f"lacks {name}")
-        if not isinstance(tensors[name], Tensor) or tensors[name].is_meta:
-            refuse(path, f"has no numbers for {name}")
-        if tensors[name].is_floating_point() != want.is_floating_point():
-            refuse(path, f"has {name} in {tensors[name].dtype}")
-        if tensors[name].shape != want.shape:
-            refuse(path, f"has {name} of shape {tuple(tensors[name].shape)} instead of {tuple(want.shape)}")
-    for name in tensors:
-        if name not in expected:
-            refuse(path, f"has {name}, which transformer_lm with its options does not have")
+        if name in tensors and tensors[name].shape != want.shape:
+            wrong.append(f"has {name} of shape {tuple(tensors[name].shape)} instead of {tuple(want.shape)}")
+    if wrong:
+        raise Mistake(f"{path} is not laid out as fw-convert knows it: it {wrong[0]}")
     return source
-
-
-def refuse(path: str, what: str) -> NoReturn:
-    raise Mistake(f"{path} is not laid out as fw-convert knows it: it {what}")

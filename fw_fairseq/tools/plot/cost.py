@@ -1,13 +1,11 @@
-"""fw-plot generation and training, and the figure of fw-bench sparse: what each model costs against length."""
+"""What each model costs against length: the figures of fw-bench and of its reports."""
 
 from __future__ import annotations
 
-import json
-import math
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
-from ...errors import Mistake
-from .style import DASHES, LINE, MARKERS, Look, canvas, label_ends, log_lengths, log_values, look, plot
+from .style import DASHES, LINE, MARKERS, Look, canvas, label_ends, log_lengths, log_values, plot
 
 TRANSFORMER = "transformer_lm"
 OWN = "fast_weight_lm "
@@ -16,16 +14,20 @@ RECURRENT, BOUNDED = ("additive", "leap", "sru", "srupp"), ("local_attention", "
 
 
 class Panel(NamedTuple):
+    """A number of each row, by how much it is multiplied, and its name."""
+
     key: str
     factor: float
     label: str
 
 
 class Figure(NamedTuple):
+    """What is drawn of a report against which length."""
+
     help: str
     length: str
     label: str
-    panels: tuple[Panel, Panel]
+    panels: tuple[Panel, ...]
 
 
 FIGURES = {
@@ -44,25 +46,13 @@ FIGURES = {
 }
 
 
-def draw(args):
-    """Draws the figure of the command out of a report's file."""
-    try:
-        report = json.loads(args.report.read_text())
-        lengths = [row[FIGURES[args.command].length] for row in report[args.command]]
-        if not lengths or not all(0 < length < math.inf for length in lengths):
-            raise TypeError
-        return draw_report(report, args.command)
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError):
-        raise Mistake(f"{args.report} is not what fw-bench model --json writes") from None
-
-
-def draw_report(report: dict, name: str):
+def draw_report(report: dict, name: str) -> Any:
     """Draws one of ``FIGURES`` out of a report of fw-bench model."""
     what = FIGURES[name]
     return draw_rows(report[name], what.length, what.panels, label=what.label)
 
 
-def draw_rows(rows: list[dict], length: str, panels, peer: str = TRANSFORMER, label: str = "tokens"):
+def draw_rows(rows: list[dict], length: str, panels: Iterable[Panel], peer: str = TRANSFORMER, label: str = "tokens") -> Any:
     """``rows`` against their ``length``, both axes logarithmic, one panel above the other, names at the ends of the lines."""
     panels = [panel for panel in panels if any(panel.key in row for row in rows)]
     names = list(dict.fromkeys(row["name"] for row in rows))
@@ -75,9 +65,9 @@ def draw_rows(rows: list[dict], length: str, panels, peer: str = TRANSFORMER, la
                 row[length]: panel.factor * row[panel.key] for row in rows if row["name"] == name and row.get(panel.key, 0) > 0
             }
             if points:
-                style = look_of(name, names, peer)
+                style = _look_of(name, names, peer)
                 plot(axis, style, name, points, lw=1.6 if name == peer else 1)
-                ends.append((title(name), max(points.items()), style.color))
+                ends.append((_title(name), max(points.items()), style.color))
         axis.set_ylabel(panel.label)
         log_values(axis)
         log_lengths(axis, (row[length] for row in rows))
@@ -87,41 +77,16 @@ def draw_rows(rows: list[dict], length: str, panels, peer: str = TRANSFORMER, la
     return figure
 
 
-def title(name: str) -> str:
+def _title(name: str) -> str:
     short = name.removeprefix(OWN).removeprefix("fast_weight_transformer ")
     return TITLES.get(short, short.replace("_", " "))
 
 
-def look_of(name: str, names: list[str], peer: str) -> Look:
+def _look_of(name: str, names: list[str], peer: str) -> Look:
     """Colour and dashes by the kind of the mixer; the marker is its own."""
-    short = name.removeprefix(OWN)
-    marker = MARKERS[names.index(name) % len(MARKERS)]
+    short, marker = name.removeprefix(OWN), MARKERS[names.index(name) % len(MARKERS)]
     if name == peer:
         return Look("#000000", DASHES[0], marker)
     if short in RECURRENT:
         return Look("#D55E00", DASHES[2], marker)
     return Look("#009E73", DASHES[1], marker) if short in BOUNDED else Look("#0072B2", DASHES[0], marker)
-
-
-def draw_sizes(report: dict):
-    """Draws the time of a token out of a report of fw-bench sparse: a panel for each size, with the fewest threads."""
-    rows = report["tokens"]
-    threads = min(row["threads"] for row in rows)
-    rows = [row for row in rows if row["threads"] == threads]
-    sizes, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("size", "name"))
-    height = 0.45 + 1.6 * len(sizes)
-    figure, axes = canvas(height, len(sizes), left=0.17, right=0.66, top=1 - 0.12 / height, bottom=0.4 / height, hspace=0.16)
-    for axis, size in zip(axes, sizes):
-        ends = []
-        for index, name in enumerate(names):
-            points = {row["context"]: 1e3 * row["seconds"] for row in rows if (row["size"], row["name"]) == (size, name)}
-            if points:
-                plot(axis, look(index), name, points)
-                ends.append((name, max(points.items()), look(index).color))
-        axis.set_ylabel(f"{size}, ms per token")
-        log_values(axis)
-        log_lengths(axis, (row["context"] for row in rows))
-        label_ends(axis, ends)
-    axes[-1].set_xlabel("tokens before")
-    figure.align_ylabels()
-    return figure

@@ -6,7 +6,6 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import NoReturn
 
 from ...errors import Mistake
 from ...files import read_text
@@ -20,35 +19,28 @@ def read_logs(paths: list[Path], metric: str) -> tuple[list[dict[int, float]], s
     """Returns the metric of each log by update, and its name. A metric of training, such as train_loss, is logged once in an epoch;
     where this makes less than two points of one log, the same metric of train_inner, which is logged at every --log-interval, is
     taken for all logs."""
+    logs = [[read_line(line) for line in read_text(path, "a log of fairseq-train").splitlines()] for path in paths]
     if (inner := metric.removeprefix("train_")) != metric:
-        logs = [read_entries(path) for path in paths]
-        epochs, steps = ([by_update(entries, name) for entries in logs] for name in (metric, inner))
+        epochs, steps = ([_by_update(entries, name) for entries in logs] for name in (metric, inner))
         if all(steps) and any(len(few) < min(2, len(more)) for few, more in zip(epochs, steps)):
             metric = inner
-    return [read_log(path, metric) for path in paths], metric
+    found = [_by_update(entries, metric) for entries in logs]
+    for path, entries, values in zip(paths, logs, found):
+        if not values:
+            names = dict.fromkeys(name for entry in entries for name in entry if name not in PLACES)
+            there = [name for name in names if not name.endswith("num_updates") and _by_update(entries, name)]
+            if there:
+                raise Mistake(f"{path} has no {metric}; --metric may be one that it has: {', '.join(there)}")
+            raise Mistake(f"{path} has no metric of any update; it must be a log of fairseq-train with --log-format json or simple")
+    return found, metric
 
 
 def read_log(path: Path, metric: str) -> dict[int, float]:
     """Returns the metric by update."""
-    entries = read_entries(path)
-    if values := by_update(entries, metric):
-        return values
-    refuse(path, entries, metric)
+    return read_logs([path], metric)[0][0]
 
 
-def read_entries(path: Path) -> list[dict]:
-    return [read_line(line) for line in read_text(path, "a log of fairseq-train").splitlines()]
-
-
-def refuse(path: Path, entries: list[dict], metric: str) -> NoReturn:
-    """Says what the log has in place of the metric."""
-    names = dict.fromkeys(name for entry in entries for name in entry if name not in PLACES and not name.endswith("num_updates"))
-    if found := [name for name in names if by_update(entries, name)]:
-        raise Mistake(f"{path} has no {metric}; --metric may be one that it has: {', '.join(found)}")
-    raise Mistake(f"{path} has no metric of any update; it must be a log of fairseq-train with --log-format json or simple")
-
-
-def by_update(entries: list[dict], metric: str) -> dict[int, float]:
+def _by_update(entries: list[dict], metric: str) -> dict[int, float]:
     """Returns the values of a metric by the number of updates. The name of a validation set may have underscores."""
     parts = metric.split("_")
     places = [f"{'_'.join(parts[:count])}_num_updates" for count in range(len(parts) - 1, 0, -1)] + ["num_updates"]
@@ -60,23 +52,18 @@ def by_update(entries: list[dict], metric: str) -> dict[int, float]:
 def number(value: object) -> float | None:
     """Returns a number that a log holds, which may be a text; None for anything else."""
     try:
-        return float(value)
+        return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return None
 
 
 def read_line(line: str) -> dict:
     """Returns the metrics of a line by the names of JSON logs: train_inner has no prefix, the others have one, such as
-    valid_loss."""
+    valid_loss. A line without any gives an empty dictionary."""
     if found := SIMPLE.search(line):
         kind, text = found.groups()
         prefix = "" if kind == "train_inner" else f"{kind}_"
         return {prefix + name: value for name, value in PAIR.findall(text)}
-    return json_of(line)
-
-
-def json_of(line: str) -> dict:
-    """Returns the metrics of a line in JSON, which other words may precede; nothing where it holds none."""
     try:
         return json.loads(line[line.index("{") :])
     except (ValueError, RecursionError):  # no brace, or no JSON

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable
-from math import ceil, inf, isfinite, nan
+from math import ceil, inf
 from pathlib import Path
-from statistics import mean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...errors import Mistake
 from ...files import write_atomically
@@ -31,6 +30,8 @@ SETTINGS = {
 
 
 class Look(NamedTuple):
+    """The look of a line."""
+
     color: str
     linestyle: object
     marker: str
@@ -41,7 +42,7 @@ def look(index: int) -> Look:
     return Look(COLOURS[index % len(COLOURS)], DASHES[index % len(DASHES)], MARKERS[index % len(MARKERS)])
 
 
-def canvas(height: float = 2.3, panels: int = 1, **layout):
+def canvas(height: float = 2.3, panels: int = 1, **layout: float) -> tuple[Any, list]:
     """Returns a figure of one column and its axes, one above the other. ``layout``: fixed margins, as in subplots_adjust."""
     if importlib.util.find_spec("matplotlib") is None:
         raise Mistake("figures need matplotlib; install fw_fairseq with the extra [plots]")
@@ -59,20 +60,20 @@ def canvas(height: float = 2.3, panels: int = 1, **layout):
     return figure, list(axes[:, 0])
 
 
-def plot(axes, look: Look, label: str, points: dict, **style) -> None:
+def plot(axes: Any, look: Look, label: str, points: dict, **style: Any) -> None:
     """A line with a marker at each point, or where there are many at even distances."""
-    style = {"markevery": 1 if len(points) <= 12 else 0.07} | look._asdict() | style
+    style = {"markevery": 1 if len(points) <= 12 else 0.07, **look._asdict(), **style}
     axes.plot(*zip(*sorted(points.items())), label=label, **style)
 
 
-def log_lengths(axes, lengths: Iterable[int]) -> None:
+def log_lengths(axes: Any, lengths: Iterable[int]) -> None:
     """A logarithmic axis with these lengths, and no others, on it."""
     axes.set_xscale("log")
     axes.set_xticks(ticks := sorted(set(lengths)), [str(tick) for tick in ticks])
     axes.xaxis.minorticks_off()
 
 
-def log_values(axes, name: str = "y") -> None:
+def log_values(axes: Any, name: str = "y") -> None:
     """A logarithmic axis with plain numbers, and more of them where it spans little."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
@@ -87,21 +88,7 @@ def log_values(axes, name: str = "y") -> None:
     axis.set_major_formatter("{x:g}")
 
 
-def draw_points(figure, axes, rows: dict[str, dict[str, list[float]]], labels: dict[str, str]) -> None:
-    """Draws a row for each name, the first on top, and in it the values of each kind that has a label, with a look of its own; the
-    first kind is hollow."""
-    for index, (sort, label) in enumerate(labels.items()):
-        points = [(value, at) for at, kinds in enumerate(rows.values()) for value in kinds.get(sort, ())]
-        if points:
-            style = {"color": look(index).color, "marker": look(index).marker, "ms": 3.4, "ls": "", "mew": 0.7, "clip_on": False}
-            axes.plot(*zip(*points), label=label, mfc=style["color"] if index else "white", **style)
-    axes.set_yticks(range(len(rows)), [name.replace("_", " ") for name in rows], fontsize=SMALL)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.grid(axis="y", visible=False)
-    legend(figure, axes)
-
-
-def legend(figure, axes) -> None:
+def legend(figure: Any, axes: Any) -> None:
     """Draws the legend below the axes in as many columns as fit; the figure grows with the legend's lines."""
     handles, labels = axes.get_legend_handles_labels()
     for columns in range(min(3, len(labels)), 0, -1):
@@ -114,7 +101,7 @@ def legend(figure, axes) -> None:
     figure.set_figheight(figure.get_figheight() + 1.5 * SMALL / 72 * ceil(len(labels) / columns))
 
 
-def label_ends(axes, ends: list[tuple[str, tuple[float, float], str]]) -> None:
+def label_ends(axes: Any, ends: list[tuple[str, tuple[float, float], str]]) -> None:
     """Writes names right of the axes, (label, last point, colour), in the order of their heights and without overlap. Where the
     figure has no room for a name the axes become narrower."""
     height = 72 * axes.get_window_extent().height / axes.figure.dpi
@@ -126,14 +113,14 @@ def label_ends(axes, ends: list[tuple[str, tuple[float, float], str]]) -> None:
             label, point, (BESIDE, at), textcoords="axes fraction", va="center", fontsize=SMALL, color=colour, arrowprops=leader,
             annotation_clip=False,
         )  # fmt: skip
-    widest = max((text_width(text) for text in axes.texts), default=0.0)
+    widest = max((_text_width(text) for text in axes.texts), default=0.0)
     figure, box = axes.figure, axes.get_window_extent()
     width = (figure.bbox.width - box.x0 - widest) / BESIDE
     if width < box.width:
         figure.subplots_adjust(right=(box.x0 + width) / figure.bbox.width)
 
 
-def text_width(text) -> float:
+def _text_width(text: Any) -> float:
     """Pixels, without the leader of an annotation."""
     from matplotlib.text import Text
 
@@ -144,7 +131,7 @@ def spread_out(wanted: list[float], gap: float, low: float = -inf, high: float =
     """Returns places in the same order, at least ``gap`` apart, and within the bounds if they fit."""
     groups: list[list[int]] = []
 
-    def places(group):
+    def places(group: list[int]) -> list[float]:
         middle = sum(wanted[i] for i in group) / len(group)
         return [middle + gap * (n - (len(group) - 1) / 2) for n in range(len(group))]
 
@@ -157,7 +144,7 @@ def spread_out(wanted: list[float], gap: float, low: float = -inf, high: float =
     return [at for _, at in sorted(zip((i for i, _ in order), inside))]
 
 
-def save(figure, paths: list[Path]) -> None:
+def save(figure: Any, paths: list[Path]) -> None:
     """Writes the figure to each path; equal figures make equal files."""
     from matplotlib import pyplot
 
@@ -166,17 +153,3 @@ def save(figure, paths: list[Path]) -> None:
         write_atomically(path, lambda part: figure.savefig(part, **options))  # noqa: B023
         print(path)
     pyplot.close(figure)
-
-
-def markdown(corner: str, columns: Iterable, rows: dict[str, Iterable[str]]) -> str:
-    """A table of numbers: a row of cells for each name, below the columns' heads."""
-    heads = [str(column) for column in columns]
-    lines = [f"| {corner} | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
-    return "\n".join(lines + [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()])
-
-
-def cell(values: list[float], digits: int = 1) -> str:
-    """A cell of a table: the mean, ± the deviation of several seeds, or nothing. A mean that is not finite has no deviation."""
-    whole = mean(values) if values else nan
-    spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 and isfinite(whole) else ""
-    return f"{whole:.{digits}f}{spread}" if values else ""

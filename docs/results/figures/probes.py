@@ -1,11 +1,15 @@
-"""fw-plot recall and tracking: right answers of recipes/synthetic/probe.sh, as figure and as table."""
+"""The share of right answers of recipes/synthetic/probe.sh against the number of pairs (recall) or of elements (tracking)."""
 
 from __future__ import annotations
 
-from .retrieval import read_results
-from .style import SMALL, canvas, legend, log_lengths, look, markdown, plot
+from typing import Any
+
+from lines import finish, markdown, parser, read_results
+
+from fw_fairseq.tools.plot.style import SMALL, canvas, legend, log_lengths, look, plot
 
 SIZES = {"recall": "pairs", "tracking": "elements"}
+Lines = dict[str, dict[int, float]]
 
 
 def title(model: str) -> str:
@@ -15,24 +19,21 @@ def title(model: str) -> str:
 
 
 def title_of_ending(ending: str) -> str:
+    """w64 -> width 64; 4 -> 4 writes."""
     if ending == "negative":
         return "negative eigenvalues"
-    return f"width {ending[1:]}" if is_width(ending) else f"{ending} writes"
+    return f"width {ending[1:]}" if ending.startswith("w") else f"{ending} writes"
 
 
-def is_width(ending: str) -> bool:
-    return ending.startswith("w") and ending[1:].isdecimal()
-
-
-def panels_of(lines: dict[str, dict]) -> dict[str, dict[str, dict]]:
+def panels_of(lines: Lines) -> dict[str, Lines]:
     """Returns the lines of each panel by its title: one for each width where all models name theirs, and one for models with and
     one for models without negative eigenvalues where there are both."""
     endings = {model: model.split("-")[1:] for model in lines}
-    widths = {model: int(ending[1:]) for model, found in endings.items() for ending in found if is_width(ending)}
+    widths = {model: int(ending[1:]) for model, found in endings.items() for ending in found if ending.startswith("w")}
     by_width, by_sign = len(widths) == len(lines), len({"negative" in found for found in endings.values()}) == 2
-    found: dict = {}
+    found: dict[tuple[int, str], Lines] = {}
     for model, points in lines.items():
-        taken = [e for e in endings[model] if (by_width and is_width(e)) or (by_sign and e == "negative")]
+        taken = [e for e in endings[model] if (by_width and e.startswith("w")) or (by_sign and e == "negative")]
         at = [title_of_ending(ending) for ending in taken]
         if by_sign and "negative" not in taken:
             at.append("without negative eigenvalues")
@@ -41,9 +42,8 @@ def panels_of(lines: dict[str, dict]) -> dict[str, dict[str, dict]]:
     return {title: found[width, title] for width, title in sorted(found, key=lambda key: key[0])}
 
 
-def draw(args):
+def draw(lines: Lines, sizes: str) -> Any:
     """Draws a line for each model, in the order of the file."""
-    lines = read_results(args.results)
     panels = panels_of(lines)
     names = list(dict.fromkeys(name for models in panels.values() for name in models))
     figure, rows = canvas(2.2 if len(panels) == 1 else 0.5 + 1.3 * len(panels), len(panels))
@@ -52,15 +52,20 @@ def draw(args):
             plot(axes, look(names.index(model)), title(model), points, clip_on=False)
         axes.set(ylabel="right answers (%)", ylim=(0, 100))
         axes.set_title(heading, loc="left", fontsize=SMALL)
-    log_lengths(axes, (size for points in lines.values() for size in points))
-    axes.set_xlabel(SIZES[args.command])
+    log_lengths(rows[-1], (size for points in lines.values() for size in points))
+    rows[-1].set_xlabel(sizes)
     legend(figure, max(rows, key=lambda axes: len(axes.lines)))
     return figure
 
 
-def table(args) -> str:
+def table(lines: Lines, sizes: str) -> str:
     """Returns Markdown with a row for each model and a column for each size."""
-    lines = read_results(args.results)
-    sizes = sorted({size for points in lines.values() for size in points})
-    cells = {title(model): [f"{points[size]:.1f}" if size in points else "" for size in sizes] for model, points in lines.items()}
-    return markdown(f"right answers, %, of {SIZES[args.command]}", sizes, cells)
+    columns = sorted({size for points in lines.values() for size in points})
+    cells = {title(model): [f"{points[at]:.1f}" if at in points else "" for at in columns] for model, points in lines.items()}
+    return markdown(f"right answers, %, of {sizes}", columns, cells)
+
+
+if __name__ == "__main__":
+    args = parser(__doc__, SIZES).parse_args()
+    results, what = read_results(args.file), SIZES[args.figure]
+    finish(args, lambda: draw(results, what), lambda: table(results, what))

@@ -1,37 +1,39 @@
-"""fw-bench mixers: one layer each, forward and backward, against the peer of the same width in the same rounds."""
+"""SRU against LSTM, additive attention and LEAP against softmax attention: one layer, one token, the scans alone."""
 
 from __future__ import annotations
 
 import statistics
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from typing import Any
 
+import authors
 import torch
+from common import run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...mixers import Additive, Leap, Sru
-from ...ops.scans.pooling import pool
-from ...ops.scans.sru import sru
-from . import authors
-from .contest import machine, positive, settings, spread, take_turns, timed, times_faster
+from fw_fairseq.mixers import Additive, Leap, Sru
+from fw_fairseq.ops.scans.pooling import pool
+from fw_fairseq.ops.scans.sru import sru
+from fw_fairseq.tools.bench.contest import machine, positive, settings, spread, take_turns, timed, times_faster
+from fw_fairseq.tools.plot.style import canvas
 
 LSTM, ATTENTION = "torch.nn.LSTM", "softmax attention"
 STEPS = 256  # tokens that are timed together
 
 
-def add_arguments(parser) -> None:
-    parser.add_argument("--width", type=positive, default=128, help="of every layer")
-    parser.add_argument("--heads", type=positive, default=4, help="of additive, leap and softmax attention")
-    parser.add_argument("--batch", type=positive, default=32, help="sequences for sru and the LSTM")
-    parser.add_argument("--length", type=positive, default=128, help="tokens of each of these sequences")
-    parser.add_argument("--tokens", type=positive, default=2048, metavar="T", help="tokens of one sequence for the others")
-    parser.add_argument("--windows", type=int, nargs="+", default=[4, 1024, 0], help="of additive; 0: all of the past")
-    parser.add_argument(
-        "--peers",
-        action="store_true",
-        help="measure against the authors' packages, sru and leap-transformer, in place of the others, where they are installed",
-    )
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the options."""
+    add = parser.add_argument
+    add("--width", type=positive, default=128, help="of every layer")
+    add("--heads", type=positive, default=4, help="of additive, leap and softmax attention")
+    add("--batch", type=positive, default=32, help="sequences for sru and the LSTM")
+    add("--length", type=positive, default=128, help="tokens of each of these sequences")
+    add("--tokens", type=positive, default=2048, metavar="T", help="tokens of one sequence for the others")
+    add("--windows", type=int, nargs="+", default=[4, 1024, 0], help="of additive and leap; 0: all of the past")
+    add("--peers", action="store_true", help="against the authors' packages, sru and leap-transformer, where they are installed")
 
 
 class Attention(nn.Module):
@@ -48,7 +50,7 @@ class Attention(nn.Module):
         return self.out_proj(y.permute(2, 0, 1, 3).flatten(2)), None
 
 
-def measure(args) -> dict:
+def measure(args: Namespace) -> dict:
     """Times every layer, and the scans alone."""
     if args.peers:
         return authors.measure(args)
@@ -64,38 +66,33 @@ def measure(args) -> dict:
 
 
 @torch.no_grad()
-def tokens(args) -> list[dict]:
+def tokens(args: Namespace) -> list[dict]:
     """One token after another, from a state that has read as many as a window holds; every window in turn."""
-    texts, states = {}, {}
+    layers: dict[str, nn.Module] = {}
+    states = {}
     for kind in (Additive, Leap):
         for window in args.windows:
             layer = kind(args.width, args.heads, window=window).to(args.device)
-            before = torch.randn(max(1, window), 1, args.width, device=args.device)
             name = f"{kind.__name__.lower()}, {seen(window)}"
-            texts[name], states[name] = layer, layer(before)[1]
+            layers[name], states[name] = layer, layer(torch.randn(max(1, window), 1, args.width, device=args.device))[1]
     token = torch.randn(1, 1, args.width, device=args.device)
 
-    def read(name: str) -> float:
-        def some() -> None:
-            for _ in range(STEPS):
-                states[name] = texts[name](token, states[name])[1]
+    def some(name: str) -> None:
+        for _ in range(STEPS):
+            states[name] = layers[name](token, states[name])[1]
 
-        return timed(some, args.device) / STEPS
-
-    found = take_turns({name: partial(read, name) for name in texts}, args.rounds, "one token")
-    return [{"name": name, **spread(seconds)} for name, seconds in found.items()]
+    calls = {name: lambda name=name: timed(partial(some, name), args.device) / STEPS for name in layers}
+    return [{"name": name, **spread(seconds)} for name, seconds in take_turns(calls, args.rounds, "one token").items()]
 
 
-def scans(args) -> list[dict]:
+def scans(args: Namespace) -> list[dict]:
     """The elementwise scans alone, forward and backward, and the least that they have to move."""
-    shape = (args.length, args.batch)
-    unit = [torch.randn(*shape, width, device=args.device, requires_grad=True) for width in (3 * args.width, args.width)]
-    weights = [torch.randn(args.width, device=args.device, requires_grad=True) for _ in range(2)]
-    size = (1, args.heads, args.tokens)
-    scores = torch.randn(size, device=args.device, requires_grad=True)
-    values = torch.randn(*size, args.width // args.heads, device=args.device, requires_grad=True)
+    draw = partial(torch.randn, device=args.device, requires_grad=True)
+    unit = [draw(args.length, args.batch, width) for width in (3 * args.width, args.width)]
+    weights, size = [draw(args.width) for _ in range(2)], (1, args.heads, args.tokens)
+    scores, values = draw(size), draw(*size, args.width // args.heads)
     # sru reads u, F, R and x, writes h and c; then reads those 4, c and the gradient of h, writes 4. pool: x, g; x, g, dg, dx.
-    calls = {"sru": (16 * unit[1].nbytes, partial(sru, *unit, *weights), [*unit, *weights])}
+    calls: dict[str, tuple] = {"sru": (16 * unit[1].nbytes, partial(sru, *unit, *weights), [*unit, *weights])}
     for window in args.windows:
         calls[f"pool, {seen(window)}"] = (6 * values.nbytes, partial(pool, scores, values, window), [scores, values])
     found = []
@@ -105,25 +102,29 @@ def scans(args) -> list[dict]:
     return found
 
 
-def differentiate(call, leaves) -> None:
+def differentiate(call: Callable, leaves: list[Tensor]) -> None:
+    """Forward and backward of a scan."""
     torch.autograd.grad(call()[0].sum(), leaves)
 
 
 def seen(window: int) -> str:
+    """Returns what a token reads."""
     return f"window {window}" if window else "all of the past"
 
 
-def contenders(args) -> dict[str, tuple[nn.Module, Tensor]]:
+def contenders(args: Namespace) -> dict[str, tuple[nn.Module, Tensor]]:
+    """Returns each layer with its input."""
     short = torch.randn(args.length, args.batch, args.width, device=args.device, requires_grad=True)
     long = torch.randn(args.tokens, 1, args.width, device=args.device, requires_grad=True)
     found = {"sru": (Sru(args.width, args.heads), short), LSTM: (nn.LSTM(args.width, args.width), short)}
     for window in args.windows:
         found[f"additive, {seen(window)}"] = (Additive(args.width, args.heads, window=window), long)
         found[f"leap, {seen(window)}"] = (Leap(args.width, args.heads, window=window), long)
-    return found | {ATTENTION: (Attention(args.width, args.heads), long)}
+    return {**found, ATTENTION: (Attention(args.width, args.heads), long)}
 
 
 def forward_backward(layer: nn.Module, x: Tensor) -> None:
+    """Forward and backward of a layer."""
     layer.zero_grad()
     x.grad = None
     layer(x)[0].sum().backward()
@@ -151,14 +152,16 @@ def table(report: dict) -> str:
     return "\n".join(lines)
 
 
-def draw(report: dict, path: Path) -> None:
+def draw(report: dict) -> Any:
     """One bar for each layer."""
-    from ..plot.style import canvas, save
-
     figure, [axes] = canvas(2.2)
-    peers = [row | {"name": f"{row['name']}: {row['layer']}"} for row in report.get("peers", [])]
+    peers = [{**row, "name": f"{row['name']}: {row['layer']}"} for row in report.get("peers", [])]
     rows = (peers or report["layers"])[::-1]
     axes.barh([row["name"] for row in rows], [1e3 * row["seconds"] for row in rows], color="0.6", height=0.7)
     axes.set(xlabel="forward + backward, ms")
     axes.grid(visible=False, axis="y")
-    save(figure, [path])
+    return figure
+
+
+if __name__ == "__main__":
+    run(__doc__, add_arguments, measure, table, draw)

@@ -1,22 +1,22 @@
-"""fw-bench mixers --peers: SRU, LEAP and additive attention beside their authors' code, where it is installed, and an LSTM."""
+"""layers.py --peers: SRU, LEAP and additive attention beside their authors' code, where it is installed, and an LSTM."""
 
 from __future__ import annotations
 
 import importlib
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ...mixers import Additive, Leap, Sru
-from .contest import machine, settings, spread, take_turns, timed, times_faster
+from fw_fairseq.mixers import Additive, Leap, Sru
+from fw_fairseq.tools.bench.contest import machine, settings, spread, take_turns, timed, times_faster
 
 LSTM, OF_SRU = "torch.nn.LSTM", "sru.SRU"
 OF_LEAP, OF_ADDITIVE = "leap.LEAP.MultiheadLeap", "leap.fastformerLM.fastformer.FastSelfAttention"
-AUTHORS = {OF_SRU: "sru", OF_LEAP: "leap-transformer", OF_ADDITIVE: "leap-transformer"}
 
 
 class Case(NamedTuple):
@@ -54,18 +54,21 @@ class AuthorsAdditive(nn.Module):
         return self.attention(x.transpose(0, 1), mask).transpose(0, 1), None
 
 
-def author(module: str, name: str):
+def author(module: str, name: str) -> Any:
+    """Returns a class of the authors' code."""
     return getattr(importlib.import_module(module), name)
 
 
-def measure(args) -> dict:
+def measure(args: Namespace) -> dict:
     """Times every layer and its peers in the same rounds."""
     torch.manual_seed(0)
     missing: dict[str, str] = {}
     rows = []
     for case in cases(args, missing):
-        calls = {name: partial(run, case, layer.to(args.device)) for name, layer in case.layers.items()}
-        seconds = take_turns({name: partial(timed, call, args.device) for name, call in calls.items()}, args.rounds, case.name)
+        calls = {
+            name: partial(timed, partial(call, case, layer.to(args.device)), args.device) for name, layer in case.layers.items()
+        }
+        seconds = take_turns(calls, args.rounds, case.name)
         seconds = {name: [value / case.times for value in values] for name, values in seconds.items()}
         own = next(iter(seconds.values()))
         rows += [
@@ -75,19 +78,18 @@ def measure(args) -> dict:
     return {"machine": machine(args), "settings": settings(args), "peers": rows, "not_measured": missing}
 
 
-def run(case: Case, layer: nn.Module) -> None:
+def call(case: Case, layer: nn.Module) -> None:
     """Calls the layer; in training, with its backward pass."""
-    if not case.trains:
-        with torch.no_grad():
-            for _ in range(case.times):
+    with torch.set_grad_enabled(case.trains):
+        for _ in range(case.times):
+            if case.trains:
+                layer.zero_grad()
+                layer(case.x)[0].sum().backward()
+            else:
                 layer(case.x)
-        return
-    for _ in range(case.times):
-        layer.zero_grad()
-        layer(case.x)[0].sum().backward()
 
 
-def cases(args, missing: dict[str, str]) -> list[Case]:
+def cases(args: Namespace, missing: dict[str, str]) -> list[Case]:
     """Returns what is compared. missing: gets a sentence for each layer that cannot be had."""
     width, heads, found = args.width, args.heads, []
     jobs = (
@@ -95,10 +97,10 @@ def cases(args, missing: dict[str, str]) -> list[Case]:
         ("sru, no gradients, one sequence", 1, args.length, False, 20), ("sru, no gradients, one token", 1, 1, False, 100),
     )  # fmt: skip
     for name, batch, length, trains, times in jobs:
-        layers = {"sru": Sru(width, heads, sru_highway_bias=0.0)}
+        layers: dict[str, nn.Module] = {"sru": Sru(width, heads, sru_highway_bias=0.0)}
         add(layers, OF_SRU, missing, lambda: author("sru", "SRU")(width, width, num_layers=1))
         layers[LSTM] = nn.LSTM(width, width)
-        found.append(Case(name, prepared(layers, trains), draw(args, length, batch, trains), trains, times))
+        found.append(case_of(name, layers, length, batch, args, trains, times))
     for window in args.windows:
         seen = f"window {window}" if window else "all of the past"
         leaps: dict[str, nn.Module] = {"leap, published form": Leap(width, heads, window=window, pooling_form="published")}
@@ -106,17 +108,17 @@ def cases(args, missing: dict[str, str]) -> list[Case]:
         leaps["leap"] = Leap(width, heads, window=window)
         additives: dict[str, nn.Module] = {"additive": Additive(width, heads, window=window)}
         add(additives, OF_ADDITIVE, missing, partial(AuthorsAdditive, width, heads, window or args.tokens))
-        for name, layers in (("leap", leaps), ("additive", additives)):
-            found.append(Case(f"{name}, {seen}, training", prepared(layers, True), draw(args, args.tokens, 1, True), True, 1))
+        found.append(case_of(f"leap, {seen}, training", leaps, args.tokens, 1, args))
+        found.append(case_of(f"additive, {seen}, training", additives, args.tokens, 1, args))
     return found
 
 
-def prepared(layers: dict[str, nn.Module], trains: bool) -> dict[str, nn.Module]:
-    return {name: layer.train(trains) for name, layer in layers.items()}
-
-
-def draw(args, length: int, batch: int, trains: bool) -> Tensor:
-    return torch.randn(length, batch, args.width, device=args.device, requires_grad=trains)
+def case_of(
+    name: str, layers: dict[str, nn.Module], length: int, batch: int, args: Namespace, trains: bool = True, times: int = 1
+) -> Case:
+    """Returns the layers with a random input."""
+    x = torch.randn(length, batch, args.width, device=args.device, requires_grad=trains)
+    return Case(name, {name: layer.train(trains) for name, layer in layers.items()}, x, trains, times)
 
 
 def add(layers: dict[str, nn.Module], name: str, missing: dict[str, str], make: Callable[[], nn.Module]) -> None:
@@ -125,8 +127,6 @@ def add(layers: dict[str, nn.Module], name: str, missing: dict[str, str], make: 
         return
     try:
         layers[name] = make()
-    except ModuleNotFoundError as error:
-        missing[name] = f"{name} is not measured, because there is no module {error.name}; pip install {AUTHORS[name]} brings it."
     except Exception as error:  # of any kind: it is their code, and may compile some
         missing[name] = f"{name} is not measured: {type(error).__name__}: {error}".split("\n")[0]
 

@@ -1,34 +1,31 @@
-"""fw-plot dpfp: the features of DPFP as surfaces over the plane (Schlag et al. 2021, figure 1)."""
+"""The four features of DPFP with nu = 1 as surfaces over the plane (Schlag et al. 2021, figure 1): dpfp.py OUT.svg"""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from typing import Any
+
 import torch
 
-from ...feature_maps import dpfp
-from .style import COLOURS, COLUMN, TEXT, canvas
+from fw_fairseq.feature_maps import dpfp
+from fw_fairseq.tools.plot.style import COLOURS, COLUMN, TEXT, canvas, save
 
 POINTS = 81  # along each axis; odd, so that the axes themselves are on the grid
 
 
-def surfaces() -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the points (N,N,2) of the square from -1 to 1, and the four features of each with nu = 1, (N,N,4)."""
-    axis = torch.linspace(-1, 1, POINTS, dtype=torch.float64)
-    points = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), dim=-1)
-    return points, dpfp(points, 1)
-
-
-def draw(args):
+def draw() -> Any:
     """Draws one surface for each feature, where it is above 0: at no point are there two."""
     figure, [flat] = canvas(2.8)
     flat.remove()
     axes = figure.add_subplot(projection="3d")
-    points, features = surfaces()
+    axis = torch.linspace(-1, 1, POINTS, dtype=torch.float64)
+    points = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), dim=-1)
     x, y = points.unbind(-1)
-    for i, z in enumerate(features.unbind(-1)):
+    for i, z in enumerate(dpfp(points, 1).unbind(-1)):
         shown = z.masked_fill(z == 0, torch.nan)
-        axes.plot_surface(
-            x.numpy(), y.numpy(), shown.numpy(), color=COLOURS[1 + i], rstride=4, cstride=4, lw=0.2, edgecolor="white"
-        )
+        style = {"color": COLOURS[1 + i], "rstride": 4, "cstride": 4, "lw": 0.2, "edgecolor": "white"}
+        axes.plot_surface(x.numpy(), y.numpy(), shown.numpy(), **style)
         at = z.flatten().argmax()
         place = (x.flatten()[at].item(), y.flatten()[at].item(), z.max().item() + 0.08)
         axes.text(*place, rf"$\phi_{i + 1}$", fontsize=TEXT, ha="center")
@@ -36,3 +33,7 @@ def draw(args):
     axes.view_init(elev=40, azim=-50)
     figure.set_figwidth(COLUMN)
     return figure
+
+
+if __name__ == "__main__":
+    save(draw(), [Path(sys.argv[1])])

@@ -1,4 +1,4 @@
-"""fw-bench sparse: seconds of a token, unbatched, of a dense Transformer and of models that read fewer and fewer weights.
+"""Seconds of a token, unbatched, of a dense Transformer and of models that read fewer and fewer weights, on a CPU.
 
 The models are large, so that one at a time is in memory: they are built, measured at every context with every number of threads,
 and deleted. Beside each, the speed of memory is measured.
@@ -6,22 +6,25 @@ and deleted. Beside each, the speed of memory is measured.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from common import run
 from torch import Tensor, nn
 
-from ...generation.kv_cache import Past
-from ...modules.sparse import SparseFeedForward
-from ...ops import native
-from .contest import machine, positive, say, settings, spread, take_turns, timed, write_json
-from .language_models import vocabulary
-from .measure import make_task
+from fw_fairseq.generation.kv_cache import Past
+from fw_fairseq.models.generation import GENERATION
+from fw_fairseq.modules.sparse import SparseFeedForward
+from fw_fairseq.ops import native
+from fw_fairseq.tools.bench.contest import machine, positive, say, settings, spread, take_turns, timed, write_json
+from fw_fairseq.tools.bench.language_models import vocabulary
+from fw_fairseq.tools.bench.measure import make_task
+from fw_fairseq.tools.plot.style import canvas, label_ends, log_lengths, log_values, look, plot
 
 BASE = "dense"
 FEED_FORWARD = {"ffn_sparsity": 64, "ffn_sru": 32}
@@ -58,18 +61,19 @@ SIZES = {
 }
 
 
-def add_arguments(parser) -> None:
-    parser.add_argument("--sizes", nargs="+", default=["110M"], choices=list(SIZES), metavar="SIZE", help=", ".join(SIZES))
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS), metavar="MODEL", help="; ".join(MODELS))
-    parser.add_argument("--contexts", nargs="+", type=positive, default=[1, 512, 4096], metavar="T", help="tokens read before")
-    parser.add_argument("--try-threads", nargs="+", type=positive, default=[1], metavar="N", help="numbers of CPU threads")
-    parser.set_defaults(threads=1)
-    parser.add_argument("--type", choices=list(TYPES), default="fp32", help="type of the weights")
-    parser.add_argument("--steps", type=positive, default=4, help="tokens of a round")
-    parser.add_argument("--vocabulary", type=vocabulary, default=32000, help="words")
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the options. --try-threads takes the place of --threads."""
+    add = parser.add_argument
+    add("--sizes", nargs="+", default=["110M"], choices=list(SIZES), metavar="SIZE", help=", ".join(SIZES))
+    add("--models", nargs="+", default=list(MODELS), choices=list(MODELS), metavar="MODEL", help="; ".join(MODELS))
+    add("--contexts", nargs="+", type=positive, default=[1, 512, 4096], metavar="T", help="tokens read before")
+    add("--try-threads", nargs="+", type=positive, default=[1], metavar="N", help="numbers of CPU threads")
+    add("--type", choices=list(TYPES), default="fp32", help="type of the weights")
+    add("--steps", type=positive, default=4, help="tokens of a round")
+    add("--vocabulary", type=vocabulary, default=32000, help="words")
 
 
-def measure(args) -> dict:
+def measure(args: Namespace) -> dict:
     """Times a token of every model, and measures the speed of memory beside it."""
     args.threads = max(args.try_threads)
     report: dict = {"machine": machine(args), "settings": settings(args), "products": [], "models": [], "tokens": []}
@@ -87,7 +91,7 @@ def measure(args) -> dict:
 
 
 @torch.no_grad()
-def measure_products(args, size: str, threads: int) -> list[dict]:
+def measure_products(args: Namespace, size: str, threads: int) -> list[dict]:
     """The rows of one sparse feed-forward layer: its compiled loops, PyTorch in their place, and a dense layer of its sizes. Layers
     take turns, so that their weights come from memory."""
     _, width, _, units = SIZES[size]
@@ -128,7 +132,7 @@ def without_compiler(layer: SparseFeedForward, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def measure_model(args, size: str, name: str, report: dict) -> None:
+def measure_model(args: Namespace, size: str, name: str, report: dict) -> None:
     """Adds the rows of one model to the report."""
     model = build_model(args, SIZES[size], MODELS[name])
     read = weights_read(model.decoder)
@@ -146,11 +150,11 @@ def measure_model(args, size: str, name: str, report: dict) -> None:
             report["tokens"].append(row | {"bytes_of_weights": bytes_read, "bytes_of_state": state_bytes(state), **speeds})
 
 
-def build_model(args, size: Size, options: dict) -> nn.Module:
+def build_model(args: Namespace, size: Size, options: dict) -> nn.Module:
     """A language model of that size with random weights, which are made in their type."""
-    from .fairseq_parts import Dictionary, FastWeightLanguageModel, base_lm_architecture
+    from fw_fairseq.tools.bench.fairseq_parts import Dictionary, FastWeightLanguageModel, base_lm_architecture
 
-    cfg = argparse.Namespace(
+    cfg = Namespace(
         decoder_layers=size.layers, decoder_embed_dim=size.width, decoder_attention_heads=size.heads,
         decoder_ffn_embed_dim=size.ffn, decoder_normalize_before=True, no_token_positional_embeddings=True,
         max_target_positions=max(args.contexts) + 10**4, **options,
@@ -179,7 +183,7 @@ def fill(model: nn.Module) -> nn.Module:
     return model
 
 
-def weights_read(decoder) -> int:
+def weights_read(decoder: Any) -> int:
     """The number of weights that a token reads: of a sparse feed-forward layer its controller and the chosen rows."""
     unread = decoder.embed_tokens.weight.numel() - decoder.embed_dim
     for module in decoder.modules():
@@ -189,11 +193,9 @@ def weights_read(decoder) -> int:
     return sum(p.numel() for p in decoder.parameters()) - unread
 
 
-def state_after(model, context: int) -> dict:
+def state_after(model: Any, context: int) -> dict:
     """The incremental state after so many tokens. Softmax attention gets random keys and values, and a memory of fast weights is a
     matrix where so many tokens make it one; no time depends on their values."""
-    from ...models.generation import GENERATION
-
     state: dict = {}
     tokens = torch.full((1, 1), 4)
     model.decoder(tokens, incremental_state=state)
@@ -213,16 +215,10 @@ def state_after(model, context: int) -> dict:
 
 def state_bytes(state: dict) -> int:
     """The bytes of the state that a token reads."""
-    from ...models.generation import GENERATION
-
-    found = 0
-    for part in state[GENERATION].parts():
-        for _, kept in part.states():
-            found += sum(x.nbytes for x in flat(kept))
-    return found
+    return sum(x.nbytes for part in state[GENERATION].parts() for _, kept in part.states() for x in flat(kept))
 
 
-def flat(state) -> list[Tensor]:
+def flat(state: Any) -> list[Tensor]:
     """The tensors of nested containers. A buffer counts without its room."""
     if isinstance(state, Past):
         return list(state.tokens()[:2])
@@ -230,7 +226,7 @@ def flat(state) -> list[Tensor]:
     return [state] if isinstance(state, Tensor) else [x for value in values for x in flat(value)]
 
 
-def time_tokens(args, model, state: dict, context: int) -> float:
+def time_tokens(args: Namespace, model: Any, state: dict, context: int) -> float:
     """Median seconds of a token after ``context`` others."""
     seconds = []
     for step in range(args.steps):
@@ -239,7 +235,7 @@ def time_tokens(args, model, state: dict, context: int) -> float:
     return statistics.median(seconds)
 
 
-def probes(args) -> dict:
+def probes(args: Namespace) -> dict:
     """Calls that time how fast a matrix is read by a product, and how fast bytes are copied."""
     dtype = TYPES[args.type]
     width = 2048
@@ -294,9 +290,29 @@ def faster(rows: dict, name: str, context: int) -> str:
     return f" ({ratio:.1f} x)"
 
 
-def draw(report: dict, path) -> None:
-    """The time of a token of each model against the tokens before it."""
-    from ..plot.cost import draw_sizes
-    from ..plot.style import save
+def draw(report: dict) -> Any:
+    """The time of a token of each model against the tokens before it: a panel for each size, with the fewest threads."""
+    rows = report["tokens"]
+    threads = min(row["threads"] for row in rows)
+    rows = [row for row in rows if row["threads"] == threads]
+    sizes, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("size", "name"))
+    height = 0.45 + 1.6 * len(sizes)
+    figure, axes = canvas(height, len(sizes), left=0.17, right=0.66, top=1 - 0.12 / height, bottom=0.4 / height, hspace=0.16)
+    for axis, size in zip(axes, sizes):
+        ends = []
+        for index, name in enumerate(names):
+            points = {row["context"]: 1e3 * row["seconds"] for row in rows if (row["size"], row["name"]) == (size, name)}
+            if points:
+                plot(axis, look(index), name, points)
+                ends.append((name, max(points.items()), look(index).color))
+        axis.set_ylabel(f"{size}, ms per token")
+        log_values(axis)
+        log_lengths(axis, (row["context"] for row in rows))
+        label_ends(axis, ends)
+    axes[-1].set_xlabel("tokens before")
+    figure.align_ylabels()
+    return figure
 
-    save(draw_sizes(report), [path])
+
+if __name__ == "__main__":
+    run(__doc__, add_arguments, measure, table, draw)
