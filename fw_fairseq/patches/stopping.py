@@ -13,10 +13,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, cast
 
 import torch
 from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
+from fairseq.trainer import Trainer
 from torch.multiprocessing import ProcessExitedException
 
 from .checkpoints.plateau import go_on_counting
@@ -33,15 +36,15 @@ listening: list[int] = []  # the process that listens
 @changes("fairseq_cli.train.validate_and_save")
 def save_when_told_to_stop() -> None:
     """A signal that tells a run to stop loses everything since the last checkpoint. Now SIGTERM and SIGUSR1 end a training after
-    the update at hand: it saves `checkpoint_last.pt`, then validates where that is due, and ends with exit code 75. The same
-    command resumes it. If one worker gets the signal, all of them stop."""
+    the update at hand: it saves, then validates where that is due, and ends with exit code 75. The same command resumes it. If one
+    worker gets the signal, all of them stop."""
     change_program("validate_and_save", save_and_exit_if_told)
 
 
 @changes("fairseq_cli.train.train")
 def leave_complete_runs_alone() -> None:
-    """Each repetition of the command of a run that has reached `--max-update` or `--stop-time-hours` makes one more update, and
-    writes it over the run's checkpoint; where `--patience` has ended the run, it trains on. Now it makes no update."""
+    """The command of a run that has reached `--max-update`, `--stop-time-hours` or `--patience` makes one more update each time,
+    and writes it over the checkpoint. Now it makes none."""
     change_program("train", train_unless_complete)
 
 
@@ -53,7 +56,7 @@ def change_program(name: str, function: Callable) -> None:
             setattr(module, name, changed(original, function))
 
 
-def train_unless_complete(original, cfg, trainer, task, epoch_itr):
+def train_unless_complete(original: Callable, cfg: Any, trainer: Trainer, task: Any, epoch_itr: Any) -> tuple[list, bool]:
     """Trains for an epoch, unless the run that was resumed had reached its end."""
     counter = inspect.unwrap(original).__globals__["should_stop_early"]
     go_on_counting(counter, trainer)
@@ -68,14 +71,16 @@ def train_unless_complete(original, cfg, trainer, task, epoch_itr):
     return [None], True
 
 
-def limit_reached(limits, updates: int, hours: float) -> str | None:
+def limit_reached(limits: Any, updates: int, hours: float) -> str | None:
     """Returns the option whose limit a run of so many updates and hours has reached, with its value."""
     if 0 < limits.max_update <= updates:
         return f"--max-update {limits.max_update}"
     return f"--stop-time-hours {limits.stop_time_hours:g}" if 0 < limits.stop_time_hours < hours else None
 
 
-def save_and_exit_if_told(original, cfg, trainer, task, epoch_itr, valid_subsets, end_of_epoch):
+def save_and_exit_if_told(
+    original: Callable, cfg: Any, trainer: Trainer, task: Any, epoch_itr: Any, valid_subsets: list[str], end_of_epoch: bool
+) -> tuple[list, bool]:
     """Does what fairseq does after each update, unless a signal has come: then it saves and exits. Where a validation is due it
     first saves and then validates, for which the time may not suffice."""
     listen()
@@ -96,11 +101,6 @@ def save_and_exit_if_told(original, cfg, trainer, task, epoch_itr, valid_subsets
     raise SystemExit(EXIT_CODE)
 
 
-def is_training(main) -> bool:
-    """Whether a function of fairseq's commands is that of fairseq-train, by whichever name its module was started."""
-    return "validate_and_save" in getattr(main, "__globals__", {})
-
-
 def told(device: torch.device) -> bool:
     """Whether this worker or another one has received a signal."""
     if not torch.distributed.is_initialized():
@@ -116,11 +116,12 @@ def started_from_outside() -> bool:
 
 
 @contextlib.contextmanager
-def as_parent_of_workers(main, cfg) -> Iterator[None]:
+def as_parent_of_workers(main: Callable, cfg: Any) -> Iterator[None]:
     """Within this block, a process of fairseq-train that starts a worker for each of its GPUs passes the signals on to them, and it
     ends with their exit code."""
-    starts = is_training(main) and cfg.distributed_training.distributed_world_size > 1 and torch.cuda.device_count() > 1
-    if starts and not started_from_outside():
+    trains = "validate_and_save" in getattr(main, "__globals__", {})  # by whichever name fairseq-train was started
+    several = cfg.distributed_training.distributed_world_size > 1 and torch.cuda.device_count() > 1
+    if trains and several and not started_from_outside():
         handle(pass_on)
     try:
         yield
@@ -132,21 +133,27 @@ def as_parent_of_workers(main, cfg) -> Iterator[None]:
         listen_no_more()
 
 
-def pass_on(number: int, frame) -> None:
+def pass_on(number: int, frame: FrameType | None) -> None:
+    """Hands a signal on to the workers; without workers it ends the process."""
     children = multiprocessing.active_children()
     for child in children:
-        os.kill(child.pid, number)
+        os.kill(cast(int, child.pid), number)
     if not children:
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        end_by(number)
 
 
-def note(number: int, frame) -> None:
+def note(number: int, frame: FrameType | None) -> None:
+    """Keeps a signal for the end of the update."""
     if os.getpid() == listening[0]:
         received.append(number)
     else:  # a process that was forked from this one, such as one that loads data
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        end_by(number)
+
+
+def end_by(number: int) -> None:
+    """Ends this process by a signal."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def listen() -> None:
@@ -155,7 +162,7 @@ def listen() -> None:
     handle(note)
 
 
-def handle(function) -> None:
+def handle(function: Any) -> None:
     """Calls a function at the signals. Functions that the program itself has set for them stay."""
     for number in SIGNALS:
         if signal.getsignal(number) in (signal.SIG_DFL, note, pass_on):

@@ -7,12 +7,12 @@ the stop.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from fairseq import checkpoint_utils
 from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
 from fairseq.trainer import Trainer
 
-from ...errors import Mistake
 from ..replacing import replaces
 
 BAD_EPOCHS = "num_bad_epochs"
@@ -21,30 +21,24 @@ COUNTED = ("best", "num_runs")  # attributes of fairseq's should_stop_early
 
 
 @replaces(ReduceLROnPlateauLRSchedule, "state_dict")
-def keep_the_bad_epochs(original, scheduler) -> dict:
+def keep_the_bad_epochs(original: Callable, scheduler: ReduceLROnPlateauLRSchedule) -> dict:
     """fairseq's checkpoints do not say how many epochs have passed without a better validation loss, so that `--lr-patience` counts
     from 0 after each stop. Now they do."""
     return {**original(scheduler), BAD_EPOCHS: scheduler.lr_scheduler.num_bad_epochs}
 
 
 @replaces(ReduceLROnPlateauLRSchedule, "load_state_dict")
-def load_the_bad_epochs(original, scheduler, state: dict) -> None:
-    """Now the count is read from the checkpoint too; in a checkpoint of fairseq itself it is missing, and begins at 0."""
+def load_the_bad_epochs(original: Callable, scheduler: ReduceLROnPlateauLRSchedule, state: dict) -> None:
+    """Now the count is read too; in a checkpoint of fairseq itself it is missing, and begins at 0."""
     original(scheduler, state)
     scheduler.lr_scheduler.num_bad_epochs = state.get(BAD_EPOCHS, 0)
 
 
 @replaces(checkpoint_utils, "load_checkpoint")
-def judge_the_last_epoch(original, cfg, trainer, **passthrough_args):
-    """fairseq writes the checkpoint of an epoch before its scheduler sees the epoch's validation loss, so that a run which stopped
-    between two epochs forgets that loss. Now the scheduler sees it when the run resumes. A `--finetune-from-model` that is not
-    there, or that stands beside `--reset-optimizer`, ends in a traceback; now it is refused in one sentence."""
-    try:
-        extra_state, epochs = original(cfg, trainer, **passthrough_args)
-    except ValueError as error:
-        if type(error) is ValueError and "--finetune-from-model" in str(error):
-            raise Mistake(str(error)) from error
-        raise
+def judge_the_last_epoch(original: Callable, cfg: Any, trainer: Trainer, **passthrough_args) -> tuple:
+    """A checkpoint is written before the scheduler sees the epoch's validation loss, so that a run which stops there forgets that
+    loss. Now the scheduler sees it when the run resumes."""
+    extra_state, epochs = original(cfg, trainer, **passthrough_args)
     scheduler = trainer.lr_scheduler
     follows = isinstance(scheduler, ReduceLROnPlateauLRSchedule) or getattr(scheduler, "follows_validation", False)
     if extra_state is not None and follows and not (cfg.reset_optimizer or cfg.reset_lr_scheduler):

@@ -2,45 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import fields
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from fairseq import checkpoint_utils, distributed_utils, models, options, tasks
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
-from fairseq.data import data_utils
-from fairseq.dataclass.configs import FairseqConfig
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.modules.quantization import scalar
-from fairseq.sequence_generator import SequenceGenerator
 from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks.language_modeling import LanguageModelingTask
-from fairseq.tasks.translation import TranslationTask
 from fairseq.trainer import Trainer
 from omegaconf import OmegaConf
-from support.checkpoints import SHAPE, parse, save, save_format
+from support.checkpoints import parse, save, save_format
 from support.language_models import build, draw, make_task
 from torch import nn
-from torch.multiprocessing import ProcessRaisedException
 
-import fw_fairseq.models
-from fw_fairseq import Mistake, files
+import fw_fairseq.models  # noqa: F401
+from fw_fairseq import Mistake
+from fw_fairseq.generation.graphs import VARIABLE
 from fw_fairseq.mixers import MIXERS
-from fw_fairseq.models.fast_weight_transformer import FastWeightTransformer
-from fw_fairseq.patches.batches import too_long
 from fw_fairseq.patches.checkpoints.model_options import deciding, differing, written
 from fw_fairseq.patches.mistakes import sentence, shortened
 from fw_fairseq.patches.non_finite import NotFinite
-from fw_fairseq.patches.option_values import BOUNDS, check_bounds, check_shares, check_training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-BAD = [("update_rule", "zzz"), ("feature_map", "zzz"), ("feature_norm", 3), ("fast_weight_backend", "cpu"), ("dpfp_nu", 1.5)]
 SMALL = "--encoder-embed-dim 8 --decoder-embed-dim 8 --encoder-ffn-embed-dim 8 --decoder-ffn-embed-dim 8 --encoder-layers 1"
 SMALL += " --decoder-layers 1 --encoder-attention-heads 2 --decoder-attention-heads 2"
 
@@ -53,12 +45,6 @@ def checkpoint(dictionary, tmp_path_factory):
     return save(save_format(tensors, cfg={name: groups[name] for name in ("task", "model")}), tmp_path_factory.mktemp("checkpoint"))
 
 
-def of_the_command_line(capsys, *arguments: str) -> str:
-    with pytest.raises(SystemExit):
-        options.parse_args_and_arch(options.get_training_parser(), [*arguments])
-    return capsys.readouterr().err.strip().rpartition("error: ")[2]
-
-
 @pytest.mark.parametrize(
     "words, said",
     [
@@ -69,12 +55,7 @@ def of_the_command_line(capsys, *arguments: str) -> str:
             " language_modeling",
         ),
         (
-            "--arch=fast_weight_lm --tokens-per-sample 16",  # an option of the task that is missing
-            "--arch fast_weight_lm is a language model, which --task translation does not train; name its task, for example --task"
-            " language_modeling",
-        ),
-        (
-            "--arch transformer_lm --task translation",
+            "--arch=transformer_lm --task translation --tokens-per-sample 16",  # an option of the task that is missing
             "--arch transformer_lm is a language model, which --task translation does not train; name its task, for example --task"
             " language_modeling",
         ),
@@ -99,32 +80,12 @@ def test_a_model_and_its_task_are_taken(arch, task):
     options.parse_args_and_arch(options.get_training_parser(), [*words, "--other"], parse_known=True)
 
 
-@pytest.mark.parametrize("precision, tpu", [("--bf16", False), ("--bf16 --tpu", True), ("--tpu", True), ("--fp16", False)])
-def test_only_tpu_is_for_tpus(precision, tpu):
+def test_only_tpu_is_for_tpus():
     """With --bf16 fairseq looks for one too."""
-    words = f"data --arch fast_weight_lm --task language_modeling {precision}"
-    args = options.parse_args_and_arch(options.get_training_parser(), words.split())
-    assert (args.tpu, args.bf16) == (tpu, "bf16" in precision)
-
-
-def test_a_folder_without_languages_is_named(tmp_path):
-    said = (
-        f"^DATA {tmp_path} has no text of two languages, such as train.en-de.en.idx; name a folder of fairseq-preprocess, and its"
-        " languages by --source-lang and --target-lang, or another --task, such as language_modeling for a language model$"
-    )
-    cfg = Namespace(_name="translation", task="translation", data=str(tmp_path), source_lang=None, target_lang="de")
-    with pytest.raises(Mistake, match=said):
-        TranslationTask.setup_task(cfg)
-    (tmp_path / "train.en-de.en.idx").touch()
-    assert data_utils.infer_language_pair(str(tmp_path)) == ["en", "de"]
-
-
-@pytest.mark.parametrize("name, value", BAD)
-def test_overrides_are_refused_as_on_the_command_line(name, value, checkpoint, dictionary, capsys):
-    option = "--" + name.replace("_", "-")
-    wanted = of_the_command_line(capsys, str(dictionary), *SHAPE.split(), "--arch", "fast_weight_lm", option, str(value))
-    with pytest.raises(Mistake, match=rf"^{re.escape(wanted)}$"):
-        checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], arg_overrides={"data": str(dictionary), name: value})
+    for precision, tpu in (("--bf16", False), ("--bf16 --tpu", True)):
+        words = f"data --arch fast_weight_lm --task language_modeling {precision}"
+        args = options.parse_args_and_arch(options.get_training_parser(), words.split())
+        assert (args.tpu, args.bf16) == (tpu, True)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +93,6 @@ def test_overrides_are_refused_as_on_the_command_line(name, value, checkpoint, d
     [
         ("--arch fast_weight_lm --task stateful_language_modeling", ["--update-rule", "--reset-at-eos", "--max-update"]),
         ("--arch fast_weight_transformer -h --criterion fast_weight_cross_entropy", ["--linear-attention", "--loss-chunk"]),
-        ("--task mqar", ["--max-update"]),
         ("", ["--max-update"]),
     ],
 )
@@ -167,85 +127,16 @@ def test_overrides_of_translation_models(languages):
 @pytest.mark.parametrize(
     "overrides, said",
     [
-        ({"attention_norm": "maybe"}, "argument --attention-norm: invalid bool value: 'maybe'"),
-        ({"decoder_layers_to_keep": "x"}, "--decoder-layers-to-keep is 'x'; it must be numbers of layers, separated by commas"),
-        ({"decoder_layers_to_keep": "a,b"}, "--decoder-layers-to-keep is 'a,b'; it must be numbers"),
+        ({"attention_norm": "maybe"}, "Value 'maybe' is not a valid bool (type str); full_key: attention_norm"),
+        ({"feature_map": "zzz"}, "Invalid value 'zzz', expected one of [identity, "),
+        ({"decoder_layers_to_keep": "a,b"}, "--decoder-layers-to-keep is 'a,b'; it must be numbers of layers, separated by commas"),
         ({"decoder_layers_to_keep": "0,2"}, "--decoder-layers-to-keep is '0,2'; the model has layers 0 to 1"),
     ],
 )
 def test_other_overrides(overrides, said, checkpoint, dictionary):
-    with pytest.raises(Mistake, match=rf"^{re.escape(said)}"):
+    with pytest.raises(Exception) as error:  # noqa: PT011
         checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], arg_overrides={"data": str(dictionary)} | overrides)
-
-
-def test_an_option_of_another_task_is_refused(dictionary):
-    cfg = convert_namespace_to_omegaconf(parse("--arch fast_weight_lm", dictionary)).task
-    OmegaConf.set_struct(cfg, False)
-    cfg.reset_at_eos = True
-    with pytest.raises(Mistake, match=r"^Key 'reset_at_eos' not in 'LanguageModelingConfig'$"):
-        tasks.setup_task(cfg)
-
-
-@pytest.mark.parametrize("name, value", [("dropout", 2), ("activation_dropout", -0.1), ("decoder_layerdrop", 1.5)])
-def test_probabilities_are_from_0_to_1(name, value, dictionary):
-    """In any model."""
-    for arch in ("fast_weight_lm", "transformer_lm"):
-        cfg = convert_namespace_to_omegaconf(parse(f"--arch {arch}", dictionary))
-        cfg.model[name] = value
-        with pytest.raises(Mistake, match=rf"^--{name.replace('_', '-')} is {value}.*; it must be from 0 to 1$"):
-            tasks.setup_task(cfg.task).build_model(cfg.model)
-
-
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        ("--seed -1", "--seed is -1; it must be from 0 to 4294967295"),
-        ("--seed 4294967296", "--seed is 4294967296; it must be from 0 to 4294967295"),
-        ("--batch-size 0", "--batch-size is 0; it must be at least 1"),
-        ("--update-freq 2,0", "--update-freq is 0; it must be at least 1"),
-        ("--lr 0.1,-1", "--lr is -1.0; it must be at least 0"),
-        ("--seed 4294967295 --batch-size 1 --update-freq 1 --clip-norm 0", None),
-    ],
-)
-def test_numbers_out_of_bounds_are_refused(words, said, dictionary):
-    assert refusal(check_bounds, words, dictionary) == said
-
-
-def refusal(check: Callable, words: str, dictionary) -> str | None:
-    """What this check says to a training with these words."""
-    try:
-        return check(convert_namespace_to_omegaconf(parse(f"--arch fast_weight_lm {words}", dictionary)))
-    except Mistake as mistake:
-        return str(mistake)
-
-
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        ("--lr-scheduler polynomial_decay", "--lr-scheduler polynomial_decay needs --total-num-update, the updates until"),
-        ("--lr-scheduler polynomial_decay --max-update 9", None),
-        ("--lr-scheduler polynomial_decay --total-num-update 9", None),
-        ("--lr-scheduler triangular --max-lr 0.1 --lr 0.2", "--lr-scheduler triangular needs --max-lr above --lr, 0.2; it is 0.1"),
-        ("--lr-scheduler triangular --max-lr 0.3 --lr 0.2", None),
-        ("--lr-scheduler cosine", "--lr-scheduler cosine needs --lr-period-updates, the updates of the first period, or --max-u"),
-        ("--lr-scheduler cosine --max-update 9", None),
-        ("--lr-scheduler cosine --lr-period-updates 9", None),
-        ("--lr-scheduler tri_stage --warmup-steps 9", "--lr-scheduler tri_stage needs --decay-steps, or --phase-ratio with --max"),
-        ("--lr-scheduler tri_stage --phase-ratio (0.1,0.4,0.5)", "--lr-scheduler tri_stage needs --decay-steps, or --phase-ratio"),
-        ("--lr-scheduler tri_stage --phase-ratio (0.1,0.4,0.5) --max-update 9", None),
-        ("--lr-scheduler tri_stage --decay-steps 9", None),
-        ("--adam-betas 0.9", "--adam-betas is 0.9; it must be two numbers, each at least 0 and below 1, such as '(0.9, 0.98)'"),
-        ("--adam-betas (0.9,0.9,0.9)", "--adam-betas is (0.9,0.9,0.9); it must be two numbers"),
-        ("--adam-betas (0.9,1)", "--adam-betas is (0.9,1); it must be two numbers"),
-        ("--adam-betas (0.9", "--adam-betas is (0.9; it must be two numbers"),
-        ("--adam-betas ('a',0)", "--adam-betas is ('a',0); it must be two numbers"),
-        ("--adam-betas 0.9,0.98", None),
-        ("--optimizer sgd", None),
-    ],
-)
-def test_what_a_training_needs(words, said, dictionary):
-    found = refusal(check_training, f"--optimizer adam {words}", dictionary)
-    assert found is None if said is None else found.startswith(said)
+    assert (sentence(error.value) or "").startswith(said)
 
 
 def test_polynomial_decay_ends_with_the_run(dictionary):
@@ -253,12 +144,6 @@ def test_polynomial_decay_ends_with_the_run(dictionary):
     for given, updates in (("", 9), ("--total-num-update 5", 5)):
         words = f"--arch fast_weight_lm --lr-scheduler polynomial_decay --max-update 9 {given}"
         assert convert_namespace_to_omegaconf(parse(words, dictionary)).lr_scheduler.total_num_update == updates
-
-
-def test_every_option_with_bounds_is_one_of_fairseqs():
-    groups = FairseqConfig()
-    for group, bounds in BOUNDS.items():
-        assert bounds.keys() <= {f.name for f in fields(getattr(groups, group))}
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
@@ -278,16 +163,6 @@ def test_noise_of_product_quantisation_reaches_every_projection(mixer):
         assert gone.any()
 
 
-def test_a_probability_that_is_no_number():
-    with pytest.raises(Mistake, match=r"^--dropout is 'x'; it must be from 0 to 1$"):
-        check_shares(Namespace(dropout="x"))
-
-
-def test_noise_leaves_some_weights():
-    with pytest.raises(Mistake, match=r"^--quant-noise-pq is 1; it must be below 1, since noise on all blocks leaves no weights$"):
-        check_shares(Namespace(quant_noise_pq=1))
-
-
 def test_blocks_of_noise_divide_the_inputs():
     with pytest.raises(Mistake, match=r"^--quant-noise-pq-block-size is 8; it must divide 4, the inputs of a layer$"):
         build(mixer="srupp", quant_noise_pq=0.1, srupp_width=4)
@@ -295,13 +170,14 @@ def test_blocks_of_noise_divide_the_inputs():
         build(quant_noise_pq=0.1, token_shift=True)
 
 
-@pytest.mark.parametrize("mixer", ["fast_weight", "sru", "srupp", "local_attention"])
+@pytest.mark.parametrize("mixer", ["fast_weight", "srupp"])
 def test_scalar_quantisation_takes_every_dense_layer(mixer, monkeypatch):
     """Outside training all weights are quantised, however many tokens are read at once. fairseq wants a GPU for it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda x: x)
     model, tokens = build(mixer=mixer), draw(2, 9)
     plain = model(tokens)[0]
+    models.build_model.changed_by(lambda *args: model, Namespace(), object(), from_checkpoint=True)
     scalar.quantize_model_(model, p=0.5, bits=8, update_step=1000)
     found = model.eval()(tokens)[0]
     state, steps = {}, []
@@ -313,17 +189,26 @@ def test_scalar_quantisation_takes_every_dense_layer(mixer, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["decoder_layers", "decoder_embed_dim", "tokens_per_sample", "max_target_positions"])
-@pytest.mark.parametrize("value", [0, -5])
-def test_sizes_are_positive(name, value):
-    with pytest.raises(Mistake, match=rf"^--{name.replace('_', '-')} is {value}; it must be at least 1$"):
-        build(**{name: value})
+def test_sizes_are_positive(name):
+    with pytest.raises(Mistake, match=rf"^--{name.replace('_', '-')} is 0; it must be at least 1$"):
+        build(**{name: 0})
 
 
-@pytest.mark.parametrize("name", ["encoder-layers", "decoder-layers", "encoder-embed-dim", "max-source-positions"])
+@pytest.mark.parametrize("name", ["encoder-layers", "max-source-positions"])
 def test_sizes_of_translation_models_are_positive(name, languages):
     cfg = translation(languages, f"--{name}", "0")
     with pytest.raises(Mistake, match=rf"^--{name} is 0; it must be at least 1$"):
         tasks.setup_task(cfg.task).build_model(cfg.model)
+
+
+def test_a_batch_of_nothing_is_refused(dictionary):
+    """fairseq would put all texts into it."""
+    words = "--arch fast_weight_lm --optimizer adam --lr 0.1 --cpu --batch-size"
+    for size in (0, 1):
+        cfg, ran = convert_namespace_to_omegaconf(parse(f"{words} {size}", dictionary)), []
+        with nullcontext() if size else pytest.raises(Mistake, match=r"^--batch-size is 0; it must be at least 1$"):
+            distributed_utils.call_main(cfg, ran.append)
+        assert len(ran) == size
 
 
 def test_an_option_without_effect_is_refused_for_new_models_only(dictionary):
@@ -335,11 +220,6 @@ def test_an_option_without_effect_is_refused_for_new_models_only(dictionary):
     with pytest.raises(Mistake, match=r"^--dpfp-nu "):
         models.build_model(cfg.model, task)
     assert task.build_model(cfg.model, from_checkpoint=True).decoder.fast_weight_config.dpfp_nu == 2
-
-
-def test_a_translation_user_reads_of_no_option_of_language_models(languages):
-    said = too_long(tasks.setup_task(translation(languages).task), 24, (2, 200))
-    assert said == "all 24 texts are longer than the model's (2, 200) positions; give shorter texts"
 
 
 @pytest.mark.parametrize("learned", [False, True])
@@ -384,11 +264,6 @@ def test_options_are_written_as_on_the_command_line(name, value, text):
     assert written(name, value) == text
 
 
-def test_no_message_recommends_amp():
-    folder = files.Path(fw_fairseq.models.__file__).parents[1]
-    assert [file for file in folder.rglob("*.py") if "use --amp" in file.read_text()] == []
-
-
 def scored(model) -> list:
     dictionary, tokens = make_task(40).target_dictionary, draw(2, 6)
     return SequenceScorer(dictionary).generate([model], {"net_input": {"src_tokens": tokens}, "target": tokens})
@@ -400,33 +275,6 @@ def test_scores_that_are_nan_name_a_parameter():
     model.decoder.layers[1].fc2.weight.data[0, 0] = float("nan")
     with pytest.raises(NotFinite, match=r"^the model's scores are NaN; the parameter decoder.layers.1.fc2.weight is not finite$"):
         scored(model)
-
-
-def test_generation_from_nan_names_a_parameter(monkeypatch):
-    model = build(no_token_positional_embeddings=True)
-    model.max_positions = lambda: 64
-    generator = SequenceGenerator([model], make_task(40).target_dictionary, beam_size=2, max_len_a=0, max_len_b=8)
-    sample = {"net_input": {"src_tokens": draw(2, 6)}}
-    assert len(generator.generate([model], sample)) == 2
-    model.decoder.layers[1].fc2.weight.data[0, 0] = float("nan")
-    with pytest.raises(NotFinite, match=r"^the model's scores are NaN; the parameter decoder.layers.1.fc2.weight is not finite$"):
-        generator.generate([model], sample)
-    model.decoder.layers[1].fc2.weight.data[0, 0] = 0
-    monkeypatch.setattr(generator, "_generate", fail)
-    with pytest.raises(AssertionError, match=r"^another$"):  # a fault of the program
-        generator.generate([model], sample)
-
-
-def fail(*args, **kwargs):
-    raise AssertionError("another")
-
-
-def test_a_min_len_that_no_text_reaches_is_refused():
-    model = build(no_token_positional_embeddings=True)
-    generator = SequenceGenerator([model], make_task(40).target_dictionary, beam_size=2, max_len_b=8, min_len=9)
-    said = "^--min-len is 9, which is more than --max-len-a, --max-len-b and the model's positions allow$"
-    with pytest.raises(Mistake, match=said):
-        generator.generate([model], {"net_input": {"src_tokens": draw(2, 6)}})
 
 
 def test_losses_that_are_nan_name_a_parameter_but_do_not_end_a_run():
@@ -441,9 +289,8 @@ def test_losses_that_are_nan_name_a_parameter_but_do_not_end_a_run():
         tpu=False, cfg=SimpleNamespace(ema=SimpleNamespace(store_ema=False)), model=model, criterion=criterion, task=task,
         data_parallel_world_size=1, _prepare_sample=lambda x: (x, False), _reduce_and_log_stats=lambda logs, size: logs[0],
     )  # fmt: skip
+    task.has_trainer = True  # as a Trainer says when it is made
     assert Trainer.valid_step(trainer, sample)["loss"].isnan()
-    with pytest.raises(NotFinite):
-        task.valid_step(sample, model, criterion)
 
 
 @pytest.mark.parametrize("error, code", [(Mistake("m"), 1), (NotFinite("n"), 3), (OSError(2, "No such file"), 1)])
@@ -460,43 +307,22 @@ def test_exit_codes(error, code, capsys):
     assert capsys.readouterr().err.endswith(f": {sentence(error)}{hint}\n")
 
 
-def test_a_context_that_leaves_no_tokens():
-    task = SimpleNamespace(args=Namespace(tokens_per_sample=-368))
-    with pytest.raises(Mistake, match=r"^--tokens-per-sample less --context-window is -368; it must be at least 1$"):
-        LanguageModelingTask.load_dataset(task, "test")
-    task.args.tokens_per_sample, loaded = 0, []
-    with pytest.raises(Mistake, match=r"is 0; it must be at least 1$"):
-        LanguageModelingTask.load_dataset(task, "test")
-    task.args.tokens_per_sample = 1
-    LanguageModelingTask.load_dataset.changed_by(lambda task, split: loaded.append(split), task, "test")
-    assert loaded == ["test"]
-
-
-TASK = ["--task", "language_modeling"]
-PARSERS = {
-    "generate": options.get_generation_parser,
-    "interactive": options.get_interactive_generation_parser,
-    "validate": options.get_validation_parser,
-    "eval_lm": options.get_eval_lm_parser,
-}
-
-
-@pytest.mark.parametrize("command", PARSERS)
-def test_commands_that_read_a_model_ask_for_its_path_and_do_not_take_bf16(command):
+@pytest.mark.parametrize("parser", [options.get_generation_parser, options.get_validation_parser, options.get_eval_lm_parser])
+def test_commands_that_read_a_model_ask_for_its_path_and_do_not_take_bf16(parser):
+    words = ["data", "--task", "language_modeling"]
     with pytest.raises(Mistake, match=r"^--path is missing; name the checkpoint of the model$"):
-        options.parse_args_and_arch(PARSERS[command](), ["data", *TASK])
+        options.parse_args_and_arch(parser(), words)
     with pytest.raises(Mistake, match=r"^--bf16 is for trainings; evaluation and generation take --fp16, or run in fp32$"):
-        options.parse_args_and_arch(PARSERS[command](), ["data", *TASK, "--path", "a.pt", "--bf16"])
-    assert options.parse_args_and_arch(PARSERS[command](), ["data", *TASK, "--path", "a.pt"]).path == "a.pt"
+        options.parse_args_and_arch(parser(), [*words, "--path", "a.pt", "--bf16"])
+    assert options.parse_args_and_arch(parser(), [*words, "--path", "a.pt"]).path == "a.pt"
 
 
-@pytest.mark.parametrize("command", PARSERS)
-@pytest.mark.parametrize("text", ["{'window_sizes', 3}", "{'xl_memory': 3", "3", "{3: 'xl_memory'}", "print('ran')"])
-def test_overrides_that_are_no_dict_are_refused(command, text):
-    words = ["data", *TASK, "--path", "a.pt", "--model-overrides", text]
-    said = f"--model-overrides is {text}; it must be a dict such as {{'xl_memory': 128}}"
-    with pytest.raises(Mistake, match=f"^{re.escape(said)}$"):
-        options.parse_args_and_arch(PARSERS[command](), words)
+def test_commands_that_generate_can_leave_graphs_out(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    words = ["data", "--task", "language_modeling", "--path", "a.pt"]
+    for given, value in ([], None), (["--no-decoding-graph"], "0"):
+        args = options.parse_args_and_arch(options.get_generation_parser(), [*words, *given])
+        assert os.environ.pop(VARIABLE, None) == value and not hasattr(args, "no_decoding_graph")
 
 
 def test_a_validation_without_a_task_is_refused():
@@ -504,67 +330,7 @@ def test_a_validation_without_a_task_is_refused():
         options.parse_args_and_arch(options.get_validation_parser(), ["data", "--path", "a.pt"])
 
 
-def test_more_workers_than_gpus_are_refused(monkeypatch):
-    for name in ("MASTER_ADDR", "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"):
-        monkeypatch.delenv(name, raising=False)
-    distributed = OmegaConf.structured(FairseqConfig).distributed_training
-    distributed.distributed_world_size = torch.cuda.device_count() + 2
-    said = r"^--distributed-world-size is \d+, and this machine has \d+ GPUs; give at most as many workers, or start them on CPUs"
-    with pytest.raises(Mistake, match=said):
-        distributed_utils.infer_init_method(distributed)
-
-
-def test_a_validation_without_a_batch_size_is_refused():
-    cfg = OmegaConf.structured(FairseqConfig)
-    with pytest.raises(Mistake, match=r"^--max-tokens or --batch-size is missing; a validation needs the size of its batches$"):
-        distributed_utils.call_main(cfg, lambda cfg, override_args: None, override_args=None)
-
-
-def test_a_task_without_texts_is_not_for_eval_lm(monkeypatch):
-    cfg, done = OmegaConf.structured(FairseqConfig), []
-    cfg.task = {"_name": "state_tracking"}
-
-    def main(cfg):
-        done.append(cfg)
-
-    distributed_utils.call_main(cfg, main)
-    monkeypatch.setitem(main.__globals__, "eval_lm", None)  # as fairseq-eval-lm's has it
-    said = "^--task is state_tracking, which reads no DATA, as fairseq-eval-lm does; evaluate its models by fairseq-validate$"
-    with pytest.raises(Mistake, match=said):
-        distributed_utils.call_main(cfg, main)
-    cfg.task = {"_name": "language_modeling", "data": "texts"}
-    distributed_utils.call_main(cfg, main)
-    assert len(done) == 2
-
-
-@pytest.mark.parametrize("in_worker", [False, True])
-def test_a_metric_that_no_validation_has(in_worker, dictionary, monkeypatch):
-    words = "--arch fast_weight_lm --optimizer adam --lr 0.1 --max-tokens 10 --cpu --best-checkpoint-metric nope"
-    cfg = convert_namespace_to_omegaconf(parse(words, dictionary))
-
-    def main(cfg, missing):
-        if in_worker:  # as torch hands a worker's error on
-            raise ProcessRaisedException(f"-- Process 1 terminated:\nTraceback\n  stats[metric]\nKeyError: {missing!r}\n", 1, 77)
-        raise KeyError(missing)
-
-    unchanged = ProcessRaisedException if in_worker else KeyError
-    with pytest.raises(unchanged, match="nope"):  # of another command
-        distributed_utils.call_main(cfg, main, missing="nope")
-    monkeypatch.setitem(main.__globals__, "validate_and_save", None)  # as fairseq-train's has it
-    with pytest.raises(unchanged, match="another"):
-        distributed_utils.call_main(cfg, main, missing="another")
-    with pytest.raises(Mistake, match=r"^--best-checkpoint-metric is nope, which a validation does not report; name one that it"):
-        distributed_utils.call_main(cfg, main, missing="nope")
-
-
-def test_a_model_with_an_encoder_is_no_language_model():
-    model, task = (kind.__new__(kind) for kind in (FastWeightTransformer, LanguageModelingTask))
-    said = r"^--path names a checkpoint of FastWeightTransformer, a model with an encoder, which no task of language models reads"
-    with pytest.raises(Mistake, match=said):
-        models.build_model.changed_by(lambda *args: model, Namespace(), task, from_checkpoint=True)
-
-
-def test_a_sharded_checkpoint_in_a_folder_with_a_colon(tmp_path, monkeypatch):
+def test_a_sharded_checkpoint_in_a_folder_with_a_colon(tmp_path):
     """Its own name does not exist, only those of its parts."""
     (tmp_path / "x:y").mkdir()
     (tmp_path / "x:y" / "m-shard0.pt").touch()
