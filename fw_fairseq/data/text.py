@@ -60,6 +60,6 @@ def check_positions(tokens: int, most: object) -> None:
         raise Mistake(f"{tokens} tokens at once are more than the model's {most} positions; give a shorter --tokens-per-sample")
 
 
-def takes(model: nn.Module, name: str) -> bool:
+def has_keyword(model: nn.Module, name: str) -> bool:
     """Whether the model's forward has this keyword. Those of fairseq's own models do not."""
     return name in inspect.signature(getattr(model, "decoder", model).forward).parameters

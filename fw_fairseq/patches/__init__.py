@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from . import batches, distributed, literals, non_finite, options, stopping, training  # noqa: F401  each adds its changes
-from .checkpoints import origin, plateau, reading, saving  # noqa: F401
+from . import batches, literals, non_finite, options, training, workers  # noqa: F401  each adds its changes
+from .checkpoints import origin, reading, saving  # noqa: F401
 from .replacing import CHANGES
 
 __all__ = ["CHANGES", "apply"]

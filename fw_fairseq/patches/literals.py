@@ -73,11 +73,11 @@ def naming(options: object) -> Iterator[None]:
     try:
         yield
     except NotALiteral as error:
-        found = [name for name, given in plain(options).items() if isinstance(given, str) and given == error.text]
+        found = [name for name, given in as_dict(options).items() if isinstance(given, str) and given == error.text]
         raise Mistake(str(NotALiteral(error.text, *found[:1]))) from None  # not to be named again by a block around this one
 
 
-def plain(options: object) -> dict:
+def as_dict(options: object) -> dict:
     """Returns options of any of fairseq's kinds as a dictionary."""
     if isinstance(options, DictConfig):
         return cast(dict, OmegaConf.to_container(options, resolve=False))

@@ -12,12 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
-from hydra._internal import utils as hydra_utils
+from hydra._internal import utils
 from omegaconf.errors import OmegaConfBaseException
 from torch.multiprocessing import ProcessRaisedException
 
 from ..errors import HINT, Mistake
 
+hydra_utils: Any = utils  # whose names are replaced
 FULL = ("FW_TRACEBACK", "HYDRA_FULL_ERROR")
 FILES = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 

@@ -19,6 +19,7 @@ from fairseq.tasks.language_modeling import LanguageModelingTask
 
 from ..errors import Mistake
 from ..generation.graphs import VARIABLE
+from .literals import naming, read_literal
 from .replacing import replaces
 
 GRAPHS = "--no-decoding-graph"
@@ -52,16 +53,18 @@ def list_every_option_in_the_help(
         if error.args != (None,):
             raise
         raise Mistake("--task is missing; name the task of the model, for example --task language_modeling") from error
-    args: Any = found[0] if isinstance(found, tuple) else found
-    if getattr(args, "tpu", False) and "--tpu" not in given:  # with suppress_defaults only what was given is there
-        args.tpu = False
-    if getattr(args, "path", "") is None:
+    parsed: Any = found[0] if isinstance(found, tuple) else found
+    if getattr(parsed, "tpu", False) and "--tpu" not in given:  # with suppress_defaults only what was given is there
+        parsed.tpu = False
+    with naming(parsed):  # fairseq_cli runs it as Python
+        read_literal(getattr(parsed, "model_overrides", "{}"))
+    if getattr(parsed, "path", "") is None:
         raise Mistake("--path is missing; name the checkpoint of the model")
-    if hasattr(args, "path") and getattr(args, "bf16", False):
+    if hasattr(parsed, "path") and getattr(parsed, "bf16", False):
         raise Mistake("--bf16 is for trainings; evaluation and generation take --fp16, or run in fp32")
-    if getattr(args, "total_num_update", 0) is None:  # as the option's own default says, which Hydra refuses
-        args.total_num_update = getattr(args, "max_update", None) or 0
-    if generates and vars(args).pop("no_decoding_graph", False):
+    if getattr(parsed, "total_num_update", 0) is None:  # as the option's own default says, which Hydra refuses
+        parsed.total_num_update = getattr(parsed, "max_update", None) or 0
+    if generates and vars(parsed).pop("no_decoding_graph", False):
         os.environ[VARIABLE] = "0"
     return found
 

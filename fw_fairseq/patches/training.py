@@ -20,9 +20,9 @@ from torch import nn
 from ..errors import Mistake
 from .checkpoints.model_options import LAST, check_options, take_options_over
 from .checkpoints.origin import check_origin, check_the_last_one
-from .checkpoints.plateau import PATIENCE
 from .checkpoints.reading import ModelOverrides, add_options, newer_options
-from .literals import naming, plain
+from .checkpoints.saving import PATIENCE
+from .literals import as_dict, naming
 from .replacing import replaces
 
 HALVES = ("memory_efficient_bf16", "fp16", "bf16", "amp")
@@ -95,7 +95,7 @@ def build_what_the_options_say(original: Callable, cfg: Any, task: FairseqTask, 
         check_the_last_one(task)
     take_options_over(cfg)
     if not from_checkpoint:  # its checkpoints say so, although models of translation leave out what was not given
-        add_options(cfg, dict.fromkeys(newer_options(plain(cfg)), False))
+        add_options(cfg, dict.fromkeys(newer_options(as_dict(cfg)), False))
     with naming(cfg):
         model = original(cfg, task, from_checkpoint)
     if not from_checkpoint and hasattr(model, "refuse_without_effect"):

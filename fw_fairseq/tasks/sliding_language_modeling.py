@@ -2,14 +2,14 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any
 
 from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ..data.text import Text, check_positions, load_text, takes
+from ..data.text import Text, check_positions, has_keyword, load_text
 from ..data.windows import SlidingWindows
 from ..errors import Mistake
 
@@ -21,7 +21,7 @@ class SlidingLanguageModelingTask(LanguageModelingTask):
 
     def build_model(self, args: Any, from_checkpoint: bool = False) -> nn.Module:
         model = super().build_model(args, from_checkpoint)
-        if not takes(model, "score_last"):
+        if not has_keyword(model, "score_last"):
             model.forward = only_last(model.forward)
         return model
 
@@ -32,30 +32,18 @@ class SlidingLanguageModelingTask(LanguageModelingTask):
         raise Mistake("sliding_language_modeling is for fairseq-eval-lm; train with --task language_modeling")
 
     def eval_lm_dataloader(
-        self,
-        dataset: Text,
-        max_tokens: int = 36000,
-        batch_size: Optional[int] = None,
-        max_positions: Any = None,
-        num_shards: int = 1,
-        shard_id: int = 0,
-        num_workers: int = 0,
-        context_window: int = 0,
-        **unused,
+        self, dataset: Text, max_tokens: int = 36000, batch_size: Any = None, context_window: int = 0, **options
     ) -> DataLoader:
         stride = self.args.tokens_per_sample  # fairseq-eval-lm has already taken the context off
         if stride <= 0:
             given = stride + context_window
             raise Mistake(f"--tokens-per-sample is {given}; it must be larger than --context-window, {context_window}")
-        check_positions(min(context_window + stride, len(dataset)), max_positions)
+        check_positions(min(context_window + stride, len(dataset)), options.get("max_positions"))
         windows = SlidingWindows(dataset, context_window, stride, self.dictionary.eos())
         at_once = min(batch_size or 64, max(1, max_tokens // (context_window + stride)))
-        return DataLoader(
-            windows,
-            batch_sampler=windows.batches(at_once, shard_id, num_shards),
-            collate_fn=windows.collater,
-            num_workers=num_workers,
-        )
+        batches = windows.batches(at_once, options.get("shard_id", 0), options.get("num_shards", 1))
+        processes = options.get("num_workers", 0)
+        return DataLoader(windows, batch_sampler=batches, collate_fn=windows.collater, num_workers=processes)
 
 
 def only_last(forward: Callable) -> Callable:

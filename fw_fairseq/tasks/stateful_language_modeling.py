@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
-from fairseq.data import Dictionary, FairseqDataset
+from fairseq.data import FairseqDataset
 from fairseq.sequence_generator import SequenceGenerator
 from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks import register_task
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..config import option, option_name
 from ..data.streams import StreamDataset, StreamIterator
-from ..data.text import Text, check_positions, load_text, takes
+from ..data.text import Text, check_positions, has_keyword, load_text
 from ..errors import Mistake
 from ..modules import Streams
 from ..modules.positions import PositionsFromEnd
@@ -44,14 +44,8 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
 
     carries_over = True  # which models ask before they are built
 
-    def __init__(
-        self,
-        args: Any,
-        dictionary: Dictionary,
-        output_dictionary: Optional[Dictionary] = None,
-        targets: Optional[list[str]] = None,
-    ) -> None:
-        super().__init__(args, dictionary, output_dictionary, targets)
+    def __init__(self, args: Any, *dictionaries, **targets) -> None:
+        super().__init__(args, *dictionaries, **targets)
         if self.targets != ["future"]:
             raise Mistake("stateful_language_modeling predicts the next token only; leave --self-target and --past-target out")
         curriculum = getattr(args, "curriculum", 0)
@@ -62,14 +56,14 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
 
     def build_model(self, args: Any, from_checkpoint: bool = False) -> nn.Module:
         model = super().build_model(args, from_checkpoint)
-        if not takes(model, "streams"):
+        if not has_keyword(model, "streams"):
             self.stateless.append(model)
             model.register_forward_pre_hook(refuse_streams, with_kwargs=True)
             if not from_checkpoint:  # it is to be trained, on streams
                 refuse_streams(model, (), {"streams": None})
         if self.args.sequence_parallel > 1:
             check_across_workers(model)
-        if self.args.reset_at_eos and takes(model, "streams") and not model.decoder.recurrent:
+        if self.args.reset_at_eos and has_keyword(model, "streams") and not model.decoder.recurrent:
             raise Mistake("--reset-at-eos empties states, and softmax layers would read the text before; use --mixer fast_weight")
         return model
 
@@ -82,15 +76,7 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
         return super().get_batch_iterator(dataset, *args, **options)  # single texts, for generation and scoring
 
     def streams(
-        self,
-        text: Text,
-        max_tokens: Optional[int] = None,
-        max_sentences: Optional[int] = None,
-        max_positions: Any = None,
-        num_shards: int = 1,
-        shard_id: int = 0,
-        epoch: int = 1,
-        **options,
+        self, text: Text, max_tokens: Any = None, max_sentences: Any = None, max_positions: Any = None, **options
     ) -> StreamIterator:
         """Returns the segments of a text. A batch has ``max_sentences`` streams, or as many as ``max_tokens`` has segments."""
         segment = self.args.tokens_per_sample
@@ -98,16 +84,16 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
             least = segment * (max_sentences or 1)
             raise Mistake(f"--max-tokens, or --max-tokens-valid, is {max_tokens}; a segment of each stream takes {least} tokens")
         rows = max_sentences or (max_tokens or segment) // segment
-        workers, (shard_id, share) = self.sequence_workers(num_shards), divmod(shard_id, self.args.sequence_parallel)
-        num_shards //= workers
+        workers = self.sequence_workers(options.get("num_shards", 1))
+        shards, (shard, share) = options.get("num_shards", 1) // workers, divmod(options.get("shard_id", 0), workers)
         pad, eos = self.dictionary.pad(), self.dictionary.eos()
-        streams = StreamDataset(text, segment, rows, pad, eos, shard_id, num_shards, (share, workers))
+        streams = StreamDataset(text, segment, rows, pad, eos, shard, shards, (share, workers))
         check_positions(min(segment, streams.longest), max_positions)
         processes = options.get("num_workers", 0)
         if processes == 1:  # fairseq's default. To cut a batch here takes less time than to get it from another process
             processes = 0
-        loading = dict(num_workers=processes, buffer_size=options.get("data_buffer_size", 0))
-        return StreamIterator(streams, Streams(self.group), shard_id, num_shards, epoch=epoch, **loading)
+        loading = dict(num_workers=processes, buffer_size=options.get("data_buffer_size", 0), epoch=options.get("epoch", 1))
+        return StreamIterator(streams, Streams(self.group), shard, shards, **loading)
 
     def sequence_workers(self, workers: int) -> int:
         """The number of workers that share a stream. The first call makes their group."""
@@ -124,12 +110,7 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
         return count
 
     def eval_lm_dataloader(
-        self,
-        dataset: FairseqDataset,
-        max_tokens: Optional[int] = None,
-        batch_size: Optional[int] = None,
-        context_window: int = 0,
-        **options,
+        self, dataset: Text, max_tokens: Any = None, batch_size: Any = None, context_window: int = 0, **options
     ) -> "StreamBatches":
         """Reads the text once, as one stream or as --batch-size streams side by side. The first token of each has no context."""
         for model in self.stateless:  # before any thread loads data, which could not end with the program
@@ -174,7 +155,7 @@ class StatefulLanguageModelingTask(LanguageModelingTask):
                 said = "stateful_language_modeling reads a text as streams, which nothing goes on from"
                 raise Mistake(f"{said}; generate with --task language_modeling --sample-break-mode eos, or --score-reference")
             self.bring_state(sample)
-        elif scores and all(takes(model, "reset_mask") for model in models):
+        elif scores and all(has_keyword(model, "reset_mask") for model in models):
             self.empty_at_eos(sample["net_input"])
         return super().inference_step(generator, models, sample, *args, **kwargs)
 

@@ -23,9 +23,9 @@ from support.commands import USER_DIR, Command, fairseq, succeed
 from support.language_models import build
 
 import fw_fairseq.models  # noqa: F401
-from fw_fairseq.patches.distributed import count_workers_as_their_launcher_does
 from fw_fairseq.patches.mistakes import sentence
 from fw_fairseq.patches.training import say_what_does_not_fit
+from fw_fairseq.patches.workers import count_workers_as_their_launcher_does
 
 TRAIN = (
     "--arch fast_weight_lm --decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32"
@@ -96,12 +96,12 @@ def test_a_damaged_checkpoint_is_named_and_another_one_offered(data, saved, tmp_
     content = bytearray(last.with_name("checkpoint_1_2.pt").read_bytes())
     content[content.rindex(b"PK\x01\x02") + 1] ^= 1  # an entry of the list of contents
     (folder / "newest.pt").write_bytes(content)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = {path.name: path.read_bytes() for path in folder.glob("*.pt")}
     done = fairseq("train", *training(data, folder, "stateful_language_modeling", 4))
     sentence = done.stderr.strip().splitlines()[-1]
     assert done.returncode != 0 and sentence.startswith(f"fairseq_cli.train: {last} cannot be read as a fairseq checkpoint (")
     assert sentence.endswith("; the newest whole one in its folder is checkpoint_1_2.pt")
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert {path.name: path.read_bytes() for path in folder.glob("*.pt")} == before
 
 
 def loaded(path) -> tuple[object, str]:

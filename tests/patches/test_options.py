@@ -325,6 +325,12 @@ def test_commands_that_generate_can_leave_graphs_out(monkeypatch):
         assert os.environ.pop(VARIABLE, None) == value and not hasattr(args, "no_decoding_graph")
 
 
+def test_overrides_are_not_run():
+    words = ["data", "--task", "language_modeling", "--path", "a.pt", "--model-overrides", "print('ran')"]
+    with pytest.raises(Mistake, match=r"^model_overrides is \"print\('ran'\)\"; it must be a Python literal"):
+        options.parse_args_and_arch(options.get_eval_lm_parser(), words)
+
+
 def test_a_validation_without_a_task_is_refused():
     with pytest.raises(Mistake, match=r"^--task is missing; name the task of the model, for example --task language_modeling$"):
         options.parse_args_and_arch(options.get_validation_parser(), ["data", "--path", "a.pt"])

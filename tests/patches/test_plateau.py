@@ -14,7 +14,7 @@ from support.commands import USER_DIR, fairseq, succeed
 from support.runs import parameters, updates
 
 import fw_fairseq.models  # noqa: F401
-from fw_fairseq.patches.checkpoints.plateau import go_on_counting, judge_the_last_epoch, patience_of
+from fw_fairseq.patches.checkpoints.saving import go_on_counting, judge_the_last_epoch, patience_of
 from fw_fairseq.tasks.until_solved import UntilSolved
 
 MODEL = (

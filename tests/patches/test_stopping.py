@@ -20,8 +20,8 @@ from support.commands import USER_DIR, Command, fairseq, succeed
 from torch.multiprocessing import ProcessExitedException
 
 import fw_fairseq.models  # noqa: F401
-from fw_fairseq.patches import stopping
-from fw_fairseq.patches.distributed import suit_workers_to_cpus
+from fw_fairseq.patches import workers as stopping
+from fw_fairseq.patches.workers import suit_workers_to_cpus
 
 TRAIN = (
     "--arch fast_weight_lm --decoder-layers 1 --decoder-embed-dim 16 --decoder-input-dim 16 --decoder-output-dim 16"

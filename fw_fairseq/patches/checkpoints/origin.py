@@ -16,8 +16,8 @@ from fairseq.utils import safe_getattr
 
 from ...errors import Mistake
 from ..replacing import replaces
-from .plateau import PATIENCE, patience_of
 from .reading import ORIGIN, origins
+from .saving import PATIENCE, patience_of
 
 logger = logging.getLogger(__name__)
 SIDES = ("source", "target")

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, open_dict
 from ...errors import Mistake
 from ...files import building, offer, refuse_damaged, why
 from ...mixers import FastWeight
-from ..literals import plain, read_literal
+from ..literals import as_dict, read_literal
 from ..replacing import replaces
 from .numpy_numbers import allowed, without_stand_ins
 
@@ -48,12 +48,12 @@ def load_only_data(original: Callable, path: Any, arg_overrides: dict | None = N
     except Exception as error:  # the unpickler does what the file says
         raise Mistake(f"{path} cannot be read as a fairseq checkpoint ({why(error)}); {offer(Path(path))}") from error
     model = None if state.get("cfg") is None else state["cfg"].get("model")
-    add_options(model, newer_options(plain(model)))
+    add_options(model, newer_options(as_dict(model)))
     override(state, arg_overrides or {}, path)
     model_options.clear()
     origins.clear()
     if state.get("cfg") is not None:
-        model_options[str(path)] = plain(model)
+        model_options[str(path)] = as_dict(model)
     if isinstance(origin := (state.get("extra_state") or {}).get(ORIGIN), dict):
         origins[str(path)] = origin
     return state
@@ -69,9 +69,9 @@ def override(state: dict, overrides: dict, path: object) -> None:
     cfg = state.get("cfg") if old is None else {"model": old}
     if cfg is None or not overrides:
         return
-    groups, model = plain(cfg), cfg.get("model")
-    there = {*groups}.union(*map(plain, groups.values()))
-    newer = options_of(plain(model)) - there
+    groups, model = as_dict(cfg), cfg.get("model")
+    there = {*groups}.union(*map(as_dict, groups.values()))
+    newer = options_of(as_dict(model)) - there
     named: Any = (
         overrides if isinstance(overrides, ModelOverrides) else overrides.get("model_overrides")
     )  # fairseq-validate joins all

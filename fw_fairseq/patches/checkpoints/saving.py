@@ -1,7 +1,7 @@
 """Saving and resuming
 
-A file is written whole or not at all, a run resumes with the layers and the averages of its checkpoint, and no second run writes
-into its directory.
+A file is written whole or not at all, no second run writes into a run's directory, and a run resumes with the layers and the
+averages of its checkpoint. One that follows the validation loss resumes as it would have gone on without the stop.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from typing import IO, Any
 from fairseq import checkpoint_utils, file_io
 from fairseq.file_io import PathManager
 from fairseq.models.ema.ema import EMA
+from fairseq.optim.lr_scheduler.reduce_lr_on_plateau import ReduceLROnPlateauLRSchedule
 from fairseq.trainer import Trainer
 from omegaconf import DictConfig, open_dict
 
 from ...errors import Mistake
 from ..replacing import replaces
 
+BAD_EPOCHS = "num_bad_epochs"
+PATIENCE = "patience"  # an entry of a checkpoint's extra_state
+COUNTED = ("best", "num_runs")  # attributes of fairseq's should_stop_early
 logger = logging.getLogger(__name__)
 held: dict[tuple[int, str], IO] = {}  # locks, by the process, as a process that is started as a copy of this one does not have them
 
@@ -116,3 +120,50 @@ def keep_versions(original: Callable, averages: EMA, state_dict: dict, *args, **
     without it, so that averages with `--decoder-normalize-before` are of another model. Now they have both."""
     versions = {name: x for name, x in averages.model.state_dict().items() if "version" in name}
     original(averages, versions | state_dict, *args, **kwargs)
+
+
+@replaces(ReduceLROnPlateauLRSchedule, "state_dict")
+def keep_the_bad_epochs(original: Callable, scheduler: ReduceLROnPlateauLRSchedule) -> dict:
+    """fairseq's checkpoints do not say how many epochs have passed without a better validation loss, so that `--lr-patience` counts
+    from 0 after each stop. Now they do."""
+    return {**original(scheduler), BAD_EPOCHS: scheduler.lr_scheduler.num_bad_epochs}
+
+
+@replaces(ReduceLROnPlateauLRSchedule, "load_state_dict")
+def load_the_bad_epochs(original: Callable, scheduler: ReduceLROnPlateauLRSchedule, state: dict) -> None:
+    """Now the count is read too; in a checkpoint of fairseq itself it is missing, and begins at 0."""
+    original(scheduler, state)
+    scheduler.lr_scheduler.num_bad_epochs = state.get(BAD_EPOCHS, 0)
+
+
+@replaces(checkpoint_utils, "load_checkpoint")
+def judge_the_last_epoch(original: Callable, cfg: Any, trainer: Trainer, **passthrough_args) -> tuple:
+    """A checkpoint is written before the scheduler sees the epoch's validation loss, so that a run which stops there forgets that
+    loss. Now the scheduler sees it when the run resumes."""
+    extra_state, epochs = original(cfg, trainer, **passthrough_args)
+    scheduler = trainer.lr_scheduler
+    follows = isinstance(scheduler, ReduceLROnPlateauLRSchedule) or getattr(scheduler, "follows_validation", False)
+    if extra_state is not None and follows and not (cfg.reset_optimizer or cfg.reset_lr_scheduler):
+        position, loss = extra_state["train_iterator"], extra_state.get("val_loss")
+        between = position["iterations_in_epoch"] == 0 and epochs.next_epoch_idx == position["epoch"] > 1
+        if between and loss is not None:
+            trainer.lr_step(position["epoch"] - 1, loss)
+    return extra_state, epochs
+
+
+def go_on_counting(counter: Callable, trainer: Trainer) -> None:
+    """Gives ``counter``, fairseq's should_stop_early, what it had counted when the checkpoint was written, once for each run."""
+    read = getattr(trainer, "patience_read", None)
+    if read is None:
+        return
+    for name in COUNTED:
+        vars(counter).pop(name, None)
+    vars(counter).update({name: read[name] for name in COUNTED if name in read})
+    trainer.patience_read, trainer.patience_counter = None, counter
+
+
+def patience_of(trainer: Trainer) -> dict:
+    """Returns what a checkpoint is to know of the validations that `--patience` counts."""
+    counter = getattr(trainer, "patience_counter", None)
+    counted = {} if counter is None else vars(counter)
+    return {name: counted[name] for name in COUNTED if name in counted}

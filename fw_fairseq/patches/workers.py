@@ -1,6 +1,6 @@
-"""Stopping
+"""Workers and stopping
 
-A run that a cluster takes its machine from saves what it has, and a run that is complete trains no further.
+Workers find each other on CPUs too. A run whose machine is taken away saves what it has, and a complete one trains no further.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ from types import FrameType
 from typing import Any, cast
 
 import torch
-from fairseq import checkpoint_utils
+from fairseq import checkpoint_utils, distributed_utils
 from fairseq.file_io import PathManager
+from fairseq.models import distributed_fairseq_model
 from fairseq.trainer import Trainer
+from torch import nn
 from torch.multiprocessing import ProcessExitedException
 
-from .checkpoints.plateau import go_on_counting
-from .replacing import changed, changes
+from ..config import refuse_outside
+from .checkpoints.saving import go_on_counting, release
+from .replacing import changed, changes, replaces
 
 logger = logging.getLogger(__name__)
+SIZES = ("max_tokens", "batch_size", "max_tokens_valid", "batch_size_valid")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
 PROGRAMS = ("fairseq_cli.train", "__main__", "__mp_main__")  # modules that may hold the code of fairseq-train
@@ -120,8 +124,8 @@ def as_parent_of_workers(main: Callable, cfg: Any) -> Iterator[None]:
     """Within this block, a process of fairseq-train that starts a worker for each of its GPUs passes the signals on to them, and it
     ends with their exit code."""
     trains = "validate_and_save" in getattr(main, "__globals__", {})  # by whichever name fairseq-train was started
-    several = cfg.distributed_training.distributed_world_size > 1 and torch.cuda.device_count() > 1
-    if trains and several and not started_from_outside():
+    starts = trains and cfg.distributed_training.distributed_world_size > 1 and torch.cuda.device_count() > 1
+    if starts and not started_from_outside():
         handle(pass_on)
     try:
         yield
@@ -174,3 +178,48 @@ def listen_no_more() -> None:
     """Leaves the signals to the system again."""
     received.clear()
     handle(signal.SIG_DFL)
+
+
+@replaces(distributed_utils, "_broadcast_object_slow")
+def broadcast_with_torch(original: Callable, obj: object, src_rank: int, group: Any, dist_device: Any) -> object:
+    """When a run resumes, one worker sends the checkpoint to the others through `torch.load`, which refuses the options in it since
+    torch 2.6. Now torch broadcasts the object itself."""
+    box = [obj]
+    torch.distributed.broadcast_object_list(box, src_rank, group, dist_device)
+    return box[0]
+
+
+@replaces(distributed_utils, "infer_init_method")
+def count_workers_as_their_launcher_does(original: Callable, cfg: Any, *args, **kwargs) -> None:
+    """fairseq takes the number of GPUs for that of workers, also where torchrun, mpirun or Kubernetes has started them. On CPUs, or
+    with one GPU each, every worker then trains alone and overwrites the others' checkpoints. Now `WORLD_SIZE` counts them."""
+    if cfg.distributed_init_method is None and started_from_outside():
+        cfg.distributed_world_size = int(os.environ["WORLD_SIZE"])
+        if cfg.distributed_world_size > 1 and not torch.cuda.device_count():
+            cfg.distributed_init_method, cfg.distributed_rank = "env://", int(os.environ["RANK"])
+            cfg.distributed_no_spawn = True
+            return None
+    return original(cfg, *args, **kwargs)
+
+
+@replaces(distributed_utils, "call_main")
+def suit_workers_to_cpus(original: Callable, cfg: Any, main: Callable, **kwargs) -> None:
+    """On CPUs, workers now talk through `gloo` where `--distributed-backend` is `nccl`, fairseq's default. A batch of 0 sentences
+    or tokens has all texts; now it is refused. The locks of save directories end with the run."""
+    for name in SIZES:
+        refuse_outside(cfg.dataset, name, 1)
+    if cfg.distributed_training.distributed_backend == "nccl" and (cfg.common.cpu or not torch.cuda.is_available()):
+        cfg.distributed_training.distributed_backend = "gloo"
+    try:
+        with as_parent_of_workers(main, cfg):
+            return original(cfg, main, **kwargs)
+    finally:
+        release()
+
+
+@replaces(distributed_fairseq_model, "DistributedDataParallel")
+def give_no_gpu_on_cpus(original: Callable, module: nn.Module, device_ids: Any, output_device: Any, **options) -> nn.Module:
+    """fairseq gives torch's `DistributedDataParallel` the number of a GPU on CPUs too, and torch refuses it. Now it gives none."""
+    if next(module.parameters()).device.type == "cpu":
+        device_ids = output_device = None
+    return original(module=module, device_ids=device_ids, output_device=output_device, **options)
