@@ -77,7 +77,8 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 def tokenizer_size(folder: Path) -> int:
     """Returns the number of tokens of a GPT-2 tokenizer, with the tokens that were added to its vocabulary."""
-    whole, tokens = folder / "tokenizer.json", set()
+    whole = folder / "tokenizer.json"
+    tokens: set[str] = set()
     for file in [whole] if whole.exists() else filter(Path.exists, (folder / "vocab.json", folder / "added_tokens.json")):
         with reading(file, "a tokenizer"):
             content = json.loads(file.read_text(encoding="utf-8"))
@@ -88,31 +89,25 @@ def tokenizer_size(folder: Path) -> int:
 
 def pickled(file: Path) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors of a dictionary that torch has written."""
-    if damaged := damaged_part(file):  # torch does not look at check sums
-        raise Mistake(f"{damaged} in it is damaged")
+    refuse_damaged(file)
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
+        tensors = {name: x for name, x in content.items() if isinstance(name, str) and isinstance(x, Tensor)}
     except Exception as error:  # the unpickler does what the file says
         raise Mistake(why(error)) from error
-    tensors = isinstance(content, dict) and all(isinstance(name, str) and isinstance(x, Tensor) for name, x in content.items())
-    if not tensors:
+    if len(tensors) < len(content):
         raise Mistake("it holds other things than tensors with names")
-    yield from content.items()
+    yield from tensors.items()
 
 
 def safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors of a file that holds a length, a JSON header with each tensor's place, and the tensors."""
-    size = file.stat().st_size
-    content = torch.from_file(str(file), size=size, dtype=torch.uint8)
+    content = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
     start = 8 + int.from_bytes(bytes(content[:8].tolist()), "little")
-    if start > size:
-        raise Mistake("it is cut short or not a safetensors file")
     for name, entry in json.loads(bytes(content[8:start].numpy())).items():
         if name == "__metadata__":
             continue
         begin, end = entry["data_offsets"]
-        if start + end > size:
-            raise Mistake(f"it is cut short within {name}")
         if entry["dtype"] not in SAFETENSORS:
             raise Mistake(f"{name} has dtype {entry['dtype']}; fw-convert takes: {', '.join(SAFETENSORS)}")
         yield name, content[start + begin : start + end].clone().view(SAFETENSORS[entry["dtype"]]).view(entry["shape"])
@@ -122,8 +117,14 @@ PROGRAM = (LookupError, AssertionError, AttributeError, TypeError, struct.error)
 UNREADABLE = (RuntimeError, OSError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError, ValueError, TypeError)
 
 
-def damaged_part(path) -> str | None:
-    """Returns the first part of a zip file, such as torch writes, that does not have its check sum."""
+def refuse_damaged(path: str | Path) -> None:
+    """Refuses a zip file, such as torch writes, of which a part does not have its check sum. torch does not look at them."""
+    if damaged := damaged_part(path):
+        raise Mistake(f"{damaged} in it is damaged")
+
+
+def damaged_part(path: str | Path) -> str | None:
+    """Returns the first part of a zip file that does not have its check sum."""
     if not zipfile.is_zipfile(path):
         return None
     with zipfile.ZipFile(path) as file:
@@ -158,6 +159,7 @@ def offer(path: Path) -> str:
 
 
 def is_whole(path: Path) -> bool:
+    """Whether a zip file has all its parts, with their check sums."""
     try:
         return zipfile.is_zipfile(path) and not damaged_part(path)
     except UNREADABLE:

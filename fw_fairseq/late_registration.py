@@ -10,13 +10,16 @@ import functools
 import importlib
 import sys
 from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 
 class WithFairseq(MetaPathFinder):
     """Calls ``wrap_import`` as soon as fairseq is imported. Looking for fairseq without importing it changes nothing."""
 
-    def find_spec(self, name: str, path, target=None):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if name != "fairseq":
             return None
         found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
@@ -24,7 +27,7 @@ class WithFairseq(MetaPathFinder):
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
-            def load_and_wrap(module) -> None:
+            def load_and_wrap(module: ModuleType) -> None:
                 load(module)
                 wrap_import()
 
@@ -39,7 +42,7 @@ def wrap_import() -> None:
     import_user_module = utils.import_user_module
 
     @functools.wraps(import_user_module)
-    def and_register(args) -> None:
+    def and_register(args: Any) -> None:
         import_user_module(args)
         if getattr(args, "user_dir", None) and Path(args.user_dir).name == __package__:
             importlib.import_module(".models", __package__)

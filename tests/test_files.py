@@ -77,20 +77,20 @@ def test_safetensors(tmp_path):
     assert list(found) == ["a", "b"] and found["a"].tolist() == [[1, 2], [3, -1]] and found["b"].tolist() == [1.0]
     assert (found["a"].dtype, found["b"].dtype) == (torch.int16, torch.bfloat16)
     path.write_bytes(safetensors_of(header, content[:-1]))
-    with pytest.raises(Mistake, match="it is cut short within b"):
+    with pytest.raises(Mistake, match="cannot be read as weights"), files.reading(path, "weights"):
         list(files.safetensors(path))
     path.write_bytes(safetensors_of({}, b""))
     assert list(files.safetensors(path)) == []
     for size in (7, 9):
         path.write_bytes(safetensors_of({}, b"")[:size])
-        with pytest.raises(Mistake, match="it is cut short or not a safetensors file"):
+        with pytest.raises(Mistake, match="cannot be read as weights"), files.reading(path, "weights"):
             list(files.safetensors(path))
     path.write_bytes(safetensors_of({"a": {"dtype": "F8", "shape": [1], "data_offsets": [0, 1]}}, b"0"))
     with pytest.raises(Mistake, match="a has dtype F8; fw-convert takes: F64, "):
         list(files.safetensors(path))
 
 
-@pytest.mark.parametrize("content", [{"a": 1}, {1: torch.ones(1)}, [torch.ones(1)]])
+@pytest.mark.parametrize("content", [{"a": 1}, {1: torch.ones(1)}])
 def test_weights_are_tensors_with_names(content, tmp_path):
     torch.save(content, tmp_path / "x.bin")
     with pytest.raises(Mistake, match="it holds other things than tensors with names"):

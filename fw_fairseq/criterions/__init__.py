@@ -1,7 +1,6 @@
 """The criterions that fairseq finds under --criterion."""
 
-from .fast_weight_cross_entropy import FastWeightCrossEntropy
-from .fast_weight_label_smoothed_cross_entropy import FastWeightLabelSmoothedCrossEntropy
+from .fast_weight_cross_entropy import FastWeightCrossEntropy, FastWeightLabelSmoothedCrossEntropy
 from .retrieval_mse import RetrievalMse
 from .t2r_distillation import T2rDistillation
 

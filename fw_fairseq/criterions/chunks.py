@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from fairseq.criterions import FairseqCriterion
+from fairseq.models import BaseFairseqModel
 from torch import Tensor, nn
 
 from ..autograd import as_written, once_differentiable
@@ -21,14 +24,18 @@ class Goal(NamedTuple):
     smoothing: float
 
 
-def sweep(features: Tensor, weight: Tensor, bias: Tensor | None, goal: Goal, chunk: int, scale: Tensor | None = None):
+def sweep(
+    features: Tensor, weight: Tensor, bias: Tensor | None, goal: Goal, chunk: int, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Returns the summed loss, the sum of it without smoothing, and the gradients of the loss, times ``scale``, for features (N,C),
     weight (V,C) and bias (V). Without a scale there are no gradients: None."""
     spread = goal.smoothing / (len(weight) - 1)  # over the other words, as in fairseq's label_smoothed_cross_entropy
     more = 1 - goal.smoothing - spread  # that the target has beyond it
     exact = features.dtype if features.dtype == torch.float64 else torch.float32
     loss, nll = (features.new_zeros((), dtype=exact) for _ in range(2))
-    for_features = for_weight = for_bias = None
+    for_features: Any = None
+    for_weight: Any = None
+    for_bias: Any = None
     if scale is not None:
         for_features = torch.empty_like(features)
         for_weight = torch.zeros_like(weight, dtype=exact)
@@ -70,7 +77,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @as_written
-    def forward(ctx, features, weight, bias, goal, chunk):
+    def forward(ctx: Any, features: Tensor, weight: Tensor, bias: Tensor | None, goal: Goal, chunk: int) -> tuple[Tensor, Tensor]:
         ctx.early, ctx.goal, ctx.chunk = any(ctx.needs_input_grad) and features.dtype != torch.float16, goal, chunk
         operands = features, weight, bias
         loss, nll, gradients = sweep(*operands, goal, chunk, features.new_ones(()) if ctx.early else None)
@@ -81,9 +88,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     @as_written
-    def backward(ctx, upstream, _):
+    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.early:
-            return (*sweep(*ctx.saved_tensors, ctx.goal, ctx.chunk, upstream)[2], None, None)
+            features, weight, bias = ctx.saved_tensors
+            return (*sweep(features, weight, bias, ctx.goal, ctx.chunk, upstream)[2], None, None)
         return (*(x if x is None else x * upstream.to(x.dtype) for x in ctx.saved_tensors), None, None)
 
 
@@ -97,7 +105,7 @@ def cross_entropy(features: Tensor, weight: Tensor, bias: Tensor | None, goal: G
 
 
 @contextlib.contextmanager
-def left_out(projection: nn.Module):
+def left_out(projection: nn.Module) -> Iterator[None]:
     """The module returns its input."""
     projection.forward = lambda x: x
     try:
@@ -106,34 +114,29 @@ def left_out(projection: nn.Module):
         del projection.forward
 
 
-def checked_chunk(value: int, ddp_backend: str, find_unused_parameters: bool) -> int:
-    """Returns the value of --loss-chunk, or raises if it is negative or if the workers need the projection to run in the model."""
-    if value < 0:
-        raise Mistake(f"--loss-chunk is {value}; it must be at least 0")
-    if value and ddp_backend == "fully_sharded":
-        raise Mistake("--loss-chunk does not work with --ddp-backend fully_sharded; use another --ddp-backend, or leave it out")
+def checked_chunk(value: int, find_unused_parameters: bool) -> int:
+    """Returns the value of --loss-chunk, or raises if the workers need the projection to run in the model."""
     if value and find_unused_parameters:
         raise Mistake("--loss-chunk does not work with --find-unused-parameters; leave one of them out")
     return value
 
 
-class InChunks:
+class InChunks(FairseqCriterion):
     """A mixin that stands before fairseq's cross entropy, plain or label-smoothed, among the bases of a class."""
 
     loss_chunk = 0
 
-    def forward(self, model, sample, reduce=True):
+    def forward(self, model: BaseFairseqModel, sample: dict, reduce: bool = True) -> tuple:
         """Returns the loss, the sample size and the log of one batch."""
         if not (self.loss_chunk and reduce):
             return super().forward(model, sample, reduce)
         projection = getattr(model.decoder, "output_projection", None)
         if type(projection) is not nn.Linear:
-            others = "--adaptive-softmax-cutoff and --output-sparsity"
-            raise Mistake(f"--loss-chunk needs a plain softmax over the words, without {others}")
+            raise Mistake("--loss-chunk needs a plain softmax, without --adaptive-softmax-cutoff and --output-sparsity")
         with left_out(projection):
             return super().forward(model, sample, reduce)
 
-    def compute_loss(self, model, net_output, sample, reduce=True):
+    def compute_loss(self, model: BaseFairseqModel, net_output: tuple, sample: dict, reduce: bool = True) -> tuple[Tensor, Tensor]:
         """Returns the summed loss, and what of it is without smoothing."""
         if not (self.loss_chunk and reduce):
             return super().compute_loss(model, net_output, sample, reduce)

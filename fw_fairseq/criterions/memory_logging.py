@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 from fairseq import utils
+from fairseq.criterions import FairseqCriterion
 from fairseq.logging import metrics
+from fairseq.models import BaseFairseqModel
+from torch import Tensor
 
 from ..errors import Mistake
 from ..mixers import FastWeight
@@ -13,20 +16,13 @@ from ..modules import MixerAttention
 PREFIX, RAN = "fw_", "ran_"
 
 
-def checked_penalty(value: float) -> float:
-    """Returns the value of --state-norm-penalty, or raises if it is negative."""
-    if not value >= 0:
-        raise Mistake(f"--state-norm-penalty is {value}; it must be at least 0")
-    return value
-
-
-class MemoryLogging:
+class MemoryLogging(FairseqCriterion):
     """A mixin that stands before one of fairseq's criterions among the bases of a class. For each layer it logs the mean gates, the
     write strength and the norm of the memory; fairseq's metrics show them as fw_LAYER_NAME."""
 
     state_norm_penalty = 0.0
 
-    def forward(self, model, sample, reduce=True):
+    def forward(self, model: BaseFairseqModel, sample: dict, reduce: bool = True) -> tuple:
         """Returns the loss, the sample size and the log of one batch; in training with the statistics and the penalty."""
         mixers = [module for module in model.modules() if isinstance(module, MixerAttention)]
         for mixer in mixers:
@@ -41,7 +37,7 @@ class MemoryLogging:
         return loss, size, log
 
     @staticmethod
-    def log_statistics(mixer, loss, log) -> None:
+    def log_statistics(mixer: MixerAttention, loss: Tensor, log: dict) -> None:
         """Adds the statistics of one layer to ``log``. Workers add up their logs entry by entry, so a layer that LayerDrop
         left out has entries too: 0 of 0 tokens."""
         statistics = mixer.mixer.statistics()
@@ -51,7 +47,7 @@ class MemoryLogging:
             log[f"{RAN}{mixer.layer}"] = 0 if None in statistics.values() else log["ntokens"]
 
     @staticmethod
-    def mean_state_norm(mixers, loss):
+    def mean_state_norm(mixers: list[MixerAttention], loss: Tensor) -> Tensor:
         """Returns the mean norm of the memories, over the layers that LayerDrop did not leave out."""
         memories = [mixer.mixer for mixer in mixers if isinstance(mixer.mixer, FastWeight)]
         if not memories:
@@ -62,7 +58,7 @@ class MemoryLogging:
         return torch.stack(norms).mean() if norms else loss.new_zeros(())
 
     @classmethod
-    def reduce_metrics(cls, logging_outputs) -> None:
+    def reduce_metrics(cls, logging_outputs: list[dict]) -> None:
         """Logs the mean of each statistic over the tokens of all workers."""
         super().reduce_metrics(logging_outputs)
         for key in dict.fromkeys(key for log in logging_outputs for key in log if key.startswith(PREFIX)):

@@ -5,6 +5,7 @@ from fairseq import utils
 from fairseq.criterions import FairseqCriterion, register_criterion
 from fairseq.dataclass import FairseqDataclass
 from fairseq.logging import metrics
+from fairseq.models import BaseFairseqModel
 from torch.nn import functional as F
 
 
@@ -13,7 +14,7 @@ class RetrievalMse(FairseqCriterion):
     """The loss of retrieval. Queries whose target is -1 do not count. It also logs the accuracy, which is the share of queries for
     which the largest entry is at the right value."""
 
-    def forward(self, model, sample, reduce=True):
+    def forward(self, model: BaseFairseqModel, sample: dict, reduce: bool = True) -> tuple:
         """Returns the summed loss, the number of queries and the log of one batch."""
         asked = sample["target"] >= 0
         read, target = model(**sample["net_input"])[asked], sample["target"][asked]
@@ -24,7 +25,7 @@ class RetrievalMse(FairseqCriterion):
         return loss, count, log
 
     @classmethod
-    def reduce_metrics(cls, logging_outputs) -> None:
+    def reduce_metrics(cls, logging_outputs: list[dict]) -> None:
         """Logs the loss and the accuracy over all workers."""
         loss, right, count = (
             utils.item(sum(torch.as_tensor(log[key]) for log in logging_outputs)) for key in ("loss", "right", "sample_size")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any, cast
 
 import torch
 from fairseq.data import iterators
@@ -23,7 +24,17 @@ class StreamDataset(torch.utils.data.Dataset):
     token; the last segment is padded. ``share`` (i, n): the item is part i, from 0, of n equal parts of the segment.
     """
 
-    def __init__(self, text: Text, segment: int, rows: int, pad: int, eos: int, shard: int = 0, shards: int = 1, share=(0, 1)):
+    def __init__(
+        self,
+        text: Text,
+        segment: int,
+        rows: int,
+        pad: int,
+        eos: int,
+        shard: int = 0,
+        shards: int = 1,
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
         tokens, parts = text.tokens, rows * shards
         if len(tokens) < parts:
             raise Mistake(
@@ -61,15 +72,15 @@ class StreamDataset(torch.utils.data.Dataset):
 class StreamIterator(BatchIterator):
     """Segments in order, with the states of their streams. Its saved state is the position and the states there, of every shard."""
 
-    def __init__(self, dataset: StreamDataset, streams: Streams, shard: int = 0, shards: int = 1, **options):
+    def __init__(self, dataset: StreamDataset, streams: Streams, shard: int = 0, shards: int = 1, **options) -> None:
         batches = [[index] for index in range(len(dataset))]
         super().__init__(dataset, collate_fn=take_only, batch_sampler=batches, disable_shuffling=True, **options)
         self.streams, self.shard, self.shards, self.shares = streams, shard, shards, dataset.shares
         self.collected: list[dict] = [{} for _ in range(shards)]
 
-    def _get_iterator_for_epoch(self, epoch, shuffle, offset=0, **options):
+    def _get_iterator_for_epoch(self, epoch: int, shuffle: bool, fix_batches_to_gpus: bool = False, offset: int = 0) -> Any:
         """Adds the streams to the batches here, in the main process, after other processes have loaded them."""
-        batches = super()._get_iterator_for_epoch(epoch, shuffle, offset=offset, **options)
+        batches = super()._get_iterator_for_epoch(epoch, shuffle, fix_batches_to_gpus, offset)
         if batches is None:
             return None
         streams = {"streams": self.streams}
@@ -83,7 +94,7 @@ class StreamIterator(BatchIterator):
             self.collected = by_worker[:: self.shares]
 
     def memories(self) -> dict[int, tuple]:
-        return {layer: tuple(state.detach().to("cpu")) for layer, state in self.streams.last().items()}
+        return {layer: tuple(cast(SavedState, state).detach().to("cpu")) for layer, state in self.streams.last().items()}
 
     def state_dict(self) -> dict:
         cut = {"segment": self.dataset.segment, "rows": len(self.dataset.rows), "tokens": len(self.dataset.tokens)}
@@ -97,7 +108,7 @@ class StreamIterator(BatchIterator):
         super().load_state_dict(state_dict)
         self.streams.restart(self.own_states(state_dict["carried"]) if within else None)
 
-    def own_states(self, memories: list[dict[int, tuple]]) -> dict[int, SavedState]:
+    def own_states(self, memories: list[dict[int, tuple]]) -> dict[int, Any]:
         """Returns the states of this worker's streams. The workers of the checkpoint had the same streams, but perhaps in other
         shares."""
         if len(memories) == self.shards:
@@ -133,4 +144,5 @@ class StreamIterator(BatchIterator):
 
 
 def take_only(items: list[dict]) -> dict:
+    """Returns the one item."""
     return items[0]

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import inspect
 import os
+from typing import Any
 
 import torch
 from fairseq import utils
 from fairseq.data import FairseqDataset, data_utils
 from fairseq.tasks.language_modeling import LanguageModelingConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config import option_name
 from ..errors import Mistake
 
-CUTTING = ("sample_break_mode", "add_bos_token", "shorten_method", "shorten_data_split_list", "pad_to_fixed_length")
+CUTTING: tuple[str, ...] = (
+    "sample_break_mode",
+    "add_bos_token",
+    "shorten_method",
+    "shorten_data_split_list",
+    "pad_to_fixed_length",
+)
 CUTTING += ("pad_to_fixed_bsz",)
 
 
@@ -22,14 +29,14 @@ class Text(FairseqDataset):
     """All tokens of a split, not yet cut into streams. ``targets``: the tokens to predict, where words without an output are
     unknown words."""
 
-    def __init__(self, tokens: Tensor, split: str, targets: Tensor | None = None):
+    def __init__(self, tokens: Tensor, split: str, targets: Tensor | None = None) -> None:
         self.tokens, self.split, self.targets = tokens, split, tokens if targets is None else targets
 
     def __len__(self) -> int:
         return len(self.tokens)
 
 
-def load_text(task, split: str, epoch: int, combine: bool) -> Text:
+def load_text(task: Any, split: str, epoch: int, combine: bool) -> Text:
     """Reads a split of a task like language_modeling. Options that cut a text into samples are refused."""
     for name in CUTTING:
         value = getattr(task.args, name, None)
@@ -47,17 +54,12 @@ def load_text(task, split: str, epoch: int, combine: bool) -> Text:
     return Text(tokens, split, tokens.where(tokens < len(predicted), predicted.unk()))
 
 
-def check_positions(tokens: int, most) -> None:
+def check_positions(tokens: int, most: object) -> None:
     """Refuses more tokens at once than the model has positions. fairseq checks only the samples that it cuts itself."""
     if isinstance(most, int) and tokens > most:
         raise Mistake(f"{tokens} tokens at once are more than the model's {most} positions; give a shorter --tokens-per-sample")
 
 
-def check_shard(shard: int, shards: int) -> None:
-    if not 0 <= shard < shards:
-        raise Mistake(f"--shard-id is {shard}; it must be at least 0 and less than --num-shards, {shards}")
-
-
-def takes(model, name: str) -> bool:
+def has_keyword(model: nn.Module, name: str) -> bool:
     """Whether the model's forward has this keyword. Those of fairseq's own models do not."""
     return name in inspect.signature(getattr(model, "decoder", model).forward).parameters

@@ -11,7 +11,7 @@ class SlidingWindows(torch.utils.data.Dataset):
     """Windows of ``context`` + ``stride`` tokens. Each scores its last ``stride`` tokens, the first one all tokens. That one
     ends after a multiple of ``stride``, as fairseq's windows do."""
 
-    def __init__(self, text: Text, context: int, stride: int, eos: int):
+    def __init__(self, text: Text, context: int, stride: int, eos: int) -> None:
         self.target, self.context, self.stride = text.targets, context, stride
         self.source = torch.cat([torch.tensor([eos]), text.tokens[:-1]])
         self.first = (context + stride) // stride * stride
@@ -33,14 +33,9 @@ class SlidingWindows(torch.utils.data.Dataset):
         grouped = [middle[i : i + windows] for i in range(0, len(middle), windows)]
         return sorted(grouped + [[i] for i in own if i in ends])
 
-    def collater(self, samples) -> dict:
+    def collater(self, samples: list[tuple[int, torch.Tensor, torch.Tensor]]) -> dict:
         ids, source, target = zip(*samples)
-        source, target = torch.stack(source), torch.stack(target)
-        net_input = {"src_tokens": source, "score_last": target.shape[1]}
-        return {
-            "id": torch.tensor(ids),
-            "nsentences": len(ids),
-            "ntokens": target.numel(),
-            "net_input": net_input,
-            "target": target,
-        }
+        asked = torch.stack(target)
+        net_input = {"src_tokens": torch.stack(source), "score_last": asked.shape[1]}
+        counts = {"nsentences": len(ids), "ntokens": asked.numel()}
+        return {"id": torch.tensor(ids), **counts, "net_input": net_input, "target": asked}

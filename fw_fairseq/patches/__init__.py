@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from . import batches, distributed, literals, non_finite, option_values, stopping, texts, training  # noqa: F401  each adds its changes
-from .checkpoints import origin, plateau, reading, resuming, writing  # noqa: F401
+from . import batches, literals, non_finite, options, training, workers  # noqa: F401  each adds its changes
+from .checkpoints import origin, reading, saving  # noqa: F401
 from .replacing import CHANGES
 
 __all__ = ["CHANGES", "apply"]
 
 
 def apply() -> None:
+    """Makes all changes that are not made yet."""
     for change in CHANGES:
         change.apply()

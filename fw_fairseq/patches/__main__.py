@@ -23,21 +23,21 @@ def page() -> str:
     """Returns the page as Markdown: a section for each module, an entry for each change."""
     lines = [HEAD]
     for module, entries in groupby(CHANGES, key=lambda change: change.function.__module__):
-        lines += [f"## {first_line(sys.modules[module])}", ""]
+        lines += [f"## {_first_line(sys.modules[module])}", ""]
         places: dict[Callable, list[str]] = {}
         for change in entries:
             places.setdefault(change.function, []).append(f"`{change.place}`")
-        lines += [entry(" and ".join(names), inspect.getdoc(function)) for function, names in places.items()]
+        lines += [_entry(" and ".join(names), inspect.getdoc(function) or "") for function, names in places.items()]
         lines.append("")
     return "\n".join(lines[:-1]) + "\n"
 
 
-def entry(places: str, text: str) -> str:
+def _entry(places: str, text: str) -> str:
     return textwrap.fill(f"- {places}: {text}", 132, subsequent_indent="  ", break_on_hyphens=False)
 
 
-def first_line(module: object) -> str:
-    return inspect.getdoc(module).split("\n")[0].rstrip(".")
+def _first_line(module: object) -> str:
+    return (inspect.getdoc(module) or "").split("\n")[0].rstrip(".")
 
 
 if __name__ == "__main__":

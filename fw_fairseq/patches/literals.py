@@ -10,6 +10,7 @@ import contextlib
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -23,7 +24,7 @@ UNREADABLE = (SyntaxError, ValueError, TypeError, MemoryError, RecursionError)
 class NotALiteral(Mistake):
     """An option is no Python literal; ``text`` is the whole string."""
 
-    def __init__(self, text: str, name: str = "an option"):
+    def __init__(self, text: str, name: str = "an option") -> None:
         shown = text if len(text) <= 40 else f"{text[:37]}..."
         super().__init__(
             f"{name} is {shown!r}; it must be a Python literal: numbers, strings, True, False, None, and lists, tuples, sets and"
@@ -42,7 +43,7 @@ def read_literal(text: str) -> object:
         raise NotALiteral(text) from None
 
 
-def value(node: ast.expr) -> object:
+def value(node: ast.expr) -> Any:
     """Returns the value of a literal, or of lists and tuples that are joined and repeated: fairseq's convolutional models write
     their layers as ``[(512, 3)] * 4 + [(1024, 3)]``."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
@@ -58,8 +59,8 @@ def value(node: ast.expr) -> object:
 
 @changes("eval")
 def replace_eval() -> None:
-    """fairseq passes some option strings to `eval`, which runs any Python in them. Now `eval` within fairseq reads Python
-    literals, and lists and tuples joined by `+` or repeated by `*`; any other string is refused and nothing in it is run."""
+    """fairseq passes some option strings to `eval`, which runs any Python in them. Now `eval` within fairseq reads Python literals,
+    and lists and tuples joined by `+` or repeated by `*`; any other string is refused and nothing in it is run."""
     # A function looks a name up in its own module before the built-in ones, under whatever name others import the function.
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "fairseq" and module is not None:
@@ -72,12 +73,12 @@ def naming(options: object) -> Iterator[None]:
     try:
         yield
     except NotALiteral as error:
-        found = [name for name, given in plain(options).items() if isinstance(given, str) and given == error.text]
+        found = [name for name, given in as_dict(options).items() if isinstance(given, str) and given == error.text]
         raise Mistake(str(NotALiteral(error.text, *found[:1]))) from None  # not to be named again by a block around this one
 
 
-def plain(options: object) -> dict:
+def as_dict(options: object) -> dict:
     """Returns options of any of fairseq's kinds as a dictionary."""
     if isinstance(options, DictConfig):
-        return OmegaConf.to_container(options, resolve=False)
+        return cast(dict, OmegaConf.to_container(options, resolve=False))
     return vars(options) if isinstance(options, Namespace) else dict(options) if isinstance(options, dict) else {}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Change(NamedTuple):
+    """One thing that is changed."""
+
     place: str  # what is changed, as it is imported
     function: Callable  # its docstring is the entry of docs/fairseq_changes.md
     apply: Callable[[], None]
@@ -26,7 +28,7 @@ def replaces(owner: object, name: str) -> Callable[[Callable], Callable]:
             if not hasattr(original, "changed_by"):
                 setattr(owner, name, changed(original, function))
 
-        CHANGES.append(Change(f"{path(owner)}.{name}", function, apply))
+        CHANGES.append(Change(f"{_path(owner)}.{name}", function, apply))
         return function
 
     return register
@@ -46,12 +48,12 @@ def changed(original: Callable, function: Callable) -> Callable:
     """Returns a function, which a class binds as its method."""
 
     @functools.wraps(original)
-    def call(*args, **kwargs):
+    def call(*args, **kwargs) -> Any:
         return function(original, *args, **kwargs)
 
-    call.changed_by = function
+    call.changed_by = function  # type: ignore[attr-defined]
     return call
 
 
-def path(owner: object) -> str:
+def _path(owner: Any) -> str:
     return owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}.{owner.__qualname__}"

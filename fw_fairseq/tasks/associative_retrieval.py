@@ -17,8 +17,10 @@ VALIDATION_SEQUENCES = 20
 
 @dataclass
 class AssociativeRetrievalConfig(DrawnConfig):
+    """The options of --task associative_retrieval."""
+
     symbols: int = option(20, "S, the number of keys, and of values", least=2)
-    setting: ChoiceEnum(["1", "2"]) = option(
+    setting: ChoiceEnum(["1", "2"]) = option(  # type: ignore[valid-type]
         "1", "1: S pairs without replacement; 2: 2S pairs with replacement, the last one counts"
     )
     evaluation_pairs: int = option(
@@ -28,9 +30,13 @@ class AssociativeRetrievalConfig(DrawnConfig):
 
 def draw_pairs(count: int, keys: int, pairs: Optional[int], generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Keys and values, (B,T) each: so many pairs with replacement, or None, every key and value once."""
-    if pairs is None:
-        return tuple(torch.rand(count, keys, generator=generator).argsort(1) for _ in range(2))
-    return tuple(torch.randint(keys, (count, pairs), generator=generator) for _ in range(2))
+
+    def drawn() -> Tensor:
+        if pairs is None:
+            return torch.rand(count, keys, generator=generator).argsort(1)
+        return torch.randint(keys, (count, pairs), generator=generator)
+
+    return drawn(), drawn()
 
 
 def last_values(keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
@@ -46,16 +52,10 @@ class AssociativeRetrievalTask(DrawnTask):
 
     name, config = "associative_retrieval", AssociativeRetrievalConfig
 
-    def __init__(self, cfg: AssociativeRetrievalConfig, **unused):
+    def __init__(self, cfg: AssociativeRetrievalConfig, **unused) -> None:
         super().__init__(cfg)
         if cfg.evaluation_pairs and str(cfg.setting) == "1":
             raise Mistake(f"--evaluation-pairs is {cfg.evaluation_pairs}; --setting 1 has every key once, leave it out")
-
-    def build_criterion(self, cfg, from_checkpoint=False):
-        """Refuses criterions that read the model's output as scores of words."""
-        if cfg._name != "retrieval_mse":
-            raise Mistake(f"--criterion is {cfg._name}; associative_retrieval is trained by retrieval_mse")
-        return super().build_criterion(cfg, from_checkpoint)
 
     def draw(self, split: str, generator: torch.Generator) -> dict:
         """Keys, values and queries, (B,T) and (B,Q), and the last value of each query."""

@@ -8,7 +8,7 @@ from fairseq.data import Dictionary, FairseqDataset
 from fairseq.dataclass import FairseqDataclass
 from fairseq.tasks import FairseqTask
 from omegaconf import II
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..config import check_options, option, option_name
 from ..data.loading import BatchIterator
@@ -21,6 +21,8 @@ WITHOUT_EFFECT = "max_tokens", "max_tokens_valid", "skip_remainder_batch", "curr
 
 @dataclass
 class DrawnConfig(FairseqDataclass):
+    """The options of every task that draws its data."""
+
     updates_per_epoch: int = option(100, "updates between two validations", least=1)
     batch_size: Optional[int] = II("dataset.batch_size")
     max_tokens: Optional[int] = II("dataset.max_tokens")
@@ -33,7 +35,7 @@ class DrawnConfig(FairseqDataclass):
 class DrawnBatches(FairseqDataset):
     """Item i of an epoch is its i-th batch, always the same one: ``task.draw(split, generator)``."""
 
-    def __init__(self, task: "DrawnTask", split: str):
+    def __init__(self, task: "DrawnTask", split: str) -> None:
         self.task, self.cfg, self.split, self.epoch = task, task.cfg, split, 1
 
     def __len__(self) -> int:
@@ -58,7 +60,7 @@ class DrawnTask(FairseqTask):
     name: str
     config: type[DrawnConfig]
 
-    def __init__(self, cfg, **unused):
+    def __init__(self, cfg: Any, **unused) -> None:
         check_options(cfg, self.config)
         if not cfg.batch_size:
             raise Mistake(f"{self.name} needs --batch-size, the sequences of a mini-batch")
@@ -72,36 +74,35 @@ class DrawnTask(FairseqTask):
         """Returns a batch as fairseq's criterions take it."""
         raise NotImplementedError
 
-    def load_dataset(self, split, **unused):
+    def load_dataset(self, split: str, **unused) -> None:
         if split not in SEED_OF:
             raise Mistake(f"{self.name} has no split {split!r}; it has: {', '.join(SEED_OF)}")
         self.datasets[split] = DrawnBatches(self, split)
 
-    def get_batch_iterator(self, dataset, epoch=1, num_shards=1, shard_id=0, num_workers=0, **unused):
+    def get_batch_iterator(
+        self, dataset: DrawnBatches, epoch: int = 1, num_shards: int = 1, shard_id: int = 0, num_workers: int = 0, **unused
+    ) -> BatchIterator:
         dataset.set_epoch(epoch)
-        return BatchIterator(
-            dataset,
-            collate_fn=dataset.collater,
-            batch_sampler=[[index] for index in range(len(dataset))],
-            seed=self.cfg.seed,
-            num_shards=num_shards,
-            shard_id=shard_id,
-            num_workers=num_workers,
-            epoch=epoch,
-        )
+        batches = [[index] for index in range(len(dataset))]
+        place = dict(num_shards=num_shards, shard_id=shard_id, num_workers=num_workers, epoch=epoch, seed=self.cfg.seed)
+        return BatchIterator(dataset, collate_fn=dataset.collater, batch_sampler=batches, **place)
 
-    def max_positions(self):
+    def max_positions(self) -> None:
         return None
 
     @property
-    def source_dictionary(self):
+    def source_dictionary(self) -> Optional[Dictionary]:
         return None
 
-    target_dictionary = source_dictionary
+    @property
+    def target_dictionary(self) -> Optional[Dictionary]:
+        return self.source_dictionary
 
 
 @dataclass
 class DrawnTextConfig(DrawnConfig):
+    """The options of every task whose sequences are for language models."""
+
     evaluation_sequences: int = option(64, "sequences that a validation scores", least=1)
     tokens_per_sample: int = 1024  # this and the next two are read by fairseq's language models
     add_bos_token: bool = False
@@ -111,7 +112,7 @@ class DrawnTextConfig(DrawnConfig):
 class DrawnText(DrawnTask):
     """Sequences for language models, of which some tokens are scored. ``words`` says how many symbols there are."""
 
-    def __init__(self, cfg, **unused):
+    def __init__(self, cfg: Any, **unused) -> None:
         super().__init__(cfg)
         self.dictionary = Dictionary()
         for number in range(self.words()):
@@ -119,22 +120,6 @@ class DrawnText(DrawnTask):
 
     def words(self) -> int:
         raise NotImplementedError
-
-    def longest(self) -> dict[str, int]:
-        """The tokens of the longest sequences, by the names of the options that set them."""
-        return {}
-
-    def build_model(self, cfg, from_checkpoint=False):
-        """Refuses sequences that have more tokens than the model has learned positions."""
-        model = super().build_model(cfg, from_checkpoint)
-        positions = getattr(getattr(model, "decoder", None), "embed_positions", None)
-        for name, tokens in self.longest().items() if isinstance(positions, nn.Embedding) else ():
-            if tokens > positions.max_positions:
-                raise Mistake(
-                    f"{option_name(name)} is {getattr(self.cfg, name)}, which makes {tokens} tokens, and the model has"
-                    f" {positions.max_positions} learned positions; give --max-target-positions {tokens}"
-                )
-        return model
 
     def count(self, split: str) -> int:
         """The sequences of a batch."""
@@ -153,7 +138,5 @@ class DrawnText(DrawnTask):
         }
 
     @property
-    def source_dictionary(self):
+    def source_dictionary(self) -> Dictionary:
         return self.dictionary
-
-    target_dictionary = source_dictionary

@@ -12,6 +12,8 @@ from .drawn import DrawnText, DrawnTextConfig
 
 @dataclass
 class MqarConfig(DrawnTextConfig):
+    """The options of --task mqar."""
+
     pairs: int = option(64, "pairs of a sequence, which are all asked for", least=1)
     evaluation_pairs: int = option(0, "pairs of a sequence in validation; 0: as many as in training", least=0)
     symbols: int = option(8192, "number of symbols: half of them are keys, half are values", least=2)
@@ -23,21 +25,14 @@ class MqarTask(DrawnText):
 
     name, config = "mqar", MqarConfig
 
-    def __init__(self, cfg, **unused):
+    def __init__(self, cfg: MqarConfig, **unused) -> None:
         super().__init__(cfg)
-        most = cfg.symbols // 2
-        for name in ("pairs", "evaluation_pairs"):
-            if getattr(cfg, name) > most:
-                option_ = "--" + name.replace("_", "-")
-                raise Mistake(
-                    f"{option_} is {getattr(cfg, name)}; with --symbols {cfg.symbols} there are {most} keys, use at most that"
-                )
+        pairs, keys = max(cfg.pairs, cfg.evaluation_pairs), cfg.symbols // 2
+        if pairs > keys:
+            raise Mistake(f"a sequence has {pairs} pairs, and --symbols {cfg.symbols} makes {keys} keys; use at most that many")
 
     def words(self) -> int:
         return self.cfg.symbols
-
-    def longest(self) -> dict[str, int]:
-        return {name: 3 * getattr(self.cfg, name) for name in ("pairs", "evaluation_pairs")}
 
     def draw(self, split: str, generator: torch.Generator) -> dict:
         """Keys have the first half of the numbers and values the second; the tokens are k_1 v_1 ... k_N v_N and the keys in random

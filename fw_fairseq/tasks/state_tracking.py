@@ -13,15 +13,15 @@ from ..config import option
 from ..errors import Mistake
 from .drawn import DrawnText, DrawnTextConfig
 
-MODULUS = 5
-
 
 @dataclass
 class StateTrackingConfig(DrawnTextConfig):
-    group: ChoiceEnum(["parity", "modular", "s3", "s5"]) = option(
+    """The options of --task state_tracking."""
+
+    group: ChoiceEnum(["parity", "modular", "s3", "s5"]) = option(  # type: ignore[valid-type]
         "parity", "parity: 0 and 1; modular: addition modulo --modulus; s3, s5: permutations of three or five things"
     )
-    modulus: int = option(MODULUS, "the number of numbers of --group modular", least=2)
+    modulus: int = option(5, "the number of numbers of --group modular", least=2)
     length: int = option(128, "elements of a sequence in training", least=1)
     shortest_length: int = option(
         0,
@@ -48,9 +48,7 @@ class StateTrackingTask(DrawnText):
 
     name, config = "state_tracking", StateTrackingConfig
 
-    def __init__(self, cfg, **unused):
-        if cfg.modulus != MODULUS and str(cfg.group) != "modular":
-            raise Mistake(f"--modulus is {cfg.modulus}; that is for --group modular, leave it out")
+    def __init__(self, cfg: StateTrackingConfig, **unused) -> None:
         if cfg.shortest_length > cfg.length:
             raise Mistake(f"--shortest-length is {cfg.shortest_length}; it must be at most --length, {cfg.length}")
         super().__init__(cfg)
@@ -59,9 +57,6 @@ class StateTrackingTask(DrawnText):
     def table(self) -> Tensor:
         """The number of each product of two elements."""
         return products(str(self.cfg.group), self.cfg.modulus)
-
-    def longest(self) -> dict[str, int]:
-        return {name: getattr(self.cfg, name) for name in ("length", "evaluation_length")}
 
     def words(self) -> int:
         return len(self.table)

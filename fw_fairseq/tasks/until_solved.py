@@ -1,8 +1,10 @@
 """until_solved: a constant learning rate until the validation loss is good enough, then 0, at which --stop-min-lr 0 ends a run."""
 
 from dataclasses import dataclass, field
+from typing import Optional
 
 from fairseq.dataclass import FairseqDataclass
+from fairseq.optim import FairseqOptimizer
 from fairseq.optim.lr_scheduler import FairseqLRScheduler, register_lr_scheduler
 from omegaconf import II
 
@@ -25,18 +27,13 @@ class UntilSolved(FairseqLRScheduler):
 
     follows_validation = True
 
-    def __init__(self, cfg: UntilSolvedConfig, optimizer):
+    def __init__(self, cfg: UntilSolvedConfig, optimizer: FairseqOptimizer) -> None:
         super().__init__(cfg, optimizer)
-        if len(cfg.lr) > 1:
-            raise Mistake(f"--lr is {','.join(map(str, cfg.lr))}; --lr-scheduler until_solved has one learning rate for all epochs")
         if cfg.stop_min_lr < 0:
-            raise Mistake(
-                f"--stop-min-lr is {cfg.stop_min_lr}; --lr-scheduler until_solved ends a run by a learning rate of 0: give"
-                " --stop-min-lr 0"
-            )
+            raise Mistake("--lr-scheduler until_solved ends a run by a learning rate of 0: give --stop-min-lr 0")
         self.optimizer.set_lr(cfg.lr[0])
 
-    def step(self, epoch, val_loss=None):
+    def step(self, epoch: int, val_loss: Optional[float] = None) -> float:
         """Returns the learning rate after an epoch; it is 0 once ``val_loss`` is below the target."""
         super().step(epoch, val_loss)
         if val_loss is not None and val_loss < self.cfg.target_loss:

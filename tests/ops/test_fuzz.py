@@ -155,19 +155,6 @@ def flipped(content: bytes, draw: random.Random) -> bytes:
     return bytes(content[: draw.randrange(len(content))] if draw.random() < 0.2 else content)
 
 
-def test_dictionaries(tmp_path):
-    draw, path, refused = random.Random(0), tmp_path / "dict.txt", 0
-    whole = "".join(f"{word} {draw.randint(1, 99)}\n" for word in WORDS).encode()
-    for _ in range(250):
-        path.write_bytes(flipped(whole, draw))
-        dictionary, refusal = attempt(lambda: Dictionary.load(str(path)))
-        assert dictionary or refusal.startswith(f"{path} is not a dictionary, a line 'WORD COUNT' for each word (")
-        assert refusal or len(dictionary) <= 4 + len(WORDS) + 8
-        refused += bool(refusal)
-    assert 50 < refused < 250
-
-
-@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_binarised_text(tmp_path):
     dictionary, draw, refused = Dictionary(), random.Random(0), 0
     for word in WORDS:

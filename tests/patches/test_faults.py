@@ -16,21 +16,16 @@ import numpy
 import pytest
 import torch
 from fairseq import checkpoint_utils, file_io
-from fairseq.data import data_utils, indexed_dataset
+from fairseq.data import indexed_dataset
 from fairseq.file_io import PathManager
-from fairseq.modules.sinusoidal_positional_embedding import SinusoidalPositionalEmbedding
-from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 from fairseq.trainer import Trainer
 from support.commands import USER_DIR, Command, fairseq, succeed
 from support.language_models import build
 
 import fw_fairseq.models  # noqa: F401
-from fw_fairseq import Mistake
-from fw_fairseq.patches.checkpoints.writing import keep_no_crash_of_a_mistake
-from fw_fairseq.patches.distributed import count_workers_as_their_launcher_does
 from fw_fairseq.patches.mistakes import sentence
-from fw_fairseq.patches.non_finite import NotFinite
 from fw_fairseq.patches.training import say_what_does_not_fit
+from fw_fairseq.patches.workers import count_workers_as_their_launcher_does
 
 TRAIN = (
     "--arch fast_weight_lm --decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32"
@@ -38,7 +33,7 @@ TRAIN = (
     " --batch-size 4 --optimizer adam --lr 0.01 --seed 3 --log-format simple --log-interval 1 --disable-validation"
     " --no-epoch-checkpoints --save-interval-updates 1 --keep-interval-updates 2"
 )
-UPDATES = 260
+UPDATES = 150
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder, draw = tmp_path_factory.mktemp("data"), random.Random(0)
-    lines = [" ".join(f"word{draw.randrange(40)}" for _ in range(draw.randint(3, 15))) for _ in range(400)]
+    lines = [" ".join(f"word{draw.randrange(40)}" for _ in range(draw.randint(3, 15))) for _ in range(220)]
     (folder / "train").write_text("\n".join(lines) + "\n")
     both = ["--trainpref", folder / "train", "--validpref", folder / "train"]  # fairseq 0.12.2 opens the second in any case
     succeed(fairseq("preprocess", "--only-source", *both, "--destdir", folder / "bin"))
@@ -58,7 +53,7 @@ def training(data, folder, task, updates):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("task, kills", [("language_modeling", 5), ("stateful_language_modeling", 8)])
+@pytest.mark.parametrize("task, kills", [("language_modeling", 3), ("stateful_language_modeling", 4)])
 def test_a_run_that_is_killed_again_and_again_is_the_same_run(task, kills, data, tmp_path):
     """Every update saves, so that kills fall into the writing of checkpoints too; there are four epochs."""
     succeed(fairseq("train", *training(data, tmp_path / "whole", task, UPDATES)))
@@ -101,12 +96,12 @@ def test_a_damaged_checkpoint_is_named_and_another_one_offered(data, saved, tmp_
     content = bytearray(last.with_name("checkpoint_1_2.pt").read_bytes())
     content[content.rindex(b"PK\x01\x02") + 1] ^= 1  # an entry of the list of contents
     (folder / "newest.pt").write_bytes(content)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = {path.name: path.read_bytes() for path in folder.glob("*.pt")}
     done = fairseq("train", *training(data, folder, "stateful_language_modeling", 4))
     sentence = done.stderr.strip().splitlines()[-1]
     assert done.returncode != 0 and sentence.startswith(f"fairseq_cli.train: {last} cannot be read as a fairseq checkpoint (")
     assert sentence.endswith("; the newest whole one in its folder is checkpoint_1_2.pt")
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert {path.name: path.read_bytes() for path in folder.glob("*.pt")} == before
 
 
 def loaded(path) -> tuple[object, str]:
@@ -121,14 +116,14 @@ def test_flipped_bytes_are_noticed(saved, tmp_path):
     """Or do not matter: they fall into what is not read."""
     draw, whole = random.Random(0), (saved / "checkpoint_last.pt").read_bytes()
     expected, path, said = loaded(saved / "checkpoint_last.pt")[0], tmp_path / "flipped.pt", []
-    for _ in range(300):
+    for _ in range(120):
         content = bytearray(whole)
         content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
         path.write_bytes(content)
         model, why = loaded(path)
         assert model == expected or (model is None and why.startswith(f"{path} cannot be read as a fairseq checkpoint ("))
         said.append(why)
-    assert sum(map(bool, said)) > 150
+    assert sum(map(bool, said)) > 60
 
 
 class Foreign:
@@ -145,48 +140,6 @@ def test_foreign_code_is_not_run(saved, tmp_path):
     with pytest.raises(ValueError, match=r"foreign.pt cannot be read .*it holds posix.system, which is neither a tensor nor"):
         checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "foreign.pt"))
     assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize(
-    "part, value, said",
-    [
-        (
-            "layers.1.self_attn.mixer.in_proj.weight",
-            (-1, 0),
-            r"the output of gate beta of layer 1 \(decoder.layers.1.self_attn.mixer",
-        ),
-        (
-            "layers.0.self_attn.mixer.in_proj.bias",
-            (33,),
-            r"the output of k of layer 0 \(decoder.layers.0.self_attn.mixer.in_proj\)",
-        ),
-        ("layers.1.fc2.weight", (0, 0), "the output of decoder.layers.1.fc2, whose weight is not finite"),
-    ],
-)
-def test_a_loss_that_is_not_a_number_says_where_from(part, value, said, data, saved, tmp_path):
-    state = torch.load(saved / "checkpoint_last.pt", weights_only=True)
-    state["model"][f"decoder.{part}"][value] = float("nan")
-    torch.save(state, tmp_path / "checkpoint_last.pt")
-    done = fairseq("train", *training(data, tmp_path, "stateful_language_modeling", 4))
-    assert done.returncode != 0
-    assert re.search(f"the first is {said}.*, at update 3; .*crash.pt has the parameters$", done.stderr.strip()), done.stderr[-900:]
-
-
-def fill_disk(path):
-    """Half of a file, then no room."""
-    path.write_text("half")
-    raise OSError(28, "No space left on device")
-
-
-def test_a_full_disk_is_named_and_keeps_no_half_files(tmp_path, monkeypatch):
-    target, half = tmp_path / "checkpoint_best.pt", tmp_path / "checkpoint_best.pt.tmp"
-    monkeypatch.setattr(checkpoint_utils, "_torch_persistent_save", lambda *args: fill_disk(half))
-    monkeypatch.setattr(shutil, "copyfile", lambda *args: fill_disk(half))
-    for write in (lambda: checkpoint_utils.torch_persistent_save({}, str(target)), lambda: PathManager.copy("a.pt", str(target))):
-        with pytest.raises(OSError, match="No space left") as caught:
-            write()
-        assert sentence(caught.value) == f"{target} cannot be written ([Errno 28] No space left on device)"
-        assert not half.exists()
 
 
 @pytest.mark.parametrize("iopath", [None, SimpleNamespace()])
@@ -212,13 +165,6 @@ def test_a_remote_file_is_copied_by_fairseq(monkeypatch):
     for source, target in (("s3:a", "b"), ("a", "s3:b")):
         copy(lambda *paths: asked.append(paths[:2]), source, target)
     assert asked == [("s3:a", "b"), ("a", "s3:b")]
-
-
-def test_an_empty_split_is_called_empty(tmp_path):
-    builder = indexed_dataset.MMapIndexedDatasetBuilder(str(tmp_path / "test.bin"))
-    builder.finalize(str(tmp_path / "test.idx"))
-    with pytest.raises(ValueError, match=r"test.bin has no text: what fairseq-preprocess read for test was empty$"):
-        indexed_dataset.make_dataset(str(tmp_path / "test"), "mmap")
 
 
 def test_texts_that_are_not_mapped_are_left_to_fairseq(tmp_path):
@@ -259,80 +205,6 @@ def test_tokens_and_index_fit_the_dictionary_and_each_other(tmp_path):
             indexed_dataset.make_dataset(path, "mmap", dictionary=six)
 
 
-def test_what_fairseq_0122_leaves_unset_is_set():
-    """An encoder's layer that has loaded asks for a fused function, and a buffer of positions holds what the memory held."""
-    layer, positions = SimpleNamespace(load_to_BT=True), SimpleNamespace(_float_tensor=torch.full((1,), 7.0))
-    called = []
-    TransformerEncoderLayerBase._load_from_state_dict.changed_by(called.append, layer)
-    assert called == [layer] and not layer.load_to_BT
-    for name in ("__init__", "_load_from_state_dict"):
-        positions._float_tensor.fill_(7.0)
-        getattr(SinusoidalPositionalEmbedding, name).changed_by(called.append, positions)
-        assert called[-1] is positions and positions._float_tensor.tolist() == [0.0]
-
-
-def test_no_texts_make_no_batches():
-    assert data_utils.batch_by_size([], lambda i: 1, max_sentences=4, required_batch_size_multiple=8) == []
-
-
-HALVES = ("fp16", "bf16", "memory_efficient_fp16", "memory_efficient_bf16", "amp")
-
-
-def half_precision_on_cpus(option: str, cpu: bool = True, tpu: bool = False) -> None:
-    common = dict.fromkeys(HALVES, False)
-    common |= {option: True, option[-4:]: True, "cpu": cpu, "tpu": tpu}  # as fairseq sets them
-    Trainer(Namespace(common=Namespace(**common)), None, None, None)
-
-
-@pytest.mark.parametrize("option", [name for name in HALVES if name != "memory_efficient_fp16"])
-def test_half_precision_needs_a_gpu(option, monkeypatch):
-    """One that is there and not left aside by --cpu."""
-    for (gpu, cpu), tpu in itertools.product(((False, False), (False, True), (True, True)), (False, True)):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
-        with pytest.raises(ValueError, match=f"^--{option.replace('_', '-')} is for GPUs; leave it out to train on CPUs$"):
-            half_precision_on_cpus(option, cpu, tpu)
-    for tpu in (False, True):
-        with pytest.raises(AttributeError):  # of fairseq's own constructor
-            half_precision_on_cpus(option, cpu=False, tpu=tpu)
-
-
-def test_a_tpu_needs_its_package():
-    common = dict.fromkeys((*HALVES, "cpu"), False) | {"tpu": True}
-    with pytest.raises(ValueError, match=r"^--tpu needs the package torch_xla, which is not installed; leave it out to train on"):
-        Trainer(Namespace(common=Namespace(**common)), None, None, None)
-
-
-def test_memory_efficient_half_precision_works_on_cpus():
-    with pytest.raises(AttributeError):  # of fairseq's own constructor, which gets nothing here
-        half_precision_on_cpus("memory_efficient_fp16")
-
-
-WITHOUT_EMA = SimpleNamespace(ema=SimpleNamespace(store_ema=False))
-
-
-def test_other_errors_of_loading_stay_as_they_are():
-    def original(trainer, filename, reset_optimizer):
-        try:
-            raise ValueError("a")
-        except ValueError:
-            raise RuntimeError("the disk is on fire")  # noqa: B904
-
-    with pytest.raises(RuntimeError, match=r"^the disk is on fire$"):
-        say_what_does_not_fit(original, SimpleNamespace(cfg=WITHOUT_EMA), "a.pt")
-
-
-def test_a_run_that_trains_other_parameters_says_so(data, tmp_path):
-    """torch tells them by their number alone."""
-    train = [*training(data, tmp_path, "language_modeling", 1), "--update-rule", "delta"]
-    succeed(fairseq("train", *train, "--train-only", "new"))
-    done = fairseq("train", *train, "--max-update", 2)
-    last = tmp_path / "checkpoint_last.pt"
-    assert done.returncode == 1 and done.stderr.splitlines()[-1].endswith(
-        f"{last} is of a run that trains other parameters; give its --train-only, or another --save-dir and --finetune-from-model"
-        f" {last}"
-    )
-
-
 @pytest.mark.parametrize(
     "given, workers, gpus, size, method",
     [
@@ -368,26 +240,28 @@ def test_a_checkpoint_of_another_rule_says_so_when_a_run_goes_on():
     with pytest.raises(
         ValueError, match=r"^a.pt: .*differ in decoder.layers.0.self_attn.mixer.in_proj.weight and 3 more"
     ) as caught:
-        say_what_does_not_fit(original, SimpleNamespace(cfg=WITHOUT_EMA, task=None), "a.pt")
+        say_what_does_not_fit(original, SimpleNamespace(task=None), "a.pt")
     assert sentence(caught.value)
 
 
-@pytest.mark.parametrize(
-    "error, updates, name, written",
-    [
-        (Mistake("--loss-chunk"), 0, "crash.pt", False),
-        (Mistake("--loss-chunk"), 1, "crash.pt", True),
-        (Mistake("--loss-chunk"), 0, "checkpoint_last.pt", True),
-        (NotFinite("the loss is NaN"), 0, "crash.pt", True),
-        (RuntimeError("size mismatch"), 0, "crash.pt", True),
-    ],
-)
-def test_a_mistake_in_the_first_update_leaves_no_crash(error, updates, name, written):
-    files = []
-    try:
-        raise error
-    except Exception:
-        keep_no_crash_of_a_mistake(
-            lambda trainer, *given: files.append(given), SimpleNamespace(get_num_updates=lambda: updates), f"run/{name}", {}
-        )
-    assert files == ([(f"run/{name}", {})] if written else [])
+def test_half_precision_needs_a_gpu(monkeypatch):
+    """One that is there and not left aside by --cpu. Where the options are taken, fairseq's own constructor fails, which gets
+    nothing here."""
+    options = ("fp16", "bf16", "memory_efficient_fp16", "memory_efficient_bf16", "amp")
+    for option, gpu, cpu in itertools.product(options, (False, True), (False, True)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        common = dict.fromkeys(options, False) | {option: True, option[-4:]: True, "cpu": cpu, "tpu": False}  # as fairseq sets them
+        works = option == "memory_efficient_fp16" or (gpu and not cpu)
+        said = f"^--{option.replace('_', '-')} is for GPUs; leave it out to train on CPUs$"
+        with pytest.raises(AttributeError) if works else pytest.raises(ValueError, match=said):
+            Trainer(Namespace(common=Namespace(**common)), None, None, None)
+
+
+def test_a_loss_that_is_not_a_number_says_where_from(data, saved, tmp_path):
+    state = torch.load(saved / "checkpoint_last.pt", weights_only=True)
+    state["model"]["decoder.layers.1.fc2.weight"][0, 0] = float("nan")
+    torch.save(state, tmp_path / "checkpoint_last.pt")
+    done = fairseq("train", *training(data, tmp_path, "stateful_language_modeling", 4))
+    said = rf"the parameter \S*decoder.layers.1.fc2.weight is not finite, at update 3; {tmp_path}/crash.pt has the parameters$"
+    assert done.returncode == 3 and re.search(said, done.stderr.strip()), done.stderr[-900:]
+    assert "NaN detected in output of decoder.layers.1.fc2" in done.stdout + done.stderr

@@ -44,15 +44,10 @@ SMALL = (
 SMALL += " --encoder-embed-dim 8 --decoder-embed-dim 8 --encoder-ffn-embed-dim 8 --decoder-ffn-embed-dim 8 --task translation"
 CONVOLUTIONS = "--task language_modeling --decoder-embed-dim 8 --decoder-layers [(8,3)] --decoder-attention False"
 MODELS = {
-    "transformer_lm": "--arch transformer_lm",
-    "transformer_lm-adaptive": f"--arch transformer_lm {ADAPTIVE}",
     "transformer_lm-characters": "--arch transformer_lm --character-embeddings",
-    "fast_weight_lm": "--arch fast_weight_lm",
     "fast_weight_lm-adaptive": f"--arch fast_weight_lm {ADAPTIVE}",
-    "fast_weight_lm-characters": "--arch fast_weight_lm --character-embeddings",
     "lightconv_lm": "--arch lightconv_lm --decoder-ffn-embed-dim 32 --decoder-kernel-size-list 3,3",
     "fconv_lm": "--arch fconv_lm",
-    "transformer": "--arch transformer",
     "fast_weight_transformer": "--arch fast_weight_transformer",
 }
 EVALUATED = {"adaptive_softmax_cutoff", "adaptive_input_cutoff", "character_filters", "decoder_layers", "decoder_attention"}

@@ -20,9 +20,8 @@ from support.commands import USER_DIR, Command, fairseq, succeed
 from torch.multiprocessing import ProcessExitedException
 
 import fw_fairseq.models  # noqa: F401
-from fw_fairseq import Mistake
-from fw_fairseq.patches import stopping
-from fw_fairseq.patches.distributed import suit_workers_to_cpus
+from fw_fairseq.patches import workers as stopping
+from fw_fairseq.patches.workers import suit_workers_to_cpus
 
 TRAIN = (
     "--arch fast_weight_lm --decoder-layers 1 --decoder-embed-dim 16 --decoder-input-dim 16 --decoder-output-dim 16"
@@ -67,15 +66,12 @@ def test_a_run_that_is_told_to_stop_saves_and_resumes_as_if_it_had_not(data, tmp
     assert "SIGTERM stopped the run after update" in done.stdout + done.stderr
     stopped = torch.load(tmp_path / "checkpoint_last.pt", weights_only=True)
     assert 5 <= stopped["optimizer_history"][-1]["num_updates"] < UPDATES
-    assert not (tmp_path / ".lock").exists()
     succeed(fairseq("train", *command))
     succeed(fairseq("train", *training(data, tmp_path / "whole", "--batch-size", 4)))
     one, two = parameters(tmp_path), parameters(tmp_path / "whole")
     assert all(one[name].equal(two[name]) for name in one if not name.endswith("_float_tensor"))
     complete = (tmp_path / "checkpoint_last.pt").read_bytes()
-    for limit in ([], ["--max-update", 0, "--stop-time-hours", 1e-9]):
-        again = succeed(fairseq("train", *command, *limit))
-        assert f"the run was complete after {UPDATES} updates, by {limit[2] if limit else '--max-update'} " in again
+    assert f"the run was complete after {UPDATES} updates, by --max-update " in succeed(fairseq("train", *command))
     assert (tmp_path / "checkpoint_last.pt").read_bytes() == complete
 
 
@@ -104,8 +100,7 @@ def test_a_process_that_starts_workers_passes_the_signals_on(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     distributed = Namespace(ddp_backend="legacy_ddp", distributed_backend="gloo", distributed_world_size=2)
-    data = Namespace(max_tokens=1, batch_size=None)
-    config = Namespace(distributed_training=distributed, common=Namespace(cpu=True), dataset=data)
+    config = Namespace(distributed_training=distributed, common=Namespace(cpu=True), dataset=Namespace())
 
     def start_a_worker(cfg, main) -> None:
         worker = multiprocessing.get_context("fork").Process(target=stops_with, args=(75,))
@@ -127,24 +122,10 @@ def test_a_run_that_has_ended_is_not_stopped_and_signals_are_given_back():
     assert signal.getsignal(signal.SIGTERM) is not handler
     stopping.received.append(signal.SIGTERM)
     distributed = Namespace(ddp_backend="legacy_ddp", distributed_backend="nccl", distributed_world_size=1)
-    config = Namespace(distributed_training=distributed, common=Namespace(cpu=True))
+    config = Namespace(distributed_training=distributed, common=Namespace(cpu=True), dataset=Namespace())
     suit_workers_to_cpus(lambda cfg, main: None, config, None)
     assert signal.getsignal(signal.SIGTERM) == handler and not stopping.received
     assert distributed.distributed_backend == "gloo"
-
-
-@pytest.mark.parametrize("cpu, gpu, backend", [(True, True, "gloo"), (False, False, "gloo"), (False, True, "nccl")])
-def test_workers_on_cpus_talk_through_gloo_and_do_not_shard(cpu, gpu, backend, monkeypatch):
-    """On CPUs by an option, or because there is no GPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    distributed = Namespace(ddp_backend="pytorch_ddp", distributed_backend="nccl", distributed_world_size=1)
-    config, ran = Namespace(distributed_training=distributed, common=Namespace(cpu=cpu)), []
-    suit_workers_to_cpus(lambda cfg, main: ran.append(distributed.distributed_backend), config, None)
-    assert ran == [backend]
-    distributed.ddp_backend = "fully_sharded"
-    with contextlib.nullcontext() if backend == "nccl" else pytest.raises(Mistake, match="shards over GPUs only"):
-        suit_workers_to_cpus(lambda cfg, main: ran.append("sharded"), config, None)
-    assert ran[1:] == (["sharded"] if backend == "nccl" else [])
 
 
 def settings(most: int, hours: float = 0, saving: int = 0, validating: int = 0, waits: bool = False) -> Namespace:

@@ -17,9 +17,7 @@ def test_the_rate_is_0_once_the_loss_is_below_the_target():
     schedule = UntilSolved(SimpleNamespace(lr=[0.25], target_loss=default, stop_min_lr=0.0), optimizer)
     rates = [optimizer.get_lr(), *(schedule.step(epoch, loss) for epoch, loss in enumerate([None, 2.0, 0.001, 0.0009]))]
     assert rates == [0.25, 0.25, 0.25, 0.25, 0] and schedule.best == 0.0009
-    with pytest.raises(ValueError, match=r"^--lr is 0\.25,0\.5; --lr-scheduler until_solved has one learning rate for all epochs$"):
-        UntilSolved(SimpleNamespace(lr=[0.25, 0.5], target_loss=default, stop_min_lr=0.0), optimizer)
-    with pytest.raises(ValueError, match=r"^--stop-min-lr is -1\.0; .* give --stop-min-lr 0$"):  # with which no rate ends a run
+    with pytest.raises(ValueError, match=r" give --stop-min-lr 0$"):  # with -1 no rate ends a run
         UntilSolved(SimpleNamespace(lr=[0.25], target_loss=default, stop_min_lr=-1.0), optimizer)
     with pytest.raises(ValueError, match="FairseqOptimizer"):
         UntilSolved(SimpleNamespace(lr=[0.25]), object())

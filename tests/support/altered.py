@@ -18,7 +18,7 @@ import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from support.commands import preloaded
 
-FACTOR = int(os.environ.get("FW_ALTERED", "1"))  # 20 makes 12,000 changes
+FACTOR = int(os.environ.get("FW_ALTERED", "1"))  # 20 makes 6,000 changes
 MEMORY = 24 * 2**30
 DATA = (str, bytes, bytearray, int, float, complex, type(None), torch.dtype, torch.device, torch.Size, numpy.number, numpy.bool_)
 

@@ -59,11 +59,10 @@ def assert_same_run(one: str, two: str, folder) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        f"{LM} --criterion cross_entropy --ddp-backend pytorch_ddp",
         f"{ADAPTIVE} --criterion adaptive_loss --ddp-backend legacy_ddp",
         f"{LM} --criterion fast_weight_cross_entropy --loss-chunk 50 --ddp-backend pytorch_ddp",
     ],
-    ids=["plain", "adaptive", "chunks"],
+    ids=["adaptive", "chunks"],
 )
 def test_two_workers_with_4_are_one_with_8(options, lm_data, tmp_path):
     one, two = ([lm_data, *options.split(), *TRAIN.split(), "--save-dir", tmp_path / name] for name in ("one", "two"))

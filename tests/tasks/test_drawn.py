@@ -9,7 +9,6 @@ import pytest
 import torch
 from fairseq.tasks.language_modeling import LanguageModelingConfig
 from support.commands import USER_DIR, fairseq, succeed
-from support.language_models import options_of
 from support.recipes import recipe
 
 from fw_fairseq.tasks.drawn import DrawnBatches, DrawnTextConfig
@@ -34,33 +33,6 @@ def mqar(**options) -> MqarTask:
 
 def tracking(**options) -> StateTrackingTask:
     return StateTrackingTask(StateTrackingConfig(**{"batch_size": 3, "seed": 1, "length": 9} | options))
-
-
-@pytest.mark.parametrize(
-    "task, said",
-    [
-        (mqar(), None),
-        (
-            mqar(pairs=6),
-            "--pairs is 6, which makes 18 tokens, and the model has 15 learned positions; give --max-target-po",
-        ),
-        (mqar(evaluation_pairs=7), "--evaluation-pairs is 7, which makes 21 tokens"),
-        (tracking(length=16, evaluation_length=0), "--length is 16, which makes 16 tokens"),
-        (tracking(evaluation_length=16), "--evaluation-length is 16, which makes 16 tokens"),
-    ],
-)
-def test_sequences_fit_the_learned_positions(task, said):
-    def build(**options):
-        args = options_of("fast_weight_lm", **options)
-        vars(args).update(arch="fast_weight_lm", tokens_per_sample=15)
-        return task.build_model(args)
-
-    build()
-    if said is None:
-        return build(decoder_learned_pos=True)
-    with pytest.raises(ValueError, match=f"^{said}"):
-        build(decoder_learned_pos=True)
-    return build(decoder_learned_pos=True, no_token_positional_embeddings=True)
 
 
 def test_every_pair_is_asked_for_once():
@@ -146,14 +118,11 @@ def test_products_of_permutations(group, things):
 @pytest.mark.parametrize(
     "make, options, message",
     [
-        (mqar, {"pairs": 11}, "^--pairs is 11; with --symbols 20 there are 10 keys, use at most that$"),
-        (mqar, {"evaluation_pairs": 11}, "^--evaluation-pairs is 11; with --symbols 20 there are 10 keys"),
+        (mqar, {"evaluation_pairs": 11}, "^a sequence has 11 pairs, and --symbols 20 makes 10 keys; use at most that many$"),
         (mqar, {"batch_size": None}, "^mqar needs --batch-size, the sequences of a mini-batch$"),
-        (tracking, {"modulus": 3}, "^--modulus is 3; that is for --group modular, leave it out$"),
         (tracking, {"shortest_length": 10}, "^--shortest-length is 10; it must be at most --length, 9$"),
         (mqar, {"add_bos_token": True}, "^--add-bos-token has no effect on sequences that mqar draws; leave it out$"),
         (tracking, {"max_tokens": 64}, "^--max-tokens has no effect on sequences that state_tracking draws; leave it out$"),
-        (tracking, {"max_tokens_valid": 64}, "^--max-tokens-valid has no effect on sequences that state_tracking draws"),
         (tracking, {"length": 0}, "^--length is 0; it must be at least 1$"),
         (tracking, {"group": "modular", "modulus": -5}, "^--modulus is -5; it must be at least 2$"),
     ],

@@ -17,9 +17,9 @@ from support.language_models import SMALL, build, make_task, options_of
 
 import fw_fairseq.models  # noqa: F401
 from fw_fairseq.data.text import Text
-from fw_fairseq.tasks.generation import PromptedGenerator
 from fw_fairseq.tasks.sliding_language_modeling import SlidingLanguageModelingTask
 from fw_fairseq.tasks.stateful_language_modeling import (
+    PromptedGenerator,
     StatefulLanguageModelingConfig,
     StatefulLanguageModelingTask,
     check_across_workers,
@@ -128,9 +128,6 @@ def test_streams_that_are_scored_carry_their_states():
         ValueError, match=r"^stateful_language_modeling reads a text as streams, which nothing goes on from; generate"
     ):
         task.inference_step(task.build_generator([model], Namespace(beam=2)), [model], batch)
-    other = SimpleNamespace(forward=lambda src_tokens, src_lengths: None)
-    with pytest.raises(ValueError, match="and SimpleNamespace has none; use --task language_modeling"):
-        task.inference_step(scorer, [other], batch)
 
 
 @pytest.mark.parametrize("reset_at_eos", [False, True])
@@ -220,10 +217,7 @@ def test_validation_on_the_text_of_training_has_memories_of_its_own():
     [
         ({"segment": 4, "context": 8}, "--tokens-per-sample is 4; it must be larger than --context-window, 8"),
         ({"segment": 8, "context": 8}, "--tokens-per-sample is 8; it must be larger than --context-window, 8"),
-        ({"context": -1}, "--context-window is -1; it must be at least 0"),
-        ({"batch_size": 0}, "--batch-size is 0; it must be at least 1, the windows at once"),
         ({"max_positions": 7}, "8 tokens at once are more than the model's 7 positions; give a shorter --tokens-per-sample"),
-        ({"num_shards": 2, "shard_id": 2}, "--shard-id is 2; it must be at least 0 and less than --num-shards, 2"),
     ],
 )
 def test_windows_that_are_refused(options, message):
@@ -234,32 +228,14 @@ def test_windows_that_are_refused(options, message):
 @pytest.mark.parametrize(
     "segment, options, message",
     [
-        (0, {}, "--tokens-per-sample is 0; it must be at least 1"),
-        (-3, {}, "--tokens-per-sample is -3; it must be at least 1"),
-        (16, {"max_tokens": 8}, "--max-tokens or --max-tokens-valid is 8; it must be at least --tokens-per-sample, 16"),
-        (
-            16,
-            {"max_tokens": 63, "max_sentences": 4},
-            "--max-tokens or --max-tokens-valid is 63; it must be at least --tokens-per-sample, 16, times",
-        ),
-        (16, {"max_sentences": 0}, "--batch-size or --batch-size-valid is 0; it must be at least 1, the streams of a worker"),
-        (16, {"max_sentences": -1}, "--batch-size or --batch-size-valid is -1; it must be at least 1, the streams of a worker"),
-        (8, {"max_sentences": 4, "required_batch_size_multiple": 3}, "--required-batch-size-multiple is 3, and a batch has 4 stre"),
+        (16, {"max_tokens": 8}, "--max-tokens, or --max-tokens-valid, is 8; a segment of each stream takes 16 tokens"),
+        (16, {"max_tokens": 63, "max_sentences": 4}, "is 63; a segment of each stream takes 64 tokens"),
         (16, {"max_positions": 8}, "16 tokens at once are more than the model's 8 positions; give a shorter --tokens-per-sample"),
     ],
 )
 def test_segments_that_are_refused(segment, options, message):
     with pytest.raises(ValueError, match=message):
         stateful(tokens_per_sample=segment).get_batch_iterator(random_text(), **options)
-
-
-def test_the_option_of_a_text_is_named():
-    """Training has options of its own, and lends them to validation where it has none."""
-    task = stateful(tokens_per_sample=16)
-    task.datasets |= {"train": random_text(), "valid": random_text()}
-    for text, said in (("train", "^--max-tokens is 8"), ("valid", "^--max-tokens or --max-tokens-valid is 8")):
-        with pytest.raises(ValueError, match=f"{said}; it must be at least --tokens-per-sample, 16"):
-            task.get_batch_iterator(task.datasets[text], max_tokens=8)
 
 
 def rows(**options) -> int:
@@ -269,9 +245,7 @@ def rows(**options) -> int:
 def test_the_number_of_streams():
     assert rows() == 1 and rows(max_tokens=8) == 1 and rows(max_tokens=39) == 4 and rows(max_sentences=3) == 3
     assert rows(max_tokens=24, max_sentences=3) == 3 and rows(max_sentences=3, required_batch_size_multiple=8) == 3
-    assert rows(max_sentences=6, required_batch_size_multiple=3) == 6
     assert len(stateful(tokens_per_sample=1).get_batch_iterator(random_text(), max_tokens=3).dataset.rows) == 3
-    assert rows(max_sentences=4, required_batch_size_multiple=2) == 4 and rows(max_sentences=3, required_batch_size_multiple=1) == 3
 
 
 def test_streams_are_read_from_the_first_epoch_on_and_by_no_other_process_if_nothing_else_is_said():
@@ -292,8 +266,6 @@ def test_one_loader_process_would_only_delay_the_streams():
         (8, {"sequence_parallel": 3}, 6, r"--sequence-parallel is 3; it must divide .* \(6\) and --tokens-per-sample \(8\)"),
         (6, {"sequence_parallel": 3}, 4, "--sequence-parallel is 3; it must divide the number of workers"),
         (8, {"sequence_parallel": 2}, 1, "--sequence-parallel is 2; it must divide the number of workers"),
-        (8, {"sequence_parallel": 0}, 1, "--sequence-parallel is 0; it must divide the number of workers"),
-        (8, {"sequence_parallel": -1}, 1, "--sequence-parallel is -1; it must divide the number of workers"),
         (8, {"sequence_parallel": 2, "sentence_avg": True}, 2, "--sequence-parallel cuts streams into parts that are not"),
     ],
 )
@@ -404,13 +376,6 @@ def test_windows_take_any_model():
             torch.testing.assert_close(model(batch["net_input"]["src_tokens"])[0], every)
     assert sum(batch["ntokens"] for batch in batches) == 100
     assert eval_lm(models, task.dictionary, batches)["perplexity"] > 1
-
-
-def test_streams_of_a_shard_that_is_not_there():
-    for shard, given in ((2, {"num_shards": 2}), (1, {})):
-        message = f"--shard-id is {shard}; it must be at least 0 and less than --num-shards, {shard}"
-        with pytest.raises(ValueError, match=message):
-            stateful(tokens_per_sample=8).eval_lm_dataloader(random_text(), shard_id=shard, **given)
 
 
 def test_streams_need_a_model_with_memories(monkeypatch):

@@ -1,4 +1,4 @@
-"""Every mixer but fast weights through fairseq's commands, four in one model: train, stream, generate."""
+"""Every mixer but fast weights through fairseq's commands, six in one model: train, stream, generate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 NAMES = [name for name in MIXERS if name != "fast_weight"]
 CASES = [
-    ["--mixer-pattern", ",".join(NAMES[i : i + 4]), "--decoder-layers", len(NAMES[i : i + 4])] for i in range(0, len(NAMES), 4)
+    ["--mixer-pattern", ",".join(NAMES[i : i + 6]), "--decoder-layers", len(NAMES[i : i + 6])] for i in range(0, len(NAMES), 6)
 ]
 
 
@@ -42,7 +42,6 @@ def test_a_penalty_on_the_memories_needs_fast_weights(stream_data, tmp_path):
     options = [*training(stream_data, tmp_path, "--mixer", "sru"), "--state-norm-penalty", 0.1]
     done = fairseq("train", *options, *USER_DIR)
     assert done.returncode and "--state-norm-penalty needs fast-weight layers" in done.stderr
-    assert not (tmp_path / "crash.pt").exists()
 
 
 def test_windows_are_refused_in_one_sentence(stream_data, tmp_path):

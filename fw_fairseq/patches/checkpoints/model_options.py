@@ -11,6 +11,7 @@ from argparse import Namespace
 from dataclasses import fields
 from enum import Enum
 from types import SimpleNamespace
+from typing import Any
 
 from fairseq import checkpoint_utils
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_NAME_REGISTRY, MODEL_DATACLASS_REGISTRY
@@ -47,7 +48,8 @@ def written(name: str, value: object) -> str:
     return option_name(name if value else opposite)
 
 
-def value_of(options: object, name: str) -> object:
+def value_of(options: Any, name: str) -> Any:
+    """Returns an option, of any of fairseq's kinds, as plain data."""
     value = options.get(name) if isinstance(options, dict) else safe_getattr(options, name, None)
     return value.value if isinstance(value, Enum) else value
 
@@ -59,14 +61,14 @@ def deciding(options: dict) -> set[str]:
     return {*SHAPES, *UNSEEN, *OWN} | ({"max_target_positions"} if learned else set())
 
 
-def differing(saved: dict, now: object, names: set[str]) -> dict[str, tuple[object, object]]:
+def differing(saved: dict, now: Any, names: set[str]) -> dict[str, tuple[object, object]]:
     """Returns the value saved and the value now of each of these options that both have and that differ."""
     layered = names.issuperset(WAYS)
     singly = sorted(names.difference(WAYS if layered else ()))
     pairs = {name: (value_of(saved, name), value_of(now, name)) for name in singly}
-    found = {name: pair for name, pair in pairs.items() if None not in pair and pair[0] != pair[1]}
+    found: dict[str, tuple] = {name: pair for name, pair in pairs.items() if None not in pair and pair[0] != pair[1]}
     if layered and value_of(saved, "mixer") is not None:
-        ways = [SimpleNamespace(**{way: value_of(options, way) or "" for way in WAYS}) for options in (saved, now)]
+        ways: list[Any] = [SimpleNamespace(**{way: value_of(options, way) or "" for way in WAYS}) for options in (saved, now)]
         mixers = [",".join(layer_mixers(way, value_of(now, "decoder_layers"))) for way in ways]
         found |= {"mixer_pattern": tuple(mixers)} if len({*mixers}) > 1 else {}
     return found

@@ -11,6 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import numpy
 import torch
@@ -18,7 +19,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from ...errors import Mistake
 
+OTHER = "NumPy's data of another kind than numbers"
 MODULES = "numpy.core.multiarray", "numpy._core.multiarray"  # NumPy 1 and 2
+
+
+def require(fits: object, otherwise: str) -> None:
+    """Refuses a file that does not fit; ``otherwise`` is what it holds."""
+    if not fits:
+        raise Mistake(f"it holds {otherwise}")
 
 
 class NumberType:
@@ -26,15 +34,13 @@ class NumberType:
 
     __slots__ = ("code", "order")
 
-    def __init__(self, code: object, *_: object):
-        if type(code) is not str or not re.fullmatch(r"[biufc]\d{1,2}", code, re.ASCII):
-            raise Mistake("it holds NumPy's data of another kind than numbers")
+    def __init__(self, code: Any, *_: object) -> None:
+        require(type(code) is str and re.fullmatch(r"[biufc]\d{1,2}", code, re.ASCII), OTHER)
         self.code, self.order = code, "="
 
-    def __setstate__(self, state: object) -> None:
-        numbers = type(state) is tuple and state[2:5] == (None, None, None)  # no fields of a record
-        if not numbers or type(state[1]) is not str or state[1] not in ("<", ">", "|", "="):
-            raise Mistake("it holds NumPy's data of another kind than numbers")
+    def __setstate__(self, state: Any) -> None:
+        require(type(state) is tuple and state[2:5] == (None, None, None), OTHER)  # no fields of a record
+        require(type(state[1]) is str and state[1] in ("<", ">", "|", "="), OTHER)
         self.order = state[1]
 
     def dtype(self) -> numpy.dtype:
@@ -46,38 +52,33 @@ class Array:
 
     __slots__ = ("numbers",)
 
-    def __init__(self, *arguments: object):
-        if arguments:
-            raise Mistake("it holds a call of numpy.ndarray, which is not run")
+    def __init__(self, *arguments: object) -> None:
+        require(not arguments, "a call of numpy.ndarray, which is not run")
         self.numbers = numpy.empty(0)
 
-    def __setstate__(self, state: object) -> None:
-        if type(state) is not tuple or len(state) != 5 or type(state[1]) is not tuple:
-            raise Mistake("it holds a NumPy array of unknown layout")
+    def __setstate__(self, state: Any) -> None:
+        require(type(state) is tuple and len(state) == 5 and type(state[1]) is tuple, "a NumPy array of unknown layout")
         _, shape, kind, fortran, data = state
-        if not all(type(size) is int and size >= 0 for size in shape):
-            raise Mistake("it holds a NumPy array of unknown shape")
+        require(all(type(size) is int and size >= 0 for size in shape), "a NumPy array of unknown shape")
         numbers = read_numbers(kind, data, math.prod(shape))
         self.numbers = numbers.reshape(shape, order="F" if fortran is True else "C")
 
 
-def read_numbers(kind: object, data: object, count: int) -> numpy.ndarray:
-    if type(kind) is not NumberType or type(data) is not bytes:
-        raise Mistake("it holds NumPy's data of another kind than numbers")
+def read_numbers(kind: Any, data: Any, count: int) -> numpy.ndarray:
+    """Returns the numbers of this kind in these bytes."""
+    require(type(kind) is NumberType and type(data) is bytes, OTHER)
     dtype = kind.dtype()
-    if len(data) != count * dtype.itemsize:
-        raise Mistake(f"it holds {len(data)} bytes for {count} NumPy numbers of {dtype.itemsize} bytes")
+    require(len(data) == count * dtype.itemsize, f"{len(data)} bytes for {count} NumPy numbers of {dtype.itemsize} bytes")
     return numpy.frombuffer(bytearray(data), dtype) if data else numpy.empty(0, dtype)
 
 
-def empty_array(kind: object, *_: object) -> Array:
+def empty_array(kind: Any, *_: object) -> Array:
     """Stands for NumPy's ``_reconstruct``: the array gets its numbers with its state."""
-    if kind is not Array:
-        raise Mistake("it holds a NumPy array of unknown type")
+    require(kind is Array, "a NumPy array of unknown type")
     return Array()
 
 
-def number(kind: object, data: object) -> numpy.number | numpy.bool_:
+def number(kind: Any, data: Any) -> numpy.number | numpy.bool_:
     """Stands for NumPy's ``scalar``."""
     return read_numbers(kind, data, 1)[0]
 
@@ -87,7 +88,7 @@ def no_bytes() -> bytes:
     return b""
 
 
-STAND_INS = [
+STAND_INS: list[Any] = [
     (argparse.Namespace, "argparse.Namespace"),
     (NumberType, "numpy.dtype"),
     (Array, "numpy.ndarray"),
@@ -101,26 +102,22 @@ STAND_INS = [
 def allowed() -> Iterator[None]:
     """Within this block, torch's unpickler takes the stand-ins too. Entries of the same names that the program had added to
     torch's list are set aside until the end of the block."""
-    names = {name for _, name in STAND_INS}
-    hidden = [given for given in torch.serialization.get_safe_globals() if full_path(given) in names]
-    change_allowed(hidden, STAND_INS)
+    before, names = torch.serialization.get_safe_globals(), {name for _, name in STAND_INS}
+    kept = [given for given in before if _full_path(given) not in names]
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals([*kept, *STAND_INS])
     try:
         yield
     finally:
-        change_allowed(STAND_INS, hidden)
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
 
 
-def change_allowed(remove: list, add: list) -> None:
-    kept = [given for given in torch.serialization.get_safe_globals() if given not in remove]
-    torch.serialization.clear_safe_globals()
-    torch.serialization.add_safe_globals([*kept, *add])
-
-
-def full_path(given: object) -> str:
+def _full_path(given: Any) -> str:
     return given[1] if isinstance(given, tuple) else f"{given.__module__}.{given.__qualname__}"
 
 
-def without_stand_ins(content: object, seen: dict | None = None) -> object:
+def without_stand_ins(content: Any, seen: dict | None = None) -> Any:
     """Returns what was loaded with NumPy's arrays in the place of the stand-ins; lists and dictionaries keep their identity. A file
     may also name a class or a function without calling it; this is refused."""
     seen = {} if seen is None else seen
@@ -147,8 +144,7 @@ def without_stand_ins(content: object, seen: dict | None = None) -> object:
 
 def refuse_objects(options: object) -> None:
     """Refuses options, plain containers, that hold a class, a function or one of NumPy's arrays. Keys of dictionaries, too."""
-    if isinstance(options, (Array, NumberType)):
-        raise Mistake("it holds an option that is an array")
+    require(not isinstance(options, (Array, NumberType)), "an option that is an array")
     refuse_code(options)
     if isinstance(options, (dict, list, tuple, set, frozenset)):
         for part in itertools.chain(*options.items()) if isinstance(options, dict) else options:
@@ -156,5 +152,6 @@ def refuse_objects(options: object) -> None:
 
 
 def refuse_code(content: object) -> None:
-    if callable(content) or isinstance(content, torch.serialization.StorageType):
-        raise Mistake(f"it holds {getattr(content, '__name__', 'a type')}, which is neither a tensor nor an option")
+    """Refuses a class, a function and a kind of torch's storages."""
+    code = callable(content) or isinstance(content, torch.serialization.StorageType)
+    require(not code, f"{getattr(content, '__name__', 'a type')}, which is neither a tensor nor an option")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+from collections.abc import Callable
 
 from fairseq.data import Dictionary
 from fairseq.trainer import Trainer
@@ -15,18 +16,22 @@ from fairseq.utils import safe_getattr
 
 from ...errors import Mistake
 from ..replacing import replaces
-from .plateau import PATIENCE, patience_of
 from .reading import ORIGIN, origins
+from .saving import PATIENCE, patience_of
 
 logger = logging.getLogger(__name__)
 SIDES = ("source", "target")
 
 
 @replaces(Trainer, "state_dict")
-def keep_task_and_dictionaries(original, trainer) -> dict:
+def keep_task_and_dictionaries(original: Callable, trainer: Trainer) -> dict:
     """fairseq's checkpoints name the data folder, but not what was in it. Now they also have a sum of each dictionary, the name of
-    the task, and what `--patience` has counted."""
+    the task, and what `--patience` has counted. A number that some of fairseq's modules save and never set is now 0, so that equal
+    runs have equal checkpoints."""
     state = original(trainer)
+    for name, x in state.get("model", {}).items():
+        if name.endswith("_float_tensor"):
+            x.zero_()
     if counted := patience_of(trainer):
         state["extra_state"][PATIENCE] = counted
     state["extra_state"][ORIGIN] = {"task": task_name(trainer), "dictionaries": dictionary_sums(trainer.task)}
@@ -57,14 +62,14 @@ def check_origin(trainer: Trainer, filename: str, extra_state: dict | None, rese
     logger.warning("%s; the new run begins with that one's embeddings for its own words", said)
 
 
-def check_the_last_one(task) -> None:
+def check_the_last_one(task: object) -> None:
     """Refuses to build the model of the checkpoint that was read last for a task with another dictionary."""
     for filename, origin in origins.items():
         if said := another_dictionary(task, filename, origin):
             raise Mistake(f"{said}; give the data that its model was trained with")
 
 
-def another_dictionary(task, filename: str, origin: dict | None) -> str | None:
+def another_dictionary(task: object, filename: str, origin: dict | None) -> str | None:
     """Returns words that name a dictionary of the task which is not that of the checkpoint, of those that both have."""
     now, before = dictionary_sums(task), (origin or {}).get("dictionaries", {})
     side = next((side for side in SIDES if side in now and before.get(side, now[side]) != now[side]), None)
@@ -72,11 +77,12 @@ def another_dictionary(task, filename: str, origin: dict | None) -> str | None:
 
 
 def task_name(trainer: Trainer) -> str:
+    """Returns the name of a run's task."""
     task = trainer.cfg.task
     return str(getattr(task, "_name", None) or getattr(task, "task", None) or type(trainer.task).__name__)
 
 
-def dictionary_sums(task) -> dict[str, str]:
+def dictionary_sums(task: object) -> dict[str, str]:
     """Returns a sum of the words, in their order, of each dictionary that the task has."""
     found = {}
     for side in SIDES:
@@ -89,4 +95,5 @@ def dictionary_sums(task) -> dict[str, str]:
 
 
 def symbols_sum(symbols: list[str]) -> str:
+    """Returns a sum of words in their order."""
     return hashlib.sha256("\n".join(symbols).encode()).hexdigest()

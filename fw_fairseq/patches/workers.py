@@ -1,6 +1,6 @@
-"""Stopping
+"""Workers and stopping
 
-A run that a cluster takes its machine from saves what it has, and a run that is complete trains no further.
+Workers find each other on CPUs too. A run whose machine is taken away saves what it has, and a complete one trains no further.
 """
 
 from __future__ import annotations
@@ -13,16 +13,23 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, cast
 
 import torch
-from fairseq import checkpoint_utils
+from fairseq import checkpoint_utils, distributed_utils
 from fairseq.file_io import PathManager
+from fairseq.models import distributed_fairseq_model
+from fairseq.trainer import Trainer
+from torch import nn
 from torch.multiprocessing import ProcessExitedException
 
-from .checkpoints.plateau import go_on_counting
-from .replacing import changed, changes
+from ..config import refuse_outside
+from .checkpoints.saving import go_on_counting, release
+from .replacing import changed, changes, replaces
 
 logger = logging.getLogger(__name__)
+SIZES = ("max_tokens", "batch_size", "max_tokens_valid", "batch_size_valid")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
 PROGRAMS = ("fairseq_cli.train", "__main__", "__mp_main__")  # modules that may hold the code of fairseq-train
@@ -33,15 +40,15 @@ listening: list[int] = []  # the process that listens
 @changes("fairseq_cli.train.validate_and_save")
 def save_when_told_to_stop() -> None:
     """A signal that tells a run to stop loses everything since the last checkpoint. Now SIGTERM and SIGUSR1 end a training after
-    the update at hand: it saves `checkpoint_last.pt`, then validates where that is due, and ends with exit code 75. The same
-    command resumes it. If one worker gets the signal, all of them stop."""
+    the update at hand: it saves, then validates where that is due, and ends with exit code 75. The same command resumes it. If one
+    worker gets the signal, all of them stop."""
     change_program("validate_and_save", save_and_exit_if_told)
 
 
 @changes("fairseq_cli.train.train")
 def leave_complete_runs_alone() -> None:
-    """Each repetition of the command of a run that has reached `--max-update` or `--stop-time-hours` makes one more update, and
-    writes it over the run's checkpoint; where `--patience` has ended the run, it trains on. Now it makes no update."""
+    """The command of a run that has reached `--max-update`, `--stop-time-hours` or `--patience` makes one more update each time,
+    and writes it over the checkpoint. Now it makes none."""
     change_program("train", train_unless_complete)
 
 
@@ -53,7 +60,7 @@ def change_program(name: str, function: Callable) -> None:
             setattr(module, name, changed(original, function))
 
 
-def train_unless_complete(original, cfg, trainer, task, epoch_itr):
+def train_unless_complete(original: Callable, cfg: Any, trainer: Trainer, task: Any, epoch_itr: Any) -> tuple[list, bool]:
     """Trains for an epoch, unless the run that was resumed had reached its end."""
     counter = inspect.unwrap(original).__globals__["should_stop_early"]
     go_on_counting(counter, trainer)
@@ -68,14 +75,16 @@ def train_unless_complete(original, cfg, trainer, task, epoch_itr):
     return [None], True
 
 
-def limit_reached(limits, updates: int, hours: float) -> str | None:
+def limit_reached(limits: Any, updates: int, hours: float) -> str | None:
     """Returns the option whose limit a run of so many updates and hours has reached, with its value."""
     if 0 < limits.max_update <= updates:
         return f"--max-update {limits.max_update}"
     return f"--stop-time-hours {limits.stop_time_hours:g}" if 0 < limits.stop_time_hours < hours else None
 
 
-def save_and_exit_if_told(original, cfg, trainer, task, epoch_itr, valid_subsets, end_of_epoch):
+def save_and_exit_if_told(
+    original: Callable, cfg: Any, trainer: Trainer, task: Any, epoch_itr: Any, valid_subsets: list[str], end_of_epoch: bool
+) -> tuple[list, bool]:
     """Does what fairseq does after each update, unless a signal has come: then it saves and exits. Where a validation is due it
     first saves and then validates, for which the time may not suffice."""
     listen()
@@ -96,11 +105,6 @@ def save_and_exit_if_told(original, cfg, trainer, task, epoch_itr, valid_subsets
     raise SystemExit(EXIT_CODE)
 
 
-def is_training(main) -> bool:
-    """Whether a function of fairseq's commands is that of fairseq-train, by whichever name its module was started."""
-    return "validate_and_save" in getattr(main, "__globals__", {})
-
-
 def told(device: torch.device) -> bool:
     """Whether this worker or another one has received a signal."""
     if not torch.distributed.is_initialized():
@@ -116,10 +120,11 @@ def started_from_outside() -> bool:
 
 
 @contextlib.contextmanager
-def as_parent_of_workers(main, cfg) -> Iterator[None]:
+def as_parent_of_workers(main: Callable, cfg: Any) -> Iterator[None]:
     """Within this block, a process of fairseq-train that starts a worker for each of its GPUs passes the signals on to them, and it
     ends with their exit code."""
-    starts = is_training(main) and cfg.distributed_training.distributed_world_size > 1 and torch.cuda.device_count() > 1
+    trains = "validate_and_save" in getattr(main, "__globals__", {})  # by whichever name fairseq-train was started
+    starts = trains and cfg.distributed_training.distributed_world_size > 1 and torch.cuda.device_count() > 1
     if starts and not started_from_outside():
         handle(pass_on)
     try:
@@ -132,21 +137,27 @@ def as_parent_of_workers(main, cfg) -> Iterator[None]:
         listen_no_more()
 
 
-def pass_on(number: int, frame) -> None:
+def pass_on(number: int, frame: FrameType | None) -> None:
+    """Hands a signal on to the workers; without workers it ends the process."""
     children = multiprocessing.active_children()
     for child in children:
-        os.kill(child.pid, number)
+        os.kill(cast(int, child.pid), number)
     if not children:
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        end_by(number)
 
 
-def note(number: int, frame) -> None:
+def note(number: int, frame: FrameType | None) -> None:
+    """Keeps a signal for the end of the update."""
     if os.getpid() == listening[0]:
         received.append(number)
     else:  # a process that was forked from this one, such as one that loads data
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        end_by(number)
+
+
+def end_by(number: int) -> None:
+    """Ends this process by a signal."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def listen() -> None:
@@ -155,7 +166,7 @@ def listen() -> None:
     handle(note)
 
 
-def handle(function) -> None:
+def handle(function: Any) -> None:
     """Calls a function at the signals. Functions that the program itself has set for them stay."""
     for number in SIGNALS:
         if signal.getsignal(number) in (signal.SIG_DFL, note, pass_on):
@@ -167,3 +178,48 @@ def listen_no_more() -> None:
     """Leaves the signals to the system again."""
     received.clear()
     handle(signal.SIG_DFL)
+
+
+@replaces(distributed_utils, "_broadcast_object_slow")
+def broadcast_with_torch(original: Callable, obj: object, src_rank: int, group: Any, dist_device: Any) -> object:
+    """When a run resumes, one worker sends the checkpoint to the others through `torch.load`, which refuses the options in it since
+    torch 2.6. Now torch broadcasts the object itself."""
+    box = [obj]
+    torch.distributed.broadcast_object_list(box, src_rank, group, dist_device)
+    return box[0]
+
+
+@replaces(distributed_utils, "infer_init_method")
+def count_workers_as_their_launcher_does(original: Callable, cfg: Any, *args, **kwargs) -> None:
+    """fairseq takes the number of GPUs for that of workers, also where torchrun, mpirun or Kubernetes has started them. On CPUs, or
+    with one GPU each, every worker then trains alone and overwrites the others' checkpoints. Now `WORLD_SIZE` counts them."""
+    if cfg.distributed_init_method is None and started_from_outside():
+        cfg.distributed_world_size = int(os.environ["WORLD_SIZE"])
+        if cfg.distributed_world_size > 1 and not torch.cuda.device_count():
+            cfg.distributed_init_method, cfg.distributed_rank = "env://", int(os.environ["RANK"])
+            cfg.distributed_no_spawn = True
+            return None
+    return original(cfg, *args, **kwargs)
+
+
+@replaces(distributed_utils, "call_main")
+def suit_workers_to_cpus(original: Callable, cfg: Any, main: Callable, **kwargs) -> None:
+    """On CPUs, workers now talk through `gloo` where `--distributed-backend` is `nccl`, fairseq's default. A batch of 0 sentences
+    or tokens has all texts; now it is refused. The locks of save directories end with the run."""
+    for name in SIZES:
+        refuse_outside(cfg.dataset, name, 1)
+    if cfg.distributed_training.distributed_backend == "nccl" and (cfg.common.cpu or not torch.cuda.is_available()):
+        cfg.distributed_training.distributed_backend = "gloo"
+    try:
+        with as_parent_of_workers(main, cfg):
+            return original(cfg, main, **kwargs)
+    finally:
+        release()
+
+
+@replaces(distributed_fairseq_model, "DistributedDataParallel")
+def give_no_gpu_on_cpus(original: Callable, module: nn.Module, device_ids: Any, output_device: Any, **options) -> nn.Module:
+    """fairseq gives torch's `DistributedDataParallel` the number of a GPU on CPUs too, and torch refuses it. Now it gives none."""
+    if next(module.parameters()).device.type == "cpu":
+        device_ids = output_device = None
+    return original(module=module, device_ids=device_ids, output_device=output_device, **options)
