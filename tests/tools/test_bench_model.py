@@ -348,7 +348,7 @@ def test_the_steps_that_are_timed_follow_a_prompt(monkeypatch):
     model = SimpleNamespace(decoder=decoder, eval=lambda: model)
     monkeypatch.setattr(measure, "time_steps", lambda args, model, text, context, state: given.append((text.shape, context)) or 1.0)
     assert measure.time_generation(args, {"a": model}, 4) == {"a": ([1.0], 0)}
-    assert given == [((2, 4 + 3 + 2), 4)] * 2 and taken == [((2, 4), {"incremental_state": {}, "features_only": True})]
+    assert given == [((2, 4 + 3 + 2), 4)] * 2 and taken == [((2, 4), {"incremental_state": {}})]
 
 
 def test_the_host_is_timed_at_each_of_its_tokens(monkeypatch):

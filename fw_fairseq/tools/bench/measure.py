@@ -82,7 +82,7 @@ def time_host(args, name: str, graph: bool) -> float:
         with use(Idle()):
             for length in range(1, HOST_STEPS + 1):
                 seconds.append(timed(lambda: step(length), args.device))  # noqa: B023
-        kernels = [getattr(layer.stepper, "kind", None) is KernelMemory for layer in state[GENERATION].layers]
+        kernels = [isinstance(layer.stepper, KernelMemory) for layer in state[GENERATION].layers]
     except NotImplementedError as error:  # another kernel, which takes tensors of a GPU only
         raise no_step(name) from error
     finally:
@@ -181,7 +181,7 @@ def fill_state(model, prompt: Tensor) -> dict:
     """The incremental state after the prompt. Softmax attention gets random keys and values, whose time does not depend on them."""
     state: dict = {}
     if hasattr(model.decoder, "take_prompt"):
-        model.decoder.take_prompt(prompt, incremental_state=state, features_only=True)
+        model.decoder.take_prompt(prompt, incremental_state=state)
         return state
     for layer in model.decoder.layers:
         attention = layer.self_attn
