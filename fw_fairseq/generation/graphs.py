@@ -7,7 +7,7 @@ buffer. Each memory has two buffers, which take turns, and there is a graph for 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -32,34 +32,59 @@ class CudaGraph:
 
 
 class Graphs:
-    """A step from buffer to buffer, which runs as it is captured and then as a graph. The memories of all layers have one order,
-    and the step ends with ``settle``."""
+    """A step of generation from buffer to buffer: eager for the first tokens, then as graphs. The number of rows stays that of the
+    first token; rows that beam search gives up repeat the first one.
+
+    function: maps inputs, whose rows may get fewer, to an output. memories: of all layers, which then have one order. sources: what
+    the layers read through an index, which then is one, too.
+    """
 
     graph_type: Callable = CudaGraph
 
-    def __init__(self, step: Callable[[], None], memories: list[KernelMemory]):
-        self.step, self.memories = step, memories
+    def __init__(self, function: Callable[..., Tensor], memories: list[KernelMemory], sources: Sequence = ()):
+        self.function, self.memories, self.sources = function, memories, sources
         self.captured: list[CudaGraph | None] = [None, None]
-        self.order, self.identity = memories[0].order, memories[0].identity
-        for memory in memories:
-            memory.share(self.order)
+        self.count = 0  # tokens
 
-    def __call__(self) -> None:
+    def __call__(self, *inputs: Tensor | None) -> Tensor:
+        """Copies the inputs into buffers and returns a copy of the output, (R,...), with as many rows as the first input."""
+        self.count += 1
+        if self.count == 1:
+            self.inputs = [None if x is None else x.clone() for x in inputs]
+        for buffer, x in zip(self.inputs, inputs):
+            if buffer is not None:
+                buffer[: len(x)].copy_(x)
+        if self.count <= EAGER:
+            self.output = self.function(*self.inputs)
+        else:
+            self.replay()
+        return self.output[: len(inputs[0])].clone()
+
+    def replay(self) -> None:
         """Replays the step of the memories' turn."""
+        if self.count == EAGER + 1:
+            for memory in self.memories:
+                memory.share(self.memories[0].order)
+            for source in self.sources:
+                source.order = self.sources[0].order
         turn = self.memories[0].turn
         if self.captured[turn] is None:
-            self.captured[turn] = self.graph_type(self.step)
+            self.captured[turn] = self.graph_type(self.advance)
         self.captured[turn].replay()
         for memory in self.memories:
             memory.turn = 1 - turn
 
-    def settle(self) -> None:
-        """Says that the memories have been read in their new order."""
-        self.order.copy_(self.identity)
+    def advance(self) -> None:
+        """The work of one token. It ends with the rows in their new order."""
+        self.output.copy_(self.function(*self.inputs))
+        self.memories[0].order.copy_(self.memories[0].identity)
 
     def reorder(self, order: Tensor) -> None:
-        """Gives row i the memories of row ``order[i]``."""
-        self.order.copy_(self.order.index_select(0, order))
+        """Gives row i the states of row ``order[i]``; the rows that are left over repeat the first one."""
+        order = torch.cat([order, order[:1].expand(len(self.inputs[0]) - len(order))])
+        shared = self.count > EAGER  # all layers have the order of the first one
+        for part in (*self.memories[: 1 if shared else None], *self.sources[: 1 if shared else None]):
+            part.reorder(order)
 
 
 def wanted() -> bool:

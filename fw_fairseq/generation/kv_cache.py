@@ -26,8 +26,12 @@ class Past(NamedTuple):
         return cls(*(like.new_empty(batch, heads, room, width) for _ in range(2)), 0, [0])
 
     def add(self, k: Tensor, v: Tensor, hidden: Tensor | None) -> Past:
-        """Returns the past with more tokens, k and v (B,H,T,X). It changes the buffers in place where they have room."""
+        """Returns the past with more tokens, k and v (B,H,T,X). It changes the buffers in place where they have room and no
+        gradient passes them."""
         stop, keys, values, used = self.length + k.shape[2], self.keys, self.values, self.used
+        if torch.is_grad_enabled() and (k.requires_grad or keys.requires_grad):
+            keys, values = (torch.cat(pair, 2) for pair in zip(self.tokens(), (k, v)))
+            return Past(keys, values, stop, [stop], self.hidden_after(k, hidden))
         if stop > keys.shape[2] or used[0] != self.length:
             keys, values, _, used, _ = Past.empty(k, 2 * stop)
             keys[:, :, : self.length], values[:, :, : self.length] = (
@@ -56,15 +60,30 @@ class Past(NamedTuple):
         keys, values, hidden = (None if x is None else x.index_select(0, order) for x in (self.keys, self.values, self.hidden))
         return Past(keys, values, self.length, [self.length], hidden)
 
+    @staticmethod
+    def join(pasts: list[Past]) -> Past:
+        """Returns the pasts of several batches as one: what is shorter gets padding in front."""
+        most, rows = max(past.length for past in pasts), []
+        for keys, values, hidden in (past.tokens() for past in pasts):
+            more = most - keys.shape[2]
+            hidden = torch.zeros(len(keys), keys.shape[2], dtype=torch.bool, device=keys.device) if hidden is None else hidden
+            rows.append((F.pad(keys, (0, 0, more, 0)), F.pad(values, (0, 0, more, 0)), F.pad(hidden, (more, 0), value=True)))
+        keys, values, hidden = map(torch.cat, zip(*rows))
+        return Past(keys, values, most, [most], hidden)
 
-def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, causal: bool, dropout: float = 0.0) -> Tensor:
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, causal: bool, dropout: float = 0.0, text: Tensor | None = None
+) -> Tensor:
     """Maps q (B,H,T,X), k and v (B,H,S,X) to (B,H,T,X). The queries are the last T of the S tokens; hidden: (B,S), True at
-    padding."""
+    padding; text: (B,S), the number of each token's text, which sees no other."""
     total, every = q.shape[2], k.shape[2]
-    if hidden is None and (not causal or total == every):
+    if hidden is None and text is None and (not causal or total == every):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout)
     everything = torch.ones(total, every, dtype=torch.bool, device=q.device)
     seen = everything.tril(every - total) if causal else everything
+    if text is not None:
+        seen = seen & text[:, None, -total:, None].eq(text[:, None, None])
     if hidden is not None:  # padding sees itself, because a softmax needs at least one key
         seen = (seen & ~hidden[:, None, None]) | (everything.tril(every - total) & everything.triu(every - total))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout)

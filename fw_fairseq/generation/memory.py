@@ -1,36 +1,26 @@
 """The fast-weight memory of generation: one buffer for all rows and heads, which every token changes in place.
 
-A token takes one projection, the feature map, and at most three small products for all heads at once. The sums of keys that
-attention normalisation divides by are one more column of the memory, (R H, K, V + 1).
+Beam search gives the order of the hypotheses, in which the next token's pass over the memory reads the rows. While there are few
+tokens, the compiled loop keeps the memory as their factors: the hypotheses share those, so that a new order moves one number for
+each token.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from ..feature_maps import SMALLEST_SUM, FeatureMap
+from ..feature_maps import FeatureMap
 from ..mixers import FastWeight
 from ..mixers.features import normalised_features
 from ..ops import FastWeightState
 from ..ops.dispatch import has_kernels
 from ..ops.factored import Factors
 from ..ops.inputs import READ_AND_ERASE
-
-SMALL = 2**19  # numbers in the memories of all rows and heads, which fit into a cache
-
-
-def projected(mixer: FastWeight, x: Tensor) -> Tensor:
-    """Returns the input projection of x (R,C), or of what sparse projections read."""
-    dense = type(mixer.in_proj) is nn.Linear
-    return F.linear(x, mixer.in_proj.weight, mixer.in_proj.bias) if dense else mixer.in_proj(x)
-
-
-def put_out(mixer: FastWeight, y: Tensor) -> Tensor:
-    """Maps what was read, (R,C), to the output of the layer; sparse projections have none."""
-    dense = type(mixer.out_proj) is nn.Linear
-    return F.linear(y, mixer.out_proj.weight, mixer.out_proj.bias) if dense else mixer.out_proj(y)
+from ..ops.native import takes
+from ..rules import Coefficients, Rule
+from .base import InPlaceStepper, function_of
+from .memory_loop import MemoryLoop
 
 
 def in_columns(mixer: FastWeight) -> bool:
@@ -40,137 +30,210 @@ def in_columns(mixer: FastWeight) -> bool:
     return not scaled and mixer.rule.coefficients is not None
 
 
-def steps_here(mixer: FastWeight) -> bool:
-    """Whether neither the mixer's options nor its kernels ask for another form of the step."""
-    weight = next(mixer.in_proj.parameters(), None)  # a quantised layer has none
-    wide = weight is not None and weight.dtype in (torch.float32, torch.float64)
-    return wide and mixer.backend in ("auto", "recurrent") and not has_kernels(weight)
+def take_apart(mixer: FastWeight, rule: Rule, parts: Tensor) -> tuple[Tensor, Tensor, Coefficients]:
+    """What the input projection of a plain layer makes of a token, (R,P), as rows of queries and keys, (2,R,H,1,X), values
+    (R,H,1,V) and coefficients, (R,H,1) or (R,H,1,X)."""
+    rows, heads = len(parts), mixer.num_heads
+    q_size, k_size, *others = mixer.sizes.values()
+    qk, v, *gates = parts.split([q_size + k_size, *others], -1)
+    opened = {}
+    for name, part in zip(rule.gates, gates):
+        gate = (part if part.dtype == torch.float64 else part.float()).sigmoid()
+        opened[name] = gate.unsqueeze(-1) if gate.shape[-1] == heads else gate.view(rows, heads, 1, -1)
+    return qk.view(rows, 2, heads, 1, -1).transpose(0, 1), v.view(rows, heads, 1, -1), rule.coefficients(**opened)
 
 
-class Memory:
-    """The memory (R,H,K,V), or (R,H,K,V+1), of a layer for R rows."""
+def mapped(mixer: FastWeight, qk: Tensor, maps_rows: bool) -> Tensor:
+    """Maps rows of queries and keys to their features, or with ``maps_rows`` to what a loop or a kernel makes features of."""
+    if maps_rows:
+        return mixer.feature_map.linear(qk)
+    return normalised_features(mixer.feature_map, mixer.feature_norm, qk, False)[0].to(qk.dtype)
 
-    def __init__(self, mixer: FastWeight, state: FastWeightState | None, x: Tensor):
-        self.mixer, self.rule = mixer, mixer.rule
-        self.heads, self.value_dim = mixer.num_heads, mixer.head_dim
-        q_size, k_size, *others = mixer.sizes.values()
-        self.parts = [q_size + k_size, *others]
-        self.gates = self.parts[2:]
-        self.eps = mixer.feature_map.eps
-        self.divides_erase = mixer.rule.normaliser == "keys" and mixer.attention_norm_of == READ_AND_ERASE
-        self.columns = self.value_dim + mixer.attention_norm
-        self.start(state, x)
 
-    def start(self, state: FastWeightState | None, x: Tensor) -> None:
-        """Makes the buffer, for the rows of x."""
-        self.take(x.new_zeros(len(x), self.heads, self.mixer.feature_map.out_dim, self.columns))
-        if state is not None:
-            self.memory[..., : self.value_dim] = state.memory.dense() if isinstance(state.memory, Factors) else state.memory
-            if self.mixer.attention_norm:
-                self.memory[..., -1] = state.normaliser
+class FactorBuffers:
+    """The factors of a few tokens, with room for as many as take less space than the memory."""
 
-    @staticmethod
-    def fits(mixer: FastWeight) -> bool:
-        """Whether the memory of this mixer can be changed in place here, and no kernel does the step."""
-        return mixer.plain and in_columns(mixer) and steps_here(mixer)
+    def __init__(self, rows: int, heads: int, keys: int, columns: int, shared: bool, like: Tensor):
+        self.shared, self.count = shared, 0
+        room = -(-keys * columns // (keys + columns)) - 1
+        self.keys, self.values = (like.new_empty(rows, heads, room, width) for width in (keys, columns))
+        self.places = torch.arange(rows, device=like.device)[:, None].repeat(1, room)
 
-    @staticmethod
-    def takes(mixer: FastWeight, state: FastWeightState | None, rows: int) -> bool:
-        """Whether the memory is a matrix by now, or so small that it may be one from the start."""
-        if state is not None and not isinstance(state.memory, Factors):
-            return True
-        return rows * mixer.num_heads * mixer.feature_map.out_dim * mixer.head_dim <= SMALL
-
-    def take(self, memory: Tensor) -> None:
-        """Makes ``memory`` the buffer, and sets up what depends on its number of rows. Buffers that are made in inference mode
-        could not be changed outside of it."""
-        rows, heads, width, columns = memory.shape
-        with torch.inference_mode(False):
-            memory = memory.clone() if memory.is_inference() else memory
-            self.memory, self.flat = memory, memory.view(rows * heads, width, columns)
-            self.spare: Tensor | None = None
-            self.qk = memory.new_empty(2, rows, heads, 1, width)  # for ``features``
-            self.values = memory.new_ones(rows, heads, columns) if self.mixer.attention_norm else None
-
-    def state(self) -> FastWeightState:
-        """The state after the last token."""
-        memory = self.memory[..., : self.value_dim].clone()
-        return FastWeightState(memory, self.memory[..., -1].clone() if self.mixer.attention_norm else None)
+    def room(self) -> int:
+        """How many tokens fit in."""
+        return self.keys.shape[2]
 
     def reorder(self, order: Tensor) -> None:
-        """Copies the rows ``order`` into a second buffer, in one pass."""
-        if len(order) != len(self.memory):
-            return self.take(self.memory.index_select(0, order))
-        with torch.inference_mode(False):
-            spare = torch.empty_like(self.memory) if self.spare is None else self.spare
-            flat = spare.view(self.flat.shape)
-        torch.index_select(self.memory, 0, order, out=spare)
-        self.spare, self.memory, self.flat = self.memory, spare, flat
-        return None
+        """Gives hypothesis i the tokens of ``order[i]``. Those that decay are copied: each hypothesis has its own decay."""
+        self.places = self.places.index_select(0, order)
+        if self.shared and len(order) <= len(self.keys):
+            return
+        keys, values = self.gathered()
+        self.keys, self.values = (part.new_empty(len(order), *part.shape[1:]) for part in (self.keys, self.values))
+        self.keys[:, :, : self.count], self.values[:, :, : self.count] = keys, values
+        self.places = torch.arange(len(order), device=order.device)[:, None].repeat(1, self.room())
 
-    def step(self, x: Tensor) -> Tensor:
-        """Writes and reads: x (R,C) -> y (R,C)."""
-        return self.of_projected(projected(self.mixer, x))
+    def gathered(self) -> Factors:
+        """The factors of each hypothesis, (R,H,S,K) and (R,H,S,V)."""
+        rows, tokens = self.places[:, : self.count], torch.arange(self.count, device=self.places.device)
+        return Factors(*(part[rows, :, tokens].transpose(1, 2) for part in (self.keys, self.values)))
+
+
+class Memory(InPlaceStepper):
+    """The memory (R,H,K,V) of a layer for R rows; with attention normalisation the sums of keys are one more column, (R,H,K,V+1).
+
+    ``write_and_read`` does the recurrence: the compiled loop, or PyTorch, which takes plain layers only. ``kept``: what the parts
+    around the recurrence keep.
+    """
+
+    mixer: FastWeight
+
+    def __init__(self, mixer: FastWeight, state: FastWeightState | None):
+        super().__init__(mixer, state)
+        self.rule, self.reads_projection = mixer.rule, mixer.plain
+        self.columns = mixer.head_dim + mixer.attention_norm
+        self.in_proj, self.out_proj = function_of(mixer.in_proj), function_of(mixer.out_proj)
+
+    @staticmethod
+    def can_hold(mixer: FastWeight) -> bool:
+        """Whether neither the mixer's options nor its kernels ask for another form of the step, and there is one for its
+        recurrence here."""
+        rule, weight = mixer.rule, next(mixer.in_proj.parameters(), None)  # a quantised layer has none
+        if weight is None or weight.dtype not in (torch.float32, torch.float64) or has_kernels(weight):
+            return False
+        if mixer.backend not in ("auto", "recurrent") or not in_columns(mixer):
+            return False
+        knows = not (rule.removal is not None and rule.erases) and (rule.simple or not mixer.attention_norm)
+        return mixer.plain or (knows and takes(weight.detach()))
+
+    def start(self, state: FastWeightState | None, x: Tensor) -> None:
+        mixer, rule, in_loop = self.mixer, self.rule, takes(x)
+        row_map = None if rule.key is not None else mixer.row_map  # a rule makes another key of the features
+        self.write_and_read = MemoryLoop(mixer, row_map, x) if in_loop else step_in_pytorch
+        self.maps_rows = in_loop and self.write_and_read.maps_rows
+        before = {} if state is None else state._replace(memory=None, normaliser=None)._asdict()
+        self.kept = {name: part for name, part in before.items() if part is not None}
+        self.factors: FactorBuffers | None = None
+        sizes = len(x), mixer.num_heads, mixer.feature_map.out_dim, self.columns
+        axes = {gate.axis for gate in rule.gates.values()}
+        whole_sums = mixer.attention_norm and rule.normaliser == "keys" and "K" in axes
+        if state is None and in_loop and rule.one_step and not whole_sums:
+            decays = rule.sample.f is not None or rule.sample.z is not None
+            self.factors = FactorBuffers(*sizes, not decays, x)
+            if self.factors.room():
+                return
+        memory, self.factors = x.new_zeros(sizes), None
+        if state is not None:
+            memory[..., : mixer.head_dim] = state.memory.dense() if isinstance(state.memory, Factors) else state.memory
+            if mixer.attention_norm:
+                memory[..., -1] = state.normaliser
+        self.hold(memory)
+
+    def hold(self, memory: Tensor) -> None:
+        """Makes ``memory`` the buffer. One that was made in inference mode could not be changed outside of it."""
+        with torch.inference_mode(False):
+            self.memory = memory.clone() if memory.is_inference() else memory
+        self.spare: Tensor | None = None
+        self.order: Tensor | None = None
+
+    def grow(self) -> None:
+        """The factors have one more token; they become the matrix that they stand for once they are full."""
+        self.factors.count += 1
+        if self.factors.count == self.factors.room():
+            self.hold(self.factors.gathered().dense())
+            self.factors = None
+
+    def turn(self) -> tuple[Tensor, Tensor | None]:
+        """Returns the buffer that has the memory, and the order in which the rows of ``self.memory`` are to be read from there."""
+        source, order = self.memory, self.order
+        if order is not None:
+            spare = self.spare
+            if spare is None or len(spare) != len(order):
+                with torch.inference_mode(False):
+                    spare = torch.empty(len(order), *source.shape[1:], dtype=source.dtype, device=source.device)
+            self.memory, self.spare, self.order = spare, source, None
+        return source, order
+
+    def in_order(self) -> Tensor:
+        """The memory, once the rows have their order."""
+        source, order = self.turn()
+        return self.memory if order is None else torch.index_select(source, 0, order, out=self.memory)
+
+    def reorder_buffers(self, order: Tensor) -> None:
+        self.kept = {name: part.index_select(0, order) for name, part in self.kept.items()}
+        if self.factors is not None:
+            self.factors.reorder(order)
+        else:
+            self.order = order.contiguous() if self.order is None else self.order.index_select(0, order)
+
+    def buffered_state(self) -> FastWeightState:
+        width, sums = self.mixer.head_dim, None
+        if self.factors is None:
+            memory = self.in_order()
+            memory, last = memory[..., :width].clone(), memory[..., -1].clone()
+        else:
+            keys, values = self.factors.gathered()
+            memory, last = Factors(keys, values[..., :width]), (keys.mT @ values[..., -1:]).squeeze(-1)
+        sums = last if self.mixer.attention_norm else None
+        return FastWeightState(memory, sums, **self.kept)
+
+    def __call__(self, x: Tensor, source: Tensor | None = None) -> Tensor:
+        x = x if source is None else source
+        return self.of_projected(self.in_proj(x)) if self.reads_projection else super().__call__(x)
 
     def of_projected(self, parts: Tensor) -> Tensor:
-        """Writes and reads what the input projection makes of a token: (R,P) -> y (R,C)."""
-        mixer, rows, columns = self.mixer, len(parts), self.memory.shape[-1]
-        qk, v, *gates = parts.split(self.parts, -1)
-        q, k = self.features(qk)
-        c = self.rule.coefficients(**{name: self.shaped(part.sigmoid()) for name, part in zip(self.rule.gates, gates)})
-        self.decay(c.f, c.z)
-        v = v.view(rows, self.heads, self.value_dim)
-        if c.e is None:
-            update = v if c.w is None else v * c.w
-        else:
-            recalled = torch.bmm(k.unsqueeze(1), self.flat).view(rows, self.heads, columns)
-            update = self.without(recalled, v, c.e, c.w)
-        if self.values is not None:
-            self.values[..., :-1] = update
-            if c.w is not None and self.rule.normaliser == "write":
-                self.values[..., -1:] = c.w
-            update = self.values
-        self.memory.addcmul_(k.view(rows, self.heads, -1, 1), update.unsqueeze(2))  # a batched product is slower for one token
-        y = torch.bmm(q.unsqueeze(1), self.flat)
-        if self.values is not None:
-            y = y[..., :-1] / (y[..., -1:] + self.eps)
-        if mixer.read_scale != 1:
-            y = y * mixer.read_scale
-        return put_out(mixer, y.view(rows, -1))
+        """Writes and reads what the input projection of a plain layer makes of a token: (R,P) -> y (R,C)."""
+        self.prepare(parts)
+        mixer = self.mixer
+        qk, v, coefficients = take_apart(mixer, self.rule, parts)
+        y = self.write_and_read(self, *mapped(mixer, qk, self.maps_rows), v, *coefficients)
+        y = y if mixer.read_scale == 1 else y * mixer.read_scale
+        return self.out_proj(y.view(len(parts), -1))
 
-    def features(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Maps the projections of queries and keys, (R, 2 H X), to their features, (R H, K) each."""
-        mixer, x = self.mixer, self.by_head(x)
-        if mixer.feature_norm == "sum":  # straight into the buffer; without gradients, a sum of 0 needs no case of its own
-            features = mixer.feature_map.scaled(x)[0]
-            torch.div(features, features.sum(-1, keepdim=True).clamp_(min=SMALLEST_SUM), out=self.qk)
-        else:
-            self.qk.copy_(normalised_features(mixer.feature_map, mixer.feature_norm, x, False)[0])
-        return self.qk.view(2, -1, self.qk.shape[-1]).unbind()
+    def step(self, x: Tensor) -> Tensor:
+        """Writes and reads for any layer, which makes queries, keys, values and gates as it always does."""
+        mixer, rule = self.mixer, self.rule
+        made = mixer.operands(x.unsqueeze(0), FastWeightState(None, **self.kept))
+        q, k, v, gates, *_ = made
+        self.kept = made.kept
+        if mixer.takes_shared:
+            v = mixer.with_first_values(v, made.mixing, self.shared)
+        if mixer.row_map is not None and not self.maps_rows:
+            q, k = mixer.row_map(q), mixer.row_map(k)
+        k = k if rule.key is None else rule.key(k, **gates)
+        f, z, e, w = rule.coefficients(**gates)
+        written = v
+        if w is not None and w.dim() == 4:  # a strength per channel
+            written, w = v * w, None
+        u = None if rule.bonus is None else rule.bonus(**gates)
+        a, p = (None, None) if rule.removal is None else rule.removal(**gates)
+        parts = q, k, written, f, z, e, w, u, a, p
+        for i in range(mixer.writes):
+            of_write = (part if part is None or part.shape[2] == 1 else part[:, :, i : i + 1] for part in parts)
+            y = self.write_and_read(self, *of_write)
+        y = y if rule.skip is None else y + rule.skip(**gates).unsqueeze(-1) * v
+        return mixer.output(y, made.output).squeeze(0)
 
-    def by_head(self, x: Tensor) -> Tensor:
-        """Maps (R, 2 H X) to (2,R,H,1,X)."""
-        return x.view(len(x), 2, self.heads, 1, -1).transpose(0, 1)
 
-    def shaped(self, gate: Tensor) -> Tensor:
-        """Maps (R, H X) to (R,H,1), or (R,H,1,X) where the gate has a number per channel."""
-        return gate.unsqueeze(-1) if gate.shape[-1] == self.heads else gate.view(len(gate), self.heads, 1, -1)
-
-    def decay(self, f: Tensor | None, z: Tensor | None) -> None:
-        """Shrinks the memory. The sums of keys shrink with it where they follow the writes."""
-        memory = self.memory if self.rule.normaliser == "write" else self.memory[..., : self.value_dim]
-        if f is not None:
-            memory.mul_(f.unsqueeze(-1) if f.dim() == 3 else f.mT)
-        if z is not None:
-            self.memory[..., : self.value_dim].mul_(z if z.dim() == 4 else z.unsqueeze(-1))
-
-    def without(self, recalled: Tensor, v: Tensor, e: Tensor, w: Tensor | None) -> Tensor:
-        """Returns w v - e times what the key recalls, (R,H,V)."""
-        same = e is w
-        if self.values is not None:
-            if self.divides_erase:
-                e, same = e / (recalled[..., -1:] + self.eps), False
-            recalled = recalled[..., :-1]
-        if same:
-            return (v - recalled).mul_(e)
-        return torch.addcmul(v if w is None else v * w, recalled, e, value=-1)
+def step_in_pytorch(memory: Memory, q: Tensor, k: Tensor, v: Tensor, f=None, z=None, e=None, w=None) -> Tensor:
+    """As ``MemoryLoop``, with features q and k (R,H,1,K). f, z, e and w: (R,H,1) or (R,H,1,X)."""
+    held, mixer, sums = memory.in_order(), memory.mixer, memory.rule.normaliser
+    width, eps = mixer.head_dim, mixer.feature_map.eps
+    f, z, e, w = (x if x is None or x.dim() == 4 else x.unsqueeze(-1) for x in (f, z, e, w))
+    values = held[..., :width]
+    if f is not None:  # the sums of keys shrink, too, where they follow the writes
+        (held if sums == "write" else values).mul_(f.mT)
+    if z is not None:
+        values.mul_(z)
+    update = v if w is None else v * w
+    if e is not None:
+        recalled = k @ held
+        if mixer.attention_norm and sums == "keys" and mixer.attention_norm_of == READ_AND_ERASE:
+            e = e / (recalled[..., width:] + eps)
+        update = update - e * recalled[..., :width]
+    if mixer.attention_norm:
+        of_key = torch.ones_like(v[..., :1]) if w is None or sums == "keys" else w
+        update = torch.cat([update, of_key], -1)
+    held.addcmul_(k.mT, update)  # a batched product is slower for one token
+    y = q @ held
+    return y[..., :width] / (y[..., width:] + eps) if mixer.attention_norm else y

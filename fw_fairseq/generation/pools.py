@@ -16,6 +16,7 @@ from ..mixers import Additive, Leap
 from ..mixers.additive import PooledState
 from ..ops.native import loop, takes
 from ..ops.scans.stacks import PoolState, aggregates, joined, nothing, of_aggregates, pack, running, unpack
+from .base import InPlaceStepper
 
 
 class PoolStruct(ctypes.Structure):
@@ -77,12 +78,20 @@ class PooledStep(ctypes.Structure):
     )
 
 
-class Pools:
+class Pools(InPlaceStepper):
     """The states of a layer of additive attention or LEAP for R rows."""
 
-    def __init__(self, mixer: Additive | Leap, state: PooledState | PoolState | None, x: Tensor):
-        self.mixer = mixer
-        additive = isinstance(mixer, Additive)
+    mixer: Additive | Leap
+
+    @staticmethod
+    def can_hold(mixer: Additive | Leap) -> bool:
+        """Whether there is a loop for the mixer: the published additive attention has a product in its middle."""
+        if not all(part is None or type(part) is nn.Linear for part in (mixer.in_proj, mixer.out_proj)):
+            return False
+        return takes(mixer.in_proj.weight.detach()) and not (isinstance(mixer, Additive) and mixer.published)
+
+    def start(self, state: PooledState | PoolState | None, x: Tensor) -> None:
+        mixer, additive = self.mixer, isinstance(self.mixer, Additive)
         states = (None, None) if state is None else state.rounds() if additive else (state,)
         shape = (len(x), mixer.num_heads, mixer.head_dim * (1 if additive else 2))
         self.pools = [Pool(part, mixer.window, shape, x) for part in states[: 1 + additive]]
@@ -94,20 +103,7 @@ class Pools:
             a.query_score, a.key_score, a.weight, a.bias = (part.data_ptr() for part in parts)
         self.loop, self.here = loop("additive_step" if additive else "leap_step", x.dtype), ctypes.byref(a)
 
-    @staticmethod
-    def fits(mixer: Additive | Leap) -> bool:
-        """Whether there is a loop for the mixer: the published additive attention has a product in its middle."""
-        if not all(part is None or type(part) is nn.Linear for part in (mixer.in_proj, mixer.out_proj)):
-            return False
-        return takes(mixer.in_proj.weight.detach()) and not (isinstance(mixer, Additive) and mixer.published)
-
-    @staticmethod
-    def takes(mixer: Additive | Leap, state: PooledState | PoolState | None, rows: int) -> bool:
-        """Whether the buffers can hold the state."""
-        return True
-
     def step(self, x: Tensor) -> Tensor:
-        """Maps x (R,C) to y (R,C)."""
         a, x = self.arguments, x.contiguous()
         projected, y = linear(x, self.mixer.in_proj.weight), torch.empty_like(x)
         a.projected, a.x, a.y = projected.data_ptr(), x.data_ptr(), y.data_ptr()
@@ -116,13 +112,11 @@ class Pools:
             pool.moved_on()
         return y if self.mixer.out_proj is None else linear(y, self.mixer.out_proj.weight)
 
-    def reorder(self, order: Tensor) -> None:
-        """Gives row i the state of row ``order[i]``."""
+    def reorder_buffers(self, order: Tensor) -> None:
         self.arguments.rows = len(order)
         for pool in self.pools:
             pool.reorder(order)
 
-    def state(self) -> PooledState | PoolState:
-        """The state after the last token."""
+    def buffered_state(self) -> PooledState | PoolState:
         states = [pool.state() for pool in self.pools]
         return PooledState.of_rounds(*states) if len(states) == 2 else states[0]

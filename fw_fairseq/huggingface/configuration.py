@@ -6,6 +6,14 @@ from transformers import PretrainedConfig
 
 from ..mixers import FastWeight
 
+DEFAULTS: dict[str, object] = {
+    "vocab_size": 8, "hidden_size": 8, "input_size": None, "output_size": None, "intermediate_size": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 1, "mixers": ("fast_weight",), "mixer_options": None, "activation": "relu", "normalize_before": True,
+    "final_norm": True, "embedding_norm": False, "embedding_scale": 1.0, "output_scale": 1.0, "positions": "none",
+    "max_position_embeddings": None, "first_position": 0, "input_bands": None, "output_bands": None, "decoding_graph": True,
+    "use_cache": True, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+
 
 class FastWeightHFConfig(PretrainedConfig):
     """The sizes and options of an exported model.
@@ -17,41 +25,13 @@ class FastWeightHFConfig(PretrainedConfig):
 
     model_type = "fw_fairseq"
 
-    def __init__(
-        self,
-        vocab_size=8,
-        hidden_size=8,
-        input_size=None,
-        output_size=None,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        mixers=("fast_weight",),
-        mixer_options=None,
-        activation="relu",
-        normalize_before=True,
-        final_norm=True,
-        embedding_norm=False,
-        embedding_scale=1.0,
-        output_scale=1.0,
-        positions="none",
-        max_position_embeddings=None,
-        first_position=0,
-        input_bands=None,
-        output_bands=None,
-        tie_word_embeddings=True,
-        decoding_graph=True,
-        use_cache=True,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-        **kwargs,
-    ):
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
-        given = {name: value for name, value in locals().items() if name not in ("self", "kwargs", "__class__")}
-        for name, value in given.items():
+    def __init__(self, tie_word_embeddings: bool = True, **given):
+        own = {name: given.pop(name, default) for name, default in DEFAULTS.items()}
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **given)
+        for name, value in own.items():
             setattr(self, name, value)
-        self.mixers, self.mixer_options = list(mixers), dict(mixer_options or {})
+        self.tie_word_embeddings = tie_word_embeddings
+        self.mixers, self.mixer_options = list(self.mixers), dict(self.mixer_options or {})
         if "slots" in self.mixer_options:  # of an export, which has the options of all mixers
             self.mixer_options |= FastWeight.of_before(self.mixer_options)
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import Mistake
 from ..feature_maps import check_not_offloaded
+from ..generation.kv_cache import Past, attend
 from ..mixers import MIXERS
+from ..mixers.base import join_heads, split_heads
 from ..mixers.options import MixerOptions
-from ..ops.state import tensor_state
 from .configuration import FastWeightHFConfig
 from .steps import Steps
 
@@ -41,56 +40,29 @@ ACTIVATIONS = {  # named functions, which a pickled model can have
 }
 
 
-@tensor_state
-class KeysAndValues(NamedTuple):
-    """The state of softmax attention, which grows with every token."""
-
-    keys: Tensor  # (B,H,S,X), as the values
-    values: Tensor
-    hidden: Tensor  # (B,S), True at padding
-
-
-def join_padded(states: list[KeysAndValues]) -> KeysAndValues:
-    """Returns the states of several batches as one: what is shorter gets padding in front."""
-    most = max(state.hidden.shape[1] for state in states)
-    rows = []
-    for keys, values, hidden in states:
-        more = most - hidden.shape[1]
-        rows.append((F.pad(keys, (0, 0, more, 0)), F.pad(values, (0, 0, more, 0)), F.pad(hidden, (more, 0), value=True)))
-    return KeysAndValues(*map(torch.cat, zip(*rows)))
-
-
-KeysAndValues.join = staticmethod(join_padded)
-
-
 class SoftmaxAttention(nn.Module):
     """fairseq's attention with the interface of a mixer, for the softmax layers of a hybrid."""
 
-    takes_shared = takes_keep_state = False
+    takes_shared, takes_keep_state, norms_residual = False, True, False
 
     def __init__(self, width: int, heads: int):
         super().__init__()
-        self.heads = heads
+        self.num_heads = heads
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
 
-    def forward(self, x: Tensor, state: KeysAndValues | None = None, padding_mask=None, reset_mask=None, **unused):
+    def forward(self, x: Tensor, state: Past | None = None, padding_mask=None, reset_mask=None, keep_state=True, **unused):
         """Maps x (T,B,C) to y (T,B,C) and the state after the last token. After a reset, earlier tokens are not seen."""
-        q, k, v = (
-            layer(x).unflatten(-1, (self.heads, -1)).permute(1, 2, 0, 3) for layer in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        hidden = torch.zeros(x.shape[1], x.shape[0], dtype=torch.bool, device=x.device) if padding_mask is None else padding_mask
-        if state is not None:
-            before = (state.keys, state.values)
-            k, v = (torch.cat(pair, 2) for pair in zip(before, (k, v)))
-            hidden = torch.cat([state.hidden, hidden], 1)
-        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=x.device).tril(k.shape[2] - q.shape[2])
-        seen = seen & ~hidden[:, None, None]
+        q, k, v = (split_heads(layer(x), self.num_heads) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        hidden, text = padding_mask, None
+        if state is not None or keep_state:
+            state = (Past.empty(k, 0) if state is None else state).add(k, v, padding_mask)
+            k, v, hidden = state.tokens()
         if reset_mask is not None:
-            text = F.pad(reset_mask, (k.shape[2] - q.shape[2], 0)).cumsum(1)  # the number of each token's text
-            seen = seen & text[:, None, -q.shape[2] :, None].eq(text[:, None, None])
-            hidden = hidden | text.ne(text[:, -1:])
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-        return self.out_proj(y.nan_to_num().permute(2, 0, 1, 3).flatten(2)), KeysAndValues(k, v, hidden)
+            text = F.pad(reset_mask, (k.shape[2] - len(x), 0)).cumsum(1)
+            if state is not None:
+                before = text.ne(text[:, -1:])
+                state = state._replace(hidden=before if hidden is None else hidden | before)
+        return self.out_proj(join_heads(attend(q, k, v, hidden, True, text=text))), state
 
 
 class Cache:
@@ -105,8 +77,8 @@ class Cache:
 
     def __init__(self, keep_state: bool = True):
         self.keep_state = keep_state
+        self.kept: dict[int, object] = {}
         self.steps: Steps | None = None
-        self.states = {}
         self.tokens: Tensor | None = None  # (B,)
         self.length = 0  # with padding
 
@@ -134,7 +106,7 @@ class Cache:
         if self.steps is not None and self.steps.model is not model:
             self.take_back()
         if self.steps is None:
-            if len(self.kept) != len(model.layers) or not Steps.fit(model, Layer):
+            if len(self.kept) != len(model.layers) or not Steps.can_read(model, Layer):
                 return None
             self.steps, self.kept = Steps(model, self.kept, graph), {}
         y = self.steps(x.squeeze(1)).unsqueeze(1)
@@ -142,11 +114,8 @@ class Cache:
         return y
 
     def __getstate__(self) -> dict:
-        return {"states": self.states} | {name: value for name, value in vars(self).items() if name not in ("kept", "steps")}
-
-    def __setstate__(self, state: dict) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+        self.take_back()
+        return dict(vars(self))
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
         """Returns how many tokens were read, padding included."""
@@ -218,7 +187,7 @@ class Layer(nn.Module):
         """Returns x after the mixer and its norm, and the mixer's state."""
         one = x.shape[0] == 1 and state is not None and not torch.is_grad_enabled()
         inner = self.self_attn_layer_norm(x) if self.before else x
-        x = inner if getattr(self.self_attn, "norms_residual", False) else x
+        x = inner if self.self_attn.norms_residual else x
         more = {"shared": shared} if self.self_attn.takes_shared else {}
         more |= {"keep_state": keep_state} if self.self_attn.takes_keep_state else {}
         y, state = self.self_attn(inner, state, padding_mask=padding_mask, reset_mask=reset_mask, decoding=one, **more)

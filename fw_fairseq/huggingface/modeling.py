@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 
-from ..errors import Mistake
 from .configuration import FastWeightHFConfig
 from .layers import Cache, Layer
-from .parts import CACHE, Decodes, Drawn, KeepsState, cache_of, caches, mean_loss, padding_of, refuse_attentions, refuse_unknown
+from .parts import CACHE, Decodes, Drawn, KeepsState, cache_of, caches, mean_loss, padding_of, refuse_unknown
 from .prompts import carried
 from .prompts import read as read_prompts
 
@@ -51,12 +51,7 @@ class FastWeightForCausalLM(KeepsState, Drawn, Decodes, PreTrainedModel, Generat
         """Replaces the output layer."""
         self.output = value
 
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args, **kwargs):
-        """Resizes the vocabulary; an adaptive vocabulary keeps its size."""
-        if new_num_tokens is not None and (self.config.input_bands or self.config.output_bands):
-            raise Mistake(f"new_num_tokens is {new_num_tokens}; an adaptive vocabulary keeps its size, {self.config.vocab_size}")
-        return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
-
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -68,8 +63,6 @@ class FastWeightForCausalLM(KeepsState, Drawn, Decodes, PreTrainedModel, Generat
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-        return_dict: bool | None = None,
         decoding_graph: bool | None = None,
         **others,
     ) -> CausalLMOutputWithPast | tuple:
@@ -81,31 +74,26 @@ class FastWeightForCausalLM(KeepsState, Drawn, Decodes, PreTrainedModel, Generat
         counts for a position that is padding. shift_labels, by name: the id that each position is to predict, in place of labels.
         decoding_graph: whether a GPU generates with CUDA graphs; ``generate`` takes it, too.
         """
-        named = {"past_key_values": past_key_values, "cache": others.pop("cache", None)}
         shift_labels = others.pop("shift_labels", None)  # by that name Trainer would expect it of every text
-        self.check(labels, shift_labels, logits_to_keep, input_ids, inputs_embeds, output_attentions, others)
-        inputs = self.embeddings_of(input_ids, inputs_embeds)
-        use_cache = caches(self) if use_cache is None else use_cache
-        cache = cache_of(named, inputs, use_cache)
+        inputs, use_cache = self.embeddings_of(input_ids, inputs_embeds), caches(self, use_cache)
+        cache = cache_of(past_key_values, others, inputs, use_cache)
+        refuse_unknown(others)
         padding = padding_of(attention_mask, inputs, earlier=cache.length > 0)
         x, tokens, resets = self.embed(inputs, padding, position_ids, cache.tokens)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        graph = (
-            getattr(self.config, "decoding_graph", True) if decoding_graph is None else decoding_graph
-        )  # an older folder has none
+        graph = self.config.decoding_graph if decoding_graph is None else decoding_graph
         generates = not (torch.is_grad_enabled() or self.training or wanted) and resets is None
         last = self.generation(x, padding, cache, tokens, graph) if generates else None
         hidden = self.through_layers(x, padding, resets, cache, tokens) if last is None else [x, last]
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         final = hidden[-1] if padding is None or last is not None else carried(hidden[-1], ~padding)
         logits = self.scores(final[:, kept])
-        output = CausalLMOutputWithPast(
+        return CausalLMOutputWithPast(
             loss=mean_loss(logits, labels, shift_labels, padding),
             logits=logits,
             hidden_states=tuple(hidden) if wanted else None,
             **{CACHE: cache if use_cache else None},
         )
-        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
     def generation(self, x: Tensor, padding: Tensor | None, cache: Cache, tokens: Tensor, graph: bool) -> Tensor | None:
         """Returns the input of the output layer, (B,T,C), for a token of each sequence or for padded prompts; None otherwise."""
@@ -131,14 +119,3 @@ class FastWeightForCausalLM(KeepsState, Drawn, Decodes, PreTrainedModel, Generat
         if mask is None or mask.shape != positions.shape:
             return positions
         return (mask.long().cumsum(-1) - 1).clamp(min=0)
-
-    def check(self, labels, shift_labels, logits_to_keep, input_ids, inputs_embeds, output_attentions, others) -> None:
-        """Refuses arguments that contradict each other or that this model cannot obey."""
-        if (labels is not None or shift_labels is not None) and (isinstance(logits_to_keep, Tensor) or logits_to_keep):
-            raise Mistake(f"logits_to_keep is {logits_to_keep}; labels need the logits of all tokens, so leave it at 0")
-        if labels is not None and shift_labels is not None:
-            raise Mistake("labels and shift_labels are both given; give one of them")
-        if (input_ids is None) == (inputs_embeds is None):
-            raise Mistake("forward takes either input_ids or inputs_embeds")
-        refuse_attentions(self.config.output_attentions if output_attentions is None else output_attentions)
-        refuse_unknown(others)

@@ -48,43 +48,39 @@ def mean_loss(logits: Tensor, labels: Tensor | None, shift_labels: Tensor | None
 
 def check_config(config: FastWeightHFConfig, mixers: Iterable[str]) -> None:
     """Refuses a configuration that no model has. mixers: the names of those that the layers may have."""
-    if config.positions not in POSITIONS:
-        raise Mistake(f"positions is {config.positions!r}; it must be one of: {', '.join(POSITIONS)}")
-    if config.activation not in ACTIVATIONS:
-        raise Mistake(f"activation is {config.activation!r}; it must be one of: {', '.join(ACTIVATIONS)}")
-    if wrong := [name for name in config.mixers if name not in mixers]:
-        raise Mistake(f"mixers has {wrong[0]!r}; it must have names of: {', '.join(mixers)}")
-    if len(config.mixers) != config.num_hidden_layers:
-        raise Mistake(f"mixers has {len(config.mixers)} names; it must have one for each of {config.num_hidden_layers} layers")
-    if unknown := sorted(config.mixer_options.keys() - OPTIONS):
-        raise Mistake(f"mixer_options has {unknown[0]!r}; it must have names of: {', '.join(sorted(OPTIONS - UNREAD))}")
     given = [declared for name, declared in DECLARED.items() if config.mixer_options.get(name) is not None]
     check_values(given, config.mixer_options, str)
-    for name in ("input_bands", "output_bands"):
-        bands = getattr(config, name)
-        if bands and (words := sum(count for count, _ in bands)) != config.vocab_size:
-            raise Mistake(f"{name} has {words} words; it must have vocab_size, {config.vocab_size}")
+    bands = {name: sum(count for count, _ in getattr(config, name) or ()) for name in ("input_bands", "output_bands")}
+    for name, values, allowed in (
+        ("positions", [config.positions], POSITIONS),
+        ("activation", [config.activation], ACTIVATIONS),
+        ("mixers", config.mixers, mixers),
+        ("the number of mixers", [len(config.mixers)], [config.num_hidden_layers]),
+        ("mixer_options", config.mixer_options, sorted(OPTIONS)),
+        ("the words of bands", filter(None, bands.values()), [config.vocab_size]),
+    ):
+        if wrong := [value for value in values if value not in allowed]:
+            raise Mistake(f"{name} is {wrong[0]!r}; it must be one of: {', '.join(map(str, allowed))}")
 
 
-def caches(model: nn.Module) -> bool:
-    """Returns whether a model keeps a cache where its caller does not say: not while it trains."""
-    return not model.training and getattr(model.config, "use_cache", True)
+def caches(model: nn.Module, use_cache: bool | None) -> bool:
+    """Returns whether a model returns a cache. Where its caller does not say, not while it trains."""
+    return not model.training and model.config.use_cache if use_cache is None else use_cache
 
 
-def cache_of(named: dict[str, Cache | None], inputs: Tensor, keep_state: bool) -> Cache:
-    """Returns the cache to continue from, or a new one; refuses caches of other models and of another number of sequences. named:
-    what was given by each of the names that versions of transformers have for it."""
-    given = {name: cache for name, cache in named.items() if cache is not None and cache != ()}
-    if len(given) > 1:
-        raise Mistake(f"{' and '.join(given)} are both given; they are two names of one thing, so give one of them")
-    for name, cache in given.items():
-        if not isinstance(cache, Cache):
-            raise Mistake(f"{name} is a {type(cache).__name__}; it must be what this model returned, or None")
-        if cache.tokens is not None and len(cache.tokens) != len(inputs):
-            had = len(cache.tokens)
-            raise Mistake(f"{name} is of {had} sequences; it must be of as many as the input has, {len(inputs)}")
-        return cache
-    return Cache(keep_state=keep_state)
+def cache_of(given: Cache | None, others: dict, inputs: Tensor, keep_state: bool) -> Cache:
+    """Returns the cache to continue from, or a new one; refuses caches of other models and of another number of sequences. others:
+    further arguments, of which the cache is taken that newer versions of transformers call ``cache``."""
+    newer = others.pop("cache", None)
+    cache = given if newer is None else newer
+    if cache is None or cache == ():
+        return Cache(keep_state=keep_state)
+    if not isinstance(cache, Cache):
+        raise Mistake(f"{CACHE} is a {type(cache).__name__}; it must be what this model returned, or None")
+    if cache.tokens is not None and len(cache.tokens) != len(inputs):
+        had = len(cache.tokens)
+        raise Mistake(f"{CACHE} is of {had} sequences; it must be of as many as the input has, {len(inputs)}")
+    return cache
 
 
 def padding_of(attention_mask: Tensor | None, inputs: Tensor, name: str = "attention_mask", earlier: bool = False) -> Tensor | None:
@@ -101,16 +97,10 @@ def padding_of(attention_mask: Tensor | None, inputs: Tensor, name: str = "atten
 
 
 def refuse_unknown(others: dict) -> None:
-    """Refuses arguments that a model does not know."""
-    unknown = [name for name, value in others.items() if name not in WITHOUT_EFFECT and value is not None]
+    """Refuses arguments that a model does not know, such as ``output_attentions``: there are no attention weights."""
+    unknown = [name for name, value in others.items() if name not in WITHOUT_EFFECT and value is not None and value is not False]
     if unknown:
         raise Mistake(f"forward takes no {unknown[0]}; leave it out, or, if you did not give it, install an earlier transformers")
-
-
-def refuse_attentions(output_attentions: bool | None) -> None:
-    """Refuses to return attention weights."""
-    if output_attentions:
-        raise Mistake("output_attentions asks for attention weights, which this model never computes; leave it out")
 
 
 class KeepsState:
@@ -123,32 +113,26 @@ class KeepsState:
         return False
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        """Refuses to choose a cache of transformers, of which it would only warn. Adds an empty cache where a prompt is read in
-        chunks, which continue each other."""
-        if generation_config.cache_implementation is not None:
-            kind = generation_config.cache_implementation
-            raise Mistake(f"cache_implementation is {kind!r}; this model has one kind of cache, its state, so leave it out")
+        """Adds an empty cache where a prompt is read in chunks, which continue each other. Refuses chunks where transformers cuts
+        the mask of a source, leaves embeddings out or reads tokens twice, and where a prompt may end before the last chunk."""
         prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        if generation_config.prefill_chunk_size is not None:
-            self.check_chunks(generation_config.prefill_chunk_size, model_kwargs)
-            if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
-                model_kwargs[CACHE] = Cache()
-        return prepared
-
-    def check_chunks(self, size: int, model_kwargs: dict) -> None:
-        """Refuses to read a prompt in chunks of ``size`` tokens where transformers cuts the mask of a source, leaves embeddings
-        out or reads tokens twice, and where a prompt may end before the last chunk."""
-        mask = model_kwargs.get("attention_mask")
+        size, mask, cache = generation_config.prefill_chunk_size, model_kwargs.get("attention_mask"), model_kwargs.get(CACHE)
+        if size is None:
+            return prepared
+        wrong = None
         if self.config.is_encoder_decoder:
-            raise Mistake(f"prefill_chunk_size is {size}; a translation model reads its source at once, so leave it out")
-        if model_kwargs.get("inputs_embeds") is not None:
-            raise Mistake(f"prefill_chunk_size is {size}; it is for prompts of input_ids, so leave it out with inputs_embeds")
-        if not CUTS_CHUNKS and model_kwargs.get(CACHE) is not None and model_kwargs[CACHE].get_seq_length():
-            raise Mistake(
-                f"prefill_chunk_size is {size}; transformers before 5.21 reads again what a cache has read, so leave it out"
-            )
-        if mask is not None and mask.shape[-1] > size and mask[..., -1].eq(0).any():
-            raise Mistake(f"prefill_chunk_size is {size}; prompts that are read in chunks must be padded on the left")
+            wrong = "a translation model reads its source at once, so leave it out"
+        elif model_kwargs.get("inputs_embeds") is not None:
+            wrong = "it is for prompts of input_ids, so leave it out with inputs_embeds"
+        elif not CUTS_CHUNKS and cache is not None and cache.get_seq_length():
+            wrong = "transformers before 5.21 reads again what a cache has read, so leave it out"
+        elif mask is not None and mask.shape[-1] > size and mask[..., -1].eq(0).any():
+            wrong = "prompts that are read in chunks must be padded on the left"
+        if wrong is not None:
+            raise Mistake(f"prefill_chunk_size is {size}; {wrong}")
+        if generation_config.use_cache is not False and cache is None:
+            model_kwargs[CACHE] = Cache()
+        return prepared
 
 
 class Embeds:
@@ -165,16 +149,14 @@ class Embeds:
         self.embed_positions = nn.Embedding(rows, width) if config.positions == "learned" else None
         self.embedding_norm = nn.LayerNorm(width) if config.embedding_norm else None
 
-    def embeddings_of(self, ids: Tensor | None, embeds: Tensor | None, ids_name: str = "input_ids") -> Tensor:
+    def embeddings_of(self, ids: Tensor | None, embeds: Tensor | None, name: str = "input_ids") -> Tensor:
         """Returns the embeddings (B,T,C) of the ids (B,T), or those that are given in their place."""
-        if embeds is None and (ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool or not ids.shape[1]):
-            must = "it must be whole numbers (batch, tokens), at least one token"
-            raise Mistake(f"{ids_name} is {ids.dtype} of shape {tuple(ids.shape)}; {must}")
-        width = self.config.input_size or self.config.hidden_size
-        if embeds is not None and (embeds.dim() != 3 or not embeds.shape[1] or embeds.shape[2] != width):
-            name, must = ids_name.replace("input_ids", "inputs_embeds"), f"(batch, tokens, {width}), at least one token"
-            raise Mistake(f"{name} has the shape {tuple(embeds.shape)}; it must be {must}")
-        return self.embed_tokens(ids) if embeds is None else embeds
+        if (ids is None) == (embeds is None):
+            raise Mistake(f"forward takes either {name} or {name.replace('input_ids', 'inputs_embeds')}")
+        x = self.embed_tokens(ids) if embeds is None else embeds
+        if x.dim() != 3 or not x.shape[1]:
+            raise Mistake(f"{name} has the shape {tuple(x.shape if ids is None else ids.shape)}; it must be (batch, tokens)")
+        return x
 
     def embed(
         self, inputs: Tensor, padding: Tensor | None, position_ids: Tensor | None, before: Tensor | None

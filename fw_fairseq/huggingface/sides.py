@@ -7,14 +7,14 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import can_return_tuple
 
-from ..errors import Mistake
 from ..mixers.options import MixerOptions
 from ..mixers.parts.source import SourceMemory
 from ..ops.state import tensor_state
 from .configuration import FastWeightHFConfig
 from .layers import Layer
-from .parts import Decodes, Embeds, check_config, padding_of, refuse_attentions
+from .parts import Decodes, Embeds, check_config, padding_of, refuse_unknown
 
 
 @tensor_state
@@ -84,19 +84,17 @@ class Encoder(Embeds, nn.Module):
         self.layers = nn.ModuleList(EncoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.layer_norm = nn.LayerNorm(config.hidden_size) if config.final_norm else None
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-        return_dict: bool | None = None,
+        **others,
     ) -> BaseModelOutput | tuple:
         """Returns the outputs of the last layer, (B,S,C). attention_mask: 0 at padding, on either side."""
-        refuse_attentions(output_attentions)
-        if (input_ids is None) == (inputs_embeds is None):
-            raise Mistake("the encoder takes either input_ids or inputs_embeds")
+        refuse_unknown(others)
         inputs = self.embeddings_of(input_ids, inputs_embeds)
         padding = padding_of(attention_mask, inputs)
         x, _, _ = self.embed(inputs, padding, None, None)
@@ -104,8 +102,7 @@ class Encoder(Embeds, nn.Module):
         for layer in self.layers:
             hidden.append(layer(hidden[-1].transpose(0, 1), padding).transpose(0, 1))
         hidden[-1] = hidden[-1] if self.layer_norm is None else self.layer_norm(hidden[-1])
-        output = BaseModelOutput(last_hidden_state=hidden[-1], hidden_states=tuple(hidden) if output_hidden_states else None)
-        return output if return_dict is None or return_dict else output.to_tuple()
+        return BaseModelOutput(last_hidden_state=hidden[-1], hidden_states=tuple(hidden) if output_hidden_states else None)
 
 
 class BothStates(NamedTuple):

@@ -8,31 +8,24 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..generation.graphs import EAGER, Graphs, wanted
+from ..generation.base import SoftmaxStepper, function_of
+from ..generation.graphs import Graphs, wanted
 from ..generation.kernel_memory import KernelMemory
-from ..generation.modules import plain
+from ..generation.layer import AttentionStep, FeedForwardStep, LayerStep
 from ..generation.steppers import share, step_mixer
+from ..mixers import Mixer
 from ..mixers.base import has_hooks
 
 
-class PlainLayerStep:
-    """One layer that reads one token of each sequence at a time."""
-
-    def __init__(self, layer: nn.Module, state):
-        self.stepper, self.before = step_mixer(layer.self_attn, state), layer.before
-        self.mixer_norm = plain(layer.self_attn_layer_norm)
-        self.feeds = layer.fc1 is not None
-        if self.feeds:
-            self.fc1, self.fc2, self.norm = plain(layer.fc1), plain(layer.fc2), plain(layer.final_layer_norm)
-        self.activation = layer.activation
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Maps x (B,C) to the layer's output (B,C)."""
-        x = x + self.stepper(self.mixer_norm(x)) if self.before else self.mixer_norm(x + self.stepper(x))
-        if not self.feeds:
-            return x
-        y = self.fc2(self.activation(self.fc1(self.norm(x) if self.before else x)))
-        return x + y if self.before else self.norm(x + y)
+def layer_step(layer: nn.Module, state: object) -> LayerStep:
+    """The step of a layer that continues from this state of its mixer."""
+    mixer, norms = layer.self_attn, [layer.self_attn_layer_norm, layer.final_layer_norm]
+    inside = norms if layer.before else [None, None]
+    stepper = step_mixer(mixer, state) if isinstance(mixer, Mixer) else SoftmaxStepper(mixer, state)
+    parts = [AttentionStep(layer, stepper, inside[0])]
+    if layer.fc1 is not None:
+        parts.append(FeedForwardStep(layer.fc1, layer.activation, layer.fc2, inside[1]))
+    return LayerStep(parts, None if layer.before else norms[: len(parts)])
 
 
 class Steps:
@@ -40,50 +33,34 @@ class Steps:
 
     def __init__(self, model: nn.Module, states: dict[int, object], graph: bool):
         self.model = model
-        self.layers = [PlainLayerStep(layer, states[i]) for i, layer in enumerate(model.layers)]
-        self.norm = (lambda x: x) if model.layer_norm is None else plain(model.layer_norm)
-        steppers = [layer.stepper for layer in self.layers]
-        share(steppers)
-        self.in_graph = graph and wanted() and all(getattr(each, "kind", None) is KernelMemory for each in steppers)
-        self.count, self.graphs = 0, None
+        self.layers = [layer_step(layer, states[i]) for i, layer in enumerate(model.layers)]
+        self.steppers = [layer.stepper for layer in self.layers]
+        self.norm = function_of(nn.Identity() if model.layer_norm is None else model.layer_norm)
+        share(self.steppers)
+        in_graph = graph and wanted() and all(isinstance(stepper, KernelMemory) for stepper in self.steppers)
+        self.graphs = Graphs(self.through, self.steppers) if in_graph else None
 
     @staticmethod
-    def fit(model: nn.Module, kind: type) -> bool:
+    def can_read(model: nn.Module, kind: type) -> bool:
         """Whether all layers are plain ones of ``kind`` in one place, and nobody watches them."""
-        known = all(type(layer) is kind and not getattr(layer.self_attn, "norms_residual", False) for layer in model.layers)
+        known = all(type(layer) is kind and not layer.self_attn.norms_residual for layer in model.layers)
         return known and len({x.device for x in model.parameters()}) == 1 and not has_hooks(model)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Maps the embeddings of a token, (B,C), to the input of the output layer, (B,C)."""
-        self.count += 1
-        if not self.in_graph:
-            return self.through(x)
-        if self.count <= EAGER:
-            self.x, self.y = x.clone(), self.through(x)
-            return self.y
-        if self.graphs is None:
-            self.graphs = Graphs(self.advance, [layer.stepper.buffers for layer in self.layers])
-        self.x.copy_(x)
-        self.graphs()
-        return self.y.clone()
+        return self.through(x) if self.graphs is None else self.graphs(x)
 
     def through(self, x: Tensor) -> Tensor:
         """Calls the layers and the last norm."""
         for layer in self.layers:
             x = layer(x)
-        if self.graphs is not None:
-            self.graphs.settle()
         return self.norm(x)
-
-    def advance(self) -> None:
-        """The work of one token, from buffer to buffer."""
-        self.y.copy_(self.through(self.x))
 
     def reorder(self, order: Tensor) -> None:
         """Gives sequence i the states of sequence ``order[i]``; there are as many as before."""
-        for part in [layer.stepper for layer in self.layers] if self.graphs is None else [self.graphs]:
+        for part in self.steppers if self.graphs is None else [self.graphs]:
             part.reorder(order)
 
     def states(self) -> dict[int, object]:
         """The states of the layers after the last token."""
-        return {i: layer.stepper.state() for i, layer in enumerate(self.layers)}
+        return {i: stepper.state() for i, stepper in enumerate(self.steppers)}

@@ -7,11 +7,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
+from transformers.utils import can_return_tuple
 
 from ..errors import Mistake
 from .configuration import FastWeightTranslationConfig
 from .layers import Cache
-from .parts import CACHE, Drawn, KeepsState, cache_of, caches, mean_loss, padding_of, refuse_attentions, refuse_unknown
+from .parts import CACHE, Drawn, KeepsState, cache_of, caches, mean_loss, padding_of, refuse_unknown
 from .sides import Decoder, Encoder
 
 
@@ -45,8 +46,6 @@ class FastWeightForTranslation(KeepsState, Drawn, PreTrainedModel, GenerationMix
 
     def __init__(self, config: FastWeightTranslationConfig):
         super().__init__(config)
-        if config.decoder.mixer_options.get("value_mixing_rank"):
-            raise Mistake("value_mixing_rank is for language models; leave it out of the decoder's mixer_options")
         self.encoder = Encoder(config.encoder)
         self.decoder = Decoder(config.decoder, config.linear_cross, config.encoder.hidden_size)
         self.draw_as_fairseq()
@@ -94,6 +93,7 @@ class FastWeightForTranslation(KeepsState, Drawn, PreTrainedModel, GenerationMix
         start, pad = self.config.decoder_start_token_id, self.config.pad_token_id
         return F.pad(labels[:, :-1].masked_fill(labels[:, :-1].eq(-100), pad), (1, 0), value=start)
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -107,8 +107,6 @@ class FastWeightForTranslation(KeepsState, Drawn, PreTrainedModel, GenerationMix
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-        return_dict: bool | None = None,
         **others,
     ) -> Seq2SeqLMOutput | tuple:
         """Returns the logits of the next word of each translation; with an adaptive vocabulary they are log probabilities.
@@ -118,23 +116,22 @@ class FastWeightForTranslation(KeepsState, Drawn, PreTrainedModel, GenerationMix
         source. past_key_values, or cache by name: the cache to continue from, which has read the source; its tokens must not be
         given again. labels: the words of the translations and their ends, -100 where there is none.
         """
-        named = {"past_key_values": past_key_values, "cache": others.pop("cache", None)}
         if decoder_input_ids is None and decoder_inputs_embeds is None and labels is not None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-        self.check(decoder_input_ids, decoder_inputs_embeds, output_attentions, others)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         if encoder_outputs is None:
             encoder_outputs = self.encoder(input_ids, attention_mask, inputs_embeds, wanted)
         source = encoder_outputs[0]
         inputs = self.decoder.embeddings_of(decoder_input_ids, decoder_inputs_embeds, "decoder_input_ids")
-        use_cache = caches(self) if use_cache is None else use_cache
-        cache = cache_of(named, inputs, use_cache)
+        use_cache = caches(self, use_cache)
+        cache = cache_of(past_key_values, others, inputs, use_cache)
+        refuse_unknown(others)
         padding = padding_of(decoder_attention_mask, inputs, "decoder_attention_mask", earlier=cache.length > 0)
         looked_at = source.transpose(0, 1), padding_of(attention_mask, source)
         x, tokens, _ = self.decoder.embed(inputs, padding, None, cache.tokens)
         hidden = self.decoder.through_layers(x, padding, None, cache, tokens, *looked_at)
         logits = self.decoder.scores(hidden[-1])
-        output = Seq2SeqLMOutput(
+        return Seq2SeqLMOutput(
             loss=mean_loss(logits, None, labels),
             logits=logits,
             decoder_hidden_states=tuple(hidden) if wanted else None,
@@ -142,11 +139,3 @@ class FastWeightForTranslation(KeepsState, Drawn, PreTrainedModel, GenerationMix
             encoder_hidden_states=getattr(encoder_outputs, "hidden_states", None),
             **{CACHE: cache if use_cache else None},
         )
-        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
-
-    def check(self, decoder_input_ids, decoder_inputs_embeds, output_attentions, others) -> None:
-        """Refuses arguments that contradict each other or that this model cannot obey."""
-        if (decoder_input_ids is None) == (decoder_inputs_embeds is None):
-            raise Mistake("forward takes labels, or one of decoder_input_ids and decoder_inputs_embeds")
-        refuse_attentions(self.config.output_attentions if output_attentions is None else output_attentions)
-        refuse_unknown(others)

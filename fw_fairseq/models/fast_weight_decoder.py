@@ -107,39 +107,45 @@ class FastWeightDecoder(TransformerDecoder):
     def forward(
         self,
         prev_output_tokens: Tensor,
-        *args,
+        encoder_out: dict | None = None,
         incremental_state: dict | None = None,
+        features_only: bool = False,
+        *,
         streams: Streams | None = None,
         reset_mask: Tensor | None = None,
         score_last: int = 0,
         **kwargs,
     ):
-        """Calls fairseq's forward.
+        """Calls fairseq's forward, or in generation what reads the tokens there.
 
         streams: the rows are the next segments of these streams; the layers start from the states there and leave their last ones
             there.
         reset_mask: (B,T), True at the first token of a new text, before which the states are emptied.
         score_last: outputs at that many last tokens only; 0: at all.
         """
-        self.check_length(prev_output_tokens)
-        if incremental_state is not None and isinstance(self.embed_positions, PositionsFromEnd):
-            raise Mistake("--positions-from-end moves all positions with each new token; such a model scores and does not generate")
-        promise = None if incremental_state is None else self.promises.get(get_ident())
-        if promise is not None and prev_output_tokens.shape[1] <= promise.prompt.shape[1]:
-            return self.read_prompt(promise, prev_output_tokens.shape[1], incremental_state)
-        if self.starts_with_a_prompt(prev_output_tokens, incremental_state):
-            return self.take_prompt(prev_output_tokens, *args, incremental_state=incremental_state, **kwargs)
+        tokens = prev_output_tokens
+        self.check_length(tokens)
+        features, extra = None, {"attn": [None]}
         if incremental_state is not None:
-            generation = self.generation(prev_output_tokens, incremental_state, args, kwargs)
-            if generation is not None:
-                features = generation.features(prev_output_tokens)
-                return features if kwargs.get("features_only") else self.output_layer(features), {"attn": [None]}
-        kwargs["incremental_state"] = incremental_state
-        with self.reading(streams, reset_mask, prev_output_tokens.shape[1]):
-            if not score_last:
-                return super().forward(prev_output_tokens, *args, **kwargs)
-            features, extra = super().forward(prev_output_tokens, *args, **kwargs, features_only=True)
-        return self.output_layer(features[:, -score_last:]), extra
+            features = self.generated(tokens, encoder_out, incremental_state, kwargs)
+        if features is None:
+            with self.reading(streams, reset_mask, tokens.shape[1]):
+                features, extra = super().forward(tokens, encoder_out, incremental_state, features_only=True, **kwargs)
+            features = features[:, -score_last:]
+        return features if features_only else self.output_layer(features), extra
+
+    def generated(self, tokens: Tensor, encoder_out: dict | None, incremental_state: dict, kwargs: dict) -> Tensor | None:
+        """The features, (B,T,C), of a prompt, or (B,1,C) of the last token of a generation; None where fairseq's forward must read
+        it."""
+        if isinstance(self.embed_positions, PositionsFromEnd):
+            raise Mistake("--positions-from-end moves all positions with each new token; such a model scores and does not generate")
+        promise = self.promises.get(get_ident())
+        if promise is not None and tokens.shape[1] <= promise.prompt.shape[1]:
+            return self.of_promise(promise, tokens.shape[1], incremental_state)
+        if tokens.shape[1] > 1 and not incremental_state and self.reads_prompts:
+            return self.take_prompt(tokens, incremental_state=incremental_state, encoder_out=encoder_out, **kwargs)
+        generation = self.generation(tokens, encoder_out, incremental_state, kwargs)
+        return None if generation is None else generation.features(tokens)
 
     def check_length(self, tokens: Tensor) -> None:
         """Refuses more tokens than there are learned positions, where the lookup would fail. Padding has none."""
@@ -167,17 +173,17 @@ class FastWeightDecoder(TransformerDecoder):
         with counted_from(self.embed_positions, start), with_arguments(layers, **given):
             yield
 
-    def generation(self, tokens: Tensor, incremental_state: dict, args: tuple, kwargs: dict) -> Generation | None:
+    def generation(self, tokens: Tensor, encoder_out: dict | None, incremental_state: dict, kwargs: dict) -> Generation | None:
         """The object that reads this generation's tokens, from the first single one on; None where the general path must read them.
         ``incremental_state`` has False in its place if the model has parts that it does not know."""
         generation = generation_in(incremental_state)
         if generation is False or (generation is not None and generation.decoder is not self):  # of another model
             return None
-        known = not args and all(name in ("features_only", "encoder_out") or value is None for name, value in kwargs.items())
+        known = not any(value is not None for value in kwargs.values())
         known = known and (not self.in_front or bool(incremental_state))  # the first token reads the source
         if known and not tokens[:, -1].eq(self.padding_idx).any():
             if generation is None and (tokens.shape[1] == 1 or incremental_state):
-                generation = incremental_state[GENERATION] = start(self, incremental_state, kwargs.get("encoder_out"))
+                generation = incremental_state[GENERATION] = start(self, incremental_state, encoder_out)
             return generation or None
         if generation is not None:
             incremental_state.pop(GENERATION).release(incremental_state)
@@ -197,19 +203,16 @@ class FastWeightDecoder(TransformerDecoder):
         own = [attention for attention in self.softmax if isinstance(attention, MultiheadAttention)]
         return not self.in_front and all(attention.self_attention and not attention.use_xformers for attention in own)
 
-    def starts_with_a_prompt(self, tokens, incremental_state) -> bool:
-        return incremental_state is not None and self.reads_prompts and tokens.shape[1] > 1 and not incremental_state
-
-    def take_prompt(self, tokens, *args, incremental_state, **kwargs):
-        """One pass over all tokens; the states go into ``incremental_state``. Returns the outputs at every token."""
+    def take_prompt(self, tokens: Tensor, *, incremental_state: dict, **kwargs) -> Tensor:
+        """One pass over all tokens; the states go into ``incremental_state``. Returns the features at every token."""
         streams = Streams()
         with with_arguments(self.softmax, incremental_state=incremental_state):  # where they leave their keys and values
-            output = self.forward(tokens, *args, streams=streams, **kwargs)
+            features, _ = self.forward(tokens, features_only=True, streams=streams, **kwargs)
         after = streams.of(self).after
         for part in self.stateful:
             if part.layer in after:
                 part._set_input_buffer(incremental_state, after[part.layer])
-        return output
+        return features
 
     def expect_prompt(self, prompt: Tensor | None, beam: int = 1) -> None:
         """The next incremental decoding by this thread begins with these tokens, (B,P), given in steps or not, each in ``beam``
@@ -218,14 +221,14 @@ class FastWeightDecoder(TransformerDecoder):
         if prompt is not None:
             self.promises[get_ident()] = Promise(prompt, beam)
 
-    def read_prompt(self, promise: Promise, tokens: int, incremental_state):
-        """The outputs at one of the prompt's tokens. The first call reads all of it in one pass, once for all rows that have it."""
+    def of_promise(self, promise: Promise, tokens: int, incremental_state: dict) -> Tensor:
+        """The features at one of the prompt's tokens. The first call reads all of it in one pass, once for all rows of a text."""
         if promise.features is None:
-            features, _ = self.take_prompt(promise.prompt, incremental_state=incremental_state, features_only=True)
+            features = self.take_prompt(promise.prompt, incremental_state=incremental_state)
             rows = torch.arange(len(promise.prompt), device=features.device).repeat_interleave(promise.beam)
             super().reorder_incremental_state_scripting(incremental_state, rows)
             promise.features = features.index_select(0, rows)
-        return self.output_layer(promise.features[:, tokens - 1 : tokens]), {"attn": [None]}
+        return promise.features[:, tokens - 1 : tokens]
 
     def output_layer(self, features):
         features = self.output_dropout(features)

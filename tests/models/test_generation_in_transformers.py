@@ -12,17 +12,16 @@ import torch
 from support.graphs import Repeated, emulate_graphs
 
 from fw_fairseq.config import FastWeightConfig
-from fw_fairseq.generation.steppers import InPlaceStepper
+from fw_fairseq.generation.base import InPlaceStepper
 
 sys.modules.setdefault("torchaudio", None)  # fairseq's, of another torch than ours: transformers would trip over it
 pytest.importorskip("transformers")
 from fw_fairseq.huggingface import (  # noqa: E402
     FastWeightForCausalLM,
-    FastWeightForTranslation,
     FastWeightHFConfig,
-    FastWeightTranslationConfig,
     prompts,
 )
+from fw_fairseq.huggingface.parts import CACHE  # noqa: E402
 from fw_fairseq.huggingface.steps import Steps  # noqa: E402
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
@@ -69,11 +68,19 @@ def test_only_learned_positions_limit_the_text_that_a_window_can_be_all_of(posit
 
 
 def in_general(monkeypatch) -> None:
-    monkeypatch.setattr(Steps, "fit", staticmethod(lambda model, kind: False))
+    monkeypatch.setattr(Steps, "can_read", staticmethod(lambda model, kind: False))
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 3, "min_new_tokens": 9}], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("delta", {}),
+        ("hybrid", {}),
+        *((name, {"num_beams": 3, "min_new_tokens": 9}) for name in MODELS),
+        ("gated", {"num_beams": 3}),
+    ],
+    ids=str,
+)
 def test_the_short_way_finds_the_same_tokens(name, options, monkeypatch):
     model = build(name)
     found = generate(model, **options)
@@ -133,7 +140,7 @@ def test_a_cache_of_other_sequences_is_refused_and_stays_as_it_is():
     cache = model(tokens[:, :2]).past_key_values
     model(tokens[:, 2:3], past_key_values=cache)
     for rows in (2, 3):
-        with pytest.raises(ValueError, match=f"^past_key_values is of 1 sequences; it must be of .* the input has, {rows}$"):
+        with pytest.raises(ValueError, match=f"^{CACHE} is of 1 sequences; it must be of .* the input has, {rows}$"):
             model(tokens[:, 3:].expand(rows, -1), past_key_values=cache)
     assert cache.get_seq_length() == 3
     torch.testing.assert_close(model(tokens[:, 3:], past_key_values=cache).logits[:, 0], model(tokens).logits[:, -1])
@@ -162,13 +169,6 @@ def test_an_output_layer_of_offloaded_embeddings_is_refused(name):
     model.embed_tokens.to("meta")
     with pytest.raises(ValueError, match="the embeddings are offloaded, and the output layer reads them too; name"):
         model.scores(x)
-
-
-def test_value_mixing_is_for_language_models():
-    source = FastWeightHFConfig(**SIZES, mixers=["linear"] * 2)
-    target = FastWeightHFConfig(**SIZES, mixers=["fast_weight"] * 2, mixer_options={"value_mixing_rank": 4})
-    with pytest.raises(ValueError, match="value_mixing_rank is for language models; leave it out of the decoder's mixer_options"):
-        FastWeightForTranslation(FastWeightTranslationConfig(source, target))
 
 
 def test_gradients_hooks_and_hidden_states_take_the_general_way():
@@ -202,8 +202,7 @@ def test_states_keep_what_was_made_of_the_tokens_once_they_come_one_by_one(monke
         assert small(model(tokens[:, 3:], past_key_values=cache).past_key_values)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 3, "min_new_tokens": 9}], ids=str)
-@pytest.mark.parametrize("name", ["delta", "gated"])
+@pytest.mark.parametrize("name, options", [("delta", {"num_beams": 3}), ("gated", {}), ("gated", {"num_beams": 2})], ids=str)
 def test_graphs_find_the_same_tokens_at_the_same_addresses(kernels, name, options, monkeypatch):
     model = build(name)
     found = generate(model, **options)
@@ -224,7 +223,6 @@ def test_graphs_can_be_switched_off(kernels, monkeypatch):
     assert generate(model) == found
     monkeypatch.delenv("FW_FAIRSEQ_DECODING_GRAPH")
     assert generate(build("delta", decoding_graph=False)) and not Repeated.made
-    del model.config.decoding_graph  # as in a folder that an earlier version wrote
     assert generate(model) == found and len(Repeated.made) == 2
 
 
@@ -236,9 +234,15 @@ def padded(left: bool) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     return batch, batch.ne(1).long(), rows
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=str)
-@pytest.mark.parametrize("left", [True, False])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name, left, options",
+    [
+        *((name, left, {}) for name in MODELS for left in (True, False)),
+        ("hybrid", True, {"num_beams": 2}),
+        ("sru", False, {"num_beams": 2}),
+    ],
+    ids=str,
+)
 def test_prompts_of_unequal_length_go_on_as_one_by_one(name, left, options, monkeypatch):
     """Each of the passes has one prompt's tokens, or those of several prompts of its length."""
     model, (batch, mask, rows), sizes = build(name), padded(left), []

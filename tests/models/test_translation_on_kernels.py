@@ -16,7 +16,7 @@ import fw_fairseq.models  # noqa: F401
 from fw_fairseq.config import FastWeightTransformerConfig
 from fw_fairseq.models.generation import GENERATION, Generation
 from fw_fairseq.models.generation.captured import CapturedGeneration
-from fw_fairseq.models.generation.kernel_source import KernelSource
+from fw_fairseq.models.generation.cross import KernelSource
 from fw_fairseq.modules import LinearAttention
 from fw_fairseq.modules.sparse import make_sparse
 from fw_fairseq.ops.kernels.launch import CupyLaunch
@@ -66,14 +66,13 @@ def decode(model, target) -> tuple[list[torch.Tensor], dict]:
     return found, state
 
 
-@pytest.mark.parametrize("graph", [True, False])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name, graph", [*((name, True) for name in OPTIONS), ("elu", False)])
 def test_tokens_are_those_of_the_general_way(kernels, monkeypatch, name, graph):
     model, target = build(**OPTIONS[name], no_decoding_graph=not graph), torch.randint(4, 40, (6, 11))
     torch.manual_seed(1)
     found, state = decode(model, target)
     assert type(state[GENERATION]) is (CapturedGeneration if graph else Generation)
-    assert all(isinstance(layer.parts[1].reader, KernelSource) for layer in state[GENERATION].layers)
+    assert all(isinstance(layer.parts[1].stepper, KernelSource) for layer in state[GENERATION].layers)
     assert len(Repeated.made) == 2 * graph
     monkeypatch.setattr(Generation, "fits", staticmethod(lambda decoder: False))
     torch.manual_seed(1)
@@ -88,11 +87,11 @@ def test_a_source_that_no_token_has_read_is_no_state(kernels):
     encoded, attention = model.encoder(draw(6, 9)), model.decoder.layers[0].encoder_attn
     source = KernelSource(attention, None, encoded)
     source.reorder(torch.tensor([1, 0]))
-    assert source.states() == []
+    assert source.state() is None
     source(torch.randn(4, 32))
-    [(of, state)] = source.states()
+    state = source.state()
     want = attention.summarise(encoded["encoder_out"][0], encoded["encoder_padding_mask"][0])
-    assert of is attention and state.beam == 2
+    assert state.beam == 2
     torch.testing.assert_close((state.memory, state.normaliser), (want.memory, want.normaliser))
 
 
@@ -108,7 +107,7 @@ def test_rows_of_a_sentence_share_its_memory_while_they_stand_side_by_side(kerne
     source = KernelSource(attention, None, encoded)
     source(torch.randn(4, 32))
     source.reorder(torch.tensor(order))
-    [(_, state)] = source.states()
+    state = source.state()
     want = attention.summarise(encoded["encoder_out"][0], encoded["encoder_padding_mask"][0])
     assert state.beam == beam
     torch.testing.assert_close((state.memory, state.normaliser), (want.memory[sentences], want.normaliser[sentences]))
@@ -123,11 +122,11 @@ def test_which_sources_the_kernel_reads(kernels, monkeypatch):
             make_sparse(made, sparsity)
         return made
 
-    assert KernelSource.fits(attention(feature_dim=512))
-    assert not KernelSource.fits(attention(feature_dim=513))
-    assert not KernelSource.fits(attention().to(torch.float64))
-    assert not KernelSource.fits(attention(sparsity=4))
-    assert not KernelSource.fits(MultiheadAttention(32, 4, encoder_decoder_attention=True))
+    assert KernelSource.can_read(attention(feature_dim=512))
+    assert not KernelSource.can_read(attention(feature_dim=513))
+    assert not KernelSource.can_read(attention().to(torch.float64))
+    assert not KernelSource.can_read(attention(sparsity=4))
+    assert not KernelSource.can_read(MultiheadAttention(32, 4, encoder_decoder_attention=True))
 
 
 @torch.no_grad()

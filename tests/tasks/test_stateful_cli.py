@@ -181,11 +181,11 @@ def test_a_prompt_is_read_once(monkeypatch):
     args.decoder_layers_to_keep, args.decoder_layers = None, 1
     embedding = torch.nn.Embedding(len(dictionary), args.decoder_embed_dim, dictionary.pad())
     model = FastWeightLanguageModel(FastWeightDecoder(args, dictionary, embedding, no_encoder_attn=True)).eval()
-    lengths, forward, step = [], FastWeight.forward, Memory.step
+    lengths, forward, step = [], FastWeight.forward, Memory.of_projected
     monkeypatch.setattr(
         FastWeight, "forward", lambda self, x, *rest, **named: lengths.append(len(x)) or forward(self, x, *rest, **named)
     )
-    monkeypatch.setattr(Memory, "step", lambda self, x: lengths.append(1) or step(self, x))
+    monkeypatch.setattr(Memory, "of_projected", lambda self, x: lengths.append(1) or step(self, x))
     generator = PromptedGenerator([model], dictionary, beam_size=2, max_len_a=0, max_len_b=36)
     prompt = torch.randint(4, 24, (1, 30))
     generator.generate([model], {"net_input": {"src_tokens": prompt, "src_lengths": torch.tensor([30])}}, prefix_tokens=prompt)

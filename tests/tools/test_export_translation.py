@@ -348,16 +348,16 @@ def test_arguments_that_cannot_be_obeyed_are_refused(both):
     *_, model = both
     tokens = sources(5)
     for arguments, said in (
-        ({}, "forward takes labels, or one of decoder_input_ids and decoder_inputs_embeds"),
-        ({"labels": tokens, "output_attentions": True}, "output_attentions asks for attention weights"),
+        ({}, "forward takes either decoder_input_ids or decoder_inputs_embeds"),
+        ({"labels": tokens, "output_attentions": True}, "forward takes no output_attentions"),
         ({"labels": tokens, "head_mask": torch.ones(1)}, "forward takes no head_mask; leave it out"),
     ):
         with pytest.raises(ValueError, match=said):
             model(**given(tokens), **arguments)
     for arguments, said in (
-        ({}, "the encoder takes either input_ids or inputs_embeds"),
-        (given(tokens) | {"inputs_embeds": torch.zeros(1, 5, 32)}, "the encoder takes either input_ids or inputs_embeds"),
-        (given(tokens) | {"output_attentions": True}, "output_attentions asks for attention weights"),
+        ({}, "forward takes either input_ids or inputs_embeds"),
+        (given(tokens) | {"inputs_embeds": torch.zeros(1, 5, 32)}, "forward takes either input_ids or inputs_embeds"),
+        (given(tokens) | {"output_attentions": True}, "forward takes no output_attentions"),
     ):
         with pytest.raises(ValueError, match=said):
             model.encoder(**arguments)

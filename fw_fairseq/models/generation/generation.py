@@ -6,58 +6,12 @@ import torch
 from fairseq.modules import FairseqDropout
 from torch import Tensor, nn
 
-from ...config import EXTRAS
 from ...feature_maps import wide
-from ...generation.modules import plain
-from ...generation.steppers import check_rows, share
-from ...mixers.base import has_hooks
-from ...modules import FastWeightDecoderLayer, LinearAttention
-from .parts import AttentionStep, CrossStep, FeedForwardStep
-from .steppers import Stepper, has_stepper
+from ...generation.base import check_rows
+from ...generation.steppers import share
+from .layers import has_step, layer_step
 
 GENERATION = "generation"  # its key in fairseq's incremental state
-
-
-class LayerStep:
-    """One decoder layer that reads one token of each row at a time. ``parts``: what adds to the residual stream."""
-
-    def __init__(self, layer: FastWeightDecoderLayer, incremental_state: dict, encoder_out: dict | None):
-        attentions = zip([layer.self_attn, *layer.more_attention], [layer.self_attn_layer_norm, *layer.more_norms])
-        self.parts = [AttentionStep(*pair, layer.normalize_before, incremental_state) for pair in attentions]
-        norms = [layer.self_attn_layer_norm, *layer.more_norms]
-        if layer.encoder_attn is not None and encoder_out is not None:
-            self.parts.append(CrossStep(layer, incremental_state, encoder_out))
-            norms.append(layer.encoder_attn_layer_norm)
-        self.parts.append(FeedForwardStep(layer, incremental_state))
-        self.norms = None if layer.normalize_before else [plain(norm) for norm in [*norms, layer.final_layer_norm]]
-
-    @property
-    def stepper(self) -> Stepper:
-        """The stepper of the first self-attention."""
-        return self.parts[0].stepper
-
-    @staticmethod
-    def fits(layer: nn.Module) -> bool:
-        """Whether all self-attention of the layer has steppers, and it has no other part than those that are known here."""
-        return (
-            isinstance(layer, FastWeightDecoderLayer)
-            and all(map(has_stepper, [layer.self_attn, *layer.more_attention]))
-            and isinstance(layer.encoder_attn, (LinearAttention, type(None)))
-            and all(getattr(layer, part) is None for part in EXTRAS.values())
-            and not has_hooks(layer)
-        )
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Maps x (R,C) to the layer's output (R,C)."""
-        if self.norms is not None:
-            for part, norm in zip(self.parts, self.norms):
-                x = norm(part(x).add_(x))
-            return x
-        first, *others = self.parts
-        x = x + first(x)
-        for part in others:
-            x.add_(part(x))
-        return x
 
 
 class Generation:
@@ -69,7 +23,7 @@ class Generation:
 
     def __init__(self, decoder, incremental_state: dict, encoder_out: dict | None = None):
         self.decoder, self.held = decoder, None  # held: the rows that the states have, from the first token on
-        self.layers = [LayerStep(layer, incremental_state, encoder_out) for layer in decoder.layers.children()]
+        self.layers = [layer_step(layer, incremental_state, encoder_out) for layer in decoder.layers.children()]
         share([layer.stepper for layer in self.layers])
         positions = decoder.embed_positions
         self.table = None
@@ -78,11 +32,11 @@ class Generation:
 
     @staticmethod
     def fits(decoder) -> bool:
-        """Whether the decoder has no other part than those that ``features`` and ``LayerStep`` know, drops nothing, and no gradient
-        is wanted."""
+        """Whether the decoder has no other part than those that ``features`` and ``layer_step`` know, drops nothing, and no
+        gradient is wanted."""
         general = decoder.training or torch.is_grad_enabled() or torch.is_autocast_enabled(next(decoder.parameters()).device.type)
         general = general or any(isinstance(part, FairseqDropout) and part.apply_during_inference for part in decoder.modules())
-        return not general and decoder.quant_noise is None and all(map(LayerStep.fits, decoder.layers.children()))
+        return not general and decoder.quant_noise is None and all(map(has_step, decoder.layers.children()))
 
     def __reduce__(self):
         states: dict = {}
@@ -91,12 +45,13 @@ class Generation:
 
     def features(self, tokens: Tensor) -> Tensor:
         """Maps the rows' tokens so far, (R,T), to the features at the last one, (R,1,C). All before it have been read."""
-        check_rows(len(tokens), len(tokens) if self.held is None else self.held)  # before the first layer changes its state
+        if self.held is not None and self.held != len(tokens):  # before the first layer changes its state
+            check_rows(len(tokens), self.held)
         self.held = len(tokens)
         return self.read(tokens[:, -1], None if self.table is None else self.position(tokens)).unsqueeze(1)
 
     def read(self, tokens: Tensor, position: Tensor | None) -> Tensor:
-        """Maps tokens (R) and the embedding of their position to features (R,C)."""
+        """Maps tokens (R) and the embedding of their position, (C), to features (R,C)."""
         decoder = self.decoder
         x = decoder.embed_tokens(tokens)
         if decoder.embed_scale != 1:
@@ -115,11 +70,11 @@ class Generation:
         return x
 
     def position(self, tokens: Tensor) -> Tensor:
-        """The embedding of the last token's position. fairseq's module makes those beyond its table, or refuses them."""
+        """The embedding of the last token's position, (C). fairseq's module makes those beyond its table, or refuses them."""
         row = self.decoder.padding_idx + tokens.shape[1]
         if row < len(self.table):
             return self.table[row]
-        return self.decoder.embed_positions(tokens, incremental_state={})[:, -1]
+        return self.decoder.embed_positions(tokens, incremental_state={})[0, -1]
 
     def through_layers(self, x: Tensor) -> Tensor:
         """Maps x (R,C) to the output of the last layer, or to the mean of the streams of reversible layers."""
@@ -137,9 +92,14 @@ class Generation:
         """The parts of all layers."""
         return [part for layer in self.layers for part in layer.parts]
 
+    def owned_states(self) -> list[tuple[nn.Module, object]]:
+        """The states of all parts after the last token, with the modules that they belong to."""
+        found = [pair for part in self.parts() for pair in part.states()]
+        return [(owner, state) for owner, state in found if state is not None]
+
     def states(self) -> list:
-        """The states of all parts after the last token."""
-        return [state for part in self.parts() for _, state in part.states()]
+        """The states alone."""
+        return [state for _, state in self.owned_states()]
 
     def reorder(self, order: Tensor) -> None:
         """Gives row i the states of row ``order[i]``."""
@@ -149,10 +109,8 @@ class Generation:
 
     def release(self, incremental_state: dict) -> None:
         """Puts the states where the layers' general path looks for them."""
-        owners = [owner for part in self.parts() for owner, _ in part.states()]
-        for owner, state in zip(owners, self.states()):
-            if state is not None:
-                owner._set_input_buffer(incremental_state, state)
+        for owner, state in self.owned_states():
+            owner._set_input_buffer(incremental_state, state)
 
 
 def generation_in(incremental_state: dict) -> Generation | bool | None:

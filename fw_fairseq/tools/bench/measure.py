@@ -92,7 +92,7 @@ def time_host(args: Namespace, name: str, graph: bool) -> float:
     try:
         with use(Idle()):
             seconds = [timed(partial(step, length), args.device) for length in range(1, HOST_STEPS + 1)]
-        kernels = all(getattr(layer.stepper, "kind", None) is KernelMemory for layer in state[GENERATION].layers)
+        kernels = all(isinstance(layer.stepper, KernelMemory) for layer in state[GENERATION].layers)
     except NotImplementedError:  # another kernel, which takes tensors of a GPU only
         kernels = False
     finally:
@@ -177,7 +177,7 @@ def fill_state(model: Any, prompt: Tensor) -> dict:
     """The incremental state after the prompt. Softmax attention gets random keys and values, whose time does not depend on them."""
     state: dict = {}
     if hasattr(model.decoder, "take_prompt"):
-        model.decoder.take_prompt(prompt, incremental_state=state, features_only=True)
+        model.decoder.take_prompt(prompt, incremental_state=state)
         return state
     for layer in model.decoder.layers:
         attention = layer.self_attn
