@@ -11,7 +11,6 @@ from fairseq.modules.quant_noise import quant_noise
 from torch import Tensor, nn
 
 from ..config import FastWeightConfig
-from ..errors import Mistake
 from ..mixers.sru import SruState
 from .linear_attention import LinearAttention
 from .mixer_attention import MixerAttention
@@ -133,7 +132,5 @@ def with_noise(attention: nn.Module, cfg: TransformerConfig) -> nn.Module:
     share, block = cfg.quant_noise.pq, cfg.quant_noise.pq_block_size
     for layer in attention.modules():
         if share > 0 and isinstance(layer, nn.Linear):
-            if layer.in_features % block:
-                raise Mistake(f"--quant-noise-pq-block-size is {block}; it must divide {layer.in_features}, the inputs of a layer")
             quant_noise(layer, share, block)
     return attention

@@ -34,8 +34,6 @@ class PlainAdaptiveSoftmax(AdaptiveSoftmax):
 
     def __init__(self, embedding: nn.Module, cutoff: list[int], dropout: float) -> None:
         nn.Module.__init__(self)  # fairseq's would make weights of its own
-        if not isinstance(embedding, nn.Embedding):
-            raise Mistake("--plain-adaptive-softmax shares its words with one table; leave --adaptive-input out")
         words = cast(nn.Parameter, embedding.weight)
         self.vocab_size, self.input_dim = words.shape
         if not cutoff or not 0 < cutoff[0] <= cutoff[-1] < self.vocab_size or cutoff != sorted(set(cutoff)):

@@ -270,18 +270,8 @@ def test_the_start_of_write_strength(rule):
             {"plain_adaptive_softmax": True, "adaptive_softmax_cutoff": "20,10"},
             "^--adaptive-softmax-cutoff is 20,10, and the dictionary has 40 words; its numbers must grow, and be at most that$",
         ),
-        (
-            {
-                "plain_adaptive_softmax": True,
-                "adaptive_input": True,
-                "adaptive_input_cutoff": "10",
-                "adaptive_softmax_cutoff": "10",
-            },
-            "^--plain-adaptive-softmax shares its words with one table; leave --adaptive-input out",
-        ),
         ({"sru_highway_bias": 1e9, "mixer": "sru"}, "^--sru-highway-bias is 1000000000.0; it must be at least -100 and below 100"),
         ({"sru_highway_bias": math.nan, "mixer": "sru"}, "^--sru-highway-bias is nan; it must be at least -100 and below 100"),
-        ({"base_layers": 1}, "^--base-layers is 1; its experts are spread over workers: train on several, or give 0"),
         ({"init_std": -1.0}, "^--init-std is -1.0; it must be at least 0 and below 1"),
         ({"output_dropout": 1.0}, "^--output-dropout is 1.0; it must be at least 0 and below 1"),
     ],

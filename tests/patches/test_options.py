@@ -163,13 +163,6 @@ def test_noise_of_product_quantisation_reaches_every_projection(mixer):
         assert gone.any()
 
 
-def test_blocks_of_noise_divide_the_inputs():
-    with pytest.raises(Mistake, match=r"^--quant-noise-pq-block-size is 8; it must divide 4, the inputs of a layer$"):
-        build(mixer="srupp", quant_noise_pq=0.1, srupp_width=4)
-    with pytest.raises(Mistake, match=r"^--token-shift does not work with --quant-noise-pq; leave one of them out$"):
-        build(quant_noise_pq=0.1, token_shift=True)
-
-
 @pytest.mark.parametrize("mixer", ["fast_weight", "srupp"])
 def test_scalar_quantisation_takes_every_dense_layer(mixer, monkeypatch):
     """Outside training all weights are quantised, however many tokens are read at once. fairseq wants a GPU for it."""
