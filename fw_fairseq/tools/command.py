@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import logging
 import os
 import signal
@@ -49,7 +50,13 @@ def check_figure(name: str, path: Path) -> None:
     refuse_folder(name, path)
 
 
-def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[tuple[str, Path]] = ()) -> None:
+def require_matplotlib(what: str = "figures need") -> None:
+    """Refuses to draw without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise Mistake(f"{what} matplotlib; install fw_fairseq with the extra [plots]")
+
+
+def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[tuple[str, str | Path]] = ()) -> None:
     """Refuses one file for two outputs, and an output that is an input. Each path has the name of its option or argument."""
     taken = {Path(path).resolve(): name for name, path in inputs}
     for name, path in outputs:

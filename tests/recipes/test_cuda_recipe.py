@@ -51,15 +51,14 @@ def test_steps(recipe, tmp_path, monkeypatch):
     names = ["tests", "kernels", "memcheck", "racecheck", "ops", "model", "model_eager", "mixers", "speed", "ops_32", "peers"]
     assert [name for name, _, _ in steps] == names
     assert sum(limit for _, limit, _ in steps[:-2]) <= recipe.TOTAL == 900
-    parsed = {
-        name: bench.build_parser().parse_args(command[3:]) for name, _, command in steps[4:] if name not in ("mixers", "speed")
-    }
+    scripts = ("mixers", "speed", "peers")
+    parsed = {name: bench.build_parser().parse_args(command[3:]) for name, _, command in steps[4:] if name not in scripts}
     assert [name for name, args in parsed.items() if args.command == "ops" and args.no_peers] == ["ops", "ops_32"]
     graphs, eager = parsed["model"], parsed["model_eager"]
     assert not graphs.no_decoding_graph and eager.no_decoding_graph
     assert set(eager.mixers) <= set(graphs.mixers) and set(eager.contexts) <= set(graphs.contexts)
     given = [ROOT / part for _, _, command in steps for part in command if part.endswith(".py")]
-    assert len(given) == 6 and all(path.is_file() for path in given)
+    assert len(given) == 7 and all(path.is_file() for path in given)
     assert "/usr/local/cuda/bin/compute-sanitizer" in steps[2][2] and "PYTORCH_NO_CUDA_MEMORY_CACHING=1" in steps[3][2]
 
 

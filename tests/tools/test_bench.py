@@ -18,7 +18,7 @@ from fw_fairseq.mixers import MIXERS
 from fw_fairseq.ops import RowMap, fast_weight
 from fw_fairseq.rules import RULES
 from fw_fairseq.tools.bench import __main__ as bench
-from fw_fairseq.tools.bench import contest, language_models, measure, peers
+from fw_fairseq.tools.bench import contest, language_models, measure
 from fw_fairseq.tools.bench import ops as bench_ops
 
 OPS = ["ops", "--tokens", "40", "80", "--batch", "1", "--heads", "2", "--key-width", "8", "--value-width", "8", "--rounds", "2"]
@@ -471,17 +471,14 @@ def test_large_tensors_are_in_huge_pages():
 
 
 def test_kernels_of_others(monkeypatch, capsys):
-    """Those that run are timed, from tensors (B,T,H,D) and logarithms of gates; why another one does not is said."""
-    given = {}
-
-    def kernel(q, k, v, scale, g, beta=None):
-        given.update(shape=q.shape, g=g, beta=beta)
-        return q * k * v * g.unsqueeze(-1) * (1 if beta is None else beta.unsqueeze(-1)), None
-
-    modules = {"fla.ops.simple_gla": SimpleNamespace(chunk_simple_gla=kernel), "fla.ops.delta_rule": SimpleNamespace()}
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(peers.importlib, "import_module", modules.__getitem__)
-    args = sizes(value_width=4)
-    calls, refused = peers.running_peers(["gated", "delta", "kda"], lambda rule: bench_ops.draw_inputs(args, rule, 5), "cpu")
-    assert [*calls] == ["fla chunk_simple_gla"] and [*refused] == ["fla chunk_delta_rule"]
-    assert given["shape"] == (2, 5, 3, 4) and given["g"].max() <= 0 and "AttributeError" in capsys.readouterr().err
+    """Those that run are timed on a GPU, and why another one does not is said."""
+    args, refused = sizes(rules=["gated", "delta"], loop_up_to=0, softmax_up_to=0, cumsum_up_to=0, device="meta"), []
+    monkeypatch.setattr(bench_ops, "timed", lambda call, device: call())
+    given = {"gated": ("theirs", lambda q, k, v, gates: lambda: q.shape), "delta": ("other", lambda *_: 1 / 0)}
+    monkeypatch.setattr(bench_ops, "PEERS", given)
+    calls = bench_ops._contenders(args, 5, refused)
+    assert [*calls] == ["gated", "delta", "gated chunks", "delta chunks", "theirs"] and calls["theirs"]() == (2, 3, 5, 4)
+    assert refused == [{"name": "other", "tokens": 5, "error": "ZeroDivisionError: division by zero"}]
+    assert "other: not measured: ZeroDivision" in capsys.readouterr().err
+    args.no_peers = True
+    assert "theirs" not in bench_ops._contenders(args, 5, refused)

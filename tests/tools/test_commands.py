@@ -22,7 +22,7 @@ MISTAKES = {
     "fw-convert": "none.pt out.pt --rule sum",
     "fw-explain": "none.pt w1 --html out.html",
     "fw-export-hf": "none.pt out",
-    "fw-plot": "generation none.json --out out.svg",
+    "fw-plot": "curves none.log --out out.svg",
 }
 
 
@@ -75,13 +75,13 @@ def test_a_mistake_is_a_sentence(name, tmp_path, monkeypatch):
     [
         ((plot, "curves a.svg --out a.svg"), "--out is a.svg, which is LOG too; name another file"),
         ((plot, "curves x=a.svg --out b.svg ./a.svg"), "--out is a.svg, which is LOG too; name another file"),
-        ((plot, "generation text.txt --out b.svg b.svg"), "--out is b.svg, which is given twice; name another file"),
+        ((plot, "curves text.txt --out b.svg b.svg"), "--out is b.svg, which is given twice; name another file"),
         ((bench, "ops --json b.svg --figure b.svg"), "--figure is b.svg, which is --json too; name another file"),
         ((bench, "ops --json a.pt"), "--json is a.pt, which is no report of fw-bench and would be lost; name another file"),
         ((bench, "ops --figure a.pt"), "--figure is a.pt; it must end in .svg, .pdf or .png"),
         ((bench, "ops --json folder.json"), "--json is folder.json, which is a folder; name a file"),
         ((bench, "ops --figure folder.svg"), "--figure is folder.svg, which is a folder; name a file"),
-        ((plot, "generation text.txt --out folder.svg"), "--out is folder.svg, which is a folder; name a file"),
+        ((plot, "curves text.txt --out folder.svg"), "--out is folder.svg, which is a folder; name a file"),
         ((convert, "text.txt b.pt --rule sum --feature-dim -3"), "--feature-dim is -3; it must be at least 0"),
         ((convert, "a.pt a.pt --rule sum --force"), "OUTPUT is a.pt, which is SOURCE too; name another file"),
         (

@@ -407,7 +407,7 @@ def test_the_tokenizer_of_a_gpt2_has_no_symbol_before_a_text(gpt2, tmp_path):
     state = torch.load(tmp_path / "gpt2.pt")
     state["cfg"]["task"]["add_bos_token"] = True
     asked = save(state, tmp_path), tmp_path / "out", tmp_path
-    with pytest.raises(Mistake, match=r"^--tokenizer is a GPT-2's, which has no <s>, and CHECKPOINT was .* --add-bos-token; leave"):
+    with pytest.raises(Mistake, match=r"^--tokenizer is for a CHECKPOINT that fw-convert made of a GPT-2, whose"):
         export(*asked, tokenizer=gpt2[0])
     assert not (tmp_path / "out").exists() and export(*asked).config.bos_token_id == 0
 
@@ -569,7 +569,7 @@ def test_the_output_is_tied_unless_it_is_said_otherwise():
     assert FastWeightHFConfig().tie_word_embeddings and not FastWeightHFConfig(tie_word_embeddings=False).tie_word_embeddings
 
 
-@pytest.mark.parametrize("others, named", [(["README.md"], "README.md"), ([".git/", "notes"], ".git and 1 more")])
+@pytest.mark.parametrize("others, named", [(["README.md"], "README.md"), ([".git/", "notes"], ".git")])
 def test_force_deletes_nothing_that_an_export_did_not_write(others, named, dictionary, tmp_path):
     _, _, state = source("--arch fast_weight_lm", dictionary)
     checkpoint, out = save(state, tmp_path), tmp_path / "out"
@@ -606,19 +606,15 @@ def test_mistakes_leave_what_is_there(dictionary, folder, tmp_path):
 @pytest.mark.parametrize(
     "options, said",
     [
-        ("--output-dictionary-size 30", "--output-dictionary-size, which fw-export-hf does not have"),
-        (
-            "--output-dictionary-size 50 --adaptive-softmax-cutoff 20,40 --criterion adaptive_loss --ddp-backend legacy_ddp",
-            "--output-dictionary-size, which fw-export-hf does not have",
-        ),
-        ("--character-embeddings", "--character-embeddings; fw-export-hf takes models that embed whole words"),
-        ("--positions-from-end", "--positions-from-end, which fw-export-hf does not have"),
-        ("--quant-noise-pq 0.1", "--quant-noise-pq, whose map after the embeddings fw-export-hf does not have"),
+        ("--output-dictionary-size 30", "--output-dictionary-size"),
+        ("--character-embeddings", "--character-embeddings"),
+        ("--positions-from-end", "--positions-from-end"),
+        ("--quant-noise-pq 0.1", "--quant-noise-pq"),
     ],
 )
 def test_what_it_cannot_export_is_refused(options, said, dictionary, tmp_path):
     _, _, state = source(f"--arch fast_weight_lm {options}", dictionary)
-    with pytest.raises(Mistake, match=f"^CHECKPOINT was trained with {said}$"):
+    with pytest.raises(Mistake, match=f"^CHECKPOINT was trained with {said}, which fw-export-hf does not have$"):
         export(save(state, tmp_path), tmp_path / "out", data=dictionary)
     assert not (tmp_path / "out").exists()
 
@@ -645,7 +641,7 @@ def test_a_model_that_computes_other_logits_is_not_written(before, difference, i
 
 @pytest.mark.parametrize("tokenizer", [False, True])
 def test_the_folder_is_compared_as_it_was_written(tokenizer, gpt2, tmp_path, monkeypatch):
-    """Weights that do not fit the model's words, and a tokenizer of another size."""
+    """Here its weights do not fit the model's words."""
     convert(gpt2[0], tmp_path / "gpt2.pt", "decay")
     write, asked = exporting.write, {"data": tmp_path, "tokenizer": gpt2[0] if tokenizer else None}
 
@@ -654,21 +650,10 @@ def test_the_folder_is_compared_as_it_was_written(tokenizer, gpt2, tmp_path, mon
         rows[[5, 6]] = rows[[6, 5]]
         write(model, tokenizers, folder)
 
-    def longer(model, tokenizers, folder):
-        write(model, tokenizers, folder)
-        name = "tokenizer.json" if (folder / "tokenizer.json").exists() else "vocab.json"
-        content = json.loads((folder / name).read_text())
-        (content["model"]["vocab"] if name == "tokenizer.json" else content)["another"] = 999
-        (folder / name).write_text(json.dumps(content))
-
-    for change, said in (
-        (swapped, "computes other logits in transformers"),
-        (longer, "the tokenizer would have .* tokens and the"),
-    ):
-        monkeypatch.setattr(exporting, "write", change)
-        with pytest.raises(ValueError, match=f"{said}.*; nothing was written$"):
-            export(tmp_path / "gpt2.pt", tmp_path / "out", **asked)
-        assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(exporting, "write", swapped)
+    with pytest.raises(ValueError, match=r"computes other logits in transformers.*; nothing was written$"):
+        export(tmp_path / "gpt2.pt", tmp_path / "out", **asked)
+    assert not (tmp_path / "out").exists()
     monkeypatch.setattr(exporting, "write", write)
     export(tmp_path / "gpt2.pt", tmp_path / "out", **asked)
 

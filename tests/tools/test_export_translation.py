@@ -324,9 +324,6 @@ def test_what_it_cannot_export_is_refused(data, tmp_path):
         _, _, state = made(text, data / "apart")
         with pytest.raises(ValueError, match=f"CHECKPOINT was trained with {said}, which fw-export-hf does not have"):
             export(save(state, tmp_path), tmp_path / "out", data=data / "apart")
-    _, _, state = made("--quant-noise-pq 0.1", data / "apart")
-    with pytest.raises(ValueError, match=r"with --quant-noise-pq, whose map after the embeddings fw-export-hf does not have$"):
-        export(save(state, tmp_path), tmp_path / "out", data=data / "apart")
     _, _, state = made("", data / "apart")
     with pytest.raises(ValueError, match="--tokenizer is for a CHECKPOINT that fw-convert made of a GPT-2"):
         export(save(state, tmp_path), tmp_path / "out", data=data / "apart", tokenizer=tmp_path)

@@ -3,6 +3,7 @@ and its benchmarks run."""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import re
@@ -59,21 +60,6 @@ def call(words: list[str], monkeypatch) -> None:
         (plots if words[0] == "fw-plot" else bench).main(words[1:])
 
 
-def drawn_again(words: list[str], name: str, place: Path, monkeypatch) -> str:
-    """Returns the figure. What was measured is taken from its report."""
-    words = [str(place) if word == name else word for word in words]
-    if "--figure" in words:
-        report = json.loads(Path(words[words.index("--json") + 1]).read_text())
-        if words[0] == "python":
-            module = results_script(words[1].removeprefix("docs/results/"))
-            results_script("benchmarks/common.py").save_with(module.draw)(report, place)
-        else:
-            bench.COMMANDS[words[1]].draw(report, place)
-    else:
-        call(words, monkeypatch)
-    return place.read_text()
-
-
 def test_every_figure_has_its_command():
     assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.svg")} == {*FIGURES} | BY_HAND
 
@@ -91,7 +77,8 @@ def test_a_figure_is_what_its_command_draws(name, tmp_path, monkeypatch):
     kept = Path(name).read_text()
     if BY.search(kept)[1] != matplotlib.__version__:
         pytest.skip(f"the figures are of Matplotlib {BY.search(kept)[1]}")
-    ours, theirs = (IDS.sub("id", text) for text in (drawn_again(FIGURES[name], name, tmp_path / "x.svg", monkeypatch), kept))
+    call([str(tmp_path / "x.svg") if word == name else word for word in FIGURES[name]], monkeypatch)
+    ours, theirs = (IDS.sub("id", text) for text in ((tmp_path / "x.svg").read_text(), kept))
     assert NUMBER.sub("0", ours) == NUMBER.sub("0", theirs)
     numbers = [[float(number) for number in NUMBER.findall(text)] for text in (ours, theirs)]
     assert numbers[0] == pytest.approx(numbers[1], abs=0.01)
@@ -150,11 +137,13 @@ def test_finished_runs_stand_in_the_tables_of_publications(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_benchmark_of_the_pages(name, tmp_path, monkeypatch, capsys):
-    """Its report has a time of everything, its table a row, and its figure is drawn."""
+    """Its report has a time of everything, its table a row for it, and it can be drawn."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.set_num_threads", lambda count: None)
     words = ["python", str(RESULTS / "benchmarks" / f"{name}.py"), *shlex.split(TINY[name]), "--rounds", "1"]
-    call([*words, "--json", "x.json", "--figure", "x.svg"], monkeypatch)
+    call([*words, "--json", "x.json"], monkeypatch)
+    drawn = [str(RESULTS / "figures" / "cost.py"), name, "x.json", "--out", "x.svg"]
+    call(["python", *drawn], monkeypatch)
     report, printed = json.loads(Path("x.json").read_text()), capsys.readouterr().out
     parts = {"layers": ["layers", "scans", "tokens"], "translation": ["decoding"], "sparse": ["products", "tokens"]}[name]
     rows = [row for part in parts for row in report[part]]
@@ -169,18 +158,18 @@ def test_the_commands_of_the_pages_make_their_reports_again():
     """With the defaults of what they leave out. The number of threads is the machine's, and there are more rules and mixers now."""
     reports = set()
     for _, words in COMMANDS:
-        if "--json" in words:
-            if words[0] == "fw-bench":
-                parser = bench.build_parser()
-            else:
-                parser = bench.ArgumentParser()
-                results_script(words[1].removeprefix("docs/results/")).add_arguments(parser)
-                bench.add_common(parser, "")
-            args = vars(parser.parse_args(words[1 if words[0] == "fw-bench" else 2 :]))
-            before = json.loads((ROOT / args["json"]).read_text())["settings"]
-            same = before.keys() & args.keys() - {"rules", "mixers", "threads"}
-            assert {name: args[name] for name in same} == {name: before[name] for name in same}, words
-            reports.add(ROOT / args["json"])
+        if "--json" not in words:
+            continue
+        parser, given = bench.build_parser(), words[1:]
+        if words[0] == "python":
+            parser, given = argparse.ArgumentParser(), words[2:]
+            results_script(words[1].removeprefix("docs/results/")).add_arguments(parser)
+            bench.add_common(parser)
+        args = vars(parser.parse_args(given))
+        before = json.loads((ROOT / args["json"]).read_text())["settings"]
+        same = before.keys() & args.keys() - {"rules", "mixers", "threads"}
+        assert {name: args[name] for name in same} == {name: before[name] for name in same}, words
+        reports.add(ROOT / args["json"])
     text = (RESULTS / "gpu.md").read_text()
     kernels = {ROOT / name for name in re.findall(r"^    python recipes/gpu_check/speed\.py (\S+)$", text, re.MULTILINE)}
     assert reports | kernels == {*RESULTS.glob("*.json")} and torch.get_num_threads() > 0

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 from matplotlib import pyplot
-from matplotlib.text import Text
 
 from fw_fairseq import Mistake
 from fw_fairseq.tools.plot import __main__ as plots
-from fw_fairseq.tools.plot import cost
 from fw_fairseq.tools.plot.logs import read_log, read_logs
-from fw_fairseq.tools.plot.style import SMALL, canvas, legend, log_values, look, plot, save, spread_out
+from fw_fairseq.tools.plot.style import SMALL, canvas, draw_lengths, legend, log_values, look, plot, save
 
 LOG = (
     '2026-01-01 00:00:00 | INFO | train_inner | {"epoch": 1, "loss": "9", "num_updates": "1"}\nnoise { not json\n'
@@ -39,18 +37,12 @@ HYDRA = {
         "[2026-11-28 12:00:00,126][train][INFO] - epoch 001 | loss 8.75 | ppl 430.54 | num_updates 2 | lr 8e-05 | wall 14\n"
     ),
 }
-MODELS = ("fast_weight_lm delta", "fast_weight_lm sru", "fast_weight_lm abc", "transformer_lm")
 NO_LOG = "has no metric of any update; it must be a log of fairseq-train with --log-format json or simple"
-REPORT = {
-    "generation": [{"context": t, "name": n, "seconds": t * 1e-6, "state_bytes": 100 * t} for n in MODELS for t in (8, 64)],
-    "training": [{"tokens": t, "name": n, "tokens_per_second": 1e5 / t} for n in MODELS for t in (8, 64)],
-}
 
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    texts = {"a.log": LOG, "simple.log": SIMPLE, "empty.txt": "", "words.log": "only words\n", "report.json": json.dumps(REPORT)}
-    texts["zero.json"] = '{"generation": 3}'
+    texts = {"a.log": LOG, "simple.log": SIMPLE, "empty.txt": "", "words.log": "only words\n"}
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -62,8 +54,6 @@ def files(tmp_path, monkeypatch):
     [
         ("curves a.log", [">a<", "evaluation loss"]),
         ("curves json=a.log other=simple.log --log-axis --log-updates", [">json<", ">other<", "updates"]),
-        ("generation report.json", [">delta<", ">softmax<", "ms per token", "state, MB"]),
-        ("training report.json", [">abc<", ">sru<", "tokens/s"]),
     ],
 )
 def test_figures(command, words, files):
@@ -107,18 +97,6 @@ def drawn(axes) -> dict[str, list[tuple[float, float]]]:
     return {line.get_label(): [*zip(*map(list, line.get_data()))] for line in axes.lines}
 
 
-@pytest.mark.parametrize("name, narrower", [("delta", False), ("gated_delta_with_a_long_name", True)])
-def test_the_axes_leave_room_for_the_longest_name(name, narrower):
-    """Names of lines stand between the axes and the edge."""
-    rows = [{"context": t, "name": each, "seconds": t} for each in ("sum", name, "transformer_lm") for t in (8, 64)]
-    figure = cost.draw_report({"generation": rows}, "generation")
-    figure.draw_without_rendering()
-    (axes,) = figure.axes
-    boxes = [Text.get_window_extent(text) for text in axes.texts]
-    assert len(boxes) == 3 and all(axes.bbox.x1 < box.x0 and box.x1 <= figure.bbox.x1 + 0.01 for box in boxes)
-    assert bool(axes.get_position().x1 < 0.74) is narrower
-
-
 @pytest.mark.parametrize(
     "command, message",
     [
@@ -126,8 +104,6 @@ def test_the_axes_leave_room_for_the_longest_name(name, narrower):
         ("curves empty.txt", f"empty.txt {NO_LOG}"),
         ("curves words.log", f"words.log {NO_LOG}"),
         ("curves none.log", "No such file or directory: 'none.log'"),
-        ("generation a.log", "a.log is not what fw-bench model --json writes"),
-        ("generation zero.json", "zero.json is not what fw-bench model --json writes"),
     ],
 )
 def test_mistakes(command, message, files):
@@ -216,12 +192,6 @@ def test_a_logarithmic_axis_has_at_least_two_numbers(values):
     save(figure, [])
 
 
-def test_labels_are_spread_out_in_their_order():
-    assert spread_out([0.5, 0.0, 0.5, 1.0], 0.1) == pytest.approx([0.45, 0.0, 0.55, 1.0])
-    assert spread_out([0.5, 0.52, 0.61], 0.1) == pytest.approx([0.4433333, 0.5433333, 0.6433333])
-    assert spread_out([0.0, 0.01, 1.0], 0.1, low=0.0, high=1.0) == pytest.approx([0.0, 0.1, 1.0])
-
-
 def test_no_two_lines_are_alike_in_grey():
     assert len({look(i)[1:] for i in range(12)}) == 12
     assert all(look(i).linestyle == "-" or look(i).linestyle[0] == 0 for i in range(12)), "a line begins with a whole dash"
@@ -243,25 +213,10 @@ def test_a_legend_has_as_many_columns_as_fit(length, columns):
     save(figure, [])
 
 
-def test_what_a_report_does_not_have_is_not_drawn():
-    """A time or a size that was not measured or is 0, which a logarithmic axis has no place for."""
-    rows = [{"context": t, "name": name, "seconds": t} for name in ("a", "b") for t in (1, 8)]
-    rows[0] |= {"state_bytes": 0}
-    rows[1] |= {"state_bytes": 1}
-    times, sizes = cost.draw_report({"generation": rows}, "generation").axes
-    assert drawn(times) == {name: [(1, 1000), (8, 8000)] for name in ("a", "b")} and drawn(sizes) == {"a": [(8, 1e-6)]}
-
-
-@pytest.mark.parametrize("name", cost.FIGURES)
-def test_every_number_of_a_report_is_drawn(name):
-    what = cost.FIGURES[name]
-    figure = cost.draw_report(REPORT, name)
-    panels = [panel for panel in what.panels if panel.key in REPORT[name][0]]
-    assert len(figure.axes) == len(panels) and figure.axes[-1].get_xlabel() == what.label
-    for axes, panel in zip(figure.axes, panels):
-        wanted = {
-            model: [(row[what.length], row[panel.key] * panel.factor) for row in REPORT[name] if row["name"] == model]
-            for model in MODELS
-        }
-        assert drawn(axes) == wanted and axes.get_ylabel() == panel.label
-        assert axes.get_xscale() == axes.get_yscale() == "log" and axes.get_xticks().tolist() == [8, 64]
+def test_numbers_of_a_report_are_drawn_against_length():
+    """A panel for each; what is 0 has no place on a logarithmic axis."""
+    rows = [{"context": t, "name": name, "seconds": t, "bytes": t - 1} for name in ("a", "b") for t in (1, 8)]
+    times, sizes = draw_lengths(rows, "context", [("seconds", 1e3, "ms"), ("bytes", 1, "bytes")], "tokens").axes
+    assert drawn(times) == {name: [(1, 1000), (8, 8000)] for name in ("a", "b")} and drawn(sizes)["a"] == [(8, 7)]
+    assert times.get_ylabel() == "ms" and sizes.get_xlabel() == "tokens"
+    assert times.get_xscale() == times.get_yscale() == "log" and times.get_xticks().tolist() == [1, 8]

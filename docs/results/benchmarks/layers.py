@@ -6,7 +6,6 @@ import statistics
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import authors
 import torch
@@ -18,7 +17,6 @@ from fw_fairseq.mixers import Additive, Leap, Sru
 from fw_fairseq.ops.scans.pooling import pool
 from fw_fairseq.ops.scans.sru import sru
 from fw_fairseq.tools.bench.contest import machine, positive, settings, spread, take_turns, timed, times_faster
-from fw_fairseq.tools.plot.style import canvas
 
 LSTM, ATTENTION = "torch.nn.LSTM", "softmax attention"
 STEPS = 256  # tokens that are timed together
@@ -152,16 +150,5 @@ def table(report: dict) -> str:
     return "\n".join(lines)
 
 
-def draw(report: dict) -> Any:
-    """One bar for each layer."""
-    figure, [axes] = canvas(2.2)
-    peers = [{**row, "name": f"{row['name']}: {row['layer']}"} for row in report.get("peers", [])]
-    rows = (peers or report["layers"])[::-1]
-    axes.barh([row["name"] for row in rows], [1e3 * row["seconds"] for row in rows], color="0.6", height=0.7)
-    axes.set(xlabel="forward + backward, ms")
-    axes.grid(visible=False, axis="y")
-    return figure
-
-
 if __name__ == "__main__":
-    run(__doc__, add_arguments, measure, table, draw)
+    run(__doc__, add_arguments, measure, table)

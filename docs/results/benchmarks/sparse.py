@@ -24,7 +24,6 @@ from fw_fairseq.ops import native
 from fw_fairseq.tools.bench.contest import machine, positive, say, settings, spread, take_turns, timed, write_json
 from fw_fairseq.tools.bench.language_models import vocabulary
 from fw_fairseq.tools.bench.measure import make_task
-from fw_fairseq.tools.plot.style import canvas, label_ends, log_lengths, log_values, look, plot
 
 BASE = "dense"
 FEED_FORWARD = {"ffn_sparsity": 64, "ffn_sru": 32}
@@ -290,29 +289,5 @@ def faster(rows: dict, name: str, context: int) -> str:
     return f" ({ratio:.1f} x)"
 
 
-def draw(report: dict) -> Any:
-    """The time of a token of each model against the tokens before it: a panel for each size, with the fewest threads."""
-    rows = report["tokens"]
-    threads = min(row["threads"] for row in rows)
-    rows = [row for row in rows if row["threads"] == threads]
-    sizes, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("size", "name"))
-    height = 0.45 + 1.6 * len(sizes)
-    figure, axes = canvas(height, len(sizes), left=0.17, right=0.66, top=1 - 0.12 / height, bottom=0.4 / height, hspace=0.16)
-    for axis, size in zip(axes, sizes):
-        ends = []
-        for index, name in enumerate(names):
-            points = {row["context"]: 1e3 * row["seconds"] for row in rows if (row["size"], row["name"]) == (size, name)}
-            if points:
-                plot(axis, look(index), name, points)
-                ends.append((name, max(points.items()), look(index).color))
-        axis.set_ylabel(f"{size}, ms per token")
-        log_values(axis)
-        log_lengths(axis, (row["context"] for row in rows))
-        label_ends(axis, ends)
-    axes[-1].set_xlabel("tokens before")
-    figure.align_ylabels()
-    return figure
-
-
 if __name__ == "__main__":
-    run(__doc__, add_arguments, measure, table, draw)
+    run(__doc__, add_arguments, measure, table)

@@ -16,7 +16,6 @@ from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.tools.bench.contest import machine, parameter_counts, positive, settings, spread, take_turns, timed, times_faster
 from fw_fairseq.tools.bench.language_models import add_graph, add_sizes
 from fw_fairseq.tools.bench.measure import draw_tokens, make_task, state_bytes
-from fw_fairseq.tools.plot.cost import Panel, draw_rows
 
 TRANSFORMER = "transformer"
 
@@ -121,11 +120,5 @@ def table(report: dict) -> str:
     return "\n".join(lines)
 
 
-def draw(report: dict) -> Any:
-    """Sentences per second against length, both axes logarithmic."""
-    panels = [Panel("sentences_per_second", 1, "sentences/s"), Panel("state_bytes", 1e-6, "state in the end, MB")]
-    return draw_rows(report["decoding"], "tokens", panels, TRANSFORMER, "tokens of source and translation")
-
-
 if __name__ == "__main__":
-    run(__doc__, add_arguments, measure, table, draw)
+    run(__doc__, add_arguments, measure, table)

@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from lines import cell, draw_points, finish, markdown, parser, read_lines
+from lines import cell, draw_points, finish, label_ends, markdown, parser, read_lines
 
-from fw_fairseq.tools.plot.style import canvas, label_ends, log_lengths, log_values, look, plot
+from fw_fairseq.tools.plot.style import canvas, log_lengths, log_values, look, plot
 
 EVALUATIONS = ("segments", "sliding", "one stream")  # of language.sh, in the order of its columns
 LABELS = {"converged": "test perplexity", "translated": "detokenised BLEU"}

@@ -10,12 +10,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable
-from math import isfinite, nan
+from math import inf, isfinite, nan
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from fw_fairseq.tools.plot.style import SMALL, legend, look, save
+
+LINE = 1.15 * SMALL  # from one name to the next
+BESIDE = 1.07  # where names right of the axes begin, in widths of the axes
 
 
 def parser(doc: str, names: Iterable[str] = ()) -> argparse.ArgumentParser:
@@ -82,3 +85,46 @@ def draw_points(figure: Any, axes: Any, rows: dict[str, dict[str, list[float]]],
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
     legend(figure, axes)
+
+
+def label_ends(axes: Any, ends: list[tuple[str, tuple[float, float], str]]) -> None:
+    """Writes names right of the axes, (label, last point, colour), in the order of their heights and without overlap. Where the
+    figure has no room for a name the axes become narrower."""
+    height = 72 * axes.get_window_extent().height / axes.figure.dpi
+    to_axes = axes.transData + axes.transAxes.inverted()
+    wanted = [to_axes.transform(point)[1] for _, point, _ in ends]
+    for (label, point, colour), at in zip(ends, spread_out(wanted, LINE / height, 0.02, 0.98)):
+        leader = {"arrowstyle": "-", "lw": 0.4, "color": colour, "relpos": (0, 0.5), "shrinkA": 0.5, "shrinkB": 2.5}
+        axes.annotate(
+            label, point, (BESIDE, at), textcoords="axes fraction", va="center", fontsize=SMALL, color=colour, arrowprops=leader,
+            annotation_clip=False,
+        )  # fmt: skip
+    widest = max((_text_width(text) for text in axes.texts), default=0.0)
+    figure, box = axes.figure, axes.get_window_extent()
+    width = (figure.bbox.width - box.x0 - widest) / BESIDE
+    if width < box.width:
+        figure.subplots_adjust(right=(box.x0 + width) / figure.bbox.width)
+
+
+def _text_width(text: Any) -> float:
+    """Pixels, without the leader of an annotation."""
+    from matplotlib.text import Text
+
+    return Text.get_window_extent(text).width
+
+
+def spread_out(wanted: list[float], gap: float, low: float = -inf, high: float = inf) -> list[float]:
+    """Returns places in the same order, at least ``gap`` apart, and within the bounds if they fit."""
+    groups: list[list[int]] = []
+
+    def places(group: list[int]) -> list[float]:
+        middle = sum(wanted[i] for i in group) / len(group)
+        return [middle + gap * (n - (len(group) - 1) / 2) for n in range(len(group))]
+
+    for index in sorted(range(len(wanted)), key=lambda i: wanted[i]):
+        groups.append([index])
+        while len(groups) > 1 and places(groups[-1])[0] - places(groups[-2])[-1] < gap:
+            groups[-2:] = [groups[-2] + groups[-1]]
+    order = [(i, at) for group in groups for i, at in zip(group, places(group))]
+    inside = [max(min(at, high - gap * (len(order) - 1 - n)), low + gap * n) for n, (_, at) in enumerate(order)]
+    return [at for _, at in sorted(zip((i for i, _ in order), inside))]

@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from lines import cell, draw_points, finish, markdown, parser, read_lines
+from lines import cell, draw_points, finish, label_ends, markdown, parser, read_lines, spread_out
 
-from fw_fairseq.tools.plot.style import SMALL, Look, canvas, label_ends, log_lengths, look, plot, spread_out
+from fw_fairseq.tools.plot.style import SMALL, Look, canvas, log_lengths, look, plot
 
 # The endings of rows in recipes/mixers.sh, in the order of the columns.
 PARTS = {"": "none", "conv": "short convolution", "norm": "output norm", "gate": "output gate", "parts": "all three"}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
+from pathlib import Path
 
-from ..command import make_parser, mistakes_as_sentences
+from ..command import check_figure, check_outputs, make_parser, mistakes_as_sentences
+from ..plot.style import save
 from . import language_models, ops
 from .contest import add_common, check, finish
 
@@ -21,7 +23,8 @@ def build_parser() -> ArgumentParser:
         options = {"help": module.HELP, "description": module.DESCRIPTION}
         sub = commands.add_parser(name, formatter_class=ArgumentDefaultsHelpFormatter, **options)
         module.add_arguments(sub)
-        add_common(sub, module.PLOT)
+        add_common(sub)
+        sub.add_argument("--figure", type=Path, help=f"file for a plot of {module.PLOT} (png, svg or pdf; needs matplotlib)")
     return parser
 
 
@@ -30,9 +33,15 @@ def main(argv: list[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse_args(argv)
     with mistakes_as_sentences(PROG):
+        check_outputs((name, path) for name, path in (("--json", args.json), ("--figure", args.figure)) if path)
+        if args.figure:
+            check_figure("--figure", args.figure)
         check(parser, args)
         module = COMMANDS[args.command]
-        finish(args, module.measure(args), module.table, module.draw)
+        report = module.measure(args)
+        finish(args, report, module.table)
+        if args.figure:
+            save(module.draw(report), [args.figure])
 
 
 if __name__ == "__main__":

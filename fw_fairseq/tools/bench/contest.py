@@ -7,6 +7,7 @@ the median time, and the median over rounds of the ratio of two contenders in th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import platform
 import resource
@@ -21,7 +22,7 @@ import torch
 
 from ...errors import Mistake
 from ...files import write_atomically
-from ..command import check_figure, check_outputs, refuse_folder
+from ..command import refuse_folder
 
 
 def positive(text: str) -> int:
@@ -32,44 +33,32 @@ def positive(text: str) -> int:
     return value
 
 
-def add_common(parser: argparse.ArgumentParser, plot: str) -> None:
+def add_common(parser: argparse.ArgumentParser) -> None:
     """Adds the options that all benchmarks have."""
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--rounds", type=positive, default=7, help="timed rounds, after one that is not timed")
     parser.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="CPU threads")
     parser.add_argument("--json", type=Path, help="file to write all measurements to")
-    parser.add_argument("--figure", type=Path, help=f"file for a plot of {plot} (png, svg or pdf; needs matplotlib)")
 
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Refuses a device that is not there and files that cannot be written, before anything is measured."""
     if args.device != "cpu" and not torch.cuda.is_available():
         parser.error(f"--device {args.device} needs a CUDA device, and torch sees none; use --device cpu")
-    check_outputs((name, path) for name, path in (("--json", args.json), ("--figure", args.figure)) if path)
-    if args.figure:
-        check_figure("--figure", args.figure)
     if args.json:
         refuse_folder("--json", args.json)
-        if args.json.is_file() and not _is_report(args.json):
-            raise Mistake(f"--json is {args.json}, which is no report of fw-bench and would be lost; name another file")
+        with contextlib.suppress(FileNotFoundError):
+            if '"settings": {' not in args.json.read_text(errors="replace"):
+                raise Mistake(f"--json is {args.json}, which is no report of fw-bench and would be lost; name another file")
     torch.set_num_threads(args.threads)
 
 
-def _is_report(file: Path) -> bool:
-    try:
-        return "settings" in json.loads(file.read_text())
-    except (ValueError, TypeError):
-        return False
-
-
-def finish(args: argparse.Namespace, report: dict, table: Callable[[dict], str], draw: Callable[[dict, Path], None] | None) -> None:
-    """Prints the tables of a report, and writes its files."""
+def finish(args: argparse.Namespace, report: dict, table: Callable[[dict], str]) -> None:
+    """Prints the tables of a report, and writes its file."""
     progress("")
     print(table(report))
     if args.json:
         write_json(args.json, report)
-    if args.figure and draw:
-        draw(report, args.figure)
 
 
 def take_turns(contenders: Mapping[Any, Callable[[], Any]], rounds: int, what: str = "", untimed: int = 1) -> dict[Any, list]:

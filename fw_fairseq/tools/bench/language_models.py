@@ -7,12 +7,12 @@ import json
 import statistics
 from argparse import ArgumentParser, Namespace
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...errors import Mistake
 from ...mixers import MIXERS
 from ...rules import RULES
+from ..plot.style import draw_lengths
 from .contest import machine, parameter_counts, positive, say, settings, spread, take_turns, times_faster, write_json
 from .measure import ALL, TRANSFORMER, batch_rows, build_model, model_names, peak_memory, time_generation, time_host, time_training
 
@@ -196,9 +196,7 @@ def _part_table(report: dict, part: Part) -> list[str]:
     return lines
 
 
-def draw(report: dict, path: Path) -> None:
+def draw(report: dict) -> Any:
     """Time per token and bytes of the state against context."""
-    from ..plot.cost import draw_report
-    from ..plot.style import save
-
-    save(draw_report(report, "generation"), [path])
+    panels = [("seconds", 1e3, "ms per token"), ("state_bytes", 1e-6, "state, MB")]
+    return draw_lengths(report["generation"], "context", panels, "tokens before")

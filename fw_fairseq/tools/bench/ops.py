@@ -1,4 +1,4 @@
-"""fw-bench ops: every rule against its step loop, softmax attention, a cumulative sum and, on a GPU, flash-linear-attention."""
+"""fw-bench ops: every rule against its step loop, softmax attention and a cumulative sum."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +17,15 @@ from ...feature_maps import AS_IS, ROW_MAPS
 from ...ops import RowMap, fast_weight
 from ...ops.checks import BACKENDS
 from ...rules import RULES
-from .contest import machine, peak_beyond, positive, progress, settings, spread, take_turns, timed, times_faster
-from .peers import peer_name, running_peers
+from ..plot.style import draw_lengths
+from .contest import machine, peak_beyond, positive, progress, say, settings, spread, take_turns, timed, times_faster
 
 HELP = "the recurrence itself, forward and backward"
-DESCRIPTION = "Every rule against its step loop, softmax attention, a cumulative sum and, on a GPU, flash-linear-attention."
+DESCRIPTION = "Every rule against its step loop, softmax attention and a cumulative sum."
 PLOT = "time against length"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SOFTMAX, CUMSUM = "softmax attention", "cumulative sum"
+PEERS: dict[str, tuple[str, Callable]] = {}  # by rule the name of another kernel, and a function that makes its call of the inputs
 PLACES = ("with", "after")  # a rule with the feature map in the operation, or after it
 
 
@@ -42,8 +43,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     said = "also time every rule with this map and its norm twice: applied inside the operation, and before it"
     add("--feature-map", choices=ROW_MAPS, help=said)
     add("--dpfp-nu", type=positive, default=1, help="nu of --feature-map dpfp")
-    said = "without flash-linear-attention, whose kernels may be tuned for minutes at first"
-    add("--no-peers", action="store_true", help=said)
+    add("--no-peers", action="store_true", help="without other kernels, which a program may have put into PEERS")
     add("--loop-up-to", type=int, default=512, metavar="T", help="longest sequence for the step loop")
     add("--softmax-up-to", type=int, default=1024, metavar="T", help="longest sequence for softmax attention")
     add("--cumsum-up-to", type=int, default=512, metavar="T", help="longest sequence for the cumulative sum")
@@ -114,10 +114,15 @@ def _contenders(args: Namespace, tokens: int, refused: list[dict]) -> dict[str, 
     calls = {rule: forward_backward(args, rule, tokens, args.backend) for rule in args.rules}
     if args.device != "cpu":
         calls |= {f"{rule} chunks": forward_backward(args, rule, tokens, "chunkwise") for rule in args.rules}
-        if not args.no_peers:
-            found, errors = running_peers(args.rules, partial(draw_inputs, args, tokens=tokens), args.device)
-            calls |= found
-            refused += [{"name": name, "tokens": tokens, "error": error} for name, error in errors.items()]
+        for rule in [] if args.no_peers else filter(PEERS.get, args.rules):
+            name, make = PEERS[rule]
+            try:
+                call = make(*draw_inputs(args, rule, tokens))
+                timed(call, args.device)
+                calls[name] = call
+            except Exception as error:  # of any kind: it is their code, which refuses some devices at the first call
+                refused.append({"name": name, "tokens": tokens, "error": f"{type(error).__name__}: {error}".split("\n")[0]})
+                say(f"{name}: not measured: {refused[-1]['error']}")
     if args.feature_map:
         for rule in args.rules:
             calls |= {f"{rule} {place} {args.feature_map}": _mapped(args, rule, tokens, place == "with") for place in PLACES}
@@ -146,7 +151,7 @@ def _ratios(args: Namespace, seconds: dict[tuple[int, str], list[float]]) -> lis
     for rule in args.rules:
         for tokens in args.tokens:
             own = seconds[tokens, rule]
-            for peer in (f"{rule} step loop", f"{rule} chunks", SOFTMAX, CUMSUM, peer_name(rule)):
+            for peer in (f"{rule} step loop", f"{rule} chunks", SOFTMAX, CUMSUM, *PEERS.get(rule, [""])[:1]):
                 if (tokens, peer) in seconds and (peer != CUMSUM or rule == "sum"):
                     times = times_faster(seconds[tokens, peer], own)
                     found.append({"rule": rule, "tokens": tokens, "peer": peer, "times_faster": times})
@@ -239,11 +244,8 @@ def _names(row: dict) -> str:
     return f"{row['rule']} against {row['peer'].removeprefix(row['rule'] + ' ')}" if "times_faster" in row else row["rule"]
 
 
-def draw(report: dict, path: Path) -> None:
-    """Time of forward and backward against length, both axes logarithmic."""
-    from ..plot.cost import Panel, draw_rows
-    from ..plot.style import save
-
+def draw(report: dict) -> Any:
+    """Time of forward and backward against length."""
     left_out = ("step loop", CUMSUM, *(f" {place} " for place in PLACES))
     rows = [row for row in report["forward_backward"] if not any(part in row["name"] for part in left_out)]
-    save(draw_rows(rows, "tokens", [Panel("seconds", 1e3, "forward + backward, ms")], SOFTMAX), [path])
+    return draw_lengths(rows, "tokens", [("seconds", 1e3, "forward + backward, ms")], "tokens")

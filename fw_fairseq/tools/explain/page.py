@@ -86,5 +86,6 @@ def shaded(words: list[str], relative: Tensor, weights: Tensor, outside: int, po
 
 
 def strongest(words: list[str], weights: Tensor) -> str:
+    """Returns the tokens with the largest weights."""
     order = weights.abs().argsort(descending=True)[:STRONGEST].tolist()
     return ", ".join(f"{words[i]} ({i}) {weights[i]:.2g}" for i in order)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ...errors import Mistake
 from ...files import write_atomically
 from .page import Shown
 from .weights import Part, relative
@@ -25,11 +23,6 @@ class Scale(NamedTuple):
 
 HEADS = Scale("weight / largest of its row", "RdBu", -1)
 LAYERS = Scale("mean |weight| / largest of its row", "Purples", 0)
-
-
-def require_matplotlib() -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise Mistake("--png needs matplotlib; install fw_fairseq with the extra [plots]")
 
 
 def draw(title: str, readings: list[Shown], path: Path) -> None:
@@ -82,7 +75,7 @@ def bands_of(reading: Shown) -> list[Band]:
     return found
 
 
-def fill(axis, band: Band, columns: int):
+def fill(axis: Any, band: Band, columns: int) -> Any:
     """Draws the cells of a band, and returns what the colour bar describes."""
     from matplotlib.patches import Rectangle
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ def relative(weights: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def explain(model, tokens: Tensor, readers: list[int]) -> list[Reading]:
+def explain(model: Any, tokens: Tensor, readers: list[int]) -> list[Reading]:
     """Returns the weights of all tokens up to each reader in what it reads, for each layer, and what the model expects after it."""
     from ...patches.non_finite import NotFinite, why_not_finite  # which makes the options, whose choices a user directory adds to
 
@@ -76,7 +76,7 @@ def explain(model, tokens: Tensor, readers: list[int]) -> list[Reading]:
     return found
 
 
-def parts_of(module, x: Tensor, layer: int) -> list[Part]:
+def parts_of(module: Any, x: Tensor, layer: int) -> list[Part]:
     """Returns the weights at the last of x (T,1,C) in one layer's mixer or softmax attention."""
     if getattr(module, "source", None) is not None:
         raise Mistake("fw-explain cannot say what a layer with --qkv-sparsity reads of which token: its keys mix three tokens")
@@ -87,21 +87,21 @@ def parts_of(module, x: Tensor, layer: int) -> list[Part]:
     return [Part(layer, name, what, heads.float(), window_of(mixer, what, len(x))) for what, heads in mixer.explain(x).items()]
 
 
-def window_of(mixer, what: str, tokens: int) -> int:
+def window_of(mixer: Any, what: str, tokens: int) -> int:
     """Returns how many of all tokens the last one may read from, itself among them; 0 means all of them."""
     if what == "attention":
         return mixer.reach.window(tokens)
     return getattr(mixer, "window", 0)
 
 
-def expected(model, output, reader: int) -> list[tuple[int, float]]:
+def expected(model: Any, output: Any, reader: int) -> list[tuple[int, float]]:
     """Returns the most probable next words after the reader and their probabilities."""
     chances = model.get_normalized_probs((output[0][:, [reader]], output[1]), log_probs=False, sample=None)[0, 0]
     best = chances.topk(min(EXPECTED, len(chances)))
     return list(zip(best.indices.tolist(), best.values.tolist()))
 
 
-def attention(module, x: Tensor) -> Tensor:
+def attention(module: Any, x: Tensor) -> Tensor:
     """Returns the last token's attention weights (heads, T) for x (T, 1, C); fairseq itself returns only their mean over heads."""
     q, k = module.q_proj(x[-1, 0]) * module.scaling, module.k_proj(x[:, 0])
     return torch.einsum("hx,thx->ht", q.unflatten(-1, (module.num_heads, -1)), k.unflatten(-1, (module.num_heads, -1))).softmax(-1)

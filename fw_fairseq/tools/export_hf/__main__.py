@@ -34,11 +34,6 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def mixers_of(model) -> str:
-    """Returns the names of the mixers of a model's layers, of the decoder's in translation."""
-    return ", ".join(dict.fromkeys(getattr(model.config, "decoder", model.config).mixers))
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
     asked = parser()
@@ -56,7 +51,8 @@ def main(arguments: list[str] | None = None) -> None:
             said = "renewed"
         else:
             model = export(**args)
-            said = f"{model.num_parameters():,} parameters, {mixers_of(model)}"
+            mixers = dict.fromkeys(getattr(model.config, "decoder", model.config).mixers)  # of the decoder in translation
+            said = f"{model.num_parameters():,} parameters, {', '.join(mixers)}"
     print(f"{folder or args['output']}: {said}")
 
 

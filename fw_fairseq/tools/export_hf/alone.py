@@ -7,13 +7,14 @@ transformers alone.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 
 TOKENS, BEAMS = 4, 3
 
 
-def load(folder: str) -> torch.nn.Module:
+def load(folder: str) -> Any:
     """Returns the model in float64, where a state and a pass over all tokens hardly differ; refuses other weights than its own."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -26,7 +27,7 @@ def load(folder: str) -> torch.nn.Module:
     return model.double().eval()
 
 
-def draw(config, most: int) -> torch.Tensor:
+def draw(config: Any, most: int) -> torch.Tensor:
     """Returns random words for two sequences, at most as many as the model has positions."""
     count = min(most, config.max_position_embeddings or most)
     return torch.randint(config.vocab_size, (2, count), generator=torch.Generator().manual_seed(0))
@@ -38,7 +39,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def difference(model: torch.nn.Module) -> float:
+def difference(model: Any) -> float:
     """Returns how far the log probabilities of generated words are from those of a pass over all words, with the state and
     without; the scores of a beam search too."""
     config, translates = model.config, model.config.is_encoder_decoder

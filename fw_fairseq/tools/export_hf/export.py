@@ -6,10 +6,13 @@ import functools
 import math
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 from ...errors import Mistake
-from ...files import tokenizer_size
 from ...patches.non_finite import NotFinite, why_not_finite
 from ..checkpoints import first_symbol, load_model
 from . import language_models, translation
@@ -20,7 +23,13 @@ PROG = "fw-export-hf"
 ARCHITECTURES = ("fast_weight_lm", "fast_weight_transformer")
 
 
-def export(checkpoint, output, data=None, tokenizer=None, force: bool = False):
+def export(
+    checkpoint: str | Path,
+    output: str | Path,
+    data: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    force: bool = False,
+) -> Any:
     """Writes the folder ``output`` and returns the model in it.
 
     data: the folder with dict.txt, or with those of both languages; by default that of the training. tokenizer: a folder with a
@@ -30,16 +39,17 @@ def export(checkpoint, output, data=None, tokenizer=None, force: bool = False):
     output = Path(output).resolve()
     check_output(output, force)
     source, task = load_model(checkpoint, data, PROG, ARCHITECTURES)
+    if tokenizer is not None and (hasattr(source, "encoder") or first_symbol(task) != task.source_dictionary.eos()):
+        raise Mistake("--tokenizer is for a CHECKPOINT that fw-convert made of a GPT-2, whose texts have no <s>; leave it out")
     if hasattr(source, "encoder"):
-        model, compare, tokenizers = translation_model(source, task, tokenizer)
+        model, compare, tokenizers = _translation_model(source, task)
     else:
-        model, compare, tokenizers = language_model(source, task, tokenizer)
+        model, compare, tokenizers = _language_model(source, task, tokenizer)
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
-        check(compare(model), source, checkpoint)
+        _check(compare(model), source, checkpoint)
         write(model, tokenizers, temporary)
-        check(compare(load(type(model), temporary)), source, checkpoint)
-        check_sizes(model.config, temporary, tokenizers)
+        _check(compare(load(type(model), temporary)), source, checkpoint)
         check_alone(temporary, f"CHECKPOINT {checkpoint}")
         check_output(output, force)
         replace(temporary, output)
@@ -48,7 +58,7 @@ def export(checkpoint, output, data=None, tokenizer=None, force: bool = False):
     return model
 
 
-def check(difference: float, source, checkpoint) -> None:
+def _check(difference: float, source: nn.Module, checkpoint: str | Path) -> None:
     """Refuses a model that computes something else than fairseq's."""
     if math.isnan(difference):
         raise NotFinite(f"CHECKPOINT {checkpoint} computes NaN; {why_not_finite(source)}, and nothing was written")
@@ -56,25 +66,10 @@ def check(difference: float, source, checkpoint) -> None:
         raise Mistake(f"CHECKPOINT {checkpoint} computes other logits in transformers, by {difference:.1e}; nothing was written")
 
 
-def check_sizes(config, folder: Path, tokenizers: dict) -> None:
-    """Refuses a folder whose tokenizers have other numbers of tokens than its model. tokenizers: by their places in it."""
-    sides = ("encoder", "decoder") if config.is_encoder_decoder else ("",)
-    for side, place in zip(sides, tokenizers):
-        words, tokens = getattr(config, side, config).vocab_size, tokenizer_size(folder / place)
-        if words != tokens:
-            raise Mistake(f"the tokenizer would have {tokens} tokens and the model {words}; nothing was written")
-
-
-def language_model(source, task, tokenizer):
-    """Returns the model of a fast_weight_lm, a function that compares a model with fairseq's, and its tokenizer."""
+def _language_model(source: Any, task: Any, tokenizer: str | Path | None) -> tuple[Any, Callable, dict]:
+    """The model of a fast_weight_lm, a function that compares a model with fairseq's, and its tokenizer."""
     dictionary, first = task.source_dictionary, first_symbol(task)
-    if len(task.target_dictionary) != len(dictionary):
-        raise Mistake("CHECKPOINT was trained with --output-dictionary-size, which fw-export-hf does not have")
-    if tokenizer is not None and first != dictionary.eos():
-        raise Mistake(
-            "--tokenizer is a GPT-2's, which has no <s>, and CHECKPOINT was trained with --add-bos-token; leave --tokenizer out for"
-            " the words of dict.txt"
-        )
+    language_models.refuse_options({"--output-dictionary-size": len(task.target_dictionary) != len(dictionary)})
     model, order = language_models.build(source.decoder), None
     model.config.update({"bos_token_id": first, "eos_token_id": dictionary.eos(), "pad_token_id": dictionary.pad()})
     if tokenizer is not None:
@@ -83,13 +78,9 @@ def language_model(source, task, tokenizer):
     return model, compare, {"": word_tokenizer(dictionary, first=first) if tokenizer is None else Path(tokenizer)}
 
 
-def translation_model(source, task, tokenizer):
-    """Returns the model of a fast_weight_transformer, a function that compares a model with fairseq's, and the tokenizers of both
+def _translation_model(source: Any, task: Any) -> tuple[Any, Callable, dict]:
+    """The model of a fast_weight_transformer, a function that compares a model with fairseq's, and the tokenizers of both
     languages."""
-    if tokenizer is not None:
-        raise Mistake(
-            "--tokenizer is for a CHECKPOINT that fw-convert made of a GPT-2; a translation model has the words of its data"
-        )
     dictionaries = [task.source_dictionary, task.target_dictionary]
     model = translation.build(source)
     translation.set_generation(model, task.target_dictionary)

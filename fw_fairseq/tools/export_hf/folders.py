@@ -11,6 +11,7 @@ import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from ...errors import Mistake
 from ...files import reading, write_atomically
@@ -20,14 +21,8 @@ TOLERANCE = 1e-4
 PROGRAM = Path(__file__).with_name("alone.py")
 CODE_FILE = "modeling_fw_fairseq.py"
 TARGET = "target"  # the folder of the tokenizer of translations
-TOKENIZER_FILES = (
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
+TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+                   "added_tokens.json")  # fmt: skip
 WRITTEN = re.compile("|".join([*map(re.escape, (*TOKENIZER_FILES, CODE_FILE)), r"(generation_)?config\.json",
                                r"model(-\d+-of-\d+)?\.safetensors", r"model\.safetensors\.index\.json"]))  # fmt: skip
 
@@ -38,20 +33,16 @@ def check_output(output: Path, force: bool) -> None:
         return
     if not force:
         raise Mistake(f"OUTPUT {output} exists; name another folder, or give --force to replace an earlier export")
+    why = ""
     if not output.is_dir() or (any(output.iterdir()) and not (output / CODE_FILE).exists()):
-        raise Mistake(
-            f"OUTPUT {output} is no earlier export, as it has no {CODE_FILE}; --force would delete it: name another folder"
-        )
-    foreign = sorted(path.name for path in output.iterdir() if not is_written(path))
-    if foreign:
-        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
-        raise Mistake(
-            f"OUTPUT {output} has {foreign[0]}{more}, which fw-export-hf did not write and --force would delete; move that away or"
-            " name another folder"
-        )
+        why = f"is no earlier export, as it has no {CODE_FILE}, and --force would delete it"
+    elif foreign := sorted(path.name for path in output.iterdir() if not _is_written(path)):
+        why = f"has {foreign[0]}, which fw-export-hf did not write and --force would delete"
+    if why:
+        raise Mistake(f"OUTPUT {output} {why}; name another folder")
 
 
-def is_written(path: Path) -> bool:
+def _is_written(path: Path) -> bool:
     """Whether a file, or the folder of a second tokenizer, may come from an export."""
     if path.is_dir():
         return path.name == TARGET and all(inside.name in TOKENIZER_FILES and inside.is_file() for inside in path.iterdir())
@@ -72,7 +63,7 @@ def replace(new: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def load(kind: type, folder: Path):
+def load(kind: Any, folder: Path) -> Any:
     """Returns the model that transformers loads of a folder, in evaluation mode. kind: its class, which is not taken from the
     folder's code."""
     from transformers.utils import logging
@@ -86,7 +77,7 @@ def load(kind: type, folder: Path):
             logging.enable_progress_bar()
 
 
-def write(model, tokenizers: dict, folder: Path) -> None:
+def write(model: Any, tokenizers: dict[str, Any], folder: Path) -> None:
     """Writes the model, its code and its tokenizers into a new folder. tokenizers: a tokenizer, or the folder of one, for each
     folder inside it, "" for itself."""
     folder.mkdir(parents=True)
@@ -97,7 +88,7 @@ def write(model, tokenizers: dict, folder: Path) -> None:
         setattr(model.generation_config, name, getattr(model.config, name))
     model.generation_config._from_model_config = False
     model.save_pretrained(folder)
-    write_code(folder / CODE_FILE)
+    _write_code(folder / CODE_FILE)
     for place, tokenizer in tokenizers.items():
         if not isinstance(tokenizer, Path):
             tokenizer.save_pretrained(folder / place)
@@ -119,35 +110,35 @@ def check_alone(folder: Path, named: str) -> None:
         done = subprocess.run(command, cwd=modules, env=environment, capture_output=True, text=True)
     if done.returncode == 0:
         found = float(done.stdout.split()[-1])
-        reason = None if found <= TOLERANCE else f"its state changes what it generates, by {found:.1e}"
+        reason = "" if found <= TOLERANCE else f"its state changes what it generates, by {found:.1e}"
     else:
         reason = done.stderr.strip().splitlines()[-1] if done.returncode == 1 else f"its process ended with {done.returncode}"
-    if reason is not None:
-        raise Mistake(
-            f"{named} does not generate in transformers {metadata.version('transformers')} ({reason}); nothing was written"
-        )
+    if reason:
+        library = f"transformers {metadata.version('transformers')}"
+        raise Mistake(f"{named} does not generate in {library} ({reason}); nothing was written")
 
 
 def renew(folder: Path) -> None:
     """Puts the code of today into an earlier export, once its other files were checked with it; they stay as they are."""
-    code, wrong = folder / CODE_FILE, f"--renew is {folder}, which is no folder of fw-export-hf"
-    if not code.is_file():
-        raise Mistake(f"{wrong}, as it has no {CODE_FILE}")
-    with reading(folder / "config.json", "a model's configuration"):
-        places = json.loads((folder / "config.json").read_text(encoding="utf-8"))["auto_map"].values()
-    if foreign := [place for place in places if not place.startswith(f"{code.stem}.")]:  # whose code would be run
-        raise Mistake(f"{wrong}, as its config.json names {foreign[0]}")
+    code = folder / CODE_FILE
+    wrong = "" if code.is_file() else f"it has no {CODE_FILE}"
+    if not wrong:
+        with reading(folder / "config.json", "a model's configuration"):
+            places = json.loads((folder / "config.json").read_text(encoding="utf-8"))["auto_map"].values()
+        foreign = [place for place in places if not place.startswith(f"{code.stem}.")]  # whose code would be run
+        wrong = f"its config.json names {foreign[0]}" if foreign else ""
+    if wrong:
+        raise Mistake(f"--renew is {folder}, which is no folder of fw-export-hf, as {wrong}")
     with tempfile.TemporaryDirectory() as place:
         copy = Path(place, "renewed")
         copy.mkdir()
         for path in folder.iterdir():
             if path.is_file() and WRITTEN.fullmatch(path.name) and path.name != CODE_FILE:
                 (copy / path.name).symlink_to(path.resolve())
-        write_code(copy / CODE_FILE)
+        _write_code(copy / CODE_FILE)
         check_alone(copy, f"--renew {folder}")
-    write_atomically(code, write_code)
+    write_atomically(code, _write_code)
 
 
-def write_code(path: Path) -> None:
-    """Writes the code of the models."""
+def _write_code(path: Path) -> None:
     path.write_text(standalone.code(), encoding="utf-8")

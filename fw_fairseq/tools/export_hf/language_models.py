@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from fairseq.modules import CharacterTokenEmbedder
 from torch import Tensor, nn
 
-from ...config import SOFTMAX, SPARSE_OPTIONS, option_name
+from ...config import SOFTMAX, SPARSE_OPTIONS, FastWeightConfig, option_name
 from ...errors import Mistake
 from ...mixers import MIXERS
 from ...models.fast_weight_decoder import FastWeightDecoder
@@ -17,29 +18,31 @@ from ...modules.plain_softmax import PlainAdaptiveSoftmax
 from ...modules.positions import PositionsFromEnd
 
 
-def build(decoder: FastWeightDecoder):
+def build(decoder: FastWeightDecoder) -> Any:
     """Returns the model for transformers, with the weights of fairseq's decoder."""
     from ...huggingface import FastWeightForCausalLM, FastWeightHFConfig
 
     model = FastWeightForCausalLM(FastWeightHFConfig(**decoder_options(decoder))).eval()
-    load(model, decoder_tensors(decoder))
+    model.load_state_dict(decoder_tensors(decoder))
     return model
 
 
 def decoder_options(decoder: FastWeightDecoder) -> dict:
     """Returns the options of fairseq's decoder as those of FastWeightHFConfig."""
+    from ...huggingface import ACTIVATIONS
+
     cfg, config = decoder.cfg, decoder.fast_weight_config
-    check_options(cfg, config)
-    parts = {"--plain-adaptive-softmax": decoder.adaptive_softmax, "--positions-from-end": decoder.embed_positions}
-    for name, part in parts.items():
-        if isinstance(part, (PlainAdaptiveSoftmax, PositionsFromEnd)):
-            raise Mistake(f"CHECKPOINT was trained with {name}, which fw-export-hf does not have")
+    refused: dict[str, bool] = {option_name(name): bool(getattr(config, name)) for name in SPARSE_OPTIONS}
+    refused["--plain-adaptive-softmax"] = isinstance(decoder.adaptive_softmax, PlainAdaptiveSoftmax)
+    refused["--positions-from-end"] = isinstance(decoder.embed_positions, PositionsFromEnd)
+    refused[f"--activation-fn {cfg.activation_fn}"] = cfg.activation_fn not in ACTIVATIONS
+    refuse_options(refused)
     _, output_bands = output_tensors(decoder, is_tied(decoder))
     size_out = decoder.project_out_dim.out_features if decoder.project_out_dim is not None else decoder.embed_dim
     return side_options(decoder, cfg.decoder, decoder.embed_dim, config) | dict(
         output_size=size_out,
         decoding_graph=not config.no_decoding_graph,
-        mixers=[mixer_name(layer.self_attn) for layer in decoder.layers],
+        mixers=[_mixer_name(layer.self_attn) for layer in decoder.layers],
         output_scale=size_out**-0.5 if config.scale_output else 1.0,
         max_position_embeddings=None if decoder.embed_positions is None and decoder.recurrent else cfg.max_target_positions,
         output_bands=output_bands if decoder.adaptive_softmax is not None else None,
@@ -47,25 +50,18 @@ def decoder_options(decoder: FastWeightDecoder) -> dict:
     )
 
 
-def check_options(cfg, config) -> None:
-    """Refuses options of a checkpoint that models for transformers do not have."""
-    from ...huggingface import ACTIVATIONS
-
-    if cfg.activation_fn not in ACTIVATIONS:
-        raise Mistake(f"CHECKPOINT has activation {cfg.activation_fn}; fw-export-hf takes: {', '.join(ACTIVATIONS)}")
-    for name in SPARSE_OPTIONS:
-        if getattr(config, name):
-            raise Mistake(f"CHECKPOINT was trained with {option_name(name)}, which fw-export-hf does not have")
+def refuse_options(used: dict[str, bool]) -> None:
+    """Refuses options of a checkpoint that models for transformers do not have. used: whether it was trained with each."""
+    if refused := [name for name, value in used.items() if value]:
+        raise Mistake(f"CHECKPOINT was trained with {refused[0]}, which fw-export-hf does not have")
 
 
-def side_options(side: nn.Module, cfg, width: int, config) -> dict:
+def side_options(side: Any, cfg: Any, width: int, config: FastWeightConfig) -> dict:
     """Returns the options that an encoder and a decoder have in common. cfg: fairseq's options of this side; config: this
     project's options."""
     words = side.embed_tokens
-    if isinstance(words, CharacterTokenEmbedder):
-        raise Mistake("CHECKPOINT was trained with --character-embeddings; fw-export-hf takes models that embed whole words")
-    if side.quant_noise is not None:
-        raise Mistake("CHECKPOINT was trained with --quant-noise-pq, whose map after the embeddings fw-export-hf does not have")
+    characters = isinstance(words, CharacterTokenEmbedder)
+    refuse_options({"--character-embeddings": characters, "--quant-noise-pq": side.quant_noise is not None})
     return dict(
         vocab_size=len(side.dictionary),
         hidden_size=width,
@@ -73,7 +69,7 @@ def side_options(side: nn.Module, cfg, width: int, config) -> dict:
         intermediate_size=cfg.ffn_embed_dim,
         num_hidden_layers=len(side.layers),
         num_attention_heads=cfg.attention_heads,
-        mixer_options={name: jsonable(value) for name, value in asdict(config).items() if not name.startswith("_")},
+        mixer_options={name: _jsonable(value) for name, value in asdict(config).items() if not name.startswith("_")},
         activation=str(side.cfg.activation_fn),
         normalize_before=cfg.normalize_before,
         final_norm=side.layer_norm is not None,
@@ -90,7 +86,7 @@ def decoder_tensors(decoder: FastWeightDecoder) -> dict[str, Tensor]:
     return side_tensors(decoder) | output_tensors(decoder, is_tied(decoder))[0]
 
 
-def side_tensors(side: nn.Module) -> dict[str, Tensor]:
+def side_tensors(side: Any) -> dict[str, Tensor]:
     """Returns the weights of an encoder or of a decoder, without its output."""
     tensors = embedding_tensors(side.embed_tokens)
     tensors.pop("bands", None)
@@ -102,26 +98,16 @@ def side_tensors(side: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def load(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Copies the weights into the model and refuses any that it does not have."""
-    unknown = sorted(tensors.keys() - model.state_dict().keys())
-    if unknown:
-        raise Mistake(f"CHECKPOINT has the parameter {unknown[0]}, which fw-export-hf does not know")
-    model.load_state_dict(tensors)
-
-
-def jsonable(value):
-    """Returns a value that JSON can hold."""
+def _jsonable(value: Any) -> Any:
     return value if isinstance(value, (int, float)) else str(value)  # an option with choices is an Enum
 
 
-def mixer_name(attention: nn.Module) -> str:
-    """Returns the name of a layer's mixer."""
+def _mixer_name(attention: nn.Module) -> str:
     mixer = getattr(attention, "mixer", None)
     return next((name for name, kind in MIXERS.items() if type(mixer) is kind), SOFTMAX)
 
 
-def embedding_tensors(words: nn.Module) -> dict:
+def embedding_tensors(words: Any) -> dict:
     """Returns the weights of the input's embeddings by name, with their bands if they are adaptive."""
     if isinstance(words, nn.Embedding):
         return {"embed_tokens.weight": words.weight}
@@ -131,31 +117,31 @@ def embedding_tensors(words: nn.Module) -> dict:
     return tensors
 
 
-def is_tied(decoder) -> bool:
+def is_tied(decoder: Any) -> bool:
     """Returns whether the output shares the input's embeddings."""
     if decoder.adaptive_softmax is None:
         return decoder.output_projection.weight is getattr(decoder.embed_tokens, "weight", None)
     head = decoder.adaptive_softmax.head
-    return hasattr(head, "word_proj") and weights(head.word_proj)[-1] is decoder.embed_tokens.embeddings[0][0].weight
+    return hasattr(head, "word_proj") and _weights(head.word_proj)[-1] is decoder.embed_tokens.embeddings[0][0].weight
 
 
-def weights(module: nn.Module) -> list[Tensor]:
+def _weights(module: nn.Module) -> list[Tensor]:
     """Returns the weights of a linear map, or of a chain of them in the order of their use."""
-    linear = [part for part in module.modules() if hasattr(part, "weight")]
+    linear: list[Any] = [part for part in module.modules() if hasattr(part, "weight")]
     return [part.weight.t() if getattr(part, "transpose", False) else part.weight for part in linear]
 
 
-def output_tensors(decoder, tied: bool) -> tuple[dict[str, Tensor], list]:
+def output_tensors(decoder: Any, tied: bool) -> tuple[dict[str, Tensor], list]:
     """Returns the weights of the output layer by name, and its bands."""
     softmax = decoder.adaptive_softmax
     if softmax is None:
         return ({} if tied else {"output.weight": decoder.output_projection.weight}), []
     first = softmax.cutoff[0]
     if hasattr(softmax.head, "word_proj"):
-        clusters, bands = [weights(softmax.head.word_proj)], softmax.head.class_proj.weight
+        clusters, bands = [_weights(softmax.head.word_proj)], softmax.head.class_proj.weight
     else:
         clusters, bands = [[softmax.head.weight[:first]]], softmax.head.weight[first:]
-    clusters += [weights(tail) for tail in softmax.tail]
+    clusters += [_weights(tail) for tail in softmax.tail]
     tensors = {"output.bands.weight": bands}
     for i, (*mapped, words) in enumerate(clusters):
         tensors |= {f"output.maps.{i}.weight": x for x in mapped}
@@ -165,7 +151,7 @@ def output_tensors(decoder, tied: bool) -> tuple[dict[str, Tensor], list]:
 
 
 @torch.no_grad()
-def compare(source, model, words: int, order: Tensor | None = None) -> float:
+def compare(source: Any, model: Any, words: int, order: Tensor | None = None) -> float:
     """Returns the difference from fairseq's model on random tokens. order: the dictionary's number of each of the model's
     tokens, where they are numbered otherwise."""
     length, draw = min(16, model.config.max_position_embeddings or 16), torch.Generator().manual_seed(0)
@@ -173,7 +159,7 @@ def compare(source, model, words: int, order: Tensor | None = None) -> float:
     return difference(source, source(tokens if order is None else order[tokens]), model(tokens).logits, order)
 
 
-def difference(source, output, logits: Tensor, order: Tensor | None = None) -> float:
+def difference(source: Any, output: Any, logits: Tensor, order: Tensor | None = None) -> float:
     """Returns the largest difference between the log probabilities of fairseq's output and of these logits, relative to the
     largest log probability."""
     expected = source.get_normalized_probs(output, log_probs=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,31 +12,13 @@ from torch import nn
 from ...errors import Mistake
 from ...files import tokenizer_size
 
-MARKS_AFTER = (
-    ",",
-    ".",
-    ";",
-    ":",
-    "!",
-    "?",
-    ")",
-    "]",
-    "%",
-    "n't",
-    "'s",
-    "'m",
-    "'re",
-    "'ve",
-    "'ll",
-    "'d",
-)  # that follow without a space
+# That follow without a space.
+MARKS_AFTER = (",", ".", ";", ":", "!", "?", ")", "]", "%", "n't", "'s", "'m", "'re", "'ve", "'ll", "'d")
 
 
-def renumber(model, dictionary, tokenizer: Path) -> torch.Tensor:
+def renumber(model: Any, dictionary: Any, tokenizer: Path) -> torch.Tensor:
     """Sorts embeddings by the tokenizer's ids. Its token i is the dictionary's symbol 'i', and the one without a symbol is </s>.
     Returns the dictionary's number of each id."""
-    if not any((tokenizer / name).exists() for name in ("vocab.json", "tokenizer.json")):
-        raise Mistake(f"--tokenizer {tokenizer} has neither vocab.json nor tokenizer.json; it must be a GPT-2 tokenizer's folder")
     numbers = dictionary.symbols[dictionary.nspecial :]
     size = len(numbers) + 1
     missing = sorted(set(map(str, range(size))).difference(numbers), key=int)
@@ -52,7 +35,7 @@ def renumber(model, dictionary, tokenizer: Path) -> torch.Tensor:
     return order
 
 
-def word_tokenizer(dictionary, before: bool = True, first: int | None = None):
+def word_tokenizer(dictionary: Any, before: bool = True, first: int | None = None) -> Any:
     """Returns a tokenizer that splits at spaces and puts a symbol before each text, or the end of sentence after it.
 
     ``before`` is for language models: the tokenizer then also decodes with a space before the first word, so that it continues a

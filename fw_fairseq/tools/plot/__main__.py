@@ -1,18 +1,15 @@
-"""fw-plot: figures of your own training logs, and of the reports of fw-bench model.
+"""fw-plot: figures of your own training logs.
 
 The ending of --out decides the format of a figure. Lines differ in markers and dashes, so that figures are readable in grey too.
 """
 
 from __future__ import annotations
 
-import json
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
-from ...errors import Mistake
 from ..command import check_figure, check_outputs, make_parser, mistakes_as_sentences
-from .cost import FIGURES, draw_report
 from .logs import read_logs
 from .style import Look, canvas, legend, log_values, look, plot, save
 
@@ -32,11 +29,10 @@ def main(arguments: list[str] | None = None) -> None:
     """Draws the figure that the command line asks for."""
     args = build_parser().parse_args(arguments)
     with mistakes_as_sentences(PROG):
-        inputs = [("LOG", split(text)[1]) for text in args.logs] if args.command == "curves" else [("REPORT", args.report)]
-        check_outputs([("--out", path) for path in args.out], inputs)
+        check_outputs([("--out", path) for path in args.out], [("LOG", split(text)[1]) for text in args.logs])
         for path in args.out:
             check_figure("--out", path)
-        save(args.draw(args), args.out)
+        save(draw_curves(runs(args.logs), args.metric, args.log_axis, args.log_updates), args.out)
 
 
 def build_parser() -> ArgumentParser:
@@ -44,13 +40,9 @@ def build_parser() -> ArgumentParser:
     parser = make_parser(PROG, __doc__, EXAMPLE)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def add(name: str, what: str) -> ArgumentParser:
-        command = commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
-        command.add_argument("--out", type=Path, nargs="+", required=True, help="files to write, .svg, .pdf or .png")
-        return command
-
-    curves = add("curves", "a metric of fairseq's logs against updates, one line for each run")
-    curves.set_defaults(draw=lambda args: draw_curves(runs(args.logs), args.metric, args.log_axis, args.log_updates))
+    what = "a metric of fairseq's logs against updates, one line for each run"
+    curves = commands.add_parser("curves", help=what, description=f"{what[0].upper()}{what[1:]}.")
+    curves.add_argument("--out", type=Path, nargs="+", required=True, help="files to write, .svg, .pdf or .png")
     said = "logs of fairseq-train or fairseq-hydra-train, JSON or simple; named by their files"
     curves.add_argument("logs", nargs="+", metavar="[NAME=]LOG", help=said)
     curves.add_argument(
@@ -61,19 +53,7 @@ def build_parser() -> ArgumentParser:
     )
     curves.add_argument("--log-axis", action="store_true", help="logarithmic values")
     curves.add_argument("--log-updates", action="store_true", help="logarithmic updates")
-    for name, what in FIGURES.items():
-        command = add(name, what.help)
-        command.set_defaults(draw=draw_file)
-        command.add_argument("report", type=Path, help="the file of fw-bench model --json")
     return parser
-
-
-def draw_file(args: Namespace) -> Any:
-    """Draws the figure of the command out of a report's file."""
-    try:
-        return draw_report(json.loads(args.report.read_text()), args.command)
-    except (ValueError, AttributeError, KeyError, TypeError):
-        raise Mistake(f"{args.report} is not what fw-bench model --json writes") from None
 
 
 def draw_curves(lines: list[tuple[str, Look, Path]], metric: str, log_axis: bool = False, log_updates: bool = False) -> Any:

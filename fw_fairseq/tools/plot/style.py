@@ -3,19 +3,16 @@ readable."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable
-from math import ceil, inf
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...errors import Mistake
 from ...files import write_atomically
+from ..command import require_matplotlib
 
 COLUMN = 3.3  # inches, a column of a two-column page
 SMALL, TEXT = 6.5, 7.5  # points
-LINE = 1.15 * SMALL  # from one name to the next
-BESIDE = 1.07  # where names right of the axes begin, in widths of the axes
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#8C4FA8", "#B8860B", "#5B5B5B")
 DASHES, MARKERS = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.2, 1, 1.2))), "osD^vPX*<>hd"
 UNDATED = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
@@ -44,8 +41,7 @@ def look(index: int) -> Look:
 
 def canvas(height: float = 2.3, panels: int = 1, **layout: float) -> tuple[Any, list]:
     """Returns a figure of one column and its axes, one above the other. ``layout``: fixed margins, as in subplots_adjust."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise Mistake("figures need matplotlib; install fw_fairseq with the extra [plots]")
+    require_matplotlib()
     import matplotlib
 
     matplotlib.use("Agg")
@@ -101,47 +97,22 @@ def legend(figure: Any, axes: Any) -> None:
     figure.set_figheight(figure.get_figheight() + 1.5 * SMALL / 72 * ceil(len(labels) / columns))
 
 
-def label_ends(axes: Any, ends: list[tuple[str, tuple[float, float], str]]) -> None:
-    """Writes names right of the axes, (label, last point, colour), in the order of their heights and without overlap. Where the
-    figure has no room for a name the axes become narrower."""
-    height = 72 * axes.get_window_extent().height / axes.figure.dpi
-    to_axes = axes.transData + axes.transAxes.inverted()
-    wanted = [to_axes.transform(point)[1] for _, point, _ in ends]
-    for (label, point, colour), at in zip(ends, spread_out(wanted, LINE / height, 0.02, 0.98)):
-        leader = {"arrowstyle": "-", "lw": 0.4, "color": colour, "relpos": (0, 0.5), "shrinkA": 0.5, "shrinkB": 2.5}
-        axes.annotate(
-            label, point, (BESIDE, at), textcoords="axes fraction", va="center", fontsize=SMALL, color=colour, arrowprops=leader,
-            annotation_clip=False,
-        )  # fmt: skip
-    widest = max((_text_width(text) for text in axes.texts), default=0.0)
-    figure, box = axes.figure, axes.get_window_extent()
-    width = (figure.bbox.width - box.x0 - widest) / BESIDE
-    if width < box.width:
-        figure.subplots_adjust(right=(box.x0 + width) / figure.bbox.width)
-
-
-def _text_width(text: Any) -> float:
-    """Pixels, without the leader of an annotation."""
-    from matplotlib.text import Text
-
-    return Text.get_window_extent(text).width
-
-
-def spread_out(wanted: list[float], gap: float, low: float = -inf, high: float = inf) -> list[float]:
-    """Returns places in the same order, at least ``gap`` apart, and within the bounds if they fit."""
-    groups: list[list[int]] = []
-
-    def places(group: list[int]) -> list[float]:
-        middle = sum(wanted[i] for i in group) / len(group)
-        return [middle + gap * (n - (len(group) - 1) / 2) for n in range(len(group))]
-
-    for index in sorted(range(len(wanted)), key=lambda i: wanted[i]):
-        groups.append([index])
-        while len(groups) > 1 and places(groups[-1])[0] - places(groups[-2])[-1] < gap:
-            groups[-2:] = [groups[-2] + groups[-1]]
-    order = [(i, at) for group in groups for i, at in zip(group, places(group))]
-    inside = [max(min(at, high - gap * (len(order) - 1 - n)), low + gap * n) for n, (_, at) in enumerate(order)]
-    return [at for _, at in sorted(zip((i for i, _ in order), inside))]
+def draw_lengths(rows: list[dict], length: str, panels: Iterable[tuple[str, float, str]], label: str) -> Any:
+    """Draws numbers of a benchmark's rows against their ``length``, both axes logarithmic, a line for each name. panels: the key of
+    each number, its factor and its name."""
+    panels, names = list(panels), list(dict.fromkeys(row["name"] for row in rows))
+    figure, axes = canvas(0.5 + 1.5 * len(panels), len(panels))
+    for axis, (key, factor, text) in zip(axes, panels):
+        for index, name in enumerate(names):
+            points = {row[length]: factor * row[key] for row in rows if row["name"] == name and row[key] > 0}
+            if points:
+                plot(axis, look(index), name, points)
+        axis.set_ylabel(text)
+        log_values(axis)
+        log_lengths(axis, (row[length] for row in rows))
+    axes[-1].set_xlabel(label)
+    legend(figure, axes[0])
+    return figure
 
 
 def save(figure: Any, paths: list[Path]) -> None:
