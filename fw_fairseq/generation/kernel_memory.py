@@ -16,7 +16,7 @@ from ..ops import FastWeightState
 from ..ops.dispatch import has_kernels
 from ..ops.factored import Factors
 from ..ops.kernels import step as kernel
-from ..ops.kernels.common import Divided
+from ..ops.kernels.family import Divided
 from ..ops.normalisation import EPS
 from .memory import Memory, in_columns
 
@@ -30,7 +30,7 @@ class KernelMemory(Memory):
         if type(mixer.in_proj) is not nn.Linear:
             return False
         weight = mixer.in_proj.weight
-        if not (has_kernels(weight) and mixer.backend in ("auto", "cuda") and mixer.plain and in_columns(mixer)):
+        if not (has_kernels(weight) and mixer.backend in ("auto", "cuda") and mixer.has_no_parts and in_columns(mixer)):
             return False
         if mixer.attention_norm and mixer.rule.normaliser == "keys":
             return False

@@ -6,9 +6,7 @@ import ctypes
 
 from torch import Tensor
 
-from ..feature_maps import FeatureMap, RowMap
-
-MAP_NAMES, NORM_NAMES = ("identity", "elu", "relu", "dpfp"), ("none", "sum", "l2")  # in the order of Map and Norm there
+from ..feature_maps import NORMS, ROW_MAPS, FeatureMap, RowMap
 
 
 class View(ctypes.Structure):
@@ -35,9 +33,9 @@ class Features(ctypes.Structure):
 
     def describe(self, feature_map: FeatureMap, row_map: RowMap | None) -> None:
         """Fills in the numbers for a feature map, and for the part of it that the loop may apply."""
-        self.maps_rows = row_map is not None and row_map.name in MAP_NAMES
+        self.maps_rows = row_map is not None and ROW_MAPS[row_map.name].number is not None
         self.of_projection = self.maps_rows and type(feature_map).linear is FeatureMap.linear
         self.keys = feature_map.out_dim
         self.input = feature_map.head_dim if self.of_projection else self.keys
         if self.maps_rows:
-            self.map, self.norm, self.nu = MAP_NAMES.index(row_map.name), NORM_NAMES.index(row_map.norm), row_map.nu
+            self.map, self.norm, self.nu = ROW_MAPS[row_map.name].number, NORMS[row_map.norm].number, row_map.nu

@@ -72,7 +72,7 @@ class Memory:
     @staticmethod
     def fits(mixer: FastWeight) -> bool:
         """Whether the memory of this mixer can be changed in place here, and no kernel does the step."""
-        return mixer.plain and in_columns(mixer) and steps_here(mixer)
+        return mixer.has_no_parts and in_columns(mixer) and steps_here(mixer)
 
     @staticmethod
     def takes(mixer: FastWeight, state: FastWeightState | None, rows: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from types import SimpleNamespace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ class Setting(NamedTuple):
     below: float | None = None
     choices: Collection[str] | None = None
 
-    def why_not(self, value) -> str | None:
+    def why_not(self, value: Any) -> str | None:
         """Says what a value must be if this one is not allowed; else None."""
         if self.choices is not None:
             return None if str(value) in self.choices else f"one of: {', '.join(self.choices)}"
@@ -104,13 +104,13 @@ class Mixer(nn.Module):
         if "settings" in vars(cls) and "options" not in vars(cls):
             cls.options = tuple(cls.settings)
 
-    def __init__(self, embed_dim: int, heads: int = 1):
+    def __init__(self, embed_dim: int, heads: int = 1) -> None:
         super().__init__()
         check_heads(embed_dim, heads)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, heads, embed_dim // heads
 
     @classmethod
-    def read_settings(cls, config, given: dict[str, object]) -> SimpleNamespace:
+    def read_settings(cls, config: Any, given: dict[str, object]) -> SimpleNamespace:
         """Returns the settings: those given by name, else those of ``config``, else the defaults. ``config`` is a FastWeightConfig,
         another object with such attributes, or None. It was checked before; those given by name are checked here."""
         for name, value in given.items():
@@ -128,11 +128,11 @@ class Mixer(nn.Module):
         return settings
 
     @classmethod
-    def of_layer(cls, embed_dim: int, num_heads: int, config, layer: int, layers: int) -> Mixer:
+    def of_layer(cls, embed_dim: int, num_heads: int, config: Any, layer: int, layers: int) -> Mixer:
         """The mixer of layer number ``layer`` of ``layers``; ``config`` is a FastWeightConfig."""
         return cls(embed_dim, num_heads, config)
 
-    def __call__(self, x: Tensor, state=None, *args, **kwargs):
+    def __call__(self, x: Tensor, state: Any = None, *args, **kwargs) -> Any:
         """``forward``, for an input and a state that this mixer can have."""
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[2] != self.embed_dim or not x.is_floating_point():
             is_ = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
@@ -145,16 +145,16 @@ class Mixer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        state=None,
+        state: Any = None,
         padding_mask: Tensor | None = None,
         reset_mask: Tensor | None = None,
         *,
         decoding: bool = False,
-        group=None,
+        group: Any = None,
         source: Tensor | None = None,
         shared: dict[str, Tensor] | None = None,
         keep_state: bool = True,
-    ):
+    ) -> tuple[Tensor, Any]:
         """Maps x (T,B,C), T at least 1, to y (T,B,C) and the state after the last token.
 
         Args:

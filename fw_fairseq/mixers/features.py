@@ -1,6 +1,9 @@
-"""The way from options to a feature map, and the combinations of options that are refused."""
+"""The features of a layer's queries and keys, the start of its gates, and the combinations of options that are refused."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,99 +53,101 @@ def makes_gates_of_keys(rule: Rule) -> bool:
     return any(gate.of == "k" for gate in rule.gates.values())
 
 
-def build_feature_map(config, head_dim: int, num_heads: int) -> FeatureMap:
-    name, width, options = str(config.feature_map), config.feature_dim or head_dim, {}
-    if name == "dpfp":
-        if config.dpfp_nu >= 2 * width:
-            raise Mistake(f"--dpfp-nu is {config.dpfp_nu}; with keys of width {width} per head it must be at most {2 * width - 1}")
-        options = {"nu": config.dpfp_nu}
-    elif name == "relu":
-        options = {"heads": num_heads}
-    elif name in ("favor", "rfa"):
-        options = {"features": config.favor_features or width}
-        if name == "favor":
-            options["prescale"] = config.favor_prescale
-    return FEATURE_MAPS[name](width, **options)
+def build_feature_map(config: Any, head_dim: int, num_heads: int) -> FeatureMap:
+    """The feature map of a layer, by its settings."""
+    return FEATURE_MAPS[str(config.feature_map)].of_settings(config.feature_dim or head_dim, num_heads, config)
 
 
-def check_combination(config, phi: FeatureMap, heads: int = 1) -> None:
+def check_combination(config: Any, phi: FeatureMap, heads: int = 1) -> None:
     """Refuses options that cannot work together, in one sentence that says which to use. ``heads``: of the layer."""
-    name, norm, map_name = str(config.update_rule), str(config.feature_norm), str(config.feature_map)
-    rule = RULES[name]
-    missing = missing_form(rule, str(config.fast_weight_backend))
-    if missing is not None:
-        raise Mistake(f"--update-rule {name} has no {missing}; use --fast-weight-backend auto or recurrent")
+    name, norm, norm_of = str(config.update_rule), str(config.feature_norm), str(config.attention_norm_of)
+    rule, divides = RULES[name], config.attention_norm
     check_feature_norm(config, phi)
-    if config.attention_norm and rule.normaliser is None:
-        able = ", ".join(n for n, r in RULES.items() if r.normaliser)
-        raise Mistake(f"--attention-norm is not defined for --update-rule {name}; leave it out, or use one of: {able}")
-    if config.attention_norm and not phi.non_negative:
-        able = ", ".join(n for n, kind in FEATURE_MAPS.items() if kind.non_negative)
-        raise Mistake(f"--attention-norm divides by sums of features, which {map_name} lets vanish; use one of: {able}")
-    check_norm_of(config, rule)
-    check_start(config, rule)
-    check_around(config, rule, heads)
-    check_rotary(config, rule, phi)
-    divides_erase = config.attention_norm and str(config.attention_norm_of) == NORM_OF[0]
-    if rule.erases and norm == "none" and not divides_erase and not phi.at_most_one:
-        better = "sum" if phi.non_negative else "l2"
-        raise Mistake(f"--update-rule {name} diverges with keys longer than 1, as {map_name} gives; use --feature-norm {better}")
+    missing = missing_form(rule, str(config.fast_weight_backend))
+    divides_erase, start = divides and norm_of == NORM_OF[0], config.write_strength_init
+    unturned = rule.keyless or makes_gates_of_keys(rule)
+    wrong = (
+        (missing is not None, f"--update-rule {name} has no {missing}; use --fast-weight-backend auto or recurrent"),
+        (
+            divides and rule.normaliser is None,
+            f"--attention-norm is not defined for --update-rule {name}; leave it out, or use one of:"
+            f" {names_of(lambda r: r.normaliser)}",
+        ),
+        (
+            divides and not phi.non_negative,
+            f"--attention-norm divides by sums of features, which {config.feature_map!s} lets vanish; use one of:"
+            f" {', '.join(n for n, kind in FEATURE_MAPS.items() if kind.non_negative)}",
+        ),
+        (
+            norm_of != NORM_OF[0] and not (divides and rule.normaliser == "keys"),
+            f"--attention-norm-of is {norm_of}; that is for --attention-norm with --update-rule"
+            f" {names_of(lambda r: r.normaliser == 'keys', ' or ')}",
+        ),
+        (
+            start and not any(starts_at_strength(gate) for gate in rule.gates.values()),
+            f"--write-strength-init is {start}; --update-rule {name} has no such gate; use one of:"
+            f" {names_of(lambda r: any(starts_at_strength(gate) for gate in r.gates.values()))}",
+        ),
+        (start and config.bias_free, f"--write-strength-init is {start}, a bias; leave it out, or leave --bias-free out"),
+        (
+            config.product_steps != PRODUCT_STEPS and not rule.several,
+            f"--product-steps is {config.product_steps}; that is for --update-rule {names_of(lambda r: r.several, ' or ')}:"
+            " leave it out",
+        ),
+        (
+            config.negative_eigenvalues and not any(gate.erases for gate in rule.gates.values()),
+            "--negative-eigenvalues doubles a gate that erases; leave it out, or use a rule that has one:"
+            f" {names_of(lambda r: any(gate.erases for gate in r.gates.values()))}",
+        ),
+        (
+            config.key_heads and heads % config.key_heads,
+            f"--key-heads is {config.key_heads}; it must divide the number of heads, {heads}",
+        ),
+        (
+            config.token_shift_rank and not config.token_shift,
+            f"--token-shift-rank is {config.token_shift_rank}; that is for --token-shift: add it, or leave this out",
+        ),
+        (
+            config.scale_after_norm and not (config.scale_reads and config.output_norm),
+            "--scale-after-norm is for --scale-reads with --output-norm; add both, or leave it out",
+        ),
+        (config.short_conv == 1, "--short-conv is 1; it must be 0, for none, or at least 2"),
+        (
+            config.rotary and unturned,
+            f"--rotary turns queries and keys, and nothing else that --update-rule {name} has; use:"
+            f" {names_of(lambda r: not r.keyless and not makes_gates_of_keys(r))}",
+        ),
+        (config.rotary and divides, "--rotary gives --attention-norm divisors that may vanish; leave one of them out"),
+        (
+            config.rotary and phi.out_dim % 2,
+            f"--rotary turns pairs of features, and keys have {phi.out_dim}; choose an even --feature-dim",
+        ),
+        (
+            rule.erases and norm == "none" and not divides_erase and not phi.at_most_one,
+            f"--update-rule {name} diverges with keys longer than 1, as {config.feature_map!s} gives; use --feature-norm"
+            f" {'sum' if phi.non_negative else 'l2'}",
+        ),
+    )
+    for is_wrong, sentence in wrong:
+        if is_wrong:
+            raise Mistake(sentence)
 
 
-def check_around(config, rule: Rule, heads: int) -> None:
-    """Refuses options of the parts around a recurrence that this rule or this number of heads does not have."""
-    key_heads = config.key_heads
-    if config.product_steps != PRODUCT_STEPS and not rule.several:
-        able = " or ".join(n for n, r in RULES.items() if r.several)
-        raise Mistake(f"--product-steps is {config.product_steps}; that is for --update-rule {able}: leave it out")
-    if config.negative_eigenvalues and not any(gate.erases for gate in rule.gates.values()):
-        able = ", ".join(n for n, r in RULES.items() if any(gate.erases for gate in r.gates.values()))
-        raise Mistake(f"--negative-eigenvalues doubles a gate that erases; leave it out, or use a rule that has one: {able}")
-    if key_heads and heads % key_heads:
-        raise Mistake(f"--key-heads is {key_heads}; it must divide the number of heads, {heads}")
-    if config.token_shift_rank and not config.token_shift:
-        raise Mistake(f"--token-shift-rank is {config.token_shift_rank}; that is for --token-shift: add it, or leave this out")
-    if config.scale_after_norm and not (config.scale_reads and config.output_norm):
-        raise Mistake("--scale-after-norm is for --scale-reads with --output-norm; add both, or leave it out")
-    if config.short_conv == 1:
-        raise Mistake("--short-conv is 1; it must be 0, for none, or at least 2")
+def names_of(able: Callable[[Rule], object], between: str = ", ") -> str:
+    """The names of the rules that are able."""
+    return between.join(name for name, rule in RULES.items() if able(rule))
 
 
-def check_rotary(config, rule: Rule, phi: FeatureMap) -> None:
-    """Refuses rotary positions where nothing can be turned, or where only a part of it would be."""
-    if not config.rotary:
-        return
-    if rule.keyless or makes_gates_of_keys(rule):
-        able = ", ".join(n for n, r in RULES.items() if not r.keyless and not makes_gates_of_keys(r))
-        raise Mistake(f"--rotary turns queries and keys, and nothing else that --update-rule {config.update_rule} has; use: {able}")
-    if config.attention_norm:
-        raise Mistake("--rotary gives --attention-norm divisors that may vanish; leave one of them out")
-    if phi.out_dim % 2:
-        raise Mistake(f"--rotary turns pairs of features, and keys have {phi.out_dim}; choose an even --feature-dim")
+def starts_at_strength(gate: Gate) -> bool:
+    """Whether --write-strength-init is the start of the gate."""
+    return gate.writes and gate.projected
 
 
-def check_norm_of(config, rule: Rule) -> None:
-    norm_of = str(config.attention_norm_of)
-    if norm_of != NORM_OF[0] and not (config.attention_norm and rule.normaliser == "keys"):
-        able = " or ".join(n for n, r in RULES.items() if r.normaliser == "keys")
-        raise Mistake(f"--attention-norm-of is {norm_of}; that is for --attention-norm with --update-rule {able}")
-
-
-def check_feature_norm(config, phi: FeatureMap) -> None:
+def check_feature_norm(config: Any, phi: FeatureMap) -> None:
+    """Refuses a norm that divides by a sum of features that may vanish."""
     if str(config.feature_norm) == "sum" and not phi.non_negative:
         name = str(config.feature_map)
         raise Mistake(f"--feature-norm sum needs a non-negative --feature-map, not {name}; use --feature-norm none or l2")
-
-
-def check_start(config, rule: Rule) -> None:
-    """Refuses --write-strength-init where no gate starts there, and beside --bias-free."""
-    start, free = config.write_strength_init, config.bias_free
-    able = [n for n, r in RULES.items() if any(gate.writes and gate.projected for gate in r.gates.values())]
-    if start and config.update_rule not in able:
-        able = ", ".join(able)
-        raise Mistake(f"--write-strength-init is {start}; --update-rule {config.update_rule} has no such gate; use one of: {able}")
-    if start and free:
-        raise Mistake(f"--write-strength-init is {start}, a bias; leave it out, or leave --bias-free out")
 
 
 def initial_bias(gate: Gate, place: Place, write_strength: float = 0) -> Tensor:

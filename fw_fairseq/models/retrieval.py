@@ -141,7 +141,7 @@ class RetrievalModel(BaseFairseqModel):
 
 def check_rule(name: str) -> None:
     """Refuses a rule that needs more of a layer than keys, values and gates that are sigmoids."""
-    able = [n for n, rule in RULES.items() if rule.plain]
+    able = [n for n, rule in RULES.items() if rule.only_sigmoid_gates]
     able += [n for n, rule in RULES.items() if rule.step is not None and n not in able]
     if name not in able:
         raise Mistake(

@@ -206,7 +206,6 @@ def test_scaled_features_times_their_scale_are_the_features():
     [
         ("dpfp", {"nu": 0}, "nu is 0"),
         ("dpfp", {"nu": 16}, "nu is 16"),
-        ("favor", {"features": 0}, "features is 0"),
         ("relu", {"out_dim": -1}, "out_dim is -1"),
         ("relu", {"heads": 0}, "heads is 0"),
     ],

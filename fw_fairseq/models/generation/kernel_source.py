@@ -12,7 +12,7 @@ from ...mixers.parts.source import Source
 from ...modules import LinearAttention
 from ...ops.dispatch import has_kernels
 from ...ops.kernels import step as kernel
-from ...ops.kernels.common import why_no_map, why_not_run
+from ...ops.kernels.launch import why_no_map, why_not_run
 
 
 class KernelSource:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...autograd import call
 from .. import native
 from ..kernels.launch import use_kernels
-from ..kernels.operators import call
 from . import kernel
 
 SHARE = 4  # as many tokens read at most this share of a matrix: beyond it, a product with all of it is faster
