@@ -1,7 +1,7 @@
 // Feature maps of the rows of q and k. The kernel that loads a row makes its features, which exist in registers and shared memory
 // only. A warp makes the features of several short rows at a time: each row has some of its lanes (Split).
 //
-// Macros: FW_MAP and FW_NORM are the numbers of the map and the norm, the same as in fw_fairseq/ops/kernels/common.py (FW_MAP is
+// Macros: FW_MAP and FW_NORM are the numbers of the map and the norm, the same as in fw_fairseq/feature_maps.py (FW_MAP is
 // 0 where q and k are features already); FW_D is the width of a row x; FW_NU is the nu of dpfp. With x' = [relu(x), relu(-x)],
 // feature (j-1) 2d + i of dpfp, j = 1..FW_NU, is x'_i x'_(i-j), indices modulo 2d.
 #pragma once

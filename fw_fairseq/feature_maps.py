@@ -1,14 +1,14 @@
 """Feature maps phi: queries and keys pass through one before they meet the memory. (..., head_dim) -> (..., out_dim).
 
-Each is an ``nn.Module`` built as ``FEATURE_MAPS[name](head_dim, **options)``; a new one is one class and one entry here.
-Exponentials and random projections are computed in fp32 whatever the input's dtype.
+Each is an ``nn.Module`` built as ``FEATURE_MAPS[name](head_dim, **options)``; a new one is one class and one entry here. Its class
+says which settings it is built from. Exponentials and random projections are computed in fp32 whatever the input's dtype.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ class FeatureMap(nn.Module):
     """A feature map.
 
     out_dim: the width of phi(x).
-    options: the options of the command line that belong to the map.
+    options: the settings that belong to the map, by name, and the arguments of the constructor that they are.
     non_negative: whether no feature is below 0, so that sum and attention normalisation may be used.
     at_most_one: whether no phi(x) is longer than 1, so that a rule with an erase needs no normalisation.
     row_map: the name in ``ROW_MAPS`` of the function from ``linear(x)`` to phi(x), where that has no parameters; kernels can
@@ -31,13 +31,18 @@ class FeatureMap(nn.Module):
 
     equation = ""
     eps = 1e-6  # added to the divisor of attention normalisation; far below any phi(q) . phi(k) that matters
-    options: tuple[str, ...] = ()
+    options: ClassVar[dict[str, str]] = {}
     non_negative = at_most_one = False
     row_map: str | None = None
 
-    def __init__(self, head_dim: int, out_dim: int):
+    def __init__(self, head_dim: int, out_dim: int) -> None:
         super().__init__()
         self.head_dim, self.out_dim = positive("head_dim", head_dim), positive("out_dim", out_dim)
+
+    @classmethod
+    def of_settings(cls, head_dim: int, heads: int, settings: Any) -> FeatureMap:
+        """The map of a layer with so many heads, from the settings that belong to it."""
+        return cls(head_dim, **{argument: getattr(settings, name) for name, argument in cls.options.items()})
 
     def scaled(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Features and None, or features of at most 1 and the log (...,) of the factor that was divided out of them.
@@ -58,11 +63,15 @@ class FeatureMap(nn.Module):
 
 
 class Elementwise(FeatureMap):
-    def __init__(self, head_dim: int):
+    """A map of each number by itself."""
+
+    def __init__(self, head_dim: int) -> None:
         super().__init__(head_dim, head_dim)
 
 
 class Identity(Elementwise):
+    """The rows as they are."""
+
     equation = "x"
     row_map = "identity"
 
@@ -71,6 +80,8 @@ class Identity(Elementwise):
 
 
 class Elu(Elementwise):
+    """Positive features."""
+
     equation = "elu(x) + 1"
     non_negative = True
     row_map = "elu"
@@ -80,6 +91,8 @@ class Elu(Elementwise):
 
 
 class Tanh(Elementwise):
+    """Features between -1 and 1."""
+
     equation = "tanh(x)"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -93,13 +106,17 @@ class LearnedRelu(FeatureMap):
     non_negative = True
     row_map = "relu"
 
-    def __init__(self, head_dim: int, out_dim: int | None = None, heads: int | None = None):
+    def __init__(self, head_dim: int, out_dim: int | None = None, heads: int | None = None) -> None:
         super().__init__(head_dim, head_dim if out_dim is None else out_dim)
-        heads = () if heads is None else (positive("heads", heads),)
-        self.weight = nn.Parameter(torch.empty(*heads, self.head_dim, self.out_dim))
-        self.bias = nn.Parameter(torch.zeros(*heads, *(1 for _ in heads), self.out_dim))
+        apart = () if heads is None else (positive("heads", heads),)
+        self.weight = nn.Parameter(torch.empty(*apart, self.head_dim, self.out_dim))
+        self.bias = nn.Parameter(torch.zeros(*apart, *(1 for _ in apart), self.out_dim))
         for head in self.weight.view(-1, self.head_dim, self.out_dim):
             nn.init.xavier_uniform_(head)
+
+    @classmethod
+    def of_settings(cls, head_dim: int, heads: int, settings: Any) -> FeatureMap:
+        return cls(head_dim, heads=heads)
 
     def linear(self, x: Tensor) -> Tensor:
         check_not_offloaded(self.weight, x, "feature_map is", "its layer reads its weight", "the layers")
@@ -113,13 +130,13 @@ class Dpfp(FeatureMap):
     """The deterministic parameter-free projection: x' times its own rolls, so that few features are active at once."""
 
     equation = "x' = [relu(x), relu(-x)]; cat over j = 1..nu of x' * roll(x', j)"
-    options = ("dpfp_nu",)
+    options: ClassVar[dict[str, str]] = {"dpfp_nu": "nu"}
     non_negative = True
     row_map = "dpfp"
 
-    def __init__(self, head_dim: int, nu: int = 1):
+    def __init__(self, head_dim: int, nu: int = 1) -> None:
         if positive("nu", nu) >= 2 * positive("head_dim", head_dim):
-            raise Mistake(f"nu is {nu}; it must be from 1 to 2 * head_dim - 1 = {2 * head_dim - 1}")
+            raise Mistake(f"--dpfp-nu is {nu}; with keys of width {head_dim} per head it must be at most {2 * head_dim - 1}")
         super().__init__(head_dim, 2 * nu * head_dim)
         self.nu = nu
 
@@ -131,10 +148,10 @@ class RandomFeatures(FeatureMap):
     """A map of ``features`` random projections. Training draws new ones for each mini-batch; those of evaluation are drawn once and
     saved in the checkpoint."""
 
-    options = ("favor_features",)
+    options: ClassVar[dict[str, str]] = {"favor_features": "features"}
 
-    def __init__(self, head_dim: int, features: int | None, orthogonal: bool):
-        features = positive("head_dim", head_dim) if features is None else positive("features", features)
+    def __init__(self, head_dim: int, features: int | None, orthogonal: bool) -> None:
+        features = positive("features", features or positive("head_dim", head_dim))
         super().__init__(head_dim, 2 * features)
         self.features, self.orthogonal = features, orthogonal
         self.register_buffer("projection", draw_projection(features, head_dim, orthogonal))
@@ -158,11 +175,11 @@ class Favor(RandomFeatures):
     head_dim^-1/4, exp(q . k / sqrt(head_dim))."""
 
     equation = "exp(-|x|^2/2) / sqrt(2m) [exp(R x), exp(-R x)]"
-    options = ("favor_features", "favor_prescale")
+    options: ClassVar[dict[str, str]] = {"favor_features": "features", "favor_prescale": "prescale"}
     eps = 1e-30  # kept at most 1 or summing to 1, its features have products of any size
     non_negative = True
 
-    def __init__(self, head_dim: int, features: int | None = None, orthogonal: bool = True, prescale: bool = False):
+    def __init__(self, head_dim: int, features: int | None = None, orthogonal: bool = True, prescale: bool = False) -> None:
         super().__init__(head_dim, features, orthogonal)
         self.prescale = prescale
 
@@ -186,7 +203,7 @@ class Rfa(RandomFeatures):
     equation = "[sin(R (s * x/|x|)), cos(R (s * x/|x|))] / sqrt(m), s learned"
     at_most_one = True
 
-    def __init__(self, head_dim: int, features: int | None = None, orthogonal: bool = True):
+    def __init__(self, head_dim: int, features: int | None = None, orthogonal: bool = True) -> None:
         super().__init__(head_dim, features, orthogonal)
         self.scale = nn.Parameter(torch.ones(head_dim))
 
@@ -208,10 +225,12 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
 
 
 def elu(x: Tensor) -> Tensor:
+    """The map of ``Elu``."""
     return F.elu(x) + 1
 
 
 def dpfp(x: Tensor, nu: int) -> Tensor:
+    """The map of ``Dpfp``."""
     x = torch.cat([torch.relu(x), torch.relu(-x)], dim=-1)
     return torch.cat([x * x.roll(j, dims=-1) for j in range(1, nu + 1)], dim=-1)
 
@@ -227,20 +246,32 @@ def sum_normalise(features: Tensor, eps: float = SMALLEST_SUM) -> Tensor:
 
 
 def l2_normalise(features: Tensor) -> Tensor:
+    """Features divided by their length."""
     return unit(wide(features)).to(features.dtype)
 
 
-NORMS = {"none": lambda features: features, "sum": sum_normalise, "l2": l2_normalise}
+class Numbered(NamedTuple):
+    """A function, and the number that it has in ``cuda/row_map.cuh`` and ``ops/native/decode.cpp``; None where they lack it."""
+
+    number: int | None
+    function: Callable[..., Tensor]
+
+
+NORMS: dict[str, Numbered] = {
+    "none": Numbered(0, lambda features: features),
+    "sum": Numbered(1, sum_normalise),
+    "l2": Numbered(2, l2_normalise),
+}
 
 
 def normalised(phi: Callable[[Tensor], Tensor], norm: str, x: Tensor) -> Tensor:
     """phi(x) after a norm, a name in ``NORMS``. fp16 does not hold the gradient of small features, so that it gets both in fp32."""
     if norm == "none":
         return phi(x)
-    return NORMS[norm](phi(wide(x) if x.dtype == torch.float16 else x)).to(x.dtype)
+    return NORMS[norm].function(phi(wide(x) if x.dtype == torch.float16 else x)).to(x.dtype)
 
 
-def draw_projection(rows: int, width: int, orthogonal: bool = True, device=None) -> Tensor:
+def draw_projection(rows: int, width: int, orthogonal: bool = True, device: torch.device = None) -> Tensor:
     """(rows, width) fp32, each row distributed as N(0, I); orthogonal: in blocks of ``width`` rows that are exactly orthogonal."""
     gaussian = torch.randn(rows, width, device=device)
     if not orthogonal:
@@ -252,6 +283,7 @@ def draw_projection(rows: int, width: int, orthogonal: bool = True, device=None)
 
 
 def wide(x: Tensor) -> Tensor:
+    """x in fp32 at least."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -262,12 +294,18 @@ def check_not_offloaded(weight: Tensor, x: Tensor, what: str, why: str, where: s
 
 
 def positive(name: str, value: int) -> int:
+    """The value, if it is a whole number above 0."""
     if not isinstance(value, int) or value < 1:
         raise Mistake(f"{name} is {value!r}; it must be an integer of at least 1")
     return value
 
 
-ROW_MAPS = {"identity": lambda x, nu: x, "elu": lambda x, nu: elu(x), "relu": lambda x, nu: torch.relu(x), "dpfp": dpfp}
+ROW_MAPS: dict[str, Numbered] = {
+    "identity": Numbered(1, lambda x, nu: x),
+    "elu": Numbered(2, lambda x, nu: elu(x)),
+    "relu": Numbered(3, lambda x, nu: torch.relu(x)),
+    "dpfp": Numbered(4, dpfp),
+}
 
 
 class RowMap(NamedTuple):
@@ -283,7 +321,7 @@ class RowMap(NamedTuple):
         return 2 * self.nu * d if self.name == "dpfp" else d
 
     def __call__(self, x: Tensor) -> Tensor:
-        return normalised(lambda x: ROW_MAPS[self.name](x, self.nu), self.norm, x)
+        return normalised(lambda x: ROW_MAPS[self.name].function(x, self.nu), self.norm, x)
 
 
 AS_IS = RowMap()  # q and k are features already

@@ -17,8 +17,7 @@ from counts.model import LATENCY, Multiprocessor, blocking_loads, milliseconds
 from hostcuda.nvrtc import compiled
 from support.commands import ROOT
 
-from fw_fairseq.feature_maps import RowMap
-from fw_fairseq.ops.kernels.common import MAPS
+from fw_fairseq.feature_maps import ROW_MAPS, RowMap
 
 PARAMS = 0x210
 NONE = 7  # no scoreboard
@@ -219,7 +218,7 @@ def test_a_feature_map_is_recorded_inside_the_kernels():
     recording = record(case, 128, "90")
     assert str(case) == "decay, K = 32, V = 16, bf16, dpfp with sum norm"
     (launch,) = recording.launches["forward"]
-    assert launch.defines["FW_MAP"] == MAPS["dpfp"] and launch.defines["FW_K"] == 32 and launch.defines["FW_D"] == 16
+    assert launch.defines["FW_MAP"] == ROW_MAPS["dpfp"].number and launch.defines["FW_K"] == 32 and launch.defines["FW_D"] == 16
     rows, gates, memories = 128 * 16 * 2, 128 * (32 + 16) * 4, 2 * 32 * 16 * 4
     assert recording.moved["forward"] == 4 * rows + gates + memories
 

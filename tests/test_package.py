@@ -63,7 +63,7 @@ def test_user_dir_from_a_checkout(tmp_path):
 @pytest.mark.parametrize("where", ["checkout", "elsewhere"])
 def test_editable_install_and_user_dir_find_the_kernels(tmp_path, where):
     """Also with the checkout first on the path, as --user-dir puts it, CuPy's own ``cuda`` packages are found."""
-    code = "from fw_fairseq.ops.kernels import launch; print(launch.kernel_folder()); import cuda.pathfinder"
+    code = "from fw_fairseq.ops.kernels import compiler; print(compiler.kernel_folder()); import cuda.pathfinder"
     environment = {"PYTHONPATH": str(ROOT)} if where == "checkout" else {}
     done = run(sys.executable, "-c", code, cwd=tmp_path, **environment)
     assert (done.returncode, done.stdout.strip()) == (0, str(ROOT / "cuda")), done.stderr
@@ -91,7 +91,8 @@ def test_sdist_installs_and_runs(tmp_path):
         packed = {name.partition("/")[2] for name in sdist.getnames()}
     files = {str(path.relative_to(tmp_path / "source")) for path in (tmp_path / "source").rglob("*") if path.is_file()}
     assert {name for name in files - packed if not name.startswith(".") and ".egg-info/" not in name} == set()
-    code = "import fw_fairseq; print(fw_fairseq.__file__); from fw_fairseq.ops.kernels import launch; print(launch.kernel_folder())"
+    code = "import fw_fairseq; print(fw_fairseq.__file__)"
+    code += "; from fw_fairseq.ops.kernels import compiler; print(compiler.kernel_folder())"
     done = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(site))
     assert done.returncode == 0 and done.stdout.startswith(str(site)), done.stderr
     kernels = Path(done.stdout.splitlines()[1])

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from ..feature_maps import AS_IS
 from ..mixers import FastWeight
 from ..ops import FastWeightState
-from ..ops.dispatch import has_kernels
 from ..ops.factored import Factors
 from ..ops.kernels import step as kernel
-from ..ops.kernels.common import Divided
+from ..ops.kernels.family import Divided
+from ..ops.kernels.launch import has_kernels
 from ..ops.normalisation import EPS
 from .base import InPlaceStepper, function_of
 from .memory import in_columns, mapped, take_apart
@@ -32,7 +32,7 @@ class KernelMemory(InPlaceStepper):
         if type(mixer.in_proj) is not nn.Linear:
             return False
         weight = mixer.in_proj.weight
-        if not (has_kernels(weight) and mixer.backend in ("auto", "cuda") and mixer.plain and in_columns(mixer)):
+        if not (has_kernels(weight) and mixer.backend in ("auto", "cuda") and mixer.has_no_parts and in_columns(mixer)):
             return False
         if mixer.attention_norm and mixer.rule.normaliser == "keys":
             return False

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ..feature_maps import FeatureMap
 from ..mixers import FastWeight
-from ..mixers.features import normalised_features
+from ..mixers.parts.features import normalised_features
 from ..ops import FastWeightState
-from ..ops.dispatch import has_kernels
 from ..ops.factored import Factors
 from ..ops.inputs import READ_AND_ERASE
+from ..ops.kernels.launch import has_kernels
 from ..ops.native import takes
 from ..rules import Coefficients, Rule
 from .base import InPlaceStepper, function_of
@@ -90,7 +90,7 @@ class Memory(InPlaceStepper):
 
     def __init__(self, mixer: FastWeight, state: FastWeightState | None):
         super().__init__(mixer, state)
-        self.rule, self.reads_projection = mixer.rule, mixer.plain
+        self.rule, self.reads_projection = mixer.rule, mixer.has_no_parts
         self.columns = mixer.head_dim + mixer.attention_norm
         self.in_proj, self.out_proj = function_of(mixer.in_proj), function_of(mixer.out_proj)
 
@@ -104,7 +104,7 @@ class Memory(InPlaceStepper):
         if mixer.backend not in ("auto", "recurrent") or not in_columns(mixer):
             return False
         knows = not (rule.removal is not None and rule.erases) and (rule.simple or not mixer.attention_norm)
-        return mixer.plain or (knows and takes(weight.detach()))
+        return mixer.has_no_parts or (knows and takes(weight.detach()))
 
     def start(self, state: FastWeightState | None, x: Tensor) -> None:
         mixer, rule, in_loop = self.mixer, self.rule, takes(x)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..feature_maps import RowMap
+from ..feature_maps import NORMS, ROW_MAPS, RowMap
 from ..mixers import FastWeight
 from ..ops.inputs import READ_AND_ERASE
 from ..ops.native import loop, threads
@@ -16,7 +16,6 @@ from ..ops.native import loop, threads
 if TYPE_CHECKING:
     from .memory import Memory
 
-MAP_NAMES, NORM_NAMES = ("identity", "elu", "relu", "dpfp"), ("none", "sum", "l2")  # in the order of Map and Norm there
 _, WRITE, KEYS, KEYS_READ = range(4)  # in the order of Normaliser there
 VIEWS = ("q", "k", "v", "f", "z", "e", "w", "u", "a", "p")
 POINTERS = ("memory", "y", "source", "order", "factor_keys", "factor_values", "places")
@@ -44,9 +43,9 @@ class Features(ctypes.Structure):
     def maps(self, row_map: RowMap | None, keys: int) -> bool:
         """Fills in the numbers for rows of features, or for rows of which this map makes features. Returns whether it does."""
         self.input = self.keys = keys
-        if row_map is None or row_map.name not in MAP_NAMES:
+        if row_map is None or ROW_MAPS[row_map.name].number is None:
             return False
-        self.map, self.norm, self.nu = MAP_NAMES.index(row_map.name), NORM_NAMES.index(row_map.norm), row_map.nu
+        self.map, self.norm, self.nu = ROW_MAPS[row_map.name].number, NORMS[row_map.norm].number, row_map.nu
         return True
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +37,9 @@ class PooledState(NamedTuple):
 
     @classmethod
     def of_rounds(cls, queries: PoolState, keys: PoolState) -> PooledState:
-        """Returns the state with these two."""
         return cls(*queries[:2], *keys[:2], *queries[2:], *keys[2:])
 
     def rounds(self) -> tuple[PoolState, PoolState]:
-        """Returns the states of the two."""
         return PoolState(*self[:2], *self[4:10]), PoolState(*self[2:4], *self[10:])
 
 
@@ -53,7 +51,7 @@ class Additive(Pooled):
 
     state_type, parts, poolings = PooledState, 3, 2
 
-    def __init__(self, embed_dim: int, heads: int = 1, config=None, window: int = 0, **given):
+    def __init__(self, embed_dim: int, heads: int = 1, config: Any = None, window: int = 0, **given) -> None:
         super().__init__(embed_dim, heads, config, window, **given)
         self.norms_residual = self.published
         self.query_score = nn.Parameter(torch.empty(heads, self.head_dim))
@@ -73,14 +71,13 @@ class Additive(Pooled):
         self,
         x: Tensor,
         state: PooledState | None = None,
-        padding_mask=None,
-        reset_mask=None,
+        padding_mask: Tensor | None = None,
+        reset_mask: Tensor | None = None,
         *,
-        source=None,
-        keep_state=True,
+        source: Tensor | None = None,
+        keep_state: bool = True,
         **unused,
-    ):
-        """Maps x (T,B,C) to y (T,B,C) and the state after the last token."""
+    ) -> tuple[Tensor, PooledState | None]:
         queries, keys = (None, None) if state is None else state.rounds()
         given = {"padding_mask": padding_mask, "reset_mask": reset_mask, "keep_state": keep_state}
         q, k, v = self.in_proj(x if source is None else source).chunk(3, -1)
@@ -98,11 +95,9 @@ class Additive(Pooled):
         return (self.out_proj(pooled) if self.published else pooled) * k
 
     def projections(self) -> dict[str, dict[str, slice]]:
-        """Maps the input projection to the rows of each of its parts."""
         return {"in_proj": rows(q=self.embed_dim, k=self.embed_dim, v=self.embed_dim)}
 
     def explain(self, x: Tensor) -> dict[str, Tensor]:
-        """Returns the weights of the tokens in both rounds of pooling, at the last token."""
         q, k, _ = self.in_proj(x).chunk(3, -1)
         q = self.by_head(q)
         queries = self.scores(q, self.query_score)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,7 @@ class Mixer(nn.Module):
         if "settings" in vars(cls) and "options" not in vars(cls):
             cls.options = cls.settings
 
-    def __init__(self, embed_dim: int, heads: int = 1):
+    def __init__(self, embed_dim: int, heads: int = 1) -> None:
         super().__init__()
         check_heads(embed_dim, heads)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, heads, embed_dim // heads
@@ -107,7 +107,7 @@ class Mixer(nn.Module):
         """The mixer of layer number ``layer`` of ``layers``."""
         return cls(embed_dim, num_heads, config)
 
-    def __call__(self, x: Tensor, state=None, *args, **kwargs):
+    def __call__(self, x: Tensor, state: Any = None, *args, **kwargs) -> Any:
         """``forward``, for an input and a state that this mixer can have."""
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[2] != self.embed_dim or not x.is_floating_point():
             is_ = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
@@ -120,16 +120,16 @@ class Mixer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        state=None,
+        state: Any = None,
         padding_mask: Tensor | None = None,
         reset_mask: Tensor | None = None,
         *,
         decoding: bool = False,
-        group=None,
+        group: Any = None,
         source: Tensor | None = None,
         shared: dict[str, Tensor] | None = None,
         keep_state: bool = True,
-    ):
+    ) -> tuple[Tensor, Any]:
         """Maps x (T,B,C), T at least 1, to y (T,B,C) and the state after the last token.
 
         Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ class Bounded(Mixer):
     state_type, takes_source = BoundedState, True
     settings = ("slots", "fast_weight_backend")
 
-    def __init__(self, embed_dim: int, heads: int = 1, config=None, **given):
+    def __init__(self, embed_dim: int, heads: int = 1, config: Any = None, **given) -> None:
         super().__init__(embed_dim, heads)
         settings = self.read_settings(config, given)
         self.slots, self.backend = settings.slots, str(settings.fast_weight_backend)
@@ -47,12 +47,10 @@ class Bounded(Mixer):
         self.reset_parameters()
 
     def weights_of_a_token(self) -> int:
-        """Returns how many weights the input projection makes of a token."""
         return 0
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws the weights as fairseq's attention does."""
         for weight in self.in_proj.weight.split(self.embed_dim):
             nn.init.xavier_uniform_(weight, gain=1 / math.sqrt(2))
         nn.init.xavier_uniform_(self.out_proj.weight)
@@ -60,11 +58,12 @@ class Bounded(Mixer):
             nn.init.zeros_(linear.bias)
 
     def projections(self) -> dict[str, dict[str, slice]]:
-        """Maps the input projection to the rows of each of its parts."""
         width = self.embed_dim
         return {"in_proj": rows(q=width, k=width, v=width, weights=self.in_proj.out_features - 3 * width)}
 
-    def read(self, parts: list[Tensor], weights: Tensor, state: BoundedState | None, masks: dict, means: bool):
+    def read(
+        self, parts: list[Tensor], weights: Tensor, state: BoundedState | None, masks: dict, means: bool
+    ) -> tuple[Tensor, BoundedState]:
         """Maps q, k, v (T,B,C) and weights (B,H,T,N) to y (T,B,C) and the state. With ``means``, slots are means instead of
         sums."""
         q, k, v = (wide(self.by_head(part)) for part in parts)
@@ -89,11 +88,17 @@ class Abc(Bounded):
     """ABC_MLP: the weights are w_t = exp(W_w x_t), with exponents from -20 to 20, and each slot is a mean weighted by them."""
 
     def weights_of_a_token(self) -> int:
-        """Returns how many weights the input projection makes of a token."""
         return self.num_heads * self.slots
 
-    def forward(self, x: Tensor, state: BoundedState | None = None, padding_mask=None, reset_mask=None, source=None, **unused):
-        """Maps x (T,B,C) to y (T,B,C) and the state after the last token."""
+    def forward(
+        self,
+        x: Tensor,
+        state: BoundedState | None = None,
+        padding_mask: Tensor | None = None,
+        reset_mask: Tensor | None = None,
+        source: Tensor | None = None,
+        **unused,
+    ) -> tuple[Tensor, BoundedState]:
         *parts, scores = self.in_proj(x if source is None else source).split(
             [self.embed_dim] * 3 + [self.num_heads * self.slots], -1
         )
@@ -106,15 +111,22 @@ class Linformer(Bounded):
 
     settings = ("slot_positions", *Bounded.settings)
 
-    def __init__(self, embed_dim: int, heads: int = 1, config=None, **given):
+    def __init__(self, embed_dim: int, heads: int = 1, config: Any = None, **given) -> None:
         super().__init__(embed_dim, heads, config, **given)
         places = self.read_settings(config, given).slot_positions
         self.position_weight = nn.Parameter(torch.randn(places, heads, self.slots) / math.sqrt(self.slots))
 
-    def forward(self, x: Tensor, state: BoundedState | None = None, padding_mask=None, reset_mask=None, source=None, **unused):
-        """Maps x (T,B,C) to y (T,B,C) and the state after the last token."""
+    def forward(
+        self,
+        x: Tensor,
+        state: BoundedState | None = None,
+        padding_mask: Tensor | None = None,
+        reset_mask: Tensor | None = None,
+        source: Tensor | None = None,
+        **unused,
+    ) -> tuple[Tensor, BoundedState]:
         check_tokens("x", x, len(x))
-        check_masks(padding_mask, reset_mask, (x.shape[1], x.shape[0]), x.device)
+        check_masks(padding_mask, reset_mask, (x.shape[1], x.shape[0]))
         start = x.new_zeros(x.shape[1], dtype=torch.long) if state is None else state.position
         check_sequences(start, x.shape[1])
         places, end = places_in_texts(start, x.shape[0], padding_mask, reset_mask)

@@ -1,24 +1,64 @@
 """Fast weights as a layer: projections, feature map, gates, memory, output projection.
 
-``around.operands`` has the first half of it, which makes what the operation takes, and ``around`` the parts that published layers
-have beside the recurrence: gates with parameters of their own, a short convolution, a norm and a gate of the output.
+``parts`` has what published layers have beside the recurrence: gates with parameters of their own, a short convolution, rotary
+positions, a norm of the output. ``features`` has the features, and refuses options that do not go together.
 """
 
 from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import Mistake
+from ..feature_maps import FeatureMap, check_not_offloaded
 from ..ops import FastWeightState, fast_weight
-from ..ops.recall import until_end
-from .parts.operands import Projected
-from .parts.output import HeadNorm
+from ..ops.checks import check_tokens
+from ..ops.kernels.launch import has_kernels
+from ..rules import RULES, Gate
+from ..rules.gates import Place, values_7
+from .base import VALUES, Mixer, is_linear, rows
+from .parts.convolution import ShortConvolution, make_shift
+from .parts.features import (
+    build_feature_map,
+    check_combination,
+    initial_bias,
+    makes_gates_of_keys,
+    normalised_features,
+    row_map_of,
+    with_room,
+)
+from .parts.gates import GateMaker
+from .parts.output import HeadNorm, explained, measured, state_norm
+from .parts.rotation import positions, rotated
+
+MIXING = Gate("V", values_7)
+ROW_UNIT = 8  # columns: 16 bytes of the smallest type
 
 
-class FastWeight(Projected):
-    """Fast weights with any update rule and feature map. One projection makes q, k, v and every gate of the rule."""
+class Projected(NamedTuple):
+    """What a layer makes of its input: it gives these to the operation, or keeps them for its output and its state."""
+
+    q: Tensor  # (B,H,T,K)
+    k: Tensor  # (B,H,n T,K)
+    v: Tensor  # (B,H,n T,V)
+    gates: dict[str, Tensor]
+    key_log_scale: Tensor | None
+    output: Tensor | None  # (T,B,C): the gate of the output before its SiLU
+    mixing: Tensor | None  # (T,B,X): what the share of the first layer's values is made of
+    kept: dict[str, Tensor]  # what the state keeps beside the memory, by its fields
+
+
+class FastWeight(Mixer):
+    """Fast weights with any update rule and feature map. One projection makes q, k, v and every gate of the rule.
+
+    ``sizes`` has the rows of ``in_proj`` by what they make, in order. Without further options q, k, v and each gate have theirs,
+    and a gate is their sigmoid.
+    """
 
     state_type, takes_source = FastWeightState, True
     settings = (
@@ -28,18 +68,49 @@ class FastWeight(Projected):
         "scale_reads", "scale_after_norm", "bias_free", "fast_weight_backend",
     )  # fmt: skip
 
-    def __init__(self, embed_dim: int, heads: int = 1, config=None, *, layer: int = 0, layers: int = 1, **given):
+    def __init__(
+        self, embed_dim: int, heads: int = 1, config: Any = None, *, layer: int = 0, layers: int = 1, **given: object
+    ) -> None:
+        super().__init__(embed_dim, heads)
         config = self.read_settings(config, given)
-        super().__init__(embed_dim, heads, config, layer, layers)
+        self.rule_name, self.feature_norm = str(config.update_rule), str(config.feature_norm)
+        self.rule = rule = RULES[self.rule_name]
         self.backend, self.attention_norm_of = str(config.fast_weight_backend), str(config.attention_norm_of)
+        self.attention_norm, self.key_heads = config.attention_norm, config.key_heads or heads
+        self.feature_map = phi = build_feature_map(config, self.head_dim, self.key_heads)
+        check_combination(config, phi, heads)
+        self.rotary = config.rotary
+        layer_maps = rule.keyless or self.rotary or makes_gates_of_keys(rule)  # which need the features
+        self.row_map = None if layer_maps else row_map_of(phi, self.feature_norm)
+        self.writes = config.product_steps if rule.several else 1
+        self.sign = 2.0 if config.negative_eigenvalues else 1.0  # what gates that erase are multiplied by
+        self.write_strength_init = config.write_strength_init
+        key_size, self.makers = self.key_heads * phi.head_dim, nn.ModuleDict()
+        self.sizes = {"q": key_size, "k": 0 if rule.keyless else self.writes * key_size, "v": self.writes * embed_dim}
+        for name, gate in rule.gates.items():
+            count = heads * {None: 1, "K": phi.out_dim, "V": self.head_dim}[gate.axis]
+            if not gate.projected:
+                self.makers[name] = maker = GateMaker(gate, Place(count, heads, layer, layers), self.head_dim)
+            self.sizes[name] = self.writes * count if gate.projected else maker.size
+        if config.output_gate:
+            self.sizes["output"] = embed_dim
+        self.takes_shared = config.value_mixing_rank > 0
+        self.mixing = None  # what makes the shares of the first layer's values, with rows of the projection
+        if self.takes_shared and layer > 0:
+            place = Place(self.sizes["v"], heads, layer, layers)
+            self.mixing = GateMaker(replace(MIXING, rank=config.value_mixing_rank), place, self.head_dim)
+            self.sizes["mixing"] = self.mixing.size
+        self.in_proj = nn.Linear(embed_dim, sum(self.sizes.values()), bias=not config.bias_free)
+        self.shift = make_shift(config, self.sizes, embed_dim, layer, layers)
+        self.conv = ShortConvolution(sum([*self.sizes.values()][:3]), config.short_conv) if config.short_conv else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=not config.bias_free)
         scale = self.head_dim**-0.5 if config.scale_reads else 1.0
         of_norm, self.read_scale = (scale, 1.0) if config.output_norm and not config.scale_after_norm else (1.0, scale)
         self.norm = HeadNorm(self.head_dim, of_norm) if config.output_norm else None
-        strength = [] if self.rule.coefficients is None else ["write_strength"]
-        self.watched = False  # see ``watch``
+        strength = [] if rule.coefficients is None else ["write_strength"]
+        self.watched = self.keeps_state_norm = False  # see ``watch``
         self.state_norm: Tensor | None = None  # with its gradient
-        names = [*(f"gate_{name}" for name in self.rule.gates), *strength, "state_norm"]
+        names = [*(f"gate_{name}" for name in rule.gates), *strength, "state_norm"]
         self.last_statistics: dict[str, Tensor | None] = dict.fromkeys(names)
         self.reset_parameters()
 
@@ -50,13 +121,29 @@ class FastWeight(Projected):
         return {"scale_after_norm": True} if scaled else {}
 
     @classmethod
-    def of_layer(cls, embed_dim: int, num_heads: int, config, layer: int, layers: int) -> FastWeight:
+    def of_layer(cls, embed_dim: int, num_heads: int, config: Any, layer: int, layers: int) -> FastWeight:
         return cls(embed_dim, num_heads, config, layer=layer, layers=layers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "rule"}  # its functions do not pickle
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.rule = RULES[self.rule_name]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws weights as fairseq's attention does; gates start at the biases that their rule asks for."""
-        super().reset_parameters()
+        """Draws weights as fairseq's attention does; gates start at the biases that their rule asks for, and a gate with ``still``
+        is there whatever the token."""
+        sizes, gates = list(self.sizes.values()), self.rule.gates
+        biases = [None] * len(sizes) if self.in_proj.bias is None else self.in_proj.bias.split(sizes)
+        for name, weight, bias in zip(self.sizes, self.in_proj.weight.split(sizes), biases):
+            nn.init.xavier_uniform_(weight, gain=1 / math.sqrt(2))
+            if name == "mixing" or (name in gates and gates[name].still):
+                weight.zero_()
+            if bias is not None:
+                starts, place = name in gates and name not in self.makers, Place(len(bias), self.num_heads)
+                bias.copy_(initial_bias(gates[name], place, self.write_strength_init) if starts else bias.new_zeros(()))
         nn.init.xavier_uniform_(self.out_proj.weight)
         if self.out_proj.bias is not None:
             nn.init.zeros_(self.out_proj.bias)
@@ -69,7 +156,7 @@ class FastWeight(Projected):
         reset_mask: Tensor | None = None,
         *,
         decoding: bool = False,
-        group=None,
+        group: Any = None,
         source: Tensor | None = None,
         shared: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, FastWeightState]:
@@ -83,9 +170,109 @@ class FastWeight(Projected):
             decoding=decoding, group=group, attention_norm_of=self.attention_norm_of,
         )  # fmt: skip
         if self.training and self.watched:
-            self.last_statistics = self.measure(gates, state, padding_mask)
-            self.state_norm = state.memory.flatten(2).norm(dim=-1).mean() if self.keeps_state_norm else None
+            self.last_statistics = {**measured(self.rule, gates, state, padding_mask)}
+            self.state_norm = state_norm(state) if self.keeps_state_norm else None
         return self.output(y.to(v.dtype), gate), state._replace(**kept) if kept else state
+
+    def operands(
+        self,
+        x: Tensor,
+        state: FastWeightState | None = None,
+        padding_mask: Tensor | None = None,
+        reset_mask: Tensor | None = None,
+    ) -> Projected:
+        """Maps x (T,B,C) to what ``fast_weight`` takes."""
+        check_tokens("x", x, len(x))
+        kept: dict[str, Tensor] = {}
+        masks = padding_mask, reset_mask
+        q_size, k_size, v_size, *others = self.sizes.values()
+        projected = self.project(x)
+        if self.shift is not None:
+            if not isinstance(self.in_proj, nn.Linear):
+                raise Mistake("in_proj was replaced, and token shift reads its weight; merge an adapter into it first")
+            check_not_offloaded(self.in_proj.weight, x, "in_proj is", "token shift reads its weight", "the layers")
+            previous = None if state is None else state.previous
+            added, kept["previous"] = self.shift(x, self.in_proj.weight, previous, *masks)
+            projected = projected[..., : added.shape[-1]] + added
+        rest = projected.shape[-1] - sum(self.sizes.values())
+        qkv, *parts = projected.split([q_size + k_size + v_size, *others, rest], dim=-1)
+        if self.conv is not None:
+            qkv, kept["recent"] = self.conv(qkv, None if state is None else state.recent, *masks)
+        qk, v = qkv.split([q_size + k_size, v_size], dim=-1)
+        q, k, key_log_scale = self.queries_and_keys(qk)
+        gates = self.all_gates(x, k, parts)
+        if self.rotary:
+            place, kept["position"] = positions(None if state is None else state.position, x, *masks)
+            q, k = rotated(q, place), rotated(k, place.repeat_interleave(self.writes, dim=1))
+        named = dict(zip([*self.sizes][3:], parts))
+        v = self.by_write(v, self.num_heads)
+        return Projected(q, k, v, gates, key_log_scale, named.get("output"), named.get("mixing"), kept)
+
+    def project(self, x: Tensor) -> Tensor:
+        """The rows of ``in_proj`` for x. Kernels read many tokens 16 bytes at a time; for them columns of 0 fill the rows up to a
+        multiple of 8 columns."""
+        missing = -self.in_proj.out_features % ROW_UNIT
+        if missing == 0 or len(x) == 1 or not has_kernels(x):
+            return self.in_proj(x)
+        if not is_linear(self.in_proj):
+            return F.pad(self.in_proj(x), (0, missing))
+        bias = None if self.in_proj.bias is None else F.pad(self.in_proj.bias, (0, missing))
+        return F.linear(x, F.pad(self.in_proj.weight, (0, 0, 0, missing)), bias)
+
+    def by_write(self, x: Tensor, heads: int) -> Tensor:
+        """(T,B,n H X) -> (B,H,n T,X), for the n writes of each token."""
+        return x.unflatten(-1, (self.writes, heads, -1)).permute(1, 3, 0, 2, 4).flatten(2, 3)
+
+    def queries_and_keys(self, qk: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Maps their rows to features (B,H,T,K) and (B,H,n T,K), and the log scale of keys."""
+        key_log_scale = None
+        if self.sizes["q"] == self.sizes["k"]:
+            (q, k), log_scale = self.features(qk.unflatten(-1, (2, self.key_heads, -1)).permute(2, 1, 3, 0, 4))  # (2,B,H,T,X)
+            key_log_scale = None if log_scale is None else log_scale[1]
+        else:
+            q, k = qk.split([self.sizes["q"], self.sizes["k"]], dim=-1)
+            q = self.features(q.unflatten(-1, (self.key_heads, -1)).permute(1, 2, 0, 3))[0]
+            k = torch.ones_like(q) if self.rule.keyless else self.features(self.by_write(k, self.key_heads))[0]
+        if self.key_heads != self.num_heads:
+            q, k = (x.repeat_interleave(self.num_heads // self.key_heads, dim=1) for x in (q, k))
+            if key_log_scale is not None:
+                key_log_scale = key_log_scale.repeat_interleave(self.num_heads // self.key_heads, dim=1)
+        return q, k, key_log_scale
+
+    def features(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The features of x after --feature-norm, and the log of the factor that was divided out where it does not cancel.
+        Where the operation makes the features (``row_map``), only the part of the map that has parameters is applied."""
+        if self.row_map is not None:
+            return self.feature_map.linear(x), None
+        keep_scale = self.attention_norm and self.rule.normaliser == "write"
+        x = with_room(self.feature_map, x) if self.attention_norm else x
+        return normalised_features(self.feature_map, self.feature_norm, x, keep_scale)
+
+    def all_gates(self, x: Tensor, k: Tensor, parts: list[Tensor]) -> dict[str, Tensor]:
+        """The gates by name, (B,H,n T) or (B,H,n T,X), from x (T,B,C), the keys (B,H,T,K) and the rows of the projection that each
+        gate has."""
+        made: dict[str, Tensor] = {}
+        for (name, gate), part in zip(self.rule.gates.items(), parts):
+            if name in self.makers:
+                made[name] = self.makers[name](k if gate.of == "k" else made[gate.of] if gate.of else x if gate.constant else part)
+            else:
+                part = self.by_write(part if part.dtype == torch.float64 else part.float(), self.num_heads)
+                made[name] = torch.sigmoid(part.squeeze(-1) if gate.axis is None else part)
+            if gate.erases and self.sign != 1:
+                made[name] = self.sign * made[name]
+        return made
+
+    def with_first_values(self, v: Tensor, mixing: Tensor | None, shared: dict[str, Tensor] | None) -> Tensor:
+        """Leaves the values (B,H,n T,V) of layer 0 in ``shared``, and mixes those into the values of a later layer, each channel by
+        a share of its own."""
+        if self.mixing is None:
+            if shared is not None:
+                shared[VALUES] = v
+            return v
+        if not shared or VALUES not in shared:
+            raise Mistake("a layer with --value-mixing-rank needs shared, in which layer 0 leaves its values")
+        share = self.mixing(mixing).unflatten(-1, (self.writes, -1)).flatten(2, 3)
+        return torch.lerp(v, shared[VALUES].to(v.dtype), share.to(v.dtype))
 
     def output(self, y: Tensor, gate: Tensor | None) -> Tensor:
         """Maps what the heads read, (B,H,T,V), and the gate before its SiLU to the layer's output (T,B,C)."""
@@ -93,14 +280,28 @@ class FastWeight(Projected):
         y = y if self.read_scale == 1 else y * self.read_scale
         return self.out_proj(y if gate is None else y * F.silu(gate))
 
+    def projections(self) -> dict[str, dict[str, slice]]:
+        return {"in_proj": rows(**{f"gate {name}" if name in self.rule.gates else name: n for name, n in self.sizes.items()})}
+
     def pretrained(self) -> dict[str, slice]:
         start = self.sizes["q"] + self.sizes["k"]
         values, whole = slice(start, start + self.sizes["v"]), slice(None)
         return {"in_proj.weight": values, "in_proj.bias": values, "out_proj.weight": whole, "out_proj.bias": whole}
 
     @property
-    def plain(self) -> bool:
-        return super().plain and self.norm is None
+    def has_no_parts(self) -> bool:
+        """Whether queries, keys, values and gates are rows of ``in_proj`` and nothing is around the recurrence."""
+        parts = (self.shift, self.conv, self.makers or None, self.sizes.get("output"), self.norm)
+        own = any(part is not None for part in parts) or self.rotary or self.takes_shared
+        one = self.writes == 1 and self.sign == 1 and self.key_heads == self.num_heads
+        return self.rule.simple and not self.rule.keyless and one and not own
+
+    def state_size(self) -> int:
+        keys, before = self.num_heads * self.feature_map.out_dim, self.in_proj.in_features if self.shift is not None else 0
+        recent = 0 if self.conv is None else (len(self.conv.weight) - 1) * self.conv.weight.shape[1]
+        scaled = self.row_map is None and self.feature_norm == "none" and type(self.feature_map).scaled is not FeatureMap.scaled
+        scales = self.num_heads if scaled and self.attention_norm and self.rule.normaliser == "write" else 0
+        return keys * (self.head_dim + self.attention_norm) + scales + recent + before
 
     def explain(self, x: Tensor) -> dict[str, Tensor]:
         """The last token's read is linear in the values, so that values with one channel per write read their weights."""
@@ -108,31 +309,20 @@ class FastWeight(Projected):
             raise Mistake(f"--update-rule {self.rule_name} has no weights of past tokens: its memory is not linear in the values")
         q, k, _, gates, key_log_scale, *_ = self.operands(x)
         of_values = {name: gate for name, gate in gates.items() if self.rule.gates[name].axis == "V"}
-        ones = torch.eye(k.shape[2], dtype=k.dtype, device=x.device).expand(*k.shape[:2], -1, -1)
-        plain = gates | {name: gate.new_ones(*gate.shape[:3], k.shape[2]) for name, gate in of_values.items()}
+        each = torch.eye(k.shape[2], dtype=k.dtype, device=x.device).expand(*k.shape[:2], -1, -1)
+        given = gates | {name: gate.new_ones(*gate.shape[:3], k.shape[2]) for name, gate in of_values.items()}
         y, _ = fast_weight(
-            q, k, ones, self.rule_name, plain, None, self.backend, self.attention_norm, self.feature_map.eps,
+            q, k, each, self.rule_name, given, None, self.backend, self.attention_norm, self.feature_map.eps,
             key_log_scale=key_log_scale, feature_map=self.row_map, attention_norm_of=self.attention_norm_of,
         )  # fmt: skip
-        coefficients = self.rule.coefficients(**gates)
-        read, write = y[0, :, -1], coefficients.w
-        if coefficients.z is not None:
-            read = read * until_end(coefficients.z)[0].exp().mean(-1)
-        write = torch.ones_like(read) if write is None else write[0]
-        if write.dim() == 3:  # a strength per channel, which the values above do not have
-            write = write.mean(-1)
-            read = read * write
-        read, write = (part.unflatten(-1, (-1, self.writes)).sum(-1) for part in (read, write))
-        return {"read": read, "write": write}
+        return explained(y[0, :, -1], self.rule.coefficients(**gates), self.writes)
 
     def why_not_across_workers(self) -> str | None:
         if self.rule.coefficients is None:
             return f"--update-rule {self.rule_name} has steps of its own, which workers cannot take apart"
         parts = {"--short-conv": self.conv is not None, "--token-shift": self.shift is not None, "--rotary": self.rotary}
-        for named, present in parts.items():
-            if present:
-                return f"{named} needs the tokens of the worker before it; leave it out"
-        return None
+        named = next((name for name, present in parts.items() if present), None)
+        return None if named is None else f"{named} needs the tokens of the worker before it; leave it out"
 
     def redraw(self, keep: bool = False) -> None:
         self.feature_map.redraw(keep)
@@ -149,22 +339,3 @@ class FastWeight(Projected):
 
     def statistics(self) -> dict[str, Tensor | None]:
         return self.last_statistics
-
-    @torch.no_grad()
-    def measure(self, gates: dict[str, Tensor], state: FastWeightState, padding_mask: Tensor | None) -> dict[str, Tensor]:
-        statistics = {f"gate_{name}": mean_of_tokens(gate, padding_mask) for name, gate in gates.items()}
-        if self.rule.coefficients is not None:
-            write = self.rule.coefficients(**gates).w
-            one = torch.ones((), device=state.memory.device)
-            statistics["write_strength"] = one if write is None else mean_of_tokens(write, padding_mask)
-        return statistics | {"state_norm": state.memory.flatten(2).norm(dim=-1).mean()}
-
-
-def mean_of_tokens(x: Tensor, padding_mask: Tensor | None) -> Tensor:
-    """Returns the mean of x, (B,H,n T) or (B,H,n T,C), over what belongs to tokens; 0 where all is padding. padding_mask: (B,T)."""
-    if padding_mask is None:
-        return x.mean()
-    hidden = padding_mask.repeat_interleave(x.shape[2] // padding_mask.shape[1], 1)[:, None]
-    hidden = hidden if x.dim() == 3 else hidden[..., None]
-    count = (~hidden).sum() * (x.numel() // (x.shape[0] * x.shape[2]))
-    return x.masked_fill(hidden, 0).sum() / count.clamp(min=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,7 +23,7 @@ class Leap(Pooled):
 
     state_type, parts, poolings = PoolState, 4, 1
 
-    def __init__(self, embed_dim: int, heads: int = 1, config=None, window: int = 0, **given):
+    def __init__(self, embed_dim: int, heads: int = 1, config: Any = None, window: int = 0, **given) -> None:
         super().__init__(embed_dim, heads, config, window, **given)
         self.out_proj = None if self.published else nn.Linear(embed_dim, embed_dim, bias=False)
         self.reset_parameters()
@@ -30,14 +32,13 @@ class Leap(Pooled):
         self,
         x: Tensor,
         state: PoolState | None = None,
-        padding_mask=None,
-        reset_mask=None,
+        padding_mask: Tensor | None = None,
+        reset_mask: Tensor | None = None,
         *,
-        source=None,
-        keep_state=True,
+        source: Tensor | None = None,
+        keep_state: bool = True,
         **unused,
-    ):
-        """Maps x (T,B,C) to y (T,B,C) and the state after the last token."""
+    ) -> tuple[Tensor, PoolState | None]:
         q, f, k, v = map(self.by_head, self.in_proj(x if source is None else source).chunk(4, -1))
         q, f, v = self.dropout(q), self.dropout(f), self.dropout(v)
         scores = self.scores(f, k)
@@ -48,7 +49,6 @@ class Leap(Pooled):
         return y if self.out_proj is None else self.out_proj(y), state
 
     def projections(self) -> dict[str, dict[str, slice]]:
-        """Maps the input projection to the rows of each of its parts."""
         return {"in_proj": rows(q=self.embed_dim, f=self.embed_dim, k=self.embed_dim, v=self.embed_dim)}
 
     def scores(self, f: Tensor, k: Tensor) -> Tensor:
@@ -56,7 +56,6 @@ class Leap(Pooled):
         return log_focus(self.dropout(self.scaled_product(wide(f), wide(k))))
 
     def explain(self, x: Tensor) -> dict[str, Tensor]:
-        """Returns the weights of the tokens in the means at the last token."""
         _, f, k, _ = map(self.by_head, self.in_proj(x).chunk(4, -1))
         return {"focus": last_weights(self.scores(f, k), self.window)[0]}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ class LocalAttention(Mixer):
     state_type, takes_source = WindowState, True
     settings = ("local_window", "attention_dropout", "bias_free")
 
-    def __init__(self, embed_dim: int, heads: int = 1, config=None, **given):
+    def __init__(self, embed_dim: int, heads: int = 1, config: Any = None, **given) -> None:
         super().__init__(embed_dim, heads)
         settings = self.read_settings(config, given)
         self.reach, self.attention_dropout = self.reach_of(settings), settings.attention_dropout
@@ -32,12 +33,10 @@ class LocalAttention(Mixer):
 
     @staticmethod
     def reach_of(settings: MixerOptions) -> Reach:
-        """Returns how many tokens each one sees before itself."""
         return Reach(settings.local_window - 1)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws the weights as fairseq's attention does."""
         for weight in self.in_proj.weight.chunk(3):
             nn.init.xavier_uniform_(weight, gain=1 / math.sqrt(2))
         nn.init.xavier_uniform_(self.out_proj.weight)
@@ -49,14 +48,13 @@ class LocalAttention(Mixer):
         self,
         x: Tensor,
         state: WindowState | None = None,
-        padding_mask=None,
-        reset_mask=None,
+        padding_mask: Tensor | None = None,
+        reset_mask: Tensor | None = None,
         *,
         decoding: bool = False,
         source: Tensor | None = None,
         **unused,
-    ):
-        """Maps x (T,B,C) to y (T,B,C) and the state after the last token."""
+    ) -> tuple[Tensor, WindowState]:
         x = x if source is None else source
         q, kv = self.in_proj(x).split([self.embed_dim, 2 * self.embed_dim], -1)
         inputs = x.transpose(0, 1)
@@ -75,7 +73,6 @@ class LocalAttention(Mixer):
         return F.linear(inputs, weight[self.embed_dim :], None if bias is None else bias[self.embed_dim :])
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
-        """Returns the output of attention, (B,H,T,X)."""
         return attend(q, k, v, view, dropout=self.dropout_now())
 
     def dropout_now(self) -> float:
@@ -91,11 +88,9 @@ class LocalAttention(Mixer):
         return {"attention": self.read(self.by_head(q), k, each, view)[0, :, -1]}
 
     def projections(self) -> dict[str, dict[str, slice]]:
-        """Maps the input projection to the rows of each of its parts."""
         return {"in_proj": rows(q=self.embed_dim, k=self.embed_dim, v=self.embed_dim)}
 
     def pretrained(self) -> dict[str, slice]:
-        """Returns all rows of both projections, as fw-convert copies them all."""
         return {f"{linear}.{kind}": slice(None) for linear in ("in_proj", "out_proj") for kind in ("weight", "bias")}
 
     def state_size(self) -> int:
@@ -114,7 +109,7 @@ class TransformerXl(LocalAttention):
 
     settings = ("xl_memory", "xl_segment", "attention_dropout", "bias_free")
 
-    def __init__(self, embed_dim: int, heads: int = 1, config=None, **given):
+    def __init__(self, embed_dim: int, heads: int = 1, config: Any = None, **given) -> None:
         super().__init__(embed_dim, heads, config, **given)
         self.position_proj = nn.Linear(embed_dim, embed_dim, bias=False)
         nn.init.xavier_uniform_(self.position_proj.weight, gain=1 / math.sqrt(2))
@@ -122,7 +117,6 @@ class TransformerXl(LocalAttention):
 
     @staticmethod
     def reach_of(settings: MixerOptions) -> Reach:
-        """Returns how many tokens each one sees before itself."""
         return Reach(settings.xl_memory, settings.xl_segment)
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:

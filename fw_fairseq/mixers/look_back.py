@@ -90,7 +90,6 @@ class View(NamedTuple):
         return torch.where(back > 0, seen, back == 0)  # padding sees itself, because a softmax needs at least one key
 
     def order(self) -> Tensor:
-        """Returns the numbers of the tokens, (1,S)."""
         return torch.arange(self.texts.shape[1], device=self.texts.device)[None]
 
     def of_queries(self, x: Tensor, queries: slice) -> Tensor:
@@ -110,11 +109,11 @@ class View(NamedTuple):
         return WindowState(None if memory is None else kept, filled, kept if memory is None else None, self.next_place)
 
 
-def look_back(x: Tensor, state: WindowState | None, reach: Reach, padding_mask, reset_mask) -> View:
+def look_back(x: Tensor, state: WindowState | None, reach: Reach, padding_mask: Tensor | None, reset_mask: Tensor | None) -> View:
     """Maps x (B,T,X) and the state before it to the view of its tokens."""
     batch, total = x.shape[:2]
     check_tokens("x", x, total)
-    check_masks(padding_mask, reset_mask, (batch, total), x.device)
+    check_masks(padding_mask, reset_mask, (batch, total))
     if state is not None:
         check_sequences(state.filled, batch)
     real = torch.ones(batch, total, dtype=torch.bool, device=x.device) if padding_mask is None else ~padding_mask
@@ -148,7 +147,7 @@ def with_memory(
     return read, view.last(inputs=x if state is None else torch.cat([state.inputs.to(x), x], 1))
 
 
-def places_in_texts(start: Tensor, total: int, padding_mask, reset_mask) -> tuple[Tensor, Tensor]:
+def places_in_texts(start: Tensor, total: int, padding_mask: Tensor | None, reset_mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Maps start (B) to the place of each token in its text (B,T) and the place of the next one (B). Padding takes no place."""
     real = start.new_ones(start.shape[0], total) if padding_mask is None else (~padding_mask).long()
     before = real.cumsum(1) - real

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ class Pooled(Mixer):
     settings = ("pooling_form", "pooling_dropout")
     options = (*settings, "window_sizes")
 
-    def __init__(self, embed_dim: int, heads: int, config, window: int, **given):
+    def __init__(self, embed_dim: int, heads: int, config: Any, window: int, **given) -> None:
         super().__init__(embed_dim, heads)
         if window < 0:
             raise Mistake(f"window is {window}; it must be a number of tokens, or 0 for all before")
@@ -62,17 +63,14 @@ class Pooled(Mixer):
         self.in_proj = nn.Linear(embed_dim, self.parts * embed_dim, bias=False)
 
     @classmethod
-    def of_layer(cls, embed_dim: int, num_heads: int, config, layer: int, layers: int) -> Pooled:
-        """Returns the mixer of one layer, with the window of that layer."""
+    def of_layer(cls, embed_dim: int, num_heads: int, config: Any, layer: int, layers: int) -> Pooled:
         return cls(embed_dim, num_heads, config, layer_window(config, layer, layers))
 
     def state_size(self) -> int:
-        """Returns the number of numbers in the state of one sequence."""
         return (self.window - 1 if self.window else 1) * (2 * self.embed_dim + self.poolings * self.num_heads)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws the weights of the projections as fairseq's attention does."""
         for weight in self.in_proj.weight.chunk(self.parts):
             nn.init.xavier_uniform_(weight, gain=1 / math.sqrt(2))
         if self.out_proj is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ class Sru(Mixer):
         "sru_dropout", "sru_projection_dropout",
     )  # fmt: skip
 
-    def __init__(self, embed_dim: int, heads: int = 1, config=None, **given):
+    def __init__(self, embed_dim: int, heads: int = 1, config: Any = None, **given) -> None:
         super().__init__(embed_dim, heads)
         settings = self.read_settings(config, given)
         self.takes_source = not settings.sru_projection
@@ -56,14 +56,13 @@ class Sru(Mixer):
         self.reset_parameters()
 
     @classmethod
-    def of_layer(cls, embed_dim: int, num_heads: int, config, layer: int, layers: int) -> Sru:
+    def of_layer(cls, embed_dim: int, num_heads: int, config: Any, layer: int, layers: int) -> Sru:
         """Returns the mixer of one layer. As published, the last one drops nothing of its cell."""
         mixer = cls(embed_dim, num_heads, config)
         mixer.cell_dropout *= layer < layers - 1
         return mixer
 
     def prepare(self, width: int, settings: MixerOptions, rescale: bool) -> None:
-        """Creates the parameters of the recurrence. Its product reads inputs of size ``width``."""
         self.highway_bias, self.init = settings.sru_highway_bias, str(settings.sru_init)
         self.scale = math.sqrt(1 + 2 * math.exp(self.highway_bias)) if rescale else 1.0
         self.tanh, self.cell_dropout = settings.sru_tanh, settings.sru_dropout
@@ -73,12 +72,10 @@ class Sru(Mixer):
         self.gate_weight = nn.Parameter(torch.empty(2, self.embed_dim))  # v_f, v_r
 
     def linears(self) -> list[nn.Linear]:
-        """Returns the linear layers, in the order of their use."""
         return [self.in_proj] if self.down_proj is None else [self.down_proj, self.in_proj]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws the weights as published, for SRU or for SRU++."""
         biases = self.in_proj.bias[self.embed_dim :].view(2, -1) if self.in_proj.bias is not None else self.gate_bias
         if self.in_proj.bias is not None:
             nn.init.zeros_(self.in_proj.bias)
@@ -95,8 +92,15 @@ class Sru(Mixer):
         self.in_proj.weight[self.embed_dim :] *= math.sqrt(0.5)
         nn.init.uniform_(self.gate_weight, -math.sqrt(1.5), math.sqrt(1.5))
 
-    def forward(self, x: Tensor, state: SruState | None = None, padding_mask=None, reset_mask=None, source=None, **unused):
-        """Maps x (T,B,C) to h (T,B,C) and the state after the last token."""
+    def forward(
+        self,
+        x: Tensor,
+        state: SruState | None = None,
+        padding_mask: Tensor | None = None,
+        reset_mask: Tensor | None = None,
+        source: Tensor | None = None,
+        **unused,
+    ) -> tuple[Tensor, SruState]:
         return self.recur(
             self.inner(x) if source is None else source, x, None if state is None else state.cell, padding_mask, reset_mask
         )
@@ -107,12 +111,10 @@ class Sru(Mixer):
         return self.dropout(inner if self.norm is None else self.norm(inner))
 
     def projections(self) -> dict[str, dict[str, slice]]:
-        """Maps the input projection to the rows of each of its parts."""
         width = self.embed_dim
         return {"in_proj": rows(**{"input": width, "forget gate": width, "highway gate": width})}
 
     def explain(self, x: Tensor) -> dict[str, Tensor]:
-        """Returns the weights of the tokens in the last cell."""
         return self.explain_memory(self.inner(x))
 
     def explain_memory(self, inner: Tensor) -> dict[str, Tensor]:
@@ -136,7 +138,9 @@ class Sru(Mixer):
             return self.in_proj(inner) + biases
         return linear(inner, self.in_proj.weight, biases)
 
-    def recur(self, inner: Tensor, x: Tensor, cell: Tensor | None, padding_mask, reset_mask):
+    def recur(
+        self, inner: Tensor, x: Tensor, cell: Tensor | None, padding_mask: Tensor | None, reset_mask: Tensor | None
+    ) -> tuple[Tensor, SruState]:
         """Returns h and the state. The product reads inner (T,B,width), and the highway passes x (T,B,C)."""
         product, masks = self.product(inner), (padding_mask, reset_mask)
         if self.tanh:
@@ -149,9 +153,11 @@ class Sru(Mixer):
             h = without_padding(skipped + (h - skipped) * kept, padding_mask)
         return h, SruState(cell)
 
-    def with_tanh(self, product: Tensor, x: Tensor, cell: Tensor | None, padding_mask, reset_mask):
+    def with_tanh(
+        self, product: Tensor, x: Tensor, cell: Tensor | None, padding_mask: Tensor | None, reset_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Returns h = r tanh(c) + (1 - r) x scale and the last cell. A recurrence whose highway passes cells alone gives all c."""
-        check_masks(padding_mask, reset_mask, (x.shape[1], x.shape[0]), x.device)
+        check_masks(padding_mask, reset_mask, (x.shape[1], x.shape[0]))
         u, forget, highway = wide(product).chunk(3, -1)
         if padding_mask is not None:
             forget = forget.masked_fill(padding_mask.t()[..., None], OPEN)  # c stays

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ class Srupp(Sru):
         "sru_highway_bias", "sru_init", "sru_input_bias", "sru_tanh", "sru_dropout",
     )  # fmt: skip
 
-    def __init__(self, embed_dim: int, heads: int = 1, config=None, **given):
+    def __init__(self, embed_dim: int, heads: int = 1, config: Any = None, **given) -> None:
         Mixer.__init__(self, embed_dim, heads)
         settings = self.read_settings(config, given)
         width, self.inner_heads = settings.srupp_width or max(1, embed_dim // 4), settings.srupp_heads
@@ -56,13 +56,18 @@ class Srupp(Sru):
         self.reset_parameters()
 
     def linears(self) -> list[nn.Linear]:
-        """Returns the linear layers, in the order of their use."""
         return [self.down_proj, self.kv_proj, self.in_proj]
 
     def forward(
-        self, x: Tensor, state: SruppState | None = None, padding_mask=None, reset_mask=None, *, decoding: bool = False, **unused
-    ):
-        """Maps x (T,B,C) to h (T,B,C) and the state after the last token."""
+        self,
+        x: Tensor,
+        state: SruppState | None = None,
+        padding_mask: Tensor | None = None,
+        reset_mask: Tensor | None = None,
+        *,
+        decoding: bool = False,
+        **unused,
+    ) -> tuple[Tensor, SruppState]:
         z, inputs = self.down_proj(x), x.transpose(0, 1)
         memory = None if state is None else WindowState(*state[1:])
         view = look_back(inputs, memory, self.reach, padding_mask, reset_mask)
@@ -90,10 +95,8 @@ class Srupp(Sru):
         return join_heads(attend(*(split_heads(x, self.inner_heads) for x in parts), view, dropout=dropout))
 
     def projections(self) -> dict[str, dict[str, slice]]:
-        """Maps each projection to the rows of each of its parts."""
         width = self.kv_proj.in_features
         return super().projections() | {"kv_proj": rows(k=width, v=width)}
 
     def state_size(self) -> int:
-        """Returns the size of the state while decoding. Between segments, the inputs are kept in place of their projections."""
         return self.embed_dim + self.reach.most * self.kv_proj.in_features

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ..config import SOFTMAX, FastWeightConfig, check_options, option, options_read, refuse_without_effect
 from ..errors import Mistake
-from ..mixers.features import build_feature_map, check_combination, initial_bias, normalised_features, with_common_scale
+from ..mixers.parts.features import build_feature_map, check_combination, initial_bias, normalised_features, with_common_scale
 from ..ops import fast_weight
 from ..ops.inputs import READ
 from ..ops.normalisation import divide
@@ -141,7 +141,7 @@ class RetrievalModel(BaseFairseqModel):
 
 def check_rule(name: str) -> None:
     """Refuses a rule that needs more of a layer than keys, values and gates that are sigmoids."""
-    able = [n for n, rule in RULES.items() if rule.plain]
+    able = [n for n, rule in RULES.items() if rule.only_sigmoid_gates]
     able += [n for n, rule in RULES.items() if rule.step is not None and n not in able]
     if name not in able:
         raise Mistake(

@@ -56,7 +56,7 @@ class Factors(NamedTuple):
         return self if tokens * (key_width + value_width) < key_width * value_width else self.dense()
 
 
-def no_factors(batch: int, heads: int, key_width: int, value_width: int, device, dtype: torch.dtype) -> Factors:
+def no_factors(batch: int, heads: int, key_width: int, value_width: int, device: torch.device, dtype: torch.dtype) -> Factors:
     """An empty memory."""
     return Factors(*(torch.zeros(batch, heads, 0, width, device=device, dtype=dtype) for width in (key_width, value_width)))
 

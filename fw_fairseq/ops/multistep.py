@@ -12,28 +12,25 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..rules import Coefficients
-from .dispatch import asks_for_kernels, has_kernels, run
+from .dispatch import run
 from .inputs import Inputs, fill
 
 
-def spread(inputs: Inputs) -> tuple[Inputs, int]:
-    """The inputs with as many queries as keys, and the number of writes for each query: those before the last one read too, which
-    nobody looks at."""
-    writes = inputs.k.shape[2] // inputs.q.shape[2]
-    if writes == 1:
-        return inputs, 1
+def spread(inputs: Inputs, writes: int) -> Inputs:
+    """The inputs with as many queries as keys, for so many writes of each query: those before the last one read too, which nobody
+    looks at."""
     q, padding, resets = inputs.q, inputs.padding_mask, inputs.reset_mask
     q = F.pad(q.unsqueeze(3), (0, 0, writes - 1, 0)).flatten(2, 3)
     if padding is not None:
         padding = padding.repeat_interleave(writes, dim=1)
     if resets is not None:  # before the first write
         resets = F.pad(resets.unsqueeze(2), (0, writes - 1)).flatten(1)
-    return stepwise(inputs)._replace(q=q, padding_mask=padding, reset_mask=resets), writes
+    return stepwise(inputs)._replace(q=q, padding_mask=padding, reset_mask=resets)
 
 
 def stepwise(inputs: Inputs) -> Inputs:
     """The same for the steps of one token, which are too few for a chunk."""
-    few = inputs.q.shape[2] == 1 and inputs.backend == "auto" and not has_kernels(inputs.q)
+    few = inputs.q.shape[2] == 1 and inputs.backend == "auto" and not inputs.kernels
     return inputs._replace(backend="recurrent") if few else inputs
 
 
@@ -61,7 +58,7 @@ def strengths_taken_in(inputs: Inputs) -> Inputs:
     if e is not None and e.dim() == 4:
         coefficients = coefficients._replace(e=e * inputs.k)
     if w is not None and w.dim() == 4:
-        v = (v * w).to(v.dtype) if asks_for_kernels(inputs) else v * w
+        v = (v * w).to(v.dtype) if inputs.kernels else v * w
         coefficients = coefficients._replace(w=None)
     return inputs._replace(v=v, coefficients=coefficients)
 

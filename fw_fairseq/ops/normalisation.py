@@ -8,7 +8,7 @@ two more runs of the kernels.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ..autograd import as_written
 from ..rules import Coefficients
-from .dispatch import asks_for_kernels, choose, divided_kernel, has_kernels, run
+from .dispatch import choose, run, run_divided
 from .inputs import READ_AND_ERASE, Inputs, fill
 from .parallel.parts import chain
 from .parallel.workers import by_worker
@@ -30,32 +30,27 @@ SMALLEST_FACTOR = 1e-9  # of what a token leaves of the scale before it; a small
 
 
 class Sums(NamedTuple):
-    """n_t of one call, from ``start`` to ``finish``."""
+    """n_t of one call, from its start to ``finish``."""
 
     read: Tensor | None = None  # (B,H,T,1): n_t . q_t; None where n is the last column of the memory
     normaliser: Tensor | None = None  # (B,H,K): n after the last token; None likewise
 
 
-def run_divided(inputs: Inputs) -> tuple[Tensor, FastWeightState] | None:
-    """The normalised y and the state from a kernel that divides what it reads; None where no kernel does."""
-    if inputs.rule.normaliser != "write":
-        return None
-    kernel = divided_kernel(inputs)
-    if kernel is None:
-        return None
-    state, eps = inputs.state, inputs.eps
-    given = (inputs.q, inputs.k, inputs.v, inputs.coefficients, state.memory, state.normaliser, eps, max(eps, EPS), inputs.row_map)
-    y, memory, normaliser = kernel(*given)
-    return y, state._replace(memory=memory, normaliser=normaliser)
-
-
-def start(inputs: Inputs) -> tuple[Inputs, Sums]:
-    """The inputs for the recurrence, and the sums that are known before it runs."""
-    return start_with_keys(inputs) if inputs.rule.normaliser == "keys" else start_with_writes(inputs)
+def run_normalised(inputs: Inputs) -> tuple[Tensor, FastWeightState]:
+    """The normalised y and the state."""
+    if inputs.key_log_scale is not None:
+        inputs = scale_writes(inputs, inputs.key_log_scale)
+    if inputs.rule.normaliser == "write":
+        found = run_divided(inputs, max(inputs.eps, EPS))
+        if found is not None:
+            return found
+    ready, sums = start_with_keys(inputs) if inputs.rule.normaliser == "keys" else start_with_writes(inputs)
+    y, memory = run(ready)
+    return finish(y, memory, sums, inputs)
 
 
 def finish(y: Tensor, memory: Tensor, sums: Sums, inputs: Inputs) -> tuple[Tensor, FastWeightState]:
-    """The normalised y in v's dtype and the state, from the results of the recurrence for the inputs that ``start`` returned."""
+    """The normalised y in v's dtype and the state, from the results of the recurrence for these inputs."""
     read, normaliser = sums
     if read is None:
         width = inputs.v.shape[3]
@@ -84,20 +79,18 @@ def start_with_writes(inputs: Inputs) -> tuple[Inputs, Sums]:
     """n_t = f_t n_{t-1} + w_t k_t: the memory of a value that is always 1."""
     state, width = inputs.state, inputs.v.shape[3]
     v = inputs.v.to(state.memory.dtype)  # so that n is read in it
-    if v.shape[2] == 1 and inputs.group is None and not has_kernels(v):  # a column would copy the memory for one token
+    if v.shape[2] == 1 and inputs.group is None and not inputs.kernels:  # a column would copy the memory for one token
         read, n = step_form(inputs.q, inputs.k, torch.ones_like(v[..., :1]), inputs.coefficients, state.normaliser.unsqueeze(-1))
         return inputs._replace(v=v), Sums(read, n.squeeze(-1))
-    columns = UNIT - width % UNIT if has_kernels(v) else 1  # equal ones, of which one is read
+    columns = UNIT - width % UNIT if inputs.kernels else 1  # equal ones, of which one is read
     memory = torch.cat([state.memory, state.normaliser.unsqueeze(-1).expand(-1, -1, -1, columns)], dim=-1)
     return inputs._replace(v=F.pad(v, (0, columns), value=1.0), state=state._replace(memory=memory)), Sums()
 
 
-def scale_writes(inputs: Inputs) -> Inputs:
+def scale_writes(inputs: Inputs, key_log_scale: Tensor) -> Inputs:
     """With the keys' log scale in the coefficients, and the state's log scale after the last token in the state."""
-    if inputs.key_log_scale is None:
-        return inputs
     log_scale, coefficients = inputs.state.log_scale, inputs.coefficients
-    key_log_scale = inputs.key_log_scale.to(log_scale.dtype)
+    key_log_scale = key_log_scale.to(log_scale.dtype)
     left = log_left(coefficients.f, key_log_scale, inputs.reset_mask)
     if inputs.group is None:
         coefficients, last = rescale_writes(coefficients, key_log_scale, log_scale, left)
@@ -126,7 +119,7 @@ def sum_keys(q: Tensor, k: Tensor, normaliser: Tensor, reset_mask: Tensor | None
 def sum_keys_in_kernels(inputs: Inputs) -> tuple[Tensor, Tensor | None, Tensor] | None:
     """``sum_keys`` as two more runs of the recurrence: memories of a value that is always 1, which each token writes its key to, or
     the key before its own. The second, n_{t-1} . k_t, is left out where it is not asked for. None where no kernel runs."""
-    if not asks_for_kernels(inputs):  # a CPU's tokens need not make the inputs below
+    if not inputs.kernels:  # a CPU's tokens need not make the inputs below
         return None
     resets, normaliser = inputs.reset_mask, inputs.state.normaliser
     q, k = (x.to(normaliser.dtype) for x in (inputs.q, inputs.k))
@@ -171,12 +164,12 @@ class Quotient(torch.autograd.Function):
         return a / b
 
     @staticmethod
-    def setup_context(ctx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(inputs[1], output)
         ctx.save_for_forward(inputs[1], output)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         b, quotient = ctx.saved_tensors
         return gradient / b, -(gradient * quotient) / b
 
@@ -187,7 +180,7 @@ class TransformedQuotient(Quotient):
     generate_vmap_rule = True
 
     @staticmethod
-    def jvp(ctx, da: Tensor, db: Tensor) -> Tensor:
+    def jvp(ctx: Any, da: Tensor, db: Tensor) -> Tensor:
         b, quotient = ctx.saved_tensors
         return (da - quotient * db) / b
 
@@ -246,7 +239,9 @@ def last_place(mask: Tensor) -> Tensor:
     return torch.where(mask, places, -1).cummax(-1).values
 
 
-def sum_keys_across(group, q: Tensor, k: Tensor, normaliser: Tensor, reset_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def sum_keys_across(
+    group: Any, q: Tensor, k: Tensor, normaliser: Tensor, reset_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """``sum_keys`` for the tokens of all workers: the sums at this worker's tokens, and n after the last worker's last token."""
     if reset_mask is None:
         own = k.sum(2, dtype=normaliser.dtype)
@@ -259,7 +254,7 @@ def sum_keys_across(group, q: Tensor, k: Tensor, normaliser: Tensor, reset_mask:
     return read, recalled, end.squeeze(-1)
 
 
-def largest_scales(group, key_log_scale: Tensor, log_scale: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+def largest_scales(group: Any, key_log_scale: Tensor, log_scale: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
     """The value from which ``running_scale`` starts on this worker, (B,H), and its end on the last worker."""
     own = running_scale(key_log_scale, left, torch.full_like(log_scale, -torch.inf))[..., -1]
     owns, lefts = by_worker(group, own, left.sum(-1))

@@ -3,6 +3,8 @@ not for ``F.linear``: on CPUs other than Intel's it can be twice as fast. Everyw
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -13,6 +15,8 @@ FEWEST = 32  # rows that oneDNN is used for
 
 
 class Linear(nn.Linear):
+    """A linear layer whose product oneDNN may compute."""
+
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
@@ -23,6 +27,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def suits(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN computes this product."""
     if x.device.type != "cpu" or x.dtype != torch.float32 or weight.dtype != torch.float32 or x.numel() < FEWEST * weight.shape[1]:
         return False
     if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
@@ -30,25 +35,28 @@ def suits(x: Tensor, weight: Tensor) -> bool:
     return torch.backends.mkldnn.is_available() and product() is not None
 
 
-def product():
+def product() -> Any:
     """oneDNN's product in PyTorch, which its compiler uses; None where this PyTorch has none."""
     return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 def times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The product by oneDNN."""
     bias = None if bias is None else bias.contiguous()  # the product takes no account of its stride
     return product()(x, weight, bias, "none", [], "")
 
 
 class OneDnn(torch.autograd.Function):
+    """The product and its gradients."""
+
     @staticmethod
-    def forward(ctx, x, weight, bias):
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         return times(x, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dx, dweight, dbias = (None,) * 3
         rows, inputs = dy.reshape(-1, dy.shape[-1]).contiguous(), x.reshape(-1, x.shape[-1])

@@ -1,23 +1,26 @@
 """The fast-weight operation.
 
-A call passes through ``checks.check_arguments`` (the rule's name becomes the ``Rule``), ``tokens.steps.spread`` (several writes of
-a token become steps), ``inputs.with_coefficients`` (the gates become ``Coefficients``), and ``dispatch.run``, which chooses the
-form and calls it; ``tokens.steps.run_steps`` is around it for rules that need more than their coefficients.
+A call passes through ``checks.check_arguments`` (the rule's name becomes the ``Rule``), ``multistep.spread`` (several writes of a
+token become steps), ``with_coefficients`` (the gates become ``Coefficients``), and ``dispatch.run``, which chooses the form and
+calls it; ``multistep.run_steps`` is around it for rules that need more than their coefficients.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, distributed
 
 from ..autograd import without_autocast
 from ..feature_maps import AS_IS, RowMap
-from . import checks, normalisation
-from .dispatch import has_kernels, maps_inside, run
-from .factored import Factors
-from .inputs import READ_AND_ERASE, Inputs, fill, hide_padded_rows, hide_padding, with_coefficients
+from ..rules import Coefficients
+from . import normalisation
+from .checks import check_arguments
+from .dispatch import mapped, run
+from .factored import Factors, no_factors
+from .inputs import READ_AND_ERASE, Inputs, fill
 from .multistep import run_steps, spread
 from .recurrent import looped
-from .state import FastWeightState, empty_state
+from .state import FastWeightState
 
 
 def fast_weight(
@@ -99,21 +102,27 @@ def fast_weight(
         >>> torch.allclose(torch.cat([y1, y2], 2), y, atol=1e-5), torch.allclose(s.memory, state.memory, atol=1e-5)
         (True, True)
     """
-    inputs = checks.check_arguments(
+    inputs = check_arguments(
         q, k, v, rule, gates, state, backend, attention_norm, eps, padding_mask, key_log_scale, reset_mask, feature_map, decoding,
         group, attention_norm_of,
     )  # fmt: skip
     if inputs.row_map != AS_IS and not maps_inside(inputs):
-        inputs = hide_padded_rows(inputs).mapped()
-    inputs, writes = spread(inputs)
+        if padding_mask is not None:  # features of NaN would have a gradient of NaN
+            padded = padding_mask.repeat_interleave(k.shape[2] // q.shape[2], 1)
+            inputs = inputs._replace(q=fill(q, padding_mask, 0), k=fill(k, padded, 0))
+        inputs = mapped(inputs)
+    writes = k.shape[2] // q.shape[2]
+    if writes > 1:
+        inputs = spread(inputs, writes)
     with without_autocast(q.device.type):
-        inputs = hide_padding(start(inputs))
+        inputs = start(inputs)
+        if padding_mask is not None:
+            inputs = hide_padding(inputs)
         if inputs.rule.step is not None:
             return run_own_form(inputs)
         inputs = with_coefficients(inputs)
         if attention_norm:
-            inputs = normalisation.scale_writes(inputs)
-            y, state = normalisation.run_divided(inputs) or run_normalised(inputs)
+            y, state = normalisation.run_normalised(inputs)
         else:
             y, memory = run(inputs) if inputs.rule.simple else run_steps(inputs)
             state = inputs.state._replace(memory=memory)
@@ -122,11 +131,10 @@ def fast_weight(
     return y if writes == 1 else y[:, :, writes - 1 :: writes], state
 
 
-def run_normalised(inputs: Inputs) -> tuple[Tensor, FastWeightState]:
-    """The result with attention normalisation, around the recurrence."""
-    ready, sums = normalisation.start(inputs)
-    y, memory = run(ready)
-    return normalisation.finish(y, memory, sums, inputs)
+def maps_inside(inputs: Inputs) -> bool:
+    """Whether ``run`` may be given rows before their feature map, because only kernels will see them."""
+    sums_keys = inputs.attention_norm and inputs.rule.normaliser == "keys"
+    return inputs.kernels and inputs.group is None and inputs.rule.step is None and inputs.rule.simple and not sums_keys
 
 
 def start(inputs: Inputs) -> Inputs:
@@ -137,9 +145,46 @@ def start(inputs: Inputs) -> Inputs:
         if takes_factors or not isinstance(inputs.state.memory, Factors):
             return inputs
         return inputs._replace(state=inputs.state._replace(memory=inputs.state.memory.dense()))
-    factored = takes_factors and inputs.decoding and inputs.backend == "auto" and not has_kernels(inputs.q)
-    scaled = inputs.key_log_scale is not None
-    return inputs._replace(state=empty_state(inputs.sizes, inputs.q.device, inputs.dtype, inputs.attention_norm, scaled, factored))
+    sizes = (*inputs.q.shape[:2], inputs.width, inputs.v.shape[3])
+    given = {"device": inputs.q.device, "dtype": inputs.dtype}
+    factored = takes_factors and inputs.decoding and inputs.backend == "auto" and not inputs.kernels
+    return inputs._replace(
+        state=FastWeightState(
+            no_factors(*sizes, **given) if factored else torch.zeros(sizes, **given),
+            torch.zeros(sizes[:3], **given) if inputs.attention_norm else None,
+            None if inputs.key_log_scale is None else torch.full(sizes[:2], -torch.inf, **given),
+        )
+    )
+
+
+def hide_padding(inputs: Inputs) -> Inputs:
+    """At padding q, k and v are 0 and every gate is 1, whatever was there."""
+    mask, scale = inputs.padding_mask, inputs.key_log_scale
+    assert mask is not None
+    q, k, v = (fill(x, mask, 0) for x in (inputs.q, inputs.k, inputs.v))
+    gates = {name: fill(gate, mask, 1) for name, gate in inputs.gates.items()}
+    scale = None if scale is None else fill(scale, mask, -torch.inf)
+    return inputs._replace(q=q, k=k, v=v, gates=gates, key_log_scale=scale)
+
+
+def with_coefficients(inputs: Inputs) -> Inputs:
+    """The rule's coefficients of the gates. At padding nothing decays, is erased or written; at a reset nothing is left. A key of 0
+    neither writes nor erases, but a feature map may make something else of 0: there e and w are 0 too."""
+    gates = {name: gate.to(inputs.dtype) for name, gate in inputs.gates.items()}
+    assert inputs.rule.coefficients is not None
+    f, z, e, w = inputs.rule.coefficients(**gates)
+    if inputs.rule.key is not None:
+        inputs = inputs._replace(k=inputs.rule.key(inputs.k, **gates))
+    padding, resets = inputs.padding_mask, inputs.reset_mask
+    if padding is not None or resets is not None:
+        ones = torch.ones(inputs.q.shape[:3], device=inputs.q.device, dtype=inputs.dtype)
+        if padding is not None:
+            f, z = (None if x is None else fill(x, padding, 1) for x in (f, z))
+            if inputs.row_map != AS_IS:
+                e, w = None if e is None else fill(e, padding, 0), fill(ones if w is None else w, padding, 0)
+        if resets is not None:
+            f = fill(ones if f is None else f, resets, 0)
+    return inputs._replace(coefficients=Coefficients(f, z, e, w))
 
 
 def run_own_form(inputs: Inputs) -> tuple[Tensor, FastWeightState]:

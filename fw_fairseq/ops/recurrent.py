@@ -8,15 +8,26 @@ this file's loop, or that of a rule with a form of its own; its backward runs it
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..autograd import as_written
+from ..autograd import EVERYWHERE, as_written, call, is_compiling, register
 from ..rules import RULES, Coefficients, Rule
-from .kernels.operators import EVERYWHERE, call, is_compiling, register
 
 
-def step(memory: Tensor, q: Tensor, k: Tensor, v: Tensor, f=None, z=None, e=None, w=None) -> tuple[Tensor, Tensor]:
+def step(
+    memory: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    f: Tensor | None = None,
+    z: Tensor | None = None,
+    e: Tensor | None = None,
+    w: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """One token: q, k (B,H,K), v (B,H,V), memory (B,H,K,V) -> y (B,H,V), the new memory. e (B,H) is the strength of an erase,
     and e (B,H,K) the key that it reads with."""
     if f is not None:
@@ -39,26 +50,53 @@ def step_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memor
     return looped(None, True, q, k, v, present, memory)
 
 
-def looped(rule: Rule | None, stepwise: bool, q, k, v, gates: dict[str, Tensor], memory: Tensor, frozen=None, reset=None):
+def looped(
+    rule: Rule | None,
+    stepwise: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: dict[str, Tensor],
+    memory: Tensor,
+    *masks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Returns y (B,H,T,V) in v's dtype and the final memory by the recurrence, or by a form that a rule has of its own: its step,
-    or all tokens at once by its sequence. Masks and their meaning are those of ``scan``."""
+    or all tokens at once by its sequence. ``masks`` are those of ``scan``."""
     if not is_compiling() or q.shape[2] == 1:
-        return run(rule, stepwise, q, k, v, gates, memory, frozen, reset)
+        return run(rule, stepwise, q, k, v, gates, memory, *masks)
     name = "" if rule is None else next(name for name, known in RULES.items() if known is rule)
     distinct = [x.view_as(x) for x in gates.values()]  # torch.compile wants no input twice
-    return call("loop", name, stepwise, ",".join(gates), q, k, v, distinct, memory, frozen, reset)
+    return call("loop", name, stepwise, ",".join(gates), q, k, v, distinct, memory, *(masks or (None, None)))
 
 
-def run(rule: Rule | None, stepwise: bool, q, k, v, gates: dict[str, Tensor], memory, frozen, reset) -> tuple[Tensor, Tensor]:
+def run(
+    rule: Rule | None,
+    stepwise: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: dict[str, Tensor],
+    memory: Tensor,
+    *masks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """As ``looped``, without an operator."""
     if rule is None or stepwise:
-        return scan(step if rule is None else rule.step, q, k, v, gates, memory, frozen, reset)
+        return scan(step if rule is None else rule.step, q, k, v, gates, memory, *masks)
     q, k, values, *given = (x.to(memory.dtype) for x in (q, k, v, *gates.values()))
-    y, memory = rule.sequence(q, k, values, memory, frozen, reset, **dict(zip(gates, given)))
+    y, memory = rule.sequence(q, k, values, memory, *masks, **dict(zip(gates, given)))
     return y.to(v.dtype), memory
 
 
-def scan(step, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], memory: Tensor, frozen=None, reset=None):
+def scan(
+    step: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: dict[str, Tensor],
+    memory: Tensor,
+    frozen: Tensor | None = None,
+    reset: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Runs ``step`` over time. ``frozen`` (B,T): True where the memory must stay as it is; ``reset``: where it starts from 0."""
     inputs = [x.to(memory.dtype) for x in (q, k, v, *gates.values())]
     if q.shape[2] == 1 and frozen is None and reset is None:  # decoding: no need to unbind and stack
@@ -76,46 +114,46 @@ def scan(step, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], memory
     return torch.stack(outputs, dim=2).to(v.dtype), memory
 
 
-def loop(name: str, stepwise: bool, names: str, q, k, v, gates, memory, frozen, reset) -> tuple[Tensor, Tensor]:
-    """The operator. ``name``: of the rule with a form of its own, or nothing; ``names``: of the gates, with commas between."""
-    named = dict(zip(names.split(","), gates))
-    return run(RULES[name] if name else None, stepwise, q, k, v, named, memory, frozen, reset)
+def _loop(*inputs) -> tuple[Tensor, Tensor]:
+    """The operator, by the name of the rule with a form of its own, or nothing, and the names of the gates with commas between."""
+    name, stepwise, names, q, k, v, gates, memory, frozen, reset = inputs
+    return run(RULES[name] if name else None, stepwise, q, k, v, dict(zip(names.split(","), gates)), memory, frozen, reset)
 
 
 @as_written
-def loop_forward(*inputs) -> tuple[Tensor, Tensor]:
-    return tuple(x.contiguous() for x in loop(*inputs))
+def _loop_forward(*inputs) -> tuple[Tensor, ...]:
+    return tuple(x.contiguous() for x in _loop(*inputs))
 
 
-def loop_fake(name, stepwise, names, q, k, v, gates, memory, frozen, reset) -> tuple[Tensor, Tensor]:
-    """Returns tensors of the shapes that ``loop`` returns."""
+def _loop_fake(*inputs) -> tuple[Tensor, Tensor]:
+    v, memory = inputs[5], inputs[7]
     return v.new_empty(v.shape), memory.new_empty(memory.shape)
 
 
 @as_written
-def loop_backward(name, stepwise, names, q, k, v, gates, memory, frozen, reset, dy, dmemory) -> list[Tensor]:
-    """Returns the gradients of q, k, v, the gates and the first memory."""
+def _loop_backward(*inputs) -> list[Tensor]:
+    """The gradients of q, k, v, the gates and the first memory."""
+    *words, q, k, v, gates, memory, frozen, reset, dy, dmemory = inputs
     leaves = [x.detach().requires_grad_() for x in (q, k, v, *gates, memory)]
     with torch.enable_grad():
-        q, k, v, *gates, memory = leaves
-        found = loop(name, stepwise, names, q, k, v, gates, memory, frozen, reset)
+        found = _loop(*words, *leaves[:3], leaves[3:-1], leaves[-1], frozen, reset)
     results, dresults = zip(*((x, dx) for x, dx in zip(found, (dy, dmemory)) if dx is not None))
     grads = torch.autograd.grad(results, leaves, dresults, allow_unused=True)
     return [torch.zeros_like(x) if dx is None else dx.contiguous() for x, dx in zip(leaves, grads)]
 
 
-def loop_backward_fake(name, stepwise, names, q, k, v, gates, memory, frozen, reset, dy, dmemory) -> list[Tensor]:
-    """Returns tensors of the shapes that ``loop_backward`` returns."""
+def _loop_backward_fake(*inputs) -> list[Tensor]:
+    q, k, v, gates, memory = inputs[3:8]
     return [x.new_empty(x.shape) for x in (q, k, v, *gates, memory)]
 
 
-def setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     *ctx.words, q, k, v, gates, memory, frozen, reset = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, memory, frozen, reset, *gates)
 
 
-def differentiate(ctx, dy, dmemory):
+def _differentiate(ctx: Any, dy: Tensor | None, dmemory: Tensor | None) -> tuple:
     q, k, v, memory, frozen, reset, *gates = ctx.saved_tensors
     dq, dk, dv, *dgates, dfirst = call("loop_backward", *ctx.words, q, k, v, gates, memory, frozen, reset, dy, dmemory)
     return None, None, None, dq, dk, dv, dgates, dfirst, None, None
@@ -123,7 +161,7 @@ def differentiate(ctx, dy, dmemory):
 
 WORDS, MASKS = "str name, bool stepwise, str names", "Tensor? frozen, Tensor? reset"
 INPUTS = f"{WORDS}, Tensor q, Tensor k, Tensor v, Tensor[] gates, Tensor memory, {MASKS}"
-register("loop", f"({INPUTS}) -> (Tensor, Tensor)", loop_forward, loop_fake, setup_context, differentiate, device=EVERYWHERE)
+register("loop", f"({INPUTS}) -> (Tensor, Tensor)", _loop_forward, _loop_fake, _setup_context, _differentiate, device=EVERYWHERE)
 register(
-    "loop_backward", f"({INPUTS}, Tensor? dy, Tensor? dmemory) -> Tensor[]", loop_backward, loop_backward_fake, device=EVERYWHERE
+    "loop_backward", f"({INPUTS}, Tensor? dy, Tensor? dmemory) -> Tensor[]", _loop_backward, _loop_backward_fake, device=EVERYWHERE
 )

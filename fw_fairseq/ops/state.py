@@ -2,49 +2,53 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from .factored import Factors, no_factors
+from .factored import Factors
+
+State = TypeVar("State", bound=tuple)
 
 
-def index_select(self, order: Tensor):
+def index_select(self: State, order: Tensor) -> State:
     """The state of the sequences ``order`` (long, along B), for beam search and for batches that lose finished sequences.
 
     It is the same one for the order that they have already, as in each step of greedy search. A GPU is not asked about that.
     """
     if order.device.type == "cpu" and torch.equal(order, torch.arange(next(x.shape[0] for x in self if x is not None))):
         return self
-    return self._map(lambda x: x.index_select(0, order))
+    return _map(self, lambda x: x.index_select(0, order))
 
 
-def join(states):
+def join(states: list[State]) -> State:
     """The states of several batches as one."""
     return type(states[0])(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*states)))
 
 
-def detach(self):
-    return self._map(lambda x: x.detach())
+def detach(self: State) -> State:
+    """The state without its gradient."""
+    return _map(self, lambda x: x.detach())
 
 
-def to(self, *args, **kwargs):
+def to(self: State, *args, **kwargs) -> State:
     """The state on another device or in another dtype, as ``Tensor.to``. Masks and positions keep their dtype."""
 
-    def moved(x):
+    def moved(x: Tensor) -> Tensor:
         if x.dtype.is_floating_point:
             return x.to(*args, **kwargs)
         return x.to(x.new_empty(0).to(*args, **kwargs).device)
 
-    return self._map(moved)
+    return _map(self, moved)
 
 
-def _map(self, change):
+def _map(self: State, change: Callable[[Any], Any]) -> State:
     return type(self)(*(None if x is None else change(x) for x in self))
 
 
-def tensor_state(kind):
+def tensor_state(kind: Any) -> Any:
     """Decorates a NamedTuple whose fields are None or tensors that begin with B: it is then moved, reordered and detached as a
     whole."""
     kind.join = staticmethod(join)
@@ -53,12 +57,9 @@ def tensor_state(kind):
     return kind
 
 
-def joined(states: list):
+def joined(states: list) -> Any:
     """Returns the states of several batches, which are of one type and read from their first tokens on, as one."""
     return states[0].join(states)
-
-
-state = tensor_state  # its former name, for packages that import it
 
 
 @tensor_state
@@ -71,18 +72,6 @@ class FastWeightState(NamedTuple):
     recent: Tensor | None = None  # (B,S,X): the last inputs of a layer's short convolution. The operation leaves it and those below
     previous: Tensor | None = None  # (B,1,C): the last token, of a layer that mixes each token with the one before it
     position: Tensor | None = None  # (B,1), long: the tokens of the text so far, of a layer with rotary positions
-
-
-def empty_state(
-    sizes, device, dtype: torch.dtype, attention_norm: bool, log_scale: bool, factored: bool = False
-) -> FastWeightState:
-    """The state before the first token, for sizes (B, H, T, K, V)."""
-    batch, heads, _, key_width, value_width = sizes
-    zeros = no_factors if factored else torch.zeros
-    memory = zeros(batch, heads, key_width, value_width, device=device, dtype=dtype)
-    normaliser = torch.zeros(batch, heads, key_width, device=device, dtype=dtype) if attention_norm else None
-    scale = torch.full((batch, heads), -torch.inf, device=device, dtype=dtype) if log_scale else None
-    return FastWeightState(memory, normaliser, scale)
 
 
 class SavedState(tuple):

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from . import gates
 from .fwm import fwm_sequence, fwm_step
-from .rule import OPERANDS, Coefficients, Gate, Rule
+from .rule import Coefficients, Gate, Rule
 
-__all__ = ["OPERANDS", "RULES", "Coefficients", "Gate", "Rule"]
+__all__ = ["RULES", "Coefficients", "Gate", "Rule"]
 
 SCALAR = Gate()
 HALF = Gate(writes=True, erases=True)  # starts near 1/2

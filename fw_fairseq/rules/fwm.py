@@ -7,6 +7,8 @@ reads of the chunk's keys, which each token changes by its inner products with t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -70,7 +72,9 @@ class Writes(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, recalled: Tensor, products: Tensor, v: Tensor, beta: Tensor, norm: Tensor, padding, reset):
+    def forward(
+        ctx: Any, recalled: Tensor, products: Tensor, v: Tensor, beta: Tensor, norm: Tensor, padding: Tensor | None, reset: Tensor
+    ) -> tuple[Tensor, Tensor]:
         reads, v = (x.transpose(0, 1).contiguous() for x in (recalled, v))
         products, beta = products.permute(1, 2, 0).unsqueeze(3), beta.mT.unsqueeze(2)
         padding, reset = (None if mask is None else mask.mT.unsqueeze(2) for mask in (padding, reset))
@@ -94,7 +98,7 @@ class Writes(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dwritten: Tensor, dscale: Tensor):
+    def backward(ctx: Any, dwritten: Tensor, dscale: Tensor) -> tuple[Tensor | None, ...]:
         products, v, beta, reset, read, written, free, scale, left, *reads = ctx.saved_tensors
         dwritten = dwritten.transpose(0, 1).clone(memory_format=torch.contiguous_format)  # to be completed here
         dscale = dscale.mT.unsqueeze(2)

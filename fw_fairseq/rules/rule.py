@@ -58,10 +58,11 @@ class Gate:
     constant: bool = False
     learnt: bool = True
 
-    @property
-    def projected(self) -> bool:
-        """Whether the gate is rows of the layer's projection and a sigmoid, and nothing else."""
-        return self.form == "sigmoid" and self.rank is None and self.of is None and not self.constant
+    projected: bool = field(init=False)  # whether the gate is rows of the layer's projection and a sigmoid, and nothing else
+
+    def __post_init__(self) -> None:
+        projected = self.form == "sigmoid" and self.rank is None and self.of is None and not self.constant
+        object.__setattr__(self, "projected", projected)
 
     def width(self, key_width: int, value_width: int) -> int:
         """How many numbers it has per token and head, for keys of K features and values of V channels."""
@@ -70,9 +71,6 @@ class Gate:
     def shape(self, sizes: tuple[int, int, int, int, int]) -> tuple[int, ...]:
         """Its shape for sizes (B, H, T, K, V): (B,H,T), (B,H,T,K) or (B,H,T,V)."""
         return (*sizes[:3], self.width(*sizes[3:])) if self.axis else sizes[:3]
-
-
-OPERANDS = ("q", "k", "v", "memory", "padding_mask", "reset_mask")
 
 
 @dataclass(frozen=True)
@@ -112,45 +110,42 @@ class Rule:
     several: bool = False
     keyless: bool = False
     # made of the others at once, because a graph that is being traced cannot compute them
-    sample: Coefficients = field(init=False, repr=False, compare=False)  # see ``coefficients_of_halves``
+    sample: Coefficients = field(init=False, repr=False, compare=False)  # for gates of 1/2; none for a rule outside the recurrence
     simple: bool = field(init=False, repr=False)  # whether the coefficients say all, with erase and write strengths per token
+    erases: bool = field(init=False, repr=False)  # whether a write takes away what its key reads; False with a ``step``
+    one_step: bool = field(init=False, repr=False)  # whether a token is one step of the recurrence, which it reads after its write
+    only_sigmoid_gates: bool = field(init=False, repr=False)  # and one write, of a layer whose gates are rows of its projection
 
-    def __post_init__(self):
-        if (self.coefficients is None) == (self.step is None):
-            raise Mistake("a Rule takes either coefficients (it fits the recurrence) or step (it does not), not both")
-        if self.sequence is not None and self.step is None:
-            raise Mistake("Rule.sequence is a faster way to run step, and there is none; give step too")
-        if taken := [name for name in self.gates if name in OPERANDS]:
-            raise Mistake(f"Rule.gates has {taken[0]!r}, which is an argument already; taken are: {', '.join(OPERANDS)}")
-        if self.normaliser not in (None, "write", "keys"):
-            raise Mistake(f"Rule.normaliser is {self.normaliser!r}; allowed: None, 'write', 'keys'")
+    def __post_init__(self) -> None:
         added = [name for name in ("key", "removal", "bonus", "skip") if getattr(self, name) is not None]
-        if added and (self.step is not None or self.normaliser is not None):
-            raise Mistake(f"Rule.{added[0]} is for rules of the recurrence without a normaliser; leave it out, or leave those out")
-        if self.removal is not None and self.bonus is not None:
-            raise Mistake("a Rule takes either removal or bonus, not both")
-        sample, functions = self.coefficients_of_halves(), (self.key, self.removal, self.bonus, self.skip)
-        object.__setattr__(self, "sample", sample)
-        object.__setattr__(self, "simple", not any(functions) and all(x is None or x.dim() == 3 for x in (sample.e, sample.w)))
-
-    @property
-    def erases(self) -> bool:
-        """Whether a write takes away what its key reads, which diverges with keys longer than 1. False with a ``step``."""
-        return self.sample.e is not None
-
-    @property
-    def one_step(self) -> bool:
-        """Whether a token is one step of the recurrence, which it reads after its write."""
-        return self.removal is None and self.bonus is None
-
-    @property
-    def plain(self) -> bool:
-        """Whether a rule needs no more of a layer than keys, values and gates that are sigmoids of its projection."""
-        return self.simple and not self.several and all(gate.projected for gate in self.gates.values())
-
-    def coefficients_of_halves(self) -> Coefficients:
-        """The coefficients for gates of 1/2; none for a rule outside the recurrence."""
-        if self.coefficients is None:
-            return Coefficients()
         gates = {name: torch.full(gate.shape((1, 1, 1, 1, 1)), 0.5) for name, gate in self.gates.items()}
-        return self.coefficients(**gates)
+        sample = Coefficients() if self.coefficients is None else self.coefficients(**gates)
+        of_channels = sample.z is not None or (sample.w is not None and sample.w.dim() == 4)
+        wrong = {
+            "a Rule takes either coefficients (it fits the recurrence) or step (it does not), not both": (
+                (self.coefficients is None) == (self.step is None)
+            ),
+            f"Rule.normaliser is {self.normaliser!r}; allowed: None, 'write', 'keys'": (
+                self.normaliser not in (None, "write", "keys")
+            ),
+            "Rule.normaliser is 'write', which has no channels, and z or w differs between value channels; use 'keys' or None": (
+                self.normaliser == "write" and of_channels
+            ),
+            f"Rule.{'/'.join(added)} is for rules of the recurrence without a normaliser; leave it out, or leave those out": (
+                added and (self.step is not None or self.normaliser is not None)
+            ),
+            "a Rule takes either removal or bonus, not both": self.removal is not None and self.bonus is not None,
+        }
+        for sentence, is_wrong in wrong.items():
+            if is_wrong:
+                raise Mistake(sentence)
+        simple = not added and all(x is None or x.dim() == 3 for x in (sample.e, sample.w))
+        made = {
+            "sample": sample,
+            "simple": simple,
+            "erases": sample.e is not None,
+            "one_step": self.removal is None and self.bonus is None,
+            "only_sigmoid_gates": simple and not self.several and all(gate.projected for gate in self.gates.values()),
+        }
+        for name, value in made.items():
+            object.__setattr__(self, name, value)

@@ -18,7 +18,7 @@ import torch
 from fw_fairseq.modules.sparse.gathered import feed_forward
 from fw_fairseq.ops import FastWeightState, RowMap, fast_weight
 from fw_fairseq.ops.kernels import step as kernel
-from fw_fairseq.ops.kernels.families import find_family
+from fw_fairseq.ops.kernels.recurrence import find_family
 from fw_fairseq.ops.scans.pooling import pool
 from fw_fairseq.ops.scans.sru import sru
 from fw_fairseq.rules import RULES
@@ -141,7 +141,7 @@ def draw_masks(masked: bool) -> dict[str, torch.Tensor]:
 def has_kernel(name: str) -> bool:
     """Whether kernels compute the rule; others with the same coefficients differ in how layers make their gates."""
     rule = RULES[name]
-    return name in CHANNELS or (rule.plain and rule.step is None and find_family(rule.sample) is not None)
+    return name in CHANNELS or (rule.only_sigmoid_gates and rule.step is None and find_family(rule.sample) is not None)
 
 
 def cases() -> dict[str, tuple]:

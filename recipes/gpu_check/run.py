@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from fw_fairseq.ops.kernels.launch import CupyLaunch
+from fw_fairseq.ops.kernels.compiler import CupyLaunch
 
 HERE = Path(__file__).parent
 TOOLKIT = "/usr/local/cuda/bin"  # often not in PATH

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fw_fairseq import Mistake
-from fw_fairseq.feature_maps import AS_IS, RowMap
-from fw_fairseq.ops.kernels.common import MAPS
-from fw_fairseq.ops.parallel.parts import choose_parts
+from fw_fairseq.feature_maps import AS_IS, ROW_MAPS, RowMap
+from fw_fairseq.ops.kernels.recurrence import choose_parts
 from fw_fairseq.rules import RULES
 
 from .cases import TYPES, Case
@@ -110,7 +109,7 @@ def main() -> int:
         "--attention-norm", action="store_true", help="with attention normalisation, which sum, gated and delta have"
     )
     parser.add_argument(
-        "--feature-map", choices=[name for name in MAPS if name != AS_IS.name], metavar="MAP",
+        "--feature-map", choices=[name for name in ROW_MAPS if name != AS_IS.name], metavar="MAP",
         help="with features of the keys and queries, divided by their sum: elu, relu or dpfp; dpfp has nu 1; default: none",
     )  # fmt: skip
     parser.add_argument("--architecture", choices=DEVICES, default="90", help="compute capability; times are always an H100's")

@@ -3,46 +3,49 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
 from support.draws import NORMALISED, assert_same, draw_gates, draw_inputs, draw_state, run_with_gradients
 from support.kernel_rules import KERNEL_RULES
 
-from fw_fairseq.feature_maps import AS_IS, ROW_MAPS, RowMap
+from fw_fairseq.feature_maps import AS_IS, ROW_MAPS, Numbered, RowMap
 from fw_fairseq.ops import FastWeightState, fast_weight
 from fw_fairseq.ops.chunkwise.scan import chunk_form
-from fw_fairseq.ops.kernels import families
-from fw_fairseq.ops.kernels.launch import log_once, look_up
+from fw_fairseq.ops.kernels import recurrence
+from fw_fairseq.ops.kernels.compiler import look_up
+from fw_fairseq.ops.kernels.family import Family
+from fw_fairseq.ops.kernels.launch import log_once
 from fw_fairseq.rules import RULES, Coefficients
 
 NAMES = ("q", "k", "v", "f", "z", "e", "w", "memory")
 SHAPE = (2, 2, 37, 6, 5)
+NOT_DIVIDED = (None, 0.0, 0.0)
 KINDS = ("f per token", "f per channel", "z per channel", "e per token", "w per token")
 
 
-def supported(q, k, v, f, z, e, w, row_map):
-    assert q.dtype == k.dtype == v.dtype
-    return "backend='cuda' has no kernel for keys wider than 8" if q.shape[-1] > 8 else None
+def supported(x):
+    assert x.q.dtype == x.k.dtype == x.v.dtype
+    return "backend='cuda' has no kernel for keys wider than 8" if x.q.shape[-1] > 8 else None
 
 
-def saved_like(q, k, v, f, z, e, w, memory, precision, row_map):
-    return [(memory.shape, torch.float32)]
+def saved_like(x):
+    return [(x.memory.shape, torch.float32)]
 
 
-def forward(launch, q, k, v, f, z, e, w, memory, precision, keep, row_map):
-    PRECISIONS.append(precision)
-    ROWS.append(q.shape[0])
-    y, final = chunk_form(row_map(q), row_map(k), v, Coefficients(f, z, e, w), memory)
-    return y, final.contiguous(), (memory + 1,) if keep else ()
+def forward(launcher, x, keep):
+    PRECISIONS.append(x.precision)
+    ROWS.append(x.q.shape[0])
+    y, final = chunk_form(x.row_map(x.q), x.row_map(x.k), x.v, Coefficients(*x[3:7]), x.memory)
+    return y, final.contiguous(), (x.memory + 1,) if keep else ()
 
 
-def backward(launch, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision, row_map):
-    assert torch.equal(saved[0], memory + 1) and len(saved) == 1
-    inputs = [None if x is None else x.detach().requires_grad_() for x in (q, k, v, f, z, e, w, memory)]
+def backward(launcher, x, saved, dy, dmemory):
+    assert torch.equal(saved[0], x.memory + 1) and len(saved) == 1
+    inputs = [None if part is None else part.detach().requires_grad_() for part in x[:8]]
     with torch.enable_grad():
-        outputs = chunk_form(row_map(inputs[0]), row_map(inputs[1]), inputs[2], Coefficients(*inputs[3:7]), inputs[7])
+        outputs = chunk_form(x.row_map(inputs[0]), x.row_map(inputs[1]), inputs[2], Coefficients(*inputs[3:7]), inputs[7])
         grads = iter(torch.autograd.grad(outputs, [x for x in inputs if x is not None], (dy, dmemory)))
     return tuple(None if x is None else torch.empty_like(x).copy_(next(grads)) for x in inputs)
 
@@ -54,8 +57,8 @@ ROWS: list[int] = []
 @pytest.fixture
 def stand_in(emulate, monkeypatch):
     """A family for all rules."""
-    functions = dict(supported=supported, saved_like=saved_like, forward=forward, backward=backward)
-    monkeypatch.setattr(families, "FAMILIES", {"all": SimpleNamespace(COMPUTES=KINDS, NEEDS=(), DIVIDES=False, **functions)})
+    monkeypatch.setitem(recurrence.FAMILIES, "all", Family(KINDS, (), supported, saved_like, forward, backward))
+    monkeypatch.setattr(recurrence, "find_family", lambda coefficients: "all")
     PRECISIONS.clear()
     ROWS.clear()
     return emulate()
@@ -70,18 +73,20 @@ def operands(rule: str, shape=SHAPE, dtype=torch.float32):
 
 @pytest.mark.parametrize("rule", KERNEL_RULES)
 def test_opcheck(stand_in, rule):
-    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (*operands(rule), "exact", True, *AS_IS))
+    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (*operands(rule), *NOT_DIVIDED, "all", "exact", True, *AS_IS))
     inputs = [None if x is None else x.detach() for x in operands(rule)]
-    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (*inputs, "exact", False, *AS_IS))
+    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (*inputs, *NOT_DIVIDED, "all", "exact", False, *AS_IS))
     dy, dmemory = torch.randn_like(inputs[2]), torch.randn_like(inputs[7])
-    given = (*inputs, [inputs[7] + 1], dy, dmemory, "exact", *AS_IS)
+    given = (*inputs, [inputs[7] + 1], None, dy, dmemory, *NOT_DIVIDED, "all", "exact", *AS_IS)
     torch.library.opcheck(torch.ops.fw_fairseq.scan_backward.default, given)
 
 
 def test_opcheck_with_a_map(stand_in):
     q, k, *rest, memory = operands("gated")
     memory = torch.randn(*SHAPE[:2], 4 * SHAPE[3], SHAPE[4]).requires_grad_()
-    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (q, k, *rest, memory, "exact", True, "dpfp", 2, "sum"))
+    torch.library.opcheck(
+        torch.ops.fw_fairseq.scan.default, (q, k, *rest, memory, *NOT_DIVIDED, "all", "exact", True, "dpfp", 2, "sum")
+    )
 
 
 @pytest.mark.parametrize("backend", ["cuda", "auto"])
@@ -164,11 +169,11 @@ def test_what_is_kept_for_gradients(stand_in, monkeypatch, enabled, required, ke
     """Nothing where nobody can ask for them: evaluation would pay for memories that it never reads."""
     kept = []
 
-    def forward_seen(*inputs):
-        kept.append(inputs[-2])
-        return forward(*inputs)
+    def forward_seen(launcher, x, keep):
+        kept.append(keep)
+        return forward(launcher, x, keep)
 
-    monkeypatch.setattr(families.FAMILIES["all"], "forward", forward_seen)
+    monkeypatch.setitem(recurrence.FAMILIES, "all", replace(recurrence.FAMILIES["all"], forward=forward_seen))
     inputs = {name: x.detach().requires_grad_(required) for name, x in draw_inputs(SHAPE, torch.float32).items()}
     with torch.set_grad_enabled(enabled):
         fast_weight(**inputs, rule="sum", backend="cuda")
@@ -180,11 +185,11 @@ def test_where_the_map_is_applied(stand_in, monkeypatch, attention_norm, refused
     """In the kernels, or before them where they do not take it, or where the normaliser of delta needs the features."""
     row_map, seen = RowMap("dpfp", 2, "sum"), []
 
-    def supported(*inputs):
-        seen.append(inputs[-1])
-        return "no such map" if refused and inputs[-1] == row_map else None
+    def supported(x):
+        seen.append(x.row_map)
+        return "no such map" if refused and x.row_map == row_map else None
 
-    monkeypatch.setattr(families.FAMILIES["all"], "supported", supported)
+    monkeypatch.setitem(recurrence.FAMILIES, "all", replace(recurrence.FAMILIES["all"], supported=supported))
     inputs, gates = draw_inputs(SHAPE, torch.float32), draw_gates(RULES["delta"], SHAPE, torch.float32)
     call = dict(rule="delta", gates=gates, feature_map=row_map, attention_norm=attention_norm)
 
@@ -213,8 +218,9 @@ def test_padding_under_a_map(stand_in, rule):
 def test_nothing_is_said_of_a_map_that_kernels_have_or_that_they_do_not_wait_for(stand_in, monkeypatch, caplog):
     """One that they have may run before them, and one that they lack may not be what keeps them from running."""
     log_once.cache_clear()
-    monkeypatch.setattr(families.FAMILIES["all"], "supported", lambda *inputs: None if inputs[-1] == AS_IS else "no map here")
-    monkeypatch.setitem(ROW_MAPS, "square", lambda x, nu: x.square())
+    without = replace(recurrence.FAMILIES["all"], supported=lambda x: None if x.row_map == AS_IS else "no map here")
+    monkeypatch.setitem(recurrence.FAMILIES, "all", without)
+    monkeypatch.setitem(ROW_MAPS, "square", Numbered(None, lambda x, nu: x.square()))
     with caplog.at_level(logging.WARNING):
         fast_weight(**draw_inputs(SHAPE, torch.float32), rule="sum", feature_map=RowMap("elu"))
         assert PRECISIONS == ["exact"] and not caplog.records
@@ -271,7 +277,8 @@ def test_autocast(stand_in, dtype):
     q, k, v = (x.detach() for x in draw_inputs(SHAPE, dtype).values())
     with torch.autocast("cpu", torch.bfloat16):
         y, state = fast_weight(q, k, v, "sum", backend="cuda")
-    assert y.dtype == dtype and state.memory.dtype == torch.float32 and PRECISIONS == ["bf16"]
+    assert y.dtype == dtype and state.memory.dtype == torch.float32
+    assert ["bf16" if dtype == torch.bfloat16 else "tf32"] == PRECISIONS
 
 
 def test_fp32_precision_by_environment(stand_in, monkeypatch):

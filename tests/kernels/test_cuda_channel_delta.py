@@ -6,15 +6,15 @@ import pytest
 import torch
 from hostcuda import SCHEDULES, EmulatorLaunch, Launch, Recorder, guarded, sanitized_launch
 from hostcuda.nvrtc import ARCHITECTURES, EVERY, compile_check, long_ones
-from support.cuda_scan import PRECISION, TOLERANCE, by_definition, by_kernels
+from support.cuda_scan import PRECISION, TOLERANCE, by_definition, by_kernels, to_run
 from support.draws import assert_same, draw_gates, draw_projections
 from support.emulated import emulated
 from torch.nn.functional import normalize
 
 from fw_fairseq.feature_maps import AS_IS, RowMap
 from fw_fairseq.ops import fast_weight
-from fw_fairseq.ops.kernels import channel_delta, common, launch
-from fw_fairseq.ops.parallel import parts
+from fw_fairseq.ops.kernels import channel_delta, launch, recurrence
+from fw_fairseq.ops.kernels.family import Operands
 from fw_fairseq.rules import RULES
 
 GATES = {
@@ -98,7 +98,7 @@ def test_a_device_with_less_shared_memory(one_thread, dtype, key):
     compare((1, 1, 40, key, 64), dtype, device, present="c")
     forward, backward = (call[2] for call in device.calls)
     assert (backward["FW_PART"], backward["FW_V"]) == ((16, 64) if dtype == torch.bfloat16 else (16, 32))
-    assert max(forward["FW_SHARED"], backward["FW_SHARED"]) <= common.SHARED
+    assert max(forward["FW_SHARED"], backward["FW_SHARED"]) <= launch.SHARED
 
 
 def test_fp32_in_tf32(one_thread):
@@ -144,7 +144,7 @@ def test_public_op(emulate, rule, dtype):
     exact = results("recurrent", **{n: t.double() for n, t in leaves.items()})
     assert_same(results("cuda", **leaves), exact, 5e-2 if dtype == torch.bfloat16 else 2e-5)
     assert [call[1] for call in launcher.calls] == ["channel_delta_forward", "channel_delta_backward"]
-    assert {call[2]["FW_IN"] for call in launcher.calls} == {common.TYPES[dtype]}
+    assert {call[2]["FW_IN"] for call in launcher.calls} == {launch.TYPES[dtype]}
 
 
 @pytest.mark.parametrize("rule, kernel", [("kda", "step"), ("gdn2", "step"), ("rwkv7", "channel_delta_forward")])
@@ -166,8 +166,8 @@ def test_decoding(emulate, rule, kernel):
 def test_few_long_sequences_run_in_parts(emulate, monkeypatch):
     launcher = emulate()
     monkeypatch.setattr(launcher, "blocks", 3)
-    monkeypatch.setattr(parts, "LEAST", 0)
-    monkeypatch.setattr(parts, "SHORTEST", 32)
+    monkeypatch.setattr(recurrence, "LEAST", 0)
+    monkeypatch.setattr(recurrence, "SHORTEST", 32)
     shape = (1, 1, 230, 16, 16)
     x, gates = draw(shape), {n: g.detach() for n, g in draw_gates(RULES["gdn2"], shape, torch.float32).items()}
     y, state = fast_weight(x["q"], x["k"], x["v"], "gdn2", gates, backend="cuda")
@@ -179,8 +179,8 @@ def test_few_long_sequences_run_in_parts(emulate, monkeypatch):
 
 def test_without_gradients_nothing_is_kept(one_thread):
     x = draw((1, 1, 35, 64, 64)).values()
-    y, final, saved = channel_delta.forward(EmulatorLaunch(), *x, "exact", keep=False)
-    want_y, want_final, _ = channel_delta.forward(EmulatorLaunch(), *x, "exact", keep=True)
+    y, final, saved = channel_delta.forward(EmulatorLaunch(), Operands(*x, "exact"), keep=False)
+    want_y, want_final, _ = channel_delta.forward(EmulatorLaunch(), Operands(*x, "exact"), keep=True)
     assert saved == () and torch.equal(y, want_y) and torch.equal(final, want_final)
 
 
@@ -213,7 +213,9 @@ def test_nothing_past_a_row_that_all_tokens_share(one_thread):
 def test_symbolic_shapes(emulate):
     emulate()
     *x, memory = draw((1, 2, 17, 32, 32)).values()
-    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (*x, memory.requires_grad_(), "exact", True, *AS_IS))
+    torch.library.opcheck(
+        torch.ops.fw_fairseq.scan.default, (*x, memory.requires_grad_(), None, 0.0, 0.0, "channel_delta", "exact", True, *AS_IS)
+    )
 
 
 def sanitized() -> None:
@@ -238,7 +240,7 @@ def sanitized() -> None:
 def test_what_has_no_kernel(emulate, monkeypatch, capability, key, dtype, message):
     monkeypatch.setattr(emulate(), "capability", lambda device: capability)
     q = torch.empty(1, 1, 2, key, dtype=dtype)
-    reason = channel_delta.supported(q, q, q, q, None, q, None)
+    reason = channel_delta.supported(to_run(q, q, q, q, None, q, None))
     assert reason is None if message is None else reason.startswith("backend='cuda' ") and message in reason
 
 
@@ -272,7 +274,7 @@ def test_layouts(dtype, key, value, layout):
     tiles, width, ksplit, span, part = layout
     for launched in launches(key, dtype, "tw", (9, 0), value):
         defines = launched.defines
-        assert (defines["FW_K"], defines["FW_V"], defines["FW_KSPLIT"]) == (common.round_up(key, 16 * ksplit), width, ksplit)
+        assert (defines["FW_K"], defines["FW_V"], defines["FW_KSPLIT"]) == (launch.round_up(key, 16 * ksplit), width, ksplit)
         assert (defines["FW_PART"], launched.grid, launched.threads) == (part, (1, tiles), 2 * width * ksplit)
         assert defines["FW_SPAN"] == (span if launched.kernel == "channel_delta_forward" else part)
 
@@ -300,7 +302,7 @@ def test_compiles_without_spills(arch, width, dtype, present):
     for launched in launches(width, dtype, present, capability):
         found = compile_check(launched.source, launched.defines, arch)[launched.kernel]
         assert found["spill_stores"] == found["spill_loads"] == found["stack"] == 0, (launched.kernel, found)
-        held, shared = common.SHARED_MORE.get(capability, common.SHARED), launched.defines["FW_SHARED"]
+        held, shared = launch.SHARED_MORE.get(capability, launch.SHARED), launched.defines["FW_SHARED"]
         assert shared <= held
         if arch == "90" and width <= 64:
             assert shared <= held // 2 and found["registers"] * launched.threads <= 32768, (launched.kernel, found)

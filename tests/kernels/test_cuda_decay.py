@@ -6,11 +6,12 @@ import pytest
 import torch
 from hostcuda import SCHEDULES, EmulatorLaunch, Recorder
 from hostcuda.nvrtc import ARCHITECTURES, EVERY, compile_check, long_ones
-from support.cuda_scan import PRECISION, TOLERANCE, by_definition, by_kernels, compare, draw, launches
+from support.cuda_scan import PRECISION, TOLERANCE, by_definition, by_kernels, compare, draw, launches, to_run
 from support.draws import assert_same
 
 from fw_fairseq.feature_maps import AS_IS, RowMap
-from fw_fairseq.ops.kernels import common, decay, decay_tiles, launch
+from fw_fairseq.ops.kernels import decay, decay_tiles, launch
+from fw_fairseq.ops.kernels.family import Operands
 
 
 @pytest.mark.parametrize("policy, seed", SCHEDULES)
@@ -31,8 +32,8 @@ def test_long_sums_in_fp32(one_thread):
     x["f"], x["z"] = torch.ones_like(x["f"]), torch.ones_like(x["z"])
     dy, dmemory = torch.randn_like(x["v"]).abs(), torch.randn_like(x["memory"]).abs()
     with launch.use(EmulatorLaunch(truncates=True)) as launcher:
-        _, final, saved = decay.forward(launcher, *x.values(), "exact")
-        *_, dstart = decay.backward(launcher, *x.values(), saved, dy, dmemory, "exact")
+        _, final, saved = decay.forward(launcher, Operands(*x.values(), "exact"))
+        *_, dstart = decay.backward(launcher, Operands(*x.values(), "exact"), saved, dy, dmemory)
     for found, start, left, right in ((final, x["memory"], x["k"], x["v"]), (dstart, dmemory, x["q"], dy)):
         expected = start.double() + left.double().mT @ right.double()
         assert ((found - expected).abs() / expected).max() < 3e-6
@@ -58,7 +59,7 @@ def test_a_warp_has_half_as_much_of_a_memory_in_fp32(width, backward):
 
     def share(precision: str) -> int:
         given = (width, width, precision)
-        none = (True, True, lambda chunks: 0, common.SHARED)
+        none = (True, True, lambda chunks: 0, launch.SHARED)
         tile = decay_tiles.choose_backward(*given, *none)[0] if backward else decay_tiles.choose_forward(*given)
         return width * tile.V // (tile.k_warps * tile.v_warps)
 
@@ -155,7 +156,7 @@ def test_gradients_where_every_gate_is_small(one_thread, f, z, scale):
 def test_what_has_no_kernel(emulate, monkeypatch, capability, key, dtype, message):
     monkeypatch.setattr(emulate(), "capability", lambda device: capability)
     q = torch.empty(1, 1, 2, key, dtype=dtype)
-    reason = decay.supported(q, q, q, q, q, None, None)
+    reason = decay.supported(to_run(q, q, q, q, q, None, None))
     assert reason is None if message is None else reason.startswith("backend='cuda' ") and message in reason
 
 
@@ -168,7 +169,7 @@ def test_wide_keys_in_fp32_have_kernels_without_a_decay_of_keys(absent, key, nee
     q, v = torch.empty(1, 1, 2, key), torch.empty(1, 1, 2, 16)
     f, z = (None if name in absent else x for name, x in (("f", q), ("z", v)))
     with launch.use(Recorder((9, 0))):
-        reason = decay.supported(q, q, v, f, z, None, None)
+        reason = decay.supported(to_run(q, q, v, f, z, None, None))
     assert reason is None if needed is None else reason.startswith(f"backend='cuda' needs {needed} bytes of shared memory")
 
 
@@ -205,7 +206,7 @@ def test_layouts(dtype, key, ahead, back, part):
 def test_a_memory_is_saved_before_each_part_but_the_first(tokens, borders):
     x = draw("decay", (2, 3, tokens, 32, 20), torch.bfloat16)
     with launch.use(Recorder()):
-        assert decay.saved_like(*x.values(), "bf16") == [((2, 3, borders, 32, 20), torch.float32)]
+        assert decay.saved_like(Operands(*x.values(), "bf16")) == [((2, 3, borders, 32, 20), torch.float32)]
 
 
 def test_rows_that_a_map_takes_are_all_in_shared_memory_in_the_backward():
@@ -213,8 +214,8 @@ def test_rows_that_a_map_takes_are_all_in_shared_memory_in_the_backward():
     x, row_map = draw("decay", (1, 1, 65, 16, 64), torch.bfloat16), RowMap("dpfp", 1, "sum")
     x["f"], x["memory"] = torch.rand(1, 1, 65, 32), torch.randn(1, 1, 32, 64)
     with launch.use(Recorder()) as recorder:
-        _, _, saved = decay.forward(recorder, *x.values(), "bf16", row_map=row_map)
-        decay.backward(recorder, *x.values(), saved, x["v"], x["memory"], "bf16", row_map)
+        _, _, saved = decay.forward(recorder, Operands(*x.values(), "bf16", row_map=row_map))
+        decay.backward(recorder, Operands(*x.values(), "bf16", row_map), saved, x["v"], x["memory"])
     assert [(call.defines["FW_PART"], call.defines["FW_ROW_CHUNKS"]) for call in recorder.launches] == [(64, 2), (64, 4)]
 
 
@@ -251,7 +252,8 @@ def test_rows_that_a_map_takes_need_no_pairs(row_map, paired):
     """Seven channels of q and k are no pairs, but the features are."""
     q, v, width = torch.empty(1, 1, 17, 7), torch.empty(1, 1, 17, 16), row_map.width(7)
     with launch.use(Recorder()) as recorder:
-        decay.forward(recorder, q, q, v, None, v, None, None, torch.empty(1, 1, width, 16), "exact", False, row_map)
+        given = (q, q, v, None, v, None, None, torch.empty(1, 1, width, 16))
+        decay.forward(recorder, Operands(*given, "exact", row_map), keep=False)
     assert [call.defines["FW_PAIRED"] for call in recorder.launches] == [paired]
 
 
@@ -269,4 +271,4 @@ def test_compiles_without_spills(arch, width, dtype):
         found = compile_check(launched.source, launched.defines, arch)[launched.kernel]
         most = 0 if dtype == torch.bfloat16 else {64: 76}.get(width, 552)  # bytes; docs/kernels.md says where
         assert max(found["spill_stores"], found["spill_loads"], found["stack"]) <= most, (launched.kernel, found)
-        assert launched.defines["FW_SHARED"] <= common.SHARED_MORE.get(capability, common.SHARED)
+        assert launched.defines["FW_SHARED"] <= launch.SHARED_MORE.get(capability, launch.SHARED)

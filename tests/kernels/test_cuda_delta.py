@@ -8,12 +8,14 @@ import pytest
 import torch
 from hostcuda import SCHEDULES, EmulatorLaunch, Launch, Recorder, guarded, sanitized_launch
 from hostcuda.nvrtc import ARCHITECTURES, compile_check, long_ones
+from support.cuda_scan import to_run
 from support.draws import assert_same, draw_projections
 from support.emulated import emulated
 
 from fw_fairseq.ops import fast_weight
-from fw_fairseq.ops.kernels import common, delta
+from fw_fairseq.ops.kernels import delta, launch
 from fw_fairseq.ops.kernels import launch as launching
+from fw_fairseq.ops.kernels.family import Operands
 from fw_fairseq.ops.recurrent import step_form
 from fw_fairseq.rules import Coefficients
 
@@ -48,11 +50,11 @@ def by_kernels(x: dict, dy, dmemory, precision: str, launch) -> dict[str, torch.
 
 def by_kernels_in_use(x: dict, dy, dmemory, precision: str, launch) -> dict[str, torch.Tensor]:
     operands = [x["q"], x["k"], x["v"], x["f"], None, x["e"], x["w"], x["memory"]]
-    y, final, saved = delta.forward(launch, *operands, precision)
+    y, final, saved = delta.forward(launch, Operands(*operands, precision))
     assert y.dtype == x["v"].dtype and y.stride() == torch.empty_like(x["v"]).stride()
-    kept = delta.saved_like(*operands, precision)
+    kept = delta.saved_like(Operands(*operands, precision))
     assert [(tuple(t.shape), t.dtype) for t in saved] == [(tuple(shape), dtype) for shape, dtype in kept]
-    grads = delta.backward(launch, *operands, saved, dy, dmemory, precision)
+    grads = delta.backward(launch, Operands(*operands, precision), saved, dy, dmemory)
     results = {"y": y, "final memory": final}
     for operand, grad in zip(operands, grads):
         assert (grad is None) == (operand is None)
@@ -203,8 +205,8 @@ def test_sums_of_keys_over_one_token(emulate, norm_of, runs):
 def test_without_gradients_nothing_is_kept(one_thread):
     x = draw((1, 1, 35, 64, 64))
     operands = [x["q"], x["k"], x["v"], x["f"], None, x["e"], x["w"], x["memory"]]
-    y, final, saved = delta.forward(EmulatorLaunch(), *operands, "exact", keep=False)
-    want_y, want_final, _ = delta.forward(EmulatorLaunch(), *operands, "exact", keep=True)
+    y, final, saved = delta.forward(EmulatorLaunch(), Operands(*operands, "exact"), keep=False)
+    want_y, want_final, _ = delta.forward(EmulatorLaunch(), Operands(*operands, "exact"), keep=True)
     assert saved == () and torch.equal(y, want_y) and torch.equal(final, want_final)
 
 
@@ -229,7 +231,8 @@ def sanitized(key: int, value: int) -> None:
 @pytest.mark.parametrize("key, message", [(513, "for keys up to 512 wide, not 513"), (512, None)])
 def test_what_has_no_kernel(key, message):
     q, v = torch.ones(1, 1, 2, key), torch.ones(1, 1, 2, 16)
-    reason = delta.supported(q, q, v, None, None, v[..., 0], None)
+    with launching.use(Recorder()):
+        reason = delta.supported(to_run(q, q, v, None, None, v[..., 0], None))
     assert reason is None if message is None else reason.startswith("backend='cuda' has ") and message in reason
 
 
@@ -247,7 +250,7 @@ def test_device_that_is_too_small(monkeypatch, capability, key, dtype, message):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     q = SimpleNamespace(shape=(1, 1, 2, key), dtype=dtype, device=torch.device("cuda"))
-    reason = delta.supported(q, q, q, None, None, None, None)
+    reason = delta.supported(to_run(q, q, q, None, None, None, None))
     assert reason is None if message is None else reason.startswith("backend='cuda' ") and message in reason
 
 
@@ -282,7 +285,7 @@ def test_layouts(dtype, key, value, layout):
     tiles, width, ksplit, span, part = layout
     for launched in launches(key, value, dtype, PRECISION[dtype], (9, 0)):
         defines = launched.defines
-        assert (defines["FW_K"], defines["FW_V"], defines["FW_KSPLIT"]) == (common.round_up(key, 16 * ksplit), width, ksplit)
+        assert (defines["FW_K"], defines["FW_V"], defines["FW_KSPLIT"]) == (launch.round_up(key, 16 * ksplit), width, ksplit)
         assert (defines["FW_PART"], launched.grid, launched.threads) == (part, (1, tiles), 2 * width * ksplit)
         assert defines["FW_SPAN"] == (span if launched.kernel == "delta_forward" else part)
 
@@ -294,7 +297,7 @@ def test_a_second_part_does_not_take_the_place_of_a_second_block(capability, sta
     recorder = Recorder(capability)
     with launching.use(recorder):
         given = (q, q, q[..., :16], None, None, e, None, memory)
-        delta.backward(recorder, *given, (memory,), q[..., :16], memory, "bf16")
+        delta.backward(recorder, Operands(*given, "bf16"), (memory,), q[..., :16], memory)
     assert [launched.defines["FW_STAGES"] for launched in recorder.launches] == [stages]
 
 
@@ -303,7 +306,7 @@ def test_a_memory_is_saved_before_each_part(tokens, parts):
     x = draw((2, 3, tokens, 64, 20), torch.bfloat16)
     with launching.use(Recorder()):
         given = (x["q"], x["k"], x["v"], x["f"], None, x["e"], x["w"], x["memory"])
-        assert delta.saved_like(*given, "bf16") == [((6 * parts, 32, 64), torch.bfloat16)]
+        assert delta.saved_like(Operands(*given, "bf16")) == [((6 * parts, 32, 64), torch.bfloat16)]
 
 
 MAIN = [(torch.bfloat16, "bf16"), (torch.float32, "exact")]
@@ -318,7 +321,7 @@ def test_compiles_without_spills(arch, width, dtype, precision):
     for launched in launches(width, width, dtype, precision, capability):
         defines, found = launched.defines, compile_check(launched.source, launched.defines, arch)[launched.kernel]
         assert found["spill_stores"] == found["spill_loads"] == found["stack"] == 0, (launched.kernel, found)
-        held = common.SHARED_MORE.get(capability, common.SHARED)
+        held = launch.SHARED_MORE.get(capability, launch.SHARED)
         assert defines["FW_SHARED"] <= held
         if arch == "90" and width <= 64:
             assert defines["FW_SHARED"] <= held // 2 and found["registers"] * launched.threads <= 32768, (launched.kernel, found)

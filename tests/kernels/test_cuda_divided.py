@@ -11,9 +11,12 @@ from support.draws import assert_same
 
 from fw_fairseq.feature_maps import AS_IS
 from fw_fairseq.ops import FastWeightState, fast_weight
-from fw_fairseq.ops.kernels import launch, linear, recurrence
+from fw_fairseq.ops.checks import check_arguments
+from fw_fairseq.ops.dispatch import choose_kernel
+from fw_fairseq.ops.kernels import launch, linear
 from fw_fairseq.ops.kernels import step as cuda_step
-from fw_fairseq.ops.kernels.common import Divided, undivided
+from fw_fairseq.ops.kernels.family import Divided, Operands
+from fw_fairseq.ops.kernels.launch import undivided
 from fw_fairseq.rules import Coefficients
 
 EPS, LEAST = 1e-3, 1e-2
@@ -32,11 +35,11 @@ def by_kernels(x: dict, dy, dmemory, dsums, precision: str, launcher) -> dict[st
     sums, operands = x["sums"], [t for name, t in x.items() if name != "sums"]
     final, before = torch.empty_like(sums), torch.empty_like(sums)
     with launch.use(launcher if hasattr(launcher, "capability") else launch.current()):
-        y, memory, saved = linear.forward(launcher, *operands, precision, divided=Divided(EPS, LEAST, sums, final))
-        kept = linear.saved_like(*operands, precision, divided=True)
+        y, memory, saved = linear.forward(launcher, Operands(*operands, precision, divided=Divided(EPS, LEAST, sums, final)))
+        kept = linear.saved_like(Operands(*operands, precision, divided=Divided(EPS, LEAST, sums)))
         assert [(tuple(t.shape), t.dtype) for t in saved] == [(tuple(shape), dtype) for shape, dtype in kept]
         given = Divided(EPS, LEAST, before, dsums, y)
-        grads = linear.backward(launcher, *operands, saved, dy, dmemory, precision, divided=given)
+        grads = linear.backward(launcher, Operands(*operands, precision, divided=given), saved, dy, dmemory)
     grads = {f"gradient of {name}": grad for name, grad in zip(x, grads) if grad is not None}
     return {"y": y, "final memory": memory, "final sums": final} | grads | {"gradient of sums": before}
 
@@ -211,17 +214,24 @@ def test_what_the_kernels_divide(processors, dtype, shapes, taken):
     q, device = torch.empty(1, 2, 4096, 16, dtype=dtype), Recorder()
     device.processors = lambda _: processors
     with launch.use(device):
-        coefficients = Coefficients(**{name: torch.empty(shape) for name, shape in shapes.items()})
-        assert recurrence.divides(q, q, q, coefficients) is taken
+        gates = [None if name not in shapes else torch.empty(shapes[name]) for name in "fzew"]
+        state, divided = (
+            FastWeightState(torch.empty(1, 2, 16, 16), torch.empty(1, 2, 16)),
+            Divided(EPS, LEAST, torch.empty(1, 2, 16)),
+        )
+        inputs = check_arguments(
+            q, q, q, "sum", {}, state, "auto", True, EPS, None, None, None, None, False, None, "read_and_erase"
+        )._replace(coefficients=Coefficients(*gates))
+        assert (choose_kernel(inputs, divided).reason is None) is taken
 
 
 def test_opcheck(emulate):
     emulate()
     x = {name: None if t is None else t.requires_grad_() for name, t in draw_divided("gated", (1, 1, 17, 16, 16), FP32).items()}
-    torch.library.opcheck(torch.ops.fw_fairseq.scan_divided.default, (*x.values(), EPS, LEAST, "exact", True, *AS_IS))
+    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (*x.values(), EPS, LEAST, "linear", "exact", True, *AS_IS))
     token = [t if t is None else t[:, :, 0].detach() for t in list(x.values())[:7]]
     states = [x[name].detach() for name in ("memory", "sums")]
-    torch.library.opcheck(torch.ops.fw_fairseq.step_divided.default, (*token, *states, EPS, LEAST, *AS_IS))
+    torch.library.opcheck(torch.ops.fw_fairseq.step.default, (*token, *states, EPS, LEAST, *AS_IS))
 
 
 @pytest.mark.parametrize("arch, width, dtype", [(arch, 64, dtype) for arch in ARCHITECTURES[1:] for dtype in (BF16, FP32)])

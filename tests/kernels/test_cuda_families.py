@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hostcuda import Recorder
+from support.cuda_scan import by_family
 from support.draws import assert_same
 from support.emulated import emulated
 from support.kernel_rules import CHANNEL_RULES, KERNEL_RULES, STEP_RULES, coefficients_of
 
 from fw_fairseq.ops import fast_weight
-from fw_fairseq.ops.kernels import common, families, launch, recurrence, step
+from fw_fairseq.ops.kernels import launch, recurrence, step
+from fw_fairseq.ops.kernels.family import Family, Operands
 from fw_fairseq.ops.recurrent import step_form
 from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
 
@@ -24,12 +25,12 @@ T, X = (1, 2, 19), (1, 2, 19, 4)  # a coefficient per token, per channel
 def test_shared_memory_of_devices():
     """The most that a block may have, in KiB, by compute capability, as the programming guide has it."""
     guide = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99}
-    assert {device: common.SHARED_MORE.get(device, common.SHARED) for device in guide} == {k: 1024 * x for k, x in guide.items()}
+    assert {device: launch.SHARED_MORE.get(device, launch.SHARED) for device in guide} == {k: 1024 * x for k, x in guide.items()}
 
 
 @pytest.mark.parametrize("rule, name", FAMILY.items())
 def test_the_family_of_each_rule(rule, name):
-    assert families.find_family(coefficients_of(rule)) is families.FAMILIES[name]
+    assert recurrence.find_family(coefficients_of(rule)) == name
     assert rule in KERNEL_RULES and rule in STEP_RULES
 
 
@@ -37,7 +38,7 @@ def test_the_family_of_each_rule(rule, name):
 def test_the_family_of_decay_per_channel_with_erase(rule):
     f, _, e, _ = coefficients_of(rule)
     e = f if e is None else e  # the key of a removal
-    assert families.find_family(Coefficients(f=f, e=e)) is families.FAMILIES["channel_delta"]
+    assert recurrence.find_family(Coefficients(f=f, e=e)) == "channel_delta"
 
 
 def given(**shapes) -> Coefficients:
@@ -55,13 +56,10 @@ def given(**shapes) -> Coefficients:
     ],
 )
 def test_what_no_family_computes(emulate, shapes, said):
-    """One sentence; the operator refuses too, whoever calls it."""
     emulate()
-    q, memory, coefficients = torch.randn(X), torch.zeros(1, 2, 4, 4), given(**shapes)
-    reason = recurrence.why_not(q, q, q, coefficients)
+    q, memory = torch.randn(X), torch.zeros(1, 2, 4, 4)
+    _, reason = recurrence.choose_family(Operands(q, q, q, *given(**shapes), memory))
     assert reason.startswith(f"backend='cuda' has no kernel for {said} together; its families compute linear: f per token, ")
-    with pytest.raises(ValueError, match="has no kernel for"):
-        recurrence.run_kernels(q, q, q, coefficients, memory)
 
 
 @pytest.mark.parametrize("dtype, number", [(torch.bfloat16, 0), (torch.float16, 1), (torch.float32, 2)])
@@ -70,7 +68,7 @@ def test_products_are_as_exact_as_the_inputs(dtype, number, shapes):
     """fp16 is multiplied in tf32, which holds it and a wider range; the numbers are those of cuda/tile.cuh."""
     rows, memory = (torch.randn(X).to(dtype).requires_grad_() for _ in range(3)), torch.zeros(1, 2, 4, 4)
     with emulated(Recorder()) as recorder:
-        recurrence.run_kernels(*rows, given(**shapes), memory)[0].sum().backward()
+        by_family(*rows, given(**shapes), memory)[0].sum().backward()
     assert [launched.defines["FW_PRECISION"] for launched in recorder.launches] == [number] * 2
 
 
@@ -115,27 +113,23 @@ def test_a_family_is_one_entry(emulate, both_sides, monkeypatch):
     emulate()
     seen = []
 
-    def saved_like(*inputs):
-        return []
-
-    def forward(launcher, q, k, v, f, z, e, w, memory, precision, keep, row_map):
+    def forward(launcher, x, keep):
         seen.append("forward")
-        y, memory = step_form(q, k, v, Coefficients(f, z, e, w), memory)
+        y, memory = step_form(*x[:3], Coefficients(*x[3:7]), x.memory)
         return y, memory.contiguous(), ()
 
-    def backward(launcher, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision, row_map):
+    def backward(launcher, x, saved, dy, dmemory):
         seen.append("backward")
-        inputs = [None if x is None else x.detach().requires_grad_() for x in (q, k, v, f, z, e, w, memory)]
+        inputs = [None if part is None else part.detach().requires_grad_() for part in x[:8]]
         with torch.enable_grad():
             outputs = step_form(*inputs[:3], Coefficients(*inputs[3:7]), inputs[7])
             grads = iter(torch.autograd.grad(outputs, [x for x in inputs if x is not None], (dy, dmemory)))
         return [None if x is None else next(grads) for x in inputs]
 
     computes, needs = ("z per channel", "e per token", "w per token"), ("z per channel", "e per token")
-    functions = dict(supported=lambda *inputs: None, saved_like=saved_like, forward=forward, backward=backward)
-    family = SimpleNamespace(COMPUTES=computes, NEEDS=needs, DIVIDES=False, **functions)
-    monkeypatch.setitem(families.FAMILIES, "both_sides", family)
+    family = Family(computes, needs, lambda x: None, lambda x: [], forward, backward)
+    monkeypatch.setitem(recurrence.FAMILIES, "both_sides", family)
     assert_same(results(both_sides, "cuda"), results(both_sides, "recurrent"), 1e-4)
     assert seen == ["forward", "backward"]
     for rule, name in FAMILY.items():
-        assert families.find_family(coefficients_of(rule)) is families.FAMILIES[name]
+        assert recurrence.find_family(coefficients_of(rule)) == name

@@ -10,7 +10,7 @@ from support.kernel_rules import CHANNEL_RULES, KERNEL_RULES
 
 from fw_fairseq.ops import FastWeightState, RowMap, fast_weight
 from fw_fairseq.ops.kernels import step as cuda_step
-from fw_fairseq.ops.kernels.launch import CupyLaunch
+from fw_fairseq.ops.kernels.compiler import CupyLaunch
 from fw_fairseq.ops.recurrent import step as one_step
 from fw_fairseq.rules import RULES
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from hostcuda.hostemu import KERNELS
 
-from fw_fairseq.ops.kernels import launch
-from fw_fairseq.ops.kernels.launch import CupyLaunch
+from fw_fairseq.ops.kernels import compiler, launch
+from fw_fairseq.ops.kernels.compiler import CupyLaunch
 
 DEFINES = {"FW_IN": "float", "FW_ROWS": 8}
 PARAMS = np.zeros((), np.dtype([("x", "u8"), ("n", "i4")], align=True))[()]
@@ -134,30 +134,30 @@ def test_cupy_that_does_not_import(cupy, monkeypatch):
 def test_a_changed_header_is_another_kernel(monkeypatch, tmp_path):
     for path in KERNELS.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    monkeypatch.setattr(launch, "kernel_folder", lambda: tmp_path)
-    before = launch.compile_options(())
+    monkeypatch.setattr(compiler, "kernel_folder", lambda: tmp_path)
+    before = compiler.compile_options(())
     assert re.fullmatch("-DFW_HEADERS=0x[0-9a-f]{16}", before[-1])  # a number of 64 bits
     (tmp_path / "common.cuh").write_text("// changed")
-    assert launch.compile_options(()) != before
+    assert compiler.compile_options(()) != before
 
 
 def test_kernels_of_the_installed_package_come_first(monkeypatch, tmp_path):
     package = tmp_path / "fw_fairseq"
-    monkeypatch.setattr(launch, "PACKAGE", package)
+    monkeypatch.setattr(compiler, "PACKAGE", package)
     with pytest.raises(RuntimeError, match="install fw_fairseq again"):
-        launch.kernel_folder()
+        compiler.kernel_folder()
     for folder in (tmp_path / "cuda", package / "cuda"):
         folder.mkdir(parents=True)
         (folder / "common.cuh").touch()
-        assert launch.kernel_folder() == folder
+        assert compiler.kernel_folder() == folder
 
 
 @pytest.fixture
 def fresh(cupy):
     """Nothing looked up yet, now and for the tests after."""
-    launch.look_up.cache_clear()
+    compiler.look_up.cache_clear()
     yield
-    launch.look_up.cache_clear()
+    compiler.look_up.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_why_not(fresh, monkeypatch, changes, reason):
 def look_up_on_a_gpu(monkeypatch) -> str | None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    return launch.look_up(torch.device("cuda:0"))
+    return compiler.look_up(torch.device("cuda:0"))
 
 
 def test_why_not_where_nothing_compiles(fresh, cupy, monkeypatch):
@@ -190,7 +190,7 @@ def test_why_not_where_nothing_compiles(fresh, cupy, monkeypatch):
 
 
 def test_why_not_where_cupy_does_not_import(fresh, monkeypatch):
-    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda name: True)
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert look_up_on_a_gpu(monkeypatch).startswith("backend='cuda' has no compiler. CuPy, which compiles the kernels, cannot be")
 
@@ -203,7 +203,7 @@ def test_why_not_on_rocm(fresh, monkeypatch):
 def test_why_not_without_cupy_or_on_the_cpu(fresh, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "these are on cpu" in CupyLaunch().why_not(torch.device("cpu"))
-    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda name: None)
     assert CupyLaunch().why_not(torch.device("cuda:0")).startswith("backend='cuda' needs CuPy; install fw_fairseq with the extra")
 
 
@@ -227,4 +227,4 @@ def test_asked_once_and_inside_a_graph(fresh):
         return x + (1 if launcher.why_not(x.device) else 2)
 
     assert torch.compile(add, fullgraph=True, backend="eager")(torch.zeros(1)) == 1
-    assert add(torch.zeros(1)) == 1 and launch.look_up.cache_info().misses == 1
+    assert add(torch.zeros(1)) == 1 and compiler.look_up.cache_info().misses == 1

@@ -7,12 +7,13 @@ import pytest
 import torch
 from hostcuda import SCHEDULES, EmulatorLaunch, Recorder
 from hostcuda.nvrtc import ARCHITECTURES, compile_check
-from support.cuda_scan import GATES, PRECISION, compare, draw, launches
+from support.cuda_scan import GATES, PRECISION, by_family, compare, draw, launches, to_run
 from support.draws import assert_same
 
 from fw_fairseq.feature_maps import RowMap
 from fw_fairseq.ops import fast_weight
-from fw_fairseq.ops.kernels import common, launch, linear, recurrence
+from fw_fairseq.ops.kernels import launch, linear
+from fw_fairseq.ops.kernels.family import Divided, Operands
 from fw_fairseq.ops.recurrent import step_form
 from fw_fairseq.rules import RULES, Coefficients
 
@@ -57,9 +58,9 @@ def test_a_device_with_less_shared_memory(one_thread):
 def test_a_gate_that_is_not_a_number_is_seen_from_its_token_on(one_thread):
     x = draw("gated", (1, 1, 33, 32, 32))
     with launch.use(EmulatorLaunch()) as launcher:
-        before, *_ = linear.forward(launcher, *x.values(), "exact", keep=False)
+        before, *_ = linear.forward(launcher, Operands(*x.values(), "exact"), keep=False)
         x["f"][:, :, 5] = float("nan")
-        y, *_ = linear.forward(launcher, *x.values(), "exact", keep=False)
+        y, *_ = linear.forward(launcher, Operands(*x.values(), "exact"), keep=False)
     assert y[:, :, :5].equal(before[:, :, :5]) and y[:, :, 5:].isnan().all()
 
 
@@ -75,7 +76,7 @@ def test_long_sums_in_fp32(one_thread):
     """Where the tensor cores cut off their sums, as they do on a device: the memory of 8192 tokens is as accurate as fp32."""
     x = {name: t if t is None else t.abs() for name, t in draw("sum", (1, 1, 8192, 16, 16)).items()}
     with launch.use(EmulatorLaunch(truncates=True)) as launcher:
-        _, final, _ = linear.forward(launcher, *x.values(), "exact", keep=False)
+        _, final, _ = linear.forward(launcher, Operands(*x.values(), "exact"), keep=False)
     expected = x["memory"].double() + x["k"].double().mT @ x["v"].double()
     assert ((final - expected).abs() / expected).max() < 3e-6
 
@@ -116,8 +117,7 @@ def test_a_decay_per_token_beside_one_per_channel(emulate):
         grads = torch.autograd.grad(y.square().sum() + memory.sum(), list(leaves.values()))
         return {"y": y.detach(), "memory": memory.detach()} | dict(zip(leaves, grads))
 
-    assert recurrence.why_not(leaves["q"], leaves["k"], leaves["v"], coefficients) is None
-    assert_same(results(recurrence.cuda_form), results(step_form), 2e-5)
+    assert_same(results(by_family), results(step_form), 2e-5)
     assert [call[1] for call in launcher.calls] == ["decay_forward", "decay_backward"]
 
 
@@ -135,17 +135,17 @@ def test_a_decay_per_token_beside_one_per_channel(emulate):
 def test_what_has_no_kernel(emulate, monkeypatch, capability, key, dtype, message):
     monkeypatch.setattr(emulate(), "capability", lambda device: capability)
     q = torch.empty(1, 1, 2, key, dtype=dtype)
-    reason = linear.supported(q, q, q, q[..., 0], None, None, None)
+    reason = linear.supported(to_run(q, q, q, q[..., 0], None, None, None))
     assert reason is None if message is None else reason.startswith("backend='cuda' ") and message in reason
 
 
 def test_attention_normalisation_takes_more_shared_memory():
     """The sum of the keys, which nothing else needs."""
     q, v = torch.empty(1, 1, 2, 272), torch.empty(1, 1, 2, 64)
-    given = (q, q, v, None, None, None, None, RowMap("elu", 1, "sum"))
+    given = to_run(q, q, v, None, None, None, None, row_map=RowMap("elu", 1, "sum"))
     with launch.use(Recorder((8, 0))):
-        assert linear.supported(*given) is None
-        assert linear.supported(*given, divided=True).endswith("keys 272 wide; this device has 166912")
+        assert linear.supported(given) is None
+        assert linear.supported(given._replace(divided=Divided(0.0, 1.0, q))).endswith("keys 272 wide; this device has 166912")
 
 
 @pytest.mark.parametrize("dtype, chunks", [(torch.bfloat16, 3), (torch.float32, 5)])
@@ -153,11 +153,15 @@ def test_what_is_saved_for_the_backward(dtype, chunks):
     """The memory before each of its chunks, padded, in the type of the products; and what divides reads."""
     shape = (2, 3, 150, 20, 35)
     assert {-(-150 // call.defines["FW_PART"]) for call in launches(linear, "gated", shape, dtype)[:1]} == {chunks}
-    given = (*draw("gated", shape, dtype).values(), PRECISION[dtype])
+    given = Operands(*draw("gated", shape, dtype).values(), PRECISION[dtype])
     with launch.use(Recorder()):
         saved = [((2, 3, chunks, 48, 32), dtype)]
-        assert linear.saved_like(*given) == saved
-        assert linear.saved_like(*given, divided=True) == [*saved, ((2, 3, chunks, 32), dtype), ((2, 3, 150), torch.float32)]
+        assert linear.saved_like(given) == saved
+        assert linear.saved_like(given._replace(divided=Divided(0.0, 1.0, given.q))) == [
+            *saved,
+            ((2, 3, chunks, 32), dtype),
+            ((2, 3, 150), torch.float32),
+        ]
 
 
 # Narrow values, keys that one, two and four warps hold 16 columns of, one tile of V and several, devices with little shared memory:
@@ -199,7 +203,7 @@ def test_compiles_without_spills(arch, width, dtype):
     for launched in launches(linear, "gated", (1, 1, 17, width, width), dtype, capability):
         found = compile_check(launched.source, launched.defines, arch)[launched.kernel]
         assert found["spill_stores"] == found["spill_loads"] == found["stack"] == 0, (launched.kernel, found)
-        held = common.SHARED_MORE.get(capability, common.SHARED)
+        held = launch.SHARED_MORE.get(capability, launch.SHARED)
         assert launched.defines["FW_SHARED"] <= held
         if arch == "90":
             assert not launched.defines.get("FW_PARTIAL")

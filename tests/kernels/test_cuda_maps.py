@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 import torch
 from hostcuda import EmulatorLaunch, guarded, sanitized_launch
+from hostcuda.hostemu import KERNELS
 from hostcuda.nvrtc import compile_check
 from support.draws import assert_same, draw_projections
 from support.emulated import emulated
@@ -14,9 +16,10 @@ from support.emulated import emulated
 from fw_fairseq import feature_maps
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers.fast_weight import FastWeight
-from fw_fairseq.ops import RowMap, fast_weight
-from fw_fairseq.ops.kernels import common, decay, delta, launch, linear
+from fw_fairseq.ops import RowMap, fast_weight, native
+from fw_fairseq.ops.kernels import decay, delta, launch, linear
 from fw_fairseq.ops.kernels import step as cuda_step
+from fw_fairseq.ops.kernels.family import Operands
 from fw_fairseq.ops.recurrent import step as one_step
 from fw_fairseq.ops.recurrent import step_form
 from fw_fairseq.rules import RULES, Coefficients
@@ -46,10 +49,10 @@ def compare(family: str, row_map: RowMap, shape, dtype, present: str, launch) ->
     kernels, precision = FAMILIES[family], PRECISION[dtype]
     x = {name: None if t is None else guarded(t) for name, t in draw(row_map, shape, dtype, present).items()}
     dy, dmemory = guarded(torch.randn_like(x["v"])), guarded(torch.randn_like(x["memory"]))
-    y, final, saved = kernels.forward(launch, *x.values(), precision, row_map=row_map)
-    kept = kernels.saved_like(*x.values(), precision, row_map)
+    y, final, saved = kernels.forward(launch, Operands(*x.values(), precision, row_map=row_map))
+    kept = kernels.saved_like(Operands(*x.values(), precision, row_map))
     assert [(tuple(t.shape), t.dtype) for t in saved] == [(tuple(shape), dtype) for shape, dtype in kept]
-    grads = kernels.backward(launch, *x.values(), saved, dy, dmemory, precision, row_map)
+    grads = kernels.backward(launch, Operands(*x.values(), precision, row_map), saved, dy, dmemory)
     actual = {"y": y, "final memory": final} | {f"gradient of {n}": g for n, g in zip(x, grads) if g is not None}
 
     leaves = {name: None if t is None else t.double().requires_grad_() for name, t in x.items()}
@@ -111,9 +114,11 @@ def test_public_op(emulate, rule, norm, attention_norm):
 @pytest.fixture
 def added(monkeypatch):
     """A map and a norm that no kernel has, added from outside."""
-    monkeypatch.setitem(feature_maps.ROW_MAPS, "square", lambda x, nu: x.square())
+    monkeypatch.setitem(feature_maps.ROW_MAPS, "square", feature_maps.Numbered(None, lambda x, nu: x.square()))
     monkeypatch.setitem(
-        feature_maps.NORMS, "largest", lambda features: features / features.abs().amax(-1, keepdim=True).clamp(min=1e-6)
+        feature_maps.NORMS,
+        "largest",
+        feature_maps.Numbered(None, lambda features: features / features.abs().amax(-1, keepdim=True).clamp(min=1e-6)),
     )
     launch.log_once.cache_clear()
 
@@ -146,9 +151,9 @@ def test_what_the_kernels_lack_is_never_launched(emulate, added, row_map, lackin
     """Not by the kernels' own functions either, whoever calls them."""
     launcher, x = emulate(), draw(row_map, (1, 1, 17, 8, 8), torch.float32, "few")
     with pytest.raises(ValueError, match=lacking):
-        delta.forward(launcher, *x.values(), "exact", row_map=row_map)
+        delta.forward(launcher, Operands(*x.values(), "exact", row_map=row_map))
     with pytest.raises(ValueError, match=lacking):
-        linear.forward(launcher, *(x | {"e": None}).values(), "exact", row_map=row_map)
+        linear.forward(launcher, Operands(*(x | {"e": None}).values(), "exact", row_map=row_map))
     with pytest.raises(ValueError, match=lacking):
         cuda_step.step(
             **{name: None if t is None else t[:, :, 0] for name, t in x.items() if name != "memory"},
@@ -158,9 +163,18 @@ def test_what_the_kernels_lack_is_never_launched(emulate, added, row_map, lackin
     assert not launcher.calls
 
 
-def test_every_map_and_norm_has_a_number():
-    assert common.MAPS.keys() == feature_maps.ROW_MAPS.keys() and common.NORMS.keys() == feature_maps.NORMS.keys()
-    assert len(set(common.MAPS.values())) == len(common.MAPS) and 0 not in common.MAPS.values()
+def test_the_numbers_of_maps_and_norms_are_those_of_the_sources():
+    """In the macros of row_map.cuh, 0 for features as they are, and in the enumerations of decode.cpp."""
+    maps = {name.upper(): entry.number for name, entry in feature_maps.ROW_MAPS.items()}
+    norms = {name.upper(): entry.number for name, entry in feature_maps.NORMS.items()}
+    macros = dict(re.findall(r"#define FW_([A-Z0-9]+) (\d)", (KERNELS / "row_map.cuh").read_text().split("static_assert")[0]))
+    assert {name: int(n) for name, n in macros.items()} == {"MAP": 0} | maps | {n: x for n, x in norms.items() if n != "NONE"}
+    enums = re.findall(r"enum (Map|Norm) \{ (\w+(?: = 1)?), ([^}]*) \};", (native.FOLDER / "decode.cpp").read_text())
+    for (kind, first, rest), expected in zip(enums, (maps, norms)):
+        start = 1 if first.endswith("= 1") else 0
+        names = [first.split()[0], *rest.split(", ")]
+        assert {name: start + i for i, name in enumerate(names)} == expected, kind
+    assert [kind for kind, *_ in enums] == ["Map", "Norm"]
 
 
 @pytest.mark.parametrize(
@@ -233,8 +247,8 @@ def launches(family: str, row_map: RowMap, d: int, value: int, dtype: torch.dtyp
         calls.append(call[:3])
 
     x = draw(row_map, (1, 1, 17, d, value), dtype, present)
-    _, _, saved = kernels.forward(launch, *x.values(), PRECISION[dtype], row_map=row_map)
-    kernels.backward(launch, *x.values(), saved, x["v"], x["memory"], PRECISION[dtype], row_map)
+    _, _, saved = kernels.forward(launch, Operands(*x.values(), PRECISION[dtype], row_map=row_map))
+    kernels.backward(launch, Operands(*x.values(), PRECISION[dtype], row_map), saved, x["v"], x["memory"])
     return calls
 
 
@@ -243,9 +257,10 @@ def test_shared_memory_of_a_documented_map(family, present, needed):
     """The least that the backward takes, as docs/kernels.md has it for D = 64, nu = 3 and V = 64 in bf16."""
     row_map = RowMap("dpfp", 3, "sum")
     x = draw(row_map, (1, 1, 17, 64, 64), torch.bfloat16, present)
-    variant = FAMILIES[family].Variant.of(x["q"], x["v"], x["f"], x["w"], "bf16", row_map)
-    least = variant.backward_bytes(variant.back, 1) if family == "linear" else variant.backward_bytes(1)
-    assert least == needed <= variant.held == 99 * 1024
+    given = Operands(*x.values(), "bf16", row_map)
+    kernel = linear.LinearKernel.of(given) if family == "linear" else delta.DeltaKernel.of(given)
+    least = kernel.backward_bytes(kernel.back, 1) if family == "linear" else kernel.backward_bytes(1)
+    assert least == needed <= kernel.held == 99 * 1024
 
 
 @pytest.mark.parametrize(
@@ -261,4 +276,4 @@ def test_compiles_without_spills(arch, family, nu, d, present):
         found = compile_check(source, defines, arch)[kernel]
         most = 400 if kernel == "decay_backward" else 0  # bytes
         assert max(found["spill_stores"], found["spill_loads"], found["stack"]) <= most, (kernel, found)
-        assert defines["FW_SHARED"] <= common.SHARED
+        assert defines["FW_SHARED"] <= launch.SHARED

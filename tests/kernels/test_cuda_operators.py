@@ -8,12 +8,13 @@ from support.draws import draw_gates, draw_inputs
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fw_fairseq import autograd
 from fw_fairseq.feature_maps import AS_IS
 from fw_fairseq.ops import fast_weight
-from fw_fairseq.ops.kernels import operators
 from fw_fairseq.rules import RULES
 
 SHAPE = (1, 2, 21, 16, 16)
+NOT_DIVIDED = (None, 0.0, 0.0)
 
 
 class Names(TorchDispatchMode):
@@ -33,11 +34,11 @@ def scan_inputs() -> tuple:
     x = draw_inputs(SHAPE, torch.float32)
     beta = draw_gates(RULES["delta"], SHAPE, torch.float32)["beta"]
     memory = torch.randn(*SHAPE[:2], *SHAPE[3:], requires_grad=True)
-    return x["q"], x["k"], x["v"], None, None, beta, beta, memory, "exact", True, *AS_IS
+    return x["q"], x["k"], x["v"], None, None, beta, beta, memory, *NOT_DIVIDED, "delta", "exact", True, *AS_IS
 
 
 def with_gradients(function, inputs) -> list[torch.Tensor]:
-    y, memory, saved = function(*inputs)
+    y, memory, _, saved = function(*inputs)
     leaves = [x for x in inputs[:8] if x is not None]
     return [y, memory, *saved, *torch.autograd.grad((y, memory), leaves, (torch.ones_like(y), torch.full_like(memory, 0.5)))]
 
@@ -45,7 +46,7 @@ def with_gradients(function, inputs) -> list[torch.Tensor]:
 def test_a_call_is_that_of_the_operator(emulate):
     emulate()
     inputs = scan_inputs()
-    ours = with_gradients(lambda *given: operators.call("scan", *given), inputs)
+    ours = with_gradients(lambda *given: autograd.call("scan", *given), inputs)
     theirs = with_gradients(torch.ops.fw_fairseq.scan, inputs)
     assert len(ours) == len(theirs) == 3 + 6
     for one, other in zip(ours, theirs):
@@ -67,14 +68,14 @@ class Marked(torch.Tensor):
 
 def test_seen():
     x = torch.zeros(2)
-    assert not operators.seen([x, torch.nn.Parameter(x)])
-    assert operators.seen([x, x.as_subclass(Marked)])
+    assert not autograd.is_seen([x, torch.nn.Parameter(x)])
+    assert autograd.is_seen([x, x.as_subclass(Marked)])
     with Names():
-        assert operators.seen([x])
+        assert autograd.is_seen([x])
     with forward_ad.dual_level():
-        assert operators.seen([x])
-    assert torch.func.vmap(lambda row: row + operators.seen([row]))(torch.zeros(3)).tolist() == [1, 1, 1]
-    assert not operators.seen([x])
+        assert autograd.is_seen([x])
+    assert torch.func.vmap(lambda row: row + autograd.is_seen([row]))(torch.zeros(3)).tolist() == [1, 1, 1]
+    assert not autograd.is_seen([x])
 
 
 def test_a_second_gradient_is_refused(emulate):
@@ -90,6 +91,6 @@ def test_an_operator_without_a_gradient_is_refused_where_one_is_asked_for(emulat
     emulate()
     inputs = scan_inputs()
     with torch.no_grad():
-        y, memory, saved = operators.call("scan", *inputs)
+        y, memory, _, saved = autograd.call("scan", *inputs)
     with pytest.raises(RuntimeError, match="fw_fairseq::scan_backward has no gradient, and one of its inputs requires one"):
-        operators.call("scan_backward", *inputs[:8], saved, y, memory, "exact", *AS_IS)
+        autograd.call("scan_backward", *inputs[:8], saved, None, y, memory, None, *NOT_DIVIDED[1:], "delta", "exact", *AS_IS)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.cuda_scan import by_family
 from support.draws import FITTING, assert_same, draw_gates, draw_inputs, run_with_gradients
 
 from fw_fairseq.ops import FastWeightState
 from fw_fairseq.ops.chunkwise.scan import chunk_form
-from fw_fairseq.ops.kernels.recurrence import cuda_form
-from fw_fairseq.ops.parallel import parts
-from fw_fairseq.ops.parallel.parts import chain, choose_parts, run_parts
+from fw_fairseq.ops.kernels import recurrence
+from fw_fairseq.ops.kernels.recurrence import choose_parts
+from fw_fairseq.ops.parallel.parts import chain, run_parts
 from fw_fairseq.ops.recurrent import step_form
 from fw_fairseq.rules import RULES, Coefficients
 
@@ -109,12 +110,12 @@ def test_one_sequence_is_not_copied():
 @pytest.mark.parametrize("rule", ["sum", "gated", "decay", "gated_delta"])
 def test_on_kernels(emulate, monkeypatch, rule):
     """70 tokens in 4 parts: all parts run in one launch, again from their true memories, and backwards once."""
-    monkeypatch.setattr(parts, "LEAST", 64)
-    monkeypatch.setattr(parts, "SHORTEST", 16)
+    monkeypatch.setattr(recurrence, "LEAST", 64)
+    monkeypatch.setattr(recurrence, "SHORTEST", 16)
     launch = emulate()
     monkeypatch.setattr(launch, "blocks", 4)
     leaves = draw(rule, (1, 2, 70, 16, 16), torch.float32, resets=0.05)
-    found = results(leaves, cuda_form)
+    found = results(leaves, by_family)
     assert [kernel.split("_")[-1] for _, kernel, _ in launch.calls] == ["forward"] * (3 if rule == "gated_delta" else 2) + [
         "backward"
     ]

@@ -11,6 +11,7 @@ from support.emulated import emulated
 
 from fw_fairseq.feature_maps import AS_IS
 from fw_fairseq.ops.kernels import decay, linear
+from fw_fairseq.ops.kernels.family import Operands
 
 each_family = pytest.mark.parametrize("family, rule", [(linear, "gated"), (decay, "decay")], ids=["linear", "decay"])
 
@@ -44,8 +45,8 @@ def test_nothing_outside_the_tensors(one_thread, family, rule):
 @each_family
 def test_without_gradients_nothing_is_kept(one_thread, family, rule):
     x = draw(rule, (1, 1, 70, 32, 32)).values()
-    y, final, saved = family.forward(EmulatorLaunch(), *x, "exact", keep=False)
-    want_y, want_final, _ = family.forward(EmulatorLaunch(), *x, "exact", keep=True)
+    y, final, saved = family.forward(EmulatorLaunch(), Operands(*x, "exact"), keep=False)
+    want_y, want_final, _ = family.forward(EmulatorLaunch(), Operands(*x, "exact"), keep=True)
     assert saved == () and torch.equal(y, want_y) and torch.equal(final, want_final)
 
 
@@ -53,7 +54,11 @@ def test_without_gradients_nothing_is_kept(one_thread, family, rule):
 def test_symbolic_shapes(emulate, rule):
     emulate()
     q, k, v, f, z, e, w, memory = draw(rule, (1, 2, 17, 32, 32)).values()
-    torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (q, k, v, f, z, e, w, memory.requires_grad_(), "exact", True, *AS_IS))
+    family = "decay" if rule == "decay" else "linear"
+    torch.library.opcheck(
+        torch.ops.fw_fairseq.scan.default,
+        (q, k, v, f, z, e, w, memory.requires_grad_(), None, 0.0, 0.0, family, "exact", True, *AS_IS),
+    )
 
 
 def sanitized() -> None:

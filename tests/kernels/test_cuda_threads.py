@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from hostcuda import Recorder
+from support.cuda_scan import to_run
 
 from fw_fairseq.feature_maps import AS_IS
 from fw_fairseq.modules.sparse import kernel
-from fw_fairseq.ops.kernels import common, decay, launch, step
-from fw_fairseq.ops.kernels.common import Divided, in_units, undivided
-from fw_fairseq.ops.kernels.families import FAMILIES
+from fw_fairseq.ops.kernels import decay, launch, step
+from fw_fairseq.ops.kernels.family import Divided
+from fw_fairseq.ops.kernels.launch import in_units, undivided
+from fw_fairseq.ops.kernels.recurrence import FAMILIES
 from fw_fairseq.ops.scans import pooling_kernel, sru_kernel
 from fw_fairseq.rules import Coefficients
 
@@ -63,7 +65,7 @@ def test_the_last_tokens_have_lanes_where_reads_are_divided():
     assert recorder.launches[0].grid == (257,)
 
 
-STRUCTURES = [common.PARAMS, common.DIVIDED, decay.PARAMS, step.PARAMS, step.READ_PARAMS]
+STRUCTURES = [launch.PARAMS, launch.DIVIDED, decay.PARAMS, step.PARAMS, step.READ_PARAMS]
 STRUCTURES += [pooling_kernel.PARAMS, sru_kernel.PARAMS, kernel.PARAMS]
 
 
@@ -77,9 +79,9 @@ def test_parameters_are_laid_out_as_a_structure_in_cuda(params):
 
 def test_rows_that_kernels_get_are_dense():
     x = torch.empty(2, 3, 4)
-    assert common.dense(x) is x and common.dense(x[:, 1:, :2]).data_ptr() == x[:, 1:].data_ptr()
+    assert launch.dense(x) is x and launch.dense(x[:, 1:, :2]).data_ptr() == x[:, 1:].data_ptr()
     for strided in (x.mT, x[..., ::2], torch.empty(2, 4, 1).expand(2, 4, 3)):
-        assert common.dense(strided).is_contiguous() and common.dense(strided).shape == strided.shape
+        assert launch.dense(strided).is_contiguous() and launch.dense(strided).shape == strided.shape
 
 
 @pytest.mark.parametrize("key, rows, warps", [(1, 8, 1), (128, 8, 16), (129, 16, 9), (256, 16, 16), (257, 32, 9), (512, 32, 16)])
@@ -104,5 +106,5 @@ def test_sequences_and_heads_of_the_largest_grid(shape, fits):
     """The kernels without erase have them along dimensions of the grid that CUDA limits."""
     q = torch.empty(1, 1, 2, 16).expand(*shape, 2, 16)
     with launch.use(Recorder()):
-        reason = FAMILIES["decay"].supported(q, q, q, None, None, None, None)
+        reason = FAMILIES["decay"].supported(to_run(q, q, q, None, None, None, None))
     assert reason is None if fits else f"for up to 65535 sequences and heads, not {shape[0]} and {shape[1]}" in reason

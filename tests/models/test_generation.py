@@ -250,7 +250,9 @@ HELD = [
     ({"mixer": "softmax"}, None),
 ]
 
-PLAIN_LAYERS = [options for options, kind in HELD if kind is Memory and build(**options).decoder.layers[0].self_attn.mixer.plain]
+PLAIN_LAYERS = [
+    options for options, kind in HELD if kind is Memory and build(**options).decoder.layers[0].self_attn.mixer.has_no_parts
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

@@ -17,7 +17,7 @@ from fw_fairseq.generation.kernel_memory import KernelMemory
 from fw_fairseq.generation.pools import Pools
 from fw_fairseq.models.generation import GENERATION, Generation, start
 from fw_fairseq.models.generation.captured import CapturedGeneration
-from fw_fairseq.ops.kernels.launch import CupyLaunch
+from fw_fairseq.ops.kernels.compiler import CupyLaunch
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 OPTIONS = [

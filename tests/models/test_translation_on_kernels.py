@@ -19,7 +19,7 @@ from fw_fairseq.models.generation.captured import CapturedGeneration
 from fw_fairseq.models.generation.cross import KernelSource
 from fw_fairseq.modules import LinearAttention
 from fw_fairseq.modules.sparse import make_sparse
-from fw_fairseq.ops.kernels.launch import CupyLaunch
+from fw_fairseq.ops.kernels.compiler import CupyLaunch
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 SIDE = {"layers": 2, "embed_dim": 32, "ffn_embed_dim": 48, "attention_heads": 4}

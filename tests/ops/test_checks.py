@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fw_fairseq.ops import FastWeightState, RowMap, fast_weight, operation
-from fw_fairseq.rules import RULES, Coefficients, Rule
+from fw_fairseq.rules import RULES
 
 pytestmark = pytest.mark.quick
 
@@ -25,30 +25,20 @@ SUM = dict(rule="sum", gates=None)
     [
         (dict(rule="dleta"), r"rule is 'dleta'; allowed: sum, gated, delta"),
         (dict(backend="triton"), r"backend is 'triton'; allowed: auto, recurrent, chunkwise, cuda"),
-        (dict(q=[1.0]), r"q is a list; it must be a torch.Tensor"),
-        (dict(q=Q[0]), r"q has shape \(3, 4, 5\); it must have 4 dimensions, \(B,H,T,K\)"),
+        (dict(q=[1.0]), r"q is a list; it must be a tensor of 4 dimensions"),
+        (dict(q=Q[0]), r"q has shape \(3, 4, 5\); it must be a tensor of 4 dimensions, \(B,H,T,K\)"),
         (dict(v=VALUES[0]), r"v has shape .*\(B,H,T,V\)"),
-        (dict(q=Q.to_sparse()), r"q has layout torch.sparse_coo; it must be a dense tensor"),
-        (dict(gates={"beta": BETA.to_sparse()}), r"gates\['beta'\] has layout torch.sparse_coo; it must be a dense tensor"),
-        (dict(padding_mask=torch.zeros(B, T, dtype=torch.bool).to_sparse()), r"padding_mask has layout torch.sparse_coo"),
-        (dict(decoding="no"), r"decoding is a str; it must be True or False"),
-        (dict(eps="x"), r"eps is a str; it must be a finite number above 0, or None"),
         (dict(q=Q.long()), r"q has dtype torch.int64; allowed: torch.float32"),
         (dict(k=KEYS.double()), r"k is torch.float64 on cpu but q is torch.float32"),
         (dict(v=VALUES.to("meta")), r"v is torch.float32 on meta but q is torch.float32 on cpu"),
         (dict(k=KEYS[..., :3]), r"k has shape \(2, 3, 4, 3\) but q \(2, 3, 4, 5\)"),
         (dict(v=VALUES[:, :, :2]), r"v has shape \(2, 3, 2, 6\) but q .*B, H and T must agree"),
         (dict(q=Q[:, :, :0], k=KEYS[:, :, :0], v=VALUES[:, :, :0]), r"q has shape \(2, 3, 0, 5\); T must be at least 1"),
-        (dict(q=Q[..., :0], k=KEYS[..., :0]), r"q has shape \(2, 3, 4, 0\) and v \(2, 3, 4, 6\); K and V must be at least 1"),
-        (dict(v=VALUES[..., :0]), r"q has shape \(2, 3, 4, 5\) and v \(2, 3, 4, 0\); K and V must be at least 1"),
         (
             dict(rule="delta_product", k=KEYS[:, :, :0], v=VALUES[:, :, :0], gates={"beta": BETA[..., :0]}),
             r"k has shape \(2, 3, 0, 5\); T must be at least 1",
         ),
-        (dict(feature_map="dpfp"), r"feature_map is a str; it must be None or a RowMap"),
-        (dict(feature_map=RowMap("dfpf")), r"feature_map is RowMap\(name='dfpf'.*; allowed: name identity, elu, relu, dpfp, norm"),
         (dict(feature_map=RowMap("dpfp", 10)), r"feature_map has nu 10; it must be from 1 to 2 \* D - 1 = 9"),
-        (dict(feature_map=RowMap("dpfp", True)), r"feature_map has nu True; it must be from 1 to"),
         (dict(feature_map=RowMap(norm="sum")), r"feature_map has norm 'sum' with name 'identity'.*; use norm 'l2'"),
         (dict(feature_map=RowMap("dpfp"), state=STATE), r"state.memory has shape \(2, 3, 5, 6\); .*\(2, 3, 10, 6\)"),
         (dict(gates=None), r"gates has none; rule 'delta' takes exactly: beta"),
@@ -56,8 +46,6 @@ SUM = dict(rule="sum", gates=None)
         (dict(gates={"beta": BETA[:1]}), r"gates\['beta'\] has shape \(1, 3, 4\); it must be .*\(B,H,T\) = \(2, 3, 4\)"),
         (dict(gates={"beta": 0.5}), r"gates\['beta'\] is a float; it must be a tensor of shape"),
         (dict(gates={"beta": BETA.half()}), r"gates\['beta'\] is torch.float16 .*allowed: torch.float32"),
-        (dict(state=FastWeightState([1])), r"state.memory is a list; it must be a tensor"),
-        (dict(state=STATE._replace(memory=STATE.memory.to_sparse())), r"state.memory has layout torch.sparse_coo"),
         (dict(state=torch.zeros(B, H, K, V)), r"state is a Tensor; it must be None or the state"),
         (dict(state=FastWeightState(torch.zeros(B, H, V, K))), r"state.memory has shape \(2, 3, 6, 5\); .*\(2, 3, 5, 6\)"),
         (dict(state=FastWeightState(STATE.memory.double())), r"state.memory is torch.float64 on cpu; it must be torch.float32"),
@@ -68,7 +56,7 @@ SUM = dict(rule="sum", gates=None)
         (dict(reset_mask=torch.zeros(B, T)), r"reset_mask is torch.float32 \(2, 4\); it must be a bool tensor"),
         *(
             (dict(attention_norm=divides, eps=x), rf"eps is {x}; it must be a finite number above 0, or None")
-            for x in (0.0, True, float("inf"))
+            for x in (0.0, float("inf"))
             for divides in (True, False)
         ),
         (
@@ -79,7 +67,6 @@ SUM = dict(rule="sum", gates=None)
         (dict(rule="fwm", gates={"beta": BETA}, backend="cuda"), r"rule 'fwm' has no kernel; use backend='auto'"),
         (dict(key_log_scale=BETA, attention_norm=True), r"key_log_scale needs .* rules sum, gated"),
         (dict(**SUM, key_log_scale=BETA), r"key_log_scale needs attention_norm=True"),
-        (dict(**SUM, key_log_scale=BETA.long(), attention_norm=True), r"key_log_scale is torch.int64; it must hold floating-point"),
         (dict(**SUM, key_log_scale=Q, attention_norm=True), r"key_log_scale is \(2, 3, 4, 5\); .*\(B,H,T\)"),
     ],
 )
@@ -116,10 +103,3 @@ def test_a_call_on_the_meta_device_has_the_shapes_of_its_results(rule, backend):
 def test_the_example_in_the_docstring():
     results = doctest.testmod(operation)
     assert results.attempted >= 9 and results.failed == 0
-
-
-def test_a_rule_is_one_kind_or_the_other():
-    with pytest.raises(ValueError, match="either coefficients"):
-        Rule(equation="", source="")
-    with pytest.raises(ValueError, match="normaliser is 'sometimes'"):
-        Rule(equation="", source="", coefficients=Coefficients, normaliser="sometimes")

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.feature_maps import FEATURE_MAPS, draw_projection, sum_normalise, wide
-from fw_fairseq.mixers.features import build_feature_map, normalised_features
+from fw_fairseq.mixers.parts.features import build_feature_map, normalised_features
 from fw_fairseq.ops import fast_weight
 
 pytestmark = pytest.mark.quick
@@ -206,7 +206,6 @@ def test_scaled_features_times_their_scale_are_the_features():
     [
         ("dpfp", {"nu": 0}, "nu is 0"),
         ("dpfp", {"nu": 16}, "nu is 16"),
-        ("favor", {"features": 0}, "features is 0"),
         ("relu", {"out_dim": -1}, "out_dim is -1"),
         ("relu", {"heads": 0}, "heads is 0"),
     ],

@@ -20,7 +20,7 @@ from fw_fairseq.mixers import FastWeight
 from fw_fairseq.ops import FastWeightState, fast_weight
 from fw_fairseq.ops.factored import Factors
 from fw_fairseq.ops.kernels import launch
-from fw_fairseq.ops.kernels.families import FAMILIES
+from fw_fairseq.ops.kernels.recurrence import FAMILIES
 from fw_fairseq.ops.parallel.parts import run_parts
 from fw_fairseq.ops.recall import recall
 from fw_fairseq.ops.recurrent import step_form

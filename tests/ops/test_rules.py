@@ -13,7 +13,7 @@ from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.mixers import FastWeight
 from fw_fairseq.ops import fast_weight
 from fw_fairseq.rules import RULES, Coefficients, Gate, Rule
-from fw_fairseq.rules.fwm import fwm_sequence, fwm_step
+from fw_fairseq.rules.fwm import fwm_step
 from fw_fairseq.rules.gates import FORMS, left
 from fw_fairseq.tools.convert.conversion import fast_weight_config
 
@@ -107,8 +107,6 @@ def test_rules_that_erase_are_known_whatever_their_gates_are_called(monkeypatch)
     [
         ({}, "either coefficients .* or step .*, not both"),
         ({"coefficients": Coefficients, "step": fwm_step}, "either coefficients .* or step .*, not both"),
-        ({"coefficients": Coefficients, "sequence": fwm_sequence}, "Rule.sequence .* give step too"),
-        ({"coefficients": Coefficients, "gates": {"k": Gate()}}, "Rule.gates has 'k', which is an argument already"),
         ({"coefficients": Coefficients, "key": max, "normaliser": "write"}, "Rule.key is for rules of .* without a normaliser"),
         ({"step": fwm_step, "skip": max}, "Rule.skip is for rules of the recurrence"),
         ({"coefficients": Coefficients, "removal": max, "bonus": max}, "either removal or bonus, not both"),
@@ -121,19 +119,9 @@ def test_rules_that_cannot_be(options, message):
 
 
 @pytest.mark.parametrize("name", ["z", "w"])
-def test_a_normaliser_that_follows_the_writes_has_no_channels(name, monkeypatch):
-    rule = Rule(
-        equation="",
-        source="",
-        gates={"x": Gate("V")},
-        coefficients=lambda x: Coefficients(**{name: x}),
-        normaliser="write",
-    )
-    monkeypatch.setitem(RULES, "channels", rule)
-    q = torch.rand(1, 1, 3, 2)
-    fast_weight(q, q, q, "channels", {"x": q})
-    with pytest.raises(ValueError, match="attention_norm=True is not defined for rule 'channels', whose z or w differs between"):
-        fast_weight(q, q, q, "channels", {"x": q}, attention_norm=True)
+def test_a_normaliser_that_follows_the_writes_has_no_channels(name):
+    with pytest.raises(ValueError, match=r"Rule.normaliser is 'write', which has no channels, and z or w differs between"):
+        Rule("", "", gates={"x": Gate("V")}, coefficients=lambda x: Coefficients(**{name: x}), normaliser="write")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from hostcuda import EmulatorLaunch, Launch, Recorder
 
+from fw_fairseq.feature_maps import AS_IS
 from fw_fairseq.ops.kernels import launch
+from fw_fairseq.ops.kernels.family import Operands
+from fw_fairseq.ops.kernels.recurrence import choose_family, choose_precision, cuda_form, joined_decays
 from fw_fairseq.ops.recurrent import step_form
 from fw_fairseq.rules import RULES, Coefficients
 
@@ -35,15 +38,29 @@ def draw(rule: str, shape, dtype=torch.float32, gates="uniform") -> dict[str, to
 
 
 def by_kernels(family, x: dict, dy, dmemory, precision: str, launcher) -> dict[str, torch.Tensor]:
-    y, final, saved = family.forward(launcher, *x.values(), precision)
-    kept = family.saved_like(*x.values(), precision)
+    y, final, saved = family.forward(launcher, Operands(*x.values(), precision))
+    kept = family.saved_like(Operands(*x.values(), precision))
     assert [(tuple(t.shape), t.dtype) for t in saved] == [(tuple(shape), dtype) for shape, dtype in kept]
-    grads = family.backward(launcher, *x.values(), saved, dy, dmemory, precision)
+    grads = family.backward(launcher, Operands(*x.values(), precision), saved, dy, dmemory)
     for operand, grad in zip(x.values(), grads):
         assert (grad is None) == (operand is None)
         assert grad is None or (grad.dtype, grad.stride()) == (operand.dtype, torch.empty_like(operand).stride())
     grads = {f"gradient of {name}": grad for name, grad in zip(x, grads) if grad is not None}
     return {"y": y, "final memory": final} | grads
+
+
+def to_run(q, k, v, *coefficients, row_map=AS_IS) -> Operands:
+    """The operands of a call from an empty memory."""
+    memory = torch.empty(*q.shape[:2], row_map.width(q.shape[3]), v.shape[3], device="meta")
+    return Operands(q, k, v, *coefficients, memory, PRECISION[q.dtype], row_map)
+
+
+def by_family(q, k, v, coefficients: Coefficients, memory) -> tuple[torch.Tensor, torch.Tensor]:
+    """The family that computes these coefficients, as a form."""
+    x = joined_decays(Operands(q, k, v, *coefficients, memory, choose_precision(v.dtype)))
+    name, reason = choose_family(x)
+    assert reason is None
+    return cuda_form(name, x)
 
 
 def by_definition(x: dict, dy, dmemory) -> dict[str, torch.Tensor]:
@@ -68,6 +85,6 @@ def launches(family, rule: str, shape, dtype, capability=(9, 0)) -> list[Launch]
     """What would be launched on a device, without running it."""
     x, precision = draw(rule, shape, dtype), PRECISION[dtype]
     with launch.use(Recorder(capability)) as recorder:
-        _, _, saved = family.forward(recorder, *x.values(), precision)
-        family.backward(recorder, *x.values(), saved, x["v"], x["memory"], precision)
+        _, _, saved = family.forward(recorder, Operands(*x.values(), precision))
+        family.backward(recorder, Operands(*x.values(), precision), saved, x["v"], x["memory"])
     return recorder.launches

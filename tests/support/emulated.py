@@ -6,8 +6,8 @@ import contextlib
 
 import torch
 
+from fw_fairseq.autograd import OPERATORS
 from fw_fairseq.ops.kernels import launch
-from fw_fairseq.ops.kernels.operators import OPERATORS
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,7 +26,7 @@ class EarlierTokens:
 
     def __init__(
         self, x: Tensor, recent: Tensor | None, before: int, padding_mask: Tensor | None = None, reset_mask: Tensor | None = None
-    ):
+    ) -> None:
         needed = (x.shape[1], before, x.shape[2])
         if recent is not None and recent.shape != needed:
             raise Mistake(f"state has earlier tokens of shape {tuple(recent.shape)}; for this x they must be {needed}")
@@ -68,7 +70,7 @@ class EarlierTokens:
 class ShortConvolution(nn.Module):
     """silu(sum_j w_j * x_{t-j}) over the last ``taps`` tokens of the same text, w_j one number per channel."""
 
-    def __init__(self, channels: int, taps: int):
+    def __init__(self, channels: int, taps: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(taps, channels).uniform_(-(taps**-0.5), taps**-0.5))
 
@@ -84,7 +86,7 @@ class ShortConvolution(nn.Module):
 class TokenShift(nn.Module):
     """Gives each part of a projection its own mixture of a token and the one before it, x_t + mu * (x_{t-1} - x_t)."""
 
-    def __init__(self, sizes: dict[str, int], width: int, layer: int, layers: int):
+    def __init__(self, sizes: dict[str, int], width: int, layer: int, layers: int) -> None:
         super().__init__()
         names = [name for name, size in sizes.items() if size]
         self.sizes, self.mixtures = [sizes[name] for name in names], [name for name in names if name not in SAME_MIXTURE]
@@ -109,7 +111,7 @@ class DependentShift(TokenShift):
     """A ``TokenShift`` whose mixtures depend on the token (RWKV 6): mu_i + A_i tanh(B_i (x_t + nu * (x_{t-1} - x_t))) for part i,
     with A_i (C,rank) and B_i (rank,C). B starts at 0."""
 
-    def __init__(self, sizes: dict[str, int], width: int, layer: int, layers: int, rank: int):
+    def __init__(self, sizes: dict[str, int], width: int, layer: int, layers: int, rank: int) -> None:
         super().__init__(sizes, width, layer, layers)
         rest, parts = (torch.arange(width) / width) ** (1 - layer / layers), len(self.mixtures)
         starts = torch.stack([1 - rest ** DEPENDENT_POWERS.get(name, 1.0) for name in self.mixtures])
@@ -126,7 +128,7 @@ class DependentShift(TokenShift):
         return torch.cat([F.linear(change * shares[i], weight) for i, weight in rows], -1)
 
 
-def make_shift(config, sizes: dict[str, int], width: int, layer: int, layers: int) -> TokenShift | None:
+def make_shift(config: Any, sizes: dict[str, int], width: int, layer: int, layers: int) -> TokenShift | None:
     """The token shift that the options ask for, for the parts of a projection."""
     if not config.token_shift:
         return None

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from ...feature_maps import wide
 from ...rules import Gate
 from ...rules.gates import FORMS, INNER, Place, left, log_rates
-from ..features import initial_bias
+from .features import initial_bias
 
 
 class GateMaker(nn.Module):
@@ -21,7 +21,7 @@ class GateMaker(nn.Module):
     is constant, the factors of a gate made of the key, the bound of a bounded form, else what is added before the form.
     """
 
-    def __init__(self, gate: Gate, place: Place, head_dim: int):
+    def __init__(self, gate: Gate, place: Place, head_dim: int) -> None:
         super().__init__()
         self.form, self.inner, self.of, self.constant = gate.form, gate.inner, gate.of, gate.constant
         self.heads, self.scalar = place.heads, gate.axis is None

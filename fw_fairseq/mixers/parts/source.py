@@ -4,7 +4,7 @@ the decoder's to the encoder."""
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from ...errors import Mistake
 from ...feature_maps import wide
 from ...ops.normalisation import divide
 from ..base import check_heads, join_heads, split_heads
-from ..features import FEATURE_OPTIONS, build_feature_map, check_feature_norm, normalised_features, with_common_scale
+from .features import FEATURE_OPTIONS, build_feature_map, check_feature_norm, normalised_features, with_common_scale
 
 
 class Source(NamedTuple):
@@ -47,7 +47,7 @@ class SourceMemory(nn.Module):
 
     options = FEATURE_OPTIONS  # and those of the chosen map
 
-    def __init__(self, embed_dim: int, num_heads: int, config, source_dim: int | None = None, name: str = "encoder"):
+    def __init__(self, embed_dim: int, num_heads: int, config: Any, source_dim: int | None = None, name: str = "encoder") -> None:
         super().__init__()
         check_heads(embed_dim, num_heads, name)
         self.num_heads, self.head_dim, self.feature_norm = num_heads, embed_dim // num_heads, str(config.feature_norm)
@@ -62,7 +62,6 @@ class SourceMemory(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws the weights as fairseq's attention does."""
         for weight in (self.q_proj.weight, *self.kv_proj.weight.split(self.sizes)):
             nn.init.xavier_uniform_(weight, gain=1 / math.sqrt(2))
         nn.init.xavier_uniform_(self.out_proj.weight)

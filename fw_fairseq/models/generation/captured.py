@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ...generation.graphs import Graphs, wanted
 from ...generation.kernel_memory import KernelMemory
 from ...mixers import FastWeight
-from ...ops.dispatch import has_kernels
+from ...ops.kernels.launch import has_kernels
 from .cross import KernelSource
 from .generation import Generation
 

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from ...feature_maps import AS_IS
 from ...generation.base import function_of
 from ...generation.memory_loop import Features, View
-from ...mixers.features import row_map_of
+from ...mixers.parts.features import row_map_of
 from ...mixers.parts.source import Source
 from ...modules import LinearAttention
-from ...ops.dispatch import has_kernels
 from ...ops.kernels import step as kernel
-from ...ops.kernels.common import why_no_map, why_not_run
+from ...ops.kernels.launch import has_kernels, why_no_map, why_not_run
 from ...ops.native import loop, takes, threads
 
 

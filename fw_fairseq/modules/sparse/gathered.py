@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...autograd import call
 from ...ops import native
 from ...ops.kernels.launch import use_kernels
-from ...ops.kernels.operators import call
 from . import kernel
 
 SHARE = 4  # as many tokens read at most this share of a matrix: beyond it, a product with all of it is faster

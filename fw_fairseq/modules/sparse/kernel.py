@@ -8,16 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...autograd import register
 from ...ops.kernels import launch
-from ...ops.kernels.common import TYPES, why_not_run
-from ...ops.kernels.operators import register
+from ...ops.kernels.compiler import WITHOUT_ASKING
+from ...ops.kernels.launch import TYPES, why_not_run
 
 SOURCE, WARPS = "gathered.cu", 8
 NAMES = ("x", "A", "B", "c", "W1", "W2", "b")
 POINTERS = (*NAMES, "y", "inner", "hidden", "chosen", "counters")
 SIZES = ("R", "C", "rank", "units", "block")
 PARAMS = np.dtype([*((name, "u8") for name in POINTERS), *((name, "i4") for name in SIZES)], align=True)
-HELD = launch.WITHOUT_ASKING - 3 * 1024  # bytes of shared memory for what a block reads of others; its own takes 1 or 2 KiB
+HELD = WITHOUT_ASKING - 3 * 1024  # bytes of shared memory for what a block reads of others; its own takes 1 or 2 KiB
 COUNTERS: dict[tuple[torch.device, int], Tensor] = {}  # by device and size: 0 before and after each launch
 
 

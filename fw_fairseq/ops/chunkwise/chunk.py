@@ -120,6 +120,8 @@ class Solved(NamedTuple):
 
 
 class Grads(NamedTuple):
+    """The gradients of one chunk."""
+
     q: Tensor
     k: Tensor
     p: Tensor | None
@@ -132,6 +134,7 @@ class Grads(NamedTuple):
 
 
 def solve(c: Chunk, memory: Tensor, inverse: Tensor | None = None) -> Solved:
+    """What both passes need of a chunk."""
     scores = c.pairs(torch.bmm(c.q, c.k.mT))
     written = c.v if c.w is None else c.w * c.v
     if c.e is None:
@@ -145,6 +148,7 @@ def solve(c: Chunk, memory: Tensor, inverse: Tensor | None = None) -> Solved:
 
 
 def outputs(c: Chunk, s: Solved, memory: Tensor) -> Tensor:
+    """The reads of a chunk, (N,C,V)."""
     return torch.bmm(c.since_start(c.q), memory).baddbmm_(s.scores, s.written)
 
 
@@ -187,7 +191,16 @@ def backward(c: Chunk, s: Solved, memory: Tensor, dy: Tensor, dfinal: Tensor) ->
     return Grads(dq, dk, dp, dv, de, dw, df, dmemory, zeros)
 
 
-def zero_gradients(c: Chunk, s: Solved, memory, dy, dfinal, dscores, derase, drecalled) -> tuple[Tensor, Tensor]:
+def zero_gradients(
+    c: Chunk,
+    s: Solved,
+    memory: Tensor,
+    dy: Tensor,
+    dfinal: Tensor,
+    dscores: Tensor,
+    derase: Tensor | None,
+    drecalled: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """The gradients of gates of 0 on the key side and, for a chunk that erases nothing, on the value side: sums of every product
     that spans one such gate and no other."""
     once = c.emptied.once
@@ -202,7 +215,17 @@ def zero_gradients(c: Chunk, s: Solved, memory, dy, dfinal, dscores, derase, dre
     return c.emptied.gradient(keys, key_ends), c.emptied.gradient(values, value_ends)
 
 
-def scalar_gate_gradient(c: Chunk, s: Solved, memory, dfinal, dscores, dq_start, dk_end, derase, drecalled):
+def scalar_gate_gradient(
+    c: Chunk,
+    s: Solved,
+    memory: Tensor,
+    dfinal: Tensor,
+    dscores: Tensor,
+    dq_start: Tensor,
+    dk_end: Tensor,
+    derase: Tensor | None,
+    drecalled: Tensor | None,
+) -> Tensor:
     """The gradient of one gate per token, (N,C,1) in float64. Each decayed quantity adds its product with its gradient where its
     span ends and subtracts it where the span starts. These are the same fp32 numbers in float64 sums: what does not span the
     gate cancels exactly, and a gate of 1e-6 still gets its gradient right."""

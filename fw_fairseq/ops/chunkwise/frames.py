@@ -1,8 +1,8 @@
 """The ways to run a chunk, one for each kind of decay. They have one interface:
 
 ``forward(given, memory)`` returns y, the final memory and the inverse that the backward needs, and ``backward(given, memory,
-inverse, dy, dfinal)`` the gradients in the order of ``Operands`` and that of the memory. None overflows for any gate from 0 to 1.
-``dtype`` is that of dy and dfinal, None for that of the memory.
+inverse, dy, dfinal)`` the gradients in the order of ``ChunkInputs`` and that of the memory. None overflows for any gate from 0
+to 1. ``dtype`` is that of dy and dfinal, None for that of the memory.
 
     TokenGates          at most one gate per token
     ChannelGates        one gate per channel, in float64
@@ -14,6 +14,7 @@ inverse, dy, dfinal)`` the gradients in the order of ``Operands`` and that of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ SMALLEST_NEAR_PRODUCT = 1e-24  # with entries of 1e-12 and their products still 
 CHUNK = 32  # tokens: float64 holds the products of as many of the smallest gates; also the fastest on a CPU without gates
 
 
-class Operands(NamedTuple):
+class ChunkInputs(NamedTuple):
     """The operands of one chunk of C tokens, with (B,H) folded into N."""
 
     q: Tensor  # (N,C,K)
@@ -40,13 +41,13 @@ class Operands(NamedTuple):
     e: Tensor | None  # (N,C), or (N,C,K): the key that an erase reads with
     w: Tensor | None  # (N,C)
 
-    def to(self, dtype: torch.dtype) -> Operands:
+    def to(self, dtype: torch.dtype) -> ChunkInputs:
         """Everything in ``dtype`` and three-dimensional; one decay gate per token in float64."""
         decay = torch.float64 if dtype == torch.float64 or (self.f is not None and self.f.dim() == 2) else dtype
         f, z = (None if x is None else x.to(decay) for x in (self.f, self.z))
         f, e, w = (x.unsqueeze(-1) if x is not None and x.dim() == 2 else x for x in (f, self.e, self.w))
         e, w = (None if x is None else x.to(dtype) for x in (e, w))
-        return Operands(*(x.to(dtype) for x in self[:3]), f, z, e, w)
+        return ChunkInputs(*(x.to(dtype) for x in self[:3]), f, z, e, w)
 
     @property
     def reads_apart(self) -> bool:
@@ -59,6 +60,7 @@ class Operands(NamedTuple):
 
 
 def at_least_smallest(gate: Tensor) -> Tensor:
+    """Gates that products of many can be divided by."""
     return gate.clamp(min=SMALLEST_GATE)
 
 
@@ -69,7 +71,7 @@ class TokenGates:
     dtype: torch.dtype | None = None
 
     @classmethod
-    def open(cls, given: Operands, memory: Tensor) -> Chunk:
+    def open(cls, given: ChunkInputs, memory: Tensor) -> Chunk:
         q, k, v, f, _, e, w = given.to(memory.dtype)
         p, e = given.erasing(k, e)
         if f is None:
@@ -84,13 +86,15 @@ class TokenGates:
         return Chunk(q, k, p, v, e, w, gate, decay, emptied)
 
     @classmethod
-    def forward(cls, given: Operands, memory: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(cls, given: ChunkInputs, memory: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         chunk = cls.open(given, memory)
         solved = solve(chunk, memory)
         return outputs(chunk, solved, memory), final_memory(chunk, solved, memory.clone()), solved.inverse
 
     @classmethod
-    def backward(cls, given: Operands, memory: Tensor, inverse: Tensor | None, dy: Tensor, dfinal: Tensor):
+    def backward(
+        cls, given: ChunkInputs, memory: Tensor, inverse: Tensor | None, dy: Tensor, dfinal: Tensor
+    ) -> tuple[Sequence[Tensor | None], Tensor]:
         chunk = cls.open(given, memory)
         g = backward(chunk, solve(chunk, memory, inverse), memory, dy, dfinal)
         dk, de = (g.k, g.p) if given.reads_apart else (g.k if g.p is None else g.k.add_(g.p), g.e)
@@ -99,6 +103,8 @@ class TokenGates:
 
 
 class TokenGatesWithZeros(TokenGates):
+    """The same with gates that may be 0."""
+
     emptying = True
 
 
@@ -116,7 +122,7 @@ class ChannelGates:
     emptying = False  # whether gates may be 0; then all gates of that token on one of the two sides are 0
     dtype: torch.dtype | None = torch.float64
 
-    def __init__(self, f: Tensor | None, z: Tensor | None):
+    def __init__(self, f: Tensor | None, z: Tensor | None) -> None:
         still = torch.ones_like((f if z is None else z)[:1, :, :1])
         self.f, self.z = (still if x is None else at_least_smallest(x) for x in (f, z))
         if self.emptying:
@@ -129,7 +135,7 @@ class ChannelGates:
         self.carried_values = self.values[:, -1:]  # (N,1,V)
 
     @classmethod
-    def open(cls, given: Operands, memory: Tensor) -> tuple[ChannelGates, Chunk, Tensor]:
+    def open(cls, given: ChunkInputs, memory: Tensor) -> tuple[ChannelGates, Chunk, Tensor]:
         dtype = cls.dtype or memory.dtype
         q, k, v, f, z, e, w = given.to(dtype)
         frame = cls(f, z)
@@ -150,14 +156,16 @@ class ChannelGates:
         return None, products.across(emptied.text, 0), emptied
 
     @classmethod
-    def forward(cls, given: Operands, memory: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(cls, given: ChunkInputs, memory: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         frame, chunk, start = cls.open(given, memory)
         solved = solve(chunk, start)
         y = outputs(chunk, solved, start).mul_(frame.values)
         return y, final_memory(chunk, solved, start).mul_(frame.carried_values), solved.inverse
 
     @classmethod
-    def backward(cls, given: Operands, memory: Tensor, inverse: Tensor | None, dy: Tensor, dfinal: Tensor):
+    def backward(
+        cls, given: ChunkInputs, memory: Tensor, inverse: Tensor | None, dy: Tensor, dfinal: Tensor
+    ) -> tuple[Sequence[Tensor | None], Tensor]:
         frame, c, start = cls.open(given, memory)
         s = solve(c, start, inverse)
         dy, dfinal = dy * frame.values, dfinal * frame.carried_values
@@ -186,6 +194,8 @@ class NearGates(ChannelGates):
 
 
 class ChannelGatesWithZeros(ChannelGates):
+    """The same with gates that may be 0."""
+
     emptying = True
 
 
@@ -195,20 +205,22 @@ class SingleTokens:
     dtype: torch.dtype | None = None
 
     @staticmethod
-    def run(given: Operands, memory: Tensor) -> tuple[Tensor, Tensor]:
+    def run(given: ChunkInputs, memory: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v, *coefficients = (None if x is None else x.unsqueeze(1) for x in given)
         y, memory = step_form(q, k, v.to(memory.dtype), Coefficients(*coefficients), memory.unsqueeze(1))
         return y.squeeze(1), memory.squeeze(1)
 
     @classmethod
-    def forward(cls, given: Operands, memory: Tensor) -> tuple[Tensor, Tensor, None]:
+    def forward(cls, given: ChunkInputs, memory: Tensor) -> tuple[Tensor, Tensor, None]:
         return *cls.run(given, memory), None
 
     @classmethod
-    def backward(cls, given: Operands, memory: Tensor, _, dy: Tensor, dfinal: Tensor):
+    def backward(
+        cls, given: ChunkInputs, memory: Tensor, _: object, dy: Tensor, dfinal: Tensor
+    ) -> tuple[Sequence[Tensor | None], Tensor]:
         with torch.enable_grad():
             leaves = [None if x is None else x.detach().requires_grad_() for x in (*given, memory)]
-            results = cls.run(Operands(*leaves[:-1]), leaves[-1])
+            results = cls.run(ChunkInputs(*leaves[:-1]), leaves[-1])
         given = [x for x in leaves if x is not None]
         grads = iter(torch.autograd.grad(results, given, (dy.to(memory.dtype), dfinal.to(memory.dtype))))
         *grads, dmemory = (None if x is None else next(grads) for x in leaves)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .chunk import gate_gradient
-from .frames import Operands
+from .frames import ChunkInputs
 
 SMALLEST_FP32_GATE = 1e-3  # from here on fp32 holds the products of 8 gates, and their gradient to about 1e-6 / gate
 FP32_CHUNK = 16  # tokens; two side by side take the place of one chunk
@@ -42,7 +43,7 @@ class LargeChannelGates:
 
     dtype: torch.dtype | None = None
 
-    def __init__(self, given: Operands, memory: Tensor):
+    def __init__(self, given: ChunkInputs, memory: Tensor) -> None:
         opened = (None if x is None else x.unflatten(1, (-1, FP32_CHUNK)) for x in given.to(memory.dtype))
         self.q, self.k, self.source, self.f, self.z, _, self.w = opened
         self.v = self.source if self.w is None else self.source * self.w
@@ -63,13 +64,15 @@ class LargeChannelGates:
         return given, memory
 
     @classmethod
-    def forward(cls, given: Operands, memory: Tensor) -> tuple[Tensor, Tensor, None]:
+    def forward(cls, given: ChunkInputs, memory: Tensor) -> tuple[Tensor, Tensor, None]:
         c = cls(given, memory)
         y = (c.scores @ c.v_back).mul_(c.value.middle).addcmul_(c.q_start @ c.starts, c.value.start)
         return y.flatten(1, 2), c.final, None
 
     @classmethod
-    def backward(cls, given: Operands, memory: Tensor, _, dy: Tensor, dfinal: Tensor):
+    def backward(
+        cls, given: ChunkInputs, memory: Tensor, _: object, dy: Tensor, dfinal: Tensor
+    ) -> tuple[Sequence[Tensor | None], Tensor]:
         c = cls(given, memory)
         key, value = c.key, c.value
         dy = dy.unflatten(1, (-1, FP32_CHUNK))

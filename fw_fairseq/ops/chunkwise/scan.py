@@ -7,13 +7,25 @@ all of it is one operator, ``scan_portable``: a traced loop is long, and how a c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ...autograd import as_written, needs_gradient, once_differentiable
+from ...autograd import (
+    EVERYWHERE,
+    as_written,
+    call,
+    is_compiling,
+    is_exporting,
+    need_kept,
+    needs_gradient,
+    once_differentiable,
+    register,
+)
 from ...errors import Mistake
 from ...rules import Coefficients
-from ..kernels.operators import EVERYWHERE, call, is_compiling, is_exporting, need_kept, register
 from .frames import (
     CHUNK,
     SMALLEST_GATE,
@@ -21,13 +33,16 @@ from .frames import (
     SMALLEST_NEAR_PRODUCT,
     ChannelGates,
     ChannelGatesWithZeros,
+    ChunkInputs,
     NearGates,
-    Operands,
     SingleTokens,
     TokenGates,
     TokenGatesWithZeros,
 )
 from .large_gates import SMALLEST_FP32_GATE, LargeChannelGates
+
+Given = Sequence[Any]  # q, k, v (B,H,T,...), and f, z, e, w, or None
+Plan = list[tuple[slice, Any]]  # the chunks in order, each with the way to run it
 
 
 class ChunkScan(torch.autograd.Function):
@@ -35,8 +50,8 @@ class ChunkScan(torch.autograd.Function):
 
     @staticmethod
     @as_written
-    def forward(ctx, q, k, v, f, z, e, w, memory, keep: bool):
-        operands = (q, k, v, f, z, e, w)
+    def forward(ctx: Any, *inputs) -> tuple[Tensor, Tensor]:
+        *operands, memory, keep = inputs
         ctx.plan = plan(operands, memory.dtype)
         y, last, memories, inverses = run(operands, ctx.plan, memory, keep)
         if keep:
@@ -47,13 +62,13 @@ class ChunkScan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     @as_written
-    def backward(ctx, dy, dmemory):
+    def backward(ctx: Any, dy: Tensor | None, dmemory: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: with activation checkpointing, asking again computes again, or fails
         operands, kept = saved[:7], saved[7:]
         return *run_backward(operands, ctx.plan, kept[: len(ctx.plan)], kept[len(ctx.plan) :], dy, dmemory), None
 
 
-def run(operands, chunks, memory: Tensor, keep: bool) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor | None]]:
+def run(operands: Given, chunks: Plan, memory: Tensor, keep: bool) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor | None]]:
     """Returns y, the last memory, and with ``keep`` for each chunk the memory before it and the inverse for its erase."""
     v, memories, inverses = operands[2], [], []
     y, carried = torch.empty_like(v), memory.flatten(0, 1)
@@ -68,7 +83,14 @@ def run(operands, chunks, memory: Tensor, keep: bool) -> tuple[Tensor, Tensor, l
     return y, carried.unflatten(0, v.shape[:2]), memories, inverses
 
 
-def run_backward(operands, chunks, memories, inverses, dy: Tensor | None, dmemory: Tensor | None) -> list[Tensor | None]:
+def run_backward(
+    operands: Given,
+    chunks: Plan,
+    memories: Sequence[Tensor],
+    inverses: Sequence[Tensor | None],
+    dy: Tensor | None,
+    dmemory: Tensor | None,
+) -> list[Tensor | None]:
     """Returns the gradients of the operands and of the first memory. An inverse that is None is made again."""
     sequences, dtype = operands[0].shape[:2], memories[0].dtype
     grads = [None if x is None else torch.empty_like(x) for x in operands]
@@ -85,12 +107,12 @@ def run_backward(operands, chunks, memories, inverses, dy: Tensor | None, dmemor
     return [*grads, dmemory.to(dtype).unflatten(0, sequences)]
 
 
-def take(operands, span: slice) -> Operands:
+def take(operands: Given, span: slice) -> ChunkInputs:
     """The operands of one chunk."""
-    return Operands(*(None if x is None else x[:, :, span].flatten(0, 1) for x in operands))
+    return ChunkInputs(*(None if x is None else x[:, :, span].flatten(0, 1) for x in operands))
 
 
-def plan(operands, dtype: torch.dtype) -> list[tuple[slice, type]]:
+def plan(operands: Given, dtype: torch.dtype) -> Plan:
     """The chunks in order, each with the way to run it, which depends on the smallest of its gates. A graph that is exported
     cannot look at gates: with one gate per token each of its chunks is ready for gates of 0, and with gates per channel it has
     single tokens."""
@@ -142,6 +164,7 @@ def way_with_zeros(f: Tensor | None, z: Tensor | None, span: slice) -> type:
 
 
 def spans(tokens: int) -> list[slice]:
+    """The tokens of each chunk."""
     return [slice(t, min(t + CHUNK, tokens)) for t in range(0, tokens, CHUNK)]
 
 
@@ -159,36 +182,36 @@ def chunk_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memo
 
 
 @as_written
-def scan(q, k, v, f, z, e, w, memory, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns y, the last memory, and those before each chunk, (chunks,B H,K,V), for the backward."""
-    operands = (q, k, v, f, z, e, w)
+def _scan(*inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """y, the last memory, and those before each chunk, (chunks,B H,K,V), for the backward."""
+    *operands, memory, keep = inputs
     y, last, memories, _ = run(operands, plan(operands, memory.dtype), memory, keep)
     return y, last.contiguous(), torch.stack(memories) if keep else memory.new_empty(0)
 
 
-def scan_fake(q, k, v, f, z, e, w, memory, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns tensors of the shapes that ``scan`` returns."""
+def _scan_fake(*inputs) -> tuple[Tensor, Tensor, Tensor]:
+    q, _, v, *_, memory, keep = inputs
     batch, heads, *matrix = memory.shape
     kept = (-(-q.shape[2] // CHUNK), batch * heads, *matrix) if keep else (0,)
     return torch.empty_like(v), memory.new_empty(memory.shape), memory.new_empty(kept)
 
 
 @as_written
-def scan_backward(q, k, v, f, z, e, w, memories, dy, dmemory) -> list[Tensor]:
-    """Returns the gradients of the operands that are there, and of the first memory."""
-    operands = (q, k, v, f, z, e, w)
+def _scan_backward(*inputs) -> list[Tensor]:
+    """The gradients of the operands that are there, and of the first memory."""
+    *operands, memories, dy, dmemory = inputs
     chunks = plan(operands, memories.dtype)
     grads = run_backward(operands, chunks, memories.unbind(), [None] * len(chunks), dy, dmemory)
     return [x.contiguous() if i == len(operands) else x for i, x in enumerate(grads) if x is not None]
 
 
-def scan_backward_fake(q, k, v, f, z, e, w, memories, dy, dmemory) -> list[Tensor]:
-    """Returns tensors of the shapes that ``scan_backward`` returns."""
-    grads = [torch.empty_like(x) for x in (q, k, v, f, z, e, w) if x is not None]
+def _scan_backward_fake(*inputs) -> list[Tensor]:
+    q, memories = inputs[0], inputs[7]
+    grads = [torch.empty_like(x) for x in inputs[:7] if x is not None]
     return [*grads, memories.new_empty(*q.shape[:2], *memories.shape[2:])]
 
 
-def setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     *operands, _memory, keep = inputs
     need_kept("scan_portable", keep)
     ctx.mark_non_differentiable(output[2])
@@ -196,26 +219,26 @@ def setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(*operands, output[2])
 
 
-def differentiate(ctx, dy, dmemory, _memories):
+def _differentiate(ctx: Any, dy: Tensor | None, dmemory: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
     *operands, memories = ctx.saved_tensors
     grads = iter(call("scan_portable_backward", *operands, memories, dy, dmemory))
     return *(None if x is None else next(grads) for x in operands), next(grads), None
 
 
-OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? f, Tensor? z, Tensor? e, Tensor? w"
+SCHEMA = "Tensor q, Tensor k, Tensor v, Tensor? f, Tensor? z, Tensor? e, Tensor? w"
 register(
     "scan_portable",
-    f"({OPERANDS}, Tensor memory, bool keep) -> (Tensor, Tensor, Tensor)",
-    scan,
-    scan_fake,
-    setup_context,
-    differentiate,
+    f"({SCHEMA}, Tensor memory, bool keep) -> (Tensor, Tensor, Tensor)",
+    _scan,
+    _scan_fake,
+    _setup_context,
+    _differentiate,
     device=EVERYWHERE,
 )
 register(
     "scan_portable_backward",
-    f"({OPERANDS}, Tensor memories, Tensor? dy, Tensor? dmemory) -> Tensor[]",
-    scan_backward,
-    scan_backward_fake,
+    f"({SCHEMA}, Tensor memories, Tensor? dy, Tensor? dmemory) -> Tensor[]",
+    _scan_backward,
+    _scan_backward_fake,
     device=EVERYWHERE,
 )

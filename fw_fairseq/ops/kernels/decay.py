@@ -1,5 +1,5 @@
 """The kernel family with decay per channel (rule decay), without erase: what it supports, and the launches of ``cuda/decay.cu`` and
-``cuda/decay_backward.cu``. ``families`` has the contract of a family, ``decay_tiles`` the layout of a launch.
+``cuda/decay_backward.cu``. ``decay_tiles`` has the layout of a launch.
 
 fp16 inputs are multiplied in tf32, which holds them exactly. fp16 products would overflow where memories and gradients leave its
 range, and bf16 would round the inputs once more.
@@ -7,6 +7,7 @@ range, and bf16 would round the inputs once more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -15,8 +16,6 @@ import torch
 from torch import Tensor
 
 from ...feature_maps import AS_IS, RowMap
-from . import launch
-from .common import OLDEST, PRECISIONS, TYPES, add_up, held_bytes, in_units, map_defines, precision_of, shares_of
 from .decay_tiles import (
     CHUNK,
     Tile,
@@ -28,6 +27,8 @@ from .decay_tiles import (
     padded,
     scale_bytes,
 )
+from .family import Family, Gradients, Launcher, Operands, Results
+from .launch import PRECISIONS, TYPES, add_up, held_bytes, in_units, map_defines, shares_of, why_not_held, why_not_wide
 
 LARGEST_K = 512
 LARGEST_GRID = 65535  # along its second and third dimension
@@ -38,75 +39,60 @@ SIZES = ("T", "K", "V", "parts")
 PARAMS = np.dtype([(n, TENSOR) for n in TENSORS] + [(n, "u8") for n in MEMORIES] + [(n, "i4") for n in SIZES], align=True)
 
 
-COMPUTES, NEEDS = ("f per channel", "z per channel", "w per token"), ()
-DIVIDES = False
-
-
-def supported(q: Tensor, k: Tensor, v: Tensor, f, z, e, w, row_map: RowMap = AS_IS) -> str | None:
-    K, V, (B, H) = row_map.width(q.shape[-1]), v.shape[-1], q.shape[:2]
-    if K > LARGEST_K:
-        return f"backend='cuda' has kernels without erase for keys up to {LARGEST_K} wide, not {K}"
+def supported(x: Operands) -> str | None:
+    """``Family.supported``."""
+    K, V, (B, H) = *x.memory.shape[2:], x.q.shape[:2]
     if B > LARGEST_GRID or H > LARGEST_GRID:
         return f"backend='cuda' has kernels without erase for up to {LARGEST_GRID} sequences and heads, not {B} and {H}"
-    capability = launch.current().capability(q.device)
-    if capability < OLDEST:
-        return f"backend='cuda' has kernels without erase for compute capability {OLDEST[0]}.{OLDEST[1]} and higher only"
-    gates = f is not None, z is not None
-    precision, mapping = precision_of(q.dtype, "bf16" if q.dtype == torch.bfloat16 else "exact"), partial(map_bytes, q, row_map)
-    held = held_bytes(q.device)
-    needed = backward_shared(K, *choose_backward(K, V, precision, *gates, mapping, held), precision, *gates, mapping)
-    if needed > held:
-        return f"backend='cuda' needs {needed} bytes of shared memory for {q.dtype} keys {K} wide; this device has {held}"
-    return None
+    if reason := why_not_wide("without erase", x.q, K, LARGEST_K):
+        return reason
+    gates, mapping = (x.f is not None, x.z is not None), partial(map_bytes, x.q, x.row_map)
+    cut = choose_backward(K, V, x.precision, *gates, mapping, held_bytes(x.q.device))
+    return why_not_held(x.q, K, backward_shared(K, *cut, x.precision, *gates, mapping))
 
 
-def cut_backward(q, v, f, z, memory, precision: str, row_map: RowMap) -> tuple[Tile, int]:
-    gates, mapping = (f is not None, z is not None), partial(map_bytes, q, row_map)
-    return choose_backward(memory.shape[2], v.shape[3], precision_of(q.dtype, precision), *gates, mapping, held_bytes(q.device))
+def cut_backward(x: Operands) -> tuple[Tile, int]:
+    """The tile of the backward and the tokens of its parts."""
+    gates, mapping = (x.f is not None, x.z is not None), partial(map_bytes, x.q, x.row_map)
+    return choose_backward(*x.memory.shape[2:], x.precision, *gates, mapping, held_bytes(x.q.device))
 
 
-def saved_like(q, k, v, f, z, e, w, memory, precision: str, row_map: RowMap = AS_IS):
+def saved_like(x: Operands) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """The memory before each part of the sequence but the first."""
-    _, part = cut_backward(q, v, f, z, memory, precision, row_map)
-    return [((*q.shape[:2], (q.shape[2] - 1) // part, *memory.shape[2:]), torch.float32)]
+    _, part = cut_backward(x)
+    return [((*x.q.shape[:2], (x.q.shape[2] - 1) // part, *x.memory.shape[2:]), torch.float32)]
 
 
-def forward(launcher, q, k, v, f, z, e, w, memory, precision: str, keep: bool = True, row_map: RowMap = AS_IS):
-    """y, the final memory, and what ``backward`` needs; without ``keep`` that is nothing."""
-    kept = saved_like(q, k, v, f, z, e, w, memory, precision, row_map) if keep else []
-    _, part = cut_backward(q, v, f, z, memory, precision, row_map)
-    precision = precision_of(q.dtype, precision)
-    y, final_memory = torch.empty_like(v), torch.empty_like(memory)
-    saved = tuple(memory.new_empty(shape, dtype=dtype) for shape, dtype in kept)
-    tensors = {"q": q, "k": k, "v": v, "f": f, "z": z, "w": w, "y": y}
-    memories = {"memory": memory, "final_memory": final_memory, "borders": saved[0] if keep else None}
-    call = Call(choose_forward(memory.shape[2], v.shape[-1], precision), part, precision, tensors, memories, {}, row_map)
-    call.run(launcher, "decay.cu", "decay_forward", forward_bytes(call))
+def forward(launcher: Launcher, x: Operands, keep: bool = True) -> Results:
+    """``Family.forward``."""
+    kept, (_, part), precision = saved_like(x) if keep else [], cut_backward(x), x.precision
+    y, final_memory = torch.empty_like(x.v), torch.empty_like(x.memory)
+    saved = tuple(x.memory.new_empty(shape, dtype=dtype) for shape, dtype in kept)
+    tensors = {"q": x.q, "k": x.k, "v": x.v, "f": x.f, "z": x.z, "w": x.w, "y": y}
+    memories = {"memory": x.memory, "final_memory": final_memory, "borders": saved[0] if keep else None}
+    call = Pass(choose_forward(*x.memory.shape[2:], precision), part, precision, tensors, memories, {}, x.row_map)
+    call.launch(launcher, "decay.cu", "decay_forward", forward_bytes(call))
     return y, final_memory, saved
 
 
-def backward(launcher, q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str, row_map: RowMap = AS_IS):
-    """Gradients of q, k, v, f, z, e, w and memory; None for what is None."""
-    V = memory.shape[3]
-    tile, part = cut_backward(q, v, f, z, memory, precision, row_map)
-    tiles = -(-V // tile.V)
-    dq, dk, dv, df, dz, dw, dstart = (None if x is None else torch.empty_like(x) for x in (q, k, v, f, z, w, memory))
-    shares = {
-        "dq": shares_of(dq, tiles),
-        "dk": shares_of(dk, tiles),
-        "df": shares_of(df, tiles),
-        "dw": shares_of(dw, tiles * tile.V // 16),
-    }
-    tensors = {"q": q, "k": k, "v": v, "f": f, "z": z, "w": w, "dy": dy, "dv": dv, "dz": dz}
-    memories = {"memory": memory, "borders": saved[0], "dfinal": dmemory, "dmemory": dstart}
-    call = Call(tile, part, precision_of(q.dtype, precision), tensors, memories, shares, row_map)
-    call.run(launcher, "decay_backward.cu", "decay_backward", backward_bytes(call))
+def backward(launcher: Launcher, x: Operands, saved: Sequence[Tensor], dy: Tensor, dmemory: Tensor) -> Gradients:
+    """``Family.backward``."""
+    tile, part = cut_backward(x)
+    tiles = -(-x.memory.shape[3] // tile.V)
+    inputs = (x.q, x.k, x.v, x.f, x.z, x.w, x.memory)
+    dq, dk, dv, df, dz, dw, dstart = (None if part is None else torch.empty_like(part) for part in inputs)
+    counts = (("dq", dq, tiles), ("dk", dk, tiles), ("df", df, tiles), ("dw", dw, tiles * tile.V // 16))
+    shares = {name: shares_of(whole, count) for name, whole, count in counts}
+    tensors = {"q": x.q, "k": x.k, "v": x.v, "f": x.f, "z": x.z, "w": x.w, "dy": dy, "dv": dv, "dz": dz}
+    memories = {"memory": x.memory, "borders": saved[0], "dfinal": dmemory, "dmemory": dstart}
+    call = Pass(tile, part, x.precision, tensors, memories, shares, x.row_map)
+    call.launch(launcher, "decay_backward.cu", "decay_backward", backward_bytes(call))
     for whole, share in zip((dq, dk, df, dw), shares.values()):
         add_up(whole, share)
     return dq, dk, dv, df, dz, None, dw, dstart
 
 
-class Call(NamedTuple):
+class Pass(NamedTuple):
     """One launch: its layout and its tensors. ``shares`` have a leading dimension, over which they sum to the result."""
 
     tile: Tile
@@ -147,7 +133,7 @@ class Call(NamedTuple):
             **self.row_defines(),
         }
 
-    def paired_tensors(self):
+    def paired_tensors(self) -> list[Tensor | None]:
         rows = () if self.row_map == AS_IS else ("q", "k", "dq", "dk")
         shares = {name: None if x is None else x[0] for name, x in self.shares.items()}
         return [x for name, x in (self.tensors | shares).items() if name not in rows]
@@ -175,14 +161,14 @@ class Call(NamedTuple):
             params[name] = size
         return params
 
-    def run(self, launcher, source: str, kernel: str, shared_bytes: int) -> None:
+    def launch(self, launcher: Launcher, source: str, kernel: str, shared_bytes: int) -> None:
         v = self.tensors["v"]
         grid = (-(-v.shape[-1] // self.tile.V), v.shape[1], v.shape[0])
         block = (32 * self.tile.warps(padded(self.K)),)
         launcher(source, kernel, self.defines(shared_bytes), grid, block, self.params(), shared_bytes, v.device)
 
 
-def forward_bytes(call: Call) -> int:
+def forward_bytes(call: Pass) -> int:
     """The bytes of ``Shared`` in decay.cu."""
     K, V = padded(call.K), call.tile.V
     operands = (2 * 16 * (K + 8) + 16 * (V + 8)) * operand_bytes(call.precision)
@@ -192,7 +178,8 @@ def forward_bytes(call: Call) -> int:
     return mapping + operands + y + reads + scale_bytes(K, V)
 
 
-def backward_bytes(call: Call) -> int:
+def backward_bytes(call: Pass) -> int:
+    """The bytes of ``Shared`` in decay_backward.cu."""
     gates = (call.tensors[name] is not None for name in "fz")
     mapping = partial(map_bytes, call.tensors["q"], call.row_map)
     return backward_shared(call.K, call.tile, call.part, call.precision, *gates, mapping)
@@ -205,3 +192,6 @@ def in_pairs(x: Tensor) -> bool:
     size = x.element_size()
     paired = x.shape[-1] % 2 == 0 and x.data_ptr() % (2 * size) == 0 and all(s % 2 == 0 for s in x.stride()[:-1])
     return paired and size * x.stride(2) < 2**31
+
+
+FAMILY = Family(("f per channel", "z per channel", "w per token"), (), supported, saved_like, forward, backward)

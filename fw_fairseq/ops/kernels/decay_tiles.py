@@ -3,12 +3,13 @@ the shared memory of both. ``decay`` launches them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
 
 from ...feature_maps import AS_IS, RowMap
-from .common import SHARED
+from .launch import SHARED
 
 CHUNK = 16
 
@@ -64,6 +65,7 @@ def choose_tile(table: dict[int, Tile], K: int, V: int) -> Tile:
 
 
 def choose_forward(K: int, V: int, precision: str) -> Tile:
+    """The tile of the forward."""
     tile = choose_tile(FORWARD, K, V)
     if precision == "bf16" or padded(K) not in (64, 128):
         return tile
@@ -71,7 +73,9 @@ def choose_forward(K: int, V: int, precision: str) -> Tile:
     return Tile(min(tile.V, 64), 2)
 
 
-def choose_backward(K: int, V: int, precision: str, has_f: bool, has_z: bool, map_bytes, held: int) -> tuple[Tile, int]:
+def choose_backward(
+    K: int, V: int, precision: str, has_f: bool, has_z: bool, map_bytes: Callable[[int], int], held: int
+) -> tuple[Tile, int]:
     """The widest tile and the longest part that ``held`` bytes of shared memory hold; the smallest of both where they hold none."""
     tile = choose_tile(BACKWARD, K, V)
     if precision != "bf16" and padded(K) == 64:
@@ -98,7 +102,9 @@ def map_bytes(q: Tensor, row_map: RowMap, chunks: int) -> int:
     return 2 * 16 * (chunks * (-(-d // unit) + 1) * 16 + (padded(row_map.width(d)) + 8) * q.dtype.itemsize)
 
 
-def backward_shared(K: int, tile: Tile, part: int, precision: str, has_f: bool, has_z: bool, map_bytes) -> int:
+def backward_shared(
+    K: int, tile: Tile, part: int, precision: str, has_f: bool, has_z: bool, map_bytes: Callable[[int], int]
+) -> int:
     """The bytes of ``Shared`` in decay_gradients.cuh; ``map_bytes(chunks)`` are those of the feature map."""
     K, V = padded(K), tile.V
     chunks = part // CHUNK
@@ -110,8 +116,10 @@ def backward_shared(K: int, tile: Tile, part: int, precision: str, has_f: bool, 
 
 
 def scale_bytes(K: int, V: int) -> int:
+    """Of the products of gates."""
     return 4 * 3 * (K + V)
 
 
 def operand_bytes(precision: str) -> int:
+    """Of a number in a product."""
     return 2 if precision == "bf16" else 4

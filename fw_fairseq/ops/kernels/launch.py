@@ -1,91 +1,66 @@
-"""Compiles and starts the kernels in ``cuda/``: CuPy compiles on first use, torch owns the memory, the stream and the device.
-
-A launcher is called as ``launch(source_file, kernel_name, defines, grid, block, params, shared_bytes, device)``: the file in
-``cuda/``, the kernel in it, its macros, the sizes as tuples, ONE structure passed by value (a numpy structured scalar whose dtype
-has ``align=True``), bytes of dynamic shared memory. Nothing is allocated and nothing waits, so a launch can be captured in a CUDA
-graph once its kernel has been compiled. ``current()`` is the launcher in use; tests put an emulator there with ``use``.
-"""
+"""What the modules of all kernels share: the launcher in use, checks, tensors, parameters and feature maps."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import importlib.util
 import logging
-from pathlib import Path
-from typing import NamedTuple
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ...errors import Mistake
+from ...feature_maps import AS_IS, NORMS, ROW_MAPS, RowMap
+from .compiler import CupyLaunch
+from .family import Divided, Launcher
 
 logger = logging.getLogger(__name__)
-PACKAGE = Path(__file__).parents[2]
-WITHOUT_ASKING = 48 * 1024  # bytes of dynamic shared memory that a kernel gets without asking
-COMPILER_ERRORS = ("CompileException", "NVRTCError")  # CuPy's
-PROBE = '#include "common.cuh"\nextern "C" __global__ void probe() {}'
-OLDEST = (7, 5)  # what the compiler of CUDA 13 still compiles for
+OLDEST = (8, 0)  # compute capability: the first with products of bf16 and tf32
+SHARED = 99 * 1024  # bytes of shared memory that every device since compute capability 8.0 gives a block
+TYPES = {torch.float32: "float", torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}  # what kernels read and write
+SHARED_MORE = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024, (10, 3): 227 * 1024}
+PRECISIONS = {"bf16": 0, "tf32": 1, "exact": 2}  # FW_PRECISION
+# ``View`` and ``Params`` in ``cuda/rows.cuh``.
+VIEW = np.dtype([("p", "u8"), ("b", "i8"), ("h", "i8"), ("t", "i8"), ("tile", "i8")])
+VIEWS = ("q", "k", "v", "f", "e", "w", "y", "dy", "dq", "dk", "dv", "df", "de", "dw", "divisors", "ddivisors")
+SHARES = ("dq", "dk", "df", "de", "dw")  # outputs that each tile of V has a share of, along a first dimension
+POINTERS = ("memory", "final", "borders", "dfinal", "dmemory", "sums", "final_sums", "dfinal_sums", "dsums", "sums_borders")
+SIZES = (*((name, "i4") for name in "HTKV"), ("eps", "f4"), ("least", "f4"))
+PARAMS = np.dtype([*((name, VIEW) for name in VIEWS), *((name, "u8") for name in POINTERS), *SIZES], align=True)
+ROWS = ("q", "k", "v", "y", "dy", "dq", "dk", "dv")
+DIVIDED_VIEWS = ("y", "dy", "dx", "divisors", "ddivisors")  # ``View`` and ``Params`` in ``cuda/divided.cu``
+DIVIDED_SIZES = (*((name, "i4") for name in "HTV"), ("eps", "f4"), ("least", "f4"))
+DIVIDED_VIEW = np.dtype([("p", "u8"), ("b", "i8"), ("h", "i8"), ("t", "i8")], align=True)  # so that the whole is, too
+DIVIDED = np.dtype([*((name, DIVIDED_VIEW) for name in DIVIDED_VIEWS), *DIVIDED_SIZES], align=True)
+_launcher: Any = CupyLaunch()
 
 
-class Stream(NamedTuple):
-    """The one attribute that CuPy reads of a stream."""
-
-    ptr: int
-
-
-class CupyLaunch:
-    """The launcher on a GPU. One compiled kernel per (file, macros, device), on disk too, by CuPy."""
-
-    device_type = "cuda"
-
-    def __init__(self):
-        self.modules: dict[tuple, object] = {}
-        self.kernels: dict[tuple, object] = {}
-
-    def why_not(self, device: torch.device) -> str | None:
-        """A sentence that says why kernels cannot run on ``device``; None where they can."""
-        return missing(device)
-
-    def capability(self, device: torch.device) -> tuple[int, int]:
-        return torch.cuda.get_device_capability(device)
-
-    def processors(self, device: torch.device) -> int:
-        """The number of multiprocessors, each of which can run a block of its own."""
-        return torch.cuda.get_device_properties(device).multi_processor_count
-
-    def __call__(self, source_file, kernel_name, defines, grid, block, params, shared_bytes, device) -> None:
-        if 0 in grid:  # an empty batch, which CUDA refuses
-            return
-        with torch.cuda.device(device):
-            index = torch.cuda.current_device()
-            key = (source_file, kernel_name, tuple(defines.items()), index)
-            kernel = self.kernels.get(key)
-            if kernel is None:
-                kernel = self.kernels[key] = self.compile(source_file, kernel_name, key[2], index, shared_bytes)
-            stream = Stream(torch.cuda.current_stream(index).cuda_stream)
-            plain = np.asarray(params).view((np.void, params.dtype.itemsize))  # CuPy would describe each field, in 0.2 ms
-            kernel(grid, block, (plain,), shared_mem=shared_bytes, stream=stream)
-
-    def compile(self, source_file, kernel_name, defines, index: int, shared_bytes: int):
-        with one_error("CuPy, which compiles the kernels, cannot be imported"):
-            import cupy
-        module = self.modules.get((source_file, defines, index))
-        if module is None:
-            module = cupy.RawModule(code=(kernel_folder() / source_file).read_text(), options=compile_options(defines))
-            self.modules[source_file, defines, index] = module
-        macros = " ".join(f"{name}={value}" for name, value in defines)
-        described = f"kernel {kernel_name} of cuda/{source_file} ({macros})"
-        with one_error(f"{described} does not compile", f"{described} cannot be loaded"):
-            kernel = module.get_function(kernel_name)
-        if shared_bytes > WITHOUT_ASKING:
-            with one_error(f"{described} cannot have {shared_bytes} bytes of shared memory"):
-                kernel.max_dynamic_shared_size_bytes = shared_bytes
-        return kernel
+def current() -> Any:
+    """The launcher in use."""
+    return _launcher
 
 
-def use_kernels(backend: str, device: torch.device, why_not) -> bool:
+def has_kernels(x: Tensor) -> bool:
+    """Whether kernels run on the device of x; whether one fits is another question."""
+    return x.device.type == _launcher.device_type
+
+
+@contextlib.contextmanager
+def use(launcher: Any) -> Iterator[Any]:
+    """Launches with ``launcher`` instead of CuPy inside the context, for tests without a GPU."""
+    global _launcher
+    previous, _launcher = _launcher, launcher
+    try:
+        yield launcher
+    finally:
+        _launcher = previous
+
+
+def use_kernels(backend: str, device: torch.device, why_not: Callable[[], str | None]) -> bool:
     """Whether an operation with kernels and one PyTorch form takes the kernels; ``why_not()`` says why it cannot, or None."""
     if backend not in ("auto", "torch", "cuda"):
         raise Mistake(f"backend is {backend!r}; allowed: auto, torch, cuda")
@@ -101,90 +76,151 @@ def use_kernels(backend: str, device: torch.device, why_not) -> bool:
 
 @functools.cache
 def log_once(reason: str, instead: str = "running the PyTorch form instead") -> None:
+    """Says once in the log what is missing, and what runs instead."""
     logger.warning(f"{reason}; {instead}")
 
 
-def missing(device: torch.device) -> str | None:
-    """A sentence that says what this process lacks to run kernels on ``device``; None where it lacks nothing."""
-    return look_up(device)
-
-
-# torch.compiler.assume_constant_result, which would import the compiler first, and with it triton; else a graph breaks there.
-missing._dynamo_marked_constant = True
-
-
-@functools.cache  # decoding asks for every token
-def look_up(device: torch.device) -> str | None:
-    if torch.version.hip is not None:
-        return "backend='cuda' needs a torch for NVIDIA devices; this one is built for ROCm"
-    if not torch.cuda.is_available():
-        return "backend='cuda' needs a CUDA device, and torch sees none"
-    if device.type != "cuda":
-        return f"backend='cuda' needs tensors on a CUDA device; these are on {device}"
-    if importlib.util.find_spec("cupy") is None:
-        return "backend='cuda' needs CuPy; install fw_fairseq with the extra [cuda13] or [cuda12]"
-    if torch.cuda.get_device_capability(device) < OLDEST:
-        return f"backend='cuda' needs compute capability {OLDEST[0]}.{OLDEST[1]} or higher"
-    return why_no_compiler(device)
-
-
-def why_no_compiler(device: torch.device) -> str | None:
-    """A sentence that says why CuPy cannot compile and load a kernel without contents; None where it can."""
-    try:
-        with torch.cuda.device(device):
-            with one_error("CuPy, which compiles the kernels, cannot be imported"):
-                import cupy
-            with one_error("CuPy cannot compile kernels", "CuPy cannot load kernels"):
-                cupy.RawModule(code=PROBE, options=compile_options(())).get_function("probe")
-    except RuntimeError as error:
-        return f"backend='cuda' has no compiler. {' '.join(str(error).split())}"
+def why_not_run(*inputs: Tensor) -> str | None:
+    """A sentence that says why no kernel runs on this device or takes these dtypes; None where one can."""
+    if reason := _launcher.why_not(inputs[0].device):
+        return reason
+    for x in inputs:
+        if x.dtype not in TYPES:
+            return f"backend='cuda' has kernels for {', '.join(map(str, TYPES))}, not for {x.dtype}"
     return None
 
 
-@contextlib.contextmanager
-def one_error(what: str, otherwise: str | None = None):
-    """Raises any error of CuPy as a RuntimeError: ``what``, or ``otherwise`` where it is given and the compiler is not to blame,
-    and the first lines of the error."""
-    try:
-        yield
-    except Exception as error:
-        what = what if otherwise is None or type(error).__name__ in COMPILER_ERRORS else otherwise
-        lines = [line for line in str(error).splitlines() if line.strip("= ")]
-        told = "\n".join(["", *lines[:4]]) if lines else f" {type(error).__name__}"
-        raise RuntimeError(f"{what}:{told}") from error
+def why_no_map(row_map: RowMap) -> str | None:
+    """A sentence that says why the kernels cannot make these features; None where they can."""
+    for kind, name, table in (("feature map", row_map.name, ROW_MAPS), ("norm", row_map.norm, NORMS)):
+        if table[name].number is None:
+            able = ", ".join(known for known, entry in table.items() if entry.number is not None)
+            return f"backend='cuda' has no {kind} {name!r} in its kernels, which have: {able}"
+    return None
 
 
-def kernel_folder() -> Path:
-    """``fw_fairseq/cuda`` where the package is installed, ``cuda/`` beside it in a checkout."""
-    folders = (PACKAGE / "cuda", PACKAGE.parent / "cuda")
-    for folder in folders:
-        if (folder / "common.cuh").is_file():
-            return folder
-    raise RuntimeError(f"the CUDA kernels are in none of {', '.join(map(str, folders))}; install fw_fairseq again")
+def map_defines(row_map: RowMap, width: int) -> dict[str, int]:
+    """The macros of ``cuda/row_map.cuh`` for rows this wide; none for rows that are features already."""
+    if row_map == AS_IS:
+        return {}
+    if reason := why_no_map(row_map):
+        raise Mistake(reason)
+    numbers = {"FW_MAP": ROW_MAPS[row_map.name].number, "FW_NORM": NORMS[row_map.norm].number}
+    return numbers | {"FW_D": width, "FW_NU": row_map.nu}  # type: ignore[operator]
 
 
-def compile_options(defines) -> tuple[str, ...]:
-    """The compiler's options, with a fingerprint of the headers, which CuPy's cache on disk does not look at."""
-    folder = kernel_folder()
-    headers = b"".join(path.read_bytes() for path in sorted(folder.glob("*.cuh")))
-    fingerprint = hashlib.sha256(headers).hexdigest()[:16]
-    return ("-std=c++17", f"-I{folder}", f"-DFW_HEADERS=0x{fingerprint}", *(f"-D{name}={value}" for name, value in defines))
+def dense(x: Tensor) -> Tensor:
+    """x with its last dimension contiguous, which every kernel relies on."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
-_launcher = CupyLaunch()
+def in_units(x: Tensor) -> bool:
+    """Whether every row of x can be moved 16 bytes at a time."""
+    steps = functools.reduce(operator.or_, x.stride()[:-1], x.shape[-1])  # a power of 2 divides all of them if it divides this
+    return (steps * x.element_size() | x.data_ptr()) % 16 == 0
 
 
-def current():
-    """The launcher in use."""
-    return _launcher
+def remembered(function: Callable) -> Callable:
+    """Decorates a function of sizes: each result is computed once, but for sizes that a compiler keeps symbolic."""
+    known = functools.lru_cache(maxsize=None)(function)
+
+    @functools.wraps(function)
+    def run(*sizes) -> Any:
+        try:
+            return known(*sizes)
+        except TypeError:  # symbolic ones cannot be hashed
+            return function(*sizes)
+
+    return run
 
 
-@contextlib.contextmanager
-def use(launcher):
-    """Launches with ``launcher`` instead of CuPy inside the context, for tests without a GPU."""
-    global _launcher
-    previous, _launcher = _launcher, launcher
-    try:
-        yield launcher
-    finally:
-        _launcher = previous
+def round_up(n: int, multiple: int) -> int:
+    """The least multiple that is no less than n."""
+    return (n + multiple - 1) // multiple * multiple
+
+
+def tile_bytes(*tiles: tuple[int, int, torch.dtype]) -> int:
+    """The bytes of tiles in shared memory (``tile_stride`` in cuda/tile.cuh), by their rows, width and type: each row is 16 bytes
+    longer than its data."""
+    return sum(rows * (width * dtype.itemsize + 16) for rows, width, dtype in tiles)
+
+
+def rows_aligned(views: dict[str, Tensor | None]) -> bool:
+    """Whether all rows of inputs and of their gradients can be moved 16 bytes at a time; says once where they cannot."""
+    aligned = all(in_units(x[0] if name in SHARES else x) for name, x in views.items() if name in ROWS and x is not None)
+    if not aligned:
+        log_once("rows of q, k or v do not start at multiples of 16 bytes", "kernels move their numbers one by one, which is slow")
+    return aligned
+
+
+def pack_params(
+    views: dict[str, Tensor | None], pointers: dict[str, Tensor | None], key: int, divisor: tuple[float, float] = (0.0, 0.0)
+) -> np.ndarray:
+    """The ``Params`` of cuda/rows.cuh. Tensors in ``SHARES`` have a leading dimension over tiles of V. divisor: eps and least."""
+    params = np.zeros((), PARAMS)
+    for name, x in views.items():
+        if x is not None:
+            strides = x.stride() if name in SHARES else (0, *x.stride())
+            params[name] = (x.data_ptr(), *strides[1:4], strides[0])
+    for name, x in pointers.items():
+        params[name] = 0 if x is None else x.data_ptr()
+    params["eps"], params["least"] = divisor
+    _, params["H"], params["T"], _ = views["q"].shape
+    params["K"], params["V"] = key, views["v"].shape[3]
+    return params
+
+
+def undivided(launcher: Launcher, divided: Divided, divisors: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of the reads before they are divided, (B,H,T,V), and of their divisors, (B,H,T), from that of ``divided.y``."""
+    dx, ddivisors = torch.empty_like(dy), torch.empty_like(divisors)
+    params = np.zeros((), DIVIDED)
+    for name, x in zip(DIVIDED_VIEWS, (divided.y, dy, dx, divisors, ddivisors)):
+        params[name] = (x.data_ptr(), *x.stride()[:3])
+    batch, heads, tokens, _ = dy.shape
+    params["H"], params["T"], params["V"] = dy.shape[1:]
+    params["eps"], params["least"] = divided.eps, divided.least
+    aligned = all(in_units(x) for x in (divided.y, dy, dx))
+    units, lanes = -(-dy.shape[3] // (16 // dy.element_size() if aligned else 1)), 1
+    while lanes < min(units, 32):
+        lanes *= 2
+    defines = {"FW_IN": TYPES[dy.dtype], "FW_ALIGNED": int(aligned), "FW_LANES": lanes}
+    grid = (batch * heads * -(-tokens * lanes // 256),)
+    launcher("divided.cu", "divided_backward", defines, grid, (256,), params, 0, dy.device)
+    return dx, ddivisors
+
+
+def held_bytes(device: torch.device) -> int:
+    """The bytes of shared memory that a block can have on this device, or on any if the launcher in use is for other ones."""
+    if device.type != _launcher.device_type:
+        return SHARED
+    return SHARED_MORE.get(_launcher.capability(device), SHARED)
+
+
+def why_not_wide(kernels: str, q: Tensor, key: int, widest: int) -> str | None:
+    """A sentence that says that ``kernels`` do not take keys this wide, or this device; None where they do."""
+    if key > widest:
+        return f"backend='cuda' has kernels {kernels} for keys up to {widest} wide, not {key}"
+    if _launcher.capability(q.device) < OLDEST:
+        return f"backend='cuda' has kernels {kernels} for compute capability {OLDEST[0]}.{OLDEST[1]} and higher only"
+    return None
+
+
+def why_not_held(q: Tensor, key: int, needed: int) -> str | None:
+    """A sentence that says that the device has less shared memory than a block needs for keys this wide; None where it has it."""
+    held = held_bytes(q.device)
+    if needed <= held:
+        return None
+    return f"backend='cuda' needs {needed} bytes of shared memory for {q.dtype} keys {key} wide; this device has {held}"
+
+
+def shares_of(whole: Tensor | None, count: int) -> Tensor | None:
+    """Room for ``count`` fp32 shares that sum to ``whole``; for one share ``whole`` itself, with a leading dimension of 1."""
+    if whole is None or count == 1:
+        return None if whole is None else whole[None]
+    return whole.new_empty(count, *whole.shape, dtype=torch.float32)
+
+
+def add_up(whole: Tensor | None, shares: Tensor | None) -> None:
+    """Writes the sum of the shares from ``shares_of`` into ``whole``."""
+    if shares is not None and len(shares) > 1:
+        whole.copy_(shares.sum(0))

@@ -1,219 +1,189 @@
-"""The recurrence over all tokens in CUDA kernels: the operators ``scan`` and ``scan_backward``, and the form that calls them.
+"""The recurrence over all tokens in CUDA kernels: the families, the choice among them, and the operators that run them.
 
-``families`` has the kernels and chooses among them. fp32 inputs are computed as accurately as fp32 allows, unless the environment
-has FW_FAIRSEQ_FP32=tf32, which is faster and rounds the operands of products to 11 bits.
+fp32 inputs are computed as accurately as fp32 allows, unless the environment has FW_FAIRSEQ_FP32=tf32, which is faster and rounds
+the operands of products to 11 bits.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...autograd import needs_gradient
+from ...autograd import call, need_kept, needs_gradient, register
 from ...errors import Mistake
-from ...feature_maps import AS_IS, RowMap
+from ...feature_maps import RowMap
 from ...rules import Coefficients
-from ..parallel.parts import choose_parts, run_parts
-from . import launch
-from .common import Divided, dense, why_no_map, why_not_run
-from .families import family_of, why_no_family
-from .operators import call, need_kept, register
+from ..parallel.parts import run_parts
+from . import channel_delta, decay, delta, linear
+from .family import Divided, Family, Operands
+from .launch import current, dense
 
+FAMILIES: dict[str, Family] = {
+    "linear": linear.FAMILY,
+    "decay": decay.FAMILY,
+    "delta": delta.FAMILY,
+    "channel_delta": channel_delta.FAMILY,
+}
+AXES = {3: "per token", 4: "per channel"}
 FP32_PRECISIONS = ("exact", "tf32")
+SHORTEST = 256  # tokens of a part
+LEAST = 4096  # tokens of a sequence: to start what the parts need takes the host longer than a shorter one takes the device
+BLOCKS = 2  # parts for each processor, which runs so many blocks of the kernels side by side up to K = V = 64
 MANY_PARTS = 16  # so many run faster in parts, with an fp32 column, than whole with the divisor inside the kernels
 
 
-def cuda_form(
-    q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor, row_map: RowMap = AS_IS
-) -> tuple[Tensor, Tensor]:
-    """q, k (B,H,T,K), v (B,H,T,V) of one dtype, memory (B,H,K,V) -> y (B,H,T,V) in that dtype, final memory in fp32.
-
-    With a ``row_map`` q and k are (B,H,T,D). Their features exist only inside the kernels, unless the sequence runs in parts.
-    """
-    count = parts_of(q, coefficients.e is not None, needs_gradient(q, k, v, *coefficients, memory))
-    if count == 1:
-        return run_kernels(q, k, v, coefficients, memory, row_map)
-    return run_parts(run_kernels, count, row_map(q), row_map(k), v, coefficients, memory)
+def kinds(coefficients: Coefficients) -> tuple[str, ...]:
+    """The coefficients that are present and what they vary over, such as "f per channel" and "w per token"."""
+    present = [(name, x.dim()) for name, x in zip(Coefficients._fields, coefficients) if x is not None]
+    return tuple(f"{name} {AXES.get(dim, f'of {dim} dimensions')}" for name, dim in present)
 
 
-def parts_of(q: Tensor, erase: bool = False, gradients: bool = True) -> int:
-    """In how many parts the sequences run."""
-    return choose_parts(q.shape[0] * q.shape[1], q.shape[2], launch.current().processors(q.device), erase, gradients)
+def find_family(coefficients: Coefficients) -> str | None:
+    """The first family that computes exactly these coefficients; None where no family does."""
+    present = kinds(coefficients)
+    for name, family in FAMILIES.items():
+        if all(kind in family.computes for kind in present) and all(kind in present for kind in family.needs):
+            return name
+    return None
 
 
-def run_kernels(
-    q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor, row_map: RowMap = AS_IS
-) -> tuple[Tensor, Tensor]:
-    """As ``cuda_form``, each sequence from its first token to its last in one launch."""
-    precision, coefficients = choose_precision(v.dtype), join_decays(coefficients)
-    operands = [None if x is None else dense(x) for x in (q, k, v, *coefficients)]
-    memory = memory.contiguous()
-    keep = needs_gradient(*operands, memory)
-    y, memory, _ = call("scan", *operands, memory, precision, keep, *row_map)
-    return y, memory
+def choose_family(x: Operands) -> tuple[str, str | None]:
+    """The family that computes these coefficients, and a sentence that says why it cannot run here; None where it can."""
+    coefficients = Coefficients(*x[3:7])
+    name = find_family(coefficients)
+    if name is not None:
+        return name, FAMILIES[name].supported(x)
+    able = "; ".join(f"{known}: {', '.join(family.computes)}" for known, family in FAMILIES.items())
+    return "", f"backend='cuda' has no kernel for {', '.join(kinds(coefficients))} together; its families compute {able}"
 
 
-def run_divided(
-    q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor, sums: Tensor, eps: float, least: float,
-    row_map: RowMap = AS_IS,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As ``run_kernels`` where reads are divided as ``Divided`` says; with the sums of the keys after the last token."""
-    operands = [None if x is None else dense(x) for x in (q, k, v, *coefficients)]
-    operands += [memory.contiguous(), sums.contiguous()]
-    keep = needs_gradient(*operands)
-    precision = choose_precision(v.dtype)
-    y, memory, sums, _ = call("scan_divided", *operands, eps, least, precision, keep, *row_map)
-    return y, memory, sums
-
-
-def divides(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, row_map: RowMap = AS_IS) -> bool:
-    """Whether ``run_divided`` runs on these inputs: in few parts only, and not in fp16, whose range divided gradients can leave."""
-    if coefficients.z is not None or v.dtype == torch.float16 or why_not(q, k, v, coefficients, row_map):
-        return False
-    family = family_of(*coefficients)
-    return parts_of(q) < MANY_PARTS and family.DIVIDES and family.supported(q, k, v, *coefficients, row_map, divided=True) is None
-
-
-def why_not(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, row_map: RowMap = AS_IS) -> str | None:
-    """A sentence that says why ``cuda_form`` cannot run on these inputs; None where it can."""
-    coefficients = join_decays(coefficients)
-    if reason := why_not_run(q, v) or why_no_map(row_map) or why_no_family(coefficients):
-        return reason
-    return family_of(*coefficients).supported(q, k, v, *coefficients, row_map)
-
-
-def join_decays(coefficients: Coefficients) -> Coefficients:
-    """The coefficients with a decay per token and one per value channel as their product, which no family has apart."""
-    f, z = coefficients.f, coefficients.z
-    if f is None or z is None or f.dim() != 3:
-        return coefficients
-    return coefficients._replace(f=None, z=z * f.unsqueeze(-1))
+def joined_decays(x: Operands) -> Operands:
+    """With a decay per token and one per value channel as their product, which no family has apart."""
+    if x.f is None or x.z is None or x.f.dim() != 3:
+        return x
+    return x._replace(f=None, z=x.z * x.f.unsqueeze(-1))
 
 
 def choose_precision(dtype: torch.dtype) -> str:
-    """The precision of products for these inputs, as ``Family`` describes it."""
-    if dtype != torch.float32:
-        return "bf16"
+    """The precision of products for these inputs, as ``Operands`` describes it."""
+    if dtype != torch.float32:  # bf16 would round fp16 once more, and fp16 cannot hold all memories and gradients
+        return "tf32" if dtype == torch.float16 else "bf16"
     precision = os.environ.get("FW_FAIRSEQ_FP32", FP32_PRECISIONS[0])
     if precision not in FP32_PRECISIONS:
         raise Mistake(f"FW_FAIRSEQ_FP32 is {precision!r}; allowed: {', '.join(FP32_PRECISIONS)}")
     return precision
 
 
-def scan(q, k, v, f, z, e, w, memory, precision: str, keep: bool, *row_map):
-    inputs = (q, k, v, f, z, e, w, memory, precision, keep, RowMap(*row_map))
-    y, memory, saved = family_of(f, z, e, w).forward(launch.current(), *inputs)
-    return y, memory, list(saved)
+def choose_parts(sequences: int, tokens: int, processors: int, erase: bool = False, gradients: bool = True) -> int:
+    """The number of parts that a sequence runs in: enough that every processor of the device has two; 1 where that does not pay.
+    The parts run twice, with erase three times, but backwards once."""
+    if not sequences or tokens < LEAST:
+        return 1
+    count = min(BLOCKS * processors // sequences, tokens // SHORTEST)
+    return count if count >= (6 if erase and not gradients else 4) else 1
 
 
-def scan_fake(q, k, v, f, z, e, w, memory, precision: str, keep: bool, *row_map):
-    inputs = (q, k, v, f, z, e, w, memory, precision, RowMap(*row_map))
-    kept = family_of(f, z, e, w).saved_like(*inputs) if keep else []
-    return torch.empty_like(v), torch.empty_like(memory), [memory.new_empty(shape, dtype=dtype) for shape, dtype in kept]
+def in_many_parts(q: Tensor) -> bool:
+    """Whether reads are rather divided outside of the kernels."""
+    return choose_parts(q.shape[0] * q.shape[1], q.shape[2], current().processors(q.device)) >= MANY_PARTS
 
 
-def scan_backward(q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str, *row_map):
-    inputs = (q, k, v, f, z, e, w, memory, tuple(saved), dy, dmemory, precision, RowMap(*row_map))
-    return [grad for grad in family_of(f, z, e, w).backward(launch.current(), *inputs) if grad is not None]
+def cuda_form(family: str, x: Operands) -> tuple[Tensor, Tensor]:
+    """y (B,H,T,V) in the inputs' dtype and the final memory in fp32. The features of a ``row_map`` exist only inside the kernels,
+    unless the sequence runs in parts."""
+    count, tokens = 1, x.q.shape[2]
+    if tokens >= LEAST:
+        processors, gradients = current().processors(x.q.device), needs_gradient(*x[:8])
+        count = choose_parts(x.q.shape[0] * x.q.shape[1], tokens, processors, x.e is not None, gradients)
+    if count == 1:
+        return run_whole(family, x)[:2]
+
+    def form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor) -> tuple[Tensor, Tensor]:
+        return run_whole(family, Operands(q, k, v, *coefficients, memory, x.precision))[:2]
+
+    return run_parts(form, count, x.row_map(x.q), x.row_map(x.k), x.v, Coefficients(*x[3:7]), x.memory)
 
 
-def scan_backward_fake(q, k, v, f, z, e, w, memory, saved, dy, dmemory, precision: str, *row_map):
-    return [torch.empty_like(x) for x in (q, k, v, f, z, e, w, memory) if x is not None]
+def run_whole(family: str, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``cuda_form``, each sequence from its first token to its last in one launch; with the sums of the keys after the last
+    token where reads are divided, else nothing in their place."""
+    rows, memory = [None if part is None else dense(part) for part in x[:7]], x.memory.contiguous()
+    sums, eps, least = (None, 0.0, 0.0) if x.divided is None else (x.divided.sums.contiguous(), x.divided.eps, x.divided.least)
+    keep = needs_gradient(*rows, memory, sums)
+    return call("scan", *rows, memory, sums, eps, least, family, x.precision, keep, *x.row_map)[:3]
 
 
-def setup_context(ctx, inputs, output) -> None:
-    operands, (ctx.precision, keep), ctx.row_map = inputs[:8], inputs[8:10], inputs[10:]
-    saved = output[2]
+def _operands(inputs: Sequence[Any]) -> Operands:
+    *given, sums, eps, least, _, precision, _ = inputs[:14]
+    divided = None if sums is None else Divided(eps, least, sums, torch.empty_like(sums))
+    return Operands(*given, precision, RowMap(*inputs[14:]), divided)
+
+
+def _scan(*inputs) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    x = _operands(inputs)
+    y, memory, saved = FAMILIES[inputs[11]].forward(current(), x, inputs[13])
+    after = memory.new_empty(0) if x.divided is None else x.divided.final
+    return y, memory, after, list(saved)
+
+
+def _scan_fake(*inputs) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    x = _operands(inputs)
+    kept = FAMILIES[inputs[11]].saved_like(x) if inputs[13] else []
+    after = x.memory.new_empty(0) if x.divided is None else torch.empty_like(x.divided.sums)
+    return torch.empty_like(x.v), torch.empty_like(x.memory), after, [x.memory.new_empty(shape, dtype=kind) for shape, kind in kept]
+
+
+def _scan_backward(*inputs) -> list[Tensor]:
+    saved, y, dy, dmemory, dsums, eps, least, family, precision, *row_map = inputs[8:]
+    divided = None if dsums is None else Divided(eps, least, torch.empty_like(dsums), dsums, y)
+    x = Operands(*inputs[:8], precision, RowMap(*row_map), divided)
+    grads = FAMILIES[family].backward(current(), x, tuple(saved), dy, dmemory)
+    return [grad for grad in (*grads, None if divided is None else divided.sums) if grad is not None]
+
+
+def _scan_backward_fake(*inputs) -> list[Tensor]:
+    return [torch.empty_like(x) for x in (*inputs[:8], inputs[12]) if x is not None]
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    operands, keep, (y, _, after, saved) = inputs[:9], inputs[13], output
+    ctx.settings = (*inputs[9:13], *inputs[14:])
     need_kept("scan", keep)
-    ctx.mark_non_differentiable(*saved)
+    ctx.mark_non_differentiable(*saved, *([after] if operands[8] is None else []))
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*operands, *saved)
+    ctx.save_for_backward(*operands, None if operands[8] is None else y, *saved)
 
 
-def backward(ctx, dy, dmemory, _dsaved):
+def _backward(ctx: Any, dy: Tensor | None, dmemory: Tensor | None, dsums: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors  # once: with activation checkpointing, asking again computes again, or fails
-    operands, saved = tensors[:8], list(tensors[8:])
+    operands, y, saved = tensors[:9], tensors[9], list(tensors[10:])
     dy = torch.zeros_like(operands[2]) if dy is None else dense(dy)
     dmemory = torch.zeros_like(operands[7]) if dmemory is None else dmemory.contiguous()
-    grads = iter(call("scan_backward", *operands, saved, dy, dmemory, ctx.precision, *ctx.row_map))
-    return *(None if x is None else next(grads) for x in operands), *[None] * (2 + len(ctx.row_map))
-
-
-def scan_divided(q, k, v, f, z, e, w, memory, sums, eps: float, least: float, precision: str, keep: bool, *row_map):
-    divided = Divided(eps, least, sums, torch.empty_like(sums))
-    inputs = (q, k, v, f, z, e, w, memory, precision, keep, RowMap(*row_map), divided)
-    y, memory, saved = family_of(f, z, e, w).forward(launch.current(), *inputs)
-    return y, memory, divided.final, list(saved)
-
-
-def scan_divided_fake(q, k, v, f, z, e, w, memory, sums, eps: float, least: float, precision: str, keep: bool, *row_map):
-    inputs = (q, k, v, f, z, e, w, memory, precision, RowMap(*row_map), True)
-    kept = family_of(f, z, e, w).saved_like(*inputs) if keep else []
-    saved = [memory.new_empty(shape, dtype=dtype) for shape, dtype in kept]
-    return torch.empty_like(v), torch.empty_like(memory), torch.empty_like(sums), saved
-
-
-def scan_divided_backward(q, k, v, f, z, e, w, memory, saved, y, dy, dmemory, dsums, eps, least, precision: str, *row_map):
-    divided = Divided(eps, least, torch.empty_like(dsums), dsums, y)
-    inputs = (q, k, v, f, z, e, w, memory, tuple(saved), dy, dmemory, precision, RowMap(*row_map), divided)
-    grads = family_of(f, z, e, w).backward(launch.current(), *inputs)
-    return [grad for grad in (*grads, divided.sums) if grad is not None]
-
-
-def scan_divided_backward_fake(q, k, v, f, z, e, w, memory, saved, y, dy, dmemory, dsums, eps, least, precision: str, *row_map):
-    return [torch.empty_like(x) for x in (q, k, v, f, z, e, w, memory, dsums) if x is not None]
-
-
-def setup_divided_context(ctx, inputs, output) -> None:
-    operands, (*ctx.settings, keep), row_map = inputs[:9], inputs[9:13], inputs[13:]
-    y, _, _, saved = output
-    need_kept("scan_divided", keep)
-    ctx.settings += row_map
-    ctx.mark_non_differentiable(*saved)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*operands, y, *saved)
-
-
-def divided_backward(ctx, dy, dmemory, dsums, _dsaved):
-    tensors = ctx.saved_tensors  # once, as in ``backward``
-    operands, y, saved = tensors[:9], tensors[9], list(tensors[10:])
-    dy = torch.zeros_like(y) if dy is None else dense(dy)
-    after = (torch.zeros_like(x) if g is None else g.contiguous() for g, x in ((dmemory, operands[7]), (dsums, operands[8])))
-    grads = iter(call("scan_divided_backward", *operands[:8], saved, y, dy, *after, *ctx.settings))
+    if operands[8] is not None:
+        dsums = torch.zeros_like(operands[8]) if dsums is None else dsums.contiguous()
+    grads = iter(call("scan_backward", *operands[:8], saved, y, dy, dmemory, dsums, *ctx.settings))
     return *(None if x is None else next(grads) for x in operands), *[None] * (len(ctx.settings) + 1)
 
 
 INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? f, Tensor? z, Tensor? e, Tensor? w, Tensor memory"
 ROW_MAP = "str name, int nu, str norm"
-DIVIDED = "Tensor sums, float eps, float least"
+DIVIDED = "Tensor? sums, float eps, float least"
 register(
     "scan",
-    f"({INPUTS}, str precision, bool keep, {ROW_MAP}) -> (Tensor, Tensor, Tensor[])",
-    scan,
-    scan_fake,
-    setup_context,
-    backward,
+    f"({INPUTS}, {DIVIDED}, str family, str precision, bool keep, {ROW_MAP}) -> (Tensor, Tensor, Tensor, Tensor[])",
+    _scan,
+    _scan_fake,
+    _setup_context,
+    _backward,
 )
 register(
     "scan_backward",
-    f"({INPUTS}, Tensor[] saved, Tensor dy, Tensor dmemory, str precision, {ROW_MAP}) -> Tensor[]",
-    scan_backward,
-    scan_backward_fake,
-)
-register(
-    "scan_divided",
-    f"({INPUTS}, {DIVIDED}, str precision, bool keep, {ROW_MAP}) -> (Tensor, Tensor, Tensor, Tensor[])",
-    scan_divided,
-    scan_divided_fake,
-    setup_divided_context,
-    divided_backward,
-)
-register(
-    "scan_divided_backward",
-    f"({INPUTS}, Tensor[] saved, Tensor y, Tensor dy, Tensor dmemory, Tensor dsums, float eps, float least, str precision, "
-    f"{ROW_MAP}) -> Tensor[]",
-    scan_divided_backward,
-    scan_divided_backward_fake,
+    f"({INPUTS}, Tensor[] saved, Tensor? y, Tensor dy, Tensor dmemory, Tensor? dsums, float eps, float least, str family, "
+    f"str precision, {ROW_MAP}) -> Tensor[]",
+    _scan_backward,
+    _scan_backward_fake,
 )

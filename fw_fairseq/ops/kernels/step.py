@@ -7,13 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...autograd import call, register
 from ...feature_maps import AS_IS, RowMap
 from ...rules import Coefficients
 from . import launch
-from .common import TYPES, Divided, dense, map_defines, why_no_map, why_not_run
-from .families import kinds
-from .operators import call, register
-from .recurrence import DIVIDED, INPUTS, ROW_MAP
+from .family import Divided, Operands
+from .launch import TYPES, dense, map_defines, why_no_map, why_not_run
+from .recurrence import DIVIDED, INPUTS, ROW_MAP, kinds
 
 SOURCE, COLUMNS, WARPS = "step.cu", 32, 16
 ROWS = (8, 16, 32)  # of the memory in the registers of a warp
@@ -25,7 +25,7 @@ COMPUTES = (
     "e per token",
     "e per channel",
     "w per token",
-)  # in the words of ``families.kinds``
+)  # in the words of ``recurrence.kinds``
 VIEW = np.dtype([("p", "u8"), ("stride_b", "i8"), ("stride_h", "i8")])
 VIEWS = ("q", "k", "v", "f", "z", "e", "w", "memory", "y", "memory_out", "sums", "sums_out")
 SIZES = (("order", "u8"), *((name, "i4") for name in "HKV"))
@@ -34,13 +34,13 @@ READ_PARAMS = np.dtype([*((name, VIEW) for name in ("q", "memory", "sums", "y"))
 
 
 def step(
-    q,
-    k,
-    v,
-    f,
-    z,
-    e,
-    w,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    f: Tensor | None,
+    z: Tensor | None,
+    e: Tensor | None,
+    w: Tensor | None,
     memory: Tensor,
     row_map: RowMap = AS_IS,
     y: Tensor | None = None,
@@ -102,7 +102,9 @@ def choose_rows(key: int) -> int:
     return next(rows for rows in ROWS if rows * WARPS >= key)
 
 
-def defines(dtype: torch.dtype, f, z, e, w, rows: int) -> dict[str, object]:
+def defines(
+    dtype: torch.dtype, f: Tensor | None, z: Tensor | None, e: Tensor | None, w: Tensor | None, rows: int
+) -> dict[str, object]:
     """The macros of ``cuda/step.cu``."""
     by_axis = {f"FW_{name}": 0 if x is None else x.dim() - 1 for name, x in (("F", f), ("E", e))}
     present = {f"FW_{name}": int(x is not None) for name, x in (("Z", z), ("W", w))}
@@ -110,9 +112,12 @@ def defines(dtype: torch.dtype, f, z, e, w, rows: int) -> dict[str, object]:
 
 
 def why_not(q: Tensor, v: Tensor, coefficients: Coefficients, row_map: RowMap = AS_IS) -> str | None:
-    """A sentence that says why ``step_cuda_form`` cannot run on these inputs; None where it can."""
-    if reason := why_not_run(q, v) or why_no_map(row_map):
-        return reason
+    """A sentence that says why ``step`` cannot run on these inputs; None where it can."""
+    return why_not_run(q, v) or why_no_map(row_map) or unsupported(q, coefficients, row_map)
+
+
+def unsupported(q: Tensor, coefficients: Coefficients, row_map: RowMap) -> str | None:
+    """The same for a device, dtypes and a map that kernels can have."""
     if strange := [kind for kind in kinds(coefficients) if kind not in COMPUTES]:
         return f"the decoding kernel does not compute {', '.join(strange)}, only {', '.join(COMPUTES)}"
     if (key := row_map.width(q.shape[-1])) > LARGEST_KEY:
@@ -120,44 +125,24 @@ def why_not(q: Tensor, v: Tensor, coefficients: Coefficients, row_map: RowMap = 
     return None
 
 
-def step_cuda_form(q, k, v, coefficients: Coefficients, memory: Tensor, row_map: RowMap = AS_IS) -> tuple[Tensor, Tensor]:
-    """As ``cuda_form``, for one token and without gradients; the memory it is given stays as it is."""
-    token = [None if x is None else dense(x).squeeze(2) for x in (q, k, v, *coefficients)]
-    y, memory = call("step", *token, memory.contiguous(), *row_map)
-    return y.unsqueeze(2), memory
-
-
-def step_divided_form(
-    q, k, v, coefficients: Coefficients, memory: Tensor, sums: Tensor, eps: float, least: float, row_map: RowMap = AS_IS
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``step_cuda_form`` where the read is divided; with the new sums of the keys (B,H,K)."""
-    token = [None if x is None else dense(x).squeeze(2) for x in (q, k, v, *coefficients)]
-    inputs = (*token, memory.contiguous(), sums.contiguous(), eps, least, *row_map)
-    y, memory, sums = call("step_divided", *inputs)
+def step_cuda_form(x: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``recurrence.run_whole``, for one token and without gradients; the memory it is given stays as it is."""
+    token = [None if part is None else dense(part).squeeze(2) for part in x[:7]]
+    sums, eps, least = (None, 0.0, 0.0) if x.divided is None else (x.divided.sums.contiguous(), x.divided.eps, x.divided.least)
+    y, memory, sums = call("step", *token, x.memory.contiguous(), sums, eps, least, *x.row_map)
     return y.unsqueeze(2), memory, sums
 
 
-def step_divided_operator(q, k, v, f, z, e, w, memory, sums, eps, least, *row_map):
-    divided = Divided(eps, least, sums, torch.empty_like(sums))
-    return *step(q, k, v, f, z, e, w, memory, RowMap(*row_map), divided=divided), divided.final
+def _step(*inputs) -> tuple[Tensor, Tensor, Tensor]:
+    *token, memory, sums, eps, least = inputs[:11]
+    divided = None if sums is None else Divided(eps, least, sums, torch.empty_like(sums))
+    y, after = step(*token, memory, RowMap(*inputs[11:]), divided=divided)
+    return y, after, memory.new_empty(0) if divided is None else divided.final
 
 
-def step_divided_fake(q, k, v, f, z, e, w, memory, sums, eps, least, *row_map):
-    return torch.empty_like(v), torch.empty_like(memory), torch.empty_like(sums)
+def _step_fake(*inputs) -> tuple[Tensor, Tensor, Tensor]:
+    v, memory, sums = inputs[2], inputs[7], inputs[8]
+    return torch.empty_like(v), torch.empty_like(memory), memory.new_empty(0) if sums is None else torch.empty_like(sums)
 
 
-def step_operator(q, k, v, f, z, e, w, memory, *row_map):
-    return step(q, k, v, f, z, e, w, memory, RowMap(*row_map))
-
-
-def step_fake(q, k, v, f, z, e, w, memory, *row_map):
-    return torch.empty_like(v), torch.empty_like(memory)
-
-
-register("step", f"({INPUTS}, {ROW_MAP}) -> (Tensor, Tensor)", step_operator, step_fake)
-register(
-    "step_divided",
-    f"({INPUTS}, {DIVIDED}, {ROW_MAP}) -> (Tensor, Tensor, Tensor)",
-    step_divided_operator,
-    step_divided_fake,
-)
+register("step", f"({INPUTS}, {DIVIDED}, {ROW_MAP}) -> (Tensor, Tensor, Tensor)", _step, _step_fake)

@@ -18,6 +18,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def library() -> ctypes.CDLL | None:
     return found
 
 
-def loop(name: str, dtype: torch.dtype):
+def loop(name: str, dtype: torch.dtype) -> Callable[..., None]:
     """Returns the loop of this name for numbers of this type. The library must be there."""
     return getattr(library(), f"{name}_{GATHERED_NAMES[dtype]}")
 
@@ -146,6 +147,7 @@ def compile_sources(command: list[str], path: Path) -> None:
 
 
 def sha256(content: bytes) -> bytes:
+    """The check sum."""
     return hashlib.sha256(content).digest()
 
 

@@ -4,7 +4,7 @@
 
 namespace {
 
-enum Map { IDENTITY, ELU, RELU, DPFP };
+enum Map { IDENTITY = 1, ELU, RELU, DPFP };  // the numbers of feature_maps.py
 enum Norm { NONE, SUM, L2 };
 enum Normaliser { WITHOUT, WRITE, KEYS, KEYS_READ };  // KEYS divides what is erased, too
 

@@ -13,6 +13,9 @@ true gradients, gives the gradients of everything; none goes through the scans.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,22 +23,11 @@ from torch.nn import functional as F
 from ...autograd import once_differentiable
 from ...rules import Coefficients
 
-SHORTEST = 256  # tokens of a part
-LEAST = 4096  # tokens of a sequence: to start what the parts need takes the host longer than a shorter one takes the device
-BLOCKS = 2  # parts for each processor, which runs so many blocks of the kernels side by side up to K = V = 64
-
-
-def choose_parts(sequences: int, tokens: int, processors: int, erase: bool = False, gradients: bool = True) -> int:
-    """The number of parts: enough that every processor of the device has two; 1 where that does not pay. The parts run twice, with
-    erase three times, but backwards once."""
-    if not sequences or tokens < LEAST:
-        return 1
-    count = min(BLOCKS * processors // sequences, tokens // SHORTEST)
-    return count if count >= (6 if erase and not gradients else 4) else 1
+Form = Callable[..., tuple[Tensor, Tensor]]
 
 
 def run_parts(
-    form, count: int, q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor
+    form: Form, count: int, q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The result of ``form(q, k, v, coefficients, memory)``, computed in ``count`` parts or a few less."""
     tokens = q.shape[2]
@@ -62,13 +54,22 @@ class Adjoint(torch.autograd.Function):
     the later parts' outputs and of the last memory."""
 
     @staticmethod
-    def forward(ctx, y: Tensor, ends: Tensor, seen: Tensor, f: Tensor | None, z: Tensor | None, transfer, value_decay):
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        ends: Tensor,
+        seen: Tensor,
+        f: Tensor | None,
+        z: Tensor | None,
+        transfer: Tensor | None,
+        value_decay: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(seen, f, z, transfer, value_decay)
         return y.view_as(y), ends.view_as(ends)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: Tensor, dends: Tensor):
+    def backward(ctx: Any, dy: Tensor, dends: Tensor) -> tuple[Tensor | None, ...]:
         seen, f, z, transfer, value_decay = ctx.saved_tensors
         dtype = dends.dtype
         seen, read = seen.to(dtype), dy.to(dtype)
@@ -93,7 +94,7 @@ def key_decay(f: Tensor | None) -> Tensor | None:
     return None if f is None else per_channel(f).prod(2)
 
 
-def run_from_identity(form, q: Tensor, k: Tensor, f: Tensor | None, e: Tensor, dtype) -> tuple[Tensor, Tensor]:
+def run_from_identity(form: Form, q: Tensor, k: Tensor, f: Tensor | None, e: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The queries seen from the start of their part (N,H,L,K), and the part's transfer (N,H,K,K)."""
     identity = torch.eye(q.shape[-1], dtype=dtype, device=q.device).expand(*q.shape[:2], -1, -1)
     return form(q, k, torch.zeros_like(q), Coefficients(f=f, e=e), identity)
@@ -133,6 +134,7 @@ def split(x: Tensor | None, count: int, length: int, neutral: float) -> Tensor |
 
 
 def by_part(x: Tensor | None, count: int) -> Tensor | None:
+    """(N S,...) -> (N,S,...), for S parts."""
     return None if x is None else x.unflatten(0, (-1, count))
 
 

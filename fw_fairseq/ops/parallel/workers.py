@@ -7,19 +7,21 @@ the number of tokens, and each corrects its outputs for the memory that the work
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, distributed
 
 from ...autograd import once_differentiable
 from ...rules import Coefficients
-from .parts import chain, per_channel, run_from_identity
+from .parts import Form, chain, per_channel, run_from_identity
 
 
 class Gather(torch.autograd.Function):
     """x of every worker, (S,...). The gradient of a worker's x is the sum of the gradients that all workers have for it."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group):
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group = group
         parts = [torch.empty_like(x) for _ in range(group.size())]
         distributed.all_gather(parts, x, group=group)
@@ -27,13 +29,13 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.clone(memory_format=torch.contiguous_format)
         distributed.all_reduce(grad, group=ctx.group)
         return grad[ctx.group.rank()], None
 
 
-def by_worker(group, *tensors: Tensor | None) -> list[Tensor | None]:
+def by_worker(group: Any, *tensors: Tensor | None) -> list[Tensor | None]:
     """(B,...) -> (B,S,...) each, in one exchange."""
     present = [x for x in tensors if x is not None]
     gathered = Gather.apply(torch.cat([x.flatten() for x in present]), group)
@@ -41,7 +43,9 @@ def by_worker(group, *tensors: Tensor | None) -> list[Tensor | None]:
     return [None if x is None else next(parts).unflatten(1, x.shape).transpose(0, 1) for x in tensors]
 
 
-def seen_from_start(form, q: Tensor, k: Tensor, f: Tensor | None, e: Tensor | None, dtype) -> tuple[Tensor, Tensor | None]:
+def seen_from_start(
+    form: Form, q: Tensor, k: Tensor, f: Tensor | None, e: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
     """The queries seen from the start of the part (B,H,L,K), and the part's transfer: a matrix (B,H,K,K) with erase, else the
     key-side decay of all its tokens (B,H,1 or K), None for no decay."""
     if e is not None:
@@ -52,7 +56,9 @@ def seen_from_start(form, q: Tensor, k: Tensor, f: Tensor | None, e: Tensor | No
     return q.to(dtype) * decay, decay[:, :, -1]
 
 
-def run_across(group, form, q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor) -> tuple[Tensor, Tensor]:
+def run_across(
+    group: Any, form: Form, q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor
+) -> tuple[Tensor, Tensor]:
     """The result of ``form(q, k, v, coefficients, memory)`` for the tokens of all workers: y at this worker's tokens, and the
     memory after the last worker's last token."""
     f, z, e, _ = coefficients

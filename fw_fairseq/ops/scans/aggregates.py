@@ -8,6 +8,7 @@ matrix products, and the whole chunks between them are again a window, of fewer 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from .pooling_kernel import pool_cuda_form
 
 CHUNK, DENSE = 16, 128  # the most tokens in one product: for a long sequence, for a short one
 LOG2_E = 1 / math.log(2)
+Aggregate = tuple[Tensor, Tensor]  # scores and values
 NOTHING = -1e30  # the score of no token at all; finite, so that differences of two of them are numbers
 
 
@@ -40,8 +42,7 @@ class Pool(torch.autograd.Function):
 
     @staticmethod
     @as_written
-    def forward(ctx, a, x, window: int, texts):
-        """Computes the logs of the summed weights and the means, and saves them for the gradients."""
+    def forward(ctx: Any, a: Tensor, x: Tensor, window: int, texts: Tensor | None) -> tuple[Tensor, Tensor]:
         log_weights, means = aggregate(a, x, window, texts)
         ctx.window = window
         ctx.save_for_backward(a, x, texts, log_weights, means)
@@ -50,8 +51,7 @@ class Pool(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     @as_written
-    def backward(ctx, dlog_weights, dmeans):
-        """Returns the gradients of a and x."""
+    def backward(ctx: Any, dlog_weights: Tensor, dmeans: Tensor) -> tuple[Tensor | None, ...]:
         a, x, texts, log_weights, means = ctx.saved_tensors
         if compiled.takes(a, x, dlog_weights, dmeans):
             return *compiled.pool_gradients(a, x, log_weights, means, dlog_weights, dmeans, ctx.window, texts), None, None
@@ -147,7 +147,7 @@ def later(x: Tensor, count: int, fill: float) -> Tensor:
     return F.pad(x.flatten(-2)[..., :-count], (count, 0), value=fill).view(x.shape)
 
 
-def between_chunks(a: Tensor, x: Tensor, count: int, ends: Tensor | None):
+def between_chunks(a: Tensor, x: Tensor, count: int, ends: Tensor | None) -> tuple[Aggregate, Aggregate]:
     """Maps chunks (...,N), (...,N,V), each one token, to the aggregates of the ``count`` before each, and of one less."""
     far, values, far_ends = earlier(count, a, x, ends)
     if ends is not None:
@@ -158,7 +158,7 @@ def between_chunks(a: Tensor, x: Tensor, count: int, ends: Tensor | None):
     return merge(*near, far, values), near
 
 
-def earlier(count: int, a: Tensor, x: Tensor, texts: Tensor | None):
+def earlier(count: int, a: Tensor, x: Tensor, texts: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Replaces each block (B,H,blocks,...) by the block ``count`` before it, or by nothing where there is none."""
     return tuple(
         None if part is None else torch.cat([torch.full_like(part[:, :, :count], fill), part[:, :, :-count]], 2)
@@ -166,7 +166,7 @@ def earlier(count: int, a: Tensor, x: Tensor, texts: Tensor | None):
     )
 
 
-def blocks(a: Tensor, x: Tensor, texts, size: int):
+def blocks(a: Tensor, x: Tensor, texts: Tensor | None, size: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Splits (...,T), (...,T,V) and texts into blocks of ``size``; the last block is filled up with nothing."""
     count = -(-a.shape[-1] // size)
     fill = count * size - a.shape[-1]
@@ -176,13 +176,13 @@ def blocks(a: Tensor, x: Tensor, texts, size: int):
     return a.unflatten(-1, (count, size)), x.unflatten(-2, (count, size)), texts
 
 
-def masked(a: Tensor, x: Tensor, seen: Tensor, queries, keys) -> tuple[Tensor, Tensor]:
+def masked(a: Tensor, x: Tensor, seen: Tensor, queries: Tensor | None, keys: Tensor | None) -> tuple[Tensor, Tensor]:
     """Maps a (...,S), x (...,S,V), seen (T,S) to (...,T), (...,T,V): the aggregate of the tokens that each sees in its text."""
     top, sums, values = weighted(a, x, seen, queries, keys)
     return top + sums.log(), values.div_(sums[..., None])
 
 
-def weighted(a: Tensor, x: Tensor, seen: Tensor, queries, keys) -> tuple[Tensor, Tensor, Tensor]:
+def weighted(a: Tensor, x: Tensor, seen: Tensor, queries: Tensor | None, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the largest scores (...,T), and relative to them the sums of weights (...,T) and of weighted x (...,T,V)."""
     scores = a[..., None, :] + torch.zeros_like(seen, dtype=a.dtype).masked_fill_(~seen, float("-inf"))
     if queries is not None:
@@ -198,11 +198,11 @@ def exp(x: Tensor) -> Tensor:
     return x.mul_(LOG2_E).exp2_()
 
 
-def causal(size: int, device) -> Tensor:
+def causal(size: int, device: torch.device) -> Tensor:
     """Returns a mask (size, size) in which each token sees itself and all before it."""
     return torch.ones(size, size, dtype=torch.bool, device=device).tril()
 
 
-def band(size: int, window: int, device) -> Tensor:
+def band(size: int, window: int, device: torch.device) -> Tensor:
     """Returns a mask (size, size) in which each token sees itself and the ``window - 1`` before it."""
     return torch.ones(size, size, dtype=torch.bool, device=device).tril().triu(1 - window)

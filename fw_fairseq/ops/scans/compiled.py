@@ -17,7 +17,9 @@ def pool(a: Tensor, x: Tensor, window: int, texts: Tensor | None) -> tuple[Tenso
     return logs, means
 
 
-def pool_gradients(a, x, logs, means, dlogs, dmeans, window: int, texts: Tensor | None) -> tuple[Tensor, Tensor]:
+def pool_gradients(
+    a: Tensor, x: Tensor, logs: Tensor, means: Tensor, dlogs: Tensor, dmeans: Tensor, window: int, texts: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Returns the gradients of a and x. Time is reversed: they are sums over the tokens that see each one."""
     da, dx = torch.empty_like(a, memory_format=torch.contiguous_format), by_time(x)
     over_windows("pool_gradients", (logs, dense(dmeans), dense(means), dlogs, a, dense(x), da, dx), texts, window, -1)
@@ -49,15 +51,25 @@ def over_windows(scan: str, parts: tuple[Tensor, ...], texts: Tensor | None, win
     loop(scan, parts[0].dtype)(*arguments, integers(batch, heads, total, width, window, threads(numbers)))
 
 
-def sru(product, x, v_forget, v_reset, c0, padded, keep, scale: float, gradients: bool):
-    """Returns h (T,B,D), c, f and r. With ``gradients``, c is (T+1,B,D), with c0 first, and f and r (T,B,D); else c is the last one
-    (B,D), and f and r are None. padded, keep: (T,B,1) or None."""
+def sru(
+    product: Tensor,
+    x: Tensor,
+    v_forget: Tensor,
+    v_reset: Tensor,
+    first: Tensor,
+    padded: Tensor | None,
+    keep: Tensor | None,
+    scale: float,
+    gradients: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Returns h (T,B,D), c, f and r. With ``gradients``, c is (T+1,B,D), with the first, and f and r (T,B,D); else c is the last
+    one (B,D), and f and r are None. padded, keep: (T,B,1) or None."""
     total, batch, width = x.shape
     product, x, v_forget, v_reset = (part.contiguous() for part in (product, x, v_forget, v_reset))
     h, (f, r) = torch.empty_like(x), [torch.empty_like(x) if gradients else None for _ in range(2)]
-    c = x.new_empty(total + 1, batch, width) if gradients else c0.clone(memory_format=torch.contiguous_format)
+    c = x.new_empty(total + 1, batch, width) if gradients else first.clone(memory_format=torch.contiguous_format)
     if gradients:
-        c[0] = c0
+        c[0] = first
     masks = [None if part is None else part.contiguous() for part in (padded, keep)]
     pointers = [0 if part is None else part.data_ptr() for part in (product, x, v_forget, v_reset, *masks, c, h, f, r)]
     loop("sru", x.dtype)(*pointers, scale, integers(total, batch, width, threads(product.numel())))

@@ -27,7 +27,14 @@ __all__ = ["PoolState", "last_weights", "pool"]
 
 
 def pool(
-    scores, values, window=0, state=None, padding_mask=None, reset_mask=None, backend="auto", keep_state=True
+    scores: Tensor,
+    values: Tensor,
+    window: int = 0,
+    state: PoolState | None = None,
+    padding_mask: Tensor | None = None,
+    reset_mask: Tensor | None = None,
+    backend: str = "auto",
+    keep_state: bool = True,
 ) -> tuple[Tensor, PoolState | None]:
     """The weighted means of what each token sees, (B,H,T,V) in the dtype of values, and the state after the last token.
 
@@ -40,7 +47,7 @@ def pool(
     keep_state: False where no call continues from this one; the state is then None, and what only it needs is left out.
     """
     check(scores, values, window, state)
-    check_masks(padding_mask, reset_mask, (scores.shape[0], scores.shape[2]), scores.device)
+    check_masks(padding_mask, reset_mask, (scores.shape[0], scores.shape[2]))
     with without_autocast(values.device.type):
         kernels = use_kernels(backend, values.device, partial(why_not, scores, values))
         a, x, texts, order = wide(scores), values if kernels else wide(values), None, None
@@ -80,7 +87,9 @@ def check(scores: Tensor, values: Tensor, window: int, state: PoolState | None) 
         raise Mistake(f"state has (B,H,V) = {given}; with these scores and values it must be {needed}")
 
 
-def all_of_past(a: Tensor, x: Tensor, state, texts, lengths, ends, kernels: bool) -> tuple[Tensor, PoolState]:
+def all_of_past(
+    a: Tensor, x: Tensor, state: PoolState | None, texts: Tensor | None, lengths: Tensor | None, ends: Tensor | None, kernels: bool
+) -> tuple[Tensor, PoolState]:
     """Runs ``pool`` without a window on tokens without gaps. The state is one more token, the first.
 
     lengths (B,): how many tokens of each row count. ends (B,): the text at each row's end.
@@ -98,12 +107,22 @@ def all_of_past(a: Tensor, x: Tensor, state, texts, lengths, ends, kernels: bool
     return g[:, :, before:], PoolState(a, x)
 
 
-def own(texts, lengths, ends, before: int):
+def own(texts: Tensor | None, lengths: Tensor | None, ends: Tensor | None, before: int) -> tuple[Tensor | None, Tensor | None]:
     """Returns which tokens are of the text at the end of their row, and how many tokens each row has, ``before`` included."""
     return None if texts is None else texts == ends[:, None], None if lengths is None else lengths + before
 
 
-def of_window(a, x, window: int, state, texts, lengths, ends, kernels: bool, keep_state: bool) -> tuple[Tensor, PoolState | None]:
+def of_window(
+    a: Tensor,
+    x: Tensor,
+    window: int,
+    state: PoolState | None,
+    texts: Tensor | None,
+    lengths: Tensor | None,
+    ends: Tensor | None,
+    kernels: bool,
+    keep_state: bool,
+) -> tuple[Tensor, PoolState | None]:
     """Runs ``pool`` with a window. What a token sees of its segment is merged with the state's aggregate of what it sees there."""
     size, total = window - 1, a.shape[2]
     log_weights, g = pooled(a, x, window, texts, kernels)
@@ -125,7 +144,7 @@ def of_window(a, x, window: int, state, texts, lengths, ends, kernels: bool, kee
     return g, of_aggregates(*merge(*still, *aggregates(tokens, kernels)))
 
 
-def latest(a: Tensor, x: Tensor, size: int, counted: Tensor | None, lengths) -> tuple[Tensor, Tensor]:
+def latest(a: Tensor, x: Tensor, size: int, counted: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns the last ``size`` of each row's first ``lengths`` tokens, (B,H,size) and (B,H,size,V). Tokens that are not counted
     (B,T), or not there, are NOTHING."""
     if counted is not None:

@@ -1,14 +1,16 @@
-"""Softmax-weighted means of the past in kernels, ``cuda/pooling.cu``; ``ops.vectors.pooling`` is the operation around them."""
+"""Softmax-weighted means of the past in kernels, ``cuda/pooling.cu``; ``ops.scans.pooling`` is the operation around them."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...autograd import call, register
 from ..kernels import launch
-from ..kernels.common import TYPES, dense, why_not_run
-from ..kernels.operators import call, register
+from ..kernels.launch import TYPES, dense, why_not_run
 
 SOURCE, THREADS = "pooling.cu", 128
 CHUNK, SHORT_CHUNKS = 16, (4, 8)  # tokens of a thread
@@ -35,7 +37,16 @@ def why_not(scores: Tensor, values: Tensor) -> str | None:
     return why_not_run(scores, values)
 
 
-def start(scores, values, out, out_scores, texts, window: int, own=None, extra=None) -> None:
+def start(
+    scores: Tensor,
+    values: Tensor,
+    out: Tensor,
+    out_scores: Tensor,
+    texts: Tensor | None,
+    window: int,
+    own: Tensor | None = None,
+    extra: Tensor | None = None,
+) -> None:
     """Launches the kernels of the forward, or with ``own`` those of the backward."""
     params, (batch, heads, total, width) = np.zeros((), PARAMS), values.shape
     chunk, size = choose_chunk(window), window or total
@@ -59,6 +70,7 @@ def start(scores, values, out, out_scores, texts, window: int, own=None, extra=N
 
 
 def choose_chunk(window: int) -> int:
+    """The tokens of a thread."""
     return next((size for size in SHORT_CHUNKS if 0 < window <= size), CHUNK)
 
 
@@ -75,43 +87,44 @@ def by_time(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.new_empty(total, batch, heads, width, dtype=dtype).permute(1, 2, 0, 3)
 
 
-def forward(scores, values, texts, window: int):
-    means, log_weights = forward_fake(scores, values, texts, window)
+def _forward(scores: Tensor, values: Tensor, texts: Tensor | None, window: int) -> tuple[Tensor, Tensor]:
+    means, log_weights = _forward_fake(scores, values, texts, window)
     start(scores, values, means, log_weights, texts, window)
     return means, log_weights
 
 
-def forward_fake(scores, values, texts, window: int):
+def _forward_fake(scores: Tensor, values: Tensor, texts: Tensor | None, window: int) -> tuple[Tensor, Tensor]:
     return by_time(values, values.dtype if window else torch.float32), scores.new_empty(scores.shape)
 
 
-def backward(scores, values, texts, window: int, means, log_weights, dmeans, dlog_weights):
+def _backward(*inputs) -> tuple[Tensor, Tensor]:
+    scores, values, texts, window, means, log_weights, dmeans, dlog_weights = inputs
     dvalues, erased = by_time(values, torch.float32), scores.new_empty(scores.shape)
     extra = (dmeans.float() * means).sum(-1) - dlog_weights
     start(log_weights, dmeans, dvalues, erased, texts, window, own=scores, extra=extra)
     return (values * dvalues).sum(-1) - erased, dvalues.to(values.dtype)
 
 
-def backward_fake(scores, values, texts, window: int, means, log_weights, dmeans, dlog_weights):
+def _backward_fake(*inputs) -> tuple[Tensor, Tensor]:
+    scores, values = inputs[:2]
     return scores.new_empty(scores.shape), by_time(values, values.dtype)
 
 
-def setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     scores, values, texts, ctx.window = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(scores, values, texts, *output)
 
 
-def differentiate(ctx, dmeans, dlog_weights):
+def _differentiate(ctx: Any, dmeans: Tensor | None, dlog_weights: Tensor | None) -> tuple[Tensor | None, ...]:
     scores, values, texts, means, log_weights = ctx.saved_tensors
     dmeans = torch.zeros_like(means) if dmeans is None else dense(dmeans)
     dlog_weights = torch.zeros_like(log_weights) if dlog_weights is None else dlog_weights
     args = (scores, values, texts, ctx.window, means, log_weights, dmeans, dlog_weights)
-    dscores, dvalues = call("pool_backward", *args)
-    return dscores, dvalues, None, None
+    return *call("pool_backward", *args), None, None
 
 
 INPUTS = "Tensor scores, Tensor values, Tensor? texts, int window"
 GRADIENTS = "Tensor means, Tensor log_weights, Tensor dmeans, Tensor dlog_weights"
-register("pool", f"({INPUTS}) -> (Tensor, Tensor)", forward, forward_fake, setup_context, differentiate)
-register("pool_backward", f"({INPUTS}, {GRADIENTS}) -> (Tensor, Tensor)", backward, backward_fake)
+register("pool", f"({INPUTS}) -> (Tensor, Tensor)", _forward, _forward_fake, _setup_context, _differentiate)
+register("pool_backward", f"({INPUTS}, {GRADIENTS}) -> (Tensor, Tensor)", _backward, _backward_fake)

@@ -11,16 +11,16 @@ Both run in blocks of steps, so that intermediate results stay in the processor'
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...autograd import as_written, needs_gradient
+from ...autograd import EVERYWHERE, as_written, call, needs_gradient, register
 from ...errors import Mistake
 from ...feature_maps import wide
 from ..checks import check_masks, check_tokens
 from ..kernels.launch import use_kernels
-from ..kernels.operators import EVERYWHERE, call, register
 from . import compiled
 from .sru_kernel import sru_cuda_form, why_not
 
@@ -28,7 +28,15 @@ BLOCK = 2**17  # numbers of each tensor at a time
 
 
 def sru(
-    product, x, v_forget, v_reset, state=None, padding_mask=None, reset_mask=None, scale=1.0, backend="auto"
+    product: Tensor,
+    x: Tensor,
+    v_forget: Tensor,
+    v_reset: Tensor,
+    state: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    reset_mask: Tensor | None = None,
+    scale: float = 1.0,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """h (T,B,D) in the dtype of product, and the last c (B,D) in fp32 (float64 for float64 inputs).
 
@@ -49,7 +57,16 @@ def sru(
     return call("sru_portable", *operands, padded, keep, scale, needs_gradient(*operands))[:2]
 
 
-def check(product, x, v_forget, v_reset, state, padding_mask, reset_mask) -> None:
+def check(
+    product: Tensor,
+    x: Tensor,
+    v_forget: Tensor,
+    v_reset: Tensor,
+    state: Tensor | None,
+    padding_mask: Tensor | None,
+    reset_mask: Tensor | None,
+) -> None:
+    """Refuses shapes that do not fit together."""
     if x.dim() != 3 or product.shape != (*x.shape[:2], 3 * x.shape[2]):
         raise Mistake(f"product is {tuple(product.shape)} and x {tuple(x.shape)}; they must be (T,B,3D) and (T,B,D)")
     check_tokens("x", x, len(x))
@@ -58,12 +75,13 @@ def check(product, x, v_forget, v_reset, state, padding_mask, reset_mask) -> Non
             raise Mistake(f"{name} is {tuple(part.shape)}; it must be {tuple(x.shape[2:])}")
     if state is not None and state.shape != x.shape[1:]:
         raise Mistake(f"state is {tuple(state.shape)}; it must be {tuple(x.shape[1:])}")
-    check_masks(padding_mask, reset_mask, (x.shape[1], x.shape[0]), x.device)
+    check_masks(padding_mask, reset_mask, (x.shape[1], x.shape[0]))
 
 
 @as_written
-def forward(product, x, v_forget, v_reset, first, padded, keep, scale: float, gradients: bool):
+def _forward(*inputs) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Returns h, the last c, and what the backward needs beside the operands: every c, with the first, and every f and r."""
+    product, x, v_forget, v_reset, first, padded, keep, scale, gradients = inputs
     operands = product, x, v_forget, v_reset, first
     if compiled.takes(*operands):
         h, c, *gates = compiled.sru(*operands, padded, keep, scale, gradients)
@@ -72,15 +90,16 @@ def forward(product, x, v_forget, v_reset, first, padded, keep, scale: float, gr
     return h, saved[0][-1].clone(), saved if gradients else []
 
 
-def forward_fake(product, x, v_forget, v_reset, first, padded, keep, scale: float, gradients: bool):
-    """Returns tensors of the shapes that ``forward`` returns."""
+def _forward_fake(*inputs) -> tuple[Tensor, Tensor, list[Tensor]]:
+    (product, x), first, gradients = inputs[:2], inputs[4], inputs[8]
     steps = [x.shape[0] + extra for extra in (1, 0, 0)] if gradients else []
     saved = [first.new_empty(count, *first.shape) for count in steps]
     return product.new_empty(x.shape), first.new_empty(first.shape), saved
 
 
-def forward_in_blocks(product, x, v_forget, v_reset, first, padded, keep, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward_in_blocks(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns h, and every c, f and r."""
+    product, x, v_forget, v_reset, first, padded, keep, scale = inputs
     steps = StepOperands(product, v_forget, v_reset, padded, keep, first.new_empty(len(x) + 1, *first.shape))
     steps.c[0] = before = first
     h, f, r = (first.new_empty(x.shape) for _ in range(3))
@@ -97,8 +116,9 @@ def forward_in_blocks(product, x, v_forget, v_reset, first, padded, keep, scale:
 
 
 @as_written
-def backward(product, x, v_forget, v_reset, padded, keep, c, forgets, resets, dh, dlast, scale: float) -> list[Tensor]:
+def _backward(*inputs) -> list[Tensor]:
     """Returns the gradients of product, x, v_forget, v_reset and the first c."""
+    product, x, v_forget, v_reset, padded, keep, c, forgets, resets, dh, dlast, scale = inputs
     steps = StepOperands(product, v_forget, v_reset, padded, keep, c)
     dproduct, dx = c.new_empty(product.shape), c.new_empty(x.shape)
     du, dforget, dreset = dproduct.chunk(3, -1)
@@ -128,13 +148,13 @@ def backward(product, x, v_forget, v_reset, padded, keep, c, forgets, resets, dh
     return [dproduct.to(product.dtype), dx.to(x.dtype), dv_forget, dv_reset, dc]
 
 
-def backward_fake(product, x, v_forget, v_reset, padded, keep, c, forgets, resets, dh, dlast, scale: float) -> list[Tensor]:
-    """Returns tensors of the shapes that ``backward`` returns."""
+def _backward_fake(*inputs) -> list[Tensor]:
+    (product, x), c = inputs[:2], inputs[6]
     grads = [part.new_empty(part.shape) for part in (product, x)]
     return grads + [c.new_empty(shape) for shape in (x.shape[2:], x.shape[2:], x.shape[1:])]
 
 
-def setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     *operands, _first, padded, keep, ctx.scale, gradients = inputs
     if not gradients:
         raise RuntimeError("fw_fairseq::sru_portable was called with gradients=False on tensors that require gradients")
@@ -143,7 +163,7 @@ def setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(*operands, padded, keep, *output[2])
 
 
-def differentiate(ctx, dh, dlast, _saved):
+def _differentiate(ctx: Any, dh: Tensor | None, dlast: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
     product, x, *_, c, _forgets, _resets = saved = ctx.saved_tensors
     dh = product.new_zeros(x.shape) if dh is None else dh
     dlast = torch.zeros_like(c[0]) if dlast is None else dlast
@@ -153,7 +173,9 @@ def differentiate(ctx, dh, dlast, _saved):
 class StepOperands:
     """The operands of a block of steps, in c's dtype."""
 
-    def __init__(self, product, v_forget, v_reset, padded, keep, c):
+    def __init__(
+        self, product: Tensor, v_forget: Tensor, v_reset: Tensor, padded: Tensor | None, keep: Tensor | None, c: Tensor
+    ) -> None:
         self.parts, self.padded, self.keep, self.c = product.chunk(3, -1), padded, keep, c  # c: the first one, then each step's
         self.v_forget, self.v_reset = (v.expand(c.shape[1:]).contiguous() for v in (v_forget, v_reset))
 
@@ -191,21 +213,21 @@ def over_rows(x: Tensor) -> Tensor:
     return torch.mv(rows.t(), rows.new_ones(len(rows)))
 
 
-OPERANDS = "Tensor product, Tensor x, Tensor v_forget, Tensor v_reset"
+SCHEMA = "Tensor product, Tensor x, Tensor v_forget, Tensor v_reset"
 MASKS = "Tensor? padded, Tensor? keep"
 register(
     "sru_portable",
-    f"({OPERANDS}, Tensor first, {MASKS}, float scale, bool gradients) -> (Tensor, Tensor, Tensor[])",
-    forward,
-    forward_fake,
-    setup_context,
-    differentiate,
+    f"({SCHEMA}, Tensor first, {MASKS}, float scale, bool gradients) -> (Tensor, Tensor, Tensor[])",
+    _forward,
+    _forward_fake,
+    _setup_context,
+    _differentiate,
     device=EVERYWHERE,
 )
 register(
     "sru_portable_backward",
-    f"({OPERANDS}, {MASKS}, Tensor c, Tensor forgets, Tensor resets, Tensor dh, Tensor dlast, float scale) -> Tensor[]",
-    backward,
-    backward_fake,
+    f"({SCHEMA}, {MASKS}, Tensor c, Tensor forgets, Tensor resets, Tensor dh, Tensor dlast, float scale) -> Tensor[]",
+    _backward,
+    _backward_fake,
     device=EVERYWHERE,
 )

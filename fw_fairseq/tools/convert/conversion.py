@@ -19,7 +19,7 @@ from ...feature_maps import FEATURE_MAPS
 from ...files import write_atomically
 from ...mixers import MIXERS
 from ...mixers.fast_weight import FastWeight
-from ...mixers.features import drawn_bias
+from ...mixers.parts.features import drawn_bias
 from ...models.fast_weight_lm import FastWeightLanguageModelConfig
 from ...patches.checkpoints.model_options import OWN, SHAPES, UNSEEN, written
 from ...patches.checkpoints.reading import ORIGIN

@@ -1,0 +1,76 @@
+"""The contract of a kernel family, which runs the recurrence over all tokens: what it gets, and what it says of itself.
+
+A family is one Python module, beside its sources in ``cuda/``, that makes a ``Family``, and one entry in ``recurrence.FAMILIES``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from ...feature_maps import AS_IS, RowMap
+
+
+class Divided(NamedTuple):
+    """Reads that attention normalisation divides by n_t . q_t + eps, or by ``least`` where n_t . q_t is 0."""
+
+    eps: float
+    least: float
+    sums: Tensor  # (B,H,K) in fp32: n before the first token; in the backward the place of its gradient
+    final: Tensor | None = None  # the place of n after the last token; in the backward its gradient
+    y: Tensor | None = None  # in the backward the divided reads
+
+
+class Operands(NamedTuple):
+    """One call of the recurrence.
+
+    q, k (B,H,T,K) and v (B,H,T,V) have one dtype, fp32, bf16 or fp16; f, z, e, w are fp32, None where absent. The last dimension of
+    all of them is contiguous (of (B,H,T) the tokens), other strides are anything. memory (B,H,K,V) is fp32 and contiguous. With a
+    row_map other than ``AS_IS`` q and k are (B,H,T,D): the kernels make the features, and dq and dk are the gradients of the rows.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    f: Tensor | None
+    z: Tensor | None
+    e: Tensor | None
+    w: Tensor | None
+    memory: Tensor
+    precision: str = "exact"  # of products: "bf16"; "tf32" for fp16, which it holds exactly; for fp32 "exact", or "tf32", faster
+    row_map: RowMap = AS_IS
+    divided: Divided | None = None  # for families that divide
+
+
+Results = tuple[Tensor, Tensor, tuple[Tensor, ...]]
+Gradients = Sequence[Optional[Tensor]]
+Launcher = Callable[..., Any]  # see ``compiler``
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kernel family.
+
+    computes: the coefficients that the kernels take, in the words of ``recurrence.kinds``.
+    needs: those that must be there; any of the others may be absent.
+    divides: whether the functions take ``Operands.divided``, for attention normalisation that follows the writes.
+    supported: ``supported(operands)``, None, or a sentence that says what about widths, dtypes or the device has no kernel.
+    saved_like: ``saved_like(operands)``, shapes and dtypes of the tensors that ``forward`` saves; sizes may be symbolic, so no
+        ``int()``.
+    forward: ``forward(launcher, operands, keep)``, (y, final memory, saved): saved is a tuple of new tensors as ``saved_like``
+        says, () without ``keep``; y is ``torch.empty_like(v)``, contiguous or not, and the final memory is contiguous.
+    backward: ``backward(launcher, operands, saved, dy, dmemory)``, (dq, dk, dv, df, dz, de, dw, dmemory), each like its input, None
+        where the input is None.
+    """
+
+    computes: tuple[str, ...]
+    needs: tuple[str, ...]
+    supported: Callable[[Operands], str | None]
+    saved_like: Callable[[Operands], list[tuple[tuple[int, ...], torch.dtype]]]
+    forward: Callable[[Launcher, Operands, bool], Results]
+    backward: Callable[[Launcher, Operands, Sequence[Tensor], Tensor, Tensor], Gradients]
+    divides: bool = False
