@@ -31,6 +31,7 @@ def make_parser(prog: str, description: str, example: str) -> argparse.ArgumentP
 
 
 def version() -> str:
+    """Returns the version of the package."""
     try:
         return metadata.version("fw_fairseq")
     except metadata.PackageNotFoundError:
@@ -82,10 +83,10 @@ def mistakes_as_sentences(prog: str) -> Iterator[None]:
         if os.environ.get("FW_TRACEBACK") == "1":
             raise
         said = f"{prog}: {error}{'' if isinstance(error, Mistake) else HINT}"
-        if getattr(error, "exit_code", 1) == 1:
+        if (code := getattr(error, "exit_code", 1)) == 1:
             sys.exit(said)
         print(said, file=sys.stderr)
-        sys.exit(error.exit_code)
+        sys.exit(code)
     finally:
         for logger, level in levels.items():
             logger.setLevel(level)

@@ -92,14 +92,12 @@ def code() -> str:
 
 def needed() -> list[str]:
     """Returns the names of the modules that the model imports, at once or later, beginning with the package itself, ''."""
-    found, left = set(), [START]
+    found: set[str] = set()
+    left = [START]
     while left:
-        name = left.pop()
-        if name in found:
-            continue
-        found.add(name)
-        parent = name.rpartition(".")[0]
-        left += [*([parent] if name else []), *imported(name)]
+        if (name := left.pop()) not in found:
+            found.add(name)
+            left += [*([name.rpartition(".")[0]] if name else []), *imported(name)]
     return sorted(found)
 
 
@@ -107,18 +105,17 @@ def imported(name: str) -> list[str]:
     """Returns the modules of this package that a module imports."""
     found = []
     for node in ast.walk(ast.parse(source(name))):
-        if not isinstance(node, ast.ImportFrom) or not node.level:
-            continue
-        inside = path_of(name).name == "__init__.py"
-        parts = [part for part in name.split(".") if part]
-        parts = parts[: len(parts) - node.level + inside]
-        base = ".".join([*parts, *filter(None, [node.module])])
-        names = [base, *(f"{base}.{alias.name}".lstrip(".") for alias in node.names)]
-        found += [each for each in names if each and path_of(each).exists()]
+        if isinstance(node, ast.ImportFrom) and node.level:
+            parts = [*filter(None, name.split("."))]
+            parts = parts[: len(parts) - node.level + (path_of(name).name == "__init__.py")]
+            base = ".".join([*parts, *filter(None, [node.module])])
+            names = [base, *(f"{base}.{alias.name}".lstrip(".") for alias in node.names)]
+            found += [each for each in names if each and path_of(each).exists()]
     return found
 
 
 def path_of(name: str) -> Path:
+    """Returns the file of a module."""
     place = ROOT.joinpath(*filter(None, name.split(".")))
     return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
 

@@ -142,8 +142,6 @@ def test_the_host_alone(tmp_path, capsys, monkeypatch):
             bench.main([*command, "--mixers", name])
     with pytest.raises(SystemExit, match="--host needs --device cpu and --threads 1, not cpu and 2"):
         bench.main([*command[:-1], "2"])
-    with pytest.raises(SystemExit, match="--resume needs --json"):
-        bench.main([*MODEL, "--resume"])
 
 
 def test_inputs_fit_every_rule(monkeypatch):

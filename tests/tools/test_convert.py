@@ -242,8 +242,8 @@ def without_task(state):
     "change, said",
     [
         (without_task, r"has options or parameters of which no model can be made \(it has no 'task'\)"),
-        (without_model, "holds no fairseq model with its options; SOURCE must be a checkpoint that fairseq-train saved"),
-        (without_options, "holds no fairseq model with its options; SOURCE must be a checkpoint that fairseq-train saved"),
+        (without_model, r"has options or parameters of which no model can be made \("),
+        (without_options, r"has options or parameters of which no model can be made \("),
         (drop, "lacks decoder.layers.1.fc1.bias"),
         (widen, "fc1.weight of shape"),
         (add, "decoder.layers.0.extra"),

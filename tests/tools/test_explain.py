@@ -257,7 +257,7 @@ def test_rows_and_picture(tmp_path, tokens):
 
 
 def test_without_matplotlib(monkeypatch, tmp_path):
-    monkeypatch.setattr(picture.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"--png needs matplotlib; install fw_fairseq with the extra \[plots\]"):
         explain.main(["model.pt", "a", "--png", str(tmp_path / "a.png")])
 

@@ -26,7 +26,7 @@ from fw_fairseq.tools.explain import __main__ as explain
 from fw_fairseq.tools.explain import picture
 from fw_fairseq.tools.explain.page import Shown, section, shaded, strongest
 from fw_fairseq.tools.explain.picture import Band, bands_of, draw, fill, plain
-from fw_fairseq.tools.explain.text import read_text, refusals
+from fw_fairseq.tools.explain.text import read_text
 from fw_fairseq.tools.explain.weights import Part, window_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -117,9 +117,6 @@ def test_a_sentencepiece_model(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", SimpleNamespace(SentencePieceProcessor=Processor))
     shown, numbers = read_text("a b", dictionary_of("▁a", "▁b"), str(tmp_path / "bpe.model"))
     assert shown == ["</s>", "▁a", "▁b"] and numbers.tolist() == [2, 4, 5]
-    monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(ValueError, match=r"--tokenizer .*bpe.model needs the package sentencepiece; install it"):
-        read_text("a", dictionary_of(), str(tmp_path / "bpe.model"))
 
 
 def test_a_text_is_read_as_other_files_are(tmp_path):
@@ -131,26 +128,18 @@ def test_a_text_is_read_as_other_files_are(tmp_path):
         read_text(str(tmp_path / "latin"), dictionary_of())
 
 
-def test_refused_tokenizers(tmp_path):
+def test_refused_tokenizers(tmp_path, monkeypatch):
+    """In one line, with what the library says, if it says anything."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "damaged.json").write_text("{")
     (tmp_path / "codes").write_text("#version: 0.2\nt h e s\n")
-    for name, message in (
-        ("empty", "has neither tokenizer.json nor vocab.json with merges.txt"),
-        ("missing", "is no file or folder; name one, or 'bytes'"),
-        ("damaged.json", r"cannot be read as a tokenizer \(.+\)"),  # as the library says it
-        ("codes", "cannot be read as a tokenizer"),
-    ):
-        with pytest.raises(ValueError, match=rf"--tokenizer .*{name} {message}$"):
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    (tmp_path / "a.model").write_text("")
+    end = "; name a file or folder, or 'bytes'"
+    for name, said in (("empty", ".+"), ("missing", ".*No such file.+"), ("damaged.json", ".+"), ("a.model", ".+"), ("codes", "")):
+        why = rf" \({said}\)" if said else ""
+        with pytest.raises(ValueError, match=rf"^--tokenizer .*{name} cannot be read as a tokenizer{why}{end}$"):
             read_text("a", dictionary_of(), str(tmp_path / name))
-
-
-@pytest.mark.parametrize(
-    "error, said", [(RuntimeError(), ""), (RuntimeError("too old\nat line 3"), r" \(too old\)"), (SystemExit(1), "")]
-)
-def test_why_a_file_is_no_tokenizer_is_said_in_one_line_if_the_library_says_it(error, said, tmp_path):
-    with pytest.raises(ValueError, match=rf"^--tokenizer .* cannot be read as a tokenizer{said}$"), refusals(tmp_path):
-        raise error
 
 
 @pytest.fixture
@@ -235,7 +224,7 @@ def test_a_text_that_is_no_text_is_refused(checkpoint, tmp_path, monkeypatch):
     (tmp_path / "one.txt").write_text("zzz")
     options = ["--data", str(folder), "--html", "page.html"]
     for text, said in (
-        ("texts", "texts, a folder; give"),
+        ("texts", "texts, which is neither a file nor a word of the dictionary; give"),
         ("on.txt", "on.txt, which is neither a file nor a word of the dictionary; give"),
     ):
         with pytest.raises(SystemExit, match=f"^fw-explain: TEXT is {said} a sentence, or a file with one$"):
@@ -246,14 +235,14 @@ def test_a_text_that_is_no_text_is_refused(checkpoint, tmp_path, monkeypatch):
     assert (tmp_path / "page.html").exists()
 
 
-@pytest.mark.parametrize("name, said", [("none", "is .*none, which is not a folder; name the one that the training had"),
-                                        ("torch", r".*torch cannot be imported \(Failed to import .*\)")])  # fmt: skip
+@pytest.mark.parametrize("name, said", [("none", ".Errno 2. No such file or directory: .*none.*"),
+                                        ("torch", r"--user-dir .*torch cannot be imported \(Failed to import .*\)")])  # fmt: skip
 def test_a_user_directory_that_cannot_be_imported_is_refused(checkpoint, name, said):
     """One that is not there, and one with the name of another package."""
     _, path, folder = checkpoint
     (folder / "torch").mkdir()
     asked = ["--data", str(folder), "--html", str(folder / "page.html"), "--user-dir", str(folder / name)]
-    with pytest.raises(SystemExit, match=f"^fw-explain: --user-dir {said}$"):
+    with pytest.raises(SystemExit, match=f"^fw-explain: {said}$"):
         explain.main([path, "the", *asked])
     assert not (folder / "page.html").exists()
 

@@ -37,7 +37,7 @@ HYDRA = {
         "[2026-11-28 12:00:00,126][train][INFO] - epoch 001 | loss 8.75 | ppl 430.54 | num_updates 2 | lr 8e-05 | wall 14\n"
     ),
 }
-NO_LOG = "has no metric of any update; it must be a log of fairseq-train with --log-format json or simple"
+NO_LOG = "has no valid_loss; it must be a log of fairseq-train with --log-format json or simple, with a metric of an update"
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ class Case(NamedTuple):
 class AuthorsLeap(nn.Module):
     """Attention of their LeapBlock, with its projections: (T,B,C) -> (T,B,C). Our published form has as many products."""
 
-    def __init__(self, width: int, heads: int, window: int):
+    def __init__(self, width: int, heads: int, window: int) -> None:
         super().__init__()
         self.projections = nn.Linear(width, 4 * width, bias=False)
         self.leap = author("leap.LEAP", "MultiheadLeap")(width, heads, window, dropout=0.0)
@@ -44,7 +44,7 @@ class AuthorsLeap(nn.Module):
 class AuthorsAdditive(nn.Module):
     """Their two rounds of additive attention, with norm and projections: (T,B,C) -> (T,B,C). Ours has one product more."""
 
-    def __init__(self, width: int, heads: int, window: int):
+    def __init__(self, width: int, heads: int, window: int) -> None:
         super().__init__()
         options = dict(hidden_size=width, n_heads=heads, rescale=10, initializer_range=width**-0.5, hidden_dropout_prob=0.0)
         self.attention = author("leap.fastformerLM.fastformer", "FastSelfAttention")(SimpleNamespace(**options), window)

@@ -37,7 +37,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 class Attention(nn.Module):
     """Causal softmax attention without bias, as (T,B,C) -> (T,B,C)."""
 
-    def __init__(self, width: int, heads: int):
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads, self.in_proj = heads, nn.Linear(width, 3 * width, bias=False)
         self.out_proj = nn.Linear(width, width, bias=False)

@@ -7,7 +7,7 @@ import json
 import statistics
 from argparse import ArgumentParser, Namespace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...errors import Mistake
 from ...mixers import MIXERS
@@ -25,23 +25,11 @@ SIZES = {
 }  # fmt: skip
 
 
-class Part(NamedTuple):
-    """A table of the report."""
-
-    what: str
-    length: str
-    key: str
-    factor: float
-    digits: str
-    title: str
-    ratio: str
-
-
-PARTS = (
-    Part("generation", "context", "seconds", 1e3, ".2f", "generation, ms per token", "times_faster"),
-    Part("generation", "context", "state_bytes", 1e-3, ".0f", "generation, state in kB", "times_smaller"),
-    Part("training", "tokens", "tokens_per_second", 1, ".0f", "training, tokens/s", "times_faster"),
-    Part("training", "tokens", "peak_bytes", 1e-6, ".0f", "training, peak memory in MB", "times_smaller"),
+PARTS = (  # tables: which rows, against which length, which number with its factor, digits and title, and which ratio in brackets
+    ("generation", "context", "seconds", 1e3, ".2f", "generation, ms per token", "times_faster"),
+    ("generation", "context", "state_bytes", 1e-3, ".0f", "generation, state in kB", "times_smaller"),
+    ("training", "tokens", "tokens_per_second", 1, ".0f", "training, tokens/s", "times_faster"),
+    ("training", "tokens", "peak_bytes", 1e-6, ".0f", "training, peak memory in MB", "times_smaller"),
 )
 
 
@@ -119,10 +107,15 @@ def _measure_host(args: Namespace) -> dict:
 def _begin(args: Namespace) -> dict:
     """Returns an empty report, or with --resume the report in the file."""
     now = settings(args)
-    report = {"machine": machine(args), "settings": now, "parameters": [], "training": [], "generation": [], "ratios": []}
-    if args.resume and args.json is None:
-        raise Mistake("--resume needs --json, the file with the report to continue")
-    if not args.resume or not args.json.exists():
+    report: dict[str, Any] = {
+        "machine": machine(args),
+        "settings": now,
+        "parameters": [],
+        "training": [],
+        "generation": [],
+        "ratios": [],
+    }
+    if not args.resume or not args.json or not args.json.exists():
         return report
     report |= json.loads(args.json.read_text())
     before = report["settings"]
@@ -174,23 +167,22 @@ def table(report: dict) -> str:
         f"in brackets: times as fast, or as small, as {TRANSFORMER}",
     ]
     for part in PARTS:
-        lines += ["", *_part_table(report, part)]
+        lines += ["", *_part_table(report, *part)]
     lines += ["", "| model | parameters |", "|---|---:|"]
     lines += [f"| {row['name']} | {row['parameters']:,} |" for row in report["parameters"]]
     return "\n".join(lines)
 
 
-def _part_table(report: dict, part: Part) -> list[str]:
+def _part_table(report: dict, what: str, length: str, key: str, factor: float, digits: str, title: str, ratio: str) -> list[str]:
     """A row for each model, a column for each length."""
-    rows = report[part.what]
-    cells = {(row["name"], row[part.length]): format(part.factor * row[part.key], part.digits) for row in rows}
+    rows = report[what]
+    cells = {(row["name"], row[length]): format(factor * row[key], digits) for row in rows}
     for row in report["ratios"]:
-        if row["what"] == part.what:
-            ratio = row[part.ratio]
-            cells[row["name"], row["tokens"]] += f" ({ratio:.2f} x)" if ratio < 10 else f" ({ratio:.0f} x)"
-    lengths = list(dict.fromkeys(row[part.length] for row in rows))
-    after = "after " if part.length == "context" else ""
-    lines = [" | ".join([f"| {part.title}", *(f"{after}{t} tokens" for t in lengths)]) + " |", "|---|" + "---:|" * len(lengths)]
+        if row["what"] == what:
+            cells[row["name"], row["tokens"]] += f" ({row[ratio]:.2f} x)" if row[ratio] < 10 else f" ({row[ratio]:.0f} x)"
+    lengths = list(dict.fromkeys(row[length] for row in rows))
+    after = "after " if length == "context" else ""
+    lines = [" | ".join([f"| {title}", *(f"{after}{t} tokens" for t in lengths)]) + " |", "|---|" + "---:|" * len(lengths)]
     for name in dict.fromkeys(row["name"] for row in rows):
         lines.append(" | ".join([f"| {name}", *(cells[name, t] for t in lengths)]) + " |")
     return lines

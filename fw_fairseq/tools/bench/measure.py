@@ -63,7 +63,7 @@ class Idle:
 
     device_type = "cpu"
 
-    def __init__(self, *step: Any):
+    def __init__(self, *step: Any) -> None:
         pass
 
     def why_not(self, device: torch.device) -> None:

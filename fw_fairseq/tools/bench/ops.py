@@ -168,7 +168,8 @@ def _ratios(args: Namespace, seconds: dict[tuple[int, str], list[float]]) -> lis
 @torch.no_grad()
 def _one_token(args: Namespace) -> list[dict]:
     """Microseconds to generate one token: update and read of the memory; softmax attention over a cache of each length."""
-    rows = []
+    rows: list[dict] = []
+    call: Callable
     for rule in args.rules:
         q, k, v, gates = draw_inputs(args, rule, 1, grad=False)
         _, state = fast_weight(q, k, v, rule, gates)

@@ -19,6 +19,7 @@ EXAMPLE = "fw-convert transformer_lm.pt start.pt --rule decay --feature-dim 32"
 
 
 def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
     parser = make_parser(PROG, __doc__, EXAMPLE)
     parser.add_argument("source", metavar="SOURCE", help="a checkpoint of fairseq's transformer_lm, or the folder of a GPT-2")
     parser.add_argument("output", metavar="OUTPUT", help="the checkpoint to write, for --finetune-from-model or --restore-file")
@@ -44,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line."""
     args = vars(parser().parse_args(arguments))
     with mistakes_as_sentences(PROG):
         output = args.pop("output")

@@ -84,7 +84,7 @@ def fast_weight_config(
 ) -> FastWeightConfig:
     """Returns the options of the new model. The defaults are the best ones of Mao 2022, table 1: learned ReLU features divided by
     their sum for rules that erase, plain features for the others."""
-    window = {} if local_window is None else {"local_window": local_window}
+    window: dict[str, Any] = {} if local_window is None else {"local_window": local_window}
     if rule in (LOCAL, SOFTMAX):
         if named := [
             name for name, value in {"feature_map": feature_map, "feature_norm": feature_norm, **options}.items() if value

@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import omegaconf._utils
 import torch
@@ -21,7 +22,7 @@ from fairseq.tasks.language_modeling import LanguageModelingConfig
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from ...config import EXTRAS, SOFTMAX, layer_mixers
+from ...config import EXTRAS, SOFTMAX
 from ...errors import Mistake
 from ...files import building, pickled, reading, safetensors
 from ...models.fast_weight_lm import FastWeightLanguageModel, FastWeightLanguageModelConfig
@@ -58,7 +59,7 @@ class Source:
 class Vocabulary:
     """The part of a dictionary that a model needs when it is built."""
 
-    def __init__(self, size: int):
+    def __init__(self, size: int) -> None:
         self.size = size
 
     def __len__(self) -> int:
@@ -81,15 +82,13 @@ def read_pretrained(path: Path) -> Source:
 def read_fairseq(path: Path) -> Source:
     """Returns the model of a checkpoint."""
     state = load_mapped(path)
-    if not isinstance(state.get("model"), dict) or state.get("cfg") is None:
-        raise Mistake(f"{path} holds no fairseq model with its options; SOURCE must be a checkpoint that fairseq-train saved")
     old = state.get("args")
     given = old if old is not None else state["cfg"]["model"]
-    model = vars(given) if isinstance(given, Namespace) else OmegaConf.to_container(given, resolve=False, enum_to_str=True)
+    model: Any = vars(given) if isinstance(given, Namespace) else OmegaConf.to_container(given, resolve=False, enum_to_str=True)
     name = model.get("_name") or model.get("arch")
     if not issubclass(ARCH_MODEL_REGISTRY.get(name) or MODEL_REGISTRY.get(name, object), TransformerLanguageModel):
         raise Mistake(f"{path} holds a model of architecture {name!r}; fw-convert takes transformer_lm and its architectures")
-    cfg = OmegaConf.to_container(state["cfg"], resolve=True, enum_to_str=True)
+    cfg: Any = OmegaConf.to_container(state["cfg"], resolve=True, enum_to_str=True)
     given = Namespace(**(model if old is not None else cfg["model"]))
     if old is not None:  # what they leave to their architecture; that of transformer_lm itself does nothing today
         (base_lm_architecture if name == "transformer_lm" else ARCH_CONFIG_REGISTRY[name])(given)
@@ -108,6 +107,7 @@ def load_mapped(path: Path) -> dict:
 
 
 def mapped(path: Path) -> dict:
+    """Reads a checkpoint, whose tensors stay on disk."""
     state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     if state.get("cfg") is not None:
         state["cfg"] = options_of_any_kind(state["cfg"])
@@ -118,12 +118,12 @@ def options_of_any_kind(cfg: dict) -> DictConfig:
     """Returns fairseq's options, which may have a Namespace among them, as fairseq itself does."""
     if not omegaconf.__version__.startswith("2.0."):
         return OmegaConf.create(cfg, flags={"allow_objects": True})
-    checked = omegaconf._utils.is_primitive_type
-    omegaconf._utils.is_primitive_type = lambda _: True  # 2.0 has no such flag
+    utils: Any = omegaconf._utils
+    checked, utils.is_primitive_type = utils.is_primitive_type, lambda _: True  # 2.0 has no such flag
     try:
         return OmegaConf.create(cfg)
     finally:
-        omegaconf._utils.is_primitive_type = checked
+        utils.is_primitive_type = checked
 
 
 def lm_options(given: dict) -> dict:
@@ -153,7 +153,7 @@ def read_gpt2(folder: Path) -> Source:
     for name, tensor in gpt2_tensors(folder):
         tensors |= gpt2_to_fairseq(name, tensor, eos)
     tensors["decoder.output_projection.weight"] = tensors["decoder.embed_tokens.weight"]
-    cfg = OmegaConf.to_container(OmegaConf.structured(FairseqConfig), resolve=False, enum_to_str=True)
+    cfg: Any = OmegaConf.to_container(OmegaConf.structured(FairseqConfig), resolve=False, enum_to_str=True)
     task = LanguageModelingConfig(
         data="", tokens_per_sample=options["tokens_per_sample"], max_target_positions=options["max_target_positions"]
     )
@@ -181,8 +181,6 @@ def gpt2_config(folder: Path) -> dict:
 def gpt2_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yields one tensor at a time from the mapped files. Neither format runs code here."""
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    if not files:
-        raise Mistake(f"SOURCE {folder} has no weights; it needs *.safetensors or pytorch_model.bin")
     for file in files:
         with reading(file, "a model's weights"):
             yield from safetensors(file) if file.suffix == ".safetensors" else pickled(file)
@@ -212,7 +210,7 @@ def gpt2_to_fairseq(name: str, tensor: Tensor, eos: int) -> dict[str, Tensor]:
     return {f"{prefix}{GPT2_NAMES.get(part, part)}.{kind}": tensor}
 
 
-def skeleton(source: Source) -> FastWeightLanguageModel:
+def skeleton(source: Source) -> Any:
     """Returns the model without its numbers; the embeddings give the size of its vocabulary, of which the output may have the first
     words only."""
     pattern = r"decoder\.embed_tokens\.(weight|embeddings\.\d+\.0\.weight)"
@@ -227,8 +225,6 @@ def skeleton(source: Source) -> FastWeightLanguageModel:
 def match_layout(source: Source, path: Path) -> Source:
     """Returns the source with today's names. Refuses one that lacks a tensor of the model, or has another tensor or shape."""
     options, tensors = source.options, source.tensors
-    if set(layer_mixers(Namespace(**options), options["decoder_layers"])) != {SOFTMAX}:
-        raise Mistake(f"{path} has mixers other than softmax already; fw-convert takes those with softmax in every layer")
     model = skeleton(source)
     model.upgrade_state_dict(tensors)
     options |= {"decoder_layers": len(model.decoder.layers), "decoder_layers_to_keep": None}  # those that were kept

@@ -40,15 +40,16 @@ def parser() -> argparse.ArgumentParser:
         help="cuts TEXT as the training text was cut: a folder with GPT-2's tokenizer, a tokenizer.json, a SentencePiece model,"
         " codes of subword-nmt, or bytes; default: words that spaces separate",
     )
-    parser.add_argument(
-        "--last",
-        type=lambda text: [int(part) for part in text.split(",")],
-        metavar="N,...",
-        help="show what token N of TEXT reads, or each of several; default: the last",
-    )
+    said = "show what token N of TEXT reads, or each of several; default: the last"
+    parser.add_argument("--last", type=numbers, metavar="N,...", help=said)
     parser.add_argument("--html", type=Path, help="page to write: every layer and head, with numbers under the mouse")
     parser.add_argument("--png", type=Path, help="picture to write (needs matplotlib): heads of short texts, layers of long ones")
     return parser
+
+
+def numbers(text: str) -> list[int]:
+    """An option that is numbers with commas between them."""
+    return [int(part) for part in text.split(",")]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -71,9 +72,8 @@ def run(args: argparse.Namespace) -> None:
         said = f"{unknown} of {total} words are not in the model's dictionary, so the weights are mostly those of <unk>"
         print(f"{PROG}: {said}; prepare TEXT as the training text was, or name its tokenizer by --tokenizer", file=sys.stderr)
     readers = list(dict.fromkeys([len(words) - 1] if args.last is None else args.last))
-    for reader in readers:
-        if not 0 < reader < len(words):
-            raise Mistake(f"--last is {reader}; TEXT has tokens 1 to {len(words) - 1}")
+    if wrong := [reader for reader in readers if not 0 < reader < len(words)]:
+        raise Mistake(f"--last is {wrong[0]}; TEXT has tokens 1 to {len(words) - 1}" if total else "TEXT has no words")
     readings = [
         Shown(words[: found.reader + 1], found.parts, [(dictionary[word], chance) for word, chance in found.expected])
         for found in explain(model, tokens[: max(readers) + 1], readers)

@@ -98,7 +98,9 @@ def fill(axis: Any, band: Band, columns: int) -> Any:
 def rows_of(parts: list[Part], heads: bool) -> tuple[list[str], list[list[float]], list[int]]:
     """Returns the rows' labels, their weights or sizes relative to the largest, and the rows that have a border above: new parts
     or layers."""
-    labels, rows, borders = [], [], []
+    labels: list[str] = []
+    rows: list[list[float]] = []
+    borders: list[int] = []
     for before, part in zip([None, *parts], parts):
         if before is not None and (heads or part.layer != before.layer):
             borders.append(len(rows))

@@ -35,8 +35,6 @@ def read_text(text: str, dictionary: Any, tokenizer: str | None = None, first: i
     if os.path.exists(text) and not os.path.isdir(text):  # which Path does not answer for a sentence too long for a name
         text = files.read_text(Path(text), "a file with a sentence")
     pieces = choose_tokenizer(tokenizer)(text.strip("\n"))
-    if not pieces.shown:
-        raise Mistake("TEXT has no words")
     ways = [[dictionary.eos() if symbol == END else dictionary.index(symbol) for symbol in way] for way in pieces.symbols]
     numbers = min(ways, key=lambda way: way.count(dictionary.unk()))
     if folder or (tokenizer is None and numbers == [dictionary.unk()] and text is given):
@@ -59,14 +57,9 @@ def choose_tokenizer(name: str | None) -> Cut:
     read = _of_folder if path.is_dir() else kinds.get(path.suffix, _subword_codes)
     try:
         return read(path)
-    except ModuleNotFoundError as error:
-        package = str(error.name).split(".")[0].replace("_", "-")
-        raise Mistake(f"--tokenizer {name} needs the package {package}; install it") from None
-    except (Exception, SystemExit) as error:  # of any library; subword-nmt ends the program
+    except (Exception, SystemExit) as error:  # of any library, or none is installed; subword-nmt ends the program
         why = f" ({str(error).splitlines()[0]})" if str(error).strip() and not isinstance(error, SystemExit) else ""
-        raise Mistake(
-            f"--tokenizer {path} cannot be read as a tokenizer{why}; name a file or folder of one, or {BYTES!r}"
-        ) from error
+        raise Mistake(f"--tokenizer {path} cannot be read as a tokenizer{why}; name a file or folder, or {BYTES!r}") from error
 
 
 def spaces(text: str) -> Pieces:

@@ -19,7 +19,7 @@ def load(folder: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     translates = AutoConfig.from_pretrained(folder, trust_remote_code=True).is_encoder_decoder
-    kind = AutoModelForSeq2SeqLM if translates else AutoModelForCausalLM
+    kind: Any = AutoModelForSeq2SeqLM if translates else AutoModelForCausalLM
     model, found = kind.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
     for what in ("missing", "unexpected", "mismatched"):
         if names := found[f"{what}_keys"]:
@@ -63,5 +63,6 @@ def difference(model: Any) -> float:
 
 
 if __name__ == "__main__":
-    sys.modules.update(dict.fromkeys(("fairseq", "torchaudio", "fw_fairseq")))  # whose import fails from now on
+    absent: Any = dict.fromkeys(("fairseq", "torchaudio", "fw_fairseq"))
+    sys.modules.update(absent)  # whose import fails from now on
     print(difference(load(sys.argv[1])))

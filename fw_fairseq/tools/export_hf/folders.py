@@ -106,7 +106,7 @@ def check_alone(folder: Path, named: str) -> None:
     alone. named: what the user gave for it."""
     with tempfile.TemporaryDirectory() as modules:  # where transformers copies the folder's code, in place of the user's home
         environment = os.environ | {"HF_MODULES_CACHE": modules, "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-c", PROGRAM.read_text(encoding="utf-8"), folder]
+        command = [sys.executable, "-c", PROGRAM.read_text(encoding="utf-8"), str(folder)]
         done = subprocess.run(command, cwd=modules, env=environment, capture_output=True, text=True)
     if done.returncode == 0:
         found = float(done.stdout.split()[-1])

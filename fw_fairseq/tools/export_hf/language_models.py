@@ -102,7 +102,7 @@ def _jsonable(value: Any) -> Any:
     return value if isinstance(value, (int, float)) else str(value)  # an option with choices is an Enum
 
 
-def _mixer_name(attention: nn.Module) -> str:
+def _mixer_name(attention: Any) -> str:
     mixer = getattr(attention, "mixer", None)
     return next((name for name, kind in MIXERS.items() if type(mixer) is kind), SOFTMAX)
 

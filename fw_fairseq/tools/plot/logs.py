@@ -29,9 +29,9 @@ def read_logs(paths: list[Path], metric: str) -> tuple[list[dict[int, float]], s
         if not values:
             names = dict.fromkeys(name for entry in entries for name in entry if name not in PLACES)
             there = [name for name in names if not name.endswith("num_updates") and _by_update(entries, name)]
-            if there:
-                raise Mistake(f"{path} has no {metric}; --metric may be one that it has: {', '.join(there)}")
-            raise Mistake(f"{path} has no metric of any update; it must be a log of fairseq-train with --log-format json or simple")
+            why = "it must be a log of fairseq-train with --log-format json or simple, with a metric of an update"
+            why = f"--metric may be one that it has: {', '.join(there)}" if there else why
+            raise Mistake(f"{path} has no {metric}; {why}")
     return found, metric
 
 

@@ -16,7 +16,7 @@ SMALL, TEXT = 6.5, 7.5  # points
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#8C4FA8", "#B8860B", "#5B5B5B")
 DASHES, MARKERS = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.2, 1, 1.2))), "osD^vPX*<>hd"
 UNDATED = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
-SETTINGS = {
+SETTINGS: dict[Any, Any] = {
     "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans", "Arial", "Helvetica"], "font.size": TEXT,
     "axes.labelsize": TEXT, "xtick.labelsize": SMALL, "ytick.labelsize": SMALL, "legend.fontsize": SMALL,
     "axes.linewidth": 0.6, "xtick.major.width": 0.6, "ytick.major.width": 0.6, "xtick.major.size": 2.5, "ytick.major.size": 2.5,
@@ -76,7 +76,7 @@ def log_values(axes: Any, name: str = "y") -> None:
     axes.set(**{f"{name}scale": "log"})
     axis = getattr(axes, f"{name}axis")
     low, high = axis.get_view_interval()
-    locator = LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,))
+    locator: Any = LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,))
     if sum(low <= tick <= high for tick in locator.tick_values(low, high)) < 2:
         locator = MaxNLocator(4, steps=[1, 2, 5, 10])
     axis.set_major_locator(locator)
