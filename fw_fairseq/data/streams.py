@@ -35,6 +35,8 @@ class StreamDataset(torch.utils.data.Dataset):
         shards: int = 1,
         share: tuple[int, int] = (0, 1),
     ) -> None:
+        if not 0 <= shard < shards:
+            raise Mistake(f"--shard-id is {shard}; it must be at least 0 and less than --num-shards, {shards}")
         tokens, parts = text.tokens, rows * shards
         if len(tokens) < parts:
             raise Mistake(

@@ -241,9 +241,28 @@ def test_only_the_run_itself_has_its_lock(tmp_path, monkeypatch):
     distributed = Namespace(ddp_backend="legacy_ddp", distributed_backend="gloo")
     config = Namespace(distributed_training=distributed, common=Namespace(cpu=True), dataset=Namespace())
     suit_workers_to_cpus(lambda cfg, main: None, config, None)  # a run that ends
+    assert not (tmp_path / ".lock").exists()
     Holder(tmp_path).kill()
     os.kill(loader, signal.SIGKILL)
     os.waitpid(loader, 0)
+
+
+def test_a_file_that_another_run_removes_is_no_lock(tmp_path, monkeypatch):
+    """Between the opening of the file and its lock."""
+    monkeypatch.setattr(locks, "held", {})
+    original, calls = locks.fcntl.lockf, []
+
+    def lockf(*args):
+        calls.append(args)
+        if len(calls) < 3:
+            (tmp_path / ".lock").unlink()
+        if len(calls) == 2:
+            (tmp_path / ".lock").write_text("of a third run")
+        original(*args)
+
+    monkeypatch.setattr(locks.fcntl, "lockf", lockf)
+    locks.lock(str(tmp_path))
+    assert len(calls) == 3 and (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} of ")
 
 
 def test_a_directory_that_cannot_be_locked_is_used_with_a_warning(tmp_path, monkeypatch, caplog):

@@ -66,6 +66,7 @@ def test_a_run_that_is_told_to_stop_saves_and_resumes_as_if_it_had_not(data, tmp
     assert "SIGTERM stopped the run after update" in done.stdout + done.stderr
     stopped = torch.load(tmp_path / "checkpoint_last.pt", weights_only=True)
     assert 5 <= stopped["optimizer_history"][-1]["num_updates"] < UPDATES
+    assert not (tmp_path / ".lock").exists()
     succeed(fairseq("train", *command))
     succeed(fairseq("train", *training(data, tmp_path / "whole", "--batch-size", 4)))
     one, two = parameters(tmp_path), parameters(tmp_path / "whole")

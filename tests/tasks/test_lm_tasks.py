@@ -378,6 +378,12 @@ def test_windows_take_any_model():
     assert eval_lm(models, task.dictionary, batches)["perplexity"] > 1
 
 
+def test_streams_of_a_shard_that_is_not_there():
+    """Nothing would be scored, which passes for a perplexity of 1."""
+    with pytest.raises(ValueError, match="--shard-id is 2; it must be at least 0 and less than --num-shards, 2"):
+        stateful(tokens_per_sample=8).eval_lm_dataloader(random_text(), shard_id=2, num_shards=2)
+
+
 def test_streams_need_a_model_with_memories(monkeypatch):
     monkeypatch.setattr("fw_fairseq.patches.checkpoints.origin.origins", {})  # no other test's checkpoint was read last
     task, message = stateful(tokens_per_sample=8), "TransformerLanguageModel has none; use --task language_modeling"

@@ -66,13 +66,16 @@ def lock_the_save_directory(original: Callable, save_dir: str) -> None:
 
 def lock(folder: str) -> None:
     """Takes the lock of a save directory for this process, or refuses the directory if another process has it. The system holds the
-    lock: it ends when the process does, however that happens, and no process that this one starts has it. The file stays."""
+    lock: it ends when the process does, however that happens, and no process that this one starts has it."""
     path = os.path.realpath(os.path.join(folder, ".lock"))
     if (os.getpid(), path) in held:
         return
     try:
         file = open(path, "a+")  # noqa: SIM115
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not (os.path.exists(path) and os.path.samefile(file.fileno(), path)):
+            lock(folder)  # another run ended meanwhile, and has removed the file that was opened
+            return
     except BlockingIOError:
         file.seek(0)
         help_ = "give another --save-dir, or wait until that run has ended"
@@ -87,9 +90,10 @@ def lock(folder: str) -> None:
 
 
 def release() -> None:
-    """Gives up all locks of this process."""
+    """Gives up all locks of this process and removes their files."""
     for key in [key for key in held if key[0] == os.getpid()]:
-        held.pop(key).close()
+        with contextlib.suppress(OSError), held.pop(key):
+            os.remove(key[1])
 
 
 @replaces(checkpoint_utils, "prune_state_dict")
