@@ -39,7 +39,7 @@ class View(ctypes.Structure):
 class Features(ctypes.Structure):
     """How the loop makes features of the rows that it is given."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("input", "keys", "map", "nu", "norm")]
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("input", "keys", "map", "nu", "norm"))
 
     def maps(self, row_map: RowMap | None, keys: int) -> bool:
         """Fills in the numbers for rows of features, or for rows of which this map makes features. Returns whether it does."""
@@ -54,17 +54,17 @@ class MemoryStep(Features):
     """The arguments of the loop."""
 
     _fields_ = (
-        [(name, View) for name in VIEWS]
-        + [(name, ctypes.c_void_p) for name in POINTERS]
-        + [(name, ctypes.c_int64) for name in SIZES]
-        + [(name, ctypes.c_double) for name in ("eps", "scale")]
+        *((name, View) for name in VIEWS),
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        *((name, ctypes.c_int64) for name in SIZES),
+        *((name, ctypes.c_double) for name in ("eps", "scale")),
     )
 
 
 class MemoryLoop:
     """Writes and reads one token of each row. ``maps_rows``: q and k are rows, of which the loop makes features."""
 
-    def __init__(self, mixer: FastWeight, row_map: RowMap | None, like: Tensor):
+    def __init__(self, mixer: FastWeight, row_map: RowMap | None, like: Tensor) -> None:
         self.arguments = s = MemoryStep(heads=mixer.num_heads, values=mixer.head_dim, eps=mixer.feature_map.eps, scale=1)
         self.maps_rows = s.maps(row_map, mixer.feature_map.out_dim)
         if mixer.attention_norm:
@@ -97,5 +97,5 @@ class MemoryLoop:
             s.factor_keys, s.factor_values, s.places = (x.data_ptr() for x in (factors.keys, factors.values, factors.places))
         self.loop(self.here)
         if factors is not None:
-            memory.grow()
+            memory.grow(factors)
         return y
