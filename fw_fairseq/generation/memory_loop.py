@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from ..feature_maps import RowMap
 from ..mixers import FastWeight
 from ..ops.inputs import READ_AND_ERASE
 from ..ops.native import loop, threads
-
-if TYPE_CHECKING:
-    from .memory import Memory
 
 MAP_NAMES, NORM_NAMES = ("identity", "elu", "relu", "dpfp"), ("none", "sum", "l2")  # in the order of Map and Norm there
 _, WRITE, KEYS, KEYS_READ = range(4)  # in the order of Normaliser there
@@ -31,8 +28,11 @@ class View(ctypes.Structure):
     def show(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Points at x, (R,H,1) or (R,H,1,X), in this dtype and with channels side by side; returns what must live meanwhile."""
         x = x if x.dtype == dtype else x.to(dtype)
-        x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-        self.data, self.row, self.head = x.data_ptr(), x.stride(0), x.stride(1)
+        self.row, self.head, *_, channel = x.stride()
+        if channel != 1 and x.shape[-1] != 1:
+            x = x.contiguous()
+            self.row, self.head, *_ = x.stride()
+        self.data = x.data_ptr()
         return x
 
 
@@ -73,8 +73,9 @@ class MemoryLoop:
         self.views = [getattr(s, name) for name in VIEWS]
         self.dtype, self.loop, self.here = like.dtype, loop("memory_step", like.dtype), ctypes.byref(s)
 
-    def __call__(self, memory: Memory, *operands: Tensor | None) -> Tensor:
-        """Takes what VIEWS names, (R,H,1) or (R,H,1,X), the last ones maybe left out; returns what q reads, (R,H,1,V)."""
+    def __call__(self, memory: Any, *operands: Tensor | None) -> Tensor:
+        """Changes a ``Memory``. Takes what VIEWS names, (R,H,1) or (R,H,1,X), where the last ones may be left out, and returns what q
+        reads, (R,H,1,V)."""
         s, shown = self.arguments, []
         for view, operand in zip(self.views, operands):
             if operand is None:
