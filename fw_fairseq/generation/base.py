@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import Mistake
-from ..mixers import Mixer
 from .kv_cache import Past, attend
 
 
@@ -19,7 +19,7 @@ def check_rows(rows: int, held: int) -> None:
         raise Mistake(f"tokens have {rows} rows and the states of this generation {held}; give as many or reorder the states")
 
 
-def function_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
+def function_of(module: Any) -> Callable[[Tensor], Tensor]:
     """The module's function without what modules do around it, which takes as long as the function for a few rows."""
     if type(module) is nn.Linear:
         return lambda x: F.linear(x, module.weight, module.bias)
@@ -37,12 +37,15 @@ class Stepper:
 
     reads_projection = False
 
-    def __init__(self, mixer: Mixer, state):
-        self.mixer, self.last, self.shared = mixer, state, None
+    mixer: Any
+
+    def __init__(self, mixer: nn.Module, state: Any) -> None:
+        self.mixer, self.last = mixer, state
+        self.shared: dict[str, Tensor] | None = None
 
     def __call__(self, x: Tensor, source: Tensor | None = None) -> Tensor:
         """Maps x (R,C) to y (R,C). ``source``: what the input projection reads in place of x."""
-        given = {} if source is None else {"source": source.unsqueeze(0)}
+        given: dict[str, Any] = {} if source is None else {"source": source.unsqueeze(0)}
         given |= {"shared": self.shared} if self.mixer.takes_shared else {}
         y, self.last = self.mixer(x.unsqueeze(0), self.last, decoding=True, **given)
         return y.squeeze(0)
@@ -52,7 +55,7 @@ class Stepper:
         if self.last is not None:
             self.last = self.last.index_select(order)
 
-    def state(self):
+    def state(self) -> Any:
         """The state after the last token."""
         return self.last
 
@@ -60,11 +63,17 @@ class Stepper:
 class InPlaceStepper(Stepper):
     """Keeps the state in buffers, which the first token makes and every token changes.
 
-    A subclass has ``can_hold(mixer)``, whether it has buffers and a step for this mixer; ``start(state, x)``, which makes the
-    buffers for tokens like x; ``step(x)``; and for started buffers ``reorder_buffers(order)`` and ``buffered_state()``.
+    A subclass has ``can_hold``, whether it has buffers and a step for a mixer; ``start``, which makes the buffers for tokens like
+    x; ``step``; and for started buffers ``reorder_buffers`` and ``buffered_state``.
     """
 
-    def __init__(self, mixer: Mixer, state):
+    can_hold: Callable[[Any], bool]
+    start: Callable[[Any, Tensor], None]
+    step: Callable[[Tensor], Tensor]
+    reorder_buffers: Callable[[Tensor], None]
+    buffered_state: Callable[[], Any]
+
+    def __init__(self, mixer: nn.Module, state: Any) -> None:
         super().__init__(mixer, state)
         self.rows: int | None = None if state is None else state[0].shape[0]  # that the states have
         self.started = False
@@ -76,17 +85,18 @@ class InPlaceStepper(Stepper):
     def prepare(self, x: Tensor) -> None:
         """Refuses tokens of other rows than the states have, and makes the buffers before the first token."""
         if not self.started:
-            check_rows(len(x), len(x) if self.rows is None else self.rows)
-            self.start(self.last, x)
-            self.last, self.rows, self.started = None, len(x), True
-        elif len(x) != self.rows:
+            self.rows = len(x) if self.rows is None else self.rows
             check_rows(len(x), self.rows)
+            self.start(self.last, x)
+            self.last, self.started = None, True
+        elif len(x) != self.rows:
+            check_rows(len(x), self.rows or 0)
 
     def reorder(self, order: Tensor) -> None:
         self.rows = None if self.rows is None else len(order)
         self.reorder_buffers(order) if self.started else super().reorder(order)
 
-    def state(self):
+    def state(self) -> Any:
         return self.buffered_state() if self.started else super().state()
 
 
@@ -101,4 +111,5 @@ class SoftmaxStepper(Stepper):
         """Adds k and v to the past, and reads it with q: (R,C) each -> y (R,C)."""
         q, k, v = (part.reshape(len(part), self.mixer.num_heads, 1, -1) for part in parts)
         self.last = (Past.empty(k, 64) if self.last is None else self.last).add(k, v, None)
-        return attend(q, *self.last.tokens(), False).view(len(q), -1)
+        keys, values, hidden = self.last.tokens()
+        return attend(q, keys, values, hidden, False).view(len(q), -1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +22,12 @@ VARIABLE = "FW_FAIRSEQ_DECODING_GRAPH"
 class CudaGraph:
     """A graph has the work that a function started on the GPU, and repeats it without the function."""
 
-    def __init__(self, function: Callable[[], None]):
+    def __init__(self, function: Callable[[], None]) -> None:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             function()
 
     def replay(self) -> None:
-        """Starts it again."""
         self.graph.replay()
 
 
@@ -41,19 +41,18 @@ class Graphs:
 
     graph_type: Callable = CudaGraph
 
-    def __init__(self, function: Callable[..., Tensor], memories: list[KernelMemory], sources: Sequence = ()):
+    def __init__(self, function: Callable[..., Tensor], memories: list[KernelMemory], sources: Sequence = ()) -> None:
         self.function, self.memories, self.sources = function, memories, sources
-        self.captured: list[CudaGraph | None] = [None, None]
+        self.captured: list[Any] = [None, None]
         self.count = 0  # tokens
 
-    def __call__(self, *inputs: Tensor | None) -> Tensor:
+    def __call__(self, *inputs: Tensor) -> Tensor:
         """Copies the inputs into buffers and returns a copy of the output, (R,...), with as many rows as the first input."""
         self.count += 1
         if self.count == 1:
-            self.inputs = [None if x is None else x.clone() for x in inputs]
+            self.inputs = [x.clone() for x in inputs]
         for buffer, x in zip(self.inputs, inputs):
-            if buffer is not None:
-                buffer[: len(x)].copy_(x)
+            buffer[: len(x)].copy_(x)
         if self.count <= EAGER:
             self.output = self.function(*self.inputs)
         else:
@@ -61,16 +60,14 @@ class Graphs:
         return self.output[: len(inputs[0])].clone()
 
     def replay(self) -> None:
-        """Replays the step of the memories' turn."""
         if self.count == EAGER + 1:
             for memory in self.memories:
                 memory.share(self.memories[0].order)
             for source in self.sources:
                 source.order = self.sources[0].order
         turn = self.memories[0].turn
-        if self.captured[turn] is None:
-            self.captured[turn] = self.graph_type(self.advance)
-        self.captured[turn].replay()
+        graph = self.captured[turn] = self.captured[turn] or self.graph_type(self.advance)
+        graph.replay()
         for memory in self.memories:
             memory.turn = 1 - turn
 

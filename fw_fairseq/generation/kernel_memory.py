@@ -6,6 +6,8 @@ replayed for every second token.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -39,7 +41,7 @@ class KernelMemory(InPlaceStepper):
         q, v = (weight.new_empty(1, 1, 1, width) for width in (mixer.sizes["q"] // mixer.num_heads, mixer.head_dim))
         return kernel.why_not(q, v, mixer.rule.sample, mixer.row_map or AS_IS) is None
 
-    def start(self, state: FastWeightState | None, x: Tensor) -> None:
+    def start(self, state: Any, x: Tensor) -> None:
         mixer, self.rule = self.mixer, self.mixer.rule
         self.in_proj, self.out_proj = function_of(mixer.in_proj), function_of(mixer.out_proj)
         keys = (len(x), mixer.num_heads, mixer.feature_map.out_dim)
@@ -62,14 +64,13 @@ class KernelMemory(InPlaceStepper):
     def step(self, x: Tensor) -> Tensor:
         mixer = self.mixer
         qk, v, coefficients = take_apart(mixer, self.rule, self.in_proj(x))
-        q, k, v, *opened = (
-            None if part is None else part.squeeze(2) for part in (*mapped(mixer, qk, mixer.row_map is not None), v, *coefficients)
-        )
+        q, k, v = (part.squeeze(2) for part in (*mapped(mixer, qk, mixer.row_map is not None), v))
+        f, z, e, w = (None if part is None else part.squeeze(2) for part in coefficients)
         now, then = self.turn, 1 - self.turn
         eps = mixer.feature_map.eps
         divided = None if self.sums is None else Divided(eps, max(eps, EPS), self.sums[now], self.sums[then])
         row_map = mixer.row_map or AS_IS
-        kernel.step(q, k, v, *opened, self.buffers[now], row_map, self.y, self.buffers[then], self.order, divided)
+        kernel.step(q, k, v, f, z, e, w, self.buffers[now], row_map, self.y, self.buffers[then], self.order, divided)
         self.turn = then
         if not self.shares:
             self.order.copy_(self.identity)

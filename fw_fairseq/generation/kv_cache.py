@@ -22,16 +22,16 @@ class Past(NamedTuple):
     @classmethod
     def empty(cls, like: Tensor, room: int) -> Past:
         """Returns buffers for keys like ``like`` (B,H,T,X)."""
-        batch, heads, _, width = like.shape
-        return cls(*(like.new_empty(batch, heads, room, width) for _ in range(2)), 0, [0])
+        keys = like.new_empty(*like.shape[:2], room, like.shape[3])
+        return cls(keys, torch.empty_like(keys), 0, [0])
 
     def add(self, k: Tensor, v: Tensor, hidden: Tensor | None) -> Past:
         """Returns the past with more tokens, k and v (B,H,T,X). It changes the buffers in place where they have room and no
         gradient passes them."""
         stop, keys, values, used = self.length + k.shape[2], self.keys, self.values, self.used
         if torch.is_grad_enabled() and (k.requires_grad or keys.requires_grad):
-            keys, values = (torch.cat(pair, 2) for pair in zip(self.tokens(), (k, v)))
-            return Past(keys, values, stop, [stop], self.hidden_after(k, hidden))
+            before = self.tokens()
+            return Past(torch.cat([before[0], k], 2), torch.cat([before[1], v], 2), stop, [stop], self.hidden_after(k, hidden))
         if stop > keys.shape[2] or used[0] != self.length:
             keys, values, _, used, _ = Past.empty(k, 2 * stop)
             keys[:, :, : self.length], values[:, :, : self.length] = (
@@ -57,7 +57,8 @@ class Past(NamedTuple):
 
     def index_select(self, order: Tensor) -> Past:
         """Returns the past of the hypotheses ``order``, with its room, so that the next token is added without a copy."""
-        keys, values, hidden = (None if x is None else x.index_select(0, order) for x in (self.keys, self.values, self.hidden))
+        keys, values = self.keys.index_select(0, order), self.values.index_select(0, order)
+        hidden = None if self.hidden is None else self.hidden.index_select(0, order)
         return Past(keys, values, self.length, [self.length], hidden)
 
     @staticmethod

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .base import Stepper, function_of
+from .base import function_of
 
 
 class AttentionStep:
-    """What a mixer, or softmax attention, adds to the residual stream. norm: the one before it, if any; owner: whose state it
-    has."""
+    """What a mixer, or other attention, adds to the residual stream, by its stepper. norm: the one before it, if any; owner: whose
+    state it has."""
 
-    def __init__(self, owner: nn.Module, stepper: Stepper, norm: nn.Module | None):
+    def __init__(self, owner: Any, stepper: Any, norm: nn.Module | None) -> None:
         self.owner, self.stepper = owner, stepper
         self.norm = None if norm is None else function_of(norm)
 
@@ -24,18 +25,16 @@ class AttentionStep:
         return self.stepper(x if self.norm is None else self.norm(x))
 
     def reorder(self, order: Tensor) -> None:
-        """Gives row i the state of row ``order[i]``."""
         self.stepper.reorder(order)
 
     def states(self) -> list[tuple[nn.Module, object]]:
-        """The states after the last token, with the modules that they belong to."""
         return [(self.owner, self.stepper.state())]
 
 
 class FeedForwardStep:
     """What a feed-forward network adds to the residual stream. norm: the one before it, if any."""
 
-    def __init__(self, fc1: nn.Module, activation: Callable[[Tensor], Tensor], fc2: nn.Module, norm: nn.Module | None):
+    def __init__(self, fc1: nn.Module, activation: Callable[[Tensor], Tensor], fc2: nn.Module, norm: nn.Module | None) -> None:
         self.norm, self.fc1, self.fc2 = None if norm is None else function_of(norm), function_of(fc1), function_of(fc2)
         own = type(fc1) is nn.Linear and activation is F.relu  # a result of its own, which may be changed
         self.activation = torch.relu_ if own else function_of(activation)
@@ -48,7 +47,6 @@ class FeedForwardStep:
         """There is no state."""
 
     def states(self) -> list[tuple[nn.Module, object]]:
-        """None."""
         return []
 
 
@@ -56,12 +54,11 @@ class LayerStep:
     """One layer. parts: what adds to the residual stream, the attention first; norms: those after each of them, None where norms
     come before."""
 
-    def __init__(self, parts: list, norms: list[nn.Module] | None):
+    def __init__(self, parts: list, norms: list[nn.Module] | None) -> None:
         self.parts, self.norms = parts, None if norms is None else list(map(function_of, norms))
 
     @property
-    def stepper(self) -> Stepper:
-        """The stepper of the first attention."""
+    def stepper(self) -> Any:
         return self.parts[0].stepper
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ each token.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from ..ops.factored import Factors
 from ..ops.inputs import READ_AND_ERASE
 from ..ops.kernels.launch import has_kernels
 from ..ops.native import takes
-from ..rules import Coefficients, Rule
+from ..rules import Coefficients
 from .base import InPlaceStepper, function_of
 from .memory_loop import MemoryLoop
 
@@ -30,7 +32,7 @@ def in_columns(mixer: FastWeight) -> bool:
     return not scaled and mixer.rule.coefficients is not None
 
 
-def take_apart(mixer: FastWeight, rule: Rule, parts: Tensor) -> tuple[Tensor, Tensor, Coefficients]:
+def take_apart(mixer: FastWeight, rule: Any, parts: Tensor) -> tuple[Tensor, Tensor, Coefficients]:
     """What the input projection of a plain layer makes of a token, (R,P), as rows of queries and keys, (2,R,H,1,X), values
     (R,H,1,V) and coefficients, (R,H,1) or (R,H,1,X)."""
     rows, heads = len(parts), mixer.num_heads
@@ -53,14 +55,13 @@ def mapped(mixer: FastWeight, qk: Tensor, maps_rows: bool) -> Tensor:
 class FactorBuffers:
     """The factors of a few tokens, with room for as many as take less space than the memory."""
 
-    def __init__(self, rows: int, heads: int, keys: int, columns: int, shared: bool, like: Tensor):
+    def __init__(self, rows: int, heads: int, keys: int, columns: int, shared: bool, like: Tensor) -> None:
         self.shared, self.count = shared, 0
         room = -(-keys * columns // (keys + columns)) - 1
         self.keys, self.values = (like.new_empty(rows, heads, room, width) for width in (keys, columns))
         self.places = torch.arange(rows, device=like.device)[:, None].repeat(1, room)
 
     def room(self) -> int:
-        """How many tokens fit in."""
         return self.keys.shape[2]
 
     def reorder(self, order: Tensor) -> None:
@@ -87,10 +88,12 @@ class Memory(InPlaceStepper):
     """
 
     mixer: FastWeight
+    write_and_read: Any
 
-    def __init__(self, mixer: FastWeight, state: FastWeightState | None):
+    def __init__(self, mixer: FastWeight, state: FastWeightState | None) -> None:
         super().__init__(mixer, state)
-        self.rule, self.reads_projection = mixer.rule, mixer.has_no_parts
+        self.rule: Any = mixer.rule
+        self.reads_projection = mixer.has_no_parts
         self.columns = mixer.head_dim + mixer.attention_norm
         self.in_proj, self.out_proj = function_of(mixer.in_proj), function_of(mixer.out_proj)
 
@@ -106,13 +109,14 @@ class Memory(InPlaceStepper):
         knows = not (rule.removal is not None and rule.erases) and (rule.simple or not mixer.attention_norm)
         return mixer.has_no_parts or (knows and takes(weight.detach()))
 
-    def start(self, state: FastWeightState | None, x: Tensor) -> None:
+    def start(self, state: Any, x: Tensor) -> None:
         mixer, rule, in_loop = self.mixer, self.rule, takes(x)
         row_map = None if rule.key is not None else mixer.row_map  # a rule makes another key of the features
         self.write_and_read = MemoryLoop(mixer, row_map, x) if in_loop else step_in_pytorch
         self.maps_rows = in_loop and self.write_and_read.maps_rows
-        before = {} if state is None else state._replace(memory=None, normaliser=None)._asdict()
-        self.kept = {name: part for name, part in before.items() if part is not None}
+        before = {} if state is None else state._asdict()
+        beside = before.keys() - {"memory", "normaliser"}
+        self.kept: dict[str, Tensor] = {name: before[name] for name in beside if before[name] is not None}
         self.factors: FactorBuffers | None = None
         sizes = len(x), mixer.num_heads, mixer.feature_map.out_dim, self.columns
         axes = {gate.axis for gate in rule.gates.values()}
@@ -136,11 +140,11 @@ class Memory(InPlaceStepper):
         self.spare: Tensor | None = None
         self.order: Tensor | None = None
 
-    def grow(self) -> None:
+    def grow(self, factors: FactorBuffers) -> None:
         """The factors have one more token; they become the matrix that they stand for once they are full."""
-        self.factors.count += 1
-        if self.factors.count == self.factors.room():
-            self.hold(self.factors.gathered().dense())
+        factors.count += 1
+        if factors.count == factors.room():
+            self.hold(factors.gathered().dense())
             self.factors = None
 
     def turn(self) -> tuple[Tensor, Tensor | None]:
@@ -167,15 +171,13 @@ class Memory(InPlaceStepper):
             self.order = order.contiguous() if self.order is None else self.order.index_select(0, order)
 
     def buffered_state(self) -> FastWeightState:
-        width, sums = self.mixer.head_dim, None
+        width, norm = self.mixer.head_dim, self.mixer.attention_norm
         if self.factors is None:
             memory = self.in_order()
-            memory, last = memory[..., :width].clone(), memory[..., -1].clone()
-        else:
-            keys, values = self.factors.gathered()
-            memory, last = Factors(keys, values[..., :width]), (keys.mT @ values[..., -1:]).squeeze(-1)
-        sums = last if self.mixer.attention_norm else None
-        return FastWeightState(memory, sums, **self.kept)
+            return FastWeightState(memory[..., :width].clone(), memory[..., -1].clone() if norm else None, **self.kept)
+        keys, values = self.factors.gathered()
+        sums = (keys.mT @ values[..., -1:]).squeeze(-1) if norm else None
+        return FastWeightState(Factors(keys, values[..., :width]), sums, **self.kept)
 
     def __call__(self, x: Tensor, source: Tensor | None = None) -> Tensor:
         x = x if source is None else source
@@ -193,7 +195,7 @@ class Memory(InPlaceStepper):
     def step(self, x: Tensor) -> Tensor:
         """Writes and reads for any layer, which makes queries, keys, values and gates as it always does."""
         mixer, rule = self.mixer, self.rule
-        made = mixer.operands(x.unsqueeze(0), FastWeightState(None, **self.kept))
+        made = mixer.operands(x.unsqueeze(0), FastWeightState(x, **self.kept))  # whose memory it does not read
         q, k, v, gates, *_ = made
         self.kept = made.kept
         if mixer.takes_shared:
@@ -215,11 +217,11 @@ class Memory(InPlaceStepper):
         return mixer.output(y, made.output).squeeze(0)
 
 
-def step_in_pytorch(memory: Memory, q: Tensor, k: Tensor, v: Tensor, f=None, z=None, e=None, w=None) -> Tensor:
-    """As ``MemoryLoop``, with features q and k (R,H,1,K). f, z, e and w: (R,H,1) or (R,H,1,X)."""
+def step_in_pytorch(memory: Memory, q: Tensor, k: Tensor, v: Tensor, *coefficients: Tensor | None) -> Tensor:
+    """As ``MemoryLoop``, with features q and k (R,H,1,K). coefficients: (R,H,1) or (R,H,1,X)."""
     held, mixer, sums = memory.in_order(), memory.mixer, memory.rule.normaliser
     width, eps = mixer.head_dim, mixer.feature_map.eps
-    f, z, e, w = (x if x is None or x.dim() == 4 else x.unsqueeze(-1) for x in (f, z, e, w))
+    f, z, e, w = (x if x is None or x.dim() == 4 else x.unsqueeze(-1) for x in coefficients)
     values = held[..., :width]
     if f is not None:  # the sums of keys shrink, too, where they follow the writes
         (held if sums == "write" else values).mul_(f.mT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from ..feature_maps import NORMS, ROW_MAPS, RowMap
 from ..mixers import FastWeight
 from ..ops.inputs import READ_AND_ERASE
 from ..ops.native import loop, threads
-
-if TYPE_CHECKING:
-    from .memory import Memory
 
 _, WRITE, KEYS, KEYS_READ = range(4)  # in the order of Normaliser there
 VIEWS = ("q", "k", "v", "f", "z", "e", "w", "u", "a", "p")
@@ -30,15 +27,18 @@ class View(ctypes.Structure):
     def show(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Points at x, (R,H,1) or (R,H,1,X), in this dtype and with channels side by side; returns what must live meanwhile."""
         x = x if x.dtype == dtype else x.to(dtype)
-        x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-        self.data, self.row, self.head = x.data_ptr(), x.stride(0), x.stride(1)
+        self.row, self.head, *_, channel = x.stride()
+        if channel != 1 and x.shape[-1] != 1:
+            x = x.contiguous()
+            self.row, self.head, *_ = x.stride()
+        self.data = x.data_ptr()
         return x
 
 
 class Features(ctypes.Structure):
     """How the loop makes features of the rows that it is given."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("input", "keys", "map", "nu", "norm")]
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("input", "keys", "map", "nu", "norm"))
 
     def maps(self, row_map: RowMap | None, keys: int) -> bool:
         """Fills in the numbers for rows of features, or for rows of which this map makes features. Returns whether it does."""
@@ -53,17 +53,17 @@ class MemoryStep(Features):
     """The arguments of the loop."""
 
     _fields_ = (
-        [(name, View) for name in VIEWS]
-        + [(name, ctypes.c_void_p) for name in POINTERS]
-        + [(name, ctypes.c_int64) for name in SIZES]
-        + [(name, ctypes.c_double) for name in ("eps", "scale")]
+        *((name, View) for name in VIEWS),
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        *((name, ctypes.c_int64) for name in SIZES),
+        *((name, ctypes.c_double) for name in ("eps", "scale")),
     )
 
 
 class MemoryLoop:
     """Writes and reads one token of each row. ``maps_rows``: q and k are rows, of which the loop makes features."""
 
-    def __init__(self, mixer: FastWeight, row_map: RowMap | None, like: Tensor):
+    def __init__(self, mixer: FastWeight, row_map: RowMap | None, like: Tensor) -> None:
         self.arguments = s = MemoryStep(heads=mixer.num_heads, values=mixer.head_dim, eps=mixer.feature_map.eps, scale=1)
         self.maps_rows = s.maps(row_map, mixer.feature_map.out_dim)
         if mixer.attention_norm:
@@ -72,8 +72,9 @@ class MemoryLoop:
         self.views = [getattr(s, name) for name in VIEWS]
         self.dtype, self.loop, self.here = like.dtype, loop("memory_step", like.dtype), ctypes.byref(s)
 
-    def __call__(self, memory: Memory, *operands: Tensor | None) -> Tensor:
-        """Takes what VIEWS names, (R,H,1) or (R,H,1,X), the last ones maybe left out; returns what q reads, (R,H,1,V)."""
+    def __call__(self, memory: Any, *operands: Tensor | None) -> Tensor:
+        """Changes a ``Memory``. Takes what VIEWS names, (R,H,1) or (R,H,1,X), where the last ones may be left out, and returns what q
+        reads, (R,H,1,V)."""
         s, shown = self.arguments, []
         for view, operand in zip(self.views, operands):
             if operand is None:
@@ -96,5 +97,5 @@ class MemoryLoop:
             s.factor_keys, s.factor_values, s.places = (x.data_ptr() for x in (factors.keys, factors.values, factors.places))
         self.loop(self.here)
         if factors is not None:
-            memory.grow()
+            memory.grow(factors)
         return y

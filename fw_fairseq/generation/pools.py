@@ -7,12 +7,13 @@ all rows: ``front``, aggregates from each of its tokens to its last one, and ``b
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ..mixers import Additive, Leap
+from ..mixers import Additive
 from ..mixers.additive import PooledState
 from ..ops.native import loop, takes
 from ..ops.scans.stacks import PoolState, aggregates, joined, nothing, of_aggregates, pack, running, unpack
@@ -30,7 +31,7 @@ class PoolStruct(ctypes.Structure):
 class Pool:
     """The state of one round of pooling."""
 
-    def __init__(self, state: PoolState | None, window: int, shape: tuple[int, int, int], like: Tensor):
+    def __init__(self, state: PoolState | None, window: int, shape: tuple[int, int, int], like: Tensor) -> None:
         rows, heads, width = shape
         self.struct = PoolStruct(windowed=window > 0, size=max(0, window - 1))
         empty = nothing(like.new_empty(rows, heads, 0), like.new_empty(rows, heads, 0, width), 1)
@@ -81,16 +82,16 @@ class PooledStep(ctypes.Structure):
 class Pools(InPlaceStepper):
     """The states of a layer of additive attention or LEAP for R rows."""
 
-    mixer: Additive | Leap
+    mixer: Any  # Additive or Leap
 
     @staticmethod
-    def can_hold(mixer: Additive | Leap) -> bool:
+    def can_hold(mixer: Any) -> bool:
         """Whether there is a loop for the mixer: the published additive attention has a product in its middle."""
         if not all(part is None or type(part) is nn.Linear for part in (mixer.in_proj, mixer.out_proj)):
             return False
         return takes(mixer.in_proj.weight.detach()) and not (isinstance(mixer, Additive) and mixer.published)
 
-    def start(self, state: PooledState | PoolState | None, x: Tensor) -> None:
+    def start(self, state: Any, x: Tensor) -> None:
         mixer, additive = self.mixer, isinstance(self.mixer, Additive)
         states = (None, None) if state is None else state.rounds() if additive else (state,)
         shape = (len(x), mixer.num_heads, mixer.head_dim * (1 if additive else 2))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..mixers import Additive, FastWeight, Leap, Mixer, Sru
 from .base import InPlaceStepper, Stepper
 from .kernel_memory import KernelMemory
@@ -9,7 +11,7 @@ from .memory import Memory
 from .pools import Pools
 from .sru_cell import SruCell
 
-KINDS: dict[type[Mixer], tuple[type[InPlaceStepper], ...]] = {
+KINDS: dict[type, tuple[type[InPlaceStepper], ...]] = {
     FastWeight: (KernelMemory, Memory),
     Additive: (Pools,),
     Leap: (Pools,),
@@ -17,7 +19,7 @@ KINDS: dict[type[Mixer], tuple[type[InPlaceStepper], ...]] = {
 }  # the best of each mixer first
 
 
-def step_mixer(mixer: Mixer, state) -> Stepper:
+def step_mixer(mixer: Mixer, state: Any) -> Stepper:
     """Returns the stepper of a mixer that continues from this state; None: from the first token."""
     for kind in KINDS.get(type(mixer), ()):
         if kind.can_hold(mixer):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PretrainedConfig
 
 from ..mixers import FastWeight
 
-DEFAULTS: dict[str, object] = {
+DEFAULTS: dict[str, Any] = {
     "vocab_size": 8, "hidden_size": 8, "input_size": None, "output_size": None, "intermediate_size": 16, "num_hidden_layers": 1,
     "num_attention_heads": 1, "mixers": ("fast_weight",), "mixer_options": None, "activation": "relu", "normalize_before": True,
     "final_norm": True, "embedding_norm": False, "embedding_scale": 1.0, "output_scale": 1.0, "positions": "none",
@@ -25,15 +27,14 @@ class FastWeightHFConfig(PretrainedConfig):
 
     model_type = "fw_fairseq"
 
-    def __init__(self, tie_word_embeddings: bool = True, **given):
-        own = {name: given.pop(name, default) for name, default in DEFAULTS.items()}
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **given)
-        for name, value in own.items():
+    def __init__(self, tie_word_embeddings: bool = True, **given) -> None:
+        own = {name: given.pop(name, default) for name, default in DEFAULTS.items()} | {"tie_word_embeddings": tie_word_embeddings}
+        super().__init__(**given | {"tie_word_embeddings": tie_word_embeddings})
+        own["mixers"], options = list(own["mixers"]), dict(own["mixer_options"] or {})
+        if "slots" in options:  # of an export, which has the options of all mixers
+            options |= FastWeight.of_before(options)
+        for name, value in (own | {"mixer_options": options}).items():
             setattr(self, name, value)
-        self.tie_word_embeddings = tie_word_embeddings
-        self.mixers, self.mixer_options = list(self.mixers), dict(self.mixer_options or {})
-        if "slots" in self.mixer_options:  # of an export, which has the options of all mixers
-            self.mixer_options |= FastWeight.of_before(self.mixer_options)
 
 
 class FastWeightTranslationConfig(PretrainedConfig):
@@ -48,25 +49,24 @@ class FastWeightTranslationConfig(PretrainedConfig):
 
     def __init__(
         self,
-        encoder=None,
-        decoder=None,
-        linear_cross=True,
-        tie_word_embeddings=False,
-        is_encoder_decoder=True,
-        use_cache=True,
+        encoder: FastWeightHFConfig | dict | None = None,
+        decoder: FastWeightHFConfig | dict | None = None,
+        linear_cross: bool = True,
+        tie_word_embeddings: bool = False,
+        is_encoder_decoder: bool = True,
+        use_cache: bool = True,
         **kwargs,
-    ):
+    ) -> None:
         self.encoder, self.decoder = (
             side if isinstance(side, FastWeightHFConfig) else FastWeightHFConfig(**defaults | (side or {}))
             for side, defaults in ((encoder, {"mixers": ["linear"]}), (decoder, {}))
         )
         self.linear_cross, self.use_cache = linear_cross, use_cache
-        super().__init__(tie_word_embeddings=tie_word_embeddings, is_encoder_decoder=is_encoder_decoder, **kwargs)
+        super().__init__(**kwargs | {"tie_word_embeddings": tie_word_embeddings, "is_encoder_decoder": is_encoder_decoder})
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):  # generation may ask the decoder's configuration
             if getattr(self.decoder, name) is None:
                 setattr(self.decoder, name, getattr(self, name, None))
 
     @property
     def hidden_size(self) -> int:
-        """Returns the width of the decoder."""
         return self.decoder.hidden_size

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,28 +18,30 @@ from ..mixers.options import MixerOptions
 from .configuration import FastWeightHFConfig
 from .steps import Steps
 
+Bands = Sequence[Sequence[int]]  # the number of words and the width of each
 
-def gelu_of_tanh(x: Tensor) -> Tensor:
+
+def _gelu_of_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def relu_squared(x: Tensor) -> Tensor:
+def _relu_squared(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-def unchanged(x: Tensor) -> Tensor:
+def _unchanged(x: Tensor) -> Tensor:
     return x
 
 
 ACTIVATIONS = {  # named functions, which a pickled model can have
     "relu": F.relu,
     "gelu": F.gelu,
-    "gelu_accurate": gelu_of_tanh,
-    "gelu_fast": gelu_of_tanh,
-    "relu_squared": relu_squared,
+    "gelu_accurate": _gelu_of_tanh,
+    "gelu_fast": _gelu_of_tanh,
+    "relu_squared": _relu_squared,
     "swish": F.silu,
     "tanh": torch.tanh,
-    "linear": unchanged,
+    "linear": _unchanged,
 }
 
 
@@ -45,12 +50,20 @@ class SoftmaxAttention(nn.Module):
 
     takes_shared, takes_keep_state, norms_residual = False, True, False
 
-    def __init__(self, width: int, heads: int):
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.num_heads = heads
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
 
-    def forward(self, x: Tensor, state: Past | None = None, padding_mask=None, reset_mask=None, keep_state=True, **unused):
+    def forward(
+        self,
+        x: Tensor,
+        state: Past | None = None,
+        padding_mask: Tensor | None = None,
+        reset_mask: Tensor | None = None,
+        keep_state: bool = True,
+        **unused,
+    ) -> tuple[Tensor, Past | None]:
         """Maps x (T,B,C) to y (T,B,C) and the state after the last token. After a reset, earlier tokens are not seen."""
         q, k, v = (split_heads(layer(x), self.num_heads) for layer in (self.q_proj, self.k_proj, self.v_proj))
         hidden, text = padding_mask, None
@@ -75,21 +88,20 @@ class Cache:
     is_compileable = is_croppable = False
     is_linear = (False,)  # transformers asks for it, and leaves the tokens that were read out of a prompt where it is not True
 
-    def __init__(self, keep_state: bool = True):
+    def __init__(self, keep_state: bool = True) -> None:
         self.keep_state = keep_state
-        self.kept: dict[int, object] = {}
+        self.kept: dict[int, Any] = {}
         self.steps: Steps | None = None
-        self.tokens: Tensor | None = None  # (B,)
+        self.tokens: Any = None  # (B,)
         self.length = 0  # with padding
 
     @property
-    def states(self) -> dict[int, object]:
-        """The state of each layer."""
+    def states(self) -> dict[int, Any]:
         self.take_back()
         return self.kept
 
     @states.setter
-    def states(self, states: dict[int, object]) -> None:
+    def states(self, states: dict[int, Any]) -> None:
         self.kept, self.steps = states, None
 
     def take_back(self) -> None:
@@ -97,7 +109,7 @@ class Cache:
         if self.steps is not None:
             self.kept, self.steps = self.steps.states(), None
 
-    def step(self, model: nn.Module, x: Tensor, graph: bool) -> Tensor | None:
+    def step(self, model: Any, x: Tensor, graph: bool) -> Tensor | None:
         """Maps the embeddings of the next token, (B,1,C), to the input of the output layer, (B,1,C), where the layers can read one
         token at a time in place; else returns None."""
         device = x.device.type
@@ -118,7 +130,6 @@ class Cache:
         return dict(vars(self))
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
-        """Returns how many tokens were read, padding included."""
         return self.length
 
     def crop(self, length: int) -> None:
@@ -138,9 +149,15 @@ class Cache:
 class Layer(nn.Module):
     """A mixer and a feed-forward network, as in fairseq's decoder."""
 
+    self_attn: Any
+    activation: Any
+    fc1: Any
+    fc2: Any
+    final_layer_norm: Any
+    _gradient_checkpointing_func: Any
     gradient_checkpointing = False  # transformers changes it, and adds ``_gradient_checkpointing_func``
 
-    def __init__(self, config: FastWeightHFConfig, index: int):
+    def __init__(self, config: FastWeightHFConfig, index: int) -> None:
         super().__init__()
         width, inner = config.hidden_size, config.intermediate_size
         self.self_attn = self.make_mixer(config, index)
@@ -150,7 +167,6 @@ class Layer(nn.Module):
         self.activation, self.before = ACTIVATIONS[config.activation], config.normalize_before
 
     def make_mixer(self, config: FastWeightHFConfig, index: int) -> nn.Module:
-        """Returns the mixer of layer number ``index``."""
         width, heads, name = config.hidden_size, config.num_attention_heads, config.mixers[index]
         if name == "softmax":
             return SoftmaxAttention(width, heads)
@@ -159,7 +175,7 @@ class Layer(nn.Module):
         options.longest_text = limit
         return MIXERS[name].of_layer(width, heads, options, index, config.num_hidden_layers)
 
-    def forward(self, x: Tensor, *rest):
+    def forward(self, x: Tensor, *rest) -> Any:
         """Calls ``compute``, with gradient checkpointing where it is on."""
         if self.gradient_checkpointing and self.training:
             if getattr(self.self_attn, "takes_shared", False):
@@ -170,25 +186,31 @@ class Layer(nn.Module):
     def compute(
         self,
         x: Tensor,
-        state,
+        state: Any,
         padding_mask: Tensor | None,
         reset_mask: Tensor | None = None,
         keep_state: bool = True,
-        shared: dict | None = None,
-    ):
+        shared: dict[str, Tensor] | None = None,
+    ) -> tuple[Tensor, Any]:
         """Maps x (T,B,C) to the output (T,B,C) and the mixer's state after the last token. reset_mask: (B,T), True at the first
         token of a new text. keep_state and shared: see ``Mixer.forward``."""
         x, state = self.mix(x, state, padding_mask, reset_mask, keep_state, shared)
         return self.feed(x), state
 
     def mix(
-        self, x: Tensor, state, padding_mask: Tensor | None, reset_mask: Tensor | None, keep_state: bool, shared: dict | None = None
-    ):
+        self,
+        x: Tensor,
+        state: Any,
+        padding_mask: Tensor | None,
+        reset_mask: Tensor | None,
+        keep_state: bool,
+        shared: dict[str, Tensor] | None = None,
+    ) -> tuple[Tensor, Any]:
         """Returns x after the mixer and its norm, and the mixer's state."""
         one = x.shape[0] == 1 and state is not None and not torch.is_grad_enabled()
         inner = self.self_attn_layer_norm(x) if self.before else x
         x = inner if self.self_attn.norms_residual else x
-        more = {"shared": shared} if self.self_attn.takes_shared else {}
+        more: dict[str, Any] = {"shared": shared} if self.self_attn.takes_shared else {}
         more |= {"keep_state": keep_state} if self.self_attn.takes_keep_state else {}
         y, state = self.self_attn(inner, state, padding_mask=padding_mask, reset_mask=reset_mask, decoding=one, **more)
         return (x + y if self.before else self.self_attn_layer_norm(x + y)), state
@@ -204,7 +226,10 @@ class Layer(nn.Module):
 class BandedEmbedding(nn.Module):
     """Embeddings whose width depends on the band of the word: frequent words are wider. Ids are numbered through all bands."""
 
-    def __init__(self, bands, width: int):
+    words: Any
+    maps: Any
+
+    def __init__(self, bands: Bands, width: int) -> None:
         super().__init__()
         self.words = nn.ModuleList(nn.Embedding(count, size) for count, size in bands)
         self.maps = nn.ModuleList(nn.Linear(size, width, bias=False) for _, size in bands)
@@ -219,7 +244,7 @@ class BandedEmbedding(nn.Module):
         return result
 
 
-def scores_of(x: Tensor, words: nn.Module) -> Tensor:
+def scores_of(x: Tensor, words: Any) -> Tensor:
     """Maps hidden states to the scores of words by their embeddings. Only an embedding itself can load its offloaded weight."""
     check_not_offloaded(words.weight, x, "the embeddings are", "the output layer reads them too", "embed_tokens")
     return F.linear(x, words.weight)
@@ -228,10 +253,11 @@ def scores_of(x: Tensor, words: nn.Module) -> Tensor:
 class BandedOutput(nn.Module):
     """The output layer of an adaptive vocabulary. With ``tied``, it uses the input's embeddings."""
 
-    def __init__(self, bands, width: int, tied: bool):
+    def __init__(self, bands: Bands, width: int, tied: bool) -> None:
         super().__init__()
         self.maps = nn.ModuleList(
-            nn.Linear(width, size, bias=False) if size != width or i else None for i, (_, size) in enumerate(bands)
+            nn.Linear(width, size, bias=False) if size != width or i else None  # type: ignore[misc]
+            for i, (_, size) in enumerate(bands)
         )
         self.words = None if tied else nn.ModuleList(nn.Linear(size, count, bias=False) for count, size in bands)
         self.bands = nn.Linear(width, len(bands) - 1, bias=False)

@@ -6,8 +6,10 @@ pass.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
@@ -28,27 +30,23 @@ class FastWeightForCausalLM(KeepsState, Drawn, Decodes, PreTrainedModel, Generat
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = False  # the loss is a mean, so Trainer divides it by the number of accumulated steps
 
-    def __init__(self, config: FastWeightHFConfig):
+    def __init__(self, config: FastWeightHFConfig) -> None:
         super().__init__(config)
         self.make_embeddings(config)
         self.make_layers(config, Layer)
         self.draw_as_fairseq()
         self.post_init()
 
-    def get_input_embeddings(self):
-        """Returns the embeddings of the input."""
+    def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens
 
-    def set_input_embeddings(self, value) -> None:
-        """Replaces the embeddings of the input."""
+    def set_input_embeddings(self, value: nn.Module) -> None:
         self.embed_tokens = value
 
-    def get_output_embeddings(self):
-        """Returns the output layer, or None if the input's embeddings serve."""
+    def get_output_embeddings(self) -> nn.Module | None:
         return self.output  # None: the input's embeddings serve
 
-    def set_output_embeddings(self, value) -> None:
-        """Replaces the output layer."""
+    def set_output_embeddings(self, value: nn.Module) -> None:
         self.output = value
 
     @can_return_tuple
@@ -88,12 +86,9 @@ class FastWeightForCausalLM(KeepsState, Drawn, Decodes, PreTrainedModel, Generat
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         final = hidden[-1] if padding is None or last is not None else carried(hidden[-1], ~padding)
         logits = self.scores(final[:, kept])
-        return CausalLMOutputWithPast(
-            loss=mean_loss(logits, labels, shift_labels, padding),
-            logits=logits,
-            hidden_states=tuple(hidden) if wanted else None,
-            **{CACHE: cache if use_cache else None},
-        )
+        loss, hidden_states = mean_loss(logits, labels, shift_labels, padding), tuple(hidden) if wanted else None
+        returned: dict[str, Any] = {CACHE: cache if use_cache else None}
+        return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=hidden_states, **returned)
 
     def generation(self, x: Tensor, padding: Tensor | None, cache: Cache, tokens: Tensor, graph: bool) -> Tensor | None:
         """Returns the input of the output layer, (B,T,C), for a token of each sequence or for padded prompts; None otherwise."""
@@ -110,7 +105,7 @@ class FastWeightForCausalLM(KeepsState, Drawn, Decodes, PreTrainedModel, Generat
         cache = Cache()
         return self.through_layers(x, padding, None, cache, x)[-1], cache.states
 
-    def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
+    def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict) -> Tensor:
         """Padding at the end of a prompt keeps the position of its last token, so that the next one counts on from it."""
         positions, mask = (
             super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs),

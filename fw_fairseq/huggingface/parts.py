@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import transformers
@@ -14,7 +15,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ..errors import Mistake
 from ..mixers import MIXERS
 from ..mixers.options import DECLARED, check_values
-from .configuration import FastWeightHFConfig
 from .layers import ACTIVATIONS, BandedEmbedding, BandedOutput, Cache, Layer, scores_of
 
 POSITIONS = ("none", "learned", "sinusoidal")
@@ -46,24 +46,25 @@ def mean_loss(logits: Tensor, labels: Tensor | None, shift_labels: Tensor | None
     return F.cross_entropy(logits.flatten(0, 1).float(), shift_labels.flatten().to(logits.device))
 
 
-def check_config(config: FastWeightHFConfig, mixers: Iterable[str]) -> None:
+def check_config(config: Any, mixers: Iterable[str]) -> None:
     """Refuses a configuration that no model has. mixers: the names of those that the layers may have."""
     given = [declared for name, declared in DECLARED.items() if config.mixer_options.get(name) is not None]
     check_values(given, config.mixer_options, str)
     bands = {name: sum(count for count, _ in getattr(config, name) or ()) for name in ("input_bands", "output_bands")}
-    for name, values, allowed in (
+    others: list[tuple[str, Iterable, Iterable]] = [
         ("positions", [config.positions], POSITIONS),
         ("activation", [config.activation], ACTIVATIONS),
         ("mixers", config.mixers, mixers),
         ("the number of mixers", [len(config.mixers)], [config.num_hidden_layers]),
         ("mixer_options", config.mixer_options, sorted(OPTIONS)),
         ("the words of bands", filter(None, bands.values()), [config.vocab_size]),
-    ):
+    ]
+    for name, values, allowed in others:
         if wrong := [value for value in values if value not in allowed]:
             raise Mistake(f"{name} is {wrong[0]!r}; it must be one of: {', '.join(map(str, allowed))}")
 
 
-def caches(model: nn.Module, use_cache: bool | None) -> bool:
+def caches(model: Any, use_cache: bool | None) -> bool:
     """Returns whether a model returns a cache. Where its caller does not say, not while it trains."""
     return not model.training and model.config.use_cache if use_cache is None else use_cache
 
@@ -106,16 +107,17 @@ def refuse_unknown(others: dict) -> None:
 class KeepsState:
     """A model that generates from a cache of its own, ``Cache``."""
 
+    config: Any
     _is_stateful = True  # tokens cannot be taken back, so there is no assisted generation
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args, **kwargs) -> Any:
         """Adds an empty cache where a prompt is read in chunks, which continue each other. Refuses chunks where transformers cuts
         the mask of a source, leaves embeddings out or reads tokens twice, and where a prompt may end before the last chunk."""
-        prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         size, mask, cache = generation_config.prefill_chunk_size, model_kwargs.get("attention_mask"), model_kwargs.get(CACHE)
         if size is None:
             return prepared
@@ -138,7 +140,10 @@ class KeepsState:
 class Embeds:
     """A module that embeds tokens and their positions."""
 
-    def make_embeddings(self, config: FastWeightHFConfig) -> None:
+    config: Any
+    embed_tokens: Any
+
+    def make_embeddings(self, config: Any) -> None:
         """Adds the embeddings to this module."""
         self.config = config
         width, size_in = config.hidden_size, config.input_size or config.hidden_size
@@ -191,7 +196,10 @@ class Embeds:
 class Decodes(Embeds):
     """A module that embeds tokens, mixes them in layers, and scores the words that may follow."""
 
-    def make_layers(self, config: FastWeightHFConfig, kind: type[Layer], *options) -> None:
+    layers: Any
+    output: Any
+
+    def make_layers(self, config: Any, kind: type[Layer], *options) -> None:
         """Adds layers and output to this module. kind: the class of the layers, which gets the options."""
         check_config(config, (*MIXERS, "softmax"))
         width, size_out = config.hidden_size, config.output_size or config.hidden_size
@@ -205,12 +213,15 @@ class Decodes(Embeds):
             else None if tied else nn.Linear(size_out, config.vocab_size, bias=False)
         )  # fmt: skip
 
-    def through_layers(self, x: Tensor, padding, resets, cache: Cache, tokens: Tensor, *source: Tensor | None) -> list[Tensor]:
+    def through_layers(
+        self, x: Tensor, padding: Tensor | None, resets: Tensor | None, cache: Cache, tokens: Tensor, *source: Tensor | None
+    ) -> list[Tensor]:
         """Returns the input of each layer and of the output, (B,T,C), and leaves the states after the last token in the cache.
         source: what else the layers take."""
-        states, hidden, before = {}, [x], cache.states
+        states: dict[int, Any] = {}
+        hidden, before = [x], cache.states
         shares = any(layer.self_attn.takes_shared for layer in self.layers)
-        more = (*source, {}) if shares else source
+        more: tuple = (*source, {}) if shares else source
         for i, layer in enumerate(self.layers):
             y, states[i] = layer(hidden[-1].transpose(0, 1), before.get(i), padding, resets, cache.keep_state, *more)
             hidden.append(y.transpose(0, 1))
@@ -230,7 +241,7 @@ class Drawn:
     """A model whose weights are drawn as fairseq draws them."""
 
     @torch.no_grad()
-    def draw_as_fairseq(self) -> None:
+    def draw_as_fairseq(self: Any) -> None:
         """Draws embeddings and output. The other modules have drawn their own weights."""
         for module in self.modules():
             if isinstance(module, nn.Embedding) or module is self.get_output_embeddings():
@@ -238,7 +249,7 @@ class Drawn:
         self._drawn = not next(self.parameters()).is_meta
 
     @torch.no_grad()
-    def _init_weights(self, module) -> None:
+    def _init_weights(self: Any, module: nn.Module) -> None:
         """Draws what a checkpoint lacks, for which transformers has only allocated memory, and a vocabulary that was resized."""
         if all(module is not part for part in self.modules()):
             draw(module)

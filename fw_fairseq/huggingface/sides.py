@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -29,7 +29,7 @@ class Sentence(NamedTuple):
 class SoftmaxSource(nn.Module):
     """Softmax attention to a whole sentence, with the interface of ``SourceMemory``."""
 
-    def __init__(self, width: int, heads: int, source_width: int | None = None):
+    def __init__(self, width: int, heads: int, source_width: int | None = None) -> None:
         super().__init__()
         self.heads = heads
         self.q_proj, self.out_proj = nn.Linear(width, width), nn.Linear(width, width)
@@ -62,10 +62,9 @@ class EncoderLayer(Layer):
     """Attention of a sentence to itself, and a feed-forward network."""
 
     def make_mixer(self, config: FastWeightHFConfig, index: int) -> nn.Module:
-        """Returns linear or softmax attention."""
         return attention(config, config.mixers[index] == "linear")
 
-    def compute(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+    def compute(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:  # type: ignore[override]
         """Maps x (S,B,C) to the output (S,B,C)."""
         inner = self.self_attn_layer_norm(x) if self.before else x
         y = self.self_attn.out_proj(self.self_attn.read(inner, self.self_attn.summarise(inner, padding_mask)))
@@ -77,7 +76,7 @@ class Encoder(Embeds, nn.Module):
 
     main_input_name = "input_ids"
 
-    def __init__(self, config: FastWeightHFConfig):
+    def __init__(self, config: FastWeightHFConfig) -> None:
         super().__init__()
         check_config(config, ("linear", "softmax"))
         self.make_embeddings(config)
@@ -108,23 +107,24 @@ class Encoder(Embeds, nn.Module):
 class BothStates(NamedTuple):
     """The states of one decoder layer: its mixer's, and the memory of the source."""
 
-    own: object
-    source: object
+    own: Any
+    source: Any
 
     def index_select(self, order: Tensor) -> BothStates:
-        """Returns the states of the hypotheses ``order``."""
         return BothStates(self.own.index_select(order), self.source.index_select(order))
 
 
 class DecoderLayer(Layer):
     """A mixer, attention to the source and a feed-forward network. A source is read once: its memory is part of the state."""
 
-    def __init__(self, config: FastWeightHFConfig, index: int, linear: bool, source_width: int):
+    encoder_attn: Any
+
+    def __init__(self, config: FastWeightHFConfig, index: int, linear: bool, source_width: int) -> None:
         super().__init__(config, index)
         self.encoder_attn = attention(config, linear, source_width)
         self.encoder_attn_layer_norm = nn.LayerNorm(config.hidden_size)
 
-    def compute(
+    def compute(  # type: ignore[override]
         self,
         x: Tensor,
         state: BothStates | None,
@@ -148,7 +148,7 @@ class DecoderLayer(Layer):
 class Decoder(Decodes, nn.Module):
     """Scores the words of a translation."""
 
-    def __init__(self, config: FastWeightHFConfig, linear_cross: bool, source_width: int):
+    def __init__(self, config: FastWeightHFConfig, linear_cross: bool, source_width: int) -> None:
         super().__init__()
         self.make_embeddings(config)
         self.make_layers(config, DecoderLayer, linear_cross, source_width)

@@ -6,6 +6,8 @@ outside of it.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from ..generation.base import SoftmaxStepper, function_of
@@ -17,12 +19,12 @@ from ..mixers import Mixer
 from ..mixers.base import has_hooks
 
 
-def layer_step(layer: nn.Module, state: object) -> LayerStep:
+def layer_step(layer: Any, state: Any) -> LayerStep:
     """The step of a layer that continues from this state of its mixer."""
     mixer, norms = layer.self_attn, [layer.self_attn_layer_norm, layer.final_layer_norm]
     inside = norms if layer.before else [None, None]
     stepper = step_mixer(mixer, state) if isinstance(mixer, Mixer) else SoftmaxStepper(mixer, state)
-    parts = [AttentionStep(layer, stepper, inside[0])]
+    parts: list[AttentionStep | FeedForwardStep] = [AttentionStep(layer, stepper, inside[0])]
     if layer.fc1 is not None:
         parts.append(FeedForwardStep(layer.fc1, layer.activation, layer.fc2, inside[1]))
     return LayerStep(parts, None if layer.before else norms[: len(parts)])
@@ -31,7 +33,7 @@ def layer_step(layer: nn.Module, state: object) -> LayerStep:
 class Steps:
     """The states of all layers of a model for B sequences, from the ``states`` after a prompt on."""
 
-    def __init__(self, model: nn.Module, states: dict[int, object], graph: bool):
+    def __init__(self, model: Any, states: dict[int, Any], graph: bool) -> None:
         self.model = model
         self.layers = [layer_step(layer, states[i]) for i, layer in enumerate(model.layers)]
         self.steppers = [layer.stepper for layer in self.layers]
@@ -41,7 +43,7 @@ class Steps:
         self.graphs = Graphs(self.through, self.steppers) if in_graph else None
 
     @staticmethod
-    def can_read(model: nn.Module, kind: type) -> bool:
+    def can_read(model: Any, kind: Any) -> bool:
         """Whether all layers are plain ones of ``kind`` in one place, and nobody watches them."""
         known = all(type(layer) is kind and not layer.self_attn.norms_residual for layer in model.layers)
         return known and len({x.device for x in model.parameters()}) == 1 and not has_hooks(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,7 +23,7 @@ class EndAtLast(LogitsProcessor):
     ``generate`` rules the end out, the last word is any other.
     """
 
-    def __init__(self, last: int, end: Tensor):
+    def __init__(self, last: int, end: Tensor) -> None:
         self.last, self.end = last, end
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -44,7 +46,7 @@ class FastWeightForTranslation(KeepsState, Drawn, PreTrainedModel, GenerationMix
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = False  # the loss is a mean, so Trainer divides it by the number of accumulated steps
 
-    def __init__(self, config: FastWeightTranslationConfig):
+    def __init__(self, config: FastWeightTranslationConfig) -> None:
         super().__init__(config)
         self.encoder = Encoder(config.encoder)
         self.decoder = Decoder(config.decoder, config.linear_cross, config.encoder.hidden_size)
@@ -52,41 +54,38 @@ class FastWeightForTranslation(KeepsState, Drawn, PreTrainedModel, GenerationMix
         self.post_init()
 
     def get_encoder(self, *unused, **others) -> nn.Module:
-        """Returns the encoder."""
         return self.encoder
 
-    def get_input_embeddings(self):
-        """Returns the embeddings of the source."""
+    def get_input_embeddings(self) -> nn.Module:
         return self.encoder.embed_tokens
 
-    def set_input_embeddings(self, value) -> None:
+    def set_input_embeddings(self, value: nn.Module) -> None:
         """Replaces the embeddings of the source, and those of the target where they are the same."""
         self.encoder.embed_tokens = value
         if self.config.tie_word_embeddings:
             self.decoder.embed_tokens = value
 
-    def get_output_embeddings(self):
-        """Returns the output layer, or None if the target's embeddings serve."""
+    def get_output_embeddings(self) -> nn.Module | None:
         return self.decoder.output
 
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args, **kwargs):
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args, **kwargs) -> Any:
         """Returns the embeddings of the source; the vocabularies of two languages keep their sizes."""
         if new_num_tokens not in (None, self.config.encoder.vocab_size):
             size = self.config.encoder.vocab_size
             raise Mistake(f"new_num_tokens is {new_num_tokens}; a translation model keeps its vocabularies, {size} words here")
         return self.get_input_embeddings()
 
-    def _get_logits_processor(self, generation_config, *args, **kwargs) -> LogitsProcessorList:
-        processors = super()._get_logits_processor(generation_config, *args, **kwargs)
+    def _get_logits_processor(self, generation_config: Any, *args, **kwargs) -> LogitsProcessorList:
+        processors = super()._get_logits_processor(generation_config, *args, **kwargs)  # type: ignore[misc]
         if generation_config.eos_token_id is not None and generation_config.forced_eos_token_id is None:
             end = torch.as_tensor(generation_config.eos_token_id).view(-1)
             processors.append(EndAtLast(generation_config.max_length - 1, end))
         return processors
 
-    def _prepare_generated_length(self, generation_config, has_default_max_length, *args, **kwargs):
+    def _prepare_generated_length(self, generation_config: Any, has_default_max_length: bool, *args, **kwargs) -> Any:
         """The folder's longest length is what it says, which transformers 5.0 to 5.2 take for a default of theirs and raise."""
         has_default_max_length = has_default_max_length and self.generation_config.max_length is None
-        return super()._prepare_generated_length(generation_config, has_default_max_length, *args, **kwargs)
+        return super()._prepare_generated_length(generation_config, has_default_max_length, *args, **kwargs)  # type: ignore[misc]
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """Returns the labels after the end of sentence that each translation begins with."""
@@ -131,11 +130,12 @@ class FastWeightForTranslation(KeepsState, Drawn, PreTrainedModel, GenerationMix
         x, tokens, _ = self.decoder.embed(inputs, padding, None, cache.tokens)
         hidden = self.decoder.through_layers(x, padding, None, cache, tokens, *looked_at)
         logits = self.decoder.scores(hidden[-1])
+        returned: dict[str, Any] = {CACHE: cache if use_cache else None}
         return Seq2SeqLMOutput(
             loss=mean_loss(logits, None, labels),
             logits=logits,
             decoder_hidden_states=tuple(hidden) if wanted else None,
             encoder_last_hidden_state=source,
             encoder_hidden_states=getattr(encoder_outputs, "hidden_states", None),
-            **{CACHE: cache if use_cache else None},
+            **returned,
         )

@@ -7,9 +7,9 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from threading import get_ident
+from typing import Any
 
 import torch
-from fairseq.data import Dictionary
 from fairseq.models.transformer import TransformerDecoder
 from fairseq.models.transformer.transformer_config import TransformerConfig
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
@@ -47,19 +47,23 @@ class FastWeightDecoder(TransformerDecoder):
     """
 
     config_class, layer_class = FastWeightConfig, FastWeightDecoderLayer
+    embed_positions: Any
+    layers: Any
+    output_projection: Any
+    adaptive_softmax: Any
 
     def __init__(
         self,
-        args,
-        dictionary: Dictionary,
-        embed_tokens: nn.Module,
+        args: Any,
+        dictionary: Any,
+        embed_tokens: Any,
         no_encoder_attn: bool = False,
-        output_projection: nn.Module | None = None,
+        output_projection: Any = None,
         *,
         config: FastWeightConfig | None = None,
         carries_over: bool = False,
-    ):
-        self.fast_weight_config = read_config(self.config_class, args) if config is None else config
+    ) -> None:
+        self.fast_weight_config: Any = read_config(self.config_class, args) if config is None else config
         self.fast_weight_config.longest_text = None if carries_over else longest_text(args)
         check_sparse(self.fast_weight_config, args)
         names = self.mixer_names(args.decoder_layers)
@@ -87,18 +91,18 @@ class FastWeightDecoder(TransformerDecoder):
     def mixer_names(self, layers: int) -> list[str]:
         return layer_mixers(self.fast_weight_config, layers)
 
-    def build_output_projection(self, args, dictionary, embed_tokens):
+    def build_output_projection(self, args: Any, dictionary: Any, embed_tokens: Any) -> None:
         if count := self.fast_weight_config.output_sparsity:
             self.output_projection = Multiplicative(self.output_embed_dim, len(dictionary), count)
-            return None
+            return
         if not self.plain_softmax:
-            return super().build_output_projection(args, dictionary, embed_tokens)
+            super().build_output_projection(args, dictionary, embed_tokens)
+            return
         cfg = TransformerConfig.from_namespace(args)
         cutoff = eval_str_list(cfg.adaptive_softmax_cutoff, type=int) if cfg.adaptive_softmax_cutoff else []
         self.adaptive_softmax = PlainAdaptiveSoftmax(embed_tokens, cutoff, cfg.adaptive_softmax_dropout)
-        return None
 
-    def build_decoder_layer(self, args, no_encoder_attn=False):
+    def build_decoder_layer(self, args: Any, no_encoder_attn: bool = False) -> nn.Module:
         index, mixer = next(self._mixers)
         cfg = TransformerConfig.from_namespace(args)
         layer = self.layer_class(cfg, self.fast_weight_config, mixer, index, no_encoder_attn)
@@ -115,7 +119,7 @@ class FastWeightDecoder(TransformerDecoder):
         reset_mask: Tensor | None = None,
         score_last: int = 0,
         **kwargs,
-    ):
+    ) -> tuple[Tensor, dict[str, Any]]:
         """Calls fairseq's forward, or in generation what reads the tokens there.
 
         streams: the rows are the next segments of these streams; the layers start from the states there and leave their last ones
@@ -149,8 +153,8 @@ class FastWeightDecoder(TransformerDecoder):
 
     def check_length(self, tokens: Tensor) -> None:
         """Refuses more tokens than there are learned positions, where the lookup would fail. Padding has none."""
-        table = self.embed_positions
-        if not isinstance(table, nn.Embedding) or tokens.shape[1] <= table.max_positions:
+        table, learned = self.embed_positions, isinstance(self.embed_positions, nn.Embedding)
+        if not learned or tokens.shape[1] <= table.max_positions:
             return
         longest = int(tokens.ne(self.padding_idx).sum(1).max())
         if longest > table.max_positions:
@@ -169,14 +173,18 @@ class FastWeightDecoder(TransformerDecoder):
             start = 0 if states.group is None else states.group.rank() * tokens
         layers = [self.layers] if isinstance(self.layers, Stack) else self.layers.children()
         layers = [layer for layer in layers if isinstance(layer, (FastWeightDecoderLayer, Stack))]
-        given = {"states": states, "reset_mask": reset_mask, "shared": {} if self.fast_weight_config.value_mixing_rank else None}
+        given: dict[str, Any] = {
+            "states": states,
+            "reset_mask": reset_mask,
+            "shared": {} if self.fast_weight_config.value_mixing_rank else None,
+        }
         with counted_from(self.embed_positions, start), with_arguments(layers, **given):
             yield
 
     def generation(self, tokens: Tensor, encoder_out: dict | None, incremental_state: dict, kwargs: dict) -> Generation | None:
         """The object that reads this generation's tokens, from the first single one on; None where the general path must read them.
         ``incremental_state`` has False in its place if the model has parts that it does not know."""
-        generation = generation_in(incremental_state)
+        generation: Any = generation_in(incremental_state)
         if generation is False or (generation is not None and generation.decoder is not self):  # of another model
             return None
         known = not any(value is not None for value in kwargs.values())
@@ -191,7 +199,8 @@ class FastWeightDecoder(TransformerDecoder):
 
     def reorder_incremental_state_scripting(self, incremental_state: dict, new_order: Tensor) -> None:
         """Gives each hypothesis of a beam search the states of the hypothesis that it continues."""
-        if (generation := generation_in(incremental_state)) and generation.decoder is self:
+        generation: Any = generation_in(incremental_state)
+        if generation and generation.decoder is self:
             generation.reorder(new_order)
         else:
             super().reorder_incremental_state_scripting(incremental_state, new_order)
@@ -208,7 +217,7 @@ class FastWeightDecoder(TransformerDecoder):
         streams = Streams()
         with with_arguments(self.softmax, incremental_state=incremental_state):  # where they leave their keys and values
             features, _ = self.forward(tokens, features_only=True, streams=streams, **kwargs)
-        after = streams.of(self).after
+        after: dict[Any, Any] = streams.of(self).after
         for part in self.stateful:
             if part.layer in after:
                 part._set_input_buffer(incremental_state, after[part.layer])
@@ -230,7 +239,7 @@ class FastWeightDecoder(TransformerDecoder):
             promise.features = features.index_select(0, rows)
         return promise.features[:, tokens - 1 : tokens]
 
-    def output_layer(self, features):
+    def output_layer(self, features: Tensor) -> Tensor:
         features = self.output_dropout(features)
         return super().output_layer(features * features.shape[-1] ** -0.5 if self.fast_weight_config.scale_output else features)
 
@@ -238,31 +247,31 @@ class FastWeightDecoder(TransformerDecoder):
         """Without positional embeddings and softmax nothing limits the length."""
         return UNLIMITED if self.recurrent and self.embed_positions is None else super().max_positions()
 
-    def buffered_future_mask(self, tensor):
+    def buffered_future_mask(self, tensor: Tensor) -> Tensor | None:
         """T x T, and only softmax layers look at it."""
         return None if self.recurrent else super().buffered_future_mask(tensor)
 
 
-def longest_text(args) -> int | None:
+def longest_text(args: Any) -> int | None:
     """The number of tokens that no text exceeds, since there are no more learned positions; None: there is no such number."""
     free = safe_getattr(args, "no_token_positional_embeddings") or not safe_getattr(args, "decoder_learned_pos")
     return None if free else safe_getattr(args, "max_target_positions")
 
 
 @contextlib.contextmanager
-def counted_from(embed_positions, start: int):
+def counted_from(embed_positions: nn.Module | None, start: int) -> Iterator[None]:
     """Tokens get the positions that they have after ``start`` others, in calls by this thread."""
     if embed_positions is None or start == 0:
         yield
         return
 
     @of_this_thread
-    def with_others(module, inputs):
+    def with_others(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
         (tokens,) = inputs
         return (torch.cat([torch.full_like(tokens[:, :1], module.padding_idx + 1).expand(-1, start), tokens], dim=1),)
 
     @of_this_thread
-    def without_them(module, inputs, output):
+    def without_them(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
         return output[:, start:]
 
     hooks = [embed_positions.register_forward_pre_hook(with_others), embed_positions.register_forward_hook(without_them)]

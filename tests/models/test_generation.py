@@ -503,9 +503,7 @@ def test_beam_search_writes_the_same_tokens(monkeypatch):
         assert [score for _, score in hypotheses] == pytest.approx([score for _, score in expected], abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    "change", ["training", "gradients", "autocast", "dropout", "hook", "hook before", "part", "argument", "place"]
-)
+@pytest.mark.parametrize("change", ["training", "gradients", "autocast", "dropout", "hook", "hook before", "part", "argument"])
 def test_everything_else_takes_the_general_way(change):
     model, tokens, state = build(), draw(2, 1), {}
     if change == "training":
@@ -520,7 +518,7 @@ def test_everything_else_takes_the_general_way(change):
         model.decoder.layers[1].ffn_layernorm = torch.nn.LayerNorm(48).double()
     more = {"return_all_hiddens": True} if change == "argument" else {}
     with torch.set_grad_enabled(change == "gradients"), torch.autocast("cpu", enabled=change == "autocast"):
-        model.decoder(tokens, *([None] if change == "place" else []), incremental_state=state, **more)
+        model.decoder(tokens, incremental_state=state, **more)
     assert not state.get(GENERATION) and len(state) > 1
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -16,14 +18,14 @@ from .generation import Generation
 class CapturedGeneration(Generation):
     """The states of one generation, whose tokens replay graphs from the third on."""
 
-    def __init__(self, decoder, incremental_state: dict, encoder_out: dict | None = None):
+    def __init__(self, decoder: Any, incremental_state: dict, encoder_out: dict | None = None) -> None:
         super().__init__(decoder, incremental_state, encoder_out)
         steppers = [part.stepper for part in self.parts() if hasattr(part, "stepper")]
         memories, sources = ([x for x in steppers if isinstance(x, kind)] for kind in (KernelMemory, KernelSource))
         self.graphs = Graphs(super().read, memories, sources)
 
     @staticmethod
-    def fits(decoder) -> bool:
+    def fits(decoder: Any) -> bool:
         """Whether a GPU keeps all states in fixed places, nothing asks the host in between, and graphs are wanted."""
         return (
             wanted()
@@ -34,11 +36,11 @@ class CapturedGeneration(Generation):
             and all(map(stays_in_place, decoder.layers.children()))
         )
 
-    def read(self, tokens: Tensor, position: Tensor | None) -> Tensor:
-        return self.graphs(tokens, position)
+    def read(self, tokens: Tensor, position: Tensor | None = None) -> Tensor:
+        return self.graphs(tokens) if position is None else self.graphs(tokens, position)
 
-    def owned_states(self) -> list[tuple[nn.Module, object]]:
-        rows = torch.arange(self.held, device=self.graphs.output.device)
+    def owned_states(self) -> list[tuple[Any, Any]]:
+        rows = torch.arange(self.held or 0, device=self.graphs.output.device)
         return [(owner, state.index_select(rows)) for owner, state in super().owned_states()]
 
     def reorder(self, order: Tensor) -> None:

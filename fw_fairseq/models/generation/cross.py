@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +23,17 @@ class SourceStep(Features):
     """The arguments of the compiled loop."""
 
     _fields_ = (
-        [("q", View)]
-        + [(name, ctypes.c_void_p) for name in ("memory", "sums", "y")]
-        + [(name, ctypes.c_int64) for name in ("beam", "rows", "heads", "values", "threads")]
-        + [("eps", ctypes.c_double)]
+        ("q", View),
+        *((name, ctypes.c_void_p) for name in ("memory", "sums", "y")),
+        *((name, ctypes.c_int64) for name in ("beam", "rows", "heads", "values", "threads")),
+        ("eps", ctypes.c_double),
     )
 
 
 class SourceReader:
     """Reads the sources of R rows, whose memories are in fairseq's incremental state; the first token puts them there."""
 
-    def __init__(self, attention: LinearAttention, incremental_state: dict, encoder_out: dict):
+    def __init__(self, attention: LinearAttention, incremental_state: dict, encoder_out: dict) -> None:
         self.attention, self.incremental_state = attention, incremental_state
         mask, phi, weight = encoder_out["encoder_padding_mask"], attention.feature_map, attention.q_proj.weight
         self.given = encoder_out["encoder_out"][0], mask[0] if mask else None  # for the first token
@@ -69,9 +70,10 @@ class SourceReader:
 class KernelSource:
     """The memories (S,H,K,V) of S sentences on a GPU, in fp32, which R rows read where they lie, through an index."""
 
-    def __init__(self, attention: LinearAttention, state: Source | None, encoder_out: dict):
-        self.attention, self.given = attention, (state, encoder_out)
-        self.order: Tensor | None = None
+    def __init__(self, attention: LinearAttention, state: Source | None, encoder_out: dict) -> None:
+        self.attention = attention
+        self.given: Any = (state, encoder_out)
+        self.order: Any = None  # (R)
         self.q_proj, self.out_proj = function_of(attention.q_proj), function_of(attention.out_proj)
         row_map = row_map_of(attention.feature_map, attention.feature_norm)
         self.row_map = None if row_map is None or why_no_map(row_map) else row_map

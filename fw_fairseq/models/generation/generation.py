@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from fairseq.modules import FairseqDropout
 from torch import Tensor, nn
@@ -21,24 +23,25 @@ class Generation:
     pickle, is a dictionary of the states alone, from which ``generation_in`` lets the same decoder go on.
     """
 
-    def __init__(self, decoder, incremental_state: dict, encoder_out: dict | None = None):
-        self.decoder, self.held = decoder, None  # held: the rows that the states have, from the first token on
+    def __init__(self, decoder: Any, incremental_state: dict, encoder_out: dict | None = None) -> None:
+        self.decoder = decoder
+        self.held: int | None = None  # the rows that the states have, from the first token on
         self.layers = [layer_step(layer, incremental_state, encoder_out) for layer in decoder.layers.children()]
         share([layer.stepper for layer in self.layers])
         positions = decoder.embed_positions
-        self.table = None
+        self.table: Any = None
         if positions is not None:
             self.table = positions.weight if isinstance(positions, nn.Embedding) else positions.weights
 
     @staticmethod
-    def fits(decoder) -> bool:
+    def fits(decoder: Any) -> bool:
         """Whether the decoder has no other part than those that ``features`` and ``layer_step`` know, drops nothing, and no
         gradient is wanted."""
         general = decoder.training or torch.is_grad_enabled() or torch.is_autocast_enabled(next(decoder.parameters()).device.type)
         general = general or any(isinstance(part, FairseqDropout) and part.apply_during_inference for part in decoder.modules())
         return not general and decoder.quant_noise is None and all(map(has_step, decoder.layers.children()))
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         states: dict = {}
         self.release(states)
         return dict, (states,)
@@ -50,7 +53,7 @@ class Generation:
         self.held = len(tokens)
         return self.read(tokens[:, -1], None if self.table is None else self.position(tokens)).unsqueeze(1)
 
-    def read(self, tokens: Tensor, position: Tensor | None) -> Tensor:
+    def read(self, tokens: Tensor, position: Tensor | None = None) -> Tensor:
         """Maps tokens (R) and the embedding of their position, (C), to features (R,C)."""
         decoder = self.decoder
         x = decoder.embed_tokens(tokens)
@@ -92,7 +95,7 @@ class Generation:
         """The parts of all layers."""
         return [part for layer in self.layers for part in layer.parts]
 
-    def owned_states(self) -> list[tuple[nn.Module, object]]:
+    def owned_states(self) -> list[tuple[Any, Any]]:
         """The states of all parts after the last token, with the modules that they belong to."""
         found = [pair for part in self.parts() for pair in part.states()]
         return [(owner, state) for owner, state in found if state is not None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
 
@@ -20,7 +22,7 @@ from .sparse import SparseAttentionStep, SparseFeedForwardStep, SparseSoftmaxSte
 class FairseqSoftmaxStepper(SoftmaxStepper):
     """fairseq's softmax attention, whose state is a dictionary."""
 
-    def __init__(self, attention: MultiheadAttention, state: dict | None):
+    def __init__(self, attention: MultiheadAttention, state: dict | None) -> None:
         super().__init__(attention, None)
         if state is not None:
             hidden, length = state.get("prev_key_padding_mask"), state["prev_key"].shape[2]
@@ -33,12 +35,11 @@ class FairseqSoftmaxStepper(SoftmaxStepper):
         return {"prev_key": keys, "prev_value": values, "prev_key_padding_mask": hidden}
 
 
-def make_stepper(attention: nn.Module, state) -> Stepper:
+def make_stepper(attention: nn.Module, state: Any) -> Stepper:
     """The stepper of a mixer's attention, or of softmax attention, that continues from this state; None: from the first token."""
     if isinstance(attention, MixerAttention):
         return step_mixer(attention.mixer, state)
-    kind = SparseSoftmaxStepper if is_sparse_softmax(attention) else FairseqSoftmaxStepper
-    return kind(attention, state)
+    return (SparseSoftmaxStepper if is_sparse_softmax(attention) else FairseqSoftmaxStepper)(attention, state)
 
 
 def has_stepper(attention: nn.Module) -> bool:
@@ -62,7 +63,7 @@ def has_step(layer: nn.Module) -> bool:
     )
 
 
-def taken(part: nn.Module, incremental_state: dict):
+def taken(part: Any, incremental_state: dict) -> Any:
     """Takes the state of an attention, or of another part, out of fairseq's incremental state."""
     name = part.state_name if isinstance(part, Incremental) else "attn_state"
     return incremental_state.pop(part._get_full_incremental_state_key(name), None)
@@ -71,12 +72,14 @@ def taken(part: nn.Module, incremental_state: dict):
 def layer_step(layer: FastWeightDecoderLayer, incremental_state: dict, encoder_out: dict | None) -> LayerStep:
     """The step of a layer that continues from the states in fairseq's incremental state."""
     attentions, norms = [layer.self_attn, *layer.more_attention], [layer.self_attn_layer_norm, *layer.more_norms]
-    reads_source = layer.encoder_attn is not None and encoder_out is not None
-    norms += [layer.encoder_attn_layer_norm, layer.final_layer_norm] if reads_source else [layer.final_layer_norm]
+    source = None if layer.encoder_attn is None else encoder_out
+    norms += [layer.final_layer_norm] if source is None else [layer.encoder_attn_layer_norm, layer.final_layer_norm]
     inside = norms if layer.normalize_before else [None] * len(norms)
-    parts = [attention_step(attention, norm, incremental_state) for attention, norm in zip(attentions, inside)]
-    if reads_source:
-        reader = source_reader(layer.encoder_attn, incremental_state, encoder_out)
+    parts: list[AttentionStep | FeedForwardStep] = [
+        attention_step(attention, norm, incremental_state) for attention, norm in zip(attentions, inside)
+    ]
+    if source is not None:
+        reader = source_reader(layer.encoder_attn, incremental_state, source)
         parts.append(AttentionStep(layer.encoder_attn, reader, inside[-2]))
     if not has_sparse_feed_forward(layer):
         parts.append(FeedForwardStep(layer.fc1, layer.activation_fn, layer.fc2, inside[-1]))

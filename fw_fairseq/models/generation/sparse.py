@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from ...generation.base import SoftmaxStepper, Stepper, check_rows
+from ...generation.base import SoftmaxStepper, check_rows
 from ...generation.layer import AttentionStep, FeedForwardStep
 from ...mixers.sru import SruState
 from ...modules import FastWeightDecoderLayer
@@ -39,9 +41,9 @@ class SparseSoftmaxStepper(SoftmaxStepper):
 class SourceStepper:
     """The modules of a token and of the two before it, which sparse queries, keys and values read."""
 
-    def __init__(self, dense: nn.Module, state):
+    def __init__(self, dense: Any, state: RecentState | None) -> None:
         self.dense = dense
-        self.before = None if state is None else state.vectors.flatten(1).clone()  # (R,2C), the last token first
+        self.before: Any = None if state is None else state.vectors.flatten(1).clone()  # (R,2C), the last token first
 
     def start(self, x: Tensor) -> Tensor:
         """The vectors of the two tokens before x (R,C); 0 where there were none."""
@@ -66,7 +68,7 @@ class SourceStepper:
 class CellStepper:
     """The recurrent units beside a feed-forward layer, which change their cell in place."""
 
-    def __init__(self, units: nn.Module, state):
+    def __init__(self, units: Any, state: SruState | None) -> None:
         self.units, self.cell = units, None if state is None else state.cell.clone()
 
     def start(self, x: Tensor) -> Tensor:
@@ -90,7 +92,7 @@ class CellStepper:
 class SparseAttentionStep(AttentionStep):
     """Self-attention with sparse queries, keys and values. state: of what they read."""
 
-    def __init__(self, attention: nn.Module, stepper: Stepper, norm: nn.Module | None, state: RecentState | None):
+    def __init__(self, attention: Any, stepper: Any, norm: nn.Module | None, state: RecentState | None) -> None:
         super().__init__(attention, stepper, norm)
         dense, heads = attention.source.part.dense, getattr(attention, "mixer", attention).in_proj
         self.source = SourceStepper(dense, state)
@@ -118,10 +120,10 @@ class SparseAttentionStep(AttentionStep):
 class SparseFeedForwardStep(FeedForwardStep):
     """A feed-forward part that may be sparse, and the recurrent units beside it. state: of those."""
 
-    def __init__(self, layer: FastWeightDecoderLayer, norm: nn.Module | None, state: SruState | None):
+    def __init__(self, layer: FastWeightDecoderLayer, norm: Any, state: SruState | None) -> None:
         super().__init__(layer.fc1, layer.activation_fn, layer.fc2, norm)
         self.recurrence = layer.recurrence
-        units = None if self.recurrence is None else self.recurrence.part
+        units: Any = None if self.recurrence is None else self.recurrence.part
         self.cell = None if units is None else CellStepper(units, state)
         self.fused = FusedFeedForward(layer.fc2, norm, units) if FusedFeedForward.fits(layer.fc2, norm, units) else None
 
@@ -136,4 +138,6 @@ class SparseFeedForwardStep(FeedForwardStep):
             self.cell.reorder(order)
 
     def states(self) -> list[tuple[nn.Module, object]]:
-        return [] if self.cell is None or self.cell.cell is None else [(self.recurrence, SruState(self.cell.cell.clone()))]
+        if self.recurrence is None or self.cell is None or self.cell.cell is None:
+            return []
+        return [(self.recurrence, SruState(self.cell.cell.clone()))]
