@@ -105,7 +105,6 @@ AGAIN = "computes layers again without the values of layer 0; leave it out, or g
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"decoder_layers": 1}, "--value-mixing-rank is 2; it has no effect in a model of one layer"),
         ({"mixer_pattern": "softmax,fast_weight"}, "--value-mixing-rank is 2; it mixes in the values of layer 0, which is softmax"),
         ({"decoder_layerdrop": 0.1}, "--decoder-layerdrop may leave out layer 0, whose values the others mix in; leave it out, or"),
         ({"checkpoint_activations": True}, f"--checkpoint-activations {AGAIN}"),
