@@ -148,7 +148,7 @@ def register(
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, run, device)
     torch.library.register_fake(f"fw_fairseq::{name}", fake, lib=LIBRARY)
-    if backward is not None:
+    if backward is not None and setup_context is not None:
         torch.library.register_autograd(f"fw_fairseq::{name}", backward, setup_context=setup_context, lib=LIBRARY)
         FUNCTIONS[name] = _function(name, run, setup_context, backward)
 

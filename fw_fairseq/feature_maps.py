@@ -154,6 +154,8 @@ class RandomFeatures(FeatureMap):
         features = positive("features", features or positive("head_dim", head_dim))
         super().__init__(head_dim, 2 * features)
         self.features, self.orthogonal = features, orthogonal
+        self.projection: Tensor
+        self.drawn: Tensor | None
         self.register_buffer("projection", draw_projection(features, head_dim, orthogonal))
         self.register_buffer("drawn", None, persistent=False)
 
@@ -271,7 +273,7 @@ def normalised(phi: Callable[[Tensor], Tensor], norm: str, x: Tensor) -> Tensor:
     return NORMS[norm].function(phi(wide(x) if x.dtype == torch.float16 else x)).to(x.dtype)
 
 
-def draw_projection(rows: int, width: int, orthogonal: bool = True, device: torch.device = None) -> Tensor:
+def draw_projection(rows: int, width: int, orthogonal: bool = True, device: torch.device | None = None) -> Tensor:
     """(rows, width) fp32, each row distributed as N(0, I); orthogonal: in blocks of ``width`` rows that are exactly orthogonal."""
     gaussian = torch.randn(rows, width, device=device)
     if not orthogonal:

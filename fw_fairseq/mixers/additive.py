@@ -79,7 +79,7 @@ class Additive(Pooled):
         **unused,
     ) -> tuple[Tensor, PooledState | None]:
         queries, keys = (None, None) if state is None else state.rounds()
-        given = {"padding_mask": padding_mask, "reset_mask": reset_mask, "keep_state": keep_state}
+        given: Any = {"padding_mask": padding_mask, "reset_mask": reset_mask, "keep_state": keep_state}
         q, k, v = self.in_proj(x if source is None else source).chunk(3, -1)
         q = self.by_head(q)
         pooled, queries = pool(self.scores(q, self.query_score), q, self.window, queries, **given)
@@ -87,7 +87,9 @@ class Additive(Pooled):
         p = self.by_head(self.norm(x + mixed))
         pooled, keys = pool(self.scores(p, self.key_score), p, self.window, keys, **given)
         y = self.dropout(self.join(pooled)) * v
-        return mixed + y if self.published else self.out_proj(y), PooledState.of_rounds(queries, keys) if keep_state else None
+        return mixed + y if self.published else self.out_proj(
+            y
+        ), None if queries is None or keys is None else PooledState.of_rounds(queries, keys)
 
     def mixed(self, pooled: Tensor, k: Tensor) -> Tensor:
         """Maps the pooled queries (B,H,T,X) and the keys (T,B,C) to q' k, (T,B,C)."""

@@ -105,7 +105,8 @@ class Mixer(nn.Module):
     @classmethod
     def of_layer(cls, embed_dim: int, num_heads: int, config: MixerOptions, layer: int, layers: int) -> Mixer:
         """The mixer of layer number ``layer`` of ``layers``."""
-        return cls(embed_dim, num_heads, config)
+        kind: Any = cls  # the others take settings, too
+        return kind(embed_dim, num_heads, config)
 
     def __call__(self, x: Tensor, state: Any = None, *args, **kwargs) -> Any:
         """``forward``, for an input and a state that this mixer can have."""
@@ -165,8 +166,8 @@ class Mixer(nn.Module):
     def state_size(self) -> int:
         """The number of numbers in the state of one sequence."""
         x = next(self.parameters()).new_zeros(1, 1, self.embed_dim)
-        read = self.in_proj.in_features if self.takes_source else self.embed_dim
-        source = {} if read == self.embed_dim else {"source": x.new_zeros(1, 1, read)}
+        read: int = self.in_proj.in_features if self.takes_source else self.embed_dim  # type: ignore[union-attr, assignment]
+        source: dict[str, Any] = {} if read == self.embed_dim else {"source": x.new_zeros(1, 1, read)}
         if self.takes_shared:
             source["shared"] = {VALUES: x.new_zeros(1, self.num_heads, 1, self.head_dim)}
         _, state = self(x, **source)

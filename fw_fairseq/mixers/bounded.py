@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +81,7 @@ class Bounded(Mixer):
     def sums(self, q: Tensor, k: Tensor, v: Tensor, memory: Tensor | None, masks: dict) -> tuple[Tensor, Tensor]:
         """Runs the sum rule and returns its output and its memory."""
         y, state = fast_weight(q, k, v, "sum", {}, None if memory is None else FastWeightState(memory), self.backend, **masks)
-        return y, state.memory
+        return y, cast("Tensor", state.memory)
 
 
 class Abc(Bounded):
@@ -127,7 +127,7 @@ class Linformer(Bounded):
     ) -> tuple[Tensor, BoundedState]:
         check_tokens("x", x, len(x))
         check_masks(padding_mask, reset_mask, (x.shape[1], x.shape[0]))
-        start = x.new_zeros(x.shape[1], dtype=torch.long) if state is None else state.position
+        start: Any = x.new_zeros(x.shape[1], dtype=torch.long) if state is None else state.position
         check_sequences(start, x.shape[1])
         places, end = places_in_texts(start, x.shape[0], padding_mask, reset_mask)
         weights = wide(self.position_weight)[places.clamp(max=len(self.position_weight) - 1)].transpose(1, 2)  # (B,H,T,N)

@@ -105,8 +105,9 @@ class FastWeight(Mixer):
         self.conv = ShortConvolution(sum([*self.sizes.values()][:3]), config.short_conv) if config.short_conv else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=not config.bias_free)
         scale = self.head_dim**-0.5 if config.scale_reads else 1.0
-        of_norm, self.read_scale = (scale, 1.0) if config.output_norm and not config.scale_after_norm else (1.0, scale)
-        self.norm = HeadNorm(self.head_dim, of_norm) if config.output_norm else None
+        scaled_before: bool = config.output_norm and not config.scale_after_norm
+        self.read_scale: float = 1.0 if scaled_before else scale
+        self.norm = HeadNorm(self.head_dim, scale if scaled_before else 1.0) if config.output_norm else None
         strength = [] if rule.coefficients is None else ["write_strength"]
         self.watched = self.keeps_state_norm = False  # see ``watch``
         self.state_norm: Tensor | None = None  # with its gradient
@@ -148,7 +149,7 @@ class FastWeight(Mixer):
         if self.out_proj.bias is not None:
             nn.init.zeros_(self.out_proj.bias)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         x: Tensor,
         state: FastWeightState | None = None,

@@ -66,7 +66,8 @@ class LocalAttention(Mixer):
     def keys_and_values(self, inputs: Tensor) -> Tensor:
         """Maps inputs (B,R,C) to their keys and values (B,R,2C)."""
         if hasattr(self.in_proj, "rows"):  # sparse projections
-            return self.in_proj.rows(inputs, "k", "v")
+            sparse: Any = self.in_proj
+            return sparse.rows(inputs, "k", "v")
         if not is_linear(self.in_proj):
             return self.in_proj(inputs)[..., self.embed_dim :]
         weight, bias = self.in_proj.weight, self.in_proj.bias

@@ -4,7 +4,7 @@ segments, and attends to them in blocks, so that memory grows with T and not wit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,7 +98,7 @@ class View(NamedTuple):
 
     def last(self, memory: Tensor | None = None, inputs: Tensor | None = None) -> WindowState:
         """Returns the state after the last token, of one of ``memory`` (B,S,X) and ``inputs`` (B,S,C)."""
-        x = inputs if memory is None else memory
+        x: Any = inputs if memory is None else memory
         missing = max(0, self.most - x.shape[1])
         kept, filled = F.pad(x, (0, 0, missing, 0)), F.pad(self.current, (missing, 0))
         if self.places is None:
@@ -119,16 +119,17 @@ def look_back(x: Tensor, state: WindowState | None, reach: Reach, padding_mask: 
     real = torch.ones(batch, total, dtype=torch.bool, device=x.device) if padding_mask is None else ~padding_mask
     texts = torch.zeros_like(real, dtype=torch.long) if reset_mask is None else reset_mask.long().cumsum(1)
     one_text = state is None and padding_mask is None and reset_mask is None
-    limits = end = None
+    limits: Any = None
+    end: Any = None
     if reach.segment > 1:
         start = x.new_zeros(batch, dtype=torch.long) if state is None or state.place is None else state.place
         places, end = places_in_texts(start, total, padding_mask, reset_mask)
         limits, end = reach.memory + places % reach.segment, end % reach.segment
     if state is not None:
         real, texts = torch.cat([state.filled, real], 1), F.pad(texts, (state.filled.shape[1], 0))
-    places = None if padding_mask is None else real.long().cumsum(1)
+    order = None if padding_mask is None else real.long().cumsum(1)
     current = real & (texts == texts[:, -1:])
-    return View(total, reach.most, texts.masked_fill(~real, -1), current, one_text, places, limits, end)
+    return View(total, reach.most, texts.masked_fill(~real, -1), current, one_text, order, limits, end)
 
 
 def with_memory(
@@ -139,12 +140,12 @@ def with_memory(
     x: the layer's inputs (B,T,C); read: what attention reads of them, (B,T,X), which is ``project(x)``.
     """
     projected = state is not None and state.memory is not None
+    kept: Any = None if state is None else state.memory if projected else state.inputs
     if state is not None:
-        earlier = state.memory.to(read) if projected else project(state.inputs.to(x)).to(read)
-        read = torch.cat([earlier, read], 1)
+        read = torch.cat([(kept if projected else project(kept.to(x))).to(read), read], 1)
     if decoding or projected:
         return read, view.last(memory=read)
-    return read, view.last(inputs=x if state is None else torch.cat([state.inputs.to(x), x], 1))
+    return read, view.last(inputs=x if state is None else torch.cat([kept.to(x), x], 1))
 
 
 def places_in_texts(start: Tensor, total: int, padding_mask: Tensor | None, reset_mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -170,5 +171,6 @@ def attend(
         mask = view.seen(queries, keys)[:, None]
         if bias is not None:
             mask = bias(parts[0], view.distances(queries, keys)).masked_fill(~mask, -torch.inf)
-        outputs.append(F.scaled_dot_product_attention(*parts, attn_mask=mask, dropout_p=dropout))
+        q_b, k_b, v_b = parts
+        outputs.append(F.scaled_dot_product_attention(q_b, k_b, v_b, attn_mask=mask, dropout_p=dropout))
     return torch.cat(outputs, 2)

@@ -49,14 +49,13 @@ class Pooled(Mixer):
 
     takes_source = takes_keep_state = True
     parts: int
+    out_proj: Any
     poolings: int
     settings = ("pooling_form", "pooling_dropout")
     options = (*settings, "window_sizes")
 
     def __init__(self, embed_dim: int, heads: int, config: Any, window: int, **given) -> None:
         super().__init__(embed_dim, heads)
-        if window < 0:
-            raise Mistake(f"window is {window}; it must be a number of tokens, or 0 for all before")
         settings = self.read_settings(config, given)
         self.window, self.published = window, str(settings.pooling_form) == "published"
         self.dropout = nn.Dropout(settings.pooling_dropout)

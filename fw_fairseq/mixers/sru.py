@@ -36,8 +36,9 @@ class Sru(Mixer):
     the input, the gates' weights half of it, and ``scale`` keeps it through the highway. --sru-init xavier is the start of SRU++.
     """
 
-    state_type = SruState
-    settings = (
+    state_type: type = SruState
+    norm: Any
+    settings: tuple[str, ...] = (
         "sru_projection", "sru_projection_norm", "sru_rescale", "sru_highway_bias", "sru_init", "sru_input_bias", "sru_tanh",
         "sru_dropout", "sru_projection_dropout",
     )  # fmt: skip
@@ -51,7 +52,7 @@ class Sru(Mixer):
             if given and not settings.sru_projection:
                 raise Mistake(f"--sru-projection-{option} belongs to a projection; give its width with --sru-projection")
         self.prepare(width, settings, settings.sru_rescale)
-        self.down_proj = Linear(embed_dim, width, bias=False) if settings.sru_projection else None
+        self.down_proj: Any = Linear(embed_dim, width, bias=False) if settings.sru_projection else None
         self.norm, self.dropout = nn.LayerNorm(width) if settings.sru_projection_norm else None, nn.Dropout(dropout)
         self.reset_parameters()
 
@@ -146,7 +147,7 @@ class Sru(Mixer):
         if self.tanh:
             h, cell = self.with_tanh(product, x, cell, *masks)
         else:
-            h, cell = sru(product, x, *self.gate_weight, cell, *masks, self.scale)
+            h, cell = sru(product, x, self.gate_weight[0], self.gate_weight[1], cell, *masks, self.scale)
         if self.training and self.cell_dropout:
             skipped = x * self.scale
             kept = torch.empty_like(h[:1]).bernoulli_(1 - self.cell_dropout) / (1 - self.cell_dropout)  # the same for all tokens

@@ -58,7 +58,7 @@ class Srupp(Sru):
     def linears(self) -> list[nn.Linear]:
         return [self.down_proj, self.kv_proj, self.in_proj]
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         x: Tensor,
         state: SruppState | None = None,
@@ -73,8 +73,8 @@ class Srupp(Sru):
         view = look_back(inputs, memory, self.reach, padding_mask, reset_mask)
         seen, memory = with_memory(view, inputs, z.transpose(0, 1), memory, self.down_proj, decoding)
         inner = self.attended(z, seen.transpose(0, 1), view)
-        h, state = self.recur(inner, x, None if state is None else state.cell, padding_mask, reset_mask)
-        return h, SruppState(state.cell, *memory)
+        h, after = self.recur(inner, x, None if state is None else state.cell, padding_mask, reset_mask)
+        return h, SruppState(after.cell, *memory)
 
     def attended(self, z: Tensor, seen: Tensor, view: View) -> Tensor:
         """Maps z (T,B,width), and the z of all tokens that these see, (S,B,width), to what the product reads."""
@@ -92,7 +92,8 @@ class Srupp(Sru):
         """Maps queries (T,B,width) and the tokens of the view (S,B,width) to the output of attention, (T,B,width)."""
         parts = (queries, *self.kv_proj(seen).chunk(2, -1))
         dropout = self.attention_dropout if self.training else 0.0
-        return join_heads(attend(*(split_heads(x, self.inner_heads) for x in parts), view, dropout=dropout))
+        q, k, v = (split_heads(x, self.inner_heads) for x in parts)
+        return join_heads(attend(q, k, v, view, dropout=dropout))
 
     def projections(self) -> dict[str, dict[str, slice]]:
         width = self.kv_proj.in_features

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ def check_arguments(
         check_state(state, q, sizes, dtype, attention_norm, key_log_scale is not None)
     kernels = backend == "cuda" or (backend == "auto" and has_kernels(q))
     return Inputs(
-        q, k, v, spec, gates, cast("FastWeightState", state), backend, attention_norm, eps, padding_mask, key_log_scale, reset_mask,
+        q, k, v, spec, gates, state, backend, attention_norm, eps, padding_mask, key_log_scale, reset_mask,
         row_map, width, decoding, group, attention_norm_of, dtype, kernels,
     )  # fmt: skip
 

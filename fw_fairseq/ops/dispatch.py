@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ def choose(inputs: Inputs) -> Plan:
                 return plan
         reason = plan.reason
     inputs = mapped(inputs)
-    form: Callable[..., tuple[Tensor, Tensor]] = step_form
+    form: Callable[..., tuple[Any, ...]] = step_form
     if isinstance(inputs.state.memory, Factors):
         form = factored_form
     elif inputs.backend != "recurrent":

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..feature_maps import RowMap
 from ..rules import Coefficients, Rule
-from .state import FastWeightState
 
 READ_AND_ERASE, READ = "read_and_erase", "read"  # what attention normalisation divides
 
@@ -23,7 +22,7 @@ class Inputs(NamedTuple):
     v: Tensor  # (B,H,T,V)
     rule: Rule
     gates: dict[str, Tensor]
-    state: FastWeightState  # None until ``operation.start`` makes an empty one
+    state: Any  # a FastWeightState; None until ``operation.start`` makes an empty one
     backend: str
     attention_norm: bool
     eps: float

@@ -7,6 +7,8 @@ of the step before it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -99,6 +101,6 @@ def read_before(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return y if resets is None else fill(y, resets, 0), memory
 
 
-def first(x: Tensor | None, value: float) -> Tensor | None:
+def first(x: Any, value: float) -> Any:
     """(B,H,T,...) with ``value`` before the first token."""
     return None if x is None else F.pad(x, (*(0, 0) * (x.dim() - 3), 1, 0), value=value)

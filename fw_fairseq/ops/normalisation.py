@@ -147,10 +147,11 @@ def sum_texts(terms: Tensor, reset_mask: Tensor) -> Tensor:
     return terms
 
 
-def normalise_erase(coefficients: Coefficients, recalled: Tensor, eps: float) -> Coefficients:
+def normalise_erase(coefficients: Coefficients, recalled: Any, eps: float) -> Coefficients:
     """With erase strengths for which an erase takes away the normalised read of k_t. A key that nothing was written under erases
     nothing."""
     empty = recalled == 0
+    assert coefficients.e is not None
     e = quotient(coefficients.e, recalled.masked_fill(empty, 1.0) + eps)
     return coefficients._replace(e=torch.where(empty, 0.0, e))
 

@@ -7,6 +7,8 @@ calls it; ``multistep.run_steps`` is around it for rules that need more than the
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, distributed
 
@@ -146,7 +148,7 @@ def start(inputs: Inputs) -> Inputs:
             return inputs
         return inputs._replace(state=inputs.state._replace(memory=inputs.state.memory.dense()))
     sizes = (*inputs.q.shape[:2], inputs.width, inputs.v.shape[3])
-    given = {"device": inputs.q.device, "dtype": inputs.dtype}
+    given: Any = {"device": inputs.q.device, "dtype": inputs.dtype}
     factored = takes_factors and inputs.decoding and inputs.backend == "auto" and not inputs.kernels
     return inputs._replace(
         state=FastWeightState(

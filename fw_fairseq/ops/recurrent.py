@@ -80,8 +80,8 @@ def run(
     *masks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """As ``looped``, without an operator."""
-    if rule is None or stepwise:
-        return scan(step if rule is None else rule.step, q, k, v, gates, memory, *masks)
+    if rule is None or rule.sequence is None or stepwise:
+        return scan(step if rule is None or rule.step is None else rule.step, q, k, v, gates, memory, *masks)
     q, k, values, *given = (x.to(memory.dtype) for x in (q, k, v, *gates.values()))
     y, memory = rule.sequence(q, k, values, memory, *masks, **dict(zip(gates, given)))
     return y.to(v.dtype), memory

@@ -25,7 +25,8 @@ def index_select(self: State, order: Tensor) -> State:
 
 def join(states: list[State]) -> State:
     """The states of several batches as one."""
-    return type(states[0])(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*states)))
+    kind: Any = type(states[0])
+    return kind(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*states)))
 
 
 def detach(self: State) -> State:
@@ -45,7 +46,8 @@ def to(self: State, *args, **kwargs) -> State:
 
 
 def _map(self: State, change: Callable[[Any], Any]) -> State:
-    return type(self)(*(None if x is None else change(x) for x in self))
+    kind: Any = type(self)
+    return kind(*(None if x is None else change(x) for x in self))
 
 
 def tensor_state(kind: Any) -> Any:

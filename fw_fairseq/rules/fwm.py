@@ -34,11 +34,12 @@ def fwm_sequence(
     """``fwm_step`` over time, for q, k (B,H,T,K), v (B,H,T,V), beta (B,H,T), and masks (B,T). At padding q, k and v are 0."""
     sequences, tokens = q.shape[:2], q.shape[2]
     masks = (None if mask is None else mask[:, None].expand(*sequences, tokens) for mask in (padding_mask, reset_mask))
-    operands = [None if x is None else x.flatten(0, 1) for x in (q, k, v, beta, *masks)]
+    operands: list[Any] = [None if x is None else x.flatten(0, 1) for x in (q, k, v, beta, *masks)]
     memory = memory.flatten(0, 1)
     chunks, outputs = -(-tokens // CHUNK), []
-    for parts in zip(*(chunks * [None] if x is None else x.split(CHUNK, 1) for x in operands)):  # a slice has a gradient of all T
-        y, memory = chunk(*parts, memory)
+    split = (chunks * [None] if x is None else x.split(CHUNK, 1) for x in operands)  # a slice has a gradient of all T
+    for q_c, k_c, v_c, beta_c, padding, reset in zip(*split):
+        y, memory = chunk(q_c, k_c, v_c, beta_c, padding, reset, memory)
         outputs.append(y)
     y = torch.cat(outputs, dim=1)
     return F.layer_norm(y, y.shape[-1:]).unflatten(0, sequences), memory.unflatten(0, sequences)
@@ -73,13 +74,13 @@ class Writes(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, recalled: Tensor, products: Tensor, v: Tensor, beta: Tensor, norm: Tensor, padding: Tensor | None, reset: Tensor
+        ctx: Any, recalled: Tensor, products: Tensor, v: Tensor, beta: Tensor, norm: Tensor, padding: Any, reset: Any
     ) -> tuple[Tensor, Tensor]:
         reads, v = (x.transpose(0, 1).contiguous() for x in (recalled, v))
         products, beta = products.permute(1, 2, 0).unsqueeze(3), beta.mT.unsqueeze(2)
         padding, reset = (None if mask is None else mask.mT.unsqueeze(2) for mask in (padding, reset))
         norm = norm.unsqueeze(1)
-        steps = []
+        steps: list[Any] = []
         for t in range(len(v)):
             read = reads[0]
             written = beta[t] * (v[t] - read)
@@ -91,9 +92,9 @@ class Writes(torch.autograd.Function):
                 norm, left = norm.masked_fill(reset[t + 1], 0), scale.masked_fill(reset[t + 1], 0)
             reads = torch.addcmul(reads[1:], products[t + 1 :, t], written).mul_(left)
             steps.append((read, written, free, scale, left, reads))
-        *steps, reads = zip(*steps)
-        read, written, free, scale, left = map(torch.stack, steps)
-        ctx.save_for_backward(products, v, beta, reset, read, written, free, scale, left, *reads)
+        *made, later = zip(*steps)
+        read, written, free, scale, left = map(torch.stack, made)
+        ctx.save_for_backward(products, v, beta, reset, read, written, free, scale, left, *later)
         return written.transpose(0, 1), scale.squeeze(2).mT
 
     @staticmethod

@@ -17,9 +17,9 @@ FASTEST = 80.0  # leaves 2e-35, which fp32 holds with all its digits
 
 
 class Place(NamedTuple):
-    """The numbers that a start is for: ``count`` of them over all heads, in layer number ``layer`` of ``layers``."""
+    """The numbers that a start is for: ``size`` of them over all heads, in layer number ``layer`` of ``layers``."""
 
-    count: int
+    size: int
     heads: int
     layer: int = 0
     layers: int = 1
@@ -27,7 +27,7 @@ class Place(NamedTuple):
     @property
     def share(self) -> Tensor:
         """From 0 for the first of the numbers to 1 for the last."""
-        return torch.arange(self.count) / max(self.count - 1, 1)
+        return torch.arange(self.size) / max(self.size - 1, 1)
 
     @property
     def depth(self) -> float:
@@ -38,13 +38,13 @@ class Place(NamedTuple):
 def time_steps(place: Place) -> Tensor:
     """Numbers whose softplus is from 0.001 to 0.1, uniform in its logarithm (Mamba 2)."""
     least, most = math.log(0.001), math.log(0.1)
-    step = torch.empty(place.count).uniform_(least, most).exp()
+    step = torch.empty(place.size).uniform_(least, most).exp()
     return step + (-torch.expm1(-step)).log()
 
 
 def kept(place: Place) -> Tensor:
     """The logits of what Mamba 2 keeps at its start: exp(-rate step), with its rates and time steps."""
-    rate, step = log_rates(place.count).exp(), F.softplus(time_steps(place))
+    rate, step = log_rates(place.size).exp(), F.softplus(time_steps(place))
     return -torch.expm1(rate * step).log()
 
 
@@ -55,19 +55,19 @@ def log_rates(count: int) -> Tensor:
 
 def retention(place: Place) -> Tensor:
     """1 - 2^(-5-h) for head number h (RetNet)."""
-    return 1 - torch.exp2(-5.0 - torch.arange(place.count))
+    return 1 - torch.exp2(-5.0 - torch.arange(place.size))
 
 
 def bounds(place: Place) -> Tensor:
     """The logit of l / L for layer number l of L (HGRN 2)."""
-    return torch.full((place.count,), place.layer / place.layers).logit(eps=1e-6)
+    return torch.full((place.size,), place.layer / place.layers).logit(eps=1e-6)
 
 
 def zigzag(place: Place) -> Tensor:
     """From -1 to 1 over the numbers of each head, steeper at both ends (RWKV 7)."""
-    width = place.count // place.heads
+    width = place.size // place.heads
     middle = (width - 1) / 2
-    x = (torch.arange(place.count) % width - middle) / max(middle, 1)
+    x = (torch.arange(place.size) % width - middle) / max(middle, 1)
     return x * x.abs()
 
 
@@ -78,7 +78,7 @@ def decay_6(place: Place) -> Tensor:
 
 def bonus_6(place: Place) -> Tensor:
     """RWKV 6: the weights of a token's own value."""
-    return place.depth * (1 - place.share) + ((torch.arange(place.count) + 1) % 3 - 1) * 0.1
+    return place.depth * (1 - place.share) + ((torch.arange(place.size) + 1) % 3 - 1) * 0.1
 
 
 def decay_7(place: Place) -> Tensor:
@@ -98,7 +98,7 @@ def key_7(place: Place) -> Tensor:
 
 def written_7(place: Place) -> Tensor:
     """RWKV 7: how much of a key's strength follows the share that is removed."""
-    return torch.full((place.count,), 1.02)
+    return torch.full((place.size,), 1.02)
 
 
 def values_7(place: Place) -> Tensor:
@@ -108,7 +108,7 @@ def values_7(place: Place) -> Tensor:
 
 def ones(place: Place) -> Tensor:
     """1."""
-    return torch.ones(place.count)
+    return torch.ones(place.size)
 
 
 class Form(NamedTuple):

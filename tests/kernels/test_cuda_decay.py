@@ -14,8 +14,7 @@ from fw_fairseq.ops.kernels import decay, decay_tiles, launch
 from fw_fairseq.ops.kernels.family import Operands
 
 
-@pytest.mark.parametrize("policy, seed", SCHEDULES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype, policy, seed", [*((torch.bfloat16, *each) for each in SCHEDULES), (torch.float32, *SCHEDULES[-1])])
 def test_any_schedule(one_thread, dtype, policy, seed):
     compare(decay, "decay", (2, 1, 70, 64, 64), dtype, EmulatorLaunch(policy, seed))
 
@@ -99,7 +98,7 @@ def test_gates_of_one_side(one_thread, absent, gates):
     assert_same(actual, by_definition(x, dy, dmemory), TOLERANCE["bf16"])
 
 
-@pytest.mark.parametrize("f, z", [(0.018, 0.018), (0.0057, 0.057), (0.057, 0.0057), (0.0175, 0.0175), (0.0055, 0.5)])
+@pytest.mark.parametrize("f, z", [(0.018, 0.018), (0.057, 0.0057), (0.0175, 0.0175)])
 def test_large_operands(one_thread, f, z):
     """Gates of one side and of both that nearly need more rounds than one, and such as do, with entries as large as fp16's: no
     infinity on the way."""
@@ -126,8 +125,10 @@ def test_gradients_of_small_gates(one_thread, width):
         assert ((found - exact).abs().amax(-1) < 1e-5 * exact.abs().amax(-1)).all()
 
 
-@pytest.mark.parametrize("f, z", [(0.01, 0.1), (0.1, 0.01), (0.005, 0.005), (0.002, 0.0015), (1e-4, 1e-4)])
-@pytest.mark.parametrize("scale", [1.0, 1e-9])
+@pytest.mark.parametrize(
+    "f, z, scale",
+    [(0.01, 0.1, 1.0), (0.1, 0.01, 1.0), (0.005, 0.005, 1e-9), (0.002, 0.0015, 1.0), (1e-4, 1e-4, 1.0), (1e-4, 1e-4, 1e-9)],
+)
 def test_gradients_where_every_gate_is_small(one_thread, f, z, scale):
     """In one round, in two and in six; and where the loss hardly changes."""
     x = draw("decay", (1, 1, 48, 32, 32))
@@ -258,7 +259,7 @@ def test_rows_that_a_map_takes_need_no_pairs(row_map, paired):
 
 
 MAIN = [torch.bfloat16, torch.float32]
-COMPILED = [(arch, 64, dtype) for arch in ARCHITECTURES if arch != "75" for dtype in MAIN]
+COMPILED = [(arch, 64, torch.bfloat16) for arch in ARCHITECTURES if arch != "75"] + [("90", 64, torch.float32)]
 COMPILED += [("90", width, torch.bfloat16) for width in (32, 128)]
 if ARCHITECTURES == EVERY:
     COMPILED += [("90", 32, torch.float32), ("90", 128, torch.float32), *(("80", 128, dtype) for dtype in MAIN)]

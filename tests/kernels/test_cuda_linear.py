@@ -20,13 +20,12 @@ from fw_fairseq.rules import RULES, Coefficients
 MAIN = [torch.bfloat16, torch.float32]
 
 
-@pytest.mark.parametrize("policy, seed", SCHEDULES)
-@pytest.mark.parametrize("dtype", MAIN)
+@pytest.mark.parametrize("dtype, policy, seed", [*((torch.bfloat16, *each) for each in SCHEDULES), (torch.float32, *SCHEDULES[-1])])
 def test_any_schedule(one_thread, dtype, policy, seed):
     compare(linear, "gated", (2, 1, 150, 64, 64), dtype, EmulatorLaunch(policy, seed))
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 16, 17, 32, 33, 100])
+@pytest.mark.parametrize("tokens", [1, 16, 17, 33, 100])
 @pytest.mark.parametrize("rule", ["sum", "gated"])
 def test_any_length(one_thread, rule, tokens):
     compare(linear, rule, (1, 2, tokens, 32, 32))
@@ -193,7 +192,7 @@ def test_layouts(capability, dtype, key, value, layout):
 
 
 PLACES = [(arch, 64) for arch in ARCHITECTURES if arch != "75"] + [("90", 32), ("90", 128)]
-COMPILED = [(arch, width, dtype) for arch, width in PLACES for dtype in MAIN]
+COMPILED = [(arch, width, torch.bfloat16) for arch, width in PLACES] + [("90", 64, torch.float32)]
 
 
 @pytest.mark.parametrize("arch, width, dtype", COMPILED)

@@ -64,8 +64,7 @@ def test_a_state_of_all_of_the_past_is_not_rounded(emulate):
     assert cuda_pooling.pool_cuda_form(a, x, 6, reset.long())[1].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("policy, seed", SCHEDULES)
-@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("window, policy, seed", [*((20, *each) for each in SCHEDULES), (0, *SCHEDULES[-1])])
 def test_any_schedule(emulate, window, policy, seed):
     emulate(policy, seed)
     compare(*draw(50, 33), window, torch.rand(2, 50) < 0.2, torch.rand(2, 50) < 0.1)
@@ -131,7 +130,7 @@ def sanitized() -> None:
             compare(*draw(40, 3, batch=1), window, reset=torch.rand(1, 40) < 0.1)
 
 
-@pytest.mark.parametrize("arch", ["75", "80", "90", "120"])
+@pytest.mark.parametrize("arch", ["75", "90"])
 def test_compiles_without_spills(arch):
     """The two that keep most in registers."""
     for dtype, texts in ((torch.float32, True), (torch.bfloat16, False)):

@@ -24,7 +24,7 @@ def test_any_gate(one_thread, family, rule, gates):
 
 
 @each_family
-@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("gates", ["uniform", "lone", "both extremes"])
 def test_any_gate_bf16(one_thread, family, rule, gates):
     compare(family, rule, (1, 1, 200, 64, 64), torch.bfloat16, gates=gates)
 

@@ -117,7 +117,7 @@ def test_gradients_take_another_form(emulate):
 def test_opcheck(emulate):
     emulate()
     inputs = draw("few", 8, 6)
-    torch.library.opcheck(torch.ops.fw_fairseq.step.default, (*inputs.values(), *AS_IS))
+    torch.library.opcheck(torch.ops.fw_fairseq.step.default, (*inputs.values(), None, 0.0, 0.0, *AS_IS))
 
 
 # The most rows take the most registers; the others are compiled for one architecture.

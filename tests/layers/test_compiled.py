@@ -57,7 +57,7 @@ def compare(actual, expected, given, tolerance) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("with_masks", [False, True], ids=["", "masks"])
-@pytest.mark.parametrize("window", [0, 1, 2, 7, 30, 59, 60, 200])
+@pytest.mark.parametrize("window", [0, 1, 7, 30, 60, 200])
 def test_pooling(calls, window, with_masks, dtype):
     given = leaves(dtype, (2, 3, 60), (2, 60, 3, 5))
     masks = [torch.rand(2, 60) < 0.1, torch.rand(2, 60) < 0.08] if with_masks else [None, None]

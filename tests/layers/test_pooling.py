@@ -30,8 +30,7 @@ def gradients(y, a, x):
     return torch.autograd.grad(y, (a, x), torch.randn(y.shape, generator=generator, dtype=y.dtype))
 
 
-@pytest.mark.parametrize("with_resets", [False, True], ids=["", "resets"])
-@pytest.mark.parametrize("padded", [False, True], ids=["", "padding"])
+@pytest.mark.parametrize("padded, with_resets", [(False, False), (True, True)], ids=["", "padding and resets"])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_means_are_those_of_the_definition(window, padded, with_resets):
     a, x = draw(150)
@@ -119,12 +118,9 @@ def test_single_tokens_under_autocast(window):
 @pytest.mark.parametrize(
     "shapes, window, state, message",
     [
-        (((2, 3), (2, 3, 4)), 0, None, r"scores are \(2, 3\) .* must be \(B,H,T\) and \(B,H,T,V\)"),
-        (((1, 2, 3), (1, 2, 4, 5)), 0, None, r"values \(1, 2, 4, 5\)"),
-        (((1, 2, 3), (1, 2, 3, 5)), -1, None, "window is -1; it must be 0"),
-        (((1, 2, 3), (1, 2, 3, 5)), 4, 8, "state holds 8 tokens and window 4 needs 3"),
-        (((2, 2, 3), (2, 2, 3, 5)), 4, 3, r"state has \(B,H,V\) = \(1, 2, 5\); with these .* it must be \(2, 2, 5\)"),
-        (((1, 2, 3), (1, 2, 3, 1)), 0, 1, r"state has \(B,H,V\) = \(1, 2, 5\); with these .* it must be \(1, 2, 1\)"),
+        (((1, 2, 3), (1, 2, 3, 5)), 4, 8, r"tokens,V\) = \(1, 2, 8, 5\); with .* window 4 it must be \(1, 2, 3, 5\)"),
+        (((2, 2, 3), (2, 2, 3, 5)), 4, 3, r"tokens,V\) = \(1, 2, 3, 5\); with .* it must be \(2, 2, 3, 5\)"),
+        (((1, 2, 3), (1, 2, 3, 1)), 0, 1, r"tokens,V\) = \(1, 2, 1, 5\); with .* it must be \(1, 2, 1, 1\)"),
     ],
 )
 def test_refused(shapes, window, state, message):

@@ -38,7 +38,7 @@ def read(a, x, window, state, tokens, padding=None, reset=None):
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("prompt", [1, 7, 150])
+@pytest.mark.parametrize("prompt", [1, 150])
 def test_every_token_after_a_prompt(window, prompt):
     a, x = draw()
     first, state = pool(a[:, :, :prompt], x[:, :, :prompt], window)

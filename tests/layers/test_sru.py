@@ -118,7 +118,6 @@ def test_gradients_where_one_result_is_used(used):
     [
         (0, (20, 3, 5), r"product is \(20, 3, 5\) and x \(20, 3, 5\); they must be \(T,B,3D\) and \(T,B,D\)"),
         (1, (20, 3, 4), r"product is \(20, 3, 15\) and x \(20, 3, 4\)"),
-        (3, (4,), r"v_reset is \(4,\); it must be \(5,\)"),
         (4, (2, 5), r"state is \(2, 5\); it must be \(3, 5\)"),
     ],
 )

@@ -95,7 +95,6 @@ def test_a_layer_without_the_first_one_is_refused():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"decoder_layers": 1}, "--value-mixing-rank is 2; it has no effect in a model of one layer"),
         ({"mixer_pattern": "softmax,fast_weight"}, "--value-mixing-rank mixes in the values of layer 0, which is softmax"),
         ({"decoder_layerdrop": 0.1}, "--value-mixing-rank does not work with --decoder-layerdrop"),
         ({"checkpoint_activations": True}, "--value-mixing-rank does not work with --checkpoint-activations"),

@@ -74,9 +74,8 @@ def draw(rule, dtype, attention_norm):
     return inputs | {"k": k.requires_grad_()}, draw_gates(RULES[rule], SHAPE, dtype)
 
 
-@pytest.mark.parametrize("backend", ["recurrent", "chunkwise"])
 @pytest.mark.parametrize("rule, attention_norm", [(r, n) for r in FITTING for n in (False, True) if not n or r in NORMALISED])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 5e-5)])
+@pytest.mark.parametrize("backend, dtype, tolerance", [("recurrent", torch.float64, 1e-10), ("chunkwise", torch.float32, 5e-5)])
 def test_resets_against_the_equations(rule, attention_norm, backend, dtype, tolerance):
     inputs, gates = draw(rule, dtype, attention_norm)
     leaves, resets = inputs | gates, resets_at(*TEXTS)

@@ -56,8 +56,7 @@ def compare(rule, shape, tolerance, *, dtype=torch.float64, attention_norm=False
     assert_same(results(None, "chunkwise"), results(torch.float64, "recurrent"), tolerance)
 
 
-@pytest.mark.parametrize("padding", [False, True])
-@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize("with_state, padding", [(False, False), (True, True)])
 @pytest.mark.parametrize("rule, attention_norm", CHUNKED_CASES)
 def test_chunk_form_equals_step_form(rule, attention_norm, with_state, padding):
     compare(rule, SHAPE, FLOAT64, attention_norm=attention_norm, with_state=with_state, padding=padding)
@@ -112,7 +111,7 @@ def test_gates_exactly_zero_and_one(rule):
 
 
 @pytest.mark.parametrize("rule, attention_norm", CHUNKED_CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dtypes(rule, attention_norm, dtype):
     compare(rule, SHAPE, HALF.get(dtype, FLOAT32), dtype=dtype, attention_norm=attention_norm, with_state=True)
 
@@ -172,7 +171,7 @@ def test_fairseq_layout_is_not_copied(rule):
 
 
 @pytest.mark.parametrize("rule, attention_norm", CASES)
-@pytest.mark.parametrize("cuts", [[1], [32], [74], [1, 2, 3, 40], [31, 32, 33, 64]])
+@pytest.mark.parametrize("cuts", [[32], [1, 2, 3, 40], [31, 33, 74]])
 def test_any_cut_gives_the_same(rule, attention_norm, cuts):
     """forward(x[0:T]) equals forward(x[0:s]) then forward(x[s:T], state): outputs, final state and gradients."""
     inputs = draw_inputs(SHAPE, positive=attention_norm)
@@ -194,8 +193,9 @@ def test_any_cut_gives_the_same(rule, attention_norm, cuts):
     assert_same(run_with_gradients(leaves, in_pieces), run_with_gradients(leaves, whole), FLOAT64)
 
 
-@pytest.mark.parametrize("backend", ["recurrent", "chunkwise"])
-@pytest.mark.parametrize("rule", CHUNKED)
+@pytest.mark.parametrize(
+    "rule, backend", [*((rule, "chunkwise") for rule in CHUNKED), ("rwkv7", "recurrent"), ("decay", "recurrent")]
+)
 def test_gradcheck(rule, backend):
     shape = (1, 2, 5, 3, 2)
     inputs, gates = draw_inputs(shape), draw_gates(RULES[rule], shape)
@@ -440,8 +440,9 @@ def test_delta_attention_norm_after_a_text_of_large_keys():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("rule", [rule for rule in CHUNKED if RULES[rule].coefficients])
+@pytest.mark.parametrize(
+    "rule, zeros", [*((rule, False) for rule in CHUNKED if RULES[rule].coefficients), ("gated_delta", True), ("gla", True)]
+)
 def test_compiled_by_torch_as_one_operator_with_its_gradients(rule, zeros):
     """Against the step form; gates of 0 need other ways to run a chunk."""
 
@@ -460,8 +461,16 @@ def test_compiled_by_torch_as_one_operator_with_its_gradients(rule, zeros):
     assert graphs == [["fw_fairseq.scan_portable"]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rule", ["sum", "gated", "decay", "delta", "kda"])
+@pytest.mark.parametrize(
+    "rule, dtype",
+    [
+        ("sum", torch.bfloat16),
+        ("gated", torch.float64),
+        ("decay", torch.float64),
+        ("delta", torch.bfloat16),
+        ("kda", torch.float64),
+    ],
+)
 def test_opcheck(rule, dtype):
     """Shapes, strides and gradients, also for inputs that lie otherwise in memory."""
     shape = (2, 3, 40, 6, 5)
@@ -478,7 +487,7 @@ def test_opcheck(rule, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule, backend", [("decay", "recurrent"), ("fwm", "recurrent"), ("fwm", "auto")])
+@pytest.mark.parametrize("rule, backend", [("decay", "recurrent"), ("fwm", "auto")])
 def test_steps_compiled_by_torch_as_one_operator(rule, backend):
     """torch.compile would unroll them. With texts that end and begin; a single token is part of the graph."""
     shape = (2, 2, 12, 4, 3)
@@ -525,7 +534,7 @@ def test_gradients_of_the_operator_where_one_result_is_used(used):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("rule, length", [("delta", SHAPE[2]), ("decay", 40), ("kda", 40)])
+@pytest.mark.parametrize("rule, length", [("delta", SHAPE[2]), ("kda", 40)])
 def test_an_exported_operation_needs_nothing_of_this_project(rule, length):
     shape = (*SHAPE[:2], length, *SHAPE[3:])
     gates = draw_gates(RULES[rule], shape, torch.float32)
@@ -599,8 +608,7 @@ def test_two_tokens_run_as_a_chunk(rule, monkeypatch):
     assert y.shape == (1, 1, 2, 4) and len(called) == 1
 
 
-@pytest.mark.parametrize("backend", ["recurrent", "chunkwise"])
-@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("dtype, backend", zip(HALF, ["recurrent", "chunkwise"]))
 @pytest.mark.parametrize("rule, attention_norm", [(r, n) for r, n in CHUNKED_CASES if RULES[r].bonus is None])
 def test_16_bit_outputs_are_rounded_once(rule, attention_norm, dtype, backend):
     """They are those of the same numbers in fp32, rounded."""

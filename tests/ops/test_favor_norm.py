@@ -20,7 +20,7 @@ pytestmark = pytest.mark.quick
 
 T = 256
 HALF = {torch.float16: 5e-3, torch.bfloat16: 4e-2}  # of outputs that are rounded twice
-SIZES = [(16, 8, 0.3), (16, 256, 1.5), (32, 16, 1.5), (64, 8, 1.5), (64, 256, 0.3), (64, 256, 1.0), (64, 256, 1.5)]  # d, m, std
+SIZES = [(16, 8, 0.3), (32, 16, 1.5), (64, 8, 1.5), (64, 256, 0.3), (64, 256, 1.5)]  # d, m, std
 
 
 def log_features(phi, x, norm="none"):
@@ -56,8 +56,7 @@ def assert_mean(got, want, tolerance=1e-3):
 
 
 @pytest.mark.parametrize("d, m, std", SIZES)
-@pytest.mark.parametrize("rule", ["sum", "gated"])
-@pytest.mark.parametrize("backend", ["recurrent", "chunkwise"])
+@pytest.mark.parametrize("rule, backend", [("sum", "recurrent"), ("gated", "chunkwise")])
 def test_operation(d, m, std, rule, backend):
     phi = FEATURE_MAPS["favor"](d, features=m)
     q, k = torch.randn(2, 1, 2, T, d) * std
@@ -113,8 +112,7 @@ def test_features_of_length_one_at_any_size_of_keys(std):
     torch.testing.assert_close(layer.operands(x).k.double(), want.double(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("norm", ["none", "sum"])
+@pytest.mark.parametrize("dtype, norm", [*zip(HALF, ["none", "sum"])])
 @pytest.mark.parametrize("d, m, std", SIZES)
 @torch.no_grad()
 def test_layer_in_half_precision(d, m, std, norm, dtype):

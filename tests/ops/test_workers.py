@@ -140,8 +140,6 @@ def test_gates_of_values_beside_an_erase(one_thread, monkeypatch, tmp_path):
 
 def test_mistakes(tmp_path):
     q = torch.rand(1, 1, 4, 2)
-    with pytest.raises(ValueError, match="group is a str; it must be None or a torch"):
-        fast_weight(q, q, q, "sum", group="workers")
     with worker_of(0, 1, tmp_path) as group, pytest.raises(ValueError, match="rule 'fwm' has steps of its own"):
         fast_weight(q, q, q, "fwm", {"beta": q[..., 0]}, group=group)
 

@@ -31,7 +31,9 @@ class EarlierTokens:
         if recent is not None and recent.shape != needed:
             raise Mistake(f"state has earlier tokens of shape {tuple(recent.shape)}; for this x they must be {needed}")
         given = x.new_zeros(needed) if recent is None else recent.to(x.dtype)
-        self.before, self.count, self.order = before, None, None
+        self.before = before
+        self.count: Any = None
+        self.order: Any = None
         text = None if reset_mask is None else reset_mask.cumsum(1).mT  # (T,B)
         self.last_text = None if text is None else text[-1]
         if padding_mask is not None:
@@ -56,14 +58,14 @@ class EarlierTokens:
 
     def recent(self) -> Tensor:
         """The last tokens of the last text, (B,before,C)."""
-        x, text = self.seen, self.text
+        x, text, last_text = self.seen, self.text, self.last_text
         if self.order is None:
             x, text = x[len(x) - self.before :], None if text is None else text[len(text) - self.before :]
         else:
             last = self.count + torch.arange(self.before, device=x.device).unsqueeze(1)
             x, text = x.take_along_dim(last.unsqueeze(-1), 0), None if text is None else text.take_along_dim(last, 0)
-        if text is not None:
-            x = x.masked_fill((text != self.last_text).unsqueeze(-1), 0)
+        if text is not None and last_text is not None:
+            x = x.masked_fill(torch.ne(text, last_text).unsqueeze(-1), 0)
         return x.transpose(0, 1).contiguous()
 
 

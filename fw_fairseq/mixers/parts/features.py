@@ -154,8 +154,8 @@ def initial_bias(gate: Gate, place: Place, write_strength: float = 0) -> Tensor:
     """The bias of a gate at each number of a place: that of ``write_strength`` where it is given and this gate is one, else the
     gate's own."""
     if write_strength and gate.writes:
-        return torch.full((place.count,), write_strength).logit()
-    return gate.bias(place) if callable(gate.bias) else drawn_bias(gate.bias, place.count)
+        return torch.full((place.size,), write_strength).logit()
+    return gate.bias(place) if callable(gate.bias) else drawn_bias(gate.bias, place.size)
 
 
 def drawn_bias(bias: float | str | None, count: int) -> Tensor:

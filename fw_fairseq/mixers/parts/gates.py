@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from .features import initial_bias
 
 
 class GateMaker(nn.Module):
-    """Makes one gate of a rule (``rules.Gate``), of ``place.count`` numbers over all heads.
+    """Makes one gate of a rule (``rules.Gate``), of ``place.size`` numbers over all heads.
 
     ``size`` says how many rows of the layer's projection it needs. ``bias`` is what ``Gate.bias`` starts: the gate itself where it
     is constant, the factors of a gate made of the key, the bound of a bounded form, else what is added before the form.
@@ -25,12 +26,12 @@ class GateMaker(nn.Module):
         super().__init__()
         self.form, self.inner, self.of, self.constant = gate.form, gate.inner, gate.of, gate.constant
         self.heads, self.scalar = place.heads, gate.axis is None
-        form, rank = FORMS[gate.form], head_dim if gate.rank == "head" else gate.rank
-        self.size = 0 if gate.of or gate.constant else rank or place.count
-        self.up = None if rank is None else nn.Parameter(torch.empty(place.count, rank))
-        self.rate = nn.Parameter(log_rates(place.heads)) if form.rate else None
-        self.fixed = None if gate.learnt else functools.partial(gate.bias, place)
-        self.bias = None
+        form, rank = FORMS[gate.form], head_dim if isinstance(gate.rank, str) else gate.rank
+        self.size = 0 if gate.of or gate.constant else rank or place.size
+        self.up = None if rank is None else nn.Parameter(torch.empty(place.size, rank))
+        self.rate: Any = nn.Parameter(log_rates(place.heads)) if form.rate else None
+        self.fixed: Any = functools.partial(gate.bias, place) if callable(gate.bias) and not gate.learnt else None
+        self.bias: Any = None
         if gate.learnt and (gate.bias is not None or gate.of is None):
             self.bias = nn.Parameter(initial_bias(gate, place))
         if self.up is not None:

@@ -12,7 +12,7 @@ here: ``frames`` takes them out by a change of variables.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,17 +82,17 @@ def gate_gradient(dprefix: Tensor, dlast: Tensor, gate: Tensor, emptied: Emptied
 
 
 class Chunk(NamedTuple):
-    """The operands of one chunk, in the dtype that it is computed in, and its decay by one gate per token."""
+    """The operands of one chunk, in the dtype that it is computed in, and its decay by one gate per token, None where absent."""
 
     q: Tensor  # (N,C,K)
     k: Tensor  # (N,C,K)
     p: Tensor  # (N,C,K): the key that an erase reads with; k itself but in a moving frame or where the rule has another
     v: Tensor  # (N,C,V)
-    e: Tensor | None  # (N,C,1), or a 1 where p has the strength in it
-    w: Tensor | None  # (N,C,1)
-    gate: Tensor | None = None  # (N,C,1) float64
-    decay: Decay | None = None
-    emptied: Emptied | None = None
+    e: Any  # (N,C,1), or a 1 where p has the strength in it
+    w: Any  # (N,C,1)
+    gate: Any = None  # (N,C,1) float64
+    decay: Any = None  # a Decay
+    emptied: Any = None  # an Emptied
 
     def pairs(self, products: Tensor, diagonal: int = 0) -> Tensor:
         """Decayed products of token pairs. Pairs that look ahead become 0 first, so that an infinite product there makes no NaN."""
@@ -114,9 +114,9 @@ class Solved(NamedTuple):
 
     scores: Tensor  # (N,C,C): decayed tril(Q K^T)
     written: Tensor  # (N,C,V): U
-    erase: Tensor | None = None  # (N,C,C): decayed tril(P K^T, -1)
-    inverse: Tensor | None = None  # (N,C,C): (I + e erase)^-1
-    recalled: Tensor | None = None  # (N,C,V): decayed P W_0
+    erase: Any = None  # (N,C,C): decayed tril(P K^T, -1)
+    inverse: Any = None  # (N,C,C): (I + e erase)^-1
+    recalled: Any = None  # (N,C,V): decayed P W_0
 
 
 class Grads(NamedTuple):
@@ -124,13 +124,13 @@ class Grads(NamedTuple):
 
     q: Tensor
     k: Tensor
-    p: Tensor | None
+    p: Any
     v: Tensor
-    e: Tensor | None
-    w: Tensor | None
-    f: Tensor | None  # (N,C,1) of the gate of ``Decay``
+    e: Any
+    w: Any
+    f: Any  # (N,C,1) of the gate of ``Decay``
     memory: Tensor
-    zeros: tuple[Tensor, Tensor] | None  # (N,C,K), (N,C,V): of gates of 0 on the two sides; see ``Emptied``
+    zeros: Any  # (N,C,K), (N,C,V): of gates of 0 on the two sides; see ``Emptied``
 
 
 def solve(c: Chunk, memory: Tensor, inverse: Tensor | None = None) -> Solved:
@@ -168,7 +168,8 @@ def backward(c: Chunk, s: Solved, memory: Tensor, dy: Tensor, dfinal: Tensor) ->
     dscores = torch.bmm(dy, s.written.mT)
     dq_start = c.since_start(torch.bmm(dy, memory.mT))
     dk_end = c.until_end(torch.bmm(s.written, dfinal.mT))
-    dp = de = df = derase = drecalled = zeros = None
+    dp: Any = None
+    de = df = derase = drecalled = zeros = dp
     if c.e is not None:
         derase = torch.bmm(dsource, s.written.mT).neg_()
         drecalled = -c.e * dsource
@@ -198,8 +199,8 @@ def zero_gradients(
     dy: Tensor,
     dfinal: Tensor,
     dscores: Tensor,
-    derase: Tensor | None,
-    drecalled: Tensor | None,
+    derase: Any,
+    drecalled: Any,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of gates of 0 on the key side and, for a chunk that erases nothing, on the value side: sums of every product
     that spans one such gate and no other."""
@@ -223,8 +224,8 @@ def scalar_gate_gradient(
     dscores: Tensor,
     dq_start: Tensor,
     dk_end: Tensor,
-    derase: Tensor | None,
-    drecalled: Tensor | None,
+    derase: Any,
+    drecalled: Any,
 ) -> Tensor:
     """The gradient of one gate per token, (N,C,1) in float64. Each decayed quantity adds its product with its gradient where its
     span ends and subtracts it where the span starts. These are the same fp32 numbers in float64 sums: what does not span the

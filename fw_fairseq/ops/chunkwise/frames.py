@@ -15,7 +15,7 @@ to 1. ``dtype`` is that of dy and dfinal, None for that of the memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -36,10 +36,10 @@ class ChunkInputs(NamedTuple):
     q: Tensor  # (N,C,K)
     k: Tensor  # (N,C,K)
     v: Tensor  # (N,C,V)
-    f: Tensor | None  # (N,C) or (N,C,K)
-    z: Tensor | None  # (N,C,V)
-    e: Tensor | None  # (N,C), or (N,C,K): the key that an erase reads with
-    w: Tensor | None  # (N,C)
+    f: Any  # None where absent, as all below: (N,C) or (N,C,K)
+    z: Any  # (N,C,V)
+    e: Any  # (N,C), or (N,C,K): the key that an erase reads with
+    w: Any  # (N,C)
 
     def to(self, dtype: torch.dtype) -> ChunkInputs:
         """Everything in ``dtype`` and three-dimensional; one decay gate per token in float64."""
@@ -47,14 +47,14 @@ class ChunkInputs(NamedTuple):
         f, z = (None if x is None else x.to(decay) for x in (self.f, self.z))
         f, e, w = (x.unsqueeze(-1) if x is not None and x.dim() == 2 else x for x in (f, self.e, self.w))
         e, w = (None if x is None else x.to(dtype) for x in (e, w))
-        return ChunkInputs(*(x.to(dtype) for x in self[:3]), f, z, e, w)
+        return ChunkInputs(self.q.to(dtype), self.k.to(dtype), self.v.to(dtype), f, z, e, w)
 
     @property
     def reads_apart(self) -> bool:
         """Whether e is the key that an erase reads with, not the strength with which it takes away what k reads."""
         return self.e is not None and self.e.dim() == 3
 
-    def erasing(self, k: Tensor, e: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def erasing(self, k: Tensor, e: Any) -> tuple[Tensor, Any]:
         """p and e of the ``Chunk``, for k and e in its dtype."""
         return (e, e.new_ones(1, 1, 1)) if self.reads_apart else (k, e)
 
@@ -122,7 +122,9 @@ class ChannelGates:
     emptying = False  # whether gates may be 0; then all gates of that token on one of the two sides are 0
     dtype: torch.dtype | None = torch.float64
 
-    def __init__(self, f: Tensor | None, z: Tensor | None) -> None:
+    def __init__(self, f: Any, z: Any) -> None:
+        self.no_f: Any = None
+        self.no_z: Any = None
         still = torch.ones_like((f if z is None else z)[:1, :, :1])
         self.f, self.z = (still if x is None else at_least_smallest(x) for x in (f, z))
         if self.emptying:
@@ -206,7 +208,8 @@ class SingleTokens:
 
     @staticmethod
     def run(given: ChunkInputs, memory: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v, *coefficients = (None if x is None else x.unsqueeze(1) for x in given)
+        tokens: list[Any] = [None if x is None else x.unsqueeze(1) for x in given]
+        q, k, v, *coefficients = tokens
         y, memory = step_form(q, k, v.to(memory.dtype), Coefficients(*coefficients), memory.unsqueeze(1))
         return y.squeeze(1), memory.squeeze(1)
 
@@ -219,9 +222,9 @@ class SingleTokens:
         cls, given: ChunkInputs, memory: Tensor, _: object, dy: Tensor, dfinal: Tensor
     ) -> tuple[Sequence[Tensor | None], Tensor]:
         with torch.enable_grad():
-            leaves = [None if x is None else x.detach().requires_grad_() for x in (*given, memory)]
+            leaves: list[Any] = [None if x is None else x.detach().requires_grad_() for x in (*given, memory)]
             results = cls.run(ChunkInputs(*leaves[:-1]), leaves[-1])
-        given = [x for x in leaves if x is not None]
-        grads = iter(torch.autograd.grad(results, given, (dy.to(memory.dtype), dfinal.to(memory.dtype))))
-        *grads, dmemory = (None if x is None else next(grads) for x in leaves)
-        return grads, dmemory
+        present = [x for x in leaves if x is not None]
+        grads = iter(torch.autograd.grad(results, present, (dy.to(memory.dtype), dfinal.to(memory.dtype))))
+        *found, dmemory = (None if x is None else next(grads) for x in leaves)
+        return found, cast("Tensor", dmemory)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class LargeChannelGates:
     dtype: torch.dtype | None = None
 
     def __init__(self, given: ChunkInputs, memory: Tensor) -> None:
-        opened = (None if x is None else x.unflatten(1, (-1, FP32_CHUNK)) for x in given.to(memory.dtype))
+        opened: Any = (None if x is None else x.unflatten(1, (-1, FP32_CHUNK)) for x in given.to(memory.dtype))
         self.q, self.k, self.source, self.f, self.z, _, self.w = opened
         self.v = self.source if self.w is None else self.source * self.w
         self.key, self.value = Products.of(self.f, self.z)

@@ -109,7 +109,8 @@ def run_backward(
 
 def take(operands: Given, span: slice) -> ChunkInputs:
     """The operands of one chunk."""
-    return ChunkInputs(*(None if x is None else x[:, :, span].flatten(0, 1) for x in operands))
+    parts: list[Any] = [None if x is None else x[:, :, span].flatten(0, 1) for x in operands]
+    return ChunkInputs(*parts)
 
 
 def plan(operands: Given, dtype: torch.dtype) -> Plan:
@@ -132,7 +133,7 @@ def plan(operands: Given, dtype: torch.dtype) -> Plan:
     by_feature = f is not None and f.dim() == 4 and dtype != torch.float64
     narrow = by_feature and z is not None and e is None
     products = smallest_products(f) if by_feature and z is None and max(smallest) >= SMALLEST_NEAR_GATE else [0.0] * len(cuts)
-    ways = []
+    ways: list[type] = []
     for span, product in zip(cuts, products):
         least = min(smallest[span])
         if narrow and span.stop - span.start == CHUNK and least >= SMALLEST_FP32_GATE:

@@ -7,6 +7,7 @@ fp16 inputs are multiplied in tf32, as in the other families. Feature maps run b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,7 +90,7 @@ class ChannelKernel(ErasingKernel):
     def most_bytes(self) -> int:
         return max(self.forward_bytes(), self.backward_bytes())
 
-    def pass_macros(self, backward: bool, views: dict[str, Tensor | None]) -> tuple[str, int, dict[str, int]]:
+    def pass_macros(self, backward: bool, views: dict[str, Any]) -> tuple[str, int, dict[str, int]]:
         gates = [x for x in (views["f"], views["e"]) if x is not None and x.dim() == 4]  # their gradients are laid out alike
         more = {"FW_E": 1 + self.rows, "FW_ALIGNED": int(rows_aligned(views) and all(map(in_units, gates)))}
         return "channel_delta", self.backward_bytes() if backward else self.forward_bytes(), more

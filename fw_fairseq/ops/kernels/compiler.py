@@ -99,7 +99,7 @@ def missing(device: torch.device) -> str | None:
 
 
 # torch.compiler.assume_constant_result, which would import the compiler first, and with it triton; else a graph breaks there.
-missing._dynamo_marked_constant = True
+missing.__dict__["_dynamo_marked_constant"] = True
 
 
 @functools.cache  # decoding asks for every token

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ def supported(x: Operands) -> str | None:
 def cut_backward(x: Operands) -> tuple[Tile, int]:
     """The tile of the backward and the tokens of its parts."""
     gates, mapping = (x.f is not None, x.z is not None), partial(map_bytes, x.q, x.row_map)
-    return choose_backward(*x.memory.shape[2:], x.precision, *gates, mapping, held_bytes(x.q.device))
+    return choose_backward(x.memory.shape[2], x.memory.shape[3], x.precision, *gates, mapping, held_bytes(x.q.device))
 
 
 def saved_like(x: Operands) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -70,7 +70,7 @@ def forward(launcher: Launcher, x: Operands, keep: bool = True) -> Results:
     saved = tuple(x.memory.new_empty(shape, dtype=dtype) for shape, dtype in kept)
     tensors = {"q": x.q, "k": x.k, "v": x.v, "f": x.f, "z": x.z, "w": x.w, "y": y}
     memories = {"memory": x.memory, "final_memory": final_memory, "borders": saved[0] if keep else None}
-    call = Pass(choose_forward(*x.memory.shape[2:], precision), part, precision, tensors, memories, {}, x.row_map)
+    call = Pass(choose_forward(x.memory.shape[2], x.memory.shape[3], precision), part, precision, tensors, memories, {}, x.row_map)
     call.launch(launcher, "decay.cu", "decay_forward", forward_bytes(call))
     return y, final_memory, saved
 
@@ -80,7 +80,7 @@ def backward(launcher: Launcher, x: Operands, saved: Sequence[Tensor], dy: Tenso
     tile, part = cut_backward(x)
     tiles = -(-x.memory.shape[3] // tile.V)
     inputs = (x.q, x.k, x.v, x.f, x.z, x.w, x.memory)
-    dq, dk, dv, df, dz, dw, dstart = (None if part is None else torch.empty_like(part) for part in inputs)
+    dq, dk, dv, df, dz, dw, dstart = (None if whole is None else torch.empty_like(whole) for whole in inputs)
     counts = (("dq", dq, tiles), ("dk", dk, tiles), ("df", df, tiles), ("dw", dw, tiles * tile.V // 16))
     shares = {name: shares_of(whole, count) for name, whole, count in counts}
     tensors = {"q": x.q, "k": x.k, "v": x.v, "f": x.f, "z": x.z, "w": x.w, "dy": dy, "dv": dv, "dz": dz}
@@ -98,9 +98,9 @@ class Pass(NamedTuple):
     tile: Tile
     part: int
     precision: str
-    tensors: dict[str, Tensor | None]
-    memories: dict[str, Tensor | None]
-    shares: dict[str, Tensor | None]
+    tensors: dict[str, Any]
+    memories: dict[str, Any]
+    shares: dict[str, Any]
     row_map: RowMap
 
     @property
@@ -133,7 +133,7 @@ class Pass(NamedTuple):
             **self.row_defines(),
         }
 
-    def paired_tensors(self) -> list[Tensor | None]:
+    def paired_tensors(self) -> list[Any]:
         rows = () if self.row_map == AS_IS else ("q", "k", "dq", "dk")
         shares = {name: None if x is None else x[0] for name, x in self.shares.items()}
         return [x for name, x in (self.tensors | shares).items() if name not in rows]
@@ -180,7 +180,7 @@ def forward_bytes(call: Pass) -> int:
 
 def backward_bytes(call: Pass) -> int:
     """The bytes of ``Shared`` in decay_backward.cu."""
-    gates = (call.tensors[name] is not None for name in "fz")
+    gates = call.tensors["f"] is not None, call.tensors["z"] is not None
     mapping = partial(map_bytes, call.tensors["q"], call.row_map)
     return backward_shared(call.K, call.tile, call.part, call.precision, *gates, mapping)
 

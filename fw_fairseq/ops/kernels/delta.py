@@ -8,7 +8,7 @@ range, and bf16 would round the inputs once more.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,11 +113,10 @@ class ErasingKernel(NamedTuple):
             add_up(grad, shares[name])
         return grads["dq"], grads["dk"], dv, grads.get("df"), None, grads["de"], grads.get("dw"), before
 
-    def launch(self, launcher: Launcher, backward: bool, views: dict[str, Tensor | None], pointers: dict[str, Tensor]) -> None:
+    def launch(self, launcher: Launcher, backward: bool, views: dict[str, Any], pointers: dict[str, Any]) -> None:
         """Starts the kernel of one pass."""
         name, shared, more = self.pass_macros(backward, views)
         q = views["q"]
-        assert q is not None
         defines = {
             "FW_IN": TYPES[self.dtype],
             "FW_K": self.key,
@@ -136,7 +135,7 @@ class ErasingKernel(NamedTuple):
         params, grid = pack_params(views, pointers, self.width), (q.shape[0] * q.shape[1], self.tiles)
         launcher(source, kernel, defines, grid, (32 * self.warps,), params, shared, q.device)
 
-    def pass_macros(self, backward: bool, views: dict[str, Tensor | None]) -> tuple[str, int, dict[str, int]]:
+    def pass_macros(self, backward: bool, views: dict[str, Any]) -> tuple[str, int, dict[str, int]]:
         """The name of the sources, the bytes of shared memory, and the macros of one family only."""
         raise NotImplementedError
 
@@ -199,7 +198,7 @@ class DeltaKernel(ErasingKernel):
         limits = ((self.held - 1024) // 2, self.held)
         return next((n for most in limits for n in (2, 1) if self.backward_bytes(n) <= most), 1)
 
-    def pass_macros(self, backward: bool, views: dict[str, Tensor | None]) -> tuple[str, int, dict[str, int]]:
+    def pass_macros(self, backward: bool, views: dict[str, Any]) -> tuple[str, int, dict[str, int]]:
         more = {"FW_ALIGNED": int(rows_aligned(views)), **map_defines(self.row_map, self.row)}
         if not backward:
             return "delta", self.forward_bytes(), more

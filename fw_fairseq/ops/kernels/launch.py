@@ -99,14 +99,14 @@ def why_no_map(row_map: RowMap) -> str | None:
     return None
 
 
-def map_defines(row_map: RowMap, width: int) -> dict[str, int]:
+def map_defines(row_map: RowMap, width: int) -> dict[str, Any]:
     """The macros of ``cuda/row_map.cuh`` for rows this wide; none for rows that are features already."""
     if row_map == AS_IS:
         return {}
     if reason := why_no_map(row_map):
         raise Mistake(reason)
     numbers = {"FW_MAP": ROW_MAPS[row_map.name].number, "FW_NORM": NORMS[row_map.norm].number}
-    return numbers | {"FW_D": width, "FW_NU": row_map.nu}  # type: ignore[operator]
+    return numbers | {"FW_D": width, "FW_NU": row_map.nu}
 
 
 def dense(x: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def tile_bytes(*tiles: tuple[int, int, torch.dtype]) -> int:
     return sum(rows * (width * dtype.itemsize + 16) for rows, width, dtype in tiles)
 
 
-def rows_aligned(views: dict[str, Tensor | None]) -> bool:
+def rows_aligned(views: dict[str, Any]) -> bool:
     """Whether all rows of inputs and of their gradients can be moved 16 bytes at a time; says once where they cannot."""
     aligned = all(in_units(x[0] if name in SHARES else x) for name, x in views.items() if name in ROWS and x is not None)
     if not aligned:
@@ -153,9 +153,7 @@ def rows_aligned(views: dict[str, Tensor | None]) -> bool:
     return aligned
 
 
-def pack_params(
-    views: dict[str, Tensor | None], pointers: dict[str, Tensor | None], key: int, divisor: tuple[float, float] = (0.0, 0.0)
-) -> np.ndarray:
+def pack_params(views: dict[str, Any], pointers: dict[str, Any], key: int, divisor: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
     """The ``Params`` of cuda/rows.cuh. Tensors in ``SHARES`` have a leading dimension over tiles of V. divisor: eps and least."""
     params = np.zeros((), PARAMS)
     for name, x in views.items():
@@ -174,6 +172,7 @@ def undivided(launcher: Launcher, divided: Divided, divisors: Tensor, dy: Tensor
     """The gradients of the reads before they are divided, (B,H,T,V), and of their divisors, (B,H,T), from that of ``divided.y``."""
     dx, ddivisors = torch.empty_like(dy), torch.empty_like(divisors)
     params = np.zeros((), DIVIDED)
+    assert divided.y is not None
     for name, x in zip(DIVIDED_VIEWS, (divided.y, dy, dx, divisors, ddivisors)):
         params[name] = (x.data_ptr(), *x.stride()[:3])
     batch, heads, tokens, _ = dy.shape
@@ -222,5 +221,5 @@ def shares_of(whole: Tensor | None, count: int) -> Tensor | None:
 
 def add_up(whole: Tensor | None, shares: Tensor | None) -> None:
     """Writes the sum of the shares from ``shares_of`` into ``whole``."""
-    if shares is not None and len(shares) > 1:
+    if whole is not None and shares is not None and len(shares) > 1:
         whole.copy_(shares.sum(0))

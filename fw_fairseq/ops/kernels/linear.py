@@ -8,7 +8,7 @@ range, and bf16 would round the inputs once more.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,8 +88,8 @@ class LinearKernel(NamedTuple):
     row_map: RowMap
     held: int  # bytes of shared memory
     sums: bool = False  # reads are divided
-    ahead: Block | None = None  # of the forward
-    back: Block | None = None
+    ahead: Any = None  # the Block of the forward
+    back: Any = None  # and of the backward
 
     @classmethod
     def of(cls, x: Operands) -> LinearKernel:
@@ -174,15 +174,14 @@ class LinearKernel(NamedTuple):
         launcher: Launcher,
         name: str,
         tile: Block,
-        views: dict[str, Tensor | None],
-        pointers: dict[str, Tensor | None],
+        views: dict[str, Any],
+        pointers: dict[str, Any],
         shared: int,
         divided: Divided | None,
         **more: int,
     ) -> None:
         """Starts the kernel ``name``."""
         q = views["q"]
-        assert q is not None
         defines = {
             "FW_IN": TYPES[self.dtype],
             "FW_K": self.key,
@@ -255,7 +254,7 @@ def backward(launcher: Launcher, x: Operands, saved: Sequence[Tensor], dy: Tenso
     shares = {name: shares_of(grad, kernel.tiles(tile)) for name, grad in grads.items()}
     dv, before = torch.empty_like(x.v), torch.empty_like(x.memory)
     views = inputs | shares | {"v": x.v, "dy": dy, "dv": dv}
-    pointers: dict[str, Tensor | None] = {"dfinal": dmemory, "dmemory": before, "borders": saved[0]}
+    pointers: dict[str, Any] = {"dfinal": dmemory, "dmemory": before, "borders": saved[0]}
     if divided:
         views["dy"], views["ddivisors"] = undivided(launcher, divided, saved[-1], dy)
         pointers |= {"dfinal_sums": divided.final, "dsums": divided.sums, "sums_borders": saved[1]}

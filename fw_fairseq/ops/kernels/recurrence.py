@@ -118,15 +118,15 @@ def run_whole(family: str, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _operands(inputs: Sequence[Any]) -> Operands:
-    *given, sums, eps, least, _, precision, _ = inputs[:14]
+    q, k, v, f, z, e, w, memory, sums, eps, least, _, precision, _, *row_map = inputs
     divided = None if sums is None else Divided(eps, least, sums, torch.empty_like(sums))
-    return Operands(*given, precision, RowMap(*inputs[14:]), divided)
+    return Operands(q, k, v, f, z, e, w, memory, precision, RowMap(*row_map), divided)
 
 
 def _scan(*inputs) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     x = _operands(inputs)
     y, memory, saved = FAMILIES[inputs[11]].forward(current(), x, inputs[13])
-    after = memory.new_empty(0) if x.divided is None else x.divided.final
+    after: Any = memory.new_empty(0) if x.divided is None else x.divided.final
     return y, memory, after, list(saved)
 
 
@@ -138,9 +138,9 @@ def _scan_fake(*inputs) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
 
 
 def _scan_backward(*inputs) -> list[Tensor]:
-    saved, y, dy, dmemory, dsums, eps, least, family, precision, *row_map = inputs[8:]
+    q, k, v, f, z, e, w, memory, saved, y, dy, dmemory, dsums, eps, least, family, precision, *row_map = inputs
     divided = None if dsums is None else Divided(eps, least, torch.empty_like(dsums), dsums, y)
-    x = Operands(*inputs[:8], precision, RowMap(*row_map), divided)
+    x = Operands(q, k, v, f, z, e, w, memory, precision, RowMap(*row_map), divided)
     grads = FAMILIES[family].backward(current(), x, tuple(saved), dy, dmemory)
     return [grad for grad in (*grads, None if divided is None else divided.sums) if grad is not None]
 

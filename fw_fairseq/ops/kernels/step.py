@@ -134,10 +134,10 @@ def step_cuda_form(x: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _step(*inputs) -> tuple[Tensor, Tensor, Tensor]:
-    *token, memory, sums, eps, least = inputs[:11]
-    divided = None if sums is None else Divided(eps, least, sums, torch.empty_like(sums))
-    y, after = step(*token, memory, RowMap(*inputs[11:]), divided=divided)
-    return y, after, memory.new_empty(0) if divided is None else divided.final
+    q, k, v, f, z, e, w, memory, sums, eps, least, *row_map = inputs
+    after = memory.new_empty(0) if sums is None else torch.empty_like(sums)
+    divided = None if sums is None else Divided(eps, least, sums, after)
+    return *step(q, k, v, f, z, e, w, memory, RowMap(*row_map), divided=divided), after
 
 
 def _step_fake(*inputs) -> tuple[Tensor, Tensor, Tensor]:

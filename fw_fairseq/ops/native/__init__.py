@@ -56,7 +56,7 @@ def library() -> ctypes.CDLL | None:
     try:
         file = build(*compiler)
         found = ctypes.CDLL(opened(file))
-        found.file = file  # open as long as the library, whose name is the number of this file
+        found.__dict__["file"] = file  # open as long as the library, whose name is the number of this file
     except (OSError, RuntimeError, subprocess.SubprocessError, Mistake) as error:
         logger.info("SRU, pooling and decoding run in PyTorch, because %s cannot compile their loops: %s", compiler[0], error)
         return None
@@ -105,7 +105,7 @@ def open_whole(path: Path) -> io.FileIO | None:
         closed = is_closed(folder, path.parent)
         if not closed:
             os.fchmod(folder, 0o700)
-        file = io.FileIO(path, opener=lambda path, flags: os.open(path.name, flags, dir_fd=folder))
+        file = io.FileIO(path, opener=lambda name, flags: os.open(Path(name).name, flags, dir_fd=folder))
     except FileNotFoundError:
         return None
     finally:

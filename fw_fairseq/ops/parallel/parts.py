@@ -124,7 +124,7 @@ def chain(own: Tensor, transfer: Tensor | None, value_decay: Tensor | None, memo
     return memories[:, :-1], memories[:, -1]
 
 
-def split(x: Tensor | None, count: int, length: int, neutral: float) -> Tensor | None:
+def split(x: Any, count: int, length: int, neutral: float) -> Any:
     """(B,H,T,...) -> (B S,H,L,...), filled up with tokens that change nothing. A view for B = 1 and T = S L."""
     if x is None:
         return None
@@ -133,7 +133,7 @@ def split(x: Tensor | None, count: int, length: int, neutral: float) -> Tensor |
     return x.unflatten(2, (count, length)).movedim(2, 1).flatten(0, 1)
 
 
-def by_part(x: Tensor | None, count: int) -> Tensor | None:
+def by_part(x: Any, count: int) -> Any:
     """(N S,...) -> (N,S,...), for S parts."""
     return None if x is None else x.unflatten(0, (-1, count))
 

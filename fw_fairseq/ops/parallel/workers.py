@@ -35,7 +35,7 @@ class Gather(torch.autograd.Function):
         return grad[ctx.group.rank()], None
 
 
-def by_worker(group: Any, *tensors: Tensor | None) -> list[Tensor | None]:
+def by_worker(group: Any, *tensors: Tensor | None) -> list[Any]:
     """(B,...) -> (B,S,...) each, in one exchange."""
     present = [x for x in tensors if x is not None]
     gathered = Gather.apply(torch.cat([x.flatten() for x in present]), group)
@@ -72,9 +72,10 @@ def run_across(
         y, own = form(q, k, v, coefficients, empty)
         seen, transfer = seen_from_start(form, q.to(v.dtype), k.to(v.dtype), f, e, memory.dtype)  # normalisation makes v fp32
     value_decay = None if z is None else z.cumprod(2)
-    end_decay = None if z is None else value_decay[:, :, -1:]
+    end_decay = None if value_decay is None else value_decay[:, :, -1:]
     # Each worker computes the starts of all, so that all take part in the exchange of gradients.
-    starts, memory = chain(*by_worker(group, own, transfer, end_decay), memory)
+    own, transfer, end_decay = by_worker(group, own, transfer, end_decay)
+    starts, memory = chain(own, transfer, end_decay, memory)
     correction = seen.to(memory.dtype) @ starts[:, group.rank()]
     if value_decay is not None:
         correction = correction * value_decay

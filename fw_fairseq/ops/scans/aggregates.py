@@ -82,14 +82,14 @@ def merge(a: Tensor, x: Tensor, b: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return torch.logaddexp(a, b), torch.lerp(y, x, torch.sigmoid(a - b)[..., None])
 
 
-def prefix(a: Tensor, x: Tensor, texts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def prefix(a: Tensor, x: Tensor, texts: Any = None) -> tuple[Tensor, Tensor]:
     """Returns the aggregate (...,T), (...,T,V) of the tokens up to each one, in its own text; ``texts`` (...,T) increases."""
     total = a.shape[-1]
     if total <= CHUNK:
         return masked(a, x, causal(total, a.device), texts, texts)
     a, x, texts = blocks(a, x, texts, CHUNK)
     a, x = masked(a, x, causal(CHUNK, a.device), texts, texts)
-    ends = None if texts is None else texts[..., -1]
+    ends: Any = None if texts is None else texts[..., -1]
     earlier, means = prefix(a[..., -1], x[..., -1, :], ends)
     earlier, means = F.pad(earlier[..., :-1], (1, 0), value=NOTHING), F.pad(means[..., :-1, :], (0, 0, 1, 0))
     earlier = earlier[..., None].expand(a.shape)
@@ -99,7 +99,7 @@ def prefix(a: Tensor, x: Tensor, texts: Tensor | None = None) -> tuple[Tensor, T
     return a.flatten(-2)[..., :total], x.flatten(-3, -2)[..., :total, :]
 
 
-def windowed(a: Tensor, x: Tensor, window: int, texts: Tensor | None) -> tuple[Tensor, Tensor]:
+def windowed(a: Tensor, x: Tensor, window: int, texts: Any) -> tuple[Tensor, Tensor]:
     """Returns aggregates as ``prefix`` does, for the last ``window`` tokens. Each merges three: one of the chunk where the window
     begins, one of all chunks between, and one of the token's own chunk."""
     total = a.shape[-1]
@@ -107,6 +107,9 @@ def windowed(a: Tensor, x: Tensor, window: int, texts: Tensor | None) -> tuple[T
         return masked(a, x, band(total, window, a.device), texts, texts)
     a, x, texts = blocks(a, x, texts, CHUNK)
     if window <= CHUNK:
+        scores: Any
+        values: Any
+        keys: Any
         scores, values, keys = zip(earlier(1, a, x, texts), (a, x, texts))
         keys = None if texts is None else torch.cat(keys, -1)
         seen = band(2 * CHUNK, window, a.device)[CHUNK:]
@@ -116,10 +119,10 @@ def windowed(a: Tensor, x: Tensor, window: int, texts: Tensor | None) -> tuple[T
     return a.flatten(-2)[..., :total], x.flatten(-3, -2)[..., :total, :]
 
 
-def over_chunks(a: Tensor, x: Tensor, window: int, texts: Tensor | None) -> tuple[Tensor, Tensor]:
+def over_chunks(a: Tensor, x: Tensor, window: int, texts: Any) -> tuple[Tensor, Tensor]:
     """Returns the aggregates of chunks (...,N,C), (...,N,C,V) for windows that begin in an earlier chunk than they end in."""
-    ends = None if texts is None else texts[..., -1]
-    of_ends = None if ends is None else ends[..., None].expand_as(texts)
+    ends: Any = None if texts is None else texts[..., -1]
+    of_ends: Any = None if ends is None else ends[..., None].expand_as(texts)
     own, sums, means = weighted(a, x, causal(CHUNK, a.device), texts, texts)
     rest, rest_sums, olds = weighted(a, x, causal(CHUNK, a.device).t(), of_ends, texts)
     before, (between, offset) = window - 1, divmod(window - 1, CHUNK)  # tokens below the offset see one chunk more between
@@ -147,7 +150,7 @@ def later(x: Tensor, count: int, fill: float) -> Tensor:
     return F.pad(x.flatten(-2)[..., :-count], (count, 0), value=fill).view(x.shape)
 
 
-def between_chunks(a: Tensor, x: Tensor, count: int, ends: Tensor | None) -> tuple[Aggregate, Aggregate]:
+def between_chunks(a: Tensor, x: Tensor, count: int, ends: Any) -> tuple[Aggregate, Aggregate]:
     """Maps chunks (...,N), (...,N,V), each one token, to the aggregates of the ``count`` before each, and of one less."""
     far, values, far_ends = earlier(count, a, x, ends)
     if ends is not None:
@@ -158,15 +161,16 @@ def between_chunks(a: Tensor, x: Tensor, count: int, ends: Tensor | None) -> tup
     return merge(*near, far, values), near
 
 
-def earlier(count: int, a: Tensor, x: Tensor, texts: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def earlier(count: int, a: Tensor, x: Tensor, texts: Any) -> tuple[Tensor, Tensor, Any]:
     """Replaces each block (B,H,blocks,...) by the block ``count`` before it, or by nothing where there is none."""
-    return tuple(
+    parts: Any = tuple(
         None if part is None else torch.cat([torch.full_like(part[:, :, :count], fill), part[:, :, :-count]], 2)
         for part, fill in ((a, NOTHING), (x, 0), (texts, -1))
     )
+    return parts
 
 
-def blocks(a: Tensor, x: Tensor, texts: Tensor | None, size: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def blocks(a: Tensor, x: Tensor, texts: Any, size: int) -> tuple[Tensor, Tensor, Any]:
     """Splits (...,T), (...,T,V) and texts into blocks of ``size``; the last block is filled up with nothing."""
     count = -(-a.shape[-1] // size)
     fill = count * size - a.shape[-1]
@@ -182,7 +186,7 @@ def masked(a: Tensor, x: Tensor, seen: Tensor, queries: Tensor | None, keys: Ten
     return top + sums.log(), values.div_(sums[..., None])
 
 
-def weighted(a: Tensor, x: Tensor, seen: Tensor, queries: Tensor | None, keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def weighted(a: Tensor, x: Tensor, seen: Tensor, queries: Any, keys: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the largest scores (...,T), and relative to them the sums of weights (...,T) and of weighted x (...,T,V)."""
     scores = a[..., None, :] + torch.zeros_like(seen, dtype=a.dtype).masked_fill_(~seen, float("-inf"))
     if queries is not None:

@@ -9,6 +9,7 @@ state merges the means of its own tokens with the aggregates that the state has 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,52 +51,48 @@ def pool(
     check_masks(padding_mask, reset_mask, (scores.shape[0], scores.shape[2]))
     with without_autocast(values.device.type):
         kernels = use_kernels(backend, values.device, partial(why_not, scores, values))
-        a, x, texts, order = wide(scores), values if kernels else wide(values), None, None
+        a, x = wide(scores), values if kernels else wide(values)
+        texts: Any = None
+        order: Any = None
         if reset_mask is not None:
             texts = reset_mask.long().cumsum(1)
         ends = None if texts is None else texts[:, -1]
+        lengths = None
         if padding_mask is not None and padding_mask.any():
-            order = padding_mask.long().argsort(dim=1, stable=True)  # real tokens first
+            lengths, order = (~padding_mask).sum(1), padding_mask.long().argsort(dim=1, stable=True)  # real tokens first
             a, x = a.gather(2, order[:, None].expand_as(a)), x.gather(2, order[:, None, :, None].expand_as(x))
             texts = None if texts is None else texts.gather(1, order)
-        lengths = None if order is None else (~padding_mask).sum(1)
         if not window:
             g, state = all_of_past(a, x, state, texts, lengths, ends, kernels)
         elif state is not None and order is None and a.shape[2] == 1:
             g, state = step(a, wide(x), state, reset_mask[:, 0] if reset_mask is not None and reset_mask.any() else None)
         else:
             g, state = of_window(a, x, window, state, texts, lengths, ends, kernels, keep_state)
-        if order is not None:
+        if padding_mask is not None and order is not None:
             g = g.gather(2, order.argsort(dim=1)[:, None, :, None].expand_as(g)).masked_fill(padding_mask[:, None, :, None], 0)
     return g.to(values.dtype), state if keep_state else None
 
 
 def check(scores: Tensor, values: Tensor, window: int, state: PoolState | None) -> None:
-    """Refuses shapes, windows and states that do not fit together."""
-    if scores.dim() != 3 or values.shape[:-1] != scores.shape:
-        raise Mistake(f"scores are {tuple(scores.shape)} and values {tuple(values.shape)}; they must be (B,H,T) and (B,H,T,V)")
+    """Refuses no tokens, and a state of another window or shape."""
     check_tokens("scores", scores, scores.shape[2])
-    if window < 0:
-        raise Mistake(f"window is {window}; it must be 0, for all of the past, or the number of tokens in it")
-    size = window - 1 if window else 1
     if state is None:
         return
-    if state.tokens() != size:
-        raise Mistake(f"state holds {state.tokens()} tokens and window {window} needs {size}; use one of this window")
-    given, needed = (*state.scores.shape[:2], state.values.shape[3]), (*scores.shape[:2], values.shape[3])
+    given = (*state.scores.shape[:2], state.tokens(), state.values.shape[3])
+    needed = (*scores.shape[:2], window - 1 if window else 1, values.shape[3])
     if given != needed:
-        raise Mistake(f"state has (B,H,V) = {given}; with these scores and values it must be {needed}")
+        raise Mistake(f"state has (B,H,tokens,V) = {given}; with these scores, values and window {window} it must be {needed}")
 
 
 def all_of_past(
-    a: Tensor, x: Tensor, state: PoolState | None, texts: Tensor | None, lengths: Tensor | None, ends: Tensor | None, kernels: bool
+    a: Tensor, x: Tensor, state: PoolState | None, texts: Any, lengths: Any, ends: Any, kernels: bool
 ) -> tuple[Tensor, PoolState]:
     """Runs ``pool`` without a window on tokens without gaps. The state is one more token, the first.
 
     lengths (B,): how many tokens of each row count. ends (B,): the text at each row's end.
     """
     before = 0 if state is None else 1
-    if before:
+    if state is not None:
         a, x = torch.cat([state.scores.to(a), a], 2), torch.cat([state.values.to(wide(x)), wide(x)], 2)
         texts = None if texts is None else F.pad(texts, (1, 0))
     if a.shape[2] == 2 and before and lengths is None:
@@ -107,7 +104,7 @@ def all_of_past(
     return g[:, :, before:], PoolState(a, x)
 
 
-def own(texts: Tensor | None, lengths: Tensor | None, ends: Tensor | None, before: int) -> tuple[Tensor | None, Tensor | None]:
+def own(texts: Any, lengths: Any, ends: Any, before: int) -> tuple[Any, Any]:
     """Returns which tokens are of the text at the end of their row, and how many tokens each row has, ``before`` included."""
     return None if texts is None else texts == ends[:, None], None if lengths is None else lengths + before
 
@@ -117,9 +114,9 @@ def of_window(
     x: Tensor,
     window: int,
     state: PoolState | None,
-    texts: Tensor | None,
-    lengths: Tensor | None,
-    ends: Tensor | None,
+    texts: Any,
+    lengths: Any,
+    ends: Any,
     kernels: bool,
     keep_state: bool,
 ) -> tuple[Tensor, PoolState | None]:
@@ -144,7 +141,7 @@ def of_window(
     return g, of_aggregates(*merge(*still, *aggregates(tokens, kernels)))
 
 
-def latest(a: Tensor, x: Tensor, size: int, counted: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+def latest(a: Tensor, x: Tensor, size: int, counted: Any, lengths: Any) -> tuple[Tensor, Tensor]:
     """Returns the last ``size`` of each row's first ``lengths`` tokens, (B,H,size) and (B,H,size,V). Tokens that are not counted
     (B,T), or not there, are NOTHING."""
     if counted is not None:

@@ -46,7 +46,12 @@ def sru(
     reset_mask: (B,T) bool, True at the first token of a new text, which starts from c = 0.
     backend: "cuda" runs the kernels, "torch" PyTorch, "auto" the kernels where they can run.
     """
-    check(product, x, v_forget, v_reset, state, padding_mask, reset_mask)
+    if product.shape != (*x.shape[:2], 3 * x.shape[2]):
+        raise Mistake(f"product is {tuple(product.shape)} and x {tuple(x.shape)}; they must be (T,B,3D) and (T,B,D)")
+    check_tokens("x", x, len(x))
+    if state is not None and state.shape != x.shape[1:]:
+        raise Mistake(f"state is {tuple(state.shape)}; it must be {tuple(x.shape[1:])}")
+    check_masks(padding_mask, reset_mask, (x.shape[1], x.shape[0]))
     dtype = torch.float64 if product.dtype == torch.float64 else torch.float32
     c = product.new_zeros(x.shape[1:], dtype=dtype) if state is None else state
     if use_kernels(backend, product.device, partial(why_not, product, x)):
@@ -57,27 +62,6 @@ def sru(
     return call("sru_portable", *operands, padded, keep, scale, needs_gradient(*operands))[:2]
 
 
-def check(
-    product: Tensor,
-    x: Tensor,
-    v_forget: Tensor,
-    v_reset: Tensor,
-    state: Tensor | None,
-    padding_mask: Tensor | None,
-    reset_mask: Tensor | None,
-) -> None:
-    """Refuses shapes that do not fit together."""
-    if x.dim() != 3 or product.shape != (*x.shape[:2], 3 * x.shape[2]):
-        raise Mistake(f"product is {tuple(product.shape)} and x {tuple(x.shape)}; they must be (T,B,3D) and (T,B,D)")
-    check_tokens("x", x, len(x))
-    for name, part in (("v_forget", v_forget), ("v_reset", v_reset)):
-        if part.shape != x.shape[2:]:
-            raise Mistake(f"{name} is {tuple(part.shape)}; it must be {tuple(x.shape[2:])}")
-    if state is not None and state.shape != x.shape[1:]:
-        raise Mistake(f"state is {tuple(state.shape)}; it must be {tuple(x.shape[1:])}")
-    check_masks(padding_mask, reset_mask, (x.shape[1], x.shape[0]))
-
-
 @as_written
 def _forward(*inputs) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Returns h, the last c, and what the backward needs beside the operands: every c, with the first, and every f and r."""
@@ -85,9 +69,10 @@ def _forward(*inputs) -> tuple[Tensor, Tensor, list[Tensor]]:
     operands = product, x, v_forget, v_reset, first
     if compiled.takes(*operands):
         h, c, *gates = compiled.sru(*operands, padded, keep, scale, gradients)
-        return (h, c[-1].clone(), [c, *gates]) if gradients else (h, c, [])
-    h, *saved = forward_in_blocks(*operands, padded, keep, scale)
-    return h, saved[0][-1].clone(), saved if gradients else []
+        saved: list[Any] = [c, *gates] if gradients else []
+        return h, c[-1].clone() if gradients else c, saved
+    h, *kept = forward_in_blocks(*operands, padded, keep, scale)
+    return h, kept[0][-1].clone(), kept if gradients else []
 
 
 def _forward_fake(*inputs) -> tuple[Tensor, Tensor, list[Tensor]]:

@@ -18,7 +18,7 @@ room of the back is taken, and copies it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,12 +40,12 @@ class PoolState(NamedTuple):
 
     scores: Tensor  # (B,H,R), fp32 (float64 for float64 inputs)
     values: Tensor  # (B,H,R,V)
-    front: Tensor | None = None  # (B,H,n,V+1), as the next four
-    middle: Tensor | None = None
-    ready: Tensor | None = None
-    back: Tensor | None = None
-    recent: Tensor | None = None
-    used: Tensor | None = None  # (B): how many tokens the storage of the back has by now; all states with it share this
+    front: Any = None  # (B,H,n,V+1), as the next four; None in the other forms
+    middle: Any = None
+    ready: Any = None
+    back: Any = None
+    recent: Any = None
+    used: Any = None  # (B): how many tokens the storage of the back has by now; all states with it share this
 
     def tokens(self) -> int:
         """Returns how many past tokens the state is for; 1 with window 0."""
