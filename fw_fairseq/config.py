@@ -28,8 +28,7 @@ EXTRAS = {"scale_fc": "ffn_layernorm", "scale_attn": "attn_ln", "scale_heads": "
 
 
 def command_line(kind: Any) -> Any:
-    """Decorates a class of options for the command line: a dataclass in which an option with choices has them as its type."""
-    kind = dataclass(kind)
+    """Decorates a dataclass of options for the command line: an option with choices has them as its type."""
     for name, declared in kind.__dataclass_fields__.items():
         if "choices" in declared.metadata and declared.type is str:
             kind.__dataclass_fields__[name] = declared = copy.copy(declared)
@@ -38,6 +37,7 @@ def command_line(kind: Any) -> Any:
 
 
 @command_line
+@dataclass
 class FastWeightConfig(MixerOptions, FairseqDataclass):
     """The options of this project's models."""
 

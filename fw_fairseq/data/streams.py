@@ -95,7 +95,7 @@ class StreamIterator(BatchIterator):
             torch.distributed.all_gather_object(by_worker, self.memories())
             self.collected = by_worker[:: self.shares]
 
-    def memories(self) -> dict[int, tuple]:
+    def memories(self) -> dict[int | str, tuple]:
         return {layer: tuple(cast(SavedState, state).detach().to("cpu")) for layer, state in self.streams.last().items()}
 
     def state_dict(self) -> dict:
@@ -110,7 +110,7 @@ class StreamIterator(BatchIterator):
         super().load_state_dict(state_dict)
         self.streams.restart(self.own_states(state_dict["carried"]) if within else None)
 
-    def own_states(self, memories: list[dict[int, tuple]]) -> dict[int, Any]:
+    def own_states(self, memories: list[dict[int | str, tuple]]) -> dict[int | str, Any]:
         """Returns the states of this worker's streams. The workers of the checkpoint had the same streams, but perhaps in other
         shares."""
         if len(memories) == self.shards:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import Mistake
 from ..feature_maps import FEATURE_MAPS
-from .options import DECLARED, MixerOptions, Value, check_values
+from .options import DECLARED, MixerOptions, check_values
 
 VALUES = "values"  # of layer 0, in what layers share: (B,H,n T,V)
 
@@ -85,7 +85,7 @@ class Mixer(nn.Module):
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, heads, embed_dim // heads
 
     @classmethod
-    def read_settings(cls, config: object, given: dict[str, Value]) -> MixerOptions:
+    def read_settings(cls, config: object, given: dict[str, Any]) -> MixerOptions:
         """The options of ``config``, a MixerOptions, another object with such attributes, or None, and in their place those given
         by name. Those of ``config`` were checked before; those given by name are checked here."""
         options = MixerOptions.of(config)

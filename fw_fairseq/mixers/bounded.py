@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ class Bounded(Mixer):
     """
 
     state_type, takes_source = BoundedState, True
-    settings = ("slots", "fast_weight_backend")
+    settings: ClassVar[tuple[str, ...]] = ("slots", "fast_weight_backend")
 
     def __init__(self, embed_dim: int, heads: int = 1, config: Any = None, **given) -> None:
         super().__init__(embed_dim, heads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ class LocalAttention(Mixer):
     """
 
     state_type, takes_source = WindowState, True
-    settings = ("local_window", "attention_dropout", "bias_free")
+    settings: ClassVar[tuple[str, ...]] = ("local_window", "attention_dropout", "bias_free")
 
     def __init__(self, embed_dim: int, heads: int = 1, config: Any = None, **given) -> None:
         super().__init__(embed_dim, heads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ class Sru(Mixer):
 
     state_type: type = SruState
     norm: Any
-    settings: tuple[str, ...] = (
+    settings: ClassVar[tuple[str, ...]] = (
         "sru_projection", "sru_projection_norm", "sru_rescale", "sru_highway_bias", "sru_init", "sru_input_bias", "sru_tanh",
         "sru_dropout", "sru_projection_dropout",
     )  # fmt: skip
@@ -48,8 +48,8 @@ class Sru(Mixer):
         settings = self.read_settings(config, given)
         self.takes_source = not settings.sru_projection
         width, dropout = settings.sru_projection or embed_dim, settings.sru_projection_dropout
-        for option, given in (("norm", settings.sru_projection_norm), ("dropout", dropout)):
-            if given and not settings.sru_projection:
+        for option, wanted in (("norm", settings.sru_projection_norm), ("dropout", dropout)):
+            if wanted and not settings.sru_projection:
                 raise Mistake(f"--sru-projection-{option} belongs to a projection; give its width with --sru-projection")
         self.prepare(width, settings, settings.sru_rescale)
         self.down_proj: Any = Linear(embed_dim, width, bias=False) if settings.sru_projection else None

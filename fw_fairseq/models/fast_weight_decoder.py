@@ -46,7 +46,8 @@ class FastWeightDecoder(TransformerDecoder):
     ``carries_over``: states may carry over from one text, or segment, to the next.
     """
 
-    config_class, layer_class = FastWeightConfig, FastWeightDecoderLayer
+    config_class: type[FastWeightConfig] = FastWeightConfig
+    layer_class: type[FastWeightDecoderLayer] = FastWeightDecoderLayer
     embed_positions: Any
     layers: Any
     output_projection: Any

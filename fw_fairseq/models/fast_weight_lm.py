@@ -5,8 +5,8 @@ import logging
 import types
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from dataclasses import fields
-from typing import Optional
+from dataclasses import dataclass, fields
+from typing import Any, Optional
 
 import torch
 from fairseq.models import register_model
@@ -38,6 +38,7 @@ SIZES += ["tokens_per_sample", "max_target_positions"]
 
 
 @command_line
+@dataclass
 class FastWeightLanguageModelConfig(FastWeightConfig, TransformerLanguageModelConfig):
     """Options of fast_weight_lm. The defaults are the architecture of that name, small enough for a laptop."""
 
@@ -90,7 +91,7 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
         add_opposites(parser, [f.name for f in fields(FastWeightConfig)])
 
     @classmethod
-    def build_model(cls, args: Namespace, task: FairseqTask) -> TransformerLanguageModel:
+    def build_model(cls, args: Any, task: FairseqTask) -> TransformerLanguageModel:
         check_sizes(args, *SIZES)
         check_heads(args.decoder_embed_dim, args.decoder_attention_heads, "decoder")  # before fairseq does, by an assertion
         check_cutoffs(args, len(task.target_dictionary))

@@ -2,8 +2,7 @@
 
 from .decoder_layer import FastWeightDecoderLayer
 from .linear_attention import LinearAttention
-from .mixer_attention import MixerAttention
-from .stateful import Stateful
+from .stateful import MixerAttention, Stateful
 from .streams import LayerStates, Streams, of_this_thread, with_arguments
 from .translation_layers import LinearEncoderLayer, TranslationDecoderLayer
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ..config import SOFTMAX, FastWeightConfig
 from ..mixers import MIXERS
-from .layer_parts import Call, LayerParts, Update
-from .mixer_attention import MixerAttention
+from .layer_parts import Call, LayerParts, Part, Update
+from .stateful import MixerAttention
 from .streams import LayerStates
 
 FOR_MIXERS = ("states", "reset_mask", "shared")
@@ -49,7 +49,7 @@ class FastWeightDecoderLayer(LayerParts, TransformerDecoderLayerBase):
         call = self.call_of(*args, **kwargs)
         if self.norms_residual:
             x = self.self_attn_layer_norm(x)
-        return self.returned(self.run_in_order(x, call), call)
+        return self.returned(self.run_in_order(x, call, self.parts(call)), call)
 
     def call_of(
         self,
@@ -81,18 +81,16 @@ class FastWeightDecoderLayer(LayerParts, TransformerDecoderLayerBase):
         """Whether the residual connection around the mixer takes its normed input."""
         return self.normalize_before and isinstance(self.self_attn, MixerAttention) and self.self_attn.mixer.norms_residual
 
-    def updates(self, call: Call) -> list[Update]:
-        """What the parts add to the residual stream, in their order."""
-        found = [self.attend(self.self_attn, None if self.norms_residual else self.self_attn_layer_norm, call)]
-        found += [self.attend(*pair, call) for pair in zip(self.more_attention, self.more_norms)]
+    def parts(self, call: Call) -> list[Part]:
+        """What the parts add to the residual stream, in their order, and their norms."""
+        norm = self.self_attn_layer_norm
+        found = [(self.attend(self.self_attn, None if self.norms_residual else norm, call), norm)]
+        for attention, norm in zip(self.more_attention, self.more_norms):
+            found.append((self.attend(attention, norm, call), norm))
         if self.encoder_attn is not None and call.source is not None:
-            found.append(self.look_at_source(call))
-        return [*found, self.feed(call)]
-
-    def norms(self, call: Call) -> list[nn.Module]:
-        """The norms of these parts."""
-        cross = [] if self.encoder_attn is None or call.source is None else [self.encoder_attn_layer_norm]
-        return [self.self_attn_layer_norm, *self.more_norms, *cross, self.final_layer_norm]
+            found.append((self.look_at_source(call), self.encoder_attn_layer_norm))
+        found.append((self.feed(call), self.final_layer_norm))
+        return found
 
     def look_at_source(self, call: Call) -> Update:
         """The update of cross attention."""

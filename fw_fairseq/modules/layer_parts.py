@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from ..config import FastWeightConfig
 from ..mixers.sru import SruState
 from .linear_attention import LinearAttention
-from .mixer_attention import MixerAttention
 from .sparse import RecurrentUnits, SparseAttention, SparseFeedForward, make_sparse
-from .stateful import Stateful, StatefulModule
+from .stateful import MixerAttention, Stateful, StatefulModule
 from .streams import LayerStates
 
 Update = Callable[[Tensor, "Tensor | None"], Tensor]  # of the residual stream and the encoder's output
+Part = tuple[Update, nn.Module]  # an update, and the norm before or after it
 
 
 class Call(NamedTuple):
@@ -45,8 +45,6 @@ class LayerParts:
     activation_fn: Any
     dropout_module: Any
     activation_dropout_module: Any
-    updates: Callable[[Call], list[Update]]
-    norms: Callable[[Call], list[nn.Module]]
     nh: int  # this and the next four: in a decoder, with fairseq's options for them
     c_attn: Any
     attn_ln: Any
@@ -116,12 +114,11 @@ class LayerParts:
 
         return update
 
-    def run_in_order(self, x: Tensor, call: Call) -> Tensor:
+    def run_in_order(self, x: Tensor, call: Call, parts: list[Part]) -> Tensor:
         """Runs all updates on one stream, with norms before or after them."""
-        updates, norms = self.updates(call), self.norms(call)
-        for update, norm in zip(updates, norms):
-            kept = x * self.w_resid if update is updates[-1] and getattr(self, "w_resid", None) is not None else x
-            x = kept + update(x, call.source)
+        for update, norm in parts:
+            scaled = getattr(self, "w_resid", None) is not None and norm is self.final_layer_norm
+            x = (x * self.w_resid if scaled else x) + update(x, call.source)
             x = x if self.normalize_before else norm(x)
         return x
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..config import FastWeightTransformerConfig, linear_attentions
 from .decoder_layer import FastWeightDecoderLayer
-from .layer_parts import Call, LayerParts, Update, with_noise
+from .layer_parts import Call, LayerParts, Part, with_noise
 from .linear_attention import LinearAttention
 
 # fairseq 0.12.2 copies these weights of an encoder layer, for a fused kernel of torch's softmax attention
@@ -54,7 +54,7 @@ class LinearEncoderLayer(LayerParts, TransformerEncoderLayerBase):
         if self.recurrence is None:
             return super().forward(x, encoder_padding_mask, attn_mask)
         call = self.call_of(encoder_padding_mask, attn_mask)
-        return self.returned(self.run_in_order(x, call), call)
+        return self.returned(self.run_in_order(x, call, self.parts(call)), call)
 
     def call_of(self, encoder_padding_mask: Tensor | None = None, attn_mask: Tensor | None = None) -> Call:
         """Returns fairseq's arguments as a ``Call``."""
@@ -64,13 +64,10 @@ class LinearEncoderLayer(LayerParts, TransformerEncoderLayerBase):
         """Returns x as fairseq's layer does."""
         return x
 
-    def updates(self, call: Call) -> list[Update]:
-        """Returns what the parts add to the residual stream, in their order."""
-        return [self.attend(self.self_attn, self.self_attn_layer_norm, call), self.feed(call)]
-
-    def norms(self, call: Call) -> list[nn.Module]:
-        """Returns the norms of these parts."""
-        return [self.self_attn_layer_norm, self.final_layer_norm]
+    def parts(self, call: Call) -> list[Part]:
+        """What the parts add to the residual stream, in their order, and their norms."""
+        attend = self.attend(self.self_attn, self.self_attn_layer_norm, call)
+        return [(attend, self.self_attn_layer_norm), (self.feed(call), self.final_layer_norm)]
 
     def build_fc1(self, input_dim: int, output_dim: int, *quantisation) -> nn.Module:
         """Returns the first dense layer, or what stands for it until a sparse layer replaces it."""

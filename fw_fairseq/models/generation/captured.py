@@ -21,7 +21,8 @@ class CapturedGeneration(Generation):
     def __init__(self, decoder: Any, incremental_state: dict, encoder_out: dict | None = None) -> None:
         super().__init__(decoder, incremental_state, encoder_out)
         steppers = [part.stepper for part in self.parts() if hasattr(part, "stepper")]
-        memories, sources = ([x for x in steppers if isinstance(x, kind)] for kind in (KernelMemory, KernelSource))
+        memories = [x for x in steppers if isinstance(x, KernelMemory)]
+        sources = [x for x in steppers if isinstance(x, KernelSource)]
         self.graphs = Graphs(super().read, memories, sources)
 
     @staticmethod

@@ -13,8 +13,7 @@ from ...errors import Mistake
 from ...mixers.parts.convolution import EarlierTokens
 from ...ops.state import tensor_state
 from ..linear_attention import LinearAttention
-from ..mixer_attention import MixerAttention
-from ..stateful import StatefulModule
+from ..stateful import MixerAttention, StatefulModule
 from .gathered import gained, rows_product
 
 BEFORE = 2  # tokens that a convolution reads before its own

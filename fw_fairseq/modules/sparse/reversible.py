@@ -126,7 +126,7 @@ class Stack(nn.ModuleList):
                 x, *_ = layer(x, *args, **kwargs)
             return x, None, None
         call = first.call_of(*args, **kwargs)
-        updates = [Update(run, [*layer.parameters()]) for layer in self.kept() for run in layer.updates(call)]
+        updates = [Update(run, [*layer.parameters()]) for layer in self.kept() for run, _ in layer.parts(call)]
         return first.returned(run_updates(updates, x, call.source), call)
 
     def with_source(

@@ -39,10 +39,11 @@ class SparseAttention(Stateful):
         q, k, v = (split_heads(part, self.num_heads) for part in self.in_proj(source).chunk(3, -1))
         if incremental_state is None:
             return join_heads(attend(q, k, v, key_padding_mask, attn_mask is not None, self.dropout_now())), None
-        past = self._get_input_buffer(incremental_state)
-        past = (Past.empty(k, 0) if past is None else past).add(k, v, key_padding_mask)
+        before: Past | None = self._get_input_buffer(incremental_state)
+        past = (Past.empty(k, 0) if before is None else before).add(k, v, key_padding_mask)
         self._set_input_buffer(incremental_state, past)
-        return join_heads(attend(q, *past.tokens(), len(query) > 1, self.dropout_now())), None
+        keys, values, hidden = past.tokens()
+        return join_heads(attend(q, keys, values, hidden, len(query) > 1, self.dropout_now())), None
 
     def dropout_now(self) -> float:
         """Returns the dropout probability of the attention weights, which is 0 outside training."""
