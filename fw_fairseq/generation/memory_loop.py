@@ -74,8 +74,8 @@ class MemoryLoop:
         self.dtype, self.loop, self.here = like.dtype, loop("memory_step", like.dtype), ctypes.byref(s)
 
     def __call__(self, memory: Any, *operands: Tensor | None) -> Tensor:
-        """Changes a ``Memory``. Takes what VIEWS names, (R,H,1) or (R,H,1,X), where the last ones may be left out, and returns what q
-        reads, (R,H,1,V)."""
+        """Changes a ``Memory``. Takes what VIEWS names, (R,H,1) or (R,H,1,X), where the last ones may be left out, and returns what
+        q reads, (R,H,1,V)."""
         s, shown = self.arguments, []
         for view, operand in zip(self.views, operands):
             if operand is None:
