@@ -79,7 +79,7 @@ class FastWeightForCausalLM(KeepsState, Drawn, Decodes, PreTrainedModel, Generat
         padding = padding_of(attention_mask, inputs, earlier=cache.length > 0)
         x, tokens, resets = self.embed(inputs, padding, position_ids, cache.tokens)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        graph = self.config.decoding_graph if decoding_graph is None else decoding_graph
+        graph = getattr(self.config, "decoding_graph", True) if decoding_graph is None else decoding_graph
         generates = not (torch.is_grad_enabled() or self.training or wanted) and resets is None
         last = self.generation(x, padding, cache, tokens, graph) if generates else None
         hidden = self.through_layers(x, padding, resets, cache, tokens) if last is None else [x, last]

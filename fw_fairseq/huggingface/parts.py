@@ -66,7 +66,7 @@ def check_config(config: Any, mixers: Iterable[str]) -> None:
 
 def caches(model: Any, use_cache: bool | None) -> bool:
     """Returns whether a model returns a cache. Where its caller does not say, not while it trains."""
-    return not model.training and model.config.use_cache if use_cache is None else use_cache
+    return not model.training and getattr(model.config, "use_cache", True) if use_cache is None else use_cache
 
 
 def cache_of(given: Cache | None, others: dict, inputs: Tensor, keep_state: bool) -> Cache:

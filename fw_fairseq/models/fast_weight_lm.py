@@ -97,7 +97,8 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
         check_cutoffs(args, len(task.target_dictionary))
         keep_layers(args)
         config = read_config(FastWeightLanguageModelConfig, args)
-        decoder = functools.partial(FastWeightDecoder, config=config, carries_over=getattr(task, "carries_over", False))
+        own = FastWeightConfig(**{f.name: getattr(config, f.name) for f in fields(FastWeightConfig)})
+        decoder = functools.partial(FastWeightDecoder, config=own, carries_over=getattr(task, "carries_over", False))
         model = build_with(decoder, cls, args, task)
         if config.init_std:
             start_from(model, config.init_std)
@@ -145,6 +146,8 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
                     continue
                 parameter.requires_grad_(True)
                 parameter.register_hook(functools.partial(without_rows, rows=rows))
+        if not any(parameter.requires_grad for parameter in self.parameters()):
+            raise Mistake("--train-only new leaves nothing to train, since the attention of all layers is unchanged")
 
 
 def build_with(decoder: Callable, cls: type, args: Namespace, task: FairseqTask) -> TransformerLanguageModel:

@@ -14,6 +14,7 @@ from torch import nn
 
 from fw_fairseq.modules.sparse import SparseFeedForward, kernel
 from fw_fairseq.ops.kernels import launch
+from fw_fairseq.ops.kernels.compiler import WITHOUT_ASKING
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -149,7 +150,7 @@ def test_compiles_without_spills(arch):
         macros = kernel.defines(dtype, aligned, 1024, 96)
         found = compile_check("gathered.cu", macros, arch)["feed_forward"]
         assert found["spill_stores"] == found["spill_loads"] == 0 and found["registers"] <= 64, (macros, found)
-        assert found["shared"] + kernel.HELD <= launch.WITHOUT_ASKING, (macros, found)
+        assert found["shared"] + kernel.HELD <= WITHOUT_ASKING, (macros, found)
 
 
 def test_counters_of_the_default_stream_are_made_once_for_each_number(monkeypatch):

@@ -6,7 +6,6 @@ import contextlib
 
 import pytest
 import torch
-from fairseq import options
 from fairseq.sequence_generator import SequenceGenerator
 from support.graphs import Repeated, emulate_graphs, generate
 from support.language_models import build, draw, make_task
@@ -214,15 +213,13 @@ def test_beam_search_finds_the_same_sentences(kernels, monkeypatch):
     assert found == search()
 
 
-def test_the_commands_that_generate_switch_graphs_off(kernels, monkeypatch):
-    monkeypatch.setenv("FW_FAIRSEQ_DECODING_GRAPH", "1")
-    monkeypatch.setattr("sys.argv", ["fairseq-interactive"])
-    parser = options.get_interactive_generation_parser()
-    for arguments, graphs in ([], 2), (["--no-decoding-graph"], 0):
-        Repeated.made.clear()
-        parser.parse_known_args(arguments)
-        generate(build().float(), draw(3, 9), 0)
-        assert len(Repeated.made) == graphs
+@pytest.mark.parametrize("value, graphs", [("1", 2), ("0", 0)])
+def test_the_environment_switches_graphs_off(value, graphs, kernels, monkeypatch):
+    """As --no-decoding-graph of the commands that generate does."""
+    monkeypatch.setenv("FW_FAIRSEQ_DECODING_GRAPH", value)
+    Repeated.made.clear()
+    generate(build().float(), draw(3, 9), 0)
+    assert len(Repeated.made) == graphs
 
 
 def test_a_checkpoints_option_switches_graphs_off(kernels):

@@ -410,7 +410,6 @@ def test_weights_of_softmax_attention_alone_are_dropped(subset, dropout):
             {"linear_attention": "encoder,dec"},
         ),
         ("--cross-self-attention needs softmax attention in the decoder; leave", {"cross_self_attention": True}),
-        ("--encoder-xformers-att-config is for softmax attention; take cross and encoder", {"encoder_xformers_att_config": "{}"}),
         ("--load-alignments needs the weights of softmax cross attention", {"load_alignments": True}),
         ("--feature-norm sum needs a non-negative --feature-map, not tanh", {"feature_map": "tanh"}),
         ("--encoder-embed-dim is 30; it must be a multiple of --encoder-attention-heads, 4", {"encoder_embed_dim": 30}),
@@ -675,20 +674,7 @@ def test_the_terraformer_has_no_cross_attention_and_two_attentions():
             FRONT | {"no_cross_attention": True},
             "--source-in-front takes the place of cross attention; leave --no-cross-attention out",
         ),
-        (
-            FRONT | {"decoder_embed_dim": 64},
-            "--source-in-front needs one width; --encoder-embed-dim is 32 and --decoder-embed-dim 64",
-        ),
-        (
-            FRONT | {"linear_attention": "cross"},
-            "--linear-attention names cross attention, which --source-in-front leaves out; leave cross out of it",
-        ),
-        (
-            {"linear_attention": "decoder,cross", "no_cross_attention": True},
-            "--linear-attention names cross attention, which --no-cross-attention leaves out; leave cross out of it",
-        ),
-        ({"decoder_attentions": 2, "scale_heads": True}, "--decoder-attentions does not work with --scale-heads"),
-        ({"ffn_sparsity": 5}, "--ffn-sparsity is 5; it must divide --decoder-ffn-embed-dim, 48"),
+        ({"ffn_sparsity": 5}, "--ffn-sparsity is 5; it must be at least 2 and divide 48"),
         ({"output_sparsity": 2, "share_all_embeddings": True}, "which --share-all-embeddings shares or cuts"),
         (
             {"reversible": True, "decoder_normalize_before": True},
@@ -723,7 +709,6 @@ def test_a_layer_with_more_parts_returns_the_weights_of_its_cross_attention():
     assert_close(weights, read["weights"].double().mean(0), 1e-6)
     assert (weights[1, :, source[1] == 1] == 0).all()
     assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]), 1e-6)  # fp32
-    assert model(source, source.ne(1).sum(1), target)[1]["attn"] == [None] and read["weights"] is None
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,10 @@ def check_sparse(config: FastWeightConfig, args: Namespace) -> None:
     for name in TIED if config.output_sparsity else ():
         if safe_getattr(args, name, None):
             raise Mistake(f"--output-sparsity replaces the output projection, which {option_name(name)} shares or cuts")
+    if config.ffn_controller_dim and not config.ffn_sparsity:
+        raise Mistake("--ffn-controller-dim has no effect without --ffn-sparsity; leave it out")
+    if config.qkv_sparsity and safe_getattr(args, "cross_self_attention", False):
+        raise Mistake("--qkv-sparsity does not work with --cross-self-attention; leave one of them out")
     parts = [part for part in ("encoder", "decoder") if safe_getattr(args, f"{part}_layers", None)]
     for part in parts if config.reversible else ():
         if not safe_getattr(args, f"{part}_normalize_before", False):
