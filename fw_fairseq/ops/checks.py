@@ -71,7 +71,8 @@ def missing_form(rule: Rule, backend: str) -> str | None:
 def check_choice(name: str, value: str, allowed: Collection[str]) -> None:
     """Refuses a name that is not among those allowed."""
     if value not in allowed:
-        raise Mistake(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
+        is_ = repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
+        raise Mistake(f"{name} is {is_}; allowed: {', '.join(allowed)}")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, several: bool) -> None:

@@ -1,5 +1,5 @@
 // One token of generation on a CPU, for all hypotheses: what generation/ calls between two matrix products. The states change in place.
-// compiled_memory.py and pools.py there have the structs of the arguments under the same names, and say what is computed.
+// memory_loop.py and pools.py there have the structs of the arguments under the same names, and say what is computed.
 #include "common.h"
 
 namespace {
