@@ -1,7 +1,6 @@
 """Every option of this project once, with its help text. Models add the group to fairseq's own options."""
 
 import copy
-import math
 import re
 from collections import ChainMap
 from collections.abc import Iterable
@@ -10,7 +9,6 @@ from typing import Any, Optional
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.utils import safe_getattr
-from omegaconf import ListConfig
 
 from .errors import Mistake
 from .feature_maps import FEATURE_MAPS
@@ -138,8 +136,8 @@ def layer_mixers(config: FastWeightConfig, layers: int) -> list[str]:
     names: list[str] = []
     for part in config.mixer_pattern.split(","):
         match = re.fullmatch(r"\s*(\w+)\s*(?:\*\s*(\d+))?\s*", part)
-        if not match or match[1] not in (*MIXERS, SOFTMAX) or match[2] == "0":
-            allowed = ", ".join([*MIXERS, SOFTMAX])
+        if not match or match[1] not in MIXER_NAMES or match[2] == "0":
+            allowed = ", ".join(MIXER_NAMES)
             raise Mistake(f"--mixer-pattern has {part!r}; each part must be NAME or NAME*COUNT, NAME one of: {allowed}")
         names += [match[1]] * int(match[2] or 1)
     if len(names) > layers:
@@ -147,13 +145,17 @@ def layer_mixers(config: FastWeightConfig, layers: int) -> list[str]:
     return [names[i % len(names)] for i in range(layers)]
 
 
-def refuse_outside(values: object, name: str, least: float, most: float = math.inf) -> None:
-    """Refuses an option that has, or holds, a number out of these bounds. ``values``: options by their names."""
+def check_sizes(args: object, *names: str) -> None:
+    """Refuses sizes of a model, among fairseq's options, that are not positive. A decoder may have no feed-forward layers: 0."""
+    for name in names:
+        refuse_below(args, name, int(name != "decoder_ffn_embed_dim"))
+
+
+def refuse_below(values: object, name: str, least: float) -> None:
+    """Refuses an option of fairseq's that has a smaller number. ``values``: options by their names."""
     value = safe_getattr(values, name)
-    for number in value if isinstance(value, (list, ListConfig)) else [value]:
-        if number is not None and not (isinstance(number, (int, float)) and least <= number <= most):
-            allowed = f"at least {least}" if most == math.inf else f"from {least} to {most}"
-            raise Mistake(f"{option_name(name)} is {number!r}; it must be {allowed}")
+    if value is not None and not (isinstance(value, (int, float)) and value >= least):
+        raise Mistake(f"{option_name(name)} is {value!r}; it must be at least {least}")
 
 
 def check_options(config: FairseqDataclass, kind: Optional[type] = None) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..config import (
     DECODER_OPTIONS,
     FastWeightConfig,
+    check_sizes,
     command_line,
     layer_mixers,
     option,
@@ -30,7 +31,7 @@ from ..errors import Mistake
 from ..mixers.base import check_heads
 from ..modules.plain_softmax import Band
 from .fast_weight_decoder import FastWeightDecoder
-from .model_options import NamesWhatDiffers, add_opposites, check_sizes, keep_layers
+from .model_options import NamesWhatDiffers, add_opposites, keep_layers
 
 logger = logging.getLogger(__name__)
 SIZES = [f"decoder_{name}" for name in ("layers", "embed_dim", "input_dim", "output_dim", "ffn_embed_dim")]

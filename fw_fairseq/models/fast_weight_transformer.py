@@ -24,6 +24,7 @@ from ..config import (
     DECODER_OPTIONS,
     SOFTMAX,
     FastWeightTransformerConfig,
+    check_sizes,
     linear_attentions,
     option_name,
     options_read,
@@ -35,7 +36,7 @@ from ..modules import LinearAttention, LinearEncoderLayer, TranslationDecoderLay
 from ..modules.sparse import Stack, check_sparse
 from .fast_weight_decoder import FastWeightDecoder
 from .lm_architectures import chosen_mixers, defaults
-from .model_options import NamesWhatDiffers, add_opposites, check_sizes, keep_layers, write_kept_layers
+from .model_options import NamesWhatDiffers, add_opposites, keep_layers, write_kept_layers
 
 logger = logging.getLogger(__name__)
 SIZES = [

@@ -30,14 +30,6 @@ def check_value_mixing(config: FastWeightConfig, args: Namespace, mixers: list[s
             raise Mistake(f"--value-mixing-rank does not work with {option_name(name)}; leave one of them out")
 
 
-def check_sizes(args: Namespace, *names: str) -> None:
-    """Refuses sizes of a model, among fairseq's options, that are not positive. A decoder may have no feed-forward layers: 0."""
-    for name in names:
-        value, least = safe_getattr(args, name), int(name != "decoder_ffn_embed_dim")
-        if value is not None and value < least:
-            raise Mistake(f"{option_name(name)} is {value}; it must be at least {least}")
-
-
 def add_opposites(group: argparse._ActionsContainer, own: Collection[str] = ()) -> None:
     """Adds --no-NAME for every switch --NAME of a group of options, and --NAME for every switch --no-NAME.
 

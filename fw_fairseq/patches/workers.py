@@ -24,7 +24,7 @@ from fairseq.trainer import Trainer
 from torch import nn
 from torch.multiprocessing import ProcessExitedException
 
-from ..config import refuse_outside
+from ..config import refuse_below
 from .checkpoints.saving import go_on_counting, release
 from .replacing import changed, changes, replaces
 
@@ -207,7 +207,7 @@ def suit_workers_to_cpus(original: Callable, cfg: Any, main: Callable, **kwargs)
     """On CPUs, workers now talk through `gloo` where `--distributed-backend` is `nccl`, fairseq's default. A batch of 0 sentences
     or tokens has all texts; now it is refused. The locks of save directories end with the run."""
     for name in SIZES:
-        refuse_outside(cfg.dataset, name, 1)
+        refuse_below(cfg.dataset, name, 1)
     if cfg.distributed_training.distributed_backend == "nccl" and (cfg.common.cpu or not torch.cuda.is_available()):
         cfg.distributed_training.distributed_backend = "gloo"
     try:

@@ -79,7 +79,7 @@ def test_the_model_has_the_options_of_its_task(gpt2, tmp_path):
         ({"eos_token_id": 5000}, "has options or parameters of which no model can be made"),
         ({"n_head": 5}, "32; it must be a multiple of --decoder-attention-heads, 5"),
         ({"n_layer": 3}, "decoder.layers.2"),
-        ({"n_inner": "a"}, "has options or parameters of which no model can be made"),
+        ({"n_inner": "a"}, r"^--decoder-ffn-embed-dim is 'a'; it must be at least 0$"),
         ({"eos_token_id": 2.0}, r"has options or parameters of which no model can be made \(its parts do not fit together: "),
     ],
 )
