@@ -69,6 +69,8 @@ class FastWeightDecoderLayer(LayerParts, TransformerDecoderLayerBase):
         """The arguments of fairseq's layer, and three for the mixer: see ``MixerAttention``."""
         masks = self_attn_mask, self_attn_padding_mask
         wanted = need_attn or need_head_weights or (not self.training and self.need_attn)
+        if self._mixer[0].reversible or self.recurrence is not None or len(self.more_attention):
+            wanted = wanted and not (self.training or torch.is_grad_enabled())  # kept weights would keep activations
         weights = [need_head_weights] if wanted else None
         return Call(encoder_out, encoder_padding_mask, incremental_state, *masks, states, reset_mask, shared, weights)
 

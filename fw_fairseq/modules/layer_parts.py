@@ -61,8 +61,8 @@ class LayerParts:
             settings = (config.ffn_sparsity, config.ffn_controller_dim, self.activation_fn, dropout)
             self.fc1, self.fc2 = nn.Identity(), SparseFeedForward(width, units, *settings)
             self.activation_fn, self.activation_dropout_module = nn.Identity(), FairseqDropout(0.0)
-        units = config.ffn_sru
-        self.recurrence = StatefulModule(RecurrentUnits(width, units), SruState, f"{layer}.recurrence") if units else None
+        recurrent = RecurrentUnits(width, config.ffn_sru) if config.ffn_sru else None
+        self.recurrence = None if recurrent is None else StatefulModule(recurrent, SruState, f"{layer}.recurrence")
 
     def finished(self, attention: MixerAttention | LinearAttention, config: FastWeightConfig, cfg: TransformerConfig) -> nn.Module:
         """Returns the attention with the sparse projections, or the noise on its weights, that the options ask for."""

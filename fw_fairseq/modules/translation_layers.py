@@ -42,7 +42,7 @@ class LinearEncoderLayer(LayerParts, TransformerEncoderLayerBase):
         for name in COPIES:
             self._parameters.pop(name, None)
         if config.qkv_sparsity:
-            self.self_attn = self.build_sparse_attention(cfg)
+            self.self_attn = self.build_attention(cfg.encoder.embed_dim, cfg)
         self.sparse_feed_forward(config, cfg, cfg.encoder, "encoder")
 
     def _load_from_state_dict(self, *args, **kwargs) -> None:
@@ -78,19 +78,16 @@ class LinearEncoderLayer(LayerParts, TransformerEncoderLayerBase):
         return Copied() if self._config.ffn_sparsity else super().build_fc2(input_dim, output_dim, *quantisation)
 
     def build_self_attention(self, embed_dim: int, cfg: TransformerConfig) -> nn.Module:
-        """Returns linear or softmax self-attention, or what stands for it until a sparse one replaces it."""
-        if self._config.qkv_sparsity:
-            return Copied()
+        """Returns self-attention, or what stands for it until the one with sparse projections replaces it."""
+        return Copied() if self._config.qkv_sparsity else self.build_attention(embed_dim, cfg)
+
+    def build_attention(self, embed_dim: int, cfg: TransformerConfig) -> nn.Module:
+        """Returns linear or softmax self-attention."""
         if "encoder" in linear_attentions(self._config):
             return self.finished(LinearAttention(embed_dim, cfg.encoder.attention_heads, self._config), self._config, cfg)
+        if self._config.qkv_sparsity:
+            return self.sparse_softmax(self._config, cfg, cfg.encoder, "encoder", "encoder")
         return super().build_self_attention(embed_dim, cfg)
-
-    def build_sparse_attention(self, cfg: TransformerConfig) -> nn.Module:
-        """Linear or softmax self-attention with sparse projections."""
-        sizes = cfg.encoder
-        if "encoder" in linear_attentions(self._config):
-            return self.finished(LinearAttention(sizes.embed_dim, sizes.attention_heads, self._config), self._config, cfg)
-        return self.sparse_softmax(self._config, cfg, sizes, "encoder", "encoder")
 
 
 class TranslationDecoderLayer(FastWeightDecoderLayer):

@@ -709,6 +709,7 @@ def test_a_layer_with_more_parts_returns_the_weights_of_its_cross_attention():
     assert_close(weights, read["weights"].double().mean(0), 1e-6)
     assert (weights[1, :, source[1] == 1] == 0).all()
     assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]), 1e-6)  # fp32
+    assert model(source, source.ne(1).sum(1), target)[1]["attn"] == [None] and read["weights"] is None
 
 
 @pytest.mark.parametrize(
