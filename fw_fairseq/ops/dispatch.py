@@ -21,14 +21,12 @@ from .chunkwise.scan import chunk_form
 from .factored import Factors, factored_form
 from .inputs import Inputs
 from .kernels.family import Divided, Operands
-from .kernels.launch import has_kernels, log_once, why_no_map, why_not_run
+from .kernels.launch import log_once, why_no_map, why_not_run
 from .kernels.recurrence import FAMILIES, choose_family, choose_precision, cuda_form, in_many_parts, joined_decays, run_whole
 from .kernels.step import step_cuda_form, unsupported
 from .parallel.workers import run_across
 from .recurrent import step_form
 from .state import FastWeightState
-
-__all__ = ["Plan", "choose", "has_kernels", "run", "run_divided"]
 
 
 class Plan(NamedTuple):

@@ -66,71 +66,87 @@ def check_combination(config: Any, phi: FeatureMap, heads: int = 1) -> None:
     missing = missing_form(rule, str(config.fast_weight_backend))
     divides_erase, start = divides and norm_of == NORM_OF[0], config.write_strength_init
     unturned = rule.keyless or makes_gates_of_keys(rule)
-    wrong = (
-        (missing is not None, f"--update-rule {name} has no {missing}; use --fast-weight-backend auto or recurrent"),
+    wrong: tuple[tuple[object, Callable[[], str]], ...] = (
+        (missing is not None, lambda: f"--update-rule {name} has no {missing}; use --fast-weight-backend auto or recurrent"),
         (
             divides and rule.normaliser is None,
-            f"--attention-norm is not defined for --update-rule {name}; leave it out, or use one of:"
-            f" {names_of(lambda r: r.normaliser)}",
+            lambda: (
+                f"--attention-norm is not defined for --update-rule {name}; leave it out, or use one of:"
+                f" {names_of(lambda r: r.normaliser)}"
+            ),
         ),
         (
             divides and not phi.non_negative,
-            f"--attention-norm divides by sums of features, which {config.feature_map!s} lets vanish; use one of:"
-            f" {', '.join(n for n, kind in FEATURE_MAPS.items() if kind.non_negative)}",
+            lambda: (
+                f"--attention-norm divides by sums of features, which {config.feature_map!s} lets vanish; use one of:"
+                f" {', '.join(n for n, kind in FEATURE_MAPS.items() if kind.non_negative)}"
+            ),
         ),
         (
             norm_of != NORM_OF[0] and not (divides and rule.normaliser == "keys"),
-            f"--attention-norm-of is {norm_of}; that is for --attention-norm with --update-rule"
-            f" {names_of(lambda r: r.normaliser == 'keys', ' or ')}",
+            lambda: (
+                f"--attention-norm-of is {norm_of}; that is for --attention-norm with --update-rule"
+                f" {names_of(lambda r: r.normaliser == 'keys', ' or ')}"
+            ),
         ),
         (
             start and not any(starts_at_strength(gate) for gate in rule.gates.values()),
-            f"--write-strength-init is {start}; --update-rule {name} has no such gate; use one of:"
-            f" {names_of(lambda r: any(starts_at_strength(gate) for gate in r.gates.values()))}",
+            lambda: (
+                f"--write-strength-init is {start}; --update-rule {name} has no such gate; use one of:"
+                f" {names_of(lambda r: any(starts_at_strength(gate) for gate in r.gates.values()))}"
+            ),
         ),
-        (start and config.bias_free, f"--write-strength-init is {start}, a bias; leave it out, or leave --bias-free out"),
+        (start and config.bias_free, lambda: f"--write-strength-init is {start}, a bias; leave it out, or leave --bias-free out"),
         (
             config.product_steps != PRODUCT_STEPS and not rule.several,
-            f"--product-steps is {config.product_steps}; that is for --update-rule {names_of(lambda r: r.several, ' or ')}:"
-            " leave it out",
+            lambda: (
+                f"--product-steps is {config.product_steps}; that is for --update-rule"
+                f" {names_of(lambda r: r.several, ' or ')}: leave it out"
+            ),
         ),
         (
             config.negative_eigenvalues and not any(gate.erases for gate in rule.gates.values()),
-            "--negative-eigenvalues doubles a gate that erases; leave it out, or use a rule that has one:"
-            f" {names_of(lambda r: any(gate.erases for gate in r.gates.values()))}",
+            lambda: (
+                "--negative-eigenvalues doubles a gate that erases; leave it out, or use a rule that has one:"
+                f" {names_of(lambda r: any(gate.erases for gate in r.gates.values()))}"
+            ),
         ),
         (
             config.key_heads and heads % config.key_heads,
-            f"--key-heads is {config.key_heads}; it must divide the number of heads, {heads}",
+            lambda: f"--key-heads is {config.key_heads}; it must divide the number of heads, {heads}",
         ),
         (
             config.token_shift_rank and not config.token_shift,
-            f"--token-shift-rank is {config.token_shift_rank}; that is for --token-shift: add it, or leave this out",
+            lambda: f"--token-shift-rank is {config.token_shift_rank}; that is for --token-shift: add it, or leave this out",
         ),
         (
             config.scale_after_norm and not (config.scale_reads and config.output_norm),
-            "--scale-after-norm is for --scale-reads with --output-norm; add both, or leave it out",
+            lambda: "--scale-after-norm is for --scale-reads with --output-norm; add both, or leave it out",
         ),
-        (config.short_conv == 1, "--short-conv is 1; it must be 0, for none, or at least 2"),
+        (config.short_conv == 1, lambda: "--short-conv is 1; it must be 0, for none, or at least 2"),
         (
             config.rotary and unturned,
-            f"--rotary turns queries and keys, and nothing else that --update-rule {name} has; use:"
-            f" {names_of(lambda r: not r.keyless and not makes_gates_of_keys(r))}",
+            lambda: (
+                f"--rotary turns queries and keys, and nothing else that --update-rule {name} has; use:"
+                f" {names_of(lambda r: not r.keyless and not makes_gates_of_keys(r))}"
+            ),
         ),
-        (config.rotary and divides, "--rotary gives --attention-norm divisors that may vanish; leave one of them out"),
+        (config.rotary and divides, lambda: "--rotary gives --attention-norm divisors that may vanish; leave one of them out"),
         (
             config.rotary and phi.out_dim % 2,
-            f"--rotary turns pairs of features, and keys have {phi.out_dim}; choose an even --feature-dim",
+            lambda: f"--rotary turns pairs of features, and keys have {phi.out_dim}; choose an even --feature-dim",
         ),
         (
             rule.erases and norm == "none" and not divides_erase and not phi.at_most_one,
-            f"--update-rule {name} diverges with keys longer than 1, as {config.feature_map!s} gives; use --feature-norm"
-            f" {'sum' if phi.non_negative else 'l2'}",
+            lambda: (
+                f"--update-rule {name} diverges with keys longer than 1, as {config.feature_map!s} gives; use --feature-norm"
+                f" {'sum' if phi.non_negative else 'l2'}"
+            ),
         ),
     )
     for is_wrong, sentence in wrong:
         if is_wrong:
-            raise Mistake(sentence)
+            raise Mistake(sentence())
 
 
 def names_of(able: Callable[[Rule], object], between: str = ", ") -> str:
