@@ -14,6 +14,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from ..errors import Mistake
 from .configuration import FastWeightHFConfig
 from .layers import Cache, Layer
 from .parts import CACHE, Decodes, Drawn, KeepsState, cache_of, caches, mean_loss, padding_of, refuse_unknown
@@ -48,6 +49,12 @@ class FastWeightForCausalLM(KeepsState, Drawn, Decodes, PreTrainedModel, Generat
 
     def set_output_embeddings(self, value: nn.Module) -> None:
         self.output = value
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args, **kwargs) -> Any:
+        """Resizes the vocabulary; an adaptive vocabulary keeps its size."""
+        if new_num_tokens is not None and (self.config.input_bands or self.config.output_bands):
+            raise Mistake(f"new_num_tokens is {new_num_tokens}; an adaptive vocabulary keeps its size, {self.config.vocab_size}")
+        return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
 
     @can_return_tuple
     def forward(

@@ -37,6 +37,8 @@ def draw(module: nn.Module) -> None:
 def mean_loss(logits: Tensor, labels: Tensor | None, shift_labels: Tensor | None, padding: Tensor | None = None) -> Tensor | None:
     """Returns the cross entropy of the labels, which are shifted here, or of labels that are shifted already. padding: (B,T), True
     where a position has read nothing, so that no label counts for it."""
+    if labels is not None and shift_labels is not None:
+        raise Mistake("labels and shift_labels are both given; give one of them")
     if labels is not None:
         logits, shift_labels = logits[:, :-1], labels[:, 1:]
         if padding is not None:

@@ -43,8 +43,8 @@ DTYPES = (torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.flo
 ARGUMENTS = "q|k|v|rule|gates|state|backend|attention_norm|eps|padding_mask|key_log_scale|reset_mask|feature_map"
 
 
-def operation_call(draw: random.Random) -> dict:
-    """Arguments that fit, with up to two of them changed."""
+def operation_call(draw: random.Random) -> tuple[dict, int]:
+    """Arguments that fit, with up to two of them changed, and how many are."""
     rule = draw.choice(list(RULES))
     size = dict(B=draw.randint(1, 2), H=draw.randint(1, 2), T=draw.randint(1, 70), K=draw.randint(1, 9), V=draw.randint(1, 9))
 
@@ -65,7 +65,8 @@ def operation_call(draw: random.Random) -> dict:
         call["padding_mask"] = tensor("BT", uniform=True) > 0.7
     if draw.random() < 0.3:
         call["reset_mask"] = tensor("BT", uniform=True) > 0.9
-    for _ in range(draw.randint(0, 2)):
+    changed = draw.randint(0, 2)
+    for _ in range(changed):
         name = draw.choice([*call, "state", "eps", "key_log_scale", "feature_map"])
         other, letters = draw.choice(list(RULES)), "".join(draw.choice("BHTKV") for _ in range(draw.randint(0, 5)))
         wrong = [
@@ -87,7 +88,7 @@ def operation_call(draw: random.Random) -> dict:
             fast_weight(tensor("BHTK"), tensor("BHTK"), tensor("BHTV"), "sum")[1],
         ]
         call[name] = draw.choice(wrong)
-    return call
+    return call, changed
 
 
 @torch.no_grad()
@@ -95,10 +96,11 @@ def test_the_operation():
     draw, ran = random.Random(0), 0
     for i in range(800):
         torch.manual_seed(i)
-        call = operation_call(draw)
+        call, changed = operation_call(draw)
         try:
             result, refusal = attempt(lambda call=call: fast_weight(**call))
         except (TypeError, AttributeError, RuntimeError, ValueError):  # Python's or torch's word on an argument of another kind
+            assert changed, call
             continue
         if refusal:
             assert re.match(rf"({ARGUMENTS})\b", refusal), refusal

@@ -185,6 +185,8 @@ def test_a_model_with_adaptive_inputs_alone_is_trained_and_saved_again(dictionar
     optimizer.step()
     words = [*model.embed_tokens.parameters(), *model.output.parameters()]
     assert all(x.grad.abs().sum() > 0 for x in words) and any(not x.equal(y) for x, y in zip(model.parameters(), before))
+    with pytest.raises(ValueError, match="new_num_tokens is 70; an adaptive vocabulary keeps its size, 64"):
+        model.resize_token_embeddings(70)
     model.eval().save_pretrained(tmp_path / "again")
     options = dict(max_new_tokens=6, min_new_tokens=6, num_beams=2)
     found = [each.generate(tokens, **options) for each in (model, load(tmp_path / "again"))]
@@ -229,7 +231,7 @@ def test_a_new_model_is_drawn_as_fairseqs():
 def test_what_transformers_asks_for_in_vain():
     for side in ("input_bands", "output_bands"):
         model = small(**{side: [[10, 8], [6, 4]]}, tie_word_embeddings=False)
-        with pytest.raises((TypeError, AttributeError), match=r"mbedding|head|no attribute"):
+        with pytest.raises(ValueError, match="new_num_tokens is 20; an adaptive vocabulary keeps its size, 16"):
             model.resize_token_embeddings(20)
     with pytest.raises(ValueError, match="batch"):
         small()(torch.ones(1, 4).long(), labels=torch.ones(1, 4).long(), logits_to_keep=1)
@@ -242,6 +244,7 @@ def test_arguments_that_are_not_known_or_cannot_be_obeyed_are_refused():
         ({"output_attentions": True}, "forward takes no output_attentions; leave it out"),
         ({"head_mask": torch.ones(1)}, "forward takes no head_mask; leave it out"),
         ({"inputs_embeds": torch.zeros(1, 8, 8)}, "forward takes either input_ids or inputs_embeds"),
+        ({"labels": tokens, "shift_labels": tokens}, "labels and shift_labels are both given"),
     ):
         with pytest.raises(ValueError, match=said):
             model(tokens, **given)
