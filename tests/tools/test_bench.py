@@ -35,7 +35,7 @@ WITHOUT_OPTIONS = {
     },
     "model": {
         "mixers": ["delta"], "layers": 4, "width": 128, "heads": 8, "ffn": 512, "vocabulary": 10000, "tokens": [512, 2048],
-        "max_tokens": 2048, "hypotheses": 5, "contexts": [256, 1024, 4096], "steps": 16, "no_decoding_graph": False, "host": False,
+        "max_tokens": 2048, "hypotheses": 5, "contexts": [256, 1024, 4096], "steps": 16, "no_decoding_graph": False,
         "resume": False,
     },
 }  # fmt: skip
@@ -99,7 +99,7 @@ def test_model_report(tmp_path, capsys, monkeypatch):
     assert all(f"\r\033[K{part}" in progress for part in [*said, "training, 8 tokens, round 1 of 1"])
 
     report["training"] = [row for row in report["training"] if row["tokens"] == 8]
-    del report["settings"]["host"]  # as in an older report
+    report["settings"]["host"] = False  # as in an older report
     (tmp_path / "model.json").write_text(json.dumps(report))
     bench.main([*TINY_MODEL, "--mixers", "delta", "sru", *files, "--resume"])
     resumed = json.loads((tmp_path / "model.json").read_text())
@@ -124,24 +124,6 @@ def test_mistakes(command, change, message, capsys, monkeypatch):
     with pytest.raises(SystemExit) as exit_:
         bench.main([*command, *change])
     assert exit_.value.code == 2 and message in capsys.readouterr().err
-
-
-def test_the_host_alone(tmp_path, capsys, monkeypatch):
-    """With graphs and without; additive attention runs without the decoding kernel."""
-    replays, replay = [], measure.Idle.replay
-    monkeypatch.setattr(measure.Idle, "replay", lambda self: replays.append(1) or replay(self))
-    monkeypatch.setattr(measure, "HOST_STEPS", 8)
-    command = [*MODEL, "--host", "--rounds", "1", "--threads", "1"]
-    bench.main([*command, "--mixers", "sum", "gated", "--json", str(tmp_path / "host.json")])
-    rows = json.loads((tmp_path / "host.json").read_text())["host"]
-    assert len(rows) == 4 and sum(row["graph"] for row in rows) == 2 and all(row["seconds"] > 0 for row in rows)
-    assert len(replays) == 2 * 2 * 6  # 2 rounds, 6 tokens after the first two
-    assert capsys.readouterr().out.count("| fast_weight_lm gated | yes |") == 1
-    for name in ("additive", "retnet"):  # without a kernel, and with another one
-        with pytest.raises(SystemExit, match=f"--mixers: the decoding kernel does not do a step of {name}"):
-            bench.main([*command, "--mixers", name])
-    with pytest.raises(SystemExit, match="--host needs --device cpu and --threads 1, not cpu and 2"):
-        bench.main([*command[:-1], "2"])
 
 
 def test_inputs_fit_every_rule(monkeypatch):
@@ -344,15 +326,6 @@ def test_the_table_of_a_report_of_models():
         "| own | 1,234,567 |",
         "| transformer_lm | 1,234,567 |",
     ]
-    rows = [{"name": "own", "graph": graph, "seconds": 3e-4} for graph in (True, False)]
-    assert language_models.table({"machine": m, "settings": s, "host": rows}).splitlines() == [
-        "a processor, 1 thread, torch 2.0; 2 layers, width 16, 6 hypotheses; medians of 3 rounds",
-        "",
-        "| model | graph | host, us per token | per layer |",
-        "|---|---|---:|---:|",
-        "| own | yes | 300 | 150.0 |",
-        "| own | no | 300 | 150.0 |",
-    ]
 
 
 def test_ratios_to_the_transformer():
@@ -366,7 +339,7 @@ def test_ratios_to_the_transformer():
 def test_a_report_is_continued_only_where_it_is_asked_for(tmp_path):
     """A switch that one of both does not have yet, or any more, is off."""
     file = tmp_path / "x.json"
-    args = SimpleNamespace(device="cpu", threads=1, resume=True, json=file, host=False, steps=2)
+    args = SimpleNamespace(device="cpu", threads=1, resume=True, json=file, steps=2)
     assert language_models._begin(args)["training"] == []
     before = {"settings": {"device": "cpu", "threads": 1, "steps": 2, "older": False}}
     before |= {"training": [{"tokens": 8, "name": "kept"}], "generation": [], "ratios": []}

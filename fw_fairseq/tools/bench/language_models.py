@@ -6,15 +6,14 @@ import argparse
 import json
 import statistics
 from argparse import ArgumentParser, Namespace
-from functools import partial
 from typing import Any
 
 from ...errors import Mistake
 from ...mixers import MIXERS
 from ...rules import RULES
 from ..plot.style import draw_lengths
-from .contest import machine, parameter_counts, positive, say, settings, spread, take_turns, times_faster, write_json
-from .measure import ALL, TRANSFORMER, batch_rows, build_model, model_names, peak_memory, time_generation, time_host, time_training
+from .contest import machine, parameter_counts, positive, say, settings, spread, times_faster, write_json
+from .measure import ALL, TRANSFORMER, batch_rows, build_model, model_names, peak_memory, time_generation, time_training
 
 HELP = "whole language models, training and generation: time and memory of any rule or mixer"
 DESCRIPTION = "fast_weight_lm with any rules and mixers against fairseq's transformer_lm of the same size, with random weights."
@@ -45,8 +44,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--contexts", nargs="+", type=positive, default=[256, 1024, 4096], metavar="T", help="tokens before generation")
     add("--steps", type=positive, default=16, help="timed tokens at each context")
     add_graph(parser)
-    said = "measure nothing but the CPU's work for one token on a GPU, with kernels and graphs that do nothing; needs --threads 1"
-    add("--host", action="store_true", help=said)
     add("--resume", action="store_true", help="continue the report in --json, which is written after each length")
 
 
@@ -71,8 +68,6 @@ def vocabulary(text: str) -> int:
 def measure(args: Namespace) -> dict:
     """Times training and generation with every model, and measures their memory."""
     args.mixers = list(dict.fromkeys(name for given in args.mixers for name in (ALL if given == "all" else [given])))
-    if args.host:
-        return _measure_host(args)
     report = _begin(args)
     models = {name: build_model(args, name) for name in model_names(args)}
     report["parameters"] = parameter_counts(models)
@@ -91,17 +86,6 @@ def measure(args: Namespace) -> dict:
         report["ratios"] += _ratios("generation", context, seconds, sizes)
         _finish_length(args, report, f"generation after {context} tokens")
     return report
-
-
-def _measure_host(args: Namespace) -> dict:
-    """Times the host alone, with and without graphs; the models take turns."""
-    if args.device != "cpu" or args.threads != 1:
-        raise Mistake(f"--host needs --device cpu and --threads 1, not {args.device} and {args.threads}")
-    names = [name for name in model_names(args) if name != TRANSFORMER]
-    calls = {(name, graph): partial(time_host, args, name, graph) for name in names for graph in (True, False)}
-    found = take_turns(calls, args.rounds, "host")
-    rows = [{"name": name, "graph": graph, **spread(seconds)} for (name, graph), seconds in found.items()]
-    return {"machine": machine(args), "settings": settings(args), "host": rows}
 
 
 def _begin(args: Namespace) -> dict:
@@ -151,15 +135,6 @@ def _ratios(what: str, length: int, seconds: dict[str, list[float]], sizes: dict
 def table(report: dict) -> str:
     """The report as Markdown."""
     m, s = report["machine"], report["settings"]
-    if "host" in report:
-        lines = [
-            f"{m['device']}, 1 thread, torch {m['torch']}; {s['layers']} layers, width {s['width']}, {s['hypotheses']} hypotheses;"
-            f" medians of {s['rounds']} rounds", "", "| model | graph | host, us per token | per layer |", "|---|---|---:|---:|",
-        ]  # fmt: skip
-        for row in report["host"]:
-            time = 1e6 * row["seconds"]
-            lines.append(f"| {row['name']} | {'yes' if row['graph'] else 'no'} | {time:.0f} | {time / s['layers']:.1f} |")
-        return "\n".join(lines)
     lines = [
         f"{m['device']}, {m['threads']} threads, torch {m['torch']}; {s['layers']} layers, width {s['width']}, {s['heads']} heads, "
         f"ffn {s['ffn']}, {s['vocabulary']} words; training with {s['max_tokens']} tokens a batch, generation of {s['steps']} "

@@ -14,18 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...errors import Mistake
-from ...generation.graphs import Graphs
-from ...generation.kernel_memory import KernelMemory
 from ...mixers import MIXERS
-from ...models.generation import GENERATION, Generation
-from ...ops.kernels.launch import use
+from ...models.generation import Generation
 from ...rules import RULES
 from .contest import peak_beyond, progress, take_turns, timed
 
 TRANSFORMER, OWN = "transformer_lm", "fast_weight_lm"
 ALL = [name for name, rule in RULES.items() if rule.step is None] + [name for name in MIXERS if name != "fast_weight"]
-UNTIMED_STEPS, HOST_STEPS = 3, 200
+UNTIMED_STEPS = 3
 
 
 def model_names(args: Namespace) -> list[str]:
@@ -56,50 +52,6 @@ def make_task(dictionary: Any, words: int) -> SimpleNamespace:
     for index in range(words - len(dictionary)):
         dictionary.add_symbol(str(index))
     return SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
-
-
-class Idle:
-    """A launcher, and a graph, that start nothing: what is left is the work of the host."""
-
-    device_type = "cpu"
-
-    def __init__(self, *step: Any) -> None:
-        pass
-
-    def why_not(self, device: torch.device) -> None:
-        """It runs everywhere."""
-
-    def __call__(self, *launch: Any) -> None:
-        pass
-
-    def replay(self) -> None:
-        pass
-
-
-@torch.no_grad()
-def time_host(args: Namespace, name: str, graph: bool) -> float:
-    """Returns the median seconds of a token and of a new order of the hypotheses, with kernels and graphs that do nothing."""
-    args = Namespace(**{**vars(args), "no_decoding_graph": not graph})
-    model: Any = build_model(args, name).eval()
-    state: dict = {}
-    text, order = draw_tokens(args, args.hypotheses, HOST_STEPS), torch.arange(args.hypotheses).flip(0)
-
-    def step(length: int) -> None:
-        model.decoder(text[:, :length], incremental_state=state, features_only=True)
-        model.decoder.reorder_incremental_state_scripting(state, order)
-
-    kept, Graphs.graph_type = Graphs.graph_type, Idle
-    try:
-        with use(Idle()):
-            seconds = [timed(partial(step, length), args.device) for length in range(1, HOST_STEPS + 1)]
-        kernels = all(isinstance(layer.stepper, KernelMemory) for layer in state[GENERATION].layers)
-    except NotImplementedError:  # another kernel, which takes tensors of a GPU only
-        kernels = False
-    finally:
-        Graphs.graph_type = kept
-    if not kernels:
-        raise Mistake(f"--mixers: the decoding kernel does not do a step of {name.removeprefix(OWN).strip()}; leave it out")
-    return statistics.median(seconds[HOST_STEPS // 4 :])
 
 
 def batch_rows(args: Namespace, length: int) -> int:
