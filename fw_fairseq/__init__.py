@@ -13,7 +13,8 @@ import sys
 from .errors import Mistake
 from .late_registration import WithFairseq, wrap_import
 
-__all__ = ["Mistake"]
+__all__ = ["Mistake", "__version__"]
+__version__ = "1.0.0"
 
 if sys.modules.get("fairseq"):
     wrap_import()

@@ -36,15 +36,20 @@ class WithFairseq(MetaPathFinder):
 
 
 def wrap_import() -> None:
-    """Makes fairseq's ``import_user_module`` import ``fw_fairseq.models`` where this directory is the user directory."""
+    """Makes fairseq's ``import_user_module`` import ``fw_fairseq.models`` where this directory is the user directory, and find it
+    from every folder."""
     from fairseq import utils
 
     import_user_module = utils.import_user_module
 
     @functools.wraps(import_user_module)
     def and_register(args: Any) -> None:
-        import_user_module(args)
-        if getattr(args, "user_dir", None) and Path(args.user_dir).name == __package__:
+        folder = getattr(args, "user_dir", None) or ""
+        if folder != __package__ or Path(folder).is_dir():
+            import_user_module(args)
+        if Path(folder).name == __package__:
             importlib.import_module(".models", __package__)
 
     utils.import_user_module = and_register
+    if any(Path(path).name == __package__ and Path(path).is_file() for path in getattr(import_user_module, "memo", ())):
+        importlib.import_module(".models", __package__)  # fairseq is importing a file that an editable installation has left

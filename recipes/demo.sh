@@ -11,8 +11,8 @@
 # Usage:    recipes/demo.sh                 makes .venv, unless an environment is active that has fairseq, torch and matplotlib;
 #                                           a second call continues where the first one stopped; with more UPDATES it trains on
 #           OUT=folder UPDATES=600 PROMPT="if the class has" recipes/demo.sh
-#           PYTHON=python3.12 recipes/demo.sh       takes another interpreter for a new .venv
-wanted_python=${PYTHON:-python3}
+#           PYTHON=python3.13 recipes/demo.sh       takes another interpreter for a new .venv
+asked_python=${PYTHON:-}
 source "$(dirname "$(realpath "$0")")/lib.sh" || exit 1
 no_toy "leave TOY out, and set UPDATES=50 for a short demo"
 [ $# = 0 ] || fail "$1 has no effect here; leave it out"
@@ -28,23 +28,6 @@ ready() { # whether an environment is active, other than .venv, that has what th
 }
 
 step() { printf '\n== %s\n' "$*"; }
-
-install() { # into .venv, unless that of tests/run.sh or an earlier call is there, or an active environment has all that is needed
-    local wanted stamp
-    ! ready || return 0
-    cd "$ROOT" || exit 1
-    wanted=$(cat setup.py pyproject.toml constraints.txt requirements/*.txt | sha256sum)
-    for stamp in .venv/installed .venv/installed-plots; do
-        if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then return; fi
-    done
-    step "installing into .venv"
-    "$wanted_python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null ||
-        fail "$wanted_python is not Python 3.11 or 3.12; set PYTHON to one that is"
-    .venv/bin/python -m pip --version >/dev/null 2>&1 || "$wanted_python" -m venv .venv # again, where a call was stopped in it
-    requirements/cpu_torch.sh .venv/bin/python
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plots]'
-    echo "$wanted" >.venv/installed-plots
-}
 
 shape=(--decoder-layers 3 --decoder-embed-dim 128 --decoder-input-dim 128 --decoder-output-dim 128 --decoder-ffn-embed-dim 512
     --decoder-attention-heads 4 --decoder-normalize-before --share-decoder-input-output-embed --dropout 0.2)
@@ -95,7 +78,7 @@ continue_prompt() { # NAME
 }
 
 check_updates
-(install)
+ready || PYTHON=$asked_python "$ROOT/requirements/install.sh" plots
 BIN=$ROOT/.venv/bin
 ! ready || BIN=${VIRTUAL_ENV:-$CONDA_PREFIX}/bin
 find_programs

@@ -20,5 +20,5 @@ compile requirements/build.txt "${hashed[@]}" - < <(grep '^setuptools==' constra
 compile requirements/test.txt "${hashed[@]}" --no-emit-package torch --no-emit-package setuptools constraints.txt requirements/nvidia.txt
 compile requirements/oldest.txt --resolution lowest-direct --python-version 3.12 --extra test pyproject.toml
 # Without the bound an older torch would do, one for which NVIDIA's newest compiler is no conflict.
-compile requirements/official.txt --python-version 3.10 --extra test --extra plots pyproject.toml --constraint - <<<"torch>=2.14"
-compile requirements/official39.txt --python-version 3.9 --extra test --extra plots pyproject.toml
+compile requirements/official.txt --python-version 3.10 --extra fairseq --extra test --extra plots pyproject.toml --constraint - <<<"torch>=2.14"
+compile requirements/official39.txt --python-version 3.9 --extra fairseq --extra test --extra plots pyproject.toml

@@ -5,9 +5,10 @@
 #   JOBS=1 tests/compatibility.sh                     on one core
 #   tests/compatibility.sh newest [TEST...]           the tests of exports, commands and patches with the newest versions that pyproject.toml
 #                                                     allows, in .venv-newest; remove that folder for newer ones. PYTHON: 3.11 or 3.12
-#   tests/compatibility.sh official [TEST...]         the tests with the official fairseq 0.12.2, in .venv-official, without those of
-#                                                     kernels, recipes and installing; PYTHON: a Python 3.10 or 3.9. Then checkpoints of this
-#                                                     fairseq are read by that of .venv, where there is one, and the other way round
+#   tests/compatibility.sh 3.13 [TEST...]             all but the slowest tests with python3.13, or another from 3.9 to 3.14, in
+#                                                     .venv-3.13. 3.9 and 3.10 have the official fairseq 0.12.2, and run without the tests of
+#                                                     kernels, recipes and installing; then checkpoints of that fairseq are read by that of
+#                                                     .venv, where there is one, and the other way round
 #   tests/compatibility.sh fairseq FOLDER [TEST...]   fairseq's own tests, with this project's changes to fairseq and without them, in
 #                                                     .venv; FOLDER: a checkout of facebookresearch/fairseq
 #   tests/compatibility.sh transformers FOLDER [TEST...]  transformers' own common tests, on exported models, in .venv; FOLDER: a checkout
@@ -42,22 +43,19 @@ if [ "${1:-}" = newest ]; then
     exec $python -m pytest --numprocesses "${JOBS:-auto}" --dist loadfile "$@"
 fi
 
-if [ "${1:-}" = official ]; then
+if [[ ${1:-} == 3.* ]]; then
+    version=$1 folder=.venv-$1
     shift
-    python=.venv-official/bin/python
-    [ -x $python ] || "${PYTHON:-python3.10}" -m venv .venv-official
-    install=("$python" -m pip install --quiet --disable-pip-version-check)
-    "${install[@]}" 'pip<24.1' wheel # later versions of pip refuse the metadata of omegaconf 2.0
-    pins=official
-    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || pins=official39
-    "${install[@]}" -c requirements/$pins.txt -e '.[test,plots]'
+    VENV=$folder PYTHON=${PYTHON:-python$version} requirements/install.sh test
     export OMP_NUM_THREADS=1
-    leave=(kernels recipes test_install.py test_layout.py test_pages.py)
-    [ $# -gt 0 ] || set -- tests "${leave[@]/#/--ignore=tests/}"
-    $python -m pytest --numprocesses "${JOBS:-auto}" --dist loadfile "$@"
+    leave=(test_layout.py test_pages.py)
+    case $version in 3.9 | 3.10) leave+=(kernels recipes test_install.py) ;; esac
+    [ $# -gt 0 ] || set -- tests -m "not long" "${leave[@]/#/--ignore=tests/}"
+    "$folder/bin/python" -m pytest --numprocesses "${JOBS:-auto}" --dist loadfile --no-loadscope-reorder "$@"
+    case $version in 3.9 | 3.10) ;; *) exit 0 ;; esac
     [ -x .venv/bin/python ] || { echo "no .venv to exchange checkpoints with"; exit 0; }
-    FW_OTHER_PYTHON=.venv/bin/python $python -m pytest -n 0 tests/test_exchange.py
-    FW_OTHER_PYTHON=$python exec .venv/bin/python -m pytest -n 0 tests/test_exchange.py
+    FW_OTHER_PYTHON=.venv/bin/python "$folder/bin/python" -m pytest -n 0 tests/test_exchange.py
+    FW_OTHER_PYTHON=$folder/bin/python exec .venv/bin/python -m pytest -n 0 tests/test_exchange.py
 fi
 
 python=.venv-oldest/bin/python

@@ -4,10 +4,10 @@
 # that has all packages which the tests need, they run there.
 #   tests/run.sh                    everything
 #   tests/run.sh -m quick           before every commit: the tests that train nothing and start no command
-#   tests/run.sh -m "not long"      what CI runs: all but some 25 that take a core for about half a minute or more
+#   tests/run.sh -m "not long"      what CI runs: all but some 45 that take long
 #   tests/run.sh -k chunk -x        some of it
 #   JOBS=1 tests/run.sh             in one process
-#   PYTHON=python3.12 tests/run.sh  another interpreter for a new .venv
+#   PYTHON=python3.13 tests/run.sh  another interpreter for a new .venv
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,22 +21,10 @@ EOF
 else
     folder=.venv
 fi
-stamp=.venv/installed
-wanted=$(cat setup.py pyproject.toml constraints.txt requirements/*.txt | sha256sum)
 if [ "$folder" != .venv ]; then
     echo "testing in $folder, which has what the tests need"
-elif [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
-    python=${PYTHON:-python3}
-    "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null ||
-        { echo "$python is not Python 3.11 or 3.12; set PYTHON to one that is" >&2; exit 2; }
-    echo "installing into .venv"
-    .venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv .venv # again, where a call was stopped in it
-    install=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
-    "${install[@]}" --require-hashes -r requirements/build.txt
-    requirements/cpu_torch.sh .venv/bin/python
-    "${install[@]}" --require-hashes -r requirements/test.txt --no-deps --no-build-isolation
-    "${install[@]}" -c constraints.txt --no-build-isolation -e '.[test]' # torch, and what that torch needs
-    echo "$wanted" >"$stamp"
+else
+    requirements/install.sh test
 fi
 
 "$folder/bin/python" -m ruff check .

@@ -1,4 +1,4 @@
-"""Checkpoints of this environment's fairseq are read by another environment's. tests/compatibility.sh official names that."""
+"""Checkpoints of this environment's fairseq are read by another environment's. tests/compatibility.sh 3.10 names that."""
 
 from __future__ import annotations
 

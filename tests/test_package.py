@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
 import yaml
 from support.commands import install_sdist
+
+import fw_fairseq
 
 ROOT = Path(__file__).parents[1]
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -23,7 +27,7 @@ def run(*command, cwd=None, **env):
     return subprocess.run(command, cwd=cwd, env=clean | env, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("module", ["fw_fairseq", "fw_fairseq.ops", "fw_fairseq.rules", "fw_fairseq.feature_maps"])
+@pytest.mark.parametrize("module", ["fw_fairseq", "fw_fairseq.ops, fw_fairseq.rules, fw_fairseq.feature_maps"])
 def test_import_is_quiet_and_free_of_fairseq(module):
     """No output, no fairseq, no compiler (PATH is empty; nor torch's, which takes a second), no GPU."""
     unwanted = "{'fairseq', 'cupy', 'triton', 'torch._dynamo'}"
@@ -33,9 +37,7 @@ def test_import_is_quiet_and_free_of_fairseq(module):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize(
-    "first", ["ops import fast_weight", "mixers.fast_weight import FastWeight", "ops import fast_weight; find_spec('fairseq')"]
-)
+@pytest.mark.parametrize("first", ["mixers.fast_weight import FastWeight", "ops import fast_weight; find_spec('fairseq')"])
 def test_fairseq_after_the_operation(first):
     """Who imports the operation first, or a part that needs fairseq itself, finds everything registered by --user-dir later."""
     code = (
@@ -58,6 +60,28 @@ def test_user_dir_from_a_checkout(tmp_path):
     )
     done = run(sys.executable, "-c", code, "data", "--user-dir", str(ROOT / "fw_fairseq"), "--help", cwd=tmp_path)
     assert done.returncode == 0 and "--user-dir" in done.stdout, done.stderr
+
+
+def test_user_dir_finds_an_editable_installation(tmp_path):
+    """From any folder, by its name."""
+    build = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"
+    done = run(sys.executable, "-c", build, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    [wheel] = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    fairseq = Path(importlib.util.find_spec("fairseq").origin).parent
+    shutil.copytree(fairseq, site / "fairseq", copy_function=os.symlink, ignore=lambda *_: ["examples"])  # it looks beside itself
+    code = (
+        f"import site, sys; sys.path.insert(0, {str(site)!r}); site.addsitedir({str(site)!r}); from argparse import Namespace;"
+        "from fairseq import utils; utils.import_user_module(Namespace(user_dir='fw_fairseq'));"
+        "utils.import_user_module(Namespace(user_dir='fw_fairseq'));"  # as every part of a program does
+        "from fairseq.models import ARCH_MODEL_REGISTRY as models; from fairseq.tasks import TASK_REGISTRY as tasks;"
+        "assert 'fast_weight_lm' in models and 'associative_retrieval' in tasks;"
+        "import fw_fairseq; print(fw_fairseq.__file__)"
+    )
+    done = run(sys.executable, "-c", code, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.split()[-1] == str(ROOT / "fw_fairseq" / "__init__.py"), done.stderr
 
 
 @pytest.mark.parametrize("where", ["checkout", "elsewhere"])
@@ -106,11 +130,51 @@ def test_sdist_installs_and_runs(tmp_path):
     assert "usage: fw-bench" in run(site / "bin" / "fw-bench", "--help", cwd=tmp_path, PYTHONPATH=str(site)).stdout
 
 
+WITHOUT_FAIRSEQ = """
+import importlib.util, sys
+sys.modules |= dict.fromkeys(["fairseq", "fairseq_cli", "hydra", "omegaconf"])  # an import of one of them fails
+import torch
+from fw_fairseq.mixers import MIXERS
+
+for name, kind in MIXERS.items():
+    layer, x = kind(16, 2), torch.randn(5, 3, 16)
+    y, state = layer(x)
+    y[-1].sum().backward()
+    first, state = layer.eval()(x[:3])
+    torch.testing.assert_close(layer(x)[0][3:], layer(x[3:], state)[0], rtol=1e-4, atol=1e-5)
+if importlib.util.find_spec("transformers"):
+    from fw_fairseq.huggingface import FastWeightForCausalLM, FastWeightHFConfig
+
+    for name in MIXERS:
+        config = FastWeightHFConfig(vocab_size=20, hidden_size=16, num_attention_heads=2, mixers=[name])
+        model = FastWeightForCausalLM(config).eval()
+        assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=4, do_sample=False).shape == (1, 6)
+print("done")
+"""
+
+
+def test_layers_and_models_run_without_fairseq(tmp_path):
+    done = run(sys.executable, "-c", WITHOUT_FAIRSEQ, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.stdout.endswith("done\n"), done.stderr
+
+
+@pytest.mark.long
+def test_what_needs_no_fairseq_runs_without_it():
+    """The tests themselves, with fairseq, Hydra and omegaconf hidden; those that need them are skipped."""
+    plugins = ["-p", "support.without_fairseq", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    done = run(sys.executable, "-m", "pytest", *plugins, "tests", "-m", "quick", cwd=ROOT, PYTHONPATH=str(ROOT / "tests"))
+    [passed] = map(int, re.findall(r"(\d+) passed", done.stdout))
+    assert done.returncode == 0 and passed > 900, done.stdout[-3000:]
+
+
 def test_the_citation_is_of_this_version():
     """PyYAML, which fairseq needs, reads it."""
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert (cited["version"], cited["license"]) == (project["version"], project["license"]) and project["name"] in cited["title"]
+    assert (cited["version"], cited["license"]) == (fw_fairseq.__version__, project["license"]) and project["name"] in cited[
+        "title"
+    ]
+    assert f"## {fw_fairseq.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_every_pinned_version_has_hashes():

@@ -8,7 +8,6 @@ import importlib
 import json
 import re
 import runpy
-import shlex
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -121,6 +120,7 @@ def test_the_layers_example_runs():
     assert names["state"].inputs.shape == (8, 51, 128) and names["attention"].in_proj.weight.grad.abs().sum() > 0
 
 
+@pytest.mark.long
 def test_a_model_of_ones_own_text(tmp_path, monkeypatch, capsys):
     """The commands of the page, with smaller sizes, and then its lines of Python."""
     for count, split in enumerate(("train", "valid", "test")):
@@ -139,13 +139,6 @@ def test_a_model_of_ones_own_text(tmp_path, monkeypatch, capsys):
     exec(code, {})
     text, score = capsys.readouterr().out.splitlines()[-2:]
     assert text.startswith("the old cat") and -10 < float(score.split("(")[-1].rstrip(")")) < 0
-
-
-def test_the_readme_says_where_an_editable_installation_is(tmp_path):
-    """From another folder."""
-    [command] = re.findall(r'`--user-dir "\$\(python (-c \'.*?\')\)"`', (ROOT / "README.md").read_text())
-    printed = succeed(run(sys.executable, *shlex.split(command), cwd=tmp_path)).strip()
-    assert Path(printed).name == "fw_fairseq" and Path(printed, "models", "fast_weight_lm.py").is_file()
 
 
 def test_the_picture_of_the_readme_is_that_of_the_report():

@@ -180,6 +180,14 @@ def listen_no_more() -> None:
     handle(signal.SIG_DFL)
 
 
+@changes("multiprocessing")
+def fork_processes() -> None:
+    """Since Python 3.14 a process that loads data gets its data set pickled, which one with a function or a lock in it cannot be.
+    Now Linux forks it, as with earlier versions."""
+    if sys.version_info >= (3, 14) and sys.platform == "linux" and multiprocessing.get_start_method() == "forkserver":
+        multiprocessing.set_start_method("fork", force=True)
+
+
 @replaces(distributed_utils, "_broadcast_object_slow")
 def broadcast_with_torch(original: Callable, obj: object, src_rank: int, group: Any, dist_device: Any) -> object:
     """When a run resumes, one worker sends the checkpoint to the others through `torch.load`, which refuses the options in it since

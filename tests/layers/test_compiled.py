@@ -158,13 +158,18 @@ def test_it_is_compiled_once(fresh, monkeypatch):
 
 
 @pytest.fixture
-def loops(fresh, monkeypatch):
-    """The file of a library that an earlier process compiled."""
-    monkeypatch.setattr(native, "OPTIONS", [*native.OPTIONS, "-O0"])  # which takes a moment
+def loops(fresh, tmp_path, monkeypatch):
+    """The file of a library, of one small function, that an earlier process compiled."""
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "one.cpp").write_text('extern "C" int one() { return 1; }\n')
+    monkeypatch.setattr(native, "FOLDER", tmp_path / "sources")
+    monkeypatch.setattr(native, "POINTERS", {})
+    monkeypatch.setattr(native, "GATHERED", {})
     assert native.library() is not None
     native.library.cache_clear()
     [path] = (fresh / "fw_fairseq").iterdir()
-    return path
+    yield path
+    native.library.cache_clear()
 
 
 @pytest.mark.parametrize("owner, loads", [(1007, True), (0, True), (1, False), (1014, False)])

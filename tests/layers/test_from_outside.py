@@ -125,6 +125,7 @@ for name, options in {cases!r}.items():
 """
 
 
+@pytest.mark.long
 def test_conversions_are_evaluated(stream_data, tmp_path):
     """By the command, which has the extension from --user-dir; the conversion is a program that imports it."""
     _, _, state = source("--arch transformer_lm", stream_data)

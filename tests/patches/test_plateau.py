@@ -34,6 +34,7 @@ def train(data, folder, epochs: int, *more) -> dict[int, float]:
     return {update: float(entry["lr"]) for update, entry in logged.items()}
 
 
+@pytest.mark.long
 def test_a_run_that_stops_between_epochs_keeps_its_learning_rates(stream_data, tmp_path):
     whole = train(stream_data, tmp_path / "whole", 6)
     assert len(set(whole.values())) == 3  # no epoch is better than the one before by a fifth: the rate falls after every second one

@@ -29,6 +29,7 @@ def launched(tmp_path):
 
     def run(command: str, *options: str, gpus=(HOPPER,), program="import sys; print(*sys.argv)", **variables) -> list[str]:
         given = {"TOY": "", "BIN": str(Path(sys.executable).parent), "LAUNCH": f"{sys.executable} {tmp_path}/launch.py"} | variables
+        given["PYTHONDONTWRITEBYTECODE"] = "1"  # the module below changes more often than its time does
         (tmp_path / "launch.py").write_text(program)
         if gpus is not None:
             given["PYTHONPATH"] = str(tmp_path / "modules")

@@ -181,8 +181,6 @@ def wikitext(tmp_path_factory):
     "row",
     [
         pytest.param("delta_schlag", marks=pytest.mark.long),
-        "transformer_schlag",
-        "transformer_xl_stream",
         "transformer_xl_stream_schlag",
     ],
 )
@@ -382,6 +380,7 @@ def test_a_sweep_without_a_result_leaves_no_file(tmp_path):
     assert not list((tmp_path / "out").glob("capacity*"))
 
 
+@pytest.mark.long
 def test_paths_with_spaces_are_the_callers(tmp_path):
     """OUT and DATA are relative to where the user stands; the words of LAUNCH are split as in a shell."""
     here, programs = tmp_path / "my texts", tmp_path / "my programs"
@@ -434,6 +433,7 @@ def test_srupp_on_wikitext103(wikitext):
     assert (wikitext / "runs" / "base-srupp" / "checkpoint_best.pt").is_file()
 
 
+@pytest.mark.long
 def test_enwik8(tmp_path):
     """Bytes and nothing but bytes, in order; bits per character."""
     out = tmp_path / "out_toy"
@@ -512,6 +512,7 @@ def test_additive(tmp_path):
     assert printed.startswith("| windowed | valid | ") and 20 < perplexity < 700 and 1 < bits < 8
 
 
+@pytest.mark.long
 def test_terraformer(tmp_path):
     """All sparse parts: a perplexity in one pass over the text, and a prompt that is continued token by token."""
     out = tmp_path / "out_toy"

@@ -70,6 +70,7 @@ def test_two_workers_with_4_are_one_with_8(options, lm_data, tmp_path):
     assert_same_run(whole, train_two_workers(*two, "--batch-size", 4), tmp_path)
 
 
+@pytest.mark.long
 def test_translation_by_workers_of_another_launcher(sentences, tmp_path):
     """Only torchrun, or the environment as mpirun and Kubernetes set it, says how many workers there are. The batches of 4 are odd
     in number: for the last the second has none."""

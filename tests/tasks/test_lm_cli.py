@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from fairseq import checkpoint_utils
-from support.commands import ROOT, USER_DIR, fairseq, install_sdist, run, succeed
+from support.commands import ROOT, USER_DIR, fairseq, run, succeed
 from support.lm_data import SMALL, sentences
 from support.runs import parameters, updates
 
@@ -246,6 +246,7 @@ def test_hydra_recipe(lm_data, tmp_path):
     assert (config["model"]["_name"], config["model"]["update_rule"], config["model"]["dpfp_nu"]) == ("fast_weight_lm", "delta", 1)
 
 
+@pytest.mark.long
 def test_hydra_sweep(lm_data, tmp_path):
     succeed(hydra(lm_data, "--multirun", "optimization.max_update=2", "model.update_rule=sum,delta", f"hydra.sweep.dir={tmp_path}"))
     shapes = [parameters(tmp_path / job / "checkpoints")["decoder.layers.0.self_attn.mixer.in_proj.weight"].shape for job in "01"]
@@ -311,6 +312,7 @@ def test_an_override_is_an_option_of_the_model(lm_data, trained, tmp_path):
     assert before == evaluate(lm_data, path, "--tokens-per-sample", 32) != evaluate(lm_data, *given, "{'attention_norm': True}")
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_scales_reads_after_the_norm(lm_data, tmp_path):
     """As all did before there was an option: it computes what it did, and is resumed with the option alone."""
     options = ["--update-rule", "gated_delta", "--feature-norm", "l2", "--scale-reads", "--output-norm", "--max-update"]
@@ -340,21 +342,6 @@ def test_another_dictionary_of_the_same_size_is_refused(lm_data, trained, tmp_pa
         assert done.returncode != 0 and said in done.stderr.splitlines()[-1], done.stderr[-900:]
         with pytest.raises(ValueError, match=r"^the source dictionary of the data has other words"):
             load(trained[0], "checkpoint_last.pt", tmp_path / "data")
-
-
-def test_training_from_the_installed_package(lm_data, tmp_path):
-    """Not from the checkout: its editable install is taken out of the interpreter, and the place of the import is checked."""
-    site = install_sdist(tmp_path)
-    code = (
-        "import sys; sys.path = [p for p in sys.path if p]; sys.meta_path = [f for f in sys.meta_path"
-        " if '__editable__' not in getattr(f, '__module__', '') + getattr(f, '__name__', '')];"
-        "from fairseq_cli.train import cli_main; cli_main(); print('imported', sys.modules['fw_fairseq'].__file__)"
-    )
-    options = ["--user-dir", site / "fw_fairseq", *USER_DIR[2:], *TRAIN.split(), "--save-dir", "saved", "--max-update", 2]
-    printed = succeed(run(sys.executable, "-c", code, lm_data, *options, cwd=tmp_path))
-    assert f"imported {site / 'fw_fairseq' / '__init__.py'}" in printed
-    assert sorted(losses(printed)) == [1, 2]
-    assert sorted(contents(tmp_path / "saved")) == ["checkpoint_best.pt", "checkpoint_last.pt"]
 
 
 @pytest.mark.parametrize(

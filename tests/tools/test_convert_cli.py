@@ -25,6 +25,7 @@ from fw_fairseq.tools.convert.conversion import convert
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.long
 def test_finetuning_goes_on_from_the_converted_model(counting_data, pretrained, tmp_path):
     convert(pretrained, tmp_path / "start.pt", "decay", feature_dim=4)
     convert(pretrained, tmp_path / "softmax.pt", "softmax")

@@ -42,6 +42,7 @@ def changed(monkeypatch, before: str, after: str) -> None:
     monkeypatch.setattr(folders.standalone, "code", lambda: text.replace(before, after))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_folder_that_does_not_generate_is_not_written(name, dictionary, tmp_path, monkeypatch):
     """Although the package, which is installed here, generates."""
@@ -61,6 +62,7 @@ def first(tmp_path) -> Path:
     return tmp_path / "exported"
 
 
+@pytest.mark.long
 def test_renewed_folders_generate_what_they_did(first, tmp_path, capsys):
     """Nothing but their code changes, and no other code in them is run, as transformers would run that of generation."""
     before = contents(first)

@@ -277,6 +277,7 @@ def test_weights_that_a_checkpoint_lacks_are_drawn(both, tmp_path):
     assert all(0.01 < loaded.state_dict()[name].std() < 1 for name in missing)
 
 
+@pytest.mark.long
 def test_the_folder_stands_alone(data, tmp_path):
     """Each language has its tokenizer."""
     exported("", data / "apart", tmp_path)
