@@ -9,12 +9,21 @@ that adds to them does so first and then imports ``fw_fairseq.models``. It is it
 """
 
 import sys
+from typing import Any
 
 from .errors import Mistake
 from .late_registration import WithFairseq, wrap_import
 
-__all__ = ["Mistake", "__version__"]
+__all__ = ["Mistake", "__version__", "accelerate"]
 __version__ = "1.0.0"
+
+
+def accelerate(on: bool = True) -> Any:
+    """Lets transformers' recurrent layers compute with ``fast_weight`` in place of their reference code; see ``acceleration``."""
+    from .acceleration import accelerate as accelerate_transformers
+
+    return accelerate_transformers(on)
+
 
 if sys.modules.get("fairseq"):
     wrap_import()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ from fw_fairseq.mixers import MIXERS
 from fw_fairseq.ops import RowMap, fast_weight
 from fw_fairseq.rules import RULES
 from fw_fairseq.tools.bench import __main__ as bench
-from fw_fairseq.tools.bench import contest, language_models, measure
+from fw_fairseq.tools.bench import contest, language_models, measure, recurrent_models
 from fw_fairseq.tools.bench import ops as bench_ops
 
 OPS = ["ops", "--tokens", "40", "80", "--batch", "1", "--heads", "2", "--key-width", "8", "--value-width", "8", "--rounds", "2"]
@@ -37,6 +38,9 @@ WITHOUT_OPTIONS = {
         "mixers": ["delta"], "layers": 4, "width": 128, "heads": 8, "ffn": 512, "vocabulary": 10000, "tokens": [512, 2048],
         "max_tokens": 2048, "hypotheses": 5, "contexts": [256, 1024, 4096], "steps": 16, "no_decoding_graph": False,
         "resume": False,
+    },
+    "transformers": {
+        "models": None, "layers": 4, "width": 256, "heads": 4, "vocabulary": 1000, "batch": 1, "tokens": 512, "steps": 16,
     },
 }  # fmt: skip
 
@@ -124,6 +128,28 @@ def test_mistakes(command, change, message, capsys, monkeypatch):
     with pytest.raises(SystemExit) as exit_:
         bench.main([*command, *change])
     assert exit_.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_transformers_report(tmp_path, capsys, monkeypatch):
+    """Each model and each function, in both ways; afterwards transformers computes as before."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(recurrent_models, "FUNCTION_HEAD", 8)
+    options = ["--models", "mamba2", "olmo_hybrid", "--layers", "2", "--width", "16", "--heads", "2", "--vocabulary", "20"]
+    files = ["--json", str(tmp_path / "x.json"), "--figure", str(tmp_path / "x.png")]
+    bench.main(["transformers", *options, "--tokens", "20", "--steps", "3", "--rounds", "1", *files])
+    report = json.loads((tmp_path / "x.json").read_text())
+    assert [(row["name"], row["what"]) for row in report["models"]] == [
+        (name, what) for name in ("mamba2", "olmo_hybrid") for what in ("forward", "training step", "generated token")
+    ]
+    assert {row["name"] for row in report["functions"]} == {*recurrent_models.REPLACED}
+    for row in report["models"] + report["functions"]:
+        assert row["times_faster"] == pytest.approx(row["reference"]["seconds"] / row["seconds"])
+    printed = capsys.readouterr().out
+    assert "| mamba2 | " in printed and "| chunk_kda | " in printed and (tmp_path / "x.png").stat().st_size > 1000
+    module = importlib.import_module("transformers.models.olmo_hybrid.modeling_olmo_hybrid")
+    assert not hasattr(module.torch_chunk_gated_delta_rule, "replaces")
+    with pytest.raises(SystemExit, match=r"--models has mambo, which is no model that accelerate\(\) knows; it knows "):
+        bench.main(["transformers", "--models", "mambo"])
 
 
 def test_inputs_fit_every_rule(monkeypatch):

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from ..command import check_figure, check_outputs, make_parser, mistakes_as_sentences
 from ..plot.style import save
-from . import language_models, ops
+from . import language_models, ops, recurrent_models
 from .contest import add_common, check, finish
 
 PROG = "fw-bench"
 EXAMPLE = "fw-bench ops --rules delta decay --tokens 512 2048 --json ops.json --figure ops.svg"
-COMMANDS = {"ops": ops, "model": language_models}
+COMMANDS = {"ops": ops, "model": language_models, "transformers": recurrent_models}
 
 
 def build_parser() -> ArgumentParser:

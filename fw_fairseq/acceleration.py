@@ -1,0 +1,229 @@
+"""``accelerate()``: the operation in place of the reference code of transformers' recurrent layers.
+
+Without the packages fla and mamba-ssm, which need Triton or CUDA, transformers computes gated delta rules, Kimi Delta Attention and
+the scan of Mamba 2 by reference functions in Python. Each model has a copy of them, marked by one decorator with the name of the
+kernel that they stand for. Here are functions with their arguments and results that call ``fast_weight``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .errors import Mistake
+from .ops import FastWeightState, fast_weight
+
+logger = logging.getLogger(__name__)
+DECORATOR = "use_kernel_func_from_hub_with_fallback"  # of transformers, since 5.15
+MARKED = re.compile(rf'^@{DECORATOR}\(\s*"(\w+)"[^\n]*\)\s*\ndef (\w+)', re.MULTILINE)
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **unused: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule: query and key (B,T,H,K), value (B,T,n H,V), log decay g and beta (B,T,n H)."""
+    return _delta("gated_delta", "g", query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel)
+
+
+def kimi_delta_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **unused: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Kimi Delta Attention: as the gated delta rule, with a log decay g (B,T,H,K) for each channel of the key."""
+    return _delta("kda", "f", query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel)
+
+
+def _delta(
+    rule: str,
+    decay: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+    keep: bool,
+    unit: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """As the reference does, in float32 or more: unit queries and keys, and reads divided by the root of the keys' width."""
+    shared, dtype = value.shape[2] // key.shape[2], torch.promote_types(query.dtype, torch.float32)
+    q, k, v, g, beta = (x.transpose(1, 2).to(dtype) for x in (query, key, value, g, beta))
+    if unit:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    q = q * q.shape[-1] ** -0.5
+    if shared > 1:
+        q, k = (x.repeat_interleave(shared, 1) for x in (q, k))
+    if q.shape[2] == 1 and state is not None:  # a token of generation, for which the call of the operation would take longest
+        y, memory = _one_token(q, k, v, g.exp().view(*g.shape[:2], -1, 1), beta, state.to(dtype))
+    else:
+        before = None if state is None else FastWeightState(state.to(dtype), None, None)
+        y, after = fast_weight(q, k, v, rule, {decay: g.exp(), "beta": beta}, before)
+        memory = cast(Tensor, after.memory)
+    return y.transpose(1, 2).to(query.dtype), memory if keep else None
+
+
+def _one_token(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """The step of the delta rules in ``rules``: q and k (B,H,1,K), v (B,H,1,V), decay (B,H,K or 1,1), beta (B,H,1)."""
+    memory = memory * decay
+    written = (v - k @ memory) * beta.unsqueeze(-1)
+    memory = torch.baddbmm(memory.flatten(0, 1), k.flatten(0, 1).mT, written.flatten(0, 1)).view_as(memory)
+    return q @ memory, memory
+
+
+def mamba2_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **unused: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The scan of Mamba 2: x (B,T,H,P), dt (B,T,H), A and D (H), B and C (B,T,groups,N); the state is (B,H,P,N)."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).to(dtype).transpose(1, 2)
+    q, k, v = (part.to(dtype).transpose(1, 2) for part in (C, B, x))
+    q, k = (part.repeat_interleave(v.shape[1] // part.shape[1], 1) for part in (q, k))
+    before = None if initial_states is None else FastWeightState(initial_states.to(dtype).mT, None, None)
+    y, after = fast_weight(q, k, v * dt.unsqueeze(-1), "retnet", {"g": (dt * A.to(dtype)[:, None]).exp()}, before)
+    if D is not None:
+        y = y + v * D.to(dtype).view(-1, 1, D.shape[-1] if D.dim() > 1 else 1)
+    y = y.transpose(1, 2).contiguous()
+    return (y, cast(Tensor, after.memory).mT) if return_final_states else y
+
+
+REPLACED: dict[str, Callable[..., Any]] = {  # by the name of the kernel
+    "chunk_gated_delta_rule": gated_delta_rule,
+    "fused_recurrent_gated_delta_rule": gated_delta_rule,
+    "chunk_kda": kimi_delta_attention,
+    "fused_recurrent_kda": kimi_delta_attention,
+    "mamba_chunk_scan_combined": mamba2_scan,
+}
+
+
+def replacement(kernel: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that takes the place of ``original``, which transformers' decorator has made for this kernel. Packed
+    texts, exports, and tensors on a GPU for which the kernel is there, are the original's."""
+    own, first = REPLACED[kernel], [*inspect.signature(inspect.unwrap(original)).parameters]
+    known = inspect.getclosurevars(original).nonlocals if inspect.isfunction(original) else {}
+    has_kernel = known.get("is_new_implementation", False)
+
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(first, args)) | kwargs
+        x = next(iter(given.values()))
+        packed = any(given.get(name) is not None for name in ("cu_seqlens", "seq_idx"))
+        if packed or torch.compiler.is_exporting() or (has_kernel and x.device.type != "cpu"):
+            return original(*args, **kwargs)
+        operands = [given.pop(name) for name in first[:5]]
+        return own(*operands, **given)
+
+    run.replaces = original  # type: ignore[attr-defined]
+    return run
+
+
+@functools.cache
+def marked_functions() -> list[tuple[str, str, str]]:
+    """Returns the module, the kernel and the name of every reference function in transformers, whether it is imported or not."""
+    import transformers.models
+
+    found = []
+    for path in sorted(Path(transformers.models.__path__[0]).glob("*/modeling_*.py")):
+        text = path.read_text(encoding="utf-8")
+        if DECORATOR in text:
+            found += [(f"transformers.models.{path.parent.name}.{path.stem}", *names) for names in MARKED.findall(text)]
+    return found
+
+
+class Acceleration:
+    """What ``accelerate`` did, as a line of text; as a context it ends with its block."""
+
+    def __init__(self) -> None:
+        found: dict[bool, dict[str, set[str]]] = {True: {}, False: {}}
+        for module, kernel, _ in marked_functions():
+            found[kernel in REPLACED].setdefault(kernel, set()).add(module.split(".")[2])
+        self.replaced, self.left = found[True], found[False]
+
+    def __repr__(self) -> str:
+        models = sorted(set().union(*self.replaced.values()))
+        return (
+            f"fw_fairseq computes {', '.join(sorted(self.replaced))} in the models {', '.join(models)} of transformers;"
+            f" their own code computes {', '.join(sorted(self.left))}"
+        )
+
+    def __enter__(self) -> Acceleration:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        accelerate(False)
+
+
+def accelerate(on: bool = True) -> Acceleration | None:
+    """Lets transformers' recurrent layers compute with ``fast_weight`` where they would run their reference code in Python: gated
+    delta rules, Kimi Delta Attention and the scan of Mamba 2, in training and in generation, in models that are there already and
+    in those that are made later. ``accelerate(False)`` undoes it; ``with accelerate():`` is for one block."""
+    hub = importlib.import_module("transformers.integrations.hub_kernels")
+    made = getattr(hub, DECORATOR, None)
+    if made is None:
+        raise Mistake("accelerate() knows transformers from 5.15 on, whose models mark the functions that kernels may replace")
+    original = getattr(made, "replaces", made)
+    decorator = _replacing(original) if on else original
+    for module in (hub, importlib.import_module("transformers.integrations")):  # models that are imported later
+        setattr(module, DECORATOR, decorator)
+    for name, kernel, function in marked_functions():
+        if name in sys.modules and kernel in REPLACED:
+            there = getattr(sys.modules[name], function)
+            before = getattr(there, "replaces", there)
+            setattr(sys.modules[name], function, replacement(kernel, before) if on else before)
+    if not on:
+        return None
+    done = Acceleration()
+    logger.info("%s", done)
+    return done
+
+
+def _replacing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' decorator, which puts our function in the place of what it makes."""
+
+    @functools.wraps(original)
+    def decorate(kernel: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        mark = original(kernel, *args, **kwargs)
+        return lambda function: replacement(kernel, mark(function)) if kernel in REPLACED else mark(function)
+
+    decorate.replaces = original  # type: ignore[attr-defined]
+    return decorate
