@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -102,3 +103,16 @@ def test_torch_for_cpus(torch, driver, answers, installs, says, tmp_path):
     asked = log.read_text() if log.exists() else ""
     [pin] = re.findall(r"^torch==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert (f"--index-url https://example.org/cpu {pin}" in asked) is installs
+
+
+@pytest.mark.parametrize("environment", [{"PYTHON": "/bin/false"}, {"PATH": "bare"}], ids=["given", "found"])
+def test_no_python_that_will_do(environment, tmp_path):
+    """One sentence says what would; nothing is made."""
+    (tmp_path / "bare").mkdir()
+    for name in ("bash", "cat", "dirname", "env", "sha256sum"):
+        (tmp_path / "bare" / name).symlink_to(shutil.which(name))
+    environment = {name: str(tmp_path / value) if name == "PATH" else value for name, value in environment.items()}
+    given = {name: value for name, value in os.environ.items() if name != "PYTHON"} | environment | {"VENV": str(tmp_path / "venv")}
+    done = subprocess.run([ROOT / "requirements" / "install.sh", "plots"], env=given, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "will not do: install Python 3.11 or 3.12, or the headers of " in done.stderr
+    assert not (tmp_path / "venv").exists()
