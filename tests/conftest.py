@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if asked and "mark.quick" not in collection_path.read_text(encoding="utf-8") else None
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put quick files last: a process that gets a long file at the end is waited for."""
+    """Put quick files last: a process that gets a long file at the end is waited for. Of a test with ``cases_in_ci(n)`` the cases
+    after the first n are long.
+    """
+    seen: Counter[str] = Counter()
+    for item in items:
+        if few := item.get_closest_marker("cases_in_ci"):
+            name = item.nodeid.partition("[")[0]
+            seen[name] += 1
+            if seen[name] > few.args[0]:
+                item.add_marker("long")
     items.sort(key=lambda item: item.get_closest_marker("quick") is not None)
 
 

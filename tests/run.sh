@@ -4,7 +4,7 @@
 # that has all packages which the tests need, they run there.
 #   tests/run.sh                    everything
 #   tests/run.sh -m quick           before every commit: the tests that train nothing and start no command
-#   tests/run.sh -m "not long"      what CI runs: all but some 45 that take long
+#   tests/run.sh -m "not long"      what CI runs: all but those that take long, and the first cases of those with many
 #   tests/run.sh -k chunk -x        some of it
 #   JOBS=1 tests/run.sh             in one process
 #   PYTHON=python3.13 tests/run.sh  another interpreter for a new .venv

@@ -235,6 +235,7 @@ def branches_on_data(rule: str, feature_map: str) -> dict[str, int]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", ["sum", "delta"])
 def test_elu_takes_no_branch_for_a_number(rule):
     """relu is one instruction for a number, and elu has no branch beyond those around it."""

@@ -44,6 +44,7 @@ def uv(tmp_path_factory):
     return folder / "bin" / "uv"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "version, pins, fairseq",
     [

@@ -108,6 +108,7 @@ def test_fairseq_checkpoints_load_safely(tmp_path):
     assert done.returncode == 0 and done.stdout.split()[-1:] == ["x"], done.stderr
 
 
+@pytest.mark.long
 def test_sdist_installs_and_runs(tmp_path):
     """The source distribution has everything, and what pip installs of it into a folder of its own runs from there."""
     site = install_sdist(tmp_path)

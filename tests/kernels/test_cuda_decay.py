@@ -265,6 +265,7 @@ if ARCHITECTURES == EVERY:
     COMPILED += [("90", 32, torch.float32), ("90", 128, torch.float32), *(("80", 128, dtype) for dtype in MAIN)]
 
 
+@pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize("arch, width, dtype", long_ones(COMPILED))
 def test_compiles_without_spills(arch, width, dtype):
     capability = (int(arch[:-1]), int(arch[-1]))

@@ -195,6 +195,7 @@ PLACES = [(arch, 64) for arch in ARCHITECTURES if arch != "75"] + [("90", 32), (
 COMPILED = [(arch, width, torch.bfloat16) for arch, width in PLACES] + [("90", 64, torch.float32)]
 
 
+@pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize("arch, width, dtype", COMPILED)
 def test_compiles_without_spills(arch, width, dtype):
     """Two blocks fit a multiprocessor up to 64 columns; up to 128 no gradient is written in shares where memory allows."""

@@ -65,6 +65,7 @@ def compare(family: str, row_map: RowMap, shape, dtype, present: str, launch) ->
 
 
 # Each map and norm, rows that start at 16 bytes or anywhere, several tiles of V, every type.
+@pytest.mark.cases_in_ci(4)
 @pytest.mark.parametrize(
     "family, row_map, d, value, dtype, present",
     [
@@ -263,6 +264,7 @@ def test_shared_memory_of_a_documented_map(family, present, needed):
     assert least == needed <= kernel.held == 99 * 1024
 
 
+@pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize(
     "arch, family, nu, d, present",
     [

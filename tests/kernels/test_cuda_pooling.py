@@ -17,6 +17,7 @@ from fw_fairseq.ops.scans.pooling import pool
 WINDOWS = [0, 1, 3, 4, 5, 8, 11, 16, 17, 32, 37, 64]
 
 
+@pytest.mark.cases_in_ci(4)
 @pytest.mark.parametrize("with_resets", [False, True], ids=["", "resets"])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_means_and_gradients_are_those_of_the_definition(emulate, window, with_resets):

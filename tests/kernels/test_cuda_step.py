@@ -147,6 +147,7 @@ def compare_read(q, memory, sums, order, y, eps=1e-3):
             torch.testing.assert_close(y[row, head].double(), want, rtol=0, atol=TOLERANCE[y.dtype] * want.abs().max().item())
 
 
+@pytest.mark.cases_in_ci(3)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("key, value", [(1, 1), (20, 40), (130, 32), (512, 7)])
 def test_reading_widths_and_dtypes(emulate, key, value, dtype):

@@ -152,6 +152,7 @@ def test_the_commands_know_the_extension(stream_data, tmp_path):
     assert refused.returncode and "'decayed_delta'" in refused.stderr
 
 
+@pytest.mark.long
 def test_fw_explain_reads_a_model_of_the_extension(stream_data, tmp_path):
     """In a process of its own, which knows the rule and the map from --user-dir alone."""
     model = "--update-rule decayed_delta --feature-map squares --task language_modeling --tokens-per-sample 16 --batch-size 4"

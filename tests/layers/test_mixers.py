@@ -282,6 +282,7 @@ def test_decays_of_channels_start_uniformly(width):
     assert ends[0].min() > 1 / width - 1e-5 and ends[1].max() < 1 - 1 / width + 1e-5
 
 
+@pytest.mark.cases_in_ci(3)
 @pytest.mark.parametrize("name", MIXERS)
 def test_exported(name):
     """For batches of any size."""
@@ -293,6 +294,7 @@ def test_exported(name):
         close(exported(x)[0], mixer(x)[0])
 
 
+@pytest.mark.cases_in_ci(3)
 @pytest.mark.parametrize("name", MIXERS)
 def test_compiled_by_torch(name):
     """As one graph, also where it is the first call of all."""

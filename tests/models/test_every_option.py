@@ -130,6 +130,7 @@ def without() -> dict[str, bytes | str]:
     return {}
 
 
+@pytest.mark.cases_in_ci(12)
 @pytest.mark.parametrize("name", [*OWN, "attention_dropout"])
 def test_every_option_has_an_effect_or_is_refused(name, without):
     effects = 0
@@ -169,6 +170,7 @@ def translating(**options) -> bytes | str:
     return sum_of(logits, model)
 
 
+@pytest.mark.cases_in_ci(12)
 @pytest.mark.parametrize("name", sorted(OF_TRANSLATION.keys() - ELSEWHERE))
 def test_every_option_of_translation_models(name, without):
     """In models where all attentions are linear, some or none."""

@@ -71,6 +71,7 @@ def checkpoint(name: str, dictionary, languages) -> tuple[dict, Path]:
     return save_format(tensors, cfg={name: groups[name] for name in ("task", "model")}), folder
 
 
+@pytest.mark.cases_in_ci(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_no_option_of_a_checkpoint_is_run(name, dictionary, languages, tmp_path):
     state, folder = checkpoint(name, dictionary, languages)

@@ -499,6 +499,7 @@ def test_a_download_follows_no_redirect_without_encryption(tmp_path):
     assert done.returncode and "disabled" in done.stderr and not (tmp_path / "file").exists()
 
 
+@pytest.mark.long
 def test_additive(tmp_path):
     """Pieces of a vocabulary trained on the text; perplexity and bits per character, which is less than a byte's 8."""
     out = tmp_path / "out_toy"
@@ -537,6 +538,7 @@ def test_missing_text(tmp_path):
 TOYS = sorted(path.parent.name for path in ROOT.glob("recipes/*/prepare.sh") if "TOY=1" in path.read_text())
 
 
+@pytest.mark.cases_in_ci(2)
 @pytest.mark.parametrize("name", TOYS)
 def test_toy_data_are_never_taken_for_real_data(name, tmp_path):
     """One OUT for both: the real recipe finds nothing of the toy's, and does not take its folder."""
@@ -600,6 +602,7 @@ def estimate():
     return load("estimate.py")
 
 
+@pytest.mark.long
 def test_estimates():
     """Multiply-adds of the toy's delta network, written out: 2 layers of width 32, 8 heads, feed-forward 2048, 208 words."""
     command = [sys.executable, ROOT / "recipes" / "estimate.py", "enwik8/train.sh", "delta"]
@@ -612,6 +615,7 @@ def test_estimates():
     assert float(row[4]) == pytest.approx(6 * per_token * tokens / (0.4 * 312e12) / 3600, rel=0.06)
 
 
+@pytest.mark.long
 def test_estimate_of_sparse_layers():
     """The toy's Terraformer, written out: 2 layers of width 32, 4 heads, feed-forward 64, 4 modules, 32 units, 32000 words. Weights
     of a multiplicative layer and of convolutions are used 4 times, and reversible layers compute the forward twice."""

@@ -56,6 +56,7 @@ def assert_same_run(one: str, two: str, folder) -> None:
         torch.testing.assert_close(two[name], one[name], rtol=0, atol=1e-5)
 
 
+@pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -22,6 +22,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize("options", CASES, ids=lambda options: options[1])
 def test_trains_resumes_streams_and_generates(stream_data, tmp_path, options):
     log = train(stream_data, tmp_path, *options)

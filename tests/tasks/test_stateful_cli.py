@@ -102,6 +102,7 @@ def test_two_workers_read_the_streams_of_one(stream_data, tmp_path):
     )
 
 
+@pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize("rule", SHARED)
 def test_two_workers_share_each_stream(rule, stream_data, tmp_path):
     """Each takes its half of every segment, and together they are one worker: loss, gradients, parameters and memories, over the

@@ -61,6 +61,7 @@ def load(path, data):
     return checkpoint_utils.load_model_ensemble([str(path)], arg_overrides={"data": str(data)})[0][0].eval()
 
 
+@pytest.mark.cases_in_ci(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_softmax_reproduces_the_source(layout, dictionary, tmp_path):
     model, _, state = source(LAYOUTS[layout], dictionary)

@@ -43,6 +43,7 @@ def test_finetuning_goes_on_from_the_converted_model(counting_data, pretrained, 
     assert model.score("w1 w2 w3")["positional_scores"].isfinite().all()
 
 
+@pytest.mark.long
 def test_a_converted_model_is_trained_with_its_options(counting_data, pretrained, tmp_path, capsys):
     """Others that fit its shapes are refused. --options-from takes them over, and so does what fw-convert prints."""
     start = tmp_path / "start.pt"

@@ -81,6 +81,7 @@ def test_renewed_folders_generate_what_they_did(first, tmp_path, capsys):
     assert tokenizer.decode(tokens[0]) == json.loads((FIRST / "expected.json").read_text())["written_on"]
 
 
+@pytest.mark.long
 def test_a_folder_is_renewed_whole_or_not_at_all(first):
     def refused(said: str) -> None:
         before = contents(first)

@@ -98,6 +98,7 @@ def load(folder):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
 
 
+@pytest.mark.cases_in_ci(6)
 @pytest.mark.parametrize("name", OPTIONS)
 @torch.no_grad()
 def test_logits_are_fairseqs(name, dictionary, tmp_path):
@@ -440,6 +441,7 @@ def test_trainer_trains(folder, tmp_path):
         assert saved(tokens, labels=tokens).loss == after
 
 
+@pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize("missing", [["fairseq"], ["fairseq", "fw_fairseq", "omegaconf", "hydra"]])
 def test_the_folder_stands_alone(missing, folder):
     """With the package it is the package's code, without it that of the folder."""
@@ -626,6 +628,7 @@ def test_an_output_of_all_words_is_no_smaller_one(dictionary, tmp_path):
     exported("--output-dictionary-size 64", dictionary, tmp_path)
 
 
+@pytest.mark.cases_in_ci(2)
 @pytest.mark.parametrize("difference, is_written", [(1e-4, True), (1.5e-4, False), (float("inf"), False)])
 @pytest.mark.parametrize("before", [True, False])
 def test_a_model_that_computes_other_logits_is_not_written(before, difference, is_written, dictionary, tmp_path, monkeypatch):

@@ -97,6 +97,7 @@ def scores(fairseqs, tokens, target):
     return fairseqs.get_normalized_probs(output, log_probs=True)
 
 
+@pytest.mark.cases_in_ci(3)
 @pytest.mark.parametrize("name", OPTIONS)
 @torch.no_grad()
 def test_probabilities_are_fairseqs(name, data, tmp_path):
@@ -151,6 +152,7 @@ def both(request, data, tmp_path_factory):
     return model, task, load(folder / "out")
 
 
+@pytest.mark.cases_in_ci(3)
 @pytest.mark.parametrize("beam", [1, 5])
 @torch.no_grad()
 def test_translations_are_those_of_fairseqs_search(beam, both):
@@ -176,6 +178,7 @@ def test_translations_are_those_of_fairseqs_search(beam, both):
     assert uncached.equal(rows)
 
 
+@pytest.mark.cases_in_ci(1)
 @torch.no_grad()
 def test_the_defaults_of_generate_are_those_of_fairseq_generate(both):
     fairseqs, task, model = both
@@ -228,6 +231,7 @@ def test_a_source_is_read_once(both, monkeypatch):
     assert [sum(layer.encoder_attn is each for each in read) for layer in model.decoder.layers] == [1, 1]
 
 
+@pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize("shared", ["--share-all-embeddings", "--share-decoder-input-output-embed", ""])
 def test_it_trains_and_is_saved_again(shared, data, tmp_path):
     """With gradient checkpointing, which changes no gradient; embeddings stay shared."""
