@@ -87,14 +87,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def measure(args: Namespace) -> dict:
     """Times forward, training step and generation of each model in both ways, which take turns."""
-    args.models = args.models or model_types()
-    if unknown := {*args.models}.difference(model_types()):
+    names = args.models or model_types()
+    if unknown := {*names}.difference(model_types()):
         raise Mistake(
             f"--models has {min(unknown)}, which is no model that accelerate() knows; it knows {', '.join(model_types())}"
         )
     rows: list[dict] = []
     logging.getLogger("fw_fairseq.acceleration").setLevel(logging.WARNING)
-    for name in args.models:
+    for name in names:
         progress(name)
         model = build(name, args.width, args.heads, args.layers, args.vocabulary).to(args.device)
         tokens = torch.randint(3, args.vocabulary, (args.batch, args.tokens), device=args.device)
