@@ -32,7 +32,8 @@ def change(name, pattern, new):
     path.write_text(text)
 
 
-change("setup.py", r"(?ms)^extensions\.extend\(\n.*?^\)\n", "")
+needed = "fairseq.libbleu", "fairseq.data.data_utils_fast", "fairseq.data.token_block_utils_fast"
+change("setup.py", "ext_modules=extensions,", f"ext_modules=[part for part in extensions if part.name in {needed}],")
 # Python 3.14 writes typing.Optional[str] as str | None
 change("fairseq/dataclass/utils.py", r'typestring\.startswith\("typing\.Optional"\)', r'\g<0> or typestring.endswith(" | None")')
 EOF
