@@ -29,7 +29,7 @@ DECORATOR = "use_kernel_func_from_hub_with_fallback"  # of transformers, since 5
 MARKED = re.compile(rf'^@{DECORATOR}\(\s*"(\w+)"[^\n]*\)\s*\ndef (\w+)', re.MULTILINE)
 
 
-def gated_delta_rule(
+def delta_rule(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -41,53 +41,24 @@ def gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **unused: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule: query and key (B,T,H,K), value (B,T,n H,V), log decay g and beta (B,T,n H)."""
-    return _delta("gated_delta", "g", query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel)
-
-
-def kimi_delta_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **unused: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Kimi Delta Attention: as the gated delta rule, with a log decay g (B,T,H,K) for each channel of the key."""
-    return _delta("kda", "f", query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel)
-
-
-def _delta(
-    rule: str,
-    decay: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor | None,
-    keep: bool,
-    unit: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """As the reference does, in float32 or more: unit queries and keys, and reads divided by the root of the keys' width."""
+    """The gated delta rule, or with a log decay g for each channel of the key Kimi Delta Attention: query and key (B,T,H,K), value
+    (B,T,n H,V), g (B,T,n H) or (B,T,H,K), beta (B,T,n H). As the references do, it computes in float32, or more, and divides reads
+    by the root of the keys' width."""
     shared, dtype = value.shape[2] // key.shape[2], torch.promote_types(query.dtype, torch.float32)
     q, k, v, g, beta = (x.transpose(1, 2).to(dtype) for x in (query, key, value, g, beta))
-    if unit:
+    if use_qk_l2norm_in_kernel:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q = q * q.shape[-1] ** -0.5
     if shared > 1:
         q, k = (x.repeat_interleave(shared, 1) for x in (q, k))
-    if q.shape[2] == 1 and state is not None:  # a token of generation, for which the call of the operation would take longest
-        y, memory = _one_token(q, k, v, g.exp().view(*g.shape[:2], -1, 1), beta, state.to(dtype))
+    if q.shape[2] == 1 and initial_state is not None:  # a token of generation: the call of the operation would take longest
+        y, memory = _one_token(q, k, v, g.exp().view(*g.shape[:2], -1, 1), beta, initial_state.to(dtype))
     else:
-        before = None if state is None else FastWeightState(state.to(dtype), None, None)
+        before = None if initial_state is None else FastWeightState(initial_state.to(dtype), None, None)
+        rule, decay = ("kda", "f") if g.dim() == 4 else ("gated_delta", "g")
         y, after = fast_weight(q, k, v, rule, {decay: g.exp(), "beta": beta}, before)
         memory = cast(Tensor, after.memory)
-    return y.transpose(1, 2).to(query.dtype), memory if keep else None
+    return y.transpose(1, 2).to(query.dtype), memory if output_final_state else None
 
 
 def _one_token(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,10 +99,10 @@ def mamba2_scan(
 
 
 REPLACED: dict[str, Callable[..., Any]] = {  # by the name of the kernel
-    "chunk_gated_delta_rule": gated_delta_rule,
-    "fused_recurrent_gated_delta_rule": gated_delta_rule,
-    "chunk_kda": kimi_delta_attention,
-    "fused_recurrent_kda": kimi_delta_attention,
+    "chunk_gated_delta_rule": delta_rule,
+    "fused_recurrent_gated_delta_rule": delta_rule,
+    "chunk_kda": delta_rule,
+    "fused_recurrent_kda": delta_rule,
     "mamba_chunk_scan_combined": mamba2_scan,
 }
 
@@ -171,7 +142,7 @@ def marked_functions() -> list[tuple[str, str, str]]:
 
 
 class Acceleration:
-    """What ``accelerate`` did, as a line of text; as a context it ends with its block."""
+    """Says in one line what ``accelerate`` did; as a context it undoes it at the end of its block."""
 
     def __init__(self) -> None:
         found: dict[bool, dict[str, set[str]]] = {True: {}, False: {}}

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Makes .venv, or VENV, with this project in it: what recipes/demo.sh and tests/run.sh call. It does nothing where that has all that is
+# Makes .venv, or another FOLDER, with this project in it: what recipes/demo.sh and tests/run.sh call. It does nothing where that has all that is
 # asked for.
-#   requirements/install.sh plots       an extra of pyproject.toml: plots for the demo, test for the tests
+#   requirements/install.sh EXTRA [FOLDER]      an extra of pyproject.toml: plots for the demo, test for the tests
 #   PYTHON=python3.13 requirements/install.sh plots
 # Without PYTHON it takes a Python for which fairseq has a wheel (3.11 or 3.12 on Linux x86-64), else python3, where fairseq is built
 # from source, which needs Python's headers and a C++ compiler; and where neither will do and uv is installed, the 3.12 that uv fetches.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-extra=$1 venv=${VENV:-.venv}
+extra=$1 venv=${2:-.venv}
 stamp=$venv/installed-$extra
 wanted=$(cat setup.py pyproject.toml constraints.txt requirements/*.txt requirements/install.sh | sha256sum)
 for made in "$stamp" "$venv/installed-test"; do # the tests need all that the demo needs

@@ -46,7 +46,7 @@ fi
 if [[ ${1:-} == 3.* ]]; then
     version=$1 folder=.venv-$1
     shift
-    VENV=$folder PYTHON=${PYTHON:-python$version} requirements/install.sh test
+    PYTHON=${PYTHON:-python$version} requirements/install.sh test "$folder"
     export OMP_NUM_THREADS=1
     leave=(test_layout.py test_pages.py)
     case $version in 3.9 | 3.10) leave+=(kernels recipes test_install.py) ;; esac

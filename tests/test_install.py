@@ -57,9 +57,11 @@ def uv(tmp_path_factory):
     ],
     ids=["3.9", "3.10", "3.11", "3.12", "3.13", "3.14"],
 )
-def test_resolves_from_the_index(version, pins, fairseq, uv, tmp_path_factory):
-    """All extras together: versions that suit them suit each. Where fairseq has to be built, no extra but that one asks for it."""
-    extras = [name for name in EXTRAS if name != "fairseq" or fairseq]
+@pytest.mark.parametrize("extras", [[], EXTRAS], ids=["alone", "all"])  # versions that suit all together suit each
+def test_resolves_from_the_index(extras, version, pins, fairseq, uv, tmp_path_factory):
+    """Alone it has fairseq where there is a wheel; where fairseq has to be built from 3.11 on, pip is not to do it."""
+    extras = [name for name in extras if name != "fairseq" or fairseq]
+    fairseq = fairseq if extras or fairseq == "ve-fairseq" else None
     cache = tmp_path_factory.getbasetemp() / "uv-cache"
     command = [uv, "pip", "compile", "--quiet", "--no-config", "--no-header", "--no-annotate", "--cache-dir", cache]
     command += ["--python-version", version, "--python-platform", "x86_64-manylinux_2_28", "--only-binary", "torch"]
@@ -68,8 +70,8 @@ def test_resolves_from_the_index(version, pins, fairseq, uv, tmp_path_factory):
     assert done.returncode == 0, done.stderr[-3000:]
     chosen, pins = versions(done.stdout), versions((ROOT / pins).read_text())
     assert {name: chosen[name] for name in pins.keys() & chosen} == {name: pins[name] for name in pins.keys() & chosen}
-    of_fairseq = {"fairseq", "ve-fairseq", "fairseq-fixed", "hydra-core"} & chosen.keys()  # two would install over each other
-    assert {"torch", "numpy"} <= chosen.keys() and of_fairseq == ({fairseq, "hydra-core"} if fairseq else set())
+    found = {"fairseq", "ve-fairseq", "fairseq-fixed", "hydra-core", "sacrebleu"} & chosen.keys()  # two install over each other
+    assert {"torch", "numpy"} <= chosen.keys() and found == ({fairseq, "hydra-core", "sacrebleu"} if fairseq else set())
     assert any(name.startswith("nvidia-") for name in chosen), "a CUDA build of torch brings NVIDIA's libraries"
 
 
@@ -113,7 +115,8 @@ def test_no_python_that_will_do(environment, tmp_path):
     for name in ("bash", "cat", "dirname", "env", "sha256sum"):
         (tmp_path / "bare" / name).symlink_to(shutil.which(name))
     environment = {name: str(tmp_path / value) if name == "PATH" else value for name, value in environment.items()}
-    given = {name: value for name, value in os.environ.items() if name != "PYTHON"} | environment | {"VENV": str(tmp_path / "venv")}
-    done = subprocess.run([ROOT / "requirements" / "install.sh", "plots"], env=given, capture_output=True, text=True, timeout=60)
+    given = {name: value for name, value in os.environ.items() if name != "PYTHON"} | environment
+    command = [ROOT / "requirements" / "install.sh", "plots", tmp_path / "venv"]
+    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "will not do: install Python 3.11 or 3.12, or the headers of " in done.stderr
     assert not (tmp_path / "venv").exists()

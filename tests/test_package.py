@@ -27,7 +27,8 @@ def run(*command, cwd=None, **env):
     return subprocess.run(command, cwd=cwd, env=clean | env, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("module", ["fw_fairseq", "fw_fairseq.ops, fw_fairseq.rules, fw_fairseq.feature_maps"])
+@pytest.mark.cases_in_ci(2)
+@pytest.mark.parametrize("module", ["fw_fairseq", "fw_fairseq.ops", "fw_fairseq.rules", "fw_fairseq.feature_maps"])
 def test_import_is_quiet_and_free_of_fairseq(module):
     """No output, no fairseq, no compiler (PATH is empty; nor torch's, which takes a second), no GPU."""
     unwanted = "{'fairseq', 'cupy', 'triton', 'torch._dynamo'}"
@@ -37,7 +38,10 @@ def test_import_is_quiet_and_free_of_fairseq(module):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("first", ["mixers.fast_weight import FastWeight", "ops import fast_weight; find_spec('fairseq')"])
+@pytest.mark.cases_in_ci(2)
+@pytest.mark.parametrize(
+    "first", ["mixers.fast_weight import FastWeight", "ops import fast_weight; find_spec('fairseq')", "ops import fast_weight"]
+)
 def test_fairseq_after_the_operation(first):
     """Who imports the operation first, or a part that needs fairseq itself, finds everything registered by --user-dir later."""
     code = (
@@ -172,9 +176,8 @@ def test_the_citation_is_of_this_version():
     """PyYAML, which fairseq needs, reads it."""
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert (cited["version"], cited["license"]) == (fw_fairseq.__version__, project["license"]) and project["name"] in cited[
-        "title"
-    ]
+    assert (cited["version"], cited["license"]) == (fw_fairseq.__version__, project["license"])
+    assert project["name"] in cited["title"]
     assert f"## {fw_fairseq.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 

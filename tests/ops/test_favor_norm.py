@@ -18,7 +18,7 @@ from fw_fairseq.ops import fast_weight
 
 pytestmark = pytest.mark.quick
 
-T = 100
+T = 256
 HALF = {torch.float16: 5e-3, torch.bfloat16: 4e-2}  # of outputs that are rounded twice
 SIZES = [(16, 8, 0.3), (32, 16, 1.5), (64, 8, 1.5), (64, 256, 0.3), (64, 256, 1.5)]  # d, m, std
 
@@ -85,7 +85,9 @@ def by_head(x, heads=2):
     return x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
 
 
-@pytest.mark.parametrize("d, m, std, norm", [(*size, norm) for size, norm in zip(SIZES, ["sum", "none"] * 2 + ["sum"])])
+@pytest.mark.cases_in_ci(4)
+@pytest.mark.parametrize("norm", ["none", "sum"])
+@pytest.mark.parametrize("d, m, std", SIZES)
 @torch.no_grad()
 def test_layer(d, m, std, norm):
     layer, x = build(FastWeight, d, m, std, norm, attention_norm=True), torch.randn(T, 1, 2 * d)
@@ -111,8 +113,9 @@ def test_features_of_length_one_at_any_size_of_keys(std):
     torch.testing.assert_close(layer.operands(x).k.double(), want.double(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.cases_in_ci(4)
 @pytest.mark.parametrize("dtype, norm", [*zip(HALF, ["none", "sum"])])
-@pytest.mark.parametrize("d, m, std", SIZES[::2])
+@pytest.mark.parametrize("d, m, std", SIZES)
 @torch.no_grad()
 def test_layer_in_half_precision(d, m, std, norm, dtype):
     """Chunks and steps; the projections are rounded, as those of the reference are."""

@@ -115,7 +115,7 @@ def test_no_result_of_a_command_that_failed_is_kept(command, tmp_path):
 
 @pytest.mark.long
 def test_translations(tmp_path):
-    """Two test sets; the scores are those of fairseq's translations."""
+    """Two test sets and two dropouts, each of which has a run of its own; the scores are those of fairseq's translations."""
     out = tmp_path / "out_toy"
     parallel_text.write(tmp_path, train=60, val=4, test_2016_flickr=4, test_2017_flickr=5)
     given = {"DATA": str(tmp_path), "TEST": "test_2016_flickr test_2017_flickr"}
@@ -136,6 +136,13 @@ def test_translations(tmp_path):
     succeed(again)
     assert again.stdout == first.stdout and "training" not in again.stderr
     assert "dpfp2-decoder-0.1-1: finished, " in succeed(recipe("convergence/translation.sh", out, "--status"))
+    other = recipe("convergence/translation.sh", out, "dpfp2-decoder", DROPOUT="0", **given)
+    succeed(other)
+    assert "training dpfp2-decoder-0-1;" in other.stderr
+    assert {*results_script("figures/convergence.py").read_translated(out / "translated.txt")} == {
+        "dpfp2-decoder, dropout 0.1",
+        "dpfp2-decoder, dropout 0",
+    }
 
 
 def cells(printed: str, row: str, seed: int = 1) -> list[str]:

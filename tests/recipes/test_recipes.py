@@ -181,6 +181,8 @@ def wikitext(tmp_path_factory):
     "row",
     [
         pytest.param("delta_schlag", marks=pytest.mark.long),
+        pytest.param("transformer_schlag", marks=pytest.mark.long),
+        pytest.param("transformer_xl_stream", marks=pytest.mark.long),
         "transformer_xl_stream_schlag",
     ],
 )

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from fairseq import checkpoint_utils
-from support.commands import ROOT, USER_DIR, fairseq, run, succeed
+from support.commands import ROOT, USER_DIR, fairseq, install_sdist, run, succeed
 from support.lm_data import SMALL, sentences
 from support.runs import parameters, updates
 
@@ -342,6 +342,22 @@ def test_another_dictionary_of_the_same_size_is_refused(lm_data, trained, tmp_pa
         assert done.returncode != 0 and said in done.stderr.splitlines()[-1], done.stderr[-900:]
         with pytest.raises(ValueError, match=r"^the source dictionary of the data has other words"):
             load(trained[0], "checkpoint_last.pt", tmp_path / "data")
+
+
+@pytest.mark.long
+def test_training_from_the_installed_package(lm_data, tmp_path):
+    """Not from the checkout: its editable install is taken out of the interpreter, and the place of the import is checked."""
+    site = install_sdist(tmp_path)
+    code = (
+        "import sys; sys.path = [p for p in sys.path if p]; sys.meta_path = [f for f in sys.meta_path"
+        " if '__editable__' not in getattr(f, '__module__', '') + getattr(f, '__name__', '')];"
+        "from fairseq_cli.train import cli_main; cli_main(); print('imported', sys.modules['fw_fairseq'].__file__)"
+    )
+    options = ["--user-dir", site / "fw_fairseq", *USER_DIR[2:], *TRAIN.split(), "--save-dir", "saved", "--max-update", 2]
+    printed = succeed(run(sys.executable, "-c", code, lm_data, *options, cwd=tmp_path))
+    assert f"imported {site / 'fw_fairseq' / '__init__.py'}" in printed
+    assert sorted(losses(printed)) == [1, 2]
+    assert sorted(contents(tmp_path / "saved")) == ["checkpoint_best.pt", "checkpoint_last.pt"]
 
 
 @pytest.mark.parametrize(
