@@ -9,8 +9,12 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then # the comment at the head of
     exit 0
 fi
 
-fail() {
+say() {
     echo "${0##*/}: $*" >&2
+}
+
+fail() {
+    say "$*"
     exit 1
 }
 
@@ -31,14 +35,20 @@ of_form() { # VARIABLE PATTERN ALLOWED: fails where it has another form
 switched TOY
 CPU=${CPU:-$TOY}
 switched CPU
-for variable in JOBS WORKERS UPDATES START_UPDATES EVERY SAVE_EVERY TOKENS TEST_LINES; do
+for variable in BATCH EVERY GPUS JOBS SAVE_EVERY START_UPDATES TEST_LINES TEST_WORDS TOKENS UPDATES WORKERS; do
     of_form $variable '0*[1-9][0-9]*' "a whole number of at least 1"
 done
-of_form WARMUP '[0-9]+' "a whole number"
+for variable in CHECK WARMUP; do of_form $variable '[0-9]+' "a whole number"; done
+case ${CHECK:-0} in
+    0) CHECK= ;;
+    1) CHECK=20 ;;
+esac
 of_form SEEDS ' *[0-9]+( +[0-9]+)* *' 'one or more whole numbers, for example "1 2"'
 of_form PRECISION 'bf16|fp16|fp32|tf32' "bf16, fp16, fp32 or tf32"
 of_form DROPOUT '0|0?\.[0-9]+' "a number from 0 to below 1, for example 0.1"
 GPUS=${GPUS:-1}
+WORKERS=${WORKERS:-$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)} # nproc alone prints OMP_NUM_THREADS where that is set
+default_precision= # where a GPU has no bf16; without one, PRECISION alone changes the precision
 SEED=1
 machine=() # options of every fairseq command
 if [ -n "$CPU" ]; then
@@ -88,10 +98,14 @@ need_data() { # fails where DATA is not given
     [ -n "${DATA:-}" ] || fail "DATA is missing; it must be the folder with train.txt, valid.txt and test.txt"
 }
 
-need_texts() { # fails where a text of DATA is not there
-    local split
+need_texts() { # sets texts, the options of fairseq-preprocess for DATA, which has train.txt or the name in WikiText-103, and so on
+    local split file
+    texts=()
     for split in train valid test; do
-        [ -f "$DATA/$split.txt" ] || fail "$DATA/$split.txt is missing; DATA must be the folder with train.txt, valid.txt and test.txt"
+        file=$DATA/wiki.$split.tokens
+        [ -f "$file" ] || file=$DATA/$split.txt
+        [ -f "$file" ] || fail "$file is missing; DATA must be the folder with train.txt, valid.txt and test.txt"
+        texts+=("--${split}pref" "$file")
     done
 }
 
@@ -172,38 +186,72 @@ record() { # FOLDER NAME=VALUE...: before FOLDER gets its name, so that it is ne
     printf '%s\n' "${@:2}" >"$1.options"
 }
 
+each_minute() { # COMMAND...: prints its output once a minute, until no_more
+    {
+        [ -z "${binarising:-}" ] || exec {binarising}>&-
+        while sleep 60 <&- >/dev/null 2>&1 && kill -0 $$; do "$@"; done # a sleep that is left over holds no file
+    } >&2 2>/dev/null &
+    watcher=$!
+}
+
+no_more() {
+    [ -z "${watcher:-}" ] || kill "$watcher" 2>/dev/null || true
+    watcher=
+}
+trap no_more EXIT
+
+binarised() { # FOLDER SECONDS FILE...: how far fairseq-preprocess is, which has begun so many seconds after this shell
+    local width=4 done_ taken=$((SECONDS - $2))
+    [ "$(cat "$1"/dict*.txt 2>/dev/null | wc -l)" -gt 65500 ] || width=2
+    done_=$(($(cat "$1"/*.bin* 2>/dev/null | wc -c) / width))
+    : "${all_words:=$(cat "${@:3}" | LC_ALL=C wc -lw | awk '{ print $1 + $2 }')}" # a line ends in a symbol
+    if [ "$done_" = 0 ]; then
+        echo "counting $all_words words, for $((taken / 60)) minutes"
+    else
+        echo "$done_ of $all_words words after $((taken / 60)) minutes"
+    fi
+}
+
 binarise() { # FOLDER NAME=VALUE... -- OPTION of fairseq-preprocess...: makes FOLDER and records its options; log beside it
-    local folder=$1 made_with=()
+    local folder=$1 made_with=() option part files=() log
+    log=$(dirname "$folder")/preprocess.log
     shift
     while [ "$1" != -- ]; do
         made_with+=("$1")
         shift
+    done
+    for option in "${@:2}"; do # files by their names or, of two languages, by how their names begin
+        IFS=, read -ra option <<<"$option"
+        for part in "${option[@]}"; do
+            if [ -f "$part" ]; then files+=("$part"); else files+=("$part".*); fi
+        done
     done
     mkdir -p "$(dirname "$folder")"
     exec {binarising}>"$folder.lock" # another row's recipe may be making the same folder
     flock "$binarising"
     [ ! -d "$folder" ] || { exec {binarising}>&-; return 0; }
     rm -rf "$folder.part"
-    logged "$(dirname "$folder")/preprocess.log" fairseq-preprocess --user-dir "$ROOT/fw_fairseq" --destdir "$folder.part" \
-        --workers "${WORKERS:-$(nproc)}" "${@:2}"
+    say "binarising into $folder, processes: $WORKERS; the log is $log"
+    each_minute binarised "$folder.part" $SECONDS "${files[@]}"
+    logged "$log" fairseq-preprocess --user-dir "$ROOT/fw_fairseq" --destdir "$folder.part" --workers "$WORKERS" "${@:2}"
+    no_more
     record "$folder" "${made_with[@]}"
     mv "$folder.part" "$folder"
     exec {binarising}>&-
 }
 
-own_text() { # NAME VOCABULARY: sets OUT, and data, vocabulary and made_with for OUT/bin; ends the script where that is there
+own_text() { # NAME VOCABULARY: sets OUT, and texts, vocabulary and made_with for OUT/bin; ends the script where that is there
     OUT=$(output_folder "$1")
     vocabulary=${VOCABULARY:-$2}
     if [ -n "$TOY" ]; then
         vocabulary=500 DATA=$OUT/text
     fi
     need_data
-    data=$DATA
-    made_with=("TOY=$TOY" "DATA=$(absolute "$data")" "VOCABULARY=$vocabulary")
+    made_with=("TOY=$TOY" "DATA=$(absolute "$DATA")" "VOCABULARY=$vocabulary")
     if prepared "$OUT/bin" "${made_with[@]}"; then
         exit 0
     fi
-    [ -z "$TOY" ] || language_reference "$data"
+    [ -z "$TOY" ] || language_reference "$DATA"
     need_texts
 }
 
@@ -213,30 +261,64 @@ language_reference() { # FOLDER: train.txt, valid.txt and test.txt of the demo
 
 # ---- commands
 
-logged() { # LOG COMMAND...: the output goes to LOG; where the command fails, the last lines are shown and the recipe ends
+logged() { # LOG COMMAND...: the output goes to LOG, and lines that say how far it is also to the terminal; where the command fails, the
+    # last lines are shown and the recipe ends
+    local status=0
     mkdir -p "$(dirname "$1")"
-    ("${@:2}") >"$1" 2>&1 || {
-        tail -n 3 "$1" >&2
-        exit 1
-    }
+    ("${@:2}") 2>&1 | tee "$1" | { grep --line-buffered -oE 'evaluated [0-9,]+ of .*|[0-9]+ / [0-9]+ wps.*' >&2 || true; } || status=$?
+    [ $status != 0 ] || return 0
+    tail -n 3 "$1" | cut -c -1000 >&2
+    explain $status "$1"
+    exit 1
 }
 
-share() { # BATCH: the part of one of the GPUS workers
-    if ! [[ $GPUS =~ ^[1-9][0-9]*$ ]] || [ $(($1 % GPUS)) != 0 ]; then
-        fail "GPUS is $GPUS; it must divide $1, the batch that the workers share"
+explain() { # STATUS LOG: what to do about a command that was killed, or had too little memory
+    if [ "$1" -gt 128 ]; then
+        say "signal $(($1 - 128)) ended the command; the same command continues, and $2 is its log"
+        [ "$1" != 137 ] || say "the system sends signal 9 where memory runs out: set BATCH to half of what is computed at once, or take fewer WORKERS"
+    elif tail -n 30 "$2" | grep -qiE 'out of memory|OutOfMemory'; then
+        say "memory ran out: set BATCH to half of what a GPU computes at once; the batch of an update stays"
     fi
-    echo $(($1 / GPUS))
 }
 
-choose_precision() { # DEFAULT ARGUMENT...: adds PRECISION to machine, or else bf16 where every GPU has it, or else DEFAULT; fp32 on CPUs
-    local argument precision=${PRECISION:-}
+measure_text() { # LOG DATA SPLIT OPTION of fairseq-eval-lm...: evaluates a split, or its first TEST_WORDS words; sets log to the whole log
+    local data=$2
+    log=$1
+    if [ -n "${TEST_WORDS:-}" ]; then
+        log=$(dirname "$log")/first-$TEST_WORDS-$(basename "$log")
+        data=${log%.log}
+        "$PYTHON" "$ROOT/recipes/cut.py" "$2" "$3" "$TEST_WORDS" "$data"
+    fi
+    say "evaluating the $3 text of $data; the log is $log.part, and then $log"
+    logged "$log.part" fairseq-eval-lm "$data" --user-dir "$ROOT/fw_fairseq" --gen-subset "$3" "${machine[@]}" "${@:4}"
+    mv "$log.part" "$log"
+    [ "$data" = "$2" ] || rm -r "$data"
+}
+
+share() { # BATCH OPTION: sets batch, the options of fairseq-train for a GPU's part of the batch, of which it computes BATCH at once
+    local part=$((($1 + GPUS / 2) / GPUS)) times
+    [ $part -gt 0 ] || part=1
+    times=$(((part + ${BATCH:-$part} - 1) / ${BATCH:-$part}))
+    part=$(((part + times / 2) / times))
+    batch=("$2" "$part" --update-freq "$times")
+    [ $((part * times * GPUS)) = "$1" ] ||
+        say "an update has $((part * times * GPUS)) in its batch, and $1 in the paper: $GPUS GPUs take $part each, $times times"
+}
+
+choose_precision() { # OPTION...: adds PRECISION to machine, or else bf16 where every GPU has it, or else default_precision; fp32 on CPUs.
+    # Says where GPUs are idle
+    local option precision=${PRECISION:-} found there
     [ -z "$CPU" ] || return 0
-    for argument in "${@:2}"; do
-        case $argument in --fp16 | --bf16 | --amp | --memory-efficient-fp16 | --memory-efficient-bf16) return 0 ;; esac
-    done
-    [ -n "$precision" ] || precision=$("$PYTHON" -c 'import sys, torch
+    found=$("$PYTHON" -c 'import sys, torch
 gpus = [torch.cuda.get_device_capability(number) for number in range(torch.cuda.device_count())]
-print("bf16" if gpus and min(gpus) >= (8, 0) else sys.argv[1])' "$1")
+print("bf16" if gpus and min(gpus) >= (8, 0) else sys.argv[1], len(gpus))' "$default_precision")
+    there=${found#* }
+    [ "$there" -le "$GPUS" ] || [ -n "${LAUNCH:-}" ] || say "$GPUS of $there GPUs is used; GPUS=$there uses all"
+    for option; do
+        case $option in --fp16 | --bf16 | --amp | --memory-efficient-fp16 | --memory-efficient-bf16) return 0 ;; esac
+    done
+    [ -n "$precision$default_precision" ] || return 0
+    [ -n "$precision" ] || precision=${found% *}
     case $precision in
         bf16 | fp16) machine+=("--$precision") ;;
         tf32) export TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 FW_FAIRSEQ_FP32=tf32 ;; # PyTorch reads the one, the CUDA kernels the other
@@ -252,11 +334,31 @@ launcher() { # sets launch to the command that starts "-m fairseq_cli.train": LA
 }
 
 train() { # FOLDER DATA OPTION...: trains in FOLDER, which also gets train.log; resumes from the last checkpoint that is there
-    local folder=$1 launch saving=(--save-interval-updates "${SAVE_EVERY:-5000}" --keep-interval-updates 1)
+    local folder=$1 launch status=0 trial=()
     launcher
+    choose_precision "${@:3}"
+    if [ -n "$CHECK" ]; then begin_trial "${@:3}"; fi
     mkdir -p "$folder"
+    say "training in $folder; the log is $folder/train.log, and recipes/status.sh $folder says how far it is"
     "${launch[@]}" -m fairseq_cli.train "$2" --user-dir "$ROOT/fw_fairseq" --save-dir "$folder" --seed "$SEED" \
-        --distributed-world-size "$GPUS" "${machine[@]}" "${saving[@]}" "${@:3}" 2>&1 | tee -a "$folder/train.log"
+        --distributed-world-size "$GPUS" "${machine[@]}" --save-interval-updates "${SAVE_EVERY:-5000}" --keep-interval-updates 1 \
+        "${@:3}" "${trial[@]}" 2>&1 | tee -a "$folder/train.log" || status=$?
+    [ $status = 0 ] || { explain $status "$folder/train.log"; return $status; }
+    [ -z "$CHECK" ] || end_trial "${@:3}"
+}
+
+begin_trial() { # OPTION...: sets folder, trial and launch for a training of CHECK updates, which train() calls this for
+    [ -n "${trial_of:-}" ] || fail "CHECK is set, and this recipe has no trial; leave CHECK out"
+    folder+=.check
+    rm -rf "$folder"
+    trial=(--max-update "$CHECK" --max-valid-steps 0 --save-interval-updates 0 --log-format json --log-interval $(((CHECK + 3) / 4)))
+    launch=("$PYTHON" "$ROOT/recipes/peak.py" "$folder/memory" "${launch[@]}")
+}
+
+end_trial() { # OPTION...: evaluates what the trial has trained, and prints what it measured
+    CHECK='' BATCH='' RUN=${folder##*/} CHECKPOINT=checkpoint_last.pt TEST_WORDS=1000 TEST_LINES=10 "$ROOT/recipes/$trial_of/eval.sh" "$row"
+    "$PYTHON" "$ROOT/recipes/status.py" --check "$folder" "$(given --max-update 0 "$@")" "$(given --max-epoch 0 "$@")"
+    rm -rf "$folder"/*.pt "$folder"/first-*/ # all but logs
 }
 
 collect() { # FILE NAME TEXT: puts the lines of TEXT, each behind NAME, into FILE, which docs/results/figures reads, in place of earlier ones of NAME

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from ..errors import Mistake
 from ..files import why
+from .progress import Announced
 from .replacing import changes, replaces
 
 TOKENS = 36000  # of a batch of fairseq-eval-lm without --max-tokens
@@ -173,12 +174,13 @@ def go_on_with_other_workers(original: Callable, iterator: iterators.EpochBatchI
 @replaces(LanguageModelingTask, "eval_lm_dataloader")
 def score_every_block(original: Callable, task: Any, dataset: Any, *args, **kwargs) -> Iterable:
     """`fairseq-eval-lm` leaves out texts that are longer than the model's positions, and reports the perplexity of the others; with
-    `--context-window` learned positions end in an IndexError. Now both are refused."""
+    `--context-window` learned positions end in an IndexError. Now both are refused. The log says how far an evaluation is."""
     sizes, most = numpy.asarray(dataset.sizes), kwargs.get("max_positions")
     tokens = int(min(sizes.max(initial=0) + kwargs.get("context_window", 0), sizes.sum()))
     if isinstance(most, int) and tokens > most:
         raise Mistake(f"texts of {tokens} tokens are longer than the model's {most} positions; give {shorter(task, most)}")
-    return original(task, dataset, *args, **kwargs)
+    words = int(sizes.sum()) // max(1, kwargs.get("num_shards", 1))
+    return Announced(original(task, dataset, *args, **kwargs), words)
 
 
 @replaces(LMContextWindowDataset, "collater")

@@ -23,6 +23,7 @@ from .literals import naming, read_literal
 from .replacing import replaces
 
 GRAPHS = "--no-decoding-graph"
+TWO_PRECISIONS = "--fp16 and --bf16 exclude each other, as do --memory-efficient-fp16 and --memory-efficient-bf16; give one of them"
 
 
 @replaces(options, "parse_args_and_arch")
@@ -30,10 +31,11 @@ def list_every_option_in_the_help(
     original: Callable, parser: argparse.ArgumentParser, input_args: list[str] | None = None, *args, **kwargs
 ) -> object:
     """fairseq's `--help` ends before the options of the architecture, the task and the criterion are read. Now it lists them. A
-    missing `--arch`, `--task` or `--path`, a task that does not train the architecture, and `--bf16` in commands that only read a
-    model, where it has no effect, are refused. `--bf16` looks for a TPU and fails on a GPU; now only `--tpu` does. The updates of
-    `--lr-scheduler polynomial_decay` are those of `--max-update` if none are given. The commands that generate now take
-    `--no-decoding-graph`, which switches CUDA graphs off for all their models."""
+    missing `--arch`, `--task` or `--path`, a task that does not train the architecture, and `--bf16` in commands that only read
+    a model, where it has no effect, are refused. `--bf16` looks for a TPU and fails on a GPU; now only `--tpu` does, and the
+    message about two precisions names the options. The updates of `--lr-scheduler polynomial_decay` are those of `--max-update`
+    if none are given. The commands that generate now take `--no-decoding-graph`, which switches CUDA graphs off for all their
+    models."""
     given = sys.argv[1:] if input_args is None else input_args
     generates = "--prefix-size" in parser._option_string_actions
     if generates and GRAPHS not in parser._option_string_actions:
@@ -49,6 +51,10 @@ def list_every_option_in_the_help(
         if error.args:
             raise
         raise Mistake("--arch is missing; name the architecture to train, for example --arch fast_weight_lm") from error
+    except ValueError as error:
+        if "--fp16 and --tpu" not in str(error) or "--tpu" in given:
+            raise
+        raise Mistake(TWO_PRECISIONS) from error
     except KeyError as error:
         if error.args != (None,):
             raise

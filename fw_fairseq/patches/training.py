@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from fairseq import checkpoint_utils, models, utils
+from fairseq.logging import metrics
 from fairseq.modules.quantization.scalar.utils import MAPPING as QUANTISED
 from fairseq.tasks import FairseqTask
 from fairseq.trainer import Trainer
@@ -21,8 +22,9 @@ from ..errors import Mistake
 from .checkpoints.model_options import LAST, check_options, take_options_over
 from .checkpoints.origin import check_origin, check_the_last_one
 from .checkpoints.reading import ModelOverrides, add_options, newer_options
-from .checkpoints.saving import PATIENCE
+from .checkpoints.saving import DUE, PATIENCE
 from .literals import as_dict, naming
+from .options import TWO_PRECISIONS
 from .replacing import replaces
 
 HALVES = ("memory_efficient_bf16", "fp16", "bf16", "amp")
@@ -32,6 +34,8 @@ HALVES = ("memory_efficient_bf16", "fp16", "bf16", "amp")
 def refuse_half_precision_on_cpus(original: Callable, trainer: Trainer, cfg: Any, task: FairseqTask, *args, **kwargs) -> None:
     """Without a GPU, `--fp16` and `--bf16` fail in the middle of fairseq's work, and `--amp` does nothing. Now they are refused
     before the run starts. `--memory-efficient-fp16` trains on CPUs."""
+    if cfg.common.fp16 and cfg.common.bf16:
+        raise Mistake(TWO_PRECISIONS)
     given = next((name for name in HALVES if getattr(cfg.common, name)), None)
     works = cfg.common.memory_efficient_fp16 or (cfg.common.tpu and utils.xm is not None)
     if given and not works and (cfg.common.cpu or not torch.cuda.is_available()):
@@ -47,8 +51,8 @@ def say_what_does_not_fit(
     """fairseq's message about parameters that do not fit names none of them; now it does. fairseq also resumes with another task,
     at a wrong place of the text, with another dictionary, and with options that make another model of the same parameters, such as
     another `--feature-map`. Now this is refused; with an explicit `--restore-file` the log names such options. Where that file is
-    missing, fairseq trains from scratch; now it is refused. The count of `--patience` starts at 0 after each stop; now it goes
-    on."""
+    missing, fairseq trains from scratch; now it is refused. The counts of `--patience` and of `wall` stand at 0 after each stop;
+    now they go on."""
     try:
         extra_state = original(trainer, filename, reset_optimizer, *args, **kwargs)
     except Exception as error:
@@ -63,6 +67,9 @@ def say_what_does_not_fit(
     check_origin(trainer, filename, extra_state, reset_optimizer)
     fresh = extra_state is None or reset_optimizer or kwargs.get("reset_meters", False)
     trainer.patience_read = {} if fresh else extra_state.get(PATIENCE, {})
+    trainer.validation_due = None if fresh else extra_state.get(DUE)
+    if (wall := metrics.get_meter("default", "wall")) is not None and wall.start_time is None:
+        wall.start()  # which reading the meters of the checkpoint stops
     return extra_state
 
 

@@ -25,7 +25,7 @@ from torch import nn
 from torch.multiprocessing import ProcessExitedException
 
 from ..config import refuse_below
-from .checkpoints.saving import go_on_counting, release
+from .checkpoints.saving import follows_validation, go_on_counting, release
 from .replacing import changed, changes, replaces
 
 logger = logging.getLogger(__name__)
@@ -37,11 +37,15 @@ received: list[int] = []
 listening: list[int] = []  # the process that listens
 
 
+class Told(Exception):
+    """Ends a validation because a signal has come."""
+
+
 @changes("fairseq_cli.train.validate_and_save")
 def save_when_told_to_stop() -> None:
     """A signal that tells a run to stop loses everything since the last checkpoint. Now SIGTERM and SIGUSR1 end a training after
-    the update at hand: it saves, then validates where that is due, and ends with exit code 75. The same command resumes it. If one
-    worker gets the signal, all of them stop."""
+    the update or the batch of a validation at hand: it saves and ends with exit code 75. The same command resumes it, and begins
+    with a validation that was due. If one worker gets the signal, all of them stop."""
     change_program("validate_and_save", save_and_exit_if_told)
 
 
@@ -64,15 +68,38 @@ def train_unless_complete(original: Callable, cfg: Any, trainer: Trainer, task: 
     """Trains for an epoch, unless the run that was resumed had reached its end."""
     counter = inspect.unwrap(original).__globals__["should_stop_early"]
     go_on_counting(counter, trainer)
+    losses, stops = validate_first(inspect.unwrap(original).__globals__, cfg, trainer, task, epoch_itr)
     updates, patience = trainer.get_num_updates(), cfg.checkpoint.patience
     hours = trainer._previous_training_time / 3600  # all workers have read the same number from the checkpoint
     reached = limit_reached(cfg.optimization, updates, hours)
     if not reached and 0 < patience <= getattr(counter, "num_runs", 0):
         reached = f"--patience {patience}"
-    if not reached:
+    if not reached and not stops:
         return original(cfg, trainer, task, epoch_itr)
-    logger.info("the run was complete after %d updates, by %s, and trains no further", updates, reached)
-    return [None], True
+    if reached:
+        logger.info("the run was complete after %d updates, by %s, and trains no further", updates, reached)
+    return losses, True
+
+
+def validate_first(program: dict, cfg: Any, trainer: Trainer, task: Any, epoch_itr: Any) -> tuple[list, bool]:
+    """Makes up for a validation that a signal has left out: the model is that of ``checkpoint_last.pt``, which becomes the best one
+    where it is. Returns its losses, and whether they end the run."""
+    epoch = getattr(trainer, "validation_due", None)
+    if epoch is None:
+        return [None], False
+    trainer.validation_due = None
+    losses, saving = program["validate"](cfg, trainer, task, epoch_itr, cfg.dataset.valid_subset.split(",")), cfg.checkpoint
+    best = getattr(checkpoint_utils.save_checkpoint, "best", losses[0])
+    if losses[0] == (max if saving.maximize_best_checkpoint_metric else min)(losses[0], best):
+        checkpoint_utils.save_checkpoint.best = losses[0]
+        if trainer.should_save_checkpoint_on_current_rank and not saving.no_save:
+            last, first = (
+                os.path.join(saving.save_dir, f"checkpoint_{name}{trainer.checkpoint_suffix}.pt") for name in ("last", "best")
+            )
+            PathManager.copy(last, first, overwrite=True)
+    if epoch and follows_validation(trainer.lr_scheduler):
+        trainer.lr_step(epoch, losses[0])
+    return losses, program["should_stop_early"](cfg, losses[0])
 
 
 def limit_reached(limits: Any, updates: int, hours: float) -> str | None:
@@ -85,16 +112,20 @@ def limit_reached(limits: Any, updates: int, hours: float) -> str | None:
 def save_and_exit_if_told(
     original: Callable, cfg: Any, trainer: Trainer, task: Any, epoch_itr: Any, valid_subsets: list[str], end_of_epoch: bool
 ) -> tuple[list, bool]:
-    """Does what fairseq does after each update, unless a signal has come: then it saves and exits. Where a validation is due it
-    first saves and then validates, for which the time may not suffice."""
+    """Does what fairseq does after each update, unless a signal has come, then or in a validation: then it saves and exits. The
+    checkpoint says whether a validation is due, and at the end of which epoch."""
     listen()
     updates, hours = trainer.get_num_updates(), trainer.cumulative_training_time() / 3600
-    if limit_reached(cfg.optimization, updates, hours) or not told(trainer.device):
-        return original(cfg, trainer, task, epoch_itr, valid_subsets, end_of_epoch)
-    checkpoint_utils.save_checkpoint(cfg.checkpoint, trainer, epoch_itr, None)
     intervals = cfg.checkpoint.save_interval_updates, cfg.dataset.validate_interval_updates
-    if end_of_epoch or any(interval > 0 and updates % interval == 0 for interval in intervals):
-        original(cfg, trainer, task, epoch_itr, valid_subsets, end_of_epoch)
+    due = end_of_epoch or any(interval > 0 and updates % interval == 0 for interval in intervals)
+    if limit_reached(cfg.optimization, updates, hours) or not told(trainer.device):
+        try:
+            return original(cfg, trainer, task, epoch_itr, valid_subsets, end_of_epoch)
+        except Told:
+            due = True
+    if due and not cfg.dataset.disable_validation:
+        trainer.validation_due = epoch_itr.epoch if end_of_epoch else 0
+    checkpoint_utils.save_checkpoint(cfg.checkpoint, trainer, epoch_itr, None)
     if cfg.checkpoint.write_checkpoints_asynchronously:
         PathManager.async_close()
     if torch.distributed.is_initialized():
@@ -103,6 +134,14 @@ def save_and_exit_if_told(
     names = " and ".join(signal.Signals(number).name for number in dict.fromkeys(received)) or "another worker's signal"
     logger.info("%s stopped the run after update %d, %s; exit code %d", names, updates, kept, EXIT_CODE)
     raise SystemExit(EXIT_CODE)
+
+
+@replaces(Trainer, "valid_step")
+def end_a_validation_when_told(original: Callable, trainer: Trainer, *args, **kwargs) -> Any:
+    """A signal within a validation was heard at its end only. Now the validation ends at the next batch."""
+    if listening == [os.getpid()] and told(trainer.device):
+        raise Told
+    return original(trainer, *args, **kwargs)
 
 
 def told(device: torch.device) -> bool:
@@ -150,6 +189,8 @@ def note(number: int, frame: FrameType | None) -> None:
     """Keeps a signal for the end of the update."""
     if os.getpid() == listening[0]:
         received.append(number)
+        said = f"{signal.Signals(number).name} received: the run saves and stops after the update or the batch at hand\n"
+        os.write(2, said.encode())  # a handler may not enter a stream that is being written
     else:  # a process that was forked from this one, such as one that loads data
         end_by(number)
 
@@ -177,6 +218,7 @@ def handle(function: Any) -> None:
 def listen_no_more() -> None:
     """Leaves the signals to the system again."""
     received.clear()
+    listening.clear()
     handle(signal.SIG_DFL)
 
 

@@ -17,8 +17,7 @@ shift
 split=${SPLIT:-valid} length=2048
 [ -z "$TOY" ] || length=64
 log=$run/eval-$split.log
-logged "$log" fairseq-eval-lm "$OUT/bin" --user-dir "$ROOT/fw_fairseq" --path "$checkpoint" --gen-subset "$split" \
-    --tokens-per-sample $length --batch-size 2 "${machine[@]}" "$@"
+measure_text "$log" "$OUT/bin" "$split" --path "$checkpoint" --tokens-per-sample $length --batch-size 2 "$@"
 tokens=$(sed -n 's/.*Evaluated \([0-9,]*\) tokens.*/\1/p' "$log" | tr -d ,)
 awk -v row="$row" -v split_="$split" -v p="$(perplexity "$log")" -v bits="$(bits "$log")" -v tokens="$tokens" \
     -v characters="$(cat "$OUT/pieces/$split.characters")" \

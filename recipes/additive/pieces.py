@@ -1,6 +1,6 @@
-"""Trains a unigram (SentencePiece) vocabulary on train.txt of a folder and cuts the folder's texts into its pieces.
+"""Trains a unigram (SentencePiece) vocabulary on a training text and cuts three texts into its pieces.
 
-python pieces.py FOLDER OUT SIZE
+python pieces.py OUT SIZE TRAIN VALID TEST
 """
 
 import sys
@@ -11,20 +11,17 @@ from tokenizers import SentencePieceUnigramTokenizer
 SPLITS = ("train", "valid", "test")
 
 
-def main(folder: Path, out: Path, size: int) -> None:
-    for name in SPLITS:
-        if not (folder / f"{name}.txt").is_file():
-            sys.exit(f"pieces.py: {folder} has no {name}.txt")
+def main(out: Path, size: int, *texts: str) -> None:
     tokenizer = SentencePieceUnigramTokenizer()
     special = ["<unk>"]
-    tokenizer.train(str(folder / "train.txt"), vocab_size=size, special_tokens=special, unk_token="<unk>", show_progress=False)
+    tokenizer.train(texts[0], vocab_size=size, special_tokens=special, unk_token="<unk>", show_progress=False)
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(out / "tokenizer.json"))
-    for name in SPLITS:
-        lines = (folder / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+    for name, path in zip(SPLITS, texts):
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
         pieces = (" ".join(encoding.tokens) for encoding in tokenizer.encode_batch([line.strip() for line in lines]))
         (out / f"{name}.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

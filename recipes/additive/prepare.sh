@@ -12,9 +12,8 @@
 source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 own_text additive 8000
-"$PYTHON" "$ROOT/recipes/additive/pieces.py" "$data" "$OUT/pieces" "$vocabulary"
-for split in valid test; do
-    wc -m <"$data/$split.txt" >"$OUT/pieces/$split.characters"
-done
+"$PYTHON" "$ROOT/recipes/additive/pieces.py" "$OUT/pieces" "$vocabulary" "${texts[1]}" "${texts[3]}" "${texts[5]}"
+wc -m <"${texts[3]}" >"$OUT/pieces/valid.characters"
+wc -m <"${texts[5]}" >"$OUT/pieces/test.characters"
 binarise "$OUT/bin" "${made_with[@]}" -- --only-source \
     --trainpref "$OUT/pieces/train.txt" --validpref "$OUT/pieces/valid.txt" --testpref "$OUT/pieces/test.txt"

@@ -12,6 +12,7 @@
 #           recipes/additive/train.sh windowed
 #           UPDATES=20000 recipes/additive/train.sh softmax      instead of 20 epochs
 #           recipes/additive/train.sh windowed --label-smoothing 0.1 --weight-decay 0.01      as the text of the paper has it
+#           CHECK=1 recipes/additive/train.sh windowed    20 updates: speed, memory, disk, hours
 #           TOY=1 recipes/additive/train.sh windowed      a tiny model on the CPU, after TOY=1 prepare.sh
 #
 # Segments of 2048 tokens, 6 layers of width 128 with 4 heads, batches of 2, Adam at 5e-4 with linear decay, clipping at 1, no weight decay
@@ -19,7 +20,6 @@
 # character, or the rows with each other; docs/differences.md says what else differs.
 source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
-renamed BATCH "pass --batch-size"
 OUT=$(output_folder additive)
 kinds="windowed, additive, softmax, leap or adapted"
 need_row "$kinds" "$@"
@@ -43,9 +43,10 @@ if [ -n "$TOY" ]; then
     model+=(--decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32 --decoder-ffn-embed-dim 64)
 fi
 
-batch=$(share 2)
+default_precision=fp32 trial_of=additive
+share 2 --batch-size
 train "$OUT/runs/${RUN:-$row}" "$OUT/bin" --task language_modeling "${model[@]}" \
-    --tokens-per-sample $length --batch-size "$batch" --required-batch-size-multiple 1 \
+    --tokens-per-sample $length "${batch[@]}" --required-batch-size-multiple 1 \
     --criterion label_smoothed_cross_entropy --label-smoothing 0 \
     --optimizer adam --adam-betas '(0.9, 0.999)' --weight-decay 0 --clip-norm 1.0 --lr 0.0005 --lr-scheduler polynomial_decay \
-    --total-num-update "$updates" --max-update "$updates" --keep-last-epochs 1 --log-format json --log-interval 50 "$@"
+    --total-num-update "$updates" --max-update "$updates" --no-epoch-checkpoints --log-format json --log-interval 50 "$@"

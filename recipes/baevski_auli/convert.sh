@@ -4,7 +4,7 @@
 # Paper:    Mao 2022, table 3. Rows: RULE-M, a rule (sum, gated, delta, decay, gated_delta) and the width of queries and keys per head;
 #           the paper has decay-32 and decay-64. The rows abc-M and linformer-M of finetune.sh are not converted
 # Data:     OUT of prepare.sh
-# Hardware: any CPU, 2 GB of memory
+# Hardware: any CPU, 2 GB of memory; OUT/ROW/start.pt has 1 GB
 # Time:     half a minute for a checkpoint of this size without the state of the optimizer
 # Expected: OUT/ROW/start.pt
 # Usage:    recipes/baevski_auli/convert.sh ROW [OPTION of fw-convert]...

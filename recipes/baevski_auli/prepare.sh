@@ -3,10 +3,10 @@
 #
 # Paper:    Mao 2022, table 3
 # Data:     downloads WikiText-103 (190 MB, 540 MB of text, checked by SHA-256) and the checkpoint (about 1 GB; no sum is published, that
-#           of the first download holds unless MODEL_SHA256 gives one), or takes wiki.{train,valid,test}.tokens of DATA, and CHECKPOINT
-#           with its dictionary DICT. Downloads resume
-# Hardware: any CPU; 5 GB of disk
-# Time:     not measured
+#           of the first download holds unless MODEL_SHA256 gives one), or takes wiki.{train,valid,test}.tokens or {train,valid,test}.txt
+#           of DATA, such as outputs/wikitext103/text, and CHECKPOINT with its dictionary DICT. Downloads resume
+# Hardware: any CPU, 0.5 GB of memory; 5 GB of disk
+# Time:     5 minutes of processor time on all cores together
 # Expected: OUT/data for fairseq, OUT/pretrained.pt
 # Usage:    recipes/baevski_auli/prepare.sh                 a second call continues where the first one stopped
 #           DATA=folder CHECKPOINT=model.pt DICT=dict.txt recipes/baevski_auli/prepare.sh
@@ -18,6 +18,12 @@ source "$ROOT/recipes/baevski_auli/rows.sh"
 TEXT_URL=${TEXT_URL:-https://wikitext.smerity.com/wikitext-103-v1.zip}
 TEXT_SHA256=${TEXT_SHA256:-242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590}
 MODEL_URL=${MODEL_URL:-https://dl.fbaipublicfiles.com/fairseq/models/lm/adaptive_lm_wiki103.v2.tar.bz2}
+if [ -z "$TOY" ]; then # before the first minute
+    [ -z "${CHECKPOINT:-}" ] || [ -f "$CHECKPOINT" ] || fail "CHECKPOINT is $CHECKPOINT, which is not a file"
+    dictionary=${DICT-${CHECKPOINT:+$(dirname "$CHECKPOINT")/dict.txt}}
+    [ -z "$dictionary" ] || [ -f "$dictionary" ] || fail "DICT is $dictionary, which is not a file; it must be the dictionary of CHECKPOINT"
+    [ -z "${DATA:-}" ] || need_texts
+fi
 made_with=("TOY=$TOY")
 [ -n "$TOY" ] || made_with+=("DATA=$(absolute "${DATA:-}")" "CHECKPOINT=$(absolute "${CHECKPOINT:-}")" "DICT=$(absolute "${DICT:-}")")
 there=
@@ -46,8 +52,8 @@ fi
 DICT=${DICT-$(dirname "$CHECKPOINT")/dict.txt}
 
 if [ -z "$there" ]; then
-    binarise "$OUT/data" "${made_with[@]}" -- --only-source ${DICT:+--srcdict "$DICT"} \
-        --trainpref "$DATA/wiki.train.tokens" --validpref "$DATA/wiki.valid.tokens" --testpref "$DATA/wiki.test.tokens"
+    need_texts
+    binarise "$OUT/data" "${made_with[@]}" -- --only-source ${DICT:+--srcdict "$DICT"} "${texts[@]}"
 fi
 if [ -n "$TOY" ] && [ ! -f "$CHECKPOINT" ]; then
     train "$(dirname "$CHECKPOINT")" "$OUT/data" --task language_modeling --arch transformer_lm_wiki103 "${shape[@]}" \

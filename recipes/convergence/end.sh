@@ -18,7 +18,6 @@ is_finished() { # FOLDER
 to_the_end() { # FOLDER DATA LR OPTION...: trains until the loss no longer falls, or goes on with it; a finished run is left alone
     local folder=$1 lr=$3
     ! is_finished "$folder" || return 0
-    echo "training ${folder##*/}; its progress is in $folder/train.log" >&2
     (train "$folder" "$2" --lr "$lr" --stop-min-lr "$(awk "BEGIN { print 0.03 * $lr }")" "${until_the_end[@]}" "${@:4}") >/dev/null ||
         { [ ! -f "$folder/train.log" ] || tail -n 3 "$folder/train.log" >&2; exit 1; }
     is_finished "$folder" || fail "$folder did not end by its learning rate; $folder/train.log says why"
@@ -39,9 +38,9 @@ keep_curve() { # RUN NAME: OUT/curves/NAME.log gets the validations of a run
 }
 
 cells() { # RUN CELL...: cells of a table: best validation perplexity, CELL..., epochs, hours
-    "$PYTHON" "$ROOT/recipes/convergence/status.py" --cells "$@"
+    "$PYTHON" "$ROOT/recipes/status.py" --cells "$@"
 }
 
-show_status() { # FOLDER: a line for each run in this folder of OUT/runs: finished or not, epochs, the best validation perplexity
-    "$PYTHON" "$ROOT/recipes/convergence/status.py" --ended "$ENDED" "$OUT/runs/$1"
+show_status() { # FOLDER: a line for each run in this folder of OUT/runs
+    "$PYTHON" "$ROOT/recipes/status.py" "$OUT/runs/$1"
 }

@@ -20,6 +20,6 @@ split=${SPLIT:-test} length=512 memory=()
 [ -z "$TOY" ] || length=32
 [ -z "${SRUPP_MEMORY:-}" ] || memory=(--model-overrides "{'srupp_memory': $SRUPP_MEMORY, 'srupp_segment': 1}")
 log=$run/eval-$split${SRUPP_MEMORY:+-memory$SRUPP_MEMORY}.log
-logged "$log" fairseq-eval-lm "$OUT/bin" --user-dir "$ROOT/fw_fairseq" --path "$checkpoint" --gen-subset "$split" \
-    --task stateful_language_modeling --tokens-per-sample $length --batch-size 1 "${memory[@]}" "${machine[@]}" "$@"
+measure_text "$log" "$OUT/bin" "$split" --path "$checkpoint" --task stateful_language_modeling --tokens-per-sample $length \
+    --batch-size 1 "${memory[@]}" "$@"
 echo "| $row${SRUPP_MEMORY:+, memory $SRUPP_MEMORY} | $split | $(bits "$log") |"

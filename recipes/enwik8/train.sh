@@ -6,12 +6,13 @@
 #           width 512)
 # Data:     OUT/bin of prepare.sh
 # Hardware: one GPU of 24 GB; GPUS workers share the batch of 8 segments
-# Time:     not run at this size yet; recipes/README.md has estimates
+# Time:     not run at this size yet; recipes/README.md has estimates, and CHECK=1 measures yours
 # Expected: srupp 0.974 bits per character of the test text in the paper, with 108M parameters and SRUPP_MEMORY=3072 in eval.sh. The
 #           other rows have no published number of this size
 # Usage:    recipes/enwik8/train.sh ROW [OPTION of fairseq-train]...      resumes from the last checkpoint of the row
 #           recipes/enwik8/train.sh srupp
 #           GPUS=8 recipes/enwik8/train.sh srupp --tokens-per-sample 1024 --batch-size 4       the batch of the paper
+#           CHECK=1 recipes/enwik8/train.sh srupp     20 updates: speed, memory, disk, hours
 #           TOY=1 recipes/enwik8/train.sh srupp       a tiny model on the CPU, after TOY=1 prepare.sh
 #
 # Learning rate, warm-up, weight decay, clipping, dropout and the number of updates are those of the paper's code, and so are the units of
@@ -19,7 +20,6 @@
 # paper), and fairseq's residual connection and norm are around each unit. docs/differences.md has all differences.
 source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
-renamed BATCH "pass --batch-size, the segments of one worker, or set GPUS, the workers that share the batch"
 renamed LENGTH "pass --tokens-per-sample"
 OUT=$(output_folder enwik8)
 kinds="srupp, srupp5, rescaled, transformer_xl or delta"
@@ -50,8 +50,9 @@ if [ -n "$TOY" ]; then
     model+=(--decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32)
 fi
 
-batch=$(share $batch)
+default_precision=fp32 trial_of=enwik8
+share $batch --batch-size
 train "$OUT/runs/${RUN:-$row}" "$OUT/bin" --task stateful_language_modeling "${model[@]}" \
-    --tokens-per-sample $length --batch-size "$batch" --criterion fast_weight_cross_entropy \
+    --tokens-per-sample $length "${batch[@]}" --criterion fast_weight_cross_entropy \
     --optimizer adam --adam-betas '(0.9, 0.999)' --weight-decay 0.1 --lr 0.0003 --lr-scheduler cosine --warmup-updates $warmup \
-    --max-update $updates --clip-norm 1.0 --keep-last-epochs 1 --log-format json --log-interval 100 "$@"
+    --max-update $updates --clip-norm 1.0 --no-epoch-checkpoints --log-format json --log-interval 100 "$@"

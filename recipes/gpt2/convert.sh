@@ -6,7 +6,7 @@
 #           (with attention norm), norm (without it) or phi (without attention norm and without feature map)
 # Data:     OUT of prepare.sh
 # Hardware: any CPU, 2 GB of memory
-# Time:     not measured
+# Time:     half a minute, 7 seconds of processor time; OUT/ROW/start.pt has 0.5 GB
 # Expected: OUT/ROW/start.pt
 # Usage:    recipes/gpt2/convert.sh ROW [OPTION of fw-convert]...
 #           recipes/gpt2/convert.sh softmax && recipes/gpt2/finetune.sh softmax      first, so that the other rows start from it

@@ -3,8 +3,10 @@
 #
 # Paper:    Mao 2022, tables 1 and 2; the head of convert.sh says which rows there are
 # Data:     OUT of prepare.sh and OUT/ROW/start.pt of convert.sh
-# Hardware: one GPU of 40 GB; GPUS workers share the 32 texts (1, 2, 4, 8, 16 or 32)
-# Time:     13 hours on an A100 in the paper; not run at this size for want of the data and a GPU; recipes/README.md has estimates
+# Hardware: one GPU of 40 GB; GPUS workers share the 32 texts. A row needs 5.1 GB of disk: start.pt and three checkpoints of 1.5 GB; the
+#           eleven rows of the paper need 56 GB
+# Time:     13 hours on an A100 in the paper; not run at this size for want of the data and a GPU; recipes/README.md has estimates, and
+#           CHECK=1 measures yours
 # Expected: the paper's best perplexity of validation text: softmax 14.5; sum-4-phi 20.0, gated-4-phi 17.1, decay-4-phi 17.1,
 #           delta-4-baseline 21.6, delta-4-norm (without attention norm) 20.1; gated-16-phi 16.8, gated-32-phi 16.4, decay-16-phi 16.1, decay-32-phi 14.6; local_attention 19.4.
 #           docs/results/figures/tables.py mao1 OUT (and mao2) puts yours beside them
@@ -13,6 +15,7 @@
 #           GPUS=2 recipes/gpt2/finetune.sh softmax
 #           GPUS=2 LAUNCH="torchrun --nproc-per-node 2" recipes/gpt2/finetune.sh decay-16-phi
 #           GPUS=8 srun --nodes 2 --ntasks-per-node 1 --gpus-per-node 4 recipes/gpt2/finetune.sh decay-16-phi --distributed-port 29500
+#           CHECK=1 recipes/gpt2/finetune.sh softmax          20 updates: speed, memory, disk, hours
 #           TOY=1 recipes/gpt2/finetune.sh decay-4-phi        a tiny model on the CPU, after the same row of convert.sh
 #
 # UPDATES, WARMUP and EVERY (updates between validations) shorten a run. The paper names neither optimizer nor schedule; this recipe takes
@@ -26,16 +29,16 @@ need_file "$OUT/$row/start.pt" "recipes/gpt2/convert.sh $row"
 
 updates=${UPDATES:-${TOY:+6}} warmup=${WARMUP:-${TOY:+2}} every=${EVERY:-${TOY:+3}}
 updates=${updates:-100000} warmup=${warmup:-4000} every=${every:-4000}
-choose_precision fp16 "$@"
 case $row in
     softmax | local_attention) model=(--mixer "$row") ;;
     *) model=(--update-rule "$rule" "${attention[@]}") ;;
 esac
 
-batch=$(share 32)
-train "$OUT/$row" "$OUT/data" --task language_modeling --arch fast_weight_lm_gpt2_small "${shape[@]}" \
+default_precision=fp16 trial_of=gpt2
+share 32 --batch-size
+train "$OUT/${RUN:-$row}" "$OUT/data" --task language_modeling --arch fast_weight_lm_gpt2_small "${shape[@]}" \
     --decoder-normalize-before --no-scale-embedding --activation-fn gelu_accurate --max-target-positions $tokens "${model[@]}" \
-    --finetune-from-model "$OUT/$row/start.pt" --criterion cross_entropy --tokens-per-sample $tokens --batch-size "$batch" \
+    --finetune-from-model "$OUT/$row/start.pt" --criterion cross_entropy --tokens-per-sample $tokens "${batch[@]}" \
     --optimizer adam --lr 6e-4 --lr-scheduler cosine --min-lr 2e-6 --warmup-updates "$warmup" --warmup-init-lr 1e-7 \
     --max-update "$updates" --clip-norm 1.0 --no-epoch-checkpoints --validate-interval-updates "$every" \
     --save-interval-updates "$every" --keep-interval-updates 1 --log-format json --log-interval "${LOG_INTERVAL:-100}" "${@:2}"

@@ -18,7 +18,6 @@ split=${SPLIT:-test}
 length=512
 [ -z "$TOY" ] || length=32
 log=$run/eval-$split.log
-logged "$log.part" fairseq-eval-lm "$OUT/bin" --user-dir "$ROOT/fw_fairseq" --path "$checkpoint" --gen-subset "$split" \
-    --task stateful_language_modeling --tokens-per-sample "$length" --batch-size 1 "${machine[@]}" "$@"
-mv "$log.part" "$log"
+measure_text "$log" "$OUT/bin" "$split" --path "$checkpoint" --task stateful_language_modeling --tokens-per-sample "$length" \
+    --batch-size 1 "$@"
 echo "| $row | $split | $(perplexity "$log") |"

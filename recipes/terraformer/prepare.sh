@@ -12,5 +12,4 @@
 source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 own_text terraformer 32000
-binarise "$OUT/bin" "${made_with[@]}" -- --only-source --nwordssrc "$vocabulary" \
-    --trainpref "$data/train.txt" --validpref "$data/valid.txt" --testpref "$data/test.txt"
+binarise "$OUT/bin" "${made_with[@]}" -- --only-source --nwordssrc "$vocabulary" "${texts[@]}"

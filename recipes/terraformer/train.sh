@@ -4,11 +4,12 @@
 # Paper:    Jaszczur et al. 2021; the sizes, dropout, optimizer and schedule of its medium model on C4
 # Data:     OUT/bin of prepare.sh
 # Hardware: GPUS workers share the batch of 64 segments of 512 tokens; not run at this size yet
-# Time:     not measured at this size
+# Time:     not measured at this size; recipes/README.md has estimates, and CHECK=1 measures yours
 # Expected: the paper reports no perplexity on these data; sparse feed-forward layers come within 3% of dense ones on its own
 # Usage:    recipes/terraformer/train.sh ROW [OPTION of fairseq-train]...     resumes from the last checkpoint of the row
 #           recipes/terraformer/train.sh terraformer
 #           GPUS=8 recipes/terraformer/train.sh softmax
+#           CHECK=1 recipes/terraformer/train.sh terraformer  20 updates: speed, memory, disk, hours
 #           TOY=1 recipes/terraformer/train.sh terraformer    a tiny model on the CPU, after TOY=1 prepare.sh
 #
 # ROW is dense (a Transformer of the same sizes), ffn (with sparse feed-forward layers), softmax (all sparse parts, softmax attention) or
@@ -39,8 +40,9 @@ case $row in
     *) fail "ROW is $row; it must be $kinds" ;;
 esac
 
-batch=$(share $batch)
+default_precision=fp32 trial_of=terraformer
+share $batch --batch-size
 train "$OUT/runs/${RUN:-$row}" "$OUT/bin" --task stateful_language_modeling "${sizes[@]}" "${model[@]}" \
-    --tokens-per-sample $length --batch-size "$batch" --criterion cross_entropy \
+    --tokens-per-sample $length "${batch[@]}" --criterion cross_entropy \
     --optimizer adafactor --scale-parameter --lr 0.01 --lr-scheduler inverse_sqrt --warmup-updates $warmup \
-    --max-update $updates --clip-norm 1.0 --keep-last-epochs 1 --log-format json --log-interval 100 "$@"
+    --max-update $updates --clip-norm 1.0 --no-epoch-checkpoints --log-format json --log-interval 100 "$@"

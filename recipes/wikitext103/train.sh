@@ -3,8 +3,9 @@
 #
 # Paper:    Schlag et al. 2021, tables 2 to 5; base-srupp is the base model of Lei 2021
 # Data:     OUT/bin of prepare.sh
-# Hardware: two V100 in the paper; GPUS workers share the batch of 96 (small), 56 (medium) or 16 (base) segments
-# Time:     up to four days in the paper; not run at this size yet; recipes/README.md has estimates
+# Hardware: two V100 in the paper; GPUS workers share the batch of 96 (small), 56 (medium) or 16 (base) segments. A checkpoint has 0.5 GB
+#           (small), 1.1 GB (medium) or 2.3 GB (base), and a run two of them, three while one is written
+# Time:     up to four days in the paper; not run at this size yet; recipes/README.md has estimates, and CHECK=1 measures yours
 # Expected: the paper's test perplexity, by eval.sh:
 #             small-   transformer 34.1   linear 38.3   delta 35.5   performer 39.6   performer_delta 37.2
 #                      performer16 38.8   performer16_delta 37.0   dpfp1 38.8   dpfp1_delta 35.0
@@ -20,6 +21,8 @@
 #           GPUS=2 recipes/wikitext103/train.sh small-delta
 #           GPUS=2 LAUNCH="torchrun --nproc-per-node 2" recipes/wikitext103/train.sh small-delta
 #           GPUS=8 srun --nodes 2 --ntasks-per-node 1 --gpus-per-node 4 recipes/wikitext103/train.sh small-delta --distributed-port 29500
+#           CHECK=1 recipes/wikitext103/train.sh small-delta    20 updates: speed, memory, disk, hours
+#           BATCH=48 recipes/wikitext103/train.sh small-delta   half of the batch at once, twice for each update
 #           TOY=1 recipes/wikitext103/train.sh small-delta      a tiny model on the CPU, after TOY=1 prepare.sh
 #
 # small has width 128, segments of 256 tokens and 44M parameters (the paper says 40M, its code has 44.0M); medium has width 256, segments
@@ -32,7 +35,6 @@
 # elsewhere, tf32 (fp32 with faster, coarser products) or fp16. Schlag et al. 2021 do not name theirs; the code of base has fp16.
 source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
-renamed BATCH "pass --batch-size, the segments of one worker, or set GPUS, the workers that share the batch"
 OUT=$(output_folder wikitext103)
 kinds="SIZE-NAME, for example small-delta; --help lists all"
 need_row "$kinds" "$@"
@@ -93,10 +95,10 @@ if [ -n "$TOY" ]; then
     model+=(--adaptive-input-cutoff 500,1000 --adaptive-softmax-cutoff 500,1000)
     [ "$size" = base ] || model+=(--decoder-ffn-embed-dim 64)
 fi
-choose_precision fp32 "$@"
 
-batch=$(share "$batch")
+default_precision=fp32 trial_of=wikitext103
+share "$batch" --batch-size
 train "$OUT/runs/${RUN:-$row}" "$OUT/bin" --task $task --arch "$arch" \
-    --tokens-per-sample "$length" --batch-size "$batch" --required-batch-size-multiple 1 --criterion fast_weight_cross_entropy \
+    --tokens-per-sample "$length" "${batch[@]}" --required-batch-size-multiple 1 --criterion fast_weight_cross_entropy \
     --ddp-backend legacy_ddp --optimizer adam --lr 0.00025 --lr-scheduler cosine --warmup-updates 2000 --max-update "$updates" \
-    --clip-norm 0.25 --keep-last-epochs 1 --log-format json --log-interval 100 "${model[@]}" "$@"
+    --clip-norm 0.25 --no-epoch-checkpoints --log-format json --log-interval 100 "${model[@]}" "$@"

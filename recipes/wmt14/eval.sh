@@ -4,10 +4,11 @@
 # Paper:    Schlag et al. 2021, table 1
 # Data:     OUT of prepare.sh and train.sh: bin, raw/test.de, tok/test.de, runs/ROW; a row for each test set that prepare.sh got
 # Hardware: one GPU, or a CPU with CPU=1
-# Time:     not measured for newstest2014; about a minute for 1000 short sentences and a small model on one CPU core
+# Time:     about a minute for 1000 short sentences and a small model on one CPU core
 # Expected: the scores in the head of train.sh; detokenised BLEU is the one to compare with other work
 # Usage:    recipes/wmt14/eval.sh ROW [OPTION of fairseq-generate]...
 #           prints | row | detokenised BLEU | tokenised BLEU, compounds split | sentences/s |
+#           TEST_LINES=100 recipes/wmt14/eval.sh dpfp2      the first sentences alone
 #           CHECKPOINT=checkpoint_last.pt BEAM=5 LENPEN=1 recipes/wmt14/eval.sh dpfp2
 #
 # Published BLEU of WMT14 English-German mostly has compounds split: "mother-in-law" counts as three words, and the score is higher.
@@ -24,20 +25,31 @@ shift
 checkpoint=$run/${CHECKPOINT:-checkpoint_best.pt}
 need_file "$checkpoint" "recipes/wmt14/train.sh $row"
 
+shorter=()
+[ -z "$TOY" ] || shorter=(--max-len-a 0 --max-len-b 12) # of a model that has not learnt to end
+
 compounds() { sed -E 's/ @-@ /-/g; s/([^ ])-([^ ])/\1 ##AT##-##AT## \2/g; s/([^ ])-([^ ])/\1 ##AT##-##AT## \2/g' "$1"; }
 
 score() { # SUBSET OPTION...: translates one test set and prints its row
-    local set=$1 log=$run/generate.log tokens=$run/$1.tok.$target text=$run/$1.$target case_=() label=$row detokenised split
+    local set=$1 data=$OUT/bin log=$run/generate.log tokens=$run/$1.tok.$target text=$run/$1.$target case_=() label=$row folder detokenised split
     [ "$set" = test ] || log=$run/generate-$set.log label="$row $set"
-    logged "$log" fairseq-generate "$OUT/bin" --user-dir "$ROOT/fw_fairseq" --path "$checkpoint" --gen-subset "$set" \
-        --beam "${BEAM:-4}" --lenpen "${LENPEN:-0.6}" --remove-bpe --scoring sacrebleu --batch-size "${BATCH:-64}" "${machine[@]}" "${@:2}"
+    if [ -n "${TEST_LINES:-}" ]; then
+        data=$run/first-$TEST_LINES log=${log%.log}-first-$TEST_LINES.log
+        "$PYTHON" "$ROOT/recipes/cut.py" "$OUT/bin" "$set" "$TEST_LINES" "$data"
+    fi
+    say "translating $set; the log is $log"
+    logged "$log" fairseq-generate "$data" --user-dir "$ROOT/fw_fairseq" --path "$checkpoint" --gen-subset "$set" \
+        --beam "${BEAM:-4}" --lenpen "${LENPEN:-0.6}" --remove-bpe --scoring sacrebleu --batch-size "${BATCH:-64}" --log-format simple --log-interval 20 \
+        "${machine[@]}" "${shorter[@]}" "${@:2}"
     sed -n 's/^H-//p' "$log" | sort -n | cut -f 3 >"$tokens"
     sacremoses -q -l "$target" detokenize -x <"$tokens" >"$text"
-    [ "$(wc -l <"$text")" = "$(wc -l <"$OUT/raw/$set.$target")" ] ||
-        fail "$text and $OUT/raw/$set.$target differ in their number of lines"
-    grep -q '[[:upper:]]' "$OUT/tok/$set.$target" || case_=(--lowercase)
-    compounds "$OUT/tok/$set.$target" >"$tokens.reference"
-    detokenised=$(sacrebleu "$OUT/raw/$set.$target" -i "$text" -l "$source-$target" -b -w 2 "${case_[@]}")
+    for folder in raw tok; do # as long as what was translated
+        head -n "${TEST_LINES:--0}" "$OUT/$folder/$set.$target" >"$text.$folder"
+    done
+    [ "$(wc -l <"$text")" = "$(wc -l <"$text.raw")" ] || fail "$text and $OUT/raw/$set.$target differ in their number of lines"
+    grep -q '[[:upper:]]' "$text.tok" || case_=(--lowercase)
+    compounds "$text.tok" >"$tokens.reference"
+    detokenised=$(sacrebleu "$text.raw" -i "$text" -l "$source-$target" -b -w 2 "${case_[@]}")
     split=$(compounds "$tokens" | sacrebleu "$tokens.reference" -b -w 2 --tokenize none --force)
     echo "$detokenised $split" >"$run/bleu-$set.txt"
     echo "| $label | $detokenised | $split | $(sed -nE 's/.*Translated .* \(([0-9.]+) sentences\/s.*/\1/p' "$log") |"

@@ -4,11 +4,13 @@
 # Paper:    Schlag et al. 2021, table 1
 # Data:     downloads Europarl v7, Common Crawl and News Commentary v9 (1.7 GB, checked by SHA-256), and newstest2013 and newstest2014
 #           (full) through sacrebleu, which has their checksums; or takes train, valid and test of DATA, each in .en and .de
-# Hardware: any CPU, 16 GB of memory, 15 GB of disk for WMT14; needs the extra translation (sacremoses, subword-nmt)
-# Time:     hours for WMT14, one minute for the 29,000 sentences of Multi30k
+# Hardware: any CPU, 2 GB of memory, 15 GB of disk for WMT14; needs the extra translation (sacremoses, subword-nmt)
+# Time:     about 70 minutes of processor time for WMT14, of which 10 to 25, for learn-bpe, are on one core; one minute for the 29,000
+#           sentences of Multi30k
 # Expected: OUT/bin for fairseq; OUT/raw/test.de and OUT/tok/test.de, which eval.sh scores against
 # Usage:    recipes/wmt14/prepare.sh                        a second call continues where the first one stopped, file by file
 #           DATA=folder OUT=folder recipes/wmt14/prepare.sh
+#           TOY=1 recipes/wmt14/prepare.sh                  a small text and the same words backwards, to try all steps on a CPU
 #           DATA=multi30k VALID=val TEST=test_2016_flickr BPE=8000 LOWERCASE=1 OUT=outputs/multi30k recipes/wmt14/prepare.sh
 #
 # TRAIN, VALID and TEST are the names of the files in DATA, SOURCE and TARGET their languages. TEST may name several test sets, such as
@@ -20,7 +22,6 @@ OUT=$(output_folder wmt14)
 source=${SOURCE:-en}
 target=${TARGET:-de}
 data=${DATA:-}
-[ -n "$data" ] || no_toy "leave TOY out, and set DATA to a folder with a small parallel text"
 train=${TRAIN:-train} valid=${VALID:-valid} tests=${TEST:-test}
 read -ra names <<<"$tests"
 splits=(train valid) testprefs=
@@ -31,9 +32,11 @@ for i in "${!names[@]}"; do # fairseq calls several test sets test, test1, test2
     testprefs+=${testprefs:+,}$OUT/bpe/$split
 done
 merges=${BPE:-32000}
+if [ -n "$TOY" ]; then
+    data=$OUT/text merges=${BPE:-300}
+fi
 lowercase=${LOWERCASE:-0}
 longest=${LONGEST:-250}
-workers=${WORKERS:-$(nproc)}
 
 make() { # FILE COMMAND...: writes the command's output to FILE unless FILE is there; a file that is there is whole
     local file=$1
@@ -41,9 +44,36 @@ make() { # FILE COMMAND...: writes the command's output to FILE unless FILE is t
     if [ ! -f "$file" ]; then
         mkdir -p "$(dirname "$file")"
         echo "$file" >&2
+        each_minute lines_of "$file" $SECONDS
         "$@" >"$file.part"
+        no_more
         mv "$file.part" "$file"
     fi
+}
+
+lines_of() { # FILE SECONDS: how much of it is there, of which the work has begun so many seconds after this shell
+    local whole
+    whole=$(wc -l <"$OUT/raw/train.$source") # all that takes long is made of the training text
+    echo "$1: $(wc -l <"$1.part") lines of at most $whole after $(((SECONDS - $2) / 60)) minutes"
+}
+
+toy() { # makes DATA: lines of the language reference, and the same words backwards for a translation
+    local split
+    language_reference "$data/words"
+    for split in train valid test; do
+        awk -v most="$([ $split = train ] && echo 800 || echo 20)" 'NF > 2 && NF < 30 && n++ < most' "$data/words/$split.txt" >"$data/$split.$source"
+        awk '{ for (i = NF; i; i--) printf "%s%s", $i, (i == 1 ? "\n" : " ") }' "$data/$split.$source" >"$data/$split.$target"
+    done
+}
+
+learn() { # learn-bpe, whose bar of progress is for a terminal
+    if [ -t 2 ]; then subword-nmt learn-bpe -s "$merges"; else subword-nmt learn-bpe -s "$merges" 2>/dev/null; fi
+}
+
+apply() { # FILE: its words in pieces; several processes need files in place of streams
+    subword-nmt apply-bpe -c "$OUT/codes" --num-workers "$WORKERS" -i "$1" -o "$OUT/bpe/.pieces" >&2
+    cat "$OUT/bpe/.pieces"
+    rm "$OUT/bpe/.pieces"
 }
 
 corpus() { # LANGUAGE: the training text of WMT14
@@ -60,7 +90,7 @@ published() { # SET LANGUAGE: newstest in that language
 }
 
 words() { # LANGUAGE FILE: tokens as the Moses scripts make them, hyphens split
-    sacremoses -q -j "$workers" -l "$1" normalize -c tokenize -x -a <"$2" | if [ "$lowercase" = 1 ]; then sed 's/.*/\L&/'; else cat; fi
+    sacremoses -q -j "$WORKERS" -l "$1" normalize -c tokenize -x -a <"$2" | if [ "$lowercase" = 1 ]; then sed 's/.*/\L&/'; else cat; fi
 }
 
 pairs() { # SIDE: the training sentences that are not empty, not too long, and not 1.5 times as long as the other language's
@@ -73,8 +103,12 @@ archive() { # URL SHA256
     download "$1" "$OUT/download/${1##*/}" "$2"
 }
 
+for program in sacremoses sacrebleu subword-nmt; do
+    command -v $program >/dev/null || fail "$program is missing; install the extra translation of this project"
+done
 made_with=("SOURCE=$source" "TARGET=$target" "DATA=$(absolute "$data")" "TRAIN=$train" "VALID=$valid" "TEST=$tests")
 made_with+=("BPE=$merges" "LOWERCASE=$lowercase" "LONGEST=$longest")
+[ -z "$TOY" ] || [ -d "$data" ] || toy
 prepared "$OUT/raw" "${made_with[@]}" || true # finished files stay, also where OUT/bin is not there yet
 if [ -z "$data" ]; then
     [ "$source-$target" = en-de ] || fail "only en-de is downloaded; for $source-$target set DATA to a folder with its text"
@@ -88,6 +122,7 @@ else
         done
     done
 fi
+say "preparing the text, processes: $WORKERS"
 [ -d "$OUT/raw" ] || record "$OUT/raw" "${made_with[@]}"
 for language in "$source" "$target"; do
     if [ -n "$data" ]; then
@@ -113,12 +148,12 @@ done
 make "$OUT/pairs/train.$source" pairs 1
 make "$OUT/pairs/train.$target" pairs 2
 [ -s "$OUT/pairs/train.$source" ] || fail "no training pair of $OUT/tok is left after filtering by length"
-make "$OUT/codes" subword-nmt learn-bpe -s "$merges" < <(cat "$OUT/pairs/train.$source" "$OUT/pairs/train.$target")
+make "$OUT/codes" learn < <(cat "$OUT/pairs/train.$source" "$OUT/pairs/train.$target")
 for split in "${splits[@]}"; do
     folder=tok
     [ "$split" = train ] && folder=pairs
     for language in "$source" "$target"; do
-        make "$OUT/bpe/$split.$language" subword-nmt apply-bpe -c "$OUT/codes" <"$OUT/$folder/$split.$language"
+        make "$OUT/bpe/$split.$language" apply "$OUT/$folder/$split.$language"
     done
 done
 if [ -d "$OUT/bin" ]; then

@@ -158,6 +158,19 @@ def test_a_copy_takes_the_place_of_a_file_as_fairseqs_does(iopath, overwrite, tm
     assert PathManager.copy(str(tmp_path / "a"), str(tmp_path / "c")) and (tmp_path / "c").read_text() == "a"
 
 
+def test_the_last_checkpoint_shares_the_file_of_one_with_a_number(tmp_path):
+    """The best one is a file of its own, which may be changed without the others."""
+    names = {name: tmp_path / f"checkpoint_{name}.pt" for name in ("1_20", "1_30", "best", "last")}
+    for name in ("1_20", "1_30"):
+        names[name].write_text(name)
+        for other in ("best", "last", "last"):
+            PathManager.copy(str(names[name]), str(names[other]), overwrite=True)
+        assert names["last"].samefile(names[name]) and not names["best"].samefile(names[name])
+    assert names["1_20"].read_text() == "1_20" and names["best"].read_text() == names["last"].read_text() == "1_30"
+    PathManager.copy(str(names["best"]), str(names["last"]), overwrite=True)
+    assert not names["last"].samefile(names["best"]) and len(list(tmp_path.iterdir())) == 4
+
+
 def test_a_remote_file_is_copied_by_fairseq(monkeypatch):
     asked = []
     monkeypatch.setattr(PathManager, "path_requires_pathmanager", lambda path: path.startswith("s3:"))

@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -132,7 +133,8 @@ def test_a_run_that_has_ended_is_not_stopped_and_signals_are_given_back():
 def settings(most: int, hours: float = 0, saving: int = 0, validating: int = 0, waits: bool = False) -> Namespace:
     checkpoint = Namespace(no_save=False, no_last_checkpoints=False, write_checkpoints_asynchronously=waits)
     checkpoint.save_interval_updates = saving
-    optimization, dataset = Namespace(max_update=most, stop_time_hours=hours), Namespace(validate_interval_updates=validating)
+    optimization = Namespace(max_update=most, stop_time_hours=hours)
+    dataset = Namespace(validate_interval_updates=validating, disable_validation=False)
     return Namespace(optimization=optimization, checkpoint=checkpoint, dataset=dataset)
 
 
@@ -238,16 +240,16 @@ def test_signals_are_passed_on_by_the_parent_of_several_workers_only(main, worke
         assert [signal.getsignal(number) == stopping.pass_on for number in stopping.SIGNALS] == [passed_on] * 2
 
 
-def test_at_the_end_of_an_epoch_it_validates_and_waits_for_what_is_being_written(done, monkeypatch):
-    """It saves before, since a cluster may not wait for the validation. Workers wait for the one that writes."""
+def test_at_the_end_of_an_epoch_it_waits_for_what_is_being_written(done, monkeypatch):
+    """A cluster may not wait for the validation, which the run that resumes makes up for. Workers wait for the one that writes."""
     monkeypatch.setattr(stopping.PathManager, "async_close", lambda: done.append("written"))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda flag: None)
     monkeypatch.setattr(torch.distributed, "barrier", lambda: done.append("waited"))
     config, trainer = settings(9, waits=True), trainer_after(3)
     with pytest.raises(SystemExit):
-        stopping.save_and_exit_if_told(lambda *args: done.append("validated"), config, trainer, None, None, [], True)
-    assert done == ["saved", "validated", "written", "waited"]
+        stopping.save_and_exit_if_told(lambda *args: done.append("validated"), config, trainer, None, Namespace(epoch=2), [], True)
+    assert done == ["saved", "written", "waited"] and trainer.validation_due == 2
 
 
 @pytest.mark.parametrize("of", ["a process that loads data", "a process without workers"])
@@ -269,10 +271,34 @@ def test_signals_end_other_processes_as_before(of, monkeypatch):
     [(6, 0, 0, False), (6, 3, 0, True), (6, 0, 2, True), (6, 4, 0, False), (6, 0, 5, False), (6, 4, 3, True)],
 )
 def test_a_validation_that_is_due_is_not_lost(updates, saving, validating, validates, done):
-    """Within an epoch: the run that resumes goes on after it."""
-    config = settings(9, saving=saving, validating=validating)
+    """Within an epoch: the run that resumes begins with it."""
+    config, trainer = settings(9, saving=saving, validating=validating), trainer_after(updates)
     with pytest.raises(SystemExit):
-        stopping.save_and_exit_if_told(
-            lambda *args: done.append("validated"), config, trainer_after(updates), None, None, [], False
+        stopping.save_and_exit_if_told(lambda *args: done.append("validated"), config, trainer, None, None, [], False)
+    assert done == ["saved"] and getattr(trainer, "validation_due", None) == (0 if validates else None)
+
+
+@pytest.mark.parametrize("interval", [7, 0], ids=["within an epoch", "at the end of all updates"])
+def test_a_validation_ends_at_the_next_batch_and_is_made_up_for(interval, data, tmp_path):
+    """The run that resumes has the best checkpoint and the validations of a run that was not stopped."""
+    command = ["--batch-size", 4, "--save-interval-updates", interval, "--keep-interval-updates", 1, "--max-update", 14]
+    command = [word for word in training(data, tmp_path / "stopped", *command) if word != "--disable-validation"]
+    run = Command("train", *command)
+    while run.process.is_alive() and 'begin validation on "valid"' not in run.files[1].read_text():
+        time.sleep(0.01)
+    os.kill(run.process.pid, signal.SIGTERM)
+    done = run.wait()
+    log = done.stdout + done.stderr
+    assert done.returncode == 75 and "SIGTERM received: the run saves and stops" in done.stderr, log[-2000:]
+    assert f"SIGTERM stopped the run after update {interval or 14}, with a checkpoint" in log and "valid | epoch" not in log
+    resumed = succeed(fairseq("train", *command))
+    command[command.index(tmp_path / "stopped")] = tmp_path / "whole"
+    whole = succeed(fairseq("train", *command))
+    found, expected = (re.findall(r"valid \| epoch.* loss ([\d.]+) .*num_updates (\d+)", text) for text in (resumed, whole))
+    assert found == expected and len(found) == (2 if interval else 1)
+    for name in ("best", "last"):
+        one, two = (
+            torch.load(tmp_path / run / f"checkpoint_{name}.pt", weights_only=True)["model"] for run in ("stopped", "whole")
         )
-    assert done == ["saved", *["validated"] * validates]
+        assert all(one[key].equal(two[key]) for key in one if not key.endswith("_float_tensor")), name
+    assert not interval or re.findall(r" wall[= ](\d+)", resumed)[-1] != "0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 from argparse import Namespace
 
@@ -25,7 +26,7 @@ ROW = "| {row} | {seed} | "
 
 @pytest.fixture(scope="module")
 def status():
-    return load("convergence/status.py")
+    return load("status.py")
 
 
 def write_log(folder, losses: list[float], ended: bool, epochs=range(1, 9)) -> None:
@@ -37,6 +38,7 @@ def write_log(folder, losses: list[float], ended: bool, epochs=range(1, 9)) -> N
         lines += [f"x | INFO | train | {json.dumps({'epoch': epoch, 'train_train_wall': '1800'})}", f"x | {json.dumps(valid)}"]
     if ended:
         lines.append(f"{ENDED} (8e-05) is smaller than or equal to minimum learning rate")
+        lines.append("2026-01-01 | INFO | fairseq_cli.train | done training in 9.0 seconds")
     (folder / "train.log").write_text("\n".join(lines) + "\n")
 
 
@@ -45,12 +47,13 @@ def test_status_of_runs(status, tmp_path, capsys):
     write_log(tmp_path / "b-1", [7.0], ended=False)
     write_log(tmp_path / "c-1", [], ended=False)
     write_log(tmp_path / "d-1", [7.0, 5.0, 6.0], ended=False, epochs=(1, 2, 2))  # the second is within its epoch
-    status.main("--ended", ENDED, str(tmp_path))
-    assert capsys.readouterr().out.splitlines() == [
-        "a-1: finished, 3 epochs, best validation perplexity 32.00 in epoch 2",  # valid_ppl
-        "b-1: unfinished, 1 epochs, best validation perplexity 64.00 in epoch 1",
-        "c-1: unfinished, no epoch is complete",
-        "d-1: unfinished, 2 epochs, best validation perplexity 16.00 in epoch 2",
+    status.main(str(tmp_path))
+    rows = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [row[:4] for row in rows] == [
+        ["a-1", "finished", "0", "32.00 (epoch 2)"],  # valid_ppl
+        ["b-1", "interrupted", "0", "64.00 (epoch 1)"],
+        ["c-1", "interrupted", "0", "0 seconds ago"],
+        ["d-1", "interrupted", "0", "16.00 (epoch 2)"],
     ]
     status.main("--cells", str(tmp_path / "a-1"), "5.1", "")
     assert capsys.readouterr().out == "32.00 | 5.1 |  | 3 | 1.5\n"
@@ -58,7 +61,7 @@ def test_status_of_runs(status, tmp_path, capsys):
     assert capsys.readouterr().out == "16.00 | 2 | 1.0\n"
     with pytest.raises(SystemExit, match="the log of c-1 has no validation loss"):
         status.main("--cells", str(tmp_path / "c-1"))
-    status.main("--ended", ENDED, str(tmp_path / "nothing"))
+    status.main(str(tmp_path / "nothing"))
     assert capsys.readouterr().out == "no run has begun\n"
 
 
@@ -92,7 +95,8 @@ def test_language_models_and_conversion(tmp_path):
     again = recipe("convergence/conversion.sh", out, "decay-4-distilled")
     assert cells(succeed(again), "decay-4-distilled") == row and "training" not in again.stderr
     assert stamps == {path: path.stat().st_mtime_ns for path in (out / "runs").rglob("*.*") if path.is_file()}
-    assert "decay-4-distilled-0.1-1: finished, " in succeed(recipe("convergence/conversion.sh", out, "--status"))
+    shown = succeed(recipe("convergence/conversion.sh", out, "--status"))
+    assert re.search(r"^decay-4-distilled-0.1-1 +finished ", shown, re.MULTILINE)
     printed = succeed(recipe("convergence/conversion.sh", out, "decay-4-scratch", SEEDS="2"))
     before, _, trained, share, *_ = cells(printed, "decay-4-scratch", seed=2)
     assert before == share == "" and float(trained) > 10  # of a seed without a Transformer
@@ -135,7 +139,8 @@ def test_translations(tmp_path):
     again = recipe("convergence/translation.sh", out, "dpfp2-decoder", **given)
     succeed(again)
     assert again.stdout == first.stdout and "training" not in again.stderr
-    assert "dpfp2-decoder-0.1-1: finished, " in succeed(recipe("convergence/translation.sh", out, "--status"))
+    shown = succeed(recipe("convergence/translation.sh", out, "--status"))
+    assert re.search(r"^dpfp2-decoder-0.1-1 +finished ", shown, re.MULTILINE)
     other = recipe("convergence/translation.sh", out, "dpfp2-decoder", DROPOUT="0", **given)
     succeed(other)
     assert "training dpfp2-decoder-0-1;" in other.stderr

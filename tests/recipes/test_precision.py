@@ -37,7 +37,9 @@ def launched(tmp_path):
             functions = f"    device_count, get_device_capability = {list(gpus)}.__len__, {list(gpus)}.__getitem__\n"
             (tmp_path / "modules" / "torch.py").write_text(f"class cuda:\n{functions}")
         name, row = command.split()
-        return succeed(recipe(name, out, row, *options, **given)).split()
+        done = recipe(name, out, row, *options, **given)
+        succeed(done)
+        return done.stdout.split()
 
     return run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from argparse import Namespace
 from pathlib import Path
 
@@ -10,9 +11,14 @@ import torch
 
 
 def updates(log: str) -> dict[int, dict]:
-    """The logged numbers of each update."""
+    """The logged numbers of each update, with those of the layers from the save directory that the log names."""
     lines = [line[line.index("{") :] for line in log.splitlines() if "train_inner" in line and "{" in line]
-    return {int(entry["num_updates"]): entry for entry in map(json.loads, lines)}
+    found = {int(entry["num_updates"]): entry for entry in map(json.loads, lines)}
+    layers = Path(re.search(r"'save_dir': '([^']*)'", log)[1], "layers.jsonl")
+    for entry in map(json.loads, layers.read_text().splitlines() if layers.exists() else ()):
+        if int(entry.get("num_updates", 0)) in found:
+            found[int(entry["num_updates"])].update(entry)
+    return found
 
 
 def losses(logs: dict[int, dict]) -> dict[int, str]:

@@ -17,7 +17,7 @@ from fairseq.utils import safe_getattr
 from ...errors import Mistake
 from ..replacing import replaces
 from .reading import ORIGIN, origins
-from .saving import PATIENCE, patience_of
+from .saving import DUE, PATIENCE, patience_of
 
 logger = logging.getLogger(__name__)
 SIDES = ("source", "target")
@@ -26,14 +26,16 @@ SIDES = ("source", "target")
 @replaces(Trainer, "state_dict")
 def keep_task_and_dictionaries(original: Callable, trainer: Trainer) -> dict:
     """fairseq's checkpoints name the data folder, but not what was in it. Now they also have a sum of each dictionary, the name of
-    the task, and what `--patience` has counted. A number that some of fairseq's modules save and never set is now 0, so that equal
-    runs have equal checkpoints."""
+    the task, what `--patience` has counted, and whether a validation is due. A number that some of fairseq's modules save and never
+    set is now 0, so that equal runs have equal checkpoints."""
     state = original(trainer)
     for name, x in state.get("model", {}).items():
         if name.endswith("_float_tensor"):
             x.zero_()
     if counted := patience_of(trainer):
         state["extra_state"][PATIENCE] = counted
+    if (due := getattr(trainer, "validation_due", None)) is not None:
+        state["extra_state"][DUE] = due
     state["extra_state"][ORIGIN] = {"task": task_name(trainer), "dictionaries": dictionary_sums(trainer.task)}
     return state
 

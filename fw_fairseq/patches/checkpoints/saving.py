@@ -27,8 +27,9 @@ from ...errors import Mistake
 from ..replacing import replaces
 
 BAD_EPOCHS = "num_bad_epochs"
-PATIENCE = "patience"  # an entry of a checkpoint's extra_state
+PATIENCE, DUE = "patience", "validation_due"  # entries of a checkpoint's extra_state
 COUNTED = ("best", "num_runs")  # attributes of fairseq's should_stop_early
+NUMBERED = re.compile(r"/checkpoint(\d+|_\d+_\d+)[^/]*$")
 logger = logging.getLogger(__name__)
 held: dict[tuple[int, str], IO] = {}  # locks, by the process, as a process that is started as a copy of this one does not have them
 
@@ -36,13 +37,24 @@ held: dict[tuple[int, str], IO] = {}  # locks, by the process, as a process that
 @replaces(PathManager, "copy")
 def copy_by_renaming(original: Callable, source: str, target: str, overwrite: bool = False) -> bool:
     """A kill while fairseq copies a checkpoint onto `checkpoint_last.pt` leaves half of a file. Now the copy is written beside it
-    and renamed. As in fairseq, an existing file stays only without `overwrite` and with iopath."""
+    and renamed; where the checkpoint has a number in its name, `checkpoint_last.pt` is a hard link to it and takes no space. As in
+    fairseq, an existing file stays only without `overwrite` and with iopath."""
     if PathManager.path_requires_pathmanager(source) or PathManager.path_requires_pathmanager(target):
         return original(source, target, overwrite)
     if file_io.IOPathManager and os.path.exists(target) and not overwrite:
         return False
-    shutil.copyfile(source, f"{target}.tmp")
-    os.replace(f"{target}.tmp", target)
+    part = f"{target}.tmp"
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(part)
+    try:
+        if not (NUMBERED.search(source) and os.path.basename(target).startswith("checkpoint_last")):
+            raise OSError
+        os.link(source, part)
+    except OSError:  # another kind of copy, or a disk without links
+        shutil.copyfile(source, part)
+    os.replace(part, target)  # which leaves part where both are one file already
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(part)
     return True
 
 
@@ -146,13 +158,17 @@ def judge_the_last_epoch(original: Callable, cfg: Any, trainer: Trainer, **passt
     loss. Now the scheduler sees it when the run resumes."""
     extra_state, epochs = original(cfg, trainer, **passthrough_args)
     scheduler = trainer.lr_scheduler
-    follows = isinstance(scheduler, ReduceLROnPlateauLRSchedule) or getattr(scheduler, "follows_validation", False)
-    if extra_state is not None and follows and not (cfg.reset_optimizer or cfg.reset_lr_scheduler):
+    if extra_state is not None and follows_validation(scheduler) and not (cfg.reset_optimizer or cfg.reset_lr_scheduler):
         position, loss = extra_state["train_iterator"], extra_state.get("val_loss")
         between = position["iterations_in_epoch"] == 0 and epochs.next_epoch_idx == position["epoch"] > 1
         if between and loss is not None:
             trainer.lr_step(position["epoch"] - 1, loss)
     return extra_state, epochs
+
+
+def follows_validation(scheduler: object) -> bool:
+    """Whether the learning rate depends on the validation loss."""
+    return isinstance(scheduler, ReduceLROnPlateauLRSchedule) or getattr(scheduler, "follows_validation", False)
 
 
 def go_on_counting(counter: Callable, trainer: Trainer) -> None:

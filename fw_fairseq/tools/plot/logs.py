@@ -19,7 +19,7 @@ def read_logs(paths: list[Path], metric: str) -> tuple[list[dict[int, float]], s
     """Returns the metric of each log by update, and its name. A metric of training, such as train_loss, is logged once in an epoch;
     where this makes less than two points of one log, the same metric of train_inner, which is logged at every --log-interval, is
     taken for all logs."""
-    logs = [[read_line(line) for line in read_text(path, "a log of fairseq-train").splitlines()] for path in paths]
+    logs = [[read_line(line) for line in read_text(_source(path, metric), "a log of fairseq-train").splitlines()] for path in paths]
     if (inner := metric.removeprefix("train_")) != metric:
         epochs, steps = ([_by_update(entries, name) for entries in logs] for name in (metric, inner))
         if all(steps) and any(len(few) < min(2, len(more)) for few, more in zip(epochs, steps)):
@@ -38,6 +38,12 @@ def read_logs(paths: list[Path], metric: str) -> tuple[list[dict[int, float]], s
 def read_log(path: Path, metric: str) -> dict[int, float]:
     """Returns the metric by update."""
     return read_logs([path], metric)[0][0]
+
+
+def _source(path: Path, metric: str) -> Path:
+    """The file with a metric of a log: those of layers are in a file of their own."""
+    layers = path.with_name("layers.jsonl")
+    return layers if "fw_" in metric and layers.exists() else path
 
 
 def _by_update(entries: list[dict], metric: str) -> dict[int, float]:
@@ -63,7 +69,7 @@ def read_line(line: str) -> dict:
     if found := SIMPLE.search(line):
         kind, text = found.groups()
         prefix = "" if kind == "train_inner" else f"{kind}_"
-        return {prefix + name: value for name, value in PAIR.findall(text)}
+        return {"epoch": int(text.split()[1].rstrip(":")), **{prefix + name: value for name, value in PAIR.findall(text)}}
     try:
         return json.loads(line[line.index("{") :])
     except (ValueError, RecursionError):  # no brace, or no JSON
