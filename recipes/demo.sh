@@ -82,7 +82,6 @@ ready || PYTHON=$asked_python "$ROOT/requirements/install.sh" plots
 BIN=$ROOT/.venv/bin
 ! ready || BIN=${VIRTUAL_ENV:-$CONDA_PREFIX}/bin
 find_programs
-export PYTHONWARNINGS=ignore
 if [ ! -d "$OUT/data" ]; then
     step "corpus"
     language_reference "$OUT/text"

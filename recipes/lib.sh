@@ -72,6 +72,7 @@ find_programs() { # puts BIN, or .venv/bin where there is no BIN, first on the P
         fail "fairseq-train is not in ${BIN:-$ROOT/.venv/bin} or on the PATH; run recipes/demo.sh once, or set BIN to the folder that has it"
     PYTHON=$(command -v python || command -v python3) || fail "python is not in ${BIN:-$ROOT/.venv/bin} or on the PATH"
     export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
+    export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore} # fairseq's use of Hydra has many
 }
 
 output_folder() { # NAME: OUT or outputs/NAME. It ends in _toy with TOY=1 only, so that toy data are never taken for real data
@@ -213,7 +214,7 @@ binarised() { # FOLDER SECONDS FILE...: how far fairseq-preprocess is, which has
 }
 
 binarise() { # FOLDER NAME=VALUE... -- OPTION of fairseq-preprocess...: makes FOLDER and records its options; log beside it
-    local folder=$1 made_with=() option part files=() log
+    local folder=$1 made_with=() option parts part file files=() log
     log=$(dirname "$folder")/preprocess.log
     shift
     while [ "$1" != -- ]; do
@@ -221,9 +222,12 @@ binarise() { # FOLDER NAME=VALUE... -- OPTION of fairseq-preprocess...: makes FO
         shift
     done
     for option in "${@:2}"; do # files by their names or, of two languages, by how their names begin
-        IFS=, read -ra option <<<"$option"
-        for part in "${option[@]}"; do
-            if [ -f "$part" ]; then files+=("$part"); else files+=("$part".*); fi
+        IFS=, read -ra parts <<<"$option"
+        for part in "${parts[@]}"; do
+            for file in "$part" "$part".*; do
+                [ ! -f "$file" ] || files+=("$file")
+                [ "$file" != "$part" ] || [ ! -f "$file" ] || break
+            done
         done
     done
     mkdir -p "$(dirname "$folder")"

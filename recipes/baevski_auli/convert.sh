@@ -22,5 +22,7 @@ if [ -f "$OUT/$row/start.pt" ] && [ $# = 1 ] && [ -z "${FORCE:-}" ]; then
     exit 0
 fi
 mkdir -p "$OUT/$row"
+say "converting $OUT/pretrained.pt, which takes half a minute at the size of the paper"
 "$PYTHON" -m fw_fairseq.tools.convert "$OUT/pretrained.pt" "$OUT/$row/start.pt" --rule "$rule" "${attention[@]}" ${FORCE:+--force} "${@:2}" |
-    tee "$OUT/$row/convert.txt"
+    grep --line-buffered -v '^to train it' | tee "$OUT/$row/convert.txt"
+say "next: recipes/baevski_auli/finetune.sh $row"

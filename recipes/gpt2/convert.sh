@@ -33,5 +33,7 @@ if [ -f "$OUT/$row/start.pt" ] && [ $# = 1 ] && [ -z "${FORCE:-}" ] && { [ "$row
     exit 0
 fi
 mkdir -p "$OUT/$row"
+say "converting $start, which takes half a minute at the size of the paper"
 "$PYTHON" -m fw_fairseq.tools.convert "$start" "$OUT/$row/start.pt" --rule "$rule" "${attention[@]}" ${FORCE:+--force} "${@:2}" |
-    tee "$OUT/$row/convert.txt"
+    grep --line-buffered -v '^to train it' | tee "$OUT/$row/convert.txt"
+say "next: recipes/gpt2/finetune.sh $row"

@@ -5,7 +5,7 @@ pairs       a tenth of WMT14: 450,000 pairs of 25 words, with 200,000 types on e
 checkpoint  the model of Baevski and Auli 2019 as fairseq wrote it then, with 247 million parameters, for the text in FOLDER/text
 gpt2        GPT-2 small with a vocabulary of 50,257, learnt from FOLDER/text, and 20 MB of documents
 
-SCALE is a share of those amounts of text; the sizes of models stay.
+SCALE is a share of those amounts of text; the sizes of models and vocabularies stay.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def names(count: int) -> numpy.ndarray:
     letters = numpy.array(list("etaoinshrdlucmfwygpb"))
     digits = numpy.arange(count)[:, None] // 20 ** numpy.arange(6) % 20
     lengths = numpy.maximum(1, numpy.ceil(numpy.log(numpy.arange(count) + 2) / numpy.log(20)).astype(int))
-    return numpy.array([f"{'x' * (length > 4)}{''.join(word[:length])}" for word, length in zip(letters[digits], lengths)])
+    return numpy.array(["".join(word[:length]) for word, length in zip(letters[digits], lengths)])
 
 
 def drawn(words: numpy.ndarray, count: int) -> numpy.ndarray:
@@ -55,7 +55,7 @@ def write(path: Path, text: Iterable[str]) -> None:
 
 
 def text(folder: Path, scale: float) -> None:
-    types = names(int(TYPES * scale**0.5))
+    types = names(TYPES)
     for split, count in LINES.items():
         count = max(40, int(count * scale))
         write(folder / "text" / f"wiki.{split}.tokens", lines(types, count, WORDS))
@@ -66,7 +66,7 @@ def text(folder: Path, scale: float) -> None:
 
 def pairs(folder: Path, scale: float) -> None:
     for language in ("en", "de"):
-        types = names(int(200_000 * scale**0.5))
+        types = names(200_000)
         for split, count in PAIRS.items():
             write(
                 folder / "pairs" / f"{split}.{language}",
@@ -85,12 +85,7 @@ def checkpoint(folder: Path, scale: float) -> None:
     words.finalize()
     (folder / "published").mkdir(exist_ok=True)
     words.save(str(folder / "published" / "dict.txt"))
-    cutoffs = "20000,60000" if scale == 1 else f"{len(words) // 10},{len(words) // 4}"
-    arch, args = (
-        "transformer_lm_baevski_wiki103",
-        Namespace(tokens_per_sample=512, max_target_positions=512, adaptive_input_cutoff=cutoffs),
-    )
-    args.adaptive_softmax_cutoff = cutoffs
+    arch, args = "transformer_lm_baevski_wiki103", Namespace(tokens_per_sample=512, max_target_positions=512)
     ARCH_CONFIG_REGISTRY[arch](args)
     args.arch, args.task, args.data = arch, "language_modeling", "data"
     torch.manual_seed(1)
