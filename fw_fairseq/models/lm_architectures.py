@@ -220,6 +220,15 @@ def fast_weight_lm_baevski_auli(args: Namespace) -> None:
     fairseq_baevski_wiki103(args)
 
 
+@register_model_architecture("fast_weight_lm", "fast_weight_lm_small")
+def fast_weight_lm_small(args: Namespace) -> None:
+    """A model to begin with: gated_delta without positions, 4 layers of width 256, for a text that a CPU can learn."""
+    choose_mixer(args, "fast_weight", update_rule="gated_delta", feature_map="identity", feature_norm="l2")
+    defaults(args, decoder_layers=4, decoder_embed_dim=256, decoder_ffn_embed_dim=1024, decoder_attention_heads=4, dropout=0.2)
+    defaults(args, decoder_normalize_before=True, share_decoder_input_output_embed=True, no_token_positional_embeddings=True)
+    base_lm_architecture(args)
+
+
 @register_model_architecture("fast_weight_lm", "fast_weight_lm_gpt2_small")
 def fast_weight_lm_gpt2_small(args: Namespace) -> None:
     """The shape of GPT-2 small, 124M parameters: 12 layers, 12 heads, width 768, learned positions, tied embeddings."""

@@ -287,6 +287,16 @@ def test_gpt2_small_has_124_million_parameters():
     assert count(shapes("fast_weight_lm_gpt2_small", 50257)) - gates == 124_439_808 + 2 * 768  # fairseq's positions start at 2
 
 
+def test_the_model_to_begin_with():
+    """The rule that the pages recommend, whose memory may cross segments of any length."""
+    args = options_of("fast_weight_lm_small")
+    assert (args.update_rule, args.feature_map, args.feature_norm) == ("gated_delta", "identity", "l2")
+    assert (args.decoder_layers, args.decoder_embed_dim, args.decoder_input_dim, args.decoder_output_dim) == (4, 256, 256, 256)
+    built = shapes("fast_weight_lm_small", 1000)
+    assert [name for name, shape in built.items() if 1000 in shape] == ["decoder.embed_tokens.weight"], "no positions, one table"
+    assert options_of("fast_weight_lm_small", update_rule="delta", dropout=0.0).update_rule == "delta"
+
+
 def test_additive_architectures():
     args = options_of("additive_lm")
     assert (args.decoder_layers, args.decoder_embed_dim, args.decoder_ffn_embed_dim, args.decoder_attention_heads) == (
