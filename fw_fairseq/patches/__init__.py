@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import attention, batches, literals, non_finite, options, training, workers  # noqa: F401  each adds its changes
+from . import attention, batches, literals, non_finite, optimiser, options, training, workers  # noqa: F401  each adds its changes
 from .checkpoints import origin, reading, saving  # noqa: F401
 from .replacing import CHANGES
 
