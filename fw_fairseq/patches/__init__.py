@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from . import batches, literals, non_finite, options, progress, training, workers  # noqa: F401  each adds its changes
+from . import (  # noqa: F401  each adds its changes
+    attention,
+    batches,
+    literals,
+    non_finite,
+    optimiser,
+    options,
+    progress,
+    training,
+    workers,
+)
 from .checkpoints import origin, reading, saving  # noqa: F401
 from .replacing import CHANGES
 
