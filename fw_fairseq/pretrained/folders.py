@@ -28,10 +28,15 @@ def load_model(folder: str | Path) -> Any:
     if not path.is_dir():
         raise Mistake(f"--pretrained {folder} is no folder; download the model first, with config.json and its weights")
     try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True, **gguf_in(path))
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        given: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True, "output_loading_info": True, **gguf_in(path)}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, **given)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise Mistake(f"--pretrained {folder} does not load as a causal language model of transformers: {first}") from error
+    model, found = loaded
+    if missing := sorted(map(str, {*found["missing_keys"], *found["mismatched_keys"]})):
+        raise Mistake(f"--pretrained {folder} lacks {missing[0]}, or has it in another shape; its weights are of another model")
+    return model
 
 
 def gguf_in(folder: Path) -> dict[str, str]:
