@@ -8,6 +8,7 @@ apply()
 shorten()
 
 from .. import criterions, tasks  # noqa: E402
+from ..criterions import attention_transfer  # noqa: E402
 from ..data import pretrained_tokens  # noqa: E402
 from ..tasks import until_solved  # noqa: E402
 from . import field_architectures, lm_architectures  # noqa: E402
@@ -23,6 +24,7 @@ __all__ = [
     "FastWeightTransformer",
     "PretrainedLanguageModel",
     "RetrievalModel",
+    "attention_transfer",
     "criterions",
     "field_architectures",
     "lm_architectures",

@@ -17,7 +17,7 @@ from ..huggingface.parts import CACHE
 from ..mixers.look_back import places_in_texts
 from ..modules import Streams
 from ..ops.state import tensor_state
-from ..pretrained.adapter import all_heads
+from ..pretrained.adapter import all_heads, attentions
 from ..pretrained.attention import Pass
 from ..pretrained.folders import NEVER, tokens_of, written
 from .fast_weight_decoder import UNLIMITED, Promise
@@ -137,6 +137,18 @@ class PretrainedDecoder(FairseqIncrementalDecoder):
             part = logits[..., first : first + stop - start]
             parts.append(part if self.known[start:stop].all() else part.masked_fill(~self.known[start:stop], NEVER))
         return torch.cat(parts, -1)
+
+    def attention_distance(self, tokens: Tensor) -> Tensor:
+        """How far the heads are from the softmax whose place they take, a mean over converted layers. Each of them gets what the
+        unchanged model has there: the layers share everything but the heads, so that there is no second model."""
+        for part in attentions(self.model):
+            if getattr(part, "softmax", "sdpa") != "sdpa" or getattr(part, "drops_rotary", False):
+                raise Mistake("attention_transfer compares with softmax as it was: it needs sdpa, and no --drop-rotary")
+        memories = Pass(distances=[])
+        self.run(tokens, True, 0, memories=memories, use_cache=False)
+        if not memories.distances:
+            raise Mistake("attention_transfer needs a converted layer, and all of them are softmax")
+        return torch.stack(memories.distances).mean()
 
     def generated(self, tokens: Tensor, incremental_state: dict, features_only: bool) -> Tensor:
         """The scores after the tokens that this generation has not read yet."""

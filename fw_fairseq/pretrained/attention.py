@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import DynamicLayer
 
 from ..errors import Mistake
+from ..feature_maps import wide
 from .heads import LocalHeads, MemoryHeads, Read
 
 NAME = "fw_fairseq"
@@ -28,7 +29,8 @@ CHANGES_SCORES = ("softcap", "s_aux", "position_bias")  # which softmax over a w
 class Pass:
     """What the converted layers of one pass need besides their input.
 
-    ``before`` and ``after``: the states by layer, before the first and after the last token. ``keep``: whether ``after`` is wanted.
+    ``before`` and ``after``: the states by layer, before the first and after the last token. ``distances``: None, or a list in
+    which each converted layer leaves how far its heads are from softmax, whose output it then returns.
     """
 
     padding_mask: Tensor | None = None  # (B,T), True at padding
@@ -37,6 +39,7 @@ class Pass:
     after: dict[Any, Any] = field(default_factory=dict)
     group: Any = None  # see ``Mixer.forward``
     decoding: bool = False
+    distances: list[Tensor] | None = None
 
 
 class StateLayer(DynamicLayer):
@@ -115,7 +118,21 @@ def read(
         place.state, place.length = state, place.length + query.shape[2]
     else:
         memories.after[layer] = state
-    return y.transpose(1, 2).to(query.dtype), None
+    y = y.transpose(1, 2).to(query.dtype)
+    if memories.distances is None:
+        return y, None
+    with torch.no_grad():
+        wanted, _ = FUNCTIONS[module.softmax](module, query, key, value, attention_mask, dropout=0.0, scaling=scaling)
+    memories.distances.append(distance(y, wanted, memories.padding_mask))
+    return wanted, None
+
+
+def distance(y: Tensor, wanted: Tensor, padding_mask: Tensor | None) -> Tensor:
+    """The squared distance of y (B,T,H,V) in units of the mean square of what is wanted, over what is no padding."""
+    y, wanted = wide(y), wide(wanted)
+    if padding_mask is not None:
+        y, wanted = y[~padding_mask], wanted[~padding_mask]
+    return (y - wanted).square().sum() / wanted.square().sum().clamp(min=1e-12 * max(1, wanted.numel()))
 
 
 def before_attention(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -154,10 +171,11 @@ def before_model(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, d
 
 def install(attention: Any, heads: LocalHeads | MemoryHeads, drops_rotary: bool) -> None:
     """Makes the heads a part of the attention."""
-    attention.heads, attention.drops_rotary = heads, drops_rotary
+    attention.heads, attention.drops_rotary, attention.softmax = heads, drops_rotary, attention.config._attn_implementation
     attention.config = copy.copy(attention.config)
     attention.config._attn_implementation = NAME
     attention.register_forward_pre_hook(before_attention, with_kwargs=True)
 
 
-AttentionInterface.register(NAME, read)
+FUNCTIONS: Any = AttentionInterface()
+FUNCTIONS.register(NAME, read)

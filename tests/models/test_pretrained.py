@@ -319,3 +319,43 @@ def test_data_of_another_dictionary_are_refused(monkeypatch):
     monkeypatch.setattr("support.pretrained_models.dictionary_of", lambda _: made)
     with pytest.raises(Mistake, match="the dictionary has '7', which is no token of the pretrained model"):
         build(library, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "pythia"])
+def test_attention_transfer_compares_each_layer_with_the_softmax_it_was(name, monkeypatch):
+    """The reference runs the unchanged model, and hands each layer's own inputs to the heads."""
+    options = {**HYBRID, "mixer_pattern": "fast_weight,softmax,fast_weight"}
+    model, tokens = converted(name, monkeypatch, **options, train_only="new").train(), texts()
+    padded = symbols(model, tokens)
+    padded[1, 15:] = model.decoder.pad
+    plain, seen = make(name), {}
+    found = model.decoder.attention_distance(padded)
+
+    def softmax(module, query, key, value, mask, scaling=None, layer_input=None, **others):
+        per = query.shape[1] // key.shape[1]
+        k, v = (part.repeat_interleave(per, 1) for part in (key, value))
+        scores = (query @ k.mT * scaling).masked_fill(torch.ones(20, 20).triu(1).bool(), -torch.inf)
+        y = (scores.softmax(-1) @ v).transpose(1, 2)
+        seen[module.layer_idx] = (layer_input, query * scaling, key, value, y)
+        return y, None
+
+    adapt(plain, ["fast_weight"] * LAYERS, {})
+    transformers.AttentionInterface.register("reference", softmax)
+    for part in plain.modules():
+        if hasattr(part, "drops_rotary"):
+            part.config._attn_implementation = "reference"
+    want = []
+    with torch.no_grad():
+        plain(tokens)
+        for layer, heads in model.decoder.heads.items():
+            *given, softmaxes = seen[layer]
+            pairs = []
+            for row, count in enumerate((20, 15)):
+                x, q, k, v = (part[row] if part.dim() == 3 else part[row, :, :count] for part in given)
+                read = windowed(copy.deepcopy(heads).double(), x[:count].double(), *(part.double() for part in (q, k, v)), window=5)
+                pairs.append((read.transpose(0, 1), softmaxes[row, :count].double()))
+            distance = sum((x - y).square().sum() for x, y in pairs) / sum(y.square().sum() for _, y in pairs)
+            want.append(distance)
+    torch.testing.assert_close(found.double(), sum(want) / 2, rtol=1e-4, atol=1e-6)
+    found.backward()
+    assert all((x.grad is not None) == (".heads." in name) for name, x in model.named_parameters())
