@@ -91,6 +91,8 @@ def groups() -> list[tuple[str, list[Field]]]:
     more = {f.name for f in every}
     found.append(("Language models", [f for f in own(MODEL_DATACLASS_REGISTRY["fast_weight_lm"]) if f.name not in more]))
     found.append(("Translation models", [f for f in own(FastWeightTransformerConfig) if f.name not in more]))
+    named = more | {f.name for f in own(MODEL_DATACLASS_REGISTRY["fast_weight_lm"])}
+    found.append(("`--arch pretrained_lm`", [f for f in own(MODEL_DATACLASS_REGISTRY["pretrained_lm"]) if f.name not in named]))
     found.append(("`--arch retrieval`", [f for f in own(MODEL_DATACLASS_REGISTRY["retrieval"]) if f.name not in more]))
     kinds = {"task": TASK_DATACLASS_REGISTRY} | {name: kinds["dataclass_registry"] for name, kinds in registry.REGISTRIES.items()}
     for option, registered in kinds.items():

@@ -85,8 +85,7 @@ class FastWeight(Mixer):
         self.writes = config.product_steps if rule.several else 1
         self.sign = 2.0 if config.negative_eigenvalues else 1.0  # what gates that erase are multiplied by
         self.write_strength_init = config.write_strength_init
-        key_size, self.makers = self.key_heads * phi.head_dim, nn.ModuleDict()
-        self.sizes = {"q": key_size, "k": 0 if rule.keyless else self.writes * key_size, "v": self.writes * embed_dim}
+        self.makers, self.sizes = nn.ModuleDict(), self.rows_of_attention()
         for name, gate in rule.gates.items():
             count = heads * {None: 1, "K": phi.out_dim, "V": self.head_dim}[gate.axis]
             if not gate.projected:
@@ -100,7 +99,7 @@ class FastWeight(Mixer):
             place = Place(self.sizes["v"], heads, layer, layers)
             self.mixing = GateMaker(replace(MIXING, rank=config.value_mixing_rank), place, self.head_dim)
             self.sizes["mixing"] = self.mixing.size
-        self.in_proj = nn.Linear(embed_dim, sum(self.sizes.values()), bias=not config.bias_free)
+        self.in_proj = self.make_in_proj(bias=not config.bias_free)
         self.shift = make_shift(config, self.sizes, embed_dim, layer, layers)
         self.conv = ShortConvolution(sum([*self.sizes.values()][:3]), config.short_conv) if config.short_conv else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=not config.bias_free)
@@ -114,6 +113,15 @@ class FastWeight(Mixer):
         names = [*(f"gate_{name}" for name in rule.gates), *strength, "state_norm"]
         self.last_statistics: dict[str, Tensor | None] = dict.fromkeys(names)
         self.reset_parameters()
+
+    def rows_of_attention(self) -> dict[str, int]:
+        """The rows of ``in_proj`` that make queries, keys and values."""
+        keys = self.key_heads * self.feature_map.head_dim
+        return {"q": keys, "k": 0 if self.rule.keyless else self.writes * keys, "v": self.writes * self.embed_dim}
+
+    def make_in_proj(self, bias: bool) -> nn.Linear:
+        """``in_proj``, with the rows of ``sizes``."""
+        return nn.Linear(self.embed_dim, sum(self.sizes.values()), bias=bias)
 
     @staticmethod
     def of_before(options: dict) -> dict[str, bool]:

@@ -96,8 +96,9 @@ def split_ensembles(
 def build_what_the_options_say(original: Callable, cfg: Any, task: FairseqTask, from_checkpoint: bool = False) -> nn.Module:
     """fairseq takes options that no part of a model reads; now a new model of this project refuses them. An option string that is
     no literal is now refused by its option's name. `--options-from` now takes over those of a checkpoint, and new checkpoints hold
-    them as if they had been given. fairseq takes a checkpoint with any dictionary of its size; now one with other words, or in
-    another order, is refused. `--quant-noise-scalar` fails at dense layers of a class of their own; now it quantises them."""
+    them, and those that a model found in a folder, as if they had been given. fairseq takes a checkpoint with any dictionary of its
+    size; now one with other words, or in another order, is refused. `--quant-noise-scalar` fails at dense layers of a class of
+    their own; now it quantises them."""
     if from_checkpoint:
         check_the_last_one(task)
     take_options_over(cfg)
@@ -105,6 +106,7 @@ def build_what_the_options_say(original: Callable, cfg: Any, task: FairseqTask, 
         add_options(cfg, dict.fromkeys(newer_options(as_dict(cfg)), False))
     with naming(cfg):
         model = original(cfg, task, from_checkpoint)
+    add_options(cfg, getattr(model, "found_options", {}))
     if not from_checkpoint and hasattr(model, "refuse_without_effect"):
         model.refuse_without_effect(cfg)
     for kind in {type(module) for module in model.modules()} - QUANTISED.keys():

@@ -71,8 +71,8 @@ def test_the_model_has_the_options_of_its_task(gpt2, tmp_path):
     "changed, said",
     [
         (
-            {"model_type": "llama", "n_embd": None},
-            r"^SOURCE .*changed holds a model of type llama; fw-convert reads GPT-2 and fairseq's transformer_lm$",
+            {"model_type": "t5", "n_embd": None},
+            r"^--pretrained .*changed does not load as a causal language model of transformers: Unrecognized configuration class ",
         ),
         ({"activation_function": "silu"}, "activation_function"),
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon"),

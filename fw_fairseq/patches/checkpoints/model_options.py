@@ -35,6 +35,7 @@ TRAINING = {"write_strength_init", "fast_weight_backend", "sru_highway_bias", "s
 TRAINING |= {"xl_memory", "xl_segment", "srupp_memory", "srupp_segment"}  # which a trained model may change
 OWN = {f.name for f in fields(FastWeightTransformerConfig) if not f.name.startswith("_")} - TRAINING
 OWN = {name for name in OWN if not name.endswith("dropout")}
+PRETRAINED = {"pretrained_config", "memory_window", "drop_rotary"}  # of pretrained_lm
 DERIVED = {"decoder_input_dim", "decoder_output_dim"}  # from --decoder-embed-dim, where they are not given
 LAST = "checkpoint_last.pt"  # the default of --restore-file
 WAYS = ("mixer", "mixer_pattern")  # to say the same
@@ -58,7 +59,7 @@ def deciding(options: dict) -> set[str]:
     """Returns the names of the options that decide what a model with these options computes. The longest text is one of them where
     positions are learned."""
     learned = value_of(options, "decoder_learned_pos") and not value_of(options, "no_token_positional_embeddings")
-    return {*SHAPES, *UNSEEN, *OWN} | ({"max_target_positions"} if learned else set())
+    return {*SHAPES, *UNSEEN, *OWN, *PRETRAINED} | ({"max_target_positions"} if learned else set())
 
 
 def differing(saved: dict, now: Any, names: set[str]) -> dict[str, tuple[object, object]]:
@@ -83,7 +84,7 @@ def check_options(trainer: Trainer, filename: str) -> None:
     model, now = getattr(trainer.model, "module", trainer.model), trainer.cfg.model
     if not hasattr(model, "options_read"):
         return
-    found = differing(saved, now, model.options_read(now) & OWN | {*UNSEEN})
+    found = differing(saved, now, model.options_read(now) & (OWN | PRETRAINED) | {*UNSEEN})
     if not found:
         return
     theirs, ours = (" ".join(written(name, pair[i]) for name, pair in found.items()) for i in (0, 1))

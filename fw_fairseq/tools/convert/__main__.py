@@ -1,8 +1,11 @@
-"""fw-convert: makes a fast_weight_lm of a pretrained softmax Transformer (Mao 2022; Kasai et al. 2021).
+"""fw-convert: makes a recurrent model of a pretrained softmax Transformer (Mao 2022; Kasai et al. 2021).
 
 Everything but attention is copied. The projections of queries and keys are kept, and pass through a random linear map W_phi where
 --feature-dim changes their width; queries are also multiplied by the 1/sqrt(d) of the softmax. The projection of values is kept, or
 made smaller where a memory would sum up too much. The weights of gates are zero, so that gates start at their biases.
+
+A checkpoint of fairseq and a GPT-2 become a fast_weight_lm; any other decoder of transformers becomes a pretrained_lm, which keeps
+its modules.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ EXAMPLE = "fw-convert transformer_lm.pt start.pt --rule decay --feature-dim 32"
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = make_parser(PROG, __doc__, EXAMPLE)
-    parser.add_argument("source", metavar="SOURCE", help="a checkpoint of fairseq's transformer_lm, or the folder of a GPT-2")
+    parser.add_argument(
+        "source", metavar="SOURCE", help="a checkpoint of fairseq's transformer_lm, or the folder of a model of transformers"
+    )
     parser.add_argument("output", metavar="OUTPUT", help="the checkpoint to write, for --finetune-from-model or --restore-file")
     parser.add_argument(
         "--rule",
@@ -39,6 +44,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--local-window", type=int, help="tokens that each one sees in local_attention, counting itself; default: 32"
     )
+    parser.add_argument(
+        "--memory-window", type=int, default=0, help="of a decoder of transformers: tokens that softmax reads beside the memory"
+    )
+    parser.add_argument("--drop-rotary", action="store_true", help="of a decoder of transformers: leave rotary positions out")
     parser.add_argument("--seed", type=int, default=1, help="of the new parameters and of W_phi")
     parser.add_argument("--force", action="store_true", help="replace OUTPUT if it exists")
     return parser

@@ -25,6 +25,7 @@ from ...patches.checkpoints.model_options import OWN, SHAPES, UNSEEN, written
 from ...patches.checkpoints.reading import ORIGIN
 from ...rules import RULES
 from ..command import check_outputs
+from .decoders import ARCHITECTURE, convert_decoder, is_decoder
 from .pretrained import Source, load_mapped, read_pretrained
 
 LOCAL = "local_attention"
@@ -45,13 +46,21 @@ class Change(NamedTuple):
 
 
 def convert(
-    source: str | Path, output: str | Path, rule: str, *, force: bool = False, seed: int = 1, **options: Any
+    source: str | Path,
+    output: str | Path,
+    rule: str,
+    *,
+    force: bool = False,
+    seed: int = 1,
+    memory_window: int = 0,
+    drop_rotary: bool = False,
+    **options: Any,
 ) -> list[Change]:
     """Writes the checkpoint ``output`` and returns a line for every tensor: copied, changed or new.
 
     options: feature_dim, feature_map, feature_norm, attention_norm, attention_norm_of, mixer_pattern and local_window, as
-    fast_weight_lm has them; None stands for the default. A GPT-2 also gets dict.txt, its tokens as fairseq's symbols, in the
-    folder of ``output``.
+    fast_weight_lm has them; None stands for the default; memory_window and drop_rotary as pretrained_lm has them, which any decoder
+    of transformers but GPT-2 becomes. A folder also gets dict.txt, its tokens as fairseq's symbols, in the folder of ``output``.
     """
     config = fast_weight_config(rule, **options)
     check_options(config)
@@ -61,19 +70,32 @@ def convert(
     check_outputs([("OUTPUT", output)], [("SOURCE", source)])
     if output.exists() and not zipfile.is_zipfile(output):
         raise Mistake(f"OUTPUT {output} is no checkpoint, and --force would delete it; name another file")
-    read = read_pretrained(source)
+    if decoder := is_decoder(source):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            read, lines = convert_decoder(source, config, memory_window, drop_rotary)
+            changes = [Change(*line) for line in lines]
+    elif memory_window or drop_rotary:
+        raise Mistake("--memory-window and --drop-rotary are for decoders of transformers other than GPT-2; leave them out")
+    else:
+        read = read_pretrained(source)
     words = output.parent / "dict.txt"
     symbols = None if read.symbols is None else "".join(f"{symbol} 1\n" for symbol in read.symbols)
     if symbols is not None:
         check_outputs([("OUTPUT", output)], [("the dictionary", words)])
         if words.exists() and words.read_text() != symbols and not force:
             raise Mistake(f"{words} is another model's dictionary; name an OUTPUT in another folder, or give --force to replace it")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        changes = convert_tensors(read, config)
-    made = {name: value for name, value in asdict(config).items() if name not in DECODER_OPTIONS}  # which the source keeps
+    if not decoder:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            changes = convert_tensors(read, config)
+    made = (
+        {} if decoder else {name: value for name, value in asdict(config).items() if name not in DECODER_OPTIONS}
+    )  # which the source keeps
     read.options |= {name: value for name, value in made.items() if not name.startswith("_")}
-    write_atomically(output, lambda temporary: torch.save(_checkpoint(read), temporary))
+    write_atomically(
+        output, lambda temporary: torch.save(_checkpoint(read, ARCHITECTURE if decoder else "fast_weight_lm"), temporary)
+    )
     if symbols is not None:
         write_atomically(words, lambda temporary: temporary.write_text(symbols))
     return _merged(changes)
@@ -204,7 +226,7 @@ def start_of(name: str, rows: Tensor, mixer: FastWeight) -> str:
     return f"starts at {bias[0].sigmoid():.4f}" if bias.eq(bias[0]).all() else "starts by uniform gate initialisation"
 
 
-def _checkpoint(source: Source) -> dict:
+def _checkpoint(source: Source, architecture: str) -> dict:
     """The checkpoint that fairseq saves before the first update. It has no optimizer state, so that any optimizer and criterion can
     continue from it."""
     history = {"criterion_name": "", "optimizer_name": "", "lr_scheduler_state": {}, "num_updates": 0}
@@ -212,7 +234,7 @@ def _checkpoint(source: Source) -> dict:
     origin = {} if source.origin is None else {ORIGIN: source.origin}
     return {
         "args": None,
-        "cfg": source.cfg | {"model": {"_name": "fast_weight_lm", **source.options}},
+        "cfg": source.cfg | {"model": {"_name": architecture, **source.options}},
         "model": source.tensors,
         "optimizer_history": [history],
         "last_optimizer_state": None,
@@ -223,13 +245,15 @@ def _checkpoint(source: Source) -> dict:
 
 def training_options(checkpoint: Path) -> str:
     """Returns the options of fairseq-train that build the model of a checkpoint which fw-convert wrote, and start from it."""
-    options = load_mapped(Path(checkpoint))["cfg"]["model"]
+    options, path = load_mapped(Path(checkpoint))["cfg"]["model"], shlex.quote(str(checkpoint))
+    if options["_name"] == ARCHITECTURE:
+        return f"--task language_modeling --arch {ARCHITECTURE} --options-from {path} --finetune-from-model {path}"
     defaults = {f.name: f.default for f in fields(FastWeightLanguageModelConfig)}
     decide = [name for name in options if name in {*SHAPES, *UNSEEN, *OWN} and options[name] not in (None, defaults.get(name))]
     task = [written(name, options[name]) for name in ("tokens_per_sample", "max_target_positions")]
     given = [written(name, options[name]) for name in sorted(decide)]
     kind = "--task language_modeling --arch fast_weight_lm"  # the task first, which --tokens-per-sample belongs to
-    return " ".join([kind, "--finetune-from-model", shlex.quote(str(checkpoint)), *task, *given])
+    return " ".join([kind, "--finetune-from-model", path, *task, *given])
 
 
 def _merged(changes: list[Change]) -> list[Change]:

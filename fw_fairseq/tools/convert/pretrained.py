@@ -72,7 +72,7 @@ class Vocabulary:
 def read_pretrained(path: Path) -> Source:
     """Returns the model of a checkpoint or of a GPT-2's folder."""
     if not path.exists():
-        known = "a fairseq checkpoint or a folder with a Hugging Face GPT-2"
+        known = "a fairseq checkpoint or a folder with a causal language model of transformers"
         raise Mistake(f"SOURCE {path} does not exist; it is {known}, and a model of the Hub must be downloaded first")
     with building(f"SOURCE {path} has options or parameters of which no model can be made"):
         source = read_gpt2(path) if path.is_dir() else read_fairseq(path)
@@ -153,16 +153,27 @@ def read_gpt2(folder: Path) -> Source:
     for name, tensor in gpt2_tensors(folder):
         tensors |= gpt2_to_fairseq(name, tensor, eos)
     tensors["decoder.output_projection.weight"] = tensors["decoder.embed_tokens.weight"]
+    cfg = language_modeling_cfg(options["tokens_per_sample"], options["max_target_positions"])
+    symbols = [str(i) for i in range(vocabulary) if i != eos]
+    return Source(options, tensors, cfg, symbols, origin_of(symbols))
+
+
+def language_modeling_cfg(tokens_per_sample: int, max_target_positions: int) -> dict:
+    """The groups of options, but the model's, of a checkpoint of language_modeling."""
     cfg: Any = OmegaConf.to_container(OmegaConf.structured(FairseqConfig), resolve=False, enum_to_str=True)
-    task = LanguageModelingConfig(
-        data="", tokens_per_sample=options["tokens_per_sample"], max_target_positions=options["max_target_positions"]
-    )
+    task = LanguageModelingConfig(data="", tokens_per_sample=tokens_per_sample, max_target_positions=max_target_positions)
     cfg["task"] = OmegaConf.to_container(OmegaConf.structured(task), resolve=False, enum_to_str=True)
     cfg["task"] |= {"_name": "language_modeling", "seed": 1, "batch_size": None, "batch_size_valid": None, "dataset_impl": None}
     cfg["task"] |= {"data_buffer_size": 10, "tpu": False, "use_plasma_view": False, "plasma_path": "/tmp/plasma"}
-    symbols = [str(i) for i in range(vocabulary) if i != eos]
-    words_sum = symbols_sum([*Dictionary().symbols, *symbols])
-    return Source(options, tensors, cfg, symbols, {"task": "language_modeling", "dictionaries": dict.fromkeys(SIDES, words_sum)})
+    return cfg
+
+
+def origin_of(symbols: list[str]) -> dict:
+    """What a checkpoint says of its task and dictionaries."""
+    return {
+        "task": "language_modeling",
+        "dictionaries": dict.fromkeys(SIDES, symbols_sum([*Dictionary().symbols, *symbols])),
+    }
 
 
 def gpt2_config(folder: Path) -> dict:
