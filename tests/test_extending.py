@@ -28,6 +28,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_every_example_holds(folder):
     """In one process, as most of the time is fairseq's import."""
     examples = sorted(path.name for path in folder.glob("try_*.py"))

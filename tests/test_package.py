@@ -38,7 +38,7 @@ def test_import_is_quiet_and_free_of_fairseq(module):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.cases_in_ci(2)
+@pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize(
     "first", ["mixers.fast_weight import FastWeight", "ops import fast_weight; find_spec('fairseq')", "ops import fast_weight"]
 )
@@ -55,6 +55,7 @@ def test_fairseq_after_the_operation(first):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_user_dir_from_a_checkout(tmp_path):
     """An interpreter that has fairseq but not this package: --user-dir is enough."""
     code = (
@@ -88,6 +89,7 @@ def test_user_dir_finds_an_editable_installation(tmp_path):
     assert done.returncode == 0 and done.stdout.split()[-1] == str(ROOT / "fw_fairseq" / "__init__.py"), done.stderr
 
 
+@pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize("where", ["checkout", "elsewhere"])
 def test_editable_install_and_user_dir_find_the_kernels(tmp_path, where):
     """Also with the checkout first on the path, as --user-dir puts it, CuPy's own ``cuda`` packages are found."""

@@ -71,7 +71,7 @@ def operands(rule: str, shape=SHAPE, dtype=torch.float32):
     return [q, k, v, *leaves, torch.randn(*shape[:2], *shape[3:]).requires_grad_()]
 
 
-@pytest.mark.cases_in_ci(2)
+@pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize("rule", KERNEL_RULES)
 def test_opcheck(stand_in, rule):
     torch.library.opcheck(torch.ops.fw_fairseq.scan.default, (*operands(rule), *NOT_DIVIDED, "all", "exact", True, *AS_IS))

@@ -34,6 +34,7 @@ def test_tf32(one_thread, family, rule):
     compare(family, rule, (1, 1, 37, 32, 32), precision="tf32")
 
 
+@pytest.mark.cases_in_ci(1)
 @each_family
 def test_nothing_outside_the_tensors(one_thread, family, rule):
     x = {name: None if t is None else guarded(t) for name, t in draw(rule, (1, 1, 19, 20, 18)).items()}

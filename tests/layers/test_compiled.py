@@ -172,6 +172,7 @@ def loops(fresh, tmp_path, monkeypatch):
     native.library.cache_clear()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("owner, loads", [(1007, True), (0, True), (1, False), (1014, False)])
 def test_a_library_of_another_user_is_not_loaded(owner, loads, loops, monkeypatch, caplog):
     """But for that of the machine's administrator."""
@@ -182,6 +183,7 @@ def test_a_library_of_another_user_is_not_loaded(owner, loads, loops, monkeypatc
     assert ("belongs to another user" in caplog.text) != loads
 
 
+@pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize("damage", ["half", "empty", "a bit", "no library", "without its sum"])
 def test_a_damaged_library_is_compiled_again(damage, loops, caplog):
     """The system loads half of a library and ends the process by a signal at its first use, and it does not see a flipped bit."""
@@ -203,6 +205,7 @@ def test_a_damaged_library_is_compiled_again(damage, loops, caplog):
     assert hashlib.sha256(whole[: -native.SUM]).digest() == whole[-native.SUM :]
 
 
+@pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize("place, mode", [("file", 0o775), ("file", 0o757), ("folder", 0o775), ("folder", 0o757)])
 def test_a_library_that_others_could_write_to_is_compiled_again(place, mode, loops, caplog):
     """In a folder that is closed to them from then on, whatever the mask of new files."""

@@ -294,7 +294,7 @@ def test_exported(name):
         close(exported(x)[0], mixer(x)[0])
 
 
-@pytest.mark.cases_in_ci(3)
+@pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize("name", MIXERS)
 def test_compiled_by_torch(name):
     """As one graph, also where it is the first call of all."""

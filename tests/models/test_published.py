@@ -25,6 +25,7 @@ def command_line(task: str, arch: str, *options):
     return convert_namespace_to_omegaconf(args).model
 
 
+@pytest.mark.long
 def test_switches_turn_on_and_off():
     off = ["--no-scale-output", "--no-decoder-learned-pos", "--scale-embedding", "--no-share-decoder-input-output-embed"]
     given = command_line("language_modeling", "additive_lm", *off, "--no-srupp-rescale", "--sru-rescale", "--no-attention-norm")

@@ -439,6 +439,7 @@ def test_delta_attention_norm_after_a_text_of_large_keys():
     torch.testing.assert_close(state.normaliser, final.normaliser)
 
 
+@pytest.mark.cases_in_ci(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "rule, zeros", [*((rule, False) for rule in CHUNKED if RULES[rule].coefficients), ("gated_delta", True), ("gla", True)]
@@ -461,6 +462,7 @@ def test_compiled_by_torch_as_one_operator_with_its_gradients(rule, zeros):
     assert graphs == [["fw_fairseq.scan_portable"]]
 
 
+@pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize(
     "rule, dtype",
     [
@@ -534,6 +536,7 @@ def test_gradients_of_the_operator_where_one_result_is_used(used):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize("rule, length", [("delta", SHAPE[2]), ("kda", 40)])
 def test_an_exported_operation_needs_nothing_of_this_project(rule, length):
     shape = (*SHAPE[:2], length, *SHAPE[3:])
@@ -774,6 +777,7 @@ def test_reset_starts_a_new_text(rule, attention_norm, backend):
     assert_same(actual, expected, FLOAT64)
 
 
+@pytest.mark.cases_in_ci(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [name for name in CHUNKED if name in PLAIN])
 @torch.no_grad()

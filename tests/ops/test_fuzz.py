@@ -128,6 +128,7 @@ def logits_of(options: dict, task) -> torch.Tensor:
     return model(torch.randint(4, 20, (2, 7)))[0]
 
 
+@pytest.mark.long
 def test_the_options():
     draw, dictionary, built = random.Random(0), Vocabulary(20), 0
     task = Namespace(source_dictionary=dictionary, target_dictionary=dictionary)

@@ -106,6 +106,7 @@ def epochs_of(data, folder, last: int, *more) -> list[int]:
     return [json.loads(line)["epoch"] for line in re.findall(r"\| valid \| (\{.*\})", printed)]
 
 
+@pytest.mark.long
 def test_patience_counts_on_after_a_stop(stream_data, tmp_path):
     """Without learning no validation is better than the first one. A run that has ended trains on where more patience is given, or
     as a new run."""

@@ -315,6 +315,7 @@ def test_each_side_is_pruned_once(encoder, decoder, left):
     assert (cfg.encoder_layers_to_keep, cfg.decoder_layers_to_keep) == (encoder, decoder)
 
 
+@pytest.mark.long
 def test_a_run_that_keeps_some_layers_is_resumed_and_evaluated(stream_data, tmp_path):
     """From a checkpoint with all of them."""
     task = ["--task", "language_modeling", *SHAPE.split(), "--decoder-layers", 2]

@@ -65,6 +65,7 @@ def test_one_can_choose(command, launched):
         assert precisions(launched(command, option, PRECISION="bf16")) == [option]
 
 
+@pytest.mark.long
 def test_tf32_is_of_all_products(launched):
     """Those of PyTorch, and those of this project's kernels."""
     program = """

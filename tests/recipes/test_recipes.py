@@ -432,6 +432,7 @@ def test_shellcheck():
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.long
 def test_srupp_on_wikitext103(wikitext):
     succeed(recipe("wikitext103/train.sh", wikitext, "base-srupp", "--max-update", 3, "--srupp-width", 8))
     assert (wikitext / "runs" / "base-srupp" / "checkpoint_best.pt").is_file()
@@ -542,7 +543,7 @@ def test_missing_text(tmp_path):
 TOYS = sorted(path.parent.name for path in ROOT.glob("recipes/*/prepare.sh") if "TOY=1" in path.read_text())
 
 
-@pytest.mark.cases_in_ci(2)
+@pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize("name", TOYS)
 def test_toy_data_are_never_taken_for_real_data(name, tmp_path):
     """One OUT for both: the real recipe finds nothing of the toy's, and does not take its folder."""

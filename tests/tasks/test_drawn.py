@@ -221,6 +221,7 @@ def test_probes_by_the_recipe(tmp_path):
     )
 
 
+@pytest.mark.long
 def test_a_probe_that_could_not_begin_is_not_held_to_its_options(tmp_path):
     row = "parity-delta-negative"
     assert recipe("synthetic/probe.sh", tmp_path / "out", row, "--lrr", 3).returncode

@@ -172,6 +172,7 @@ def test_an_ensemble_averages_probabilities(lm_data, both):
     torch.testing.assert_close(averaged, (a + b) / 2)
 
 
+@pytest.mark.long
 def test_evaluation_of_an_ensemble(lm_data, both):
     """Between the average of the losses and the better one's, as averaged probabilities are."""
     a, b, ensemble = (
@@ -193,6 +194,7 @@ def test_a_prompt_may_repeat_what_its_answer_may_not(lm_data, trained):
     assert all(ngrams[i] not in ngrams[:i] for i in range(count - size + 1, len(ngrams)))
 
 
+@pytest.mark.long
 def test_sixty_four_prompts_at_once_are_answered_as_one_by_one(lm_data, trained):
     """In Python and by fairseq-interactive, prompts of 1 to 8 words mixed."""
     draw, model = random.Random(3), load(trained[0], "checkpoint_last.pt", lm_data)
@@ -208,6 +210,7 @@ def test_sixty_four_prompts_at_once_are_answered_as_one_by_one(lm_data, trained)
     assert [printed[f"H-{i}"] for i in range(64)] == [model.decode(tokens) for tokens in together]
 
 
+@pytest.mark.long
 def test_from_pretrained(lm_data, trained):
     """In a script of its own that imports nothing else first."""
     code = (
@@ -294,6 +297,7 @@ def test_truncated_checkpoint(lm_data, trained, tmp_path):
     assert f"eval_lm: {tmp_path / 'half.pt'} cannot be read as a fairseq checkpoint (" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_an_override_is_an_option_of_the_model(lm_data, trained, tmp_path):
     """A name that the checkpoint lacks, as one of an older version does, is set if the model has such an option today."""
     path = trained[0] / "checkpoint_last.pt"

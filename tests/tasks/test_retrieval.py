@@ -256,6 +256,7 @@ def test_a_sweep_goes_through_its_points(tmp_path):
     assert done.stdout == (tmp_path / "capacity.txt").read_text()
 
 
+@pytest.mark.long
 def test_a_sweep_keeps_what_it_has_when_a_point_fails(tmp_path):
     done = recipe("synthetic/sweep.sh", tmp_path, "capacity-2-hebb-elu", "capacity-2-softmax", JOBS="1", TOY="")
     assert done.returncode != 0 and "capacity-2-hebb-elu failed" in done.stderr and "not all points have a result" in done.stderr

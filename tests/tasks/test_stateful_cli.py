@@ -76,6 +76,7 @@ def run_counting(command, folder, files) -> None:
         run_here(command, folder, files)
 
 
+@pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize("task, options", [("streams", "--num-workers 2 --max-valid-steps 1"), ("retrieval", "")])
 def test_no_validation_leaves_processes_behind(task, options, stream_data, tmp_path):
     """Read to its end or not, in the middle of an epoch or at its end."""
@@ -88,6 +89,7 @@ def test_no_validation_leaves_processes_behind(task, options, stream_data, tmp_p
     assert len(counts) == 6 and max(counts) == counts[0]
 
 
+@pytest.mark.long
 def test_two_workers_read_the_streams_of_one(stream_data, tmp_path):
     """2 workers with 4 streams are 1 worker with 8, and each resumes with its own memory."""
     options = ["--dropout", 0, "--clip-norm", 1]

@@ -150,7 +150,7 @@ def test_unequal_lines_are_refused(tmp_path):
     assert "valid.en and valid.de differ in their number of lines" in message
 
 
-@pytest.mark.cases_in_ci(1)
+@pytest.mark.long
 def test_generation_does_not_depend_on_the_batch(both):
     out = both[0].parent
     printed = succeed(generate(out, both[:1], "--beam", 4))

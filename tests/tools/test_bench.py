@@ -75,6 +75,7 @@ def test_ops_report(tmp_path, capsys, caplog, monkeypatch):
     assert "| sum |" in printed and "| sum against step loop |" in printed
 
 
+@pytest.mark.long
 def test_model_report(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     files = ["--json", str(tmp_path / "model.json"), "--figure", str(tmp_path / "model.png")]

@@ -61,7 +61,7 @@ def load(path, data):
     return checkpoint_utils.load_model_ensemble([str(path)], arg_overrides={"data": str(data)})[0][0].eval()
 
 
-@pytest.mark.cases_in_ci(4)
+@pytest.mark.cases_in_ci(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_softmax_reproduces_the_source(layout, dictionary, tmp_path):
     model, _, state = source(LAYOUTS[layout], dictionary)
@@ -88,6 +88,7 @@ def test_a_buffer_that_nothing_is_written_to_may_be_missing(dictionary, tmp_path
     assert len(unset) == 2
 
 
+@pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize("arch", ["transformer_lm_wiki103", "transformer_lm --decoder-normalize-before"])
 def test_a_checkpoint_of_the_published_kind(arch, dictionary, tmp_path):
     """adaptive_lm_wiki103.v2: a Namespace that misses later options, packed attention, no final norm, tied projections."""

@@ -98,7 +98,7 @@ def load(folder):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
 
 
-@pytest.mark.cases_in_ci(6)
+@pytest.mark.cases_in_ci(3)
 @pytest.mark.parametrize("name", OPTIONS)
 @torch.no_grad()
 def test_logits_are_fairseqs(name, dictionary, tmp_path):
@@ -176,6 +176,7 @@ def test_it_trains_and_is_saved_again(folder, tmp_path):
         assert load(tmp_path)(tokens).logits.equal(model.eval()(tokens).logits)
 
 
+@pytest.mark.long
 def test_a_model_with_adaptive_inputs_alone_is_trained_and_saved_again(dictionary, tmp_path):
     """Its output has scores of its own for all words, and the vocabulary keeps its size."""
     _, model = exported(OPTIONS["adaptive-input"], dictionary, tmp_path)
@@ -476,6 +477,7 @@ def test_a_gpt2_comes_back(gpt2, tmp_path):
     assert model.generate(ids, **same).equal(original.generate(ids, **same))
 
 
+@pytest.mark.long
 def test_a_fine_tuned_gpt2_keeps_its_tokenizer(gpt2, tmp_path):
     """Converted, trained by fairseq-train, exported: the logits are fairseq's in the order of the tokenizer. It generates text."""
     folder, original = gpt2
@@ -645,6 +647,7 @@ def test_a_model_that_computes_other_logits_is_not_written(before, difference, i
     assert out.exists() == is_written and not list(out.parent.glob(".*")) and not [*found]
 
 
+@pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize("tokenizer", [False, True])
 def test_the_folder_is_compared_as_it_was_written(tokenizer, gpt2, tmp_path, monkeypatch):
     """Here its weights do not fit the model's words."""

@@ -97,7 +97,7 @@ def scores(fairseqs, tokens, target):
     return fairseqs.get_normalized_probs(output, log_probs=True)
 
 
-@pytest.mark.cases_in_ci(3)
+@pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize("name", OPTIONS)
 @torch.no_grad()
 def test_probabilities_are_fairseqs(name, data, tmp_path):
@@ -152,7 +152,7 @@ def both(request, data, tmp_path_factory):
     return model, task, load(folder / "out")
 
 
-@pytest.mark.cases_in_ci(3)
+@pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize("beam", [1, 5])
 @torch.no_grad()
 def test_translations_are_those_of_fairseqs_search(beam, both):
@@ -319,6 +319,7 @@ def test_labels_are_padded_behind_their_words(both):
     assert tokenizer("a b", "c")["input_ids"][-2:] == [3, 2]
 
 
+@pytest.mark.long
 def test_what_it_cannot_export_is_refused(data, tmp_path):
     for text, said in (
         ("--linear-attention decoder --source-in-front", "--source-in-front"),
@@ -335,6 +336,7 @@ def test_what_it_cannot_export_is_refused(data, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_force_replaces_an_earlier_export_and_nothing_else(data, tmp_path):
     _, _, state = made("", data / "apart")
     checkpoint, out = save(state, tmp_path), tmp_path / "out"
