@@ -26,6 +26,7 @@ class PlainOrAdaptiveConfig(CrossEntropyCriterionConfig):
     """The options of cross entropy with statistics of the memories."""
 
     ddp_backend: str = II("distributed_training.ddp_backend")
+    log_interval: int = II("common.log_interval")
     state_norm_penalty: float = option(0.0, PENALTY_HELP)
 
 
@@ -84,6 +85,7 @@ class FastWeightCrossEntropy(MemoryLogging, InChunks, PlainOrAdaptive):
 class FastWeightLabelSmoothedCrossEntropyConfig(InChunksConfig, LabelSmoothedConfig):
     """The options of --criterion fast_weight_label_smoothed_cross_entropy."""
 
+    log_interval: int = II("common.log_interval")
     state_norm_penalty: float = option(0.0, PENALTY_HELP)
 
 

@@ -190,7 +190,7 @@ class Mixer(nn.Module):
         return f"the memory of {type(self).__name__} does not pass from worker to worker; use --mixer fast_weight"
 
     def watch(self, keeps_state_norm: bool) -> None:
-        """Is called before a training forward whose ``statistics`` are wanted."""
+        """Is called before a training forward whose ``statistics`` are wanted. Those after it are not watched."""
 
     def statistics(self) -> dict[str, Tensor | None]:
         """Detached scalars of the forward after ``watch``, to be logged by name. None: the layer did not run, as with LayerDrop."""

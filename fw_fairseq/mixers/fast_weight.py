@@ -179,7 +179,7 @@ class FastWeight(Mixer):
             decoding=decoding, group=group, attention_norm_of=self.attention_norm_of,
         )  # fmt: skip
         if self.training and self.watched:
-            self.last_statistics = {**measured(self.rule, gates, state, padding_mask)}
+            self.watched, self.last_statistics = False, {**measured(self.rule, gates, state, padding_mask)}
             self.state_norm = state_norm(state) if self.keeps_state_norm else None
         return self.output(y.to(v.dtype), gate), state._replace(**kept) if kept else state
 

@@ -31,7 +31,7 @@ from ..errors import Mistake
 from ..mixers.base import check_heads
 from ..modules.plain_softmax import Band
 from .fast_weight_decoder import FastWeightDecoder
-from .model_options import NamesWhatDiffers, add_opposites, keep_layers
+from .model_options import KnowsItsUpdates, NamesWhatDiffers, add_opposites, keep_layers
 
 logger = logging.getLogger(__name__)
 SIZES = [f"decoder_{name}" for name in ("layers", "embed_dim", "input_dim", "output_dim", "ffn_embed_dim")]
@@ -80,10 +80,8 @@ class FastWeightLanguageModelConfig(FastWeightConfig, TransformerLanguageModelCo
 
 
 @register_model("fast_weight_lm", dataclass=FastWeightLanguageModelConfig)
-class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
+class FastWeightLanguageModel(KnowsItsUpdates, NamesWhatDiffers, TransformerLanguageModel):
     """fairseq's Transformer language model with fast weights in place of attention."""
-
-    num_updates = 0  # for criterions that change during training
 
     @classmethod
     def add_args(cls, parser: ArgumentParser) -> None:
@@ -121,10 +119,6 @@ class FastWeightLanguageModel(NamesWhatDiffers, TransformerLanguageModel):
 
     def forward(self, src_tokens: Tensor, src_lengths: Optional[Tensor] = None, **kwargs) -> tuple:
         return self.decoder(src_tokens, **kwargs)
-
-    def set_num_updates(self, num_updates: int) -> None:
-        super().set_num_updates(num_updates)
-        self.num_updates = num_updates
 
     def state_size(self) -> int:
         """The number of numbers that the mixers keep of one sequence. What softmax layers keep grows and does not count."""

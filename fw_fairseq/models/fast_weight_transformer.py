@@ -36,7 +36,7 @@ from ..modules import LinearAttention, LinearEncoderLayer, TranslationDecoderLay
 from ..modules.sparse import Stack, check_sparse
 from .fast_weight_decoder import FastWeightDecoder
 from .lm_architectures import chosen_mixers, defaults
-from .model_options import NamesWhatDiffers, add_opposites, keep_layers, write_kept_layers
+from .model_options import KnowsItsUpdates, NamesWhatDiffers, add_opposites, keep_layers, write_kept_layers
 
 logger = logging.getLogger(__name__)
 SIZES = [
@@ -104,7 +104,7 @@ class TranslationDecoder(FastWeightDecoder):
 
 
 @register_model("fast_weight_transformer")
-class FastWeightTransformer(NamesWhatDiffers, TransformerModel):
+class FastWeightTransformer(KnowsItsUpdates, NamesWhatDiffers, TransformerModel):
     """fairseq's translation Transformer with linear attention where --linear-attention names it."""
 
     @classmethod

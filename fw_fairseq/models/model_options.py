@@ -79,6 +79,17 @@ def write_kept_layers(args: Namespace) -> None:
             setattr(args, name, ",".join(map(str, kept)))
 
 
+class KnowsItsUpdates:
+    """A mixin for fairseq's models that keeps the number of updates so far, for criterions that change during training."""
+
+    num_updates = 0
+
+    def set_num_updates(self, num_updates: int) -> None:
+        """Is called by fairseq before each update."""
+        cast(Any, super()).set_num_updates(num_updates)
+        self.num_updates = num_updates
+
+
 class NamesWhatDiffers:
     """A mixin for fairseq's models, which refuses the parameters of a different model in one sentence."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from fairseq.logging import metrics
 from support.distillation import sample
 from support.draws import PLAIN
 from support.language_models import build, make_task
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fw_fairseq.criterions import FastWeightCrossEntropy, FastWeightLabelSmoothedCrossEntropy
 from fw_fairseq.criterions.fast_weight_cross_entropy import FastWeightCrossEntropyConfig, FastWeightLabelSmoothedCrossEntropyConfig
@@ -121,3 +123,55 @@ def test_the_penalty_is_the_mean_norm_of_the_layers_for_each_token():
 def test_refused_penalties(penalty, options, message):
     with pytest.raises(ValueError, match=message):
         criterion(penalty)(build(**options).train(), sample())
+
+
+def options_of(kind):
+    labels = FastWeightLabelSmoothedCrossEntropyConfig(sentence_avg=False)
+    return labels if kind is FastWeightLabelSmoothedCrossEntropy else FastWeightCrossEntropyConfig(False, ddp_backend="legacy_ddp")
+
+
+class Names(TorchDispatchMode):
+    """The operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [FastWeightCrossEntropy, FastWeightLabelSmoothedCrossEntropy])
+def test_statistics_are_those_of_updates_that_fairseq_logs(kind):
+    """And of a run's first one. Other updates run what fairseq's criterion runs, and not one operator more."""
+    config = options_of(kind)
+    config.log_interval = 3
+    model, batch, made = build().train(), sample(), kind.build_criterion(config, make_task(40))
+    logged_at, ran = [], []
+    for update in range(7, 15):  # of a run that was resumed
+        model.set_num_updates(update)
+        with Names() as names:
+            _, _, log = made(model, batch)
+        logged_at += [update] * any(name.startswith(("fw_", "ran_")) for name in log)
+        ran.append(names.count)
+    assert logged_at == [7, 8, 11, 14]
+    plain = super(MemoryLogging, made).forward
+    with Names() as names:
+        plain(model, batch)
+    assert ran[2] == ran[3] == ran[5] == names.count and ran[4].total() > names.count.total()
+
+
+def test_several_batches_of_one_update_log_alike():
+    """Those of --update-freq, and those of all workers."""
+    config = options_of(FastWeightCrossEntropy)
+    config.log_interval = 100
+    model, made = build().train(), FastWeightCrossEntropy.build_criterion(config, make_task(40))
+    assert [*made(model, sample())[2]] == [*made(model, sample())[2]]
+    model.set_num_updates(1)
+    assert [*made(model, sample())[2]] == ["loss", "ntokens", "nsentences", "sample_size"]
+
+
+def test_the_interval_is_fairseqs_option():
+    for config in (FastWeightCrossEntropyConfig, FastWeightLabelSmoothedCrossEntropyConfig):
+        assert config().log_interval == "${common.log_interval}"
