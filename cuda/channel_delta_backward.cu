@@ -67,5 +67,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) channel_delta_backward(
         __syncthreads();
         if (t0 > 0) load_part(s.in, p, s.first, t0 - FW_PART);
     }
-    store_memory(dw, p.dmemory, at, p);
+    if (p.dmemory) store_memory(dw, p.dmemory, at, p);
 }

@@ -192,5 +192,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_backward(const Pa
         }
         if (ROOMY && t0 > FW_PART) load_part(part.in, p, s.first, t0 - 2 * FW_PART);
     }
-    store_memory(dw, p.dmemory, at, p);
+    if (p.dmemory) store_memory(dw, p.dmemory, at, p);
 }

@@ -109,6 +109,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_backward(const P
         if (FW_STAGES == 1 && t0 > 0) load_stage(stage, p, at, t0 - C);
         if ((FW_F || FW_W) && at.warp < BLOCKS) gate_side(s.sums, p, at, x, at.warp, t0);
     }
-    store_memory(dw, p.dmemory, at, p);
-    if (FW_SUMS) dn.store(p.dsums, p, at);
+    if (p.dmemory) store_memory(dw, p.dmemory, at, p);
+    if (FW_SUMS && p.dsums) dn.store(p.dsums, p, at);
 }

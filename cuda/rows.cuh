@@ -19,10 +19,10 @@ struct View {  // (B,H,T) or (B,H,T,X) with X contiguous; strides in elements
 struct Params {
     View q, k, v, f, e, w, y, dy, dq, dk, dv, df, de, dw;
     View divisors, ddivisors;  // of y; divisors may be null
-    float *memory, *final;     // (B,H,K,V); memory and dfinal may be null, for 0
+    float *memory, *final;     // (B,H,K,V); memory and dfinal may be null, for 0, and dmemory where nobody asks for it
     void* borders;
     float *dfinal, *dmemory;
-    float *sums, *final_sums, *dfinal_sums, *dsums;  // (B,H,K), where reads are divided
+    float *sums, *final_sums, *dfinal_sums, *dsums;  // (B,H,K), where reads are divided; null likewise
     void* sums_borders;
     int32_t H, T, K, V;
     float eps, least;  // what is added to a divisor; and what stands for one of 0

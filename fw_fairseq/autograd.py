@@ -20,8 +20,11 @@ from torch.autograd import forward_ad
 SMALLEST_LENGTH = 1e-12
 LIBRARY = torch.library.Library("fw_fairseq", "FRAGMENT")
 OPERATORS: dict[str, Callable] = {}  # by name, the function that launches; tests run the same ones on an emulator
-FUNCTIONS: dict[str, type[torch.autograd.Function]] = {}  # by name, those of operators with a gradient
+FUNCTIONS: dict[str, Callable] = {}  # by name, the same with a gradient, where there is one
 EVERYWHERE = "CompositeExplicitAutograd"  # torch's word for an operator that any device runs
+PLAIN = (Tensor, torch.nn.Parameter)
+NO_TENSORS = (type(None), bool, int, float, str, list, tuple)
+NOTHING = nullcontext()
 
 
 def as_written(function: Callable) -> Callable:
@@ -39,7 +42,9 @@ def as_written(function: Callable) -> Callable:
 
 def without_autocast(device: str) -> AbstractContextManager:
     """Products keep the dtypes that they are written with. ``device``: the type of the tensors' device; "meta" has no autocast."""
-    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
+    if device == "meta" or not (torch.compiler.is_compiling() or torch.is_autocast_enabled(device)):
+        return NOTHING  # an exported graph may run under autocast
+    return torch.autocast(device, enabled=False)
 
 
 def unit(x: Tensor) -> Tensor:
@@ -50,7 +55,11 @@ def unit(x: Tensor) -> Tensor:
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
     """Returns whether autograd records what is done with any of these."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if torch.is_grad_enabled():
+        for x in tensors:  # a generator would take several times as long
+            if x is not None and x.requires_grad:
+                return True
+    return False
 
 
 def slices_of(x: Tensor, spans: Sequence[slice]) -> Sequence[Tensor]:
@@ -153,8 +162,9 @@ def register(
         FUNCTIONS[name] = _function(name, run, setup_context, backward)
 
 
-def _function(name: str, run: Callable, setup_context: Callable, backward: Callable) -> type[torch.autograd.Function]:
-    """The operator and its gradient as an autograd function."""
+def _function(name: str, run: Callable, setup_context: Callable, backward: Callable) -> Callable:
+    """The operator and its gradient as an autograd function, which is called without what torch does for transforms of functions:
+    where those are, nobody calls it."""
 
     def forward(ctx: Any, *inputs) -> Any:
         output = run(*inputs)
@@ -162,18 +172,19 @@ def _function(name: str, run: Callable, setup_context: Callable, backward: Calla
         return output
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}
-    return type(f"fw_fairseq_{name}", (torch.autograd.Function,), methods)
+    function: Any = type(f"fw_fairseq_{name}", (torch.autograd.Function,), methods)
+    return super(torch.autograd.Function, function).apply
 
 
 def call(name: str, *inputs) -> Any:
     """As ``torch.ops.fw_fairseq.<name>(*inputs)``."""
-    tensors = [x for x in inputs if isinstance(x, Tensor)]
-    learns = needs_gradient(*tensors)
+    seen = is_seen(inputs)
+    learns = needs_gradient(*[x for x in inputs if (isinstance(x, Tensor) if seen else x.__class__ in PLAIN)])
     if learns and name not in FUNCTIONS:  # torch would only warn, and take the result for a constant
         raise RuntimeError(f"fw_fairseq::{name} has no gradient, and one of its inputs requires one; call it under torch.no_grad()")
-    if is_seen(tensors):
+    if seen:
         return getattr(torch.ops.fw_fairseq, name)(*inputs)
-    return FUNCTIONS[name].apply(*inputs) if learns else OPERATORS[name](*inputs)
+    return FUNCTIONS[name](*inputs) if learns else OPERATORS[name](*inputs)
 
 
 def is_compiling() -> bool:
@@ -192,13 +203,17 @@ def need_kept(name: str, keep: bool) -> None:
         raise RuntimeError(f"fw_fairseq::{name} was called with keep=False on tensors that require gradients")
 
 
-def is_seen(tensors: list[Tensor]) -> bool:
-    """Whether somebody looks at calls with these tensors: a compiler, a transform such as ``vmap``, forward mode, a dispatch mode
-    such as a counter of operations, or a class of tensors of its own."""
+def is_seen(inputs: Sequence[Any]) -> bool:
+    """Whether somebody looks at calls with these inputs: as ``is_watched``, or a class of tensors of its own."""
+    return is_watched() or bool([x for x in inputs if x.__class__ not in PLAIN and x.__class__ not in NO_TENSORS])
+
+
+def is_watched() -> bool:
+    """Whether somebody looks at all calls: a compiler, a transform such as ``vmap``, forward mode, or a dispatch mode such as a
+    counter of operations."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-        or any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors)
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-LIMITS = {"layer to kernel": (47, 14), "layer to chunk": (35, 15), "command line to model": (130, 25)}
+LIMITS = {"layer to kernel": (30, 14), "layer to chunk": (35, 15), "command line to model": (130, 25)}
 
 
 @pytest.fixture(scope="module")

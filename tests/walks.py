@@ -91,14 +91,17 @@ def layer():
 
 
 def to_a_kernel() -> Walk:
-    """From ``FastWeightDecoderLayer.forward`` to the first launch."""
+    """From ``FastWeightDecoderLayer.forward`` to the launch, but at the first call."""
     from hostcuda import Recorder
 
+    from fw_fairseq.modules.streams import LayerStates
     from fw_fairseq.ops.kernels import launch
 
     built, x = layer()
     recorder = Recorder()
     with launch.use(recorder):
+        built(x, states=LayerStates())  # the first call of its kind, which prepares the launch
+        recorder.taken()
         return walk_of(built, x, lambda: bool(recorder.launches))
 
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from ..errors import Mistake
 from ..feature_maps import wide
 from ..ops.checks import check_masks
+from ..ops.chunkwise.recall import until_end
 from ..ops.onednn import Linear, linear
-from ..ops.recall import until_end
 from ..ops.scans.sru import sru
 from ..ops.state import tensor_state
 from .base import Mixer, is_linear, rows

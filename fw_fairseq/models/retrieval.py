@@ -13,9 +13,9 @@ from ..config import SOFTMAX, FastWeightConfig, check_options, option, options_r
 from ..errors import Mistake
 from ..mixers.parts.features import build_feature_map, check_combination, initial_bias, normalised_features, with_common_scale
 from ..ops import fast_weight
+from ..ops.chunkwise.recall import recall
 from ..ops.inputs import READ
 from ..ops.normalisation import divide
-from ..ops.recall import recall
 from ..rules import RULES, Rule
 from ..rules.gates import Place
 

@@ -14,7 +14,6 @@ from ..errors import Mistake
 from ..feature_maps import AS_IS, RowMap
 from ..rules import RULES, Rule
 from .inputs import READ, READ_AND_ERASE, Inputs
-from .kernels.launch import has_kernels
 from .normalisation import EPS, SCALED_EPS
 from .state import FastWeightState
 
@@ -26,9 +25,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def check_arguments(
     q: Tensor, k: Tensor, v: Tensor, rule: str, gates: dict[str, Tensor] | None, state: FastWeightState | None, backend: str,
     attention_norm: bool, eps: float | None, padding_mask: Tensor | None, key_log_scale: Tensor | None, reset_mask: Tensor | None,
-    feature_map: RowMap | None, decoding: bool, group: Any, attention_norm_of: str,
+    feature_map: RowMap | None, decoding: bool, group: Any, attention_norm_of: str, on_device: bool,
 ) -> Inputs:  # fmt: skip
-    """The arguments of ``fast_weight`` as ``Inputs``, or one sentence about the first that does not fit."""
+    """The arguments of ``fast_weight`` as ``Inputs``, or one sentence about the first that does not fit. on_device: whether q is
+    where kernels run."""
     check_choice("rule", rule, RULES)
     spec = RULES[rule]
     check_tensors(q, k, v, spec.several)
@@ -54,7 +54,7 @@ def check_arguments(
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if state is not None:
         check_state(state, q, sizes, dtype, attention_norm, key_log_scale is not None)
-    kernels = backend == "cuda" or (backend == "auto" and has_kernels(q))
+    kernels = backend == "cuda" or (backend == "auto" and on_device)
     return Inputs(
         q, k, v, spec, gates, state, backend, attention_norm, eps, padding_mask, key_log_scale, reset_mask,
         row_map, width, decoding, group, attention_norm_of, dtype, kernels,

@@ -29,7 +29,7 @@ from .recurrent import step_form
 from .state import FastWeightState
 
 
-class Plan(NamedTuple):
+class Choice(NamedTuple):
     """The form for one call, with all that it takes."""
 
     run: Callable[[], tuple[Tensor, ...]]  # y, the memory, and more that a kernel returns
@@ -41,33 +41,33 @@ def run(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """y (B,H,T,V) in v's dtype, and the memory after the last token; of all workers' tokens where there is a group."""
     if inputs.group is not None:
         return run_on_workers(inputs)
-    plan = choose(inputs)
-    if plan.reason is not None:
+    choice = choose(inputs)
+    if choice.reason is not None:
         if inputs.backend == "cuda":
-            raise Mistake(plan.reason)
-        log_once(plan.reason)
-    y, memory, *_ = plan.run()
+            raise Mistake(choice.reason)
+        log_once(choice.reason)
+    y, memory, *_ = choice.run()
     return y, memory
 
 
-def choose(inputs: Inputs) -> Plan:
+def choose(inputs: Inputs) -> Choice:
     """The form that ``backend`` asks for. With "auto" kernels run where they can; else one token and coefficients without a chunk
     form run as steps, everything else as chunks. A memory kept as factors decides for itself. A feature map runs inside the
     kernels, or before all forms."""
     reason = None
     if inputs.kernels and not isinstance(inputs.state.memory, Factors):
         inputs = inputs._replace(q=inputs.q.to(inputs.v.dtype), k=inputs.k.to(inputs.v.dtype))  # normalisation may make v fp32
-        plan = choose_kernel(inputs)
-        if plan.reason is None:
-            return plan
+        choice = choose_kernel(inputs)
+        if choice.reason is None:
+            return choice
         no_map = why_no_map(inputs.row_map)
         if inputs.row_map != AS_IS and not (no_map and inputs.backend == "cuda"):
-            plan = choose_kernel(mapped(inputs))
-            if plan.reason is None:
+            choice = choose_kernel(mapped(inputs))
+            if choice.reason is None:
                 if no_map:
                     log_once(no_map, "the map runs in PyTorch, before the kernels")
-                return plan
-        reason = plan.reason
+                return choice
+        reason = choice.reason
     inputs = mapped(inputs)
     form: Callable[..., tuple[Any, ...]] = step_form
     if isinstance(inputs.state.memory, Factors):
@@ -77,7 +77,7 @@ def choose(inputs: Inputs) -> Plan:
         stepwise = inputs.backend != "chunkwise" and (inputs.q.shape[2] == 1 or (z is not None and e is not None))
         form = step_form if stepwise else chunk_form
     given = inputs.q, inputs.k, inputs.v, inputs.coefficients, inputs.state.memory
-    return Plan(partial(form, *given), reason=reason)
+    return Choice(partial(form, *given), reason=reason)
 
 
 def mapped(inputs: Inputs) -> Inputs:
@@ -90,23 +90,29 @@ def mapped(inputs: Inputs) -> Inputs:
     return inputs._replace(q=q, k=k, row_map=AS_IS)
 
 
-def choose_kernel(inputs: Inputs, divided: Divided | None = None) -> Plan:
+def choose_kernel(inputs: Inputs, divided: Divided | None = None) -> Choice:
     """The kernel for these inputs, or the sentence that says why there is none. With ``divided`` it also divides the reads."""
     q, k, v, coefficients, row_map = inputs.q, inputs.k, inputs.v, inputs.coefficients, inputs.row_map
     if reason := why_not_run(q, v) or why_no_map(row_map):
-        return Plan(tuple, reason=reason)
+        return Choice(tuple, reason=reason)
     x = Operands(q, k, v, *coefficients, inputs.state.memory, choose_precision(v.dtype), row_map, divided)
     if q.shape[2] == 1 and not needs_gradient(*x[:8], inputs.state.normaliser):
         reason = unsupported(q, coefficients, row_map)
         if reason is None or divided is not None:
-            return Plan(partial(step_cuda_form, x), is_kernel=reason is None, reason=reason)
+            return Choice(partial(step_cuda_form, x), is_kernel=reason is None, reason=reason)
     x = joined_decays(x)
+    name, reason = choose_scan(x)
+    return Choice(partial(cuda_form if divided is None else run_whole, name, x), is_kernel=reason is None, reason=reason)
+
+
+def choose_scan(x: Operands) -> tuple[str, str | None]:
+    """The family of kernels over all tokens, and a sentence that says why it cannot run; None where it can."""
     name, reason = choose_family(x)
-    if divided is None:
-        return Plan(partial(cuda_form, name, x), is_kernel=reason is None, reason=reason)
-    if reason is None and (not FAMILIES[name].divides or v.dtype == torch.float16 or in_many_parts(q)):
+    if x.divided is None or reason is not None:
+        return name, reason
+    if not FAMILIES[name].divides or x.v.dtype == torch.float16 or in_many_parts(x.q):
         reason = "reads are divided outside of the kernels"  # many parts run faster so, and such gradients can leave fp16's range
-    return Plan(partial(run_whole, name, x), is_kernel=reason is None, reason=reason)
+    return name, reason
 
 
 def run_divided(inputs: Inputs, least: float) -> tuple[Tensor, FastWeightState] | None:
@@ -115,10 +121,10 @@ def run_divided(inputs: Inputs, least: float) -> tuple[Tensor, FastWeightState] 
     state = inputs.state
     if not inputs.kernels or inputs.group is not None or isinstance(state.memory, Factors):
         return None
-    plan = choose_kernel(inputs, Divided(inputs.eps, least, state.normaliser))
-    if plan.reason is not None:
+    choice = choose_kernel(inputs, Divided(inputs.eps, least, state.normaliser))
+    if choice.reason is not None:
         return None
-    y, memory, sums = plan.run()
+    y, memory, sums = choice.run()
     return y, state._replace(memory=memory, normaliser=sums)
 
 

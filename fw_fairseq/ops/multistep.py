@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..rules import Coefficients
+from ..rules import Coefficients, Rule
 from .dispatch import run
 from .inputs import Inputs, fill
 
@@ -39,7 +39,8 @@ def stepwise(inputs: Inputs) -> Inputs:
 def run_steps(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """y (B,H,T,V) in v's dtype and the memory after the last token, for any rule of the recurrence."""
     rule, gates = inputs.rule, {name: gate.to(inputs.dtype) for name, gate in inputs.gates.items()}
-    ready = strengths_taken_in(inputs)
+    v, coefficients = strengths_taken_in(inputs.k, inputs.v, inputs.coefficients, inputs.kernels)
+    ready = inputs._replace(v=v, coefficients=coefficients)
     if rule.removal is not None:
         y, memory = remove_and_write(ready, *rule.removal(**gates))
     elif rule.bonus is not None:
@@ -48,21 +49,24 @@ def run_steps(inputs: Inputs) -> tuple[Tensor, Tensor]:
         y = y + (own if w is None else own * w).unsqueeze(-1) * ready.v
     else:
         y, memory = run(ready)
-    if rule.skip is not None:
-        y = y + rule.skip(**gates).unsqueeze(-1) * inputs.v
-    return y.to(inputs.v.dtype), memory
+    return skip(rule, gates, y, inputs.v), memory
 
 
-def strengths_taken_in(inputs: Inputs) -> Inputs:
-    """With an e per feature as the key that an erase reads with, and v times a w per value channel, in v's dtype for kernels."""
-    v, coefficients = inputs.v, inputs.coefficients
+def skip(rule: Rule, gates: dict[str, Tensor], y: Tensor, v: Tensor) -> Tensor:
+    """y with what the rule takes of a token's own value, in v's dtype."""
+    return (y if rule.skip is None else y + rule.skip(**gates).unsqueeze(-1) * v).to(v.dtype)
+
+
+def strengths_taken_in(k: Tensor, v: Tensor, coefficients: Coefficients, kernels: bool) -> tuple[Tensor, Coefficients]:
+    """v times a w per value channel, in v's dtype for kernels, and the coefficients without it, with an e per feature as the key
+    that an erase reads with."""
     e, w = coefficients.e, coefficients.w
     if e is not None and e.dim() == 4:
-        coefficients = coefficients._replace(e=e * inputs.k)
+        coefficients = coefficients._replace(e=e * k)
     if w is not None and w.dim() == 4:
-        v = (v * w).to(v.dtype) if inputs.kernels else v * w
+        v = (v * w).to(v.dtype) if kernels else v * w
         coefficients = coefficients._replace(w=None)
-    return inputs._replace(v=v, coefficients=coefficients)
+    return v, coefficients
 
 
 def remove_and_write(inputs: Inputs, key: Tensor, reading: Tensor) -> tuple[Tensor, Tensor]:

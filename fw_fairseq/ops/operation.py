@@ -12,15 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from ..autograd import without_autocast
+from ..autograd import PLAIN, is_watched, without_autocast
 from ..feature_maps import AS_IS, RowMap
-from ..rules import Coefficients
+from ..rules import RULES, Coefficients
 from . import normalisation
 from .checks import check_arguments
 from .dispatch import mapped, run
 from .factored import Factors, no_factors
 from .inputs import READ_AND_ERASE, Inputs, fill
+from .kernels.launch import launcher_for
+from .kernels.parameters import remember
 from .multistep import run_steps, spread
+from .plans import PLANS, find_plan, key_of, run_plan
 from .recurrent import looped
 from .state import FastWeightState
 
@@ -104,10 +107,25 @@ def fast_weight(
         >>> torch.allclose(torch.cat([y1, y2], 2), y, atol=1e-5), torch.allclose(s.memory, state.memory, atol=1e-5)
         (True, True)
     """
+    launcher = launcher_for(q) if q.__class__ in PLAIN or isinstance(q, Tensor) else None
+    key = None
+    if launcher is not None and padding_mask is reset_mask is key_log_scale is group is None and not is_watched():
+        options = launcher, rule, backend, attention_norm, eps, feature_map, decoding, attention_norm_of
+        key = key_of(q, k, v, gates, state, options)
+    try:
+        plan = PLANS[key]
+    except (KeyError, TypeError):  # a TypeError for what cannot be hashed, which the checks refuse
+        plan = None
+    if plan is not None and rule in RULES and plan.rule is RULES[rule]:
+        return run_plan(plan, q, k, v, gates or {}, state)
     inputs = check_arguments(
         q, k, v, rule, gates, state, backend, attention_norm, eps, padding_mask, key_log_scale, reset_mask, feature_map, decoding,
-        group, attention_norm_of,
+        group, attention_norm_of, launcher is not None,
     )  # fmt: skip
+    if key is not None and (plan is not None or key not in PLANS):
+        plan = remember(PLANS, key, find_plan(inputs))
+        if plan is not None:
+            return run_plan(plan, q, k, v, inputs.gates, state)
     if inputs.row_map != AS_IS and not maps_inside(inputs):
         if padding_mask is not None:  # features of NaN would have a gradient of NaN
             padded = padding_mask.repeat_interleave(k.shape[2] // q.shape[2], 1)

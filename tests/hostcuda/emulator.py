@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from fw_fairseq.ops.kernels.compiler import Launcher
+
 from .hostemu import KERNELS, HostModule
 
 BOUNDS = ("-fsanitize=bounds,alignment", "-fno-sanitize-recover=all")
@@ -27,7 +29,7 @@ def module(path: Path, options: tuple[str, ...], flags: tuple[str, ...]) -> Host
     return HostModule(path=path, options=options, flags=flags)
 
 
-class EmulatorLaunch:
+class EmulatorLaunch(Launcher):
     """launch(source_file, kernel_name, defines, grid, block, params, shared_bytes, device) as in ``ops.kernels``, on the CPU.
 
     policy, seed: the schedule of the threads (``SCHEDULES`` catch every missing barrier that was tried); bounds: indices of fixed

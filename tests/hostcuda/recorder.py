@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from fw_fairseq.ops.kernels.compiler import Launcher
+
 
 class Launch(NamedTuple):
     source: str
@@ -18,7 +20,7 @@ class Launch(NamedTuple):
     params: bytes
 
 
-class Recorder:
+class Recorder(Launcher):
     """A launcher for tensors on the CPU that keeps its launches, for a device of this compute capability.
 
     One sequence fills that device, so that none is cut into parts.
@@ -40,8 +42,11 @@ class Recorder:
         return 1
 
     def __call__(self, source_file, kernel_name, defines, grid, block, params, shared_bytes, device) -> None:
+        self.prepare(source_file, kernel_name, defines, grid, block, shared_bytes, device, params.dtype)(params.tobytes())
+
+    def prepare(self, source_file, kernel_name, defines, grid, block, shared_bytes, device, structure):
         sizes = tuple(map(int, grid)), math.prod(block), int(shared_bytes)
-        self.launches.append(Launch(source_file, kernel_name, dict(defines), *sizes, params.tobytes()))
+        return lambda packed: self.launches.append(Launch(source_file, kernel_name, dict(defines), *sizes, packed))
 
     def taken(self) -> list[Launch]:
         """The launches so far; from now on it has none."""

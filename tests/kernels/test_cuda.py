@@ -31,23 +31,29 @@ def supported(x):
 
 
 def saved_like(x):
-    return [(x.memory.shape, torch.float32)]
+    return [(x.memory_shape, torch.float32)]
+
+
+def start_of(x):
+    return torch.zeros(x.memory_shape) if x.memory is None else x.memory
 
 
 def forward(launcher, x, keep):
     PRECISIONS.append(x.precision)
     ROWS.append(x.q.shape[0])
-    y, final = chunk_form(x.row_map(x.q), x.row_map(x.k), x.v, Coefficients(*x[3:7]), x.memory)
-    return y, final.contiguous(), (x.memory + 1,) if keep else ()
+    y, final = chunk_form(x.row_map(x.q), x.row_map(x.k), x.v, Coefficients(*x[3:7]), start_of(x))
+    return y, final.contiguous(), (start_of(x) + 1,) if keep else ()
 
 
 def backward(launcher, x, saved, dy, dmemory):
-    assert torch.equal(saved[0], x.memory + 1) and len(saved) == 1
-    inputs = [None if part is None else part.detach().requires_grad_() for part in x[:8]]
+    assert torch.equal(saved[0], start_of(x) + 1) and len(saved) == 1
+    inputs = [None if part is None else part.detach().requires_grad_() for part in (*x[:7], start_of(x))]
+    dmemory = torch.zeros(x.memory_shape) if dmemory is None else dmemory
     with torch.enable_grad():
         outputs = chunk_form(x.row_map(inputs[0]), x.row_map(inputs[1]), inputs[2], Coefficients(*inputs[3:7]), inputs[7])
         grads = iter(torch.autograd.grad(outputs, [x for x in inputs if x is not None], (dy, dmemory)))
-    return tuple(None if x is None else torch.empty_like(x).copy_(next(grads)) for x in inputs)
+    found = [None if x is None else torch.empty_like(x).copy_(next(grads)) for x in inputs]
+    return (*found[:7], None if x.memory is None else found[7])
 
 
 PRECISIONS: list[str] = []

@@ -235,6 +235,14 @@ def test_what_has_no_kernel(key, message):
     assert reason is None if message is None else reason.startswith("backend='cuda' has ") and message in reason
 
 
+@pytest.fixture
+def asked_anew():
+    """What the device has, now and in the tests after."""
+    launching.look_up_held.cache_clear()
+    yield
+    launching.look_up_held.cache_clear()
+
+
 @pytest.mark.parametrize(
     "capability, key, dtype, message",
     [
@@ -244,7 +252,7 @@ def test_what_has_no_kernel(key, message):
         ((8, 9), 512, torch.bfloat16, None),
     ],
 )
-def test_device_that_is_too_small(monkeypatch, capability, key, dtype, message):
+def test_device_that_is_too_small(monkeypatch, asked_anew, capability, key, dtype, message):
     properties = SimpleNamespace(multi_processor_count=1)  # torch 2.6 does not tell the shared memory
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

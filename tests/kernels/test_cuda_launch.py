@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from contextlib import nullcontext
-from types import SimpleNamespace
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -54,7 +53,8 @@ def cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=1000 + index))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 1000 + index, raising=False)
     return fake
 
 
@@ -77,6 +77,31 @@ def test_compiles_once_and_launches_on_the_current_stream(cupy):
         assert params.dtype.fields is None  # CuPy would describe each of them
     start(launcher, defines=DEFINES | {"FW_ROWS": 16})
     assert len(cupy.modules) == 2
+
+
+def test_a_prepared_kernel_starts_on_the_stream_of_its_device(cupy, monkeypatch):
+    """Compiled at once, started with the bytes of a structure, whichever device is the current one."""
+    entered, current = [], [1]
+    start = CupyLaunch().prepare("step.cu", "step", DEFINES, (2, 3), (32, 4), 0, torch.device("cuda:1"), PARAMS.dtype)
+    assert len(cupy.kernels) == 1 and not cupy.kernels[0].launches
+    start(PARAMS.tobytes())
+    assert not entered
+
+    @contextmanager
+    def device(index):
+        entered.append(index)
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    current[0] = 0
+    start(PARAMS.tobytes())
+    assert entered == [1] and current == [0]
+    for _, _, (params,), settings in cupy.kernels[0].launches:
+        assert params.tobytes() == PARAMS.tobytes() and settings["stream"].ptr == 1001
+    assert len(cupy.kernels) == 1 and len(cupy.kernels[0].launches) == 2
 
 
 @pytest.mark.parametrize("grid", [(0,), (2, 0), (1, 2, 0)])

@@ -9,7 +9,7 @@ from support.cuda_scan import to_run
 
 from fw_fairseq.feature_maps import AS_IS
 from fw_fairseq.modules.sparse import kernel
-from fw_fairseq.ops.kernels import decay, launch, step
+from fw_fairseq.ops.kernels import decay, launch, parameters, step
 from fw_fairseq.ops.kernels.family import Divided
 from fw_fairseq.ops.kernels.launch import in_units, undivided
 from fw_fairseq.ops.kernels.recurrence import FAMILIES
@@ -65,7 +65,7 @@ def test_the_last_tokens_have_lanes_where_reads_are_divided():
     assert recorder.launches[0].grid == (257,)
 
 
-STRUCTURES = [launch.PARAMS, launch.DIVIDED, decay.PARAMS, step.PARAMS, step.READ_PARAMS]
+STRUCTURES = [parameters.PARAMS, parameters.DIVIDED, decay.PARAMS, step.PARAMS, step.READ_PARAMS]
 STRUCTURES += [pooling_kernel.PARAMS, sru_kernel.PARAMS, kernel.PARAMS]
 
 

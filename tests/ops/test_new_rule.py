@@ -18,11 +18,11 @@ from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.feature_maps import FEATURE_MAPS
 from fw_fairseq.mixers import FastWeight
 from fw_fairseq.ops import FastWeightState, fast_weight
+from fw_fairseq.ops.chunkwise.recall import recall
 from fw_fairseq.ops.factored import Factors
 from fw_fairseq.ops.kernels import launch
 from fw_fairseq.ops.kernels.recurrence import FAMILIES
 from fw_fairseq.ops.parallel.parts import run_parts
-from fw_fairseq.ops.recall import recall
 from fw_fairseq.ops.recurrent import step_form
 from fw_fairseq.rules import RULES
 

@@ -7,7 +7,7 @@ import torch
 from support.draws import FITTING, assert_same, draw_gates, draw_inputs
 
 from fw_fairseq.ops import fast_weight
-from fw_fairseq.ops.recall import recall
+from fw_fairseq.ops.chunkwise.recall import recall
 from fw_fairseq.ops.recurrent import step_form
 from fw_fairseq.rules import RULES, Coefficients
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ...feature_maps import wide
 from ...ops import FastWeightState
-from ...ops.recall import until_end
+from ...ops.chunkwise.recall import until_end
 from ...rules import Coefficients, Rule
 
 EPS = 1e-5

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ...feature_maps import AS_IS
+from .compiler import Launcher
 from .delta import CHUNK, FIRSTS, FP32, ErasingKernel, Tiling
-from .family import Family, Gradients, Launcher, Operands, Results
+from .family import Family, Gradients, Operands, Results
 from .launch import PRECISIONS, held_bytes, in_units, remembered, round_up, rows_aligned, tile_bytes, why_not_held, why_not_wide
 
 LARGEST_KEY = 256
@@ -90,9 +91,9 @@ class ChannelKernel(ErasingKernel):
     def most_bytes(self) -> int:
         return max(self.forward_bytes(), self.backward_bytes())
 
-    def pass_macros(self, backward: bool, views: dict[str, Any]) -> tuple[str, int, dict[str, int]]:
-        gates = [x for x in (views["f"], views["e"]) if x is not None and x.dim() == 4]  # their gradients are laid out alike
-        more = {"FW_E": 1 + self.rows, "FW_ALIGNED": int(rows_aligned(views) and all(map(in_units, gates)))}
+    def pass_macros(self, backward: bool, tensors: dict[str, Any]) -> tuple[str, int, dict[str, int]]:
+        gates = [x for x in (tensors["f"], tensors["e"]) if x is not None and x.dim() == 4]  # their gradients are laid out alike
+        more = {"FW_E": 1 + self.rows, "FW_ALIGNED": int(rows_aligned(tensors) and all(map(in_units, gates)))}
         return "channel_delta", self.backward_bytes() if backward else self.forward_bytes(), more
 
 
@@ -116,7 +117,7 @@ def forward(launcher: Launcher, x: Operands, keep: bool = True) -> Results:
     return ChannelKernel.of(x).run_forward(launcher, x, keep)
 
 
-def backward(launcher: Launcher, x: Operands, saved: Sequence[Tensor], dy: Tensor, dmemory: Tensor) -> Gradients:
+def backward(launcher: Launcher, x: Operands, saved: Sequence[Tensor], dy: Tensor, dmemory: Tensor | None) -> Gradients:
     """``Family.backward``."""
     return ChannelKernel.of(x).run_backward(launcher, x, saved, dy, dmemory)
 

@@ -2,8 +2,9 @@
 
 A launcher is called as ``launch(source_file, kernel_name, defines, grid, block, params, shared_bytes, device)``: the file in
 ``cuda/``, the kernel in it, its macros, the sizes as tuples, ONE structure passed by value (a numpy structured scalar whose dtype
-has ``align=True``), bytes of dynamic shared memory. Nothing is allocated and nothing waits, so a launch can be captured in a CUDA
-graph once its kernel has been compiled.
+has ``align=True``), bytes of dynamic shared memory. ``prepare`` takes the same but the structure, of which it takes the dtype, and
+returns what starts the kernel for a structure's bytes. Nothing is allocated on the device and nothing waits, so a launch can be
+captured in a CUDA graph once its kernel has been compiled.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,13 +29,54 @@ PROBE = '#include "common.cuh"\nextern "C" __global__ void probe() {}'
 OLDEST = (7, 5)  # what the compiler of CUDA 13 still compiles for
 
 
-class Stream(NamedTuple):
-    """The one attribute that CuPy reads of a stream."""
+class Launcher:
+    """What starts kernels, on tensors of one type of device."""
 
-    ptr: int
+    device_type: str
+
+    def why_not(self, device: torch.device) -> str | None:
+        """A sentence that says why kernels cannot run on ``device``; None where they can."""
+        raise NotImplementedError
+
+    def capability(self, device: torch.device) -> tuple[int, int]:
+        raise NotImplementedError
+
+    def processors(self, device: torch.device) -> int:
+        """The number of multiprocessors, each of which can run a block of its own."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        source_file: str,
+        kernel_name: str,
+        defines: dict[str, Any],
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        params: np.ndarray,
+        shared_bytes: int,
+        device: torch.device,
+    ) -> None:
+        raise NotImplementedError
+
+    def prepare(
+        self,
+        source_file: str,
+        kernel_name: str,
+        defines: dict[str, Any],
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        shared_bytes: int,
+        device: torch.device,
+        structure: np.dtype,
+    ) -> Callable[[bytes], None]:
+        def start(packed: bytes) -> None:
+            params = np.ndarray((), structure, packed)
+            self(source_file, kernel_name, defines, grid, block, params, shared_bytes, device)
+
+        return start
 
 
-class CupyLaunch:
+class CupyLaunch(Launcher):
     """The launcher on a GPU. One compiled kernel per (file, macros, device), on disk too, by CuPy."""
 
     device_type = "cuda"
@@ -43,14 +86,12 @@ class CupyLaunch:
         self.kernels: dict[tuple, Any] = {}
 
     def why_not(self, device: torch.device) -> str | None:
-        """A sentence that says why kernels cannot run on ``device``; None where they can."""
         return missing(device)
 
     def capability(self, device: torch.device) -> tuple[int, int]:
         return torch.cuda.get_device_capability(device)
 
     def processors(self, device: torch.device) -> int:
-        """The number of multiprocessors, each of which can run a block of its own."""
         return torch.cuda.get_device_properties(device).multi_processor_count
 
     def __call__(
@@ -64,17 +105,39 @@ class CupyLaunch:
         shared_bytes: int,
         device: torch.device,
     ) -> None:
+        start = self.prepare(source_file, kernel_name, defines, grid, block, shared_bytes, device, params.dtype)
+        start(params.tobytes())
+
+    def prepare(
+        self,
+        source_file: str,
+        kernel_name: str,
+        defines: dict[str, Any],
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        shared_bytes: int,
+        device: torch.device,
+        structure: np.dtype,
+    ) -> Callable[[bytes], None]:
         if 0 in grid:  # an empty batch, which CUDA refuses
-            return
+            return lambda packed: None
         with torch.cuda.device(device):
             index = torch.cuda.current_device()
             key = (source_file, kernel_name, tuple(defines.items()), index)
             kernel = self.kernels.get(key)
             if kernel is None:
                 kernel = self.kernels[key] = self.compile(source_file, kernel_name, key[2], index, shared_bytes)
-            stream = Stream(torch.cuda.current_stream(index).cuda_stream)
-            plain = np.asarray(params).view((np.void, params.dtype.itemsize))  # CuPy would describe each field, in 0.2 ms
-            kernel(grid, block, (plain,), shared_mem=shared_bytes, stream=stream)
+        plain = np.dtype((np.void, structure.itemsize))  # CuPy would describe each field, in 0.2 ms
+
+        def start(packed: bytes) -> None:
+            if torch._C._cuda_getDevice() != index:
+                with torch.cuda.device(index):
+                    return start(packed)
+            stream = SimpleNamespace(ptr=torch._C._cuda_getCurrentRawStream(index))  # all that CuPy reads of a stream
+            params = np.ndarray((), plain, bytearray(packed))
+            kernel(grid, block, (params,), shared_mem=shared_bytes, stream=stream)
+
+        return start
 
     def compile(self, source_file: str, kernel_name: str, defines: Defines, index: int, shared_bytes: int) -> Any:
         with one_error("CuPy, which compiles the kernels, cannot be imported"):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
 
 from ...feature_maps import AS_IS, RowMap
 from .launch import SHARED
@@ -94,12 +94,12 @@ def choose_backward(
         tile = tile._replace(V=tile.V // 2)
 
 
-def map_bytes(q: Tensor, row_map: RowMap, chunks: int) -> int:
-    """The bytes of the ``Rows`` of so many chunks and of ``Features``, in columns.cuh."""
+def map_bytes(d: int, dtype: torch.dtype, row_map: RowMap, chunks: int) -> int:
+    """The bytes of the ``Rows`` of so many chunks, of rows that are d wide, and of ``Features``, in columns.cuh."""
     if row_map == AS_IS:
         return 0
-    d, unit = q.shape[-1], 16 // q.dtype.itemsize
-    return 2 * 16 * (chunks * (-(-d // unit) + 1) * 16 + (padded(row_map.width(d)) + 8) * q.dtype.itemsize)
+    unit = 16 // dtype.itemsize
+    return 2 * 16 * (chunks * (-(-d // unit) + 1) * 16 + (padded(row_map.width(d)) + 8) * dtype.itemsize)
 
 
 def backward_shared(

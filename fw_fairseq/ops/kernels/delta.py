@@ -14,22 +14,25 @@ import torch
 from torch import Tensor
 
 from ...feature_maps import AS_IS, RowMap
-from .family import Family, Gradients, Launcher, Operands, Results
+from .compiler import Launcher
+from .family import Family, Gradients, Operands, Results
 from .launch import (
     PRECISIONS,
     TYPES,
     add_up,
     held_bytes,
     map_defines,
-    pack_params,
     remembered,
     round_up,
     rows_aligned,
     shares_of,
+    sizes_of,
+    start,
     tile_bytes,
     why_not_held,
     why_not_wide,
 )
+from .parameters import OF_ROWS, Kernel
 
 CHUNK = 16
 LARGEST_KEY = 512
@@ -95,47 +98,52 @@ class ErasingKernel(NamedTuple):
 
     def run_forward(self, launcher: Launcher, x: Operands, keep: bool) -> Results:
         """``Family.forward``."""
-        y, final = torch.empty_like(x.v), torch.empty_like(x.memory)
-        saved = tuple(x.memory.new_empty(shape, dtype=dtype) for shape, dtype in (self.saved_like(x.q) if keep else []))
-        pointers = {"memory": x.memory, "final": final, "borders": saved[0] if keep else None}
-        self.launch(launcher, False, dict(q=x.q, k=x.k, v=x.v, f=x.f, e=x.e, w=x.w, y=y), pointers)
+        y, final = torch.empty_like(x.v), x.q.new_empty((*x.q.shape[:2], self.width, x.v.shape[3]), dtype=torch.float32)
+        saved = tuple([x.q.new_empty(shape, dtype=dtype) for shape, dtype in self.saved_like(x.q)]) if keep else ()
+        tensors = dict(q=x.q, k=x.k, v=x.v, f=x.f, e=x.e, w=x.w, y=y, memory=x.memory, final=final)
+        self.launch(launcher, False, tensors | {"borders": saved[0] if keep else None})
         return y, final, saved
 
-    def run_backward(self, launcher: Launcher, x: Operands, saved: Sequence[Tensor], dy: Tensor, dmemory: Tensor) -> Gradients:
+    def run_backward(
+        self, launcher: Launcher, x: Operands, saved: Sequence[Tensor], dy: Tensor, dmemory: Tensor | None
+    ) -> Gradients:
         """``Family.backward``."""
         inputs = {"q": x.q, "k": x.k, "f": x.f, "e": x.e, "w": x.w}
         grads = {f"d{name}": torch.empty_like(part) for name, part in inputs.items() if part is not None}
-        shares = {name: shares_of(grad, self.tiles) for name, grad in grads.items()}
-        dv, before = torch.empty_like(x.v), torch.empty_like(x.memory)
-        pointers = {"dfinal": dmemory, "dmemory": before, "borders": saved[0]}
-        self.launch(launcher, True, inputs | shares | {"v": x.v, "dy": dy, "dv": dv}, pointers)
-        for name, grad in grads.items():
-            add_up(grad, shares[name])
+        shares = shares_of(grads, self.tiles)
+        dv, before = torch.empty_like(x.v), None if x.memory is None else torch.empty_like(x.memory)
+        rows = {"v": x.v, "dy": dy, "dv": dv}
+        self.launch(launcher, True, inputs | shares | rows | {"dfinal": dmemory, "dmemory": before, "borders": saved[0]})
+        add_up(grads, shares, self.tiles)
         return grads["dq"], grads["dk"], dv, grads.get("df"), None, grads["de"], grads.get("dw"), before
 
-    def launch(self, launcher: Launcher, backward: bool, views: dict[str, Any], pointers: dict[str, Any]) -> None:
+    def launch(self, launcher: Launcher, backward: bool, tensors: dict[str, Any]) -> None:
         """Starts the kernel of one pass."""
-        name, shared, more = self.pass_macros(backward, views)
-        q = views["q"]
-        defines = {
-            "FW_IN": TYPES[self.dtype],
-            "FW_K": self.key,
-            "FW_V": self.tiling.value,
-            "FW_F": int(self.f),
-            "FW_W": int(self.w),
-            "FW_PRECISION": self.precision,
-            "FW_KSPLIT": self.tiling.ksplit,
-            "FW_SPAN": self.tiling.part if backward else self.tiling.span,
-            "FW_PART": self.tiling.part,
-            "FW_PARTIAL": int(self.tiles > 1),
-            "FW_SHARED": shared,
-            **more,
-        }
-        source, kernel = (f"{name}_backward.cu", f"{name}_backward") if backward else (f"{name}.cu", f"{name}_forward")
-        params, grid = pack_params(views, pointers, self.width), (q.shape[0] * q.shape[1], self.tiles)
-        launcher(source, kernel, defines, grid, (32 * self.warps,), params, shared, q.device)
 
-    def pass_macros(self, backward: bool, views: dict[str, Any]) -> tuple[str, int, dict[str, int]]:
+        def describe() -> Kernel:
+            name, shared, more = self.pass_macros(backward, tensors)
+            q = tensors["q"]
+            defines = {
+                "FW_IN": TYPES[self.dtype],
+                "FW_K": self.key,
+                "FW_V": self.tiling.value,
+                "FW_F": int(self.f),
+                "FW_W": int(self.w),
+                "FW_PRECISION": self.precision,
+                "FW_KSPLIT": self.tiling.ksplit,
+                "FW_SPAN": self.tiling.part if backward else self.tiling.span,
+                "FW_PART": self.tiling.part,
+                "FW_PARTIAL": int(self.tiles > 1),
+                "FW_SHARED": shared,
+                **more,
+            }
+            source, kernel = (f"{name}_backward.cu", f"{name}_backward") if backward else (f"{name}.cu", f"{name}_forward")
+            grid, sizes = (q.shape[0] * q.shape[1], self.tiles), sizes_of(q, self.width, tensors["v"].shape[3])
+            return Kernel(source, kernel, defines, grid, (32 * self.warps,), shared, sizes)
+
+        start(launcher, OF_ROWS, (type(self), self, backward), tensors, describe)
+
+    def pass_macros(self, backward: bool, tensors: dict[str, Any]) -> tuple[str, int, dict[str, int]]:
         """The name of the sources, the bytes of shared memory, and the macros of one family only."""
         raise NotImplementedError
 
@@ -146,13 +154,14 @@ class DeltaKernel(ErasingKernel):
     @classmethod
     def of(cls, x: Operands) -> DeltaKernel:
         given = x.f is not None, x.w is not None, x.precision, x.row_map, held_bytes(x.q.device)
-        return cls.of_sizes(x.q.dtype, x.q.shape[3], *x.memory.shape[2:], *given)
+        return cls.of_sizes(x.q.dtype, x.q.shape[3], x.v.shape[3], *given)
 
     @classmethod
     @remembered
     def of_sizes(
-        cls, dtype: torch.dtype, row: int, width: int, value: int, f: bool, w: bool, precision: str, row_map: RowMap, held: int
+        cls, dtype: torch.dtype, row: int, value: int, f: bool, w: bool, precision: str, row_map: RowMap, held: int
     ) -> DeltaKernel:
+        width = row_map.width(row)
         size = 2 if precision == "bf16" else 4
         tiling = next(tiling for (widest, operand), tiling in TABLE.items() if widest >= width and operand == size)
         tiles = -(-value // tiling.value)
@@ -198,8 +207,8 @@ class DeltaKernel(ErasingKernel):
         limits = ((self.held - 1024) // 2, self.held)
         return next((n for most in limits for n in (2, 1) if self.backward_bytes(n) <= most), 1)
 
-    def pass_macros(self, backward: bool, views: dict[str, Any]) -> tuple[str, int, dict[str, int]]:
-        more = {"FW_ALIGNED": int(rows_aligned(views)), **map_defines(self.row_map, self.row)}
+    def pass_macros(self, backward: bool, tensors: dict[str, Any]) -> tuple[str, int, dict[str, int]]:
+        more = {"FW_ALIGNED": int(rows_aligned(tensors)), **map_defines(self.row_map, self.row)}
         if not backward:
             return "delta", self.forward_bytes(), more
         stages = self.stages()
@@ -208,7 +217,7 @@ class DeltaKernel(ErasingKernel):
 
 def supported(x: Operands) -> str | None:
     """``Family.supported``."""
-    key = x.memory.shape[2]
+    key, _ = x.widths
     if reason := why_not_wide("with erase", x.q, key, LARGEST_KEY):
         return reason
     kernel = DeltaKernel.of(x)
@@ -225,7 +234,7 @@ def forward(launcher: Launcher, x: Operands, keep: bool = True) -> Results:
     return DeltaKernel.of(x).run_forward(launcher, x, keep)
 
 
-def backward(launcher: Launcher, x: Operands, saved: Sequence[Tensor], dy: Tensor, dmemory: Tensor) -> Gradients:
+def backward(launcher: Launcher, x: Operands, saved: Sequence[Tensor], dy: Tensor, dmemory: Tensor | None) -> Gradients:
     """``Family.backward``."""
     return DeltaKernel.of(x).run_backward(launcher, x, saved, dy, dmemory)
 

@@ -6,17 +6,18 @@ import contextlib
 import functools
 import logging
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ...errors import Mistake
 from ...feature_maps import AS_IS, NORMS, ROW_MAPS, RowMap
-from .compiler import CupyLaunch
-from .family import Divided, Launcher
+from .compiler import CupyLaunch, Launcher
+from .family import Divided
+from .parameters import DIVIDED_VIEWS, OF_DIVIDED, ROWS, SHARES, Kernel, Structure, remember
 
 logger = logging.getLogger(__name__)
 OLDEST = (8, 0)  # compute capability: the first with products of bf16 and tf32
@@ -24,18 +25,7 @@ SHARED = 99 * 1024  # bytes of shared memory that every device since compute cap
 TYPES = {torch.float32: "float", torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}  # what kernels read and write
 SHARED_MORE = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024, (10, 3): 227 * 1024}
 PRECISIONS = {"bf16": 0, "tf32": 1, "exact": 2}  # FW_PRECISION
-# ``View`` and ``Params`` in ``cuda/rows.cuh``.
-VIEW = np.dtype([("p", "u8"), ("b", "i8"), ("h", "i8"), ("t", "i8"), ("tile", "i8")])
-VIEWS = ("q", "k", "v", "f", "e", "w", "y", "dy", "dq", "dk", "dv", "df", "de", "dw", "divisors", "ddivisors")
-SHARES = ("dq", "dk", "df", "de", "dw")  # outputs that each tile of V has a share of, along a first dimension
-POINTERS = ("memory", "final", "borders", "dfinal", "dmemory", "sums", "final_sums", "dfinal_sums", "dsums", "sums_borders")
-SIZES = (*((name, "i4") for name in "HTKV"), ("eps", "f4"), ("least", "f4"))
-PARAMS = np.dtype([*((name, VIEW) for name in VIEWS), *((name, "u8") for name in POINTERS), *SIZES], align=True)
-ROWS = ("q", "k", "v", "y", "dy", "dq", "dk", "dv")
-DIVIDED_VIEWS = ("y", "dy", "dx", "divisors", "ddivisors")  # ``View`` and ``Params`` in ``cuda/divided.cu``
-DIVIDED_SIZES = (*((name, "i4") for name in "HTV"), ("eps", "f4"), ("least", "f4"))
-DIVIDED_VIEW = np.dtype([("p", "u8"), ("b", "i8"), ("h", "i8"), ("t", "i8")], align=True)  # so that the whole is, too
-DIVIDED = np.dtype([*((name, DIVIDED_VIEW) for name in DIVIDED_VIEWS), *DIVIDED_SIZES], align=True)
+LAUNCHES: dict[tuple, tuple] = {}  # of prepared ones: what starts it, the numbers, and the places of the addresses among them
 _launcher: Any = CupyLaunch()
 
 
@@ -47,6 +37,11 @@ def current() -> Any:
 def has_kernels(x: Tensor) -> bool:
     """Whether kernels run on the device of x; whether one fits is another question."""
     return x.device.type == _launcher.device_type
+
+
+def launcher_for(x: Tensor) -> Launcher | None:
+    """The launcher in use, where it is for the device of x."""
+    return _launcher if x.device.type == _launcher.device_type else None
 
 
 @contextlib.contextmanager
@@ -145,54 +140,76 @@ def tile_bytes(*tiles: tuple[int, int, torch.dtype]) -> int:
     return sum(rows * (width * dtype.itemsize + 16) for rows, width, dtype in tiles)
 
 
-def rows_aligned(views: dict[str, Any]) -> bool:
+def start(
+    launcher: Any, structure: Structure, settings: Hashable, tensors: dict[str, Tensor | None], describe: Callable[[], Kernel]
+) -> None:
+    """Starts the kernel that ``describe()`` makes of the tensors and ``settings``, which are all that it may look at. It is asked
+    once for tensors of these shapes, strides, types and alignments."""
+    given = tensors.values()
+    addresses = [0 if x is None else x.data_ptr() for x in given]
+    layout = [None if x is None else (x.shape, x.stride(), x.dtype, x.device, at % 16) for x, at in zip(given, addresses)]
+    key = (launcher, structure, settings, *layout)
+    try:
+        launch = LAUNCHES[key]
+    except KeyError:
+        kernel = describe()
+        device = next(x.device for x in given if x is not None)
+        prepare = getattr(launcher, "prepare", partial(Launcher.prepare, launcher))  # a plain function is a launcher too
+        begin = prepare(*kernel[:6], device, structure.dtype)
+        places = [structure.places[name] for name in tensors]
+        launch = remember(LAUNCHES, key, (begin, structure.numbers(tensors, kernel.sizes), places))
+    begin, numbers, places = launch
+    numbers = numbers[:]
+    for place, address in zip(places, addresses):
+        numbers[place] = address
+    begin(structure.pack(*numbers))
+
+
+def rows_aligned(tensors: dict[str, Any]) -> bool:
     """Whether all rows of inputs and of their gradients can be moved 16 bytes at a time; says once where they cannot."""
-    aligned = all(in_units(x[0] if name in SHARES else x) for name, x in views.items() if name in ROWS and x is not None)
+    rows = [x[0] if name in SHARES else x for name, x in tensors.items() if name in ROWS and x is not None]
+    aligned = all(map(in_units, rows))
     if not aligned:
         log_once("rows of q, k or v do not start at multiples of 16 bytes", "kernels move their numbers one by one, which is slow")
     return aligned
 
 
-def pack_params(views: dict[str, Any], pointers: dict[str, Any], key: int, divisor: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
-    """The ``Params`` of cuda/rows.cuh. Tensors in ``SHARES`` have a leading dimension over tiles of V. divisor: eps and least."""
-    params = np.zeros((), PARAMS)
-    for name, x in views.items():
-        if x is not None:
-            strides = x.stride() if name in SHARES else (0, *x.stride())
-            params[name] = (x.data_ptr(), *strides[1:4], strides[0])
-    for name, x in pointers.items():
-        params[name] = 0 if x is None else x.data_ptr()
-    params["eps"], params["least"] = divisor
-    _, params["H"], params["T"], _ = views["q"].shape
-    params["K"], params["V"] = key, views["v"].shape[3]
-    return params
+def sizes_of(q: Tensor, key: int, value: int, divisor: tuple[float, float] = (0.0, 0.0)) -> dict[str, float]:
+    """The numbers of ``PARAMS``. divisor: eps and least."""
+    return {"H": q.shape[1], "T": q.shape[2], "K": key, "V": value, "eps": divisor[0], "least": divisor[1]}
 
 
 def undivided(launcher: Launcher, divided: Divided, divisors: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of the reads before they are divided, (B,H,T,V), and of their divisors, (B,H,T), from that of ``divided.y``."""
     dx, ddivisors = torch.empty_like(dy), torch.empty_like(divisors)
-    params = np.zeros((), DIVIDED)
-    assert divided.y is not None
-    for name, x in zip(DIVIDED_VIEWS, (divided.y, dy, dx, divisors, ddivisors)):
-        params[name] = (x.data_ptr(), *x.stride()[:3])
-    batch, heads, tokens, _ = dy.shape
-    params["H"], params["T"], params["V"] = dy.shape[1:]
-    params["eps"], params["least"] = divided.eps, divided.least
-    aligned = all(in_units(x) for x in (divided.y, dy, dx))
-    units, lanes = -(-dy.shape[3] // (16 // dy.element_size() if aligned else 1)), 1
-    while lanes < min(units, 32):
-        lanes *= 2
-    defines = {"FW_IN": TYPES[dy.dtype], "FW_ALIGNED": int(aligned), "FW_LANES": lanes}
-    grid = (batch * heads * -(-tokens * lanes // 256),)
-    launcher("divided.cu", "divided_backward", defines, grid, (256,), params, 0, dy.device)
+    tensors = dict(zip(DIVIDED_VIEWS, (divided.y, dy, dx, divisors, ddivisors)))
+    divisor = divided.eps, divided.least
+
+    def describe() -> Kernel:
+        assert divided.y is not None
+        batch, heads, tokens, value = dy.shape
+        aligned = all(in_units(x) for x in (divided.y, dy, dx))
+        units, lanes = -(-value // (16 // dy.element_size() if aligned else 1)), 1
+        while lanes < min(units, 32):
+            lanes *= 2
+        defines = {"FW_IN": TYPES[dy.dtype], "FW_ALIGNED": int(aligned), "FW_LANES": lanes}
+        grid = (batch * heads * -(-tokens * lanes // 256),)
+        sizes = {"H": heads, "T": tokens, "V": value, "eps": divisor[0], "least": divisor[1]}
+        return Kernel("divided.cu", "divided_backward", defines, grid, (256,), 0, sizes)
+
+    start(launcher, OF_DIVIDED, divisor, tensors, describe)
     return dx, ddivisors
 
 
 def held_bytes(device: torch.device) -> int:
     """The bytes of shared memory that a block can have on this device, or on any if the launcher in use is for other ones."""
-    if device.type != _launcher.device_type:
-        return SHARED
-    return SHARED_MORE.get(_launcher.capability(device), SHARED)
+    return look_up_held(_launcher, device)
+
+
+@functools.lru_cache(maxsize=64)
+def look_up_held(launcher: Launcher, device: torch.device) -> int:
+    """As ``held_bytes``, asked once."""
+    return SHARED_MORE.get(launcher.capability(device), SHARED) if device.type == launcher.device_type else SHARED
 
 
 def why_not_wide(kernels: str, q: Tensor, key: int, widest: int) -> str | None:
@@ -212,14 +229,15 @@ def why_not_held(q: Tensor, key: int, needed: int) -> str | None:
     return f"backend='cuda' needs {needed} bytes of shared memory for {q.dtype} keys {key} wide; this device has {held}"
 
 
-def shares_of(whole: Tensor | None, count: int) -> Tensor | None:
-    """Room for ``count`` fp32 shares that sum to ``whole``; for one share ``whole`` itself, with a leading dimension of 1."""
-    if whole is None or count == 1:
-        return None if whole is None else whole[None]
-    return whole.new_empty(count, *whole.shape, dtype=torch.float32)
+def shares_of(wholes: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Room for ``count`` fp32 shares that sum to each of these; for one share the whole itself, with a leading dimension of 1."""
+    if count == 1:
+        return {name: whole[None] for name, whole in wholes.items()}
+    return {name: whole.new_empty((count, *whole.shape), dtype=torch.float32) for name, whole in wholes.items()}
 
 
-def add_up(whole: Tensor | None, shares: Tensor | None) -> None:
-    """Writes the sum of the shares from ``shares_of`` into ``whole``."""
-    if whole is not None and shares is not None and len(shares) > 1:
-        whole.copy_(shares.sum(0))
+def add_up(wholes: dict[str, Tensor], shares: dict[str, Tensor], count: int) -> None:
+    """Writes the sums of the shares from ``shares_of`` into the wholes."""
+    if count > 1:
+        for name, whole in wholes.items():
+            whole.copy_(shares[name].sum(0))

@@ -14,23 +14,26 @@ import torch
 from torch import Tensor
 
 from ...feature_maps import AS_IS, RowMap
-from .family import Divided, Family, Gradients, Launcher, Operands, Results
+from .compiler import Launcher
+from .family import Divided, Family, Gradients, Operands, Results
 from .launch import (
     PRECISIONS,
     TYPES,
     add_up,
     held_bytes,
     map_defines,
-    pack_params,
     remembered,
     round_up,
     rows_aligned,
     shares_of,
+    sizes_of,
+    start,
     tile_bytes,
     undivided,
     why_not_held,
     why_not_wide,
 )
+from .parameters import OF_ROWS, Kernel
 
 LARGEST_KEY, LARGEST_VALUE = 512, 128
 FEWEST_WARPS = 4  # of a block, if the key can be split among them
@@ -94,7 +97,7 @@ class LinearKernel(NamedTuple):
     @classmethod
     def of(cls, x: Operands) -> LinearKernel:
         gates, held = (x.f is not None, x.w is not None), held_bytes(x.q.device)
-        given = x.q.dtype, x.q.shape[3], *x.memory.shape[2:], *gates, x.precision, x.row_map, held
+        given = x.q.dtype, x.q.shape[3], x.v.shape[3], *gates, x.precision, x.row_map, held
         return cls.of_sizes(*given, x.divided is not None)
 
     @classmethod
@@ -103,7 +106,6 @@ class LinearKernel(NamedTuple):
         cls,
         dtype: torch.dtype,
         row: int,
-        width: int,
         value: int,
         f: bool,
         w: bool,
@@ -112,6 +114,7 @@ class LinearKernel(NamedTuple):
         held: int,
         sums: bool,
     ) -> LinearKernel:
+        width = row_map.width(row)
         key = round_up(width, 16 * fewest_slices(width))
         kernel = cls(dtype, key, value, precision, f, w, row, width, row_map, held, sums)
         longest = 64 if precision == "bf16" else 32
@@ -169,39 +172,49 @@ class LinearKernel(NamedTuple):
         """1, or 2 where two blocks with as much fit a multiprocessor."""
         return 2 if needed(2) <= (self.held - 1024) // 2 else 1
 
-    def launch(
-        self,
-        launcher: Launcher,
-        name: str,
-        tile: Block,
-        views: dict[str, Any],
-        pointers: dict[str, Any],
-        shared: int,
-        divided: Divided | None,
-        **more: int,
-    ) -> None:
-        """Starts the kernel ``name``."""
-        q = views["q"]
-        defines = {
-            "FW_IN": TYPES[self.dtype],
-            "FW_K": self.key,
-            "FW_V": tile.value,
-            "FW_F": int(self.f),
-            "FW_W": int(self.w),
-            "FW_SUMS": int(self.sums),
-            "FW_PRECISION": PRECISIONS[self.precision],
-            "FW_WARPS": tile.warps,
-            "FW_CHUNK": tile.chunk,
-            "FW_ALIGNED": int(rows_aligned(views)),
-            **map_defines(self.row_map, self.row),
-            **more,
-            "FW_SHARED": shared,
-        }
-        source = "linear.cu" if name == "linear_forward" else "linear_backward.cu"
-        divisor = (0.0, 0.0) if divided is None else divided[:2]
-        params = pack_params(views, pointers, self.width, divisor)
-        grid = (q.shape[0] * q.shape[1], self.tiles(tile))
-        launcher(source, name, defines, grid, (32 * tile.warps,), params, shared, q.device)
+    def saved_like(self, q: Tensor) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """``Family.saved_like``: the memory before each chunk of the backward, transposed, with rows of whole operands; where reads
+        are divided also the sums of keys there, and the divisors."""
+        chunks = (*q.shape[:2], -(-q.shape[2] // self.back.chunk))
+        operand = self.operand
+        kept = [((*chunks, -(-self.value // 16) * 16, self.key), operand)]
+        return [*kept, ((*chunks, self.key), operand), (tuple(q.shape[:3]), torch.float32)] if self.sums else kept
+
+    def launch(self, launcher: Launcher, backward: bool, tensors: dict[str, Any], divided: Divided | None) -> None:
+        """Starts the kernel of one pass."""
+        divisor = (0.0, 0.0) if divided is None else (divided.eps, divided.least)
+
+        def describe() -> Kernel:
+            tile, shared, more = self.pass_macros(backward)
+            defines = {
+                "FW_IN": TYPES[self.dtype],
+                "FW_K": self.key,
+                "FW_V": tile.value,
+                "FW_F": int(self.f),
+                "FW_W": int(self.w),
+                "FW_SUMS": int(self.sums),
+                "FW_PRECISION": PRECISIONS[self.precision],
+                "FW_WARPS": tile.warps,
+                "FW_CHUNK": tile.chunk,
+                "FW_ALIGNED": int(rows_aligned(tensors)),
+                **map_defines(self.row_map, self.row),
+                **more,
+                "FW_SHARED": shared,
+            }
+            name, q = "linear_backward" if backward else "linear_forward", tensors["q"]
+            grid, sizes = (q.shape[0] * q.shape[1], self.tiles(tile)), sizes_of(q, self.width, self.value, divisor)
+            return Kernel("linear_backward.cu" if backward else "linear.cu", name, defines, grid, (32 * tile.warps,), shared, sizes)
+
+        start(launcher, OF_ROWS, (self, backward, divisor), tensors, describe)
+
+    def pass_macros(self, backward: bool) -> tuple[Block, int, dict[str, int]]:
+        """The tile of one pass, its bytes of shared memory, and the macros of this pass only."""
+        tile = self.back if backward else self.ahead
+        if backward:
+            stages = self.fitting(lambda n: self.backward_bytes(tile, n))
+            return tile, self.backward_bytes(tile, stages), {"FW_STAGES": stages, "FW_PARTIAL": int(self.tiles(tile) > 1)}
+        memories = self.fitting(lambda n: self.forward_bytes(tile, n))
+        return tile, self.forward_bytes(tile, memories), {"FW_MEMORIES": memories, "FW_PART": self.back.chunk}
 
 
 def groups(tile: Block, width: int) -> int:
@@ -214,7 +227,7 @@ def groups(tile: Block, width: int) -> int:
 
 def supported(x: Operands) -> str | None:
     """``Family.supported``."""
-    key = x.memory.shape[2]
+    key, _ = x.widths
     if reason := why_not_wide("without erase", x.q, key, LARGEST_KEY):
         return reason
     kernel = LinearKernel.of(x)
@@ -222,47 +235,39 @@ def supported(x: Operands) -> str | None:
 
 
 def saved_like(x: Operands) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """The memory before each chunk of the backward, transposed, with rows of whole operands; where reads are divided also the sums
-    of keys there, and the divisors."""
-    kernel = LinearKernel.of(x)
-    chunks = (*x.q.shape[:2], -(-x.q.shape[2] // kernel.back.chunk))
-    kept = [((*chunks, round_up(kernel.value, 16), kernel.key), kernel.operand)]
-    return kept if x.divided is None else [*kept, ((*chunks, kernel.key), kernel.operand), (tuple(x.q.shape[:3]), torch.float32)]
+    """``Family.saved_like``."""
+    return LinearKernel.of(x).saved_like(x.q)
 
 
 def forward(launcher: Launcher, x: Operands, keep: bool = True) -> Results:
     """``Family.forward``."""
     kernel = LinearKernel.of(x)
-    tile, divided = kernel.ahead, x.divided
-    y, final = torch.empty_like(x.v), torch.empty_like(x.memory)
-    saved = tuple(x.memory.new_empty(shape, dtype=dtype) for shape, dtype in (saved_like(x) if keep else []))
-    views = dict(q=x.q, k=x.k, v=x.v, f=x.f, w=x.w, y=y, divisors=saved[-1] if keep and divided else None)
-    pointers = {"memory": x.memory, "final": final, "borders": saved[0] if keep else None}
+    divided = x.divided
+    y, final = torch.empty_like(x.v), x.q.new_empty((*x.q.shape[:2], kernel.width, kernel.value), dtype=torch.float32)
+    saved = tuple([x.q.new_empty(shape, dtype=dtype) for shape, dtype in kernel.saved_like(x.q)]) if keep else ()
+    tensors = dict(q=x.q, k=x.k, v=x.v, f=x.f, w=x.w, y=y, memory=x.memory, final=final, borders=saved[0] if keep else None)
     if divided:
-        pointers |= {"sums": divided.sums, "final_sums": divided.final, "sums_borders": saved[1] if keep else None}
-    memories = kernel.fitting(lambda n: kernel.forward_bytes(tile, n))
-    shared, more = kernel.forward_bytes(tile, memories), {"FW_MEMORIES": memories, "FW_PART": kernel.back.chunk}
-    kernel.launch(launcher, "linear_forward", tile, views, pointers, shared, divided, **more)
+        tensors |= {"sums": divided.sums, "final_sums": divided.final}
+        if keep:
+            tensors |= {"sums_borders": saved[1], "divisors": saved[2]}
+    kernel.launch(launcher, False, tensors, divided)
     return y, final, saved
 
 
-def backward(launcher: Launcher, x: Operands, saved: Sequence[Tensor], dy: Tensor, dmemory: Tensor) -> Gradients:
+def backward(launcher: Launcher, x: Operands, saved: Sequence[Tensor], dy: Tensor, dmemory: Tensor | None) -> Gradients:
     """``Family.backward``."""
     kernel = LinearKernel.of(x)
-    tile, inputs, divided = kernel.back, {"q": x.q, "k": x.k, "f": x.f, "w": x.w}, x.divided
+    inputs, divided = {"q": x.q, "k": x.k, "f": x.f, "w": x.w}, x.divided
     grads = {f"d{name}": torch.empty_like(part) for name, part in inputs.items() if part is not None}
-    shares = {name: shares_of(grad, kernel.tiles(tile)) for name, grad in grads.items()}
-    dv, before = torch.empty_like(x.v), torch.empty_like(x.memory)
-    views = inputs | shares | {"v": x.v, "dy": dy, "dv": dv}
-    pointers: dict[str, Any] = {"dfinal": dmemory, "dmemory": before, "borders": saved[0]}
+    tiles = kernel.tiles(kernel.back)
+    shares = shares_of(grads, tiles)
+    dv, before = torch.empty_like(x.v), None if x.memory is None else torch.empty_like(x.memory)
+    tensors = inputs | shares | {"v": x.v, "dy": dy, "dv": dv, "dfinal": dmemory, "dmemory": before, "borders": saved[0]}
     if divided:
-        views["dy"], views["ddivisors"] = undivided(launcher, divided, saved[-1], dy)
-        pointers |= {"dfinal_sums": divided.final, "dsums": divided.sums, "sums_borders": saved[1]}
-    stages = kernel.fitting(lambda n: kernel.backward_bytes(tile, n))
-    shared, more = kernel.backward_bytes(tile, stages), {"FW_STAGES": stages, "FW_PARTIAL": int(kernel.tiles(tile) > 1)}
-    kernel.launch(launcher, "linear_backward", tile, views, pointers, shared, divided, **more)
-    for name, grad in grads.items():
-        add_up(grad, shares[name])
+        tensors["dy"], tensors["ddivisors"] = undivided(launcher, divided, saved[-1], dy)
+        tensors |= {"dfinal_sums": divided.final, "dsums": divided.sums, "sums_borders": saved[1]}
+    kernel.launch(launcher, True, tensors, divided)
+    add_up(grads, shares, tiles)
     return grads["dq"], grads["dk"], dv, grads.get("df"), None, None, grads.get("dw"), before
 
 

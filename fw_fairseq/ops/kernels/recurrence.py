@@ -6,8 +6,8 @@ the operands of products to 11 bits.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ SHORTEST = 256  # tokens of a part
 LEAST = 4096  # tokens of a sequence: to start what the parts need takes the host longer than a shorter one takes the device
 BLOCKS = 2  # parts for each processor, which runs so many blocks of the kernels side by side up to K = V = 64
 MANY_PARTS = 16  # so many run faster in parts, with an fp32 column, than whole with the divisor inside the kernels
+row_map_of = functools.lru_cache(RowMap)  # sooner than made again
 
 
 def kinds(coefficients: Coefficients) -> tuple[str, ...]:
@@ -105,44 +106,52 @@ def cuda_form(family: str, x: Operands) -> tuple[Tensor, Tensor]:
     def form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor) -> tuple[Tensor, Tensor]:
         return run_whole(family, Operands(q, k, v, *coefficients, memory, x.precision))[:2]
 
-    return run_parts(form, count, x.row_map(x.q), x.row_map(x.k), x.v, Coefficients(*x[3:7]), x.memory)
+    memory = x.q.new_zeros(x.memory_shape, dtype=torch.float32) if x.memory is None else x.memory
+    return run_parts(form, count, x.row_map(x.q), x.row_map(x.k), x.v, Coefficients(*x[3:7]), memory)
 
 
 def run_whole(family: str, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     """As ``cuda_form``, each sequence from its first token to its last in one launch; with the sums of the keys after the last
     token where reads are divided, else nothing in their place."""
-    rows, memory = [None if part is None else dense(part) for part in x[:7]], x.memory.contiguous()
-    sums, eps, least = (None, 0.0, 0.0) if x.divided is None else (x.divided.sums.contiguous(), x.divided.eps, x.divided.least)
+    rows, memory = [None if part is None else dense(part) for part in x[:7]], None if x.memory is None else x.memory.contiguous()
+    sums, eps, least = (None, 0.0, 0.0) if x.divided is None else (x.divided.sums, x.divided.eps, x.divided.least)
+    sums = None if sums is None else sums.contiguous()
     keep = needs_gradient(*rows, memory, sums)
     return call("scan", *rows, memory, sums, eps, least, family, x.precision, keep, *x.row_map)[:3]
 
 
-def _operands(inputs: Sequence[Any]) -> Operands:
-    q, k, v, f, z, e, w, memory, sums, eps, least, _, precision, _, *row_map = inputs
-    divided = None if sums is None else Divided(eps, least, sums, torch.empty_like(sums))
-    return Operands(q, k, v, f, z, e, w, memory, precision, RowMap(*row_map), divided)
-
-
 def _scan(*inputs) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    x = _operands(inputs)
-    y, memory, saved = FAMILIES[inputs[11]].forward(current(), x, inputs[13])
-    after: Any = memory.new_empty(0) if x.divided is None else x.divided.final
-    return y, memory, after, list(saved)
+    q, k, v, f, z, e, w, memory, sums, eps, least, family, precision, keep, *by_name = inputs
+    row_map = row_map_of(*by_name)
+    divided = Divided(eps, least, sums, sums_like(q, row_map)) if least else None
+    x = Operands(q, k, v, f, z, e, w, memory, precision, row_map, divided)
+    y, final, saved = FAMILIES[family].forward(current(), x, keep)
+    after: Any = final.new_empty(0) if divided is None else divided.final
+    return y, final, after, list(saved)
+
+
+def sums_like(q: Tensor, row_map: RowMap) -> Tensor:
+    """Room for sums of the features of keys, (B,H,K)."""
+    return q.new_empty((*q.shape[:2], row_map.width(q.shape[3])), dtype=torch.float32)
 
 
 def _scan_fake(*inputs) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    x = _operands(inputs)
-    kept = FAMILIES[inputs[11]].saved_like(x) if inputs[13] else []
-    after = x.memory.new_empty(0) if x.divided is None else torch.empty_like(x.divided.sums)
-    return torch.empty_like(x.v), torch.empty_like(x.memory), after, [x.memory.new_empty(shape, dtype=kind) for shape, kind in kept]
+    q, k, v, f, z, e, w, memory, _, eps, least, family, precision, keep, *by_name = inputs
+    row_map = RowMap(*by_name)
+    after = sums_like(q, row_map)
+    x = Operands(q, k, v, f, z, e, w, memory, precision, row_map, Divided(eps, least, after) if least else None)
+    kept = [q.new_empty(shape, dtype=kind) for shape, kind in (FAMILIES[family].saved_like(x) if keep else [])]
+    final = q.new_empty(x.memory_shape, dtype=torch.float32)
+    return torch.empty_like(v), final, after if least else final.new_empty(0), kept
 
 
 def _scan_backward(*inputs) -> list[Tensor]:
     q, k, v, f, z, e, w, memory, saved, y, dy, dmemory, dsums, eps, least, family, precision, *row_map = inputs
-    divided = None if dsums is None else Divided(eps, least, torch.empty_like(dsums), dsums, y)
-    x = Operands(q, k, v, f, z, e, w, memory, precision, RowMap(*row_map), divided)
+    before = None if dsums is None else torch.empty_like(dsums)
+    divided = Divided(eps, least, before, dsums, y) if least else None
+    x = Operands(q, k, v, f, z, e, w, memory, precision, row_map_of(*row_map), divided)
     grads = FAMILIES[family].backward(current(), x, tuple(saved), dy, dmemory)
-    return [grad for grad in (*grads, None if divided is None else divided.sums) if grad is not None]
+    return [grad for grad in (*grads, before) if grad is not None]
 
 
 def _scan_backward_fake(*inputs) -> list[Tensor]:
@@ -153,28 +162,34 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     operands, keep, (y, _, after, saved) = inputs[:9], inputs[13], output
     ctx.settings = (*inputs[9:13], *inputs[14:])
     need_kept("scan", keep)
-    ctx.mark_non_differentiable(*saved, *([after] if operands[8] is None else []))
+    divided = inputs[10] != 0
+    ctx.mark_non_differentiable(*saved, *([] if divided else [after]))
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*operands, None if operands[8] is None else y, *saved)
+    ctx.save_for_backward(*operands, y if divided else None, *saved)
 
 
 def _backward(ctx: Any, dy: Tensor | None, dmemory: Tensor | None, dsums: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors  # once: with activation checkpointing, asking again computes again, or fails
     operands, y, saved = tensors[:9], tensors[9], list(tensors[10:])
     dy = torch.zeros_like(operands[2]) if dy is None else dense(dy)
-    dmemory = torch.zeros_like(operands[7]) if dmemory is None else dmemory.contiguous()
-    if operands[8] is not None:
-        dsums = torch.zeros_like(operands[8]) if dsums is None else dsums.contiguous()
-    grads = iter(call("scan_backward", *operands[:8], saved, y, dy, dmemory, dsums, *ctx.settings))
-    return *(None if x is None else next(grads) for x in operands), *[None] * (len(ctx.settings) + 1)
+    dmemory = None if dmemory is None else dmemory.contiguous()
+    if operands[8] is not None and dsums is None:
+        dsums = torch.zeros_like(operands[8])
+    dsums = None if dsums is None else dsums.contiguous()
+    found = call("scan_backward", *operands[:8], saved, y, dy, dmemory, dsums, *ctx.settings)
+    grads, place = [None] * (len(ctx.settings) + 10), 0
+    for i, x in enumerate(operands):
+        if x is not None:
+            grads[i], place = found[place], place + 1
+    return tuple(grads)
 
 
-INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? f, Tensor? z, Tensor? e, Tensor? w, Tensor memory"
+INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? f, Tensor? z, Tensor? e, Tensor? w"
 ROW_MAP = "str name, int nu, str norm"
-DIVIDED = "Tensor? sums, float eps, float least"
+DIVIDED = "Tensor? sums, float eps, float least"  # least is 0 where reads are not divided
 register(
     "scan",
-    f"({INPUTS}, {DIVIDED}, str family, str precision, bool keep, {ROW_MAP}) -> (Tensor, Tensor, Tensor, Tensor[])",
+    f"({INPUTS}, Tensor? memory, {DIVIDED}, str family, str precision, bool keep, {ROW_MAP}) -> (Tensor, Tensor, Tensor, Tensor[])",
     _scan,
     _scan_fake,
     _setup_context,
@@ -182,8 +197,8 @@ register(
 )
 register(
     "scan_backward",
-    f"({INPUTS}, Tensor[] saved, Tensor? y, Tensor dy, Tensor dmemory, Tensor? dsums, float eps, float least, str family, "
-    f"str precision, {ROW_MAP}) -> Tensor[]",
+    f"({INPUTS}, Tensor? memory, Tensor[] saved, Tensor? y, Tensor dy, Tensor? dmemory, Tensor? dsums, float eps, float least, "
+    f"str family, str precision, {ROW_MAP}) -> Tensor[]",
     _scan_backward,
     _scan_backward_fake,
 )

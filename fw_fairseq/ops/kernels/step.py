@@ -12,7 +12,8 @@ from ...feature_maps import AS_IS, RowMap
 from ...rules import Coefficients
 from . import launch
 from .family import Divided, Operands
-from .launch import TYPES, dense, map_defines, why_no_map, why_not_run
+from .launch import TYPES, dense, map_defines, start, why_no_map, why_not_run
+from .parameters import Kernel, Structure
 from .recurrence import DIVIDED, INPUTS, ROW_MAP, kinds
 
 SOURCE, COLUMNS, WARPS = "step.cu", 32, 16
@@ -31,6 +32,7 @@ VIEWS = ("q", "k", "v", "f", "z", "e", "w", "memory", "y", "memory_out", "sums",
 SIZES = (("order", "u8"), *((name, "i4") for name in "HKV"))
 PARAMS = np.dtype([*((name, VIEW) for name in VIEWS), *SIZES, ("eps", "f4"), ("least", "f4")], align=True)
 READ_PARAMS = np.dtype([*((name, VIEW) for name in ("q", "memory", "sums", "y")), *SIZES, ("eps", "f4")], align=True)
+STRUCTURE, READ_STRUCTURE = Structure(PARAMS), Structure(READ_PARAMS)
 
 
 def step(
@@ -59,13 +61,16 @@ def step(
     memory_out = memory.new_empty(len(q), *memory.shape[1:]) if memory_out is None else memory_out
     batch, heads, key, value = len(q), *memory.shape[1:]
     sums = (None, None) if divided is None else (divided.sums, divided.final)
-    tensors = dict(zip(VIEWS, (q, k, v, f, z, e, w, memory, y, memory_out, *sums)))
-    params, rows = pack(PARAMS, tensors, order, heads, key, value), choose_rows(key)
-    macros = defines(v.dtype, f, z, e, w, rows) | map_defines(row_map, q.shape[-1])
-    if divided is not None:
-        params["eps"], params["least"] = divided.eps, divided.least
-        macros["FW_SUMS"] = 1
-    launch.current()(SOURCE, "step", macros, *shape(batch, heads, key, value), params, 0, q.device)
+    tensors = dict(zip(VIEWS, (q, k, v, f, z, e, w, memory, y, memory_out, *sums))) | {"order": order}
+    divisor = (0.0, 0.0) if divided is None else (divided.eps, divided.least)
+
+    def describe() -> Kernel:
+        macros = defines(v.dtype, f, z, e, w, choose_rows(key)) | map_defines(row_map, q.shape[-1])
+        macros |= {} if divided is None else {"FW_SUMS": 1}
+        sizes = {"H": heads, "K": key, "V": value, "eps": divisor[0], "least": divisor[1]}
+        return Kernel(SOURCE, "step", macros, *shape(batch, heads, key, value), 0, sizes)
+
+    start(launch.current(), STRUCTURE, (row_map, divisor), tensors, describe)
     return y, memory_out
 
 
@@ -73,23 +78,16 @@ def read(q: Tensor, memory: Tensor, sums: Tensor | None, order: Tensor, eps: flo
     """q (R,H,K), or rows (R,H,D) that ``row_map`` makes features of, memory (S,H,K,V) and sums (S,H,K) in fp32, order (R) long ->
     y (R,H,V): row i reads memory order[i], divided by what it reads of the sums where there are any. Nothing is allocated."""
     heads, key, value = memory.shape[1:]
-    params = pack(READ_PARAMS, {"q": q, "memory": memory, "sums": sums, "y": y}, order, heads, key, value)
-    params["eps"] = eps
-    macros = {"FW_IN": TYPES[q.dtype], "FW_OUT": TYPES[y.dtype], "FW_SUMS": int(sums is not None), "FW_ROWS": choose_rows(key)}
-    macros |= map_defines(row_map, q.shape[-1])
-    launch.current()("read.cu", "read_memory", macros, *shape(len(q), heads, key, value), params, 0, q.device)
+
+    def describe() -> Kernel:
+        macros = {"FW_IN": TYPES[q.dtype], "FW_OUT": TYPES[y.dtype], "FW_SUMS": int(sums is not None), "FW_ROWS": choose_rows(key)}
+        macros |= map_defines(row_map, q.shape[-1])
+        sizes = {"H": heads, "K": key, "V": value, "eps": eps}
+        return Kernel("read.cu", "read_memory", macros, *shape(len(q), heads, key, value), 0, sizes)
+
+    tensors = {"q": q, "memory": memory, "sums": sums, "y": y, "order": order}
+    start(launch.current(), READ_STRUCTURE, (row_map, eps), tensors, describe)
     return y
-
-
-def pack(dtype: np.dtype, tensors: dict[str, Tensor | None], order: Tensor | None, *sizes: int) -> np.ndarray:
-    """The ``Params`` of a kernel, for sizes H, K and V."""
-    params = np.zeros((), dtype)
-    for name, x in tensors.items():
-        if x is not None:
-            params[name] = (x.data_ptr(), x.stride(0), x.stride(1))
-    params["order"] = 0 if order is None else order.data_ptr()
-    params["H"], params["K"], params["V"] = sizes
-    return params
 
 
 def shape(batch: int, heads: int, key: int, value: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -128,8 +126,9 @@ def unsupported(q: Tensor, coefficients: Coefficients, row_map: RowMap) -> str |
 def step_cuda_form(x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     """As ``recurrence.run_whole``, for one token and without gradients; the memory it is given stays as it is."""
     token = [None if part is None else dense(part).squeeze(2) for part in x[:7]]
-    sums, eps, least = (None, 0.0, 0.0) if x.divided is None else (x.divided.sums.contiguous(), x.divided.eps, x.divided.least)
-    y, memory, sums = call("step", *token, x.memory.contiguous(), sums, eps, least, *x.row_map)
+    sums, eps, least = (None, 0.0, 0.0) if x.divided is None else (x.divided.sums, x.divided.eps, x.divided.least)
+    before = [None if part is None else part.contiguous() for part in (x.memory, sums)]
+    y, memory, sums = call("step", *token, *before, eps, least, *x.row_map)
     return y.unsqueeze(2), memory, sums
 
 
@@ -145,4 +144,4 @@ def _step_fake(*inputs) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(v), torch.empty_like(memory), memory.new_empty(0) if sums is None else torch.empty_like(sums)
 
 
-register("step", f"({INPUTS}, {DIVIDED}, {ROW_MAP}) -> (Tensor, Tensor, Tensor)", _step, _step_fake)
+register("step", f"({INPUTS}, Tensor memory, {DIVIDED}, {ROW_MAP}) -> (Tensor, Tensor, Tensor)", _step, _step_fake)

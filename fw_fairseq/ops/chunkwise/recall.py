@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..rules import Coefficients
-from .chunkwise.frames import CHUNK, at_least_smallest
+from ...rules import Coefficients
+from .frames import CHUNK, at_least_smallest
 
 SMALLEST_LOGGED = 1e-30  # the gate whose log stands for that of 0; fp32 holds it
 
