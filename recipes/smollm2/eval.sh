@@ -9,7 +9,7 @@
 # Expected: for softmax before fine-tuning what recipes/smollm2/reference.py OUT/model DATA/test.txt gives for fairseq's segments
 # Usage:    CPU=1 recipes/smollm2/eval.sh ROW [OPTION of fairseq-eval-lm]...
 #           CPU=1 CHECKPOINT=start.pt recipes/smollm2/eval.sh softmax
-#           CPU=1 WAYS="segments" recipes/smollm2/eval.sh gated_delta-half-window
+#           CPU=1 TEST_WORDS=4000 WAYS="segments" recipes/smollm2/eval.sh gated_delta-half-window
 source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 source "$ROOT/recipes/smollm2/rows.sh"
 find_programs
@@ -25,7 +25,6 @@ for way in ${WAYS:-segments sliding stream}; do
         *) fail "WAYS has $way; each must be segments, sliding or stream" ;;
     esac
     log=$OUT/$row/eval-$way-${name//\//-}.log
-    logged "$log" fairseq-eval-lm "$OUT/data" --user-dir "$ROOT/fw_fairseq" --path "$checkpoint" --gen-subset "${SPLIT:-test}" \
-        --tokens-per-sample 512 "${given[@]}" "${machine[@]}" "${@:2}"
+    measure_text "$log" "$OUT/data" "${SPLIT:-test}" --path "$checkpoint" --tokens-per-sample 512 "${given[@]}" "${@:2}"
     echo "$row, $name, $way: $(perplexity "$log")"
 done

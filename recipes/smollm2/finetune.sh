@@ -16,7 +16,7 @@ read_row "$@"
 need_file "$OUT/$row/start.pt" "recipes/smollm2/convert.sh $row"
 new=${NEW:-500} updates=${UPDATES:-2000}
 [ "$row" != softmax ] || new=0 # it has no new parts
-choose_precision bf16 "$@"
+default_precision=bf16
 
 fit() { # FOLDER START UPDATES LR OPTION...
     SAVE_EVERY=${SAVE_EVERY:-100} train "$1" "$OUT/data" --task language_modeling --arch pretrained_lm --options-from "$2" \
