@@ -7,6 +7,7 @@
 #             cores, a sanitizer a minute, the times of the kernels 12 s
 #   Result    OUT/report.json, written after every step: device, versions, every step and every figure; OUT/*.svg; the logs of the steps;
 #             tests/counts.sh --measured OUT/speed.json puts the kernels' times beside those of a model, on any machine
+#   Beside it python recipes/gpu_check/training.py measures updates of the recipes' models, and beside_fla.py the kernels of a peer
 #   recipes/gpu_check.sh OUT
 #   PYTHON=python3 recipes/gpu_check.sh OUT      with another interpreter than that of .venv
 # Ends with 0 if every step went well, 1 if one did not, 3 without a GPU.

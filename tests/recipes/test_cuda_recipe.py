@@ -230,3 +230,88 @@ def test_report(recipe, tmp_path, monkeypatch, failing):
     assert report["machine"] == {"device": "stand-in"} and report["versions"]["torch"]
     assert [step["code"] for step in report["steps"]] == ([4, 0, "stopped after 1 s"] if failing else [0, 0, 0])
     assert report["model"] == [1, 2] and report["ops"] is None and report["steps"][1]["tail"] == ["done"]
+
+
+@pytest.fixture
+def beside_fla():
+    return load("gpu_check/beside_fla.py")
+
+
+def test_tuning_is_short(beside_fla):
+    """The two most usual configurations of each kernel are left."""
+
+    def config(warps, stages, **sizes):
+        return SimpleNamespace(num_warps=warps, num_stages=stages, kwargs=sizes)
+
+    usual, wide, few = config(4, 2, BK=32), config(4, 2, BK=64), config(1, 4, BK=128)
+    tuner = SimpleNamespace(configs=[few, usual, wide])
+    beside_fla.tune_less([tuner])
+    assert tuner.configs == [wide, usual]
+
+
+def test_tiles_are_halved_for_keys_64_wide_only(beside_fla, monkeypatch):
+    asked = []
+
+    def original(q):
+        asked.append((q.shape[-1], chunk_o.check_shared_mem()))
+
+    chunk_o = SimpleNamespace(TRITON_ABOVE_3_7_1=False, chunk_bwd_dqkwg=original, check_shared_mem=lambda: True)
+    other = SimpleNamespace(chunk_bwd_dqkwg=original)
+    monkeypatch.setitem(sys.modules, "a module of fla", chunk_o)
+    monkeypatch.setitem(sys.modules, "another of fla", other)
+    beside_fla.narrow_tiles(chunk_o)
+    for width in (64, 128, 64):
+        other.chunk_bwd_dqkwg(torch.empty(1, width))
+    assert asked == [(64, False), (128, True), (64, False)] and chunk_o.check_shared_mem() and chunk_o.TRITON_ABOVE_3_7_1
+
+
+def test_kernels_beside_those_of_a_peer(beside_fla):
+    """Every call runs, and a peer that fails is named and does not end the table."""
+    ran = []
+
+    def timed(call):
+        call()
+        ran.append(call)
+        return {"device_ms": float(len(ran))}
+
+    def peer(rule, q, k, v, gates):
+        assert q.dtype == torch.bfloat16 and all(gate.min() >= 0.9 for gate in gates.values())
+        return lambda: torch.zeros(1)
+
+    row = beside_fla.compared("gated_delta", (1, 2, 20, 8), peer, "cpu", timed)
+    assert (row["forward_ms"], row["both_ms"], row["fla_both_ms"]) == (1.0, 2.0, 3.0) and row["tuning_s"] >= 0
+    row = beside_fla.compared("sum", (1, 2, 20, 8), lambda *given: 1 / 0, "cpu", timed)
+    assert row["failed"] == "ZeroDivisionError: division by zero" and row["both_ms"] == 5.0
+
+
+@pytest.mark.long
+def test_trainings_of_recipes(tmp_path):
+    """The toy's models on the CPU, softmax attention of fairseq's own model among them; what is not there is said."""
+    command = [sys.executable, ROOT / "recipes" / "gpu_check" / "training.py", tmp_path / "out.json"]
+    cases = ["wikitext103/train.sh", "small-delta", "fp32", "baevski_auli/finetune.sh", "softmax", "fp32"]
+    subprocess.run([*command, *cases], env=os.environ | {"TOY": "1"}, check=True, capture_output=True, timeout=400)
+    rows = json.loads((tmp_path / "out.json").read_text())
+    cases = [("small-delta", False), ("small-delta", True), ("softmax", False), ("softmax", True)]
+    assert [(row["row"], row["graphs"]) for row in rows] == cases
+    for row in rows:
+        if "not there" in row:
+            assert row["graphs"] and row["not there"] == "--graph-training"
+        else:
+            tokens = row["tokens_per_second"] * row["update_ms"] / 1e3
+            assert tokens == pytest.approx(8 * 32 if row["row"] == "small-delta" else 26 * 32)
+            assert row["passes_ms"] >= row["passes_host_ms"] > 0
+
+
+def test_device_time_by_kind_of_kernel(monkeypatch):
+    training = load("gpu_check/training.py")
+    names = {"delta_forward": 6, "ampere_gemm": 3, "flash_fwd": 3, "softmax_warp": 3, "elementwise": 9}
+    events = [SimpleNamespace(key=name, self_device_time_total=1000.0 * n, count=n) for name, n in names.items()]
+    found = training.by_kind(events)
+    assert found["device_ms"] == {"own": 2.0, "products": 1.0, "attention": 1.0, "softmax": 1.0, "other": 3.0}
+    assert found["launches"] == pytest.approx(8)
+
+
+def test_arguments_of_softmax_attention():
+    training = load("gpu_check/training.py")
+    given = ["data", "--arch", "fast_weight_lm_baevski_auli", "--update-rule", "decay", "--feature-dim", "32", "--lr", "1"]
+    assert training.of_softmax(given) == ["data", "--arch", "transformer_lm_wiki103", "--lr", "1", "--decoder-attention-heads", "8"]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -21,13 +22,8 @@ from support import programs
 from support.commands import ENVIRONMENT, ROOT, succeed
 from support.language_models import make_task, options_of
 from support.recipes import load, recipe, results_script
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
-from fw_fairseq.mixers.local_attention import LocalAttention, TransformerXl
-from fw_fairseq.mixers.srupp import Srupp
 from fw_fairseq.models.fast_weight_lm import FastWeightLanguageModel
-from fw_fairseq.modules.plain_softmax import PlainAdaptiveSoftmax
 from fw_fairseq.modules.sparse.projections import Convolutions, Multiplicative
 
 BIN = str(Path(sys.executable).parent)
@@ -314,7 +310,7 @@ def test_every_recipe_can_be_called_through_a_link(tmp_path):
 def test_help_of_programs_without_the_common_part(tmp_path):
     for command, said in (
         (["bash", ROOT / "recipes/gpu_check.sh", "--help"], "OUT/report.json, written after every step"),
-        ([sys.executable, ROOT / "recipes/estimate.py", "--help"], "Estimates the GPU-hours of the recipes"),
+        ([sys.executable, ROOT / "recipes/step_time.py", "--help"], "Predicts the time of a training update"),
     ):
         done = subprocess.run(command, env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert said in succeed(done) and not list(tmp_path.iterdir())
@@ -322,7 +318,7 @@ def test_help_of_programs_without_the_common_part(tmp_path):
         ["bash", ROOT / "recipes/gpu_check.sh", "--fast"], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 2 and "--fast is no option; the argument is OUT" in done.stderr and not list(tmp_path.iterdir())
-    command = [sys.executable, ROOT / "recipes/estimate.py", "wikitext103/train.sh"]
+    command = [sys.executable, ROOT / "recipes/step_time.py", "wikitext103/train.sh"]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "give a step and its row, such as wikitext103/train.sh small-delta" in done.stderr
 
@@ -603,81 +599,116 @@ def test_a_killed_preparation_starts_again_with_other_options(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def estimate():
-    return load("estimate.py")
+def step_time():
+    """The command, which puts the folder of its modules on Python's path."""
+    return load("step_time.py")
+
+
+def counted(step_time, step: str, row: str) -> dict:
+    """The counts of the toy."""
+    return step_time.answer(ROOT / "recipes" / "step_time.py", step, row, TOY="1")
+
+
+def products(counts: dict, name: str) -> list[float]:
+    """Multiply-adds of one pass, for each of the batches that are counted."""
+    return [sum(work[1] for work in sequences[name] if work[0] == "product") for sequences in counts["sequences"]]
 
 
 @pytest.mark.long
-def test_estimates():
-    """Multiply-adds of the toy's delta network, written out: 2 layers of width 32, 8 heads, feed-forward 2048, 208 words."""
-    command = [sys.executable, ROOT / "recipes" / "estimate.py", "enwik8/train.sh", "delta"]
-    done = subprocess.run(command, env=ENVIRONMENT | {"TOY": "1"}, capture_output=True, text=True, timeout=300)
+def test_counted_products(step_time):
+    """Of the toy's delta network, written out: 2 layers of width 32, 8 heads, feed-forward 2048, 208 words, 32 tokens; backward is
+    twice as many. The memories are in kernels, one for each layer."""
+    counts = counted(step_time, "enwik8/train.sh", "delta")
     width, heads = 32, 8
-    layer = 4 * width * width + heads * width + 2 * width * 2048 + 3 * heads * (width // heads) ** 2
-    per_token, tokens = 2 * layer + 208 * width, 20 * 4 * 32
-    row = succeed(done).splitlines()[-1].strip("| ").split(" | ")
-    assert row[2:4] == [f"{per_token / 1e6:.3g}M", f"{tokens / 1e9:.3g}G"]
-    assert float(row[4]) == pytest.approx(6 * per_token * tokens / (0.4 * 312e12) / 3600, rel=0.06)
+    per_token = 2 * (4 * width * width + heads * width + 2 * width * 2048) + 208 * width
+    assert products(counts, "forward") == [2 * 32 * per_token, 3 * 32 * per_token]
+    assert products(counts, "backward") == [2 * n for n in products(counts, "forward")]
+    shape = [2, heads, 32, width // heads]
+    for kernel in counts["sequences"][0]["kernels"]:
+        assert [kernel["shapes"][name] for name in "qkve"] == [shape, shape, shape, shape[:3]] and kernel["settings"][2] == "delta"
+    assert len(counts["sequences"][0]["kernels"]) == 2
+    assert (counts["batch"], counts["length"], counts["updates"]) == (4, 32, 20)
 
 
 @pytest.mark.long
-def test_estimate_of_sparse_layers():
+def test_counted_products_of_sparse_layers(step_time):
     """The toy's Terraformer, written out: 2 layers of width 32, 4 heads, feed-forward 64, 4 modules, 32 units, 32000 words. Weights
     of a multiplicative layer and of convolutions are used 4 times, and reversible layers compute the forward twice."""
-    command = [sys.executable, ROOT / "recipes" / "estimate.py", "terraformer/train.sh", "terraformer"]
-    done = subprocess.run(command, env=ENVIRONMENT | {"TOY": "1"}, capture_output=True, text=True, timeout=300)
+    counts = counted(step_time, "terraformer/train.sh", "terraformer")
     width, heads, modules, units = 32, 4, 4, 32
-    source = modules * width + width * width
     part = width // modules  # of a vector, in each module
     convolutions = modules * (2 * part * 3 * 3 * part + part * 3 * part) + 2 * heads * width
     feed_forward = 2 * width * 64 + (64 // 16) * (width + 64)
-    recurrence = width * units + 3 * units * units + units * width + 2 * units
-    layer = source + convolutions + 3 * heads * (width // heads) ** 2 + feed_forward + recurrence
-    per_token, tokens = 2 * layer + modules * width + 32000 * width, 20 * 4 * 32
-    row = succeed(done).splitlines()[-1].strip("| ").split(" | ")
-    assert row[2:4] == [f"{per_token / 1e6:.3g}M", f"{tokens / 1e9:.3g}G"]
-    assert float(row[4]) == pytest.approx(8 * per_token * tokens / (0.4 * 312e12) / 3600, rel=0.06)
+    recurrence = width * units + 3 * units * units + units * width
+    layers, words = 2 * (width * width + convolutions + feed_forward + recurrence), 32000 * width
+    assert products(counts, "forward") == [n * 32 * (layers + words) for n in (2, 3)]
+    assert products(counts, "backward") == [n * 32 * (3 * layers + 2 * words) for n in (2, 3)]
 
 
 @pytest.mark.parametrize(
-    "layer",
-    [Multiplicative(32, 32, 4), Convolutions(32, 4, {"q": 32, "k": 32, "v": 32, "g": 4})],
+    "layer, times",
+    [(Multiplicative(32, 32, 4), 4), (Convolutions(32, 4, {"q": 32, "k": 32, "v": 32, "g": 4}), 4)],
     ids=["dense", "heads"],
 )
-def test_modules_use_their_weights_again(layer, estimate):
+def test_modules_use_their_weights_again(step_time, layer, times):
     """As often as the layer multiplies by them. Gains are a product of vectors."""
     tokens = 5
-    with FlopCounterMode(display=False) as counter:  # of training, as the compiled loops of generation are not counted
+    with import_module("timing.counted").Count() as count:
         layer(torch.randn(tokens, 1, layer.in_features))
-    weights = sum(p.numel() for name, p in layer.named_parameters() if p.dim() > 1 and name != "gains")
-    assert counter.get_total_flops() == 2 * tokens * (weights + estimate.mixing(layer, 99))
+    own = {
+        name: p.numel() * (times if p.dim() == 4 or isinstance(layer, Multiplicative) else 1)
+        for name, p in layer.named_parameters()
+    }
+    weights = sum(own[name] for name, p in layer.named_parameters() if p.dim() > 1 and name != "gains")
+    assert sum(work[1] for work in count.work) == tokens * weights
 
 
-def test_bands_that_share_a_table_cost_their_own_words(estimate):
-    """A word of each later band stands for it in the first; later bands are read as often as Zipf's law has their words."""
-    shares = [sum(1 / rank for rank in range(*ends)) for ends in ((1, 3), (3, 5), (5, 10))]
-    softmax = PlainAdaptiveSoftmax(nn.Embedding(9, 8), [2, 4], 0.0)
-    assert estimate.adaptive(softmax) == pytest.approx(8 * (2 + 2 + (2 * shares[1] + 5 * shares[2]) / sum(shares)))
+def test_time_of_an_update(step_time):
+    """Rates in, seconds out: a product by its multiply-adds, another by its bytes, the rest by its bytes; a batch of 10 sequences
+    on the line through those of 2 and 3."""
+    rates = import_module("timing.rates")
+    gpu = rates.Gpu(dict.fromkeys(rates.PRECISIONS, 1e12), 1e9, rates.GPUS["H100"].cycles)
+
+    def sequences(n: int) -> dict:
+        forward = [["product", n * 1e9, n * 1e3, 0], ["product", n * 1e3, n * 1e6, 0], ["other", 0, 5e6 + n * 1e6, n * 1e5]]
+        return {"forward": forward, "backward": [["kernel", 0, 0, 0]], "attention": n * 1e9, "kernels": ["one", "two"]}
+
+    counts = {"batch": 10, "length": 7, "micro_batches": 3, "parameters": 1e6, "updates": 0, "epochs": 2, "workers": 2}
+    counts |= {
+        "sequences": [sequences(2), sequences(3)],
+        "optimizer": {"flat": [["other", 0, 7e6, 0]], "each": [["other", 0, 9e6, 0]] * 4},
+    }
+    for precision, size in (("bf16", 2), ("fp32", 4)):
+        x = rates.update(counts, gpu, precision, lambda kernel, batch, _: {"one": 2.0, "two": 3.0}[kernel] * batch)
+        optimizer = (4 * 7e6 + 12e6) / 1e9 if size == 2 else 4 * 4 * 9e6 / 1e9
+        want = 3 * (2 * 10e9 / 1e12 + size * 10e6 / 1e9), 3 * (size * 15e6 + 1e6) / 1e9, 3 * 7 * 10e9 / 0.25e12, 3 * 0.05, optimizer
+        assert x[:5] == pytest.approx(want) and x.launches == 3 * 4 + (1 if size == 2 else 4)
+    counts["sequences"][1]["forward"] += [["other", 0, 1e6, 0]]  # in two operations
+    counts["sequences"][1]["forward"][2][2] -= 1e6
+    added = 3 * 4 * (10e6 + 10e3) / 1e9  # the bytes of both products, which take longer than their multiply-adds
+    assert rates.update(counts, gpu, "fp32", lambda *given: 0.0)[:2] == pytest.approx((added, want[1]))
+    assert rates.update(counts, gpu, "fp32", lambda *given: 0.0).launches == 3 * (4 + 8) + 4
+    assert rates.tokens(counts) == 210 and rates.updates(counts) == pytest.approx(2 * 4.5e6 * 7 / (210 * 2))
+
+
+@pytest.mark.long
+def test_modelled_kernels_grow_with_the_sequences(step_time):
+    """The model of the machine code in tests/counts, twice as long where the device is full twice; fp32 takes longer than bf16."""
+    kernels = import_module("timing.kernels")
+    shapes = {name: [2, 8, 64, 16] for name in "qkv"} | dict.fromkeys("fzew")
+    kernel = {"shapes": shapes, "settings": [0.0, 0.0, "linear"], "row_map": ["identity", 1, "none"]}
+    few, many = (kernels.kernel_ms(kernel, n, "bf16") for n in (1000, 2000))
+    assert many == pytest.approx(2 * few, rel=0.1) and kernels.kernel_ms(kernel, 1000, "fp32") > few > 0
 
 
 @pytest.mark.parametrize("step", ["wikitext2/table.sh", "enwik8/prepare.sh", "none/train.sh", "terraformer/finetune.sh"])
-def test_steps_that_train_no_model_of_a_known_size_are_not_estimated(step):
+def test_steps_that_train_no_model_of_a_known_size_have_no_step_time(step):
     done = subprocess.run(
-        [sys.executable, ROOT / "recipes" / "estimate.py", step, "delta"], capture_output=True, text=True, timeout=60
+        [sys.executable, ROOT / "recipes" / "step_time.py", step, "delta"], capture_output=True, text=True, timeout=60
     )
     [sentence] = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (1, "")
     assert sentence.startswith(
-        f"estimate.py: the step is {step}; it must be one of wikitext103/train.sh, baevski_auli/finetune.sh, "
+        f"step_time.py: the step is {step}; it must be one of wikitext103/train.sh, baevski_auli/finetune.sh, "
     )
     assert sentence.endswith(", terraformer/train.sh")
-
-
-@pytest.mark.parametrize("segment", [1, 8])
-def test_attention_to_a_memory_costs_what_its_tokens_see(segment, estimate):
-    """Token i of each segment sees the memory, i tokens and itself; each of them for scores, values and what else there is."""
-    seen = sum(6 + i + 1 for i in range(segment)) / segment
-    srupp = Srupp(32, srupp_width=12, srupp_memory=6, srupp_segment=segment)
-    assert estimate.mixing(srupp, 99) == 2 * 12 * seen + 2 * 32
-    assert estimate.mixing(TransformerXl(32, 4, xl_memory=6, xl_segment=segment), 99) == 3 * 32 * seen
-    assert estimate.mixing(LocalAttention(32, 4, local_window=7), 99) == 2 * 32 * 7
