@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from . import (  # noqa: F401  each adds its changes
-    attention,
     batches,
     literals,
     non_finite,
-    optimiser,
     options,
     progress,
     training,
@@ -15,6 +13,7 @@ from . import (  # noqa: F401  each adds its changes
 )
 from .checkpoints import origin, reading, saving  # noqa: F401
 from .replacing import CHANGES
+from .speed import attention, optimiser  # noqa: F401
 
 __all__ = ["CHANGES", "apply"]
 

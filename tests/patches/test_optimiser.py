@@ -13,8 +13,8 @@ from fairseq.optim.adam import Adam, FairseqAdam
 from torch import nn
 
 import fw_fairseq.models  # noqa: F401
-from fw_fairseq.patches import optimiser
-from fw_fairseq.patches.optimiser import FusedAdam, parts, take_all_norms_at_once
+from fw_fairseq.patches.speed import optimiser
+from fw_fairseq.patches.speed.optimiser import FusedAdam, parts, take_all_norms_at_once
 
 SHAPES = ((3, 5), (7,), (), (2, 3, 4))
 ALONE = utils.clip_grad_norm_.__wrapped__

@@ -16,7 +16,7 @@ from fairseq.optim.adam import Adam, FairseqAdam
 from fairseq.utils import safe_getattr
 from torch import Tensor
 
-from .replacing import replaces
+from ..replacing import replaces
 
 AVERAGES = ("exp_avg", "exp_avg_sq")
 HALVES = (torch.float16, torch.bfloat16)

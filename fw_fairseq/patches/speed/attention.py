@@ -14,7 +14,7 @@ from fairseq.models.transformer.transformer_decoder import TransformerDecoderBas
 from torch import Tensor
 from torch.nn import functional as F
 
-from .replacing import replaces
+from ..replacing import replaces
 
 ASK = (Tensor.dim, Tensor.size, torch.is_floating_point)  # what torch's attention asks of a mask, beside its attributes
 KEEP = (Tensor.detach, Tensor.unsqueeze)  # what activation checkpointing and torch's attention make of it

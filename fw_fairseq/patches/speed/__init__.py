@@ -1,0 +1,1 @@
+"""Changes that make an update take less time."""
