@@ -9,7 +9,7 @@ from hostcuda import Launch, Recorder
 from support.emulated import emulated
 
 from fw_fairseq.feature_maps import AS_IS, RowMap
-from fw_fairseq.ops import fast_weight
+from fw_fairseq.ops import FastWeightState, fast_weight
 from fw_fairseq.rules import RULES
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -39,27 +39,28 @@ class Recording(NamedTuple):
 
 
 def record(case: Case, tokens: int, architecture: str) -> Recording:
-    """One sequence with one head, without gradients and with gradients of everything."""
+    """One sequence with one head that goes on from a memory, without gradients and with gradients of everything."""
     q, k, v = (torch.zeros(1, 1, tokens, case.width, dtype=TYPES[case.dtype]) for _ in range(3))
     sizes = (1, 1, tokens, case.row_map.width(case.width), case.width)
     gates = {name: torch.ones(gate.shape(sizes)) for name, gate in RULES[case.rule].gates.items()}
-    inputs = [q, k, v, *gates.values()]
+    inputs, before = [q, k, v, *gates.values()], torch.zeros(1, 1, *sizes[3:])
+    state = FastWeightState(before, before[..., 0] if case.attention_norm else None)
 
     def run():
-        options = dict(attention_norm=case.attention_norm, feature_map=case.row_map, backend="cuda")
+        options = dict(attention_norm=case.attention_norm, feature_map=case.row_map, backend="cuda", state=state)
         return fast_weight(q, k, v, case.rule, gates, **options)
 
     launches = {}
     with emulated(Recorder((int(architecture[:-1]), int(architecture[-1])))) as recorder:
         run()
         launches["forward"] = recorder.taken()
-        for x in inputs:
+        for x in (*inputs, before):
             x.requires_grad_()
-        y, state = run()
+        y, after = run()
         launches["forward of training"] = recorder.taken()
-        y.backward(torch.zeros_like(y))
+        torch.autograd.backward((y, after.memory), (torch.zeros_like(y), torch.zeros_like(before)))
         launches["backward"] = recorder.taken()
-    read, written, memories = size(*inputs), size(y), 2 * size(state.memory)
+    read, written, memories = size(*inputs), size(y), 2 * size(after.memory)
     once = read + written + memories
     return Recording(launches, dict(zip(PASSES, (once, once, once + read))))
 
