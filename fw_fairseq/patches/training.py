@@ -106,7 +106,8 @@ def build_what_the_options_say(original: Callable, cfg: Any, task: FairseqTask, 
         add_options(cfg, dict.fromkeys(newer_options(as_dict(cfg)), False))
     with naming(cfg):
         model = original(cfg, task, from_checkpoint)
-    add_options(cfg, getattr(model, "found_options", {}))
+    if found := getattr(model, "found_options", None):
+        add_options(cfg, found)
     if not from_checkpoint and hasattr(model, "refuse_without_effect"):
         model.refuse_without_effect(cfg)
     for kind in {type(module) for module in model.modules()} - QUANTISED.keys():
