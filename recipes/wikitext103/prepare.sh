@@ -35,6 +35,10 @@ if [ -z "$data" ]; then
         rm -r "$data.part"
     fi
 fi
+for split in train valid test; do
+    [ -f "$data/$split.txt" ] || [ -f "$data/wiki.$split.tokens" ] ||
+        fail "$data has neither $split.txt nor wiki.$split.tokens; DATA must have one of them"
+done
 DATA=$data
 need_texts
 [ -z "${DICT:-}" ] || texts+=(--srcdict "$DICT")
