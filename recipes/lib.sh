@@ -293,7 +293,7 @@ measure_text() { # LOG DATA SPLIT OPTION of fairseq-eval-lm...: evaluates a spli
         data=${log%.log}
         "$PYTHON" "$ROOT/recipes/cut.py" "$2" "$3" "$TEST_WORDS" "$data"
     fi
-    say "evaluating the $3 text of $data; the log is $log.part, and then $log"
+    [ ! -t 2 ] || say "evaluating the $3 text of $data; the log is $log.part, and then $log"
     logged "$log.part" fairseq-eval-lm "$data" --user-dir "$ROOT/fw_fairseq" --gen-subset "$3" "${machine[@]}" "${@:4}"
     mv "$log.part" "$log"
     [ "$data" = "$2" ] || rm -r "$data"

@@ -37,7 +37,7 @@ score() { # SUBSET OPTION...: translates one test set and prints its row
         data=$run/first-$TEST_LINES log=${log%.log}-first-$TEST_LINES.log
         "$PYTHON" "$ROOT/recipes/cut.py" "$OUT/bin" "$set" "$TEST_LINES" "$data"
     fi
-    say "translating $set; the log is $log"
+    [ ! -t 2 ] || say "translating $set; the log is $log"
     logged "$log" fairseq-generate "$data" --user-dir "$ROOT/fw_fairseq" --path "$checkpoint" --gen-subset "$set" \
         --beam "${BEAM:-4}" --lenpen "${LENPEN:-0.6}" --remove-bpe --scoring sacrebleu --batch-size "${BATCH:-64}" --log-format simple --log-interval 20 \
         "${machine[@]}" "${shorter[@]}" "${@:2}"
