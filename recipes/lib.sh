@@ -224,10 +224,11 @@ binarise() { # FOLDER NAME=VALUE... -- OPTION of fairseq-preprocess...: makes FO
     for option in "${@:2}"; do # files by their names or, of two languages, by how their names begin
         IFS=, read -ra parts <<<"$option"
         for part in "${parts[@]}"; do
-            for file in "$part" "$part".*; do
-                [ ! -f "$file" ] || files+=("$file")
-                [ "$file" != "$part" ] || [ ! -f "$file" ] || break
-            done
+            if [ -f "$part" ]; then
+                files+=("$part")
+            else
+                for file in "$part".*; do [ ! -f "$file" ] || files+=("$file"); done
+            fi
         done
     done
     mkdir -p "$(dirname "$folder")"
@@ -283,6 +284,14 @@ explain() { # STATUS LOG: what to do about a command that was killed, or had too
     elif tail -n 30 "$2" | grep -qiE 'out of memory|OutOfMemory'; then
         say "memory ran out: set BATCH to half of what a GPU computes at once; the batch of an update stays"
     fi
+}
+
+convert_row() { # NAME SOURCE OPTION of fw-convert...: recipes/NAME makes OUT/ROW/start.pt of SOURCE, and convert.txt
+    mkdir -p "$OUT/$row"
+    say "converting $2, which takes half a minute at full size"
+    "$PYTHON" -m fw_fairseq.tools.convert "$2" "$OUT/$row/start.pt" --rule "$rule" "${@:3}" |
+        grep --line-buffered -v '^to train it' | tee "$OUT/$row/convert.txt"
+    say "next: recipes/$1/finetune.sh $row"
 }
 
 measure_text() { # LOG DATA SPLIT OPTION of fairseq-eval-lm...: evaluates a split, or its first TEST_WORDS words; sets log to the whole log
@@ -362,7 +371,7 @@ begin_trial() { # OPTION...: sets folder, trial and launch for a training of CHE
 end_trial() { # OPTION...: evaluates what the trial has trained, and prints what it measured
     CHECK='' BATCH='' RUN=${folder##*/} CHECKPOINT=checkpoint_last.pt TEST_WORDS=1000 TEST_LINES=10 "$ROOT/recipes/$trial_of/eval.sh" "$row"
     "$PYTHON" "$ROOT/recipes/status.py" --check "$folder" "$(given --max-update 0 "$@")" "$(given --max-epoch 0 "$@")"
-    rm -rf "$folder"/*.pt "$folder"/first-*/ # all but logs
+    rm -f "$folder"/*.pt
 }
 
 collect() { # FILE NAME TEXT: puts the lines of TEXT, each behind NAME, into FILE, which docs/results/figures reads, in place of earlier ones of NAME

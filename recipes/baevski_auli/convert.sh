@@ -21,8 +21,4 @@ if [ -f "$OUT/$row/start.pt" ] && [ $# = 1 ] && [ -z "${FORCE:-}" ]; then
     echo "$OUT/$row/start.pt is there and stays; --force writes over it" >&2
     exit 0
 fi
-mkdir -p "$OUT/$row"
-say "converting $OUT/pretrained.pt, which takes half a minute at the size of the paper"
-"$PYTHON" -m fw_fairseq.tools.convert "$OUT/pretrained.pt" "$OUT/$row/start.pt" --rule "$rule" "${attention[@]}" ${FORCE:+--force} "${@:2}" |
-    grep --line-buffered -v '^to train it' | tee "$OUT/$row/convert.txt"
-say "next: recipes/baevski_auli/finetune.sh $row"
+convert_row baevski_auli "$OUT/pretrained.pt" "${attention[@]}" ${FORCE:+--force} "${@:2}"

@@ -32,8 +32,4 @@ if [ -f "$OUT/$row/start.pt" ] && [ $# = 1 ] && [ -z "${FORCE:-}" ] && { [ "$row
     echo "$OUT/$row/start.pt is there and stays; --force writes over it" >&2
     exit 0
 fi
-mkdir -p "$OUT/$row"
-say "converting $start, which takes half a minute at the size of the paper"
-"$PYTHON" -m fw_fairseq.tools.convert "$start" "$OUT/$row/start.pt" --rule "$rule" "${attention[@]}" ${FORCE:+--force} "${@:2}" |
-    grep --line-buffered -v '^to train it' | tee "$OUT/$row/convert.txt"
-say "next: recipes/gpt2/finetune.sh $row"
+convert_row gpt2 "$start" "${attention[@]}" ${FORCE:+--force} "${@:2}"

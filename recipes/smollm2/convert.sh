@@ -14,6 +14,4 @@ source "$ROOT/recipes/smollm2/rows.sh"
 find_programs
 read_row "$@"
 need_folder "$OUT/model" recipes/smollm2/prepare.sh
-mkdir -p "$OUT/$row"
-"$PYTHON" -m fw_fairseq.tools.convert "$OUT/model" "$OUT/$row/start.pt" --rule "$rule" "${conversion[@]}" --force "${@:2}" |
-    tee "$OUT/$row/convert.txt"
+convert_row smollm2 "$OUT/model" "${conversion[@]}" --force "${@:2}"

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from support.launches import starts_a_kernel
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -19,10 +20,6 @@ from torch.utils.flop_counter import flop_registry
 
 from .rows import configured
 
-NO_WORK = {
-    "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "alias", "lift_fresh", "set_", "item",
-    "_local_scalar_dense", "_unsafe_view", "is_same_size", "resize_", "is_nonzero",
-}  # fmt: skip
 SIZES = (2, 3)  # sequences; one is no example, as it needs fewer copies
 SENTENCE = 28  # tokens, about, of WMT 14
 
@@ -42,7 +39,7 @@ class Count(TorchDispatchMode):
         if func._opname == "_local_scalar_dense" and self.scalar is not None:
             return self.scalar
         out = func(*args, **(kwargs or {}))
-        if func.is_view or func._opname in NO_WORK or func.namespace == "prim":
+        if not starts_a_kernel(func):
             return out
         if func.namespace == "fw_fairseq" and func._opname in ("scan", "scan_backward"):
             self.kernels += [described(args)] if func._opname == "scan" else []

@@ -41,9 +41,6 @@ class Recorder(Launcher):
     def processors(self, device: torch.device) -> int:
         return 1
 
-    def __call__(self, source_file, kernel_name, defines, grid, block, params, shared_bytes, device) -> None:
-        self.prepare(source_file, kernel_name, defines, grid, block, shared_bytes, device, params.dtype)(params.tobytes())
-
     def prepare(self, source_file, kernel_name, defines, grid, block, shared_bytes, device, structure):
         sizes = tuple(map(int, grid)), math.prod(block), int(shared_bytes)
         return lambda packed: self.launches.append(Launch(source_file, kernel_name, dict(defines), *sizes, packed))

@@ -21,8 +21,14 @@ BATCH, TOKENS = 2, 16
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim", "repeat_interleave"}
 NOTHING = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh", "alias", "_unsafe_view",
-    "_local_scalar_dense", "_record_function_enter_new", "_record_function_exit",
+    "_local_scalar_dense", "_record_function_enter_new", "_record_function_exit", "set_", "item", "is_same_size", "resize_",
+    "is_nonzero",
 }  # fmt: skip
+
+
+def starts_a_kernel(operator) -> bool:
+    """Whether an operator of torch does on a GPU."""
+    return not (operator.is_view or operator.overloadpacket.__name__ in NOTHING or operator.namespace == "prim")
 
 
 class Counted(TorchDispatchMode):
@@ -41,7 +47,7 @@ class Counted(TorchDispatchMode):
         if name in WAITS or (any(map(is_mask, indices)) and not filled):
             self.waits[name] += 1
         kernel = func.namespace == "fw_fairseq"  # counts its launches itself
-        if not (kernel or func.is_view or name in NOTHING):
+        if not kernel and starts_a_kernel(func):
             self.launches[name] += 1
         return func(*args, **(kwargs or {}))
 

@@ -56,7 +56,8 @@ class Launcher:
         shared_bytes: int,
         device: torch.device,
     ) -> None:
-        raise NotImplementedError
+        """Starts a kernel once. A launcher defines this or ``prepare``, by which each does the other's work."""
+        self.prepare(source_file, kernel_name, defines, grid, block, shared_bytes, device, params.dtype)(params.tobytes())
 
     def prepare(
         self,
@@ -69,6 +70,8 @@ class Launcher:
         device: torch.device,
         structure: np.dtype,
     ) -> Callable[[bytes], None]:
+        """Returns what starts the kernel with parameters of this structure, packed."""
+
         def start(packed: bytes) -> None:
             params = np.ndarray((), structure, packed)
             self(source_file, kernel_name, defines, grid, block, params, shared_bytes, device)
@@ -93,20 +96,6 @@ class CupyLaunch(Launcher):
 
     def processors(self, device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).multi_processor_count
-
-    def __call__(
-        self,
-        source_file: str,
-        kernel_name: str,
-        defines: dict[str, Any],
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        params: np.ndarray,
-        shared_bytes: int,
-        device: torch.device,
-    ) -> None:
-        start = self.prepare(source_file, kernel_name, defines, grid, block, shared_bytes, device, params.dtype)
-        start(params.tobytes())
 
     def prepare(
         self,
