@@ -64,7 +64,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        last = self.text[self.text.rfind("max_update") :]
+        last = self.text.rpartition("max_update")[-1]
         if is_locked(self.folder / ".lock"):
             return "running"
         if "done training" in last:

@@ -178,9 +178,7 @@ class FastWeight(Mixer):
             padding_mask=padding_mask, key_log_scale=key_log_scale, reset_mask=reset_mask, feature_map=self.row_map,
             decoding=decoding, group=group, attention_norm_of=self.attention_norm_of,
         )  # fmt: skip
-        if self.training and self.watched:
-            self.watched, self.last_statistics = False, {**measured(self.rule, gates, state, padding_mask)}
-            self.state_norm = state_norm(state) if self.keeps_state_norm else None
+        self.note_statistics(gates, state, padding_mask)
         return self.output(y.to(v.dtype), gate), state._replace(**kept) if kept else state
 
     def operands(
@@ -340,6 +338,12 @@ class FastWeight(Mixer):
         """With ``keeps_state_norm``, the next training forward also leaves ``state_norm``, with its gradient."""
         self.watched, self.keeps_state_norm = True, keeps_state_norm
         self.last_statistics, self.state_norm = dict.fromkeys(self.last_statistics), None
+
+    def note_statistics(self, gates: dict[str, Tensor], state: FastWeightState, padding_mask: Tensor | None) -> None:
+        """Keeps those of a watched forward in training."""
+        if self.training and self.watched:
+            self.watched, self.last_statistics = False, {**measured(self.rule, gates, state, padding_mask)}
+            self.state_norm = state_norm(state) if self.keeps_state_norm else None
 
     def take_state_norm(self) -> Tensor | None:
         """Returns ``state_norm`` and forgets it: it is in a graph, which a copy of the model could not hold."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
-from threading import get_ident
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,20 +25,12 @@ from ..modules.positions import PositionsFromEnd
 from ..modules.sparse import Multiplicative, SparseAttention, Stack, check_reversible, check_sparse
 from .generation import GENERATION, Generation, generation_in, start
 from .model_options import check_value_mixing
+from .promises import ReadsPromises
 
 UNLIMITED = 10**9
 
 
-@dataclass
-class Promise:
-    """The tokens that a decoding begins with, (B,P), each in ``beam`` neighbouring rows. ``features``: theirs, once read."""
-
-    prompt: Tensor
-    beam: int
-    features: Tensor | None = None
-
-
-class FastWeightDecoder(TransformerDecoder):
+class FastWeightDecoder(ReadsPromises, TransformerDecoder):
     """fairseq's decoder; its layers mix tokens as the options say.
 
     Incremental decoding takes a prompt of several tokens in one pass where nothing was decoded yet.
@@ -87,7 +78,7 @@ class FastWeightDecoder(TransformerDecoder):
         self.mixers = [module for module in self.modules() if isinstance(module, MixerAttention)]
         self.softmax = [module for module in self.modules() if isinstance(module, (MultiheadAttention, SparseAttention))]
         self.output_dropout = FairseqDropout(self.fast_weight_config.output_dropout, module_name="output")
-        self.promises: dict[int, Promise] = {}  # of each thread that decodes
+        self.promises = {}
 
     def mixer_names(self, layers: int) -> list[str]:
         return layer_mixers(self.fast_weight_config, layers)
@@ -144,9 +135,11 @@ class FastWeightDecoder(TransformerDecoder):
         it."""
         if isinstance(self.embed_positions, PositionsFromEnd):
             raise Mistake("--positions-from-end moves all positions with each new token; such a model scores and does not generate")
-        promise = self.promises.get(get_ident())
-        if promise is not None and tokens.shape[1] <= promise.prompt.shape[1]:
-            return self.of_promise(promise, tokens.shape[1], incremental_state)
+        if self.promises:
+            read = partial(self.take_prompt, incremental_state=incremental_state)
+            reorder = partial(super().reorder_incremental_state_scripting, incremental_state)
+            if (features := self.promised(tokens.shape[1], read, reorder)) is not None:
+                return features
         if tokens.shape[1] > 1 and not incremental_state and self.reads_prompts:
             return self.take_prompt(tokens, incremental_state=incremental_state, encoder_out=encoder_out, **kwargs)
         generation = self.generation(tokens, encoder_out, incremental_state, kwargs)
@@ -223,22 +216,6 @@ class FastWeightDecoder(TransformerDecoder):
             if part.layer in after:
                 part._set_input_buffer(incremental_state, after[part.layer])
         return features
-
-    def expect_prompt(self, prompt: Tensor | None, beam: int = 1) -> None:
-        """The next incremental decoding by this thread begins with these tokens, (B,P), given in steps or not, each in ``beam``
-        neighbouring rows; None: no such promise."""
-        self.promises.pop(get_ident(), None)
-        if prompt is not None:
-            self.promises[get_ident()] = Promise(prompt, beam)
-
-    def of_promise(self, promise: Promise, tokens: int, incremental_state: dict) -> Tensor:
-        """The features at one of the prompt's tokens. The first call reads all of it in one pass, once for all rows of a text."""
-        if promise.features is None:
-            features = self.take_prompt(promise.prompt, incremental_state=incremental_state)
-            rows = torch.arange(len(promise.prompt), device=features.device).repeat_interleave(promise.beam)
-            super().reorder_incremental_state_scripting(incremental_state, rows)
-            promise.features = features.index_select(0, rows)
-        return promise.features[:, tokens - 1 : tokens]
 
     def output_layer(self, features: Tensor) -> Tensor:
         features = self.output_dropout(features)

@@ -4,7 +4,7 @@ generation."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from threading import get_ident
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,8 @@ from ..ops.state import tensor_state
 from ..pretrained.adapter import all_heads, attentions
 from ..pretrained.attention import Pass
 from ..pretrained.folders import NEVER, tokens_of, written
-from .fast_weight_decoder import UNLIMITED, Promise
+from .fast_weight_decoder import UNLIMITED
+from .promises import ReadsPromises
 
 POSITION, READ = "position", "pretrained"
 FEW = 8  # runs of tokens, which are joined faster than each is looked up
@@ -41,7 +42,7 @@ class Reading:
     length: int = 0
 
 
-class PretrainedDecoder(FairseqIncrementalDecoder):
+class PretrainedDecoder(ReadsPromises, FairseqIncrementalDecoder):
     """Runs a model of transformers on fairseq's symbols. ``mixers``: the name of each layer's."""
 
     def __init__(self, dictionary: Any, model: Any, mixers: list[str]) -> None:
@@ -55,7 +56,7 @@ class PretrainedDecoder(FairseqIncrementalDecoder):
         self.relative = getattr(model.config, "rope_parameters", None) is not None
         ends = [0, *((tokens.diff() != 1).nonzero().flatten() + 1).tolist(), len(tokens)]
         self.runs = [*zip(ends, ends[1:])]  # of symbols that stand for consecutive tokens
-        self.promises: dict[int, Promise] = {}  # of each thread that decodes
+        self.promises = {}
 
     @property
     def heads(self) -> dict[int, Any]:
@@ -152,15 +153,9 @@ class PretrainedDecoder(FairseqIncrementalDecoder):
 
     def generated(self, tokens: Tensor, incremental_state: dict, features_only: bool) -> Tensor:
         """The scores after the tokens that this generation has not read yet."""
-        promise = self.promises.get(get_ident())
-        if promise is not None and tokens.shape[1] <= promise.prompt.shape[1]:
-            if promise.features is None:
-                scores = self.read_on(promise.prompt, incremental_state, features_only)
-                rows = torch.arange(len(promise.prompt), device=scores.device).repeat_interleave(promise.beam)
-                self.reorder_incremental_state_scripting(incremental_state, rows)
-                promise.features = scores.index_select(0, rows)
-            return promise.features[:, tokens.shape[1] - 1 : tokens.shape[1]]
-        return self.read_on(tokens, incremental_state, features_only)
+        read = partial(self.read_on, incremental_state=incremental_state, features_only=features_only)
+        promised = self.promised(tokens.shape[1], read, partial(self.reorder_incremental_state_scripting, incremental_state))
+        return read(tokens) if promised is None else promised
 
     def read_on(self, tokens: Tensor, incremental_state: dict, features_only: bool) -> Tensor:
         """Reads the tokens after those that the generation has read."""
@@ -178,12 +173,6 @@ class PretrainedDecoder(FairseqIncrementalDecoder):
             cache = incremental_state[READ].cache
             if len(new_order):
                 cache.batch_select_indices(new_order)
-
-    def expect_prompt(self, prompt: Tensor | None, beam: int = 1) -> None:
-        """As in ``FastWeightDecoder``: the next decoding by this thread begins with these tokens."""
-        self.promises.pop(get_ident(), None)
-        if prompt is not None:
-            self.promises[get_ident()] = Promise(prompt, beam)
 
     def output_layer(self, features: Tensor) -> Tensor:
         return self.in_symbols(self.model.get_output_embeddings()(features))

@@ -13,7 +13,6 @@ from ..feature_maps import LearnedRelu, wide
 from ..mixers import FastWeight
 from ..mixers.options import MixerOptions
 from ..mixers.parts.features import drawn_bias, initial_bias
-from ..mixers.parts.output import measured, state_norm
 from ..ops import fast_weight
 from ..rules.gates import Place
 from .window import HeadsState, Window
@@ -219,9 +218,7 @@ class MemoryHeads(FastWeight):
             padding_mask=padding_mask, key_log_scale=key_log_scale, reset_mask=reset_mask, feature_map=self.row_map,
             attention_norm_of=self.attention_norm_of, **options,
         )  # fmt: skip
-        if self.training and self.watched:
-            self.last_statistics = {**measured(self.rule, gates, state, padding_mask)}
-            self.state_norm = state_norm(state) if self.keeps_state_norm else None
+        self.note_statistics(gates, state, padding_mask)
         y = y if self.norm is None else self.norm(y)
         return y.to(v.dtype), state
 

@@ -18,11 +18,11 @@ data=${DATA:-}
 url=https://wikitext.smerity.com/wikitext-103-v1.zip
 sum=242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590
 
-[ -z "${DICT:-}" ] || [ -f "$DICT" ] || fail "DICT is $DICT, which is not a file"
 made_with=("TOY=$TOY" "DATA=$(absolute "$data")" "DICT=$(absolute "${DICT:-}")")
 if prepared "$OUT/bin" "${made_with[@]}"; then
     exit 0
 fi
+[ -z "${DICT:-}" ] || [ -f "$DICT" ] || fail "DICT is $DICT, which is not a file"
 if [ -z "$data" ]; then
     data=$OUT/text
     if [ -n "$TOY" ]; then

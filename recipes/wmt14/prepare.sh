@@ -122,8 +122,10 @@ else
         done
     done
 fi
-say "preparing the text, processes: $WORKERS"
-[ -d "$OUT/raw" ] || record "$OUT/raw" "${made_with[@]}"
+if [ ! -d "$OUT/raw" ]; then
+    say "preparing the text, processes: $WORKERS"
+    record "$OUT/raw" "${made_with[@]}"
+fi
 for language in "$source" "$target"; do
     if [ -n "$data" ]; then
         for split in "${splits[@]}"; do

@@ -89,13 +89,10 @@ def convert(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             changes = convert_tensors(read, config)
-    made = (
-        {} if decoder else {name: value for name, value in asdict(config).items() if name not in DECODER_OPTIONS}
-    )  # which the source keeps
-    read.options |= {name: value for name, value in made.items() if not name.startswith("_")}
-    write_atomically(
-        output, lambda temporary: torch.save(_checkpoint(read, ARCHITECTURE if decoder else "fast_weight_lm"), temporary)
-    )
+        made = {name: value for name, value in asdict(config).items() if name not in DECODER_OPTIONS}  # which the source keeps
+        read.options |= {name: value for name, value in made.items() if not name.startswith("_")}
+    checkpoint = _checkpoint(read, ARCHITECTURE if decoder else "fast_weight_lm")
+    write_atomically(output, lambda temporary: torch.save(checkpoint, temporary))
     if symbols is not None:
         write_atomically(words, lambda temporary: temporary.write_text(symbols))
     return _merged(changes)
