@@ -128,7 +128,7 @@ def test_a_model_of_ones_own_text(page, tmp_path, monkeypatch, capsys):
         (tmp_path / f"{split}.txt").write_text("".join(f"{text}\n" for text in sentences(60, count)))
     commands = next(code for code in blocks(page, "bash") if "fairseq-preprocess" in code)
     [code] = blocks("docs/language_models.md", "python")
-    smaller = {" fw_fairseq ": f" {ROOT / 'fw_fairseq'} --cpu ", " 2000": " 2", " 40": " 8"}
+    smaller = {" fw_fairseq ": f" {ROOT / 'fw_fairseq'} --cpu ", " 2000": " 30", " 100 ": " 2 ", " 40": " 8"}
     for size, small in smaller.items():
         assert size in commands
         commands = commands.replace(size, small)

@@ -21,7 +21,7 @@ from ..ops.checks import check_tokens
 from ..ops.kernels.launch import has_kernels
 from ..rules import RULES, Gate
 from ..rules.gates import Place, values_7
-from .base import VALUES, Mixer, is_linear, rows
+from .base import VALUES, Mixer, is_linear, rows, split_heads
 from .parts.convolution import ShortConvolution, make_shift
 from .parts.features import (
     build_feature_map,
@@ -192,7 +192,7 @@ class FastWeight(Mixer):
         check_tokens("x", x, len(x))
         kept: dict[str, Tensor] = {}
         masks = padding_mask, reset_mask
-        q_size, k_size, v_size, *others = self.sizes.values()
+        sizes = [*self.sizes.values()]
         projected = self.project(x)
         if self.shift is not None:
             if not isinstance(self.in_proj, nn.Linear):
@@ -201,12 +201,14 @@ class FastWeight(Mixer):
             previous = None if state is None else state.previous
             added, kept["previous"] = self.shift(x, self.in_proj.weight, previous, *masks)
             projected = projected[..., : added.shape[-1]] + added
-        rest = projected.shape[-1] - sum(self.sizes.values())
-        qkv, *parts = projected.split([q_size + k_size + v_size, *others, rest], dim=-1)
-        if self.conv is not None:
+        rest = [n for n in (projected.shape[-1] - sum(sizes),) if n]
+        if self.conv is None:
+            q, k, v, *parts = projected.split([*sizes, *rest], dim=-1)
+        else:
+            qkv, *parts = projected.split([sum(sizes[:3]), *sizes[3:], *rest], dim=-1)
             qkv, kept["recent"] = self.conv(qkv, None if state is None else state.recent, *masks)
-        qk, v = qkv.split([q_size + k_size, v_size], dim=-1)
-        q, k, key_log_scale = self.queries_and_keys(qk)
+            q, k, v = qkv.split(sizes[:3], dim=-1)
+        q, k, key_log_scale = self.queries_and_keys(q, k)
         gates = self.all_gates(x, k, parts)
         if self.rotary:
             place, kept["position"] = positions(None if state is None else state.position, x, *masks)
@@ -230,16 +232,13 @@ class FastWeight(Mixer):
         """(T,B,n H X) -> (B,H,n T,X), for the n writes of each token."""
         return x.unflatten(-1, (self.writes, heads, -1)).permute(1, 3, 0, 2, 4).flatten(2, 3)
 
-    def queries_and_keys(self, qk: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def queries_and_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Maps their rows to features (B,H,T,K) and (B,H,n T,K), and the log scale of keys."""
-        key_log_scale = None
-        if self.sizes["q"] == self.sizes["k"]:
-            (q, k), log_scale = self.features(qk.unflatten(-1, (2, self.key_heads, -1)).permute(2, 1, 3, 0, 4))  # (2,B,H,T,X)
-            key_log_scale = None if log_scale is None else log_scale[1]
+        q, key_log_scale = self.features(split_heads(q, self.key_heads))[0], None
+        if self.rule.keyless:
+            k = torch.ones_like(q)
         else:
-            q, k = qk.split([self.sizes["q"], self.sizes["k"]], dim=-1)
-            q = self.features(q.unflatten(-1, (self.key_heads, -1)).permute(1, 2, 0, 3))[0]
-            k = torch.ones_like(q) if self.rule.keyless else self.features(self.by_write(k, self.key_heads))[0]
+            k, key_log_scale = self.features(self.by_write(k, self.key_heads))
         if self.key_heads != self.num_heads:
             q, k = (x.repeat_interleave(self.num_heads // self.key_heads, dim=1) for x in (q, k))
             if key_log_scale is not None:

@@ -106,7 +106,9 @@ def run_plan(
     q, k, v, coefficients, gates = prepared(plan, q, k, v, gates)
     memory: Any = None if state is None else state.memory
     sums = None if state is None else state.normaliser
-    rows = [x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, *coefficients)]
+    rows = [x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, *coefficients[:3])]
+    w = coefficients.w  # of delta rules the same tensor as e
+    rows.append(rows[5] if w is coefficients.e else w if w is None or w.stride(-1) == 1 else w.contiguous())
     if state is not None:
         memory, sums = memory.contiguous(), None if sums is None else sums.contiguous()
     keep = needs_gradient(*rows, memory, sums)

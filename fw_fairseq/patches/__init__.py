@@ -13,7 +13,7 @@ from . import (  # noqa: F401  each adds its changes
 )
 from .checkpoints import origin, reading, saving  # noqa: F401
 from .replacing import CHANGES
-from .speed import attention, optimiser  # noqa: F401
+from .speed import adaptive, attention, optimiser  # noqa: F401
 
 __all__ = ["CHANGES", "apply"]
 

@@ -23,6 +23,6 @@ def test_an_update_of_the_small_model():
     _, plain, logged = (count_update(trainer, WORDS) for _ in range(3))
     assert plain.launches["_fused_adamw_"] == plain.launches["_foreach_norm"] == 1 and not plain.launches["addcdiv_"]
     assert plain.launches["delta_forward"] == plain.launches["delta_backward"] == 2
-    assert plain.launches.total() < 340
+    assert plain.launches.total() < 260 and plain.waits.total() <= 10, "three of these are for numbers on the CPU"
     assert logged.launches.total() - plain.launches.total() > 10
     assert logged.waits.total() - plain.waits.total() >= 3 * 2, "gates, write strength and norm of each layer"

@@ -113,7 +113,8 @@ def cuda_form(family: str, x: Operands) -> tuple[Tensor, Tensor]:
 def run_whole(family: str, x: Operands) -> tuple[Tensor, Tensor, Tensor]:
     """As ``cuda_form``, each sequence from its first token to its last in one launch; with the sums of the keys after the last
     token where reads are divided, else nothing in their place."""
-    rows, memory = [None if part is None else dense(part) for part in x[:7]], None if x.memory is None else x.memory.contiguous()
+    rows, memory = [None if part is None else dense(part) for part in x[:6]], None if x.memory is None else x.memory.contiguous()
+    rows.append(rows[5] if x.w is x.e else None if x.w is None else dense(x.w))  # the same of delta rules
     sums, eps, least = (None, 0.0, 0.0) if x.divided is None else (x.divided.sums, x.divided.eps, x.divided.least)
     sums = None if sums is None else sums.contiguous()
     keep = needs_gradient(*rows, memory, sums)
