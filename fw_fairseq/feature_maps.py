@@ -99,6 +99,15 @@ class Tanh(Elementwise):
         return torch.tanh(x)
 
 
+class Silu(Elementwise):
+    """The rows after SiLU, as HGRN 2 has its queries."""
+
+    equation = "x sigmoid(x)"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(x)
+
+
 class LearnedRelu(FeatureMap):
     """One learned map for queries and keys; with ``heads``, one for each head of (..., H, T, head_dim)."""
 
@@ -223,6 +232,7 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     "favor": Favor,
     "rfa": Rfa,
     "tanh": Tanh,
+    "silu": Silu,
 }
 
 
@@ -252,6 +262,12 @@ def l2_normalise(features: Tensor) -> Tensor:
     return unit(wide(features)).to(features.dtype)
 
 
+def l2_eps_normalise(features: Tensor, eps: float = 1e-6) -> Tensor:
+    """Features divided by the root of their square and eps, as in the layers of flash-linear-attention."""
+    x = wide(features)
+    return (x * (x.square().sum(-1, keepdim=True) + eps).rsqrt()).to(features.dtype)
+
+
 class Numbered(NamedTuple):
     """A function, and the number that it has in ``cuda/row_map.cuh`` and ``ops/native/decode.cpp``; None where they lack it."""
 
@@ -263,6 +279,7 @@ NORMS: dict[str, Numbered] = {
     "none": Numbered(0, lambda features: features),
     "sum": Numbered(1, sum_normalise),
     "l2": Numbered(2, l2_normalise),
+    "l2_eps": Numbered(None, l2_eps_normalise),
 }
 
 

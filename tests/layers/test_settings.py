@@ -36,6 +36,8 @@ def test_defaults_stay():
     sizes = {"srupp_memory": 512, "local_window": 32, "xl_memory": 256, "slot_positions": 1024, "slots": 32}
     words = {"update_rule": "delta", "feature_map": "elu", "feature_norm": "sum", "attention_norm_of": "read_and_erase"}
     words |= {"fast_weight_backend": "auto", "pooling_form": "adapted", "sru_init": "variance"}
+    words |= {"output_norm_of": "head", "output_gate_form": "silu", "scale_reads_of": "values", "projection_init": "xavier"}
+    sizes |= {"expand_values": 1.0, "output_norm_eps": 1e-5}
     on = dict.fromkeys(["sru_rescale", "srupp_rescale", "sru_input_bias"], True)
     others = zeros | sizes | words | on
     assert {name: declared.default for name, declared in DECLARED.items()} == {
