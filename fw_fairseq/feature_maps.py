@@ -208,6 +208,20 @@ class Favor(RandomFeatures):
         return (exponents - top).exp().to(x.dtype), top.squeeze(-1)
 
 
+class FavorRelu(RandomFeatures):
+    """FAVOR+ with ReLU in place of the exponential: m features, whose products are those of a kernel of its own."""
+
+    equation = "relu(R x) / sqrt(m)"
+    non_negative = True
+
+    def __init__(self, head_dim: int, features: int | None = None, orthogonal: bool = True) -> None:
+        super().__init__(head_dim, features, orthogonal)
+        self.out_dim = self.features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.relu(self.project(wide(x))) / math.sqrt(self.features)).to(x.dtype)
+
+
 class Rfa(RandomFeatures):
     """Random Fourier features of x / |x|, whose coordinates are multiplied by a learned scale."""
 
@@ -230,6 +244,7 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     "relu": LearnedRelu,
     "dpfp": Dpfp,
     "favor": Favor,
+    "favor_relu": FavorRelu,
     "rfa": Rfa,
     "tanh": Tanh,
     "silu": Silu,

@@ -68,7 +68,7 @@ class FastWeight(Mixer):
         "short_conv", "short_conv_bias", "token_shift", "token_shift_rank", "rotary", "value_mixing_rank", "expand_values",
         "output_norm", "output_norm_of", "output_norm_eps", "norm_after_gate", "output_gate", "output_gate_form",
         "output_gate_rank", "exponential_decay", "read_own_value", "scale_reads", "scale_reads_of", "scale_after_norm",
-        "projection_init", "bias_free", "fast_weight_backend",
+        "projection_init", "allow_divergence", "bias_free", "fast_weight_backend",
     )  # fmt: skip
 
     def __init__(

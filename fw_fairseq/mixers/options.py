@@ -59,7 +59,7 @@ class MixerOptions:
     dpfp_nu: int = option(1, "nu of the dpfp feature map, which has 2 * nu * feature_dim features", least=1)
     favor_features: int = option(
         0,
-        "the number m of random directions of favor and rfa, which have 2m features; 0: feature_dim",
+        "the number m of random directions of favor and rfa, which have 2m features, and favor_relu, which has m; 0: feature_dim",
         least=0,
     )
     favor_prescale: bool = option(
@@ -143,6 +143,11 @@ class MixerOptions:
         "how projections start: as fairseq's attention, or rwkv7: orthogonal queries, values and, a tenth of it, keys, an output "
         "projection of 0, and weights of --output-norm that grow with the layers",
         choices=PROJECTION_INITS,
+    )
+    allow_divergence: bool = option(
+        False,
+        "let a rule that erases have keys of any length, and --attention-norm divide by sums that may vanish, which papers report "
+        "to diverge",
     )
     bias_free: bool = option(False, "leave the biases out of the mixer's projections; gates of fast_weight then start around 1/2")
     fast_weight_backend: str = option(

@@ -73,7 +73,11 @@ ELSEWHERE = [
     ({"sru_projection": 8}, {"mixer": "sru"}, "--mixer sru"),
     ({"srupp_heads": 2}, {"mixer": "srupp", "srupp_width": 8}, "--mixer srupp"),
     ({"dpfp_nu": 2}, {"feature_map": "dpfp"}, "--feature-map dpfp"),
-    ({"favor_features": 8}, {"feature_map": "rfa", "feature_norm": "none"}, "--feature-map favor or --feature-map rfa"),
+    (
+        {"favor_features": 8},
+        {"feature_map": "rfa", "feature_norm": "none"},
+        "--feature-map favor or --feature-map favor_relu or --feature-map rfa",
+    ),
     ({"favor_prescale": True}, {"feature_map": "favor"}, "--feature-map favor"),
     ({"attention_dropout": 0.5}, {"mixer_pattern": "fast_weight,softmax"}, WEIGHTS),
     ({"attention_dropout": 0.5}, {"mixer": "srupp"}, WEIGHTS),

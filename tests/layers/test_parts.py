@@ -480,6 +480,10 @@ def test_negative_eigenvalues_double_what_erases():
         ({"key_heads": 3}, "^--key-heads is 3; it must divide the number of heads, 4$"),
         ({"key_heads": 8}, "^--key-heads is 8; it must divide the number of heads, 4$"),
         ({"short_conv": 1}, "^--short-conv is 1; it must be 0, for none, or at least 2$"),
+        (
+            {"allow_divergence": True},
+            "^--allow-divergence has nothing to allow: without it, these options are taken too; leave it out$",
+        ),
         ({"short_conv_bias": True}, "^--short-conv-bias is for --short-conv: add it, or leave this out$"),
         (
             {"norm_after_gate": True, "output_norm": True},
@@ -557,6 +561,34 @@ def test_where_exponential_decays_start():
     )
     assert rates.min() < 0.1 and rates.max() > 15.9 and rates.mean().item() == pytest.approx(8, abs=0.5)
     assert steps.min() >= 0.001 and steps.max() <= 0.1 and steps.log().std() > 0.5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"update_rule": "delta", "feature_map": "elu", "feature_norm": "none"},
+        {"update_rule": "delta", "feature_map": "identity", "feature_norm": "none"},
+        {"update_rule": "sum", "feature_map": "identity", "feature_norm": "none", "attention_norm": True},
+    ],
+)
+def test_what_papers_report_to_diverge_can_be_tried(options):
+    """With the equations as they are: the last row is divided by 1e-6 and the product of its query with all keys."""
+    with pytest.raises(ValueError, match=r"diverges with keys longer than 1|which identity lets vanish"):
+        FastWeight(C, 1, **options)
+    mixer, x = (
+        FastWeight(C, 1, allow_divergence=True, bias_free=True, **options).double(),
+        torch.randn(5, 1, C, dtype=torch.float64),
+    )
+    q, k, v, *beta = (x[:, 0] @ mixer.in_proj.weight.mT).split([*mixer.sizes.values()], 1)
+    if options["feature_map"] == "elu":
+        q, k = (torch.where(part > 0, part + 1, part.exp()) for part in (q, k))
+    memory = torch.zeros(C, C, dtype=torch.float64)
+    for t in range(5):
+        strength = torch.sigmoid(beta[0][t]) if beta else 1
+        memory = memory + torch.outer(k[t], strength * (v[t] - (k[t] @ memory if beta else 0)))
+    read = q[-1] @ memory
+    read = read / (q[-1] @ k.sum(0) + 1e-6) if "attention_norm" in options else read
+    torch.testing.assert_close(mixer(x)[0][-1, 0], read @ mixer.out_proj.weight.mT)
 
 
 def test_a_norm_of_16_bits_is_computed_in_more():

@@ -101,7 +101,7 @@ def test_a_mixer_beside_a_base_that_is_told_of_its_subclasses():
         (lambda: FastWeight(8, dpfp_nu=2), "^dpfp_nu has no effect with feature_map 'elu'; it is for: dpfp$"),
         (
             lambda: FastWeight(8, feature_map="relu", favor_features=4),
-            "^favor_features has no effect with feature_map 'relu'; it is for: favor, rfa$",
+            "^favor_features has no effect with feature_map 'relu'; it is for: favor, favor_relu, rfa$",
         ),
         (lambda: FastWeight(8, update_rule="dleta"), "^update_rule is 'dleta'; it must be one of: sum, "),
         (lambda: Leap(8, heads=3), "^embed_dim is 8; it must be a multiple of the number of heads, 3$"),

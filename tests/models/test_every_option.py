@@ -31,6 +31,7 @@ TINY = {
 }  # fmt: skip
 OPTIONS = {f.name: f for f in fields(FastWeightLanguageModelConfig)}
 ELSEWHERE = {"options_from", "no_decoding_graph"}  # the one stands for others, and graphs are of a GPU
+ELSEWHERE |= {"allow_divergence"}  # which changes what is refused: tests/layers/test_parts.py
 OWN = sorted(OPTIONS.keys() - {f.name for f in fields(TransformerLanguageModelConfig)} - ELSEWHERE)
 VALUES = {  # where a default or the next number would change nothing in so small a model
     "write_strength_init": [0.25],

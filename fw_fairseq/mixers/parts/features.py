@@ -78,6 +78,8 @@ def check_combination(config: Any, phi: FeatureMap, heads: int = 1) -> None:
     check_needed(config)
     missing = missing_form(rule, str(config.fast_weight_backend))
     divides_erase, start = divides and norm_of == NORM_OF[0], config.write_strength_init
+    vanishing = divides and not phi.non_negative
+    growing = rule.erases and norm == "none" and not divides_erase and not phi.at_most_one
     unturned = rule.keyless or makes_gates_of_keys(rule)
     wrong: tuple[tuple[object, Callable[[], str]], ...] = (
         (missing is not None, lambda: f"--update-rule {name} has no {missing}; use --fast-weight-backend auto or recurrent"),
@@ -89,7 +91,7 @@ def check_combination(config: Any, phi: FeatureMap, heads: int = 1) -> None:
             ),
         ),
         (
-            divides and not phi.non_negative,
+            vanishing and not config.allow_divergence,
             lambda: (
                 f"--attention-norm divides by sums of features, which {config.feature_map!s} lets vanish; use one of:"
                 f" {', '.join(n for n, kind in FEATURE_MAPS.items() if kind.non_negative)}"
@@ -147,13 +149,17 @@ def check_combination(config: Any, phi: FeatureMap, heads: int = 1) -> None:
                 f" {names_of(lambda r: not r.keyless and not makes_gates_of_keys(r))}"
             ),
         ),
+        (
+            config.allow_divergence and not (vanishing or growing),
+            lambda: "--allow-divergence has nothing to allow: without it, these options are taken too; leave it out",
+        ),
         (config.rotary and divides, lambda: "--rotary gives --attention-norm divisors that may vanish; leave one of them out"),
         (
             config.rotary and phi.out_dim % 2,
             lambda: f"--rotary turns pairs of features, and keys have {phi.out_dim}; choose an even --feature-dim",
         ),
         (
-            rule.erases and norm == "none" and not divides_erase and not phi.at_most_one,
+            growing and not config.allow_divergence,
             lambda: (
                 f"--update-rule {name} diverges with keys longer than 1, as {config.feature_map!s} gives; use --feature-norm"
                 f" {'sum' if phi.non_negative else 'l2'}"
