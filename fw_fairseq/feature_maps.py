@@ -99,6 +99,15 @@ class Tanh(Elementwise):
         return torch.tanh(x)
 
 
+class Silu(Elementwise):
+    """The rows after SiLU, as HGRN 2 has its queries."""
+
+    equation = "x sigmoid(x)"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(x)
+
+
 class LearnedRelu(FeatureMap):
     """One learned map for queries and keys; with ``heads``, one for each head of (..., H, T, head_dim)."""
 
@@ -199,6 +208,20 @@ class Favor(RandomFeatures):
         return (exponents - top).exp().to(x.dtype), top.squeeze(-1)
 
 
+class FavorRelu(RandomFeatures):
+    """FAVOR+ with ReLU in place of the exponential: m features, whose products are those of a kernel of its own."""
+
+    equation = "relu(R x) / sqrt(m)"
+    non_negative = True
+
+    def __init__(self, head_dim: int, features: int | None = None, orthogonal: bool = True) -> None:
+        super().__init__(head_dim, features, orthogonal)
+        self.out_dim = self.features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.relu(self.project(wide(x))) / math.sqrt(self.features)).to(x.dtype)
+
+
 class Rfa(RandomFeatures):
     """Random Fourier features of x / |x|, whose coordinates are multiplied by a learned scale."""
 
@@ -221,8 +244,10 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     "relu": LearnedRelu,
     "dpfp": Dpfp,
     "favor": Favor,
+    "favor_relu": FavorRelu,
     "rfa": Rfa,
     "tanh": Tanh,
+    "silu": Silu,
 }
 
 
@@ -252,6 +277,12 @@ def l2_normalise(features: Tensor) -> Tensor:
     return unit(wide(features)).to(features.dtype)
 
 
+def l2_eps_normalise(features: Tensor, eps: float = 1e-6) -> Tensor:
+    """Features divided by the root of their square and eps, as in the layers of flash-linear-attention."""
+    x = wide(features)
+    return (x * (x.square().sum(-1, keepdim=True) + eps).rsqrt()).to(features.dtype)
+
+
 class Numbered(NamedTuple):
     """A function, and the number that it has in ``cuda/row_map.cuh`` and ``ops/native/decode.cpp``; None where they lack it."""
 
@@ -263,6 +294,7 @@ NORMS: dict[str, Numbered] = {
     "none": Numbered(0, lambda features: features),
     "sum": Numbered(1, sum_normalise),
     "l2": Numbered(2, l2_normalise),
+    "l2_eps": Numbered(None, l2_eps_normalise),
 }
 
 

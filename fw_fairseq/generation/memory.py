@@ -214,7 +214,7 @@ class Memory(InPlaceStepper):
             of_write = (part if part is None or part.shape[2] == 1 else part[:, :, i : i + 1] for part in parts)
             y = self.write_and_read(self, *of_write)
         y = y if rule.skip is None else y + rule.skip(**gates).unsqueeze(-1) * v
-        return mixer.output(y, made.output).squeeze(0)
+        return mixer.output(y, made, v).squeeze(0)
 
 
 def step_in_pytorch(memory: Memory, q: Tensor, k: Tensor, v: Tensor, *coefficients: Tensor | None) -> Tensor:

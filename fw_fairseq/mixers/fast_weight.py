@@ -19,7 +19,7 @@ from ..feature_maps import FeatureMap, check_not_offloaded
 from ..ops import FastWeightState, fast_weight
 from ..ops.checks import check_tokens
 from ..ops.kernels.launch import has_kernels
-from ..rules import RULES, Gate
+from ..rules import RULES, Gate, exponential
 from ..rules.gates import Place, values_7
 from .base import VALUES, Mixer, is_linear, rows, split_heads
 from .parts.convolution import ShortConvolution, make_shift
@@ -33,10 +33,11 @@ from .parts.features import (
     with_room,
 )
 from .parts.gates import GateMaker
-from .parts.output import HeadNorm, explained, measured, state_norm
+from .parts.output import OutputGate, explained, make_norm, measured, state_norm
 from .parts.rotation import positions, rotated
 
 MIXING = Gate("V", values_7)
+OWN_7 = -0.04  # where the weights of --read-own-value start in RWKV 7
 ROW_UNIT = 8  # columns: 16 bytes of the smallest type
 
 
@@ -48,7 +49,7 @@ class Projected(NamedTuple):
     v: Tensor  # (B,H,n T,V)
     gates: dict[str, Tensor]
     key_log_scale: Tensor | None
-    output: Tensor | None  # (T,B,C): the gate of the output before its SiLU
+    output: Tensor | None  # (T,B,X): what the gate of the output is made of
     mixing: Tensor | None  # (T,B,X): what the share of the first layer's values is made of
     kept: dict[str, Tensor]  # what the state keeps beside the memory, by its fields
 
@@ -64,8 +65,10 @@ class FastWeight(Mixer):
     settings = (
         "update_rule", "feature_map", "feature_dim", "feature_norm", "attention_norm", "attention_norm_of", "dpfp_nu",
         "favor_features", "favor_prescale", "write_strength_init", "product_steps", "negative_eigenvalues", "key_heads",
-        "short_conv", "token_shift", "token_shift_rank", "rotary", "value_mixing_rank", "output_norm", "output_gate",
-        "scale_reads", "scale_after_norm", "bias_free", "fast_weight_backend",
+        "short_conv", "short_conv_bias", "token_shift", "token_shift_rank", "rotary", "value_mixing_rank", "expand_values",
+        "output_norm", "output_norm_of", "output_norm_eps", "norm_after_gate", "output_gate", "output_gate_form",
+        "output_gate_rank", "exponential_decay", "read_own_value", "scale_reads", "scale_reads_of", "scale_after_norm",
+        "projection_init", "allow_divergence", "bias_free", "fast_weight_backend",
     )  # fmt: skip
 
     def __init__(
@@ -78,6 +81,10 @@ class FastWeight(Mixer):
         self.backend, self.attention_norm_of = str(config.fast_weight_backend), str(config.attention_norm_of)
         self.attention_norm, self.key_heads = config.attention_norm, config.key_heads or heads
         self.feature_map = phi = build_feature_map(config, self.head_dim, self.key_heads)
+        self.value_width = round(embed_dim * config.expand_values)
+        if self.value_width % heads or not self.value_width:
+            raise Mistake(f"--expand-values makes values {self.value_width} wide; that must be a multiple of the heads, {heads}")
+        self.head_dim = self.value_width // heads
         check_combination(config, phi, heads)
         self.rotary = config.rotary
         layer_maps = rule.keyless or self.rotary or makes_gates_of_keys(rule)  # which need the features
@@ -86,13 +93,17 @@ class FastWeight(Mixer):
         self.sign = 2.0 if config.negative_eigenvalues else 1.0  # what gates that erase are multiplied by
         self.write_strength_init = config.write_strength_init
         self.makers, self.sizes = nn.ModuleDict(), self.rows_of_attention()
-        for name, gate in rule.gates.items():
+        decays_otherwise = config.exponential_decay
+        self.gates = {name: exponential(gate) if decays_otherwise and gate.decays else gate for name, gate in rule.gates.items()}
+        for name, gate in self.gates.items():
             count = heads * {None: 1, "K": phi.out_dim, "V": self.head_dim}[gate.axis]
             if not gate.projected:
                 self.makers[name] = maker = GateMaker(gate, Place(count, heads, layer, layers), self.head_dim)
             self.sizes[name] = self.writes * count if gate.projected else maker.size
+        self.gate = None
         if config.output_gate:
-            self.sizes["output"] = embed_dim
+            self.gate = OutputGate(str(config.output_gate_form), config.output_gate_rank, self.value_width)
+            self.sizes["output"] = self.gate.size
         self.takes_shared = config.value_mixing_rank > 0
         self.mixing = None  # what makes the shares of the first layer's values, with rows of the projection
         if self.takes_shared and layer > 0:
@@ -101,23 +112,35 @@ class FastWeight(Mixer):
             self.sizes["mixing"] = self.mixing.size
         self.in_proj = self.make_in_proj(bias=not config.bias_free)
         self.shift = make_shift(config, self.sizes, embed_dim, layer, layers)
-        self.conv = ShortConvolution(sum([*self.sizes.values()][:3]), config.short_conv) if config.short_conv else None
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=not config.bias_free)
-        scale = self.head_dim**-0.5 if config.scale_reads else 1.0
-        scaled_before: bool = config.output_norm and not config.scale_after_norm
-        self.read_scale: float = 1.0 if scaled_before else scale
-        self.norm = HeadNorm(self.head_dim, scale if scaled_before else 1.0) if config.output_norm else None
+        convolved, taps = sum([*self.sizes.values()][:3]), config.short_conv
+        self.conv = ShortConvolution(convolved, taps, config.short_conv_bias) if taps else None
+        self.out_proj = nn.Linear(self.value_width, embed_dim, bias=not config.bias_free)
+        self.make_output(config)
         strength = [] if rule.coefficients is None else ["write_strength"]
         self.watched = self.keeps_state_norm = False  # see ``watch``
         self.state_norm: Tensor | None = None  # with its gradient
         names = [*(f"gate_{name}" for name in rule.gates), *strength, "state_norm"]
         self.last_statistics: dict[str, Tensor | None] = dict.fromkeys(names)
         self.reset_parameters()
+        if str(config.projection_init) == "rwkv7":
+            self.start_as_rwkv7((layer + 1) / layers)
+
+    def make_output(self, config: Any) -> None:
+        """What happens to the reads of the heads, but for the gate."""
+        scale = (self.head_dim if str(config.scale_reads_of) == "values" else self.feature_map.head_dim) ** -0.5
+        scale = scale if config.scale_reads else 1.0
+        scaled_before: bool = config.output_norm and not config.scale_after_norm
+        self.read_scale: float = 1.0 if scaled_before else scale
+        given = str(config.output_norm_of), self.num_heads, self.head_dim, scale if scaled_before else 1.0, config.output_norm_eps
+        self.norm, self.norm_after_gate = make_norm(*given) if config.output_norm else None, config.norm_after_gate
+        self.own: Any = None  # the weights of the features of what a token reads of its own value
+        if config.read_own_value:
+            self.own = nn.Parameter(torch.full((self.num_heads * self.feature_map.out_dim,), OWN_7))
 
     def rows_of_attention(self) -> dict[str, int]:
         """The rows of ``in_proj`` that make queries, keys and values."""
         keys = self.key_heads * self.feature_map.head_dim
-        return {"q": keys, "k": 0 if self.rule.keyless else self.writes * keys, "v": self.writes * self.embed_dim}
+        return {"q": keys, "k": 0 if self.rule.keyless else self.writes * keys, "v": self.writes * self.value_width}
 
     def make_in_proj(self, bias: bool) -> nn.Linear:
         """``in_proj``, with the rows of ``sizes``."""
@@ -144,11 +167,12 @@ class FastWeight(Mixer):
     def reset_parameters(self) -> None:
         """Draws weights as fairseq's attention does; gates start at the biases that their rule asks for, and a gate with ``still``
         is there whatever the token."""
-        sizes, gates = list(self.sizes.values()), self.rule.gates
+        sizes, gates = list(self.sizes.values()), self.gates
         biases = [None] * len(sizes) if self.in_proj.bias is None else self.in_proj.bias.split(sizes)
         for name, weight, bias in zip(self.sizes, self.in_proj.weight.split(sizes), biases):
             nn.init.xavier_uniform_(weight, gain=1 / math.sqrt(2))
-            if name == "mixing" or (name in gates and gates[name].still):
+            still = self.gate is not None and self.gate.up is not None and self.gate.form == "of_sigmoid"
+            if name == "mixing" or (name in gates and gates[name].still) or (name == "output" and still):
                 weight.zero_()
             if bias is not None:
                 starts, place = name in gates and name not in self.makers, Place(len(bias), self.num_heads)
@@ -156,6 +180,17 @@ class FastWeight(Mixer):
         nn.init.xavier_uniform_(self.out_proj.weight)
         if self.out_proj.bias is not None:
             nn.init.zeros_(self.out_proj.bias)
+
+    @torch.no_grad()
+    def start_as_rwkv7(self, depth: float) -> None:
+        """The start of --projection-init rwkv7, in a layer at this depth, up to 1 for the last."""
+        weights = dict(zip(self.sizes, self.in_proj.weight.split([*self.sizes.values()])))
+        for name, gain in (("q", 1.0), ("k", 0.1), ("v", 1.0)):
+            if len(weights[name]):
+                nn.init.orthogonal_(weights[name], gain)
+        self.out_proj.weight.zero_()
+        if self.norm is not None:
+            self.norm.weight.fill_(depth**0.7)
 
     def forward(  # type: ignore[override]
         self,
@@ -170,7 +205,8 @@ class FastWeight(Mixer):
         shared: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, FastWeightState]:
         read = x if source is None else source
-        q, k, v, gates, key_log_scale, gate, mixing, kept = self.operands(read, state, padding_mask, reset_mask)
+        made = self.operands(read, state, padding_mask, reset_mask)
+        q, k, v, gates, key_log_scale, _, mixing, kept = made
         if self.takes_shared:
             v = self.with_first_values(v, mixing, shared)
         y, state = fast_weight(
@@ -179,7 +215,7 @@ class FastWeight(Mixer):
             decoding=decoding, group=group, attention_norm_of=self.attention_norm_of,
         )  # fmt: skip
         self.note_statistics(gates, state, padding_mask)
-        return self.output(y.to(v.dtype), gate), state._replace(**kept) if kept else state
+        return self.output(y.to(v.dtype), made, v), state._replace(**kept) if kept else state
 
     def operands(
         self,
@@ -258,12 +294,14 @@ class FastWeight(Mixer):
         """The gates by name, (B,H,n T) or (B,H,n T,X), from x (T,B,C), the keys (B,H,T,K) and the rows of the projection that each
         gate has."""
         made: dict[str, Tensor] = {}
-        for (name, gate), part in zip(self.rule.gates.items(), parts):
+        for (name, gate), part in zip(self.gates.items(), parts):
             if name in self.makers:
                 made[name] = self.makers[name](k if gate.of == "k" else made[gate.of] if gate.of else x if gate.constant else part)
             else:
                 part = self.by_write(part if part.dtype == torch.float64 else part.float(), self.num_heads)
                 made[name] = torch.sigmoid(part.squeeze(-1) if gate.axis is None else part)
+            if gate.once and self.writes > 1:
+                made[name] = F.pad(made[name].unsqueeze(3), (0, self.writes - 1), value=1.0).flatten(2, 3)
             if gate.erases and self.sign != 1:
                 made[name] = self.sign * made[name]
         return made
@@ -280,11 +318,26 @@ class FastWeight(Mixer):
         share = self.mixing(mixing).unflatten(-1, (self.writes, -1)).flatten(2, 3)
         return torch.lerp(v, shared[VALUES].to(v.dtype), share.to(v.dtype))
 
-    def output(self, y: Tensor, gate: Tensor | None) -> Tensor:
-        """Maps what the heads read, (B,H,T,V), and the gate before its SiLU to the layer's output (T,B,C)."""
-        y = self.join(y if self.norm is None else self.norm(y))
+    def output(self, y: Tensor, made: Projected, v: Tensor) -> Tensor:
+        """Maps what the heads read, (B,H,T,V), to the layer's output (T,B,C). v: the values that were written."""
+        gate = None if self.gate is None else self.gate(made.output)
+        if self.norm is not None:
+            if gate is not None and self.norm_after_gate:
+                y, gate = y * self.by_head(gate), None
+            y = self.norm(y)
+        if self.own is not None:
+            y = y + self.read_of_own(made, v).to(y.dtype)
+        y = self.join(y)
         y = y if self.read_scale == 1 else y * self.read_scale
-        return self.out_proj(y if gate is None else y * F.silu(gate))
+        return self.out_proj(y if gate is None else y * gate)
+
+    def read_of_own(self, made: Projected, v: Tensor) -> Tensor:
+        """What --read-own-value adds to the reads: the values (B,H,n T,V) of each token times the weighted products of q and k."""
+        q, k = (made.q, made.k) if self.row_map is None else (self.row_map(made.q), self.row_map(made.k))
+        k = k if self.rule.key is None else self.rule.key(k, **made.gates)
+        q = q.repeat_interleave(self.writes, 2)
+        own = (q * k * self.own.view(self.num_heads, 1, -1)).sum(-1, keepdim=True) * v
+        return own.unflatten(2, (-1, self.writes)).sum(3)
 
     def projections(self) -> dict[str, dict[str, slice]]:
         return {"in_proj": rows(**{f"gate {name}" if name in self.rule.gates else name: n for name, n in self.sizes.items()})}
@@ -297,7 +350,7 @@ class FastWeight(Mixer):
     @property
     def has_no_parts(self) -> bool:
         """Whether queries, keys, values and gates are rows of ``in_proj`` and nothing is around the recurrence."""
-        parts = (self.shift, self.conv, self.makers or None, self.sizes.get("output"), self.norm)
+        parts = (self.shift, self.conv, self.makers or None, self.gate, self.norm, self.own)
         own = any(part is not None for part in parts) or self.rotary or self.takes_shared
         one = self.writes == 1 and self.sign == 1 and self.key_heads == self.num_heads
         return self.rule.simple and not self.rule.keyless and one and not own

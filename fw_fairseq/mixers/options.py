@@ -14,6 +14,10 @@ from ..rules import RULES
 
 Value = Union[bool, int, float, str]
 FORMS = ("adapted", "published")  # of additive attention and LEAP
+NORMS_OF_READS = ("head", "all_heads", "centred_head")
+GATE_FORMS = ("silu", "sigmoid", "of_sigmoid")
+WIDTHS = ("values", "keys")
+PROJECTION_INITS = ("xavier", "rwkv7")
 INITS = ("variance", "xavier")  # of SRU and SRU++
 PRODUCT_STEPS = 2  # writes of a token where the rule has several and nothing else is said
 
@@ -38,10 +42,11 @@ class MixerOptions:
 
     update_rule: str = option("delta", "the update rule of the fast-weight memory", choices=RULES)
     feature_map: str = option("elu", "the map that queries and keys pass through", choices=FEATURE_MAPS)
-    feature_dim: int = option(0, "width of queries and keys per head before the feature map; 0: the width of the values", least=0)
+    feature_dim: int = option(0, "width of queries and keys per head before the feature map; 0: that of the layer / heads", least=0)
     feature_norm: str = option(
         "sum",
-        "divide features by their sum (for non-negative maps), by their length (l2), or by neither",
+        "divide features by their sum (for non-negative maps), by their length (l2), by the root of their square and 1e-6 "
+        "(l2_eps, as published layers do), or by none",
         choices=NORMS,
     )
     attention_norm: bool = option(False, "divide each read by the product of the query and the keys that the rule has accumulated")
@@ -54,7 +59,7 @@ class MixerOptions:
     dpfp_nu: int = option(1, "nu of the dpfp feature map, which has 2 * nu * feature_dim features", least=1)
     favor_features: int = option(
         0,
-        "the number m of random directions of favor and rfa, which have 2m features; 0: feature_dim",
+        "the number m of random directions of favor and rfa, which have 2m features, and favor_relu, which has m; 0: feature_dim",
         least=0,
     )
     favor_prescale: bool = option(
@@ -97,15 +102,52 @@ class MixerOptions:
         "mix the values of layer 0 into those of the others, in shares that a map of this rank makes of a token (RWKV 7); 0: none",
         least=0,
     )
+    expand_values: float = option(1.0, "the width of the values of all heads, as a multiple of the layer's width", least=0.01)
     output_norm: bool = option(False, "divide what each head reads by its root mean square, times learnt weights")
+    output_norm_of: str = option(
+        "head",
+        "what --output-norm takes together: each head, with weights that all heads share; all heads, with weights for each channel "
+        "(HGRN 2); or centred_head, each head after its mean is taken out, with weights and biases for each channel (RWKV)",
+        choices=NORMS_OF_READS,
+    )
+    output_norm_eps: float = option(1e-5, "what --output-norm adds to the mean square", least=0)
+    norm_after_gate: bool = option(False, "let --output-norm follow --output-gate (Mamba 2)")
     output_gate: bool = option(False, "multiply what is read by the SiLU of a projection of the layer's input")
+    output_gate_form: str = option(
+        "silu",
+        "the gate of --output-gate: the SiLU or the sigmoid of its projection, or a map U of sigmoids (of_sigmoid, RWKV 7)",
+        choices=GATE_FORMS,
+    )
+    output_gate_rank: int = option(0, "make the gate of --output-gate by a low rank; 0: by one projection", least=0)
+    exponential_decay: bool = option(
+        False,
+        "make gates that decay the memory exp(-exp(A) softplus(x + b)), A for each head, in place of a sigmoid (Gated DeltaNet)",
+    )
+    read_own_value: bool = option(
+        False,
+        "add to what a head reads, after --output-norm, the token's own value times the product of its query and key, whose "
+        "features have learnt weights (RWKV 7)",
+    )
+    short_conv_bias: bool = option(False, "add a number for each channel in --short-conv (Mamba 2)")
     scale_reads: bool = option(
         False,
         "divide what a memory reads by the square root of the width of a head, before --output-norm and the output projection",
     )
+    scale_reads_of: str = option("values", "whose width --scale-reads takes", choices=WIDTHS)
     scale_after_norm: bool = option(
         False,
         "let --scale-reads divide after --output-norm, as in checkpoints that were made before this option",
+    )
+    projection_init: str = option(
+        "xavier",
+        "how projections start: as fairseq's attention, or rwkv7: orthogonal queries, values and, a tenth of it, keys, an output "
+        "projection of 0, and weights of --output-norm that grow with the layers",
+        choices=PROJECTION_INITS,
+    )
+    allow_divergence: bool = option(
+        False,
+        "let a rule that erases have keys of any length, and --attention-norm divide by sums that may vanish, which papers report "
+        "to diverge",
     )
     bias_free: bool = option(False, "leave the biases out of the mixer's projections; gates of fast_weight then start around 1/2")
     fast_weight_backend: str = option(

@@ -1,18 +1,20 @@
 """Architectures of fast_weight_lm with the layers of published recurrences: rule, features, and the parts around the recurrence.
 
-Their feed-forward layers are fairseq's, and the width of values is that of the layer. Each option can be given beside ``--arch``,
-so that a layer can be had without one of its parts.
+The layers have the parameters of their authors'; their feed-forward layers are fairseq's. Each option can be given beside
+``--arch``, so that a layer can be had without one of its parts.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
+from typing import Any
 
 from fairseq.models import register_model_architecture
 from fairseq.models.transformer_lm import base_lm_architecture
 from fairseq.utils import safe_getattr
 
 from ..mixers.options import DECLARED
+from ..mixers.parts.features import NEEDED
 from . import fast_weight_lm  # noqa: F401  registers the model of these architectures
 from .lm_architectures import choose_mixer, defaults
 
@@ -26,73 +28,121 @@ def since(args: Namespace, **options) -> dict:
 
 def published(args: Namespace, rule: str, layers: int, width: int, heads: int, ffn: int | None = None, **options) -> None:
     """Sets sizes and options; every published layer here has an output norm and no biases. Positions come from the recurrence."""
-    choose_mixer(args, "fast_weight", update_rule=rule, feature_map="identity", bias_free=True, output_norm=True, **options)
+    options = {"feature_map": "identity", "feature_norm": "none", "bias_free": True, "output_norm": True} | options
+    choose_mixer(args, "fast_weight", update_rule=rule, **without_missing_parts(args, options))
     defaults(args, decoder_layers=layers, decoder_embed_dim=width, decoder_attention_heads=heads)
     defaults(args, decoder_ffn_embed_dim=4 * width if ffn is None else ffn, activation_fn="gelu")
     defaults(args, no_token_positional_embeddings=True, share_decoder_input_output_embed=True)
     base_lm_architecture(args)
 
 
+def without_missing_parts(args: Namespace, options: dict) -> dict:
+    """The options without those of parts that were turned off."""
+    on = {name: safe_getattr(args, name, value) for name, value in options.items()}
+    return {name: value for name, value in options.items() if all(on.get(part, True) for part in NEEDED.get(name, ()))}
+
+
 def with_unit_keys(args: Namespace, rule: str, layers: int = 24, width: int = 1024, heads: int = 8, **options) -> None:
-    """Sets a layer with a short convolution, an output gate, and queries and keys of length 1, for a rule that erases."""
-    published(args, rule, layers, width, heads, feature_norm="l2", short_conv=4, output_gate=True, scale_reads=True, **options)
+    """Sets a layer with a short convolution, queries and keys of length 1, and an output gate, for a rule that erases."""
+    parts: dict[str, Any] = {"feature_norm": "l2_eps", "short_conv": 4, "output_gate": True, "scale_reads": True} | options
+    published(args, rule, layers, width, heads, **parts)
+
+
+def width_of_head(args: Namespace, width: int, heads: int) -> int:
+    """That of a model with these sizes, unless others were given."""
+    return safe_getattr(args, "decoder_embed_dim", width) // safe_getattr(args, "decoder_attention_heads", heads)
+
+
+def of_keys(args: Namespace) -> dict:
+    """Reads scaled by the width of keys, which is not that of values."""
+    return {"scale_reads": True} | since(args, scale_reads_of="keys")
+
+
+def kimi_gate(args: Namespace) -> dict:
+    """An output gate that is a sigmoid of low rank."""
+    return since(args, output_gate_form="sigmoid", output_gate_rank=width_of_head(args, 1024, 8))
 
 
 @register_model_architecture("fast_weight_lm", "retnet_lm")
 def retnet_lm(args: Namespace) -> None:
-    """RetNet at the size of 340M parameters in which Yang et al. 2023 compare it."""
-    parts = {"output_gate": True, "scale_reads": True} | since(args, rotary=True)
-    published(args, "retnet", 24, 1024, 4, feature_norm="none", **parts)
+    """RetNet at the size of 340M parameters in which Yang et al. 2023 compare it: values twice as wide as keys."""
+    parts = {"output_gate": True} | of_keys(args) | since(args, rotary=True) | since(args, expand_values=2.0)
+    published(args, "retnet", 24, 1024, 4, ffn=2048, **parts)
 
 
 @register_model_architecture("fast_weight_lm", "gla_lm")
 def gla_lm(args: Namespace) -> None:
     """Gated linear attention, 340M parameters: 24 layers of width 1024, 4 heads with keys of width 128."""
-    published(args, "gla", 24, 1024, 4, feature_norm="none", feature_dim=128, output_gate=True, scale_reads=True)
+    published(args, "gla", 24, 1024, 4, feature_dim=128, output_gate=True, **of_keys(args))
 
 
 @register_model_architecture("fast_weight_lm", "mamba2_lm")
 def mamba2_lm(args: Namespace) -> None:
-    """The shape of Mamba 2 with 130M parameters: 24 layers of width 768, heads of width 64 that share keys and queries of width
-    128, and no feed-forward layers. Its heads together are as wide as the layer, where Mamba's are twice as wide."""
+    """Mamba 2 with 130M parameters: 24 layers of width 768, 24 heads of width 64 that share keys and queries of width 128, and no
+    feed-forward layers. The norm takes all heads together, after the gate."""
     options = {"feature_dim": 128, "key_heads": 1, "short_conv": 4, "output_gate": True}
-    published(args, "mamba2", 24, 768, 12, ffn=0, feature_norm="none", **options)
+    options |= since(args, expand_values=2.0, short_conv_bias=True, output_norm_of="all_heads", norm_after_gate=True)
+    published(args, "mamba2", 24, 768, 24, ffn=0, **options)
 
 
 @register_model_architecture("fast_weight_lm", "hgrn2_lm")
 def hgrn2_lm(args: Namespace) -> None:
-    """HGRN 2 with 8 heads of 128, at the size of gla_lm."""
-    published(args, "hgrn2", 24, 1024, 8, feature_norm="none")
+    """HGRN 2 with 8 heads of 128, at the size of gla_lm: the SiLU of queries, and a norm of all heads together."""
+    published(args, "hgrn2", 24, 1024, 8, feature_map="silu", **since(args, output_norm_of="all_heads"))
 
 
 @register_model_architecture("fast_weight_lm", "rwkv6_lm")
 def rwkv6_lm(args: Namespace) -> None:
     """RWKV 6 in the shape of rwkv7_lm; the mixtures of its token shift have rank 32."""
     parts = {"token_shift": True, "output_gate": True} | since(args, token_shift_rank=32)
-    published(args, "rwkv6", 12, 768, 12, feature_norm="none", **parts)
+    published(args, "rwkv6", 12, 768, 12, **parts, **since(args, output_norm_of="centred_head"))
 
 
 @register_model_architecture("fast_weight_lm", "rwkv7_lm")
 def rwkv7_lm(args: Namespace) -> None:
-    """RWKV 7 in the shape of its model of 0.1B: 12 layers of width 768, heads of 64, which mix in the first layer's values."""
+    """RWKV 7 in the shape of its model of 0.1B: 12 layers of width 768, heads of 64, which mix in the first layer's values and read
+    a token's own, and an output gate of rank 128."""
     rank = 0 if safe_getattr(args, "decoder_layers") == 1 else 32
     parts = {"token_shift": True, "output_gate": True} | since(args, value_mixing_rank=rank)
-    published(args, "rwkv7", 12, 768, 12, feature_norm="none", **parts)
+    parts |= since(args, output_norm_of="centred_head", output_norm_eps=1e-5 * width_of_head(args, 768, 12), read_own_value=True)
+    parts |= since(args, output_gate_form="of_sigmoid", output_gate_rank=128, projection_init="rwkv7")
+    published(args, "rwkv7", 12, 768, 12, **parts)
 
 
 @register_model_architecture("fast_weight_lm", "kda_lm")
 def kda_lm(args: Namespace) -> None:
     """Kimi Delta Attention with 8 heads of 128, at the size of gla_lm."""
-    with_unit_keys(args, "kda")
+    with_unit_keys(args, "kda", **kimi_gate(args))
 
 
 @register_model_architecture("fast_weight_lm", "gdn2_lm")
 def gdn2_lm(args: Namespace) -> None:
     """Gated DeltaNet 2 with 8 heads of 128, at the size of gla_lm."""
-    with_unit_keys(args, "gdn2")
+    with_unit_keys(args, "gdn2", **kimi_gate(args))
+
+
+@register_model_architecture("fast_weight_lm", "delta_net_lm")
+def delta_net_lm(args: Namespace) -> None:
+    """DeltaNet of Yang et al. 2024 with 8 heads of 128, at the size of gla_lm. It has no output gate."""
+    with_unit_keys(args, "delta", output_gate=False)
+
+
+@register_model_architecture("fast_weight_lm", "gated_delta_lm")
+def gated_delta_lm(args: Namespace) -> None:
+    """Gated DeltaNet at the size of gla_lm: 21 layers of width 1024, 4 heads, whose keys together are three quarters as wide as the
+    layer, and values twice as wide as keys."""
+    keys = 3 * width_of_head(args, 1024, 4) // 4
+    parts: dict[str, Any] = {"feature_dim": keys, "expand_values": 1.5, "exponential_decay": True}
+    with_unit_keys(args, "gated_delta", layers=21, heads=4, **parts, **of_keys(args))
 
 
 @register_model_architecture("fast_weight_lm", "delta_product_lm")
 def delta_product_lm(args: Namespace) -> None:
     """DeltaProduct with two writes for each token and negative eigenvalues, at the size of gla_lm."""
     with_unit_keys(args, "delta_product", negative_eigenvalues=True)
+
+
+@register_model_architecture("fast_weight_lm", "gated_delta_product_lm")
+def gated_delta_product_lm(args: Namespace) -> None:
+    """Gated DeltaProduct: delta_product_lm with a gate that decays the memory before the first write of a token."""
+    with_unit_keys(args, "gated_delta_product", negative_eigenvalues=True)

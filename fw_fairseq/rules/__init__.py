@@ -15,6 +15,7 @@ there is a faster way to run many tokens.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -22,14 +23,18 @@ from . import gates
 from .fwm import fwm_sequence, fwm_step
 from .rule import Coefficients, Gate, Rule
 
-__all__ = ["RULES", "Coefficients", "Gate", "Rule"]
+__all__ = ["RULES", "Coefficients", "Gate", "Rule", "exponential"]
 
-SCALAR = Gate()
 HALF = Gate(writes=True, erases=True)  # starts near 1/2
 SMALL = Gate(converted=-5.0, writes=True, erases=True)  # near 1/2, or 0.007 in a converted model (Mao 2022)
-KEPT = Gate(bias=gates.kept, converted="uniform")
+KEPT = Gate(bias=gates.kept, converted="uniform", decays=True)
 KIMI = Gate("K", gates.time_steps, form="kept_softplus", rank="head")
 SLOWEST_7 = math.exp(-0.5)  # RWKV 7 decays by at most exp of minus this
+
+
+def exponential(gate: Gate) -> Gate:
+    """The gate as exp(-exp(A) softplus(x + b)), with a number A of its head, in place of a sigmoid (Gated DeltaNet)."""
+    return replace(gate, bias=gates.time_steps, form="kept_softplus", rates=gates.ALL_RATES)
 
 
 def of_removal(s: Tensor, c: Tensor, kappa: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,7 +52,7 @@ RULES: dict[str, Rule] = {
     "gated": Rule(
         equation="W_t = g_t W_{t-1} + (1 - g_t) k_t v_t^T",
         source="Peng et al. 2021; Mao 2022, eq. 5",
-        gates={"g": SCALAR},
+        gates={"g": Gate(decays=True)},
         coefficients=lambda g: Coefficients(f=g, w=1 - g),
         normaliser="write",
     ),
@@ -61,7 +66,7 @@ RULES: dict[str, Rule] = {
     "decay": Rule(
         equation="W_t = (f_t z_t^T) * W_{t-1} + k_t v_t^T",
         source="Mao 2022, eq. 7",
-        gates={"f": Gate("K", "uniform"), "z": Gate("V", "uniform")},
+        gates={"f": Gate("K", "uniform", decays=True), "z": Gate("V", "uniform", decays=True)},
         coefficients=lambda f, z: Coefficients(f=f, z=z),
     ),
     "gated_delta": Rule(
@@ -148,6 +153,13 @@ RULES: dict[str, Rule] = {
         source="Siems et al. 2025 (DeltaProduct)",
         gates={"beta": HALF},
         coefficients=lambda beta: Coefficients(e=beta, w=beta),
+        several=True,
+    ),
+    "gated_delta_product": Rule(
+        equation="W_t = g_t W_{t-1} + beta_t k_t (v_t - g_t W_{t-1}^T k_t)^T, n times for each read, g_t once",
+        source="Siems et al. 2025 (Gated DeltaProduct)",
+        gates={"g": replace(exponential(Gate()), once=True), "beta": HALF},
+        coefficients=lambda g, beta: Coefficients(f=g, e=beta, w=beta),
         several=True,
     ),
 }

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from ..autograd import unit
 
 RATES = (1.0, 16.0)  # between them Mamba 2 and those after it draw exp(A)
+ALL_RATES = (0.0, 16.0)  # and Gated DeltaNet
 FASTEST = 80.0  # leaves 2e-35, which fp32 holds with all its digits
 
 
@@ -48,9 +49,9 @@ def kept(place: Place) -> Tensor:
     return -torch.expm1(rate * step).log()
 
 
-def log_rates(count: int) -> Tensor:
-    """The logs of ``count`` numbers that are uniform within ``RATES`` (Mamba 2)."""
-    return torch.empty(count).uniform_(*RATES).log()
+def log_rates(count: int, rates: tuple[float, float] = RATES) -> Tensor:
+    """The logs of ``count`` numbers that are uniform within ``rates``."""
+    return torch.empty(count).uniform_(*rates).clamp(min=1e-6).log()
 
 
 def retention(place: Place) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import Mistake
+from .gates import RATES
 
 
 class Coefficients(NamedTuple):
@@ -43,6 +44,9 @@ class Gate:
     of: the gate comes from another gate, or from "k", times learnt numbers.
     still: at the start the gate is that of its bias, whatever the token.
     constant: the gate is its bias, whatever the token; ``learnt`` says whether training changes it.
+    decays: the gate is what is left of the memory, which --exponential-decay makes in another way.
+    rates: between them exp(A) starts, in a form that has it.
+    once: of the writes of one token, only the first has the gate, and the others have 1.
     """
 
     axis: str | None = None
@@ -57,6 +61,9 @@ class Gate:
     still: bool = False
     constant: bool = False
     learnt: bool = True
+    decays: bool = False
+    rates: tuple[float, float] = RATES
+    once: bool = False
 
     projected: bool = field(init=False)  # whether the gate is rows of the layer's projection and a sigmoid, and nothing else
 

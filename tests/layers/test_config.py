@@ -30,7 +30,7 @@ LEAST |= (
     dict.fromkeys((*SHARES, "write_strength_init", "output_dropout"), 0)
     | dict.fromkeys(("dpfp_nu", "srupp_heads", "srupp_memory", "srupp_segment", "xl_memory", "xl_segment", "slots"), 1)
     | {"slot_positions": 1, "product_steps": 1, "key_heads": 0, "short_conv": 0, "token_shift_rank": 0, "value_mixing_rank": 0}
-    | {"local_window": 2, "sru_highway_bias": -100}
+    | {"local_window": 2, "sru_highway_bias": -100, "expand_values": 0.01, "output_norm_eps": 0, "output_gate_rank": 0}
 )
 
 
@@ -73,7 +73,11 @@ ELSEWHERE = [
     ({"sru_projection": 8}, {"mixer": "sru"}, "--mixer sru"),
     ({"srupp_heads": 2}, {"mixer": "srupp", "srupp_width": 8}, "--mixer srupp"),
     ({"dpfp_nu": 2}, {"feature_map": "dpfp"}, "--feature-map dpfp"),
-    ({"favor_features": 8}, {"feature_map": "rfa", "feature_norm": "none"}, "--feature-map favor or --feature-map rfa"),
+    (
+        {"favor_features": 8},
+        {"feature_map": "rfa", "feature_norm": "none"},
+        "--feature-map favor or --feature-map favor_relu or --feature-map rfa",
+    ),
     ({"favor_prescale": True}, {"feature_map": "favor"}, "--feature-map favor"),
     ({"attention_dropout": 0.5}, {"mixer_pattern": "fast_weight,softmax"}, WEIGHTS),
     ({"attention_dropout": 0.5}, {"mixer": "srupp"}, WEIGHTS),

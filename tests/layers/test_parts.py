@@ -21,6 +21,15 @@ pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 T, B, C, HEADS = 30, 3, 12, 4
 AROUND = {"short_conv": 4, "token_shift": True, "output_norm": True, "output_gate": True, "key_heads": 2}
 ROTARY = {"rotary": True, "feature_dim": 4}  # pairs of features
+PUBLISHED_PARTS = {"expand_values": 2.0, "output_norm": True, "output_norm_of": "centred_head", "output_gate": True}
+PUBLISHED_PARTS |= {"output_gate_form": "of_sigmoid", "output_gate_rank": 3, "read_own_value": True, "short_conv": 3}
+PUBLISHED_PARTS |= {"short_conv_bias": True, "norm_after_gate": True}
+
+
+EXPONENTIAL = {
+    "gated_delta": {"exponential_decay": True, "feature_map": "identity", "feature_norm": "l2"},
+    "gated_delta_product": {"feature_map": "identity", "feature_norm": "l2"},
+}
 
 
 def masks() -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,12 +199,14 @@ def test_shared_keys_whose_scale_is_kept_apart():
 @pytest.mark.parametrize(
     "rule, more",
     [(rule, {}) for rule in ("sum", "fwm", "hgrn2", "rwkv7", "gdn2")]
-    + [("rwkv6", {"token_shift_rank": 2}), ("retnet", ROTARY), ("delta_product", ROTARY)],
+    + [("rwkv6", {"token_shift_rank": 2}), ("retnet", ROTARY), ("delta_product", ROTARY)]
+    + [(rule, PUBLISHED_PARTS) for rule in ("sum", "hgrn2", "gated_delta_product")]
+    + [("gated_delta", PUBLISHED_PARTS | {"exponential_decay": True}), ("decay", {"exponential_decay": True})],
 )
 @torch.no_grad()
 def test_in_pieces_as_at_once(rule, more):
     """With every part, padding and texts that begin anywhere; a padded row as without its padding."""
-    mixer, x, given = build(rule, **AROUND, **more), torch.randn(T, B, C, dtype=torch.float64), masks()
+    mixer, x, given = build(rule, **AROUND | more), torch.randn(T, B, C, dtype=torch.float64), masks()
     seen = ~given[0].mT
     want, last = mixer(x, None, *given)
     for cuts in ([13, 17], [1] * T):
@@ -393,7 +404,8 @@ def test_a_channel_that_forgets_at_once_keeps_the_chunk_form(rule, name, monkeyp
 
 def test_layers_with_parts_around_the_recurrence_are_not_plain():
     parts = [{"short_conv": 4}, {"token_shift": True}, {"output_norm": True}, {"output_gate": True}, ROTARY, {"key_heads": 2}]
-    parts += [{"negative_eigenvalues": True}, {"value_mixing_rank": 1}]
+    parts += [{"negative_eigenvalues": True}, {"value_mixing_rank": 1}, {"read_own_value": True}]
+    assert not build("gated_delta", exponential_decay=True).has_no_parts
     assert not any(build("delta", **options).has_no_parts for options in parts)
     plain = ["sum", "gated", "delta", "decay", "gated_delta"]
     assert [rule for rule, entry in RULES.items() if entry.coefficients is not None and build(rule).has_no_parts] == plain
@@ -461,10 +473,32 @@ def test_negative_eigenvalues_double_what_erases():
             {"negative_eigenvalues": True},
             "^--negative-eigenvalues doubles a gate that erases; leave it out, or use a rule that has one: delta, gated_",
         ),
-        ({"product_steps": 3}, "^--product-steps is 3; that is for --update-rule delta_product: leave it out$"),
+        (
+            {"product_steps": 3},
+            "^--product-steps is 3; that is for --update-rule delta_product or gated_delta_product: lea",
+        ),
         ({"key_heads": 3}, "^--key-heads is 3; it must divide the number of heads, 4$"),
         ({"key_heads": 8}, "^--key-heads is 8; it must divide the number of heads, 4$"),
         ({"short_conv": 1}, "^--short-conv is 1; it must be 0, for none, or at least 2$"),
+        (
+            {"allow_divergence": True},
+            "^--allow-divergence has nothing to allow: without it, these options are taken too; leave it out$",
+        ),
+        ({"short_conv_bias": True}, "^--short-conv-bias is for --short-conv: add it, or leave this out$"),
+        (
+            {"norm_after_gate": True, "output_norm": True},
+            "^--norm-after-gate is for --output-norm with --output-gate: add both, or leave this out$",
+        ),
+        ({"output_gate_form": "sigmoid"}, "^--output-gate-form is sigmoid; that is for --output-gate: add it, or leave this out$"),
+        (
+            {"exponential_decay": True},
+            "^--exponential-decay is for sigmoids that decay the memory, and --update-rule sum has none; use: ",
+        ),
+        ({"expand_values": 1.1}, "^--expand-values makes values 13 wide; that must be a multiple of the heads, 4$"),
+        (
+            {"read_own_value": True, "attention_norm": True, "feature_map": "elu", "feature_norm": "sum"},
+            "^--read-own-value adds products that --attention-norm does not divide; leave one of them out$",
+        ),
         ({"token_shift_rank": 2}, "^--token-shift-rank is 2; that is for --token-shift: add it, or leave this out$"),
         ({"rotary": True}, "^--rotary turns pairs of features, and keys have 3; choose an even --feature-dim$"),
         (
@@ -501,6 +535,60 @@ def test_several_workers_are_refused_where_tokens_before_are_needed():
     assert build("sum", short_conv=4).why_not_across_workers().startswith("--short-conv needs the tokens of the worker before")
     assert build("sum", token_shift=True).why_not_across_workers().startswith("--token-shift needs the tokens of the worker")
     assert build("sum", **ROTARY).why_not_across_workers().startswith("--rotary needs the tokens of the worker")
+
+
+def test_the_start_of_rwkv7():
+    """Orthogonal projections, keys of a tenth, an output of 0, weights of the norm by the layer; low ranks begin at 0, and the maps
+    from them are a tenth of orthogonal ones."""
+    options = {"output_norm": True, "output_gate": True, "output_gate_form": "of_sigmoid", "output_gate_rank": 3}
+    mixer = build("rwkv7", projection_init="rwkv7", **options)
+    rows = dict(zip(mixer.sizes, mixer.in_proj.weight.split([*mixer.sizes.values()])))
+    for name, gain in (("q", 1), ("k", 0.1), ("v", 1)):
+        torch.testing.assert_close(rows[name] @ rows[name].mT, gain**2 * torch.eye(C).double(), rtol=0, atol=1e-6)
+    assert all(rows[name].eq(0).all() for name in ("s", "c", "output")) and mixer.out_proj.weight.eq(0).all()
+    torch.testing.assert_close(mixer.norm.weight.float(), torch.full((3,), 0.5**0.7))
+    torch.testing.assert_close(mixer.gate.up.mT @ mixer.gate.up, 0.01 * torch.eye(3).double(), rtol=0, atol=1e-8)
+    up = mixer.makers["s"].up  # (12,64): its rows are orthogonal, and longer where the rank is larger than the width
+    torch.testing.assert_close(up @ up.mT, 0.01 * 64 / 12 * torch.eye(C).double(), rtol=0, atol=1e-7)
+
+
+def test_where_exponential_decays_start():
+    """exp(A) uniform from 0 to 16, and steps from 0.001 to 0.1."""
+    torch.manual_seed(0)
+    made = [FastWeight(64, 64, update_rule=rule, **more).makers["g"] for rule, more in EXPONENTIAL.items() for _ in range(20)]
+    rates, steps = (
+        torch.cat([part.detach() for part in x]) for x in ([m.rate.exp() for m in made], [F.softplus(m.bias) for m in made])
+    )
+    assert rates.min() < 0.1 and rates.max() > 15.9 and rates.mean().item() == pytest.approx(8, abs=0.5)
+    assert steps.min() >= 0.001 and steps.max() <= 0.1 and steps.log().std() > 0.5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"update_rule": "delta", "feature_map": "elu", "feature_norm": "none"},
+        {"update_rule": "delta", "feature_map": "identity", "feature_norm": "none"},
+        {"update_rule": "sum", "feature_map": "identity", "feature_norm": "none", "attention_norm": True},
+    ],
+)
+def test_what_papers_report_to_diverge_can_be_tried(options):
+    """With the equations as they are: the last row is divided by 1e-6 and the product of its query with all keys."""
+    with pytest.raises(ValueError, match=r"diverges with keys longer than 1|which identity lets vanish"):
+        FastWeight(C, 1, **options)
+    mixer, x = (
+        FastWeight(C, 1, allow_divergence=True, bias_free=True, **options).double(),
+        torch.randn(5, 1, C, dtype=torch.float64),
+    )
+    q, k, v, *beta = (x[:, 0] @ mixer.in_proj.weight.mT).split([*mixer.sizes.values()], 1)
+    if options["feature_map"] == "elu":
+        q, k = (torch.where(part > 0, part + 1, part.exp()) for part in (q, k))
+    memory = torch.zeros(C, C, dtype=torch.float64)
+    for t in range(5):
+        strength = torch.sigmoid(beta[0][t]) if beta else 1
+        memory = memory + torch.outer(k[t], strength * (v[t] - (k[t] @ memory if beta else 0)))
+    read = q[-1] @ memory
+    read = read / (q[-1] @ k.sum(0) + 1e-6) if "attention_norm" in options else read
+    torch.testing.assert_close(mixer(x)[0][-1, 0], read @ mixer.out_proj.weight.mT)
 
 
 def test_a_norm_of_16_bits_is_computed_in_more():

@@ -36,6 +36,8 @@ def test_defaults_stay():
     sizes = {"srupp_memory": 512, "local_window": 32, "xl_memory": 256, "slot_positions": 1024, "slots": 32}
     words = {"update_rule": "delta", "feature_map": "elu", "feature_norm": "sum", "attention_norm_of": "read_and_erase"}
     words |= {"fast_weight_backend": "auto", "pooling_form": "adapted", "sru_init": "variance"}
+    words |= {"output_norm_of": "head", "output_gate_form": "silu", "scale_reads_of": "values", "projection_init": "xavier"}
+    sizes |= {"expand_values": 1.0, "output_norm_eps": 1e-5}
     on = dict.fromkeys(["sru_rescale", "srupp_rescale", "sru_input_bias"], True)
     others = zeros | sizes | words | on
     assert {name: declared.default for name, declared in DECLARED.items()} == {
@@ -99,7 +101,7 @@ def test_a_mixer_beside_a_base_that_is_told_of_its_subclasses():
         (lambda: FastWeight(8, dpfp_nu=2), "^dpfp_nu has no effect with feature_map 'elu'; it is for: dpfp$"),
         (
             lambda: FastWeight(8, feature_map="relu", favor_features=4),
-            "^favor_features has no effect with feature_map 'relu'; it is for: favor, rfa$",
+            "^favor_features has no effect with feature_map 'relu'; it is for: favor, favor_relu, rfa$",
         ),
         (lambda: FastWeight(8, update_rule="dleta"), "^update_rule is 'dleta'; it must be one of: sum, "),
         (lambda: Leap(8, heads=3), "^embed_dim is 8; it must be a multiple of the number of heads, 3$"),

@@ -31,6 +31,7 @@ TINY = {
 }  # fmt: skip
 OPTIONS = {f.name: f for f in fields(FastWeightLanguageModelConfig)}
 ELSEWHERE = {"options_from", "no_decoding_graph"}  # the one stands for others, and graphs are of a GPU
+ELSEWHERE |= {"allow_divergence"}  # which changes what is refused: tests/layers/test_parts.py
 OWN = sorted(OPTIONS.keys() - {f.name for f in fields(TransformerLanguageModelConfig)} - ELSEWHERE)
 VALUES = {  # where a default or the next number would change nothing in so small a model
     "write_strength_init": [0.25],
@@ -59,6 +60,14 @@ NEEDS = {  # beside the mixer
     "product_steps": {"update_rule": "delta_product"},
     "scale_after_norm": {"scale_reads": True, "output_norm": True},
     "token_shift_rank": {"token_shift": True},
+    "output_norm_of": {"output_norm": True},
+    "output_norm_eps": {"output_norm": True},
+    "norm_after_gate": {"output_norm": True, "output_gate": True},
+    "output_gate_form": {"output_gate": True},
+    "output_gate_rank": {"output_gate": True},
+    "exponential_decay": {"update_rule": "gated"},
+    "scale_reads_of": {"scale_reads": True, "feature_dim": 3},
+    "short_conv_bias": {"short_conv": 2},
     "sru_projection_norm": {"sru_projection": 4},
     "sru_projection_dropout": {"sru_projection": 4},
     "srupp_heads": {"srupp_width": 4},

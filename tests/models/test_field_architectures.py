@@ -11,25 +11,55 @@ from fairseq import models as registered
 from support.checkpoints import save, save_format
 from support.language_models import make_task, options_of
 
+from fw_fairseq.config import FastWeightConfig, read_config
+from fw_fairseq.mixers import FastWeight
+from fw_fairseq.mixers.options import DECLARED
+
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 WORDS = 20
 TINY = {f"decoder_{name}_dim": 8 for name in ("embed", "input", "output", "ffn_embed")}
 TINY |= {"decoder_layers": 2, "decoder_attention_heads": 2}
+CENTRED, ALL = {"output_norm_of": "centred_head"}, {"output_norm_of": "all_heads"}
+KIMI = {"output_gate_form": "sigmoid", "output_gate_rank": 4}
 LATER = {
-    "rwkv6_lm": {"token_shift_rank": 32},
-    "retnet_lm": {"rotary": True},
-    "rwkv7_lm": {"value_mixing_rank": 32},
+    "rwkv6_lm": {"token_shift_rank": 32} | CENTRED,
+    "retnet_lm": {"rotary": True, "expand_values": 2.0, "scale_reads_of": "keys"},
+    "rwkv7_lm": {"value_mixing_rank": 32, "output_norm_eps": 4e-5, "read_own_value": True, "projection_init": "rwkv7"}
+    | {"output_gate_form": "of_sigmoid", "output_gate_rank": 128}
+    | CENTRED,
+    "gla_lm": {"scale_reads_of": "keys"},
+    "mamba2_lm": {"expand_values": 2.0, "short_conv_bias": True, "norm_after_gate": True} | ALL,
+    "hgrn2_lm": ALL,
+    "kda_lm": KIMI,
+    "gdn2_lm": KIMI,
 }  # architecture: its later options
 SIZES = {  # layers, width, heads, width of the feed-forward layers; of keys, where they have another than values; heads of keys
-    "retnet_lm": (24, 1024, 4, 4096, 0, 0),
+    "retnet_lm": (24, 1024, 4, 2048, 0, 0),
     "gla_lm": (24, 1024, 4, 4096, 128, 0),
-    "mamba2_lm": (24, 768, 12, 0, 128, 1),
+    "mamba2_lm": (24, 768, 24, 0, 128, 1),
     "hgrn2_lm": (24, 1024, 8, 4096, 0, 0),
     "rwkv6_lm": (12, 768, 12, 3072, 0, 0),
     "rwkv7_lm": (12, 768, 12, 3072, 0, 0),
     "kda_lm": (24, 1024, 8, 4096, 0, 0),
     "gdn2_lm": (24, 1024, 8, 4096, 0, 0),
+    "delta_net_lm": (24, 1024, 8, 4096, 0, 0),
+    "gated_delta_lm": (21, 1024, 4, 4096, 192, 0),
     "delta_product_lm": (24, 1024, 8, 4096, 0, 0),
+    "gated_delta_product_lm": (24, 1024, 8, 4096, 0, 0),
+}
+PUBLISHED_SIZES = {  # parameters of one layer, without its feed-forward part, as the authors' code has them
+    "retnet_lm": 8_389_120,
+    "gla_lm": 4_219_648,
+    "mamba2_lm": 3_764_552,
+    "hgrn2_lm": 4_195_328 + 1024,  # and the bound, which theirs keeps for all layers together
+    "rwkv6_lm": 3_300_864,
+    "rwkv7_lm": 2_812_416,
+    "kda_lm": 4_741_256,
+    "gdn2_lm": 6_830_216,
+    "delta_net_lm": 4_214_912,
+    "gated_delta_lm": 6_312_328,
+    "delta_product_lm": 7_377_024,
+    "gated_delta_product_lm": 7_385_232,
 }
 PARTS = {  # those that are on, beside an output norm and no biases: the length of the convolution, the norm of keys, and switches
     "retnet_lm": (0, "none", {"output_gate", "scale_reads", "rotary"}),
@@ -38,12 +68,15 @@ PARTS = {  # those that are on, beside an output norm and no biases: the length 
     "hgrn2_lm": (0, "none", set()),
     "rwkv6_lm": (0, "none", {"output_gate", "token_shift"}),
     "rwkv7_lm": (0, "none", {"output_gate", "token_shift"}),
-    "kda_lm": (4, "l2", {"output_gate", "scale_reads"}),
-    "gdn2_lm": (4, "l2", {"output_gate", "scale_reads"}),
-    "delta_product_lm": (4, "l2", {"output_gate", "scale_reads", "negative_eigenvalues"}),
+    "kda_lm": (4, "l2_eps", {"output_gate", "scale_reads"}),
+    "gdn2_lm": (4, "l2_eps", {"output_gate", "scale_reads"}),
+    "delta_net_lm": (4, "l2_eps", {"scale_reads"}),
+    "gated_delta_lm": (4, "l2_eps", {"output_gate", "scale_reads", "exponential_decay"}),
+    "delta_product_lm": (4, "l2_eps", {"output_gate", "scale_reads", "negative_eigenvalues"}),
+    "gated_delta_product_lm": (4, "l2_eps", {"output_gate", "scale_reads", "negative_eigenvalues"}),
 }
-SWITCHES = {"output_gate", "scale_reads", "rotary", "token_shift", "negative_eigenvalues", "attention_norm"}
-BEFORE = {"token_shift_rank": 0, "rotary": False, "value_mixing_rank": 0}
+SWITCHES = {"output_gate", "scale_reads", "rotary", "token_shift", "negative_eigenvalues", "attention_norm", "exponential_decay"}
+RULES = {"delta_net_lm": "delta"}  # of architectures that have another name
 
 
 def built(args: Namespace, arch: str) -> torch.nn.Module:
@@ -57,16 +90,32 @@ def test_published_sizes(arch):
     args = options_of(arch)
     sizes = (args.decoder_layers, args.decoder_embed_dim, args.decoder_attention_heads, args.decoder_ffn_embed_dim)
     assert (*sizes, args.feature_dim or 0, args.key_heads or 0) == SIZES[arch]
-    assert args.update_rule == arch[:-3] and args.output_norm and args.bias_free and args.decoder_normalize_before
+    assert args.update_rule == RULES.get(arch, arch[:-3]) and args.output_norm and args.bias_free
+    assert args.decoder_normalize_before
 
 
 @pytest.mark.parametrize("arch", PARTS)
 def test_the_parts_of_published_layers(arch):
     args = options_of(arch)
     on = {name for name in SWITCHES if getattr(args, name)}
-    assert (args.short_conv or 0, args.feature_norm, on) == PARTS[arch] and args.feature_map == "identity"
+    assert (args.short_conv or 0, args.feature_norm, on) == PARTS[arch]
+    assert args.feature_map == ("silu" if arch == "hgrn2_lm" else "identity")
     assert (args.token_shift_rank, args.value_mixing_rank) == {"rwkv6_lm": (32, 0), "rwkv7_lm": (0, 32)}.get(arch, (0, 0))
     assert args.activation_fn == "gelu" and args.no_token_positional_embeddings and args.share_decoder_input_output_embed
+
+
+@pytest.mark.parametrize("arch", PUBLISHED_SIZES)
+def test_layers_have_the_parameters_of_their_authors(arch):
+    args = options_of(arch)
+    config, layers = read_config(FastWeightConfig, args), args.decoder_layers
+    mixer = FastWeight.of_layer(args.decoder_embed_dim, args.decoder_attention_heads, config, 1, layers)
+    assert sum(x.numel() for x in mixer.parameters()) == PUBLISHED_SIZES[arch]
+
+
+@pytest.mark.parametrize("arch", PUBLISHED_SIZES)
+def test_any_part_can_be_turned_off(arch):
+    for part in ({"output_norm": False}, {"output_gate": False}, {"short_conv": 0}, {"scale_reads": False}, {"token_shift": False}):
+        built(options_of(arch, **TINY, **part), arch)
 
 
 def test_one_layer_has_no_other_whose_values_it_could_mix_in():
@@ -77,14 +126,14 @@ def test_one_layer_has_no_other_whose_values_it_could_mix_in():
 def test_later_parts_can_be_left_out(arch):
     assert LATER[arch].items() <= vars(options_of(arch, **TINY)).items()
     assert LATER[arch].items() <= vars(options_of(arch, **TINY, bias_free=True)).items()
-    without = {name: BEFORE[name] for name in LATER[arch]}
+    without = {name: DECLARED[name].default for name in LATER[arch]}
     assert without.items() <= vars(options_of(arch, **TINY, **without)).items()
 
 
 @pytest.mark.parametrize("arch", LATER)
 @torch.no_grad()
 def test_a_checkpoint_of_before_computes_as_before(arch):
-    old = options_of(arch, **TINY, **{name: BEFORE[name] for name in LATER[arch]})
+    old = options_of(arch, **TINY, **{name: DECLARED[name].default for name in LATER[arch]})
     torch.manual_seed(1)
     want = built(old, arch)
     for name in LATER[arch]:

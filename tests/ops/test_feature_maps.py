@@ -67,7 +67,7 @@ def test_the_start_of_a_learned_relu():
 
 def test_what_maps_promise():
     """Sum and attention normalisation need the one; an erase without normalisation the other."""
-    assert NON_NEGATIVE == ["elu", "relu", "dpfp", "favor"]
+    assert NON_NEGATIVE == ["elu", "relu", "dpfp", "favor", "favor_relu"]
     assert [name for name, phi in FEATURE_MAPS.items() if phi.at_most_one] == ["rfa"]
 
 
@@ -116,7 +116,7 @@ def test_favor_estimates_the_softmax_kernel(orthogonal):
     assert abs((phi(x) @ phi(y)) / (x @ y).exp() - 1) < 0.05
 
 
-@pytest.mark.parametrize("name", ["favor", "rfa"])
+@pytest.mark.parametrize("name", ["favor", "favor_relu", "rfa"])
 def test_random_directions_are_orthogonal_within_blocks(name):
     def largest_cosine(**options) -> float:
         rows = FEATURE_MAPS[name](8, features=24, **options).projection.unflatten(0, (3, 8))
@@ -158,6 +158,16 @@ def test_favor_with_the_causal_stabiliser_in_half_precision(dtype):
     assert torch.equal(run(dtype, later)[:, :, :30], got[:, :, :30])
 
 
+def test_favor_with_relu():
+    """Its kernel is that of two half-planes at an angle a: |x||y| (sin a + (pi - a) cos a) / 2 pi (Cho & Saul 2009)."""
+    phi, (x, y) = FEATURE_MAPS["favor_relu"](8, features=20000), torch.randn(2, 8, dtype=torch.float64)
+    angle = torch.acos(F.cosine_similarity(x, y, dim=0))
+    kernel = x.norm() * y.norm() * (angle.sin() + (math.pi - angle) * angle.cos()) / (2 * math.pi)
+    assert phi.out_dim == 20000 and abs(phi(x) @ phi(y) / kernel - 1) < 0.05
+    small = FEATURE_MAPS["favor_relu"](8, features=5)
+    torch.testing.assert_close(small(x), (small.projection.double() @ x).clamp(min=0) / math.sqrt(5))
+
+
 def test_rfa_estimates_the_gaussian_kernel():
     x, y = F.normalize(torch.randn(2, 8), dim=-1)
     phi = FEATURE_MAPS["rfa"](8, features=20000)
@@ -165,7 +175,7 @@ def test_rfa_estimates_the_gaussian_kernel():
     assert [n for n, _ in phi.named_parameters()] == ["scale"]
 
 
-@pytest.mark.parametrize("name", ["favor", "rfa"])
+@pytest.mark.parametrize("name", ["favor", "favor_relu", "rfa"])
 def test_random_features_are_those_of_fp32_under_autocast(name):
     phi, x = FEATURE_MAPS[name](8), torch.randn(5, 8)
     with torch.autocast("cpu", torch.bfloat16):
@@ -174,7 +184,7 @@ def test_random_features_are_those_of_fp32_under_autocast(name):
     torch.testing.assert_close(projected.double(), x.double() @ phi.projection.double().mT, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["favor", "rfa"])
+@pytest.mark.parametrize("name", ["favor", "favor_relu", "rfa"])
 def test_random_features_are_redrawn_in_training_and_kept_for_evaluation(name):
     phi, x = FEATURE_MAPS[name](8, features=6), torch.randn(4, 8)
     kept = phi.eval()(x)

@@ -28,6 +28,7 @@ WRITES = {  # the memory (K,V) after one token
     ),
     "gdn2": lambda W, k, v, f, b, w: torch.diag(f) @ W - torch.outer(k, (b * k) @ torch.diag(f) @ W) + torch.outer(k, w * v),
     "delta_product": lambda W, k, v, beta: W + beta * torch.outer(k, v - k @ W),
+    "gated_delta_product": lambda W, k, v, g, beta: g * W + beta * torch.outer(k, v - k @ (g * W)),
 }
 READS = {  # what a token reads, from the memory before it and after it, where that is not the memory after it
     "mamba2": lambda before, W, q, k, v, s, g, d: q @ W + d * v,

@@ -70,16 +70,19 @@ class EarlierTokens:
 
 
 class ShortConvolution(nn.Module):
-    """silu(sum_j w_j * x_{t-j}) over the last ``taps`` tokens of the same text, w_j one number per channel."""
+    """silu(sum_j w_j * x_{t-j}) over the last ``taps`` tokens of the same text, w_j one number per channel; with ``bias``, one
+    more number is added to the sum."""
 
-    def __init__(self, channels: int, taps: int) -> None:
+    def __init__(self, channels: int, taps: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(taps, channels).uniform_(-(taps**-0.5), taps**-0.5))
+        self.bias = nn.Parameter(torch.empty(channels).uniform_(-(taps**-0.5), taps**-0.5)) if bias else None
 
     def forward(self, x: Tensor, recent: Tensor | None, *masks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Maps x (T,B,C), what came before it, and the masks of padding and resets, to y (T,B,C) and the last inputs."""
         earlier = EarlierTokens(x, recent, len(self.weight) - 1, *masks)
         y = earlier.back(0) * self.weight[0]
+        y = y if self.bias is None else y + self.bias
         for tokens in range(1, len(self.weight)):
             y = torch.addcmul(y, earlier.back(tokens), self.weight[tokens])
         return F.silu(earlier.in_place(y)), earlier.recent()

@@ -9,13 +9,24 @@ import torch
 from torch import Tensor
 
 from ...errors import Mistake
-from ...feature_maps import FEATURE_MAPS, FeatureMap, normalised, wide
+from ...feature_maps import FEATURE_MAPS, NORMS, FeatureMap, normalised, wide
 from ...ops import RowMap
 from ...ops.checks import NORM_OF, missing_form
 from ...rules import RULES, Gate, Rule
 from ...rules.gates import Place
-from ..options import PRODUCT_STEPS
+from ..options import DECLARED, PRODUCT_STEPS, option_name
 
+NEEDED = {  # what an option needs
+    "output_norm_of": ("output_norm",),
+    "output_norm_eps": ("output_norm",),
+    "norm_after_gate": ("output_norm", "output_gate"),
+    "output_gate_form": ("output_gate",),
+    "output_gate_rank": ("output_gate",),
+    "scale_reads_of": ("scale_reads",),
+    "scale_after_norm": ("scale_reads", "output_norm"),
+    "short_conv_bias": ("short_conv",),
+    "token_shift_rank": ("token_shift",),
+}
 FEATURE_OPTIONS = ("feature_map", "feature_dim", "feature_norm")  # and those of the chosen map
 
 
@@ -45,7 +56,8 @@ def with_common_scale(keys: Tensor, log_scale: Tensor | None) -> Tensor:
 
 def row_map_of(phi: FeatureMap, norm: str) -> RowMap | None:
     """The part of phi, and of --feature-norm, that ``fast_weight`` can apply itself: all after the part that has parameters."""
-    return None if phi.row_map is None else RowMap(phi.row_map, getattr(phi, "nu", 1), norm)
+    known = phi.row_map is not None and NORMS[norm].number is not None
+    return RowMap(str(phi.row_map), getattr(phi, "nu", 1), norm) if known else None
 
 
 def makes_gates_of_keys(rule: Rule) -> bool:
@@ -63,8 +75,11 @@ def check_combination(config: Any, phi: FeatureMap, heads: int = 1) -> None:
     name, norm, norm_of = str(config.update_rule), str(config.feature_norm), str(config.attention_norm_of)
     rule, divides = RULES[name], config.attention_norm
     check_feature_norm(config, phi)
+    check_needed(config)
     missing = missing_form(rule, str(config.fast_weight_backend))
     divides_erase, start = divides and norm_of == NORM_OF[0], config.write_strength_init
+    vanishing = divides and not phi.non_negative
+    growing = rule.erases and norm == "none" and not divides_erase and not phi.at_most_one
     unturned = rule.keyless or makes_gates_of_keys(rule)
     wrong: tuple[tuple[object, Callable[[], str]], ...] = (
         (missing is not None, lambda: f"--update-rule {name} has no {missing}; use --fast-weight-backend auto or recurrent"),
@@ -76,7 +91,7 @@ def check_combination(config: Any, phi: FeatureMap, heads: int = 1) -> None:
             ),
         ),
         (
-            divides and not phi.non_negative,
+            vanishing and not config.allow_divergence,
             lambda: (
                 f"--attention-norm divides by sums of features, which {config.feature_map!s} lets vanish; use one of:"
                 f" {', '.join(n for n, kind in FEATURE_MAPS.items() if kind.non_negative)}"
@@ -116,12 +131,15 @@ def check_combination(config: Any, phi: FeatureMap, heads: int = 1) -> None:
             lambda: f"--key-heads is {config.key_heads}; it must divide the number of heads, {heads}",
         ),
         (
-            config.token_shift_rank and not config.token_shift,
-            lambda: f"--token-shift-rank is {config.token_shift_rank}; that is for --token-shift: add it, or leave this out",
+            config.exponential_decay and not any(gate.decays for gate in rule.gates.values()),
+            lambda: (
+                f"--exponential-decay is for sigmoids that decay the memory, and --update-rule {name} has none; use:"
+                f" {names_of(lambda r: any(gate.decays for gate in r.gates.values()))}"
+            ),
         ),
         (
-            config.scale_after_norm and not (config.scale_reads and config.output_norm),
-            lambda: "--scale-after-norm is for --scale-reads with --output-norm; add both, or leave it out",
+            config.read_own_value and divides,
+            lambda: "--read-own-value adds products that --attention-norm does not divide; leave one of them out",
         ),
         (config.short_conv == 1, lambda: "--short-conv is 1; it must be 0, for none, or at least 2"),
         (
@@ -131,13 +149,17 @@ def check_combination(config: Any, phi: FeatureMap, heads: int = 1) -> None:
                 f" {names_of(lambda r: not r.keyless and not makes_gates_of_keys(r))}"
             ),
         ),
+        (
+            config.allow_divergence and not (vanishing or growing),
+            lambda: "--allow-divergence has nothing to allow: without it, these options are taken too; leave it out",
+        ),
         (config.rotary and divides, lambda: "--rotary gives --attention-norm divisors that may vanish; leave one of them out"),
         (
             config.rotary and phi.out_dim % 2,
             lambda: f"--rotary turns pairs of features, and keys have {phi.out_dim}; choose an even --feature-dim",
         ),
         (
-            rule.erases and norm == "none" and not divides_erase and not phi.at_most_one,
+            growing and not config.allow_divergence,
             lambda: (
                 f"--update-rule {name} diverges with keys longer than 1, as {config.feature_map!s} gives; use --feature-norm"
                 f" {'sum' if phi.non_negative else 'l2'}"
@@ -147,6 +169,16 @@ def check_combination(config: Any, phi: FeatureMap, heads: int = 1) -> None:
     for is_wrong, sentence in wrong:
         if is_wrong:
             raise Mistake(sentence())
+
+
+def check_needed(config: Any) -> None:
+    """Refuses an option that changes a part which is off."""
+    for option, parts in NEEDED.items():
+        value = getattr(config, option)
+        if str(value) != str(DECLARED[option].default) and not all(getattr(config, part) for part in parts):
+            said = option_name(option) if value is True else f"{option_name(option)} is {value}; that"
+            named, add = " with ".join(map(option_name, parts)), "it" if len(parts) == 1 else "both"
+            raise Mistake(f"{said} is for {named}: add {add}, or leave this out")
 
 
 def names_of(able: Callable[[Rule], object], between: str = ", ") -> str:

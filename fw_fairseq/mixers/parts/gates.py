@@ -15,6 +15,15 @@ from ...rules.gates import FORMS, INNER, Place, left, log_rates
 from .features import initial_bias
 
 
+def start_low_rank(up: Tensor, still: bool) -> None:
+    """Draws the map from a low rank to a gate. ``still``: the numbers of the rank start at 0, and the map is a tenth of an
+    orthogonal one (RWKV 7)."""
+    if not still:
+        nn.init.xavier_uniform_(up, gain=2**-0.5)
+    else:
+        nn.init.orthogonal_(up, gain=0.1 * max(1.0, up.shape[1] / up.shape[0]) ** 0.5)
+
+
 class GateMaker(nn.Module):
     """Makes one gate of a rule (``rules.Gate``), of ``place.size`` numbers over all heads.
 
@@ -29,13 +38,13 @@ class GateMaker(nn.Module):
         form, rank = FORMS[gate.form], head_dim if isinstance(gate.rank, str) else gate.rank
         self.size = 0 if gate.of or gate.constant else rank or place.size
         self.up = None if rank is None else nn.Parameter(torch.empty(place.size, rank))
-        self.rate: Any = nn.Parameter(log_rates(place.heads)) if form.rate else None
+        self.rate: Any = nn.Parameter(log_rates(place.heads, gate.rates)) if form.rate else None
         self.fixed: Any = functools.partial(gate.bias, place) if callable(gate.bias) and not gate.learnt else None
         self.bias: Any = None
         if gate.learnt and (gate.bias is not None or gate.of is None):
             self.bias = nn.Parameter(initial_bias(gate, place))
         if self.up is not None:
-            nn.init.xavier_uniform_(self.up, gain=2**-0.5)
+            start_low_rank(self.up, gate.still)
 
     def fixed_as(self, source: Tensor) -> Tensor:
         """Returns the constant beside ``source``, but in fp32 at least: in 16 bits RetNet's gates near 1 would be 1."""

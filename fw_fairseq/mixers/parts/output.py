@@ -1,14 +1,16 @@
-"""The norm of what each head reads, and what a layer says of its memory."""
+"""What happens to what heads read before the output projection, and what a layer says of its memory."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ...feature_maps import wide
 from ...ops import FastWeightState
 from ...ops.chunkwise.recall import until_end
 from ...rules import Coefficients, Rule
+from .gates import start_low_rank
 
 EPS = 1e-5
 
@@ -16,14 +18,54 @@ EPS = 1e-5
 class HeadNorm(nn.Module):
     """The reads of each head times ``scale``, divided by their root mean square, times learnt weights, which all heads share."""
 
-    def __init__(self, width: int, scale: float = 1.0) -> None:
+    def __init__(self, width: int, scale: float = 1.0, eps: float = EPS) -> None:
         super().__init__()
-        self.scale = scale
+        self.scale, self.eps = scale, eps
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, y: Tensor) -> Tensor:
         x = wide(y) if self.scale == 1 else wide(y) * self.scale
-        return (x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.weight).to(y.dtype)
+        return (x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight).to(y.dtype)
+
+
+class ChannelNorm(HeadNorm):
+    """The reads (B,H,T,V) times ``scale``, divided by the root mean square of all heads together, times weights of each channel.
+    ``centred``: by the deviation of each head, after its mean is taken out, times weights and plus biases of each channel."""
+
+    def __init__(self, heads: int, width: int, centred: bool, scale: float = 1.0, eps: float = EPS) -> None:
+        super().__init__(heads * width, scale, eps)
+        self.heads, self.bias = heads, nn.Parameter(torch.zeros(heads * width)) if centred else None
+
+    def forward(self, y: Tensor) -> Tensor:
+        x, weight = wide(y) if self.scale == 1 else wide(y) * self.scale, self.weight.view(self.heads, 1, -1)
+        if self.bias is None:
+            return (x * (x.square().mean((1, 3), keepdim=True) + self.eps).rsqrt() * weight).to(y.dtype)
+        x = x - x.mean(-1, keepdim=True)
+        x = x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (x * weight + self.bias.view(self.heads, 1, -1)).to(y.dtype)
+
+
+def make_norm(of: str, heads: int, width: int, scale: float, eps: float) -> HeadNorm:
+    """The norm of --output-norm-of for heads of this width."""
+    return HeadNorm(width, scale, eps) if of == "head" else ChannelNorm(heads, width, of == "centred_head", scale, eps)
+
+
+class OutputGate(nn.Module):
+    """The gate of the output, of ``width`` numbers, from ``size`` rows of the layer's projection: by the function of its form, with
+    a map U from a low rank to the width, if ``rank`` is not 0. silu and sigmoid: of U x + b; of_sigmoid: U sigmoid(x)."""
+
+    def __init__(self, form: str, rank: int, width: int) -> None:
+        super().__init__()
+        self.form, self.size, of_sigmoid = form, rank or width, form == "of_sigmoid"
+        self.up = nn.Parameter(torch.empty(width, rank)) if rank else None
+        self.bias = nn.Parameter(torch.zeros(width)) if rank and not of_sigmoid else None
+        if self.up is not None:
+            start_low_rank(self.up, of_sigmoid)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.sigmoid(x) if self.form == "of_sigmoid" else x
+        x = x if self.up is None else F.linear(x, self.up, self.bias)
+        return x if self.form == "of_sigmoid" else torch.sigmoid(x) if self.form == "sigmoid" else F.silu(x)
 
 
 @torch.no_grad()

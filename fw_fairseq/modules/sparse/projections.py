@@ -176,5 +176,7 @@ def make_sparse(attention: MixerAttention | LinearAttention, count: int) -> None
     parts = {part: rows.stop - rows.start for part, rows in mixer.projections()["in_proj"].items() if rows.stop > rows.start}
     attention.source = StatefulModule(SparseSource(mixer.embed_dim, count), RecentState, f"{attention.layer}.source")
     mixer.in_proj = Convolutions(mixer.embed_dim, count, parts, mixer.in_proj)
+    if getattr(mixer, "value_width", mixer.embed_dim) != mixer.embed_dim:
+        raise Mistake("--qkv-sparsity leaves out the output projection, which --expand-values needs; leave one of them out")
     if getattr(mixer, "out_proj", None) is not None:
         mixer.out_proj = nn.Identity()
