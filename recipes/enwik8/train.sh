@@ -38,8 +38,11 @@ small=(--arch fast_weight_lm --decoder-layers 12 --decoder-embed-dim 512 --decod
     --decoder-ffn-embed-dim 2048 --decoder-normalize-before --share-decoder-input-output-embed --no-token-positional-embeddings)
 case $row in
     srupp) model=("${srupp[@]}" "${published[@]}") ;;
-    srupp5 | srupp10) model=("${srupp[@]}" "${published[@]}" --mixer-pattern "sru*$((${row#srupp} - 1)),srupp" --sru-projection 768
-        --sru-projection-norm --sru-projection-dropout 0.22 --no-sru-rescale) ;;
+    srupp5 | srupp10)
+        every=${row#srupp}
+        [ -z "$TOY" ] || every=2
+        model=("${srupp[@]}" "${published[@]}" --mixer-pattern "sru*$((every - 1)),srupp" --sru-projection 768 --sru-projection-norm
+            --sru-projection-dropout 0.22 --no-sru-rescale) ;;
     rescaled) model=("${srupp[@]}") ;;
     transformer_xl) model=("${small[@]}" --mixer transformer_xl --xl-memory "$segment" --xl-segment "$segment") ;;
     delta) model=("${small[@]}") ;;
