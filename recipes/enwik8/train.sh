@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Trains a byte-level language model on enwik8 that carries its state over from segment to segment.
 #
-# Paper:    Lei 2021 (SRU++ base). Rows: srupp (10 layers of width 3072), srupp5 (attention in every fifth layer), rescaled (srupp
-#           with the start and the highway of SRU), transformer_xl (12 layers of width 512), delta (the delta rule, 12 layers of
-#           width 512)
+# Paper:    Lei 2021 (SRU++ base). Rows: srupp (10 layers of width 3072), srupp5 and srupp10 (attention in every fifth or tenth
+#           layer), rescaled (srupp with the start and the highway of SRU), transformer_xl (12 layers of width 512), delta (the delta
+#           rule, 12 layers of width 512)
 # Data:     OUT/bin of prepare.sh
 # Hardware: one GPU of 24 GB; GPUS workers share the batch of 8 segments
 # Time:     not run at this size yet; recipes/README.md has estimates, and CHECK=1 measures yours
@@ -16,13 +16,13 @@
 #           TOY=1 recipes/enwik8/train.sh srupp       a tiny model on the CPU, after TOY=1 prepare.sh
 #
 # Learning rate, warm-up, weight decay, clipping, dropout and the number of updates are those of the paper's code, and so are the units of
-# srupp and srupp5: their start, their highway and their memory, which is the segment before. The optimizer is Adam (RAdam in the
+# srupp, srupp5 and srupp10: their start, their highway and their memory, which is the segment before. The optimizer is Adam (RAdam in the
 # paper), and fairseq's residual connection and norm are around each unit. docs/differences.md has all differences.
 source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
 renamed LENGTH "pass --tokens-per-sample"
 OUT=$(output_folder enwik8)
-kinds="srupp, srupp5, rescaled, transformer_xl or delta"
+kinds="srupp, srupp5, srupp10, rescaled, transformer_xl or delta"
 need_row "$kinds" "$@"
 row=$1
 shift
@@ -38,8 +38,11 @@ small=(--arch fast_weight_lm --decoder-layers 12 --decoder-embed-dim 512 --decod
     --decoder-ffn-embed-dim 2048 --decoder-normalize-before --share-decoder-input-output-embed --no-token-positional-embeddings)
 case $row in
     srupp) model=("${srupp[@]}" "${published[@]}") ;;
-    srupp5) model=("${srupp[@]}" "${published[@]}" --mixer-pattern "sru*4,srupp" --sru-projection 768 --sru-projection-norm
-        --sru-projection-dropout 0.22 --no-sru-rescale) ;;
+    srupp5 | srupp10)
+        every=${row#srupp}
+        [ -z "$TOY" ] || every=2
+        model=("${srupp[@]}" "${published[@]}" --mixer-pattern "sru*$((every - 1)),srupp" --sru-projection 768 --sru-projection-norm
+            --sru-projection-dropout 0.22 --no-sru-rescale) ;;
     rescaled) model=("${srupp[@]}") ;;
     transformer_xl) model=("${small[@]}" --mixer transformer_xl --xl-memory "$segment" --xl-segment "$segment") ;;
     delta) model=("${small[@]}") ;;

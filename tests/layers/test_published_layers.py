@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -92,3 +93,19 @@ def test_the_layer_is_the_published_one(arch):
     direction = torch.randn_like(want)
     gradients = [torch.autograd.grad((found * direction).sum(), x)[0] for found in (want, y[:, 0])]
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=1e-9 * gradients[0].abs().max().item())
+
+
+@torch.no_grad()
+def test_the_layer_of_mamba_2_in_transformers():
+    """An implementation by others, in fp32."""
+    sys.modules.setdefault("torchaudio", None)  # fairseq's, of another torch than ours: transformers would trip over it
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
+
+    sizes = {"hidden_size": C, "num_heads": HEADS, "head_dim": 16, "state_size": 6, "n_groups": 1, "chunk_size": 16}
+    theirs = Mamba2Mixer(transformers.Mamba2Config(**sizes, expand=2, conv_kernel=4, layer_norm_epsilon=1e-5), 0).eval()
+    weights = {name: weight.float() for name, weight in drawn("mamba2_lm").items()}
+    theirs.load_state_dict(weights)
+    mixer, x = built("mamba2_lm", feature_dim=6), torch.randn(T, 2, C)
+    mixer.load_state_dict(of_mixer(mixer, weights))
+    torch.testing.assert_close(mixer(x)[0], theirs(x.transpose(0, 1)).transpose(0, 1), rtol=1e-4, atol=1e-5)

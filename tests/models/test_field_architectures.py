@@ -143,6 +143,23 @@ def test_a_checkpoint_of_before_computes_as_before(arch):
     torch.testing.assert_close(model(tokens)[0], want(tokens)[0], atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("arch", PUBLISHED_SIZES)
+@torch.no_grad()
+def test_models_decode_token_by_token(arch):
+    """As at once, with every part of the published layer; the start of a gate or projection at 0 would hide some."""
+    torch.manual_seed(1)
+    model, tokens = (
+        built(options_of(arch, **TINY | {"feature_dim": 4} if arch == "gla_lm" else TINY), arch).double(),
+        torch.randint(4, WORDS, (2, 9)),
+    )
+    for weight in model.parameters():
+        if weight.eq(0).all() and weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.3)
+    want, steps = model(tokens)[0], {}
+    found = [model(tokens[:, : t + 1], incremental_state=steps)[0] for t in range(9)]
+    torch.testing.assert_close(torch.cat(found, 1), want)
+
+
 def test_models_of_translation_say_where_their_reads_are_scaled(tmp_path):
     """Their checkpoints lack options that were not given. Those of new models have this one, and it is added to older ones."""
     sizes = {f"{side}_{name}": 8 for side in ("encoder", "decoder") for name in ("embed_dim", "ffn_embed_dim", "attention_heads")}

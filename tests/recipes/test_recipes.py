@@ -446,6 +446,7 @@ def test_enwik8(tmp_path):
     succeed(recipe("enwik8/train.sh", out, "srupp", "--lr", 0.01))
     printed = succeed(recipe("enwik8/eval.sh", out, "srupp", SRUPP_MEMORY="70")).splitlines()[-1]
     assert printed.startswith("| srupp, memory 70 | test | ") and 3 < perplexities(printed)[0] < 8
+    succeed(recipe("enwik8/train.sh", out, "srupp10", "--max-update", 1))
     assert "ROW is gru; it must be" in recipe("enwik8/train.sh", out, "gru").stderr
 
 

@@ -56,6 +56,9 @@ OPTIONS = {
     " --quant-noise-pq-block-size 2",
     "learned-positions": "--share-decoder-input-output-embed --decoder-learned-pos --activation-fn gelu --no-scale-embedding",
     "other-widths": "--decoder-input-dim 16 --decoder-output-dim 24 --layernorm-embedding",
+    "published-parts": "--no-token-positional-embeddings --update-rule gated_delta --feature-map identity --feature-norm l2_eps"
+    " --exponential-decay --expand-values 2 --output-norm --output-norm-of centred_head --output-gate --output-gate-form of_sigmoid"
+    " --output-gate-rank 3 --short-conv 4 --short-conv-bias --read-own-value",
     "decay": "--no-token-positional-embeddings --update-rule decay --feature-map identity --feature-norm none",
     "favor": "--feature-map favor --feature-norm none --update-rule gated --attention-norm",
     "relu": "--feature-map relu --feature-dim 6",
