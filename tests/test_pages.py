@@ -112,6 +112,16 @@ def test_the_operation_example_runs():
     exec(code, {})
 
 
+def test_the_first_rule_runs():
+    names = {}
+    try:
+        for code in blocks("docs/tutorials/first_rule.md", "python"):
+            exec(code, names)
+        assert names["layer"].rule is RULES["erase_and_write"] and names["whole"].abs().sum() > 0
+    finally:
+        RULES.pop("erase_and_write", None)
+
+
 def test_the_layers_example_runs():
     [code] = blocks("docs/mixers.md", "python")
     names = {}
@@ -121,13 +131,13 @@ def test_the_layers_example_runs():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("page", ["README.md", "docs/language_models.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorials/first_model.md"])
 def test_a_model_of_ones_own_text(page, tmp_path, monkeypatch, capsys):
     """The commands of a page, with fewer updates, and then the lines of Python for its model."""
     for count, split in enumerate(("train", "valid", "test")):
         (tmp_path / f"{split}.txt").write_text("".join(f"{text}\n" for text in sentences(60, count)))
     commands = next(code for code in blocks(page, "bash") if "fairseq-preprocess" in code)
-    [code] = blocks("docs/language_models.md", "python")
+    [code] = blocks("docs/tutorials/first_model.md", "python")
     smaller = {" fw_fairseq ": f" {ROOT / 'fw_fairseq'} --cpu ", " 2000": " 2", " 40": " 8"}
     for size, small in smaller.items():
         assert size in commands
