@@ -34,6 +34,15 @@ MEMBERS = {  # of the others the docstring says it
     "mixers.Mixer": ["read_settings", "forward", "state_size"],
     "feature_maps": ["FeatureMap", "Elementwise", "RowMap", "sum_normalise", "l2_normalise"],
 }
+BOOST = {
+    "tutorials": 4,
+    "howto": 4,
+    "rules.md": 4,
+    "results": 0.3,
+    "changelog.md": 0.3,
+    "contributing.md": 0.3,
+    "fairseq_changes.md": 0.3,
+}
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:)([\w./-]*)(#[\w-]+)?\)")
 
 
@@ -50,7 +59,9 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Lets links lead to the site's pages, or to the repository where mkdocs.yml knows it; the others become text."""
+    """Lets links lead to the site's pages, or to the repository where mkdocs.yml knows it; the others become text. A search finds
+    pages to do something with before reports."""
+    page.meta["search"] = {"boost": BOOST.get(page.file.src_uri.partition("/")[0], 1)}
     source = ROOT / OUTSIDE.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     places = {ROOT / path: place for place, path in OUTSIDE.items()} | {ROOT / "docs" / "README.md": "README.md"}
     own = (file.src_uri for file in files if file.inclusion.is_included() and not file.generated_by)

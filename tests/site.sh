@@ -14,5 +14,5 @@ if ! cmp -s requirements/docs.txt "$venv/installed"; then
     cp requirements/docs.txt "$venv/installed"
 fi
 export NO_MKDOCS_2_WARNING=1
-"$venv/bin/python" -m mkdocs build --quiet --strict --clean --site-dir "$folder"
+"$venv/bin/python" -m mkdocs build --strict --clean --site-dir "$folder"
 echo "$folder/index.html"
