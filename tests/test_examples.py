@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import subprocess
@@ -59,6 +60,20 @@ def test_own_rule_is_its_equation_and_learns(one_thread):
     out = printed("own_rule.py", "--updates", 100)
     assert float(re.search(r"equation: (\S+)", out)[1]) < 1e-12
     assert int(re.search(r"update 100: (\d+)%", out)[1]) > 50  # by chance 12
+
+
+@pytest.mark.long
+def test_the_notebook(one_thread, capsys):
+    """Its cells in order, with half of the updates: the layer is the same in pieces, the model learns, the state does not grow."""
+    cells = json.loads((EXAMPLES / "first_model.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    assert code.count("UPDATES = 400") == 1
+    names = {"__name__": "notebook"}
+    exec(code.replace("UPDATES = 400", "UPDATES = 200"), names)
+    out = capsys.readouterr().out
+    assert float(re.search(r"largest difference: (\S+)", out)[1]) < 1e-5
+    assert names["right"] > 0.6  # a guess: 1/3
+    assert len({*re.findall(r"(\d+) numbers in the state", out)}) == 1 and sorted(names["times"]) == [16, 256, 4096]
 
 
 @pytest.mark.long
