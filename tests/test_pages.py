@@ -55,6 +55,22 @@ def test_links_lead_somewhere():
     assert len(links) > 100 and broken == []
 
 
+def words(text: str) -> int:
+    return sum(re.search(r"\w", word) is not None for word in text.split())
+
+
+def test_paragraphs_and_cells_are_short():
+    """A paragraph or an entry of a list has at most 120 words, a cell of a table 25. The options' help texts are read one by one."""
+    long = []
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```|^(?:    |#)[^\n]*$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|]|\d+\.) )", text):
+            row = block.lstrip().startswith("|")
+            parts = re.split(r"(?<!\\)\|", block) if row else [block]
+            long += [(page.name, part.strip()[:60]) for part in parts if words(part) > (25 if row else 120)]
+    assert [(page, part) for page, part in long if page != "options.md"] == []
+
+
 def test_the_index_lists_every_page():
     index = (ROOT / "docs" / "README.md").read_text()
     assert [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md" and f"({page.name})" not in index] == []
