@@ -64,7 +64,7 @@ def test_own_rule_is_its_equation_and_learns(one_thread):
 
 @pytest.mark.long
 def test_the_notebook(one_thread, capsys):
-    """Its cells in order, with three quarters of the updates: the layer is the same in pieces, the model learns, the state does not grow."""
+    """Its cells in order, with fewer updates: the layer is the same in pieces, the model learns, the state does not grow."""
     cells = json.loads((EXAMPLES / "first_model.ipynb").read_text(encoding="utf-8"))["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     assert code.count("UPDATES = 400") == 1

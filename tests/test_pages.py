@@ -60,7 +60,7 @@ def words(text: str) -> int:
 
 
 def test_paragraphs_and_cells_are_short():
-    """A paragraph or an entry of a list has at most 120 words, a cell of a table 25. The options' help texts are read one by one."""
+    """A paragraph or an entry of a list has at most 120 words, a cell of a table 25. Help texts of options may be longer."""
     long = []
     for page in PAGES:
         text = re.sub(r"^```.*?^```|^(?:    |#)[^\n]*$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
