@@ -61,14 +61,14 @@ def words(text: str) -> int:
 
 def test_paragraphs_and_cells_are_short():
     """A paragraph or an entry of a list has at most 120 words, a cell of a table 25. Help texts of options may be longer."""
-    long = []
+    long, seen = [], 0
     for page in PAGES:
         text = re.sub(r"^```.*?^```|^(?:    |#)[^\n]*$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
         for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|]|\d+\.) )", text):
-            row = block.lstrip().startswith("|")
+            seen, row = seen + 1, block.lstrip().startswith("|")
             parts = re.split(r"(?<!\\)\|", block) if row else [block]
             long += [(page.name, part.strip()[:60]) for part in parts if words(part) > (25 if row else 120)]
-    assert [(page, part) for page, part in long if page != "options.md"] == []
+    assert seen > 1000 and [(page, part) for page, part in long if page != "options.md"] == []
 
 
 def test_the_index_lists_every_page():
