@@ -17,7 +17,7 @@ import torch
 from fairseq import options, registry
 from fairseq.models import MODEL_DATACLASS_REGISTRY, MODEL_REGISTRY
 from fairseq.tasks import TASK_DATACLASS_REGISTRY
-from support.commands import run, succeed
+from support.commands import USER_DIR, fairseq, run, succeed
 from support.lm_data import sentences
 
 import fw_fairseq.models  # noqa: F401
@@ -166,6 +166,31 @@ def test_a_model_of_ones_own_text(page, tmp_path, monkeypatch, capsys):
     exec(code, {})
     text, score = capsys.readouterr().out.splitlines()[-2:]
     assert text.startswith("the old cat") and -10 < float(score.split("(")[-1].rstrip(")")) < 0
+    if page.startswith("docs"):
+        check_how_to_pages(capsys)
+
+
+def check_how_to_pages(capsys) -> None:
+    """The programs that how-to pages have for such a model: a score for each word, and the average of checkpoints."""
+    [code] = blocks("docs/howto/log_probabilities.md", "python")
+    exec(code, {})
+    *each, mean = capsys.readouterr().out.splitlines()[-7:]
+    scores = [float(line.split()[-1]) for line in each]
+    assert [line.split()[0] for line in each][:3] == ["the", "old", "cat"] and max(scores) < 0
+    assert float(re.search(r"-[\d.]+", mean)[0]) == pytest.approx(sum(scores) / 6, abs=0.02)
+    [code] = blocks("docs/howto/resume.md", "python")
+    Path("average.py").write_text(code)
+    same = torch.load("run/checkpoint_best.pt", weights_only=False)
+    for tensor in same["model"].values():
+        tensor += 1
+    torch.save(same, "run/other.pt")
+    succeed(run(sys.executable, "average.py", "run/checkpoint_best.pt", "run/other.pt", "run/average.pt"))
+    average = torch.load("run/average.pt", weights_only=False)["model"]
+    for name, tensor in same["model"].items():
+        if tensor.is_floating_point():
+            torch.testing.assert_close(average[name], tensor - 0.5)
+    arguments = ["--path", "run/average.pt", "--task", "stateful_language_modeling", "--batch-size", 1]
+    assert "Perplexity" in succeed(fairseq("eval_lm", "bin", *USER_DIR, *arguments))
 
 
 def test_the_picture_of_the_readme_is_that_of_the_report():
