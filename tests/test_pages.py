@@ -17,7 +17,7 @@ import torch
 from fairseq import options, registry
 from fairseq.models import MODEL_DATACLASS_REGISTRY, MODEL_REGISTRY
 from fairseq.tasks import TASK_DATACLASS_REGISTRY
-from support.commands import run, succeed
+from support.commands import USER_DIR, fairseq, run, succeed
 from support.lm_data import sentences
 
 import fw_fairseq.models  # noqa: F401
@@ -53,6 +53,22 @@ def test_links_lead_somewhere():
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append((page.name, path, anchor))
     assert len(links) > 100 and broken == []
+
+
+def words(text: str) -> int:
+    return sum(re.search(r"\w", word) is not None for word in text.split())
+
+
+def test_paragraphs_and_cells_are_short():
+    """A paragraph or an entry of a list has at most 120 words, a cell of a table 25. Help texts of options may be longer."""
+    long, seen = [], 0
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```|^(?:    |#)[^\n]*$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|]|\d+\.) )", text):
+            seen, row = seen + 1, block.lstrip().startswith("|")
+            parts = re.split(r"(?<!\\)\|", block) if row else [block]
+            long += [(page.name, part.strip()[:60]) for part in parts if words(part) > (25 if row else 120)]
+    assert seen > 1000 and [(page, part) for page, part in long if page != "options.md"] == []
 
 
 def test_the_index_lists_every_page():
@@ -112,6 +128,16 @@ def test_the_operation_example_runs():
     exec(code, {})
 
 
+def test_the_first_rule_runs():
+    names = {}
+    try:
+        for code in blocks("docs/tutorials/first_rule.md", "python"):
+            exec(code, names)
+        assert names["layer"].rule is RULES["erase_and_write"] and names["whole"].abs().sum() > 0
+    finally:
+        RULES.pop("erase_and_write", None)
+
+
 def test_the_layers_example_runs():
     [code] = blocks("docs/mixers.md", "python")
     names = {}
@@ -121,13 +147,13 @@ def test_the_layers_example_runs():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("page", ["README.md", "docs/language_models.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorials/first_model.md"])
 def test_a_model_of_ones_own_text(page, tmp_path, monkeypatch, capsys):
     """The commands of a page, with fewer updates, and then the lines of Python for its model."""
     for count, split in enumerate(("train", "valid", "test")):
         (tmp_path / f"{split}.txt").write_text("".join(f"{text}\n" for text in sentences(60, count)))
     commands = next(code for code in blocks(page, "bash") if "fairseq-preprocess" in code)
-    [code] = blocks("docs/language_models.md", "python")
+    [code] = blocks("docs/tutorials/first_model.md", "python")
     smaller = {" fw_fairseq ": f" {ROOT / 'fw_fairseq'} --cpu ", " 2000": " 30", " 100 ": " 2 ", " 40": " 8"}
     for size, small in smaller.items():
         assert size in commands
@@ -140,6 +166,29 @@ def test_a_model_of_ones_own_text(page, tmp_path, monkeypatch, capsys):
     exec(code, {})
     text, score = capsys.readouterr().out.splitlines()[-2:]
     assert text.startswith("the old cat") and -10 < float(score.split("(")[-1].rstrip(")")) < 0
+    if page.startswith("docs"):
+        check_how_to_pages(capsys)
+
+
+def check_how_to_pages(capsys) -> None:
+    """The programs that how-to pages have for such a model: a score for each word, and the average of checkpoints."""
+    [code] = blocks("docs/howto/log_probabilities.md", "python")
+    exec(code, {})
+    *each, mean = capsys.readouterr().out.splitlines()[-7:]
+    scores = [float(line.split()[-1]) for line in each]
+    assert [line.split()[0] for line in each][:3] == ["the", "old", "cat"] and max(scores) < 0
+    assert float(re.search(r"-[\d.]+", mean)[0]) == pytest.approx(sum(scores) / 6, abs=0.02)
+    [code] = blocks("docs/howto/resume.md", "python")
+    Path("average.py").write_text(code)
+    same = torch.load("run/checkpoint_best.pt", weights_only=False)
+    same["model"] = {name: tensor + (tensor.dim() > 1) for name, tensor in same["model"].items()}
+    torch.save(same, "run/other.pt")
+    succeed(run(sys.executable, "average.py", "run/checkpoint_best.pt", "run/other.pt", "run/average.pt"))
+    average = torch.load("run/average.pt", weights_only=False)["model"]
+    for name, tensor in same["model"].items():
+        torch.testing.assert_close(average[name], tensor - 0.5 if tensor.dim() > 1 else tensor)
+    arguments = ["--path", "run/average.pt", "--task", "stateful_language_modeling", "--batch-size", 1]
+    assert "Perplexity" in succeed(fairseq("eval_lm", "bin", *USER_DIR, *arguments))
 
 
 def test_the_picture_of_the_readme_is_that_of_the_report():
