@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .errors import Mistake
+from .fla.delta_rules import gated
 from .ops import FastWeightState, fast_weight
 
 logger = logging.getLogger(__name__)
@@ -44,29 +45,12 @@ def delta_rule(
     """The gated delta rule, or with a log decay g for each channel of the key Kimi Delta Attention: query and key (B,T,H,K), value
     (B,T,n H,V), g (B,T,n H) or (B,T,H,K), beta (B,T,n H). As the references do, it computes in float32, or more, and divides reads
     by the root of the keys' width."""
-    shared, dtype = value.shape[2] // key.shape[2], torch.promote_types(query.dtype, torch.float32)
-    q, k, v, g, beta = (x.transpose(1, 2).to(dtype) for x in (query, key, value, g, beta))
-    if use_qk_l2norm_in_kernel:
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    q = q * q.shape[-1] ** -0.5
-    if shared > 1:
-        q, k = (x.repeat_interleave(shared, 1) for x in (q, k))
-    if q.shape[2] == 1 and initial_state is not None:  # a token of generation: the call of the operation would take longest
-        y, memory = _one_token(q, k, v, g.exp().view(*g.shape[:2], -1, 1), beta, initial_state.to(dtype))
-    else:
-        before = None if initial_state is None else FastWeightState(initial_state.to(dtype), None, None)
-        rule, decay = ("kda", "f") if g.dim() == 4 else ("gated_delta", "g")
-        y, after = fast_weight(q, k, v, rule, {decay: g.exp(), "beta": beta}, before)
-        memory = cast(Tensor, after.memory)
-    return y.transpose(1, 2).to(query.dtype), memory if output_final_state else None
-
-
-def _one_token(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """The step of the delta rules in ``rules``: q and k (B,H,1,K), v (B,H,1,V), decay (B,H,K or 1,1), beta (B,H,1)."""
-    memory = memory * decay
-    written = (v - k @ memory) * beta.unsqueeze(-1)
-    memory = torch.baddbmm(memory.flatten(0, 1), k.flatten(0, 1).mT, written.flatten(0, 1)).view_as(memory)
-    return q @ memory, memory
+    given = query.dtype
+    dtype = torch.promote_types(given, torch.float32)
+    query, key, value, g, beta = (x.to(dtype) for x in (query, key, value, g, beta))
+    common = None, initial_state, output_final_state
+    y, memory = gated(query, key, value, g, beta, *common, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    return y.to(given), memory
 
 
 def mamba2_scan(
