@@ -101,8 +101,8 @@ def packed_convolution(
     seq_idx: Tensor,
     **unused: Any,
 ) -> Tensor:
-    """The short convolution of hidden states (B,C,T) with weight (C,taps), which does not look into another text. seq_idx (B,T): each
-    token's text, by its number."""
+    """The short convolution of hidden states (B,C,T) with weight (C,taps), which does not look into another text. seq_idx (B,T) has
+    the number of each token's text."""
     x = hidden_states
     y = x.new_zeros(()) if bias is None else bias[:, None]
     for back in range(weight.shape[1]):
