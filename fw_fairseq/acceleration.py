@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .errors import Mistake
+from .fla.delta_rules import gated
 from .ops import FastWeightState, fast_weight
 
 logger = logging.getLogger(__name__)
@@ -39,34 +40,22 @@ def delta_rule(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule, or with a log decay g for each channel of the key Kimi Delta Attention: query and key (B,T,H,K), value
     (B,T,n H,V), g (B,T,n H) or (B,T,H,K), beta (B,T,n H). As the references do, it computes in float32, or more, and divides reads
-    by the root of the keys' width."""
-    shared, dtype = value.shape[2] // key.shape[2], torch.promote_types(query.dtype, torch.float32)
-    q, k, v, g, beta = (x.transpose(1, 2).to(dtype) for x in (query, key, value, g, beta))
-    if use_qk_l2norm_in_kernel:
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    q = q * q.shape[-1] ** -0.5
-    if shared > 1:
-        q, k = (x.repeat_interleave(shared, 1) for x in (q, k))
-    if q.shape[2] == 1 and initial_state is not None:  # a token of generation: the call of the operation would take longest
-        y, memory = _one_token(q, k, v, g.exp().view(*g.shape[:2], -1, 1), beta, initial_state.to(dtype))
-    else:
-        before = None if initial_state is None else FastWeightState(initial_state.to(dtype), None, None)
-        rule, decay = ("kda", "f") if g.dim() == 4 else ("gated_delta", "g")
-        y, after = fast_weight(q, k, v, rule, {decay: g.exp(), "beta": beta}, before)
-        memory = cast(Tensor, after.memory)
-    return y.transpose(1, 2).to(query.dtype), memory if output_final_state else None
-
-
-def _one_token(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """The step of the delta rules in ``rules``: q and k (B,H,1,K), v (B,H,1,V), decay (B,H,K or 1,1), beta (B,H,1)."""
-    memory = memory * decay
-    written = (v - k @ memory) * beta.unsqueeze(-1)
-    memory = torch.baddbmm(memory.flatten(0, 1), k.flatten(0, 1).mT, written.flatten(0, 1)).view_as(memory)
-    return q @ memory, memory
+    by the root of the keys' width. Texts in one row begin and end at cu_seqlens, or where seq_idx (1,T) changes."""
+    if cu_seqlens is None and seq_idx is not None:
+        cu_seqlens = F.pad((seq_idx[0].diff() != 0).nonzero().squeeze(1) + 1, (1, 0))
+        cu_seqlens = F.pad(cu_seqlens, (0, 1), value=seq_idx.shape[1])
+    given = query.dtype
+    dtype = torch.promote_types(given, torch.float32)
+    query, key, value, g, beta = (x.to(dtype) for x in (query, key, value, g, beta))
+    options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "cu_seqlens": cu_seqlens}
+    y, memory = gated(query, key, value, g, beta, None, initial_state, output_final_state, **options)
+    return y.to(given), memory
 
 
 def mamba2_scan(
@@ -82,20 +71,49 @@ def mamba2_scan(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
+    seq_idx: Tensor | None = None,
     **unused: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The scan of Mamba 2: x (B,T,H,P), dt (B,T,H), A and D (H), B and C (B,T,groups,N); the state is (B,H,P,N)."""
+    """The scan of Mamba 2: x (B,T,H,P), dt (B,T,H), A and D (H), B and C (B,T,groups,N); the state is (B,H,P,N). seq_idx (B,T):
+    the number of each token's text, where there are several in a row."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).to(dtype).transpose(1, 2)
     q, k, v = (part.to(dtype).transpose(1, 2) for part in (C, B, x))
     q, k = (part.repeat_interleave(v.shape[1] // part.shape[1], 1) for part in (q, k))
+    resets = None if seq_idx is None else F.pad(seq_idx.diff(dim=1) != 0, (1, 0))
     before = None if initial_states is None else FastWeightState(initial_states.to(dtype).mT, None, None)
-    y, after = fast_weight(q, k, v * dt.unsqueeze(-1), "retnet", {"g": (dt * A.to(dtype)[:, None]).exp()}, before)
+    y, after = fast_weight(
+        q, k, v * dt.unsqueeze(-1), "retnet", {"g": (dt * A.to(dtype)[:, None]).exp()}, before, reset_mask=resets
+    )
     if D is not None:
         y = y + v * D.to(dtype).view(-1, 1, D.shape[-1] if D.dim() > 1 else 1)
     y = y.transpose(1, 2).contiguous()
     return (y, cast(Tensor, after.memory).mT) if return_final_states else y
+
+
+def packed_convolution(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    seq_idx: Tensor,
+    **unused: Any,
+) -> Tensor:
+    """The short convolution of hidden states (B,C,T) with weight (C,taps), which does not look into another text. seq_idx (B,T) has
+    the number of each token's text."""
+    x = hidden_states
+    y = x.new_zeros(()) if bias is None else bias[:, None]
+    for back in range(weight.shape[1]):
+        same = F.pad(seq_idx, (back, 0), value=-1)[:, : x.shape[2]] == seq_idx
+        y = y + weight[:, -1 - back, None] * F.pad(x, (back, 0))[:, :, : x.shape[2]].masked_fill(~same[:, None], 0)
+    activations = importlib.import_module("transformers.activations").ACT2FN
+    return (y if activation is None else activations[activation](y)).to(x.dtype)
+
+
+def one_by_one(**unused: Any) -> None:
+    """Several functions in one: as the reference does, it leaves them to the layer."""
 
 
 REPLACED: dict[str, Callable[..., Any]] = {  # by the name of the kernel
@@ -105,12 +123,16 @@ REPLACED: dict[str, Callable[..., Any]] = {  # by the name of the kernel
     "fused_recurrent_kda": delta_rule,
     "mamba_chunk_scan_combined": mamba2_scan,
 }
+PACKED: dict[str, Callable[..., Any]] = {  # for packed texts alone, which the references refuse
+    "causal_conv1d_fn": packed_convolution,
+    "mamba_split_conv1d_scan_combined": one_by_one,
+}
 
 
 def replacement(kernel: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function that takes the place of ``original``, which transformers' decorator has made for this kernel. Packed
-    texts, exports, and tensors on a GPU for which the kernel is there, are the original's."""
-    own, first = REPLACED[kernel], [*inspect.signature(inspect.unwrap(original)).parameters]
+    """Returns the function that takes the place of ``original``, which transformers' decorator has made for this kernel. Exports,
+    and tensors on a GPU for which the kernel is there, are the original's."""
+    own, first = (REPLACED | PACKED)[kernel], [*inspect.signature(inspect.unwrap(original)).parameters]
     known = inspect.getclosurevars(original).nonlocals if inspect.isfunction(original) else {}
     has_kernel = known.get("is_new_implementation", False)
 
@@ -118,10 +140,11 @@ def replacement(kernel: str, original: Callable[..., Any]) -> Callable[..., Any]
     def run(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(first, args)) | kwargs
         x = next(iter(given.values()))
-        packed = any(given.get(name) is not None for name in ("cu_seqlens", "seq_idx"))
-        if packed or torch.compiler.is_exporting() or (has_kernel and x.device.type != "cpu"):
+        limits, numbers = given.get("cu_seqlens"), given.get("seq_idx")
+        left = numbers is None and (kernel in PACKED or (own is mamba2_scan and limits is not None))
+        if left or torch.compiler.is_exporting() or (has_kernel and x.device.type != "cpu"):
             return original(*args, **kwargs)
-        operands = [given.pop(name) for name in first[:5]]
+        operands = [given.pop(name) for name in first[:5]] if kernel in REPLACED else []
         return own(*operands, **given)
 
     run.replaces = original  # type: ignore[attr-defined]
@@ -177,7 +200,7 @@ def accelerate(on: bool = True) -> Acceleration | None:
     for module in (hub, importlib.import_module("transformers.integrations")):  # models that are imported later
         setattr(module, DECORATOR, decorator)
     for name, kernel, function in marked_functions():
-        if name in sys.modules and kernel in REPLACED:
+        if name in sys.modules and kernel in REPLACED | PACKED:
             there = getattr(sys.modules[name], function)
             before = getattr(there, "replaces", there)
             setattr(sys.modules[name], function, replacement(kernel, before) if on else before)
@@ -194,7 +217,7 @@ def _replacing(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def decorate(kernel: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         mark = original(kernel, *args, **kwargs)
-        return lambda function: replacement(kernel, mark(function)) if kernel in REPLACED else mark(function)
+        return lambda function: replacement(kernel, mark(function)) if kernel in REPLACED | PACKED else mark(function)
 
     decorate.replaces = original  # type: ignore[attr-defined]
     return decorate

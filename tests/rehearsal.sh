@@ -12,7 +12,8 @@ mkdir -p "$folder"
 did() { # NAME COMMAND...: once; its output in FOLDER/NAME.log, its minutes and its last line on the terminal
     local log=$folder/$1.log begin=$SECONDS
     [ ! -f "$folder/$1.done" ] || return 0
-    "${@:2}" >"$log" 2>&1 || { tail -n 20 "$log" >&2; echo "$1 failed; its log is $log" >&2; exit 1; }
+    "${@:2}" >"$log" 2>&1 & # in the background, where a function ends at its first failure
+    wait $! || { tail -n 20 "$log" >&2; echo "$1 failed; its log is $log" >&2; exit 1; }
     touch "$folder/$1.done"
     printf '%-28s %4d s   %s\n' "$1" $((SECONDS - begin)) "$(grep -vE '^ *$|INFO' "$log" | tail -n 1 | cut -c -150)"
 }

@@ -138,6 +138,21 @@ def test_the_first_rule_runs():
         RULES.pop("erase_and_write", None)
 
 
+def test_the_examples_of_other_libraries_run(tmp_path, monkeypatch):
+    """Functions of flash-linear-attention, and the states of an exported model."""
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    for page in ("docs/fla.md", "docs/states.md"):
+        [code] = blocks(page, "python")
+        names = {}
+        exec(code, names)
+        if page == "docs/fla.md":
+            assert names["y"].shape == (2, 1, 4, 16) and names["state"].shape == (2, 4, 16, 16)
+        else:
+            assert names["cache"].get_seq_length() == 12 and 20 <= names["found"].get_seq_length() <= 24
+            assert names["text"].shape[1] > 20
+
+
 def test_the_layers_example_runs():
     [code] = blocks("docs/mixers.md", "python")
     names = {}

@@ -3,6 +3,7 @@
 from .configuration import FastWeightHFConfig, FastWeightTranslationConfig
 from .layers import ACTIVATIONS, Cache
 from .modeling import FastWeightForCausalLM
+from .saved import Prefixes, load_cache, save_cache
 from .translation import FastWeightForTranslation
 
 __all__ = [
@@ -12,4 +13,7 @@ __all__ = [
     "FastWeightForTranslation",
     "FastWeightHFConfig",
     "FastWeightTranslationConfig",
+    "Prefixes",
+    "load_cache",
+    "save_cache",
 ]

@@ -16,6 +16,7 @@ from ..mixers import MIXERS
 from ..mixers.base import join_heads, split_heads
 from ..mixers.options import MixerOptions
 from .configuration import FastWeightHFConfig
+from .rollback import TakesBack
 from .steps import Steps
 
 Bands = Sequence[Sequence[int]]  # the number of words and the width of each
@@ -78,17 +79,18 @@ class SoftmaxAttention(nn.Module):
         return self.out_proj(join_heads(attend(q, k, v, hidden, True, text=text))), state
 
 
-class Cache:
+class Cache(TakesBack):
     """The state that ``generate`` keeps between tokens: the state of each layer, and how many tokens each sequence has read.
 
     ``steps`` reads token by token. It has the states meanwhile, and ``states`` takes them back. Without ``keep_state`` nobody
     reads on from the cache, and layers may leave None in it.
     """
 
-    is_compileable = is_croppable = False
+    is_compileable = False
     is_linear = (False,)  # transformers asks for it, and leaves the tokens that were read out of a prompt where it is not True
 
     def __init__(self, keep_state: bool = True) -> None:
+        super().__init__()
         self.keep_state = keep_state
         self.kept: dict[int, Any] = {}
         self.steps: Steps | None = None
@@ -132,13 +134,11 @@ class Cache:
     def get_seq_length(self, layer_idx: int | None = None) -> int:
         return self.length
 
-    def crop(self, length: int) -> None:
-        """Refuses to take tokens back, which assisted generation asks for."""
-        raise Mistake("a state cannot take tokens back, so this model cannot assist another one's generation")
-
     def reorder_cache(self, order: Tensor) -> None:
         """Replaces the states by those of the sequences ``order``, for beam search."""
         order = order.long()  # beam search has shorter numbers
+        self.forget()
+        self.again = None if self.again is None else self.again.index_select(0, order)
         if self.steps is not None and len(order) == len(self.tokens):
             self.steps.reorder(order)
         else:

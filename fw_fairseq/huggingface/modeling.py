@@ -29,6 +29,7 @@ class FastWeightForCausalLM(KeepsState, Drawn, Decodes, PreTrainedModel, Generat
     base_model_prefix = "model"
     _no_split_modules = ["Layer"]  # noqa: RUF012
     supports_gradient_checkpointing = True
+    _is_stateful = False  # its cache can take tokens back
     accepts_loss_kwargs = False  # the loss is a mean, so Trainer divides it by the number of accumulated steps
 
     def __init__(self, config: FastWeightHFConfig) -> None:
@@ -85,6 +86,7 @@ class FastWeightForCausalLM(KeepsState, Drawn, Decodes, PreTrainedModel, Generat
         refuse_unknown(others)
         padding = padding_of(attention_mask, inputs, earlier=cache.length > 0)
         x, tokens, resets = self.embed(inputs, padding, position_ids, cache.tokens)
+        cache.note(self, x, padding is None and resets is None)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         graph = getattr(self.config, "decoding_graph", True) if decoding_graph is None else decoding_graph
         generates = not (torch.is_grad_enabled() or self.training or wanted) and resets is None

@@ -16,6 +16,7 @@ from ..errors import Mistake
 from ..mixers import MIXERS
 from ..mixers.options import DECLARED, check_values
 from .layers import ACTIVATIONS, BandedEmbedding, BandedOutput, Cache, Layer, scores_of
+from .rollback import DRAFTS
 
 POSITIONS = ("none", "learned", "sinusoidal")
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"  # its name changed in 5.24
@@ -110,7 +111,7 @@ class KeepsState:
     """A model that generates from a cache of its own, ``Cache``."""
 
     config: Any
-    _is_stateful = True  # tokens cannot be taken back, so there is no assisted generation
+    _is_stateful = True  # tokens cannot be taken back, so there is no assisted generation, but where a model says so
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -120,6 +121,7 @@ class KeepsState:
         """Adds an empty cache where a prompt is read in chunks, which continue each other. Refuses chunks where transformers cuts
         the mask of a source, leaves embeddings out or reads tokens twice, and where a prompt may end before the last chunk."""
         prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
+        self.prepare_assisted(generation_config, model_kwargs, *args)
         size, mask, cache = generation_config.prefill_chunk_size, model_kwargs.get("attention_mask"), model_kwargs.get(CACHE)
         if size is None:
             return prepared
@@ -137,6 +139,14 @@ class KeepsState:
         if generation_config.use_cache is not False and cache is None:
             model_kwargs[CACHE] = Cache()
         return prepared
+
+    def prepare_assisted(self, generation_config: Any, model_kwargs: dict, mode: Any = None, *unused: Any) -> None:
+        """Adds a cache that can take back tokens where they are drafts: of the model that checks them, and of the one that makes
+        them."""
+        drafts = getattr(generation_config, "is_assistant", False)
+        if not self._is_stateful and (drafts or getattr(mode, "value", None) == "assisted_generation"):
+            model_kwargs[CACHE] = model_kwargs.get(CACHE) or Cache()
+            model_kwargs[CACHE].remember(max(DRAFTS, generation_config.max_new_tokens or 0))
 
 
 class Embeds:

@@ -11,24 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..ops.parallel.packing import cut
 from ..ops.state import joined
-
-PASS = 64  # tokens whose time one more pass takes
-
-
-def cut(lengths: list[int]) -> list[list[int]]:
-    """Returns the rows of each group, so that the tokens of all passes, with padding and with PASS for each, are the fewest."""
-    order = sorted(range(len(lengths)), key=lambda row: lengths[row])
-    best: list[tuple[int, int]] = [(0, 0)]  # for each number of rows: the tokens, and where the last group starts
-    for stop in range(1, len(order) + 1):
-        longest = lengths[order[stop - 1]]
-        best.append(min((best[start][0] + (stop - start) * longest + PASS, start) for start in range(stop)))
-    groups, stop = [], len(order)
-    while stop:
-        start = best[stop][1]
-        groups.append(order[start:stop])
-        stop = start
-    return groups
 
 
 def read(x: Tensor, padding: Tensor, through: Callable) -> tuple[Tensor, dict[int, object]]:

@@ -21,7 +21,7 @@ from ..ops.checks import check_tokens
 from ..ops.kernels.launch import has_kernels
 from ..rules import RULES, Gate, exponential
 from ..rules.gates import Place, values_7
-from .base import VALUES, Mixer, is_linear, rows, split_heads
+from .base import VALUES, Mixer, is_linear, rows
 from .parts.convolution import ShortConvolution, make_shift
 from .parts.features import (
     build_feature_map,
@@ -88,6 +88,7 @@ class FastWeight(Mixer):
         check_combination(config, phi, heads)
         self.rotary = config.rotary
         layer_maps = rule.keyless or self.rotary or makes_gates_of_keys(rule)  # which need the features
+        self.has_linear = type(phi).linear is not FeatureMap.linear
         self.row_map = None if layer_maps else row_map_of(phi, self.feature_norm)
         self.writes = config.product_steps if rule.several else 1
         self.sign = 2.0 if config.negative_eigenvalues else 1.0  # what gates that erase are multiplied by
@@ -270,7 +271,7 @@ class FastWeight(Mixer):
 
     def queries_and_keys(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Maps their rows to features (B,H,T,K) and (B,H,n T,K), and the log scale of keys."""
-        q, key_log_scale = self.features(split_heads(q, self.key_heads))[0], None
+        q, key_log_scale = self.features(q.unflatten(-1, (self.key_heads, -1)).permute(1, 2, 0, 3))[0], None
         if self.rule.keyless:
             k = torch.ones_like(q)
         else:
@@ -285,7 +286,7 @@ class FastWeight(Mixer):
         """The features of x after --feature-norm, and the log of the factor that was divided out where it does not cancel.
         Where the operation makes the features (``row_map``), only the part of the map that has parameters is applied."""
         if self.row_map is not None:
-            return self.feature_map.linear(x), None
+            return (self.feature_map.linear(x) if self.has_linear else x), None
         keep_scale = self.attention_norm and self.rule.normaliser == "write"
         x = with_room(self.feature_map, x) if self.attention_norm else x
         return normalised_features(self.feature_map, self.feature_norm, x, keep_scale)

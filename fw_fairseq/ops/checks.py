@@ -25,7 +25,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def check_arguments(
     q: Tensor, k: Tensor, v: Tensor, rule: str, gates: dict[str, Tensor] | None, state: FastWeightState | None, backend: str,
     attention_norm: bool, eps: float | None, padding_mask: Tensor | None, key_log_scale: Tensor | None, reset_mask: Tensor | None,
-    feature_map: RowMap | None, decoding: bool, group: Any, attention_norm_of: str, on_device: bool,
+    feature_map: RowMap | None, decoding: bool, group: Any, attention_norm_of: str, cu_seqlens: Tensor | None, on_device: bool,
 ) -> Inputs:  # fmt: skip
     """The arguments of ``fast_weight`` as ``Inputs``, or one sentence about the first that does not fit. on_device: whether q is
     where kernels run."""
@@ -51,13 +51,15 @@ def check_arguments(
     width = q.shape[3] if row_map == AS_IS else row_map.width(q.shape[3])
     sizes = (*k.shape[:3], width, v.shape[3])
     check_gates(rule, spec, gates, q, sizes)
+    limits = None if cu_seqlens is None else check_limits(cu_seqlens, q, group)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if state is not None:
-        check_state(state, q, sizes, dtype, attention_norm, key_log_scale is not None)
+        texts = sizes if limits is None else (len(limits) - 1, *sizes[1:])
+        check_state(state, q, texts, dtype, attention_norm, key_log_scale is not None)
     kernels = backend == "cuda" or (backend == "auto" and on_device)
     return Inputs(
         q, k, v, spec, gates, state, backend, attention_norm, eps, padding_mask, key_log_scale, reset_mask,
-        row_map, width, decoding, group, attention_norm_of, dtype, kernels,
+        row_map, width, decoding, group, attention_norm_of, dtype, kernels, limits=limits,
     )  # fmt: skip
 
 
@@ -158,6 +160,20 @@ def check_masks(padding_mask: Tensor | None, reset_mask: Tensor | None, shape: t
         if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != shape):
             is_ = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
             raise Mistake(f"{name} is {is_}; it must be a bool tensor of shape (B,T) = {shape}, True {meaning}")
+
+
+def check_limits(cu_seqlens: Tensor, q: Tensor, group: Any) -> list[int]:
+    """Where packed texts begin and end, once they are known to fill a row."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        is_ = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}" if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise Mistake(f"cu_seqlens is {is_}; it must be an int32 or int64 tensor of N + 1 numbers, where N texts begin and end")
+    if q.shape[0] != 1 or group is not None:
+        rows = f"B is {q.shape[0]}" if group is None else "group is given"
+        raise Mistake(f"cu_seqlens divides one row, and {rows}; B must be 1 and group None")
+    limits = cu_seqlens.tolist()
+    if limits[:1] != [0] or limits[-1] != q.shape[2] or limits != sorted(limits) or len(limits) == 1:
+        raise Mistake(f"cu_seqlens goes from {limits[:1]} to {limits[-1:]}; it must rise from 0 to T = {q.shape[2]}")
+    return limits
 
 
 def check_norm(rule_name: str, rule: Rule, norm: bool, norm_of: str, key_log_scale: Tensor | None, q: Tensor) -> None:

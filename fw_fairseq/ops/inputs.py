@@ -37,6 +37,7 @@ class Inputs(NamedTuple):
     dtype: torch.dtype  # of state and accumulation
     kernels: bool  # whether kernels are asked for: by the backend, or because the device has them
     coefficients: Coefficients = Coefficients()
+    limits: list[int] | None = None  # where packed texts begin and end
 
 
 def fill(x: Tensor, mask: Tensor, value: float) -> Tensor:

@@ -23,6 +23,7 @@ from .inputs import READ_AND_ERASE, Inputs, fill
 from .kernels.launch import launcher_for
 from .kernels.parameters import remember
 from .multistep import run_steps, spread
+from .parallel.packing import run_packed
 from .plans import PLANS, find_plan, key_of, run_plan
 from .recurrent import looped
 from .state import FastWeightState
@@ -45,6 +46,7 @@ def fast_weight(
     decoding: bool = False,
     group: distributed.ProcessGroup | None = None,
     attention_norm_of: str = READ_AND_ERASE,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, FastWeightState]:
     """Fast weights: a memory of each head that every token first writes into and then reads, in time linear in the tokens.
 
@@ -83,6 +85,9 @@ def fast_weight(
             after the last worker's last token. Gradients are those of the sum of all workers' losses.
         attention_norm_of: what ``attention_norm`` divides under rule "delta". "read_and_erase" also divides what an erase reads,
             by n_{t-1} . k_t, as Schlag et al. 2021, eq. 27, do; "read" divides the output alone, as Mao 2022 does.
+        cu_seqlens: (N+1), int32 or int64, from 0 to T: B is 1, and the row holds N texts one after the other, text i from token
+            cu_seqlens[i] to before cu_seqlens[i + 1]. Each has a memory of its own: B of the states is N, for ``state`` too. A
+            text without tokens leaves its state as it is. The numbers are read, which waits for a GPU and ends a compiled graph.
 
     Returns:
         y: (B,H,T,V), in v's dtype.
@@ -109,7 +114,7 @@ def fast_weight(
     """
     launcher = launcher_for(q) if q.__class__ in PLAIN or isinstance(q, Tensor) else None
     key = None
-    if launcher is not None and padding_mask is reset_mask is key_log_scale is group is None and not is_watched():
+    if launcher is not None and padding_mask is reset_mask is key_log_scale is group is cu_seqlens is None and not is_watched():
         options = launcher, rule, backend, attention_norm, eps, feature_map, decoding, attention_norm_of
         key = key_of(q, k, v, gates, state, options)
     try:
@@ -120,8 +125,10 @@ def fast_weight(
         return run_plan(plan, q, k, v, gates or {}, state)
     inputs = check_arguments(
         q, k, v, rule, gates, state, backend, attention_norm, eps, padding_mask, key_log_scale, reset_mask, feature_map, decoding,
-        group, attention_norm_of, launcher is not None,
+        group, attention_norm_of, cu_seqlens, launcher is not None,
     )  # fmt: skip
+    if inputs.limits is not None:
+        return run_packed(fast_weight, rule, inputs, inputs.limits)
     if key is not None and (plan is not None or key not in PLANS):
         plan = remember(PLANS, key, find_plan(inputs))
         if plan is not None:

@@ -84,10 +84,9 @@ def train_unless_complete(original: Callable, cfg: Any, trainer: Trainer, task: 
 def validate_first(program: dict, cfg: Any, trainer: Trainer, task: Any, epoch_itr: Any) -> tuple[list, bool]:
     """Makes up for a validation that a signal has left out: the model is that of ``checkpoint_last.pt``, which becomes the best one
     where it is. Returns its losses, and whether they end the run."""
-    epoch = getattr(trainer, "validation_due", None)
-    if epoch is None:
+    epoch, trainer.validation_due = getattr(trainer, "validation_due", None), None
+    if epoch is None or cfg.dataset.disable_validation:
         return [None], False
-    trainer.validation_due = None
     losses, saving = program["validate"](cfg, trainer, task, epoch_itr, cfg.dataset.valid_subset.split(",")), cfg.checkpoint
     best = getattr(checkpoint_utils.save_checkpoint, "best", losses[0])
     if losses[0] == (max if saving.maximize_best_checkpoint_metric else min)(losses[0], best):

@@ -117,13 +117,45 @@ def test_models_that_are_imported_later(monkeypatch):
     assert "chunk_kda" in said and "selective_scan_fn" in said.split(";")[1] and "qwen3_next" in said
 
 
-def test_packed_texts_are_left_to_transformers():
-    """Which refuses them without its kernels."""
-    module, kernel, name = next(found for found in FOUND if found[1] == "chunk_gated_delta_rule")
-    own = replacement(kernel, getattr(importlib.import_module(module), name))
-    tensors, given = inputs(kernel, torch.float32)
+NOT_TOLD = {"mamba2", "granitemoehybrid"}  # transformers gives the texts' numbers to no layer, or no positions to attention
+
+
+@pytest.mark.cases_in_ci(4)
+@pytest.mark.parametrize("name", [name for name in model_types() if name not in NOT_TOLD])
+def test_packed_texts_are_what_each_is_alone(name):
+    """Logits and gradients of several texts in one row, which transformers refuses without its kernels."""
+    model, lengths = build(name, 32, 2, 2, 50).train(), (5, 9, 1, 17)
+    ids = torch.randint(3, 50, (1, sum(lengths)), generator=torch.Generator().manual_seed(4))
+    limits = torch.tensor([0, *lengths]).cumsum(0).int()
+    given = {"cu_seq_lens_q": limits, "cu_seq_lens_k": limits, "max_length_q": 17, "max_length_k": 17, "use_cache": False}
+    given["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
+    given["seq_idx"] = torch.arange(4).repeat_interleave(torch.tensor(lengths))[None].int()
+
+    def results(parts, **options):
+        model.zero_grad()
+        logits = torch.cat([model(part, **options).logits for part in parts], 1)
+        (logits * torch.linspace(-1, 1, logits.numel()).view(logits.shape)).sum().backward()
+        return [logits, *(p.grad for p in model.parameters() if p.grad is not None)]
+
     with pytest.raises(ValueError, match="can't keep packed sequences apart"):
-        own(*tensors, **given, cu_seqlens=torch.tensor([0, 30, 70]))
+        model(ids, **given)
+    with accelerate():
+        packed = results([ids], **given)
+        for one, other in zip(packed, results(ids.split(lengths, 1), use_cache=False), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_packed_texts_that_cannot_be_told_apart_are_refused():
+    """Several rows of them, and Mamba 2's without the texts' numbers."""
+    made = {kernel: (module, name) for module, kernel, name in FOUND}
+    own = {kernel: replacement(kernel, getattr(importlib.import_module(made[kernel][0]), made[kernel][1])) for kernel in made}
+    limits = torch.tensor([0, 30, 70])
+    tensors, given = inputs("chunk_gated_delta_rule", torch.float32)
+    with pytest.raises(ValueError, match="cu_seqlens divides one row, and B is 2"):
+        own["chunk_gated_delta_rule"](*tensors, **given, cu_seqlens=limits)
+    tensors, given = inputs("mamba_chunk_scan_combined", torch.float32)
+    with pytest.raises(ValueError, match="can't keep packed sequences apart"):
+        own["mamba_chunk_scan_combined"](*tensors, **given, cu_seqlens=limits)
 
 
 def test_an_older_transformers(monkeypatch):

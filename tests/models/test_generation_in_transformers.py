@@ -13,13 +13,13 @@ from support.graphs import Repeated, emulate_graphs
 
 from fw_fairseq.config import FastWeightConfig
 from fw_fairseq.generation.base import InPlaceStepper
+from fw_fairseq.ops.parallel import packing
 
 sys.modules.setdefault("torchaudio", None)  # fairseq's, of another torch than ours: transformers would trip over it
 pytest.importorskip("transformers")
 from fw_fairseq.huggingface import (  # noqa: E402
     FastWeightForCausalLM,
     FastWeightHFConfig,
-    prompts,
 )
 from fw_fairseq.huggingface.parts import CACHE  # noqa: E402
 from fw_fairseq.huggingface.steps import Steps  # noqa: E402
@@ -248,7 +248,7 @@ def test_prompts_of_unequal_length_go_on_as_one_by_one(name, left, options, monk
     model, (batch, mask, rows), sizes = build(name), padded(left), []
     options = options | {"max_new_tokens": 6, "min_new_tokens": 6}
     expected = [model.generate(row[None], **options)[0, len(row) :] for row in rows]
-    monkeypatch.setattr(prompts, "PASS", 0)
+    monkeypatch.setattr(packing, "PASS", 0)
     through = type(model).through_layers
     monkeypatch.setattr(type(model), "through_layers", lambda self, x, *rest: sizes.append(x.shape[:2]) or through(self, x, *rest))
     found = model.generate(batch, attention_mask=mask, **options)[:, batch.shape[1] :]
@@ -263,7 +263,7 @@ def test_prompts_may_share_a_pass(name, monkeypatch):
     """Then they are padded; their outputs and states are the same."""
     model, (batch, mask, rows) = build(name), padded(False)
     together = model(batch, attention_mask=mask)
-    monkeypatch.setattr(prompts, "PASS", 0)
+    monkeypatch.setattr(packing, "PASS", 0)
     apart = model(batch, attention_mask=mask)
     torch.testing.assert_close(together.logits, apart.logits, rtol=1e-4, atol=1e-5)
     for row, length in enumerate(LENGTHS):
@@ -279,7 +279,7 @@ def test_groups_cost_the_fewest_tokens():
     """Among all ways to cut the sorted lengths."""
 
     def cost(groups) -> int:
-        return sum(len(rows) * max(lengths[row] for row in rows) + prompts.PASS for rows in groups)
+        return sum(len(rows) * max(lengths[row] for row in rows) + packing.PASS for rows in groups)
 
     lengths = torch.randint(1, 400, (8,)).tolist()
     order = sorted(range(8), key=lambda row: lengths[row])
@@ -291,7 +291,7 @@ def test_groups_cost_the_fewest_tokens():
                 groups.append([])
             groups[-1].append(order[place])
         ways.append(cost(groups))
-    found = prompts.cut(lengths)
+    found = packing.cut(lengths)
     assert sorted(row for rows in found for row in rows) == list(range(8)) and cost(found) == min(ways)
-    assert prompts.cut([3, 4, 3]) and len(prompts.cut([3, 4, 3])) == 1 and len(prompts.cut([3, 1000, 1000])) == 2
-    assert prompts.cut([10, 74]) == [[0, 1]] and prompts.cut([10, 75]) == [[1], [0]], "a pass takes the time of 64 tokens"
+    assert packing.cut([3, 4, 3]) and len(packing.cut([3, 4, 3])) == 1 and len(packing.cut([3, 1000, 1000])) == 2
+    assert packing.cut([10, 74]) == [[0, 1]] and packing.cut([10, 75]) == [[1], [0]], "a pass takes the time of 64 tokens"

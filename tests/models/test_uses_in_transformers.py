@@ -227,10 +227,16 @@ def test_the_configuration_says_whether_a_cache_is_returned():
     assert model(torch.tensor([[4]])).past_key_values is None and model(torch.tensor([[4]]), use_cache=True).past_key_values
 
 
-def test_a_state_takes_no_tokens_back():
+def test_a_cache_takes_back_what_it_remembers():
+    """Of a model of text; a translation model's takes nothing back."""
     cache = build()(torch.tensor([[4, 5]])).past_key_values
-    with pytest.raises(ValueError, match="a state cannot take tokens back, so this model cannot assist another one's generation"):
+    with pytest.raises(
+        ValueError, match=r"^this cache can take back 0 tokens, not 1; call its remember\(1\) before they are read$"
+    ):
         cache.crop(1)
+    cache.crop(0)
+    cache.crop(2)
+    assert not cache.is_croppable and cache.get_seq_length() == 2
 
 
 class Adapted(nn.Module):

@@ -17,6 +17,7 @@ B, H, T, K, V = 2, 3, 4, 5, 6
 Q, KEYS, VALUES, BETA = torch.rand(B, H, T, K), torch.rand(B, H, T, K), torch.rand(B, H, T, V), torch.rand(B, H, T)
 STATE = FastWeightState(torch.zeros(B, H, K, V))
 CALL = dict(q=Q, k=KEYS, v=VALUES, rule="delta", gates={"beta": BETA})
+PACKED = dict(q=Q[:1], k=KEYS[:1], v=VALUES[:1], gates={"beta": BETA[:1]})
 SUM = dict(rule="sum", gates=None)
 
 
@@ -53,6 +54,18 @@ SUM = dict(rule="sum", gates=None)
         (dict(state=STATE._replace(normaliser=torch.zeros(B, H, K))), r"state.normaliser has shape \(2, 3, 5\); .*None"),
         (dict(padding_mask=torch.zeros(B, T)), r"padding_mask is torch.float32 \(2, 4\); it must be a bool tensor"),
         (dict(padding_mask=torch.zeros(T, B, dtype=torch.bool)), r"padding_mask is .*\(4, 2\).*\(B,T\) = \(2, 4\)"),
+        (dict(cu_seqlens=torch.tensor([0, 4])), r"cu_seqlens divides one row, and B is 2; B must be 1 and group None"),
+        (dict(cu_seqlens=[0, 4]), r"cu_seqlens is list; it must be an int32 or int64 tensor of N \+ 1 numbers"),
+        (dict(cu_seqlens=torch.tensor([0.0, 4.0])), r"cu_seqlens is torch.float32 \(2,\); it must be an int32 or int64 tensor"),
+        *(
+            (dict(PACKED, cu_seqlens=torch.tensor(limits)), r"cu_seqlens goes from .*; it must rise from 0 to T = 4")
+            for limits in ([0, 3], [1, 4], [0, 3, 2, 4], [0], [0, 5])
+        ),
+        (
+            dict(PACKED, cu_seqlens=torch.tensor([0, 1, 4]), state=FastWeightState(torch.zeros(1, H, K, V))),
+            r"state.memory has shape \(1, 3, 5, 6\); .*\(2, 3, 5, 6\)",
+        ),
+        (dict(PACKED, cu_seqlens=torch.tensor([0, 4]), group=object()), r"group is given; B must be 1 and group None"),
         (dict(reset_mask=torch.zeros(B, T)), r"reset_mask is torch.float32 \(2, 4\); it must be a bool tensor"),
         *(
             (dict(attention_norm=divides, eps=x), rf"eps is {x}; it must be a finite number above 0, or None")

@@ -40,7 +40,7 @@ def attempt(call):
 # The operation
 
 DTYPES = (torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
-ARGUMENTS = "q|k|v|rule|gates|state|backend|attention_norm|eps|padding_mask|key_log_scale|reset_mask|feature_map"
+ARGUMENTS = "q|k|v|rule|gates|state|backend|attention_norm|eps|padding_mask|key_log_scale|reset_mask|feature_map|cu_seqlens"
 
 
 def operation_call(draw: random.Random) -> tuple[dict, int]:
@@ -67,7 +67,7 @@ def operation_call(draw: random.Random) -> tuple[dict, int]:
         call["reset_mask"] = tensor("BT", uniform=True) > 0.9
     changed = draw.randint(0, 2)
     for _ in range(changed):
-        name = draw.choice([*call, "state", "eps", "key_log_scale", "feature_map"])
+        name = draw.choice([*call, "state", "eps", "key_log_scale", "feature_map", "cu_seqlens"])
         other, letters = draw.choice(list(RULES)), "".join(draw.choice("BHTKV") for _ in range(draw.randint(0, 5)))
         wrong = [
             tensor(letters, draw.choice(DTYPES)),

@@ -302,3 +302,8 @@ def test_a_validation_ends_at_the_next_batch_and_is_made_up_for(interval, data, 
         )
         assert all(one[key].equal(two[key]) for key in one if not key.endswith("_float_tensor")), name
     assert not interval or re.findall(r" wall[= ](\d+)", resumed)[-1] != "0"
+
+
+def test_a_validation_that_is_due_is_left_out_where_there_is_none():
+    trainer, options = Namespace(validation_due=2), Namespace(dataset=Namespace(disable_validation=True))
+    assert stopping.validate_first({}, options, trainer, None, None) == ([None], False) and trainer.validation_due is None

@@ -716,8 +716,8 @@ def test_an_option_that_a_folder_leaves_out_has_its_default():
 
 @pytest.mark.parametrize("kind", [FastWeightForCausalLM, FastWeightForTranslation])
 def test_what_transformers_is_told(kind):
-    assert kind._is_stateful and not kind._supports_default_dynamic_cache()
-    assert not Cache.is_compileable and not Cache.is_croppable
+    assert kind._is_stateful == (kind is FastWeightForTranslation) and not kind._supports_default_dynamic_cache()
+    assert not Cache.is_compileable and not Cache().is_croppable
 
 
 @torch.no_grad()

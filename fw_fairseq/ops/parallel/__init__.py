@@ -1,1 +1,1 @@
-"""The recurrence over parts of one sequence: parts of a kernel launch, and workers (docs/distributed.md)."""
+"""The recurrence over parts of one sequence: parts of a kernel launch, workers (docs/distributed.md), and packed texts."""
