@@ -18,13 +18,16 @@
 #define FW_DPFP 4
 #define FW_SUM 1
 #define FW_L2 2
+#define FW_L2_EPS 3
 static_assert(FW_MAP >= FW_IDENTITY && FW_MAP <= FW_DPFP, "FW_MAP is no map of this file");
-static_assert(FW_NORM >= 0 && FW_NORM <= FW_L2, "FW_NORM is no norm of this file");
+static_assert(FW_NORM >= 0 && FW_NORM <= FW_L2_EPS, "FW_NORM is no norm of this file");
 
 constexpr int POINTS = FW_MAP == FW_DPFP ? 2 * FW_D : FW_D;
 constexpr int FEATURES = FW_MAP == FW_DPFP ? FW_NU * POINTS : POINTS;
 constexpr int REPEATS = FEATURES / POINTS, BEFORE = FW_MAP == FW_DPFP ? FW_NU : 0;
 constexpr float LEAST_SUM = 1e-6f, LEAST_LENGTH = 1e-12f;  // of a row's features; a smaller one counts as this
+constexpr float EPS = 1e-6f;                               // l2_eps adds this to a row's square
+constexpr bool OF_SQUARES = FW_NORM == FW_L2 || FW_NORM == FW_L2_EPS;
 
 __device__ __forceinline__ float rectified(float x) { return x < 0.f ? 0.f : x; }
 
@@ -68,6 +71,7 @@ __device__ __forceinline__ float row_sum(float x) {
 
 // The norm's divisor, from the sum of the features or of their squares.
 __device__ __forceinline__ float divisor(float sum) {
+    if constexpr (FW_NORM == FW_L2_EPS) return sqrtf(sum + EPS);
     return FW_NORM == FW_SUM ? fmaxf(sum, LEAST_SUM) : FW_NORM == FW_L2 ? fmaxf(sqrtf(sum), LEAST_LENGTH) : 1.f;
 }
 
@@ -77,7 +81,7 @@ __device__ __forceinline__ float row_scale(const T* x) {
     float sum = 0.f;
     for (int i = threadIdx.x & 31; FW_NORM && i < FEATURES; i += 32) {
         const float f = feature(x, i);
-        sum += FW_NORM == FW_L2 ? f * f : f;
+        sum += OF_SQUARES ? f * f : f;
     }
     return 1.f / divisor(FW_NORM ? row_sum(sum) : sum);
 }
@@ -142,7 +146,7 @@ __device__ __forceinline__ void map_rows_at(int rows, P place) {
 #pragma unroll
             for (int n = 0; n < REPEATS * S::SPAN; n++) {
                 const float f = feature_of(points, n / S::SPAN, n % S::SPAN);
-                sum += FW_NORM == FW_L2 ? f * f : f;
+                sum += OF_SQUARES ? f * f : f;
             }
             sum = row_sum<S::LANES>(sum);
         }
@@ -209,21 +213,21 @@ __device__ __forceinline__ void unmap_rows_at(P place) {
             for (int m = 0; m < 4; m++) {
                 if (POINTS % 4 && S::has(first + own + m)) four.x[m] = from[m];
                 const float d = to_float(four.x[m]), f = feature_of(points, block, own + m);
-                sum += FW_NORM == FW_L2 ? f * f : f;
+                sum += OF_SQUARES ? f * f : f;
                 product += f * d;
                 if (FW_MAP != FW_DPFP) gradients[own + m] = d;
             }
         }
         if constexpr (FW_NORM != 0) {
             sum = row_sum<S::LANES>(sum), product = row_sum<S::LANES>(product);
-            scale = sum == 0.f ? 1.f : 1.f / divisor(sum);  // zeros have a finite gradient
-            const bool counts = FW_NORM == FW_SUM ? sum >= LEAST_SUM : sqrtf(sum) >= LEAST_LENGTH;
-            along = counts ? product * scale * scale * (FW_NORM == FW_L2 ? scale : 1.f) : 0.f;
+            scale = sum == 0.f && FW_NORM != FW_L2_EPS ? 1.f : 1.f / divisor(sum);  // zeros have a finite gradient
+            const bool counts = FW_NORM == FW_L2_EPS || (FW_NORM == FW_SUM ? sum >= LEAST_SUM : sqrtf(sum) >= LEAST_LENGTH);
+            along = counts ? product * scale * scale * (OF_SQUARES ? scale : 1.f) : 0.f;
         }
         if (!there) continue;
         if constexpr (FW_MAP == FW_DPFP) {
             // The gradient of feature j before the norm.
-            const auto gradient = [&](int j) { return scale * to_float(df[j]) - along * (FW_NORM == FW_L2 ? feature(x, j) : 1.f); };
+            const auto gradient = [&](int j) { return scale * to_float(df[j]) - along * (OF_SQUARES ? feature(x, j) : 1.f); };
             for (int column = lane % S::LANES * 4; column < FW_D; column += S::LANES * 4) {
                 float four[4];
 #pragma unroll
@@ -247,7 +251,7 @@ __device__ __forceinline__ void unmap_rows_at(P place) {
                 float four[4];
 #pragma unroll
                 for (int m = 0; m < 4; m++) {
-                    const float removed = along * (FW_NORM == FW_L2 ? points[n + m] : 1.f);
+                    const float removed = along * (OF_SQUARES ? points[n + m] : 1.f);
                     four[m] = slope(points[n + m]) * (scale * gradients[n + m] - removed);
                 }
                 store_four(dx, first + n, four);

@@ -294,7 +294,7 @@ NORMS: dict[str, Numbered] = {
     "none": Numbered(0, lambda features: features),
     "sum": Numbered(1, sum_normalise),
     "l2": Numbered(2, l2_normalise),
-    "l2_eps": Numbered(None, l2_eps_normalise),
+    "l2_eps": Numbered(3, l2_eps_normalise),
 }
 
 

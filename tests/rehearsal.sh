@@ -35,7 +35,7 @@ stop_within_a_validation() { # ends with code 75 and a checkpoint within 30 seco
     rm -rf "$run"
     "${step[@]}" &
     until [ -f "$log" ] && grep -q 'begin validation on' "$log"; do sleep 1; done
-    sleep 5
+    sleep 1
     pkill -TERM -f "save-dir $run "
     begin=$SECONDS
     wait $! || status=$?

@@ -40,7 +40,7 @@ def draw(row_map: RowMap, shape, dtype, present: str) -> dict[str, torch.Tensor 
     x |= {name.lower(): torch.rand(B, H, T, *size[name]) * 0.9 + 0.05 for name in present}
     x |= {"memory": torch.randn(B, H, key, V)}
     x["q"][:, :, ::6, 1::5] = x["k"][:, :, 2::6, ::5] = 0  # where maps have a kink
-    if (row_map.name, row_map.norm) in (("dpfp", "sum"), ("identity", "l2")):
+    if (row_map.name, row_map.norm) in (("dpfp", "sum"), ("identity", "l2"), ("identity", "l2_eps")):
         x["q"][:, :, 3:4] = x["k"][:, :, 5:6] = 0
     return {name: x.get(name) for name in NAMES}
 
@@ -65,13 +65,15 @@ def compare(family: str, row_map: RowMap, shape, dtype, present: str, launch) ->
 
 
 # Each map and norm, rows that start at 16 bytes or anywhere, several tiles of V, every type.
-@pytest.mark.cases_in_ci(4)
+@pytest.mark.cases_in_ci(6)
 @pytest.mark.parametrize(
     "family, row_map, d, value, dtype, present",
     [
         ("decay", RowMap("dpfp", 2, "sum"), 24, 40, torch.bfloat16, "Fzw"),
         ("linear", RowMap("identity", 1, "l2"), 20, 20, torch.float32, "f"),
         ("linear", RowMap("relu", 1, "l2"), 17, 16, torch.float16, ""),
+        ("delta", RowMap("identity", 1, "l2_eps"), 20, 20, torch.float32, "fe"),
+        ("linear", RowMap("dpfp", 2, "l2_eps"), 16, 16, torch.float32, "f"),
         ("delta", RowMap("dpfp", 3, "sum"), 24, 40, torch.bfloat16, "few"),
         ("delta", RowMap("dpfp", 4, "l2"), 7, 16, torch.float32, "few"),
         ("delta", RowMap("elu", 1, "sum"), 16, 16, torch.float16, "ew"),
@@ -168,7 +170,7 @@ def test_the_numbers_of_maps_and_norms_are_those_of_the_sources():
     """In the macros of row_map.cuh, 0 for features as they are, and in the enumerations of decode.cpp."""
     maps = {name.upper(): entry.number for name, entry in feature_maps.ROW_MAPS.items()}
     norms = {name.upper(): entry.number for name, entry in feature_maps.NORMS.items()}
-    macros = dict(re.findall(r"#define FW_([A-Z0-9]+) (\d)", (KERNELS / "row_map.cuh").read_text().split("static_assert")[0]))
+    macros = dict(re.findall(r"#define FW_([A-Z0-9_]+) (\d)", (KERNELS / "row_map.cuh").read_text().split("static_assert")[0]))
     assert {name: int(n) for name, n in macros.items()} == {"MAP": 0} | maps | {n: x for n, x in norms.items() if n != "NONE"}
     enums = re.findall(r"enum (Map|Norm) \{ (\w+(?: = 1)?), ([^}]*) \};", (native.FOLDER / "decode.cpp").read_text())
     for (kind, first, rest), expected in zip(enums, (maps, norms)):
@@ -179,7 +181,7 @@ def test_the_numbers_of_maps_and_norms_are_those_of_the_sources():
 
 
 @pytest.mark.parametrize(
-    "macros, reason", [({"FW_MAP": 5, "FW_NORM": 0}, "FW_MAP is no map"), ({"FW_MAP": 1, "FW_NORM": 3}, "FW_NORM is no norm")]
+    "macros, reason", [({"FW_MAP": 5, "FW_NORM": 0}, "FW_MAP is no map"), ({"FW_MAP": 1, "FW_NORM": 4}, "FW_NORM is no norm")]
 )
 def test_unknown_numbers_do_not_compile(macros, reason):
     x = torch.empty(1, 1)
@@ -188,7 +190,9 @@ def test_unknown_numbers_do_not_compile(macros, reason):
         compile_check("step.cu", macros, "80")
 
 
-@pytest.mark.parametrize("row_map", [RowMap("dpfp", 3, "sum"), RowMap("elu", 1, "l2"), RowMap("relu")])
+@pytest.mark.parametrize(
+    "row_map", [RowMap("dpfp", 3, "sum"), RowMap("elu", 1, "l2"), RowMap("relu"), RowMap("identity", 1, "l2_eps")]
+)
 def test_decoding_kernel(emulate, row_map):
     emulate("prio", 1, bounds=True)
     x = {name: None if t is None else t.squeeze(2) for name, t in draw(row_map, (2, 2, 1, 10, 40), torch.float32, "few").items()}

@@ -45,6 +45,7 @@ def combinations():
             yield {"update_rule": rule, "attention_norm": True, "attention_norm_of": "read"}
     yield {"update_rule": "sum", "feature_map": "favor", "feature_norm": "none"}
     yield {"update_rule": "gated_delta", "scale_reads": True, "bias_free": True, "feature_norm": "l2"}
+    yield {"update_rule": "gated_delta", "feature_map": "identity", "feature_norm": "l2_eps"}
     around = {"short_conv": 4, "token_shift": True, "output_norm": True, "output_gate": True, "key_heads": 2}
     around |= {"token_shift_rank": 2, "rotary": True, "scale_reads": True}
     yield {"update_rule": "kda", "feature_norm": "l2", "negative_eigenvalues": True} | around
@@ -684,10 +685,10 @@ def test_several_rolls_of_features(options, monkeypatch):
     assert_close(found, generate(model, tokens)[0])
 
 
-@pytest.mark.parametrize("norm, size", [("sum", 1e-9), ("l2", 1e-9), ("l2", 1e-13)])
+@pytest.mark.parametrize("norm, size", [("sum", 1e-9), ("l2", 1e-9), ("l2", 1e-13), ("l2_eps", 1e-3)])
 @torch.no_grad()
 def test_features_that_are_almost_0(norm, size, monkeypatch):
-    """A sum below 1e-6 and a length below 1e-12 are divided by those."""
+    """A sum below 1e-6 and a length below 1e-12 are divided by those; l2_eps divides by the root of 1e-6 and the square."""
     model, tokens = build(feature_map="relu", feature_norm=norm, update_rule="sum"), draw(3, 9)
     for layer in model.decoder.layers:
         layer.self_attn.mixer.feature_map.weight.mul_(size)

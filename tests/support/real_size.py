@@ -94,7 +94,9 @@ def checkpoint(folder: Path, scale: float) -> None:
         for name in [name for name in state if name.endswith(f"q_proj.{kind}")]:
             parts = [state.pop(name.replace("q_proj", part)) for part in ("q_proj", "k_proj", "v_proj")]
             state[name.replace(f"q_proj.{kind}", f"in_proj_{kind}")] = torch.cat(parts)
-    saved = {"args": args, "model": state, "optimizer_history": [], "extra_state": {}, "last_optimizer_state": None}
+    history = [{"criterion_name": "AdaptiveLoss", "optimizer_name": "FairseqNAG", "lr_scheduler_state": {}, "num_updates": 286_000}]
+    where = {"train_iterator": {"epoch": 1}}
+    saved = {"args": args, "model": state, "optimizer_history": history, "extra_state": where, "last_optimizer_state": None}
     torch.save(saved, folder / "published" / "model.pt", _use_new_zipfile_serialization=False)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import Mistake
-from ...feature_maps import FEATURE_MAPS, NORMS, FeatureMap, normalised, wide
+from ...feature_maps import FEATURE_MAPS, FeatureMap, normalised, wide
 from ...ops import RowMap
 from ...ops.checks import NORM_OF, missing_form
 from ...rules import RULES, Gate, Rule
@@ -56,8 +56,7 @@ def with_common_scale(keys: Tensor, log_scale: Tensor | None) -> Tensor:
 
 def row_map_of(phi: FeatureMap, norm: str) -> RowMap | None:
     """The part of phi, and of --feature-norm, that ``fast_weight`` can apply itself: all after the part that has parameters."""
-    known = phi.row_map is not None and NORMS[norm].number is not None
-    return RowMap(str(phi.row_map), getattr(phi, "nu", 1), norm) if known else None
+    return None if phi.row_map is None else RowMap(phi.row_map, getattr(phi, "nu", 1), norm)
 
 
 def makes_gates_of_keys(rule: Rule) -> bool:

@@ -5,7 +5,7 @@
 namespace {
 
 enum Map { IDENTITY = 1, ELU, RELU, DPFP };  // the numbers of feature_maps.py
-enum Norm { NONE, SUM, L2 };
+enum Norm { NONE, SUM, L2, L2_EPS };
 enum Normaliser { WITHOUT, WRITE, KEYS, KEYS_READ };  // KEYS divides what is erased, too
 
 struct Features {  // (keys) made of rows (input)
@@ -57,7 +57,8 @@ template <class T> void apply(const Features& s, const T* x, T* unrolled, T* y) 
   if (s.norm == NONE) return;
   T total = 0;
   for (int64_t i = 0; i < s.keys; ++i) total += s.norm == SUM ? y[i] : y[i] * y[i];
-  const T least = s.norm == SUM ? T(1e-6) : T(1e-12), size = s.norm == SUM ? total : std::sqrt(total);
+  const T least = s.norm == SUM ? T(1e-6) : T(1e-12);
+  const T size = s.norm == SUM ? total : std::sqrt(total + (s.norm == L2_EPS ? T(1e-6) : T(0)));
   const T share = 1 / (size < least ? least : size);
   for (int64_t i = 0; i < s.keys; ++i) y[i] *= share;
 }
