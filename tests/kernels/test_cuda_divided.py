@@ -220,7 +220,7 @@ def test_what_the_kernels_divide(processors, dtype, shapes, taken):
             Divided(EPS, LEAST, torch.empty(1, 2, 16)),
         )
         inputs = check_arguments(
-            q, q, q, "sum", {}, state, "auto", True, EPS, None, None, None, None, False, None, "read_and_erase", True
+            q, q, q, "sum", {}, state, "auto", True, EPS, None, None, None, None, False, None, "read_and_erase", None, True
         )._replace(coefficients=Coefficients(*gates))
         assert (choose_kernel(inputs, divided).reason is None) is taken
 
