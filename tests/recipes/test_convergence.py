@@ -143,7 +143,7 @@ def test_translations(tmp_path):
     assert re.search(r"^dpfp2-decoder-0.1-1 +finished ", shown, re.MULTILINE)
     other = recipe("convergence/translation.sh", out, "dpfp2-decoder", DROPOUT="0", **given)
     succeed(other)
-    assert "training dpfp2-decoder-0-1;" in other.stderr
+    assert f"training in {out}/runs/dpfp2-decoder-0-1;" in other.stderr
     assert {*results_script("figures/convergence.py").read_translated(out / "translated.txt")} == {
         "dpfp2-decoder, dropout 0.1",
         "dpfp2-decoder, dropout 0",
