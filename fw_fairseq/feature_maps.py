@@ -278,7 +278,7 @@ def l2_normalise(features: Tensor) -> Tensor:
 
 
 def l2_eps_normalise(features: Tensor, eps: float = 1e-6) -> Tensor:
-    """Features divided by the root of their square and eps, as in the layers of flash-linear-attention."""
+    """Features divided by the root of their square and eps, as flash-linear-attention and transformers do it."""
     x = wide(features)
     return (x * (x.square().sum(-1, keepdim=True) + eps).rsqrt()).to(features.dtype)
 

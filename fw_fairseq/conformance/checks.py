@@ -1,4 +1,4 @@
-"""What a function with flash-linear-attention's arguments is put through. Every check returns the error that it finds."""
+"""The checks of a function with flash-linear-attention's arguments. Every one returns the error that it finds."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def values(f: Examined, dtype: torch.dtype) -> float:
 
 
 def gradients(f: Examined) -> float:
-    """Of everything that the function is given."""
+    """Gradients of everything that the function is given, beside outputs and state."""
     x = draw(f.rule, 130)
     return error(f.with_gradients(x, False), f.with_gradients(x, True))
 
@@ -158,8 +158,8 @@ def long(f: Examined) -> float:
 
 
 class Check(NamedTuple):
-    """What a check is for, the error that it allows, and how it is made. ``needs``: what a rule
-    must have: "gates", "groups" of heads, or "rest", tokens that change nothing."""
+    """A check: what it is about, the error that it allows, and how it finds one. ``needs``: what a rule must have: "gates",
+    "groups" of heads, or "rest", tokens that change nothing."""
 
     about: str
     bound: float

@@ -50,7 +50,7 @@ def recurrence(
     """Outputs (B,T,H,V) and last states (N,H,K,V). ``limits``: where texts in one row begin and end."""
     if limits is not None:
         parts = [
-            recurrence(rule, {**part_of(x, slice(a, b)), STATE: x[STATE][n : n + 1]})
+            recurrence(rule, {**part_of(x, slice(a, b)), STATE: x[STATE][n : n + 1]}, scale=scale)
             for n, (a, b) in enumerate(zip(limits, limits[1:]))
         ]
         ys, states = zip(*parts)

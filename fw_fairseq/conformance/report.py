@@ -11,7 +11,7 @@ from .reference import GATES
 
 
 class Finding(NamedTuple):
-    """What a check found: an error, or the sentence with which the function refused."""
+    """The outcome of a check: an error, or the sentence with which the function refused."""
 
     error: float | None
     bound: float

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import Mistake
+from ..feature_maps import l2_eps_normalise, wide
 from ..ops import FastWeightState, fast_weight
 
 Result = tuple[Tensor, Any]  # outputs (B,T,H,V), and the last state or None
@@ -24,20 +25,9 @@ WITHOUT_EFFECT = {  # how fla's kernels work, not what they compute
 NORMALISER_EPS = 1e-10
 
 
-def precise(x: Tensor) -> Tensor:
-    """x in float32, or in float64 where it is."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def kept(log: Tensor) -> Tensor:
-    """What a log decay leaves."""
-    return precise(log).exp()
-
-
-def of_length_one(x: Tensor) -> Tensor:
-    """x divided by its length, as fla and transformers do it."""
-    wide = precise(x)
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    """Returns what a log decay leaves."""
+    return wide(log).exp()
 
 
 def refuse_unknown(options: dict) -> None:
@@ -72,7 +62,7 @@ def compute(
     """
     refuse_unknown(options)
     if use_qk_l2norm_in_kernel:
-        q, k = of_length_one(q), of_length_one(k)
+        q, k = l2_eps_normalise(q), l2_eps_normalise(k)
     shared = v.shape[2] // k.shape[2]
     if shared > 1:
         q, k = (x.repeat_interleave(shared, 2) for x in (q, k))
@@ -83,7 +73,7 @@ def compute(
         gates = dict(zip(gates, flipped))
         cu_seqlens = None if cu_seqlens is None else q.shape[1] - cu_seqlens.flip(0)
     q, k, v, *rows = (x.transpose(1, 2) for x in (q, k, v, *gates.values()))
-    opened, before = dict(zip(gates, rows)), state_of(initial_state, precise(q[:0]).dtype, state_v_first, normalize, backwards)
+    opened, before = dict(zip(gates, rows)), state_of(initial_state, wide(q[:0]).dtype, state_v_first, normalize, backwards)
     if q.shape[2] == 1 and before is not None and "beta" in gates and cu_seqlens is None and q.dtype == before.memory.dtype:
         y, after = one_token(q, k, v, before.memory, **opened)  # of generation: the call of the operation would take longest
     else:

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import Mistake
-from .call import Result, compute, kept, precise
+from ..feature_maps import wide
+from .call import Result, compute, kept
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None = None, *common: Any, **options: Any) -> Result:
@@ -74,14 +75,14 @@ def erasing(
 ) -> Result:
     """Any delta rule: g is None, (B,T,HV) or (B,T,HV,K). ``use_gate_in_kernel`` makes the log decay of g, and
     ``use_beta_sigmoid_in_kernel`` the strength of beta, up to 2 with ``allow_neg_eigval``."""
-    beta = precise(torch.ones_like(v[..., 0]) if beta is None else beta)
+    beta = wide(torch.ones_like(v[..., 0]) if beta is None else beta)
     if use_beta_sigmoid_in_kernel:
         beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
     elif allow_neg_eigval:
         raise Mistake("allow_neg_eigval is for use_beta_sigmoid_in_kernel=True; elsewhere give a beta up to 2")
     if g is None:
         return compute("delta", q, k, v, {"beta": beta}, *common, **options)
-    g = kept(log_decay(precise(g), A_log, dt_bias, lower_bound) if use_gate_in_kernel else g)
+    g = kept(log_decay(wide(g), A_log, dt_bias, lower_bound) if use_gate_in_kernel else g)
     rule, name = ("kda", "f") if g.dim() == 4 else ("gated_delta", "g")
     return compute(rule, q, k, v, {name: g, "beta": beta}, *common, **options)
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import Result, compute, kept, precise
+from ..feature_maps import wide
+from .call import Result, compute, kept
 
 
 def chunk_linear_attn(q: Tensor, k: Tensor, v: Tensor, *common: Any, normalize: bool = True, **options: Any) -> Result:
@@ -25,7 +26,7 @@ def simple_gla(
 ) -> Result:
     """One log decay for each token and head, g (B,T,H), or for each head, g_gamma (H)."""
     if g_gamma is not None:
-        g = precise(g_gamma).expand(v.shape[:3]) + (0 if g is None else g)
+        g = wide(g_gamma).expand(v.shape[:3]) + (0 if g is None else g)
     return (
         compute("sum", q, k, v, {}, *common, **options)
         if g is None
@@ -35,7 +36,7 @@ def simple_gla(
 
 def retention(q: Tensor, k: Tensor, v: Tensor, *common: Any, **options: Any) -> Result:
     """RetNet: what head h keeps is 1 - 2^(-5-h)."""
-    heads = torch.arange(v.shape[2], dtype=precise(q[:0]).dtype, device=q.device)
+    heads = torch.arange(v.shape[2], dtype=wide(q[:0]).dtype, device=q.device)
     return compute("retnet", q, k, v, {"g": (1 - torch.exp2(-5 - heads)).expand(v.shape[:3])}, *common, **options)
 
 
@@ -48,7 +49,7 @@ def fused_recurrent_gla(
     q: Tensor, k: Tensor, v: Tensor, gk: Tensor | None = None, gv: Tensor | None = None, *common: Any, **options: Any
 ) -> Result:
     """Gated linear attention with log decays for channels of the key, gk (B,T,H,K), of the value, gv (B,T,H,V), or both."""
-    f = precise(torch.ones_like(k)) if gk is None else kept(gk)
+    f = wide(torch.ones_like(k)) if gk is None else kept(gk)
     if gv is not None:
         return compute("decay", q, k, v, {"f": f, "z": kept(gv)}, *common, **options)
     rule, gates = ("sum", {}) if gk is None else ("gla", {"f": f})
@@ -57,13 +58,13 @@ def fused_recurrent_gla(
 
 def rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, *common: Any, **options: Any) -> Result:
     """RWKV 6: log decays w (B,T,H,K), and for a token's own value weights u (H,K)."""
-    return compute("rwkv6", r, k, v, {"f": kept(w), "u": precise(u).expand(k.shape)}, *common, **options)
+    return compute("rwkv6", r, k, v, {"f": kept(w), "u": wide(u).expand(k.shape)}, *common, **options)
 
 
 def hgrn(x: Tensor, g: Tensor, initial_state: Tensor | None = None, output_final_state: bool = False, **options: Any) -> Result:
     """HGRN: h_t = exp(g_t) h_{t-1} + x_t in each channel, (B,T,D), with states (N,D)."""
     one = torch.ones_like(x[..., None, :1])
     before = None if initial_state is None else initial_state[:, None, None]
-    gates = {"f": precise(one), "z": kept(g)[:, :, None]}
+    gates = {"f": wide(one), "z": kept(g)[:, :, None]}
     y, after = compute("decay", one, one, x[:, :, None], gates, 1.0, before, output_final_state, **options)
     return y.squeeze(2), None if after is None else after[:, 0, 0]

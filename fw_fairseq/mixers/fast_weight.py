@@ -33,8 +33,9 @@ from .parts.features import (
     with_room,
 )
 from .parts.gates import GateMaker
-from .parts.output import OutputGate, explained, make_norm, measured, state_norm
+from .parts.output import OutputGate, explained, make_norm
 from .parts.rotation import positions, rotated
+from .parts.watched import Watched
 
 MIXING = Gate("V", values_7)
 OWN_7 = -0.04  # where the weights of --read-own-value start in RWKV 7
@@ -54,7 +55,7 @@ class Projected(NamedTuple):
     kept: dict[str, Tensor]  # what the state keeps beside the memory, by its fields
 
 
-class FastWeight(Mixer):
+class FastWeight(Watched, Mixer):
     """Fast weights with any update rule and feature map. One projection makes q, k, v and every gate of the rule.
 
     ``sizes`` has the rows of ``in_proj`` by what they make, in order. Without further options q, k, v and each gate have theirs,
@@ -118,8 +119,6 @@ class FastWeight(Mixer):
         self.out_proj = nn.Linear(self.value_width, embed_dim, bias=not config.bias_free)
         self.make_output(config)
         strength = [] if rule.coefficients is None else ["write_strength"]
-        self.watched = self.keeps_state_norm = False  # see ``watch``
-        self.state_norm: Tensor | None = None  # with its gradient
         names = [*(f"gate_{name}" for name in rule.gates), *strength, "state_norm"]
         self.last_statistics: dict[str, Tensor | None] = dict.fromkeys(names)
         self.reset_parameters()
@@ -238,11 +237,12 @@ class FastWeight(Mixer):
             previous = None if state is None else state.previous
             added, kept["previous"] = self.shift(x, self.in_proj.weight, previous, *masks)
             projected = projected[..., : added.shape[-1]] + added
-        rest = [n for n in (projected.shape[-1] - sum(sizes),) if n]
+        filled = projected.shape[-1] - sum(sizes)
+        others = [*sizes[3:], filled] if filled else sizes[3:]
         if self.conv is None:
-            q, k, v, *parts = projected.split([*sizes, *rest], dim=-1)
+            q, k, v, *parts = projected.split([*sizes[:3], *others], dim=-1)
         else:
-            qkv, *parts = projected.split([sum(sizes[:3]), *sizes[3:], *rest], dim=-1)
+            qkv, *parts = projected.split([sum(sizes[:3]), *others], dim=-1)
             qkv, kept["recent"] = self.conv(qkv, None if state is None else state.recent, *masks)
             q, k, v = qkv.split(sizes[:3], dim=-1)
         q, k, key_log_scale = self.queries_and_keys(q, k)
@@ -386,22 +386,3 @@ class FastWeight(Mixer):
 
     def redraw(self, keep: bool = False) -> None:
         self.feature_map.redraw(keep)
-
-    def watch(self, keeps_state_norm: bool) -> None:
-        """With ``keeps_state_norm``, the next training forward also leaves ``state_norm``, with its gradient."""
-        self.watched, self.keeps_state_norm = True, keeps_state_norm
-        self.last_statistics, self.state_norm = dict.fromkeys(self.last_statistics), None
-
-    def note_statistics(self, gates: dict[str, Tensor], state: FastWeightState, padding_mask: Tensor | None) -> None:
-        """Keeps those of a watched forward in training."""
-        if self.training and self.watched:
-            self.watched, self.last_statistics = False, {**measured(self.rule, gates, state, padding_mask)}
-            self.state_norm = state_norm(state) if self.keeps_state_norm else None
-
-    def take_state_norm(self) -> Tensor | None:
-        """Returns ``state_norm`` and forgets it: it is in a graph, which a copy of the model could not hold."""
-        norm, self.state_norm = self.state_norm, None
-        return norm
-
-    def statistics(self) -> dict[str, Tensor | None]:
-        return self.last_statistics

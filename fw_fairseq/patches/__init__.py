@@ -8,6 +8,7 @@ from . import (  # noqa: F401  each adds its changes
     non_finite,
     options,
     progress,
+    stopping,
     training,
     workers,
 )

@@ -21,7 +21,7 @@ from support.commands import USER_DIR, Command, fairseq, succeed
 from torch.multiprocessing import ProcessExitedException
 
 import fw_fairseq.models  # noqa: F401
-from fw_fairseq.patches import workers as stopping
+from fw_fairseq.patches import stopping
 from fw_fairseq.patches.workers import suit_workers_to_cpus
 
 TRAIN = (

@@ -52,7 +52,9 @@ def test_table_of_several_seeds(tmp_path):
     call, setting = (tmp_path / "out", "sru"), {"TOY": "", "DATA": str(tmp_path), "UPDATES": "2", "SEEDS": "1 2"}
     done = recipe("wikitext2/table.sh", *call, **setting)
     [row] = [line for line in succeed(done).splitlines() if line.startswith("| sru | ")]
-    reached = [[float(number) for number in re.findall(r"[\d.]+", line)[1:]] for line in done.stderr.splitlines() if ", seed " in line]
+    reached = [
+        [float(number) for number in re.findall(r"[\d.]+", line)[1:]] for line in done.stderr.splitlines() if ", seed " in line
+    ]
     assert len(reached) == 2 and reached[0] != reached[1]
     for cell, (one, other) in zip(row.split(" | ")[1:3], zip(*reached)):
         mean, deviation = map(float, cell.split(" ± "))

@@ -1,4 +1,4 @@
-"""What happens to what heads read before the output projection, and what a layer says of its memory."""
+"""The reads of heads before the output projection, and the tokens that a read is made of."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...feature_maps import wide
-from ...ops import FastWeightState
 from ...ops.chunkwise.recall import until_end
-from ...rules import Coefficients, Rule
+from ...rules import Coefficients
 from .gates import start_low_rank
 
 EPS = 1e-5
@@ -66,33 +65,6 @@ class OutputGate(nn.Module):
         x = torch.sigmoid(x) if self.form == "of_sigmoid" else x
         x = x if self.up is None else F.linear(x, self.up, self.bias)
         return x if self.form == "of_sigmoid" else torch.sigmoid(x) if self.form == "sigmoid" else F.silu(x)
-
-
-@torch.no_grad()
-def measured(rule: Rule, gates: dict[str, Tensor], state: FastWeightState, padding_mask: Tensor | None) -> dict[str, Tensor]:
-    """The means of gates and write strengths over tokens, and of the memories' norms."""
-    statistics = {f"gate_{name}": mean_of_tokens(gate, padding_mask) for name, gate in gates.items()}
-    if rule.coefficients is not None:
-        write = rule.coefficients(**gates).w
-        one = torch.ones((), device=state.memory.device)
-        statistics["write_strength"] = one if write is None else mean_of_tokens(write, padding_mask)
-    return statistics | {"state_norm": state_norm(state)}
-
-
-def state_norm(state: FastWeightState) -> Tensor:
-    """The mean norm of the memories, which are a matrix each."""
-    assert isinstance(state.memory, Tensor)
-    return state.memory.flatten(2).norm(dim=-1).mean()
-
-
-def mean_of_tokens(x: Tensor, padding_mask: Tensor | None) -> Tensor:
-    """Returns the mean of x, (B,H,n T) or (B,H,n T,C), over what belongs to tokens; 0 where all is padding. padding_mask: (B,T)."""
-    if padding_mask is None:
-        return x.mean()
-    hidden = padding_mask.repeat_interleave(x.shape[2] // padding_mask.shape[1], 1)[:, None]
-    hidden = hidden if x.dim() == 3 else hidden[..., None]
-    count = (~hidden).sum() * (x.numel() // (x.shape[0] * x.shape[2]))
-    return x.masked_fill(hidden, 0).sum() / count.clamp(min=1)
 
 
 def explained(read: Tensor, coefficients: Coefficients, writes: int) -> dict[str, Tensor]:

@@ -15,21 +15,27 @@ from fairseq.modules import AdaptiveInput, AdaptiveSoftmax
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...autograd import PLAIN
 from ..replacing import replaces
+
+
+def beside(words: Tensor, *numbers: int) -> Tensor:
+    """These numbers on the device of the words, which keeps them unless a program is traced."""
+    return (on_device if words.__class__ in PLAIN else on_device.__wrapped__)(words.device, *numbers)
 
 
 @cache
 def on_device(device: torch.device, *numbers: int) -> Tensor:
-    """These numbers, which the device keeps."""
+    """These numbers."""
     return torch.tensor(numbers, device=device, dtype=torch.int64)
 
 
 def by_bands(words: Tensor, ends: list[int]) -> tuple[Tensor, Tensor, list[int]]:
     """Returns the band of each word (N), the places of the words of the first band, the second and so on, each in their order, and
     how many words each band has. ``ends``: where the bands end."""
-    bands = torch.bucketize(words, on_device(words.device, *ends[:-1]), right=True)
+    bands = torch.bucketize(words, beside(words, *ends[:-1]), right=True)
     found, places = bands.sort(stable=True)
-    begins = torch.searchsorted(found, on_device(words.device, *range(1, len(ends)))).tolist()
+    begins = torch.searchsorted(found, beside(words, *range(1, len(ends)))).tolist()
     return bands, places, [end - begin for begin, end in zip([0, *begins], [*begins, len(words)])]
 
 
