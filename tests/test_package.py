@@ -165,6 +165,25 @@ def test_layers_and_models_run_without_fairseq(tmp_path):
     assert done.stdout.endswith("done\n"), done.stderr
 
 
+WITHOUT_EXTRAS = """
+import sys
+from argparse import Namespace
+sys.modules |= dict.fromkeys(sys.argv[1:])  # an import of one of them fails
+from fairseq import models, tasks, utils
+
+utils.import_user_module(Namespace(user_dir="fw_fairseq"))
+assert "pretrained_lm" in models.MODEL_REGISTRY and "stateful_language_modeling" in tasks.TASK_REGISTRY
+print("done")
+"""
+
+
+def test_the_user_directory_needs_no_extra():
+    """fairseq imports every file of tasks/ and models/, so none may ask for a package that recipes/demo.sh does not install."""
+    extras = ["accelerate", "cupy", "hypothesis", "matplotlib", "pytest", "sacremoses", "subword_nmt", "tensorboardX"]
+    done = run(sys.executable, "-c", WITHOUT_EXTRAS, *extras, "transformers", cwd=ROOT)
+    assert done.stdout.endswith("done\n"), done.stderr
+
+
 @pytest.mark.long
 def test_what_needs_no_fairseq_runs_without_it():
     """The tests themselves, with fairseq, Hydra and omegaconf hidden; those that need them are skipped."""

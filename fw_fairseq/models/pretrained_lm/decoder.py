@@ -12,16 +12,16 @@ from fairseq.models import FairseqIncrementalDecoder
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..errors import Mistake
-from ..huggingface.parts import CACHE
-from ..mixers.look_back import places_in_texts
-from ..modules import Streams
-from ..ops.state import tensor_state
-from ..pretrained.adapter import all_heads, attentions
-from ..pretrained.attention import Pass
-from ..pretrained.folders import NEVER, tokens_of, written
-from .fast_weight_decoder import UNLIMITED
-from .promises import ReadsPromises
+from ...errors import Mistake
+from ...huggingface.parts import CACHE
+from ...mixers.look_back import places_in_texts
+from ...modules import Streams
+from ...ops.state import tensor_state
+from ...pretrained.adapter import all_heads, attentions
+from ...pretrained.attention import Pass
+from ...pretrained.folders import NEVER, tokens_of, written
+from ..fast_weight_decoder import UNLIMITED
+from ..promises import ReadsPromises
 
 POSITION, READ = "position", "pretrained"
 FEW = 8  # runs of tokens, which are joined faster than each is looked up

@@ -10,12 +10,12 @@ from fairseq.tasks.fairseq_task import FairseqTask
 from omegaconf import II
 from torch import Tensor
 
-from ..config import FastWeightConfig, command_line, layer_mixers, option, options_read, read_config, refuse_without_effect
-from ..errors import Mistake
-from ..feature_maps import FEATURE_MAPS
-from ..mixers.options import MixerOptions
-from ..pretrained.heads import MemoryHeads
-from .model_options import NamesWhatDiffers, add_opposites
+from ...config import FastWeightConfig, command_line, layer_mixers, option, options_read, read_config, refuse_without_effect
+from ...errors import Mistake
+from ...feature_maps import FEATURE_MAPS
+from ...mixers.options import MixerOptions
+from ...pretrained.heads import MemoryHeads
+from ..model_options import NamesWhatDiffers, add_opposites
 
 logger = logging.getLogger(__name__)
 
@@ -119,8 +119,8 @@ class PretrainedLanguageModel(NamesWhatDiffers, FairseqLanguageModel):
 def build_decoder(config: PretrainedLanguageModelConfig, dictionary: Any) -> Any:
     """The decoder. transformers is imported here, since fairseq does without it."""
     try:
-        from ..pretrained import adapter, folders
-        from .pretrained_decoder import PretrainedDecoder
+        from ...pretrained import adapter, folders
+        from .decoder import PretrainedDecoder
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
