@@ -8,12 +8,11 @@ import re
 import sys
 from pathlib import Path
 
-import matplotlib
+from fw_fairseq.tools.plot.colours import ink, looks
+from fw_fairseq.tools.plot.style import SMALL, canvas, log_lengths, log_values, plot, save
 
-matplotlib.use("Agg")
-from matplotlib import pyplot
-
-MODELS = {"gated_delta": ("fast_weight_lm gated_delta", "o", "-", "0.35"), "transformer": ("transformer_lm", "s", "--", "0.75")}
+MODELS = {"gated_delta": "fast_weight_lm gated_delta", "transformer": "transformer_lm"}
+NAMES = {"gated_delta": "fast weights (gated delta rule)", "transformer": "Transformer (softmax attention)"}
 WAYS = {"segments": "segments of 128", "sliding": "sliding window", "stream": "one stream"}
 
 
@@ -46,50 +45,50 @@ def main(folder: Path) -> None:
 
 def write_table(folder: Path, logs, tests) -> str:
     lines = ["| perplexity, test | parameters | " + " | ".join(WAYS.values()) + " |", "|---|---:|" + "---:|" * len(WAYS)]
-    for name, (label, *_) in MODELS.items():
+    for name, label in MODELS.items():
         size = re.findall(r"num\. shared model params: ([\d,]+)", logs[name])[-1]
         cells = [f"{result[0]:.2f} ({result[1]:.0f} tokens/s)" if result else "" for result in tests[name].values()]
         lines.append(f"| {label} | {size} | " + " | ".join(cells) + " |")
     report = json.loads((folder / "generation.json").read_text())
     contexts = report["settings"]["contexts"]
     lines += ["", "| generation | " + " | ".join(f"after {c} tokens" for c in contexts) + " |", "|---|" + "---:|" * len(contexts)]
-    for label, *_ in MODELS.values():
+    for label in MODELS.values():
         rows = {row["context"]: row for row in report["generation"] if row["name"] == label}
         cells = (f"{1e3 * rows[c]['seconds']:.2f} ms, {rows[c]['state_bytes'] / 1e3:.0f} kB" for c in contexts)
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    lines += [""] + [f"- {label}: {sample((folder / name / 'sample.log').read_text())}" for name, (label, *_) in MODELS.items()]
+    lines += [""] + [f"- {label}: {sample((folder / name / 'sample.log').read_text())}" for name, label in MODELS.items()]
     return "\n".join(lines) + "\n"
 
 
 def draw(path: Path, logs, tests, report) -> None:
     """Validation perplexity against updates, test perplexity by how a model reads the text, size of its state in generation."""
-    figure, (curves, bars, costs) = pyplot.subplots(1, 3, figsize=(9, 2.8), layout="constrained")
-    for shift, (name, (label, marker, dashes, grey)) in enumerate(MODELS.items()):
-        line = {"marker": marker, "ls": dashes, "color": grey, "ms": 5, "label": label}
-        curves.plot(*zip(*valid_curve(logs[name])), **line)
+    figure, (curves, bars, costs) = canvas(3.4, 3, beside=True)
+    figure.set_figwidth(9)
+    for shift, (name, style) in enumerate(looks(MODELS).items()):
+        plot(curves, style, NAMES[name], dict(valid_curve(logs[name])))
         drawn = [(place, result[0]) for place, result in enumerate(tests[name].values()) if result]
         places, heights = zip(*drawn)
-        boxes = bars.bar([p + 0.4 * shift - 0.2 for p in places], heights, 0.38, color=grey, edgecolor="black")
-        bars.bar_label(boxes, fmt="%.1f", fontsize=8)
-        rows = [row for row in report["generation"] if row["name"] == label]
-        costs.plot([row["context"] for row in rows], [row["state_bytes"] / 1e3 for row in rows], **line)
-    curves.set(yscale="log", xlabel="updates", ylabel="perplexity, validation")
-    curves.yaxis.set_major_formatter("{x:g}")
-    curves.yaxis.set_minor_formatter("{x:g}")
-    bars.set(ylabel="perplexity, test")
-    bars.set_xticks(range(len(WAYS)), [way.replace(" ", "\n", 1) for way in WAYS.values()], fontsize=8)
-    bars.set_xlim(-0.6, len(WAYS) - 0.4)
-    bars.margins(y=0.15)
-    costs.set(xscale="log", yscale="log", xlabel="tokens before", ylabel="state in generation, kB")
-    costs.yaxis.set_major_formatter("{x:g}")
-    contexts = report["settings"]["contexts"]
-    costs.set_xticks(contexts, [str(context) for context in contexts])
-    costs.minorticks_off()
-    for axes in (curves, costs):
-        axes.grid(alpha=0.3)
-    curves.legend(frameon=False, fontsize=7)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+        boxes = bars.bar([place + 0.42 * shift - 0.21 for place in places], heights, 0.4, color=style.color)
+        bars.bar_label(boxes, fmt="%.1f", fontsize=SMALL, color=ink(style.color), padding=1)
+        sizes = {row["context"]: row["state_bytes"] / 1e3 for row in report["generation"] if row["name"] == MODELS[name]}
+        plot(costs, style, NAMES[name], sizes)
+        costs.annotate(
+            f"{sizes[max(sizes)]:,.0f} kB", (max(sizes), sizes[max(sizes)]), (0, 8), textcoords="offset points", ha="right",
+            fontsize=SMALL, color=ink(style.color),
+        )  # fmt: skip
+    curves.set(title="Training", xlabel="updates", ylabel="perplexity of the validation text")
+    bars.set(title="Reading the test text", ylabel="perplexity", xlim=(-0.6, len(WAYS) - 0.4))
+    bars.set_xticks(range(len(WAYS)), [way.replace(" ", "\n", 1) for way in WAYS.values()])
+    bars.grid(visible=False, axis="x")
+    costs.set(title="Generating", xlabel="tokens before", ylabel="kB kept of the text")
+    log_values(costs)
+    costs.yaxis.set_major_formatter("{x:,.0f}")
+    log_lengths(costs, report["settings"]["contexts"])
+    for axes in (bars, costs):
+        axes.margins(y=0.12)
+    handles, labels = curves.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=2, frameon=False, handlelength=2.6, fontsize=SMALL + 1)
+    save(figure, [path], dpi=140)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 from matplotlib import pyplot
+from matplotlib.text import Text
 
 from fw_fairseq import Mistake
 from fw_fairseq.tools.plot import __main__ as plots
+from fw_fairseq.tools.plot.colours import look
 from fw_fairseq.tools.plot.logs import read_log, read_logs
-from fw_fairseq.tools.plot.style import SMALL, canvas, draw_lengths, legend, log_values, look, plot, save
+from fw_fairseq.tools.plot.style import SMALL, canvas, draw_lengths, label_ends, legend, log_values, plot, save
 
 LOG = (
     '2026-01-01 00:00:00 | INFO | train_inner | {"epoch": 1, "loss": "9", "num_updates": "1"}\nnoise { not json\n'
@@ -62,6 +65,12 @@ def test_figures(command, words, files):
         plots.main([*command.split(), "--out", name])
     svg = (files / "x.svg").read_text()
     assert all(word in svg for word in words) and (files / "y.svg").read_text() == svg
+
+
+def test_long_names_stand_below_the_lines(files):
+    for letters, below in ((40, False), (41, True)):
+        figure = plots.draw_curves(plots.runs(["n" * letters + "=a.log"]), "valid_loss")
+        assert [bool(figure.legends), bool(figure.axes[0].texts)] == [below, not below]
 
 
 def test_axes_are_logarithmic_if_asked_for(files):
@@ -192,12 +201,21 @@ def test_a_logarithmic_axis_has_at_least_two_numbers(values):
     save(figure, [])
 
 
-def test_no_two_lines_are_alike_in_grey():
-    assert len({look(i)[1:] for i in range(12)}) == 12
-    assert all(look(i).linestyle == "-" or look(i).linestyle[0] == 0 for i in range(12)), "a line begins with a whole dash"
+def test_names_at_the_ends_of_lines_do_not_overlap():
+    figure, [axes] = canvas(2.4)
+    for index, name in enumerate("abcdefgh"):
+        plot(axes, look(index), name, {1: 1, 2: 1 + index / 1000, 3: 5 if name == "h" else 1})
+    label_ends(axes)
+    figure.draw_without_rendering()
+    boxes = [Text.get_window_extent(text) for text in axes.texts]
+    assert [text.get_text() for text in axes.texts] == [*"abcdefgh"]
+    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+    assert all(axes.get_window_extent().x1 < box.x0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0 for box in boxes)
+    assert max(boxes, key=lambda box: box.y0) is boxes[-1]
+    save(figure, [])
 
 
-@pytest.mark.parametrize("length, columns", [(3, 3), (17, 2), (60, 1)])
+@pytest.mark.parametrize("length, columns", [(3, 3), (26, 2), (60, 1)])
 def test_a_legend_has_as_many_columns_as_fit(length, columns):
     """At least one, also where that does not fit. The figure grows with the legend's lines."""
     figure, [axes] = canvas(2.2)

@@ -9,9 +9,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from lines import cell, draw_points, finish, label_ends, markdown, parser, read_lines
+from lines import cell, draw_points, finish, markdown, parser, read_lines
 
-from fw_fairseq.tools.plot.style import canvas, log_lengths, log_values, look, plot
+from fw_fairseq.tools.plot.colours import looks
+from fw_fairseq.tools.plot.style import canvas, label_ends, log_lengths, log_values, plot
 
 EVALUATIONS = ("segments", "sliding", "one stream")  # of language.sh, in the order of its columns
 LABELS = {"converged": "test perplexity", "translated": "detokenised BLEU"}
@@ -53,9 +54,10 @@ def columns_of(rows: Points) -> list[str]:
 
 def draw_rows(rows: Points, label: str) -> Any:
     """Draws a row for each model, and in it a point for each value."""
-    figure, [axes] = canvas(0.5 + 0.17 * len(rows))
-    draw_points(figure, axes, rows, {column: column for column in columns_of(rows)})
-    axes.set_xlabel(label)
+    figure, [axes] = canvas(0.8 + 0.22 * len(rows))
+    columns = columns_of(rows)
+    draw_points(figure, axes, rows, {column: column for column in columns})
+    axes.set_xlabel(label if len(columns) > 1 else f"{label}, {columns[0]}")
     return figure
 
 
@@ -93,19 +95,16 @@ def spans(lines: Iterable[list]) -> Spans:
 
 def draw_spans(rows: Spans, ticks: Callable, log_axis: bool, share: bool, **labels: str) -> Any:
     """Draws a line for each row: the mean of its seeds; and a line of 1 if these are shares."""
-    figure, [axes] = canvas(2.3, left=0.15 if log_axis else 0.18, right=0.71, top=0.96, bottom=0.17)
-    ends = []
-    for index, (row, found) in enumerate(rows.items()):
-        points = {end: mean(values) for end, values in found.items()}
-        plot(axes, look(index), row, points)
-        ends.append((row.replace("_", " "), max(points.items()), look(index).color))
+    figure, [axes] = canvas()
+    for row, style in looks(rows).items():
+        plot(axes, style, row.replace("_", " "), {end: mean(values) for end, values in rows[row].items()})
     log_lengths(axes, (end for found in rows.values() for end in ticks(list(found))))
     if log_axis:
         log_values(axes)
     axes.set(**labels)
-    label_ends(axes, ends)
     if share:
-        axes.axhline(1, color="0.6", lw=0.8, zorder=0)
+        axes.axhline(1, color="0.6", lw=1, zorder=0)
+    label_ends(axes)
     return figure
 
 

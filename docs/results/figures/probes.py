@@ -6,7 +6,8 @@ from typing import Any
 
 from lines import finish, markdown, parser, read_results
 
-from fw_fairseq.tools.plot.style import SMALL, canvas, legend, log_lengths, look, plot
+from fw_fairseq.tools.plot.colours import looks
+from fw_fairseq.tools.plot.style import LINE, canvas, label_ends, log_lengths, plot
 
 SIZES = {"recall": "pairs", "tracking": "elements"}
 Lines = dict[str, dict[int, float]]
@@ -46,15 +47,16 @@ def draw(lines: Lines, sizes: str) -> Any:
     """Draws a line for each model, in the order of the file."""
     panels = panels_of(lines)
     names = list(dict.fromkeys(name for models in panels.values() for name in models))
-    figure, rows = canvas(2.2 if len(panels) == 1 else 0.5 + 1.3 * len(panels), len(panels))
-    for axes, (heading, models) in zip(rows, panels.items()):
+    figure, row = canvas(max(3.0, 0.9 + LINE / 72 * len(names)), len(panels), beside=True)
+    styles = looks(names)
+    for axes, (heading, models) in zip(row, panels.items()):
         for model, points in models.items():
-            plot(axes, look(names.index(model)), title(model), points, clip_on=False)
-        axes.set(ylabel="right answers (%)", ylim=(0, 100))
-        axes.set_title(heading, loc="left", fontsize=SMALL)
-    log_lengths(rows[-1], (size for points in lines.values() for size in points))
-    rows[-1].set_xlabel(sizes)
-    legend(figure, max(rows, key=lambda axes: len(axes.lines)))
+            plot(axes, styles[model], title(model), points, clip_on=False)
+        axes.set(xlabel=sizes, ylim=(0, 100), title=heading)
+        log_lengths(axes, (size for points in lines.values() for size in points))
+        axes.tick_params(labelleft=axes is row[0])
+    row[0].set_ylabel("right answers (%)")
+    label_ends(*row)
     return figure
 
 

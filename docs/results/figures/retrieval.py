@@ -14,7 +14,8 @@ from lines import finish, markdown, parser, read_results
 from published import read_losses
 
 from fw_fairseq.tools.plot.__main__ import draw_curves
-from fw_fairseq.tools.plot.style import Look, canvas, legend, log_values, look, plot
+from fw_fairseq.tools.plot.colours import BLACK, Look, looks
+from fw_fairseq.tools.plot.style import canvas, legend, log_values, plot
 
 KNOWN = {  # models in the order of their lines in a figure
     "capacity": ["softmax", "elu", "dpfp1", "dpfp2", "dpfp3", "favor64", "favor128", "favor512"],
@@ -46,7 +47,7 @@ def rank(figure: str, model: str) -> int:
 
 def look_of(figure: str, model: str) -> Look:
     """Returns the look of a model's line, which does not depend on the other lines."""
-    return look(rank(figure, model))
+    return looks([*KNOWN[figure], model])[model]
 
 
 def point_of_log(path: Path) -> tuple[str, str]:
@@ -60,19 +61,19 @@ def point_of_log(path: Path) -> tuple[str, str]:
 
 def draw(figure_name: str, lines: Lines, published: Lines) -> Any:
     """Draws measured losses as lines with full markers, and published losses as hollow markers."""
-    figure, [axes] = canvas(2.4)
+    figure, [axes] = canvas(4.0)
     for model, points in lines.items():
         style = look_of(figure_name, model)
         plot(axes, style, title(model), points, markevery=1)
         if model in published:
-            hollow = {"mfc": "none", "ms": 5, "ls": ":", "lw": 0.5, "mew": 0.8, "color": style.color, "marker": style.marker}
+            hollow = {"mfc": "none", "ms": 8, "ls": ":", "lw": 0.8, "mew": 1.1, "color": style.color, "marker": style.marker}
             axes.plot(*zip(*sorted(published[model].items())), label="_", **hollow)
     if any(model in published for model in lines):
-        axes.plot([], [], "o:", color="black", mfc="none", ms=5, lw=0.5, mew=0.8, label="published (hollow)")
+        axes.plot([], [], "o:", color=BLACK, mfc="none", ms=8, lw=0.8, mew=1.1, label="published (hollow)")
     axes.set(xlabel="keys", ylabel="evaluation loss")
     if figure_name == "updates":
         log_values(axes)
-        axes.axhline(SOLVED, color="0.3", lw=0.6, zorder=0)
+        axes.axhline(SOLVED, color="0.4", lw=1, zorder=0)
     legend(figure, axes)
     return figure
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from lines import cell, draw_points, finish, label_ends, markdown, parser, read_lines, spread_out
+from lines import cell, draw_points, finish, markdown, parser, read_lines
 
-from fw_fairseq.tools.plot.style import SMALL, Look, canvas, log_lengths, look, plot
+from fw_fairseq.tools.plot.colours import ink, looks
+from fw_fairseq.tools.plot.style import LINE, SMALL, canvas, label_ends, log_lengths, plot, spread_out
 
 # The endings of rows in recipes/mixers.sh, in the order of the columns.
 PARTS = {"": "none", "conv": "short convolution", "norm": "output norm", "gate": "output gate", "parts": "all three"}
-RULES = ("sum", "gated", "delta", "decay", "gated_delta")
 
 
 def read_table(path: Path, *columns: str) -> dict[str, tuple[float, ...]]:
@@ -43,29 +43,25 @@ def read_table(path: Path, *columns: str) -> dict[str, tuple[float, ...]]:
 
 def draw_state(rows: dict[str, tuple[float, ...]]) -> Any:
     """Draws a point for each model, with its name beside it."""
-    figure, [axes] = canvas(2.7)
+    figure, [axes] = canvas(3.8)
+    styles = looks(rows)
     for name, point in rows.items():
-        axes.plot(*point, ls="", ms=4.2, marker=look_of(name).marker, color=look_of(name).color)
+        axes.plot(*point, ls="", ms=7, marker=styles[name].marker, color=styles[name].color)
     sizes = sorted(size for size, _ in rows.values())
     axes.set(xscale="log", xlabel="numbers kept of a text", ylabel="test perplexity", xlim=(sizes[0] / 6, sizes[-1] * 12))
     figure.draw_without_rendering()
     low, high = axes.get_ylim()
-    gap = (high - low) * 1.2 * SMALL / (72 * axes.get_window_extent().height / figure.dpi)
+    gap = (high - low) * LINE / (72 * axes.get_window_extent().height / figure.dpi)
     for left in (True, False):
         side = {name: point for name, point in rows.items() if (point[0] < sizes[len(sizes) // 2]) == left}
         for (name, (size, perplexity)), at in zip(side.items(), spread_out([y for _, y in side.values()], gap)):
-            colour = look_of(name).color
-            leader = {"arrowstyle": "-", "lw": 0.4, "color": colour, "relpos": (left, 0.5), "shrinkA": 0.5, "shrinkB": 2}
+            colour = styles[name].color
+            leader = {"arrowstyle": "-", "lw": 0.6, "color": colour, "relpos": (left, 0.5), "shrinkA": 0.5, "shrinkB": 2}
             axes.annotate(
                 name.replace("_", " "), (size, perplexity), (size / 1.5 if left else size * 1.5, at), va="center",
-                ha="right" if left else "left", fontsize=SMALL, color=colour, arrowprops=leader,
+                ha="right" if left else "left", fontsize=SMALL, color=ink(colour), arrowprops=leader,
             )  # fmt: skip
     return figure
-
-
-def look_of(name: str) -> Look:
-    """Softmax attention, a rule, or another mixer."""
-    return look(0 if name == "softmax" else 1 if name.startswith(RULES) else 2)
 
 
 def draw_conversion(rows: dict[str, tuple[float, ...]]) -> Any:
@@ -75,14 +71,12 @@ def draw_conversion(rows: dict[str, tuple[float, ...]]) -> Any:
         if found := re.fullmatch(r"([a-z_]+)-(\d+)(-[a-z]+)?", row):
             rule, m, otherwise = found.groups()
             lines.setdefault(rule.replace("_", " ") + (otherwise or "").replace("-", ", "), {})[int(m)] = share
-    figure, [axes] = canvas(2.3, left=0.14, right=0.71, top=0.96, bottom=0.17)
-    ends = []
-    for index, (name, points) in enumerate(lines.items(), 1):
-        plot(axes, look(index), name, points)
-        ends.append((name, max(points.items()), look(index).color))
+    figure, [axes] = canvas()
+    for name, style in looks(lines).items():
+        plot(axes, style, name, lines[name])
     axes.set(xlabel="m, features a head", ylabel="% of softmax performance")
     log_lengths(axes, (m for points in lines.values() for m in points))
-    label_ends(axes, ends)
+    label_ends(axes)
     return figure
 
 
@@ -97,10 +91,10 @@ def read_parts(path: Path, sliding: bool) -> dict[str, dict[str, list[float]]]:
 
 def draw_parts(rules: dict[str, dict[str, list[float]]], label: str) -> Any:
     """Draws a row for each rule and a point for each seed; a line goes from the mean without parts to the mean with all three."""
-    figure, [axes] = canvas(0.5 + 0.17 * len(rules))
+    figure, [axes] = canvas(0.8 + 0.22 * len(rules))
     for at, parts in enumerate(rules.values()):
         ends = [mean(parts[part]) for part in ("", "parts") if part in parts]
-        axes.plot(ends, [at] * len(ends), color="0.6", lw=1, zorder=1)
+        axes.plot(ends, [at] * len(ends), color="0.6", lw=1.4, zorder=1)
     draw_points(figure, axes, rules, {**PARTS, "": "no parts"})
     axes.set_xlabel(label)
     return figure

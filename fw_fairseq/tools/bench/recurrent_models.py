@@ -14,6 +14,7 @@ from torch import nn
 
 from ...acceleration import REPLACED, accelerate, marked_functions, replacement
 from ...errors import Mistake
+from ..plot.colours import BLUE, SKY, VERMILLION
 from ..plot.style import canvas, legend
 from .contest import machine, positive, progress, settings, spread, take_turns, timed, times_faster
 
@@ -35,7 +36,7 @@ FIXED = {
 MIXED = ["linear_attention", "full_attention"]
 FUNCTION_HEADS, FUNCTION_HEAD = 16, 128  # of the functions by themselves
 WHATS = ("forward", "training step", "generated token")
-SHADES = "0.2", "0.5", "0.75"
+SHADES = BLUE, VERMILLION, SKY
 
 
 def model_types() -> list[str]:
@@ -194,7 +195,7 @@ def _rows(rows: list[dict]) -> list[str]:
 def draw(report: dict) -> Any:
     """How many times as fast each model is in each way of use."""
     names = list(dict.fromkeys(row["name"] for row in report["models"]))
-    figure, [axis] = canvas(0.6 + 0.3 * len(names), 1)
+    figure, [axis] = canvas(0.7 + 0.36 * len(names))
     for number, what in enumerate(WHATS):
         ratios = {row["name"]: row["times_faster"] for row in report["models"] if row["what"] == what}
         places = [y + 0.27 * (number - 1) for y in range(len(names))]
@@ -204,7 +205,7 @@ def draw(report: dict) -> Any:
     axis.set_xscale("log")
     axis.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
     axis.minorticks_off()
-    axis.axvline(1, color="0.2", linewidth=0.6)
+    axis.axvline(1, color="0.2", linewidth=1)
     axis.set_xlabel("times as fast")
     legend(figure, axis)
     return figure

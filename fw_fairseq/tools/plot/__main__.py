@@ -1,6 +1,7 @@
 """fw-plot: figures of your own training logs.
 
-The ending of --out decides the format of a figure. Lines differ in markers and dashes, so that figures are readable in grey too.
+The ending of --out decides the format of a figure. Lines differ in markers and dashes, so that figures are readable in grey too;
+softmax, delta, gated_delta and the others that this package has keep their colours in all figures.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ..command import check_figure, check_outputs, make_parser, mistakes_as_sentences
+from .colours import Look, looks
 from .logs import read_logs
-from .style import Look, canvas, legend, log_values, look, plot, save
+from .style import LINE, canvas, label_ends, legend, log_values, plot, save
 
 PROG = "fw-plot"
+LONG = 40  # letters, in a name; a longer one would leave the line no place and stands below it
 EXAMPLE = "fw-plot curves softmax=runs/softmax/train.log delta=runs/delta/train.log --out curves.svg"
 NAMES = {
     "valid_loss": "evaluation loss",
@@ -57,8 +60,8 @@ def build_parser() -> ArgumentParser:
 
 
 def draw_curves(lines: list[tuple[str, Look, Path]], metric: str, log_axis: bool = False, log_updates: bool = False) -> Any:
-    """Draws a line for each log, with its name and look."""
-    figure, [axes] = canvas(2.2)
+    """Draws a line for each log, with its look, and its name at its end."""
+    figure, [axes] = canvas(max(3.6, 0.7 + 2 * LINE / 72 * len(lines)))
     found, metric = read_logs([path for _, _, path in lines], metric)
     for (name, style, _), values in zip(lines, found):
         plot(axes, style, name, values)
@@ -67,13 +70,18 @@ def draw_curves(lines: list[tuple[str, Look, Path]], metric: str, log_axis: bool
         log_values(axes)
     if log_updates:
         log_values(axes, "x")
-    legend(figure, axes)
+    if max(len(name) for name, *_ in lines) > LONG:
+        legend(figure, axes)
+    else:
+        label_ends(axes)
     return figure
 
 
 def runs(logs: list[str]) -> list[tuple[str, Look, Path]]:
     """Returns the name, look and file of each line."""
-    return [(name or path.stem, look(index), path) for index, (name, path) in enumerate(map(split, logs))]
+    named = [(name or path.stem, path) for name, path in map(split, logs)]
+    styles = looks(name for name, _ in named)
+    return [(name, styles[name], path) for name, path in named]
 
 
 def split(text: str) -> tuple[str, Path]:
