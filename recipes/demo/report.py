@@ -63,12 +63,12 @@ def write_table(folder: Path, logs, tests) -> str:
 def draw(path: Path, logs, tests, report) -> None:
     """Validation perplexity against updates, test perplexity by how a model reads the text, size of its state in generation."""
     figure, (curves, bars, costs) = canvas(3.4, 3, beside=True)
-    figure.set_figwidth(9)
+    figure.set_figwidth(8)
     for shift, (name, style) in enumerate(looks(MODELS).items()):
         plot(curves, style, NAMES[name], dict(valid_curve(logs[name])))
         drawn = [(place, result[0]) for place, result in enumerate(tests[name].values()) if result]
         places, heights = zip(*drawn)
-        boxes = bars.bar([place + 0.42 * shift - 0.21 for place in places], heights, 0.4, color=style.color)
+        boxes = bars.bar([place + 0.47 * shift - 0.235 for place in places], heights, 0.46, color=style.color)
         bars.bar_label(boxes, fmt="%.1f", fontsize=SMALL, color=ink(style.color), padding=1)
         sizes = {row["context"]: row["state_bytes"] / 1e3 for row in report["generation"] if row["name"] == MODELS[name]}
         plot(costs, style, NAMES[name], sizes)
@@ -77,7 +77,7 @@ def draw(path: Path, logs, tests, report) -> None:
             fontsize=SMALL, color=ink(style.color),
         )  # fmt: skip
     curves.set(title="Training", xlabel="updates", ylabel="perplexity of the validation text")
-    bars.set(title="Reading the test text", ylabel="perplexity", xlim=(-0.6, len(WAYS) - 0.4))
+    bars.set(title="Reading the test text", ylabel="perplexity", xlim=(-0.52, len(WAYS) - 0.48))
     bars.set_xticks(range(len(WAYS)), [way.replace(" ", "\n", 1) for way in WAYS.values()])
     bars.grid(visible=False, axis="x")
     costs.set(title="Generating", xlabel="tokens before", ylabel="kB kept of the text")
@@ -88,7 +88,7 @@ def draw(path: Path, logs, tests, report) -> None:
         axes.margins(y=0.12)
     handles, labels = curves.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper left", ncols=2, frameon=False, handlelength=2.6, fontsize=SMALL + 1)
-    save(figure, [path], dpi=140)
+    save(figure, [path], dpi=160)
 
 
 if __name__ == "__main__":
