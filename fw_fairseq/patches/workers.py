@@ -56,8 +56,8 @@ def count_workers_as_their_launcher_does(original: Callable, cfg: Any, *args, **
 
 @replaces(distributed_utils, "call_main")
 def suit_workers_to_cpus(original: Callable, cfg: Any, main: Callable, **kwargs) -> None:
-    """On CPUs, workers talk through `gloo` instead of `nccl`, fairseq's default. A batch of 0 sentences or tokens, which holds all
-    texts, is refused. The locks of save directories end with the run."""
+    """On CPUs, workers now talk through `gloo` instead of `nccl`, fairseq's default. A batch of 0 sentences or tokens, which holds
+    all texts, is refused. The locks of save directories end with the run."""
     for name in SIZES:
         refuse_below(cfg.dataset, name, 1)
     if cfg.distributed_training.distributed_backend == "nccl" and (cfg.common.cpu or not torch.cuda.is_available()):

@@ -145,7 +145,7 @@ def keep_the_bad_epochs(original: Callable, scheduler: ReduceLROnPlateauLRSchedu
 
 @replaces(ReduceLROnPlateauLRSchedule, "load_state_dict")
 def load_the_bad_epochs(original: Callable, scheduler: ReduceLROnPlateauLRSchedule, state: dict) -> None:
-    """That number is read too; without it, as in a checkpoint of fairseq itself, it begins at 0."""
+    """Now that number is read too; without it, as in a checkpoint of fairseq itself, it begins at 0."""
     original(scheduler, state)
     scheduler.lr_scheduler.num_bad_epochs = state.get(BAD_EPOCHS, 0)
 

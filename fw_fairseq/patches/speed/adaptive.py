@@ -52,7 +52,7 @@ def embed_by_bands(original: Callable, module: AdaptiveInput, input: Tensor) -> 
 
 @replaces(AdaptiveSoftmax, "adapt_target")
 def find_targets_by_bands(original: Callable, module: AdaptiveSoftmax, target: Tensor) -> tuple[list, list]:
-    """The same for the targets: the host asks once."""
+    """The same for the targets: now the host asks once."""
     words = target.view(-1)
     bands, places, sizes = by_bands(words, module.cutoff)
     found = [part if len(part) else None for part in places.split(sizes)[1:]]
