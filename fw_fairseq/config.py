@@ -52,8 +52,8 @@ class FastWeightConfig(MixerOptions, FairseqDataclass):
     ffn_controller_dim: int = option(0, "rank of the controller of --ffn-sparsity; 0: the number of hidden units / N", 0)
     qkv_sparsity: int = option(
         0,
-        "number of modules of a multiplicative dense layer that makes queries, keys and values, with causal convolutions and "
-        "without an output projection; 0: dense projections",
+        "number of modules of a multiplicative dense layer that makes queries, keys and values, with causal convolutions, "
+        "without an output projection; 0: dense",
         0,
     )
     output_sparsity: int = option(

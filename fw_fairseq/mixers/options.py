@@ -107,8 +107,8 @@ class MixerOptions:
     output_norm: bool = option(False, "divide what each head reads by its root mean square, times learnt weights")
     output_norm_of: str = option(
         "head",
-        "what --output-norm takes together: each head, with weights that all heads share; all_heads, with weights per channel "
-        "(HGRN 2); centred_head, each head minus its mean, with weights and biases per channel (RWKV)",
+        "what is normalised: each head, with weights that heads share; all_heads together, with weights per channel (HGRN 2); "
+        "centred_head, each head minus its mean, with weights and biases per channel (RWKV)",
         choices=NORMS_OF_READS,
     )
     output_norm_eps: float = option(1e-5, "what --output-norm adds to the mean square", least=0)
@@ -126,8 +126,8 @@ class MixerOptions:
     )
     read_own_value: bool = option(
         False,
-        "add the token's own value to what a head reads, after --output-norm, times the product of its query and key with "
-        "learnt weights (RWKV 7)",
+        "add to what a head reads, after --output-norm, the token's own value times the learnt product of its query and key "
+        "(RWKV 7)",
     )
     short_conv_bias: bool = option(False, "give --short-conv a bias per channel (Mamba 2)")
     scale_reads: bool = option(
@@ -141,8 +141,8 @@ class MixerOptions:
     )
     projection_init: str = option(
         "xavier",
-        "initial projections; xavier: as in fairseq's attention; rwkv7: orthogonal queries and values, keys of a tenth of that,"
-        " an output projection of 0, and weights of --output-norm that grow with the layers",
+        "rwkv7: orthogonal queries and values, keys of a tenth of that, an output projection of 0, and weights of --output-norm"
+        " that grow with the layers; xavier: as in fairseq's attention",
         choices=PROJECTION_INITS,
     )
     allow_divergence: bool = option(
@@ -215,8 +215,8 @@ class MixerOptions:
     )
     srupp_segment: int = option(
         1,
-        "N: the text is cut into groups of N tokens, and token i of a group, counted from 0, sees i tokens more than "
-        "--srupp-memory; published runs train with their --tokens-per-sample and evaluate with 1",
+        "N: in groups of N tokens, token i, counted from 0, sees i tokens more than --srupp-memory; published runs train with "
+        "their --tokens-per-sample and evaluate with 1",
         least=1,
     )
     srupp_rescale: bool = option(True, "scale the input that passes srupp's highway; the published SRU++ does not")

@@ -51,8 +51,8 @@ class FastWeightLanguageModelConfig(FastWeightConfig, TransformerLanguageModelCo
     decoder_attention_heads: int = option(8, "num decoder attention heads")
     plain_adaptive_softmax: bool = option(
         False,
-        "the bands of --adaptive-softmax-cutoff share one embedding table with the input, with a bias for each word and without"
-        " projections, as in Transformer-XL's code",
+        "bands of --adaptive-softmax-cutoff share one embedding table with the input, with biases and without projections, as "
+        "in Transformer-XL's code",
     )
     positions_from_end: bool = option(
         False,
@@ -61,8 +61,8 @@ class FastWeightLanguageModelConfig(FastWeightConfig, TransformerLanguageModelCo
     )
     init_std: float = option(
         0.0,
-        "draw initial weights of linear maps and embeddings from a normal distribution of this width around 0, and of norms "
-        "around 1, as Transformer-XL's code does; rows of 0 stay; 0: fairseq's start",
+        "width of the normal distribution of initial weights: linear maps and embeddings around 0, norms around 1, as in "
+        "Transformer-XL's code; rows of 0 stay; 0: fairseq's start",
         0,
         below=1,
     )
