@@ -158,8 +158,8 @@ class MixerOptions:
     )
     window_sizes: str = option(
         "",
-        "number of tokens that each layer sees, bottom first: '4,8,0'; 0: all so far; one number is for every layer; default: "
-        "4, 8, 16 and so on, and 0 in the last layer; leap: 0, 4, 8, 16, repeated",
+        "number of tokens that each layer of additive and leap sees, bottom first: '4,8,0'; 0: all so far; one number is for "
+        "every layer; default: 4, 8, 16 and so on, and 0 in the last layer; leap: 0, 4, 8, 16, repeated",
     )
     pooling_form: str = option(
         "adapted",
@@ -187,7 +187,7 @@ class MixerOptions:
     )
     sru_highway_bias: float = option(
         -2.0,
-        "initial bias of the gate that chooses between state and input",
+        "initial bias of the gate of sru and srupp that chooses between state and input",
         least=-100,
         below=100,
     )
@@ -210,7 +210,7 @@ class MixerOptions:
     srupp_heads: int = option(1, "number of heads of srupp's attention", least=1)
     srupp_memory: int = option(
         512,
-        "number of earlier tokens that a token sees, also in earlier segments; evaluation may use another number",
+        "number of earlier tokens that srupp's attention sees, also in earlier segments; evaluation may use another number",
         least=1,
     )
     srupp_segment: int = option(
@@ -226,10 +226,10 @@ class MixerOptions:
         least=0,
         below=1,
     )
-    local_window: int = option(32, "number of tokens that a token sees, itself included", least=2)
+    local_window: int = option(32, "number of tokens that local_attention sees, with the token itself", least=2)
     xl_memory: int = option(
         256,
-        "number of earlier tokens that a token sees, also in earlier segments; evaluation may use another number",
+        "number of earlier tokens that transformer_xl sees, also in earlier segments; evaluation may use another number",
         least=1,
     )
     xl_segment: int = option(
@@ -238,10 +238,10 @@ class MixerOptions:
         least=1,
     )
     attention_dropout: float = option(0.0, "dropout of attention weights", least=0, below=1)
-    slots: int = option(32, "number of keys, and of values, that each head keeps", least=1)
+    slots: int = option(32, "number of keys, and of values, that each head of abc and linformer keeps", least=1)
     slot_positions: int = option(
         1024,
-        "number of positions with weights of their own; later ones use the last weights",
+        "number of positions that linformer has weights for; later ones use the last weights",
         least=1,
     )
 
