@@ -41,8 +41,8 @@ def by_bands(words: Tensor, ends: list[int]) -> tuple[Tensor, Tensor, list[int]]
 
 @replaces(AdaptiveInput, "forward")
 def embed_by_bands(original: Callable, module: AdaptiveInput, input: Tensor) -> Tensor:
-    """For each band of words, fairseq asks the device five times how many words are in it. Now the host asks once for all bands,
-    and never in the backward pass. The results have the same bits."""
+    """For each band of words, fairseq asks the device again and again how many words are in it. Now the host asks once for all
+    bands, and never in the backward pass. The results have the same bits."""
     words, kind = input.flatten(), module._float_tensor.dtype
     _, places, sizes = by_bands(words, module.cutoff)
     parts = zip(module.embeddings, [0, *module.cutoff], words.index_select(0, places).split(sizes))
