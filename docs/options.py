@@ -25,13 +25,12 @@ from fw_fairseq.mixers import MIXERS
 HEAD = """\
 # Options
 
-These are the options that `--user-dir fw_fairseq` adds to fairseq's commands. `fairseq-train --help` lists fairseq's options, and
-beside them those of the `--arch`, `--task` and `--criterion` that it is given. `python docs/options.py` prints this page from the
-program's own help texts.
+`--user-dir fw_fairseq` adds these options to fairseq's commands. `fairseq-train --help` lists fairseq's own options, and those of
+the `--arch`, `--task` and `--criterion` that it is given. `python docs/options.py` prints this page from the help texts.
 
-A switch is `on` or `off` by default and takes no value: `--sru-tanh` turns one on, `--no-sru-rescale` turns one off that is on by
-default. [Each switch has an opposite](mixers.md#switches-in-both-directions). Architectures have other defaults for some options.
-An option that no part of the model reads is refused.
+A switch is `on` or `off` by default and takes no value: `--sru-tanh` turns one on, and
+[its opposite](mixers.md#switches-in-both-directions), such as `--no-sru-rescale`, turns one off. Architectures have other defaults
+for some options. An option that no part of the model reads is refused.
 """
 
 TAIL = """\
@@ -39,11 +38,11 @@ TAIL = """\
 
 | variable | effect |
 |---|---|
-| `FW_TRACEBACK=1` | the traceback is shown with the sentence that a mistake ends in |
-| `FW_FAIRSEQ_COMPILED=0` | no loop in C++ is compiled for the CPU; PyTorch computes the same |
-| `CXX` | their compiler and its options, else `c++`; the loops lie in `$XDG_CACHE_HOME/fw_fairseq` or `~/.cache/fw_fairseq` |
+| `FW_TRACEBACK=1` | a mistake shows its traceback |
+| `FW_FAIRSEQ_COMPILED=0` | no loops in C++ are compiled for the CPU; PyTorch computes the same |
+| `CXX` | their compiler and its options, else `c++`; compiled loops are in `$XDG_CACHE_HOME/fw_fairseq` or `~/.cache/fw_fairseq` |
 | `FW_FAIRSEQ_DECODING_GRAPH=0` | generation on a GPU uses no CUDA graph |
-| `FW_FAIRSEQ_FP32=tf32` | the CUDA kernels round the operands of fp32 products to 11 bits, which is faster |
+| `FW_FAIRSEQ_FP32=tf32` | CUDA kernels round operands of fp32 products to 11 bits, which is faster |
 """
 
 

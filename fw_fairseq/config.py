@@ -42,33 +42,30 @@ class FastWeightConfig(MixerOptions, FairseqDataclass):
     mixer: str = option("fast_weight", "the token mixer of every layer; softmax is fairseq's attention", choices=MIXER_NAMES)
     mixer_pattern: str = option(
         "",
-        "the mixer of each layer, bottom first, with repeats: 'softmax,fast_weight*3'; short ones repeat; give it in place of"
-        " --mixer",
+        "the mixer of each layer, bottom first, in place of --mixer: 'softmax,fast_weight*3'; a short pattern repeats",
     )
     ffn_sparsity: int = option(
         0,
-        "N: each token uses one of each N hidden units of the feed-forward layers; a controller chooses them; 0: it uses all",
+        "N: each token uses one of every N hidden units of the feed-forward layers, chosen by a controller; 0: all",
         0,
     )
-    ffn_controller_dim: int = option(
-        0, "rank of the controller of --ffn-sparsity; 0: the number of hidden units divided by --ffn-sparsity", 0
-    )
+    ffn_controller_dim: int = option(0, "rank of the controller of --ffn-sparsity; 0: the number of hidden units / N", 0)
     qkv_sparsity: int = option(
         0,
-        "number of modules of a multiplicative dense layer and causal convolutions that make queries, keys and values, without an"
-        " output projection; 0: dense projections",
+        "number of modules of a multiplicative dense layer that makes queries, keys and values, with causal convolutions, "
+        "without an output projection; 0: dense",
         0,
     )
     output_sparsity: int = option(
         0, "number of modules of a multiplicative dense layer in place of the output projection; 0: a dense projection", 0
     )
-    ffn_sru: int = option(0, "number of simple recurrent units beside the feed-forward part of each layer; 0: none", 0)
+    ffn_sru: int = option(0, "number of simple recurrent units beside each feed-forward layer; 0: none", 0)
     reversible: bool = option(
         False,
-        "two residual streams, from which the backward computes the activations again, so that their memory does not grow with the"
-        " number of layers",
+        "two residual streams, from which the backward recomputes activations, so that their memory does not grow with the "
+        "number of layers",
     )
-    output_dropout: float = option(0.0, "dropout probability of the last layer's output", 0, below=1)
+    output_dropout: float = option(0.0, "dropout of the last layer's output", 0, below=1)
     scale_output: bool = option(False, "divide the logits by the square root of the width of the layers")
     no_decoding_graph: bool = option(
         False, "generate on a GPU without CUDA graphs; --model-overrides \"{'no_decoding_graph': True}\" sets it for a checkpoint"
@@ -81,8 +78,8 @@ class FastWeightTransformerConfig(FastWeightConfig):
 
     linear_attention: str = option(
         ",".join(ATTENTIONS),
-        "the attentions that are linear, of encoder, decoder and cross, separated by commas; '' makes none linear. Update rule and"
-        " mixers are those of the decoder; all three use the feature map",
+        "which of encoder, decoder and cross attention are linear, separated by commas; '' for none; all three use the feature "
+        "map, update rule and mixers are the decoder's",
     )
     source_in_front: bool = option(
         False,

@@ -71,6 +71,12 @@ def test_paragraphs_and_cells_are_short():
     assert seen > 1000 and [(page, part) for page, part in long if page != "options.md"] == []
 
 
+def test_all_pages_together_are_short():
+    """A reader finds what matters in 40,000 words: who adds a paragraph cuts another."""
+    counted = {str(page.relative_to(ROOT)): words(page.read_text(encoding="utf-8")) for page in PAGES}
+    assert len(counted) > 40 and sum(counted.values()) <= 40_000, sorted(counted.items(), key=lambda entry: -entry[1])[:10]
+
+
 def test_the_index_lists_every_page():
     index = (ROOT / "docs" / "README.md").read_text()
     assert [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md" and f"({page.name})" not in index] == []

@@ -18,7 +18,7 @@ from ..errors import Mistake
 from .chunks import InChunks, checked_chunk
 from .memory_logging import MemoryLogging
 
-PENALTY_HELP = "weight of the mean norm of the layers' memories in the loss of a token"
+PENALTY_HELP = "weight of the mean norm of the layers' memories in the loss"
 
 
 @dataclass
@@ -37,8 +37,7 @@ class InChunksConfig(FairseqDataclass):
     find_unused_parameters: bool = II("distributed_training.find_unused_parameters")
     loss_chunk: int = option(
         0,
-        "N: compute the logits of N tokens at a time, and their gradients, so that those of a whole batch are never in memory; 0:"
-        " all at once",
+        "N: compute the logits of N tokens at a time, and their gradients, which saves memory; 0: all at once",
     )
 
 

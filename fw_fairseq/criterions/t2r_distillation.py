@@ -31,10 +31,10 @@ class T2rDistillationConfig(PlainOrAdaptiveConfig):
     teacher: str = option("", "checkpoint of the Transformer with softmax attention to learn from")
     match: ChoiceEnum(MATCHES) = option(  # type: ignore[valid-type]
         "hidden",
-        "what is matched of each layer first: its output, or what its attention gives on the teacher's input of that layer",
+        "what is matched of each layer first: its output, or its attention's output on the teacher's input",
     )
-    match_updates: int = option(0, "updates that match layers; those after it match the teacher's words")
-    teacher_weight: float = option(0.5, "share of the teacher's words in the loss after --match-updates; the text has the rest")
+    match_updates: int = option(0, "updates that match layers; later ones match the teacher's words")
+    teacher_weight: float = option(0.5, "share of the teacher's words in the loss after --match-updates; the rest is the text's")
 
 
 class Distillation(PlainOrAdaptive):

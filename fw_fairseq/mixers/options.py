@@ -45,69 +45,70 @@ class MixerOptions:
     feature_dim: int = option(0, "width of queries and keys per head before the feature map; 0: that of the layer / heads", least=0)
     feature_norm: str = option(
         "sum",
-        "divide features by their sum (for non-negative maps), by their length (l2), by the root of their square and 1e-6 "
-        "(l2_eps, as published layers do), or by none",
+        "divide features by their sum (non-negative maps only), by their length (l2; l2_eps adds 1e-6 to its square, as "
+        "published layers do), or by nothing (none)",
         choices=NORMS,
     )
-    attention_norm: bool = option(False, "divide each read by the product of the query and the keys that the rule has accumulated")
+    attention_norm: bool = option(False, "divide each read by the product of the query and the accumulated keys")
     attention_norm_of: str = option(
         "read_and_erase",
-        "under delta, divide what an erase reads too (read_and_erase: Schlag et al. 2021, eq. 27) or the output alone "
-        "(read: Mao 2022)",
+        "under delta, divide the output and what an erase reads (read_and_erase: Schlag et al. 2021, eq. 27), or the output "
+        "alone (read: Mao 2022)",
         choices=NORM_OF,
     )
-    dpfp_nu: int = option(1, "nu of the dpfp feature map, which has 2 * nu * feature_dim features", least=1)
+    dpfp_nu: int = option(1, "nu of dpfp, which makes 2 * nu * feature_dim features", least=1)
     favor_features: int = option(
         0,
-        "the number m of random directions of favor and rfa, which have 2m features, and favor_relu, which has m; 0: feature_dim",
+        "number m of random directions; favor and rfa make 2m features, favor_relu m; 0: feature_dim",
         least=0,
     )
     favor_prescale: bool = option(
         False,
-        "favor estimates exp(q.k / sqrt(feature_dim)), as softmax attention weighs, instead of exp(q.k), and needs fewer "
-        "features for it",
+        "favor estimates exp(q.k / sqrt(feature_dim)), as softmax attention has it, instead of exp(q.k), and needs fewer features",
     )
     write_strength_init: float = option(
         0.0,
-        "where the gates of write strength start; 0: where their rule has them, mostly near 0.5",
+        "initial write strength; 0: that of the rule, mostly near 0.5",
         least=0,
         below=1,
     )
-    product_steps: int = option(PRODUCT_STEPS, "how many times each token writes under delta_product", least=1)
+    product_steps: int = option(PRODUCT_STEPS, "number of writes of each token under delta_product", least=1)
     negative_eigenvalues: bool = option(
         False,
-        "gates that erase go up to 2, so that a write can turn around what a key reads (Grazzi et al. 2024)",
+        "gates that erase go up to 2, so that a write can reverse what a key reads (Grazzi et al. 2024)",
     )
-    key_heads: int = option(0, "number of heads of queries and keys, which groups of heads share; 0: all have their own", least=0)
+    key_heads: int = option(
+        0, "number of heads of queries and keys, each shared by a group of heads; 0: all have their own", least=0
+    )
     short_conv: int = option(
         0,
-        "width of a causal convolution over time of each channel of queries, keys and values, then SiLU; 0: none",
+        "width of a causal convolution of each channel of queries, keys and values, followed by SiLU; 0: none",
         least=0,
     )
     token_shift: bool = option(
         False,
-        "make queries, keys, values and gates each of a learnt mixture of a token and the one before it (RWKV)",
+        "make queries, keys, values and gates of learnt mixtures of a token and the one before it (RWKV)",
     )
     token_shift_rank: int = option(
         0,
-        "let the mixtures of --token-shift depend on the token by a map of this rank for each part (RWKV 6); 0: they do not",
+        "let the mixtures of --token-shift depend on the token, by maps of this rank (RWKV 6); 0: they do not",
         least=0,
     )
     rotary: bool = option(
         False,
-        "turn pairs of features of queries and keys by angles that grow with the position in the text (RetNet)",
+        "rotate pairs of features of queries and keys by the position in the text (RetNet)",
     )
     value_mixing_rank: int = option(
         0,
-        "mix the values of layer 0 into those of the others, in shares that a map of this rank makes of a token (RWKV 7); 0: none",
+        "mix the values of layer 0 into those of the others, in shares from a map of this rank (RWKV 7); 0: none",
         least=0,
     )
-    expand_values: float = option(1.0, "the width of the values of all heads, as a multiple of the layer's width", least=0.01)
+    expand_values: float = option(1.0, "total width of the values, as a multiple of the layer's width", least=0.01)
     output_norm: bool = option(False, "divide what each head reads by its root mean square, times learnt weights")
     output_norm_of: str = option(
         "head",
-        "what --output-norm takes together: each head, with weights that all heads share; all heads, with weights for each channel "
-        "(HGRN 2); or centred_head, each head after its mean is taken out, with weights and biases for each channel (RWKV)",
+        "what is normalised: each head, with weights that heads share; all_heads together, with weights per channel (HGRN 2); "
+        "centred_head, each head minus its mean, with weights and biases per channel (RWKV)",
         choices=NORMS_OF_READS,
     )
     output_norm_eps: float = option(1e-5, "what --output-norm adds to the mean square", least=0)
@@ -115,73 +116,72 @@ class MixerOptions:
     output_gate: bool = option(False, "multiply what is read by the SiLU of a projection of the layer's input")
     output_gate_form: str = option(
         "silu",
-        "the gate of --output-gate: the SiLU or the sigmoid of its projection, or a map U of sigmoids (of_sigmoid, RWKV 7)",
+        "the gate of --output-gate: the SiLU or sigmoid of its projection, or a map of sigmoids (of_sigmoid, RWKV 7)",
         choices=GATE_FORMS,
     )
-    output_gate_rank: int = option(0, "make the gate of --output-gate by a low rank; 0: by one projection", least=0)
+    output_gate_rank: int = option(0, "rank of the projection of --output-gate; 0: full", least=0)
     exponential_decay: bool = option(
         False,
-        "make gates that decay the memory exp(-exp(A) softplus(x + b)), A for each head, in place of a sigmoid (Gated DeltaNet)",
+        "decay gates are exp(-exp(A) softplus(x + b)), A for each head, instead of a sigmoid (Gated DeltaNet)",
     )
     read_own_value: bool = option(
         False,
-        "add to what a head reads, after --output-norm, the token's own value times the product of its query and key, whose "
-        "features have learnt weights (RWKV 7)",
+        "add to what a head reads, after --output-norm, the token's own value times the learnt product of its query and key "
+        "(RWKV 7)",
     )
-    short_conv_bias: bool = option(False, "add a number for each channel in --short-conv (Mamba 2)")
+    short_conv_bias: bool = option(False, "give --short-conv a bias per channel (Mamba 2)")
     scale_reads: bool = option(
         False,
-        "divide what a memory reads by the square root of the width of a head, before --output-norm and the output projection",
+        "divide reads by the square root of the width of a head, before --output-norm and the output projection",
     )
     scale_reads_of: str = option("values", "whose width --scale-reads takes", choices=WIDTHS)
     scale_after_norm: bool = option(
         False,
-        "let --scale-reads divide after --output-norm, as in checkpoints that were made before this option",
+        "apply --scale-reads after --output-norm, as checkpoints from before this option do",
     )
     projection_init: str = option(
         "xavier",
-        "how projections start: as fairseq's attention, or rwkv7: orthogonal queries, values and, a tenth of it, keys, an output "
-        "projection of 0, and weights of --output-norm that grow with the layers",
+        "rwkv7: orthogonal queries and values, keys of a tenth of that, an output projection of 0, and weights of --output-norm"
+        " that grow with the layers; xavier: as in fairseq's attention",
         choices=PROJECTION_INITS,
     )
     allow_divergence: bool = option(
         False,
-        "let a rule that erases have keys of any length, and --attention-norm divide by sums that may vanish, which papers report "
-        "to diverge",
+        "allow keys of any length with a rule that erases, and --attention-norm with sums that may vanish; papers report that "
+        "these diverge",
     )
-    bias_free: bool = option(False, "leave the biases out of the mixer's projections; gates of fast_weight then start around 1/2")
+    bias_free: bool = option(False, "no biases in the mixer's projections; gates of fast_weight then start around 1/2")
     fast_weight_backend: str = option(
         "auto",
-        "the form that runs the recurrence; auto chooses the fastest one that fits",
+        "the form that runs the recurrence; auto: the fastest that fits",
         choices=BACKENDS,
     )
     window_sizes: str = option(
         "",
-        "how many tokens additive and leap see in each layer, bottom first: '4,8,0'; 0: all tokens so far; one number "
-        "holds for every layer; default: 4, 8, 16 and so on, and 0 in the last layer; leap: 0, 4, 8, 16 and again, as "
-        "LEAP has them",
+        "number of tokens that each layer of additive and leap sees, bottom first: '4,8,0'; 0: all so far; one number is for "
+        "every layer; default: 4, 8, 16 and so on, and 0 in the last layer; leap: 0, 4, 8, 16, repeated",
     )
     pooling_form: str = option(
         "adapted",
-        "the form of additive and leap; published: additive with its projection after the first pooling, the first result "
-        "added to the output, and scores that start at 0; leap without an output projection",
+        "published: additive projects after the first pooling, adds the first result to the output, and starts with scores of "
+        "0; leap has no output projection",
         choices=FORMS,
     )
     pooling_dropout: float = option(
         0.0,
-        "dropout probability of the pooled vectors of additive, and of q, f, v and the scores of leap; the published runs "
-        "use the value of --dropout",
+        "dropout of the pooled vectors of additive, and of q, f, v and the scores of leap; published runs use the value of "
+        "--dropout",
         least=0,
         below=1,
     )
-    sru_projection: int = option(0, "width of a projection of sru's input before its product; 0: no projection", least=0)
+    sru_projection: int = option(0, "width of a projection of sru's input; 0: none", least=0)
     sru_projection_norm: bool = option(
         False,
-        "normalise the projection of --sru-projection, as SRU++ does in layers without attention",
+        "normalise the output of --sru-projection, as SRU++ does in layers without attention",
     )
     sru_projection_dropout: float = option(
         0.0,
-        "dropout probability of the projection of --sru-projection, after the norm",
+        "dropout of the output of --sru-projection, after the norm",
         least=0,
         below=1,
     )
@@ -191,18 +191,18 @@ class MixerOptions:
         least=-100,
         below=100,
     )
-    sru_rescale: bool = option(True, "scale the input that passes sru's highway, so that it keeps its variance")
+    sru_rescale: bool = option(True, "scale the input that passes sru's highway, to keep its variance")
     sru_init: str = option(
         "variance",
-        "the initial weights of sru and srupp; variance: as in SRU, keeping the variance of the input; xavier: as in SRU++",
+        "initial weights; variance: as in SRU, keeping the variance of the input; xavier: as in SRU++",
         choices=INITS,
     )
-    sru_input_bias: bool = option(True, "a bias in the product u of sru and srupp, which the published units do not have")
-    sru_tanh: bool = option(False, "sru and srupp give the tanh of their cell")
+    sru_input_bias: bool = option(True, "a bias in the product u, which the published units do not have")
+    sru_tanh: bool = option(False, "output the tanh of the cell")
     sru_dropout: float = option(
         0.0,
-        "dropout probability of the highway gates of sru and srupp, drawn once for all tokens; the published runs use the "
-        "value of --dropout in all layers but the last",
+        "dropout of the highway gates, drawn once for all tokens; published runs use the value of --dropout in all layers but "
+        "the last",
         least=0,
         below=1,
     )
@@ -210,39 +210,38 @@ class MixerOptions:
     srupp_heads: int = option(1, "number of heads of srupp's attention", least=1)
     srupp_memory: int = option(
         512,
-        "how many earlier tokens each token sees in srupp's attention, also in earlier segments; evaluation may use another number",
+        "number of earlier tokens that srupp's attention sees, also in earlier segments; evaluation may use another number",
         least=1,
     )
     srupp_segment: int = option(
         1,
-        "N: a text is cut into groups of N tokens, and token i of a group, counted from 0, sees i tokens more than "
-        "--srupp-memory; the published runs train with their --tokens-per-sample and evaluate with 1",
+        "N: in groups of N tokens, token i, counted from 0, sees i tokens more than --srupp-memory; published runs train with "
+        "their --tokens-per-sample and evaluate with 1",
         least=1,
     )
     srupp_rescale: bool = option(True, "scale the input that passes srupp's highway; the published SRU++ does not")
     srupp_dropout: float = option(
         0.0,
-        "dropout probability of the input of srupp's product; the published runs use the value of --dropout",
+        "dropout of the input of srupp's product; published runs use the value of --dropout",
         least=0,
         below=1,
     )
-    local_window: int = option(32, "how many tokens each token sees in local_attention, counting itself", least=2)
+    local_window: int = option(32, "number of tokens that local_attention sees, with the token itself", least=2)
     xl_memory: int = option(
         256,
-        "how many earlier tokens each token sees in transformer_xl; evaluation may use another number",
+        "number of earlier tokens that transformer_xl sees, also in earlier segments; evaluation may use another number",
         least=1,
     )
     xl_segment: int = option(
         1,
-        "N: a text is cut into groups of N tokens, and token i of a group, counted from 0, sees i tokens more than "
-        "--xl-memory; the published runs have their --tokens-per-sample here, in training and evaluation",
+        "N: as --srupp-segment, with --xl-memory; published runs use their --tokens-per-sample, in training and evaluation",
         least=1,
     )
-    attention_dropout: float = option(0.0, "dropout probability for attention weights", least=0, below=1)
+    attention_dropout: float = option(0.0, "dropout of attention weights", least=0, below=1)
     slots: int = option(32, "number of keys, and of values, that each head of abc and linformer keeps", least=1)
     slot_positions: int = option(
         1024,
-        "number of positions that linformer has weights for; later positions use the last weights",
+        "number of positions that linformer has weights for; later ones use the last weights",
         least=1,
     )
 

@@ -51,30 +51,30 @@ class FastWeightLanguageModelConfig(FastWeightConfig, TransformerLanguageModelCo
     decoder_attention_heads: int = option(8, "num decoder attention heads")
     plain_adaptive_softmax: bool = option(
         False,
-        "let the bands of --adaptive-softmax-cutoff share one table of embeddings with the input, with a bias for each word and"
-        " without projections, as Transformer-XL's code does",
+        "bands of --adaptive-softmax-cutoff share one embedding table with the input, with biases and without projections, as "
+        "in Transformer-XL's code",
     )
     positions_from_end: bool = option(
         False,
-        "count sinusoidal positions back from the end of each segment, whose last token has 0, as the code of Schlag et al. 2021"
-        " does; such a model scores texts and does not generate",
+        "count sinusoidal positions back from the end of each segment, as the code of Schlag et al. 2021 does; such a model "
+        "cannot generate",
     )
     init_std: float = option(
         0.0,
-        "start the weights of all linear maps and embeddings from a normal distribution of this width around 0, and those of norms"
-        " from one around 1, as Transformer-XL's code does; rows that start as 0 stay; 0: as fairseq does",
+        "width of the normal distribution of initial weights: linear maps and embeddings around 0, norms around 1, as in "
+        "Transformer-XL's code; rows of 0 stay; 0: fairseq's start",
         0,
         below=1,
     )
     options_from: str = option(
         "",
-        "a checkpoint of fast_weight_lm, for example one that fw-convert wrote, whose options the new model takes over: those that"
-        " decide what it computes, but not dropout",
+        "a checkpoint, for example from fw-convert, whose options the new model takes over: those that decide what it computes,"
+        " not dropout",
     )
     train_only: str = option(
         "all",
-        "new: train only the parts that fw-convert makes anew: query and key projections, gates and feature maps. All else stays"
-        " as it is, but --weight-decay shrinks the value projections",
+        "new: train only what fw-convert makes anew: query and key projections, gates and feature maps; --weight-decay still "
+        "shrinks the value projections",
         choices=("all", "new"),
     )
 

@@ -14,7 +14,7 @@ HEAD = """\
 # Changes to fairseq
 
 `--user-dir fw_fairseq` replaces these functions of fairseq 0.12.2 and 0.12.3 while the program runs; fairseq's files stay as they
-are. Each entry says what fairseq does, why that is wrong, and what happens now. `python -m fw_fairseq.patches` prints this page
+are. Each entry says what fairseq does and what happens now. `python -m fw_fairseq.patches` prints this page
 from the docstrings.
 """
 

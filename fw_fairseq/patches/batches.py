@@ -42,15 +42,15 @@ logger = logging.getLogger(__name__)
 
 @changes("numpy.compat")
 def provide_numpy_compat() -> None:
-    """`fairseq-generate` and `fairseq-interactive` need `numpy.compat.long`, which NumPy 2 lacks. Now it is `int` there."""
+    """`fairseq-generate` and `fairseq-interactive` need `numpy.compat.long`, which NumPy 2 lacks. Now it is `int`."""
     if not hasattr(numpy, "compat"):
         numpy.compat = types.SimpleNamespace(long=int)  # type: ignore[attr-defined]  # noqa: NPY201
 
 
 @replaces(indexed_dataset, "make_dataset")
 def check_binarised_text(original: Callable, path: str, impl: str, fix_lua_indexing: bool = False, dictionary: Any = None) -> Any:
-    """fairseq fails late, or trains on nonsense, if a binarised text's index does not fit its tokens, or its tokens are not in the
-    dictionary. Now such a text is refused when it is opened."""
+    """fairseq fails late, or trains on nonsense, if the index, the tokens and the dictionary of a binarised text do not fit. Now
+    such a text is refused when it is opened."""
     try:
         dataset = original(path, impl, fix_lua_indexing, dictionary)
         said = why_no_text(dataset._index, path, dictionary) if impl == "mmap" and dataset is not None else None
@@ -80,8 +80,7 @@ def why_no_text(index: Any, path: str, dictionary: Dictionary | None) -> str | N
 
 @replaces(TokenBlockDataset, "_build_slice_indices")
 def count_long_lines_whole(original: Callable, dataset: TokenBlockDataset, *args) -> tuple:
-    """With `--sample-break-mode eos` and `complete` fairseq counts the tokens of a sample modulo 65,536, so that a line of 65,600
-    passes for one of 64. Now all tokens count."""
+    """With `--sample-break-mode eos` and `complete` fairseq counts the tokens of a sample modulo 65,536. Now all tokens count."""
     sizes, blocks, places = original(*args)
     whole = places[:, 1] - places[:, 0]
     return whole if (whole != sizes).any() else sizes, blocks, places
@@ -89,8 +88,8 @@ def count_long_lines_whole(original: Callable, dataset: TokenBlockDataset, *args
 
 @replaces(data_utils, "batch_by_size")
 def keep_the_last_batch(original: Callable, indices: Iterable[int], *args, **kwargs) -> list:
-    """fairseq drops the last batch if its size is not a multiple of `--required-batch-size-multiple`, so sentences are neither
-    translated nor scored. Now the last batch holds the rest, and no sentences make no batches."""
+    """fairseq drops the last batch if its size is not a multiple of `--required-batch-size-multiple`, so some sentences are neither
+    translated nor scored. Now the last batch holds the rest."""
     indices = numpy.asarray(indices if isinstance(indices, numpy.ndarray) else [*indices], dtype=numpy.int64)
     if not len(indices):
         return []
@@ -101,10 +100,9 @@ def keep_the_last_batch(original: Callable, indices: Iterable[int], *args, **kwa
 
 @replaces(FairseqTask, "get_batch_iterator")
 def make_the_batches_of_the_first_epoch(original: Callable, task: Any, dataset: Any, *args, epoch: int = 1, **kwargs) -> Any:
-    """The epoch in which a run starts decides how fairseq composes its batches, so that a run that is resumed later has other ones.
-    Now every run has those of the first epoch. If all texts are too long for the model, fairseq reports a perplexity of 1; now this
-    is an error. A line of any length can take all memory; now one that is longer than a batch is refused, at more than 36,000
-    tokens if neither `--max-tokens` nor `--batch-size` allows for it."""
+    """fairseq composes its batches by the epoch in which a run starts, so a resumed run has other ones. Now every run has those of
+    the first epoch. If all texts are too long for the model, fairseq reports a perplexity of 1; now this is an error. A line that
+    is longer than a batch is refused, at more than 36,000 tokens if neither `--max-tokens` nor `--batch-size` allows for it."""
     refuse_lines_longer_than_a_batch(task, dataset, kwargs)
     anew = not task.can_reuse_epoch_itr(dataset) or kwargs.get("disable_iterator_cache") or kwargs.get("update_epoch_batch_itr")
     if anew or dataset in task.dataset_to_epoch_iter:
@@ -145,8 +143,8 @@ def shorter(task: FairseqTask, most: Any) -> str:
 
 @replaces(iterators.EpochBatchIterator, "state_dict")
 def count_the_workers(original: Callable, iterator: iterators.EpochBatchIterator) -> dict:
-    """A checkpoint's place within an epoch is a number of batches of one worker. Now it also says how many workers there were, and
-    how many batches the epoch has."""
+    """A checkpoint gives its place within an epoch as a number of batches of one worker. Now it also has the number of workers and
+    of the epoch's batches."""
     state = original(iterator)
     if isinstance(iterator, iterators.GroupedEpochBatchIterator):
         return state
@@ -155,9 +153,9 @@ def count_the_workers(original: Callable, iterator: iterators.EpochBatchIterator
 
 @replaces(iterators.EpochBatchIterator, "load_state_dict")
 def go_on_with_other_workers(original: Callable, iterator: iterators.EpochBatchIterator, state_dict: dict) -> None:
-    """Within an epoch and with another number of workers, fairseq skips batches, reads them twice or stops. Now a run goes on after
-    the batches that all workers have read; where their number cannot be shared, it reads the last few again. An epoch that has
-    another number of batches is refused."""
+    """With another number of workers, fairseq resumes within an epoch at a wrong batch, or stops. Now a run continues after the
+    batches that all workers have read; where their number cannot be shared, it reads the last few again. An epoch with another
+    number of batches is refused."""
     place, before = state_dict.get("iterations_in_epoch", 0), state_dict.get("workers")
     if place and before and not isinstance(iterator, iterators.GroupedEpochBatchIterator):
         now, batches, count = iterator.num_shards, state_dict["batches"], len(iterator.frozen_batches)
@@ -173,8 +171,8 @@ def go_on_with_other_workers(original: Callable, iterator: iterators.EpochBatchI
 
 @replaces(LanguageModelingTask, "eval_lm_dataloader")
 def score_every_block(original: Callable, task: Any, dataset: Any, *args, **kwargs) -> Iterable:
-    """`fairseq-eval-lm` leaves out texts that are longer than the model's positions, and reports the perplexity of the others; with
-    `--context-window` learned positions end in an IndexError. Now both are refused. The log says how far an evaluation is."""
+    """`fairseq-eval-lm` leaves out texts that are longer than the model's positions, and reports the perplexity of the others. Now
+    it refuses them. The log shows the progress of an evaluation."""
     sizes, most = numpy.asarray(dataset.sizes), kwargs.get("max_positions")
     tokens = int(min(sizes.max(initial=0) + kwargs.get("context_window", 0), sizes.sum()))
     if isinstance(most, int) and tokens > most:
@@ -185,8 +183,8 @@ def score_every_block(original: Callable, task: Any, dataset: Any, *args, **kwar
 
 @replaces(LMContextWindowDataset, "collater")
 def read_the_context_from_the_text(original: Callable, windows: LMContextWindowDataset, samples: list[dict]) -> dict:
-    """`--context-window` takes as context what the same process has read last, so that with several `--num-workers` or shards the
-    perplexity is wrong. Now it takes the words before."""
+    """`--context-window` takes as context what the same process has read last, so the perplexity is wrong with several
+    `--num-workers` or shards. Now it takes the words before."""
     context: list[numpy.ndarray] = []
     at, missing = int(samples[0]["id"]) if samples else 0, windows.context_window
     while at and missing > 0:
@@ -201,8 +199,8 @@ def read_the_context_from_the_text(original: Callable, windows: LMContextWindowD
 def number_rows_within_the_batch(
     original: Callable, search: Any, step: int, lprobs: Tensor, scores: Tensor, tokens: Any = None, sentences: Any = None
 ) -> tuple[Tensor, ...]:
-    """Diverse beam search looks other groups up by the sentence's number in the data set, which is not its row in the batch. Now it
-    uses the row. Hypotheses go on after their end where others are still searched for; now they do not."""
+    """Diverse beam search looks other groups up by the sentence's number in the data set. Now it uses the row in the batch.
+    Finished hypotheses no longer grow while others are searched for."""
     rows, beams = lprobs.shape[:2]
     if step:
         lprobs = lprobs.masked_fill(tokens[:, -1].view(rows, beams, 1).eq(search.eos), -math.inf)
@@ -219,9 +217,8 @@ def number_rows_within_the_batch(
 def compare_with_the_tokens_so_far(
     original: Callable, block: Any, tokens: Tensor, lprobs: Tensor, bsz: int, beam_size: int, step: int
 ) -> Tensor:
-    """Without its CUDA extension, `--no-repeat-ngram-size` compares with padding until the last step, and forbids nothing. Now it
-    compares with the tokens so far; a size of 1 forbids all of them. A word that `--prefix-size`, a prompt or the greatest length
-    prescribes is allowed, where no other word is left."""
+    """Without its CUDA extension, `--no-repeat-ngram-size` forbids nothing until the last step. Now it compares with the tokens so
+    far. A word that `--prefix-size`, a prompt or the greatest length prescribes is allowed if no other word is left."""
     before, written = lprobs.clone(), tokens[:, : step + 1]
     if block.no_repeat_ngram_size > 1:
         lprobs = original(block, written, lprobs, bsz, beam_size, step)

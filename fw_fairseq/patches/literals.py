@@ -60,7 +60,7 @@ def value(node: ast.expr) -> Any:
 @changes("eval")
 def replace_eval() -> None:
     """fairseq passes some option strings to `eval`, which runs any Python in them. Now `eval` within fairseq reads Python literals,
-    and lists and tuples joined by `+` or repeated by `*`; any other string is refused and nothing in it is run."""
+    and lists and tuples joined by `+` or repeated by `*`; any other string is refused."""
     # A function looks a name up in its own module before the built-in ones, under whatever name others import the function.
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "fairseq" and module is not None:

@@ -26,8 +26,8 @@ class NotFinite(Mistake, FloatingPointError):
 
 @replaces(Trainer, "train_step")
 def say_where_a_nan_came_from(original: Callable, trainer: Trainer, *args, **kwargs) -> Any:
-    """A loss or gradient that is NaN or infinite ends a run with a traceback. Now one sentence names the first parameter that is
-    not finite, the update, and the file with the parameters; the log before it names the first such output."""
+    """A loss or gradient that is NaN or infinite ends a run with a traceback. Now one sentence names the update, the first
+    parameter that is not finite, and the file with the parameters; the log names the first such output."""
     try:
         return original(trainer, *args, **kwargs)
     except NotFinite:
@@ -51,8 +51,8 @@ def refuse_scores_that_are_nan(original: Callable, scorer: SequenceScorer, model
 def refuse_losses_that_are_nan(
     original: Callable, task: FairseqTask, sample: dict, model: nn.Module, criterion: nn.Module, **kwargs
 ) -> tuple:
-    """`fairseq-validate` reports NaN as a result, with exit code 0. Now this ends as above. A run goes on after a validation whose
-    loss is NaN, as before."""
+    """`fairseq-validate` reports NaN as a result. Now it ends as above. A training continues after a validation whose loss is NaN,
+    as before."""
     found = original(task, sample, model, criterion, **kwargs)
     if not getattr(task, "has_trainer", False) and bool(torch.as_tensor(found[0]).isnan().any()):
         raise NotFinite(f"the loss is NaN; {why_not_finite(model)}")

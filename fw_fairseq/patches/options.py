@@ -30,12 +30,10 @@ TWO_PRECISIONS = "--fp16 and --bf16 exclude each other, as do --memory-efficient
 def list_every_option_in_the_help(
     original: Callable, parser: argparse.ArgumentParser, input_args: list[str] | None = None, *args, **kwargs
 ) -> object:
-    """fairseq's `--help` ends before the options of the architecture, the task and the criterion are read. Now it lists them. A
-    missing `--arch`, `--task` or `--path`, a task that does not train the architecture, and `--bf16` in commands that only read
-    a model, where it has no effect, are refused. `--bf16` looks for a TPU and fails on a GPU; now only `--tpu` does, and the
-    message about two precisions names the options. The updates of `--lr-scheduler polynomial_decay` are those of `--max-update`
-    if none are given. The commands that generate now take `--no-decoding-graph`, which switches CUDA graphs off for all their
-    models."""
+    """`--help` leaves out the options of the architecture, the task and the criterion. Now it lists them. Refused are a missing
+    `--arch`, `--task` or `--path`, a task that does not train the architecture, and `--bf16` in commands that only read a model,
+    where it has no effect. `--bf16` looks for a TPU; now only `--tpu` does. Without updates of its own, `--lr-scheduler
+    polynomial_decay` takes those of `--max-update`. Commands that generate take `--no-decoding-graph`, for all their models."""
     given = sys.argv[1:] if input_args is None else input_args
     generates = "--prefix-size" in parser._option_string_actions
     if generates and GRAPHS not in parser._option_string_actions:

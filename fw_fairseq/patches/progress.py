@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 @replaces(progress_bar, "progress_bar")
 def name_the_save_directory(original: Callable, *args, **kwargs) -> BaseProgressBar:
-    """The numbers of a model's layers, such as `fw_0_gate`, fill the lines of a training's log. Now they are in `layers.jsonl` in
-    the save directory, and in TensorBoard and W&B as before."""
+    """The numbers of a model's layers, such as `fw_0_gate`, fill the lines of fairseq's log. Now they are in `layers.jsonl` in the
+    save directory, and in TensorBoard and W&B as before."""
     bar = found = original(*args, **kwargs)
     while hasattr(bar, "wrapped_bar"):
         bar = bar.wrapped_bar
@@ -55,7 +55,7 @@ def without_layers(
 
 @replaces(trainer, "_catalog_shared_params")
 def leave_out_what_is_not_there(original: Callable, module: nn.Module, memo: dict | None = None, prefix: str = "") -> list | None:
-    """fairseq lists all biases that a model lacks as one shared parameter. Now it lists parameters."""
+    """fairseq lists all biases that a model lacks as one shared parameter. Now it lists parameters only."""
     found = original(module, memo, prefix)
     if memo is not None:
         return found

@@ -39,16 +39,16 @@ class Told(Exception):
 
 @changes("fairseq_cli.train.validate_and_save")
 def save_when_told_to_stop() -> None:
-    """A signal that tells a run to stop loses everything since the last checkpoint. Now SIGTERM and SIGUSR1 end a training after
-    the update or the batch of a validation at hand: it saves and ends with exit code 75. The same command resumes it, and begins
-    with a validation that was due. If one worker gets the signal, all of them stop."""
+    """A signal that stops a run loses everything since the last checkpoint. Now a training that gets SIGTERM or SIGUSR1 saves after
+    the current update or validation batch, and ends with exit code 75. The same command resumes it, and begins with a validation
+    that was due. A signal to one worker stops all of them."""
     change_program("validate_and_save", save_and_exit_if_told)
 
 
 @changes("fairseq_cli.train.train")
 def leave_complete_runs_alone() -> None:
-    """The command of a run that has reached `--max-update`, `--stop-time-hours` or `--patience` makes one more update each time,
-    and writes it over the checkpoint. Now it makes none."""
+    """A run that has reached `--max-update`, `--stop-time-hours` or `--patience` makes one more update each time it is started. Now
+    it makes none."""
     change_program("train", train_unless_complete)
 
 
@@ -133,7 +133,7 @@ def save_and_exit_if_told(
 
 @replaces(Trainer, "valid_step")
 def end_a_validation_when_told(original: Callable, trainer: Trainer, *args, **kwargs) -> Any:
-    """A signal within a validation was heard at its end only. Now the validation ends at the next batch."""
+    """A validation reads to its end after a signal. Now it ends at the next batch."""
     if listening == [os.getpid()] and told(trainer.device):
         raise Told
     return original(trainer, *args, **kwargs)

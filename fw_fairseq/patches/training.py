@@ -32,8 +32,8 @@ HALVES = ("memory_efficient_bf16", "fp16", "bf16", "amp")
 
 @replaces(Trainer, "__init__")
 def refuse_half_precision_on_cpus(original: Callable, trainer: Trainer, cfg: Any, task: FairseqTask, *args, **kwargs) -> None:
-    """Without a GPU, `--fp16` and `--bf16` fail in the middle of fairseq's work, and `--amp` does nothing. Now they are refused
-    before the run starts. `--memory-efficient-fp16` trains on CPUs."""
+    """Without a GPU, `--fp16` and `--bf16` fail late, and `--amp` does nothing. Now they are refused before the run starts.
+    `--memory-efficient-fp16` trains on CPUs."""
     if cfg.common.fp16 and cfg.common.bf16:
         raise Mistake(TWO_PRECISIONS)
     given = next((name for name in HALVES if getattr(cfg.common, name)), None)
@@ -48,11 +48,10 @@ def refuse_half_precision_on_cpus(original: Callable, trainer: Trainer, cfg: Any
 def say_what_does_not_fit(
     original: Callable, trainer: Trainer, filename: str, reset_optimizer: bool = False, *args, **kwargs
 ) -> dict | None:
-    """fairseq's message about parameters that do not fit names none of them; now it does. fairseq also resumes with another task,
-    at a wrong place of the text, with another dictionary, and with options that make another model of the same parameters, such as
-    another `--feature-map`. Now this is refused; with an explicit `--restore-file` the log names such options. Where that file is
-    missing, fairseq trains from scratch; now it is refused. The counts of `--patience` and of `wall` stand at 0 after each stop;
-    now they go on."""
+    """Now the message about parameters that do not fit names them. fairseq also resumes with another task, at a wrong place of the
+    text, with another dictionary, and with options that make another model of the same parameters, such as another `--feature-map`.
+    Now this is refused; with an explicit `--restore-file` the log names such options. If that file is missing, fairseq trains from
+    scratch; now it is refused. The counts of `--patience` and of `wall` continue."""
     try:
         extra_state = original(trainer, filename, reset_optimizer, *args, **kwargs)
     except Exception as error:
@@ -84,7 +83,7 @@ def split_ensembles(
     *args,
     **kwargs,
 ) -> tuple:
-    """`fairseq-eval-lm` takes `--path a.pt:b.pt` for one file, unlike fairseq's other tools. Now it is an ensemble everywhere."""
+    """`fairseq-eval-lm` takes `--path a.pt:b.pt` for one file. Now it is an ensemble, as in fairseq's other tools."""
     whole = {name for name in filenames if os.path.exists(name) or os.path.exists(name.replace(".pt", f"{suffix}.pt"))}
     split = [part for name in filenames for part in ([name] if name in whole else utils.split_paths(name))]
     if task is not None:  # it has its own options, and all overrides are for the model
@@ -94,11 +93,11 @@ def split_ensembles(
 
 @replaces(models, "build_model")
 def build_what_the_options_say(original: Callable, cfg: Any, task: FairseqTask, from_checkpoint: bool = False) -> nn.Module:
-    """fairseq takes options that no part of a model reads; now a new model of this project refuses them. An option string that is
-    no literal is now refused by its option's name. `--options-from` now takes over those of a checkpoint, and new checkpoints hold
-    them, and those that a model found in a folder, as if they had been given. fairseq takes a checkpoint with any dictionary of its
-    size; now one with other words, or in another order, is refused. `--quant-noise-scalar` fails at dense layers of a class of
-    their own; now it quantises them."""
+    """fairseq accepts options that no part of a model reads; now a new model of this project refuses them. A string that is no
+    literal is refused by its option's name. `--options-from` takes over the options of a checkpoint; new checkpoints hold these,
+    and those that a model found in a folder, as if they had been given. fairseq accepts any dictionary of the checkpoint's size;
+    now one with other words, or in another order, is refused. `--quant-noise-scalar` works with dense layers of a class of their
+    own."""
     if from_checkpoint:
         check_the_last_one(task)
     take_options_over(cfg)

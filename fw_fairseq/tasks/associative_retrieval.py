@@ -23,9 +23,7 @@ class AssociativeRetrievalConfig(DrawnConfig):
     setting: ChoiceEnum(["1", "2"]) = option(  # type: ignore[valid-type]
         "1", "1: S pairs without replacement; 2: 2S pairs with replacement, the last one counts"
     )
-    evaluation_pairs: int = option(
-        0, "pairs of a sequence that setting 2 is evaluated with; 0: S, as Schlag et al. 2021 published it", least=0
-    )
+    evaluation_pairs: int = option(0, "pairs of a sequence in the evaluation of setting 2; 0: S, as in Schlag et al. 2021", least=0)
 
 
 def draw_pairs(count: int, keys: int, pairs: Optional[int], generator: torch.Generator) -> tuple[Tensor, Tensor]:

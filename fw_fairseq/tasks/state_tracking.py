@@ -21,12 +21,12 @@ class StateTrackingConfig(DrawnTextConfig):
     group: ChoiceEnum(["parity", "modular", "s3", "s5"]) = option(  # type: ignore[valid-type]
         "parity", "parity: 0 and 1; modular: addition modulo --modulus; s3, s5: permutations of three or five things"
     )
-    modulus: int = option(5, "the number of numbers of --group modular", least=2)
+    modulus: int = option(5, "number of elements of --group modular", least=2)
     length: int = option(128, "elements of a sequence in training", least=1)
     shortest_length: int = option(
         0,
-        "elements of the shortest sequences in training; each batch draws how many its sequences have, uniform in the logarithm; 0:"
-        " all have --length",
+        "elements of the shortest sequences in training; each batch draws its length, uniform in the logarithm; 0: all have "
+        "--length",
         least=0,
     )
     evaluation_length: int = option(512, "elements of a sequence in validation; 0: as many as in training", least=0)

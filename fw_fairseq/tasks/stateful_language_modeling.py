@@ -27,9 +27,9 @@ NOT_ACROSS = ("qkv_sparsity", "ffn_sru", "reversible")  # options of layers that
 class StatefulLanguageModelingConfig(LanguageModelingConfig):
     """The options of --task stateful_language_modeling."""
 
-    reset_at_eos: bool = option(False, "empty the state after every end of sentence or document, also within a segment")
+    reset_at_eos: bool = option(False, "empty the state after every end of sentence or document")
     sequence_parallel: int = option(
-        1, "how many neighbouring workers share their streams; each computes an equal part of every segment"
+        1, "number of neighbouring workers that share their streams; each computes an equal part of every segment"
     )
     sentence_avg: bool = II("optimization.sentence_avg")
     curriculum: int = II("dataset.curriculum")

@@ -27,15 +27,15 @@ class PretrainedLanguageModelConfig(FastWeightConfig):
 
     feature_map: str = option("relu", "the map that queries and keys pass through", choices=FEATURE_MAPS)
     pretrained: str = option(
-        "", "the folder of a causal language model, as transformers saves it, or with one GGUF file; checkpoints do without it"
+        "", "folder of a causal language model, as transformers saves it or with one GGUF file; checkpoints do not need it"
     )
-    pretrained_config: str = option("", "the configuration of that model, which checkpoints bring along")
+    pretrained_config: str = option("", "the model's configuration, which checkpoints set")
     memory_window: int = option(
-        0, "N: softmax reads the last N tokens beside fast_weight, and the memory those before them; 0: the memory reads all", 0
+        0, "N: softmax reads the last N tokens, and the memory those before them; 0: the memory reads all", 0
     )
-    drop_rotary: bool = option(False, "leave the rotary positions of queries and keys out of converted layers")
-    decoder_layers: int = option(0, "the number of layers, which is that of the pretrained model", 0)
-    checkpoint_activations: bool = option(False, "compute activations again in the backward, which takes less memory")
+    drop_rotary: bool = option(False, "no rotary positions in converted layers")
+    decoder_layers: int = option(0, "number of layers of the pretrained model", 0)
+    checkpoint_activations: bool = option(False, "recompute activations in the backward, which takes less memory")
     options_from: str = option(
         "", "a checkpoint of pretrained_lm, for example one that fw-convert wrote, whose options the new model takes over"
     )

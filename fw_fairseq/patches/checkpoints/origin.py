@@ -25,9 +25,9 @@ SIDES = ("source", "target")
 
 @replaces(Trainer, "state_dict")
 def keep_task_and_dictionaries(original: Callable, trainer: Trainer) -> dict:
-    """fairseq's checkpoints name the data folder, but not what was in it. Now they also have a sum of each dictionary, the name of
-    the task, what `--patience` has counted, and whether a validation is due. A number that some of fairseq's modules save and never
-    set is now 0, so that equal runs have equal checkpoints."""
+    """fairseq's checkpoints do not say what was in the data folder. Now they have a sum of each dictionary, the name of the task,
+    the count of `--patience`, and whether a validation is due. A number that some of fairseq's modules save and never set is now 0,
+    so equal runs have equal checkpoints."""
     state = original(trainer)
     for name, x in state.get("model", {}).items():
         if name.endswith("_float_tensor"):

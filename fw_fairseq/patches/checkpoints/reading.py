@@ -34,9 +34,9 @@ origins: dict[str, dict] = {}  # what that checkpoint says of its task and dicti
 def load_only_data(original: Callable, path: Any, arg_overrides: dict | None = None, **kwargs) -> dict:
     """`torch.load` refuses the options in fairseq's checkpoints since torch 2.6, and does not compare check sums. Now a checkpoint
     may hold tensors, plain data, options and NumPy's numbers. Anything else, and a file that is cut short or altered, is refused
-    and not run, and the newest whole checkpoint of the folder is named. fairseq ignores names in `--model-overrides` that the
-    checkpoint lacks; now a newer option of its model is set, and any other name is refused. A newer option whose default computes
-    something else is added as the checkpoint was trained."""
+    and not run; the message names the newest whole checkpoint of the folder. fairseq ignores names in `--model-overrides` that the
+    checkpoint lacks; now an option of its model is set, and any other name is refused. Options that are newer than the checkpoint
+    get the values that it was trained with."""
     if os.path.isdir(path):
         raise Mistake(f"{path} is a folder, not a checkpoint; {offer(Path(path))}")
     try:
@@ -116,7 +116,7 @@ def options_of(model: dict) -> set[str]:
 
 @replaces(checkpoint_utils, "load_ema_from_checkpoint")
 def load_only_data_for_ema(original: Callable, path: Any) -> dict:
-    """fairseq reads `--ema-seed-model` with a second reader. Now it is read as any other checkpoint."""
+    """`--ema-seed-model` is read by a second reader. Now it is read as any other checkpoint."""
     return load_only_data(original, path)
 
 

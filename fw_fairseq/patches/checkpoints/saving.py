@@ -37,8 +37,7 @@ held: dict[tuple[int, str], IO] = {}  # locks, by the process, as a process that
 @replaces(PathManager, "copy")
 def copy_by_renaming(original: Callable, source: str, target: str, overwrite: bool = False) -> bool:
     """A kill while fairseq copies a checkpoint onto `checkpoint_last.pt` leaves half of a file. Now the copy is written beside it
-    and renamed; where the checkpoint has a number in its name, `checkpoint_last.pt` is a hard link to it and takes no space. As in
-    fairseq, an existing file stays only without `overwrite` and with iopath."""
+    and renamed. If the checkpoint has a number in its name, `checkpoint_last.pt` is a hard link to it."""
     if PathManager.path_requires_pathmanager(source) or PathManager.path_requires_pathmanager(target):
         return original(source, target, overwrite)
     if file_io.IOPathManager and os.path.exists(target) and not overwrite:
@@ -60,8 +59,8 @@ def copy_by_renaming(original: Callable, source: str, target: str, overwrite: bo
 
 @replaces(checkpoint_utils, "save_checkpoint")
 def collect_states_of_all_workers(original: Callable, cfg: Any, trainer: Trainer, epoch_itr: Any, val_loss: float | None) -> Any:
-    """fairseq asks only the worker that writes the checkpoint for the position in the data. Now the states that this project's
-    tasks keep are collected from every worker first."""
+    """Only the worker that writes a checkpoint gives its position in the data. Now the states of this project's tasks are collected
+    from every worker first."""
     if hasattr(epoch_itr, "collect"):
         epoch_itr.collect()
     return original(cfg, trainer, epoch_itr, val_loss)
@@ -70,7 +69,7 @@ def collect_states_of_all_workers(original: Callable, cfg: Any, trainer: Trainer
 @replaces(checkpoint_utils, "verify_checkpoint_directory")
 def lock_the_save_directory(original: Callable, save_dir: str) -> None:
     """Two runs with one `--save-dir` overwrite each other's checkpoints. Now the second one is refused. The lock ends with the
-    process, however that ends; all workers of one run share it."""
+    process; all workers of one run share it."""
     original(save_dir)
     if not PathManager.path_requires_pathmanager(save_dir):
         lock(save_dir)
@@ -110,9 +109,8 @@ def release() -> None:
 
 @replaces(checkpoint_utils, "prune_state_dict")
 def prune_once(original: Callable, state_dict: dict, model_cfg: Any) -> dict:
-    """fairseq prunes by `--decoder-layers-to-keep` whenever it reads a checkpoint, so that such a run cannot be resumed or
-    evaluated, and a translation model loses the layers of its other side. Now a side is pruned if it has more layers than are
-    kept."""
+    """fairseq prunes by `--decoder-layers-to-keep` whenever it reads a checkpoint, so such a run cannot be resumed or evaluated,
+    and a translation model loses layers of its other side. Now a side is pruned only if it has more layers than are kept."""
     kept = {side: value for side in ("encoder", "decoder") if (value := getattr(model_cfg, f"{side}_layers_to_keep", None))}
     pruned = tuple(side for side, value in kept.items() if layers_of(side, state_dict) > len(value.split(",")))
     if not pruned:
@@ -132,30 +130,30 @@ def layers_of(side: str, state_dict: dict) -> int:
 
 @replaces(EMA, "restore")
 def keep_versions(original: Callable, averages: EMA, state_dict: dict, *args, **kwargs) -> None:
-    """fairseq leaves the number of a decoder's format out of the averages of `--store-ema`, and drops the last norm of a decoder
-    without it, so that averages with `--decoder-normalize-before` are of another model. Now they have both."""
+    """Averages of `--store-ema` lack the number of a decoder's format, so fairseq drops the last norm of a decoder with
+    `--decoder-normalize-before`. Now averages have the number and the norm."""
     versions = {name: x for name, x in averages.model.state_dict().items() if "version" in name}
     original(averages, versions | state_dict, *args, **kwargs)
 
 
 @replaces(ReduceLROnPlateauLRSchedule, "state_dict")
 def keep_the_bad_epochs(original: Callable, scheduler: ReduceLROnPlateauLRSchedule) -> dict:
-    """fairseq's checkpoints do not say how many epochs have passed without a better validation loss, so that `--lr-patience` counts
-    from 0 after each stop. Now they do."""
+    """fairseq's checkpoints lack the number of epochs without a better validation loss, so `--lr-patience` counts from 0 after each
+    stop. Now they have it."""
     return {**original(scheduler), BAD_EPOCHS: scheduler.lr_scheduler.num_bad_epochs}
 
 
 @replaces(ReduceLROnPlateauLRSchedule, "load_state_dict")
 def load_the_bad_epochs(original: Callable, scheduler: ReduceLROnPlateauLRSchedule, state: dict) -> None:
-    """Now the count is read too; in a checkpoint of fairseq itself it is missing, and begins at 0."""
+    """Now that number is read too; without it, as in a checkpoint of fairseq itself, it begins at 0."""
     original(scheduler, state)
     scheduler.lr_scheduler.num_bad_epochs = state.get(BAD_EPOCHS, 0)
 
 
 @replaces(checkpoint_utils, "load_checkpoint")
 def judge_the_last_epoch(original: Callable, cfg: Any, trainer: Trainer, **passthrough_args) -> tuple:
-    """A checkpoint is written before the scheduler sees the epoch's validation loss, so that a run which stops there forgets that
-    loss. Now the scheduler sees it when the run resumes."""
+    """A checkpoint is written before the scheduler sees the epoch's validation loss, so a run that stops there forgets it. Now the
+    scheduler sees it when the run resumes."""
     extra_state, epochs = original(cfg, trainer, **passthrough_args)
     scheduler = trainer.lr_scheduler
     if extra_state is not None and follows_validation(scheduler) and not (cfg.reset_optimizer or cfg.reset_lr_scheduler):

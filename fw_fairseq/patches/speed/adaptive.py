@@ -41,8 +41,8 @@ def by_bands(words: Tensor, ends: list[int]) -> tuple[Tensor, Tensor, list[int]]
 
 @replaces(AdaptiveInput, "forward")
 def embed_by_bands(original: Callable, module: AdaptiveInput, input: Tensor) -> Tensor:
-    """For each band, fairseq asks the device whether it has words, then for their number twice, and in the backward pass for both
-    again. Now the host asks once for the numbers of all bands, and never in the backward pass. The results have the same bits."""
+    """For each band of words, fairseq asks the device again and again how many words are in it. Now the host asks once for all
+    bands, and never in the backward pass. The results have the same bits."""
     words, kind = input.flatten(), module._float_tensor.dtype
     _, places, sizes = by_bands(words, module.cutoff)
     parts = zip(module.embeddings, [0, *module.cutoff], words.index_select(0, places).split(sizes))
@@ -52,7 +52,7 @@ def embed_by_bands(original: Callable, module: AdaptiveInput, input: Tensor) -> 
 
 @replaces(AdaptiveSoftmax, "adapt_target")
 def find_targets_by_bands(original: Callable, module: AdaptiveSoftmax, target: Tensor) -> tuple[list, list]:
-    """The same for the targets: fairseq asks three times for each band, and now the host asks once."""
+    """The same for the targets: now the host asks once."""
     words = target.view(-1)
     bands, places, sizes = by_bands(words, module.cutoff)
     found = [part if len(part) else None for part in places.split(sizes)[1:]]
@@ -63,9 +63,9 @@ def find_targets_by_bands(original: Callable, module: AdaptiveSoftmax, target: T
 
 @replaces(AdaptiveLoss, "forward")
 def lose_without_waiting(original: Callable, criterion: AdaptiveLoss, model: Any, sample: dict, reduce: bool = True) -> tuple:
-    """fairseq's assertions about targets wait for each band, and so does its count of the words, which the batch already has. And
-    it takes the second word of each rare band for padding, so that its probability within the band is in no loss. Now torch checks
-    the targets where the loss is computed, and only padding is left out."""
+    """fairseq's checks of targets, and its count of words, wait for each band. Now torch checks the targets where the loss is
+    computed. fairseq also takes the second word of each rare band for padding, so its probability within the band is in no loss.
+    Now only padding is left out."""
     output = model(**sample["net_input"])
     target = model.get_targets(sample, output)
     logits, targets = model.decoder.adaptive_softmax(output[0], target.view(-1))

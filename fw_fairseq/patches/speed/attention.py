@@ -69,7 +69,6 @@ def causal_attention(
 
 @replaces(TransformerDecoderBase, "buffered_future_mask")
 def say_that_a_mask_is_causal(original: Callable, decoder: TransformerDecoderBase, tensor: Tensor) -> Tensor:
-    """fairseq gives torch's attention the causal mask as T x T numbers, so that it never takes FlashAttention, computes all pairs
-    of tokens, and keeps the numbers. Now it is told that it is causal; with padding, and where weights are wanted, it gets the
-    numbers as before."""
+    """fairseq gives torch's attention the causal mask as T x T numbers, so it never takes FlashAttention. Now it says that
+    attention is causal; with padding, and where weights are wanted, it gives the numbers as before."""
     return CausalMask.made_by(partial(original, decoder), tensor)

@@ -102,7 +102,7 @@ def parts(params: list[Tensor]) -> Iterator[list[Tensor]]:
 @replaces(FairseqAdam, "__init__")
 def take_the_fused_adam(original: Callable, optimizer: FairseqAdam, cfg: Any, params: Iterable) -> None:
     """Without apex, fairseq's Adam starts seven operations or more for each parameter. Now torch's fused Adam computes the same for
-    all parameters at once, and its checkpoints are fairseq's. `--use-old-adam` keeps fairseq's."""
+    all parameters at once; its checkpoints are fairseq's. `--use-old-adam` keeps fairseq's."""
     original(optimizer, cfg, params)
     made = optimizer._optimizer
     if type(made) is Adam and not safe_getattr(cfg, "use_old_adam") and not safe_getattr(cfg, "tpu"):
