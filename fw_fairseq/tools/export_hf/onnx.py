@@ -31,7 +31,9 @@ class WithStates(nn.Module):
         self.model, self.new_cache = model, Cache
         cache = self.read(torch.zeros(TRACED, dtype=torch.long), Cache())[1]
         self.kinds = {layer: type(state) for layer, state in cache.states.items()}
-        self.present = [(i, name) for i, state in cache.states.items() for name in state._fields if getattr(state, name) is not None]
+        self.present = [
+            (i, name) for i, state in cache.states.items() for name in state._fields if getattr(state, name) is not None
+        ]
         self.start = [torch.zeros_like(getattr(cache.states[i], name)) for i, name in self.present]
         self.names = ["length", *(f"{i}.{name}" for i, name in self.present)]
 
@@ -53,7 +55,9 @@ class WithStates(nn.Module):
 def refuse(model: Any) -> None:
     """Refuses a model that ONNX has no form for."""
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        raise Mistake(f"--onnx needs {missing[0]}; install fw_fairseq with the extra [onnx], on Python 3.10 or later")
+        raise Mistake(f"--onnx needs {missing[0]}; install fw_fairseq with the extra [onnx], on Python 3.11 or later")
+    if not hasattr(torch.onnx, "ops"):
+        raise Mistake(f"--onnx needs torch 2.8 or later; this is {torch.__version__}")
     others = [] if model.config.is_encoder_decoder else [name for name in model.config.mixers if name != "fast_weight"]
     banded = not model.config.is_encoder_decoder and (model.config.input_bands or model.config.output_bands)
     wrong = "a translation model" if model.config.is_encoder_decoder else f"layers with --mixer {others[0]}" if others else ""
