@@ -81,7 +81,7 @@ def cache_of(given: Cache | None, others: dict, inputs: Tensor, keep_state: bool
         return Cache(keep_state=keep_state)
     if not isinstance(cache, Cache):
         raise Mistake(f"{CACHE} is a {type(cache).__name__}; it must be what this model returned, or None")
-    if cache.tokens is not None and len(cache.tokens) != len(inputs):
+    if cache.tokens is not None and cache.tokens.shape[0] != inputs.shape[0]:
         had = len(cache.tokens)
         raise Mistake(f"{CACHE} is of {had} sequences; it must be of as many as the input has, {len(inputs)}")
     return cache
@@ -195,7 +195,7 @@ class Embeds:
     def positions(self, place: Tensor) -> Tensor:
         """Returns the embeddings of positions, learned or sinusoidal."""
         if self.embed_positions is not None:
-            if int(place.max()) >= self.embed_positions.num_embeddings:
+            if not torch.onnx.is_in_onnx_export() and int(place.max()) >= self.embed_positions.num_embeddings:
                 limit = self.embed_positions.num_embeddings - self.config.first_position
                 raise Mistake(f"input_ids is longer than max_position_embeddings, {limit} tokens; give fewer")
             return self.embed_positions(place)

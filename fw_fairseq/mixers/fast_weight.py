@@ -225,7 +225,7 @@ class FastWeight(Watched, Mixer):
         reset_mask: Tensor | None = None,
     ) -> Projected:
         """Maps x (T,B,C) to what ``fast_weight`` takes."""
-        check_tokens("x", x, len(x))
+        check_tokens("x", x, x.shape[0])
         kept: dict[str, Tensor] = {}
         masks = padding_mask, reset_mask
         sizes = [*self.sizes.values()]
@@ -258,7 +258,7 @@ class FastWeight(Watched, Mixer):
         """The rows of ``in_proj`` for x. Kernels read many tokens 16 bytes at a time; for them columns of 0 fill the rows up to a
         multiple of 8 columns."""
         missing = -self.in_proj.out_features % ROW_UNIT
-        if missing == 0 or len(x) == 1 or not has_kernels(x):
+        if missing == 0 or x.shape[0] == 1 or not has_kernels(x):
             return self.in_proj(x)
         if not is_linear(self.in_proj):
             return F.pad(self.in_proj(x), (0, missing))

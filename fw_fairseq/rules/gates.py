@@ -56,7 +56,7 @@ def log_rates(count: int, rates: tuple[float, float] = RATES) -> Tensor:
 
 def retention(place: Place) -> Tensor:
     """1 - 2^(-5-h) for head number h (RetNet)."""
-    return 1 - torch.exp2(-5.0 - torch.arange(place.size))
+    return 1 - torch.exp2(-(torch.arange(place.size) + 5.0))
 
 
 def bounds(place: Place) -> Tensor:

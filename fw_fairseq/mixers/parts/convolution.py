@@ -46,7 +46,7 @@ class EarlierTokens:
 
     def back(self, tokens: int) -> Tensor:
         """The token so many tokens before each token, (T,B,C), itself for 0."""
-        start, stop = self.before - tokens, len(self.seen) - tokens
+        start, stop = self.before - tokens, self.seen.shape[0] - tokens
         x = self.seen[start:stop]
         if self.text is None or not tokens:
             return x
@@ -60,7 +60,7 @@ class EarlierTokens:
         """The last tokens of the last text, (B,before,C)."""
         x, text, last_text = self.seen, self.text, self.last_text
         if self.order is None:
-            x, text = x[len(x) - self.before :], None if text is None else text[len(text) - self.before :]
+            x, text = x[x.shape[0] - self.before :], None if text is None else text[text.shape[0] - self.before :]
         else:
             last = self.count + torch.arange(self.before, device=x.device).unsqueeze(1)
             x, text = x.take_along_dim(last.unsqueeze(-1), 0), None if text is None else text.take_along_dim(last, 0)
@@ -107,9 +107,8 @@ class TokenShift(nn.Module):
 
     def added(self, x: Tensor, change: Tensor, projection: Tensor) -> Tensor:
         """Returns what the mixtures add, for the change from x (T,B,C) to the token before it."""
-        sizes, shares = torch.tensor(self.sizes, device=x.device), self.weight[self.mixture_of]
-        shares = shares.repeat_interleave(sizes, dim=0, output_size=len(projection))
-        return F.linear(change, projection * shares)
+        shares = [self.weight[i].expand(size, -1) for i, size in zip(self.mixture_of, self.sizes)]
+        return F.linear(change, projection * torch.cat(shares))
 
 
 class DependentShift(TokenShift):

@@ -55,7 +55,7 @@ class GateMaker(nn.Module):
         form = FORMS[self.form]
         if self.constant:
             bias = self.bias if self.fixed is None else self.fixed_as(source)
-            x = self.by_head(bias).expand(source.shape[1], -1, len(source), -1)
+            x = self.by_head(bias).expand(source.shape[1], -1, source.shape[0], -1)
         elif self.of is not None:
             x = wide(source if source.dim() == 4 else source.unsqueeze(-1))
             x = x if self.bias is None else x * self.by_head(self.bias)

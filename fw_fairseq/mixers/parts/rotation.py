@@ -22,8 +22,8 @@ def positions(
     """
     zeros = torch.zeros_like(tokens[..., 0], dtype=torch.long).T
     start = zeros[:, :1] if start is None else start
-    check_sequences(start, len(zeros))
-    places, after = places_in_texts(start[:, 0], len(tokens), padding_mask, reset_mask)
+    check_sequences(start, zeros.shape[0])
+    places, after = places_in_texts(start[:, 0], tokens.shape[0], padding_mask, reset_mask)
     return places, after[:, None]
 
 

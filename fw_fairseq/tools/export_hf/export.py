@@ -15,7 +15,7 @@ from torch import nn
 from ...errors import Mistake
 from ...patches.non_finite import NotFinite, why_not_finite
 from ..checkpoints import first_symbol, load_model
-from . import language_models, translation
+from . import language_models, onnx, translation
 from .folders import TARGET, TOLERANCE, check_alone, check_output, load, replace, write
 from .tokenizers import renumber, word_tokenizer
 
@@ -29,12 +29,13 @@ def export(
     data: str | Path | None = None,
     tokenizer: str | Path | None = None,
     force: bool = False,
+    onnx_file: bool = False,
 ) -> Any:
     """Writes the folder ``output`` and returns the model in it.
 
     data: the folder with dict.txt, or with those of both languages; by default that of the training. tokenizer: a folder with a
     GPT-2 tokenizer, if the symbols of the dictionary are its numbers, as fw-convert writes them. Without it, the words of the
-    dictionary become a tokenizer.
+    dictionary become a tokenizer. onnx_file: whether the folder also has the model as a file of ONNX.
     """
     output = Path(output).resolve()
     check_output(output, force)
@@ -45,12 +46,16 @@ def export(
         model, compare, tokenizers = _translation_model(source, task)
     else:
         model, compare, tokenizers = _language_model(source, task, tokenizer)
+    if onnx_file:
+        onnx.refuse(model)
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
         _check(compare(model), source, checkpoint)
         write(model, tokenizers, temporary)
         _check(compare(load(type(model), temporary)), source, checkpoint)
         check_alone(temporary, f"CHECKPOINT {checkpoint}")
+        if onnx_file:
+            onnx.write(model, temporary / onnx.FILE)
         check_output(output, force)
         replace(temporary, output)
     finally:

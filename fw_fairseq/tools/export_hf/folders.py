@@ -23,7 +23,7 @@ CODE_FILE = "modeling_fw_fairseq.py"
 TARGET = "target"  # the folder of the tokenizer of translations
 TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
                    "added_tokens.json")  # fmt: skip
-WRITTEN = re.compile("|".join([*map(re.escape, (*TOKENIZER_FILES, CODE_FILE)), r"(generation_)?config\.json",
+WRITTEN = re.compile("|".join([*map(re.escape, (*TOKENIZER_FILES, CODE_FILE)), r"(generation_)?config\.json", r"model\.onnx",
                                r"model(-\d+-of-\d+)?\.safetensors", r"model\.safetensors\.index\.json"]))  # fmt: skip
 
 

@@ -1,0 +1,40 @@
+"""The recurrence as ONNX's LinearAttention, opset 27, while ``torch.onnx.export`` traces a model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import Mistake
+from ..rules import Coefficients
+
+OPSET = 27
+DOMAIN = "fw_fairseq"  # of the node while torch, which knows no opset 27, writes the file
+
+
+def onnx_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """As the forms of ``dispatch``: one node, for any number of tokens."""
+    f, z, e, w = coefficients
+    if z is not None or (e is not None and w is not e):
+        missing = "decays values" if z is not None else "erases under another key, or by another strength, than it writes"
+        raise Mistake(f"ONNX's LinearAttention has no rule that {missing}; export a model with another --update-rule")
+    if e is None and w is not None:
+        v = v * w.unsqueeze(-1)
+    rule = {(False, False): "linear", (True, False): "gated", (False, True): "delta", (True, True): "gated_delta"}
+    decay = None if f is None else f.clamp(min=torch.finfo(f.dtype).tiny).log()
+    of_tokens = [None if x is None else packed(x.to(memory.dtype)) for x in (q, k, v, decay, e)]
+    heads, width = q.shape[1], v.shape[3]
+    y, memory = torch.onnx.ops.symbolic_multi_out(
+        f"{DOMAIN}::LinearAttention",
+        (*of_tokens[:3], memory, *of_tokens[3:]),
+        {"update_rule": rule[f is not None, e is not None], "q_num_heads": heads, "kv_num_heads": heads, "scale": 1.0},
+        dtypes=(memory.dtype, memory.dtype),
+        shapes=((*q.shape[:1], q.shape[2], heads * width), memory.shape),
+        version=1,
+    )
+    return y.unflatten(2, (heads, width)).transpose(1, 2).to(v.dtype), memory
+
+
+def packed(x: Tensor) -> Tensor:
+    """(B,H,T) or (B,H,T,X) -> (B,T,H) or (B,T,H X)."""
+    return x.transpose(1, 2).flatten(2)
