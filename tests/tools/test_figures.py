@@ -103,6 +103,29 @@ def test_rows_of_the_pages_of_models_trained_to_their_end(monkeypatch, capsys):
         assert len(rows) > 3 and all(" ± " in row for row in rows[:3])
 
 
+@pytest.mark.parametrize("name, heading", [("convergence", "# "), ("converted", "## Conversion"), ("translated", "## Translation")])
+def test_tables_of_runs_agree_with_their_curves(name, heading):
+    """The perplexity at the lowest validation loss, and the number of epochs, of every run."""
+    lines = [line.split() for line in (RESULTS / f"{name}_curves.txt").read_text().splitlines()]
+    page = (RESULTS / "convergence.md").read_text()
+    part = page[re.search(f"^{heading}", page, re.MULTILINE).start() :]
+    part = part[: re.search("^## (Conversion|Translation)", f"{part[1:]}\n## Translation", re.MULTILINE).start()]
+    found = set()
+    for table in re.findall(r"(?:^\|.*\n)+", part, re.MULTILINE):
+        head, _, *rows = ([cell.strip(" `") for cell in row.strip("|").split("|")] for row in table.splitlines())
+        if "epochs" in head:
+            best = next(place for place, title in enumerate(head) if title.startswith(("best validation", "validation perplexity")))
+            for row in rows:
+                model, _, dropout = row[0].replace("`", "").partition(", dropout ")
+                run_ = (model, dropout or "0.1", row[1])
+                curve = [(float(loss), float(perplexity), epoch) for *key, epoch, _, loss, perplexity in lines if (*key,) == run_]
+                lowest = min(curve)[0]
+                assert float(row[best]) in [perplexity for loss, perplexity, _ in curve if loss == lowest], row
+                assert int(row[head.index("epochs")]) == len({epoch for *_, epoch in curve})
+                found.add(run_)
+    assert found == {(*line[:3],) for line in lines}
+
+
 def test_curves_of_retrieval_have_the_looks_of_its_figures(tmp_path, monkeypatch):
     log = tmp_path / "setting2-20-gated_delta-dpfp_--dpfp-nu_1.log"
     log.write_text('... | INFO | valid | {"epoch": 1, "valid_loss": "8.5", "valid_num_updates": "1"}\n')

@@ -58,9 +58,16 @@ def build_parser() -> ArgumentParser:
 
 def draw_curves(lines: list[tuple[str, Look, Path]], metric: str, log_axis: bool = False, log_updates: bool = False) -> Any:
     """Draws a line for each log, with its name and look."""
-    figure, [axes] = canvas(2.2)
     found, metric = read_logs([path for _, _, path in lines], metric)
-    for (name, style, _), values in zip(lines, found):
+    return draw_values([(name, style, values) for (name, style, _), values in zip(lines, found)], metric, log_axis, log_updates)
+
+
+def draw_values(
+    lines: list[tuple[str, Look, dict[int, float]]], metric: str, log_axis: bool = False, log_updates: bool = False
+) -> Any:
+    """Draws a line for each name, of values by update."""
+    figure, [axes] = canvas(2.2)
+    for name, style, values in lines:
         plot(axes, style, name, values)
     axes.set(xlabel="updates", ylabel=NAMES.get(metric, metric.replace("_", " ")))
     if log_axis:
