@@ -103,27 +103,47 @@ def test_rows_of_the_pages_of_models_trained_to_their_end(monkeypatch, capsys):
         assert len(rows) > 3 and all(" ± " in row for row in rows[:3])
 
 
-@pytest.mark.parametrize("name, heading", [("convergence", "# "), ("converted", "## Conversion"), ("translated", "## Translation")])
-def test_tables_of_runs_agree_with_their_curves(name, heading):
-    """The perplexity at the lowest validation loss, and the number of epochs, of every run."""
-    lines = [line.split() for line in (RESULTS / f"{name}_curves.txt").read_text().splitlines()]
-    page = (RESULTS / "convergence.md").read_text()
-    part = page[re.search(f"^{heading}", page, re.MULTILINE).start() :]
-    part = part[: re.search("^## (Conversion|Translation)", f"{part[1:]}\n## Translation", re.MULTILINE).start()]
-    found = set()
+def seeds_of(part: str) -> dict[str, dict[str, str]]:
+    """The cells of tables of runs that have "seed 1, seed 2" or a dash, by the row, dropout and seed and by the column's title."""
+    found: dict[str, dict[str, str]] = {}
     for table in re.findall(r"(?:^\|.*\n)+", part, re.MULTILINE):
-        head, _, *rows = ([cell.strip(" `") for cell in row.strip("|").split("|")] for row in table.splitlines())
-        if "epochs" in head:
-            best = next(place for place, title in enumerate(head) if title.startswith(("best validation", "validation perplexity")))
-            for row in rows:
-                model, _, dropout = row[0].replace("`", "").partition(", dropout ")
-                run_ = (model, dropout or "0.1", row[1])
-                curve = [(float(loss), float(perplexity), epoch) for *key, epoch, _, loss, perplexity in lines if (*key,) == run_]
-                lowest = min(curve)[0]
-                assert float(row[best]) in [perplexity for loss, perplexity, _ in curve if loss == lowest], row
-                assert int(row[head.index("epochs")]) == len({epoch for *_, epoch in curve})
-                found.add(run_)
-    assert found == {(*line[:3],) for line in lines}
+        head, _, *rows = ([cell.strip(" `") for cell in row.strip("|\n").split("|")] for row in table.splitlines())
+        for row in rows if "best validation" in head else ():
+            model, _, dropout = row[0].replace("`", "").partition(", dropout ")
+            for title, cell in zip(head, row):
+                for seed, value in enumerate(cell.split(", "), 1) if ", " in cell and title != "row" else ():
+                    if value != "-":
+                        found.setdefault(f"{model} {dropout or 0.1} {seed}", {})[title.removesuffix(", seeds 1 and 2")] = value
+    return found
+
+
+def collected(name: str) -> dict[str, list[list[str]]]:
+    """The words of a recipe's lines by the row, dropout and seed that they begin with."""
+    found: dict[str, list[list[str]]] = {}
+    for line in (RESULTS / name).read_text().splitlines():
+        row, dropout, seed, *others = line.split()
+        found.setdefault(f"{row} {dropout} {seed}", []).append(others)
+    return found
+
+
+def test_tables_of_models_trained_to_the_end_are_of_the_files_beside_them():
+    """Each run of the files is on the page, with its perplexity at the lowest validation loss and its test results."""
+    page = (RESULTS / "convergence.md").read_text()
+    languages, converted, translated = map(seeds_of, re.split("^## (?:Conversion|Translation)$", page, flags=re.MULTILINE))
+    for name, runs in (("convergence", languages), ("converted", converted), ("translated", translated)):
+        curves = collected(f"{name}_curves.txt")
+        assert runs.keys() == curves.keys() and len(runs) > 10
+        for run_, cells in runs.items():
+            lowest = min(float(loss) for _, _, loss, _ in curves[run_])
+            assert float(cells["best validation"]) in [float(ppl) for _, _, loss, ppl in curves[run_] if float(loss) == lowest], (
+                run_
+            )
+    tested = {run_: tuple(line) for run_, [line] in collected("convergence.txt").items()}
+    titles = ("test, segments", "test, sliding", "test, one stream")
+    assert {run_: tuple(cells.get(title, "-") for title in titles) for run_, cells in languages.items()} == tested
+    tested = {run_: tuple(line[1:]) for run_, [line] in collected("translated.txt").items()}
+    titles = ("BLEU, detokenised", "BLEU, tokenised, compounds split")
+    assert {run_: tuple(cells[title] for title in titles) for run_, cells in translated.items()} == tested
 
 
 def test_curves_of_retrieval_have_the_looks_of_its_figures(tmp_path, monkeypatch):
