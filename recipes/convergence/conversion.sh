@@ -17,7 +17,8 @@
 #           TOY=1 recipes/convergence/conversion.sh decay-4 after TOY=1 language.sh softmax
 #
 # A call resumes each row from its last checkpoint; finished rows are only printed again. No row is cut short. The last share is left empty
-# until the row softmax is finished. docs/results/figures/wikitext2.py draws the table of one seed; OUT/curves has the validations, for fw-plot curves.
+# until the row softmax is finished. docs/results/figures/wikitext2.py draws the table of one seed. OUT/conversion_curves.txt collects the
+# validations, which docs/results/figures/convergence.py draws.
 source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 source "$ROOT/recipes/convergence/end.sh"
 source "$ROOT/recipes/mixers.sh"
@@ -83,7 +84,7 @@ for seed in $seeds; do
             ${begin:+--finetune-from-model "$begin"} "${options[@]}"
         tuned=$(segments "$run")
         share=$(performance "$OUT/runs/conversion/softmax-$dropout-$seed/segments" "$tuned")
-        keep_curve "$run" "converted-${run##*/}"
+        collect_curve "$OUT/conversion_curves.txt" "$row $dropout $seed" "$run"
         echo "| $row | $seed | $converted | $(cells "$run" "$tuned" "$share") |"
     done
 done

@@ -32,9 +32,9 @@ kept() { # FILE COMMAND...: the output of a command, from FILE where it has been
     cat "$1"
 }
 
-keep_curve() { # RUN NAME: OUT/curves/NAME.log gets the validations of a run
-    mkdir -p "$OUT/curves"
-    grep '"valid_ppl"' "$1/train.log" >"$OUT/curves/$2.log"
+collect_curve() { # FILE NAME RUN: EPOCH UPDATES LOSS PERPLEXITY of each validation of a run, each behind NAME, into FILE
+    local value='": "\{0,1\}\([^",}]*\)' # a number, which JSON logs of fairseq write with or without quotes
+    collect "$1" "$2" "$(sed -n "s/.*\"epoch$value.*\"valid_loss$value.*\"valid_ppl$value.*\"valid_num_updates$value.*/\1 \4 \2 \3/p" "$3/train.log")"
 }
 
 cells() { # RUN CELL...: cells of a table: best validation perplexity, CELL..., epochs, hours

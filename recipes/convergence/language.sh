@@ -20,7 +20,7 @@
 # The vocabulary has the 4,000 most frequent words, 84% of the text; the others become <unk>, as WikiText-2 has its rarest words. So the
 # layers, not the tables of words, have most of the parameters and of the work. A call resumes each row from its last checkpoint;
 # finished rows are only printed again. No row is cut short: a row without an end is not in the table. OUT/language.txt collects the test
-# perplexities, which docs/results/figures/convergence.py draws, and OUT/curves the validations, which fw-plot curves draws.
+# perplexities and OUT/language_curves.txt the validations; docs/results/figures/convergence.py draws both.
 source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 source "$ROOT/recipes/convergence/end.sh"
 source "$ROOT/recipes/mixers.sh"
@@ -84,6 +84,6 @@ for row in "${rows[@]}"; do
         tested=$(segments "$run")
         echo "| $row | $seed | $(cells "$run" "$tested" "$sliding" "$stream") |"
         collect "$OUT/language.txt" "$row $dropout $seed" "$tested $sliding ${stream:--}"
-        keep_curve "$run" "${run##*/}"
+        collect_curve "$OUT/language_curves.txt" "$row $dropout $seed" "$run"
     done
 done

@@ -15,7 +15,7 @@
 #           TOY=1 DATA=folder recipes/convergence/translation.sh dpfp2      a tiny model
 #
 # A call resumes each row from its last checkpoint; finished rows are only printed again. No row is cut short. OUT/translated.txt collects
-# the scores, which docs/results/figures/convergence.py draws, and OUT/curves the validations, which fw-plot curves draws.
+# the scores and OUT/translated_curves.txt the validations; docs/results/figures/convergence.py draws both.
 source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 source "$ROOT/recipes/convergence/end.sh"
 export SHAPE=iwslt_de_en
@@ -45,7 +45,7 @@ for row in "${rows[@]}"; do
         run=$OUT/runs/$row-$dropout-$seed
         SEED=$seed to_the_end "$run" "$OUT/bin" 0.002 "${model[@]}" "${fit[@]}" "${options[@]}"
         echo "| $row | $seed | $(cells "$run") |"
-        keep_curve "$run" "translated-${run##*/}"
+        collect_curve "$OUT/translated_curves.txt" "$row $dropout $seed" "$run"
     done
 done
 echo

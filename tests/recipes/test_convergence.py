@@ -42,6 +42,14 @@ def write_log(folder, losses: list[float], ended: bool, epochs=range(1, 9)) -> N
     (folder / "train.log").write_text("\n".join(lines) + "\n")
 
 
+def curve_of(file, run) -> list[float]:
+    """The validation perplexities of a run that a recipe has collected, which are those of its log, as the figures read them."""
+    row, _, seed = run.name.rsplit("-", 2)
+    [found] = results_script("figures/convergence.py").read_curves(file, int(seed), [row]).values()
+    assert found == read_log(run / "train.log", "valid_ppl")
+    return [*found.values()]
+
+
 def test_status_of_runs(status, tmp_path, capsys):
     write_log(tmp_path / "a-1", [7.0, 6.0, 6.5], ended=True)
     write_log(tmp_path / "b-1", [7.0], ended=False)
@@ -78,7 +86,7 @@ def test_language_models_and_conversion(tmp_path):
     log = (out / "runs" / "language" / "softmax-0.1-1" / "train.log").read_text()
     assert ENDED in log
     assert (out / "language.txt").read_text() == f"softmax 0.1 1 {segments} {sliding} -\n"
-    curve = [*read_log(out / "curves" / "softmax-0.1-1.log", "valid_ppl").values()]
+    curve = curve_of(out / "language_curves.txt", out / "runs" / "language" / "softmax-0.1-1")
     assert len(curve) == int(epochs) and min(curve) == pytest.approx(float(best))
     printed = succeed(recipe("convergence/conversion.sh", out, "decay-4-distilled"))
     converted, validated, tuned, share, *_ = cells(printed, "decay-4-distilled")
@@ -86,7 +94,7 @@ def test_language_models_and_conversion(tmp_path):
     printed = succeed(recipe("convergence/conversion.sh", out, "softmax", "decay-4-distilled"))
     before, best, softmax, share, epochs, _ = cells(printed, "softmax")
     assert before == segments and float(softmax) < float(segments) and share == "100.0%"
-    curve = [*read_log(out / "curves" / "converted-softmax-0.1-1.log", "valid_ppl").values()]
+    curve = curve_of(out / "conversion_curves.txt", out / "runs" / "conversion" / "softmax-0.1-1")
     assert len(curve) == int(epochs) and min(curve) == pytest.approx(float(best))
     row = cells(printed, "decay-4-distilled")
     assert row[:3] == [converted, validated, tuned]
@@ -125,7 +133,7 @@ def test_translations(tmp_path):
     given = {"DATA": str(tmp_path), "TEST": "test_2016_flickr test_2017_flickr"}
     first = recipe("convergence/translation.sh", out, "dpfp2-decoder", **given)
     best, epochs, _ = cells(succeed(first), "dpfp2-decoder")
-    curve = [*read_log(out / "curves" / "translated-dpfp2-decoder-0.1-1.log", "valid_ppl").values()]
+    curve = curve_of(out / "translated_curves.txt", out / "runs" / "dpfp2-decoder-0.1-1")
     assert len(curve) == int(epochs) > 3 and min(curve) == pytest.approx(float(best))
     run = out / "runs" / "dpfp2-decoder-0.1-1"
     wanted = []

@@ -103,6 +103,47 @@ def test_rows_of_the_pages_of_models_trained_to_their_end(monkeypatch, capsys):
         assert len(rows) > 3 and all(" ± " in row for row in rows[:3])
 
 
+def seeds_of(part: str) -> dict[str, dict[str, str]]:
+    """The cells of tables of runs that have "seed 1, seed 2" or a dash, by the row, dropout and seed and by the column's title."""
+    found: dict[str, dict[str, str]] = {}
+    for table in re.findall(r"(?:^\|.*\n)+", part, re.MULTILINE):
+        head, _, *rows = ([cell.strip(" `") for cell in row.strip("|\n").split("|")] for row in table.splitlines())
+        for row in rows if "seeds 1 and 2" in " ".join(head) else ():
+            model, _, dropout = row[0].replace("`", "").partition(", dropout ")
+            for title, cell in zip(head, row):
+                for seed, value in enumerate(cell.split(", "), 1) if ", " in cell and title != "row" else ():
+                    if value != "-":
+                        found.setdefault(f"{model} {dropout or 0.1} {seed}", {})[title.removesuffix(", seeds 1 and 2")] = value
+    return found
+
+
+def collected(name: str) -> dict[str, list[list[str]]]:
+    """The words of a recipe's lines by the row, dropout and seed that they begin with."""
+    found: dict[str, list[list[str]]] = {}
+    for line in (RESULTS / name).read_text().splitlines():
+        row, dropout, seed, *others = line.split()
+        found.setdefault(f"{row} {dropout} {seed}", []).append(others)
+    return found
+
+
+def test_tables_of_models_trained_to_the_end_are_of_the_files_beside_them():
+    """Each run of the files is on the page, and with it, but for conversions, its best validation and its test results."""
+    page = (RESULTS / "convergence.md").read_text()
+    languages, converted, translated = map(seeds_of, re.split("^## (?:Conversion|Translation)$", page, flags=re.MULTILINE))
+    for name, runs in (("convergence", languages), ("converted", converted), ("translated", translated)):
+        curves = collected(f"{name}_curves.txt")
+        assert runs.keys() == curves.keys() and len(runs) > 10
+        for run_, cells in runs.items():
+            points = [(float(loss), float(perplexity)) for _, _, loss, perplexity in curves[run_]]
+            assert name == "converted" or (min(points)[0], float(cells["best validation"])) in points, run_
+    tested = {run_: tuple(line) for run_, [line] in collected("convergence.txt").items()}
+    titles = ("test, segments", "test, sliding", "test, one stream")
+    assert {run_: tuple(cells.get(title, "-") for title in titles) for run_, cells in languages.items()} == tested
+    tested = {run_: tuple(line[1:]) for run_, [line] in collected("translated.txt").items()}
+    titles = ("BLEU, detokenised", "BLEU, tokenised, compounds split")
+    assert {run_: tuple(cells[title] for title in titles) for run_, cells in translated.items()} == tested
+
+
 def test_curves_of_retrieval_have_the_looks_of_its_figures(tmp_path, monkeypatch):
     log = tmp_path / "setting2-20-gated_delta-dpfp_--dpfp-nu_1.log"
     log.write_text('... | INFO | valid | {"epoch": 1, "valid_loss": "8.5", "valid_num_updates": "1"}\n')

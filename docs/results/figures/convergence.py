@@ -1,6 +1,7 @@
 """Figures of recipes/convergence. converged: perplexity, a point for each seed and evaluation, of language.sh. translated: BLEU, a
 point for each seed and test set, of translation.sh. length: perplexity in one stream, as a share of that in segments, against the
-words read, of length.sh. position: perplexity against the place of a word in its segment, of position.sh."""
+words read, of length.sh. position: perplexity against the place of a word in its segment, of position.sh. curves: validation
+perplexity against updates, of what language.sh, conversion.sh and translation.sh collect."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 
 from lines import cell, draw_points, finish, markdown, parser, read_lines
 
+from fw_fairseq.tools.plot.__main__ import draw_values
 from fw_fairseq.tools.plot.colours import looks
 from fw_fairseq.tools.plot.style import canvas, label_ends, log_lengths, log_values, plot
 
@@ -85,6 +87,17 @@ def read_position(path: Path, relative_to: str | None = None, leave_out: Iterabl
     return spans(lines)
 
 
+def read_curves(path: Path, seed: int, rows: Iterable[str]) -> dict[str, dict[int, float]]:
+    """Returns the perplexity by update of each row, of lines of ROW DROPOUT SEED EPOCH UPDATES LOSS PERPLEXITY."""
+    lines = [line for line in read_lines(path, str, float, int, int, int, float, float) if line[2] == seed]
+    names = [*(rows or dict.fromkeys(row for row, *_ in lines))]
+    found: dict[str, dict[int, float]] = {}
+    for name in names:
+        for row, _, _, updates, _, perplexity in name_dropouts([line for line in lines if line[0] == name]):
+            found.setdefault(row, {})[updates] = perplexity
+    return found
+
+
 def spans(lines: Iterable[list]) -> Spans:
     """Returns the values of seeds by row and span."""
     found: Spans = {}
@@ -117,12 +130,20 @@ def table_of_spans(rows: Spans, corner: str, digits: int) -> str:
 
 def main() -> None:
     """Draws what the command line asks for."""
-    asked = parser(__doc__, (*LABELS, "length", "position"))
+    asked = parser(__doc__, (*LABELS, "length", "position", "curves"))
     asked.add_argument(
         "--relative-to", metavar="ROW", help="position: shares of this row's perplexity with the same seed and dropout"
     )
     asked.add_argument("--leave-out", metavar="ROW", nargs="+", default=[], help="position: rows that are not drawn")
+    asked.add_argument(
+        "--rows", metavar="ROW", nargs="+", default=[], help="curves: rows in the order of the legend, in place of all"
+    )
+    asked.add_argument("--seed", type=int, default=2, help="curves: of the seed (2)")
     args = asked.parse_args()
+    if args.figure == "curves":
+        curves = read_curves(args.file, args.seed, args.rows)
+        lines = [(row, style, curves[row]) for row, style in looks(curves).items()]
+        return finish(args, lambda: draw_values(lines, "valid_ppl", log_axis=True))
     if args.figure in LABELS:
         rows, label = (read_converged if args.figure == "converged" else read_translated)(args.file), LABELS[args.figure]
         return finish(args, lambda: draw_rows(rows, label), lambda: table_of_rows(rows, label))

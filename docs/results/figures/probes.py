@@ -60,14 +60,16 @@ def draw(lines: Lines, sizes: str) -> Any:
     return figure
 
 
-def table(lines: Lines, sizes: str) -> str:
-    """Returns Markdown with a row for each model and a column for each size."""
-    columns = sorted({size for points in lines.values() for size in points})
+def table(lines: Lines, sizes: str, columns: list[int] | None = None) -> str:
+    """Returns Markdown with a row for each model and a column for each size, or for ``columns``."""
+    columns = columns or sorted({size for points in lines.values() for size in points})
     cells = {title(model): [f"{points[at]:.1f}" if at in points else "" for at in columns] for model, points in lines.items()}
     return markdown(f"right answers, %, of {sizes}", columns, cells)
 
 
 if __name__ == "__main__":
-    args = parser(__doc__, SIZES).parse_args()
+    asked = parser(__doc__, SIZES)
+    asked.add_argument("--columns", type=int, metavar="SIZE", nargs="+", help="of the table, in place of all sizes")
+    args = asked.parse_args()
     results, what = read_results(args.file), SIZES[args.figure]
-    finish(args, lambda: draw(results, what), lambda: table(results, what))
+    finish(args, lambda: draw(results, what), lambda: table(results, what, args.columns))

@@ -78,9 +78,9 @@ def draw(figure_name: str, lines: Lines, published: Lines) -> Any:
     return figure
 
 
-def table(lines: Lines, published: Lines) -> str:
-    """Returns Markdown with a column for each number of keys; published losses have rows of their own."""
-    sizes = sorted({keys for model in lines for keys in (*lines[model], *published.get(model, ()))})
+def table(lines: Lines, published: Lines, sizes: list[int] | None = None) -> str:
+    """Returns Markdown with a column for each number of keys, or for ``sizes``; published losses have rows of their own."""
+    sizes = sizes or sorted({keys for model in lines for keys in (*lines[model], *published.get(model, ()))})
     both = {title(model): points for model, points in lines.items()}
     rows = {}
     for model, name in zip(lines, both):
@@ -100,6 +100,7 @@ def main() -> None:
     asked = parser(__doc__, (*KNOWN, "curves"))
     asked.add_argument("others", type=Path, nargs="*", help="of curves: more logs")
     asked.add_argument("--published", action="store_true", help="the published values too")
+    asked.add_argument("--columns", type=int, metavar="KEYS", nargs="+", help="of the table, in place of all numbers of keys")
     args = asked.parse_intermixed_args()
     if args.figure == "curves":
         logs = {point_of_log(path): path for path in (args.file, *args.others)}
@@ -108,7 +109,7 @@ def main() -> None:
         return finish(args, lambda: draw_curves(curves, "valid_loss", log_axis=True, log_updates=True))
     results, published = read_results(args.file), read_losses(args.figure) if args.published else {}
     order = {model: results[model] for model in sorted(results, key=lambda model: rank(args.figure, model))}
-    finish(args, lambda: draw(args.figure, order, published), lambda: table(order, published))
+    finish(args, lambda: draw(args.figure, order, published), lambda: table(order, published, args.columns))
 
 
 if __name__ == "__main__":

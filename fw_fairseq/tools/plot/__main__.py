@@ -61,9 +61,16 @@ def build_parser() -> ArgumentParser:
 
 def draw_curves(lines: list[tuple[str, Look, Path]], metric: str, log_axis: bool = False, log_updates: bool = False) -> Any:
     """Draws a line for each log, with its look, and its name at its end."""
-    figure, [axes] = canvas(max(3.6, 0.7 + 2 * LINE / 72 * len(lines)))
     found, metric = read_logs([path for _, _, path in lines], metric)
-    for (name, style, _), values in zip(lines, found):
+    return draw_values([(name, style, values) for (name, style, _), values in zip(lines, found)], metric, log_axis, log_updates)
+
+
+def draw_values(
+    lines: list[tuple[str, Look, dict[int, float]]], metric: str, log_axis: bool = False, log_updates: bool = False
+) -> Any:
+    """Draws a line for each name, of values by update."""
+    figure, [axes] = canvas(max(3.6, 0.7 + 2 * LINE / 72 * len(lines)))
+    for name, style, values in lines:
         plot(axes, style, name, values)
     axes.set(xlabel="updates", ylabel=NAMES.get(metric, metric.replace("_", " ")))
     if log_axis:
