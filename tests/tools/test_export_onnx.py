@@ -101,32 +101,23 @@ def test_onnxs_own_evaluator_agrees(tmp_path):
     ],
 )
 def test_a_rule_that_onnx_does_not_have_is_refused(model, said, tmp_path):
-    with pytest.raises(Exception, match="") as caught:
+    with pytest.raises(Mistake, match=said):
         write(model_of(*model), tmp_path / "model.onnx")
-    causes, error = [], caught.value
-    while error is not None:
-        causes.append(str(error))
-        error = error.__cause__ or error.__context__
-    assert said in " ".join(causes)
     assert not (tmp_path / "model.onnx").exists()
 
 
 def test_other_layers_and_vocabularies_are_refused():
-    for options, said in [
-        ({"mixers": ["fast_weight", "softmax"]}, "--mixer softmax"),
-        ({"output_bands": [[20, 16], [10, 4]]}, "adaptive"),
-    ]:
-        with pytest.raises(Mistake, match=said):
-            refuse(model_of("delta", PLAIN, **options))
+    with pytest.raises(Mistake, match="--mixer softmax"):
+        refuse(model_of("delta", PLAIN, mixers=["fast_weight", "softmax"]))
+    with pytest.raises(Mistake, match="an adaptive vocabulary"):
+        refuse(model_of("delta", PLAIN, output_bands=[[20, 16], [10, 4]]))
 
 
 @pytest.mark.long
 def test_the_page_generates_with_the_file(dictionary, tmp_path, monkeypatch, capsys):
     """As it is printed."""
-    options = (
-        "--arch fast_weight_lm --no-token-positional-embeddings --update-rule gated_delta --feature-map identity --feature-norm l2"
-    )
-    _, _, state = source(options, dictionary)
+    options = "--no-token-positional-embeddings --update-rule gated_delta --feature-map identity --feature-norm l2"
+    _, _, state = source(f"--arch fast_weight_lm {options}", dictionary)
     export_command([str(save(state, tmp_path)), str(tmp_path / "folder"), "--data", str(dictionary), "--onnx"])
     page = (ROOT / "docs" / "howto" / "export.md").read_text(encoding="utf-8")
     [program] = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)

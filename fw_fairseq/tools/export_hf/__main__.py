@@ -30,9 +30,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", metavar="FOLDER", help="the folder of the dictionaries; default: that of the training")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="the tokenizer of the GPT-2 that fw-convert made CHECKPOINT of")
     parser.add_argument("--force", action="store_true", help="replace OUTPUT if it is an earlier export")
-    parser.add_argument(
-        "--onnx", dest="onnx_file", action="store_true", help="add model.onnx, which onnxruntime runs with its state"
-    )
+    parser.add_argument("--onnx", dest="onnx_file", action="store_true", help="add model.onnx, which keeps its state")
     parser.add_argument("--renew", type=Path, metavar="FOLDER", help="an earlier export that gets the code of today; given alone")
     return parser
 

@@ -31,9 +31,8 @@ class WithStates(nn.Module):
         self.model, self.new_cache = model, Cache
         cache = self.read(torch.zeros(TRACED, dtype=torch.long), Cache())[1]
         self.kinds = {layer: type(state) for layer, state in cache.states.items()}
-        self.present = [
-            (i, name) for i, state in cache.states.items() for name in state._fields if getattr(state, name) is not None
-        ]
+        fields = [(i, name) for i, state in cache.states.items() for name in state._fields]
+        self.present = [(i, name) for i, name in fields if getattr(cache.states[i], name) is not None]
         self.start = [torch.zeros_like(getattr(cache.states[i], name)) for i, name in self.present]
         self.names = ["length", *(f"{i}.{name}" for i, name in self.present)]
 
@@ -73,21 +72,7 @@ def write(model: Any, file: Path) -> None:
     from onnx import version_converter
 
     whole = WithStates(model.eval()).eval()
-    batch, tokens = torch.export.Dim("batch"), torch.export.Dim("tokens")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        traced = torch.onnx.export(
-            whole,
-            (torch.zeros(TRACED, dtype=torch.long), torch.zeros(TRACED[0], dtype=torch.long), whole.start),
-            dynamo=True,
-            opset_version=NATIVE,
-            verbose=False,
-            input_names=["input_ids", *(f"past.{name}" for name in whole.names)],
-            output_names=["logits", *(f"present.{name}" for name in whole.names)],
-            dynamic_shapes=({0: batch, 1: tokens}, {0: batch}, [{0: batch}] * len(whole.present)),
-        )
-        assert traced is not None
-        made = version_converter.convert_version(traced.model_proto, OPSET)
+    made = version_converter.convert_version(traced(whole).model_proto, OPSET)
     for node in made.graph.node:
         node.domain = "" if node.domain == DOMAIN else node.domain
     kept = [version for version in made.opset_import if version.domain != DOMAIN]
@@ -98,6 +83,29 @@ def write(model: Any, file: Path) -> None:
     found, expected = difference(whole, file)
     if not found <= TOLERANCE * expected:
         raise Mistake(f"--onnx: onnxruntime computes other logits, by {found:.1e}; nothing was written")
+
+
+def traced(whole: WithStates) -> Any:
+    """torch's ONNX program of the model, for any number of sequences and tokens."""
+    batch, tokens = torch.export.Dim("batch"), torch.export.Dim("tokens")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.onnx.export(
+                whole,
+                (torch.zeros(TRACED, dtype=torch.long), torch.zeros(TRACED[0], dtype=torch.long), whole.start),
+                dynamo=True,
+                opset_version=NATIVE,
+                verbose=False,
+                input_names=["input_ids", *(f"past.{name}" for name in whole.names)],
+                output_names=["logits", *(f"present.{name}" for name in whole.names)],
+                dynamic_shapes=({0: batch, 1: tokens}, {0: batch}, [{0: batch}] * len(whole.present)),
+            )
+    except torch.onnx.errors.OnnxExporterError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, Mistake):
+            cause = cause.__cause__ or cause.__context__
+        raise (error if cause is None else cause) from None
 
 
 def difference(whole: WithStates, file: Path) -> tuple[float, float]:
