@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from support.language_models import options_of
-from support.published_layers import LAYERS
+from support.published_layers import EPS, LAYERS
 
 from fw_fairseq.config import FastWeightConfig, read_config
 from fw_fairseq.mixers import FastWeight
@@ -72,6 +72,7 @@ def drawn(arch: str) -> dict[str, torch.Tensor]:
 
 def built(arch: str, **given) -> FastWeight:
     """The second of four layers, as its architecture has it."""
+    given = given if arch == "rwkv7_lm" else given | {"output_norm_eps": EPS}  # the layers', without a model around them
     args = options_of(arch, decoder_embed_dim=C, decoder_attention_heads=HEADS, **given)
     return FastWeight.of_layer(C, HEADS, read_config(FastWeightConfig, args), 1, 4)
 

@@ -13,7 +13,7 @@ from support.language_models import make_task, options_of
 
 from fw_fairseq.config import FastWeightConfig, read_config
 from fw_fairseq.mixers import FastWeight
-from fw_fairseq.mixers.options import DECLARED
+from fw_fairseq.models.field_architectures import DEFAULTS
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 WORDS = 20
@@ -21,31 +21,36 @@ TINY = {f"decoder_{name}_dim": 8 for name in ("embed", "input", "output", "ffn_e
 TINY |= {"decoder_layers": 2, "decoder_attention_heads": 2}
 CENTRED, ALL = {"output_norm_of": "centred_head"}, {"output_norm_of": "all_heads"}
 KIMI = {"output_gate_form": "sigmoid", "output_gate_rank": 4}
+SWIGLU = {"norm_form": "rms", "norm_eps": 1e-6, "ffn_form": "swiglu", "output_norm_eps": 1e-6}
 LATER = {
-    "rwkv6_lm": {"token_shift_rank": 32} | CENTRED,
-    "retnet_lm": {"rotary": True, "expand_values": 2.0, "scale_reads_of": "keys"},
+    "rwkv6_lm": {"token_shift_rank": 32, "ffn_form": "rwkv6"} | CENTRED,
+    "retnet_lm": {"rotary": True, "expand_values": 2.0, "scale_reads_of": "keys"} | SWIGLU,
     "rwkv7_lm": {"value_mixing_rank": 32, "output_norm_eps": 4e-5, "read_own_value": True, "projection_init": "rwkv7"}
-    | {"output_gate_form": "of_sigmoid", "output_gate_rank": 128}
+    | {"output_gate_form": "of_sigmoid", "output_gate_rank": 128, "ffn_form": "rwkv7"}
     | CENTRED,
-    "gla_lm": {"scale_reads_of": "keys"},
-    "mamba2_lm": {"expand_values": 2.0, "short_conv_bias": True, "norm_after_gate": True} | ALL,
-    "hgrn2_lm": ALL,
-    "kda_lm": KIMI,
-    "gdn2_lm": KIMI,
+    "gla_lm": {"scale_reads_of": "keys"} | SWIGLU,
+    "mamba2_lm": {"expand_values": 2.0, "short_conv_bias": True, "norm_after_gate": True, "norm_form": "rms"} | ALL,
+    "hgrn2_lm": ALL | SWIGLU,
+    "kda_lm": KIMI | SWIGLU,
+    "gdn2_lm": KIMI | SWIGLU,
+    "delta_net_lm": SWIGLU,
+    "gated_delta_lm": {"scale_reads_of": "keys"} | SWIGLU,
+    "delta_product_lm": SWIGLU,
+    "gated_delta_product_lm": SWIGLU,
 }  # architecture: its later options
 SIZES = {  # layers, width, heads, width of the feed-forward layers; of keys, where they have another than values; heads of keys
-    "retnet_lm": (24, 1024, 4, 2048, 0, 0),
-    "gla_lm": (24, 1024, 4, 4096, 128, 0),
+    "retnet_lm": (24, 1024, 4, 1536, 0, 0),
+    "gla_lm": (24, 1024, 4, 2816, 128, 0),
     "mamba2_lm": (24, 768, 24, 0, 128, 1),
-    "hgrn2_lm": (24, 1024, 8, 4096, 0, 0),
-    "rwkv6_lm": (12, 768, 12, 3072, 0, 0),
+    "hgrn2_lm": (24, 1024, 8, 2816, 0, 0),
+    "rwkv6_lm": (12, 768, 12, 2688, 0, 0),
     "rwkv7_lm": (12, 768, 12, 3072, 0, 0),
-    "kda_lm": (24, 1024, 8, 4096, 0, 0),
-    "gdn2_lm": (24, 1024, 8, 4096, 0, 0),
-    "delta_net_lm": (24, 1024, 8, 4096, 0, 0),
-    "gated_delta_lm": (21, 1024, 4, 4096, 192, 0),
-    "delta_product_lm": (24, 1024, 8, 4096, 0, 0),
-    "gated_delta_product_lm": (24, 1024, 8, 4096, 0, 0),
+    "kda_lm": (24, 1024, 8, 2816, 0, 0),
+    "gdn2_lm": (24, 1024, 8, 2816, 0, 0),
+    "delta_net_lm": (24, 1024, 8, 2816, 0, 0),
+    "gated_delta_lm": (21, 1024, 4, 2816, 192, 0),
+    "delta_product_lm": (24, 1024, 8, 2816, 0, 0),
+    "gated_delta_product_lm": (24, 1024, 8, 2816, 0, 0),
 }
 PUBLISHED_SIZES = {  # parameters of one layer, without its feed-forward part, as the authors' code has them
     "retnet_lm": 8_389_120,
@@ -91,7 +96,8 @@ def test_published_sizes(arch):
     sizes = (args.decoder_layers, args.decoder_embed_dim, args.decoder_attention_heads, args.decoder_ffn_embed_dim)
     assert (*sizes, args.feature_dim or 0, args.key_heads or 0) == SIZES[arch]
     assert args.update_rule == RULES.get(arch, arch[:-3]) and args.output_norm and args.bias_free
-    assert args.decoder_normalize_before
+    assert args.decoder_normalize_before and args.no_scale_embedding
+    assert args.layernorm_embedding == arch.startswith("rwkv")
 
 
 @pytest.mark.parametrize("arch", PARTS)
@@ -126,14 +132,14 @@ def test_one_layer_has_no_other_whose_values_it_could_mix_in():
 def test_later_parts_can_be_left_out(arch):
     assert LATER[arch].items() <= vars(options_of(arch, **TINY)).items()
     assert LATER[arch].items() <= vars(options_of(arch, **TINY, bias_free=True)).items()
-    without = {name: DECLARED[name].default for name in LATER[arch]}
+    without = {name: DEFAULTS[name] for name in LATER[arch]}
     assert without.items() <= vars(options_of(arch, **TINY, **without)).items()
 
 
 @pytest.mark.parametrize("arch", LATER)
 @torch.no_grad()
 def test_a_checkpoint_of_before_computes_as_before(arch):
-    old = options_of(arch, **TINY, **{name: DECLARED[name].default for name in LATER[arch]})
+    old = options_of(arch, **TINY, **{name: DEFAULTS[name] for name in LATER[arch]})
     torch.manual_seed(1)
     want = built(old, arch)
     for name in LATER[arch]:
