@@ -110,7 +110,8 @@ def mamba2_lm(args: Namespace) -> None:
 @register_model_architecture("fast_weight_lm", "hgrn2_lm")
 def hgrn2_lm(args: Namespace) -> None:
     """HGRN 2 with 8 heads of 128, at the size of gla_lm: the SiLU of queries, and a norm of all heads together."""
-    parts = {"feature_map": "silu"} | since(args, output_norm_of="all_heads") | with_swiglu(args, 1024)
+    parts = with_swiglu(args, 1024) | {"feature_map": "silu", "output_norm_eps": 1e-5}
+    parts |= since(args, output_norm_of="all_heads", scale_reads=True)
     published(args, "hgrn2", 24, 1024, 8, **parts)
 
 
