@@ -14,6 +14,8 @@ from support.language_models import make_task, options_of
 from fw_fairseq.config import FastWeightConfig, read_config
 from fw_fairseq.mixers import FastWeight
 from fw_fairseq.models.field_architectures import DEFAULTS
+from fw_fairseq.modules import Streams
+from fw_fairseq.tasks.stateful_language_modeling import check_across_workers
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 WORDS = 20
@@ -164,6 +166,53 @@ def test_models_decode_token_by_token(arch):
     want, steps = model(tokens)[0], {}
     found = [model(tokens[:, : t + 1], incremental_state=steps)[0] for t in range(9)]
     torch.testing.assert_close(torch.cat(found, 1), want)
+
+
+def drawn(arch: str) -> torch.nn.Module:
+    """A model in float64 whose channel mixing is not 0, as it starts."""
+    torch.manual_seed(1)
+    model = built(options_of(arch, **TINY), arch).double()
+    for weight in model.parameters():
+        if weight.eq(0).all() and weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("arch", ["rwkv6_lm", "rwkv7_lm"])
+@torch.no_grad()
+def test_channel_mixing_keeps_the_last_token(arch):
+    """Of a segment of a stream, whose texts do not see each other, and of a hypothesis that goes on as another."""
+    model, tokens, streams, resets = drawn(arch), torch.randint(4, WORDS, (2, 9)), Streams(), torch.zeros(2, 9, dtype=torch.bool)
+    resets[0, 6] = True
+    want = model(tokens)[0]
+    segments = [model(tokens[:, part], streams=streams, reset_mask=resets[:, part])[0] for part in (slice(4), slice(4, 9))]
+    found = torch.cat(segments, 1)
+    torch.testing.assert_close(found[1], want[1])
+    torch.testing.assert_close(found[0, :6], want[0, :6])
+    torch.testing.assert_close(found[0, 6:], model(tokens[:1, 6:])[0][0])
+    swapped, steps = torch.cat([tokens.flip(0)[:, :5], tokens[:, 5:]], 1), {}
+    model(tokens[:, :4], incremental_state=steps)
+    model(tokens[:, :5], incremental_state=steps)
+    model.decoder.reorder_incremental_state_scripting(steps, torch.tensor([1, 0]))
+    found = [model(swapped[:, : end + 1], incremental_state=steps)[0] for end in range(5, 9)]
+    torch.testing.assert_close(torch.cat(found, 1), model(swapped)[0][:, 5:])
+
+
+def test_channel_mixing_is_not_for_several_workers():
+    args = options_of("gla_lm", **TINY, ffn_form="rwkv7")
+    with pytest.raises(ValueError, match=r"^--sequence-parallel: the channel mixing of --ffn-form needs the last token of "):
+        check_across_workers(built(args, "gla_lm"))
+
+
+def test_feed_forward_layers_that_do_not_go_together():
+    for other, said in (({"ffn_sparsity": 2}, "--ffn-sparsity"), ({"decoder_ffn_embed_dim": 0}, "--decoder-ffn-embed-dim 0")):
+        with pytest.raises(ValueError, match=rf"^--ffn-form swiglu does not work with {said}; leave one of them out$"):
+            built(options_of("gla_lm", **TINY | {"ffn_form": "swiglu"} | other), "gla_lm")
+        built(options_of("gla_lm", **TINY | other), "gla_lm")  # it is not the architecture's choice then
+    with pytest.raises(
+        ValueError, match=r"^--scale-fc is for feed-forward layers without channel mixing, and --ffn-form is rwkv7$"
+    ):
+        built(options_of("rwkv7_lm", **TINY, scale_fc=True), "rwkv7_lm")
 
 
 def test_models_of_translation_say_where_their_reads_are_scaled(tmp_path):
