@@ -93,10 +93,11 @@ class FastWeightLanguageModel(KnowsItsUpdates, NamesWhatDiffers, TransformerLang
     @classmethod
     def build_model(cls, args: Any, task: FairseqTask) -> TransformerLanguageModel:
         check_sizes(args, *SIZES)
-        check_heads(args.decoder_embed_dim, args.decoder_attention_heads, "decoder")  # before fairseq does, by an assertion
         check_cutoffs(args, len(task.target_dictionary))
         keep_layers(args)
         config = read_config(FastWeightLanguageModelConfig, args)
+        if not config.feature_dim or {*layer_mixers(config, args.decoder_layers)} != {"fast_weight"}:
+            check_heads(args.decoder_embed_dim, args.decoder_attention_heads, "decoder")  # before fairseq does, by an assertion
         own = LanguageModelConfig(**{f.name: getattr(config, f.name) for f in fields(LanguageModelConfig)})
         decoder = functools.partial(FastWeightDecoder, config=own, carries_over=getattr(task, "carries_over", False))
         model = build_with(decoder, cls, args, task)

@@ -215,6 +215,22 @@ def test_feed_forward_layers_that_do_not_go_together():
         built(options_of("rwkv7_lm", **TINY, scale_fc=True), "rwkv7_lm")
 
 
+@torch.no_grad()
+def test_heads_may_have_any_width():
+    """Gated DeltaNet of width 2048 has 6 heads."""
+    sizes = TINY | {"decoder_attention_heads": 3, "feature_dim": 2, "expand_values": 1.5}
+    model, tokens, steps = (
+        built(options_of("gated_delta_lm", **sizes), "gated_delta_lm").double(),
+        torch.randint(4, WORDS, (2, 6)),
+        {},
+    )
+    assert model.decoder.layers[0].self_attn.mixer.out_proj.in_features == 12
+    found = [model(tokens[:, : t + 1], incremental_state=steps)[0] for t in range(6)]
+    torch.testing.assert_close(torch.cat(found, 1), model(tokens)[0])
+    with pytest.raises(ValueError, match=r"^--decoder-embed-dim is 8; it must be a multiple of --decoder-attention-heads, 3$"):
+        built(options_of("delta_net_lm", **TINY | {"decoder_attention_heads": 3}), "delta_net_lm")
+
+
 def test_models_of_translation_say_where_their_reads_are_scaled(tmp_path):
     """Their checkpoints lack options that were not given. Those of new models have this one, and it is added to older ones."""
     sizes = {f"{side}_{name}": 8 for side in ("encoder", "decoder") for name in ("embed_dim", "ffn_embed_dim", "attention_heads")}
