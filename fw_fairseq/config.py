@@ -21,6 +21,8 @@ SOFTMAX_OPTIONS = ("attention_dropout", "bias_free")
 SPARSE_OPTIONS = ("ffn_sparsity", "ffn_controller_dim", "qkv_sparsity", "output_sparsity", "ffn_sru", "reversible")
 DECODER_OPTIONS = ("scale_output", "output_dropout", "no_decoding_graph", *SPARSE_OPTIONS)  # which no mixer reads
 ATTENTIONS = ("encoder", "decoder", "cross")
+NORM_FORMS = ("layer", "rms")
+FFN_FORMS = ("plain", "swiglu", "rwkv6", "rwkv7")
 # fairseq's options that add a part to a layer, and the name of the part there
 EXTRAS = {"scale_fc": "ffn_layernorm", "scale_attn": "attn_ln", "scale_heads": "c_attn", "scale_resids": "w_resid"}
 
@@ -69,6 +71,26 @@ class FastWeightConfig(MixerOptions, FairseqDataclass):
     scale_output: bool = option(False, "divide the logits by the square root of the width of the layers")
     no_decoding_graph: bool = option(
         False, "generate on a GPU without CUDA graphs; --model-overrides \"{'no_decoding_graph': True}\" sets it for a checkpoint"
+    )
+
+
+@command_line
+@dataclass
+class LanguageModelConfig(FastWeightConfig):
+    """The options of language models."""
+
+    norm_form: str = option(
+        "layer",
+        "the norms of layers, of --layernorm-embedding and of the last output: layer norm, or rms, which divides by the root mean "
+        "square and has no biases",
+        choices=NORM_FORMS,
+    )
+    norm_eps: float = option(1e-5, "what these norms add to the mean square", 0)
+    ffn_form: str = option(
+        "plain",
+        "the feed-forward layers: plain has --activation-fn between two maps; swiglu multiplies SiLU and a second map, without "
+        "biases; rwkv6 and rwkv7 mix channels of a token and the one before it, with squared ReLU",
+        choices=FFN_FORMS,
     )
 
 

@@ -25,6 +25,8 @@ def function_of(module: Any) -> Callable[[Tensor], Tensor]:
         return lambda x: F.linear(x, module.weight, module.bias)
     if type(module) is nn.LayerNorm:
         return lambda x: torch.layer_norm(x, module.normalized_shape, module.weight, module.bias, module.eps)
+    if type(module) is nn.RMSNorm:
+        return lambda x: torch.rms_norm(x, module.normalized_shape, module.weight, module.eps)
     return (lambda x: x) if type(module) is nn.Identity else module
 
 

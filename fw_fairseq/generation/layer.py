@@ -12,6 +12,12 @@ from torch.nn import functional as F
 from .base import function_of
 
 
+def swiglu(x: Tensor) -> Tensor:
+    """The activation of --ffn-form swiglu: silu(gate) * up, of both side by side."""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
 class AttentionStep:
     """What a mixer, or other attention, adds to the residual stream, by its stepper. norm: the one before it, if any; owner: whose
     state it has."""

@@ -11,6 +11,7 @@ from ..mixers import FastWeight
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 8, "hidden_size": 8, "input_size": None, "output_size": None, "intermediate_size": 16, "num_hidden_layers": 1,
     "num_attention_heads": 1, "mixers": ("fast_weight",), "mixer_options": None, "activation": "relu", "normalize_before": True,
+    "norm_form": "layer", "norm_eps": 1e-5, "ffn_form": "plain",
     "final_norm": True, "embedding_norm": False, "embedding_scale": 1.0, "output_scale": 1.0, "positions": "none",
     "max_position_embeddings": None, "first_position": 0, "input_bands": None, "output_bands": None, "decoding_graph": True,
     "use_cache": True, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from ..errors import Mistake
 from ..feature_maps import check_not_offloaded
 from ..generation.kv_cache import Past, attend
+from ..generation.layer import swiglu
 from ..mixers import MIXERS
 from ..mixers.base import join_heads, split_heads
 from ..mixers.options import MixerOptions
@@ -44,6 +45,11 @@ ACTIVATIONS = {  # named functions, which a pickled model can have
     "tanh": torch.tanh,
     "linear": _unchanged,
 }
+
+
+def make_norm(config: FastWeightHFConfig) -> nn.Module:
+    """Returns a norm as layers have it."""
+    return (nn.RMSNorm if config.norm_form == "rms" else nn.LayerNorm)(config.hidden_size, eps=config.norm_eps)
 
 
 class SoftmaxAttention(nn.Module):
@@ -161,10 +167,11 @@ class Layer(nn.Module):
         super().__init__()
         width, inner = config.hidden_size, config.intermediate_size
         self.self_attn = self.make_mixer(config, index)
-        self.self_attn_layer_norm = nn.LayerNorm(width)
-        self.fc1, self.fc2 = (nn.Linear(width, inner), nn.Linear(inner, width)) if inner else (None, None)
-        self.final_layer_norm = nn.LayerNorm(width) if inner else None
-        self.activation, self.before = ACTIVATIONS[config.activation], config.normalize_before
+        self.self_attn_layer_norm, gated = make_norm(config), config.ffn_form == "swiglu"
+        self.fc1 = nn.Linear(width, (1 + gated) * inner, bias=not gated) if inner else None
+        self.fc2 = nn.Linear(inner, width, bias=not gated) if inner else None
+        self.final_layer_norm = make_norm(config) if inner else None
+        self.activation, self.before = swiglu if gated else ACTIVATIONS[config.activation], config.normalize_before
 
     def make_mixer(self, config: FastWeightHFConfig, index: int) -> nn.Module:
         width, heads, name = config.hidden_size, config.num_attention_heads, config.mixers[index]

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ..autograd import is_exporting
 from ..errors import Mistake
 from ..mixers import MIXERS
 from ..mixers.options import DECLARED, check_values
-from .layers import ACTIVATIONS, BandedEmbedding, BandedOutput, Cache, Layer, scores_of
+from .layers import ACTIVATIONS, BandedEmbedding, BandedOutput, Cache, Layer, make_norm, scores_of
 from .rollback import DRAFTS
 
 POSITIONS = ("none", "learned", "sinusoidal")
@@ -57,6 +58,8 @@ def check_config(config: Any, mixers: Iterable[str]) -> None:
     others: list[tuple[str, Iterable, Iterable]] = [
         ("positions", [config.positions], POSITIONS),
         ("activation", [config.activation], ACTIVATIONS),
+        ("norm_form", [config.norm_form], ("layer", "rms")),
+        ("ffn_form", [config.ffn_form], ("plain", "swiglu")),
         ("mixers", config.mixers, mixers),
         ("the number of mixers", [len(config.mixers)], [config.num_hidden_layers]),
         ("mixer_options", config.mixer_options, sorted(OPTIONS)),
@@ -164,7 +167,7 @@ class Embeds:
         self.project_in = nn.Linear(size_in, width, bias=False) if size_in != width else None
         rows = config.first_position + (config.max_position_embeddings or 0)
         self.embed_positions = nn.Embedding(rows, width) if config.positions == "learned" else None
-        self.embedding_norm = nn.LayerNorm(width) if config.embedding_norm else None
+        self.embedding_norm = make_norm(config) if config.embedding_norm else None
 
     def embeddings_of(self, ids: Tensor | None, embeds: Tensor | None, name: str = "input_ids") -> Tensor:
         """Returns the embeddings (B,T,C) of the ids (B,T), or those that are given in their place."""
@@ -195,7 +198,7 @@ class Embeds:
     def positions(self, place: Tensor) -> Tensor:
         """Returns the embeddings of positions, learned or sinusoidal."""
         if self.embed_positions is not None:
-            if not torch.onnx.is_in_onnx_export() and int(place.max()) >= self.embed_positions.num_embeddings:
+            if not is_exporting() and int(place.max()) >= self.embed_positions.num_embeddings:
                 limit = self.embed_positions.num_embeddings - self.config.first_position
                 raise Mistake(f"input_ids is longer than max_position_embeddings, {limit} tokens; give fewer")
             return self.embed_positions(place)
@@ -216,7 +219,7 @@ class Decodes(Embeds):
         check_config(config, (*MIXERS, "softmax"))
         width, size_out = config.hidden_size, config.output_size or config.hidden_size
         self.layers = nn.ModuleList(kind(config, i, *options) for i in range(config.num_hidden_layers))
-        self.layer_norm = nn.LayerNorm(width) if config.final_norm else None
+        self.layer_norm = make_norm(config) if config.final_norm else None
         self.project_out = nn.Linear(width, size_out, bias=False) if size_out != width else None
         tied = config.tie_word_embeddings
         self.output = (

@@ -79,9 +79,11 @@ class Mixer(nn.Module):
         if "settings" in vars(cls) and "options" not in vars(cls):
             cls.options = cls.settings
 
-    def __init__(self, embed_dim: int, heads: int = 1) -> None:
+    def __init__(self, embed_dim: int, heads: int = 1, *, divided: bool = True) -> None:
+        """divided: whether each head has its share of the width."""
         super().__init__()
-        check_heads(embed_dim, heads)
+        if divided or heads < 1:
+            check_heads(embed_dim, heads)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, heads, embed_dim // heads
 
     @classmethod

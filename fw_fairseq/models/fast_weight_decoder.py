@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..config import SOFTMAX, FastWeightConfig, layer_mixers, read_config
 from ..errors import Mistake
 from ..modules import FastWeightDecoderLayer, MixerAttention, Stateful, Streams, of_this_thread, with_arguments
+from ..modules.forms import choose_norms
 from ..modules.plain_softmax import PlainAdaptiveSoftmax
 from ..modules.positions import PositionsFromEnd
 from ..modules.sparse import Multiplicative, SparseAttention, Stack, check_reversible, check_sparse
@@ -66,6 +67,7 @@ class FastWeightDecoder(ReadsPromises, TransformerDecoder):
             args = copy.copy(args)  # the input's projections, used backwards, start from the layers' width
             args.decoder_output_dim = args.decoder_embed_dim
         super().__init__(args, dictionary, embed_tokens, no_encoder_attn, output_projection)
+        choose_norms(self, ("layer_norm", "layernorm_embedding"), self.fast_weight_config)
         if safe_getattr(args, "positions_from_end"):
             self.embed_positions = PositionsFromEnd.in_place_of(self.embed_positions, self.embed_dim, self.padding_idx)
         self.reversible = self.fast_weight_config.reversible

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..config import (
     DECODER_OPTIONS,
     FastWeightConfig,
+    LanguageModelConfig,
     check_sizes,
     command_line,
     layer_mixers,
@@ -40,7 +41,7 @@ SIZES += ["tokens_per_sample", "max_target_positions"]
 
 @command_line
 @dataclass
-class FastWeightLanguageModelConfig(FastWeightConfig, TransformerLanguageModelConfig):
+class FastWeightLanguageModelConfig(LanguageModelConfig, TransformerLanguageModelConfig):
     """Options of fast_weight_lm. The defaults are the architecture of that name, small enough for a laptop."""
 
     decoder_layers: int = option(4, "num decoder layers")
@@ -92,11 +93,12 @@ class FastWeightLanguageModel(KnowsItsUpdates, NamesWhatDiffers, TransformerLang
     @classmethod
     def build_model(cls, args: Any, task: FairseqTask) -> TransformerLanguageModel:
         check_sizes(args, *SIZES)
-        check_heads(args.decoder_embed_dim, args.decoder_attention_heads, "decoder")  # before fairseq does, by an assertion
         check_cutoffs(args, len(task.target_dictionary))
         keep_layers(args)
         config = read_config(FastWeightLanguageModelConfig, args)
-        own = FastWeightConfig(**{f.name: getattr(config, f.name) for f in fields(FastWeightConfig)})
+        if not config.feature_dim or {*layer_mixers(config, args.decoder_layers)} != {"fast_weight"}:
+            check_heads(args.decoder_embed_dim, args.decoder_attention_heads, "decoder")  # before fairseq does, by an assertion
+        own = LanguageModelConfig(**{f.name: getattr(config, f.name) for f in fields(LanguageModelConfig)})
         decoder = functools.partial(FastWeightDecoder, config=own, carries_over=getattr(task, "carries_over", False))
         model = build_with(decoder, cls, args, task)
         if config.init_std:
@@ -161,7 +163,7 @@ def start_from(model: TransformerLanguageModel, std: float) -> None:
     0, but those of mixers, where gates start, stay."""
     inside = {part for attention in model.decoder.mixers for part in attention.modules()}
     for module in model.modules():
-        if isinstance(module, nn.LayerNorm):
+        if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
             nn.init.normal_(module.weight, 1.0, std)
         elif isinstance(module, (nn.Linear, nn.Embedding)):
             still = module.weight.eq(0).all(-1, keepdim=True)

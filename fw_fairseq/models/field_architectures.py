@@ -1,39 +1,58 @@
 """Architectures of fast_weight_lm with the layers of published recurrences: rule, features, and the parts around the recurrence.
 
-The layers have the parameters of their authors'; their feed-forward layers are fairseq's. Each option can be given beside
-``--arch``, so that a layer can be had without one of its parts.
+The models have the parameters of their authors', with embeddings that input and output share. Each option can be given beside
+``--arch``, so that a model can be had without one of its parts.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import fields
 from typing import Any
 
 from fairseq.models import register_model_architecture
 from fairseq.models.transformer_lm import base_lm_architecture
 from fairseq.utils import safe_getattr
 
-from ..mixers.options import DECLARED
 from ..mixers.parts.features import NEEDED
-from . import fast_weight_lm  # noqa: F401  registers the model of these architectures
+from .fast_weight_lm import FastWeightLanguageModelConfig  # which registers the model of these architectures
 from .lm_architectures import choose_mixer, defaults
+
+DEFAULTS = {f.name: f.default for f in fields(FastWeightLanguageModelConfig)}
 
 
 def since(args: Namespace, **options) -> dict:
     """The options that an architecture has got since it was first published here; for a checkpoint of before, their defaults. Such
     a checkpoint lacks them, but has a ``_name`` and the other options of its architecture, which a command line does not have."""
     before = safe_getattr(args, "_name") is not None and safe_getattr(args, "bias_free") is not None
-    return {name: DECLARED[name].default for name in options} if before else options
+    return {name: DEFAULTS[name] for name in options} if before else options
 
 
-def published(args: Namespace, rule: str, layers: int, width: int, heads: int, ffn: int | None = None, **options) -> None:
+def published(args: Namespace, rule: str, layers: int, width: int, heads: int, **options) -> None:
     """Sets sizes and options; every published layer here has an output norm and no biases. Positions come from the recurrence."""
     options = {"feature_map": "identity", "feature_norm": "none", "bias_free": True, "output_norm": True} | options
     choose_mixer(args, "fast_weight", update_rule=rule, **without_missing_parts(args, options))
-    defaults(args, decoder_layers=layers, decoder_embed_dim=width, decoder_attention_heads=heads)
-    defaults(args, decoder_ffn_embed_dim=4 * width if ffn is None else ffn, activation_fn="gelu")
-    defaults(args, no_token_positional_embeddings=True, share_decoder_input_output_embed=True)
+    defaults(args, decoder_layers=layers, decoder_embed_dim=width, decoder_attention_heads=heads, activation_fn="gelu")
+    defaults(args, no_token_positional_embeddings=True, share_decoder_input_output_embed=True, no_scale_embedding=True)
     base_lm_architecture(args)
+
+
+def with_swiglu(args: Namespace, width: int, ratio: int = 4) -> dict:
+    """RMS norms, and SwiGLU with about as many parameters as ``ratio`` square matrices of this width, unless another is given.
+    Returns the option of the mixer that goes with them."""
+    units = 2 * ratio * safe_getattr(args, "decoder_embed_dim", width) // 3
+    defaults(args, decoder_ffn_embed_dim=256 * -(-units // 256))
+    form = "swiglu" if args.decoder_ffn_embed_dim and not safe_getattr(args, "ffn_sparsity") else "plain"
+    defaults(args, **since(args, norm_form="rms", norm_eps=1e-6, ffn_form=form))
+    return since(args, output_norm_eps=1e-6)
+
+
+def with_channel_mixing(args: Namespace, width: int, ratio: float, form: str) -> None:
+    """RWKV's feed-forward layers, and its norm of the embeddings."""
+    units = int(ratio * safe_getattr(args, "decoder_embed_dim", width))
+    defaults(args, decoder_ffn_embed_dim=32 * -(-units // 32), layernorm_embedding=True)
+    form = form if args.decoder_ffn_embed_dim and not safe_getattr(args, "ffn_sparsity") else "plain"
+    defaults(args, **since(args, ffn_form=form))
 
 
 def without_missing_parts(args: Namespace, options: dict) -> dict:
@@ -44,7 +63,8 @@ def without_missing_parts(args: Namespace, options: dict) -> dict:
 
 def with_unit_keys(args: Namespace, rule: str, layers: int = 24, width: int = 1024, heads: int = 8, **options) -> None:
     """Sets a layer with a short convolution, queries and keys of length 1, and an output gate, for a rule that erases."""
-    parts: dict[str, Any] = {"feature_norm": "l2_eps", "short_conv": 4, "output_gate": True, "scale_reads": True} | options
+    parts: dict[str, Any] = {"feature_norm": "l2_eps", "short_conv": 4, "output_gate": True, "scale_reads": True}
+    parts |= with_swiglu(args, width) | options
     published(args, rule, layers, width, heads, **parts)
 
 
@@ -67,13 +87,14 @@ def kimi_gate(args: Namespace) -> dict:
 def retnet_lm(args: Namespace) -> None:
     """RetNet at the size of 340M parameters in which Yang et al. 2023 compare it: values twice as wide as keys."""
     parts = {"output_gate": True} | of_keys(args) | since(args, rotary=True) | since(args, expand_values=2.0)
-    published(args, "retnet", 24, 1024, 4, ffn=2048, **parts)
+    published(args, "retnet", 24, 1024, 4, **parts, **with_swiglu(args, 1024, ratio=2))
 
 
 @register_model_architecture("fast_weight_lm", "gla_lm")
 def gla_lm(args: Namespace) -> None:
     """Gated linear attention, 340M parameters: 24 layers of width 1024, 4 heads with keys of width 128."""
-    published(args, "gla", 24, 1024, 4, feature_dim=128, output_gate=True, **of_keys(args))
+    parts = {"feature_dim": 128, "output_gate": True} | of_keys(args) | with_swiglu(args, 1024)
+    published(args, "gla", 24, 1024, 4, **parts)
 
 
 @register_model_architecture("fast_weight_lm", "mamba2_lm")
@@ -82,19 +103,23 @@ def mamba2_lm(args: Namespace) -> None:
     feed-forward layers. The norm takes all heads together, after the gate."""
     options = {"feature_dim": 128, "key_heads": 1, "short_conv": 4, "output_gate": True}
     options |= since(args, expand_values=2.0, short_conv_bias=True, output_norm_of="all_heads", norm_after_gate=True)
-    published(args, "mamba2", 24, 768, 24, ffn=0, **options)
+    defaults(args, decoder_ffn_embed_dim=0, **since(args, norm_form="rms"))
+    published(args, "mamba2", 24, 768, 24, **options)
 
 
 @register_model_architecture("fast_weight_lm", "hgrn2_lm")
 def hgrn2_lm(args: Namespace) -> None:
     """HGRN 2 with 8 heads of 128, at the size of gla_lm: the SiLU of queries, and a norm of all heads together."""
-    published(args, "hgrn2", 24, 1024, 8, feature_map="silu", **since(args, output_norm_of="all_heads"))
+    parts = with_swiglu(args, 1024) | {"feature_map": "silu", "output_norm_eps": 1e-5}
+    parts |= since(args, output_norm_of="all_heads", scale_reads=True)
+    published(args, "hgrn2", 24, 1024, 8, **parts)
 
 
 @register_model_architecture("fast_weight_lm", "rwkv6_lm")
 def rwkv6_lm(args: Namespace) -> None:
     """RWKV 6 in the shape of rwkv7_lm; the mixtures of its token shift have rank 32."""
     parts = {"token_shift": True, "output_gate": True} | since(args, token_shift_rank=32)
+    with_channel_mixing(args, 768, 3.5, "rwkv6")
     published(args, "rwkv6", 12, 768, 12, **parts, **since(args, output_norm_of="centred_head"))
 
 
@@ -106,6 +131,7 @@ def rwkv7_lm(args: Namespace) -> None:
     parts = {"token_shift": True, "output_gate": True} | since(args, value_mixing_rank=rank)
     parts |= since(args, output_norm_of="centred_head", output_norm_eps=1e-5 * width_of_head(args, 768, 12), read_own_value=True)
     parts |= since(args, output_gate_form="of_sigmoid", output_gate_rank=128, projection_init="rwkv7")
+    with_channel_mixing(args, 768, 4, "rwkv7")
     published(args, "rwkv7", 12, 768, 12, **parts)
 
 

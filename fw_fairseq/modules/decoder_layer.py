@@ -5,13 +5,17 @@ from __future__ import annotations
 import torch
 from fairseq.models.transformer.transformer_config import TransformerConfig
 from fairseq.modules import MultiheadAttention
+from fairseq.modules.quant_noise import quant_noise
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from torch import Tensor, nn
 
 from ..config import SOFTMAX, FastWeightConfig
+from ..errors import Mistake
+from ..generation.layer import swiglu
 from ..mixers import MIXERS
-from .layer_parts import Call, LayerParts, Part, Update
-from .stateful import MixerAttention
+from .forms import ChannelMixing, LastToken, choose_norms
+from .layer_parts import Call, LayerParts, Part, Update, with_noise
+from .stateful import MixerAttention, StatefulModule
 from .streams import LayerStates
 
 FOR_MIXERS = ("states", "reset_mask", "shared")
@@ -38,6 +42,11 @@ class FastWeightDecoderLayer(LayerParts, TransformerDecoderLayerBase):
         if cfg.decoder.ffn_embed_dim == 0:
             self.fc1, self.fc2, self.final_layer_norm = nn.Identity(), NoFeedForward(), nn.Identity()
         self.sparse_feed_forward(config, cfg, cfg.decoder, layer)
+        choose_norms(self, ("self_attn_layer_norm", "final_layer_norm"), config)
+        if self.ffn_form == "swiglu":
+            self.activation_fn = swiglu
+        elif self.ffn_form != "plain":
+            self.mix_channels(cfg, layer)
         more = range(1, getattr(config, "decoder_attentions", 1))
         self.more_attention = nn.ModuleList(self.build_mixer(self.embed_dim, cfg, layer + i * cfg.decoder.layers) for i in more)
         self.more_norms = nn.ModuleList(nn.LayerNorm(self.embed_dim) for _ in more)
@@ -109,13 +118,34 @@ class FastWeightDecoderLayer(LayerParts, TransformerDecoderLayerBase):
 
         return update
 
+    @property
+    def ffn_form(self) -> str:
+        """That of --ffn-form."""
+        return str(getattr(self._mixer[0], "ffn_form", "plain"))
+
+    def mix_channels(self, cfg: TransformerConfig, layer: int) -> None:
+        """Puts RWKV's channel mixing in place of both maps of the feed-forward layer."""
+        if self.ffn_layernorm is not None:
+            raise Mistake(f"--scale-fc is for feed-forward layers without channel mixing, and --ffn-form is {self.ffn_form}")
+        sizes = self.embed_dim, cfg.decoder.ffn_embed_dim
+        depth = 1 - layer / cfg.decoder.layers
+        part = ChannelMixing(*sizes, self.ffn_form == "rwkv6", depth, self.activation_dropout_module)
+        self.fc1, self.fc2 = nn.Identity(), NoFeedForward()
+        self.channel_mixing = StatefulModule(with_noise(part, cfg), LastToken, f"{layer}.channel_mixing")
+
     def build_fc1(self, input_dim: int, output_dim: int, *quantisation) -> nn.Module | None:
-        sparse = self._mixer[0].ffn_sparsity
-        return super().build_fc1(input_dim, output_dim, *quantisation) if output_dim and not sparse else None
+        if not output_dim or self._mixer[0].ffn_sparsity or self.ffn_form.startswith("rwkv"):
+            return None
+        if self.ffn_form == "swiglu":
+            return quant_noise(nn.Linear(input_dim, 2 * output_dim, bias=False), *quantisation)
+        return super().build_fc1(input_dim, output_dim, *quantisation)
 
     def build_fc2(self, input_dim: int, output_dim: int, *quantisation) -> nn.Module | None:
-        sparse = self._mixer[0].ffn_sparsity
-        return super().build_fc2(input_dim, output_dim, *quantisation) if input_dim and not sparse else None
+        if not input_dim or self._mixer[0].ffn_sparsity or self.ffn_form.startswith("rwkv"):
+            return None
+        if self.ffn_form == "swiglu":
+            return quant_noise(nn.Linear(input_dim, output_dim, bias=False), *quantisation)
+        return super().build_fc2(input_dim, output_dim, *quantisation)
 
     def build_self_attention(self, embed_dim: int, cfg: TransformerConfig, **unused) -> nn.Module:
         return self.build_mixer(embed_dim, cfg, self._mixer[2])

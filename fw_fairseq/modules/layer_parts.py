@@ -63,6 +63,7 @@ class LayerParts:
             self.activation_fn, self.activation_dropout_module = nn.Identity(), FairseqDropout(0.0)
         recurrent = RecurrentUnits(width, config.ffn_sru) if config.ffn_sru else None
         self.recurrence = None if recurrent is None else StatefulModule(recurrent, SruState, f"{layer}.recurrence")
+        self.channel_mixing: StatefulModule | None = None
 
     def finished(self, attention: MixerAttention | LinearAttention, config: FastWeightConfig, cfg: TransformerConfig) -> nn.Module:
         """Returns the attention with the sparse projections, or the noise on its weights, that the options ask for."""
@@ -104,10 +105,13 @@ class LayerParts:
         """The update of the feed-forward part and of the recurrent units beside it."""
 
         def update(x: Tensor, source: Tensor | None) -> Tensor:
-            y = self.activation_fn(self.fc1(self.final_layer_norm(x) if self.normalize_before else x))
-            y = self.activation_dropout_module(y)
-            y = y if getattr(self, "ffn_layernorm", None) is None else self.ffn_layernorm(y)
-            y = self.dropout_module(self.fc2(y))
+            y = self.final_layer_norm(x) if self.normalize_before else x
+            if self.channel_mixing is not None:
+                y = self.channel_mixing(y, call.padding, call.incremental_state, call.states, call.reset_mask)
+            else:
+                y = self.activation_dropout_module(self.activation_fn(self.fc1(y)))
+                y = self.fc2(y if getattr(self, "ffn_layernorm", None) is None else self.ffn_layernorm(y))
+            y = self.dropout_module(y)
             if self.recurrence is None:
                 return y
             return y + self.dropout_module(self.recurrence(x, call.padding, call.incremental_state, call.states, call.reset_mask))

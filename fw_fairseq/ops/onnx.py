@@ -1,6 +1,10 @@
-"""The recurrence as ONNX's LinearAttention, opset 27, while ``torch.onnx.export`` traces a model."""
+"""The recurrence as ONNX's LinearAttention, opset 27, in a model that is traced for it."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -10,6 +14,24 @@ from ..rules import Coefficients
 
 OPSET = 27
 DOMAIN = "fw_fairseq"  # of the node while torch, which knows no opset 27, writes the file
+
+
+TRACES: ContextVar[bool] = ContextVar("TRACES", default=False)
+
+
+@contextlib.contextmanager
+def for_onnx() -> Iterator[None]:
+    """Within this block ``torch.export`` traces for ONNX."""
+    before = TRACES.set(True)
+    try:
+        yield
+    finally:
+        TRACES.reset(before)
+
+
+def is_for_onnx() -> bool:
+    """Whether a trace is for ONNX."""
+    return TRACES.get() or torch.onnx.is_in_onnx_export()
 
 
 def onnx_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor) -> tuple[Tensor, Tensor]:

@@ -175,6 +175,8 @@ def check_across_workers(model: nn.Module) -> None:
     reasons += [attention.mixer.why_not_across_workers() for attention in getattr(decoder, "mixers", [])]
     if isinstance(getattr(decoder, "embed_positions", None), PositionsFromEnd):
         reasons.append("--positions-from-end counts the tokens of later workers, which a worker does not see; leave it out")
+    if str(getattr(getattr(decoder, "fast_weight_config", None), "ffn_form", "")).startswith("rwkv"):
+        reasons.append("the channel mixing of --ffn-form needs the last token of the worker before it; choose another form")
     given = [name for name in NOT_ACROSS if getattr(getattr(decoder, "fast_weight_config", None), name, None)]
     reasons += [f"{option_name(name)} needs what the worker before has, and does not get it; leave it out" for name in given]
     for reason in filter(None, reasons):

@@ -24,8 +24,8 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y / (1 + (-y).exp())
 
 
-def rms(y: Tensor, weight: Tensor) -> Tensor:
-    return y / (y.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+def rms(y: Tensor, weight: Tensor, eps: float | None = None) -> Tensor:
+    return y / (y.square().mean(-1, keepdim=True) + (EPS if eps is None else eps)).sqrt() * weight
 
 
 def group_norm(y: Tensor, w: Weights, eps: float) -> Tensor:
@@ -107,7 +107,8 @@ def hgrn2(x: Tensor, w: Weights, heads: int) -> Tensor:
     q, f, v = (x @ w[f"{name}_proj.weight"].mT for name in "qfi")
     f = w["lower_bound"] + (1 - w["lower_bound"]) * torch.sigmoid(f)
     q, f, v = (split(part, heads) for part in (q * torch.sigmoid(q), f, v))
-    return rms(written(q, 1 - f[:, None], v[:, None], f).flatten(1), w["g_norm.weight"]) @ w["o_proj.weight"].mT
+    q = q / math.sqrt(q.shape[-1])
+    return rms(written(q, 1 - f[:, None], v[:, None], f).flatten(1), w["g_norm.weight"], 1e-5) @ w["o_proj.weight"].mT
 
 
 def mamba2(x: Tensor, w: Weights, heads: int) -> Tensor:
@@ -178,3 +179,58 @@ LAYERS: dict[str, Callable[..., Tensor]] = {
     "rwkv6_lm": rwkv6,
     "rwkv7_lm": rwkv7,
 }
+
+
+C, HEADS = 24, 3
+WIDE = {"gated_delta_lm": 36, "retnet_lm": 48, "mamba2_lm": 48}  # values
+KEYS = {"gated_delta_lm": 18, "gla_lm": 12}
+WRITES = {"delta_product_lm": 2, "gated_delta_product_lm": 2}
+
+
+def drawn(arch: str, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random weights by the names and shapes of the published layer."""
+    values, keys, n = WIDE.get(arch, C), KEYS.get(arch, C), WRITES.get(arch, 1)
+    head = values // HEADS
+    qkv = {"q_proj.weight": (keys, C), "k_proj.weight": (n * keys, C), "v_proj.weight": (n * values, C)}
+    conv = {f"{name}_conv1d.weight": (rows, 1, 4) for name, rows in (("q", keys), ("k", n * keys), ("v", n * values))}
+    out = {"o_proj.weight": (C, values)}
+    swish = {"g_proj.weight": (values, C), "o_norm.weight": (head,)}
+    low = {"g_proj.0.weight": (head, C), "g_proj.1.weight": (values, head), "g_proj.1.bias": (values,), "o_norm.weight": (head,)}
+    low |= {"f_proj.0.weight": (head, C), "f_proj.1.weight": (keys, head), "A_log": (HEADS,), "dt_bias": (keys,)}
+    beta, steps = {"b_proj.weight": (n * HEADS, C)}, {"a_proj.weight": (HEADS, C), "A_log": (HEADS,), "dt_bias": (HEADS,)}
+    group = {"g_norm.weight": (C,), "g_norm.bias": (C,)}
+    retnet = qkv | out | {"g_proj.weight": (values, C), "g_norm_swish_gate.weight": (head,)}
+    of_6 = {f"{name}_proj.linear.weight": (C, C) for name in "rkvg"} | {"x_bias": (5, C), "x_proj.0.mu": (C,), "bonus": (HEADS, 8)}
+    of_6 |= {"x_proj.0.linear.weight": (160, C), "x_proj.2.weight": (C, 160)}
+    of_6 |= {"w_proj.linear.lora.0.weight": (64, C), "w_proj.linear.lora.2.weight": (C, 64), "w_proj.linear.lora.2.bias": (C,)}
+    of_7 = {f"{name}_proj.weight": (C, C) for name in "rkvo"} | {f"x_{name}": (1, 1, C) for name in "rwkvag"}
+    of_7 |= {"k_k": (C,), "k_a": (C,), "r_k": (HEADS, 8)} | group
+    for name, rank in (("w", 64), ("a", 64), ("v", 32), ("g", 128)):
+        of_7 |= {f"{name}_lora.lora.0.weight": (rank, C), f"{name}_lora.lora.2.weight": (C, rank)}
+        of_7 |= {} if name == "g" else {f"{name}_lora.lora.2.bias": (C,)}
+    wide = {"conv1d.weight": (values + 12, 1, 4), "conv1d.bias": (values + 12,), "in_proj.weight": (2 * values + 12 + HEADS, C)}
+    shapes = {
+        "delta_net_lm": qkv | conv | beta | out | {"o_norm.weight": (head,)},
+        "gated_delta_lm": qkv | conv | beta | steps | swish | out,
+        "kda_lm": qkv | conv | beta | low | out,
+        "gdn2_lm": qkv | conv | low | out | {"b_proj.weight": (keys, C), "w_proj.weight": (values, C)},
+        "delta_product_lm": qkv | conv | beta | swish | out,
+        "gated_delta_product_lm": qkv | conv | beta | steps | swish | out,
+        "gla_lm": retnet | {"gk_proj.0.weight": (16, C), "gk_proj.1.weight": (keys, 16), "gk_proj.1.bias": (keys,)},
+        "retnet_lm": retnet,
+        "hgrn2_lm": {f"{name}_proj.weight": (C, C) for name in "qfio"} | {"g_norm.weight": (C,), "lower_bound": (C,)},
+        "mamba2_lm": wide
+        | dict.fromkeys(["A_log", "D", "dt_bias"], (HEADS,))
+        | {"norm.weight": (values,), "out_proj.weight": (C, values)},
+        "rwkv6_lm": of_6 | out | group,
+        "rwkv7_lm": of_7,
+    }
+    torch.manual_seed(seed)
+    weights = {}
+    for name, shape in shapes[arch].items():
+        weights[name] = torch.randn(shape, dtype=torch.float64) / (1 if len(shape) == 1 else math.sqrt(shape[-1]))
+    if "dt_bias" in weights:
+        weights["dt_bias"] -= 3  # steps of the size that they start with
+    if "lower_bound" in weights:
+        weights["lower_bound"] = weights["lower_bound"].sigmoid()
+    return weights

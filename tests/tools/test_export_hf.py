@@ -68,6 +68,8 @@ OPTIONS = {
     "rwkv7": "--update-rule rwkv7 --feature-map identity --feature-norm none --token-shift --value-mixing-rank 2",
     "kda": "--update-rule kda --feature-map identity --feature-norm l2 --short-conv 4 --output-gate --key-heads 2"
     " --token-shift --token-shift-rank 2",
+    "swiglu": "--norm-form rms --norm-eps 0.01 --ffn-form swiglu --decoder-normalize-before --layernorm-embedding",
+    "norms": "--norm-eps 0.1",
     "no-feed-forward": "--decoder-ffn-embed-dim 0 --scale-output --decoder-normalize-before --no-decoder-final-norm",
     "published": "--mixer additive --pooling-form published --window-sizes 3 --decoder-learned-pos --decoder-normalize-before",
 } | {name: f"--mixer {name} --decoder-normalize-before" for name in MIXERS if name != "fast_weight"}
@@ -620,6 +622,7 @@ def test_mistakes_leave_what_is_there(dictionary, folder, tmp_path):
         ("--character-embeddings", "--character-embeddings"),
         ("--positions-from-end", "--positions-from-end"),
         ("--quant-noise-pq 0.1", "--quant-noise-pq"),
+        ("--ffn-form rwkv7", "--ffn-form rwkv7"),
     ],
 )
 def test_what_it_cannot_export_is_refused(options, said, dictionary, tmp_path):

@@ -53,5 +53,10 @@ def stays_in_place(layer: nn.Module) -> bool:
     """Whether everything that a layer keeps has a fixed place on the GPU."""
     mixer = getattr(layer.self_attn, "mixer", None)
     cross = layer.encoder_attn
-    alone = layer.recurrence is None and not len(layer.more_attention) and (cross is None or KernelSource.can_read(cross))
+    alone = (
+        layer.recurrence is None
+        and layer.channel_mixing is None
+        and not len(layer.more_attention)
+        and (cross is None or KernelSource.can_read(cross))
+    )
     return alone and type(mixer) is FastWeight and KernelMemory.can_hold(mixer)

@@ -15,6 +15,7 @@ from ...generation.steppers import step_mixer
 from ...mixers.base import has_hooks
 from ...modules import FastWeightDecoderLayer, LinearAttention, MixerAttention
 from ...modules.stateful import Incremental
+from .channel_mixing import ChannelMixingStep
 from .cross import KernelSource, SourceReader
 from .sparse import SparseAttentionStep, SparseFeedForwardStep, SparseSoftmaxStepper, has_sparse_feed_forward, is_sparse_softmax
 
@@ -75,13 +76,16 @@ def layer_step(layer: FastWeightDecoderLayer, incremental_state: dict, encoder_o
     source = None if layer.encoder_attn is None else encoder_out
     norms += [layer.final_layer_norm] if source is None else [layer.encoder_attn_layer_norm, layer.final_layer_norm]
     inside = norms if layer.normalize_before else [None] * len(norms)
-    parts: list[AttentionStep | FeedForwardStep] = [
+    parts: list[AttentionStep | FeedForwardStep | ChannelMixingStep] = [
         attention_step(attention, norm, incremental_state) for attention, norm in zip(attentions, inside)
     ]
     if source is not None:
         reader = source_reader(layer.encoder_attn, incremental_state, source)
         parts.append(AttentionStep(layer.encoder_attn, reader, inside[-2]))
-    if not has_sparse_feed_forward(layer):
+    if layer.channel_mixing is not None:
+        mixing = layer.channel_mixing
+        parts.append(ChannelMixingStep(mixing, inside[-1], taken(mixing, incremental_state)))
+    elif not has_sparse_feed_forward(layer):
         parts.append(FeedForwardStep(layer.fc1, layer.activation_fn, layer.fc2, inside[-1]))
     else:
         units = None if layer.recurrence is None else taken(layer.recurrence, incremental_state)

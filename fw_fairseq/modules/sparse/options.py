@@ -21,6 +21,10 @@ def check_sparse(config: FastWeightConfig, args: Namespace) -> None:
             raise Mistake(f"--output-sparsity replaces the output projection, which {option_name(name)} shares or cuts")
     if config.ffn_controller_dim and not config.ffn_sparsity:
         raise Mistake("--ffn-controller-dim has no effect without --ffn-sparsity; leave it out")
+    form = str(getattr(config, "ffn_form", "plain"))
+    if form != "plain" and (config.ffn_sparsity or not args.decoder_ffn_embed_dim):
+        other = "--ffn-sparsity" if config.ffn_sparsity else "--decoder-ffn-embed-dim 0"
+        raise Mistake(f"--ffn-form {form} does not work with {other}; leave one of them out")
     if config.qkv_sparsity and safe_getattr(args, "cross_self_attention", False):
         raise Mistake("--qkv-sparsity does not work with --cross-self-attention; leave one of them out")
     parts = [part for part in ("encoder", "decoder") if safe_getattr(args, f"{part}_layers", None)]

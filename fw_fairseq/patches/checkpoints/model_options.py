@@ -30,7 +30,15 @@ SHAPES += [f"adaptive_{name}" for name in ("input", "input_factor", "input_cutof
 SHAPES += ["tie_adaptive_weights", "tie_adaptive_proj", "plain_adaptive_softmax", "scale_fc", "scale_attn", "scale_heads"]
 SHAPES += ["scale_resids", "quant_noise_pq", "quant_noise_pq_block_size"]  # with noise, the decoder has a layer more
 UNSEEN = [f"{side}_{name}" for side in ("encoder", "decoder") for name in ("attention_heads", "normalize_before")]
-UNSEEN += ["activation_fn", "no_scale_embedding", "no_token_positional_embeddings", "positions_from_end"]
+UNSEEN += [
+    "norm_form",
+    "norm_eps",
+    "ffn_form",
+    "activation_fn",
+    "no_scale_embedding",
+    "no_token_positional_embeddings",
+    "positions_from_end",
+]
 TRAINING = {"write_strength_init", "fast_weight_backend", "sru_highway_bias", "sru_init"}
 TRAINING |= {"xl_memory", "xl_segment", "srupp_memory", "srupp_segment"}  # which a trained model may change
 OWN = {f.name for f in fields(FastWeightTransformerConfig) if not f.name.startswith("_")} - TRAINING

@@ -5,7 +5,7 @@ Everything but attention is copied. The projections of queries and keys are kept
 made smaller where a memory would sum up too much. The weights of gates are zero, so that gates start at their biases.
 
 A checkpoint of fairseq and a GPT-2 become a fast_weight_lm; any other decoder of transformers becomes a pretrained_lm, which keeps
-its modules.
+its modules. A recurrent model of flash-linear-attention, or Mamba 2 of transformers, keeps all that it is, and takes no --rule.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import argparse
 from ...feature_maps import FEATURE_MAPS, NORMS
 from ...ops.checks import NORM_OF
 from ..command import make_parser, mistakes_as_sentences
-from .conversion import TARGETS, convert, table, training_options
+from .conversion import TARGETS, convert, training_options
+from .report import table
 
 PROG = "fw-convert"
 EXAMPLE = "fw-convert transformer_lm.pt start.pt --rule decay --feature-dim 32"
@@ -24,13 +25,10 @@ EXAMPLE = "fw-convert transformer_lm.pt start.pt --rule decay --feature-dim 32"
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = make_parser(PROG, __doc__, EXAMPLE)
-    parser.add_argument(
-        "source", metavar="SOURCE", help="a checkpoint of fairseq's transformer_lm, or the folder of a model of transformers"
-    )
+    parser.add_argument("source", metavar="SOURCE", help="a checkpoint of fairseq's transformer_lm, or the folder of a model")
     parser.add_argument("output", metavar="OUTPUT", help="the checkpoint to write, for --finetune-from-model or --restore-file")
     parser.add_argument(
         "--rule",
-        required=True,
         choices=TARGETS,
         help="an update rule makes fast weights; local_attention keeps softmax attention within a window; softmax leaves everything"
         " as it is",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 import shlex
 import zipfile
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,28 +26,20 @@ from ...rules import RULES
 from ..command import check_outputs
 from .decoders import ARCHITECTURE, convert_decoder, is_decoder
 from .pretrained import Source, load_mapped, read_pretrained
+from .recurrent import convert_recurrent, is_recurrent
+from .report import Change, merged
 
 LOCAL = "local_attention"
 Tensors = dict[str, Tensor]
 ATTENTION = [f"{part}_proj.{kind}" for part in ("q", "k", "v", "out") for kind in ("weight", "bias")]
 TARGETS = [*RULES, LOCAL, SOFTMAX]
-KINDS = ("copied", "changed", "new")
 SUM_SCALE = 1 / 512  # Mao 2022, footnote 4
-
-
-class Change(NamedTuple):
-    """One line of the report; it stands for the same tensor in all layers."""
-
-    name: str
-    what: str  # copied, changed or new
-    parameters: int
-    how: str
 
 
 def convert(
     source: str | Path,
     output: str | Path,
-    rule: str,
+    rule: str | None = None,
     *,
     force: bool = False,
     seed: int = 1,
@@ -60,17 +51,29 @@ def convert(
 
     options: feature_dim, feature_map, feature_norm, attention_norm, attention_norm_of, mixer_pattern and local_window, as
     fast_weight_lm has them; None stands for the default; memory_window and drop_rotary as pretrained_lm has them, which any decoder
-    of transformers but GPT-2 becomes. A folder also gets dict.txt, its tokens as fairseq's symbols, in the folder of ``output``.
+    of transformers but GPT-2 becomes. A recurrent model takes neither rule nor options. A folder also gets dict.txt, its tokens as
+    fairseq's symbols, in the folder of ``output``.
     """
-    config = fast_weight_config(rule, **options)
-    check_options(config)
     output, source = Path(output), Path(source)
+    recurrent = is_recurrent(source)
+    every = {"rule": rule, **options, "memory_window": memory_window, "drop_rotary": drop_rotary}
+    if recurrent and (given := [name for name, value in every.items() if value]):
+        raise Mistake(f"SOURCE {source} is a recurrent model, which stays as it is; leave {option_name(given[0])} out")
+    if not recurrent and rule is None:
+        raise Mistake(f"--rule is missing; a Transformer becomes one of: {', '.join(TARGETS)}")
+    config = FastWeightConfig() if rule is None else fast_weight_config(rule, **options)
+    check_options(config)
     if output.exists() and not force:
         raise Mistake(f"OUTPUT {output} exists; name another file, or give --force to replace it")
     check_outputs([("OUTPUT", output)], [("SOURCE", source)])
     if output.exists() and not zipfile.is_zipfile(output):
         raise Mistake(f"OUTPUT {output} is no checkpoint, and --force would delete it; name another file")
-    if decoder := is_decoder(source):
+    architecture, changes = "fast_weight_lm", None
+    if recurrent:
+        architecture, read, lines = convert_recurrent(source)
+        changes = [Change(*line) for line in lines]
+    elif is_decoder(source):
+        architecture = ARCHITECTURE
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             read, lines = convert_decoder(source, config, memory_window, drop_rotary)
@@ -85,17 +88,17 @@ def convert(
         check_outputs([("OUTPUT", output)], [("the dictionary", words)])
         if words.exists() and words.read_text() != symbols and not force:
             raise Mistake(f"{words} is another model's dictionary; name an OUTPUT in another folder, or give --force to replace it")
-    if not decoder:
+    if changes is None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             changes = convert_tensors(read, config)
         made = {name: value for name, value in asdict(config).items() if name not in DECODER_OPTIONS}  # which the source keeps
         read.options |= {name: value for name, value in made.items() if not name.startswith("_")}
-    checkpoint = _checkpoint(read, ARCHITECTURE if decoder else "fast_weight_lm")
+    checkpoint = _checkpoint(read, architecture)
     write_atomically(output, lambda temporary: torch.save(checkpoint, temporary))
     if symbols is not None:
         write_atomically(words, lambda temporary: temporary.write_text(symbols))
-    return _merged(changes)
+    return merged(changes)
 
 
 def fast_weight_config(
@@ -243,30 +246,11 @@ def _checkpoint(source: Source, architecture: str) -> dict:
 def training_options(checkpoint: Path) -> str:
     """Returns the options of fairseq-train that build the model of a checkpoint which fw-convert wrote, and start from it."""
     options, path = load_mapped(Path(checkpoint))["cfg"]["model"], shlex.quote(str(checkpoint))
-    if options["_name"] == ARCHITECTURE:
-        return f"--task language_modeling --arch {ARCHITECTURE} --options-from {path} --finetune-from-model {path}"
+    if options["_name"] != "fast_weight_lm":
+        return f"--task language_modeling --arch {options['_name']} --options-from {path} --finetune-from-model {path}"
     defaults = {f.name: f.default for f in fields(FastWeightLanguageModelConfig)}
     decide = [name for name in options if name in {*SHAPES, *UNSEEN, *OWN} and options[name] not in (None, defaults.get(name))]
     task = [written(name, options[name]) for name in ("tokens_per_sample", "max_target_positions")]
     given = [written(name, options[name]) for name in sorted(decide)]
     kind = "--task language_modeling --arch fast_weight_lm"  # the task first, which --tokens-per-sample belongs to
     return " ".join([kind, "--finetune-from-model", path, *task, *given])
-
-
-def _merged(changes: list[Change]) -> list[Change]:
-    """One line for the same tensor in all layers."""
-    lines: dict[tuple, Change] = {}
-    for change in changes:
-        change = change._replace(name=re.sub(r"\.\d+\.", ".*.", change.name))
-        key = (change.name, change.what, change.how)
-        lines[key] = change._replace(parameters=change.parameters + (lines[key].parameters if key in lines else 0))
-    return sorted(lines.values(), key=lambda line: KINDS.index(line.what))
-
-
-def table(changes: list[Change]) -> str:
-    """Returns the report in columns."""
-    rows = [(change.what, change.name, f"{change.parameters:,}", change.how) for change in changes]
-    for what in KINDS:
-        rows.append((what, "all", f"{sum(change.parameters for change in changes if change.what == what):,}", ""))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in rows)

@@ -17,6 +17,8 @@ from ...models.fast_weight_decoder import FastWeightDecoder
 from ...modules.plain_softmax import PlainAdaptiveSoftmax
 from ...modules.positions import PositionsFromEnd
 
+FORMS = ("norm_form", "norm_eps", "ffn_form")  # options of language models that no mixer reads
+
 
 def build(decoder: FastWeightDecoder) -> Any:
     """Returns the model for transformers, with the weights of fairseq's decoder."""
@@ -35,6 +37,9 @@ def decoder_options(decoder: FastWeightDecoder) -> dict:
     refused: dict[str, bool] = {option_name(name): bool(getattr(config, name)) for name in SPARSE_OPTIONS}
     refused["--plain-adaptive-softmax"] = isinstance(decoder.adaptive_softmax, PlainAdaptiveSoftmax)
     refused["--positions-from-end"] = isinstance(decoder.embed_positions, PositionsFromEnd)
+    forms = {name: _jsonable(getattr(config, name)) for name in FORMS if hasattr(config, name)}
+    form = forms.get("ffn_form", "plain")
+    refused[f"--ffn-form {form}"] = form.startswith("rwkv")
     refused[f"--activation-fn {cfg.activation_fn}"] = cfg.activation_fn not in ACTIVATIONS
     refuse_options(refused)
     _, output_bands = output_tensors(decoder, is_tied(decoder))
@@ -47,6 +52,7 @@ def decoder_options(decoder: FastWeightDecoder) -> dict:
         max_position_embeddings=None if decoder.embed_positions is None and decoder.recurrent else cfg.max_target_positions,
         output_bands=output_bands if decoder.adaptive_softmax is not None else None,
         tie_word_embeddings=is_tied(decoder),
+        **forms,
     )
 
 
@@ -69,7 +75,9 @@ def side_options(side: Any, cfg: Any, width: int, config: FastWeightConfig) -> d
         intermediate_size=cfg.ffn_embed_dim,
         num_hidden_layers=len(side.layers),
         num_attention_heads=cfg.attention_heads,
-        mixer_options={name: _jsonable(value) for name, value in asdict(config).items() if not name.startswith("_")},
+        mixer_options={
+            name: _jsonable(value) for name, value in asdict(config).items() if not name.startswith("_") and name not in FORMS
+        },
         activation=str(side.cfg.activation_fn),
         normalize_before=cfg.normalize_before,
         final_norm=side.layer_norm is not None,

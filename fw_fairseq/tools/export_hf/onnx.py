@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import Mistake
-from ...ops.onnx import DOMAIN, OPSET
+from ...ops.onnx import DOMAIN, OPSET, for_onnx
 
 FILE = "model.onnx"
 NEEDED = ("onnx", "onnxruntime", "onnxscript")
@@ -88,24 +88,14 @@ def write(model: Any, file: Path) -> None:
 def traced(whole: WithStates) -> Any:
     """torch's ONNX program of the model, for any number of sequences and tokens."""
     batch, tokens = torch.export.Dim("batch"), torch.export.Dim("tokens")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return torch.onnx.export(
-                whole,
-                (torch.zeros(TRACED, dtype=torch.long), torch.zeros(TRACED[0], dtype=torch.long), whole.start),
-                dynamo=True,
-                opset_version=NATIVE,
-                verbose=False,
-                input_names=["input_ids", *(f"past.{name}" for name in whole.names)],
-                output_names=["logits", *(f"present.{name}" for name in whole.names)],
-                dynamic_shapes=({0: batch, 1: tokens}, {0: batch}, [{0: batch}] * len(whole.present)),
-            )
-    except torch.onnx.errors.OnnxExporterError as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, Mistake):
-            cause = cause.__cause__ or cause.__context__
-        raise (error if cause is None else cause) from None
+    given = torch.zeros(TRACED, dtype=torch.long), torch.zeros(TRACED[0], dtype=torch.long), whole.start
+    dynamic = {0: batch, 1: tokens}, {0: batch}, [{0: batch}] * len(whole.start)
+    with for_onnx(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.export.export(whole, given, dynamic_shapes=dynamic, strict=False)
+        names = ["input_ids", *(f"past.{name}" for name in whole.names)], ["logits", *(f"present.{name}" for name in whole.names)]
+        options: dict[str, Any] = {"input_names": names[0], "output_names": names[1], "opset_version": NATIVE, "verbose": False}
+        return torch.onnx.export(program, dynamo=True, **options)
 
 
 def difference(whole: WithStates, file: Path) -> tuple[float, float]:
