@@ -75,8 +75,8 @@ class FastWeight(Watched, Mixer):
     def __init__(
         self, embed_dim: int, heads: int = 1, config: Any = None, *, layer: int = 0, layers: int = 1, **given: object
     ) -> None:
+        super().__init__(embed_dim, heads, divided=not (given.get("feature_dim") or getattr(config, "feature_dim", 0)))
         config = self.read_settings(config, given)
-        super().__init__(embed_dim, heads, divided=not config.feature_dim)
         self.rule_name, self.feature_norm = str(config.update_rule), str(config.feature_norm)
         self.rule = rule = RULES[self.rule_name]
         self.backend, self.attention_norm_of = str(config.fast_weight_backend), str(config.attention_norm_of)

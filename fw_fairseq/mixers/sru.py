@@ -13,11 +13,11 @@ from ..errors import Mistake
 from ..feature_maps import wide
 from ..ops.checks import check_masks
 from ..ops.chunkwise.recall import until_end
-from ..ops.onednn import Linear, linear
 from ..ops.scans.sru import sru
 from ..ops.state import tensor_state
 from .base import Mixer, is_linear, rows
 from .options import MixerOptions
+from .parts.onednn import Linear, linear
 
 OPEN = 1e4  # the input of a sigmoid that is 1 then, in every type of number
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import Mistake
-from ..ops.onednn import Linear
 from ..ops.scans.pooling import last_weights
 from ..ops.state import tensor_state
 from .base import Mixer, join_heads, rows, split_heads
 from .look_back import Reach, View, WindowState, attend, look_back, with_memory
+from .parts.onednn import Linear
 from .sru import Sru
 
 

@@ -17,10 +17,10 @@ from fairseq.modules.multihead_attention import MultiheadAttention
 from fairseq.utils import eval_str_list, safe_getattr
 from torch import Tensor, nn
 
-from ..config import SOFTMAX, FastWeightConfig, layer_mixers, read_config
+from ..config import SOFTMAX, FastWeightConfig, LanguageModelConfig, layer_mixers, read_config
 from ..errors import Mistake
 from ..modules import FastWeightDecoderLayer, MixerAttention, Stateful, Streams, of_this_thread, with_arguments
-from ..modules.forms import choose_norms
+from ..modules.forms import FAIRSEQ_NORM, choose_norms
 from ..modules.plain_softmax import PlainAdaptiveSoftmax
 from ..modules.positions import PositionsFromEnd
 from ..modules.sparse import Multiplicative, SparseAttention, Stack, check_reversible, check_sparse
@@ -67,7 +67,9 @@ class FastWeightDecoder(ReadsPromises, TransformerDecoder):
             args = copy.copy(args)  # the input's projections, used backwards, start from the layers' width
             args.decoder_output_dim = args.decoder_embed_dim
         super().__init__(args, dictionary, embed_tokens, no_encoder_attn, output_projection)
-        choose_norms(self, ("layer_norm", "layernorm_embedding"), self.fast_weight_config)
+        own = self.fast_weight_config
+        if isinstance(own, LanguageModelConfig) and (str(own.norm_form), own.norm_eps) != FAIRSEQ_NORM:
+            choose_norms(self, own)
         if safe_getattr(args, "positions_from_end"):
             self.embed_positions = PositionsFromEnd.in_place_of(self.embed_positions, self.embed_dim, self.padding_idx)
         self.reversible = self.fast_weight_config.reversible

@@ -13,7 +13,7 @@ from ..config import SOFTMAX, FastWeightConfig
 from ..errors import Mistake
 from ..generation.layer import swiglu
 from ..mixers import MIXERS
-from .forms import ChannelMixing, LastToken, choose_norms
+from .forms import ChannelMixing, LastToken
 from .layer_parts import Call, LayerParts, Part, Update, with_noise
 from .stateful import MixerAttention, StatefulModule
 from .streams import LayerStates
@@ -42,7 +42,6 @@ class FastWeightDecoderLayer(LayerParts, TransformerDecoderLayerBase):
         if cfg.decoder.ffn_embed_dim == 0:
             self.fc1, self.fc2, self.final_layer_norm = nn.Identity(), NoFeedForward(), nn.Identity()
         self.sparse_feed_forward(config, cfg, cfg.decoder, layer)
-        choose_norms(self, ("self_attn_layer_norm", "final_layer_norm"), config)
         if self.ffn_form == "swiglu":
             self.activation_fn = swiglu
         elif self.ffn_form != "plain":

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..config import FastWeightConfig, LanguageModelConfig
+from ..config import LanguageModelConfig
 from ..mixers.parts.convolution import EarlierTokens
 from ..ops.state import tensor_state
 
+FAIRSEQ_NORM = ("layer", 1e-5)  # the form and the eps of fairseq's norms
 
-def choose_norms(owner: nn.Module, names: Iterable[str], config: FastWeightConfig) -> None:
-    """Gives those norms of a language model's decoder, or of its layers, the form and the eps of its options."""
-    if not isinstance(config, LanguageModelConfig):
-        return
-    for name in names:
+
+def choose_norms(decoder: Any, config: LanguageModelConfig) -> None:
+    """Gives the norms of a language model's decoder and of its layers the form and the eps of its options."""
+    own = [(decoder, "layer_norm"), (decoder, "layernorm_embedding")]
+    for owner, name in [*own, *product(decoder.layers, ("self_attn_layer_norm", "final_layer_norm"))]:
         norm: Any = getattr(owner, name)
         if norm is None or isinstance(norm, nn.Identity):
             continue

@@ -21,17 +21,12 @@ TRACES: ContextVar[bool] = ContextVar("TRACES", default=False)
 
 @contextlib.contextmanager
 def for_onnx() -> Iterator[None]:
-    """Within this block ``torch.export`` traces for ONNX."""
+    """Within this block ``torch.export`` traces for ONNX, whose program goes on to ``torch.onnx.export``."""
     before = TRACES.set(True)
     try:
         yield
     finally:
         TRACES.reset(before)
-
-
-def is_for_onnx() -> bool:
-    """Whether a trace is for ONNX."""
-    return TRACES.get() or torch.onnx.is_in_onnx_export()
 
 
 def onnx_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor) -> tuple[Tensor, Tensor]:

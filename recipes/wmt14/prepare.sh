@@ -33,7 +33,7 @@ for i in "${!names[@]}"; do # fairseq calls several test sets test, test1, test2
 done
 merges=${BPE:-32000}
 if [ -n "$TOY" ]; then
-    data=$OUT/text merges=${BPE:-300}
+    data=${DATA:-$OUT/text} merges=${BPE:-300}
 fi
 lowercase=${LOWERCASE:-0}
 longest=${LONGEST:-250}
@@ -108,7 +108,7 @@ for program in sacremoses sacrebleu subword-nmt; do
 done
 made_with=("SOURCE=$source" "TARGET=$target" "DATA=$(absolute "$data")" "TRAIN=$train" "VALID=$valid" "TEST=$tests")
 made_with+=("BPE=$merges" "LOWERCASE=$lowercase" "LONGEST=$longest")
-[ -z "$TOY" ] || [ -d "$data" ] || toy
+[ -z "$TOY" ] || [ -n "${DATA:-}" ] || [ -d "$data" ] || toy
 prepared "$OUT/raw" "${made_with[@]}" || true # finished files stay, also where OUT/bin is not there yet
 if [ -z "$data" ]; then
     [ "$source-$target" = en-de ] || fail "only en-de is downloaded; for $source-$target set DATA to a folder with its text"

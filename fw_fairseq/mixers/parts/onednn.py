@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..autograd import once_differentiable
+from ...autograd import once_differentiable
 
 FEWEST = 32  # rows that oneDNN is used for
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fw_fairseq.ops import onednn as module
-from fw_fairseq.ops.onednn import OneDnn, linear
+from fw_fairseq.mixers.parts import onednn as module
+from fw_fairseq.mixers.parts.onednn import OneDnn, linear
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 
