@@ -24,7 +24,7 @@ from .kernels.family import Divided, Operands
 from .kernels.launch import log_once, why_no_map, why_not_run
 from .kernels.recurrence import FAMILIES, choose_family, choose_precision, cuda_form, in_many_parts, joined_decays, run_whole
 from .kernels.step import step_cuda_form, unsupported
-from .onnx import TRACES, onnx_form
+from .onnx import TRACE, onnx_form
 from .parallel.workers import run_across
 from .recurrent import step_form
 from .state import FastWeightState
@@ -73,7 +73,7 @@ def choose(inputs: Inputs) -> Choice:
     form: Callable[..., tuple[Any, ...]] = step_form
     if isinstance(inputs.state.memory, Factors):
         form = factored_form
-    elif TRACES.get():
+    elif TRACE.on:
         form = onnx_form
     elif inputs.backend != "recurrent":
         z, e = inputs.coefficients.z, inputs.coefficients.e

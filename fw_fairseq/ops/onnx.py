@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextvars import ContextVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,17 +16,24 @@ OPSET = 27
 DOMAIN = "fw_fairseq"  # of the node while torch, which knows no opset 27, writes the file
 
 
-TRACES: ContextVar[bool] = ContextVar("TRACES", default=False)
+@dataclass
+class Trace:
+    """Whether ``torch.export`` traces for ONNX. torch.compile can read an attribute, but no ``ContextVar``."""
+
+    on: bool = False
+
+
+TRACE = Trace()
 
 
 @contextlib.contextmanager
 def for_onnx() -> Iterator[None]:
     """Within this block ``torch.export`` traces for ONNX, whose program goes on to ``torch.onnx.export``."""
-    before = TRACES.set(True)
+    TRACE.on = True
     try:
         yield
     finally:
-        TRACES.reset(before)
+        TRACE.on = False
 
 
 def onnx_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memory: Tensor) -> tuple[Tensor, Tensor]:
