@@ -9,19 +9,25 @@ import functools
 import json
 import logging
 import os
+import shlex
+import sys
 import time
+import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 
 from fairseq import trainer
 from fairseq.distributed import utils as distributed_utils
 from fairseq.logging import progress_bar
 from fairseq.logging.progress_bar import BaseProgressBar, format_stat
+from omegaconf import DictConfig
 from torch import nn
 
-from .replacing import replaces
+from .replacing import changes, replaces
 
 LAYERS = "layers.jsonl"  # in the save directory
 OF_LAYERS = "fw_"  # how the names of the layers' numbers begin
+PROGRAMS = [f"fairseq_cli.{name}" for name in ("train", "validate", "eval_lm", "generate", "interactive")]
 FIRST, EVERY = 10, 60  # seconds until an evaluation says how far it is
 logger = logging.getLogger(__name__)
 
@@ -60,6 +66,24 @@ def leave_out_what_is_not_there(original: Callable, module: nn.Module, memo: dic
     if memo is not None:
         return found
     return [names for names in found if trainer._get_module_by_path(module, names[0]) is not None]
+
+
+@changes("logging")
+def begin_with_the_command() -> None:
+    """The log of each program begins with all options that there are, all modules of the model, and advice from Hydra and torch
+    about fairseq's code. Now it begins with the command; checkpoints have the options."""
+    warnings.filterwarnings("ignore", module="hydra")
+    for of_fairseq in (r"\s*'config' is validated", "'pin_memory' argument is set", r"`torch\.cuda\.amp"):
+        warnings.filterwarnings("ignore", message=of_fairseq)
+    for name in PROGRAMS:
+        logging.getLogger(name).addFilter(shorten)
+
+
+def shorten(record: logging.LogRecord) -> bool:
+    """Puts the command in place of options, and drops a model."""
+    if isinstance(record.msg, (DictConfig, Namespace, dict)):
+        record.msg = shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
+    return not isinstance(record.msg, nn.Module)
 
 
 class Announced:

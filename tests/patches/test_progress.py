@@ -8,6 +8,7 @@ import logging
 import pytest
 from fairseq import options, trainer
 from fairseq.logging import progress_bar
+from support.commands import USER_DIR, fairseq, succeed
 from torch import nn
 
 import fw_fairseq.models  # noqa: F401
@@ -68,3 +69,15 @@ def test_an_evaluation_says_how_far_it_is(monkeypatch, caplog):
 def test_two_precisions_exclude_each_other(given):
     with pytest.raises(Mistake, match=r"^--fp16 and --bf16 exclude each other, .*; give one of them$"):
         options.parse_args_and_arch(options.get_training_parser("language_modeling"), ["data", "--arch", "transformer_lm", *given])
+
+
+def test_a_log_begins_with_the_command(stream_data, tmp_path):
+    """And has neither the options that nobody gave, nor the modules, nor advice about fairseq's code."""
+    options = ["--arch", "fast_weight_lm_small", "--task", "stateful_language_modeling", "--tokens-per-sample", "16"]
+    options += ["--batch-size", "2", "--save-dir", tmp_path / "run", "--lr", "0.001", "--optimizer", "adam", "--max-update", "1"]
+    log = succeed(fairseq("train", stream_data, *USER_DIR, *options))
+    said = [line.partition(" | INFO | fairseq_cli.train | ")[2] for line in log.splitlines()]
+    first = next(line for line in said if line)
+    assert str(stream_data) in first and first.endswith("--max-update 1")
+    for noise in ("Warning", "'dataset': {", "(decoder): ", "hydra"):
+        assert noise not in log
