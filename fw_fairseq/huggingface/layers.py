@@ -16,6 +16,7 @@ from ..generation.layer import swiglu
 from ..mixers import MIXERS
 from ..mixers.base import join_heads, split_heads
 from ..mixers.options import MixerOptions
+from ..mixers.parts.channel_mixing import ChannelMixing, LastToken
 from .configuration import FastWeightHFConfig
 from .rollback import TakesBack
 from .steps import Steps
@@ -160,6 +161,7 @@ class Layer(nn.Module):
     fc1: Any
     fc2: Any
     final_layer_norm: Any
+    channel_mixing: Any
     _gradient_checkpointing_func: Any
     gradient_checkpointing = False  # transformers changes it, and adds ``_gradient_checkpointing_func``
 
@@ -168,9 +170,12 @@ class Layer(nn.Module):
         width, inner = config.hidden_size, config.intermediate_size
         self.self_attn = self.make_mixer(config, index)
         self.self_attn_layer_norm, gated = make_norm(config), config.ffn_form == "swiglu"
+        self.final_layer_norm, self.channel_mixing = make_norm(config) if inner else None, None
+        if config.ffn_form.startswith("rwkv"):
+            depth = 1 - index / config.num_hidden_layers
+            self.channel_mixing, inner = ChannelMixing(width, inner, config.ffn_form == "rwkv6", depth, _unchanged), 0
         self.fc1 = nn.Linear(width, (1 + gated) * inner, bias=not gated) if inner else None
         self.fc2 = nn.Linear(inner, width, bias=not gated) if inner else None
-        self.final_layer_norm = make_norm(config) if inner else None
         self.activation, self.before = swiglu if gated else ACTIVATIONS[config.activation], config.normalize_before
 
     def make_mixer(self, config: FastWeightHFConfig, index: int) -> nn.Module:
@@ -221,6 +226,14 @@ class Layer(nn.Module):
         more |= {"keep_state": keep_state} if self.self_attn.takes_keep_state else {}
         y, state = self.self_attn(inner, state, padding_mask=padding_mask, reset_mask=reset_mask, decoding=one, **more)
         return (x + y if self.before else self.self_attn_layer_norm(x + y)), state
+
+    def mix_channels(
+        self, x: Tensor, state: Any, padding_mask: Tensor | None, reset_mask: Tensor | None
+    ) -> tuple[Tensor, LastToken]:
+        """Returns x (T,B,C) after RWKV's channel mixing, which is in place of the feed-forward network, and its state."""
+        inner = self.final_layer_norm(x) if self.before else x
+        y, state = self.channel_mixing(inner, state, padding_mask, reset_mask)
+        return (x + y if self.before else self.final_layer_norm(x + y)), state
 
     def feed(self, x: Tensor) -> Tensor:
         """Returns x after the feed-forward network and its norm."""

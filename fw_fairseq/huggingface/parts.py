@@ -59,7 +59,7 @@ def check_config(config: Any, mixers: Iterable[str]) -> None:
         ("positions", [config.positions], POSITIONS),
         ("activation", [config.activation], ACTIVATIONS),
         ("norm_form", [config.norm_form], ("layer", "rms")),
-        ("ffn_form", [config.ffn_form], ("plain", "swiglu")),
+        ("ffn_form", [config.ffn_form], ("plain", "swiglu", "rwkv6", "rwkv7")),
         ("mixers", config.mixers, mixers),
         ("the number of mixers", [len(config.mixers)], [config.num_hidden_layers]),
         ("mixer_options", config.mixer_options, sorted(OPTIONS)),
@@ -239,6 +239,9 @@ class Decodes(Embeds):
         more: tuple = (*source, {}) if shares else source
         for i, layer in enumerate(self.layers):
             y, states[i] = layer(hidden[-1].transpose(0, 1), before.get(i), padding, resets, cache.keep_state, *more)
+            if layer.channel_mixing is not None:
+                second = len(self.layers) + i
+                y, states[second] = layer.mix_channels(y, before.get(second), padding, resets)
             hidden.append(y.transpose(0, 1))
         cache.states, cache.tokens, cache.length = states, tokens, cache.length + x.shape[1]
         hidden[-1] = hidden[-1] if self.layer_norm is None else self.layer_norm(hidden[-1])

@@ -13,6 +13,7 @@ from ..errors import Mistake
 from ..files import reading, write_atomically
 from ..generation.kv_cache import Past
 from ..mixers import MIXERS
+from ..mixers.parts.channel_mixing import LastToken
 from ..ops.factored import Factors
 from .layers import Cache
 from .parts import CACHE
@@ -44,7 +45,7 @@ def stated(x: Any, device: torch.device) -> Any:
     if name == "Past":
         keys, values, hidden = parts
         return Past(keys, values, keys.shape[2], [keys.shape[2]], hidden)
-    kinds: dict[str, Any] = {kind.__name__: kind for kind in (Factors, *(mixer.state_type for mixer in MIXERS.values()))}
+    kinds: dict[str, Any] = {kind.__name__: kind for kind in (Factors, LastToken, *(mixer.state_type for mixer in MIXERS.values()))}
     return kinds[name](*parts)
 
 

@@ -13,7 +13,7 @@ from ..config import SOFTMAX, FastWeightConfig
 from ..errors import Mistake
 from ..generation.layer import swiglu
 from ..mixers import MIXERS
-from .forms import ChannelMixing, LastToken
+from ..mixers.parts.channel_mixing import ChannelMixing, LastToken
 from .layer_parts import Call, LayerParts, Part, Update, with_noise
 from .stateful import MixerAttention, StatefulModule
 from .streams import LayerStates

@@ -66,6 +66,9 @@ OPTIONS = {
     "no-biases": "--mixer-pattern softmax,transformer_xl --bias-free",
     "retnet": "--update-rule retnet --feature-map identity --feature-norm none --output-norm --rotary",
     "rwkv7": "--update-rule rwkv7 --feature-map identity --feature-norm none --token-shift --value-mixing-rank 2",
+    "channel-mixing": "--arch rwkv7_lm --decoder-layers 2 --decoder-embed-dim 32 --decoder-input-dim 32 --decoder-output-dim 32"
+    " --decoder-ffn-embed-dim 24 --decoder-attention-heads 2 --output-gate-rank 4 --value-mixing-rank 4",
+    "channel-mixing-6": "--ffn-form rwkv6 --update-rule gla --feature-map identity --feature-norm none",
     "kda": "--update-rule kda --feature-map identity --feature-norm l2 --short-conv 4 --output-gate --key-heads 2"
     " --token-shift --token-shift-rank 2",
     "swiglu": "--norm-form rms --norm-eps 0.01 --ffn-form swiglu --decoder-normalize-before --layernorm-embedding",
@@ -622,7 +625,6 @@ def test_mistakes_leave_what_is_there(dictionary, folder, tmp_path):
         ("--character-embeddings", "--character-embeddings"),
         ("--positions-from-end", "--positions-from-end"),
         ("--quant-noise-pq 0.1", "--quant-noise-pq"),
-        ("--ffn-form rwkv7", "--ffn-form rwkv7"),
     ],
 )
 def test_what_it_cannot_export_is_refused(options, said, dictionary, tmp_path):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...generation.base import check_rows, function_of
-from ...modules.forms import LastToken
+from ...mixers.parts.channel_mixing import LastToken
 from ...modules.stateful import StatefulModule
 
 

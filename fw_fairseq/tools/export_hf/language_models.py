@@ -38,8 +38,6 @@ def decoder_options(decoder: FastWeightDecoder) -> dict:
     refused["--plain-adaptive-softmax"] = isinstance(decoder.adaptive_softmax, PlainAdaptiveSoftmax)
     refused["--positions-from-end"] = isinstance(decoder.embed_positions, PositionsFromEnd)
     forms = {name: _jsonable(getattr(config, name)) for name in FORMS if hasattr(config, name)}
-    form = forms.get("ffn_form", "plain")
-    refused[f"--ffn-form {form}"] = form.startswith("rwkv")
     refused[f"--activation-fn {cfg.activation_fn}"] = cfg.activation_fn not in ACTIVATIONS
     refuse_options(refused)
     _, output_bands = output_tensors(decoder, is_tied(decoder))
@@ -100,6 +98,7 @@ def side_tensors(side: Any) -> dict[str, Tensor]:
     tensors.pop("bands", None)
     for name, x in side.state_dict().items():
         name = name.replace(".self_attn.mixer.", ".self_attn.").replace("layernorm_embedding.", "embedding_norm.")
+        name = name.replace(".channel_mixing.part.", ".channel_mixing.")
         name = re.sub(r"^project_(in|out)_dim\.", r"project_\1.", name)
         if name.startswith(("layers.", "layer_norm.", "embedding_norm.", "project_")) or name == "embed_positions.weight":
             tensors[name] = x
