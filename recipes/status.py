@@ -18,6 +18,7 @@ from pathlib import Path
 from fw_fairseq.tools.plot.logs import read_line
 
 HEAD = ("run", "state", "update", "perplexity", "best validation", "words/s", "hours left", "last line", "disk")
+START = "fairseq_cli.train | task: "  # near the beginning of each part of the log
 GB = 1e9
 
 
@@ -53,8 +54,8 @@ class Run:
         return float(last["num_updates"]) / float(last["update"]) if float(last.get("update", 0)) else None
 
     def setting(self, name: str) -> float:
-        """A number among the options that the log begins with."""
-        found = re.findall(rf"'{name}': ([\d.]+)", self.text)
+        """A number among the options of the command that the log, or its last part, begins with; 0 where it is not there."""
+        found = re.findall(rf" --{name.replace('_', '-')}[ =]([\d.]+)", self.text)
         return float(found[-1]) if found else 0
 
     def most(self, updates: float, epochs: float) -> float | None:
@@ -64,7 +65,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        last = self.text.rpartition("max_update")[-1]
+        last = self.text.rpartition(START)[-1]
         if is_locked(self.folder / ".lock"):
             return "running"
         if "done training" in last:

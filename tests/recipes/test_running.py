@@ -171,7 +171,9 @@ def line(**numbers) -> str:
 
 
 def test_the_status_of_runs(tmp_path, capsys):
-    options = "{'optimization': {'max_update': 2000, 'max_epoch': 0}}"
+    options = (
+        "x | INFO | fairseq_cli.train | train.py data --max-update 100 --max-update 2000\nx | INFO | fairseq_cli.train | task: T"
+    )
     step = line(epoch=1, update=0.5, ppl=40.5, wps=900, ups=0.5, num_updates=500)
     ends = {
         "finished": "2026-01-01 | INFO | fairseq_cli.train | done training in 1.0 seconds",
@@ -203,7 +205,7 @@ def test_the_status_of_runs(tmp_path, capsys):
 
 def test_epochs_bound_a_run_of_translation(tmp_path):
     """Its log is of another form, and its best score is BLEU."""
-    log = ["{'max_update': 0, 'max_epoch': 45}"]
+    log = ["x | INFO | fairseq_cli.train | train.py data --max-epoch 45", "x | INFO | fairseq_cli.train | task: T"]
     log += [
         f"x | INFO | train_inner | epoch 001:   {n} / 4201 loss=9.2, ppl=500.1, wps=90, ups=2, num_updates={n}" for n in (100, 200)
     ]
