@@ -11,10 +11,11 @@ import torch
 
 
 def updates(log: str) -> dict[int, dict]:
-    """The logged numbers of each update, with those of the layers from the save directory that the log names."""
+    """The logged numbers of each update, with those of the layers from the save directory that the command in it names."""
     lines = [line[line.index("{") :] for line in log.splitlines() if "train_inner" in line and "{" in line]
     found = {int(entry["num_updates"]): entry for entry in map(json.loads, lines)}
-    layers = Path(re.search(r"'save_dir': '([^']*)'", log)[1], "layers.jsonl")
+    command = next(line for line in log.splitlines() if re.search(r"[.-]save[-_]dir", line))
+    layers = Path(re.findall(r"[.-]save[-_]dir[ =]'?([^' ]+)", command)[-1], "layers.jsonl")
     for entry in map(json.loads, layers.read_text().splitlines() if layers.exists() else ()):
         if int(entry.get("num_updates", 0)) in found:
             found[int(entry["num_updates"])].update(entry)

@@ -205,7 +205,7 @@ def test_probes_by_the_recipe(tmp_path):
     trained = [
         (out / "probes" / name / "train.log").read_text() for name in ("s3-delta_product-3-negative", "recall-sum_elu-w32-8")
     ]
-    assert ["'decoder_embed_dim': 16" in trained[0], "'decoder_embed_dim': 32" in trained[1]] == [True, True]
+    assert ["--decoder-embed-dim 16 " in trained[0], "--decoder-embed-dim 32 " in trained[1]] == [True, True]
     stamps = {path: path.stat().st_mtime_ns for path in out.rglob("*.log")}
     assert succeed(recipe("synthetic/probe.sh", tmp_path / "out", *rows)).splitlines() == lines
     assert stamps == {path: path.stat().st_mtime_ns for path in out.rglob("*.log")}
