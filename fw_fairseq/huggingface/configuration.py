@@ -27,6 +27,7 @@ class FastWeightHFConfig(PretrainedConfig):
     """
 
     model_type = "fw_fairseq"
+    norm_form, norm_eps, ffn_form = "layer", 1e-5, "plain"  # of the first exports, for whose classes transformers writes __init__
 
     def __init__(self, tie_word_embeddings: bool = True, **given) -> None:
         own = {name: given.pop(name, default) for name, default in DEFAULTS.items()} | {"tie_word_embeddings": tie_word_embeddings}
