@@ -13,7 +13,7 @@ from fairseq.utils import safe_getattr
 from .errors import Mistake
 from .feature_maps import FEATURE_MAPS
 from .mixers import MIXERS
-from .mixers.options import DECLARED, MixerOptions, check_values, option, option_name
+from .mixers.options import DECLARED, FFN_FORMS, NORM_FORMS, MixerOptions, check_values, option, option_name
 
 SOFTMAX = "softmax"
 MIXER_NAMES: ChainMap[str, Any] = ChainMap({SOFTMAX: None}, MIXERS)  # which grows with MIXERS
@@ -21,8 +21,6 @@ SOFTMAX_OPTIONS = ("attention_dropout", "bias_free")
 SPARSE_OPTIONS = ("ffn_sparsity", "ffn_controller_dim", "qkv_sparsity", "output_sparsity", "ffn_sru", "reversible")
 DECODER_OPTIONS = ("scale_output", "output_dropout", "no_decoding_graph", *SPARSE_OPTIONS)  # which no mixer reads
 ATTENTIONS = ("encoder", "decoder", "cross")
-NORM_FORMS = ("layer", "rms")
-FFN_FORMS = ("plain", "swiglu", "rwkv6", "rwkv7")
 # fairseq's options that add a part to a layer, and the name of the part there
 EXTRAS = {"scale_fc": "ffn_layernorm", "scale_attn": "attn_ln", "scale_heads": "c_attn", "scale_resids": "w_resid"}
 

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ..autograd import is_exporting
 from ..errors import Mistake
 from ..mixers import MIXERS
-from ..mixers.options import DECLARED, check_values
+from ..mixers.options import DECLARED, FFN_FORMS, NORM_FORMS, check_values
 from .layers import ACTIVATIONS, BandedEmbedding, BandedOutput, Cache, Layer, make_norm, scores_of
 from .rollback import DRAFTS
 
@@ -58,8 +58,8 @@ def check_config(config: Any, mixers: Iterable[str]) -> None:
     others: list[tuple[str, Iterable, Iterable]] = [
         ("positions", [config.positions], POSITIONS),
         ("activation", [config.activation], ACTIVATIONS),
-        ("norm_form", [config.norm_form], ("layer", "rms")),
-        ("ffn_form", [config.ffn_form], ("plain", "swiglu", "rwkv6", "rwkv7")),
+        ("norm_form", [config.norm_form], NORM_FORMS),
+        ("ffn_form", [config.ffn_form], FFN_FORMS),
         ("mixers", config.mixers, mixers),
         ("the number of mixers", [len(config.mixers)], [config.num_hidden_layers]),
         ("mixer_options", config.mixer_options, sorted(OPTIONS)),

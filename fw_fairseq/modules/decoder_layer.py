@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from fairseq.models.transformer.transformer_config import TransformerConfig
 from fairseq.modules import MultiheadAttention
@@ -133,18 +135,19 @@ class FastWeightDecoderLayer(LayerParts, TransformerDecoderLayerBase):
         self.channel_mixing = StatefulModule(with_noise(part, cfg), LastToken, f"{layer}.channel_mixing")
 
     def build_fc1(self, input_dim: int, output_dim: int, *quantisation) -> nn.Module | None:
-        if not output_dim or self._mixer[0].ffn_sparsity or self.ffn_form.startswith("rwkv"):
-            return None
-        if self.ffn_form == "swiglu":
-            return quant_noise(nn.Linear(input_dim, 2 * output_dim, bias=False), *quantisation)
-        return super().build_fc1(input_dim, output_dim, *quantisation)
+        return self.build_map(super().build_fc1, 2, input_dim, output_dim, *quantisation)
 
     def build_fc2(self, input_dim: int, output_dim: int, *quantisation) -> nn.Module | None:
-        if not input_dim or self._mixer[0].ffn_sparsity or self.ffn_form.startswith("rwkv"):
+        return self.build_map(super().build_fc2, 1, input_dim, output_dim, *quantisation)
+
+    def build_map(self, plain: Callable, halves: int, input_dim: int, output_dim: int, *quantisation) -> nn.Module | None:
+        """One of the two maps of the feed-forward layer, by ``plain`` where it is fairseq's. ``halves``: how many outputs of this
+        width SwiGLU has side by side."""
+        if not (input_dim and output_dim) or self._mixer[0].ffn_sparsity or self.ffn_form.startswith("rwkv"):
             return None
         if self.ffn_form == "swiglu":
-            return quant_noise(nn.Linear(input_dim, output_dim, bias=False), *quantisation)
-        return super().build_fc2(input_dim, output_dim, *quantisation)
+            return quant_noise(nn.Linear(input_dim, halves * output_dim, bias=False), *quantisation)
+        return plain(input_dim, output_dim, *quantisation)
 
     def build_self_attention(self, embed_dim: int, cfg: TransformerConfig, **unused) -> nn.Module:
         return self.build_mixer(embed_dim, cfg, self._mixer[2])

@@ -35,20 +35,21 @@ Tensors = dict[str, Tensor]
 
 def is_recurrent(source: Path) -> bool:
     """Whether a folder has a model of one of the kinds here."""
-    path = source / "config.json"
-    if not path.exists():
-        return False
+    return (source / "config.json").exists() and configuration(source).get("model_type") in KINDS
+
+
+def configuration(folder: Path) -> dict[str, Any]:
+    """The options of a model, as its folder has them."""
+    path = folder / "config.json"
     with reading(path, "a configuration"):
-        return json.loads(path.read_text()).get("model_type") in KINDS
+        return json.loads(path.read_text())
 
 
 def convert_recurrent(folder: Path) -> tuple[str, Source, list[tuple]]:
     """The architecture, the model, and for each of its tensors the name, what became of it, its size and how."""
     from ...pretrained.folders import symbols_of, tokens_of
 
-    path = folder / "config.json"
-    with reading(path, "a configuration"):
-        config = json.loads(path.read_text())
+    path, config = folder / "config.json", configuration(folder)
     with building(f"SOURCE {folder} has options or parameters of which no model can be made"):
         tensors = {re.sub(r"^(model|backbone)\.", "", name): x for name, x in gpt2_tensors(folder)}
         architecture, given = options_of(config, path)
@@ -94,7 +95,8 @@ def renamed(tensors: Tensors, layers: Any, folder: Path) -> Iterator[tuple[str, 
             mixers[int(number)][whole.partition(".")[2]] = x
         elif whole in ("mlp.gate_proj.weight", "mlp.up_proj.weight"):
             gates[whole + number] = x
-            if len(pair := [gates.get(f"mlp.{half}_proj.weight{number}") for half in ("gate", "up")]) and None not in pair:
+            pair = [gates.get(f"mlp.{half}_proj.weight{number}") for half in ("gate", "up")]
+            if None not in pair:
                 yield f"{prefix}fc1.weight", torch.cat(pair)  # type: ignore[arg-type]
         elif part == "pre_norm":
             yield f"decoder.layernorm_embedding.{kind}", x

@@ -57,11 +57,15 @@ def refuse(model: Any) -> None:
         raise Mistake(f"--onnx needs {missing[0]}; install fw_fairseq with the extra [onnx], on Python 3.11 or later")
     if not hasattr(torch.onnx, "ops"):
         raise Mistake(f"--onnx needs torch 2.8 or later; this is {torch.__version__}")
-    others = [] if model.config.is_encoder_decoder else [name for name in model.config.mixers if name != "fast_weight"]
-    banded = not model.config.is_encoder_decoder and (model.config.input_bands or model.config.output_bands)
-    wrong = "a translation model" if model.config.is_encoder_decoder else f"layers with --mixer {others[0]}" if others else ""
-    if wrong or banded:
-        raise Mistake(f"--onnx is for language models of fast_weight layers; this one has {wrong or 'an adaptive vocabulary'}")
+    config, has = model.config, None
+    if config.is_encoder_decoder:
+        has = "two sides, for translation"
+    elif others := [name for name in config.mixers if name != "fast_weight"]:
+        has = f"layers with --mixer {others[0]}"
+    elif config.input_bands or config.output_bands:
+        has = "an adaptive vocabulary"
+    if has is not None:
+        raise Mistake(f"--onnx is for language models of fast_weight layers; this one has {has}")
 
 
 @torch.no_grad()
