@@ -19,7 +19,7 @@ SOFTMAX = "softmax"
 MIXER_NAMES: ChainMap[str, Any] = ChainMap({SOFTMAX: None}, MIXERS)  # which grows with MIXERS
 SOFTMAX_OPTIONS = ("attention_dropout", "bias_free")
 SPARSE_OPTIONS = ("ffn_sparsity", "ffn_controller_dim", "qkv_sparsity", "output_sparsity", "ffn_sru", "reversible")
-DECODER_OPTIONS = ("scale_output", "output_dropout", "no_decoding_graph", *SPARSE_OPTIONS)  # which no mixer reads
+DECODER_OPTIONS = ("scale_output", "output_dropout", "no_decoding_graph", "graph_training", *SPARSE_OPTIONS)  # which no mixer reads
 ATTENTIONS = ("encoder", "decoder", "cross")
 # fairseq's options that add a part to a layer, and the name of the part there
 EXTRAS = {"scale_fc": "ffn_layernorm", "scale_attn": "attn_ln", "scale_heads": "c_attn", "scale_resids": "w_resid"}
@@ -69,6 +69,10 @@ class FastWeightConfig(MixerOptions, FairseqDataclass):
     scale_output: bool = option(False, "divide the logits by the square root of the width of the layers")
     no_decoding_graph: bool = option(
         False, "generate on a GPU without CUDA graphs; --model-overrides \"{'no_decoding_graph': True}\" sets it for a checkpoint"
+    )
+    graph_training: bool = option(
+        False,
+        "train the layers on a GPU as two CUDA graphs, forward and backward, captured for each of the first 16 shapes of batches",
     )
 
 
@@ -144,6 +148,13 @@ def refuse_without_effect(args: object, kind: type, effective: set[str]) -> None
     mixer = safe_getattr(args, "mixer", None) or defaults["mixer"]
     if "mixer" in effective and safe_getattr(args, "mixer_pattern", "") and str(mixer) != str(defaults["mixer"]):
         raise Mistake("--mixer has no effect beside --mixer-pattern; leave one of them out")
+
+
+def refuse_beside(option: str, args: object, *others: str) -> None:
+    """Refuses an option of a model beside these others."""
+    for name in others:
+        if safe_getattr(args, name, None):
+            raise Mistake(f"{option} does not work with {option_name(name)}; leave one of them out")
 
 
 def layer_mixers(config: FastWeightConfig, layers: int) -> list[str]:

@@ -20,11 +20,12 @@ VARIABLE = "FW_FAIRSEQ_DECODING_GRAPH"
 
 
 class CudaGraph:
-    """A graph has the work that a function started on the GPU, and repeats it without the function."""
+    """A graph has the work that a function started on the GPU, and repeats it without the function. ``how``: options of
+    ``torch.cuda.graph``."""
 
-    def __init__(self, function: Callable[[], None]) -> None:
+    def __init__(self, function: Callable[[], None], **how) -> None:
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, **how):
             function()
 
     def replay(self) -> None:

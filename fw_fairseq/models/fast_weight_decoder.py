@@ -24,6 +24,7 @@ from ..modules.forms import FAIRSEQ_NORM, choose_norms
 from ..modules.plain_softmax import PlainAdaptiveSoftmax
 from ..modules.positions import PositionsFromEnd
 from ..modules.sparse import Multiplicative, SparseAttention, Stack, check_reversible, check_sparse
+from ..modules.training_graphs import stack_of
 from .generation import GENERATION, Generation, generation_in, start
 from .model_options import check_value_mixing
 from .promises import ReadsPromises
@@ -76,8 +77,7 @@ class FastWeightDecoder(ReadsPromises, TransformerDecoder):
         self.in_front = getattr(self.fast_weight_config, "source_in_front", False)
         if self.reversible:
             check_reversible(self.layers.children())
-        if self.reversible or self.in_front:
-            self.layers = Stack(list(self.layers.children()), self.decoder_layerdrop, self.reversible, self.in_front)
+        self.layers = stack_of(self.layers, self.fast_weight_config, self.decoder_layerdrop, args, self.in_front)
         self.stateful = [module for module in self.modules() if isinstance(module, Stateful)]
         self.mixers = [module for module in self.modules() if isinstance(module, MixerAttention)]
         self.softmax = [module for module in self.modules() if isinstance(module, (MultiheadAttention, SparseAttention))]

@@ -33,7 +33,8 @@ from ..config import (
 )
 from ..errors import Mistake
 from ..modules import LinearAttention, LinearEncoderLayer, TranslationDecoderLayer
-from ..modules.sparse import Stack, check_sparse
+from ..modules.sparse import check_sparse
+from ..modules.training_graphs import stack_of
 from .fast_weight_decoder import FastWeightDecoder
 from .lm_architectures import chosen_mixers, defaults
 from .model_options import KnowsItsUpdates, NamesWhatDiffers, add_opposites, keep_layers, write_kept_layers
@@ -54,8 +55,7 @@ class TranslationEncoder(TransformerEncoder):
         in_front = self.fast_weight_config.source_in_front
         self.read_once = "cross" in linear_attentions(self.fast_weight_config) and not in_front
         super().__init__(args, dictionary, embed_tokens, return_fc)
-        if self.fast_weight_config.reversible:
-            self.layers: nn.Module = Stack(list(self.layers.children()), self.encoder_layerdrop, reversible=True)
+        self.layers: nn.Module = stack_of(self.layers, self.fast_weight_config, self.encoder_layerdrop, args)
 
     def build_encoder_layer(self, args: Namespace) -> nn.Module:
         """Returns one layer, with linear attention if --linear-attention names the encoder."""

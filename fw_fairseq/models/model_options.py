@@ -11,7 +11,7 @@ from fairseq.utils import safe_getattr
 from omegaconf import ListConfig
 from torch import Tensor, nn
 
-from ..config import FastWeightConfig, layer_mixers, mixer_options, option_name, read_config
+from ..config import FastWeightConfig, layer_mixers, mixer_options, read_config, refuse_beside
 from ..errors import Mistake
 from ..mixers.pooled import layer_window
 
@@ -25,9 +25,7 @@ def check_value_mixing(config: FastWeightConfig, args: Namespace, mixers: list[s
         return
     if mixers[0] != "fast_weight":
         raise Mistake(f"--value-mixing-rank mixes in the values of layer 0, which is {mixers[0]}: make it fast_weight, or give 0")
-    for name in APART:
-        if safe_getattr(args, name, None):
-            raise Mistake(f"--value-mixing-rank does not work with {option_name(name)}; leave one of them out")
+    refuse_beside("--value-mixing-rank", args, *APART)
 
 
 def add_opposites(group: argparse._ActionsContainer, own: Collection[str] = ()) -> None:

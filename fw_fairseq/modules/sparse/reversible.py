@@ -123,8 +123,9 @@ class Stack(nn.ModuleList):
         first: Any = next(self.children())
         if not self.reversible:
             for layer in self.kept():
-                x, *_ = layer(x, *args, **kwargs)
-            return x, None, None
+                y = layer(x, *args, **kwargs)  # of an encoder's layer a tensor
+                x = y if isinstance(y, Tensor) else y[0]
+            return first.returned(x, first.call_of())
         call = first.call_of(*args, **kwargs)
         updates = [Update(run, [*layer.parameters()]) for layer in self.kept() for run, _ in layer.parts(call)]
         return first.returned(run_updates(updates, x, call.source), call)
