@@ -136,7 +136,7 @@ __device__ __forceinline__ void score_pairs(Shared& s, int mode, int chunk) {
 
 // What seldom runs is a function of its own, so that the loop has all registers for itself. With operands of 32 bits the call would
 // spill more than it saves.
-#if FW_PRECISION == 0
+#if FW_PRECISION == 0 && FW_TIER < 0
 #define FW_SELDOM __noinline__
 #else
 #define FW_SELDOM __forceinline__

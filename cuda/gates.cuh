@@ -16,6 +16,9 @@
 #define FW_CHUNK 16
 
 enum Tier { ONE_ROUND, SMALL_GATES, SPLIT, LEVELS };  // how a chunk runs
+#ifndef FW_TIER
+#define FW_TIER -1  // or the tier of every chunk, whatever its gates: to count what it takes
+#endif
 enum Mode { BORDERS, PAIRS, LEVEL16, LEVEL8, LEVEL4, LEVEL2, DIAGONAL, DONE };
 
 // The smallest product of 8 gates with which a chunk can run in one round. There a factor of the key side meets one of the value
@@ -159,13 +162,13 @@ __device__ __forceinline__ bool fits_one_round(float smallest, bool key) {
 
 // How a chunk runs forward.
 __device__ __forceinline__ int vote_tier(float smallest, bool key) {
-    if (fits_one_round(smallest, key)) return ONE_ROUND;
+    if (fits_one_round(smallest, key)) return FW_TIER < 0 ? ONE_ROUND : FW_TIER;
     return __syncthreads_and(smallest >= FW_SPLIT_PAIRS) ? SPLIT : LEVELS;
 }
 
 // And backward, where a gate may be so small that no difference of sums may be divided by it.
 __device__ __forceinline__ int vote_tier(float smallest, bool key, bool small) {
-    if (__syncthreads_and(smallest >= FW_ONE_FRAME && !small)) return ONE_ROUND;
+    if (__syncthreads_and(smallest >= FW_ONE_FRAME && !small)) return FW_TIER < 0 ? ONE_ROUND : FW_TIER;
     if (fits_one_round(smallest, key)) return __syncthreads_and(!small) ? ONE_ROUND : SMALL_GATES;
     return __syncthreads_and(smallest >= FW_SPLIT_GRADIENTS) ? SPLIT : LEVELS;
 }

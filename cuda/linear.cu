@@ -35,6 +35,9 @@ struct __align__(16) Shared {
     Op q[C * KEY_ROW], k[C * KEY_ROW];
 #endif
     Products products[FW_F ? WARPS : 1];
+#if FW_PRECISION == F16
+    float largest[16];  // of each warp's memory
+#endif
 };
 static_assert(sizeof(Shared) == FW_SHARED, "the host computes the same");
 
@@ -48,8 +51,10 @@ __device__ __forceinline__ void load_stage(Stage& s, const Params& p, const Plac
 }
 
 // What q, k, v and W_0 make of block `block`'s tokens and the columns from `column` on; with the divisors of its rows.
-__device__ __forceinline__ void read_tokens(float (&y)[COLUMNS / 8][4], float (&divisors)[1][4], const Stage& s, const Op* q,
-                                            const Op* k, const Op* memory, const Op* sums, const Products& x, int block, int column) {
+template <bool CAREFUL>
+__device__ __forceinline__ Most read_tokens(float (&y)[COLUMNS / 8][4], float (&divisors)[1][4], const Stage& s, const Op* q,
+                                            const Op* k, const Op* memory, const Op* sums, const Products& x, int block, int column,
+                                            const Scale& scale) {
     const Op* rows = q + block * 16 * KEY_ROW;
 #pragma unroll(FW_K * (P == EXACT ? 4 : 1) <= 64 ? FW_K / 16 : 1)
     for (int i = 0; i < FW_K; i += 16) {
@@ -57,8 +62,10 @@ __device__ __forceinline__ void read_tokens(float (&y)[COLUMNS / 8][4], float (&
         multiply_wide<false, COLUMNS / 8, KEY_ROW>(y, a, memory + column * KEY_ROW + i);
         if (FW_SUMS) multiply_vector(divisors[0], a, sums + i);
     }
+    scale.undo(y);
     if (FW_F) scale_rows(y, x.before[block], x.before[block]);
     if (FW_F && FW_SUMS) scale_rows(divisors, x.before[block], x.before[block]);
+    Most most;
     float between = 1.f;
     for (int b = block - 1; b >= 0; b--) {
         float pairs[2][4] = {};
@@ -67,8 +74,7 @@ __device__ __forceinline__ void read_tokens(float (&y)[COLUMNS / 8][4], float (&
             if (FW_F) x_ts *= between * x.end[b * 16 + t];
             if (FW_W) x_ts *= s.w[b * 16 + t];
         });
-        const Left<P> a = left_of<P>(pairs[0], pairs[1]);
-        multiply_wide<true, COLUMNS / 8, VALUE_ROW>(y, a, s.v + b * 16 * VALUE_ROW + column);
+        const Left<P> a = multiply_pairs<CAREFUL, true, COLUMNS / 8, VALUE_ROW>(y, pairs, s.v + b * 16 * VALUE_ROW + column, most);
         if (FW_SUMS) add_rows(divisors[0], a);
         if (FW_F) between *= x.total[b];
     }
@@ -81,9 +87,9 @@ __device__ __forceinline__ void read_tokens(float (&y)[COLUMNS / 8][4], float (&
         if (FW_W) x_ts *= s.w[block * 16 + earlier];
         x_ts = earlier > t ? 0.f : FW_F ? x_ts * d[i >> 2][i & 3] : x_ts;
     });
-    const Left<P> a = left_of<P>(pairs[0], pairs[1]);
-    multiply_wide<true, COLUMNS / 8, VALUE_ROW>(y, a, s.v + block * 16 * VALUE_ROW + column);
+    const Left<P> a = multiply_pairs<CAREFUL, true, COLUMNS / 8, VALUE_ROW>(y, pairs, s.v + block * 16 * VALUE_ROW + column, most);
     if (FW_SUMS) add_rows(divisors[0], a);
+    return most;
 }
 
 // Divides y, 16 tokens from t on, and keeps the divisors; where nothing is read y is 0.
@@ -100,13 +106,26 @@ __device__ __forceinline__ void divide(float (&y)[COLUMNS / 8][4], const float (
     scale_rows(y, scale[0], scale[1]);
 }
 
-__device__ __forceinline__ void save_border(const Op* memory, const Params& p, const Place& at, int t0) {
+// The reads of 16 tokens with some columns of V. Whether a pair left the range, and all of it was for nothing.
+template <bool CAREFUL>
+__device__ __forceinline__ bool take_job(const Params& p, const Place& at, const Stage& s, const Op* q, const Op* k, const Op* memory,
+                                         const Op* sums, const Products& products, int job, int t0, const Scale& scale) {
+    const int block = job % BLOCKS, column = job / BLOCKS * COLUMNS, first = blockIdx.y * FW_V + column;
+    float y[COLUMNS / 8][4] = {}, divisors[1][4] = {};
+    const Most most = read_tokens<CAREFUL>(y, divisors, s, q, k, memory, sums, products, block, column, scale);
+    if (FW_SUMS) divide(y, divisors[0], p, at, t0 + block * 16, p.divisors.p && column == 0 && blockIdx.y == 0);
+    store_rows<In>(p.y, at.b, at.h, y, t0 + block * 16, p.T, first, p.V - first);
+    return most.leaves_range<P>();
+}
+
+__device__ __forceinline__ void save_border(const Op* memory, const Params& p, const Place& at, int t0, const Scale& scale) {
     constexpr int N = 16 / sizeof(Op), UNITS = FW_K / N;
     Op* to = border(p, at, t0 / FW_PART, (p.T + FW_PART - 1) / FW_PART);
     const int rows = border_rows(p);
     for (int i = threadIdx.x; i < rows * UNITS; i += THREADS) {
         *(uint4*)(to + i * N) = *(const uint4*)(memory + i / UNITS * KEY_ROW + i % UNITS * N);
     }
+    if (P == F16 && (int)threadIdx.x * 16 < rows) border_scale(p, at, t0 / FW_PART, (p.T + FW_PART - 1) / FW_PART)[threadIdx.x] = scale.exponent;
 }
 
 __device__ __forceinline__ void save_sums(const Op* sums, const Params& p, const Place& at, int t0) {
@@ -123,13 +142,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_forward(const Pa
     float w[TILES][4];
     load_memory(w, p.memory, at, p);
     KeySums n(at);
+    Scale scale;
     if (FW_SUMS) n.load(p.sums, p, at);
     load_stage(shared.stage[0], p, at, 0);
     for (int t0 = 0, now = 0; t0 < p.T; t0 += C, now ^= 1) {
         Stage& s = shared.stage[now];
         Op* memory = shared.memory[FW_MEMORIES > 1 ? now : 0];
         if (FW_MEMORIES == 1) __syncthreads();
-        share_memory(memory, w, at);
 #if FW_SUMS
         Op* sums = shared.sums[FW_MEMORIES > 1 ? now : 0];
         n.share(sums);
@@ -137,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_forward(const Pa
         const Op* sums = nullptr;
 #endif
         cp_async_wait<0>();
-        __syncthreads();
+        share_in_range(memory, w, at, scale, shared);
         if (t0 + C < p.T) load_stage(shared.stage[now ^ 1], p, at, t0 + C);
 #if FW_MAP
         map_rows<C>(shared.q, shared.k, s.q, s.k, p.T - t0);
@@ -148,22 +167,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_forward(const Pa
 #endif
         if (FW_F) multiply_gates(products, s.f, p.T - t0);
         if (p.borders && t0 % FW_PART == 0) {
-            save_border(memory, p, at, t0);
+            save_border(memory, p, at, t0, scale);
             if (FW_SUMS) save_sums(sums, p, at, t0);
         }
         for (int job = at.warp; job < BLOCKS * GROUPS; job += WARPS) {
-            const int block = job % BLOCKS, column = job / BLOCKS * COLUMNS, first = blockIdx.y * FW_V + column;
-            float y[COLUMNS / 8][4] = {}, divisors[1][4] = {};
-            read_tokens(y, divisors, s, q, k, memory, sums, products, block, column);
-            if (FW_SUMS) divide(y, divisors[0], p, at, t0 + block * 16, p.divisors.p && column == 0 && blockIdx.y == 0);
-            store_rows<In>(p.y, at.b, at.h, y, t0 + block * 16, p.T, first, p.V - first);
+            if (take_job<false>(p, at, s, q, k, memory, sums, products, job, t0, scale))
+                take_job<true>(p, at, s, q, k, memory, sums, products, job, t0, scale);
         }
         const float total = FW_F ? products.before[BLOCKS - 1] * products.total[BLOCKS - 1] : 1.f;
         const auto left = [&](int b, int t) {
             const float left = FW_F ? products.end[t] * products.after[b] : 1.f;
             return FW_W ? left * s.w[t] : left;
         };
-        write_tokens<FW_F || FW_W>(w, s.v, k, total, at, left);
+        write_tokens<FW_F || FW_W, FW_W>(w, s.v, k, total, at, left);
         if (FW_SUMS) n.write(k, total, left);
         __syncwarp();
     }

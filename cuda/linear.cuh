@@ -7,6 +7,7 @@
 // where reads are divided; FW_SHARED bytes of shared memory; those of row_map.cuh where q and k are rows to map.
 #pragma once
 #include "pairs.cuh"
+#include "range.cuh"
 
 constexpr int C = FW_CHUNK;
 constexpr int BLOCKS = C / 16;  // of 16 tokens
@@ -47,9 +48,64 @@ __device__ __forceinline__ void share_memory(Op* shared, const float (&x)[TILES]
     }
 }
 
+// What a block's memory is multiplied by in shared memory, a power of 2: in fp16 not 1 where the memory leaves the range.
+struct Scale {
+    int exponent = 0;
+
+    // acc, a product with the memory, as it would be without.
+    template <int N>
+    __device__ __forceinline__ void undo(float (&acc)[N][4]) const {
+        if (P != F16 || __builtin_expect(exponent == 0, 1)) return;
+        const float back = power(-exponent);
+#pragma unroll
+        for (int i = 0; i < N * 4; i++) acc[i / 4][i % 4] *= back;
+    }
+};
+
+// share_memory and a barrier, all threads: in fp16 with the scale that the memory takes, before and behind it.
+template <class S>
+__device__ __forceinline__ void share_in_range(Op* shared, const float (&x)[TILES][4], const Place& at, Scale& scale, S& s) {
+    if constexpr (P != F16) {
+        share_memory(shared, x, at);
+        __syncthreads();
+    } else {
+        unsigned* first = (unsigned*)(shared + (at.value + lane_row()) * KEY_ROW + at.key + lane_column());
+        const auto put = [&](float up) {
+            unsigned most = 0;
+#pragma unroll
+            for (int n = 0; n < TILES; n++) {
+                const unsigned low = pack<P>(x[n][0] * up, x[n][1] * up), high = pack<P>(x[n][2] * up, x[n][3] * up);
+                first[n * 4] = low, first[4 * KEY_ROW + n * 4] = high;
+                most = larger(most, larger(low, high));
+            }
+            return most;
+        };
+        unsigned most;
+        if (__builtin_expect(scale.exponent == 0, 1)) most = put(1.f);
+        else most = put(power(scale.exponent));
+        // One thread of a warp for medium numbers and all others for large ones: the sum tells both.
+        const bool large = __any_sync(~0u, has_large(most)), medium = __any_sync(~0u, has_medium(most));
+        const int votes = __syncthreads_count(at.lane == 0 ? medium : large);
+        if (__builtin_expect(votes < 31 && votes != 0, 1)) return;
+        const float own = warp_largest(largest_of(x));
+        if (at.lane == 0) s.largest[at.warp] = own;
+        __syncthreads();
+        float all = 0.f;
+        for (int i = 0; i < WARPS; i++) all = fmaxf(all, s.largest[i]);
+        scale.exponent = range_exponent(all);
+        put(power(scale.exponent));
+        __syncthreads();
+    }
+}
+
 // The memory before a part of the sequence in device memory: FW_K wide rows, of V rounded up to 16.
 __device__ __forceinline__ Op* border(const Params& p, const Place& at, int part, int parts) {
     return (Op*)p.borders + (((int64_t)at.bh * parts + part) * ((p.V + 15) / 16 * 16) + blockIdx.y * FW_V) * FW_K;
+}
+
+// In fp16 the exponent of its scale, for each 16 columns.
+__device__ __forceinline__ int* border_scale(const Params& p, const Place& at, int part, int parts) {
+    return p.scales + ((int64_t)at.bh * parts + part) * ((p.V + 15) / 16) + blockIdx.y * (FW_V / 16);
 }
 
 __device__ __forceinline__ int border_rows(const Params& p) { return min(FW_V, (p.V + 15) / 16 * 16 - (int)blockIdx.y * FW_V); }
@@ -136,6 +192,19 @@ __device__ __forceinline__ void multiply_wide(float (&acc)[N][4], const Left<P>&
         multiply<P>(acc[n], a, b[0]);
         multiply<P>(acc[n + 1], a, b[1]);
     }
+}
+
+// The same with 16 x 16 numbers in place of a; with CAREFUL in fp16 whatever they are.
+template <bool CAREFUL, bool ACROSS, int N, int STRIDE>
+__device__ __forceinline__ Left<P> multiply_pairs(float (&acc)[N][4], const float (&x)[2][4], const Op* p, Most& most) {
+    const Left<P> a = left_of<P>(x[0], x[1]);
+    if constexpr (CAREFUL) {
+        multiply_beyond<P, ACROSS, N, STRIDE>(acc, x, p);
+    } else {
+        most.see(a);
+        multiply_wide<ACROSS, N, STRIDE>(acc, a, p);
+    }
+    return a;
 }
 
 // Scales rows g and g + 8.
@@ -228,14 +297,15 @@ __device__ __forceinline__ void add_rows(float (&acc)[4], const Left<Q>& a) {
     Right<Q> ones = {};
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        if constexpr (Q == BF16) ones.x[i] = 0x3F803F80u;
+        if constexpr (SHORT<Q>) ones.x[i] = Q == F16 ? 0x3C003C00u : 0x3F803F80u;
         else ones.x[i][0] = ones.x[i][1] = 0x3F800000u;
     }
     multiply<Q>(acc, a, ones);
 }
 
-// The memory over a chunk, transposed: decays, then takes up what the tokens write, values scaled by scale(token).
-template <bool SCALED, class F>
+// The memory over a chunk, transposed: decays, then takes up what the tokens write, values scaled by scale(token), which may be of any
+// size if STRONG, else a product of gates.
+template <bool SCALED, bool STRONG, class F>
 __device__ __forceinline__ void write_tokens(float (&w)[TILES][4], const Op* values, const Op* keys, float total, const Place& at,
                                              F scale) {
     if (FW_F) {
@@ -245,16 +315,37 @@ __device__ __forceinline__ void write_tokens(float (&w)[TILES][4], const Op* val
             for (int i = 0; i < 4; i++) w[n][i] *= total;
         }
     }
+    const auto factors = [&](int b) {
+        const int t = b * 16 + lane_column();
+        return Four{{scale(b, t), scale(b, t + 1), scale(b, t + 8), scale(b, t + 9)}};
+    };
+    const auto scaled = [&](int b) { return left_scaled<P>(values + b * 16 * VALUE_ROW + at.value, VALUE_ROW, factors(b)); };
+    constexpr bool KEPT = SCALED && P == F16;  // all of them are looked at before one is written
+    Left<P> kept[KEPT ? BLOCKS : 1];
+    Most most;
+    if constexpr (KEPT) {
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) most.see(kept[b] = scaled(b));
+    }
+    if (KEPT && most.leaves_range<P, STRONG>()) {
+#pragma unroll 1
+        for (int b = 0; b < BLOCKS; b++) {
+            const Four factor = factors(b);
+            float x[2][4];
+            load_transposed(x, values + b * 16 * VALUE_ROW + at.value, VALUE_ROW);
+#pragma unroll
+            for (int i = 0; i < 8; i++) x[i >> 2][i & 3] *= factor.x[(i >> 2) * 2 + (i & 1)];
+            multiply_beyond<P, true, TILES, KEY_ROW>(w, x, keys + b * 16 * KEY_ROW + at.key);
+        }
+        return;
+    }
 #pragma unroll(P == EXACT ? 1 : BLOCKS)
     for (int b = 0; b < BLOCKS; b++) {
-        const Op *value = values + b * 16 * VALUE_ROW + at.value, *key = keys + b * 16 * KEY_ROW + at.key;
+        const Op* key = keys + b * 16 * KEY_ROW + at.key;
         Left<P> a;
-        if constexpr (SCALED) {
-            const int t = b * 16 + lane_column();
-            a = left_scaled<P>(value, VALUE_ROW, Four{{scale(b, t), scale(b, t + 1), scale(b, t + 8), scale(b, t + 9)}});
-        } else {
-            a = left_from<P, true>(value, VALUE_ROW);
-        }
+        if constexpr (KEPT) a = kept[b];
+        else if constexpr (SCALED) a = scaled(b);
+        else a = left_from<P, true>(values + b * 16 * VALUE_ROW + at.value, VALUE_ROW);
 #pragma unroll
         for (int n = 0; n < TILES; n += 2) accumulate_from<P, true>(w[n], w[n + 1], a, key + n * 8, KEY_ROW);
     }

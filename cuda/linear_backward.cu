@@ -37,6 +37,9 @@ __device__ __forceinline__ void load_stage(Stage& s, const Params& p, const Plac
     load_tile<In, Op, C, FW_V>(s.dy, p.dy, at.b, at.h, t0, p.T, blockIdx.y * FW_V, p.V);
     load_border(s.memory, border(p, at, t0 / C, (p.T + C - 1) / C), border_rows(p));
     load_gates(s.f, s.w, p, at, t0);
+#if FW_PRECISION == F16
+    if (threadIdx.x == 0) cp_async4(s.scale, border_scale(p, at, t0 / C, (p.T + C - 1) / C));
+#endif
 #if FW_SUMS
     load_sums(s, p, at, t0);
 #endif
@@ -63,16 +66,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_backward(const P
     float dw[TILES][4];
     load_memory(dw, p.dfinal, at, p);
     KeySums dn(at);
+    Scale scale;
     if (FW_SUMS) dn.load(blockIdx.y ? nullptr : p.dfinal_sums, p, at);
     load_stage(s.stage[0], p, at, last);
     for (int t0 = last, now = 0; t0 >= 0; t0 -= C, now = (now + 1) % FW_STAGES) {
         Stage& stage = s.stage[now];
-        share_memory(s.dmemory, dw, at);
 #if FW_SUMS
         dn.share(s.dsums);
 #endif
         cp_async_wait<0>();
-        __syncthreads();
+        share_in_range(s.dmemory, dw, at, scale, s);
         if (FW_STAGES > 1 && t0 > 0) load_stage(s.stage[now ^ 1], p, at, t0 - C);
         if (FW_STAGES == 1 && t0 > 0) prefetch_stage(p, at, t0 - C);
 #if FW_MAP
@@ -85,21 +88,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_backward(const P
 #if FW_SUMS
         rows.sums = stage.sums, rows.reads = stage.reads;
 #endif
+#if FW_PRECISION == F16
+        rows.before.exponent = stage.scale[0], rows.after = scale;
+#endif
         if (FW_F) {
             multiply_gates(s.products[at.warp], stage.f, p.T - t0);
             share_pairs(s.pairs[at.warp], x.gate + block * 16);
-            float carried = multiply_slices(rows.memory + at.value * KEY_ROW + at.key, dw);
+            const int slice = at.value * KEY_ROW + at.key;
+            float carried = multiply_slices(rows.memory + slice, dw, s.dmemory + slice);
+            if (P == F16) carried *= power(-rows.before.exponent) * power(-rows.after.exponent);
             if (FW_SUMS) carried += dn.multiply_with(rows.sums);
             if (at.lane == 0) s.sums.carried[at.warp] = carried;
         }
         if (group < KEY_GROUPS) {
-            query_side(s, p, at, rows, x, block, group, t0);
-            key_side(s, p, at, rows, x, block, group, t0);
+            if (query_side<false>(s, p, at, rows, x, block, group, t0)) query_side<true>(s, p, at, rows, x, block, group, t0);
+            if (key_side<false>(s, p, at, rows, x, block, group, t0)) key_side<true>(s, p, at, rows, x, block, group, t0);
         }
-        if (group < VALUE_GROUPS) value_side(s, p, at, rows, x, block, group, t0);
+        if (group < VALUE_GROUPS) {
+            if (value_side<false>(s, p, at, rows, x, block, group, t0)) value_side<true>(s, p, at, rows, x, block, group, t0);
+        }
         const float total = FW_F ? x.before[BLOCKS - 1] * x.total[BLOCKS - 1] : 1.f;
         const auto start = [&](int b, int t) { return FW_F ? x.start[t] * x.before[b] : 1.f; };
-        write_tokens<FW_F>(dw, rows.dy, rows.q, total, at, start);
+        write_tokens<FW_F, false>(dw, rows.dy, rows.q, total, at, start);
         if (FW_SUMS) dn.write(rows.q, total, [&](int b, int t) { return start(b, t) * rows.reads[t]; });
         __syncthreads();
 #if FW_MAP

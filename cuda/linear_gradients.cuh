@@ -11,7 +11,14 @@ struct __align__(16) Stage {
     float reads[C];  // the gradients of the divisors
 #endif
     float f[C], w[C];
+#if FW_PRECISION == F16
+    int scale[4];  // of W_0, the first of them
+#endif
 };
+
+// Gradients of features have no bounds that fp16 holds.
+using Feature = OperandOf<P == F16 ? EXACT : P>::type;
+constexpr int FEATURE_ROW = tile_stride<Feature>(FW_K);
 
 struct __align__(16) Shared {
     Stage stage[FW_STAGES];
@@ -20,11 +27,15 @@ struct __align__(16) Shared {
     Op dsums[FW_K];  // dn_C
 #endif
 #if FW_MAP
-    Op q[C * KEY_ROW], k[C * KEY_ROW], dq[C * KEY_ROW], dk[C * KEY_ROW];
+    Op q[C * KEY_ROW], k[C * KEY_ROW];
+    Feature dq[C * FEATURE_ROW], dk[C * FEATURE_ROW];
 #endif
     Products products[FW_F ? WARPS : 1];
     float pairs[FW_F ? WARPS : 1][16 * PAIR_ROW];  // D of the warp's block
     GateSums sums;
+#if FW_PRECISION == F16
+    float largest[16];  // of each warp's dW
+#endif
 };
 static_assert(sizeof(Shared) == FW_SHARED, "the host computes the same");
 
@@ -34,6 +45,7 @@ struct Rows {
     const float* w;
     const Op* sums;
     const float* reads;
+    Scale before, after;  // of W_0 and dW_C
 
     // Where the products of values with dy begin, of which each that reads a token's divisor has the divisor's gradient besides:
     // those of tokens t to t + 16, as rows or, with LATER, as columns.
@@ -71,30 +83,33 @@ template <bool QUERY>
 __device__ __forceinline__ void put_keys(Shared& s, const Params& p, const Place& at, const float (&acc)[KEY_COLUMNS / 8][4], int t0,
                                          int t, int column) {
 #if FW_MAP
-    Op* first = (QUERY ? s.dq : s.dk) + (t + lane_row()) * KEY_ROW + column + lane_column();
+    Feature* first = (QUERY ? s.dq : s.dk) + (t + lane_row()) * FEATURE_ROW + column + lane_column();
 #pragma unroll
     for (int n = 0; n < KEY_COLUMNS / 8; n++) {
         put_couple(first + n * 8, acc[n][0], acc[n][1]);
-        put_couple(first + 8 * KEY_ROW + n * 8, acc[n][2], acc[n][3]);
+        put_couple(first + 8 * FEATURE_ROW + n * 8, acc[n][2], acc[n][3]);
     }
 #else
     store_keys<FW_PARTIAL>(QUERY ? p.dq : p.dk, acc, p, at, t0 + t, column);
 #endif
 }
 
-// dq of a block.
-__device__ __forceinline__ void query_side(Shared& s, const Params& p, const Place& at, const Rows& rows, const Products& x, int block,
+// dq of a block. Whether a pair left the range, and all of it was for nothing, as of the next two.
+template <bool CAREFUL>
+__device__ __forceinline__ bool query_side(Shared& s, const Params& p, const Place& at, const Rows& rows, const Products& x, int block,
                                            int group, int t0) {
     constexpr int N = KEY_COLUMNS / 8;
     const int t = block * 16, column = group * KEY_COLUMNS;
     const Op *dy = rows.dy + t * VALUE_ROW, *q = rows.q + t * KEY_ROW + column;
     float acc[N][4] = {}, sum[2];
+    Most most;
     RowNumbers<N> own;
     if (FW_SUMS) add_numbers(acc, rows.sums + column, rows.reads[t + lane_row()], rows.reads[t + lane_row() + 8]);
 #pragma unroll(FW_V * (P == EXACT ? 4 : 1) <= 64 ? FW_V / 16 : 1)
     for (int i = 0; i < FW_V; i += 16) {
         multiply_wide<true, N, KEY_ROW>(acc, left_from<P, false>(dy + i, VALUE_ROW), rows.memory + i * KEY_ROW + column);
     }
+    rows.before.undo(acc);
     if (FW_F) {
         scale_rows(acc, x.before[block], x.before[block]);
         own.load<KEY_ROW>(q);
@@ -111,7 +126,7 @@ __device__ __forceinline__ void query_side(Shared& s, const Params& p, const Pla
             if (FW_F) x_ts *= between * x.end[b * 16 + earlier];
             if (FW_W) x_ts *= rows.w[b * 16 + earlier];
         });
-        multiply_wide<true, N, KEY_ROW>(acc, left_of<P>(pairs[0], pairs[1]), rows.k + b * 16 * KEY_ROW + column);
+        multiply_pairs<CAREFUL, true, N, KEY_ROW>(acc, pairs, rows.k + b * 16 * KEY_ROW + column, most);
         if (FW_F) between *= x.total[b];
     }
     if (FW_F) {
@@ -126,17 +141,20 @@ __device__ __forceinline__ void query_side(Shared& s, const Params& p, const Pla
         if (FW_W) x_ts *= rows.w[t + earlier];
         x_ts = earlier > row ? 0.f : FW_F ? x_ts * s.pairs[at.warp][row * PAIR_ROW + earlier] : x_ts;
     });
-    multiply_wide<true, N, KEY_ROW>(acc, left_of<P>(pairs[0], pairs[1]), rows.k + t * KEY_ROW + column);
+    multiply_pairs<CAREFUL, true, N, KEY_ROW>(acc, pairs, rows.k + t * KEY_ROW + column, most);
     put_keys<true>(s, p, at, acc, t0, t, column);
+    return most.leaves_range<P>();
 }
 
 // dk of a block, and what its pairs with later tokens add to the gradients of the gates between.
-__device__ __forceinline__ void key_side(Shared& s, const Params& p, const Place& at, const Rows& rows, const Products& x, int block,
+template <bool CAREFUL>
+__device__ __forceinline__ bool key_side(Shared& s, const Params& p, const Place& at, const Rows& rows, const Products& x, int block,
                                          int group, int t0) {
     constexpr int N = KEY_COLUMNS / 8;
     const int t = block * 16, column = group * KEY_COLUMNS;
     const Op *v = rows.v + t * VALUE_ROW, *all = rows.k + t * KEY_ROW, *k = all + column;
     float acc[N][4] = {}, sum[2], written[2];
+    Most most;
     RowNumbers<N> own;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -149,6 +167,7 @@ __device__ __forceinline__ void key_side(Shared& s, const Params& p, const Place
     for (int i = 0; i < FW_V; i += 16) {
         multiply_wide<true, N, KEY_ROW>(acc, left_from<P, false>(v + i, VALUE_ROW), s.dmemory + i * KEY_ROW + column);
     }
+    rows.after.undo(acc);
     if (FW_F) {
         scale_rows(acc, x.after[block], x.after[block]);
         own.load<KEY_ROW>(k);
@@ -171,7 +190,7 @@ __device__ __forceinline__ void key_side(Shared& s, const Params& p, const Place
             across = warp_sum(across);
             if (at.lane == 0) s.sums.across[b][block] = across;
         }
-        multiply_wide<true, N, KEY_ROW>(acc, left_of<P>(pairs[0], pairs[1]), rows.q + b * 16 * KEY_ROW + column);
+        multiply_pairs<CAREFUL, true, N, KEY_ROW>(acc, pairs, rows.q + b * 16 * KEY_ROW + column, most);
         if (FW_F) between *= x.total[b];
     }
     if (FW_F || FW_W) scale_rows(acc, written[0], written[1]);
@@ -192,17 +211,20 @@ __device__ __forceinline__ void key_side(Shared& s, const Params& p, const Place
         each_pair(scores, [&](int i, int row, int later, float& score) { score = later > row ? score * pairs[i >> 2][i & 3] : 0.f; });
         put_spans(s.sums.within + t, scores);
     }
-    multiply_wide<true, N, KEY_ROW>(acc, left_of<P>(pairs[0], pairs[1]), rows.q + t * KEY_ROW + column);
+    multiply_pairs<CAREFUL, true, N, KEY_ROW>(acc, pairs, rows.q + t * KEY_ROW + column, most);
     put_keys<false>(s, p, at, acc, t0, t, column);
+    return most.leaves_range<P>();
 }
 
 // dv of a block, and dw.
-__device__ __forceinline__ void value_side(Shared& s, const Params& p, const Place& at, const Rows& rows, const Products& x, int block,
+template <bool CAREFUL>
+__device__ __forceinline__ bool value_side(Shared& s, const Params& p, const Place& at, const Rows& rows, const Products& x, int block,
                                            int group, int t0) {
     constexpr int N = VALUE_COLUMNS / 8;
     const int t = block * 16, column = group * VALUE_COLUMNS, first = blockIdx.y * FW_V + column;
     const Op* k = rows.k + t * KEY_ROW;
     constexpr bool STRENGTH = FW_SUMS && FW_W;
+    Most most;
     float acc[N][4] = {}, one[1][4] = {};  // one: the same of n's values; after its first product a lane's share
 #pragma unroll(FW_K * (P == EXACT ? 4 : 1) <= 64 ? FW_K / 16 : 1)
     for (int i = 0; i < FW_K; i += 16) {
@@ -213,6 +235,7 @@ __device__ __forceinline__ void value_side(Shared& s, const Params& p, const Pla
 #endif
     }
     if (STRENGTH) one[0][0] = lane_column() ? 0.f : one[0][0], one[0][2] = lane_column() ? 0.f : one[0][2];
+    rows.after.undo(acc);
     if (FW_F) scale_rows(acc, x.after[block], x.after[block]);
     if (FW_F && STRENGTH) scale_rows(one, x.after[block], x.after[block]);
     const auto read_one = [&](const float (&pairs)[2][4], int first) {
@@ -228,7 +251,7 @@ __device__ __forceinline__ void value_side(Shared& s, const Params& p, const Pla
         each_pair(pairs, [&](int, int, int later, float& x_st) {
             if (FW_F) x_st *= between * x.start[b * 16 + later];
         });
-        multiply_wide<true, N, VALUE_ROW>(acc, left_of<P>(pairs[0], pairs[1]), rows.dy + b * 16 * VALUE_ROW + column);
+        multiply_pairs<CAREFUL, true, N, VALUE_ROW>(acc, pairs, rows.dy + b * 16 * VALUE_ROW + column, most);
         read_one(pairs, b * 16);
         if (FW_F) between *= x.total[b];
     }
@@ -239,7 +262,7 @@ __device__ __forceinline__ void value_side(Shared& s, const Params& p, const Pla
     each_pair(pairs, [&](int, int row, int later, float& x_st) {
         x_st = later < row ? 0.f : FW_F ? x_st * s.pairs[at.warp][later * PAIR_ROW + row] : x_st;
     });
-    multiply_wide<true, N, VALUE_ROW>(acc, left_of<P>(pairs[0], pairs[1]), rows.dy + t * VALUE_ROW + column);
+    multiply_pairs<CAREFUL, true, N, VALUE_ROW>(acc, pairs, rows.dy + t * VALUE_ROW + column, most);
     read_one(pairs, t);
     if (FW_W) {
         float sum[2];
@@ -251,4 +274,5 @@ __device__ __forceinline__ void value_side(Shared& s, const Params& p, const Pla
         scale_rows(acc, rows.w[t + lane_row()], rows.w[t + lane_row() + 8]);
     }
     store_rows<In>(p.dv, at.b, at.h, acc, t0 + t, p.T, first, p.V - first);
+    return most.leaves_range<P>();
 }

@@ -24,6 +24,7 @@ struct Params {
     float *dfinal, *dmemory;
     float *sums, *final_sums, *dfinal_sums, *dsums;  // (B,H,K), where reads are divided; null likewise
     void* sums_borders;
+    int32_t* scales;  // of borders in fp16, exponents of 2 (B,H,parts,V/16)
     int32_t H, T, K, V;
     float eps, least;  // what is added to a divisor; and what stands for one of 0
 };
@@ -234,16 +235,16 @@ __device__ __forceinline__ void store_tile(const From* tile, To* to, int64_t str
 
 #if FW_MAP
 // dq and dk of ROWS tokens from t0 on, from those of their features; all threads.
-template <bool PARTIAL, int ROWS, class At>
-__device__ __forceinline__ void unmap_rows(const In* rows_q, const In* rows_k, const Op* dq, const Op* dk, const Params& p,
+template <bool PARTIAL, int ROWS, class At, class Feature>
+__device__ __forceinline__ void unmap_rows(const In* rows_q, const In* rows_k, const Feature* dq, const Feature* dk, const Params& p,
                                            const At& at, int t0) {
     using Out = typename KeyGradient<PARTIAL>::type;
-    unmap_rows_at<2 * ROWS, THREADS / 32, Out, In, Op>([&](const In*& x, const Op*& df, Out*& dx, int i) {
+    unmap_rows_at<2 * ROWS, THREADS / 32, Out, In, Feature>([&](const In*& x, const Feature*& df, Out*& dx, int i) {
         const bool query = i < ROWS, there = t0 + i % ROWS < p.T;
         const int t = i % ROWS;
         const View& to = query ? p.dq : p.dk;
         x = (query ? rows_q : rows_k) + t * ROW;
-        df = (query ? dq : dk) + t * KEY_ROW;
+        df = (query ? dq : dk) + t * tile_stride<Feature>(FW_K);
         dx = ::at<Out>(to, at.b, at.h, there ? t0 + t : 0) + blockIdx.y * to.tile;
         return there;
     });
@@ -305,14 +306,19 @@ __device__ __forceinline__ int sum_columns(float (&x)[4]) {
 __device__ __forceinline__ int lane_of_column(int t) { return (t & 7) / 2 + (t & 8) / 2 + (t & 1) * 8; }
 
 // The sum of the products of a warp's slice of a transposed memory, in its accumulators, and of another's in shared memory; in all
-// lanes.
+// lanes. The first is in shared memory too, at `own`, in fp16, whose range it may leave in accumulators.
 template <int TILES>
-__device__ __forceinline__ float multiply_slices(const Op* slice, const float (&x)[TILES][4]) {
+__device__ __forceinline__ float multiply_slices(const Op* slice, const float (&x)[TILES][4], const Op* own = nullptr) {
     float sum = 0.f;
-    if constexpr (P == BF16) {  // the diagonal of their product
+    if constexpr (SHORT<P>) {  // the diagonal of their product
         float d[2][4] = {};
 #pragma unroll
-        for (int n = 0; n < TILES; n += 2) multiply_from<P, false>(d, left_of<P>(x[n], x[n + 1]), slice + n * 8, KEY_ROW);
+        for (int n = 0; n < TILES; n += 2) {
+            Left<P> a;
+            if constexpr (P == F16) a = left_from<P, false>(own + n * 8, KEY_ROW);
+            else a = left_of<P>(x[n], x[n + 1]);
+            multiply_from<P, false>(d, a, slice + n * 8, KEY_ROW);
+        }
         const int place = lane_row() - lane_column();
         const float even = d[0][0] + d[1][2], odd = d[0][1] + d[1][3];
         sum = (place == 0 ? even : 0.f) + (place == 1 ? odd : 0.f);

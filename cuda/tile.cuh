@@ -10,6 +10,7 @@
 #define BF16 0
 #define TF32 1
 #define EXACT 2  // fp32 as two tf32 parts each, the product of the two lower parts left out: relative error about 2^-22
+#define F16 3    // numbers that may leave its range are multiplied by a power of 2 (range.cuh)
 
 template <int P>
 struct OperandOf {
@@ -18,6 +19,10 @@ struct OperandOf {
 template <>
 struct OperandOf<BF16> {
     using type = __nv_bfloat16;
+};
+template <>
+struct OperandOf<F16> {
+    using type = __half;
 };
 
 template <int P>
@@ -30,6 +35,10 @@ struct Left<TF32> {
 };
 template <>
 struct Left<BF16> {
+    unsigned x[4];
+};
+template <>
+struct Left<F16> {
     unsigned x[4];
 };
 
@@ -45,11 +54,20 @@ template <>
 struct Right<BF16> {
     unsigned x[2];
 };
+template <>
+struct Right<F16> {
+    unsigned x[2];
+};
 
 template <class A, class B>
 constexpr bool same_type = false;
 template <class A>
 constexpr bool same_type<A, A> = true;
+
+template <int P>
+constexpr bool SHORT = P == BF16 || P == F16;  // operands of 16 bits
+template <class T>
+constexpr int PRECISION_OF = same_type<T, __half> ? F16 : BF16;  // of tiles of 16 bits
 
 template <class T>
 __host__ __device__ constexpr int tile_stride(int width) {
@@ -59,16 +77,29 @@ __host__ __device__ constexpr int tile_stride(int width) {
 __device__ __forceinline__ int lane_row() { return (threadIdx.x & 31) >> 2; }
 __device__ __forceinline__ int lane_column() { return 2 * (threadIdx.x & 3); }
 
-__device__ __forceinline__ unsigned pack_bf16(float low, float high) {
-    const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-    return *(const unsigned*)&both;
+template <int P>
+__device__ __forceinline__ unsigned pack(float low, float high) {
+    if constexpr (P == F16) {
+        const __half2 both = __floats2half2_rn(low, high);
+        return *(const unsigned*)&both;
+    } else {
+        const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+        return *(const unsigned*)&both;
+    }
+}
+template <int P>
+__device__ __forceinline__ float2 unpack(unsigned both) {
+    if constexpr (P == F16) return __half22float2(*(const __half2*)&both);
+    else return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000u));
 }
 
 // Two neighbours in a tile, the first at an even place.
 __device__ __forceinline__ void put_couple(float* p, float x, float y) { *(float2*)p = make_float2(x, y); }
-__device__ __forceinline__ void put_couple(__nv_bfloat16* p, float x, float y) { *(unsigned*)p = pack_bf16(x, y); }
+__device__ __forceinline__ void put_couple(__nv_bfloat16* p, float x, float y) { *(unsigned*)p = pack<BF16>(x, y); }
+__device__ __forceinline__ void put_couple(__half* p, float x, float y) { *(unsigned*)p = pack<F16>(x, y); }
 __device__ __forceinline__ float2 couple(const float* p) { return *(const float2*)p; }
 __device__ __forceinline__ float2 couple(const __nv_bfloat16* p) { return __bfloat1622float2(*(const __nv_bfloat162*)p); }
+__device__ __forceinline__ float2 couple(const __half* p) { return __half22float2(*(const __half2*)p); }
 
 // Part h of a fragment, N values; ROUNDED where they are tf32 already.
 template <int P, bool ROUNDED = false, class F, int N>
@@ -84,6 +115,8 @@ template <int P>
 __device__ __forceinline__ void multiply(float (&d)[4], const Left<P>& a, const Right<P>& b) {
     if constexpr (P == BF16) {
         mma_bf16(d, a.x, b.x, d);
+    } else if constexpr (P == F16) {
+        mma_f16(d, a.x, b.x, d);
     } else {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -101,9 +134,9 @@ __device__ __forceinline__ void multiply(float (&d)[4], const Left<P>& a, const 
 template <int P, bool CUT = false>
 __device__ __forceinline__ Left<P> left_of(const float (&c0)[4], const float (&c1)[4]) {
     Left<P> a;
-    if constexpr (P == BF16) {
-        a.x[0] = pack_bf16(c0[0], c0[1]), a.x[1] = pack_bf16(c0[2], c0[3]);
-        a.x[2] = pack_bf16(c1[0], c1[1]), a.x[3] = pack_bf16(c1[2], c1[3]);
+    if constexpr (SHORT<P>) {
+        a.x[0] = pack<P>(c0[0], c0[1]), a.x[1] = pack<P>(c0[2], c0[3]);
+        a.x[2] = pack<P>(c1[0], c1[1]), a.x[3] = pack<P>(c1[2], c1[3]);
     } else {
         const float v0[4] = {c0[0], c0[2], c0[1], c0[3]}, v1[4] = {c1[0], c1[2], c1[1], c1[3]};
         set_half<P, CUT>(a, 0, v0);
@@ -116,7 +149,7 @@ __device__ __forceinline__ Left<P> left_of(const float (&c0)[4], const float (&c
 template <int P, bool ACROSS, class T>
 __device__ __forceinline__ Left<P> left_from(const T* p, int stride) {
     Left<P> a;
-    if constexpr (P == BF16) {
+    if constexpr (SHORT<P>) {
         const int l = threadIdx.x & 31;
         const int along = (l & 7) + (l >> 4) * 8, other = (l >> 3 & 1) * 8;
         if constexpr (ACROSS) ldmatrix_x4<true>(a.x, p + along * stride + other);
@@ -142,8 +175,8 @@ __device__ __forceinline__ Left<P> left_from(const T* p, int stride) {
 // Two accumulators side by side, 16 rows and columns, to p[row * stride + column], or with ACROSS to p[column * stride + row].
 template <bool ACROSS, bool MATRICES = HAS_STMATRIX, class T>
 __device__ __forceinline__ void put_square(T* p, int stride, const float (&c0)[4], const float (&c1)[4]) {
-    if constexpr (same_type<T, __nv_bfloat16> && MATRICES) {
-        const Left<BF16> a = left_of<BF16>(c0, c1);
+    if constexpr (sizeof(T) == 2 && MATRICES) {
+        const Left<PRECISION_OF<T>> a = left_of<PRECISION_OF<T>>(c0, c1);
         const int l = threadIdx.x & 31;
         const int along = (l & 7) + (l >> 4) * 8, other = (l >> 3 & 1) * 8;
         if constexpr (ACROSS) stmatrix_x4<true>(p + along * stride + other, a.x);
@@ -183,12 +216,12 @@ template <int P, class T>
 __device__ __forceinline__ Left<P> left_scaled(const T* p, int stride, const Four& factors) {
     const float (&factor)[4] = factors.x;
     Left<P> a;
-    if constexpr (P == BF16) {
+    if constexpr (SHORT<P>) {
         a = left_from<P, true>(p, stride);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const float low = __uint_as_float(a.x[i] << 16), high = __uint_as_float(a.x[i] & 0xFFFF0000u);
-            a.x[i] = pack_bf16(low * factor[i / 2 * 2], high * factor[i / 2 * 2 + 1]);
+            const float2 both = unpack<P>(a.x[i]);
+            a.x[i] = pack<P>(both.x * factor[i / 2 * 2], both.y * factor[i / 2 * 2 + 1]);
         }
     } else {
 #pragma unroll
@@ -207,7 +240,7 @@ __device__ __forceinline__ Left<P> left_scaled(const T* p, int stride, const Fou
 // Two right operands (16 terms, 8 columns each) at p[column * stride + term], or with ACROSS at p[term * stride + column].
 template <int P, bool ACROSS, bool ROUNDED = false, class T>
 __device__ __forceinline__ void right_from(Right<P> (&b)[2], const T* p, int stride) {
-    if constexpr (P == BF16) {
+    if constexpr (SHORT<P>) {
         const int l = threadIdx.x & 31;
         const int along = (l & 7) + (l >> 4) * 8, other = (l >> 3 & 1) * 8;
         unsigned r[4];
@@ -238,7 +271,7 @@ template <int P>
 __device__ __forceinline__ void right_of(Right<P> (&b)[2], const Left<P>& a) {
 #pragma unroll
     for (int n = 0; n < 2; n++) {
-        if constexpr (P == BF16) {
+        if constexpr (SHORT<P>) {
             b[n].x[0] = a.x[n], b[n].x[1] = a.x[n + 2];
         } else {
 #pragma unroll
@@ -265,7 +298,7 @@ template <int P, bool ACROSS, class T>
 __device__ __forceinline__ void accumulate_from(float (&d0)[4], float (&d1)[4], const Left<P>& a, const T* p, int stride) {
     Right<P> b[2];
     right_from<P, ACROSS>(b, p, stride);
-    if constexpr (P == BF16) {
+    if constexpr (SHORT<P>) {
         multiply<P>(d0, a, b[0]);
         multiply<P>(d1, a, b[1]);
     } else {
@@ -290,12 +323,12 @@ __device__ __forceinline__ void each_two(float (&x)[2][4], F f) {
 // A tile's 16 rows and 16 columns, transposed in accumulators.
 template <class T>
 __device__ __forceinline__ void load_transposed(float (&x)[2][4], const T* p, int stride) {
-    if constexpr (sizeof(T) == 2 && same_type<T, __nv_bfloat16>) {
-        const Left<BF16> a = left_from<BF16, true>(p, stride);
+    if constexpr (sizeof(T) == 2) {
+        const Left<PRECISION_OF<T>> a = left_from<PRECISION_OF<T>, true>(p, stride);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            x[i >> 1][(i & 1) * 2] = __uint_as_float(a.x[i] << 16);
-            x[i >> 1][(i & 1) * 2 + 1] = __uint_as_float(a.x[i] & 0xFFFF0000u);
+            const float2 both = unpack<PRECISION_OF<T>>(a.x[i]);
+            x[i >> 1][(i & 1) * 2] = both.x, x[i >> 1][(i & 1) * 2 + 1] = both.y;
         }
     } else {
         const T* first = p + lane_column() * stride + lane_row();
@@ -307,12 +340,12 @@ __device__ __forceinline__ void load_transposed(float (&x)[2][4], const T* p, in
 // The same not transposed.
 template <class T>
 __device__ __forceinline__ void load_straight(float (&x)[2][4], const T* p, int stride) {
-    if constexpr (same_type<T, __nv_bfloat16>) {
-        const Left<BF16> a = left_from<BF16, false>(p, stride);
+    if constexpr (sizeof(T) == 2) {
+        const Left<PRECISION_OF<T>> a = left_from<PRECISION_OF<T>, false>(p, stride);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            x[i >> 1][(i & 1) * 2] = __uint_as_float(a.x[i] << 16);
-            x[i >> 1][(i & 1) * 2 + 1] = __uint_as_float(a.x[i] & 0xFFFF0000u);
+            const float2 both = unpack<PRECISION_OF<T>>(a.x[i]);
+            x[i >> 1][(i & 1) * 2] = both.x, x[i >> 1][(i & 1) * 2 + 1] = both.y;
         }
     } else {
 #pragma unroll

@@ -5,6 +5,7 @@
 #   tests/counts.sh --rules delta kda --widths 64 128    some rules, other widths
 #   tests/counts.sh --rules sum --kinds                  instructions by kind
 #   tests/counts.sh --widths 16 --feature-map elu        with a feature map inside the kernels
+#   tests/counts.sh --rules decay --tier split           chunks of channels that forget fast
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 PYTHONPATH=tests

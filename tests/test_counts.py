@@ -61,6 +61,12 @@ def test_a_loop_takes_its_turns(turns):
     assert steps == [0, *[1, 2, 3] * (turns - 1), 1, 2, ~3, 4]
 
 
+def test_no_number_of_a_warp_is_unusual():
+    """And a branch on it is no guess."""
+    lane = lane_of("FSETP.GT.AND P0, PT, R0, R1, PT\n VOTE.ANY P0, P0\n @P0 EXIT\n NOP\n EXIT")
+    assert lane.run(0).steps == [0, 1, ~2, 3, 4] and not lane.guesses
+
+
 def test_warps_part_and_threads_of_a_block_are_known():
     program = """
         S2R R0, SR_TID.X

@@ -17,7 +17,7 @@ from fw_fairseq.feature_maps import AS_IS, ROW_MAPS, RowMap
 from fw_fairseq.ops.kernels.recurrence import choose_parts
 from fw_fairseq.rules import RULES
 
-from .cases import TYPES, Case
+from .cases import TIERS, TYPES, Case
 from .counted import DEVICES, SHAPES, Figures, count
 from .lane import NotFollowed
 from .machine_code import KINDS
@@ -112,6 +112,8 @@ def main() -> int:
         "--feature-map", choices=[name for name in ROW_MAPS if name != AS_IS.name], metavar="MAP",
         help="with features of the keys and queries, divided by their sum: elu, relu or dpfp; dpfp has nu 1; default: none",
     )  # fmt: skip
+    tier = "how chunks of decay run (docs/kernels.md): one_round (the default), small_gates, split, levels"
+    parser.add_argument("--tier", choices=[name.replace(" ", "_") for name in TIERS], metavar="TIER", help=tier)
     parser.add_argument("--architecture", choices=DEVICES, default="90", help="compute capability; times are always an H100's")
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--kinds", action="store_true", help="a table of instructions by kind, also for the forward of training")
@@ -128,7 +130,7 @@ def main() -> int:
     row_map = RowMap(args.feature_map, 1, "sum") if args.feature_map else AS_IS
     show(["", "kernel", *KINDS, "branches on data, not taken"] if args.kinds else HEAD)
     for width, dtype, rule in itertools.product(args.widths, args.dtypes, args.rules):
-        case = Case(rule, width, dtype, args.attention_norm, row_map)
+        case = Case(rule, width, dtype, args.attention_norm, row_map, args.tier and args.tier.replace("_", " "))
         try:
             rows = kinds(case, args.architecture) if args.kinds else [row(case, args.architecture)]
         except (Mistake, NotFollowed) as error:

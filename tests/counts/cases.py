@@ -12,6 +12,7 @@ from fw_fairseq.feature_maps import AS_IS, RowMap
 from fw_fairseq.ops import FastWeightState, fast_weight
 from fw_fairseq.rules import RULES
 
+TIERS = "one round", "small gates", "split", "levels"  # of cuda/gates.cuh: how a chunk of decay runs
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PASSES = "forward", "forward of training", "backward"
 
@@ -22,13 +23,15 @@ class Case(NamedTuple):
     dtype: str
     attention_norm: bool = False
     row_map: RowMap = AS_IS
+    tier: str | None = None  # of every chunk, where channels decay without erase
 
     def __str__(self) -> str:
         norm = ", attention normalisation" if self.attention_norm else ""
         features = f", {self.row_map.name} with {self.row_map.norm} norm" if self.row_map != AS_IS else ""
         key, widths = self.row_map.width(self.width), f"V = {self.width}"
         widths = f"K = {widths}" if key == self.width else f"K = {key}, {widths}"
-        return f"{self.rule}, {widths}, {self.dtype}{norm}{features}"
+        tier = f", {self.tier}" if self.tier else ""
+        return f"{self.rule}, {widths}, {self.dtype}{norm}{features}{tier}"
 
 
 class Recording(NamedTuple):
@@ -62,6 +65,9 @@ def record(case: Case, tokens: int, architecture: str) -> Recording:
         launches["backward"] = recorder.taken()
     read, written, memories = size(*inputs), size(y), 2 * size(after.memory)
     once = read + written + memories
+    if case.tier:
+        forced = {"FW_TIER": TIERS.index(case.tier)}
+        launches = {name: [x._replace(defines=x.defines | forced) for x in found] for name, found in launches.items()}
     return Recording(launches, dict(zip(PASSES, (once, once, once + read))))
 
 

@@ -1,7 +1,8 @@
 """The path of a warp through machine code: integer instructions, predicates and branches of one of its lanes are executed.
 
 Loaded data, shuffled values and floating-point numbers are unknown, None. The kernels of this project hardly ever branch on them.
-Where one does, the branch is not taken, and ``guesses`` counts it. A vote of a block is taken to be true, a division to be easy.
+Where one does, the branch is not taken, and ``guesses`` counts it. A vote of a block is taken to be true, a division to be easy,
+and one of a warp to be false: it asks whether numbers of fp16 leave its range.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class Lane:
         if re.match(WITHOUT_RESULT, i.op):
             return None
         args, registers = list(i.args), ()
-        flags = take_predicates(args, 2)
+        flags = take_predicates(args, 1 if i.op.startswith("VOTE") else 2)
         if i.base not in ("ISETP", "FSETP", "PLOP3", "FCHK") and args and (m := re.fullmatch(REGISTER, args[0])):
             registers = results(i, number(*m.groups(), UNIFORM_REGISTERS))
             args.pop(0)
@@ -174,6 +175,8 @@ class Lane:
             return lambda: (self.local.get(address()) if one else None, ())
         if op == "P2R":
             return functools.partial(self.pack, get[1], int(args[2], 0))
+        if op.startswith("VOTE"):
+            return lambda: (0, (False,))
         if op in ("B2R", "FCHK"):
             return lambda: (WORD, (op == "B2R",))
         known = op in ARITHMETIC and ("64" not in mods or wide)

@@ -285,7 +285,7 @@ def test_autocast(stand_in, dtype):
     with torch.autocast("cpu", torch.bfloat16):
         y, state = fast_weight(q, k, v, "sum", backend="cuda")
     assert y.dtype == dtype and state.memory.dtype == torch.float32
-    assert ["bf16" if dtype == torch.bfloat16 else "tf32"] == PRECISIONS
+    assert ["bf16" if dtype == torch.bfloat16 else "fp16"] == PRECISIONS
 
 
 def test_fp32_precision_by_environment(stand_in, monkeypatch):

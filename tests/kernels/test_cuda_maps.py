@@ -25,8 +25,8 @@ from fw_fairseq.ops.recurrent import step_form
 from fw_fairseq.rules import RULES, Coefficients
 
 FAMILIES = {"linear": linear, "decay": decay, "delta": delta}
-TOLERANCE = {"exact": 2e-5, "tf32": 2e-3, "bf16": 2e-2}
-PRECISION = {torch.float32: "exact", torch.bfloat16: "bf16", torch.float16: "tf32"}
+TOLERANCE = {"exact": 2e-5, "fp16": 2e-3, "bf16": 2e-2}
+PRECISION = {torch.float32: "exact", torch.bfloat16: "bf16", torch.float16: "fp16"}
 NAMES = ("q", "k", "v", "f", "z", "e", "w", "memory")
 
 

@@ -15,8 +15,8 @@ from fw_fairseq.rules import RULES, Coefficients
 from .draws import assert_same, draw_projections
 
 # Of the largest entry, from inputs as rounded. Exact: fp32 sums in another order, gates' gradients differences of them.
-TOLERANCE = {"exact": 2e-5, "tf32": 2e-3, "bf16": 2e-2}
-PRECISION = {torch.float32: "exact", torch.bfloat16: "bf16", torch.float16: "tf32"}
+TOLERANCE = {"exact": 2e-5, "tf32": 2e-3, "fp16": 2e-3, "bf16": 2e-2}
+PRECISION = {torch.float32: "exact", torch.bfloat16: "bf16", torch.float16: "fp16"}
 GATES = {
     "uniform": lambda *size: torch.rand(*size) * 0.98 + 0.01,
     "resets": lambda *size: torch.where(torch.rand(*size) < 0.1, 0.0, torch.rand(*size)),

@@ -33,6 +33,7 @@ from .launch import (
     TYPES,
     add_up,
     held_bytes,
+    in_tf32,
     in_units,
     map_defines,
     remembered,
@@ -72,7 +73,7 @@ class DecayKernel(NamedTuple):
 
     @classmethod
     def of(cls, x: Operands) -> DecayKernel:
-        given = x.precision, x.f is not None, x.z is not None, x.row_map, held_bytes(x.q.device)
+        given = in_tf32(x.precision), x.f is not None, x.z is not None, x.row_map, held_bytes(x.q.device)
         return cls.of_sizes(x.q.dtype, x.q.shape[3], x.v.shape[3], *given)
 
     @classmethod

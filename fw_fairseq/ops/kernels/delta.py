@@ -21,6 +21,7 @@ from .launch import (
     TYPES,
     add_up,
     held_bytes,
+    in_tf32,
     map_defines,
     remembered,
     round_up,
@@ -153,7 +154,7 @@ class DeltaKernel(ErasingKernel):
 
     @classmethod
     def of(cls, x: Operands) -> DeltaKernel:
-        given = x.f is not None, x.w is not None, x.precision, x.row_map, held_bytes(x.q.device)
+        given = x.f is not None, x.w is not None, in_tf32(x.precision), x.row_map, held_bytes(x.q.device)
         return cls.of_sizes(x.q.dtype, x.q.shape[3], x.v.shape[3], *given)
 
     @classmethod

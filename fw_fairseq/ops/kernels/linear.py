@@ -1,8 +1,8 @@
 """The kernel family without erase and with at most one gate per token (rules sum, gated): what it supports, and the launches of
 ``cuda/linear.cu`` and ``cuda/linear_backward.cu``.
 
-fp16 inputs are multiplied in tf32, which holds them exactly. fp16 products would overflow where memories and gradients leave its
-range, and bf16 would round the inputs once more.
+Products of fp16 inputs are of fp16, with scales where memories, pairs and gradients leave its range (``cuda/range.cuh``). Where
+reads are divided they are of tf32.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from ...feature_maps import AS_IS, RowMap
 from .compiler import Launcher
 from .family import Divided, Family, Gradients, Operands, Results
 from .launch import (
+    OPERANDS,
     PRECISIONS,
     TYPES,
     add_up,
     held_bytes,
+    in_tf32,
     map_defines,
     remembered,
     round_up,
@@ -97,7 +99,8 @@ class LinearKernel(NamedTuple):
     @classmethod
     def of(cls, x: Operands) -> LinearKernel:
         gates, held = (x.f is not None, x.w is not None), held_bytes(x.q.device)
-        given = x.q.dtype, x.q.shape[3], x.v.shape[3], *gates, x.precision, x.row_map, held
+        precision = x.precision if x.divided is None else in_tf32(x.precision)
+        given = x.q.dtype, x.q.shape[3], x.v.shape[3], *gates, precision, x.row_map, held
         return cls.of_sizes(*given, x.divided is not None)
 
     @classmethod
@@ -117,7 +120,7 @@ class LinearKernel(NamedTuple):
         width = row_map.width(row)
         key = round_up(width, 16 * fewest_slices(width))
         kernel = cls(dtype, key, value, precision, f, w, row, width, row_map, held, sums)
-        longest = 64 if precision == "bf16" else 32
+        longest = 64 if precision in OPERANDS else 32
         back = kernel.choose(longest, lambda tile: kernel.backward_bytes(tile, 1))
         ahead = kernel.choose(back.chunk, lambda tile: kernel.forward_bytes(tile, 1))
         return kernel._replace(ahead=ahead, back=back)
@@ -131,7 +134,12 @@ class LinearKernel(NamedTuple):
 
     @property
     def operand(self) -> torch.dtype:
-        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+        return OPERANDS.get(self.precision, torch.float32)
+
+    @property
+    def scales(self) -> bool:
+        """Whether memories in shared memory and borders have scales."""
+        return self.precision == "fp16"
 
     def tiles(self, tile: Block) -> int:
         return -(-self.value // tile.value)
@@ -149,15 +157,18 @@ class LinearKernel(NamedTuple):
         """The memory as operands, and the sum of the keys."""
         return tile_bytes((tile.value, self.key, self.operand)) + (self.key * self.operand.itemsize if self.sums else 0)
 
-    def feature_bytes(self, tile: Block, rows: int) -> int:
-        """So many features of each token, where the kernels make them."""
-        return 0 if self.row_map == AS_IS else tile_bytes((rows * tile.chunk, self.key, self.operand))
+    def feature_bytes(self, tile: Block, gradients: int) -> int:
+        """The features of q and k, where the kernels make them, and so many gradients of each."""
+        if self.row_map == AS_IS:
+            return 0
+        of_gradients = (2 * gradients * tile.chunk, self.key, torch.float32 if self.scales else self.operand)
+        return tile_bytes((2 * tile.chunk, self.key, self.operand), of_gradients)
 
     @remembered
     def forward_bytes(self, tile: Block, memories: int) -> int:
         """sizeof(Shared) in linear.cu, which asserts it."""
-        kept = memories * self.memory_bytes(tile) + self.feature_bytes(tile, 2) + self.products_bytes(tile)
-        return 2 * self.stage_bytes(tile, 1) + kept
+        kept = memories * self.memory_bytes(tile) + self.feature_bytes(tile, 0) + self.products_bytes(tile)
+        return 2 * self.stage_bytes(tile, 1) + kept + 64 * self.scales
 
     @remembered
     def backward_bytes(self, tile: Block, stages: int) -> int:
@@ -165,19 +176,22 @@ class LinearKernel(NamedTuple):
         memory, pairs = self.memory_bytes(tile), tile_bytes((16, 16, torch.float32)) * (tile.warps if self.f else 1)
         blocks, keys, values = tile.chunk // 16, groups(tile, self.key), groups(tile, tile.value)
         sums = (2 * keys + values + 1) * tile.chunk + 2 * keys * blocks + blocks**2 + tile.warps
-        staged = stages * (self.stage_bytes(tile, 2) + memory + (4 * tile.chunk if self.sums else 0))
-        return staged + memory + self.feature_bytes(tile, 4) + self.products_bytes(tile) + pairs + round_up(4 * sums, 16)
+        staged = stages * (self.stage_bytes(tile, 2) + memory + (4 * tile.chunk if self.sums else 0) + 16 * self.scales)
+        kept = self.feature_bytes(tile, 1) + self.products_bytes(tile) + pairs + 64 * self.scales
+        return staged + memory + kept + round_up(4 * sums, 16)
 
     def fitting(self, needed: Callable[[int], int]) -> int:
         """1, or 2 where two blocks with as much fit a multiprocessor."""
         return 2 if needed(2) <= (self.held - 1024) // 2 else 1
 
     def saved_like(self, q: Tensor) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """``Family.saved_like``: the memory before each chunk of the backward, transposed, with rows of whole operands; where reads
-        are divided also the sums of keys there, and the divisors."""
+        """``Family.saved_like``: the memory before each chunk of the backward, transposed, with rows of whole operands, and its
+        scales in fp16; where reads are divided also the sums of keys there, and the divisors."""
         chunks = (*q.shape[:2], -(-q.shape[2] // self.back.chunk))
         operand = self.operand
         kept = [((*chunks, -(-self.value // 16) * 16, self.key), operand)]
+        if self.scales:
+            return [*kept, ((*chunks, -(-self.value // 16)), torch.int32)]
         return [*kept, ((*chunks, self.key), operand), (tuple(q.shape[:3]), torch.float32)] if self.sums else kept
 
     def launch(self, launcher: Launcher, backward: bool, tensors: dict[str, Any], divided: Divided | None) -> None:
@@ -246,6 +260,7 @@ def forward(launcher: Launcher, x: Operands, keep: bool = True) -> Results:
     y, final = torch.empty_like(x.v), x.q.new_empty((*x.q.shape[:2], kernel.width, kernel.value), dtype=torch.float32)
     saved = tuple([x.q.new_empty(shape, dtype=dtype) for shape, dtype in kernel.saved_like(x.q)]) if keep else ()
     tensors = dict(q=x.q, k=x.k, v=x.v, f=x.f, w=x.w, y=y, memory=x.memory, final=final, borders=saved[0] if keep else None)
+    tensors["scales"] = saved[1] if keep and kernel.scales else None
     if divided:
         tensors |= {"sums": divided.sums, "final_sums": divided.final}
         if keep:
@@ -263,6 +278,7 @@ def backward(launcher: Launcher, x: Operands, saved: Sequence[Tensor], dy: Tenso
     shares = shares_of(grads, tiles)
     dv, before = torch.empty_like(x.v), None if x.memory is None else torch.empty_like(x.memory)
     tensors = inputs | shares | {"v": x.v, "dy": dy, "dv": dv, "dfinal": dmemory, "dmemory": before, "borders": saved[0]}
+    tensors["scales"] = saved[1] if kernel.scales else None
     if divided:
         tensors["dy"], tensors["ddivisors"] = undivided(launcher, divided, saved[-1], dy)
         tensors |= {"dfinal_sums": divided.final, "dsums": divided.sums, "sums_borders": saved[1]}

@@ -71,8 +71,8 @@ def joined_decays(x: Operands) -> Operands:
 
 def choose_precision(dtype: torch.dtype) -> str:
     """The precision of products for these inputs, as ``Operands`` describes it."""
-    if dtype != torch.float32:  # bf16 would round fp16 once more, and fp16 cannot hold all memories and gradients
-        return "tf32" if dtype == torch.float16 else "bf16"
+    if dtype != torch.float32:
+        return "fp16" if dtype == torch.float16 else "bf16"
     precision = os.environ.get("FW_FAIRSEQ_FP32", FP32_PRECISIONS[0])
     if precision not in FP32_PRECISIONS:
         raise Mistake(f"FW_FAIRSEQ_FP32 is {precision!r}; allowed: {', '.join(FP32_PRECISIONS)}")
