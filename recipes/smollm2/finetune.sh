@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fine-tunes one row on the text: first the new parts alone, towards what the softmax of their layer gave, then everything on words.
+# Fine-tunes one row on the text: first the new parts, towards what the softmax of their layer gave, then attention on words.
 #
 # Paper:    the two stages are those of LoLCATs (Zhang et al. 2024), which has low-rank adapters in the second
 # Data:     OUT of prepare.sh and OUT/ROW/start.pt of convert.sh
