@@ -59,7 +59,7 @@ class Distillation(PlainOrAdaptive):
         [model], _ = checkpoint_utils.load_model_ensemble([teacher], task=task)
         self._teacher = [model.eval()]  # a list hides it from training and checkpoints
         self.match, self.match_updates, self.teacher_weight = str(match), match_updates, teacher_weight
-        self.state_norm_penalty = state_norm_penalty
+        self.state_norm_penalty, self.shares = state_norm_penalty, False
 
     def forward(self, model: BaseFairseqModel, sample: dict, reduce: bool = True) -> tuple:
         """Returns the loss, the sample size and the log. In validation the loss is the plain cross entropy, which can be
@@ -88,6 +88,9 @@ class Distillation(PlainOrAdaptive):
         [teacher] = self._teacher
         if next(teacher.parameters()).device != like.device or next(teacher.parameters()).dtype != like.dtype:
             teacher = self._teacher[0] = teacher.to(device=like.device, dtype=like.dtype)
+        if not self.shares:
+            self.shares = True
+            share_frozen(model, teacher)
         return teacher
 
     def match_layers(self, model: BaseFairseqModel, teacher: BaseFairseqModel, net_input: dict, real: Tensor) -> Tensor:
@@ -126,8 +129,20 @@ class Distillation(PlainOrAdaptive):
         return losses
 
 
+@torch.no_grad()
+def share_frozen(model: nn.Module, teacher: nn.Module) -> None:
+    """Gives the teacher the model's own memory where the model has the same numbers and does not train them."""
+    theirs = dict(teacher.named_parameters())
+    for name, own in model.named_parameters():
+        found = theirs.get(name)
+        if found is not None and not own.requires_grad and found.shape == own.shape and torch.equal(found, own):
+            found.data = own.data
+
+
 def check_layers(own: FairseqDecoder, theirs: FairseqDecoder) -> None:
     """Refuses to match the layers of decoders that do not have as many of one width, or of which some are left out."""
+    if not (hasattr(own, "layers") and hasattr(theirs, "layers")):
+        raise Mistake("--match-updates is not for pretrained_lm; train its new parts with --criterion attention_transfer first")
     (count, width), (wanted, their_width) = ((len(decoder.layers), decoder.layers[0].embed_dim) for decoder in (own, theirs))
     if (count, width) != (wanted, their_width) or own.decoder_layerdrop:
         said = f"--teacher has {wanted} layers of width {their_width}, the model {count} of {width}"

@@ -194,12 +194,17 @@ class Memory(InPlaceStepper):
 
     def step(self, x: Tensor) -> Tensor:
         """Writes and reads for any layer, which makes queries, keys, values and gates as it always does."""
-        mixer, rule = self.mixer, self.rule
+        mixer = self.mixer
         made = mixer.operands(x.unsqueeze(0), FastWeightState(x, **self.kept))  # whose memory it does not read
         q, k, v, gates, *_ = made
         self.kept = made.kept
         if mixer.takes_shared:
             v = mixer.with_first_values(v, made.mixing, self.shared)
+        return mixer.output(self.recur(q, k, v, gates), made, v).squeeze(0)
+
+    def recur(self, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor]) -> Tensor:
+        """Writes and reads what a layer has made of a token, (R,H,n,X): -> (R,H,1,V)."""
+        mixer, rule = self.mixer, self.rule
         if mixer.row_map is not None and not self.maps_rows:
             q, k = mixer.row_map(q), mixer.row_map(k)
         k = k if rule.key is None else rule.key(k, **gates)
@@ -213,8 +218,7 @@ class Memory(InPlaceStepper):
         for i in range(mixer.writes):
             of_write = (part if part is None or part.shape[2] == 1 else part[:, :, i : i + 1] for part in parts)
             y = self.write_and_read(self, *of_write)
-        y = y if rule.skip is None else y + rule.skip(**gates).unsqueeze(-1) * v
-        return mixer.output(y, made, v).squeeze(0)
+        return y if rule.skip is None else y + rule.skip(**gates).unsqueeze(-1) * v
 
 
 def step_in_pytorch(memory: Memory, q: Tensor, k: Tensor, v: Tensor, *coefficients: Tensor | None) -> Tensor:

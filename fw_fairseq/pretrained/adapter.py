@@ -29,11 +29,15 @@ def attentions(model: nn.Module) -> list[Any]:
     return found
 
 
-def adapt(model: nn.Module, mixers: Sequence[str], options: Any, window: int = 0, drops_rotary: bool = False) -> None:
-    """Replaces softmax by heads of their own in the layers whose mixer is not softmax.
+def adapt(
+    model: nn.Module, mixers: Sequence[str], options: Any, window: int = 0, drops_rotary: bool = False,
+    sizes: dict[int, Sizes] | None = None,
+) -> dict[int, Sizes]:  # fmt: skip
+    """Replaces softmax by heads of their own in the layers whose mixer is not softmax. Returns the sizes of all layers.
 
     mixers: the name of each layer's; options: a ``MixerOptions`` or an object or dictionary with such values. window: how many
     tokens softmax reads beside fast weights; 0: none. drops_rotary: queries and keys of converted layers have no rotary positions.
+    sizes: what an earlier call returned.
     """
     layers = attentions(model)
     if len(mixers) != len(layers):
@@ -41,8 +45,8 @@ def adapt(model: nn.Module, mixers: Sequence[str], options: Any, window: int = 0
     if unknown := sorted({*mixers} - {*HEADS, SOFTMAX}):
         raise Mistake(f"{unknown[0]} cannot take the place of a pretrained attention; use: {', '.join((*HEADS, SOFTMAX))}")
     if {*mixers} == {SOFTMAX}:
-        return
-    sizes = probe(model, layers)
+        return {}
+    sizes = sizes or probe(model, layers)
     for number, (name, attention) in enumerate(zip(mixers, layers)):
         if name == SOFTMAX:
             continue
@@ -50,6 +54,7 @@ def adapt(model: nn.Module, mixers: Sequence[str], options: Any, window: int = 0
         like = next(attention.parameters())
         install(attention, heads.to(device=like.device, dtype=like.dtype), drops_rotary)
     model.register_forward_pre_hook(before_model, with_kwargs=True)
+    return sizes
 
 
 @torch.no_grad()

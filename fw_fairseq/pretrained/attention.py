@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from ..errors import Mistake
 from ..feature_maps import wide
 from .heads import LocalHeads, MemoryHeads, Read
+from .steps import HeadsStep
 
 NAME = "fw_fairseq"
 CACHES = ("cache", "past_key_values", "layer_past")  # what versions and architectures call the cache of an attention
@@ -49,8 +50,27 @@ class StateLayer(DynamicLayer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state: Any = None
+        self.held: Any = None  # the state, or after a generated token what changes it in place
         self.length = 0
+
+    @property
+    def state(self) -> Any:
+        return self.held.state() if isinstance(self.held, HeadsStep) else self.held
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.held = value
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"held": self.state}  # a copy has a state of its own
+
+    def step(self, heads: Any, given: Read) -> Tensor | None:
+        """What the heads read at one token by their compiled step, where they have one; None otherwise."""
+        if not isinstance(self.held, HeadsStep):
+            if not HeadsStep.can_hold(heads, self.held):
+                return None
+            self.held = HeadsStep(heads, self.held)
+        return self.held(given)
 
     def get_seq_length(self, *args) -> int:
         return self.length
@@ -60,21 +80,23 @@ class StateLayer(DynamicLayer):
         return self.length + new, 0
 
     def reset(self) -> None:
-        self.state, self.length = None, 0
+        self.held, self.length = None, 0
 
     def crop(self, *args) -> None:
         raise Mistake("a state cannot take tokens back, so this model cannot assist another one's generation")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self.state is not None:
-            self.state = self.state.index_select(beam_idx.long())
+        if isinstance(self.held, HeadsStep):
+            self.held.reorder(beam_idx.long())
+        elif self.held is not None:
+            self.held = self.held.index_select(beam_idx.long())
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.state is not None:
-            rows = next(len(x) for x in self.state if isinstance(x, Tensor))
+        if (state := self.state) is not None:
+            rows = next(len(x) for x in state if isinstance(x, Tensor))
             self.reorder_cache(torch.arange(rows).repeat_interleave(repeats))
 
 
@@ -102,22 +124,25 @@ def read(
             if others.get(name) is not None:
                 raise Mistake(f"{type(module).__name__} changes the scores of softmax by {name}; leave windows out")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer, place = module.layer_idx, None
-    state = memories.before.get(layer)
-    if state_cache is not None:
-        place = state_layer(state_cache, layer)
-        state = place.state
-    if isinstance(state, tuple) and not hasattr(state, "_fields"):  # read from a checkpoint
-        state = heads.state_type(*state).to(query.device)
-    heads.redraw(keep=bool(memories.before))
-    y, state = heads(
-        Read(layer_input, query * scaling, key, value), state, memories.padding_mask, memories.reset_mask, dropout=dropout,
-        decoding=memories.decoding or (place is not None and not torch.is_grad_enabled()), group=memories.group,
-    )  # fmt: skip
+    layer, given, y = module.layer_idx, Read(layer_input, query * scaling, key, value), None
+    place = None if state_cache is None else state_layer(state_cache, layer)
+    if place is not None and not heads.training and is_step(given, memories):
+        y = place.step(heads, given)
+    if y is None:
+        state = memories.before.get(layer) if place is None else place.state
+        if isinstance(state, tuple) and not hasattr(state, "_fields"):  # read from a checkpoint
+            state = heads.state_type(*state).to(query.device)
+        heads.redraw(keep=bool(memories.before))
+        y, state = heads(
+            given, state, memories.padding_mask, memories.reset_mask, dropout=dropout,
+            decoding=memories.decoding or (place is not None and not torch.is_grad_enabled()), group=memories.group,
+        )  # fmt: skip
+        if place is not None:
+            place.state = state
+        else:
+            memories.after[layer] = state
     if place is not None:
-        place.state, place.length = state, place.length + query.shape[2]
-    else:
-        memories.after[layer] = state
+        place.length += query.shape[2]
     y = y.transpose(1, 2).to(query.dtype)
     if memories.distances is None:
         return y, None
@@ -125,6 +150,12 @@ def read(
         wanted, _ = FUNCTIONS[module.softmax](module, query, key, value, attention_mask, dropout=0.0, scaling=scaling)
     memories.distances.append(distance(y, wanted, memories.padding_mask))
     return wanted, None
+
+
+def is_step(given: Read, memories: Pass) -> bool:
+    """Whether these are one token of each sequence, with nothing around them."""
+    plain = memories.padding_mask is None and memories.reset_mask is None and memories.distances is None
+    return plain and given.q.shape[2] == 1 and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def distance(y: Tensor, wanted: Tensor, padding_mask: Tensor | None) -> Tensor:

@@ -210,8 +210,8 @@ class MemoryHeads(FastWeight):
         k, key_log_scale = self.features(k)
         if self.rule.keyless:
             k = torch.ones_like(q)
-        rows = rows[..., : self.rows].transpose(0, 1)
-        gates = self.all_gates(rows, k, list(rows.split([*self.sizes.values()][3:], -1)))
+        rows = rows.transpose(0, 1)
+        gates = self.all_gates(rows, k, self.gate_rows(rows))
         v = v if self.value_scale is None else v * self.value_scale.to(v.dtype)
         y, state = fast_weight(
             q, k, v.to(q.dtype), self.rule_name, gates, state, self.backend, self.attention_norm, self.feature_map.eps,
@@ -221,6 +221,10 @@ class MemoryHeads(FastWeight):
         self.note_statistics(gates, state, padding_mask)
         y = y if self.norm is None else self.norm(y)
         return y.to(v.dtype), state
+
+    def gate_rows(self, rows: Tensor) -> list[Tensor]:
+        """What ``in_proj`` makes, (T,B,X), by gate. Without gates it is what it reads."""
+        return list(rows[..., : self.rows].split([*self.sizes.values()][3:], -1))
 
     @property
     def rows(self) -> int:

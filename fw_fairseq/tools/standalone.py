@@ -11,7 +11,13 @@ import hashlib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-START, NAME = "huggingface", "fw_fairseq_of_a_model"
+NAME = "fw_fairseq_of_a_model"
+# Modules that folders need, and for each model the classes of its configuration and of itself
+START = "huggingface"
+CLASSES = {
+    START: [("FastWeightHFConfig", "FastWeightForCausalLM"), ("FastWeightTranslationConfig", "FastWeightForTranslation")],
+    "pretrained.exported": [("ConvertedConfig", "ConvertedForCausalLM")],
+}
 HEAD = '''"""The model of this folder, for transformers. Written by fw-export-hf of the package fw_fairseq, whose licence is MIT.
 
 SOURCES at the end has the modules of that package which the model needs. They are used where the package is not installed. Their
@@ -48,52 +54,51 @@ class Modules(MetaPathFinder, InspectLoader):
 
 def load():
     try:
-        found = importlib.import_module("fw_fairseq.huggingface")
-        found.FastWeightForTranslation  # which older versions of the package do not have
+        found = importlib.import_module("fw_fairseq.START")
+        found.LAST  # which older versions of the package do not have
         return found
     except (ImportError, AttributeError):
         if not any(type(finder).__name__ == "Modules" and finder.__module__ == __name__ for finder in sys.meta_path):
             sys.meta_path.append(Modules())
-        return importlib.import_module(f"{NAME}.huggingface")
+        return importlib.import_module(f"{NAME}.START")
 
 '''
 TAIL = """
 
 huggingface = load()
+"""
+PAIR = """
 
-
-class FastWeightHFConfig(huggingface.FastWeightHFConfig):
+class CONFIG(huggingface.CONFIG):
     def __init__(self, *args, **kwargs):  # transformers would write another one
         super().__init__(*args, **kwargs)
 
 
-class FastWeightForCausalLM(huggingface.FastWeightForCausalLM):
-    config_class = FastWeightHFConfig
-
-
-class FastWeightTranslationConfig(huggingface.FastWeightTranslationConfig):
-    def __init__(self, *args, **kwargs):  # transformers would write another one
-        super().__init__(*args, **kwargs)
-
-
-class FastWeightForTranslation(huggingface.FastWeightForTranslation):
-    config_class = FastWeightTranslationConfig
+class MODEL(huggingface.MODEL):
+    config_class = CONFIG
 """
 
 
-def code() -> str:
-    """Returns the text of the file."""
-    modules = needed()
+def code(start: str = START) -> str:
+    """Returns the text of the file. start: the module with the classes of the folder."""
+    modules = needed(start)
     sources = "".join(f"    {name!r}: {quoted(source(name))},\n" for name in modules)
     packages = {name for name in modules if path_of(name).name == "__init__.py"}
     head = HEAD.replace(NAME, f"{NAME}_{hashlib.sha256(sources.encode()).hexdigest()[:16]}")  # folders of two versions are two
-    return f"{head}\nPACKAGES = {sorted(packages)!r}\nSOURCES = {{\n{sources}}}\n{TAIL}"
+    head = head.replace("START", start).replace("LAST", CLASSES[start][-1][1])
+    classes = "".join(PAIR.replace("CONFIG", config).replace("MODEL", model) for config, model in CLASSES[start])
+    return f"{head}\nPACKAGES = {sorted(packages)!r}\nSOURCES = {{\n{sources}}}\n{TAIL}{classes}"
 
 
-def needed() -> list[str]:
+def start_of(kind: str) -> str:
+    """Returns the module of a model's class, of which its folder needs the code."""
+    return next((start for start, pairs in CLASSES.items() if any(kind in pair for pair in pairs)), START)
+
+
+def needed(start: str) -> list[str]:
     """Returns the names of the modules that the model imports, at once or later, beginning with the package itself, ''."""
     found: set[str] = set()
-    left = [START]
+    left = [start]
     while left:
         if (name := left.pop()) not in found:
             found.add(name)

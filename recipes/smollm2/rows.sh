@@ -10,6 +10,7 @@ read_row() { # ROW: sets row, rule and conversion, the options of fw-convert
     row=$1 conversion=()
     [[ $row =~ ^(softmax|(sum|gated|decay|delta|gated_delta|kda)(-half|-quarter)?(-window)?)$ ]] || fail "ROW is $row; it must be $known"
     rule=${row%%-*}
+    [ "$rule" = softmax ] || conversion+=(--feature-map relu --feature-norm l2)
     case $row in *-half*) conversion+=(--mixer-pattern "softmax,fast_weight") ;; *-quarter*) conversion+=(--mixer-pattern "softmax,fast_weight*3") ;; esac
     case $row in *-window) conversion+=(--memory-window 64) ;; esac
 }

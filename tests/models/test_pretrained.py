@@ -12,9 +12,12 @@ from support.pretrained_models import ARCHITECTURES, LAYERS, build, dictionary_o
 from torch import nn
 
 from fw_fairseq import Mistake
+from fw_fairseq.criterions.t2r_distillation import Distillation
 from fw_fairseq.data.pretrained_tokens import PretrainedTokens, PretrainedTokensConfig
 from fw_fairseq.modules import Streams
 from fw_fairseq.pretrained.adapter import adapt, all_heads
+from fw_fairseq.tools.checkpoints import load_model
+from fw_fairseq.tools.convert.conversion import convert
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 
@@ -359,3 +362,40 @@ def test_attention_transfer_compares_each_layer_with_the_softmax_it_was(name, mo
     torch.testing.assert_close(found.double(), sum(want) / 2, rtol=1e-4, atol=1e-6)
     found.backward()
     assert all((x.grad is not None) == (".heads." in name) for name, x in model.named_parameters())
+
+
+def test_words_of_a_teacher_that_shares_what_is_not_trained(tmp_path):
+    """The divergence from the original's words, and the memory of embeddings, MLPs and norms once for both."""
+    library = make("qwen3")
+    library.save_pretrained(tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "softmax" / "start.pt", "softmax")
+    convert(tmp_path / "model", tmp_path / "start.pt", "gated_delta", memory_window=4)
+    teacher = str(tmp_path / "softmax" / "start.pt")
+    student, task = load_model(tmp_path / "start.pt", tmp_path, "a test", ("pretrained_lm",))
+    student.train().freeze_all_but("attention")
+    given = {"sentence_avg": False, "ddp_backend": "legacy_ddp", "state_norm_penalty": 0.0, "match": "hidden"}
+    criterion = Distillation(task, **given, teacher=teacher, match_updates=0, teacher_weight=0.25)
+    tokens = symbols(student, texts())
+    sample = {"net_input": {"src_tokens": tokens[:, :-1], "src_lengths": None}, "target": tokens[:, 1:].contiguous()}
+    loss, size, log = criterion(student, sample)
+    with torch.no_grad():
+        want = library(texts()[:, :-1]).logits.double().log_softmax(-1)
+        order = symbols(student, torch.arange(want.shape[-1])[None])[0]
+        got = student(tokens[:, :-1])[0].double()[..., order].log_softmax(-1)
+    divergence = (want.exp() * (want - got)).sum()
+    text = -got.gather(2, texts()[:, 1:, None]).sum()
+    torch.testing.assert_close(log["distil_teacher"].double(), divergence, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(loss.double(), 0.25 * divergence + 0.75 * text, rtol=1e-4, atol=1e-4)
+    assert size == tokens[:, 1:].numel()
+    theirs = dict(criterion._teacher[0].named_parameters())
+    same = {name: x.data_ptr() == theirs[name].data_ptr() for name, x in student.named_parameters() if name in theirs}
+    assert all(shared != (".self_attn." in name) for name, shared in same.items()) and len(same) == len(theirs)
+    criterion = Distillation(task, **given, teacher=teacher, match_updates=1, teacher_weight=0.25)
+    with pytest.raises(Mistake, match=r"--match-updates is not for pretrained_lm.*attention_transfer first"):
+        criterion(student, sample)
+
+
+def test_only_attention_trains(monkeypatch):
+    model = build(make("llama"), monkeypatch, **HYBRID, train_only="attention")
+    assert {".self_attn." in name for name, x in model.named_parameters() if x.requires_grad} == {True}
+    assert {".self_attn." in name for name, x in model.named_parameters() if not x.requires_grad} == {False}

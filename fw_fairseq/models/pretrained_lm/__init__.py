@@ -40,7 +40,9 @@ class PretrainedLanguageModelConfig(FastWeightConfig):
         "", "a checkpoint of pretrained_lm, for example one that fw-convert wrote, whose options the new model takes over"
     )
     train_only: str = option(
-        "all", "new: train only what takes the place of softmax: gates, feature maps, shares", choices=("all", "new")
+        "all",
+        "new: train only what takes the place of softmax: gates, feature maps, shares; attention: all attention layers",
+        choices=("all", "attention", "new"),
     )
     tokens_per_sample: int = II("task.tokens_per_sample")
 
@@ -68,8 +70,8 @@ class PretrainedLanguageModel(NamesWhatDiffers, FairseqLanguageModel):
             "pretrained_config": model.decoder.configuration,
             "decoder_layers": len(model.decoder.layer_mixers),
         }
-        if config.train_only == "new":
-            model.freeze_all_but_new()
+        if config.train_only != "all":
+            model.freeze_all_but(config.train_only)
         logger.info(model.describe_state())
         return model
 
@@ -107,11 +109,11 @@ class PretrainedLanguageModel(NamesWhatDiffers, FairseqLanguageModel):
         growing = f", and the keys and values of {softmax} softmax layers more with each token" if softmax else ""
         return f"state size: {self.state_size() / 1e6:.4g} million numbers for a sequence{growing}"
 
-    def freeze_all_but_new(self) -> None:
-        """Freezes all parameters but those of heads."""
+    def freeze_all_but(self, trained: str) -> None:
+        """Freezes all parameters but those of heads, or of attention."""
         self.requires_grad_(False)
-        for heads in self.decoder.heads.values():
-            heads.requires_grad_(True)
+        for part in self.decoder.attentions if trained == "attention" else self.decoder.heads.values():
+            part.requires_grad_(True)
         if not any(parameter.requires_grad for parameter in self.parameters()):
             raise Mistake("--train-only new leaves nothing to train, since the attention of all layers is unchanged")
 
@@ -130,7 +132,16 @@ def build_decoder(config: PretrainedLanguageModelConfig, dictionary: Any) -> Any
     line = config.pretrained_config
     library = folders.empty_model(line) if line else folders.load_model(config.pretrained)
     mixers = layer_mixers(config, len(adapter.attentions(library)))
-    adapter.adapt(library, mixers, MixerOptions.of(config), config.memory_window, config.drop_rotary)
+    options = MixerOptions.of(config)
+    sizes = adapter.adapt(library, mixers, options, config.memory_window, config.drop_rotary)
+    values = {name: getattr(options, name) for name in (*MemoryHeads.settings, "local_window")}
+    arguments = {
+        "mixers": mixers,
+        "mixer_options": {name: value if isinstance(value, (int, float)) else str(value) for name, value in values.items()},
+        "memory_window": config.memory_window,
+        "drop_rotary": config.drop_rotary,
+        "sizes": [[*sizes[layer]] for layer in sorted(sizes)],
+    }
     if config.checkpoint_activations:
         library.gradient_checkpointing_enable({"use_reentrant": False})
-    return PretrainedDecoder(dictionary, library, mixers)
+    return PretrainedDecoder(dictionary, library, arguments)

@@ -43,11 +43,12 @@ class Reading:
 
 
 class PretrainedDecoder(ReadsPromises, FairseqIncrementalDecoder):
-    """Runs a model of transformers on fairseq's symbols. ``mixers``: the name of each layer's."""
+    """Runs a model of transformers on fairseq's symbols. ``arguments``: those of ``adapt``, as ``ConvertedConfig`` takes them."""
 
-    def __init__(self, dictionary: Any, model: Any, mixers: list[str]) -> None:
+    def __init__(self, dictionary: Any, model: Any, arguments: dict[str, Any]) -> None:
         super().__init__(dictionary)
-        self.model, self.layer_mixers, self.configuration = model, mixers, written(model.config)
+        self.model, self.arguments, self.configuration = model, arguments, written(model.config)
+        self.layer_mixers = mixers = arguments["mixers"]
         tokens, known = tokens_of(dictionary.symbols, model.config, "the pretrained model")
         self.register_buffer("tokens", tokens, persistent=False)
         self.register_buffer("known", known, persistent=False)
@@ -62,6 +63,11 @@ class PretrainedDecoder(ReadsPromises, FairseqIncrementalDecoder):
     def heads(self) -> dict[int, Any]:
         """The heads of the converted layers."""
         return all_heads(self.model)
+
+    @property
+    def attentions(self) -> list[Any]:
+        """The attention of each layer, converted or not."""
+        return attentions(self.model)
 
     @property
     def reads_prompts(self) -> bool:
@@ -142,7 +148,7 @@ class PretrainedDecoder(ReadsPromises, FairseqIncrementalDecoder):
     def attention_distance(self, tokens: Tensor) -> Tensor:
         """How far the heads are from the softmax whose place they take, a mean over converted layers. Each of them gets what the
         unchanged model has there: the layers share everything but the heads, so that there is no second model."""
-        for part in attentions(self.model):
+        for part in self.attentions:
             if getattr(part, "softmax", "sdpa") != "sdpa" or getattr(part, "drops_rotary", False):
                 raise Mistake("attention_transfer compares with softmax as it was: it needs sdpa, and no --drop-rotary")
         memories = Pass(distances=[])

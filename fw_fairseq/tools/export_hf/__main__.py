@@ -1,4 +1,4 @@
-"""fw-export-hf: writes a checkpoint of fast_weight_lm or fast_weight_transformer as a folder for Hugging Face transformers.
+"""fw-export-hf: writes a checkpoint of this project's models as a folder for Hugging Face transformers.
 
 AutoModelForCausalLM.from_pretrained(OUTPUT, trust_remote_code=True), or AutoModelForSeq2SeqLM for translation, loads it wherever
 torch and transformers are installed, because the folder has the code of the model. The tokenizers in the folder add what fairseq
@@ -24,11 +24,14 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = make_parser(PROG, __doc__, EXAMPLE)
     parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", nargs="?", help="a checkpoint of fast_weight_lm or fast_weight_transformer"
+        "checkpoint",
+        metavar="CHECKPOINT",
+        nargs="?",
+        help="a checkpoint of fast_weight_lm, fast_weight_transformer or pretrained_lm",
     )
     parser.add_argument("output", metavar="OUTPUT", nargs="?", help="the folder to write")
     parser.add_argument("--data", metavar="FOLDER", help="the folder of the dictionaries; default: that of the training")
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="the tokenizer of the GPT-2 that fw-convert made CHECKPOINT of")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="the tokenizer of the model that fw-convert made CHECKPOINT of")
     parser.add_argument("--force", action="store_true", help="replace OUTPUT if it is an earlier export")
     parser.add_argument("--onnx", dest="onnx_file", action="store_true", help="add model.onnx, which keeps its state")
     parser.add_argument("--renew", type=Path, metavar="FOLDER", help="an earlier export that gets the code of today; given alone")
@@ -52,7 +55,8 @@ def main(arguments: list[str] | None = None) -> None:
             said = "renewed"
         else:
             model = export(**args)
-            mixers = dict.fromkeys(getattr(model.config, "decoder", model.config).mixers)  # of the decoder in translation
+            config = getattr(model.config, "decoder", model.config)  # of the decoder in translation
+            mixers = dict.fromkeys(getattr(config, "mixers", ["softmax"]))
             said = f"{model.num_parameters():,} parameters, {', '.join(mixers)}"
     print(f"{folder or args['output']}: {said}")
 

@@ -15,12 +15,12 @@ from torch import nn
 from ...errors import Mistake
 from ...patches.non_finite import NotFinite, why_not_finite
 from ..checkpoints import first_symbol, load_model
-from . import language_models, onnx, translation
+from . import decoders, language_models, onnx, translation
 from .folders import TARGET, TOLERANCE, check_alone, check_output, load, replace, write
 from .tokenizers import renumber, word_tokenizer
 
 PROG = "fw-export-hf"
-ARCHITECTURES = ("fast_weight_lm", "fast_weight_transformer")
+ARCHITECTURES = ("fast_weight_lm", "fast_weight_transformer", "pretrained_lm")
 
 
 def export(
@@ -35,14 +35,19 @@ def export(
 
     data: the folder with dict.txt, or with those of both languages; by default that of the training. tokenizer: a folder with a
     GPT-2 tokenizer, if the symbols of the dictionary are its numbers, as fw-convert writes them. Without it, the words of the
-    dictionary become a tokenizer. onnx_file: whether the folder also has the model as a file of ONNX.
+    dictionary become a tokenizer; a pretrained_lm needs that of its model. onnx_file: whether the folder also has the model as a
+    file of ONNX.
     """
     output = Path(output).resolve()
     check_output(output, force)
     source, task = load_model(checkpoint, data, PROG, ARCHITECTURES)
     if tokenizer is not None and (hasattr(source, "encoder") or first_symbol(task) != task.source_dictionary.eos()):
         raise Mistake("--tokenizer is for a CHECKPOINT that fw-convert made of a GPT-2, whose texts have no <s>; leave it out")
-    if hasattr(source, "encoder"):
+    if hasattr(source.decoder, "configuration"):
+        if onnx_file:
+            raise Mistake("--onnx is for a CHECKPOINT of fast_weight_lm; leave it out")
+        model, compare, tokenizers = _decoder(source, tokenizer)
+    elif hasattr(source, "encoder"):
         model, compare, tokenizers = _translation_model(source, task)
     else:
         model, compare, tokenizers = _language_model(source, task, tokenizer)
@@ -81,6 +86,13 @@ def _language_model(source: Any, task: Any, tokenizer: str | Path | None) -> tup
         order = renumber(model, dictionary, Path(tokenizer))
     compare = functools.partial(language_models.compare, source, words=len(dictionary), order=order)
     return model, compare, {"": word_tokenizer(dictionary, first=first) if tokenizer is None else Path(tokenizer)}
+
+
+def _decoder(source: Any, tokenizer: str | Path | None) -> tuple[Any, Callable, dict]:
+    """As ``_language_model``, of a pretrained_lm."""
+    model, order = decoders.build(source.decoder), decoders.order_of(source.decoder)
+    compare = functools.partial(language_models.compare, source, words=len(order), order=order)
+    return model, compare, {"": decoders.tokenizer_of(tokenizer, model)}
 
 
 def _translation_model(source: Any, task: Any) -> tuple[Any, Callable, dict]:

@@ -22,7 +22,7 @@ PROGRAM = Path(__file__).with_name("alone.py")
 CODE_FILE = "modeling_fw_fairseq.py"
 TARGET = "target"  # the folder of the tokenizer of translations
 TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-                   "added_tokens.json")  # fmt: skip
+                   "added_tokens.json", "chat_template.jinja")  # fmt: skip
 WRITTEN = re.compile("|".join([*map(re.escape, (*TOKENIZER_FILES, CODE_FILE)), r"(generation_)?config\.json", r"model\.onnx",
                                r"model(-\d+-of-\d+)?\.safetensors", r"model\.safetensors\.index\.json"]))  # fmt: skip
 
@@ -78,17 +78,19 @@ def load(kind: Any, folder: Path) -> Any:
 
 
 def write(model: Any, tokenizers: dict[str, Any], folder: Path) -> None:
-    """Writes the model, its code and its tokenizers into a new folder. tokenizers: a tokenizer, or the folder of one, for each
-    folder inside it, "" for itself."""
+    """Writes the model, its code where it is not transformers' own, and its tokenizers into a new folder. tokenizers: a tokenizer,
+    or the folder of one, for each folder inside it, "" for itself."""
     folder.mkdir(parents=True)
-    kind = "AutoModelForSeq2SeqLM" if model.config.is_encoder_decoder else "AutoModelForCausalLM"
-    names = {"AutoConfig": type(model.config).__name__, kind: type(model).__name__}
-    model.config.auto_map = {name: f"{CODE_FILE.removesuffix('.py')}.{value}" for name, value in names.items()}
+    if own := not type(model).__module__.startswith("transformers."):
+        kind = "AutoModelForSeq2SeqLM" if model.config.is_encoder_decoder else "AutoModelForCausalLM"
+        names = {"AutoConfig": type(model.config).__name__, kind: type(model).__name__}
+        model.config.auto_map = {name: f"{CODE_FILE.removesuffix('.py')}.{value}" for name, value in names.items()}
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(model.generation_config, name, getattr(model.config, name))
     model.generation_config._from_model_config = False
     model.save_pretrained(folder)
-    _write_code(folder / CODE_FILE)
+    if own:
+        _write_code(folder / CODE_FILE, type(model).__name__)
     for place, tokenizer in tokenizers.items():
         if not isinstance(tokenizer, Path):
             tokenizer.save_pretrained(folder / place)
@@ -98,7 +100,7 @@ def write(model: Any, tokenizers: dict[str, Any], folder: Path) -> None:
                 shutil.copy(tokenizer / name, folder / place / name)
     for path in folder.rglob("*"):  # transformers writes weights that only their owner may read
         if path.is_file():
-            path.chmod((folder / CODE_FILE).stat().st_mode)
+            path.chmod(folder.stat().st_mode & 0o666)
 
 
 def check_alone(folder: Path, named: str) -> None:
@@ -135,10 +137,13 @@ def renew(folder: Path) -> None:
         for path in folder.iterdir():
             if path.is_file() and WRITTEN.fullmatch(path.name) and path.name != CODE_FILE:
                 (copy / path.name).symlink_to(path.resolve())
-        _write_code(copy / CODE_FILE)
+        kind = next(iter(places)).partition(".")[2]
+        _write_code(copy / CODE_FILE, kind)
         check_alone(copy, f"--renew {folder}")
-    write_atomically(code, _write_code)
+    write_atomically(code, lambda path: _write_code(path, kind))
 
 
-def _write_code(path: Path) -> None:
-    path.write_text(standalone.code(), encoding="utf-8")
+def _write_code(path: Path, kind: str) -> None:
+    """Writes the code of the models whose class, or that of their configuration, is ``kind``."""
+    start = standalone.start_of(kind)
+    path.write_text(standalone.code() if start == standalone.START else standalone.code(start), encoding="utf-8")

@@ -1,0 +1,45 @@
+"""pretrained_lm as a model of transformers: the decoder as it was where all of its layers are softmax, else with its heads."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import Mistake
+from ...files import building
+
+
+def build(decoder: Any) -> Any:
+    """Returns the model for transformers, with the weights of fairseq's decoder."""
+    if not decoder.heads:
+        return copy.deepcopy(decoder.model).eval()
+    from ...pretrained.exported import ConvertedConfig, ConvertedForCausalLM
+
+    model = ConvertedForCausalLM(ConvertedConfig(text_config=json.loads(decoder.configuration), **decoder.arguments)).eval()
+    model.model.load_state_dict(decoder.model.state_dict())
+    return model
+
+
+def order_of(decoder: Any) -> Tensor:
+    """Returns the dictionary's number of each of the model's tokens."""
+    symbols = decoder.known.nonzero().flatten()
+    return torch.empty_like(symbols).scatter_(0, decoder.tokens[symbols], symbols)
+
+
+def tokenizer_of(folder: str | Path | None, model: Any) -> Any:
+    """Returns the tokenizer of the pretrained model."""
+    if folder is None:
+        raise Mistake("--tokenizer is missing; it is the folder of the pretrained model, with its tokenizer")
+    from transformers import AutoTokenizer
+
+    with building(f"--tokenizer {folder} has no tokenizer of transformers"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if len(tokenizer) > model.config.vocab_size:
+        said = f"--tokenizer {folder} has {len(tokenizer)} tokens, and the model {model.config.vocab_size}"
+        raise Mistake(f"{said}; name the folder of the pretrained model")
+    return tokenizer
