@@ -208,6 +208,10 @@ class MixerOptions:
         least=0,
         below=1,
     )
+    sru_alone: bool = option(
+        False,
+        "layers are the units of sru and srupp alone, as published: no residual connection, norm and dropout around them",
+    )
     srupp_width: int = option(0, "width of srupp's attention; 0: a quarter of the layer's width", least=0)
     srupp_heads: int = option(1, "number of heads of srupp's attention", least=1)
     srupp_memory: int = option(
