@@ -2,7 +2,7 @@
 
 from .additive import Additive
 from .base import Mixer
-from .bounded import Abc, Linformer
+from .bounded import Abc, Gsa, Linformer
 from .fast_weight import FastWeight
 from .leap import Leap
 from .local_attention import LocalAttention, TransformerXl
@@ -19,6 +19,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "transformer_xl": TransformerXl,
     "linformer": Linformer,
     "abc": Abc,
+    "gsa": Gsa,
 }
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Abc",
     "Additive",
     "FastWeight",
+    "Gsa",
     "Leap",
     "Linformer",
     "LocalAttention",

@@ -244,7 +244,7 @@ class MixerOptions:
         least=1,
     )
     attention_dropout: float = option(0.0, "dropout of attention weights", least=0, below=1)
-    slots: int = option(32, "number of keys, and of values, that each head of abc and linformer keeps", least=1)
+    slots: int = option(32, "number of keys, and of values, that each head of abc, gsa and linformer keeps", least=1)
     slot_positions: int = option(
         1024,
         "number of positions that linformer has weights for; later ones use the last weights",
