@@ -25,6 +25,7 @@ declare -A row_options=(
     [leap]="--mixer leap"
     [sru]="--mixer sru"
     [srupp]="--mixer srupp"
+    [lstm]="--mixer lstm"
     [retnet]="--update-rule retnet --feature-map identity --feature-norm none --scale-reads"
     [gla]="--update-rule gla --feature-map identity --feature-norm none --scale-reads"
     [mamba2]="--update-rule mamba2 --feature-map identity --feature-norm none"

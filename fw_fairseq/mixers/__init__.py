@@ -8,12 +8,15 @@ from .leap import Leap
 from .local_attention import LocalAttention, TransformerXl
 from .sru import Sru
 from .srupp import Srupp
+from .units import FwmLstm, Lstm
 
 MIXERS: dict[str, type[Mixer]] = {
     "fast_weight": FastWeight,
     "additive": Additive,
     "leap": Leap,
     "sru": Sru,
+    "lstm": Lstm,
+    "fwm_lstm": FwmLstm,
     "srupp": Srupp,
     "local_attention": LocalAttention,
     "transformer_xl": TransformerXl,
@@ -27,10 +30,12 @@ __all__ = [
     "Abc",
     "Additive",
     "FastWeight",
+    "FwmLstm",
     "Gsa",
     "Leap",
     "Linformer",
     "LocalAttention",
+    "Lstm",
     "Mixer",
     "Sru",
     "Srupp",

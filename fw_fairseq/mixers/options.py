@@ -208,10 +208,13 @@ class MixerOptions:
         least=0,
         below=1,
     )
-    sru_alone: bool = option(
+    units_alone: bool = option(
         False,
-        "layers are the units of sru and srupp alone, as published: no residual connection, norm and dropout around them",
+        "layers are the units of sru, srupp, lstm and fwm_lstm alone, as published: no residual connection, norm and dropout "
+        "around them",
     )
+    fwm_width: int = option(32, "width of the values of fwm_lstm, and of both halves of its keys", least=1)
+    fwm_reads: int = option(3, "number of reads of fwm_lstm, each of which makes the next query", least=1)
     srupp_width: int = option(0, "width of srupp's attention; 0: a quarter of the layer's width", least=0)
     srupp_heads: int = option(1, "number of heads of srupp's attention", least=1)
     srupp_memory: int = option(

@@ -33,7 +33,7 @@ segment=$(given --tokens-per-sample $length "$@")
 [ "$row" != srupp_large ] || drop=0.32 lr=0.0004
 srupp=(--arch srupp_lm_enwik8_base --dropout $drop --srupp-dropout $drop --sru-dropout $drop --attention-dropout $drop
     --srupp-memory "$segment" --srupp-segment "$segment")
-published=(--sru-init xavier --no-srupp-rescale --no-sru-input-bias --sru-alone --no-decoder-final-norm --no-scale-embedding
+published=(--sru-init xavier --no-srupp-rescale --no-sru-input-bias --units-alone --no-decoder-final-norm --no-scale-embedding
     --output-dropout $drop)
 small=(--arch fast_weight_lm --decoder-layers 12 --decoder-embed-dim 512 --decoder-input-dim 512 --decoder-output-dim 512 --dropout 0.2
     --decoder-ffn-embed-dim 2048 --decoder-normalize-before --share-decoder-input-output-embed --no-token-positional-embeddings)

@@ -78,7 +78,7 @@ case $size-$name in
             --no-tie-adaptive-proj)
         model=(--srupp-memory "$memory" --srupp-segment "$memory" --srupp-width "$projection" --dropout "$drop" --output-dropout "$drop"
             --attention-dropout "$attention_drop" --srupp-dropout "$drop" --sru-dropout "$drop" --sru-init xavier --no-srupp-rescale
-            --no-sru-input-bias --sru-alone --no-decoder-final-norm --no-scale-embedding "${sizes[@]}"
+            --no-sru-input-bias --units-alone --no-decoder-final-norm --no-scale-embedding "${sizes[@]}"
             --lr "$lr" --weight-decay 0.1 --clip-norm 1.0 --warmup-updates 16000 --adam-betas '(0.9, 0.999)')
         every=${name#srupp}
         [ -z "$TOY" ] || every=${every:+2}

@@ -94,7 +94,7 @@ def of_srupp(x, w):
 @pytest.mark.parametrize("mixer", ["sru", "srupp"])
 def test_units_alone_are_the_whole_published_model(mixer):
     """Embeddings, units and output, and nothing between: training drops nothing there either. In streams and token by token."""
-    options = {"sru_alone": True, "sru_input_bias": False, "decoder_ffn_embed_dim": 0, "no_decoder_final_norm": True}
+    options = {"units_alone": True, "sru_input_bias": False, "decoder_ffn_embed_dim": 0, "no_decoder_final_norm": True}
     options |= {"no_scale_embedding": True, "no_token_positional_embeddings": True, "decoder_normalize_before": True}
     options |= {"srupp_memory": 6, "srupp_rescale": False} if mixer == "srupp" else {"sru_rescale": False}
     model, tokens = build(mixer=mixer, decoder_layers=3, **options), draw(2, 11)
@@ -119,3 +119,12 @@ def test_units_alone_are_the_whole_published_model(mixer):
         if isinstance(module, FairseqDropout):
             module.p = 0.5 if "DecoderLayer" in module.module_name else 0.0
     torch.testing.assert_close(model.train()(tokens)[0], want)
+
+
+def test_the_lstm_with_a_fast_weight_memory_has_the_size_of_its_authors():
+    """Of 180 words: embeddings, the LSTM, what writes and what reads, and the output, but for the bias of which they have none."""
+    args = options_of("fwm_lstm_lm", max_target_positions=64)
+    model = registered.MODEL_REGISTRY["fast_weight_lm"].build_model(args, make_task(180))
+    of_lstm, of_memory = 4 * 256 * (2 * 256 + 1), 257 * (3 * 32 + 1) + 257 * 4 * 32 + 33 * 256
+    assert sum(p.numel() for p in model.parameters()) == 2 * 180 * 256 + of_lstm + of_memory
+    assert model.decoder.layer_norm is None and model.state_size() == 2 * 256 + 32**3

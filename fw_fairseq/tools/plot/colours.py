@@ -16,7 +16,7 @@ FAMILIES = {
     BLACK: ["softmax"],
     VERMILLION: ["gated_delta", "kda", "gdn2", "rwkv7", "comba"],
     BLUE: ["delta", "delta_elu", "delta_dpfp", "delta_product"],
-    SKY: ["sru", "srupp", "additive", "leap", "favor"],
+    SKY: ["sru", "srupp", "lstm", "fwm_lstm", "additive", "leap", "favor"],
     GREEN: ["decay", "gla", "mamba2", "retnet", "hgrn2", "rwkv6"],
     ORANGE: ["sum", "elu"],
     PURPLE: ["gated", "dpfp"],
