@@ -111,7 +111,8 @@ class Memory(InPlaceStepper):
 
     def start(self, state: Any, x: Tensor) -> None:
         mixer, rule, in_loop = self.mixer, self.rule, takes(x)
-        row_map = None if rule.key is not None else mixer.row_map  # a rule makes another key of the features
+        made = rule.key is not None or rule.query is not None
+        row_map = None if made else mixer.row_map  # a rule makes another key or query of the features
         self.write_and_read = MemoryLoop(mixer, row_map, x) if in_loop else step_in_pytorch
         self.maps_rows = in_loop and self.write_and_read.maps_rows
         before = {} if state is None else state._asdict()
@@ -207,6 +208,7 @@ class Memory(InPlaceStepper):
         mixer, rule = self.mixer, self.rule
         if mixer.row_map is not None and not self.maps_rows:
             q, k = mixer.row_map(q), mixer.row_map(k)
+        q = q if rule.query is None else rule.query(q, k, **gates)
         k = k if rule.key is None else rule.key(k, **gates)
         f, z, e, w = rule.coefficients(**gates)
         written = v

@@ -56,7 +56,7 @@ def make_norm(config: FastWeightHFConfig) -> nn.Module:
 class SoftmaxAttention(nn.Module):
     """fairseq's attention with the interface of a mixer, for the softmax layers of a hybrid."""
 
-    takes_shared, takes_keep_state, norms_residual = False, True, False
+    takes_shared, takes_keep_state, norms_residual, alone = False, True, False, False
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -157,6 +157,7 @@ class Layer(nn.Module):
     """A mixer and a feed-forward network, as in fairseq's decoder."""
 
     self_attn: Any
+    self_attn_layer_norm: Any
     activation: Any
     fc1: Any
     fc2: Any
@@ -169,7 +170,8 @@ class Layer(nn.Module):
         super().__init__()
         width, inner = config.hidden_size, config.intermediate_size
         self.self_attn = self.make_mixer(config, index)
-        self.self_attn_layer_norm, gated = make_norm(config), config.ffn_form == "swiglu"
+        self.self_attn_layer_norm = None if self.self_attn.alone else make_norm(config)
+        gated = config.ffn_form == "swiglu"
         self.final_layer_norm, self.channel_mixing = make_norm(config) if inner else None, None
         if config.ffn_form.startswith("rwkv"):
             depth = 1 - index / config.num_hidden_layers
@@ -220,11 +222,13 @@ class Layer(nn.Module):
     ) -> tuple[Tensor, Any]:
         """Returns x after the mixer and its norm, and the mixer's state."""
         one = x.shape[0] == 1 and state is not None and not torch.is_grad_enabled()
-        inner = self.self_attn_layer_norm(x) if self.before else x
+        inner = self.self_attn_layer_norm(x) if self.before and self.self_attn_layer_norm is not None else x
         x = inner if self.self_attn.norms_residual else x
         more: dict[str, Any] = {"shared": shared} if self.self_attn.takes_shared else {}
         more |= {"keep_state": keep_state} if self.self_attn.takes_keep_state else {}
         y, state = self.self_attn(inner, state, padding_mask=padding_mask, reset_mask=reset_mask, decoding=one, **more)
+        if self.self_attn.alone:
+            return y, state
         return (x + y if self.before else self.self_attn_layer_norm(x + y)), state
 
     def mix_channels(

@@ -45,7 +45,7 @@ class Steps:
     @staticmethod
     def can_read(model: Any, kind: Any) -> bool:
         """Whether all layers are plain ones of ``kind`` in one place, and nobody watches them."""
-        known = all(type(layer) is kind and not layer.self_attn.norms_residual for layer in model.layers)
+        known = all(type(layer) is kind and not (layer.self_attn.norms_residual or layer.self_attn.alone) for layer in model.layers)
         return known and len({x.device for x in model.parameters()}) == 1 and not has_hooks(model)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -2,23 +2,27 @@
 
 from .additive import Additive
 from .base import Mixer
-from .bounded import Abc, Linformer
+from .bounded import Abc, Gsa, Linformer
 from .fast_weight import FastWeight
 from .leap import Leap
 from .local_attention import LocalAttention, TransformerXl
 from .sru import Sru
 from .srupp import Srupp
+from .units import FwmLstm, Lstm
 
 MIXERS: dict[str, type[Mixer]] = {
     "fast_weight": FastWeight,
     "additive": Additive,
     "leap": Leap,
     "sru": Sru,
+    "lstm": Lstm,
+    "fwm_lstm": FwmLstm,
     "srupp": Srupp,
     "local_attention": LocalAttention,
     "transformer_xl": TransformerXl,
     "linformer": Linformer,
     "abc": Abc,
+    "gsa": Gsa,
 }
 
 __all__ = [
@@ -26,9 +30,12 @@ __all__ = [
     "Abc",
     "Additive",
     "FastWeight",
+    "FwmLstm",
+    "Gsa",
     "Leap",
     "Linformer",
     "LocalAttention",
+    "Lstm",
     "Mixer",
     "Sru",
     "Srupp",

@@ -71,6 +71,7 @@ class Mixer(nn.Module):
     takes_source = False  # whether ``source`` may replace x as the input of ``in_proj``
     takes_keep_state = False  # whether ``forward`` saves work where no state is kept
     norms_residual = False  # whether the residual connection around it takes its input after the norm, not before it
+    alone = False  # whether a layer is the mixer alone, without residual connection, norm and dropout around it
     settings: ClassVar[tuple[str, ...]] = ()
     options: ClassVar[tuple[str, ...]] = ()
 

@@ -1,4 +1,5 @@
-"""Attention to a fixed number of slots, which add up keys and values: ABC (Peng et al. 2022) and a causal Linformer."""
+"""Attention to a fixed number of slots, which add up keys and values: ABC (Peng et al. 2022), a causal Linformer, and gated slot
+attention (Zhang et al. 2024)."""
 
 from __future__ import annotations
 
@@ -7,13 +8,16 @@ from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..feature_maps import wide
 from ..ops import FastWeightState, fast_weight
 from ..ops.checks import check_masks, check_sequences, check_tokens
 from ..ops.state import tensor_state
+from ..rules.gates import root8
 from .base import Mixer, rows
 from .look_back import places_in_texts
+from .parts.output import ChannelNorm
 
 LIMIT = 20.0  # the bound of the exponents: a slot's weights differ by a factor of up to exp(40), and their sums stay within fp32
 
@@ -37,13 +41,15 @@ class Bounded(Mixer):
 
     state_type, takes_source = BoundedState, True
     settings: ClassVar[tuple[str, ...]] = ("slots", "fast_weight_backend")
+    bias = True  # of the projections
 
     def __init__(self, embed_dim: int, heads: int = 1, config: Any = None, **given) -> None:
         super().__init__(embed_dim, heads)
         settings = self.read_settings(config, given)
         self.slots, self.backend = settings.slots, str(settings.fast_weight_backend)
         width = 3 * embed_dim + self.weights_of_a_token()
-        self.in_proj, self.out_proj = nn.Linear(embed_dim, width), nn.Linear(embed_dim, embed_dim)
+        self.in_proj = nn.Linear(embed_dim, width, bias=self.bias)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=self.bias)
         self.reset_parameters()
 
     def weights_of_a_token(self) -> int:
@@ -54,7 +60,7 @@ class Bounded(Mixer):
         for weight in self.in_proj.weight.split(self.embed_dim):
             nn.init.xavier_uniform_(weight, gain=1 / math.sqrt(2))
         nn.init.xavier_uniform_(self.out_proj.weight)
-        for linear in (self.in_proj, self.out_proj):
+        for linear in (self.in_proj, self.out_proj) if self.bias else ():
             nn.init.zeros_(linear.bias)
 
     def projections(self) -> dict[str, dict[str, slice]]:
@@ -80,7 +86,13 @@ class Bounded(Mixer):
 
     def sums(self, q: Tensor, k: Tensor, v: Tensor, memory: Tensor | None, masks: dict) -> tuple[Tensor, Tensor]:
         """Runs the sum rule and returns its output and its memory."""
-        y, state = fast_weight(q, k, v, "sum", {}, None if memory is None else FastWeightState(memory), self.backend, **masks)
+        return self.run("sum", {}, q, k, v, memory, masks)
+
+    def run(
+        self, rule: str, gates: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor, memory: Tensor | None, masks: dict
+    ) -> tuple[Tensor, Tensor]:
+        """Runs a rule and returns its output and its memory."""
+        y, state = fast_weight(q, k, v, rule, gates, None if memory is None else FastWeightState(memory), self.backend, **masks)
         return y, cast("Tensor", state.memory)
 
 
@@ -104,6 +116,40 @@ class Abc(Bounded):
         )
         weights = wide(self.by_head(scores)).clamp(-LIMIT, LIMIT).exp()
         return self.read(parts, weights, state, {"padding_mask": padding_mask, "reset_mask": reset_mask}, means=True)
+
+
+class Gsa(Bounded):
+    """Gated slot attention: g_t = sigmoid(W_g x_t)^(1/8) for each slot, K_t = g_t * K_{t-1} + (1 - g_t) k_t^T, V_t likewise, and
+    y_t = W RMSNorm(silu(V_t^T softmax(K_t q_t))), with the SiLU of queries, keys and values."""
+
+    settings = (*Bounded.settings, "output_norm_eps")
+    bias = False
+
+    def __init__(self, embed_dim: int, heads: int = 1, config: Any = None, **given) -> None:
+        super().__init__(embed_dim, heads, config, **given)
+        eps = self.read_settings(config, given).output_norm_eps
+        self.sizes = {"q": embed_dim, "k": embed_dim, "v": embed_dim, "f": self.weights_of_a_token()}  # of in_proj's rows
+        self.norm = ChannelNorm(heads, self.head_dim, centred=False, eps=eps)
+
+    def weights_of_a_token(self) -> int:
+        return self.num_heads * self.slots
+
+    def forward(
+        self,
+        x: Tensor,
+        state: BoundedState | None = None,
+        padding_mask: Tensor | None = None,
+        reset_mask: Tensor | None = None,
+        source: Tensor | None = None,
+        **unused,
+    ) -> tuple[Tensor, BoundedState]:
+        *parts, gates = self.in_proj(x if source is None else source).split([self.embed_dim] * 3 + [self.weights_of_a_token()], -1)
+        q, k, v = (F.silu(wide(self.by_head(part))) for part in parts)
+        g, (keys, values) = root8(wide(self.by_head(gates))), (None, None) if state is None else state[:2]
+        masks = {"padding_mask": padding_mask, "reset_mask": reset_mask}
+        scores, keys = self.run("decay", {"f": torch.ones_like(k), "z": g}, q, k, 1 - g, keys, masks)
+        y, values = self.run("hgrn2", {"f": g}, scores.softmax(-1), torch.ones_like(g), v, values, masks)
+        return self.out_proj(self.join(self.norm(F.silu(y)).to(parts[0].dtype))), BoundedState(keys, values)
 
 
 class Linformer(Bounded):

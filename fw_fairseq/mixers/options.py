@@ -208,6 +208,13 @@ class MixerOptions:
         least=0,
         below=1,
     )
+    units_alone: bool = option(
+        False,
+        "layers are the units of sru, srupp, lstm and fwm_lstm alone, as published: no residual connection, norm and dropout "
+        "around them",
+    )
+    fwm_width: int = option(32, "width of the values of fwm_lstm, and of both halves of its keys", least=1)
+    fwm_reads: int = option(3, "number of reads of fwm_lstm, each of which makes the next query", least=1)
     srupp_width: int = option(0, "width of srupp's attention; 0: a quarter of the layer's width", least=0)
     srupp_heads: int = option(1, "number of heads of srupp's attention", least=1)
     srupp_memory: int = option(
@@ -240,7 +247,7 @@ class MixerOptions:
         least=1,
     )
     attention_dropout: float = option(0.0, "dropout of attention weights", least=0, below=1)
-    slots: int = option(32, "number of keys, and of values, that each head of abc and linformer keeps", least=1)
+    slots: int = option(32, "number of keys, and of values, that each head of abc, gsa and linformer keeps", least=1)
     slot_positions: int = option(
         1024,
         "number of positions that linformer has weights for; later ones use the last weights",

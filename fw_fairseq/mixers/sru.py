@@ -40,7 +40,7 @@ class Sru(Mixer):
     norm: Any
     settings: ClassVar[tuple[str, ...]] = (
         "sru_projection", "sru_projection_norm", "sru_rescale", "sru_highway_bias", "sru_init", "sru_input_bias", "sru_tanh",
-        "sru_dropout", "sru_projection_dropout",
+        "sru_dropout", "sru_projection_dropout", "units_alone",
     )  # fmt: skip
 
     def __init__(self, embed_dim: int, heads: int = 1, config: Any = None, **given) -> None:
@@ -66,7 +66,7 @@ class Sru(Mixer):
     def prepare(self, width: int, settings: MixerOptions, rescale: bool) -> None:
         self.highway_bias, self.init = settings.sru_highway_bias, str(settings.sru_init)
         self.scale = math.sqrt(1 + 2 * math.exp(self.highway_bias)) if rescale else 1.0
-        self.tanh, self.cell_dropout = settings.sru_tanh, settings.sru_dropout
+        self.tanh, self.cell_dropout, self.alone = settings.sru_tanh, settings.sru_dropout, settings.units_alone
         self.in_proj = Linear(width, 3 * self.embed_dim, bias=settings.sru_input_bias)
         if not settings.sru_input_bias:
             self.gate_bias = nn.Parameter(torch.empty(2, self.embed_dim))  # b_f, b_r

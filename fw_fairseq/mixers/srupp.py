@@ -38,7 +38,7 @@ class Srupp(Sru):
     state_type = SruppState
     settings = (
         "srupp_width", "srupp_heads", "srupp_memory", "srupp_segment", "srupp_dropout", "srupp_rescale", "attention_dropout",
-        "sru_highway_bias", "sru_init", "sru_input_bias", "sru_tanh", "sru_dropout",
+        "sru_highway_bias", "sru_init", "sru_input_bias", "sru_tanh", "sru_dropout", "units_alone",
     )  # fmt: skip
 
     def __init__(self, embed_dim: int, heads: int = 1, config: Any = None, **given) -> None:

@@ -32,6 +32,11 @@ def published(args: Namespace, rule: str, layers: int, width: int, heads: int, *
     """Sets sizes and options; every published layer here has an output norm and no biases. Positions come from the recurrence."""
     options = {"feature_map": "identity", "feature_norm": "none", "bias_free": True, "output_norm": True} | options
     choose_mixer(args, "fast_weight", update_rule=rule, **without_missing_parts(args, options))
+    sizes(args, layers, width, heads)
+
+
+def sizes(args: Namespace, layers: int, width: int, heads: int) -> None:
+    """Sets sizes, and a model without positions whose embeddings are shared."""
     defaults(args, decoder_layers=layers, decoder_embed_dim=width, decoder_attention_heads=heads, activation_fn="gelu")
     defaults(args, no_token_positional_embeddings=True, share_decoder_input_output_embed=True, no_scale_embedding=True)
     base_lm_architecture(args)
@@ -160,6 +165,21 @@ def gated_delta_lm(args: Namespace) -> None:
     keys = 3 * width_of_head(args, 1024, 4) // 4
     parts: dict[str, Any] = {"feature_dim": keys, "expand_values": 1.5, "exponential_decay": True}
     with_unit_keys(args, "gated_delta", layers=21, heads=4, **parts, **of_keys(args))
+
+
+@register_model_architecture("fast_weight_lm", "comba_lm")
+def comba_lm(args: Namespace) -> None:
+    """Comba in the shape of gated_delta_lm, with a sigmoid as output gate."""
+    keys = 3 * width_of_head(args, 1024, 4) // 4
+    parts: dict[str, Any] = {"feature_dim": keys, "expand_values": 1.5, "output_gate_form": "sigmoid"}
+    with_unit_keys(args, "comba", layers=21, heads=4, **parts, **of_keys(args))
+
+
+@register_model_architecture("fast_weight_lm", "gsa_lm")
+def gsa_lm(args: Namespace) -> None:
+    """Gated slot attention at the size of gla_lm: 4 heads of 256 with 64 slots."""
+    choose_mixer(args, "gsa", slots=64, **with_swiglu(args, 1024))
+    sizes(args, 24, 1024, 4)
 
 
 @register_model_architecture("fast_weight_lm", "delta_product_lm")

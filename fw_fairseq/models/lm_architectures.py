@@ -62,6 +62,15 @@ def sru_lm(args: Namespace) -> None:
     base_lm_architecture(args)
 
 
+@register_model_architecture("fast_weight_lm", "fwm_lstm_lm")
+def fwm_lstm_lm(args: Namespace) -> None:
+    """The model of Schlag et al. 2021b for language modeling on catbAbI: one LSTM of width 256 with a fast weight memory."""
+    choose_mixer(args, "fwm_lstm", units_alone=True)
+    defaults(args, decoder_layers=1, decoder_embed_dim=256, decoder_ffn_embed_dim=0, decoder_attention_heads=1)
+    defaults(args, no_token_positional_embeddings=True, no_scale_embedding=True, no_decoder_final_norm=True, dropout=0.0)
+    base_lm_architecture(args)
+
+
 @register_model_architecture("fast_weight_lm", "srupp_lm_enwik8_base")
 def srupp_lm_enwik8_base(args: Namespace) -> None:
     """The base SRU++ of Lei 2021 on enwik8, 108M parameters: 10 layers of width 3072, each with attention of width 768."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from fairseq.models.transformer.transformer_config import TransformerConfig
@@ -36,6 +37,8 @@ class FastWeightDecoderLayer(LayerParts, TransformerDecoderLayerBase):
     ``layer``: its number, the name of its states. The forward is not fairseq's, which could not hand states on to a mixer.
     """
 
+    self_attn_layer_norm: Any
+
     def __init__(
         self, cfg: TransformerConfig, config: FastWeightConfig, mixer: str, layer: int, no_encoder_attn: bool = False
     ) -> None:
@@ -48,9 +51,11 @@ class FastWeightDecoderLayer(LayerParts, TransformerDecoderLayerBase):
             self.activation_fn = swiglu
         elif self.ffn_form != "plain":
             self.mix_channels(cfg, layer)
+        if self.alone:
+            self.self_attn_layer_norm = None
         more = range(1, getattr(config, "decoder_attentions", 1))
         self.more_attention = nn.ModuleList(self.build_mixer(self.embed_dim, cfg, layer + i * cfg.decoder.layers) for i in more)
-        self.more_norms = nn.ModuleList(nn.LayerNorm(self.embed_dim) for _ in more)
+        self.more_norms = nn.ModuleList(nn.Identity() if self.alone else nn.LayerNorm(self.embed_dim) for _ in more)
 
     def forward(self, x: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor | None, None]:
         """Maps x (T,B,C) to (T,B,C). The other arguments are those of ``call_of``."""
@@ -93,11 +98,17 @@ class FastWeightDecoderLayer(LayerParts, TransformerDecoderLayerBase):
         """Whether the residual connection around the mixer takes its normed input."""
         return self.normalize_before and isinstance(self.self_attn, MixerAttention) and self.self_attn.mixer.norms_residual
 
+    @property
+    def alone(self) -> bool:
+        """Whether nothing is around the mixer."""
+        return isinstance(self.self_attn, MixerAttention) and self.self_attn.mixer.alone
+
     def parts(self, call: Call) -> list[Part]:
         """What the parts add to the residual stream, in their order, and their norms."""
         norm = self.self_attn_layer_norm
-        found = [(self.attend(self.self_attn, None if self.norms_residual else norm, call), norm)]
+        found: list[Part] = [(self.attend(self.self_attn, None if self.norms_residual else norm, call), norm)]
         for attention, norm in zip(self.more_attention, self.more_norms):
+            norm = None if self.alone else norm
             found.append((self.attend(attention, norm, call), norm))
         if self.encoder_attn is not None and call.source is not None:
             found.append((self.look_at_source(call), self.encoder_attn_layer_norm))

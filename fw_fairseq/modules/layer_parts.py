@@ -18,7 +18,7 @@ from .stateful import MixerAttention, Stateful, StatefulModule
 from .streams import LayerStates
 
 Update = Callable[[Tensor, "Tensor | None"], Tensor]  # of the residual stream and the encoder's output
-Part = tuple[Update, nn.Module]  # an update, and the norm before or after it
+Part = tuple[Update, "nn.Module | None"]  # an update, and the norm before or after it; None: what is x next, in place of an update
 
 
 class Call(NamedTuple):
@@ -91,7 +91,7 @@ class LayerParts:
                 query=x, key=x, value=x, key_padding_mask=call.padding, incremental_state=call.incremental_state,
                 need_weights=False, attn_mask=call.mask, **given,
             )  # fmt: skip
-            return self.dropout_module(self.scaled(y))
+            return y if isinstance(attention, MixerAttention) and attention.mixer.alone else self.dropout_module(self.scaled(y))
 
         return update
 
@@ -121,6 +121,9 @@ class LayerParts:
     def run_in_order(self, x: Tensor, call: Call, parts: list[Part]) -> Tensor:
         """Runs all updates on one stream, with norms before or after them."""
         for update, norm in parts:
+            if norm is None:
+                x = update(x, call.source)
+                continue
             scaled = getattr(self, "w_resid", None) is not None and norm is self.final_layer_norm
             x = (x * self.w_resid if scaled else x) + update(x, call.source)
             x = x if self.normalize_before else norm(x)

@@ -200,6 +200,8 @@ def with_coefficients(inputs: Inputs) -> Inputs:
     gates = {name: gate.to(inputs.dtype) for name, gate in inputs.gates.items()}
     assert inputs.rule.coefficients is not None
     f, z, e, w = inputs.rule.coefficients(**gates)
+    if inputs.rule.query is not None:
+        inputs = inputs._replace(q=inputs.rule.query(inputs.q, inputs.k, **gates))
     if inputs.rule.key is not None:
         inputs = inputs._replace(k=inputs.rule.key(inputs.k, **gates))
     padding, resets = inputs.padding_mask, inputs.reset_mask

@@ -88,6 +88,7 @@ def prepared(
     assert rule.coefficients is not None
     coefficients = rule.coefficients(**gates)
     if not rule.simple:
+        q = q if rule.query is None else rule.query(q, k, **gates)
         k = k if rule.key is None else rule.key(k, **gates)
         dtype = v.dtype
         v, coefficients = strengths_taken_in(k, v, coefficients, True)

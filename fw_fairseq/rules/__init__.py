@@ -42,6 +42,12 @@ def of_removal(s: Tensor, c: Tensor, kappa: Tensor, a: Tensor) -> tuple[Tensor, 
     return c * kappa, kappa * (SLOWEST_7 * s).exp()
 
 
+def of_comba(s: Tensor, beta: Tensor, b: Tensor, d: Tensor) -> Coefficients:
+    """Comba too reads what it removes before decay. exp(-40) is nothing beside a write, in float64 either."""
+    s = s.clamp(max=40.0)
+    return Coefficients(f=(-s).exp(), e=b * beta * s.exp(), w=beta)
+
+
 RULES: dict[str, Rule] = {
     "sum": Rule(
         equation="W_t = W_{t-1} + k_t v_t^T",
@@ -147,6 +153,18 @@ RULES: dict[str, Rule] = {
         source="Hatamizadeh et al. 2026 (Gated DeltaNet 2)",
         gates={"f": KIMI, "b": Gate("K", erases=True), "w": Gate("V", writes=True)},
         coefficients=lambda f, b, w: Coefficients(f=f, e=b, w=w),
+    ),
+    "comba": Rule(
+        equation="W_t = exp(-s_t) W_{t-1} + beta_t k_t (v_t - b W_{t-1}^T k_t)^T; y_t = W_t^T (q_t - d k_t)",
+        source="Hu et al. 2025 (Comba)",
+        gates={
+            "s": Gate(bias=gates.time_steps, form="softplus_of_rate", rates=gates.ALL_RATES),
+            "beta": HALF,
+            "b": Gate(bias=gates.ones, constant=True),
+            "d": Gate(bias=gates.ones, form="identity", constant=True),
+        },
+        coefficients=of_comba,
+        query=lambda q, k, s, beta, b, d: q - d.unsqueeze(-1) * k,
     ),
     "delta_product": Rule(
         equation="W_t = W_{t-1} + beta_t k_t (v_t - W_{t-1}^T k_t)^T, n times for each read",

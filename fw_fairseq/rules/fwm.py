@@ -7,6 +7,7 @@ reads of the chunk's keys, which each token changes by its inner products with t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,21 +35,29 @@ def fwm_sequence(
     """``fwm_step`` over time, for q, k (B,H,T,K), v (B,H,T,V), beta (B,H,T), and masks (B,T). At padding q, k and v are 0."""
     sequences, tokens = q.shape[:2], q.shape[2]
     masks = (None if mask is None else mask[:, None].expand(*sequences, tokens) for mask in (padding_mask, reset_mask))
-    operands: list[Any] = [None if x is None else x.flatten(0, 1) for x in (q, k, v, beta, *masks)]
-    memory = memory.flatten(0, 1)
-    chunks, outputs = -(-tokens // CHUNK), []
-    split = (chunks * [None] if x is None else x.split(CHUNK, 1) for x in operands)  # a slice has a gradient of all T
-    for q_c, k_c, v_c, beta_c, padding, reset in zip(*split):
-        y, memory = chunk(q_c, k_c, v_c, beta_c, padding, reset, memory)
-        outputs.append(y)
-    y = torch.cat(outputs, dim=1)
+    padding, reset = (None if mask is None else mask.flatten(0, 1) for mask in masks)
+    q, k, v, beta, memory = (x.flatten(0, 1) for x in (q, k, v, beta, memory))
+    y, memory = in_chunks(lambda read, q: read(q), [q], k, v, beta, padding, reset, memory)
     return F.layer_norm(y, y.shape[-1:]).unflatten(0, sequences), memory.unflatten(0, sequences)
 
 
-def chunk(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, padding: Tensor | None, reset: Tensor | None, memory: Tensor
+def in_chunks(
+    answer: Callable[..., Tensor], asked: list[Tensor], k: Tensor, v: Tensor, beta: Tensor, padding: Any, reset: Any, memory: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """q, k (N,C,K), v (N,C,V), beta, padding and reset (N,C), memory (N,K,V) -> what is read, (N,C,V), and the last memory."""
+    """The answers (N,T,V) and the last memory: ``answer(read, *asked)`` of each chunk, where ``read`` maps queries (N,C,K) to what
+    they read, (N,C,V). k (N,T,K), v (N,T,V), beta, padding and reset (N,T), memory (N,K,V)."""
+    outputs, chunks = [], -(-k.shape[1] // CHUNK)
+    split = (chunks * [None] if x is None else x.split(CHUNK, 1) for x in (k, v, beta, padding, reset, *asked))
+    for k_c, v_c, beta_c, padding_c, reset_c, *asked_c in zip(*split):  # a slice has a gradient of all T
+        read, memory = chunk(k_c, v_c, beta_c, padding_c, reset_c, memory)
+        outputs.append(answer(read, *asked_c))
+    return torch.cat(outputs, dim=1), memory
+
+
+def chunk(
+    k: Tensor, v: Tensor, beta: Tensor, padding: Tensor | None, reset: Tensor | None, memory: Tensor
+) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """The function that reads with the queries of a chunk, and the memory after it: see ``in_chunks``."""
     if reset is not None:
         memory = memory.masked_fill(reset[:, :1, None], 0)
     norm = memory.square().sum((1, 2))
@@ -61,8 +70,12 @@ def chunk(
         text = reset.cumsum(1)
         left = left * (text.unsqueeze(2) == text.unsqueeze(1))
         carried = carried * (text == text[:, :1])
-    y = carried.unsqueeze(2) * (q @ memory) + ((q @ k.mT) * left) @ written
-    return y, carried[:, -1:, None] * memory + (k * left[:, -1].unsqueeze(2)).mT @ written
+    before = memory
+
+    def read(q: Tensor) -> Tensor:
+        return carried.unsqueeze(2) * (q @ before) + ((q @ k.mT) * left) @ written
+
+    return read, carried[:, -1:, None] * memory + (k * left[:, -1].unsqueeze(2)).mT @ written
 
 
 class Writes(torch.autograd.Function):

@@ -113,11 +113,12 @@ def ones(place: Place) -> Tensor:
 
 
 class Form(NamedTuple):
-    """The gate ``function(x)``. ``rate``: it is exp(-exp(A) function(x)), with a learnt A for each head. ``bound``: it is
-    b + (1 - b) function(x), with learnt bounds b."""
+    """The gate ``function(x)``. ``rate``: it is exp(-exp(A) function(x)), with a learnt A for each head; with ``exponent``, it is
+    exp(A) function(x). ``bound``: it is b + (1 - b) function(x), with learnt bounds b."""
 
     function: Callable[[Tensor], Tensor]
     rate: bool = False
+    exponent: bool = False
     bound: bool = False
 
 
@@ -129,6 +130,11 @@ def identity(x: Tensor) -> Tensor:
 def root16(x: Tensor) -> Tensor:
     """sigmoid(x)^(1/16), near 0.96 at the start."""
     return (F.logsigmoid(x) / 16).exp()
+
+
+def root8(x: Tensor) -> Tensor:
+    """sigmoid(x)^(1/8), as gated slot attention has it."""
+    return (F.logsigmoid(x) / 8).exp()
 
 
 def left(x: Tensor) -> Tensor:
@@ -150,6 +156,7 @@ FORMS: dict[str, Form] = {
     "identity": Form(identity),
     "kept": Form(identity, rate=True),
     "kept_softplus": Form(F.softplus, rate=True),
+    "softplus_of_rate": Form(F.softplus, rate=True, exponent=True),
     "bounded": Form(torch.sigmoid, bound=True),
 }
 INNER: dict[str, Callable[[Tensor], Tensor]] = {"identity": identity, "tanh": torch.tanh}

@@ -95,6 +95,7 @@ class Rule:
     A rule of the recurrence may also have, each a function of the gates by name:
 
     key: ``key(k, **gates)``, the key that a token writes under.
+    query: ``query(q, k, **gates)``, the query that a token reads with, where k is the key before ``key``.
     removal: a key a and a key p, (B,H,T,K): before the write, a token takes a (p^T D_t) from the memory.
     bonus: u (B,H,T,K): outputs read the memory before the write, y_t = q_t^T (W_{t-1} + u_t * k_t v_t^T).
     skip: d (B,H,T): what an output takes of its own value, y_t + d_t v_t.
@@ -111,6 +112,7 @@ class Rule:
     step: Callable[..., tuple[Tensor, Tensor]] | None = None
     sequence: Callable[..., tuple[Tensor, Tensor]] | None = None
     key: Callable[..., Tensor] | None = None
+    query: Callable[..., Tensor] | None = None
     removal: Callable[..., tuple[Tensor, Tensor]] | None = None
     bonus: Callable[..., Tensor] | None = None
     skip: Callable[..., Tensor] | None = None
@@ -124,7 +126,7 @@ class Rule:
     only_sigmoid_gates: bool = field(init=False, repr=False)  # and one write, of a layer whose gates are rows of its projection
 
     def __post_init__(self) -> None:
-        added = [name for name in ("key", "removal", "bonus", "skip") if getattr(self, name) is not None]
+        added = [name for name in ("key", "query", "removal", "bonus", "skip") if getattr(self, name) is not None]
         gates = {name: torch.full(gate.shape((1, 1, 1, 1, 1)), 0.5) for name, gate in self.gates.items()}
         sample = Coefficients() if self.coefficients is None else self.coefficients(**gates)
         of_channels = sample.z is not None or (sample.w is not None and sample.w.dim() == 4)

@@ -10,11 +10,11 @@
 #           SPLIT=valid recipes/enwik8/eval.sh delta
 #           SRUPP_MEMORY=3072 recipes/enwik8/eval.sh srupp
 #
-# SRUPP_MEMORY is how many bytes back each byte sees in the attention of srupp, srupp5, srupp10 and rescaled. Without it, byte i of a segment sees
-# i bytes more than the memory of training.
+# SRUPP_MEMORY is how many bytes back each byte sees in the attention of srupp, srupp5, srupp10, srupp_large and rescaled. Without it, byte i
+# of a segment sees i bytes more than the memory of training.
 source "$(dirname "$(realpath "$0")")/../lib.sh" || exit 1
 find_programs
-find_checkpoint enwik8 "srupp, srupp5, srupp10, rescaled, transformer_xl or delta" "$@"
+find_checkpoint enwik8 "srupp, srupp5, srupp10, srupp_large, rescaled, transformer_xl or delta" "$@"
 shift
 split=${SPLIT:-test} length=512 memory=()
 [ -z "$TOY" ] || length=32

@@ -3,7 +3,7 @@
 #
 # Paper:    none; the rows are the rules and mixers of all papers. Rows: softmax, sum_elu, delta_elu, delta_dpfp, gated, decay,
 #           gated_delta (the default), additive, additive_all, leap, sru, srupp, retnet, gla, mamba2, hgrn2, rwkv6, rwkv7, kda, gdn2,
-#           delta_product; these and all other rules also with an ending: -conv with a short convolution, -norm with an output norm,
+#           comba, gsa, lstm, delta_product; these and all other rules also with an ending: -conv with a short convolution, -norm with an output norm,
 #           -gate with an output gate, -parts with all three; and Terraformer's layers with softmax attention or gated_delta: sparse_ffn,
 #           sparse, sparse_gated_delta; with as many parameters as dense ones, sparse_ffn_equal beside softmax, and sparse_equal beside
 #           softmax_full, the row softmax with a full output layer

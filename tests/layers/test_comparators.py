@@ -44,7 +44,7 @@ def test_blocks_of_queries_are_all_of_them_at_once(monkeypatch, name, masks):
         torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize("name", ["local_attention", "transformer_xl", "linformer", "abc"])
+@pytest.mark.parametrize("name", ["local_attention", "transformer_xl", "linformer", "abc", "gsa", "lstm", "fwm_lstm"])
 def test_texts_and_padding_keep_to_themselves(name):
     """A reset starts anew; padding on the left is as if it were not there, and leaves the state alone."""
     mixer, x = mixer_of(name, slots=3, slot_positions=6, local_window=4, xl_memory=4), torch.randn(8, 2, WIDTH).double()

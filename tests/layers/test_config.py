@@ -29,6 +29,7 @@ LEAST |= dict.fromkeys(("ffn_sparsity", "ffn_controller_dim", "qkv_sparsity", "o
 LEAST |= (
     dict.fromkeys((*SHARES, "write_strength_init", "output_dropout"), 0)
     | dict.fromkeys(("dpfp_nu", "srupp_heads", "srupp_memory", "srupp_segment", "xl_memory", "xl_segment", "slots"), 1)
+    | {"fwm_width": 1, "fwm_reads": 1}
     | {"slot_positions": 1, "product_steps": 1, "key_heads": 0, "short_conv": 0, "token_shift_rank": 0, "value_mixing_rank": 0}
     | {"local_window": 2, "sru_highway_bias": -100, "expand_values": 0.01, "output_norm_eps": 0, "output_gate_rank": 0}
 )
@@ -69,7 +70,7 @@ ELSEWHERE = [
     ({"local_window": 3}, {"mixer": "local_attention"}, "--mixer local_attention"),
     ({"window_sizes": "4"}, {"mixer_pattern": "sru,leap"}, "--mixer additive or --mixer leap"),
     ({"slot_positions": 8}, {"mixer": "linformer"}, "--mixer linformer"),
-    ({"slots": 8}, {"mixer": "abc"}, "--mixer linformer or --mixer abc"),
+    ({"slots": 8}, {"mixer": "abc"}, "--mixer linformer or --mixer abc or --mixer gsa"),
     ({"sru_projection": 8}, {"mixer": "sru"}, "--mixer sru"),
     ({"srupp_heads": 2}, {"mixer": "srupp", "srupp_width": 8}, "--mixer srupp"),
     ({"dpfp_nu": 2}, {"feature_map": "dpfp"}, "--feature-map dpfp"),

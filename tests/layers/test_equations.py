@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import layer_norm
 
 from fw_fairseq.config import FastWeightConfig
-from fw_fairseq.mixers import Abc, Additive, Leap, Linformer, LocalAttention, Sru, Srupp, TransformerXl
+from fw_fairseq.mixers import Abc, Additive, FwmLstm, Gsa, Leap, Linformer, LocalAttention, Lstm, Sru, Srupp, TransformerXl
 from fw_fairseq.mixers.leap import log_focus
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
@@ -153,6 +153,57 @@ def abc(w, x):
     return slots(w, x, (x @ w["in_proj.weight"][3 * C :].t() + w["in_proj.bias"][3 * C :]).exp().view(len(x), H, -1), True)
 
 
+def gsa(w, x):
+    """Zhang et al. 2024: slots that forget."""
+    N = (len(w["in_proj.weight"]) - 3 * C) // H
+    keys, values, y = [torch.zeros(N, D).double()] * H, [torch.zeros(N, D).double()] * H, []
+    for token in x:
+        q, k, v, f = (w["in_proj.weight"] @ token).split([C, C, C, N * H])
+        g, read = (1 / (1 + torch.exp(-f))) ** 0.125, []
+        for h in range(H):
+            mine, of_head = g[h * N : (h + 1) * N], [part[h * D : (h + 1) * D] for part in (q, k, v)]
+            query, key, value = (part / (1 + torch.exp(-part)) for part in of_head)
+            keys, values = [*keys], [*values]
+            for slots, part in ((keys, key), (values, value)):
+                slots[h] = torch.diag(mine) @ slots[h] + torch.outer(1 - mine, part)
+            read.append((keys[h] @ query).softmax(0) @ values[h])
+        z = torch.cat(read)
+        z = z / (1 + torch.exp(-z))
+        y.append(w["out_proj.weight"] @ (z / torch.sqrt((z * z).mean() + 1e-5) * w["norm.weight"]))
+    return y
+
+
+def lstm(w, x):
+    """With a forget gate, whose bias is 1 more than b."""
+    h, c, y = zeros(), zeros(), []
+    for token in x:
+        parts = w["in_proj.weight"] @ token + w["in_proj.bias"] + w["recurrent"] @ h
+        i, f, z, o = parts.split(C)
+        c = c / (1 + torch.exp(-f - 1)) + torch.tanh(z) / (1 + torch.exp(-i))
+        h = torch.tanh(c) / (1 + torch.exp(-o))
+        y.append(h)
+    return y
+
+
+def fwm_lstm(w, x, reads=2):
+    """Schlag et al. 2021b: an outer product as the key of a delta write, a memory within the unit ball, reads in turn."""
+    S, y = w["out_proj.weight"].shape[1], []
+    memory = torch.zeros(S, S, S, dtype=torch.float64)
+    for h in lstm(w, x):
+        written = w["write_proj.weight"] @ h + w["write_proj.bias"]
+        a, b, v = torch.tanh(written[:-1]).split(S)
+        old = torch.einsum("i,j,ijv->v", a, b, memory)
+        memory = memory + torch.einsum("i,j,v->ijv", a, b, (v - old) / (1 + torch.exp(-written[-1] - 1)))
+        norm = memory.square().sum().sqrt()
+        memory = memory / (torch.relu(norm - 1) + 1)
+        n, *halves = torch.tanh(w["read_proj.weight"] @ h + w["read_proj.bias"]).split(S)
+        assert len(halves) == reads
+        for half in halves:
+            n = layer_norm(torch.einsum("i,j,ijv->v", n, half, memory), (S,))
+        y.append(h + w["out_proj.weight"] @ n + w["out_proj.bias"])
+    return y
+
+
 def linformer(w, x):
     places = [min(t, len(w["position_weight"]) - 1) for t in range(len(x))]  # the last vector serves all later positions
     return slots(w, x, w["position_weight"][places], False)
@@ -171,6 +222,9 @@ SRUPP |= {"norm.weight": (2,), "norm.bias": (2,), "alpha": (1,)}
 XL = PAIR | {"position_proj.weight": (C, C), "content_bias": (H, 1, D), "position_bias": (H, 1, D)}
 NARROW = {"in_proj.weight": (3 * C, 3), "gate_bias": (2, C), "gate_weight": (2, C), "down_proj.weight": (3, C)}
 NARROW |= {"norm.weight": (3,), "norm.bias": (3,)}
+LSTM = {"recurrent": (4 * C, C), "in_proj.weight": (4 * C, C), "in_proj.bias": (4 * C,)}
+FWM = LSTM | {"write_proj.weight": (10, C), "write_proj.bias": (10,), "read_proj.weight": (9, C), "read_proj.bias": (9,)}
+FWM |= {"out_proj.weight": (C, 3), "out_proj.bias": (C,)}
 CASES = {
     "additive": (lambda: Additive(C, H), lambda w, x: additive(w, x, 0, False), ADDITIVE),
     "additive, window": (lambda: Additive(C, H, window=3), lambda w, x: additive(w, x, 3, False), ADDITIVE),
@@ -230,6 +284,13 @@ CASES = {
         abc,
         PAIR | {"in_proj.weight": (3 * C + 3 * H, C), "in_proj.bias": (3 * C + 3 * H,)},
     ),
+    "gsa": (
+        lambda: Gsa(C, H, slots=3),
+        gsa,
+        {"in_proj.weight": (3 * C + 3 * H, C), "out_proj.weight": (C, C), "norm.weight": (C,)},
+    ),
+    "lstm": (lambda: Lstm(C), lstm, LSTM),
+    "lstm with a fast weight memory": (lambda: FwmLstm(C, fwm_width=3, fwm_reads=2), fwm_lstm, FWM),
     "linformer": (lambda: Linformer(C, H), linformer, PAIR | {"position_weight": (1024, H, 32)}),
     "linformer, few positions": (
         lambda: Linformer(C, H, slots=3, slot_positions=5),

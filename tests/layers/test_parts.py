@@ -198,7 +198,7 @@ def test_shared_keys_whose_scale_is_kept_apart():
 
 @pytest.mark.parametrize(
     "rule, more",
-    [(rule, {}) for rule in ("sum", "fwm", "hgrn2", "rwkv7", "gdn2")]
+    [(rule, {}) for rule in ("sum", "fwm", "hgrn2", "rwkv7", "gdn2", "comba")]
     + [("rwkv6", {"token_shift_rank": 2}), ("retnet", ROTARY), ("delta_product", ROTARY)]
     + [(rule, PUBLISHED_PARTS) for rule in ("sum", "hgrn2", "gated_delta_product")]
     + [("gated_delta", PUBLISHED_PARTS | {"exponential_decay": True}), ("decay", {"exponential_decay": True})],

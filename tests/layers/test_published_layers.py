@@ -7,26 +7,26 @@ import sys
 import pytest
 import torch
 from support.language_models import options_of
-from support.published_layers import EPS, HEADS, LAYERS, C, drawn
+from support.published_layers import EPS, HEADS, LAYERS, SLOTS, C, drawn
 
 from fw_fairseq.config import FastWeightConfig, read_config
-from fw_fairseq.mixers import FastWeight
+from fw_fairseq.mixers import MIXERS, Mixer
 from fw_fairseq.tools.convert.fla_layers import of_mixer
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
 T = 70
 
 
-def built(arch: str, **given) -> FastWeight:
+def built(arch: str, **given) -> Mixer:
     """The second of four layers, as its architecture has it."""
     given = given if arch == "rwkv7_lm" else given | {"output_norm_eps": EPS}  # the layers', without a model around them
     args = options_of(arch, decoder_embed_dim=C, decoder_attention_heads=HEADS, **given)
-    return FastWeight.of_layer(C, HEADS, read_config(FastWeightConfig, args), 1, 4)
+    return MIXERS[args.mixer].of_layer(C, HEADS, read_config(FastWeightConfig, args), 1, 4)
 
 
 @pytest.mark.parametrize("arch", LAYERS)
 def test_the_layer_is_the_published_one(arch):
-    given = {"gla_lm": {"feature_dim": 4}, "mamba2_lm": {"feature_dim": 6}}.get(arch, {})
+    given = {"gla_lm": {"feature_dim": 4}, "mamba2_lm": {"feature_dim": 6}, "gsa_lm": {"slots": SLOTS}}.get(arch, {})
     mixer, weights, x = built(arch, **given).double(), drawn(arch), torch.randn(T, 1, C, dtype=torch.float64)
     loaded = of_mixer(mixer, weights)
     assert sum(p.numel() for p in mixer.parameters()) == sum(w.numel() for w in weights.values())

@@ -34,6 +34,7 @@ def test_defaults_stay():
     """A checkpoint or an export from before an option computes with the option's default."""
     zeros = {"dpfp_nu": 1, "product_steps": 2, "srupp_heads": 1, "srupp_segment": 1, "xl_segment": 1, "sru_highway_bias": -2}
     sizes = {"srupp_memory": 512, "local_window": 32, "xl_memory": 256, "slot_positions": 1024, "slots": 32}
+    sizes |= {"fwm_width": 32, "fwm_reads": 3}
     words = {"update_rule": "delta", "feature_map": "elu", "feature_norm": "sum", "attention_norm_of": "read_and_erase"}
     words |= {"fast_weight_backend": "auto", "pooling_form": "adapted", "sru_init": "variance"}
     words |= {"output_norm_of": "head", "output_gate_form": "silu", "scale_reads_of": "values", "projection_init": "xavier"}

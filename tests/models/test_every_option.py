@@ -48,6 +48,8 @@ VALUES = {  # where a default or the next number would change nothing in so smal
     "short_conv": [3],
     "xl_memory": [1],
     "slots": [3],
+    "fwm_width": [4],
+    "fwm_reads": [1],
     "slot_positions": [3],
     "ffn_sparsity": [2],
     "ffn_controller_dim": [3],

@@ -12,7 +12,7 @@ from support.checkpoints import save, save_format
 from support.language_models import make_task, options_of
 
 from fw_fairseq.config import FastWeightConfig, read_config
-from fw_fairseq.mixers import FastWeight
+from fw_fairseq.mixers import FastWeight, Gsa
 from fw_fairseq.models.field_architectures import DEFAULTS
 from fw_fairseq.modules import Streams
 from fw_fairseq.tasks.stateful_language_modeling import check_across_workers
@@ -37,6 +37,7 @@ LATER = {
     "gdn2_lm": KIMI | SWIGLU,
     "delta_net_lm": SWIGLU,
     "gated_delta_lm": {"scale_reads_of": "keys"} | SWIGLU,
+    "comba_lm": {"scale_reads_of": "keys"} | SWIGLU,
     "delta_product_lm": SWIGLU,
     "gated_delta_product_lm": SWIGLU,
 }  # architecture: its later options
@@ -51,6 +52,7 @@ SIZES = {  # layers, width, heads, width of the feed-forward layers; of keys, wh
     "gdn2_lm": (24, 1024, 8, 2816, 0, 0),
     "delta_net_lm": (24, 1024, 8, 2816, 0, 0),
     "gated_delta_lm": (21, 1024, 4, 2816, 192, 0),
+    "comba_lm": (21, 1024, 4, 2816, 192, 0),
     "delta_product_lm": (24, 1024, 8, 2816, 0, 0),
     "gated_delta_product_lm": (24, 1024, 8, 2816, 0, 0),
 }
@@ -65,6 +67,7 @@ PUBLISHED_SIZES = {  # parameters of one layer, without its feed-forward part, a
     "gdn2_lm": 6_830_216,
     "delta_net_lm": 4_214_912,
     "gated_delta_lm": 6_312_328,
+    "comba_lm": 6_312_336,
     "delta_product_lm": 7_377_024,
     "gated_delta_product_lm": 7_385_232,
 }
@@ -79,6 +82,7 @@ PARTS = {  # those that are on, beside an output norm and no biases: the length 
     "gdn2_lm": (4, "l2_eps", {"output_gate", "scale_reads"}),
     "delta_net_lm": (4, "l2_eps", {"scale_reads"}),
     "gated_delta_lm": (4, "l2_eps", {"output_gate", "scale_reads", "exponential_decay"}),
+    "comba_lm": (4, "l2_eps", {"output_gate", "scale_reads"}),
     "delta_product_lm": (4, "l2_eps", {"output_gate", "scale_reads", "negative_eigenvalues"}),
     "gated_delta_product_lm": (4, "l2_eps", {"output_gate", "scale_reads", "negative_eigenvalues"}),
 }
@@ -118,6 +122,14 @@ def test_layers_have_the_parameters_of_their_authors(arch):
     config, layers = read_config(FastWeightConfig, args), args.decoder_layers
     mixer = FastWeight.of_layer(args.decoder_embed_dim, args.decoder_attention_heads, config, 1, layers)
     assert sum(x.numel() for x in mixer.parameters()) == PUBLISHED_SIZES[arch]
+
+
+def test_gated_slot_attention_has_the_size_of_its_authors():
+    args = options_of("gsa_lm")
+    assert (args.decoder_layers, args.decoder_ffn_embed_dim, args.ffn_form, args.norm_form) == (24, 2816, "swiglu", "rms")
+    mixer = Gsa(args.decoder_embed_dim, args.decoder_attention_heads, read_config(FastWeightConfig, args))
+    assert sum(x.numel() for x in mixer.parameters()) == 4_457_472 and mixer.norm.eps == 1e-6
+    assert mixer.state_size() == 4 * 2 * 64 * 256
 
 
 @pytest.mark.parametrize("arch", PUBLISHED_SIZES)

@@ -32,6 +32,9 @@ OTHER_MIXERS = dict.fromkeys(("additive", "leap"), POOLED) | {
     "transformer_xl": [{"xl_memory": 4}, {"xl_memory": 3, "xl_segment": 4}],
     "linformer": [{"slots": 3, "slot_positions": 6}],
     "abc": [{"slots": 3}],
+    "gsa": [{"slots": 3}],
+    "lstm": [{}],
+    "fwm_lstm": [{"fwm_width": 4, "fwm_reads": 2, "units_alone": True, "decoder_ffn_embed_dim": 0}],
 }
 
 

@@ -286,3 +286,18 @@ def test_against_the_authors_of_flash_linear_attention(rule):
     ours, _ = fast_weight(inputs["q"] * K**-0.5, inputs["k"], inputs["v"], rule, gates)
     assert ours.shape == (*shape[:3], V)
     torch.testing.assert_close(ours, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["recurrent", "chunkwise", "cuda"])
+def test_comba_where_decay_leaves_nothing(backend, emulate):
+    """It removes what was there before decay, however much that is beside what is left."""
+    inputs, gates = draw("comba", torch.float32, (2, 2, 70, 16, 16))
+    gates["s"] = torch.rand(2, 2, 70).mul(3).index_fill(2, torch.tensor([5, 6, 33, 40]), 100.0).requires_grad_()
+    none = {name: torch.zeros(2, 70, dtype=torch.bool) for name in ("padding_mask", "reset_mask")}
+    leaves = inputs | {name: gates[name] for name in ("beta", "b", "d")}
+    want = run_with_gradients(leaves, lambda: loops("comba", *inputs.values(), gates, torch.zeros(2, 2, 16, 16), **none))
+    emulate()
+    found = run_with_gradients(leaves, lambda: fast_weight(**inputs, rule="comba", gates=gates, backend=backend))
+    assert_same(found, want, 2e-5)
+    [slope] = torch.autograd.grad(fast_weight(**inputs, rule="comba", gates=gates, backend=backend)[0].square().sum(), gates["s"])
+    assert slope.isfinite().all() and not slope[:, :, 33].any()

@@ -83,7 +83,7 @@ def test_delta_replaces_what_is_stored_under_a_key():
 
 def test_which_gates_write_and_which_erase():
     """--write-strength-init starts the first, and --negative-eigenvalues doubles the others."""
-    both = {rule: ["beta"] for rule in ("delta", "gated_delta", "kda", "delta_product", "gated_delta_product")}
+    both = {rule: ["beta"] for rule in ("delta", "gated_delta", "kda", "comba", "delta_product", "gated_delta_product")}
     for flag, expected in (
         ("writes", both | {"fwm": ["beta"], "mamba2": ["s"], "gdn2": ["w"]}),
         ("erases", both | {"rwkv7": ["c"], "gdn2": ["b"]}),
@@ -93,7 +93,7 @@ def test_which_gates_write_and_which_erase():
 
 
 def test_rules_that_erase_are_known_whatever_their_gates_are_called(monkeypatch):
-    erasing = ["delta", "gated_delta", "kda", "gdn2", "delta_product", "gated_delta_product"]
+    erasing = ["delta", "gated_delta", "kda", "gdn2", "comba", "delta_product", "gated_delta_product"]
     assert [name for name, rule in RULES.items() if rule.erases] == erasing
     eta = Rule(equation="", source="", gates={"eta": Gate()}, coefficients=lambda eta: Coefficients(e=eta, w=eta))
     monkeypatch.setitem(RULES, "eta", eta)

@@ -437,6 +437,20 @@ def test_srupp_on_wikitext103(wikitext):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("row", ["large-srupp10", "billion-srupp5", "small-dpfp2_delta", "small-performer32_schlag"])
+def test_further_rows_of_wikitext103(row, wikitext):
+    """Units alone in the models of Lei 2021: two, of which the second one has attention."""
+    succeed(recipe("wikitext103/train.sh", wikitext, row, "--max-update", 1))
+    saved = torch.load(wikitext / "runs" / row / "checkpoint_best.pt", weights_only=True)
+    names, options = {name for name in saved["model"] if name.startswith("decoder.layers.")}, saved["cfg"]["model"]
+    if "srupp" in row:
+        assert not [name for name in names if ".self_attn.mixer." not in name], "nothing is around the units"
+        assert [f"decoder.layers.{i}.self_attn.mixer.kv_proj.weight" in names for i in range(2)] == [False, True]
+    else:
+        assert (options["dpfp_nu"], options["favor_features"]) == ((2, 0) if "dpfp" in row else (1, 32))
+
+
+@pytest.mark.long
 def test_enwik8(tmp_path):
     """Bytes and nothing but bytes, in order; bits per character."""
     out = tmp_path / "out_toy"

@@ -27,11 +27,13 @@ WRITES = {  # the memory (K,V) after one token
         (torch.eye(len(k), dtype=k.dtype) - beta * torch.outer(k, k)) @ torch.diag(f) @ W + beta * torch.outer(k, v)
     ),
     "gdn2": lambda W, k, v, f, b, w: torch.diag(f) @ W - torch.outer(k, (b * k) @ torch.diag(f) @ W) + torch.outer(k, w * v),
+    "comba": lambda W, k, v, s, beta, b, d: torch.exp(-s) * W - b * beta * torch.outer(k, k @ W) + beta * torch.outer(k, v),
     "delta_product": lambda W, k, v, beta: W + beta * torch.outer(k, v - k @ W),
     "gated_delta_product": lambda W, k, v, g, beta: g * W + beta * torch.outer(k, v - k @ (g * W)),
 }
 READS = {  # what a token reads, from the memory before it and after it, where that is not the memory after it
     "mamba2": lambda before, W, q, k, v, s, g, d: q @ W + d * v,
+    "comba": lambda before, W, q, k, v, s, beta, b, d: (q - d * k) @ W,
     "rwkv6": lambda before, W, q, k, v, f, u: q @ (before + torch.outer(u * k, v)),
 }
 NAMES = ("product", "x", "v_forget", "v_reset", "state")

@@ -24,7 +24,7 @@ ERASING = [name for name, rule in RULES.items() if rule.erases]
 def every_map(rule: str) -> list[str]:
     """The feature maps that tests combine with a rule: all, or the identity alone for some whose gates are more than sigmoids. The
     others differ from those in their coefficients only, which tests/ops and tests/layers have."""
-    with_identity = ("mamba2", "rwkv7", "delta_product", "gated_delta_product")
+    with_identity = ("mamba2", "rwkv7", "comba", "delta_product", "gated_delta_product")
     return [*FEATURE_MAPS] if rule in PLAIN else ["identity"] if rule in with_identity else []
 
 

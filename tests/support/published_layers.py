@@ -102,6 +102,36 @@ def retnet(x: Tensor, w: Weights, heads: int) -> Tensor:
     return (y * gate * torch.sigmoid(gate)).flatten(1) @ w["o_proj.weight"].mT
 
 
+def comba(x: Tensor, w: Weights, heads: int) -> Tensor:
+    """As published: the inner decay and the correction of the query come after both were divided by their lengths."""
+    q, k, v = (convolved(x @ w[f"{name}_proj.weight"].mT, w[f"{name}_conv1d.weight"]) for name in "qkv")
+    q, k, v = unit(split(q, heads)), unit(split(k, heads)), split(v, heads)
+    beta, kept = torch.sigmoid(x @ w["b_proj.weight"].mT), decay_of_steps(x @ w["a_proj.weight"].mT, w, heads)[..., 0]
+    memory, reads = q.new_zeros(*q.shape[1:], v.shape[-1]), []
+    for t in range(len(x)):
+        wanted = v[t] - torch.sigmoid(w["decay"])[:, None] * torch.einsum("hk,hkv->hv", k[t], memory)
+        memory = kept[t, :, None, None] * memory + beta[t, :, None, None] * k[t, :, :, None] * wanted[:, None]
+        reads.append(torch.einsum("hk,hkv->hv", q[t] - w["D"][:, None] * k[t], memory) / math.sqrt(q.shape[-1]))
+    y = rms(torch.stack(reads), w["o_norm.weight"]).flatten(1)
+    return y * torch.sigmoid(x @ w["g_proj.weight"].mT) @ w["o_proj.weight"].mT
+
+
+def gsa(x: Tensor, w: Weights, heads: int) -> Tensor:
+    """Slots of keys (H,N,K) and of values (H,N,V)."""
+    q, k, v = (split(y * torch.sigmoid(y), heads) for y in (x @ w[f"{name}_proj.weight"].mT for name in "qkv"))
+    g = split(torch.sigmoid(x @ w["f_proj.weight"].mT) ** (1 / 8), heads)
+    keys, values = (q.new_zeros(*g.shape[1:], part.shape[-1]) for part in (k, v))
+    reads = []
+    for t in range(len(x)):
+        keys, values = (
+            g[t, :, :, None] * slots + (1 - g[t, :, :, None]) * part[t, :, None] for slots, part in ((keys, k), (values, v))
+        )
+        shares = torch.einsum("hnk,hk->hn", keys, q[t]).softmax(-1)
+        reads.append(torch.einsum("hn,hnv->hv", shares, values))
+    y = torch.stack(reads).flatten(1)
+    return rms(y * torch.sigmoid(y), w["g_norm.weight"]) @ w["o_proj.weight"].mT
+
+
 def hgrn2(x: Tensor, w: Weights, heads: int) -> Tensor:
     """With a bound, as in the layers after the first."""
     q, f, v = (x @ w[f"{name}_proj.weight"].mT for name in "qfi")
@@ -174,6 +204,8 @@ LAYERS: dict[str, Callable[..., Tensor]] = {
     "gated_delta_product_lm": delta_product,
     "gla_lm": gla,
     "retnet_lm": retnet,
+    "comba_lm": comba,
+    "gsa_lm": gsa,
     "hgrn2_lm": hgrn2,
     "mamba2_lm": mamba2,
     "rwkv6_lm": rwkv6,
@@ -181,9 +213,9 @@ LAYERS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-C, HEADS = 24, 3
-WIDE = {"gated_delta_lm": 36, "retnet_lm": 48, "mamba2_lm": 48}  # values
-KEYS = {"gated_delta_lm": 18, "gla_lm": 12}
+C, HEADS, SLOTS = 24, 3, 5
+WIDE = {"gated_delta_lm": 36, "comba_lm": 36, "retnet_lm": 48, "mamba2_lm": 48}  # values
+KEYS = {"gated_delta_lm": 18, "comba_lm": 18, "gla_lm": 12}
 WRITES = {"delta_product_lm": 2, "gated_delta_product_lm": 2}
 
 
@@ -212,6 +244,8 @@ def drawn(arch: str, seed: int = 0) -> dict[str, torch.Tensor]:
     shapes = {
         "delta_net_lm": qkv | conv | beta | out | {"o_norm.weight": (head,)},
         "gated_delta_lm": qkv | conv | beta | steps | swish | out,
+        "comba_lm": qkv | conv | beta | steps | swish | out | {"decay": (HEADS,), "D": (HEADS,)},
+        "gsa_lm": qkv | out | {"f_proj.weight": (HEADS * SLOTS, C), "g_norm.weight": (C,)},
         "kda_lm": qkv | conv | beta | low | out,
         "gdn2_lm": qkv | conv | low | out | {"b_proj.weight": (keys, C), "w_proj.weight": (values, C)},
         "delta_product_lm": qkv | conv | beta | swish | out,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from support.published_layers import HEADS, LAYERS, C, Weights, drawn, rms
+from support.published_layers import HEADS, LAYERS, SLOTS, C, Weights, drawn, rms
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -21,6 +21,7 @@ CONFIGS = {  # by architecture
     "delta_net_lm": {"model_type": "delta_net", "num_heads": HEADS},
     "gated_delta_lm": {"model_type": "gated_deltanet", "num_heads": HEADS, "head_dim": 6, "expand_v": 2.0},
     "gla_lm": {"model_type": "gla", "num_heads": HEADS},
+    "gsa_lm": {"model_type": "gsa", "num_heads": HEADS, "num_slots": SLOTS, "feature_map": "swish"},
     "kda_lm": {"model_type": "kda", "num_heads": HEADS, "head_dim": 8},
     "mamba2_lm": {"model_type": "mamba2", "num_heads": HEADS, "head_dim": 16, "state_size": 6, "tie_word_embeddings": True},
     "hgrn2_lm": {"model_type": "hgrn2", "expand_ratio": 8},

@@ -65,7 +65,8 @@ class GateMaker(nn.Module):
             x = x if form.bound else x + self.by_head(self.bias)
         x = form.function(x)
         if form.rate:
-            x = left(self.rate.exp().view(-1, 1, 1) * x)
+            x = self.rate.exp().view(-1, 1, 1) * x
+            x = x if form.exponent else left(x)
         if form.bound:
             bound = self.by_head(self.bias).sigmoid()
             x = bound + (1 - bound) * x

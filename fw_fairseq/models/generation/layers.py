@@ -46,7 +46,7 @@ def make_stepper(attention: nn.Module, state: Any) -> Stepper:
 def has_stepper(attention: nn.Module) -> bool:
     """Whether there is a stepper for an attention."""
     if isinstance(attention, MixerAttention):
-        return not attention.mixer.norms_residual
+        return not (attention.mixer.norms_residual or attention.mixer.alone)
     if is_sparse_softmax(attention):
         return True
     reads_itself = isinstance(attention, MultiheadAttention) and attention.self_attention

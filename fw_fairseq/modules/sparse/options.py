@@ -38,5 +38,7 @@ def check_reversible(layers: Iterable[nn.Module]) -> None:
     for layer in layers:
         if layer.norms_residual:
             raise Mistake("--reversible does not work with --pooling-form published, whose layers add their normed input")
+        if layer.alone:
+            raise Mistake("--reversible does not work with --units-alone, whose layers add nothing to what they read")
         if layer.w_resid is not None:
             raise Mistake("--reversible does not work with --scale-resids; leave one of them out")

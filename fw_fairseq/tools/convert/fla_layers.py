@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ...mixers import FastWeight
+from ...mixers import FastWeight, Gsa
 
 Tensors = dict[str, Tensor]
 ROWS = {  # rows of the input projection by the names in the layer's state dict that may make them
@@ -20,7 +20,7 @@ ROWS = {  # rows of the input projection by the names in the layer's state dict 
     "b": ("b_proj",),
     "w": ("w_proj",),
     "f": ("f_proj", "f_proj.0", "gk_proj.0", "w_proj.linear.lora.0"),
-    "s": ("w_lora.lora.0",),
+    "s": ("w_lora.lora.0", "a_proj"),
     "c": ("a_lora.lora.0",),
     "mixing": ("v_lora.lora.0",),
 }
@@ -33,7 +33,9 @@ OTHERS = {  # parameters of the mixer by the names that may have them
     "own": ("r_k",),
     "makers.g.rate": ("A_log",),
     "makers.g.bias": ("dt_bias",),
+    "makers.b.bias": ("decay",),
     "makers.d.bias": ("D",),
+    "makers.s.rate": ("A_log",),
     "makers.f.rate": ("A_log",),
     "makers.f.up": ("f_proj.1.weight", "gk_proj.1.weight", "w_proj.linear.lora.2.weight"),
     "makers.f.bias": ("dt_bias", "gk_proj.1.bias", "w_proj.linear.lora.2.bias"),
@@ -50,7 +52,7 @@ OTHERS = {  # parameters of the mixer by the names that may have them
 SHIFT_6, SHIFT_7 = "rkvwg", {"q": "x_r", "k": "x_k", "v": "x_v", "s": "x_w", "c": "x_a", "output": "x_g"}
 
 
-def of_mixer(mixer: FastWeight, weights: Tensors) -> Tensors:
+def of_mixer(mixer: FastWeight | Gsa, weights: Tensors) -> Tensors:
     """The parameters of ``mixer``, from the state dict of a layer. HGRN 2 has its bound in ``lower_bound`` (C)."""
     weights = taken_apart(mixer, weights) if "in_proj.weight" in weights else weights
     rows = [find(weights, [f"{name}.weight" for name in ROWS[part]]) for part, size in mixer.sizes.items() if size]
@@ -72,7 +74,7 @@ def find(weights: Tensors, names: Iterable[str]) -> Tensor:
     return next(weights[name] for name in names if name in weights)
 
 
-def taken_apart(mixer: FastWeight, weights: Tensors) -> Tensors:
+def taken_apart(mixer: FastWeight | Gsa, weights: Tensors) -> Tensors:
     """Mamba 2's weights, with a projection for each part."""
     sizes = mixer.sizes
     order = [sizes[name] for name in ("output", "v", "k", "q", "s")]
@@ -90,7 +92,7 @@ def convolution(weights: Tensors, kind: str) -> Tensor:
     return part[:, 0].flip(1).mT if kind == "weight" else part
 
 
-def shift_7(mixer: FastWeight, weights: Tensors) -> Tensors:
+def shift_7(mixer: FastWeight | Gsa, weights: Tensors) -> Tensors:
     """The mixtures of RWKV 7."""
     return {"shift.weight": torch.cat([weights[SHIFT_7[name]][0] for name, n in mixer.sizes.items() if n and name in SHIFT_7])}
 

@@ -112,6 +112,12 @@ def mamba2(config: Config) -> Config:
     return sizes | {"short_conv_bias": config.get("use_conv_bias", True)}
 
 
+def gsa(config: Config) -> Config:
+    """Gated slot attention."""
+    heads = config["num_heads"]
+    return {"decoder_attention_heads": heads, "slots": config.get("num_slots") or config["hidden_size"] // heads}
+
+
 CONVOLVED = {"hidden_act": SWISH, "use_short_conv": (True,)}
 KINDS: dict[str, tuple[str, Callable[[Config], Config], dict[str, tuple]]] = {  # by their name: architecture, options, and what
     # values others must have, that of a configuration that says nothing first
@@ -121,6 +127,11 @@ KINDS: dict[str, tuple[str, Callable[[Config], Config], dict[str, tuple]]] = {  
     "kda": ("kda_lm", kda, CONVOLVED | {"safe_gate": (False,)}),
     "gla": ("gla_lm", gla, {"hidden_act": SWISH, "clamp_min": (None,), "use_gk": (True,), "use_gv": (False,)}),
     "retnet": ("retnet_lm", retnet, {"hidden_act": SWISH}),
+    "gsa": (
+        "gsa_lm", gsa,
+        {"hidden_act": SWISH, "feature_map": ("swish",), "use_short_conv": (False,), "gate_logit_normalizer": (8,),
+         "expand_k": (1,), "expand_v": (1,), "exapnd_k": (1,), "exapnd_v": (1,)},
+    ),
     "hgrn2": ("hgrn2_lm", hgrn2, {"hidden_act": SWISH, "use_short_conv": (False,)}),
     "rwkv6": ("rwkv6_lm", rwkv6, {"hidden_act": ("sqrelu",), "norm_bias": (True,), "gate_low_rank_dim": (64,)}),
     "rwkv7": (

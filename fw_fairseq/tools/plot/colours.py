@@ -14,13 +14,13 @@ BLACK, VERMILLION, BLUE, SKY, GREEN, ORANGE, PURPLE, GREY = COLOURS
 DASHES, MARKERS = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.2, 1, 1.2))), "osD^vPX*<>hdp"
 FAMILIES = {
     BLACK: ["softmax"],
-    VERMILLION: ["gated_delta", "kda", "gdn2", "rwkv7"],
+    VERMILLION: ["gated_delta", "kda", "gdn2", "rwkv7", "comba"],
     BLUE: ["delta", "delta_elu", "delta_dpfp", "delta_product"],
-    SKY: ["sru", "srupp", "additive", "leap", "favor"],
+    SKY: ["sru", "srupp", "lstm", "fwm_lstm", "additive", "leap", "favor"],
     GREEN: ["decay", "gla", "mamba2", "retnet", "hgrn2", "rwkv6"],
     ORANGE: ["sum", "elu"],
     PURPLE: ["gated", "dpfp"],
-    GREY: ["local_attention", "transformer_xl", "abc", "linformer", "fwm"],
+    GREY: ["local_attention", "transformer_xl", "abc", "gsa", "linformer", "fwm"],
 }
 ALSO = {"transformer": "softmax", "transformer_lm": "softmax", "dense": "softmax", "linear": "elu", "performer": "favor"}
 TITLES = {"transformer_lm": "softmax", "transformer": "softmax", "softmax attention": "softmax", "elu": "ELU", "dpfp": "DPFP"}
