@@ -33,6 +33,7 @@ FIXED = {
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "mamba_n_groups": 2, "n_groups": 2,
     "mamba_ngroups": 2, "n_group": 1, "topk_group": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+SHORT = "causal_conv1d_update"  # which some models have without a recurrence
 MIXED = ["linear_attention", "full_attention"]
 FUNCTION_HEADS, FUNCTION_HEAD = 16, 128  # of the functions by themselves
 WHATS = ("forward", "training step", "generated token")
@@ -40,10 +41,10 @@ SHADES = BLUE, VERMILLION, SKY
 
 
 def model_types() -> list[str]:
-    """Returns the types of transformers' language models that have a function to replace."""
+    """Returns the types of transformers' language models that have a recurrence to replace."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
 
-    found = {module.split(".")[2] for module, kernel, _ in marked_functions() if kernel in REPLACED}
+    found = {module.split(".")[2] for module, kernel, _ in marked_functions() if kernel in REPLACED and kernel != SHORT}
     return sorted(name for name in found if name in known or f"{name}_text" in known)
 
 
@@ -64,9 +65,13 @@ def build(name: str, width: int, heads: int, layers: int, words: int) -> nn.Modu
     otherwise: dict[str, dict[str, Any]] = {  # where layers are named in another way
         "bamba": {"attn_layer_indices": [*range(1, layers, 2)]},
         "falcon_h1": {},
+        "falcon_mamba": {"state_size": 16},
+        "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 16},
         "lara_mini": {"layer_types": [*MIXED[:1], "sliding_attention"] * half},
+        "mamba": {"state_size": 16},
         "mamba2": {"num_heads": 2 * heads, "head_dim": head},
         "qwen4_exp": {"layer_types": MIXED * half, **indexer},
+        "zamba": {"layer_types": ["hybrid"] * layers, "head_dim": 2 * head, "mamba_d_state": 16},
         "zamba2": {"layer_types": [*MIXED[:1], "hybrid"] * half, "hybrid_layer_ids": [*range(1, layers, 2)]},
     }
     sizes |= otherwise.get(name, {"layer_types": MIXED * half})
