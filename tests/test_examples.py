@@ -32,6 +32,11 @@ def printed(example: str, *arguments: object) -> str:
     return done.stdout
 
 
+def test_int8_keeps_more_than_bf16_with_its_error():
+    found = dict(line.split(": ") for line in printed("int8_state.py", "--tokens", 400).splitlines())
+    assert 0 < 10 * float(found["int8 with its error"]) < float(found["bf16"]) < float(found["int8"]) < 0.1
+
+
 def test_from_scratch_fits_on_a_page():
     assert len((EXAMPLES / "from_scratch.py").read_text().splitlines()) <= 100
 

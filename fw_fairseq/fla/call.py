@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..autograd import needs_gradient
 from ..errors import Mistake
 from ..feature_maps import l2_eps_normalise, wide
+from ..generation.memory_loop import step
 from ..ops import FastWeightState, fast_weight
+from ..ops.native import takes
 
 Result = tuple[Tensor, Any]  # outputs (B,T,H,V), and the last state or None
 WITHOUT_EFFECT = {  # how fla's kernels work, not what they compute
@@ -86,7 +89,11 @@ def compute(
 def one_token(
     q: Tensor, k: Tensor, v: Tensor, memory: Tensor, beta: Tensor, g: Tensor | None = None, f: Tensor | None = None
 ) -> tuple[Tensor, FastWeightState]:
-    """The step of the delta rules: q and k (B,H,1,K), v (B,H,1,V), beta and g (B,H,1), f (B,H,1,K)."""
+    """The step of the delta rules: q and k (B,H,1,K), v (B,H,1,V), beta and g (B,H,1), f (B,H,1,K). A compiled loop takes it where
+    there is no gradient."""
+    if takes(memory, q, k, v) and not needs_gradient(q, k, v, memory, beta, g, f):
+        y, after = step(memory, q, k, v, g if f is None else f, None, beta, beta)
+        return y, FastWeightState(after)
     if f is not None or g is not None:
         memory = memory * (g.unsqueeze(-1) if f is None else f.mT)  # type: ignore[union-attr]
     written = (v - k @ memory) * beta.unsqueeze(-1)

@@ -99,3 +99,19 @@ class MemoryLoop:
         if factors is not None:
             memory.grow(factors)
         return y
+
+
+def step(memory: Tensor, *operands: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What q reads, (R,H,1,V), and the memory (R,H,K,V) after a token, without a mixer. operands: as of ``MemoryLoop``, and q and k
+    are features. The caller makes sure that ``takes`` is true of all of them and that nothing needs a gradient."""
+    memory, after = memory.contiguous(), torch.empty_like(memory, memory_format=torch.contiguous_format)
+    rows, heads, keys, values = memory.shape
+    s = MemoryStep(rows=rows, heads=heads, input=keys, keys=keys, values=values, scale=1, threads=threads(memory.numel()))
+    shown = [getattr(s, name).show(x, memory.dtype) for name, x in zip(VIEWS, operands) if x is not None]
+    f, e = operands[3], operands[5]
+    s.decay_of_keys, s.erase_of_keys = f is not None and f.dim() == 4, e is not None and e.dim() == 4
+    y = memory.new_empty(rows, heads, 1, values)
+    s.source, s.memory, s.y = memory.data_ptr(), after.data_ptr(), y.data_ptr()
+    loop("memory_step", memory.dtype)(ctypes.byref(s))
+    del shown  # which lived until here
+    return y, after

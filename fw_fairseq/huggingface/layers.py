@@ -19,6 +19,7 @@ from ..mixers.options import MixerOptions
 from ..mixers.parts.channel_mixing import ChannelMixing, LastToken
 from .configuration import FastWeightHFConfig
 from .rollback import TakesBack
+from .small import grow, shrink
 from .steps import Steps
 
 Bands = Sequence[Sequence[int]]  # the number of words and the width of each
@@ -107,11 +108,17 @@ class Cache(TakesBack):
     @property
     def states(self) -> dict[int, Any]:
         self.take_back()
+        self.kept = {layer: grow(state) for layer, state in self.kept.items()}
         return self.kept
 
     @states.setter
     def states(self, states: dict[int, Any]) -> None:
         self.kept, self.steps = states, None
+
+    def shrink(self, feedback: bool = True) -> None:
+        """Keeps the memories in int8 until the next token: a quarter of fp32, or half with ``feedback``, what rounding left."""
+        self.take_back()
+        self.kept = {layer: shrink(state, feedback) for layer, state in self.kept.items()}
 
     def take_back(self) -> None:
         """Takes the states from ``steps``, where it has them."""
@@ -129,7 +136,7 @@ class Cache(TakesBack):
         if self.steps is None:
             if len(self.kept) != len(model.layers) or not Steps.can_read(model, Layer):
                 return None
-            self.steps, self.kept = Steps(model, self.kept, graph), {}
+            self.steps, self.kept = Steps(model, self.states, graph), {}
         y = self.steps(x.squeeze(1)).unsqueeze(1)
         self.tokens, self.length = self.tokens + 1, self.length + 1
         return y

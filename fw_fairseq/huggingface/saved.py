@@ -17,6 +17,7 @@ from ..mixers.parts.channel_mixing import LastToken
 from ..ops.factored import Factors
 from .layers import Cache
 from .parts import CACHE
+from .small import Small
 
 
 def fingerprint(model: Any) -> str:
@@ -45,7 +46,9 @@ def stated(x: Any, device: torch.device) -> Any:
     if name == "Past":
         keys, values, hidden = parts
         return Past(keys, values, keys.shape[2], [keys.shape[2]], hidden)
-    kinds: dict[str, Any] = {kind.__name__: kind for kind in (Factors, LastToken, *(mixer.state_type for mixer in MIXERS.values()))}
+    kinds: dict[str, Any] = {
+        kind.__name__: kind for kind in (Factors, LastToken, Small, *(mixer.state_type for mixer in MIXERS.values()))
+    }
     return kinds[name](*parts)
 
 

@@ -27,6 +27,7 @@ from .parts.features import (
     build_feature_map,
     check_combination,
     initial_bias,
+    low_rank,
     makes_gates_of_keys,
     normalised_features,
     row_map_of,
@@ -68,7 +69,7 @@ class FastWeight(Watched, Mixer):
         "favor_features", "favor_prescale", "write_strength_init", "product_steps", "negative_eigenvalues", "key_heads",
         "short_conv", "short_conv_bias", "token_shift", "token_shift_rank", "rotary", "value_mixing_rank", "expand_values",
         "output_norm", "output_norm_of", "output_norm_eps", "norm_after_gate", "output_gate", "output_gate_form",
-        "output_gate_rank", "exponential_decay", "read_own_value", "scale_reads", "scale_reads_of", "scale_after_norm",
+        "output_gate_rank", "gate_rank", "exponential_decay", "read_own_value", "scale_reads", "scale_reads_of", "scale_after_norm",
         "projection_init", "allow_divergence", "bias_free", "fast_weight_backend",
     )  # fmt: skip
 
@@ -97,6 +98,10 @@ class FastWeight(Watched, Mixer):
         self.makers, self.sizes = nn.ModuleDict(), self.rows_of_attention()
         decays_otherwise = config.exponential_decay
         self.gates = {name: exponential(gate) if decays_otherwise and gate.decays else gate for name, gate in rule.gates.items()}
+        if config.gate_rank:
+            self.gates = {
+                name: replace(gate, rank=config.gate_rank) if low_rank(gate) else gate for name, gate in self.gates.items()
+            }
         for name, gate in self.gates.items():
             count = heads * {None: 1, "K": phi.out_dim, "V": self.head_dim}[gate.axis]
             if not gate.projected:

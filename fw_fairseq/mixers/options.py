@@ -126,6 +126,7 @@ class MixerOptions:
         False,
         "decay gates are exp(-exp(A) softplus(x + b)), A for each head, instead of a sigmoid (Gated DeltaNet)",
     )
+    gate_rank: int = option(0, "rank of the maps that make gates of low rank (GLA, RWKV); 0: that of the rule", least=0)
     read_own_value: bool = option(
         False,
         "add to what a head reads, after --output-norm, the token's own value times the learnt product of its query and key "

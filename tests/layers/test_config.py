@@ -31,7 +31,8 @@ LEAST |= (
     | dict.fromkeys(("dpfp_nu", "srupp_heads", "srupp_memory", "srupp_segment", "xl_memory", "xl_segment", "slots"), 1)
     | {"fwm_width": 1, "fwm_reads": 1}
     | {"slot_positions": 1, "product_steps": 1, "key_heads": 0, "short_conv": 0, "token_shift_rank": 0, "value_mixing_rank": 0}
-    | {"local_window": 2, "sru_highway_bias": -100, "expand_values": 0.01, "output_norm_eps": 0, "output_gate_rank": 0}
+    | {"local_window": 2, "sru_highway_bias": -100, "expand_values": 0.01, "output_norm_eps": 0}
+    | {"output_gate_rank": 0, "gate_rank": 0}
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 
 import pytest
@@ -15,7 +16,9 @@ from fw_fairseq.tools.bench.recurrent_models import build, model_types  # noqa: 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+UPDATES = ("causal_conv1d_update", "selective_state_update")  # of one token, in place
 FOUND = [found for found in marked_functions() if found[1] in REPLACED]
+WHOLE = [found for found in FOUND if found[1] not in UPDATES]
 
 
 def inputs(kernel: str, dtype: torch.dtype, T: int = 70) -> tuple[list, dict]:
@@ -26,6 +29,10 @@ def inputs(kernel: str, dtype: torch.dtype, T: int = 70) -> tuple[list, dict]:
         tensors = [torch.randn(2, T, H, V), torch.randn(2, T, H), -3 * torch.rand(H), *torch.randn(2, 2, T, 2, K)]
         named = {"D": torch.randn(H), "dt_bias": torch.randn(H), "initial_states": torch.randn(2, H, V, K)}
         options = {"chunk_size": 32, "dt_softplus": True, "dt_limit": (0.01, 1.0), "return_final_states": True}
+    elif kernel.startswith("selective"):
+        tensors = [*torch.randn(2, 2, H, T), -3 * torch.rand(H, K), *torch.randn(2, 2, K, T)]
+        named = {"D": torch.randn(H), "delta_bias": torch.randn(H), "z": torch.randn(2, H, T)}
+        options = {"delta_softplus": True, "return_last_state": True}
     else:
         channels, of_keys = ((K,), H) if kernel.endswith("kda") else ((), H // 2)
         tensors = [*torch.randn(2, 2, T, of_keys, K), torch.randn(2, T, H, V), -2 * torch.rand(2, T, H, *channels)]
@@ -39,14 +46,14 @@ def inputs(kernel: str, dtype: torch.dtype, T: int = 70) -> tuple[list, dict]:
 def results(function, kernel: str, dtype: torch.dtype, T: int = 70) -> list[torch.Tensor]:
     """Outputs, the last state, and the gradients of all inputs."""
     tensors, given = inputs(kernel, dtype, T)
-    if not kernel.startswith("mamba"):
+    if not kernel.startswith(("mamba", "selective")):
         given |= dict(zip(("g", "beta"), tensors[3:]))
     y, state = function(*tensors[: 5 - 2 * ("g" in given)], **given)
     ((y * torch.linspace(-1, 1, y.numel()).view(y.shape).to(y)).sum() + state.cos().sum()).backward()
     return [y, state, *(x.grad for x in (*tensors, *given.values()) if isinstance(x, torch.Tensor))]
 
 
-@pytest.mark.parametrize("module, kernel, name", FOUND, ids=lambda x: x.split(".")[-2] if "." in x else x)
+@pytest.mark.parametrize("module, kernel, name", WHOLE, ids=lambda x: x.split(".")[-2] if "." in x else x)
 def test_the_functions_are_the_references(module, kernel, name):
     reference = getattr(importlib.import_module(module), name)
     own = replacement(kernel, reference)
@@ -56,7 +63,39 @@ def test_the_functions_are_the_references(module, kernel, name):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("kernel", REPLACED)
+@pytest.mark.parametrize("module, kernel, name", [found for found in FOUND if found[1] in UPDATES])
+def test_updates_are_the_references(module, kernel, name):
+    """Of one token, with the state that they change; with a gradient, or for several tokens, they are the reference."""
+    reference = getattr(importlib.import_module(module), name)
+    own, (H, P, N) = replacement(kernel, reference), (4, 3, 8)
+    torch.manual_seed(1)
+    heads = (P,) if name.startswith("mamba2") else ()  # Mamba 2 has channels in heads, and groups of keys
+    per_head = lambda x: x.view(*x.shape, *[1] * len(heads)).expand(*x.shape, *heads)  # noqa: E731
+    if kernel == "causal_conv1d_update":
+        cases = [(torch.randn(2, H, T), torch.randn(2, H, N), torch.randn(H, N)) for T in (1, 3)]
+        named = {"bias": torch.randn(H), "activation": "silu"}
+    else:
+        A, keys = -torch.rand(H, N), (2,) if heads else ()
+        A = -torch.rand(H, 1, 1).expand(H, P, N) if heads else A
+        state, x, dt = torch.randn(2, H, *heads, N), torch.randn(2, H, *heads), per_head(torch.randn(2, H))
+        cases = [(state, x, dt, A, *torch.randn(2, 2, *keys, N))]
+        named = {"D": per_head(torch.randn(H)), "dt_bias": per_head(torch.randn(H)), "dt_softplus": True}
+        named |= {} if heads else {"z": torch.randn(2, H)}
+    for tensors in cases:
+        for grows in (False, True):
+            results = []
+            for function in (own, reference):
+                given = [x.clone() for x in tensors] if heads == () else [tensors[0].clone(), *tensors[1:]]
+                place = 0 if kernel.startswith("selective") else 1
+                other = given[1 - place].requires_grad_(grows)
+                with torch.set_grad_enabled(grows):
+                    y = function(*given, **named)
+                results.append([y, given[place], *(torch.autograd.grad(y.sum(), other) if grows else ())])
+            for one, expected in zip(*results, strict=True):
+                torch.testing.assert_close(one, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [kernel for kernel in REPLACED if kernel not in UPDATES])
 def test_they_compute_in_float64_what_they_compute_in_float32(kernel):
     """Where the references know float32 alone."""
     reference = {found[1]: found for found in FOUND}[kernel]
@@ -75,13 +114,13 @@ def logits_and_gradients(model, tokens) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", model_types())
 def test_models_are_the_same(name, monkeypatch):
-    """Logits, gradients and what they generate; our functions are called, in the prompt and, for delta rules, at each token."""
+    """Logits, gradients and what they generate; our functions are called, in the prompt and at each token."""
     model, tokens = build(name, 32, 2, 2, 50), torch.randint(3, 50, (2, 20), generator=torch.Generator().manual_seed(2))
     given = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     calls: list[str] = []
     for kernel, function in REPLACED.items():
         counted = lambda *args, kernel=kernel, function=function, **more: calls.append(kernel) or function(*args, **more)  # noqa: E731
-        monkeypatch.setitem(REPLACED, kernel, counted)
+        monkeypatch.setitem(REPLACED, kernel, functools.wraps(function)(counted))
     want, written = logits_and_gradients(model, tokens), model.eval().generate(tokens, **given)
     assert not calls
     with accelerate():
@@ -90,7 +129,7 @@ def test_models_are_the_same(name, monkeypatch):
         assert calls
         calls.clear()
         assert torch.equal(model.eval().generate(tokens, **given), written)
-    assert len(calls) >= (1 if calls[0].startswith("mamba") else 8)
+    assert len(calls) >= 8
     calls.clear()
     model(tokens)
     assert not calls
@@ -114,10 +153,17 @@ def test_models_that_are_imported_later(monkeypatch):
     tensors, given = inputs("chunk_kda", torch.float32)
     assert of_a_new_model(*tensors, **given)[0].shape == (2, 70, 4, 8)
     said = str(done)
-    assert "chunk_kda" in said and "selective_scan_fn" in said.split(";")[1] and "qwen3_next" in said
+    assert "chunk_kda" in said and "causal_conv1d_fn" in said.split(";")[1] and "qwen3_next" in said
 
 
-NOT_TOLD = {"mamba2", "granitemoehybrid"}  # transformers gives the texts' numbers to no layer, or no positions to attention
+NOT_TOLD = {
+    "mamba",
+    "falcon_mamba",
+    "jamba",
+    "mamba2",
+    "granitemoehybrid",
+    "zamba",
+}  # transformers gives the texts' numbers to no layer, or no positions to attention
 
 
 @pytest.mark.cases_in_ci(4)
@@ -146,7 +192,10 @@ def test_packed_texts_are_what_each_is_alone(name):
 
 
 def test_packed_texts_that_cannot_be_told_apart_are_refused():
-    """Several rows of them, and Mamba 2's without the texts' numbers."""
+    """Several rows of them, Mamba 2's without the texts' numbers, and Mamba 1's, whose scan is not told."""
+    model, ids = build("zamba", 32, 2, 2, 50), torch.arange(3, 13)[None]
+    with accelerate(), pytest.raises(ValueError, match="can't keep packed sequences apart"):
+        model(ids, seq_idx=torch.tensor([[0] * 4 + [1] * 6]))
     made = {kernel: (module, name) for module, kernel, name in FOUND}
     own = {kernel: replacement(kernel, getattr(importlib.import_module(made[kernel][0]), made[kernel][1])) for kernel in made}
     limits = torch.tensor([0, 30, 70])

@@ -67,6 +67,7 @@ NEEDS = {  # beside the mixer
     "norm_after_gate": {"output_norm": True, "output_gate": True},
     "output_gate_form": {"output_gate": True},
     "output_gate_rank": {"output_gate": True},
+    "gate_rank": {"update_rule": "rwkv6", "attention_norm": False},
     "exponential_decay": {"update_rule": "gated"},
     "scale_reads_of": {"scale_reads": True, "feature_dim": 3},
     "short_conv_bias": {"short_conv": 2},

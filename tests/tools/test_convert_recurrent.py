@@ -53,6 +53,24 @@ def test_logits_are_those_of_the_published_model(arch, tmp_path, monkeypatch):
 
 
 @torch.no_grad()
+def test_rwkv_7_of_another_rank(tmp_path, monkeypatch):
+    """As of 1.5 billion parameters, in float64."""
+    monkeypatch.setattr(published_layers, "EPS", EPS)
+    weights, path = save("rwkv7_lm", tmp_path, decay_low_rank_dim=96, a_low_rank_dim=96), tmp_path / "start.pt"
+    for name, x in weights.items():
+        if ".w_lora.lora." in name or ".a_lora.lora." in name:
+            sizes = [96 if size == 64 else size for size in x.shape]
+            weights[name] = x if sizes == [*x.shape] else torch.randn(sizes, dtype=torch.float64) / sizes[-1] ** 0.5
+    save_file({name: x.clone() for name, x in weights.items()}, tmp_path / "model.safetensors")
+    convert(tmp_path, path)
+    model = load(path).double()
+    model.load_state_dict(torch.load(path, weights_only=True)["model"])
+    symbols, want = symbols_of(model), torch.stack([logits("rwkv7_lm", weights, row) for row in TOKENS])
+    assert model.decoder.layers[0].self_attn.mixer.sizes["s"] == 96
+    torch.testing.assert_close(model(symbols[TOKENS])[0][..., symbols], want, rtol=0, atol=1e-9 * want.abs().max().item())
+
+
+@torch.no_grad()
 def test_mamba_2_of_transformers(tmp_path):
     """An implementation by others, in fp32."""
     sys.modules.setdefault("torchaudio", None)  # fairseq's, of another torch than ours: transformers would trip over it
@@ -84,7 +102,7 @@ def test_the_command_says_how_to_train_it(tmp_path, capsys):
         ("gla_lm", {"attn": {"layers": [1]}}, r"config\.json has attn = \{'layers': \[1\]\}; fw-convert takes: None$"),
         ("kda_lm", {"safe_gate": True}, r"has safe_gate = True; fw-convert takes: False$"),
         ("retnet_lm", {"num_kv_heads": 1}, r"has num_kv_heads = 1; fw-convert takes: None, 3$"),
-        ("rwkv7_lm", {"decay_low_rank_dim": 96}, r"has decay_low_rank_dim = 96; fw-convert takes: 64$"),
+        ("rwkv7_lm", {"decay_low_rank_dim": 96, "a_low_rank_dim": 64}, r"has a_low_rank_dim = 64; fw-convert takes: 96$"),
         ("mamba2_lm", {"dt_limit": [0.0, 0.1]}, r"has dt_limit = \[0\.0, 0\.1\]; fw-convert takes: None, "),
         ("mamba2_lm", {"n_groups": 2}, r"has n_groups = 2; fw-convert takes: 1$"),
         ("gla_lm", {"use_output_gate": False}, r"has in layer 0 other weights than fw-convert knows$"),

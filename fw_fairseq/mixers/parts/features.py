@@ -59,6 +59,11 @@ def row_map_of(phi: FeatureMap, norm: str) -> RowMap | None:
     return None if phi.row_map is None else RowMap(phi.row_map, getattr(phi, "nu", 1), norm)
 
 
+def low_rank(gate: Gate) -> bool:
+    """Whether a gate comes from a rank of its own, which --gate-rank may be in place of."""
+    return isinstance(gate.rank, int)
+
+
 def makes_gates_of_keys(rule: Rule) -> bool:
     """Whether a gate is made of the features of keys."""
     return any(gate.of == "k" for gate in rule.gates.values())
@@ -134,6 +139,13 @@ def check_combination(config: Any, phi: FeatureMap, heads: int = 1) -> None:
             lambda: (
                 f"--exponential-decay is for sigmoids that decay the memory, and --update-rule {name} has none; use:"
                 f" {names_of(lambda r: any(gate.decays for gate in r.gates.values()))}"
+            ),
+        ),
+        (
+            config.gate_rank and not any(low_rank(gate) for gate in rule.gates.values()),
+            lambda: (
+                f"--gate-rank is {config.gate_rank}; --update-rule {name} has no gate of low rank; use one of:"
+                f" {names_of(lambda r: any(low_rank(gate) for gate in r.gates.values()))}"
             ),
         ),
         (

@@ -33,6 +33,7 @@ FIXED = {
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "mamba_n_groups": 2, "n_groups": 2,
     "mamba_ngroups": 2, "n_group": 1, "topk_group": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+SHORT = "causal_conv1d_update"  # which some models have without a recurrence
 MIXED = ["linear_attention", "full_attention"]
 FUNCTION_HEADS, FUNCTION_HEAD = 16, 128  # of the functions by themselves
 WHATS = ("forward", "training step", "generated token")
@@ -40,10 +41,10 @@ SHADES = BLUE, VERMILLION, SKY
 
 
 def model_types() -> list[str]:
-    """Returns the types of transformers' language models that have a function to replace."""
+    """Returns the types of transformers' language models that have a recurrence to replace."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
 
-    found = {module.split(".")[2] for module, kernel, _ in marked_functions() if kernel in REPLACED}
+    found = {module.split(".")[2] for module, kernel, _ in marked_functions() if kernel in REPLACED and kernel != SHORT}
     return sorted(name for name in found if name in known or f"{name}_text" in known)
 
 
@@ -64,9 +65,13 @@ def build(name: str, width: int, heads: int, layers: int, words: int) -> nn.Modu
     otherwise: dict[str, dict[str, Any]] = {  # where layers are named in another way
         "bamba": {"attn_layer_indices": [*range(1, layers, 2)]},
         "falcon_h1": {},
+        "falcon_mamba": {"state_size": 16},
+        "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 16},
         "lara_mini": {"layer_types": [*MIXED[:1], "sliding_attention"] * half},
+        "mamba": {"state_size": 16},
         "mamba2": {"num_heads": 2 * heads, "head_dim": head},
         "qwen4_exp": {"layer_types": MIXED * half, **indexer},
+        "zamba": {"layer_types": ["hybrid"] * layers, "head_dim": 2 * head, "mamba_d_state": 16},
         "zamba2": {"layer_types": [*MIXED[:1], "hybrid"] * half, "hybrid_layer_ids": [*range(1, layers, 2)]},
     }
     sizes |= otherwise.get(name, {"layer_types": MIXED * half})
@@ -114,25 +119,44 @@ def measure(args: Namespace) -> dict:
 
 def _functions(args: Namespace) -> list[dict]:
     """Times each function by itself, in two ways that take turns, at the sizes of a large layer."""
-    rows, shape = [], (args.batch, args.tokens, FUNCTION_HEADS, FUNCTION_HEAD)
+    rows = []
     for kernel in REPLACED:
         module, name = next((module, name) for module, found, name in marked_functions() if found == kernel)
         reference = getattr(importlib.import_module(module), name)
-        given: dict[str, Any]
-        if kernel.startswith("mamba"):
-            x, dt, a = torch.randn(shape), torch.rand(shape[:3]), -torch.rand(FUNCTION_HEADS)
-            operands, given = [x, dt, a, torch.randn(shape), torch.randn(shape)], {"chunk_size": 256, "return_final_states": True}
-        else:
-            g, beta = -torch.rand(shape if kernel.endswith("kda") else shape[:3]), torch.rand(shape[:3])
-            operands, given = [*torch.randn(3, *shape), g, beta], {"initial_state": None, "output_final_state": True}
-        operands = [x.to(args.device).requires_grad_() for x in operands]
+        operands, given, whole = _operands(kernel, args.batch, args.tokens)
+        operands = [x.to(args.device).requires_grad_(whole) for x in operands]
         ways = {False: reference, True: replacement(kernel, reference)}
-        for what, step in (("forward", _call), ("forward and backward", _call_and_back)):
+        for what, step in (("forward" if whole else "one token", _call), ("forward and backward", _call_and_back))[: 1 + whole]:
             calls = {own: partial(timed, partial(step, way, operands, given), args.device) for own, way in ways.items()}
             found = take_turns(calls, args.rounds, f"{kernel}, {what}")
             row = {"name": kernel, "what": what, **spread(found[True]), "times_faster": times_faster(found[False], found[True])}
             rows.append(row | {"reference": spread(found[False])})
     return rows
+
+
+def _operands(kernel: str, batch: int, tokens: int) -> tuple[list[torch.Tensor], dict[str, Any], bool]:
+    """What a function is called with, and whether that is a whole text or one token."""
+    shape = batch, tokens, FUNCTION_HEADS, FUNCTION_HEAD
+    heads, channels = shape[2:], FUNCTION_HEADS * FUNCTION_HEAD
+    if kernel == SHORT:
+        return [torch.randn(batch, channels, width) for width in (1, 4)] + [torch.randn(channels, 4)], {"activation": "silu"}, False
+    if kernel == "selective_state_update":  # of Mamba 2
+        state, A = torch.zeros(batch, *heads, heads[1]), -torch.rand(heads[0], 1, 1).expand(*heads, heads[1])
+        dt = torch.rand(batch, heads[0], 1).expand(batch, *heads)
+        return [state, torch.randn(batch, *heads), dt, A, *torch.randn(2, batch, 1, heads[1])], {}, False
+    if kernel == "selective_scan_fn":  # whose reference takes long
+        channels = channels // 4
+        x, dt = torch.randn(batch, channels, tokens), torch.rand(batch, channels, tokens)
+        return [x, dt, -torch.rand(channels, 16), *torch.randn(2, batch, 16, tokens)], {}, True
+    x, dt = torch.randn(shape), torch.rand(shape[:3])
+    if kernel.startswith("mamba"):
+        given = {"chunk_size": 256, "return_final_states": True}
+        return [x, dt, -torch.rand(heads[0]), torch.randn(shape), torch.randn(shape)], given, True
+    g = -torch.rand(shape if kernel.endswith("kda") else shape[:3])
+    operands, options = [x, *torch.randn(2, *shape), g, dt], {"output_final_state": True}
+    if not kernel.startswith("fused"):
+        return operands, {"initial_state": None} | options, True
+    return [x[:, :1] for x in operands], {"initial_state": torch.zeros(batch, heads[0], heads[1], heads[1])} | options, False
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from ...errors import Mistake
 
 Config = dict[str, Any]
 SWISH = ("swish", "silu")
+RANK_7 = 64  # of the decay of rwkv7
 ALWAYS: dict[str, tuple] = {"attn": (None,), "attnres_block_size": (None,), "elementwise_affine": (True,), "feature_map": (None,)}
 
 
@@ -99,6 +100,8 @@ def rwkv7(config: Config) -> Config:
     heads = config["hidden_size"] // config["head_dim"] if config.get("head_dim") else config["num_heads"]
     rank = config.get("v_low_rank_dim", 16) if config["num_hidden_layers"] > 1 else 0
     parts = {"value_mixing_rank": rank, "output_gate_rank": config.get("gate_low_rank_dim", 128)}
+    decay = config.get("decay_low_rank_dim", RANK_7)
+    parts |= {"gate_rank": 0 if decay == RANK_7 else decay}
     eps = config.get("norm_eps", 1e-5) * config["hidden_size"] / heads
     parts |= {"output_norm_eps": eps, "layernorm_embedding": config.get("norm_first", True)}
     return {"decoder_attention_heads": heads} | parts
@@ -136,7 +139,7 @@ KINDS: dict[str, tuple[str, Callable[[Config], Config], dict[str, tuple]]] = {  
     "rwkv6": ("rwkv6_lm", rwkv6, {"hidden_act": ("sqrelu",), "norm_bias": (True,), "gate_low_rank_dim": (64,)}),
     "rwkv7": (
         "rwkv7_lm", rwkv7,
-        {"hidden_act": ("sqrelu",), "norm_bias": (True,), "decay_low_rank_dim": (64,), "a_low_rank_dim": (64,)},
+        {"hidden_act": ("sqrelu",), "norm_bias": (True,)},
     ),
     "mamba2": (
         "mamba2_lm", mamba2,
@@ -168,4 +171,5 @@ def dependent(config: Config) -> dict[str, tuple]:
     width, layers = config["hidden_size"], config["num_hidden_layers"]
     limits = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
     found: dict[str, tuple] = {"num_kv_heads": (None, config.get("num_heads")), "value_dim": (None, width, [width] * layers)}
+    found |= {"a_low_rank_dim": (config.get("decay_low_rank_dim", RANK_7),)}
     return found | {"dt_limit": limits, "time_step_limit": limits}
