@@ -77,7 +77,8 @@ class FastWeightDecoder(ReadsPromises, TransformerDecoder):
         self.in_front = getattr(self.fast_weight_config, "source_in_front", False)
         if self.reversible:
             check_reversible(self.layers.children())
-        self.layers = stack_of(self.layers, self.fast_weight_config, self.decoder_layerdrop, args, self.in_front)
+        if self.reversible or self.in_front or self.fast_weight_config.graph_training:
+            self.layers = stack_of(self.layers, self.fast_weight_config, self.decoder_layerdrop, args, self.in_front)
         self.stateful = [module for module in self.modules() if isinstance(module, Stateful)]
         self.mixers = [module for module in self.modules() if isinstance(module, MixerAttention)]
         self.softmax = [module for module in self.modules() if isinstance(module, (MultiheadAttention, SparseAttention))]

@@ -55,7 +55,8 @@ class TranslationEncoder(TransformerEncoder):
         in_front = self.fast_weight_config.source_in_front
         self.read_once = "cross" in linear_attentions(self.fast_weight_config) and not in_front
         super().__init__(args, dictionary, embed_tokens, return_fc)
-        self.layers: nn.Module = stack_of(self.layers, self.fast_weight_config, self.encoder_layerdrop, args)
+        if self.fast_weight_config.reversible or self.fast_weight_config.graph_training:
+            self.layers: nn.Module = stack_of(self.layers, self.fast_weight_config, self.encoder_layerdrop, args)
 
     def build_encoder_layer(self, args: Namespace) -> nn.Module:
         """Returns one layer, with linear attention if --linear-attention names the encoder."""

@@ -259,12 +259,10 @@ def filled(template: list, inputs: Iterable[Tensor]) -> list:
 
 
 def stack_of(layers: nn.Module, config: FastWeightConfig, drop: float, args: Any, in_front: bool = False) -> nn.Module:
-    """The layers of an encoder or a decoder as one, where the options ask for that; otherwise as they are."""
+    """The layers of an encoder or a decoder as one."""
     if config.graph_training:
         refuse_beside("--graph-training", args, *APART)
         if any(isinstance(module, RandomFeatures) for module in layers.modules()):
             raise Mistake("--graph-training keeps what is drawn in the first pass; choose a --feature-map without random features")
-    if not (config.graph_training or config.reversible or in_front):
-        return layers
     kind = CapturedStack if config.graph_training else Stack
     return kind([*layers.children()], drop, config.reversible, in_front)

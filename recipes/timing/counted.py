@@ -102,7 +102,7 @@ def counted(config, task, model, criterion) -> dict[str, Any]:
     from hostcuda import Recorder
     from support.emulated import emulated
 
-    from fw_fairseq.ops import onednn
+    from fw_fairseq.mixers.parts import onednn
 
     length = config.task.get("tokens_per_sample") or SENTENCE
     model.train()

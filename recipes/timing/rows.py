@@ -44,7 +44,7 @@ def answer_in(folder: Path, program: Path, step: str, row: str, environment: dic
     done = subprocess.run(command, env=os.environ | given | environment, capture_output=True, text=True)
     found = re.search(r"^answer: (.*)$", done.stdout, re.MULTILINE)
     if not found:
-        last = (done.stdout + done.stderr).strip().splitlines()[-1]
+        last = (done.stderr + done.stdout).strip().splitlines()[-1]
         sys.exit(f"{program.name}: {step} {row} built no model: {last}")
     return json.loads(found[1])
 
