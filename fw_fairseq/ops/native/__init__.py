@@ -35,6 +35,7 @@ NAMES = {torch.float32: "float", torch.float64: "double"}
 GATHERED_NAMES = NAMES | {torch.bfloat16: "bfloat16"}  # of the loops of gathered.cpp and projections.cpp
 POINTERS = {"pool": 11, "pool_gradients": 19, "sru": 10, "memory_step": 1, "source_step": 1, "additive_step": 1, "leap_step": 1}
 GATHERED = {"choose": 8, "sum": 6, "few": 6, "project": 1, "feed": 1}
+LOADED: list[io.FileIO] = []
 SUM = hashlib.sha256().digest_size
 SECONDS = 300  # that a compiler may take for one file
 MANY = 2**18  # numbers from which on threads share the work
@@ -56,7 +57,7 @@ def library() -> ctypes.CDLL | None:
     try:
         file = build(*compiler)
         found = ctypes.CDLL(opened(file))
-        found.__dict__["file"] = file  # open as long as the library, whose name is the number of this file
+        LOADED.append(file)  # open as long as the library, which is never closed, and whose name is the number of this file
     except (OSError, RuntimeError, subprocess.SubprocessError, Mistake) as error:
         logger.info("SRU, pooling and decoding run in PyTorch, because %s cannot compile their loops: %s", compiler[0], error)
         return None
