@@ -17,9 +17,9 @@ from .compiler import Launcher
 from .delta import CHUNK, FIRSTS, FP32, ErasingKernel, Tiling
 from .family import Family, Gradients, Operands, Results
 from .launch import (
+    IN_TF32,
     PRECISIONS,
     held_bytes,
-    in_tf32,
     in_units,
     remembered,
     round_up,
@@ -49,7 +49,7 @@ class ChannelKernel(ErasingKernel):
     @classmethod
     def of(cls, x: Operands) -> ChannelKernel:
         assert x.e is not None
-        given = x.e.dim() == 4, x.w is not None, in_tf32(x.precision), held_bytes(x.q.device)
+        given = x.e.dim() == 4, x.w is not None, IN_TF32[x.precision], held_bytes(x.q.device)
         return cls.of_sizes(x.q.dtype, x.q.shape[3], x.v.shape[3], *given)
 
     @classmethod

@@ -29,11 +29,11 @@ from .decay_tiles import (
 )
 from .family import Family, Gradients, Operands, Results
 from .launch import (
+    IN_TF32,
     PRECISIONS,
     TYPES,
     add_up,
     held_bytes,
-    in_tf32,
     in_units,
     map_defines,
     remembered,
@@ -73,7 +73,7 @@ class DecayKernel(NamedTuple):
 
     @classmethod
     def of(cls, x: Operands) -> DecayKernel:
-        given = in_tf32(x.precision), x.f is not None, x.z is not None, x.row_map, held_bytes(x.q.device)
+        given = IN_TF32[x.precision], x.f is not None, x.z is not None, x.row_map, held_bytes(x.q.device)
         return cls.of_sizes(x.q.dtype, x.q.shape[3], x.v.shape[3], *given)
 
     @classmethod

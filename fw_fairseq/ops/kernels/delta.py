@@ -17,11 +17,11 @@ from ...feature_maps import AS_IS, RowMap
 from .compiler import Launcher
 from .family import Family, Gradients, Operands, Results
 from .launch import (
+    IN_TF32,
     PRECISIONS,
     TYPES,
     add_up,
     held_bytes,
-    in_tf32,
     map_defines,
     remembered,
     round_up,
@@ -154,7 +154,7 @@ class DeltaKernel(ErasingKernel):
 
     @classmethod
     def of(cls, x: Operands) -> DeltaKernel:
-        given = x.f is not None, x.w is not None, in_tf32(x.precision), x.row_map, held_bytes(x.q.device)
+        given = x.f is not None, x.w is not None, IN_TF32[x.precision], x.row_map, held_bytes(x.q.device)
         return cls.of_sizes(x.q.dtype, x.q.shape[3], x.v.shape[3], *given)
 
     @classmethod

@@ -43,7 +43,7 @@ class Operands(NamedTuple):
     e: Tensor | None
     w: Tensor | None
     memory: Tensor | None
-    precision: str = "exact"  # of products: "bf16"; "fp16", or what ``launch.in_tf32`` says; for fp32 "exact", or "tf32", faster
+    precision: str = "exact"  # of products: "bf16"; "fp16", or what ``launch.IN_TF32`` says; for fp32 "exact", or "tf32", faster
     row_map: RowMap = AS_IS
     divided: Divided | None = None  # for families that divide
 

@@ -25,14 +25,11 @@ SHARED = 99 * 1024  # bytes of shared memory that every device since compute cap
 TYPES = {torch.float32: "float", torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}  # what kernels read and write
 SHARED_MORE = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024, (10, 3): 227 * 1024}
 PRECISIONS = {"bf16": 0, "tf32": 1, "exact": 2, "fp16": 3}  # FW_PRECISION
-OPERANDS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of products; fp32 in the other precisions
+OPERANDS = {"bf16": torch.bfloat16, "tf32": torch.float32, "exact": torch.float32, "fp16": torch.float16}  # of products
+# the precision of kernels without products of fp16: tf32 holds it exactly, and bf16 would round it once more
+IN_TF32 = {"bf16": "bf16", "tf32": "tf32", "exact": "exact", "fp16": "tf32"}
 LAUNCHES: dict[tuple, tuple] = {}  # of prepared ones: what starts it, the numbers, and the places of the addresses among them
 _launcher: Any = CupyLaunch()
-
-
-def in_tf32(precision: str) -> str:
-    """The precision of kernels without products of fp16: tf32 holds it exactly, and bf16 would round it once more."""
-    return "tf32" if precision == "fp16" else precision
 
 
 def current() -> Any:

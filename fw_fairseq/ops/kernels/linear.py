@@ -17,12 +17,12 @@ from ...feature_maps import AS_IS, RowMap
 from .compiler import Launcher
 from .family import Divided, Family, Gradients, Operands, Results
 from .launch import (
+    IN_TF32,
     OPERANDS,
     PRECISIONS,
     TYPES,
     add_up,
     held_bytes,
-    in_tf32,
     map_defines,
     remembered,
     round_up,
@@ -99,7 +99,7 @@ class LinearKernel(NamedTuple):
     @classmethod
     def of(cls, x: Operands) -> LinearKernel:
         gates, held = (x.f is not None, x.w is not None), held_bytes(x.q.device)
-        precision = x.precision if x.divided is None else in_tf32(x.precision)
+        precision = x.precision if x.divided is None else IN_TF32[x.precision]
         given = x.q.dtype, x.q.shape[3], x.v.shape[3], *gates, precision, x.row_map, held
         return cls.of_sizes(*given, x.divided is not None)
 
@@ -120,7 +120,7 @@ class LinearKernel(NamedTuple):
         width = row_map.width(row)
         key = round_up(width, 16 * fewest_slices(width))
         kernel = cls(dtype, key, value, precision, f, w, row, width, row_map, held, sums)
-        longest = 64 if precision in OPERANDS else 32
+        longest = 64 if OPERANDS[precision] != torch.float32 else 32
         back = kernel.choose(longest, lambda tile: kernel.backward_bytes(tile, 1))
         ahead = kernel.choose(back.chunk, lambda tile: kernel.forward_bytes(tile, 1))
         return kernel._replace(ahead=ahead, back=back)
@@ -134,7 +134,7 @@ class LinearKernel(NamedTuple):
 
     @property
     def operand(self) -> torch.dtype:
-        return OPERANDS.get(self.precision, torch.float32)
+        return OPERANDS[self.precision]
 
     @property
     def scales(self) -> bool:
@@ -190,7 +190,7 @@ class LinearKernel(NamedTuple):
         chunks = (*q.shape[:2], -(-q.shape[2] // self.back.chunk))
         operand = self.operand
         kept = [((*chunks, -(-self.value // 16) * 16, self.key), operand)]
-        if self.scales:
+        if self.precision == "fp16":
             return [*kept, ((*chunks, -(-self.value // 16)), torch.int32)]
         return [*kept, ((*chunks, self.key), operand), (tuple(q.shape[:3]), torch.float32)] if self.sums else kept
 
@@ -260,7 +260,7 @@ def forward(launcher: Launcher, x: Operands, keep: bool = True) -> Results:
     y, final = torch.empty_like(x.v), x.q.new_empty((*x.q.shape[:2], kernel.width, kernel.value), dtype=torch.float32)
     saved = tuple([x.q.new_empty(shape, dtype=dtype) for shape, dtype in kernel.saved_like(x.q)]) if keep else ()
     tensors = dict(q=x.q, k=x.k, v=x.v, f=x.f, w=x.w, y=y, memory=x.memory, final=final, borders=saved[0] if keep else None)
-    tensors["scales"] = saved[1] if keep and kernel.scales else None
+    tensors["scales"] = saved[1] if keep and kernel.precision == "fp16" else None
     if divided:
         tensors |= {"sums": divided.sums, "final_sums": divided.final}
         if keep:
@@ -278,7 +278,7 @@ def backward(launcher: Launcher, x: Operands, saved: Sequence[Tensor], dy: Tenso
     shares = shares_of(grads, tiles)
     dv, before = torch.empty_like(x.v), None if x.memory is None else torch.empty_like(x.memory)
     tensors = inputs | shares | {"v": x.v, "dy": dy, "dv": dv, "dfinal": dmemory, "dmemory": before, "borders": saved[0]}
-    tensors["scales"] = saved[1] if kernel.scales else None
+    tensors["scales"] = saved[1] if kernel.precision == "fp16" else None
     if divided:
         tensors["dy"], tensors["ddivisors"] = undivided(launcher, divided, saved[-1], dy)
         tensors |= {"dfinal_sums": divided.final, "dsums": divided.sums, "sums_borders": saved[1]}
