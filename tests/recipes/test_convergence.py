@@ -166,7 +166,7 @@ def cells(printed: str, row: str, seed: int = 1) -> list[str]:
 @pytest.mark.parametrize("row", ["softmax-stream", "hebb", "sru-other", "sru-parts"])
 def test_rows_that_are_none(row, tmp_path):
     done = recipe("convergence/language.sh", tmp_path / "out_toy", row)
-    assert done.returncode == 1 and f"ROW is {row}; it must be one of additive additive_all decay " in done.stderr
+    assert done.returncode == 1 and f"ROW is {row}; it must be one of additive additive_all comba decay " in done.stderr
     done = recipe("convergence/conversion.sh", tmp_path / "out_toy", "leap-4")
     assert done.returncode == 1 and "ROW is leap-4; it must be softmax, RULE-M, " in done.stderr
 
