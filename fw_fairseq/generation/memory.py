@@ -224,10 +224,10 @@ class Memory(InPlaceStepper):
 
 
 def step_in_pytorch(memory: Memory, q: Tensor, k: Tensor, v: Tensor, *coefficients: Tensor | None) -> Tensor:
-    """As ``MemoryLoop``, with features q and k (R,H,1,K). coefficients: (R,H,1) or (R,H,1,X)."""
+    """As ``MemoryLoop``, with features q and k (R,H,1,K). coefficients: (R,H,1) or (R,H,1,X); plain layers have the first four."""
     held, mixer, sums = memory.in_order(), memory.mixer, memory.rule.normaliser
     width, eps = mixer.head_dim, mixer.feature_map.eps
-    f, z, e, w = (x if x is None or x.dim() == 4 else x.unsqueeze(-1) for x in coefficients)
+    f, z, e, w = (x if x is None or x.dim() == 4 else x.unsqueeze(-1) for x in coefficients[:4])
     values = held[..., :width]
     if f is not None:  # the sums of keys shrink, too, where they follow the writes
         (held if sums == "write" else values).mul_(f.mT)

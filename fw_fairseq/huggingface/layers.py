@@ -177,7 +177,7 @@ class Layer(nn.Module):
         super().__init__()
         width, inner = config.hidden_size, config.intermediate_size
         self.self_attn = self.make_mixer(config, index)
-        self.self_attn_layer_norm = None if self.self_attn.alone else make_norm(config)
+        self.self_attn_layer_norm = None if getattr(self.self_attn, "alone", False) else make_norm(config)
         gated = config.ffn_form == "swiglu"
         self.final_layer_norm, self.channel_mixing = make_norm(config) if inner else None, None
         if config.ffn_form.startswith("rwkv"):

@@ -25,7 +25,7 @@ CUTS_CHUNKS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 21
 WITHOUT_EFFECT = ("cache_position", "token_type_ids")  # which transformers passes to every model
 UNREAD = {"mixer", "mixer_pattern", "ffn_sru", "ffn_sparsity", "ffn_controller_dim", "qkv_sparsity", "output_sparsity"}
 UNREAD |= {"scale_output", "output_dropout", "reversible", "no_decoding_graph", "linear_attention", "decoder_attentions"}
-UNREAD |= {"source_in_front", "_name"}  # of fairseq's models, which exported folders have too
+UNREAD |= {"graph_training", "source_in_front", "_name"}  # of fairseq's models, which exported folders have too
 OPTIONS = UNREAD.union(DECLARED, *(mixer.options for mixer in MIXERS.values()))
 
 

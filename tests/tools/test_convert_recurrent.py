@@ -116,6 +116,19 @@ def test_what_would_compute_something_else_is_refused(arch, changed, said, tmp_p
     assert not (tmp_path / "out.pt").exists()
 
 
+@pytest.mark.parametrize("rule", [None, "gated_delta"])
+def test_hybrids_of_transformers_are_refused(rule, tmp_path):
+    """As transformers writes the text model of Qwen 3.5, and a model with pictures around it."""
+    sys.modules.setdefault("torchaudio", None)  # fairseq's, of another torch than ours: transformers would trip over it
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "Qwen3_5TextConfig"):
+        pytest.skip("transformers before Qwen 3.5")
+    for config in (transformers.Qwen3_5TextConfig(num_hidden_layers=4), transformers.Qwen3_5Config()):
+        config.save_pretrained(tmp_path)
+        with pytest.raises(Mistake, match=r"has recurrent layers beside softmax .*; run it in transformers, with fw_fairseq\.acc"):
+            convert(tmp_path, tmp_path / "out.pt", rule)
+
+
 def test_a_weight_that_is_missing_is_named(tmp_path):
     save("gla_lm", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

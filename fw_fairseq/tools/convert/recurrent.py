@@ -34,8 +34,15 @@ Tensors = dict[str, Tensor]
 
 
 def is_recurrent(source: Path) -> bool:
-    """Whether a folder has a model of one of the kinds here."""
-    return (source / "config.json").exists() and configuration(source).get("model_type") in KINDS
+    """Whether a folder has a model of one of the kinds here. Refuses one of transformers where only some layers recur."""
+    config = configuration(source) if (source / "config.json").exists() else {}
+    known = config.get("model_type") in KINDS
+    if not known and "linear_attention" in ((config.get("text_config") or config).get("layer_types") or ()):
+        raise Mistake(
+            f"SOURCE {source} has recurrent layers beside softmax with gates or positions that no mixer has; run it in"
+            " transformers, with fw_fairseq.accelerate()"
+        )
+    return known
 
 
 def configuration(folder: Path) -> dict[str, Any]:

@@ -16,11 +16,11 @@ FAMILIES = {
     BLACK: ["softmax"],
     VERMILLION: ["gated_delta", "kda", "gdn2", "rwkv7", "comba"],
     BLUE: ["delta", "delta_elu", "delta_dpfp", "delta_product"],
-    SKY: ["sru", "srupp", "lstm", "fwm_lstm", "additive", "leap", "favor"],
+    SKY: ["sru", "srupp", "additive", "leap", "favor", "lstm", "fwm_lstm"],
     GREEN: ["decay", "gla", "mamba2", "retnet", "hgrn2", "rwkv6"],
     ORANGE: ["sum", "elu"],
     PURPLE: ["gated", "dpfp"],
-    GREY: ["local_attention", "transformer_xl", "abc", "gsa", "linformer", "fwm"],
+    GREY: ["local_attention", "transformer_xl", "abc", "linformer", "fwm", "gsa"],
 }
 ALSO = {"transformer": "softmax", "transformer_lm": "softmax", "dense": "softmax", "linear": "elu", "performer": "favor"}
 TITLES = {"transformer_lm": "softmax", "transformer": "softmax", "softmax attention": "softmax", "elu": "ELU", "dpfp": "DPFP"}
