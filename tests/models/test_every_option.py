@@ -30,7 +30,7 @@ TINY = {
     "decoder_attention_heads": 2, "dropout": 0.0, "tokens_per_sample": 16, "max_target_positions": 16,
 }  # fmt: skip
 OPTIONS = {f.name: f for f in fields(FastWeightLanguageModelConfig)}
-ELSEWHERE = {"options_from", "no_decoding_graph"}  # the one stands for others, and graphs are of a GPU
+ELSEWHERE = {"options_from", "no_decoding_graph", "graph_training"}  # the one stands for others, and graphs are of a GPU
 ELSEWHERE |= {"allow_divergence"}  # which changes what is refused: tests/layers/test_parts.py
 OWN = sorted(OPTIONS.keys() - {f.name for f in fields(TransformerLanguageModelConfig)} - ELSEWHERE)
 VALUES = {  # where a default or the next number would change nothing in so small a model
@@ -95,7 +95,9 @@ def values(name: str, options: dict = OPTIONS) -> list:
 
 def bases(name: str) -> list[dict]:
     """Models that read the option, and some that do not."""
-    owners = [{"mixer": mixer} | NEEDS.get(name, {}) for mixer, kind in MIXERS.items() if name in kind.options]
+    readers = {mixer: kind.options for mixer, kind in MIXERS.items() if name in kind.options}
+    needed = NEEDS.get(name, {}).items()
+    owners = [{"mixer": mixer, **{key: value for key, value in needed if key in read}} for mixer, read in readers.items()]
     maps = {phi: "sum" if kind.non_negative else "l2" for phi, kind in FEATURE_MAPS.items() if name in kind.options}
     if name in NEEDS and not owners:
         owners = [NEEDS[name]]

@@ -112,6 +112,8 @@ def load(folder):
 def test_logits_are_fairseqs(name, dictionary, tmp_path):
     """In one pass, in two, one by one, and of a padded batch."""
     fairseqs, model = exported(OPTIONS[name], dictionary, tmp_path)
+    if name == "fwm_lstm":  # its norms of what is read magnify rounding
+        fairseqs, model = fairseqs.double(), model.double()
     tokens = torch.randint(4, 64, (2, 9))
     expected = logits(fairseqs, tokens)
     torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-5)
