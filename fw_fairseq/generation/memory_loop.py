@@ -102,8 +102,8 @@ class MemoryLoop:
 
 
 def step(memory: Tensor, *operands: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What q reads, (R,H,1,V), and the memory (R,H,K,V) after a token, without a mixer. operands: as of ``MemoryLoop``, and q and k
-    are features. The caller makes sure that ``takes`` is true of all of them and that nothing needs a gradient."""
+    """Returns what q reads, (R,H,1,V), and the memory (R,H,K,V) after a token, without a mixer. operands: as of ``MemoryLoop``, and
+    q and k are features. The caller makes sure that ``takes`` is true of all of them and that nothing needs a gradient."""
     memory, after = memory.contiguous(), torch.empty_like(memory, memory_format=torch.contiguous_format)
     rows, heads, keys, values = memory.shape
     s = MemoryStep(rows=rows, heads=heads, input=keys, keys=keys, values=values, scale=1, threads=threads(memory.numel()))

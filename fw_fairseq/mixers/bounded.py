@@ -53,7 +53,12 @@ class Bounded(Mixer):
         self.reset_parameters()
 
     def weights_of_a_token(self) -> int:
-        return 0
+        """How many of them the input projection makes."""
+        return self.num_heads * self.slots
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        """q, k, v (T,B,C) and what makes the weights (T,B,X)."""
+        return self.in_proj(x).split([self.embed_dim] * 3 + [self.weights_of_a_token()], -1)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -99,9 +104,6 @@ class Bounded(Mixer):
 class Abc(Bounded):
     """ABC_MLP: the weights are w_t = exp(W_w x_t), with exponents from -20 to 20, and each slot is a mean weighted by them."""
 
-    def weights_of_a_token(self) -> int:
-        return self.num_heads * self.slots
-
     def forward(
         self,
         x: Tensor,
@@ -111,9 +113,7 @@ class Abc(Bounded):
         source: Tensor | None = None,
         **unused,
     ) -> tuple[Tensor, BoundedState]:
-        *parts, scores = self.in_proj(x if source is None else source).split(
-            [self.embed_dim] * 3 + [self.num_heads * self.slots], -1
-        )
+        *parts, scores = self.parts(x if source is None else source)
         weights = wide(self.by_head(scores)).clamp(-LIMIT, LIMIT).exp()
         return self.read(parts, weights, state, {"padding_mask": padding_mask, "reset_mask": reset_mask}, means=True)
 
@@ -131,9 +131,6 @@ class Gsa(Bounded):
         self.sizes = {"q": embed_dim, "k": embed_dim, "v": embed_dim, "f": self.weights_of_a_token()}  # of in_proj's rows
         self.norm = ChannelNorm(heads, self.head_dim, centred=False, eps=eps)
 
-    def weights_of_a_token(self) -> int:
-        return self.num_heads * self.slots
-
     def forward(
         self,
         x: Tensor,
@@ -143,7 +140,7 @@ class Gsa(Bounded):
         source: Tensor | None = None,
         **unused,
     ) -> tuple[Tensor, BoundedState]:
-        *parts, gates = self.in_proj(x if source is None else source).split([self.embed_dim] * 3 + [self.weights_of_a_token()], -1)
+        *parts, gates = self.parts(x if source is None else source)
         q, k, v = (F.silu(wide(self.by_head(part))) for part in parts)
         g, (keys, values) = root8(wide(self.by_head(gates))), (None, None) if state is None else state[:2]
         masks = {"padding_mask": padding_mask, "reset_mask": reset_mask}
@@ -162,6 +159,9 @@ class Linformer(Bounded):
         places = self.read_settings(config, given).slot_positions
         self.position_weight = nn.Parameter(torch.randn(places, heads, self.slots) / math.sqrt(self.slots))
 
+    def weights_of_a_token(self) -> int:
+        return 0
+
     def forward(
         self,
         x: Tensor,
@@ -178,5 +178,6 @@ class Linformer(Bounded):
         places, end = places_in_texts(start, x.shape[0], padding_mask, reset_mask)
         weights = wide(self.position_weight)[places.clamp(max=len(self.position_weight) - 1)].transpose(1, 2)  # (B,H,T,N)
         masks = {"padding_mask": padding_mask, "reset_mask": reset_mask}
-        y, state = self.read(list(self.in_proj(x if source is None else source).chunk(3, -1)), weights, state, masks, means=False)
+        *parts, _ = self.parts(x if source is None else source)
+        y, state = self.read(parts, weights, state, masks, means=False)
         return y, state._replace(position=end)

@@ -109,12 +109,12 @@ def dtypes(tensors: Sequence[Tensor | None]) -> list[torch.dtype]:
 
 
 class Replay(torch.autograd.Function):
-    """Replays the graphs of ``Passes`` on inputs and parameters. ``turn``: a list with the number of forward passes so far."""
+    """Replays the graphs of ``Passes``, which ``captured`` has, on inputs and parameters."""
 
     @staticmethod
-    def forward(ctx: Any, passes: Passes, turn: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
-        turn[0] += 1
-        ctx.passes, ctx.turn, ctx.own = passes, turn, turn[0]
+    def forward(ctx: Any, passes: Passes, captured: Captured, *tensors: Tensor) -> tuple[Tensor, ...]:
+        captured.turn += 1
+        ctx.passes, ctx.captured, ctx.turn = passes, captured, captured.turn
         outputs = passes.start(tensors[: len(passes.inputs)])
         found = tuple(y.detach() for y in outputs)
         ctx.mark_non_differentiable(*(y for y, own in zip(found, outputs) if not own.requires_grad))
@@ -124,7 +124,7 @@ class Replay(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *given: Tensor | None) -> tuple:
-        if ctx.turn[0] != ctx.own:
+        if ctx.turn != ctx.captured.turn:
             raise Mistake(
                 "--graph-training keeps the activations of one forward pass, and this loss has two before a backward; leave it out"
             )
@@ -150,7 +150,7 @@ class Captured:
         self.modules = [module for layer in stack.children() for module in layer.modules()]
         self.parameters: dict[str, Tensor] = {f"stack.{name}": p for name, p in stack.named_parameters() if p.requires_grad}
         self.places = self.addresses()
-        self.turn = [0]
+        self.turn = 0  # forward passes so far
         self.passes: dict[Any, tuple[Passes, list]] = {}
         self.how: dict[str, Any] = {}
         if next(iter(self.parameters.values())).is_cuda:  # other threads, such as the one that loads batches, may allocate
@@ -189,7 +189,7 @@ class CapturedStack(Stack):
         if found is None:
             return super().run(x, *args, **kwargs)
         passes, returned = found
-        outputs = Replay.apply(passes, captured.turn, *filter(is_input, given), *captured.parameters.values())
+        outputs = Replay.apply(passes, captured, *filter(is_input, given), *captured.parameters.values())
         y, after = pytree.tree_unflatten(filled(returned[0], outputs), returned[1])
         if states is not None:
             states.after.update(after)

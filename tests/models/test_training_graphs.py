@@ -10,8 +10,8 @@ from support.emulated import emulated
 from support.language_models import build, draw
 from support.launches import batch, count_update, trainer_of
 from support.recorded import Recorded, RecordingLaunch
-from test_translation_on_kernels import build as build_translation
-from test_translation_on_kernels import draw as draw_sentences
+from support.translation_models import build as build_translation
+from support.translation_models import draw as draw_sentences
 
 import fw_fairseq.models  # noqa: F401
 from fw_fairseq.errors import Mistake

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 import pytest
 import torch
-from fairseq import models as registered
 from fairseq.modules import MultiheadAttention
 from fairseq.sequence_generator import SequenceGenerator
 from support.graphs import Repeated, emulate_graphs
 from support.language_models import make_task
+from support.translation_models import build, draw
 
 import fw_fairseq.models  # noqa: F401
 from fw_fairseq.config import FastWeightTransformerConfig
@@ -22,7 +20,6 @@ from fw_fairseq.modules.sparse import make_sparse
 from fw_fairseq.ops.kernels.compiler import CupyLaunch
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("one_thread")]
-SIDE = {"layers": 2, "embed_dim": 32, "ffn_embed_dim": 48, "attention_heads": 4}
 OPTIONS = {
     "elu": {"update_rule": "sum", "feature_norm": "none", "attention_norm": True},
     "dpfp": {"update_rule": "delta", "feature_map": "dpfp", "dpfp_nu": 2},
@@ -35,18 +32,6 @@ OPTIONS = {
 @pytest.fixture
 def kernels(emulate, monkeypatch):
     return emulate_graphs(emulate(), monkeypatch)
-
-
-def build(**options):
-    sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in SIDE.items()}
-    args = Namespace(dropout=0.0, **sides, **options)
-    registered.ARCH_CONFIG_REGISTRY["fast_weight_transformer"](args)
-    return registered.MODEL_REGISTRY["fast_weight_transformer"].build_model(args, make_task(40)).eval()
-
-
-def draw(*lengths):
-    rows = [torch.cat([torch.randint(4, 40, (length - 1,)), torch.tensor([2])]) for length in lengths]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=1)
 
 
 @torch.no_grad()
