@@ -10,7 +10,7 @@ import pytest
 import torch
 from fairseq import checkpoint_utils
 from support.commands import USER_DIR, fairseq, succeed
-from support.pretrained_models import make, symbols, texts
+from support.pretrained_models import ARCHITECTURES, make, symbols, texts
 
 from fw_fairseq.pretrained.folders import symbols_of, write_dictionary
 
@@ -21,6 +21,8 @@ TRAIN = (
     " --criterion fast_weight_cross_entropy --tokens-per-sample 16 --batch-size 4 --optimizer adam --lr 0.003 --seed 1"
     " --no-epoch-checkpoints --num-workers 0"
 )
+
+ADAPTERS = "--train-only adapters --adapter-rank 2"
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +51,16 @@ def load(path):
     return checkpoint_utils.load_model_ensemble([str(path)])[0][0].eval()
 
 
-@pytest.mark.parametrize("task", ["language_modeling", "stateful_language_modeling"])
-def test_a_resumed_run_is_the_whole_run_and_a_checkpoint_stands_alone(task, folder, tmp_path):
-    mixers = [] if task == "language_modeling" else ["--checkpoint-activations"]
-    source = shutil.copytree(folder / "model", tmp_path / "model")
-    given = ["--pretrained", source, *mixers]
+@pytest.mark.parametrize(
+    "name, task, options",
+    [("llama", "stateful_language_modeling", "--checkpoint-activations"), ("llama", "language_modeling", ADAPTERS)]
+    + [(name, "language_modeling", "") for name in ARCHITECTURES],
+    ids=["stream", "adapters", *ARCHITECTURES],
+)
+def test_a_resumed_run_is_the_whole_run_and_a_checkpoint_stands_alone(name, task, options, folder, tmp_path):
+    source = tmp_path / "model"
+    make(name).save_pretrained(source)
+    given = ["--pretrained", source, *options.split()]
     train(folder, tmp_path / "whole", "--max-update", "6", *given, task=task)
     train(folder, tmp_path / "parts", "--max-update", "3", *given, task=task)
     train(folder, tmp_path / "parts", "--max-update", "6", *given, task=task)
@@ -62,7 +69,9 @@ def test_a_resumed_run_is_the_whole_run_and_a_checkpoint_stands_alone(task, fold
     tokens = symbols(whole, texts())
     with torch.no_grad():
         torch.testing.assert_close(whole(tokens)[0], parts(tokens)[0], rtol=0, atol=0)
-    assert not torch.equal(whole.decoder.model.lm_head.weight, make("llama").lm_head.weight)
+    now, before = dict(whole.decoder.model.named_parameters()), dict(make(name).named_parameters())
+    assert {torch.equal(now[key], x) for key, x in before.items()} == {options == ADAPTERS}
+    assert all(x.any() for key, x in now.items() if key.endswith(".adapter.left"))
     options = ["--path", tmp_path / "whole" / "checkpoint_last.pt", "--gen-subset", "test", "--tokens-per-sample", "16"]
     printed = succeed(fairseq("eval_lm", folder / "bin", *USER_DIR, "--task", task, "--batch-size", "1", *options))
     assert float(re.search(r"Perplexity: ([\d.]+)", printed)[1]) > 1
