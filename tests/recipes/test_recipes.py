@@ -231,7 +231,7 @@ def test_variables_of_before_are_not_ignored(name, variable, tmp_path):
     "name, args", [("wikitext2/table.sh", []), ("wikitext2/speed.sh", []),
                    ("multi30k/table.sh", []), ("streaming/memory.sh", []), ("synthetic/point.sh", ["capacity-2-softmax"]),
                    ("synthetic/sweep.sh", ["capacity-2"]), ("workers/speed.sh", []), ("demo.sh", []),
-                   ("smollm2/prepare.sh", []), ("smollm2/finetune.sh", ["gated_delta"])]
+                   ("smollm2/prepare.sh", []), ("smollm2/finetune.sh", ["gated_delta"]), ("smollm2/harness.sh", ["softmax"])]
 )  # fmt: skip
 def test_recipes_without_a_toy_size_refuse_it(name, args, tmp_path):
     """In one sentence that says what to do, before anything is downloaded, made or trained."""
