@@ -14,6 +14,9 @@ find_programs
 read_row "$@"
 checkpoint=$OUT/$row/${CHECKPOINT:-all/checkpoint_last.pt}
 need_file "$checkpoint" "recipes/smollm2/finetune.sh $row"
-logged "$OUT/$row/export.log" "$PYTHON" -m fw_fairseq.tools.export_hf "$checkpoint" "$OUT/$row/folder" --force --data "$OUT/data" \
-    --tokenizer "$OUT/model" "${@:2}"
-echo "$OUT/$row/folder is ready"
+folder=$OUT/$row/folder
+rm -rf "$folder.part"
+logged "$OUT/$row/export.log" "$PYTHON" -m fw_fairseq.tools.export_hf "$checkpoint" "$folder.part" --data "$OUT/data" --tokenizer "$OUT/model" "${@:2}"
+rm -rf "$folder"
+mv "$folder.part" "$folder"
+echo "$folder is ready"
