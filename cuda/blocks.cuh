@@ -101,6 +101,19 @@ __device__ __forceinline__ void load_block(Block& block, const Operand* at, int 
     }
 }
 
+// Clears the other half of a left block: eight of its rows, or of its columns.
+__device__ __forceinline__ void keep_half(Block& block, bool rows, int half) {
+    constexpr int EACH = FW_PRECISION == 0 ? 1 : 2;
+#pragma unroll
+    for (int i = 0; i < 4 * EACH; i++) {
+        if ((rows ? i / EACH % 2 : i / EACH / 2) == half) continue;
+        block.hi[i] = 0;
+        if (FW_PRECISION == 2) block.lo[i % (sizeof(block.lo) / sizeof(unsigned))] = 0;
+    }
+}
+__device__ __forceinline__ void keep_rows(Block& block, int half) { keep_half(block, true, half); }
+__device__ __forceinline__ void keep_columns(Block& block, int half) { keep_half(block, false, half); }
+
 // acc as a left side: rows stay rows.
 __device__ __forceinline__ void left_from(Block& block, const Acc& acc) {
 #pragma unroll

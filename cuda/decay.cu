@@ -8,9 +8,11 @@
 //     Y^ = Q^ W^ + tril(Q^ K^T) V^,    W^ += K^T V^
 //
 // on tensor cores, while the next chunk's columns are being loaded. There are two barriers for each chunk: one with the vote on its
-// rounds, and one before the products; FW_K_WARPS > 1 adds one, and a map two. Saved for the backward: the memory before each part of
-// FW_PART tokens.
+// rounds, and one before the products; FW_K_WARPS > 1 adds one, and a map two. A chunk in halves does the products with eight tokens
+// at a time. Saved for the backward: the memory before each part of FW_PART tokens.
 #include "decay_memory.cuh"
+
+#define FW_BLOCKS (FW_PRECISION == 0 && FW_WARPS <= 4 ? 12 / FW_WARPS : 1)  // of a processor, whose schedulers have three warps each
 
 struct Shared {
 #if FW_MAP
@@ -24,7 +26,9 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == FW_SHARED, "the host counts other bytes");
 
-// y (16 tokens, this warp's value channels): the share of this warp's key channels, of the memory (BORDERS) and of the pairs.
+// y (16 tokens, this warp's value channels): the share of this warp's key channels, of the memory (BORDERS) and of the pairs. Of
+// the memory that of one half alone, if it is given.
+template <int HALF = -1>
 __device__ __forceinline__ void read_chunk(Acc (&y)[Memory::ROWS], Memory& memory, const Shared& s, bool borders, int mode) {
     Acc scores;
     clear(scores);
@@ -38,6 +42,7 @@ __device__ __forceinline__ void read_chunk(Acc (&y)[Memory::ROWS], Memory& memor
             multiply(scores, queries, right);
         }
         if (borders) {
+            if (HALF >= 0) keep_rows(queries, HALF);
 #pragma unroll
             for (int r = 0; r < Memory::ROWS; r++) {
                 right_from_t(right, memory.acc[r][c]);
@@ -167,10 +172,11 @@ __device__ __forceinline__ void take_rounds(const Params& p, Shared& s, Memory& 
         by_side<true>(p, s, [&](const auto& job) {
             Columns columns;
             Factors factors;
+            const int again = unknown(start);  // addresses that were kept would fill the registers
             columns.find(p, job);
-            columns.load_gates(p, job, start);
-            load_chunk(columns, p, job, start);
+            columns.load_gates(p, job, again);
             factors.multiply(mode, job.late, columns.gate);
+            load_chunk(columns, p, job, again);
             put_chunk(s, columns, job, factors);
             if (mode == BORDERS) s.scales.put_whole(job, factors.whole, turn);
         });
@@ -196,6 +202,7 @@ __device__ __forceinline__ void take_rounds(const Params& p, Shared& s, Memory& 
 }
 
 // A chunk in one round: what its scaled columns in shared memory do.
+template <bool IN_HALVES>
 __device__ __forceinline__ void take_chunk(const Params& p, Shared& s, Memory& memory, int start, int turn) {
     if (p.borders && start && start % FW_PART == 0) {
         Memory before = memory;
@@ -206,18 +213,25 @@ __device__ __forceinline__ void take_chunk(const Params& p, Shared& s, Memory& m
     Acc y[Memory::ROWS], scaled[Memory::ROWS];
 #pragma unroll
     for (int r = 0; r < Memory::ROWS; r++) clear(y[r]), clear(scaled[r]);
-    read_chunk(y, memory, s, true, PAIRS);
+    if (IN_HALVES) {
+        read_chunk<0>(y, memory, s, true, BORDERS);
+        memory.add_outer<0>(s.v, s.k);
+        memory.scale(s.scales, Scales::MIDDLE);
+        read_chunk<1>(y, memory, s, true, PAIRS_OF_HALVES);
+    } else {
+        read_chunk(y, memory, s, true, PAIRS);
+    }
     add_reads(scaled, y, s);
     put_y(p, s, scaled, start);
-    memory.add_outer(s.v, s.k);
+    memory.add_outer<IN_HALVES ? 1 : -1>(s.v, s.k);
 }
 
-extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, 1) decay_forward(const Params p) {
+extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, FW_BLOCKS) decay_forward(const Params p) {
     extern __shared__ __align__(16) unsigned char shared[];
     Shared& s = *(Shared*)shared;
     Memory memory;
     Columns columns;
-    int tier = SPLIT, turn = 1;
+    int tier = SPLIT;
 
 #if FW_MAP
     load_rows(s.rows, p, 0);
@@ -225,7 +239,8 @@ extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, 1) decay_forward(con
     if (is_owner()) memory.load(memory_of(p.memory, p), p);
     s.scales.leave_nothing(1);
     by_side(p, s, [&](const auto& job) { columns.find(p, job); });
-    for (int start = -FW_CHUNK; start < p.T; start += FW_CHUNK, turn ^= 1) {  // the first turn loads the first chunk
+    for (int start = -FW_CHUNK; start < p.T; start += FW_CHUNK) {  // the first turn loads the first chunk
+        const int turn = start / FW_CHUNK & 1;
         if (start >= 0) {
 #if FW_MAP
             take_rows(s, columns, p, start);
@@ -234,23 +249,27 @@ extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, 1) decay_forward(con
             float smallest = 1.f;
             bool key = false;
             by_side(p, s, [&](const auto& job) {
-                frame.multiply(job, columns.gate);
+                frame.multiply<false>(job, columns.gate);
                 smallest = frame.smallest();
                 key = job.key;
             });
-            tier = vote_tier(smallest, key);
+            tier = ONE_ROUND;
+            if (FW_TIER > SMALL_GATES || !in_range(smallest, key)) tier = vote_halves(p, s, columns, frame, smallest, key);
             if (in_one_round(tier)) {
                 by_side(p, s, [&](const auto& job) {
                     put_chunk(s, columns, job, frame);
-                    s.scales.put<false>(job, frame.half, turn);
+                    s.scales.put<false>(job, frame.before, frame.after, turn);
+                    if (tier == HALVES) s.scales.put_middle(job, true, frame.before);
                 });
             } else {
                 take_rounds(p, s, memory, start, tier, turn);
             }
         }
         __syncthreads();
+        columns.forget();
         by_side(p, s, [&](const auto& job) { load_early(columns, p, job, start + FW_CHUNK); });
-        if (in_one_round(tier) && is_owner()) take_chunk(p, s, memory, start, turn);
+        if (FW_HALVES && tier == HALVES && is_owner()) take_chunk<true>(p, s, memory, start, turn);
+        else if (in_one_round(tier) && is_owner()) take_chunk<false>(p, s, memory, start, turn);
         if (FW_K_WARPS > 1 && start >= 0) {
             __syncthreads();
             by_side<true>(p, s, [&](const auto& job) { sum_y(p, s, job, start); });
@@ -258,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, 1) decay_forward(con
     }
     __syncthreads();
     if (is_owner()) {
-        memory.scale(s.scales, Scales::LEFT + (turn ^ 1));
+        memory.scale(s.scales, Scales::LEFT + ((p.T + FW_CHUNK - 1) / FW_CHUNK + 1 & 1));
         memory.store(memory_of(p.final_memory, p), p);
     }
 }

@@ -76,7 +76,7 @@ __device__ __forceinline__ void put_round(Shared& s, const Params& p, const J& j
 }
 
 // The memory before each chunk of a part, and the chunk's keys and values, in the frame that the chunk will use. Returns how the
-// chunks run, two bits for each.
+// chunks run, three bits for each.
 __device__ __forceinline__ int recompute(const Params& p, Shared& s, int part, int chunks) {
     Memory memory;
     Columns columns;
@@ -95,17 +95,17 @@ __device__ __forceinline__ int recompute(const Params& p, Shared& s, int part, i
             float smallest = 1.f;
             bool key = false, small = false;
             by_side(p, s, [&](const auto& job) {
-                frame.multiply(job, columns.gate);
+                frame.multiply<false>(job, columns.gate);
                 smallest = frame.smallest();
                 key = job.key;
                 small = job.gated && has_small_gate(columns);
             });
             tier = vote_tier(smallest, key, small);
-            tiers |= tier << 2 * chunk;
+            tiers |= tier << 3 * chunk;
             if (in_one_round(tier)) {
                 by_side(p, s, [&](const auto& job) {
                     columns.put<false>(job.key ? s.k[chunk] : s.v[chunk], job.key ? FW_LDK : FW_LDV, job, frame.writes);
-                    s.scales.put<false>(job, frame.half, turn);
+                    s.scales.put<false>(job, frame.before, frame.after, turn);
                 });
             } else {
                 by_side<true>(p, s, [&](const auto& job) { put_round<false>(s, p, job, BORDERS, start, chunk, turn); });
@@ -136,7 +136,7 @@ __device__ __forceinline__ void score_pairs(Shared& s, int mode, int chunk) {
 
 // What seldom runs is a function of its own, so that the loop has all registers for itself. With operands of 32 bits the call would
 // spill more than it saves.
-#if FW_PRECISION == 0 && FW_TIER < 0
+#if FW_PRECISION == 0 && FW_TIER < 3
 #define FW_SELDOM __noinline__
 #else
 #define FW_SELDOM __forceinline__
@@ -190,9 +190,9 @@ template <class J>
 __device__ __forceinline__ void put_reads(Shared& s, const Columns& columns, const J& job, int turn) {
     constexpr int LD = J::key ? FW_LDK : FW_LDV;
     Frame frame;
-    frame.multiply(job, columns.gate);
+    frame.multiply<false>(job, columns.gate);
     columns.put<true>(J::key ? s.q : s.dy, LD, job, frame.reads);
-    s.scales.put<true>(job, frame.half, turn);
+    s.scales.put<true>(job, frame.before, frame.after, turn);
     if (!J::gated || !job.active) return;
     float* factors = (J::key ? s.key[FW_KEY_SUMS - 1] : s.value[FW_VALUE_SUMS - 1]) + job.column;
 #pragma unroll
@@ -226,7 +226,7 @@ __device__ __forceinline__ void reverse_part(const Params& p, Shared& s, int par
 #pragma unroll 1
     for (int chunk = chunks; chunk >= 0; chunk--) {  // the first turn loads the last chunk
         const int start = part * FW_PART + chunk * FW_CHUNK, turn = chunk & 1;
-        const int tier = chunk < chunks ? tiers >> 2 * chunk & 3 : ONE_ROUND;
+        const int tier = chunk < chunks ? tiers >> 3 * chunk & 7 : ONE_ROUND;
         float gate[2][8];
         if (chunk < chunks) {
 #if FW_MAP

@@ -3,12 +3,14 @@
 
 #include "columns.cuh"
 
-// What the memory is multiplied by, for each key channel and each value channel: by a chunk (CHUNK), and what a chunk leaves to do
-// to it, in turns.
+#define FW_HALVES (FW_K <= (FW_PRECISION == 2 ? 64 : 128))  // whether chunks run in halves: with wider keys that would spill registers
+
+// What the memory is multiplied by, for each key channel and each value channel: by a chunk (CHUNK), what a chunk leaves to do
+// to it, in turns, and on its way from the middle of a chunk's first half to that of its second (MIDDLE).
 struct Scales {
-    enum { CHUNK, LEFT };
-    float key[3][FW_K];
-    float value[3][FW_V];
+    enum { CHUNK, LEFT, MIDDLE = LEFT + 2 };
+    float key[4][FW_K];
+    float value[4][FW_V];
 
     template <class J>
     __device__ __forceinline__ float2* at(const J& job, int which) {
@@ -24,14 +26,23 @@ struct Scales {
     // For a chunk of one round: on its way to the chunk's middle the memory takes up what the last chunk left and one half's gates;
     // those of the other half are left. BACK: time runs backwards.
     template <bool BACK, class J>
-    __device__ __forceinline__ void put(const J& job, const float (&half)[2], int turn) {
+    __device__ __forceinline__ void put(const J& job, const float (&before)[2], const float (&after)[2], int turn) {
         if (!job.active) return;
+        const float(&first)[2] = BACK ? after : before, (&last)[2] = BACK ? before : after;
         if (BACK == (job.late != 0)) {
             const float2 left = *at(job, LEFT + (turn ^ 1));
-            *at(job, CHUNK) = make_float2(left.x * half[0], left.y * half[1]);
+            *at(job, CHUNK) = make_float2(left.x * first[0], left.y * first[1]);
         } else {
-            *at(job, LEFT + turn) = make_float2(half[0], half[1]);
+            *at(job, LEFT + turn) = make_float2(last[0], last[1]);
         }
+    }
+
+    // The first half's share of MIDDLE, and after a barrier the second's.
+    template <class J>
+    __device__ __forceinline__ void put_middle(const J& job, bool second, const float (&gates)[2]) {
+        if (!job.active || second != (job.late != 0)) return;
+        const float2 first = second ? *at(job, MIDDLE) : make_float2(1.f, 1.f);
+        *at(job, MIDDLE) = make_float2(first.x * gates[0], first.y * gates[1]);
     }
 
     // For a chunk of several rounds: all of its gates; nothing is left.
@@ -42,6 +53,19 @@ struct Scales {
         *at(job, LEFT + turn) = make_float2(1.f, 1.f);
     }
 };
+
+// How a chunk runs that is not in range of one frame, and its frames in halves. `smallest` is that of 8 gates.
+template <class S>
+__device__ __forceinline__ int vote_halves(const Params& p, S& s, const Columns& columns, Frame& frame, float smallest, bool key) {
+    if (!FW_HALVES) return vote_rounds(smallest, FW_SPLIT_PAIRS);
+    float quarter = 1.f;
+    by_side(p, s, [&](const auto& job) {
+        frame.multiply<true>(job, columns.gate);
+        quarter = frame.smallest();
+        s.scales.put_middle(job, false, frame.after);
+    });
+    return FW_TIER <= HALVES && in_range(quarter, key) ? HALVES : vote_rounds(smallest, FW_SPLIT_PAIRS);
+}
 
 // acc += a b, where acc is a sum over all of time. In fp32 the tensor cores do not make that sum, because they cut off
 // what they add up.
@@ -112,11 +136,15 @@ struct Memory {
         }
     }
 
-    // += values^T keys, both (16, channels) arrays of a chunk.
+    // += values^T keys, both (16, channels) arrays of a chunk, or of one half of it.
+    template <int HALF = -1>
     __device__ __forceinline__ void add_outer(const Operand* values, const Operand* keys) {
         Block left[ROWS];
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) load_block<true, true>(left[r], values + first_row() + 16 * r, FW_LDV);
+        for (int r = 0; r < ROWS; r++) {
+            load_block<true, true>(left[r], values + first_row() + 16 * r, FW_LDV);
+            if (HALF >= 0) keep_columns(left[r], HALF);
+        }
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
             Block right;

@@ -7,6 +7,9 @@
 // taken apart: those across the chunk's middle, then across the middle of each half, and so on (LEVEL16, 8, 4, 2), where no factor
 // exceeds 1 either, and those of a token with itself (DIAGONAL). That is exact for every gate, 0 included.
 //
+// Between the two, each half of a chunk has a frame of its own, about its own middle (HALVES), so that no factor is a product of more
+// than four gates. The memory goes from the one to the other inside the chunk, with what the first half wrote.
+//
 // Where a gate is small, though not too small for one round or for split pairs, the backward differs: there the pairs that a gate
 // spans are summed one by one.
 #pragma once
@@ -15,16 +18,16 @@
 
 #define FW_CHUNK 16
 
-enum Tier { ONE_ROUND, SMALL_GATES, SPLIT, LEVELS };  // how a chunk runs
+enum Tier { ONE_ROUND, SMALL_GATES, HALVES, SPLIT, LEVELS };  // how a chunk runs
 #ifndef FW_TIER
 #define FW_TIER -1  // or the tier of every chunk, whatever its gates: to count what it takes
 #endif
-enum Mode { BORDERS, PAIRS, LEVEL16, LEVEL8, LEVEL4, LEVEL2, DIAGONAL, DONE };
+enum Mode { BORDERS, PAIRS, LEVEL16, LEVEL8, LEVEL4, LEVEL2, DIAGONAL, DONE, PAIRS_OF_HALVES };
 
-// The smallest product of 8 gates with which a chunk can run in one round. There a factor of the key side meets one of the value
-// side. Together they reach 1e28, so that products of operands may reach 1e10, and the memory's gradient meets 1e-28, so that it is
-// lost below 1e-10. One side's product may be smaller where the other side's is larger by as much; not by more, because the
-// memory is scaled by two of them at a time.
+// The smallest product of gates, up to a frame's middle or from there on, with which the frame is used. There a factor of the key
+// side meets one of the value side. Together they reach 1e28, so that products of operands may reach 1e10, and the memory's gradient
+// meets 1e-28, so that it is lost below 1e-10. One side's product may be smaller where the other side's is larger by as much; not by
+// more, because the memory is scaled by two of them at a time.
 #define FW_ONE_FRAME 1e-14f
 #define FW_UNEVEN 1e4f
 // And with split pairs (PAIRS), where the sides do not meet: forward, and backward, where gradients are multiplied by it.
@@ -41,12 +44,13 @@ __device__ __forceinline__ int level_size(int mode) { return 16 >> (mode - LEVEL
 // Whether this mode does the pair of tokens t (reads) and s (was written), s < t.
 __device__ __forceinline__ bool does_pair(int mode, int t, int s) {
     if (mode == PAIRS) return s < t;
+    if (mode == PAIRS_OF_HALVES) return s < t && s / 8 == t / 8;
     if (mode < LEVEL16 || mode > LEVEL2) return false;
     int size = level_size(mode);
     return t / size == s / size && t % size >= size / 2 && s % size < size / 2;
 }
 
-__device__ __forceinline__ bool does_self(int mode) { return mode == PAIRS || mode == DIAGONAL; }
+__device__ __forceinline__ bool does_self(int mode) { return mode == PAIRS || mode == PAIRS_OF_HALVES || mode == DIAGONAL; }
 
 // A lane holds eight tokens of a channel, outward from the chunk's middle: token_of(late, j) for j = 0..7. The lane 16 away
 // holds the other eight.
@@ -123,52 +127,62 @@ struct Factors {
 // What a chunk of one round multiplies a lane's two channels by at eight tokens, which go forward.
 struct Frame {
     float reads[2][8], writes[2][8];  // of the token as it reads, as it was written
-    float half[2];                    // products of all eight gates
+    float before[2], after[2];        // products of the lane's gates up to the frame's middle, and from there on
 
-    template <class J>
+    // HALVES: the middle is that of the eight tokens, not of the chunk.
+    template <bool HALVES, class J>
     __device__ __forceinline__ void multiply(const J& job, const float (&gate)[2][8]) {
-        half[0] = half[1] = 1.f;
         if constexpr (!J::gated) {
+            before[0] = before[1] = after[0] = after[1] = 1.f;
 #pragma unroll
             for (int i = 0; i < 16; i++) reads[i % 2][i / 2] = writes[i % 2][i / 2] = 1.f;
+        } else if constexpr (HALVES) {
+            multiply_about<4>(gate);
         } else if (job.late) {
-#pragma unroll
-            for (int i = 0; i < 16; i++) {
-                reads[i % 2][i / 2] = half[i % 2] *= gate[i % 2][i / 2];
-                writes[i % 2][i / 2] = reciprocal(reads[i % 2][i / 2]);
-            }
+            multiply_about<0>(gate);
         } else {
-#pragma unroll
-            for (int i = 15; i >= 0; i--) {
-                writes[i % 2][i / 2] = half[i % 2];
-                reads[i % 2][i / 2] = reciprocal(half[i % 2]);
-                half[i % 2] *= gate[i % 2][i / 2];
-            }
+            multiply_about<8>(gate);
         }
     }
 
-    __device__ __forceinline__ float smallest() const { return fminf(half[0], half[1]); }
+    template <int MIDDLE>
+    __device__ __forceinline__ void multiply_about(const float (&gate)[2][8]) {
+        before[0] = before[1] = after[0] = after[1] = 1.f;
+#pragma unroll
+        for (int i = 2 * MIDDLE; i < 16; i++) {
+            reads[i % 2][i / 2] = after[i % 2] *= gate[i % 2][i / 2];
+            writes[i % 2][i / 2] = reciprocal(reads[i % 2][i / 2]);
+        }
+#pragma unroll
+        for (int i = 2 * MIDDLE - 1; i >= 0; i--) {
+            writes[i % 2][i / 2] = before[i % 2];
+            reads[i % 2][i / 2] = reciprocal(before[i % 2]);
+            before[i % 2] *= gate[i % 2][i / 2];
+        }
+    }
+
+    __device__ __forceinline__ float smallest() const { return fminf(fminf(before[0], before[1]), fminf(after[0], after[1])); }
 };
 
-__device__ __forceinline__ bool in_one_round(int tier) { return tier <= SMALL_GATES; }
+__device__ __forceinline__ bool in_one_round(int tier) { return tier <= HALVES; }
 
-// Whether a chunk can run in one round, from the smallest product of 8 gates that this thread has seen, on the key side or the
-// value side. A barrier.
-__device__ __forceinline__ bool fits_one_round(float smallest, bool key) {
+// Whether all frames are in range, from the smallest product of gates that this thread has seen, on the key side or the value side.
+// A barrier.
+__device__ __forceinline__ bool in_range(float smallest, bool key) {
     constexpr float LESS = FW_ONE_FRAME / FW_UNEVEN, MORE = FW_ONE_FRAME * FW_UNEVEN;
     return __syncthreads_and(smallest >= FW_ONE_FRAME) || __syncthreads_and(smallest >= (key ? LESS : MORE)) ||
            __syncthreads_and(smallest >= (key ? MORE : LESS));
 }
 
-// How a chunk runs forward.
-__device__ __forceinline__ int vote_tier(float smallest, bool key) {
-    if (fits_one_round(smallest, key)) return FW_TIER < 0 ? ONE_ROUND : FW_TIER;
-    return __syncthreads_and(smallest >= FW_SPLIT_PAIRS) ? SPLIT : LEVELS;
+// How a chunk of several rounds runs, from the smallest product of 8 gates.
+__device__ __forceinline__ int vote_rounds(float smallest, float least) {
+    if (FW_TIER >= SPLIT) return FW_TIER;
+    return __syncthreads_and(smallest >= least) ? SPLIT : LEVELS;
 }
 
-// And backward, where a gate may be so small that no difference of sums may be divided by it.
+// How a chunk runs backward, where a gate may be so small that no difference of sums may be divided by it.
 __device__ __forceinline__ int vote_tier(float smallest, bool key, bool small) {
     if (__syncthreads_and(smallest >= FW_ONE_FRAME && !small)) return FW_TIER < 0 ? ONE_ROUND : FW_TIER;
-    if (fits_one_round(smallest, key)) return __syncthreads_and(!small) ? ONE_ROUND : SMALL_GATES;
-    return __syncthreads_and(smallest >= FW_SPLIT_GRADIENTS) ? SPLIT : LEVELS;
+    if (in_range(smallest, key)) return __syncthreads_and(!small) ? ONE_ROUND : SMALL_GATES;
+    return vote_rounds(smallest, FW_SPLIT_GRADIENTS);
 }

@@ -112,7 +112,7 @@ def main() -> int:
         "--feature-map", choices=[name for name in ROW_MAPS if name != AS_IS.name], metavar="MAP",
         help="with features of the keys and queries, divided by their sum: elu, relu or dpfp; dpfp has nu 1; default: none",
     )  # fmt: skip
-    tier = "how chunks of decay run (docs/kernels.md): one_round (the default), small_gates, split, levels"
+    tier = "how chunks of decay run (docs/kernels.md): one_round (the default), small_gates, halves, split, levels"
     parser.add_argument("--tier", choices=[name.replace(" ", "_") for name in TIERS], metavar="TIER", help=tier)
     parser.add_argument("--architecture", choices=DEVICES, default="90", help="compute capability; times are always an H100's")
     other = parser.add_mutually_exclusive_group()

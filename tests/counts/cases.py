@@ -12,7 +12,7 @@ from fw_fairseq.feature_maps import AS_IS, RowMap
 from fw_fairseq.ops import FastWeightState, fast_weight
 from fw_fairseq.rules import RULES
 
-TIERS = "one round", "small gates", "split", "levels"  # of cuda/gates.cuh: how a chunk of decay runs
+TIERS = "one round", "small gates", "halves", "split", "levels"  # of cuda/gates.cuh: how a chunk of decay runs
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PASSES = "forward", "forward of training", "backward"
 

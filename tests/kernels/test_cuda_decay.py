@@ -142,6 +142,24 @@ def test_gradients_where_every_gate_is_small(one_thread, f, z, scale):
 
 
 @pytest.mark.parametrize(
+    "width, dtype, policy, seed", [(64, torch.bfloat16, *each) for each in SCHEDULES] + [(32, torch.float32, "prio", 1)]
+)
+def test_every_way_of_a_chunk_in_one_sequence(one_thread, width, dtype, policy, seed):
+    """Gates near 1, such as need a frame for each half of a chunk or several rounds, and gates of 0; they differ from
+    channel to channel."""
+    x = draw("decay", (1, 1, 134, width, width), dtype, gates="near one")
+    for name in "fz":
+        for chunk, gate in enumerate((0.004, 0.95, 1e-4, 0.004, 0.004, 0.0, 0.95, 0.004)):
+            some = torch.rand_like(x[name][:, :, :16]) < (0.3 if gate == 0 else 0.9)
+            of_chunk = x[name][:, :, 16 * chunk : 16 * chunk + 16]
+            of_chunk[:] = torch.where(some[:, :, : of_chunk.shape[2]], gate, of_chunk)
+        x[name][:, :, 48:56] = 1.0
+    dy, dmemory = torch.randn_like(x["v"]), torch.randn_like(x["memory"])
+    actual = by_kernels(decay, x, dy, dmemory, PRECISION[dtype], EmulatorLaunch(policy, seed))
+    assert_same(actual, by_definition(x, dy, dmemory), TOLERANCE[PRECISION[dtype]])
+
+
+@pytest.mark.parametrize(
     "capability, key, dtype, message",
     [
         ((9, 0), 513, torch.bfloat16, "for keys up to 512 wide, not 513"),
@@ -163,7 +181,7 @@ def test_what_has_no_kernel(emulate, monkeypatch, capability, key, dtype, messag
 
 @pytest.mark.parametrize(
     "absent, key, needed",
-    [("f", 512, None), ("fz", 512, None), ("z", 384, None), ("z", 385, 249216), ("", 385, 252288)],
+    [("f", 512, None), ("fz", 512, None), ("z", 384, None), ("z", 385, 251328), ("", 385, 254400)],
 )
 def test_wide_keys_in_fp32_have_kernels_without_a_decay_of_keys(absent, key, needed):
     """Its sums, of 16 rows of keys, are what does not fit; those of a decay of values take 3072 bytes more."""

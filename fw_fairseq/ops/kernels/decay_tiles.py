@@ -117,7 +117,7 @@ def backward_shared(
 
 def scale_bytes(K: int, V: int) -> int:
     """Of the products of gates."""
-    return 4 * 3 * (K + V)
+    return 4 * 4 * (K + V)
 
 
 def operand_bytes(precision: str) -> int:
