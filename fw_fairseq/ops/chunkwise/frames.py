@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...autograd import is_exporting
 from . import rows
 from .chunk import Chunk, Decay, Emptied, final_memory, gate_gradient, outputs, solve
 from .rows import Row
@@ -235,7 +236,10 @@ def put(x: Tensor, span: slice, rows: Tensor) -> None:
 
 
 def turns(chunks: Plan, memory: Tensor) -> Plan:
-    """The same with chunks that run side by side in one turn, as many as the processor's cache has room for."""
+    """The same with chunks that run side by side in one turn, as many as the processor's cache has room for. An exported graph has
+    one at a time, for any number of sequences."""
+    if is_exporting():
+        return chunks
     most, found = max(1, BESIDE // max(memory.numel(), 1)) * CHUNK, chunks[:1]
     for span, way in chunks[1:]:
         before, kind = found[-1]

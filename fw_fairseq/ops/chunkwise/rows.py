@@ -36,11 +36,11 @@ class Row(NamedTuple):
         """What a memory before a chunk takes away from what is written there, for each feature of its keys: T e P, (R N,C,K)."""
         return None if inverse is None else torch.bmm(inverse, self.since_start(self.chunk.e * self.chunk.p))
 
-    def parts(self, count: int, *tensors: Tensor | None) -> list[Any]:
-        """The tensors of each of ``count`` chunks."""
-        return list(
-            zip(*(count * [None] if x is None else x.expand(len(self.chunk.q), *x.shape[1:]).chunk(count) for x in tensors))
-        )
+    def parts(self, sequences: int, *tensors: Tensor | None) -> list[Any]:
+        """The tensors of each chunk of so many sequences and heads."""
+        rows = self.chunk.q.shape[0]
+        nothing = rows // sequences * [None]
+        return list(zip(*(nothing if x is None else x.expand(rows, *x.shape[1:]).split(sequences) for x in tensors)))
 
     def total(self) -> Tensor | None:
         """The decay of a memory over each chunk."""
@@ -50,8 +50,8 @@ class Row(NamedTuple):
 
 def forward(row: Row, memory: Tensor) -> tuple[Solved, Tensor, Tensor]:
     """The solved chunks, the memories (R N,K,V) before each, and the one after the last, for a memory (N,K,V) before the first."""
-    c, count = row.chunk, len(row.chunk.q) // len(memory)
-    if count == 1:
+    c = row.chunk
+    if c.q.shape[0] == memory.shape[0]:
         start = row.start(memory)
         solved = solve(c, start)
         last = final_memory(c, solved, start.clone())
@@ -59,10 +59,10 @@ def forward(row: Row, memory: Tensor) -> tuple[Solved, Tensor, Tensor]:
     solved = invert(c)
     if c.e is not None:
         solved = solved._replace(written=torch.bmm(solved.inverse, solved.written))
-    reads = row.reads(solved.inverse)
-    starts = memory.new_empty(len(c.q), *memory.shape[1:])
+    starts = memory.new_empty(c.q.shape[0], *memory.shape[1:])
     ends = c.until_end(c.k).mT
-    for start, written, read, end, total, values in row.parts(count, starts, solved.written, reads, ends, row.total(), row.values):
+    parts = row.parts(memory.shape[0], starts, solved.written, row.reads(solved.inverse), ends, row.total(), row.values)
+    for start, written, read, end, total, values in parts:
         start.copy_(memory)
         if read is not None:
             written.baddbmm_(read, memory, alpha=-1)
@@ -74,13 +74,13 @@ def forward(row: Row, memory: Tensor) -> tuple[Solved, Tensor, Tensor]:
 def gradients(row: Row, s: Solved, starts: Tensor, dy: Tensor, dfinal: Tensor) -> tuple[Grads, Tensor]:
     """The gradients of the chunks and of the memory before the first, (N,K,V); and those of the memories after each, (R N,K,V), in
     their frames. starts: the memories before each, in their frames."""
-    c, count = row.chunk, len(row.chunk.q) // len(dfinal)
-    if count == 1:
+    c = row.chunk
+    if c.q.shape[0] == dfinal.shape[0]:
         dfinal = dfinal if row.values is None else dfinal * row.values
         g = backward(c, s, starts, dy, dfinal.clone())
         return (g if row.keys is None else g._replace(memory=g.memory.mul_(row.keys))), dfinal
     dwritten, added, dends = torch.bmm(s.scores.mT, dy), torch.bmm(row.since_start(c.q).mT, dy), torch.empty_like(starts)
-    parts = row.parts(count, dends, dwritten, added, row.reads(s.inverse), c.until_end(c.k), row.total(), row.values)
+    parts = row.parts(dfinal.shape[0], dends, dwritten, added, row.reads(s.inverse), c.until_end(c.k), row.total(), row.values)
     for dend, dwrite, add, read, end, total, values in reversed(parts):
         torch.mul(dfinal, 1 if values is None else values, out=dend)
         dwrite.baddbmm_(end, dend)

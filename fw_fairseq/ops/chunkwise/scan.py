@@ -171,7 +171,7 @@ def chunk_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memo
         coefficients = coefficients._replace(w=coefficients.w.view_as(coefficients.w))
     inputs = (q, k, v, *coefficients, memory)
     keep = needs_gradient(*inputs)
-    if is_compiling():
+    if is_compiling() or isinstance(q.shape[2], torch.SymInt):  # an exported graph of any length has the operator, too
         return call("scan_portable", *inputs, keep)[:2]
     return ChunkScan.apply(*inputs, keep)
 
