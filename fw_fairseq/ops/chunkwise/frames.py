@@ -232,7 +232,7 @@ def put(x: Tensor, span: slice, rows: Tensor) -> None:
     if there.shape[2] <= CHUNK:
         there.copy_(rows.unflatten(0, x.shape[:2]))
     else:
-        there.unflatten(2, (-1, CHUNK)).copy_(rows.unflatten(0, (-1, *x.shape[:2])).movedim(0, 2))
+        there.unflatten(2, (-1, CHUNK)).copy_(rows.unflatten(0, (there.shape[2] // CHUNK, *x.shape[:2])).movedim(0, 2))
 
 
 def turns(chunks: Plan, memory: Tensor) -> Plan:
