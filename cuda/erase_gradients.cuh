@@ -51,14 +51,22 @@ __device__ __forceinline__ bool pass_back(const Part& part, const Place& at, int
     reads = pass_back<false>(part, at, c, dw, dr, turn, exponent);
     if constexpr (P == F16) {
         const Exponents* exponents = part.chunk(c).exponents;
-        const int any = exponents->scores | (FW_F ? exponents->memory[at.local() / 16] : 0) | exponent;
+        const Four erasing = four_of(part.chunk(c).erasing);
+        const float (&e)[4] = erasing.x;
+        // LARGE times more than 2 is no number of fp16
+        const bool strong = fmaxf(fmaxf(fabsf(e[0]), fabsf(e[1])), fmaxf(fabsf(e[2]), fabsf(e[3]))) > 2.f;
+        const int any = exponents->scores | (FW_F ? exponents->memory[at.local() / 16] : 0) | exponent | (int)strong;
         if (__builtin_expect(!leaves_range(dr, any), 1)) return false;
         bool beyond;
+        float next;
         do {
             reads = pass_back<true>(part, at, c, dw, dr, turn, exponent);
-            beyond = leaves_range(dr) || __any_sync(~0u, largest_in(reads) * power(exponent) >= LARGE);
+            next = 0.f;
+            each_token(at, dr, [&](int i, int, int, float x) { next = fmaxf(next, fabsf(x * e[(i >> 2) * 2 + (i & 1)])); });
+            next = fmaxf(largest_in(reads), next < 1e38f ? next * power(-exponent) : 0.f);
+            beyond = leaves_range(dr) || __any_sync(~0u, next * power(exponent) >= LARGE);
             if (FW_KSPLIT > 1) beyond = __syncthreads_or(beyond);
-        } while (beyond && rescale(at, dw, dr, exponent, part.s.sums, largest_in(reads)));
+        } while (beyond && rescale(at, dw, dr, exponent, part.s.sums, next));
         return true;
     }
     return false;

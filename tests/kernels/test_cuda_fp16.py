@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hostcuda import SCHEDULES, EmulatorLaunch
+from hostcuda import SCHEDULES, EmulatorLaunch, sanitized_launch
 from hostcuda.nvrtc import compile_check, long_ones
 from support.cuda_scan import by_definition, by_kernels, compare, draw, launches
 from support.draws import assert_same
+from support.emulated import emulated
 
 from fw_fairseq.ops.kernels import delta, linear
 
@@ -39,6 +40,7 @@ def test_what_leaves_the_range(one_thread, key, value, factors):
     ("gated_delta", 64, 64, dict(dy=1e-2, q=1e-3, k=1e-1, v=1e2, dmemory=1e-9)),  # a gradient of the memory below it
     ("delta", 64, 64, dict(v=1e-3, memory=1e-7, dmemory=1e-7, dy=1e-3, q=1e-2)),  # all below it
     ("gated_delta", 32, 32, dict(dmemory=1e6, memory=1e-7, v=1e-7, dy=1e-6, w=1e-3)),  # an adjoint beyond it, a memory below it
+    ("delta", 64, 64, dict(k=1e-2, e=1e4, dmemory=1e3, memory=1e-2)),  # an adjoint times a strength beyond it
     ("gated_delta", 200, 40, dict(v=1e3, q=1e-4, dy=1e-3, memory=1e5)),  # two warps to a column of the memory
     ("delta", 300, 20, dict(v=1e3, q=1e-4, dy=1e-3, memory=1e5, dmemory=1e-3)),  # four
 ])  # fmt: skip
@@ -46,19 +48,26 @@ def test_what_leaves_the_range_with_an_erase(one_thread, rule, key, value, facto
     in_range_again(delta, rule, (1, 1, 70, key, value), factors)
 
 
-def in_range_again(family, rule: str, shape, factors: dict[str, float]) -> None:
+def in_range_again(family, rule: str, shape, factors: dict[str, float], launch=None) -> None:
     x = draw(rule, shape, FP16)
     x |= {"dy": torch.randn_like(x["v"]), "dmemory": torch.randn_like(x["memory"])}
     for name, factor in factors.items():
         x[name] = (x[name].float() * factor).to(x[name].dtype)
     assert all(part is None or part.isfinite().all() for part in x.values())
     dy, dmemory = x.pop("dy"), x.pop("dmemory")
-    actual, expected = by_kernels(family, x, dy, dmemory, "fp16", EmulatorLaunch("prio", 2)), by_definition(x, dy, dmemory)
+    launch = launch or EmulatorLaunch("prio", 2)
+    actual, expected = by_kernels(family, x, dy, dmemory, "fp16", launch), by_definition(x, dy, dmemory)
     for name, exact in expected.items():
         most = exact.abs().max()
         assert most < 6e4 or actual[name].dtype == torch.float32, (name, most)
         # 2^-25 is half of the distance between fp16's least numbers.
         assert (actual[name].double() - exact).abs().max() < 4e-3 * most + 2**-25, name
+
+
+def sanitized() -> None:
+    with emulated(sanitized_launch()) as launch:
+        for key in (16, 160):  # a warp to a column of the memory, and two
+            in_range_again(delta, "gated_delta", (1, 1, 37, key, 16), dict(v=1e3, q=1e-4, dy=1e-3, memory=1e5), launch)
 
 
 def test_numbers_that_are_none_stay_so(one_thread):

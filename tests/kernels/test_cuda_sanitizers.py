@@ -8,7 +8,8 @@ from hostcuda import run_sanitized
 
 DELTA = {"thread": "test_cuda_delta.sanitized(160, 32)", "address": "test_cuda_delta.sanitized(20, 20)"}
 OTHERS = [
-    f"test_cuda_{name}.sanitized()" for name in ("step", "scan", "divided", "channel_delta", "maps", "sru", "pooling", "gathered")
+    f"test_cuda_{name}.sanitized()"
+    for name in ("step", "scan", "divided", "channel_delta", "maps", "fp16", "sru", "pooling", "gathered")
 ]
 
 
