@@ -216,13 +216,16 @@ __device__ __forceinline__ void put_reads(Shared& s, const Columns& columns, con
     Frame frame;
     if (IN_HALVES) {
         frame.multiply_half(job, columns.gate);
+    } else {
+        frame.multiply(job, columns.gate);
+    }
+    columns.put<true>(J::key ? s.q : s.dy, LD, job, frame.reads);
+    if (IN_HALVES) {
         s.scales.put_middle(job, false, frame.after);
         s.scales.put<true>(job, frame.after, frame.before, turn);
     } else {
-        frame.multiply(job, columns.gate);
         s.scales.put<true>(job, frame.half, frame.half, turn);
     }
-    columns.put<true>(J::key ? s.q : s.dy, LD, job, frame.reads);
     if (!J::gated || !job.active) return;
     float* factors = (J::key ? s.key[FW_KEY_SUMS - 1] : s.value[FW_VALUE_SUMS - 1]) + job.column;
 #pragma unroll
