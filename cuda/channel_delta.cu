@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) channel_delta_forward(c
     ForwardShared& shared = *(ForwardShared*)bytes;
     const Place at(p);
     float w[TILES][4];
-    int turn = 0;
+    int turn = 0, exponent = 0;
     load_memory(w, p.memory, at, p);
     load_stage(shared.stage[0], p, at, 0);
     for (int t0 = 0, now = 0; t0 < p.T; t0 += FW_SPAN, now ^= 1) {
@@ -56,13 +56,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) channel_delta_forward(c
             const int t = c * C, row = t * KEY_ROW;
             if (p.borders && (t0 + t) % FW_PART == 0) save_border(w, border(p, at, (t0 + t) / FW_PART));
             const Chunk chunk = {s.q + row, shared.p + row, s.k + row, s.v + t * INPUT_ROW, shared.scores[c], shared.inverse[c],
-                                 s.g.w + t, nullptr,        s.g.e + t, nullptr};
+                                 s.g.w + t, nullptr,        s.g.e + t, nullptr, nullptr};
             float u[2][4], y[2][4];
-            recall<true>(at, chunk, w, u, y, shared.sums, turn);
+            Left<P> written;
+            recall<true>(at, chunk, w, u, y, written, shared.sums, turn, exponent, [] {});
             if (at.has_first_rows()) {  // y takes the place of v
                 put_square<true>(s.v + t * INPUT_ROW + at.local(), INPUT_ROW, y[0], y[1]);
             }
-            advance(at, chunk, w, u, near, shared.totals[c]);
+            advance(at, chunk, w, written, near, shared.totals[c]);
         }
         __syncwarp();
         if (at.has_first_rows()) store_columns<FW_SPAN>(s.v + at.local(), p.y, at.b, at.h, t0, p.T, at.column, p.V);

@@ -207,9 +207,9 @@ __device__ __forceinline__ void decay(const Place& at, float (&x)[TILES][4], con
 }
 
 // The memory after a chunk.
-__device__ __forceinline__ void advance(const Place& at, const Chunk& c, float (&w)[TILES][4], float (&u)[2][4], bool near,
+__device__ __forceinline__ void advance(const Place& at, const Chunk& c, float (&w)[TILES][4], const Left<P>& written, bool near,
                                         const float* totals) {
     if (!near) decay(at, w, totals);
-    write(at, w, left_of<P>(u[0], u[1]), c.k);
+    write(at, w, written, c.k);
     if (near) decay(at, w, totals);
 }

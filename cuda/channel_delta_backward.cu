@@ -20,17 +20,19 @@ __device__ __forceinline__ void take_back(const Part& part, const Params& p, con
                                           int& turn) {
     BackwardShared& s = part.s;
     float w[TILES][4];
+    int exponent = 0;  // of products in fp16
     load_border(w, border(p, at, t0 / FW_PART));
     for (int c = 0; c < CHUNKS; c++) {
         float u[2][4], y[2][4];
+        Left<P> written;
         keep_memory(at, s.memory[c], w);
-        recall<false>(at, part.chunk(c), w, u, y, s.sums, turn);
+        recall<false>(at, part.chunk(c), w, u, y, written, s.sums, turn, exponent, [] {});
         if (at.has_first_rows()) keep_transposed(at, s.u[c], u);
-        if (c + 1 < CHUNKS) advance(at, part.chunk(c), w, u, NEAR, s.totals[c]);
+        if (c + 1 < CHUNKS) advance(at, part.chunk(c), w, written, NEAR, s.totals[c]);
     }
     for (int c = CHUNKS - 1; c >= 0; c--) {
         if (NEAR) decay(at, dw, s.totals[c]);
-        value_side(part, at, c, dw, turn, [&](float (&x)[TILES][4]) {
+        value_side(part, at, c, dw, turn, exponent, [&](float (&x)[TILES][4]) {
             if (!NEAR) decay(at, x, s.totals[c]);
         });
         __syncthreads();

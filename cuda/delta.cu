@@ -32,6 +32,9 @@ struct __align__(16) ForwardShared {
     float inverse[CHUNKS][C * SOLVE_ROW];
     Op scores[CHUNKS][C * PAIR_ROW];
     float4 sums[FW_KSPLIT > 1 ? 2 * WARPS * 4 * 32 : 1];
+#if FW_PRECISION == F16
+    Exponents exponents[CHUNKS];
+#endif
 };
 
 __device__ __forceinline__ void load_stage(Stage& s, const Params& p, const Place& at, int t0) {
@@ -48,7 +51,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_forward(const Par
     ForwardShared& shared = *(ForwardShared*)bytes;
     const Place at(p);
     float w[TILES][4];
-    int turn = 0;
+    int turn = 0, exponent = 0;
+#if FW_PRECISION == F16
+    Exponents* exponents = shared.exponents;
+#else
+    Exponents* exponents = nullptr;
+#endif
     load_memory(w, p.memory, at, p);
     load_stage(shared.stage[0], p, at, 0);
     for (int t0 = 0, now = 0; t0 < p.T; t0 += FW_SPAN, now ^= 1) {
@@ -63,25 +71,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_forward(const Par
 #else
         const Op *q = s.q, *k = s.k;
 #endif
-        compare_all(s.g, q, k, shared.scores, nullptr, shared.inverse);
+        compare_all(s.g, q, k, shared.scores, nullptr, shared.inverse, exponents);
         __syncthreads();
         invert_all(s.g.e, shared.inverse, shared.inverse);
         __syncthreads();
+#if FW_PRECISION == F16
+#pragma unroll 2  // others are better off without
+#endif
         for (int c = 0; c < CHUNKS && t0 + c * C < p.T; c++) {
             const int t = c * C;
-            if (p.borders && (t0 + t) % FW_PART == 0) save_border(w, border(p, at, (t0 + t) / FW_PART));
             const Op* keys = k + t * KEY_ROW;
             const Chunk chunk = {q + t * KEY_ROW, keys, keys, s.v + t * INPUT_ROW, shared.scores[c], shared.inverse[c],
-                                 s.g.w + t, s.g.start + t, (FW_F ? s.g.erasing : s.g.e) + t, s.g.end + t};
+                                 s.g.w + t, s.g.start + t, (FW_F ? s.g.erasing : s.g.e) + t, s.g.end + t, exponents + c};
             float u[2][4], y[2][4];
-            recall<true>(at, chunk, w, u, y, shared.sums, turn);
+            Left<P> written;
+            const auto save = [&](int token) {
+                if (!p.borders || token % FW_PART != 0) return;
+                save_border(w, border(p, at, token / FW_PART));
+                if (P == F16 && at.has_first_rows() && at.lane == 0) *border_exponent(p, at, token / FW_PART) = exponent;
+            };
+            save(t0 + t);
+            recall<true>(at, chunk, w, u, y, written, shared.sums, turn, exponent, [&] { save(unknown(t0 + t)); });
             if (at.has_first_rows()) {  // y takes the place of v
                 put_square<true>(s.v + t * INPUT_ROW + at.local(), INPUT_ROW, y[0], y[1]);
             }
-            advance(at, chunk, w, u);
+            advance(at, chunk, w, u, written);
         }
         __syncwarp();
         if (at.has_first_rows()) store_columns<FW_SPAN>(s.v + at.local(), p.y, at.b, at.h, t0, p.T, at.column, p.V);
     }
+    if (any_exponent(exponent)) scale_by(w, power(-exponent));
     store_memory(w, p.final, at, p);
 }

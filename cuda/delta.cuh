@@ -35,7 +35,7 @@ __device__ __forceinline__ void bound_gates(Gates& g) {
 // all but erase, as `reads` says; the two are one code.
 template <bool SPLIT>
 __device__ __forceinline__ void compare(Gates& g, int c, const Op* q, const Op* k, Op* scores, float* pairs, float* erase,
-                                        bool reads = true) {
+                                        Exponents* exponents, bool reads = true) {
     float read[2][4] = {}, keys[2][4] = {}, d[2][4];
     const Op* left = SPLIT && !reads ? k : q;
     for (int i = 0; i < FW_K; i += 16) {
@@ -61,7 +61,7 @@ __device__ __forceinline__ void compare(Gates& g, int c, const Op* q, const Op* 
     keep_lower<true>(read);
 #pragma unroll
     for (int i = 0; FW_F && i < 8; i++) read[i >> 2][i & 3] *= d[i >> 2][i & 3];
-    put_square<false>(scores, PAIR_ROW, read[0], read[1]);
+    put_pairs<&Exponents::scores>(scores, read, exponents);
     if (!FW_F) return;
     if (pairs) each_two(d, [&](int t, int s, float x, float y) { put_couple(pairs + t * SOLVE_ROW + s, x, y); });
     const int t = c * C + lane_row(), s = c * C + lane_column();
@@ -75,12 +75,12 @@ __device__ __forceinline__ void compare(Gates& g, int c, const Op* q, const Op* 
 
 // The same for all chunks of a span, by all warps; two take a chunk where there are as many.
 __device__ __forceinline__ void compare_all(Gates& g, const Op* q, const Op* k, Op (*scores)[C * PAIR_ROW],
-                                            float (*pairs)[C * SOLVE_ROW], float (*erase)[C * SOLVE_ROW]) {
+                                            float (*pairs)[C * SOLVE_ROW], float (*erase)[C * SOLVE_ROW], Exponents* exponents) {
     constexpr bool SPLIT = WARPS >= 2 * CHUNKS;
     constexpr int COUNT = SPLIT ? 2 * CHUNKS : CHUNKS;
     each_turn<WARPS, COUNT>(threadIdx.x >> 5, [&](int job) {
         const int c = SPLIT ? job >> 1 : job, t = c * C * KEY_ROW;
-        compare<SPLIT>(g, c, q + t, k + t, scores[c], pairs ? pairs[c] : nullptr, erase[c], job % 2 == 0);
+        compare<SPLIT>(g, c, q + t, k + t, scores[c], pairs ? pairs[c] : nullptr, erase[c], exponents + c, job % 2 == 0);
     });
 }
 
@@ -95,11 +95,12 @@ __device__ __forceinline__ void multiply_all(float (&x)[TILES][4], float total) 
     }
 }
 
-__device__ __forceinline__ void advance(const Place& at, const Chunk& c, float (&w)[TILES][4], float (&u)[2][4]) {
+__device__ __forceinline__ void advance(const Place& at, const Chunk& c, float (&w)[TILES][4], float (&u)[2][4], Left<P> written) {
     if (FW_F) {
         const Four end = four_of(c.end);
         each_token(at, u, [&](int i, int, int, float& x) { x *= end.x[(i >> 2) * 2 + (i & 1)]; });
         multiply_all(w, c.start[C - 1]);
+        written = left_of<P>(u[0], u[1]);
     }
-    write(at, w, left_of<P>(u[0], u[1]), c.k);
+    write(at, w, written, c.k);
 }

@@ -61,23 +61,37 @@ __device__ __forceinline__ void prefetch_part(const Params& p, const DeltaFirsts
     }
 }
 
-// The part forward from its saved memory: U and the memory before each chunk.
-__device__ __forceinline__ void run_forward(const Part& part, const Params& p, const Place& at, int t0, int& turn) {
+__device__ __forceinline__ int load_exponent(const Params& p, const Place& at, int t0) {
+    return P == F16 ? *border_exponent(p, at, t0 / FW_PART) : 0;
+}
+
+// The part forward from its saved memory, which has the exponent `next`: U and the memory before each chunk.
+__device__ __forceinline__ void run_forward(const Part& part, const Params& p, const Place& at, int t0, int& turn, int& next) {
     BackwardShared& s = part.s;
     float w[TILES][4];
+    int exponent = next;
+    if (t0 > 0) next = load_exponent(p, at, t0 - FW_PART);
     if constexpr (ROOMY) {
         load_border(w, s.border + at.warp * UNITS * 32 + at.lane);
         if (t0 > 0) copy_border(s, at, t0 - FW_PART);
     } else {
         load_border(w, border_from(s.first, at, t0 / FW_PART));
     }
+#if FW_PRECISION == F16
+#pragma unroll
+#endif
     for (int c = 0; c < CHUNKS; c++) {
         float u[2][4], y[2][4];
-        keep_memory(at, s.memory[c], w);
-        recall<false>(at, part.chunk(c), w, u, y, s.sums, turn);
+        Left<P> written;
+        const auto keep = [&] { keep_memory(at, s.memory[c], w); };
+        keep();
+        recall<false>(at, part.chunk(c), w, u, y, written, s.sums, turn, exponent, keep);
         if (at.has_first_rows()) keep_transposed(at, s.u[c], u);
-        if (c + 1 < CHUNKS) advance(at, part.chunk(c), w, u);
+        if (P == F16 && at.has_first_rows() && at.lane == 0) exponents_of(s)[c].memory[at.local() / 16] = exponent;
+        if (c + 1 < CHUNKS) advance(at, part.chunk(c), w, u, written);
     }
+    if (P == F16 && FW_KSPLIT > 1) __syncthreads();  // the exponents are there
+    else if (P == F16) __syncwarp();
 }
 
 // The gradients of a part, where all of it is in shared memory; by COUNT warps, of which this one is number `index`.
@@ -88,21 +102,21 @@ __device__ __forceinline__ void store_part(const Part& part, const Params& p, co
     for (int c = index; c < CHUNKS; c += COUNT) gate_side(part, p, at, c, t0);
     if constexpr (EVEN_PART) {
         if (whole_part(p, t0)) {
-            store_whole<FW_SPAN, FW_K, COUNT>(part.q, (Op*)first.dq, p.dq.t, t0, index);
-            store_whole<FW_SPAN, FW_K, COUNT>(part.k, (Op*)first.dk, p.dk.t, t0, index);
+            store_whole<FW_SPAN, FW_K, COUNT>(part.dq, (Feature*)first.dq, p.dq.t, t0, index);
+            store_whole<FW_SPAN, FW_K, COUNT>(part.dk, (Feature*)first.dk, p.dk.t, t0, index);
             store_whole<FW_SPAN, FW_V, COUNT>(part.in.v, (In*)first.dv, p.dv.t, t0, index);
             return;
         }
     }
 #if FW_MAP
-    unmap_rows<FW_PARTIAL, FW_SPAN>(part.in.q, part.in.k, part.q, part.k, p, at, t0);
+    unmap_rows<FW_PARTIAL, FW_SPAN>(part.in.q, part.in.k, part.dq, part.dk, p, at, t0);
 #else
     if constexpr (KEEP_KEYS) {
         using Out = typename KeyGradient<FW_PARTIAL>::type;
         Out* dq = ::at<Out>(view_from(first.dq, p.dq), 0, 0, t0);
-        store_tile<FW_SPAN, FW_K, COUNT>(part.q, dq, p.dq.t, rows, p.K, index);
+        store_tile<FW_SPAN, FW_K, COUNT>(part.dq, dq, p.dq.t, rows, p.K, index);
         Out* dk = ::at<Out>(view_from(first.dk, p.dk), 0, 0, t0);
-        store_tile<FW_SPAN, FW_K, COUNT>(part.k, dk, p.dk.t, rows, p.K, index);
+        store_tile<FW_SPAN, FW_K, COUNT>(part.dk, dk, p.dk.t, rows, p.K, index);
     }
 #endif
     In* dv = ::at<In>(view_from(first.dv, p.dv), 0, 0, t0);
@@ -116,7 +130,7 @@ __device__ __forceinline__ void prepare(const Part& part, int tokens) {
     map_rows<FW_SPAN>(part.q, part.k, part.in.q, part.in.k, tokens);
     __syncthreads();
 #endif
-    compare_all(part.in.g, part.q, part.k, s.scores, FW_F ? s.pairs : nullptr, s.erase);
+    compare_all(part.in.g, part.q, part.k, s.scores, FW_F ? s.pairs : nullptr, s.erase, exponents_of(s));
     __syncthreads();
     invert_all(part.in.g.e, s.erase, s.inverse);
     __syncthreads();
@@ -131,10 +145,12 @@ __device__ __forceinline__ void wait_for(Stage& in) {
 
 __device__ __forceinline__ Part part_of(BackwardShared& s, int stage) {
     Stage& in = s.stage[stage];
-#if FW_MAP
-    return {s.q, s.k, in, s};
+#if FW_MAP && FW_PRECISION == F16
+    return {s.q, s.k, s.dq, s.dk, in, s};
+#elif FW_MAP
+    return {s.q, s.k, s.q, s.k, in, s};
 #else
-    return {in.q, in.k, in, s};
+    return {in.q, in.k, (Feature*)in.q, (Feature*)in.k, in, s};
 #endif
 }
 
@@ -144,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_backward(const Pa
     const Place at(p);
     const int last = (p.T - 1) / FW_PART * FW_PART;
     float dw[TILES][4];
-    int turn = 0;
+    int turn = 0, exponent = 0, of_memory = load_exponent(p, at, last);  // of dw, and of the memory of the next part
     if (threadIdx.x == 0) find_firsts(s.first, p, at);
     load_memory(dw, p.dfinal, at, p);
     __syncthreads();
@@ -158,11 +174,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_backward(const Pa
         const Part part = part_of(s, now), next = part_of(s, (now + 1) % FW_STAGES);
         const bool more = t0 > 0;
         if (!ROOMY && more) prefetch_part(p, s.first, at, t0 - FW_PART);
-        run_forward(part, p, at, t0, turn);
+        run_forward(part, p, at, t0, turn, of_memory);
         for (int first = CHUNKS - GROUP; first >= 0; first -= GROUP) {
+#if FW_PRECISION == F16
+#pragma unroll
+#endif
             for (int c = first + GROUP - 1; c >= first; c--) {
                 const float total = scale_of(part.in.g.start + c * C + C - 1);
-                value_side(part, at, c, dw, turn, [&](float (&x)[TILES][4]) { multiply_all(x, total); });
+                value_side(part, at, c, dw, turn, exponent, [&](float (&x)[TILES][4]) { multiply_all(x, total); });
             }
             __syncthreads();
             each_turn<WARPS, 2 * GROUP>(at.warp, [&](int job) {
@@ -170,12 +189,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_backward(const Pa
                 else erase_gradient(part, first + job / 2);
             });
             __syncthreads();
+#if FW_PRECISION == F16
+#pragma unroll
+#endif
             for (int c = first + GROUP - 1; c >= first; c--) key_side(part, p, at, c, t0);
             if (ROOMY && more) wait_for(next.in);
             __syncthreads();
         }
         if constexpr (AHEAD) {
-            if (more) compare_all(next.in.g, next.q, next.k, s.scores, FW_F ? s.pairs : nullptr, s.erase);
+            if (more) compare_all(next.in.g, next.q, next.k, s.scores, FW_F ? s.pairs : nullptr, s.erase, exponents_of(s));
             __syncthreads();
             if (at.warp >= INVERTERS) store_part<WARPS - INVERTERS>(part, p, at, t0, at.warp - INVERTERS);
             else if (more) invert_all(next.in.g.e, s.erase, s.inverse);
@@ -192,5 +214,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_backward(const Pa
         }
         if (ROOMY && t0 > FW_PART) load_part(part.in, p, s.first, t0 - 2 * FW_PART);
     }
+    if (any_exponent(exponent)) scale_by(dw, power(-exponent));
     if (p.dmemory) store_memory(dw, p.dmemory, at, p);
 }

@@ -18,12 +18,31 @@ __device__ __forceinline__ void sum_rows_of(float (*to)[C], const float (&x)[3][
     if (!high) place[2 * C] = sum[2];
 }
 
+// The products of key_side with the memory and its adjoint, where columns of V have powers of 2.
+__device__ __forceinline__ void multiply_scaled(const Part& part, int c, int j, float (&dq)[2][4], float (&erased)[2][4], float (&dk)[2][4]) {
+    BackwardShared& s = part.s;
+    const Exponents* exponents = part.chunk(c).exponents;
+    for (int i = 0; i < 8; i++) dq[i >> 2][i & 3] = erased[i >> 2][i & 3] = dk[i >> 2][i & 3] = 0.f;
+#pragma unroll 1
+    for (int i = 0; i < FW_V; i += 16) {
+        float x[3][2][4] = {};
+        const Op* memory = s.memory[c] + i * KEY_ROW + j;
+        multiply_from<P, true>(x[0], left_from<P, false>(part.in.dy + c * C * VALUE_ROW + i, VALUE_ROW), memory, KEY_ROW);
+        multiply_from<P, true>(x[1], left_from<P, true>(s.dr[grouped(c)] + i * PAIR_ROW, PAIR_ROW), memory, KEY_ROW);
+        const Left<P> u = left_from<P, true>(s.u[c] + i * PAIR_ROW, PAIR_ROW);
+        multiply_from<P, true>(x[2], u, s.dmemory[grouped(c)] + i * KEY_ROW + j, KEY_ROW);
+        const float back = power(-exponents->memory[i / 16]), both = back * power(-exponents->adjoint[i / 16]);
+        add_times(dq, x[0], back), add_times(erased, x[1], both), add_times(dk, x[2], both);
+    }
+}
+
 // The products that end in columns of K: dq and dk of chunk c, and for the gates' gradients q . (W_0 dy), k . (W_0 dR) and k .
 // (dW_C u).
 __device__ __forceinline__ void key_side(const Part& part, const Params& p, const Place& at, int c, int t0) {
     BackwardShared& s = part.s;
     const Chunk chunk = part.chunk(c);
     const Op *dy_rows = part.in.dy + c * C * VALUE_ROW, *dr_columns = s.dr[grouped(c)], *u_columns = s.u[c];
+    const bool scaled = has_exponents<0>(chunk.exponents);
     float rows[3][2] = {};
     each_turn<WARPS * 16, FW_K>(at.warp * 16, [&](int j) {
         float dq[2][4] = {}, erased[2][4] = {}, dk[2][4] = {}, q[2][4], k[2][4];
@@ -40,6 +59,7 @@ __device__ __forceinline__ void key_side(const Part& part, const Params& p, cons
             const Left<P> u = left_from<P, true>(u_columns + i * PAIR_ROW, PAIR_ROW);
             multiply_from<P, true>(dk, u, s.dmemory[grouped(c)] + i * KEY_ROW + j, KEY_ROW);
         }
+        if (__builtin_expect(scaled, 0)) multiply_scaled(part, c, j, dq, erased, dk);
         load_straight(k, chunk.k + j, KEY_ROW);
         if (FW_F) load_straight(q, chunk.q + j, KEY_ROW);
 #pragma unroll
@@ -55,22 +75,32 @@ __device__ __forceinline__ void key_side(const Part& part, const Params& p, cons
                 dk[n][m] -= erasing * erased[n][m];
             }
         }
-        Right<P> b[2];
-        right_from<P, true>(b, chunk.k + j, KEY_ROW);
-        const Left<P> reads = left_from<P, false>(chunk.scores, PAIR_ROW);
-        multiply<P>(dq[0], reads, b[0]);
-        multiply<P>(dq[1], reads, b[1]);
-        const Op* dkeys = s.dkeys[grouped(c)];
-        const Left<P> x = left_from<P, false>(dkeys, PAIR_ROW), across = left_from<P, true>(dkeys, PAIR_ROW);
-        multiply<P>(dk[0], x, b[0]);
-        multiply<P>(dk[1], x, b[1]);
-        multiply<P>(dk[0], across, b[0]);
-        multiply<P>(dk[1], across, b[1]);
-        multiply_from<P, true>(dk, left_from<P, true>(chunk.scores, PAIR_ROW), chunk.q + j, KEY_ROW);
+        const auto multiply_pairs = [&](float (&dq)[2][4], float (&keys)[2][4], float (&queries)[2][4]) {
+            Right<P> b[2];
+            right_from<P, true>(b, chunk.k + j, KEY_ROW);
+            const Left<P> reads = left_from<P, false>(chunk.scores, PAIR_ROW);
+            multiply<P>(dq[0], reads, b[0]);
+            multiply<P>(dq[1], reads, b[1]);
+            const Op* dkeys = s.dkeys[grouped(c)];
+            const Left<P> x = left_from<P, false>(dkeys, PAIR_ROW), across = left_from<P, true>(dkeys, PAIR_ROW);
+            multiply<P>(keys[0], x, b[0]);
+            multiply<P>(keys[1], x, b[1]);
+            multiply<P>(keys[0], across, b[0]);
+            multiply<P>(keys[1], across, b[1]);
+            multiply_from<P, true>(queries, left_from<P, true>(chunk.scores, PAIR_ROW), chunk.q + j, KEY_ROW);
+        };
+        if (__builtin_expect(scaled, 0)) {
+            float sums[3][2][4] = {};
+            multiply_pairs(sums[0], sums[1], sums[2]);
+            const float reading = power(-chunk.exponents->scores);
+            add_times(dq, sums[0], reading), add_times(dk, sums[1], power(-chunk.exponents->erases)), add_times(dk, sums[2], reading);
+        } else {
+            multiply_pairs(dq, dk, dk);
+        }
         if constexpr (KEEP_KEYS) {
             __syncwarp();
-            put_square<false>(part.q + c * C * KEY_ROW + j, KEY_ROW, dq[0], dq[1]);
-            put_square<false>(part.k + c * C * KEY_ROW + j, KEY_ROW, dk[0], dk[1]);
+            put_square<false>(part.dq + c * C * FEATURE_ROW + j, FEATURE_ROW, dq[0], dq[1]);
+            put_square<false>(part.dk + c * C * FEATURE_ROW + j, FEATURE_ROW, dk[0], dk[1]);
         } else {
             store_keys<FW_PARTIAL>(p.dq, dq, p, at, t0 + c * C, j);
             store_keys<FW_PARTIAL>(p.dk, dk, p, at, t0 + c * C, j);

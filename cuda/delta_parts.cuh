@@ -5,7 +5,7 @@
 #include "erase_parts.cuh"
 
 // dq and dk go through shared memory, unless shares that are added up would lose digits there.
-constexpr bool KEEP_KEYS = FW_MAP || !(FW_PARTIAL && P == BF16);
+constexpr bool KEEP_KEYS = FW_MAP || !(FW_PARTIAL && SHORT<P>);
 
 // With room for two parts the next one is copied meanwhile, and barriers are between phases of a part, not of a chunk.
 constexpr bool ROOMY = FW_STAGES > 1;
@@ -19,6 +19,10 @@ struct __align__(16) Stage {
     Gates g;
 };
 
+// Gradients of features have no bounds that fp16 holds.
+using Feature = OperandOf<P == F16 && FW_MAP ? EXACT : P>::type;
+constexpr int FEATURE_ROW = tile_stride<Feature>(FW_K);
+
 struct DeltaFirsts : Firsts {
     const uint4* borders;
 };
@@ -29,6 +33,9 @@ struct __align__(16) BackwardShared {
 #if FW_MAP
     Op q[FW_SPAN * KEY_ROW], k[FW_SPAN * KEY_ROW];
 #endif
+#if FW_MAP && FW_PRECISION == F16
+    Feature dq[FW_SPAN * FEATURE_ROW], dk[FW_SPAN * FEATURE_ROW];
+#endif
     Op memory[CHUNKS][FW_V * KEY_ROW];  // W_0, transposed
     Op dmemory[GROUP][FW_V * KEY_ROW];  // dW_C, transposed
     uint4 border[ROOMY ? WARPS * UNITS * 32 : 1];  // the next part's memory
@@ -38,6 +45,9 @@ struct __align__(16) BackwardShared {
     float spans[2][AHEAD && FW_F ? CHUNKS : 1][AHEAD && FW_F ? C * SOLVE_ROW : 4];
     float rows[CHUNKS][WARPS][3][C], de[CHUNKS][C], dw[CHUNKS][VALUE_WARPS][C], carried[CHUNKS][WARPS];
     float4 sums[FW_KSPLIT > 1 ? 2 * WARPS * 2 * 32 : 1];
+#if FW_PRECISION == F16
+    Exponents exponents[CHUNKS];
+#endif
 };
 static_assert(sizeof(BackwardShared) == FW_SHARED, "the host computes the same");
 
@@ -58,9 +68,18 @@ __device__ __forceinline__ const uint4* border_from(const DeltaFirsts& first, co
     return first.borders + (int64_t)(s * (int)gridDim.y) * (WARPS * UNITS * 32) + (at.warp * UNITS * 32 + at.lane);
 }
 
+__device__ __forceinline__ Exponents* exponents_of(BackwardShared& s) {
+#if FW_PRECISION == F16
+    return s.exponents;
+#else
+    return nullptr;
+#endif
+}
+
 // The part at hand: its rows, features where there is a map, and gates.
 struct Part {
     Op *q, *k;
+    Feature *dq, *dk;  // where their gradients come, in place of them but in fp16
     Stage& in;
     BackwardShared& s;
 
@@ -69,6 +88,6 @@ struct Part {
         const Gates& g = in.g;
         const Op* keys = k + t * KEY_ROW;
         return {q + t * KEY_ROW, keys,  keys,        in.v + t * INPUT_ROW,        s.scores[c], s.inverse[c],
-                g.w + t,         g.start + t, (FW_F ? g.erasing : g.e) + t, g.end + t};
+                g.w + t,         g.start + t, (FW_F ? g.erasing : g.e) + t, g.end + t, exponents_of(s) + c};
     }
 };

@@ -8,6 +8,7 @@
 // row_map.cuh where q and k are rows to map.
 #pragma once
 #include "pairs.cuh"
+#include "range.cuh"
 
 constexpr int C = 16;  // tokens of a chunk
 constexpr int CHUNKS = FW_SPAN / C;
@@ -19,8 +20,9 @@ constexpr int TILES = WARP_ROWS / 8;         // its accumulators
 constexpr int INVERTERS = (CHUNKS + 1) / 2;  // warps that have work in invert_all
 #include "rows.cuh"
 
-constexpr int SOLVE = P == BF16 ? TF32 : EXACT;  // products with the inverse: bf16 there is what breaks
+constexpr int SOLVE = SHORT<P> ? TF32 : EXACT;  // products with the inverse: bf16 there is what breaks, and fp16 has no range for it
 constexpr int INPUT_ROW = tile_stride<In>(FW_V);
+constexpr int LARGEST_EXPONENT = 80;  // of columns: values times that are in the range of fp32
 constexpr int PAIR_ROW = tile_stride<Op>(C);  // of (C,C) operands
 constexpr int SOLVE_ROW = tile_stride<float>(C);
 
@@ -85,7 +87,7 @@ __device__ __forceinline__ void sum_split(float (&x)[N][4], float4* shared, int&
 }
 
 // Every warp has all rows of its columns, so that addresses and branches need not ask; in fp32 sm_120 has no registers for that.
-constexpr bool ALL_ROWS = FW_KSPLIT == 1 && P == BF16;
+constexpr bool ALL_ROWS = FW_KSPLIT == 1 && SHORT<P>;
 
 struct Place {
     int b, h, bh, lane, warp, column, row;  // column: the warp's first of V; row: its first of K
@@ -127,7 +129,7 @@ __device__ __forceinline__ uint4* border(const Params& p, const Place& at, int s
 __device__ __forceinline__ void save_border(const float (&w)[TILES][4], uint4* saved) {
 #pragma unroll
     for (int i = 0; i < UNITS; i++) {
-#if FW_PRECISION == BF16
+#if FW_PRECISION == BF16 || FW_PRECISION == F16
         const Left<P> x = left_of<P>(w[2 * i], w[2 * i + 1]);
         saved[i * 32] = make_uint4(x.x[0], x.x[1], x.x[2], x.x[3]);
 #else
@@ -139,13 +141,13 @@ __device__ __forceinline__ void save_border(const float (&w)[TILES][4], uint4* s
 __device__ __forceinline__ void load_border(float (&w)[TILES][4], const uint4* saved) {
 #pragma unroll
     for (int i = 0; i < UNITS; i++) {
-#if FW_PRECISION == BF16
+#if FW_PRECISION == BF16 || FW_PRECISION == F16
         const uint4 all = saved[i * 32];
         const unsigned x[4] = {all.x, all.y, all.z, all.w};
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            w[2 * i + j / 2][j % 2 * 2] = __uint_as_float(x[j] << 16);
-            w[2 * i + j / 2][j % 2 * 2 + 1] = __uint_as_float(x[j] & 0xFFFF0000u);
+            const float2 both = unpack<P>(x[j]);
+            w[2 * i + j / 2][j % 2 * 2] = both.x, w[2 * i + j / 2][j % 2 * 2 + 1] = both.y;
         }
 #else
         const float4 all = *(const float4*)(saved + i * 32);
@@ -154,18 +156,91 @@ __device__ __forceinline__ void load_border(float (&w)[TILES][4], const uint4* s
     }
 }
 
+// Of its 16 columns the place of the exponent that a saved memory has in fp16.
+__device__ __forceinline__ int32_t* border_exponent(const Params& p, const Place& at, int s) {
+    const int64_t parts = (p.T + FW_PART - 1) / FW_PART, block = (at.bh * parts + s) * gridDim.y + blockIdx.y;
+    return p.scales + block * VALUE_WARPS + at.local() / 16;
+}
+
+// Exponents of the powers of 2 that fp16 takes where its range is left, of one chunk. `memory` is of 16 columns of the memory and of
+// all that is linear in them, values and reads; `adjoint` of its adjoint, in the same way.
+struct __align__(16) Exponents {
+    int erases, scores;
+    int memory[VALUE_WARPS], adjoint[VALUE_WARPS];
+};
+
+// Whether one of the warp's lanes has an exponent; in other precisions than fp16 there are none.
+__device__ __forceinline__ bool any_exponent(int exponent) { return P == F16 && __any_sync(~0u, exponent != 0); }
+
+// (C,C) pairs of a warp to an array of operands, with the power of 2 that they need in fp16.
+template <int Exponents::*OWN>
+__device__ __forceinline__ void put_pairs(Op* to, float (&x)[2][4], Exponents* exponents) {
+    if constexpr (P == F16) {
+        Most most;
+        int own = 0;
+        most.see(left_of<P>(x[0], x[1]));
+        if (most.leaves_range<P>()) {
+            own = range_exponent(warp_largest(largest_of(x)));
+            scale_by(x, power(own));
+        }
+        if ((threadIdx.x & 31) == 0) exponents->*OWN = own;
+    }
+    put_square<false>(to, PAIR_ROW, x[0], x[1]);
+}
+
+// Whether x, which the warp made of its columns w, leaves the range of fp16, or they do: where one of them is infinite no x is finite.
+// So too with an exponent.
+__device__ __forceinline__ bool leaves_range(const float (&x)[2][4], int exponent = 0) {
+    if constexpr (P != F16) return false;
+    const unsigned most = largest_couple(left_of<P>(x[0], x[1]));
+    const int beyond = __any_sync(~0u, has_large(most) | (exponent != 0)) | __all_sync(~0u, !has_whole(most));
+    return FW_KSPLIT > 1 ? !__syncthreads_and(!beyond) : beyond;
+}
+
+// Gives w and x, made of it, another power of 2 if they need one; whether x is to be made again for that. next: the largest number of
+// the lane that is multiplied by the same power later. Where several warps share a column all have the same power.
+__device__ __forceinline__ bool rescale(const Place& at, float (&w)[TILES][4], const float (&x)[2][4], int& exponent, float4* shared,
+                                        float next) {
+    const float own = largest_of(x);
+    float largest = warp_largest(fmaxf(fmaxf(largest_of(w), own < 1e38f ? own : 0.f), next * power(exponent)));
+#if FW_KSPLIT > 1
+    float* all = (float*)shared;
+    __syncthreads();
+    if (at.lane == 0) all[at.warp] = largest;
+    __syncthreads();
+    for (int i = 0; i < WARPS; i++) largest = fmaxf(largest, all[i]);
+    __syncthreads();
+#endif
+    const int now = min(max(exponent + range_exponent(largest), -126), LARGEST_EXPONENT), change = now - exponent;
+    if (change == 0) return false;
+    exponent = now;
+    scale_by(w, power(change));
+    return true;
+}
+
 // Chunk c of a span in shared memory.
 struct Chunk {
     const Op *q, *p, *k;  // rows that read, that erases read with, that are written
     const In* v;
     const Op* scores;
     const float *inverse, *w, *start, *erasing, *end;
+    Exponents* exponents;
 };
 
-// Reads chunk c with the warp's slice of W_0: y, if READ, and u, what is written.
-template <bool READ>
-__device__ __forceinline__ void recall(const Place& at, const Chunk& c, float (&w)[TILES][4], float (&u)[2][4], float (&y)[2][4],
-                                       float4* shared, int& turn) {
+// y (transposed) += a A, where SCALED of other powers of 2 and without any.
+template <bool SCALED>
+__device__ __forceinline__ void multiply_scores(float (&y)[2][4], const Left<P>& a, const Chunk& c, int exponent) {
+    if constexpr (!SCALED) return multiply_from<P, false>(y, a, c.scores, PAIR_ROW);
+    float pairs[2][4] = {};
+    multiply_from<P, false>(pairs, a, c.scores, PAIR_ROW);
+    add_times(y, pairs, power(-c.exponents->scores));
+    scale_by(y, power(-exponent));
+}
+
+// As recall, with the memory as it is.
+template <bool READ, bool SCALED>
+__device__ __forceinline__ void recall_once(const Place& at, const Chunk& c, float (&w)[TILES][4], float (&u)[2][4], float (&y)[2][4],
+                                            float4* shared, int& turn, int exponent) {
     float x[READ ? 4 : 2][4] = {};  // (P W_0)^T and (Q W_0)^T
 #pragma unroll
     for (int n = 0; n < TILES; n += 2) {
@@ -183,6 +258,7 @@ __device__ __forceinline__ void recall(const Place& at, const Chunk& c, float (&
     float source[2][4];
     const Four w_t = four_of(c.w), erasing = four_of(c.erasing), start = READ && FW_F ? four_of(c.start) : Four{{1.f, 1.f, 1.f, 1.f}};
     load_transposed(source, c.v + at.local(), INPUT_ROW);
+    if constexpr (SCALED) scale_by(source, power(exponent));
     sum_split(x, shared, turn);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -192,7 +268,23 @@ __device__ __forceinline__ void recall(const Place& at, const Chunk& c, float (&
         if constexpr (READ) y[n][m] = start.x[t] * x[2 + n][m];
     }
     multiply_from<SOLVE, false, true>(u, left_of<SOLVE, true>(source[0], source[1]), c.inverse, SOLVE_ROW);
-    if constexpr (READ) multiply_from<P, false>(y, left_of<P>(u[0], u[1]), c.scores, PAIR_ROW);
+    if constexpr (READ) multiply_scores<SCALED>(y, left_of<P>(u[0], u[1]), c, exponent);
+}
+
+// Reads chunk c with the warp's slice of W_0, which keep() has kept: y, if READ, and u, what is written, also as an operand. w and u
+// are times 2^exponent, which may be another one then.
+template <bool READ, class F>
+__device__ __forceinline__ void recall(const Place& at, const Chunk& c, float (&w)[TILES][4], float (&u)[2][4], float (&y)[2][4],
+                                       Left<P>& written, float4* shared, int& turn, int& exponent, F keep) {
+    recall_once<READ, false>(at, c, w, u, y, shared, turn, exponent);
+    written = left_of<P>(u[0], u[1]);
+    if constexpr (P == F16) {
+        if (__builtin_expect(!leaves_range(u, READ ? c.exponents->scores | exponent : exponent), 1)) return;
+        do recall_once<READ, true>(at, c, w, u, y, shared, turn, exponent);
+        while (leaves_range(u) && rescale(at, w, u, exponent, shared, 0.f));
+        written = left_of<P>(u[0], u[1]);
+        keep();
+    }
 }
 
 // x += k^T r over a chunk, x and r transposed.

@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_backward(const P
             multiply_gates(s.products[at.warp], stage.f, p.T - t0);
             share_pairs(s.pairs[at.warp], x.gate + block * 16);
             const int slice = at.value * KEY_ROW + at.key;
-            float carried = multiply_slices(rows.memory + slice, dw, s.dmemory + slice);
+            float carried = multiply_slices(rows.memory + slice, dw, P == F16 ? s.dmemory + slice : nullptr);
             if (P == F16) carried *= power(-rows.before.exponent) * power(-rows.after.exponent);
             if (FW_SUMS) carried += dn.multiply_with(rows.sums);
             if (at.lane == 0) s.sums.carried[at.warp] = carried;

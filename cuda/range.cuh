@@ -8,9 +8,9 @@
 
 constexpr float LARGE = 32768.f, SMALL = 1.f / 64.f;  // the least number that leaves the range, and of a memory the least that does not
 
-// Couples of numbers without their signs, the larger ones of each place.
+// Couples of numbers without their signs, the larger ones of each place; NaN is larger than all.
 __device__ __forceinline__ unsigned larger(unsigned a, unsigned b) {
-    const __half2 most = __hmax2(__habs2(*(const __half2*)&a), __habs2(*(const __half2*)&b));
+    const __half2 most = __hmax2_nan(__habs2(*(const __half2*)&a), __habs2(*(const __half2*)&b));
     return *(const unsigned*)&most;
 }
 
@@ -20,13 +20,20 @@ __device__ __forceinline__ bool has_large(unsigned couple) { return (couple + 0x
 __device__ __forceinline__ bool has_medium(unsigned couple) { return (couple + 0x5C005C00u) & 0x80008000u; }
 __device__ __forceinline__ bool has_whole(unsigned couple) { return (couple + 0x78007800u) & 0x80008000u; }
 
+// The largest couple of a lane's operands; in other precisions than fp16 nothing.
+template <int P>
+__device__ __forceinline__ unsigned largest_couple(const Left<P>& a) {
+    if constexpr (P != F16) return 0;
+    else return larger(larger(a.x[0], a.x[1]), larger(a.x[2], a.x[3]));
+}
+
 // The largest couple of what a lane has seen of operands; in other precisions than fp16 nothing.
 struct Most {
     unsigned couple = 0;
 
     template <int P>
     __device__ __forceinline__ void see(const Left<P>& a) {
-        if constexpr (P == F16) couple = larger(couple, larger(larger(a.x[0], a.x[1]), larger(a.x[2], a.x[3])));
+        if constexpr (P == F16) couple = larger(couple, largest_couple(a));
     }
 
     // Whether one of the warp's operands is too large, or, if SMALL, all of them are too small.
@@ -57,6 +64,28 @@ __device__ __forceinline__ float largest_of(const float (&x)[N][4]) {
 #pragma unroll
     for (int i = 0; i < N * 4; i++) largest = fmaxf(largest, fabsf(x[i / 4][i % 4]));
     return largest;
+}
+
+template <int P>
+__device__ __forceinline__ float largest_in(const Left<P>& a) {
+    float largest = 0.f;
+    if constexpr (P == F16) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) largest = fmaxf(largest, fmaxf(fabsf(unpack<P>(a.x[i]).x), fabsf(unpack<P>(a.x[i]).y)));
+    }
+    return largest;
+}
+
+template <int N>
+__device__ __forceinline__ void scale_by(float (&x)[N][4], float factor) {
+#pragma unroll
+    for (int i = 0; i < N * 4; i++) x[i / 4][i % 4] *= factor;
+}
+
+// acc += x, which is times 1 / back.
+__device__ __forceinline__ void add_times(float (&acc)[2][4], const float (&x)[2][4], float back) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) acc[i / 4][i % 4] += back * x[i / 4][i % 4];
 }
 
 // acc (16 rows, N * 8 columns) += x, which is 16 x 16, times the right operand at p, where x leaves the range.

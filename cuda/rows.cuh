@@ -306,7 +306,7 @@ __device__ __forceinline__ int sum_columns(float (&x)[4]) {
 __device__ __forceinline__ int lane_of_column(int t) { return (t & 7) / 2 + (t & 8) / 2 + (t & 1) * 8; }
 
 // The sum of the products of a warp's slice of a transposed memory, in its accumulators, and of another's in shared memory; in all
-// lanes. The first is in shared memory too, at `own`, in fp16, whose range it may leave in accumulators.
+// lanes. The first may be in shared memory too, at `own`, where it leaves the range of fp16 in accumulators.
 template <int TILES>
 __device__ __forceinline__ float multiply_slices(const Op* slice, const float (&x)[TILES][4], const Op* own = nullptr) {
     float sum = 0.f;
@@ -315,7 +315,7 @@ __device__ __forceinline__ float multiply_slices(const Op* slice, const float (&
 #pragma unroll
         for (int n = 0; n < TILES; n += 2) {
             Left<P> a;
-            if constexpr (P == F16) a = left_from<P, false>(own + n * 8, KEY_ROW);
+            if (own) a = left_from<P, false>(own + n * 8, KEY_ROW);
             else a = left_of<P>(x[n], x[n + 1]);
             multiply_from<P, false>(d, a, slice + n * 8, KEY_ROW);
         }

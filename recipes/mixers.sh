@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced after the lib by the recipes that compare mixers of language models: the options of each row, and those of
 # converted models. An ending adds what published layers have around their recurrence to the row of a rule: -conv, -norm or -gate one
-# part, -parts all three.
+# part, -parts all three. With -published the layer is that of the architecture NAME_lm, in the same model.
 # shellcheck disable=SC2034
 converted_map() { # RULE WIDTH: sets map, the options of what conversion makes of queries and keys, WIDTH of them for each head
     case $1 in
@@ -42,9 +42,15 @@ declare -A row_options=(
 )
 row_options[sparse_gated_delta]="$sparse_parts ${row_options[gated_delta]}"
 
+published_layers="retnet gla mamba2 hgrn2 rwkv6 rwkv7 kda gdn2 comba gsa delta_net gated_delta delta_product gated_delta_product"
 own_options() { # ROW: sets own, the options of a row; fails where there is no such row
     local name=$1 added=()
     case $1 in
+        *-published)
+            [[ " $published_layers " == *" ${1%-*} "* ]] || return 1
+            own=(--arch "${1%-*}_lm" --ffn-form plain)
+            return 0
+            ;;
         *-conv) added=(--short-conv 4) ;;
         *-norm) added=(--output-norm) ;;
         *-gate) added=(--output-gate) ;;
@@ -58,5 +64,5 @@ own_options() { # ROW: sets own, the options of a row; fails where there is no s
 }
 
 row_names() { # all rows
-    echo "$(printf '%s\n' "${!row_options[@]}" | sort | paste -sd ' '); rows of rules may end in -conv, -norm, -gate or -parts"
+    echo "$(printf '%s\n' "${!row_options[@]}" | sort | paste -sd ' '); rows of rules may end in -conv, -norm, -gate or -parts; $published_layers in -published"
 }

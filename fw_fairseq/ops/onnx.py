@@ -1,4 +1,5 @@
-"""The recurrence as ONNX's LinearAttention, opset 27, in a model that is traced for it."""
+"""The recurrence as ONNX's LinearAttention and the short convolution as its CausalConvWithState, opset 27, in a model that is
+traced for it."""
 
 from __future__ import annotations
 
@@ -57,6 +58,21 @@ def onnx_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memor
         version=1,
     )
     return y.unflatten(2, (heads, width)).transpose(1, 2).to(v.dtype), memory
+
+
+def onnx_convolution(x: Tensor, recent: Tensor | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The short convolution of ``mixers.parts.convolution`` as one node: x (T,B,C), recent (B,taps-1,C), weight (taps,C)."""
+    channels, given = weight.shape[1], x.permute(1, 2, 0)
+    past = given.new_zeros(x.shape[1], channels, weight.shape[0] - 1) if recent is None else recent.to(x.dtype).mT
+    y, present = torch.onnx.ops.symbolic_multi_out(
+        f"{DOMAIN}::CausalConvWithState",
+        (given, weight.flip(0).mT.unsqueeze(1), bias, past),
+        {"activation": "silu"},
+        dtypes=(x.dtype, x.dtype),
+        shapes=(given.shape, past.shape),
+        version=1,
+    )
+    return y.permute(2, 0, 1), present.mT
 
 
 def packed(x: Tensor) -> Tensor:

@@ -1,12 +1,15 @@
-"""What a generated token takes, and how models continue a text: python generate.py TOKENS PROMPT FOLDER...
+"""What a generated token takes, and how models continue texts: python generate.py TOKENS PROMPTS FOLDER...
 
-FOLDER: of fw-export-hf. TOKENS: the lengths of text before the measured tokens, such as 256,4096. Prints processor time for a token
-in one thread, the numbers that are kept of the text, and a greedy continuation of PROMPT.
+FOLDER: of fw-export-hf. TOKENS: the lengths of text before the measured tokens, such as 256,4096. PROMPTS: one a line. Prints
+processor time for a token in one thread, the models in turn token by token, the numbers that are kept of the text, and greedy
+continuations.
 """
 
+import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -26,27 +29,33 @@ def kept(cache) -> int:
 
 
 @torch.no_grad()
-def measure(model, tokens: torch.Tensor) -> tuple[float, int]:
+def measure(models: dict[str, Any], tokens: torch.Tensor) -> dict[str, tuple[float, int]]:
     """Seconds of processor time for each token after these, and the numbers that are kept."""
-    output, taken = model(tokens[None], use_cache=True, logits_to_keep=1, **{CACHE: DynamicCache()}), []
+    asked = {"use_cache": True, "logits_to_keep": 1}
+    last = {name: model(tokens[None], **asked, **{CACHE: DynamicCache()}) for name, model in models.items()}
+    taken: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(MEASURED):
-        start, word = time.process_time(), output.logits[:, -1:].argmax(-1)
-        output = model(word, use_cache=True, **{CACHE: output[CACHE]})
-        taken.append(time.process_time() - start)
-    return sorted(taken)[len(taken) // 2], kept(output[CACHE])
+        for name, model in models.items():
+            start, word = time.process_time(), last[name].logits[:, -1:].argmax(-1)
+            last[name] = model(word, **asked, **{CACHE: last[name][CACHE]})
+            taken[name].append(time.process_time() - start)
+    return {name: (statistics.median(taken[name]), kept(last[name][CACHE])) for name in models}
 
 
 if __name__ == "__main__":
-    lengths, prompt, *folders = sys.argv[1:]
+    lengths, prompts, *folders = sys.argv[1:]
     torch.set_num_threads(1)
     counts = [*map(int, lengths.split(","))]
-    for folder in map(Path, folders):
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
-        words = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-        given = torch.randint(100, model.config.vocab_size, (max(counts),), generator=torch.Generator().manual_seed(0))
-        for length in counts:
-            seconds, numbers = measure(model, given[:length])
-            print(f"{folder.name}, {length} tokens: {1000 * seconds:.1f} ms a token, {numbers:,} numbers kept", flush=True)
+    found: dict[str, Any] = {}
+    for folder in folders:
+        found[Path(folder).parent.name] = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    words = AutoTokenizer.from_pretrained(folders[0], trust_remote_code=True)
+    given = torch.randint(100, len(words), (max(counts),), generator=torch.Generator().manual_seed(0))
+    for length in counts:
+        for row, (seconds, numbers) in measure(found, given[:length]).items():
+            print(f"{row}, {length} tokens: {1000 * seconds:.1f} ms a token, {numbers:,} numbers kept", flush=True)
+    for prompt in prompts.splitlines():
         text = words(prompt, return_tensors="pt", add_special_tokens=False)
-        found = model.generate(**text, max_new_tokens=LONGEST, do_sample=False)[0]
-        print(f"{folder.name}: {words.decode(found)!r}", flush=True)
+        for row, model in found.items():
+            continued = model.generate(**text, max_new_tokens=LONGEST, do_sample=False)[0]
+            print(f"{row}: {words.decode(continued)!r}", flush=True)

@@ -1,7 +1,7 @@
-"""Perplexity by transformers alone, in segments of TOKENS: python reference.py MODEL TEXT [TOKENS]
+"""Perplexity by transformers alone, in segments of TOKENS: python reference.py MODEL TEXT [TOKENS [FIRST]]
 
-Each segment is read alone, so that its first token is not predicted. The second number is that of fairseq's segments, which predict
-it from the token before.
+The first number is that of fairseq's segments, which predict their first token from the one before them; the second that of
+segments alone, whose first token is not predicted. FIRST: how many tokens are predicted, as with TEST_WORDS of eval.sh; else all.
 """
 
 import sys
@@ -27,9 +27,10 @@ def perplexity(model, tokens: torch.Tensor, size: int, before: int) -> float:
 
 if __name__ == "__main__":
     folder, text = sys.argv[1:3]
-    length = int(sys.argv[3]) if len(sys.argv) > 3 else 512
+    length, first = (int(sys.argv[i]) if len(sys.argv) > i else default for i, default in ((3, 512), (4, None)))
     library = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(Path(text).read_text(encoding="utf-8"))["input_ids"])
-    print(f"segments alone: {perplexity(library, ids, length, 0):.2f}", flush=True)
     end = torch.tensor([library.config.eos_token_id])
-    print(f"fairseq's segments: {perplexity(library, torch.cat([end, ids, end]), length, 1):.2f}")
+    whole = torch.cat([end, ids, end])[: None if first is None else first + 1]
+    print(f"fairseq's segments: {perplexity(library, whole, length, 1):.2f}", flush=True)
+    print(f"segments alone: {perplexity(library, ids[:first], length, 0):.2f}")

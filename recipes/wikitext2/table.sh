@@ -3,10 +3,11 @@
 #
 # Paper:    none; the rows are the rules and mixers of all papers. Rows: softmax, sum_elu, delta_elu, delta_dpfp, gated, decay,
 #           gated_delta (the default), additive, additive_all, leap, sru, srupp, retnet, gla, mamba2, hgrn2, rwkv6, rwkv7, kda, gdn2,
-#           comba, gsa, lstm, delta_product; these and all other rules also with an ending: -conv with a short convolution, -norm with an output norm,
-#           -gate with an output gate, -parts with all three; and Terraformer's layers with softmax attention or gated_delta: sparse_ffn,
-#           sparse, sparse_gated_delta; with as many parameters as dense ones, sparse_ffn_equal beside softmax, and sparse_equal beside
-#           softmax_full, the row softmax with a full output layer
+#           comba, gsa, lstm, delta_product; these and all other rules also with an ending: -conv with a short convolution, -norm with
+#           an output norm, -gate with an output gate, -parts with all three, -published with the layer of the architecture NAME_lm;
+#           and Terraformer's layers with softmax attention or gated_delta: sparse_ffn, sparse, sparse_gated_delta; with as many
+#           parameters as dense ones, sparse_ffn_equal beside softmax, and sparse_equal beside softmax_full, the row softmax with a
+#           full output layer
 # Data:     DATA, a folder with train.txt, valid.txt and test.txt: WikiText-2 by words, <unk> kept (CC BY-SA); nothing is downloaded
 # Hardware: one CPU core, 700 MB of memory
 # Time:     6 to 30 minutes for a row of 1500 updates of 1024 tokens; one to two hours for softmax_full and sparse_equal

@@ -9,14 +9,15 @@ from hostcuda.nvrtc import compile_check, long_ones
 from support.cuda_scan import by_definition, by_kernels, compare, draw, launches
 from support.draws import assert_same
 
-from fw_fairseq.ops.kernels import linear
+from fw_fairseq.ops.kernels import delta, linear
 
 FP16 = torch.float16
 
 
 @pytest.mark.parametrize("policy, seed", SCHEDULES)
-def test_any_schedule(one_thread, policy, seed):
-    compare(linear, "gated", (2, 1, 150, 64, 64), FP16, EmulatorLaunch(policy, seed))
+@pytest.mark.parametrize("family, rule", [(linear, "gated"), (delta, "gated_delta")])
+def test_any_schedule(one_thread, family, rule, policy, seed):
+    compare(family, rule, (2, 1, 150, 64, 64), FP16, EmulatorLaunch(policy, seed))
 
 
 # Of the largest entry of fp16, 65504, and of its least normal one, 6e-5: what is multiplied by how much.
@@ -28,13 +29,31 @@ def test_any_schedule(one_thread, policy, seed):
     (300, 20, dict(k=1e3, v=1e3, q=1e-4, dy=1e-3)),  # several warps to a column of the memory
 ])  # fmt: skip
 def test_what_leaves_the_range(one_thread, key, value, factors):
-    x = draw("gated", (1, 1, 70, key, value), FP16)
+    in_range_again(linear, "gated", (1, 1, 70, key, value), factors)
+
+
+@pytest.mark.parametrize("rule, key, value, factors", [
+    ("gated_delta", 64, 64, dict(v=1e3, q=1e-4, dy=1e-3, memory=1e5)),  # a memory beyond the range
+    ("delta", 64, 64, dict(k=3e3, q=3e2, e=1e-7, v=1e-4, dy=1e-3)),  # pairs beyond it
+    ("delta", 64, 64, dict(v=1e3, w=1e4, q=1e-4, dy=1e-4, dmemory=1e-4)),  # values times a strength beyond it
+    ("gated_delta", 64, 64, dict(dy=1e-2, q=1e-3, k=1e-1, v=1e2, dmemory=1e-9)),  # a gradient of the memory below it
+    ("delta", 64, 64, dict(v=1e-3, memory=1e-7, dmemory=1e-7, dy=1e-3, q=1e-2)),  # all below it
+    ("gated_delta", 32, 32, dict(dmemory=1e6, memory=1e-7, v=1e-7, dy=1e-6, w=1e-3)),  # an adjoint beyond it, a memory below it
+    ("gated_delta", 200, 40, dict(v=1e3, q=1e-4, dy=1e-3, memory=1e5)),  # two warps to a column of the memory
+    ("delta", 300, 20, dict(v=1e3, q=1e-4, dy=1e-3, memory=1e5, dmemory=1e-3)),  # four
+])  # fmt: skip
+def test_what_leaves_the_range_with_an_erase(one_thread, rule, key, value, factors):
+    in_range_again(delta, rule, (1, 1, 70, key, value), factors)
+
+
+def in_range_again(family, rule: str, shape, factors: dict[str, float]) -> None:
+    x = draw(rule, shape, FP16)
     x |= {"dy": torch.randn_like(x["v"]), "dmemory": torch.randn_like(x["memory"])}
     for name, factor in factors.items():
         x[name] = (x[name].float() * factor).to(x[name].dtype)
     assert all(part is None or part.isfinite().all() for part in x.values())
     dy, dmemory = x.pop("dy"), x.pop("dmemory")
-    actual, expected = by_kernels(linear, x, dy, dmemory, "fp16", EmulatorLaunch("prio", 2)), by_definition(x, dy, dmemory)
+    actual, expected = by_kernels(family, x, dy, dmemory, "fp16", EmulatorLaunch("prio", 2)), by_definition(x, dy, dmemory)
     for name, exact in expected.items():
         most = exact.abs().max()
         assert most < 6e4 or actual[name].dtype == torch.float32, (name, most)
@@ -52,9 +71,10 @@ def test_numbers_that_are_none_stay_so(one_thread):
     assert_same({"y": actual["y"][:, :, :16]}, {"y": by_definition(x, dy, dmemory)["y"][:, :, :16]}, 2e-3)
 
 
-@pytest.mark.cases_in_ci(1)
+@pytest.mark.cases_in_ci(2)
 @pytest.mark.parametrize("arch, width", long_ones([("90", 64), ("80", 64), ("90", 128)]))
-def test_compiles_without_spills(arch, width):
-    for launched in launches(linear, "gated", (1, 1, 17, width, width), FP16, (int(arch[:-1]), 0)):
+@pytest.mark.parametrize("family, rule", [(linear, "gated"), (delta, "gated_delta")])
+def test_compiles_without_spills(family, rule, arch, width):
+    for launched in launches(family, rule, (1, 1, 17, width, width), FP16, (int(arch[:-1]), 0)):
         found = compile_check(launched.source, launched.defines, arch)[launched.kernel]
         assert max(found["spill_stores"], found["stack"]) == 0, (launched.kernel, found)

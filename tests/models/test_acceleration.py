@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 
 import pytest
 import torch
@@ -105,27 +106,64 @@ def test_they_compute_in_float64_what_they_compute_in_float32(kernel):
         torch.testing.assert_close(one, other.double(), rtol=1e-4, atol=2e-5)
 
 
-def logits_and_gradients(model, tokens) -> list[torch.Tensor]:
+def cached(model, tokens) -> list[torch.Tensor]:
+    """Logits and the cache after a prompt, and after one more token."""
+    found, cache = [], None
+    for part in tokens.split(tokens.shape[1] - 1, 1):
+        outputs = model(part, past_key_values=cache, use_cache=True)
+        cache = outputs.past_key_values
+        kept = [vars(layer).values() for layer in cache.layers]
+        kept = [x for values in kept for value in values for x in (value.values() if isinstance(value, dict) else [value])]
+        found += [outputs.logits, *(x.clone() for x in kept if isinstance(x, torch.Tensor) and x.is_floating_point())]
+    return found
+
+
+def logits_caches_and_gradients(model, tokens) -> list[torch.Tensor]:
+    with torch.no_grad():
+        found = cached(model.eval(), tokens)
     model.train().zero_grad()
     logits = model(tokens, labels=tokens)
     logits.loss.backward()
-    return [logits.logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    return [*found, logits.logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
+class Float64:
+    """torch, in whose place transformers' code computes in float64 where it says float32."""
+
+    def __getattr__(self, name):
+        return torch.float64 if name == "float32" else getattr(torch, name)
+
+
+def compute_in_float64(monkeypatch) -> None:
+    """Lets the code of transformers, and no other, compute in float64 where it says float32."""
+    for module in [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]:
+        if getattr(module, "torch", None) is torch:
+            monkeypatch.setattr(module, "torch", Float64())
+    single = torch.Tensor.float
+    of_transformers = lambda: sys._getframe(2).f_globals["__name__"].startswith("transformers.")  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "float", lambda x: x.double() if of_transformers() else single(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("name", model_types())
-def test_models_are_the_same(name, monkeypatch):
-    """Logits, gradients and what they generate; our functions are called, in the prompt and at each token."""
+def test_models_are_the_same(name, dtype, monkeypatch):
+    """Logits, caches, gradients and what they generate; our functions are called, in the prompt and at each token."""
     model, tokens = build(name, 32, 2, 2, 50), torch.randint(3, 50, (2, 20), generator=torch.Generator().manual_seed(2))
+    if dtype == torch.float64:
+        model.double().set_experts_implementation("eager")  # PyTorch's grouped products have no float64
+        compute_in_float64(monkeypatch)
+    near = {torch.float32: {"rtol": 1e-4, "atol": 1e-5}, torch.float64: {"rtol": 1e-10, "atol": 1e-10}}[dtype]
     given = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     calls: list[str] = []
     for kernel, function in REPLACED.items():
         counted = lambda *args, kernel=kernel, function=function, **more: calls.append(kernel) or function(*args, **more)  # noqa: E731
         monkeypatch.setitem(REPLACED, kernel, functools.wraps(function)(counted))
-    want, written = logits_and_gradients(model, tokens), model.eval().generate(tokens, **given)
+    want, written = logits_caches_and_gradients(model, tokens), model.eval().generate(tokens, **given)
     assert not calls
     with accelerate():
-        for one, other in zip(logits_and_gradients(model, tokens), want):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        for one, other in zip(logits_caches_and_gradients(model, tokens), want, strict=True):
+            assert one.dtype == other.dtype
+            torch.testing.assert_close(one, other, **near)
         assert calls
         calls.clear()
         assert torch.equal(model.eval().generate(tokens, **given), written)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from argparse import Namespace
 
 import pytest
 import torch
@@ -399,3 +400,42 @@ def test_only_attention_trains(monkeypatch):
     model = build(make("llama"), monkeypatch, **HYBRID, train_only="attention")
     assert {".self_attn." in name for name, x in model.named_parameters() if x.requires_grad} == {True}
     assert {".self_attn." in name for name, x in model.named_parameters() if not x.requires_grad} == {False}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_only_adapters_train_and_merge_into_the_weights(name, monkeypatch):
+    """Before training they change nothing. The reference adds their products to the library's own weights."""
+    library, tokens = make(name), texts()
+    plain = build(library, monkeypatch, mixer="softmax")
+    model = build(library, monkeypatch, mixer="softmax", train_only="adapters", adapter_rank=2)
+    torch.testing.assert_close(scores(model, symbols(model, tokens)), scores(plain, symbols(plain, tokens)), rtol=0, atol=0)
+    adapters = {name: x for name, x in model.named_parameters() if x.requires_grad}
+    assert all(".self_attn." in name or ".attn." in name for name in adapters)
+    assert len(adapters) == LAYERS * 2 * {"llama": 4, "gpt2": 2}[name]
+    model(symbols(model, tokens))[0].log_softmax(-1)[..., 5].sum().backward()
+    assert all(x.grad.any() == name.endswith(".left") for name, x in adapters.items())
+    stirred(nn.ParameterList(adapters.values()), 0.2)
+    with torch.no_grad():
+        for key, x in adapters.items():
+            if key.endswith(".left"):
+                part = library.get_submodule(key.removeprefix("decoder.model.").removesuffix(".adapter.left"))
+                part.weight.add_(x @ adapters[key.replace(".left", ".right")])
+        want = library(tokens).logits
+    order = symbols(model, torch.arange(want.shape[-1])[None])[0]
+    torch.testing.assert_close(scores(model, symbols(model, tokens))[..., order], want, rtol=1e-4, atol=1e-4)
+    plain.load_state_dict(model.state_dict())
+    torch.testing.assert_close(scores(plain, symbols(plain, tokens))[..., order], want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_converted_model_gets_adapters_beside_its_heads(monkeypatch):
+    """Which a checkpoint without adapters leaves as they are."""
+    start = converted("llama", monkeypatch, **HYBRID)
+    model = build(make("llama"), monkeypatch, **HYBRID, train_only="adapters", adapter_rank=3)
+    model.load_state_dict(start.state_dict())
+    tokens = symbols(model, texts())
+    torch.testing.assert_close(scores(model, tokens), scores(start, tokens), rtol=0, atol=0)
+    trained = {name for name, x in model.named_parameters() if x.requires_grad}
+    assert len(trained) == LAYERS * 2 * 4 and not [name for name in trained if ".heads." in name]
+    options = Namespace(train_only="all", adapter_rank=3, mixer="softmax")
+    with pytest.raises(Mistake, match="--adapter-rank has no effect"):
+        start.refuse_without_effect(options)

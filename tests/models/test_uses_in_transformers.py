@@ -50,6 +50,22 @@ def texts(*lengths: int) -> list[torch.Tensor]:
     return [torch.randint(4, 50, (length,)) for length in lengths]
 
 
+@pytest.mark.parametrize("rule", ["gated_delta", "kda", "rwkv7"])
+@torch.no_grad()
+def test_torch_export_of_any_length(rule):
+    """Lengths and batches that were not in the example, below and above that of a chunk, beside one token at a time."""
+    model, options = {}, {"feature_map": "identity", "feature_norm": "l2", "short_conv": 4, "update_rule": rule}
+    for backend in ("auto", "recurrent"):
+        model[backend] = build(given=options | {"fast_weight_backend": backend}, positions="none")
+    sizes = {"input_ids": {0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens")}, "use_cache": None}
+    example = {"input_ids": torch.randint(4, 50, (2, 12)), "use_cache": False}
+    program = torch.export.export(model["auto"], (), example, dynamic_shapes=sizes, strict=False).module()
+    for length in (1, 7, 33, 70):
+        ids = torch.randint(4, 50, (3, length))
+        found, expected = program(input_ids=ids, use_cache=False).logits, model["recurrent"](ids).logits
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
 def test_trainer_evaluates(tmp_path):
     """Trainer takes all arguments with "label" in their names for labels that every text must have."""
     pytest.importorskip("accelerate")

@@ -12,12 +12,12 @@ from fw_fairseq.ops.chunkwise.frames import (
     ChannelGates,
     ChannelGatesWithZeros,
     NearGates,
-    SingleTokens,
     TokenGates,
     TokenGatesWithZeros,
 )
 from fw_fairseq.ops.chunkwise.large_gates import LargeChannelGates
 from fw_fairseq.ops.chunkwise.scan import plan
+from fw_fairseq.ops.chunkwise.single import SingleTokens
 from fw_fairseq.rules import RULES
 
 pytestmark = pytest.mark.quick

@@ -103,6 +103,24 @@ def test_rows_of_rules_with_parts_around_them():
     assert options("sum_elu-other") == [] and options("sum_elu")[:2] == ["--update-rule", "sum"]
 
 
+def test_rows_with_published_layers():
+    """Each is built at the sizes of the table, with the mixer of its architecture."""
+    script = "source recipes/mixers.sh; for row in $published_layers sru; do own_options $row-published && echo ${own[@]}; done; :"
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, check=True, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    sizes = "data --task language_modeling --arch fast_weight_lm --tokens-per-sample 32 --decoder-layers 2 --decoder-embed-dim 64"
+    sizes += " --decoder-ffn-embed-dim 128 --decoder-attention-heads 4"
+    for line in lines:
+        given = [*sizes.split(), *line.split()]
+        args = fairseq_options.parse_args_and_arch(fairseq_options.get_training_parser(), given)
+        with torch.device("meta"):
+            model = FastWeightLanguageModel.build_model(convert_namespace_to_omegaconf(args).model, make_task(100))
+        rule = {"delta_net": "delta"}.get(args.arch[:-3], args.arch[:-3])
+        assert (args.mixer if rule == "gsa" else args.update_rule) == rule
+        assert [layer.fc1.weight.shape for layer in model.decoder.layers] == [(128, 64)] * 2
+    assert len(lines) == 14
+
+
 @pytest.mark.long
 def test_gpt2(tmp_path):
     """The four scripts as they are: a row starts from the model that the row softmax tuned, or else from GPT-2 itself."""
@@ -231,7 +249,7 @@ def test_variables_of_before_are_not_ignored(name, variable, tmp_path):
     "name, args", [("wikitext2/table.sh", []), ("wikitext2/speed.sh", []),
                    ("multi30k/table.sh", []), ("streaming/memory.sh", []), ("synthetic/point.sh", ["capacity-2-softmax"]),
                    ("synthetic/sweep.sh", ["capacity-2"]), ("workers/speed.sh", []), ("demo.sh", []),
-                   ("smollm2/prepare.sh", []), ("smollm2/finetune.sh", ["gated_delta"])]
+                   ("smollm2/prepare.sh", []), ("smollm2/finetune.sh", ["gated_delta"]), ("smollm2/harness.sh", ["softmax"])]
 )  # fmt: skip
 def test_recipes_without_a_toy_size_refuse_it(name, args, tmp_path):
     """In one sentence that says what to do, before anything is downloaded, made or trained."""

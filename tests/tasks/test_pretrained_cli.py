@@ -22,6 +22,8 @@ TRAIN = (
     " --no-epoch-checkpoints --num-workers 0"
 )
 
+ADAPTERS = "--train-only adapters --adapter-rank 2"
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -49,11 +51,14 @@ def load(path):
     return checkpoint_utils.load_model_ensemble([str(path)])[0][0].eval()
 
 
-@pytest.mark.parametrize("task", ["language_modeling", "stateful_language_modeling"])
-def test_a_resumed_run_is_the_whole_run_and_a_checkpoint_stands_alone(task, folder, tmp_path):
-    mixers = [] if task == "language_modeling" else ["--checkpoint-activations"]
+@pytest.mark.parametrize(
+    "task, options",
+    [("language_modeling", ""), ("stateful_language_modeling", "--checkpoint-activations"), ("language_modeling", ADAPTERS)],
+    ids=["segments", "stream", "adapters"],
+)
+def test_a_resumed_run_is_the_whole_run_and_a_checkpoint_stands_alone(task, options, folder, tmp_path):
     source = shutil.copytree(folder / "model", tmp_path / "model")
-    given = ["--pretrained", source, *mixers]
+    given = ["--pretrained", source, *options.split()]
     train(folder, tmp_path / "whole", "--max-update", "6", *given, task=task)
     train(folder, tmp_path / "parts", "--max-update", "3", *given, task=task)
     train(folder, tmp_path / "parts", "--max-update", "6", *given, task=task)
@@ -62,7 +67,9 @@ def test_a_resumed_run_is_the_whole_run_and_a_checkpoint_stands_alone(task, fold
     tokens = symbols(whole, texts())
     with torch.no_grad():
         torch.testing.assert_close(whole(tokens)[0], parts(tokens)[0], rtol=0, atol=0)
-    assert not torch.equal(whole.decoder.model.lm_head.weight, make("llama").lm_head.weight)
+    now, before = dict(whole.decoder.model.named_parameters()), dict(make("llama").named_parameters())
+    assert {torch.equal(now[key], x) for key, x in before.items()} == {options == ADAPTERS}
+    assert all(x.any() for key, x in now.items() if key.endswith(".adapter.left"))
     options = ["--path", tmp_path / "whole" / "checkpoint_last.pt", "--gen-subset", "test", "--tokens-per-sample", "16"]
     printed = succeed(fairseq("eval_lm", folder / "bin", *USER_DIR, "--task", task, "--batch-size", "1", *options))
     assert float(re.search(r"Perplexity: ([\d.]+)", printed)[1]) > 1

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.pretrained_models import ARCHITECTURES, build, make, stirred, symbols, texts, transformers
 
 from fw_fairseq import Mistake
@@ -72,12 +73,25 @@ def test_a_folder_has_the_logits_of_fairseq(name, options, tmp_path, monkeypatch
 
 
 @torch.no_grad()
-def test_an_export_stands_alone(tokenizer, tmp_path):
+@pytest.mark.cases_in_ci(1)
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "gpt2"])
+def test_an_export_stands_alone(name, tokenizer, tmp_path):
     """Export checks generation, also with beams, in a process that has torch and transformers alone."""
-    path, ours = trained("llama", "gated_delta", tmp_path, **HYBRID)
+    path, ours = trained(name, "gated_delta", tmp_path, **HYBRID)
     export(path, tmp_path / "out", tmp_path, tokenizer)
     check_same(ours, tmp_path / "out")
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("w3 w9")["input_ids"] == [3, 9]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [HYBRID, {"mixer": "softmax"}], ids=["hybrid", "softmax"])
+def test_adapters_are_merged(options, tmp_path, monkeypatch):
+    ours = build(make("llama"), monkeypatch, train_only="adapters", **options)
+    for part in ours.decoder.attentions:
+        stirred(part, 0.1)
+    folders.write(decoders.build(ours.decoder), {}, tmp_path / "out")
+    check_same(ours, tmp_path / "out")
+    assert not [name for name in load_file(tmp_path / "out" / "model.safetensors") if "adapter" in name]
 
 
 @torch.no_grad()

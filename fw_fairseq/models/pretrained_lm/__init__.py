@@ -15,6 +15,7 @@ from ...errors import Mistake
 from ...feature_maps import FEATURE_MAPS
 from ...mixers.options import MixerOptions
 from ...pretrained.heads import MemoryHeads
+from ...pretrained.low_rank import ADAPTER, add_adapters, merged
 from ..model_options import NamesWhatDiffers, add_opposites
 
 logger = logging.getLogger(__name__)
@@ -41,9 +42,11 @@ class PretrainedLanguageModelConfig(FastWeightConfig):
     )
     train_only: str = option(
         "all",
-        "new: train only what takes the place of softmax: gates, feature maps, shares; attention: all attention layers",
-        choices=("all", "attention", "new"),
+        "new: train only what takes the place of softmax: gates, feature maps, shares; attention: all attention layers;"
+        " adapters: matrices of low rank beside the projections of attention",
+        choices=("all", "attention", "new", "adapters"),
     )
+    adapter_rank: int = option(8, "the rank of --train-only adapters", 1)
     tokens_per_sample: int = II("task.tokens_per_sample")
 
 
@@ -71,7 +74,7 @@ class PretrainedLanguageModel(NamesWhatDiffers, FairseqLanguageModel):
             "decoder_layers": len(model.decoder.layer_mixers),
         }
         if config.train_only != "all":
-            model.freeze_all_but(config.train_only)
+            model.freeze_all_but(config.train_only, config.adapter_rank)
         logger.info(model.describe_state())
         return model
 
@@ -79,6 +82,7 @@ class PretrainedLanguageModel(NamesWhatDiffers, FairseqLanguageModel):
         """The names of this project's options that a part of the model reads."""
         read = {"mixer", "mixer_pattern", "pretrained", "pretrained_config", "decoder_layers", "options_from", "train_only"}
         read |= {"checkpoint_activations", "tokens_per_sample"}
+        read |= {"adapter_rank"} if getattr(args, "train_only", "") == "adapters" else set()
         converted = {*self.decoder.layer_mixers} - {"softmax"}
         read |= {"drop_rotary"} if converted and self.decoder.relative else set()
         read |= {"local_window"} if "local_attention" in converted else set()
@@ -109,13 +113,23 @@ class PretrainedLanguageModel(NamesWhatDiffers, FairseqLanguageModel):
         growing = f", and the keys and values of {softmax} softmax layers more with each token" if softmax else ""
         return f"state size: {self.state_size() / 1e6:.4g} million numbers for a sequence{growing}"
 
-    def freeze_all_but(self, trained: str) -> None:
-        """Freezes all parameters but those of heads, or of attention."""
+    def freeze_all_but(self, trained: str, rank: int = 0) -> None:
+        """Freezes all parameters but those of heads, of attention, or of adapters, which are made here."""
         self.requires_grad_(False)
+        if trained == "adapters":
+            return add_adapters(self.decoder.attentions, rank)
         for part in self.decoder.attentions if trained == "attention" else self.decoder.heads.values():
             part.requires_grad_(True)
         if not any(parameter.requires_grad for parameter in self.parameters()):
             raise Mistake("--train-only new leaves nothing to train, since the attention of all layers is unchanged")
+
+    def upgrade_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Adapters that a checkpoint lacks stay as they are; those of a checkpoint are merged into a model without."""
+        super().upgrade_state_dict(state_dict)
+        own = {name: value for name, value in self.state_dict().items() if ADAPTER in name}
+        given = own | state_dict if own else merged(state_dict)
+        state_dict.clear()
+        state_dict.update(given)
 
 
 def build_decoder(config: PretrainedLanguageModelConfig, dictionary: Any) -> Any:

@@ -133,18 +133,26 @@ class Grads(NamedTuple):
     zeros: Any  # (N,C,K), (N,C,V): of gates of 0 on the two sides; see ``Emptied``
 
 
-def solve(c: Chunk, memory: Tensor, inverse: Tensor | None = None) -> Solved:
-    """What both passes need of a chunk."""
+def invert(c: Chunk, inverse: Tensor | None = None) -> Solved:
+    """What a chunk computes without a memory. ``written`` is w V."""
     scores = c.pairs(torch.bmm(c.q, c.k.mT))
     written = c.v if c.w is None else c.w * c.v
     if c.e is None:
         return Solved(scores, written)
     erase = c.pairs(torch.bmm(c.p, c.k.mT), diagonal=-1)
-    recalled = c.since_start(torch.bmm(c.p, memory))
     if inverse is None:
         eye = torch.eye(erase.shape[-1], dtype=erase.dtype, device=erase.device).expand_as(erase)
         inverse = torch.linalg.solve_triangular(c.e * erase, eye, upper=False, unitriangular=True)
-    return Solved(scores, torch.bmm(inverse, written - c.e * recalled), erase, inverse, recalled)
+    return Solved(scores, written, erase, inverse)
+
+
+def solve(c: Chunk, memory: Tensor, inverse: Tensor | None = None) -> Solved:
+    """What both passes need of a chunk."""
+    s = invert(c, inverse)
+    if c.e is None:
+        return s
+    recalled = c.since_start(torch.bmm(c.p, memory))
+    return s._replace(written=torch.bmm(s.inverse, s.written - c.e * recalled), recalled=recalled)
 
 
 def outputs(c: Chunk, s: Solved, memory: Tensor) -> Tensor:
@@ -157,10 +165,11 @@ def final_memory(c: Chunk, s: Solved, memory: Tensor) -> Tensor:
     return c.carried_(memory).baddbmm_(c.until_end(c.k).mT, s.written)
 
 
-def backward(c: Chunk, s: Solved, memory: Tensor, dy: Tensor, dfinal: Tensor) -> Grads:
-    """The gradients of one chunk, from those of its outputs, dy (N,C,V), and of its final memory, dfinal (N,K,V), which is
-    overwritten."""
-    dwritten = torch.bmm(s.scores.mT, dy).baddbmm_(c.until_end(c.k), dfinal)
+def backward(c: Chunk, s: Solved, memory: Tensor, dy: Tensor, dfinal: Tensor, dwritten: Tensor | None = None) -> Grads:
+    """The gradients of one chunk, from those of its outputs, dy (N,C,V), and of its final memory, dfinal (N,K,V). With those of
+    the rows written it leaves out that of the memory; without, it overwrites dfinal."""
+    alone = dwritten is None
+    dwritten = torch.bmm(s.scores.mT, dy).baddbmm_(c.until_end(c.k), dfinal) if dwritten is None else dwritten
     dsource = dwritten if c.e is None else torch.bmm(s.inverse.mT, dwritten)  # of w V - e recalled
     dv = dsource if c.w is None else c.w * dsource
     dw = None if c.w is None else (dsource * c.v).sum(-1)
@@ -180,12 +189,13 @@ def backward(c: Chunk, s: Solved, memory: Tensor, dy: Tensor, dfinal: Tensor) ->
     if c.gate is not None:
         df = scalar_gate_gradient(c, s, memory, dfinal, dscores, dq_start, dk_end, derase, drecalled)
 
-    dmemory = c.carried_(dfinal).baddbmm_(c.since_start(c.q).mT, dy)
+    dmemory = c.carried_(dfinal).baddbmm_(c.since_start(c.q).mT, dy) if alone else dfinal
     dscores = c.pairs(dscores)
     dq = dq_start.baddbmm_(dscores, c.k)
     dk = dk_end.baddbmm_(dscores.mT, c.q)
     if c.e is not None:
-        dmemory.baddbmm_(c.since_start(c.p).mT, drecalled)
+        if alone:
+            dmemory.baddbmm_(c.since_start(c.p).mT, drecalled)
         derase = c.pairs(derase, diagonal=-1)
         dp = torch.bmm(c.since_start(drecalled), memory.mT).baddbmm_(derase, c.k)
         dk.baddbmm_(derase.mT, c.p)

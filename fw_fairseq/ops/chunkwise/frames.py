@@ -1,32 +1,39 @@
 """The ways to run a chunk, one for each kind of decay. They have one interface:
 
-``forward(given, memory)`` returns y, the final memory and the inverse that the backward needs, and ``backward(given, memory,
-inverse, dy, dfinal)`` the gradients in the order of ``ChunkInputs`` and that of the memory. None overflows for any gate from 0
-to 1. ``dtype`` is that of dy and dfinal, None for that of the memory.
+``forward(given, memory)`` returns y, the final memory, the inverse that the backward needs, and the memories before each chunk.
+``backward(given, memories, inverse, dy, dfinal)`` returns the gradients in the order of ``ChunkInputs`` and that of the first
+memory. None overflows for any gate from 0 to 1. ``dtype`` is that of dy and dfinal, None for that of the memory. Those with
+``side_by_side`` take several chunks at once (``rows``).
 
     TokenGates          at most one gate per token
     ChannelGates        one gate per channel, in float64
     NearGates           one gate per feature and no value-side decay, with products in the range of fp32: in fp32
     LargeChannelGates   one gate per channel on both sides, none of them small, without erase: in fp32 (``large_gates``)
     ...WithZeros        the same where a gate of exactly 0 empties the whole memory, which leaves exactly nothing
-    SingleTokens        one token at a time, where gates of exactly 0 empty some channels of the memory and not the others
+    SingleTokens        one token at a time, where gates of exactly 0 empty some channels of the memory alone (``single``)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...rules import Coefficients
-from ..recurrent import step_form
-from .chunk import Chunk, Decay, Emptied, backward, final_memory, gate_gradient, outputs, solve
+from ...autograd import is_exporting
+from . import rows
+from .chunk import Chunk, Decay, Emptied, final_memory, gate_gradient, outputs, solve
+from .rows import Row
+
+Outcome = tuple[Tensor, Tensor, Any, Tensor]  # of forward
+Given = Sequence[Any]  # q, k, v (B,H,T,...), and f, z, e, w, or None
+Plan = list[tuple[slice, Any]]  # the chunks in order, each with the way to run it
 
 SMALLEST_GATE = 1e-9  # a smaller gate per channel but 0 counts as this: invisible in fp32, and its gradient is right to 1e-6
 SMALLEST_NEAR_GATE = 1 / 16  # of NearGates: rounding in fp32, about 1e-7, is divided by the gate in its gradient
 SMALLEST_NEAR_PRODUCT = 1e-24  # with entries of 1e-12 and their products still in the range of fp32
+BESIDE = 2**18  # numbers in the memories before all chunks that are computed side by side, as many as fit into a cache
 CHUNK = 32  # tokens: float64 holds the products of as many of the smallest gates; also the fastest on a CPU without gates
 
 
@@ -69,6 +76,7 @@ class TokenGates:
 
     emptying = False  # whether gates may be 0, or below SMALLEST_GATE
     dtype: torch.dtype | None = None
+    side_by_side = True
 
     @classmethod
     def open(cls, given: ChunkInputs, memory: Tensor) -> Chunk:
@@ -86,17 +94,17 @@ class TokenGates:
         return Chunk(q, k, p, v, e, w, gate, decay, emptied)
 
     @classmethod
-    def forward(cls, given: ChunkInputs, memory: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(cls, given: ChunkInputs, memory: Tensor) -> Outcome:
         chunk = cls.open(given, memory)
-        solved = solve(chunk, memory)
-        return outputs(chunk, solved, memory), final_memory(chunk, solved, memory.clone()), solved.inverse
+        solved, starts, last = rows.forward(Row(chunk), memory)
+        return outputs(chunk, solved, starts), last, solved.inverse, starts
 
     @classmethod
     def backward(
         cls, given: ChunkInputs, memory: Tensor, inverse: Tensor | None, dy: Tensor, dfinal: Tensor
     ) -> tuple[Sequence[Tensor | None], Tensor]:
         chunk = cls.open(given, memory)
-        g = backward(chunk, solve(chunk, memory, inverse), memory, dy, dfinal)
+        g, _ = rows.gradients(Row(chunk), solve(chunk, memory, inverse), memory, dy, dfinal)
         dk, de = (g.k, g.p) if given.reads_apart else (g.k if g.p is None else g.k.add_(g.p), g.e)
         df = g.f if g.zeros is None else at_zeros(g.f, g.zeros[0], given.f.unsqueeze(-1).double() < SMALLEST_GATE)
         return (g.q, dk, g.v, df, None, de, g.w), g.memory
@@ -121,6 +129,7 @@ class ChannelGates:
 
     emptying = False  # whether gates may be 0; then all gates of that token on one of the two sides are 0
     dtype: torch.dtype | None = torch.float64
+    side_by_side = True
 
     def __init__(self, f: Any, z: Any) -> None:
         self.no_f: Any = None
@@ -137,14 +146,14 @@ class ChannelGates:
         self.carried_values = self.values[:, -1:]  # (N,1,V)
 
     @classmethod
-    def open(cls, given: ChunkInputs, memory: Tensor) -> tuple[ChannelGates, Chunk, Tensor]:
+    def open(cls, given: ChunkInputs, memory: Tensor) -> tuple[ChannelGates, Row, Tensor]:
         dtype = cls.dtype or memory.dtype
         q, k, v, f, z, e, w = given.to(dtype)
         frame = cls(f, z)
         p, e = given.erasing(k, e)
         p = k if e is None else p / frame.keys
         chunk = Chunk(q / frame.keys, k * frame.keys, p, v / frame.values, e, w, *frame.texts(k))
-        return frame, chunk, memory.to(dtype) * frame.carried_keys
+        return frame, Row(chunk, frame.carried_keys, None if z is None else frame.carried_values), memory.to(dtype)
 
     def texts(self, k: Tensor) -> tuple[None, Decay | None, Emptied | None]:
         """The gate, decay and zeros of the ``Chunk``: the frame has taken all decay out but that of gates of 0."""
@@ -158,21 +167,22 @@ class ChannelGates:
         return None, products.across(emptied.text, 0), emptied
 
     @classmethod
-    def forward(cls, given: ChunkInputs, memory: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        frame, chunk, start = cls.open(given, memory)
-        solved = solve(chunk, start)
-        y = outputs(chunk, solved, start).mul_(frame.values)
-        return y, final_memory(chunk, solved, start).mul_(frame.carried_values), solved.inverse
+    def forward(cls, given: ChunkInputs, memory: Tensor) -> Outcome:
+        frame, row, start = cls.open(given, memory)
+        solved, starts, last = rows.forward(row, start)
+        y = outputs(row.chunk, solved, row.start(starts))
+        return y if row.values is None else y.mul_(frame.values), last, solved.inverse, starts.to(memory.dtype)
 
     @classmethod
     def backward(
         cls, given: ChunkInputs, memory: Tensor, inverse: Tensor | None, dy: Tensor, dfinal: Tensor
     ) -> tuple[Sequence[Tensor | None], Tensor]:
-        frame, c, start = cls.open(given, memory)
+        frame, row, start = cls.open(given, memory)
+        c, start = row.chunk, row.start(start)
         s = solve(c, start, inverse)
-        dy, dfinal = dy * frame.values, dfinal * frame.carried_values
-        final = final_memory(c, s, start.clone()).mul_(dfinal)
-        g = backward(c, s, start, dy, dfinal)
+        dy = dy if row.values is None else dy * frame.values
+        g, dends = rows.gradients(row, s, start, dy, dfinal)
+        final = final_memory(c, s, start.clone()).mul_(dends)
         dkeys = (c.q * g.q).addcmul_(c.k, g.k, value=-1)
         dvalues = outputs(c, s, start).mul_(dy).addcmul_(c.v, g.v, value=-1)
         dk, de = g.k.mul_(frame.keys), g.e
@@ -186,7 +196,7 @@ class ChannelGates:
             df = None if df is None else at_zeros(df, g.zeros[0], frame.no_f)
             dz = None if dz is None else at_zeros(dz, g.zeros[1], frame.no_z)
         grads = (g.q.div_(frame.keys), dk, g.v.div_(frame.values), df, dz, de, g.w)
-        return grads, g.memory.mul_(frame.carried_keys)
+        return grads, g.memory
 
 
 class NearGates(ChannelGates):
@@ -201,30 +211,40 @@ class ChannelGatesWithZeros(ChannelGates):
     emptying = True
 
 
-class SingleTokens:
-    """One token at a time, with gradients by autograd."""
+def take(operands: Given, span: slice) -> ChunkInputs:
+    """The operands of one turn."""
+    parts: list[Any] = [None if x is None else rows_of(x, span) for x in operands]
+    return ChunkInputs(*parts)
 
-    dtype: torch.dtype | None = None
 
-    @staticmethod
-    def run(given: ChunkInputs, memory: Tensor) -> tuple[Tensor, Tensor]:
-        tokens: list[Any] = [None if x is None else x.unsqueeze(1) for x in given]
-        q, k, v, *coefficients = tokens
-        y, memory = step_form(q, k, v.to(memory.dtype), Coefficients(*coefficients), memory.unsqueeze(1))
-        return y.squeeze(1), memory.squeeze(1)
+def rows_of(x: Tensor, span: slice) -> Tensor:
+    """(B,H,T) or (B,H,T,X) -> (R B H,C) or (R B H,C,X): R chunks of these tokens side by side."""
+    x = x[:, :, span]
+    if x.shape[2] <= CHUNK:
+        return x.flatten(0, 1)
+    return x.unflatten(2, (-1, CHUNK)).movedim(2, 0).flatten(0, 2)
 
-    @classmethod
-    def forward(cls, given: ChunkInputs, memory: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *cls.run(given, memory), None
 
-    @classmethod
-    def backward(
-        cls, given: ChunkInputs, memory: Tensor, _: object, dy: Tensor, dfinal: Tensor
-    ) -> tuple[Sequence[Tensor | None], Tensor]:
-        with torch.enable_grad():
-            leaves: list[Any] = [None if x is None else x.detach().requires_grad_() for x in (*given, memory)]
-            results = cls.run(ChunkInputs(*leaves[:-1]), leaves[-1])
-        present = [x for x in leaves if x is not None]
-        grads = iter(torch.autograd.grad(results, present, (dy.to(memory.dtype), dfinal.to(memory.dtype))))
-        *found, dmemory = (None if x is None else next(grads) for x in leaves)
-        return found, cast("Tensor", dmemory)
+def put(x: Tensor, span: slice, rows: Tensor) -> None:
+    """Writes rows (R B H,C), (R B H,C,1) or (R B H,C,X) to where ``rows_of`` finds them."""
+    there = x[:, :, span]
+    rows = rows if x.dim() - rows.dim() == 1 else rows.squeeze(-1)
+    if there.shape[2] <= CHUNK:
+        there.copy_(rows.unflatten(0, x.shape[:2]))
+    else:
+        there.unflatten(2, (-1, CHUNK)).copy_(rows.unflatten(0, (-1, *x.shape[:2])).movedim(0, 2))
+
+
+def turns(chunks: Plan, memory: Tensor) -> Plan:
+    """The same with chunks that run side by side in one turn, as many as the processor's cache has room for. An exported graph has
+    one at a time, for any number of sequences."""
+    if is_exporting():
+        return chunks
+    most, found = max(1, BESIDE // max(memory.numel(), 1)) * CHUNK, chunks[:1]
+    for span, way in chunks[1:]:
+        before, kind = found[-1]
+        if way is kind and way.side_by_side and span.stop - span.start == CHUNK and span.stop - before.start <= most:
+            found[-1] = slice(before.start, span.stop), way
+        else:
+            found.append((span, way))
+    return found

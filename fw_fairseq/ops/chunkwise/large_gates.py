@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .chunk import gate_gradient
-from .frames import ChunkInputs
+from .frames import ChunkInputs, Outcome
 
 SMALLEST_FP32_GATE = 1e-3  # from here on fp32 holds the products of 8 gates, and their gradient to about 1e-6 / gate
 FP32_CHUNK = 16  # tokens; two side by side take the place of one chunk
@@ -42,6 +42,7 @@ class LargeChannelGates:
     the memory is carried from chunk to chunk."""
 
     dtype: torch.dtype | None = None
+    side_by_side = False
 
     def __init__(self, given: ChunkInputs, memory: Tensor) -> None:
         opened: Any = (None if x is None else x.unflatten(1, (-1, FP32_CHUNK)) for x in given.to(memory.dtype))
@@ -64,10 +65,10 @@ class LargeChannelGates:
         return given, memory
 
     @classmethod
-    def forward(cls, given: ChunkInputs, memory: Tensor) -> tuple[Tensor, Tensor, None]:
+    def forward(cls, given: ChunkInputs, memory: Tensor) -> Outcome:
         c = cls(given, memory)
         y = (c.scores @ c.v_back).mul_(c.value.middle).addcmul_(c.q_start @ c.starts, c.value.start)
-        return y.flatten(1, 2), c.final, None
+        return y.flatten(1, 2), c.final, None, memory
 
     @classmethod
     def backward(

@@ -33,16 +33,18 @@ from .frames import (
     SMALLEST_NEAR_PRODUCT,
     ChannelGates,
     ChannelGatesWithZeros,
-    ChunkInputs,
+    Given,
     NearGates,
-    SingleTokens,
+    Plan,
     TokenGates,
     TokenGatesWithZeros,
+    put,
+    rows_of,
+    take,
+    turns,
 )
 from .large_gates import SMALLEST_FP32_GATE, LargeChannelGates
-
-Given = Sequence[Any]  # q, k, v (B,H,T,...), and f, z, e, w, or None
-Plan = list[tuple[slice, Any]]  # the chunks in order, each with the way to run it
+from .single import SingleTokens
 
 
 class ChunkScan(torch.autograd.Function):
@@ -65,20 +67,19 @@ class ChunkScan(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, dmemory: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: with activation checkpointing, asking again computes again, or fails
         operands, kept = saved[:7], saved[7:]
-        return *run_backward(operands, ctx.plan, kept[: len(ctx.plan)], kept[len(ctx.plan) :], dy, dmemory), None
+        return *run_backward(operands, ctx.plan, kept[: len(kept) // 2], kept[len(kept) // 2 :], dy, dmemory), None
 
 
 def run(operands: Given, chunks: Plan, memory: Tensor, keep: bool) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor | None]]:
-    """Returns y, the last memory, and with ``keep`` for each chunk the memory before it and the inverse for its erase."""
+    """Returns y, the last memory, and with ``keep`` for each turn the memories before its chunks and their inverses."""
     v, memories, inverses = operands[2], [], []
     y, carried = torch.empty_like(v), memory.flatten(0, 1)
-    for span, way in chunks:
-        if keep:
-            memories.append(carried)
-        y_chunk, carried, inverse = way.forward(take(operands, span), carried)
-        y[:, :, span] = y_chunk.unflatten(0, v.shape[:2])
+    for span, way in turns(chunks, carried):
+        y_chunk, carried, inverse, starts = way.forward(take(operands, span), carried)
+        put(y, span, y_chunk)
         carried = carried.to(memory.dtype)
         if keep:
+            memories.append(starts)
             inverses.append(inverse)
     return y, carried.unflatten(0, v.shape[:2]), memories, inverses
 
@@ -94,23 +95,16 @@ def run_backward(
     """Returns the gradients of the operands and of the first memory. An inverse that is None is made again."""
     sequences, dtype = operands[0].shape[:2], memories[0].dtype
     grads = [None if x is None else torch.empty_like(x) for x in operands]
-    dmemory = torch.zeros_like(memories[0]) if dmemory is None else dmemory.flatten(0, 1).clone()  # chunks use it up
-    for (span, way), memory, inverse in zip(reversed(chunks), reversed(memories), reversed(inverses)):
-        chunk = take(operands, span)
-        work = way.dtype or dtype
-        dy_chunk = torch.zeros_like(chunk.v, dtype=work) if dy is None else dy[:, :, span].flatten(0, 1).to(work)
-        parts, dmemory = way.backward(chunk, memory, inverse, dy_chunk, dmemory.to(work))
+    first = memories[0][: sequences.numel()]
+    dmemory = torch.zeros_like(first) if dmemory is None else dmemory.flatten(0, 1).clone()  # chunks use it up
+    for (span, way), starts, inverse in zip(reversed(turns(chunks, first)), reversed(memories), reversed(inverses)):
+        given, work = take(operands, span), way.dtype or dtype
+        dy_chunk = torch.zeros_like(given.v, dtype=work) if dy is None else rows_of(dy, span).to(work)
+        parts, dmemory = way.backward(given, starts, inverse, dy_chunk, dmemory.to(work))
         for grad, part in zip(grads, parts):
             if grad is not None:
-                part = part.unflatten(0, sequences)
-                grad[:, :, span] = part if grad.dim() == part.dim() else part.squeeze(-1)
+                put(grad, span, part)
     return [*grads, dmemory.to(dtype).unflatten(0, sequences)]
-
-
-def take(operands: Given, span: slice) -> ChunkInputs:
-    """The operands of one chunk."""
-    parts: list[Any] = [None if x is None else x[:, :, span].flatten(0, 1) for x in operands]
-    return ChunkInputs(*parts)
 
 
 def plan(operands: Given, dtype: torch.dtype) -> Plan:
@@ -177,23 +171,23 @@ def chunk_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memo
         coefficients = coefficients._replace(w=coefficients.w.view_as(coefficients.w))
     inputs = (q, k, v, *coefficients, memory)
     keep = needs_gradient(*inputs)
-    if is_compiling():
+    if is_compiling() or isinstance(q.shape[2], torch.SymInt):  # an exported graph of any length has the operator, too
         return call("scan_portable", *inputs, keep)[:2]
     return ChunkScan.apply(*inputs, keep)
 
 
 @as_written
 def _scan(*inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """y, the last memory, and those before each chunk, (chunks,B H,K,V), for the backward."""
+    """y, the last memory, and those before each chunk, (chunks B H,K,V), for the backward."""
     *operands, memory, keep = inputs
     y, last, memories, _ = run(operands, plan(operands, memory.dtype), memory, keep)
-    return y, last.contiguous(), torch.stack(memories) if keep else memory.new_empty(0)
+    return y, last.contiguous(), torch.cat(memories) if keep else memory.new_empty(0)
 
 
 def _scan_fake(*inputs) -> tuple[Tensor, Tensor, Tensor]:
     q, _, v, *_, memory, keep = inputs
     batch, heads, *matrix = memory.shape
-    kept = (-(-q.shape[2] // CHUNK), batch * heads, *matrix) if keep else (0,)
+    kept = (-(-q.shape[2] // CHUNK) * batch * heads, *matrix) if keep else (0,)
     return torch.empty_like(v), memory.new_empty(memory.shape), memory.new_empty(kept)
 
 
@@ -202,14 +196,16 @@ def _scan_backward(*inputs) -> list[Tensor]:
     """The gradients of the operands that are there, and of the first memory."""
     *operands, memories, dy, dmemory = inputs
     chunks = plan(operands, memories.dtype)
-    grads = run_backward(operands, chunks, memories.unbind(), [None] * len(chunks), dy, dmemory)
+    first = memories[: memories.shape[0] // len(chunks)]
+    sizes = [-(-(span.stop - span.start) // CHUNK) * first.shape[0] for span, _ in turns(chunks, first)]
+    grads = run_backward(operands, chunks, memories.split(sizes), [None] * len(sizes), dy, dmemory)
     return [x.contiguous() if i == len(operands) else x for i, x in enumerate(grads) if x is not None]
 
 
 def _scan_backward_fake(*inputs) -> list[Tensor]:
     q, memories = inputs[0], inputs[7]
     grads = [torch.empty_like(x) for x in inputs[:7] if x is not None]
-    return [*grads, memories.new_empty(*q.shape[:2], *memories.shape[2:])]
+    return [*grads, memories.new_empty(*q.shape[:2], *memories.shape[1:])]
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:

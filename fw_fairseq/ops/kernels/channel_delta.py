@@ -18,7 +18,6 @@ from .delta import CHUNK, FIRSTS, FP32, ErasingKernel, Tiling
 from .family import Family, Gradients, Operands, Results
 from .launch import (
     IN_TF32,
-    PRECISIONS,
     held_bytes,
     in_units,
     remembered,
@@ -60,7 +59,7 @@ class ChannelKernel(ErasingKernel):
         while True:
             tiles = -(-value // tiling.value)
             cut, wide = tiling._replace(value=round_up(-(-value // tiles), 16)), round_up(key, 16 * tiling.ksplit)
-            kernel = cls(dtype, wide, cut, tiles, PRECISIONS[precision], False, rows, w, key, key, AS_IS, held)
+            kernel = cls(dtype, wide, cut, tiles, precision, False, rows, w, key, key, AS_IS, held)
             if kernel.forward_bytes() > held and tiling.span > CHUNK:
                 tiling = tiling._replace(span=CHUNK)
             elif kernel.backward_bytes() > held and tiling.part > CHUNK:

@@ -1,8 +1,7 @@
 """The kernel family with erase (rules delta, gated_delta): what it supports, how ``cuda/delta.cu`` and
 ``cuda/delta_backward.cu`` are cut into tiles, and their launches.
 
-fp16 inputs are multiplied in tf32, which holds them exactly. fp16 products would overflow where memories and gradients leave its
-range, and bf16 would round the inputs once more.
+Products of fp16 inputs are of fp16, with scales where memories, pairs and gradients leave its range (``cuda/erase.cuh``).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ...feature_maps import AS_IS, RowMap
 from .compiler import Launcher
 from .family import Family, Gradients, Operands, Results
 from .launch import (
-    IN_TF32,
+    OPERANDS,
     PRECISIONS,
     TYPES,
     add_up,
@@ -39,6 +38,7 @@ CHUNK = 16
 LARGEST_KEY = 512
 FIRSTS = 112  # bytes of the addresses that the backward keeps in shared memory
 FP32 = torch.float32
+SAVED = "borders", "scales"  # memories, and exponents of theirs in fp16
 
 
 class Tiling(NamedTuple):
@@ -71,7 +71,7 @@ class ErasingKernel(NamedTuple):
     key: int  # FW_K
     tiling: Tiling
     tiles: int  # of V
-    precision: int
+    precision: str
     f: bool  # whether there is one gate per token
     rows: bool  # whether e is the rows that an erase reads with
     w: bool
@@ -82,7 +82,7 @@ class ErasingKernel(NamedTuple):
 
     @property
     def operand(self) -> torch.dtype:
-        return torch.bfloat16 if self.precision == 0 else FP32
+        return OPERANDS[self.precision]
 
     @property
     def warps(self) -> int:
@@ -92,17 +92,24 @@ class ErasingKernel(NamedTuple):
         return 16 if self.tiling.ksplit == 1 else 2 * self.warps * accumulators * 32 * 16
 
     def saved_like(self, q: Tensor) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """The memory before each part of the sequence."""
+        """The memory before each part of the sequence, and its exponents in fp16."""
         B, H, T = q.shape[:3]
         parts = (T + self.tiling.part - 1) // self.tiling.part
-        return [((B * H * parts, self.tiles * self.tiling.value, self.key), self.operand)]
+        columns = self.tiles * self.tiling.value
+        memories, exponents = (B * H * parts, columns, self.key), (B * H * parts, columns // 16)
+        kept: list[tuple[tuple[int, ...], torch.dtype]] = [(memories, OPERANDS[self.precision])]
+        return [*kept, (exponents, torch.int32)] if self.precision == "fp16" else kept
+
+    def exponents_bytes(self, chunks: int) -> int:
+        """sizeof(Exponents) in erase.cuh, for each chunk."""
+        return chunks * round_up(8 + self.tiling.value // 2, 16) if self.precision == "fp16" else 0
 
     def run_forward(self, launcher: Launcher, x: Operands, keep: bool) -> Results:
         """``Family.forward``."""
         y, final = torch.empty_like(x.v), x.q.new_empty((*x.q.shape[:2], self.width, x.v.shape[3]), dtype=torch.float32)
         saved = tuple([x.q.new_empty(shape, dtype=dtype) for shape, dtype in self.saved_like(x.q)]) if keep else ()
         tensors = dict(q=x.q, k=x.k, v=x.v, f=x.f, e=x.e, w=x.w, y=y, memory=x.memory, final=final)
-        self.launch(launcher, False, tensors | {"borders": saved[0] if keep else None})
+        self.launch(launcher, False, tensors | dict(zip(SAVED, saved)))
         return y, final, saved
 
     def run_backward(
@@ -114,7 +121,7 @@ class ErasingKernel(NamedTuple):
         shares = shares_of(grads, self.tiles)
         dv, before = torch.empty_like(x.v), None if x.memory is None else torch.empty_like(x.memory)
         rows = {"v": x.v, "dy": dy, "dv": dv}
-        self.launch(launcher, True, inputs | shares | rows | {"dfinal": dmemory, "dmemory": before, "borders": saved[0]})
+        self.launch(launcher, True, inputs | shares | rows | {"dfinal": dmemory, "dmemory": before} | dict(zip(SAVED, saved)))
         add_up(grads, shares, self.tiles)
         return grads["dq"], grads["dk"], dv, grads.get("df"), None, grads["de"], grads.get("dw"), before
 
@@ -130,7 +137,7 @@ class ErasingKernel(NamedTuple):
                 "FW_V": self.tiling.value,
                 "FW_F": int(self.f),
                 "FW_W": int(self.w),
-                "FW_PRECISION": self.precision,
+                "FW_PRECISION": PRECISIONS[self.precision],
                 "FW_KSPLIT": self.tiling.ksplit,
                 "FW_SPAN": self.tiling.part if backward else self.tiling.span,
                 "FW_PART": self.tiling.part,
@@ -154,7 +161,7 @@ class DeltaKernel(ErasingKernel):
 
     @classmethod
     def of(cls, x: Operands) -> DeltaKernel:
-        given = x.f is not None, x.w is not None, IN_TF32[x.precision], x.row_map, held_bytes(x.q.device)
+        given = x.f is not None, x.w is not None, x.precision, x.row_map, held_bytes(x.q.device)
         return cls.of_sizes(x.q.dtype, x.q.shape[3], x.v.shape[3], *given)
 
     @classmethod
@@ -163,11 +170,11 @@ class DeltaKernel(ErasingKernel):
         cls, dtype: torch.dtype, row: int, value: int, f: bool, w: bool, precision: str, row_map: RowMap, held: int
     ) -> DeltaKernel:
         width = row_map.width(row)
-        size = 2 if precision == "bf16" else 4
+        size = OPERANDS[precision].itemsize
         tiling = next(tiling for (widest, operand), tiling in TABLE.items() if widest >= width and operand == size)
         tiles = -(-value // tiling.value)
         value, key = round_up(-(-value // tiles), 16), round_up(width, 16 * tiling.ksplit)
-        kernel = cls(dtype, key, tiling._replace(value=value), tiles, PRECISIONS[precision], f, False, w, row, width, row_map, held)
+        kernel = cls(dtype, key, tiling._replace(value=value), tiles, precision, f, False, w, row, width, row_map, held)
         if kernel.backward_bytes(1) > held:  # by its rows
             kernel = kernel._replace(tiling=kernel.tiling._replace(part=CHUNK))
         return kernel
@@ -183,7 +190,8 @@ class DeltaKernel(ErasingKernel):
         span, value, key, operand = self.tiling.span, self.tiling.value, self.key, self.operand
         staged = [(4 * span, key, operand)] if self.row_map == AS_IS else [self.raw(2 * span), (2 * span, key, operand)]
         solved = (span, CHUNK, FP32), (span, CHUNK, operand)
-        return self.sums_bytes(4) + tile_bytes(*staged, (2 * span, value, self.dtype), *solved) + 48 * span
+        sums = self.sums_bytes(4) + self.exponents_bytes(span // CHUNK)
+        return sums + tile_bytes(*staged, (2 * span, value, self.dtype), *solved) + 48 * span
 
     @remembered
     def backward_bytes(self, stages: int) -> int:
@@ -199,7 +207,9 @@ class DeltaKernel(ErasingKernel):
         ahead = stages > 1 and not mapped and self.warps > (chunks + 1) // 2
         spans = [(2 * span, CHUNK, FP32)] if ahead and self.f else []
         sums = 4 * chunks * (self.warps * 3 * CHUNK + CHUNK + value + self.warps)
-        added = FIRSTS + border + (0 if spans else 32) + self.sums_bytes(2)
+        added = FIRSTS + border + (0 if spans else 32) + self.sums_bytes(2) + self.exponents_bytes(chunks)
+        if mapped and self.precision == "fp16":
+            added += tile_bytes((2 * span, self.key, FP32))
         kept = tile_bytes(*memories, pairs, solved, *[keys] * mapped, *spans) + round_up(sums, 16)
         return stages * (tile_bytes(*stage) + 24 * span) + kept + added
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,20 @@ from torch import Tensor
 
 from ...errors import Mistake
 from ...files import building
+from ...pretrained.low_rank import merged
 
 
 def build(decoder: Any) -> Any:
-    """Returns the model for transformers, with the weights of fairseq's decoder."""
-    if not decoder.heads:
-        return copy.deepcopy(decoder.model).eval()
+    """Returns the model for transformers, with the weights of fairseq's decoder, adapters merged into them."""
     from ...pretrained.exported import ConvertedConfig, ConvertedForCausalLM
+    from ...pretrained.folders import empty_model
 
-    model = ConvertedForCausalLM(ConvertedConfig(text_config=json.loads(decoder.configuration), **decoder.arguments)).eval()
-    model.model.load_state_dict(decoder.model.state_dict())
-    return model
+    if decoder.heads:
+        model = ConvertedForCausalLM(ConvertedConfig(text_config=json.loads(decoder.configuration), **decoder.arguments))
+    else:
+        model = empty_model(decoder.configuration)
+    (model.model if decoder.heads else model).load_state_dict(merged(decoder.model.state_dict()))
+    return model.eval()
 
 
 def order_of(decoder: Any) -> Tensor:
