@@ -10,6 +10,7 @@
 // on tensor cores, while the next chunk's columns are being loaded. There are two barriers for each chunk: one with the vote on its
 // rounds, and one before the products; FW_K_WARPS > 1 adds one, and a map two. A chunk in halves does the products with eight tokens
 // at a time. Saved for the backward: the memory before each part of FW_PART tokens.
+#define FW_HALVES (FW_K <= (FW_PRECISION == 2 ? 64 : 128))  // with wider keys registers would spill
 #include "decay_memory.cuh"
 
 #define FW_BLOCKS (FW_PRECISION == 0 && FW_WARPS <= 4 ? 12 / FW_WARPS : 1)  // of a processor, whose schedulers have three warps each
@@ -249,17 +250,21 @@ extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, FW_BLOCKS) decay_for
             float smallest = 1.f;
             bool key = false;
             by_side(p, s, [&](const auto& job) {
-                frame.multiply<false>(job, columns.gate);
+                frame.multiply(job, columns.gate);
                 smallest = frame.smallest();
                 key = job.key;
             });
             tier = ONE_ROUND;
-            if (FW_TIER > SMALL_GATES || !in_range(smallest, key)) tier = vote_halves(p, s, columns, frame, smallest, key);
+            if (FW_TIER > SMALL_GATES || !in_range(smallest, key)) tier = vote_halves(p, s, columns, frame, smallest, key, FW_SPLIT_PAIRS);
             if (in_one_round(tier)) {
                 by_side(p, s, [&](const auto& job) {
                     put_chunk(s, columns, job, frame);
-                    s.scales.put<false>(job, frame.before, frame.after, turn);
-                    if (tier == HALVES) s.scales.put_middle(job, true, frame.before);
+                    if (FW_HALVES && tier == HALVES) {
+                        s.scales.put<false>(job, frame.before, frame.after, turn);
+                        s.scales.put_middle(job, true, frame.before);
+                    } else {
+                        s.scales.put<false>(job, frame.half, frame.half, turn);
+                    }
                 });
             } else {
                 take_rounds(p, s, memory, start, tier, turn);

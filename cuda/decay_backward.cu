@@ -75,8 +75,19 @@ __device__ __forceinline__ void put_round(Shared& s, const Params& p, const J& j
     if (mode == BORDERS) s.scales.put_whole(job, factors.whole, turn);
 }
 
+// How a chunk runs. A gate may be so small that no difference of sums may be divided by it.
+__device__ __forceinline__ int vote_tier(const Params& p, Shared& s, const Columns& columns, Frame& frame, float smallest, bool key,
+                                         bool small) {
+    if (FW_TIER <= SMALL_GATES) {
+        if (__syncthreads_and(smallest >= FW_ONE_FRAME && !small)) return FW_TIER < 0 ? ONE_ROUND : FW_TIER;
+        if (in_range(smallest, key)) return __syncthreads_and(!small) ? ONE_ROUND : SMALL_GATES;
+    }
+    if (FW_HALVES && __syncthreads_and(!small)) return vote_halves(p, s, columns, frame, smallest, key, FW_SPLIT_GRADIENTS);
+    return vote_rounds(smallest, FW_SPLIT_GRADIENTS);
+}
+
 // The memory before each chunk of a part, and the chunk's keys and values, in the frame that the chunk will use. Returns how the
-// chunks run, three bits for each.
+// chunks run, four bits for each.
 __device__ __forceinline__ int recompute(const Params& p, Shared& s, int part, int chunks) {
     Memory memory;
     Columns columns;
@@ -95,17 +106,22 @@ __device__ __forceinline__ int recompute(const Params& p, Shared& s, int part, i
             float smallest = 1.f;
             bool key = false, small = false;
             by_side(p, s, [&](const auto& job) {
-                frame.multiply<false>(job, columns.gate);
+                frame.multiply(job, columns.gate);
                 smallest = frame.smallest();
                 key = job.key;
                 small = job.gated && has_small_gate(columns);
             });
-            tier = vote_tier(smallest, key, small);
-            tiers |= tier << 3 * chunk;
-            if (in_one_round(tier)) {
+            tier = vote_tier(p, s, columns, frame, smallest, key, small);
+            tiers |= tier << 4 * chunk;
+            if (tier <= HALVES) {
                 by_side(p, s, [&](const auto& job) {
                     columns.put<false>(job.key ? s.k[chunk] : s.v[chunk], job.key ? FW_LDK : FW_LDV, job, frame.writes);
-                    s.scales.put<false>(job, frame.before, frame.after, turn);
+                    if (FW_HALVES && tier == HALVES) {
+                        s.scales.put<false>(job, frame.before, frame.after, turn);
+                        s.scales.put_middle(job, true, frame.before);
+                    } else {
+                        s.scales.put<false>(job, frame.half, frame.half, turn);
+                    }
                 });
             } else {
                 by_side<true>(p, s, [&](const auto& job) { put_round<false>(s, p, job, BORDERS, start, chunk, turn); });
@@ -117,10 +133,16 @@ __device__ __forceinline__ int recompute(const Params& p, Shared& s, int part, i
         if (chunk + 1 < chunks) by_side(p, s, [&](const auto& job) { load_columns<false>(columns, p, job, start + FW_CHUNK); });
 #endif
         if (chunk >= 0 && is_owner()) {
-            memory.scale(s.scales, in_one_round(tier) ? Scales::CHUNK : Scales::LEFT + (turn ^ 1));
+            memory.scale(s.scales, tier <= HALVES ? Scales::CHUNK : Scales::LEFT + (turn ^ 1));
             put_memory(s.memory[chunk], memory);
-            if (!in_one_round(tier)) memory.scale(s.scales, Scales::CHUNK);
-            memory.add_outer(s.v[chunk], s.k[chunk]);
+            if (tier > HALVES) memory.scale(s.scales, Scales::CHUNK);
+            if (FW_HALVES && tier == HALVES) {
+                memory.add_outer<0>(s.v[chunk], s.k[chunk]);
+                memory.scale(s.scales, Scales::MIDDLE);
+                memory.add_outer<1>(s.v[chunk], s.k[chunk]);
+            } else {
+                memory.add_outer(s.v[chunk], s.k[chunk]);
+            }
         }
     }
     __syncthreads();
@@ -128,15 +150,17 @@ __device__ __forceinline__ int recompute(const Params& p, Shared& s, int part, i
 }
 
 // The products of the pairs of tokens, by two warps.
+template <bool IN_HALVES = false>
 __device__ __forceinline__ void score_pairs(Shared& s, int mode, int chunk) {
     const int warp = threadIdx.x >> 5;
-    if (warp == 0) score<FW_K>(s.scores, s.self[0], s.q, s.k[chunk], mode);
-    if (warp == FW_WARPS - 1) score<FW_V>(s.dscores, s.self[1], s.dy, s.v[chunk], mode);
+    const float *key = IN_HALVES ? s.scales.key[Scales::MIDDLE] : nullptr, *value = IN_HALVES ? s.scales.value[Scales::MIDDLE] : nullptr;
+    if (warp == 0) score<FW_K>(s.scores, s.self[0], s.q, s.k[chunk], mode, key);
+    if (warp == FW_WARPS - 1) score<FW_V>(s.dscores, s.self[1], s.dy, s.v[chunk], mode, value);
 }
 
 // What seldom runs is a function of its own, so that the loop has all registers for itself. With operands of 32 bits the call would
 // spill more than it saves.
-#if FW_PRECISION == 0 && FW_TIER < 3
+#if FW_PRECISION == 0 && FW_TIER < 2  // tests/counts does not follow calls
 #define FW_SELDOM __noinline__
 #else
 #define FW_SELDOM __forceinline__
@@ -186,13 +210,22 @@ __device__ FW_SELDOM void reverse_rounds(const Params& p, Shared& s, int start, 
 }
 
 // A chunk backwards in one round: this lane's columns, and the factors that the results need.
-template <class J>
+template <bool IN_HALVES, class J>
 __device__ __forceinline__ void put_reads(Shared& s, const Columns& columns, const J& job, int turn) {
     constexpr int LD = J::key ? FW_LDK : FW_LDV;
     Frame frame;
-    frame.multiply<false>(job, columns.gate);
+    if (IN_HALVES) {
+        frame.multiply_half(job, columns.gate);
+    } else {
+        frame.multiply(job, columns.gate);
+    }
     columns.put<true>(J::key ? s.q : s.dy, LD, job, frame.reads);
-    s.scales.put<true>(job, frame.before, frame.after, turn);
+    if (IN_HALVES) {
+        s.scales.put_middle(job, false, frame.after);
+        s.scales.put<true>(job, frame.after, frame.before, turn);
+    } else {
+        s.scales.put<true>(job, frame.half, frame.half, turn);
+    }
     if (!J::gated || !job.active) return;
     float* factors = (J::key ? s.key[FW_KEY_SUMS - 1] : s.value[FW_VALUE_SUMS - 1]) + job.column;
 #pragma unroll
@@ -200,20 +233,49 @@ __device__ __forceinline__ void put_reads(Shared& s, const Columns& columns, con
 }
 
 // And what they do, in shared memory.
+template <bool IN_HALVES>
 __device__ __forceinline__ void reverse_round(const Params& p, Shared& s, Memory& adjoint, const float (&gate)[2][8], int start,
                                               int chunk, bool small) {
     if (is_owner()) {
         adjoint.scale(s.scales, Scales::CHUNK);
         put_memory(s.adjoint, adjoint);
     }
-    score_pairs(s, PAIRS, chunk);
+    score_pairs<IN_HALVES>(s, PAIRS, chunk);
     __syncthreads();
-    take_side<true>(p, s, start, chunk, small);
-    take_side<false>(p, s, start, chunk, small);
-    if (is_owner()) adjoint.add_outer(s.dy, s.q);
+    take_side<true, IN_HALVES>(p, s, start, chunk, small);
+    take_side<false, IN_HALVES>(p, s, start, chunk, small);
+    if (is_owner()) {
+        adjoint.add_outer<IN_HALVES ? 1 : -1>(s.dy, s.q);
+        if (IN_HALVES) {
+            adjoint.scale(s.scales, Scales::MIDDLE);
+            adjoint.add_outer<0>(s.dy, s.q);
+        }
+    }
     __syncthreads();
     by_side(p, s, [&](const auto& job) { take_gates(p, s, job, gate, start, chunk, small); });
     if (small) __syncthreads();  // it has read columns of other warps
+}
+
+// A chunk backwards whose halves have frames of their own.
+__device__ FW_SELDOM void reverse_halves(const Params& p, Shared& s, int start, int chunk, int turn) {
+    Memory adjoint;
+    Columns columns;
+    if (is_owner()) adjoint.load(memory_of(p.dmemory, p), p);
+    columns.forget();
+    by_side(p, s, [&](const auto& job) {
+        columns.find(p, job);
+        load_columns<true>(columns, p, job, start);
+        put_reads<true>(s, columns, job, turn);
+    });
+    __syncthreads();
+    by_side(p, s, [&](const auto& job) {
+        const float(&g)[2][8] = columns.gate;
+        const float before[2] = {g[0][0] * g[0][1] * g[0][2] * g[0][3], g[1][0] * g[1][1] * g[1][2] * g[1][3]};
+        s.scales.put_middle(job, true, before);
+    });
+    __syncthreads();
+    reverse_round<true>(p, s, adjoint, columns.gate, start, chunk, false);
+    if (is_owner()) adjoint.store(memory_of(p.dmemory, p), p);
 }
 
 // The chunks of a part, from the last to the first. Between two parts the adjoint is in the place of its result.
@@ -226,29 +288,30 @@ __device__ __forceinline__ void reverse_part(const Params& p, Shared& s, int par
 #pragma unroll 1
     for (int chunk = chunks; chunk >= 0; chunk--) {  // the first turn loads the last chunk
         const int start = part * FW_PART + chunk * FW_CHUNK, turn = chunk & 1;
-        const int tier = chunk < chunks ? tiers >> 3 * chunk & 7 : ONE_ROUND;
+        const int tier = chunk < chunks ? tiers >> 4 * chunk & 15 : ONE_ROUND;
         float gate[2][8];
         if (chunk < chunks) {
 #if FW_MAP
             map_columns<true>(p, s, columns, start);
 #endif
-            if (in_one_round(tier)) {
-                by_side(p, s, [&](const auto& job) { put_reads(s, columns, job, turn); });
+            if (tier < HALVES) {
+                by_side(p, s, [&](const auto& job) { put_reads<false>(s, columns, job, turn); });
 #pragma unroll
                 for (int i = 0; i < 16; i++) gate[i / 8][i % 8] = columns.gate[i / 8][i % 8];
             }
         }
         __syncthreads();
-        if (!in_one_round(tier)) {
+        if (tier >= HALVES) {
             if (is_owner()) adjoint.store(memory_of(p.dmemory, p), p);
-            reverse_rounds(p, s, start, chunk, tier, turn);
+            if (FW_HALVES && tier == HALVES) reverse_halves(p, s, start, chunk, turn);
+            else reverse_rounds(p, s, start, chunk, tier, turn);
             if (is_owner()) adjoint.load(memory_of(p.dmemory, p), p);
         }
 #if !FW_MAP
         columns.forget();
         if (chunk > 0) by_side(p, s, [&](const auto& job) { load_columns<true>(columns, p, job, start - FW_CHUNK); });
 #endif
-        if (chunk < chunks && in_one_round(tier)) reverse_round(p, s, adjoint, gate, start, chunk, tier == SMALL_GATES);
+        if (chunk < chunks && tier < HALVES) reverse_round<false>(p, s, adjoint, gate, start, chunk, tier == SMALL_GATES);
 #if FW_MAP
         __syncthreads();
         if (chunk < chunks) unmap_chunk(p, s, start);

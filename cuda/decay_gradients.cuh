@@ -1,6 +1,7 @@
 // The gradients of a chunk of several rounds, in the order that decay_backward.cu takes them, and the shared memory that they meet
 // in.
 #pragma once
+#define FW_HALVES (FW_PRECISION == 0 && FW_K <= 64)  // wider operands or keys would spill registers
 #include "decay_memory.cuh"
 
 #define FW_LDP 24
@@ -59,17 +60,49 @@ __device__ __forceinline__ void put_key_gradients(Shared& s, const Params& p, in
 #endif
 }
 
-// The pairs of a round, those of a token with itself apart. One warp.
+// Eight rows of a left block that go to the frame of the other half of the chunk: times what lies between the frames, for each
+// column.
+__device__ __forceinline__ void to_other_half(Block& left, const float* between, int half) {
+#if FW_HALVES
+#pragma unroll
+    for (int i = half; i < 4; i += 2) {
+        const float2 x = load_operands((const Operand*)&left.hi[i]);
+        const float2 factor = *(const float2*)(between + 8 * (i / 2) + 2 * (lane_id() & 3));
+        left.hi[i] = pack_bf16(x.x * factor.x, x.y * factor.y);
+    }
+#endif
+}
+
+// And of results, which come from there.
+__device__ __forceinline__ void to_other_half(Acc& acc, const float* between, int half) {
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+        const float2 factor = *(const float2*)(between + 8 * n + 2 * (lane_id() & 3));
+        acc.c[n][2 * half] *= factor.x;
+        acc.c[n][2 * half + 1] *= factor.y;
+    }
+}
+
+// The pairs of a round, those of a token with itself apart. One warp. `between`: the frames of two halves differ by it.
 template <int WIDTH>
-__device__ __forceinline__ void score(Operand* to, float* self, const Operand* reads, const Operand* writes, int mode) {
-    Acc acc;
+__device__ __forceinline__ void score(Operand* to, float* self, const Operand* reads, const Operand* writes, int mode,
+                                      const float* between = nullptr) {
+    Acc acc, across;
     clear(acc);
+    clear(across);
 #pragma unroll 2
     for (int c = 0; c < WIDTH; c += 16) {
         Block left, right;
         load_block<true, false>(left, reads + c, WIDTH + 8);
         load_block<false, false>(right, writes + c, WIDTH + 8);
         multiply(acc, left, right);
+        if (!between) continue;
+        to_other_half(left, between + c, 1);
+        multiply(across, left, right);
+    }
+    if (between) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) acc.c[0][i] = across.c[0][i];
     }
     int g = lane_id() >> 2, t = lane_id() & 3;
 #pragma unroll
@@ -89,18 +122,21 @@ __device__ __forceinline__ void put_sums(float* at, const Acc& acc, int ld) {
         *(float2*)(at + (g + 8 * (i % 2)) * ld + 8 * (i / 2) + 2 * t) = make_float2(acc.c[i / 2][i % 2 * 2], acc.c[i / 2][i % 2 * 2 + 1]);
 }
 
-// The scores of a chunk times 16 of its channels: what the reads of earlier tokens and the pairs of later ones add.
-template <bool KEY>
+// The scores of a chunk times 16 of its channels: what the reads of earlier tokens and the pairs of later ones add. HALF: those
+// whose writes, or whose reads, one half has.
+template <bool KEY, int HALF = -1>
 __device__ __forceinline__ void multiply_scores(const Shared& s, int chunk, int own, Acc& reads, Acc& pairs) {
     constexpr int LD = (KEY ? FW_K : FW_V) + 8;
     const Operand* scores = KEY ? s.dscores : s.scores;
     Block left, right;
     if (KEY || FW_Z) {
         load_block<true, false>(left, scores, FW_LDP);
+        if (HALF >= 0) keep_columns(left, HALF);
         load_block<false, true>(right, (KEY ? s.k[chunk] : s.v[chunk]) + own, LD);
         multiply(reads, left, right);
     }
     load_block<true, true>(left, scores, FW_LDP);
+    if (HALF >= 0) keep_columns(left, 1 - HALF);
     load_block<false, true>(right, (KEY ? s.q : s.dy) + own, LD);
     multiply(pairs, left, right);
 }

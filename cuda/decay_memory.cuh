@@ -3,8 +3,6 @@
 
 #include "columns.cuh"
 
-#define FW_HALVES (FW_K <= (FW_PRECISION == 2 ? 64 : 128))  // whether chunks run in halves: with wider keys that would spill registers
-
 // What the memory is multiplied by, for each key channel and each value channel: by a chunk (CHUNK), what a chunk leaves to do
 // to it, in turns, and on its way from the middle of a chunk's first half to that of its second (MIDDLE).
 struct Scales {
@@ -24,11 +22,10 @@ struct Scales {
     }
 
     // For a chunk of one round: on its way to the chunk's middle the memory takes up what the last chunk left and one half's gates;
-    // those of the other half are left. BACK: time runs backwards.
+    // those of the other half are left. BACK: time runs backwards. Of a half with a frame of its own the first or the last gates.
     template <bool BACK, class J>
-    __device__ __forceinline__ void put(const J& job, const float (&before)[2], const float (&after)[2], int turn) {
+    __device__ __forceinline__ void put(const J& job, const float (&first)[2], const float (&last)[2], int turn) {
         if (!job.active) return;
-        const float(&first)[2] = BACK ? after : before, (&last)[2] = BACK ? before : after;
         if (BACK == (job.late != 0)) {
             const float2 left = *at(job, LEFT + (turn ^ 1));
             *at(job, CHUNK) = make_float2(left.x * first[0], left.y * first[1]);
@@ -54,17 +51,17 @@ struct Scales {
     }
 };
 
-// How a chunk runs that is not in range of one frame, and its frames in halves. `smallest` is that of 8 gates.
+// How a chunk runs that is not in range of one frame, and its frames in halves (FW_HALVES: if it may). `smallest` is that of 8 gates.
 template <class S>
-__device__ __forceinline__ int vote_halves(const Params& p, S& s, const Columns& columns, Frame& frame, float smallest, bool key) {
-    if (!FW_HALVES) return vote_rounds(smallest, FW_SPLIT_PAIRS);
+__device__ __forceinline__ int vote_halves(const Params& p, S& s, const Columns& columns, Frame& frame, float smallest, bool key, float least) {
+    if (!FW_HALVES || FW_TIER > HALVES) return vote_rounds(smallest, least);
     float quarter = 1.f;
     by_side(p, s, [&](const auto& job) {
-        frame.multiply<true>(job, columns.gate);
-        quarter = frame.smallest();
+        frame.multiply_half(job, columns.gate);
+        quarter = frame.smallest_of_half();
         s.scales.put_middle(job, false, frame.after);
     });
-    return FW_TIER <= HALVES && in_range(quarter, key) ? HALVES : vote_rounds(smallest, FW_SPLIT_PAIRS);
+    return in_range(quarter, key) || FW_TIER == HALVES ? HALVES : vote_rounds(smallest, least);
 }
 
 // acc += a b, where acc is a sum over all of time. In fp32 the tensor cores do not make that sum, because they cut off

@@ -57,7 +57,7 @@ __device__ __forceinline__ float put_value_gradients(const Params& p, int t, int
 struct Results {
     Acc reads, writes, pairs, past;
 
-    template <bool KEY>
+    template <bool KEY, bool IN_HALVES>
     __device__ __forceinline__ void multiply_memories(const Shared& s, int chunk, int own) {
         constexpr int ACROSS = KEY ? FW_V : FW_K;
         constexpr bool GATED = KEY ? FW_F != 0 : FW_Z != 0, READS = KEY || GATED;
@@ -70,16 +70,20 @@ struct Results {
         for (int across = 0; across < ACROSS; across += 16) {
             const int at = KEY ? across * FW_LDK + own : own * FW_LDK + across;
             Block memory;
+            const float* between = (KEY ? s.scales.value[Scales::MIDDLE] : s.scales.key[Scales::MIDDLE]) + across;
             if (READS) {
                 load_block<true, false>(left, (KEY ? s.dy : s.q) + across, ACROSS + 8);
+                if (IN_HALVES) to_other_half(left, between, 1);
                 load_block<false, KEY>(memory, s.memory[chunk] + at, FW_LDK);
                 multiply(reads, left, memory);
             }
             load_block<true, false>(left, (KEY ? s.v[chunk] : s.k[chunk]) + across, ACROSS + 8);
+            if (IN_HALVES) to_other_half(left, between, 0);
             load_block<false, KEY>(right, s.adjoint + at, FW_LDK);
             multiply(writes, left, right);
             if (GATED) {
                 left_from_right(left, memory);
+                if (IN_HALVES) to_other_half(left, between, 0), to_other_half(left, between, 1);
                 multiply(past, left, right);
             }
         }
@@ -87,8 +91,9 @@ struct Results {
 };
 
 // The gradients of one side's operands, 16 channels a warp at a time, and what spans the side's gates; where one of them is small,
-// without the pairs.
-template <bool KEY>
+// without the pairs. IN_HALVES: the memory is in the frame of the first half of the chunk and its adjoint in that of the second;
+// results go to those of their tokens.
+template <bool KEY, bool IN_HALVES>
 __device__ __forceinline__ void take_side(const Params& p, Shared& s, int start, int chunk, bool small) {
     constexpr int OWN = KEY ? FW_K : FW_V, LD = OWN + 8;
     constexpr bool GATED = KEY ? FW_F != 0 : FW_Z != 0;
@@ -96,7 +101,7 @@ __device__ __forceinline__ void take_side(const Params& p, Shared& s, int start,
 #pragma unroll 1
     for (int own = 16 * (KEY ? warp : FW_WARPS - 1 - warp); own < OWN; own += 16 * FW_WARPS) {
         Results x;
-        x.multiply_memories<KEY>(s, chunk, own);
+        x.multiply_memories<KEY, IN_HALVES>(s, chunk, own);
         float* sums = (KEY ? s.key[0] : s.value[0]) + own;
         float* past = (KEY ? s.past_key : s.past_value) + own;
         if (GATED && small) {
@@ -106,7 +111,18 @@ __device__ __forceinline__ void take_side(const Params& p, Shared& s, int start,
             for (int i = 0; i < 4; i++)
                 *(float2*)(sums + (g + 8 * (i % 2)) * LD + 8 * (i / 2) + 2 * t) = times(reads[i], couple_of(x.reads, i));
         }
-        multiply_scores<KEY>(s, chunk, own, x.reads, x.pairs);
+        if (IN_HALVES) {
+            const float* between = (KEY ? s.scales.key[Scales::MIDDLE] : s.scales.value[Scales::MIDDLE]) + own;
+            multiply_scores<KEY, 0>(s, chunk, own, x.reads, x.pairs);
+            to_other_half(x.reads, between, 1);
+            to_other_half(x.pairs, between, 0);
+            to_other_half(x.writes, between, 0);
+            to_other_half(x.past, between, 0);
+            to_other_half(x.past, between, 1);
+            multiply_scores<KEY, 1>(s, chunk, own, x.reads, x.pairs);
+        } else {
+            multiply_scores<KEY>(s, chunk, own, x.reads, x.pairs);
+        }
         if (GATED && g / 2 == t) {
             past[g] = g % 2 ? x.past.c[0][1] : x.past.c[0][0];
             past[g + 8] = g % 2 ? x.past.c[1][3] : x.past.c[1][2];

@@ -44,13 +44,13 @@ __device__ __forceinline__ int level_size(int mode) { return 16 >> (mode - LEVEL
 // Whether this mode does the pair of tokens t (reads) and s (was written), s < t.
 __device__ __forceinline__ bool does_pair(int mode, int t, int s) {
     if (mode == PAIRS) return s < t;
-    if (mode == PAIRS_OF_HALVES) return s < t && s / 8 == t / 8;
+    if (FW_HALVES && mode == PAIRS_OF_HALVES) return s < t && s / 8 == t / 8;
     if (mode < LEVEL16 || mode > LEVEL2) return false;
     int size = level_size(mode);
     return t / size == s / size && t % size >= size / 2 && s % size < size / 2;
 }
 
-__device__ __forceinline__ bool does_self(int mode) { return mode == PAIRS || mode == PAIRS_OF_HALVES || mode == DIAGONAL; }
+__device__ __forceinline__ bool does_self(int mode) { return mode == PAIRS || (FW_HALVES && mode == PAIRS_OF_HALVES) || mode == DIAGONAL; }
 
 // A lane holds eight tokens of a channel, outward from the chunk's middle: token_of(late, j) for j = 0..7. The lane 16 away
 // holds the other eight.
@@ -127,27 +127,35 @@ struct Factors {
 // What a chunk of one round multiplies a lane's two channels by at eight tokens, which go forward.
 struct Frame {
     float reads[2][8], writes[2][8];  // of the token as it reads, as it was written
-    float before[2], after[2];        // products of the lane's gates up to the frame's middle, and from there on
+    float half[2];                    // products of all eight gates
+    float before[2], after[2];        // of a half with a frame of its own: products up to its middle, and from there on
 
-    // HALVES: the middle is that of the eight tokens, not of the chunk.
-    template <bool HALVES, class J>
+    template <class J>
     __device__ __forceinline__ void multiply(const J& job, const float (&gate)[2][8]) {
+        half[0] = half[1] = 1.f;
         if constexpr (!J::gated) {
-            before[0] = before[1] = after[0] = after[1] = 1.f;
-#pragma unroll
-            for (int i = 0; i < 16; i++) reads[i % 2][i / 2] = writes[i % 2][i / 2] = 1.f;
-        } else if constexpr (HALVES) {
-            multiply_about<4>(gate);
+            set_ones();
         } else if (job.late) {
-            multiply_about<0>(gate);
+            multiply_about<0>(gate, half, half);
         } else {
-            multiply_about<8>(gate);
+            multiply_about<8>(gate, half, half);
         }
     }
 
-    template <int MIDDLE>
-    __device__ __forceinline__ void multiply_about(const float (&gate)[2][8]) {
+    template <class J>
+    __device__ __forceinline__ void multiply_half(const J& job, const float (&gate)[2][8]) {
         before[0] = before[1] = after[0] = after[1] = 1.f;
+        if constexpr (J::gated) multiply_about<4>(gate, before, after);
+        else set_ones();
+    }
+
+    __device__ __forceinline__ void set_ones() {
+#pragma unroll
+        for (int i = 0; i < 16; i++) reads[i % 2][i / 2] = writes[i % 2][i / 2] = 1.f;
+    }
+
+    template <int MIDDLE>
+    __device__ __forceinline__ void multiply_about(const float (&gate)[2][8], float (&before)[2], float (&after)[2]) {
 #pragma unroll
         for (int i = 2 * MIDDLE; i < 16; i++) {
             reads[i % 2][i / 2] = after[i % 2] *= gate[i % 2][i / 2];
@@ -161,10 +169,11 @@ struct Frame {
         }
     }
 
-    __device__ __forceinline__ float smallest() const { return fminf(fminf(before[0], before[1]), fminf(after[0], after[1])); }
+    __device__ __forceinline__ float smallest() const { return fminf(half[0], half[1]); }
+    __device__ __forceinline__ float smallest_of_half() const { return fminf(fminf(before[0], before[1]), fminf(after[0], after[1])); }
 };
 
-__device__ __forceinline__ bool in_one_round(int tier) { return tier <= HALVES; }
+__device__ __forceinline__ bool in_one_round(int tier) { return tier <= (FW_HALVES ? HALVES : SMALL_GATES); }
 
 // Whether all frames are in range, from the smallest product of gates that this thread has seen, on the key side or the value side.
 // A barrier.
@@ -178,11 +187,4 @@ __device__ __forceinline__ bool in_range(float smallest, bool key) {
 __device__ __forceinline__ int vote_rounds(float smallest, float least) {
     if (FW_TIER >= SPLIT) return FW_TIER;
     return __syncthreads_and(smallest >= least) ? SPLIT : LEVELS;
-}
-
-// How a chunk runs backward, where a gate may be so small that no difference of sums may be divided by it.
-__device__ __forceinline__ int vote_tier(float smallest, bool key, bool small) {
-    if (__syncthreads_and(smallest >= FW_ONE_FRAME && !small)) return FW_TIER < 0 ? ONE_ROUND : FW_TIER;
-    if (in_range(smallest, key)) return __syncthreads_and(!small) ? ONE_ROUND : SMALL_GATES;
-    return vote_rounds(smallest, FW_SPLIT_GRADIENTS);
 }
