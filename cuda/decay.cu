@@ -13,7 +13,8 @@
 #define FW_HALVES (FW_K <= (FW_PRECISION == 2 ? 64 : 128))  // with wider keys registers would spill
 #include "decay_memory.cuh"
 
-#define FW_BLOCKS (FW_PRECISION == 0 && FW_WARPS <= 4 ? 12 / FW_WARPS : 1)  // of a processor, whose schedulers have three warps each
+// Of a processor, whose schedulers have three warps each; on others than sm_90 registers would spill.
+#define FW_BLOCKS (FW_PRECISION == 0 && FW_WARPS <= 4 && __CUDA_ARCH__ == 900 ? 12 / FW_WARPS : 1)
 
 struct Shared {
 #if FW_MAP
