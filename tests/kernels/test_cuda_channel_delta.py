@@ -51,6 +51,7 @@ def compare(shape, dtype=torch.float32, launcher=None, precision=None, **options
     assert_same(actual, by_definition(x, dy, dmemory), TOLERANCE[precision])
 
 
+@pytest.mark.cases_in_ci(2)
 @pytest.mark.parametrize("dtype, policy, seed", [*((torch.float32, *each) for each in SCHEDULES), (torch.bfloat16, *SCHEDULES[-1])])
 def test_any_schedule(one_thread, dtype, policy, seed):
     for gates in ("near", "some"):
@@ -297,6 +298,7 @@ if ARCHITECTURES == EVERY:
     COMPILED += [("90", 64, torch.bfloat16, "c"), ("90", 64, torch.float32, "tw"), ("90", 128, torch.bfloat16, "tw")]
 
 
+@pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize("arch, width, dtype, present", long_ones(COMPILED))
 def test_compiles_without_spills(arch, width, dtype, present):
     """Two blocks fit a multiprocessor at 64 columns."""

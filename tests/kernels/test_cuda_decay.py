@@ -14,6 +14,7 @@ from fw_fairseq.ops.kernels import decay, decay_tiles, launch
 from fw_fairseq.ops.kernels.family import Operands
 
 
+@pytest.mark.cases_in_ci(2)
 @pytest.mark.parametrize("dtype, policy, seed", [*((torch.bfloat16, *each) for each in SCHEDULES), (torch.float32, *SCHEDULES[-1])])
 def test_any_schedule(one_thread, dtype, policy, seed):
     compare(decay, "decay", (2, 1, 70, 64, 64), dtype, EmulatorLaunch(policy, seed))
@@ -65,6 +66,7 @@ def test_a_warp_has_half_as_much_of_a_memory_in_fp32(width, backward):
     assert 2 * share("exact") == share("bf16")
 
 
+@pytest.mark.cases_in_ci(4)
 # Widths of one tile and of several, padded ones, keys shared by several warps, every type.
 @pytest.mark.parametrize(
     "K, V, dtype",

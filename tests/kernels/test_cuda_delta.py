@@ -82,6 +82,7 @@ def compare(shape, dtype=torch.float32, launch=None, precision=None, **options):
     )
 
 
+@pytest.mark.cases_in_ci(2)
 @pytest.mark.parametrize("dtype, policy, seed", [*((torch.bfloat16, *each) for each in SCHEDULES), (torch.float32, *SCHEDULES[-1])])
 def test_any_schedule(one_thread, dtype, policy, seed):
     compare((2, 1, 70, 64, 64), dtype, EmulatorLaunch(policy, seed))
@@ -321,6 +322,7 @@ COMPILED = [(arch, 64, *MAIN[0]) for arch in ARCHITECTURES if arch != "75"] + [(
 COMPILED += [("90", width, *MAIN[0]) for width in (32, 128)]
 
 
+@pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize("arch, width, dtype, precision", long_ones(COMPILED))
 def test_compiles_without_spills(arch, width, dtype, precision):
     """Two blocks fit a multiprocessor up to 64 columns."""

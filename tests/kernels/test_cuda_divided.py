@@ -75,11 +75,13 @@ def compare(rule: str, shape, dtype, launcher=None, gates: str = "uniform") -> N
     assert_same(actual, by_definition(x, *gradients), TOLERANCE[precision])
 
 
+@pytest.mark.cases_in_ci(2)
 @pytest.mark.parametrize("policy, seed", SCHEDULES)
 def test_any_schedule(one_thread, policy, seed):
     compare("gated", (2, 1, 150, 64, 64), BF16, EmulatorLaunch(policy, seed))
 
 
+@pytest.mark.cases_in_ci(3)
 # Widths of one tile and of several, padded ones, keys shared by several warps, few and many tokens, gates of 0, gates that keep
 # what is chunks away.
 @pytest.mark.parametrize(
@@ -234,6 +236,7 @@ def test_opcheck(emulate):
     torch.library.opcheck(torch.ops.fw_fairseq.step.default, (*token, *states, EPS, LEAST, *AS_IS))
 
 
+@pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize("arch, width, dtype", [*((arch, 64, BF16) for arch in ARCHITECTURES[1:]), ("90", 64, FP32)])
 def test_compiles_without_spills(arch, width, dtype):
     """Two blocks fit a multiprocessor."""

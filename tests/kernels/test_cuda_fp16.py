@@ -80,7 +80,7 @@ def test_numbers_that_are_none_stay_so(one_thread):
     assert_same({"y": actual["y"][:, :, :16]}, {"y": by_definition(x, dy, dmemory)["y"][:, :, :16]}, 2e-3)
 
 
-@pytest.mark.cases_in_ci(2)
+@pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize("arch, width", long_ones([("90", 64), ("80", 64), ("90", 128)]))
 @pytest.mark.parametrize("family, rule", [(linear, "gated"), (delta, "gated_delta")])
 def test_compiles_without_spills(family, rule, arch, width):

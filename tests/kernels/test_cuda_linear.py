@@ -20,6 +20,7 @@ from fw_fairseq.rules import RULES, Coefficients
 MAIN = [torch.bfloat16, torch.float32]
 
 
+@pytest.mark.cases_in_ci(2)
 @pytest.mark.parametrize("dtype, policy, seed", [*((torch.bfloat16, *each) for each in SCHEDULES), (torch.float32, *SCHEDULES[-1])])
 def test_any_schedule(one_thread, dtype, policy, seed):
     compare(linear, "gated", (2, 1, 150, 64, 64), dtype, EmulatorLaunch(policy, seed))
@@ -31,6 +32,7 @@ def test_any_length(one_thread, rule, tokens):
     compare(linear, rule, (1, 2, tokens, 32, 32))
 
 
+@pytest.mark.cases_in_ci(3)
 # Widths of one tile and of several, padded ones, rows that start anywhere, keys shared by several warps, every type.
 @pytest.mark.parametrize(
     "rule, K, V, dtype",

@@ -144,7 +144,9 @@ def compute_in_float64(monkeypatch) -> None:
     monkeypatch.setattr(torch.Tensor, "float", lambda x: x.double() if of_transformers() else single(x))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, id="float32"), pytest.param(torch.float64, id="float64", marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("name", model_types())
 def test_models_are_the_same(name, dtype, monkeypatch):
     """Logits, caches, gradients and what they generate; our functions are called, in the prompt and at each token."""

@@ -58,6 +58,7 @@ def train(given: str, sizes: list[int], often: int = 1) -> dict:
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
+@pytest.mark.cases_in_ci(2)
 @pytest.mark.parametrize("often", [1, 2], ids=["", "update-freq"])
 @pytest.mark.parametrize("options", [WITHOUT_GATES, "--update-rule gated_delta", "--mixer-pattern softmax,sru"])
 def test_updates_have_the_same_bits(recorded, options, often):

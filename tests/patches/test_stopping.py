@@ -278,6 +278,7 @@ def test_a_validation_that_is_due_is_not_lost(updates, saving, validating, valid
     assert done == ["saved"] and getattr(trainer, "validation_due", None) == (0 if validates else None)
 
 
+@pytest.mark.cases_in_ci(1)
 @pytest.mark.parametrize("interval", [7, 0], ids=["within an epoch", "at the end of all updates"])
 def test_a_validation_ends_at_the_next_batch_and_is_made_up_for(interval, data, tmp_path):
     """The run that resumes has the best checkpoint and the validations of a run that was not stopped."""

@@ -103,6 +103,7 @@ def test_rows_of_rules_with_parts_around_them():
     assert options("sum_elu-other") == [] and options("sum_elu")[:2] == ["--update-rule", "sum"]
 
 
+@pytest.mark.long
 def test_rows_with_published_layers():
     """Each is built at the sizes of the table, with the mixer of its architecture."""
     script = "source recipes/mixers.sh; for row in $published_layers sru; do own_options $row-published && echo ${own[@]}; done; :"
@@ -199,7 +200,7 @@ def wikitext(tmp_path_factory):
         pytest.param("delta_schlag", marks=pytest.mark.long),
         pytest.param("transformer_schlag", marks=pytest.mark.long),
         pytest.param("transformer_xl_stream", marks=pytest.mark.long),
-        "transformer_xl_stream_schlag",
+        pytest.param("transformer_xl_stream_schlag", marks=pytest.mark.long),
     ],
 )
 def test_wikitext103(row, wikitext):

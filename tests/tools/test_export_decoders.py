@@ -94,6 +94,7 @@ def test_adapters_are_merged(options, tmp_path, monkeypatch):
     assert not [name for name in load_file(tmp_path / "out" / "model.safetensors") if "adapter" in name]
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_softmax_becomes_a_folder_of_transformers(tokenizer, tmp_path):
     path, ours = trained("qwen3", "softmax", tmp_path)

@@ -82,6 +82,7 @@ def test_prompts_and_tokens_give_the_models_logits(rule, tmp_path):
     assert {node.domain for node in nodes} == {""}
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_onnxs_own_evaluator_agrees(tmp_path):
     """Of a prompt shorter than the convolution, and of the tokens after it."""
