@@ -220,7 +220,7 @@ __device__ __forceinline__ void put_reads(Shared& s, const Columns& columns, con
         frame.multiply(job, columns.gate);
     }
     columns.put<true>(J::key ? s.q : s.dy, LD, job, frame.reads);
-    if (IN_HALVES) {
+    if (IN_HALVES) {  // behind the columns: before them it would hold a register more
         s.scales.put_middle(job, false, frame.after);
         s.scales.put<true>(job, frame.after, frame.before, turn);
     } else {

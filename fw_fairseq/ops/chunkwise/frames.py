@@ -21,19 +21,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...autograd import is_exporting
 from . import rows
 from .chunk import Chunk, Decay, Emptied, final_memory, gate_gradient, outputs, solve
 from .rows import Row
 
 Outcome = tuple[Tensor, Tensor, Any, Tensor]  # of forward
 Given = Sequence[Any]  # q, k, v (B,H,T,...), and f, z, e, w, or None
-Plan = list[tuple[slice, Any]]  # the chunks in order, each with the way to run it
 
 SMALLEST_GATE = 1e-9  # a smaller gate per channel but 0 counts as this: invisible in fp32, and its gradient is right to 1e-6
 SMALLEST_NEAR_GATE = 1 / 16  # of NearGates: rounding in fp32, about 1e-7, is divided by the gate in its gradient
 SMALLEST_NEAR_PRODUCT = 1e-24  # with entries of 1e-12 and their products still in the range of fp32
-BESIDE = 2**18  # numbers in the memories before all chunks that are computed side by side, as many as fit into a cache
 CHUNK = 32  # tokens: float64 holds the products of as many of the smallest gates; also the fastest on a CPU without gates
 
 
@@ -233,18 +230,3 @@ def put(x: Tensor, span: slice, rows: Tensor) -> None:
         there.copy_(rows.unflatten(0, x.shape[:2]))
     else:
         there.unflatten(2, (-1, CHUNK)).copy_(rows.unflatten(0, (there.shape[2] // CHUNK, *x.shape[:2])).movedim(0, 2))
-
-
-def turns(chunks: Plan, memory: Tensor) -> Plan:
-    """The same with chunks that run side by side in one turn, as many as the processor's cache has room for. An exported graph has
-    one at a time, for any number of sequences."""
-    if is_exporting():
-        return chunks
-    most, found = max(1, BESIDE // max(memory.numel(), 1)) * CHUNK, chunks[:1]
-    for span, way in chunks[1:]:
-        before, kind = found[-1]
-        if way is kind and way.side_by_side and span.stop - span.start == CHUNK and span.stop - before.start <= most:
-            found[-1] = slice(before.start, span.stop), way
-        else:
-            found.append((span, way))
-    return found

@@ -35,16 +35,18 @@ from .frames import (
     ChannelGatesWithZeros,
     Given,
     NearGates,
-    Plan,
     TokenGates,
     TokenGatesWithZeros,
     put,
     rows_of,
     take,
-    turns,
 )
 from .large_gates import SMALLEST_FP32_GATE, LargeChannelGates
 from .single import SingleTokens
+
+Plan = list[tuple[slice, Any]]  # the turns in order, each with the way to run its chunks
+
+BESIDE = 2**18  # numbers in the memories before all chunks that are computed side by side, as many as fit into a cache
 
 
 class ChunkScan(torch.autograd.Function):
@@ -54,7 +56,7 @@ class ChunkScan(torch.autograd.Function):
     @as_written
     def forward(ctx: Any, *inputs) -> tuple[Tensor, Tensor]:
         *operands, memory, keep = inputs
-        ctx.plan = plan(operands, memory.dtype)
+        ctx.plan = turns(plan(operands, memory.dtype), memory)
         y, last, memories, inverses = run(operands, ctx.plan, memory, keep)
         if keep:
             ctx.save_for_backward(*operands, *memories, *inverses)
@@ -67,14 +69,14 @@ class ChunkScan(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, dmemory: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: with activation checkpointing, asking again computes again, or fails
         operands, kept = saved[:7], saved[7:]
-        return *run_backward(operands, ctx.plan, kept[: len(kept) // 2], kept[len(kept) // 2 :], dy, dmemory), None
+        return *run_backward(operands, ctx.plan, kept[: len(ctx.plan)], kept[len(ctx.plan) :], dy, dmemory), None
 
 
 def run(operands: Given, chunks: Plan, memory: Tensor, keep: bool) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor | None]]:
     """Returns y, the last memory, and with ``keep`` for each turn the memories before its chunks and their inverses."""
     v, memories, inverses = operands[2], [], []
     y, carried = torch.empty_like(v), memory.flatten(0, 1)
-    for span, way in turns(chunks, carried):
+    for span, way in chunks:
         y_chunk, carried, inverse, starts = way.forward(take(operands, span), carried)
         put(y, span, y_chunk)
         carried = carried.to(memory.dtype)
@@ -97,7 +99,7 @@ def run_backward(
     grads = [None if x is None else torch.empty_like(x) for x in operands]
     first = memories[0][: sequences.numel()]
     dmemory = torch.zeros_like(first) if dmemory is None else dmemory.flatten(0, 1).clone()  # chunks use it up
-    for (span, way), starts, inverse in zip(reversed(turns(chunks, first)), reversed(memories), reversed(inverses)):
+    for (span, way), starts, inverse in zip(reversed(chunks), reversed(memories), reversed(inverses)):
         given, work = take(operands, span), way.dtype or dtype
         dy_chunk = torch.zeros_like(given.v, dtype=work) if dy is None else rows_of(dy, span).to(work)
         parts, dmemory = way.backward(given, starts, inverse, dy_chunk, dmemory.to(work))
@@ -137,6 +139,21 @@ def plan(operands: Given, dtype: torch.dtype) -> Plan:
         else:
             ways.append(ChannelGates if least > 0 else way_with_zeros(f, z, span))
     return list(zip(cuts, ways))
+
+
+def turns(chunks: Plan, memory: Tensor) -> Plan:
+    """The same with chunks that run side by side in one turn, as many as the processor's cache has room for. An exported graph has
+    one at a time, for any number of sequences."""
+    if is_exporting():
+        return chunks
+    most, found = max(1, BESIDE // max(memory.numel(), 1)) * CHUNK, chunks[:1]
+    for span, way in chunks[1:]:
+        before, kind = found[-1]
+        if way is kind and way.side_by_side and span.stop - span.start == CHUNK and span.stop - before.start <= most:
+            found[-1] = slice(before.start, span.stop), way
+        else:
+            found.append((span, way))
+    return found
 
 
 def smallest_products(f: Tensor) -> list[float]:
@@ -180,7 +197,7 @@ def chunk_form(q: Tensor, k: Tensor, v: Tensor, coefficients: Coefficients, memo
 def _scan(*inputs) -> tuple[Tensor, Tensor, Tensor]:
     """y, the last memory, and those before each chunk, (chunks B H,K,V), for the backward."""
     *operands, memory, keep = inputs
-    y, last, memories, _ = run(operands, plan(operands, memory.dtype), memory, keep)
+    y, last, memories, _ = run(operands, turns(plan(operands, memory.dtype), memory), memory, keep)
     return y, last.contiguous(), torch.cat(memories) if keep else memory.new_empty(0)
 
 
@@ -195,10 +212,10 @@ def _scan_fake(*inputs) -> tuple[Tensor, Tensor, Tensor]:
 def _scan_backward(*inputs) -> list[Tensor]:
     """The gradients of the operands that are there, and of the first memory."""
     *operands, memories, dy, dmemory = inputs
-    chunks = plan(operands, memories.dtype)
-    first = memories[: memories.shape[0] // len(chunks)]
-    sizes = [-(-(span.stop - span.start) // CHUNK) * first.shape[0] for span, _ in turns(chunks, first)]
-    grads = run_backward(operands, chunks, memories.split(sizes), [None] * len(sizes), dy, dmemory)
+    first = memories[: operands[0].shape[:2].numel()]
+    chunks = turns(plan(operands, memories.dtype), first)
+    sizes = [len(spans(span.stop - span.start)) * first.shape[0] for span, _ in chunks]
+    grads = run_backward(operands, chunks, memories.split(sizes), [None] * len(chunks), dy, dmemory)
     return [x.contiguous() if i == len(operands) else x for i, x in enumerate(grads) if x is not None]
 
 

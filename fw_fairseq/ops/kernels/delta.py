@@ -97,7 +97,7 @@ class ErasingKernel(NamedTuple):
         parts = (T + self.tiling.part - 1) // self.tiling.part
         columns = self.tiles * self.tiling.value
         memories, exponents = (B * H * parts, columns, self.key), (B * H * parts, columns // 16)
-        kept: list[tuple[tuple[int, ...], torch.dtype]] = [(memories, OPERANDS[self.precision])]
+        kept: list[tuple[tuple[int, ...], torch.dtype]] = [(memories, self.operand)]
         return [*kept, (exponents, torch.int32)] if self.precision == "fp16" else kept
 
     def exponents_bytes(self, chunks: int) -> int:
