@@ -10,7 +10,7 @@ import pytest
 import torch
 from fairseq import checkpoint_utils
 from support.commands import USER_DIR, fairseq, succeed
-from support.pretrained_models import make, symbols, texts
+from support.pretrained_models import ARCHITECTURES, make, symbols, texts
 
 from fw_fairseq.pretrained.folders import symbols_of, write_dictionary
 
@@ -51,6 +51,28 @@ def load(path):
     return checkpoint_utils.load_model_ensemble([str(path)])[0][0].eval()
 
 
+def resumed(folder, source, place, *options, task="language_modeling"):
+    """A whole run and one that was resumed, which have the same model, and load without the folder that they came from."""
+    given = ["--pretrained", source, *options]
+    train(folder, place / "whole", "--max-update", "6", *given, task=task)
+    train(folder, place / "parts", "--max-update", "3", *given, task=task)
+    train(folder, place / "parts", "--max-update", "6", *given, task=task)
+    shutil.rmtree(source)
+    whole, parts = (load(place / run / "checkpoint_last.pt") for run in ("whole", "parts"))
+    tokens = symbols(whole, texts())
+    with torch.no_grad():
+        torch.testing.assert_close(whole(tokens)[0], parts(tokens)[0], rtol=0, atol=0)
+    return whole
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "llama"])
+def test_a_resumed_run_of_each_architecture_is_the_whole_run(name, folder, tmp_path):
+    before = make(name)
+    before.save_pretrained(tmp_path / "model")
+    now = dict(resumed(folder, tmp_path / "model", tmp_path).decoder.model.named_parameters())
+    assert not any(torch.equal(now[key], x) for key, x in before.named_parameters() if x.dim() == 2)
+
+
 @pytest.mark.parametrize(
     "task, options",
     [("language_modeling", ""), ("stateful_language_modeling", "--checkpoint-activations"), ("language_modeling", ADAPTERS)],
@@ -58,15 +80,7 @@ def load(path):
 )
 def test_a_resumed_run_is_the_whole_run_and_a_checkpoint_stands_alone(task, options, folder, tmp_path):
     source = shutil.copytree(folder / "model", tmp_path / "model")
-    given = ["--pretrained", source, *options.split()]
-    train(folder, tmp_path / "whole", "--max-update", "6", *given, task=task)
-    train(folder, tmp_path / "parts", "--max-update", "3", *given, task=task)
-    train(folder, tmp_path / "parts", "--max-update", "6", *given, task=task)
-    shutil.rmtree(source)
-    whole, parts = (load(tmp_path / run / "checkpoint_last.pt") for run in ("whole", "parts"))
-    tokens = symbols(whole, texts())
-    with torch.no_grad():
-        torch.testing.assert_close(whole(tokens)[0], parts(tokens)[0], rtol=0, atol=0)
+    whole = resumed(folder, source, tmp_path, *options.split(), task=task)
     now, before = dict(whole.decoder.model.named_parameters()), dict(make("llama").named_parameters())
     assert {torch.equal(now[key], x) for key, x in before.items()} == {options == ADAPTERS}
     assert all(x.any() for key, x in now.items() if key.endswith(".adapter.left"))
