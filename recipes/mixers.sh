@@ -48,7 +48,8 @@ own_options() { # ROW: sets own, the options of a row; fails where there is no s
     case $1 in
         *-published)
             [[ " $published_layers " == *" ${1%-*} "* ]] || return 1
-            own=(--arch "${1%-*}_lm" --ffn-form plain)
+            own=(--arch "${1%-*}_lm" --ffn-form plain --norm-form layer --activation-fn relu
+                --scale-embedding --token-positional-embeddings --no-layernorm-embedding)
             return 0
             ;;
         *-conv) added=(--short-conv 4) ;;

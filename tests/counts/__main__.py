@@ -84,8 +84,10 @@ def compared(measured: list[dict], architecture: str) -> Iterator[list[str]]:
     """For each time that recipes/gpu_check.sh measured of whole sequences: the model's, DRAM's, and the first over the larger."""
     cases: dict[Case, list[dict]] = {}
     for x in measured:
-        if x["aligned"] and choose_parts(x["batch"] * x["heads"], x["tokens"], PROCESSORS) == 1:
-            cases.setdefault(Case(x["rule"], 64, "bf16", x["attention_norm"]), []).append(x)
+        sequences = x["batch"] * x["heads"]
+        if x["aligned"] and choose_parts(sequences, x["tokens"], PROCESSORS) == 1:
+            for_each = max(PROCESSORS // sequences, 1)
+            cases.setdefault(Case(x["rule"], 64, "bf16", x["attention_norm"], processors=for_each), []).append(x)
     for case, times in cases.items():
         shapes = tuple({(x["batch"], x["heads"], x["tokens"]): None for x in times})
         counted = count(case, architecture, shapes)
@@ -114,6 +116,8 @@ def main() -> int:
     )  # fmt: skip
     tier = "how chunks of decay run (docs/kernels.md): one_round (the default), small_gates, halves, split, levels"
     parser.add_argument("--tier", choices=[name.replace(" ", "_") for name in TIERS], metavar="TIER", help=tier)
+    few = "processors for each sequence and head; with 2, an H100 has 64 of them; default: 1"
+    parser.add_argument("--processors", type=int, default=1, metavar="N", help=few)
     parser.add_argument("--architecture", choices=DEVICES, default="90", help="compute capability; times are always an H100's")
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--kinds", action="store_true", help="a table of instructions by kind, also for the forward of training")
@@ -130,7 +134,7 @@ def main() -> int:
     row_map = RowMap(args.feature_map, 1, "sum") if args.feature_map else AS_IS
     show(["", "kernel", *KINDS, "branches on data, not taken"] if args.kinds else HEAD)
     for width, dtype, rule in itertools.product(args.widths, args.dtypes, args.rules):
-        case = Case(rule, width, dtype, args.attention_norm, row_map, args.tier and args.tier.replace("_", " "))
+        case = Case(rule, width, dtype, args.attention_norm, row_map, args.tier and args.tier.replace("_", " "), args.processors)
         try:
             rows = kinds(case, args.architecture) if args.kinds else [row(case, args.architecture)]
         except (Mistake, NotFollowed) as error:

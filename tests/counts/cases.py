@@ -24,6 +24,7 @@ class Case(NamedTuple):
     attention_norm: bool = False
     row_map: RowMap = AS_IS
     tier: str | None = None  # of every chunk, where channels decay without erase
+    processors: int = 1  # of the device, for each sequence and head
 
     def __str__(self) -> str:
         norm = ", attention normalisation" if self.attention_norm else ""
@@ -31,7 +32,8 @@ class Case(NamedTuple):
         key, widths = self.row_map.width(self.width), f"V = {self.width}"
         widths = f"K = {widths}" if key == self.width else f"K = {key}, {widths}"
         tier = f", {self.tier}" if self.tier else ""
-        return f"{self.rule}, {widths}, {self.dtype}{norm}{features}{tier}"
+        few = f", {self.processors} processors for each" if self.processors > 1 else ""
+        return f"{self.rule}, {widths}, {self.dtype}{norm}{features}{tier}{few}"
 
 
 class Recording(NamedTuple):
@@ -54,7 +56,7 @@ def record(case: Case, tokens: int, architecture: str) -> Recording:
         return fast_weight(q, k, v, case.rule, gates, **options)
 
     launches = {}
-    with emulated(Recorder((int(architecture[:-1]), int(architecture[-1])))) as recorder:
+    with emulated(Recorder((int(architecture[:-1]), int(architecture[-1])), case.processors)) as recorder:
         run()
         launches["forward"] = recorder.taken()
         for x in (*inputs, before):

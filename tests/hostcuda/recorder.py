@@ -21,15 +21,14 @@ class Launch(NamedTuple):
 
 
 class Recorder(Launcher):
-    """A launcher for tensors on the CPU that keeps its launches, for a device of this compute capability.
-
-    One sequence fills that device, so that none is cut into parts.
+    """A launcher for tensors on the CPU that keeps its launches, for a device of this compute capability with so many processors:
+    one sequence fills one processor, so that none is cut into parts.
     """
 
     device_type = "cpu"
 
-    def __init__(self, capability: tuple[int, int] = (9, 0)):
-        self.of_device = capability
+    def __init__(self, capability: tuple[int, int] = (9, 0), processors: int = 1):
+        self.of_device, self.blocks = capability, processors
         self.launches: list[Launch] = []
 
     def why_not(self, device: torch.device) -> None:
@@ -39,7 +38,7 @@ class Recorder(Launcher):
         return self.of_device
 
     def processors(self, device: torch.device) -> int:
-        return 1
+        return self.blocks
 
     def prepare(self, source_file, kernel_name, defines, grid, block, shared_bytes, device, structure):
         sizes = tuple(map(int, grid)), math.prod(block), int(shared_bytes)

@@ -240,13 +240,10 @@ def test_opcheck(emulate):
 @pytest.mark.parametrize("arch, width, dtype", [*((arch, 64, BF16) for arch in ARCHITECTURES[1:]), ("90", 64, FP32)])
 def test_compiles_without_spills(arch, width, dtype):
     """Two blocks fit a multiprocessor."""
-    seen, x = [], draw_divided("gated", (1, 1, 17, width, width), dtype)
-    device = EmulatorLaunch()
-    device.capability = lambda _: (int(arch[:-1]), int(arch[-1]))
-    with launch.use(device):
-        by_kernels(x, x["v"], x["memory"], x["sums"], PRECISION[dtype], lambda *call: seen.append(call))
-    for source, kernel, defines, _, block, *_ in seen:
-        found = compile_check(source, defines, arch)[kernel]
-        assert found["spill_stores"] == found["spill_loads"] == found["stack"] == 0, (kernel, found)
-        if arch == "90" and kernel != "divided_backward":
-            assert 2 * defines["FW_SHARED"] <= 227 * 1024 and found["registers"] * block[0] <= 32768, (kernel, found)
+    x, recorder = draw_divided("gated", (1, 1, 17, width, width), dtype), Recorder((int(arch[:-1]), int(arch[-1])))
+    by_kernels(x, x["v"], x["memory"], x["sums"], PRECISION[dtype], recorder)
+    for launched in recorder.launches:
+        found = compile_check(launched.source, launched.defines, arch)[launched.kernel]
+        assert found["spill_stores"] == found["spill_loads"] == found["stack"] == 0, (launched, found)
+        if arch == "90" and launched.kernel != "divided_backward":
+            assert 2 * launched.shared <= 227 * 1024 and found["registers"] * launched.threads <= 32768, (launched, found)

@@ -65,6 +65,37 @@ def test_a_gate_that_is_not_a_number_is_seen_from_its_token_on(one_thread):
     assert y[:, :, :5].equal(before[:, :, :5]) and y[:, :, 5:].isnan().all()
 
 
+@pytest.mark.parametrize("policy, seed", SCHEDULES)
+@pytest.mark.parametrize(
+    "rule, shape, dtype", [("gated", (1, 2, 100, 64, 64), torch.bfloat16), ("sum", (1, 2, 70, 48, 100), torch.float32)]
+)
+def test_few_sequences_take_narrower_tiles(one_thread, rule, shape, dtype, policy, seed):
+    device = EmulatorLaunch(policy, seed)
+    device.blocks = 8
+    compare(linear, rule, shape, dtype, device)
+    ahead, back = (call[2]["FW_V"] for call in device.calls)
+    assert ahead == back // 2
+
+
+@pytest.mark.parametrize(
+    "sequences, key, value, processors, ahead",
+    [
+        (64, 64, 64, 132, (64, 2)),  # two tiles of 32 columns each
+        (67, 64, 64, 132, (67, 1)),  # two would be more than the device has processors
+        (32, 128, 128, 132, (32, 4)),
+        (1, 128, 128, 132, (1, 4)),  # none is narrower than 32
+        (1, 16, 64, 132, (1, 1)),  # half a tile would have two warps
+        (1, 16, 128, 132, (1, 2)),
+        (1, 64, 33, 132, (1, 2)),
+    ],
+)
+def test_as_many_tiles_as_the_device_has_processors(sequences, key, value, processors, ahead):
+    found, back = launches(linear, "gated", (1, sequences, 17, key, value), torch.bfloat16, processors=processors)
+    usual, same = launches(linear, "gated", (1, sequences, 17, key, value), torch.bfloat16)
+    assert found.grid == ahead and back._replace(params=b"") == same._replace(params=b"")
+    assert found.defines["FW_PART"] == usual.defines["FW_PART"] and found.threads >= min(128, usual.threads)
+
+
 @pytest.mark.parametrize("value", [64, 100, 128])
 def test_two_blocks_fit_where_a_block_takes_room_twice(value):
     """On an A100, whose multiprocessors have 164 KiB, 1 KiB of which each block costs beside its own."""

@@ -119,6 +119,8 @@ def test_rows_with_published_layers():
         rule = {"delta_net": "delta"}.get(args.arch[:-3], args.arch[:-3])
         assert (args.mixer if rule == "gsa" else args.update_rule) == rule
         assert [layer.fc1.weight.shape for layer in model.decoder.layers] == [(128, 64)] * 2
+        around = args.no_scale_embedding, args.no_token_positional_embeddings, args.layernorm_embedding
+        assert (args.norm_form, args.activation_fn, *around) == ("layer", "relu", False, False, False)
     assert len(lines) == 14
 
 

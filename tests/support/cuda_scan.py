@@ -81,10 +81,10 @@ def compare(family, rule: str, shape, dtype=torch.float32, launcher=None, precis
     assert_same(actual, by_definition(x, dy, dmemory), TOLERANCE[precision])
 
 
-def launches(family, rule: str, shape, dtype, capability=(9, 0)) -> list[Launch]:
+def launches(family, rule: str, shape, dtype, capability=(9, 0), processors: int = 1) -> list[Launch]:
     """What would be launched on a device, without running it."""
     x, precision = draw(rule, shape, dtype), PRECISION[dtype]
-    with launch.use(Recorder(capability)) as recorder:
+    with launch.use(Recorder(capability, processors)) as recorder:
         _, _, saved = family.forward(recorder, Operands(*x.values(), precision))
         family.backward(recorder, Operands(*x.values(), precision), saved, x["v"], x["memory"])
     return recorder.launches

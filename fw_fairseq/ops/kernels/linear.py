@@ -38,6 +38,7 @@ from .launch import (
 from .parameters import OF_ROWS, Kernel
 
 LARGEST_KEY, LARGEST_VALUE = 512, 128
+NARROWEST = 32  # columns of a block that are halved to fill the device: narrower ones read q and k too often
 FEWEST_WARPS = 4  # of a block, if the key can be split among them
 ROWS_OF_A_WARP = 128  # of the memory: 64 fp32 registers a thread, and as many for its operands
 
@@ -121,16 +122,30 @@ class LinearKernel(NamedTuple):
         key = round_up(width, 16 * fewest_slices(width))
         kernel = cls(dtype, key, value, precision, f, w, row, width, row_map, held, sums)
         longest = 64 if OPERANDS[precision] != torch.float32 else 32
-        back = kernel.choose(longest, lambda tile: kernel.backward_bytes(tile, 1))
-        ahead = kernel.choose(back.chunk, lambda tile: kernel.forward_bytes(tile, 1))
-        return kernel._replace(ahead=ahead, back=back)
+        back = kernel.choose(longest, lambda tile: kernel.backward_bytes(tile, 1), value)
+        return kernel._replace(ahead=kernel.choose_ahead(back, value), back=back)
 
-    def choose(self, longest: int, needed: Callable[[Block], int]) -> Block:
+    def choose_ahead(self, back: Block, value: int) -> Block:
+        """The tile of the forward, for values this wide."""
+        return self.choose(back.chunk, lambda tile: self.forward_bytes(tile, 1), value)
+
+    def choose(self, longest: int, needed: Callable[[Block], int], value: int) -> Block:
         """The first tile that the device's shared memory holds, the smallest where it holds none."""
-        for tile in tiles_for(self.key, self.value, longest):
+        for tile in tiles_for(self.key, value, longest):
             if needed(tile) <= self.held:
                 break
         return tile
+
+    def narrowed(self, sequences: int, processors: int) -> LinearKernel:
+        """With narrower tiles of the forward where so few sequences and heads would leave half of the device idle. The backward
+        would then have to add up more shares of dq and dk."""
+        kernel = self
+        while kernel.ahead.value > NARROWEST and 2 * sequences * kernel.tiles(kernel.ahead) <= processors:
+            tile = self.choose_ahead(self.back, kernel.ahead.value // 2)
+            if tile.warps < min(FEWEST_WARPS, kernel.ahead.warps):
+                break
+            kernel = kernel._replace(ahead=tile)
+        return kernel
 
     @property
     def operand(self) -> torch.dtype:
@@ -199,7 +214,9 @@ class LinearKernel(NamedTuple):
         divisor = (0.0, 0.0) if divided is None else (divided.eps, divided.least)
 
         def describe() -> Kernel:
-            tile, shared, more = self.pass_macros(backward)
+            q = tensors["q"]
+            sequences = q.shape[0] * q.shape[1]
+            tile, shared, more = self.narrowed(sequences, launcher.processors(q.device)).pass_macros(backward)
             defines = {
                 "FW_IN": TYPES[self.dtype],
                 "FW_K": self.key,
@@ -215,8 +232,8 @@ class LinearKernel(NamedTuple):
                 **more,
                 "FW_SHARED": shared,
             }
-            name, q = "linear_backward" if backward else "linear_forward", tensors["q"]
-            grid, sizes = (q.shape[0] * q.shape[1], self.tiles(tile)), sizes_of(q, self.width, self.value, divisor)
+            name = "linear_backward" if backward else "linear_forward"
+            grid, sizes = (sequences, self.tiles(tile)), sizes_of(q, self.width, self.value, divisor)
             return Kernel("linear_backward.cu" if backward else "linear.cu", name, defines, grid, (32 * tile.warps,), shared, sizes)
 
         start(launcher, OF_ROWS, (self, backward, divisor), tensors, describe)
