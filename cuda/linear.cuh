@@ -110,6 +110,15 @@ __device__ __forceinline__ int* border_scale(const Params& p, const Place& at, i
 
 __device__ __forceinline__ int border_rows(const Params& p) { return min(FW_V, (p.V + 15) / 16 * 16 - (int)blockIdx.y * FW_V); }
 
+// Complete after cp_async_wait. Beyond `tokens`: 0.
+__device__ __forceinline__ void load_numbers(float* to, const View& x, const Place& at, int t0, int tokens) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < C; i += THREADS) {
+        const bool inside = t0 + i < tokens;
+        cp_async4(to + i, ::at<float>(x, at.b, at.h, inside ? t0 + i : 0), inside ? 4 : 0);
+    }
+}
+
 // Complete after cp_async_wait. Beyond T: 0.
 __device__ __forceinline__ void load_gates(float* f, float* w, const Params& p, const Place& at, int t0) {
     for (int i = threadIdx.x; (FW_F || FW_W) && i < C; i += THREADS) {

@@ -1,5 +1,6 @@
 // The recurrence with one gate per token and without erase (rules sum, gated), backward. dW is the adjoint of the memory, carried
-// from the last chunk to the first. In a chunk, with the names of linear.cu:
+// from the last chunk to the first, or where there are few sequences from the end of a part of the tokens, which linear_adjoint.cu
+// has found, to its beginning; the parts run side by side. In a chunk, with the names of linear.cu:
 //
 //     dq = start (dY W_0^T) + tril(D w dA) K          dA = dY V^T
 //     dk = w (end (V dW_C^T) + tril(D dA)^T Q)
@@ -14,6 +15,8 @@
 //
 // A gate f_r is a factor of D_ts for s < r <= t, of start_t for r <= t, of end_s for s < r, of total always. Its gradient is the sum
 // of every product that it is a factor of times that product's gradient, over f_r: sums without large terms that cancel.
+//
+// Macros besides those of linear.cuh: FW_STAGES chunks of rows in shared memory; FW_PARTS 1 where there are parts.
 #include "linear_gradients.cuh"
 
 #if FW_SUMS
@@ -23,11 +26,7 @@ __device__ __forceinline__ void load_sums(Stage& s, const Params& p, const Place
     const Op* from = (const Op*)p.sums_borders + ((int64_t)at.bh * ((p.T + C - 1) / C) + t0 / C) * FW_K;
 #pragma unroll 1
     for (int i = threadIdx.x * N; i < FW_K; i += THREADS * N) cp_async16(s.sums + i, from + i);
-#pragma unroll 1
-    for (int i = threadIdx.x; i < C; i += THREADS) {
-        const bool inside = t0 + i < p.T && blockIdx.y == 0;
-        cp_async4(s.reads + i, ::at<float>(p.ddivisors, at.b, at.h, inside ? t0 + i : 0), inside ? 4 : 0);
-    }
+    load_numbers(s.reads, p.ddivisors, at, t0, blockIdx.y == 0 ? p.T : 0);
 }
 #endif
 
@@ -57,27 +56,32 @@ __device__ __forceinline__ void prefetch_stage(const Params& p, const Place& at,
     for (int i = threadIdx.x * 128; i < border_rows(p) * FW_K * (int)sizeof(Op); i += THREADS * 128) prefetch_l2(from + i);
 }
 
+// What linear_adjoint.cu has left of this part, `size` numbers for each sequence and head.
+__device__ __forceinline__ const float* adjoint(const float* all, int size) { return all + (int64_t)blockIdx.z * gridDim.x * size; }
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_backward(const Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
     Shared& s = *(Shared*)bytes;
     const Place at(p);
     const Products& x = s.products[FW_F ? at.warp : 0];
-    const int last = (p.T - 1) / C * C, block = at.warp % BLOCKS, group = at.warp / BLOCKS;
+    const bool final = !FW_PARTS || blockIdx.z + 1 == gridDim.z;
+    const int begin = FW_PARTS ? blockIdx.z * p.part : 0, end = final ? p.T : begin + p.part;
+    const int last = (end - 1) / C * C, block = at.warp % BLOCKS, group = at.warp / BLOCKS;
     float dw[TILES][4];
-    load_memory(dw, p.dfinal, at, p);
+    load_memory(dw, final ? p.dfinal : adjoint(p.adjoints, p.K * p.V), at, p);
     KeySums dn(at);
     Scale scale;
-    if (FW_SUMS) dn.load(blockIdx.y ? nullptr : p.dfinal_sums, p, at);
+    if (FW_SUMS) dn.load(blockIdx.y ? nullptr : final ? p.dfinal_sums : adjoint(p.adjoint_sums, p.K), p, at);
     load_stage(s.stage[0], p, at, last);
-    for (int t0 = last, now = 0; t0 >= 0; t0 -= C, now = (now + 1) % FW_STAGES) {
+    for (int t0 = last, now = 0; t0 >= begin; t0 -= C, now = (now + 1) % FW_STAGES) {
         Stage& stage = s.stage[now];
 #if FW_SUMS
         dn.share(s.dsums);
 #endif
         cp_async_wait<0>();
         share_in_range(s.dmemory, dw, at, scale, s);
-        if (FW_STAGES > 1 && t0 > 0) load_stage(s.stage[now ^ 1], p, at, t0 - C);
-        if (FW_STAGES == 1 && t0 > 0) prefetch_stage(p, at, t0 - C);
+        if (FW_STAGES > 1 && t0 > begin) load_stage(s.stage[now ^ 1], p, at, t0 - C);
+        if (FW_STAGES == 1 && t0 > begin) prefetch_stage(p, at, t0 - C);
 #if FW_MAP
         map_rows<C>(s.q, s.k, stage.q, stage.k, p.T - t0);
         __syncthreads();
@@ -116,9 +120,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_backward(const P
         unmap_rows<FW_PARTIAL, C>(stage.q, stage.k, s.dq, s.dk, p, at, t0);
         if (FW_STAGES == 1) __syncthreads();
 #endif
-        if (FW_STAGES == 1 && t0 > 0) load_stage(stage, p, at, t0 - C);
+        if (FW_STAGES == 1 && t0 > begin) load_stage(stage, p, at, t0 - C);
         if ((FW_F || FW_W) && at.warp < BLOCKS) gate_side(s.sums, p, at, x, at.warp, t0);
     }
-    if (p.dmemory) store_memory(dw, p.dmemory, at, p);
-    if (FW_SUMS && p.dsums) dn.store(p.dsums, p, at);
+    if (begin == 0 && p.dmemory) store_memory(dw, p.dmemory, at, p);
+    if (FW_SUMS && begin == 0 && p.dsums) dn.store(p.dsums, p, at);
 }

@@ -25,7 +25,9 @@ struct Params {
     float *sums, *final_sums, *dfinal_sums, *dsums;  // (B,H,K), where reads are divided; null likewise
     void* sums_borders;
     int32_t* scales;  // of borders in fp16, exponents of 2 (B,H,parts,V/16)
+    float *adjoints, *adjoint_sums;  // of memory and sums before each part of the tokens but the first (parts,B,H,...)
     int32_t H, T, K, V;
+    int32_t part;  // tokens that a block of the backward takes, where there are adjoints
     float eps, least;  // what is added to a divisor; and what stands for one of 0
 };
 

@@ -100,8 +100,8 @@ def follow(launch: Launch, cubin: bytes, device: Device, fits: int) -> Paths:
     return Paths(kinds, blocking, lane.guesses.total() / len(paths), dict(times), alone, full)
 
 
-def figures(launches: tuple[Launch, Launch], architecture: str, shapes=SHAPES) -> Figures:
-    """Of a kernel that was launched for the two lengths in ``TOKENS``. Its blocks are tiles of V, or each has a share of the
+def figures(launches: tuple[Launch, Launch], architecture: str, shapes=SHAPES, lengths=TOKENS) -> Figures:
+    """Of a kernel that was launched for the two lengths. Its blocks are tiles of V, or each has a share of the
     tokens; all blocks together are what one sequence and head takes."""
     launch, device = launches[0], DEVICES[architecture]
     cubin, found = compiled(launch.source, launch.defines, architecture)
@@ -109,7 +109,7 @@ def figures(launches: tuple[Launch, Launch], architecture: str, shapes=SHAPES) -
     fits = device.fits(launch.threads, limits["registers"], launch.shared + limits["shared"])
     few, many = (follow(each, cubin, device, fits) for each in launches)
     blocks = [math.prod(each.grid) for each in launches]
-    scale = PER / (TOKENS[1] - TOKENS[0])
+    scale = PER / (lengths[1] - lengths[0])
 
     def growth(before: float, after: float) -> float:
         return scale * (blocks[1] * after - blocks[0] * before)
@@ -124,30 +124,31 @@ def figures(launches: tuple[Launch, Launch], architecture: str, shapes=SHAPES) -
         per_block * (blocks[1] * many.blocking - blocks[0] * few.blocking),
         per_block * (blocks[1] * many.guesses - blocks[0] * few.guesses),
         INSTRUCTION * sum(blocks[1] * n > blocks[0] * few.times.get(step, 0) for step, n in many.times.items()),
-        tuple(extended(shape, fits, blocks, few, many) for shape in shapes),
+        tuple(extended(shape, lengths, fits, blocks, few, many) for shape in shapes),
     )
 
 
-def extended(shape: Shape, fits: int, blocks: list[int], few: Paths, many: Paths) -> float:
+def extended(shape: Shape, lengths: tuple[int, int], fits: int, blocks: list[int], few: Paths, many: Paths) -> float:
     """Milliseconds for longer sequences: what two lengths show goes on as a straight line."""
     batch, heads, tokens = shape
-    further = (tokens - TOKENS[1]) / (TOKENS[1] - TOKENS[0])
+    further = (tokens - lengths[1]) / (lengths[1] - lengths[0])
     pairs = (tuple(blocks), (few.alone, many.alone), (few.full, many.full))
     count, alone, full = (after + (after - before) * further for before, after in pairs)
     return milliseconds(count * batch * heads, fits, alone, full)
 
 
-def least(moved: tuple[int, int], shapes=SHAPES) -> tuple[float, ...]:
+def least(moved: tuple[int, int], shapes=SHAPES, lengths=TOKENS) -> tuple[float, ...]:
     """Milliseconds for each shape in which memory moves the bytes that are given for one sequence and head of the two lengths."""
-    for_one = (moved[1] - moved[0]) / (TOKENS[1] - TOKENS[0])
-    return tuple(batch * heads * (moved[1] + for_one * (tokens - TOKENS[1])) / DRAM * 1e3 for batch, heads, tokens in shapes)
+    for_one = (moved[1] - moved[0]) / (lengths[1] - lengths[0])
+    return tuple(batch * heads * (moved[1] + for_one * (tokens - lengths[1])) / DRAM * 1e3 for batch, heads, tokens in shapes)
 
 
 def count(case: Case, architecture: str, shapes=SHAPES) -> dict[str, Pass]:
-    few, many = (record(case, tokens, architecture) for tokens in TOKENS)
+    lengths = tuple(tokens * (1 if case.processors == 1 else 4 * case.processors) for tokens in TOKENS)  # all parts of a sequence
+    few, many = (record(case, tokens, architecture) for tokens in lengths)
     passes = {}
     for name in PASSES:
         pairs = zip(few.launches[name], many.launches[name])
-        kernels = [figures(pair, architecture, shapes) for pair in pairs]
-        passes[name] = Pass(kernels, least((few.moved[name], many.moved[name]), shapes))
+        kernels = [figures(pair, architecture, shapes, lengths) for pair in pairs]
+        passes[name] = Pass(kernels, least((few.moved[name], many.moved[name]), shapes, lengths))
     return passes

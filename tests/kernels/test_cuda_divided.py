@@ -100,8 +100,20 @@ def test_widths_and_dtypes(one_thread, rule, tokens, K, V, dtype, gates):
     compare(rule, (1, 2, tokens, K, V), dtype, gates=gates)
 
 
+@pytest.mark.parametrize("rule, shape, dtype", [("sum", (1, 2, 520, 32, 40), FP32), ("gated", (1, 1, 600, 64, 144), BF16)])
+def test_few_sequences_in_parts(one_thread, rule, shape, dtype):
+    """The second has several tiles of V, of which one has the sums."""
+    device = EmulatorLaunch("prio", 2)
+    device.blocks = 16
+    compare(rule, shape, dtype, device)
+    assert [name for _, name, _ in device.calls] == ["linear_forward", "divided_backward", "linear_adjoint", "linear_backward"]
+
+
 def sanitized() -> None:
-    compare("gated", (1, 1, 70, 20, 36), BF16, sanitized_launch())
+    few = sanitized_launch()
+    few.blocks = 8
+    for launcher, tokens in ((sanitized_launch(), 70), (few, 530)):
+        compare("gated", (1, 1, tokens, 20, 36), BF16, launcher)
 
 
 def test_16_bits_stay_16_bits(emulate):

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from hostcuda import EmulatorLaunch, guarded, sanitized_launch
+from hostcuda import EmulatorLaunch, Recorder, guarded, sanitized_launch
 from hostcuda.hostemu import KERNELS
 from hostcuda.nvrtc import compile_check
 from support.draws import assert_same, draw_projections
@@ -85,6 +85,14 @@ def compare(family: str, row_map: RowMap, shape, dtype, present: str, launch) ->
 )
 def test_equals_the_map_and_the_steps(one_thread, family, row_map, d, value, dtype, present):
     compare(family, row_map, (1, 2, 70, d, value), dtype, present, EmulatorLaunch("prio", 1))
+
+
+def test_few_sequences_in_parts(one_thread):
+    """What is left of each part is found from the rows, too."""
+    device = EmulatorLaunch("prio", 2)
+    device.blocks = 8
+    compare("linear", RowMap("dpfp", 1, "sum"), (1, 1, 530, 10, 64), torch.bfloat16, "fw", device)
+    assert [name for _, name, _ in device.calls] == ["linear_forward", "linear_adjoint", "linear_backward"]
 
 
 def sanitized() -> None:
@@ -246,15 +254,11 @@ def test_rows_that_start_anywhere_are_told_once(emulate, caplog):
 
 def launches(family: str, row_map: RowMap, d: int, value: int, dtype: torch.dtype, present: str):
     """(file, kernel, macros) of a forward and a backward."""
-    calls, kernels = [], FAMILIES[family]
-
-    def launch(*call):
-        calls.append(call[:3])
-
+    recorder, kernels = Recorder(), FAMILIES[family]
     x = draw(row_map, (1, 1, 17, d, value), dtype, present)
-    _, _, saved = kernels.forward(launch, Operands(*x.values(), PRECISION[dtype], row_map=row_map))
-    kernels.backward(launch, Operands(*x.values(), PRECISION[dtype], row_map), saved, x["v"], x["memory"])
-    return calls
+    _, _, saved = kernels.forward(recorder, Operands(*x.values(), PRECISION[dtype], row_map=row_map))
+    kernels.backward(recorder, Operands(*x.values(), PRECISION[dtype], row_map), saved, x["v"], x["memory"])
+    return [launched[:3] for launched in recorder.launches]
 
 
 @pytest.mark.parametrize("family, present, needed", [("linear", "f", 88192), ("delta", "few", 72880)])

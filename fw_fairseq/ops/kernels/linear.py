@@ -1,5 +1,5 @@
 """The kernel family without erase and with at most one gate per token (rules sum, gated): what it supports, and the launches of
-``cuda/linear.cu`` and ``cuda/linear_backward.cu``.
+``cuda/linear.cu``, ``cuda/linear_adjoint.cu`` and ``cuda/linear_backward.cu``.
 
 Products of fp16 inputs are of fp16, with scales where memories, pairs and gradients leave its range (``cuda/range.cuh``). Where
 reads are divided they are of tf32.
@@ -37,9 +37,11 @@ from .launch import (
 )
 from .parameters import OF_ROWS, Kernel
 
+SOURCES = {"linear_forward": "linear.cu", "linear_adjoint": "linear_adjoint.cu", "linear_backward": "linear_backward.cu"}
 LARGEST_KEY, LARGEST_VALUE = 512, 128
 NARROWEST = 32  # columns of a block that are halved to fill the device: narrower ones read q and k too often
 FEWEST_WARPS = 4  # of a block, if the key can be split among them
+SHORTEST = 256  # tokens of a part of the backward, at least
 ROWS_OF_A_WARP = 128  # of the memory: 64 fp32 registers a thread, and as many for its operands
 
 
@@ -129,6 +131,12 @@ class LinearKernel(NamedTuple):
         """The tile of the forward, for values this wide."""
         return self.choose(back.chunk, lambda tile: self.forward_bytes(tile, 1), value)
 
+    def part(self, sequences: int, tokens: int, processors: int) -> int:
+        """How many tokens a block of the backward takes: all of them unless half of the device would be idle."""
+        blocks = sequences * self.tiles(self.back)
+        count = min(2 * processors // blocks, tokens // SHORTEST) if 0 < 2 * blocks <= processors else 1
+        return round_up(-(-tokens // count), self.back.chunk) if count > 1 else tokens
+
     def choose(self, longest: int, needed: Callable[[Block], int], value: int) -> Block:
         """The first tile that the device's shared memory holds, the smallest where it holds none."""
         for tile in tiles_for(self.key, value, longest):
@@ -186,6 +194,14 @@ class LinearKernel(NamedTuple):
         return 2 * self.stage_bytes(tile, 1) + kept + 64 * self.scales
 
     @remembered
+    def adjoint_bytes(self, tile: Block) -> int:
+        """sizeof(Shared) in linear_adjoint.cu, which asserts it."""
+        row, dtype = (self.key, self.operand) if self.row_map == AS_IS else (self.row, self.dtype)
+        rows = (tile.chunk, round_up(row, 16 // dtype.itemsize), dtype), (tile.chunk, tile.value, self.operand)
+        features = 0 if self.row_map == AS_IS else tile_bytes((tile.chunk, self.key, self.operand))
+        return 2 * (tile_bytes(*rows) + 4 * tile.chunk * (1 + self.sums)) + features + self.products_bytes(tile)
+
+    @remembered
     def backward_bytes(self, tile: Block, stages: int) -> int:
         """sizeof(Shared) in linear_gradients.cuh, which asserts it."""
         memory, pairs = self.memory_bytes(tile), tile_bytes((16, 16, torch.float32)) * (tile.warps if self.f else 1)
@@ -209,20 +225,21 @@ class LinearKernel(NamedTuple):
             return [*kept, ((*chunks, -(-self.value // 16)), torch.int32)]
         return [*kept, ((*chunks, self.key), operand), (tuple(q.shape[:3]), torch.float32)] if self.sums else kept
 
-    def launch(self, launcher: Launcher, backward: bool, tensors: dict[str, Any], divided: Divided | None) -> None:
-        """Starts the kernel of one pass."""
+    def launch(self, launcher: Launcher, name: str, tensors: dict[str, Any], divided: Divided | None, part: int = 0) -> None:
+        """Starts the kernel of one pass. part: tokens that a block of the backward takes."""
         divisor = (0.0, 0.0) if divided is None else (divided.eps, divided.least)
 
         def describe() -> Kernel:
             q = tensors["q"]
             sequences = q.shape[0] * q.shape[1]
-            tile, shared, more = self.narrowed(sequences, launcher.processors(q.device)).pass_macros(backward)
+            parts = -(-q.shape[2] // part) if part and name == "linear_backward" else 1
+            tile, shared, more = self.narrowed(sequences, launcher.processors(q.device)).pass_macros(name, parts)
             defines = {
                 "FW_IN": TYPES[self.dtype],
                 "FW_K": self.key,
                 "FW_V": tile.value,
                 "FW_F": int(self.f),
-                "FW_W": int(self.w),
+                "FW_W": int(tensors["w"] is not None),
                 "FW_SUMS": int(self.sums),
                 "FW_PRECISION": PRECISIONS[self.precision],
                 "FW_WARPS": tile.warps,
@@ -232,18 +249,31 @@ class LinearKernel(NamedTuple):
                 **more,
                 "FW_SHARED": shared,
             }
-            name = "linear_backward" if backward else "linear_forward"
-            grid, sizes = (sequences, self.tiles(tile)), sizes_of(q, self.width, self.value, divisor)
-            return Kernel("linear_backward.cu" if backward else "linear.cu", name, defines, grid, (32 * tile.warps,), shared, sizes)
+            grid, sizes = (sequences, self.tiles(tile), parts), sizes_of(q, self.width, self.value, divisor) | {"part": part}
+            return Kernel(SOURCES[name], name, defines, grid, (32 * tile.warps,), shared, sizes)
 
-        start(launcher, OF_ROWS, (self, backward, divisor), tensors, describe)
+        start(launcher, OF_ROWS, (self, name, divisor, part), tensors, describe)
 
-    def pass_macros(self, backward: bool) -> tuple[Block, int, dict[str, int]]:
+    def adjoints(self, launcher: Launcher, tensors: dict[str, Any], divided: Divided | None, part: int) -> dict[str, Tensor]:
+        """The adjoints of the memory, and of the sums, before each part of the tokens but the first."""
+        dy = tensors["dy"]
+        parts = (-(-dy.shape[2] // part) - 1, *dy.shape[:2])
+        found = {"adjoints": dy.new_empty((*parts, self.width, self.value), dtype=torch.float32)}
+        if divided:
+            found["adjoint_sums"] = dy.new_empty((*parts, self.width), dtype=torch.float32)
+        names = ("q", "dy", "f", "dfinal", *(("dfinal_sums", "ddivisors") if divided else ()))
+        self.launch(launcher, "linear_adjoint", {name: tensors[name] for name in names} | {"w": None} | found, divided, part)
+        return found
+
+    def pass_macros(self, name: str, parts: int) -> tuple[Block, int, dict[str, int]]:
         """The tile of one pass, its bytes of shared memory, and the macros of this pass only."""
-        tile = self.back if backward else self.ahead
-        if backward:
+        tile = self.back if name == "linear_backward" else self.ahead
+        if name == "linear_backward":
             stages = self.fitting(lambda n: self.backward_bytes(tile, n))
-            return tile, self.backward_bytes(tile, stages), {"FW_STAGES": stages, "FW_PARTIAL": int(self.tiles(tile) > 1)}
+            more = {"FW_STAGES": stages, "FW_PARTIAL": int(self.tiles(tile) > 1), "FW_PARTS": int(parts > 1)}
+            return tile, self.backward_bytes(tile, stages), more
+        if name == "linear_adjoint":
+            return tile, self.adjoint_bytes(tile), {}
         memories = self.fitting(lambda n: self.forward_bytes(tile, n))
         return tile, self.forward_bytes(tile, memories), {"FW_MEMORIES": memories, "FW_PART": self.back.chunk}
 
@@ -282,7 +312,7 @@ def forward(launcher: Launcher, x: Operands, keep: bool = True) -> Results:
         tensors |= {"sums": divided.sums, "final_sums": divided.final}
         if keep:
             tensors |= {"sums_borders": saved[1], "divisors": saved[2]}
-    kernel.launch(launcher, False, tensors, divided)
+    kernel.launch(launcher, "linear_forward", tensors, divided)
     return y, final, saved
 
 
@@ -299,7 +329,11 @@ def backward(launcher: Launcher, x: Operands, saved: Sequence[Tensor], dy: Tenso
     if divided:
         tensors["dy"], tensors["ddivisors"] = undivided(launcher, divided, saved[-1], dy)
         tensors |= {"dfinal_sums": divided.final, "dsums": divided.sums, "sums_borders": saved[1]}
-    kernel.launch(launcher, True, tensors, divided)
+    tokens, sequences = dy.shape[2], dy.shape[0] * dy.shape[1]
+    part = kernel.part(sequences, tokens, launcher.processors(dy.device))
+    if part < tokens:
+        tensors |= kernel.adjoints(launcher, tensors, divided, part)
+    kernel.launch(launcher, "linear_backward", tensors, divided, part)
     add_up(grads, shares, tiles)
     return grads["dq"], grads["dk"], dv, grads.get("df"), None, None, grads.get("dw"), before
 
