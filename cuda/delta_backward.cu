@@ -1,5 +1,6 @@
 // The recurrence with erase (rules delta, gated_delta), backward. dW is the adjoint of the memory, carried from the last chunk to
-// the first. In a chunk, with the names of delta.cu:
+// the first; with FW_SIDES a block takes p.part tokens only, from what delta_adjoint.cu has found. In a chunk, with the names of
+// delta.cu:
 //
 //     dU = A^T dY + end (K dW_C),   dR = (I + e E)^-T dU,   dv = w dR,   dA = tril(dY U^T),   dL = -strict tril(dR U^T)
 //     dq = start (dY W_0^T) + (D dA) K
@@ -66,14 +67,15 @@ __device__ __forceinline__ int load_exponent(const Params& p, const Place& at, i
 }
 
 // The part forward from its saved memory, which has the exponent `next`: U and the memory before each chunk.
-__device__ __forceinline__ void run_forward(const Part& part, const Params& p, const Place& at, int t0, int& turn, int& next) {
+__device__ __forceinline__ void run_forward(const Part& part, const Params& p, const Place& at, int t0, bool more, int& turn,
+                                            int& next) {
     BackwardShared& s = part.s;
     float w[TILES][4];
     int exponent = next;
-    if (t0 > 0) next = load_exponent(p, at, t0 - FW_PART);
+    if (more) next = load_exponent(p, at, t0 - FW_PART);
     if constexpr (ROOMY) {
         load_border(w, s.border + at.warp * UNITS * 32 + at.lane);
-        if (t0 > 0) copy_border(s, at, t0 - FW_PART);
+        if (more) copy_border(s, at, t0 - FW_PART);
     } else {
         load_border(w, border_from(s.first, at, t0 / FW_PART));
     }
@@ -158,23 +160,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_backward(const Pa
     extern __shared__ __align__(16) unsigned char bytes[];
     BackwardShared& s = *(BackwardShared*)bytes;
     const Place at(p);
-    const int last = (p.T - 1) / FW_PART * FW_PART;
+    const bool final = !FW_SIDES || blockIdx.z + 1 == gridDim.z;
+    const int begin = FW_SIDES ? blockIdx.z * p.part : 0, end = final ? p.T : begin + p.part;
+    const int last = (end - 1) / FW_PART * FW_PART;
     float dw[TILES][4];
     int turn = 0, exponent = 0, of_memory = load_exponent(p, at, last);  // of dw, and of the memory of the next part
     if (threadIdx.x == 0) find_firsts(s.first, p, at);
-    load_memory(dw, p.dfinal, at, p);
+    load_memory(dw, final ? p.dfinal : adjoint_of(p.adjoints, p.K * p.V), at, p);
     __syncthreads();
     load_part(s.stage[0], p, s.first, last);
     if (ROOMY) copy_border(s, at, last);
     wait_for(s.stage[0]);
     __syncthreads();
-    if (ROOMY && last > 0) load_part(s.stage[1], p, s.first, last - FW_PART);
+    if (ROOMY && last > begin) load_part(s.stage[1], p, s.first, last - FW_PART);
     prepare(part_of(s, 0), p.T - last);
-    for (int t0 = last, now = 0; t0 >= 0; t0 -= FW_PART, now = (now + 1) % FW_STAGES) {
+    for (int t0 = last, now = 0; t0 >= begin; t0 -= FW_PART, now = (now + 1) % FW_STAGES) {
         const Part part = part_of(s, now), next = part_of(s, (now + 1) % FW_STAGES);
-        const bool more = t0 > 0;
+        const bool more = t0 > begin;
         if (!ROOMY && more) prefetch_part(p, s.first, at, t0 - FW_PART);
-        run_forward(part, p, at, t0, turn, of_memory);
+        run_forward(part, p, at, t0, more, turn, of_memory);
         for (int first = CHUNKS - GROUP; first >= 0; first -= GROUP) {
 #if FW_PRECISION == F16
 #pragma unroll
@@ -212,8 +216,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_backward(const Pa
             }
             if (more) prepare(next, p.T - t0 + FW_PART);
         }
-        if (ROOMY && t0 > FW_PART) load_part(part.in, p, s.first, t0 - 2 * FW_PART);
+        if (ROOMY && t0 > begin + FW_PART) load_part(part.in, p, s.first, t0 - 2 * FW_PART);
     }
     if (any_exponent(exponent)) scale_by(dw, power(-exponent));
-    if (p.dmemory) store_memory(dw, p.dmemory, at, p);
+    if (begin == 0 && p.dmemory) store_memory(dw, p.dmemory, at, p);
 }

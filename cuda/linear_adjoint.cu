@@ -69,9 +69,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_adjoint(const Pa
         dn.write(q, total, [&](int b, int t) { return start(b, t) * s.reads[t]; });
 #endif
         if (t0 % p.part == 0) {
-            const int64_t before = (int64_t)(t0 / p.part - 1) * gridDim.x;
-            store_memory(dw, p.adjoints + before * p.K * p.V, at, p);
-            if (FW_SUMS) dn.store(p.adjoint_sums + before * p.K, p, at);
+            store_memory(dw, adjoint_of(p.adjoints, p.K * p.V, t0 / p.part - 1), at, p);
+            if (FW_SUMS) dn.store(adjoint_of(p.adjoint_sums, p.K, t0 / p.part - 1), p, at);
         }
         __syncwarp();
     }

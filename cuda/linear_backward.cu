@@ -16,7 +16,7 @@
 // A gate f_r is a factor of D_ts for s < r <= t, of start_t for r <= t, of end_s for s < r, of total always. Its gradient is the sum
 // of every product that it is a factor of times that product's gradient, over f_r: sums without large terms that cancel.
 //
-// Macros besides those of linear.cuh: FW_STAGES chunks of rows in shared memory; FW_PARTS 1 where there are parts.
+// Macros besides those of linear.cuh: FW_STAGES chunks of rows in shared memory; FW_SIDES 1 where parts run side by side.
 #include "linear_gradients.cuh"
 
 #if FW_SUMS
@@ -56,22 +56,19 @@ __device__ __forceinline__ void prefetch_stage(const Params& p, const Place& at,
     for (int i = threadIdx.x * 128; i < border_rows(p) * FW_K * (int)sizeof(Op); i += THREADS * 128) prefetch_l2(from + i);
 }
 
-// What linear_adjoint.cu has left of this part, `size` numbers for each sequence and head.
-__device__ __forceinline__ const float* adjoint(const float* all, int size) { return all + (int64_t)blockIdx.z * gridDim.x * size; }
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_backward(const Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
     Shared& s = *(Shared*)bytes;
     const Place at(p);
     const Products& x = s.products[FW_F ? at.warp : 0];
-    const bool final = !FW_PARTS || blockIdx.z + 1 == gridDim.z;
-    const int begin = FW_PARTS ? blockIdx.z * p.part : 0, end = final ? p.T : begin + p.part;
+    const bool final = !FW_SIDES || blockIdx.z + 1 == gridDim.z;
+    const int begin = FW_SIDES ? blockIdx.z * p.part : 0, end = final ? p.T : begin + p.part;
     const int last = (end - 1) / C * C, block = at.warp % BLOCKS, group = at.warp / BLOCKS;
     float dw[TILES][4];
-    load_memory(dw, final ? p.dfinal : adjoint(p.adjoints, p.K * p.V), at, p);
+    load_memory(dw, final ? p.dfinal : adjoint_of(p.adjoints, p.K * p.V), at, p);
     KeySums dn(at);
     Scale scale;
-    if (FW_SUMS) dn.load(blockIdx.y ? nullptr : final ? p.dfinal_sums : adjoint(p.adjoint_sums, p.K), p, at);
+    if (FW_SUMS) dn.load(blockIdx.y ? nullptr : final ? p.dfinal_sums : adjoint_of(p.adjoint_sums, p.K), p, at);
     load_stage(s.stage[0], p, at, last);
     for (int t0 = last, now = 0; t0 >= begin; t0 -= C, now = (now + 1) % FW_STAGES) {
         Stage& stage = s.stage[now];

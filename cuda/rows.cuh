@@ -36,6 +36,11 @@ __device__ __forceinline__ T* at(const View& x, int b, int h, int t) {
     return (T*)x.p + b * x.b + h * x.h + t * x.t;
 }
 
+// Where the adjoints at the end of a part are, `size` numbers for each sequence and head.
+__device__ __forceinline__ float* adjoint_of(float* all, int size, int part = blockIdx.z) {
+    return all + (int64_t)part * gridDim.x * size;
+}
+
 // dq and dk are whole sums, or a value tile's share of them.
 template <bool PARTIAL>
 struct KeyGradient {

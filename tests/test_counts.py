@@ -218,6 +218,14 @@ def test_what_is_recorded_and_must_be_moved():
     assert recording.moved["backward"] == 7 * rows + 2 * gate + memories
 
 
+def test_few_sequences_are_recorded_in_parts():
+    case = Case("gated", 64, "bf16", processors=2)
+    recording = record(case, 1024, "90")
+    adjoint, back = recording.launches["backward"]
+    assert (adjoint.kernel, back.kernel, back.grid) == ("linear_adjoint", "linear_backward", (1, 1, 4))
+    assert str(case).endswith(", 2 processors for each") and recording.launches["forward"][0].grid == (1, 2)
+
+
 def test_a_feature_map_is_recorded_inside_the_kernels():
     """dpfp makes 32 keys of rows 16 wide; gates per channel of the keys are as wide, and only the rows are moved."""
     case = Case("decay", 16, "bf16", row_map=RowMap("dpfp", 1, "sum"))

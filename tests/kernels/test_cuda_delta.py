@@ -26,7 +26,7 @@ TOLERANCE = {"exact": 1e-5, "tf32": 2e-3, "fp16": 2e-3, "bf16": 2e-2}
 PRECISION = {torch.float32: "exact", torch.bfloat16: "bf16", torch.float16: "fp16"}
 NAMES = ("q", "k", "v", "f", "e", "w", "memory")
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def draw(shape, dtype=torch.float32, present="few", resets=True, strong=False) -> dict[str, torch.Tensor | None]:
@@ -86,6 +86,18 @@ def compare(shape, dtype=torch.float32, launch=None, precision=None, **options):
 @pytest.mark.parametrize("dtype, policy, seed", [*((torch.bfloat16, *each) for each in SCHEDULES), (torch.float32, *SCHEDULES[-1])])
 def test_any_schedule(one_thread, dtype, policy, seed):
     compare((2, 1, 70, 64, 64), dtype, EmulatorLaunch(policy, seed))
+
+
+@pytest.mark.cases_in_ci(2)
+@pytest.mark.parametrize(
+    "dtype, policy, seed", [*((BF16, *each) for each in SCHEDULES), *((kind, *SCHEDULES[-1]) for kind in (FP32, FP16))]
+)
+def test_few_sequences_in_parts(one_thread, dtype, policy, seed):
+    device = EmulatorLaunch(policy, seed)
+    device.blocks = 8
+    compare((1, 2, 600, 64, 64) if dtype == BF16 else (1, 1, 520, 32, 40), dtype, device)
+    assert [name for _, name, _ in device.calls] == ["delta_forward", "delta_adjoint", "delta_backward"]
+    assert device.calls[-1][2]["FW_SIDES"]
 
 
 def test_a_device_with_less_shared_memory(one_thread):
@@ -224,8 +236,12 @@ def test_nothing_past_the_end(one_thread, monkeypatch):
 
 
 def sanitized(key: int, value: int) -> None:
-    with emulated(sanitized_launch()) as launch:
-        compare((1, 1, 37, key, value), torch.bfloat16, launch)
+    launching.SHORTEST_PART = 32
+    for processors in (1, 8):
+        with emulated(sanitized_launch()) as launch:
+            launch.blocks = processors
+            compare((1, 1, 37 if processors == 1 else 70, key, value), torch.bfloat16, launch)
+        assert ("delta_adjoint" in [name for _, name, _ in launch.calls]) == (processors > 1)
 
 
 @pytest.mark.parametrize("key, message", [(513, "for keys up to 512 wide, not 513"), (512, None)])

@@ -40,3 +40,18 @@ def test_the_same_bits_in_any_schedule(one_thread, family, rule, dtype):
         first = first or results
         for name, found in results.items():
             assert found.equal(first[name]), (name, policy, seed)
+
+
+@pytest.mark.parametrize("family, rule", [("linear", "gated"), ("delta", "gated_delta")])
+def test_parts_side_by_side_change_no_bit(one_thread, family, rule):
+    """The memory's adjoint before a part is what one block would have had there."""
+    x = draw(rule, (1, 2, 600, 64, 64), torch.bfloat16)
+    dy, dmemory = torch.randn_like(x["v"]), torch.randn_like(x["memory"])
+    results = []
+    for blocks in (1, 8):
+        device = EmulatorLaunch()
+        device.blocks = blocks
+        results.append(by_kernels(FAMILIES[family], x, dy, dmemory, "bf16", device))
+        assert device.calls[-1][2]["FW_SIDES"] == (blocks > 1)
+    whole, parts = results
+    assert all(found.equal(parts[name]) for name, found in whole.items() if name.startswith("gradient"))

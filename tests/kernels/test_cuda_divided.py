@@ -110,10 +110,12 @@ def test_few_sequences_in_parts(one_thread, rule, shape, dtype):
 
 
 def sanitized() -> None:
-    few = sanitized_launch()
-    few.blocks = 8
-    for launcher, tokens in ((sanitized_launch(), 70), (few, 530)):
-        compare("gated", (1, 1, tokens, 20, 36), BF16, launcher)
+    launch.SHORTEST_PART = 64
+    for processors in (1, 8):
+        device = sanitized_launch()
+        device.blocks = processors
+        compare("gated", (1, 1, 70 * processors, 20, 36), BF16, device)
+        assert ("linear_adjoint" in [name for _, name, _ in device.calls]) == (processors > 1)
 
 
 def test_16_bits_stay_16_bits(emulate):

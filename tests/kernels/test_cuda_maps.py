@@ -87,12 +87,15 @@ def test_equals_the_map_and_the_steps(one_thread, family, row_map, d, value, dty
     compare(family, row_map, (1, 2, 70, d, value), dtype, present, EmulatorLaunch("prio", 1))
 
 
-def test_few_sequences_in_parts(one_thread):
+@pytest.mark.parametrize(
+    "family, dtype, present", [("linear", torch.bfloat16, "fw"), ("delta", torch.bfloat16, "few"), ("delta", torch.float16, "fe")]
+)
+def test_few_sequences_in_parts(one_thread, family, dtype, present):
     """What is left of each part is found from the rows, too."""
     device = EmulatorLaunch("prio", 2)
     device.blocks = 8
-    compare("linear", RowMap("dpfp", 1, "sum"), (1, 1, 530, 10, 64), torch.bfloat16, "fw", device)
-    assert [name for _, name, _ in device.calls] == ["linear_forward", "linear_adjoint", "linear_backward"]
+    compare(family, RowMap("dpfp", 1, "sum"), (1, 1, 530, 10, 64), dtype, present, device)
+    assert [name for _, name, _ in device.calls] == [f"{family}_forward", f"{family}_adjoint", f"{family}_backward"]
 
 
 def sanitized() -> None:

@@ -101,10 +101,10 @@ class ChannelKernel(ErasingKernel):
     def most_bytes(self) -> int:
         return max(self.forward_bytes(), self.backward_bytes())
 
-    def pass_macros(self, backward: bool, tensors: dict[str, Any]) -> tuple[str, int, dict[str, int]]:
+    def pass_macros(self, name: str, tensors: dict[str, Any]) -> tuple[str, int, dict[str, int]]:
         gates = [x for x in (tensors["f"], tensors["e"]) if x is not None and x.dim() == 4]  # their gradients are laid out alike
         more = {"FW_E": 1 + self.rows, "FW_ALIGNED": int(rows_aligned(tensors) and all(map(in_units, gates)))}
-        return "channel_delta", self.backward_bytes() if backward else self.forward_bytes(), more
+        return "channel_delta", self.backward_bytes() if name == "backward" else self.forward_bytes(), more
 
 
 def supported(x: Operands) -> str | None:

@@ -1,5 +1,5 @@
-"""The kernel family with erase (rules delta, gated_delta): what it supports, how ``cuda/delta.cu`` and
-``cuda/delta_backward.cu`` are cut into tiles, and their launches.
+"""The kernel family with erase (rules delta, gated_delta): what it supports, how ``cuda/delta.cu``,
+``cuda/delta_adjoint.cu`` and ``cuda/delta_backward.cu`` are cut into tiles, and their launches.
 
 Products of fp16 inputs are of fp16, with scales where memories, pairs and gradients leave its range (``cuda/erase.cuh``).
 """
@@ -29,6 +29,7 @@ from .launch import (
     sizes_of,
     start,
     tile_bytes,
+    tokens_of_part,
     why_not_held,
     why_not_wide,
 )
@@ -109,7 +110,7 @@ class ErasingKernel(NamedTuple):
         y, final = torch.empty_like(x.v), x.q.new_empty((*x.q.shape[:2], self.width, x.v.shape[3]), dtype=torch.float32)
         saved = tuple([x.q.new_empty(shape, dtype=dtype) for shape, dtype in self.saved_like(x.q)]) if keep else ()
         tensors = dict(q=x.q, k=x.k, v=x.v, f=x.f, e=x.e, w=x.w, y=y, memory=x.memory, final=final)
-        self.launch(launcher, False, tensors | dict(zip(SAVED, saved)))
+        self.launch(launcher, "forward", tensors | dict(zip(SAVED, saved)))
         return y, final, saved
 
     def run_backward(
@@ -120,38 +121,57 @@ class ErasingKernel(NamedTuple):
         grads = {f"d{name}": torch.empty_like(part) for name, part in inputs.items() if part is not None}
         shares = shares_of(grads, self.tiles)
         dv, before = torch.empty_like(x.v), None if x.memory is None else torch.empty_like(x.memory)
-        rows = {"v": x.v, "dy": dy, "dv": dv}
-        self.launch(launcher, True, inputs | shares | rows | {"dfinal": dmemory, "dmemory": before} | dict(zip(SAVED, saved)))
+        rows, ends, part = {"v": x.v, "dy": dy, "dv": dv}, {"dfinal": dmemory, "dmemory": before}, self.tokens_of_part(launcher, dy)
+        if part < dy.shape[2]:
+            ends["adjoints"] = self.adjoints(launcher, inputs | {"dy": dy, "dfinal": dmemory}, part)
+        self.launch(launcher, "backward", inputs | shares | rows | ends | dict(zip(SAVED, saved)), part)
         add_up(grads, shares, self.tiles)
         return grads["dq"], grads["dk"], dv, grads.get("df"), None, grads["de"], grads.get("dw"), before
 
-    def launch(self, launcher: Launcher, backward: bool, tensors: dict[str, Any]) -> None:
-        """Starts the kernel of one pass."""
+    def tokens_of_part(self, launcher: Launcher, dy: Tensor) -> int:
+        """How many tokens a block of the backward takes."""
+        return dy.shape[2]
+
+    def adjoints(self, launcher: Launcher, tensors: dict[str, Any], part: int) -> Tensor:
+        """The adjoints of the memory before each part of the tokens but the first."""
+        dy = tensors["dy"]
+        found = dy.new_empty((-(-dy.shape[2] // part) - 1, *dy.shape[:2], self.width, dy.shape[3]), dtype=torch.float32)
+        self.launch(launcher, "adjoint", tensors | {"w": None, "adjoints": found}, part)
+        return found
+
+    def launch(self, launcher: Launcher, name: str, tensors: dict[str, Any], part: int = 0) -> None:
+        """Starts the kernel of one pass: "forward", "adjoint" or "backward", of which a block takes ``part`` tokens."""
 
         def describe() -> Kernel:
-            name, shared, more = self.pass_macros(backward, tensors)
-            q = tensors["q"]
+            family, shared, more = self.pass_macros(name, tensors)
+            q, values = tensors["q"], tensors["dy" if name == "adjoint" else "v"]
+            parts = -(-q.shape[2] // part) if part and name == "backward" else 1
             defines = {
                 "FW_IN": TYPES[self.dtype],
                 "FW_K": self.key,
                 "FW_V": self.tiling.value,
                 "FW_F": int(self.f),
-                "FW_W": int(self.w),
+                "FW_W": int(tensors["w"] is not None),
                 "FW_PRECISION": PRECISIONS[self.precision],
                 "FW_KSPLIT": self.tiling.ksplit,
-                "FW_SPAN": self.tiling.part if backward else self.tiling.span,
+                "FW_SPAN": self.tiling.part if name == "backward" else self.tiling.span,
                 "FW_PART": self.tiling.part,
+                "FW_SIDES": int(parts > 1),
                 "FW_PARTIAL": int(self.tiles > 1),
                 "FW_SHARED": shared,
                 **more,
             }
-            source, kernel = (f"{name}_backward.cu", f"{name}_backward") if backward else (f"{name}.cu", f"{name}_forward")
-            grid, sizes = (q.shape[0] * q.shape[1], self.tiles), sizes_of(q, self.width, tensors["v"].shape[3])
+            kernel = f"{family}_{name}"
+            source = f"{family}.cu" if name == "forward" else f"{kernel}.cu"
+            grid, sizes = (
+                (q.shape[0] * q.shape[1], self.tiles, *[parts] * (parts > 1)),
+                sizes_of(q, self.width, values.shape[3]) | {"part": part},
+            )
             return Kernel(source, kernel, defines, grid, (32 * self.warps,), shared, sizes)
 
-        start(launcher, OF_ROWS, (type(self), self, backward), tensors, describe)
+        start(launcher, OF_ROWS, (type(self), self, name, part), tensors, describe)
 
-    def pass_macros(self, backward: bool, tensors: dict[str, Any]) -> tuple[str, int, dict[str, int]]:
+    def pass_macros(self, name: str, tensors: dict[str, Any]) -> tuple[str, int, dict[str, int]]:
         """The name of the sources, the bytes of shared memory, and the macros of one family only."""
         raise NotImplementedError
 
@@ -194,6 +214,13 @@ class DeltaKernel(ErasingKernel):
         return sums + tile_bytes(*staged, (2 * span, value, self.dtype), *solved) + 48 * span
 
     @remembered
+    def adjoint_bytes(self) -> int:
+        """sizeof(BackwardShared) in delta_adjoint.cu, which the kernel asserts."""
+        rows = 2 * self.tiling.span, self.tiling.value
+        values = tile_bytes((*rows, self.operand)) - tile_bytes((*rows, self.dtype))
+        return self.forward_bytes() + values + self.sums_bytes(2) - self.sums_bytes(4)
+
+    @remembered
     def backward_bytes(self, stages: int) -> int:
         """sizeof(BackwardShared), which the kernel asserts."""
         span, value, operand, mapped = self.tiling.part, self.tiling.value, self.operand, self.row_map != AS_IS
@@ -218,10 +245,13 @@ class DeltaKernel(ErasingKernel):
         limits = ((self.held - 1024) // 2, self.held)
         return next((n for most in limits for n in (2, 1) if self.backward_bytes(n) <= most), 1)
 
-    def pass_macros(self, backward: bool, tensors: dict[str, Any]) -> tuple[str, int, dict[str, int]]:
+    def tokens_of_part(self, launcher: Launcher, dy: Tensor) -> int:
+        return tokens_of_part(launcher, dy, self.tiles, max(self.tiling.span, self.tiling.part))
+
+    def pass_macros(self, name: str, tensors: dict[str, Any]) -> tuple[str, int, dict[str, int]]:
         more = {"FW_ALIGNED": int(rows_aligned(tensors)), **map_defines(self.row_map, self.row)}
-        if not backward:
-            return "delta", self.forward_bytes(), more
+        if name != "backward":
+            return "delta", self.forward_bytes() if name == "forward" else self.adjoint_bytes(), more
         stages = self.stages()
         return "delta", self.backward_bytes(stages), {"FW_STAGES": stages, **more}
 

@@ -28,6 +28,7 @@ PRECISIONS = {"bf16": 0, "tf32": 1, "exact": 2, "fp16": 3}  # FW_PRECISION
 OPERANDS = {"bf16": torch.bfloat16, "tf32": torch.float32, "exact": torch.float32, "fp16": torch.float16}  # of products
 # the precision of kernels without products of fp16: tf32 holds it exactly, and bf16 would round it once more
 IN_TF32 = {"bf16": "bf16", "tf32": "tf32", "exact": "exact", "fp16": "tf32"}
+SHORTEST_PART = 256  # tokens of a block of the backward where several take a sequence
 LAUNCHES: dict[tuple, tuple] = {}  # of prepared ones: what starts it, the numbers, and the places of the addresses among them
 _launcher: Any = CupyLaunch()
 
@@ -180,6 +181,13 @@ def rows_aligned(tensors: dict[str, Any]) -> bool:
 def sizes_of(q: Tensor, key: int, value: int, divisor: tuple[float, float] = (0.0, 0.0)) -> dict[str, float]:
     """The numbers of ``PARAMS``. divisor: eps and least."""
     return {"H": q.shape[1], "T": q.shape[2], "K": key, "V": value, "eps": divisor[0], "least": divisor[1]}
+
+
+def tokens_of_part(launcher: Launcher, dy: Tensor, tiles: int, multiple: int) -> int:
+    """How many tokens a block of the backward takes, a multiple of this: all of them, unless half of the device would be idle."""
+    processors, blocks, tokens = launcher.processors(dy.device), dy.shape[0] * dy.shape[1] * tiles, dy.shape[2]
+    count = min(2 * processors // blocks, tokens // SHORTEST_PART) if 0 < 2 * blocks <= processors else 1
+    return round_up(-(-tokens // count), multiple) if count > 1 else tokens
 
 
 def undivided(launcher: Launcher, divided: Divided, divisors: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:

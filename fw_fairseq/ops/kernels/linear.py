@@ -31,6 +31,7 @@ from .launch import (
     sizes_of,
     start,
     tile_bytes,
+    tokens_of_part,
     undivided,
     why_not_held,
     why_not_wide,
@@ -41,7 +42,6 @@ SOURCES = {"linear_forward": "linear.cu", "linear_adjoint": "linear_adjoint.cu",
 LARGEST_KEY, LARGEST_VALUE = 512, 128
 NARROWEST = 32  # columns of a block that are halved to fill the device: narrower ones read q and k too often
 FEWEST_WARPS = 4  # of a block, if the key can be split among them
-SHORTEST = 256  # tokens of a part of the backward, at least
 ROWS_OF_A_WARP = 128  # of the memory: 64 fp32 registers a thread, and as many for its operands
 
 
@@ -130,12 +130,6 @@ class LinearKernel(NamedTuple):
     def choose_ahead(self, back: Block, value: int) -> Block:
         """The tile of the forward, for values this wide."""
         return self.choose(back.chunk, lambda tile: self.forward_bytes(tile, 1), value)
-
-    def part(self, sequences: int, tokens: int, processors: int) -> int:
-        """How many tokens a block of the backward takes: all of them unless half of the device would be idle."""
-        blocks = sequences * self.tiles(self.back)
-        count = min(2 * processors // blocks, tokens // SHORTEST) if 0 < 2 * blocks <= processors else 1
-        return round_up(-(-tokens // count), self.back.chunk) if count > 1 else tokens
 
     def choose(self, longest: int, needed: Callable[[Block], int], value: int) -> Block:
         """The first tile that the device's shared memory holds, the smallest where it holds none."""
@@ -249,7 +243,10 @@ class LinearKernel(NamedTuple):
                 **more,
                 "FW_SHARED": shared,
             }
-            grid, sizes = (sequences, self.tiles(tile), parts), sizes_of(q, self.width, self.value, divisor) | {"part": part}
+            grid, sizes = (
+                (sequences, self.tiles(tile), *[parts] * (parts > 1)),
+                sizes_of(q, self.width, self.value, divisor) | {"part": part},
+            )
             return Kernel(SOURCES[name], name, defines, grid, (32 * tile.warps,), shared, sizes)
 
         start(launcher, OF_ROWS, (self, name, divisor, part), tensors, describe)
@@ -270,7 +267,7 @@ class LinearKernel(NamedTuple):
         tile = self.back if name == "linear_backward" else self.ahead
         if name == "linear_backward":
             stages = self.fitting(lambda n: self.backward_bytes(tile, n))
-            more = {"FW_STAGES": stages, "FW_PARTIAL": int(self.tiles(tile) > 1), "FW_PARTS": int(parts > 1)}
+            more = {"FW_STAGES": stages, "FW_PARTIAL": int(self.tiles(tile) > 1), "FW_SIDES": int(parts > 1)}
             return tile, self.backward_bytes(tile, stages), more
         if name == "linear_adjoint":
             return tile, self.adjoint_bytes(tile), {}
@@ -329,9 +326,8 @@ def backward(launcher: Launcher, x: Operands, saved: Sequence[Tensor], dy: Tenso
     if divided:
         tensors["dy"], tensors["ddivisors"] = undivided(launcher, divided, saved[-1], dy)
         tensors |= {"dfinal_sums": divided.final, "dsums": divided.sums, "sums_borders": saved[1]}
-    tokens, sequences = dy.shape[2], dy.shape[0] * dy.shape[1]
-    part = kernel.part(sequences, tokens, launcher.processors(dy.device))
-    if part < tokens:
+    part = tokens_of_part(launcher, dy, tiles, kernel.back.chunk)
+    if part < dy.shape[2]:
         tensors |= kernel.adjoints(launcher, tensors, divided, part)
     kernel.launch(launcher, "linear_backward", tensors, divided, part)
     add_up(grads, shares, tiles)
