@@ -29,7 +29,7 @@ struct Params {
     float* final_memory;    // (B,H,K,V)
     float* borders;         // (B,H,parts-1,K,V): memory before each part but the first; null where no backward follows
     const float* dfinal;    // (B,H,K,V)
-    float* dmemory;         // (B,H,K,V)
+    float* dmemory;         // (sides,B,H,K,V)
     int32_t T, K, V, parts;
 };
 
@@ -58,9 +58,15 @@ __device__ __forceinline__ float2 to_float2(__nv_bfloat162 pair) {
     return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000u));
 }
 
+#ifndef FW_SIDES
+#define FW_SIDES 0  // of so many bits is the number of a part that runs beside others, the last ones of the third dimension's
+#endif
+__device__ __forceinline__ unsigned batch() { return blockIdx.z >> FW_SIDES; }
+__device__ __forceinline__ int side() { return blockIdx.z & ((1 << FW_SIDES) - 1); }
+
 template <class T>
 __device__ __forceinline__ T* row_of(const Tensor& x, int t, int share = 0) {
-    return (T*)x.data + blockIdx.z * x.b + blockIdx.y * x.h + t * x.t + share * x.share;
+    return (T*)x.data + batch() * x.b + blockIdx.y * x.h + t * x.t + share * x.share;
 }
 
 // Channels column and column + 1 of a row with `width` of them; `other` where there are none.
@@ -334,7 +340,7 @@ struct Columns {
 // Told apart only where there are other warps: what those leave unset would otherwise hold registers from turn to turn.
 __device__ __forceinline__ bool is_owner() { return FW_OWNERS == FW_WARPS || (threadIdx.x >> 5) < FW_OWNERS; }
 
-__device__ __forceinline__ int64_t sequence() { return (int64_t)blockIdx.z * gridDim.y + blockIdx.y; }
+__device__ __forceinline__ int64_t sequence() { return (int64_t)batch() * gridDim.y + blockIdx.y; }
 
 // The memory of this block's sequence in a (B,H,n,K,V) array.
 template <class T>

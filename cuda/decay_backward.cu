@@ -15,7 +15,15 @@
 // (gates.cuh), and nothing cancels.
 //
 // Each value tile writes its share of dq, dk, df and dw.
+//
+// With FW_SIDES several blocks share the parts of a sequence. In the place of its result each has dW at the end of its own, from
+// decay_adjoint.cu.
 #include "decay_one_round.cuh"
+
+// What the blocks of this part have for it.
+__device__ __forceinline__ float* own(const Params& p) {
+    return FW_SIDES ? p.dmemory + (int64_t)side() * (gridDim.z >> FW_SIDES) * gridDim.y * p.K * p.V : p.dmemory;
+}
 
 __device__ __forceinline__ void put_memory(Operand* at, Memory& memory) {
     int g = lane_id() >> 2, t = lane_id() & 3;
@@ -176,12 +184,12 @@ __device__ FW_SELDOM void reverse_rounds(const Params& p, Shared& s, int start, 
         __syncthreads();
         if (mode == BORDERS && is_owner()) {
             Memory adjoint;
-            adjoint.load(memory_of(p.dmemory, p), p);
+            adjoint.load(memory_of(own(p), p), p);
             adjoint.scale(s.scales, Scales::LEFT + (turn ^ 1));
             put_memory(s.adjoint, adjoint);
             adjoint.scale(s.scales, Scales::CHUNK);
             adjoint.add_outer(s.dy, s.q);
-            adjoint.store(memory_of(p.dmemory, p), p);
+            adjoint.store(memory_of(own(p), p), p);
         }
         if (mode != BORDERS) score_pairs(s, mode, chunk);
         __syncthreads();
@@ -260,7 +268,7 @@ __device__ __forceinline__ void reverse_round(const Params& p, Shared& s, Memory
 __device__ FW_SELDOM void reverse_halves(const Params& p, Shared& s, int start, int chunk, int turn) {
     Memory adjoint;
     Columns columns;
-    if (is_owner()) adjoint.load(memory_of(p.dmemory, p), p);
+    if (is_owner()) adjoint.load(memory_of(own(p), p), p);
     columns.forget();
     by_side(p, s, [&](const auto& job) {
         columns.find(p, job);
@@ -275,14 +283,14 @@ __device__ FW_SELDOM void reverse_halves(const Params& p, Shared& s, int start, 
     });
     __syncthreads();
     reverse_round<true>(p, s, adjoint, columns.gate, start, chunk, false);
-    if (is_owner()) adjoint.store(memory_of(p.dmemory, p), p);
+    if (is_owner()) adjoint.store(memory_of(own(p), p), p);
 }
 
 // The chunks of a part, from the last to the first. Between two parts the adjoint is in the place of its result.
 __device__ __forceinline__ void reverse_part(const Params& p, Shared& s, int part, int chunks, int tiers) {
     Memory adjoint;
     Columns columns;
-    if (is_owner()) adjoint.load(memory_of(part == p.parts - 1 ? p.dfinal : p.dmemory, p), p);
+    if (is_owner()) adjoint.load(memory_of(part == p.parts - 1 ? p.dfinal : own(p), p), p);
     s.scales.leave_nothing(chunks & 1);
     by_side(p, s, [&](const auto& job) { columns.find(p, job); });
 #pragma unroll 1
@@ -302,10 +310,10 @@ __device__ __forceinline__ void reverse_part(const Params& p, Shared& s, int par
         }
         __syncthreads();
         if (tier >= HALVES) {
-            if (is_owner()) adjoint.store(memory_of(p.dmemory, p), p);
+            if (is_owner()) adjoint.store(memory_of(own(p), p), p);
             if (FW_HALVES && tier == HALVES) reverse_halves(p, s, start, chunk, turn);
             else reverse_rounds(p, s, start, chunk, tier, turn);
-            if (is_owner()) adjoint.load(memory_of(p.dmemory, p), p);
+            if (is_owner()) adjoint.load(memory_of(own(p), p), p);
         }
 #if !FW_MAP
         columns.forget();
@@ -321,7 +329,7 @@ __device__ __forceinline__ void reverse_part(const Params& p, Shared& s, int par
     __syncthreads();
     if (is_owner()) {
         adjoint.scale(s.scales, Scales::LEFT);
-        adjoint.store(memory_of(p.dmemory, p), p);
+        adjoint.store(memory_of(own(p), p), p);
     }
 }
 
@@ -336,8 +344,10 @@ __device__ __forceinline__ void take_rows(Shared& s, const Params& p, int part, 
 extern "C" __global__ void __launch_bounds__(FW_WARPS * 32, 1) decay_backward(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char shared[];
     Shared& s = *(Shared*)shared;
+    const int each = (p.parts + (1 << FW_SIDES) - 1) >> FW_SIDES;
+    const int first = FW_SIDES ? side() * each : 0, end = FW_SIDES ? min(p.parts, first + each) : p.parts;
 #pragma unroll 1
-    for (int part = p.parts - 1; part >= 0; part--) {
+    for (int part = end - 1; part >= first; part--) {
         int chunks = min(FW_CHUNKS, (p.T - part * FW_PART + FW_CHUNK - 1) / FW_CHUNK);
         __syncthreads();
 #if FW_MAP

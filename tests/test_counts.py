@@ -110,6 +110,7 @@ A, B, C = 0x80000003, 0xFFFFFFFE, 0x00012345
         ("SGXT.U32 R0, R3, 0x2", 2),
         ("VIMNMX R0, R2, R4, PT", A),
         ("VIMNMX.U32 R0, R2, R4, PT", C),
+        ("VIADDMNMX R0, R2, 0x1, R4, PT", A + 1),
         ("IABS R0, R3", 2),
         ("SEL R0, R2, R4, PT", A),
         ("SEL R0, R2, R4, !PT", C),

@@ -66,6 +66,7 @@ ARITHMETIC = {  # opcode: a function of the operands and the modifiers
     **dict.fromkeys(("IADD", "IADD3", "VIADD"), total),
     "IABS": lambda v, mods: abs(signed(v[0])),
     "VIMNMX": lambda v, mods: (min if v[2] else max)(v[:2], key=int if "U32" in mods else signed),
+    "VIADDMNMX": lambda v, mods: (min if v[3] else max)(v[0] + v[1] & WORD, v[2], key=int if "U32" in mods else signed),
     "IMAD": multiply,
     "LEA": add_shifted,
     "LOP3": logic,

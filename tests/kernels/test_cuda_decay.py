@@ -20,6 +20,39 @@ def test_any_schedule(one_thread, dtype, policy, seed):
     compare(decay, "decay", (2, 1, 70, 64, 64), dtype, EmulatorLaunch(policy, seed))
 
 
+@pytest.mark.cases_in_ci(2)
+@pytest.mark.parametrize(
+    "rule, shape, dtype, gates, policy, seed",
+    [
+        *(("decay", (1, 2, 600, 64, 64), torch.bfloat16, "uniform", *each) for each in SCHEDULES),
+        ("gla", (2, 1, 530, 20, 100), torch.float32, "near one", *SCHEDULES[-1]),
+        ("decay", (1, 1, 520, 32, 64), torch.float16, "small", *SCHEDULES[-1]),
+        ("decay", (1, 1, 1040, 128, 40), torch.bfloat16, "resets", *SCHEDULES[-1]),
+    ],
+)
+def test_few_sequences_in_parts(one_thread, rule, shape, dtype, gates, policy, seed):
+    device = EmulatorLaunch(policy, seed)
+    device.blocks = 16
+    compare(decay, rule, shape, dtype, device, gates=gates)
+    assert [name for _, name, _ in device.calls] == ["decay_forward", "decay_adjoint", "decay_backward"]
+
+
+@pytest.mark.parametrize(
+    "sequences, tokens, processors, sides, part",
+    [
+        (64, 2048, 132, 2, 512),
+        (67, 2048, 132, 0, None),  # more than half of the processors have a block
+        (1, 2048, 132, 3, 256),
+        (1, 1100, 132, 2, 320),  # a multiple of 64
+        (1, 511, 132, 0, None),
+    ],
+)
+def test_sides_of_the_backward(sequences, tokens, processors, sides, part):
+    found = launches(decay, "decay", (1, sequences, tokens, 16, 32), torch.bfloat16, processors=processors)
+    assert found[-1].grid == (1, sequences, 1 << sides) and found[-1].defines.get("FW_SIDES", 0) == sides
+    assert [launch.kernel for launch in found[1:-1]] == (["decay_adjoint"] if sides else [])
+
+
 @pytest.mark.parametrize("tokens", [1, 5, 16, 17, 70])
 def test_any_length(one_thread, tokens):
     compare(decay, "decay", (1, 2, tokens, 32, 32))

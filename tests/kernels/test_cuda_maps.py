@@ -88,7 +88,13 @@ def test_equals_the_map_and_the_steps(one_thread, family, row_map, d, value, dty
 
 
 @pytest.mark.parametrize(
-    "family, dtype, present", [("linear", torch.bfloat16, "fw"), ("delta", torch.bfloat16, "few"), ("delta", torch.float16, "fe")]
+    "family, dtype, present",
+    [
+        ("linear", torch.bfloat16, "fw"),
+        ("delta", torch.bfloat16, "few"),
+        ("delta", torch.float16, "fe"),
+        ("decay", torch.bfloat16, "Fzw"),
+    ],
 )
 def test_few_sequences_in_parts(one_thread, family, dtype, present):
     """What is left of each part is found from the rows, too."""

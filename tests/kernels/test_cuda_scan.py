@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from hostcuda import EmulatorLaunch, guarded, sanitized_launch
-from support.cuda_scan import GATES, TOLERANCE, by_definition, by_kernels, compare, draw
+from hostcuda.nvrtc import ARCHITECTURES, compile_check
+from support.cuda_scan import GATES, TOLERANCE, by_definition, by_kernels, compare, draw, launches
 from support.draws import assert_same
 from support.emulated import emulated
 
 from fw_fairseq.feature_maps import AS_IS
-from fw_fairseq.ops.kernels import decay, linear
+from fw_fairseq.ops.kernels import decay, delta, launch, linear
 from fw_fairseq.ops.kernels.family import Operands
 
 each_family = pytest.mark.parametrize("family, rule", [(linear, "gated"), (decay, "decay")], ids=["linear", "decay"])
@@ -62,9 +63,23 @@ def test_symbolic_shapes(emulate, rule):
     )
 
 
+@pytest.mark.cases_in_ci(1)
+@pytest.mark.parametrize("rule", ["gated", "gated_delta", "decay"])
+@pytest.mark.parametrize("arch", ARCHITECTURES[1:])
+def test_kernels_of_parts_compile_without_spills(arch, rule):
+    family = {"gated": linear, "gated_delta": delta, "decay": decay}[rule]
+    _, adjoint, _ = launches(family, rule, (1, 1, 512, 64, 64), torch.bfloat16, (int(arch[:-1]), int(arch[-1])), processors=8)
+    found = compile_check(adjoint.source, adjoint.defines, arch)[adjoint.kernel]
+    assert found["spill_stores"] == found["spill_loads"] == found["stack"] == 0, found
+
+
 def sanitized() -> None:
-    for family, rule, tokens, width in ((linear, "gated", 70, 32), (decay, "decay", 33, 64)):
+    launch.SHORTEST_PART = 32
+    cases = ((linear, "gated", 70, 32, 1), (decay, "decay", 33, 64, 1), (decay, "decay", 130, 20, 8))
+    for family, rule, tokens, width, processors in cases:
         with emulated(sanitized_launch()) as launcher:
+            launcher.blocks = processors
             x = draw(rule, (1, 1, tokens, width, width), torch.bfloat16)
             x["f"][:, :, 3] = 0.0  # one chunk of several rounds, others of one
             by_kernels(family, x, torch.randn_like(x["v"]), torch.randn_like(x["memory"]), "bf16", launcher)
+            assert len(launcher.calls) == (3 if processors > 1 else 2)

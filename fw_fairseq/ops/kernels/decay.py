@@ -1,5 +1,5 @@
-"""The kernel family with decay per channel (rule decay), without erase: what it supports, and the launches of ``cuda/decay.cu`` and
-``cuda/decay_backward.cu``. ``decay_tiles`` has the layout of a launch.
+"""The kernel family with decay per channel (rule decay), without erase: what it supports, and the launches of ``cuda/decay.cu``,
+``cuda/decay_adjoint.cu`` and ``cuda/decay_backward.cu``. ``decay_tiles`` has the layout of a launch.
 
 fp16 inputs are multiplied in tf32, which holds them exactly. fp16 products would overflow where memories and gradients leave its
 range, and bf16 would round the inputs once more.
@@ -37,12 +37,18 @@ from .launch import (
     in_units,
     map_defines,
     remembered,
+    round_up,
+    rows_aligned,
     shares_of,
+    sizes_of,
     start,
+    tile_bytes,
+    tokens_of_part,
     why_not_held,
     why_not_wide,
 )
-from .parameters import Kernel, Structure
+from .linear import Block, LinearKernel
+from .parameters import OF_ROWS, Kernel, Structure
 
 LARGEST_K = 512
 LARGEST_GRID = 65535  # along its second and third dimension
@@ -107,19 +113,20 @@ class DecayKernel(NamedTuple):
         reads = 4 * (16 * (V + 8) if self.z else 4)
         return self.map_bytes(self.row_chunks(backward)) + operands + y + reads + scale_bytes(K, V)
 
-    def launch(self, launcher: Launcher, backward: bool, tensors: dict[str, Any]) -> None:
-        """Starts the kernel of one pass."""
+    def launch(self, launcher: Launcher, backward: bool, tensors: dict[str, Any], sides: int = 0) -> None:
+        """Starts the kernel of one pass. sides: of the backward, as ``Adjoint.sides``."""
 
         def describe() -> Kernel:
             tile, v, T = self.back if backward else self.ahead, tensors["v"], tensors["q"].shape[2]
             name = "decay_backward" if backward else "decay_forward"
             shared = self.shared_bytes(backward)
-            grid, block = (-(-v.shape[3] // tile.V), v.shape[1], v.shape[0]), (32 * tile.warps(padded(self.key)),)
+            grid, block = (-(-v.shape[3] // tile.V), v.shape[1], v.shape[0] << sides), (32 * tile.warps(padded(self.key)),)
             sizes = {"T": T, "K": self.key, "V": self.value, "parts": -(-T // self.part)}
             source = "decay_backward.cu" if backward else "decay.cu"
-            return Kernel(source, name, self.defines(backward, tile, tensors, shared), grid, block, shared, sizes)
+            defines = self.defines(backward, tile, tensors, shared) | ({"FW_SIDES": sides} if sides else {})
+            return Kernel(source, name, defines, grid, block, shared, sizes)
 
-        start(launcher, STRUCTURE, (self, backward), tensors, describe)
+        start(launcher, STRUCTURE, (self, backward, sides), tensors, describe)
 
     def defines(self, backward: bool, tile: Tile, tensors: dict[str, Any], shared_bytes: int) -> dict[str, Any]:
         """The macros of one pass."""
@@ -146,6 +153,70 @@ class DecayKernel(NamedTuple):
         mapping = map_defines(self.row_map, self.row)
         mapping |= {"FW_ROW_CHUNKS": self.row_chunks(backward), "FW_ALIGNED": int(in_units(whole["q"]) and in_units(whole["k"]))}
         return defines | mapping
+
+
+class Adjoint(NamedTuple):
+    """How the backward of few sequences is shared among more blocks: 2 to the power of ``sides`` for a sequence and tile of V. Each
+    needs the adjoint of the memory at the end of its parts, from ``cuda/decay_adjoint.cu``, whose block is that of ``linear``."""
+
+    sides: int
+    part: int  # tokens of a block
+    linear: LinearKernel
+    block: Block
+
+    @classmethod
+    def of(cls, kernel: DecayKernel, launcher: Launcher, dy: Tensor) -> Adjoint | None:
+        """None where one block takes all of a sequence."""
+        B, H, T, V = dy.shape
+        few = tokens_of_part(launcher, dy, -(-V // kernel.back.V), kernel.part)
+        sides = (-(-T // few)).bit_length() - 1
+        if not sides or B << sides > LARGEST_GRID:
+            return None
+        given = kernel.dtype, kernel.row, V, False, False, kernel.precision, kernel.row_map, kernel.held, False
+        linear = LinearKernel.of_sizes(*given).narrowed(B * H, launcher.processors(dy.device))
+        part = kernel.part * -(-T // (kernel.part << sides))
+        for chunk in (64, 32, CHUNK):
+            found = cls(sides, part, linear, linear.ahead._replace(chunk=chunk))
+            if chunk <= kernel.part and found.bytes(kernel.f, kernel.z) <= kernel.held:
+                return found
+        return None
+
+    def bytes(self, f: bool, z: bool) -> int:
+        """sizeof(Shared) in decay_adjoint.cu, which asserts it."""
+        x, (value, _, chunk) = self.linear, self.block
+        row, dtype = (x.key, x.operand) if x.row_map == AS_IS else (x.row, x.dtype)
+        rows = (chunk, round_up(row, 16 // dtype.itemsize), dtype), (chunk, value, x.operand)
+        gates = [tile_bytes((chunk, width, torch.float32)) if given else 16 for width, given in ((x.key, f), (value, z))]
+        features = 0 if x.row_map == AS_IS else tile_bytes((chunk, x.key, x.operand))
+        return 2 * (tile_bytes(*rows) + sum(gates)) + features + 4 * (x.key + value)
+
+    def launch(self, launcher: Launcher, x: Operands, dy: Tensor, dmemory: Tensor | None) -> Tensor:
+        """The adjoints (sides,B,H,K,V); the last one is room for the block that begins with ``dmemory``."""
+        (K, V), linear, block = x.widths, self.linear, self.block
+        found = dy.new_empty((1 << self.sides, *dy.shape[:2], K, V), dtype=torch.float32)
+        tensors = {"q": x.q, "dy": dy, "f": x.f, "e": x.z, "dfinal": dmemory, "adjoints": found}
+
+        def describe() -> Kernel:
+            defines = {
+                "FW_IN": TYPES[linear.dtype],
+                "FW_K": linear.key,
+                "FW_V": block.value,
+                "FW_W": 0,
+                "FW_SUMS": 0,
+                "FW_KEYS": int(x.f is not None),
+                "FW_VALUES": int(x.z is not None),
+                "FW_PRECISION": PRECISIONS[linear.precision],
+                "FW_WARPS": block.warps,
+                "FW_CHUNK": block.chunk,
+                "FW_ALIGNED": int(rows_aligned(tensors) and all(in_units(gate) for gate in (x.f, x.z) if gate is not None)),
+                **map_defines(linear.row_map, linear.row),
+                "FW_SHARED": self.bytes(x.f is not None, x.z is not None),
+            }
+            grid, sizes = (dy.shape[0] * dy.shape[1], linear.tiles(block)), sizes_of(x.q, K, V) | {"part": self.part}
+            return Kernel("decay_adjoint.cu", "decay_adjoint", defines, grid, (32 * block.warps,), defines["FW_SHARED"], sizes)
+
+        start(launcher, OF_ROWS, (self,), tensors, describe)
+        return found
 
 
 def supported(x: Operands) -> str | None:
@@ -178,17 +249,22 @@ def backward(launcher: Launcher, x: Operands, saved: Sequence[Tensor], dy: Tenso
     kernel = DecayKernel.of(x)
     inputs = {"q": x.q, "k": x.k, "v": x.v, "f": x.f, "z": x.z, "w": x.w}
     grads = {f"d{name}": torch.empty_like(part) for name, part in inputs.items() if part is not None}
-    before = x.q.new_empty((*x.q.shape[:2], kernel.key, kernel.value), dtype=torch.float32)
+    adjoint = Adjoint.of(kernel, launcher, dy)
+    if adjoint is None:
+        before = x.q.new_empty((1, *x.q.shape[:2], kernel.key, kernel.value), dtype=torch.float32)
+    else:
+        before = adjoint.launch(launcher, x, dy, dmemory)
     tiles = -(-kernel.value // kernel.back.V)
     of_tiles = {name: grad for name, grad in grads.items() if name in SHARES and name != "dw"}
     of_warps = {} if x.w is None else {"dw": grads["dw"]}
     shares, strengths = shares_of(of_tiles, tiles), shares_of(of_warps, tiles * kernel.back.v_warps)
     memories = {"memory": x.memory, "borders": saved[0], "dfinal": dmemory, "dmemory": before}
-    kernel.launch(launcher, True, inputs | grads | {"dy": dy} | shares | strengths | memories)
+    sides = 0 if adjoint is None else adjoint.sides
+    kernel.launch(launcher, True, inputs | grads | {"dy": dy} | shares | strengths | memories, sides)
     add_up(of_tiles, shares, tiles)
     add_up(of_warps, strengths, tiles * kernel.back.v_warps)
     dq, dk, dv, df, dz, dw = [grads.get(name) for name in ("dq", "dk", "dv", "df", "dz", "dw")]
-    return dq, dk, dv, df, dz, None, dw, None if x.memory is None else before
+    return dq, dk, dv, df, dz, None, dw, None if x.memory is None else before[0]
 
 
 def in_pairs(x: Tensor) -> bool:
